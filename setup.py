@@ -1,0 +1,88 @@
+"""Packaging of tf_strategies.
+
+TensorFlow is an extra, not a requirement: a hard `tensorflow` dependency
+would pull its wheel even where `tensorflow-cpu` is already installed. Choose
+one of `[cpu]`, `[tensorflow]` and `[and-cuda]`.
+"""
+
+import pathlib
+import re
+
+import setuptools
+
+_ROOT = pathlib.Path(__file__).resolve().parent
+_TENSORFLOW_RANGE = '>=2.18,<2.22'
+_KERAS = 'keras>=3.12'
+
+_EXAMPLES = [
+  # The offline default dataset: handwritten digits inside the wheel.
+  'scikit-learn',
+  # TensorFlow pins its own minor version of it, or (2.21) does not bring it.
+  'tensorboard>=2.18',
+]
+
+
+def _version() -> str:
+  """The version, read as text: importing the package would need NumPy."""
+  text = (_ROOT / 'tf_strategies' / 'version.py').read_text(encoding='utf-8')
+  match = re.search(r"^__version__ = '([^']+)'$", text, re.MULTILINE)
+  if match is None:
+    raise ValueError(
+      "tf_strategies/version.py must have a line __version__ = '<version>'."
+    )
+  return match.group(1)
+
+
+def _long_description() -> str:
+  readme = _ROOT / 'README.md'
+  return readme.read_text(encoding='utf-8') if readme.exists() else ''
+
+
+setuptools.setup(
+  name='tf_strategies',
+  version=_version(),
+  description=(
+    'tf.distribute strategies for TensorFlow and Keras 3: ring all-reduce on '
+    'any device, elastic multi-worker rings and a parameter server.'
+  ),
+  long_description=_long_description(),
+  long_description_content_type='text/markdown',
+  license='Apache-2.0',
+  license_files=['LICENSE'],
+  # With '' mapped, `pip install -e .` puts the checkout itself on the path,
+  # so that tests and examples can be run as plain scripts.
+  package_dir={'': '.'},
+  packages=setuptools.find_packages(
+    include=['tf_strategies', 'tf_strategies.*']
+  ),
+  python_requires='>=3.10',
+  install_requires=['absl-py', 'numpy'],
+  extras_require={
+    'cpu': [f'tensorflow-cpu{_TENSORFLOW_RANGE}', _KERAS],
+    'tensorflow': [f'tensorflow{_TENSORFLOW_RANGE}', _KERAS],
+    'and-cuda': [f'tensorflow[and-cuda]{_TENSORFLOW_RANGE}', _KERAS],
+    'examples': _EXAMPLES,
+    'dev': [
+      *_EXAMPLES,
+      'build',
+      'hypothesis',
+      'portpicker',
+      'psutil',
+      'pytest>=9',
+      'pytest-xdist',
+      # Pinned: another release formats or complains differently.
+      'ruff==0.17.5',
+      'wheel',
+    ],
+  },
+  classifiers=[
+    'Intended Audience :: Developers',
+    'Intended Audience :: Science/Research',
+    'Programming Language :: Python :: 3',
+    'Programming Language :: Python :: 3.10',
+    'Programming Language :: Python :: 3.11',
+    'Programming Language :: Python :: 3.12',
+    'Programming Language :: Python :: 3.13',
+    'Topic :: Scientific/Engineering :: Artificial Intelligence',
+  ],
+)

@@ -1,0 +1,32 @@
+"""Settings that must hold before the first test module imports TensorFlow."""
+
+import os
+
+# TensorFlow reads it when it is first imported.
+os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
+
+import hypothesis
+import pytest
+from absl import flags
+
+_SOAK = os.environ.get('TFS_SOAK') == '1'
+
+# No app.run() parses the flags under pytest, and an unparsed flag raises.
+flags.FLAGS.mark_as_parsed()
+
+# A shared machine may stall any single example, so none has a deadline. The
+# ordinary run draws the same examples every time; the soak run draws new ones.
+hypothesis.settings.register_profile(
+  'default_run', deadline=None, derandomize=True
+)
+hypothesis.settings.register_profile('soak', deadline=None, max_examples=2000)
+hypothesis.settings.load_profile('soak' if _SOAK else 'default_run')
+
+
+def pytest_collection_modifyitems(items):
+  if _SOAK:
+    return
+  skip = pytest.mark.skip(reason='a soak test: run it with `make soak`')
+  for item in items:
+    if 'soak' in item.keywords:
+      item.add_marker(skip)
