@@ -1,0 +1,63 @@
+"""What moves in a collective: schedules and plans, without TensorFlow.
+
+Example:
+
+  >>> from tf_strategies import collectives
+  >>> collectives.BUILDERS['ring'](4).validate().num_rounds
+  6
+"""
+
+from tf_strategies.collectives.bucketing import Bucket, plan_buckets
+from tf_strategies.collectives.compression import (
+  BFloat16Compression,
+  Compression,
+  Float16Compression,
+  NoCompression,
+  by_name,
+)
+from tf_strategies.collectives.cost_model import Link, Topology, choose, cost
+from tf_strategies.collectives.direct import direct_all_reduce
+from tf_strategies.collectives.halving_doubling import (
+  halving_doubling_all_reduce,
+)
+from tf_strategies.collectives.hierarchical import (
+  default_group_size,
+  hierarchical_ring_all_reduce,
+)
+from tf_strategies.collectives.layout import Piece, chunk_loads, plan_layout
+from tf_strategies.collectives.naive import naive_all_reduce
+from tf_strategies.collectives.registry import BUILDERS
+from tf_strategies.collectives.ring import ring_all_reduce
+from tf_strategies.collectives.schedule import Schedule, Transfer, chunk_sizes
+from tf_strategies.collectives.simulator import Simulation, simulate
+from tf_strategies.collectives.tree import tree_all_reduce
+
+__all__ = [
+  'BUILDERS',
+  'BFloat16Compression',
+  'Bucket',
+  'Compression',
+  'Float16Compression',
+  'Link',
+  'NoCompression',
+  'Piece',
+  'Schedule',
+  'Simulation',
+  'Topology',
+  'Transfer',
+  'by_name',
+  'choose',
+  'chunk_loads',
+  'chunk_sizes',
+  'cost',
+  'default_group_size',
+  'direct_all_reduce',
+  'halving_doubling_all_reduce',
+  'hierarchical_ring_all_reduce',
+  'naive_all_reduce',
+  'plan_buckets',
+  'plan_layout',
+  'ring_all_reduce',
+  'simulate',
+  'tree_all_reduce',
+]

@@ -1,0 +1,122 @@
+"""Gradients to buckets: fewer, larger messages that start early."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from tf_strategies import errors
+from tf_strategies.collectives import schedule
+
+
+@dataclasses.dataclass(frozen=True)
+class Bucket:
+  """Tensors of one dtype that travel together.
+
+  Attributes:
+    indices: the tensors, in the order in which they are packed.
+    dtype: their dtype's name.
+    num_bytes: their sizes added up.
+  """
+
+  indices: tuple[int, ...]
+  dtype: str
+  num_bytes: int
+
+
+def plan_buckets(
+  sizes_bytes: Sequence[int],
+  dtypes: Sequence[str],
+  bucket_bytes: int,
+  reverse: bool = True,
+) -> tuple[Bucket, ...]:
+  """Packs gradients into buckets that become ready one after the other.
+
+  The backward pass makes the gradients of the last layers first, so that a
+  bucket of these can travel while the rest is still being computed. One bucket
+  for each dtype is open at a time; a tensor that does not fit closes it. The
+  plan is a function of the arguments alone: ranks that plan for themselves
+  agree.
+
+  Source: Li et al., "PyTorch Distributed: experiences on accelerating data
+  parallel training", VLDB 2020.
+
+  Example:
+
+    >>> for bucket in plan_buckets([4, 4, 90, 4], ['float32'] * 4, 10):
+    ...   print(bucket)
+    Bucket(indices=(3,), dtype='float32', num_bytes=4)
+    Bucket(indices=(2,), dtype='float32', num_bytes=90)
+    Bucket(indices=(1, 0), dtype='float32', num_bytes=8)
+
+  Args:
+    sizes_bytes: the size of each tensor.
+    dtypes: the dtype of each: a name, or anything with a `name`, as the dtypes
+      of NumPy and TensorFlow have.
+    bucket_bytes: the most that a bucket holds; a larger tensor gets a bucket
+      of its own.
+    reverse: whether the last tensor is ready first.
+
+  Returns:
+    Buckets in the order in which their last tensor becomes ready; each index
+    is in exactly one. O(n) for n tensors, plus sorting the buckets.
+
+  Raises:
+    UnsupportedOptionError: `bucket_bytes` is not a positive integer.
+    ScheduleError: the lists differ in length, a size is not an integer of 0 or
+      more, or a dtype has no name.
+  """
+  if not schedule.is_int(bucket_bytes) or bucket_bytes < 1:
+    raise errors.UnsupportedOptionError(
+      f'bucket_bytes={bucket_bytes!r}',
+      'a positive integer of bytes',
+      'write 8 * 2**20 for buckets of 8 MiB',
+    )
+  names = _checked_names(sizes_bytes, dtypes)
+  ready = list(range(len(names)))
+  if reverse:
+    ready.reverse()
+  buckets: list[list[int]] = []  # Of positions in `ready`, not of indices.
+  newest: dict[str, list[int]] = {}
+  filled: dict[str, int] = {}
+  for position, index in enumerate(ready):
+    name, size = names[index], sizes_bytes[index]
+    if name not in newest or filled[name] + size > bucket_bytes:
+      newest[name], filled[name] = [], 0
+      buckets.append(newest[name])
+    newest[name].append(position)
+    filled[name] += size
+  # A bucket can go when its last tensor is there, however much earlier than
+  # another dtype's it was begun.
+  buckets.sort(key=lambda positions: positions[-1])
+  return tuple(
+    Bucket(
+      tuple(ready[position] for position in positions),
+      names[ready[positions[0]]],
+      sum(sizes_bytes[ready[position]] for position in positions),
+    )
+    for positions in buckets
+  )
+
+
+def _checked_names(
+  sizes_bytes: Sequence[int], dtypes: Sequence[str]
+) -> list[str]:
+  if len(sizes_bytes) != len(dtypes):
+    raise errors.ScheduleError(
+      f'sizes_bytes has {len(sizes_bytes)} entries, dtypes {len(dtypes)}. '
+      'Pass one of each for every tensor.'
+    )
+  for index, size in enumerate(sizes_bytes):
+    if not schedule.is_int(size) or size < 0:
+      raise errors.ScheduleError(
+        f'sizes_bytes[{index}] ({size!r}) must be an integer of 0 or more.'
+      )
+  names = [getattr(dtype, 'name', dtype) for dtype in dtypes]
+  for index, name in enumerate(names):
+    if not isinstance(name, str):
+      raise errors.ScheduleError(
+        f'dtypes[{index}] ({name!r}) must be a name such as "float32", or '
+        'have one.'
+      )
+  return names

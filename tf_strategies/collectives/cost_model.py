@@ -1,0 +1,257 @@
+"""Time of a schedule on a topology, and the cheapest schedule for a size.
+
+The alpha-beta-gamma model of Thakur, Rabenseifner and Gropp (2005), after
+Hockney (1994): a message of m bytes takes `alpha + m beta` seconds, and adding
+m bytes takes `m gamma`. A rank sends one message at a time and receives one at
+a time, both at once (full duplex).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+from collections.abc import Iterable, Mapping
+
+from tf_strategies import errors
+from tf_strategies.collectives import hierarchical, registry
+from tf_strategies.collectives import schedule as schedule_lib
+
+# Costs that differ by less than this, relatively, are a tie: closed formulas
+# that are equal must not be told apart by the rounding of a sum.
+_TIE = 1e-9
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+  """What one message costs.
+
+  Example:
+
+    >>> Link(alpha_seconds=1.0, beta_seconds_per_byte=0.5).seconds(4)
+    3.0
+
+  Attributes:
+    alpha_seconds: latency of a message.
+    beta_seconds_per_byte: inverse of the bandwidth.
+  """
+
+  alpha_seconds: float
+  beta_seconds_per_byte: float
+
+  def __post_init__(self):
+    for field in ('alpha_seconds', 'beta_seconds_per_byte'):
+      _check_seconds(field, getattr(self, field))
+
+  def seconds(self, num_bytes: int) -> float:
+    """Time of one message of `num_bytes`."""
+    return self.alpha_seconds + num_bytes * self.beta_seconds_per_byte
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+  """Which ranks are near each other, and what their links cost.
+
+  Example:
+
+    >>> near, far = Link(1e-6, 1e-10), Link(5e-5, 1e-9)
+    >>> hosts = Topology(8, intra=near, inter=far, group_size=4)
+    >>> hosts.link(0, 3) is near, hosts.link(3, 4) is far
+    (True, True)
+
+  Attributes:
+    world_size: number of ranks.
+    intra: the link between ranks of one group; between all ranks if there are
+      no groups.
+    inter: the link between ranks of different groups, None without groups.
+    group_size: consecutive ranks in a group (the last group may be smaller),
+      None without groups.
+    gamma_seconds_per_byte: time to add one received byte.
+  """
+
+  world_size: int
+  intra: Link
+  inter: Link | None = None
+  group_size: int | None = None
+  gamma_seconds_per_byte: float = 0.0
+
+  def __post_init__(self):
+    schedule_lib.check_world_size(self.world_size)
+    _check_seconds('gamma_seconds_per_byte', self.gamma_seconds_per_byte)
+    if (self.inter is None) != (self.group_size is None):
+      raise errors.UnsupportedOptionError(
+        f'inter={self.inter!r} with group_size={self.group_size!r}',
+        'both or neither',
+        'give inter the link between groups and group_size the ranks in one',
+      )
+    if self.group_size is not None and (
+      not schedule_lib.is_int(self.group_size)
+      or not 1 <= self.group_size <= self.world_size
+    ):
+      raise errors.UnsupportedOptionError(
+        f'group_size={self.group_size!r}',
+        f'an integer from 1 to world_size ({self.world_size})',
+        'give the number of ranks that share the fast links',
+      )
+
+  def link(self, src: int, dst: int) -> Link:
+    """The link between two ranks.
+
+    Args:
+      src: the sending rank.
+      dst: the receiving rank.
+
+    Returns:
+      `intra` if both are in one group or there are no groups, else `inter`.
+    """
+    if self.inter is None or self.group_size is None:
+      return self.intra
+    near = src // self.group_size == dst // self.group_size
+    return self.intra if near else self.inter
+
+
+def cost(
+  schedule: schedule_lib.Schedule, num_bytes: int, topology: Topology
+) -> float:
+  """Modelled time of one all-reduce.
+
+  Chunks that one rank sends to another in the same round are one message. A
+  round takes as long as its busiest rank: the sum of its sends, or the sum of
+  its receives and additions, whichever is longer. Rounds follow each other.
+
+  Example:
+
+    >>> from tf_strategies.collectives import ring
+    >>> mesh = Topology(4, Link(1.0, 0.5))
+    >>> cost(ring.ring_all_reduce(4), 8, mesh)  # 2 (4 - 1) (1 + 8 / 4 * 0.5)
+    12.0
+
+  Args:
+    schedule: what to time.
+    num_bytes: the size of the buffer, cut into chunks by `chunk_sizes`.
+    topology: of as many ranks as the schedule.
+
+  Returns:
+    Seconds. O(T) for T transfers.
+
+  Raises:
+    ScheduleError: the world sizes differ, or `num_bytes` is negative.
+  """
+  if schedule.world_size != topology.world_size:
+    raise errors.ScheduleError(
+      f'schedule {schedule.name!r} has {schedule.world_size} ranks, the '
+      f'topology {topology.world_size}. Build both for the same world size.'
+    )
+  sizes = schedule_lib.chunk_sizes(num_bytes, schedule.num_chunks)
+  return math.fsum(
+    _round_seconds(transfers, sizes, topology)
+    for transfers in schedule.rounds()
+  )
+
+
+def choose(
+  num_bytes: int,
+  topology: Topology,
+  candidates: Iterable[str | schedule_lib.Schedule] | None = None,
+) -> schedule_lib.Schedule:
+  """The cheapest schedule for a buffer.
+
+  The answer is a function of the arguments alone, so that ranks that ask for
+  themselves agree. On a tie the first candidate wins; the default order puts
+  the ring first, which keeps to neighbours and suffers least where links are
+  shared, something that the model does not see.
+
+  Example:
+
+    >>> mesh = Topology(7, Link(5e-5, 1e-9))
+    >>> choose(400, mesh).name, choose(10**9, mesh).name
+    ('halving_doubling', 'ring')
+
+  Args:
+    num_bytes: the size of the buffer.
+    topology: ranks and links.
+    candidates: schedules, or names from `BUILDERS`; all of them if None.
+      'hierarchical' takes the topology's group size where it divides the
+      world size.
+
+  Returns:
+    The cheapest schedule. O(T) for the T transfers of all candidates.
+
+  Raises:
+    ScheduleError: there are no candidates, or one has another world size.
+    UnsupportedOptionError: a name is not in `BUILDERS`.
+  """
+  names_or_schedules = registry.BUILDERS if candidates is None else candidates
+  schedules = [_candidate(c, topology) for c in names_or_schedules]
+  if not schedules:
+    raise errors.ScheduleError(
+      'candidates is empty: pass at least one schedule, or None for all.'
+    )
+  costs = [cost(schedule, num_bytes, topology) for schedule in schedules]
+  good_enough = min(costs) * (1 + _TIE)
+  return next(
+    schedule
+    for schedule, seconds in zip(schedules, costs, strict=True)
+    if seconds <= good_enough
+  )
+
+
+def _candidate(
+  candidate: str | schedule_lib.Schedule, topology: Topology
+) -> schedule_lib.Schedule:
+  if isinstance(candidate, schedule_lib.Schedule):
+    return candidate
+  if candidate not in registry.BUILDERS:
+    raise errors.UnsupportedOptionError(
+      f'candidate {candidate!r}',
+      f'a Schedule or one of {list(registry.BUILDERS)}',
+      'pass candidates=None to compare them all',
+    )
+  world_size, group_size = topology.world_size, topology.group_size
+  grouped = group_size is not None and world_size % group_size == 0
+  if candidate == 'hierarchical' and grouped:
+    return hierarchical.hierarchical_ring_all_reduce(world_size, group_size)
+  return registry.BUILDERS[candidate](world_size)
+
+
+def _round_seconds(
+  transfers: Iterable[schedule_lib.Transfer],
+  sizes: tuple[int, ...],
+  topology: Topology,
+) -> float:
+  messages: dict[tuple[int, int], int] = {}
+  additions: dict[int, int] = {}
+  for t in transfers:
+    link = (t.src, t.dst)
+    messages[link] = messages.get(link, 0) + sizes[t.chunk]
+    if t.reduce:
+      additions[t.dst] = additions.get(t.dst, 0) + sizes[t.chunk]
+  sends: dict[int, float] = {}
+  receives: dict[int, float] = {
+    rank: num_bytes * topology.gamma_seconds_per_byte
+    for rank, num_bytes in additions.items()
+  }
+  for (src, dst), num_bytes in messages.items():
+    seconds = topology.link(src, dst).seconds(num_bytes)
+    sends[src] = sends.get(src, 0.0) + seconds
+    receives[dst] = receives.get(dst, 0.0) + seconds
+  return max(_longest(sends), _longest(receives))
+
+
+def _longest(seconds_by_rank: Mapping[int, float]) -> float:
+  return max(seconds_by_rank.values(), default=0.0)
+
+
+def _check_seconds(field: str, value: float):
+  if (
+    isinstance(value, bool)
+    or not isinstance(value, numbers.Real)
+    or not math.isfinite(value)
+    or value < 0
+  ):
+    raise errors.UnsupportedOptionError(
+      f'{field}={value!r}',
+      'a finite number of 0 or more',
+      'measure it in seconds, for instance alpha 5e-5 and beta 1e-9 for '
+      'sockets at 1 GB/s',
+    )

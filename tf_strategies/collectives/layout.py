@@ -1,0 +1,204 @@
+"""Tensors onto the chunks of a schedule, copying no more than pays.
+
+Packing all tensors into one buffer and cutting it into equal chunks balances
+the links, but copies every byte twice. A whole tensor as (part of) a chunk
+costs no copy, but may leave the chunks unequal. A plan here cuts only those
+tensors that would.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import math
+import numbers
+from collections.abc import Iterable, Sequence
+
+from tf_strategies import errors
+from tf_strategies.collectives import schedule
+
+# 16 elements of 4 bytes are a cache line: a slice that starts at a multiple of
+# that is as well aligned as its tensor.
+ALIGNMENT_ELEMENTS = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+  """A range of a flattened tensor that belongs to one chunk.
+
+  Attributes:
+    tensor: index of the tensor.
+    start: first element.
+    stop: element after the last one.
+    chunk: the chunk that it is part of.
+  """
+
+  tensor: int
+  start: int
+  stop: int
+  chunk: int
+
+
+def plan_layout(
+  num_elements: Sequence[int],
+  itemsizes: Sequence[int],
+  num_chunks: int,
+  split_above: float | None = None,
+) -> tuple[Piece, ...]:
+  """Assigns every element of every tensor to one chunk.
+
+  Whole tensors go, the largest first, to the chunk with the fewest bytes so
+  far. With `split_above`, tensors of more than that fraction of all bytes come
+  after the others and fill each chunk up to the mean load, the emptiest first,
+  so that the busiest chunk has at most
+
+      total / num_chunks + largest unsplit tensor + 16 elements
+
+  bytes (less than 32 elements where that saves a piece of under 16).
+
+  Source: Graham, "Bounds on multiprocessing timing anomalies", SIAM Journal on
+  Applied Mathematics 17, 1969 (longest processing time first).
+
+  Example:
+
+    >>> for piece in plan_layout([100, 8, 4], [4, 4, 4], 2, split_above=0.25):
+    ...   print(piece)
+    Piece(tensor=0, start=0, stop=64, chunk=1)
+    Piece(tensor=0, start=64, stop=100, chunk=0)
+    Piece(tensor=1, start=0, stop=8, chunk=0)
+    Piece(tensor=2, start=0, stop=4, chunk=1)
+
+  Args:
+    num_elements: the size of each tensor in elements, 0 or more.
+    itemsizes: bytes of one element of each tensor.
+    num_chunks: chunks of the schedule.
+    split_above: the fraction of the total bytes, from 0 to 1, above which a
+      tensor is split, for instance `1 / (2 * num_chunks)`; None to split none.
+
+  Returns:
+    Pieces sorted by tensor and start. A tensor without elements has one empty
+    piece; one that is not split has one piece; any other at most `num_chunks`,
+    which start at multiples of 16 elements. O(n log n) for n tensors, plus
+    O(num_chunks log num_chunks) for each large one.
+
+  Raises:
+    ScheduleError: the lists differ in length or hold impossible sizes, or
+      `num_chunks` is not a positive integer.
+    UnsupportedOptionError: `split_above` is not a number from 0 to 1.
+  """
+  _check_tensors(num_elements, itemsizes)
+  loads = [0] * len(schedule.chunk_sizes(0, num_chunks))
+  sizes = [n * i for n, i in zip(num_elements, itemsizes, strict=True)]
+  total = sum(sizes)
+  limit = total if split_above is None else _fraction(split_above) * total
+  # Ties by index: every rank must come to the same plan.
+  largest_first = sorted(range(len(sizes)), key=lambda t: (-sizes[t], t))
+  whole = [t for t in largest_first if sizes[t] <= limit]
+  large = [t for t in largest_first if sizes[t] > limit]
+
+  pieces = []
+  heap = [(0, chunk) for chunk in range(num_chunks)]
+  for tensor in whole:
+    load, chunk = heap[0]
+    heapq.heapreplace(heap, (load + sizes[tensor], chunk))
+    pieces.append(Piece(tensor, 0, num_elements[tensor], chunk))
+  for load, chunk in heap:
+    loads[chunk] = load
+  for tensor in large:
+    pieces += _split(
+      tensor, num_elements[tensor], itemsizes[tensor], loads, total
+    )
+  return tuple(sorted(pieces, key=lambda piece: (piece.tensor, piece.start)))
+
+
+def chunk_loads(
+  pieces: Iterable[Piece], itemsizes: Sequence[int], num_chunks: int
+) -> tuple[int, ...]:
+  """Bytes in each chunk.
+
+  Example:
+
+    >>> chunk_loads([Piece(0, 0, 5, 1), Piece(1, 0, 3, 1)], [4, 2], 2)
+    (0, 26)
+
+  Args:
+    pieces: what `plan_layout` returned.
+    itemsizes: bytes of one element of each tensor.
+    num_chunks: chunks of the schedule.
+
+  Returns:
+    `num_chunks` sizes in bytes. O(number of pieces).
+
+  Raises:
+    ScheduleError: a piece names a tensor or a chunk that does not exist, or
+      `num_chunks` is not a positive integer.
+  """
+  loads = [0] * len(schedule.chunk_sizes(0, num_chunks))
+  for piece in pieces:
+    if not 0 <= piece.chunk < num_chunks:
+      raise errors.ScheduleError(
+        f'{piece}: chunk must be from 0 to {num_chunks - 1}. Pass the '
+        'num_chunks that the layout was planned with.'
+      )
+    if not 0 <= piece.tensor < len(itemsizes):
+      raise errors.ScheduleError(
+        f'{piece}: tensor must be from 0 to {len(itemsizes) - 1}. Pass the '
+        'itemsizes that the layout was planned with.'
+      )
+    loads[piece.chunk] += (piece.stop - piece.start) * itemsizes[piece.tensor]
+  return tuple(loads)
+
+
+def _split(
+  tensor: int, length: int, itemsize: int, loads: list[int], total: int
+) -> list[Piece]:
+  """Fills chunks up to the mean load, emptiest first; updates `loads`."""
+  pieces = []
+  start = 0
+  # What all large tensors still need is exactly what the loads lack to the
+  # mean, so that chunks below the mean suffice, each visited once.
+  for chunk in sorted(range(len(loads)), key=lambda c: (loads[c], c)):
+    room = total - loads[chunk] * len(loads)  # In 1/num_chunks bytes.
+    unit = ALIGNMENT_ELEMENTS * itemsize * len(loads)
+    # Rounded up, so that a chunk that was filled takes no crumbs of the next.
+    stop = start + -(-room // unit) * ALIGNMENT_ELEMENTS
+    if length - stop < ALIGNMENT_ELEMENTS:
+      stop = length
+    pieces.append(Piece(tensor, start, stop, chunk))
+    loads[chunk] += (stop - start) * itemsize
+    start = stop
+    if start == length:
+      break
+  return pieces
+
+
+def _check_tensors(num_elements: Sequence[int], itemsizes: Sequence[int]):
+  if len(num_elements) != len(itemsizes):
+    raise errors.ScheduleError(
+      f'num_elements has {len(num_elements)} entries, itemsizes '
+      f'{len(itemsizes)}. Pass one of each for every tensor.'
+    )
+  for field, values, least in (
+    ('num_elements', num_elements, 0),
+    ('itemsizes', itemsizes, 1),
+  ):
+    for index, value in enumerate(values):
+      if not schedule.is_int(value) or value < least:
+        raise errors.ScheduleError(
+          f'{field}[{index}] ({value!r}) must be an integer of {least} or more.'
+        )
+
+
+def _fraction(split_above: float) -> float:
+  if (
+    isinstance(split_above, bool)
+    or not isinstance(split_above, numbers.Real)
+    or not math.isfinite(split_above)
+    or not 0 <= split_above <= 1
+  ):
+    raise errors.UnsupportedOptionError(
+      f'split_above={split_above!r}',
+      'a fraction of the total bytes from 0 to 1, or None',
+      'write 1 / (2 * num_chunks), or None to split no tensor',
+    )
+  return float(split_above)

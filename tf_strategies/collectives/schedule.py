@@ -1,0 +1,395 @@
+"""What an all-reduce moves, as integers: transfers, rounds and their check.
+
+An algorithm is a function that returns a `Schedule`. The simulator, the
+executors and the cost model take any Schedule, so that a new algorithm is one
+file of integers and cannot be right in one place and wrong in another.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import numbers
+from collections.abc import Callable, Iterable, Sequence
+
+from tf_strategies import errors
+
+
+@dataclasses.dataclass(frozen=True, order=True, slots=True)
+class Transfer:
+  """One chunk that goes from one rank to another in one round.
+
+  Attributes:
+    round: when, counted from 0. All transfers of a round read the state from
+      before that round.
+    src: the rank that sends its current value of the chunk.
+    dst: the rank that receives it.
+    chunk: which chunk of the buffer.
+    reduce: True if `dst` adds what it receives to its own chunk, False if it
+      overwrites its own chunk.
+  """
+
+  round: int
+  src: int
+  dst: int
+  chunk: int
+  reduce: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+  """An all-reduce (sum) of one buffer on `world_size` ranks.
+
+  Every rank starts with its own contribution to each of `num_chunks` chunks
+  and ends with the sum of all contributions.
+
+  Example:
+
+    >>> exchange = Schedule('exchange', 2, 1, (
+    ...   Transfer(0, src=0, dst=1, chunk=0, reduce=True),
+    ...   Transfer(0, src=1, dst=0, chunk=0, reduce=True)))
+    >>> exchange.validate().num_rounds
+    1
+    >>> exchange.bytes_per_link([400])
+    {(0, 1): 400, (1, 0): 400}
+
+  Attributes:
+    name: the algorithm, for messages and timelines.
+    world_size: number of ranks.
+    num_chunks: number of chunks that the buffer is cut into.
+    transfers: sorted, whatever the order in which they were given.
+  """
+
+  name: str
+  world_size: int
+  num_chunks: int
+  transfers: tuple[Transfer, ...]
+
+  def __post_init__(self):
+    # One canonical order makes equal schedules compare equal, and fixes the
+    # order of additions, on which a floating point sum depends.
+    object.__setattr__(self, 'transfers', tuple(sorted(self.transfers)))
+
+  def rounds(self) -> tuple[tuple[Transfer, ...], ...]:
+    """The transfers, grouped by round, in order.
+
+    Returns:
+      One tuple of transfers for each round. O(T) for T transfers at the first
+      call, O(1) after that.
+    """
+    return self._rounds
+
+  @property
+  def num_rounds(self) -> int:
+    """Number of rounds: the latency of the schedule in messages."""
+    return len(self._rounds)
+
+  def validate(self) -> Schedule:
+    """Proves that this schedule computes an all-reduce.
+
+    Follows which ranks' contributions each rank holds of each chunk. This is
+    a proof for all inputs, not a test with some: the data only ever gets
+    copied and added, so the set of contributions is all there is to know.
+
+    Returns:
+      The schedule itself, for chaining. Takes O(T) set operations on N bits
+      for T transfers and N ranks.
+
+    Raises:
+      ScheduleError: naming the offending transfer: a rank or chunk out of
+        range, a transfer to itself, a contribution added twice, two writers
+        of one chunk of which one overwrites, a gap between rounds; or naming
+        the rank, the chunk and the contributions that are missing at the end.
+    """
+    self.check_ranges()
+    for index, transfers in enumerate(self.rounds()):
+      if transfers[0].round != index:
+        raise errors.ScheduleError(
+          f'{self._label}: round {index} is empty, next is {transfers[0]}. '
+          'Number the rounds 0, 1, 2, ... without gaps.'
+        )
+    for rank, chunks in enumerate(self._replay.held):
+      for chunk, held in enumerate(chunks):
+        if held != self._everyone:
+          missing = _ranks_in(self._everyone & ~held)
+          raise errors.ScheduleError(
+            f'{self._label}: at the end rank {rank} lacks the contributions '
+            f'of ranks {missing} to chunk {chunk}. Add transfers that bring '
+            'them, or do not overwrite their only holder.'
+          )
+    return self
+
+  def check_ranges(self) -> Schedule:
+    """Checks that every number is usable as an index, and nothing more.
+
+    Returns:
+      The schedule itself. O(T) for T transfers.
+
+    Raises:
+      ScheduleError: naming the transfer whose round, rank or chunk is out of
+        range, or that sends to itself.
+    """
+    check_world_size(self.world_size)
+    if not is_int(self.num_chunks) or self.num_chunks < 1:
+      raise errors.ScheduleError(
+        f'{self._label}: num_chunks ({self.num_chunks!r}) must be a positive '
+        'integer.'
+      )
+    for transfer in self.transfers:
+      problem = self._range_problem(transfer)
+      if problem:
+        raise errors.ScheduleError(f'{self._label}: {transfer}: {problem}.')
+    return self
+
+  def completions(self) -> frozenset[tuple[int, int, int]]:
+    """Where and when an addition makes a chunk complete.
+
+    An executor that scales a chunk (the 1/N of a mean) or rounds it (a 16-bit
+    wire) does so at exactly these places, after all additions of the round.
+    Every other complete chunk is a copy of one of these, and no complete chunk
+    is ever added to another, so each value is scaled once.
+
+    Returns:
+      A set of (round, rank, chunk); empty for a world of one rank.
+
+    Raises:
+      ScheduleError: a contribution is added twice or writers race.
+    """
+    return self._replay.completions
+
+  def owners(self) -> tuple[int, ...]:
+    """For each chunk, the lowest rank among the first that complete it.
+
+    Returns:
+      One rank for each chunk.
+
+    Raises:
+      ScheduleError: no rank ever holds the complete sum of some chunk.
+    """
+    if self.world_size == 1:
+      return (0,) * self.num_chunks
+    first: dict[int, tuple[int, int]] = {}
+    for round_, rank, chunk in self.completions():
+      first[chunk] = min(first.get(chunk, (round_, rank)), (round_, rank))
+    for chunk in range(self.num_chunks):
+      if chunk not in first:
+        raise errors.ScheduleError(
+          f'{self._label}: no rank ever holds the complete sum of chunk '
+          f'{chunk}. Call validate() to see what is missing.'
+        )
+    return tuple(first[chunk][1] for chunk in range(self.num_chunks))
+
+  def bytes_per_link(
+    self, chunk_bytes: Sequence[int]
+  ) -> dict[tuple[int, int], int]:
+    """Bytes that each directed link carries in the whole schedule.
+
+    Args:
+      chunk_bytes: the size of each chunk in bytes.
+
+    Returns:
+      {(src, dst): bytes} for every link in use, sorted; a link that only
+      carries empty chunks is there with 0.
+
+    Raises:
+      ScheduleError: not one size for each chunk.
+    """
+    return self._bytes_by(chunk_bytes, lambda t: (t.src, t.dst))
+
+  def bytes_in(self, chunk_bytes: Sequence[int]) -> tuple[int, ...]:
+    """Bytes that each rank receives; arguments as for `bytes_per_link`."""
+    by_rank = self._bytes_by(chunk_bytes, lambda t: t.dst)
+    return tuple(by_rank.get(rank, 0) for rank in range(self.world_size))
+
+  def bytes_out(self, chunk_bytes: Sequence[int]) -> tuple[int, ...]:
+    """Bytes that each rank sends; arguments as for `bytes_per_link`."""
+    by_rank = self._bytes_by(chunk_bytes, lambda t: t.src)
+    return tuple(by_rank.get(rank, 0) for rank in range(self.world_size))
+
+  def _bytes_by(
+    self, chunk_bytes: Sequence[int], key: Callable[[Transfer], object]
+  ) -> dict:
+    if len(chunk_bytes) != self.num_chunks:
+      raise errors.ScheduleError(
+        f'{self._label}: chunk_bytes has {len(chunk_bytes)} sizes, but the '
+        f'schedule has {self.num_chunks} chunks. Pass one size for each chunk, '
+        'for instance chunk_sizes(num_bytes, num_chunks).'
+      )
+    total: dict = {}
+    for transfer in self.transfers:
+      place = key(transfer)
+      total[place] = total.get(place, 0) + chunk_bytes[transfer.chunk]
+    return dict(sorted(total.items()))
+
+  def _range_problem(self, transfer: Transfer) -> str | None:
+    limits = {
+      'src': self.world_size,
+      'dst': self.world_size,
+      'chunk': self.num_chunks,
+    }
+    for field, limit in limits.items():
+      value = getattr(transfer, field)
+      if not is_int(value) or not 0 <= value < limit:
+        return f'{field} ({value!r}) must be an integer from 0 to {limit - 1}'
+    if not is_int(transfer.round) or transfer.round < 0:
+      return f'round ({transfer.round!r}) must be an integer from 0 up'
+    if transfer.src == transfer.dst:
+      return 'a rank cannot send to itself; leave the transfer out'
+    return None
+
+  @property
+  def _label(self) -> str:
+    return f'schedule {self.name!r} of {self.world_size} ranks'
+
+  @property
+  def _everyone(self) -> int:
+    return (1 << self.world_size) - 1
+
+  @functools.cached_property
+  def _rounds(self) -> tuple[tuple[Transfer, ...], ...]:
+    groups = itertools.groupby(self.transfers, lambda t: t.round)
+    return tuple(tuple(transfers) for _, transfers in groups)
+
+  @functools.cached_property
+  def _replay(self) -> _Replay:
+    """Runs the schedule on sets of contributions instead of on numbers."""
+    self.check_ranges()
+    # Bit r of held[rank][chunk]: the contribution of rank r is in there.
+    held = [[1 << r] * self.num_chunks for r in range(self.world_size)]
+    completions = set()
+    for transfers in self.rounds():
+      # Read everything before anything is written: a round is simultaneous.
+      arrivals: dict[tuple[int, int], list[tuple[Transfer, int]]] = {}
+      for t in transfers:
+        arrival = (t, held[t.src][t.chunk])
+        arrivals.setdefault((t.dst, t.chunk), []).append(arrival)
+      for (rank, chunk), received in arrivals.items():
+        held[rank][chunk] = self._receive(held[rank][chunk], received)
+        added = received[0][0].reduce
+        if added and held[rank][chunk] == self._everyone:
+          completions.add((transfers[0].round, rank, chunk))
+    return _Replay(
+      tuple(tuple(chunks) for chunks in held), frozenset(completions)
+    )
+
+  def _receive(self, held: int, received: list[tuple[Transfer, int]]) -> int:
+    """What a rank holds of a chunk after the arrivals of one round."""
+    for transfer, sent in received:
+      if not transfer.reduce:
+        if len(received) > 1:
+          others = [t for t, _ in received if t is not transfer]
+          raise errors.ScheduleError(
+            f'{self._label}: {transfer} overwrites what {others[0]} writes in '
+            'the same round. Move one of them to another round.'
+          )
+        return sent
+      if held & sent:
+        raise errors.ScheduleError(
+          f'{self._label}: {transfer} adds the contributions of ranks '
+          f'{_ranks_in(held & sent)} a second time. Overwrite instead '
+          '(reduce=False), or leave the transfer out.'
+        )
+      held |= sent
+    return held
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Replay:
+  """Result of the symbolic run: contributions held, and completions."""
+
+  held: tuple[tuple[int, ...], ...]
+  completions: frozenset[tuple[int, int, int]]
+
+
+def chunk_sizes(length: int, num_chunks: int) -> tuple[int, ...]:
+  """Cuts a length into balanced parts; the first ones are one larger.
+
+  Example:
+
+    >>> chunk_sizes(11, 4)
+    (3, 3, 3, 2)
+
+  Args:
+    length: elements or bytes to divide, 0 or more.
+    num_chunks: number of parts, 1 or more.
+
+  Returns:
+    `num_chunks` sizes that add up to `length`; the first
+    `length % num_chunks` are one larger than the rest. O(num_chunks).
+
+  Raises:
+    ScheduleError: `length` is negative or `num_chunks` is not positive.
+  """
+  if not is_int(length) or length < 0:
+    raise errors.ScheduleError(
+      f'length ({length!r}) must be an integer of 0 or more.'
+    )
+  if not is_int(num_chunks) or num_chunks < 1:
+    raise errors.ScheduleError(
+      f'num_chunks ({num_chunks!r}) must be a positive integer.'
+    )
+  size, larger = divmod(int(length), int(num_chunks))
+  return (size + 1,) * larger + (size,) * (int(num_chunks) - larger)
+
+
+def check_world_size(world_size: int) -> int:
+  """Checks the argument that every builder takes.
+
+  Example:
+
+    >>> check_world_size(4)
+    4
+
+  Args:
+    world_size: number of ranks.
+
+  Returns:
+    `world_size` as a plain int.
+
+  Raises:
+    ScheduleError: it is not an integer (a bool is none), or not positive.
+  """
+  if not is_int(world_size) or world_size < 1:
+    raise errors.ScheduleError(
+      f'world_size ({world_size!r}) must be a positive integer: the number of '
+      'ranks that take part, this one included.'
+    )
+  return int(world_size)
+
+
+def check_root(root: int, world_size: int) -> int:
+  """Checks the rank that a rooted algorithm reduces to.
+
+  Example:
+
+    >>> check_root(3, world_size=4)
+    3
+
+  Args:
+    root: the rank.
+    world_size: number of ranks.
+
+  Returns:
+    `root` as a plain int.
+
+  Raises:
+    ScheduleError: it is not an integer from 0 to `world_size - 1`.
+  """
+  if not is_int(root) or not 0 <= root < world_size:
+    raise errors.ScheduleError(
+      f'root ({root!r}) must be an integer from 0 to {world_size - 1}, the '
+      f'ranks of a world of {world_size}.'
+    )
+  return int(root)
+
+
+def is_int(value: object) -> bool:
+  """Whether the value is an integer, NumPy's included, and not a bool."""
+  # True == 1 would silently pass for a world of one rank.
+  return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _ranks_in(contributions: int) -> list[int]:
+  ranks: Iterable[int] = range(contributions.bit_length())
+  return [rank for rank in ranks if contributions >> rank & 1]

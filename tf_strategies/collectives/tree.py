@@ -1,0 +1,54 @@
+"""Tree all-reduce: few rounds with the whole buffer, for small buffers."""
+
+from __future__ import annotations
+
+import functools
+
+from tf_strategies.collectives import schedule
+
+
+def tree_all_reduce(world_size: int, root: int = 0) -> schedule.Schedule:
+  """Reduces along a binomial tree to the root, and broadcasts back along it.
+
+  Takes 2 ceil(log2 N) rounds, each of which moves the whole buffer: good while
+  latency outweighs bandwidth.
+
+  Source: Thakur, Rabenseifner and Gropp, "Optimization of collective
+  communication operations in MPICH", International Journal of High
+  Performance Computing Applications 19, 2005 (binomial reduce and broadcast).
+
+  Example:
+
+    >>> tree = tree_all_reduce(5)
+    >>> [[(t.src, t.dst) for t in round_] for round_ in tree.rounds()[:3]]
+    [[(1, 0), (3, 2)], [(2, 0)], [(4, 0)]]
+
+  Args:
+    world_size: number of ranks N.
+    root: the rank at the root of the tree.
+
+  Returns:
+    A schedule of one chunk with 2 (N - 1) transfers.
+
+  Raises:
+    ScheduleError: `world_size` is not a positive integer, or `root` is not a
+      rank.
+  """
+  world_size = schedule.check_world_size(world_size)
+  return _build(world_size, schedule.check_root(root, world_size))
+
+
+@functools.lru_cache(maxsize=32)
+def _build(world_size: int, root: int) -> schedule.Schedule:
+  depth = (world_size - 1).bit_length()
+  transfers = []
+  for level in range(depth):
+    distance = 1 << level
+    for position in range(0, world_size - distance, 2 * distance):
+      parent = (position + root) % world_size
+      child = (position + distance + root) % world_size
+      # The broadcast is the mirror image in time of the reduction.
+      up, down = level, 2 * depth - 1 - level
+      transfers.append(schedule.Transfer(up, child, parent, 0, True))
+      transfers.append(schedule.Transfer(down, parent, child, 0, False))
+  return schedule.Schedule('tree', world_size, 1, tuple(transfers))
