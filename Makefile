@@ -1,0 +1,67 @@
+# What a fresh checkout needs is Python 3.10 or newer with pip, and make.
+
+PYTHON ?= python3
+TF_PACKAGE ?= tensorflow-cpu
+TF_VERSION ?= 2.21.0
+PYTEST_ARGS ?=
+PYTEST_WORKERS ?= 2
+DEMO_ARGS ?=
+BENCHMARK_ARGS ?=
+
+VENV ?= .venv-$(patsubst tensorflow-%,%,$(TF_PACKAGE))-$(TF_VERSION)
+LINT_VENV := .venv-lint
+
+export PYTHON TF_PACKAGE TF_VERSION
+
+.PHONY: help demo test soak lint format benchmark build_files wheel clean
+
+help:
+	@echo 'make demo         train on handwritten digits with four logical CPUs'
+	@echo 'make test         the tests, against the installed wheel'
+	@echo 'make soak         the slow and the random tests, with more examples'
+	@echo 'make lint         ruff, and buildifier if npx is installed'
+	@echo 'make format       ruff format and its safe fixes'
+	@echo 'make benchmark    all-reduce beside its peers'
+	@echo 'make build_files  write the BUILD files from the imports'
+	@echo 'make wheel        a wheel in dist/'
+	@echo 'make clean        remove environments and build output'
+	@echo 'Variables: PYTHON TF_PACKAGE TF_VERSION PYTEST_ARGS PYTEST_WORKERS'
+	@echo '           DEMO_ARGS BENCHMARK_ARGS'
+
+demo:
+	@bash tools/install.sh $(VENV) examples
+	$(VENV)/bin/python -m examples.mnist_keras_fit \
+	  --strategy=ring_mirrored --num_virtual_devices=4 --dataset=digits \
+	  $(DEMO_ARGS)
+
+test:
+	@bash tools/install.sh $(VENV) dev
+	bash tools/run_tests.sh $(VENV) -n $(PYTEST_WORKERS) --dist loadfile \
+	  $(PYTEST_ARGS)
+
+soak:
+	@bash tools/install.sh $(VENV) dev
+	TFS_SOAK=1 bash tools/run_tests.sh $(VENV) -n $(PYTEST_WORKERS) \
+	  --dist loadfile -m 'slow or soak or hypothesis' $(PYTEST_ARGS)
+
+benchmark:
+	@bash tools/install.sh $(VENV) dev
+	$(VENV)/bin/python -m benchmarks.all_reduce $(BENCHMARK_ARGS)
+
+lint:
+	bash tools/lint.sh $(LINT_VENV)
+
+format:
+	bash tools/lint.sh $(LINT_VENV) fix
+
+build_files:
+	$(PYTHON) tools/generate_build_files.py
+
+wheel:
+	@bash tools/install.sh $(VENV) dev
+	mkdir -p dist
+	cp $(VENV)/wheel/*.whl dist/
+
+clean:
+	rm -rf .venv-* build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,138 @@
+"""Imports point down only, and private TensorFlow has one door."""
+
+import sys
+
+from absl.testing import absltest, parameterized
+
+from tests.architecture import project
+
+# From the top: a room may import itself and the rooms of lower layers, not its
+# neighbours within a layer. There is no list of exceptions.
+_LAYERS = (
+  ('examples', 'benchmarks'),
+  ('training',),
+  ('strategies',),
+  ('keras', 'coordinator', 'cross_device', 'process_group', 'monitoring'),
+  ('cluster', 'data'),
+  ('collectives',),
+)
+_DEPTH = {room: depth for depth, rooms in enumerate(_LAYERS) for room in rooms}
+# Single files that every room may import and that import nothing of ours.
+_GROUND = ('errors', 'version', '_tf_internal')
+# `tf_strategies/__init__.py` and the files beside it that are commands.
+_DOOR = 'tf_strategies'
+_PURE = frozenset({'collectives', 'errors', 'version'})
+
+
+def _room(module: str) -> str | None:
+  """The room of a dotted name; None if it is not the package's."""
+  top, _, rest = module.partition('.')
+  if top in ('examples', 'benchmarks'):
+    return top
+  if top != 'tf_strategies':
+    return None
+  name = rest.partition('.')[0]
+  return name if name in _DEPTH or name in _GROUND else _DOOR
+
+
+def _may_import(importer: str, imported: str) -> bool:
+  if importer in _GROUND:
+    return False
+  if imported in _GROUND:
+    return not (importer in _PURE and imported == '_tf_internal')
+  if importer == imported:
+    return True
+  if importer == _DOOR:
+    return imported not in _LAYERS[0]
+  if imported == _DOOR:
+    return importer in _LAYERS[0]
+  return _DEPTH[imported] > _DEPTH[importer]
+
+
+def _violations(path: str, source: str) -> list[str]:
+  """What the imports of one file break, a sentence each."""
+  importer = _room(project.module_name(path))
+  found = []
+  for item in project.imports(path, source):
+    where = f'{path}:{item.line}: {importer} imports {item.full}'
+    top = item.base.partition('.')[0]
+    imported = _room(item.full)
+    if imported is not None:
+      if not _may_import(importer, imported):
+        found.append(f'{where}, which is not below it')
+    elif top == 'tests':
+      found.append(f'{where}: tests are not part of the package')
+    elif importer in _PURE and top not in (*sys.stdlib_module_names, 'numpy'):
+      found.append(f'{where}: only NumPy and the standard library may be here')
+    elif importer != '_tf_internal' and (
+      f'{item.full}.'.startswith('tensorflow.python.')
+    ):
+      found.append(f'{where}: that is for _tf_internal.py alone')
+  return found
+
+
+class ImportsTest(parameterized.TestCase):
+  def test_imports_point_down(self):
+    files = project.python_files('tf_strategies', 'examples', 'benchmarks')
+    self.assertIn('tf_strategies/errors.py', files)
+    found = []
+    for path, source in files.items():
+      found += _violations(path, source)
+    self.assertEmpty(found, '\n'.join(found))
+
+  def test_every_room_has_a_layer(self):
+    rooms = {
+      path.split('/')[1]
+      for path in project.python_files('tf_strategies')
+      if path.count('/') > 1
+    }
+    self.assertEmpty(rooms - set(_DEPTH))
+
+  @parameterized.named_parameters(
+    ('up', 'keras/a.py', 'from tf_strategies.strategies import registry'),
+    ('up_as_attribute', 'data/a.py', 'from tf_strategies import training'),
+    ('beside', 'keras/a.py', 'import tf_strategies.coordinator.placement'),
+    ('relative', 'data/a.py', 'from ..cluster import config'),
+    ('inside_function', 'data/a.py', 'def f():\n  import tf_strategies.keras'),
+    ('door_from_inside', 'keras/a.py', 'import tf_strategies as tfs'),
+    ('example', 'strategies/a.py', 'from examples import mnist_keras_fit'),
+    ('example_from_door', '__init__.py', 'import examples'),
+    ('errors_import', 'errors.py', 'from tf_strategies import version'),
+    ('test', 'keras/a.py', 'from tests import virtual_devices'),
+    (
+      'private',
+      'keras/a.py',
+      'from tensorflow.python.distribute import values',
+    ),
+    ('private_module', 'keras/a.py', 'from tensorflow import python'),
+    (
+      'private_dynamic',
+      'data/a.py',
+      'import importlib\nimportlib.import_module("tensorflow.python.eager")',
+    ),
+    ('tensorflow', 'collectives/a.py', 'import tensorflow as tf'),
+    ('keras', 'collectives/a.py', 'from keras import ops'),
+    ('internal', 'collectives/a.py', 'from tf_strategies import _tf_internal'),
+  )
+  def test_violation_is_reported(self, path, source):
+    self.assertLen(_violations(f'tf_strategies/{path}', source), 1)
+
+  @parameterized.named_parameters(
+    ('itself', 'tf_strategies/keras/a.py', 'from tf_strategies.keras import b'),
+    ('below', 'tf_strategies/keras/a.py', 'from tf_strategies import cluster'),
+    ('ground', 'tf_strategies/data/a.py', 'from tf_strategies import errors'),
+    ('door', 'tf_strategies/__init__.py', 'from tf_strategies import training'),
+    ('public', 'examples/a.py', 'import tf_strategies as tfs'),
+    ('numpy', 'tf_strategies/collectives/a.py', 'import math, numpy as np'),
+    (
+      'internal',
+      'tf_strategies/_tf_internal.py',
+      'from tensorflow.python.distribute import mirrored_strategy',
+    ),
+  )
+  def test_permitted_import_is_not_reported(self, path, source):
+    self.assertEmpty(_violations(path, source))
+
+
+if __name__ == '__main__':
+  absltest.main()

@@ -1,0 +1,150 @@
+"""Commands in the documents name targets, modules, flags and extras we have."""
+
+import ast
+import re
+import shlex
+from collections.abc import Iterator
+
+from absl.testing import absltest
+
+from tests.architecture import project
+
+_FENCE = re.compile(r'^```(\w*)[^\n]*\n(.*?)^```', re.MULTILINE | re.DOTALL)
+_SHELLS = ('bash', 'sh', 'shell', 'console')
+_DOCUMENTS = ('README.md', 'CONTRIBUTING.md')
+_DEFINED_FLAG = re.compile(r"DEFINE_\w+\(\s*'(\w+)'")
+_ARGUMENT = re.compile(r"add_argument\(\s*'--([\w-]+)'")
+
+
+def _blocks(text: str, *languages: str) -> Iterator[str]:
+  for language, body in _FENCE.findall(text):
+    if language in languages:
+      yield body
+
+
+def _commands(text: str) -> Iterator[list[str]]:
+  """The words of each command, with continuation lines joined."""
+  for block in _blocks(text, *_SHELLS):
+    for line in block.replace('\\\n', ' ').splitlines():
+      line = line.removeprefix('$ ')
+      for command in re.split(r'&&|;|\|', line):
+        words = shlex.split(command, comments=True)
+        while words and re.fullmatch(r'[A-Z_]+=.*', words[0]):
+          words.pop(0)
+        if words:
+          yield words
+
+
+def _flags(files: dict[str, str]) -> set[str]:
+  defined = set()
+  for path, text in files.items():
+    if path.endswith('.py'):
+      defined.update(_DEFINED_FLAG.findall(text))
+      defined.update(_ARGUMENT.findall(text))
+  return defined
+
+
+def _script_problem(words: list[str], files: dict[str, str]) -> str | None:
+  """What is wrong with `python <file>` or `python -m <module>`."""
+  if words[1:2] == ['-m'] and len(words) > 2:
+    path = words[2].replace('.', '/')
+    if path.split('/')[0] not in project.PYTHON_ROOTS:
+      return None
+    candidates = (f'{path}.py', f'{path}/__main__.py')
+  elif len(words) > 1 and words[1].endswith('.py'):
+    candidates = (words[1],)
+  else:
+    return None
+  if not any(candidate in files for candidate in candidates):
+    return f'no file {candidates[0]}'
+  defined = _flags(files)
+  for word in words[2:]:
+    flag = re.match(r'--(?:no(?=\w))?([\w-]+)', word)
+    whole = re.match(r'--([\w-]+)', word)
+    if flag and not {flag.group(1), whole.group(1)} & defined:
+      return f'no flag --{whole.group(1)}'
+  return None
+
+
+def _problems(text: str, files: dict[str, str]) -> list[str]:
+  """Commands of a document that do not exist, each with the reason."""
+  targets = set(re.findall(r'^([\w-]+):', files['Makefile'], re.MULTILINE))
+  extras = set(
+    re.findall(r"^    '([\w-]+)': [\[_]", files['setup.py'], re.MULTILINE)
+  )
+  found = []
+  for words in _commands(text):
+    reason = None
+    if words[0] == 'make':
+      unknown = {
+        word
+        for word in words[1:]
+        if not word.startswith('-') and '=' not in word and word not in targets
+      }
+      if unknown:
+        reason = f'no target {sorted(unknown)}'
+    elif words[0].startswith('python'):
+      reason = _script_problem(words, files)
+    if 'install' in words:
+      for word in words:
+        named = re.fullmatch(
+          r'(?:\.|tf_strategies|tf-strategies)\[(.*)\]', word
+        )
+        unknown = set(named.group(1).split(',')) - extras if named else set()
+        if unknown:
+          reason = f'no extra {sorted(unknown)}'
+    if reason:
+      found.append(f'{shlex.join(words)}: {reason}')
+  return found
+
+
+_FILES = {
+  'Makefile': 'demo:\n\ttrue\n\ntest: demo\n',
+  'setup.py': "  extras_require={\n    'cpu': [1],\n    'dev': _DEV,\n  },\n",
+  'examples/a.py': "_X = flags.DEFINE_integer('epochs', 1, 'h')\n"
+  "_Y = flags.DEFINE_bool(\n  'shuffle', True, 'h')",
+}
+
+
+class ReadmeTest(absltest.TestCase):
+  def test_documented_commands_exist(self):
+    files = project.text_files()
+    for document in _DOCUMENTS:
+      if document in files:
+        with self.subTest(document):
+          found = _problems(files[document], files)
+          self.assertEmpty(found, '\n'.join(found))
+
+  def test_python_blocks_are_python(self):
+    files = project.text_files()
+    for document in _DOCUMENTS:
+      for block in _blocks(files.get(document, ''), 'python'):
+        with self.subTest(block):
+          ast.parse(block)
+
+  def test_command_that_does_not_exist_is_reported(self):
+    for command in (
+      'make demos',
+      'cd x && make test sing',
+      'python -m examples.b',
+      'TF_CONFIG={} python examples/b.py',
+      'python -m examples.a --epochs=2 \\\n  --epoch=2',
+      "pip install '.[cpu,gpu]'",
+    ):
+      with self.subTest(command):
+        found = _problems(f'# A\n```bash\n{command}\n```\n', _FILES)
+        self.assertLen(found, 1)
+
+  def test_command_that_exists_is_not_reported(self):
+    for command in (
+      'make test TF_VERSION=2.18.1',
+      'python -m examples.a --epochs=2 --noshuffle  # Fast.',
+      "pip install '.[cpu,dev]'",
+      'python -m pytest tests',
+    ):
+      with self.subTest(command):
+        self.assertEmpty(_problems(f'```bash\n{command}\n```\n', _FILES))
+
+
+if __name__ == '__main__':
+  absltest.main()

@@ -1,0 +1,116 @@
+"""What holds for every file: its size, its docstring, what it must not name."""
+
+import ast
+import re
+
+from absl.testing import absltest
+
+from tests.architecture import project
+
+_MOST_LINES = 500
+
+# Written so that they do not match themselves.
+_MACHINE_PATH = re.compile(r'(?<![\w.])/(?:work|root)/')
+_OUTSIDE = re.compile(r'\.\./(?:shared)')
+
+
+def _machine_paths(path: str, text: str) -> list[str]:
+  patterns = [_MACHINE_PATH]
+  if not path.startswith('.ci/'):
+    patterns.append(_OUTSIDE)
+  return [
+    f'{path}:{number}: {line.strip()}'
+    for number, line in enumerate(text.splitlines(), 1)
+    if any(pattern.search(line) for pattern in patterns)
+  ]
+
+
+def _runs_as_script(source: str) -> bool:
+  """Whether a `__main__` block calls some `main()` or `test_main()`."""
+  for node in ast.parse(source).body:
+    if not isinstance(node, ast.If):
+      continue
+    if ast.unparse(node.test) != "__name__ == '__main__'":
+      continue
+    for call in ast.walk(node):
+      if isinstance(call, ast.Call):
+        called = ast.unparse(call.func).rpartition('.')[2]
+        if called in ('main', 'test_main'):
+          return True
+  return False
+
+
+class SourceFilesTest(absltest.TestCase):
+  def test_no_file_names_a_path_of_one_machine(self):
+    found = []
+    for path, text in project.text_files().items():
+      found += _machine_paths(path, text)
+    self.assertEmpty(found, '\n'.join(found))
+
+  def test_path_of_one_machine_is_reported(self):
+    for directory in ('work', 'root'):
+      self.assertLen(_machine_paths('a.md', f'cd /{directory}/main'), 1)
+    outside = '../' + 'shared/data'
+    self.assertLen(_machine_paths('tools/a.sh', outside), 1)
+    self.assertEmpty(_machine_paths('.ci/run', outside))
+    self.assertEmpty(_machine_paths('a.md', 'a/work/b and home/root/x'))
+
+  def test_python_files_are_short(self):
+    long = [
+      f'{path}: {text.count(chr(10))} lines'
+      for path, text in project.python_files(*project.PYTHON_ROOTS).items()
+      if text.count('\n') > _MOST_LINES
+    ]
+    self.assertEmpty(long, '\n'.join(long))
+
+  def test_modules_have_docstrings(self):
+    missing = [
+      path
+      for path, text in project.python_files(
+        'tf_strategies', 'examples', 'benchmarks', 'tools'
+      ).items()
+      if text.strip() and not ast.get_docstring(ast.parse(text))
+    ]
+    self.assertEmpty(missing)
+
+  def test_public_packages_are_not_empty(self):
+    empty = [
+      path
+      for path, text in project.python_files('tf_strategies').items()
+      if not text.strip()
+    ]
+    self.assertEmpty(empty)
+
+  def test_every_test_file_runs_alone(self):
+    files = {
+      path: text
+      for path, text in project.python_files('tests').items()
+      if path.endswith('_test.py')
+    }
+    self.assertIn('tests/architecture/source_files_test.py', files)
+    lacking = [
+      path for path, text in files.items() if not _runs_as_script(text)
+    ]
+    self.assertEmpty(lacking, "no __main__ block that calls a test's main()")
+
+  def test_file_that_does_not_run_alone_is_reported(self):
+    self.assertFalse(_runs_as_script('absltest.main()'))
+    self.assertFalse(_runs_as_script("if __name__ == '__main__':\n  pass"))
+    self.assertTrue(
+      _runs_as_script("if __name__ == '__main__':\n  tf.test.main()")
+    )
+
+  def test_tests_are_collected(self):
+    # pytest collects `*_test.py`: a test class anywhere else would not run.
+    stray = []
+    for path, text in project.python_files('tests').items():
+      if path.endswith('_test.py'):
+        continue
+      for node in ast.parse(text).body:
+        if isinstance(node, ast.ClassDef) and node.name.endswith('Test'):
+          stray.append(f'{path}: {node.name}')
+    self.assertEmpty(stray)
+
+
+if __name__ == '__main__':
+  absltest.main()

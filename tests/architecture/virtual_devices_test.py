@@ -1,0 +1,57 @@
+"""Logical CPUs are set up once, and too few of them is an error.
+
+In a process of its own each, because TensorFlow fixes its devices for good.
+"""
+
+import os
+import subprocess
+import sys
+
+from absl.testing import absltest
+
+_PREAMBLE = """
+import tensorflow as tf
+from tests.virtual_devices import configure_logical_cpus
+"""
+
+
+def _run(script: str) -> subprocess.CompletedProcess:
+  return subprocess.run(
+    [sys.executable, '-c', _PREAMBLE + script],
+    capture_output=True,
+    text=True,
+    timeout=120,
+    env={**os.environ, 'PYTHONPATH': os.pathsep.join(filter(None, sys.path))},
+  )
+
+
+class VirtualDevicesTest(absltest.TestCase):
+  def test_repeated_calls_give_the_largest_count(self):
+    result = _run("""
+configure_logical_cpus(2)
+configure_logical_cpus()
+configure_logical_cpus(3)
+print(len(tf.config.list_logical_devices('CPU')))
+configure_logical_cpus()
+with tf.device('CPU:7'):
+  print(tf.reduce_sum(tf.ones(7)).numpy())
+""")
+    self.assertEqual(result.returncode, 0, result.stderr)
+    self.assertEqual(result.stdout.split(), ['8', '7.0'])
+
+  def test_too_late_is_an_error_that_says_so(self):
+    result = _run("""
+configure_logical_cpus(2)
+tf.constant(1)
+try:
+  configure_logical_cpus(4)
+except RuntimeError as e:
+  print(e)
+""")
+    self.assertEqual(result.returncode, 0, result.stderr)
+    self.assertStartsWith(result.stdout, 'count (4) logical CPUs')
+    self.assertIn('already with 2.', result.stdout)
+
+
+if __name__ == '__main__':
+  absltest.main()
