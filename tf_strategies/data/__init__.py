@@ -1,0 +1,43 @@
+"""Extract, transform, load: image classification data for every example.
+
+data = tfs.data.load('digits')
+options = tfs.data.PipelineOptions(global_batch_size=256, seed=0)
+train = tfs.data.make_dataset(data.train, options, training=True)
+model.fit(train)
+"""
+
+from tf_strategies.data.arrays import Arrays, ImageClassificationData
+from tf_strategies.data.digits import load_digits
+from tf_strategies.data.idx import load_idx
+from tf_strategies.data.npz import load_npz
+from tf_strategies.data.options import PipelineOptions
+from tf_strategies.data.pipeline import (
+  make_dataset,
+  make_tfrecord_dataset,
+  num_examples,
+)
+from tf_strategies.data.sources import load, load_keras_mnist
+from tf_strategies.data.synthetic import make_synthetic
+from tf_strategies.data.tfrecord import count_tfrecords, load_tfrecords
+
+# The function takes the name of its package, which stays importable and
+# runnable (`python -m tf_strategies.data.write_tfrecords`).
+from tf_strategies.data.write_tfrecords import write_tfrecords
+
+__all__ = [
+  'Arrays',
+  'ImageClassificationData',
+  'PipelineOptions',
+  'count_tfrecords',
+  'load',
+  'load_digits',
+  'load_idx',
+  'load_keras_mnist',
+  'load_npz',
+  'load_tfrecords',
+  'make_dataset',
+  'make_synthetic',
+  'make_tfrecord_dataset',
+  'num_examples',
+  'write_tfrecords',
+]

@@ -1,0 +1,163 @@
+"""One frozen options object for every input pipeline.
+
+Example:
+
+  >>> from tf_strategies.data import options
+  >>> options.PipelineOptions(global_batch_size=256, seed=7).cache
+  'none'
+  >>> options.PipelineOptions(global_batch_size=0)
+  Traceback (most recent call last):
+    ...
+  tf_strategies.errors.UnsupportedOptionError: global_batch_size=0 is not supported: allowed is an integer of at least 1. Way out: pass the number of examples of one training step over all replicas, such as 256.
+"""
+
+import dataclasses
+import numbers
+import os
+from typing import Any
+
+from tf_strategies import errors
+
+# The value of tf.data.AUTOTUNE, written out so that options can be validated
+# (in a launcher, say) without the seconds that importing TensorFlow takes.
+AUTOTUNE = -1
+
+CACHES = ('none', 'memory', 'disk')
+AUTOSHARDS = ('off', 'auto', 'data', 'file')
+
+# The largest seed that the int64 attribute of tf.data's shuffle holds.
+_MAX_SEED = 2**63 - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelineOptions:
+  """How an input pipeline shuffles, batches, parallelises and caches.
+
+  Attributes:
+    global_batch_size: examples in one step, summed over all replicas.
+    shuffle_buffer: examples that the shuffle chooses from; None is the whole
+      split (a uniform shuffle), 0 keeps the order. Only training shuffles.
+      Arrays shuffle indices, 8 bytes each; TFRecords shuffle the records, so
+      a split larger than memory needs a number here.
+    seed: the seed of the shuffle. The same seed gives the same sequence of
+      epochs, each with an order of its own; None differs from run to run.
+      As everywhere in TensorFlow, `tf.random.set_seed` takes part when it is
+      called. Workers that shard one data set must share a seed.
+    num_parallel_calls: parallel calls of a map or an interleave, or AUTOTUNE.
+    prefetch: batches prepared ahead of the step; 0 for none, or AUTOTUNE.
+    cache: where decoded examples stay after the first epoch: 'none', 'memory'
+      or 'disk'. The cache stands before the shuffle, so that every epoch has
+      a fresh order. Arrays are in memory already: 'memory' adds nothing.
+    cache_path: prefix of the cache's files; required with 'disk', refused
+      without. The split and a fingerprint of the source files follow it, so
+      that one options object serves train and test, and changed data are read
+      anew. Processes on one host need a prefix each. A run that is killed in
+      its first epoch leaves a `.lockfile` that TensorFlow asks to remove.
+    autoshard: how several input pipelines share the data: 'off' gives each
+      everything, 'data' splits the examples, 'file' the files, 'auto' files
+      where they divide evenly and else examples.
+    deterministic: keep the order whatever the parallelism. False may be
+      faster where one file or one element is slower than the others.
+    drop_remainder: leave out a training epoch's last, partial batch, so that
+      shapes are static. Evaluation never drops an example.
+    repeat: repeat the training split for ever.
+
+  Raises:
+    UnsupportedOptionError: for a value out of its range; the message names
+      the option, its value, what is allowed and the way out.
+  """
+
+  global_batch_size: int
+  shuffle_buffer: int | None = None
+  seed: int | None = None
+  num_parallel_calls: int = AUTOTUNE
+  prefetch: int = AUTOTUNE
+  cache: str = 'none'
+  cache_path: str | os.PathLike[str] | None = None
+  autoshard: str = 'auto'
+  deterministic: bool = True
+  drop_remainder: bool = False
+  repeat: bool = False
+
+  def __post_init__(self):
+    self._check(
+      'global_batch_size',
+      _is_int(self.global_batch_size) and self.global_batch_size >= 1,
+      'an integer of at least 1',
+      'pass the number of examples of one training step over all replicas, '
+      'such as 256',
+    )
+    self._check(
+      'shuffle_buffer',
+      self.shuffle_buffer is None
+      or (_is_int(self.shuffle_buffer) and self.shuffle_buffer >= 0),
+      'None (the whole split) or an integer of at least 0 (0: no shuffle)',
+      'leave it out to shuffle the whole split',
+    )
+    self._check(
+      'seed',
+      self.seed is None or (_is_int(self.seed) and 0 <= self.seed <= _MAX_SEED),
+      'None or an integer from 0 to 2**63 - 1',
+      'pass seed=0 for a repeatable order, None for a new one in each run',
+    )
+    self._check(
+      'num_parallel_calls',
+      _is_int(self.num_parallel_calls)
+      and (self.num_parallel_calls >= 1 or self.num_parallel_calls == AUTOTUNE),
+      'an integer of at least 1, or tf.data.AUTOTUNE (-1)',
+      'leave it out to let tf.data choose',
+    )
+    self._check(
+      'prefetch',
+      _is_int(self.prefetch) and self.prefetch >= AUTOTUNE,
+      'an integer of at least 0 (0: none), or tf.data.AUTOTUNE (-1)',
+      'leave it out to let tf.data choose',
+    )
+    self._check_choice('cache', CACHES)
+    self._check_choice('autoshard', AUTOSHARDS)
+    self._check_cache_path()
+    for name in ('deterministic', 'drop_remainder', 'repeat'):
+      self._check(
+        name,
+        isinstance(getattr(self, name), bool),
+        'True or False',
+        f'write {name}=True or {name}=False',
+      )
+
+  def _check_cache_path(self):
+    if self.cache == 'disk':
+      self._check(
+        'cache_path',
+        isinstance(self.cache_path, str | os.PathLike)
+        and bool(os.fspath(self.cache_path)),
+        "a path when cache='disk'",
+        "pass cache_path='<directory>/<prefix>' on a disk with room for the "
+        "decoded examples, or cache='memory'",
+      )
+    else:
+      self._check(
+        'cache_path',
+        self.cache_path is None,
+        f'None when cache={self.cache!r}',
+        "pass cache='disk' as well, or leave cache_path out",
+      )
+
+  def _check_choice(self, name: str, choices: tuple[str, ...]):
+    value = getattr(self, name)
+    self._check(
+      name,
+      isinstance(value, str) and value in choices,
+      'one of ' + ', '.join(repr(c) for c in choices),
+      f'write {name}={choices[0]!r}, or leave it out',
+    )
+
+  def _check(self, name: str, is_good: bool, allowed: str, way_out: str):
+    if not is_good:
+      raise errors.UnsupportedOptionError(
+        f'{name}={getattr(self, name)!r}', allowed, way_out
+      )
+
+
+def _is_int(value: Any) -> bool:
+  # bool is an int to Python; `seed=True` is a slip of the pen nonetheless.
+  return isinstance(value, numbers.Integral) and not isinstance(value, bool)
