@@ -1,0 +1,31 @@
+"""HOW values move inside one process: `tf.distribute.CrossDeviceOps`.
+
+Every op here also works in TensorFlow's own strategy:
+
+  >>> import tensorflow as tf
+  >>> from tf_strategies import cross_device
+  >>> strategy = tf.distribute.MirroredStrategy(
+  ...   ['CPU:0', 'CPU:1'], cross_device_ops=cross_device.RingAllReduce())
+"""
+
+from tf_strategies.cross_device.algorithms import DirectAllReduce
+from tf_strategies.cross_device.algorithms import HalvingDoublingAllReduce
+from tf_strategies.cross_device.algorithms import HierarchicalRingAllReduce
+from tf_strategies.cross_device.algorithms import NaiveAllReduce
+from tf_strategies.cross_device.algorithms import RingAllReduce
+from tf_strategies.cross_device.algorithms import TreeAllReduce
+from tf_strategies.cross_device.auto import AutoAllReduce
+from tf_strategies.cross_device.base import Plan
+from tf_strategies.cross_device.base import ScheduledAllReduce
+
+__all__ = [
+  'AutoAllReduce',
+  'DirectAllReduce',
+  'HalvingDoublingAllReduce',
+  'HierarchicalRingAllReduce',
+  'NaiveAllReduce',
+  'Plan',
+  'RingAllReduce',
+  'ScheduledAllReduce',
+  'TreeAllReduce',
+]

@@ -1,0 +1,138 @@
+"""The cross-device ops: each names a schedule and when tensors are cut."""
+
+from collections.abc import Sequence
+
+from tf_strategies import collectives
+from tf_strategies.collectives import schedule as schedule_lib
+from tf_strategies.cross_device import base
+
+
+def share_memory(devices: Sequence[str]) -> bool:
+  """Whether copies between `devices` cost nothing: all of them are CPUs."""
+  return all('cpu' in device.lower() for device in devices)
+
+
+class RingAllReduce(base.ScheduledAllReduce):
+  """Ring all-reduce: reduce-scatter, then all-gather, around a ring.
+
+  Each link carries 2(N-1)/N of the bytes, the least that any all-reduce can
+  do, in 2(N-1) rounds (Patarasuk and Yuan, 2009). No NCCL is needed, so it
+  also runs on virtual GPUs and CPUs. Tensors above 1/N of the bytes are cut
+  into chunks (above 1/(2N) between devices with links); smaller ones travel
+  whole, in chunks balanced by bytes.
+
+  Example:
+
+    >>> import tensorflow as tf
+    >>> strategy = tf.distribute.MirroredStrategy(
+    ...   ['CPU:0', 'CPU:1'], cross_device_ops=RingAllReduce())
+  """
+
+  def schedule(self, devices, num_bytes) -> schedule_lib.Schedule:
+    """The ring over `devices`, in their order."""
+    del num_bytes
+    return collectives.ring_all_reduce(len(devices))
+
+  def split_above(self, devices) -> float | None:
+    """Cuts what would unbalance the chunks."""
+    return (1.0 if share_memory(devices) else 0.5) / len(devices)
+
+
+class NaiveAllReduce(base.ScheduledAllReduce):
+  """Gather to one device, add there, broadcast: the slow baseline.
+
+  The root's link carries (N-1) times the bytes in and as many out.
+
+  Args:
+    root: position of the device that adds, in the order of the devices.
+  """
+
+  def __init__(self, root: int = 0):
+    super().__init__()
+    self._root = root
+
+  def schedule(self, devices, num_bytes) -> schedule_lib.Schedule:
+    """All to the root, and back."""
+    del num_bytes
+    return collectives.naive_all_reduce(len(devices), self._root)
+
+
+class TreeAllReduce(base.ScheduledAllReduce):
+  """Binomial tree: reduce to the root in ceil(log2 N) rounds, and back.
+
+  The fewest rounds, so the choice for small tensors over links with latency.
+
+  Args:
+    root: position of the root of the tree, in the order of the devices.
+  """
+
+  def __init__(self, root: int = 0):
+    super().__init__()
+    self._root = root
+
+  def schedule(self, devices, num_bytes) -> schedule_lib.Schedule:
+    """A binomial tree over `devices`."""
+    del num_bytes
+    return collectives.tree_all_reduce(len(devices), self._root)
+
+
+class HalvingDoublingAllReduce(base.ScheduledAllReduce):
+  """Recursive vector halving and distance doubling (Rabenseifner, 2004).
+
+  The ring's bytes in 2 log2(N) rounds where N is a power of two; other sizes
+  fold the extra ranks in first (Thakur et al., 2005).
+  """
+
+  def schedule(self, devices, num_bytes) -> schedule_lib.Schedule:
+    """Halving, then doubling."""
+    del num_bytes
+    return collectives.halving_doubling_all_reduce(len(devices))
+
+  def split_above(self, devices) -> float | None:
+    """Cuts what would unbalance the halves."""
+    return (1.0 if share_memory(devices) else 0.5) / len(devices)
+
+
+class HierarchicalRingAllReduce(base.ScheduledAllReduce):
+  """Rings inside groups of devices, and rings across the groups.
+
+  For devices whose links inside a group (a PCIe switch, a socket) are faster
+  than those between groups.
+
+  Args:
+    group_size: devices in a group, consecutive in the order of the devices; it
+      must divide their number. Default: the divisor nearest its square root.
+  """
+
+  def __init__(self, group_size: int | None = None):
+    super().__init__()
+    self._group_size = group_size
+
+  def schedule(self, devices, num_bytes) -> schedule_lib.Schedule:
+    """Two levels of rings."""
+    del num_bytes
+    size = len(devices)
+    group = self._group_size or collectives.default_group_size(size)
+    return collectives.hierarchical_ring_all_reduce(size, group)
+
+  def split_above(self, devices) -> float | None:
+    """Cuts what would unbalance the chunks."""
+    return (1.0 if share_memory(devices) else 0.5) / len(devices)
+
+
+class DirectAllReduce(base.ScheduledAllReduce):
+  """Each device owns a share, adds it for all, and sends it to all.
+
+  Two rounds, and the ring's bytes where the shares are balanced. Over shared
+  memory whole tensors are the shares, so that nothing is cut or concatenated
+  and each sum is one fused addition: the fastest way there.
+  """
+
+  def schedule(self, devices, num_bytes) -> schedule_lib.Schedule:
+    """Everybody to each owner, each owner to everybody."""
+    del num_bytes
+    return collectives.direct_all_reduce(len(devices))
+
+  def split_above(self, devices) -> float | None:
+    """Cuts nothing where copies are free."""
+    return None if share_memory(devices) else 0.5 / len(devices)

@@ -1,0 +1,314 @@
+"""The template of every cross-device op: what to move where, counted.
+
+`ScheduledAllReduce` does what all of them share: it sorts the values of a call
+into dense and sparse, all-reduces the dense ones in one plan, and falls back
+to a plain reduction where the destination is not the devices that hold the
+values. A subclass names a schedule and says when tensors are cut.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+
+from absl import logging
+import tensorflow as tf
+
+from tf_strategies import _tf_internal
+from tf_strategies import errors
+from tf_strategies.collectives import layout as layout_lib
+from tf_strategies.collectives import schedule as schedule_lib
+from tf_strategies.cross_device import executor
+from tf_strategies.cross_device import sparse
+from tf_strategies.cross_device import statistics
+
+# A tensor whose size is unknown while the graph is built weighs this many
+# elements when chunks are balanced.
+_UNKNOWN_NUM_ELEMENTS = 2**16
+
+_KINDS = ('all_reduce', 'reduce', 'gather', 'broadcast')
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+  """What one all-reduce moves, fixed while its graph is built.
+
+  Attributes:
+    algorithm: name of the schedule.
+    num_tensors: dense tensors in the call.
+    num_bytes: bytes of one rank's tensors; unknown shapes count as zero.
+    bytes_in: bytes that each rank receives.
+  """
+
+  algorithm: str
+  num_tensors: int
+  num_bytes: int
+  bytes_in: tuple[int, ...]
+
+
+class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
+  """A `tf.distribute.CrossDeviceOps` that executes a `Schedule`.
+
+  Rules that hold for every subclass:
+
+  * SUM and MEAN of every float, complex and integer dtype. 16-bit floats are
+    accumulated in float32 and rounded once a hop. MEAN keeps the dtype: the
+    mean of integers is the sum floor-divided by the number of replicas.
+  * All replicas end with bit-equal results.
+  * `tf.IndexedSlices` are gathered, duplicates kept, as TensorFlow does.
+  * Gradients flow through: the ops are differentiable TensorFlow ops.
+
+  Raises:
+    UnsupportedOptionError: a dtype that has no sum (bool, string), or replicas
+      whose static shapes or dtypes differ.
+  """
+
+  def __init__(self):
+    super().__init__()
+    self._statistics = {k: statistics.CallStatistics(k) for k in _KINDS}
+    self._last_plan = None
+    self._logged = set()
+
+  # What a subclass says.
+
+  def schedule(
+    self, devices: Sequence[str], num_bytes: int
+  ) -> schedule_lib.Schedule:
+    """The schedule for an all-reduce of `num_bytes` over `devices`."""
+    raise NotImplementedError
+
+  def split_above(self, devices: Sequence[str]) -> float | None:
+    """Tensors above this share of all bytes are cut; None cuts nothing."""
+    del devices
+    return None
+
+  # What was done.
+
+  @property
+  def calls(self) -> int:
+    """How many all-reduces the graph executed."""
+    return self._statistics['all_reduce'].calls
+
+  @property
+  def last_plan(self) -> Plan | None:
+    """The plan of the all-reduce that was built last."""
+    return self._last_plan
+
+  def report(self) -> dict[str, object]:
+    """Executed calls of each kind, and bytes received by each device."""
+    return {
+      'cross_device_ops': type(self).__name__,
+      'calls': {k: s.calls for k, s in self._statistics.items()},
+      'all_reduce_bytes_in': self._statistics['all_reduce'].bytes_in(),
+    }
+
+  # The template.
+
+  def reduce_implementation(
+    self, reduce_op, per_replica_value, destinations, options
+  ):
+    """Reduces one value; see `tf.distribute.CrossDeviceOps.reduce`."""
+    return self.batch_reduce_implementation(
+      reduce_op, [(per_replica_value, destinations)], options
+    )[0]
+
+  def batch_reduce_implementation(
+    self, reduce_op, value_destination_pairs, options
+  ):
+    """Reduces several values in one plan; see `CrossDeviceOps.batch_reduce`."""
+    del options
+    _check_reduce_op(reduce_op)
+    results = [None] * len(value_destination_pairs)
+    groups = {}
+    for i, (value, destination) in enumerate(value_destination_pairs):
+      value = sparse.densify_if_mixed(value)
+      devices = tuple(_tf_internal.get_devices_from(destination))
+      holders = _holders(value)
+      if sparse.is_sparse(value):
+        results[i] = self._reduce_sparse(reduce_op, value, devices)
+      elif destination is value or devices == holders:
+        groups.setdefault(holders, []).append((i, value))
+      else:
+        results[i] = self._reduce_to(reduce_op, value, devices)
+    for devices, members in groups.items():
+      reduced = self._all_reduce(reduce_op, [v for _, v in members], devices)
+      for (i, _), result in zip(members, reduced, strict=True):
+        results[i] = result
+    return results
+
+  def broadcast_implementation(self, tensor, destinations):
+    """Copies `tensor` to every destination device."""
+    devices = tuple(_tf_internal.get_devices_from(destinations))
+    return self._broadcast(tf.convert_to_tensor(tensor), devices)
+
+  def _gather_implementation(
+    self, per_replica_value, destinations, axis, options
+  ):
+    """Concatenates the replicas' tensors along `axis` on each destination."""
+    del options
+    devices = tuple(_tf_internal.get_devices_from(destinations))
+    values = per_replica_value.values
+    total = sum(_num_bytes(v) for v in values)
+    self._statistics['gather'].record(devices, [total] * len(devices))
+    gathered = []
+    for device in devices:
+      with tf.device(device):
+        gathered.append(tf.concat(values, axis))
+    return _wrap(gathered)
+
+  # The work.
+
+  def _all_reduce(self, reduce_op, values, devices):
+    """All-reduces dense values that live on `devices`, in one plan."""
+    tensors = [[v.values[r] for v in values] for r in range(len(devices))]
+    _check_tensors(tensors)
+    num_bytes = sum(_num_bytes(t) for t in tensors[0])
+    schedule = self.schedule(devices, num_bytes)
+    layout = layout_lib.plan_layout(
+      [_num_elements(t) for t in tensors[0]],
+      [t.dtype.size for t in tensors[0]],
+      schedule.num_chunks,
+      split_above=self.split_above(devices),
+    )
+    self._record_plan(schedule, layout, tensors[0], devices, num_bytes)
+    divide_by = len(devices) if _is_mean(reduce_op) else 1
+    results = executor.execute(schedule, layout, tensors, devices, divide_by)
+    return [
+      _wrap([results[r][i] for r in range(len(devices))], always=True)
+      for i in range(len(values))
+    ]
+
+  def _record_plan(self, schedule, layout, tensors, devices, num_bytes):
+    """Keeps and counts what this all-reduce moves; logs it once a topology."""
+    chunk_bytes = [0] * schedule.num_chunks
+    for piece in layout:
+      if tensors[piece.tensor].shape.num_elements() is not None:
+        size = tensors[piece.tensor].dtype.size
+        chunk_bytes[piece.chunk] += (piece.stop - piece.start) * size
+    bytes_in = schedule.bytes_in(chunk_bytes)
+    self._last_plan = Plan(
+      schedule.name, len(tensors), num_bytes, tuple(bytes_in)
+    )
+    self._statistics['all_reduce'].record(devices, bytes_in)
+    if (schedule.name, devices) not in self._logged:
+      self._logged.add((schedule.name, devices))
+      logging.info(
+        '%s: all-reduce by %s over %d devices, %d tensors, %d bytes.',
+        type(self).__name__,
+        schedule.name,
+        len(devices),
+        len(tensors),
+        num_bytes,
+      )
+
+  def _reduce_to(self, reduce_op, value, devices):
+    """Reduces to devices other than those that hold the value."""
+    tensors = list(value.values)
+    _check_tensors([[t] for t in tensors])
+    received = sum(_num_bytes(t) for t in tensors)
+    self._statistics['reduce'].record(
+      devices, [received] + [_num_bytes(tensors[0])] * (len(devices) - 1)
+    )
+    with tf.device(devices[0]):
+      if _is_mean(reduce_op) and tensors[0].dtype.size == 2:
+        tensors = [executor.divide(t, len(tensors)) for t in tensors]
+        reduced = executor.add(tensors)
+      else:
+        reduced = executor.add(tensors)
+        if _is_mean(reduce_op):
+          reduced = executor.divide(reduced, len(tensors))
+    copies = [reduced]
+    for device in devices[1:]:
+      with tf.device(device):
+        copies.append(tf.identity(reduced))
+    return _wrap(copies)
+
+  def _reduce_sparse(self, reduce_op, value, devices):
+    """Gathers `tf.IndexedSlices` on every destination device."""
+    slices = list(value.values)
+    if _is_mean(reduce_op):
+      slices = [sparse.divide(s, len(slices)) for s in slices]
+    received = sum(_num_bytes(s.values) + _num_bytes(s.indices) for s in slices)
+    self._statistics['all_reduce'].record(devices, [received] * len(devices))
+    gathered = []
+    for device in devices:
+      with tf.device(device):
+        gathered.append(sparse.concat(slices))
+    return _wrap(gathered)
+
+  def _broadcast(self, tensor, devices):
+    self._statistics['broadcast'].record(
+      devices, [_num_bytes(tensor)] * len(devices)
+    )
+    copies = []
+    for device in devices:
+      with tf.device(device):
+        copies.append(tf.identity(tensor))
+    return _wrap(copies)
+
+
+def _wrap(values, always=False):
+  """One value as it is, several as a `Mirrored`."""
+  if len(values) == 1 and not always:
+    return values[0]
+  return _tf_internal.regroup(
+    tuple(values), wrap_class=_tf_internal.Mirrored, always_wrap=always
+  )
+
+
+def _holders(value) -> tuple[str, ...]:
+  """The full names of the devices that hold a distributed value.
+
+  A component that is a function's argument has no device yet; its name stays
+  empty and TensorFlow places what is computed from it.
+  """
+  return tuple(
+    _tf_internal.resolve_device(v.device) if v.device else ''
+    for v in value.values
+  )
+
+
+def _is_mean(reduce_op) -> bool:
+  return reduce_op == tf.distribute.ReduceOp.MEAN
+
+
+def _check_reduce_op(reduce_op) -> None:
+  if reduce_op not in (
+    tf.distribute.ReduceOp.SUM,
+    tf.distribute.ReduceOp.MEAN,
+  ):
+    raise errors.UnsupportedOptionError(
+      f'reduce_op={reduce_op!r}',
+      'tf.distribute.ReduceOp.SUM or MEAN',
+      'gather the values and combine them yourself for any other reduction',
+    )
+
+
+def _check_tensors(tensors) -> None:
+  """Refuses dtypes without a sum, and replicas that disagree."""
+  for i, first in enumerate(tensors[0]):
+    dtype = first.dtype
+    if not (dtype.is_floating or dtype.is_integer or dtype.is_complex):
+      raise errors.UnsupportedOptionError(
+        f'an all-reduce of dtype {dtype.name}',
+        'any float, complex or integer dtype',
+        'cast the value first, for instance bool to int32',
+      )
+    for rank, row in enumerate(tensors):
+      if row[i].dtype != dtype or not row[i].shape.is_compatible_with(
+        first.shape
+      ):
+        raise errors.UnsupportedOptionError(
+          f'tensor {i} of replica {rank} with shape {row[i].shape} and dtype '
+          f'{row[i].dtype.name}',
+          f'what replica 0 has: shape {first.shape}, dtype {dtype.name}',
+          'reduce along the batch first, or use strategy.gather for uneven '
+          'values',
+        )
+
+
+def _num_elements(tensor: tf.Tensor) -> int:
+  size = tensor.shape.num_elements()
+  return _UNKNOWN_NUM_ELEMENTS if size is None else size
+
+
+def _num_bytes(tensor: tf.Tensor) -> int:
+  return (tensor.shape.num_elements() or 0) * tensor.dtype.size

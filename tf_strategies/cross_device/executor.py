@@ -1,0 +1,148 @@
+"""Executes a `Schedule` as TensorFlow ops on the devices of one process.
+
+A schedule says which rank sends which chunk to whom in which round. Here a
+chunk is a *list of tensors* (or of slices of tensors), so that whole tensors
+travel without being concatenated: between devices that share memory the
+copies cost more than the additions.
+"""
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tf_strategies.collectives import layout as layout_lib
+from tf_strategies.collectives import schedule as schedule_lib
+
+# Sums of 16-bit values are accumulated in float32 and rounded once a hop.
+_ACCUMULATION_DTYPE = {tf.float16: tf.float32, tf.bfloat16: tf.float32}
+
+
+def add(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+  """Returns the sum of tensors of one dtype, 16-bit floats through float32."""
+  if len(tensors) == 1:
+    return tf.identity(tensors[0])
+  dtype = tensors[0].dtype
+  wide = _ACCUMULATION_DTYPE.get(dtype)
+  if wide is None:
+    return tf.add_n(tensors)
+  return tf.cast(tf.add_n([tf.cast(t, wide) for t in tensors]), dtype)
+
+
+def divide(tensor: tf.Tensor, count: int) -> tf.Tensor:
+  """Returns `tensor / count` in the tensor's own dtype; integers floor."""
+  if tensor.dtype.is_integer:
+    return tensor // tf.constant(count, tensor.dtype)
+  wide = _ACCUMULATION_DTYPE.get(tensor.dtype)
+  if wide is not None:
+    return tf.cast(tf.cast(tensor, wide) / count, tensor.dtype)
+  return tensor / tf.constant(count, tensor.dtype)
+
+
+def execute(
+  schedule: schedule_lib.Schedule,
+  layout: Sequence[layout_lib.Piece],
+  values: Sequence[Sequence[tf.Tensor]],
+  devices: Sequence[str],
+  divide_by: int = 1,
+) -> list[list[tf.Tensor]]:
+  """Runs `schedule` over `values` and returns every rank's results.
+
+  Args:
+    schedule: an all-reduce schedule for `len(devices)` ranks.
+    layout: the pieces of the tensors and the chunk that each belongs to.
+    values: `values[rank][i]` is tensor `i` of that rank; shapes and dtypes
+      agree between ranks.
+    devices: the device of each rank, on which its additions run.
+    divide_by: divides the complete sum, once a chunk, where it is complete.
+      16-bit floats are divided before the sum, so that it cannot overflow.
+
+  Returns:
+    `results[rank][i]`: the reduced tensor `i` on that rank's device. Bit-equal
+    on all ranks, since each chunk's sum is computed once and copied.
+  """
+  chunks = [
+    [p for p in layout if p.chunk == c] for c in range(schedule.num_chunks)
+  ]
+  state = []
+  for rank, device in enumerate(devices):
+    with tf.device(device):
+      state.append(_cut(values[rank], chunks, divide_by))
+  completions = schedule.completions() if divide_by > 1 else frozenset()
+
+  for round_index, transfers in enumerate(schedule.rounds()):
+    received = {}
+    for (dst, chunk), sources in _incoming(transfers).items():
+      with tf.device(devices[dst]):
+        pieces = _receive(state, dst, chunk, sources)
+        if (round_index, dst, chunk) in completions:
+          pieces = [
+            t if t.dtype in _ACCUMULATION_DTYPE else divide(t, divide_by)
+            for t in pieces
+          ]
+      received[dst, chunk] = pieces
+    # Only now: every transfer of a round reads the state before the round.
+    for (dst, chunk), pieces in received.items():
+      state[dst][chunk] = pieces
+
+  results = []
+  for rank, device in enumerate(devices):
+    with tf.device(device):
+      results.append(_join(state[rank], chunks, values[rank]))
+  return results
+
+
+def _incoming(transfers):
+  """Groups one round's transfers by what they write: (dst, chunk)."""
+  incoming = {}
+  for transfer in transfers:
+    incoming.setdefault((transfer.dst, transfer.chunk), []).append(transfer)
+  return incoming
+
+
+def _receive(state, dst, chunk, transfers):
+  """The pieces of `chunk` on `dst` after `transfers` have arrived."""
+  arrived = [state[t.src][chunk] for t in transfers]
+  if not transfers[0].reduce:
+    return [tf.identity(piece) for piece in arrived[0]]
+  return [add(list(p)) for p in zip(state[dst][chunk], *arrived, strict=True)]
+
+
+def _cut(tensors, chunks, divide_by):
+  """Cuts one rank's tensors into the pieces of each chunk."""
+  if divide_by > 1:
+    tensors = [
+      divide(t, divide_by) if t.dtype in _ACCUMULATION_DTYPE else t
+      for t in tensors
+    ]
+  flat = {}
+
+  def piece(p):
+    if _is_whole(p, tensors[p.tensor]):
+      return tensors[p.tensor]
+    if p.tensor not in flat:
+      flat[p.tensor] = tf.reshape(tensors[p.tensor], [-1])
+    # A slice whose start and length are multiples of 64 bytes is a view.
+    return tf.slice(flat[p.tensor], [p.start], [p.stop - p.start])
+
+  return [[piece(p) for p in pieces] for pieces in chunks]
+
+
+def _join(state, chunks, like):
+  """Puts one rank's pieces together again, in the shapes of `like`."""
+  parts = [[] for _ in like]
+  for chunk, pieces in enumerate(chunks):
+    for index, p in enumerate(pieces):
+      parts[p.tensor].append((p.start, state[chunk][index]))
+  results = []
+  for tensor, found in zip(like, parts, strict=True):
+    if len(found) == 1:
+      results.append(found[0][1])
+      continue
+    ordered = [part for _, part in sorted(found, key=lambda item: item[0])]
+    results.append(tf.reshape(tf.concat(ordered, 0), tensor.shape))
+  return results
+
+
+def _is_whole(piece, tensor):
+  size = tensor.shape.num_elements()
+  return size is None or (piece.start == 0 and piece.stop == size)

@@ -1,0 +1,67 @@
+"""Counts what a cross-device op really did, inside the graph.
+
+A `tf.function` runs its Python once, at tracing, and its graph a thousand
+times. A Python counter would therefore count traces. These counters are
+variables that the graph itself adds to, so they count executions: the proof
+that an all-reduce of ours ran, how often, and how many bytes each device took
+in.
+"""
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tf_strategies import _tf_internal
+
+
+class CallStatistics:
+  """Executions and received bytes of one kind of call, per device list.
+
+  Recording costs one assign-add of an int64 vector on the host for each call.
+
+  Example:
+
+    >>> statistics = CallStatistics('all_reduce')
+    >>> statistics.record(['CPU:0', 'CPU:1'], bytes_in=[8, 8])
+    >>> statistics.calls, statistics.bytes_in()
+    (1, {'CPU:0': 8, 'CPU:1': 8})
+  """
+
+  def __init__(self, kind: str):
+    self.kind = kind
+    self._counters = {}
+
+  def record(self, devices: Sequence[str], bytes_in: Sequence[int]) -> None:
+    """Adds one execution to the counters, in the graph being built or now.
+
+    Args:
+      devices: the devices that take part.
+      bytes_in: bytes that each of them receives from the others; where a
+        shape is unknown when the graph is built, its tensor counts as zero.
+    """
+    counter = self._counter(tuple(devices))
+    with tf.device('CPU:0'):
+      counter.assign_add(tf.constant([1, *bytes_in], tf.int64))
+
+  def _counter(self, devices: tuple[str, ...]) -> tf.Variable:
+    if devices not in self._counters:
+      # Lifted out of any function being traced, and not `tf.Variable`, whose
+      # creator a strategy scope would replace by a mirrored one.
+      with tf.init_scope(), tf.device('CPU:0'):
+        self._counters[devices] = _tf_internal.ResourceVariable(
+          [0] * (1 + len(devices)), dtype=tf.int64, trainable=False
+        )
+    return self._counters[devices]
+
+  @property
+  def calls(self) -> int:
+    """How often the call was executed, over all device lists."""
+    return sum(int(c.numpy()[0]) for c in self._counters.values())
+
+  def bytes_in(self) -> dict[str, int]:
+    """Bytes that each device received over all executions."""
+    total = {}
+    for devices, counter in self._counters.items():
+      for device, received in zip(devices, counter.numpy()[1:], strict=True):
+        total[device] = total.get(device, 0) + int(received)
+    return total

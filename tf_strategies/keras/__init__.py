@@ -1,0 +1,5 @@
+"""Everything that knows Keras: the optimizer wrapper and what to check."""
+
+from tf_strategies.keras.distributed_optimizer import DistributedOptimizer
+
+__all__ = ['DistributedOptimizer']

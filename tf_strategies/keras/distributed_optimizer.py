@@ -1,0 +1,253 @@
+"""`DistributedOptimizer`: reduce first, then let Keras do what it does.
+
+Keras 3 clips, accumulates and unscales the gradient of one replica and only
+then sums over replicas. The norm of a part is not the norm of the whole, and a
+replica with five rows counts as much as one with sixteen. The wrapper turns
+the order round, as Horovod's optimizer of the same name does: all-reduce,
+weighted by rows; then the inner optimizer sees on every replica the gradient
+that one device would have seen.
+"""
+
+from __future__ import annotations
+
+import keras
+import tensorflow as tf
+
+from tf_strategies import errors
+
+_WEIGHTINGS = ('rows', 'none')
+
+
+@keras.saving.register_keras_serializable(package='tf_strategies')
+class DistributedOptimizer(keras.optimizers.Optimizer):
+  """Wraps a Keras optimizer so that gradients are reduced before anything else.
+
+  With it, `clipnorm`, `global_clipnorm`, `clipvalue`,
+  `gradient_accumulation_steps`, EMA, weight decay, constraints and batches that
+  give the replicas uneven rows (or none) equal one device's. Outside of a
+  strategy, and with one replica, it is the inner optimizer.
+
+  For mixed precision, put `keras.optimizers.LossScaleOptimizer` outside (what
+  `compile` does by itself under `mixed_float16`), or inside in a loop of your
+  own.
+
+  Example:
+
+    >>> optimizer = DistributedOptimizer(
+    ...   keras.optimizers.Adam(1e-3, global_clipnorm=1.0))
+    >>> float(optimizer.learning_rate)
+    0.0010000000474974513
+
+  Args:
+    optimizer: the Keras optimizer to wrap; also its name or its configuration.
+    weighting: what each replica's loss is. 'rows' (default): a mean over its
+      own rows divided by the number of replicas, as `fit` computes it; the
+      gradient of a replica with n_i rows then counts N * n_i / sum(n). 'none':
+      a sum over its rows divided by the global batch size, as
+      `tf.nn.compute_average_loss` computes it; gradients are just added.
+    name: of this optimizer.
+
+  Raises:
+    UnsupportedOptionError: `optimizer` is wrapped already or `weighting` is
+      unknown; at the first step, a strategy that is not one of tf_strategies.
+  """
+
+  def __init__(self, optimizer, weighting: str = 'rows', name=None, **kwargs):
+    optimizer = keras.optimizers.get(optimizer)
+    if isinstance(optimizer, DistributedOptimizer):
+      raise errors.UnsupportedOptionError(
+        'DistributedOptimizer(DistributedOptimizer(...))',
+        'one wrapper',
+        'pass the inner optimizer',
+      )
+    if weighting not in _WEIGHTINGS:
+      raise errors.UnsupportedOptionError(
+        f'weighting={weighting!r}',
+        f'one of {_WEIGHTINGS}',
+        "use 'rows' with fit, 'none' with tf.nn.compute_average_loss",
+      )
+    if kwargs:
+      raise errors.UnsupportedOptionError(
+        f'{sorted(kwargs)} of DistributedOptimizer',
+        'optimizer, weighting and name',
+        'set options such as clipnorm on the inner optimizer',
+      )
+    self._lock = False  # Allows an attribute before the base is initialised.
+    self.inner_optimizer = optimizer
+    super().__init__(learning_rate=0.0, name=name or "distributed_optimizer")
+    self._weighting = weighting
+
+  @property
+  def variables(self):
+    """The inner optimizer's variables; the wrapper has no state."""
+    return self.inner_optimizer.variables
+
+  @property
+  def weighting(self) -> str:
+    """How each replica's gradient is weighted: 'rows' or 'none'."""
+    return self._weighting
+
+  @property
+  def iterations(self):
+    """Number of steps of the inner optimizer."""
+    return self.inner_optimizer.iterations
+
+  @property
+  def learning_rate(self):
+    """The inner optimizer's learning rate."""
+    return self.inner_optimizer.learning_rate
+
+  @learning_rate.setter
+  def learning_rate(self, learning_rate):
+    self.inner_optimizer.learning_rate = learning_rate
+
+  @property
+  def loss_scale_factor(self):
+    """The inner optimizer's fixed loss scale."""
+    return self.inner_optimizer.loss_scale_factor
+
+  @loss_scale_factor.setter
+  def loss_scale_factor(self, factor):
+    if not hasattr(self, '_weighting'):
+      return  # The base class's __init__ resets what is the inner one's.
+    # LossScaleOptimizer sets this on what it wraps: `compile` does so under
+    # mixed_float16. Two dynamic scales would unscale what was scaled once.
+    if isinstance(
+      self.inner_optimizer, keras.optimizers.LossScaleOptimizer
+    ):
+      raise errors.UnsupportedOptionError(
+        'LossScaleOptimizer(DistributedOptimizer(LossScaleOptimizer(...)))',
+        'one LossScaleOptimizer',
+        'pass DistributedOptimizer(optimizer) to compile, which scales the '
+        'loss by itself, or compile with auto_scale_loss=False',
+      )
+    self.inner_optimizer.loss_scale_factor = factor
+
+  def build(self, variables):
+    """Creates the inner optimizer's variables."""
+    if not self.inner_optimizer.built:
+      self.inner_optimizer.build(variables)
+    # The wrapper adds no slots, but knows its variables as any optimizer does.
+    super().build(variables)
+
+  def apply(self, grads, trainable_variables=None):
+    """Reduces the gradients over replicas and applies them.
+
+    Args:
+      grads: one gradient a variable (`tf.Tensor`, `tf.IndexedSlices` or None),
+        this replica's.
+      trainable_variables: the variables; None means those that the optimizer
+        was built with.
+
+    Raises:
+      UnsupportedOptionError: called outside of replica context, or under a
+        strategy that is not one of tf_strategies.
+    """
+    grads = list(grads)
+    if trainable_variables is not None:
+      trainable_variables = list(trainable_variables)
+      if not self.built:
+        self.build(trainable_variables)
+    strategy = tf.distribute.get_strategy()
+    if tf.distribute.in_cross_replica_context():
+      raise errors.UnsupportedOptionError(
+        'DistributedOptimizer.apply in cross-replica context',
+        'a call inside strategy.run',
+        'pass the training step to strategy.run',
+      )
+    if strategy.num_replicas_in_sync == 1:
+      self.inner_optimizer.apply(grads, trainable_variables)
+      return
+    extended = strategy.extended
+    if not hasattr(extended, 'gradients_reduced'):
+      raise errors.UnsupportedOptionError(
+        f'DistributedOptimizer under {type(strategy).__name__}',
+        'the strategies of tf_strategies',
+        "use tfs.create_strategy('ring_mirrored') in place of it",
+      )
+    reduced = self._reduce(
+      extended, grads, trainable_variables or self._trainable_variables
+    )
+    with extended.gradients_reduced():
+      self.inner_optimizer.apply(reduced, trainable_variables)
+
+  def _reduce(self, extended, grads, variables):
+    """The whole gradient, from this replica's part."""
+    for variable in variables:
+      if getattr(variable, 'overwrite_with_gradient', False):
+        raise errors.UnsupportedOptionError(
+          f'variable {variable.path!r} that its gradient overwrites (float8)',
+          'variables that are updated by gradients',
+          'train without quantize("float8")',
+        )
+    present = [i for i, g in enumerate(grads) if g is not None]
+    parts = [grads[i] for i in present]
+    if not parts:
+      return grads
+    if self._weighting == 'rows':
+      dense = [_values(p) for p in parts]
+      weighed = extended.weigh_by_rows(dense)
+      parts = [
+        _with_values(p, w) for p, w in zip(parts, weighed, strict=True)
+      ]
+    context = tf.distribute.get_replica_context()
+    summed = context.all_reduce(tf.distribute.ReduceOp.SUM, parts)
+    reduced = list(grads)
+    for i, total in zip(present, summed, strict=True):
+      reduced[i] = total
+    return reduced
+
+  def scale_loss(self, loss):
+    """Scales the loss as the inner optimizer does."""
+    return self.inner_optimizer.scale_loss(loss)
+
+  def update_step(self, gradient, variable, learning_rate):
+    """Updates one variable as the inner optimizer does."""
+    self.inner_optimizer.update_step(gradient, variable, learning_rate)
+
+  def finalize_variable_values(self, var_list):
+    """Lets the inner optimizer put its averages (EMA) in place."""
+    self.inner_optimizer.finalize_variable_values(var_list)
+
+  def exclude_from_weight_decay(self, var_list=None, var_names=None):
+    """Excludes variables from the inner optimizer's weight decay."""
+    self.inner_optimizer.exclude_from_weight_decay(var_list, var_names)
+
+  def set_weights(self, weights):
+    """Sets the inner optimizer's variables."""
+    self.inner_optimizer.set_weights(weights)
+
+  def save_own_variables(self, store):
+    """Saves nothing: the inner optimizer is saved as a child."""
+
+  def load_own_variables(self, store):
+    """Loads nothing: the inner optimizer is loaded as a child."""
+
+  def get_config(self):
+    """The configuration, with the inner optimizer's in it."""
+    return {
+      'name': self.name,
+      'optimizer': keras.saving.serialize_keras_object(self.inner_optimizer),
+      'weighting': self._weighting,
+    }
+
+  @classmethod
+  def from_config(cls, config, custom_objects=None):
+    """The optimizer that `get_config` described, without its state."""
+    config = dict(config)
+    optimizer = keras.saving.deserialize_keras_object(
+      config.pop('optimizer'), custom_objects=custom_objects
+    )
+    return cls(optimizer, **config)
+
+
+def _values(gradient):
+  if isinstance(gradient, tf.IndexedSlices):
+    return gradient.values
+  return tf.convert_to_tensor(gradient)
+
+
+def _with_values(gradient, values):
+  if isinstance(gradient, tf.IndexedSlices):
+    return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+  return values

@@ -1,0 +1,76 @@
+"""What a strategy must know of Keras 3, found where Keras gives no handle.
+
+A strategy never sees the optimizer: Keras passes it functions. But those are
+methods of, or closures over, the objects in question, so that is where this
+module looks. It only reads.
+"""
+
+from __future__ import annotations
+
+import keras
+
+from tf_strategies import _tf_internal
+from tf_strategies import errors
+
+_WAY_OUT = (
+  'wrap the optimizer: tfs.keras.DistributedOptimizer(optimizer), which '
+  'reduces the gradients before Keras clips them'
+)
+
+# Keras applies these to the gradient of one replica, before the all-reduce.
+_LOCAL_OPTIONS = ('clipnorm', 'clipvalue', 'global_clipnorm')
+
+
+def optimizer_of(fn) -> keras.optimizers.Optimizer | None:
+  """The optimizer whose update function `fn` is, or None.
+
+  Args:
+    fn: what Keras passes to `strategy.extended.update`: a closure over the
+      optimizer.
+  """
+  fn = _tf_internal.unwrap(fn)
+  for cell in getattr(fn, '__closure__', None) or ():
+    try:
+      content = cell.cell_contents
+    except ValueError:  # The cell is still empty.
+      continue
+    if isinstance(content, keras.optimizers.Optimizer):
+      return content
+  return None
+
+
+def check_without_wrapper(optimizer, strategy_name: str) -> None:
+  """Refuses options that are wrong unless gradients are reduced first.
+
+  Args:
+    optimizer: a Keras optimizer that is about to update variables.
+    strategy_name: for the message.
+
+  Raises:
+    UnsupportedOptionError: naming the option, its value and the wrapper.
+  """
+  for option in _LOCAL_OPTIONS:
+    value = getattr(optimizer, option, None)
+    if value is not None:
+      raise errors.UnsupportedOptionError(
+        f'{type(optimizer).__name__}({option}={value!r}) under {strategy_name}',
+        f'{option} of the whole gradient; Keras would clip the gradient of '
+        'each replica, and the sum of clipped gradients is another one',
+        _WAY_OUT,
+      )
+
+
+def is_keras_step(fn) -> bool:
+  """Whether `fn` is a model's own train, test or predict step."""
+  if isinstance(getattr(fn, '__self__', None), keras.Model):
+    return True
+  # `predict` wraps its step in a local function of the trainer.
+  module = getattr(fn, '__module__', '') or ''
+  return module.startswith('keras.src.backend.tensorflow')
+
+
+def is_check_finite(fn) -> bool:
+  """Whether `fn` is what loss scaling asks every replica."""
+  return isinstance(
+    getattr(fn, '__self__', None), keras.optimizers.LossScaleOptimizer
+  ) and fn.__name__ == 'check_finite'

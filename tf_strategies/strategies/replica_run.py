@@ -1,0 +1,174 @@
+"""What a strategy knows of one `strategy.run`: the rows of each replica.
+
+A global batch does not always divide by the number of replicas. Which replica
+has how many rows decides how much its gradient counts, and whether it takes
+part at all. `ReplicaRun` holds that for the time of one `run`, for code in
+replica context (gradients, metrics) and in cross-replica context (merge calls)
+alike.
+
+Rows are Python integers where shapes are known (always in eager mode) and
+scalar tensors where a graph is built for batches of any size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from typing import Any
+
+import tensorflow as tf
+
+from tf_strategies import _tf_internal
+
+
+@dataclasses.dataclass(eq=False)
+class ReplicaRun:
+  """One `strategy.run` over replicas that hold `rows` rows each.
+
+  Attributes:
+    rows: rows of each replica, int or scalar int32 tensor; None if no argument
+      is batched.
+    has_rows: whether each replica has rows, bool or scalar bool tensor; None
+      if every replica surely has.
+    is_even: whether all replicas have equally many, bool or scalar tensor.
+    is_keras_step: whether Keras passed its own train, test or predict step.
+    warning_is_built: whether the graph already has its uneven-batch warning.
+  """
+
+  rows: tuple[Any, ...] | None
+  has_rows: tuple[Any, ...] | None
+  is_even: Any
+  is_keras_step: bool = False
+  warning_is_built: bool = False
+
+  @classmethod
+  def of(cls, args: Any, num_replicas: int, is_keras_step: bool) -> ReplicaRun:
+    """Reads the rows from the first batched distributed value in `args`."""
+    batch = _first_batched(args, num_replicas)
+    if batch is None:
+      return cls(None, None, True, is_keras_step)
+    rows = tuple(_num_rows(t) for t in batch)
+    if all(isinstance(n, int) for n in rows):
+      has_rows = tuple(n > 0 for n in rows)
+      return cls(
+        rows,
+        None if all(has_rows) else has_rows,
+        len(set(rows)) == 1,
+        is_keras_step,
+      )
+    with tf.device('CPU:0'):
+      rows = tuple(tf.convert_to_tensor(n, tf.int32) for n in rows)
+      stacked = tf.stack(rows)
+      has_rows = tuple(tf.unstack(stacked > 0, num=num_replicas))
+      is_even = tf.reduce_all(tf.equal(stacked, stacked[0]))
+    return cls(rows, has_rows, is_even, is_keras_step)
+
+  def weight(self, replica_id: int) -> tf.Tensor:
+    """N * n_i / sum(n): how much replica i's mean counts in the whole mean."""
+    with tf.device('CPU:0'):
+      rows = tf.cast(tf.stack(self.rows), tf.float32)
+      total = tf.maximum(tf.reduce_sum(rows), 1.0)
+      return rows[replica_id] * len(self.rows) / total
+
+  def num_with_rows(self) -> tf.Tensor:
+    """How many replicas have rows, float32, at least one."""
+    with tf.device('CPU:0'):
+      return tf.maximum(
+        tf.reduce_sum(tf.cast(tf.stack(self.has_rows), tf.float32)), 1.0
+      )
+
+  def select(self, replica_id: int, if_rows, if_empty):
+    """Calls `if_rows()` where the replica has rows, else `if_empty()`."""
+    condition = True if self.has_rows is None else self.has_rows[replica_id]
+    if isinstance(condition, bool):
+      return if_rows() if condition else if_empty()
+    return tf.cond(condition, if_rows, if_empty)
+
+
+def _first_batched(args, num_replicas):
+  """Components of the first distributed value that has a leading dimension."""
+  for leaf in tf.nest.flatten(args):
+    if not isinstance(leaf, tf.distribute.DistributedValues):
+      continue
+    values = getattr(leaf, 'values', ())
+    if len(values) != num_replicas or isinstance(values[0], tf.Variable):
+      continue
+    if all(hasattr(v, 'shape') and v.shape.rank != 0 for v in values):
+      return values
+  return None
+
+
+def _num_rows(tensor):
+  if tensor.shape.rank and tensor.shape[0] is not None:
+    return int(tensor.shape[0])
+  if isinstance(tensor, tf.RaggedTensor):
+    return tf.cast(tensor.nrows(), tf.int32)
+  if isinstance(tensor, tf.SparseTensor):
+    return tf.cast(tensor.dense_shape[0], tf.int32)
+  return tf.shape(tensor)[0]
+
+
+class _ThreadState(threading.local):
+  """The run that this thread works for."""
+
+  run: ReplicaRun | None = None
+  gradients_reduced: bool = False
+
+
+_state = _ThreadState()
+
+
+def current() -> ReplicaRun | None:
+  """The run that the calling thread works for, if any."""
+  return _state.run
+
+
+def current_replica_id() -> int | None:
+  """The replica that the calling thread is; None in cross-replica context."""
+  thread = threading.current_thread()
+  if isinstance(thread, _tf_internal.MirroredReplicaThread):
+    return thread.replica_id
+  return None
+
+
+def in_branch_of_replica() -> bool:
+  """Whether a replica is building a graph inside its own, say of a `tf.cond`.
+
+  A merge call brings all replicas together in the graph that they were started
+  in; from a branch of one replica's graph nobody else's tensors can be seen.
+  """
+  thread = threading.current_thread()
+  return (
+    isinstance(thread, _tf_internal.MirroredReplicaThread)
+    and not thread.in_eager
+    and not tf.executing_eagerly()
+    and tf.compat.v1.get_default_graph() is not thread.graph
+  )
+
+
+@contextlib.contextmanager
+def active(run: ReplicaRun):
+  """Makes `run` the current one of this thread."""
+  before = _state.run
+  _state.run = run
+  try:
+    yield
+  finally:
+    _state.run = before
+
+
+@contextlib.contextmanager
+def gradients_reduced():
+  """Inside, gradients are equal on all replicas: nothing is reduced again."""
+  before = _state.gradients_reduced
+  _state.gradients_reduced = True
+  try:
+    yield
+  finally:
+    _state.gradients_reduced = before
+
+
+def are_gradients_reduced() -> bool:
+  """Whether the calling thread is inside `gradients_reduced()`."""
+  return _state.gradients_reduced

@@ -1,0 +1,87 @@
+"""`RingMirroredStrategy`: synchronous replicas on the devices of one host."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from tf_strategies import cross_device
+from tf_strategies import errors
+from tf_strategies.strategies import devices as devices_lib
+from tf_strategies.strategies import mirrored_extended
+
+
+class RingMirroredStrategy(tf.distribute.MirroredStrategy):
+  """Mirrored training on the devices of one host, over a ring, exactly.
+
+  What it changes beside `tf.distribute.MirroredStrategy`:
+
+  * Every reduction, broadcast and gather goes through `cross_device_ops`: none
+    falls back to TensorFlow's own because it is int32 or its destination is a
+    CPU. Virtual GPUs work, since no NCCL is needed.
+  * `gradient_accumulation_steps`, EMA with `ema_overwrite_frequency` and
+    dynamic loss scaling work under Keras 3: synchronisation inside a
+    `tf.cond` uses TensorFlow's collectives, and all replicas agree whether
+    gradients are finite.
+  * Moving statistics of BatchNormalization are one mean value everywhere.
+  * A replica without rows in the last batch contributes nothing, instead of
+    NaN.
+  * An optimizer option that would be silently wrong without
+    `tfs.keras.DistributedOptimizer` is refused.
+
+  Example:
+
+    >>> import tensorflow as tf
+    >>> strategy = RingMirroredStrategy(['CPU:0'])
+    >>> with strategy.scope():
+    ...   model = tf.keras.Sequential([tf.keras.Input([3]),
+    ...                                tf.keras.layers.Dense(1)])
+    ...   model.compile('sgd', 'mse')
+    >>> history = model.fit(tf.ones([8, 3]), tf.ones([8, 1]), verbose=0)
+
+  Args:
+    devices: device names such as 'GPU:0'; None means all GPUs, or all logical
+      CPUs where there is no GPU.
+    cross_device_ops: how values are reduced between devices; default
+      `RingAllReduce()`.
+
+  Raises:
+    UnsupportedOptionError: a device that is not there or listed twice, or a
+      `cross_device_ops` that is none.
+  """
+
+  def __init__(
+    self,
+    devices=None,
+    cross_device_ops: tf.distribute.CrossDeviceOps | None = None,
+  ):
+    if cross_device_ops is None:
+      cross_device_ops = cross_device.RingAllReduce()
+    if not isinstance(cross_device_ops, tf.distribute.CrossDeviceOps):
+      raise errors.UnsupportedOptionError(
+        f'cross_device_ops={cross_device_ops!r}',
+        'an instance of tf.distribute.CrossDeviceOps',
+        'pass for instance tfs.RingAllReduce()',
+      )
+    extended = mirrored_extended.ExactMirroredExtended(
+      self, devices_lib.resolve_devices(devices), cross_device_ops
+    )
+    # MirroredStrategy's own __init__ would build its own extended.
+    tf.distribute.Strategy.__init__(self, extended)
+
+  @property
+  def cross_device_ops(self) -> tf.distribute.CrossDeviceOps:
+    """The op that every reduction of this strategy goes through."""
+    return self.extended.cross_device_ops
+
+  def reduce(self, reduce_op, value, axis):
+    """Reduces `value` across replicas; see `tf.distribute.Strategy.reduce`.
+
+    Keras reduces the first batch, a whole structure, to learn its shapes. Its
+    replicas may have different numbers of rows, of which there is no mean: it
+    then gets the first replica's part.
+    """
+    if axis is None and mirrored_extended.is_uneven_structure(value):
+      return tf.nest.map_structure(
+        lambda v: self.experimental_local_results(v)[0], value
+      )
+    return super().reduce(reduce_op, value, axis)

@@ -1,0 +1,104 @@
+"""Distributed variables that stay right under Keras 3.
+
+Keras 3 creates most of its state with aggregation NONE, which under a mirrored
+strategy means that each replica writes its own copy and only the first is
+saved. These classes and `creation_policy` say what each kind of state needs.
+"""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from tf_strategies import _tf_internal
+from tf_strategies.strategies import replica_run
+
+
+class MirroredVariable(_tf_internal.MirroredVariable):
+  """A mirrored variable that control flow may update.
+
+  With aggregation ONLY_FIRST_REPLICA, TensorFlow broadcasts the first
+  replica's value in a merge call, which no branch of a `tf.cond` can do. What
+  is written there (Keras writes the step counter so) is equal on every replica:
+  each writes its own copy.
+  """
+
+  def _update_replica(self, update_fn, value, **kwargs):
+    first_only = tf.VariableAggregation.ONLY_FIRST_REPLICA
+    extended = self.distribute_strategy.extended
+    if self.aggregation == first_only and not extended._use_merge_call():
+      return update_fn(self._get_on_device_or_primary(), value, **kwargs)
+    return super()._update_replica(update_fn, value, **kwargs)
+
+
+class SyncOnReadVariable(_tf_internal.SyncOnReadVariable):
+  """A variable with a value of its own on each replica, reduced when read.
+
+  A replica without rows computes on a stand-in row; what it would add to a
+  metric is left out.
+  """
+
+  def _update_replica(self, update_fn, value, **kwargs):
+    run = replica_run.current()
+    replica_id = replica_run.current_replica_id()
+    if run is None or run.has_rows is None or replica_id is None:
+      return super()._update_replica(update_fn, value, **kwargs)
+    local = self._get_on_device_or_primary()
+
+    def update():
+      update_fn(local, value, **kwargs)
+      return tf.constant(True)
+
+    run.select(replica_id, update, lambda: tf.constant(False))
+    return local
+
+
+def rewrap(variable):
+  """Returns TensorFlow's distributed variable as one of the classes here.
+
+  Both hold the same component variables; the components point to the wrapper
+  that was made last.
+  """
+  for stock, ours in (
+    (_tf_internal.MirroredVariable, MirroredVariable),
+    (_tf_internal.SyncOnReadVariable, SyncOnReadVariable),
+  ):
+    if type(variable) is stock:
+      return ours(
+        variable.distribute_strategy, variable.values, variable.aggregation
+      )
+  return variable
+
+
+def creation_policy(kwargs: dict, is_slot: bool) -> dict:
+  """Returns a variable creator's arguments with the right aggregation.
+
+  State that layers compute from their rows (the moving statistics of
+  BatchNormalization) must be one value everywhere: the mean over replicas.
+  Keras 3 asks for no aggregation, with which each replica keeps its own and
+  the first is saved.
+
+  Args:
+    kwargs: arguments of the variable creator.
+    is_slot: whether an optimizer creates it beside a model variable; slots
+      get equal updates everywhere and need no communication.
+
+  Returns:
+    `kwargs`, with aggregation MEAN for non-trainable floating state.
+  """
+  none = tf.VariableAggregation.NONE
+  writes = (
+    None,
+    tf.VariableSynchronization.AUTO,
+    tf.VariableSynchronization.ON_WRITE,
+  )
+  dtype = kwargs.get('dtype')
+  if (
+    is_slot
+    or kwargs.get('trainable') is not False
+    or kwargs.get('aggregation') not in (None, none)
+    or kwargs.get('synchronization') not in writes
+    or dtype is None
+    or not tf.as_dtype(dtype).is_floating
+  ):
+    return kwargs
+  return {**kwargs, 'aggregation': tf.VariableAggregation.MEAN}
