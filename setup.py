@@ -19,6 +19,8 @@ _EXAMPLES = [
   'scikit-learn',
   # TensorFlow pins its own minor version of it, or (2.21) does not bring it.
   'tensorboard>=2.18',
+  # The `tensorboard` command of TensorFlow 2.18 imports pkg_resources.
+  'setuptools<81',
 ]
 
 
