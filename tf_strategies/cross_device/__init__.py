@@ -8,15 +8,16 @@ Every op here also works in TensorFlow's own strategy:
   ...   ['CPU:0', 'CPU:1'], cross_device_ops=cross_device.RingAllReduce())
 """
 
-from tf_strategies.cross_device.algorithms import DirectAllReduce
-from tf_strategies.cross_device.algorithms import HalvingDoublingAllReduce
-from tf_strategies.cross_device.algorithms import HierarchicalRingAllReduce
-from tf_strategies.cross_device.algorithms import NaiveAllReduce
-from tf_strategies.cross_device.algorithms import RingAllReduce
-from tf_strategies.cross_device.algorithms import TreeAllReduce
+from tf_strategies.cross_device.algorithms import (
+  DirectAllReduce,
+  HalvingDoublingAllReduce,
+  HierarchicalRingAllReduce,
+  NaiveAllReduce,
+  RingAllReduce,
+  TreeAllReduce,
+)
 from tf_strategies.cross_device.auto import AutoAllReduce
-from tf_strategies.cross_device.base import Plan
-from tf_strategies.cross_device.base import ScheduledAllReduce
+from tf_strategies.cross_device.base import Plan, ScheduledAllReduce
 
 __all__ = [
   'AutoAllReduce',

@@ -6,8 +6,7 @@ import tensorflow as tf
 
 from tf_strategies import collectives
 from tf_strategies.collectives import schedule as schedule_lib
-from tf_strategies.cross_device import algorithms
-from tf_strategies.cross_device import base
+from tf_strategies.cross_device import algorithms, base
 
 # A copy between two GPUs over PCIe 3 x16: about 10 us and 12 GB/s. Only the
 # ratio matters for the choice: it puts the change from latency to bandwidth

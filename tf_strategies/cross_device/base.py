@@ -6,19 +6,16 @@ to a plain reduction where the destination is not the devices that hold the
 values. A subclass names a schedule and says when tensors are cut.
 """
 
-from collections.abc import Sequence
 import dataclasses
+from collections.abc import Sequence
 
-from absl import logging
 import tensorflow as tf
+from absl import logging
 
-from tf_strategies import _tf_internal
-from tf_strategies import errors
+from tf_strategies import _tf_internal, errors
 from tf_strategies.collectives import layout as layout_lib
 from tf_strategies.collectives import schedule as schedule_lib
-from tf_strategies.cross_device import executor
-from tf_strategies.cross_device import sparse
-from tf_strategies.cross_device import statistics
+from tf_strategies.cross_device import executor, sparse, statistics
 
 # A tensor whose size is unknown while the graph is built weighs this many
 # elements when chunks are balanced.

@@ -74,7 +74,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
       )
     self._lock = False  # Allows an attribute before the base is initialised.
     self.inner_optimizer = optimizer
-    super().__init__(learning_rate=0.0, name=name or "distributed_optimizer")
+    super().__init__(learning_rate=0.0, name=name or 'distributed_optimizer')
     self._weighting = weighting
 
   @property
@@ -112,9 +112,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
       return  # The base class's __init__ resets what is the inner one's.
     # LossScaleOptimizer sets this on what it wraps: `compile` does so under
     # mixed_float16. Two dynamic scales would unscale what was scaled once.
-    if isinstance(
-      self.inner_optimizer, keras.optimizers.LossScaleOptimizer
-    ):
+    if isinstance(self.inner_optimizer, keras.optimizers.LossScaleOptimizer):
       raise errors.UnsupportedOptionError(
         'LossScaleOptimizer(DistributedOptimizer(LossScaleOptimizer(...)))',
         'one LossScaleOptimizer',
@@ -187,9 +185,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
     if self._weighting == 'rows':
       dense = [_values(p) for p in parts]
       weighed = extended.weigh_by_rows(dense)
-      parts = [
-        _with_values(p, w) for p, w in zip(parts, weighed, strict=True)
-      ]
+      parts = [_with_values(p, w) for p, w in zip(parts, weighed, strict=True)]
     context = tf.distribute.get_replica_context()
     summed = context.all_reduce(tf.distribute.ReduceOp.SUM, parts)
     reduced = list(grads)

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import keras
 
-from tf_strategies import _tf_internal
-from tf_strategies import errors
+from tf_strategies import _tf_internal, errors
 
 _WAY_OUT = (
   'wrap the optimizer: tfs.keras.DistributedOptimizer(optimizer), which '
@@ -71,6 +70,9 @@ def is_keras_step(fn) -> bool:
 
 def is_check_finite(fn) -> bool:
   """Whether `fn` is what loss scaling asks every replica."""
-  return isinstance(
-    getattr(fn, '__self__', None), keras.optimizers.LossScaleOptimizer
-  ) and fn.__name__ == 'check_finite'
+  return (
+    isinstance(
+      getattr(fn, '__self__', None), keras.optimizers.LossScaleOptimizer
+    )
+    and fn.__name__ == 'check_finite'
+  )

@@ -1,5 +1,6 @@
 """The strategies, one file each, and `create_strategy`, which takes a name."""
 
+from tf_strategies.strategies.registry import STRATEGY_NAMES, create_strategy
 from tf_strategies.strategies.ring_mirrored import RingMirroredStrategy
 
-__all__ = ['RingMirroredStrategy']
+__all__ = ['STRATEGY_NAMES', 'RingMirroredStrategy', 'create_strategy']

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tf_strategies import _tf_internal
-from tf_strategies import errors
+from tf_strategies import _tf_internal, errors
 
 
 def resolve_devices(devices: Sequence[str] | None) -> tuple[str, ...]:

@@ -99,7 +99,9 @@ def drop_rows(run, value, axis, devices):
     with tf.device(device):
       kept.append(
         run.select(
-          i, functools.partial(tf.identity, tensor), functools.partial(drop, tensor)
+          i,
+          functools.partial(tf.identity, tensor),
+          functools.partial(drop, tensor),
         )
       )
   return _tf_internal.PerReplica(kept)

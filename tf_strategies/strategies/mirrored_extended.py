@@ -66,7 +66,9 @@ class ExactMirroredExtended(_tf_internal.MirroredExtended):
   # Where code runs.
 
   def _use_merge_call(self):
-    if replica_run.are_gradients_reduced() or replica_run.in_branch_of_replica():
+    if (
+      replica_run.are_gradients_reduced() or replica_run.in_branch_of_replica()
+    ):
       return False
     return super()._use_merge_call()
 
@@ -124,7 +126,9 @@ class ExactMirroredExtended(_tf_internal.MirroredExtended):
     if not isinstance(finite, tf.distribute.DistributedValues):
       return finite
     answers = [
-      run.select(i, functools.partial(tf.identity, v), lambda: tf.constant(True))
+      run.select(
+        i, functools.partial(tf.identity, v), lambda: tf.constant(True)
+      )
       for i, v in enumerate(finite.values)
     ]
     return tf.reduce_all(tf.stack(answers))
@@ -147,9 +151,7 @@ class ExactMirroredExtended(_tf_internal.MirroredExtended):
         return _tf_internal.reduce_non_distributed_value(
           reduce_op, value, destinations, self._num_replicas_in_sync
         )
-      return self._reduce_batch(
-        reduce_op, [(value, destinations)], options
-      )[0]
+      return self._reduce_batch(reduce_op, [(value, destinations)], options)[0]
 
     return tf.nest.map_structure(reduce_one, value)
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from tf_strategies import cross_device
-from tf_strategies import errors
+from tf_strategies import cross_device, errors
 from tf_strategies.strategies import devices as devices_lib
 from tf_strategies.strategies import mirrored_extended
 

@@ -1,0 +1,81 @@
+"""Maps a flag's name to a strategy, so that one flag compares all of them."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from tf_strategies import errors
+from tf_strategies.strategies import devices as devices_lib
+from tf_strategies.strategies.ring_mirrored import RingMirroredStrategy
+
+
+def _one_device(devices=None) -> tf.distribute.Strategy:
+  """TensorFlow's own strategy on the first of `devices`."""
+  return tf.distribute.OneDeviceStrategy(
+    devices_lib.resolve_devices(devices)[0]
+  )
+
+
+def _mirrored(devices=None, cross_device_ops=None) -> tf.distribute.Strategy:
+  """TensorFlow's own mirrored strategy, for comparison."""
+  return tf.distribute.MirroredStrategy(
+    list(devices_lib.resolve_devices(devices)), cross_device_ops
+  )
+
+
+_FACTORIES = {
+  'one_device': _one_device,
+  'mirrored': _mirrored,
+  'ring_mirrored': RingMirroredStrategy,
+}
+
+# Named in the design and not built yet: a flag that asks for one is told so.
+_PLANNED = (
+  'multi_worker_ring',
+  'multi_worker_collective',
+  'parameter_server',
+  'central_storage',
+  'tpu_ring',
+)
+
+STRATEGY_NAMES = (*_FACTORIES, *_PLANNED)
+
+
+def create_strategy(name: str, **options) -> tf.distribute.Strategy:
+  """Returns the strategy called `name`.
+
+  Args:
+    name: 'one_device', 'mirrored' or 'ring_mirrored'.
+    **options: arguments of that strategy, such as `devices` or
+      `cross_device_ops`.
+
+  Raises:
+    UnsupportedOptionError: an unknown name, one that is not built yet, or an
+      option that the strategy does not have.
+
+  Example:
+
+    >>> create_strategy('ring_mirrored', devices=['CPU:0']).num_replicas_in_sync
+    1
+  """
+  available = f'one of {sorted(_FACTORIES)}'
+  if name in _PLANNED:
+    raise errors.UnsupportedOptionError(
+      f'strategy={name!r} (planned, not built yet)',
+      available,
+      "use 'ring_mirrored' for the devices of one host",
+    )
+  if name not in _FACTORIES:
+    raise errors.UnsupportedOptionError(
+      f'strategy={name!r}', available, 'check the spelling'
+    )
+  try:
+    return _FACTORIES[name](**options)
+  except TypeError as e:
+    if 'unexpected keyword argument' not in str(e):
+      raise
+    raise errors.UnsupportedOptionError(
+      f'strategy={name!r} with options {sorted(options)}',
+      'devices and, for mirrored and ring_mirrored, cross_device_ops',
+      'remove the other options',
+    ) from None
