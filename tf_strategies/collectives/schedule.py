@@ -275,12 +275,13 @@ class Schedule:
 
   def _receive(self, held: int, received: list[tuple[Transfer, int]]) -> int:
     """What a rank holds of a chunk after the arrivals of one round."""
-    for transfer, sent in received:
+    for index, (transfer, sent) in enumerate(received):
       if not transfer.reduce:
         if len(received) > 1:
-          others = [t for t, _ in received if t is not transfer]
+          # By place, not by equality: the same transfer may be there twice.
+          other, _ = received[index - 1]
           raise errors.ScheduleError(
-            f'{self._label}: {transfer} overwrites what {others[0]} writes in '
+            f'{self._label}: {transfer} overwrites what {other} writes in '
             'the same round. Move one of them to another round.'
           )
         return sent

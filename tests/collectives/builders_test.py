@@ -1,0 +1,380 @@
+"""Every builder: exact sums, bytes on each link, rounds, literal tables."""
+
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from tf_strategies import errors
+from tf_strategies.collectives import (
+  BUILDERS,
+  chunk_sizes,
+  default_group_size,
+  direct_all_reduce,
+  halving_doubling_all_reduce,
+  hierarchical_ring_all_reduce,
+  naive_all_reduce,
+  ring_all_reduce,
+  simulate,
+  tree_all_reduce,
+)
+
+MAX_WORLD_SIZE = 17
+
+
+def lengths(world_size):
+  edges = {0, 1, world_size - 1, world_size, world_size + 1}
+  return sorted(edges | {2, 7, 13, 31, 97, 6 * world_size})
+
+
+def divisors(number):
+  return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def all_schedules(name):
+  """Every schedule that a builder makes for the world sizes under test."""
+  for world_size in range(1, MAX_WORLD_SIZE + 1):
+    if name == 'hierarchical':
+      for group_size in divisors(world_size):
+        yield hierarchical_ring_all_reduce(world_size, group_size)
+    elif name in ('naive', 'tree'):
+      builder = naive_all_reduce if name == 'naive' else tree_all_reduce
+      for root in {0, world_size // 2, world_size - 1}:
+        yield builder(world_size, root)
+    else:
+      yield BUILDERS[name](world_size)
+
+
+def distinct_inputs(world_size, length):
+  """Tells ranks and positions apart."""
+  return [rank * 1000 + np.arange(length) for rank in range(world_size)]
+
+
+def assert_exact_sum(outputs, inputs):
+  expected = np.sum(inputs, axis=0)
+  if len(outputs) != len(inputs):
+    raise AssertionError(f'{len(outputs)} outputs for {len(inputs)} ranks')
+  for output in outputs:
+    np.testing.assert_array_equal(output, expected, strict=True)
+
+
+ALL = [(name, name) for name in BUILDERS]
+
+
+class EveryBuilderTest(parameterized.TestCase):
+  @parameterized.named_parameters(*ALL)
+  def test_every_rank_gets_the_exact_sum(self, name):
+    for schedule in all_schedules(name):
+      for length in lengths(schedule.world_size):
+        inputs = distinct_inputs(schedule.world_size, length)
+        assert_exact_sum(simulate(schedule, inputs).outputs, inputs)
+
+  @parameterized.named_parameters(*ALL)
+  def test_is_valid_and_completes_each_chunk_once(self, name):
+    for schedule in all_schedules(name):
+      schedule.validate()
+      owners = schedule.owners()
+      self.assertLen(owners, schedule.num_chunks)
+      if schedule.world_size > 1:
+        self.assertLen(schedule.completions(), schedule.num_chunks)
+        self.assertEqual(
+          {(rank, chunk) for _, rank, chunk in schedule.completions()},
+          {(owner, chunk) for chunk, owner in enumerate(owners)},
+        )
+
+  @parameterized.named_parameters(*ALL)
+  def test_moves_the_planned_bytes(self, name):
+    for schedule in all_schedules(name):
+      for length in (0, 1, 31):
+        sizes = [8 * s for s in chunk_sizes(length, schedule.num_chunks)]
+        planned = schedule.bytes_per_link(sizes)
+        inputs = distinct_inputs(schedule.world_size, length)
+        self.assertEqual(simulate(schedule, inputs).bytes_per_link, planned)
+        self.assertEqual(sum(planned.values()), sum(schedule.bytes_in(sizes)))
+        self.assertEqual(sum(planned.values()), sum(schedule.bytes_out(sizes)))
+
+  @parameterized.named_parameters(*ALL)
+  def test_world_of_one_moves_nothing(self, name):
+    alone = BUILDERS[name](1).validate()
+    self.assertEqual(alone.transfers, ())
+    self.assertEqual(alone.num_chunks, 1)
+    self.assertEqual(alone.num_rounds, 0)
+    self.assertEqual(alone.name, name)
+
+  @parameterized.product(
+    name=list(BUILDERS), world_size=(0, -1, True, False, 2.0, '2', None, [2])
+  )
+  def test_bad_world_size(self, name, world_size):
+    BUILDERS[name](1), BUILDERS[name](2)  # A cache must not answer for these.
+    with self.assertRaisesRegex(errors.ScheduleError, 'world_size'):
+      BUILDERS[name](world_size)
+
+  @parameterized.named_parameters(*ALL)
+  def test_is_cached(self, name):
+    self.assertIs(BUILDERS[name](6), BUILDERS[name](6))
+
+  @parameterized.product(
+    builder=(naive_all_reduce, tree_all_reduce), root=(-1, 3, True, 1.0)
+  )
+  def test_bad_root(self, builder, root):
+    with self.assertRaisesRegex(errors.ScheduleError, 'root'):
+      builder(3, root)
+
+
+class ComparisonTest(parameterized.TestCase):
+  """The comparison above fails for results that are nearly right."""
+
+  def setUp(self):
+    super().setUp()
+    self.inputs = distinct_inputs(4, 9)
+    self.outputs = simulate(ring_all_reduce(4), self.inputs).outputs
+    assert_exact_sum(self.outputs, self.inputs)
+
+  def test_identity(self):
+    with self.assertRaises(AssertionError):
+      assert_exact_sum(self.inputs, self.inputs)
+
+  def test_one_chunk_wrong_on_one_rank(self):
+    first = 0
+    for size in chunk_sizes(9, 4):
+      for rank in range(4):
+        outputs = [output.copy() for output in self.outputs]
+        outputs[rank][first : first + size] += 1
+        with self.assertRaises(AssertionError):
+          assert_exact_sum(outputs, self.inputs)
+      first += size
+
+  def test_chunks_in_the_wrong_order(self):
+    with self.assertRaises(AssertionError):
+      assert_exact_sum([np.roll(o, 1) for o in self.outputs], self.inputs)
+
+  def test_sum_on_one_rank_only(self):
+    with self.assertRaises(AssertionError):
+      assert_exact_sum([self.outputs[0], *self.inputs[1:]], self.inputs)
+
+  def test_one_contribution_twice_instead_of_another(self):
+    wrong = sum(self.inputs) - self.inputs[1] + self.inputs[2]
+    with self.assertRaises(AssertionError):
+      assert_exact_sum([wrong] * 4, self.inputs)
+
+  def test_other_dtype(self):
+    with self.assertRaises(AssertionError):
+      assert_exact_sum([o.astype(float) for o in self.outputs], self.inputs)
+
+  def test_fewer_ranks(self):
+    with self.assertRaises(AssertionError):
+      assert_exact_sum(self.outputs[:3], self.inputs)
+
+
+class RoundsTest(parameterized.TestCase):
+  @parameterized.parameters(*range(1, MAX_WORLD_SIZE + 1))
+  def test_formulas(self, n):
+    log_up, log_down = (n - 1).bit_length(), n.bit_length() - 1
+    several = n > 1
+    power_of_two = n & (n - 1) == 0
+    expected = {
+      'ring': 2 * (n - 1),
+      'naive': 2 * several,
+      'direct': 2 * several,
+      'tree': 2 * log_up,
+      'halving_doubling': 2 * log_down + (0 if power_of_two else 2),
+    }
+    for name, num_rounds in expected.items():
+      self.assertEqual(BUILDERS[name](n).num_rounds, num_rounds, name)
+    for g in divisors(n):
+      hierarchical = hierarchical_ring_all_reduce(n, g)
+      self.assertEqual(hierarchical.num_rounds, 2 * (g - 1) + 2 * (n // g - 1))
+
+
+class LinkBytesTest(parameterized.TestCase):
+  """Bytes on each link as formulas, for lengths that divide and that do not."""
+
+  def check(self, schedule, length, expected):
+    sizes = chunk_sizes(length, schedule.num_chunks)
+    expected = {link: b for link, b in expected.items() if link[0] != link[1]}
+    self.assertEqual(schedule.bytes_per_link(sizes), expected)
+
+  @parameterized.parameters(*range(2, MAX_WORLD_SIZE + 1))
+  def test_ring(self, n):
+    for length in lengths(n):
+      c = chunk_sizes(length, n)
+      # A rank never sends the chunk that it is the one to complete while
+      # reducing, nor the one after that while gathering.
+      expected = {
+        (r, (r + 1) % n): 2 * length - c[(r + 1) % n] - c[(r + 2) % n]
+        for r in range(n)
+      }
+      self.check(ring_all_reduce(n), length, expected)
+      if length % n == 0:
+        self.assertEqual(set(expected.values()), {2 * (n - 1) * length // n})
+
+  @parameterized.parameters(*range(2, MAX_WORLD_SIZE + 1))
+  def test_naive(self, n):
+    for root in {0, n - 1}:
+      to_root = {(r, root): 31 for r in range(n)}
+      from_root = {(root, r): 31 for r in range(n)}
+      self.check(naive_all_reduce(n, root), 31, to_root | from_root)
+
+  @parameterized.parameters(*range(2, MAX_WORLD_SIZE + 1))
+  def test_tree(self, n):
+    for root in {0, n - 1}:
+      expected = {}
+      for position in range(1, n):
+        child = (position + root) % n
+        parent = ((position & (position - 1)) + root) % n  # Lowest bit off.
+        expected |= {(child, parent): 31, (parent, child): 31}
+      self.check(tree_all_reduce(n, root), 31, expected)
+
+  @parameterized.parameters(*range(2, MAX_WORLD_SIZE + 1))
+  def test_direct(self, n):
+    for length in lengths(n):
+      c = chunk_sizes(length, n)
+      expected = {(r, s): c[r] + c[s] for r in range(n) for s in range(n)}
+      self.check(direct_all_reduce(n), length, expected)
+
+  @parameterized.parameters(*range(2, MAX_WORLD_SIZE + 1))
+  def test_halving_doubling(self, n):
+    bits = n.bit_length() - 1
+    power = 1 << bits
+    folded = n - power
+    ranks = [2 * i + 1 for i in range(folded)] + list(range(2 * folded, n))
+    for length in lengths(n):
+      c = chunk_sizes(length, power)
+      expected = {}
+      for i in range(folded):
+        expected |= {(2 * i, 2 * i + 1): length, (2 * i + 1, 2 * i): length}
+      for v in range(power):
+        for step in range(bits):
+          # In both directions of time, the range that v still sums up at this
+          # step crosses the link: its low bits, reversed, are the range's.
+          prefix = int(f'{v % (1 << step):0{step}b}'[::-1], 2) if step else 0
+          held = sum(c[i] for i in range(power) if i >> (bits - step) == prefix)
+          expected[ranks[v], ranks[v ^ (1 << step)]] = held
+          if length % power == 0:
+            self.assertEqual(held, length >> step)
+      self.check(halving_doubling_all_reduce(n), length, expected)
+
+  @parameterized.parameters(*range(2, MAX_WORLD_SIZE + 1))
+  def test_hierarchical(self, n):
+    for g in divisors(n):
+      groups = n // g
+      for length in lengths(n):
+        c = chunk_sizes(length, n)
+        blocks = [c[b * groups : (b + 1) * groups] for b in range(g)]
+        expected = {}
+        for q in range(groups):
+          for p in range(g):
+            rank = q * g + p
+            block = blocks[(p + 1) % g]
+            # As in a ring of g blocks, and as in a ring of one block's chunks.
+            near = 2 * length - sum(block) - sum(blocks[(p + 2) % g])
+            far = (
+              2 * sum(block) - block[(q + 1) % groups] - block[(q + 2) % groups]
+            )
+            expected[rank, q * g + (p + 1) % g] = near
+            if groups > 1:
+              expected[rank, (rank + g) % n] = far
+        self.check(hierarchical_ring_all_reduce(n, g), length, expected)
+
+  @parameterized.parameters(2, 4, 8, 16)
+  def test_bandwidth_bound_is_reached(self, n):
+    bound = 2 * (n - 1) * 5  # 2 (N - 1) / N * L bytes for L = 5 N.
+    for name in ('ring', 'halving_doubling', 'direct', 'hierarchical'):
+      schedule = BUILDERS[name](n)
+      sizes = chunk_sizes(5 * n, schedule.num_chunks)
+      self.assertEqual(schedule.bytes_out(sizes), (bound,) * n, name)
+      self.assertEqual(schedule.bytes_in(sizes), (bound,) * n, name)
+
+
+class TableTest(absltest.TestCase):
+  """Small schedules in full: (src, dst, chunk), + for an addition."""
+
+  def table(self, schedule):
+    return [
+      [f'{t.src}{t.dst}{"+" if t.reduce else "="}{t.chunk}' for t in transfers]
+      for transfers in schedule.rounds()
+    ]
+
+  def test_ring_of_3(self):
+    self.assertEqual(
+      self.table(ring_all_reduce(3)),
+      [
+        ['01+0', '12+1', '20+2'],
+        ['01+2', '12+0', '20+1'],
+        ['01=1', '12=2', '20=0'],
+        ['01=0', '12=1', '20=2'],
+      ],
+    )
+
+  def test_halving_doubling_of_4(self):
+    self.assertEqual(
+      self.table(halving_doubling_all_reduce(4)),
+      [
+        ['01+2', '01+3', '10+0', '10+1', '23+2', '23+3', '32+0', '32+1'],
+        ['02+1', '13+3', '20+0', '31+2'],
+        ['02=0', '13=2', '20=1', '31=3'],
+        ['01=0', '01=1', '10=2', '10=3', '23=0', '23=1', '32=2', '32=3'],
+      ],
+    )
+
+  def test_halving_doubling_of_5(self):
+    self.assertEqual(
+      self.table(halving_doubling_all_reduce(5)),
+      [
+        ['01+0', '01+1', '01+2', '01+3'],
+        ['12+2', '12+3', '21+0', '21+1', '34+2', '34+3', '43+0', '43+1'],
+        ['13+1', '24+3', '31+0', '42+2'],
+        ['13=0', '24=2', '31=1', '42=3'],
+        ['12=0', '12=1', '21=2', '21=3', '34=0', '34=1', '43=2', '43=3'],
+        ['10=0', '10=1', '10=2', '10=3'],
+      ],
+    )
+
+  def test_tree_of_4(self):
+    self.assertEqual(
+      self.table(tree_all_reduce(4, root=1)),
+      [['03+0', '21+0'], ['31+0'], ['13=0'], ['12=0', '30=0']],
+    )
+
+  def test_hierarchical_of_4(self):
+    self.assertEqual(
+      self.table(hierarchical_ring_all_reduce(4, 2)),
+      [
+        ['01+0', '01+1', '10+2', '10+3', '23+0', '23+1', '32+2', '32+3'],
+        ['02+2', '13+0', '20+3', '31+1'],
+        ['02=3', '13=1', '20=2', '31=0'],
+        ['01=2', '01=3', '10=0', '10=1', '23=2', '23=3', '32=0', '32=1'],
+      ],
+    )
+
+
+class HierarchicalTest(parameterized.TestCase):
+  @parameterized.parameters(0, -2, 3, 16, True, 2.0, '2')
+  def test_bad_group_size(self, group_size):
+    hierarchical_ring_all_reduce(8, 1), hierarchical_ring_all_reduce(8, 2)
+    with self.assertRaises(errors.ScheduleError) as caught:
+      hierarchical_ring_all_reduce(8, group_size)
+    message = str(caught.exception)
+    self.assertIn(f'group_size ({group_size!r})', message)
+    self.assertIn('world_size (8)', message)
+    self.assertIn('[1, 2, 4, 8]', message)
+
+  @parameterized.parameters(*range(1, 101))
+  def test_default_is_the_divisor_nearest_the_root(self, n):
+    nearest = min(divisors(n), key=lambda d: abs(d - n**0.5))
+    self.assertEqual(default_group_size(n), nearest)
+
+  @parameterized.parameters(4, 6, 12, 16)
+  def test_default_builds_with_it(self, n):
+    self.assertEqual(
+      hierarchical_ring_all_reduce(n),
+      hierarchical_ring_all_reduce(n, default_group_size(n)),
+    )
+
+  @parameterized.parameters(4, 7, 12)
+  def test_one_level_is_a_ring(self, n):
+    flat = ring_all_reduce(n).transfers
+    self.assertEqual(hierarchical_ring_all_reduce(n, 1).transfers, flat)
+    self.assertEqual(hierarchical_ring_all_reduce(n, n).transfers, flat)
+
+
+if __name__ == '__main__':
+  absltest.main()

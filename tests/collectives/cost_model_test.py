@@ -1,0 +1,226 @@
+"""Modelled times as closed formulas, and what gets chosen when."""
+
+import math
+
+import hypothesis
+from absl.testing import absltest, parameterized
+from hypothesis import strategies as st
+
+from tf_strategies import errors
+from tf_strategies.collectives import (
+  BUILDERS,
+  Link,
+  Schedule,
+  Topology,
+  Transfer,
+  choose,
+  cost,
+  hierarchical_ring_all_reduce,
+  ring_all_reduce,
+)
+
+# Sockets on a fast network: 50 us, 1 GB/s.
+ALPHA, BETA = 5e-5, 1e-9
+SOCKETS = Link(ALPHA, BETA)
+WORLDS = (2, 3, 4, 5, 8, 12, 16, 17)
+
+
+def log_up(n):
+  return (n - 1).bit_length()
+
+
+class FormulaTest(parameterized.TestCase):
+  def check(self, name, world_size, num_bytes, expected, gamma=0.0):
+    topology = Topology(world_size, SOCKETS, gamma_seconds_per_byte=gamma)
+    seconds = cost(BUILDERS[name](world_size), num_bytes, topology)
+    self.assertAlmostEqual(seconds / expected, 1.0, delta=1e-9)
+
+  @parameterized.parameters(*WORLDS)
+  def test_ring_and_direct(self, n):
+    size, gamma = 1000 * n, 3e-10
+    expected = 2 * (n - 1) * (ALPHA + size / n * BETA)
+    adding = (n - 1) * size / n * gamma
+    for name in ('ring', 'direct'):
+      self.check(name, n, size, expected)
+      self.check(name, n, size, expected + adding, gamma)
+
+  @parameterized.parameters(*WORLDS)
+  def test_tree(self, n):
+    size, gamma = 1000, 3e-10
+    expected = 2 * log_up(n) * (ALPHA + size * BETA)
+    self.check('tree', n, size, expected)
+    self.check('tree', n, size, expected + log_up(n) * size * gamma, gamma)
+
+  @parameterized.parameters(*WORLDS)
+  def test_naive(self, n):
+    size, gamma = 1000, 3e-10
+    expected = 2 * (n - 1) * (ALPHA + size * BETA)
+    self.check('naive', n, size, expected)
+    self.check('naive', n, size, expected + (n - 1) * size * gamma, gamma)
+
+  @parameterized.parameters(*WORLDS)
+  def test_halving_doubling(self, n):
+    power = 1 << (n.bit_length() - 1)
+    steps = power.bit_length() - 1
+    size, gamma = 1000 * power, 3e-10
+    once = size * (power - 1) / power
+    expected = 2 * (steps * ALPHA + once * BETA)
+    adding = once * gamma
+    if n > power:  # The extra ranks fold in and out.
+      expected += 2 * (ALPHA + size * BETA)
+      adding += size * gamma
+    self.check('halving_doubling', n, size, expected)
+    self.check('halving_doubling', n, size, expected + adding, gamma)
+
+  @parameterized.parameters((4, 2), (12, 4), (12, 3), (16, 8))
+  def test_hierarchical_on_two_levels(self, n, g):
+    near, far, size = Link(1e-6, 1e-11), Link(1e-4, 1e-9), 1000 * n
+    topology = Topology(n, near, far, g)
+    groups = n // g
+    expected = 2 * (g - 1) * near.seconds(size // g)
+    expected += 2 * (groups - 1) * far.seconds(size // n)
+    seconds = cost(hierarchical_ring_all_reduce(n, g), size, topology)
+    self.assertAlmostEqual(seconds / expected, 1.0, delta=1e-9)
+
+  def test_uneven_chunks_wait_for_the_largest(self):
+    topology = Topology(4, Link(0.0, 1.0))
+    # Chunks 2, 1, 1, 1: in each round some rank sends chunk 0.
+    self.assertEqual(cost(ring_all_reduce(4), 5, topology), 6 * 2.0)
+
+  def test_send_and_receive_overlap_but_each_is_serial(self):
+    topology = Topology(3, Link(1.0, 0.0))
+    swap = (Transfer(0, 0, 1, 0, True), Transfer(0, 1, 0, 0, True))
+    both = (Transfer(0, 0, 1, 0, False), Transfer(0, 0, 2, 0, False))
+    gather = (Transfer(0, 1, 0, 0, True), Transfer(0, 2, 0, 0, True))
+    for transfers, expected in ((swap, 1.0), (both, 2.0), (gather, 2.0)):
+      self.assertEqual(
+        cost(Schedule('test', 3, 1, transfers), 8, topology), expected
+      )
+
+  def test_chunks_between_two_ranks_are_one_message(self):
+    two = tuple(Transfer(0, 0, 1, chunk, True) for chunk in (0, 1))
+    topology = Topology(2, Link(10.0, 1.0))
+    self.assertEqual(cost(Schedule('test', 2, 2, two), 8, topology), 18.0)
+
+  @parameterized.parameters(*BUILDERS)
+  def test_world_of_one_is_free(self, name):
+    self.assertEqual(cost(BUILDERS[name](1), 100, Topology(1, SOCKETS)), 0.0)
+
+  def test_other_world_size(self):
+    with self.assertRaisesRegex(errors.ScheduleError, '3 ranks.*topology 4'):
+      cost(ring_all_reduce(3), 100, Topology(4, SOCKETS))
+    with self.assertRaisesRegex(errors.ScheduleError, '-1'):
+      cost(ring_all_reduce(3), -1, Topology(3, SOCKETS))
+
+
+class ChooseTest(parameterized.TestCase):
+  @parameterized.parameters(*[n for n in WORLDS if n > 3])
+  def test_few_rounds_win_small(self, n):
+    chosen = choose(64, Topology(n, SOCKETS))
+    self.assertIn(chosen.name, ('tree', 'halving_doubling'))
+
+  @parameterized.parameters(*WORLDS)
+  def test_few_bytes_win_big(self, n):
+    topology = Topology(n, SOCKETS)
+    candidates = ('tree', 'naive', 'ring', 'direct', 'halving_doubling')
+    chosen = choose(10**9, topology, candidates)
+    self.assertIn(chosen.name, ('ring', 'direct', 'halving_doubling'))
+
+  @parameterized.parameters(5, 7, 11, 13, 17)
+  def test_ring_wins_big_for_primes(self, n):
+    self.assertEqual(choose(10**9, Topology(n, SOCKETS)).name, 'ring')
+
+  @hypothesis.settings(deadline=None)
+  @hypothesis.given(
+    n=st.integers(4, 17),
+    num_bytes=st.integers(0, 10**10),
+    alpha=st.floats(1e-7, 1e-3),
+    beta=st.floats(1e-12, 1e-7),
+  )
+  def test_naive_is_never_chosen(self, n, num_bytes, alpha, beta):
+    topology = Topology(n, Link(alpha, beta))
+    chosen = choose(num_bytes, topology)
+    self.assertNotEqual(chosen.name, 'naive')
+    cheapest = min(cost(b(n), num_bytes, topology) for b in BUILDERS.values())
+    self.assertLessEqual(
+      cost(chosen, num_bytes, topology), cheapest * (1 + 1e-8)
+    )
+
+  @parameterized.parameters((6, 3), (12, 4), (12, 6), (15, 5))
+  def test_hierarchical_wins_where_links_between_groups_are_slow(self, n, g):
+    topology = Topology(n, Link(1e-6, 1e-11), Link(1e-5, 1e-8), g)
+    chosen = choose(10**8, topology)
+    self.assertEqual(chosen, hierarchical_ring_all_reduce(n, g))
+
+  @parameterized.parameters((8, 4), (16, 4), (16, 8))
+  def test_hierarchical_beats_a_flat_ring(self, n, g):
+    topology = Topology(n, Link(1e-6, 1e-11), Link(1e-5, 1e-8), g)
+    chosen = choose(10**8, topology, ['ring', 'hierarchical', 'direct'])
+    self.assertEqual(chosen, hierarchical_ring_all_reduce(n, g))
+
+  def test_ties_go_to_the_first(self):
+    topology = Topology(8, SOCKETS)
+    for names in (['ring', 'direct'], ['direct', 'ring']):
+      self.assertEqual(choose(8000, topology, names).name, names[0])
+    self.assertEqual(choose(8, Topology(1, SOCKETS)).name, 'ring')
+    # In 1/3 bytes and more the sums round differently, and still tie.
+    odd = Topology(7, Link(0.1, 0.3))
+    self.assertEqual(choose(7001, odd, ['direct', 'ring']).name, 'direct')
+
+  def test_ragged_groups_fall_back_to_the_default_size(self):
+    topology = Topology(6, SOCKETS, SOCKETS, group_size=4)
+    chosen = choose(600, topology, ['hierarchical'])
+    self.assertEqual(chosen, hierarchical_ring_all_reduce(6))
+
+  def test_takes_schedules(self):
+    ring = ring_all_reduce(4)
+    self.assertIs(choose(8, Topology(4, SOCKETS), iter([ring])), ring)
+
+  def test_bad_candidates(self):
+    topology = Topology(4, SOCKETS)
+    with self.assertRaisesRegex(errors.ScheduleError, 'empty'):
+      choose(8, topology, [])
+    with self.assertRaisesRegex(errors.UnsupportedOptionError, 'butterfly'):
+      choose(8, topology, ['butterfly'])
+    with self.assertRaisesRegex(errors.ScheduleError, 'world size'):
+      choose(8, topology, [ring_all_reduce(3)])
+
+
+class TopologyTest(parameterized.TestCase):
+  def test_link(self):
+    far = Link(1.0, 1.0)
+    topology = Topology(5, SOCKETS, far, group_size=2)
+    near = {
+      (s, d) for s in range(5) for d in range(5) if topology.link(s, d) != far
+    }
+    pairs = {(0, 1), (1, 0), (2, 3), (3, 2)}
+    self.assertEqual(near, pairs | {(r, r) for r in range(5)})
+    self.assertEqual(Topology(5, SOCKETS).link(0, 4), SOCKETS)
+
+  @parameterized.parameters(-1.0, math.nan, math.inf, '1', None, True)
+  def test_bad_times(self, value):
+    with self.assertRaisesRegex(errors.UnsupportedOptionError, 'alpha_seconds'):
+      Link(value, 0.0)
+    with self.assertRaisesRegex(errors.UnsupportedOptionError, 'per_byte'):
+      Link(0.0, value)
+    with self.assertRaisesRegex(errors.UnsupportedOptionError, 'gamma'):
+      Topology(2, SOCKETS, gamma_seconds_per_byte=value)
+
+  @parameterized.parameters(0, 5, -1, 2.0, True)
+  def test_bad_group_size(self, group_size):
+    with self.assertRaisesRegex(errors.UnsupportedOptionError, 'group_size'):
+      Topology(4, SOCKETS, SOCKETS, group_size)
+
+  def test_inter_and_group_size_belong_together(self):
+    with self.assertRaisesRegex(errors.UnsupportedOptionError, 'both'):
+      Topology(4, SOCKETS, SOCKETS)
+    with self.assertRaisesRegex(errors.UnsupportedOptionError, 'both'):
+      Topology(4, SOCKETS, group_size=2)
+
+  def test_bad_world_size(self):
+    with self.assertRaisesRegex(errors.ScheduleError, 'world_size'):
+      Topology(0, SOCKETS)
+
+
+if __name__ == '__main__':
+  absltest.main()

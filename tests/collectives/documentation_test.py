@@ -1,0 +1,90 @@
+"""The examples in docstrings run, and the package is what it says it is."""
+
+import ast
+import doctest
+import importlib
+import inspect
+import pathlib
+import pkgutil
+import sys
+
+from absl.testing import absltest, parameterized
+
+from tf_strategies import collectives
+
+MODULES = [
+  (
+    module.name,
+    importlib.import_module(f'{collectives.__name__}.{module.name}'),
+  )
+  for module in pkgutil.iter_modules(collectives.__path__)
+]
+
+
+def public_callables(module):
+  return [
+    value
+    for name, value in vars(module).items()
+    if not name.startswith('_')
+    and (inspect.isfunction(value) or inspect.isclass(value))
+    and value.__module__ == module.__name__
+  ]
+
+
+class DocumentationTest(parameterized.TestCase):
+  def test_all_modules_are_found(self):
+    self.assertGreaterEqual(len(MODULES), 13)
+
+  @parameterized.named_parameters(*MODULES)
+  def test_examples_run(self, module):
+    results = doctest.testmod(module)
+    self.assertEqual(results.failed, 0)
+    if any(inspect.isfunction(value) for value in public_callables(module)):
+      self.assertGreater(results.attempted, 0)
+
+  def test_example_of_the_package_runs(self):
+    results = doctest.testmod(collectives)
+    self.assertEqual(results.failed, 0)
+    self.assertGreater(results.attempted, 0)
+
+  @parameterized.parameters(*collectives.__all__)
+  def test_public_functions_say_all(self, name):
+    value = getattr(collectives, name)
+    if not inspect.isfunction(value):
+      return
+    for section in ('Example:', 'Args:', 'Returns:', 'Raises:'):
+      self.assertIn(section, value.__doc__)
+
+  def test_all_has_every_builder_once(self):
+    self.assertLen(set(collectives.__all__), len(collectives.__all__))
+    exported = [getattr(collectives, name) for name in collectives.__all__]
+    for builder in collectives.BUILDERS.values():
+      self.assertIn(builder, exported)
+
+  def test_registry_is_read_only(self):
+    with self.assertRaises(TypeError):
+      collectives.BUILDERS['mine'] = collectives.ring_all_reduce
+
+
+class ImportsTest(parameterized.TestCase):
+  @parameterized.named_parameters(*MODULES)
+  def test_only_numpy_errors_and_the_standard_library(self, module):
+    tree = ast.parse(pathlib.Path(module.__file__).read_text('utf-8'))
+    names = set()
+    for node in ast.walk(tree):
+      if isinstance(node, ast.Import):
+        names |= {alias.name for alias in node.names}
+      elif isinstance(node, ast.ImportFrom):
+        self.assertEqual(node.level, 0, 'relative import')
+        names |= {f'{node.module}.{alias.name}' for alias in node.names}
+    for name in names:
+      top = name.split('.')[0]
+      if top == 'tf_strategies':
+        below = name == 'tf_strategies.errors'
+        self.assertTrue(below or name.startswith(collectives.__name__), name)
+      else:
+        self.assertTrue(top == 'numpy' or top in sys.stdlib_module_names, name)
+
+
+if __name__ == '__main__':
+  absltest.main()

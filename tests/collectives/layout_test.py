@@ -1,0 +1,169 @@
+"""Layouts: exact cover, balance, alignment, no needless cuts."""
+
+import collections
+import itertools
+import math
+
+import hypothesis
+import numpy as np
+from absl.testing import absltest, parameterized
+from hypothesis import strategies as st
+
+from tf_strategies import errors
+from tf_strategies.collectives import Piece, chunk_loads, plan_layout
+
+TENSORS = st.lists(
+  st.tuples(
+    st.one_of(st.integers(0, 40), st.integers(0, 5000)),
+    st.sampled_from([1, 2, 4, 8]),
+  ),
+  max_size=25,
+)
+CHUNKS = st.integers(1, 9)
+FRACTION = st.one_of(
+  st.sampled_from([0.0, 0.05, 0.125, 0.5, 1.0]), st.floats(0, 1)
+)
+
+
+def plan(tensors, num_chunks, split_above=None):
+  num_elements = [n for n, _ in tensors]
+  itemsizes = [i for _, i in tensors]
+  pieces = plan_layout(num_elements, itemsizes, num_chunks, split_above)
+  return pieces, chunk_loads(pieces, itemsizes, num_chunks)
+
+
+def by_tensor(pieces):
+  grouped = collections.defaultdict(list)
+  for piece in pieces:
+    grouped[piece.tensor].append(piece)
+  return grouped
+
+
+class PlanLayoutTest(parameterized.TestCase):
+  @hypothesis.settings(deadline=None)
+  @hypothesis.given(TENSORS, CHUNKS, st.one_of(st.none(), FRACTION))
+  def test_covers_every_element_once(self, tensors, num_chunks, fraction):
+    pieces, loads = plan(tensors, num_chunks, fraction)
+    grouped = by_tensor(pieces)
+    self.assertEqual(list(grouped), list(range(len(tensors))))
+    for tensor, (length, _) in enumerate(tensors):
+      mine = grouped[tensor]
+      self.assertEqual(mine[0].start, 0)
+      self.assertEqual(mine[-1].stop, length)
+      for one, other in itertools.pairwise(mine):
+        self.assertEqual(one.stop, other.start)
+      if len(mine) > 1:
+        for piece in mine:
+          self.assertLess(piece.start, piece.stop)
+          self.assertEqual(piece.start % 16, 0)
+        self.assertGreaterEqual(mine[-1].stop - mine[-1].start, 16)
+        chunks = [piece.chunk for piece in mine]
+        self.assertLen(set(chunks), len(chunks))
+    self.assertLen(loads, num_chunks)
+    self.assertEqual(sum(loads), sum(n * i for n, i in tensors))
+
+  @hypothesis.settings(deadline=None)
+  @hypothesis.given(TENSORS, CHUNKS, FRACTION)
+  def test_only_large_tensors_are_cut_and_the_load_is_bounded(
+    self, tensors, num_chunks, fraction
+  ):
+    pieces, loads = plan(tensors, num_chunks, fraction)
+    total = sum(n * i for n, i in tensors)
+    unsplit = [0]
+    slack = 0
+    for tensor, mine in by_tensor(pieces).items():
+      length, itemsize = tensors[tensor]
+      if length * itemsize <= fraction * total:
+        self.assertLen(mine, 1)
+        unsplit.append(length * itemsize)
+      else:
+        # 16 elements of rounding, under 16 more where that saves a crumb.
+        slack = max(slack, 31 * itemsize)
+    self.assertLessEqual(max(loads), total / num_chunks + max(unsplit) + slack)
+
+  @hypothesis.settings(deadline=None)
+  @hypothesis.given(TENSORS, CHUNKS)
+  def test_whole_tensors_by_default(self, tensors, num_chunks):
+    pieces, loads = plan(tensors, num_chunks)
+    self.assertLen(pieces, len(tensors))
+    sizes = [n * i for n, i in tensors]
+    # Graham's bound for greedy placement in any order.
+    bound = (sum(sizes) + (num_chunks - 1) * max(sizes, default=0)) / num_chunks
+    self.assertLessEqual(max(loads), bound + 1e-6)
+
+  def test_largest_first_onto_the_least_loaded(self):
+    # In the given order the third tensor would make the loads 6 and 2.
+    pieces, loads = plan([(2, 1), (2, 1), (4, 1)], 2)
+    self.assertEqual([piece.chunk for piece in pieces], [1, 1, 0])
+    self.assertEqual(loads, (4, 4))
+
+  def test_equal_tensors_go_to_chunks_in_order(self):
+    pieces, _ = plan([(4, 4)] * 5, 3)
+    self.assertEqual([piece.chunk for piece in pieces], [0, 1, 2, 0, 1])
+
+  @parameterized.parameters(1, 2, 3, 4, 7, 8, 16)
+  def test_one_tensor_is_cut_evenly(self, num_chunks):
+    length = 160_000
+    pieces, loads = plan([(length, 4)], num_chunks, 1 / (2 * num_chunks))
+    self.assertLen(pieces, num_chunks)
+    self.assertEqual([piece.chunk for piece in pieces], list(range(num_chunks)))
+    self.assertLessEqual(max(loads) - math.ceil(length * 4 / num_chunks), 64)
+
+  def test_small_ones_stay_whole_and_the_large_one_levels_them(self):
+    pieces, loads = plan([(1600, 4), (64, 4), (16, 4)], 2, 0.25)
+    self.assertEqual(
+      pieces,
+      (
+        Piece(0, 0, 832, 1),
+        Piece(0, 832, 1600, 0),
+        Piece(1, 0, 64, 0),
+        Piece(2, 0, 16, 1),
+      ),
+    )
+    self.assertEqual(loads, (3328, 3392))
+
+  def test_a_resnet_like_model_is_level_with_few_cuts(self):
+    sizes = [9408] + [64, 64, 36864] * 8 + [512, 512, 2359296] * 4 + [512000]
+    num_chunks = 8
+    pieces, loads = plan([(n, 4) for n in sizes], num_chunks, 1 / 16)
+    self.assertLess(max(loads), 1.01 * sum(loads) / num_chunks)
+    self.assertLessEqual(len(pieces), len(sizes) + num_chunks)
+
+  def test_a_large_tensor_that_fits_is_not_cut(self):
+    pieces, loads = plan([(160, 4), (160, 4)], 2, 0.25)
+    self.assertEqual(pieces, (Piece(0, 0, 160, 0), Piece(1, 0, 160, 1)))
+    self.assertEqual(loads, (640, 640))
+
+  def test_empty(self):
+    self.assertEqual(plan([], 3), ((), (0, 0, 0)))
+    pieces, _ = plan([(0, 4), (0, 2)], 3, 0.0)
+    self.assertEqual([(p.start, p.stop) for p in pieces], [(0, 0), (0, 0)])
+
+  def test_numpy_sizes(self):
+    pieces = plan_layout(np.array([40, 3]), np.array([4, 4]), 2, 0.1)
+    self.assertEqual(pieces, plan_layout([40, 3], [4, 4], 2, 0.1))
+
+  @parameterized.parameters(-0.1, 1.1, math.nan, math.inf, '0.5', True)
+  def test_bad_split_above(self, fraction):
+    with self.assertRaisesRegex(errors.UnsupportedOptionError, 'split_above'):
+      plan_layout([4], [4], 2, fraction)
+
+  @parameterized.parameters(
+    ([4], [4, 4], 2, '1 entries, itemsizes 2'),
+    ([-4], [4], 2, r'num_elements\[0\] \(-4\)'),
+    ([4], [0], 2, r'itemsizes\[0\] \(0\)'),
+    ([4], [4], 0, r'num_chunks \(0\)'),
+  )
+  def test_bad_tensors(self, num_elements, itemsizes, num_chunks, message):
+    with self.assertRaisesRegex(errors.ScheduleError, message):
+      plan_layout(num_elements, itemsizes, num_chunks)
+
+  def test_loads_of_foreign_pieces(self):
+    with self.assertRaisesRegex(errors.ScheduleError, 'chunk must be'):
+      chunk_loads([Piece(0, 0, 1, 2)], [4], 2)
+    with self.assertRaisesRegex(errors.ScheduleError, 'tensor must be'):
+      chunk_loads([Piece(1, 0, 1, 0)], [4], 2)
+
+
+if __name__ == '__main__':
+  absltest.main()

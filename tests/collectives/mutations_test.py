@@ -1,0 +1,187 @@
+"""A schedule with one thing wrong is refused, or proven to be right after all.
+
+Some changes give another correct schedule: a copy may come from any rank that
+has the sum already. Those are told apart by running them on inputs whose sum
+shows how often each contribution went into it.
+"""
+
+import collections
+import dataclasses
+import itertools
+
+import hypothesis
+import numpy as np
+from absl.testing import absltest, parameterized
+from hypothesis import strategies as st
+
+from tf_strategies import errors
+from tf_strategies.collectives import BUILDERS, schedule, simulate
+
+
+def is_rejected(mutant):
+  try:
+    mutant.validate()
+  except errors.ScheduleError:
+    return True
+  return False
+
+
+def is_exact(mutant):
+  """Whether every rank ends with every contribution once, by simulation."""
+  n, length = mutant.world_size, mutant.num_chunks
+  # Six bits for each rank: the sum counts how often a contribution is in it.
+  counts = [np.full(length, 1 << 6 * rank, np.int64) for rank in range(n)]
+  # And positions, as a chunk could be right but in the wrong place.
+  places = [rank * 1000 + np.arange(length) for rank in range(n)]
+  return all(
+    np.array_equal(output, np.sum(inputs, axis=0))
+    for inputs in (counts, places)
+    for output in simulate(mutant, inputs).outputs
+  )
+
+
+def replaced(original, index, *transfers):
+  before, after = original.transfers[:index], original.transfers[index + 1 :]
+  return dataclasses.replace(original, transfers=before + transfers + after)
+
+
+def mutants_of_transfer(original, index):
+  """All (kind, mutant) that change one transfer."""
+  t = original.transfers[index]
+  yield 'drop', replaced(original, index)
+  yield 'duplicate', replaced(original, index, t, t)
+  flipped = dataclasses.replace(t, reduce=not t.reduce)
+  yield 'flip', replaced(original, index, flipped)
+  for field, limit in (
+    ('chunk', original.num_chunks),
+    ('src', original.world_size),
+    ('dst', original.world_size),
+    ('round', original.num_rounds),
+  ):
+    for value in range(limit):
+      changed = dataclasses.replace(t, **{field: value})
+      if changed != t and changed.src != changed.dst:
+        yield field, replaced(original, index, changed)
+
+
+def swapped_rounds(original, one, other):
+  names = {one: other, other: one}
+  return dataclasses.replace(
+    original,
+    transfers=tuple(
+      dataclasses.replace(t, round=names.get(t.round, t.round))
+      for t in original.transfers
+    ),
+  )
+
+
+def all_mutants(original):
+  for index in range(len(original.transfers)):
+    yield from mutants_of_transfer(original, index)
+  for one, other in itertools.combinations(range(original.num_rounds), 2):
+    yield 'swap', swapped_rounds(original, one, other)
+
+
+ALL = [(name, name) for name in BUILDERS]
+
+
+class SingleMutationTest(parameterized.TestCase):
+  @parameterized.named_parameters(*ALL)
+  def test_every_mutant_of_small_worlds(self, name):
+    rejected = collections.Counter()
+    accepted = collections.Counter()
+    for world_size in (2, 3, 4):
+      for kind, mutant in all_mutants(BUILDERS[name](world_size)):
+        if is_rejected(mutant):
+          rejected[kind] += 1
+        else:
+          accepted[kind] += 1
+          self.assertTrue(is_exact(mutant), mutant)
+    # The accepted ones are right: a copy from another holder of the sum, a
+    # transfer or a round that could as well come at another time.
+    self.assertContainsSubset(accepted, {'src', 'dst', 'round', 'swap'})
+    for kind in ('drop', 'duplicate', 'flip', 'src', 'dst'):
+      self.assertGreater(rejected[kind], 0)
+    self.assertGreater(rejected.total(), accepted.total())
+
+  @parameterized.named_parameters(*ALL)
+  def test_comparison_alone_catches_lost_and_flipped_transfers(self, name):
+    for world_size in (2, 3, 4, 5):
+      original = BUILDERS[name](world_size)
+      self.assertTrue(is_exact(original))
+      for index in range(len(original.transfers)):
+        for kind, mutant in mutants_of_transfer(original, index):
+          if kind == 'drop':
+            self.assertFalse(is_exact(mutant), mutant)
+          # An overwrite among other writers depends on who comes first.
+          if kind == 'flip' and name not in ('naive', 'direct'):
+            self.assertFalse(is_exact(mutant), mutant)
+
+  @parameterized.named_parameters(*ALL)
+  @hypothesis.settings(deadline=None)
+  @hypothesis.given(data=st.data())
+  def test_drawn_mutant_of_larger_worlds(self, name, data):
+    mutant = BUILDERS[name](data.draw(st.integers(2, 9), 'world_size'))
+    for _ in range(data.draw(st.integers(1, 3), 'mutations')):
+      if data.draw(st.booleans(), 'swap') or not mutant.transfers:
+        last = max(mutant.num_rounds - 1, 0)
+        one, other = (data.draw(st.integers(0, last)) for _ in range(2))
+        mutant = swapped_rounds(mutant, one, other)
+      else:
+        index = data.draw(st.integers(0, len(mutant.transfers) - 1), 'index')
+        kinds = collections.defaultdict(list)
+        for kind, changed in mutants_of_transfer(mutant, index):
+          kinds[kind].append(changed)
+        kind = data.draw(st.sampled_from(sorted(kinds)), 'kind')
+        mutant = data.draw(st.sampled_from(kinds[kind]), 'mutant')
+    hypothesis.event(f'rejected: {is_rejected(mutant)}')
+    self.assertTrue(is_rejected(mutant) or is_exact(mutant))
+
+
+class RandomScheduleTest(parameterized.TestCase):
+  @hypothesis.settings(deadline=None)
+  @hypothesis.given(
+    world_size=st.integers(2, 4),
+    num_chunks=st.integers(1, 2),
+    data=st.data(),
+  )
+  def test_valid_means_exact(self, world_size, num_chunks, data):
+    rank = st.integers(0, world_size - 1)
+    transfer = st.builds(
+      schedule.Transfer,
+      round=st.integers(0, 3),
+      src=rank,
+      dst=rank,
+      chunk=st.integers(0, num_chunks - 1),
+      reduce=st.booleans(),
+    ).filter(lambda t: t.src != t.dst)
+    transfers = data.draw(st.lists(transfer, max_size=12))
+    drawn = schedule.Schedule('drawn', world_size, num_chunks, transfers)
+    self.assertTrue(is_rejected(drawn) or is_exact(drawn))
+
+  def test_all_schedules_of_two_ranks_and_two_rounds(self):
+    choices = [
+      schedule.Transfer(round_, src, 1 - src, 0, reduce)
+      for round_ in (0, 1)
+      for src in (0, 1)
+      for reduce in (False, True)
+    ]
+    num_valid = 0
+    for count in range(len(choices) + 1):
+      for transfers in itertools.combinations(choices, count):
+        drawn = schedule.Schedule('drawn', 2, 1, transfers)
+        # Here the check is exactly as strict as the arithmetic, but that it
+        # also refuses an empty round, and a race whose loser is overwritten.
+        gap = {t.round for t in transfers} == {1}
+        race = len({(t.round, t.src) for t in transfers}) < count
+        wrong = gap or race or not is_exact(drawn)
+        self.assertEqual(is_rejected(drawn), wrong, drawn)
+        num_valid += not is_rejected(drawn)
+    # The exchange, then useless copies of the sum in no, one or both
+    # directions; one way and back from either rank, with or without a useless
+    # copy in the first round; and both copies, then both additions.
+    self.assertEqual(num_valid, 4 + 4 + 1)
+
+
+if __name__ == '__main__':
+  absltest.main()

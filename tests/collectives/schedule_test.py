@@ -1,0 +1,191 @@
+"""Transfers, the symbolic check, completions, owners and byte counts."""
+
+import dataclasses
+import pickle
+
+import hypothesis
+import numpy as np
+from absl.testing import absltest, parameterized
+from hypothesis import strategies as st
+
+from tf_strategies import errors
+from tf_strategies.collectives import naive, ring, schedule
+
+T = schedule.Transfer
+
+
+def make(world_size, num_chunks, *transfers):
+  return schedule.Schedule('test', world_size, num_chunks, transfers)
+
+
+class ChunkSizesTest(parameterized.TestCase):
+  @parameterized.parameters(
+    (0, 1, (0,)),
+    (0, 3, (0, 0, 0)),
+    (2, 3, (1, 1, 0)),
+    (7, 3, (3, 2, 2)),
+    (8, 4, (2, 2, 2, 2)),
+  )
+  def test_literal(self, length, num_chunks, expected):
+    self.assertEqual(schedule.chunk_sizes(length, num_chunks), expected)
+
+  @hypothesis.settings(deadline=None)
+  @hypothesis.given(st.integers(0, 10**12), st.integers(1, 100))
+  def test_balanced_and_complete(self, length, num_chunks):
+    sizes = schedule.chunk_sizes(length, num_chunks)
+    self.assertLen(sizes, num_chunks)
+    self.assertEqual(sum(sizes), length)
+    self.assertLessEqual(max(sizes) - min(sizes), 1)
+    self.assertEqual(list(sizes), sorted(sizes, reverse=True))
+
+  @parameterized.parameters((-1, 2), (1.5, 2), (3, 0), (3, -1), (3, True))
+  def test_refuses(self, length, num_chunks):
+    with self.assertRaisesRegex(errors.ScheduleError, 'must be'):
+      schedule.chunk_sizes(length, num_chunks)
+
+
+class ScheduleTest(parameterized.TestCase):
+  def test_transfers_are_sorted_and_hashable(self):
+    late, early = T(1, 0, 1, 0, False), T(0, 1, 0, 0, True)
+    one = make(2, 1, late, early)
+    self.assertEqual(one.transfers, (early, late))
+    self.assertEqual(one, make(2, 1, early, late))
+    self.assertEqual(hash(one), hash(make(2, 1, early, late)))
+    self.assertEqual(one.rounds(), ((early,), (late,)))
+
+  def test_is_frozen(self):
+    with self.assertRaises(dataclasses.FrozenInstanceError):
+      ring.ring_all_reduce(2).name = 'other'
+    with self.assertRaises(dataclasses.FrozenInstanceError):
+      T(0, 0, 1, 0, True).src = 2
+
+  def test_pickles(self):
+    one = ring.ring_all_reduce(3).validate()
+    self.assertEqual(pickle.loads(pickle.dumps(one)), one)
+
+  def test_validate_returns_the_schedule(self):
+    one = naive.naive_all_reduce(3)
+    self.assertIs(one.validate(), one)
+
+  @parameterized.named_parameters(
+    ('src', T(0, 2, 1, 0, True), r'src \(2\)'),
+    ('negative_src', T(0, -1, 1, 0, True), r'src \(-1\)'),
+    ('bool_src', T(0, True, 0, 0, True), r'src \(True\)'),
+    ('dst', T(0, 0, 2, 0, True), r'dst \(2\)'),
+    ('chunk', T(0, 0, 1, 1, True), r'chunk \(1\)'),
+    ('negative_chunk', T(0, 0, 1, -1, True), r'chunk \(-1\)'),
+    ('round', T(-1, 0, 1, 0, True), r'round \(-1\)'),
+    ('self_send', T(0, 1, 1, 0, True), 'cannot send to itself'),
+  )
+  def test_out_of_range(self, transfer, message):
+    with self.assertRaisesRegex(errors.ScheduleError, message) as caught:
+      make(2, 1, transfer).validate()
+    self.assertIn(str(transfer), str(caught.exception))
+
+  @parameterized.parameters(0, -1, True, 2.0, None)
+  def test_bad_counts(self, count):
+    with self.assertRaisesRegex(errors.ScheduleError, 'world_size'):
+      make(count, 1).validate()
+    with self.assertRaisesRegex(errors.ScheduleError, 'num_chunks'):
+      make(1, count).validate()
+
+  def test_contribution_added_twice_names_transfer_and_ranks(self):
+    second = T(1, 0, 1, 0, True)
+    with self.assertRaisesRegex(
+      errors.ScheduleError, r'ranks \[0\] a second'
+    ) as caught:
+      make(2, 1, T(0, 0, 1, 0, True), second).validate()
+    self.assertIn(str(second), str(caught.exception))
+
+  def test_racing_writers(self):
+    copy = T(0, 1, 2, 0, False)
+    for other in (T(0, 0, 2, 0, True), T(0, 0, 2, 0, False)):
+      with self.assertRaisesRegex(errors.ScheduleError, 'overwrites what'):
+        make(3, 1, other, copy).validate()
+
+  def test_two_additions_in_one_round_do_not_race(self):
+    make(
+      3,
+      1,
+      T(0, 1, 0, 0, True),
+      T(0, 2, 0, 0, True),
+      T(1, 0, 1, 0, False),
+      T(1, 0, 2, 0, False),
+    ).validate()
+
+  def test_destroyed_only_holder(self):
+    with self.assertRaisesRegex(
+      errors.ScheduleError, r'rank 0 lacks the contributions of ranks \[0\]'
+    ):
+      make(2, 1, T(0, 1, 0, 0, False)).validate()
+
+  def test_a_missing_chunk_is_named(self):
+    whole = ring.ring_all_reduce(2)
+    wider = dataclasses.replace(whole, num_chunks=3)
+    with self.assertRaisesRegex(errors.ScheduleError, 'to chunk 2'):
+      wider.validate()
+
+  def test_gap(self):
+    with self.assertRaisesRegex(errors.ScheduleError, 'round 1 is empty'):
+      make(2, 1, T(0, 0, 1, 0, True), T(2, 1, 0, 0, False)).validate()
+
+  def test_a_round_reads_the_state_from_before_it(self):
+    # One after the other, these would add rank 0's contribution twice.
+    make(2, 1, T(0, 0, 1, 0, True), T(0, 1, 0, 0, True)).validate()
+
+  def test_completions_and_owners(self):
+    swap = make(2, 1, T(0, 0, 1, 0, True), T(0, 1, 0, 0, True))
+    self.assertEqual(swap.completions(), {(0, 0, 0), (0, 1, 0)})
+    self.assertEqual(swap.owners(), (0,))
+    three = ring.ring_all_reduce(3)
+    self.assertEqual(three.completions(), {(1, 0, 1), (1, 1, 2), (1, 2, 0)})
+    self.assertEqual(three.owners(), (2, 0, 1))
+    rooted = naive.naive_all_reduce(4, root=2)
+    self.assertEqual(rooted.completions(), {(0, 2, 0)})
+    self.assertEqual(rooted.owners(), (2,))
+
+  def test_earliest_completion_owns(self):
+    late_low = make(
+      3,
+      1,
+      T(0, 1, 0, 0, True),  # Rank 0 holds {0, 1} and needs {2} late.
+      T(0, 0, 2, 0, True),
+      T(1, 1, 2, 0, True),  # Rank 2 is complete in round 1.
+      T(2, 2, 1, 0, False),
+      T(3, 2, 0, 0, False),
+    )
+    self.assertEqual(late_low.validate().completions(), {(1, 2, 0)})
+    self.assertEqual(late_low.owners(), (2,))
+
+  def test_world_of_one(self):
+    alone = make(1, 2).validate()
+    self.assertEqual(alone.completions(), frozenset())
+    self.assertEqual(alone.owners(), (0, 0))
+    self.assertEqual(alone.num_rounds, 0)
+
+  def test_owner_of_an_incomplete_chunk(self):
+    with self.assertRaisesRegex(errors.ScheduleError, 'chunk 0'):
+      make(2, 1).owners()
+
+  def test_bytes(self):
+    one = ring.ring_all_reduce(3)
+    sizes = (100, 10, 1)
+    # Chunks on link 0 -> 1: 0 and 2, then 1 and 0.
+    self.assertEqual(
+      one.bytes_per_link(sizes), {(0, 1): 211, (1, 2): 121, (2, 0): 112}
+    )
+    self.assertEqual(one.bytes_out(sizes), (211, 121, 112))
+    self.assertEqual(one.bytes_in(sizes), (112, 211, 121))
+    self.assertEqual(make(2, 1).bytes_in([5]), (0, 0))
+    with self.assertRaisesRegex(errors.ScheduleError, '2 sizes.* 3 chunks'):
+      one.bytes_per_link((1, 2))
+
+  def test_numpy_integers_are_integers(self):
+    self.assertEqual(schedule.check_world_size(np.int64(3)), 3)
+    self.assertIs(type(schedule.check_world_size(np.int64(3))), int)
+    with self.assertRaisesRegex(errors.ScheduleError, 'root'):
+      schedule.check_root(3, 3)
+
+
+if __name__ == '__main__':
+  absltest.main()

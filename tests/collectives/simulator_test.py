@@ -1,0 +1,184 @@
+"""The reference itself: shapes, dtypes, byte counts, compression."""
+
+import hypothesis
+import numpy as np
+from absl.testing import absltest, parameterized
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as st_np
+
+from tf_strategies import errors
+from tf_strategies.collectives import (
+  BUILDERS,
+  BFloat16Compression,
+  Float16Compression,
+  NoCompression,
+  Schedule,
+  Transfer,
+  chunk_sizes,
+  naive_all_reduce,
+  ring_all_reduce,
+  simulate,
+)
+
+NAMES = tuple(BUILDERS)
+
+
+class SimulateTest(parameterized.TestCase):
+  @parameterized.parameters(*NAMES)
+  @hypothesis.settings(deadline=None)
+  @hypothesis.given(
+    world_size=st.integers(1, 9),
+    shape=st_np.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=5),
+    dtype=st.sampled_from(
+      ['int8', 'int64', 'uint16', 'float16', 'float32', 'float64', 'complex64']
+    ),
+    data=st.data(),
+  )
+  def test_any_shape_and_dtype(self, name, world_size, shape, dtype, data):
+    # Small integers are exact in every dtype, in every order of addition.
+    element = st.integers(0, 10)
+    inputs = [
+      data.draw(st_np.arrays(dtype, shape, elements=element))
+      for _ in range(world_size)
+    ]
+    before = [array.copy() for array in inputs]
+    outputs = simulate(BUILDERS[name](world_size), inputs).outputs
+    self.assertLen(outputs, world_size)
+    for output in outputs:
+      self.assertIsInstance(output, np.ndarray)
+      expected = np.asarray(sum(before[1:], before[0])).astype(dtype)
+      np.testing.assert_array_equal(output, expected, strict=True)
+    for array, copy in zip(inputs, before, strict=True):
+      np.testing.assert_array_equal(array, copy, strict=True)
+      self.assertFalse(any(np.shares_memory(array, o) for o in outputs))
+
+  def test_read_only_and_strided_inputs(self):
+    inputs = [(rank + np.arange(24)).reshape(4, 6)[::2, ::3] for rank in (0, 7)]
+    for array in inputs:
+      array.flags.writeable = False
+    outputs = simulate(ring_all_reduce(2), inputs).outputs
+    for output in outputs:
+      np.testing.assert_array_equal(output, inputs[0] + inputs[1])
+
+  def test_a_round_is_simultaneous(self):
+    rotate = Schedule(
+      'rotate',
+      3,
+      1,
+      tuple(Transfer(0, r, (r + 1) % 3, 0, False) for r in (0, 1, 2)),
+    )
+    inputs = [np.array([rank]) for rank in range(3)]
+    outputs = simulate(rotate, inputs).outputs
+    self.assertEqual([output.tolist() for output in outputs], [[2], [0], [1]])
+
+  def test_runs_wrong_schedules_too(self):
+    nothing = Schedule('nothing', 2, 1, ())
+    inputs = [np.array([1.0]), np.array([2.0])]
+    simulation = simulate(nothing, inputs)
+    np.testing.assert_array_equal(simulation.outputs, inputs)
+    self.assertEqual(simulation.bytes_per_link, {})
+
+  def test_refuses_a_rank_out_of_range(self):
+    outside = Schedule('outside', 2, 1, (Transfer(0, 0, -1, 0, True),))
+    with self.assertRaisesRegex(errors.ScheduleError, r'dst \(-1\)'):
+      simulate(outside, [np.zeros(2)] * 2)
+
+  @parameterized.named_parameters(
+    ('count', [np.zeros(2)] * 3, '3 arrays.* 2 ranks'),
+    ('none', [], '0 arrays'),
+    ('shape', [np.zeros(2), np.zeros(3)], r'inputs\[1\]'),
+    ('rank', [np.zeros(()), np.zeros(1)], r'inputs\[1\]'),
+    ('dtype', [np.zeros(2), np.zeros(2, np.float32)], 'float32'),
+  )
+  def test_inputs_must_agree(self, inputs, message):
+    with self.assertRaisesRegex(errors.ScheduleError, message):
+      simulate(ring_all_reduce(2), inputs)
+
+  @parameterized.parameters([[True]], [['a']], [[None]])
+  def test_refuses_what_has_no_sum(self, values):
+    with self.assertRaisesRegex(errors.UnsupportedOptionError, 'dtype'):
+      simulate(ring_all_reduce(2), [np.array(values)] * 2)
+
+
+class CompressedTest(parameterized.TestCase):
+  def random_inputs(self, world_size, length, dtype=np.float32):
+    rng = np.random.default_rng(world_size * 100 + length)
+    return [rng.normal(size=length).astype(dtype) for _ in range(world_size)]
+
+  @parameterized.product(
+    name=NAMES,
+    codec=(Float16Compression(), BFloat16Compression()),
+    world_size=(1, 2, 5, 8),
+  )
+  def test_ranks_agree_and_are_near_the_sum(self, name, codec, world_size):
+    inputs = self.random_inputs(world_size, 37)
+    schedule = BUILDERS[name](world_size)
+    simulation = simulate(schedule, inputs, codec)
+    for output in simulation.outputs:
+      # To the bit: a rank that kept its own sum in full would drift away.
+      np.testing.assert_array_equal(output, simulation.outputs[0], strict=True)
+      self.assertEqual(output.dtype, np.float32)
+    # Each value is rounded at most once for each round that it passes.
+    unit = 2.0**-11 if codec.name == 'float16' else 2.0**-8
+    size = np.sum(np.abs(inputs), axis=0)
+    error = np.abs(simulation.outputs[0] - np.sum(inputs, axis=0))
+    bound = 1.01 * unit * (world_size if world_size > 1 else 0) * size
+    np.testing.assert_array_less(error, bound + 1e-6)
+
+  @parameterized.parameters(*NAMES)
+  def test_halves_the_bytes(self, name):
+    inputs = self.random_inputs(6, 50)
+    schedule = BUILDERS[name](6)
+    sizes = chunk_sizes(50, schedule.num_chunks)
+    for codec, itemsize in (
+      (None, 4),
+      (NoCompression(), 4),
+      (Float16Compression(), 2),
+      (BFloat16Compression(), 2),
+    ):
+      self.assertEqual(
+        simulate(schedule, inputs, codec).bytes_per_link,
+        schedule.bytes_per_link([itemsize * size for size in sizes]),
+      )
+
+  @parameterized.parameters(*NAMES)
+  def test_exact_where_the_wire_is(self, name):
+    inputs = [np.float32([rank, 2 * rank, 16]) for rank in range(4)]
+    for codec in (Float16Compression(), BFloat16Compression()):
+      for output in simulate(BUILDERS[name](4), inputs, codec).outputs:
+        np.testing.assert_array_equal(output, np.float32([6, 12, 64]))
+
+  def test_integers_stay_exact(self):
+    inputs = [np.array([2**40 + 1]), np.array([1])]
+    for output in simulate(
+      ring_all_reduce(2), inputs, BFloat16Compression()
+    ).outputs:
+      self.assertEqual(output.item(), 2**40 + 2)
+
+  def test_sums_are_made_in_float32(self):
+    # 256 + 1 is no bfloat16: summing in it would lose all 16 additions.
+    inputs = [np.float32([256])] + [np.float32([1])] * 16
+    output = simulate(
+      naive_all_reduce(17), inputs, BFloat16Compression()
+    ).outputs[3]
+    self.assertEqual(output.item(), 272)
+
+  def test_sum_beyond_float16_is_infinite_not_wrong(self):
+    inputs = [np.float32([40000])] * 2
+    for output in simulate(
+      ring_all_reduce(2), inputs, Float16Compression()
+    ).outputs:
+      self.assertEqual(output.item(), np.inf)
+
+  @parameterized.parameters((), (0,))
+  def test_scalar_and_empty(self, *shape):
+    inputs = [np.ones(shape, np.float32)] * 3
+    for codec in (Float16Compression(), BFloat16Compression()):
+      for output in simulate(ring_all_reduce(3), inputs, codec).outputs:
+        np.testing.assert_array_equal(
+          output, np.full(shape, 3, np.float32), strict=True
+        )
+
+
+if __name__ == '__main__':
+  absltest.main()
