@@ -25,6 +25,7 @@ EXTERNAL = {
   'google': 'protobuf',
   'hypothesis': 'hypothesis',
   'keras': 'keras',
+  'ml_dtypes': 'ml_dtypes',
   'numpy': 'numpy',
   'portpicker': 'portpicker',
   'psutil': 'psutil',
