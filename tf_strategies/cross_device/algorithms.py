@@ -112,7 +112,9 @@ class HierarchicalRingAllReduce(base.ScheduledAllReduce):
     """Two levels of rings."""
     del num_bytes
     size = len(devices)
-    group = self._group_size or collectives.default_group_size(size)
+    group = self._group_size
+    if group is None:
+      group = collectives.default_group_size(size)
     return collectives.hierarchical_ring_all_reduce(size, group)
 
   def split_above(self, devices) -> float | None:

@@ -49,6 +49,8 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
   * SUM and MEAN of every float, complex and integer dtype. 16-bit floats are
     accumulated in float32 and rounded once a hop. MEAN keeps the dtype: the
     mean of integers is the sum floor-divided by the number of replicas.
+  * Integer sums wrap around where their dtype ends, as `tf.add` does; this
+    includes the sum of which a MEAN of integers is made.
   * All replicas end with bit-equal results.
   * `tf.IndexedSlices` are gathered, duplicates kept, as TensorFlow does.
   * Gradients flow through: the ops are differentiable TensorFlow ops.
@@ -116,12 +118,12 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
     results = [None] * len(value_destination_pairs)
     groups = {}
     for i, (value, destination) in enumerate(value_destination_pairs):
-      value = sparse.densify_if_mixed(value)
+      given, value = value, sparse.densify_if_mixed(_as_tensors(value))
       devices = tuple(_tf_internal.get_devices_from(destination))
       holders = _holders(value)
       if sparse.is_sparse(value):
         results[i] = self._reduce_sparse(reduce_op, value, devices)
-      elif destination is value or devices == holders:
+      elif destination is given or devices == holders:
         groups.setdefault(holders, []).append((i, value))
       else:
         results[i] = self._reduce_to(reduce_op, value, devices)
@@ -142,9 +144,10 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
     """Concatenates the replicas' tensors along `axis` on each destination."""
     del options
     devices = tuple(_tf_internal.get_devices_from(destinations))
-    values = per_replica_value.values
-    total = sum(_num_bytes(v) for v in values)
-    self._statistics['gather'].record(devices, [total] * len(devices))
+    values = _as_tensors(per_replica_value).values
+    self._statistics['gather'].record(
+      devices, [_bytes_from_others(values, d) for d in devices]
+    )
     gathered = []
     for device in devices:
       with tf.device(device):
@@ -200,7 +203,7 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
     """Reduces to devices other than those that hold the value."""
     tensors = list(value.values)
     _check_tensors([[t] for t in tensors])
-    received = sum(_num_bytes(t) for t in tensors)
+    received = _bytes_from_others(tensors, devices[0])
     self._statistics['reduce'].record(
       devices, [received] + [_num_bytes(tensors[0])] * (len(devices) - 1)
     )
@@ -223,8 +226,10 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
     slices = list(value.values)
     if _is_mean(reduce_op):
       slices = [sparse.divide(s, len(slices)) for s in slices]
-    received = sum(_num_bytes(s.values) + _num_bytes(s.indices) for s in slices)
-    self._statistics['all_reduce'].record(devices, [received] * len(devices))
+    parts = [part for s in slices for part in (s.values, s.indices)]
+    self._statistics['all_reduce'].record(
+      devices, [_bytes_from_others(parts, d) for d in devices]
+    )
     gathered = []
     for device in devices:
       with tf.device(device):
@@ -251,6 +256,15 @@ def _wrap(values, always=False):
   )
 
 
+def _as_tensors(value):
+  """Returns `value` with NumPy components, which have no device, converted."""
+  if all(tf.is_tensor(v) for v in value.values):
+    return value
+  return _tf_internal.PerReplica(
+    [v if tf.is_tensor(v) else tf.convert_to_tensor(v) for v in value.values]
+  )
+
+
 def _holders(value) -> tuple[str, ...]:
   """The full names of the devices that hold a distributed value.
 
@@ -260,6 +274,16 @@ def _holders(value) -> tuple[str, ...]:
   return tuple(
     _tf_internal.resolve_device(v.device) if v.device else ''
     for v in value.values
+  )
+
+
+def _bytes_from_others(tensors, device: str) -> int:
+  """Bytes of those `tensors` that `device` has to fetch."""
+  device = _tf_internal.resolve_device(device)
+  return sum(
+    _num_bytes(t)
+    for t in tensors
+    if not t.device or _tf_internal.resolve_device(t.device) != device
   )
 
 

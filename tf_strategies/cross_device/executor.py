@@ -49,7 +49,9 @@ def execute(
 
   Args:
     schedule: an all-reduce schedule for `len(devices)` ranks.
-    layout: the pieces of the tensors and the chunk that each belongs to.
+    layout: the pieces of the tensors and the chunk that each belongs to. Where
+      a tensor's size is unknown or another than the layout's, the pieces
+      stand for the same fractions of it.
     values: `values[rank][i]` is tensor `i` of that rank; shapes and dtypes
       agree between ranks.
     devices: the device of each rank, on which its additions run.
@@ -63,10 +65,11 @@ def execute(
   chunks = [
     [p for p in layout if p.chunk == c] for c in range(schedule.num_chunks)
   ]
+  planned = {p.tensor: p.stop for p in sorted(layout, key=lambda p: p.stop)}
   state = []
   for rank, device in enumerate(devices):
     with tf.device(device):
-      state.append(_cut(values[rank], chunks, divide_by))
+      state.append(_cut(values[rank], chunks, planned, divide_by))
   completions = schedule.completions() if divide_by > 1 else frozenset()
 
   for round_index, transfers in enumerate(schedule.rounds()):
@@ -107,8 +110,8 @@ def _receive(state, dst, chunk, transfers):
   return [add(list(p)) for p in zip(state[dst][chunk], *arrived, strict=True)]
 
 
-def _cut(tensors, chunks, divide_by):
-  """Cuts one rank's tensors into the pieces of each chunk."""
+def _cut(tensors, chunks, planned, divide_by):
+  """Cuts one rank's tensors, of `planned` sizes, into each chunk's pieces."""
   if divide_by > 1:
     tensors = [
       divide(t, divide_by) if t.dtype in _ACCUMULATION_DTYPE else t
@@ -117,14 +120,24 @@ def _cut(tensors, chunks, divide_by):
   flat = {}
 
   def piece(p):
-    if _is_whole(p, tensors[p.tensor]):
+    if p.start == 0 and p.stop == planned[p.tensor]:
       return tensors[p.tensor]
     if p.tensor not in flat:
       flat[p.tensor] = tf.reshape(tensors[p.tensor], [-1])
+    start, stop = _bounds(p, flat[p.tensor], planned[p.tensor])
     # A slice whose start and length are multiples of 64 bytes is a view.
-    return tf.slice(flat[p.tensor], [p.start], [p.stop - p.start])
+    return tf.slice(flat[p.tensor], [start], [stop - start])
 
   return [[piece(p) for p in pieces] for pieces in chunks]
+
+
+def _bounds(piece, flat, planned):
+  """First element and end of `piece` in `flat`, planned for another size."""
+  if flat.shape[0] == planned:
+    return piece.start, piece.stop
+  size = tf.size(flat, tf.int64)
+  # The end of one piece and the start of the next are the same expression.
+  return size * piece.start // planned, size * piece.stop // planned
 
 
 def _join(state, chunks, like):
@@ -139,10 +152,8 @@ def _join(state, chunks, like):
       results.append(found[0][1])
       continue
     ordered = [part for _, part in sorted(found, key=lambda item: item[0])]
-    results.append(tf.reshape(tf.concat(ordered, 0), tensor.shape))
+    shape = tensor.shape
+    if not shape.is_fully_defined():
+      shape = tf.shape(tensor)
+    results.append(tf.reshape(tf.concat(ordered, 0), shape))
   return results
-
-
-def _is_whole(piece, tensor):
-  size = tensor.shape.num_elements()
-  return size is None or (piece.start == 0 and piece.stop == size)
