@@ -1,0 +1,46 @@
+import doctest
+import importlib
+import inspect
+import pkgutil
+
+import tensorflow as tf
+from absl.testing import parameterized
+
+from tf_strategies import data as data_lib
+
+_MODULES = sorted(
+  info.name
+  for info in pkgutil.walk_packages(data_lib.__path__, data_lib.__name__ + '.')
+  if not info.name.endswith('__main__')
+)
+
+
+class DocumentationTest(tf.test.TestCase, parameterized.TestCase):
+  @parameterized.parameters(_MODULES)
+  def test_examples_run(self, name):
+    module = importlib.import_module(name)
+    if name.endswith(('.sources', '.digits')):
+      try:
+        import sklearn  # noqa: F401
+      except ImportError:
+        self.skipTest('scikit-learn is not installed')
+    result = doctest.testmod(module)
+    self.assertEqual(result.failed, 0)
+    self.assertGreater(result.attempted, 0)
+
+  def test_every_module_is_found(self):
+    self.assertIn('tf_strategies.data.options', _MODULES)
+    self.assertIn('tf_strategies.data.write_tfrecords', _MODULES)
+
+
+class PublicNamesTest(tf.test.TestCase):
+  def test_all_names_exist_and_are_sorted(self):
+    self.assertEqual(data_lib.__all__, sorted(data_lib.__all__))
+    for name in data_lib.__all__:
+      value = getattr(data_lib, name)
+      self.assertFalse(inspect.ismodule(value), name)
+      self.assertNotEmpty(value.__doc__, name)
+
+
+if __name__ == '__main__':
+  tf.test.main()

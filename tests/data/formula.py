@@ -1,0 +1,113 @@
+"""Small data of which every pixel follows a formula, and files of them."""
+
+import gzip
+import os
+import struct
+
+import numpy as np
+import tensorflow as tf
+
+from tf_strategies import data as data_lib
+from tf_strategies import errors
+
+IDX_NAMES = {
+  'train': ('train-images-idx3-ubyte', 'train-labels-idx1-ubyte'),
+  'test': ('t10k-images-idx3-ubyte', 't10k-labels-idx1-ubyte'),
+}
+
+
+def images(n: int, start: int = 0) -> np.ndarray:
+  """uint8 [n, 28, 28, 1]; the 251 examples from any start all differ.
+
+  No pixel pattern is symmetric, so that a transposed, flipped or shifted image
+  differs as well.
+  """
+  i, r, c = np.ogrid[start : start + n, :28, :28]
+  return ((7 * i + 3 * r + 5 * c) % 251).astype(np.uint8)[..., np.newaxis]
+
+
+def labels(n: int, start: int = 0, num_classes: int = 10) -> np.ndarray:
+  return (3 * np.arange(start, start + n) + 1) % num_classes
+
+
+def arrays(n: int) -> data_lib.Arrays:
+  """Example i is `images(n)[i]` with label i, which identifies it."""
+  return data_lib.Arrays(images(n), np.arange(n, dtype=np.int64))
+
+
+def dataset(
+  num_train: int = 23, num_test: int = 9, name: str = 'mnist'
+) -> data_lib.ImageClassificationData:
+  """Test examples continue where the training examples end."""
+  return data_lib.ImageClassificationData(
+    name,
+    data_lib.Arrays(images(num_train), labels(num_train)),
+    data_lib.Arrays(images(num_test, num_train), labels(num_test, num_train)),
+    num_classes=10,
+  )
+
+
+def numbered(num_train: int, num_test: int) -> data_lib.ImageClassificationData:
+  """As `dataset`, but label i is i in both splits; for pipelines."""
+  return data_lib.ImageClassificationData(
+    'mnist', arrays(num_train), arrays(num_test), max(num_train, num_test, 2)
+  )
+
+
+def write_npz(path: str, **changes) -> str:
+  data = dataset()
+  content = {
+    'x_train': data.train.images[..., 0],
+    'y_train': data.train.labels.astype(np.uint8),
+    'x_test': data.test.images[..., 0],
+    'y_test': data.test.labels.astype(np.uint8),
+  }
+  content.update(changes)
+  np.savez(path, **{k: v for k, v in content.items() if v is not None})
+  return path
+
+
+def idx_bytes(values: np.ndarray) -> bytes:
+  header = struct.pack('>HBB', 0, 8, values.ndim)
+  header += struct.pack(f'>{values.ndim}I', *values.shape)
+  return header + values.astype(np.uint8).tobytes()
+
+
+def write_idx(directory: str, compressed: bool = True) -> str:
+  data = dataset()
+  for split, (image_name, label_name) in IDX_NAMES.items():
+    arrays_ = getattr(data, split)
+    for name, values in (
+      (image_name, arrays_.images[..., 0]),
+      (label_name, arrays_.labels),
+    ):
+      content = idx_bytes(values)
+      path = os.path.join(directory, name)
+      if compressed:
+        path, content = path + '.gz', gzip.compress(content)
+      with open(path, 'wb') as f:
+        f.write(content)
+  return directory
+
+
+class DataTestCase(tf.test.TestCase):
+  """Adds what the tests of sources have in common."""
+
+  def new_dir(self) -> str:
+    return self.create_tempdir().full_path
+
+  def assert_data_error(self, fragments, function, *args, **kwargs):
+    """`function` raises DataError whose message has every fragment."""
+    with self.assertRaises(errors.DataError) as caught:
+      function(*args, **kwargs)
+    for fragment in fragments:
+      self.assertIn(fragment, str(caught.exception))
+
+  def assert_same_data(self, actual, expected):
+    self.assertEqual(actual.num_classes, expected.num_classes)
+    for split in ('train', 'test'):
+      one, other = getattr(actual, split), getattr(expected, split)
+      self.assertEqual(one.images.dtype, np.uint8)
+      self.assertEqual(one.labels.dtype, np.int64)
+      np.testing.assert_array_equal(one.images, other.images)
+      np.testing.assert_array_equal(one.labels, other.labels)
