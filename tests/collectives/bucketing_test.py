@@ -72,6 +72,10 @@ class PlanBucketsTest(parameterized.TestCase):
     (bucket,) = plan_buckets([4], [np.dtype('float32')], 10)
     self.assertEqual(bucket.dtype, 'float32')
 
+  def test_sizes_of_32_bits_do_not_overflow(self):
+    (bucket,) = plan_buckets(np.int32([2**30] * 4), ['f'] * 4, 2**40)
+    self.assertEqual(bucket.num_bytes, 2**32)
+
   @parameterized.parameters(0, -1, 1.5, True, None)
   def test_bad_bucket_bytes(self, bucket_bytes):
     with self.assertRaisesRegex(errors.UnsupportedOptionError, 'bucket_bytes'):

@@ -142,6 +142,8 @@ class PlanLayoutTest(parameterized.TestCase):
   def test_numpy_sizes(self):
     pieces = plan_layout(np.array([40, 3]), np.array([4, 4]), 2, 0.1)
     self.assertEqual(pieces, plan_layout([40, 3], [4, 4], 2, 0.1))
+    huge = plan_layout(np.int32([2**30] * 2), np.int32([8, 8]), 2, 0.25)
+    self.assertEqual(chunk_loads(huge, [8, 8], 2), (2**33, 2**33))
 
   @parameterized.parameters(-0.1, 1.1, math.nan, math.inf, '0.5', True)
   def test_bad_split_above(self, fraction):

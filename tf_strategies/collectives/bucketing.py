@@ -73,22 +73,12 @@ def plan_buckets(
       'write 8 * 2**20 for buckets of 8 MiB',
     )
   names = _checked_names(sizes_bytes, dtypes)
+  # Plain integers: NumPy's 32-bit ones would overflow in the sums.
+  sizes_bytes = [int(size) for size in sizes_bytes]
   ready = list(range(len(names)))
   if reverse:
     ready.reverse()
-  buckets: list[list[int]] = []  # Of positions in `ready`, not of indices.
-  newest: dict[str, list[int]] = {}
-  filled: dict[str, int] = {}
-  for position, index in enumerate(ready):
-    name, size = names[index], sizes_bytes[index]
-    if name not in newest or filled[name] + size > bucket_bytes:
-      newest[name], filled[name] = [], 0
-      buckets.append(newest[name])
-    newest[name].append(position)
-    filled[name] += size
-  # A bucket can go when its last tensor is there, however much earlier than
-  # another dtype's it was begun.
-  buckets.sort(key=lambda positions: positions[-1])
+  buckets = _pack([(names[i], sizes_bytes[i]) for i in ready], bucket_bytes)
   return tuple(
     Bucket(
       tuple(ready[position] for position in positions),
@@ -97,6 +87,25 @@ def plan_buckets(
     )
     for positions in buckets
   )
+
+
+def _pack(
+  ready: Sequence[tuple[str, int]], bucket_bytes: int
+) -> list[list[int]]:
+  """Buckets of positions in a list of (dtype, bytes) in order of readiness."""
+  buckets: list[list[int]] = []
+  newest: dict[str, list[int]] = {}
+  filled: dict[str, int] = {}
+  for position, (name, size) in enumerate(ready):
+    if name not in newest or filled[name] + size > bucket_bytes:
+      newest[name], filled[name] = [], 0
+      buckets.append(newest[name])
+    newest[name].append(position)
+    filled[name] += size
+  # A bucket can go when its last tensor is there, however much earlier than
+  # another dtype's it was begun.
+  buckets.sort(key=lambda positions: positions[-1])
+  return buckets
 
 
 def _checked_names(

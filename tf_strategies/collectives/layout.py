@@ -87,6 +87,9 @@ def plan_layout(
     UnsupportedOptionError: `split_above` is not a number from 0 to 1.
   """
   _check_tensors(num_elements, itemsizes)
+  # Plain integers: NumPy's 32-bit ones would overflow in the products.
+  num_elements = [int(n) for n in num_elements]
+  itemsizes = [int(i) for i in itemsizes]
   loads = [0] * len(schedule.chunk_sizes(0, num_chunks))
   sizes = [n * i for n, i in zip(num_elements, itemsizes, strict=True)]
   total = sum(sizes)
@@ -97,13 +100,8 @@ def plan_layout(
   large = [t for t in largest_first if sizes[t] > limit]
 
   pieces = []
-  heap = [(0, chunk) for chunk in range(num_chunks)]
-  for tensor in whole:
-    load, chunk = heap[0]
-    heapq.heapreplace(heap, (load + sizes[tensor], chunk))
+  for tensor, chunk in zip(whole, _place(whole, sizes, loads), strict=True):
     pieces.append(Piece(tensor, 0, num_elements[tensor], chunk))
-  for load, chunk in heap:
-    loads[chunk] = load
   for tensor in large:
     pieces += _split(
       tensor, num_elements[tensor], itemsizes[tensor], loads, total
@@ -147,6 +145,21 @@ def chunk_loads(
       )
     loads[piece.chunk] += (piece.stop - piece.start) * itemsizes[piece.tensor]
   return tuple(loads)
+
+
+def _place(
+  tensors: Sequence[int], sizes: Sequence[int], loads: list[int]
+) -> list[int]:
+  """The least loaded chunk for each tensor in turn; updates `loads`."""
+  heap = [(load, chunk) for chunk, load in enumerate(loads)]
+  heapq.heapify(heap)
+  chunks = []
+  for tensor in tensors:
+    load, chunk = heap[0]
+    heapq.heapreplace(heap, (load + sizes[tensor], chunk))
+    loads[chunk] = load + sizes[tensor]
+    chunks.append(chunk)
+  return chunks
 
 
 def _split(

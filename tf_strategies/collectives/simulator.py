@@ -76,25 +76,38 @@ def simulate(
 
   moved: dict[tuple[int, int], int] = {}
   for transfers in schedule.rounds():
-    sent = []
-    for t in transfers:
-      # Codecs may hand back what they were given, here a view of the state,
-      # which this round may overwrite before the receiver has read it.
-      wire, ctx = codec.compress(state[t.src][chunks[t.chunk]].copy())
-      moved[t.src, t.dst] = moved.get((t.src, t.dst), 0) + wire.nbytes
-      sent.append((wire, ctx))
-    for t, (wire, ctx) in zip(transfers, sent, strict=True):
-      received = codec.decompress(wire, ctx)
-      if t.reduce:
-        state[t.dst][chunks[t.chunk]] += received
-      else:
-        state[t.dst][chunks[t.chunk]] = received
+    for link, num_bytes in _run_round(transfers, state, chunks, codec):
+      moved[link] = moved.get(link, 0) + num_bytes
     for dst, chunk in {(t.dst, t.chunk) for t in transfers}:
       if (transfers[0].round, dst, chunk) in completions:
         complete = state[dst][chunks[chunk]]
         complete[...] = codec.decompress(*codec.compress(complete))
   outputs = [a.astype(dtype).reshape(shape) for a in state]
   return Simulation(outputs, dict(sorted(moved.items())))
+
+
+def _run_round(
+  transfers: Sequence[schedule_lib.Transfer],
+  state: Sequence[np.ndarray],
+  chunks: Sequence[slice],
+  codec: compression_lib.Compression,
+) -> list[tuple[tuple[int, int], int]]:
+  """Changes `state` and returns ((src, dst), bytes) for each transfer."""
+  # Codecs may hand back what they were given, here a view of the state, which
+  # this round may overwrite before the receiver has read it: hence the copies.
+  sent = [
+    codec.compress(state[t.src][chunks[t.chunk]].copy()) for t in transfers
+  ]
+  for t, (wire, ctx) in zip(transfers, sent, strict=True):
+    received = codec.decompress(wire, ctx)
+    if t.reduce:
+      state[t.dst][chunks[t.chunk]] += received
+    else:
+      state[t.dst][chunks[t.chunk]] = received
+  return [
+    ((t.src, t.dst), wire.nbytes)
+    for t, (wire, _) in zip(transfers, sent, strict=True)
+  ]
 
 
 def _checked(inputs: Sequence[np.ndarray], world_size: int) -> list[np.ndarray]:
