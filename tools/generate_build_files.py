@@ -133,6 +133,12 @@ class Project:
           base = '.'.join([*parts, base] if base else parts)
         for alias in node.names:
           yield [f'{base}.{alias.name}', base]
+      elif isinstance(node, ast.Call) and (
+        ast.unparse(node.func) in ('importlib.import_module', 'import_module')
+      ):
+        named = node.args[0] if node.args else None
+        if isinstance(named, ast.Constant) and isinstance(named.value, str):
+          yield [named.value]
 
   def _deps(self, file: pathlib.Path) -> tuple[str, ...]:
     labels = set()
