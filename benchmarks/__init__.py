@@ -1,0 +1,1 @@
+"""Benchmarks: ours beside the peers and a no-op, in one run."""

@@ -1,0 +1,327 @@
+"""All-reduce between the devices of one process: ours beside TensorFlow's.
+
+  python -m benchmarks.all_reduce
+  python -m benchmarks.all_reduce --num_devices=4 --sets=resnet --rounds=10
+  python -m benchmarks.all_reduce --quick --report_json=all_reduce.json
+
+Every peer runs the same step, a `tf.function` with one
+`replica_context.all_reduce` over all tensors of the set under
+`tf.distribute.MirroredStrategy`, which differ in their `cross_device_ops`
+alone. `identity` is that step without the all-reduce: the floor. The tensors
+are on their devices before, every peer's sums are compared with the exact ones
+before anything is timed, and the peers take turns. Each number of devices has
+a process of its own.
+"""
+
+import concurrent.futures
+import dataclasses
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+# TensorFlow reads it when it is imported.
+os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
+
+import numpy as np
+import tensorflow as tf
+from absl import app, flags, logging
+
+from benchmarks import measure, peers, report, tensor_sets
+
+_NUM_DEVICES = flags.DEFINE_list(
+  'num_devices', None, 'Numbers of logical CPUs. Default: 2,4,8; quick: 2,4.'
+)
+_SETS = flags.DEFINE_list(
+  'sets',
+  None,
+  "Tensor sets: 'resnet', or a count and a size. Default: "
+  '1x25MB,25x1MB,resnet; quick: 1x256KB,4x64KB.',
+)
+_ROUNDS = flags.DEFINE_integer(
+  'rounds', None, 'Turns of each peer. Default: 7; quick: 2.', lower_bound=1
+)
+_REPEATS = flags.DEFINE_integer(
+  'repeats', 3, 'Timed calls in each turn.', lower_bound=1
+)
+_QUICK = flags.DEFINE_boolean('quick', False, 'Small defaults, for a try.')
+_REPORT_JSON = flags.DEFINE_string(
+  'report_json', None, 'Where to write the results as JSON.'
+)
+
+# Sums of at most 16 of these are exact in float32.
+_POSITIONS = 8191
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+  """A peer, ready to be called.
+
+  Attributes:
+    peer: whose step it is.
+    call: runs the step and returns `[tensor][replica]`.
+    ops: the cross-device op; None for TensorFlow's default.
+  """
+
+  peer: peers.Peer
+  call: Callable[[], list]
+  ops: tf.distribute.CrossDeviceOps | None
+
+
+def input_value(rank: int, shape: Sequence[int]) -> np.ndarray:
+  """Returns rank `rank`'s tensor: integers that tell ranks and places apart."""
+  size = int(np.prod(shape))
+  return (
+    (np.arange(size) % _POSITIONS + rank * _POSITIONS)
+    .astype(np.float32)
+    .reshape(shape)
+  )
+
+
+def place_inputs(shapes, devices: Sequence[str]) -> list[list[tf.Variable]]:
+  """Returns `[replica][tensor]`, each value on its replica's device.
+
+  Variables, since a `tf.function` makes constants of small tensors, and folds
+  their sum before it is ever called.
+  """
+  inputs = []
+  for rank, device in enumerate(devices):
+    with tf.device(device):
+      inputs.append([tf.Variable(input_value(rank, s)) for s in shapes])
+  return inputs
+
+
+def build_step(
+  peer: peers.Peer, devices: Sequence[str], inputs: list[list[tf.Variable]]
+) -> Step:
+  """Returns the peer's step over `inputs`; `MirroredStrategy` does the rest."""
+  ops = peer.make_ops() if peer.make_ops else None
+  strategy = tf.distribute.MirroredStrategy(devices, cross_device_ops=ops)
+
+  def replica_step(tensors):
+    if peer.kind == peers.FLOOR:
+      return [tf.identity(t) for t in tensors]
+    context = tf.distribute.get_replica_context()
+    return context.all_reduce(tf.distribute.ReduceOp.SUM, tensors)
+
+  @tf.function
+  def step():
+    by_replica = strategy.experimental_distribute_values_from_function(
+      lambda context: [
+        v.read_value() for v in inputs[context.replica_id_in_sync_group]
+      ]
+    )
+    reduced = strategy.run(replica_step, args=(by_replica,))
+    reduced = [strategy.experimental_local_results(t) for t in reduced]
+    _check_devices(peer, reduced, devices)
+    return reduced
+
+  return Step(peer, step, ops)
+
+
+def _check_devices(peer, reduced, devices):
+  """Checks in the graph: what a function returns tells no device."""
+  for index, replicas in enumerate(reduced):
+    for tensor, device in zip(replicas, devices, strict=True):
+      if not tensor.device.endswith(device):
+        raise RuntimeError(
+          f'{peer.name}: the sum of tensor {index} is on {tensor.device!r} '
+          f'instead of {device}.'
+        )
+
+
+def check(step: Step, shapes, devices: Sequence[str]) -> None:
+  """Runs the step once and compares every replica's results with the sum.
+
+  Raises:
+    RuntimeError: a result differs.
+  """
+  outputs = step.call()
+  for index, (shape, replicas) in enumerate(zip(shapes, outputs, strict=True)):
+    expected = sum(input_value(r, shape) for r in range(len(devices)))
+    for rank, output in enumerate(replicas):
+      if step.peer.kind == peers.FLOOR:
+        expected = input_value(rank, shape)
+      if not np.array_equal(output.numpy(), expected):
+        raise RuntimeError(
+          f'{step.peer.name}: tensor {index} of replica {rank} of '
+          f'{len(devices)} is wrong. Its time would mean nothing.'
+        )
+
+
+def busiest_bytes_in(step: Step, shapes, num_devices: int) -> int:
+  """Bytes into the busiest device: by our plan, or by the peer's formula."""
+  if step.peer.busiest_bytes_in is None:
+    return max(step.ops.last_plan.bytes_in)
+  sizes = [4 * int(np.prod(shape)) for shape in shapes]
+  return step.peer.busiest_bytes_in(sizes, num_devices)
+
+
+def run_set(
+  name: str, num_devices: int, rounds: int, repeats: int
+) -> list[dict[str, object]]:
+  """Measures every peer on one tensor set.
+
+  Args:
+    name: the tensor set.
+    num_devices: how many logical CPUs to reduce over.
+    rounds: turns of each peer.
+    repeats: timed calls in each turn.
+
+  Returns:
+    One record for each peer, as the JSON report has them.
+  """
+  shapes = tensor_sets.by_name(name)
+  devices = [f'CPU:{i}' for i in range(num_devices)]
+  inputs = place_inputs(shapes, devices)
+  steps = []
+  for peer in peers.for_devices(num_devices):
+    _progress(f'{num_devices} devices, {name}: building {peer.name}')
+    step = build_step(peer, devices, inputs)
+    check(step, shapes, devices)
+    steps.append(step)
+  _progress(f'{num_devices} devices, {name}: {rounds} rounds')
+  seconds = measure.take_turns(
+    {step.peer.name: step.call for step in steps}, rounds, repeats
+  )
+  spreads = {n: measure.Spread.of(s) for n, s in seconds.items()}
+  fastest = min(
+    spreads[s.peer.name].median_ms
+    for s in steps
+    if s.peer.kind == peers.BUILT_IN
+  )
+  num_bytes = sum(4 * int(np.prod(shape)) for shape in shapes)
+  records = []
+  for step in steps:
+    spread = spreads[step.peer.name]
+    algorithm_bandwidth = num_bytes / spread.median_ms / 1e6
+    records.append(
+      {
+        'num_devices': num_devices,
+        'set': name,
+        'num_tensors': len(shapes),
+        'num_bytes': num_bytes,
+        'peer': step.peer.name,
+        'kind': step.peer.kind,
+        **dataclasses.asdict(spread),
+        'ratio_to_fastest_built_in': spread.median_ms / fastest,
+        # Both as nccl-tests define them.
+        'algorithm_bandwidth_gb_per_s': algorithm_bandwidth,
+        'bus_bandwidth_gb_per_s': algorithm_bandwidth
+        * (2 * (num_devices - 1) / num_devices),
+        'busiest_bytes_in': busiest_bytes_in(step, shapes, num_devices),
+      }
+    )
+  return records
+
+
+def table(records: Sequence[dict[str, object]]) -> str:
+  """Returns the records of one tensor set as a Markdown table."""
+  rows = [
+    [
+      r['peer'],
+      r['median_ms'],
+      r['p10_ms'],
+      r['p90_ms'],
+      r['ratio_to_fastest_built_in'],
+      r['bus_bandwidth_gb_per_s'],
+      r['busiest_bytes_in'] / 1e6,
+    ]
+    for r in records
+  ]
+  return report.markdown(
+    [
+      'peer',
+      'median ms',
+      'p10 ms',
+      'p90 ms',
+      'to fastest built-in',
+      'bus GB/s',
+      'MB into busiest',
+    ],
+    rows,
+  )
+
+
+def run_world(
+  num_devices: int, names: Sequence[str], rounds: int, repeats: int
+) -> list[dict[str, object]]:
+  """Measures every set over `num_devices`; the first TensorFlow of its process.
+
+  TensorFlow's collectives keep the size of a group for the life of a process:
+  a second `MirroredStrategy` of another size would join the first one's group
+  and abort.
+
+  Args:
+    num_devices: how many logical CPUs to make.
+    names: the tensor sets.
+    rounds: turns of each peer.
+    repeats: timed calls in each turn.
+
+  Returns:
+    The records of all sets.
+  """
+  # Every strategy announces its devices, and every peer its algorithm.
+  logging.set_verbosity(logging.ERROR)
+  _configure_logical_cpus(num_devices)
+  results = []
+  for name in names:
+    records = run_set(name, num_devices, rounds, repeats)
+    print(f'\n{num_devices} devices, {name}\n\n{table(records)}', flush=True)
+    results += records
+  return results
+
+
+def _progress(text: str) -> None:
+  print(text, file=sys.stderr, flush=True)
+
+
+def _configure_logical_cpus(count: int) -> None:
+  cpu = tf.config.list_physical_devices('CPU')[0]
+  tf.config.set_logical_device_configuration(
+    cpu, [tf.config.LogicalDeviceConfiguration() for _ in range(count)]
+  )
+
+
+def _world_sizes() -> list[int]:
+  texts = _NUM_DEVICES.value or (
+    ['2', '4'] if _QUICK.value else ['2', '4', '8']
+  )
+  if not all(text.isdecimal() and int(text) > 1 for text in texts):
+    raise app.UsageError(
+      f'--num_devices={",".join(texts)}: write integers of 2 or more, such '
+      'as 2,4,8.'
+    )
+  return [int(text) for text in texts]
+
+
+def main(argv: Sequence[str]) -> None:
+  """Runs the benchmark that the flags describe."""
+  if len(argv) > 1:
+    raise app.UsageError(f'{argv[1]!r} is not a flag.')
+  world_sizes = _world_sizes()
+  names = _SETS.value or (
+    ['1x256KB', '4x64KB'] if _QUICK.value else ['1x25MB', '25x1MB', 'resnet']
+  )
+  for name in names:
+    tensor_sets.by_name(name)  # A typo should not end an hour's run.
+  rounds = _ROUNDS.value or (2 if _QUICK.value else 7)
+  content = {
+    'benchmark': 'all_reduce',
+    **report.environment(),
+    'settings': {'rounds': rounds, 'repeats': _REPEATS.value},
+    'results': [],
+  }
+  for num_devices in world_sizes:
+    with concurrent.futures.ProcessPoolExecutor(
+      1, mp_context=multiprocessing.get_context('spawn')
+    ) as process:
+      content['results'] += process.submit(
+        run_world, num_devices, names, rounds, _REPEATS.value
+      ).result()
+  if _REPORT_JSON.value:
+    report.write_json(_REPORT_JSON.value, content)
+
+
+if __name__ == '__main__':
+  app.run(main)

@@ -1,0 +1,86 @@
+"""Times several functions beside each other, fairly.
+
+A machine speeds up, slows down and is shared. Peers that are timed one after
+the other see different machines, so here they take turns.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Spread:
+  """Median and spread of some durations, in milliseconds.
+
+  Attributes:
+    median_ms: half of the samples took longer.
+    p10_ms: a tenth of the samples was at least as fast.
+    p90_ms: a tenth of the samples was at least as slow.
+    num_samples: how many there were.
+  """
+
+  median_ms: float
+  p10_ms: float
+  p90_ms: float
+  num_samples: int
+
+  @classmethod
+  def of(cls, seconds: Sequence[float]) -> 'Spread':
+    """Returns the spread of durations in seconds.
+
+    Example:
+
+      >>> Spread.of([0.001, 0.002, 0.003]).median_ms
+      2.0
+
+    Args:
+      seconds: one or more durations.
+    """
+    p10, median, p90 = np.percentile(np.asarray(seconds) * 1e3, [10, 50, 90])
+    return cls(float(median), float(p10), float(p90), len(seconds))
+
+
+def take_turns(
+  functions: Mapping[str, Callable[[], object]],
+  rounds: int,
+  repeats: int,
+  warmup: int = 1,
+  clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, list[float]]:
+  """Returns the durations of each function's calls, in seconds.
+
+  In each round every function runs `repeats` times. The next round starts with
+  another function, so that none always follows the same neighbour's garbage.
+
+  Example:
+
+    >>> seconds = take_turns({'a': list, 'b': dict}, rounds=3, repeats=2)
+    >>> len(seconds['a']), len(seconds['b'])
+    (6, 6)
+
+  Args:
+    functions: what to call, by name. A call returns when its work is done.
+    rounds: how often each function has its turn.
+    repeats: timed calls in a turn.
+    warmup: calls before the timed ones of each turn, which bring a function's
+      memory back into the caches and the allocator.
+    clock: tells the time in seconds.
+  """
+  names = list(functions)
+  seconds = {name: [] for name in names}
+  for turn in range(rounds):
+    shift = turn % len(names)
+    for name in names[shift:] + names[:shift]:
+      call = functions[name]
+      for _ in range(warmup):
+        call()
+      for _ in range(repeats):
+        start = clock()
+        result = call()
+        seconds[name].append(clock() - start)
+        # Freed outside of the timed span, and before the next call allocates.
+        del result
+  return seconds
