@@ -1,0 +1,1 @@
+"""Complete training programs; each opens with the command that runs it."""

@@ -1,0 +1,192 @@
+"""What the MNIST examples share: devices, strategy and data."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+import tf_strategies as tfs
+from examples import common_flags
+
+_ALL_REDUCES = {
+  'ring': tfs.RingAllReduce,
+  'auto': tfs.AutoAllReduce,
+  'direct': tfs.DirectAllReduce,
+  'tree': tfs.TreeAllReduce,
+  'halving_doubling': tfs.HalvingDoublingAllReduce,
+  'hierarchical': tfs.HierarchicalRingAllReduce,
+  'naive': tfs.NaiveAllReduce,
+}
+
+# TensorFlow wants a limit for each virtual GPU. Two gigabytes fit these models
+# many times over, and eight of them a 16 GB card.
+_VIRTUAL_GPU_MEGABYTES = 2048
+
+# Evaluation keeps no activations for a backward pass: larger batches are free.
+_EVALUATION_BATCH_SIZE = 512
+
+
+def split_device(count: int) -> list[str] | None:
+  """Splits the first GPU, or the CPU, into `count` logical devices.
+
+  Args:
+    count: how many; 0 leaves the devices as they are.
+
+  Returns:
+    Their names, or None for a count of 0.
+
+  Raises:
+    UnsupportedOptionError: TensorFlow runs already, with other devices.
+  """
+  if not count:
+    return None
+  gpus = tf.config.list_physical_devices('GPU')
+  physical = gpus[0] if gpus else tf.config.list_physical_devices('CPU')[0]
+  limit = _VIRTUAL_GPU_MEGABYTES if gpus else None
+  parts = [
+    tf.config.LogicalDeviceConfiguration(memory_limit=limit)
+    for _ in range(count)
+  ]
+  try:
+    tf.config.set_logical_device_configuration(physical, parts)
+  except RuntimeError as e:
+    raise tfs.errors.UnsupportedOptionError(
+      f'num_virtual_devices={count} after TensorFlow has started',
+      'a split before the first operation',
+      'call split_device first',
+    ) from e
+  return [f'{physical.device_type}:{i}' for i in range(count)]
+
+
+def create_all_reduce(
+  options: common_flags.TrainingOptions,
+) -> tf.distribute.CrossDeviceOps | None:
+  """Returns the chosen all-reduce; None where the strategy takes none."""
+  if (
+    options.strategy not in ('ring_mirrored', 'mirrored')
+    or options.all_reduce == 'builtin'
+  ):
+    return None
+  return _ALL_REDUCES[options.all_reduce]()
+
+
+def create_strategy(
+  options: common_flags.TrainingOptions,
+  devices: Sequence[str] | None,
+  all_reduce: tf.distribute.CrossDeviceOps | None,
+) -> tf.distribute.Strategy:
+  """Returns the strategy of the options.
+
+  Args:
+    options: `strategy` of them.
+    devices: names of the devices to use; None for all.
+    all_reduce: as `create_all_reduce` returns it.
+
+  Raises:
+    UnsupportedOptionError: a strategy that is planned but not built yet.
+  """
+  arguments = {'devices': devices}
+  if all_reduce is not None:
+    arguments['cross_device_ops'] = all_reduce
+  return tfs.create_strategy(options.strategy, **arguments)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TrainingData:
+  """Batches for training and evaluation, and how many.
+
+  Attributes:
+    source: the arrays that the batches are made of.
+    global_batch_size: examples of a training step over all replicas.
+    steps_per_epoch: training steps of each epoch.
+    test: the whole test split, in order.
+    test_steps: batches of `test`.
+    seed: decides, together with its number, the order of an epoch.
+  """
+
+  source: tfs.data.ImageClassificationData
+  global_batch_size: int
+  steps_per_epoch: int
+  test: tf.data.Dataset
+  test_steps: int
+  seed: int
+
+  def train(self, first_epoch: int, num_epochs: int) -> tf.data.Dataset:
+    """The batches of epochs first_epoch, ..., num_epochs - 1, one after another.
+
+    The order of an epoch is a function of (seed, epoch) alone, so a run that
+    was interrupted sees what it would have seen. `Dataset.shuffle` cannot
+    promise that: its order depends on how many iterators there were before,
+    and Keras makes one just to look at the first batch.
+    """
+    images = tf.constant(self.source.train.images)
+    labels = tf.constant(self.source.train.labels)
+    positions = tf.range(self.source.train.num_examples)
+
+    def order(epoch):
+      shuffled = tf.random.experimental.stateless_shuffle(
+        positions, seed=tf.stack([tf.constant(self.seed, tf.int64), epoch])
+      )
+      batches = tf.data.Dataset.from_tensor_slices(shuffled)
+      return batches.batch(self.global_batch_size).take(self.steps_per_epoch)
+
+    def load(indices):
+      pixels = tf.cast(tf.gather(images, indices), tf.float32) / 255.0
+      return pixels, tf.gather(labels, indices)
+
+    num_batches = (num_epochs - first_epoch) * self.steps_per_epoch
+    return (
+      tf.data.Dataset.range(first_epoch, num_epochs)
+      .flat_map(order)
+      .apply(tf.data.experimental.assert_cardinality(num_batches))
+      .map(load, num_parallel_calls=tf.data.AUTOTUNE)
+      .prefetch(tf.data.AUTOTUNE)
+    )
+
+  def rows_in_step(self, step: int) -> int:
+    """Examples in a step of an epoch, counted from 0: the last has fewer."""
+    left = self.source.train.num_examples - step * self.global_batch_size
+    return min(self.global_batch_size, left)
+
+
+def load_data(
+  options: common_flags.TrainingOptions, num_replicas: int
+) -> TrainingData:
+  """Loads the data set of the options and plans its epochs.
+
+  TensorFlow's own mirrored strategy drops the last, partial batch of an epoch:
+  a replica with fewer rows would count too much, and one without rows can
+  abort the process (the gradient of max pooling).
+
+  Raises:
+    DataError: the data are missing, damaged, or less than one batch.
+  """
+  source = tfs.data.load(options.dataset, options.data_path)
+  num_examples = source.train.num_examples
+  size = options.global_batch_size
+  full_steps = num_examples // size
+  steps = math.ceil(num_examples / size)
+  if options.strategy == 'mirrored' and num_replicas > 1:
+    if not full_steps:
+      raise tfs.errors.DataError(
+        f'{num_examples} examples make no full batch of {size}; expected at '
+        "least one with strategy='mirrored', pass a smaller global_batch_size"
+      )
+    if full_steps < steps:
+      print(
+        f'mirrored: the last {num_examples - full_steps * size} examples of '
+        'each epoch make no full batch and are left out.'
+      )
+    steps = full_steps
+  evaluation = tfs.data.PipelineOptions(_EVALUATION_BATCH_SIZE)
+  return TrainingData(
+    source=source,
+    global_batch_size=size,
+    steps_per_epoch=min(steps, options.steps_per_epoch or steps),
+    test=tfs.data.make_dataset(source.test, evaluation, training=False),
+    test_steps=math.ceil(source.test.num_examples / _EVALUATION_BATCH_SIZE),
+    seed=options.seed,
+  )

@@ -1,0 +1,231 @@
+"""Trains on MNIST with a loop of one's own and a strategy of tf_strategies.
+
+Four logical CPUs and the digits that scikit-learn carries, offline:
+
+  python -m examples.mnist_custom_loop --strategy=ring_mirrored \\
+    --num_virtual_devices=4 --dataset=digits
+
+It does what `mnist_keras_fit` does, with the same flags, and shows every part:
+the distributed iterator, the step that all replicas run, the weighting of the
+loss, metrics over all replicas, and checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import keras
+import tensorflow as tf
+
+from examples import (
+  checkpointing,
+  command_line,
+  common_flags,
+  mnist_common,
+  mnist_model,
+  training_report,
+)
+
+
+def train(
+  options: common_flags.TrainingOptions, devices: Sequence[str] | None = None
+) -> dict[str, object]:
+  """Trains as `options` say.
+
+  Args:
+    options: what and how.
+    devices: names of the devices to use; None for all.
+
+  Returns:
+    The report of the run.
+
+  Raises:
+    UnsupportedOptionError: options that cannot give a right result.
+    DataError: data that are missing or damaged.
+    CheckpointMismatchError: `checkpoint_dir` holds another run's.
+  """
+  all_reduce = mnist_common.create_all_reduce(options)
+  strategy = mnist_common.create_strategy(options, devices, all_reduce)
+  replicas = strategy.num_replicas_in_sync
+  data = mnist_common.load_data(options, replicas)
+
+  # Initial weights depend on the seed alone, not on the number of replicas.
+  keras.utils.set_random_seed(options.seed)
+  keras.config.set_dtype_policy(mnist_model.dtype_policy(options))
+  with strategy.scope():
+    model = mnist_model.build_model(
+      options.model, data.source.num_classes, options.dropout
+    )
+    optimizer = mnist_model.build_optimizer(options, replicas)
+    # Variables may not be made while the step is traced.
+    optimizer.build(model.trainable_variables)
+    metrics = _Metrics()
+
+  first_epoch = 0
+  checkpoint = None
+  if options.checkpoint_dir:
+    checkpoint = checkpointing.RunCheckpoint(
+      options.checkpoint_dir,
+      model,
+      optimizer,
+      checkpointing.settings_of(options, data, replicas),
+    )
+    first_epoch = checkpoint.restore()
+
+  throughput = training_report.Throughput()
+  train_step = make_train_step(strategy, model, optimizer, metrics)
+  test_step = make_test_step(strategy, model, metrics)
+  logger = training_report.ScalarLogger(options.log_dir)
+  batches = iter(
+    strategy.experimental_distribute_dataset(
+      data.train(first_epoch, options.epochs)
+    )
+  )
+  test_set = strategy.experimental_distribute_dataset(data.test)
+
+  train_results = test_results = None
+  for epoch in range(first_epoch, options.epochs):
+    metrics.reset()
+    throughput.start_epoch()
+    for step in range(data.steps_per_epoch):
+      train_step(batches)
+      throughput.end_step(data.rows_in_step(step))
+      if options.verbose and (step + 1) % options.log_every_steps == 0:
+        _print_step(epoch, step, data, metrics, throughput)
+    throughput.end_epoch()
+    train_results = metrics.results()
+    test_results = _evaluate(test_step, test_set, metrics)
+    if options.verbose:
+      _print_epoch(epoch, options.epochs, train_results, test_results)
+    logger.write(epoch, train=train_results, test=test_results)
+    if checkpoint is not None:
+      checkpoint.save(epochs_done=epoch + 1)
+  if test_results is None:  # Every epoch had been done before.
+    test_results = _evaluate(test_step, test_set, metrics)
+
+  run = training_report.Run(
+    'mnist_custom_loop', options, strategy, all_reduce, model, data
+  )
+  if options.save_weights:
+    training_report.write_weights(
+      checkpointing.state_variables(model, optimizer), options.save_weights
+    )
+  return training_report.build(
+    run,
+    training_report.Outcome(
+      first_epoch, test_results, train_results, throughput
+    ),
+  )
+
+
+class _Metrics:
+  """Mean loss and accuracy over all rows that all replicas have seen.
+
+  Made in the strategy's scope, each replica adds to a part of its own, and
+  reading adds the parts up: exact however the rows are shared out.
+  """
+
+  def __init__(self):
+    self._loss = keras.metrics.Mean(name='loss')
+    self._accuracy = keras.metrics.SparseCategoricalAccuracy(name='accuracy')
+
+  def update(self, labels, logits, losses):
+    self._loss.update_state(losses)
+    self._accuracy.update_state(labels, logits)
+
+  def results(self) -> dict[str, float]:
+    return {m.name: float(m.result()) for m in (self._loss, self._accuracy)}
+
+  def reset(self):
+    for metric in (self._loss, self._accuracy):
+      metric.reset_state()
+
+
+def make_train_step(
+  strategy: tf.distribute.Strategy,
+  model: keras.Model,
+  optimizer: keras.optimizers.Optimizer,
+  metrics: _Metrics,
+) -> Callable:
+  """Returns a graph that takes one global batch and trains on it.
+
+  Each replica's loss is the mean over its own rows, divided by the number of
+  replicas. DistributedOptimizer weighs the gradients by rows, its default, so
+  that their sum is the gradient of the mean over the global batch. The other
+  way, `tf.nn.compute_average_loss` with weighting='none', needs to be told the
+  number of rows in the batch, which the last one of an epoch does not share
+  with the others.
+  """
+  replicas = strategy.num_replicas_in_sync
+
+  def replica_step(batch):
+    images, labels = batch
+    with tf.GradientTape() as tape:
+      logits = model(images, training=True)
+      losses = keras.losses.sparse_categorical_crossentropy(
+        labels, logits, from_logits=True
+      )
+      loss = optimizer.scale_loss(tf.reduce_mean(losses) / replicas)
+    gradients = tape.gradient(
+      loss, [v.value for v in model.trainable_variables]
+    )
+    optimizer.apply(gradients, model.trainable_variables)
+    metrics.update(labels, logits, losses)
+
+  @tf.function
+  def train_step(batches):
+    strategy.run(replica_step, args=(next(batches),))
+
+  return train_step
+
+
+def make_test_step(
+  strategy: tf.distribute.Strategy, model: keras.Model, metrics: _Metrics
+) -> Callable:
+  """Returns a graph that adds one batch to the metrics."""
+
+  def replica_step(batch):
+    images, labels = batch
+    logits = model(images, training=False)
+    losses = keras.losses.sparse_categorical_crossentropy(
+      labels, logits, from_logits=True
+    )
+    metrics.update(labels, logits, losses)
+
+  @tf.function
+  def test_step(batch):
+    strategy.run(replica_step, args=(batch,))
+
+  return test_step
+
+
+def _evaluate(test_step, test_set, metrics) -> dict[str, float]:
+  metrics.reset()
+  for batch in test_set:
+    test_step(batch)
+  return metrics.results()
+
+
+def _print_step(epoch, step, data, metrics, throughput) -> None:
+  rate = throughput.current
+  print(
+    f'epoch {epoch + 1}, step {step + 1}/{data.steps_per_epoch}: '
+    f'loss {metrics.results()["loss"]:.4f}, '
+    f'{"- " if rate is None else f"{rate:,.0f} "}examples/s',
+    flush=True,
+  )
+
+
+def _print_epoch(epoch, epochs, train_results, test_results) -> None:
+  print(
+    f'epoch {epoch + 1}/{epochs}: '
+    f'train loss {train_results["loss"]:.4f}, '
+    f'accuracy {train_results["accuracy"]:.4f}; '
+    f'test loss {test_results["loss"]:.4f}, '
+    f'accuracy {test_results["accuracy"]:.4f}',
+    flush=True,
+  )
+
+
+if __name__ == '__main__':
+  command_line.run(train)

@@ -1,0 +1,172 @@
+"""Trains on MNIST with Keras' `fit` and a strategy of tf_strategies.
+
+Four logical CPUs and the digits that scikit-learn carries, offline:
+
+  python -m examples.mnist_keras_fit --strategy=ring_mirrored \\
+    --num_virtual_devices=4 --dataset=digits
+
+MNIST on all GPUs, or on the CPU where there is none:
+
+  python -m examples.mnist_keras_fit --strategy=ring_mirrored
+
+`--checkpoint_dir` makes a run go on where it was interrupted, with the same
+result to the last bit; `--report_json` writes what the summary shows and more.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import keras
+
+from examples import (
+  checkpointing,
+  command_line,
+  common_flags,
+  mnist_common,
+  mnist_model,
+  training_report,
+)
+
+
+def train(
+  options: common_flags.TrainingOptions, devices: Sequence[str] | None = None
+) -> dict[str, object]:
+  """Trains as `options` say.
+
+  Args:
+    options: what and how.
+    devices: names of the devices to use; None for all.
+
+  Returns:
+    The report of the run.
+
+  Raises:
+    UnsupportedOptionError: options that cannot give a right result.
+    DataError: data that are missing or damaged.
+    CheckpointMismatchError: `checkpoint_dir` holds another run's.
+  """
+  all_reduce = mnist_common.create_all_reduce(options)
+  strategy = mnist_common.create_strategy(options, devices, all_reduce)
+  replicas = strategy.num_replicas_in_sync
+  data = mnist_common.load_data(options, replicas)
+
+  # Initial weights depend on the seed alone, not on the number of replicas.
+  keras.utils.set_random_seed(options.seed)
+  keras.config.set_dtype_policy(mnist_model.dtype_policy(options))
+  with strategy.scope():
+    model = mnist_model.build_model(
+      options.model, data.source.num_classes, options.dropout
+    )
+    model.compile(
+      optimizer=mnist_model.build_optimizer(options, replicas),
+      loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+      metrics=['accuracy'],
+      # XLA would compile one replica's step, but not one that waits for
+      # others: one device and several would run different kernels.
+      jit_compile=False,
+    )
+
+  throughput = training_report.Throughput()
+  callbacks = [_MeasureThroughput(throughput, data)]
+  first_epoch = 0
+  if options.checkpoint_dir:
+    checkpoint = checkpointing.RunCheckpoint(
+      options.checkpoint_dir,
+      model,
+      model.optimizer,
+      checkpointing.settings_of(options, data, replicas),
+    )
+    first_epoch = checkpoint.restore()
+    callbacks.append(_SaveEachEpoch(checkpoint))
+  if training_report.can_log(options.log_dir):
+    callbacks.append(keras.callbacks.TensorBoard(options.log_dir))
+
+  if first_epoch < options.epochs:
+    history = model.fit(
+      data.train(first_epoch, options.epochs),
+      initial_epoch=first_epoch,
+      epochs=options.epochs,
+      steps_per_epoch=data.steps_per_epoch,
+      validation_data=data.test,
+      callbacks=callbacks,
+      shuffle=False,  # The stream of batches is shuffled.
+      verbose=_verbosity(options.verbose),
+    )
+    results = {name: values[-1] for name, values in history.history.items()}
+  else:
+    evaluated = model.evaluate(data.test, return_dict=True, verbose=0)
+    results = {f'val_{name}': value for name, value in evaluated.items()}
+
+  run = training_report.Run(
+    'mnist_keras_fit', options, strategy, all_reduce, model, data
+  )
+  if options.save_weights:
+    training_report.write_weights(
+      checkpointing.state_variables(model, model.optimizer),
+      options.save_weights,
+    )
+  return training_report.build(
+    run,
+    training_report.Outcome(
+      first_epoch=first_epoch,
+      test=_split_results(results, 'val_'),
+      train=_split_results(results, ''),
+      throughput=throughput,
+    ),
+  )
+
+
+class _MeasureThroughput(keras.callbacks.Callback):
+  """Tells a `Throughput` when steps and epochs end."""
+
+  def __init__(self, throughput, data):
+    super().__init__()
+    self._throughput = throughput
+    self._data = data
+
+  def on_epoch_begin(self, epoch, logs=None):
+    self._throughput.start_epoch()
+
+  def on_train_batch_end(self, batch, logs=None):
+    self._throughput.end_step(self._data.rows_in_step(batch))
+
+  def on_epoch_end(self, epoch, logs=None):
+    self._throughput.end_epoch()
+
+
+class _SaveEachEpoch(keras.callbacks.Callback):
+  """Saves after each epoch.
+
+  Keras' BackupAndRestore would do, but for three things: a kill while it
+  writes leaves half a file, it deletes its backup when `fit` ends, so that a
+  longer run cannot go on from there, and it takes another model's file.
+  """
+
+  def __init__(self, checkpoint):
+    super().__init__()
+    self._checkpoint = checkpoint
+
+  def on_epoch_end(self, epoch, logs=None):
+    self._checkpoint.save(epochs_done=epoch + 1)
+
+
+def _verbosity(verbose: bool) -> int:
+  """A progress bar on a terminal, a line an epoch in a file."""
+  if not verbose:
+    return 0
+  return 1 if sys.stdout.isatty() else 2
+
+
+def _split_results(results, prefix):
+  """Loss and accuracy with `prefix`, or None where nothing was trained."""
+  if f'{prefix}loss' not in results:
+    return None
+  return {
+    name: float(results[f'{prefix}{name}']) for name in ('loss', 'accuracy')
+  }
+
+
+if __name__ == '__main__':
+  command_line.run(train)

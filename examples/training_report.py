@@ -1,0 +1,253 @@
+"""What a run reports at its end: results, speed, and what was all-reduced."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import os
+import platform
+import statistics
+import time
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tf_strategies as tfs
+from examples import common_flags, mnist_common, mnist_model
+
+
+class Throughput:
+  """Examples a second, without the step that traces the graph.
+
+  Example:
+
+    >>> throughput = Throughput()
+    >>> throughput.start_epoch()
+    >>> for rows in (32, 32):
+    ...   throughput.end_step(rows)
+    >>> throughput.end_epoch()
+    >>> throughput.examples_per_second > 0
+    True
+  """
+
+  def __init__(self):
+    self._rates = []
+    self._start = None
+    self._last = None
+    self._rows = 0
+    self._is_traced = False
+
+  def start_epoch(self) -> None:
+    """Starts the clock, unless the first step is still to be traced."""
+    self._rows = 0
+    self._start = self._last = time.perf_counter() if self._is_traced else None
+
+  def end_step(self, rows: int) -> None:
+    """Counts a step of `rows` examples."""
+    self._last = time.perf_counter()
+    if self._start is None:
+      self._start = self._last
+      self._is_traced = True
+    else:
+      self._rows += rows
+
+  def end_epoch(self) -> None:
+    """Keeps the epoch's rate, up to its last step."""
+    if self._rows:
+      self._rates.append(self._rows / (self._last - self._start))
+
+  @property
+  def current(self) -> float | None:
+    """Examples a second in this epoch so far; None while there are none."""
+    return self._rows / (self._last - self._start) if self._rows else None
+
+  @property
+  def examples_per_second(self) -> float | None:
+    """The median of the epochs; None where no step was measured."""
+    return statistics.median(self._rates) if self._rates else None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Run:
+  """What was trained, and with what.
+
+  Attributes:
+    example: name of the program.
+    options: as the flags gave them.
+    strategy: how the replicas worked together.
+    all_reduce: the op that counted its calls; None if it was none of ours.
+    model: the trained model.
+    data: its data.
+  """
+
+  example: str
+  options: common_flags.TrainingOptions
+  strategy: tf.distribute.Strategy
+  all_reduce: tf.distribute.CrossDeviceOps | None
+  model: keras.Model
+  data: mnist_common.TrainingData
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+  """What training came to.
+
+  Attributes:
+    first_epoch: epochs that were restored rather than trained.
+    test: 'loss' and 'accuracy' on the test split.
+    train: the same, averaged over the last epoch as it was trained; None if
+      every epoch had been done before.
+    throughput: examples a second of this run.
+  """
+
+  first_epoch: int
+  test: dict[str, float]
+  train: dict[str, float] | None
+  throughput: Throughput
+
+
+def build(
+  run: Run,
+  outcome: Outcome,
+) -> dict[str, object]:
+  """Returns the report of a run, ready for JSON."""
+  options, strategy, data = run.options, run.strategy, run.data
+  replicas = strategy.num_replicas_in_sync
+  epochs = max(options.epochs, outcome.first_epoch)
+  return {
+    'example': run.example,
+    'strategy': options.strategy,
+    'replicas': replicas,
+    'devices': list(strategy.extended.worker_devices),
+    'dataset': data.source.name,
+    'train_examples': data.source.train.num_examples,
+    'test_examples': data.source.test.num_examples,
+    'model': options.model,
+    'parameters': run.model.count_params(),
+    'optimizer': options.optimizer,
+    'learning_rate': mnist_model.peak_learning_rate(options, replicas),
+    'mixed_precision': options.mixed_precision,
+    'global_batch_size': data.global_batch_size,
+    'seed': options.seed,
+    'epochs': epochs,
+    'steps': epochs * data.steps_per_epoch,
+    'steps_this_run': (epochs - outcome.first_epoch) * data.steps_per_epoch,
+    'train': outcome.train,
+    'test': outcome.test,
+    'examples_per_second': outcome.throughput.examples_per_second,
+    'all_reduce': _all_reduce(options, strategy, run.all_reduce),
+    'versions': {
+      'tf_strategies': tfs.__version__,
+      'tensorflow': tf.__version__,
+      'keras': keras.__version__,
+      'numpy': np.__version__,
+      'python': platform.python_version(),
+    },
+  }
+
+
+def summary(report: dict[str, object]) -> str:
+  """The report in a few lines."""
+  lines = [
+    f'{report["strategy"]}: {report["replicas"]} replicas, {report["model"]} of '
+    f'{report["parameters"]:,} parameters on {report["dataset"]}, '
+    f'{report["steps"]:,} steps of {report["global_batch_size"]} examples'
+  ]
+  for split in ('train', 'test'):
+    if report[split]:
+      lines.append(
+        f'  {split:5} loss {report[split]["loss"]:.4f}, accuracy '
+        f'{report[split]["accuracy"]:.4f}'
+      )
+  if report['examples_per_second']:
+    lines.append(f'  speed {report["examples_per_second"]:,.0f} examples/s')
+  lines.append(f'  {_describe_all_reduce(report)}')
+  return '\n'.join(lines)
+
+
+def can_log(log_dir: str | None) -> bool:
+  """Whether to write TensorBoard logs; warns if that is not installed."""
+  if log_dir and importlib.util.find_spec('tensorboard') is None:
+    print(
+      f'--log_dir={log_dir} is ignored: TensorBoard is not installed, run '
+      '`pip install tensorboard`.'
+    )
+    return False
+  return bool(log_dir)
+
+
+class ScalarLogger:
+  """Writes scalars for TensorBoard, where a directory was given.
+
+  Args:
+    log_dir: where; None writes nothing.
+  """
+
+  def __init__(self, log_dir: str | None):
+    self._log_dir = log_dir if can_log(log_dir) else None
+    self._writers = {}
+
+  def write(self, step: int, **results: dict[str, float]) -> None:
+    """Writes the results of each split under the names that `fit` gives them."""
+    if self._log_dir is None:
+      return
+    for split, scalars in results.items():
+      # TensorBoard overlays curves of one name in several directories.
+      directory = os.path.join(
+        self._log_dir, 'validation' if split == 'test' else split
+      )
+      if split not in self._writers:
+        self._writers[split] = tf.summary.create_file_writer(directory)
+      with self._writers[split].as_default(step):
+        for name, value in scalars.items():
+          tf.summary.scalar(f'epoch_{name}', value)
+      self._writers[split].flush()
+
+
+def write_json(report: dict[str, object], path: str) -> None:
+  """Writes the report, all of it or nothing."""
+  _make_parent(path)
+  with open(f'{path}.new', 'w', encoding='utf-8') as f:
+    json.dump(report, f, indent=2)
+    f.write('\n')
+  os.replace(f'{path}.new', path)
+
+
+def write_weights(variables: dict[str, tf.Variable], path: str) -> None:
+  """Writes variables to an .npz file, for `examples.compare_weights`."""
+  _make_parent(path)
+  with open(path, 'wb') as f:
+    np.savez(f, **{name: v.numpy() for name, v in variables.items()})
+
+
+def _make_parent(path: str) -> None:
+  os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+
+
+def _all_reduce(options, strategy, op) -> dict[str, object]:
+  """What the op counted, or why nothing was counted."""
+  if op is not None:
+    return {'is_counted': True, **op.report()}
+  if strategy.num_replicas_in_sync == 1:
+    reason = 'one replica: there is nothing to reduce'
+  else:
+    reason = (
+      f"strategy={options.strategy!r} used TensorFlow's own all-reduce, which "
+      'counts nothing'
+    )
+  return {'is_counted': False, 'reason': reason}
+
+
+def _describe_all_reduce(report) -> str:
+  all_reduce = report['all_reduce']
+  if not all_reduce['is_counted']:
+    return f'all-reduce not counted: {all_reduce["reason"]}'
+  calls = all_reduce['calls']['all_reduce']
+  received = max(all_reduce['all_reduce_bytes_in'].values(), default=0)
+  return (
+    f'{all_reduce["cross_device_ops"]}: {calls:,} calls in '
+    f'{report["steps_this_run"]:,} steps, at most {received / 1e6:,.1f} MB '
+    'into one device'
+  )
