@@ -143,6 +143,16 @@ class OrderTest(TFRecordTestCase):
     self.assertLen({tuple(epoch) for epoch in epochs}, 3)
     self.assertNotEqual(_order(self.make(seed=4, **fixed)), epochs[0])
 
+  @parameterized.parameters('none', 'memory')
+  def test_whole_split_is_shuffled(self, cache):
+    # Training reads blocks of 16, which is all of a file here: a buffer of 20
+    # would fill the first batch from two of the four files at most.
+    dataset = self.make(seed=1, cache=cache)
+    files = [
+      len({y % 4 for y in next(iter(dataset))[1].numpy()}) for _ in range(8)
+    ]
+    self.assertEqual(max(files), 4)
+
   def test_small_buffer_shuffles_files_too(self):
     # The first example comes from the first ten of the interleaved records,
     # and over the epochs these come from every file.
