@@ -9,12 +9,13 @@ Every peer runs the same step, a `tf.function` with one
 `tf.distribute.MirroredStrategy`, which differ in their `cross_device_ops`
 alone. `identity` is that step without the all-reduce: the floor. The tensors
 are on their devices before, every peer's sums are compared with the exact ones
-before anything is timed, and the peers take turns. Each number of devices has
-a process of its own.
+before anything is timed, and the peers take turns. Each set on each number of
+devices has a process of its own.
 """
 
 import concurrent.futures
 import dataclasses
+import itertools
 import multiprocessing
 import os
 import sys
@@ -99,8 +100,10 @@ def build_step(
   strategy = tf.distribute.MirroredStrategy(devices, cross_device_ops=ops)
 
   def replica_step(tensors):
+    # On the replica's device, as gradients are.
+    tensors = [tf.identity(t) for t in tensors]
     if peer.kind == peers.FLOOR:
-      return [tf.identity(t) for t in tensors]
+      return tensors
     context = tf.distribute.get_replica_context()
     return context.all_reduce(tf.distribute.ReduceOp.SUM, tensors)
 
@@ -160,7 +163,11 @@ def busiest_bytes_in(step: Step, shapes, num_devices: int) -> int:
 def run_set(
   name: str, num_devices: int, rounds: int, repeats: int
 ) -> list[dict[str, object]]:
-  """Measures every peer on one tensor set.
+  """Measures every peer on one tensor set, in a process of its own.
+
+  TensorFlow's collectives number groups and instances by strategy, but keep
+  their sizes and shapes by process: the next default `MirroredStrategy` would
+  join the first one's group, and abort where they differ.
 
   Args:
     name: the tensor set.
@@ -171,6 +178,9 @@ def run_set(
   Returns:
     One record for each peer, as the JSON report has them.
   """
+  # Every strategy announces its devices, and every peer its algorithm.
+  logging.set_verbosity(logging.ERROR)
+  _configure_logical_cpus(num_devices)
   shapes = tensor_sets.by_name(name)
   devices = [f'CPU:{i}' for i in range(num_devices)]
   inputs = place_inputs(shapes, devices)
@@ -184,6 +194,11 @@ def run_set(
   seconds = measure.take_turns(
     {step.peer.name: step.call for step in steps}, rounds, repeats
   )
+  return _records(name, shapes, num_devices, steps, seconds)
+
+
+def _records(name, shapes, num_devices, steps, seconds):
+  """Returns one record for each peer, as the JSON report has them."""
   spreads = {n: measure.Spread.of(s) for n, s in seconds.items()}
   fastest = min(
     spreads[s.peer.name].median_ms
@@ -243,37 +258,15 @@ def table(records: Sequence[dict[str, object]]) -> str:
   )
 
 
-def run_world(
-  num_devices: int, names: Sequence[str], rounds: int, repeats: int
-) -> list[dict[str, object]]:
-  """Measures every set over `num_devices`; the first TensorFlow of its process.
-
-  TensorFlow's collectives keep the size of a group for the life of a process:
-  a second `MirroredStrategy` of another size would join the first one's group
-  and abort.
-
-  Args:
-    num_devices: how many logical CPUs to make.
-    names: the tensor sets.
-    rounds: turns of each peer.
-    repeats: timed calls in each turn.
-
-  Returns:
-    The records of all sets.
-  """
-  # Every strategy announces its devices, and every peer its algorithm.
-  logging.set_verbosity(logging.ERROR)
-  _configure_logical_cpus(num_devices)
-  results = []
-  for name in names:
-    records = run_set(name, num_devices, rounds, repeats)
-    print(f'\n{num_devices} devices, {name}\n\n{table(records)}', flush=True)
-    results += records
-  return results
-
-
 def _progress(text: str) -> None:
   print(text, file=sys.stderr, flush=True)
+
+
+def _in_a_process(function, *args):
+  with concurrent.futures.ProcessPoolExecutor(
+    1, mp_context=multiprocessing.get_context('spawn')
+  ) as process:
+    return process.submit(function, *args).result()
 
 
 def _configure_logical_cpus(count: int) -> None:
@@ -312,13 +305,10 @@ def main(argv: Sequence[str]) -> None:
     'settings': {'rounds': rounds, 'repeats': _REPEATS.value},
     'results': [],
   }
-  for num_devices in world_sizes:
-    with concurrent.futures.ProcessPoolExecutor(
-      1, mp_context=multiprocessing.get_context('spawn')
-    ) as process:
-      content['results'] += process.submit(
-        run_world, num_devices, names, rounds, _REPEATS.value
-      ).result()
+  for num_devices, name in itertools.product(world_sizes, names):
+    records = _in_a_process(run_set, name, num_devices, rounds, _REPEATS.value)
+    print(f'\n{num_devices} devices, {name}\n\n{table(records)}', flush=True)
+    content['results'] += records
   if _REPORT_JSON.value:
     report.write_json(_REPORT_JSON.value, content)
 

@@ -2,14 +2,26 @@
 
 from collections.abc import Sequence
 
+import tensorflow as tf
+
 from tf_strategies import collectives
 from tf_strategies.collectives import schedule as schedule_lib
 from tf_strategies.cross_device import base
 
 
 def share_memory(devices: Sequence[str]) -> bool:
-  """Whether copies between `devices` cost nothing: all of them are CPUs."""
-  return all('cpu' in device.lower() for device in devices)
+  """Whether copies between `devices` cost nothing: all of them are CPUs.
+
+  Args:
+    devices: device names. A tensor that TensorFlow has yet to place has an
+      empty one; it is on a CPU where there is nothing else.
+  """
+  return all('cpu' in (d.lower() or _only_device_type()) for d in devices)
+
+
+def _only_device_type() -> str:
+  types = {d.device_type.lower() for d in tf.config.list_logical_devices()}
+  return types.pop() if len(types) == 1 else ''
 
 
 class RingAllReduce(base.ScheduledAllReduce):

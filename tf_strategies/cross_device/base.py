@@ -268,13 +268,16 @@ def _as_tensors(value):
 def _holders(value) -> tuple[str, ...]:
   """The full names of the devices that hold a distributed value.
 
-  A component that is a function's argument has no device yet; its name stays
-  empty and TensorFlow places what is computed from it.
+  In a graph, what comes from a function's argument or a variable may have no
+  device yet. A value of a strategy's replicas lives where they run; any other
+  keeps an empty name, and TensorFlow places what is computed from it.
   """
-  return tuple(
-    _tf_internal.resolve_device(v.device) if v.device else ''
-    for v in value.values
-  )
+  devices = [v.device for v in value.values]
+  if not all(devices):
+    replicas = tf.distribute.get_strategy().extended.worker_devices
+    if len(replicas) == len(devices):
+      devices = [d or r for d, r in zip(devices, replicas, strict=True)]
+  return tuple(_tf_internal.resolve_device(d) if d else '' for d in devices)
 
 
 def _bytes_from_others(tensors, device: str) -> int:

@@ -104,10 +104,11 @@ def _incoming(transfers):
 
 def _receive(state, dst, chunk, transfers):
   """The pieces of `chunk` on `dst` after `transfers` have arrived."""
-  arrived = [state[t.src][chunk] for t in transfers]
-  if not transfers[0].reduce:
-    return [tf.identity(piece) for piece in arrived[0]]
-  return [add(list(p)) for p in zip(state[dst][chunk], *arrived, strict=True)]
+  terms = [state[dst][chunk]]
+  for t in transfers:
+    arrived = state[t.src][chunk]
+    terms = [*terms, arrived] if t.reduce else [arrived]
+  return [add(pieces) for pieces in zip(*terms, strict=True)]
 
 
 def _cut(tensors, chunks, planned, divide_by):

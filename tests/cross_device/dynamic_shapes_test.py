@@ -1,0 +1,110 @@
+"""Tensors whose shapes are unknown while the graph is built."""
+
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+from tests import virtual_devices
+from tests.cross_device import replicas
+from tests.cross_device.replicas import MEAN, SUM
+from tf_strategies import cross_device
+
+virtual_devices.configure_logical_cpus()
+
+
+def function_of(op, reduce_op, specs, world_size):
+  """A graph that all-reduces `[tensor][rank]` of the shapes in `specs`."""
+  names = replicas.devices(world_size)
+  signature = [[tf.TensorSpec(*spec)] * world_size for spec in specs]
+
+  @tf.function(input_signature=[signature])
+  def step(values):
+    values = [replicas.on_devices(v, names) for v in values]
+    reduced = op.batch_reduce(reduce_op, [(v, v) for v in values])
+    for value, spec in zip(reduced, specs, strict=True):
+      for component in value.values:
+        component.shape.assert_is_compatible_with(tf.TensorShape(spec[0]))
+    return [r.values for r in reduced]
+
+  return step
+
+
+class DynamicShapesTest(tf.test.TestCase, parameterized.TestCase):
+  def check(self, step, reduce_op, shapes, dtypes, world_size=4):
+    arrays = [
+      replicas.inputs(dtype, shape, world_size, reduce_op)
+      for dtype, shape in zip(dtypes, shapes, strict=True)
+    ]
+    outputs = step([[tf.constant(a) for a in ranks] for ranks in arrays])
+    for ranks, found in zip(arrays, outputs, strict=True):
+      for component in found:
+        np.testing.assert_array_equal(
+          component.numpy(), replicas.exact(ranks, reduce_op), strict=True
+        )
+
+  @parameterized.product(op=list(replicas.OPS), reduce_op=(SUM, MEAN))
+  def test_one_graph_for_every_length(self, op, reduce_op):
+    op = replicas.OPS[op]()
+    step = function_of(op, reduce_op, [([None], tf.float32)], 4)
+    for length in (0, 1, 3, 97, 4099):
+      self.check(step, reduce_op, [(length,)], ['float32'])
+    self.assertEqual(op.calls, 5)
+    self.assertEqual(step.experimental_get_tracing_count(), 1)
+
+  @parameterized.named_parameters(*replicas.NAMED_OPS)
+  def test_matrices_beside_known_shapes(self, make_op):
+    specs = [
+      ([None, None], tf.float32),
+      ([5, None], tf.int64),
+      ([13], tf.float32),
+      (None, tf.bfloat16),
+    ]
+    step = function_of(make_op(), SUM, specs, 4)
+    dtypes = [spec[1].name for spec in specs]
+    for shapes in (
+      [(6, 7), (5, 3), (13,), (2, 2, 3)],
+      [(0, 7), (5, 0), (13,), ()],
+      [(67, 31), (5, 211), (13,), (97,)],
+    ):
+      self.check(step, SUM, shapes, dtypes)
+
+  @parameterized.named_parameters(*replicas.NAMED_OPS)
+  def test_eight_devices(self, make_op):
+    step = function_of(make_op(), MEAN, [([None], tf.float32)], 8)
+    self.check(step, MEAN, [(1009,)], ['float32'], world_size=8)
+
+  @parameterized.product(op=list(replicas.OPS), static_rank=(0, 1, 3))
+  def test_one_replica_knows_its_shape(self, op, static_rank):
+    op = replicas.OPS[op]()
+    names = replicas.devices(4)
+    ranks = replicas.inputs('float32', (97,), 4)
+    signature = [
+      tf.TensorSpec([97] if rank == static_rank else [None])
+      for rank in range(4)
+    ]
+
+    @tf.function(input_signature=[signature])
+    def step(values):
+      value = replicas.on_devices(values, names)
+      return op.reduce(SUM, value, value).values
+
+    for component in step([tf.constant(r) for r in ranks]):
+      self.assertAllEqual(component, replicas.exact(ranks))
+
+  def test_unknown_bytes_count_as_zero(self):
+    op = cross_device.RingAllReduce()
+    step = function_of(op, SUM, [([None], tf.float32), ([64], tf.float32)], 2)
+    self.check(step, SUM, [(500,), (64,)], ['float32', 'float32'], 2)
+    self.assertEqual(op.last_plan.num_bytes, 256)
+    self.assertEqual(op.last_plan.num_tensors, 2)
+
+  def test_lengths_that_differ_fail_when_they_meet(self):
+    step = function_of(
+      cross_device.DirectAllReduce(), SUM, [([None], tf.float32)], 2
+    )
+    with self.assertRaises(tf.errors.InvalidArgumentError):
+      step([[tf.zeros([3]), tf.zeros([4])]])
+
+
+if __name__ == '__main__':
+  tf.test.main()

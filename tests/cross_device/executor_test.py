@@ -1,0 +1,153 @@
+"""The executor does what a schedule says, also when that is wrong."""
+
+import dataclasses
+
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+from tests import virtual_devices
+from tests.cross_device import replicas
+from tf_strategies import collectives, errors
+from tf_strategies.cross_device import executor
+
+virtual_devices.configure_logical_cpus()
+
+WORLD_SIZE = 4
+LENGTHS = (3, 97, 256)
+
+
+def schedules():
+  return {
+    name: build(WORLD_SIZE) for name, build in collectives.BUILDERS.items()
+  }
+
+
+def run(schedule, layout=None):
+  """Executes `schedule`; returns inputs and results as [rank][tensor]."""
+  layout = layout or collectives.plan_layout(
+    LENGTHS, [4] * len(LENGTHS), schedule.num_chunks, split_above=0.0
+  )
+  by_tensor = [replicas.inputs('float32', (n,), WORLD_SIZE) for n in LENGTHS]
+  arrays = [[t[rank] for t in by_tensor] for rank in range(WORLD_SIZE)]
+  results = executor.execute(
+    schedule,
+    layout,
+    [[tf.constant(a) for a in rank] for rank in arrays],
+    replicas.devices(WORLD_SIZE),
+  )
+  return arrays, results
+
+
+def is_exact(schedule):
+  """The comparison under test: every tensor of every rank is the sum."""
+  arrays, results = run(schedule)
+  expected = [replicas.exact(ranks) for ranks in zip(*arrays, strict=True)]
+  return all(
+    np.array_equal(result.numpy(), sum_)
+    for rank in results
+    for result, sum_ in zip(rank, expected, strict=True)
+  )
+
+
+def is_valid(schedule):
+  try:
+    schedule.validate()
+  except errors.ScheduleError:
+    return False
+  return True
+
+
+def changed(schedule, index, **changes):
+  """`schedule` with one transfer changed, or dropped if nothing is given."""
+  transfers = list(schedule.transfers)
+  transfer = transfers.pop(index)
+  if changes:
+    transfers.append(dataclasses.replace(transfer, **changes))
+  return dataclasses.replace(schedule, transfers=tuple(transfers))
+
+
+class MutationsTest(tf.test.TestCase, parameterized.TestCase):
+  @parameterized.parameters(*collectives.BUILDERS)
+  def test_unchanged(self, name):
+    self.assertTrue(is_exact(schedules()[name]))
+
+  @parameterized.parameters(*collectives.BUILDERS)
+  def test_one_transfer_dropped(self, name):
+    schedule = schedules()[name]
+    for index in range(len(schedule.transfers)):
+      with self.subTest(transfer=schedule.transfers[index]):
+        self.assertFalse(is_exact(changed(schedule, index)))
+
+  @parameterized.parameters(*collectives.BUILDERS)
+  def test_one_addition_instead_of_a_copy_or_the_reverse(self, name):
+    schedule = schedules()[name]
+    for index, transfer in enumerate(schedule.transfers):
+      with self.subTest(transfer=transfer):
+        mutant = changed(schedule, index, reduce=not transfer.reduce)
+        self.assertFalse(is_exact(mutant))
+
+  @parameterized.parameters(
+    'ring', 'halving_doubling', 'hierarchical', 'direct'
+  )
+  def test_one_transfer_of_another_chunk_or_sender(self, name):
+    # Another sender may have the same sum already: then both must say so.
+    schedule = schedules()[name]
+    for index, transfer in enumerate(schedule.transfers):
+      chunk = (transfer.chunk + 1) % schedule.num_chunks
+      src = (transfer.src + 1) % WORLD_SIZE
+      src = src if src != transfer.dst else (src + 1) % WORLD_SIZE
+      for change in ({'chunk': chunk}, {'src': src}):
+        with self.subTest(transfer=transfer, **change):
+          mutant = changed(schedule, index, **change)
+          self.assertEqual(is_exact(mutant), is_valid(mutant))
+
+
+class ExecutorTest(tf.test.TestCase, parameterized.TestCase):
+  def test_every_rank_ends_on_its_device(self):
+    _, results = run(collectives.ring_all_reduce(WORLD_SIZE))
+    for device, rank in zip(replicas.devices(WORLD_SIZE), results, strict=True):
+      for result in rank:
+        self.assertEndsWith(result.device, device)
+
+  def test_wrong_layout_is_seen(self):
+    schedule = collectives.direct_all_reduce(WORLD_SIZE)
+    layout = collectives.plan_layout(
+      LENGTHS, [4] * len(LENGTHS), schedule.num_chunks, split_above=0.0
+    )
+    moved = [
+      dataclasses.replace(piece, start=piece.start + 1)
+      if piece.start > 0
+      else piece
+      for piece in layout
+    ]
+    arrays, results = run(schedule, layout)
+    expected = replicas.exact([rank[2] for rank in arrays])
+    self.assertAllEqual(results[0][2], expected)
+    with self.assertRaises((AssertionError, tf.errors.InvalidArgumentError)):
+      _, results = run(schedule, moved)
+      self.assertAllEqual(results[0][2], expected)
+
+  def test_add_alone_is_a_tensor_of_its_own(self):
+    with tf.device('CPU:3'):
+      result = executor.add([tf.constant([1.0, 2.0])])
+    self.assertAllEqual(result, [1.0, 2.0])
+    self.assertEndsWith(result.device, 'CPU:3')
+
+  @parameterized.parameters(
+    ('int32', [-5, -4, -1, 0, 5], [-3, -2, -1, 0, 2]),
+    ('uint8', [5, 254, 255, 0, 1], [2, 127, 127, 0, 0]),
+    ('float32', [-5, 1, 0, 3, 2], [-2.5, 0.5, 0, 1.5, 1]),
+    ('float16', [-5, 1, 0, 3, 65504], [-2.5, 0.5, 0, 1.5, 32752]),
+    ('complex64', [-5, 1j, 0, 3, 2], [-2.5, 0.5j, 0, 1.5, 1]),
+  )
+  def test_divide(self, dtype, values, expected):
+    numpy_dtype = tf.as_dtype(dtype).as_numpy_dtype
+    result = executor.divide(tf.constant(np.array(values, numpy_dtype)), 2)
+    np.testing.assert_array_equal(
+      result.numpy(), np.array(expected, numpy_dtype), strict=True
+    )
+
+
+if __name__ == '__main__':
+  tf.test.main()

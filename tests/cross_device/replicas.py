@@ -1,0 +1,97 @@
+"""Values on several logical CPUs, the sums that they must have, and every op.
+
+Inputs are small integers that tell ranks and positions apart, so that every
+sum is exact in every dtype and an output that is one chunk or one rank off is
+not equal to it.
+"""
+
+import numpy as np
+import tensorflow as tf
+
+from tf_strategies import _tf_internal, cross_device
+
+SUM = tf.distribute.ReduceOp.SUM
+MEAN = tf.distribute.ReduceOp.MEAN
+
+OPS = {
+  'ring': cross_device.RingAllReduce,
+  'naive': cross_device.NaiveAllReduce,
+  'tree': cross_device.TreeAllReduce,
+  'halving_doubling': cross_device.HalvingDoublingAllReduce,
+  'hierarchical': cross_device.HierarchicalRingAllReduce,
+  'direct': cross_device.DirectAllReduce,
+  'auto': cross_device.AutoAllReduce,
+}
+NAMED_OPS = list(OPS.items())
+
+# How far apart two ranks are. Sums over 8 ranks stay below the dtype's last
+# exact integer: 256 for bfloat16, 255 for uint8, 2048 for float16.
+_RANK_STEP = {'bfloat16': 4, 'uint8': 4, 'float16': 32}
+
+DTYPES = (
+  'float16',
+  'bfloat16',
+  'float32',
+  'float64',
+  'int32',
+  'int64',
+  'uint8',
+  'complex64',
+)
+
+
+def devices(count):
+  return tuple(f'CPU:{i}' for i in range(count))
+
+
+def on_devices(values, names):
+  """A distributed value with one component on each device."""
+  components = []
+  for value, name in zip(values, names, strict=True):
+    with tf.device(name):
+      components.append(tf.identity(value))
+  return _tf_internal.PerReplica(components)
+
+
+def inputs(dtype, shape, world_size, reduce_op=SUM):
+  """Each rank's array; for MEAN of floats multiples of `world_size`."""
+  step = _RANK_STEP.get(dtype, 1000)
+  numpy_dtype = tf.as_dtype(dtype).as_numpy_dtype
+  positions = np.arange(int(np.prod(shape))).reshape(shape)
+  if step != 1000:
+    positions = positions % step
+  arrays = [rank * step + positions for rank in range(world_size)]
+  if dtype in ('int32', 'int64'):
+    # Below zero a division that truncates differs from one that floors.
+    arrays = [a - 2500 for a in arrays]
+  elif reduce_op == MEAN and dtype != 'uint8':
+    arrays = [a * world_size for a in arrays]
+  if dtype == 'complex64':
+    arrays = [a + 3j * (a[::-1] if a.ndim else a) for a in arrays]
+  return [np.asarray(a).astype(numpy_dtype) for a in arrays]
+
+
+def exact(arrays, reduce_op=SUM):
+  """What every rank must end with, computed in 64 bits."""
+  dtype = arrays[0].dtype
+  if dtype.kind in 'iu':
+    total = np.sum(np.asarray(arrays, np.int64), axis=0)
+    if reduce_op == MEAN:
+      total = total // len(arrays)
+  else:
+    wide = np.complex128 if dtype.kind == 'c' else np.float64
+    total = np.sum([a.astype(wide) for a in arrays], axis=0)
+    if reduce_op == MEAN:
+      total = total / len(arrays)
+  return np.asarray(total).astype(dtype)
+
+
+def assert_equal(value, expected, names):
+  """Every replica's component is `expected`, in its dtype, on its device."""
+  components = value.values
+  if len(components) != len(names):
+    raise AssertionError(f'{len(components)} components on {names}')
+  for component, name in zip(components, names, strict=True):
+    np.testing.assert_array_equal(component.numpy(), expected, strict=True)
+    if not component.device.endswith(name):
+      raise AssertionError(f'{component.device} instead of {name}')
