@@ -43,7 +43,7 @@ def _cnn_layers() -> list[keras.layers.Layer]:
     keras.layers.Conv2D(32, 5, activation='relu', name='conv_2'),
     keras.layers.MaxPooling2D(2, name='pool_2'),
     keras.layers.Flatten(name='flatten'),
-    keras.layers.Dense(64, activation='relu', name='hidden'),
+    keras.layers.Dense(128, activation='relu', name='hidden'),
   ]
 
 
