@@ -273,7 +273,7 @@ def _holders(value) -> tuple[str, ...]:
   keeps an empty name, and TensorFlow places what is computed from it.
   """
   devices = [v.device for v in value.values]
-  if not all(devices):
+  if not all(devices) and tf.distribute.has_strategy():
     replicas = tf.distribute.get_strategy().extended.worker_devices
     if len(replicas) == len(devices):
       devices = [d or r for d, r in zip(devices, replicas, strict=True)]

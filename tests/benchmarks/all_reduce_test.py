@@ -1,0 +1,200 @@
+"""The benchmark runs, is complete, and counts bytes by the formulas."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import tensorflow as tf
+from absl.testing import parameterized
+
+from benchmarks import measure, peers, report, tensor_sets
+from tf_strategies import errors
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+DEADLINE_SECONDS = 240
+
+OURS = {
+  f'{name}AllReduce'
+  for name in (
+    'Auto',
+    'Direct',
+    'Ring',
+    'HalvingDoubling',
+    'HierarchicalRing',
+    'Tree',
+    'Naive',
+  )
+}
+BUILT_IN = {'ReductionToOneDevice', 'HierarchicalCopyAllReduce', 'default'}
+
+
+def run_benchmark(*flags):
+  """Runs the benchmark as a user would; returns the finished process."""
+  return subprocess.run(
+    [sys.executable, '-m', 'benchmarks.all_reduce', *flags],
+    cwd=ROOT,
+    env={**os.environ, 'PYTHONPATH': os.pathsep.join([ROOT, *sys.path])},
+    capture_output=True,
+    text=True,
+    timeout=DEADLINE_SECONDS,
+    check=False,
+  )
+
+
+@pytest.mark.multi_process
+class AllReduceBenchmarkTest(tf.test.TestCase):
+  def test_quick(self):
+    path = os.path.join(self.create_tempdir().full_path, 'report.json')
+    done = run_benchmark(
+      '--quick',
+      '--num_devices=2,4',
+      '--sets=4x4KB',
+      '--rounds=2',
+      '--repeats=2',
+      f'--report_json={path}',
+    )
+    self.assertEqual(done.returncode, 0, done.stderr[-4000:])
+    with open(path, encoding='utf-8') as f:
+      found = json.load(f)
+    self.check_environment(found)
+    self.assertLen(found['results'], 2 * 11)
+    for world_size in (2, 4):
+      records = {
+        r['peer']: r for r in found['results'] if r['num_devices'] == world_size
+      }
+      self.assertEqual(set(records), OURS | BUILT_IN | {'identity'})
+      self.check_records(records)
+      self.check_bytes(records, world_size)
+      for name in records:
+        self.assertIn(f'| {name}', done.stdout)
+      self.assertIn(f'{world_size} devices, 4x4KB', done.stderr)
+
+  def check_environment(self, found):
+    self.assertEqual(found['benchmark'], 'all_reduce')
+    self.assertEqual(found['settings'], {'rounds': 2, 'repeats': 2})
+    self.assertEqual(found['versions']['tensorflow'], tf.__version__)
+    self.assertGreater(found['hardware']['cpu_count'], 0)
+    self.assertNotIn(os.uname().nodename, json.dumps(found))
+
+  def check_records(self, records):
+    fastest = min(records[name]['median_ms'] for name in BUILT_IN)
+    for record in records.values():
+      self.assertEqual(record['set'], '4x4KB')
+      self.assertEqual(record['num_tensors'], 4)
+      self.assertEqual(record['num_bytes'], 16000)
+      self.assertEqual(record['num_samples'], 4)
+      self.assertGreater(record['p10_ms'], 0)
+      self.assertLessEqual(record['p10_ms'], record['median_ms'])
+      self.assertLessEqual(record['median_ms'], record['p90_ms'])
+      self.assertAllClose(
+        record['ratio_to_fastest_built_in'], record['median_ms'] / fastest
+      )
+
+  def check_bytes(self, records, world_size):
+    total = 16000
+    least = 2 * (world_size - 1) * total // world_size
+    to_one = (world_size - 1) * total
+    expected = dict.fromkeys(OURS | {'default'}, least)
+    expected |= {
+      'identity': 0,
+      'NaiveAllReduce': to_one,
+      'ReductionToOneDevice': to_one,
+      'TreeAllReduce': total * (world_size.bit_length() - 1),
+      'HierarchicalCopyAllReduce': least,
+    }
+    self.assertEqual(
+      {name: r['busiest_bytes_in'] for name, r in records.items()}, expected
+    )
+
+  def test_bad_flags(self):
+    for flag, word in (
+      ('--num_devices=1', 'integers of 2 or more'),
+      ('--sets=25MB', '25x1MB'),
+    ):
+      done = run_benchmark('--quick', flag)
+      self.assertNotEqual(done.returncode, 0)
+      self.assertIn(word, done.stdout + done.stderr)
+
+
+class MeasureTest(tf.test.TestCase):
+  def test_peers_take_turns(self):
+    called = []
+    functions = {n: lambda n=n: called.append(n) for n in 'abc'}
+    measure.take_turns(functions, rounds=3, repeats=2, warmup=1)
+    self.assertEqual(''.join(called), 'aaabbbcccbbbcccaaacccaaabbb')
+
+  def test_times_the_calls_alone(self):
+    now = [0.0]
+
+    def spend(seconds):
+      now[0] += seconds
+
+    found = measure.take_turns(
+      {'a': lambda: spend(1.0), 'b': lambda: spend(5.0)},
+      rounds=2,
+      repeats=3,
+      warmup=2,
+      clock=lambda: now[0],
+    )
+    self.assertEqual(found, {'a': [1.0] * 6, 'b': [5.0] * 6})
+
+  def test_spread(self):
+    spread = measure.Spread.of([0.001 * i for i in range(101)])
+    self.assertAllClose(
+      (spread.p10_ms, spread.median_ms, spread.p90_ms), (10, 50, 90)
+    )
+    self.assertEqual(spread.num_samples, 101)
+
+
+class TensorSetsTest(tf.test.TestCase, parameterized.TestCase):
+  def test_resnet_is_that_of_the_paper(self):
+    shapes = tensor_sets.by_name('resnet')
+    self.assertLen(shapes, 60)
+    # Keras counts 25,636,712 parameters. Its convolutions have 26,560 biases,
+    # and 106,240 are the batch normalisations', of which 3,904 are here.
+    parameters = sum(tf.TensorShape(s).num_elements() for s in shapes)
+    self.assertEqual(parameters, 25_636_712 - 26_560 - 106_240 + 3_904)
+
+  @parameterized.parameters('', '25', '0x1MB', '1x0KB', '1x1GB', 'x', 'vgg')
+  def test_unknown(self, name):
+    with self.assertRaisesRegex(errors.UnsupportedOptionError, repr(name)):
+      tensor_sets.by_name(name)
+
+
+class PeersTest(tf.test.TestCase, parameterized.TestCase):
+  def test_hierarchical_copy_forgets_one_of_an_odd_number(self):
+    names = [peer.name for peer in peers.for_devices(3)]
+    self.assertNotIn('HierarchicalCopyAllReduce', names)
+
+  @parameterized.parameters(2, 4, 8)
+  def test_hierarchical_copy(self, world_size):
+    # Two main devices for each tensor: half of the devices' gradients, or
+    # half less one and the other half's sum; one copy back to the rest.
+    busiest = peers.hierarchical_copy_bytes_in([100], world_size)
+    self.assertEqual(busiest, 100 * (world_size // 2))
+    balanced = peers.hierarchical_copy_bytes_in([100] * world_size, world_size)
+    self.assertEqual(balanced, 100 * 2 * (world_size - 1))
+
+
+class ReportTest(tf.test.TestCase):
+  def test_table_is_aligned(self):
+    lines = report.markdown(
+      ['peer', 'ms'], [['a longer name', 1.0], ['b', None]]
+    ).splitlines()
+    self.assertLen({len(line) for line in lines}, 1)
+    self.assertEqual(lines[1], '| :------------ | ---: |')
+
+  def test_report_is_replaced_at_once(self):
+    directory = self.create_tempdir().full_path
+    path = os.path.join(directory, 'a.json')
+    for content in ({'a': 1}, {'b': 2}):
+      report.write_json(path, content)
+      with open(path, encoding='utf-8') as f:
+        self.assertEqual(json.load(f), content)
+    self.assertEqual(os.listdir(directory), ['a.json'])
+
+
+if __name__ == '__main__':
+  tf.test.main()

@@ -1,0 +1,224 @@
+"""Where results go: destinations of reduce, gather and broadcast."""
+
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+from tests import virtual_devices
+from tests.cross_device import replicas
+from tests.cross_device.replicas import MEAN, SUM
+from tf_strategies import _tf_internal, cross_device
+
+virtual_devices.configure_logical_cpus()
+
+NAMES = replicas.devices(4)
+RANKS = replicas.inputs('float32', (101,), 4)
+SUM_OF_RANKS = replicas.exact(RANKS)
+
+
+def value_of_ranks():
+  return replicas.on_devices(RANKS, NAMES)
+
+
+def mirrored_variable(names, value=0.0):
+  with tf.distribute.MirroredStrategy(list(names)).scope():
+    return tf.Variable(value)
+
+
+class ReduceTest(tf.test.TestCase, parameterized.TestCase):
+  def assert_one(self, tensor, expected, name):
+    self.assertIsInstance(tensor, tf.Tensor)
+    np.testing.assert_array_equal(tensor.numpy(), expected, strict=True)
+    self.assertEndsWith(tensor.device, name)
+
+  @parameterized.product(op=list(replicas.OPS), name=('CPU:0', 'CPU:6'))
+  def test_device(self, op, name):
+    op = replicas.OPS[op]()
+    self.assert_one(op.reduce(SUM, value_of_ranks(), name), SUM_OF_RANKS, name)
+    self.assertEqual(op.report()['calls']['reduce'], 1)
+    self.assertEqual(op.calls, 0)
+
+  @parameterized.product(
+    dtype=replicas.DTYPES, shape=((), (0,), (6, 7)), reduce_op=(SUM, MEAN)
+  )
+  def test_dtypes(self, dtype, shape, reduce_op):
+    ranks = replicas.inputs(dtype, shape, 4, reduce_op)
+    value = replicas.on_devices(ranks, NAMES)
+    result = cross_device.RingAllReduce().reduce(reduce_op, value, 'CPU:1')
+    self.assert_one(result, replicas.exact(ranks, reduce_op), 'CPU:1')
+
+  @parameterized.named_parameters(*replicas.NAMED_OPS)
+  def test_mirrored_variable_on_the_same_devices(self, make_op):
+    op = make_op()
+    result = op.reduce(SUM, value_of_ranks(), mirrored_variable(NAMES))
+    replicas.assert_equal(result, SUM_OF_RANKS, NAMES)
+    self.assertEqual(op.calls, 1)
+
+  @parameterized.named_parameters(
+    ('fewer', ('CPU:2', 'CPU:3')),
+    ('others', ('CPU:4', 'CPU:5', 'CPU:6', 'CPU:7')),
+    ('in_another_order', NAMES[::-1]),
+  )
+  def test_mirrored_variable_on_other_devices(self, names):
+    op = cross_device.RingAllReduce()
+    result = op.reduce(SUM, value_of_ranks(), mirrored_variable(names))
+    replicas.assert_equal(result, SUM_OF_RANKS, names)
+
+  @parameterized.parameters('CPU:0', 'CPU:3', 'CPU:7')
+  def test_plain_variable(self, name):
+    with tf.device(name):
+      variable = tf.Variable(0.0)
+    result = cross_device.RingAllReduce().reduce(
+      SUM, value_of_ranks(), variable
+    )
+    self.assert_one(result, SUM_OF_RANKS, name)
+
+  def test_another_value(self):
+    op = cross_device.RingAllReduce()
+    result = op.reduce(SUM, value_of_ranks(), value_of_ranks())
+    replicas.assert_equal(result, SUM_OF_RANKS, NAMES)
+    self.assertEqual(op.calls, 1)
+
+  @parameterized.named_parameters(*replicas.NAMED_OPS)
+  def test_batch_with_different_destinations(self, make_op):
+    op = make_op()
+    pairs, expected = [], []
+    for index, destination in enumerate(
+      [None, 'CPU:5', mirrored_variable(('CPU:1', 'CPU:7')), None]
+    ):
+      ranks = replicas.inputs('int32', (11 + index,), 4)
+      value = replicas.on_devices(ranks, NAMES)
+      pairs.append((value, value if destination is None else destination))
+      expected.append(replicas.exact(ranks, MEAN))
+    results = op.batch_reduce(MEAN, pairs)
+    replicas.assert_equal(results[0], expected[0], NAMES)
+    self.assert_one(results[1], expected[1], 'CPU:5')
+    replicas.assert_equal(results[2], expected[2], ('CPU:1', 'CPU:7'))
+    replicas.assert_equal(results[3], expected[3], NAMES)
+    # Those that stay where they are share one all-reduce.
+    self.assertEqual(op.calls, 1)
+    self.assertEqual(op.last_plan.num_tensors, 2)
+    self.assertEqual(op.report()['calls']['reduce'], 2)
+
+  def test_batch_over_different_devices(self):
+    op = cross_device.RingAllReduce()
+    few = replicas.on_devices(RANKS[:2], NAMES[2:])
+    results = op.batch_reduce(SUM, [(v, v) for v in (few, value_of_ranks())])
+    replicas.assert_equal(results[0], replicas.exact(RANKS[:2]), NAMES[2:])
+    replicas.assert_equal(results[1], SUM_OF_RANKS, NAMES)
+    self.assertEqual(op.calls, 2)
+
+  @parameterized.product(op=list(replicas.OPS), reduce_op=(SUM, MEAN))
+  def test_one_replica(self, op, reduce_op):
+    op = replicas.OPS[op]()
+    value = replicas.on_devices(RANKS[2:3], ['CPU:2'])
+    for destination, name in ((value, 'CPU:2'), ('CPU:6', 'CPU:6')):
+      pairs = [(value, destination)]
+      for result in (
+        op.reduce(reduce_op, value, destination),
+        op.batch_reduce(reduce_op, pairs)[0],
+      ):
+        self.assert_one(result, RANKS[2], name)
+
+  def test_one_replica_beside_several(self):
+    alone = replicas.on_devices(RANKS[2:3], ['CPU:2'])
+    value = value_of_ranks()
+    results = cross_device.RingAllReduce().batch_reduce(
+      MEAN, [(value, value), (alone, alone)]
+    )
+    replicas.assert_equal(results[0], SUM_OF_RANKS / 4, NAMES)
+    replicas.assert_equal(results[1], RANKS[2], ['CPU:2'])
+
+  def test_tensor_counts_as_one_replica(self):
+    result = cross_device.RingAllReduce().reduce(
+      SUM, tf.constant(RANKS[1]), 'CPU:4'
+    )
+    self.assert_one(result, RANKS[1], 'CPU:4')
+
+  def test_numpy_components(self):
+    value = _tf_internal.PerReplica(RANKS)
+    result = cross_device.RingAllReduce().reduce(SUM, value, 'CPU:4')
+    self.assert_one(result, SUM_OF_RANKS, 'CPU:4')
+
+  def test_variable_components(self):
+    variable = mirrored_variable(NAMES, RANKS[0])
+    for component, rank in zip(variable.values, RANKS, strict=True):
+      component.assign(rank)
+    value = _tf_internal.PerReplica(variable.values)
+    op = cross_device.RingAllReduce()
+    replicas.assert_equal(op.reduce(SUM, value, value), SUM_OF_RANKS, NAMES)
+
+  @parameterized.named_parameters(*replicas.NAMED_OPS)
+  def test_gradient(self, make_op):
+    op = make_op()
+    inputs = [tf.constant(rank) for rank in RANKS]
+    for reduce_op, divide_by in ((SUM, 1), (MEAN, 4)):
+      with tf.GradientTape() as tape:
+        tape.watch(inputs)
+        value = replicas.on_devices(inputs, NAMES)
+        reduced = op.reduce(reduce_op, value, value).values
+        # Replica r's loss weighs what it got by r + 1 and its place.
+        places = tf.range(101.0)
+        loss = tf.add_n(
+          [tf.reduce_sum(v * places * (r + 1)) for r, v in enumerate(reduced)]
+        )
+      for gradient in tape.gradient(loss, inputs):
+        self.assertAllEqual(gradient, np.arange(101) * 10.0 / divide_by)
+
+
+class GatherTest(tf.test.TestCase, parameterized.TestCase):
+  @parameterized.product(op=list(replicas.OPS), axis=(0, 1))
+  def test_uneven(self, op, axis):
+    op = replicas.OPS[op]()
+    shapes = [(2, 3, 2), (2, 3, 2), (2, 3, 2), (2, 3, 2)]
+    shapes = [s[:axis] + (n,) + s[axis + 1 :] for n, s in enumerate(shapes)]
+    ranks = [
+      rank * 1000 + np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+      for rank, shape in enumerate(shapes)
+    ]
+    value = replicas.on_devices(ranks, NAMES)
+    expected = np.concatenate(ranks, axis)
+    gathered = op._gather(value, value, axis)
+    replicas.assert_equal(gathered, expected, NAMES)
+    alone = op._gather(value, 'CPU:6', axis)
+    np.testing.assert_array_equal(alone.numpy(), expected, strict=True)
+    self.assertEndsWith(alone.device, 'CPU:6')
+    self.assertEqual(op.report()['calls']['gather'], 2)
+
+  @parameterized.parameters('bool', 'string')
+  def test_what_has_no_sum(self, dtype):
+    ranks = [tf.cast([rank > 1], tf.bool) for rank in range(4)]
+    if dtype == 'string':
+      ranks = [tf.as_string(r) for r in ranks]
+    value = replicas.on_devices(ranks, NAMES)
+    gathered = cross_device.RingAllReduce()._gather(value, value, 0)
+    for component in gathered.values:
+      self.assertAllEqual(component, tf.concat(ranks, 0))
+
+  def test_unknown_lengths(self):
+    @tf.function(input_signature=[[tf.TensorSpec([None, 2])] * 3])
+    def step(values):
+      value = replicas.on_devices(values, NAMES[:3])
+      return cross_device.RingAllReduce()._gather(value, value, 0).values
+
+    ranks = [np.full([rank, 2], rank, np.float32) for rank in range(3)]
+    for component in step([tf.constant(r) for r in ranks]):
+      self.assertAllEqual(component, np.concatenate(ranks))
+
+
+class BroadcastTest(tf.test.TestCase, parameterized.TestCase):
+  @parameterized.named_parameters(*replicas.NAMED_OPS)
+  def test_to_every_device(self, make_op):
+    op = make_op()
+    tensor = tf.constant(RANKS[3])
+    replicas.assert_equal(
+      op.broadcast(tensor, mirrored_variable(NAMES)), RANKS[3], NAMES
+    )
+    alone = op.broadcast(tensor, 'CPU:6')
+    self.assertAllEqual(alone, RANKS[3])
+    self.assertEndsWith(alone.device, 'CPU:6')
+    self.assertEqual(op.report()['calls']['broadcast'], 2)
+
+
+if __name__ == '__main__':
+  tf.test.main()

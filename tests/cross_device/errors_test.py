@@ -1,0 +1,109 @@
+"""What is refused, and that the message names the value and the way out."""
+
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+from tests import virtual_devices
+from tests.cross_device import replicas
+from tests.cross_device.replicas import MEAN, SUM
+from tf_strategies import cross_device, errors
+
+virtual_devices.configure_logical_cpus()
+
+NAMES = replicas.devices(2)
+
+
+class ErrorsTest(tf.test.TestCase, parameterized.TestCase):
+  def assert_refused(self, words, call, error=errors.UnsupportedOptionError):
+    with self.assertRaises(error) as caught:
+      call()
+    self.assertIsInstance(caught.exception, ValueError)
+    for word in words:
+      self.assertIn(word, str(caught.exception))
+
+  def reduces(self, op, reduce_op, components):
+    """The ways to reduce: all-reduce, to one device, several at once."""
+    value = replicas.on_devices(components, NAMES)
+    good = replicas.on_devices(np.ones([2, 3], np.float32), NAMES)
+    yield lambda: op.reduce(reduce_op, value, value)
+    yield lambda: op.reduce(reduce_op, value, 'CPU:5')
+    yield lambda: op.batch_reduce(reduce_op, [(good, good), (value, value)])
+
+  @parameterized.product(op=list(replicas.OPS), reduce_op=(SUM, MEAN))
+  def test_bool(self, op, reduce_op):
+    for reduce in self.reduces(
+      replicas.OPS[op](), reduce_op, [[True], [False]]
+    ):
+      self.assert_refused(['dtype bool', 'Way out: cast'], reduce)
+
+  def test_string(self):
+    op = cross_device.RingAllReduce()
+    for reduce in self.reduces(op, SUM, ['a', 'b']):
+      self.assert_refused(['dtype string', 'Way out: cast'], reduce)
+
+  @parameterized.named_parameters(*replicas.NAMED_OPS)
+  def test_shapes_that_differ(self, make_op):
+    components = [tf.zeros([3, 2]), tf.zeros([4, 2])]
+    for reduce in self.reduces(make_op(), SUM, components):
+      self.assert_refused(
+        ['replica 1', '(4, 2)', '(3, 2)', 'Way out: ', 'strategy.gather'],
+        reduce,
+      )
+
+  def test_dtypes_that_differ(self):
+    components = [tf.zeros([3]), tf.zeros([3], tf.float16)]
+    for reduce in self.reduces(cross_device.RingAllReduce(), SUM, components):
+      self.assert_refused(['replica 1', 'float16', 'float32'], reduce)
+
+  @parameterized.parameters('MAX', 'SUM', None, 3)
+  def test_reduce_op(self, reduce_op):
+    op = cross_device.RingAllReduce()
+    for reduce in self.reduces(op, reduce_op, [[1.0], [2.0]]):
+      self.assert_refused(
+        [f'reduce_op={reduce_op!r}', 'ReduceOp.SUM or MEAN', 'Way out: '],
+        reduce,
+      )
+
+  @parameterized.parameters(0, 3, -1, 2.0, True)
+  def test_group_size(self, group_size):
+    value = replicas.on_devices([[1.0], [2.0]], NAMES)
+    op = cross_device.HierarchicalRingAllReduce(group_size)
+    self.assert_refused(
+      [f'group_size ({group_size!r})', 'world_size (2)', '[1, 2]'],
+      lambda: op.reduce(SUM, value, value),
+      errors.ScheduleError,
+    )
+
+  @parameterized.product(
+    op=(cross_device.NaiveAllReduce, cross_device.TreeAllReduce),
+    root=(-1, 2, 0.0, '0', None),
+  )
+  def test_root(self, op, root):
+    value = replicas.on_devices([[1.0], [2.0]], NAMES)
+    self.assert_refused(
+      [f'root ({root!r})', 'from 0 to 1'],
+      lambda: op(root).reduce(SUM, value, value),
+      errors.ScheduleError,
+    )
+
+  def test_nothing_is_counted_when_refused(self):
+    op = cross_device.RingAllReduce()
+    for reduce in self.reduces(op, SUM, [[True], [False]]):
+      self.assert_refused([], reduce)
+    self.assertEqual(sum(op.report()['calls'].values()), 0)
+    self.assertIsNone(op.last_plan)
+
+  def test_op_works_after_an_error(self):
+    op = cross_device.RingAllReduce()
+    for reduce in self.reduces(op, 'MAX', [[1.0], [2.0]]):
+      self.assert_refused([], reduce)
+    ranks = replicas.inputs('float32', (97,), 2)
+    value = replicas.on_devices(ranks, NAMES)
+    replicas.assert_equal(
+      op.reduce(SUM, value, value), replicas.exact(ranks), NAMES
+    )
+
+
+if __name__ == '__main__':
+  tf.test.main()

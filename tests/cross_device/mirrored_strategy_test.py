@@ -1,0 +1,214 @@
+"""Every op inside TensorFlow's own `MirroredStrategy`."""
+
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+from tests import virtual_devices
+from tests.cross_device import replicas
+from tests.cross_device.replicas import MEAN, SUM
+from tf_strategies import _tf_internal
+
+virtual_devices.configure_logical_cpus()
+
+NAMES = replicas.devices(4)
+RANKS = replicas.inputs('float32', (103,), 4)
+
+
+class MirroredStrategyTest(tf.test.TestCase, parameterized.TestCase):
+  def strategy_of(self, op):
+    return tf.distribute.MirroredStrategy(list(NAMES), cross_device_ops=op)
+
+  def per_replica(self, strategy, values=RANKS):
+    """A distributed value; `value_fn` alone leaves it on one device."""
+
+    def value_fn(context):
+      index = context.replica_id_in_sync_group
+      with tf.device(NAMES[index]):
+        return tf.identity(values[index])
+
+    return strategy.experimental_distribute_values_from_function(value_fn)
+
+  @parameterized.product(op=list(replicas.OPS), reduce_op=(SUM, MEAN))
+  def test_all_reduce(self, op, reduce_op):
+    op = replicas.OPS[op]()
+    strategy = self.strategy_of(op)
+    value = self.per_replica(strategy)
+
+    def replica_step(x):
+      context = tf.distribute.get_replica_context()
+      a, b = context.all_reduce(reduce_op, [x, 2.0 * x[:7]])
+      return a, b
+
+    @tf.function
+    def step(value):
+      return strategy.run(replica_step, args=(value,))
+
+    for _ in range(3):
+      whole, part = step(value)
+    expected = replicas.exact(RANKS, reduce_op)
+    for component in whole.values:
+      self.assertAllEqual(component, expected)
+    for component in part.values:
+      self.assertAllEqual(component, 2 * expected[:7])
+    # Executions: the graph was traced once, and all values share one call.
+    self.assertEqual(op.calls, 3)
+    self.assertEqual(op.last_plan.num_tensors, 2)
+
+  @parameterized.named_parameters(*replicas.NAMED_OPS)
+  def test_eager_all_reduce(self, make_op):
+    op = make_op()
+    strategy = self.strategy_of(op)
+    result = strategy.run(
+      lambda x: tf.distribute.get_replica_context().all_reduce(SUM, x),
+      args=(self.per_replica(strategy),),
+    )
+    replicas.assert_equal(result, replicas.exact(RANKS), NAMES)
+    self.assertEqual(op.calls, 1)
+
+  @parameterized.named_parameters(*replicas.NAMED_OPS)
+  def test_values_without_a_device_are_reduced_where_replicas_run(
+    self, make_op
+  ):
+    # An argument of a function has no device while the graph is built.
+    op = make_op()
+    strategy = self.strategy_of(op)
+    placed = []
+
+    @tf.function
+    def step(values):
+      value = strategy.experimental_distribute_values_from_function(
+        lambda context: values[context.replica_id_in_sync_group]
+      )
+      self.assertEqual({v.device for v in value.values}, {''})
+      with strategy.scope():
+        pairs = [(value, value)]
+        reduced = strategy.extended.batch_reduce_to(SUM, pairs)[0]
+      placed.extend(component.device for component in reduced.values)
+      return reduced.values
+
+    for component in step([tf.constant(rank) for rank in RANKS]):
+      self.assertAllEqual(component, replicas.exact(RANKS))
+    self.assertEqual([d.rpartition('device:')[2] for d in placed], list(NAMES))
+    self.assertNotIn('', op.report()['all_reduce_bytes_in'])
+
+  @parameterized.named_parameters(*replicas.NAMED_OPS)
+  def test_values_without_a_device_and_without_a_strategy(self, make_op):
+    op = make_op()
+
+    @tf.function
+    def step(values):
+      value = _tf_internal.PerReplica(values)
+      return op.reduce(SUM, value, value).values
+
+    for component in step([tf.constant(rank) for rank in RANKS]):
+      self.assertAllEqual(component, replicas.exact(RANKS))
+
+  @parameterized.product(op=list(replicas.OPS), reduce_op=(SUM, MEAN))
+  def test_gradient_of_a_loss_of_the_reduced(self, op, reduce_op):
+    op = replicas.OPS[op]()
+    strategy = self.strategy_of(op)
+    value = self.per_replica(strategy)
+    # Replica r scales its input by r + 1, and its loss by 10 ** r.
+    scale = self.per_replica(strategy, [np.float32(r + 1) for r in range(4)])
+    weight = self.per_replica(strategy, [np.float32(10**r) for r in range(4)])
+
+    def replica_step(x, scale, weight):
+      context = tf.distribute.get_replica_context()
+      with tf.GradientTape() as tape:
+        tape.watch(x)
+        reduced = context.all_reduce(reduce_op, scale * x)
+        loss = tf.reduce_sum(weight * reduced)
+      return loss, tape.gradient(loss, x)
+
+    @tf.function
+    def step():
+      return strategy.run(replica_step, args=(value, scale, weight))
+
+    losses, gradients = step()
+    divide_by = 4 if reduce_op == MEAN else 1
+    total = sum((r + 1) * rank for r, rank in enumerate(RANKS)) / divide_by
+    for r in range(4):
+      self.assertAllClose(losses.values[r], 10**r * total.sum(), rtol=1e-5)
+      self.assertAllClose(
+        gradients.values[r], np.full([103], (r + 1) * 1111 / divide_by)
+      )
+    # The gradient of an all-reduce is an all-reduce.
+    self.assertEqual(op.calls, 2)
+
+  @parameterized.named_parameters(*replicas.NAMED_OPS)
+  def test_reduce_and_gather(self, make_op):
+    op = make_op()
+    strategy = self.strategy_of(op)
+    value = self.per_replica(strategy)
+    self.assertAllEqual(
+      strategy.reduce(SUM, value, axis=None), replicas.exact(RANKS)
+    )
+    self.assertAllEqual(
+      strategy.reduce(MEAN, value, axis=0), np.mean(np.concatenate(RANKS))
+    )
+    uneven = [rank[: 3 + r] for r, rank in enumerate(RANKS)]
+    gathered = strategy.gather(self.per_replica(strategy, uneven), axis=0)
+    self.assertAllEqual(gathered, np.concatenate(uneven))
+    self.assertEqual(op.report()['calls']['gather'], 1)
+
+  @parameterized.named_parameters(*replicas.NAMED_OPS)
+  def test_all_gather(self, make_op):
+    op = make_op()
+    strategy = self.strategy_of(op)
+
+    @tf.function
+    def step(value):
+      return strategy.run(
+        lambda x: tf.distribute.get_replica_context().all_gather(x, axis=0),
+        args=(value,),
+      )
+
+    gathered = step(self.per_replica(strategy))
+    for component in gathered.values:
+      self.assertAllEqual(component, np.concatenate(RANKS))
+    self.assertGreater(op.report()['calls']['gather'], 0)
+
+  @parameterized.named_parameters(*replicas.NAMED_OPS)
+  def test_training_equals_one_device(self, make_op):
+    op = make_op()
+    strategy = self.strategy_of(op)
+    random = np.random.default_rng(0)
+    features = random.normal(size=[16, 5]).astype(np.float32)
+    labels = random.normal(size=[16, 3]).astype(np.float32)
+    with strategy.scope():
+      kernel = tf.Variable(tf.zeros([5, 3]))
+      bias = tf.Variable(tf.zeros([3]))
+
+    def replica_step(x, y):
+      with tf.GradientTape() as tape:
+        error = tf.matmul(x, kernel) + bias - y
+        loss = tf.reduce_mean(tf.square(error))
+      gradients = tape.gradient(loss, [kernel, bias])
+      context = tf.distribute.get_replica_context()
+      gradients = context.all_reduce(MEAN, gradients)
+      for variable, gradient in zip([kernel, bias], gradients, strict=True):
+        variable.assign_sub(0.1 * gradient)
+      return loss
+
+    @tf.function
+    def step(x, y):
+      return strategy.run(replica_step, args=(x, y))
+
+    x = self.per_replica(strategy, np.split(features, 4))
+    y = self.per_replica(strategy, np.split(labels, 4))
+    for _ in range(3):
+      step(x, y)
+    expected = [np.zeros([5, 3]), np.zeros([3])]
+    for _ in range(3):
+      error = features @ expected[0] + expected[1] - labels
+      expected[0] = expected[0] - 0.1 * features.T @ error * 2 / error.size
+      expected[1] = expected[1] - 0.1 * error.sum(0) * 2 / error.size
+    for variable, value in zip([kernel, bias], expected, strict=True):
+      for component in variable.values:
+        self.assertAllClose(component, value, rtol=0, atol=1e-6)
+    self.assertEqual(op.calls, 3)
+
+
+if __name__ == '__main__':
+  tf.test.main()

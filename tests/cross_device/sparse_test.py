@@ -1,0 +1,168 @@
+"""`tf.IndexedSlices`: gathered in order, duplicates kept, on every device."""
+
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+from tests import virtual_devices
+from tests.cross_device import replicas
+from tests.cross_device.replicas import MEAN, SUM
+from tf_strategies import _tf_internal, cross_device
+
+virtual_devices.configure_logical_cpus()
+
+NUM_ROWS = 6
+WIDTH = 2
+
+
+def slices_of(rank, rows):
+  """Slices of `rows`, whose values tell ranks and positions apart."""
+  values = rank * 1000 + np.arange(len(rows) * WIDTH, dtype=np.float32)
+  return tf.IndexedSlices(
+    tf.constant(values.reshape([-1, WIDTH])),
+    tf.constant(rows, tf.int64),
+    tf.constant([NUM_ROWS, WIDTH], tf.int64),
+  )
+
+
+def on_devices(all_slices, names):
+  components = []
+  for s, name in zip(all_slices, names, strict=True):
+    with tf.device(name):
+      components.append(
+        tf.IndexedSlices(
+          tf.identity(s.values),
+          tf.identity(s.indices),
+          None if s.dense_shape is None else tf.identity(s.dense_shape),
+        )
+        if isinstance(s, tf.IndexedSlices)
+        else tf.identity(s)
+      )
+  return _tf_internal.PerReplica(components)
+
+
+def concatenated(all_slices, divide_by=1):
+  values = np.concatenate([s.values.numpy() for s in all_slices]) / divide_by
+  return values, np.concatenate([s.indices.numpy() for s in all_slices])
+
+
+class SparseTest(tf.test.TestCase, parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    self.names = replicas.devices(3)
+    # Row 1 twice in one replica and again in another; no row at all in one.
+    self.slices = [
+      slices_of(0, [1, 5, 1]),
+      slices_of(1, []),
+      slices_of(2, [1, 0]),
+    ]
+    self.value = on_devices(self.slices, self.names)
+
+  def assert_slices(self, found, expected, name=None):
+    values, indices = expected
+    np.testing.assert_array_equal(found.values.numpy(), values)
+    np.testing.assert_array_equal(found.indices.numpy(), indices)
+    self.assertAllEqual(found.dense_shape, [NUM_ROWS, WIDTH])
+    if name is not None:
+      for part in (found.values, found.indices, found.dense_shape):
+        self.assertEndsWith(part.device, name)
+
+  @parameterized.named_parameters(*replicas.NAMED_OPS)
+  def test_sum_keeps_duplicates(self, make_op):
+    op = make_op()
+    result = op.reduce(SUM, self.value, self.value)
+    self.assertLen(result.values, 3)
+    for component, name in zip(result.values, self.names, strict=True):
+      self.assert_slices(component, concatenated(self.slices), name)
+    self.assertEqual(op.calls, 1)
+
+  def test_mean_divides_the_values(self):
+    result = cross_device.RingAllReduce().reduce(MEAN, self.value, self.value)
+    for component in result.values:
+      self.assert_slices(component, concatenated(self.slices, 3))
+
+  @parameterized.parameters('CPU:0', 'CPU:1', 'CPU:7')
+  def test_one_destination(self, name):
+    result = cross_device.RingAllReduce().reduce(SUM, self.value, name)
+    self.assertIsInstance(result, tf.IndexedSlices)
+    self.assert_slices(result, concatenated(self.slices), name)
+
+  def test_bytes_are_those_of_the_others(self):
+    op = cross_device.RingAllReduce()
+    op.reduce(SUM, self.value, self.value)
+    row = 4 * WIDTH + 8  # Float32 values and an int64 index.
+    received = op.report()['all_reduce_bytes_in']
+    self.assertEqual(
+      {name[-5:]: count for name, count in received.items()},
+      {'CPU:0': 2 * row, 'CPU:1': 5 * row, 'CPU:2': 3 * row},
+    )
+
+  def test_unknown_number_of_rows(self):
+    op = cross_device.RingAllReduce()
+    signature = [
+      (tf.TensorSpec([None, WIDTH]), tf.TensorSpec([None], tf.int64))
+    ] * 3
+
+    @tf.function(input_signature=[signature])
+    def step(parts):
+      shape = tf.constant([NUM_ROWS, WIDTH], tf.int64)
+      value = on_devices(
+        [tf.IndexedSlices(v, i, shape) for v, i in parts], self.names
+      )
+      return op.reduce(SUM, value, value).values
+
+    for rows in ([[1], [2, 2], [0, 5, 0]], [[], [], [3]]):
+      slices = [slices_of(rank, r) for rank, r in enumerate(rows)]
+      for found in step([(s.values, s.indices) for s in slices]):
+        self.assert_slices(found, concatenated(slices))
+    self.assertEqual(op.calls, 2)
+
+  def test_without_dense_shape(self):
+    slices = [tf.IndexedSlices(s.values, s.indices) for s in self.slices]
+    value = on_devices(slices, self.names)
+    result = cross_device.RingAllReduce().reduce(SUM, value, value)
+    for component in result.values:
+      self.assertIsNone(component.dense_shape)
+      values, indices = concatenated(self.slices)
+      self.assertAllEqual(component.values, values)
+      self.assertAllEqual(component.indices, indices)
+
+  @parameterized.product(op=list(replicas.OPS), reduce_op=(SUM, MEAN))
+  def test_dense_in_one_replica(self, op, reduce_op):
+    dense = np.full([NUM_ROWS, WIDTH], 4096, np.float32)
+    mixed = [self.slices[0], tf.constant(dense), self.slices[2]]
+    value = on_devices(mixed, self.names)
+    result = replicas.OPS[op]().reduce(reduce_op, value, value)
+    expected = dense.copy()
+    for s in (self.slices[0], self.slices[2]):
+      np.add.at(expected, s.indices.numpy(), s.values.numpy())
+    if reduce_op == MEAN:
+      expected = expected / np.float32(3)
+    replicas.assert_equal(result, expected, self.names)
+
+  def test_beside_dense_values(self):
+    op = cross_device.RingAllReduce()
+    ranks = replicas.inputs('float32', (97,), 3)
+    dense = replicas.on_devices(ranks, self.names)
+    results = op.batch_reduce(
+      SUM, [(dense, dense), (self.value, self.value), (dense, dense)]
+    )
+    for index in (0, 2):
+      replicas.assert_equal(results[index], replicas.exact(ranks), self.names)
+    for component in results[1].values:
+      self.assert_slices(component, concatenated(self.slices))
+
+  def test_16_bit_values(self):
+    slices = [
+      tf.IndexedSlices(tf.constant([[60000.0]], tf.float16), [r], [3, 1])
+      for r in range(3)
+    ]
+    value = on_devices(slices, self.names)
+    result = cross_device.RingAllReduce().reduce(MEAN, value, value)
+    for component in result.values:
+      self.assertEqual(component.values.dtype, tf.float16)
+      self.assertAllEqual(component.values, [[20000.0]] * 3)
+
+
+if __name__ == '__main__':
+  tf.test.main()

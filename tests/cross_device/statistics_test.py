@@ -1,0 +1,176 @@
+"""Counters count what the graph did: executions, and planned bytes."""
+
+import tensorflow as tf
+from absl.testing import parameterized
+
+from tests import virtual_devices
+from tests.cross_device import replicas
+from tests.cross_device.replicas import SUM
+from tf_strategies import collectives, cross_device
+from tf_strategies.cross_device import statistics
+
+virtual_devices.configure_logical_cpus()
+
+NAMES = replicas.devices(4)
+
+
+def value_of(shape, world_size=4, dtype='float32'):
+  return replicas.on_devices(
+    replicas.inputs(dtype, shape, world_size), replicas.devices(world_size)
+  )
+
+
+class CallStatisticsTest(tf.test.TestCase):
+  def test_adds_up(self):
+    counted = statistics.CallStatistics('all_reduce')
+    self.assertEqual((counted.calls, counted.bytes_in()), (0, {}))
+    counted.record(['CPU:0', 'CPU:1'], [8, 16])
+    counted.record(['CPU:0', 'CPU:1'], [1, 2])
+    counted.record(['CPU:1'], [100])
+    self.assertEqual(counted.calls, 3)
+    self.assertEqual(counted.bytes_in(), {'CPU:0': 9, 'CPU:1': 118})
+
+  def test_more_bytes_than_32_bits_count(self):
+    counted = statistics.CallStatistics('all_reduce')
+    counted.record(['CPU:0'], [3 << 32])
+    counted.record(['CPU:0'], [3 << 32])
+    self.assertEqual(counted.bytes_in(), {'CPU:0': 6 << 32})
+
+  def test_executions_and_not_traces(self):
+    counted = statistics.CallStatistics('all_reduce')
+
+    @tf.function
+    def step(times):
+      for _ in tf.range(times):
+        counted.record(['CPU:0'], [8])
+      if times > 3:
+        counted.record(['CPU:1'], [1])
+
+    step(tf.constant(3))
+    self.assertEqual((counted.calls, counted.bytes_in()['CPU:0']), (3, 24))
+    step(tf.constant(0))
+    self.assertEqual(counted.calls, 3)
+    step(tf.constant(5))
+    self.assertEqual((counted.calls, counted.bytes_in()['CPU:1']), (9, 1))
+
+  def test_counter_made_in_a_scope_is_not_mirrored(self):
+    strategy = tf.distribute.MirroredStrategy(['CPU:1', 'CPU:2'])
+    counted = statistics.CallStatistics('all_reduce')
+    created = []
+
+    def creator(next_creator, **kwargs):
+      created.append(next_creator(**kwargs))
+      return created[-1]
+
+    @tf.function
+    def step():
+      counted.record(['CPU:0'], [8])
+
+    with strategy.scope(), tf.variable_creator_scope(creator):
+      step()
+      step()
+    (counter,) = counted._counters.values()
+    self.assertNotIsInstance(counter, tf.distribute.DistributedValues)
+    self.assertEndsWith(counter.device, 'CPU:0')
+    self.assertEmpty(created)
+    self.assertEqual(counted.calls, 2)
+
+
+class PlanTest(tf.test.TestCase, parameterized.TestCase):
+  @parameterized.parameters(2, 4, 8)
+  def test_ring_moves_the_least_that_it_can(self, world_size):
+    op = cross_device.RingAllReduce()
+    value = value_of((world_size * 160,), world_size)
+    for _ in range(3):
+      op.reduce(SUM, value, value)
+    least = 2 * (world_size - 1) * 160 * 4
+    self.assertEqual(op.last_plan.bytes_in, (least,) * world_size)
+    self.assertEqual(op.last_plan.algorithm, 'ring')
+    self.assertEqual(op.last_plan.num_bytes, world_size * 160 * 4)
+    self.assertEqual(
+      list(op.report()['all_reduce_bytes_in'].values()),
+      [3 * least] * world_size,
+    )
+
+  @parameterized.product(op=list(replicas.OPS), world_size=(2, 3, 4, 8))
+  def test_equal_tensors_are_moved_as_the_schedule_says(self, op, world_size):
+    op = replicas.OPS[op]()
+    names = replicas.devices(world_size)
+    schedule = op.schedule(names, 1)
+    values = [value_of((40,), world_size)] * schedule.num_chunks
+    op.batch_reduce(SUM, [(v, v) for v in values])
+    expected = schedule.bytes_in([160] * schedule.num_chunks)
+    self.assertEqual(op.last_plan.bytes_in, expected)
+    self.assertEqual(op.last_plan.num_tensors, schedule.num_chunks)
+    received = op.report()['all_reduce_bytes_in']
+    self.assertEqual(tuple(received.values()), expected)
+
+  def test_formulas(self):
+    # Bytes into the busiest of 4 devices, of 4 tensors of B / 4 each.
+    bytes_in = {
+      'ring': 1.5,
+      'direct': 1.5,
+      'auto': 1.5,
+      'halving_doubling': 1.5,
+      'hierarchical': 1.5,
+      'naive': 3,
+      'tree': 2,
+    }
+    for name, factor in bytes_in.items():
+      op = replicas.OPS[name]()
+      values = [value_of((64,))] * 4
+      op.batch_reduce(SUM, [(v, v) for v in values])
+      self.assertEqual(max(op.last_plan.bytes_in), factor * 4 * 64 * 4, name)
+
+  def test_a_large_tensor_is_cut_to_balance_small_ones(self):
+    op = cross_device.RingAllReduce()
+    values = [value_of((8192,)), value_of((320,)), value_of((64,), 4, 'int64')]
+    op.batch_reduce(SUM, [(v, v) for v in values])
+    total = 4 * 8192 + 4 * 320 + 8 * 64
+    self.assertEqual(op.last_plan.num_bytes, total)
+    # A piece ends at a multiple of 16 elements.
+    self.assertLess(max(op.last_plan.bytes_in), 1.5 * total + 6 * 64)
+
+  def test_direct_does_not_cut_what_shares_memory(self):
+    op = cross_device.DirectAllReduce()
+    value = value_of((8192,))
+    op.reduce(SUM, value, value)
+    total = 4 * 8192
+    self.assertEqual(op.last_plan.bytes_in, (3 * total, *[total] * 3))
+
+  def test_reduce_and_gather_count_what_comes_from_others(self):
+    op = cross_device.RingAllReduce()
+    value = value_of((100,))
+    op.reduce(SUM, value, 'CPU:0')
+    op.reduce(SUM, value, 'CPU:7')
+    op._gather(value, value, 0)
+    received = {k: s.bytes_in() for k, s in op._statistics.items()}
+    by_device = {n[-5:]: b for n, b in received['reduce'].items()}
+    self.assertEqual(by_device, {'CPU:0': 1200, 'CPU:7': 1600})
+    self.assertEqual(set(received['gather'].values()), {1200})
+
+  def test_nothing_before_the_first_call(self):
+    op = cross_device.RingAllReduce()
+    self.assertIsNone(op.last_plan)
+    self.assertEqual(
+      op.report(),
+      {
+        'cross_device_ops': 'RingAllReduce',
+        'calls': {'all_reduce': 0, 'reduce': 0, 'gather': 0, 'broadcast': 0},
+        'all_reduce_bytes_in': {},
+      },
+    )
+
+  def test_calls_and_bytes_match_the_simulator(self):
+    for name in collectives.BUILDERS:
+      op = replicas.OPS[name]()
+      schedule = op.schedule(NAMES, 1)
+      ranks = replicas.inputs('float32', (64 * schedule.num_chunks,), 4)
+      moved = collectives.simulate(schedule, ranks).bytes_per_link
+      values = [value_of((64,))] * schedule.num_chunks
+      op.batch_reduce(SUM, [(v, v) for v in values])
+      self.assertEqual(sum(op.last_plan.bytes_in), sum(moved.values()), name)
+
+
+if __name__ == '__main__':
+  tf.test.main()
