@@ -20,25 +20,44 @@ Example:
 
 
 class Error(Exception):
-  """Base of every error that tf_strategies raises on purpose."""
+  """Base of every error that tf_strategies raises on purpose.
+
+  AutoGraph and Keras put a traceback into the message of an error that leaves
+  traced code: they make a new one of the same type from one string. Hence no
+  class here has an `__init__` of its own.
+  """
+
+  # AutoGraph keeps a type only if it has exactly this one.
+  __init__ = Exception.__init__
 
 
-class UnsupportedOptionError(Error, ValueError):
+class _MadeOfParts(type):
+  """Turns three parts into the one message that an exception is made of."""
+
+  def __call__(cls, *args):
+    if len(args) != 3:
+      return super().__call__(*args)
+    received, allowed, way_out = args
+    error = super().__call__(
+      f'{received} is not supported: allowed is {allowed}. Way out: {way_out}.'
+    )
+    error.received, error.allowed, error.way_out = args
+    return error
+
+
+class UnsupportedOptionError(Error, ValueError, metaclass=_MadeOfParts):
   """An option, or a combination of options, that cannot give a right result.
 
   Args:
-    received: the option and its value, as the user would write it.
+    received: the option and its value, as the user would write it; or, alone,
+      the whole message.
     allowed: what is supported instead.
     way_out: what to write to get what was meant.
   """
 
-  def __init__(self, received: str, allowed: str, way_out: str):
-    self.received = received
-    self.allowed = allowed
-    self.way_out = way_out
-    super().__init__(
-      f'{received} is not supported: allowed is {allowed}. Way out: {way_out}.'
-    )
+  received: str | None = None
+  allowed: str | None = None
+  way_out: str | None = None
 
 
 class ScheduleError(Error, ValueError):

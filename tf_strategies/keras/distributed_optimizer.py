@@ -10,6 +10,9 @@ that one device would have seen.
 
 from __future__ import annotations
 
+import contextlib
+import threading
+
 import keras
 import tensorflow as tf
 
@@ -124,7 +127,10 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
   def build(self, variables):
     """Creates the inner optimizer's variables."""
     if not self.inner_optimizer.built:
-      self.inner_optimizer.build(variables)
+      extended = tf.distribute.get_strategy().extended
+      # Accumulators then hold the whole gradient, not one replica's part.
+      with getattr(extended, 'gradients_reduced', contextlib.nullcontext)():
+        self.inner_optimizer.build(variables)
     # The wrapper adds no slots, but knows its variables as any optimizer does.
     super().build(variables)
 
@@ -182,10 +188,10 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
     parts = [grads[i] for i in present]
     if not parts:
       return grads
-    if self._weighting == 'rows':
-      dense = [_values(p) for p in parts]
-      weighed = extended.weigh_by_rows(dense)
-      parts = [_with_values(p, w) for p, w in zip(parts, weighed, strict=True)]
+    if not self._pop_loss_weighed() and self._weighting == 'rows':
+      weight = extended.row_weight()
+      if weight is not None:
+        parts = [_multiply(p, weight) for p in parts]
     context = tf.distribute.get_replica_context()
     summed = context.all_reduce(tf.distribute.ReduceOp.SUM, parts)
     reduced = list(grads)
@@ -194,8 +200,33 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
     return reduced
 
   def scale_loss(self, loss):
-    """Scales the loss as the inner optimizer does."""
-    return self.inner_optimizer.scale_loss(loss)
+    """Weighs the loss by this replica's rows, and scales it as the inner does.
+
+    `fit` calls this before it takes gradients; call it in a loop of your own
+    as well. Without it `apply` weighs the gradients instead, which costs a
+    multiplication each and is inexact in one case: layers that synchronise in
+    the forward pass (`BatchNormalization(synchronized=True)`) carry gradients
+    from replica to replica before `apply` sees them.
+    """
+    loss = self.inner_optimizer.scale_loss(loss)
+    extended = tf.distribute.get_strategy().extended
+    in_replica = not tf.distribute.in_cross_replica_context()
+    if (
+      self._weighting == 'rows'
+      and in_replica
+      and hasattr(extended, 'row_weight')
+    ):
+      weight = extended.row_weight()
+      if weight is not None:
+        loss = loss * tf.cast(weight, loss.dtype)
+        _weighed.optimizers = _weighed.optimizers | {id(self)}
+    return loss
+
+  def _pop_loss_weighed(self) -> bool:
+    """Whether `scale_loss` weighed the loss that these gradients come from."""
+    was_weighed = id(self) in _weighed.optimizers
+    _weighed.optimizers = _weighed.optimizers - {id(self)}
+    return was_weighed
 
   def update_step(self, gradient, variable, learning_rate):
     """Updates one variable as the inner optimizer does."""
@@ -237,13 +268,21 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
     return cls(optimizer, **config)
 
 
-def _values(gradient):
-  if isinstance(gradient, tf.IndexedSlices):
-    return gradient.values
-  return tf.convert_to_tensor(gradient)
+class _Weighed(threading.local):
+  """The optimizers that weighed a loss in this thread; a replica has its own."""
+
+  optimizers: frozenset[int] = frozenset()
 
 
-def _with_values(gradient, values):
+_weighed = _Weighed()
+
+
+def _multiply(gradient, weight):
   if isinstance(gradient, tf.IndexedSlices):
-    return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-  return values
+    return tf.IndexedSlices(
+      gradient.values * tf.cast(weight, gradient.values.dtype),
+      gradient.indices,
+      gradient.dense_shape,
+    )
+  gradient = tf.convert_to_tensor(gradient)
+  return gradient * tf.cast(weight, gradient.dtype)

@@ -59,6 +59,58 @@ def check_without_wrapper(optimizer, strategy_name: str) -> None:
       )
 
 
+def needs_rows_everywhere(optimizer) -> str | None:
+  """The option of an unwrapped optimizer that a rowless replica would spoil.
+
+  An accumulator adds up one replica's gradients before they are reduced, where
+  nothing knows any more which of them came from no rows.
+  """
+  steps = getattr(optimizer, 'gradient_accumulation_steps', None)
+  if not steps:
+    return None
+  return f'{type(optimizer).__name__}(gradient_accumulation_steps={steps})'
+
+
+def check_losses(fn, strategy_name: str) -> None:
+  """Refuses losses of a model whose parts do not add up to the whole.
+
+  Args:
+    fn: what runs on each replica; only a model's train step is looked at.
+    strategy_name: for the message.
+
+  Raises:
+    UnsupportedOptionError: naming the loss's reduction.
+  """
+  model = getattr(fn, '__self__', None)
+  if fn.__name__ != 'train_step' or not isinstance(model, keras.Model):
+    return
+  for loss in keras.tree.flatten(getattr(model, 'loss', None)):
+    reduction = getattr(loss, 'reduction', 'sum_over_batch_size')
+    if reduction == 'mean_with_sample_weight':
+      raise errors.UnsupportedOptionError(
+        f'{type(loss).__name__}(reduction={reduction!r}) under {strategy_name}',
+        "'sum_over_batch_size'; each replica would divide by the sum of its "
+        'own weights, and the mean of such means is not the whole mean',
+        "use 'sum_over_batch_size' with sample weights of mean 1",
+      )
+    weighting = getattr(_without_loss_scale(model), 'weighting', None)
+    if reduction in ('sum', 'none', None) and weighting == 'rows':
+      raise errors.UnsupportedOptionError(
+        f'{type(loss).__name__}(reduction={reduction!r}) with '
+        "DistributedOptimizer(weighting='rows')",
+        'a loss that is a mean over rows',
+        "use reduction='sum_over_batch_size', or "
+        "DistributedOptimizer(optimizer, weighting='none')",
+      )
+
+
+def _without_loss_scale(model):
+  optimizer = model.optimizer
+  if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+    return optimizer.inner_optimizer
+  return optimizer
+
+
 def is_keras_step(fn) -> bool:
   """Whether `fn` is a model's own train, test or predict step."""
   if isinstance(getattr(fn, '__self__', None), keras.Model):

@@ -13,7 +13,7 @@ import functools
 
 import tensorflow as tf
 
-from tf_strategies import _tf_internal
+from tf_strategies import _tf_internal, errors
 from tf_strategies.strategies import replica_run
 
 
@@ -84,6 +84,29 @@ def mask(run: replica_run.ReplicaRun | None, values, devices):
   for position, i in enumerate(maskable):
     masked[i] = _tf_internal.PerReplica([c[position] for c in columns])
   return masked
+
+
+def check_allowed(run: replica_run.ReplicaRun) -> None:
+  """Fails a step in which an option meets a replica without rows.
+
+  Raises:
+    UnsupportedOptionError: in eager mode; a graph fails with
+      `tf.errors.InvalidArgumentError` and the same message when it runs.
+  """
+  if run.needs_rows_everywhere is None or run.has_rows is None:
+    return
+  error = errors.UnsupportedOptionError(
+    f'{run.needs_rows_everywhere} with a batch of fewer rows than replicas',
+    'that option with rows on every replica',
+    'wrap the optimizer: tfs.keras.DistributedOptimizer(optimizer), or drop '
+    'the remainder of the last batch',
+  )
+  if all(isinstance(has_rows, bool) for has_rows in run.has_rows):
+    raise error
+  if not _tf_internal.in_xla_context():
+    tf.debugging.Assert(
+      tf.reduce_all(tf.stack(run.has_rows)), [tf.constant(str(error))]
+    )
 
 
 def drop_rows(run, value, axis, devices):

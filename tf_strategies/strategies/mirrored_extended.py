@@ -16,6 +16,7 @@ import tensorflow as tf
 from absl import logging
 
 from tf_strategies import _tf_internal, errors
+from tf_strategies.cross_device import statistics
 from tf_strategies.keras import optimizer_checks
 from tf_strategies.strategies import empty_replicas, replica_run, variables
 
@@ -34,6 +35,7 @@ class ExactMirroredExtended(_tf_internal.MirroredExtended):
       container_strategy, devices=devices, cross_device_ops=cross_device_ops
     )
     self._functions = weakref.WeakKeyDictionary()
+    self._in_control_flow = statistics.CallStatistics('all_reduce')
     self._warned_uneven = False
 
   @property
@@ -41,27 +43,26 @@ class ExactMirroredExtended(_tf_internal.MirroredExtended):
     """The op that every reduction goes through."""
     return self._cross_device_ops
 
+  @property
+  def all_reduces_in_control_flow(self) -> int:
+    """How many all-reduces TensorFlow's collectives did inside a branch."""
+    return self._in_control_flow.calls
+
   # What tfs.keras.DistributedOptimizer asks of a strategy.
 
   def gradients_reduced(self):
     """Context in which an optimizer's own reductions do nothing."""
     return replica_run.gradients_reduced()
 
-  def weigh_by_rows(self, tensors):
-    """This replica's tensors, times N * n_i / sum(n) for its n_i rows."""
+  def row_weight(self) -> tf.Tensor | None:
+    """N * n_i / sum(n) for this replica's n_i rows; None if all have as many.
+
+    Exactly 1.0 whenever the batch turns out to be even.
+    """
     run = replica_run.current()
     if run is None or run.is_even is True:
-      return tensors
-    weight = run.weight(replica_run.current_replica_id())
-
-    def weighed():
-      return [t * tf.cast(weight, t.dtype) for t in tensors]
-
-    if run.is_even is False:
-      return weighed()
-    return tf.cond(
-      run.is_even, lambda: [tf.identity(t) for t in tensors], weighed
-    )
+      return None
+    return run.weight(replica_run.current_replica_id())
 
   # Where code runs.
 
@@ -77,13 +78,19 @@ class ExactMirroredExtended(_tf_internal.MirroredExtended):
       return self._call_function(fn, args, kwargs)
     if replica_run.current() is not None:
       return self._call_nested(fn, args, kwargs)
+    function = _tf_internal.unwrap(fn)
+    if self._num_replicas_in_sync > 1:
+      optimizer_checks.check_losses(
+        function, type(self._container_strategy()).__name__
+      )
     run = replica_run.ReplicaRun.of(
       (args, kwargs),
       self._num_replicas_in_sync,
-      optimizer_checks.is_keras_step(_tf_internal.unwrap(fn)),
+      optimizer_checks.is_keras_step(function),
     )
     args, kwargs = empty_replicas.fill(run, (args, kwargs), self._devices)
     outputs = self._call_in_run(run, fn, args, kwargs)
+    empty_replicas.check_allowed(run)
     return empty_replicas.trim(run, outputs, self._devices)
 
   def _call_function(self, function, args, kwargs):
@@ -220,6 +227,8 @@ class ExactMirroredExtended(_tf_internal.MirroredExtended):
     replica_id = replica_run.current_replica_id()
     options = self._communication_options.merge(options)
     tensors = tf.nest.flatten(value)
+    if replica_id == 0:
+      self._in_control_flow.record(self._devices, [0] * len(self._devices))
     if run is None or run.has_rows is None:
       return tf.nest.pack_sequence_as(
         value, all_reduce(reduce_op, tensors, replica_id, options)
@@ -254,7 +263,15 @@ class ExactMirroredExtended(_tf_internal.MirroredExtended):
     optimizer = optimizer_checks.optimizer_of(fn)
     if optimizer is None or self._num_replicas_in_sync == 1:
       return
-    optimizer_checks.check_without_wrapper(optimizer, type(self).__name__)
+    optimizer_checks.check_without_wrapper(
+      optimizer, type(self._container_strategy()).__name__
+    )
+    run = replica_run.current()
+    if run is not None:
+      run.needs_rows_everywhere = (
+        run.needs_rows_everywhere
+        or optimizer_checks.needs_rows_everywhere(optimizer)
+      )
     self._warn_if_uneven()
 
   def _warn_if_uneven(self):

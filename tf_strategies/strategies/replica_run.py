@@ -34,6 +34,8 @@ class ReplicaRun:
     is_even: whether all replicas have equally many, bool or scalar tensor.
     is_keras_step: whether Keras passed its own train, test or predict step.
     warning_is_built: whether the graph already has its uneven-batch warning.
+    needs_rows_everywhere: an option that is wrong on a replica without rows,
+      found while the run was built.
   """
 
   rows: tuple[Any, ...] | None
@@ -41,6 +43,7 @@ class ReplicaRun:
   is_even: Any
   is_keras_step: bool = False
   warning_is_built: bool = False
+  needs_rows_everywhere: str | None = None
 
   @classmethod
   def of(cls, args: Any, num_replicas: int, is_keras_step: bool) -> ReplicaRun:

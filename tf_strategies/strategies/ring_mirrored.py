@@ -72,6 +72,23 @@ class RingMirroredStrategy(tf.distribute.MirroredStrategy):
     """The op that every reduction of this strategy goes through."""
     return self.extended.cross_device_ops
 
+  def communication_report(self) -> dict[str, object]:
+    """What was communicated so far, counted by the graph as it ran.
+
+    Returns:
+      `cross_device_ops` (its class), `calls` of each kind, among them
+      `all_reduce_in_control_flow` for those that TensorFlow's collectives did
+      inside a branch, and `all_reduce_bytes_in`, bytes received by each device.
+    """
+    report = {'cross_device_ops': type(self.cross_device_ops).__name__}
+    if isinstance(self.cross_device_ops, cross_device.ScheduledAllReduce):
+      report = self.cross_device_ops.report()
+    calls = dict(report.get('calls', {}))
+    calls['all_reduce_in_control_flow'] = (
+      self.extended.all_reduces_in_control_flow
+    )
+    return {**report, 'calls': calls}
+
   def reduce(self, reduce_op, value, axis):
     """Reduces `value` across replicas; see `tf.distribute.Strategy.reduce`.
 

@@ -72,33 +72,47 @@ def rewrap(variable):
 def creation_policy(kwargs: dict, is_slot: bool) -> dict:
   """Returns a variable creator's arguments with the right aggregation.
 
-  State that layers compute from their rows (the moving statistics of
-  BatchNormalization) must be one value everywhere: the mean over replicas.
-  Keras 3 asks for no aggregation, with which each replica keeps its own and
-  the first is saved.
+  Keras 3 asks for no aggregation, with which each replica keeps its own value
+  and the first replica's is saved. That is right for optimizer slots, which
+  get equal updates everywhere, and wrong for two kinds of state:
+
+  * What layers compute from their rows (the moving statistics of
+    BatchNormalization) must be one value: the mean over replicas.
+  * A gradient accumulator, unless gradients are reduced before they reach it,
+    holds one replica's part: it is summed when it is read or saved.
 
   Args:
     kwargs: arguments of the variable creator.
-    is_slot: whether an optimizer creates it beside a model variable; slots
-      get equal updates everywhere and need no communication.
+    is_slot: whether an optimizer creates it beside a model variable.
 
   Returns:
-    `kwargs`, with aggregation MEAN for non-trainable floating state.
+    `kwargs`, or a copy with another aggregation.
   """
-  none = tf.VariableAggregation.NONE
+  if not _is_unaggregated_float(kwargs):
+    return kwargs
+  if not is_slot:
+    return {**kwargs, 'aggregation': tf.VariableAggregation.MEAN}
+  is_accumulator = 'gradient_accumulator' in (kwargs.get('name') or '')
+  if is_accumulator and not replica_run.are_gradients_reduced():
+    return {
+      **kwargs,
+      'aggregation': tf.VariableAggregation.SUM,
+      'synchronization': tf.VariableSynchronization.ON_READ,
+    }
+  return kwargs
+
+
+def _is_unaggregated_float(kwargs: dict) -> bool:
   writes = (
     None,
     tf.VariableSynchronization.AUTO,
     tf.VariableSynchronization.ON_WRITE,
   )
   dtype = kwargs.get('dtype')
-  if (
-    is_slot
-    or kwargs.get('trainable') is not False
-    or kwargs.get('aggregation') not in (None, none)
-    or kwargs.get('synchronization') not in writes
-    or dtype is None
-    or not tf.as_dtype(dtype).is_floating
-  ):
-    return kwargs
-  return {**kwargs, 'aggregation': tf.VariableAggregation.MEAN}
+  return (
+    kwargs.get('trainable') is False
+    and kwargs.get('aggregation') in (None, tf.VariableAggregation.NONE)
+    and kwargs.get('synchronization') in writes
+    and dtype is not None
+    and tf.as_dtype(dtype).is_floating
+  )

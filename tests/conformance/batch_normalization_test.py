@@ -1,0 +1,92 @@
+"""Plain BatchNormalization: per replica by definition, one state everywhere.
+
+Each replica normalises by its own rows, so it cannot equal one device. What
+must hold: it trains, its moving statistics are the mean over replicas on every
+replica (and so what is saved), and rowless replicas leave no NaN behind.
+"""
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+from tests.conformance import harness
+from tests.conformance.harness import Feature
+
+
+def _model():
+  return harness.conv_model(keras.layers.BatchNormalization(momentum=0.5))
+
+
+def _statistics_model():
+  return keras.Sequential(
+    [
+      keras.layers.Input([1]),
+      keras.layers.BatchNormalization(momentum=0.5, center=False, scale=False),
+      keras.layers.Dense(1),
+    ]
+  )
+
+
+class BatchNormalizationTest(harness.ConformanceTest, parameterized.TestCase):
+  @parameterized.product(
+    [{'case': c} for c in harness.STRATEGIES],
+    rows=(96, 69, 65),
+    wrap=(True, False),
+  )
+  def test_trains_with_one_state_and_without_nan(self, case, rows, wrap):
+    if not wrap and rows != 65:
+      self.skipTest('One unwrapped case, the hardest, is enough.')
+    feature = Feature('plain', rows=rows, model=_model, wrap=wrap)
+    result = harness.train(feature, case.create(), epochs=4)
+    losses = result.history['loss']
+    self.assertAllInRange(losses, 0.0, 10.0)
+    self.assertLess(losses[-1], losses[0])
+    for weight in result.weights:
+      self.assertTrue(np.isfinite(weight).all())
+    self.assertTrue(np.isfinite(result.predictions).all())
+    self.check_replicas_equal(result.model)
+
+  @parameterized.named_parameters(*harness.EVERY)
+  def test_moving_statistics_are_the_mean_over_replicas(self, case):
+    strategy = case.create()
+    model = harness.build(
+      Feature(
+        'statistics',
+        model=_statistics_model,
+        compile={'loss': 'mse', 'metrics': []},
+      ),
+      strategy,
+    )
+    # Replica i holds 8 rows around 10 * i: its own mean and variance differ.
+    x = np.concatenate(
+      [10.0 * i + (i + 1) * np.linspace(-1, 1, 8) for i in range(4)]
+    ).astype(np.float32)[:, None]
+    model.fit(x, x, batch_size=32, epochs=1, shuffle=False, verbose=0)
+    parts = x.reshape([4, 8])
+    layer = model.layers[0]
+    want_mean = 0.5 * parts.mean(axis=1).mean()
+    want_variance = 0.5 * 1.0 + 0.5 * parts.var(axis=1).mean()
+    for copy in layer.moving_mean.value.values:
+      self.assertAllClose(copy.numpy(), [want_mean], 1e-5)
+    for copy in layer.moving_variance.value.values:
+      self.assertAllClose(copy.numpy(), [want_variance], 1e-5)
+
+  @parameterized.named_parameters(*harness.EVERY)
+  def test_rowless_replicas_do_not_move_the_statistics(self, case):
+    model = harness.build(
+      Feature(
+        'statistics',
+        model=_statistics_model,
+        compile={'loss': 'mse', 'metrics': []},
+      ),
+      case.create(),
+    )
+    x = np.array([[6.0]], np.float32)  # One row: three replicas have none.
+    model.fit(x, x, batch_size=32, epochs=1, verbose=0)
+    for copy in model.layers[0].moving_mean.value.values:
+      self.assertAllClose(copy.numpy(), [3.0])
+
+
+if __name__ == '__main__':
+  tf.test.main()

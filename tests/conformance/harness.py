@@ -1,0 +1,271 @@
+"""One training run, on one device or under a strategy, and how to compare.
+
+The promise under test: same data, same seed, same global batch, same result as
+one device. A `Feature` is a Keras program; `train` runs it; `ConformanceTest`
+compares everything that came out.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tf_strategies as tfs
+from tests import virtual_devices
+
+virtual_devices.configure_logical_cpus()
+
+GLOBAL_BATCH_SIZE = 32
+NUM_CLASSES = 10
+
+
+def cpus(count: int) -> list[str]:
+  """Names of the first `count` logical CPUs."""
+  return [f'CPU:{i}' for i in range(count)]
+
+
+@dataclasses.dataclass(frozen=True)
+class StrategyCase:
+  """A row of the table: a strategy that must equal one device."""
+
+  name: str
+  create: Callable[[], tf.distribute.Strategy]
+
+
+# Later strategies join the whole table by one line here.
+STRATEGIES = (
+  StrategyCase(
+    'ring_mirrored',
+    lambda: tfs.create_strategy('ring_mirrored', devices=cpus(4)),
+  ),
+)
+
+
+def images(rows: int) -> tuple[np.ndarray, np.ndarray]:
+  """Random images and labels: no two rows, so no two replicas, are alike."""
+  rng = np.random.default_rng(7)
+  x = rng.normal(size=(rows, 8, 8, 1)).astype(np.float32)
+  return x, rng.integers(0, NUM_CLASSES, rows)
+
+
+def conv_model(*extra_layers, **conv_options) -> keras.Model:
+  """A convolution, max-pooling (whose gradient hates zero rows), two dense."""
+  layers = keras.layers
+  return keras.Sequential(
+    [
+      layers.Input([8, 8, 1]),
+      layers.Conv2D(4, 3, activation='relu', **conv_options),
+      layers.MaxPooling2D(),
+      *extra_layers,
+      layers.Flatten(),
+      layers.Dense(NUM_CLASSES, dtype='float32'),
+    ]
+  )
+
+
+def momentum() -> keras.optimizers.Optimizer:
+  """An optimizer with a slot, so that its state counts too."""
+  return keras.optimizers.SGD(0.05, momentum=0.9)
+
+
+@dataclasses.dataclass(frozen=True)
+class Feature:
+  """A column of the table: one Keras program.
+
+  Attributes:
+    name: of the test.
+    rows: examples; 96 are three full batches.
+    optimizer: makes the inner optimizer.
+    model: makes the model.
+    data: makes x and y of so many rows.
+    compile: further arguments of `compile`.
+    fit: further arguments of `fit`.
+    policy: Keras dtype policy.
+    tolerance: of the weights; the promise is 1e-6 in float32, 2e-3 in 16-bit.
+    wrap: whether to use `tfs.keras.DistributedOptimizer`.
+  """
+
+  name: str
+  rows: int = 96
+  optimizer: Callable[[], keras.optimizers.Optimizer] = momentum
+  model: Callable[[], keras.Model] = conv_model
+  data: Callable[[int], tuple] = images
+  compile: dict[str, Any] = dataclasses.field(default_factory=dict)
+  fit: dict[str, Any] = dataclasses.field(default_factory=dict)
+  policy: str = 'float32'
+  tolerance: float = 1e-6
+  wrap: bool = True
+
+
+@dataclasses.dataclass
+class Result:
+  """Everything that a training run produces."""
+
+  model: keras.Model
+  weights: list[np.ndarray]
+  optimizer_state: dict[str, np.ndarray]
+  history: dict[str, list[float]]
+  evaluation: dict[str, float]
+  predictions: np.ndarray
+
+
+def scope_of(strategy):
+  """The strategy's scope, or none for one device."""
+  return strategy.scope() if strategy else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def dtype_policy(name: str):
+  """Keras's global dtype policy, for a while."""
+  before = keras.config.dtype_policy()
+  keras.config.set_dtype_policy(name)
+  try:
+    yield
+  finally:
+    keras.config.set_dtype_policy(before)
+
+
+def build(feature: Feature, strategy=None) -> keras.Model:
+  """The compiled model of a feature, in the strategy's scope."""
+  keras.backend.clear_session()  # Both runs give variables the same names.
+  keras.utils.set_random_seed(11)
+  with scope_of(strategy), dtype_policy(feature.policy):
+    model = feature.model()
+    optimizer = feature.optimizer()
+    if strategy is not None and feature.wrap:
+      optimizer = tfs.keras.DistributedOptimizer(optimizer)
+    options = {
+      'loss': keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+      'metrics': ['accuracy'],
+      **feature.compile,
+    }
+    model.compile(optimizer, **options)
+  return model
+
+
+def train(feature: Feature, strategy=None, epochs: int = 2) -> Result:
+  """Runs `fit`, `evaluate` and `predict` of a feature."""
+  model = build(feature, strategy)
+  x, y = feature.data(feature.rows)
+  options = {
+    'batch_size': GLOBAL_BATCH_SIZE,
+    'epochs': epochs,
+    'shuffle': False,
+    'verbose': 0,
+    **feature.fit,
+  }
+  history = model.fit(x, y, **options)
+  evaluation = model.evaluate(
+    x, y, batch_size=GLOBAL_BATCH_SIZE, verbose=0, return_dict=True
+  )
+  predictions = model.predict(x, batch_size=GLOBAL_BATCH_SIZE, verbose=0)
+  return Result(
+    model,
+    [np.asarray(w, np.float64) for w in model.get_weights()],
+    optimizer_state(model),
+    history.history,
+    evaluation,
+    predictions,
+  )
+
+
+def optimizer_state(model: keras.Model) -> dict[str, np.ndarray]:
+  """The optimizer's variables by name, without wrappers' own."""
+  return {
+    v.path.split('/')[-1]: np.asarray(v.numpy(), np.float64)
+    for v in model.optimizer.variables
+  }
+
+
+class ConformanceTest(tf.test.TestCase):
+  """Compares a run under a strategy with the same run on one device."""
+
+  def check_feature(self, case: StrategyCase, feature: Feature) -> Result:
+    """Trains both, compares them, and proves that our op did the work."""
+    expected = train(feature)
+    strategy = case.create()
+    actual = train(feature, strategy)
+    self.check_results(expected, actual, feature.tolerance)
+    self.check_replicas_equal(actual.model)
+    self.check_our_op_ran(strategy, actual.model)
+    if feature.wrap:
+      calls = strategy.communication_report()['calls']
+      self.assertEqual(calls['all_reduce_in_control_flow'], 0)
+    return actual
+
+  def check_results(self, expected, actual, tolerance):
+    """Weights, optimizer state, history, metrics and predictions."""
+    self.assertLen(actual.weights, len(expected.weights))
+    moved = 0.0
+    for i, (want, got) in enumerate(
+      zip(expected.weights, actual.weights, strict=True)
+    ):
+      self.assertLessEqual(
+        np.abs(want - got).max(), tolerance, f'weight {i}, {want.shape}'
+      )
+      moved = max(moved, np.abs(want).max())
+    self.assertGreater(moved, 0.01)
+    self.assertEqual(set(expected.optimizer_state), set(actual.optimizer_state))
+    # Moments are as far from 1 as gradients are: compare by magnitude.
+    for name, want in expected.optimizer_state.items():
+      scale = max(1.0, np.abs(want).max())
+      self.assertLessEqual(
+        np.abs(want - actual.optimizer_state[name]).max(),
+        2 * tolerance * scale,
+        name,
+      )
+    self.assertEqual(set(expected.history), set(actual.history))
+    for key, want in expected.history.items():
+      self.assertAllClose(want, actual.history[key], 2 * tolerance, tolerance)
+    self.assertAllClose(
+      expected.evaluation, actual.evaluation, 2 * tolerance, tolerance
+    )
+    self.assertAllClose(
+      expected.predictions, actual.predictions, 10 * tolerance, 10 * tolerance
+    )
+
+  def check_replicas_equal(self, model):
+    """Every replica's copy of every mirrored variable is the same, bitwise."""
+    mirrored = 0
+    for variable in (*model.variables, *model.optimizer.variables):
+      copies = getattr(variable.value, 'values', ())
+      is_partial = (
+        getattr(variable.value, 'synchronization', None)
+        == tf.VariableSynchronization.ON_READ
+      )
+      if len(copies) < 2 or is_partial:
+        continue
+      mirrored += 1
+      for copy in copies[1:]:
+        np.testing.assert_array_equal(
+          copies[0].numpy(), copy.numpy(), variable.path
+        )
+    self.assertGreater(mirrored, 0)
+
+  def check_our_op_ran(self, strategy, model):
+    """The strategy's own op all-reduced once a step, and nothing beside it."""
+    steps = int(model.optimizer.iterations.numpy())
+    self.assertGreater(steps, 0)
+    calls = strategy.communication_report()['calls']
+    if calls['all_reduce_in_control_flow']:
+      # Without the wrapper, Keras accumulates first and reduces in a branch.
+      self.assertEqual(calls['all_reduce_in_control_flow'], steps)
+    else:
+      self.assertGreaterEqual(calls['all_reduce'], steps)
+
+
+# For tests that take every strategy: `@parameterized.named_parameters(*EVERY)`.
+EVERY = tuple((case.name, case) for case in STRATEGIES)
+
+
+def table(features) -> list[tuple]:
+  """Named parameters: every strategy with every feature."""
+  return [
+    (f'{case.name}_{feature.name}', case, feature)
+    for case in STRATEGIES
+    for feature in features
+  ]

@@ -1,0 +1,340 @@
+"""RingMirroredStrategy: nothing bypasses its op, and bad devices are refused."""
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+import tf_strategies as tfs
+from tests import virtual_devices
+
+virtual_devices.configure_logical_cpus()
+
+SUM = tf.distribute.ReduceOp.SUM
+MEAN = tf.distribute.ReduceOp.MEAN
+DEVICES = tuple(f'CPU:{i}' for i in range(4))
+FULL_NAMES = [f'/job:localhost/replica:0/task:0/device:{d}' for d in DEVICES]
+
+
+def _strategy(cross_device_ops=None):
+  return tfs.RingMirroredStrategy(list(DEVICES), cross_device_ops)
+
+
+def _per_replica(strategy, make):
+  """One value a replica, made by `make(replica_id)` on the replica's device."""
+
+  def replica_fn():
+    context = tf.distribute.get_replica_context()
+    return make(context.replica_id_in_sync_group)
+
+  return strategy.run(replica_fn)
+
+
+class _CountingOps(tfs.RingAllReduce):
+  """Counts what reaches it, and what TensorFlow's own op is asked for."""
+
+  def __init__(self):
+    super().__init__()
+    self.reached = []
+
+  def reduce(self, *args, **kwargs):
+    self.reached.append('reduce')
+    return super().reduce(*args, **kwargs)
+
+  def batch_reduce(self, *args, **kwargs):
+    self.reached.append('batch_reduce')
+    return super().batch_reduce(*args, **kwargs)
+
+  def broadcast(self, *args, **kwargs):
+    self.reached.append('broadcast')
+    return super().broadcast(*args, **kwargs)
+
+  def _gather(self, *args, **kwargs):
+    self.reached.append('gather')
+    return super()._gather(*args, **kwargs)
+
+
+class RoutingTest(tf.test.TestCase, parameterized.TestCase):
+  """Every way to reduce ends in the strategy's op, none in TensorFlow's."""
+
+  def setUp(self):
+    super().setUp()
+    self.ops = _CountingOps()
+    self.strategy = _strategy(self.ops)
+
+  @parameterized.parameters(tf.float32, tf.int32, tf.int64, tf.bfloat16)
+  def test_reduce_to_the_host(self, dtype):
+    values = _per_replica(
+      self.strategy, lambda i: tf.cast(10 * i + tf.range(3), dtype)
+    )
+    total = self.strategy.reduce(SUM, values, axis=None)
+    self.assertAllEqual(tf.cast(total, tf.int32), [60, 64, 68])
+    self.assertEqual(total.dtype, dtype)
+    mean = self.strategy.reduce(MEAN, values, axis=None)
+    self.assertAllEqual(tf.cast(mean, tf.int32), [15, 16, 17])
+    self.assertEqual(mean.dtype, dtype)
+    self.assertEqual(self.ops.reached, ['batch_reduce'] * 2)
+    self.assertEqual(self.ops.report()['calls']['reduce'], 2)
+
+  def test_reduce_along_an_axis(self):
+    values = _per_replica(
+      self.strategy, lambda i: tf.range(3.0) + 10 * tf.cast(i, tf.float32)
+    )
+    self.assertAllClose(self.strategy.reduce('MEAN', values, axis=0), 16.0)
+    self.assertAllClose(self.strategy.reduce('SUM', values, axis=0), 192.0)
+    self.assertNotEmpty(self.ops.reached)
+
+  @parameterized.parameters(tf.float32, tf.int32)
+  def test_all_reduce_in_replica_context(self, dtype):
+    @tf.function
+    def step():
+      def replica_fn():
+        context = tf.distribute.get_replica_context()
+        i = context.replica_id_in_sync_group
+        return context.all_reduce(
+          SUM, [tf.cast(i, dtype), tf.cast(i + tf.range(2), dtype)]
+        )
+
+      return self.strategy.run(replica_fn)
+
+    for _ in range(3):
+      results = step()
+    for replica in range(4):
+      scalar, vector = (r.values[replica] for r in results)
+      self.assertAllEqual(scalar, 6)
+      self.assertAllEqual(vector, [6, 10])
+    # Executions, not traces; and no other op than ours was asked.
+    self.assertEqual(self.ops.calls, 3)
+    self.assertEqual(self.ops.reached, ['batch_reduce'])
+
+  def test_int32_beside_float_in_one_call(self):
+    def replica_fn():
+      context = tf.distribute.get_replica_context()
+      i = context.replica_id_in_sync_group
+      return context.all_reduce(SUM, [i, tf.cast(i, tf.float32)])
+
+    ints, floats = self.strategy.run(replica_fn)
+    self.assertAllEqual([v.numpy() for v in ints.values], [6] * 4)
+    self.assertAllEqual([v.numpy() for v in floats.values], [6.0] * 4)
+
+  def test_gather_and_all_gather(self):
+    values = _per_replica(
+      self.strategy, lambda i: tf.fill([1 + tf.cast(i > 1, tf.int32), 2], i)
+    )
+    gathered = self.strategy.gather(values, axis=0)
+    self.assertAllEqual(gathered[:, 0], [0, 1, 2, 2, 3, 3])
+
+    @tf.function
+    def step():
+      def replica_fn():
+        context = tf.distribute.get_replica_context()
+        i = tf.cast(context.replica_id_in_sync_group, tf.int64)
+        return context.all_gather(tf.stack([i, i + 10]), axis=0)
+
+      return self.strategy.run(replica_fn)
+
+    for copy in step().values:
+      self.assertAllEqual(copy, [0, 10, 1, 11, 2, 12, 3, 13])
+    self.assertIn('gather', self.ops.reached)
+    self.assertEqual(self.ops.report()['calls']['gather'], 2)
+
+  def test_variable_aggregation_and_broadcast(self):
+    with self.strategy.scope():
+      total = tf.Variable(0.0, aggregation=tf.VariableAggregation.SUM)
+      first = tf.Variable(
+        0, aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA
+      )
+
+    @tf.function
+    def step():
+      def replica_fn():
+        i = tf.distribute.get_replica_context().replica_id_in_sync_group
+        total.assign_add(tf.cast(i + 1, tf.float32))
+        first.assign(i + 5)
+
+      self.strategy.run(replica_fn)
+
+    step()
+    self.assertAllEqual([v.numpy() for v in total.values], [10.0] * 4)
+    self.assertAllEqual([v.numpy() for v in first.values], [5] * 4)
+    self.assertIn('batch_reduce', self.ops.reached)
+    self.assertIn('broadcast', self.ops.reached)
+
+  def test_gradient_through_all_reduce(self):
+    def replica_fn():
+      context = tf.distribute.get_replica_context()
+      x = tf.cast(context.replica_id_in_sync_group + 1, tf.float32)
+      with tf.GradientTape() as tape:
+        tape.watch(x)
+        # (x0 + x1 + x2 + x3)^2 * x_i on replica i.
+        y = context.all_reduce(SUM, x) ** 2 * x
+      return tape.gradient(y, x)
+
+    # d/dx_j sum_i S^2 x_i = 2 S * S + S^2 on every replica, with S = 10.
+    gradients = self.strategy.run(tf.function(replica_fn))
+    self.assertAllClose([g.numpy() for g in gradients.values], [300.0] * 4)
+
+  def test_components_live_on_their_devices(self):
+    values = _per_replica(
+      self.strategy, lambda i: tf.cast(i, tf.float32) * tf.ones([5])
+    )
+    reduced = self.strategy.extended.batch_reduce_to(SUM, [(values, values)])[0]
+    self.assertEqual([v.device for v in reduced.values], FULL_NAMES)
+
+
+class AnyCrossDeviceOpsTest(tf.test.TestCase, parameterized.TestCase):
+  @parameterized.parameters(
+    tfs.RingAllReduce,
+    tfs.NaiveAllReduce,
+    tfs.TreeAllReduce,
+    tfs.HalvingDoublingAllReduce,
+    tfs.HierarchicalRingAllReduce,
+    tfs.DirectAllReduce,
+    tfs.AutoAllReduce,
+    tf.distribute.ReductionToOneDevice,
+  )
+  def test_trains_to_the_same_weights(self, op):
+    weights = []
+    for strategy in (_strategy(op()), None):
+      keras.utils.set_random_seed(1)
+      with strategy.scope() if strategy else tf.name_scope(''):
+        model = keras.Sequential(
+          [keras.layers.Input([3]), keras.layers.Dense(2)]
+        )
+        model.compile('sgd', 'mse')
+      x = np.random.default_rng(0).normal(size=(16, 3)).astype(np.float32)
+      model.fit(x, x[:, :2], batch_size=8, shuffle=False, verbose=0)
+      weights.append(model.get_weights())
+    for a, b in zip(*weights, strict=True):
+      self.assertAllClose(a, b, 0, 1e-6)
+
+
+class ControlFlowTest(tf.test.TestCase):
+  def test_all_reduce_inside_cond(self):
+    strategy = _strategy()
+
+    @tf.function
+    def step(flag):
+      def replica_fn():
+        context = tf.distribute.get_replica_context()
+        i = tf.cast(context.replica_id_in_sync_group, tf.float32)
+        return tf.cond(
+          flag,
+          lambda: context.all_reduce(SUM, i + tf.range(2.0)),
+          lambda: tf.zeros([2]),
+        )
+
+      return strategy.run(replica_fn)
+
+    for copy in step(tf.constant(True)).values:
+      self.assertAllEqual(copy, [6.0, 10.0])
+    for copy in step(tf.constant(False)).values:
+      self.assertAllEqual(copy, [0.0, 0.0])
+
+  def test_merge_call_stays_where_nothing_branches(self):
+    strategy = _strategy()
+    seen = []
+
+    @tf.function
+    def step():
+      def replica_fn():
+        seen.append(strategy.extended._use_merge_call())
+        tf.cond(
+          tf.constant(True),
+          lambda: seen.append(strategy.extended._use_merge_call()),
+          lambda: None,
+        )
+
+      strategy.run(replica_fn)
+
+    step()
+    self.assertEqual(seen[:2], [True, False])
+
+
+class UnevenBatchTest(tf.test.TestCase, parameterized.TestCase):
+  def _fit(self, strategy, rows, wrap):
+    with strategy.scope():
+      model = keras.Sequential([keras.layers.Input([3]), keras.layers.Dense(1)])
+      optimizer = keras.optimizers.SGD(0.1)
+      if wrap:
+        optimizer = tfs.keras.DistributedOptimizer(optimizer)
+      model.compile(optimizer, 'mse')
+    with self.assertLogs('absl', 'INFO') as logs:
+      tf.get_logger().info('assertLogs wants at least one line.')
+      from absl import logging
+
+      logging.info('The run starts.')
+      for _ in range(2):
+        x = np.ones([rows, 3], np.float32)
+        model.fit(x, x[:, :1], batch_size=8, epochs=2, verbose=0)
+    return [line for line in logs.output if 'DistributedOptimizer' in line]
+
+  def test_unwrapped_uneven_batch_warns_once(self):
+    self.assertLen(self._fit(_strategy(), rows=13, wrap=False), 1)
+
+  def test_wrapped_or_even_batches_do_not_warn(self):
+    self.assertEmpty(self._fit(_strategy(), rows=13, wrap=True))
+    self.assertEmpty(self._fit(_strategy(), rows=16, wrap=False))
+
+
+class DevicesTest(tf.test.TestCase, parameterized.TestCase):
+  @parameterized.named_parameters(
+    ('missing', ['CPU:0', 'CPU:77'], "'CPU:77'"),
+    ('no_gpu', ['GPU:0'], "'GPU:0'"),
+    ('twice', ['CPU:0', '/device:CPU:0'], 'twice'),
+    ('empty', [], 'at least one device'),
+    ('string', 'CPU:0', 'a list of device names'),
+    ('number', [0], 'not 0'),
+    ('nonsense', ['gizmo'], 'gizmo'),
+    ('no_list', 4, 'a list of device names'),
+  )
+  def test_wrong_device_list(self, devices, message):
+    with self.assertRaisesRegex(tfs.errors.UnsupportedOptionError, message):
+      tfs.RingMirroredStrategy(devices)
+    with self.assertRaisesRegex(ValueError, 'list_logical_devices'):
+      tfs.RingMirroredStrategy(devices)
+
+  def test_none_means_all(self):
+    strategy = tfs.RingMirroredStrategy()
+    self.assertEqual(
+      strategy.num_replicas_in_sync,
+      len(tf.config.list_logical_devices('CPU')),
+    )
+
+  def test_wrong_cross_device_ops(self):
+    with self.assertRaisesRegex(
+      tfs.errors.UnsupportedOptionError, 'cross_device_ops'
+    ):
+      tfs.RingMirroredStrategy(['CPU:0'], 'ring')
+
+  def test_is_a_mirrored_strategy(self):
+    self.assertIsInstance(_strategy(), tf.distribute.MirroredStrategy)
+
+
+class RegistryTest(tf.test.TestCase, parameterized.TestCase):
+  def test_names_make_strategies(self):
+    for name, kind, replicas in (
+      ('one_device', tf.distribute.OneDeviceStrategy, 1),
+      ('mirrored', tf.distribute.MirroredStrategy, 4),
+      ('ring_mirrored', tfs.RingMirroredStrategy, 4),
+    ):
+      strategy = tfs.create_strategy(name, devices=list(DEVICES))
+      self.assertIsInstance(strategy, kind)
+      self.assertEqual(strategy.num_replicas_in_sync, replicas)
+
+  @parameterized.parameters(
+    ('parameter_server', 'not built yet'),
+    ('multi_worker_ring', 'not built yet'),
+    ('ring_mirored', 'ring_mirored'),
+  )
+  def test_other_names_are_refused(self, name, message):
+    with self.assertRaisesRegex(tfs.errors.UnsupportedOptionError, message):
+      tfs.create_strategy(name)
+
+  def test_unknown_option_is_refused(self):
+    with self.assertRaisesRegex(tfs.errors.UnsupportedOptionError, 'colour'):
+      tfs.create_strategy('ring_mirrored', devices=['CPU:0'], colour='red')
+
+
+if __name__ == '__main__':
+  tf.test.main()
