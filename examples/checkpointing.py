@@ -38,7 +38,7 @@ class RunCheckpoint:
   Args:
     directory: where; made if it is missing.
     model: a built model.
-    optimizer: its optimizer; built here if it is not yet.
+    optimizer: its optimizer, built as well.
     settings: whatever makes two runs different, such as the seed. A run with
       other settings may not go on from this directory.
   """
@@ -50,8 +50,6 @@ class RunCheckpoint:
     optimizer: keras.optimizers.Optimizer,
     settings: Mapping[str, object],
   ):
-    if not optimizer.built:
-      optimizer.build(model.trainable_variables)
     self._directory = directory
     # As JSON returns it, so that what was written compares equal.
     self._settings = json.loads(json.dumps(settings))
@@ -169,12 +167,10 @@ def state_variables(
   Weights, the state of random layers and the optimizer's variables; not the
   metrics, which start anew in each epoch.
   """
-  metrics = {id(v) for v in model.metrics_variables}
-  state = {}
-  for prefix, variables in (
-    ('model', [v for v in model.variables if id(v) not in metrics]),
-    ('optimizer', optimizer.variables),
-  ):
-    for variable in variables:
-      state[f'{prefix}/{variable.path}'] = variable.value
-  return state
+  state = {f'model/{v.path}': v.value for v in model.weights}
+  state |= {f'optimizer/{v.path}': v.value for v in optimizer.variables}
+  others = {id(v) for v in [*model.weights, *model.metrics_variables]}
+  random = [v for v in model.variables if id(v) not in others]
+  # Keras numbers seed generators through a process: their place in the model
+  # is a name that lasts.
+  return state | {f'model/random/{i}': v.value for i, v in enumerate(random)}

@@ -67,6 +67,8 @@ def train(
       # others: one device and several would run different kernels.
       jit_compile=False,
     )
+    # There must be variables to restore before the first step.
+    model.optimizer.build(model.trainable_variables)
 
   throughput = training_report.Throughput()
   callbacks = [_MeasureThroughput(throughput, data)]
