@@ -70,8 +70,10 @@ class MnistExamplesTest(tf.test.TestCase, parameterized.TestCase):
       self.assertGreater(np.abs(one[name] - start[name]).max(), 1e-2)
 
   def test_both_examples_train_the_same_weights(self):
-    fit, _ = self._train(mnist_keras_fit.train, _SHORT, devices=_FOUR[:2])
-    loop, _ = self._train(mnist_custom_loop.train, _SHORT, devices=_FOUR[:2])
+    fit, loop = (
+      self._train(train, _SHORT, strategy='one_device')[0]
+      for _, train in _EXAMPLES
+    )
     self.assertLessEqual(compare_weights.largest_difference(fit, loop)[0], 1e-6)
 
   def test_another_seed_trains_other_weights(self):
@@ -156,15 +158,20 @@ class MnistExamplesTest(tf.test.TestCase, parameterized.TestCase):
     )
     self.assertEqual(report['all_reduce']['calls']['all_reduce'], 3)
 
-  @parameterized.named_parameters(*_EXAMPLES)
-  def test_mixed_precision_trains(self, train):
-    for policy in ('mixed_float16', 'mixed_bfloat16'):
-      with self.subTest(policy):
-        _, report = self._train(
-          train, _SHORT, _FOUR[:2], mixed_precision=policy, epochs=1
-        )
-        self.assertEqual(report['mixed_precision'], policy)
-        self.assertTrue(np.isfinite(report['train']['loss']))
+  @parameterized.named_parameters(
+    ('fit', mnist_keras_fit.train, 'mixed_float16'),
+    ('loop', mnist_custom_loop.train, 'mixed_float16'),
+    ('loop_bfloat16', mnist_custom_loop.train, 'mixed_bfloat16'),
+  )
+  def test_mixed_precision_trains(self, train, policy):
+    weights, report = self._train(
+      train, _SHORT, _FOUR[:2], mixed_precision=policy, epochs=1
+    )
+    self.assertEqual(report['mixed_precision'], policy)
+    self.assertTrue(np.isfinite(report['train']['loss']))
+    exact, _ = self._train(train, _SHORT, strategy='one_device', epochs=1)
+    for name in exact:
+      self.assertAllClose(exact[name], weights[name], atol=1e-2, msg=name)
 
   @pytest.mark.slow
   @parameterized.named_parameters(*_EXAMPLES)

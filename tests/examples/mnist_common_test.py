@@ -1,0 +1,111 @@
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+import tf_strategies as tfs
+from examples import common_flags, mnist_common
+from tests import virtual_devices
+
+virtual_devices.configure_logical_cpus()
+
+
+def _options(**changes):
+  return common_flags.TrainingOptions(
+    dataset='synthetic', global_batch_size=1000, **changes
+  )
+
+
+def _batches(data, first_epoch, num_epochs):
+  """The images of each batch, each told by its first pixels."""
+  return [
+    images.numpy()[:, :3, 0, 0] + 10.0 * labels.numpy()[:, None]
+    for images, labels in data.train(first_epoch, num_epochs)
+  ]
+
+
+class TrainingDataTest(tf.test.TestCase, parameterized.TestCase):
+  def test_epoch_has_every_example_once(self):
+    data = mnist_common.load_data(_options(), num_replicas=4)
+    self.assertEqual(data.steps_per_epoch, 9)
+    batches = _batches(data, 0, 1)
+    rows = [len(batch) for batch in batches]
+    self.assertEqual(rows, [1000] * 8 + [192])
+    self.assertEqual([data.rows_in_step(i) for i in range(9)], rows)
+    source = data.source.train
+    expected = source.images[:, :3, 0, 0] / np.float32(255)
+    expected = expected + 10.0 * source.labels[:, None]
+    seen = np.concatenate(batches)
+    self.assertNotAllEqual(seen, expected)
+    self.assertAllClose(np.sort(seen, 0), np.sort(expected, 0))
+
+  def test_later_epoch_is_the_same_without_the_earlier_ones(self):
+    data = mnist_common.load_data(_options(steps_per_epoch=2), num_replicas=1)
+    straight = _batches(data, 0, 3)
+    self.assertLen(straight, 6)
+    resumed = _batches(data, 2, 3)
+    self.assertAllEqual(np.stack(straight[4:]), np.stack(resumed))
+    self.assertNotAllEqual(straight[0], straight[2])
+    # Nor does it matter how often the stream was looked at before.
+    stream = data.train(0, 1)
+    first, second = next(iter(stream)), next(iter(stream))
+    self.assertAllEqual(first[0], second[0])
+
+  def test_order_depends_on_the_seed(self):
+    orders = [
+      _batches(mnist_common.load_data(_options(seed=seed), 1), 0, 1)[0]
+      for seed in (0, 1, 0)
+    ]
+    self.assertNotAllEqual(orders[0], orders[1])
+    self.assertAllEqual(orders[0], orders[2])
+
+  def test_mirrored_drops_the_partial_batch(self):
+    data = mnist_common.load_data(_options(strategy='mirrored'), 4)
+    self.assertEqual([len(b) for b in _batches(data, 0, 1)], [1000] * 8)
+
+  def test_mirrored_without_a_full_batch_is_refused(self):
+    options = common_flags.TrainingOptions(
+      strategy='mirrored', dataset='digits', global_batch_size=1438
+    )
+    with self.assertRaisesRegex(tfs.errors.DataError, '1437 .* 1438'):
+      mnist_common.load_data(options, num_replicas=2)
+
+
+class StrategyTest(tf.test.TestCase, parameterized.TestCase):
+  @parameterized.parameters(
+    ('ring', tfs.RingAllReduce),
+    ('auto', tfs.AutoAllReduce),
+    ('direct', tfs.DirectAllReduce),
+    ('tree', tfs.TreeAllReduce),
+    ('halving_doubling', tfs.HalvingDoublingAllReduce),
+    ('hierarchical', tfs.HierarchicalRingAllReduce),
+    ('naive', tfs.NaiveAllReduce),
+  )
+  def test_all_reduce_reaches_the_strategy(self, name, expected):
+    options = _options(all_reduce=name)
+    op = mnist_common.create_all_reduce(options)
+    self.assertIs(type(op), expected)
+    strategy = mnist_common.create_strategy(options, ['CPU:0', 'CPU:1'], op)
+    self.assertIs(strategy.cross_device_ops, op)
+
+  def test_no_all_reduce_for_one_device(self):
+    self.assertIsNone(
+      mnist_common.create_all_reduce(_options(strategy='one_device'))
+    )
+
+  def test_builtin_all_reduce_is_for_mirrored_only(self):
+    with self.assertRaisesRegex(
+      tfs.errors.UnsupportedOptionError, "strategy='mirrored' only"
+    ):
+      _options(all_reduce='builtin')
+
+  def test_split_after_start_is_refused(self):
+    tf.config.list_logical_devices()
+    with self.assertRaisesRegex(
+      tfs.errors.UnsupportedOptionError, 'num_virtual_devices=3'
+    ):
+      mnist_common.split_device(3)
+    self.assertIsNone(mnist_common.split_device(0))
+
+
+if __name__ == '__main__':
+  tf.test.main()

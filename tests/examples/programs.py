@@ -1,0 +1,66 @@
+"""Starts the examples as a user does, each with a deadline."""
+
+import os
+import pathlib
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import examples
+
+DEADLINE_SECONDS = 240
+_ROOT = pathlib.Path(examples.__file__).resolve().parents[1]
+
+
+class Program:
+  """A running example; its output goes to a file, which never blocks it.
+
+  Args:
+    name: module in `examples`.
+    *flags: its command line.
+    output: path of a file for stdout and stderr.
+  """
+
+  def __init__(self, name: str, *flags: str, output: str):
+    self._output = output
+    # The caller's idea of a cluster or of devices must not reach it.
+    environment = {k: v for k, v in os.environ.items() if k != 'TF_CONFIG'}
+    environment['PYTHONPATH'] = os.pathsep.join(filter(None, sys.path))
+    environment['PYTHONUNBUFFERED'] = '1'
+    with open(output, 'wb') as f:
+      self._process = subprocess.Popen(
+        [sys.executable, '-m', f'examples.{name}', *flags],
+        stdout=f,
+        stderr=subprocess.STDOUT,
+        cwd=_ROOT,
+        env=environment,
+      )
+    self._deadline = time.monotonic() + DEADLINE_SECONDS
+
+  def output(self) -> str:
+    """What it has printed so far."""
+    return pathlib.Path(self._output).read_text(encoding='utf-8')
+
+  def wait(self) -> int:
+    """Waits until it ends; returns its exit code."""
+    try:
+      return self._process.wait(self._deadline - time.monotonic())
+    except subprocess.TimeoutExpired:
+      self.kill()
+      raise AssertionError(f'it did not end:\n{self.output()}') from None
+
+  def wait_until(self, condition: Callable[[], bool]) -> None:
+    """Waits until `condition()`; the program must still run then."""
+    while not condition():
+      if self._process.poll() is not None:
+        raise AssertionError(f'it ended too early:\n{self.output()}')
+      if time.monotonic() > self._deadline:
+        self.kill()
+        raise AssertionError(f'it never came so far:\n{self.output()}')
+      time.sleep(0.01)
+
+  def kill(self) -> int:
+    """Ends it with SIGKILL, if it still runs; returns its exit code."""
+    self._process.kill()
+    return self._process.wait()
