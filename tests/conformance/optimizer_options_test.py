@@ -134,10 +134,12 @@ class LossScaleTest(harness.ConformanceTest, parameterized.TestCase):
       optimizer = tfs.keras.DistributedOptimizer(
         optimizers.LossScaleOptimizer(optimizers.SGD(0.1))
       )
-      with self.assertRaisesRegex(
-        tfs.errors.UnsupportedOptionError, 'one LossScaleOptimizer'
-      ):
-        model.compile(optimizer, 'mse')
+      model.compile(optimizer, 'mse')
+    x = np.ones([8, 1], np.float32)
+    with self.assertRaisesRegex(
+      tfs.errors.UnsupportedOptionError, 'one LossScaleOptimizer'
+    ):
+      model.fit(x, x, batch_size=8, verbose=0)
 
 
 if __name__ == '__main__':

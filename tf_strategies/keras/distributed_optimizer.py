@@ -113,15 +113,6 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
   def loss_scale_factor(self, factor):
     if not hasattr(self, '_weighting'):
       return  # The base class's __init__ resets what is the inner one's.
-    # LossScaleOptimizer sets this on what it wraps: `compile` does so under
-    # mixed_float16. Two dynamic scales would unscale what was scaled once.
-    if isinstance(self.inner_optimizer, keras.optimizers.LossScaleOptimizer):
-      raise errors.UnsupportedOptionError(
-        'LossScaleOptimizer(DistributedOptimizer(LossScaleOptimizer(...)))',
-        'one LossScaleOptimizer',
-        'pass DistributedOptimizer(optimizer) to compile, which scales the '
-        'loss by itself, or compile with auto_scale_loss=False',
-      )
     self.inner_optimizer.loss_scale_factor = factor
 
   def build(self, variables):
@@ -245,10 +236,20 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
     self.inner_optimizer.set_weights(weights)
 
   def save_own_variables(self, store):
-    """Saves nothing: the inner optimizer is saved as a child."""
+    """Saves what the inner optimizer saves, in the same place of the file.
+
+    A file that was saved with the wrapper loads without it, and the other way
+    round.
+    """
+    self.inner_optimizer.save_own_variables(store)
 
   def load_own_variables(self, store):
-    """Loads nothing: the inner optimizer is loaded as a child."""
+    """Loads what an optimizer saved, wrapped or not."""
+    self.inner_optimizer.load_own_variables(store)
+
+  def __dir__(self):
+    # Keras saves what it finds here: the inner optimizer is saved already.
+    return [name for name in super().__dir__() if name != 'inner_optimizer']
 
   def get_config(self):
     """The configuration, with the inner optimizer's in it."""

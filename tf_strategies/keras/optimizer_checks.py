@@ -71,44 +71,54 @@ def needs_rows_everywhere(optimizer) -> str | None:
   return f'{type(optimizer).__name__}(gradient_accumulation_steps={steps})'
 
 
-def check_losses(fn, strategy_name: str) -> None:
-  """Refuses losses of a model whose parts do not add up to the whole.
+def check_model(fn, strategy_name: str) -> None:
+  """Refuses a model whose loss or optimizer is wrong under the wrapper.
 
   Args:
     fn: what runs on each replica; only a model's train step is looked at.
     strategy_name: for the message.
 
   Raises:
-    UnsupportedOptionError: naming the loss's reduction.
+    UnsupportedOptionError: naming the loss's reduction, or two loss scales.
   """
   model = getattr(fn, '__self__', None)
-  if fn.__name__ != 'train_step' or not isinstance(model, keras.Model):
+  if not isinstance(model, keras.Model) or fn.__name__ != 'train_step':
     return
-  for loss in keras.tree.flatten(getattr(model, 'loss', None)):
-    reduction = getattr(loss, 'reduction', 'sum_over_batch_size')
-    if reduction == 'mean_with_sample_weight':
-      raise errors.UnsupportedOptionError(
-        f'{type(loss).__name__}(reduction={reduction!r}) under {strategy_name}',
-        "'sum_over_batch_size'; each replica would divide by the sum of its "
-        'own weights, and the mean of such means is not the whole mean',
-        "use 'sum_over_batch_size' with sample weights of mean 1",
-      )
-    weighting = getattr(_without_loss_scale(model), 'weighting', None)
-    if reduction in ('sum', 'none', None) and weighting == 'rows':
-      raise errors.UnsupportedOptionError(
-        f'{type(loss).__name__}(reduction={reduction!r}) with '
-        "DistributedOptimizer(weighting='rows')",
-        'a loss that is a mean over rows',
-        "use reduction='sum_over_batch_size', or "
-        "DistributedOptimizer(optimizer, weighting='none')",
-      )
-
-
-def _without_loss_scale(model):
   optimizer = model.optimizer
-  if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-    return optimizer.inner_optimizer
-  return optimizer
+  scale = keras.optimizers.LossScaleOptimizer
+  if isinstance(optimizer, scale):
+    optimizer = optimizer.inner_optimizer
+    # `compile` under mixed_float16 wraps what it gets. The outer scale scales
+    # the loss, and both unscale the gradient.
+    if isinstance(getattr(optimizer, 'inner_optimizer', None), scale):
+      raise errors.UnsupportedOptionError(
+        'LossScaleOptimizer(DistributedOptimizer(LossScaleOptimizer(...)))',
+        'one LossScaleOptimizer',
+        'pass DistributedOptimizer(optimizer) to compile, which scales the '
+        'loss by itself, or compile with auto_scale_loss=False',
+      )
+  weighting = getattr(optimizer, 'weighting', None)
+  for loss in keras.tree.flatten(getattr(model, 'loss', None)):
+    _check_reduction(loss, weighting, strategy_name)
+
+
+def _check_reduction(loss, weighting: str | None, strategy_name: str) -> None:
+  reduction = getattr(loss, 'reduction', 'sum_over_batch_size')
+  name = f'{type(loss).__name__}(reduction={reduction!r})'
+  if reduction == 'mean_with_sample_weight':
+    raise errors.UnsupportedOptionError(
+      f'{name} under {strategy_name}',
+      "'sum_over_batch_size'; each replica would divide by the sum of its own "
+      'weights, and the mean of such means is not the whole mean',
+      "use 'sum_over_batch_size' with sample weights of mean 1",
+    )
+  if reduction in ('sum', 'none', None) and weighting == 'rows':
+    raise errors.UnsupportedOptionError(
+      f"{name} with DistributedOptimizer(weighting='rows')",
+      'a loss that is a mean over rows',
+      "use reduction='sum_over_batch_size', or "
+      "DistributedOptimizer(optimizer, weighting='none')",
+    )
 
 
 def is_keras_step(fn) -> bool:

@@ -80,7 +80,7 @@ class ExactMirroredExtended(_tf_internal.MirroredExtended):
       return self._call_nested(fn, args, kwargs)
     function = _tf_internal.unwrap(fn)
     if self._num_replicas_in_sync > 1:
-      optimizer_checks.check_losses(
+      optimizer_checks.check_model(
         function, type(self._container_strategy()).__name__
       )
     run = replica_run.ReplicaRun.of(
