@@ -231,6 +231,26 @@ class ControlFlowTest(tf.test.TestCase):
     for copy in step(tf.constant(False)).values:
       self.assertAllEqual(copy, [0.0, 0.0])
 
+  def test_two_strategies_do_not_meet_in_each_others_collectives(self):
+    # TensorFlow numbers collectives from the same start in every strategy; a
+    # second one with another shape would abort both.
+    for size in (2, 5):
+      strategy = _strategy()
+
+      @tf.function
+      def step(strategy=strategy, size=size):
+        def replica_fn():
+          context = tf.distribute.get_replica_context()
+          return tf.cond(
+            tf.constant(True),
+            lambda: context.all_reduce(SUM, tf.ones([size])),
+            lambda: tf.zeros([size]),
+          )
+
+        return strategy.run(replica_fn)
+
+      self.assertAllEqual(step().values[3], [4.0] * size)
+
   def test_merge_call_stays_where_nothing_branches(self):
     strategy = _strategy()
     seen = []
