@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import tensorflow as tf
+from absl import logging
 from absl.testing import parameterized
 
 import tf_strategies as tfs
@@ -139,6 +140,26 @@ class RefusalTest(tf.test.TestCase, parameterized.TestCase):
       weights.append(model.get_weights())
     for a, b in zip(*weights, strict=True):
       self.assertAllClose(a, b, 0, 1e-6)
+
+
+class MaskTest(tf.test.TestCase, parameterized.TestCase):
+  @parameterized.parameters((True, 1), (False, 0))
+  def test_a_mask_that_reaches_the_loss_warns_once(self, mask, warnings):
+    with _strategy(2).scope():
+      model = keras.Sequential(
+        [
+          keras.layers.Input([5], dtype='int32'),
+          keras.layers.Embedding(9, 4, mask_zero=mask),
+          keras.layers.Dense(1),
+        ]
+      )
+      model.compile(DistributedOptimizer('sgd'), 'mse')
+    x = np.arange(20).reshape([4, 5]) % 9
+    with self.assertLogs('absl', 'INFO') as logs:
+      logging.info('The run starts.')
+      for _ in range(2):
+        model.fit(x, x[..., None], batch_size=4, verbose=0)
+    self.assertLen([m for m in logs.output if 'A mask' in m], warnings)
 
 
 class MutationTest(tf.test.TestCase):

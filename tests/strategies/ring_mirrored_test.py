@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import tensorflow as tf
+from absl import logging
 from absl.testing import parameterized
 
 import tf_strategies as tfs
@@ -280,10 +281,7 @@ class UnevenBatchTest(tf.test.TestCase, parameterized.TestCase):
         optimizer = tfs.keras.DistributedOptimizer(optimizer)
       model.compile(optimizer, 'mse')
     with self.assertLogs('absl', 'INFO') as logs:
-      tf.get_logger().info('assertLogs wants at least one line.')
-      from absl import logging
-
-      logging.info('The run starts.')
+      logging.info('The run starts.')  # assertLogs wants at least one line.
       for _ in range(2):
         x = np.ones([rows, 3], np.float32)
         model.fit(x, x[:, :1], batch_size=8, epochs=2, verbose=0)

@@ -135,6 +135,23 @@ class RowlessReplicasTest(tf.test.TestCase, parameterized.TestCase):
     self.assertAllClose(total.values[0], 17.0)
     self.assertAllClose(mean.values[1], 8.5)
 
+  def test_ragged_batches_keep_their_rows_together(self):
+    strategy = _strategy()
+    ragged = tf.ragged.constant([[1.0], [2.0, 3.0]])
+    dataset = tf.data.Dataset.from_tensor_slices((ragged, [[1.0], [2.0]]))
+    dataset = dataset.batch(4)
+
+    @tf.function
+    def step(batch):
+      def replica_fn(x, y):
+        total = tf.reduce_sum(x) + tf.reduce_sum(y)
+        return tf.distribute.get_replica_context().all_reduce(SUM, total)
+
+      return strategy.run(replica_fn, args=batch)
+
+    for batch in strategy.experimental_distribute_dataset(dataset):
+      self.assertAllClose(step(batch).values[0], 9.0)
+
   def test_full_batches_pay_nothing(self):
     """With static shapes the graph has no branch at all."""
     strategy = _strategy()

@@ -7,7 +7,10 @@ module looks. It only reads.
 
 from __future__ import annotations
 
+import weakref
+
 import keras
+from absl import logging
 
 from tf_strategies import _tf_internal, errors
 
@@ -15,6 +18,8 @@ _WAY_OUT = (
   'wrap the optimizer: tfs.keras.DistributedOptimizer(optimizer), which '
   'reduces the gradients before Keras clips them'
 )
+
+_warned_of_masks = weakref.WeakSet()
 
 # Keras applies these to the gradient of one replica, before the all-reduce.
 _LOCAL_OPTIONS = ('clipnorm', 'clipvalue', 'global_clipnorm')
@@ -100,6 +105,23 @@ def check_model(fn, strategy_name: str) -> None:
   weighting = getattr(optimizer, 'weighting', None)
   for loss in keras.tree.flatten(getattr(model, 'loss', None)):
     _check_reduction(loss, weighting, strategy_name)
+  _warn_of_masks(model)
+
+
+def _warn_of_masks(model) -> None:
+  """Warns once a model if a mask reaches its loss, which is then inexact."""
+  outputs = keras.tree.flatten(getattr(model, 'outputs', None))
+  masked = [o for o in outputs if getattr(o, '_keras_mask', None) is not None]
+  if masked and model not in _warned_of_masks:
+    _warned_of_masks.add(model)
+    logging.warning(
+      'A mask reaches output %r of model %r. Keras divides the loss by the '
+      'unmasked steps of each replica, so replicas with fewer of them count as '
+      'much as the others, which is not what one device computes. For an exact '
+      'result stop the mask before the loss and pass sample_weight.',
+      masked[0].name,
+      model.name,
+    )
 
 
 def _check_reduction(loss, weighting: str | None, strategy_name: str) -> None:

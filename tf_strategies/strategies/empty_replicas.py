@@ -18,8 +18,12 @@ from tf_strategies.strategies import replica_run
 
 
 def fill(run: replica_run.ReplicaRun, args, devices):
-  """Returns `args` with one row of zeros wherever a replica has no rows."""
-  if run.has_rows is None:
+  """Returns `args` with one row of zeros wherever a replica has no rows.
+
+  Ragged and sparse batches stay as they are, and the dense ones beside them
+  with them: rows must go together.
+  """
+  if run.has_rows is None or any(map(_is_composite, tf.nest.flatten(args))):
     return args
 
   def fill_value(value):
@@ -164,6 +168,12 @@ def _nothing_like(tensor):
       tensor.values[:0], tensor.indices[:0], tensor.dense_shape
     )
   return tf.zeros_like(tensor)
+
+
+def _is_composite(value) -> bool:
+  return isinstance(value, _tf_internal.PerReplica) and isinstance(
+    value.values[0], tf.RaggedTensor | tf.SparseTensor
+  )
 
 
 def _is_batched(value, num_replicas) -> bool:

@@ -95,12 +95,19 @@ class ExactMirroredExtended(_tf_internal.MirroredExtended):
 
   def _call_function(self, function, args, kwargs):
     """Runs a `tf.function`: the rows are read inside it, not baked in."""
+    if _tf_internal.is_compiled(function) and all(
+      'gpu' in device.lower() for device in self._devices
+    ):
+      # XLA compiles one device's program: each replica runs its own.
+      return _tf_internal.call_for_each_replica(
+        self._container_strategy(), function, args, kwargs
+      )
     if function not in self._functions:
+      # Not `function` itself, which the closure would keep alive for ever.
+      python_function = function.python_function
 
       def call(*args, **kwargs):
-        return self._call_for_each_replica(
-          function.python_function, args, kwargs
-        )
+        return self._call_for_each_replica(python_function, args, kwargs)
 
       self._functions[function] = _tf_internal.clone_function(function, call)
     return self._functions[function](*args, **kwargs)

@@ -1,0 +1,39 @@
+"""The examples in the public docstrings run, and show what they say."""
+
+import doctest
+import importlib
+
+import tensorflow as tf
+from absl.testing import parameterized
+
+from tests import virtual_devices
+
+virtual_devices.configure_logical_cpus()
+
+# Modules of which at least one docstring has an example.
+_MODULES = (
+  'tf_strategies',
+  'tf_strategies.errors',
+  'tf_strategies.cross_device',
+  'tf_strategies.cross_device.algorithms',
+  'tf_strategies.cross_device.statistics',
+  'tf_strategies.keras.distributed_optimizer',
+  'tf_strategies.strategies.devices',
+  'tf_strategies.strategies.registry',
+  'tf_strategies.strategies.ring_mirrored',
+)
+
+
+class DocumentationTest(tf.test.TestCase, parameterized.TestCase):
+  @parameterized.parameters(*[(name,) for name in _MODULES])
+  def test_examples_run(self, name):
+    module = importlib.import_module(name)
+    results = doctest.testmod(
+      module, optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
+    )
+    self.assertGreater(results.attempted, 0)
+    self.assertEqual(results.failed, 0)
+
+
+if __name__ == '__main__':
+  tf.test.main()
