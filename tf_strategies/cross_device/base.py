@@ -208,7 +208,7 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
       devices, [received] + [_num_bytes(tensors[0])] * (len(devices) - 1)
     )
     with tf.device(devices[0]):
-      if _is_mean(reduce_op) and tensors[0].dtype.size == 2:
+      if _is_mean(reduce_op) and executor.is_half(tensors[0].dtype):
         tensors = [executor.divide(t, len(tensors)) for t in tensors]
         reduced = executor.add(tensors)
       else:

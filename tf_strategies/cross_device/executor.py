@@ -17,6 +17,11 @@ from tf_strategies.collectives import schedule as schedule_lib
 _ACCUMULATION_DTYPE = {tf.float16: tf.float32, tf.bfloat16: tf.float32}
 
 
+def is_half(dtype: tf.DType) -> bool:
+  """Whether sums of `dtype` are accumulated in float32."""
+  return dtype in _ACCUMULATION_DTYPE
+
+
 def add(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
   """Returns the sum of tensors of one dtype, 16-bit floats through float32."""
   if len(tensors) == 1:
