@@ -20,7 +20,7 @@ import keras
 import tensorflow as tf
 
 import tf_strategies as tfs
-from examples import common_flags, mnist_common, mnist_model
+from examples import mnist_common, mnist_model
 
 _SETTINGS_FILE = 'settings.json'
 # How tf.train.Checkpoint spells the key of a variable in a dict: slashes inside
@@ -135,15 +135,13 @@ class RunCheckpoint:
     return found
 
 
-def settings_of(
-  options: common_flags.TrainingOptions,
-  data: mnist_common.TrainingData,
-  num_replicas: int,
-) -> dict[str, object]:
+def settings_of(setup: mnist_common.Setup) -> dict[str, object]:
   """What must be equal in two runs for one to go on from the other.
 
   Not the strategy: a run may go on with another number of replicas.
   """
+  options, data = setup.options, setup.data
+  rate = mnist_model.peak_learning_rate(options, setup.num_replicas)
   return {
     'dataset': data.source.name,
     'train_examples': data.source.train.num_examples,
@@ -152,11 +150,31 @@ def settings_of(
     'global_batch_size': data.global_batch_size,
     'steps_per_epoch': data.steps_per_epoch,
     'optimizer': options.optimizer,
-    'learning_rate': mnist_model.peak_learning_rate(options, num_replicas),
+    'learning_rate': rate,
     'warmup_steps': options.warmup_steps,
     'mixed_precision': options.mixed_precision,
     'seed': options.seed,
   }
+
+
+def open_run(
+  setup: mnist_common.Setup,
+  model: keras.Model,
+  optimizer: keras.optimizers.Optimizer,
+) -> tuple[RunCheckpoint | None, int]:
+  """Goes on from `checkpoint_dir`, if there is one in the options.
+
+  Returns:
+    The checkpoint to save to, and the number of epochs that are done.
+
+  Raises:
+    CheckpointMismatchError: as `RunCheckpoint.restore`.
+  """
+  directory = setup.options.checkpoint_dir
+  if not directory:
+    return None, 0
+  checkpoint = RunCheckpoint(directory, model, optimizer, settings_of(setup))
+  return checkpoint, checkpoint.restore()
 
 
 def state_variables(

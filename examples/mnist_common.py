@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+import keras
 import tensorflow as tf
 
 import tf_strategies as tfs
@@ -103,7 +104,6 @@ class TrainingData:
     global_batch_size: examples of a training step over all replicas.
     steps_per_epoch: training steps of each epoch.
     test: the whole test split, in order.
-    test_steps: batches of `test`.
     seed: decides, together with its number, the order of an epoch.
   """
 
@@ -111,7 +111,6 @@ class TrainingData:
   global_batch_size: int
   steps_per_epoch: int
   test: tf.data.Dataset
-  test_steps: int
   seed: int
 
   def train(self, first_epoch: int, num_epochs: int) -> tf.data.Dataset:
@@ -187,6 +186,48 @@ def load_data(
     global_batch_size=size,
     steps_per_epoch=min(steps, options.steps_per_epoch or steps),
     test=tfs.data.make_dataset(source.test, evaluation, training=False),
-    test_steps=math.ceil(source.test.num_examples / _EVALUATION_BATCH_SIZE),
     seed=options.seed,
   )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Setup:
+  """What there is before a model: the same in every example.
+
+  Attributes:
+    options: as the flags gave them.
+    strategy: how the replicas work together.
+    all_reduce: the op that counts its calls; None if it is none of ours.
+    data: the batches.
+  """
+
+  options: common_flags.TrainingOptions
+  strategy: tf.distribute.Strategy
+  all_reduce: tf.distribute.CrossDeviceOps | None
+  data: TrainingData
+
+  @property
+  def num_replicas(self) -> int:
+    """Replicas that share a global batch."""
+    return self.strategy.num_replicas_in_sync
+
+
+def set_up(
+  options: common_flags.TrainingOptions, devices: Sequence[str] | None
+) -> Setup:
+  """Makes the strategy, loads the data and seeds the random numbers.
+
+  Initial weights then depend on the seed alone, not on the number of replicas.
+
+  Raises:
+    UnsupportedOptionError: as `create_strategy`.
+    DataError: as `load_data`.
+  """
+  all_reduce = create_all_reduce(options)
+  strategy = create_strategy(options, devices, all_reduce)
+  data = load_data(options, strategy.num_replicas_in_sync)
+  keras.utils.set_random_seed(options.seed)
+  keras.config.set_dtype_policy(
+    'float32' if options.mixed_precision == 'none' else options.mixed_precision
+  )
+  return Setup(options, strategy, all_reduce, data)

@@ -44,78 +44,89 @@ def train(
     DataError: data that are missing or damaged.
     CheckpointMismatchError: `checkpoint_dir` holds another run's.
   """
-  all_reduce = mnist_common.create_all_reduce(options)
-  strategy = mnist_common.create_strategy(options, devices, all_reduce)
-  replicas = strategy.num_replicas_in_sync
-  data = mnist_common.load_data(options, replicas)
-
-  # Initial weights depend on the seed alone, not on the number of replicas.
-  keras.utils.set_random_seed(options.seed)
-  keras.config.set_dtype_policy(mnist_model.dtype_policy(options))
-  with strategy.scope():
+  setup = mnist_common.set_up(options, devices)
+  with setup.strategy.scope():
     model = mnist_model.build_model(
-      options.model, data.source.num_classes, options.dropout
+      options.model, setup.data.source.num_classes, options.dropout
     )
-    optimizer = mnist_model.build_optimizer(options, replicas)
+    optimizer = mnist_model.build_optimizer(options, setup.num_replicas)
     # Variables may not be made while the step is traced.
     optimizer.build(model.trainable_variables)
     metrics = _Metrics()
-
-  first_epoch = 0
-  checkpoint = None
-  if options.checkpoint_dir:
-    checkpoint = checkpointing.RunCheckpoint(
-      options.checkpoint_dir,
-      model,
-      optimizer,
-      checkpointing.settings_of(options, data, replicas),
-    )
-    first_epoch = checkpoint.restore()
-
-  throughput = training_report.Throughput()
-  train_step = make_train_step(strategy, model, optimizer, metrics)
-  test_step = make_test_step(strategy, model, metrics)
+  checkpoint, first_epoch = checkpointing.open_run(setup, model, optimizer)
+  loop = _Loop(setup, model, optimizer, metrics)
   logger = training_report.ScalarLogger(options.log_dir)
+
   batches = iter(
-    strategy.experimental_distribute_dataset(
-      data.train(first_epoch, options.epochs)
+    setup.strategy.experimental_distribute_dataset(
+      setup.data.train(first_epoch, options.epochs)
     )
   )
-  test_set = strategy.experimental_distribute_dataset(data.test)
-
   train_results = test_results = None
   for epoch in range(first_epoch, options.epochs):
-    metrics.reset()
-    throughput.start_epoch()
-    for step in range(data.steps_per_epoch):
-      train_step(batches)
-      throughput.end_step(data.rows_in_step(step))
-      if options.verbose and (step + 1) % options.log_every_steps == 0:
-        _print_step(epoch, step, data, metrics, throughput)
-    throughput.end_epoch()
-    train_results = metrics.results()
-    test_results = _evaluate(test_step, test_set, metrics)
+    train_results = loop.train_epoch(epoch, batches)
+    test_results = loop.evaluate()
     if options.verbose:
       _print_epoch(epoch, options.epochs, train_results, test_results)
     logger.write(epoch, train=train_results, test=test_results)
     if checkpoint is not None:
       checkpoint.save(epochs_done=epoch + 1)
   if test_results is None:  # Every epoch had been done before.
-    test_results = _evaluate(test_step, test_set, metrics)
+    test_results = loop.evaluate()
 
-  run = training_report.Run(
-    'mnist_custom_loop', options, strategy, all_reduce, model, data
-  )
   if options.save_weights:
-    training_report.write_weights(
-      checkpointing.state_variables(model, optimizer), options.save_weights
-    )
-  return training_report.build(
-    run,
-    training_report.Outcome(
-      first_epoch, test_results, train_results, throughput
-    ),
+    variables = checkpointing.state_variables(model, optimizer)
+    training_report.write_weights(variables, options.save_weights)
+  outcome = training_report.Outcome(
+    first_epoch, test_results, train_results, loop.throughput
   )
+  return training_report.build('mnist_custom_loop', setup, model, outcome)
+
+
+class _Loop:
+  """One epoch of training, one evaluation."""
+
+  def __init__(self, setup, model, optimizer, metrics):
+    self.throughput = training_report.Throughput()
+    self._options = setup.options
+    self._data = setup.data
+    self._metrics = metrics
+    self._train_step = make_train_step(
+      setup.strategy, model, optimizer, metrics
+    )
+    self._test_step = make_test_step(setup.strategy, model, metrics)
+    self._test_set = setup.strategy.experimental_distribute_dataset(
+      setup.data.test
+    )
+
+  def train_epoch(self, epoch, batches) -> dict[str, float]:
+    self._metrics.reset()
+    self.throughput.start_epoch()
+    for step in range(self._data.steps_per_epoch):
+      self._train_step(batches)
+      self.throughput.end_step(self._data.rows_in_step(step))
+      if (
+        self._options.verbose
+        and (step + 1) % self._options.log_every_steps == 0
+      ):
+        self._print_step(epoch, step)
+    self.throughput.end_epoch()
+    return self._metrics.results()
+
+  def evaluate(self) -> dict[str, float]:
+    self._metrics.reset()
+    for batch in self._test_set:
+      self._test_step(batch)
+    return self._metrics.results()
+
+  def _print_step(self, epoch, step) -> None:
+    rate = self.throughput.current
+    print(
+      f'epoch {epoch + 1}, step {step + 1}/{self._data.steps_per_epoch}: '
+      f'loss {self._metrics.results()["loss"]:.4f}, '
+      f'{"- " if rate is None else f"{rate:,.0f} "}examples/s',
+      flush=True,
+    )
 
 
 class _Metrics:
@@ -197,23 +208,6 @@ def make_test_step(
     strategy.run(replica_step, args=(batch,))
 
   return test_step
-
-
-def _evaluate(test_step, test_set, metrics) -> dict[str, float]:
-  metrics.reset()
-  for batch in test_set:
-    test_step(batch)
-  return metrics.results()
-
-
-def _print_step(epoch, step, data, metrics, throughput) -> None:
-  rate = throughput.current
-  print(
-    f'epoch {epoch + 1}, step {step + 1}/{data.steps_per_epoch}: '
-    f'loss {metrics.results()["loss"]:.4f}, '
-    f'{"- " if rate is None else f"{rate:,.0f} "}examples/s',
-    flush=True,
-  )
 
 
 def _print_epoch(epoch, epochs, train_results, test_results) -> None:

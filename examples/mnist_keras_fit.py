@@ -47,20 +47,54 @@ def train(
     DataError: data that are missing or damaged.
     CheckpointMismatchError: `checkpoint_dir` holds another run's.
   """
-  all_reduce = mnist_common.create_all_reduce(options)
-  strategy = mnist_common.create_strategy(options, devices, all_reduce)
-  replicas = strategy.num_replicas_in_sync
-  data = mnist_common.load_data(options, replicas)
+  setup = mnist_common.set_up(options, devices)
+  model = build_compiled(setup)
+  checkpoint, first_epoch = checkpointing.open_run(
+    setup, model, model.optimizer
+  )
+  throughput = training_report.Throughput()
+  if first_epoch < options.epochs:
+    callbacks = [_MeasureThroughput(throughput, setup.data)]
+    if checkpoint is not None:
+      callbacks.append(_SaveEachEpoch(checkpoint))
+    if training_report.can_log(options.log_dir):
+      callbacks.append(keras.callbacks.TensorBoard(options.log_dir))
+    history = model.fit(
+      setup.data.train(first_epoch, options.epochs),
+      initial_epoch=first_epoch,
+      epochs=options.epochs,
+      steps_per_epoch=setup.data.steps_per_epoch,
+      validation_data=setup.data.test,
+      callbacks=callbacks,
+      shuffle=False,  # The stream of batches is shuffled.
+      verbose=_verbosity(options.verbose),
+    )
+    results = {name: values[-1] for name, values in history.history.items()}
+  else:  # Every epoch had been done before.
+    evaluated = model.evaluate(setup.data.test, return_dict=True, verbose=0)
+    results = {f'val_{name}': value for name, value in evaluated.items()}
 
-  # Initial weights depend on the seed alone, not on the number of replicas.
-  keras.utils.set_random_seed(options.seed)
-  keras.config.set_dtype_policy(mnist_model.dtype_policy(options))
-  with strategy.scope():
+  if options.save_weights:
+    variables = checkpointing.state_variables(model, model.optimizer)
+    training_report.write_weights(variables, options.save_weights)
+  outcome = training_report.Outcome(
+    first_epoch=first_epoch,
+    test=_split_results(results, 'val_'),
+    train=_split_results(results, ''),
+    throughput=throughput,
+  )
+  return training_report.build('mnist_keras_fit', setup, model, outcome)
+
+
+def build_compiled(setup: mnist_common.Setup) -> keras.Model:
+  """Returns the model, with its variables where the strategy wants them."""
+  options = setup.options
+  with setup.strategy.scope():
     model = mnist_model.build_model(
-      options.model, data.source.num_classes, options.dropout
+      options.model, setup.data.source.num_classes, options.dropout
     )
     model.compile(
-      optimizer=mnist_model.build_optimizer(options, replicas),
+      optimizer=mnist_model.build_optimizer(options, setup.num_replicas),
       loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
       metrics=['accuracy'],
       # XLA would compile one replica's step, but not one that waits for
@@ -69,55 +103,7 @@ def train(
     )
     # There must be variables to restore before the first step.
     model.optimizer.build(model.trainable_variables)
-
-  throughput = training_report.Throughput()
-  callbacks = [_MeasureThroughput(throughput, data)]
-  first_epoch = 0
-  if options.checkpoint_dir:
-    checkpoint = checkpointing.RunCheckpoint(
-      options.checkpoint_dir,
-      model,
-      model.optimizer,
-      checkpointing.settings_of(options, data, replicas),
-    )
-    first_epoch = checkpoint.restore()
-    callbacks.append(_SaveEachEpoch(checkpoint))
-  if training_report.can_log(options.log_dir):
-    callbacks.append(keras.callbacks.TensorBoard(options.log_dir))
-
-  if first_epoch < options.epochs:
-    history = model.fit(
-      data.train(first_epoch, options.epochs),
-      initial_epoch=first_epoch,
-      epochs=options.epochs,
-      steps_per_epoch=data.steps_per_epoch,
-      validation_data=data.test,
-      callbacks=callbacks,
-      shuffle=False,  # The stream of batches is shuffled.
-      verbose=_verbosity(options.verbose),
-    )
-    results = {name: values[-1] for name, values in history.history.items()}
-  else:
-    evaluated = model.evaluate(data.test, return_dict=True, verbose=0)
-    results = {f'val_{name}': value for name, value in evaluated.items()}
-
-  run = training_report.Run(
-    'mnist_keras_fit', options, strategy, all_reduce, model, data
-  )
-  if options.save_weights:
-    training_report.write_weights(
-      checkpointing.state_variables(model, model.optimizer),
-      options.save_weights,
-    )
-  return training_report.build(
-    run,
-    training_report.Outcome(
-      first_epoch=first_epoch,
-      test=_split_results(results, 'val_'),
-      train=_split_results(results, ''),
-      throughput=throughput,
-    ),
-  )
+  return model
 
 
 class _MeasureThroughput(keras.callbacks.Callback):

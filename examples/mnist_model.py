@@ -85,13 +85,6 @@ class LinearWarmup(keras.optimizers.schedules.LearningRateSchedule):
     }
 
 
-def dtype_policy(options: common_flags.TrainingOptions) -> str:
-  """Keras' name of the policy that `mixed_precision` means."""
-  if options.mixed_precision == 'none':
-    return 'float32'
-  return options.mixed_precision
-
-
 def peak_learning_rate(
   options: common_flags.TrainingOptions, num_replicas: int
 ) -> float:

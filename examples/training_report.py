@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 import tf_strategies as tfs
-from examples import common_flags, mnist_common, mnist_model
+from examples import mnist_common, mnist_model
 
 
 class Throughput:
@@ -69,27 +69,6 @@ class Throughput:
     return statistics.median(self._rates) if self._rates else None
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Run:
-  """What was trained, and with what.
-
-  Attributes:
-    example: name of the program.
-    options: as the flags gave them.
-    strategy: how the replicas worked together.
-    all_reduce: the op that counted its calls; None if it was none of ours.
-    model: the trained model.
-    data: its data.
-  """
-
-  example: str
-  options: common_flags.TrainingOptions
-  strategy: tf.distribute.Strategy
-  all_reduce: tf.distribute.CrossDeviceOps | None
-  model: keras.Model
-  data: mnist_common.TrainingData
-
-
 @dataclasses.dataclass(frozen=True)
 class Outcome:
   """What training came to.
@@ -109,23 +88,24 @@ class Outcome:
 
 
 def build(
-  run: Run,
+  example: str,
+  setup: mnist_common.Setup,
+  model: keras.Model,
   outcome: Outcome,
 ) -> dict[str, object]:
   """Returns the report of a run, ready for JSON."""
-  options, strategy, data = run.options, run.strategy, run.data
-  replicas = strategy.num_replicas_in_sync
+  options, data, replicas = setup.options, setup.data, setup.num_replicas
   epochs = max(options.epochs, outcome.first_epoch)
   return {
-    'example': run.example,
+    'example': example,
     'strategy': options.strategy,
     'replicas': replicas,
-    'devices': list(strategy.extended.worker_devices),
+    'devices': list(setup.strategy.extended.worker_devices),
     'dataset': data.source.name,
     'train_examples': data.source.train.num_examples,
     'test_examples': data.source.test.num_examples,
     'model': options.model,
-    'parameters': run.model.count_params(),
+    'parameters': model.count_params(),
     'optimizer': options.optimizer,
     'learning_rate': mnist_model.peak_learning_rate(options, replicas),
     'mixed_precision': options.mixed_precision,
@@ -137,7 +117,7 @@ def build(
     'train': outcome.train,
     'test': outcome.test,
     'examples_per_second': outcome.throughput.examples_per_second,
-    'all_reduce': _all_reduce(options, strategy, run.all_reduce),
+    'all_reduce': _all_reduce(setup),
     'versions': {
       'tf_strategies': tfs.__version__,
       'tensorflow': tf.__version__,
@@ -226,15 +206,15 @@ def _make_parent(path: str) -> None:
   os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
 
 
-def _all_reduce(options, strategy, op) -> dict[str, object]:
+def _all_reduce(setup) -> dict[str, object]:
   """What the op counted, or why nothing was counted."""
-  if op is not None:
-    return {'is_counted': True, **op.report()}
-  if strategy.num_replicas_in_sync == 1:
+  if setup.all_reduce is not None:
+    return {'is_counted': True, **setup.all_reduce.report()}
+  if setup.num_replicas == 1:
     reason = 'one replica: there is nothing to reduce'
   else:
     reason = (
-      f"strategy={options.strategy!r} used TensorFlow's own all-reduce, which "
+      f"strategy={setup.options.strategy!r} used TensorFlow's own all-reduce, which "
       'counts nothing'
     )
   return {'is_counted': False, 'reason': reason}

@@ -1,0 +1,42 @@
+"""The examples in the docstrings run, and each program says how to run it."""
+
+import doctest
+import importlib
+import re
+
+import tensorflow as tf
+from absl import flags
+from absl.testing import parameterized
+
+from examples import common_flags
+from tests import virtual_devices
+
+virtual_devices.configure_logical_cpus()
+
+
+class DocumentationTest(tf.test.TestCase, parameterized.TestCase):
+  @parameterized.parameters(
+    'common_flags', 'mnist_model', 'training_report', 'compare_weights'
+  )
+  def test_docstrings_show_what_happens(self, name):
+    module = importlib.import_module(f'examples.{name}')
+    results = doctest.testmod(module)
+    self.assertGreater(results.attempted, 0)
+    self.assertEqual(results.failed, 0)
+
+  @parameterized.parameters('mnist_keras_fit', 'mnist_custom_loop')
+  def test_launch_command_parses(self, name):
+    text = importlib.import_module(f'examples.{name}').__doc__
+    command = re.search(r'  python -m examples\.(\w+) ([^\n]*\\\n[^\n]*)', text)
+    self.assertEqual(command[1], name)
+    flag_values = flags.FlagValues()
+    common_flags.define(flag_values)
+    flag_values([name, *command[2].replace('\\\n', ' ').split()])
+    options = common_flags.parse(flag_values)
+    self.assertEqual(options.strategy, 'ring_mirrored')
+    self.assertEqual(options.dataset, 'digits')
+    self.assertEqual(flag_values.num_virtual_devices, 4)
+
+
+if __name__ == '__main__':
+  tf.test.main()
