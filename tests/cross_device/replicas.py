@@ -36,6 +36,7 @@ DTYPES = (
   'int32',
   'int64',
   'uint8',
+  'int16',
   'complex64',
 )
 
