@@ -57,11 +57,7 @@ def train(
   loop = _Loop(setup, model, optimizer, metrics)
   logger = training_report.ScalarLogger(options.log_dir)
 
-  batches = iter(
-    setup.strategy.experimental_distribute_dataset(
-      setup.data.train(first_epoch, options.epochs)
-    )
-  )
+  batches = iter(setup.data.train(setup.strategy, first_epoch, options.epochs))
   train_results = test_results = None
   for epoch in range(first_epoch, options.epochs):
     train_results = loop.train_epoch(epoch, batches)
@@ -95,9 +91,7 @@ class _Loop:
       setup.strategy, model, optimizer, metrics
     )
     self._test_step = make_test_step(setup.strategy, model, metrics)
-    self._test_set = setup.strategy.experimental_distribute_dataset(
-      setup.data.test
-    )
+    self._test_set = setup.data.test(setup.strategy)
 
   def train_epoch(self, epoch, batches) -> dict[str, float]:
     self._metrics.reset()

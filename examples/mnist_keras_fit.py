@@ -52,6 +52,7 @@ def train(
   checkpoint, first_epoch = checkpointing.open_run(
     setup, model, model.optimizer
   )
+  test_set = setup.data.test(setup.strategy)
   throughput = training_report.Throughput()
   if first_epoch < options.epochs:
     callbacks = [_MeasureThroughput(throughput, setup.data)]
@@ -60,18 +61,21 @@ def train(
     if training_report.can_log(options.log_dir):
       callbacks.append(keras.callbacks.TensorBoard(options.log_dir))
     history = model.fit(
-      setup.data.train(first_epoch, options.epochs),
+      setup.data.train(setup.strategy, first_epoch, options.epochs),
       initial_epoch=first_epoch,
       epochs=options.epochs,
       steps_per_epoch=setup.data.steps_per_epoch,
-      validation_data=setup.data.test,
+      validation_data=test_set,
+      validation_steps=setup.data.test_steps,
       callbacks=callbacks,
       shuffle=False,  # The stream of batches is shuffled.
       verbose=_verbosity(options.verbose),
     )
     results = {name: values[-1] for name, values in history.history.items()}
   else:  # Every epoch had been done before.
-    evaluated = model.evaluate(setup.data.test, return_dict=True, verbose=0)
+    evaluated = model.evaluate(
+      test_set, steps=setup.data.test_steps, return_dict=True, verbose=0
+    )
     results = {f'val_{name}': value for name, value in evaluated.items()}
 
   if options.save_weights:

@@ -15,19 +15,33 @@ def _options(**changes):
   )
 
 
-def _batches(data, first_epoch, num_epochs):
-  """The images of each batch, each told by its first pixels."""
-  return [
-    images.numpy()[:, :3, 0, 0] + 10.0 * labels.numpy()[:, None]
-    for images, labels in data.train(first_epoch, num_epochs)
-  ]
+def _batches(data, first_epoch, num_epochs, devices=('CPU:0',)):
+  """The images of each batch of each replica, told by their first pixels."""
+  strategy = tfs.create_strategy('ring_mirrored', devices=list(devices))
+  batches = []
+  for images, labels in data.train(strategy, first_epoch, num_epochs):
+    batches.append(
+      [
+        pixels.numpy()[:, :3, 0, 0] + 10.0 * classes.numpy()[:, None]
+        for pixels, classes in zip(
+          strategy.experimental_local_results(images),
+          strategy.experimental_local_results(labels),
+          strict=True,
+        )
+      ]
+    )
+  return batches
+
+
+def _whole_batches(data, first_epoch, num_epochs):
+  return [batch for (batch,) in _batches(data, first_epoch, num_epochs)]
 
 
 class TrainingDataTest(tf.test.TestCase, parameterized.TestCase):
   def test_epoch_has_every_example_once(self):
     data = mnist_common.load_data(_options(), num_replicas=4)
     self.assertEqual(data.steps_per_epoch, 9)
-    batches = _batches(data, 0, 1)
+    batches = _whole_batches(data, 0, 1)
     rows = [len(batch) for batch in batches]
     self.assertEqual(rows, [1000] * 8 + [192])
     self.assertEqual([data.rows_in_step(i) for i in range(9)], rows)
@@ -40,19 +54,43 @@ class TrainingDataTest(tf.test.TestCase, parameterized.TestCase):
 
   def test_later_epoch_is_the_same_without_the_earlier_ones(self):
     data = mnist_common.load_data(_options(steps_per_epoch=2), num_replicas=1)
-    straight = _batches(data, 0, 3)
+    straight = _whole_batches(data, 0, 3)
     self.assertLen(straight, 6)
-    resumed = _batches(data, 2, 3)
+    resumed = _whole_batches(data, 2, 3)
     self.assertAllEqual(np.stack(straight[4:]), np.stack(resumed))
     self.assertNotAllEqual(straight[0], straight[2])
     # Nor does it matter how often the stream was looked at before.
-    stream = data.train(0, 1)
+    stream = data.train(tfs.create_strategy('one_device'), 0, 1)
     first, second = next(iter(stream)), next(iter(stream))
     self.assertAllEqual(first[0], second[0])
 
+  def test_replicas_share_each_batch_evenly(self):
+    options = common_flags.TrainingOptions(
+      dataset='digits', global_batch_size=359
+    )
+    data = mnist_common.load_data(options, num_replicas=4)
+    whole = _whole_batches(data, 0, 1)
+    shared = _batches(data, 0, 1, [f'CPU:{i}' for i in range(4)])
+    rows = [[len(part) for part in parts] for parts in shared]
+    self.assertEqual(rows, [[89, 90, 90, 90]] * 4 + [[0, 0, 0, 1]])
+    for batch, parts in zip(whole, shared, strict=True):
+      self.assertAllEqual(np.concatenate(parts), batch)
+
+  def test_evaluation_has_every_example_once_in_order(self):
+    data = mnist_common.load_data(_options(), num_replicas=4)
+    strategy = tfs.create_strategy(
+      'ring_mirrored', devices=['CPU:0', 'CPU:1', 'CPU:2']
+    )
+    labels = [
+      tf.concat(strategy.experimental_local_results(labels), 0)
+      for _, labels in data.test(strategy)
+    ]
+    self.assertLen(labels, data.test_steps)
+    self.assertAllEqual(tf.concat(labels, 0), data.source.test.labels)
+
   def test_order_depends_on_the_seed(self):
     orders = [
-      _batches(mnist_common.load_data(_options(seed=seed), 1), 0, 1)[0]
+      _whole_batches(mnist_common.load_data(_options(seed=seed), 1), 0, 1)[0]
       for seed in (0, 1, 0)
     ]
     self.assertNotAllEqual(orders[0], orders[1])
@@ -60,7 +98,7 @@ class TrainingDataTest(tf.test.TestCase, parameterized.TestCase):
 
   def test_mirrored_drops_the_partial_batch(self):
     data = mnist_common.load_data(_options(strategy='mirrored'), 4)
-    self.assertEqual([len(b) for b in _batches(data, 0, 1)], [1000] * 8)
+    self.assertEqual([len(b) for b in _whole_batches(data, 0, 1)], [1000] * 8)
 
   def test_mirrored_without_a_full_batch_is_refused(self):
     options = common_flags.TrainingOptions(
