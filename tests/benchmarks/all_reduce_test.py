@@ -99,8 +99,6 @@ class AllReduceBenchmarkTest(tf.test.TestCase):
     expected = dict.fromkeys(OURS | {'default'}, least)
     expected |= {
       'identity': 0,
-      # Few bytes between CPUs go where the fewest messages are.
-      'AutoAllReduce': to_one,
       'NaiveAllReduce': to_one,
       'ReductionToOneDevice': to_one,
       'TreeAllReduce': total * (world_size.bit_length() - 1),

@@ -110,7 +110,7 @@ class PlanTest(tf.test.TestCase, parameterized.TestCase):
     bytes_in = {
       'ring': 1.5,
       'direct': 1.5,
-      'auto': 3,
+      'auto': 1.5,
       'halving_doubling': 1.5,
       'hierarchical': 1.5,
       'naive': 3,

@@ -15,19 +15,11 @@ _GPU_LINK = collectives.Link(
   alpha_seconds=10e-6, beta_seconds_per_byte=1 / 12e9
 )
 
-# TensorFlow believes that a logical CPU has 256 MiB. Where more than 80% of them
-# are in use at once, its memory optimizer turns a sum of three or more tensors
-# into a copy and binary additions, which moves twice the bytes. Half of it for
-# the sums leaves the rest to the model.
-_ONE_CPU_BYTES = 128 * 2**20
-
 
 class AutoAllReduce(base.ScheduledAllReduce):
   """Picks the all-reduce by device type and size.
 
-  * CPUs share memory, so that copies cost nothing and whole tensors travel: all
-    sums on one device, which sends the fewest messages, or on all of them where
-    one would get more than TensorFlow thinks that a logical CPU has.
+  * CPUs share memory: `DirectAllReduce` by whole tensors, which copies nothing.
   * Other devices: the cheapest of ring, direct, halving-doubling and tree by
     the alpha-beta model, for the bytes of the call. Tensors are cut so that
     the busiest link carries 2(N-1)/N of them.
@@ -60,15 +52,10 @@ def choose_schedule(
     num_bytes: bytes of one device's tensors.
 
   Returns:
-    On CPUs naive, or direct for many bytes; elsewhere the cheapest by the cost
-    model.
+    Direct on CPUs; elsewhere the cheapest by the cost model.
   """
   world_size = len(devices)
   if algorithms.share_memory(devices) or world_size == 1:
-    # One device would hold what all others send it, and the sum.
-    fits = (world_size + 1) * num_bytes <= _ONE_CPU_BYTES
-    if world_size <= 2 or fits:
-      return collectives.naive_all_reduce(world_size)
     return collectives.direct_all_reduce(world_size)
   return collectives.choose(
     num_bytes, collectives.Topology(world_size, _GPU_LINK)
