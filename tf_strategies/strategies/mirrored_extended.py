@@ -16,9 +16,14 @@ import tensorflow as tf
 from absl import logging
 
 from tf_strategies import _tf_internal, errors
-from tf_strategies.cross_device import statistics
+from tf_strategies.cross_device import algorithms, statistics
 from tf_strategies.keras import optimizer_checks
-from tf_strategies.strategies import empty_replicas, replica_run, variables
+from tf_strategies.strategies import (
+  empty_replicas,
+  host_input,
+  replica_run,
+  variables,
+)
 
 
 class ExactMirroredExtended(_tf_internal.MirroredExtended):
@@ -146,6 +151,15 @@ class ExactMirroredExtended(_tf_internal.MirroredExtended):
       for i, v in enumerate(finite.values)
     ]
     return tf.reduce_all(tf.stack(answers))
+
+  def _experimental_distribute_dataset(self, dataset, options):
+    is_plain = isinstance(dataset, tf.data.Dataset) and options is None
+    if is_plain and len(self._devices) > 1 and self._is_on_host():
+      return host_input.distribute(dataset, len(self._devices))
+    return super()._experimental_distribute_dataset(dataset, options)
+
+  def _is_on_host(self) -> bool:
+    return algorithms.share_memory(self._devices)
 
   # How values are reduced.
 
