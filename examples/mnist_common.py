@@ -121,94 +121,34 @@ class TrainingData:
     strategy: tf.distribute.Strategy,
     first_epoch: int,
     num_epochs: int,
-  ) -> tf.distribute.DistributedDataset:
-    """The batches of epochs first_epoch, ..., num_epochs - 1, one after another.
+  ):
+    """The batches of epochs first_epoch, ..., num_epochs - 1, in a row.
 
     The order of an epoch is a function of (seed, epoch) alone, so a run that
-    was interrupted sees what it would have seen. `Dataset.shuffle` cannot
-    promise that: its order depends on how many iterators there were before,
-    and Keras makes one just to look at the first batch.
+    was interrupted sees what it would have seen.
     """
-    positions = tf.range(self.source.train.num_examples)
-
-    def order(epoch):
-      shuffled = tf.random.experimental.stateless_shuffle(
-        positions, seed=tf.stack([tf.constant(self.seed, tf.int64), epoch])
-      )
-      batches = tf.data.Dataset.from_tensor_slices(shuffled)
-      return batches.batch(self.global_batch_size).take(self.steps_per_epoch)
-
-    num_batches = (num_epochs - first_epoch) * self.steps_per_epoch
-    indices = tf.data.Dataset.range(first_epoch, num_epochs).flat_map(order)
-    return _distribute(
-      strategy,
-      indices.apply(tf.data.experimental.assert_cardinality(num_batches)),
+    batches = tfs.data.make_epochs(
       self.source.train,
+      tfs.data.PipelineOptions(self.global_batch_size, seed=self.seed),
+      first_epoch,
+      num_epochs,
+      steps_per_epoch=self.steps_per_epoch,
     )
+    return strategy.experimental_distribute_dataset(batches)
 
-  def test(
-    self, strategy: tf.distribute.Strategy
-  ) -> tf.distribute.DistributedDataset:
+  def test(self, strategy: tf.distribute.Strategy):
     """The batches of the whole test split, in order."""
-    positions = tf.data.Dataset.range(self.source.test.num_examples)
-    return _distribute(
-      strategy, positions.batch(_EVALUATION_BATCH_SIZE), self.source.test
+    batches = tfs.data.make_dataset(
+      self.source.test,
+      tfs.data.PipelineOptions(_EVALUATION_BATCH_SIZE),
+      training=False,
     )
+    return strategy.experimental_distribute_dataset(batches)
 
   def rows_in_step(self, step: int) -> int:
     """Examples in a step of an epoch, counted from 0: the last has fewer."""
     left = self.source.train.num_examples - step * self.global_batch_size
     return min(self.global_batch_size, left)
-
-
-def _distribute(
-  strategy: tf.distribute.Strategy,
-  indices: tf.data.Dataset,
-  arrays: tfs.data.Arrays,
-) -> tf.distribute.DistributedDataset:
-  """Shares batches of `arrays`, given as indices, out to the replicas.
-
-  Replicas on CPUs have a pipeline each, of their rows only. The usual way, one
-  pipeline and a prefetching iterator a device, gains nothing there, and its
-  iterators have tuners that cannot be turned off: deleting an iterator may
-  wait until its tuner wakes up, up to a minute after each `fit`.
-  """
-  num_replicas = strategy.num_replicas_in_sync
-  images = tf.constant(arrays.images)
-  labels = tf.constant(arrays.labels)
-
-  def load(indices):
-    pixels = tf.cast(tf.gather(images, indices), tf.float32) / 255.0
-    return pixels, tf.gather(labels, indices)
-
-  def share(replica):
-    def rows_of(batch):
-      rows = tf.shape(batch)[0]
-      start = rows * replica // num_replicas
-      return batch[start : rows * (replica + 1) // num_replicas]
-
-    return _load_ahead(indices.map(rows_of), load)
-
-  are_cpus = all('CPU' in d for d in strategy.extended.worker_devices)
-  if num_replicas == 1 or not are_cpus:
-    whole = _load_ahead(indices, load)
-    return strategy.experimental_distribute_dataset(whole)
-  return strategy.distribute_datasets_from_function(
-    lambda context: share(context.input_pipeline_id),
-    tf.distribute.InputOptions(
-      experimental_fetch_to_device=False,
-      experimental_replication_mode=(
-        tf.distribute.InputReplicationMode.PER_REPLICA
-      ),
-    ),
-  )
-
-
-def _load_ahead(indices: tf.data.Dataset, load) -> tf.data.Dataset:
-  """Loads two batches while a step runs."""
-  settings = tf.data.Options()
-  settings.autotune.enabled = False
-  return indices.map(load).prefetch(2).with_options(settings)
 
 
 def load_data(

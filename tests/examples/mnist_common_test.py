@@ -72,7 +72,7 @@ class TrainingDataTest(tf.test.TestCase, parameterized.TestCase):
     whole = _whole_batches(data, 0, 1)
     shared = _batches(data, 0, 1, [f'CPU:{i}' for i in range(4)])
     rows = [[len(part) for part in parts] for parts in shared]
-    self.assertEqual(rows, [[89, 90, 90, 90]] * 4 + [[0, 0, 0, 1]])
+    self.assertEqual(rows, [[90, 90, 90, 89]] * 4 + [[1, 0, 0, 0]])
     for batch, parts in zip(whole, shared, strict=True):
       self.assertAllEqual(np.concatenate(parts), batch)
 

@@ -8,6 +8,7 @@ model.fit(train)
 
 from tf_strategies.data.arrays import Arrays, ImageClassificationData
 from tf_strategies.data.digits import load_digits
+from tf_strategies.data.epochs import make_epochs
 from tf_strategies.data.idx import load_idx
 from tf_strategies.data.npz import load_npz
 from tf_strategies.data.options import PipelineOptions
@@ -36,6 +37,7 @@ __all__ = [
   'load_npz',
   'load_tfrecords',
   'make_dataset',
+  'make_epochs',
   'make_synthetic',
   'make_tfrecord_dataset',
   'num_examples',

@@ -87,6 +87,22 @@ def make_dataset(
   """
   _refuse_file_options(options)
   plan = _make_plan(options, training, input_context)
+  load_batch = batch_loader(arrays, map_fn)
+  n = arrays.num_examples
+  indices = _shuffle(tf.data.Dataset.range(n), plan, n)
+  indices = _shard(indices, plan)
+  return _finish(indices, plan, plan.share_of(n), load_batch)
+
+
+def batch_loader(
+  arrays: arrays_lib.Arrays, map_fn: MapFn | None = None
+) -> Callable[[tf.Tensor], Any]:
+  """Returns a function from indices int64 [b] to a batch, for a map.
+
+  Args:
+    arrays: what the indices point into; it goes to the host's memory once.
+    map_fn: as in `make_dataset`.
+  """
   # A dataset may be made inside a tf.function (a parameter server's workers
   # do) or a device scope: there a constant would become part of the graph, or
   # go to an accelerator and back for each batch.
@@ -101,10 +117,7 @@ def make_dataset(
     )
     return map_fn(*batch) if map_fn else batch
 
-  n = arrays.num_examples
-  indices = _shuffle(tf.data.Dataset.range(n), plan, n)
-  indices = _shard(indices, plan)
-  return _finish(indices, plan, plan.share_of(n), load_batch)
+  return load_batch
 
 
 def make_tfrecord_dataset(

@@ -16,7 +16,7 @@ import tensorflow as tf
 from absl import logging
 
 from tf_strategies import _tf_internal, errors
-from tf_strategies.cross_device import algorithms, statistics
+from tf_strategies.cross_device import statistics
 from tf_strategies.keras import optimizer_checks
 from tf_strategies.strategies import (
   empty_replicas,
@@ -159,7 +159,7 @@ class ExactMirroredExtended(_tf_internal.MirroredExtended):
     return super()._experimental_distribute_dataset(dataset, options)
 
   def _is_on_host(self) -> bool:
-    return algorithms.share_memory(self._devices)
+    return all('cpu' in device.lower() for device in self._devices)
 
   # How values are reduced.
 

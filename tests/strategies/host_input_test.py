@@ -1,0 +1,99 @@
+"""Batches are split evenly and in order, of every kind, without iterators."""
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+import tf_strategies as tfs
+from tests import virtual_devices
+
+virtual_devices.configure_logical_cpus()
+
+
+def _strategy(replicas=4):
+  return tfs.RingMirroredStrategy([f'CPU:{i}' for i in range(replicas)])
+
+
+def _sizes(strategy, rows, batch_size, drop_remainder=False):
+  dataset = tf.data.Dataset.range(rows).batch(batch_size, drop_remainder)
+  batches = list(strategy.experimental_distribute_dataset(dataset))
+  together = np.concatenate(
+    [v.numpy() for b in batches for v in strategy.experimental_local_results(b)]
+  )
+  return [[len(v) for v in b.values] for b in batches], together
+
+
+class HostInputTest(tf.test.TestCase, parameterized.TestCase):
+  @parameterized.parameters(
+    (16, 8, [[2, 2, 2, 2], [2, 2, 2, 2]]),
+    (14, 8, [[2, 2, 2, 2], [2, 2, 1, 1]]),
+    (11, 8, [[2, 2, 2, 2], [1, 1, 1, 0]]),
+    (1, 8, [[1, 0, 0, 0]]),
+    (10, 10, [[3, 3, 2, 2]]),
+  )
+  def test_rows_in_order_and_even(self, rows, batch_size, expected):
+    sizes, together = _sizes(_strategy(), rows, batch_size)
+    self.assertEqual(sizes, expected)
+    self.assertAllEqual(together, np.arange(rows))
+
+  def test_static_sizes_stay_static(self):
+    dataset = tf.data.Dataset.range(10).batch(6, drop_remainder=True)
+    distributed = _strategy().experimental_distribute_dataset(dataset)
+    shapes = [
+      s.shape
+      for s in tf.nest.flatten(distributed.element_spec, expand_composites=True)
+    ]
+    self.assertEqual([s.as_list() for s in shapes], [[2], [2], [1], [1]])
+
+  def test_structures_ragged_sparse_and_strings(self):
+    ragged = tf.ragged.constant([[1], [2, 3], [], [4], [5, 6]])
+    sparse = tf.sparse.from_dense(np.diag([1.0, 2.0, 3.0, 4.0, 5.0]))
+    names = tf.constant(list('abcde'))
+    dataset = tf.data.Dataset.from_tensor_slices(
+      {'r': ragged, 's': sparse, 'n': names}
+    ).batch(5)
+    [batch] = _strategy(2).experimental_distribute_dataset(dataset)
+    self.assertEqual(batch['r'].values[0].to_list(), [[1], [2, 3], []])
+    self.assertEqual(batch['r'].values[1].to_list(), [[4], [5, 6]])
+    dense = [tf.sparse.to_dense(v).numpy() for v in batch['s'].values]
+    self.assertAllEqual(np.concatenate(dense), np.diag([1, 2, 3, 4, 5.0]))
+    self.assertAllEqual(batch['n'].values[1], [b'd', b'e'])
+
+  def test_one_component_and_functions_over_iterators(self):
+    strategy = _strategy()
+    dataset = tf.data.Dataset.from_tensor_slices(np.arange(6.0)).batch(4)
+    distributed = strategy.experimental_distribute_dataset(dataset)
+    self.assertEqual(int(distributed.cardinality()), 2)
+
+    @tf.function
+    def step(iterator):
+      total = strategy.run(tf.reduce_sum, args=(next(iterator),))
+      return strategy.reduce('SUM', total, axis=None)
+
+    iterator = iter(distributed)
+    self.assertAllClose([step(iterator), step(iterator)], [6.0, 9.0])
+    with self.assertRaises(tf.errors.OutOfRangeError):
+      step(iterator)
+
+  def test_unbatched_data_are_refused(self):
+    with self.assertRaisesRegex(
+      tfs.errors.UnsupportedOptionError, 'global_batch_size'
+    ):
+      _strategy().experimental_distribute_dataset(tf.data.Dataset.range(3))
+
+  def test_distributed_data_are_not_split_again(self):
+    strategy = _strategy(2)
+    x = np.arange(12.0, dtype=np.float32).reshape([6, 2])
+    dataset = tf.data.Dataset.from_tensor_slices((x, x[:, :1])).batch(3)
+    with strategy.scope():
+      model = keras.Sequential([keras.layers.Input([2]), keras.layers.Dense(1)])
+      model.compile(tfs.keras.DistributedOptimizer('sgd'), 'mse')
+    once = strategy.experimental_distribute_dataset(dataset)
+    self.assertIs(strategy.experimental_distribute_dataset(once), once)
+    model.fit(once, epochs=2, verbose=0)
+    self.assertEqual(model.optimizer.iterations.numpy(), 4)
+
+
+if __name__ == '__main__':
+  tf.test.main()
