@@ -26,7 +26,7 @@ NAMED_OPS = list(OPS.items())
 
 # How far apart two ranks are. Sums over 8 ranks stay below the dtype's last
 # exact integer: 256 for bfloat16, 255 for uint8, 2048 for float16.
-_RANK_STEP = {'bfloat16': 4, 'uint8': 4, 'float16': 32}
+_RANK_STEP = {'int16': 100, 'bfloat16': 4, 'uint8': 4, 'float16': 32}
 
 DTYPES = (
   'float16',
@@ -62,10 +62,10 @@ def inputs(dtype, shape, world_size, reduce_op=SUM):
   if step != 1000:
     positions = positions % step
   arrays = [rank * step + positions for rank in range(world_size)]
-  if dtype in ('int32', 'int64'):
+  if dtype in ('int16', 'int32', 'int64'):
     # Below zero a division that truncates differs from one that floors.
     arrays = [a - 2500 for a in arrays]
-  elif reduce_op == MEAN and dtype != 'uint8':
+  elif reduce_op == MEAN and dtype not in ('uint8', 'int16'):
     arrays = [a * world_size for a in arrays]
   if dtype == 'complex64':
     arrays = [a + 3j * (a[::-1] if a.ndim else a) for a in arrays]
