@@ -60,12 +60,16 @@ class Step:
 
   Attributes:
     peer: whose step it is.
-    call: runs the step and returns `[tensor][replica]`.
+    call: reduces all tensors and uses each sum on each replica: it returns
+      their first elements, `[replica][tensor]`. To return the sums themselves
+      TensorFlow would route them through the first device.
+    results: reduces all tensors and returns the sums, `[tensor][replica]`.
     ops: the cross-device op; None for TensorFlow's default.
   """
 
   peer: peers.Peer
   call: Callable[[], list]
+  results: Callable[[], list]
   ops: tf.distribute.CrossDeviceOps | None
 
 
@@ -99,27 +103,36 @@ def build_step(
   ops = peer.make_ops() if peer.make_ops else None
   strategy = tf.distribute.MirroredStrategy(devices, cross_device_ops=ops)
 
-  def replica_step(tensors):
-    # On the replica's device, as gradients are.
-    tensors = [tf.identity(t) for t in tensors]
+  def read(context):
+    replica_id = context.replica_id_in_sync_group
+    # A read of a variable has no device: without one the first would get all.
+    with tf.device(devices[replica_id]):
+      return [v.read_value() for v in inputs[replica_id]]
+
+  def reduce(tensors):
     if peer.kind == peers.FLOOR:
       return tensors
     context = tf.distribute.get_replica_context()
     return context.all_reduce(tf.distribute.ReduceOp.SUM, tensors)
 
+  def reduce_and_use(tensors):
+    return tf.stack([tf.reshape(t, [-1])[0] for t in reduce(tensors)])
+
+  def run(replica_step):
+    values = strategy.experimental_distribute_values_from_function(read)
+    return strategy.run(replica_step, args=(values,))
+
   @tf.function
-  def step():
-    by_replica = strategy.experimental_distribute_values_from_function(
-      lambda context: [
-        v.read_value() for v in inputs[context.replica_id_in_sync_group]
-      ]
-    )
-    reduced = strategy.run(replica_step, args=(by_replica,))
-    reduced = [strategy.experimental_local_results(t) for t in reduced]
+  def results():
+    reduced = [strategy.experimental_local_results(t) for t in run(reduce)]
     _check_devices(peer, reduced, devices)
     return reduced
 
-  return Step(peer, step, ops)
+  @tf.function
+  def step():
+    return strategy.experimental_local_results(run(reduce_and_use))
+
+  return Step(peer, step, results, ops)
 
 
 def _check_devices(peer, reduced, devices):
@@ -134,18 +147,20 @@ def _check_devices(peer, reduced, devices):
 
 
 def check(step: Step, shapes, devices: Sequence[str]) -> None:
-  """Runs the step once and compares every replica's results with the sum.
+  """Compares what every replica gets with the exact sums.
 
   Raises:
     RuntimeError: a result differs.
   """
-  outputs = step.call()
+  outputs = step.results()
+  firsts = step.call()
   for index, (shape, replicas) in enumerate(zip(shapes, outputs, strict=True)):
     expected = sum(input_value(r, shape) for r in range(len(devices)))
     for rank, output in enumerate(replicas):
       if step.peer.kind == peers.FLOOR:
         expected = input_value(rank, shape)
-      if not np.array_equal(output.numpy(), expected):
+      right = np.array_equal(output.numpy(), expected)
+      if not right or firsts[rank][index] != expected.flat[0]:
         raise RuntimeError(
           f'{step.peer.name}: tensor {index} of replica {rank} of '
           f'{len(devices)} is wrong. Its time would mean nothing.'

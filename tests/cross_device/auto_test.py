@@ -8,7 +8,7 @@ from absl.testing import parameterized
 from tests import virtual_devices
 from tests.cross_device import replicas
 from tf_strategies import collectives, cross_device
-from tf_strategies.cross_device import algorithms, auto
+from tf_strategies.cross_device import auto, executor
 
 virtual_devices.configure_logical_cpus()
 
@@ -62,7 +62,7 @@ class ChooseScheduleTest(tf.test.TestCase, parameterized.TestCase):
 
   def test_mixed_devices_have_links(self):
     mixed = [*gpus(3), 'CPU:0']
-    self.assertFalse(algorithms.share_memory(mixed))
+    self.assertFalse(executor.share_memory(mixed))
     self.assertEqual(auto.choose_schedule(mixed, 10**8).world_size, 4)
 
   def test_tensors_are_cut_between_gpus_only(self):
@@ -71,8 +71,8 @@ class ChooseScheduleTest(tf.test.TestCase, parameterized.TestCase):
       self.assertEqual(make_op().split_above(gpus(4)), 1 / 8)
 
   def test_device_without_a_name_is_a_cpu_where_there_is_nothing_else(self):
-    self.assertTrue(algorithms.share_memory(['', 'CPU:1']))
-    self.assertFalse(algorithms.share_memory(['', gpus(1)[0]]))
+    self.assertTrue(executor.share_memory(['', 'CPU:1']))
+    self.assertFalse(executor.share_memory(['', gpus(1)[0]]))
 
 
 class NcclIsUsableTest(tf.test.TestCase):

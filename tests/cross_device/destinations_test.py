@@ -148,22 +148,31 @@ class ReduceTest(tf.test.TestCase, parameterized.TestCase):
     op = cross_device.RingAllReduce()
     replicas.assert_equal(op.reduce(SUM, value, value), SUM_OF_RANKS, NAMES)
 
-  @parameterized.named_parameters(*replicas.NAMED_OPS)
-  def test_gradient(self, make_op):
-    op = make_op()
-    inputs = [tf.constant(rank) for rank in RANKS]
-    for reduce_op, divide_by in ((SUM, 1), (MEAN, 4)):
+  @parameterized.product(op=list(replicas.OPS), in_a_function=(False, True))
+  def test_gradient(self, op, in_a_function):
+    op = replicas.OPS[op]()
+
+    def gradients(inputs, reduce_op):
       with tf.GradientTape() as tape:
         tape.watch(inputs)
         value = replicas.on_devices(inputs, NAMES)
         reduced = op.reduce(reduce_op, value, value).values
+        alone = op.reduce(reduce_op, value, 'CPU:6')
         # Replica r's loss weighs what it got by r + 1 and its place.
         places = tf.range(101.0)
-        loss = tf.add_n(
-          [tf.reduce_sum(v * places * (r + 1)) for r, v in enumerate(reduced)]
-        )
-      for gradient in tape.gradient(loss, inputs):
-        self.assertAllEqual(gradient, np.arange(101) * 10.0 / divide_by)
+        losses = [
+          tf.reduce_sum(v * places * (r + 1)) for r, v in enumerate(reduced)
+        ]
+        loss = tf.add_n([*losses, 1000.0 * tf.reduce_sum(alone)])
+      return tape.gradient(loss, inputs)
+
+    if in_a_function:
+      gradients = tf.function(gradients)
+    inputs = [tf.constant(rank) for rank in RANKS]
+    for reduce_op, divide_by in ((SUM, 1), (MEAN, 4)):
+      for gradient in gradients(inputs, reduce_op):
+        expected = (np.arange(101) * 10.0 + 1000) / divide_by
+        self.assertAllEqual(gradient, expected)
 
 
 class GatherTest(tf.test.TestCase, parameterized.TestCase):

@@ -149,5 +149,67 @@ class ExecutorTest(tf.test.TestCase, parameterized.TestCase):
     )
 
 
+class SumsInGraphsTest(tf.test.TestCase, parameterized.TestCase):
+  """TensorFlow must not replace a sum by additions in the order of arrival."""
+
+  @parameterized.parameters('direct', 'naive', 'auto', 'tree')
+  def test_terms_of_a_sum_come_from_other_devices(self, name):
+    op = replicas.OPS[name]()
+    names = replicas.devices(4)
+
+    @tf.function
+    def step(values, halves):
+      values = [replicas.on_devices(v, names) for v in (values, halves)]
+      pairs = [(values[0], values[0]), (values[1], values[1])]
+      pairs += [(values[0], 'CPU:0'), (values[0], 'CPU:6')]
+      return [
+        getattr(r, 'values', r) for r in op.batch_reduce(replicas.SUM, pairs)
+      ]
+
+    ones = [tf.ones([50])] * 4
+    halves = [tf.ones([50], tf.float16)] * 4
+    graph = step.get_concrete_function(ones, halves).graph
+    sums = [o for o in graph.get_operations() if o.type == 'AddN']
+    self.assertNotEmpty(sums)
+    for sum_ in sums:
+      if len(sum_.inputs) > 2:
+        for term in sum_.inputs:
+          self.assertEqual(term.op.type, 'PlaceholderWithDefault')
+          self.assertNotEqual(term.device, sum_.device)
+
+  @parameterized.parameters('direct', 'naive', 'auto')
+  def test_large_sum_is_the_same_in_every_run(self, name):
+    # More than TensorFlow thinks that a logical CPU has: the terms and the sum.
+    size = 14_000_000
+    op = replicas.OPS[name]()
+    names = replicas.devices(3)
+    ranks = []
+    for rank, device in enumerate(names):
+      with tf.device(device):
+        noise = tf.random.stateless_normal([size], [rank, 0])
+        ranks.append(tf.Variable(noise * 10.0**rank))
+
+    @tf.function
+    def step():
+      value = replicas.on_devices(ranks, names)
+      with tf.device(names[1]):
+        return op.reduce(replicas.SUM, value, value).values[1] + 0.0
+
+    expected = (ranks[0].numpy() + ranks[1].numpy()) + ranks[2].numpy()
+    for _ in range(3):
+      np.testing.assert_array_equal(step().numpy(), expected)
+
+  def test_elsewhere(self):
+    elsewhere = executor.elsewhere
+    self.assertEqual(
+      elsewhere(['CPU:0', 'CPU:1', 'CPU:2'], 'CPU:0'),
+      ['CPU:1', 'CPU:1', 'CPU:2'],
+    )
+    self.assertEqual(elsewhere(['CPU:1', 'CPU:2'], 'CPU:0'), ['CPU:1', 'CPU:2'])
+    self.assertIsNone(elsewhere(['CPU:0'], 'CPU:0'))
+    self.assertIsNone(elsewhere(['GPU:0', 'GPU:1'], 'GPU:0'))
+    self.assertIsNone(elsewhere(['CPU:0', 'CPU:1'], 'GPU:0'))
+
+
 if __name__ == '__main__':
   tf.test.main()

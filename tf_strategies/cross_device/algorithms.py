@@ -1,27 +1,8 @@
 """The cross-device ops: each names a schedule and when tensors are cut."""
 
-from collections.abc import Sequence
-
-import tensorflow as tf
-
 from tf_strategies import collectives
 from tf_strategies.collectives import schedule as schedule_lib
-from tf_strategies.cross_device import base
-
-
-def share_memory(devices: Sequence[str]) -> bool:
-  """Whether copies between `devices` cost nothing: all of them are CPUs.
-
-  Args:
-    devices: device names. A tensor that TensorFlow has yet to place has an
-      empty one; it is on a CPU where there is nothing else.
-  """
-  return all('cpu' in (d.lower() or _only_device_type()) for d in devices)
-
-
-def _only_device_type() -> str:
-  types = {d.device_type.lower() for d in tf.config.list_logical_devices()}
-  return types.pop() if len(types) == 1 else ''
+from tf_strategies.cross_device import base, executor
 
 
 class RingAllReduce(base.ScheduledAllReduce):
@@ -47,7 +28,7 @@ class RingAllReduce(base.ScheduledAllReduce):
 
   def split_above(self, devices) -> float | None:
     """Cuts what would unbalance the chunks."""
-    return (1.0 if share_memory(devices) else 0.5) / len(devices)
+    return (1.0 if executor.share_memory(devices) else 0.5) / len(devices)
 
 
 class NaiveAllReduce(base.ScheduledAllReduce):
@@ -102,7 +83,7 @@ class HalvingDoublingAllReduce(base.ScheduledAllReduce):
 
   def split_above(self, devices) -> float | None:
     """Cuts what would unbalance the halves."""
-    return (1.0 if share_memory(devices) else 0.5) / len(devices)
+    return (1.0 if executor.share_memory(devices) else 0.5) / len(devices)
 
 
 class HierarchicalRingAllReduce(base.ScheduledAllReduce):
@@ -131,7 +112,7 @@ class HierarchicalRingAllReduce(base.ScheduledAllReduce):
 
   def split_above(self, devices) -> float | None:
     """Cuts what would unbalance the chunks."""
-    return (1.0 if share_memory(devices) else 0.5) / len(devices)
+    return (1.0 if executor.share_memory(devices) else 0.5) / len(devices)
 
 
 class DirectAllReduce(base.ScheduledAllReduce):
@@ -149,4 +130,4 @@ class DirectAllReduce(base.ScheduledAllReduce):
 
   def split_above(self, devices) -> float | None:
     """Cuts nothing where copies are free."""
-    return None if share_memory(devices) else 0.5 / len(devices)
+    return None if executor.share_memory(devices) else 0.5 / len(devices)

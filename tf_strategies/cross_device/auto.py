@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from tf_strategies import collectives
 from tf_strategies.collectives import schedule as schedule_lib
-from tf_strategies.cross_device import algorithms, base
+from tf_strategies.cross_device import base, executor
 
 # A copy between two GPUs over PCIe 3 x16: about 10 us and 12 GB/s. Only the
 # ratio matters for the choice: it puts the change from latency to bandwidth
@@ -37,7 +37,7 @@ class AutoAllReduce(base.ScheduledAllReduce):
 
   def split_above(self, devices) -> float | None:
     """Cuts nothing where copies are free."""
-    if algorithms.share_memory(devices):
+    if executor.share_memory(devices):
       return None
     return 0.5 / len(devices)
 
@@ -55,7 +55,7 @@ def choose_schedule(
     Direct on CPUs; elsewhere the cheapest by the cost model.
   """
   world_size = len(devices)
-  if algorithms.share_memory(devices) or world_size == 1:
+  if executor.share_memory(devices) or world_size == 1:
     return collectives.direct_all_reduce(world_size)
   return collectives.choose(
     num_bytes, collectives.Topology(world_size, _GPU_LINK)

@@ -207,12 +207,13 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
     self._statistics['reduce'].record(
       devices, [received] + [_num_bytes(tensors[0])] * (len(devices) - 1)
     )
+    away = executor.elsewhere(_holders(value), devices[0])
     with tf.device(devices[0]):
       if _is_mean(reduce_op) and executor.is_half(tensors[0].dtype):
         tensors = [executor.divide(t, len(tensors)) for t in tensors]
-        reduced = executor.add(tensors)
+        reduced = executor.add(tensors, away)
       else:
-        reduced = executor.add(tensors)
+        reduced = executor.add(tensors, away)
         if _is_mean(reduce_op):
           reduced = executor.divide(reduced, len(tensors))
     copies = [reduced]

@@ -22,15 +22,73 @@ def is_half(dtype: tf.DType) -> bool:
   return dtype in _ACCUMULATION_DTYPE
 
 
-def add(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-  """Returns the sum of tensors of one dtype, 16-bit floats through float32."""
+def share_memory(devices: Sequence[str]) -> bool:
+  """Whether copies between `devices` cost nothing: all of them are CPUs.
+
+  Args:
+    devices: device names. A tensor that TensorFlow has yet to place has an
+      empty one; it is on a CPU where there is nothing else.
+  """
+  return all('cpu' in (d.lower() or _only_device_type()) for d in devices)
+
+
+def _only_device_type() -> str:
+  types = {d.device_type.lower() for d in tf.config.list_logical_devices()}
+  return types.pop() if len(types) == 1 else ''
+
+
+def elsewhere(devices: Sequence[str], here: str) -> list[str] | None:
+  """Returns `devices` with another one of them for `here`; see `add`.
+
+  Args:
+    devices: where the terms of a sum are.
+    here: where they are added.
+
+  Returns:
+    None if there is no other, or a copy between the devices is not free.
+  """
+  others = [d for d in devices if d != here]
+  if not others or not share_memory([here, *devices]):
+    return None
+  return [others[0] if d == here else d for d in devices]
+
+
+def add(
+  tensors: Sequence[tf.Tensor], away: Sequence[str] | None = None
+) -> tf.Tensor:
+  """Returns the sum of tensors of one dtype, 16-bit floats through float32.
+
+  TensorFlow believes that a logical CPU has 256 MiB. In a graph that may need
+  80% of them, its memory optimizer replaces a sum of three or more tensors, of
+  which one is on that device, by additions to a variable in the order in which
+  the tensors happen to come. That takes twice the time and gives another
+  rounding in each run. It leaves a sum alone whose terms come from elsewhere.
+
+  Args:
+    tensors: what to add.
+    away: for each tensor a device other than the current one, through which it
+      comes; for devices that share memory, where that costs nothing.
+  """
   if len(tensors) == 1:
     return tf.identity(tensors[0])
   dtype = tensors[0].dtype
-  wide = _ACCUMULATION_DTYPE.get(dtype)
-  if wide is None:
-    return tf.add_n(tensors)
-  return tf.cast(tf.add_n([tf.cast(t, wide) for t in tensors]), dtype)
+  if away is None or len(tensors) == 2 or tf.executing_eagerly():
+    terms = [_widen(t) for t in tensors]
+  else:
+    terms = [_via(d, t) for d, t in zip(away, tensors, strict=True)]
+  return tf.cast(tf.add_n(terms), dtype)
+
+
+def _widen(tensor):
+  return tf.cast(tensor, _ACCUMULATION_DTYPE.get(tensor.dtype, tensor.dtype))
+
+
+def _via(device, tensor):
+  """Returns `tensor`, widened for a sum, from `device`."""
+  with tf.device(device):
+    wide = _widen(tensor)
+    # An identity would be optimised away, and the tensor be local again.
+    return tf.raw_ops.PlaceholderWithDefault(input=wide, shape=wide.shape)
 
 
 def divide(tensor: tf.Tensor, count: int) -> tf.Tensor:
@@ -81,7 +139,7 @@ def execute(
     received = {}
     for (dst, chunk), sources in _incoming(transfers).items():
       with tf.device(devices[dst]):
-        pieces = _receive(state, dst, chunk, sources)
+        pieces = _receive(state, dst, chunk, sources, devices)
         if (round_index, dst, chunk) in completions:
           pieces = [
             t if t.dtype in _ACCUMULATION_DTYPE else divide(t, divide_by)
@@ -107,13 +165,15 @@ def _incoming(transfers):
   return incoming
 
 
-def _receive(state, dst, chunk, transfers):
+def _receive(state, dst, chunk, transfers, devices):
   """The pieces of `chunk` on `dst` after `transfers` have arrived."""
-  terms = [state[dst][chunk]]
+  terms, ranks = [state[dst][chunk]], [dst]
   for t in transfers:
     arrived = state[t.src][chunk]
     terms = [*terms, arrived] if t.reduce else [arrived]
-  return [add(pieces) for pieces in zip(*terms, strict=True)]
+    ranks = [*ranks, t.src] if t.reduce else [t.src]
+  away = elsewhere([devices[rank] for rank in ranks], devices[dst])
+  return [add(pieces, away) for pieces in zip(*terms, strict=True)]
 
 
 def _cut(tensors, chunks, planned, divide_by):
