@@ -5,6 +5,7 @@ the other see different machines, so here they take turns.
 """
 
 import dataclasses
+import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -52,8 +53,10 @@ def take_turns(
 ) -> dict[str, list[float]]:
   """Returns the durations of each function's calls, in seconds.
 
-  In each round every function runs `repeats` times. The next round starts with
-  another function, so that none always follows the same neighbour's garbage.
+  In each round every function runs `repeats` times, in an order of its own:
+  what a function leaves in the caches and the allocator slows down or speeds up
+  the next one, and should not always hit the same. The orders are the same in
+  every run.
 
   Example:
 
@@ -72,8 +75,8 @@ def take_turns(
   names = list(functions)
   seconds = {name: [] for name in names}
   for turn in range(rounds):
-    shift = turn % len(names)
-    for name in names[shift:] + names[:shift]:
+    order = random.Random(turn).sample(names, len(names))
+    for name in order:
       call = functions[name]
       for _ in range(warmup):
         call()

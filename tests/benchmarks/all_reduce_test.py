@@ -1,5 +1,6 @@
 """The benchmark runs, is complete, and counts bytes by the formulas."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -119,11 +120,29 @@ class AllReduceBenchmarkTest(tf.test.TestCase):
 
 
 class MeasureTest(tf.test.TestCase):
-  def test_peers_take_turns(self):
+  def take_turns(self):
     called = []
-    functions = {n: lambda n=n: called.append(n) for n in 'abc'}
-    measure.take_turns(functions, rounds=3, repeats=2, warmup=1)
-    self.assertEqual(''.join(called), 'aaabbbcccbbbcccaaacccaaabbb')
+    functions = {n: lambda n=n: called.append(n) for n in 'abcd'}
+    measure.take_turns(functions, rounds=20, repeats=2, warmup=1)
+    return [''.join(called[i : i + 12]) for i in range(0, len(called), 12)]
+
+  def test_peers_take_turns(self):
+    turns = self.take_turns()
+    self.assertLen(turns, 20)
+    for turn in turns:
+      self.assertCountEqual(
+        [turn[i : i + 3] for i in range(0, 12, 3)], ['aaa', 'bbb', 'ccc', 'ddd']
+      )
+    self.assertEqual(self.take_turns(), turns)
+
+  def test_no_peer_always_follows_the_same(self):
+    before = {}
+    for turn in self.take_turns():
+      for first, second in itertools.pairwise(turn[::3]):
+        before.setdefault(second, set()).add(first)
+    self.assertEqual(
+      {n: len(others) for n, others in before.items()}, dict.fromkeys('abcd', 3)
+    )
 
   def test_times_the_calls_alone(self):
     now = [0.0]
