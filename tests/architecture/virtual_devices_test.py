@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 
+import pytest
 from absl.testing import absltest
 
 _PREAMBLE = """
@@ -25,6 +26,7 @@ def _run(script: str) -> subprocess.CompletedProcess:
   )
 
 
+@pytest.mark.multi_process
 class VirtualDevicesTest(absltest.TestCase):
   def test_repeated_calls_give_the_largest_count(self):
     result = _run("""

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 
+import pytest
 from absl.testing import absltest
 
 from tests.architecture import project
@@ -20,6 +21,7 @@ def _program() -> str:
   return re.search(r'^```python\n(.*?)^```', readme, re.M | re.S).group(1)
 
 
+@pytest.mark.multi_process
 class ReadmeExampleTest(absltest.TestCase):
   def test_program_runs_on_four_replicas(self):
     result = subprocess.run(

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -170,6 +171,7 @@ class RowlessReplicasTest(tf.test.TestCase, parameterized.TestCase):
     kinds = {op.type for op in graph.get_operations()}
     self.assertNoCommonElements(kinds, {'If', 'StatelessIf', 'EagerPyFunc'})
 
+  @pytest.mark.multi_process
   def test_unwrapped_accumulation_fails_loudly(self):
     # In a process of its own: TensorFlow's collectives, which accumulation
     # without the wrapper uses, stay aborted after an error.
