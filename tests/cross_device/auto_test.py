@@ -93,6 +93,35 @@ class NcclIsUsableTest(tf.test.TestCase):
       ):
         self.assertEqual(auto.nccl_is_usable(gpus(2)), expected)
 
+  def test_graphs_on_such_gpus_are_handed_to_tensorflow(self):
+    # ReductionToOneDevice stands in for NCCL, and CPUs for GPUs.
+    op = auto.AutoAllReduce()
+    op._nccl = tf.distribute.ReductionToOneDevice()
+    devices = replicas.devices(4)
+    ranks = replicas.inputs('float32', (8,), 4)
+    value = replicas.on_devices(ranks, devices)
+
+    def all_reduce():
+      [reduced] = op.batch_reduce(replicas.SUM, [(value, value)])
+      return reduced.values
+
+    with (
+      mock.patch.object(auto, 'nccl_is_usable', return_value=True),
+      mock.patch.object(
+        op._nccl, 'batch_reduce', wraps=op._nccl.batch_reduce
+      ) as handed_over,
+    ):
+      graph = tf.function(all_reduce)
+      for result in graph(), graph():
+        for copy in result:
+          self.assertAllEqual(copy, replicas.exact(ranks))
+      handed_over.assert_called_once()
+      all_reduce()  # NCCL needs a graph.
+      handed_over.assert_called_once()
+    self.assertEqual(op.calls, 3)
+    # Twice by the ring's formula, once by the direct schedule of one tensor.
+    self.assertEqual(max(op.report()['all_reduce_bytes_in'].values()), 192)
+
 
 if __name__ == '__main__':
   tf.test.main()

@@ -24,12 +24,17 @@ class AutoAllReduce(base.ScheduledAllReduce):
     the alpha-beta model, for the bytes of the call. Tensors are cut so that
     the busiest link carries 2(N-1)/N of them.
 
-  On physical GPUs with NCCL, TensorFlow's own `tf.distribute.NcclAllReduce` is
-  ahead of any ring of copies, so a strategy without `cross_device_ops` should
-  be given that one there; NCCL refuses virtual GPUs, which is where this op
-  takes over. The choice for GPUs was checked in unit tests of the choice
-  alone: no GPU has run it.
+  * Physical GPUs, in a graph: TensorFlow's `tf.distribute.NcclAllReduce`, which
+    is ahead of any ring of copies. NCCL refuses virtual GPUs; those get the
+    schedules above.
+
+  No GPU has run this op: the choice, and the hand-over to TensorFlow's op, were
+  checked on CPUs.
   """
+
+  def __init__(self):
+    super().__init__()
+    self._nccl = tf.distribute.NcclAllReduce()
 
   def schedule(self, devices, num_bytes) -> schedule_lib.Schedule:
     """The schedule that `choose_schedule` picks."""
@@ -40,6 +45,16 @@ class AutoAllReduce(base.ScheduledAllReduce):
     if executor.share_memory(devices):
       return None
     return 0.5 / len(devices)
+
+  def _all_reduce(self, reduce_op, values, devices):
+    if tf.executing_eagerly() or not nccl_is_usable(devices):
+      return super()._all_reduce(reduce_op, values, devices)
+    num_bytes = sum(base.bytes_of(v.values[0]) for v in values)
+    # NCCL's rings move what ours would.
+    ring = collectives.ring_all_reduce(len(devices))
+    chunks = collectives.chunk_sizes(num_bytes, ring.num_chunks)
+    self._statistics['all_reduce'].record(devices, ring.bytes_in(chunks))
+    return self._nccl.batch_reduce(reduce_op, [(v, v) for v in values])
 
 
 def choose_schedule(

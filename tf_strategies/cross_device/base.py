@@ -160,7 +160,7 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
     """All-reduces dense values that live on `devices`, in one plan."""
     tensors = [[v.values[r] for v in values] for r in range(len(devices))]
     _check_tensors(tensors)
-    num_bytes = sum(_num_bytes(t) for t in tensors[0])
+    num_bytes = sum(bytes_of(t) for t in tensors[0])
     schedule = self.schedule(devices, num_bytes)
     layout = layout_lib.plan_layout(
       [_num_elements(t) for t in tensors[0]],
@@ -205,7 +205,7 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
     _check_tensors([[t] for t in tensors])
     received = _bytes_from_others(tensors, devices[0])
     self._statistics['reduce'].record(
-      devices, [received] + [_num_bytes(tensors[0])] * (len(devices) - 1)
+      devices, [received] + [bytes_of(tensors[0])] * (len(devices) - 1)
     )
     away = executor.elsewhere(_holders(value), devices[0])
     with tf.device(devices[0]):
@@ -239,7 +239,7 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
 
   def _broadcast(self, tensor, devices):
     self._statistics['broadcast'].record(
-      devices, [_num_bytes(tensor)] * len(devices)
+      devices, [bytes_of(tensor)] * len(devices)
     )
     copies = []
     for device in devices:
@@ -285,7 +285,7 @@ def _bytes_from_others(tensors, device: str) -> int:
   """Bytes of those `tensors` that `device` has to fetch."""
   device = _tf_internal.resolve_device(device)
   return sum(
-    _num_bytes(t)
+    bytes_of(t)
     for t in tensors
     if not t.device or _tf_internal.resolve_device(t.device) != device
   )
@@ -335,5 +335,6 @@ def _num_elements(tensor: tf.Tensor) -> int:
   return _UNKNOWN_NUM_ELEMENTS if size is None else size
 
 
-def _num_bytes(tensor: tf.Tensor) -> int:
+def bytes_of(tensor: tf.Tensor) -> int:
+  """Bytes of a tensor; zero while its shape is unknown."""
   return (tensor.shape.num_elements() or 0) * tensor.dtype.size
