@@ -65,4 +65,9 @@ if ! fresh "$stamp" "$requirements"; then
   echo "$requirements" >"$venv/$stamp"
 fi
 "${pip[@]}" install --force-reinstall --no-deps "$wheel"
+# So that a test file runs alone, `$venv/bin/python tests/x_test.py`: what is not
+# installed (tests, examples) comes from the checkout. Behind site-packages, so
+# tf_strategies itself is still the wheel's.
+site=$("$venv/bin/python" -c 'import site; print(site.getsitepackages()[0])')
+echo "$root" >"$site/tf_strategies_checkout.pth"
 echo "$sources" >"$venv/sources.stamp"
