@@ -11,6 +11,7 @@ from __future__ import annotations
 import tensorflow as tf
 
 from tf_strategies import _tf_internal, errors
+from tf_strategies.strategies import replica_run
 
 
 def distribute(dataset: tf.data.Dataset, num_replicas: int) -> tf.data.Dataset:
@@ -55,32 +56,16 @@ def _split(value, num_replicas: int):
       'components with a leading batch dimension',
       'call dataset.batch(global_batch_size)',
     )
-  rows = _num_rows(value)
-  size, larger = rows // num_replicas, rows % num_replicas
+  rows = replica_run.num_rows(value)
   parts = []
   for replica in range(num_replicas):
-    is_larger = (
-      int(replica < larger)
-      if isinstance(larger, int)
-      else tf.cast(replica < larger, larger.dtype)
-    )
-    before = (
-      min(replica, larger)
-      if isinstance(larger, int)
-      else tf.minimum(tf.cast(replica, larger.dtype), larger)
-    )
-    parts.append(_rows(value, replica * size + before, size + is_larger))
-  return _tf_internal.PerReplica(parts)
-
-
-def _num_rows(value):
-  if value.shape.rank and value.shape[0] is not None:
-    return int(value.shape[0])
-  if isinstance(value, tf.RaggedTensor):
-    return value.nrows()
-  if isinstance(value, tf.SparseTensor):
-    return value.dense_shape[0]
-  return tf.shape(value)[0]
+    # The first rows % num_replicas replicas get the rows that are left over.
+    size = (rows + num_replicas - 1 - replica) // num_replicas
+    start = parts[-1][1] if parts else 0
+    parts.append((start, start + size))
+  return _tf_internal.PerReplica(
+    [_rows(value, start, stop - start) for start, stop in parts]
+  )
 
 
 def _rows(value, start, size):

@@ -51,7 +51,7 @@ class ReplicaRun:
     batch = _first_batched(args, num_replicas)
     if batch is None:
       return cls(None, None, True, is_keras_step)
-    rows = tuple(_num_rows(t) for t in batch)
+    rows = tuple(num_rows(t) for t in batch)
     if all(isinstance(n, int) for n in rows):
       has_rows = tuple(n > 0 for n in rows)
       return cls(
@@ -102,7 +102,8 @@ def _first_batched(args, num_replicas):
   return None
 
 
-def _num_rows(tensor):
+def num_rows(tensor):
+  """Leading dimension of a dense, ragged or sparse tensor: int, or int32."""
   if tensor.shape.rank and tensor.shape[0] is not None:
     return int(tensor.shape[0])
   if isinstance(tensor, tf.RaggedTensor):
