@@ -74,3 +74,47 @@ class CheckpointMismatchError(Error, ValueError):
 
 class ClusterConfigError(Error, ValueError):
   """A cluster description (TF_CONFIG and its relatives) that is malformed."""
+
+
+class RendezvousError(Error, RuntimeError):
+  """Workers that did not find each other: says who is missing, and where."""
+
+
+class AuthenticationError(Error, RuntimeError):
+  """A peer that could not prove that it knows the job's shared secret."""
+
+
+class WorkerUnavailableError(Error, RuntimeError):
+  """A worker that died, closed its connection or no longer answers.
+
+  Attributes:
+    rank: of the worker, where it is known.
+    address: of the worker, 'host:port'.
+  """
+
+  rank: int | None = None
+  address: str | None = None
+
+
+class CollectiveTimeoutError(Error, RuntimeError):
+  """A collective that did not finish by its deadline, though all are alive.
+
+  Attributes:
+    rank: the rank that was waited for, where it is known.
+    tensor: the name of what was being reduced.
+    step: the sequence number of the collective.
+  """
+
+  rank: int | None = None
+  tensor: str | None = None
+  step: int | None = None
+
+
+class CollectiveMismatchError(Error, RuntimeError):
+  """Workers that disagree on what they are doing: shape, dtype, order, value.
+
+  Attributes:
+    ranks: those that differ from rank 0.
+  """
+
+  ranks: tuple[int, ...] = ()
