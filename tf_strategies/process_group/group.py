@@ -1,0 +1,237 @@
+"""What every kind of process group can do."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import json
+from typing import Any
+
+import numpy as np
+
+from tf_strategies import errors
+
+
+@dataclasses.dataclass(frozen=True)
+class Member:
+  """One process of a group.
+
+  Attributes:
+    rank: its place in the group, from 0.
+    task: its number in the cluster, which stays when groups form again.
+    address: 'host:port'.
+    progress: what it passed to `form`: how far it has come, in steps, say.
+  """
+
+  rank: int
+  task: int
+  address: str
+  progress: int = 0
+
+  def __str__(self):
+    return f'rank {self.rank} (task {self.task} at {self.address})'
+
+
+class ProcessGroup(abc.ABC):
+  """Processes that move arrays between each other.
+
+  `all_reduce`, `all_gather`, `broadcast` and `barrier` are collectives: every
+  rank calls them in the same order with matching arguments, one at a time.
+  `exchange` and `agree` run beside them, from any thread.
+
+  Once a group has failed, every call raises what it failed with.
+
+  Attributes:
+    name: 'tcp' or 'mpi'.
+    elastic: whether the processes can form a group again after a failure.
+  """
+
+  name: str
+  elastic: bool
+
+  @property
+  @abc.abstractmethod
+  def rank(self) -> int:
+    """This process's place in the group."""
+
+  @property
+  @abc.abstractmethod
+  def members(self) -> tuple[Member, ...]:
+    """Everyone in the group by rank."""
+
+  @property
+  def world_size(self) -> int:
+    """Number of processes."""
+    return len(self.members)
+
+  @property
+  @abc.abstractmethod
+  def generation(self) -> int:
+    """Counts the groups that formed in this job, from 1."""
+
+  @property
+  @abc.abstractmethod
+  def bytes_sent(self) -> int:
+    """Bytes of arrays that this process has sent so far, without headers."""
+
+  @property
+  @abc.abstractmethod
+  def failure(self) -> errors.Error | None:
+    """What the group failed with; None while it works."""
+
+  @abc.abstractmethod
+  def all_reduce(
+    self,
+    array: np.ndarray,
+    *,
+    op: str = 'sum',
+    out: np.ndarray | None = None,
+    name: str = '',
+    wire: str = 'none',
+  ) -> np.ndarray:
+    """Combines the arrays of all ranks; every rank gets the same bits.
+
+    Args:
+      array: 1-D, contiguous, of a number's dtype; the same length and dtype on
+        all ranks. It is only read.
+      op: 'sum', 'min' or 'max'.
+      out: where the result goes, of the same length and dtype and apart from
+        `array`; None for a new array.
+      name: of the tensor, for messages; the same on all ranks.
+      wire: 'bfloat16' or 'float16' say that the array is uint16 and holds
+        encoded values; then the sum is made in float32 in rank order and is
+        encoded once.
+
+    Returns:
+      `out`, or a new array that is aligned to 64 bytes. Each rank sends and
+      receives 2 (N - 1) / N of the buffer where it is large.
+
+    Raises:
+      UnsupportedOptionError: an argument that cannot work.
+      CollectiveMismatchError: the ranks disagree on the arguments.
+      WorkerUnavailableError: a rank died, left or went silent.
+      CollectiveTimeoutError: a rank did not come in time.
+    """
+
+  @abc.abstractmethod
+  def all_gather(
+    self, array: np.ndarray, *, name: str = ''
+  ) -> list[np.ndarray]:
+    """Brings every rank's array to every rank.
+
+    Args:
+      array: of one dimension or more. The first may differ between ranks; the
+        others, and the dtype, may not.
+      name: for messages; the same on all ranks.
+
+    Returns:
+      One array for each rank.
+
+    Raises:
+      Error: as `all_reduce`.
+    """
+
+  @abc.abstractmethod
+  def broadcast(
+    self, array: np.ndarray, root: int, *, name: str = ''
+  ) -> np.ndarray:
+    """Brings one rank's array to every rank.
+
+    Args:
+      array: of the same shape and dtype on all ranks; read only on the root.
+      root: the rank whose values all get.
+      name: for messages; the same on all ranks.
+
+    Returns:
+      A new array; on the root a copy too.
+
+    Raises:
+      Error: as `all_reduce`.
+    """
+
+  @abc.abstractmethod
+  def barrier(self, *, name: str = '') -> None:
+    """Returns when every rank has called it; raises as `all_reduce`."""
+
+  @abc.abstractmethod
+  def exchange(
+    self, tag: str, payload: bytes, timeout_seconds: float | None = None
+  ) -> list[bytes]:
+    """Brings a few bytes of every rank to every rank, beside the collectives.
+
+    May be called from any thread, in any order: calls with the same tag meet.
+
+    Args:
+      tag: names the meeting; each rank uses it once until all have their
+        answers.
+      payload: at most 1 MiB.
+      timeout_seconds: None for `collective_timeout_seconds`.
+
+    Returns:
+      The payloads by rank.
+
+    Raises:
+      CollectiveTimeoutError: names the ranks that did not come. The group
+        stays usable.
+      Error: the group has failed.
+    """
+
+  @abc.abstractmethod
+  def pending_joiners(self) -> tuple[int, ...]:
+    """Tasks that wait for the group to form again, in order."""
+
+  @abc.abstractmethod
+  def abort(self, reason: str) -> None:
+    """Makes the group fail on every rank, with this rank and the reason."""
+
+  @abc.abstractmethod
+  def close(self) -> None:
+    """Says goodbye; ranks that still need this one get an error."""
+
+  def agree(self, value: Any, *, what: str) -> Any:
+    """Checks that all ranks have the same value.
+
+    Args:
+      value: anything that JSON can say.
+      what: names the value; the nth call with a name on one rank meets the
+        nth call with that name on the others.
+
+    Returns:
+      The value.
+
+    Raises:
+      CollectiveMismatchError: on every rank: what differs, where, and how.
+      UnsupportedOptionError: JSON cannot say the value.
+      Error: as `exchange`.
+    """
+    try:
+      text = json.dumps(value, sort_keys=True)
+    except (TypeError, ValueError) as e:
+      raise errors.UnsupportedOptionError(
+        f'{what}={value!r} ({e})',
+        'numbers, strings, lists and dictionaries with strings as keys',
+        'convert it first',
+      ) from e
+    tag = f'agree/{what}/{self._next_agreement(what)}'
+    texts = [p.decode('utf-8') for p in self.exchange(tag, text.encode())]
+    differing = tuple(r for r, t in enumerate(texts) if t != texts[0])
+    if not differing:
+      return value
+    said = ', '.join(f'{self.members[r]} has {texts[r]}' for r in differing[:4])
+    error = errors.CollectiveMismatchError(
+      f'The workers disagree on {what}: {self.members[0]} has {texts[0]}, '
+      f'{said}{", ..." if len(differing) > 4 else ""}. Start all workers with '
+      'the same settings.'
+    )
+    error.ranks = differing
+    raise error
+
+  @abc.abstractmethod
+  def _next_agreement(self, what: str) -> int:
+    """Counts the calls of `agree` for one name; safe from any thread."""
+
+  def __enter__(self):
+    return self
+
+  def __exit__(self, *exc_info):
+    self.close()

@@ -1,0 +1,204 @@
+"""One frozen options object for a group of processes.
+
+Example:
+
+  >>> from tf_strategies.process_group import options
+  >>> options.GroupOptions(min_workers=2).collective_timeout_seconds
+  600.0
+  >>> options.GroupOptions(window_seconds=-1)
+  Traceback (most recent call last):
+    ...
+  tf_strategies.errors.UnsupportedOptionError: window_seconds=-1 is not supported: allowed is a number of seconds of 0 or more. Way out: pass 0 to start as soon as min_workers are there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+import os
+import pathlib
+from typing import Any
+
+from tf_strategies import errors
+
+SECRET_VARIABLE = 'TFS_SECRET'
+SECRET_FILE_VARIABLE = 'TFS_SECRET_FILE'
+
+_MIN_SECRET_BYTES = 16
+_NEW_SECRET = (
+  'make one with python -c "import secrets; print(secrets.token_hex(32))" '
+  'and give it to every worker'
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupOptions:
+  """How processes find each other, how long they wait, how they move bytes.
+
+  Attributes:
+    rendezvous_timeout_seconds: how long `form` waits for the others.
+    collective_timeout_seconds: how long one collective may take while all
+      workers are alive.
+    heartbeat_interval_seconds: how often workers tell that they are alive.
+    heartbeat_timeout_seconds: the silence after which a worker counts as
+      lost; at least twice the interval.
+    secret: what every worker of the job knows, 16 bytes or more. Peers prove
+      to each other that they know it; it never travels. What is sent after
+      that is neither encrypted nor signed: keep it inside a trusted network.
+    allow_unauthenticated: permits addresses beyond this host without a secret.
+    min_workers: the fewest that may form a group; None is all of them. With
+      less than a majority two halves of a split network could both go on.
+    max_workers: the most that form a group; None is all of them.
+    window_seconds: how long to wait for more once `min_workers` are there.
+    small_message_bytes: buffers up to this size go to everyone in one round;
+      larger ones go around a ring.
+    sub_chunk_bytes: what travels as one piece, so that additions overlap with
+      what is still on its way.
+    socket_buffer_bytes: of each data link, in each direction; 0 leaves it to
+      the operating system.
+  """
+
+  rendezvous_timeout_seconds: float = 300.0
+  collective_timeout_seconds: float = 600.0
+  heartbeat_interval_seconds: float = 1.0
+  heartbeat_timeout_seconds: float = 20.0
+  secret: bytes | None = dataclasses.field(default=None, repr=False)
+  allow_unauthenticated: bool = False
+  min_workers: int | None = None
+  max_workers: int | None = None
+  window_seconds: float = 5.0
+  small_message_bytes: int = 1 << 15
+  sub_chunk_bytes: int = 1 << 19
+  socket_buffer_bytes: int = 1 << 22
+
+  def __post_init__(self):
+    for name in (
+      'rendezvous_timeout_seconds',
+      'collective_timeout_seconds',
+      'heartbeat_interval_seconds',
+    ):
+      _check_seconds(name, getattr(self, name))
+    if not _is_seconds(self.window_seconds):
+      raise errors.UnsupportedOptionError(
+        f'window_seconds={self.window_seconds!r}',
+        'a number of seconds of 0 or more',
+        'pass 0 to start as soon as min_workers are there',
+      )
+    _check_seconds('heartbeat_timeout_seconds', self.heartbeat_timeout_seconds)
+    if self.heartbeat_timeout_seconds < 2 * self.heartbeat_interval_seconds:
+      raise errors.UnsupportedOptionError(
+        f'heartbeat_timeout_seconds={self.heartbeat_timeout_seconds!r} with '
+        f'heartbeat_interval_seconds={self.heartbeat_interval_seconds!r}',
+        'a timeout of at least two intervals',
+        'raise the timeout or shorten the interval',
+      )
+    self._check_workers()
+    self._check_secret()
+    _check_integer('small_message_bytes', self.small_message_bytes, 0)
+    _check_integer('sub_chunk_bytes', self.sub_chunk_bytes, 64)
+    _check_integer('socket_buffer_bytes', self.socket_buffer_bytes, 0)
+
+  def _check_workers(self) -> None:
+    for name in ('min_workers', 'max_workers'):
+      value = getattr(self, name)
+      if value is not None:
+        _check_integer(name, value, 1)
+    if None not in (self.min_workers, self.max_workers) and (
+      self.min_workers > self.max_workers
+    ):
+      raise errors.UnsupportedOptionError(
+        f'min_workers={self.min_workers} with max_workers={self.max_workers}',
+        'a minimum that is not above the maximum',
+        'lower min_workers or raise max_workers',
+      )
+
+  def _check_secret(self) -> None:
+    if self.secret is None:
+      return
+    if not isinstance(self.secret, bytes):
+      raise errors.UnsupportedOptionError(
+        f'a secret of type {type(self.secret).__name__}',
+        f'bytes, {_MIN_SECRET_BYTES} or more',
+        "encode a string: secret=text.encode('utf-8')",
+      )
+    if len(self.secret) < _MIN_SECRET_BYTES:
+      raise errors.UnsupportedOptionError(
+        f'a secret of {len(self.secret)} bytes',
+        f'{_MIN_SECRET_BYTES} bytes or more',
+        _NEW_SECRET,
+      )
+
+  @classmethod
+  def from_env(cls, **overrides: Any) -> GroupOptions:
+    """Options with the secret that the environment names.
+
+    Args:
+      **overrides: attributes of this class; a `secret` among them wins.
+
+    Returns:
+      Options whose secret is the value of TFS_SECRET, or the contents of the
+      file that TFS_SECRET_FILE names (without surrounding white space), or
+      None if neither is set.
+
+    Raises:
+      UnsupportedOptionError: both are set, a secret is too short, or the file
+        cannot be read.
+    """
+    if 'secret' not in overrides:
+      overrides['secret'] = _secret_from_env()
+    return cls(**overrides)
+
+
+def _secret_from_env() -> bytes | None:
+  text = os.environ.get(SECRET_VARIABLE)
+  path = os.environ.get(SECRET_FILE_VARIABLE)
+  if text is not None and path is not None:
+    raise errors.UnsupportedOptionError(
+      f'{SECRET_VARIABLE} together with {SECRET_FILE_VARIABLE}',
+      'one of them',
+      f'unset {SECRET_VARIABLE} to use the file',
+    )
+  if text is not None:
+    return text.strip().encode('utf-8')
+  if path is None:
+    return None
+  try:
+    return pathlib.Path(path).read_bytes().strip()
+  except OSError as e:
+    raise errors.UnsupportedOptionError(
+      f'{SECRET_FILE_VARIABLE}={path!r} ({e.strerror})',
+      'a file that this process can read',
+      'mount the secret there, or unset the variable',
+    ) from e
+
+
+def _is_seconds(value: object) -> bool:
+  return (
+    isinstance(value, numbers.Real)
+    and not isinstance(value, bool)
+    and math.isfinite(value)
+    and value >= 0
+  )
+
+
+def _check_seconds(name: str, value: object) -> None:
+  if not _is_seconds(value) or value == 0:
+    raise errors.UnsupportedOptionError(
+      f'{name}={value!r}',
+      'a positive number of seconds',
+      'leave it out for the default',
+    )
+
+
+def _check_integer(name: str, value: object, least: int) -> None:
+  if (
+    not isinstance(value, numbers.Integral)
+    or isinstance(value, bool)
+    or value < least
+  ):
+    raise errors.UnsupportedOptionError(
+      f'{name}={value!r}',
+      f'an integer of at least {least}',
+      'leave it out for the default',
+    )
