@@ -1,0 +1,15 @@
+"""Which tasks a job has and which of them this process is.
+
+Example:
+
+  >>> from tf_strategies import cluster
+  >>> config = cluster.ClusterConfig.from_env({'TF_CONFIG': '''
+  ...   {"cluster": {"worker": ["a:2222", "b:2222"]},
+  ...    "task": {"type": "worker", "index": 1}}'''})
+  >>> config.address
+  'b:2222'
+"""
+
+from tf_strategies.cluster.config import ClusterConfig, TrainingTask
+
+__all__ = ['ClusterConfig', 'TrainingTask']

@@ -1,0 +1,239 @@
+"""What a cluster description may hold; everything else is an error at once.
+
+TensorFlow's own strategies hang without a word on some of these values (a
+duplicate address, a missing task), so nothing is left for them to find.
+
+Example:
+
+  >>> from tf_strategies.cluster import checks
+  >>> checks.checked_index('1', 'task.index')
+  1
+"""
+
+import ipaddress
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from tf_strategies import errors
+
+# In the order in which tasks are listed: the chief leads a ring.
+JOB_TYPES = ('chief', 'worker', 'ps', 'evaluator')
+TRAINING_JOB_TYPES = ('chief', 'worker')
+MAX_TASKS = 100_000
+
+_ALLOWED_TYPES = 'chief, master, worker, ps or evaluator'
+_ADDRESS_WAY_OUT = "write it as 'host:port', such as 'worker-0.job.svc:2222'"
+_HOST = re.compile(r'[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_.])?')
+_BRACKETS = re.compile(r'\[[0-9A-Za-z:.%_-]+\]')
+_NUMBER = re.compile(r'[0-9]{1,9}')
+_LONGEST = 120
+
+# In place of a value that is not there.
+MISSING = object()
+
+
+def show(value: Any) -> str:
+  """A value as an error shows it: short, and in characters that print."""
+  text = 'missing' if value is MISSING else ascii(value)
+  return text if len(text) <= _LONGEST else f'{text[:_LONGEST]}...'
+
+
+def bad(
+  what: str, value: Any, allowed: str, way_out: str
+) -> errors.ClusterConfigError:
+  """The error for one value of a cluster description.
+
+  Args:
+    what: where the value is, such as `task.index`.
+    value: what was found there.
+    allowed: what may be there.
+    way_out: what to write instead.
+
+  Returns:
+    The error, to be raised by the caller.
+
+  Example:
+
+    >>> print(bad('task.index', -1, '0 or 1', 'count from 0'))
+    TF_CONFIG: task.index is -1; allowed is 0 or 1. Way out: count from 0.
+  """
+  return errors.ClusterConfigError(
+    f'TF_CONFIG: {what} is {show(value)}; allowed is {allowed}. '
+    f'Way out: {way_out}.'
+  )
+
+
+def checked_type(value: Any, what: str) -> str:
+  """A job's type; `master`, the chief's older name, becomes `chief`.
+
+  Raises:
+    ClusterConfigError: it is none of the five names.
+  """
+  if value == 'master':
+    return 'chief'
+  if isinstance(value, str) and value in JOB_TYPES:
+    return value
+  raise bad(
+    what, value, _ALLOWED_TYPES, 'use one of these names, in lower case'
+  )
+
+
+def checked_index(value: Any, what: str) -> int:
+  """A task's index: an integer, or its digits as TensorFlow accepts them.
+
+  Raises:
+    ClusterConfigError: it is negative, too large or no integer.
+  """
+  # bool is an int to Python, and True would quietly be worker 1.
+  if isinstance(value, int) and not isinstance(value, bool):
+    number = value
+  elif isinstance(value, str) and _NUMBER.fullmatch(value):
+    number = int(value)
+  else:
+    number = -1
+  if 0 <= number < MAX_TASKS:
+    return number
+  raise bad(
+    what,
+    value,
+    f'an integer from 0 to {MAX_TASKS - 1}',
+    'count the tasks of a job from 0 and write the number without quotes',
+  )
+
+
+def split_address(value: Any, what: str) -> tuple[str, int]:
+  """Host and port of an address; the host in lower case, for comparisons.
+
+  Args:
+    value: 'host:port' or '[IPv6]:port'.
+    what: where it was found, for the error.
+
+  Raises:
+    ClusterConfigError: it is no such string.
+
+  Example:
+
+    >>> split_address('Worker-0:2222', 'cluster.worker[0]')
+    ('worker-0', 2222)
+  """
+  if not isinstance(value, str):
+    raise bad(what, value, 'a string host:port', _ADDRESS_WAY_OUT)
+  host, colon, port = value.rpartition(':')
+  if not colon:
+    raise bad(what, value, 'host:port, with a port', _ADDRESS_WAY_OUT)
+  if not _NUMBER.fullmatch(port) or not 1 <= int(port) <= 65535:
+    raise bad(what, value, 'a port from 1 to 65535', _ADDRESS_WAY_OUT)
+  normal = _normal_host(host)
+  if normal is None:
+    raise bad(
+      what,
+      value,
+      'host:port with a host name, an IPv4 address or an IPv6 address in '
+      'brackets, without a scheme and without spaces',
+      _ADDRESS_WAY_OUT,
+    )
+  return normal, int(port)
+
+
+def _normal_host(host: str) -> str | None:
+  """One spelling for all spellings of a host; None if it is none."""
+  if _HOST.fullmatch(host):
+    return host.lower()
+  if not _BRACKETS.fullmatch(host):
+    return None
+  try:
+    return str(ipaddress.IPv6Address(host[1:-1]))
+  except ValueError:
+    return None
+
+
+def check_addresses(jobs: Mapping[str, Mapping[int, str]]) -> None:
+  """Every address is well-formed, and no two tasks have the same.
+
+  O(number of tasks).
+
+  Raises:
+    ClusterConfigError: names the address and both tasks.
+  """
+  owners: dict[tuple[str, int], str] = {}
+  for job, tasks in jobs.items():
+    for index, address in tasks.items():
+      what = f'cluster.{job}[{index}]'
+      key = split_address(address, what)
+      if key in owners:
+        raise bad(
+          what,
+          address,
+          f'an address that no other task has, but {owners[key]} has it',
+          'give every task a host or a port of its own',
+        )
+      owners[key] = what
+
+
+def check_jobs(jobs: Mapping[str, Mapping[int, str]]) -> None:
+  """There are tasks, at most one of them a chief, and all can be told apart.
+
+  Raises:
+    ClusterConfigError: names the job, or the address, that is wrong.
+  """
+  if not jobs:
+    raise bad(
+      'cluster',
+      {},
+      'at least one job with at least one address',
+      'list the addresses of the tasks, or unset TF_CONFIG to train in a '
+      'single process',
+    )
+  for job, tasks in jobs.items():
+    if not tasks:
+      raise bad(
+        f'cluster.{job}',
+        [],
+        'a list of at least one address',
+        f'list the addresses of its tasks, or leave {job} out',
+      )
+  chiefs = sorted(jobs.get('chief', {}))
+  if chiefs not in ([], [0]):
+    raise bad(
+      'cluster.chief',
+      dict(jobs['chief']),
+      'one chief, of index 0',
+      'keep one address and list the others as workers',
+    )
+  check_addresses(jobs)
+
+
+def check_task(
+  jobs: Mapping[str, Mapping[int, str]], task_type: str, task_index: int
+) -> None:
+  """The task is one of the cluster's, or an evaluator beside it.
+
+  Raises:
+    ClusterConfigError: the cluster has no such task.
+  """
+  if task_type not in jobs:
+    if task_type == 'evaluator':
+      return
+    raise bad(
+      'task.type',
+      task_type,
+      f'a job of the cluster ({", ".join(jobs)}), or evaluator',
+      f'list the addresses of {task_type} in cluster as well',
+    )
+  if task_index not in jobs[task_type]:
+    raise bad(
+      'task.index',
+      task_index,
+      f'{_ranges(jobs[task_type])}, the tasks of {task_type} in cluster',
+      'count from 0, or add the address of this task to cluster',
+    )
+
+
+def _ranges(indices: Iterable[int]) -> str:
+  """Indices as a person writes them: `0`, `0 to 3`, `1, 4, 7`."""
+  numbers = sorted(indices)
+  if len(numbers) > 1 and numbers == list(range(len(numbers))):
+    return f'0 to {numbers[-1]}'
+  text = ', '.join(map(str, numbers[:10]))
+  return text if len(numbers) <= 10 else f'{text} and {len(numbers) - 10} more'

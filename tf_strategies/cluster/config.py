@@ -1,0 +1,216 @@
+"""One frozen description of the cluster, checked when it is made."""
+
+import dataclasses
+import json
+import os
+import types
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from tf_strategies.cluster import checks, tf_config
+
+
+class TrainingTask(NamedTuple):
+  """A task that computes gradients: the chief or a worker."""
+
+  type: str
+  index: int
+  address: str
+
+
+@dataclasses.dataclass(frozen=True)
+class ClusterConfig:
+  """The tasks of a job, and which of them this process is.
+
+  Equal descriptions are equal and hash alike; instances can be pickled.
+
+  Args:
+    jobs: by type (chief, worker, ps, evaluator) the address 'host:port' of
+      each task by its index. Indices may be missing where workers come and go.
+    task_type: the job of this process. An evaluator need not be in `jobs`.
+    task_index: its index in the job.
+    environment: what TF_CONFIG said; Kubeflow's TFJob says 'cloud'.
+    is_sparse: whether there may be tasks that `jobs` does not list, as in
+      TFJobs with dynamic workers. True if indices are missing.
+
+  Raises:
+    ClusterConfigError: a value is malformed, or contradicts another one.
+
+  Example:
+
+    >>> config = ClusterConfig(
+    ...   {'worker': {0: 'a:2222', 1: 'b:2222'}}, 'worker', 1)
+    >>> config.is_chief, config.training_index
+    (False, 1)
+  """
+
+  jobs: Mapping[str, Mapping[int, str]]
+  task_type: str
+  task_index: int
+  environment: str | None = None
+  is_sparse: bool = False
+
+  def __post_init__(self):
+    if not isinstance(self.jobs, Mapping):
+      raise checks.bad(
+        'cluster', self.jobs, 'a mapping of jobs', 'use ClusterConfig.from_dict'
+      )
+    if not isinstance(self.environment, str | None):
+      raise checks.bad(
+        'environment', self.environment, 'a string', 'leave it out'
+      )
+    found = tf_config.read_jobs(self.jobs)
+    task_type = checks.checked_type(self.task_type, 'task.type')
+    task_index = checks.checked_index(self.task_index, 'task.index')
+    checks.check_jobs(found)
+    checks.check_task(found, task_type, task_index)
+    jobs = {
+      job: types.MappingProxyType(dict(sorted(found[job].items())))
+      for job in checks.JOB_TYPES
+      if job in found
+    }
+    has_gaps = any(list(t) != list(range(len(t))) for t in jobs.values())
+    checked = {
+      'jobs': types.MappingProxyType(jobs),
+      'task_type': task_type,
+      'task_index': task_index,
+      'is_sparse': bool(self.is_sparse) or has_gaps,
+    }
+    for name, value in checked.items():
+      object.__setattr__(self, name, value)
+
+  def __hash__(self):
+    # A mapping proxy has no hash before Python 3.12.
+    return hash(self.to_tf_config())
+
+  def __reduce__(self):
+    # A mapping proxy cannot be pickled.
+    jobs = {job: dict(tasks) for job, tasks in self.jobs.items()}
+    fields = (self.task_type, self.task_index, self.environment, self.is_sparse)
+    return type(self), (jobs, *fields)
+
+  @classmethod
+  def from_env(
+    cls, environ: Mapping[str, str] = os.environ
+  ) -> 'ClusterConfig | None':
+    """Reads TF_CONFIG.
+
+    Args:
+      environ: the environment.
+
+    Returns:
+      The cluster; None if TF_CONFIG is absent or describes neither a cluster
+      nor a task, which is how a single process is started.
+
+    Raises:
+      ClusterConfigError: TF_CONFIG is malformed; names the value, what is
+        allowed and the way out.
+
+    Example:
+
+      >>> ClusterConfig.from_env({}) is None
+      True
+      >>> ClusterConfig.from_env({'TF_CONFIG': '{"task": {}}'})
+      Traceback (most recent call last):
+        ...
+      tf_strategies.errors.ClusterConfigError: TF_CONFIG: cluster is missing; ...
+    """
+    text = environ.get('TF_CONFIG')
+    if text is None:
+      return None
+    config = tf_config.parse(text)
+    return None if tf_config.says_nothing(config) else cls.from_dict(config)
+
+  @classmethod
+  def from_dict(cls, config: Mapping[str, Any]) -> 'ClusterConfig':
+    """Reads what the JSON of a TF_CONFIG says.
+
+    Args:
+      config: with the keys cluster and task, and perhaps environment. Other
+        keys are for others, and ignored.
+
+    Raises:
+      ClusterConfigError: a value is missing or malformed.
+
+    Example:
+
+      >>> config = ClusterConfig.from_dict({
+      ...   'cluster': {'master': ['a:2222'], 'worker': ['b:2222']},
+      ...   'task': {'type': 'master', 'index': 0}})
+      >>> config.task_type, config.is_chief
+      ('chief', True)
+    """
+    return cls(*tf_config.read(config))
+
+  def to_tf_config(self) -> str:
+    """This description as the text of a TF_CONFIG: one line of JSON.
+
+    Example:
+
+      >>> config = ClusterConfig({'worker': {0: 'a:2222'}}, 'worker', 0)
+      >>> config.to_tf_config()
+      '{"cluster": {"worker": ["a:2222"]}, "task": {"type": "worker", "index": 0}}'
+    """
+    cluster: dict[str, Any] = {}
+    for job, tasks in self.jobs.items():
+      cluster[job] = dict(tasks) if self.is_sparse else list(tasks.values())
+    config: dict[str, Any] = {
+      'cluster': cluster,
+      'task': {'type': self.task_type, 'index': self.task_index},
+    }
+    if self.environment is not None:
+      config['environment'] = self.environment
+    return json.dumps(config)
+
+  @property
+  def address(self) -> str | None:
+    """This task's own; None for an evaluator that the cluster does not list."""
+    return self.jobs.get(self.task_type, {}).get(self.task_index)
+
+  @property
+  def training_tasks(self) -> tuple[TrainingTask, ...]:
+    """The members of a ring in their order: the chief, then the workers.
+
+    Example:
+
+      >>> config = ClusterConfig(
+      ...   {'worker': {0: 'b:1'}, 'chief': {0: 'a:1'}, 'ps': {0: 'c:1'}},
+      ...   'ps', 0)
+      >>> [tuple(task) for task in config.training_tasks]
+      [('chief', 0, 'a:1'), ('worker', 0, 'b:1')]
+    """
+    return tuple(
+      TrainingTask(job, index, address)
+      for job in checks.TRAINING_JOB_TYPES
+      for index, address in self.jobs.get(job, {}).items()
+    )
+
+  @property
+  def training_index(self) -> int | None:
+    """This task's place in `training_tasks`; None for ps and evaluator.
+
+    Of a sparse cluster it is the place among the tasks that are listed.
+    """
+    for place, task in enumerate(self.training_tasks):
+      if (task.type, task.index) == (self.task_type, self.task_index):
+        return place
+    return None
+
+  @property
+  def is_chief(self) -> bool:
+    """Whether this task writes checkpoints and logs for all.
+
+    That is the chief's part, and worker 0's where no chief is listed.
+    """
+    if self.task_type == 'chief':
+      return True
+    is_first = self.task_type == 'worker' and self.task_index == 0
+    return is_first and 'chief' not in self.jobs
+
+  @property
+  def has_evaluator(self) -> bool:
+    """Whether an evaluator is known: it is listed, or is this process.
+
+    An evaluator outside the cluster is not visible to the other tasks.
+    """
+    return 'evaluator' in self.jobs or self.task_type == 'evaluator'
