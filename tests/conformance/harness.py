@@ -228,7 +228,7 @@ class ConformanceTest(tf.test.TestCase):
       expected.predictions, actual.predictions, 10 * tolerance, 10 * tolerance
     )
 
-  def check_replicas_equal(self, model):
+  def check_replicas_equal(self, model, min_copies=2):
     """Every replica's copy of every mirrored variable is the same, bitwise."""
     mirrored = 0
     for variable in (*model.variables, *model.optimizer.variables):
@@ -237,7 +237,7 @@ class ConformanceTest(tf.test.TestCase):
         getattr(variable.value, 'synchronization', None)
         == tf.VariableSynchronization.ON_READ
       )
-      if len(copies) < 2 or is_partial:
+      if len(copies) < min_copies or is_partial:
         continue
       mirrored += 1
       for copy in copies[1:]:

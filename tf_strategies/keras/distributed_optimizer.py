@@ -163,7 +163,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
     reduced = self._reduce(
       extended, grads, trainable_variables or self._trainable_variables
     )
-    with extended.gradients_reduced():
+    with extended.gradients_reduced(reduced):
       self.inner_optimizer.apply(reduced, trainable_variables)
 
   def _reduce(self, extended, grads, variables):

@@ -1,6 +1,16 @@
 """The strategies, one file each, and `create_strategy`, which takes a name."""
 
+from tf_strategies.strategies.multi_worker import (
+  MultiWorkerRingStrategy,
+  RingOptions,
+)
 from tf_strategies.strategies.registry import STRATEGY_NAMES, create_strategy
 from tf_strategies.strategies.ring_mirrored import RingMirroredStrategy
 
-__all__ = ['STRATEGY_NAMES', 'RingMirroredStrategy', 'create_strategy']
+__all__ = [
+  'STRATEGY_NAMES',
+  'MultiWorkerRingStrategy',
+  'RingMirroredStrategy',
+  'RingOptions',
+  'create_strategy',
+]

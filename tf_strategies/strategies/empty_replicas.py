@@ -105,11 +105,11 @@ def check_allowed(run: replica_run.ReplicaRun) -> None:
     'wrap the optimizer: tfs.keras.DistributedOptimizer(optimizer), or drop '
     'the remainder of the last batch',
   )
-  if all(isinstance(has_rows, bool) for has_rows in run.has_rows):
+  if all(isinstance(rows, int) for rows in run.all_rows):
     raise error
   if not _tf_internal.in_xla_context():
     tf.debugging.Assert(
-      tf.reduce_all(tf.stack(run.has_rows)), [tf.constant(str(error))]
+      tf.reduce_all(tf.stack(run.all_rows) > 0), [tf.constant(str(error))]
     )
 
 

@@ -8,6 +8,8 @@ yields the parts of all replicas together.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import tensorflow as tf
 
 from tf_strategies import _tf_internal, errors
@@ -33,23 +35,51 @@ def distribute(dataset: tf.data.Dataset, num_replicas: int) -> tf.data.Dataset:
   if is_distributed(dataset):
     return dataset
 
-  def split(*batch):
-    parts = tf.nest.map_structure(lambda x: _split(x, num_replicas), batch)
-    return parts if len(parts) > 1 else parts[0]
+  def split_batch(*batch):
+    batch = batch if len(batch) > 1 else batch[0]
+    return regroup(split(batch, num_replicas, range(num_replicas)))
 
-  return dataset.map(split).prefetch(1)
+  return dataset.map(split_batch).prefetch(1)
+
+
+def split(batch, num_parts: int, parts: Iterable[int]) -> tuple:
+  """Cuts a batch into even parts of its rows.
+
+  Args:
+    batch: a structure of tensors, each with a leading batch dimension.
+    num_parts: how many parts there are; the first n % num_parts of them get one
+      row more than the others.
+    parts: the numbers of those that are wanted.
+
+  Returns:
+    One structure for each of `parts`.
+
+  Raises:
+    UnsupportedOptionError: a component without a batch dimension.
+  """
+  return tuple(
+    tf.nest.map_structure(lambda x, p=part: _part(x, num_parts, p), batch)
+    for part in parts
+  )
+
+
+def regroup(batches: Sequence):
+  """Makes one structure of distributed values of one structure a replica."""
+  return tf.nest.map_structure(
+    lambda *values: _tf_internal.PerReplica(values), *batches
+  )
 
 
 def is_distributed(dataset: tf.data.Dataset) -> bool:
   """Whether the elements of `dataset` are distributed values already."""
   return any(
-    spec.value_type is _tf_internal.PerReplica
+    issubclass(spec.value_type, tf.distribute.DistributedValues)
     for spec in tf.nest.flatten(dataset.element_spec)
   )
 
 
-def _split(value, num_replicas: int):
-  """One component's rows, shared out to the replicas in order."""
+def _part(value, num_parts: int, part: int):
+  """One component's rows that belong to one part."""
   if value.shape.rank == 0:
     raise errors.UnsupportedOptionError(
       'a data set whose elements have scalar components',
@@ -57,15 +87,20 @@ def _split(value, num_replicas: int):
       'call dataset.batch(global_batch_size)',
     )
   rows = replica_run.num_rows(value)
-  parts = []
-  for replica in range(num_replicas):
-    # The first rows % num_replicas replicas get the rows that are left over.
-    size = (rows + num_replicas - 1 - replica) // num_replicas
-    start = parts[-1][1] if parts else 0
-    parts.append((start, start + size))
-  return _tf_internal.PerReplica(
-    [_rows(value, start, stop - start) for start, stop in parts]
-  )
+  # The first rows % num_parts parts get the rows that are left over.
+  size, left_over = rows // num_parts, rows % num_parts
+  if isinstance(rows, int):
+    start = part * size + min(part, left_over)
+    return _rows(value, start, size + (part < left_over))
+  start = part * size + tf.minimum(part, left_over)
+  return _rows(value, start, size + tf.cast(part < left_over, size.dtype))
+
+
+def part_sizes(rows, num_parts: int) -> tf.Tensor:
+  """How many of `rows` rows each part of `split` gets, int32 [num_parts]."""
+  rows = tf.cast(rows, tf.int32)
+  extra = tf.cast(tf.range(num_parts) < rows % num_parts, tf.int32)
+  return rows // num_parts + extra
 
 
 def _rows(value, start, size):

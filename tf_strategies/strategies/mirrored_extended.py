@@ -9,6 +9,7 @@ control flow.
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 
 import numpy as np
@@ -24,6 +25,18 @@ from tf_strategies.strategies import (
   replica_run,
   variables,
 )
+
+# TensorFlow's own strategies count from 0.
+_collective_key_bases = itertools.count(1_000_000, 1_000)
+
+
+def new_collective_key_base() -> int:
+  """Where a strategy may number its collectives from.
+
+  Every strategy of a process needs a range of its own, or they meet in each
+  other's collectives.
+  """
+  return next(_collective_key_bases)
 
 
 class ExactMirroredExtended(_tf_internal.MirroredExtended):
@@ -55,8 +68,13 @@ class ExactMirroredExtended(_tf_internal.MirroredExtended):
 
   # What tfs.keras.DistributedOptimizer asks of a strategy.
 
-  def gradients_reduced(self):
-    """Context in which an optimizer's own reductions do nothing."""
+  def gradients_reduced(self, gradients=()):
+    """Context in which an optimizer's own reductions do nothing.
+
+    Args:
+      gradients: the reduced ones, where there are any yet.
+    """
+    del gradients
     return replica_run.gradients_reduced()
 
   def row_weight(self) -> tf.Tensor | None:
@@ -88,15 +106,19 @@ class ExactMirroredExtended(_tf_internal.MirroredExtended):
       optimizer_checks.check_model(
         function, type(self._container_strategy()).__name__
       )
-    run = replica_run.ReplicaRun.of(
-      (args, kwargs),
-      self._num_replicas_in_sync,
-      optimizer_checks.is_keras_step(function),
+    run = self._make_run(
+      (args, kwargs), optimizer_checks.is_keras_step(function)
     )
     args, kwargs = empty_replicas.fill(run, (args, kwargs), self._devices)
     outputs = self._call_in_run(run, fn, args, kwargs)
     empty_replicas.check_allowed(run)
+    return self._trim(run, outputs)
+
+  def _trim(self, run, outputs):
     return empty_replicas.trim(run, outputs, self._devices)
+
+  def _make_run(self, args, is_keras_step):
+    return replica_run.ReplicaRun.of(args, len(self._devices), is_keras_step)
 
   def _call_function(self, function, args, kwargs):
     """Runs a `tf.function`: the rows are read inside it, not baked in."""

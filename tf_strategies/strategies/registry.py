@@ -6,6 +6,7 @@ import tensorflow as tf
 
 from tf_strategies import errors
 from tf_strategies.strategies import devices as devices_lib
+from tf_strategies.strategies.multi_worker import MultiWorkerRingStrategy
 from tf_strategies.strategies.ring_mirrored import RingMirroredStrategy
 
 
@@ -27,11 +28,11 @@ _FACTORIES = {
   'one_device': _one_device,
   'mirrored': _mirrored,
   'ring_mirrored': RingMirroredStrategy,
+  'multi_worker_ring': MultiWorkerRingStrategy,
 }
 
 # Named in the design and not built yet: a flag that asks for one is told so.
 _PLANNED = (
-  'multi_worker_ring',
   'multi_worker_collective',
   'parameter_server',
   'central_storage',
@@ -45,7 +46,7 @@ def create_strategy(name: str, **options) -> tf.distribute.Strategy:
   """Returns the strategy called `name`.
 
   Args:
-    name: 'one_device', 'mirrored' or 'ring_mirrored'.
+    name: one of `STRATEGY_NAMES`.
     **options: arguments of that strategy, such as `devices` or
       `cross_device_ops`.
 
@@ -76,6 +77,7 @@ def create_strategy(name: str, **options) -> tf.distribute.Strategy:
       raise
     raise errors.UnsupportedOptionError(
       f'strategy={name!r} with options {sorted(options)}',
-      'devices and, for mirrored and ring_mirrored, cross_device_ops',
+      'devices; cross_device_ops, except for one_device; cluster and options '
+      'for multi_worker_ring',
       'remove the other options',
     ) from None

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -27,10 +28,11 @@ class ReplicaRun:
   """One `strategy.run` over replicas that hold `rows` rows each.
 
   Attributes:
-    rows: rows of each replica, int or scalar int32 tensor; None if no argument
-      is batched.
-    has_rows: whether each replica has rows, bool or scalar bool tensor; None
-      if every replica surely has.
+    rows: rows of each replica of this process, int or scalar int32 tensor; None
+      if no argument is batched.
+    all_rows: the same of all replicas of all processes.
+    has_rows: whether each replica of this process has rows, bool or scalar bool
+      tensor; None if every replica of every process surely has.
     is_even: whether all replicas have equally many, bool or scalar tensor.
     is_keras_step: whether Keras passed its own train, test or predict step.
     warning_is_built: whether the graph already has its uneven-batch warning.
@@ -39,6 +41,7 @@ class ReplicaRun:
   """
 
   rows: tuple[Any, ...] | None
+  all_rows: tuple[Any, ...] | None
   has_rows: tuple[Any, ...] | None
   is_even: Any
   is_keras_step: bool = False
@@ -46,40 +49,56 @@ class ReplicaRun:
   needs_rows_everywhere: str | None = None
 
   @classmethod
-  def of(cls, args: Any, num_replicas: int, is_keras_step: bool) -> ReplicaRun:
-    """Reads the rows from the first batched distributed value in `args`."""
+  def of(
+    cls,
+    args: Any,
+    num_replicas: int,
+    is_keras_step: bool,
+    share: Callable[[tuple[Any, ...]], tuple[Any, ...]] | None = None,
+  ) -> ReplicaRun:
+    """Reads the rows from the first batched distributed value in `args`.
+
+    Args:
+      args: what the replicas get.
+      num_replicas: of this process.
+      is_keras_step: see the attribute.
+      share: turns the rows of this process's replicas into those of all
+        processes' replicas, where the batch does not tell; None if there are no
+        others.
+    """
     batch = _first_batched(args, num_replicas)
     if batch is None:
-      return cls(None, None, True, is_keras_step)
-    rows = tuple(num_rows(t) for t in batch)
-    if all(isinstance(n, int) for n in rows):
-      has_rows = tuple(n > 0 for n in rows)
-      return cls(
-        rows,
-        None if all(has_rows) else has_rows,
-        len(set(rows)) == 1,
-        is_keras_step,
-      )
+      return cls(None, None, None, True, is_keras_step)
+    rows = tuple(num_rows(t) for t in batch.values)
+    counted = getattr(batch, 'all_rows', None)
+    all_rows = rows
+    if counted is not None:
+      all_rows = _unstack(counted)
+    elif share is not None:
+      all_rows = share(rows)
+    if all(isinstance(n, int) for n in all_rows):
+      has_rows = None if all(all_rows) else tuple(n > 0 for n in rows)
+      is_even = len(set(all_rows)) == 1
+      return cls(rows, all_rows, has_rows, is_even, is_keras_step)
     with tf.device('CPU:0'):
-      rows = tuple(tf.convert_to_tensor(n, tf.int32) for n in rows)
-      stacked = tf.stack(rows)
-      has_rows = tuple(tf.unstack(stacked > 0, num=num_replicas))
+      has_rows = tuple(n > 0 for n in rows)
+      stacked = tf.stack([tf.convert_to_tensor(n, tf.int32) for n in all_rows])
       is_even = tf.reduce_all(tf.equal(stacked, stacked[0]))
-    return cls(rows, has_rows, is_even, is_keras_step)
+    return cls(rows, all_rows, has_rows, is_even, is_keras_step)
 
   def weight(self, replica_id: int) -> tf.Tensor:
     """N * n_i / sum(n): how much replica i's mean counts in the whole mean."""
     with tf.device('CPU:0'):
-      rows = tf.cast(tf.stack(self.rows), tf.float32)
-      total = tf.maximum(tf.reduce_sum(rows), 1.0)
-      return rows[replica_id] * len(self.rows) / total
+      rows = tf.cast(self.rows[replica_id], tf.float32)
+      all_rows = tf.cast(tf.stack(self.all_rows), tf.float32)
+      total = tf.maximum(tf.reduce_sum(all_rows), 1.0)
+      return rows * len(self.all_rows) / total
 
   def num_with_rows(self) -> tf.Tensor:
-    """How many replicas have rows, float32, at least one."""
+    """How many of all replicas have rows, float32, at least one."""
     with tf.device('CPU:0'):
-      return tf.maximum(
-        tf.reduce_sum(tf.cast(tf.stack(self.has_rows), tf.float32)), 1.0
-      )
+      has_rows = tf.stack(self.all_rows) > 0
+      return tf.maximum(tf.reduce_sum(tf.cast(has_rows, tf.float32)), 1.0)
 
   def select(self, replica_id: int, if_rows, if_empty):
     """Calls `if_rows()` where the replica has rows, else `if_empty()`."""
@@ -90,7 +109,7 @@ class ReplicaRun:
 
 
 def _first_batched(args, num_replicas):
-  """Components of the first distributed value that has a leading dimension."""
+  """The first distributed value whose components have a leading dimension."""
   for leaf in tf.nest.flatten(args):
     if not isinstance(leaf, tf.distribute.DistributedValues):
       continue
@@ -98,8 +117,16 @@ def _first_batched(args, num_replicas):
     if len(values) != num_replicas or isinstance(values[0], tf.Variable):
       continue
     if all(hasattr(v, 'shape') and v.shape.rank != 0 for v in values):
-      return values
+      return leaf
   return None
+
+
+def _unstack(all_rows):
+  """A vector as a tuple: of integers where its values are there."""
+  if tf.executing_eagerly():
+    return tuple(all_rows.numpy().tolist())
+  with tf.device('CPU:0'):
+    return tuple(tf.unstack(all_rows))
 
 
 def num_rows(tensor):

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-
 import tensorflow as tf
 
 from tf_strategies import cross_device, errors
 from tf_strategies.strategies import devices as devices_lib
 from tf_strategies.strategies import mirrored_extended
-
-# TensorFlow's own strategies count from 0.
-_collective_key_bases = itertools.count(1_000_000, 1_000)
 
 
 class RingMirroredStrategy(tf.distribute.MirroredStrategy):
@@ -66,9 +61,8 @@ class RingMirroredStrategy(tf.distribute.MirroredStrategy):
         'an instance of tf.distribute.CrossDeviceOps',
         'pass for instance tfs.RingAllReduce()',
       )
-    # The base class numbers its collectives from here. Every strategy of a
-    # process needs a range of its own, or they meet in each other's.
-    self._collective_key_base = next(_collective_key_bases)
+    # The base class numbers its collectives from here.
+    self._collective_key_base = mirrored_extended.new_collective_key_base()
     extended = mirrored_extended.ExactMirroredExtended(
       self, devices_lib.resolve_devices(devices), cross_device_ops
     )

@@ -1,0 +1,155 @@
+"""The conformance table for strategies whose replicas are on several workers.
+
+Workers are processes. Each runs the same features one after the other, every
+one under a new strategy, and sends home what came out of it; the test compares
+each worker's results with one device's, and the workers with each other.
+"""
+
+import dataclasses
+import functools
+import importlib
+import os
+import traceback
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+import tf_strategies as tfs
+from tests import processes
+from tests.conformance import harness
+
+MODULES = (
+  'tests.conformance.fit_test',
+  'tests.conformance.optimizer_options_test',
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkerCase:
+  """A row of the table: a strategy on so many workers.
+
+  Attributes:
+    name: of the case.
+    strategy: as `create_strategy` knows it.
+    workers: how many processes.
+    devices: logical CPUs of each.
+  """
+
+  name: str
+  strategy: str
+  workers: int
+  devices: int
+
+
+@dataclasses.dataclass
+class WorkerResult:
+  """What one worker has to say of one feature; `error` if it failed."""
+
+  weights: list[np.ndarray] = dataclasses.field(default_factory=list)
+  optimizer_state: dict[str, np.ndarray] = dataclasses.field(
+    default_factory=dict
+  )
+  history: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+  evaluation: dict[str, float] = dataclasses.field(default_factory=dict)
+  predictions: Any = None
+  steps: int = 0
+  report: dict[str, Any] = dataclasses.field(default_factory=dict)
+  error: str = ''
+
+
+def features() -> dict[str, harness.Feature]:
+  """Every feature of the table by name."""
+  found = {}
+  for module in MODULES:
+    for feature in importlib.import_module(module).FEATURES:
+      found[feature.name] = feature
+  return found
+
+
+def run(case: WorkerCase, names, deadline: float) -> list[dict]:
+  """For each worker, what came out of each feature."""
+  return processes.run_workers(
+    _train_all, case.workers, args=(case, tuple(names)), deadline=deadline
+  )
+
+
+def _train_all(rank, case, names):
+  del rank
+  table = features()
+  return {name: _train(case, table[name]) for name in names}
+
+
+def create(case: WorkerCase) -> tf.distribute.Strategy:
+  """The strategy of a case, in one of its worker processes."""
+  return tfs.create_strategy(case.strategy, devices=harness.cpus(case.devices))
+
+
+def _train(case, feature):
+  strategy = create(case)
+  try:
+    result = harness.train(feature, strategy)
+    harness.ConformanceTest().check_replicas_equal(result.model, case.devices)
+    return WorkerResult(
+      result.weights,
+      result.optimizer_state,
+      result.history,
+      result.evaluation,
+      result.predictions,
+      int(result.model.optimizer.iterations.numpy()),
+      strategy.communication_report(),
+    )
+  except Exception:
+    return WorkerResult(error=traceback.format_exc())
+  finally:
+    strategy.close()
+
+
+@functools.cache
+def expected(name: str) -> harness.Result:
+  """What one device makes of a feature."""
+  return harness.train(features()[name])
+
+
+class MultiWorkerConformanceTest(harness.ConformanceTest):
+  """Compares what workers sent home."""
+
+  def check_workers(self, name: str, results: list[WorkerResult]):
+    """All workers equal each other bitwise, and one device as promised."""
+    feature = features()[name]
+    for result in results:
+      if result.error:
+        raise AssertionError(result.error)
+    for result in results[1:]:
+      self.check_equal(results[0], result)
+    for result in results:
+      self.check_results(expected(name), result, feature.tolerance)
+      self.check_communication(feature, result)
+
+  def check_equal(self, first, other):
+    """Not one bit differs between two workers."""
+    for a, b in zip(first.weights, other.weights, strict=True):
+      np.testing.assert_array_equal(a, b)
+    for key, value in first.optimizer_state.items():
+      np.testing.assert_array_equal(value, other.optimizer_state[key], key)
+    np.testing.assert_array_equal(first.predictions, other.predictions)
+    self.assertEqual(first.history, other.history)
+    self.assertEqual(first.evaluation, other.evaluation)
+
+  def check_communication(self, feature, result):
+    """Gradients crossed workers in every step."""
+    self.assertGreater(result.steps, 0)
+    calls = result.report['calls']
+    in_branch = calls.get('all_reduce_in_control_flow', 0)
+    if in_branch:
+      self.assertFalse(feature.wrap)
+      self.assertGreaterEqual(in_branch, result.steps)
+    else:
+      self.assertGreaterEqual(
+        calls.get('all_reduce', 0) + calls.get('all_gather', 0), result.steps
+      )
+
+
+def is_whole_table() -> bool:
+  """Whether to run every feature on every case: in the soak run only."""
+  return os.environ.get('TFS_SOAK') == '1'

@@ -1,0 +1,337 @@
+"""What feeds the replicas of several workers: each element once, in step.
+
+Two ways, chosen by the data set's auto-shard policy:
+
+* AUTO and DATA: every worker has the same global batches and takes its rows.
+  The parts of all replicas together are exactly one device's batch, and all
+  workers see the same number of batches. That the batches are the same is
+  checked now and then.
+* FILE and OFF, and `distribute_datasets_from_function`: each worker has data of
+  its own, of which one may have more than another. Before each step the
+  workers tell each other whether they have any left; those that do not go on
+  without rows until all are done.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import zlib
+
+import numpy as np
+import tensorflow as tf
+
+from tf_strategies import _tf_internal, errors
+from tf_strategies.strategies import counted_batch, host_input, replica_run
+
+_Policy = tf.data.experimental.AutoShardPolicy
+
+
+class WorkerInput:
+  """Distributes data sets to the replicas of one worker.
+
+  Args:
+    extended: of the strategy; tells the number of replicas, and the link.
+  """
+
+  def __init__(self, extended):
+    self._extended = extended
+    self._datasets = itertools.count()
+
+  def distribute(self, dataset, options) -> tf.data.Dataset:
+    """Returns a data set of distributed values from one of global batches."""
+    if not isinstance(dataset, tf.data.Dataset):
+      raise errors.UnsupportedOptionError(
+        f'a {type(dataset).__name__} to distribute',
+        'a tf.data.Dataset',
+        'wrap a generator: tf.data.Dataset.from_generator',
+      )
+    _check_input_options(options)
+    if host_input.is_distributed(dataset):
+      return dataset
+    policy = dataset.options().experimental_distribute.auto_shard_policy
+    if policy in (_Policy.FILE, _Policy.OFF):
+      if policy == _Policy.FILE:
+        dataset = _tf_internal.shard_files(
+          dataset, self._workers.world_size, self._workers.rank
+        )
+      return self._own_data(self._take_share(dataset))
+    return self._same_data(dataset)
+
+  def distribute_from_function(self, dataset_fn, options) -> tf.data.Dataset:
+    """Returns a data set of distributed values from per-replica batches."""
+    _check_input_options(options)
+    context = tf.distribute.InputContext(
+      num_input_pipelines=self._workers.world_size,
+      input_pipeline_id=self._workers.rank,
+      num_replicas_in_sync=self._extended._num_replicas_in_sync,  # pylint: disable=protected-access
+    )
+    dataset = dataset_fn(context)
+    return self._own_data(_group_by_replicas(dataset, self._num_local))
+
+  @property
+  def _workers(self):
+    return self._extended.workers
+
+  @property
+  def _num_local(self) -> int:
+    return len(self._extended.worker_devices)
+
+  def _same_data(self, dataset):
+    """Every worker has the same batches and takes its rows."""
+    world_size, rank = self._workers.world_size, self._workers.rank
+    # Keras orders gathered predictions by local replica, then by worker.
+    parts = [r * world_size + rank for r in range(self._num_local)]
+    # The part of each replica of each worker, by replica id.
+    by_replica = [
+      r * world_size + w
+      for w in range(world_size)
+      for r in range(self._num_local)
+    ]
+    check = self._make_check()
+
+    def split(index, batch):
+      num_parts = self._num_local * world_size
+      local = host_input.split(batch, num_parts, parts)
+      rows = replica_run.num_rows(tf.nest.flatten(batch)[0])
+      sizes = host_input.part_sizes(rows, num_parts)
+      all_rows = tf.gather(sizes, by_replica)
+      return index, _fingerprint(batch), all_rows, local
+
+    def checked(index, fingerprint, all_rows, local):
+      with tf.control_dependencies([check(index, fingerprint)]):
+        local, all_rows = tf.nest.map_structure(
+          tf.identity, (local, all_rows), expand_composites=True
+        )
+      return counted_batch.regroup(local, all_rows)
+
+    return (
+      dataset.map(lambda *batch: _pack(batch))
+      .enumerate()
+      .map(split)
+      .prefetch(1)
+      .map(checked)
+    )
+
+  def _make_check(self):
+    """Returns an op that compares the workers' batches 0, 1, 2, 4, 8, ..."""
+    dataset_id = next(self._datasets)
+    iterators = itertools.count()
+    state = {'iterator': -1}
+
+    def compare(index, fingerprint):
+      if index == 0:
+        state['iterator'] = next(iterators)
+      if index & (index - 1) == 0 and self._workers.world_size > 1:
+        tag = f'batch/{dataset_id}/{state["iterator"]}/{index}'
+        try:
+          self._compare(tag, int(index), int(fingerprint))
+        except errors.Error as e:
+          _tf_internal.raise_through_graph(e)
+      return np.int64(0)
+
+    def check(index, fingerprint):
+      return tf.numpy_function(
+        compare, [index, fingerprint], tf.int64, stateful=True
+      )
+
+    return check
+
+  def _compare(self, tag, index, fingerprint):
+    answers = self._workers.exchange(tag, json.dumps(fingerprint).encode())
+    values = [json.loads(answer) for answer in answers]
+    different = [r for r, v in enumerate(values) if v != values[0]]
+    if different:
+      error = errors.CollectiveMismatchError(
+        f'batch {index} of a data set is not the same on all workers: ranks '
+        f'{different} have other data than rank 0. Each worker takes its rows '
+        'of the global batch, so all must have the same batches in the same '
+        'order. Way out: call tf.random.set_seed or '
+        'keras.utils.set_random_seed with the same number on every worker '
+        'before the data are shuffled; or, if each worker has data of its own, '
+        'set options.experimental_distribute.auto_shard_policy to '
+        'tf.data.experimental.AutoShardPolicy.OFF.'
+      )
+      error.ranks = tuple(different)
+      raise error
+
+  def _take_share(self, dataset):
+    """A worker's share of global batches: rows for its own replicas only."""
+    size = _tf_internal.batch_size_of(dataset)
+    total = self._num_local * self._workers.world_size
+    if size is None or size % total:
+      raise errors.UnsupportedOptionError(
+        f'batches of {size or "unknown size"} with AutoShardPolicy.FILE or OFF '
+        f'and {total} replicas',
+        'a batch size that divides by the number of replicas',
+        'call dataset.batch with a multiple of strategy.num_replicas_in_sync',
+      )
+    rows = size // self._workers.world_size
+    return dataset.rebatch(rows).map(
+      lambda *batch: host_input.split(
+        _pack(batch), self._num_local, range(self._num_local)
+      )
+    )
+
+  def _own_data(self, dataset):
+    """Goes on, without rows, until every worker has run out of data.
+
+    Args:
+      dataset: its elements are tuples of one batch a local replica.
+    """
+    nothing = _without_rows(dataset.element_spec)
+    dataset_id = next(self._datasets)
+    iterators = itertools.count()
+
+    def start(_):
+      return np.int64(next(iterators))
+
+    def share_rows(iterator, index, has_data, rows):
+      tag = f'rows/{dataset_id}/{iterator}/{index}'
+      mine = [bool(has_data), rows.tolist()]
+      try:
+        answers = self._workers.exchange(tag, json.dumps(mine).encode())
+      except errors.Error as e:
+        _tf_internal.raise_through_graph(e)
+      everyone = [json.loads(answer) for answer in answers]
+      all_rows = [n for _, rows in everyone for n in rows]
+      return np.bool_(any(has for has, _ in everyone)), np.int32(all_rows)
+
+    def agree(iterator):
+      def step(index, element):
+        has_data, batches = element
+        rows = [
+          tf.cast(replica_run.num_rows(tf.nest.flatten(b)[0]), tf.int32)
+          for b in batches
+        ]
+        left, all_rows = tf.numpy_function(
+          share_rows,
+          [iterator, index, has_data, tf.stack(rows)],
+          [tf.bool, tf.int32],
+        )
+        total = self._num_local * self._workers.world_size
+        return (
+          tf.ensure_shape(left, []),
+          tf.ensure_shape(all_rows, [total]),
+          batches,
+        )
+
+      return step
+
+    def epoch(iterator):
+      return (
+        dataset.map(lambda *batches: (True, batches))
+        .prefetch(1)
+        .concatenate(tf.data.Dataset.from_tensors((False, nothing)).repeat())
+        .enumerate()
+        .map(agree(iterator))
+        .take_while(lambda left, all_rows, batches: left)
+        .map(lambda left, rows, batches: counted_batch.regroup(batches, rows))
+      )
+
+    numbers = tf.data.Dataset.range(1).map(
+      lambda i: tf.ensure_shape(tf.numpy_function(start, [i], tf.int64), [])
+    )
+    return numbers.flat_map(epoch)
+
+
+def _pack(batch):
+  return batch if len(batch) > 1 else batch[0]
+
+
+def _check_input_options(options):
+  if options is None:
+    return
+  per_replica = tf.distribute.InputReplicationMode.PER_REPLICA
+  if options.experimental_replication_mode == per_replica:
+    raise errors.UnsupportedOptionError(
+      'InputOptions(experimental_replication_mode=PER_REPLICA)',
+      'InputReplicationMode.PER_WORKER',
+      'leave it out: one pipeline feeds the replicas of a worker',
+    )
+
+
+def _fingerprint(batch) -> tf.Tensor:
+  """A number that tells batches apart by their size and their first values."""
+  parts = tf.nest.flatten(batch, expand_composites=True)
+
+  def crc(*arrays):
+    value = 0
+    for array in arrays:
+      flat = array.ravel()
+      sample = np.concatenate([flat[:256], flat[-256:]])
+      if sample.dtype == object:
+        text = b'\0'.join(
+          x if isinstance(x, bytes) else str(x).encode() for x in sample
+        )
+      else:
+        text = sample.tobytes()
+      value = zlib.crc32(text, zlib.crc32(str(array.shape).encode(), value))
+    return np.int64(value)
+
+  number = tf.numpy_function(crc, parts, tf.int64, stateful=False)
+  return tf.ensure_shape(number, [])
+
+
+def _without_rows(spec):
+  """A structure of batches of no rows that look like the elements of `spec`."""
+
+  def empty(component):
+    shape = component.shape
+    if isinstance(component, tf.RaggedTensorSpec):
+      return tf.RaggedTensor.from_row_lengths(
+        tf.zeros([0], component.dtype),
+        tf.zeros([0], component.row_splits_dtype),
+      )
+    if isinstance(component, tf.SparseTensorSpec):
+      return tf.SparseTensor(
+        tf.zeros([0, shape.rank], tf.int64),
+        tf.zeros([0], component.dtype),
+        tf.constant([0, *(d or 0 for d in shape[1:])], tf.int64),
+      )
+    return tf.zeros([0, *(d or 0 for d in shape[1:])], component.dtype)
+
+  return tf.nest.map_structure(empty, spec)
+
+
+def _group_by_replicas(dataset, num_local: int):
+  """Gives each local replica one element of `dataset` in turn.
+
+  Returns:
+    A data set of tuples of `num_local` elements; in the last one some may have
+    no rows.
+  """
+  if num_local == 1:
+    return dataset.map(lambda *batch: (_pack(batch),))
+  spec = dataset.element_spec
+  nothing = tf.nest.flatten(_without_rows(spec), expand_composites=True)
+  flat = dataset.map(
+    lambda *batch: tuple(tf.nest.flatten(_pack(batch), expand_composites=True))
+  )
+  padding = tf.data.Dataset.from_tensors(tuple(nothing)).repeat(num_local - 1)
+
+  def collect(state, element):
+    position, *held = state
+    slots = [
+      tuple(
+        tf.cond(tf.equal(position, slot), lambda n=new: n, lambda o=old: o)
+        for new, old in zip(element, before, strict=True)
+      )
+      for slot, before in enumerate(held)
+    ]
+    is_last = tf.equal(position, num_local - 1)
+    following = tf.where(is_last, 0, position + 1)
+    return (following, *slots), (is_last, (*held, element))
+
+  start = (tf.constant(0), *[tuple(nothing)] * (num_local - 1))
+  return (
+    flat.concatenate(padding)
+    .scan(start, collect)
+    .filter(lambda is_last, group: is_last)
+    .map(
+      lambda is_last, group: tuple(
+        tf.nest.pack_sequence_as(spec, list(part), expand_composites=True)
+        for part in group
+      )
+    )
+  )

@@ -1,0 +1,200 @@
+"""`MultiWorkerRingStrategy`: replicas on several hosts, over a ring of ours."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tf_strategies import cluster as cluster_lib
+from tf_strategies import cross_device, errors, process_group
+from tf_strategies.collectives import compression as compression_lib
+from tf_strategies.strategies import counted_batch, mirrored_extended
+from tf_strategies.strategies import devices as devices_lib
+from tf_strategies.strategies.multi_worker import extended as extended_lib
+from tf_strategies.strategies.multi_worker import ring_workers, start
+
+
+@dataclasses.dataclass(frozen=True)
+class RingOptions:
+  """How the workers of a `MultiWorkerRingStrategy` talk.
+
+  Attributes:
+    link: 'tcp', or 'mpi' for a job that `mpiexec` started.
+    bucket_bytes: the most that a bucket of gradients holds. Buckets travel while
+      the backward pass computes the next one.
+    compression: 'none', 'bfloat16' or 'float16': what float32 gradients travel
+      as. Sums are made in float32. Halves the bytes where the network is the
+      limit, and costs precision (8 or 11 bits).
+    group: rendezvous, secret and deadlines; None takes the secret from the
+      environment.
+
+  Raises:
+    UnsupportedOptionError: an unknown link or compression, or no bytes.
+  """
+
+  link: str = 'tcp'
+  bucket_bytes: int = 8 << 20
+  compression: str = 'none'
+  group: process_group.GroupOptions | None = None
+
+  def __post_init__(self):
+    if self.link not in ('tcp', 'mpi'):
+      raise errors.UnsupportedOptionError(
+        f'link={self.link!r}', "'tcp' or 'mpi'", "write link='tcp'"
+      )
+    if not isinstance(self.bucket_bytes, int) or self.bucket_bytes < 1:
+      raise errors.UnsupportedOptionError(
+        f'bucket_bytes={self.bucket_bytes!r}',
+        'a positive number of bytes',
+        'leave it out for 8 MiB',
+      )
+    compression_lib.by_name(self.compression)
+
+
+class MultiWorkerRingStrategy(tf.distribute.MultiWorkerMirroredStrategy):
+  """Synchronous training on several workers, exactly, over a ring of our own.
+
+  Every worker runs the same program. Variables are mirrored on all devices of
+  all workers and start from the chief's values; gradients are added up on each
+  worker's devices in the graph, then between workers by host calls that overlap
+  with the backward pass. The result is one device's with the same global batch.
+
+  A worker that dies, stops or is cut off ends in `WorkerUnavailableError` on
+  every other; workers that do different things end in
+  `CollectiveMismatchError`. `tfs.elastic.run` lets the others go on.
+
+  Input: each worker gets its rows of the global batch, see
+  `experimental_distribute_dataset`; Keras' `fit` does that by itself. All
+  workers must have the same data in the same order, which is checked, or set
+  the auto-shard policy FILE (files of its own for each) or OFF (data of its
+  own for each).
+
+  It is a `tf.distribute.MultiWorkerMirroredStrategy` so that Keras averages its
+  logs over workers and gathers what `predict` returns, but nothing of
+  TensorFlow's cluster runtime is started.
+
+  Example, in a process without TF_CONFIG (one worker):
+
+    >>> import tensorflow as tf
+    >>> strategy = MultiWorkerRingStrategy(devices=['CPU:0'])
+    >>> with strategy.scope():
+    ...   model = tf.keras.Sequential([tf.keras.Input([3]),
+    ...                                tf.keras.layers.Dense(1)])
+    ...   model.compile('sgd', 'mse')
+    >>> history = model.fit(tf.ones([8, 3]), tf.ones([8, 1]), verbose=0)
+
+  Args:
+    cluster: who takes part; None reads TF_CONFIG. A process group that has
+      formed already is taken as it is.
+    options: a `RingOptions`.
+    devices: of this worker; default all GPUs, or the first CPU if there is none.
+    cross_device_ops: what reductions between this worker's devices go through;
+      default `AutoAllReduce()`.
+
+  Raises:
+    ClusterConfigError: TF_CONFIG is malformed.
+    RendezvousError: not all workers came; names those that are missing.
+    AuthenticationError: another secret than the other workers'.
+    UnsupportedOptionError: devices or options that are not there.
+    CollectiveMismatchError: workers with different numbers of devices.
+  """
+
+  def __init__(
+    self,
+    cluster: cluster_lib.ClusterConfig
+    | process_group.ProcessGroup
+    | None = None,
+    options: RingOptions | None = None,
+    devices: Sequence[str] | None = None,
+    cross_device_ops: tf.distribute.CrossDeviceOps | None = None,
+  ):
+    options = options or RingOptions()
+    if devices is None:
+      gpus = tf.config.list_logical_devices('GPU')
+      devices = [d.name for d in gpus] or ['CPU:0']
+    devices = devices_lib.resolve_devices(devices)
+    self._collective_key_base = mirrored_extended.new_collective_key_base()
+    group, self._rendezvous = cluster, None
+    if not isinstance(cluster, process_group.ProcessGroup):
+      group, self._rendezvous = start.form_group(cluster, options)
+    start.agree(group, devices, options)
+
+    def make_workers(extended):
+      several = len(devices) > 1
+      return ring_workers.RingWorkers(
+        group,
+        extended.local_reduce,
+        extended.local_all_reduce if several else None,
+        options.bucket_bytes,
+        options.compression,
+      )
+
+    tf.distribute.Strategy.__init__(
+      self,
+      extended_lib.MultiWorkerExtended(
+        self,
+        devices,
+        cross_device_ops or cross_device.AutoAllReduce(),
+        make_workers,
+      ),
+    )
+
+  @property
+  def cluster_resolver(self):
+    """None: no cluster runtime of TensorFlow is underneath."""
+    return None
+
+  @property
+  def rank(self) -> int:
+    """This worker's place among the workers; the chief has 0."""
+    return self.extended.workers.rank
+
+  @property
+  def num_workers(self) -> int:
+    """Number of workers that train now."""
+    return self.extended.workers.world_size
+
+  @property
+  def is_chief(self) -> bool:
+    """Whether this worker writes checkpoints and logs."""
+    return self.rank == 0
+
+  @property
+  def process_group(self) -> process_group.ProcessGroup:
+    """What links the workers."""
+    return self.extended.workers.group
+
+  def communication_report(self) -> dict[str, object]:
+    """What was communicated so far: `calls` by kind, `bytes_sent`, the link."""
+    return self.extended.workers.report()
+
+  def reduce(self, reduce_op, value, axis):
+    """Reduces `value` across all replicas; `tf.distribute.Strategy.reduce`.
+
+    Two things that Keras does need no communication or another axis: it takes
+    the mean of the first batch to learn its shapes (which gives the first local
+    replica's part here), and reduces scalars along axis 0.
+    """
+    if counted_batch.is_counted(value):
+      return tf.nest.map_structure(
+        lambda v: self.experimental_local_results(v)[0], value
+      )
+    if axis == 0 and _is_scalar(value):
+      axis = None
+    return super().reduce(reduce_op, value, axis)
+
+  def close(self) -> None:
+    """Leaves the other workers; a later collective of theirs fails."""
+    self.extended.workers.close()
+    if self._rendezvous is not None:
+      self._rendezvous.close()
+
+
+def _is_scalar(value) -> bool:
+  """Whether every component of every leaf of `value` is a scalar."""
+  parts = []
+  for leaf in tf.nest.flatten(value):
+    parts += getattr(leaf, 'values', [leaf])
+  return all(tf.convert_to_tensor(part).shape.rank == 0 for part in parts)
