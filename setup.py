@@ -23,6 +23,9 @@ _EXAMPLES = [
   'setuptools<81',
 ]
 
+# What `python -m tf_strategies.launch` needs: free ports, process trees.
+_LAUNCH = ['portpicker', 'psutil']
+
 
 def _version() -> str:
   """The version, read as text: importing the package would need NumPy."""
@@ -64,12 +67,12 @@ setuptools.setup(
     'tensorflow': [f'tensorflow{_TENSORFLOW_RANGE}', _KERAS],
     'and-cuda': [f'tensorflow[and-cuda]{_TENSORFLOW_RANGE}', _KERAS],
     'examples': _EXAMPLES,
+    'launch': _LAUNCH,
     'dev': [
       *_EXAMPLES,
+      *_LAUNCH,
       'build',
       'hypothesis',
-      'portpicker',
-      'psutil',
       'pytest>=9',
       'pytest-xdist',
       # Pinned: another release formats or complains differently.
