@@ -9,7 +9,14 @@
 ...   model.compile(tfs.keras.DistributedOptimizer('adam'), 'mse')
 """
 
-from tf_strategies import collectives, data, errors, keras
+from tf_strategies import (
+  cluster,
+  collectives,
+  data,
+  errors,
+  keras,
+  process_group,
+)
 from tf_strategies.cross_device import (
   AutoAllReduce,
   DirectAllReduce,
@@ -21,7 +28,9 @@ from tf_strategies.cross_device import (
 )
 from tf_strategies.strategies import (
   STRATEGY_NAMES,
+  MultiWorkerRingStrategy,
   RingMirroredStrategy,
+  RingOptions,
   create_strategy,
 )
 from tf_strategies.version import __version__
@@ -32,14 +41,18 @@ __all__ = [
   'DirectAllReduce',
   'HalvingDoublingAllReduce',
   'HierarchicalRingAllReduce',
+  'MultiWorkerRingStrategy',
   'NaiveAllReduce',
   'RingAllReduce',
   'RingMirroredStrategy',
+  'RingOptions',
   'TreeAllReduce',
   '__version__',
+  'cluster',
   'collectives',
   'create_strategy',
   'data',
   'errors',
   'keras',
+  'process_group',
 ]

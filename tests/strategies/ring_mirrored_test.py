@@ -335,6 +335,7 @@ class RegistryTest(tf.test.TestCase, parameterized.TestCase):
       ('one_device', tf.distribute.OneDeviceStrategy, 1),
       ('mirrored', tf.distribute.MirroredStrategy, 4),
       ('ring_mirrored', tfs.RingMirroredStrategy, 4),
+      ('multi_worker_ring', tfs.MultiWorkerRingStrategy, 4),
     ):
       strategy = tfs.create_strategy(name, devices=list(DEVICES))
       self.assertIsInstance(strategy, kind)
@@ -342,7 +343,7 @@ class RegistryTest(tf.test.TestCase, parameterized.TestCase):
 
   @parameterized.parameters(
     ('parameter_server', 'not built yet'),
-    ('multi_worker_ring', 'not built yet'),
+    ('central_storage', 'not built yet'),
     ('ring_mirored', 'ring_mirored'),
   )
   def test_other_names_are_refused(self, name, message):

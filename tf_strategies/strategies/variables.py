@@ -30,6 +30,49 @@ class MirroredVariable(_tf_internal.MirroredVariable):
     return super()._update_replica(update_fn, value, **kwargs)
 
 
+class SeedVariable(MirroredVariable):
+  """The state of a Keras seed generator: other random numbers per replica.
+
+  All copies hold the same state, so that one is saved and all stay in step. A
+  replica reads it with its number added to the seed, and takes the number off
+  again when it writes the next state. Replica 0 draws what one device draws.
+  """
+
+  # Any odd number; layers' seeds are random, so that sums do not meet.
+  _STRIDE = 0x9E3779B1
+
+  def _get(self):
+    state, offset = super()._get(), self._offset()
+    return state if offset is None else state.read_value() + offset
+
+  def _get_as_operand(self):
+    return self._get()
+
+  def value(self):
+    """The state, with the number of the replica that asks."""
+    state, offset = super().value(), self._offset()
+    return state if offset is None else state + offset
+
+  def assign(self, value, use_locking=False, name=None, read_value=True):
+    """Sets the state that follows what this replica has read."""
+    offset = self._offset()
+    if offset is not None:
+      value = tf.convert_to_tensor(value, self.dtype) - offset
+    return super().assign(value, use_locking, name, read_value)
+
+  def _offset(self):
+    """What this replica adds to the seed; None for the first, and for none."""
+    context = tf.distribute.get_replica_context()
+    replica_id = replica_run.current_replica_id()
+    if context is None or replica_id is None:
+      return None
+    extended = self.distribute_strategy.extended
+    number = extended._get_replica_id_in_sync_group(replica_id)
+    if number == 0:
+      return None
+    return tf.constant([number * self._STRIDE, 0], self.dtype)
+
+
 class SyncOnReadVariable(_tf_internal.SyncOnReadVariable):
   """A variable with a value of its own on each replica, reduced when read.
 
@@ -63,10 +106,20 @@ def rewrap(variable):
     (_tf_internal.SyncOnReadVariable, SyncOnReadVariable),
   ):
     if type(variable) is stock:
+      if _is_seed_state(variable):
+        ours = SeedVariable
       return ours(
         variable.distribute_strategy, variable.values, variable.aggregation
       )
   return variable
+
+
+def _is_seed_state(variable) -> bool:
+  return (
+    'seed_generator_state' in variable.name
+    and variable.dtype == tf.int64
+    and variable.shape == [2]
+  )
 
 
 def creation_policy(kwargs: dict, is_slot: bool) -> dict:
