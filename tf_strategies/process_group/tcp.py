@@ -3,193 +3,425 @@
 from __future__ import annotations
 
 import collections
-import socket
+import dataclasses
 import threading
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from tf_strategies import errors
-from tf_strategies.collectives import compression, schedule
-from tf_strategies.process_group import buffers, group
+from tf_strategies.collectives import schedule
+from tf_strategies.process_group import buffers, checks, control, group
+from tf_strategies.process_group import combine as combine_lib
 from tf_strategies.process_group import options as options_lib
+from tf_strategies.process_group import plan as plan_lib
+from tf_strategies.process_group import state as state_lib
+from tf_strategies.process_group import transport as transport_lib
+from tf_strategies.process_group import wire as wire_lib
 
-_OPS = {'sum': np.add, 'min': np.minimum, 'max': np.maximum}
+# When a data link breaks, the control plane most likely knows who died.
+_VERDICT_SECONDS = 0.3
+
+
+@dataclasses.dataclass(frozen=True)
+class _Collective:
+  """What all ranks must have in common in one collective."""
+
+  kind: str
+  name: str
+  dtype: str
+  shape: str
+  num_bytes: int
+  algorithm: str
+  op: str = ''
+  root: int = 0
+
+  @property
+  def text(self) -> str:
+    """For messages."""
+    how = f'({self.op})' if self.op else ''
+    root = f' from rank {self.root}' if self.kind == 'broadcast' else ''
+    array = f' of {self.dtype}{self.shape}' if self.dtype else ''
+    return f'{self.kind}{how} {self.name!r}{array}{root}'
+
+  def header(self, generation: int, sequence: int) -> wire_lib.DataHeader:
+    """As it travels."""
+    return wire_lib.DataHeader(
+      self.kind,
+      generation,
+      sequence,
+      self.algorithm,
+      self.op,
+      self.dtype[:15],
+      self.num_bytes,
+      self.root,
+      wire_lib.checksum(f'{self.name} {self.dtype} {self.shape}'),
+    )
 
 
 class TcpProcessGroup(group.ProcessGroup):
-  """See the base class; made by `Rendezvous.form`."""
+  """See the base class; made by `Rendezvous.form`.
+
+  Args:
+    state: what the group's threads share.
+    transport: the data links.
+    control: the control plane.
+    options: of the group.
+    on_end: called once the group is closed.
+  """
 
   name = 'tcp'
   elastic = True
 
-  def __init__(self, members, rank, generation, sockets, options):
-    self._members = members
-    self._rank = rank
-    self._generation = generation
-    self._sockets: dict[int, socket.socket] = sockets
-    self._options: options_lib.GroupOptions = options
-    self._bytes_sent = 0
-    self._failure = None
+  def __init__(
+    self,
+    state: state_lib.GroupState,
+    transport: transport_lib.Transport,
+    control: control.Control,
+    options: options_lib.GroupOptions,
+    on_end: Callable[[], None] = lambda: None,
+  ):
+    self._state = state
+    self._transport = transport
+    self._control = control
+    self._options = options
+    self._on_end = on_end
+    self._closed = False
     self._lock = threading.RLock()
-    self._agreements = collections.Counter()
-    for sock in sockets.values():
-      sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-      sock.settimeout(options.collective_timeout_seconds)
+    self._agreements: collections.Counter[str] = collections.Counter()
+    self._agreements_lock = threading.Lock()
+    self._pool = buffers.Pool()
+    state.on_failure(transport.shut_down)
 
   @property
   def rank(self) -> int:
     """See base class."""
-    return self._rank
+    return self._state.rank
 
   @property
   def members(self) -> tuple[group.Member, ...]:
     """See base class."""
-    return self._members
+    return self._state.members
 
   @property
   def generation(self) -> int:
     """See base class."""
-    return self._generation
+    return self._state.generation
 
   @property
   def bytes_sent(self) -> int:
     """See base class."""
-    return self._bytes_sent
+    return self._transport.bytes_sent
 
   @property
   def failure(self) -> errors.Error | None:
     """See base class."""
-    return self._failure
+    verdict = self._state.verdict
+    return None if verdict is None else verdict.exception()
 
-  def all_reduce(self, array, *, op='sum', out=None, name='', wire='none'):
+  def all_reduce(
+    self,
+    array: np.ndarray,
+    *,
+    op: str = 'sum',
+    out: np.ndarray | None = None,
+    name: str = '',
+    wire: str = 'none',
+  ) -> np.ndarray:
     """See base class."""
-    if out is None:
-      out = buffers.aligned_empty(array.shape, array.dtype)
-    if wire != 'none':
-      return self._encoded_sum(array, out, name, wire)
-    np.copyto(out, array)
-    n, rank = self.world_size, self._rank
-    ends = np.cumsum((0, *schedule.chunk_sizes(array.size, n)))
-    chunks = [out[ends[i] : ends[i + 1]] for i in range(n)]
+    checks.check_reduced(array, op, wire)
+    checks.check_out(out, array)
     with self._lock:
-      for step in range(n - 1):
-        send = chunks[(rank - step) % n]
-        target = chunks[(rank - step - 1) % n]
-        received = np.empty_like(target)
-        self._swap((rank + 1) % n, send, (rank - 1) % n, received)
-        _OPS[op](target, received, out=target)
-      for step in range(n - 1):
-        send = chunks[(rank + 1 - step) % n]
-        self._swap(
-          (rank + 1) % n, send, (rank - 1) % n, chunks[(rank - step) % n]
-        )
+      if out is None:
+        out = self._pool.take(array.shape, array.dtype)
+      self._all_reduce(array, op, out, name, wire)
     return out
 
-  def _encoded_sum(self, array, out, name, wire):
-    codec = compression.by_name(wire)
-    total = np.zeros(array.shape, np.float32)
-    for encoded in self.all_gather(array, name=name):
-      view = encoded.view(np.float16) if wire == 'float16' else encoded
-      total += codec.decompress(view, np.dtype(np.float32))
-    np.copyto(out, codec.compress(total)[0].view(np.uint16))
-    return out
-
-  def all_gather(self, array, *, name=''):
-    """See base class."""
-    with self._lock:
-      sizes = [self._broadcast(np.int64([len(array)]), r) for r in self._ranks]
-      arrays = [
-        array
-        if r == self._rank
-        else np.empty((int(sizes[r][0]), *array.shape[1:]), array.dtype)
-        for r in self._ranks
-      ]
-      return [self._broadcast(a, r) for r, a in enumerate(arrays)]
-
-  @property
-  def _ranks(self):
-    return range(self.world_size)
-
-  def broadcast(self, array, root, *, name=''):
-    """See base class."""
-    with self._lock:
-      return self._broadcast(array, root)
-
-  def _broadcast(self, array, root):
-    out = buffers.aligned_empty(array.shape, array.dtype)
-    try:
-      if self._rank == root:
-        np.copyto(out, array)
-        for sock in self._sockets.values():
-          sock.sendall(out.reshape(-1).view(np.uint8))
+  def _all_reduce(self, array, op, out, name, wire) -> None:
+    size, rank, options = self.world_size, self.rank, self._options
+    if size == 1:
+      self._check()
+      np.copyto(out, array)
+      return
+    small = array.nbytes <= options.small_message_bytes
+    algorithm = 'everyone' if small else 'ring' if wire == 'none' else 'owners'
+    low = 0
+    if small:
+      plan = plan_lib.to_everyone(size, rank, array.nbytes)
+    else:
+      lengths = (array.size, array.itemsize, options.sub_chunk_bytes)
+      if wire == 'none':
+        plan = plan_lib.by_name('ring', size, rank, *lengths)
       else:
-        self._receive(self._sockets[root], out)
-    except OSError as e:
-      raise self._lost(root, e) from e
-    return out
-
-  def barrier(self, *, name=''):
-    """See base class."""
-    self.all_reduce(np.zeros(self.world_size, np.int32), name=name)
-
-  def exchange(self, tag, payload, timeout_seconds=None):
-    """See base class."""
-    gathered = self.all_gather(np.frombuffer(payload, np.uint8))
-    return [a.tobytes() for a in gathered]
-
-  def _next_agreement(self, what):
-    self._agreements[what] += 1
-    return self._agreements[what]
-
-  def pending_joiners(self):
-    """See base class."""
-    return ()
-
-  def abort(self, reason):
-    """See base class."""
-    self.close()
-
-  def close(self):
-    """See base class."""
-    for sock in self._sockets.values():
-      sock.close()
-
-  def _swap(self, to, array, source, target):
-    """Sends and receives at once: two large sends would block each other."""
-    problem = []
-
-    def send():
-      try:
-        self._sockets[to].sendall(array.view(np.uint8))
-      except OSError as e:
-        problem.append(e)
-
-    sender = threading.Thread(target=send, daemon=True)
-    sender.start()
-    try:
-      self._receive(self._sockets[source], target)
-    except OSError as e:
-      raise self._lost(source, e) from e
-    finally:
-      sender.join()
-    if problem:
-      raise self._lost(to, problem[0]) from problem[0]
-    self._bytes_sent += array.nbytes
-
-  def _receive(self, sock, array):
-    view = memoryview(array.reshape(-1).view(np.uint8))
-    while view:
-      count = sock.recv_into(view)
-      if not count:
-        raise ConnectionError('closed the connection')
-      view = view[count:]
-
-  def _lost(self, rank, problem):
-    for sock in self._sockets.values():
-      sock.shutdown(socket.SHUT_RDWR)
-    error = errors.WorkerUnavailableError(
-      f'{self.members[rank]} is gone: {problem}.'
+        plan = plan_lib.owners_combine(size, rank, *lengths)
+        low = sum(schedule.chunk_sizes(array.size, size)[:rank])
+    views, combine = [array, out], None
+    if plan.stage_bytes:
+      stage = self._pool.take(plan.stage_bytes // array.itemsize, array.dtype)
+      views.append(stage)
+      rows = stage.reshape(size, -1)
+      combine = combine_lib.combiner(
+        array, rows, out, rank, low, checks.UFUNCS[op], wire
+      )
+    self._run(
+      _Collective(
+        'all_reduce',
+        name,
+        checks.dtype_text(array.dtype),
+        str([array.size]),
+        array.nbytes,
+        algorithm,
+        op if wire == 'none' else f'{op} {wire}',
+      ),
+      plan,
+      views,
+      checks.UFUNCS[op],
+      combine,
     )
-    error.rank, error.address = rank, self.members[rank].address
-    self._failure = error
-    return error
+
+  def all_gather(
+    self, array: np.ndarray, *, name: str = ''
+  ) -> list[np.ndarray]:
+    """See base class."""
+    checks.check_gathered(array)
+    with self._lock:
+      sizes = self._gather_lengths(array, name)
+      shapes = [(length, *array.shape[1:]) for length in sizes]
+      row_bytes = checks.row_bytes(array)
+      byte_sizes = tuple(length * row_bytes for length in sizes)
+      flat = self._pool.take(sum(byte_sizes), np.uint8)
+      plan = plan_lib.gather(
+        self.rank, byte_sizes, self._options.sub_chunk_bytes
+      )
+      data = np.ascontiguousarray(array).reshape(-1)
+      if self.world_size > 1:
+        self._run(
+          _Collective(
+            'all_gather',
+            name,
+            checks.dtype_text(array.dtype),
+            str(sizes),
+            0,
+            'gather',
+          ),
+          plan,
+          [data, flat],
+        )
+      else:
+        self._check()
+    ends = np.cumsum(byte_sizes)
+    own = ends[self.rank] - byte_sizes[self.rank]
+    flat[own : ends[self.rank]] = data.view(np.uint8)
+    return [
+      flat[end - size : end].view(array.dtype).reshape(shape)
+      for end, size, shape in zip(ends, byte_sizes, shapes, strict=True)
+    ]
+
+  def _gather_lengths(self, array: np.ndarray, name: str) -> list[int]:
+    """The leading dimension of every rank's array."""
+    size = self.world_size
+    if size == 1:
+      return [len(array)]
+    lengths = np.zeros(size, np.int64)
+    mine = np.int64([len(array)])
+    self._run(
+      _Collective(
+        'all_gather',
+        name,
+        checks.dtype_text(array.dtype),
+        str(['any', *array.shape[1:]]),
+        0,
+        'lengths',
+      ),
+      plan_lib.gather(self.rank, (8,) * size, 64),
+      [mine, lengths],
+    )
+    lengths[self.rank] = len(array)
+    return lengths.tolist()
+
+  def broadcast(
+    self, array: np.ndarray, root: int, *, name: str = ''
+  ) -> np.ndarray:
+    """See base class."""
+    checks.check_dtype(array, 'broadcast')
+    size, rank = self.world_size, self.rank
+    if not schedule.is_int(root) or not 0 <= root < size:
+      raise errors.UnsupportedOptionError(
+        f'root={root!r}',
+        f'a rank from 0 to {size - 1}',
+        'pass the rank whose values all are to get',
+      )
+    with self._lock:
+      data = np.ascontiguousarray(array).reshape(-1)
+      out = self._pool.take(data.shape, array.dtype)
+      if size == 1:
+        self._check()
+      else:
+        small = data.nbytes <= self._options.small_message_bytes
+        if small:
+          plan = plan_lib.star(size, rank, root, data.nbytes)
+        else:
+          plan = plan_lib.chain(
+            size, rank, root, data.nbytes, self._options.sub_chunk_bytes
+          )
+        self._run(
+          _Collective(
+            'broadcast',
+            name,
+            checks.dtype_text(array.dtype),
+            str(list(array.shape)),
+            data.nbytes,
+            'star' if small else 'chain',
+            root=root,
+          ),
+          plan,
+          [data, out],
+        )
+    if rank == root:
+      np.copyto(out, data)
+    return out.reshape(array.shape)
+
+  def barrier(self, *, name: str = '') -> None:
+    """See base class."""
+    with self._lock:
+      if self.world_size == 1:
+        self._check()
+        return
+      self._run(
+        _Collective('barrier', name, '', '', 0, 'everyone'),
+        plan_lib.to_everyone(self.world_size, self.rank, 0),
+        [],
+      )
+
+  def exchange(
+    self, tag: str, payload: bytes, timeout_seconds: float | None = None
+  ) -> list[bytes]:
+    """See base class."""
+    self._check()
+    if len(payload) > wire_lib.MAX_PAYLOAD_BYTES or not wire_lib.check_tag(tag):
+      raise errors.UnsupportedOptionError(
+        f'exchange of {len(payload)} bytes with a tag of {len(tag)} characters',
+        f'{wire_lib.MAX_PAYLOAD_BYTES} bytes with a tag of 128 characters',
+        'send arrays with all_gather or broadcast',
+      )
+    if self.world_size == 1:
+      return [bytes(payload)]
+    if timeout_seconds is None:
+      timeout_seconds = self._options.collective_timeout_seconds
+    return self._control.exchange(tag, bytes(payload), timeout_seconds)
+
+  def pending_joiners(self) -> tuple[int, ...]:
+    """See base class."""
+    return self._control.joiners()
+
+  def abort(self, reason: str) -> None:
+    """See base class."""
+    if self._closed:
+      return
+    self._control.convict(
+      self._state.lost(self.rank, f'aborted the group ({reason})')
+    )
+
+  def close(self) -> None:
+    """See base class."""
+    if self._closed:
+      return
+    self._closed = True
+    self._control.close()
+    # Wakes a collective in another thread, which gives the lock back.
+    self._transport.shut_down()
+    with self._lock:
+      self._transport.close()
+    self._on_end()
+
+  def _next_agreement(self, what: str) -> int:
+    with self._agreements_lock:
+      self._agreements[what] += 1
+      return self._agreements[what]
+
+  def _check(self) -> None:
+    self._state.check()
+    if self._closed:
+      raise errors.WorkerUnavailableError(
+        'This process has closed its group. Form a new one.'
+      )
+
+  def _run(
+    self,
+    collective: _Collective,
+    plan: plan_lib.Plan,
+    views: Sequence[np.ndarray],
+    ufunc: np.ufunc | None = None,
+    combine: combine_lib.Combine | None = None,
+  ) -> None:
+    """Runs a plan; whatever goes wrong makes the whole group fail."""
+    self._check()
+    operation = self._state.begin(collective.text, collective.name)
+    seconds = self._options.collective_timeout_seconds
+    try:
+      # After `begin`: a goodbye that comes now sees a collective to end.
+      for rank in self._state.departed:
+        self._state.fail(self._state.left(rank))
+      self._state.check()
+      header = collective.header(self.generation, operation.sequence)
+      self._transport.run(
+        plan, header, views, ufunc, combine, operation.since + seconds
+      )
+    except errors.Error:
+      raise
+    except transport_lib.LinkClosedError as e:
+      self._raise_lost(e.rank)
+    except transport_lib.HeaderMismatchError as e:
+      self._control.accuse(_mismatch(e, operation, collective))
+      self._state.check()
+    except transport_lib.DeadlineError as e:
+      self._control.accuse(_timeout(e, operation, seconds))
+      self._state.check()
+    except BaseException as e:
+      # An interrupt, say: the links are in the middle of something.
+      self.abort(f'{type(e).__name__} during a collective')
+      raise
+    finally:
+      self._state.end()
+
+  def _raise_lost(self, rank: int) -> None:
+    if not self._closed and not self._state.failed.wait(_VERDICT_SECONDS):
+      self._control.convict(
+        self._state.lost(rank, 'died or was cut off (its data link is closed)')
+      )
+    self._check()
+
+
+def _mismatch(
+  error: transport_lib.HeaderMismatchError,
+  operation: state_lib.Operation,
+  collective: _Collective,
+) -> dict:
+  received = error.received
+  return {
+    'kind': 'mismatch',
+    'peer': error.rank,
+    'sequence': operation.sequence,
+    'name': operation.name,
+    'expected': collective.text,
+    'received': 'something else'
+    if received is None
+    else f'{received.kind}({received.op}) of {received.num_bytes} bytes of '
+    f'{received.dtype}, sequence {received.sequence} of generation '
+    f'{received.generation}',
+  }
+
+
+def _timeout(
+  error: transport_lib.DeadlineError,
+  operation: state_lib.Operation,
+  seconds: float,
+) -> dict:
+  return {
+    'kind': 'timeout',
+    'text': operation.text,
+    'sequence': operation.sequence,
+    'name': operation.name,
+    'seconds': seconds,
+    'waiting': list(error.waiting),
+  }

@@ -1,0 +1,255 @@
+"""What a process knows of the others while no group has formed.
+
+No sockets and no clock of its own: times come in as arguments.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Mapping
+from typing import Any
+
+from tf_strategies import errors, version
+from tf_strategies.process_group import options as options_lib
+
+# A worker that was reached counts as there for this long.
+FRESH_SECONDS = 3.0
+
+
+class State(str, enum.Enum):
+  """What a process is doing."""
+
+  IDLE = 'idle'  # Between groups: nobody has called `form`.
+  FORMING = 'forming'
+  RUNNING = 'running'
+  REFUSED = 'refused'  # It has found out that no group can ever form.
+
+
+@dataclasses.dataclass
+class View:
+  """What is known of one other task.
+
+  Attributes:
+    incarnation: tells a restarted process from its predecessor.
+    state: what it said last.
+    generation: the highest that it has seen.
+    progress: how far it has come.
+    reached_at: when it last answered at its address; None for never.
+    heard_at: when it last spoke, also by calling here.
+    problem: why it does not answer.
+    refused: whether the problem is the secret.
+  """
+
+  incarnation: str = ''
+  state: State = State.IDLE
+  generation: int = 0
+  progress: int = 0
+  reached_at: float | None = None
+  heard_at: float = float('-inf')
+  problem: str = 'it was never reached'
+  refused: bool = False
+
+  def is_fresh(self, now: float) -> bool:
+    """Whether it has answered just now."""
+    return self.reached_at is not None and now - self.reached_at < FRESH_SECONDS
+
+
+class Membership:
+  """Everyone's state, and what follows from it.
+
+  Args:
+    addresses: of all tasks.
+    task: this process's.
+    incarnation: of this process.
+    options: how many are needed.
+  """
+
+  def __init__(
+    self,
+    addresses: Mapping[int, str],
+    task: int,
+    incarnation: str,
+    options: options_lib.GroupOptions,
+  ):
+    self.addresses = dict(sorted(addresses.items()))
+    self.task = task
+    self.incarnation = incarnation
+    self.state = State.IDLE
+    self.generation = 0
+    self.progress = 0
+    self.refusal = ''
+    self.views = {t: View() for t in self.addresses if t != task}
+    self._minimum = options.min_workers or len(self.addresses)
+    self._maximum = options.max_workers or len(self.addresses)
+    self._window = options.window_seconds
+    self._enough_since: float | None = None
+    self._rivals: dict[int, str] = {}
+    self._joiners: dict[int, float] = {}
+
+  def hello(self) -> dict[str, Any]:
+    """What this process tells the others."""
+    return {
+      'task': self.task,
+      'incarnation': self.incarnation,
+      'version': version.__version__,
+      'addresses': {str(t): a for t, a in self.addresses.items()},
+      'state': self.state.value,
+      'generation': self.generation,
+      'progress': self.progress,
+      'refusal': self.refusal,
+    }
+
+  def start(self, progress: int) -> None:
+    """This process wants a group."""
+    self.state = State.FORMING
+    self.progress = progress
+    self.refusal = ''
+    self._enough_since = None
+    self._rivals.clear()
+    for view in self.views.values():
+      view.reached_at = None
+      view.problem = 'it was never reached'
+      view.refused = False
+
+  def heard(
+    self, message: Mapping[str, Any], now: float, reached: bool
+  ) -> None:
+    """Takes note of another's hello.
+
+    Args:
+      message: its `hello()`.
+      now: the time.
+      reached: whether it answered at its address, rather than called here.
+
+    Raises:
+      RendezvousError, ClusterConfigError: the two can never form a group.
+    """
+    task = message['task']
+    self._check_same_job(message)
+    view = self.views[task]
+    if message['incarnation'] != view.incarnation:
+      self._check_rival(task, message['incarnation'], now, reached)
+    same = message['incarnation'] == view.incarnation
+    if reached or same or not view.is_fresh(now):
+      view.incarnation = message['incarnation']
+      view.state = State(message['state'])
+      view.progress = message['progress']
+    view.generation = max(view.generation, message['generation'])
+    view.heard_at = now
+    if reached:
+      view.reached_at = now
+      view.problem = ''
+      view.refused = False
+    if message['state'] == State.FORMING.value:
+      self._joiners[task] = now
+    if message['refusal'] and self.state is State.FORMING:
+      raise errors.RendezvousError(
+        f'Task {task} at {self.addresses[task]} refuses to form a group: '
+        f'{message["refusal"]}'
+      )
+
+  def lost(self, task: int, problem: str, refused: bool = False) -> None:
+    """A task does not answer."""
+    view = self.views[task]
+    if view.reached_at is not None and not refused:
+      problem = f'it was there, then: {problem}'
+    view.reached_at = None
+    view.problem = problem
+    view.refused = refused
+
+  def joiners(self, now: float) -> tuple[int, ...]:
+    """Tasks that asked for a group in the last seconds."""
+    return tuple(
+      task
+      for task, heard in sorted(self._joiners.items())
+      if now - heard < FRESH_SECONDS
+    )
+
+  def all_refuse(self) -> bool:
+    """Whether every other worker was found to have another secret."""
+    return bool(self.views) and all(v.refused for v in self.views.values())
+
+  def next_generation(self) -> int:
+    """One more than anybody has seen."""
+    seen = [view.generation for view in self.views.values()]
+    return max([self.generation, *seen]) + 1
+
+  def proposal(self, now: float) -> list[int] | None:
+    """The tasks of a group, if it is for this process to propose one now."""
+    fresh = {t: v for t, v in self.views.items() if v.is_fresh(now)}
+    forming = [t for t, v in fresh.items() if v.state is State.FORMING]
+    # Somebody lower leads; or a group runs, which will form again.
+    waits = any(t < self.task for t in forming) or any(
+      v.state is State.RUNNING for v in fresh.values()
+    )
+    there = sorted([self.task, *forming])
+    if waits or len(there) < self._minimum:
+      self._enough_since = None
+      return None
+    if len(there) >= self._maximum:
+      return there[: self._maximum]
+    if self._enough_since is None:
+      self._enough_since = now
+    if now - self._enough_since < self._window:
+      return None
+    return there
+
+  def missing(self, now: float) -> str:
+    """Who is not there, where and why, as text."""
+    told = []
+    for task, view in self.views.items():
+      where = f'task {task} at {self.addresses[task]}'
+      if not view.is_fresh(now):
+        told.append(f'{where} ({view.problem or "it fell silent"})')
+      elif view.state is State.RUNNING:
+        told.append(f'{where} (it runs in a group without this task)')
+      elif view.state is not State.FORMING:
+        told.append(f'{where} (it is there, but has not called form)')
+    return ', '.join(told)
+
+  def _check_same_job(self, message: Mapping[str, Any]) -> None:
+    task = message['task']
+    if message['version'] != version.__version__:
+      raise errors.RendezvousError(
+        f'Task {task} runs tf_strategies {message["version"]}, task '
+        f'{self.task} runs {version.__version__}. Install the same version '
+        'everywhere.'
+      )
+    theirs = {int(t): a for t, a in message['addresses'].items()}
+    if theirs == self.addresses and task in self.views:
+      return
+    differing = [
+      f'task {t} is at {self.addresses.get(t, "no address")} here and at '
+      f'{theirs.get(t, "no address")} there'
+      for t in sorted({*theirs, *self.addresses})
+      if theirs.get(t) != self.addresses.get(t)
+    ] or [f'both claim to be task {task}']
+    raise errors.ClusterConfigError(
+      f'Task {self.task} ({self.incarnation}) and task {task} '
+      f'({message["incarnation"]}) have different descriptions of the '
+      f'cluster: {"; ".join(differing[:4])}. Give all workers the same one, '
+      'and each its own task.'
+    )
+
+  def _check_rival(
+    self, task: int, incarnation: str, now: float, reached: bool
+  ) -> None:
+    """Two processes that speak for one task in turns are one too many.
+
+    A restarted process has another incarnation too, but then the old one falls
+    silent.
+    """
+    view = self.views[task]
+    if reached or not view.is_fresh(now):
+      return
+    if self._rivals.get(task) != incarnation:
+      self._rivals[task] = incarnation
+      # The one at the address has to answer once more.
+      view.reached_at = None
+      return
+    raise errors.RendezvousError(
+      f'Two processes claim to be task {task}: {view.incarnation} at '
+      f'{self.addresses[task]} and {incarnation}. Start one process for each '
+      'task, and give each its own.'
+    )
