@@ -28,6 +28,7 @@ from tf_strategies.cross_device import (
 )
 from tf_strategies.strategies import (
   STRATEGY_NAMES,
+  MultiWorkerCollectiveStrategy,
   MultiWorkerRingStrategy,
   RingMirroredStrategy,
   RingOptions,
@@ -41,6 +42,7 @@ __all__ = [
   'DirectAllReduce',
   'HalvingDoublingAllReduce',
   'HierarchicalRingAllReduce',
+  'MultiWorkerCollectiveStrategy',
   'MultiWorkerRingStrategy',
   'NaiveAllReduce',
   'RingAllReduce',

@@ -136,6 +136,34 @@ global_seed = _load(
   'global_seed',
   'workers that shuffle must have the same seed',
 )
+_CollectiveKeys = _load(
+  'distribute.cross_device_utils',
+  'CollectiveKeys',
+  'numbers groups and instances of collectives alike on all workers',
+)
+_CollectiveReplicaLauncher = _load(
+  'distribute.cross_device_utils',
+  'CollectiveReplicaLauncher',
+  'keys of collectives that stay right when a worker retraces',
+)
+_all_reduce_v2 = _load(
+  'ops.collective_ops',
+  'all_reduce_v2',
+  'the public wrapper never passes max_subdivs_per_device',
+)
+_context = _load(
+  'eager.context', 'context', "TensorFlow's cluster runtime is set up there"
+)
+host_of = _load(
+  'distribute.device_util',
+  'get_host_for_device',
+  'where the host memory of a device is',
+)
+_coordination_config = _load(
+  'distribute.collective_all_reduce_strategy',
+  'coordination_config_pb2',
+  'a deadline for workers that do not come',
+)
 _UnknownError = _load(
   'framework.errors_impl',
   'UnknownError',
@@ -168,6 +196,85 @@ def unwrap_checkpoint_value(value):
   if isinstance(value, _CheckpointInitialValue):
     return value.wrapped_value
   return value
+
+
+class CollectiveLaunchers:
+  """Makes what launches TensorFlow's collectives, one for each device.
+
+  Args:
+    key_base: where the keys of groups start.
+    hint: 'ring', 'nccl' or 'auto'.
+    timeout_seconds: of each collective; 0 for none.
+  """
+
+  def __init__(self, key_base: int, hint: str, timeout_seconds: float):
+    self._keys = _CollectiveKeys(group_key_start=1 + key_base)
+    self._options = tf.distribute.experimental.CommunicationOptions(
+      timeout_seconds=timeout_seconds or None,
+      implementation=tf.distribute.experimental.CommunicationImplementation(
+        hint.upper()
+      ),
+    )
+
+  def of(self, devices, group_size: int) -> list:
+    """Launchers of a group, of which `devices` are this worker's members."""
+    group_key = self._keys.get_group_key(list(devices))
+    return [
+      _CollectiveReplicaLauncher(
+        group_key, group_size, self._keys, device, self._options
+      )
+      for device in devices
+    ]
+
+
+def collective_all_reduce(
+  launcher, tensor, merge_op, hint, timeout_seconds, max_subdivs_per_device
+):
+  """One device's part of an all-reduce by TensorFlow's collective runtime."""
+  # pylint: disable=protected-access
+  return _all_reduce_v2(
+    tensor,
+    launcher._group_size,
+    launcher._group_key,
+    launcher._next_instance_key(),
+    merge_op=merge_op,
+    communication_hint=hint,
+    timeout=timeout_seconds,
+    ordering_token=launcher._get_ordering_token(),
+    max_subdivs_per_device=max_subdivs_per_device,
+  )
+
+
+def configure_coordination(
+  leader: str, num_workers: int, timeout_seconds: float
+) -> None:
+  """Sets up TensorFlow's coordination service, with a deadline for the start.
+
+  Args:
+    leader: the task that runs it, such as '/job:worker/replica:0/task:0'.
+    num_workers: tasks of job 'worker'.
+    timeout_seconds: how long to wait for all of them.
+  """
+  _context().configure_coordination_service(
+    service_type='standalone',
+    service_leader=leader,
+    cluster_register_timeout_in_ms=int(timeout_seconds * 1000),
+    coordinated_jobs=[
+      _coordination_config.CoordinatedJob(name='worker', num_tasks=num_workers)
+    ],
+  )
+
+
+def exchange_config_values(
+  tag: str, value: str, rank: int, num_workers: int, timeout_seconds: float
+) -> list[str]:
+  """Publishes a value under `tag` and returns every worker's, by rank."""
+  context = _context()
+  context.set_config_key_value(f'{tag}/{rank}', value)
+  return [
+    context.get_config_key_value(f'{tag}/{r}', int(timeout_seconds * 1000))
+    for r in range(num_workers)
+  ]
 
 
 def shard_files(dataset, num_workers: int, index: int):

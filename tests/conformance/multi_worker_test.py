@@ -12,6 +12,8 @@ pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
 _DEADLINE_SECONDS = 280
 
 CASES = (
+  WorkerCase('collective_2x1', 'multi_worker_collective', 2, devices=1),
+  WorkerCase('collective_2x2', 'multi_worker_collective', 2, devices=2),
   WorkerCase('ring_2x1', 'multi_worker_ring', workers=2, devices=1),
   WorkerCase('ring_2x2', 'multi_worker_ring', workers=2, devices=2),
   WorkerCase('ring_3x1', 'multi_worker_ring', workers=3, devices=1),

@@ -1,6 +1,7 @@
 """The strategies, one file each, and `create_strategy`, which takes a name."""
 
 from tf_strategies.strategies.multi_worker import (
+  MultiWorkerCollectiveStrategy,
   MultiWorkerRingStrategy,
   RingOptions,
 )
@@ -9,6 +10,7 @@ from tf_strategies.strategies.ring_mirrored import RingMirroredStrategy
 
 __all__ = [
   'STRATEGY_NAMES',
+  'MultiWorkerCollectiveStrategy',
   'MultiWorkerRingStrategy',
   'RingMirroredStrategy',
   'RingOptions',

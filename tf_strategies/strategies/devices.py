@@ -56,6 +56,12 @@ def resolve_devices(devices: Sequence[str] | None) -> tuple[str, ...]:
   return tuple(resolved)
 
 
+def default_devices() -> list[str]:
+  """What one of several workers trains on: all GPUs, or the first CPU."""
+  gpus = tf.config.list_logical_devices('GPU')
+  return [d.name for d in gpus] or ['CPU:0']
+
+
 def _canonical(device: str) -> str | None:
   try:
     name = _tf_internal.resolve_device(device)

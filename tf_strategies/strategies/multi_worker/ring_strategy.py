@@ -10,10 +10,10 @@ import tensorflow as tf
 from tf_strategies import cluster as cluster_lib
 from tf_strategies import cross_device, errors, process_group
 from tf_strategies.collectives import compression as compression_lib
-from tf_strategies.strategies import counted_batch, mirrored_extended
 from tf_strategies.strategies import devices as devices_lib
+from tf_strategies.strategies import mirrored_extended
+from tf_strategies.strategies.multi_worker import base, ring_workers
 from tf_strategies.strategies.multi_worker import extended as extended_lib
-from tf_strategies.strategies.multi_worker import ring_workers, start
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,7 @@ class RingOptions:
     compression_lib.by_name(self.compression)
 
 
-class MultiWorkerRingStrategy(tf.distribute.MultiWorkerMirroredStrategy):
+class MultiWorkerRingStrategy(base.MultiWorkerStrategy):
   """Synchronous training on several workers, exactly, over a ring of our own.
 
   Every worker runs the same program. Variables are mirrored on all devices of
@@ -71,9 +71,8 @@ class MultiWorkerRingStrategy(tf.distribute.MultiWorkerMirroredStrategy):
   the auto-shard policy FILE (files of its own for each) or OFF (data of its
   own for each).
 
-  It is a `tf.distribute.MultiWorkerMirroredStrategy` so that Keras averages its
-  logs over workers and gathers what `predict` returns, but nothing of
-  TensorFlow's cluster runtime is started.
+  Nothing of TensorFlow's cluster runtime is started, although Keras takes it for
+  a `tf.distribute.MultiWorkerMirroredStrategy`.
 
   Example, in a process without TF_CONFIG (one worker):
 
@@ -111,15 +110,13 @@ class MultiWorkerRingStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     cross_device_ops: tf.distribute.CrossDeviceOps | None = None,
   ):
     options = options or RingOptions()
-    if devices is None:
-      gpus = tf.config.list_logical_devices('GPU')
-      devices = [d.name for d in gpus] or ['CPU:0']
-    devices = devices_lib.resolve_devices(devices)
+    devices = devices_lib.resolve_devices(
+      devices or devices_lib.default_devices()
+    )
     self._collective_key_base = mirrored_extended.new_collective_key_base()
     group, self._rendezvous = cluster, None
     if not isinstance(cluster, process_group.ProcessGroup):
-      group, self._rendezvous = start.form_group(cluster, options)
-    start.agree(group, devices, options)
+      group, self._rendezvous = _form_group(cluster, options)
 
     def make_workers(extended):
       several = len(devices) > 1
@@ -140,61 +137,44 @@ class MultiWorkerRingStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         make_workers,
       ),
     )
-
-  @property
-  def cluster_resolver(self):
-    """None: no cluster runtime of TensorFlow is underneath."""
-    return None
-
-  @property
-  def rank(self) -> int:
-    """This worker's place among the workers; the chief has 0."""
-    return self.extended.workers.rank
-
-  @property
-  def num_workers(self) -> int:
-    """Number of workers that train now."""
-    return self.extended.workers.world_size
-
-  @property
-  def is_chief(self) -> bool:
-    """Whether this worker writes checkpoints and logs."""
-    return self.rank == 0
+    self._agree_on_start(
+      {
+        'devices of a worker': len(devices),
+        'bucket_bytes': options.bucket_bytes,
+        'compression': options.compression,
+      }
+    )
 
   @property
   def process_group(self) -> process_group.ProcessGroup:
     """What links the workers."""
     return self.extended.workers.group
 
-  def communication_report(self) -> dict[str, object]:
-    """What was communicated so far: `calls` by kind, `bytes_sent`, the link."""
-    return self.extended.workers.report()
-
-  def reduce(self, reduce_op, value, axis):
-    """Reduces `value` across all replicas; `tf.distribute.Strategy.reduce`.
-
-    Two things that Keras does need no communication or another axis: it takes
-    the mean of the first batch to learn its shapes (which gives the first local
-    replica's part here), and reduces scalars along axis 0.
-    """
-    if counted_batch.is_counted(value):
-      return tf.nest.map_structure(
-        lambda v: self.experimental_local_results(v)[0], value
-      )
-    if axis == 0 and _is_scalar(value):
-      axis = None
-    return super().reduce(reduce_op, value, axis)
-
   def close(self) -> None:
     """Leaves the other workers; a later collective of theirs fails."""
-    self.extended.workers.close()
+    super().close()
     if self._rendezvous is not None:
       self._rendezvous.close()
 
 
-def _is_scalar(value) -> bool:
-  """Whether every component of every leaf of `value` is a scalar."""
-  parts = []
-  for leaf in tf.nest.flatten(value):
-    parts += getattr(leaf, 'values', [leaf])
-  return all(tf.convert_to_tensor(part).shape.rank == 0 for part in parts)
+def _form_group(cluster, options):
+  """Waits for the other workers and links up with them.
+
+  Returns:
+    The group, and what listens for workers that come later.
+  """
+  if options.link == 'mpi':
+    return process_group.form_mpi_group(options.group), None
+  if cluster is None:
+    cluster = cluster_lib.ClusterConfig.from_env()
+  rank, addresses = base.place_in(cluster, 'MultiWorkerRingStrategy')
+  rendezvous = process_group.Rendezvous(
+    dict(enumerate(addresses)),
+    rank,
+    options.group or process_group.GroupOptions.from_env(),
+  )
+  try:
+    return rendezvous.form(), rendezvous
+  except BaseException:
+    rendezvous.close()
+    raise
