@@ -105,9 +105,8 @@ class Guard:
     self._wakeup = self._listen_to_signals()
     if not self._start():
       return
-    while self._is_running or self._others():
+    while self._reap() or self._is_group_left():
       self._wait()
-      self._reap()
       if self._kill_at is not None and time.monotonic() >= self._kill_at:
         self._kill()
 
@@ -194,13 +193,14 @@ class Guard:
         self._signal_group(number)
 
   def _reap(self):
+    """Whether there are children; orphans are, once their parent is gone."""
     while True:
       try:
         pid, status = os.waitpid(-1, os.WNOHANG)
       except ChildProcessError:
-        return
+        return False
       if not pid:
-        return
+        return True
       if pid == self._group and self._is_running:
         self._is_running = False
         self._report('ended', os.waitstatus_to_exitcode(status))
@@ -232,10 +232,10 @@ class Guard:
       with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, number)
 
-  def _others(self):
-    """Whether anything is left of a task that has ended."""
+  def _is_group_left(self):
+    """Whether orphans that nobody adopts here are left in the group."""
     if _IS_LINUX:
-      return bool(descendants(parents_of_all(), self._pid))
+      return False
     try:
       os.killpg(self._group, 0)
     except (ProcessLookupError, PermissionError):

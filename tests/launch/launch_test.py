@@ -1,0 +1,172 @@
+"""The launcher's command line, and jobs that end by themselves."""
+
+import json
+import os
+import subprocess
+import sys
+
+import psutil
+import pytest
+from absl.testing import absltest, parameterized
+
+from tests.launch import programs
+from tf_strategies import cluster
+
+_NOTE_ENVIRONMENT = """
+note('environment', dict(os.environ))
+if task['type'] in ('ps', 'evaluator'):
+  time.sleep(600)
+wait_for('environment', 'evaluator_0')
+wait_for('environment', 'ps_1')
+"""
+_JOB = ('--num_workers=2', '--num_ps=2', '--chief', '--evaluator')
+_NAMES = ('chief_0', 'evaluator_0', 'ps_0', 'ps_1', 'worker_0', 'worker_1')
+
+
+@pytest.mark.multi_process
+class EnvironmentTest(absltest.TestCase):
+  def _environments(self, flags=_JOB, code=_NOTE_ENVIRONMENT, inherited=None):
+    directory = self.create_tempdir().full_path
+    with programs.Launcher(directory, flags, code, inherited) as launcher:
+      self.assertEqual(launcher.wait(), 0, launcher.stderr())
+      self.assertEmpty(launcher.alive())
+      self.assertEqual(launcher.stderr(), '')
+      notes = launcher.notes('environment')
+    return {name.removesuffix('-0'): env for name, env in notes.items()}
+
+  def test_every_task_finds_itself_in_one_cluster(self):
+    environments = self._environments(inherited={'TF_CONFIG': '{"a": 1}'})
+    self.assertEqual(tuple(sorted(environments)), _NAMES)
+    configs = {
+      name: cluster.ClusterConfig.from_env(environment)
+      for name, environment in environments.items()
+    }
+    for name, config in configs.items():
+      self.assertEqual(f'{config.task_type}_{config.task_index}', name)
+      self.assertEqual(config.jobs, configs['chief_0'].jobs)
+    jobs = configs['chief_0'].jobs
+    self.assertEqual(
+      {job: list(tasks) for job, tasks in jobs.items()},
+      {'chief': [0], 'worker': [0, 1], 'ps': [0, 1]},
+    )
+    self.assertIsNone(configs['evaluator_0'].address)
+    indices = [configs[n].training_index for n in _NAMES]
+    self.assertEqual(indices, [0, None, None, None, 1, 2])
+    for environment in environments.values():
+      self.assertEqual(environment['PYTHONUNBUFFERED'], '1')
+      self.assertEqual(environment['TFS_RESTART_COUNT'], '0')
+
+  def test_secret_is_one_a_job_and_another_for_the_next(self):
+    inherited = {'TFS_SECRET': 'ab' * 32, 'TFS_SECRET_FILE': 'elsewhere'}
+    secrets = []
+    for _ in range(2):
+      environments = self._environments(inherited=inherited)
+      found = {e['TFS_SECRET'] for e in environments.values()}
+      self.assertLen(found, 1)
+      secrets += found
+      for environment in environments.values():
+        self.assertNotIn('TFS_SECRET_FILE', environment)
+    self.assertLen({*secrets, inherited['TFS_SECRET']}, 3)
+    for secret in secrets:
+      self.assertLen(bytes.fromhex(secret), 32)
+
+  def test_secret_is_on_no_command_line_and_in_no_output(self):
+    code = """
+note('secret', os.environ['TFS_SECRET'])
+wait_for('end', 'test')
+"""
+    directory = self.create_tempdir().full_path
+    flags = ('--num_workers=2', f'--log_dir={directory}/logs')
+    with programs.Launcher(directory, flags, code) as launcher:
+      secret, other = launcher.wait_for_notes('secret', 2).values()
+      self.assertEqual(secret, other)
+      above = psutil.Process(launcher.process.pid)
+      below = above.children(recursive=True)
+      self.assertLen(below, 4)
+      for process in (above, *below):
+        self.assertNotIn(secret, ' '.join(process.cmdline()))
+      (launcher.directory / 'end-test-0').write_text('0', encoding='utf-8')
+      self.assertEqual(launcher.wait(), 0)
+      self.assertNotIn(secret.encode(), launcher.stdout())
+      self.assertNotIn(secret, launcher.stderr())
+
+  def test_job_of_one_task_is_a_single_process(self):
+    code = "note('environment', dict(os.environ))"
+    inherited = {'TF_CONFIG': '{"cluster": {}}'}
+    for flags in ((), ('--num_workers=1',), ('--num_workers=0', '--chief')):
+      environments = self._environments(flags, code, inherited)
+      self.assertLen(environments, 1)
+      for environment in environments.values():
+        self.assertNotIn('TF_CONFIG', environment)
+        self.assertLen(environment['TFS_SECRET'], 64)
+
+
+@pytest.mark.multi_process
+class CommandLineTest(parameterized.TestCase):
+  @parameterized.named_parameters(
+    ('no_command', ['--num_workers=2'], 'no command'),
+    ('no_command_after', ['--num_workers=2', '--'], 'no command'),
+    ('no_dashes', ['--num_workers=2', 'true'], "'true'"),
+    ('unknown', ['--num_worker=2', '--', 'true'], 'num_worker'),
+    ('no_number', ['--num_workers=two', '--', 'true'], 'two'),
+    ('workers', ['--num_workers=-1', '--', 'true'], '--num_workers=-1'),
+    ('ps', ['--num_ps=-2', '--', 'true'], '--num_ps=-2'),
+    ('no_task', ['--num_workers=0', '--', 'true'], '--num_workers=0'),
+    ('ps_alone', ['--num_workers=0', '--num_ps=1', '--', 'true'], '--chief'),
+    ('restarts', ['--max_restarts=-1', '--', 'true'], '--max_restarts=-1'),
+    ('grace', ['--grace_period=-1', '--', 'true'], '--grace_period=-1.0'),
+    ('grace_nan', ['--grace_period=nan', '--', 'true'], '--grace_period=nan'),
+    ('log_dir', ['--log_dir=/dev/null/a', '--', 'true'], '--log_dir=/dev/null'),
+  )  # fmt: skip
+  def test_wrong_command_line_is_explained(self, arguments, words):
+    directory = self.create_tempdir().full_path
+    status, stdout, stderr = programs.run(arguments, directory)
+    self.assertEqual((status, stdout), (2, ''))
+    self.assertIn(words, stderr)
+    self.assertIn('Usage: python -m tf_strategies.launch', stderr)
+    self.assertNotIn('Traceback', stderr)
+
+  def test_dry_run_starts_nothing(self):
+    directory = self.create_tempdir().full_path
+    touched = os.path.join(directory, 'touched')
+    arguments = ['--num_workers=2', '--num_ps=1', '--dry_run', '--']
+    status, stdout, stderr = programs.run(
+      [*arguments, 'touch', '--', touched], directory
+    )
+    self.assertEqual((status, stderr), (0, ''))
+    self.assertFalse(os.path.exists(touched))
+    lines = stdout.splitlines()
+    self.assertLen(lines, 3)
+    for line, name in zip(lines, ('worker 0', 'worker 1', 'ps 0'), strict=True):
+      self.assertStartsWith(line, f'[{name}] ')
+      self.assertEndsWith(line, f'touch -- {touched}')
+      self.assertIn("TFS_SECRET='<hidden>'", line)
+      task = {'type': name.split()[0], 'index': int(name.split()[1])}
+      self.assertIn(f'"task": {json.dumps(task)}', line)
+
+  def test_help(self):
+    directory = self.create_tempdir().full_path
+    status, stdout, _ = programs.run(['--help'], directory)
+    self.assertEqual(status, 0)
+    for words in ('-- python train.py', '--max_restarts', '--grace_period'):
+      self.assertIn(words, stdout)
+
+  def test_runs_as_a_module(self):
+    code = "import os; print('attempt', os.environ['TFS_RESTART_COUNT'])"
+    environment = {**os.environ, 'PYTHONPATH': os.pathsep.join(sys.path)}
+    done = subprocess.run(
+      [sys.executable, '-m', 'tf_strategies.launch', '--num_workers=2', '--',
+       sys.executable, '-I', '-S', '-c', code],
+      stdout=subprocess.PIPE,
+      timeout=programs.DEADLINE_SECONDS,
+      env=environment,
+      check=True,
+    )  # fmt: skip
+    self.assertEqual(
+      sorted(done.stdout.splitlines()),
+      [b'[worker 0] attempt 0', b'[worker 1] attempt 0'],
+    )
+
+
+if __name__ == '__main__':
+  absltest.main()

@@ -1,0 +1,141 @@
+import errno
+import io
+import os
+
+import hypothesis
+from absl.testing import absltest, parameterized
+from hypothesis import strategies as st
+
+from tf_strategies.cluster.launcher import output
+
+
+def _collector():
+  written = []
+  return written, output.TaskOutput(b'[a] ', written.append)
+
+
+class TaskOutputTest(parameterized.TestCase):
+  @hypothesis.given(
+    st.lists(st.binary(max_size=20) | st.just(b'\n'), max_size=20)
+  )
+  def test_lines_are_the_same_however_they_come(self, pieces):
+    written, lines = _collector()
+    for piece in pieces:
+      lines.feed(piece)
+    lines.close()
+    text = b''.join(pieces)
+    expected = text.split(b'\n')
+    if not expected[-1]:
+      expected.pop()
+    self.assertEqual(written, [b'[a] ' + line + b'\n' for line in expected])
+    self.assertEqual(lines.tail(), expected[-output.TAIL_LINES :])
+
+  def test_line_is_written_when_it_ends_in_one_call(self):
+    written, lines = _collector()
+    lines.feed(b'one')
+    self.assertEmpty(written)
+    lines.feed(b' two\nthree')
+    self.assertEqual(written, [b'[a] one two\n'])
+    lines.end_line()
+    self.assertEqual(written, [b'[a] one two\n', b'[a] three\n'])
+    lines.end_line()
+    self.assertLen(written, 2)
+
+  def test_line_without_an_end_does_not_fill_the_memory(self):
+    written, lines = _collector()
+    for _ in range(10):
+      lines.feed(b'x' * (1 << 20))
+    self.assertLen(written, 1)
+    lines.close()
+    self.assertLen(written, 2)
+    total = sum(len(w) - len(b'[a] \n') for w in written)
+    self.assertEqual(total, 10 << 20)
+
+  def test_tail_keeps_the_last_lines_and_cuts_long_ones(self):
+    _, lines = _collector()
+    for i in range(30):
+      lines.feed(b'%d' % i + b'y' * 5000 + b'\n')
+    tail = lines.tail()
+    self.assertEqual(
+      [line.partition(b'y')[0] for line in tail],
+      [b'%d' % i for i in range(10, 30)],
+    )
+    self.assertLess(max(map(len, tail)), 2100)
+
+  def test_log_holds_the_bytes_as_they_came(self):
+    log = io.BytesIO()
+    written = []
+    lines = output.TaskOutput(b'[a] ', written.append, log)
+    lines.feed(b'one\nt\xff')
+    lines.feed(b'wo')
+    self.assertEqual(log.getvalue(), b'one\nt\xffwo')
+    lines.close()
+    self.assertTrue(log.closed)
+
+  def test_full_disk_costs_the_log_alone(self):
+    class Full(io.BytesIO):
+      def write(self, data):
+        raise OSError(errno.ENOSPC, 'No space left')
+
+    written = []
+    lines = output.TaskOutput(b'[a] ', written.append, Full())
+    lines.feed(b'one\n')
+    lines.feed(b'two\n')
+    self.assertEqual(written, [b'[a] one\n', b'[a] two\n'])
+    self.assertEqual(lines.log_error.errno, errno.ENOSPC)
+
+  def test_neighbours_have_other_colours(self):
+    starts = [output.prefix('worker', place, True) for place in range(6)]
+    self.assertLen(set(starts), 6)
+    for start in starts:
+      self.assertIn(b'[worker]\x1b[0m ', start)
+
+
+class SinkTest(absltest.TestCase):
+  def setUp(self):
+    super().setUp()
+    self._read_end, self._write_end = os.pipe()
+    self.addCleanup(os.close, self._write_end)
+
+  def test_full_pipe_does_not_block_and_nothing_is_lost(self):
+    self.addCleanup(os.close, self._read_end)
+    sink = output.Sink(self._write_end)
+    expected = b''.join(b'%d,' % i for i in range(100_000))
+    for start in range(0, len(expected), 50_000):
+      sink.write(expected[start : start + 50_000])
+    self.assertEqual(sink.pending, len(expected))
+    sink.flush_some()
+    self.assertGreater(sink.pending, 0)
+    sink.flush_some()
+    found = b''
+    while len(found) < len(expected):
+      found += os.read(self._read_end, 1 << 16)
+      self.assertGreaterEqual(len(found) + sink.pending, 0)
+      sink.flush_some()
+    self.assertTrue(found == expected)
+    self.assertEqual(sink.pending, 0)
+
+  def test_reader_that_is_gone_is_noticed(self):
+    sink = output.Sink(self._write_end)
+    os.close(self._read_end)
+    sink.write(b'one')
+    sink.flush_some()
+    self.assertTrue(sink.is_broken)
+    sink.write(b'two')
+    self.assertEqual(sink.pending, 0)
+
+
+class EndingTest(parameterized.TestCase):
+  @parameterized.parameters(
+    (0, 'exit status 0'),
+    (255, 'exit status 255'),
+    (-9, 'killed by SIGKILL'),
+    (-15, 'killed by SIGTERM'),
+    (-63, 'killed by signal 63'),
+  )
+  def test_words(self, status, words):
+    self.assertEqual(output.ending(status), words)
+
+
+if __name__ == '__main__':
+  absltest.main()

@@ -1,0 +1,175 @@
+"""Runs the launcher as a user does, with a deadline, and tasks to launch.
+
+TensorFlow, which the package's `__init__.py` imports, takes seconds to load and
+is nothing to the launcher: these programs come in past that door.
+"""
+
+import contextlib
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import psutil
+
+from tf_strategies import errors
+
+DEADLINE_SECONDS = 120.0
+_PACKAGE = pathlib.Path(errors.__file__).resolve().parent
+_PAST_THE_DOOR = f"""
+import runpy, sys, types
+package = types.ModuleType('tf_strategies')
+package.__path__ = [{str(_PACKAGE)!r}]
+sys.modules['tf_strategies'] = package
+sys.argv[0] = 'launch'
+runpy.run_module('tf_strategies.launch', run_name='__main__', alter_sys=True)
+"""
+_HELPERS = """
+import json, os, signal, subprocess, sys, time
+directory = sys.argv[1]
+config = json.loads(os.environ.get('TF_CONFIG', '{}'))
+task = config.get('task', {'type': 'worker', 'index': 0})
+name = f"{task['type']}_{task['index']}"
+attempt = int(os.environ['TFS_RESTART_COUNT'])
+
+def note(what, value):
+  path = os.path.join(directory, f'{what}-{name}-{attempt}')
+  with open(path + '~', 'w') as f:
+    json.dump(value, f)
+  os.rename(path + '~', path)
+
+def wait_for(what, whose, of_attempt=0):
+  path = os.path.join(directory, f'{what}-{whose}-{of_attempt}')
+  while not os.path.exists(path):
+    time.sleep(0.01)
+  with open(path) as f:
+    return json.load(f)
+
+note('pid', os.getpid())
+"""
+
+
+class Launcher:
+  """A running launcher whose tasks run a piece of Python; a context.
+
+  Args:
+    directory: for what the tasks note, and for the launcher's output.
+    flags: of the launcher.
+    code: what each task runs. It finds `task`, `name` (such as `worker_0`),
+      `attempt`, `note(what, value)` and `wait_for(what, whose)`.
+    environment: changes to the launcher's environment.
+    stdout: instead of a file.
+  """
+
+  def __init__(self, directory, flags, code, environment=None, stdout=None):
+    self.directory = pathlib.Path(directory)
+    script = self.directory / 'task.py'
+    script.write_text(_HELPERS + code, encoding='utf-8')
+    command = [sys.executable, '-I', '-S', str(script), str(directory)]
+    self._deadline = time.monotonic() + DEADLINE_SECONDS
+    self.process = start(
+      [*flags, '--', *command], self.directory, environment, stdout
+    )
+
+  def __enter__(self):
+    return self
+
+  def __exit__(self, *_):
+    # SIGTERM first: the launcher then takes its tasks along.
+    for end in (self.process.terminate, self.process.kill):
+      if self.process.poll() is None:
+        end()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+          self.process.wait(30)
+    for pid in self.pids():
+      with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+  def wait(self) -> int:
+    """The launcher's exit status."""
+    return self.process.wait(max(1.0, self._deadline - time.monotonic()))
+
+  def notes(self, what: str) -> dict[str, object]:
+    """What tasks noted under this name, by `<task>-<attempt>`."""
+    return {
+      path.name.partition('-')[2]: json.loads(path.read_text(encoding='utf-8'))
+      for path in sorted(self.directory.glob(f'{what}-*'))
+      if not path.name.endswith('~')
+    }
+
+  def wait_for_notes(self, what: str, count: int) -> dict[str, object]:
+    """Waits until so many tasks have noted something under this name."""
+    self.wait_until(lambda: len(self.notes(what)) >= count)
+    return self.notes(what)
+
+  def wait_until(self, condition: Callable[[], bool]) -> None:
+    """Waits until `condition()`, or fails with the launcher's output."""
+    while not condition():
+      if time.monotonic() > self._deadline:
+        raise AssertionError(f'too late:\n{self.stdout()}\n{self.stderr()}')
+      time.sleep(0.01)
+
+  def stdout(self) -> bytes:
+    """What the launcher has written to stdout so far."""
+    return (self.directory / 'stdout').read_bytes()
+
+  def stderr(self) -> str:
+    """What the launcher has written to stderr so far."""
+    return (self.directory / 'stderr').read_text(encoding='utf-8')
+
+  def pids(self) -> list[int]:
+    """Every process that a task has noted."""
+    return [*self.notes('pid').values(), *self.notes('grandchild').values()]
+
+  def alive(self) -> list[int]:
+    """Those of the noted processes that still run."""
+    return [pid for pid in self.pids() if is_running(pid)]
+
+  def guards(self) -> list[psutil.Process]:
+    """The launcher's children."""
+    return psutil.Process(self.process.pid).children()
+
+
+def is_running(pid: int) -> bool:
+  """Whether a process is there that is not merely waiting to be reaped."""
+  try:
+    return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+  except psutil.NoSuchProcess:
+    return False
+
+
+def start(arguments, directory, environment=None, stdout=None):
+  """Starts the launcher; its output goes to files in `directory`."""
+  changed = {**os.environ, **(environment or {})}
+  directory = pathlib.Path(directory)
+  with (
+    open(directory / 'stdout', 'wb') as out,
+    open(directory / 'stderr', 'wb') as err,
+  ):
+    return subprocess.Popen(
+      [sys.executable, '-c', _PAST_THE_DOOR, *arguments],
+      stdin=subprocess.DEVNULL,
+      stdout=out if stdout is None else stdout,
+      stderr=err,
+      env=changed,
+    )
+
+
+def run(arguments, directory, environment=None) -> tuple[int, str, str]:
+  """Runs the launcher to its end: exit status, stdout and stderr."""
+  process = start(arguments, directory, environment)
+  try:
+    status = process.wait(DEADLINE_SECONDS)
+  finally:
+    process.kill()
+    process.wait()
+  directory = pathlib.Path(directory)
+  return (
+    status,
+    (directory / 'stdout').read_text(encoding='utf-8'),
+    (directory / 'stderr').read_text(encoding='utf-8'),
+  )

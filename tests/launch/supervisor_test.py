@@ -1,0 +1,404 @@
+"""Jobs that fail, are interrupted or lose their launcher: nothing is left."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from absl.testing import absltest, parameterized
+
+from tests.launch import programs
+from tf_strategies import errors
+from tf_strategies.cluster.launcher import supervisor
+
+# A process that left the task's process group and ignores SIGTERM.
+_GRANDCHILD = """
+child = subprocess.Popen(
+  [sys.executable, '-I', '-S', '-c',
+   'import signal, sys, time; signal.signal(15, signal.SIG_IGN);'
+   'print(1, flush=True); time.sleep(600)'],
+  start_new_session=True, stdout=subprocess.PIPE)
+child.stdout.read(1)
+note('grandchild', child.pid)
+"""
+_IGNORE = 'for number in (1, 2, 15): signal.signal(number, signal.SIG_IGN)\n'
+_SLEEP = "note('ready', 1)\ntime.sleep(600)\n"
+
+
+class _JobTest(parameterized.TestCase):
+  def _launch(self, code, *flags, **kwargs):
+    directory = self.create_tempdir().full_path
+    launcher = programs.Launcher(directory, flags, code, **kwargs)
+    return self.enter_context(launcher)
+
+
+@pytest.mark.multi_process
+class FailureTest(_JobTest):
+  def test_first_failure_ends_the_job_and_is_shown(self):
+    code = """
+if name == 'worker_1':
+  wait_for('ready', 'worker_0'), wait_for('ready', 'worker_2')
+  for i in range(30):
+    print('line', i, flush=True)
+  sys.exit(3)
+note('ready', 1)
+try:
+  time.sleep(600)
+finally:
+  print('not reached', flush=True)
+"""
+    launcher = self._launch(code, '--num_workers=3')
+    self.assertEqual(launcher.wait(), 3)
+    self.assertEmpty(launcher.alive())
+    self.assertLen(launcher.pids(), 3)
+    report = launcher.stderr().partition('worker 1 failed first')[2]
+    first, *tail = report.splitlines()
+    self.assertEqual(first, ': exit status 3. Its last lines:')
+    self.assertEqual(tail, [f'  line {i}' for i in range(10, 30)])
+    self.assertEqual(
+      launcher.stdout().splitlines(),
+      [b'[worker 1] line %d' % i for i in range(30)],
+    )
+
+  def test_the_first_is_named_though_others_fail_for_it(self):
+    # worker 0 fails as one that has lost its peer: a moment later.
+    code = """
+if name == 'worker_1':
+  wait_for('pid', 'worker_0')
+  sys.exit(3)
+pid = wait_for('pid', 'worker_1')
+while os.path.exists(f'/proc/{pid}') and 'Z' not in open(
+    f'/proc/{pid}/stat').read().rpartition(')')[2][:3]:
+  pass
+sys.exit(4)
+"""
+    for _ in range(3):
+      launcher = self._launch(code, '--num_workers=2')
+      self.assertEqual(launcher.wait(), 3)
+      self.assertIn('worker 1 failed first', launcher.stderr())
+      self.assertNotIn('worker 0 failed', launcher.stderr())
+
+  @parameterized.parameters(signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM)
+  def test_signal_gives_128_and_its_number(self, number):
+    code = f"""
+if name == 'ps_0':
+  wait_for('pid', 'worker_0')
+  os.kill(os.getpid(), {int(number)})
+time.sleep(600)
+"""
+    launcher = self._launch(code, '--num_workers=1', '--num_ps=1')
+    self.assertEqual(launcher.wait(), 128 + number)
+    self.assertEmpty(launcher.alive())
+    self.assertIn(
+      f'ps 0 failed first: killed by {number.name}. It wrote nothing.',
+      launcher.stderr(),
+    )
+
+  def test_task_that_ignores_sigterm_is_killed(self):
+    code = f"""
+if name == 'worker_1':
+  wait_for('ready', 'worker_0')
+  sys.exit(5)
+{_IGNORE}{_GRANDCHILD}{_SLEEP}
+"""
+    launcher = self._launch(code, '--num_workers=2', '--grace_period=0.5')
+    self.assertEqual(launcher.wait(), 5)
+    self.assertLen(launcher.pids(), 3)
+    self.assertEmpty(launcher.alive())
+
+  def test_task_may_use_the_grace_period(self):
+    code = """
+def save(number, frame):
+  time.sleep(0.5)
+  note('saved', number)
+  sys.exit(0)
+if name == 'worker_1':
+  wait_for('ready', 'worker_0')
+  sys.exit(6)
+signal.signal(signal.SIGTERM, save)
+note('ready', 1)
+time.sleep(600)
+"""
+    launcher = self._launch(code, '--num_workers=2', '--grace_period=60')
+    self.assertEqual(launcher.wait(), 6)
+    self.assertEqual(launcher.notes('saved'), {'worker_0-0': signal.SIGTERM})
+
+  def test_command_that_does_not_exist(self):
+    directory = self.create_tempdir().full_path
+    status, stdout, stderr = programs.run(['--', 'no-such-command'], directory)
+    self.assertEqual(status, 127)
+    self.assertIn("[worker 0] cannot start 'no-such-command'", stdout)
+    self.assertIn('worker 0 failed first: exit status 127', stderr)
+
+  def test_command_that_cannot_run(self):
+    directory = self.create_tempdir().full_path
+    status, _, _ = programs.run(['--', directory], directory)
+    self.assertEqual(status, 126)
+
+
+@pytest.mark.multi_process
+class RestartTest(_JobTest):
+  def test_failed_task_is_started_again_alone(self):
+    code = """
+note('config', [os.environ['TF_CONFIG'], os.environ['TFS_SECRET']])
+print('attempt', attempt, flush=True)
+if name == 'worker_1' and attempt < 2:
+  sys.exit(7)
+if name == 'worker_0':
+  wait_for('pid', 'worker_1', 2)
+"""
+    launcher = self._launch(code, '--num_workers=2', '--max_restarts=2')
+    self.assertEqual(launcher.wait(), 0, launcher.stderr())
+    pids = launcher.notes('pid')
+    self.assertEqual(
+      list(pids), ['worker_0-0', 'worker_1-0', 'worker_1-1', 'worker_1-2']
+    )
+    self.assertLen(set(pids.values()), 4)
+    configs = launcher.notes('config')
+    self.assertEqual(configs['worker_1-0'], configs['worker_1-2'])
+    self.assertNotEqual(configs['worker_1-0'], configs['worker_0-0'])
+    for count in (1, 2):
+      self.assertIn(
+        f'worker 1: exit status 7. Starting it again ({count} of 2)',
+        launcher.stderr(),
+      )
+    of_worker_1 = [
+      line for line in launcher.stdout().splitlines() if b'worker 1' in line
+    ]
+    self.assertEqual(
+      of_worker_1, [b'[worker 1] attempt %d' % i for i in range(3)]
+    )
+
+  def test_restarts_are_counted_for_each_task_and_run_out(self):
+    code = """
+if name == 'worker_0':
+  if attempt == 0:
+    sys.exit(8)
+  wait_for('last', 'worker_1', 2)
+  time.sleep(600)
+wait_for('pid', 'worker_0', 1)
+if attempt == 2:
+  note('last', 1)
+  os.kill(os.getpid(), signal.SIGKILL)
+sys.exit(9)
+"""
+    launcher = self._launch(code, '--num_workers=2', '--max_restarts=2')
+    self.assertEqual(launcher.wait(), 137)
+    self.assertLen(launcher.notes('pid'), 5)
+    self.assertEmpty(launcher.alive())
+    self.assertIn(
+      'worker 1 failed first: killed by SIGKILL (restarts: 2).',
+      launcher.stderr(),
+    )
+
+  def test_nothing_of_an_attempt_is_left_when_the_next_begins(self):
+    code = f"""
+if attempt == 0:
+  {_GRANDCHILD.strip().replace(chr(10), chr(10) + '  ')}
+  sys.exit(1)
+left = wait_for('grandchild', name, 0)
+try:
+  os.kill(left, 0)
+except ProcessLookupError:
+  note('gone', left)
+"""
+    launcher = self._launch(code, '--max_restarts=1', '--grace_period=0.3')
+    self.assertEqual(launcher.wait(), 0, launcher.stderr())
+    gone = launcher.notes('gone')['worker_0-1']
+    self.assertEqual(gone, launcher.notes('grandchild')['worker_0-0'])
+
+
+@pytest.mark.multi_process
+class SignalTest(_JobTest):
+  @parameterized.parameters(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+  def test_signal_is_forwarded(self, number):
+    code = """
+def end(number, frame):
+  note('signal', number)
+  sys.exit(0)
+for number in (1, 2, 15):
+  signal.signal(number, end)
+note('ready', 1)
+time.sleep(600)
+"""
+    launcher = self._launch(code, '--num_workers=2', '--num_ps=1')
+    launcher.wait_for_notes('ready', 3)
+    launcher.process.send_signal(number)
+    self.assertEqual(launcher.wait(), 128 + number)
+    self.assertEqual(
+      launcher.notes('signal'),
+      dict.fromkeys(['ps_0-0', 'worker_0-0', 'worker_1-0'], number),
+    )
+    self.assertEmpty(launcher.alive())
+    self.assertIn(f'{number.name}: ending all tasks', launcher.stderr())
+
+  @parameterized.parameters(signal.SIGINT, signal.SIGTERM)
+  def test_those_who_ignore_it_are_killed(self, number):
+    code = _IGNORE + _GRANDCHILD + _SLEEP
+    launcher = self._launch(code, '--num_workers=2', '--grace_period=0.5')
+    launcher.wait_for_notes('ready', 2)
+    launcher.process.send_signal(number)
+    self.assertEqual(launcher.wait(), 128 + number)
+    self.assertLen(launcher.pids(), 4)
+    self.assertEmpty(launcher.alive())
+
+  def test_second_signal_kills_at_once(self):
+    code = _IGNORE + _GRANDCHILD + _SLEEP
+    launcher = self._launch(code, '--num_workers=2', '--grace_period=3600')
+    launcher.wait_for_notes('ready', 2)
+    launcher.process.send_signal(signal.SIGINT)
+    launcher.wait_until(lambda: 'SIGINT: ' in launcher.stderr())
+    self.assertLen(launcher.alive(), 4)
+    launcher.process.send_signal(signal.SIGINT)
+    self.assertEqual(launcher.wait(), 130)
+    self.assertEmpty(launcher.alive())
+
+  def test_interrupted_task_is_not_restarted(self):
+    launcher = self._launch(_SLEEP, '--num_workers=2', '--max_restarts=5')
+    launcher.wait_for_notes('ready', 2)
+    launcher.process.send_signal(signal.SIGTERM)
+    self.assertEqual(launcher.wait(), 143)
+    self.assertLen(launcher.pids(), 2)
+
+
+@pytest.mark.multi_process
+class KilledTest(_JobTest):
+  @parameterized.parameters('', _IGNORE)
+  def test_launcher_that_is_killed_leaves_nothing(self, ignore):
+    code = ignore + _GRANDCHILD + _SLEEP
+    launcher = self._launch(code, '--num_workers=2', '--grace_period=0.5')
+    launcher.wait_for_notes('ready', 2)
+    guards = [guard.pid for guard in launcher.guards()]
+    self.assertLen(guards, 2)
+    self.assertLen(launcher.alive(), 4)
+    launcher.process.kill()
+    self.assertEqual(launcher.wait(), -signal.SIGKILL)
+    launcher.wait_until(lambda: not launcher.alive())
+    launcher.wait_until(lambda: not any(map(programs.is_running, guards)))
+
+  def test_stopped_task_of_a_killed_launcher_is_ended(self):
+    code = _SLEEP
+    launcher = self._launch(code, '--num_workers=2', '--grace_period=0.5')
+    launcher.wait_for_notes('ready', 2)
+    os.kill(launcher.pids()[0], signal.SIGSTOP)
+    launcher.process.kill()
+    launcher.wait()
+    launcher.wait_until(lambda: not launcher.alive())
+
+  @pytest.mark.skipif(sys.platform != 'linux', reason='prctl is of Linux')
+  def test_guard_that_is_killed_takes_its_task_along(self):
+    code = _IGNORE + _GRANDCHILD + _SLEEP
+    launcher = self._launch(code, '--num_workers=2', '--grace_period=0.5')
+    launcher.wait_for_notes('ready', 2)
+    launcher.guards()[1].kill()
+    self.assertEqual(launcher.wait(), 137)
+    self.assertLen(launcher.pids(), 4)
+    self.assertEmpty(launcher.alive())
+
+  def test_task_that_ends_well_leaves_nothing_either(self):
+    launcher = self._launch(
+      _GRANDCHILD, '--num_workers=2', '--grace_period=0.3'
+    )
+    self.assertEqual(launcher.wait(), 0)
+    self.assertLen(launcher.pids(), 4)
+    self.assertEmpty(launcher.alive())
+
+
+@pytest.mark.multi_process
+class OutputTest(_JobTest):
+  def test_lines_are_whole_and_every_byte_survives(self):
+    code = r"""
+number = task['index']
+raw = os.fdopen(1, 'wb', buffering=0)
+def write(data):
+  while data:
+    data = data[raw.write(data):]
+for i in range(200):
+  # In pieces, so that another task's lines come between.
+  write(b'%d:%d:' % (number, i))
+  write(b'x' * ((i * 37 + number) % 500))
+  write(b'\n')
+write(b'%d:' % number + bytes([48 + number]) * 1_500_000 + b'\n')
+write(bytes(b for b in range(256) if b != 10) + b'\xff\xfe\xc3(\n\n')
+print('error', number, file=sys.stderr, flush=True)
+write(b'unfinished %d' % number)
+"""
+    directory = self.create_tempdir().full_path
+    launcher = self._launch(
+      code, '--num_workers=3', f'--log_dir={directory}/new/logs'
+    )
+    self.assertEqual(launcher.wait(), 0, launcher.stderr())
+    *lines, last = launcher.stdout().split(b'\n')
+    self.assertEqual(last, b'')
+    for number in range(3):
+      expected = [
+        b'%d:%d:' % (number, i) + b'x' * ((i * 37 + number) % 500)
+        for i in range(200)
+      ]
+      expected.append(b'%d:' % number + bytes([48 + number]) * 1_500_000)
+      odd = bytes(b for b in range(256) if b != 10) + b'\xff\xfe\xc3('
+      expected += [odd, b'', b'error %d' % number, b'unfinished %d' % number]
+      start = b'[worker %d] ' % number
+      found = [line[len(start) :] for line in lines if line.startswith(start)]
+      self.assertTrue(found == expected, f'lines of worker {number} differ')
+      log = pathlib.Path(directory, 'new', 'logs', f'worker_{number}.log')
+      self.assertTrue(log.read_bytes() == b'\n'.join(expected))
+    self.assertLen(lines, 3 * 205)
+
+  def test_reader_that_went_away_ends_the_job(self):
+    code = """
+note('ready', 1)
+while True:
+  print('x' * 1000, flush=True)
+"""
+    launcher = self._launch(code, '--num_workers=2', stdout=subprocess.PIPE)
+    launcher.wait_for_notes('ready', 2)
+    launcher.process.stdout.close()
+    self.assertEqual(launcher.wait(), 128 + signal.SIGPIPE)
+    self.assertEmpty(launcher.alive())
+
+  def test_reader_that_does_not_read_cannot_hold_a_signal_up(self):
+    code = """
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+for i in range(5000):
+  if i == 500:
+    note('ready', 1)
+  print('x' * 1000, flush=True)
+"""
+    launcher = self._launch(
+      code, '--num_workers=2', '--grace_period=0.3', stdout=subprocess.PIPE
+    )
+    self.addCleanup(launcher.process.stdout.close)
+    launcher.wait_until(lambda: len(launcher.notes('ready')) > 0)
+    launcher.process.send_signal(signal.SIGTERM)
+    launcher.wait_until(lambda: not launcher.alive())
+    # It still owes its reader what the tasks wrote; a signal ends that, too.
+    time.sleep(0.2)
+    self.assertIsNone(launcher.process.poll())
+    launcher.process.send_signal(signal.SIGTERM)
+    self.assertEqual(launcher.wait(), 143)
+
+
+class OptionsTest(parameterized.TestCase):
+  @parameterized.parameters(
+    {'max_restarts': -1},
+    {'grace_period': -0.1},
+    {'grace_period': float('inf')},
+    {'grace_period': float('nan')},
+  )
+  def test_bad_value_is_named(self, **options):
+    with self.assertRaises(errors.UnsupportedOptionError) as caught:
+      supervisor.Options(**options)
+    (name,) = options
+    self.assertIn(f'--{name}={options[name]}', str(caught.exception))
+
+  @parameterized.parameters((0, 0), (3, 3), (-9, 137), (-15, 143))
+  def test_exit_status(self, status, expected):
+    self.assertEqual(supervisor.exit_status(status), expected)
+
+
+if __name__ == '__main__':
+  absltest.main()

@@ -1,0 +1,117 @@
+import json
+
+from absl.testing import absltest, parameterized
+
+from tf_strategies import cluster, errors
+from tf_strategies.cluster.launcher import tasks
+
+_ALL = tasks.Job(num_workers=2, num_ps=1, chief=True, evaluator=True)
+
+
+def _plan(job, **kwargs):
+  ports = range(1000, 1000 + sum(job.counts.values()))
+  return tasks.plan_tasks(job, ['run', '--a'], list(ports), 'abcd', **kwargs)
+
+
+class JobTest(parameterized.TestCase):
+  @parameterized.named_parameters(
+    ('workers', {'num_workers': -1}, '--num_workers=-1'),
+    ('ps', {'num_ps': -3}, '--num_ps=-3'),
+    ('nobody', {'num_workers': 0}, '--num_workers=0'),
+    ('only_ps', {'num_workers': 0, 'num_ps': 2}, 'without --chief'),
+    ('only_evaluator', {'num_workers': 0, 'evaluator': True}, '--chief'),
+  )
+  def test_bad_job_is_refused(self, arguments, words):
+    with self.assertRaises(errors.UnsupportedOptionError) as caught:
+      tasks.Job(**arguments)
+    self.assertIn(words, str(caught.exception))
+    self.assertIn('Way out: ', str(caught.exception))
+
+
+class PlanTasksTest(parameterized.TestCase):
+  def test_every_task_in_order_with_its_own_place(self):
+    specs = _plan(_ALL)
+    jobs = {
+      'chief': ['127.0.0.1:1000'],
+      'worker': ['127.0.0.1:1001', '127.0.0.1:1002'],
+      'ps': ['127.0.0.1:1003'],
+    }
+    expected = [
+      ('chief', 0),
+      ('worker', 0),
+      ('worker', 1),
+      ('ps', 0),
+      ('evaluator', 0),
+    ]
+    self.assertEqual([(s.type, s.index) for s in specs], expected)
+    self.assertEqual(
+      [s.is_training for s in specs], [True, True, True, False, False]
+    )
+    for spec, (task_type, index) in zip(specs, expected, strict=True):
+      self.assertEqual(
+        json.loads(spec.environment['TF_CONFIG']),
+        {'cluster': jobs, 'task': {'type': task_type, 'index': index}},
+      )
+      self.assertEqual(spec.environment['TFS_SECRET'], 'abcd')
+      self.assertEqual(spec.command, ('run', '--a'))
+      config = cluster.ClusterConfig.from_env(spec.environment)
+      self.assertEqual(f'{config.task_type} {config.task_index}', spec.name)
+
+  @parameterized.parameters(
+    (tasks.Job(), 1, False),
+    (tasks.Job(num_workers=0, chief=True), 1, False),
+    (tasks.Job(num_workers=2), 2, True),
+    (tasks.Job(evaluator=True), 2, True),
+    (tasks.Job(num_ps=1), 2, True),
+    (tasks.Job(chief=True), 2, True),
+  )
+  def test_only_one_task_has_no_cluster(self, job, count, has_cluster):
+    specs = _plan(job)
+    self.assertLen(specs, count)
+    for spec in specs:
+      self.assertEqual('TF_CONFIG' in spec.environment, has_cluster)
+
+  @parameterized.parameters(0, 3, 5)
+  def test_ports_must_be_as_many_as_addresses(self, count):
+    with self.assertRaisesRegex((ValueError), r'ports \(|127.0.0.1:None'):
+      tasks.plan_tasks(_ALL, ['run'], list(range(1000, 1000 + count)), 'abcd')
+
+  def test_secret_is_not_shown(self):
+    for spec in _plan(_ALL):
+      self.assertNotIn('abcd', repr(spec))
+      self.assertNotIn('abcd', tasks.describe(spec))
+      self.assertIn('run --a', tasks.describe(spec))
+
+
+class EnvironmentTest(absltest.TestCase):
+  def test_what_belongs_to_another_cluster_is_not_inherited(self):
+    inherited = {
+      'HOME': '/home/me',
+      'TF_CONFIG': '{}',
+      'TFS_SECRET': 'other',
+      'TFS_SECRET_FILE': 'file',
+      'TFS_RESTART_COUNT': '9',
+      'PYTHONUNBUFFERED': '',
+    }
+    found = tasks.full_environment(_plan(tasks.Job())[0], inherited, 3)
+    self.assertEqual(
+      found,
+      {
+        'HOME': '/home/me',
+        'TFS_SECRET': 'abcd',
+        'TFS_RESTART_COUNT': '3',
+        'PYTHONUNBUFFERED': '1',
+      },
+    )
+
+
+class PickPortsTest(absltest.TestCase):
+  def test_ports_differ(self):
+    ports = tasks.pick_ports(20)
+    self.assertLen(set(ports), 20)
+    for port in ports:
+      self.assertBetween(port, 1024, 65535)
+
+
+if __name__ == '__main__':
+  absltest.main()
