@@ -13,7 +13,6 @@ from absl.testing import absltest, parameterized
 from tests.launch import programs
 from tf_strategies.cluster.launcher import guard
 
-
 _PARENT_AND_CHILD = f"""exec {sys.executable} -I -S -c '
 import os, signal, time
 child = os.fork()
