@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 from absl.testing import absltest, parameterized
 
@@ -26,6 +27,10 @@ note('grandchild', child.pid)
 """
 _IGNORE = 'for number in (1, 2, 15): signal.signal(number, signal.SIG_IGN)\n'
 _SLEEP = "note('ready', 1)\ntime.sleep(600)\n"
+
+
+def _indented(code):
+  return code.strip().replace('\n', '\n  ')
 
 
 class _JobTest(parameterized.TestCase):
@@ -63,23 +68,21 @@ finally:
       [b'[worker 1] line %d' % i for i in range(30)],
     )
 
-  def test_the_first_is_named_though_others_fail_for_it(self):
-    # worker 0 fails as one that has lost its peer: a moment later.
-    code = """
-if name == 'worker_1':
-  wait_for('pid', 'worker_0')
-  sys.exit(3)
-pid = wait_for('pid', 'worker_1')
-while os.path.exists(f'/proc/{pid}') and 'Z' not in open(
-    f'/proc/{pid}/stat').read().rpartition(')')[2][:3]:
-  pass
-sys.exit(4)
-"""
-    for _ in range(3):
-      launcher = self._launch(code, '--num_workers=2')
-      self.assertEqual(launcher.wait(), 3)
-      self.assertIn('worker 1 failed first', launcher.stderr())
-      self.assertNotIn('worker 0 failed', launcher.stderr())
+  @parameterized.parameters(0, 1)
+  def test_the_first_is_named_though_both_are_heard_of_at_once(self, first):
+    launcher = self._launch(_SLEEP, '--num_workers=2')
+    launcher.wait_for_notes('ready', 2)
+    pids = launcher.notes('pid')
+    launcher.process.send_signal(signal.SIGSTOP)
+    for index, number in ((first, signal.SIGABRT), (1 - first, signal.SIGBUS)):
+      pid = pids[f'worker_{index}-0']
+      os.kill(pid, number)
+      # Its guard has noticed when it has reaped it.
+      launcher.wait_until(lambda pid=pid: not psutil.pid_exists(pid))
+    launcher.process.send_signal(signal.SIGCONT)
+    self.assertEqual(launcher.wait(), 128 + signal.SIGABRT)
+    self.assertIn(f'worker {first} failed first', launcher.stderr())
+    self.assertNotIn(f'worker {1 - first} failed', launcher.stderr())
 
   @parameterized.parameters(signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM)
   def test_signal_gives_128_and_its_number(self, number):
@@ -197,7 +200,7 @@ sys.exit(9)
   def test_nothing_of_an_attempt_is_left_when_the_next_begins(self):
     code = f"""
 if attempt == 0:
-  {_GRANDCHILD.strip().replace(chr(10), chr(10) + '  ')}
+  {_indented(_GRANDCHILD)}
   sys.exit(1)
 left = wait_for('grandchild', name, 0)
 try:
@@ -297,6 +300,20 @@ class KilledTest(_JobTest):
     self.assertEqual(launcher.wait(), 137)
     self.assertLen(launcher.pids(), 4)
     self.assertEmpty(launcher.alive())
+
+  @pytest.mark.skipif(sys.platform != 'linux', reason='prctl is of Linux')
+  def test_nothing_is_left_when_a_task_without_guard_starts_again(self):
+    code = f"""
+if attempt == 0:
+  {_indented(_IGNORE + _GRANDCHILD + _SLEEP)}
+note('found', os.path.exists(f"/proc/{{wait_for('grandchild', name)}}"))
+"""
+    launcher = self._launch(code, '--max_restarts=1')
+    launcher.wait_for_notes('ready', 1)
+    (guard,) = launcher.guards()
+    guard.kill()
+    self.assertEqual(launcher.wait(), 0, launcher.stderr())
+    self.assertEqual(launcher.notes('found'), {'worker_0-1': False})
 
   def test_task_that_ends_well_leaves_nothing_either(self):
     launcher = self._launch(
