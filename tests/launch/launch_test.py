@@ -16,8 +16,8 @@ _NOTE_ENVIRONMENT = """
 note('environment', dict(os.environ))
 if task['type'] in ('ps', 'evaluator'):
   time.sleep(600)
-wait_for('environment', 'evaluator_0')
-wait_for('environment', 'ps_1')
+for other in ('evaluator_0', 'ps_0', 'ps_1'):
+  wait_for('environment', other)
 """
 _JOB = ('--num_workers=2', '--num_ps=2', '--chief', '--evaluator')
 _NAMES = ('chief_0', 'evaluator_0', 'ps_0', 'ps_1', 'worker_0', 'worker_1')
