@@ -7,7 +7,7 @@ the other see different machines, so here they take turns.
 import dataclasses
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -44,6 +44,27 @@ class Spread:
     return cls(float(median), float(p10), float(p90), len(seconds))
 
 
+def turns(names: Iterable[str], rounds: int) -> Iterator[list[str]]:
+  """Yields all names in an order of its own for each round.
+
+  What one leaves in the caches and the allocator slows down or speeds up the
+  next one, and should not always hit the same. The orders are the same in every
+  run.
+
+  Example:
+
+    >>> [''.join(order) for order in turns('abc', 3)]
+    ['bca', 'acb', 'bac']
+
+  Args:
+    names: who takes turns.
+    rounds: how often each has its turn.
+  """
+  names = list(names)
+  for turn in range(rounds):
+    yield random.Random(turn).sample(names, len(names))
+
+
 def take_turns(
   functions: Mapping[str, Callable[[], object]],
   rounds: int,
@@ -53,10 +74,7 @@ def take_turns(
 ) -> dict[str, list[float]]:
   """Returns the durations of each function's calls, in seconds.
 
-  In each round every function runs `repeats` times, in an order of its own:
-  what a function leaves in the caches and the allocator slows down or speeds up
-  the next one, and should not always hit the same. The orders are the same in
-  every run.
+  In each round every function runs `repeats` times, in the order of `turns`.
 
   Example:
 
@@ -72,10 +90,8 @@ def take_turns(
       memory back into the caches and the allocator.
     clock: tells the time in seconds.
   """
-  names = list(functions)
-  seconds = {name: [] for name in names}
-  for turn in range(rounds):
-    order = random.Random(turn).sample(names, len(names))
+  seconds = {name: [] for name in functions}
+  for order in turns(functions, rounds):
     for name in order:
       call = functions[name]
       for _ in range(warmup):

@@ -1,0 +1,243 @@
+"""All-reduce between processes: ours beside TensorFlow's, gloo and limits.
+
+  python -m benchmarks.process_all_reduce
+  python -m benchmarks.process_all_reduce --world_sizes=2 --link_rate=1gbit
+  python -m benchmarks.process_all_reduce --sizes_bytes=4096 --rounds=2 \
+    --peers=ours_tcp,mwms_ring --report_json=process_all_reduce.json
+
+Every peer sums one float32 array over all workers. The processes of all peers
+are alive for the whole run and take turns: one peer computes, the others wait
+for a command. Each sample begins with a barrier and is the time of the slowest
+rank; every rank's sums are compared with the exact ones before anything is
+timed.
+
+With --link_rate the workers run on hosts of their own, joined by links of
+that rate (benchmarks/test_hosts.py; needs root). 'ring predicted' is
+`collectives.cost_model` with the latency and bandwidth that the run itself
+measures between two workers.
+"""
+
+import contextlib
+import os
+import secrets
+import sys
+from collections.abc import Sequence
+
+# TensorFlow reads it when it is imported.
+os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
+
+from absl import app, flags
+
+from benchmarks import (
+  crew,
+  measure,
+  process_crews,
+  process_results,
+  report,
+  test_hosts,
+)
+from benchmarks.process_peers import catalogue
+
+_WORLD_SIZES = flags.DEFINE_list('world_sizes', '2,4', 'Numbers of workers.')
+_SIZES = flags.DEFINE_list(
+  'sizes_bytes',
+  '4096,65536,1048576,25000000,104857600',
+  'Bytes of the float32 array.',
+)
+_ROUNDS = flags.DEFINE_integer(
+  'rounds', 7, 'Turns of each peer.', lower_bound=1
+)
+_REPEATS = flags.DEFINE_integer(
+  'repeats', 3, 'Samples in each turn.', lower_bound=1
+)
+_WARMUP = flags.DEFINE_integer(
+  'warmup', 1, 'Calls before the samples of each turn.', lower_bound=0
+)
+_PEERS = flags.DEFINE_list(
+  'peers', None, f'Which of {",".join(catalogue.NAMES)}. Default: all.'
+)
+_TORCH_PYTHON = flags.DEFINE_string(
+  'torch_python', sys.executable, 'An interpreter that has torch, for gloo.'
+)
+_LINK_RATE = flags.DEFINE_string(
+  'link_rate', None, "Rate of each worker's link, such as 1gbit or 200mbit."
+)
+_LINK_DELAY_MS = flags.DEFINE_float(
+  'link_delay_ms', 0.0, 'What each link adds, one way.', lower_bound=0.0
+)
+_DEADLINE_SECONDS = flags.DEFINE_float(
+  'deadline_seconds',
+  crew.DEADLINE_SECONDS,
+  'How long a turn of a peer may take.',
+  lower_bound=1.0,
+)
+_REPORT_JSON = flags.DEFINE_string(
+  'report_json', None, 'Where to write the results as JSON.'
+)
+
+# Enough calls in a sample that starting together does not count.
+_SAMPLE_BYTES = 4 << 20
+_MOST_CALLS = 20
+
+
+def calls_in_a_sample(num_bytes: int) -> int:
+  """Returns how many calls in a row are timed as one.
+
+  Example:
+
+    >>> [calls_in_a_sample(n) for n in (4096, 1 << 20, 25_000_000)]
+    [20, 4, 1]
+  """
+  return max(1, min(_MOST_CALLS, _SAMPLE_BYTES // num_bytes))
+
+
+def run_size(
+  crews: process_crews.Crews, num_bytes: int, link
+) -> process_results.Size:
+  """Measures all peers on one size; they take turns."""
+  calls = calls_in_a_sample(num_bytes)
+  names = [entry.name for entry in crews.entries]
+  for name in names:
+    crews.ask(name, 'prepare', num_bytes=num_bytes)
+  seconds = {name: [] for name in names}
+  for order in measure.turns(names, _ROUNDS.value):
+    for name in order:
+      seconds[name] += crews.run(name, _WARMUP.value, _REPEATS.value, calls)
+  for name in names:
+    crews.ask(name, 'release')
+  return process_results.Size(crews.world_size, num_bytes, calls, seconds, link)
+
+
+def run_world_size(
+  world_size: int, sizes: Sequence[int], entries: Sequence[catalogue.Entry]
+) -> tuple[list[process_results.Size], dict[str, object]]:
+  """Measures all peers with one number of workers.
+
+  Returns:
+    What was found for each size, and what the report says of this world size.
+  """
+  with contextlib.ExitStack() as stack:
+    hosts = None
+    if _over_links():
+      hosts = stack.enter_context(
+        test_hosts.TestHosts(world_size, _LINK_RATE.value, _LINK_DELAY_MS.value)
+      )
+    _progress(f'{world_size} workers: starting them')
+    crews = stack.enter_context(
+      process_crews.Crews(
+        world_size,
+        entries,
+        hosts,
+        _TORCH_PYTHON.value,
+        _DEADLINE_SECONDS.value,
+      )
+    )
+    link = crews.measure_link()
+    found = []
+    for num_bytes in sizes:
+      _progress(f'{world_size} workers: {num_bytes} bytes')
+      found.append(run_size(crews, num_bytes, link))
+    return found, {
+      'world_size': world_size,
+      'alpha_seconds': link.alpha_seconds,
+      'beta_seconds_per_byte': link.beta_seconds_per_byte,
+      'versions': crews.versions,
+    }
+
+
+def _print(found: Sequence[process_results.Size], about: dict) -> None:
+  bandwidth = 'unlimited'
+  if about['beta_seconds_per_byte']:
+    bandwidth = f'{1e-6 / about["beta_seconds_per_byte"]:.0f} MB/s'
+  print(
+    f'\n{about["world_size"]} workers; a link takes '
+    f'{1e6 * about["alpha_seconds"]:.0f} us and {bandwidth}\n\n'
+    'Median ms (p10-p90)\n\n'
+    f'{process_results.times_table(found)}\n\n'
+    'Ratios of medians; below 1 the first is faster\n\n'
+    f'{process_results.ratios_table(found)}',
+    flush=True,
+  )
+
+
+def _over_links() -> bool:
+  return _LINK_RATE.value is not None or _LINK_DELAY_MS.value > 0
+
+
+def _integers(flag, least: int) -> list[int]:
+  if not all(text.isdecimal() and int(text) >= least for text in flag.value):
+    raise app.UsageError(
+      f'--{flag.name}={",".join(flag.value)}: write integers of {least} or '
+      'more, with commas between them.'
+    )
+  return [int(text) for text in flag.value]
+
+
+def _entries() -> tuple[list[catalogue.Entry], dict[str, str]]:
+  """Returns the peers that can run, and why the others cannot."""
+  names = _PEERS.value or catalogue.NAMES
+  unknown = sorted(set(names) - set(catalogue.NAMES))
+  if unknown:
+    raise app.UsageError(
+      f'--peers: {unknown[0]!r} is none of {", ".join(catalogue.NAMES)}.'
+    )
+  chosen, skipped = [], {}
+  for entry in catalogue.ENTRIES:
+    if entry.name not in names:
+      continue
+    reason = catalogue.why_not(entry, _TORCH_PYTHON.value, _over_links())
+    if reason is None:
+      chosen.append(entry)
+    else:
+      skipped[entry.name] = reason
+      print(f'Without {entry.name}. {reason}', flush=True)
+  if not chosen:
+    raise app.UsageError('None of the chosen --peers can run here.')
+  return chosen, skipped
+
+
+def _settings() -> dict[str, object]:
+  return {
+    'rounds': _ROUNDS.value,
+    'repeats': _REPEATS.value,
+    'warmup': _WARMUP.value,
+    'link_rate': _LINK_RATE.value,
+    'link_delay_ms': _LINK_DELAY_MS.value,
+  }
+
+
+def _progress(text: str) -> None:
+  print(text, file=sys.stderr, flush=True)
+
+
+def main(argv: Sequence[str]) -> None:
+  """Runs the benchmark that the flags describe."""
+  if len(argv) > 1:
+    raise app.UsageError(f'{argv[1]!r} is not a flag.')
+  world_sizes = _integers(_WORLD_SIZES, 2)
+  sizes = _integers(_SIZES, 4)
+  if _LINK_RATE.value is not None:
+    test_hosts.bits_per_second(_LINK_RATE.value)  # A typo should end it now.
+  # What the workers recognise each other by, beyond loopback too.
+  os.environ.setdefault('TFS_SECRET', secrets.token_hex(16))
+  entries, skipped = _entries()
+  content = {
+    'benchmark': 'process_all_reduce',
+    **report.environment(),
+    'settings': _settings(),
+    'skipped': skipped,
+    'links': [],
+    'results': [],
+  }
+  with crew.ended_by_signals():
+    for world_size in world_sizes:
+      found, about = run_world_size(world_size, sizes, entries)
+      _print(found, about)
+      content['links'].append(about)
+      content['results'] += [size.record() for size in found]
+      if _REPORT_JSON.value:
+        report.write_json(_REPORT_JSON.value, content)
+
+
+if __name__ == '__main__':
+  app.run(main)

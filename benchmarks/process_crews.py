@@ -1,0 +1,145 @@
+"""The processes of all peers of one number of workers."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks import crew, process_results, test_hosts
+from benchmarks.process_peers import catalogue
+from tf_strategies.collectives import cost_model
+
+_ACTOR = 'benchmarks.process_peers.actor:Actor'
+_LARGE_BYTES = 8 << 20
+_SMALL_CALLS, _LARGE_CALLS, _SAMPLES = 50, 2, 5
+
+
+class Crews:
+  """Peers that are ready to run, each on `world_size` workers.
+
+  A context manager; no process outlives it.
+
+  Args:
+    world_size: number of workers of each peer.
+    entries: the peers.
+    hosts: where the workers run, one on each; None for this machine.
+    torch_python: the interpreter for gloo.
+    deadline_seconds: how long each step may take.
+
+  Attributes:
+    entries: the peers.
+    world_size: number of workers.
+    versions: of what the workers have loaded, by crew.
+
+  Raises:
+    WorkerUnavailableError: a worker failed; says which, and what it wrote.
+  """
+
+  def __init__(
+    self,
+    world_size: int,
+    entries: Sequence[catalogue.Entry],
+    hosts: test_hosts.TestHosts | None,
+    torch_python: str = sys.executable,
+    deadline_seconds: float = crew.DEADLINE_SECONDS,
+  ):
+    self.world_size = world_size
+    self.entries = tuple(entries)
+    self.versions: dict[str, dict[str, str]] = {}
+    self._hosts = hosts
+    self._torch_python = torch_python
+    self._deadline_seconds = deadline_seconds
+    self._crews: dict[str, crew.Crew] = {}
+    self._crew_of: dict[str, crew.Crew] = {}
+    self._stack = contextlib.ExitStack()
+    try:
+      self._set_up([*self.entries, catalogue.PING_PONG])
+    except BaseException:
+      self.close()
+      raise
+
+  def ask(self, peer: str, method: str, **arguments: Any) -> list[Any]:
+    """Lets all workers of a peer run a method of the actor; answers by rank."""
+    return self._crew_of[peer].ask(method, peer=peer, **arguments)
+
+  def run(
+    self, peer: str, warmup: int, repeats: int, calls: int
+  ) -> list[float]:
+    """Returns the seconds of each sample: those of the slowest rank."""
+    by_rank = self.ask(peer, 'run', warmup=warmup, repeats=repeats, calls=calls)
+    return [max(sample) for sample in zip(*by_rank, strict=True)]
+
+  def measure_link(self) -> cost_model.Link:
+    """Returns what a message between the first two workers costs."""
+    name = catalogue.PING_PONG.name
+    seconds = []
+    for num_bytes, calls in ((1, _SMALL_CALLS), (_LARGE_BYTES, _LARGE_CALLS)):
+      self.ask(name, 'prepare', num_bytes=num_bytes)
+      seconds.append(self.run(name, calls, _SAMPLES, calls))
+    self.ask(name, 'release')
+    return process_results.link_of(*seconds, _LARGE_BYTES)
+
+  def close(self) -> None:
+    """Ends all processes."""
+    self._stack.close()
+
+  def __enter__(self):
+    return self
+
+  def __exit__(self, *unused):
+    self.close()
+
+  def _set_up(self, entries: Sequence[catalogue.Entry]) -> None:
+    for entry in entries:
+      if entry.crew not in self._crews:
+        self._crews[entry.crew] = self._stack.enter_context(
+          self._start(entry.crew)
+        )
+      self._crew_of[entry.name] = self._crews[entry.crew]
+    # Crews import what they need at the same time, and a crew's peers one after
+    # the other.
+    waiting = list(entries)
+    while waiting:
+      turn = {entry.crew: entry for entry in reversed(waiting)}
+      for entry in turn.values():
+        self._send_set_up(entry)
+      for entry in turn.values():
+        self.versions[entry.crew] = self._crew_of[entry.name].receive()[0]
+        waiting.remove(entry)
+
+  def _send_set_up(self, entry: catalogue.Entry) -> None:
+    hosts = ('127.0.0.1',) * self.world_size
+    interface = 'lo'
+    if self._hosts is not None:
+      hosts, interface = self._hosts.addresses, test_hosts.INTERFACE
+    ports = crew.free_ports(self.world_size)
+    self._crew_of[entry.name].send(
+      'set_up',
+      peer=entry.name,
+      path=entry.path,
+      addresses=[f'{h}:{p}' for h, p in zip(hosts, ports, strict=True)],
+      interface=interface,
+      timeout_seconds=self._deadline_seconds,
+    )
+
+  def _start(self, name: str) -> crew.Crew:
+    python, env, launcher = sys.executable, {}, ()
+    prefixes = [()] * self.world_size
+    if self._hosts is not None:
+      prefixes = [self._hosts.command(i, ()) for i in range(self.world_size)]
+    if name == 'gloo' and self._torch_python != sys.executable:
+      # This interpreter's packages are not for that one.
+      python, env = self._torch_python, {'PYTHONPATH': ''}
+    if name == 'mpi':
+      launcher = (catalogue.mpiexec(), '-n', str(self.world_size))
+    return crew.Crew(
+      f'{name} ({self.world_size} workers)',
+      _ACTOR,
+      prefixes,
+      python,
+      launcher,
+      env,
+      self._deadline_seconds,
+    )

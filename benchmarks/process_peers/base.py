@@ -1,0 +1,122 @@
+"""What every peer can do, in each of its worker processes."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+
+import numpy as np
+
+FLOAT32_BYTES = 4
+# Sums of at most 16 of these are exact in float32.
+_POSITIONS = 8191
+
+
+@dataclasses.dataclass(frozen=True)
+class Seat:
+  """The place of one worker among the others.
+
+  Attributes:
+    rank: from 0.
+    addresses: 'host:port' of every rank, for this peer alone.
+    interface: the network interface that leads to the others.
+    timeout_seconds: how long to wait for them.
+  """
+
+  rank: int
+  addresses: tuple[str, ...]
+  interface: str
+  timeout_seconds: float
+
+  @property
+  def world_size(self) -> int:
+    """Number of workers."""
+    return len(self.addresses)
+
+
+def input_value(rank: int, size: int) -> np.ndarray:
+  """Returns rank `rank`'s array: integers that tell ranks and places apart.
+
+  Example:
+
+    >>> input_value(1, 3)
+    array([8191., 8192., 8193.], dtype=float32)
+  """
+  value = (np.arange(size) % _POSITIONS).astype(np.float32)
+  value += rank * _POSITIONS
+  return value
+
+
+def expected_sum(world_size: int, size: int) -> np.ndarray:
+  """Returns the sum of all ranks' arrays.
+
+  Example:
+
+    >>> expected_sum(3, 2)
+    array([24573., 24576.], dtype=float32)
+  """
+  value = world_size * (np.arange(size) % _POSITIONS).astype(np.float32)
+  value += _POSITIONS * (world_size * (world_size - 1) // 2)
+  return value
+
+
+class Peer(abc.ABC):
+  """One way to move the arrays of all workers, on one worker.
+
+  Args:
+    seat: of this worker.
+  """
+
+  def __init__(self, seat: Seat):
+    self.seat = seat
+    self.num_bytes = 0
+
+  @property
+  def num_elements(self) -> int:
+    """Of the array that is reduced."""
+    return self.num_bytes // FLOAT32_BYTES
+
+  @abc.abstractmethod
+  def prepare(self) -> None:
+    """Makes input and output of `num_bytes`, in place of the last ones."""
+
+  @abc.abstractmethod
+  def barrier(self) -> None:
+    """Returns when all workers are there."""
+
+  @abc.abstractmethod
+  def call(self) -> object:
+    """What is timed: returns when this worker's result is there."""
+
+  @abc.abstractmethod
+  def result(self, returned: object) -> np.ndarray:
+    """Returns the result as an array, from what `call` returned."""
+
+  def before(self, calls: int) -> None:  # noqa: B027
+    """What so many calls need and nobody should time."""
+
+  @abc.abstractmethod
+  def release(self) -> None:
+    """Gives the memory of input and output back."""
+
+  def check(self, returned: object) -> None:
+    """Compares a result with what it must be.
+
+    Raises:
+      RuntimeError: it differs, so that its time would mean nothing.
+    """
+    found, expected = self.result(returned), self.expected()
+    if not self.is_right(found, expected):
+      raise RuntimeError(
+        f'{type(self).__name__}: rank {self.seat.rank} of '
+        f'{self.seat.world_size} has a wrong result for {self.num_bytes} '
+        'bytes. Its time would mean nothing.'
+      )
+
+  def expected(self) -> np.ndarray:
+    """Returns the right result."""
+    return expected_sum(self.seat.world_size, self.num_elements)
+
+  def is_right(self, found: np.ndarray, expected: np.ndarray) -> bool:
+    """Whether a result is right; exactly, unless a peer rounds."""
+    return np.array_equal(found, expected)

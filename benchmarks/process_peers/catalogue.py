@@ -1,0 +1,109 @@
+"""Every peer by name: where it runs, and whether it can run here."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+
+from tf_strategies import process_group
+
+OURS = 'ours'
+OTHER = 'other'
+LIMIT = 'limit'
+
+_HERE = 'benchmarks.process_peers'
+_SECONDS = 120.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+  """A peer, seen from outside.
+
+  Attributes:
+    name: for flags, tables and JSON.
+    kind: OURS, OTHER, or LIMIT for what reduces nothing.
+    crew: peers with the same one share their processes.
+    path: of its class, 'module:Class'.
+  """
+
+  name: str
+  kind: str
+  crew: str
+  path: str
+
+
+ENTRIES = tuple(
+  Entry(name, kind, crew, f'{_HERE}.{path}')
+  for name, kind, crew, path in (
+    ('ours_tcp', OURS, 'ours', 'ours:Tcp'),
+    ('ours_tcp_bfloat16', OURS, 'ours', 'ours:TcpBFloat16'),
+    ('ours_in_graph', OURS, 'ours', 'ours:Replicated'),
+    ('ours_mpi', OURS, 'mpi', 'ours:Mpi'),
+    ('mwms_ring', OTHER, 'mwms', 'tensorflow_collectives:MultiWorkerMirrored'),
+    (
+      'mwms_subdivisions',
+      OURS,
+      'subdivisions',
+      'tensorflow_collectives:Subdivisions',
+    ),
+    ('gloo', OTHER, 'gloo', 'gloo:Gloo'),
+    ('no_op', LIMIT, 'ours', 'limits:NoOp'),
+    ('memcpy_loopback', LIMIT, 'ours', 'limits:OneWay'),
+  )
+)
+# Measures the links for the prediction; no peer of the table.
+PING_PONG = Entry('ping_pong', LIMIT, 'ours', f'{_HERE}.limits:PingPong')
+
+NAMES = tuple(entry.name for entry in ENTRIES)
+
+
+def mpiexec() -> str | None:
+  """Returns the path of mpiexec: this environment's, or the system's."""
+  beside = os.path.join(os.path.dirname(sys.executable), 'mpiexec')
+  return beside if os.path.exists(beside) else shutil.which('mpiexec')
+
+
+def why_not(entry: Entry, torch_python: str, over_links: bool) -> str | None:
+  """Returns why a peer cannot run here, as a sentence; None if it can.
+
+  Args:
+    entry: of the peer.
+    torch_python: the interpreter that has torch, or may have it.
+    over_links: whether the workers are on test hosts.
+  """
+  if entry.crew == 'gloo':
+    return _why_no_torch(torch_python)
+  if entry.crew != 'mpi':
+    return None
+  if not hasattr(process_group, 'form_mpi_group'):
+    return 'This version of tf_strategies has no form_mpi_group.'
+  if importlib.util.find_spec('mpi4py') is None:
+    return "mpi4py is not importable: pip install 'tf_strategies[mpi]'."
+  if mpiexec() is None:
+    return 'There is no mpiexec: install MPICH.'
+  if over_links:
+    return 'Ranks of one mpiexec share memory, and would pass the links by.'
+  return None
+
+
+def _why_no_torch(torch_python: str) -> str | None:
+  try:
+    done = subprocess.run(
+      [torch_python, '-c', 'import torch.distributed'],
+      env={k: v for k, v in os.environ.items() if k != 'PYTHONPATH'},
+      capture_output=True,
+      timeout=_SECONDS,
+      check=False,
+    )
+  except (OSError, subprocess.TimeoutExpired) as e:
+    return f'--torch_python does not run: {e}.'
+  if done.returncode:
+    return (
+      'torch is not importable: install it, or name an interpreter that has '
+      'it with --torch_python.'
+    )
+  return None

@@ -1,0 +1,162 @@
+"""Our process groups: called from Python, in 16 bits, and from a graph."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import tensorflow as tf
+
+import tf_strategies as tfs
+from benchmarks.process_peers import base
+from tf_strategies import process_group
+
+# Three roundings to 8 bits of precision: of two terms, and of their sum.
+_BFLOAT16_ERROR = 2.0**-7
+
+
+class Tcp(base.Peer):
+  """`all_reduce` of a process group over TCP, in place of a given array."""
+
+  def __init__(self, seat: base.Seat):
+    super().__init__(seat)
+    self._group = self._form()
+
+  def _form(self) -> process_group.ProcessGroup:
+    options = process_group.GroupOptions.from_env(
+      rendezvous_timeout_seconds=self.seat.timeout_seconds,
+      collective_timeout_seconds=self.seat.timeout_seconds,
+    )
+    # It must live as long as its group.
+    self._rendezvous = process_group.Rendezvous(
+      dict(enumerate(self.seat.addresses)), self.seat.rank, options
+    )
+    return self._rendezvous.form()
+
+  def prepare(self) -> None:
+    """See base class."""
+    self._input = base.input_value(self._group.rank, self.num_elements)
+    self._output = np.empty_like(self._input)
+
+  def barrier(self) -> None:
+    """See base class."""
+    self._group.barrier()
+
+  def call(self) -> np.ndarray:
+    """See base class."""
+    return self._group.all_reduce(self._input, out=self._output)
+
+  def result(self, returned: np.ndarray) -> np.ndarray:
+    """See base class."""
+    return returned
+
+  def release(self) -> None:
+    """See base class."""
+    self._input = self._output = None
+
+
+class Mpi(Tcp):
+  """The same over MPI, in processes that mpiexec has started."""
+
+  def _form(self) -> process_group.ProcessGroup:
+    return process_group.form_mpi_group()
+
+
+class TcpBFloat16(Tcp):
+  """The same with half of the bytes; TensorFlow casts there and back."""
+
+  def prepare(self) -> None:
+    """See base class."""
+    source = tf.Variable(base.input_value(self.seat.rank, self.num_elements))
+    self._wire = np.empty(self.num_elements, np.uint16)
+
+    @tf.function
+    def encode():
+      return tf.bitcast(tf.cast(source.read_value(), tf.bfloat16), tf.uint16)
+
+    @tf.function
+    def decode(wire):
+      return tf.cast(tf.bitcast(wire, tf.bfloat16), tf.float32)
+
+    self._encode, self._decode = encode, decode
+
+  def call(self) -> tf.Tensor:
+    """See base class."""
+    # A view of the tensor: `numpy()` would copy it.
+    encoded = np.asarray(memoryview(self._encode()))
+    self._group.all_reduce(encoded, out=self._wire, wire='bfloat16')
+    return self._decode(self._wire)
+
+  def result(self, returned: tf.Tensor) -> np.ndarray:
+    """See base class."""
+    return returned.numpy()
+
+  def is_right(self, found: np.ndarray, expected: np.ndarray) -> bool:
+    """See base class."""
+    return np.allclose(found, expected, rtol=_BFLOAT16_ERROR, atol=0)
+
+  def release(self) -> None:
+    """See base class."""
+    self._wire = self._encode = self._decode = None
+
+
+class Replicated(base.Peer):
+  """`ReplicaContext.all_reduce` in a `tf.function` under a strategy.
+
+  The tensor is a variable's value, since a graph makes constants of others.
+  """
+
+  def __init__(self, seat: base.Seat):
+    super().__init__(seat)
+    self._strategy = self.make_strategy()
+    with tf.device('CPU:0'):
+      one = tf.Variable([1.0])
+    self._barrier = self._all_reduce(one)
+
+  def make_strategy(self) -> tf.distribute.Strategy:
+    """Ours, with its defaults."""
+    return tfs.MultiWorkerRingStrategy(self.cluster(), devices=['CPU:0'])
+
+  def cluster(self) -> tfs.cluster.ClusterConfig:
+    """Returns all workers, and this one's place."""
+    task = {'type': 'worker', 'index': self.seat.rank}
+    workers = {'worker': list(self.seat.addresses)}
+    text = json.dumps({'cluster': workers, 'task': task})
+    return tfs.cluster.ClusterConfig.from_env({'TF_CONFIG': text})
+
+  def _all_reduce(self, source: tf.Variable):
+    """Returns a function that sums `source` over all workers."""
+
+    def replica():
+      context = tf.distribute.get_replica_context()
+      return context.all_reduce(tf.distribute.ReduceOp.SUM, source.read_value())
+
+    @tf.function
+    def step():
+      return self._strategy.experimental_local_results(
+        self._strategy.run(replica)
+      )[0]
+
+    return step
+
+  def prepare(self) -> None:
+    """See base class."""
+    with tf.device('CPU:0'):
+      value = base.input_value(self.seat.rank, self.num_elements)
+      self._step = self._all_reduce(tf.Variable(value))
+
+  def barrier(self) -> None:
+    """See base class."""
+    self._barrier()
+
+  def call(self) -> tf.Tensor:
+    """See base class."""
+    return self._step()
+
+  def result(self, returned: tf.Tensor) -> np.ndarray:
+    """See base class."""
+    return returned.numpy()
+
+  def release(self) -> None:
+    """See base class."""
+    self._step = None

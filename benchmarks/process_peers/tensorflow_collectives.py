@@ -1,0 +1,45 @@
+"""TensorFlow's own collective runtime between processes.
+
+A process can be in one cluster only, so each of these needs its own.
+"""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+import tf_strategies as tfs
+from benchmarks.process_peers import ours
+
+
+class MultiWorkerMirrored(ours.Replicated):
+  """`tf.distribute.MultiWorkerMirroredStrategy` with its ring, as it is."""
+
+  def make_strategy(self) -> tf.distribute.Strategy:
+    """See base class."""
+    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+      tf.train.ClusterSpec({'worker': list(self.seat.addresses)}),
+      task_type='worker',
+      task_id=self.seat.rank,
+      rpc_layer='grpc',
+    )
+    return tf.distribute.MultiWorkerMirroredStrategy(
+      resolver,
+      tf.distribute.experimental.CommunicationOptions(
+        implementation=(
+          tf.distribute.experimental.CommunicationImplementation.RING
+        )
+      ),
+    )
+
+
+class Subdivisions(ours.Replicated):
+  """`MultiWorkerCollectiveStrategy`: the same op, a tensor in several parts."""
+
+  def make_strategy(self) -> tf.distribute.Strategy:
+    """See base class."""
+    return tfs.MultiWorkerCollectiveStrategy(
+      self.cluster(),
+      communication='ring',
+      max_subdivs_per_device=8,
+      devices=['CPU:0'],
+    )
