@@ -34,6 +34,7 @@ from tf_strategies.strategies import (
   RingOptions,
   create_strategy,
 )
+from tf_strategies.training import elastic
 from tf_strategies.version import __version__
 
 __all__ = [
@@ -54,6 +55,7 @@ __all__ = [
   'collectives',
   'create_strategy',
   'data',
+  'elastic',
   'errors',
   'keras',
   'process_group',

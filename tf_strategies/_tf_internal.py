@@ -236,13 +236,30 @@ def collective_all_reduce(
     tensor,
     launcher._group_size,
     launcher._group_key,
-    launcher._next_instance_key(),
+    _instance_key(launcher),
     merge_op=merge_op,
     communication_hint=hint,
     timeout=timeout_seconds,
     ordering_token=launcher._get_ordering_token(),
     max_subdivs_per_device=max_subdivs_per_device,
   )
+
+
+def _instance_key(launcher):
+  """The number of a collective: one a call, or one for all calls in a branch.
+
+  TensorFlow feeds the number when a function is called, which fails where that
+  happens inside a `tf.while_loop` or `tf.cond`: there nobody feeds it.
+  """
+  # pylint: disable=protected-access
+  graph = tf.compat.v1.get_default_graph()
+  while graph is not None and not tf.executing_eagerly():
+    if getattr(graph, 'is_control_flow_graph', False):
+      return launcher._collective_keys.get_instance_key(
+        launcher._group_key, launcher._device
+      )
+    graph = getattr(graph, 'outer_graph', None)
+  return launcher._next_instance_key()
 
 
 def configure_coordination(

@@ -25,6 +25,7 @@ def make_epochs(
   num_epochs: int,
   steps_per_epoch: int | None = None,
   map_fn: pipeline.MapFn | None = None,
+  first_step: int = 0,
 ) -> tf.data.Dataset:
   """Makes the batches of epochs first_epoch, ..., num_epochs - 1, in a row.
 
@@ -37,6 +38,8 @@ def make_epochs(
     num_epochs: epochs of the whole run, those before `first_epoch` included.
     steps_per_epoch: ends each epoch after so many batches at most.
     map_fn: as in `make_dataset`.
+    first_step: batches of `first_epoch` to leave out: those of a run that was
+      interrupted there.
 
   Returns:
     A dataset of (images float32 [b, 28, 28, 1] in [0, 1], labels int64 [b]) of
@@ -78,7 +81,8 @@ def make_epochs(
     return batches.batch(size, options.drop_remainder).take(steps)
 
   batches = tf.data.Dataset.range(first_epoch, num_epochs).flat_map(order)
-  num_batches = max(0, num_epochs - first_epoch) * steps
+  batches = batches.skip(first_step)
+  num_batches = max(0, max(0, num_epochs - first_epoch) * steps - first_step)
   return (
     batches.apply(tf.data.experimental.assert_cardinality(num_batches))
     .map(

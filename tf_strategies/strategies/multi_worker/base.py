@@ -47,16 +47,18 @@ class MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
   def reduce(self, reduce_op, value, axis):
     """Reduces `value` across all replicas; `tf.distribute.Strategy.reduce`.
 
-    Two things that Keras does need no communication or another axis: it takes
-    the mean of the first batch to learn its shapes (which gives the first local
-    replica's part here), and reduces scalars along axis 0.
+    Keras does two things with it that need care: it takes the mean of the first
+    batch to learn its shapes, which gives the first local replica's part here,
+    and it reduces the scalars of its logs along axis 0.
     """
     if counted_batch.is_counted(value):
       return tf.nest.map_structure(
         lambda v: self.experimental_local_results(v)[0], value
       )
     if axis == 0 and _is_scalar(value):
-      axis = None
+      return tf.nest.map_structure(
+        lambda v: self.extended.reduce_report(reduce_op, v), value
+      )
     return super().reduce(reduce_op, value, axis)
 
   def close(self) -> None:

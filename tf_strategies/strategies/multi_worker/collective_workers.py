@@ -115,9 +115,9 @@ class CollectiveWorkers(workers.Workers):
     with tf.device(self._devices[replica_id]):
       return [self._reduce(launcher, t, 'Add') for t in tensors]
 
-  def combine(self, tensor, op, name):
-    """See base class."""
-    del name
+  def combine(self, tensor, op, name, is_report=False):
+    """See base class; fails in any case where a worker has died."""
+    del name, is_report
     merge = {'sum': 'Add', 'min': 'Min', 'max': 'Max'}[op]
     self._count(f'combine_{op}')
     with tf.device(self._host):

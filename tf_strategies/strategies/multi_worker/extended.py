@@ -165,6 +165,16 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
       return executor.divide(summed, self._workers.world_size)
     return summed
 
+  def reduce_report(self, reduce_op, value):
+    """Sum or mean over all replicas of a scalar that is only reported."""
+    value = self._as_per_replica(value)
+    with tf.device('CPU:0'):
+      local = tf.add_n([tf.identity(v) for v in _components(value)])
+      total = self._workers.combine(local, 'sum', 'report', is_report=True)
+      if reduce_op in (tf.distribute.ReduceOp.MEAN, 'MEAN'):
+        return executor.divide(total, self._num_replicas_in_sync)
+      return total
+
   def _reduce_batch(self, reduce_op, pairs, options):
     wrapped = [self._as_per_replica(value) for value, _ in pairs]
     pairs = [
@@ -313,9 +323,8 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
       value = value() if callable(value) else value
       value = _tf_internal.unwrap_checkpoint_value(value)
       tensor = tf.convert_to_tensor(value, dtype=kwargs.get('dtype'))
-      return self._workers.broadcast(
-        tensor, 0, f'initial_value/{kwargs.get("name") or "variable"}'
-      )
+      # Without its name, in which Keras counts the models of a process.
+      return self._workers.broadcast(tensor, 0, 'initial_value')
 
     return initial_value
 

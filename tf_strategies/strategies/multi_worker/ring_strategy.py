@@ -145,6 +145,17 @@ class MultiWorkerRingStrategy(base.MultiWorkerStrategy):
       }
     )
 
+  @staticmethod
+  def place_in(
+    cluster: cluster_lib.ClusterConfig | None,
+  ) -> tuple[int, tuple[str, ...]]:
+    """Returns this process's rank in `cluster` and everybody's addresses.
+
+    Raises:
+      ClusterConfigError: the cluster has no part for this process.
+    """
+    return base.place_in(cluster, 'MultiWorkerRingStrategy')
+
   @property
   def process_group(self) -> process_group.ProcessGroup:
     """What links the workers."""
@@ -167,7 +178,7 @@ def _form_group(cluster, options):
     return process_group.form_mpi_group(options.group), None
   if cluster is None:
     cluster = cluster_lib.ClusterConfig.from_env()
-  rank, addresses = base.place_in(cluster, 'MultiWorkerRingStrategy')
+  rank, addresses = MultiWorkerRingStrategy.place_in(cluster)
   rendezvous = process_group.Rendezvous(
     dict(enumerate(addresses)),
     rank,

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tf_strategies import process_group
+from tf_strategies import errors, process_group
 from tf_strategies.strategies.multi_worker import buckets as buckets_lib
 from tf_strategies.strategies.multi_worker import host_ring, workers
 
@@ -102,12 +102,17 @@ class RingWorkers(workers.Workers):
       summed = packed.unpack(self._ring.call_all(kind, reduce, packed.buckets))
       return [e.decode(t) for e, t in zip(encoded, summed, strict=True)]
 
-  def combine(self, tensor, op, name):
+  def combine(self, tensor, op, name, is_report=False):
     """See base class."""
 
     def reduce(group, array):
-      flat = np.ravel(array)
-      return np.reshape(group.all_reduce(flat, op=op, name=name), array.shape)
+      try:
+        flat = group.all_reduce(np.ravel(array), op=op, name=name)
+      except errors.Error:
+        if not is_report:
+          raise
+        return array
+      return np.reshape(flat, array.shape)
 
     with tf.device('CPU:0'):
       return self._ring.call(f'combine_{op}', reduce, tensor, tensor.shape)

@@ -53,8 +53,19 @@ class Workers(abc.ABC):
     """Sums the tensors of one local replica, in a branch of its own graph."""
 
   @abc.abstractmethod
-  def combine(self, tensor: tf.Tensor, op: str, name: str) -> tf.Tensor:
-    """Combines one small host tensor of each worker: 'sum', 'min' or 'max'."""
+  def combine(
+    self, tensor: tf.Tensor, op: str, name: str, is_report: bool = False
+  ) -> tf.Tensor:
+    """Combines one small host tensor of each worker.
+
+    Args:
+      tensor: this worker's.
+      op: 'sum', 'min' or 'max'.
+      name: of the collective.
+      is_report: whether the result is only for people to read. It then is this
+        worker's own where a worker has died, and the next collective fails: a
+        step that was applied everywhere is not reported as failed.
+    """
 
   @abc.abstractmethod
   def all_gather(self, tensor: tf.Tensor, name: str) -> tf.Tensor:

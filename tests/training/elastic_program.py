@@ -1,0 +1,114 @@
+"""What every worker of an elastic test does: trains, and says how it went."""
+
+import os
+import time
+
+import numpy as np
+
+ROWS = 640
+EPOCHS = 4
+BATCH = 32
+STEPS = ROWS // BATCH
+
+
+def data():
+  """Rows of ten classes that a linear model can tell apart."""
+  rng = np.random.default_rng(5)
+  centres = rng.normal(size=(10, 16))
+  y = np.arange(ROWS) % 10
+  x = centres[y] + 0.3 * rng.normal(size=(ROWS, 16))
+  return x.astype(np.float32), y
+
+
+def build():
+  """A small model, built, the same in every process."""
+  import keras
+
+  keras.utils.set_random_seed(1)
+  return keras.Sequential(
+    [
+      keras.layers.Input([16]),
+      keras.layers.Dense(32, 'relu'),
+      keras.layers.Dense(10),
+    ]
+  )
+
+
+def compile_model(model, optimizer):
+  """The loss and metric of the test."""
+  import keras
+
+  model.compile(
+    optimizer,
+    keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    metrics=['accuracy'],
+  )
+
+
+def make_batches(epoch, step):
+  """The batches from a place on: every epoch has an order of its own."""
+  import tensorflow as tf
+
+  x, y = data()
+  order = np.concatenate(
+    [np.random.default_rng(e).permutation(ROWS) for e in range(epoch, EPOCHS)]
+  )[step * BATCH :]
+  indices = tf.data.Dataset.from_tensor_slices(order).batch(BATCH)
+  return indices.map(lambda i: (tf.gather(x, i), tf.gather(y, i)))
+
+
+def momentum():
+  """An optimizer with state."""
+  import keras
+
+  return keras.optimizers.SGD(0.05, momentum=0.9)
+
+
+def uninterrupted():
+  """The weights that one device ends with."""
+  model = build()
+  compile_model(model, momentum())
+  model.fit(make_batches(0, 0), epochs=EPOCHS, steps_per_epoch=STEPS, verbose=0)
+  return model.get_weights()
+
+
+def train(rank, options, directory, seconds_a_step=0.0):
+  """Trains as one worker; returns what it ended with."""
+  import keras
+
+  import tf_strategies as tfs
+
+  class Report(keras.callbacks.Callback):
+    """Tells the test how far training is, by a file that it can watch."""
+
+    def on_train_batch_end(self, batch, logs=None):
+      time.sleep(seconds_a_step)
+      with open(os.path.join(directory, f'steps_{rank}'), 'a') as f:
+        f.write(f'{time.time()}\n')
+
+  jobs = []
+
+  def run(job):
+    jobs.append(job)
+    with job.strategy.scope():
+      model = build()
+      compile_model(model, tfs.keras.DistributedOptimizer(momentum()))
+    job.restore(model)
+    job.fit(model, make_batches, EPOCHS, STEPS, callbacks=[Report()], verbose=0)
+    x, y = data()
+    accuracy = model.evaluate(x, y, batch_size=BATCH, verbose=0)[1]
+    return model, accuracy
+
+  group = tfs.process_group.GroupOptions.from_env(
+    heartbeat_timeout_seconds=6.0, rendezvous_timeout_seconds=60.0
+  )
+  model, accuracy = tfs.elastic.run(
+    run, options, ring=tfs.RingOptions(group=group)
+  )
+  return {
+    'weights': model.get_weights(),
+    'iterations': int(model.optimizer.iterations.numpy()),
+    'accuracy': accuracy,
+    'generations': jobs[-1].generations,
+    'epoch': jobs[-1].epoch,
+  }

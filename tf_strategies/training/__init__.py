@@ -1,0 +1,1 @@
+"""The loop around the loop: training that survives what happens to workers."""

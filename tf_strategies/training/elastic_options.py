@@ -1,0 +1,80 @@
+"""Options of elastic training."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from tf_strategies import errors, process_group
+
+_CHOICES = {
+  'batch': ('global', 'per_replica'),
+  'learning_rate': ('keep', 'linear', 'sqrt'),
+  'join': ('epoch', 'step', 'never'),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class ElasticOptions:
+  """Who takes part in an elastic job, and what follows their number.
+
+  Example:
+
+    >>> ElasticOptions(min_workers=2, batch='per_replica').batch
+    'per_replica'
+
+  Attributes:
+    min_workers: the fewest that train; with fewer all wait, until the
+      rendezvous' deadline. More than half of the cluster rules out that two
+      halves of a split network both go on.
+    max_workers: the most that train; None for all of the cluster.
+    window_seconds: how long to wait for more, once `min_workers` are there.
+    batch: 'global' keeps the global batch, so that the result does not depend
+      on the number of workers; 'per_replica' keeps each replica's.
+    learning_rate: 'keep', or 'linear' or 'sqrt' in the global batch, for
+      batch='per_replica'.
+    join: when workers that come later are let in: at the end of an 'epoch',
+      after a 'step' (costs a small collective in each), or 'never' (only after
+      a failure).
+    max_failures: how many failures in a row without any progress end the job.
+
+  Raises:
+    UnsupportedOptionError: a number or a word that is not allowed.
+  """
+
+  min_workers: int = 1
+  max_workers: int | None = None
+  window_seconds: float = 5.0
+  batch: str = 'global'
+  learning_rate: str = 'keep'
+  join: str = 'epoch'
+  max_failures: int = 10
+
+  def __post_init__(self):
+    for field, allowed in _CHOICES.items():
+      if getattr(self, field) not in allowed:
+        raise errors.UnsupportedOptionError(
+          f'{field}={getattr(self, field)!r}', f'one of {allowed}', 'choose one'
+        )
+    if self.learning_rate != 'keep' and self.batch == 'global':
+      raise errors.UnsupportedOptionError(
+        f"learning_rate={self.learning_rate!r} with batch='global'",
+        "learning_rate='keep': the global batch stays what it was",
+        "write batch='per_replica' as well",
+      )
+    if not isinstance(self.max_failures, int) or self.max_failures < 0:
+      raise errors.UnsupportedOptionError(
+        f'max_failures={self.max_failures!r}',
+        'an integer of 0 or more',
+        'leave it out for 10',
+      )
+
+  def apply_to(
+    self, group: process_group.GroupOptions
+  ) -> process_group.GroupOptions:
+    """Returns `group` with the numbers of workers and the window of these."""
+    return dataclasses.replace(
+      group,
+      min_workers=self.min_workers,
+      max_workers=self.max_workers,
+      window_seconds=self.window_seconds,
+    )
