@@ -16,6 +16,7 @@ Example:
 """
 
 from tf_strategies.process_group.group import Member, ProcessGroup
+from tf_strategies.process_group.mpi import MpiProcessGroup, form_mpi_group
 from tf_strategies.process_group.options import GroupOptions
 from tf_strategies.process_group.rendezvous import Rendezvous
 from tf_strategies.process_group.tcp import TcpProcessGroup
@@ -23,7 +24,9 @@ from tf_strategies.process_group.tcp import TcpProcessGroup
 __all__ = [
   'GroupOptions',
   'Member',
+  'MpiProcessGroup',
   'ProcessGroup',
   'Rendezvous',
   'TcpProcessGroup',
+  'form_mpi_group',
 ]

@@ -117,9 +117,9 @@ async def within(seconds: float, coroutine: Coroutine[Any, Any, _T]) -> _T:
       raise TimeoutError('it does not answer')
     return task.result()
   finally:
-    if not task.done():
-      task.cancel()
-      await asyncio.wait([task])
+    # Either way its exception counts as seen, also if this is cancelled.
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 def split_address(address: str) -> tuple[str, int]:

@@ -85,7 +85,8 @@ class Membership:
     self._window = options.window_seconds
     self._enough_since: float | None = None
     self._rivals: dict[int, str] = {}
-    self._joiners: dict[int, float] = {}
+    self._joiners: dict[int, tuple[str, float]] = {}
+    self._seated: Mapping[int, str] = {}
 
   def hello(self) -> dict[str, Any]:
     """What this process tells the others."""
@@ -142,7 +143,7 @@ class Membership:
       view.problem = ''
       view.refused = False
     if message['state'] == State.FORMING.value:
-      self._joiners[task] = now
+      self._joiners[task] = message['incarnation'], now
     if message['refusal'] and self.state is State.FORMING:
       raise errors.RendezvousError(
         f'Task {task} at {self.addresses[task]} refuses to form a group: '
@@ -158,12 +159,18 @@ class Membership:
     view.problem = problem
     view.refused = refused
 
+  def formed(self, generation: int, seated: Mapping[int, str]) -> None:
+    """A group has formed, of these tasks in these incarnations."""
+    self.state = State.RUNNING
+    self.generation = generation
+    self._seated = dict(seated)
+
   def joiners(self, now: float) -> tuple[int, ...]:
-    """Tasks that asked for a group in the last seconds."""
+    """Tasks that asked for a group in the last seconds and are in none."""
     return tuple(
       task
-      for task, heard in sorted(self._joiners.items())
-      if now - heard < FRESH_SECONDS
+      for task, (incarnation, heard) in sorted(self._joiners.items())
+      if now - heard < FRESH_SECONDS and self._seated.get(task) != incarnation
     )
 
   def all_refuse(self) -> bool:

@@ -56,7 +56,7 @@ class GroupOptions:
     sub_chunk_bytes: what travels as one piece, so that additions overlap with
       what is still on its way.
     socket_buffer_bytes: of each data link, in each direction; 0 leaves it to
-      the operating system.
+      the operating system, which lets them grow as the link needs it.
   """
 
   rendezvous_timeout_seconds: float = 300.0
@@ -70,7 +70,7 @@ class GroupOptions:
   window_seconds: float = 5.0
   small_message_bytes: int = 1 << 15
   sub_chunk_bytes: int = 1 << 19
-  socket_buffer_bytes: int = 1 << 22
+  socket_buffer_bytes: int = 0
 
   def __post_init__(self):
     for name in (

@@ -360,8 +360,9 @@ class Rendezvous:
       proposal.close()
       return
     members, options = self._membership, self._options
-    members.generation = proposal.generation
-    members.state = membership.State.RUNNING
+    members.formed(
+      proposal.generation, {s.task: s.incarnation for s in proposal.seats}
+    )
     group_state = state.GroupState(
       proposal.members(), proposal.rank, proposal.generation
     )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import contextlib
 import errno
 import socket
 import threading
+import time
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
@@ -20,6 +20,8 @@ from tf_strategies.process_group import connection as connection_lib
 # Connections that have not authenticated yet. The oldest makes room for a new
 # one, so that somebody who opens many and stays silent keeps nobody out.
 _MAX_STRANGERS = 128
+# The predecessor of a restarted worker may still be about to end.
+_BUSY_SECONDS = 2.0
 
 Handler = Callable[
   [connection_lib.Connection, authentication.Request],
@@ -151,31 +153,38 @@ class Server:
 
 
 def _listen(address: str, task: int) -> socket.socket:
-  host, port = connection_lib.split_address(address)
-  listener = None
+  end = time.monotonic() + _BUSY_SECONDS
+  while True:
+    try:
+      return _bind(*connection_lib.split_address(address))
+    except OSError as e:
+      busy = e.errno == errno.EADDRINUSE
+      if busy and time.monotonic() < end:
+        time.sleep(0.1)
+        continue
+      if busy:
+        hint = (
+          'Another process has it: a second one that claims the same task, or '
+          'one of another job. End that one, or choose another port.'
+        )
+      else:
+        hint = 'The address must be one of this host: check which task it is.'
+      raise errors.RendezvousError(
+        f'Task {task} cannot listen at {address}: {e.strerror or e}. {hint}'
+      ) from e
+
+
+def _bind(host: str, port: int) -> socket.socket:
+  found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+  family, kind, protocol, _, where = found[0]
+  listener = socket.socket(family, kind, protocol)
   try:
-    found = socket.getaddrinfo(
-      host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )
-    family, kind, protocol, _, where = found[0]
-    listener = socket.socket(family, kind, protocol)
     # A restarted worker takes its address back at once; two at a time cannot.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind(where)
     listener.listen(1024)
     listener.setblocking(False)
-  except OSError as e:
-    if listener is not None:
-      with contextlib.suppress(OSError):
-        listener.close()
-    if e.errno == errno.EADDRINUSE:
-      hint = (
-        'Another process has it: a second one that claims the same task, or '
-        'one of another job. End that one, or choose another port.'
-      )
-    else:
-      hint = 'The address must be one of this host: check which task it is.'
-    raise errors.RendezvousError(
-      f'Task {task} cannot listen at {address}: {e.strerror or e}. {hint}'
-    ) from e
+  except OSError:
+    listener.close()
+    raise
   return listener

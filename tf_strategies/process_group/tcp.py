@@ -360,8 +360,10 @@ class TcpProcessGroup(group.ProcessGroup):
     seconds = self._options.collective_timeout_seconds
     try:
       # After `begin`: a goodbye that comes now sees a collective to end.
-      for rank in self._state.departed:
-        self._state.fail(self._state.left(rank))
+      for rank, last in list(self._state.departed.items()):
+        # What it sent before it left is on its way.
+        if last < operation.sequence:
+          self._state.fail(self._state.left(rank))
       self._state.check()
       header = collective.header(self.generation, operation.sequence)
       self._transport.run(

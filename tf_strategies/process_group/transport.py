@@ -22,6 +22,8 @@ from tf_strategies.process_group import plan as plan_lib
 # How long `poll` sleeps at most: the loop looks at the clock and at the state
 # of the group in between, should a wake-up get lost.
 _POLL_SECONDS = 1.0
+# Of a large piece at least this much is waited for.
+_LEAST_READ_BYTES = 1 << 17
 _READ = select.POLLIN
 _WRITE = select.POLLOUT
 
@@ -59,6 +61,7 @@ class Link:
     self.sock = sock
     self.fd = sock.fileno()
     self.mask = 0
+    self.wakes_at = 1
     self.closed = False
     # The header of the peer's next collective, as far as it has come. A peer
     # that is ahead has sent it before this rank asks for it.
@@ -130,7 +133,8 @@ class Transport:
     self._by_fd: dict[int, Link] = {}
     for rank, sock in sorted(sockets.items()):
       sock.setblocking(False)
-      sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+      if sock.family != socket.AF_UNIX:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
       if buffer_bytes:
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
           sock.setsockopt(socket.SOL_SOCKET, option, buffer_bytes)
@@ -189,7 +193,10 @@ class Transport:
 
   def _wait(self, run: _Run, deadline: float) -> None:
     for link in self._links.values():
-      self._watch(link, run.mask(link))
+      mask = run.mask(link)
+      if mask & _READ:
+        self._wake_at(link)
+      self._watch(link, mask)
     left = deadline - time.monotonic()
     if left <= 0:
       raise DeadlineError(run.waiting())
@@ -200,6 +207,17 @@ class Transport:
       link = self._by_fd[fd]
       link.blocked = False
       run.enqueue(link)
+
+  def _wake_at(self, link: Link) -> None:
+    """Sleeps until a good part of a large piece has come.
+
+    Each wake-up costs more than the bytes that a single packet brings.
+    """
+    waits_for = 1 if link.incoming is None else len(link.incoming)
+    waits_for = min(waits_for, _LEAST_READ_BYTES)
+    if waits_for != link.wakes_at:
+      link.wakes_at = waits_for
+      link.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, waits_for)
 
   def _watch(self, link: Link, mask: int) -> None:
     if mask == link.mask:

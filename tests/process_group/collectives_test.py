@@ -1,0 +1,197 @@
+"""Every collective between real processes, against sums that are exact."""
+
+import numpy as np
+import pytest
+from absl.testing import absltest, parameterized
+
+from tests import processes
+from tests.process_group import meetings
+from tf_strategies import process_group
+from tf_strategies.collectives import compression
+
+_DTYPES = ('float16', 'float32', 'float64', 'int32', 'int64', 'uint8')
+# Fewer elements than ranks, uneven chunks, and both sides of the limit (256
+# bytes) up to which everything goes to everyone.
+_SIZES = (0, 1, 2, 7, 32, 64, 65, 1000, 4099)
+_OPTIONS = {'small_message_bytes': 256, 'sub_chunk_bytes': 192}
+
+
+def _values(rank, size, dtype):
+  """Small integers that tell ranks and positions apart; sums are exact."""
+  return ((np.arange(size) * 3 + rank * 7) % 41).astype(dtype)
+
+
+def _noise(rank, size):
+  return np.random.RandomState(rank).standard_normal(size).astype(np.float32)
+
+
+def _all_reduce(rank):
+  results = {}
+  with meetings.meet(rank, **_OPTIONS) as meeting, meeting.form() as group:
+    for dtype in _DTYPES:
+      for size in _SIZES:
+        for op in ('sum', 'min', 'max'):
+          array = _values(group.rank, size, dtype)
+          before = array.copy()
+          out = group.all_reduce(array, op=op, name=f'{dtype}/{size}')
+          assert np.array_equal(array, before)
+          assert out.ctypes.data % 64 == 0
+          results[dtype, size, op] = out.copy()
+    for size in (40, 5003):
+      into = np.empty(size, np.float32)
+      out = group.all_reduce(_noise(group.rank, size), out=into)
+      assert out is into
+      results['noise', size] = out
+    assert meetings.no_tensorflow()
+    group.barrier()
+    return results
+
+
+def _moves(rank):
+  with meetings.meet(rank, **_OPTIONS) as meeting, meeting.form() as group:
+    own, results = group.rank, {}
+    for size in (0, 3, 500):
+      for root in range(group.world_size):
+        array = np.arange(size * 2).reshape(size, 2) + 1000 * own
+        results['broadcast', size, root] = group.broadcast(array, root)
+      ragged = np.full((size * own + (own + 1) % 2, 3), own, np.int16)
+      results['all_gather', size] = group.all_gather(ragged)
+    results['scalar'] = group.broadcast(np.array(7.5 + own), 0)
+    group.barrier(name='end')
+    return results
+
+
+def _encoded(rank, name):
+  codec = compression.by_name(name)
+  with meetings.meet(rank, **_OPTIONS) as meeting, meeting.form() as group:
+    results = {}
+    for size in (0, 1, 9, 100, 129, 3000):
+      sent, _ = codec.compress(_noise(group.rank, size))
+      before = group.bytes_sent
+      out = group.all_reduce(sent.view(np.uint16), wire=name)
+      results[size] = out.copy(), group.bytes_sent - before
+    group.barrier()
+    return results
+
+
+def _large(rank):
+  """More than the sockets' buffers hold, in both directions at once."""
+  with meetings.meet(rank) as meeting, meeting.form() as group:
+    results = []
+    for size in (300_001, 5_000_003):
+      array = np.arange(size, dtype=np.float32) % 1000 + group.rank
+      out = group.all_reduce(array)
+      expected = group.world_size * (np.arange(size) % 1000)
+      expected += sum(range(group.world_size))
+      results.append(np.array_equal(out, expected.astype(np.float32)))
+      got = group.broadcast(out + group.rank, group.world_size - 1)
+      results.append(np.array_equal(got, out + group.world_size - 1))
+      results.append(group.bytes_sent)
+    group.barrier()
+    return results
+
+
+@pytest.mark.multi_process
+class CollectivesTest(parameterized.TestCase):
+  @parameterized.parameters(1, 2, 3, 4, 5)
+  def test_all_reduce(self, world_size):
+    results = processes.run_workers(_all_reduce, world_size)
+    for dtype in _DTYPES:
+      for size in _SIZES:
+        inputs = [_values(r, size, dtype) for r in range(world_size)]
+        for op, ufunc in (
+          ('sum', np.add),
+          ('min', np.minimum),
+          ('max', np.maximum),
+        ):
+          expected = ufunc.reduce(np.stack(inputs), dtype=dtype)
+          for result in results:
+            np.testing.assert_array_equal(result[dtype, size, op], expected)
+            self.assertEqual(result[dtype, size, op].dtype, dtype)
+    for size in (40, 5003):
+      expected = sum(_noise(r, size).astype('f8') for r in range(world_size))
+      for result in results:
+        out = result['noise', size]
+        self.assertEqual(out.tobytes(), results[0]['noise', size].tobytes())
+        np.testing.assert_allclose(out, expected, atol=1e-5)
+
+  @parameterized.parameters(1, 2, 3, 5)
+  def test_broadcast_and_all_gather(self, world_size):
+    for result in processes.run_workers(_moves, world_size):
+      for size in (0, 3, 500):
+        for root in range(world_size):
+          expected = np.arange(size * 2).reshape(size, 2) + 1000 * root
+          np.testing.assert_array_equal(
+            result['broadcast', size, root], expected
+          )
+        for rank, got in enumerate(result['all_gather', size]):
+          expected = np.full((size * rank + (rank + 1) % 2, 3), rank, np.int16)
+          np.testing.assert_array_equal(got, expected)
+          self.assertEqual(got.dtype, np.int16)
+      self.assertEqual(result['scalar'], 7.5)
+      self.assertEqual(result['scalar'].shape, ())
+
+  @parameterized.product(world_size=(2, 3), name=('bfloat16', 'float16'))
+  def test_encoded_sums_are_made_in_float32_and_encoded_once(
+    self, world_size, name
+  ):
+    codec = compression.by_name(name)
+    results = processes.run_workers(_encoded, world_size, args=(name,))
+    for size in (0, 1, 9, 100, 129, 3000):
+      total = np.zeros(size, np.float32)
+      for rank in range(world_size):
+        total += (
+          codec.decompress(*codec.compress(_noise(rank, size))) if size else 0
+        )
+      expected = codec.compress(total)[0].view(np.uint16)
+      for result in results:
+        np.testing.assert_array_equal(result[size][0], expected)
+    sent = [result[3000][1] for result in results]
+    # 2 (N - 1) / N of the encoded buffer.
+    self.assertEqual(
+      sent, [2 * (world_size - 1) * 6000 // world_size] * len(sent)
+    )
+
+  @parameterized.parameters(2, 3)
+  def test_large_arrays(self, world_size):
+    for result in processes.run_workers(_large, world_size):
+      self.assertEqual([result[i] for i in (0, 1, 3, 4)], [True] * 4)
+
+
+class ArgumentsTest(parameterized.TestCase):
+  @parameterized.named_parameters(
+    ('two_dimensions', np.zeros((2, 2)), {}),
+    ('strided', np.zeros(8)[::2], {}),
+    ('bool', np.zeros(3, bool), {}),
+    ('objects', np.array([object()]), {}),
+    ('list', [1, 2], {}),
+    ('op', np.zeros(3), {'op': 'mean'}),
+    ('wire', np.zeros(3, np.uint16), {'wire': 'int8'}),
+    ('wire_of_floats', np.zeros(3), {'wire': 'bfloat16'}),
+    ('out_dtype', np.zeros(3), {'out': np.zeros(3, np.float32)}),
+    ('out_shape', np.zeros(3), {'out': np.zeros(4)}),
+  )
+  def test_unusable_argument_is_refused(self, array, options):
+    with (
+      process_group.Rendezvous({0: '127.0.0.1:0'}, 0) as meeting,
+      meeting.form() as group,
+      self.assertRaisesRegex(ValueError, 'Way out'),
+    ):
+      group.all_reduce(array, **options)
+
+  def test_overlapping_output_is_refused(self):
+    array = np.zeros(8)
+    with (
+      process_group.Rendezvous({0: '127.0.0.1:0'}, 0) as meeting,
+      meeting.form() as group,
+    ):
+      with self.assertRaisesRegex(ValueError, 'overlap'):
+        group.all_reduce(array[:5], out=array[3:])
+      with self.assertRaisesRegex(ValueError, 'root'):
+        group.broadcast(array, 1)
+      with self.assertRaisesRegex(ValueError, 'scalar'):
+        group.all_gather(np.array(1.0))
+
+
+if __name__ == '__main__':
+  absltest.main()

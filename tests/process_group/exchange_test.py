@@ -1,0 +1,111 @@
+"""Small payloads beside the collectives, from several threads at once."""
+
+import concurrent.futures
+
+import numpy as np
+import pytest
+from absl.testing import absltest, parameterized
+
+from tests import processes
+from tests.process_group import meetings
+from tf_strategies import errors, process_group
+
+
+def _many(rank):
+  """Four threads in another order on every rank, beside collectives."""
+  with meetings.meet(rank) as meeting, meeting.form() as group:
+    tags = [f'tag {i}' for i in range(40)]
+    tags = tags[rank * 7 :] + tags[: rank * 7]
+    # A thread waits for the others' calls: all tags must be open at once.
+    with concurrent.futures.ThreadPoolExecutor(len(tags)) as pool:
+      futures = {
+        tag: pool.submit(group.exchange, tag, f'{rank} {tag}'.encode())
+        for tag in tags
+      }
+      sums = [
+        group.all_reduce(np.int64([rank + i]), name=f'{i}')[0]
+        for i in range(50)
+      ]
+    results = {tag: future.result() for tag, future in futures.items()}
+    large = group.exchange('large', bytes([rank]) * (1 << 20))
+    group.barrier()
+    return results, sums, [(len(p), p[0]) for p in large]
+
+
+def _agreements(rank):
+  with meetings.meet(rank) as meeting, meeting.form() as group:
+    same = group.agree({'b': 1, 'a': [1.5, None]}, what='settings')
+    try:
+      group.agree(64 if rank else 32, what='global_batch_size')
+    except errors.CollectiveMismatchError as e:
+      told = str(e), e.ranks
+    # The group is none the worse for it.
+    total = group.all_reduce(np.int64([rank]))[0]
+    again = group.agree(7, what='global_batch_size')
+    group.barrier()
+    return same, told, total, again
+
+
+def _alone(rank):
+  with meetings.meet(rank) as meeting, meeting.form() as group:
+    told = None
+    if rank != 1:
+      try:
+        group.exchange('meeting', b'', timeout_seconds=0.5)
+      except errors.CollectiveTimeoutError as e:
+        told = str(e), e.rank
+    group.barrier()
+    result = group.exchange('next', bytes([rank]))
+    group.barrier()
+    return told, result
+
+
+@pytest.mark.multi_process
+class ExchangeTest(parameterized.TestCase):
+  @parameterized.parameters(1, 2, 4)
+  def test_calls_meet_by_tag_whatever_their_order(self, world_size):
+    results = processes.run_workers(_many, world_size)
+    for payloads, sums, large in results:
+      for tag, got in payloads.items():
+        expected = [f'{r} {tag}'.encode() for r in range(world_size)]
+        self.assertEqual(got, expected)
+      ranks = sum(range(world_size))
+      self.assertEqual(sums, [ranks + world_size * i for i in range(50)])
+      self.assertEqual(large, [(1 << 20, r) for r in range(world_size)])
+
+  def test_agree_names_what_who_and_both_values(self):
+    results = processes.run_workers(_agreements, 3)
+    for same, (message, ranks), total, again in results:
+      self.assertEqual(same, {'b': 1, 'a': [1.5, None]})
+      self.assertEqual(ranks, (1, 2))
+      self.assertIn('global_batch_size', message)
+      self.assertRegex(message, r'rank 0 \(.*\) has 32')
+      self.assertRegex(message, r'rank 2 \(.*\) has 64')
+      self.assertEqual((total, again), (3, 7))
+
+  def test_who_did_not_come_is_named_and_the_group_goes_on(self):
+    results = processes.run_workers(_alone, 3)
+    for rank, (told, result) in enumerate(results):
+      self.assertEqual(result, [b'\0', b'\1', b'\2'])
+      if rank != 1:
+        self.assertEqual(told[1], 1)
+        self.assertIn('rank 1 (task 1 at ', told[0])
+
+
+class LimitsTest(absltest.TestCase):
+  def test_unusable_arguments(self):
+    with (
+      process_group.Rendezvous({0: '127.0.0.1:0'}, 0) as meeting,
+      meeting.form() as group,
+    ):
+      with self.assertRaisesRegex(ValueError, '1048577 bytes'):
+        group.exchange('tag', bytes((1 << 20) + 1))
+      with self.assertRaisesRegex(ValueError, 'tag of 600'):
+        group.exchange('t' * 600, b'')
+      with self.assertRaisesRegex(ValueError, 'convert it first'):
+        group.agree({1, 2}, what='set')
+      self.assertEqual(group.exchange('tag', b'x'), [b'x'])
+
+
+if __name__ == '__main__':
+  absltest.main()

@@ -1,0 +1,242 @@
+"""What happens to the others when one worker dies, stops, leaves or differs."""
+
+import os
+import signal
+import time
+
+import numpy as np
+import pytest
+from absl.testing import absltest, parameterized
+
+from tests import processes
+from tests.process_group import meetings
+from tf_strategies import errors
+
+# Generous, as machines are shared: the point is that it is neither the
+# heartbeat's nor the collective's timeout.
+_AT_ONCE_SECONDS = 8.0
+
+
+def _wait_for(path, seconds=60.0):
+  end = time.monotonic() + seconds
+  while not os.path.exists(path):
+    if time.monotonic() > end:
+      raise AssertionError(f'{path} did not appear')
+    time.sleep(0.01)
+
+
+def _touch(path):
+  with open(path, 'w'):
+    pass
+
+
+def _train(rank, directory, size, options):
+  """All-reduces until something fails; what, and that it stays that way."""
+  with meetings.meet(rank, **options) as meeting, meeting.form() as group:
+    array = np.full(size, 1.0 + group.rank, np.float32)
+    steps = 0
+    while True:
+      try:
+        out = group.all_reduce(array, name='gradient')
+      except errors.Error as e:
+        told = {k: getattr(e, k, None) for k in _ATTRIBUTES}
+        result = type(e).__name__, str(e), told, steps, time.time()
+        break
+      expected = sum(range(1, group.world_size + 1))
+      assert (out == expected).all(), 'partial data'
+      steps += 1
+      if steps == 3:
+        _touch(os.path.join(directory, f'{rank}.runs'))
+    started = time.monotonic()
+    for again in (
+      lambda: group.barrier(),
+      lambda: group.exchange('later', b''),
+      lambda: group.all_gather(array),
+    ):
+      try:
+        again()
+      except type(group.failure) as e:
+        assert str(e) == result[1], str(e)
+      else:
+        raise AssertionError('a failed group went on')
+    assert time.monotonic() - started < _AT_ONCE_SECONDS
+    return result
+
+
+_ATTRIBUTES = ('rank', 'address', 'tensor', 'step', 'ranks')
+
+
+@pytest.mark.multi_process
+class LostWorkerTest(parameterized.TestCase):
+  def _lose(self, victim, number, size, options):
+    directory = self.create_tempdir().full_path
+    with processes.Workers(
+      _train, 3, args=(directory, size, options)
+    ) as workers:
+      for rank in range(3):
+        _wait_for(os.path.join(directory, f'{rank}.runs'))
+      workers.signal(victim, number)
+      at = time.time()
+      survivors = [r for r in range(3) if r != victim]
+      outcomes = workers.wait(survivors)
+      address = workers.addresses[victim]
+    for outcome in outcomes:
+      self.assertEqual(outcome.error_text, '')
+    return at, address, [outcome.value for outcome in outcomes]
+
+  @parameterized.product(victim=(0, 1, 2), size=(10, 1_000_000))
+  def test_every_survivor_names_the_killed_worker(self, victim, size):
+    at, address, results = self._lose(victim, signal.SIGKILL, size, {})
+    for kind, message, told, steps, ended in results:
+      self.assertEqual(kind, 'WorkerUnavailableError')
+      self.assertEqual(told['rank'], victim)
+      self.assertEqual(told['address'], address)
+      self.assertEqual(told['tensor'], 'gradient')
+      # As rank 0 counts, which may be one collective ahead or behind.
+      self.assertBetween(told['step'], steps, steps + 2)
+      self.assertIn(f'Rank {victim} (task {victim} at {address})', message)
+      self.assertIn("'gradient'", message)
+      self.assertLess(ended - at, _AT_ONCE_SECONDS)
+
+  @parameterized.parameters(0, 2)
+  def test_stopped_worker_is_named_after_the_silence(self, victim):
+    at, address, results = self._lose(
+      victim, signal.SIGSTOP, 1000, {'heartbeat_timeout_seconds': 2.0}
+    )
+    for kind, message, told, _, ended in results:
+      self.assertEqual(kind, 'WorkerUnavailableError')
+      self.assertEqual((told['rank'], told['address']), (victim, address))
+      self.assertIn('silent', message)
+      self.assertGreater(ended - at, 1.5)
+      self.assertLess(ended - at, 30)
+
+
+def _leave(rank, leaver, how):
+  with meetings.meet(rank) as meeting, meeting.form() as group:
+    first = group.all_reduce(np.float32([rank]), name='first')
+    if rank == leaver:
+      if how == 'close':
+        group.close()
+        return first.tolist(), 'left', '', None
+      group.abort('the disk is full')
+    try:
+      group.all_reduce(np.float32([rank]), name='second')
+    except errors.Error as e:
+      return first.tolist(), type(e).__name__, str(e), e.rank
+    return None
+
+
+def _finish(rank):
+  """Every rank leaves as soon as it is done, whatever the others still do."""
+  with meetings.meet(rank) as meeting, meeting.form() as group:
+    for _ in range(20):
+      out = group.all_reduce(np.full(300_000, group.rank, np.float32))
+    return float(out.min()), float(out.max())
+
+
+@pytest.mark.multi_process
+class LeavingTest(parameterized.TestCase):
+  @parameterized.product(leaver=(0, 1), how=('close', 'abort'))
+  def test_leaving_is_told_apart_from_dying(self, leaver, how):
+    results = processes.run_workers(_leave, 3, args=(leaver, how))
+    for rank, (first, kind, message, culprit) in enumerate(results):
+      self.assertEqual(first, [3.0])
+      if rank == leaver and how == 'close':
+        continue
+      self.assertEqual(kind, 'WorkerUnavailableError')
+      self.assertEqual(culprit, leaver)
+      expected = 'left the group' if how == 'close' else 'the disk is full'
+      self.assertIn(expected, message)
+
+  def test_ranks_that_are_done_do_not_disturb_the_others(self):
+    for low, high in processes.run_workers(_finish, 4):
+      self.assertEqual((low, high), (6.0, 6.0))
+
+
+def _differ(rank, calls):
+  """Each rank makes its call; all must be told the same."""
+  with meetings.meet(rank) as meeting, meeting.form() as group:
+    group.barrier(name='together')
+    method, args, options = calls[rank]
+    try:
+      getattr(group, method)(*args, **options)
+      # A root that only sends may be through already.
+      group.barrier()
+    except errors.Error as e:
+      return type(e).__name__, str(e), e.ranks, e.step
+    return None
+
+
+_FLOATS = np.zeros(100, np.float32)
+_SAME = ('all_reduce', (_FLOATS,), {'name': 'x'})
+
+
+@pytest.mark.multi_process
+class MismatchTest(parameterized.TestCase):
+  @parameterized.named_parameters(
+    ('size', ('all_reduce', (np.zeros(101, np.float32),), {'name': 'x'})),
+    ('dtype', ('all_reduce', (np.zeros(100, np.int32),), {'name': 'x'})),
+    ('name', ('all_reduce', (_FLOATS,), {'name': 'y'})),
+    ('op', ('all_reduce', (_FLOATS,), {'name': 'x', 'op': 'max'})),
+    ('algorithm', ('all_reduce', (np.zeros(10**5, 'f4'),), {'name': 'x'})),
+    ('barrier', ('barrier', (), {'name': 'x'})),
+    ('broadcast', ('broadcast', (_FLOATS, 0), {'name': 'x'})),
+    ('gather', ('all_gather', (_FLOATS,), {'name': 'x'})),
+  )
+  def test_every_rank_is_told_who_does_what(self, other):
+    calls = [_SAME, _SAME, other]
+    results = processes.run_workers(_differ, 3, args=(calls,))
+    for result in results:
+      self.assertIsNotNone(result)
+      kind, message, ranks, step = result
+      self.assertEqual(kind, 'CollectiveMismatchError')
+      self.assertEqual(message, results[0][1])
+      self.assertEqual(ranks, (2,))
+      self.assertEqual(step, 2)
+      self.assertIn('rank 0 (task 0 at ', message)
+      self.assertIn("all_reduce(sum) 'x' of float32[100]", message)
+
+  def test_shapes_of_broadcasts_and_rows_of_gathers(self):
+    for method, args in (('broadcast', (1,)), ('all_gather', ())):
+      calls = [
+        (method, (np.zeros((2, shape), np.float32), *args), {})
+        for shape in (3, 4)
+      ]
+      for kind, message, ranks, _ in processes.run_workers(
+        _differ, 2, args=(calls,)
+      ):
+        self.assertEqual(kind, 'CollectiveMismatchError')
+        self.assertEqual(ranks, (1,))
+        self.assertIn(method, message)
+
+
+def _late(rank, late):
+  options = {'collective_timeout_seconds': 2.0}
+  with meetings.meet(rank, **options) as meeting, meeting.form() as group:
+    group.barrier(name='start')
+    if rank == late:
+      while group.failure is None:
+        time.sleep(0.05)
+    try:
+      group.all_reduce(np.zeros(5), name='weights')
+    except errors.CollectiveTimeoutError as e:
+      return str(e), e.rank, e.tensor, e.step
+    return None
+
+
+@pytest.mark.multi_process
+class TimeoutTest(parameterized.TestCase):
+  @parameterized.parameters(0, 2)
+  def test_rank_that_does_not_come_is_named(self, late):
+    results = processes.run_workers(_late, 3, args=(late,))
+    for result in results:
+      self.assertIsNotNone(result)
+      message, rank, tensor, step = result
+      self.assertEqual((rank, tensor, step), (late, 'weights', 2))
+      self.assertIn(f'rank {late} (task {late} at ', message)
+      self.assertIn("was last in barrier 'start' (sequence 1)", message)
+      self.assertIn('within 2 s', message)
+
+
+if __name__ == '__main__':
+  absltest.main()

@@ -1,0 +1,307 @@
+"""How workers find each other, are turned away, and form groups again."""
+
+import os
+import signal
+import time
+
+import numpy as np
+import portpicker
+import pytest
+from absl.testing import absltest, parameterized
+
+from tests import processes
+from tests.process_group import meetings
+from tf_strategies import errors, process_group
+
+_ELASTIC = {'min_workers': 2, 'window_seconds': 0.5}
+
+
+def _wait_for(path, seconds=60.0):
+  end = time.monotonic() + seconds
+  while not os.path.exists(path):
+    if time.monotonic() > end:
+      raise AssertionError(f'{path} did not appear')
+    time.sleep(0.01)
+
+
+def _touch(path):
+  with open(path, 'w'):
+    pass
+
+
+def _formed(group):
+  """What a test compares of a group: its view, and that it works."""
+  total = group.all_reduce(np.int64([10**group.rank]))[0]
+  tasks = [(m.rank, m.task, m.progress) for m in group.members]
+  return group.generation, group.rank, tasks, int(total)
+
+
+def _attempt(rank, per_rank):
+  """Forms a group with options of each rank's own; or what prevents it."""
+  options = dict(per_rank.get(rank, {}))
+  shift = options.pop('addresses', {})
+  env = options.pop('environment', {})
+  os.environ.update(env)
+  if shift:
+    changed = {**meetings.addresses(), **shift}
+    meetings.addresses = lambda: changed
+  started = time.monotonic()
+  try:
+    with (
+      meetings.meet(rank, **options) as meeting,
+      meeting.form(progress=100 * rank) as group,
+    ):
+      result = _formed(group)
+      group.barrier()
+      return result
+  except errors.Error as e:
+    return type(e).__name__, str(e), time.monotonic() - started
+
+
+@pytest.mark.multi_process
+class FormTest(parameterized.TestCase):
+  @parameterized.parameters(1, 2, 5)
+  def test_ranks_follow_tasks(self, count):
+    results = processes.run_workers(_attempt, count, args=({},))
+    tasks = [(r, r, 100 * r) for r in range(count)]
+    for rank, result in enumerate(results):
+      self.assertEqual(result, (1, rank, tasks, int('1' * count)))
+
+  def test_missing_worker_is_named_on_every_other(self):
+    options = {'rendezvous_timeout_seconds': 2.0}
+    with processes.Workers(
+      _attempt, 2, args=({0: options, 1: options},), ports=_with_absent(2)
+    ) as workers:
+      absent = workers.addresses[2]
+      outcomes = workers.wait()
+    for outcome in outcomes:
+      self.assertEqual(outcome.error_text, '')
+      kind, message, seconds = outcome.value
+      self.assertEqual(kind, 'RendezvousError')
+      self.assertIn(f'task 2 at {absent} (nobody listens there)', message)
+      self.assertBetween(seconds, 1.9, 30)
+
+  def test_fewer_are_enough_if_the_options_say_so(self):
+    with processes.Workers(
+      _attempt, 2, args=({0: _ELASTIC, 1: _ELASTIC},), ports=_with_absent(2)
+    ) as workers:
+      outcomes = workers.wait()
+    for rank, outcome in enumerate(outcomes):
+      self.assertEqual(outcome.error_text, '')
+      self.assertEqual(outcome.value, (1, rank, [(0, 0, 0), (1, 1, 100)], 11))
+
+  def test_max_workers_leaves_the_others_waiting(self):
+    options = {
+      'max_workers': 2,
+      'min_workers': 2,
+      'rendezvous_timeout_seconds': 4.0,
+    }
+    per_rank = dict.fromkeys(range(3), options)
+    results = processes.run_workers(_attempt, 3, args=(per_rank,))
+    waited = [r for r, result in enumerate(results) if len(result) == 3]
+    self.assertLen(waited, 1)
+    self.assertEqual(results[waited[0]][0], 'RendezvousError')
+    there = [r for r in range(3) if r not in waited]
+    for rank in there:
+      tasks = [(i, task, 100 * task) for i, task in enumerate(there)]
+      self.assertEqual(results[rank], (1, there.index(rank), tasks, 11))
+
+
+def _with_absent(count):
+  """Addresses of `count` workers and of one that never comes."""
+  return processes.addresses(count + 1)
+
+
+@pytest.mark.multi_process
+class RefusalTest(parameterized.TestCase):
+  def test_other_secret_is_told_to_its_owner_and_stops_nobody(self):
+    wrong = {'secret': b'another secret than the others have'}
+    per_rank = {0: _ELASTIC, 1: _ELASTIC, 2: {**_ELASTIC, **wrong}}
+    results = processes.run_workers(_attempt, 3, args=(per_rank,))
+    for rank in (0, 1):
+      self.assertEqual(results[rank][2], [(0, 0, 0), (1, 1, 100)])
+    kind, message, seconds = results[2]
+    self.assertEqual(kind, 'AuthenticationError')
+    self.assertIn('TFS_SECRET', message)
+    self.assertLess(seconds, 30)
+
+  def test_no_secret_where_others_have_one(self):
+    per_rank = {1: {'secret': None}}
+    for kind, message, seconds in processes.run_workers(
+      _attempt, 2, args=(per_rank,)
+    ):
+      self.assertEqual(kind, 'AuthenticationError')
+      self.assertIn('does not know the secret', message)
+      self.assertLess(seconds, 30)
+
+  def test_other_addresses_are_named_on_every_worker(self):
+    per_rank = {1: {'addresses': {7: '127.0.0.1:7777'}}}
+    for kind, message, seconds in processes.run_workers(
+      _attempt, 3, args=(per_rank,)
+    ):
+      self.assertIn(kind, ('ClusterConfigError', 'RendezvousError'))
+      self.assertRegex(message, '[Tt]ask 7 is at .*127.0.0.1:7777')
+      self.assertLess(seconds, 30)
+
+
+class ConstructorTest(parameterized.TestCase):
+  @parameterized.named_parameters(
+    ('no_port', {0: '127.0.0.1'}, 0, {}, errors.ClusterConfigError),
+    ('bad_port', {0: '127.0.0.1:99999'}, 0, {}, errors.ClusterConfigError),
+    ('no_task', {0: '127.0.0.1:0'}, 1, {}, errors.ClusterConfigError),
+    (
+      'same_address',
+      {0: '127.0.0.1:5', 1: '127.0.0.1:5'},
+      0,
+      {},
+      errors.ClusterConfigError,
+    ),
+    (
+      'no_secret',
+      {0: '127.0.0.1:0', 1: 'worker-1.example:2222'},
+      0,
+      {},
+      errors.UnsupportedOptionError,
+    ),
+    (
+      'too_many',
+      {0: '127.0.0.1:0'},
+      0,
+      {'min_workers': 2},
+      errors.UnsupportedOptionError,
+    ),
+    (
+      'not_of_this_host',
+      {0: '192.0.2.1:2222'},
+      0,
+      {'allow_unauthenticated': True},
+      errors.RendezvousError,
+    ),
+  )
+  def test_unusable(self, addresses, task, options, error):
+    with self.assertRaises(error):
+      process_group.Rendezvous(
+        addresses, task, process_group.GroupOptions(**options)
+      )
+
+  def test_second_process_of_a_task_is_told_so(self):
+    address = f'127.0.0.1:{portpicker.pick_unused_port()}'
+    with (
+      process_group.Rendezvous({3: address}, 3),
+      self.assertRaisesRegex(errors.RendezvousError, 'same task'),
+    ):
+      process_group.Rendezvous({3: address}, 3)
+    # Closed, it gives the address back.
+    process_group.Rendezvous({3: address}, 3).close()
+
+
+def _survive(rank, directory, victim):
+  groups = []
+  with meetings.meet(rank, **_ELASTIC) as meeting:
+    with meeting.form() as group:
+      groups.append(_formed(group))
+      _touch(os.path.join(directory, f'{rank}.runs'))
+      try:
+        while True:
+          group.all_reduce(np.ones(1000))
+      except errors.WorkerUnavailableError as e:
+        assert e.rank == victim, e
+    with meeting.form(progress=5) as group:
+      groups.append(_formed(group))
+      group.barrier()
+  return groups
+
+
+def _let_in(rank, directory):
+  """Runs until the worker that was started again has joined."""
+  joined = []
+  with meetings.meet(rank, **_ELASTIC) as meeting:
+    group = meeting.form()
+    seen = [group.world_size]
+    _touch(os.path.join(directory, f'{rank}.{group.generation}'))
+    while True:
+      try:
+        # Rank 0 decides for all: they see a joiner at different moments.
+        now = np.array([len(group.pending_joiners())])
+        if group.broadcast(now, 0)[0]:
+          joined.append(group.pending_joiners())
+        else:
+          time.sleep(0.01)
+          if len(seen) > 1 and group.world_size == 3:
+            group.barrier()
+            return seen, group.generation, joined
+          continue
+      except errors.WorkerUnavailableError:
+        pass
+      group = meeting.form()
+      seen.append(group.world_size)
+      _touch(os.path.join(directory, f'{rank}.{group.generation}'))
+
+
+def _join(rank, directory):
+  """The worker that is started again: its first group must be of three."""
+  path = os.path.join(directory, 'restarted')
+  if not os.path.exists(path):
+    _touch(path)
+    return _let_in(rank, directory)
+  with meetings.meet(rank, **_ELASTIC) as meeting:
+    group = meeting.form()
+    if group.world_size != 3:
+      raise AssertionError(f'{group.members}')
+    group.broadcast(np.array([0]), 0)
+    group.barrier()
+    return [group.world_size], group.generation, []
+
+
+def _worker(rank, directory, victim):
+  function = _join if rank == victim else _let_in
+  return function(rank, directory)
+
+
+@pytest.mark.multi_process
+class AgainTest(parameterized.TestCase):
+  @parameterized.parameters(0, 1, 2)
+  def test_survivors_form_a_group_of_their_own(self, victim):
+    directory = self.create_tempdir().full_path
+    with processes.Workers(_survive, 3, args=(directory, victim)) as workers:
+      for rank in range(3):
+        _wait_for(os.path.join(directory, f'{rank}.runs'))
+      workers.signal(victim, signal.SIGKILL)
+      survivors = [r for r in range(3) if r != victim]
+      outcomes = workers.wait(survivors)
+    for rank, outcome in enumerate(outcomes):
+      self.assertEqual(outcome.error_text, '')
+      first, second = outcome.value
+      self.assertEqual(first[0], 1)
+      self.assertEqual(second[0], 2)
+      self.assertEqual(second[1], rank)
+      tasks = [(r, task, 5) for r, task in enumerate(survivors)]
+      self.assertEqual(second[2], tasks)
+      self.assertEqual(second[3], 11)
+
+  @parameterized.parameters(0, 2)
+  def test_restarted_worker_joins_the_survivors(self, victim):
+    directory = self.create_tempdir().full_path
+    with processes.Workers(_worker, 3, args=(directory, victim)) as workers:
+      for rank in range(3):
+        _wait_for(os.path.join(directory, f'{rank}.1'))
+      workers.kill(victim)
+      survivors = [r for r in range(3) if r != victim]
+      # The rest goes on without it, and lets it in when it is back.
+      for rank in survivors:
+        _wait_for(os.path.join(directory, f'{rank}.2'))
+      workers.start(victim)
+      outcomes = workers.wait()
+    for outcome in outcomes:
+      self.assertEqual(outcome.error_text, '')
+    generations = {outcome.value[1] for outcome in outcomes}
+    self.assertLen(generations, 1)
+    for rank in survivors:
+      seen, _, joined = outcomes[rank].value
+      self.assertEqual(seen[:2], [3, 2])
+      self.assertEqual(seen[-1], 3)
+      self.assertIn((victim,), joined)
+
+
+if __name__ == '__main__':
+  absltest.main()
