@@ -5,7 +5,7 @@ there a 16-bit wire costs more than it saves. On these hosts a link has the rate
 that it is given, in each direction, and can be cut:
 
   with test_hosts.TestHosts(2, rate='200mbit') as hosts:
-    hosts.run(0, ['ping', '-c', '1', hosts.addresses[1]])
+    hosts.run(0, ['ip', 'address'])
     hosts.cut_link(1)
 
 Needs Linux, root, and iproute2. All of it, also the switch, is in namespaces of
@@ -80,11 +80,13 @@ def missing(delay: bool = False) -> str | None:
     return f'network namespaces are not allowed here ({e})'
   try:
     # In the order in which a host needs them.
-    _call('ip', '-n', name, 'link', 'add', 'b', 'type', 'bridge')
-    _call('ip', '-n', name, 'link', 'add', 'v', 'type', 'veth')
-    _call('tc', '-n', name, 'qdisc', 'add', 'dev', 'v', 'root', *_tbf(10**9))
+    _call('ip', '-n', name, 'link', 'add', 'name', 'bridge', 'type', 'bridge')
+    _call('ip', '-n', name, 'link', 'add', 'name', 'port', 'type', 'veth')
+    _call('tc', '-n', name, 'qdisc', 'add', 'dev', 'port', 'root', *_tbf(10**9))
     if delay:
-      _call('tc', '-n', name, 'qdisc', 'add', 'dev', 'b', 'root', *_netem(1.0))
+      _call(
+        'tc', '-n', name, 'qdisc', 'add', 'dev', 'bridge', 'root', *_netem(1.0)
+      )
   except errors.Error as e:
     return f'the kernel here lacks what the links are made of ({e})'
   finally:
@@ -214,7 +216,7 @@ class TestHosts:
   def _make(self) -> None:
     _call('ip', 'netns', 'add', self._switch)
     switch = ('ip', '-n', self._switch)
-    _call(*switch, 'link', 'add', 'bridge', 'type', 'bridge')
+    _call(*switch, 'link', 'add', 'name', 'bridge', 'type', 'bridge')
     _call(*switch, 'link', 'set', 'bridge', 'up')
     for index, name in enumerate(self._names):
       self._add_host(switch, index, name)
@@ -224,7 +226,7 @@ class TestHosts:
     _call('ip', 'netns', 'add', name)
     host = ('ip', '-n', name)
     peer = ('type', 'veth', 'peer', 'name', INTERFACE, 'netns', name)
-    _call(*switch, 'link', 'add', port, *peer)
+    _call(*switch, 'link', 'add', 'name', port, *peer)
     _call(*switch, 'link', 'set', port, 'master', 'bridge', 'up')
     address = f'{self.addresses[index]}/24'
     _call(*host, 'address', 'add', address, 'dev', INTERFACE)
@@ -264,10 +266,14 @@ def _call(*arguments: str) -> str:
   )
   if done.returncode:
     raise errors.UnsupportedOptionError(
-      f'`{" ".join(arguments)}`: {done.stderr.strip() or done.returncode}. '
+      f'`{" ".join(arguments)}`: {_last_words(done)}. '
       'Run it by hand as root to see more.'
     )
   return done.stdout
+
+
+def _last_words(done: subprocess.CompletedProcess) -> str:
+  return done.stderr.strip().rstrip('.') or f'status {done.returncode}'
 
 
 def _delete(name: str) -> None:

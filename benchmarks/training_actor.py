@@ -1,0 +1,145 @@
+"""A worker's side of `training_step`: models under strategies, and their fit."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tf_strategies as tfs
+from tf_strategies import process_group
+
+
+class BlockClock(keras.callbacks.Callback):
+  """Notes the time after each block of steps.
+
+  Args:
+    steps: of a block.
+  """
+
+  def __init__(self, steps: int):
+    super().__init__()
+    self._steps = steps
+    self._times: list[float] = []
+
+  def on_train_batch_end(self, batch, logs=None):
+    """Notes the time at the end of a block."""
+    if (batch + 1) % self._steps == 0:
+      self._times.append(time.perf_counter())
+
+  def seconds(self) -> list[float]:
+    """Returns the seconds a step of each block but the first, the warm-up."""
+    return (np.diff(self._times) / self._steps).tolist()
+
+
+class Actor:
+  """The models of one worker; `crew_worker` calls the methods.
+
+  Args:
+    rank: of this worker.
+  """
+
+  def __init__(self, rank: int):
+    self._rank = rank
+    self._models: dict[str, keras.Model] = {}
+    self._rows: dict[str, int] = {}
+
+  def set_up(
+    self,
+    peer: str,
+    strategy: str,
+    options: Mapping[str, Any],
+    addresses: Sequence[str],
+    shape: Mapping[str, int],
+    timeout_seconds: float,
+  ) -> int:
+    """Builds a model under a strategy.
+
+    Args:
+      peer: its name.
+      strategy: 'ring', 'collective' or 'one_device'.
+      options: of the strategy.
+      addresses: 'host:port' of this peer on each worker.
+      shape: `width` and `layers` of the model, and `batch_rows`, of the whole
+        batch.
+      timeout_seconds: how long to wait for the other workers.
+
+    Returns:
+      Bytes of the trainable variables.
+    """
+    made = self._strategy(strategy, options, addresses, timeout_seconds)
+    keras.utils.set_random_seed(1)
+    with made.scope():
+      model = _dense_model(shape['width'], shape['layers'])
+      model.compile(tfs.keras.DistributedOptimizer('sgd'), 'mse')
+    self._models[peer] = model
+    self._rows[peer] = shape['batch_rows']
+    return sum(4 * int(np.prod(v.shape)) for v in model.trainable_variables)
+
+  def run(self, peer: str, blocks: int, steps: int) -> dict[str, Any]:
+    """Fits for one block to warm up and then for those that count.
+
+    Args:
+      peer: whose turn it is.
+      blocks: how many are timed.
+      steps: of a block.
+
+    Returns:
+      `seconds` a step of each block, and the mean `loss` of all steps.
+    """
+    model, rows = self._models[peer], self._rows[peer]
+    width = model.input_shape[-1]
+    count = (1 + blocks) * steps * rows
+    values = np.random.default_rng(1).standard_normal((count, width))
+    x = values.astype(np.float32)
+    clock = BlockClock(steps)
+    history = model.fit(
+      x,
+      np.tanh(x),
+      batch_size=rows,
+      shuffle=False,
+      verbose=0,
+      callbacks=[clock],
+    )
+    return {
+      'seconds': clock.seconds(),
+      'loss': float(history.history['loss'][-1]),
+    }
+
+  def _strategy(self, name, options, addresses, timeout_seconds):
+    if name == 'one_device':
+      return tf.distribute.get_strategy()
+    task = {'type': 'worker', 'index': self._rank}
+    text = json.dumps({'cluster': {'worker': addresses}, 'task': task})
+    cluster = tfs.cluster.ClusterConfig.from_env({'TF_CONFIG': text})
+    if name == 'collective':
+      return tfs.MultiWorkerCollectiveStrategy(
+        cluster,
+        communication='ring',
+        devices=['CPU:0'],
+        start_timeout_seconds=timeout_seconds,
+        **options,
+      )
+    group = process_group.GroupOptions.from_env(
+      rendezvous_timeout_seconds=timeout_seconds,
+      collective_timeout_seconds=timeout_seconds,
+    )
+    return tfs.MultiWorkerRingStrategy(
+      cluster, tfs.RingOptions(group=group, **options), devices=['CPU:0']
+    )
+
+
+def _dense_model(width: int, layers: int) -> keras.Model:
+  """A model whose parameters are nearly all in square matrices."""
+  return keras.Sequential(
+    [
+      keras.Input([width]),
+      *(keras.layers.Dense(width, 'relu') for _ in range(layers - 1)),
+      keras.layers.Dense(width),
+    ]
+  )

@@ -1,0 +1,347 @@
+"""A step of Keras' `fit` on two workers: ours beside TensorFlow's collectives.
+
+  python -m benchmarks.training_step
+  python -m benchmarks.training_step --link_rate=1gbit --rounds=5
+  python -m benchmarks.training_step --width=64 --rounds=1 --peers=ring_8mb
+
+A dense model with 25 MB of parameters and a batch of 64 a worker. The ring's
+buckets travel while the backward pass goes on, so their size decides how much
+of the reduction is hidden. The limits are one device alone, on the whole batch
+and on one worker's part of it: no communication at all.
+
+Peers run one after the other, in several rounds; the others' processes are idle
+meanwhile. A sample is the mean step of a block. After the first round the
+losses of all peers and ranks must agree.
+
+With --link_rate the workers run on hosts of their own (see
+benchmarks/test_hosts.py). 'reduce predicted' is the cost model's time of the
+gradients' ring over the measured link: what a step without overlap would add.
+"""
+
+import contextlib
+import dataclasses
+import os
+import secrets
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+# TensorFlow reads it when it is imported.
+os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
+
+from absl import app, flags
+
+from benchmarks import (
+  crew,
+  measure,
+  process_crews,
+  process_results,
+  report,
+  test_hosts,
+)
+
+_MIB = 1 << 20
+_REFERENCE = 'collective'
+_WHOLE_BATCH = 'one_device_global_batch'
+# How far losses of the same steps may be apart, relatively.
+_SAME, _SAME_IN_16_BITS = 1e-3, 5e-2
+
+
+@dataclasses.dataclass(frozen=True)
+class Peer:
+  """One way to train.
+
+  Attributes:
+    name: for flags, tables and JSON.
+    strategy: 'ring', 'collective' or 'one_device'; those of one strategy share
+      their processes.
+    options: of the strategy.
+    whole_batch: whether the batch is that of all workers; a part otherwise.
+  """
+
+  name: str
+  strategy: str
+  options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  whole_batch: bool = True
+
+  @property
+  def compressed(self) -> bool:
+    """Whether gradients travel in 16 bits."""
+    return self.options.get('compression', 'none') != 'none'
+
+
+PEERS = (
+  Peer('ring_1mb', 'ring', {'bucket_bytes': _MIB}),
+  Peer('ring_8mb', 'ring', {'bucket_bytes': 8 * _MIB}),
+  Peer('ring_64mb', 'ring', {'bucket_bytes': 64 * _MIB}),
+  Peer('ring_8mb_bfloat16', 'ring', {'compression': 'bfloat16'}),
+  # `MultiWorkerMirroredStrategy` with the Keras bugs cured.
+  Peer(_REFERENCE, 'collective', {'max_subdivs_per_device': -1}),
+  Peer('collective_8_parts', 'collective', {'max_subdivs_per_device': 8}),
+  Peer(_WHOLE_BATCH, 'one_device'),
+  Peer('one_device_part', 'one_device', whole_batch=False),
+)
+NAMES = tuple(peer.name for peer in PEERS)
+
+_NUM_WORKERS = flags.DEFINE_integer(
+  'num_workers', 2, 'Workers of a device each.', lower_bound=2
+)
+_WIDTH = flags.DEFINE_integer(
+  'width', 1250, 'Units of each layer.', lower_bound=1
+)
+_LAYERS = flags.DEFINE_integer('layers', 4, 'Dense layers.', lower_bound=1)
+_BATCH = flags.DEFINE_integer(
+  'per_replica_batch_size', 64, 'Rows of a worker.', lower_bound=1
+)
+_ROUNDS = flags.DEFINE_integer(
+  'rounds', 5, 'Turns of each peer.', lower_bound=1
+)
+_BLOCKS = flags.DEFINE_integer(
+  'blocks', 4, 'Samples in each turn, after one to warm up.', lower_bound=1
+)
+_STEPS = flags.DEFINE_integer('steps', 10, 'Steps of a block.', lower_bound=1)
+_PEERS = flags.DEFINE_list(
+  'peers', None, f'Which of {",".join(NAMES)}. Default: all.'
+)
+_LINK_RATE = flags.DEFINE_string(
+  'link_rate', None, "Rate of each worker's link, such as 1gbit or 200mbit."
+)
+_LINK_DELAY_MS = flags.DEFINE_float(
+  'link_delay_ms', 0.0, 'What each link adds, one way.', lower_bound=0.0
+)
+_DEADLINE_SECONDS = flags.DEFINE_float(
+  'deadline_seconds',
+  crew.DEADLINE_SECONDS,
+  'How long a turn of a peer may take.',
+  lower_bound=1.0,
+)
+_REPORT_JSON = flags.DEFINE_string(
+  'report_json', None, 'Where to write the results as JSON.'
+)
+
+
+class Training:
+  """The processes of all peers, with their models built.
+
+  Args:
+    peers: what to train.
+    hosts: where the workers run; None for this machine.
+    stack: what ends the processes.
+
+  Attributes:
+    parameter_bytes: of the model.
+  """
+
+  def __init__(
+    self,
+    peers: Sequence[Peer],
+    hosts: test_hosts.TestHosts | None,
+    stack: contextlib.ExitStack,
+  ):
+    self._crews: dict[str, crew.Crew] = {}
+    self._hosts = hosts
+    self._addresses: dict[str, list[str]] = {}
+    self.parameter_bytes = 0
+    for peer in peers:
+      if peer.strategy not in self._crews:
+        self._crews[peer.strategy] = stack.enter_context(
+          self._start(peer.strategy)
+        )
+    for peer in peers:
+      self.parameter_bytes = self._set_up(peer)
+
+  def run(self, peer: Peer) -> tuple[list[float], list[float]]:
+    """Trains once.
+
+    Returns:
+      Seconds a step of each block, of the slowest rank; the loss by rank.
+    """
+    found = self._crews[peer.strategy].ask(
+      'run', peer=peer.name, blocks=_BLOCKS.value, steps=_STEPS.value
+    )
+    by_rank = [f['seconds'] for f in found]
+    seconds = [max(block) for block in zip(*by_rank, strict=True)]
+    return seconds, [f['loss'] for f in found]
+
+  def _start(self, strategy: str) -> crew.Crew:
+    prefixes = [()] * (1 if strategy == 'one_device' else _NUM_WORKERS.value)
+    if self._hosts is not None and strategy != 'one_device':
+      prefixes = [self._hosts.command(i, ()) for i in range(len(prefixes))]
+    return crew.Crew(
+      strategy,
+      'benchmarks.training_actor:Actor',
+      prefixes,
+      deadline_seconds=_DEADLINE_SECONDS.value,
+    )
+
+  def _set_up(self, peer: Peer) -> int:
+    rows = _BATCH.value * (_NUM_WORKERS.value if peer.whole_batch else 1)
+    answers = self._crews[peer.strategy].ask(
+      'set_up',
+      peer=peer.name,
+      strategy=peer.strategy,
+      options=dict(peer.options),
+      addresses=self._addresses_of(peer),
+      shape={
+        'width': _WIDTH.value,
+        'layers': _LAYERS.value,
+        'batch_rows': rows,
+      },
+      timeout_seconds=_DEADLINE_SECONDS.value,
+    )
+    return answers[0]
+
+  def _addresses_of(self, peer: Peer) -> list[str]:
+    # TensorFlow's runtime is started once in a process, with one cluster.
+    if peer.strategy == 'collective' and peer.strategy in self._addresses:
+      return self._addresses[peer.strategy]
+    count = _NUM_WORKERS.value
+    hosts = ('127.0.0.1',) * count
+    if self._hosts is not None:
+      hosts = self._hosts.addresses
+    ports = crew.free_ports(count)
+    made = [f'{h}:{p}' for h, p in zip(hosts, ports, strict=True)]
+    self._addresses[peer.strategy] = made
+    return made
+
+
+def check_losses(losses: Mapping[str, Sequence[float]]) -> None:
+  """Compares what all peers and ranks have learned from the same steps.
+
+  Args:
+    losses: of each peer by rank.
+
+  Raises:
+    RuntimeError: they differ, so that the times would mean nothing.
+  """
+  expected = losses.get(_WHOLE_BATCH, next(iter(losses.values())))[0]
+  for peer in PEERS:
+    if peer.name not in losses or not peer.whole_batch:
+      continue
+    allowed = _SAME_IN_16_BITS if peer.compressed else _SAME
+    for rank, loss in enumerate(losses[peer.name]):
+      # Not `>`: a NaN is wrong too.
+      if not abs(loss - expected) <= allowed * abs(expected):
+        raise RuntimeError(
+          f'{peer.name}: rank {rank} has a loss of {loss}, not {expected}. '
+          'Its time would mean nothing.'
+        )
+
+
+def run(peers: Sequence[Peer]) -> dict[str, Any]:
+  """Trains with all peers in turns; what was found, as the report has it."""
+  with contextlib.ExitStack() as stack:
+    hosts = None
+    if _over_links():
+      hosts = stack.enter_context(
+        test_hosts.TestHosts(
+          _NUM_WORKERS.value, _LINK_RATE.value, _LINK_DELAY_MS.value
+        )
+      )
+    with process_crews.Crews(_NUM_WORKERS.value, (), hosts) as crews:
+      link = crews.measure_link()
+    _progress(f'building {len(peers)} models')
+    training = Training(peers, hosts, stack)
+    by_name = {peer.name: peer for peer in peers}
+    seconds = {name: [] for name in by_name}
+    for number, order in enumerate(measure.turns(by_name, _ROUNDS.value), 1):
+      _progress(f'round {number} of {_ROUNDS.value}')
+      losses = {}
+      for name in order:
+        samples, losses[name] = training.run(by_name[name])
+        seconds[name] += samples
+      if number == 1:
+        check_losses(losses)
+  return {
+    'parameter_bytes': training.parameter_bytes,
+    'alpha_seconds': link.alpha_seconds,
+    'beta_seconds_per_byte': link.beta_seconds_per_byte,
+    'results': [
+      _record(peer, seconds, training.parameter_bytes, link) for peer in peers
+    ],
+  }
+
+
+def _record(peer, seconds, parameter_bytes, link) -> dict[str, Any]:
+  spread = measure.Spread.of(seconds[peer.name])
+  ratio = predicted = None
+  if _REFERENCE in seconds:
+    ratio = spread.median_ms / measure.Spread.of(seconds[_REFERENCE]).median_ms
+  if peer.strategy != 'one_device':
+    travelling = parameter_bytes // (2 if peer.compressed else 1)
+    predicted = 1e3 * process_results.predicted_seconds(
+      _NUM_WORKERS.value, travelling, link
+    )
+  return {
+    'peer': peer.name,
+    **dataclasses.asdict(spread),
+    f'ratio_to_{_REFERENCE}': ratio,
+    'predicted_reduce_ms': predicted,
+    'seconds': seconds[peer.name],
+  }
+
+
+def table(records: Sequence[Mapping[str, Any]]) -> str:
+  """Returns the records as a Markdown table."""
+  columns = {
+    'peer': 'peer',
+    'median ms a step': 'median_ms',
+    'p10 ms': 'p10_ms',
+    'p90 ms': 'p90_ms',
+    f'to {_REFERENCE}': f'ratio_to_{_REFERENCE}',
+    'reduce predicted ms': 'predicted_reduce_ms',
+  }
+  return report.markdown(
+    list(columns), [[r[key] for key in columns.values()] for r in records]
+  )
+
+
+def _over_links() -> bool:
+  return _LINK_RATE.value is not None or _LINK_DELAY_MS.value > 0
+
+
+def _chosen() -> list[Peer]:
+  names = _PEERS.value or NAMES
+  unknown = sorted(set(names) - set(NAMES))
+  if unknown:
+    raise app.UsageError(
+      f'--peers: {unknown[0]!r} is none of {", ".join(NAMES)}.'
+    )
+  return [peer for peer in PEERS if peer.name in names]
+
+
+def _progress(text: str) -> None:
+  print(text, file=sys.stderr, flush=True)
+
+
+def main(argv: Sequence[str]) -> None:
+  """Runs the benchmark that the flags describe."""
+  if len(argv) > 1:
+    raise app.UsageError(f'{argv[1]!r} is not a flag.')
+  peers = _chosen()
+  if _LINK_RATE.value is not None:
+    test_hosts.bits_per_second(_LINK_RATE.value)  # A typo should end it now.
+  # What the workers recognise each other by, beyond loopback too.
+  os.environ.setdefault('TFS_SECRET', secrets.token_hex(16))
+  settings = (
+    *(_NUM_WORKERS, _WIDTH, _LAYERS, _BATCH, _ROUNDS, _BLOCKS, _STEPS),
+    *(_LINK_RATE, _LINK_DELAY_MS),
+  )
+  content = {
+    'benchmark': 'training_step',
+    **report.environment(),
+    'settings': {flag.name: flag.value for flag in settings},
+  }
+  with crew.ended_by_signals():
+    content |= run(peers)
+  print(
+    f'\n{_NUM_WORKERS.value} workers, {content["parameter_bytes"] / 1e6:.1f} MB '
+    f'of parameters\n\n{table(content["results"])}',
+    flush=True,
+  )
+  if _REPORT_JSON.value:
+    report.write_json(_REPORT_JSON.value, content)
+
+
+if __name__ == '__main__':
+  app.run(main)
