@@ -105,13 +105,14 @@ class WorkerInput:
         )
       return counted_batch.regroup(local, all_rows)
 
-    return (
+    distributed = (
       dataset.map(lambda *batch: _pack(batch))
       .enumerate()
       .map(split)
       .prefetch(1)
       .map(checked)
     )
+    return distributed.with_options(_on_demand())
 
   def _make_check(self):
     """Returns an op that compares the workers' batches 0, 1, 2, 4, 8, ..."""
@@ -232,7 +233,7 @@ class WorkerInput:
     numbers = tf.data.Dataset.range(1).map(
       lambda i: tf.ensure_shape(tf.numpy_function(start, [i], tf.int64), [])
     )
-    return numbers.flat_map(epoch)
+    return numbers.flat_map(epoch).with_options(_on_demand())
 
 
 def _pack(batch):
@@ -249,6 +250,17 @@ def _check_input_options(options):
       'InputReplicationMode.PER_WORKER',
       'leave it out: one pipeline feeds the replicas of a worker',
     )
+
+
+def _on_demand() -> tf.data.Options:
+  """Options with which nothing runs before the step that asks for it.
+
+  A pipeline that talks to the other workers ahead of its step would wait for
+  them when it is given up, and they might have given up theirs before.
+  """
+  options = tf.data.Options()
+  options.experimental_optimization.inject_prefetch = False
+  return options
 
 
 def _fingerprint(batch) -> tf.Tensor:
