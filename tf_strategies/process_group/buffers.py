@@ -48,11 +48,12 @@ class Pool:
 
     >>> pool = Pool()
     >>> first = pool.take(5, 'int32')
-    >>> kept = first[1:]
-    >>> pool.take(5, 'int32').ctypes.data == first.ctypes.data
+    >>> place, kept = first.ctypes.data, first[1:]
+    >>> del first
+    >>> second = pool.take(5, 'int32')
+    >>> second.ctypes.data == place
     False
-    >>> place = first.ctypes.data
-    >>> del first, kept
+    >>> del kept
     >>> pool.take(5, 'int32').ctypes.data == place
     True
 
@@ -92,7 +93,8 @@ class _Block:
   __slots__ = ('_aligned', '_owner', 'size')
 
   def __init__(self, size: int):
-    self.size = size
+    # Of an empty slice NumPy forgets where it began.
+    size = self.size = max(size, ALIGNMENT)
     self._owner = np.empty(size + ALIGNMENT, np.uint8)
     start = -self._owner.ctypes.data % ALIGNMENT
     self._aligned = self._owner[start : start + size]

@@ -139,6 +139,8 @@ class Membership:
     view.generation = max(view.generation, message['generation'])
     view.heard_at = now
     if reached:
+      if self._rivals.get(task) == message['incarnation']:
+        del self._rivals[task]  # It was no rival but a successor.
       view.reached_at = now
       view.problem = ''
       view.refused = False

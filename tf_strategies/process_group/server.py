@@ -124,6 +124,8 @@ class Server:
       if len(self._strangers) > _MAX_STRANGERS:
         oldest, _ = self._strangers.popitem(last=False)
         oldest.cancel()
+        # Until it has closed its socket: else they could pile up.
+        await asyncio.gather(oldest, return_exceptions=True)
 
   async def _serve(self, connection: connection_lib.Connection) -> None:
     try:
