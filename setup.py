@@ -68,6 +68,8 @@ setuptools.setup(
     'and-cuda': [f'tensorflow[and-cuda]{_TENSORFLOW_RANGE}', _KERAS],
     'examples': _EXAMPLES,
     'launch': _LAUNCH,
+    # Not in dev: a cluster brings an MPI library of its own.
+    'mpi': ['mpi4py>=4', 'mpich'],
     'dev': [
       *_EXAMPLES,
       *_LAUNCH,

@@ -1,37 +1,17 @@
-"""What the ranks of mpi_test.py do; each leaves what it saw in a file.
-
-  mpiexec -n 3 python tests/process_group/mpi_programs.py <program> <directory>
-
-Loads the room without TensorFlow: it needs none, and starts sooner.
-"""
+"""What the ranks of mpi_test.py do; each leaves what it saw in a file."""
 
 import concurrent.futures
-import importlib.util
 import os
 import pathlib
 import pickle
 import signal
-import sys
 import time
-import types
-
-import numpy as np
-
-
-def _leave_the_door_closed():
-  found = importlib.util.find_spec('tf_strategies')
-  package = types.ModuleType('tf_strategies')
-  package.__path__ = list(found.submodule_search_locations)
-  sys.modules['tf_strategies'] = package
-
-
-if __name__ == '__main__':
-  _leave_the_door_closed()
 
 import ml_dtypes
+import numpy as np
 
 from tf_strategies import errors, process_group
-from tf_strategies.process_group import mpi_links
+from tf_strategies.process_group import mpi_control, mpi_links
 
 DTYPES = (
   np.int8,
@@ -120,7 +100,7 @@ def _move(note):
     note['empty'] = [raw(a) for a in group.all_gather(np.empty((0, 3)))]
     for root in range(size):
       for key, array in (
-        ('many', numbers(rank, 30001, np.float64).reshape(3, -1)),
+        ('many', numbers(rank, 30000, np.float64).reshape(3, -1)),
         ('scalar', np.array(rank + 0.5, '>f4')),
         ('none', np.empty((2, 0), np.int32)),
       ):
@@ -168,6 +148,19 @@ def talk(note):
     except errors.CollectiveTimeoutError as e:
       note['late'] = (str(e), e.rank)
     group.barrier()
+
+
+def far(note):
+  """As if every rank had a host of its own."""
+  form = mpi_control.form
+  mpi_control.form = lambda comm, host, *rest: form(
+    comm, f'host-{comm.rank}', *rest
+  )
+  with _group() as group:
+    payload = str(group.rank).encode()
+    note['payloads'] = group.exchange('ranks', payload)
+    note['hosts'] = [m.address.partition(':')[0] for m in group.members]
+    note['sum'] = group.all_reduce(np.int64([group.rank])).item()
 
 
 # What the last rank does otherwise than the others.
@@ -264,7 +257,8 @@ def stay_away(note):
     note['failure'] = str(e)
 
 
-def _main(program, directory):
+def run(program, directory):
+  """Runs one of the functions above and writes what it noted."""
   note = {}
   globals()[program](note)
   # mpi4py has initialised MPI by now.
@@ -272,7 +266,3 @@ def _main(program, directory):
   path = pathlib.Path(directory, str(rank))
   path.with_suffix('.part').write_bytes(pickle.dumps(note))
   path.with_suffix('.part').rename(path.with_suffix('.pickle'))
-
-
-if __name__ == '__main__':
-  _main(*sys.argv[1:])

@@ -18,8 +18,9 @@ import psutil
 import pytest
 from absl.testing import absltest, parameterized
 
-from tests.process_group import mpi_programs
+from tests.process_group import mpi_programs, mpi_rank
 from tf_strategies import errors, process_group
+from tf_strategies.process_group import mpi_links
 
 _DEADLINE_SECONDS = 120
 _UFUNCS = {'sum': np.add, 'min': np.minimum, 'max': np.maximum}
@@ -38,8 +39,7 @@ _needs_mpi = pytest.mark.skipif(
 
 def _run(directory, program, count):
   """Runs a program on some ranks; the status and what each rank noted."""
-  script = pathlib.Path(mpi_programs.__file__)
-  command = [sys.executable, str(script), program, str(directory)]
+  command = [sys.executable, mpi_rank.__file__, program, str(directory)]
   if count is not None:
     command = [_mpiexec(), '-n', str(count), *command]
   environment = {**os.environ, 'PYTHONPATH': os.pathsep.join(sys.path)}
@@ -149,7 +149,7 @@ class CollectivesTest(_RanksTestCase):
       self.assertEqual(note['gathered'], rows)
       self.assertEqual(note['empty'], [empty] * count)
       for root in range(count):
-        many = mpi_programs.numbers(root, 30001, np.float64).reshape(3, -1)
+        many = mpi_programs.numbers(root, 30000, np.float64).reshape(3, -1)
         self.assertEqual(note[root, 'many'], mpi_programs.raw(many))
         scalar = mpi_programs.raw(np.array(root + 0.5, '>f4'))
         self.assertEqual(note[root, 'scalar'], scalar)
@@ -177,6 +177,13 @@ class CollectivesTest(_RanksTestCase):
     message, culprit = notes[0]['late']
     self.assertEqual(culprit, 1)
     self.assertIn("exchange 'alone': rank 1 (task 1 at ", message)
+
+  def test_ranks_on_several_hosts_find_rank_0(self):
+    notes = self.run_ranks('far', 3)
+    for note in notes:
+      self.assertEqual(note['payloads'], [b'0', b'1', b'2'])
+      self.assertEqual(note['hosts'], ['host-0', 'host-1', 'host-2'])
+      self.assertEqual(note['sum'], 0 + 1 + 2)
 
   def test_process_without_mpiexec_is_a_group_of_one(self):
     (note,) = self.run_ranks('move', None)
@@ -254,6 +261,12 @@ class FailuresTest(_RanksTestCase):
 class _World:
   rank, size = 0, 1
 
+  def Ibarrier(self):
+    return types.SimpleNamespace(Test=lambda: True)
+
+  def Dup(self):
+    return self
+
 
 def _fake(**changes):
   """A module `mpi4py` whose MPI is in some state."""
@@ -295,6 +308,17 @@ class RefusalsTest(absltest.TestCase):
     ):
       process_group.form_mpi_group()
     self.assertIn('after MPI was finalized', str(caught.exception))
+
+  def test_two_gigabytes_need_mpi_4(self):
+    with _fake(Get_version=lambda: (3, 1), BYTE=None):
+      comm = mpi_links.Communicator(mpi_links.load(), time.monotonic() + 60)
+      # One byte of memory, seen two thousand million times.
+      data = np.broadcast_to(np.uint8(0), 1 << 31)
+      with self.assertRaises(errors.UnsupportedOptionError) as caught:
+        comm.broadcast(data, 0)
+    self.assertIn(
+      '2147483648 bytes at once with MPI (3, 1)', str(caught.exception)
+    )
 
 
 class NumbersTest(absltest.TestCase):

@@ -9,10 +9,10 @@ which yields, looks at the clock and notices that the group has failed.
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import json
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -246,18 +246,13 @@ def _finalize(mpi: Any) -> None:
   """
   if not _left or mpi.Is_finalized():
     return
-  done = threading.Event()
-
-  def watch() -> None:
-    if not done.wait(_FINALIZE_SECONDS):
-      # mpiexec sees that and ends the others.
-      sys.stdout.flush()
-      sys.stderr.flush()
-      os._exit(1)
-
-  threading.Thread(target=watch, name='MPI finalize', daemon=True).start()
+  sys.stdout.flush()
+  sys.stderr.flush()
+  # MPI holds Python's lock meanwhile, so a thread of Python could not watch.
+  # mpiexec sees the status and ends the other processes.
+  faulthandler.dump_traceback_later(_FINALIZE_SECONDS, exit=True, file=2)
   mpi.Finalize()
-  done.set()
+  faulthandler.cancel_dump_traceback_later()
 
 
 def _starts(sizes: Sequence[int]) -> list[int]:
