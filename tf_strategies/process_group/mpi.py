@@ -1,6 +1,6 @@
 """A process group over MPI, for processes that `mpiexec` started.
 
-  mpiexec -n 4 python -m mpi4py train.py
+  mpiexec -n 4 python train.py
 
 MPI moves the arrays, through shared memory or whatever it has between hosts.
 Which rank adds what, in which order, is decided here: MPI promises the same
@@ -8,9 +8,9 @@ Which rank adds what, in which order, is decided here: MPI promises the same
 ranks where zeros have signs or NaNs have payloads. Here one rank computes a
 value, or all of them in rank order.
 
-Such a group is not elastic. When a process dies, MPI ends the whole job, so
-start it again from a checkpoint; `-m mpi4py` lets an uncaught exception end it
-at once too. A rank that hangs ends in a typed error on the others, as over TCP.
+Such a group is not elastic. When a process is killed, MPI ends the whole job:
+start it again from a checkpoint. One that ends by itself, hangs or disagrees
+becomes a typed error on the others, as over TCP.
 """
 
 from __future__ import annotations
