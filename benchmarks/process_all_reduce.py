@@ -75,27 +75,12 @@ _REPORT_JSON = flags.DEFINE_string(
   'report_json', None, 'Where to write the results as JSON.'
 )
 
-# Enough calls in a sample that starting together does not count.
-_SAMPLE_BYTES = 4 << 20
-_MOST_CALLS = 20
-
-
-def calls_in_a_sample(num_bytes: int) -> int:
-  """Returns how many calls in a row are timed as one.
-
-  Example:
-
-    >>> [calls_in_a_sample(n) for n in (4096, 1 << 20, 25_000_000)]
-    [20, 4, 1]
-  """
-  return max(1, min(_MOST_CALLS, _SAMPLE_BYTES // num_bytes))
-
 
 def run_size(
   crews: process_crews.Crews, num_bytes: int, link
 ) -> process_results.Size:
   """Measures all peers on one size; they take turns."""
-  calls = calls_in_a_sample(num_bytes)
+  calls = process_results.calls_in_a_sample(num_bytes)
   names = [entry.name for entry in crews.entries]
   for name in names:
     crews.ask(name, 'prepare', num_bytes=num_bytes)
@@ -152,12 +137,15 @@ def _print(found: Sequence[process_results.Size], about: dict) -> None:
   print(
     f'\n{about["world_size"]} workers; a link takes '
     f'{1e6 * about["alpha_seconds"]:.0f} us and {bandwidth}\n\n'
-    'Median ms (p10-p90)\n\n'
-    f'{process_results.times_table(found)}\n\n'
-    'Ratios of medians; below 1 the first is faster\n\n'
-    f'{process_results.ratios_table(found)}',
+    f'Median ms (p10-p90)\n\n{process_results.times_table(found)}',
     flush=True,
   )
+  ratios = process_results.ratios_table(found)
+  if ratios:
+    print(
+      f'\nRatios of medians; below 1 the first is faster\n\n{ratios}',
+      flush=True,
+    )
 
 
 def _over_links() -> bool:

@@ -14,6 +14,10 @@ REFERENCES = ('mwms_ring', 'gloo')
 # The peer that the prediction is for.
 PREDICTED = 'ours_tcp'
 
+# Enough calls in a sample that starting together does not count.
+_SAMPLE_BYTES = 4 << 20
+_MOST_CALLS = 20
+
 
 @dataclasses.dataclass(frozen=True)
 class Size:
@@ -75,6 +79,17 @@ class Size:
       'ratios': self.ratios(),
       'predicted_ring_ms': self.predicted_ms(),
     }
+
+
+def calls_in_a_sample(num_bytes: int) -> int:
+  """Returns how many calls in a row are timed as one.
+
+  Example:
+
+    >>> [calls_in_a_sample(n) for n in (4096, 1 << 20, 25_000_000)]
+    [20, 4, 1]
+  """
+  return max(1, min(_MOST_CALLS, _SAMPLE_BYTES // num_bytes))
 
 
 def predicted_seconds(

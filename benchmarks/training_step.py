@@ -38,50 +38,8 @@ from benchmarks import (
   process_results,
   report,
   test_hosts,
+  training_peers,
 )
-
-_MIB = 1 << 20
-_REFERENCE = 'collective'
-_WHOLE_BATCH = 'one_device_global_batch'
-# How far losses of the same steps may be apart, relatively.
-_SAME, _SAME_IN_16_BITS = 1e-3, 5e-2
-
-
-@dataclasses.dataclass(frozen=True)
-class Peer:
-  """One way to train.
-
-  Attributes:
-    name: for flags, tables and JSON.
-    strategy: 'ring', 'collective' or 'one_device'; those of one strategy share
-      their processes.
-    options: of the strategy.
-    whole_batch: whether the batch is that of all workers; a part otherwise.
-  """
-
-  name: str
-  strategy: str
-  options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  whole_batch: bool = True
-
-  @property
-  def compressed(self) -> bool:
-    """Whether gradients travel in 16 bits."""
-    return self.options.get('compression', 'none') != 'none'
-
-
-PEERS = (
-  Peer('ring_1mb', 'ring', {'bucket_bytes': _MIB}),
-  Peer('ring_8mb', 'ring', {'bucket_bytes': 8 * _MIB}),
-  Peer('ring_64mb', 'ring', {'bucket_bytes': 64 * _MIB}),
-  Peer('ring_8mb_bfloat16', 'ring', {'compression': 'bfloat16'}),
-  # `MultiWorkerMirroredStrategy` with the Keras bugs cured.
-  Peer(_REFERENCE, 'collective', {'max_subdivs_per_device': -1}),
-  Peer('collective_8_parts', 'collective', {'max_subdivs_per_device': 8}),
-  Peer(_WHOLE_BATCH, 'one_device'),
-  Peer('one_device_part', 'one_device', whole_batch=False),
-)
-NAMES = tuple(peer.name for peer in PEERS)
 
 _NUM_WORKERS = flags.DEFINE_integer(
   'num_workers', 2, 'Workers of a device each.', lower_bound=2
@@ -101,7 +59,7 @@ _BLOCKS = flags.DEFINE_integer(
 )
 _STEPS = flags.DEFINE_integer('steps', 10, 'Steps of a block.', lower_bound=1)
 _PEERS = flags.DEFINE_list(
-  'peers', None, f'Which of {",".join(NAMES)}. Default: all.'
+  'peers', None, f'Which of {",".join(training_peers.NAMES)}. Default: all.'
 )
 _LINK_RATE = flags.DEFINE_string(
   'link_rate', None, "Rate of each worker's link, such as 1gbit or 200mbit."
@@ -134,7 +92,7 @@ class Training:
 
   def __init__(
     self,
-    peers: Sequence[Peer],
+    peers: Sequence[training_peers.Peer],
     hosts: test_hosts.TestHosts | None,
     stack: contextlib.ExitStack,
   ):
@@ -150,7 +108,7 @@ class Training:
     for peer in peers:
       self.parameter_bytes = self._set_up(peer)
 
-  def run(self, peer: Peer) -> tuple[list[float], list[float]]:
+  def run(self, peer: training_peers.Peer) -> tuple[list[float], list[float]]:
     """Trains once.
 
     Returns:
@@ -174,7 +132,7 @@ class Training:
       deadline_seconds=_DEADLINE_SECONDS.value,
     )
 
-  def _set_up(self, peer: Peer) -> int:
+  def _set_up(self, peer: training_peers.Peer) -> int:
     rows = _BATCH.value * (_NUM_WORKERS.value if peer.whole_batch else 1)
     answers = self._crews[peer.strategy].ask(
       'set_up',
@@ -191,7 +149,7 @@ class Training:
     )
     return answers[0]
 
-  def _addresses_of(self, peer: Peer) -> list[str]:
+  def _addresses_of(self, peer: training_peers.Peer) -> list[str]:
     # TensorFlow's runtime is started once in a process, with one cluster.
     if peer.strategy == 'collective' and peer.strategy in self._addresses:
       return self._addresses[peer.strategy]
@@ -205,30 +163,7 @@ class Training:
     return made
 
 
-def check_losses(losses: Mapping[str, Sequence[float]]) -> None:
-  """Compares what all peers and ranks have learned from the same steps.
-
-  Args:
-    losses: of each peer by rank.
-
-  Raises:
-    RuntimeError: they differ, so that the times would mean nothing.
-  """
-  expected = losses.get(_WHOLE_BATCH, next(iter(losses.values())))[0]
-  for peer in PEERS:
-    if peer.name not in losses or not peer.whole_batch:
-      continue
-    allowed = _SAME_IN_16_BITS if peer.compressed else _SAME
-    for rank, loss in enumerate(losses[peer.name]):
-      # Not `>`: a NaN is wrong too.
-      if not abs(loss - expected) <= allowed * abs(expected):
-        raise RuntimeError(
-          f'{peer.name}: rank {rank} has a loss of {loss}, not {expected}. '
-          'Its time would mean nothing.'
-        )
-
-
-def run(peers: Sequence[Peer]) -> dict[str, Any]:
+def run(peers: Sequence[training_peers.Peer]) -> dict[str, Any]:
   """Trains with all peers in turns; what was found, as the report has it."""
   with contextlib.ExitStack() as stack:
     hosts = None
@@ -251,7 +186,7 @@ def run(peers: Sequence[Peer]) -> dict[str, Any]:
         samples, losses[name] = training.run(by_name[name])
         seconds[name] += samples
       if number == 1:
-        check_losses(losses)
+        training_peers.check_losses(losses)
   return {
     'parameter_bytes': training.parameter_bytes,
     'alpha_seconds': link.alpha_seconds,
@@ -265,8 +200,11 @@ def run(peers: Sequence[Peer]) -> dict[str, Any]:
 def _record(peer, seconds, parameter_bytes, link) -> dict[str, Any]:
   spread = measure.Spread.of(seconds[peer.name])
   ratio = predicted = None
-  if _REFERENCE in seconds:
-    ratio = spread.median_ms / measure.Spread.of(seconds[_REFERENCE]).median_ms
+  if training_peers.REFERENCE in seconds:
+    ratio = (
+      spread.median_ms
+      / measure.Spread.of(seconds[training_peers.REFERENCE]).median_ms
+    )
   if peer.strategy != 'one_device':
     travelling = parameter_bytes // (2 if peer.compressed else 1)
     predicted = 1e3 * process_results.predicted_seconds(
@@ -275,7 +213,7 @@ def _record(peer, seconds, parameter_bytes, link) -> dict[str, Any]:
   return {
     'peer': peer.name,
     **dataclasses.asdict(spread),
-    f'ratio_to_{_REFERENCE}': ratio,
+    f'ratio_to_{training_peers.REFERENCE}': ratio,
     'predicted_reduce_ms': predicted,
     'seconds': seconds[peer.name],
   }
@@ -288,7 +226,7 @@ def table(records: Sequence[Mapping[str, Any]]) -> str:
     'median ms a step': 'median_ms',
     'p10 ms': 'p10_ms',
     'p90 ms': 'p90_ms',
-    f'to {_REFERENCE}': f'ratio_to_{_REFERENCE}',
+    f'to {training_peers.REFERENCE}': f'ratio_to_{training_peers.REFERENCE}',
     'reduce predicted ms': 'predicted_reduce_ms',
   }
   return report.markdown(
@@ -300,14 +238,14 @@ def _over_links() -> bool:
   return _LINK_RATE.value is not None or _LINK_DELAY_MS.value > 0
 
 
-def _chosen() -> list[Peer]:
-  names = _PEERS.value or NAMES
-  unknown = sorted(set(names) - set(NAMES))
+def _chosen() -> list[training_peers.Peer]:
+  names = _PEERS.value or training_peers.NAMES
+  unknown = sorted(set(names) - set(training_peers.NAMES))
   if unknown:
     raise app.UsageError(
-      f'--peers: {unknown[0]!r} is none of {", ".join(NAMES)}.'
+      f'--peers: {unknown[0]!r} is none of {", ".join(training_peers.NAMES)}.'
     )
-  return [peer for peer in PEERS if peer.name in names]
+  return [peer for peer in training_peers.PEERS if peer.name in names]
 
 
 def _progress(text: str) -> None:
