@@ -44,6 +44,8 @@ def main(
     # Meant for the user, who needs no traceback to understand it.
     print(f'{type(e).__name__}: {e}', file=sys.stderr)
     return 1
+  if not report['is_chief']:
+    return 0
   print(training_report.summary(report))
   if flag_values.report_json:
     training_report.write_json(report, flag_values.report_json)

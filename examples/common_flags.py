@@ -52,6 +52,8 @@ class TrainingOptions:
   """
 
   strategy: str = 'ring_mirrored'
+  elastic: bool = False
+  min_workers: int = 1
   all_reduce: str = 'ring'
   dataset: str = 'mnist'
   data_path: str | None = None
@@ -76,6 +78,18 @@ class TrainingOptions:
     self._default('epochs', _EPOCHS[self.dataset])
     self._default('global_batch_size', _GLOBAL_BATCH_SIZE[self.dataset])
     self._default('learning_rate', _LEARNING_RATE[self.optimizer])
+    if self.elastic and self.strategy != 'multi_worker_ring':
+      raise tfs.errors.UnsupportedOptionError(
+        f'elastic with strategy={self.strategy!r}',
+        "strategy='multi_worker_ring', whose ring can form again",
+        "write strategy='multi_worker_ring', or leave elastic out",
+      )
+    if self.elastic and self.checkpoint_dir:
+      raise tfs.errors.UnsupportedOptionError(
+        'elastic with checkpoint_dir',
+        'one of them: an elastic run keeps its state in its workers',
+        'leave one out',
+      )
     if self.all_reduce == 'builtin' and self.strategy != 'mirrored':
       raise tfs.errors.UnsupportedOptionError(
         f"all_reduce='builtin' with strategy={self.strategy!r}",
@@ -116,6 +130,20 @@ def _define_strategy(flag_values) -> None:
     'ring_mirrored',
     tfs.STRATEGY_NAMES,
     'How the replicas work together.',
+    flag_values=flag_values,
+  )
+  flags.DEFINE_bool(
+    'elastic',
+    False,
+    'With multi_worker_ring: go on with the other workers when one dies, and '
+    'let it in again when it is back.',
+    flag_values=flag_values,
+  )
+  flags.DEFINE_integer(
+    'min_workers',
+    1,
+    'With --elastic: the fewest workers that train.',
+    lower_bound=1,
     flag_values=flag_values,
   )
   flags.DEFINE_integer(
@@ -260,7 +288,8 @@ def _define_output(flag_values) -> None:
   flags.DEFINE_string(
     'save_weights',
     None,
-    'Write the final weights to this .npz file; see examples.compare_weights.',
+    'Write the final weights to this .npz file; see examples.compare_weights. '
+    'With {rank} in its name, every worker writes one.',
     flag_values=flag_values,
   )
   flags.DEFINE_float(

@@ -121,11 +121,12 @@ class TrainingData:
     strategy: tf.distribute.Strategy,
     first_epoch: int,
     num_epochs: int,
+    first_step: int = 0,
   ):
     """The batches of epochs first_epoch, ..., num_epochs - 1, in a row.
 
     The order of an epoch is a function of (seed, epoch) alone, so a run that
-    was interrupted sees what it would have seen.
+    was interrupted, in or after an epoch, sees what it would have seen.
     """
     batches = tfs.data.make_epochs(
       self.source.train,
@@ -133,6 +134,7 @@ class TrainingData:
       first_epoch,
       num_epochs,
       steps_per_epoch=self.steps_per_epoch,
+      first_step=first_step,
     )
     return strategy.experimental_distribute_dataset(batches)
 
@@ -209,20 +211,37 @@ class Setup:
     """Replicas that share a global batch."""
     return self.strategy.num_replicas_in_sync
 
+  @property
+  def is_chief(self) -> bool:
+    """Whether this process shows progress and writes files.
+
+    Of several workers that is the first. What is read from metrics must be read
+    on all of them: each has a part.
+    """
+    return self.strategy.extended.should_checkpoint
+
 
 def set_up(
-  options: common_flags.TrainingOptions, devices: Sequence[str] | None
+  options: common_flags.TrainingOptions,
+  devices: Sequence[str] | None,
+  strategy: tf.distribute.Strategy | None = None,
 ) -> Setup:
   """Makes the strategy, loads the data and seeds the random numbers.
 
   Initial weights then depend on the seed alone, not on the number of replicas.
+
+  Args:
+    options: as the flags gave them.
+    devices: names of the devices to use; None for all.
+    strategy: to use instead of the options'.
 
   Raises:
     UnsupportedOptionError: as `create_strategy`.
     DataError: as `load_data`.
   """
   all_reduce = create_all_reduce(options)
-  strategy = create_strategy(options, devices, all_reduce)
+  if strategy is None:
+    strategy = create_strategy(options, devices, all_reduce)
   data = load_data(options, strategy.num_replicas_in_sync)
   keras.utils.set_random_seed(options.seed)
   keras.config.set_dtype_policy(

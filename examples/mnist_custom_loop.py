@@ -5,6 +5,12 @@ Four logical CPUs and the digits that scikit-learn carries, offline:
   python -m examples.mnist_custom_loop --strategy=ring_mirrored \\
     --num_virtual_devices=4 --dataset=digits
 
+Two workers with two logical CPUs each, and the report of the first:
+
+  python -m tf_strategies.launch --num_workers=2 -- \\
+    python -m examples.mnist_custom_loop --strategy=multi_worker_ring \\
+    --num_virtual_devices=2 --dataset=digits
+
 It does what `mnist_keras_fit` does, with the same flags, and shows every part:
 the distributed iterator, the step that all replicas run, the weighting of the
 loss, metrics over all replicas, and checkpoints.
@@ -55,24 +61,28 @@ def train(
     metrics = _Metrics()
   checkpoint, first_epoch = checkpointing.open_run(setup, model, optimizer)
   loop = _Loop(setup, model, optimizer, metrics)
-  logger = training_report.ScalarLogger(options.log_dir)
+  logger = training_report.ScalarLogger(
+    options.log_dir if setup.is_chief else None
+  )
 
   batches = iter(setup.data.train(setup.strategy, first_epoch, options.epochs))
   train_results = test_results = None
   for epoch in range(first_epoch, options.epochs):
     train_results = loop.train_epoch(epoch, batches)
     test_results = loop.evaluate()
-    if options.verbose:
+    if options.verbose and setup.is_chief:
       _print_epoch(epoch, options.epochs, train_results, test_results)
     logger.write(epoch, train=train_results, test=test_results)
-    if checkpoint is not None:
+    if checkpoint is not None and setup.is_chief:
       checkpoint.save(epochs_done=epoch + 1)
   if test_results is None:  # Every epoch had been done before.
     test_results = loop.evaluate()
 
   if options.save_weights:
     variables = checkpointing.state_variables(model, optimizer)
-    training_report.write_weights(variables, options.save_weights)
+    training_report.write_weights(
+      variables, options.save_weights, setup.strategy
+    )
   outcome = training_report.Outcome(
     first_epoch, test_results, train_results, loop.throughput
   )
@@ -85,6 +95,7 @@ class _Loop:
   def __init__(self, setup, model, optimizer, metrics):
     self.throughput = training_report.Throughput()
     self._options = setup.options
+    self._is_chief = setup.is_chief
     self._data = setup.data
     self._metrics = metrics
     self._train_step = make_train_step(
@@ -114,10 +125,13 @@ class _Loop:
     return self._metrics.results()
 
   def _print_step(self, epoch, step) -> None:
+    results = self._metrics.results()  # Every worker reads: each has a part.
+    if not self._is_chief:
+      return
     rate = self.throughput.current
     print(
       f'epoch {epoch + 1}, step {step + 1}/{self._data.steps_per_epoch}: '
-      f'loss {self._metrics.results()["loss"]:.4f}, '
+      f'loss {results["loss"]:.4f}, '
       f'{"- " if rate is None else f"{rate:,.0f} "}examples/s',
       flush=True,
     )

@@ -9,6 +9,13 @@ MNIST on all GPUs, or on the CPU where there is none:
 
   python -m examples.mnist_keras_fit --strategy=ring_mirrored
 
+Two workers with two logical CPUs each; with --elastic the others go on when one
+of them dies:
+
+  python -m tf_strategies.launch --num_workers=2 -- \\
+    python -m examples.mnist_keras_fit --strategy=multi_worker_ring \\
+    --num_virtual_devices=2 --dataset=digits
+
 `--checkpoint_dir` makes a run go on where it was interrupted, with the same
 result to the last bit; `--report_json` writes what the summary shows and more.
 """
@@ -20,6 +27,7 @@ from collections.abc import Sequence
 
 import keras
 
+import tf_strategies as tfs
 from examples import (
   checkpointing,
   command_line,
@@ -47,30 +55,57 @@ def train(
     DataError: data that are missing or damaged.
     CheckpointMismatchError: `checkpoint_dir` holds another run's.
   """
-  setup = mnist_common.set_up(options, devices)
+  if options.elastic:
+    return tfs.elastic.run(
+      lambda job: _train(
+        mnist_common.set_up(options, devices, job.strategy), job
+      ),
+      tfs.ElasticOptions(min_workers=options.min_workers),
+      devices=devices,
+    )
+  return _train(mnist_common.set_up(options, devices))
+
+
+def _train(setup, job=None) -> dict[str, object]:
+  """Trains from the start, or from where a checkpoint or a job has come to."""
+  options = setup.options
   model = build_compiled(setup)
-  checkpoint, first_epoch = checkpointing.open_run(
-    setup, model, model.optimizer
-  )
+  if job is not None:
+    job.restore(model)
+    checkpoint, first_epoch = None, job.epoch
+  else:
+    checkpoint, first_epoch = checkpointing.open_run(
+      setup, model, model.optimizer
+    )
   test_set = setup.data.test(setup.strategy)
   throughput = training_report.Throughput()
-  if first_epoch < options.epochs:
-    callbacks = [_MeasureThroughput(throughput, setup.data)]
-    if checkpoint is not None:
-      callbacks.append(_SaveEachEpoch(checkpoint))
-    if training_report.can_log(options.log_dir):
-      callbacks.append(keras.callbacks.TensorBoard(options.log_dir))
+  arguments = {
+    'validation_data': test_set,
+    'validation_steps': setup.data.test_steps,
+    'callbacks': _callbacks(setup, throughput, checkpoint),
+    'shuffle': False,  # The stream of batches is shuffled.
+    'verbose': _verbosity(options.verbose and setup.is_chief),
+  }
+  history = None
+  if job is not None:
+    history = job.fit(
+      model,
+      lambda epoch, step: setup.data.train(
+        setup.strategy, epoch, options.epochs, step
+      ),
+      options.epochs,
+      setup.data.steps_per_epoch,
+      **arguments,
+    )
+  elif first_epoch < options.epochs:
     history = model.fit(
       setup.data.train(setup.strategy, first_epoch, options.epochs),
       initial_epoch=first_epoch,
       epochs=options.epochs,
       steps_per_epoch=setup.data.steps_per_epoch,
-      validation_data=test_set,
-      validation_steps=setup.data.test_steps,
-      callbacks=callbacks,
-      shuffle=False,  # The stream of batches is shuffled.
-      verbose=_verbosity(options.verbose),
+      **arguments,
     )
+  if history is not None:
     results = {name: values[-1] for name, values in history.history.items()}
   else:  # Every epoch had been done before.
     evaluated = model.evaluate(
@@ -80,7 +115,9 @@ def train(
 
   if options.save_weights:
     variables = checkpointing.state_variables(model, model.optimizer)
-    training_report.write_weights(variables, options.save_weights)
+    training_report.write_weights(
+      variables, options.save_weights, setup.strategy
+    )
   outcome = training_report.Outcome(
     first_epoch=first_epoch,
     test=_split_results(results, 'val_'),
@@ -88,6 +125,17 @@ def train(
     throughput=throughput,
   )
   return training_report.build('mnist_keras_fit', setup, model, outcome)
+
+
+def _callbacks(setup, throughput, checkpoint):
+  callbacks = [_MeasureThroughput(throughput, setup.data)]
+  if not setup.is_chief:
+    return callbacks
+  if checkpoint is not None:
+    callbacks.append(_SaveEachEpoch(checkpoint))
+  if training_report.can_log(setup.options.log_dir):
+    callbacks.append(keras.callbacks.TensorBoard(setup.options.log_dir))
+  return callbacks
 
 
 def build_compiled(setup: mnist_common.Setup) -> keras.Model:

@@ -99,6 +99,7 @@ def build(
   return {
     'example': example,
     'strategy': options.strategy,
+    'is_chief': setup.is_chief,
     'replicas': replicas,
     'devices': list(setup.strategy.extended.worker_devices),
     'dataset': data.source.name,
@@ -195,8 +196,21 @@ def write_json(report: dict[str, object], path: str) -> None:
   os.replace(f'{path}.new', path)
 
 
-def write_weights(variables: dict[str, tf.Variable], path: str) -> None:
-  """Writes variables to an .npz file, for `examples.compare_weights`."""
+def write_weights(
+  variables: dict[str, tf.Variable], path: str, strategy: tf.distribute.Strategy
+) -> None:
+  """Writes variables to an .npz file, for `examples.compare_weights`.
+
+  Args:
+    variables: by name.
+    path: of the file. Of several workers the first writes it, or each its own
+      where the path has {rank} in it.
+    strategy: under which they were trained.
+  """
+  if '{rank}' in path:
+    path = path.replace('{rank}', str(getattr(strategy, 'rank', 0)))
+  elif not strategy.extended.should_checkpoint:
+    return
   _make_parent(path)
   with open(path, 'wb') as f:
     np.savez(f, **{name: v.numpy() for name, v in variables.items()})
@@ -210,6 +224,8 @@ def _all_reduce(setup) -> dict[str, object]:
   """What the op counted, or why nothing was counted."""
   if setup.all_reduce is not None:
     return {'is_counted': True, **setup.all_reduce.report()}
+  if hasattr(setup.strategy, 'num_workers'):
+    return {'is_counted': True, **setup.strategy.communication_report()}
   if setup.num_replicas == 1:
     reason = 'one replica: there is nothing to reduce'
   else:
@@ -224,7 +240,14 @@ def _describe_all_reduce(report) -> str:
   all_reduce = report['all_reduce']
   if not all_reduce['is_counted']:
     return f'all-reduce not counted: {all_reduce["reason"]}'
-  calls = all_reduce['calls']['all_reduce']
+  calls = all_reduce['calls'].get('all_reduce', 0)
+  if 'link' in all_reduce:
+    sent = all_reduce.get('bytes_sent')
+    return (
+      f'{all_reduce["link"]}: {calls:,} all-reduces between '
+      f'{all_reduce["world_size"]} workers in {report["steps_this_run"]:,} steps'
+      + ('' if sent is None else f', {sent / 1e6:,.1f} MB sent by each')
+    )
   received = max(all_reduce['all_reduce_bytes_in'].values(), default=0)
   return (
     f'{all_reduce["cross_device_ops"]}: {calls:,} calls in '

@@ -35,12 +35,14 @@ from tf_strategies.strategies import (
   create_strategy,
 )
 from tf_strategies.training import elastic
+from tf_strategies.training.elastic import ElasticOptions
 from tf_strategies.version import __version__
 
 __all__ = [
   'STRATEGY_NAMES',
   'AutoAllReduce',
   'DirectAllReduce',
+  'ElasticOptions',
   'HalvingDoublingAllReduce',
   'HierarchicalRingAllReduce',
   'MultiWorkerCollectiveStrategy',
