@@ -58,20 +58,9 @@ def form(
     RendezvousError: on every rank, if one cannot be reached.
     DeadlineError: a rank does not come.
   """
-  rank = comm.rank
-  hosts = comm.gather_values(host, deadline)
-  gathering = _Gathering(rank, comm.size)
-  mine: dict[str, Any] = {'error': ''}
+  gathering = _Gathering(comm.rank, comm.size)
   try:
-    gathering.listen(alone=len(set(hosts)) == 1)
-    mine.update(port=gathering.port, places=gathering.places, host=host)
-  except (OSError, errors.Error) as e:
-    mine['error'] = str(e)
-  if rank == 0:
-    mine['secret'] = gathering.secret.hex()
-  try:
-    told = comm.gather_values(mine, deadline)
-    _raise_first(told, [said['error'] for said in told])
+    told = _tell(comm, host, gathering, deadline)
     failed = gathering.connect(told[0], deadline)
     _raise_first(
       told, comm.gather_values(failed, deadline + 2 * _SLACK_SECONDS)
@@ -80,12 +69,33 @@ def form(
       group.Member(r, r, f'{said["host"]}:{said["port"]}')
       for r, said in enumerate(told)
     ]
-    shared = state.GroupState(members, rank, generation=1)
+    shared = state.GroupState(members, comm.rank, generation=1)
     plane = gathering.start(shared, options)
   except BaseException:
     gathering.close()
     raise
   return gathering.host, shared, plane
+
+
+def _tell(
+  comm: mpi_links.Communicator,
+  host: str,
+  gathering: _Gathering,
+  deadline: float,
+) -> list[dict[str, Any]]:
+  """Opens the addresses; what everyone must know of each rank."""
+  hosts = comm.gather_values(host, deadline)
+  mine: dict[str, Any] = {'host': host, 'error': ''}
+  try:
+    gathering.listen(alone=len(set(hosts)) == 1)
+    mine.update(port=gathering.port, places=gathering.places)
+  except (OSError, errors.Error) as e:
+    mine['error'] = str(e)
+  if comm.rank == 0:
+    mine['secret'] = gathering.secret.hex()
+  told = comm.gather_values(mine, deadline)
+  _raise_first(told, [said['error'] for said in told])
+  return told
 
 
 class _Gathering:
@@ -205,7 +215,7 @@ def _raise_first(told: Sequence[Mapping], failures: Sequence[str]) -> None:
   for rank, failure in enumerate(failures):
     if failure:
       raise errors.RendezvousError(
-        f'Rank {rank} on {told[rank].get("host", "its host")} has no '
+        f'Rank {rank} on {told[rank]["host"]} has no '
         f'connection to the others: {failure}. MPI started all ranks, but '
         'the control plane needs TCP between them and rank 0.'
       )
