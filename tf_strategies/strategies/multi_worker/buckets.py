@@ -65,7 +65,8 @@ def pack(
     num_bytes = bucket_bytes
     if elements is not None and elements * tensor.dtype.size < alone_bytes:
       num_bytes = elements * tensor.dtype.size
-    sizes.append(min(num_bytes, bucket_bytes))
+    # One without bytes takes room too, or it would fit into a full bucket.
+    sizes.append(min(max(num_bytes, 1), bucket_bytes))
   plan = bucketing.plan_buckets(sizes, kinds, bucket_bytes)
   buckets = []
   for bucket in plan:
