@@ -54,7 +54,7 @@ def turns(names: Iterable[str], rounds: int) -> Iterator[list[str]]:
   Example:
 
     >>> [''.join(order) for order in turns('abc', 3)]
-    ['bca', 'acb', 'bac']
+    ['bca', 'acb', 'acb']
 
   Args:
     names: who takes turns.

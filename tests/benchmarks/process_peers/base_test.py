@@ -1,0 +1,70 @@
+"""A peer whose result is wrong anywhere is not timed."""
+
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from benchmarks.process_peers import base
+
+
+class Pretender(base.Peer):
+  """A peer that returns what it is given."""
+
+  def prepare(self):
+    pass
+
+  def barrier(self):
+    pass
+
+  def release(self):
+    pass
+
+  def call(self):
+    return None
+
+  def result(self, returned):
+    return returned
+
+
+def make_peer(world_size=4, num_bytes=40_000):
+  addresses = tuple(f'127.0.0.1:{i + 1}' for i in range(world_size))
+  peer = Pretender(base.Seat(1, addresses, 'lo', 1.0))
+  peer.num_bytes = num_bytes
+  return peer
+
+
+class InputsTest(parameterized.TestCase):
+  @parameterized.parameters(2, 3, 4, 16)
+  def test_sum(self, world_size):
+    parts = [base.input_value(r, 20_000) for r in range(world_size)]
+    np.testing.assert_array_equal(
+      sum(p.astype(np.float64) for p in parts),
+      base.expected_sum(world_size, 20_000),
+    )
+
+  def test_ranks_and_places_differ(self):
+    parts = [base.input_value(r, 8000) for r in range(4)]
+    self.assertLen(set(np.concatenate(parts).tolist()), 4 * 8000)
+
+
+class CheckTest(parameterized.TestCase):
+  def test_right(self):
+    make_peer().check(base.expected_sum(4, 10_000))
+
+  @parameterized.parameters(0, 4321, 9999)
+  def test_one_wrong_place(self, place):
+    found = base.expected_sum(4, 10_000)
+    found[place] += 1
+    with self.assertRaisesRegex(RuntimeError, 'Pretender: rank 1 of 4'):
+      make_peer().check(found)
+
+  def test_input_is_no_result(self):
+    with self.assertRaises(RuntimeError):
+      make_peer().check(base.input_value(1, 10_000))
+
+  def test_other_length(self):
+    with self.assertRaises(RuntimeError):
+      make_peer().check(base.expected_sum(4, 9_999))
+
+
+if __name__ == '__main__':
+  absltest.main()

@@ -1,0 +1,46 @@
+"""A peer that cannot run here is left out with a reason."""
+
+import importlib.util
+import sys
+
+from absl.testing import absltest
+
+from benchmarks.process_peers import catalogue
+
+BY_NAME = {entry.name: entry for entry in catalogue.ENTRIES}
+
+
+class CatalogueTest(absltest.TestCase):
+  def test_every_class_is_in_its_file(self):
+    for entry in (*catalogue.ENTRIES, catalogue.PING_PONG):
+      module, _, name = entry.path.partition(':')
+      spec = importlib.util.find_spec(module)
+      with open(spec.origin, encoding='utf-8') as f:
+        self.assertIn(f'\nclass {name}(', f.read())
+
+  def test_what_shares_no_process(self):
+    crews = {name: BY_NAME[name].crew for name in BY_NAME}
+    alone = ('mwms_ring', 'mwms_subdivisions', 'gloo', 'ours_mpi')
+    for name in alone:
+      self.assertEqual(list(crews.values()).count(crews[name]), 1, name)
+
+  def test_ours_run_everywhere(self):
+    for name in ('ours_tcp', 'ours_in_graph', 'mwms_ring', 'no_op'):
+      for over_links in (False, True):
+        self.assertIsNone(
+          catalogue.why_not(BY_NAME[name], sys.executable, over_links)
+        )
+
+  def test_no_torch(self):
+    for python in ('/no/such/python', 'false'):
+      reason = catalogue.why_not(BY_NAME['gloo'], python, False)
+      self.assertIn('--torch_python', reason)
+
+  def test_mpi_over_links(self):
+    self.assertIsNotNone(
+      catalogue.why_not(BY_NAME['ours_mpi'], sys.executable, True)
+    )
+
+
+if __name__ == '__main__':
+  absltest.main()

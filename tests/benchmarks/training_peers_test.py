@@ -1,0 +1,47 @@
+"""Losses that differ are not timed."""
+
+from absl.testing import absltest, parameterized
+
+from benchmarks import training_peers
+
+RIGHT = {
+  'ring_8mb': [0.5, 0.5],
+  'ring_8mb_bfloat16': [0.501, 0.501],
+  'collective': [0.50001, 0.50001],
+  'one_device_global_batch': [0.5],
+  'one_device_part': [0.7],
+}
+
+
+class CheckLossesTest(parameterized.TestCase):
+  def test_equal_losses(self):
+    training_peers.check_losses(RIGHT)
+
+  @parameterized.parameters(
+    ('ring_8mb', [0.5, 0.51], 'ring_8mb: rank 1 has a loss of 0.51, not 0.5'),
+    ('ring_8mb', [float('nan'), 0.5], 'ring_8mb: rank 0 has a loss of nan'),
+    ('collective', [0.501, 0.501], 'collective: rank 0'),
+    ('ring_8mb_bfloat16', [0.5, 0.53], 'ring_8mb_bfloat16: rank 1'),
+  )
+  def test_difference(self, peer, losses, words):
+    with self.assertRaisesRegex(RuntimeError, words):
+      training_peers.check_losses(RIGHT | {peer: losses})
+
+  def test_without_one_device_ranks_must_agree(self):
+    with self.assertRaisesRegex(RuntimeError, 'ring_1mb: rank 1'):
+      training_peers.check_losses({'ring_1mb': [0.5, 0.6]})
+
+
+class PeersTest(absltest.TestCase):
+  def test_buckets_and_parts_differ(self):
+    described = {(p.strategy, str(p.options), p.whole_batch) for p in PEERS}
+    self.assertLen(described, len(PEERS))
+    self.assertEqual(
+      [p.name for p in PEERS if p.compressed], ['ring_8mb_bfloat16']
+    )
+
+
+PEERS = training_peers.PEERS
+
+if __name__ == '__main__':
+  absltest.main()
