@@ -126,6 +126,25 @@ def _leave(rank, leaver, how):
     return None
 
 
+def _interrupted(rank):
+  """Rank 1 gets Ctrl-C while it waits for rank 0."""
+  with meetings.meet(rank) as meeting, meeting.form() as group:
+    group.barrier()
+    if rank == 0:
+      while group.failure is None:
+        time.sleep(0.01)
+    if rank == 1:
+      signal.signal(signal.SIGALRM, signal.default_int_handler)
+      signal.setitimer(signal.ITIMER_REAL, 0.5)
+    try:
+      group.all_reduce(np.ones(3))
+    except KeyboardInterrupt:
+      return str(group.failure)
+    except errors.WorkerUnavailableError as e:
+      return str(e)
+    return None
+
+
 def _finish(rank):
   """Every rank leaves as soon as it is done, whatever the others still do."""
   with meetings.meet(rank) as meeting, meeting.form() as group:
@@ -147,6 +166,13 @@ class LeavingTest(parameterized.TestCase):
       self.assertEqual(culprit, leaver)
       expected = 'left the group' if how == 'close' else 'the disk is full'
       self.assertIn(expected, message)
+
+  def test_interrupt_in_a_collective_ends_the_group_everywhere(self):
+    results = processes.run_workers(_interrupted, 3)
+    for result in results:
+      self.assertIsNotNone(result)
+      self.assertStartsWith(result, 'Rank 1 (task 1 at ')
+      self.assertIn('KeyboardInterrupt during a collective', result)
 
   def test_ranks_that_are_done_do_not_disturb_the_others(self):
     for low, high in processes.run_workers(_finish, 4):

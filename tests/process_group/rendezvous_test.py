@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 
 import numpy as np
@@ -183,6 +184,17 @@ class ConstructorTest(parameterized.TestCase):
       process_group.Rendezvous(
         addresses, task, process_group.GroupOptions(**options)
       )
+
+  def test_nothing_is_left_after_close(self):
+    before = set(threading.enumerate())
+    meeting = process_group.Rendezvous({0: '127.0.0.1:0'}, 0)
+    group = meeting.form()
+    meeting.close()
+    self.assertEqual(set(threading.enumerate()), before)
+    with self.assertRaisesRegex(errors.WorkerUnavailableError, 'has closed'):
+      group.barrier()
+    group.close()
+    meeting.close()
 
   def test_second_process_of_a_task_is_told_so(self):
     address = f'127.0.0.1:{portpicker.pick_unused_port()}'

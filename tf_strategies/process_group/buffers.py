@@ -9,9 +9,6 @@ import numpy as np
 
 ALIGNMENT = 64
 _PAGE = 4096
-# References to a block's memory while nobody outside uses it: the block's own,
-# the aligned view's, and the argument of the call that counts.
-_OWN_REFERENCES = 3
 _MOST_BLOCKS = 64
 
 
@@ -102,13 +99,22 @@ class _Block:
   @property
   def is_free(self) -> bool:
     """Whether no array over this memory is left outside."""
+    return 0 < self.references() <= _UNUSED
+
+  def references(self) -> int:
+    """References to the memory; 0 where Python does not count them."""
     count = getattr(sys, 'getrefcount', None)
-    return count is not None and count(self._owner) == _OWN_REFERENCES
+    return 0 if count is None else count(self._owner)
 
   def array(self, shape: int | tuple[int, ...], dtype) -> np.ndarray:
     """An array over the beginning of the memory."""
     used = self._aligned[: _num_bytes(shape, dtype)]
     return used.view(dtype).reshape(shape)
+
+
+# Of a block that nobody uses: its own reference, its aligned view's, and what
+# this version of Python needs to count them.
+_UNUSED = _Block(0).references()
 
 
 def _num_bytes(shape: int | tuple[int, ...], dtype) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from tf_strategies import errors
+from tf_strategies.collectives import schedule
 
 UFUNCS = {'sum': np.add, 'min': np.minimum, 'max': np.maximum}
 _WIRES = ('none', 'bfloat16', 'float16')
@@ -40,6 +41,16 @@ def dtype_text(dtype: np.dtype) -> str:
 def row_bytes(array: np.ndarray) -> int:
   """Bytes of one step along the first dimension."""
   return array.itemsize * int(np.prod(array.shape[1:], dtype=np.int64))
+
+
+def check_root(root: int, world_size: int) -> None:
+  """Refuses a root that is no rank."""
+  if not schedule.is_int(root) or not 0 <= root < world_size:
+    raise errors.UnsupportedOptionError(
+      f'root={root!r}',
+      f'a rank from 0 to {world_size - 1}',
+      'pass the rank whose values all are to get',
+    )
 
 
 def check_reduced(array: np.ndarray, op: str, wire_name: str) -> None:

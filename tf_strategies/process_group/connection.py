@@ -165,13 +165,8 @@ async def dial(
 
 
 async def _dial(address, request, secret) -> Connection:
-  loop = asyncio.get_running_loop()
-  family, where = await _resolve(*split_address(address))
-  sock = socket.socket(family, socket.SOCK_STREAM)
+  connection = await _connect(address)
   try:
-    sock.setblocking(False)
-    await loop.sock_connect(sock, where)
-    connection = Connection(sock)
     handshake = authentication.Handshake(secret, request)
     await connection.write(request.pack())
     answer = await connection.read(authentication.ANSWER_BYTES)
@@ -185,17 +180,36 @@ async def _dial(address, request, secret) -> Connection:
       )
     return connection
   except BaseException:
-    sock.close()
+    connection.close()
     raise
 
 
-async def _resolve(host: str, port: int) -> tuple[int, tuple]:
+async def _connect(address: str) -> Connection:
+  loop = asyncio.get_running_loop()
+  problem: OSError = OSError('the name has no address')
+  for family, where in await _resolve(*split_address(address)):
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+      sock.setblocking(False)
+      await loop.sock_connect(sock, where)
+      return Connection(sock)
+    except OSError as e:
+      problem = e
+      sock.close()
+    except BaseException:
+      sock.close()
+      raise
+  raise problem
+
+
+async def _resolve(host: str, port: int) -> list[tuple[int, tuple]]:
   with contextlib.suppress(ValueError):
     version = ipaddress.ip_address(host).version
-    return (socket.AF_INET if version == 4 else socket.AF_INET6), (host, port)
+    family = socket.AF_INET if version == 4 else socket.AF_INET6
+    return [(family, (host, port))]
   loop = asyncio.get_running_loop()
   found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-  return found[0][0], found[0][4]
+  return [(family, where) for family, _, _, _, where in found]
 
 
 async def accept(

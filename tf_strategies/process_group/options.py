@@ -68,7 +68,7 @@ class GroupOptions:
   min_workers: int | None = None
   max_workers: int | None = None
   window_seconds: float = 5.0
-  small_message_bytes: int = 1 << 15
+  small_message_bytes: int = 1 << 16
   sub_chunk_bytes: int = 1 << 19
   socket_buffer_bytes: int = 0
 

@@ -22,6 +22,8 @@ from tf_strategies.process_group import connection as connection_lib
 _MAX_STRANGERS = 128
 # The predecessor of a restarted worker may still be about to end.
 _BUSY_SECONDS = 2.0
+# A container may start before its own name is known.
+_NAMELESS_SECONDS = 20.0
 
 Handler = Callable[
   [connection_lib.Connection, authentication.Request],
@@ -155,13 +157,15 @@ class Server:
 
 
 def _listen(address: str, task: int) -> socket.socket:
-  end = time.monotonic() + _BUSY_SECONDS
+  started = time.monotonic()
   while True:
     try:
       return _bind(*connection_lib.split_address(address))
     except OSError as e:
       busy = e.errno == errno.EADDRINUSE
-      if busy and time.monotonic() < end:
+      nameless = isinstance(e, socket.gaierror)
+      patience = _BUSY_SECONDS if busy else _NAMELESS_SECONDS
+      if (busy or nameless) and time.monotonic() < started + patience:
         time.sleep(0.1)
         continue
       if busy:
@@ -178,8 +182,17 @@ def _listen(address: str, task: int) -> socket.socket:
 
 def _bind(host: str, port: int) -> socket.socket:
   found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-  family, kind, protocol, _, where = found[0]
-  listener = socket.socket(family, kind, protocol)
+  problem: OSError = OSError('the name has no address')
+  for family, _, _, _, where in found:
+    try:
+      return _bind_to(family, where)
+    except OSError as e:
+      problem = e
+  raise problem
+
+
+def _bind_to(family: int, where: tuple) -> socket.socket:
+  listener = socket.socket(family, socket.SOCK_STREAM)
   try:
     # A restarted worker takes its address back at once; two at a time cannot.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -163,21 +163,16 @@ class TcpProcessGroup(group.ProcessGroup):
       combine = combine_lib.combiner(
         array, rows, out, rank, low, checks.UFUNCS[op], wire
       )
-    self._run(
-      _Collective(
-        'all_reduce',
-        name,
-        checks.dtype_text(array.dtype),
-        str([array.size]),
-        array.nbytes,
-        algorithm,
-        op if wire == 'none' else f'{op} {wire}',
-      ),
-      plan,
-      views,
-      checks.UFUNCS[op],
-      combine,
+    collective = _Collective(
+      'all_reduce',
+      name,
+      checks.dtype_text(array.dtype),
+      str([array.size]),
+      array.nbytes,
+      algorithm,
+      op if wire == 'none' else f'{op} {wire}',
     )
+    self._run(collective, plan, views, checks.UFUNCS[op], combine)
 
   def all_gather(
     self, array: np.ndarray, *, name: str = ''
@@ -245,12 +240,7 @@ class TcpProcessGroup(group.ProcessGroup):
     """See base class."""
     checks.check_dtype(array, 'broadcast')
     size, rank = self.world_size, self.rank
-    if not schedule.is_int(root) or not 0 <= root < size:
-      raise errors.UnsupportedOptionError(
-        f'root={root!r}',
-        f'a rank from 0 to {size - 1}',
-        'pass the rank whose values all are to get',
-      )
+    checks.check_root(root, size)
     with self._lock:
       data = np.ascontiguousarray(array).reshape(-1)
       out = self._pool.take(data.shape, array.dtype)

@@ -23,7 +23,7 @@ from tf_strategies.process_group import plan as plan_lib
 # of the group in between, should a wake-up get lost.
 _POLL_SECONDS = 1.0
 # Of a large piece at least this much is waited for.
-_LEAST_READ_BYTES = 1 << 17
+_LEAST_READ_BYTES = 1 << 19
 _READ = select.POLLIN
 _WRITE = select.POLLOUT
 
@@ -322,14 +322,14 @@ class _Run:
       if link.expects:
         raise LinkClosedError(link.rank)
       return False
-    if not link.header_is_there:
+    # It may have come while this rank was at an earlier collective.
+    is_new = not link.header_is_there
+    if is_new:
       view = memoryview(link.header)[link.header_got :]
       count = self._recv(link, view)
       link.header_got += count
       if count < len(view):
         return count > 0
-    elif not link.expects:
-      return False
     try:
       received = wire.DataHeader.unpack(link.header)
     except wire.ProtocolError:
@@ -342,7 +342,7 @@ class _Run:
       self.remaining -= 1
     elif received is None or received.sequence <= self._header.sequence:
       raise HeaderMismatchError(link.rank, received)
-    return True
+    return link.planned or is_new
 
   def _recv(self, link: Link, view: memoryview) -> int:
     """Receives what is there: 0 bytes if there is nothing now."""
