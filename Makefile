@@ -35,17 +35,17 @@ demo:
 	  $(DEMO_ARGS)
 
 test:
-	@bash tools/install.sh $(VENV) dev
+	@bash tools/install.sh $(VENV) dev,mpi
 	bash tools/run_tests.sh $(VENV) -n $(PYTEST_WORKERS) --dist loadfile \
 	  $(PYTEST_ARGS)
 
 soak:
-	@bash tools/install.sh $(VENV) dev
+	@bash tools/install.sh $(VENV) dev,mpi
 	TFS_SOAK=1 bash tools/run_tests.sh $(VENV) -n $(PYTEST_WORKERS) \
 	  --dist loadfile -m 'slow or soak or hypothesis' $(PYTEST_ARGS)
 
 benchmark:
-	@bash tools/install.sh $(VENV) dev
+	@bash tools/install.sh $(VENV) dev,mpi
 	$(VENV)/bin/python -m benchmarks.all_reduce $(BENCHMARK_ARGS)
 
 lint:
@@ -58,7 +58,7 @@ build_files:
 	$(PYTHON) tools/generate_build_files.py
 
 wheel:
-	@bash tools/install.sh $(VENV) dev
+	@bash tools/install.sh $(VENV) dev,mpi
 	mkdir -p dist
 	cp $(VENV)/wheel/*.whl dist/
 

@@ -8,7 +8,13 @@ each worker's results with one device's, and the workers with each other.
 import dataclasses
 import functools
 import importlib
+import importlib.util
 import os
+import pickle
+import shutil
+import subprocess
+import sys
+import tempfile
 import traceback
 from typing import Any
 
@@ -34,12 +40,14 @@ class WorkerCase:
     strategy: as `create_strategy` knows it.
     workers: how many processes.
     devices: logical CPUs of each.
+    link: 'tcp', or 'mpi' for workers that mpiexec starts.
   """
 
   name: str
   strategy: str
   workers: int
   devices: int
+  link: str = 'tcp'
 
 
 @dataclasses.dataclass
@@ -69,9 +77,52 @@ def features() -> dict[str, harness.Feature]:
 
 def run(case: WorkerCase, names, deadline: float) -> list[dict]:
   """For each worker, what came out of each feature."""
+  if case.link == 'mpi':
+    return _run_under_mpiexec(case, names, deadline)
   return processes.run_workers(
     _train_all, case.workers, args=(case, tuple(names)), deadline=deadline
   )
+
+
+def mpiexec() -> str | None:
+  """The launcher beside this interpreter (the mpich wheel's) or on the path."""
+  if importlib.util.find_spec('mpi4py') is None:
+    return None
+  beside = os.path.join(os.path.dirname(sys.executable), 'mpiexec')
+  return beside if os.path.exists(beside) else shutil.which('mpiexec')
+
+
+def _run_under_mpiexec(case, names, deadline):
+  with tempfile.TemporaryDirectory() as directory:
+    request = os.path.join(directory, 'request')
+    with open(request, 'wb') as f:
+      pickle.dump((case, tuple(names)), f)
+    command = [mpiexec(), '-n', str(case.workers), sys.executable]
+    command += ['-m', 'tests.conformance.mpi_worker', request]
+    done = subprocess.run(
+      command,
+      env={**os.environ, 'TF_CPP_MIN_LOG_LEVEL': '2'},
+      capture_output=True,
+      text=True,
+      timeout=deadline,
+    )
+    if done.returncode:
+      raise AssertionError(f'mpiexec: {done.returncode}\n{done.stderr[-4000:]}')
+    results = []
+    for rank in range(case.workers):
+      with open(f'{request}.{rank}', 'rb') as f:
+        results.append(pickle.load(f))
+    return results
+
+
+def serve_request(path: str) -> None:
+  """What a worker that mpiexec started does: trains, and writes a file."""
+  with open(path, 'rb') as f:
+    case, names = pickle.load(f)
+  results = _train_all(None, case, names)
+  rank = next(iter(results.values())).report['rank']
+  with open(f'{path}.{rank}', 'wb') as f:
+    pickle.dump(results, f)
 
 
 def _train_all(rank, case, names):
@@ -82,7 +133,10 @@ def _train_all(rank, case, names):
 
 def create(case: WorkerCase) -> tf.distribute.Strategy:
   """The strategy of a case, in one of its worker processes."""
-  return tfs.create_strategy(case.strategy, devices=harness.cpus(case.devices))
+  options = {'devices': harness.cpus(case.devices)}
+  if case.link != 'tcp':
+    options['options'] = tfs.RingOptions(link=case.link)
+  return tfs.create_strategy(case.strategy, **options)
 
 
 def _train(case, feature):
@@ -100,7 +154,9 @@ def _train(case, feature):
       strategy.communication_report(),
     )
   except Exception:
-    return WorkerResult(error=traceback.format_exc())
+    return WorkerResult(
+      report=strategy.communication_report(), error=traceback.format_exc()
+    )
   finally:
     strategy.close()
 
@@ -148,8 +204,3 @@ class MultiWorkerConformanceTest(harness.ConformanceTest):
       self.assertGreaterEqual(
         calls.get('all_reduce', 0) + calls.get('all_gather', 0), result.steps
       )
-
-
-def is_whole_table() -> bool:
-  """Whether to run every feature on every case: in the soak run only."""
-  return os.environ.get('TFS_SOAK') == '1'

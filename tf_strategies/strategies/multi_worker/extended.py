@@ -292,6 +292,16 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
       summed = [t / tf.cast(count, t.dtype) for t in summed]
     return tf.nest.pack_sequence_as(value, summed)
 
+  def share_from_chief(self, variables) -> None:
+    """Gives variables the chief's values, eagerly, on every worker."""
+    values = [
+      self._workers.broadcast(tf.convert_to_tensor(v.numpy()), 0, 'share')
+      for v in variables
+    ]
+    with self._container_strategy().scope():
+      for variable, value in zip(variables, values, strict=True):
+        variable.assign(value)
+
   def local_all_reduce(self, tensors, replica_id, options):
     """Sums a local replica's tensors with the others' inside a branch."""
     return self._collective_ops._all_reduce(  # pylint: disable=protected-access

@@ -1,0 +1,102 @@
+"""`ChiefOnly`: a callback that writes files, on one of several workers."""
+
+from __future__ import annotations
+
+import keras
+import tensorflow as tf
+
+
+class ChiefOnly(keras.callbacks.Callback):
+  """Calls a callback on the chief and nowhere else.
+
+  Keras lets every worker run every callback, so all of them would write the
+  same `ModelCheckpoint`. The callback must do without the other workers: saving
+  and reading weights do, `model.evaluate` and metric results do not.
+
+  With `BackupAndRestore` the other workers get the chief's state and epoch when
+  training begins, so that only the chief needs to see the files.
+
+  Outside of several workers it calls the callback as it is.
+
+  Example:
+
+    >>> callback = ChiefOnly(keras.callbacks.ModelCheckpoint('best.keras'))
+    >>> type(callback.callback).__name__
+    'ModelCheckpoint'
+
+  Args:
+    callback: to call on the chief.
+  """
+
+  def __init__(self, callback: keras.callbacks.Callback):
+    super().__init__()
+    self.callback = callback
+
+  def set_params(self, params):
+    """Passes the parameters on, on every worker."""
+    super().set_params(params)
+    self.callback.set_params(params)
+
+  def set_model(self, model):
+    """Passes the model on, on every worker."""
+    super().set_model(model)
+    self.callback.set_model(model)
+
+  def on_train_begin(self, logs=None):
+    """Calls the callback; shares what it has restored."""
+    restores = isinstance(self.callback, keras.callbacks.BackupAndRestore)
+    optimizer = self.model.optimizer
+    if restores and optimizer is not None and not optimizer.built:
+      # The callback would create its variables, which takes all workers.
+      with self._strategy().scope():
+        optimizer.build(self.model.trainable_variables)
+    self._call('on_train_begin', logs)
+    if restores:
+      self._share_state()
+
+  def _share_state(self):
+    extended = self._strategy().extended
+    if not hasattr(extended, 'share_from_chief'):
+      return
+    variables = [*self.model.variables]
+    if self.model.optimizer is not None:
+      variables += self.model.optimizer.variables
+    extended.share_from_chief(variables)
+    # What Keras reads after this call to know where to go on.
+    epoch = tf.constant(self.model._initial_epoch or 0, tf.int64)
+    epoch = int(extended.workers.broadcast(epoch, 0, 'initial_epoch'))
+    self.model._initial_epoch = epoch or None
+
+  def _strategy(self):
+    return self.model.distribute_strategy
+
+  def _call(self, event, *args):
+    if self._strategy().extended.should_checkpoint:
+      getattr(self.callback, event)(*args)
+
+
+def _forward(event):
+  def method(self, *args, **kwargs):
+    self._call(event, *args, *kwargs.values())
+
+  method.__name__ = event
+  method.__doc__ = f'Calls the callback, on the chief (`{event}`).'
+  return method
+
+
+for _event in (
+  'on_train_end',
+  'on_epoch_begin',
+  'on_epoch_end',
+  'on_train_batch_begin',
+  'on_train_batch_end',
+  'on_test_begin',
+  'on_test_end',
+  'on_test_batch_begin',
+  'on_test_batch_end',
+  'on_predict_begin',
+  'on_predict_end',
+  'on_predict_batch_begin',
+  'on_predict_batch_end',
+):
+  setattr(ChiefOnly, _event, _forward(_event))
