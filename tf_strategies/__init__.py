@@ -9,34 +9,42 @@
 ...   model.compile(tfs.keras.DistributedOptimizer('adam'), 'mse')
 """
 
-from tf_strategies import (
-  cluster,
-  collectives,
-  data,
-  errors,
-  keras,
-  process_group,
-)
-from tf_strategies.cross_device import (
-  AutoAllReduce,
-  DirectAllReduce,
-  HalvingDoublingAllReduce,
-  HierarchicalRingAllReduce,
-  NaiveAllReduce,
-  RingAllReduce,
-  TreeAllReduce,
-)
-from tf_strategies.strategies import (
-  STRATEGY_NAMES,
-  MultiWorkerCollectiveStrategy,
-  MultiWorkerRingStrategy,
-  RingMirroredStrategy,
-  RingOptions,
-  create_strategy,
-)
-from tf_strategies.training import elastic
-from tf_strategies.training.elastic import ElasticOptions
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from tf_strategies.version import __version__
+
+# For readers and tools. TensorFlow takes seconds to load, and neither the
+# launcher nor `tfs.cluster` needs it: what is named here is loaded when it is
+# first used.
+if TYPE_CHECKING:
+  from tf_strategies import (
+    cluster,
+    collectives,
+    data,
+    errors,
+    keras,
+    process_group,
+  )
+  from tf_strategies.cross_device import (
+    AutoAllReduce,
+    DirectAllReduce,
+    HalvingDoublingAllReduce,
+    HierarchicalRingAllReduce,
+    NaiveAllReduce,
+    RingAllReduce,
+    TreeAllReduce,
+  )
+  from tf_strategies.strategies import (
+    STRATEGY_NAMES,
+    MultiWorkerCollectiveStrategy,
+    MultiWorkerRingStrategy,
+    RingMirroredStrategy,
+    RingOptions,
+    create_strategy,
+  )
+  from tf_strategies.training import elastic
+  from tf_strategies.training.elastic import ElasticOptions
 
 __all__ = [
   'STRATEGY_NAMES',
@@ -62,3 +70,35 @@ __all__ = [
   'keras',
   'process_group',
 ]
+
+_ROOMS = (
+  'cluster',
+  'collectives',
+  'data',
+  'errors',
+  'keras',
+  'process_group',
+)
+_HOMES = {
+  'ElasticOptions': 'training.elastic',
+  'STRATEGY_NAMES': 'strategies',
+  'create_strategy': 'strategies',
+  'RingOptions': 'strategies',
+}
+
+
+def __getattr__(name: str) -> Any:
+  if name in _ROOMS:
+    return importlib.import_module(f'tf_strategies.{name}')
+  if name == 'elastic':
+    return importlib.import_module('tf_strategies.training.elastic')
+  if name not in __all__:
+    raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+  home = _HOMES.get(name)
+  if home is None:
+    home = 'strategies' if name.endswith('Strategy') else 'cross_device'
+  return getattr(importlib.import_module(f'tf_strategies.{home}'), name)
+
+
+def __dir__() -> list[str]:
+  return sorted(__all__)
