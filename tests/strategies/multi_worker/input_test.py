@@ -1,0 +1,321 @@
+"""Each element once over all workers, in step, whatever each of them has."""
+
+import collections
+import functools
+import os
+import traceback
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from absl.testing import parameterized
+
+import tf_strategies as tfs
+from tests import processes, virtual_devices
+
+virtual_devices.configure_logical_cpus()
+pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
+
+_DEADLINE_SECONDS = 240
+_Policy = tf.data.experimental.AutoShardPolicy
+
+# (workers, local devices)
+_WORLDS = ((2, 1), (2, 2), (3, 1))
+_EVERY = tuple((f'{w}x{d}', w, d) for w, d in _WORLDS)
+
+# Rows and global batch: even, uneven, fewer rows than replicas at the end.
+_SAME_DATA = ((24, 12), (23, 12), (13, 12), (1, 12), (10, 10))
+_FILE_ROWS = (3, 0, 11, 1, 5, 2)
+
+
+def _with_policy(dataset, policy):
+  options = tf.data.Options()
+  options.experimental_distribute.auto_shard_policy = policy
+  return dataset.with_options(options)
+
+
+def _write_files(directory):
+  """TFRecord files of which no two records are alike, 100 numbers apart."""
+  for i, rows in enumerate(_FILE_ROWS):
+    with tf.io.TFRecordWriter(_file(directory, i)) as writer:
+      for row in range(rows):
+        writer.write(str(100 * i + row).encode())
+
+
+def _file(directory, index):
+  return os.path.join(directory, f'{index}.tfrecord')
+
+
+# What workers do. Each returns a list with an entry for each batch: the rows of
+# each local replica, and what the batch says of all replicas.
+
+
+def _consume(strategy, dataset):
+  seen = []
+  for batch in dataset:
+    parts = strategy.experimental_local_results(batch)
+    seen.append(([p.numpy().tolist() for p in parts], _all_rows(batch)))
+  return seen
+
+
+def _all_rows(batch):
+  return batch.all_rows.numpy().tolist()
+
+
+def _same_data(strategy, rows, global_batch, policy):
+  dataset = _with_policy(
+    tf.data.Dataset.range(rows).batch(global_batch), policy
+  )
+  distributed = strategy.experimental_distribute_dataset(dataset)
+  return [_consume(strategy, distributed) for _ in range(2)]
+
+
+def _files(strategy, directory):
+  names = [_file(directory, i) for i in range(len(_FILE_ROWS))]
+  dataset = tf.data.TFRecordDataset(names).map(
+    lambda text: tf.strings.to_number(text, tf.int64)
+  )
+  dataset = _with_policy(dataset.batch(12), _Policy.FILE)
+  distributed = strategy.experimental_distribute_dataset(dataset)
+  return [_consume(strategy, distributed) for _ in range(2)]
+
+
+def _own_rows(rank):
+  return 100 * rank + np.arange(5 + 9 * rank)
+
+
+def _own_data(strategy):
+  dataset = tf.data.Dataset.from_tensor_slices(_own_rows(strategy.rank))
+  dataset = _with_policy(dataset.batch(12), _Policy.OFF)
+  distributed = strategy.experimental_distribute_dataset(dataset)
+  return [_consume(strategy, distributed) for _ in range(2)]
+
+
+def _from_function(strategy):
+  def make(context):
+    assert context.num_input_pipelines == strategy.num_workers
+    assert context.num_replicas_in_sync == strategy.num_replicas_in_sync
+    rows = _own_rows(context.input_pipeline_id)
+    return tf.data.Dataset.from_tensor_slices(rows).batch(2)
+
+  distributed = strategy.distribute_datasets_from_function(make)
+  return [_consume(strategy, distributed) for _ in range(2)]
+
+
+def _unseeded_shuffle(strategy):
+  dataset = tf.data.Dataset.range(40).shuffle(40).batch(12)
+  distributed = strategy.experimental_distribute_dataset(dataset)
+  return [_consume(strategy, distributed) for _ in range(2)]
+
+
+def _failure(strategy, dataset):
+  distributed = strategy.experimental_distribute_dataset(dataset)
+  try:
+    seen = _consume(strategy, distributed)
+  except tfs.errors.CollectiveMismatchError as e:
+    return str(e), e.ranks
+  return f'no error, but {seen}', ()
+
+
+def _other_data(strategy):
+  return _failure(strategy, tf.data.Dataset.range(strategy.rank, 30).batch(12))
+
+
+def _other_order(strategy):
+  dataset = tf.data.Dataset.range(300).shuffle(300, seed=5 + strategy.rank)
+  return _failure(strategy, dataset.batch(60))
+
+
+def _given_up(strategy):
+  """Iterators that are left in the middle; then one that is not."""
+  datasets = [
+    tf.data.Dataset.range(1000).batch(12),
+    _with_policy(
+      tf.data.Dataset.range(500 * (1 + strategy.rank)).batch(12), _Policy.OFF
+    ),
+  ]
+  for dataset in datasets:
+    distributed = strategy.experimental_distribute_dataset(dataset)
+    for turn in range(6):
+      for i, _ in enumerate(distributed):
+        if i == turn:
+          break
+  function = lambda _: tf.data.Dataset.range(300).batch(2)  # noqa: E731
+  for turn in range(3):
+    iterator = iter(strategy.distribute_datasets_from_function(function))
+    for _ in range(turn + 1):
+      next(iterator)
+    del iterator
+  return _own_data(strategy)
+
+
+def _keras_shuffle(strategy):
+  """Weights that count how often each row was seen, after each epoch."""
+  with strategy.scope():
+    model = keras.Sequential(
+      [
+        keras.layers.Input([1], dtype='int32'),
+        keras.layers.Embedding(48, 1, embeddings_initializer='zeros'),
+        keras.layers.Flatten(),
+      ]
+    )
+    model.compile(keras.optimizers.SGD(12.0), lambda y, p: p[:, 0] * y[:, 0])
+  x, y = np.arange(48)[:, None], np.full([48, 1], -1.0, np.float32)
+  counts = []
+  for _ in range(2):
+    model.fit(x, y, batch_size=12, epochs=1, shuffle=True, verbose=0)
+    counts.append(model.get_weights()[0][:, 0].tolist())
+  return counts
+
+
+def _programs(directory):
+  programs = {
+    'unseeded_shuffle': _unseeded_shuffle,
+    'keras_shuffle': _keras_shuffle,
+    'file': lambda s: _files(s, directory),
+    'off': _own_data,
+    'from_function': _from_function,
+    'other_data': _other_data,
+    'other_order': _other_order,
+    'given_up': _given_up,
+  }
+  for policy in (_Policy.AUTO, _Policy.DATA):
+    for rows, size in _SAME_DATA:
+      programs[f'{policy.name}_{rows}'] = functools.partial(
+        _same_data, rows=rows, global_batch=size, policy=policy
+      )
+  return programs
+
+
+def _work(rank, devices, directory):
+  strategy = tfs.MultiWorkerRingStrategy(
+    devices=[f'CPU:{i}' for i in range(devices)]
+  )
+  assert strategy.rank == rank
+  results = {}
+  for name, program in _programs(directory).items():
+    try:
+      results[name] = program(strategy)
+    except Exception:
+      results[name] = traceback.format_exc()
+      break  # The other workers may be anywhere.
+  strategy.close()
+  return results
+
+
+# By world: what `_work` returned on each worker.
+_RESULTS = {}
+
+
+class InputTest(tf.test.TestCase, parameterized.TestCase):
+  """One start of the workers for each world; every test reads what they saw."""
+
+  def results(self, workers, devices, name):
+    """What each worker has to say of one program."""
+    if (workers, devices) not in _RESULTS:
+      directory = self.create_tempdir().full_path
+      _write_files(directory)
+      _RESULTS[workers, devices] = processes.run_workers(
+        _work,
+        workers,
+        args=(devices, directory),
+        deadline=_DEADLINE_SECONDS,
+      )
+    found = [r.get(name) for r in _RESULTS[workers, devices]]
+    for result in found:
+      if result is None or isinstance(result, str):
+        raise AssertionError(f'{name}: {result}')
+    return found
+
+  def epochs(self, results, devices):
+    """Rows by epoch, batch and replica id, after checks of what all share."""
+    for by_epoch in zip(*results, strict=True):
+      self.assertLen({len(batches) for batches in by_epoch}, 1, 'batches')
+      epoch = []
+      for by_worker in zip(*by_epoch, strict=True):
+        replicas = []
+        for parts, all_rows in by_worker:
+          self.assertLen(parts, devices)
+          self.assertEqual(all_rows, by_worker[0][1])
+          replicas += parts
+        self.assertEqual(by_worker[0][1], [len(p) for p in replicas])
+        self.assertGreater(sum(by_worker[0][1]), 0, 'nobody has rows')
+        epoch.append(replicas)
+      yield epoch
+
+  def flat(self, epoch):
+    return [x for batch in epoch for rows in batch for x in rows]
+
+  @parameterized.named_parameters(*_EVERY)
+  def test_same_data_are_split(self, workers, devices):
+    for policy in (_Policy.AUTO, _Policy.DATA):
+      for rows, size in _SAME_DATA:
+        results = self.results(workers, devices, f'{policy.name}_{rows}')
+        for epoch in self.epochs(results, devices):
+          self.assertLen(epoch, -(-rows // size))
+          for i, replicas in enumerate(epoch):
+            inside = [x for part in replicas for x in part]
+            want = range(i * size, min((i + 1) * size, rows))
+            self.assertCountEqual(inside, want)
+            sizes = [len(part) for part in replicas]
+            self.assertLessEqual(max(sizes) - min(sizes), 1, 'evenly')
+
+  @parameterized.named_parameters(*_EVERY)
+  def test_files_are_read_once(self, workers, devices):
+    want = [100 * i + r for i, n in enumerate(_FILE_ROWS) for r in range(n)]
+    results = self.results(workers, devices, 'file')
+    for epoch in self.epochs(results, devices):
+      self.assertCountEqual(self.flat(epoch), want)
+      # Whole files: no two workers have rows of the same one.
+      files = collections.defaultdict(set)
+      for replicas in epoch:
+        for replica_id, part in enumerate(replicas):
+          for x in part:
+            files[x // 100].add(replica_id // devices)
+      self.assertTrue(all(len(owners) == 1 for owners in files.values()))
+
+  @parameterized.product(
+    [{'workers': w, 'devices': d} for w, d in _WORLDS],
+    name=('off', 'from_function', 'given_up'),
+  )
+  def test_workers_with_less_data_go_on_without(self, workers, devices, name):
+    results = self.results(workers, devices, name)
+    limit = 2 if name == 'from_function' else -(-12 // (workers * devices))
+    for epoch in self.epochs(results, devices):
+      for rank in range(workers):
+        mine = [r[rank * devices : (rank + 1) * devices] for r in epoch]
+        self.assertCountEqual(self.flat(mine), _own_rows(rank).tolist())
+      for replicas in epoch:
+        self.assertLessEqual(max(len(part) for part in replicas), limit)
+      # The first worker has the least: at the end it has nothing left.
+      self.assertEqual(self.flat([epoch[-1][:devices]]), [])
+
+  @parameterized.named_parameters(*_EVERY)
+  def test_unseeded_shuffle_is_the_same_everywhere(self, workers, devices):
+    results = self.results(workers, devices, 'unseeded_shuffle')
+    epochs = list(self.epochs(results, devices))
+    for epoch in epochs:
+      self.assertCountEqual(self.flat(epoch), range(40))
+      self.assertNotEqual(self.flat(epoch), list(range(40)))
+    self.assertNotEqual(self.flat(epochs[0]), self.flat(epochs[1]))
+
+  @parameterized.named_parameters(*_EVERY)
+  def test_keras_shuffles_alike_without_a_seed(self, workers, devices):
+    for counts in self.results(workers, devices, 'keras_shuffle'):
+      self.assertAllClose(counts, [[1.0] * 48, [2.0] * 48], 1e-6, 1e-6)
+
+  @parameterized.product(
+    [{'workers': w, 'devices': d} for w, d in _WORLDS],
+    name=('other_data', 'other_order'),
+  )
+  def test_different_data_are_refused(self, workers, devices, name):
+    for message, ranks in self.results(workers, devices, name):
+      self.assertEqual(ranks, tuple(range(1, workers)), message)
+      self.assertIn('batch 0 of a data set is not the same', message)
+      self.assertIn('tf.random.set_seed', message)
+      self.assertIn('AutoShardPolicy.OFF', message)
+
+
+if __name__ == '__main__':
+  tf.test.main()
