@@ -45,15 +45,20 @@ def compile_model(model, optimizer):
   )
 
 
-def make_batches(epoch, step):
+def make_batches(epoch, step, size=BATCH):
   """The batches from a place on: every epoch has an order of its own."""
   import tensorflow as tf
 
   x, y = data()
-  order = np.concatenate(
-    [np.random.default_rng(e).permutation(ROWS) for e in range(epoch, EPOCHS)]
-  )[step * BATCH :]
-  indices = tf.data.Dataset.from_tensor_slices(order).batch(BATCH)
+  batches = []
+  for e in range(epoch, EPOCHS):
+    order = np.random.default_rng(e).permutation(ROWS)
+    batches += [order[i : i + size] for i in range(0, ROWS, size)]
+  batches = batches[step:]
+  # The last batch of an epoch may have fewer rows.
+  indices = tf.data.Dataset.from_generator(
+    lambda: batches, output_signature=tf.TensorSpec([None], tf.int64)
+  )
   return indices.map(lambda i: (tf.gather(x, i), tf.gather(y, i)))
 
 
@@ -109,6 +114,7 @@ def train(rank, options, directory, seconds_a_step=0.0):
     'weights': model.get_weights(),
     'iterations': int(model.optimizer.iterations.numpy()),
     'accuracy': accuracy,
+    'learning_rate': float(model.optimizer.learning_rate.numpy()),
     'generations': jobs[-1].generations,
     'epoch': jobs[-1].epoch,
   }

@@ -117,6 +117,26 @@ class ElasticTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(outcomes[victim].value['generations'][-1].world_size, 3)
 
   @pytest.mark.soak
+  def test_batch_and_learning_rate_follow_the_workers(self):
+    options = elastic_options.ElasticOptions(
+      min_workers=2,
+      window_seconds=0.5,
+      batch='per_replica',
+      learning_rate='linear',
+    )
+    with Kill(options) as kill:
+      kill.after(1, 30)
+      outcomes = kill.workers.wait([0, 2])
+    for outcome in outcomes:
+      self.assertEqual(outcome.error_text, '')
+      self.assertAllClose(outcome.value['learning_rate'], 0.05 * 2 / 3)
+      self.assertGreater(outcome.value['accuracy'], 0.97)
+      # 20 steps an epoch of 32 rows, then 31 of 21.
+      self.assertGreater(outcome.value['iterations'], _STEPS)
+    for a, b in zip(*[o.value['weights'] for o in outcomes], strict=True):
+      np.testing.assert_array_equal(a, b)
+
+  @pytest.mark.soak
   def test_two_deaths_one_after_the_other(self):
     options = elastic_options.ElasticOptions(min_workers=1, window_seconds=0.5)
     with Kill(options) as kill:

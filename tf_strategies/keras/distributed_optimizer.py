@@ -176,7 +176,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
           'train without quantize("float8")',
         )
     present = [i for i, g in enumerate(grads) if g is not None]
-    parts = [grads[i] for i in present]
+    parts = [self._lighter(extended, grads[i]) for i in present]
     if not parts:
       return grads
     if not self._pop_loss_weighed() and self._weighting == 'rows':
@@ -189,6 +189,24 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
     for i, total in zip(present, summed, strict=True):
       reduced[i] = total
     return reduced
+
+  def _lighter(self, extended, gradient):
+    """A sparse gradient as a dense one, where that is less to send.
+
+    Not with clipping: one device clips the pairs as they come, and duplicates
+    that were added up have another norm.
+    """
+    if not isinstance(gradient, tf.IndexedSlices):
+      return gradient
+    inner = self.inner_optimizer
+    clips = any(
+      getattr(inner, option, None) is not None
+      for option in ('clipnorm', 'global_clipnorm', 'clipvalue')
+    )
+    prefers_dense = getattr(extended, 'prefers_dense', None)
+    if clips or prefers_dense is None or not prefers_dense(gradient):
+      return gradient
+    return tf.convert_to_tensor(gradient)
 
   def scale_loss(self, loss):
     """Weighs the loss by this replica's rows, and scales it as the inner does.

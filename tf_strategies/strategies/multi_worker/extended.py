@@ -95,6 +95,22 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
         with tf.control_dependencies([t for t in tensors if t is not None]):
           yield
 
+  def prefers_dense(self, slices: tf.IndexedSlices) -> bool:
+    """Whether all replicas' slices are more to send than the dense sum.
+
+    Every worker must answer alike, so only static shapes count.
+    """
+    rows = slices.values.shape[0]
+    dense_shape = tf.get_static_value(slices.dense_shape)
+    if rows is None or dense_shape is None or tf.executing_eagerly():
+      return False
+    size = slices.values.dtype.size
+    dense_bytes = size * int(dense_shape.prod())
+    row_bytes = dense_bytes // max(1, int(dense_shape[0]))
+    pair_bytes = row_bytes + slices.indices.dtype.size
+    # A ring sends the dense sum twice, less what is there already.
+    return self._num_replicas_in_sync * rows * pair_bytes > 2 * dense_bytes
+
   # Where code runs.
 
   def _make_run(self, args, is_keras_step):

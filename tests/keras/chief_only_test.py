@@ -1,0 +1,109 @@
+"""`ChiefOnly`: files of one worker, state of all."""
+
+import contextlib
+import os
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tf_strategies as tfs
+from tests import processes
+
+_EPOCHS = 3
+
+
+class _InterruptionError(Exception):
+  """Stands for a crash in the middle of a run."""
+
+
+class _Interrupt(keras.callbacks.Callback):
+  def on_epoch_end(self, epoch, logs=None):
+    if epoch == 1:
+      raise _InterruptionError
+
+
+def _model(strategy, seed):
+  keras.utils.set_random_seed(seed)
+  with strategy.scope():
+    model = keras.Sequential([keras.layers.Input([3]), keras.layers.Dense(2)])
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    model.compile(tfs.keras.DistributedOptimizer(optimizer), 'mse')
+  return model
+
+
+def _fit(model, callbacks):
+  x = np.linspace(-1, 1, 36, dtype=np.float32).reshape([12, 3])
+  model.fit(
+    x, x[:, :2], 4, _EPOCHS, verbose=0, shuffle=False, callbacks=callbacks
+  )
+
+
+def _interrupt_and_resume(rank, directory):
+  """What each worker does; it sees a directory of its own."""
+  mine = os.path.join(directory, str(rank))
+  only = tfs.keras.ChiefOnly
+  strategy = tfs.MultiWorkerRingStrategy()
+  whole = _model(strategy, 1)
+  _fit(whole, [])
+  backup = os.path.join(mine, 'backup')
+  first = _model(strategy, 1)
+  saved = keras.callbacks.ModelCheckpoint(os.path.join(mine, 'saved.keras'))
+  with contextlib.suppress(_InterruptionError):
+    _fit(
+      first,
+      [
+        only(keras.callbacks.BackupAndRestore(backup)),
+        only(saved),
+        _Interrupt(),
+      ],
+    )
+  files = sorted(os.listdir(mine)) if os.path.exists(mine) else []
+  # With other initial values: what is equal at the end was restored.
+  second = _model(strategy, 2)
+  _fit(second, [only(keras.callbacks.BackupAndRestore(backup))])
+  return {
+    'whole': whole.get_weights(),
+    'resumed': second.get_weights(),
+    'iterations': int(second.optimizer.iterations.numpy()),
+    'files': files,
+  }
+
+
+class ChiefOnlyTest(tf.test.TestCase):
+  @pytest.mark.multi_process
+  @pytest.mark.slow
+  def test_chief_writes_and_all_resume(self):
+    directory = self.create_tempdir().full_path
+    results = processes.run_workers(_interrupt_and_resume, 2, args=(directory,))
+    self.assertEqual(results[0]['files'], ['backup', 'saved.keras'])
+    self.assertEqual(results[1]['files'], [])
+    for result in results:
+      self.assertEqual(result['iterations'], _EPOCHS * 3)
+      for whole, resumed in zip(
+        result['whole'], result['resumed'], strict=True
+      ):
+        np.testing.assert_array_equal(whole, resumed)
+
+  def test_calls_the_callback_where_there_are_no_workers(self):
+    calls = []
+
+    class Record(keras.callbacks.Callback):
+      def on_epoch_begin(self, epoch, logs=None):
+        calls.append(('begin', epoch))
+
+      def on_train_batch_end(self, batch, logs=None):
+        calls.append(('batch', batch))
+
+    model = keras.Sequential([keras.layers.Input([3]), keras.layers.Dense(2)])
+    model.compile('sgd', 'mse')
+    x = np.ones([4, 3], np.float32)
+    model.fit(
+      x, x[:, :2], 2, verbose=0, callbacks=[tfs.keras.ChiefOnly(Record())]
+    )
+    self.assertEqual(calls, [('begin', 0), ('batch', 0), ('batch', 1)])
+
+
+if __name__ == '__main__':
+  tf.test.main()
