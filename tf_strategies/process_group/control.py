@@ -218,11 +218,26 @@ class Control:
     if self._judging or self._state.verdict is not None:
       return
     self._judging = True
+    end = time.monotonic() + _DESCRIBE_SECONDS
+    while True:
+      await self._ask_all(end - time.monotonic())
+      # In a mismatch those that are on their way there are waited for, so that
+      # the verdict can say what they do.
+      late = accusation['kind'] == 'mismatch' and any(
+        description['sequence'] < accusation['sequence']
+        for description in self._said.values()
+      )
+      if not late or time.monotonic() > end:
+        break
+      await asyncio.sleep(0.05)
+    self._convict(_judge(self._state.members, accusation, self._said))
+
+  async def _ask_all(self, seconds: float) -> None:
     self._said = {0: self._state.describe()}
+    self._all_said.clear()
     self._send_all(_Kind.DESCRIBE, None)
     with contextlib.suppress(TimeoutError):
-      await connection_lib.within(_DESCRIBE_SECONDS, self._all_said.wait())
-    self._convict(_judge(self._state.members, accusation, self._said))
+      await connection_lib.within(max(seconds, 0.0), self._all_said.wait())
 
   def _on_accusation(self, rank: int, frame: wire.Frame) -> None:
     accusation = connection_lib.decode(frame)
