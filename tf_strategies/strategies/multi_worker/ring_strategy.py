@@ -117,6 +117,19 @@ class MultiWorkerRingStrategy(base.MultiWorkerStrategy):
     group, self._rendezvous = cluster, None
     if not isinstance(cluster, process_group.ProcessGroup):
       group, self._rendezvous = _form_group(cluster, options)
+    try:
+      self._set_up(group, options, devices, cross_device_ops)
+    except BaseException:
+      # Nobody can close what was never made: the others would wait for this
+      # worker, and its port would be taken for the next attempt.
+      if group is not cluster:
+        group.close()
+      if self._rendezvous is not None:
+        self._rendezvous.close()
+      raise
+
+  def _set_up(self, group, options, devices, cross_device_ops):
+    """Becomes a strategy on `group`, if the other workers do the same."""
 
     def make_workers(extended):
       several = len(devices) > 1
