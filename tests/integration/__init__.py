@@ -1,0 +1,1 @@
+"""Whole programs on test hosts with networks of their own."""
