@@ -12,6 +12,9 @@ from tf_strategies import _tf_internal, errors
 from tf_strategies import cluster as cluster_lib
 from tf_strategies.strategies import counted_batch
 
+# The random seed that a strategy, not the user, gave to this process.
+_agreed: dict[str, int] = {}
+
 
 class MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
   """Replicas on several workers, each of which runs the same program.
@@ -74,6 +77,9 @@ class MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     workers = self.extended.workers
     workers.agree(setup, f'the set-up of {type(self).__name__}')
     seed = _tf_internal.global_seed()
+    if seed == _agreed.get('seed'):
+      # An earlier strategy's choice, which a worker that joined since has not.
+      seed = None
     proposal = secrets.randbits(31) if seed is None else seed
     answers = workers.exchange('random_seed', json.dumps(proposal).encode())
     chosen = json.loads(answers[0])
@@ -81,6 +87,7 @@ class MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
       # Unseeded, each worker would shuffle in another order: some elements
       # would be taken twice, some never.
       tf.random.set_seed(chosen)
+      _agreed['seed'] = chosen
     elif seed != chosen:
       logging.warning(
         'The random seed of this worker is %d, the chief has %d. What is '
