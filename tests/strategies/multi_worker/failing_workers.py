@@ -1,0 +1,265 @@
+"""What the workers of errors_test.py do: go wrong in one way after another.
+
+One process goes through many jobs, since importing TensorFlow costs more than
+they do. A worker that is killed is started again and takes part in the next.
+"""
+
+import contextlib
+import json
+import os
+import time
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tf_strategies as tfs
+from tests import processes, virtual_devices
+from tf_strategies import process_group
+
+virtual_devices.configure_logical_cpus()
+
+_DEADLINE_SECONDS = 90.0
+
+
+def make_strategy(devices=1, bucket_bytes=8 << 20, **group_options):
+  """A strategy whose workers wait for each other a while, but not for long."""
+  settings = {'rendezvous_timeout_seconds': 90.0, **group_options}
+  return tfs.MultiWorkerRingStrategy(
+    options=tfs.RingOptions(
+      bucket_bytes=bucket_bytes,
+      group=process_group.GroupOptions.from_env(**settings),
+    ),
+    devices=[f'CPU:{i}' for i in range(devices)],
+  )
+
+
+def told(error):
+  """What an error says, as JSON can hold it."""
+  return {
+    'kind': type(error).__name__,
+    'message': str(error),
+    'rank': getattr(error, 'rank', None),
+    'address': getattr(error, 'address', None),
+    'ranks': list(getattr(error, 'ranks', ())),
+    'at': time.time(),
+  }
+
+
+# Disagreements: one start of the workers for all of them.
+
+
+def _step(function):
+  """Runs `function(context)` as a step, inside of a tf.function."""
+
+  def run(strategy):
+    @tf.function
+    def step():
+      return strategy.run(lambda: function(tf.distribute.get_replica_context()))
+
+    return step()
+
+  return run
+
+
+def _all_reduce_of(make):
+  def by_rank(strategy):
+    value = make(strategy.rank)
+    _step(lambda context: context.all_reduce('SUM', value))(strategy)
+
+  return by_rank
+
+
+def _other_order(strategy):
+  x = tf.range(3.0)
+
+  def function(context):
+    if strategy.rank == 0:
+      return context.all_reduce('SUM', x), context.all_gather(x, 0)
+    return context.all_gather(x, 0), context.all_reduce('SUM', x)
+
+  _step(function)(strategy)
+
+
+def _other_loop(strategy):
+  """One worker all-reduces once more than the other, then both gather."""
+
+  def function(context):
+    total = tf.while_loop(
+      lambda i, _: i < 2 + strategy.rank,
+      lambda i, x: (i + 1, context.all_reduce('SUM', x)),
+      [tf.constant(0), tf.range(3.0)],
+    )[1]
+    return context.all_gather(total, 0)
+
+  _step(function)(strategy)
+
+
+COLLECTIVES = {
+  'shape': _all_reduce_of(lambda rank: tf.zeros([3 + rank])),
+  'dtype': _all_reduce_of(
+    lambda rank: tf.zeros([3], tf.int32 if rank else tf.float32)
+  ),
+  'order': _other_order,
+  'loop': _other_loop,
+}
+
+SETUPS = {
+  'devices': lambda rank: {'devices': 1 + rank},
+  'bucket_bytes': lambda rank: {'bucket_bytes': 1000 + rank},
+}
+
+
+@contextlib.contextmanager
+def _environment(**variables):
+  before = dict(os.environ)
+  os.environ.update(variables)
+  try:
+    yield
+  finally:
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def _attempt(make, use=lambda strategy: None):
+  """What goes wrong when a strategy is made and used."""
+  started = time.monotonic()
+  try:
+    strategy = make()
+  except tfs.errors.Error as e:
+    return {**told(e), 'seconds': time.monotonic() - started}
+  try:
+    use(strategy)
+  except tfs.errors.Error as e:
+    return told(e)
+  finally:
+    strategy.close()
+  return {'kind': 'nothing went wrong'}
+
+
+def disagree(rank, other_addresses):
+  """Every disagreement of two workers in turn; what each was told."""
+  results = {
+    name: _attempt(make_strategy, use) for name, use in COLLECTIVES.items()
+  }
+  for name, options in SETUPS.items():
+    results[name] = _attempt(lambda o=options: make_strategy(**o(rank)))
+  # Those that nothing links: a deadline of their own, and other ports.
+  short = {'rendezvous_timeout_seconds': 6.0}
+
+  def with_addresses(addresses, index=rank, **options):
+    config = processes.tf_config(addresses, index)
+    with _environment(TF_CONFIG=config):
+      return _attempt(lambda: make_strategy(**short, **options))
+
+  a, b, c, absent = other_addresses
+  results['world_size'] = with_addresses([a, b] if rank else [a, b, absent])
+  results['addresses'] = with_addresses([a, c] if rank else [a, b])
+  results['one_address'] = with_addresses([a, a])
+  results['missing'] = with_addresses([a, b, absent])
+  secret = f'another secret of rank {rank}'.encode()
+  results['secret'] = with_addresses([a, b], secret=secret)
+  return results
+
+
+# Losses: workers that train until one of them is gone.
+
+
+class Losses:
+  """The jobs of one directory, in which workers leave notes.
+
+  Args:
+    directory: where.
+    rank: of this worker.
+  """
+
+  def __init__(self, directory, rank):
+    self._directory = directory
+    self._rank = rank
+
+  def path(self, job, rank, note):
+    return os.path.join(self._directory, f'{job}.{rank}.{note}')
+
+  def note(self, job, note, value=None):
+    path = self.path(job, self._rank, note)
+    with open(path + '.part', 'w') as f:
+      json.dump(value, f)
+    os.replace(path + '.part', path)
+
+  def read(self, job, rank, note, seconds=_DEADLINE_SECONDS):
+    """Waits for a worker's note and returns what it says."""
+    path = self.path(job, rank, note)
+    end = time.monotonic() + seconds
+    while not os.path.exists(path):
+      if time.monotonic() > end:
+        raise AssertionError(f'{path} did not appear')
+      time.sleep(0.01)
+    with open(path) as f:
+      return json.load(f)
+
+
+class Note(keras.callbacks.Callback):
+  """Says that training runs; then, on one worker, does what is asked for."""
+
+  def __init__(self, losses, job, then):
+    super().__init__()
+    self._losses = losses
+    self._job = job
+    self._then = then
+    self._batches = 0
+
+  def on_train_batch_end(self, batch, logs=None):
+    self._batches += 1
+    if self._batches == 5:
+      self._losses.note(self._job, 'runs')
+    if self._batches == 10 and self._then is not None:
+      self._then(self.model)
+
+
+def _raise(model):
+  raise ValueError('the disk of this callback is full')
+
+
+def _stop(model):
+  model.stop_training = True
+
+
+# (name, victim, what the victim does itself, options of the group)
+JOBS = (
+  ('kill_0', 0, None, {}),
+  ('kill_1', 1, None, {}),
+  ('kill_2', 2, None, {}),
+  ('stop', 1, None, {'heartbeat_timeout_seconds': 4.0}),
+  ('callback', 0, _raise, {}),
+  ('early', 2, _stop, {}),
+)
+
+
+def _fit(strategy, callback):
+  with strategy.scope():
+    model = keras.Sequential([keras.layers.Input([3]), keras.layers.Dense(2)])
+    model.compile(
+      tfs.keras.DistributedOptimizer(keras.optimizers.SGD(1e-3)), 'mse'
+    )
+  x = np.arange(36, dtype=np.float32).reshape([12, 3]) / 36
+  model.fit(
+    x, x[:, :2], batch_size=6, epochs=10**6, verbose=0, callbacks=[callback]
+  )
+
+
+def lose(rank, directory):
+  """Trains in one job after another, until each has lost a worker."""
+  losses = Losses(directory, rank)
+  for name, victim, act, options in JOBS:
+    # A worker that was killed goes on with the job after that.
+    if os.path.exists(losses.path(name, victim, 'gone')):
+      continue
+    strategy = make_strategy(**options)
+    callback = Note(losses, name, act if rank == victim else None)
+    try:
+      _fit(strategy, callback)
+      result = {'kind': 'fit ended', 'at': time.time()}
+    except Exception as e:
+      result = told(e)
+    strategy.close()
+    losses.note(name, 'told', result)
