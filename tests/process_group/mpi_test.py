@@ -155,8 +155,8 @@ class CollectivesTest(_RanksTestCase):
         self.assertEqual(note[root, 'scalar'], scalar)
         none = mpi_programs.raw(np.empty((2, 0), np.int32))
         self.assertEqual(note[root, 'none'], none)
-      # Twelve thousand floats can be divided by all these counts.
-      self.assertEqual(note['sent'], 2 * (count - 1) * 12 * 4096 // count)
+      # So many floats can be divided by all these counts.
+      self.assertEqual(note['sent'], 2 * (count - 1) * 12 * 16384 // count)
       self.assertGreaterEqual(note['barrier'][1], latest)
 
   @parameterized.parameters(2, 3)

@@ -45,13 +45,13 @@ def compile_model(model, optimizer):
   )
 
 
-def make_batches(epoch, step, size=BATCH):
+def make_batches(epoch, step, size=BATCH, epochs=EPOCHS):
   """The batches from a place on: every epoch has an order of its own."""
   import tensorflow as tf
 
   x, y = data()
   batches = []
-  for e in range(epoch, EPOCHS):
+  for e in range(epoch, epochs):
     order = np.random.default_rng(e).permutation(ROWS)
     batches += [order[i : i + size] for i in range(0, ROWS, size)]
   batches = batches[step:]
@@ -69,7 +69,7 @@ def momentum():
   return keras.optimizers.SGD(0.05, momentum=0.9)
 
 
-def uninterrupted():
+def uninterrupted(epochs=EPOCHS):
   """The weights that one device ends with."""
   model = build()
   compile_model(model, momentum())
@@ -77,7 +77,7 @@ def uninterrupted():
   return model.get_weights()
 
 
-def train(rank, options, directory, seconds_a_step=0.0):
+def train(rank, options, directory, seconds_a_step=0.0, epochs=EPOCHS):
   """Trains as one worker; returns what it ended with."""
   import keras
 

@@ -16,11 +16,9 @@ becomes a typed error on the others, as over TCP.
 from __future__ import annotations
 
 import atexit
-import collections
 import contextlib
 import dataclasses
 import hashlib
-import threading
 import time
 from collections.abc import Iterator, Sequence
 
@@ -29,9 +27,9 @@ import numpy as np
 from tf_strategies import errors
 from tf_strategies.collectives import schedule
 from tf_strategies.process_group import (
-  buffers,
   checks,
   control,
+  controlled,
   group,
   mpi_control,
   mpi_links,
@@ -40,7 +38,6 @@ from tf_strategies.process_group import (
 from tf_strategies.process_group import combine as combine_lib
 from tf_strategies.process_group import options as options_lib
 from tf_strategies.process_group import state as state_lib
-from tf_strategies.process_group import wire as wire_lib
 
 _DIGEST_BYTES = 8
 # Added in float32.
@@ -103,7 +100,7 @@ class _How:
   lengths: Sequence[int]
 
 
-class MpiProcessGroup(group.ProcessGroup):
+class MpiProcessGroup(controlled.ControlledGroup):
   """See the base class; made by `form_mpi_group`.
 
   `bytes_sent` counts what the algorithms must send; a broadcast counts once, on
@@ -128,47 +125,19 @@ class MpiProcessGroup(group.ProcessGroup):
     host: server.Server | None,
     options: options_lib.GroupOptions,
   ):
+    super().__init__(state, plane, options)
     self._comm = comm
-    self._state = state
-    self._control = plane
     self._host = host
-    self._options = options
-    self._closed = False
     self._bytes_sent = 0
-    self._lock = threading.RLock()
-    self._agreements: collections.Counter[str] = collections.Counter()
-    self._agreements_lock = threading.Lock()
-    self._pool = buffers.Pool()
     self._headers = np.empty((comm.size, 2), np.uint64)
     # A process that ends without it would leave the others to their deadlines,
     # as MPI keeps it alive until they end too.
     atexit.register(self.close)
 
   @property
-  def rank(self) -> int:
-    """See base class."""
-    return self._state.rank
-
-  @property
-  def members(self) -> tuple[group.Member, ...]:
-    """See base class."""
-    return self._state.members
-
-  @property
-  def generation(self) -> int:
-    """See base class."""
-    return self._state.generation
-
-  @property
   def bytes_sent(self) -> int:
     """See base class."""
     return self._bytes_sent
-
-  @property
-  def failure(self) -> errors.Error | None:
-    """See base class."""
-    verdict = self._state.verdict
-    return None if verdict is None else verdict.exception()
 
   def all_reduce(
     self,
@@ -277,37 +246,6 @@ class MpiProcessGroup(group.ProcessGroup):
     with self._lock, self._collective(f'barrier {name!r}', name):
       pass
 
-  def exchange(
-    self, tag: str, payload: bytes, timeout_seconds: float | None = None
-  ) -> list[bytes]:
-    """See base class."""
-    self._check()
-    if len(payload) > wire_lib.MAX_PAYLOAD_BYTES or not wire_lib.check_tag(tag):
-      raise errors.UnsupportedOptionError(
-        f'exchange of {len(payload)} bytes with a tag of {len(tag)} characters',
-        f'{wire_lib.MAX_PAYLOAD_BYTES} bytes with a tag of 128 characters',
-        'send arrays with all_gather or broadcast',
-      )
-    if self._control is None:
-      return [bytes(payload)]
-    if timeout_seconds is None:
-      timeout_seconds = self._options.collective_timeout_seconds
-    return self._control.exchange(tag, bytes(payload), timeout_seconds)
-
-  def pending_joiners(self) -> tuple[int, ...]:
-    """See base class; nobody can join what MPI started."""
-    return ()
-
-  def abort(self, reason: str) -> None:
-    """See base class."""
-    if self._closed:
-      return
-    verdict = self._state.lost(self.rank, f'aborted the group ({reason})')
-    if self._control is None:
-      self._state.fail(verdict)
-    else:
-      self._control.convict(verdict)
-
   def close(self) -> None:
     """See base class; MPI itself ends with the process."""
     if self._closed:
@@ -317,18 +255,6 @@ class MpiProcessGroup(group.ProcessGroup):
     if self._control is not None:
       self._control.close()
       self._host.close()
-
-  def _next_agreement(self, what: str) -> int:
-    with self._agreements_lock:
-      self._agreements[what] += 1
-      return self._agreements[what]
-
-  def _check(self) -> None:
-    self._state.check()
-    if self._closed:
-      raise errors.WorkerUnavailableError(
-        'This process has closed its group. Form a new one.'
-      )
 
   @contextlib.contextmanager
   def _collective(

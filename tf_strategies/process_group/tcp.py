@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-import threading
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from tf_strategies import errors
 from tf_strategies.collectives import schedule
-from tf_strategies.process_group import buffers, checks, control, group
+from tf_strategies.process_group import (
+  checks,
+  control,
+  controlled,
+)
 from tf_strategies.process_group import combine as combine_lib
 from tf_strategies.process_group import options as options_lib
 from tf_strategies.process_group import plan as plan_lib
@@ -59,7 +61,7 @@ class _Collective:
     )
 
 
-class TcpProcessGroup(group.ProcessGroup):
+class TcpProcessGroup(controlled.ControlledGroup):
   """See the base class; made by `Rendezvous.form`.
 
   Args:
@@ -81,43 +83,15 @@ class TcpProcessGroup(group.ProcessGroup):
     options: options_lib.GroupOptions,
     on_end: Callable[[], None] = lambda: None,
   ):
-    self._state = state
+    super().__init__(state, control, options)
     self._transport = transport
-    self._control = control
-    self._options = options
     self._on_end = on_end
-    self._closed = False
-    self._lock = threading.RLock()
-    self._agreements: collections.Counter[str] = collections.Counter()
-    self._agreements_lock = threading.Lock()
-    self._pool = buffers.Pool()
     state.on_failure(transport.shut_down)
-
-  @property
-  def rank(self) -> int:
-    """See base class."""
-    return self._state.rank
-
-  @property
-  def members(self) -> tuple[group.Member, ...]:
-    """See base class."""
-    return self._state.members
-
-  @property
-  def generation(self) -> int:
-    """See base class."""
-    return self._state.generation
 
   @property
   def bytes_sent(self) -> int:
     """See base class."""
     return self._transport.bytes_sent
-
-  @property
-  def failure(self) -> errors.Error | None:
-    """See base class."""
-    verdict = self._state.verdict
-    return None if verdict is None else verdict.exception()
 
   def all_reduce(
     self,
@@ -283,35 +257,6 @@ class TcpProcessGroup(group.ProcessGroup):
         [],
       )
 
-  def exchange(
-    self, tag: str, payload: bytes, timeout_seconds: float | None = None
-  ) -> list[bytes]:
-    """See base class."""
-    self._check()
-    if len(payload) > wire_lib.MAX_PAYLOAD_BYTES or not wire_lib.check_tag(tag):
-      raise errors.UnsupportedOptionError(
-        f'exchange of {len(payload)} bytes with a tag of {len(tag)} characters',
-        f'{wire_lib.MAX_PAYLOAD_BYTES} bytes with a tag of 128 characters',
-        'send arrays with all_gather or broadcast',
-      )
-    if self.world_size == 1:
-      return [bytes(payload)]
-    if timeout_seconds is None:
-      timeout_seconds = self._options.collective_timeout_seconds
-    return self._control.exchange(tag, bytes(payload), timeout_seconds)
-
-  def pending_joiners(self) -> tuple[int, ...]:
-    """See base class."""
-    return self._control.joiners()
-
-  def abort(self, reason: str) -> None:
-    """See base class."""
-    if self._closed:
-      return
-    self._control.convict(
-      self._state.lost(self.rank, f'aborted the group ({reason})')
-    )
-
   def close(self) -> None:
     """See base class."""
     if self._closed:
@@ -323,18 +268,6 @@ class TcpProcessGroup(group.ProcessGroup):
     with self._lock:
       self._transport.close()
     self._on_end()
-
-  def _next_agreement(self, what: str) -> int:
-    with self._agreements_lock:
-      self._agreements[what] += 1
-      return self._agreements[what]
-
-  def _check(self) -> None:
-    self._state.check()
-    if self._closed:
-      raise errors.WorkerUnavailableError(
-        'This process has closed its group. Form a new one.'
-      )
 
   def _run(
     self,
