@@ -11,7 +11,7 @@ import contextlib
 
 import tensorflow as tf
 
-from tf_strategies import _tf_internal
+from tf_strategies import _tf_internal, errors
 from tf_strategies.cross_device import executor
 from tf_strategies.strategies import (
   empty_replicas,
@@ -222,6 +222,7 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
     """For each value its sum (or mean) over all replicas, by local device."""
     if not values:
       return []
+    _check_summable(values)
     count = self._num_replicas_in_sync
     # 16-bit floats may overflow in a sum whose mean is well in range.
     halves = [is_mean and executor.is_half(v[0].dtype) for v in values]
@@ -369,6 +370,18 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
       with tf.device(self._devices[i]):
         values.append(value_fn(context))
     return _tf_internal.regroup(tuple(values), always_wrap=True)
+
+
+def _check_summable(values):
+  """Refuses what one worker would send as numbers, and several cannot add."""
+  for value in values:
+    dtype = value[0].dtype
+    if dtype in (tf.bool, tf.string):
+      raise errors.UnsupportedOptionError(
+        f'a reduction of {dtype.name} values over replicas',
+        'numbers',
+        'convert them first: tf.cast(value, tf.int32)',
+      )
 
 
 def _components(value):
