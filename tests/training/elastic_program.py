@@ -73,7 +73,8 @@ def uninterrupted(epochs=EPOCHS):
   """The weights that one device ends with."""
   model = build()
   compile_model(model, momentum())
-  model.fit(make_batches(0, 0), epochs=EPOCHS, steps_per_epoch=STEPS, verbose=0)
+  batches = make_batches(0, 0, BATCH, epochs)
+  model.fit(batches, epochs=epochs, steps_per_epoch=STEPS, verbose=0)
   return model.get_weights()
 
 
@@ -99,7 +100,15 @@ def train(rank, options, directory, seconds_a_step=0.0, epochs=EPOCHS):
       model = build()
       compile_model(model, tfs.keras.DistributedOptimizer(momentum()))
     job.restore(model)
-    job.fit(model, make_batches, EPOCHS, STEPS, callbacks=[Report()], verbose=0)
+    size = job.global_batch_size(BATCH)
+    job.fit(
+      model,
+      lambda epoch, step: make_batches(epoch, step, size, epochs),
+      epochs,
+      -(-ROWS // size),
+      callbacks=[Report()],
+      verbose=0,
+    )
     x, y = data()
     accuracy = model.evaluate(x, y, batch_size=BATCH, verbose=0)[1]
     return model, accuracy

@@ -35,6 +35,7 @@ class View:
     state: what it said last.
     generation: the highest that it has seen.
     progress: how far it has come.
+    idle_since: since when it has been between groups; None while it is not.
     reached_at: when it last answered at its address; None for never.
     heard_at: when it last spoke, also by calling here.
     problem: why it does not answer.
@@ -45,6 +46,7 @@ class View:
   state: State = State.IDLE
   generation: int = 0
   progress: int = 0
+  idle_since: float | None = None
   reached_at: float | None = None
   heard_at: float = float('-inf')
   problem: str = 'it was never reached'
@@ -83,6 +85,7 @@ class Membership:
     self._minimum = options.min_workers or len(self.addresses)
     self._maximum = options.max_workers or len(self.addresses)
     self._window = options.window_seconds
+    self._patience = options.heartbeat_timeout_seconds
     self._enough_since: float | None = None
     self._rivals: dict[int, str] = {}
     self._joiners: dict[int, tuple[str, float]] = {}
@@ -110,6 +113,7 @@ class Membership:
     self._rivals.clear()
     for view in self.views.values():
       view.reached_at = None
+      view.idle_since = None
       view.problem = 'it was never reached'
       view.refused = False
 
@@ -136,6 +140,10 @@ class Membership:
       view.incarnation = message['incarnation']
       view.state = State(message['state'])
       view.progress = message['progress']
+      if view.state is not State.IDLE:
+        view.idle_since = None
+      elif view.idle_since is None:
+        view.idle_since = now
     view.generation = max(view.generation, message['generation'])
     view.heard_at = now
     if reached:
@@ -188,9 +196,15 @@ class Membership:
     """The tasks of a group, if it is for this process to propose one now."""
     fresh = {t: v for t, v in self.views.items() if v.is_fresh(now)}
     forming = [t for t, v in fresh.items() if v.state is State.FORMING]
-    # Somebody lower leads; or a group runs, which will form again.
-    waits = any(t < self.task for t in forming) or any(
-      v.state is State.RUNNING for v in fresh.values()
+    # Somebody lower leads; or a group runs, which will form again; or somebody
+    # has just left one, perhaps with the only state that there is.
+    waits = (
+      any(t < self.task for t in forming)
+      or any(v.state is State.RUNNING for v in fresh.values())
+      or any(
+        v.idle_since is not None and now - v.idle_since < self._patience
+        for v in fresh.values()
+      )
     )
     there = sorted([self.task, *forming])
     if waits or len(there) < self._minimum:
