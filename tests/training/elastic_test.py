@@ -173,7 +173,7 @@ class ElasticTest(tf.test.TestCase, parameterized.TestCase):
     options = elastic_options.ElasticOptions(
       min_workers=2, window_seconds=0.5, join='step'
     )
-    epochs = 100
+    epochs = 75
     with Kill(options, 0.06, epochs=epochs, deadline=290) as kill:
       kills = []
       for _ in range(10):
@@ -182,14 +182,15 @@ class ElasticTest(tf.test.TestCase, parameterized.TestCase):
         kill.restart(victim)
       outcomes = kill.workers.wait()
     self.check_results(outcomes, epochs, tolerance=1e-4)
-    # Whoever was never killed has seen every death.
     for killed, victim in kills:
-      unhurt = [
+      # Of those that were not killed themselves after that.
+      witnesses = [
         o
         for o in outcomes
         if o.rank != victim and o.value['generations'][0].began < killed
       ]
-      self.check_times(unhurt, killed)
+      if witnesses:
+        self.check_times(witnesses, killed)
 
 
 class OptionsTest(tf.test.TestCase, parameterized.TestCase):
