@@ -6,6 +6,7 @@ TF_VERSION ?= 2.21.0
 PYTEST_ARGS ?=
 PYTEST_WORKERS ?= 2
 DEMO_ARGS ?=
+BENCHMARK ?= all_reduce
 BENCHMARK_ARGS ?=
 
 VENV ?= .venv-$(patsubst tensorflow-%,%,$(TF_PACKAGE))-$(TF_VERSION)
@@ -21,12 +22,13 @@ help:
 	@echo 'make soak         the slow and the random tests, with more examples'
 	@echo 'make lint         ruff, and buildifier if npx is installed'
 	@echo 'make format       ruff format and its safe fixes'
-	@echo 'make benchmark    all-reduce beside its peers'
+	@echo 'make benchmark    all-reduce beside its peers; BENCHMARK= all_reduce,'
+	@echo '                  process_all_reduce or training_step'
 	@echo 'make build_files  write the BUILD files from the imports'
 	@echo 'make wheel        a wheel in dist/'
 	@echo 'make clean        remove environments and build output'
 	@echo 'Variables: PYTHON TF_PACKAGE TF_VERSION PYTEST_ARGS PYTEST_WORKERS'
-	@echo '           DEMO_ARGS BENCHMARK_ARGS'
+	@echo '           DEMO_ARGS BENCHMARK BENCHMARK_ARGS'
 
 demo:
 	@bash tools/install.sh $(VENV) examples
@@ -46,7 +48,7 @@ soak:
 
 benchmark:
 	@bash tools/install.sh $(VENV) dev,mpi
-	$(VENV)/bin/python -m benchmarks.all_reduce $(BENCHMARK_ARGS)
+	$(VENV)/bin/python -m benchmarks.$(BENCHMARK) $(BENCHMARK_ARGS)
 
 lint:
 	bash tools/lint.sh $(LINT_VENV)
