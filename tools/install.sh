@@ -35,9 +35,9 @@ fi
 requirements=$(cksum "$root/setup.py" "$0"; echo "$tf_package $tf_version")
 sources=$(cd "$root" && checksum tf_strategies pyproject.toml; echo "$requirements")
 stamp=requirements-${extras//,/-}.stamp
-# [dev] brings all that [examples] does.
-if fresh requirements-dev.stamp "$requirements"; then
-  stamp=requirements-dev.stamp
+# [dev,mpi] brings all that [examples] does.
+if fresh requirements-dev-mpi.stamp "$requirements"; then
+  stamp=requirements-dev-mpi.stamp
 fi
 if fresh "$stamp" "$requirements" && fresh sources.stamp "$sources"; then
   exit 0
