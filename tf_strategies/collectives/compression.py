@@ -154,19 +154,24 @@ class BFloat16Compression(_SixteenBit):
       # arithmetic warns where an array's wraps around.
       values = array.reshape(-1).astype(np.float32)
     bits = values.view(np.uint32)
-    upper = bits >> np.uint32(16)
-    # Half of the last kept bit, less one where that bit is 0: ties to even.
-    rounded = (
-      bits + (np.uint32(0x7FFF) + (upper & np.uint32(1)))
-    ) >> np.uint32(16)
-    # Rounding could carry a NaN into an infinity; truncating could clear all
-    # of its mantissa. The quiet bit keeps it a NaN.
-    quiet = upper | np.uint32(0x0040)
-    wire = np.where(np.isnan(values), quiet, rounded).astype(np.uint16)
+    # Half of the last kept bit, less one where that bit is 0: ties to even. In
+    # place, since this is where the time of a 16-bit all-reduce goes.
+    rounded = bits >> np.uint32(16)
+    rounded &= np.uint32(1)
+    rounded += np.uint32(0x7FFF)
+    rounded += bits
+    rounded >>= np.uint32(16)
+    wire = rounded.astype(np.uint16)
+    is_nan = np.isnan(values)
+    if is_nan.any():
+      # Rounding could carry a NaN into an infinity; truncating could clear all
+      # of its mantissa. The quiet bit keeps it a NaN.
+      wire[is_nan] = (bits[is_nan] >> np.uint32(16)) | np.uint32(0x0040)
     return wire.reshape(array.shape)
 
   def _decode(self, wire: np.ndarray) -> np.ndarray:
-    bits = wire.reshape(-1).astype(np.uint32) << np.uint32(16)
+    bits = wire.reshape(-1).astype(np.uint32)
+    bits <<= np.uint32(16)
     return bits.view(np.float32).reshape(wire.shape)
 
 
