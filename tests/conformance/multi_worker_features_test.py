@@ -1,0 +1,474 @@
+"""What `fit` tables do not show: state, reductions and loops over workers."""
+
+import functools
+import traceback
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from absl.testing import parameterized
+
+import tf_strategies as tfs
+from tests import processes
+from tests.conformance import dropout_test, harness, multi_worker
+from tests.conformance.harness import Feature
+from tests.conformance.multi_worker import WorkerCase
+
+pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
+
+_DEADLINE_SECONDS = 240
+
+CASES = (
+  WorkerCase('collective_2x1', 'multi_worker_collective', 2, devices=1),
+  WorkerCase('ring_2x1', 'multi_worker_ring', workers=2, devices=1),
+  WorkerCase('ring_2x2', 'multi_worker_ring', workers=2, devices=2),
+)
+_EVERY = tuple((case.name, case) for case in CASES)
+_COMPRESSED_CASE = CASES[-1]
+
+_COMPRESSIONS = ('bfloat16', 'float16')
+_ROWS = 69  # Two full batches of 32 and one of 5.
+_LOOPS = (
+  # Weighting, scale_loss, where the tf.function is.
+  ('rows', True, 'outside'),
+  ('rows', True, 'inside'),
+  ('rows', False, 'outside'),
+  ('none', False, 'outside'),
+  ('none', False, 'inside'),
+)
+_DTYPES = ('float32', 'float64', 'int32', 'int64', 'bfloat16')
+
+
+# What each worker does, under one strategy. The results are pickled.
+
+
+def _values(v):
+  """The components of a variable or distributed value, as arrays."""
+  parts = getattr(v, 'values', None)
+  if parts is None:
+    parts = [v]
+  return [np.asarray(tf.convert_to_tensor(p)) for p in parts]
+
+
+def _plain_bn_model():
+  return harness.conv_model(keras.layers.BatchNormalization(momentum=0.5))
+
+
+def _statistics_model():
+  return keras.Sequential(
+    [
+      keras.layers.Input([1]),
+      keras.layers.BatchNormalization(momentum=0.5, center=False, scale=False),
+      keras.layers.Dense(1),
+    ]
+  )
+
+
+_STATISTICS = Feature(
+  'statistics', model=_statistics_model, compile={'loss': 'mse', 'metrics': []}
+)
+
+
+def _part(replica_id, replicas):
+  """Rows of one replica, of a mean and a variance of their own."""
+  rows = np.linspace(-1, 1, 32 // replicas)
+  return 10.0 * replica_id + (replica_id + 1) * rows
+
+
+def _statistics(strategy):
+  n = strategy.num_replicas_in_sync
+  x = np.concatenate([_part(i, n) for i in range(n)]).astype(np.float32)
+  results = []
+  for rows in (x[:, None], np.array([[6.0]], np.float32)):
+    model = harness.build(_STATISTICS, strategy)
+    model.fit(rows, rows, batch_size=32, epochs=1, shuffle=False, verbose=0)
+    layer = model.layers[0]
+    results.append(
+      [_values(v.value) for v in (layer.moving_mean, layer.moving_variance)]
+    )
+  return results
+
+
+def _plain_bn(strategy):
+  feature = Feature('plain', rows=65, model=_plain_bn_model)
+  result = harness.train(feature, strategy, epochs=2)
+  return result.weights, result.predictions, result.history['loss']
+
+
+def _loss_scale(strategy):
+  """A finite step, then one in which a single replica has an inf."""
+  results = []
+  for wrap in (True, False):
+    for bad_row in (0, 7):
+      keras.backend.clear_session()
+      with strategy.scope():
+        ones = keras.layers.Dense(1, use_bias=False, kernel_initializer='ones')
+        model = keras.Sequential([keras.layers.Input([1]), ones])
+        inner = keras.optimizers.SGD(0.5)
+        if wrap:
+          inner = tfs.keras.DistributedOptimizer(inner)
+        optimizer = keras.optimizers.LossScaleOptimizer(
+          inner, initial_scale=8.0
+        )
+        model.compile(optimizer, 'mse')
+      x = np.full([8, 1], 0.5, np.float32)
+      found = []
+      for value in (0.5, np.inf):
+        x[bad_row] = value
+        y = np.zeros([8, 1], np.float32)
+        model.fit(x, y, batch_size=8, epochs=1, verbose=0, shuffle=False)
+        scale = _values(optimizer.dynamic_scale.value)
+        found.append((model.get_weights()[0].item(), np.unique(scale).tolist()))
+      results.append(found)
+  return results
+
+
+def _dropout(strategy):
+  with strategy.scope():
+    layer = dropout_test.Mask()
+    layer(tf.ones([1, 64]))
+
+  @tf.function
+  def draw():
+    return strategy.run(lambda: layer(tf.ones([1, 64]), training=True))
+
+  masks = [
+    [np.asarray(v) for v in strategy.experimental_local_results(draw())]
+    for _ in range(2)
+  ]
+  return masks, _values(layer.dropout.seed_generator.state.value)
+
+
+def _images():
+  return tf.data.Dataset.from_tensor_slices(harness.images(_ROWS)).batch(32)
+
+
+def _loss(model, x, y):
+  logits = model(x, training=True)
+  return tf.nn.sparse_softmax_cross_entropy_with_logits(labels=y, logits=logits)
+
+
+def _model_and_optimizer():
+  keras.utils.set_random_seed(11)
+  return harness.conv_model(), keras.optimizers.Adam(1e-2, global_clipnorm=0.5)
+
+
+def _one_device_loop():
+  keras.backend.clear_session()
+  model, optimizer = _model_and_optimizer()
+  losses = []
+  for x, y in _images():
+    with tf.GradientTape() as tape:
+      loss = tf.reduce_mean(_loss(model, x, y))
+    gradients = tape.gradient(loss, model.trainable_variables)
+    optimizer.apply(gradients, model.trainable_variables)
+    losses.append(loss.numpy())
+  return model.get_weights(), losses
+
+
+def _loop(strategy, weighting, scale_loss, function_on):
+  keras.backend.clear_session()
+  with strategy.scope():
+    model, optimizer = _model_and_optimizer()
+    optimizer = tfs.keras.DistributedOptimizer(optimizer, weighting=weighting)
+    if isinstance(strategy, tfs.MultiWorkerCollectiveStrategy):
+      # TensorFlow's collectives cannot give a variable its initial value where
+      # it is created inside of a tf.function.
+      optimizer.build(model.trainable_variables)
+
+  def replica_step(x, y, size):
+    with tf.GradientTape() as tape:
+      each = _loss(model, x, y)
+      if weighting == 'rows':
+        loss = tf.reduce_mean(each) / strategy.num_replicas_in_sync
+      else:
+        loss = tf.reduce_sum(each) / size
+      if scale_loss:
+        loss = optimizer.scale_loss(loss)
+    gradients = tape.gradient(loss, model.trainable_variables)
+    optimizer.apply(gradients, model.trainable_variables)
+    return tf.reduce_sum(each)
+
+  if function_on == 'inside':
+    replica_step = tf.function(replica_step)
+
+  def step(x, y, size):
+    total = strategy.run(replica_step, args=(x, y, size))
+    return strategy.reduce('SUM', total, axis=None)
+
+  if function_on == 'outside':
+    step = tf.function(step)
+  losses = []
+  for x, y in strategy.experimental_distribute_dataset(_images()):
+    size = tf.cast(tf.reduce_sum(x.all_rows), tf.float32)
+    losses.append((step(x, y, size) / size).numpy())
+  return model.get_weights(), losses
+
+
+def _loops(strategy):
+  return [_loop(strategy, *options) for options in _LOOPS]
+
+
+def _tokens():
+  """Token ids with duplicates in a row, in a worker and across workers."""
+  return np.array([[0, 0], [1, 5], [0, 1], [7, 5]], np.int32)
+
+
+def _embedding(strategy):
+  """The summed gradient of each replica's rows: token t in row r adds r + 1."""
+  table = tf.ones([9, 2])
+  weights = tf.range(1.0, 5.0)
+  batches = tf.data.Dataset.from_tensor_slices((_tokens(), weights)).batch(4)
+
+  def replica_fn(ids, weights):
+    with tf.GradientTape() as tape:
+      tape.watch(table)
+      rows = tf.gather(table, ids)
+      loss = tf.reduce_sum(rows * weights[:, None, None])
+    slices = tape.gradient(loss, table)
+    assert isinstance(slices, tf.IndexedSlices), slices
+    context = tf.distribute.get_replica_context()
+    return tf.convert_to_tensor(context.all_reduce('SUM', slices))
+
+  @tf.function
+  def step(ids, weights):
+    return strategy.run(replica_fn, args=(ids, weights))
+
+  [batch] = strategy.experimental_distribute_dataset(batches)
+  return [
+    np.asarray(v) for v in strategy.experimental_local_results(step(*batch))
+  ]
+
+
+def _predict_model():
+  model = keras.Sequential([keras.layers.Input([3]), keras.layers.Dense(2)])
+  kernel = np.arange(6, dtype=np.float32).reshape([3, 2])
+  model.set_weights([kernel, np.float32([1, 2])])
+  return model
+
+
+def _rows(rows):
+  return np.arange(3 * rows, dtype=np.float32).reshape([rows, 3])
+
+
+def _predict(strategy):
+  with strategy.scope():
+    model = _predict_model()
+    model.compile('sgd', 'mse')
+  return {
+    rows: model.predict(_rows(rows), batch_size=8, verbose=0)
+    for rows in (24, 21, 17, 1)
+  }
+
+
+def _per_replica(strategy, make):
+  """One value a replica, made by `make(replica_id)`."""
+
+  def replica_fn():
+    context = tf.distribute.get_replica_context()
+    return make(tf.cast(context.replica_id_in_sync_group, tf.int32))
+
+  return strategy.run(replica_fn)
+
+
+def _gather(strategy):
+  long = _per_replica(strategy, lambda i: tf.fill([1 + i, 2], i))
+  wide = _per_replica(strategy, lambda i: tf.fill([2, 1 + i], i))
+  return strategy.gather(long, 0).numpy(), strategy.gather(wide, 1).numpy()
+
+
+def _reduce(strategy):
+  found = {}
+  for dtype in _DTYPES:
+    value = _per_replica(
+      strategy, lambda i, t=dtype: tf.cast(10 * i + tf.range(3), t)
+    )
+    for op in ('SUM', 'MEAN'):
+      result = strategy.reduce(op, value, axis=None)
+      numbers = tf.cast(result, tf.float64).numpy().tolist()
+      found[dtype, op] = result.dtype.name, numbers
+  value = _per_replica(strategy, lambda i: tf.fill([2], i > 0))
+  try:
+    found['bool'] = str(strategy.reduce('SUM', value, axis=None))
+  except tfs.errors.UnsupportedOptionError as e:
+    found['bool'] = f'{type(e).__name__}: {e}'
+  return found
+
+
+_PROGRAMS = {
+  'statistics': _statistics,
+  'plain_bn': _plain_bn,
+  'loss_scale': _loss_scale,
+  'dropout': _dropout,
+  'loops': _loops,
+  'embedding': _embedding,
+  'predict': _predict,
+  'gather': _gather,
+  'reduce': _reduce,
+}
+
+
+def _compressed(case):
+  """Weights after the same training, by what the gradients travel as."""
+  weights = {}
+  for compression in _COMPRESSIONS:
+    strategy = tfs.MultiWorkerRingStrategy(
+      options=tfs.RingOptions(compression=compression),
+      devices=harness.cpus(case.devices),
+    )
+    result = harness.train(Feature('compressed'), strategy)
+    weights[compression] = result.weights
+    strategy.close()
+  return weights
+
+
+def _work(rank, case):
+  del rank
+  strategy = multi_worker.create(case)
+  results = {}
+  try:
+    for name, program in _PROGRAMS.items():
+      results[name] = program(strategy)
+    strategy.close()
+    if case == _COMPRESSED_CASE:
+      results['compressed'] = _compressed(case)
+  except Exception:
+    results['error'] = traceback.format_exc()
+    strategy.close()
+  return results
+
+
+@functools.cache
+def _results(case):
+  """What each worker sent home; one start of the workers for all tests."""
+  return processes.run_workers(
+    _work, case.workers, args=(case,), deadline=_DEADLINE_SECONDS
+  )
+
+
+class MultiWorkerFeaturesTest(harness.ConformanceTest, parameterized.TestCase):
+  def results(self, case, name):
+    """Each worker's result of one program."""
+    found = _results(case)
+    self.assertLen(found, case.workers)
+    for result in found:
+      if name not in result:
+        raise AssertionError(result['error'])
+    return [result[name] for result in found]
+
+  @parameterized.named_parameters(*_EVERY)
+  def test_moving_statistics_are_the_mean_over_replicas(self, case):
+    n = case.workers * case.devices
+    parts = [_part(i, n) for i in range(n)]
+    want = [
+      0.5 * np.mean([p.mean() for p in parts]),
+      0.5 + 0.5 * np.mean([p.var() for p in parts]),
+    ]
+    for statistics, rowless in self.results(case, 'statistics'):
+      for copies, expected in zip(statistics, want, strict=True):
+        self.assertLen(copies, case.devices)
+        for copy in copies:
+          self.assertAllClose(copy, [expected], 1e-5)
+      # One row of 6: the other replicas have none, and are left out.
+      for copies, expected in zip(rowless, (3.0, 0.5), strict=True):
+        for copy in copies:
+          self.assertAllClose(copy, [expected], 1e-5)
+
+  @parameterized.named_parameters(*_EVERY)
+  def test_workers_without_rows_leave_no_nan(self, case):
+    results = self.results(case, 'plain_bn')
+    for weights, predictions, losses in results:
+      for array in (*weights, predictions):
+        self.assertTrue(np.isfinite(array).all())
+      self.assertLess(losses[-1], losses[0])
+      for mine, chiefs in zip(weights, results[0][0], strict=True):
+        np.testing.assert_array_equal(mine, chiefs)
+      np.testing.assert_array_equal(predictions, results[0][1])
+
+  @parameterized.named_parameters(*_EVERY)
+  def test_overflow_on_one_worker_skips_the_step_on_all(self, case):
+    for found in self.results(case, 'loss_scale'):
+      self.assertLen(found, 4)
+      for good, bad in found:
+        # A finite step of d/dw mean((w/2)^2) = w/2, then one that is skipped.
+        self.assertEqual(good, (0.75, [8.0]))
+        self.assertEqual(bad, (0.75, [4.0]))
+
+  @parameterized.named_parameters(*_EVERY)
+  def test_dropout_masks_differ_and_their_state_does_not(self, case):
+    results = self.results(case, 'dropout')
+    masks = np.array([masks for masks, _ in results]).reshape([-1, 64])
+    self.assertLen(masks, 2 * case.workers * case.devices)
+    for i in range(len(masks)):
+      for j in range(i):
+        # Independent masks of 64 agree in 32 places, give or take 4.
+        self.assertBetween(int(np.sum(masks[i] == masks[j])), 12, 52)
+    for _, states in results:
+      self.assertLen(states, case.devices)
+      for state in states:
+        np.testing.assert_array_equal(state, results[0][1][0])
+
+  @parameterized.named_parameters(*_EVERY)
+  def test_custom_loops_equal_one_device(self, case):
+    want_weights, want_losses = _one_device_loop()
+    for loops in self.results(case, 'loops'):
+      for options, (weights, losses) in zip(_LOOPS, loops, strict=True):
+        self.assertAllClose(losses, want_losses, 1e-6, 1e-6, str(options))
+        for got, want in zip(weights, want_weights, strict=True):
+          self.assertAllClose(got, want, 0, 1e-6, str(options))
+
+  @parameterized.named_parameters(*_EVERY)
+  def test_slices_with_duplicates_are_added_up(self, case):
+    want = np.zeros([9, 2], np.float32)
+    for row, ids in enumerate(_tokens()):
+      for token in ids:
+        want[token] += row + 1
+    for copies in self.results(case, 'embedding'):
+      self.assertLen(copies, case.devices)
+      for copy in copies:
+        np.testing.assert_array_equal(copy, want)
+
+  @parameterized.named_parameters(*_EVERY)
+  def test_predictions_are_in_order(self, case):
+    for predictions in self.results(case, 'predict'):
+      for rows, got in predictions.items():
+        want = _predict_model().predict(_rows(rows), batch_size=8, verbose=0)
+        self.assertAllClose(got, want, 1e-6)
+
+  @parameterized.named_parameters(*_EVERY)
+  def test_gather_of_uneven_lengths(self, case):
+    n = case.workers * case.devices
+    long = np.concatenate([np.full([1 + i, 2], i) for i in range(n)])
+    for rows, columns in self.results(case, 'gather'):
+      np.testing.assert_array_equal(rows, long)
+      np.testing.assert_array_equal(columns, long.T)
+
+  @parameterized.named_parameters(*_EVERY)
+  def test_reduce_by_dtype(self, case):
+    n = case.workers * case.devices
+    total = sum(10.0 * i + np.arange(3) for i in range(n))
+    for found in self.results(case, 'reduce'):
+      for dtype in _DTYPES:
+        self.assertEqual(found[dtype, 'SUM'], (dtype, total.tolist()))
+        self.assertEqual(found[dtype, 'MEAN'], (dtype, (total / n).tolist()))
+      self.assertStartsWith(found['bool'], 'UnsupportedOptionError')
+      self.assertIn('tf.cast', found['bool'])
+
+  def test_compressed_gradients_train(self):
+    want = harness.train(Feature('compressed')).weights
+    results = self.results(_COMPRESSED_CASE, 'compressed')
+    for compression in _COMPRESSIONS:
+      chiefs = results[0][compression]
+      for result in results:
+        for got, chief in zip(result[compression], chiefs, strict=True):
+          np.testing.assert_array_equal(got, chief)
+      furthest = max(
+        np.abs(got - w).max() for got, w in zip(chiefs, want, strict=True)
+      )
+      self.assertLess(furthest, 2e-2, compression)
+      self.assertGreater(furthest, 1e-6, 'nothing was compressed')
+
+
+if __name__ == '__main__':
+  tf.test.main()
