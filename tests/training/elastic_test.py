@@ -145,7 +145,11 @@ class ElasticTest(tf.test.TestCase, parameterized.TestCase):
       outcomes = kill.workers.wait([0, 2])
     for outcome in outcomes:
       self.assertEqual(outcome.error_text, '')
-      self.assertAllClose(outcome.value['learning_rate'], 0.05 * 2 / 3)
+      # On a slow machine two workers may begin before the third has come.
+      first = outcome.value['generations'][0]
+      self.assertEqual(first.number, 1)
+      rate = 0.05 * 2 / first.world_size
+      self.assertAllClose(outcome.value['learning_rate'], rate)
       self.assertGreater(outcome.value['accuracy'], 0.97)
       # 20 steps an epoch of 32 rows, then 31 of 21.
       self.assertGreater(outcome.value['iterations'], _STEPS)
