@@ -360,9 +360,16 @@ def _new_unknown_error(cls, *args, **kwargs):
   return Exception.__new__(cls, *args)
 
 
+def _restore(error_type, args, state):
+  error = error_type(*args)
+  vars(error).update(state)
+  return error
+
+
 def _as_unknown_error(error):
   """A copy of `error` that is a `tf.errors.UnknownError` too."""
   error_type = type(error)
+  state = dict(vars(error))
 
   def ignore(self, *args, **kwargs):
     """TensorFlow initialises anew what `__new__` returned."""
@@ -373,6 +380,8 @@ def _as_unknown_error(error):
     {
       '__init__': ignore,
       '__str__': error_type.__str__,
+      # As what it was: the class of this object has no name to find it by.
+      '__reduce__': lambda self: (_restore, (error_type, self.args, state)),
       '__module__': error_type.__module__,
     },
   )

@@ -4,7 +4,6 @@ import pickle
 import time
 
 import numpy as np
-import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -352,7 +351,6 @@ class FailuresTest(tf.test.TestCase, parameterized.TestCase):
 class PicklingTest(tf.test.TestCase):
   """A worker sends its failure to whoever started it."""
 
-  @pytest.mark.xfail(reason='its class, made on the fly, cannot be found again')
   def test_error_of_a_graph_survives(self):
     ring = host_ring.HostRing(_RecordingGroup())
     with self.assertRaises(errors.WorkerUnavailableError) as caught:
