@@ -136,7 +136,7 @@ class ElasticTest(tf.test.TestCase, parameterized.TestCase):
   def test_batch_and_learning_rate_follow_the_workers(self):
     options = elastic_options.ElasticOptions(
       min_workers=2,
-      window_seconds=0.5,
+      window_seconds=8,
       batch='per_replica',
       learning_rate='linear',
     )
@@ -158,7 +158,7 @@ class ElasticTest(tf.test.TestCase, parameterized.TestCase):
 
   @pytest.mark.soak
   def test_two_deaths_one_after_the_other(self):
-    options = elastic_options.ElasticOptions(min_workers=1, window_seconds=0.5)
+    options = elastic_options.ElasticOptions(min_workers=1, window_seconds=8)
     with Kill(options) as kill:
       kill.after(0, 10)
       kill.after(1, 30)
