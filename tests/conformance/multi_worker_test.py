@@ -51,10 +51,10 @@ class MultiWorkerTest(
   def test_some_equal_one_device(self, case):
     self.check_features(case, SOME)
 
-  @pytest.mark.soak
   @parameterized.product(
     [{'case': c} for c in OTHERS], part=tuple(range(_PARTS))
   )
+  @pytest.mark.soak
   def test_the_rest_equals_one_device(self, case, part):
     rest = sorted(set(multi_worker.features()) - set(SOME))
     self.check_features(case, rest[part::_PARTS])

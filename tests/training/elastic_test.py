@@ -168,8 +168,8 @@ class ElasticTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(sizes[-1], 1)
     self.assertGreaterEqual(len(sizes), 2)
 
-  @pytest.mark.soak
   @parameterized.parameters(*range(5))
+  @pytest.mark.soak
   def test_ten_of_fifty_random_kills(self, part):
     seed = int(os.environ.get('TFS_SEED', random.randrange(10**6))) + part
     print(f'TFS_SEED={seed - part}, part {part}')
