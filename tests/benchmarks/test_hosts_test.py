@@ -171,7 +171,8 @@ class TestHostsTest(absltest.TestCase):
       # Inside of the host only once `ip` has become the program.
       ends_at = time.monotonic() + SECONDS
       while time.monotonic() < ends_at:
-        inside = hosts.run(0, ['ip', 'netns', 'pids', names[0]]).stdout
+        other = hosts.command(0, [])[-1]
+        inside = hosts.run(0, ['ip', 'netns', 'pids', other]).stdout
         found = subprocess.run(
           ['ip', 'netns', 'pids', f'{hosts.command(1, [])[-1]}'],
           capture_output=True,

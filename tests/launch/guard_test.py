@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 from absl.testing import absltest, parameterized
@@ -134,6 +135,10 @@ class GuardTest(parameterized.TestCase):
     guarded.process.wait(programs.DEADLINE_SECONDS)
     # The output ends when the task, which holds its other end, has ended.
     self.assertEqual(guarded.output.read(), b'')
+    # Its files are closed a moment before it is gone.
+    ends_at = time.monotonic() + programs.DEADLINE_SECONDS
+    while programs.is_running(pid) and time.monotonic() < ends_at:
+      time.sleep(0.01)
     self.assertFalse(programs.is_running(pid))
 
 

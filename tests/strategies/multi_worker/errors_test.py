@@ -24,7 +24,7 @@ class DisagreementTest(parameterized.TestCase):
   @classmethod
   def setUpClass(cls):
     super().setUpClass()
-    cls.addresses = processes.addresses(4)
+    cls.addresses = processes.addresses(10)
     cls.results = processes.run_workers(
       failing_workers.disagree,
       2,
@@ -76,7 +76,7 @@ class DisagreementTest(parameterized.TestCase):
   def test_two_tasks_with_one_address(self):
     for result in self.results:
       self.assertEqual(result['one_address']['kind'], 'ClusterConfigError')
-      self.assertIn(self.addresses[0], result['one_address']['message'])
+      self.assertIn(self.addresses[6], result['one_address']['message'])
 
   def test_missing_worker_is_named_at_the_deadline(self):
     for result in self.results:

@@ -152,13 +152,14 @@ def disagree(rank, other_addresses):
     with _environment(TF_CONFIG=config):
       return _attempt(lambda: make_strategy(**short, **options))
 
-  a, b, c, absent = other_addresses
+  # Each with ports of its own: a worker may be at the one before still.
+  a, b, c, absent, d, e, f, g, h, i = other_addresses
   results['world_size'] = with_addresses([a, b] if rank else [a, b, absent])
-  results['addresses'] = with_addresses([a, c] if rank else [a, b])
-  results['one_address'] = with_addresses([a, a])
-  results['missing'] = with_addresses([a, b, absent])
+  results['addresses'] = with_addresses([c, d] if rank else [c, e])
+  results['one_address'] = with_addresses([f, f])
+  results['missing'] = with_addresses([g, h, absent])
   secret = f'another secret of rank {rank}'.encode()
-  results['secret'] = with_addresses([a, b], secret=secret)
+  results['secret'] = with_addresses([i, b], secret=secret)
   return results
 
 
