@@ -136,6 +136,47 @@ global_seed = _load(
   'global_seed',
   'workers that shuffle must have the same seed',
 )
+ParameterServerExtended = _load(
+  'distribute.parameter_server_strategy_v2',
+  'ParameterServerStrategyV2Extended',
+  'the base of the parameter server strategy',
+)
+UpdateContext = _load(
+  'distribute.distribute_lib',
+  'UpdateContext',
+  'to run an update on the device of its variable',
+)
+UninitializedVariable = _load(
+  'ops.resource_variable_ops',
+  'UninitializedVariable',
+  'what a loader makes in place of a variable',
+)
+BaseResourceVariable = _load(
+  'ops.resource_variable_ops',
+  'BaseResourceVariable',
+  'a variable that is made of others',
+)
+_colocate_with = _load(
+  'framework.ops', 'colocate_with', 'to place a variable wherever we want'
+)
+_variable_accessed = _load(
+  'ops.resource_variable_ops',
+  'variable_accessed',
+  'tells gradient tapes that a variable is read',
+)
+_record_operation = _load(
+  'eager.record',
+  'record_operation',
+  'a read from a copy has the gradient of a read from the variable',
+)
+_stop_recording = _load(
+  'eager.record',
+  'stop_recording',
+  'what makes the copy is not part of the gradient',
+)
+_eager_context = _load(
+  'eager.context', 'context', 'connects again to tasks that were restarted'
+)
 _CollectiveKeys = _load(
   'distribute.cross_device_utils',
   'CollectiveKeys',
@@ -396,3 +437,66 @@ def _as_unknown_error(error):
     _experimental_payloads={},
   )
   return copy
+
+
+def read_from_copy(variable, copy):
+  """Returns `copy` as a read of `variable`: with its gradient, and watched."""
+  with _stop_recording():
+    value = tf.identity(copy)
+  record_read(variable, value, lambda dy: dy)
+  return value
+
+
+def stop_recording():
+  """A context in which gradient tapes see nothing."""
+  return _stop_recording()
+
+
+def record_read(variable, value, gradient) -> None:
+  """Tells gradient tapes that `value` was read from `variable`.
+
+  Args:
+    variable: with a handle.
+    value: a tensor.
+    gradient: the variable's gradient, from the value's.
+  """
+  _variable_accessed(variable)
+  _record_operation(
+    'ReadVariableOp',
+    [value],
+    [variable.handle],
+    backward_function=lambda dy: [gradient(dy)],
+    forward_function=lambda x: [x],
+  )
+
+
+def connected_cluster():
+  """The description of the cluster that this process is connected to, if any.
+
+  A `tensorflow.ServerDef`.
+  """
+  return _eager_context().get_server_def()
+
+
+def is_task_alive(job: str, index: int) -> bool:
+  """Whether a remote task is the process that this one connected to.
+
+  False for one that is gone, and for one that was started again.
+  """
+  return bool(
+    _eager_context().check_alive(f'/job:{job}/replica:0/task:{index}')
+  )
+
+
+def connect_again(server_def=None) -> None:
+  """Connects to tasks that were started again; others are left as they are.
+
+  Blocks until every task of the cluster answers.
+  """
+  context = _eager_context()
+  context.update_server_def(server_def or context.get_server_def())
+
+
+def no_colocation():
+  """A context that forgets what the ops around are colocated with."""
+  return _colocate_with(None, ignore_existing=True)

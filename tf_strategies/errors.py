@@ -96,6 +96,18 @@ class WorkerUnavailableError(Error, RuntimeError):
   address: str | None = None
 
 
+class ParameterServerUnavailableError(Error, RuntimeError):
+  """A parameter server that died: what it held is gone.
+
+  Attributes:
+    server: its index, where it is known.
+    address: of the server, 'host:port'.
+  """
+
+  server: int | None = None
+  address: str | None = None
+
+
 class CollectiveTimeoutError(Error, RuntimeError):
   """A collective that did not finish by its deadline, though all are alive.
 

@@ -1,0 +1,1 @@
+"""Parameter servers: placement, steps on workers, what reaches the variables."""

@@ -1,0 +1,337 @@
+"""Runs the steps of `fit` and of custom loops on the workers.
+
+Each mode is an engine. All of them take batches one by one, run them on some
+worker, and report what the steps returned; they differ in when a step's
+gradient reaches the variables.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tf_strategies import errors
+from tf_strategies.coordinator import liveness as liveness_lib
+from tf_strategies.coordinator import parcel as parcel_lib
+from tf_strategies.coordinator import pool as pool_lib
+from tf_strategies.coordinator import report as report_lib
+from tf_strategies.coordinator import staleness as staleness_lib
+from tf_strategies.coordinator import worker_function
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+  """A step that workers run.
+
+  Attributes:
+    run: takes a batch in replica context; traced, never called eagerly.
+    optimizers: those that it applies, where the mode must know them.
+    capture: makes `apply` of the optimizers record its arguments, as a context
+      manager that yields the list of calls.
+  """
+
+  run: Callable[[Any], Any]
+  optimizers: tuple[Any, ...] = ()
+  capture: Callable[[Sequence[Any]], Any] | None = None
+
+
+class Batch:
+  """A batch as its arrays.
+
+  Args:
+    data: structure of tensors or arrays.
+  """
+
+  def __init__(self, data: Any):
+    self.structure = tf.nest.map_structure(_spec, data)
+    self.arrays = [_array(t) for t in tf.nest.flatten(data) if t is not None]
+    for array in self.arrays:
+      if array.dtype.kind not in 'biufcV':
+        raise errors.UnsupportedOptionError(
+          f'a batch with an array of dtype {array.dtype}',
+          'dense arrays of numbers',
+          'turn strings into numbers in the input pipeline, or let the workers '
+          'read the data: strategy.distribute_datasets_from_function',
+        )
+
+  @property
+  def key(self) -> Any:
+    """Equal for batches of one structure, shapes and dtypes."""
+    return parcel_lib.Layout(self.structure, 1).key
+
+
+def _array(tensor) -> np.ndarray:
+  return tensor.numpy() if tf.is_tensor(tensor) else np.asarray(tensor)
+
+
+def _spec(tensor) -> tf.TensorSpec | None:
+  if tensor is None:
+    return None
+  if isinstance(tensor, (tf.RaggedTensor, tf.SparseTensor)):
+    raise errors.UnsupportedOptionError(
+      f'a batch with a {type(tensor).__name__}',
+      'dense arrays of numbers',
+      'make it dense in the input pipeline, or let the workers read the data: '
+      'strategy.distribute_datasets_from_function',
+    )
+  if tf.is_tensor(tensor):
+    return tf.TensorSpec(tensor.shape, tensor.dtype)
+  array = np.asarray(tensor)
+  return tf.TensorSpec(array.shape, tf.as_dtype(array.dtype))
+
+
+class Engine(abc.ABC):
+  """Runs steps in one mode.
+
+  Args:
+    workers: their indices.
+    liveness: who is alive.
+    marks: where done tasks are marked.
+    step_timeout: seconds without progress after which waiting fails.
+  """
+
+  def __init__(
+    self,
+    workers: Sequence[int],
+    liveness: liveness_lib.Liveness,
+    marks: worker_function.Marks,
+    step_timeout: float = 600.0,
+  ):
+    self.marks = marks
+    self.staleness = staleness_lib.Staleness()
+    self.steps_done = 0
+    self.dropped = 0
+    self._workers = tuple(workers)
+    self._numbers = itertools.count(1)
+    self._lock = threading.Lock()
+    self._functions: dict[Any, Any] = {}
+    self._newest: dict[Step, StepTask] = {}
+    # The numbers that were read last, when, and of which task.
+    self.numbers: dict[Step, Any] = {}
+    self.pool = pool_lib.Pool(
+      workers, liveness, self._may_take, timeout_seconds=step_timeout
+    )
+
+  def _may_take(self, worker: int) -> bool:
+    """Whether a worker may begin a task now; under the pool's lock."""
+    del worker
+    return True
+
+  @abc.abstractmethod
+  def train(self, step: Step, batches: Sequence[Batch]) -> Any:
+    """Begins the steps of these batches; waits while too many are on the way.
+
+    Returns:
+      The report of the newest step that is done, when it is read.
+    """
+
+  def run(self, step: Step, batches: Sequence[Batch]) -> Any:
+    """Runs steps without an optimizer (evaluation), as `train` does."""
+    for group in alike(batches):
+      task = self._submit(step, group)
+    return report_lib.of_task(self, task)
+
+  def call(self, step: Step, batch: Batch) -> PendingCall:
+    """Begins one step whose result is wanted (prediction)."""
+    task = self._submit(step, [batch])
+    task.is_result_wanted = True
+    return PendingCall(self.pool, task)
+
+  def settle(self) -> None:
+    """Waits until all steps are done.
+
+    Raises:
+      ParameterServerUnavailableError: a server died.
+      WorkerUnavailableError: nothing happened for `step_timeout`.
+    """
+    if not self.pool.is_idle:
+      self.pool.wait()
+
+  def finished(self, task: StepTask, worker: int) -> None:
+    """Called under the pool's lock when a task is done."""
+    del worker
+    if task.result is not None:
+      self._newest[task.step] = task
+
+  def newest(self, step: Step) -> StepTask | None:
+    """The newest finished task of a step since the coordinator last wrote."""
+    return self._newest.get(step)
+
+  def last_numbers(self, step: Step) -> np.ndarray:
+    """The numbers that were read last; NaN if none ever were."""
+    if step in self.numbers:
+      return self.numbers[step][0]
+    count = len(tf.nest.flatten(self._outputs_of(step)))
+    return np.full([count], np.nan)
+
+  def _outputs_of(self, step):
+    for key, value in self._functions.items():
+      if key[0] is step and isinstance(value, worker_function.Discovery):
+        return value.outputs
+    return ()
+
+  def forget_reports(self) -> None:
+    """The coordinator writes variables: what was reported before is history."""
+    self._newest.clear()
+    self.numbers.clear()
+
+  def forget_functions(self) -> None:
+    """Traces all functions anew: variables have new handles."""
+    self._functions.clear()
+    self._newest.clear()
+
+  def report(self) -> dict[str, Any]:
+    """Counters of this engine."""
+    return {
+      'steps': self.steps_done,
+      'staleness': self.staleness.histogram,
+      'dropped': self.dropped,
+    }
+
+  def _submit(self, step, batches) -> StepTask:
+    task = StepTask(self, next(self._numbers), step, batches)
+    self.pool.submit(task)
+    return task
+
+  def function(self, step: Step, layout: parcel_lib.Layout):
+    """The function for a step and a layout, and its discovery."""
+    with self._lock:
+      key = (step, layout.key)
+      if key not in self._functions:
+        discovery = self._discover(step, layout)
+        self._functions[key] = (
+          worker_function.WorkerFunction(
+            step.run, layout, discovery, self.marks
+          ),
+          discovery,
+        )
+      return self._functions[key]
+
+  def outputs(self, step: Step, structure: Any) -> Any:
+    """What a step returns for such a batch: specs in its structure."""
+    layout = parcel_lib.Layout(structure, 1)
+    with self._lock:
+      return self._discover(step, layout).outputs
+
+  def _discover(self, step, layout):
+    """Looks once a step and structure of batch, whatever the shapes."""
+    key = (step, 'discovery', layout.key[0], layout.key[1])
+    if key not in self._functions:
+      self._functions[key] = worker_function.discover(
+        step.run, layout.structure
+      )
+    return self._functions[key]
+
+
+class StepTask(pool_lib.Task):
+  """One or more steps on one worker.
+
+  Args:
+    engine: that runs it.
+    number: of the task.
+    step: what to run.
+    batches: all of one layout.
+  """
+
+  def __init__(
+    self, engine: Engine, number: int, step: Step, batches: Sequence[Batch]
+  ):
+    self.step = step
+    self.steps = len(batches)
+    self.result = None
+    self.is_finished = False
+    self.is_result_wanted = False
+    self._engine = engine
+    self._number = number
+    self._first = 0
+    self._batches = batches
+    self._layout = parcel_lib.Layout(batches[0].structure, len(batches))
+    # In the caller's thread, which has the user's scopes.
+    self.function, self.discovery = engine.function(step, self._layout)
+
+  def run(self, worker: int) -> None:
+    self._engine.staleness.start(worker)
+    parcel = self._layout.encode(
+      self._number, self._first, [b.arrays for b in self._batches]
+    )
+    with tf.device('/job:chief/replica:0/task:0/device:CPU:0'):
+      parcel = tf.constant(parcel)
+    self.result = self.function(worker, parcel)
+
+  def is_done(self) -> bool:
+    if self.is_result_wanted:
+      return False
+    self._first = self._engine.marks.steps_done(self._number)
+    return self._first == self.steps
+
+  def finish(self, worker: int) -> None:
+    self.is_finished = True
+    self._batches = ()
+    self._engine.staleness.end(worker, self.steps)
+    self._engine.steps_done += self.steps
+    self._engine.finished(self, worker)
+
+
+class PendingCall:
+  """A step that has begun, and its result."""
+
+  def __init__(self, pool: pool_lib.Pool, task: StepTask):
+    self._pool = pool
+    self._task = task
+
+  def result(self) -> Any:
+    """What the step returned, as NumPy arrays; waits for it."""
+    self._pool.wait(lambda: self._task.is_finished)
+    return worker_function.unreport(self._task.result, self._task.discovery)
+
+
+def alike(batches: Sequence[Batch]) -> list[list[Batch]]:
+  """Batches in runs of one layout each, in their order."""
+  return [list(g) for _, g in itertools.groupby(batches, lambda b: b.key)]
+
+
+class AsyncEngine(Engine):
+  """Each worker applies its gradient as soon as it has it."""
+
+  def train(self, step: Step, batches: Sequence[Batch]) -> Any:
+    return self.run(step, batches)
+
+
+class BoundedEngine(AsyncEngine):
+  """As `AsyncEngine`, but no worker is far ahead of the slowest (SSP).
+
+  Ho et al. 2013, "More Effective Distributed ML via a Stale Synchronous
+  Parallel Parameter Server".
+
+  Args:
+    *args: as `Engine`.
+    max_staleness: steps that a worker may be ahead of the slowest one; 0 makes
+      all begin each step together. A worker that was lost does not count.
+    **kwargs: as `Engine`.
+  """
+
+  def __init__(self, *args, max_staleness: int, **kwargs):
+    self._max_staleness = max_staleness
+    self._clocks: dict[int, int] | None = None
+    super().__init__(*args, **kwargs)
+
+  def _may_take(self, worker: int) -> bool:
+    if self._clocks is None:
+      self._clocks = dict.fromkeys(self._workers, 0)
+    lost = self.pool.lost
+    alive = [c for w, c in self._clocks.items() if w not in lost]
+    slowest = min(alive, default=0)
+    # One that was away joins where the slowest is.
+    self._clocks[worker] = max(self._clocks[worker], slowest)
+    return self._clocks[worker] - slowest <= self._max_staleness
+
+  def finished(self, task, worker) -> None:
+    super().finished(task, worker)
+    self._clocks[worker] += task.steps

@@ -1,0 +1,131 @@
+"""Who of the cluster is alive, and connecting to those that came back."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import socket
+import threading
+import time
+
+from tf_strategies import _tf_internal, errors
+from tf_strategies.cluster import config as config_lib
+
+_POLL_SECONDS = 0.2
+_PROBE_SECONDS = 10.0
+# A server's port opens a moment before it answers calls.
+_SETTLE_SECONDS = 0.3
+
+
+class Liveness:
+  """Tells dead tasks from living ones, and connects to restarted ones.
+
+  A task that was started again is another process: what this process has there
+  (variables, iterators, functions) is gone, so it counts as dead until
+  `rejoin`.
+
+  Args:
+    cluster: with the jobs ps and worker.
+  """
+
+  def __init__(self, cluster: config_lib.ClusterConfig):
+    self._addresses = {
+      (job, index): address
+      for job in ('ps', 'worker')
+      for index, address in cluster.jobs[job].items()
+    }
+    self._lock = threading.Lock()
+
+  def address(self, job: str, index: int) -> str:
+    """Where a task listens."""
+    return self._addresses[job, index]
+
+  def dead_server(self) -> int | None:
+    """Index of the first parameter server that is not the one we know."""
+    for job, index in self._addresses:
+      if job == 'ps' and not _tf_internal.is_task_alive(job, index):
+        return index
+    return None
+
+  def is_worker_alive(self, worker: int) -> bool:
+    """Whether a worker is still the process that this one connected to."""
+    return _tf_internal.is_task_alive('worker', worker)
+
+  def is_listening(self, job: str, index: int) -> bool:
+    """Whether anybody accepts connections at a task's address."""
+    host, _, port = self._addresses[job, index].rpartition(':')
+    try:
+      socket.create_connection((host.strip('[]'), int(port)), 1.0).close()
+    except OSError:
+      return False
+    return True
+
+  def server_error(self, server: int) -> errors.ParameterServerUnavailableError:
+    """The error that names a dead parameter server."""
+    address = self.address('ps', server)
+    error = errors.ParameterServerUnavailableError(
+      f'parameter server ps {server} at {address} died or was started again: '
+      'the variables that it held are gone. Way out: start it again; with '
+      'checkpoint_dir=... training goes on by itself from the latest '
+      'checkpoint, without it start the coordinator again.'
+    )
+    error.server, error.address = server, address
+    return error
+
+  def rejoin(self, worker: int) -> bool:
+    """Connects to a worker that was started again, if it answers by now.
+
+    Returns:
+      Whether it can be used.
+    """
+    if not self.is_listening('worker', worker):
+      return False
+    # The call waits for every task, so none may be missing.
+    if not all(self.is_listening(*task) for task in self._addresses):
+      return False
+    with self._lock:
+      if self.is_worker_alive(worker):
+        return True
+      time.sleep(_SETTLE_SECONDS)
+      _tf_internal.connect_again()
+    return self.is_worker_alive(worker)
+
+  def wait_for_all(self, deadline_seconds: float) -> None:
+    """Waits until every task listens, and connects to those that are new.
+
+    Raises:
+      RendezvousError: at the deadline; names the tasks that are missing.
+    """
+    ends_at = time.monotonic() + deadline_seconds
+    missing = [t for t in self._addresses if not self.is_listening(*t)]
+    while missing:
+      if time.monotonic() > ends_at:
+        names = ', '.join(
+          f'{job} {index} at {self.address(job, index)}'
+          for job, index in missing
+        )
+        raise errors.RendezvousError(
+          f'did not come back within {deadline_seconds:g} s: {names}. Way out: '
+          'start it again, and this program again if it has ended; '
+          'recovery_timeout sets how long to wait.'
+        )
+      time.sleep(_POLL_SECONDS)
+      missing = [t for t in missing if not self.is_listening(*t)]
+    with self._lock:
+      time.sleep(_SETTLE_SECONDS)
+      _tf_internal.connect_again()
+
+  def silent_tasks(self) -> list[str]:
+    """Names of the tasks that do not answer a call (stopped, or cut off)."""
+    executor = concurrent.futures.ThreadPoolExecutor(len(self._addresses))
+    probes = {
+      executor.submit(_tf_internal.is_task_alive, *task): task
+      for task in self._addresses
+    }
+    done, _ = concurrent.futures.wait(probes, _PROBE_SECONDS)
+    executor.shutdown(wait=False)
+    silent = [
+      task
+      for probe, task in probes.items()
+      if probe not in done or not probe.result()
+    ]
+    return [f'{job} {i} at {self.address(job, i)}' for job, i in silent]

@@ -1,0 +1,117 @@
+"""The batches of a task as the bytes of one tensor.
+
+Each tensor that a task is given costs a call of its own, so a task is given
+one: a header, then each array of the batches, at multiples of 64 bytes, where
+TensorFlow can use a slice without a copy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+_ALIGNMENT = 64
+HEADER = 3  # int64: number of the task, first step to do, steps in it.
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+  """What is in a parcel; equal layouts can use one traced function.
+
+  Attributes:
+    structure: of a batch, with a `tf.TensorSpec` for each array.
+    steps: number of batches.
+  """
+
+  structure: Any
+  steps: int
+
+  @property
+  def specs(self) -> list[tf.TensorSpec]:
+    return [s for s in tf.nest.flatten(self.structure) if s is not None]
+
+  @property
+  def sizes(self) -> list[int]:
+    """Bytes of each array of one batch, padded."""
+    return [
+      _padded(math.prod(s.shape.as_list()) * s.dtype.size) for s in self.specs
+    ]
+
+  @property
+  def num_bytes(self) -> int:
+    return _padded(8 * HEADER) + self.steps * sum(self.sizes)
+
+  @property
+  def key(self) -> Any:
+    """Equal for equal layouts."""
+    specs = tuple((tuple(s.shape), s.dtype) for s in self.specs)
+    names = tf.nest.map_structure(lambda s: s is not None, self.structure)
+    return repr(names), specs, self.steps
+
+  def encode(
+    self, task: int, first: int, batches: Sequence[Sequence[np.ndarray]]
+  ) -> np.ndarray:
+    """The parcel of a task, as uint8.
+
+    Args:
+      task: its number.
+      first: the first step that is still to do.
+      batches: the arrays of each batch.
+    """
+    parcel = np.empty(self.num_bytes, np.uint8)
+    parcel[: 8 * HEADER].view(np.int64)[:] = task, first, self.steps
+    position = _padded(8 * HEADER)
+    for arrays in batches:
+      for array, size in zip(arrays, self.sizes, strict=True):
+        flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        parcel[position : position + flat.size] = flat
+        position += size
+    return parcel
+
+  def decode_header(self, parcel: tf.Tensor) -> tf.Tensor:
+    """Task, first step, steps: int64 [3]."""
+    header = tf.reshape(parcel[: 8 * HEADER], [HEADER, 8])
+    return tf.bitcast(header, tf.int64)
+
+  def decode_batch(self, parcel: tf.Tensor, step: tf.Tensor | int) -> Any:
+    """The batch of one step."""
+    start = _padded(8 * HEADER)
+    if self.steps == 1:
+      row = parcel[start:]
+    else:
+      rows = tf.reshape(parcel[start:], [self.steps, sum(self.sizes)])
+      row = tf.gather(rows, step)
+    found, position = [], 0
+    for spec, size in zip(self.specs, self.sizes, strict=True):
+      used = math.prod(spec.shape.as_list()) * spec.dtype.size
+      found.append(_from_bytes(row[position : position + used], spec))
+      position += size
+    return pack(self.structure, found)
+
+
+def pack(structure: Any, tensors: Sequence[Any]) -> Any:
+  """The structure with tensors in place of its specs; None stays None."""
+  remaining = iter(tensors)
+  return tf.nest.map_structure(
+    lambda spec: None if spec is None else next(remaining), structure
+  )
+
+
+def _padded(size: int) -> int:
+  return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _from_bytes(part, spec):
+  shape = spec.shape.as_list()
+  if spec.dtype == tf.bool:
+    return tf.reshape(tf.not_equal(part, 0), shape)
+  if spec.dtype == tf.uint8:
+    return tf.reshape(part, shape)
+  if spec.dtype.size > 1:
+    part = tf.reshape(part, [-1, spec.dtype.size])
+  return tf.reshape(tf.bitcast(part, spec.dtype), shape)

@@ -1,0 +1,279 @@
+"""What a parameter server strategy does with variables and replicas."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable
+
+import numpy as np
+import tensorflow as tf
+from absl import logging
+
+from tf_strategies import _tf_internal, errors
+from tf_strategies.coordinator import (
+  packing,
+  partitioned,
+  placement,
+  traced_step,
+  variables,
+)
+from tf_strategies.keras import steps as keras_steps
+
+# What `ServerVariable` passes on; the rest of a creator's arguments choose the
+# kind of variable, which is ours.
+_ARGUMENTS = (
+  'initial_value',
+  'trainable',
+  'name',
+  'dtype',
+  'constraint',
+  'synchronization',
+  'aggregation',
+  'shape',
+  'validate_shape',
+  'experimental_enable_variable_lifting',
+)
+
+
+class ReplicaContext(tf.distribute.ReplicaContext):
+  """The context of the one replica that a worker is.
+
+  Gradients that an optimizer is about to apply go to the servers here, small
+  ones in one message a server.
+  """
+
+  def all_reduce(self, reduce_op, value, options=None):
+    """The value itself: each worker is the only replica of its step."""
+    del reduce_op, options
+    return tf.nest.map_structure(
+      lambda v: v if isinstance(v, tf.IndexedSlices) else tf.identity(v), value
+    )
+
+  def _merge_call(self, merge_fn, args, kwargs):
+    step = traced_step.current()
+    if step is not None and not step.holds_updates:
+      args = tuple(_send_gradients(a) if _are_gradients(a) else a for a in args)
+    return super()._merge_call(merge_fn, args, kwargs)
+
+
+def _are_gradients(value) -> bool:
+  """Whether this is a list of (gradient, variable of a server)."""
+  return (
+    isinstance(value, list)
+    and bool(value)
+    and all(
+      isinstance(pair, tuple)
+      and len(pair) == 2
+      and isinstance(pair[1], variables.ServerVariable)
+      for pair in value
+    )
+  )
+
+
+def _send_gradients(pairs):
+  """The same pairs, with the small dense gradients on their servers."""
+  result = list(pairs)
+  dense = [i for i, (g, _) in enumerate(pairs) if tf.is_tensor(g)]
+  dense = [i for i in dense if not isinstance(pairs[i][0], tf.IndexedSlices)]
+  dense.sort(key=lambda i: pairs[i][1].server)
+  for _, group in itertools.groupby(dense, lambda i: pairs[i][1].server):
+    group = list(group)
+    tensors = [tf.reshape(pairs[i][0], pairs[i][1].shape) for i in group]
+    sent = packing.send(tensors, pairs[group[0]][1].device)
+    for i, tensor in zip(group, sent, strict=True):
+      result[i] = (tensor, pairs[i][1])
+  return result
+
+
+class ParameterServerExtended(_tf_internal.ParameterServerExtended):
+  """The implementation behind `ParameterServerStrategy`.
+
+  Args:
+    strategy: whose implementation this is.
+    resolver: describes the cluster.
+    partitioner: says into how many parts a variable is cut; None cuts none.
+    settle: waits until the scheduled steps are done.
+    on_write: called before the coordinator writes a variable.
+  """
+
+  def __init__(
+    self,
+    strategy: tf.distribute.Strategy,
+    resolver: tf.distribute.cluster_resolver.ClusterResolver,
+    partitioner: Callable | None,
+    settle: Callable[[], None],
+    on_write: Callable[[], None],
+  ):
+    super().__init__(strategy, resolver, partitioner)
+    self.placement = placement.Placement(self._num_ps)
+    self._partitioner = partitioner
+    self._settle = settle
+    self._on_write = on_write
+    self._variables: list[weakref.ref] = []
+    # Steps are run by our own threads, not by TensorFlow's coordinator.
+    self._allow_run_without_coordinator = True
+
+  def server_variables(self) -> list[variables.ServerVariable]:
+    """Every variable on a server that is still in use, in order of making."""
+    found = [ref() for ref in self._variables]
+    return [v for v in found if v is not None]
+
+  def _create_variable(self, next_creator, **kwargs):
+    if kwargs.get('per_worker_variable') or kwargs.get('initial_value') is None:
+      return super()._create_variable(next_creator, **kwargs)
+    reference = kwargs.get('colocate_with')
+    arguments = {k: kwargs[k] for k in _ARGUMENTS if kwargs.get(k) is not None}
+    shape, dtype = _shape_and_dtype(arguments)
+    if isinstance(reference, partitioned.PartitionedVariable):
+      if tuple(shape) == tuple(reference.shape):
+        servers = [p.server for p in reference.parts]
+        return self._create_parts(arguments, shape, reference.sizes, servers)
+      reference = reference.parts[0]
+    if isinstance(reference, variables.ServerVariable):
+      server = reference.server
+      self.placement.add(server, placement.num_bytes(shape, dtype.size))
+      return self._create_on(server, arguments)
+    parts = self._num_parts(shape, dtype, kwargs.get('name'))
+    if parts > 1:
+      sizes = placement.partition_sizes(shape[0], parts)
+      return self._create_parts(arguments, shape, sizes)
+    num_bytes = placement.num_bytes(shape, dtype.size)
+    server = self.placement.place(num_bytes, is_scalar=not tuple(shape))
+    logging.debug(
+      'variable %s: %d bytes on ps %d', kwargs.get('name'), num_bytes, server
+    )
+    return self._create_on(server, arguments)
+
+  def _create_on(self, server: int, arguments) -> variables.ServerVariable:
+    with _tf_internal.no_colocation():
+      variable = variables.ServerVariable(
+        server=server,
+        settle=self._settle,
+        on_write=self._on_write,
+        **arguments,
+      )
+    self._variables.append(weakref.ref(variable))
+    return variable
+
+  def _create_parts(self, arguments, shape, sizes, servers=None):
+    """A variable cut along its first axis, one part a server in turn."""
+    value = arguments.pop('initial_value')
+    whole = value() if callable(value) else tf.convert_to_tensor(value)
+    name = arguments.pop('name', 'Variable')
+    of_whole = {
+      k: arguments.pop(k)
+      for k in ('trainable', 'constraint', 'aggregation', 'synchronization')
+      if k in arguments
+    }
+    arguments.pop('shape', None)
+    parts = []
+    row_bytes = placement.num_bytes(shape[1:], whole.dtype.size)
+    for i, (size, rows) in enumerate(
+      zip(sizes, tf.split(whole, sizes), strict=True)
+    ):
+      if servers is None:
+        server = self.placement.place(size * row_bytes)
+      else:
+        server = servers[i]
+        self.placement.add(server, size * row_bytes)
+      part = {
+        **arguments,
+        'initial_value': rows,
+        'name': f'{name}/part_{i}',
+        'trainable': False,
+      }
+      parts.append(self._create_on(server, part))
+    return partitioned.PartitionedVariable(parts, name, **of_whole)
+
+  def _num_parts(self, shape, dtype, name) -> int:
+    """Into how many parts a variable is cut."""
+    if self._partitioner is None or not tuple(shape):
+      return 1
+    found = self._partitioner(shape=tf.TensorShape(shape), dtype=dtype)
+    if (
+      not isinstance(found, list | tuple)
+      or len(found) != len(shape)
+      or any(not isinstance(n, int | np.integer) or n < 1 for n in found)
+      or any(n != 1 for n in found[1:])
+    ):
+      raise errors.UnsupportedOptionError(
+        f'variable_partitioner that returns {found!r} for variable {name!r} of '
+        f'shape {tuple(shape)}',
+        'a list of one number of parts an axis, above 1 on the first axis only',
+        'use one of tf.distribute.experimental.partitioners',
+      )
+    return min(int(found[0]), shape[0])
+
+  def _validate_colocate_with_variable(self, colocate_with_variable):
+    if not isinstance(
+      colocate_with_variable,
+      variables.ServerVariable | partitioned.PartitionedVariable,
+    ):
+      super()._validate_colocate_with_variable(colocate_with_variable)
+
+  def _call_for_each_replica(self, fn, args, kwargs):
+    with ReplicaContext(self._container_strategy(), replica_id_in_sync_group=0):
+      return fn(*args, **kwargs)
+
+  def _update(self, var, fn, args, kwargs, group):
+    if not isinstance(var, partitioned.PartitionedVariable):
+      return self._update_on_server(var, fn, args, kwargs)
+    step = traced_step.current()
+    if step is not None and step.holds_updates:
+      return self._update_on_server(var, fn, args, kwargs)
+    keras_steps.check_partitioned_update(fn, var.name)
+    split = [
+      var.split_gradient(a) if _is_like(a, var) else [a] * len(var.parts)
+      for a in args
+    ]
+    result = None
+    for i, part in enumerate(var.parts):
+      with partitioned.seen_as_part(i):
+        result = self._update_on_server(
+          var, fn, tuple(a[i] for a in split), kwargs, part
+        )
+    return result
+
+  def _update_on_server(self, var, fn, args, kwargs, target=None):
+    target = var if target is None else target
+    step = traced_step.current()
+    if step is None:
+      with (
+        tf.device(target.device),
+        _tf_internal.UpdateContext(target.device),
+      ):
+        return fn(var, *args, **kwargs)
+    with step.updating(target):
+      device = None if step.holds_updates else target.device
+      with tf.device(device), _tf_internal.UpdateContext(device):
+        return fn(var, *args, **kwargs)
+
+
+def _is_like(value, variable) -> bool:
+  """Whether an argument of an update belongs to the variable row by row."""
+  if isinstance(value, tf.IndexedSlices):
+    return True
+  if isinstance(value, partitioned.PartitionedVariable):
+    return False  # Reduces itself to the part.
+  return tf.is_tensor(value) and tuple(value.shape) == tuple(variable.shape)
+
+
+def _shape_and_dtype(arguments) -> tuple[tuple[int, ...], tf.DType]:
+  """Of a variable to be made, without making its value where possible."""
+  value = arguments['initial_value']
+  dtype = arguments.get('dtype')
+  if not callable(value):
+    value = tf.convert_to_tensor(value, dtype)
+    arguments['initial_value'] = value
+    return tuple(value.shape), value.dtype
+  shape = arguments.get('shape')
+  if shape is None:
+    shape = keras_steps.initial_shape(value)
+  if shape is None or dtype is None:
+    # Nothing tells the size: the value is made here, and sent.
+    with tf.init_scope():
+      value = tf.convert_to_tensor(value(), dtype)
+    arguments['initial_value'] = value
+    return tuple(value.shape), value.dtype
+  return tuple(tf.TensorShape(shape)), tf.as_dtype(dtype)

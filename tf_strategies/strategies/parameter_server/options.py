@@ -1,0 +1,113 @@
+"""The options of `ParameterServerStrategy`, checked when they are given."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+from tf_strategies import errors
+
+MODES = ('async', 'sync', 'bounded')
+
+
+@dataclasses.dataclass(frozen=True)
+class ParameterServerOptions:
+  """How a parameter server job trains; see `ParameterServerStrategy`.
+
+  Raises:
+    UnsupportedOptionError: a value that is not allowed, or an option of another
+      mode.
+  """
+
+  mode: str = 'async'
+  backup_workers: int = 0
+  max_staleness: int | None = None
+  local_steps: int = 1
+  checkpoint_dir: str | None = None
+  checkpoint_steps: int | None = None
+  start_timeout: float = 300.0
+  recovery_timeout: float = 300.0
+  step_timeout: float = 600.0
+
+  def __post_init__(self):
+    if self.mode not in MODES:
+      raise errors.UnsupportedOptionError(
+        f'mode={self.mode!r}', f'one of {MODES}', "write mode='async'"
+      )
+    self._check_int('backup_workers', 0)
+    self._check_int('local_steps', 1)
+    self._check_belongs('backup_workers', self.backup_workers > 0, 'sync')
+    if self.mode == 'bounded':
+      if self.max_staleness is None:
+        object.__setattr__(self, 'max_staleness', 1)
+      self._check_int('max_staleness', 0)
+    else:
+      given = self.max_staleness is not None
+      self._check_belongs('max_staleness', given, 'bounded')
+    self._check_belongs('local_steps', self.local_steps > 1, 'async')
+    self._check_checkpoints()
+    for name in ('start_timeout', 'recovery_timeout', 'step_timeout'):
+      value = getattr(self, name)
+      if not _is_number(value) or value <= 0:
+        raise errors.UnsupportedOptionError(
+          f'{name}={value!r}', 'seconds above 0', f'leave out {name}'
+        )
+
+  def check_workers(self, num_workers: int) -> None:
+    """Refuses options that do not go with so many workers."""
+    if self.backup_workers >= num_workers:
+      raise errors.UnsupportedOptionError(
+        f'backup_workers={self.backup_workers} with {num_workers} workers',
+        f'0 to {num_workers - 1}: at least one gradient of a step must count',
+        'use fewer backup workers, or more workers',
+      )
+
+  def _check_int(self, name: str, least: int) -> None:
+    value = getattr(self, name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+      raise errors.UnsupportedOptionError(
+        f'{name}={value!r}', f'an integer of at least {least}', 'leave it out'
+      )
+
+  def _check_belongs(self, name: str, is_given: bool, mode: str) -> None:
+    if is_given and self.mode != mode:
+      raise errors.UnsupportedOptionError(
+        f'{name}={getattr(self, name)!r} with mode={self.mode!r}',
+        f'{name} with mode={mode!r}',
+        f'write mode={mode!r}, or leave out {name}',
+      )
+
+  def _check_checkpoints(self) -> None:
+    if self.checkpoint_dir is None:
+      if self.checkpoint_steps is not None:
+        raise errors.UnsupportedOptionError(
+          f'checkpoint_steps={self.checkpoint_steps!r} without checkpoint_dir',
+          'both',
+          'say where to write: checkpoint_dir=...',
+        )
+      return
+    object.__setattr__(self, 'checkpoint_dir', os.fspath(self.checkpoint_dir))
+    if self.checkpoint_steps is None:
+      object.__setattr__(self, 'checkpoint_steps', 1000)
+    self._check_int('checkpoint_steps', 1)
+
+
+def _is_number(value) -> bool:
+  return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def make(mode: str, options: dict) -> ParameterServerOptions:
+  """The options from a strategy's arguments.
+
+  Raises:
+    UnsupportedOptionError: as `ParameterServerOptions`, or an unknown name.
+  """
+  known = {f.name for f in dataclasses.fields(ParameterServerOptions)}
+  unknown = sorted(set(options) - known)
+  if unknown:
+    raise errors.UnsupportedOptionError(
+      f'option {unknown[0]!r} of ParameterServerStrategy',
+      f'one of {sorted(known)}',
+      'check the spelling',
+    )
+  return ParameterServerOptions(mode, **options)

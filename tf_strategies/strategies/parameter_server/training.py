@@ -1,0 +1,118 @@
+"""Keras's `fit`, `evaluate` and `predict` with steps that run on workers."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tf_strategies.coordinator import engine as engine_lib
+from tf_strategies.keras import steps as keras_steps
+
+
+class StepFunction:
+  """What Keras calls in place of its own train, test or predict function.
+
+  Args:
+    strategy: a `ParameterServerStrategy`.
+    keras_step: the step, and whose.
+  """
+
+  def __init__(self, strategy, keras_step: keras_steps.KerasStep):
+    self._strategy = strategy
+    self.kind = keras_step.kind
+    self._model = keras_step.model
+    optimizer = None
+    if self.kind == 'train':
+      with strategy.scope():
+        optimizer = keras_steps.optimizer_of_model(self._model)
+    self.step = engine_lib.Step(
+      run=strategy.in_replica(keras_step.run),
+      optimizers=() if optimizer is None else (optimizer,),
+      capture=keras_steps.capture_apply,
+    )
+
+  def __call__(self, source: Any) -> Any:
+    """Begins the next steps.
+
+    Args:
+      source: an iterator of batches; for prediction, a list of them.
+
+    Returns:
+      What the newest step that is done reported; for prediction, the outputs of
+      these batches.
+    """
+    if self.kind == 'predict':
+      return self._predict(source)
+    steps = self._model.steps_per_execution
+    data = list(itertools.islice(source, steps))
+    if not data:
+      raise StopIteration
+    return self.run([self._batch(d) for d in data])
+
+  def run(self, batches) -> Any:
+    """Begins the steps of these batches."""
+    if self.kind == 'train':
+      return self._strategy.train_batches(self.step, batches, self._model)
+    return self._strategy.engine.run(self.step, batches)
+
+  def _batch(self, data) -> engine_lib.Batch:
+    return engine_lib.Batch(keras_steps.without_optionals(data))
+
+  def _predict(self, data):
+    engine = self._strategy.engine
+    calls = [engine.call(self.step, self._batch(d)) for d in data]
+    results = [call.result() for call in calls]
+    return tf.nest.map_structure(
+      lambda *parts: tf.constant(np.concatenate(parts, 0)), *results
+    )
+
+  def in_graph(self, data) -> Any:
+    """The first call of all, which comes from inside a function of Keras's.
+
+    Runs the step by a call back to Python, and installs this object for the
+    next ones.
+    """
+    data = keras_steps.without_optionals(data)
+    flat = [t for t in tf.nest.flatten(data) if t is not None]
+    structure = tf.nest.map_structure(
+      lambda t: None if t is None else tf.TensorSpec(t.shape, t.dtype), data
+    )
+    outputs = self._strategy.engine.outputs(self.step, structure)
+    specs = tf.nest.flatten(outputs)
+
+    def call(*arrays):
+      batch = engine_lib.Batch(_pack(structure, arrays))
+      if self.kind == 'predict':
+        result = self._strategy.engine.call(self.step, batch).result()
+      else:
+        result = self.run([batch])
+      return [
+        np.asarray(value, spec.dtype.as_numpy_dtype)
+        for value, spec in zip(tf.nest.flatten(result), specs, strict=True)
+      ]
+
+    results = tf.numpy_function(call, flat, [s.dtype for s in specs])
+    for result, spec in zip(results, specs, strict=True):
+      result.set_shape(spec.shape)
+    return tf.nest.pack_sequence_as(outputs, results)
+
+
+def _pack(structure, arrays):
+  remaining = iter(arrays)
+  return tf.nest.map_structure(
+    lambda spec: None if spec is None else next(remaining), structure
+  )
+
+
+def in_replica(strategy, run: Callable[[Any], Any]) -> Callable[[Any], Any]:
+  """A step that enters the strategy's scope and its replica context."""
+
+  def run_in_replica(batch):
+    with strategy.scope():
+      return strategy.extended.call_for_each_replica(run, args=(batch,))
+
+  return run_in_replica
