@@ -146,6 +146,11 @@ UpdateContext = _load(
   'UpdateContext',
   'to run an update on the device of its variable',
 )
+DistributedDataset = _load(
+  'distribute.input_lib',
+  'DistributedDataset',
+  'Keras takes data sets by the name of this class',
+)
 UninitializedVariable = _load(
   'ops.resource_variable_ops',
   'UninitializedVariable',

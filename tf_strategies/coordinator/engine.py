@@ -11,6 +11,7 @@ import abc
 import dataclasses
 import itertools
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_strategies import errors
+from tf_strategies.coordinator import drawn
 from tf_strategies.coordinator import liveness as liveness_lib
 from tf_strategies.coordinator import parcel as parcel_lib
 from tf_strategies.coordinator import pool as pool_lib
@@ -115,6 +117,7 @@ class Engine(abc.ABC):
     self._newest: dict[Step, StepTask] = {}
     # The numbers that were read last, when, and of which task.
     self.numbers: dict[Step, Any] = {}
+    self._sources = weakref.WeakSet()
     self.pool = pool_lib.Pool(
       workers, liveness, self._may_take, timeout_seconds=step_timeout
     )
@@ -138,6 +141,14 @@ class Engine(abc.ABC):
       task = self._submit(step, group)
     return report_lib.of_task(self, task)
 
+  def draw(self, step: Step, source: drawn.Source, steps: int) -> Any:
+    """Begins steps on data that the workers read themselves."""
+    with self._lock:
+      self._sources.add(source)
+    task = DrawTask(self, step, source, steps)
+    self.pool.submit(task)
+    return report_lib.of_task(self, task)
+
   def call(self, step: Step, batch: Batch) -> PendingCall:
     """Begins one step whose result is wanted (prediction)."""
     task = self._submit(step, [batch])
@@ -153,6 +164,11 @@ class Engine(abc.ABC):
     """
     if not self.pool.is_idle:
       self.pool.wait()
+
+  def count(self, worker: int, steps: int) -> None:
+    """Called under the pool's lock: a worker's steps have been applied."""
+    self.staleness.end(worker, steps)
+    self.steps_done += steps
 
   def finished(self, task: StepTask, worker: int) -> None:
     """Called under the pool's lock when a task is done."""
@@ -203,16 +219,43 @@ class Engine(abc.ABC):
   def function(self, step: Step, layout: parcel_lib.Layout):
     """The function for a step and a layout, and its discovery."""
     with self._lock:
-      key = (step, layout.key)
+      key = (step, 'parcel', layout.key)
       if key not in self._functions:
         discovery = self._discover(step, layout)
         self._functions[key] = (
-          worker_function.WorkerFunction(
+          worker_function.ParcelFunction(
             step.run, layout, discovery, self.marks
           ),
           discovery,
         )
       return self._functions[key]
+
+  def drawing_function(self, step: Step, element_spec: Any, steps: int):
+    """The function for a step on drawn data, and its discovery."""
+    layout = parcel_lib.Layout(element_spec, steps)
+    with self._lock:
+      key = (step, 'drawing', layout.key)
+      if key not in self._functions:
+        discovery = self._discover(step, layout)
+        self._functions[key] = (
+          worker_function.DrawingFunction(
+            step.run, element_spec, steps, discovery, self.marks
+          ),
+          discovery,
+        )
+      return self._functions[key]
+
+  def lose_readers(self, worker: int) -> None:
+    """The splits that a worker was reading go to others."""
+    with self._lock:
+      sources = list(self._sources)
+    for source in sources:
+      source.lose(worker)
+
+  def others(self, worker: int) -> list[int]:
+    """The other workers that are alive."""
+    lost = self.pool.lost
+    return [w for w in self._workers if w != worker and w not in lost]
 
   def outputs(self, step: Step, structure: Any) -> Any:
     """What a step returns for such a batch: specs in its structure."""
@@ -265,17 +308,87 @@ class StepTask(pool_lib.Task):
       parcel = tf.constant(parcel)
     self.result = self.function(worker, parcel)
 
-  def is_done(self) -> bool:
+  def survive(self, worker: int) -> bool:
+    self._engine.lose_readers(worker)
     if self.is_result_wanted:
       return False
-    self._first = self._engine.marks.steps_done(self._number)
+    kind = worker_function.Marks.TASKS
+    self._first = self._engine.marks.done(kind, self._number)
     return self._first == self.steps
 
   def finish(self, worker: int) -> None:
     self.is_finished = True
     self._batches = ()
-    self._engine.staleness.end(worker, self.steps)
-    self._engine.steps_done += self.steps
+    self._engine.count(worker, self.steps)
+    self._engine.finished(self, worker)
+
+
+class DrawTask(pool_lib.Task):
+  """One or more steps on data that the worker reads itself.
+
+  Args:
+    engine: that runs it.
+    step: what to run.
+    source: where the data come from.
+    steps: how many.
+  """
+
+  def __init__(
+    self, engine: Engine, step: Step, source: drawn.Source, steps: int
+  ):
+    self.step = step
+    self.steps = steps
+    self.result = None
+    self.is_finished = False
+    self._engine = engine
+    self._source = source
+    self._done = 0
+    self._reader = None
+    spec = source.dataset.element_spec
+    self._one, self.discovery = engine.drawing_function(step, spec, 1)
+    self._all, _ = engine.drawing_function(step, spec, steps)
+
+  def may_run(self, worker: int) -> bool:
+    return self._source.has_work_for(worker)
+
+  def run(self, worker: int) -> None:
+    self._engine.staleness.start(worker)
+    while self._done < self.steps:
+      others = self._engine.others(worker)
+      reader = self._reader = self._source.reader(worker, others)
+      if reader is None:
+        break
+      steps = self.steps if self._done == 0 else 1
+      function = self._one if steps == 1 else self._all
+      try:
+        self.result = function(worker, reader.handle)
+      except tf.errors.OutOfRangeError:
+        self._note_marked()
+        self._source.close(worker, reader)
+      else:
+        reader.split.done += steps
+        self._done += steps
+    # What was not done, since the data ended, is not a step.
+    self.steps = self._done
+
+  def _note_marked(self) -> None:
+    """Counts what was done of a call that did not come to its end."""
+    split = self._reader.split
+    kind = worker_function.Marks.SPLITS
+    marked = self._engine.marks.done(kind, split.key)
+    if marked > split.done:
+      self._done += marked - split.done
+      split.done = marked
+
+  def survive(self, worker: int) -> bool:
+    if self._reader is not None:
+      self._note_marked()
+    self._engine.lose_readers(worker)
+    return self._done >= self.steps
+
+  def finish(self, worker: int) -> None:
+    self.is_finished = True
+    self._engine.count(worker, self._done)
     self._engine.finished(self, worker)
 
 

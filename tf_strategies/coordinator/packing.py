@@ -7,6 +7,7 @@ travel alone, since packing would copy them.
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -25,37 +26,58 @@ def is_small(shape: tf.TensorShape, dtype: tf.DType) -> bool:
   )
 
 
-def pack(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-  """The bytes of all tensors, one after the other: [sum of bytes] of uint8."""
-  return tf.concat([_to_bytes(t) for t in tensors], 0)
+def pack(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+  """Few tensors with the bits of all.
+
+  Types of four and eight bytes travel as float32, which nobody computes with;
+  each other type travels by itself.
+  """
+  carried = collections.defaultdict(list)
+  for tensor in tensors:
+    carried[_carrier(tensor.dtype)].append(_to_carrier(tensor))
+  return [tf.concat(parts, 0) for parts in carried.values()]
 
 
 def unpack(
-  packed: tf.Tensor, specs: Sequence[tf.TensorSpec]
+  packed: Sequence[tf.Tensor], specs: Sequence[tf.TensorSpec]
 ) -> list[tf.Tensor]:
   """What `pack` was given, if `specs` are its shapes and dtypes."""
-  sizes = [s.shape.num_elements() * s.dtype.size for s in specs]
-  parts = tf.split(packed, sizes)
-  return [_from_bytes(p, s) for p, s in zip(parts, specs, strict=True)]
+  carried = collections.defaultdict(list)
+  for i, spec in enumerate(specs):
+    carried[_carrier(spec.dtype)].append(i)
+  result = [None] * len(specs)
+  for message, indices in zip(packed, carried.values(), strict=True):
+    sizes = [_carried_size(specs[i]) for i in indices]
+    parts = tf.split(message, sizes) if len(sizes) > 1 else [message]
+    for i, part in zip(indices, parts, strict=True):
+      result[i] = _from_carrier(part, specs[i])
+  return result
 
 
-def _to_bytes(tensor):
-  if tensor.dtype == tf.bool:
-    tensor = tf.cast(tensor, tf.uint8)
-  flat = tf.reshape(tensor, [-1])
-  if tensor.dtype == tf.uint8:
-    return flat
-  return tf.reshape(tf.bitcast(flat, tf.uint8), [-1])
+def _carrier(dtype: tf.DType) -> tf.DType:
+  return tf.float32 if dtype.size in (4, 8) else dtype
 
 
-def _from_bytes(part, spec):
-  if spec.dtype == tf.bool:
-    return tf.reshape(tf.not_equal(part, 0), spec.shape)
-  if spec.dtype != tf.uint8:
-    if spec.dtype.size > 1:
-      part = tf.reshape(part, [-1, spec.dtype.size])
-    part = tf.bitcast(part, spec.dtype)
-  return tf.reshape(part, spec.shape)
+def _carried_size(spec) -> int:
+  size = spec.shape.num_elements()
+  return size * spec.dtype.size // _carrier(spec.dtype).size
+
+
+def _to_carrier(tensor):
+  carrier = _carrier(tensor.dtype)
+  if tensor.dtype != carrier:
+    tensor = tf.bitcast(tensor, carrier)
+  return tf.reshape(tensor, [-1])
+
+
+def _from_carrier(part, spec):
+  carrier = _carrier(spec.dtype)
+  if spec.dtype == carrier:
+    return tf.reshape(part, spec.shape)
+  words = spec.dtype.size // carrier.size
+  inner = [words] if words > 1 else []
+  part = tf.reshape(part, [*spec.shape.as_list(), *inner])
+  return tf.bitcast(part, spec.dtype)
 
 
 def send(tensors: Sequence[tf.Tensor], device: str | None) -> list[tf.Tensor]:

@@ -16,6 +16,7 @@ from tf_strategies.coordinator import liveness as liveness_lib
 
 _REJOIN_SECONDS = 0.5
 _WAKE_SECONDS = 1.0
+_SETTLE_SECONDS = 0.3
 _MAX_RETRIES = 5
 
 # What a task may fail with while all tasks of the cluster are alive, and do
@@ -42,13 +43,23 @@ class Task(abc.ABC):
   def run(self, worker: int) -> None:
     """Does it on a worker; called in the worker's thread."""
 
-  def is_done(self) -> bool:
-    """Whether it had been done when the worker that ran it was lost.
+  def may_run(self, worker: int) -> bool:
+    """Whether a worker can do it now; called under the pool's lock."""
+    del worker
+    return True
 
-    Called before it is run again; may note what is left to do.
+  def survive(self, worker: int) -> bool:
+    """Called when it failed on a worker through no fault of its own.
+
+    Notes what is left to do.
+
+    Returns:
+      Whether nothing is.
     """
+    del worker
     return False
 
+  @abc.abstractmethod
   def finish(self, worker: int) -> None:
     """Called when it has been done, under the pool's lock."""
 
@@ -191,8 +202,7 @@ class Pool:
       if task is None:
         return
       try:
-        if not (task.retries and task.is_done()):
-          task.run(worker)
+        task.run(worker)
       except Exception as e:
         self._handle(worker, task, e)
       else:
@@ -203,13 +213,16 @@ class Pool:
   def _take(self, worker: int) -> Task | None:
     with self.lock:
       while self._is_open:
-        if self._queue and not self._error and self._may_take(worker):
+        if self._queue and not self._error and self._may_begin(worker):
           task = self._queue.popleft()
           self._running[worker] = task
           self.lock.notify_all()
           return task
         self.lock.wait()
       return None
+
+  def _may_begin(self, worker: int) -> bool:
+    return self._queue[0].may_run(worker) and self._may_take(worker)
 
   def _end(self, worker: int) -> None:
     """Under the lock: the worker is free again."""
@@ -218,7 +231,14 @@ class Pool:
     self.lock.notify_all()
 
   def _give_back(self, worker: int, task: Task) -> None:
+    # The servers may still be at it: what they got before the failure.
+    time.sleep(_SETTLE_SECONDS)
+    is_done = task.survive(worker)
     with self.lock:
+      if is_done:
+        task.finish(worker)
+        self._end(worker)
+        return
       if self._error is None and self._is_open:
         task.retries += 1
         self._queue.appendleft(task)

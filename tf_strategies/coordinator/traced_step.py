@@ -23,7 +23,7 @@ import collections
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import tensorflow as tf
 
@@ -49,11 +49,13 @@ class Access:
 
   Attributes:
     reads: variables that are read outside of updates on their own server.
+    update_reads: those of them that updates on another server read.
     nested_writes: variables written inside of a branch or a loop, where no
       state of the step can be carried along: these are never held in it.
   """
 
   reads: dict[int, tf.Variable] = dataclasses.field(default_factory=dict)
+  update_reads: dict[int, tf.Variable] = dataclasses.field(default_factory=dict)
   nested_writes: dict[int, tf.Variable] = dataclasses.field(
     default_factory=dict
   )
@@ -74,6 +76,21 @@ class Write:
   delta: tf.Tensor | None
 
 
+@dataclasses.dataclass
+class Mark:
+  """What a step writes last, to tell that it is done.
+
+  Attributes:
+    variable: where the mark is written, on server 0.
+    value: what says which step, a small tensor.
+    write: makes the op that writes it there.
+  """
+
+  variable: tf.Variable
+  value: tf.Tensor
+  write: Callable[[tf.Tensor], tf.Operation]
+
+
 class TracedStep:
   """Answers the variables' reads and writes while one step is traced.
 
@@ -92,6 +109,8 @@ class TracedStep:
     self._snapshot: dict[int, tf.Tensor] = {}
     self._held: dict[int, Write] = {}
     self._direct: set[int] = set()
+    # What was sent to servers beside the gradients, by tensor and server.
+    self._sent: dict[tuple[int, int], tf.Tensor] = {}
     self._first_operation = 0
 
   @contextlib.contextmanager
@@ -148,12 +167,32 @@ class TracedStep:
     if self._looks_only:
       if self.update_server != variable.server:
         self.access.reads.setdefault(key, variable)
+        if self.update_server is not None:
+          self.access.update_reads.setdefault(key, variable)
       return None
     if key in self._held:
-      return self._held[key].value
+      return self.here(self._held[key].value)
     if key in self._direct or self.update_server == variable.server:
       return None
-    return self._snapshot.get(key)
+    return self.here(self._snapshot.get(key))
+
+  def here(self, tensor: tf.Tensor | None) -> tf.Tensor | None:
+    """The copy of a tensor on the server that an update runs on, if any."""
+    return self._sent.get((id(tensor), self.update_server), tensor)
+
+  def update_inputs(self) -> list[tf.Tensor]:
+    """What updates on other servers are going to read, as it is now."""
+    found = []
+    for key in self.access.update_reads:
+      held = self._held.get(key)
+      value = held.value if held else self._snapshot.get(key)
+      if value is not None and key not in self._direct:
+        found.append(value)
+    return found
+
+  def note_sent(self, tensor: tf.Tensor, server: int, copy: tf.Tensor) -> None:
+    """A tensor of this step has a copy on a server."""
+    self._sent[id(tensor), server] = copy
 
   def write(self, variable, value, delta=None) -> bool:
     """Holds a write back, or returns False: it must be done here.
@@ -256,11 +295,11 @@ class TracedStep:
     """The writes that the step holds back, in order of first write."""
     return list(self._held.values())
 
-  def commit(self, mark) -> list[tf.Operation]:
+  def commit(self, mark: Mark) -> list[tf.Operation]:
     """Sends the writes that were held back, then marks the step as done.
 
     Args:
-      mark: makes the op that marks the step, on server 0.
+      mark: of the step, on server 0.
 
     Returns:
       The ops after which everything is done.
@@ -273,10 +312,7 @@ class TracedStep:
     last = by_server.pop(0, [])
     for writes in by_server.values():
       done.append(_send_writes(writes, done))
-    if last:
-      done = [_send_writes(last, done)]
-    with tf.control_dependencies(done):
-      return [mark()]
+    return [_send_writes(last, done, mark)]
 
   def _writes_done(self) -> list[tf.Operation]:
     """One op a device after all writes that the step has made so far."""
@@ -305,27 +341,35 @@ _READS = frozenset(
 )
 
 
-def _send_writes(writes: Sequence[Write], after) -> tf.Operation:
+def _send_writes(
+  writes: Sequence[Write], after, mark: Mark | None = None
+) -> tf.Operation:
   """Sends writes of variables on one server, small ones in one message."""
-  device = writes[0].variable.device
-  tensors = []
-  for write in writes:
-    shape, dtype = write.variable.shape, write.variable.dtype
-    tensor = write.value if write.delta is None else write.delta
-    tensor = tf.cast(tensor, dtype)
-    if tensor.shape != shape and shape.is_fully_defined():
-      tensor = tf.broadcast_to(tensor, shape)
-    tensors.append(tensor)
-  tensors = packing.send(tensors, device)
+  variable = mark.variable if mark else writes[0].variable
+  tensors = [_value_to_send(write) for write in writes]
+  if mark is not None:
+    tensors.append(mark.value)
+  tensors = packing.send(tensors, variable.device)
   done = []
-  with tf.control_dependencies(after), tf.device(device):
-    for write, tensor in zip(writes, tensors, strict=True):
-      if write.delta is None:
-        op = write.variable.write_directly(tensor, None)
-      else:
-        op = write.variable.write_directly(None, tensor)
-      done.append(op)
-    return tf.group(*done)
+  with tf.device(variable.device):
+    with tf.control_dependencies(after):
+      for write, tensor in zip(writes, tensors, strict=False):
+        is_sum = write.delta is not None
+        done.append(
+          write.variable.write_directly(
+            None if is_sum else tensor, tensor if is_sum else None
+          )
+        )
+    with tf.control_dependencies([*after, *done]):
+      return mark.write(tensors[-1]) if mark else tf.group(*done)
+
+
+def _value_to_send(write):
+  shape, dtype = write.variable.shape, write.variable.dtype
+  tensor = tf.cast(write.value if write.delta is None else write.delta, dtype)
+  if tensor.shape != shape and shape.is_fully_defined():
+    tensor = tf.broadcast_to(tensor, shape)
+  return tensor
 
 
 def additive_delta(value: tf.Tensor, old: tf.Tensor) -> tf.Tensor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -12,9 +13,9 @@ import tensorflow as tf
 from tf_strategies.coordinator import parcel as parcel_lib
 from tf_strategies.coordinator import traced_step, variables
 
-# Marks of done tasks, by task modulo this; far more than are ever on the way.
+# Marks of tasks, by number modulo this; far more than are ever on the way.
 NUM_MARKS = 1024
-_STEP_BITS = 20
+_COUNT_BITS = 32
 
 
 @dataclasses.dataclass
@@ -79,43 +80,127 @@ def outside_of_graphs():
 
 
 class Marks:
-  """Which tasks have been done, kept on server 0.
+  """How far tasks and splits have come, kept on server 0.
 
   A step's last write sets its mark there, right after the counters that it
   adds to. When a worker is lost, the coordinator looks whether the step had
   been done, so that it counts once.
 
   Args:
-    variable: int64 [NUM_MARKS] on server 0.
+    variable: int64 [2, NUM_MARKS] on server 0: of tasks, and of splits.
   """
+
+  TASKS = 0
+  SPLITS = 1
 
   def __init__(self, variable: variables.ServerVariable):
     self.variable = variable
 
-  def set(self, task: tf.Tensor, steps_done: tf.Tensor) -> tf.Operation:
-    """In a worker's graph: the task has done so many steps."""
+  def mark(self, kind: int, key: tf.Tensor, done: tf.Tensor):
+    """In a worker's graph: says that of task or split `key` so much is done."""
+    mark = key * (1 << _COUNT_BITS) + tf.cast(done, tf.int64)
+    return traced_step.Mark(
+      self.variable, mark, lambda sent: self._write(kind, sent)
+    )
+
+  def _write(self, kind, mark):
+    key = tf.bitwise.right_shift(mark, _COUNT_BITS)
+    return tf.raw_ops.ResourceScatterNdUpdate(
+      ref=self.variable.handle,
+      indices=[[kind, key % NUM_MARKS]],
+      updates=[mark],
+    )
+
+  def done(self, kind: int, key: int) -> int:
+    """On the coordinator: how much of the task or split `key` is done."""
     with tf.device(self.variable.device):
-      return tf.raw_ops.ResourceScatterUpdate(
-        resource=self.variable.handle,
-        indices=[task % NUM_MARKS],
-        updates=[task * (1 << _STEP_BITS) + tf.cast(steps_done, tf.int64)],
-      )
-
-  def steps_done(self, task: int) -> int:
-    """On the coordinator: how many steps of a task were done."""
-    with tf.device(self.variable.device):
-      mark = int(self.variable.read_directly()[task % NUM_MARKS])
-    return mark & ((1 << _STEP_BITS) - 1) if mark >> _STEP_BITS == task else 0
+      mark = int(self.variable.read_directly()[kind, key % NUM_MARKS])
+    is_of_key = mark >> _COUNT_BITS == key
+    return mark & ((1 << _COUNT_BITS) - 1) if is_of_key else 0
 
 
-class WorkerFunction:
+class WorkerFunction(abc.ABC):
   """A step, or several one after the other, as one function for workers.
 
   Args:
     run_step: takes a batch, returns what is reported.
-    layout: of the parcels.
+    steps: number of steps in one call.
     discovery: what the first trace found.
-    marks: where done tasks are marked.
+    marks: where done steps are marked.
+    spec: of the argument.
+  """
+
+  def __init__(
+    self,
+    run_step: Callable[[Any], Any],
+    steps: int,
+    discovery: Discovery,
+    marks: Marks,
+    spec: tf.TensorSpec,
+  ):
+    self._run_step = run_step
+    self._steps = steps
+    self._discovery = discovery
+    self._marks = marks
+    with outside_of_graphs():
+      self._function = tf.function(
+        self._trace, autograph=False
+      ).get_concrete_function(spec)
+
+  def __call__(self, worker: int, argument: tf.Tensor) -> Any:
+    """Runs it on a worker; the result stays there until it is read."""
+    with tf.device(f'/job:worker/replica:0/task:{worker}'):
+      return self._function(argument)
+
+  @abc.abstractmethod
+  def _first_step(self, argument) -> tf.Tensor:
+    """The first step to do, int64."""
+
+  @abc.abstractmethod
+  def _batch_and_mark(self, argument, step) -> tuple[Any, traced_step.Mark]:
+    """The batch of a step, and what marks the step as done."""
+
+  def _trace(self, argument):
+    if self._steps == 1:
+      return self._one_step(argument, tf.constant(0, tf.int64))
+    numbers = len(tf.nest.flatten(self._discovery.outputs))
+
+    def body(step, _):
+      result = self._one_step(argument, step, after=[step])
+      # The next step must not begin before this one's writes are done.
+      with tf.control_dependencies([result]):
+        return step + 1, result
+
+    _, result = tf.while_loop(
+      lambda step, _: step < self._steps,
+      body,
+      [self._first_step(argument), tf.zeros([numbers], tf.float64)],
+      parallel_iterations=1,
+    )
+    return result
+
+  def _one_step(self, argument, step, after=()):
+    traced = traced_step.TracedStep(self._discovery.access)
+    with traced.tracing(after):
+      with tf.control_dependencies(list(after)):
+        batch, mark = self._batch_and_mark(argument, step)
+      outputs = self._run_step(batch)
+    done = traced.commit(mark)
+    if self._steps == 1:
+      # The call ends when all tasks have done their part of it.
+      return report(outputs, self._discovery.are_numbers)
+    with tf.control_dependencies(done):
+      return report(outputs, self._discovery.are_numbers)
+
+
+class ParcelFunction(WorkerFunction):
+  """For batches that the coordinator sends.
+
+  Args:
+    run_step: as `WorkerFunction`.
+    layout: of the parcels.
+    discovery: as `WorkerFunction`.
+    marks: as `WorkerFunction`.
   """
 
   def __init__(
@@ -125,50 +210,54 @@ class WorkerFunction:
     discovery: Discovery,
     marks: Marks,
   ):
-    self._run_step = run_step
     self._layout = layout
-    self._discovery = discovery
-    self._marks = marks
-    with outside_of_graphs():
-      self._function = tf.function(
-        self._trace, autograph=False
-      ).get_concrete_function(tf.TensorSpec([layout.num_bytes], tf.uint8))
+    spec = tf.TensorSpec([layout.num_bytes], tf.uint8)
+    super().__init__(run_step, layout.steps, discovery, marks, spec)
 
-  def __call__(self, worker: int, parcel: tf.Tensor) -> Any:
-    """Runs it on a worker; the result stays there until it is read."""
-    with tf.device(f'/job:worker/replica:0/task:{worker}'):
-      return self._function(parcel)
+  def _first_step(self, argument):
+    return self._layout.decode_header(argument)[1]
 
-  def _trace(self, parcel):
-    task, first, steps = tf.unstack(self._layout.decode_header(parcel))
-    del steps
-    if self._layout.steps == 1:
-      return self._one_step(parcel, task, 0)
-    numbers = len(tf.nest.flatten(self._discovery.outputs))
+  def _batch_and_mark(self, argument, step):
+    task = self._layout.decode_header(argument)[0]
+    batch = self._layout.decode_batch(argument, step)
+    return batch, self._marks.mark(Marks.TASKS, task, step + 1)
 
-    def body(step, _):
-      result = self._one_step(parcel, task, step, after=[step])
-      # The next step must not begin before this one's writes are done.
-      with tf.control_dependencies([result]):
-        return step + 1, result
 
-    _, result = tf.while_loop(
-      lambda step, _: step < self._layout.steps,
-      body,
-      [first, tf.zeros([numbers], tf.float64)],
-      parallel_iterations=1,
+class DrawingFunction(WorkerFunction):
+  """For batches that the worker reads itself.
+
+  Args:
+    run_step: as `WorkerFunction`.
+    element_spec: of a batch.
+    steps: as `WorkerFunction`.
+    discovery: as `WorkerFunction`.
+    marks: as `WorkerFunction`.
+  """
+
+  def __init__(
+    self,
+    run_step: Callable[[Any], Any],
+    element_spec: Any,
+    steps: int,
+    discovery: Discovery,
+    marks: Marks,
+  ):
+    self._element_spec = element_spec
+    spec = tf.TensorSpec([], tf.resource)
+    super().__init__(run_step, steps, discovery, marks, spec)
+
+  def _first_step(self, argument):
+    return tf.constant(0, tf.int64)
+
+  def _batch_and_mark(self, argument, step):
+    specs = tf.nest.flatten(self._element_spec)
+    key, index, *flat = tf.raw_ops.IteratorGetNext(
+      iterator=argument,
+      output_types=[tf.int64, tf.int64, *(s.dtype for s in specs)],
+      output_shapes=[[], [], *(s.shape for s in specs)],
     )
-    return result
-
-  def _one_step(self, parcel, task, step, after=()):
-    traced = traced_step.TracedStep(self._discovery.access)
-    with traced.tracing(after):
-      outputs = self._run_step(self._layout.decode_batch(parcel, step))
-    done = traced.commit(
-      lambda: self._marks.set(task, tf.cast(step, tf.int64) + 1)
-    )
-    with tf.control_dependencies(done):
-      return report(outputs, self._discovery.are_numbers)
+    batch = parcel_lib.pack(self._element_spec, flat)
+    return batch, self._marks.mark(Marks.SPLITS, key, index + 1)
 
 
 def report(outputs: Any, are_numbers: bool) -> Any:

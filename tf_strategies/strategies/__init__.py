@@ -5,6 +5,7 @@ from tf_strategies.strategies.multi_worker import (
   MultiWorkerRingStrategy,
   RingOptions,
 )
+from tf_strategies.strategies.parameter_server import ParameterServerStrategy
 from tf_strategies.strategies.registry import STRATEGY_NAMES, create_strategy
 from tf_strategies.strategies.ring_mirrored import RingMirroredStrategy
 
@@ -12,6 +13,7 @@ __all__ = [
   'STRATEGY_NAMES',
   'MultiWorkerCollectiveStrategy',
   'MultiWorkerRingStrategy',
+  'ParameterServerStrategy',
   'RingMirroredStrategy',
   'RingOptions',
   'create_strategy',

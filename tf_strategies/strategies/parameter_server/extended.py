@@ -52,8 +52,12 @@ class ReplicaContext(tf.distribute.ReplicaContext):
 
   def _merge_call(self, merge_fn, args, kwargs):
     step = traced_step.current()
-    if step is not None and not step.holds_updates:
-      args = tuple(_send_gradients(a) if _are_gradients(a) else a for a in args)
+    if step is not None and not step.holds_updates and not step.is_nested():
+      others = [a for a in args if isinstance(a, tf.Tensor)]
+      args = tuple(
+        _send_gradients(a, others, step) if _are_gradients(a) else a
+        for a in args
+      )
     return super()._merge_call(merge_fn, args, kwargs)
 
 
@@ -71,18 +75,31 @@ def _are_gradients(value) -> bool:
   )
 
 
-def _send_gradients(pairs):
-  """The same pairs, with the small dense gradients on their servers."""
+def _send_gradients(pairs, others, step):
+  """The same pairs, with the small dense gradients on their servers.
+
+  Args:
+    pairs: (gradient, variable).
+    others: further arguments of the update, such as the learning rate.
+    step: that is being traced.
+  """
   result = list(pairs)
-  dense = [i for i, (g, _) in enumerate(pairs) if tf.is_tensor(g)]
-  dense = [i for i in dense if not isinstance(pairs[i][0], tf.IndexedSlices)]
+  dense = [
+    i
+    for i, (g, _) in enumerate(pairs)
+    if tf.is_tensor(g) and not isinstance(g, tf.IndexedSlices)
+  ]
   dense.sort(key=lambda i: pairs[i][1].server)
-  for _, group in itertools.groupby(dense, lambda i: pairs[i][1].server):
+  for server, group in itertools.groupby(dense, lambda i: pairs[i][1].server):
     group = list(group)
+    # With the gradients travels what their updates read besides.
+    inputs = others + step.update_inputs()
     tensors = [tf.reshape(pairs[i][0], pairs[i][1].shape) for i in group]
-    sent = packing.send(tensors, pairs[group[0]][1].device)
-    for i, tensor in zip(group, sent, strict=True):
+    sent = packing.send(tensors + inputs, pairs[group[0]][1].device)
+    for i, tensor in zip(group, sent, strict=False):
       result[i] = (tensor, pairs[i][1])
+    for tensor, copy in zip(inputs, sent[len(group) :], strict=True):
+      step.note_sent(tensor, server, copy)
   return result
 
 
@@ -247,7 +264,12 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
     with step.updating(target):
       device = None if step.holds_updates else target.device
       with tf.device(device), _tf_internal.UpdateContext(device):
-        return fn(var, *args, **kwargs)
+        return fn(var, *(_here(step, a) for a in args), **kwargs)
+
+
+def _here(step, argument):
+  """An argument of an update, or its copy on the server."""
+  return step.here(argument) if isinstance(argument, tf.Tensor) else argument
 
 
 def _is_like(value, variable) -> bool:

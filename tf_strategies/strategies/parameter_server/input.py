@@ -7,6 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from tf_strategies import errors
+from tf_strategies.coordinator import drawn
 
 
 class FedDataset:
@@ -56,13 +57,13 @@ class FedIterator:
     return next(self._iterator)
 
 
-def feed(dataset, stock) -> FedDataset:
+def feed(dataset, stock) -> FedDataset | drawn.DrawnDataset:
   """Wraps what `experimental_distribute_dataset` is given.
 
   Raises:
     UnsupportedOptionError: it is no data set.
   """
-  if isinstance(dataset, FedDataset):
+  if isinstance(dataset, FedDataset | drawn.DrawnDataset):
     return dataset
   if not isinstance(dataset, tf.data.Dataset):
     raise errors.UnsupportedOptionError(

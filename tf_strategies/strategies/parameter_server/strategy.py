@@ -9,6 +9,7 @@ import tensorflow as tf
 from tf_strategies.cluster import config as config_lib
 from tf_strategies.coordinator import engine as engine_lib
 from tf_strategies.coordinator import (
+  drawn,
   liveness,
   variables,
   worker_function,
@@ -16,6 +17,7 @@ from tf_strategies.coordinator import (
 from tf_strategies.keras import steps as keras_steps
 from tf_strategies.strategies.parameter_server import (
   connection,
+  custom_loop,
   extended,
   input,
   training,
@@ -63,7 +65,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
       server=0,
       settle=lambda: None,
       on_write=lambda: None,
-      initial_value=lambda: tf.zeros([worker_function.NUM_MARKS], tf.int64),
+      initial_value=lambda: tf.zeros([2, worker_function.NUM_MARKS], tf.int64),
       trainable=False,
       name='marks',
     )
@@ -85,11 +87,55 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     keras_step.install(function)
     return function.in_graph(args[0])
 
-  def in_replica(self, fn):
-    return training.in_replica(self, fn)
+  def remote_step(
+    self,
+    fn: Callable[[Any], Any],
+    optimizers: Sequence[Any] = (),
+  ) -> custom_loop.RemoteStep:
+    """Makes a step of a custom loop run on the workers, in this mode.
+
+    Args:
+      fn: takes a batch in replica context, as with `strategy.run`; applies
+        gradients by `optimizer.apply`, and returns a structure of numbers.
+      optimizers: those that it applies; none for a step that evaluates.
+    """
+    return custom_loop.RemoteStep(self, fn, optimizers)
+
+  def join(self) -> None:
+    """Waits until all steps that were begun are done.
+
+    Raises:
+      ParameterServerUnavailableError: a server died.
+      WorkerUnavailableError: nothing happened for `step_timeout`.
+    """
+    self.settle()
+
+  def report(self) -> dict[str, Any]:
+    """What happened so far: steps, staleness, dropped gradients, load.
+
+    Returns:
+      mode; steps (done); staleness (number of steps by how many other steps
+      were applied while they were computed); dropped (gradients that came too
+      late, in mode 'sync'); bytes_per_server.
+    """
+    return {
+      'mode': self.options.mode,
+      **self.engine.report(),
+      'bytes_per_server': list(self.extended.placement.load),
+    }
 
   def train_batches(self, step, batches, model=None):
+    """Begins the steps of some batches."""
     return self.engine.train(step, batches)
+
+  def train_drawn(self, step, source, steps, model=None):
+    """Begins steps on data that workers read."""
+    return self.engine.draw(step, source, steps)
+
+  def distribute_datasets_from_function(self, dataset_fn, options=None):
+    if not tf.executing_eagerly():
+      return super().distribute_datasets_from_function(dataset_fn, options)
+    return drawn.DrawnDataset(dataset_fn, len(self.cluster.jobs['worker']))
 
   def settle(self) -> None:
     if self.engine is not None:
@@ -100,7 +146,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
       self.engine.forget_reports()
 
   def experimental_distribute_dataset(self, dataset, options=None):
-    if tf.inside_function():
+    if not tf.executing_eagerly():
       return super().experimental_distribute_dataset(dataset, options)
     return input.feed(
       dataset,

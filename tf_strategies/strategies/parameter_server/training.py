@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tf_strategies import _tf_internal, errors
+from tf_strategies.coordinator import drawn, parcel
 from tf_strategies.coordinator import engine as engine_lib
 from tf_strategies.keras import steps as keras_steps
 
@@ -30,7 +32,7 @@ class StepFunction:
       with strategy.scope():
         optimizer = keras_steps.optimizer_of_model(self._model)
     self.step = engine_lib.Step(
-      run=strategy.in_replica(keras_step.run),
+      run=in_replica(strategy, keras_step.run),
       optimizers=() if optimizer is None else (optimizer,),
       capture=keras_steps.capture_apply,
     )
@@ -51,7 +53,15 @@ class StepFunction:
     data = list(itertools.islice(source, steps))
     if not data:
       raise StopIteration
+    source = drawn.source_of(data)
+    if source is not None:
+      return self._draw(source, len(data))
     return self.run([self._batch(d) for d in data])
+
+  def _draw(self, source, steps):
+    if self.kind == 'train':
+      return self._strategy.train_drawn(self.step, source, steps, self._model)
+    return self._strategy.engine.draw(self.step, source, steps)
 
   def run(self, batches) -> Any:
     """Begins the steps of these batches."""
@@ -76,20 +86,35 @@ class StepFunction:
     Runs the step by a call back to Python, and installs this object for the
     next ones.
     """
+    source = drawn.source_of(data)
+    if source is not None:
+      return self._host_call(
+        [], source.dataset.element_spec, lambda: self._draw(source, 1)
+      )
     data = keras_steps.without_optionals(data)
     flat = [t for t in tf.nest.flatten(data) if t is not None]
     structure = tf.nest.map_structure(
       lambda t: None if t is None else tf.TensorSpec(t.shape, t.dtype), data
     )
+
+    def run_batch(*arrays):
+      batch = engine_lib.Batch(parcel.pack(structure, arrays))
+      if self.kind == 'predict':
+        return self._strategy.engine.call(self.step, batch).result()
+      return self.run([batch])
+
+    return self._host_call(flat, structure, run_batch)
+
+  def _host_call(self, flat, structure, run):
+    """Tensors in a graph that a call of `run` makes."""
     outputs = self._strategy.engine.outputs(self.step, structure)
     specs = tf.nest.flatten(outputs)
 
     def call(*arrays):
-      batch = engine_lib.Batch(_pack(structure, arrays))
-      if self.kind == 'predict':
-        result = self._strategy.engine.call(self.step, batch).result()
-      else:
-        result = self.run([batch])
+      try:
+        result = run(*arrays)
+      except errors.Error as e:
+        _tf_internal.raise_through_graph(e)
       return [
         np.asarray(value, spec.dtype.as_numpy_dtype)
         for value, spec in zip(tf.nest.flatten(result), specs, strict=True)
@@ -99,13 +124,6 @@ class StepFunction:
     for result, spec in zip(results, specs, strict=True):
       result.set_shape(spec.shape)
     return tf.nest.pack_sequence_as(outputs, results)
-
-
-def _pack(structure, arrays):
-  remaining = iter(arrays)
-  return tf.nest.map_structure(
-    lambda spec: None if spec is None else next(remaining), structure
-  )
 
 
 def in_replica(strategy, run: Callable[[Any], Any]) -> Callable[[Any], Any]:
