@@ -37,11 +37,14 @@ class Step:
     optimizers: those that it applies, where the mode must know them.
     capture: makes `apply` of the optimizers record its arguments, as a context
       manager that yields the list of calls.
+    results: what the step reports, computed from variables alone (metrics);
+      None if only the step knows.
   """
 
   run: Callable[[Any], Any]
   optimizers: tuple[Any, ...] = ()
   capture: Callable[[Sequence[Any]], Any] | None = None
+  results: Callable[[], Any] | None = None
 
 
 class Batch:
@@ -62,6 +65,14 @@ class Batch:
           'turn strings into numbers in the input pipeline, or let the workers '
           'read the data: strategy.distribute_datasets_from_function',
         )
+
+  def part(self, arrays: Sequence[np.ndarray]) -> Batch:
+    """A batch of some of the rows."""
+    part = Batch.__new__(Batch)
+    part.arrays = list(arrays)
+    specs = [tf.TensorSpec(a.shape, tf.as_dtype(a.dtype)) for a in arrays]
+    part.structure = parcel_lib.pack(self.structure, specs)
+    return part
 
   @property
   def key(self) -> Any:
@@ -105,6 +116,7 @@ class Engine(abc.ABC):
     liveness: liveness_lib.Liveness,
     marks: worker_function.Marks,
     step_timeout: float = 600.0,
+    max_waiting: int | None = None,
   ):
     self.marks = marks
     self.staleness = staleness_lib.Staleness()
@@ -119,7 +131,11 @@ class Engine(abc.ABC):
     self.numbers: dict[Step, Any] = {}
     self._sources = weakref.WeakSet()
     self.pool = pool_lib.Pool(
-      workers, liveness, self._may_take, timeout_seconds=step_timeout
+      workers,
+      liveness,
+      self._may_take,
+      max_waiting,
+      timeout_seconds=step_timeout,
     )
 
   def _may_take(self, worker: int) -> bool:

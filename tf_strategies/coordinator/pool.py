@@ -142,6 +142,16 @@ class Pool:
     """Whether anything waits or runs."""
     return bool(self._queue or self._running)
 
+  def has(self, wanted: Callable[[Task], bool]) -> bool:
+    """Whether a task of some kind waits or runs."""
+    with self.lock:
+      return any(map(wanted, [*self._queue, *self._running.values()]))
+
+  def explain(self, error: Exception) -> Exception:
+    """The error to raise for one that the coordinator itself has met."""
+    server = self._liveness.dead_server()
+    return error if server is None else self._liveness.server_error(server)
+
   def withdraw(self, tasks) -> int:
     """Takes back those tasks that nobody has begun; returns how many."""
     with self.lock:

@@ -81,6 +81,18 @@ def optimizer_of_model(model: keras.Model) -> keras.optimizers.Optimizer | None:
   return optimizer
 
 
+def results_of(
+  model: keras.Model, kind: str
+) -> Callable[[], dict[str, Any]] | None:
+  """What a model's own step reports, read from its metrics.
+
+  None for a step that the user wrote, which may report anything.
+  """
+  step = getattr(type(model), f'{kind}_step', None)
+  is_own = getattr(step, '__module__', '').startswith('keras.')
+  return model.get_metrics_result if is_own and kind != 'predict' else None
+
+
 def without_optionals(data: Any) -> Any:
   """A batch with None in place of the empty optionals that Keras yields."""
   return tf.nest.map_structure(

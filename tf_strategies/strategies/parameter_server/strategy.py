@@ -11,6 +11,7 @@ from tf_strategies.coordinator import engine as engine_lib
 from tf_strategies.coordinator import (
   drawn,
   liveness,
+  sync_engine,
   variables,
   worker_function,
 )
@@ -76,6 +77,13 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     if self.options.mode == 'bounded':
       return engine_lib.BoundedEngine(
         *arguments, max_staleness=self.options.max_staleness, **timeout
+      )
+    if self.options.mode == 'sync':
+      return sync_engine.SyncEngine(
+        *arguments,
+        backup_workers=self.options.backup_workers,
+        in_replica=lambda fn: training.in_replica(self, fn),
+        **timeout,
       )
     return engine_lib.AsyncEngine(*arguments, **timeout)
 

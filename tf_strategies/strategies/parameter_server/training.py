@@ -35,6 +35,7 @@ class StepFunction:
       run=in_replica(strategy, keras_step.run),
       optimizers=() if optimizer is None else (optimizer,),
       capture=keras_steps.capture_apply,
+      results=keras_steps.results_of(self._model, self.kind),
     )
 
   def __call__(self, source: Any) -> Any:
