@@ -3,7 +3,10 @@
 import doctest
 import importlib
 import inspect
+import os
 import pkgutil
+import subprocess
+import sys
 
 from absl.testing import absltest, parameterized
 
@@ -36,13 +39,31 @@ class DocumentationTest(parameterized.TestCase):
     for name in cluster.__all__:
       self.assertNotEmpty(inspect.getdoc(getattr(cluster, name)), name)
 
-  def test_nothing_imports_tensorflow(self):
+  def test_no_import_loads_tensorflow(self):
+    code = f"""
+import importlib, sys
+for name in {_MODULES!r}:
+  importlib.import_module(name)
+print('tensorflow' in sys.modules, 'keras' in sys.modules)
+"""
+    done = subprocess.run(
+      [sys.executable, '-c', code],
+      stdout=subprocess.PIPE,
+      timeout=120,
+      env={**os.environ, 'PYTHONPATH': os.pathsep.join(filter(None, sys.path))},
+      check=True,
+    )
+    self.assertEqual(done.stdout.split(), [b'False', b'False'])
+
+  def test_only_servers_use_tensorflow(self):
     files = {
       path: source
       for path, source in project.python_files('tf_strategies').items()
       if path.startswith(('tf_strategies/cluster/', 'tf_strategies/launch'))
     }
     self.assertIn('tf_strategies/cluster/config.py', files)
+    # There a server is started, and until then nothing is loaded.
+    del files['tf_strategies/cluster/run_task.py']
     for path, source in files.items():
       for item in project.imports(path, source):
         top = item.base.partition('.')[0]

@@ -12,4 +12,7 @@ Example:
 
 from tf_strategies.cluster.config import ClusterConfig, TrainingTask
 
-__all__ = ['ClusterConfig', 'TrainingTask']
+# The function hides its module; it loads TensorFlow when it needs it.
+from tf_strategies.cluster.run_task import run_task
+
+__all__ = ['ClusterConfig', 'TrainingTask', 'run_task']

@@ -1,0 +1,176 @@
+"""Who accepts connections: real sockets on the loopback interface."""
+
+import contextlib
+import socket
+import threading
+import time
+from unittest import mock
+
+import portpicker
+from absl.testing import absltest, parameterized
+
+from tf_strategies import errors
+from tf_strategies.cluster import reachability
+
+_NO_SUCH_HOST = 'no-such-host.invalid:2222'
+
+
+def _free_address():
+  return f'127.0.0.1:{portpicker.pick_unused_port()}'
+
+
+class _ListeningTest(parameterized.TestCase):
+  def listen(self, host='127.0.0.1', port=0):
+    """The address of a socket that listens until the test is over."""
+    family = socket.AF_INET6 if ':' in host else socket.AF_INET
+    listener = self.enter_context(socket.socket(family))
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind((host, port))
+    listener.listen()
+    shown = f'[{host}]' if ':' in host else host
+    return f'{shown}:{listener.getsockname()[1]}'
+
+
+class UnreachableTest(_ListeningTest):
+  def test_only_those_that_do_not_answer(self):
+    closed = _free_address()
+    tasks = {
+      'ps 0': self.listen(),
+      'worker 0': closed,
+      'worker 1': self.listen(),
+      'worker 2': _NO_SUCH_HOST,
+    }
+    self.assertEqual(
+      reachability.unreachable(tasks, timeout=30),
+      {'worker 0': closed, 'worker 2': _NO_SUCH_HOST},
+    )
+    self.assertEqual(reachability.unreachable({}), {})
+
+  def test_names_are_looked_up(self):
+    address = self.listen().replace('127.0.0.1', 'localhost')
+    self.assertEqual(reachability.unreachable({'ps 0': address}, 30), {})
+
+  def test_name_that_cannot_be_one_is_unreachable(self):
+    tasks = {'ps 0': 'a..b:2222'}
+    self.assertEqual(reachability.unreachable(tasks, 30), tasks)
+
+  def test_ipv6_address_in_brackets(self):
+    try:
+      address = self.listen('::1')
+    except OSError as e:
+      self.skipTest(f'no IPv6 on this host: {e}')
+    with contextlib.closing(socket.socket(socket.AF_INET6)) as bound:
+      # Bound, but nobody listens.
+      bound.bind(('::1', 0))
+      closed = f'[::1]:{bound.getsockname()[1]}'
+      tasks = {'ps 0': address, 'ps 1': closed}
+      self.assertEqual(
+        reachability.unreachable(tasks, timeout=30), {'ps 1': closed}
+      )
+
+  def test_all_are_asked_at_once(self):
+    # Each attempt waits for the others: one after another none would be made.
+    barrier = threading.Barrier(8)
+
+    def connect(address, timeout):
+      barrier.wait(timeout)
+      raise ConnectionRefusedError(111, 'Connection refused')
+
+    tasks = {f'worker {i}': f'127.0.0.1:{1000 + i}' for i in range(8)}
+    with mock.patch.object(socket, 'create_connection', connect):
+      self.assertEqual(reachability.unreachable(tasks, timeout=30), tasks)
+    self.assertFalse(barrier.broken)
+
+  def test_name_server_that_does_not_answer_holds_nobody_up(self):
+    released = threading.Event()
+    self.addCleanup(released.set)
+
+    def connect(address, timeout):
+      released.wait(60)
+      raise OSError
+
+    tasks = {'worker 0': 'slow:1'}
+    with mock.patch.object(socket, 'create_connection', connect):
+      self.assertEqual(reachability.unreachable(tasks, timeout=0.1), tasks)
+      self.assertFalse(released.is_set())
+
+  @parameterized.parameters('localhost', 'localhost:0', '::1:22', 'http://a:1')
+  def test_malformed_address_is_an_error(self, address):
+    with self.assertRaisesRegex(errors.ClusterConfigError, 'worker 7'):
+      reachability.unreachable({'worker 7': address})
+
+  @parameterized.parameters(0, -1, float('nan'), float('inf'))
+  def test_bad_timeout_is_named(self, timeout):
+    with self.assertRaisesRegex(errors.UnsupportedOptionError, 'timeout='):
+      reachability.unreachable({}, timeout=timeout)
+
+
+class WaitForTasksTest(_ListeningTest):
+  def test_returns_when_the_last_one_listens(self):
+    address = _free_address()
+    tasks = {'ps 0': self.listen(), 'worker 0': address}
+    host, _, port = address.partition(':')
+    with self.assertLogs('absl', 'WARNING') as logs:
+      timer = threading.Timer(1.0, self.listen, (host, int(port)))
+      timer.start()
+      self.addCleanup(timer.join)
+      reachability.wait_for_tasks(tasks, 60, 'to train')
+    self.assertFalse(reachability.unreachable(tasks, timeout=30))
+    # Once in a few seconds, and only those that are missing.
+    self.assertLen(logs.output, 1)
+    self.assertIn(
+      f'Waiting to train for worker 0 at {address} ', logs.output[0]
+    )
+    self.assertNotIn('ps 0', logs.output[0])
+
+  def test_missing_tasks_are_named_at_the_deadline(self):
+    closed = _free_address()
+    tasks = {
+      'ps 0': closed,
+      'worker 0': self.listen(),
+      'worker 1': _NO_SUCH_HOST,
+    }
+    start = time.monotonic()
+    with self.assertRaises(errors.RendezvousError) as caught:
+      reachability.wait_for_tasks(tasks, 1.5, 'to train')
+    self.assertGreaterEqual(time.monotonic() - start, 1.5)
+    message = str(caught.exception)
+    self.assertIn(f'ps 0 at {closed} (Connection refused)', message)
+    self.assertIn(f'worker 1 at {_NO_SUCH_HOST} (', message)
+    self.assertNotIn('worker 0', message)
+    self.assertStartsWith(message, 'Waited 1.5 s to train for tasks')
+    self.assertIn('raise deadline_seconds', message)
+
+  def test_deadline_of_zero_asks_once(self):
+    reachability.wait_for_tasks({'ps 0': self.listen()}, 0)
+    with self.assertRaises(errors.RendezvousError):
+      reachability.wait_for_tasks({'ps 0': _free_address()}, 0)
+
+  def test_attempts_that_hang_do_not_pile_up(self):
+    released = threading.Event()
+    self.addCleanup(released.set)
+    attempts = []
+
+    def connect(address, timeout):
+      attempts.append(address)
+      released.wait(60)
+      raise OSError
+
+    with (
+      mock.patch.object(socket, 'create_connection', connect),
+      mock.patch.object(reachability, '_PROBE_SECONDS', 0.05),
+      self.assertRaisesRegex(errors.RendezvousError, r'no answer within'),
+    ):
+      reachability.wait_for_tasks({'ps 0': 'slow:1'}, 1.0)
+    self.assertEqual(attempts, [('slow', 1)])
+
+  @parameterized.parameters(-1, float('nan'), float('inf'))
+  def test_bad_deadline_is_named(self, seconds):
+    with self.assertRaisesRegex(
+      errors.UnsupportedOptionError, 'deadline_seconds='
+    ):
+      reachability.wait_for_tasks({}, seconds)
+
+
+if __name__ == '__main__':
+  absltest.main()

@@ -1,0 +1,200 @@
+"""Each task does its part: real processes, real servers, real signals."""
+
+import os
+import signal
+import socket
+from unittest import mock
+
+import portpicker
+import pytest
+from absl.testing import absltest, parameterized
+
+from tests.cluster import task_program
+from tf_strategies import cluster, errors
+
+_FAIL_FAST = 'GRPC_FAIL_FAST'
+
+
+def _free_address():
+  return f'127.0.0.1:{portpicker.pick_unused_port()}'
+
+
+def _jobs(num_workers=1, num_ps=1, **others):
+  """The addresses of a job with a chief."""
+  counts = {'chief': 1, 'worker': num_workers, 'ps': num_ps, **others}
+  return {
+    job: {i: _free_address() for i in range(count)}
+    for job, count in counts.items()
+    if count
+  }
+
+
+class _JobTest(parameterized.TestCase):
+  def start(self, jobs, task_type, index=0, is_sparse=False, **options):
+    """Starts a task, to be ended with the test."""
+    config = cluster.ClusterConfig(jobs, task_type, index, is_sparse=is_sparse)
+    self._directory = getattr(self, '_directory', None) or self.create_tempdir()
+    task = task_program.Task(self._directory.full_path, config, **options)
+    return self.enter_context(task)
+
+
+@pytest.mark.multi_process
+@pytest.mark.slow
+class ServersTest(_JobTest):
+  def check_report(self, chief):
+    """The chief's steps ran, and its variable was on a parameter server."""
+    self.assertEqual(chief.wait(), 0, chief.stderr())
+    report = chief.last_line()
+    addends = range(task_program.STEPS)
+    self.assertEqual(report['total'], 1 + sum(addends))
+    self.assertIn('/job:ps/replica:0/task:0/', report['device'])
+    # Each step saw its own addition, in whatever order workers ran them.
+    self.assertLen(report['results'], task_program.STEPS)
+    self.assertEqual(max(report['results']), report['total'])
+    self.assertEqual(report['fail_fast'], 'use_caller')
+
+  def test_chief_waits_for_servers_and_they_serve(self):
+    # The evaluator is listed, as a TFJob does, but never started.
+    jobs = _jobs(num_workers=2, evaluator=1)
+    chief = self.start(jobs, 'chief')
+    chief.wait_until(lambda: 'Waiting to begin training' in chief.stderr())
+    self.assertIn(f'worker 1 at {jobs["worker"][1]}', chief.stderr())
+    self.assertNotIn('evaluator', chief.stderr())
+    servers = [
+      self.start(jobs, 'ps'),
+      self.start(jobs, 'worker', 0),
+      self.start(jobs, 'worker', 1),
+    ]
+    self.check_report(chief)
+    # They do not end with the chief, but when they are told to.
+    for server in servers:
+      self.assertIsNone(server.process.poll(), server.stderr())
+      server.process.terminate()
+      self.assertEqual(server.wait(), 0, server.stderr())
+
+  def test_servers_that_know_only_a_part_of_the_cluster(self):
+    jobs = _jobs(num_workers=2)
+    self.start({'ps': jobs['ps']}, 'ps', is_sparse=True)
+    for index in range(2):
+      known = {'ps': jobs['ps'], 'worker': {index: jobs['worker'][index]}}
+      self.start(known, 'worker', index, is_sparse=True)
+    self.check_report(self.start(jobs, 'chief'))
+
+  @parameterized.parameters(
+    ('ps', signal.SIGTERM), ('worker', signal.SIGTERM), ('ps', signal.SIGINT)
+  )
+  def test_signal_ends_a_server_well(self, task_type, number):
+    server = self.start(_jobs(), task_type)
+    server.wait_until_it_serves()
+    server.process.send_signal(number)
+    self.assertEqual(server.wait(), 0, server.stderr())
+
+  def test_taken_port_is_an_error_that_names_it(self):
+    jobs = _jobs()
+    host, _, port = jobs['ps'][0].partition(':')
+    listener = self.enter_context(socket.socket())
+    listener.bind((host, int(port)))
+    listener.listen()
+    server = self.start(jobs, 'ps')
+    self.assertEqual(server.wait(), 1)
+    last = server.stderr().strip().splitlines()[-1]
+    self.assertStartsWith(last, 'tf_strategies.errors.RendezvousError: ps 0 ')
+    self.assertIn(jobs['ps'][0], last)
+    self.assertIn('another port', last)
+
+  def test_missing_servers_are_named_at_the_deadline(self):
+    jobs = _jobs(num_workers=2)
+    worker = self.start(jobs, 'worker', 0)
+    worker.wait_until_it_serves()
+    chief = self.start(jobs, 'chief', deadline_seconds=2.0)
+    self.assertEqual(chief.wait(), 1)
+    last = chief.stderr().strip().splitlines()[-1]
+    self.assertStartsWith(last, 'tf_strategies.errors.RendezvousError: ')
+    self.assertIn(f'ps 0 at {jobs["ps"][0]}', last)
+    self.assertIn(f'worker 1 at {jobs["worker"][1]}', last)
+    self.assertNotIn('worker 0', last)
+
+  def test_evaluator_waits_for_nobody(self):
+    evaluator = self.start(_jobs(), 'evaluator')
+    self.assertEqual(evaluator.wait(), 0, evaluator.stderr())
+    self.assertEqual(evaluator.last_line(), 'evaluated')
+
+
+def _not_called():
+  raise AssertionError('this task has another part')
+
+
+class PartsTest(parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    environ = {k: v for k, v in os.environ.items() if k != _FAIL_FAST}
+    environ.pop('TF_CONFIG', None)
+    self.enter_context(mock.patch.dict(os.environ, environ, clear=True))
+
+  def run_task(self, jobs, task_type, index=0, **arguments):
+    config = cluster.ClusterConfig(jobs, task_type, index)
+    return cluster.run_task(cluster=config, **arguments)
+
+  def test_one_process_trains(self):
+    self.assertEqual(
+      cluster.run_task(lambda: 'trained', _not_called), 'trained'
+    )
+    self.assertNotIn(_FAIL_FAST, os.environ)
+
+  @parameterized.parameters(('worker', 0), ('worker', 1), ('chief', 0))
+  def test_job_without_ps_trains_everywhere(self, task_type, index):
+    # Nobody listens: its strategies find each other.
+    jobs = _jobs(num_workers=2, num_ps=0)
+    result = self.run_task(
+      jobs, task_type, index, train=lambda: 'trained', evaluate=_not_called
+    )
+    self.assertEqual(result, 'trained')
+
+  def test_tf_config_is_read(self):
+    config = cluster.ClusterConfig(_jobs(), 'evaluator', 0)
+    os.environ['TF_CONFIG'] = config.to_tf_config()
+    self.assertEqual(
+      cluster.run_task(_not_called, lambda: 'evaluated'), 'evaluated'
+    )
+
+  @parameterized.parameters(0, 1)
+  def test_evaluator_without_a_part_says_so(self, num_ps):
+    with self.assertLogs('absl', 'WARNING') as logs:
+      result = self.run_task(
+        _jobs(num_ps=num_ps), 'evaluator', train=_not_called
+      )
+    self.assertIsNone(result)
+    self.assertIn('nothing to do', logs.output[0])
+
+  @parameterized.parameters('worker', 'ps', 'evaluator')
+  def test_ps_without_chief_is_refused_everywhere(self, task_type):
+    jobs = _jobs()
+    del jobs['chief']
+    with self.assertRaises(errors.ClusterConfigError) as caught:
+      self.run_task(jobs, task_type, train=_not_called, evaluate=_not_called)
+    self.assertIn('add "chief": ["host:2222"]', str(caught.exception))
+
+  @parameterized.parameters(None, 'false')
+  def test_calls_to_the_dead_fail_at_once_unless_the_user_knows_better(
+    self, value
+  ):
+    if value is not None:
+      os.environ[_FAIL_FAST] = value
+    jobs = _jobs()
+    for job in ('ps', 'worker'):
+      listener = self.enter_context(socket.socket())
+      host, _, port = jobs[job][0].partition(':')
+      listener.bind((host, int(port)))
+      listener.listen()
+    found = self.run_task(
+      jobs, 'chief', train=lambda: os.environ[_FAIL_FAST], deadline_seconds=30
+    )
+    self.assertEqual(found, value or 'use_caller')
+
+  def test_chief_does_not_train_without_its_servers(self):
+    with self.assertRaisesRegex(errors.RendezvousError, 'ps 0'):
+      self.run_task(_jobs(), 'chief', train=_not_called, deadline_seconds=0.1)
+
+
+if __name__ == '__main__':
+  absltest.main()

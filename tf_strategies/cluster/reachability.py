@@ -1,0 +1,173 @@
+"""Which tasks of a job accept connections, and waiting until all of them do.
+
+Example:
+
+  >>> from tf_strategies.cluster import reachability
+  >>> reachability.unreachable({'worker 1': 'no-such-host.invalid:2222'})
+  {'worker 1': 'no-such-host.invalid:2222'}
+"""
+
+import math
+import socket
+import threading
+import time
+from collections.abc import Mapping
+
+from absl import logging
+
+from tf_strategies import errors
+from tf_strategies.cluster import checks
+
+_POLL_SECONDS = 0.2
+_PROBE_SECONDS = 1.0
+_SECONDS_BETWEEN_LOGS = 5.0
+
+
+def unreachable(
+  tasks: Mapping[str, str], timeout: float = _PROBE_SECONDS
+) -> dict[str, str]:
+  """Those of the tasks whose port does not accept a TCP connection.
+
+  All are asked at the same time, each by a thread of its own.
+
+  Args:
+    tasks: 'host:port' of each by its name, such as 'worker 1'.
+    timeout: seconds to wait for the answers. A name that cannot be looked up
+      in that time counts as no answer.
+
+  Returns:
+    The same names and addresses, without those that answer.
+
+  Raises:
+    ClusterConfigError: an address is malformed.
+    UnsupportedOptionError: `timeout` is no positive, finite number.
+  """
+  _check_seconds('timeout', timeout, 'more than 0', timeout > 0)
+  return {name: tasks[name] for name in _ask(tasks, timeout, {})}
+
+
+def wait_for_tasks(
+  tasks: Mapping[str, str], deadline_seconds: float, what_for: str = ''
+) -> None:
+  """Returns when all tasks accept connections.
+
+  Args:
+    tasks: 'host:port' of each by its name.
+    deadline_seconds: how long to wait at most; 0 asks once.
+    what_for: what they are needed for, such as 'to train'; part of the
+      messages.
+
+  Raises:
+    RendezvousError: some do not answer at the deadline; names each of them,
+      its address and what the last attempt came to.
+    ClusterConfigError: an address is malformed.
+    UnsupportedOptionError: `deadline_seconds` is negative or not finite.
+
+  Example:
+
+    >>> wait_for_tasks({}, deadline_seconds=0)
+  """
+  _check_seconds(
+    'deadline_seconds', deadline_seconds, 'at least 0', deadline_seconds >= 0
+  )
+  purpose = f' {what_for}' if what_for else ''
+  start = time.monotonic()
+  ends_at = start + deadline_seconds
+  log_at = start
+  probes: dict[str, _Probe] = {}
+  while True:
+    left = ends_at - time.monotonic()
+    # The last attempt, too, must leave time for an answer.
+    missing = _ask(tasks, min(_PROBE_SECONDS, max(left, _POLL_SECONDS)), probes)
+    if not missing:
+      return
+    now = time.monotonic()
+    if now >= ends_at:
+      raise _missing_error(tasks, missing, deadline_seconds, purpose)
+    if now >= log_at:
+      logging.warning(
+        'Waiting%s for %s (%.0f s of %g s).',
+        purpose,
+        ', '.join(f'{name} at {tasks[name]}' for name in missing),
+        now - start,
+        deadline_seconds,
+      )
+      log_at = now + _SECONDS_BETWEEN_LOGS
+    time.sleep(min(_POLL_SECONDS, ends_at - now))
+
+
+class _Probe(threading.Thread):
+  """One attempt to connect.
+
+  A daemon: nothing can cut a name server short that does not answer, and the
+  process must be able to end meanwhile.
+
+  Attributes:
+    outcome: what came of it so far; empty for a connection.
+  """
+
+  def __init__(self, name: str, address: str, timeout: float):
+    super().__init__(name=f'probe of {name}', daemon=True)
+    self._address = checks.split_address(address, name)
+    self._timeout = timeout
+    self.outcome = f'no answer within {timeout:g} s'
+
+  def run(self):
+    try:
+      socket.create_connection(self._address, self._timeout).close()
+    except TimeoutError:
+      return
+    # UnicodeError: a name that cannot be one, such as 'a..b'.
+    except (OSError, UnicodeError) as e:
+      self.outcome = getattr(e, 'strerror', None) or str(e)
+      return
+    self.outcome = ''
+
+
+def _ask(
+  tasks: Mapping[str, str], timeout: float, probes: dict[str, _Probe]
+) -> dict[str, str]:
+  """Asks each task once, and returns why those that do not answer do not.
+
+  Args:
+    tasks: 'host:port' by name.
+    timeout: seconds for all of them.
+    probes: the last attempt of each task. One that still runs is waited for
+      rather than joined by another, so that threads do not pile up.
+  """
+  for name, address in tasks.items():
+    if name not in probes or not probes[name].is_alive():
+      probes[name] = _Probe(name, address, timeout)
+      probes[name].start()
+  ends_at = time.monotonic() + timeout
+  for name in tasks:
+    probes[name].join(max(0.0, ends_at - time.monotonic()))
+  outcomes = {name: probes[name].outcome for name in tasks}
+  return {name: outcome for name, outcome in outcomes.items() if outcome}
+
+
+def _missing_error(
+  tasks: Mapping[str, str],
+  missing: Mapping[str, str],
+  seconds: float,
+  purpose: str,
+) -> errors.RendezvousError:
+  each = ', '.join(
+    f'{name} at {tasks[name]} ({outcome})' for name, outcome in missing.items()
+  )
+  return errors.RendezvousError(
+    f'Waited {seconds:g} s{purpose} for tasks that do not accept connections: '
+    f'{each}. Start those tasks, look at their logs and addresses, or raise '
+    'deadline_seconds.'
+  )
+
+
+def _check_seconds(
+  name: str, seconds: float, allowed: str, is_in_range: bool
+) -> None:
+  if not is_in_range or not math.isfinite(seconds):
+    raise errors.UnsupportedOptionError(
+      f'{name}={seconds!r}',
+      f'a finite number of seconds, {allowed}',
+      f'write {name}=30.0',
+    )

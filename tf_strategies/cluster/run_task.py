@@ -1,0 +1,176 @@
+"""What a process of a job does: it trains, evaluates or serves variables.
+
+Example:
+
+  >>> from tf_strategies import cluster
+  >>> cluster.run_task(train=lambda: 'trained')
+  'trained'
+"""
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
+
+from absl import logging
+
+from tf_strategies import errors
+from tf_strategies.cluster import checks, config, reachability
+
+_Result = TypeVar('_Result')
+
+# The tasks that the chief sends its work to.
+_SERVER_JOBS = ('ps', 'worker')
+
+
+def run_task(
+  train: Callable[[], _Result],
+  evaluate: Callable[[], Any] | None = None,
+  cluster: config.ClusterConfig | None = None,
+  deadline_seconds: float = 300.0,
+) -> _Result | Any:
+  """Does this process's part of a job: one program, the same on every task.
+
+  In a job with parameter servers only the chief trains: `ps` and `worker` start
+  a TensorFlow server and do what the chief sends them, until SIGTERM or SIGINT
+  ends the process, with status 0. In every other job each chief and worker
+  trains, and finds the others by means of its strategy.
+
+  Call it before anything else that starts TensorFlow's runtime, and in the main
+  thread, where signals arrive.
+
+  A TFJob lists the evaluator in TF_CONFIG. `tf.distribute.ParameterServerStrategy`
+  waits for whatever its resolver lists: in `train`, give it one without.
+
+  Args:
+    train: called without arguments where this task trains.
+    evaluate: called without arguments on an evaluator, at once: an evaluator is
+      not part of the cluster and waits for nobody.
+    cluster: which tasks there are; None reads TF_CONFIG, and without one this
+      process trains alone.
+    deadline_seconds: how long the chief waits for the servers.
+
+  Returns:
+    What `train` or `evaluate` returned; None on an evaluator without
+    `evaluate`. Does not return on a server.
+
+  Raises:
+    ClusterConfigError: TF_CONFIG is malformed, or there are parameter servers
+      but no chief.
+    RendezvousError: servers are missing at the deadline; or this server cannot
+      listen at its address.
+
+  Example:
+
+    >>> from tf_strategies import cluster
+    >>> jobs = {'chief': {0: 'a:1'}, 'worker': {0: 'b:1'}, 'ps': {0: 'c:1'}}
+    >>> evaluator = cluster.ClusterConfig(jobs, 'evaluator', 0)
+    >>> cluster.run_task(train=lambda: 'trained', evaluate=lambda: 'evaluated',
+    ...                  cluster=evaluator)
+    'evaluated'
+  """
+  if cluster is None:
+    cluster = config.ClusterConfig.from_env()
+  if cluster is None:
+    return train()
+  has_servers = 'ps' in cluster.jobs
+  if has_servers:
+    _check_chief(cluster)
+  if cluster.task_type == 'evaluator':
+    return _evaluate(evaluate)
+  if not has_servers:
+    return train()
+  # A call to a task that has died then fails at once. Otherwise gRPC may keep
+  # it until the task is back, and the chief would not learn of the death.
+  # TensorFlow reads it when its gRPC starts.
+  os.environ.setdefault('GRPC_FAIL_FAST', 'use_caller')
+  if cluster.task_type in _SERVER_JOBS:
+    return _serve(cluster)
+  reachability.wait_for_tasks(
+    _servers(cluster), deadline_seconds, 'to begin training'
+  )
+  return train()
+
+
+def _check_chief(cluster: config.ClusterConfig) -> None:
+  # A sparse description lists what its task needs to know, and a server need
+  # not know the chief.
+  if 'chief' in cluster.jobs or cluster.is_sparse:
+    return
+  raise checks.bad(
+    'cluster',
+    sorted(cluster.jobs),
+    'ps together with a chief, which trains with them',
+    'add "chief": ["host:2222"], and start this program there with "task": '
+    '{"type": "chief", "index": 0}; or leave ps out',
+  )
+
+
+def _evaluate(evaluate: Callable[[], Any] | None) -> Any:
+  if evaluate is None:
+    logging.warning('This evaluator has nothing to do: evaluate is None.')
+    return None
+  return evaluate()
+
+
+def _servers(cluster: config.ClusterConfig) -> dict[str, str]:
+  return {
+    f'{job} {index}': address
+    for job in _SERVER_JOBS
+    for index, address in cluster.jobs.get(job, {}).items()
+  }
+
+
+def _serve(cluster: config.ClusterConfig) -> None:
+  """Runs a TensorFlow server at this task's address until a signal comes."""
+  # TensorFlow takes seconds to load, and a signal may come meanwhile.
+  if threading.current_thread() is threading.main_thread():
+    for number in (signal.SIGTERM, signal.SIGINT):
+      signal.signal(number, _leave)
+  import tensorflow as tf
+
+  jobs = {
+    job: dict(tasks)
+    for job, tasks in cluster.jobs.items()
+    if job != 'evaluator'
+  }
+  try:
+    # Without a config: how many inter-op threads there are is left to
+    # TensorFlow.
+    server = tf.distribute.Server(
+      tf.train.ClusterSpec(jobs),
+      job_name=cluster.task_type,
+      task_index=cluster.task_index,
+      protocol='grpc',
+    )
+  except tf.errors.OpError as e:
+    raise errors.RendezvousError(
+      f'{cluster.task_type} {cluster.task_index} cannot serve at '
+      f'{cluster.address}: {e.message}. If another process listens at that '
+      'port, end it or give this task another port.'
+    ) from e
+  logging.info(
+    '%s %d serves at %s.',
+    cluster.task_type,
+    cluster.task_index,
+    cluster.address,
+  )
+  # In another thread: while the main thread is in C++, Python sees no signal.
+  joining = threading.Thread(target=server.join, name='server', daemon=True)
+  joining.start()
+  joining.join()
+
+
+def _leave(*_: Any) -> NoReturn:
+  """Ends the process at once, whatever it is doing.
+
+  TensorFlow cannot stop a server, and an interpreter that is taken down while
+  the server's threads run may crash or wait for them.
+  """
+  for stream in (sys.stdout, sys.stderr):
+    with contextlib.suppress(Exception):
+      stream.flush()
+  os._exit(0)
