@@ -1,0 +1,137 @@
+"""Training with parameter servers equals one device's.
+
+With one worker, each step reads what the step before it wrote: then every mode
+is exact, and so is asynchronous training. The ordinary run has the features in
+which servers could differ, the soak run has all.
+"""
+
+import pytest
+import tensorflow as tf
+from absl.testing import parameterized
+
+from tests import parameter_servers
+from tests.conformance import parameter_server
+from tests.conformance import parameter_server_programs as programs
+
+pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
+
+_PARTS = 3
+
+# Control flow, sparse gradients, uneven batches, held and direct writes,
+# several steps a call, 16 bits.
+SOME = (
+  'accumulation',
+  'adam',
+  'adam_unwrapped_clipnorm',
+  'batch_normalization_steps_per_execution',
+  'class_weight',
+  'dropout_with_seed',
+  'ema_overwrite_accumulation_steps_per_execution',
+  'embedding',
+  'last_batch_of_1_row',
+  'lstm',
+  'mixed_float16_unwrapped',
+  'regularizers_and_constraint',
+  'sample_weight',
+  'validation_data',
+)
+SOME_PROGRAMS = (
+  'auc',
+  'backup_and_restore',
+  'custom_train_step',
+  'early_stopping_restores_the_best_weights',
+  'learning_rate_scheduler',
+  'model_checkpoint',
+  'python_generator',
+  'train_test_and_predict_on_batch',
+  'two_inputs_and_two_outputs',
+  'unknown_cardinality_and_steps_per_execution',
+)
+
+
+# What cannot be the same with two workers: statistics of a worker's own rows,
+# masks that are drawn anew for each share.
+INEXACT_WITH_SHARES = (
+  'batch_normalization',
+  'batch_normalization_steps_per_execution',
+  'dropout_with_seed',
+)
+SOME_WITH_SHARES = (
+  'accumulation_global_clipnorm',
+  'adam',
+  'class_weight',
+  'ema_overwrite_accumulation_steps_per_execution',
+  'embedding',
+  'last_batch_of_1_row',
+  'lstm',
+  'mixed_float16_unwrapped',
+  'regularizers_and_constraint',
+  'sample_weight',
+)
+
+
+class OneWorkerTest(
+  parameter_server.ServerConformanceTest, parameterized.TestCase
+):
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    cls.job = parameter_servers.Job(num_workers=1, num_ps=2)
+    cls.addClassCleanup(cls.job.__exit__)
+
+  def test_some_equal_one_device(self):
+    self.check_features(self.job, SOME)
+
+  @parameterized.product(part=tuple(range(_PARTS)))
+  @pytest.mark.soak
+  def test_the_rest_equals_one_device(self, part):
+    rest = sorted(set(parameter_server.features()) - set(SOME))
+    self.check_features(self.job, rest[part::_PARTS])
+
+  @parameterized.product(part=tuple(range(_PARTS)))
+  @pytest.mark.soak
+  def test_synchronous_steps_equal_one_device(self, part):
+    names = sorted(parameter_server.features())
+    self.check_features(self.job, names[part::_PARTS], {'mode': 'sync'})
+
+  def test_some_programs_do_what_they_do_on_one_device(self):
+    self.check_programs(self.job, SOME_PROGRAMS)
+
+  @pytest.mark.soak
+  def test_the_other_programs_do_what_they_do_on_one_device(self):
+    others = sorted(set(programs.PROGRAMS) - set(SOME_PROGRAMS))
+    self.check_programs(self.job, others)
+
+  @pytest.mark.soak
+  def test_programs_with_synchronous_steps_do_what_they_do_on_one_device(self):
+    self.check_programs(self.job, sorted(programs.PROGRAMS), {'mode': 'sync'})
+
+
+class TwoWorkersTest(
+  parameter_server.ServerConformanceTest, parameterized.TestCase
+):
+  """Two workers share the rows of each step; what they make is one step's."""
+
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    cls.job = parameter_servers.Job(num_workers=2, num_ps=2)
+    cls.addClassCleanup(cls.job.__exit__)
+
+  def test_some_equal_one_device(self):
+    self.check_features(self.job, SOME_WITH_SHARES, {'mode': 'sync'})
+
+  @parameterized.product(part=tuple(range(_PARTS)))
+  @pytest.mark.soak
+  def test_the_rest_equals_one_device(self, part):
+    left_out = {*SOME_WITH_SHARES, *INEXACT_WITH_SHARES}
+    rest = sorted(set(parameter_server.features()) - left_out)
+    self.check_features(self.job, rest[part::_PARTS], {'mode': 'sync'})
+
+  @pytest.mark.soak
+  def test_programs_do_what_they_do_on_one_device(self):
+    self.check_programs(self.job, sorted(programs.PROGRAMS), {'mode': 'sync'})
+
+
+if __name__ == '__main__':
+  tf.test.main()
