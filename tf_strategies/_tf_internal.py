@@ -8,6 +8,7 @@ symbol ends in one sentence that names it, not in a traceback from the depths.
 Supported: TensorFlow 2.18 to 2.21.
 """
 
+import contextlib
 import importlib
 import itertools
 import re
@@ -178,6 +179,14 @@ _stop_recording = _load(
   'eager.record',
   'stop_recording',
   'what makes the copy is not part of the gradient',
+)
+_new_executor = _load(
+  'eager.executor',
+  'new_executor',
+  "one thread's failure must not become another thread's",
+)
+_executor_scope = _load(
+  'eager.context', 'executor_scope', 'runs ops by an executor of our own'
 )
 _eager_context = _load(
   'eager.context', 'context', 'connects again to tasks that were restarted'
@@ -505,3 +514,22 @@ def connect_again(server_def=None) -> None:
 def no_colocation():
   """A context that forgets what the ops around are colocated with."""
   return _colocate_with(None, ignore_existing=True)
+
+
+@contextlib.contextmanager
+def own_executor():
+  """Runs the thread's eager ops apart from those of other threads.
+
+  An executor that has met an error hands it to whatever is run by it next.
+  """
+  executor = _new_executor(enable_async=False)
+  with _executor_scope(executor):
+    try:
+      yield
+    finally:
+      executor.clear_error()
+
+
+def clear_errors() -> None:
+  """Forgets what an eager op of this thread failed with."""
+  _eager_context().executor.clear_error()

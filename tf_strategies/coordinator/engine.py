@@ -52,9 +52,10 @@ class Batch:
 
   Args:
     data: structure of tensors or arrays.
+    hides_rows: as of `parcel.Layout`.
   """
 
-  def __init__(self, data: Any):
+  def __init__(self, data: Any, hides_rows: bool = False):
     self.structure = tf.nest.map_structure(_spec, data)
     self.arrays = [_array(t) for t in tf.nest.flatten(data) if t is not None]
     for array in self.arrays:
@@ -71,13 +72,18 @@ class Batch:
     part = Batch.__new__(Batch)
     part.arrays = list(arrays)
     specs = [tf.TensorSpec(a.shape, tf.as_dtype(a.dtype)) for a in arrays]
+    part.hides_rows = self.hides_rows
     part.structure = parcel_lib.pack(self.structure, specs)
     return part
 
   @property
   def key(self) -> Any:
     """Equal for batches of one structure, shapes and dtypes."""
-    return parcel_lib.Layout(self.structure, 1).key
+    return self.layout(1).key
+
+  def layout(self, steps: int) -> parcel_lib.Layout:
+    """Of a parcel of so many such batches."""
+    return parcel_lib.Layout(self.structure, steps, self.hides_rows)
 
 
 def _array(tensor) -> np.ndarray:
@@ -268,6 +274,11 @@ class Engine(abc.ABC):
     for source in sources:
       source.lose(worker)
 
+  def lose_all_readers(self) -> None:
+    """Every split is opened anew, after what was trained on."""
+    for worker in self._workers:
+      self.lose_readers(worker)
+
   def others(self, worker: int) -> list[int]:
     """The other workers that are alive."""
     lost = self.pool.lost
@@ -311,7 +322,7 @@ class StepTask(pool_lib.Task):
     self._number = number
     self._first = 0
     self._batches = batches
-    self._layout = parcel_lib.Layout(batches[0].structure, len(batches))
+    self._layout = batches[0].layout(len(batches))
     # In the caller's thread, which has the user's scopes.
     self.function, self.discovery = engine.function(step, self._layout)
 

@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 _ALIGNMENT = 64
-HEADER = 3  # int64: number of the task, first step to do, steps in it.
+HEADER = 3  # int64: number of the task, first step to do, rows of a batch.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,10 +26,13 @@ class Layout:
   Attributes:
     structure: of a batch, with a `tf.TensorSpec` for each array.
     steps: number of batches.
+    hides_rows: whether the step must not know the number of rows while it is
+      traced, as under Keras on one device.
   """
 
   structure: Any
   steps: int
+  hides_rows: bool = False
 
   @property
   def specs(self) -> list[tf.TensorSpec]:
@@ -51,7 +54,7 @@ class Layout:
     """Equal for equal layouts."""
     specs = tuple((tuple(s.shape), s.dtype) for s in self.specs)
     names = tf.nest.map_structure(lambda s: s is not None, self.structure)
-    return repr(names), specs, self.steps
+    return repr(names), specs, self.steps, self.hides_rows
 
   def encode(
     self, task: int, first: int, batches: Sequence[Sequence[np.ndarray]]
@@ -64,7 +67,8 @@ class Layout:
       batches: the arrays of each batch.
     """
     parcel = np.empty(self.num_bytes, np.uint8)
-    parcel[: 8 * HEADER].view(np.int64)[:] = task, first, self.steps
+    rows = batches[0][0].shape[0] if self.hides_rows else 0
+    parcel[: 8 * HEADER].view(np.int64)[:] = task, first, rows
     position = _padded(8 * HEADER)
     for arrays in batches:
       for array, size in zip(arrays, self.sizes, strict=True):
@@ -74,7 +78,7 @@ class Layout:
     return parcel
 
   def decode_header(self, parcel: tf.Tensor) -> tf.Tensor:
-    """Task, first step, steps: int64 [3]."""
+    """Task, first step, rows: int64 [3]."""
     header = tf.reshape(parcel[: 8 * HEADER], [HEADER, 8])
     return tf.bitcast(header, tf.int64)
 
@@ -91,6 +95,9 @@ class Layout:
       used = math.prod(spec.shape.as_list()) * spec.dtype.size
       found.append(_from_bytes(row[position : position + used], spec))
       position += size
+    if self.hides_rows:
+      rows = self.decode_header(parcel)[2]
+      found = [_without_rows(t, rows) for t in found]
     return pack(self.structure, found)
 
 
@@ -100,6 +107,10 @@ def pack(structure: Any, tensors: Sequence[Any]) -> Any:
   return tf.nest.map_structure(
     lambda spec: None if spec is None else next(remaining), structure
   )
+
+
+def _without_rows(tensor, rows):
+  return tf.reshape(tensor, [rows, *tensor.shape[1:].as_list()])
 
 
 def _padded(size: int) -> int:

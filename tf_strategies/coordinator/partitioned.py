@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import tensorflow as tf
 
 from tf_strategies import _tf_internal, errors
-from tf_strategies.coordinator import placement, variables
+from tf_strategies.coordinator import placement, traced_step, variables
 
 _VALUE_KEY = 'VARIABLE_VALUE'
 
@@ -97,6 +97,10 @@ class PartitionedVariable(_tf_internal.BaseResourceVariable):
   def _read_variable_op(self, no_copy=False):
     if self._part is not None:
       return self._part.read_value()
+    step = traced_step.current()
+    if step is not None and step.reads_at_home(self.parts):
+      with step.graph.as_default():
+        return self._read_variable_op(no_copy)
     with _tf_internal.stop_recording():
       value = tf.concat([p.read_value() for p in self.parts], 0)
     if not tf.executing_eagerly():

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import tensorflow as tf
 from absl import logging
 
-from tf_strategies import errors
+from tf_strategies import _tf_internal, errors
 from tf_strategies.coordinator import liveness as liveness_lib
 
 _REJOIN_SECONDS = 0.5
@@ -212,7 +212,8 @@ class Pool:
       if task is None:
         return
       try:
-        task.run(worker)
+        with _tf_internal.own_executor():
+          task.run(worker)
       except Exception as e:
         self._handle(worker, task, e)
       else:

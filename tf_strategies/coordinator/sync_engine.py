@@ -200,7 +200,7 @@ class ShareTask(pool_lib.Task):
     self._engine = engine
     self._batch = batch
     self._ballot = ballot
-    self._layout = parcel_lib.Layout(batch.structure, 1)
+    self._layout = batch.layout(1)
     self.function, self.discovery = engine.share_function(step, self._layout)
 
   def run(self, worker: int) -> None:

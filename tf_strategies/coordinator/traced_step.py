@@ -176,6 +176,30 @@ class TracedStep:
       return None
     return self.here(self._snapshot.get(key))
 
+  @contextlib.contextmanager
+  def at_home(self, tensor: tf.Tensor) -> Iterator[None]:
+    """For reading a copy of the step from inside of a branch or a loop.
+
+    The gradient of a branch is that of the tensors that it takes from outside.
+    So the read must be outside, where tapes see what it is a read of.
+    """
+    if tensor.graph is self._graph and self.is_nested():
+      with self._graph.as_default():
+        yield
+    else:
+      yield
+
+  def reads_at_home(self, variables: Sequence[tf.Variable]) -> bool:
+    """Whether variables can be read outside of the branch being traced."""
+    return self.is_nested() and not any(
+      id(v) in self.access.nested_writes for v in variables
+    )
+
+  @property
+  def graph(self) -> tf.Graph:
+    """The step's own graph."""
+    return self._graph
+
   def here(self, tensor: tf.Tensor | None) -> tf.Tensor | None:
     """The copy of a tensor on the server that an update runs on, if any."""
     return self._sent.get((id(tensor), self.update_server), tensor)

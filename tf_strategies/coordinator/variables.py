@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import tensorflow as tf
 
@@ -29,7 +30,7 @@ class ServerVariable(_tf_internal.ResourceVariable):
 
   Args:
     server: index of the parameter server.
-    settle: waits for the scheduled steps.
+    settled: does something when the scheduled steps are done.
     on_write: called before the coordinator writes.
     **kwargs: of a variable.
   """
@@ -38,12 +39,13 @@ class ServerVariable(_tf_internal.ResourceVariable):
     self,
     *,
     server: int,
-    settle: Callable[[], None],
+    settled: Callable[[Callable], Any],
     on_write: Callable[[], None],
     **kwargs,
   ):
     self.server = server
-    self._settle = settle
+    self._settled = settled
+    self.is_lost = False
     self._on_write = on_write
     with tf.device(server_device(server)):
       super().__init__(**kwargs)
@@ -53,14 +55,21 @@ class ServerVariable(_tf_internal.ResourceVariable):
     if step is not None:
       copy = step.read(self)
       if copy is not None:
-        return _tf_internal.read_from_copy(self, copy)
+        with step.at_home(copy):
+          return _tf_internal.read_from_copy(self, copy)
     elif tf.executing_eagerly():
-      self._settle()
+      read = super()._read_variable_op
+      return self._settled(lambda: read(no_copy))
     return super()._read_variable_op(no_copy)
 
-  def _before_write(self) -> None:
-    self._settle()
-    self._on_write()
+  def _write_settled(self, write):
+    """A write of the coordinator, after what it has scheduled."""
+
+    def write_now():
+      self._on_write()
+      return write()
+
+    return self._settled(write_now)
 
   def read_directly(self) -> tf.Tensor:
     """Reads on the server, whatever a step holds."""
@@ -79,7 +88,10 @@ class ServerVariable(_tf_internal.ResourceVariable):
       if step.write(self, value):
         return step.read(self)
     elif tf.executing_eagerly():
-      self._before_write()
+      write = super().assign
+      return self._write_settled(
+        lambda: write(value, use_locking, name, read_value)
+      )
     else:
       delta = self._delta(value)
       if delta is not None:
@@ -110,7 +122,10 @@ class ServerVariable(_tf_internal.ResourceVariable):
       if step.write(self, None, delta):
         return step.read(self)
     elif tf.executing_eagerly():
-      self._before_write()
+      write = super().assign_add
+      return self._write_settled(
+        lambda: write(delta, use_locking, name, read_value)
+      )
     return super().assign_add(delta, use_locking, name, read_value)
 
   def assign_sub(self, delta, use_locking=None, name=None, read_value=True):
@@ -120,29 +135,50 @@ class ServerVariable(_tf_internal.ResourceVariable):
       if step.write(self, None, -delta):
         return step.read(self)
     elif tf.executing_eagerly():
-      self._before_write()
+      write = super().assign_sub
+      return self._write_settled(
+        lambda: write(delta, use_locking, name, read_value)
+      )
     return super().assign_sub(delta, use_locking, name, read_value)
 
   def sparse_read(self, indices, name=None):
-    copy = self._before_sparse(writes=False)
+    copy = self._touch_rows(writes=False)
     if copy is not None:
-      return tf.gather(_tf_internal.read_from_copy(self, copy), indices)
-    return super().sparse_read(indices, name)
+      with traced_step.current().at_home(copy):
+        value = _tf_internal.read_from_copy(self, copy)
+      return tf.gather(value, indices)
+    read = super().sparse_read
+    if tf.executing_eagerly():
+      return self._settled(lambda: read(indices, name))
+    return read(indices, name)
 
   def gather_nd(self, indices, name=None):
-    copy = self._before_sparse(writes=False)
+    copy = self._touch_rows(writes=False)
     if copy is not None:
-      return tf.gather_nd(_tf_internal.read_from_copy(self, copy), indices)
-    return super().gather_nd(indices, name)
+      with traced_step.current().at_home(copy):
+        value = _tf_internal.read_from_copy(self, copy)
+      return tf.gather_nd(value, indices)
+    read = super().gather_nd
+    if tf.executing_eagerly():
+      return self._settled(lambda: read(indices, name))
+    return read(indices, name)
 
-  def _before_sparse(self, writes: bool):
-    """Prepares for an op on some rows; a copy if the step has the only one."""
+  def _touch_rows(self, writes: bool):
+    """Before an op on some rows; a copy if a step has the only one."""
     step = traced_step.current()
-    if step is None:
-      if tf.executing_eagerly():
-        self._before_write() if writes else self._settle()
-      return None
-    return step.touch_rows(self, writes)
+    return None if step is None else step.touch_rows(self, writes)
+
+  def is_alive(self) -> bool:
+    """Whether the process that holds the variable is the one it was made in."""
+    try:
+      with tf.device(self.device):
+        return bool(tf.raw_ops.VarIsInitializedOp(resource=self.handle))
+    except tf.errors.OpError:
+      return False
+
+  def _restore_from_tensors(self, restored_tensors):
+    self.is_lost = False
+    return super()._restore_from_tensors(restored_tensors)
 
   def recreate(self) -> None:
     """Makes the variable anew on its server, which was started again.
@@ -157,13 +193,17 @@ class ServerVariable(_tf_internal.ResourceVariable):
     # The handle alone says which memory of which process this variable is.
     self._handle = fresh.handle
     self._handle_owner = fresh
+    self.is_lost = True
 
 
 def _sparse_write(name: str):
   method = getattr(_tf_internal.ResourceVariable, name)
 
   def write(self, *args, **kwargs):
-    self._before_sparse(writes=True)  # pylint: disable=protected-access
+    # pylint: disable=protected-access
+    self._touch_rows(writes=True)
+    if tf.executing_eagerly():
+      return self._write_settled(lambda: method(self, *args, **kwargs))
     return method(self, *args, **kwargs)
 
   write.__name__ = name

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -110,7 +111,7 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
     strategy: whose implementation this is.
     resolver: describes the cluster.
     partitioner: says into how many parts a variable is cut; None cuts none.
-    settle: waits until the scheduled steps are done.
+    settled: does something when the scheduled steps are done.
     on_write: called before the coordinator writes a variable.
   """
 
@@ -119,13 +120,13 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
     strategy: tf.distribute.Strategy,
     resolver: tf.distribute.cluster_resolver.ClusterResolver,
     partitioner: Callable | None,
-    settle: Callable[[], None],
+    settled: Callable[[Callable], Any],
     on_write: Callable[[], None],
   ):
     super().__init__(strategy, resolver, partitioner)
     self.placement = placement.Placement(self._num_ps)
     self._partitioner = partitioner
-    self._settle = settle
+    self._settled = settled
     self._on_write = on_write
     self._variables: list[weakref.ref] = []
     # Steps are run by our own threads, not by TensorFlow's coordinator.
@@ -166,7 +167,7 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
     with _tf_internal.no_colocation():
       variable = variables.ServerVariable(
         server=server,
-        settle=self._settle,
+        settled=self._settled,
         on_write=self._on_write,
         **arguments,
       )

@@ -21,6 +21,7 @@ from tf_strategies.strategies.parameter_server import (
   custom_loop,
   extended,
   input,
+  recovery,
   training,
 )
 from tf_strategies.strategies.parameter_server import options as options_lib
@@ -46,25 +47,28 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     self._cluster_resolver = connection.resolver(self.cluster)
     connection.connect(self)
     self.engine = None
+    self.recovery = None
     implementation = extended.ParameterServerExtended(
       self,
       self._cluster_resolver,
       variable_partitioner,
-      self.settle,
+      self._settled,
       self._forget_reports,
     )
     tf.distribute.Strategy.__init__(self, implementation)
     self._should_use_with_coordinator = True
     self._canonicalize_devices = False
     self._is_parameter_server_strategy_v2 = True
+    self._steps_before = 0
     self.liveness = liveness.Liveness(self.cluster)
     self._marks = worker_function.Marks(self._make_marks())
+    self.recovery = recovery.Recovery(self)
     self.engine = self._make_engine(workers)
 
   def _make_marks(self):
     return variables.ServerVariable(
       server=0,
-      settle=lambda: None,
+      settled=lambda action: action(),
       on_write=lambda: None,
       initial_value=lambda: tf.zeros([2, worker_function.NUM_MARKS], tf.int64),
       trainable=False,
@@ -116,7 +120,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
       ParameterServerUnavailableError: a server died.
       WorkerUnavailableError: nothing happened for `step_timeout`.
     """
-    self.settle()
+    self.recovery.guard(self.settle)
 
   def report(self) -> dict[str, Any]:
     """What happened so far: steps, staleness, dropped gradients, load.
@@ -130,15 +134,61 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
       'mode': self.options.mode,
       **self.engine.report(),
       'bytes_per_server': list(self.extended.placement.load),
+      'recoveries': list(self.recovery.history),
     }
 
   def train_batches(self, step, batches, model=None):
     """Begins the steps of some batches."""
-    return self.engine.train(step, batches)
+    if model is not None:
+      self.recovery.track({'model': model, 'optimizer': model.optimizer})
+    report = self.recovery.guard(lambda: self.engine.train(step, batches))
+    self.recovery.note_begun(len(batches))
+    return report
 
   def train_drawn(self, step, source, steps, model=None):
     """Begins steps on data that workers read."""
-    return self.engine.draw(step, source, steps)
+    if model is not None:
+      self.recovery.track({'model': model, 'optimizer': model.optimizer})
+    report = self.recovery.guard(lambda: self.engine.draw(step, source, steps))
+    self.recovery.note_begun(steps)
+    return report
+
+  def track(self, **trackables: Any) -> None:
+    """Says what checkpoints hold, for a custom loop; `fit` says it by itself.
+
+    Args:
+      **trackables: by name, as for `tf.train.Checkpoint`.
+    """
+    self.recovery.track(trackables)
+
+  def restore(self, **trackables: Any) -> int:
+    """Restores the latest checkpoint of `checkpoint_dir`, and tracks it.
+
+    Args:
+      **trackables: as for `track`; all their variables must exist.
+
+    Returns:
+      Number of steps that had been begun when it was written; 0 without one.
+    """
+    position = self.recovery.restore(trackables)
+    if position is None:
+      self.recovery.track(trackables)
+      return 0
+    return position.get('steps', 0)
+
+  def data_position(self) -> dict[str, Any]:
+    """Where the data are, for a checkpoint."""
+    return {'steps': self._steps_before + self.recovery.begun}
+
+  def make_lost_variables(self) -> None:
+    """Makes variables anew whose server was started again."""
+    for variable in [*self.extended.server_variables(), self._marks.variable]:
+      if not variable.is_alive():
+        variable.recreate()
+
+  def lost_variables(self) -> list[variables.ServerVariable]:
+    """Those that were made anew and not restored since."""
+    return [v for v in self.extended.server_variables() if v.is_lost]
 
   def distribute_datasets_from_function(self, dataset_fn, options=None):
     if not tf.executing_eagerly():
@@ -146,8 +196,20 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     return drawn.DrawnDataset(dataset_fn, len(self.cluster.jobs['worker']))
 
   def settle(self) -> None:
+    """Waits until all steps that were begun are done."""
     if self.engine is not None:
       self.engine.settle()
+
+  def _settled(self, action):
+    """Does something with a variable when all steps are done."""
+    if self.engine is None:
+      return action()
+
+    def settle_and_act():
+      self.settle()
+      return action()
+
+    return self.recovery.guard(settle_and_act)
 
   def _forget_reports(self) -> None:
     if self.engine is not None:

@@ -62,24 +62,34 @@ class StepFunction:
   def _draw(self, source, steps):
     if self.kind == 'train':
       return self._strategy.train_drawn(self.step, source, steps, self._model)
-    return self._strategy.engine.draw(self.step, source, steps)
+    return self._guard(
+      lambda: self._strategy.engine.draw(self.step, source, steps)
+    )
+
+  def _guard(self, action):
+    return self._strategy.recovery.guard(action)
 
   def run(self, batches) -> Any:
     """Begins the steps of these batches."""
     if self.kind == 'train':
       return self._strategy.train_batches(self.step, batches, self._model)
-    return self._strategy.engine.run(self.step, batches)
+    return self._guard(lambda: self._strategy.engine.run(self.step, batches))
 
   def _batch(self, data) -> engine_lib.Batch:
-    return engine_lib.Batch(keras_steps.without_optionals(data))
+    return engine_lib.Batch(
+      keras_steps.without_optionals(data), hides_rows=True
+    )
 
   def _predict(self, data):
-    engine = self._strategy.engine
-    calls = [engine.call(self.step, self._batch(d)) for d in data]
-    results = [call.result() for call in calls]
+    batches = [self._batch(d) for d in data]
+    results = self._guard(lambda: self._call(batches))
     return tf.nest.map_structure(
       lambda *parts: tf.constant(np.concatenate(parts, 0)), *results
     )
+
+  def _call(self, batches):
+    calls = [self._strategy.engine.call(self.step, b) for b in batches]
+    return [call.result() for call in calls]
 
   def in_graph(self, data) -> Any:
     """The first call of all, which comes from inside a function of Keras's.
@@ -99,9 +109,11 @@ class StepFunction:
     )
 
     def run_batch(*arrays):
-      batch = engine_lib.Batch(parcel.pack(structure, arrays))
+      batch = engine_lib.Batch(
+        parcel.pack(structure, arrays), hides_rows=True
+      )
       if self.kind == 'predict':
-        return self._strategy.engine.call(self.step, batch).result()
+        return self._guard(lambda: self._call([batch]))[0]
       return self.run([batch])
 
     return self._host_call(flat, structure, run_batch)
@@ -121,7 +133,9 @@ class StepFunction:
         for value, spec in zip(tf.nest.flatten(result), specs, strict=True)
       ]
 
-    results = tf.numpy_function(call, flat, [s.dtype for s in specs])
+    results = tf.nest.flatten(
+      tf.numpy_function(call, flat, [s.dtype for s in specs])
+    )
     for result, spec in zip(results, specs, strict=True):
       result.set_shape(spec.shape)
     return tf.nest.pack_sequence_as(outputs, results)

@@ -1,0 +1,215 @@
+"""Checkpoints, and going on after a parameter server has died."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import tensorflow as tf
+from absl import logging
+
+from tf_strategies import _tf_internal, errors
+
+_T = TypeVar('_T')
+_MAX_TO_KEEP = 3
+_MAX_ATTEMPTS = 5
+_RETRY_SECONDS = 1.0
+_CHIEF = '/job:chief/replica:0/task:0/device:CPU:0'
+
+
+class Recovery:
+  """Saves what a strategy trains, and restores it when a server died.
+
+  The files are written by the coordinator, so that servers need no file system
+  in common.
+
+  Args:
+    strategy: a `ParameterServerStrategy`.
+  """
+
+  def __init__(self, strategy):
+    self._strategy = strategy
+    self._options = strategy.options
+    self._tracked: dict[str, Any] | None = None
+    self._manager: tf.train.CheckpointManager | None = None
+    self._position_variable = None
+    self._is_recovering = False
+    # Steps begun in this process; and the number when the last was saved.
+    self.begun = 0
+    self._begun_at_save = 0
+    self.position: dict[str, Any] = {}
+    self.history: list[dict[str, Any]] = []
+
+  @property
+  def is_enabled(self) -> bool:
+    """Whether checkpoints are written."""
+    return self._options.checkpoint_dir is not None
+
+  def track(self, trackables: dict[str, Any]) -> None:
+    """Says what checkpoints hold; writes a first one if there is none.
+
+    Args:
+      trackables: by name, as for `tf.train.Checkpoint`: model and optimizer.
+    """
+    if not self.is_enabled or self._tracked is not None:
+      return
+    self._open(trackables)
+    if self._manager.latest_checkpoint is None:
+      self.save()
+    elif not self.position:
+      logging.warning(
+        '%s has a checkpoint that was not restored: this run begins anew. To '
+        'go on, pass callbacks=[tfs.ResumeFit(strategy)] to fit, or call '
+        'strategy.restore in a loop.',
+        self._options.checkpoint_dir,
+      )
+      self.save()
+
+  def _open(self, trackables):
+    with tf.device(_CHIEF):
+      # Not of the strategy: it is the coordinator's own.
+      with tf.distribute.get_strategy().scope():
+        self._position_variable = tf.Variable('', trainable=False)
+    self._tracked = dict(trackables)
+    checkpoint = tf.train.Checkpoint(
+      **trackables, position=self._position_variable
+    )
+    self._manager = tf.train.CheckpointManager(
+      checkpoint, self._options.checkpoint_dir, max_to_keep=_MAX_TO_KEEP
+    )
+
+  def note_begun(self, steps: int) -> None:
+    """Counts steps that were begun; saves when it is time."""
+    self.begun += steps
+    every = self._options.checkpoint_steps
+    if self.is_enabled and self.begun - self._begun_at_save >= every:
+      self.guard(self.save)
+
+  def save(self) -> str | None:
+    """Waits for all steps and writes a checkpoint; returns its path."""
+    if self._manager is None:
+      return None
+    self._strategy.settle()
+    position = {**self.position, **self._strategy.data_position()}
+    self._position_variable.assign(json.dumps(position))
+    path = self._manager.save(
+      checkpoint_number=self._next_number(),
+      options=tf.train.CheckpointOptions(experimental_io_device=_CHIEF),
+    )
+    self._begun_at_save = self.begun
+    return path
+
+  def _next_number(self) -> int:
+    latest = self._manager.latest_checkpoint
+    return 1 if latest is None else int(latest.rpartition('-')[2]) + 1
+
+  def restore(self, trackables: dict[str, Any]) -> dict[str, Any] | None:
+    """Restores the latest checkpoint of an earlier run.
+
+    Args:
+      trackables: what checkpoints hold, with all variables made.
+
+    Returns:
+      The position that was saved; None if there is no checkpoint.
+
+    Raises:
+      CheckpointMismatchError: the checkpoint is another model's.
+    """
+    if not self.is_enabled:
+      return None
+    if self._tracked is None:
+      self._open(trackables)
+    if self._manager.latest_checkpoint is None:
+      return None
+    self._read()
+    self.position = json.loads(self._position_variable.numpy() or b'{}')
+    logging.info('restored %s', self._manager.latest_checkpoint)
+    return self.position
+
+  def _read(self) -> None:
+    path = self._manager.latest_checkpoint
+    options = tf.train.CheckpointOptions(experimental_io_device=_CHIEF)
+    try:
+      status = self._manager.checkpoint.restore(path, options)
+      status.assert_existing_objects_matched()
+    except (AssertionError, ValueError) as e:
+      raise errors.CheckpointMismatchError(
+        f'{path} is not a checkpoint of this model: {e}. Way out: another '
+        'checkpoint_dir, or the model that wrote it.'
+      ) from e
+
+  def guard(self, action: Callable[[], _T]) -> _T:
+    """Does something; if a server died, recovers and does it again.
+
+    Raises:
+      ParameterServerUnavailableError: a server died and there is no checkpoint.
+      RendezvousError: it did not come back within `recovery_timeout`.
+    """
+    if self._is_recovering:
+      return action()
+    while True:
+      try:
+        return action()
+      except errors.ParameterServerUnavailableError as e:
+        error = e
+      except tf.errors.OpError as e:
+        _tf_internal.clear_errors()
+        explained = self._strategy.engine.pool.explain(e)
+        if explained is e:
+          raise
+        error = explained
+      self._recover(error)
+
+  def _recover(self, error) -> None:
+    if self._manager is None:
+      raise error
+    began = time.monotonic()
+    logging.error('%s Waiting for it.', error)
+    self._is_recovering = True
+    try:
+      for attempt in range(_MAX_ATTEMPTS):
+        try:
+          self._restore_servers()
+          break
+        except (
+          errors.ParameterServerUnavailableError,
+          tf.errors.OpError,
+        ) as e:
+          if attempt == _MAX_ATTEMPTS - 1:
+            raise
+          logging.warning('recovery: %s; trying again', e)
+          _tf_internal.clear_errors()
+          time.sleep(_RETRY_SECONDS)
+    finally:
+      self._is_recovering = False
+    lost = self.begun - self._begun_at_save
+    self._begun_at_save = self.begun
+    seconds = time.monotonic() - began
+    self.history.append(
+      {'server': error.server, 'lost_steps': lost, 'seconds': seconds}
+    )
+    logging.error(
+      'ps %s is back: restored %s after %.1f s. Lost: %d steps.',
+      error.server,
+      os.path.basename(self._manager.latest_checkpoint),
+      seconds,
+      lost,
+    )
+
+  def _restore_servers(self) -> None:
+    """Waits for the servers, makes the variables anew and reads them."""
+    strategy = self._strategy
+    strategy.engine.pool.forget()
+    strategy.liveness.wait_for_all(self._options.recovery_timeout)
+    strategy.make_lost_variables()
+    strategy.engine.forget_functions()
+    strategy.engine.lose_all_readers()
+    self._read()
+    names = [v.name for v in strategy.lost_variables()]
+    if names:
+      logging.warning(
+        'not in the checkpoint, and zero from now on: %s', ', '.join(names)
+      )
