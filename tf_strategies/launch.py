@@ -6,7 +6,8 @@ Every line that a task writes appears with the task's name before it. When a
 task fails, the others are ended, and the launcher says which one was first and
 what it wrote last, and exits with its status (128 + N for signal N). When all
 training tasks (chief, workers) have ended well, parameter servers and evaluator
-are ended. No task outlives the launcher, whatever ends it.
+are ended. With a chief and parameter servers only the chief trains: workers are
+servers, and ended with them. No task outlives the launcher, whatever ends it.
 
 Each job gets a random secret (TFS_SECRET) with which its tasks recognise each
 other. A task that was started again finds in TFS_RESTART_COUNT how often. A job
@@ -39,7 +40,11 @@ def _flag_values() -> flags.FlagValues:
   """The flags, apart from absl's global ones, which have a --log_dir too."""
   values = flags.FlagValues()
   flags.DEFINE_integer(
-    'num_workers', 1, 'Tasks of type worker.', flag_values=values
+    'num_workers',
+    1,
+    'Tasks of type worker. With --chief and --num_ps they are servers, which '
+    'are ended when the chief has ended well.',
+    flag_values=values,
   )
   flags.DEFINE_integer('num_ps', 0, 'Parameter servers.', flag_values=values)
   flags.DEFINE_bool(

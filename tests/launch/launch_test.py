@@ -14,9 +14,9 @@ from tf_strategies import cluster
 
 _NOTE_ENVIRONMENT = """
 note('environment', dict(os.environ))
-if task['type'] in ('ps', 'evaluator'):
+if task['type'] != 'chief':
   time.sleep(600)
-for other in ('evaluator_0', 'ps_0', 'ps_1'):
+for other in ('evaluator_0', 'ps_0', 'ps_1', 'worker_0', 'worker_1'):
   wait_for('environment', other)
 """
 _JOB = ('--num_workers=2', '--num_ps=2', '--chief', '--evaluator')

@@ -44,9 +44,6 @@ class PlanTasksTest(parameterized.TestCase):
       ('evaluator', 0),
     ]
     self.assertEqual([(s.type, s.index) for s in specs], expected)
-    self.assertEqual(
-      [s.is_training for s in specs], [True, True, True, False, False]
-    )
     for spec, (task_type, index) in zip(specs, expected, strict=True):
       self.assertEqual(
         json.loads(spec.environment['TF_CONFIG']),
@@ -56,6 +53,17 @@ class PlanTasksTest(parameterized.TestCase):
       self.assertEqual(spec.command, ('run', '--a'))
       config = cluster.ClusterConfig.from_env(spec.environment)
       self.assertEqual(f'{config.task_type} {config.task_index}', spec.name)
+
+  @parameterized.named_parameters(
+    ('chief_and_ps', _ALL, ['chief 0']),
+    ('chief', tasks.Job(2, 0, True, True), ['chief 0', 'worker 0', 'worker 1']),
+    ('ps', tasks.Job(2, 1, False, True), ['worker 0', 'worker 1']),
+    ('chief_and_ps_alone', tasks.Job(0, 1, True), ['chief 0']),
+    ('one', tasks.Job(), ['worker 0']),
+  )
+  def test_whose_end_is_the_end_of_the_job(self, job, names):
+    found = [spec.name for spec in _plan(job) if spec.is_training]
+    self.assertEqual(found, names)
 
   @parameterized.parameters(
     (tasks.Job(), 1, False),

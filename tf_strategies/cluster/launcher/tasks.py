@@ -79,6 +79,22 @@ class Job:
       'ps': self.num_ps,
     }
 
+  @property
+  def training_types(self) -> tuple[str, ...]:
+    """The types of the tasks whose end is the end of the job.
+
+    A chief that has parameter servers trains alone: the workers are servers,
+    too, and wait for work until they are ended.
+
+    Example:
+
+      >>> Job(chief=True).training_types
+      ('chief', 'worker')
+      >>> Job(chief=True, num_ps=1).training_types
+      ('chief',)
+    """
+    return ('chief',) if self.chief and self.num_ps else ('chief', 'worker')
+
 
 @dataclasses.dataclass(frozen=True)
 class TaskSpec:
@@ -89,6 +105,7 @@ class TaskSpec:
     index: of the task in its job.
     command: program and arguments.
     environment: what is set for it beyond what the launcher inherited.
+    is_training: whether the job is over when this task and its like have ended.
   """
 
   type: str
@@ -96,16 +113,12 @@ class TaskSpec:
   command: tuple[str, ...]
   # The secret is in it, and a traceback may show the repr.
   environment: Mapping[str, str] = dataclasses.field(repr=False)
+  is_training: bool = True
 
   @property
   def name(self) -> str:
     """As it is called in the output: `worker 0`."""
     return f'{self.type} {self.index}'
-
-  @property
-  def is_training(self) -> bool:
-    """Whether the job is over when this task and its like have ended."""
-    return self.type in ('chief', 'worker')
 
 
 def pick_ports(count: int) -> list[int]:
@@ -166,7 +179,10 @@ def plan_tasks(
     if len(named) > 1:
       cluster = config.ClusterConfig(jobs, task_type, index)
       environment['TF_CONFIG'] = cluster.to_tf_config()
-    specs.append(TaskSpec(task_type, index, tuple(command), environment))
+    is_training = task_type in job.training_types
+    specs.append(
+      TaskSpec(task_type, index, tuple(command), environment, is_training)
+    )
   return specs
 
 
