@@ -66,6 +66,8 @@ class Batch:
           'turn strings into numbers in the input pipeline, or let the workers '
           'read the data: strategy.distribute_datasets_from_function',
         )
+    rows = {a.shape[:1] for a in self.arrays}
+    self.hides_rows = hides_rows and len(rows) == 1 and () not in rows
 
   def part(self, arrays: Sequence[np.ndarray]) -> Batch:
     """A batch of some of the rows."""
@@ -243,14 +245,17 @@ class Engine(abc.ABC):
     with self._lock:
       key = (step, 'parcel', layout.key)
       if key not in self._functions:
-        discovery = self._discover(step, layout)
+        discovery = self._discover(step, layout.traced_structure)
         self._functions[key] = (
-          worker_function.ParcelFunction(
-            step.run, layout, discovery, self.marks
-          ),
+          self._parcel_function(step, layout, discovery),
           discovery,
         )
       return self._functions[key]
+
+  def _parcel_function(self, step, layout, discovery):
+    return worker_function.ParcelFunction(
+      step.run, layout, discovery, self.marks
+    )
 
   def drawing_function(self, step: Step, element_spec: Any, steps: int):
     """The function for a step on drawn data, and its discovery."""
@@ -258,7 +263,7 @@ class Engine(abc.ABC):
     with self._lock:
       key = (step, 'drawing', layout.key)
       if key not in self._functions:
-        discovery = self._discover(step, layout)
+        discovery = self._discover(step, element_spec)
         self._functions[key] = (
           worker_function.DrawingFunction(
             step.run, element_spec, steps, discovery, self.marks
@@ -286,18 +291,19 @@ class Engine(abc.ABC):
 
   def outputs(self, step: Step, structure: Any) -> Any:
     """What a step returns for such a batch: specs in its structure."""
-    layout = parcel_lib.Layout(structure, 1)
     with self._lock:
-      return self._discover(step, layout).outputs
+      return self._discover(step, structure).outputs
 
-  def _discover(self, step, layout):
-    """Looks once a step and structure of batch, whatever the shapes."""
-    key = (step, 'discovery', layout.key[0], layout.key[1])
+  def _discover(self, step, structure):
+    """Looks once a step and structure of batch."""
+    layout = parcel_lib.Layout(structure, 1)
+    key = (step, 'discovery', layout.key)
     if key not in self._functions:
-      self._functions[key] = worker_function.discover(
-        step.run, layout.structure
-      )
+      self._functions[key] = self._look(step, structure)
     return self._functions[key]
+
+  def _look(self, step, structure) -> worker_function.Discovery:
+    return worker_function.discover(step.run, structure)
 
 
 class StepTask(pool_lib.Task):

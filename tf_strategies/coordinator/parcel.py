@@ -39,6 +39,14 @@ class Layout:
     return [s for s in tf.nest.flatten(self.structure) if s is not None]
 
   @property
+  def traced_structure(self) -> Any:
+    """The specs of a batch as the step sees them."""
+    if not self.hides_rows:
+      return self.structure
+    specs = [tf.TensorSpec([None, *s.shape[1:]], s.dtype) for s in self.specs]
+    return pack(self.structure, specs)
+
+  @property
   def sizes(self) -> list[int]:
     """Bytes of each array of one batch, padded."""
     return [

@@ -99,25 +99,22 @@ class SyncEngine(engine_lib.Engine):
     with self._lock:
       key = (step, 'share', layout.key)
       if key not in self._functions:
-        discovery = self._discover(step, layout)
+        discovery = self._discover(step, layout.traced_structure)
         self._functions[key] = (
           share_lib.ShareFunction(step, layout, discovery),
           discovery,
         )
       return self._functions[key]
 
-  def _discover(self, step, layout):
+  def _look(self, step, structure):
     if not step.optimizers:
-      return super()._discover(step, layout)
-    key = (step, 'discovery', layout.key[0], layout.key[1])
-    if key not in self._functions:
+      return super()._look(step, structure)
 
-      def run(batch):
-        with step.capture(step.optimizers):
-          return step.run(batch)
+    def run(batch):
+      with step.capture(step.optimizers):
+        return step.run(batch)
 
-      self._functions[key] = worker_function.discover(run, layout.structure)
-    return self._functions[key]
+    return worker_function.discover(run, structure)
 
   def _apply_function(self, step, chosen):
     share = chosen[0].function

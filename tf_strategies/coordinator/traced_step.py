@@ -315,6 +315,15 @@ class TracedStep:
     finally:
       self.update_server = before
 
+  def write_as_sums(self) -> None:
+    """Turns held writes into what they change, where that is known.
+
+    What several workers change then adds up, whatever each wrote.
+    """
+    for key, write in self._held.items():
+      if write.delta is None and key in self._snapshot:
+        write.delta = write.value - self._snapshot[key]
+
   def held_writes(self) -> list[Write]:
     """The writes that the step holds back, in order of first write."""
     return list(self._held.values())

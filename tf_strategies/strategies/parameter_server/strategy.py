@@ -11,6 +11,7 @@ from tf_strategies.coordinator import engine as engine_lib
 from tf_strategies.coordinator import (
   drawn,
   liveness,
+  local_engine,
   sync_engine,
   variables,
   worker_function,
@@ -88,6 +89,10 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         backup_workers=self.options.backup_workers,
         in_replica=lambda fn: training.in_replica(self, fn),
         **timeout,
+      )
+    if self.options.local_steps > 1:
+      return local_engine.LocalEngine(
+        *arguments, local_steps=self.options.local_steps, **timeout
       )
     return engine_lib.AsyncEngine(*arguments, **timeout)
 

@@ -1,0 +1,106 @@
+"""Local steps: a worker trains by itself for a while, then sends what it changed.
+
+The variables are read once, `local_steps` steps are done on that copy, and the
+difference is added to the servers' variables. That is another algorithm than
+one step at a time: gradients are older, and with several workers the
+differences add up (Stich 2019, "Local SGD Converges Fast and Communicates
+Little", averages them instead). With one worker it is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tf_strategies import errors
+from tf_strategies.coordinator import engine as engine_lib
+from tf_strategies.coordinator import traced_step, worker_function
+
+
+class LocalEngine(engine_lib.AsyncEngine):
+  """Sends differences every `local_steps` steps.
+
+  Args:
+    *args: as `Engine`.
+    local_steps: steps between reading and sending.
+    **kwargs: as `Engine`.
+  """
+
+  def __init__(self, *args, local_steps: int, **kwargs):
+    super().__init__(*args, **kwargs)
+    self._local_steps = local_steps
+    # Batches of training steps that wait until there are enough of them.
+    self._waiting: list[engine_lib.Batch] = []
+    self._waiting_step: engine_lib.Step | None = None
+    self._newest_report: Any = None
+
+  def train(self, step: engine_lib.Step, batches) -> Any:
+    """Collects batches, and begins a task when there are enough."""
+    if step is not self._waiting_step:
+      self._flush()
+      self._waiting_step = step
+      self._newest_report = None
+    for batch in batches:
+      if self._waiting and batch.key != self._waiting[0].key:
+        self._flush()
+      self._waiting.append(batch)
+      # The first ones go at once: Keras wants a report.
+      if len(self._waiting) == self._local_steps or not self._newest_report:
+        self._flush()
+    return self._newest_report
+
+  def draw(self, step, source, steps):
+    """As `Engine.draw`, for steps without an optimizer."""
+    if step.optimizers:
+      raise errors.UnsupportedOptionError(
+        f'distribute_datasets_from_function with local_steps='
+        f'{self._local_steps}',
+        'batches that the coordinator hands out',
+        'pass the tf.data.Dataset to fit, or leave out local_steps',
+      )
+    self._flush()
+    return super().draw(step, source, steps)
+
+  def run(self, step, batches):
+    """Evaluation sees what was trained before."""
+    self._flush()
+    return super().run(step, batches)
+
+  def settle(self) -> None:
+    """Waits until all steps are done, the collected ones too."""
+    self._flush()
+    super().settle()
+
+  def _flush(self) -> None:
+    batches, self._waiting = self._waiting, []
+    if batches:
+      self._newest_report = super().run(self._waiting_step, batches)
+
+  def _look(self, step, structure):
+    return worker_function.discover(
+      step.run, structure, holds_updates=bool(step.optimizers)
+    )
+
+  def _parcel_function(self, step, layout, discovery):
+    if not step.optimizers:
+      return super()._parcel_function(step, layout, discovery)
+    return LocalFunction(step.run, layout, discovery, self.marks)
+
+
+class LocalFunction(worker_function.ParcelFunction):
+  """All steps of a parcel on one copy of the variables."""
+
+  def _trace(self, argument):
+    traced = traced_step.TracedStep(self._discovery.access, holds_updates=True)
+    with traced.tracing():
+      for step in range(self._steps):
+        batch, _ = self._batch_and_mark(argument, step)
+        outputs = self._run_step(batch)
+    _, mark = self._batch_and_mark(
+      argument, tf.constant(self._steps - 1, tf.int64)
+    )
+    traced.write_as_sums()
+    traced.commit(mark)
+    return worker_function.report(outputs, self._discovery.are_numbers)
