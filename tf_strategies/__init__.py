@@ -46,6 +46,7 @@ if TYPE_CHECKING:
   )
   from tf_strategies.training import elastic
   from tf_strategies.training.elastic import ElasticOptions
+  from tf_strategies.training.sidecar_evaluator import SidecarEvaluator
 
 __all__ = [
   'STRATEGY_NAMES',
@@ -61,6 +62,7 @@ __all__ = [
   'RingAllReduce',
   'RingMirroredStrategy',
   'RingOptions',
+  'SidecarEvaluator',
   'TreeAllReduce',
   '__version__',
   'cluster',
@@ -84,6 +86,7 @@ _ROOMS = (
 _HOMES = {
   'ElasticOptions': 'training.elastic',
   'STRATEGY_NAMES': 'strategies',
+  'SidecarEvaluator': 'training.sidecar_evaluator',
   'create_strategy': 'strategies',
   'RingOptions': 'strategies',
 }
