@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 _ALIGNMENT = 64
-HEADER = 3  # int64: number of the task, first step to do, rows of a batch.
+HEADER = 2  # int64: number of the task, first step to do.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,8 +75,7 @@ class Layout:
       batches: the arrays of each batch.
     """
     parcel = np.empty(self.num_bytes, np.uint8)
-    rows = batches[0][0].shape[0] if self.hides_rows else 0
-    parcel[: 8 * HEADER].view(np.int64)[:] = task, first, rows
+    parcel[: 8 * HEADER].view(np.int64)[:] = task, first
     position = _padded(8 * HEADER)
     for arrays in batches:
       for array, size in zip(arrays, self.sizes, strict=True):
@@ -86,7 +85,7 @@ class Layout:
     return parcel
 
   def decode_header(self, parcel: tf.Tensor) -> tf.Tensor:
-    """Task, first step, rows: int64 [3]."""
+    """Task, first step: int64 [2]."""
     header = tf.reshape(parcel[: 8 * HEADER], [HEADER, 8])
     return tf.bitcast(header, tf.int64)
 
@@ -104,8 +103,7 @@ class Layout:
       found.append(_from_bytes(row[position : position + used], spec))
       position += size
     if self.hides_rows:
-      rows = self.decode_header(parcel)[2]
-      found = [_without_rows(t, rows) for t in found]
+      found = [_without_rows(t) for t in found]
     return pack(self.structure, found)
 
 
@@ -117,8 +115,10 @@ def pack(structure: Any, tensors: Sequence[Any]) -> Any:
   )
 
 
-def _without_rows(tensor, rows):
-  return tf.reshape(tensor, [rows, *tensor.shape[1:].as_list()])
+def _without_rows(tensor):
+  # A reshape would not do: from the number of elements TensorFlow infers rows.
+  shape = [None, *tensor.shape[1:]]
+  return tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=shape)
 
 
 def _padded(size: int) -> int:
