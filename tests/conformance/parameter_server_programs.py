@@ -283,10 +283,7 @@ def custom_train_step(strategy):
 
 def two_inputs_and_two_outputs(strategy):
   """Structures of batches: a dictionary in, a list of losses out."""
-  # Keras weighs the loss of each output by rows where it knows their number
-  # while it traces, and one device does not: only full batches here.
-  rows = 64
-  x, y = harness.images(rows)
+  x, y = harness.images(_ROWS)
   keras.backend.clear_session()
   keras.utils.set_random_seed(11)
   with harness.scope_of(strategy):
@@ -302,7 +299,7 @@ def two_inputs_and_two_outputs(strategy):
       {'first': crossentropy, 'second': 'mse'},
       metrics={'first': ['accuracy'], 'second': ['mae']},
     )
-  inputs = {'a': x, 'b': x.reshape(rows, -1)[:, :3]}
+  inputs = {'a': x, 'b': x.reshape(_ROWS, -1)[:, :3]}
   targets = {'first': y, 'second': y[:, None].astype(np.float32) / 10}
   history = model.fit(
     inputs, targets, batch_size=32, epochs=2, shuffle=False, verbose=0
