@@ -67,6 +67,11 @@ class PartitionedVariable(_tf_internal.BaseResourceVariable):
       **kwargs,
     )
 
+  @classmethod
+  def _variable_call(cls, *args, **kwargs):
+    """Nothing: TensorFlow asks whether to make another kind of variable."""
+    del cls, args, kwargs
+
   @property
   def handle(self):
     return self.parts[0].handle
@@ -103,8 +108,7 @@ class PartitionedVariable(_tf_internal.BaseResourceVariable):
         return self._read_variable_op(no_copy)
     with _tf_internal.stop_recording():
       value = tf.concat([p.read_value() for p in self.parts], 0)
-    if not tf.executing_eagerly():
-      _tf_internal.record_read(self, value, lambda dy: dy)
+    _tf_internal.record_read(self, value, lambda dy: dy)
     return value
 
   def _for_parts(self, value, write):
@@ -131,12 +135,16 @@ class PartitionedVariable(_tf_internal.BaseResourceVariable):
     if self._part is not None:
       return self._part.sparse_read(indices)
     indices = tf.convert_to_tensor(indices)
+    step = traced_step.current()
+    if step is not None and step.reads_at_home(self.parts):
+      # The gradient of a loop is that of what it takes from outside, where
+      # these indices are not known: so it takes the whole.
+      return tf.gather(self._read_variable_op(), indices)
     with _tf_internal.stop_recording():
       value = self._gather(indices)
-    if not tf.executing_eagerly():
-      _tf_internal.record_read(
-        self, value, lambda dy: self._gather_gradient(dy, indices)
-      )
+    _tf_internal.record_read(
+      self, value, lambda dy: self._gather_gradient(dy, indices)
+    )
     return value
 
   def _gather(self, indices):
