@@ -15,36 +15,48 @@ import tf_strategies as tfs
 from examples import common_flags, mnist_common, training_report
 
 Train = Callable[
-  [common_flags.TrainingOptions, Sequence[str] | None], dict[str, object]
+  [common_flags.TrainingOptions, Sequence[str] | None], dict[str, object] | None
 ]
+Parse = Callable[[flags.FlagValues], common_flags.TrainingOptions]
 
 
-def run(train: Train) -> None:
+def run(
+  train: Train,
+  define: Callable[[], None] = common_flags.define,
+  parse: Parse = common_flags.parse,
+) -> None:
   """Runs a program that trains as its flags say; never returns.
 
   Args:
     train: called with the options and the names of the devices to use (None
-      for all); returns the report.
+      for all); returns the report, or None where this process did not train.
+    define: defines the flags.
+    parse: makes the options of them.
   """
-  common_flags.define()
-  app.run(lambda argv: main(argv, train, flags.FLAGS))
+  define()
+  app.run(lambda argv: main(argv, train, flags.FLAGS, parse))
 
 
 def main(
-  argv: Sequence[str], train: Train, flag_values: flags.FlagValues
+  argv: Sequence[str],
+  train: Train,
+  flag_values: flags.FlagValues,
+  parse: Parse = common_flags.parse,
 ) -> int:
   """Trains, prints the summary and writes the report; returns the exit code."""
   if len(argv) > 1:
     raise app.UsageError(f'unexpected arguments: {" ".join(argv[1:])}')
   try:
-    options = common_flags.parse(flag_values)
-    devices = mnist_common.split_device(flag_values.num_virtual_devices)
+    options = parse(flag_values)
+    devices = None
+    if 'num_virtual_devices' in flag_values:
+      devices = mnist_common.split_device(flag_values.num_virtual_devices)
     report = train(options, devices)
   except tfs.errors.Error as e:
     # Meant for the user, who needs no traceback to understand it.
     print(f'{type(e).__name__}: {e}', file=sys.stderr)
     return 1
-  if not report['is_chief']:
+  if report is None or not report['is_chief']:
     return 0
   print(training_report.summary(report))
   if flag_values.report_json:

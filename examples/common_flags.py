@@ -103,23 +103,36 @@ class TrainingOptions:
 
 
 def define(flag_values: flags.FlagValues = flags.FLAGS) -> None:
-  """Defines the flags of every example."""
+  """Defines the flags of every example whose strategy is an option."""
   _define_strategy(flag_values)
+  define_run(flag_values)
+
+
+def define_run(flag_values: flags.FlagValues = flags.FLAGS) -> None:
+  """Defines the flags of data, training and output alone."""
   _define_data(flag_values)
   _define_training(flag_values)
   _define_output(flag_values)
 
 
-def parse(flag_values: flags.FlagValues = flags.FLAGS) -> TrainingOptions:
+def parse(
+  flag_values: flags.FlagValues = flags.FLAGS,
+  options_class: type[TrainingOptions] = TrainingOptions,
+) -> TrainingOptions:
   """Returns the options that the parsed flags describe.
 
+  Args:
+    flag_values: parsed.
+    options_class: what to return; its fields without a flag keep their default.
+
   Raises:
-    UnsupportedOptionError: as `TrainingOptions`.
+    UnsupportedOptionError: as `options_class`.
   """
-  return TrainingOptions(
+  return options_class(
     **{
       field.name: flag_values[field.name].value
-      for field in dataclasses.fields(TrainingOptions)
+      for field in dataclasses.fields(options_class)
+      if field.name in flag_values
     }
   )
 

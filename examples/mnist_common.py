@@ -87,8 +87,15 @@ def create_strategy(
     all_reduce: as `create_all_reduce` returns it.
 
   Raises:
-    UnsupportedOptionError: a strategy that is planned but not built yet.
+    UnsupportedOptionError: a strategy that is planned but not built yet, or
+      that another example is for.
   """
+  if options.strategy == 'parameter_server':
+    raise tfs.errors.UnsupportedOptionError(
+      "strategy='parameter_server' in this example",
+      'a strategy whose processes all train: servers only serve',
+      'run python -m examples.mnist_parameter_server',
+    )
   arguments = {'devices': devices}
   if all_reduce is not None:
     arguments['cross_device_ops'] = all_reduce
@@ -128,7 +135,28 @@ class TrainingData:
     The order of an epoch is a function of (seed, epoch) alone, so a run that
     was interrupted, in or after an epoch, sees what it would have seen.
     """
-    batches = tfs.data.make_epochs(
+    return _distribute(
+      strategy, self._batches(first_epoch, num_epochs, first_step)
+    )
+
+  def train_on_workers(
+    self,
+    strategy: tf.distribute.Strategy,
+    first_epoch: int,
+    num_epochs: int,
+    first_step: int = 0,
+  ):
+    """The same batches, of which each worker reads its share itself."""
+
+    def read(context: tf.distribute.InputContext) -> tf.data.Dataset:
+      return self._batches(first_epoch, num_epochs, first_step).shard(
+        context.num_input_pipelines, context.input_pipeline_id
+      )
+
+    return strategy.distribute_datasets_from_function(read)
+
+  def _batches(self, first_epoch, num_epochs, first_step) -> tf.data.Dataset:
+    return tfs.data.make_epochs(
       self.source.train,
       tfs.data.PipelineOptions(self.global_batch_size, seed=self.seed),
       first_epoch,
@@ -136,7 +164,29 @@ class TrainingData:
       steps_per_epoch=self.steps_per_epoch,
       first_step=first_step,
     )
-    return strategy.experimental_distribute_dataset(batches)
+
+  def in_groups_of(self, steps: int) -> TrainingData:
+    """The same data, with a multiple of `steps` as steps_per_epoch.
+
+    Of a group that does not fit into an epoch, Keras (`steps_per_execution`)
+    would take the rest from the next one.
+
+    Raises:
+      DataError: an epoch has fewer steps than a group.
+    """
+    groups = self.steps_per_epoch // steps
+    if not groups:
+      raise tfs.errors.DataError(
+        f'{self.steps_per_epoch} steps an epoch make no group of {steps}; '
+        f'expected steps_per_execution={self.steps_per_epoch} at most'
+      )
+    left_out = self.steps_per_epoch - groups * steps
+    if left_out:
+      print(
+        f'The last {left_out} steps of each epoch make no group of {steps} and '
+        'are left out.'
+      )
+    return dataclasses.replace(self, steps_per_epoch=groups * steps)
 
   def test(self, strategy: tf.distribute.Strategy):
     """The batches of the whole test split, in order."""
@@ -145,12 +195,18 @@ class TrainingData:
       tfs.data.PipelineOptions(_EVALUATION_BATCH_SIZE),
       training=False,
     )
-    return strategy.experimental_distribute_dataset(batches)
+    return _distribute(strategy, batches)
 
   def rows_in_step(self, step: int) -> int:
     """Examples in a step of an epoch, counted from 0: the last has fewer."""
     left = self.source.train.num_examples - step * self.global_batch_size
     return min(self.global_batch_size, left)
+
+
+def _distribute(strategy, batches: tf.data.Dataset):
+  if isinstance(strategy, tfs.ParameterServerStrategy):
+    return batches  # Its chief hands out whole batches, of any data set.
+  return strategy.experimental_distribute_dataset(batches)
 
 
 def load_data(
@@ -219,6 +275,11 @@ class Setup:
     on all of them: each has a part.
     """
     return self.strategy.extended.should_checkpoint
+
+  def join(self) -> None:
+    """Waits for steps that workers still run, where steps run on workers."""
+    if hasattr(self.strategy, 'join'):
+      self.strategy.join()
 
 
 def set_up(

@@ -58,17 +58,45 @@ def train(
     optimizer = mnist_model.build_optimizer(options, setup.num_replicas)
     # Variables may not be made while the step is traced.
     optimizer.build(model.trainable_variables)
-    metrics = _Metrics()
+    metrics = Metrics()
   checkpoint, first_epoch = checkpointing.open_run(setup, model, optimizer)
   loop = _Loop(setup, model, optimizer, metrics)
+  batches = setup.data.train(setup.strategy, first_epoch, options.epochs)
+  outcome = run_epochs(setup, loop, checkpoint, first_epoch, batches)
+
+  if options.save_weights:
+    variables = checkpointing.state_variables(model, optimizer)
+    training_report.write_weights(
+      variables, options.save_weights, setup.strategy
+    )
+  return training_report.build('mnist_custom_loop', setup, model, outcome)
+
+
+def run_epochs(
+  setup: mnist_common.Setup,
+  loop,
+  checkpoint: checkpointing.RunCheckpoint | None,
+  first_epoch: int,
+  batches,
+) -> training_report.Outcome:
+  """Trains epoch by epoch; shows, logs and saves each.
+
+  Args:
+    setup: of the run.
+    loop: has `train_epoch(epoch, iterator)` and `evaluate()`, which return loss
+      and accuracy, and a `throughput`.
+    checkpoint: where each epoch is saved, if it is.
+    first_epoch: epochs that are done.
+    batches: of all epochs from there on, distributed over the strategy.
+  """
+  options = setup.options
   logger = training_report.ScalarLogger(
     options.log_dir if setup.is_chief else None
   )
-
-  batches = iter(setup.data.train(setup.strategy, first_epoch, options.epochs))
+  iterator = iter(batches)
   train_results = test_results = None
   for epoch in range(first_epoch, options.epochs):
-    train_results = loop.train_epoch(epoch, batches)
+    train_results = loop.train_epoch(epoch, iterator)
     test_results = loop.evaluate()
     if options.verbose and setup.is_chief:
       _print_epoch(epoch, options.epochs, train_results, test_results)
@@ -77,16 +105,9 @@ def train(
       checkpoint.save(epochs_done=epoch + 1)
   if test_results is None:  # Every epoch had been done before.
     test_results = loop.evaluate()
-
-  if options.save_weights:
-    variables = checkpointing.state_variables(model, optimizer)
-    training_report.write_weights(
-      variables, options.save_weights, setup.strategy
-    )
-  outcome = training_report.Outcome(
+  return training_report.Outcome(
     first_epoch, test_results, train_results, loop.throughput
   )
-  return training_report.build('mnist_custom_loop', setup, model, outcome)
 
 
 class _Loop:
@@ -128,45 +149,45 @@ class _Loop:
     results = self._metrics.results()  # Every worker reads: each has a part.
     if not self._is_chief:
       return
-    rate = self.throughput.current
-    print(
-      f'epoch {epoch + 1}, step {step + 1}/{self._data.steps_per_epoch}: '
-      f'loss {results["loss"]:.4f}, '
-      f'{"- " if rate is None else f"{rate:,.0f} "}examples/s',
-      flush=True,
-    )
+    print_step(epoch, step, self._data, results['loss'], self.throughput)
 
 
-class _Metrics:
+class Metrics:
   """Mean loss and accuracy over all rows that all replicas have seen.
 
   Made in the strategy's scope, each replica adds to a part of its own, and
-  reading adds the parts up: exact however the rows are shared out.
+  reading adds the parts up: exact however the rows are shared out. (With
+  parameter servers there is one part, on a server.)
   """
 
   def __init__(self):
     self._loss = keras.metrics.Mean(name='loss')
     self._accuracy = keras.metrics.SparseCategoricalAccuracy(name='accuracy')
 
-  def update(self, labels, logits, losses):
+  def update(
+    self, labels: tf.Tensor, logits: tf.Tensor, losses: tf.Tensor
+  ) -> None:
+    """Adds the rows of a replica's step."""
     self._loss.update_state(losses)
     self._accuracy.update_state(labels, logits)
 
   def results(self) -> dict[str, float]:
+    """The means since the last reset."""
     return {m.name: float(m.result()) for m in (self._loss, self._accuracy)}
 
-  def reset(self):
+  def reset(self) -> None:
+    """Forgets all rows."""
     for metric in (self._loss, self._accuracy):
       metric.reset_state()
 
 
-def make_train_step(
-  strategy: tf.distribute.Strategy,
+def make_replica_step(
   model: keras.Model,
   optimizer: keras.optimizers.Optimizer,
-  metrics: _Metrics,
+  metrics: Metrics,
+  replicas: int,
 ) -> Callable:
-  """Returns a graph that takes one global batch and trains on it.
+  """Returns what a replica does with its part of a batch.
 
   Each replica's loss is the mean over its own rows, divided by the number of
   replicas. DistributedOptimizer weighs the gradients by rows, its default, so
@@ -175,7 +196,6 @@ def make_train_step(
   number of rows in the batch, which the last one of an epoch does not share
   with the others.
   """
-  replicas = strategy.num_replicas_in_sync
 
   def replica_step(batch):
     images, labels = batch
@@ -184,12 +204,28 @@ def make_train_step(
       losses = keras.losses.sparse_categorical_crossentropy(
         labels, logits, from_logits=True
       )
-      loss = optimizer.scale_loss(tf.reduce_mean(losses) / replicas)
+      loss = tf.reduce_mean(losses)
+      scaled_loss = optimizer.scale_loss(loss / replicas)
     gradients = tape.gradient(
-      loss, [v.value for v in model.trainable_variables]
+      scaled_loss, [v.value for v in model.trainable_variables]
     )
     optimizer.apply(gradients, model.trainable_variables)
     metrics.update(labels, logits, losses)
+    return loss
+
+  return replica_step
+
+
+def make_train_step(
+  strategy: tf.distribute.Strategy,
+  model: keras.Model,
+  optimizer: keras.optimizers.Optimizer,
+  metrics: Metrics,
+) -> Callable:
+  """Returns a graph that takes one global batch and trains on it."""
+  replica_step = make_replica_step(
+    model, optimizer, metrics, strategy.num_replicas_in_sync
+  )
 
   @tf.function
   def train_step(batches):
@@ -198,10 +234,8 @@ def make_train_step(
   return train_step
 
 
-def make_test_step(
-  strategy: tf.distribute.Strategy, model: keras.Model, metrics: _Metrics
-) -> Callable:
-  """Returns a graph that adds one batch to the metrics."""
+def make_replica_test_step(model: keras.Model, metrics: Metrics) -> Callable:
+  """Returns what a replica does to add its part of a batch to the metrics."""
 
   def replica_step(batch):
     images, labels = batch
@@ -210,12 +244,39 @@ def make_test_step(
       labels, logits, from_logits=True
     )
     metrics.update(labels, logits, losses)
+    return tf.reduce_mean(losses)
+
+  return replica_step
+
+
+def make_test_step(
+  strategy: tf.distribute.Strategy, model: keras.Model, metrics: Metrics
+) -> Callable:
+  """Returns a graph that adds one batch to the metrics."""
+  replica_step = make_replica_test_step(model, metrics)
 
   @tf.function
   def test_step(batch):
     strategy.run(replica_step, args=(batch,))
 
   return test_step
+
+
+def print_step(
+  epoch: int,
+  step: int,
+  data: mnist_common.TrainingData,
+  loss: float,
+  throughput: training_report.Throughput,
+) -> None:
+  """Shows how far an epoch has come; both numbers count from 0."""
+  rate = throughput.current
+  print(
+    f'epoch {epoch + 1}, step {step + 1}/{data.steps_per_epoch}: '
+    f'loss {loss:.4f}, '
+    f'{"- " if rate is None else f"{rate:,.0f} "}examples/s',
+    flush=True,
+  )
 
 
 def _print_epoch(epoch, epochs, train_results, test_results) -> None:

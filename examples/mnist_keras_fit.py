@@ -23,7 +23,7 @@ result to the last bit; `--report_json` writes what the summary shows and more.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import keras
 
@@ -68,67 +68,104 @@ def train(
 
 def _train(setup, job=None) -> dict[str, object]:
   """Trains from the start, or from where a checkpoint or a job has come to."""
-  options = setup.options
+  data, strategy, epochs = setup.data, setup.strategy, setup.options.epochs
   model = build_compiled(setup)
   if job is not None:
     job.restore(model)
-    checkpoint, first_epoch = None, job.epoch
+    outcome = run_fit(
+      setup,
+      model,
+      None,
+      job.epoch,
+      lambda **arguments: job.fit(
+        model,
+        lambda epoch, step: data.train(strategy, epoch, epochs, step),
+        epochs,
+        data.steps_per_epoch,
+        **arguments,
+      ),
+    )
   else:
     checkpoint, first_epoch = checkpointing.open_run(
       setup, model, model.optimizer
     )
-  test_set = setup.data.test(setup.strategy)
-  throughput = training_report.Throughput()
-  arguments = {
-    'validation_data': test_set,
-    'validation_steps': setup.data.test_steps,
-    'callbacks': _callbacks(setup, throughput, checkpoint),
-    'shuffle': False,  # The stream of batches is shuffled.
-    'verbose': _verbosity(options.verbose and setup.is_chief),
-  }
-  history = None
-  if job is not None:
-    history = job.fit(
-      model,
-      lambda epoch, step: setup.data.train(
-        setup.strategy, epoch, options.epochs, step
-      ),
-      options.epochs,
-      setup.data.steps_per_epoch,
-      **arguments,
+    batches = data.train(strategy, first_epoch, epochs)
+    outcome = fit_batches(setup, model, checkpoint, first_epoch, batches)
+  if setup.options.save_weights:
+    variables = checkpointing.state_variables(model, model.optimizer)
+    training_report.write_weights(
+      variables, setup.options.save_weights, strategy
     )
-  elif first_epoch < options.epochs:
-    history = model.fit(
-      setup.data.train(setup.strategy, first_epoch, options.epochs),
+  return training_report.build('mnist_keras_fit', setup, model, outcome)
+
+
+def fit_batches(
+  setup: mnist_common.Setup,
+  model: keras.Model,
+  checkpoint: checkpointing.RunCheckpoint | None,
+  first_epoch: int,
+  batches,
+) -> training_report.Outcome:
+  """Trains on the batches of all epochs from `first_epoch` on, and evaluates.
+
+  Args:
+    setup: of the run.
+    model: compiled.
+    checkpoint: where each epoch is saved, if it is.
+    first_epoch: epochs that are done.
+    batches: distributed over the strategy.
+  """
+  if first_epoch >= setup.options.epochs:  # Every epoch had been done before.
+    return run_fit(setup, model, checkpoint, first_epoch, lambda **_: None)
+  return run_fit(
+    setup,
+    model,
+    checkpoint,
+    first_epoch,
+    lambda **arguments: model.fit(
+      batches,
       initial_epoch=first_epoch,
-      epochs=options.epochs,
+      epochs=setup.options.epochs,
       steps_per_epoch=setup.data.steps_per_epoch,
       **arguments,
-    )
+    ),
+  )
+
+
+def run_fit(
+  setup: mnist_common.Setup,
+  model: keras.Model,
+  checkpoint: checkpointing.RunCheckpoint | None,
+  first_epoch: int,
+  fit: Callable[..., keras.callbacks.History | None],
+) -> training_report.Outcome:
+  """Trains by `fit`, given the arguments that all runs share, and evaluates."""
+  test_set = setup.data.test(setup.strategy)
+  throughput = training_report.Throughput()
+  history = fit(
+    validation_data=test_set,
+    validation_steps=setup.data.test_steps,
+    callbacks=_callbacks(setup, throughput, checkpoint),
+    shuffle=False,  # The stream of batches is shuffled.
+    verbose=_verbosity(setup.options.verbose and setup.is_chief),
+  )
   if history is not None:
     results = {name: values[-1] for name, values in history.history.items()}
-  else:  # Every epoch had been done before.
+  else:
     evaluated = model.evaluate(
       test_set, steps=setup.data.test_steps, return_dict=True, verbose=0
     )
     results = {f'val_{name}': value for name, value in evaluated.items()}
-
-  if options.save_weights:
-    variables = checkpointing.state_variables(model, model.optimizer)
-    training_report.write_weights(
-      variables, options.save_weights, setup.strategy
-    )
-  outcome = training_report.Outcome(
+  return training_report.Outcome(
     first_epoch=first_epoch,
     test=_split_results(results, 'val_'),
     train=_split_results(results, ''),
     throughput=throughput,
   )
-  return training_report.build('mnist_keras_fit', setup, model, outcome)
 
 
 def _callbacks(setup, throughput, checkpoint):
-  callbacks = [_MeasureThroughput(throughput, setup.data)]
+  callbacks = [_MeasureThroughput(throughput, setup)]
   if not setup.is_chief:
     return callbacks
   if checkpoint is not None:
@@ -138,7 +175,9 @@ def _callbacks(setup, throughput, checkpoint):
   return callbacks
 
 
-def build_compiled(setup: mnist_common.Setup) -> keras.Model:
+def build_compiled(
+  setup: mnist_common.Setup, steps_per_execution: int = 1
+) -> keras.Model:
   """Returns the model, with its variables where the strategy wants them."""
   options = setup.options
   with setup.strategy.scope():
@@ -152,6 +191,7 @@ def build_compiled(setup: mnist_common.Setup) -> keras.Model:
       # XLA would compile one replica's step, but not one that waits for
       # others: one device and several would run different kernels.
       jit_compile=False,
+      steps_per_execution=steps_per_execution,
     )
     # There must be variables to restore before the first step.
     model.optimizer.build(model.trainable_variables)
@@ -161,16 +201,25 @@ def build_compiled(setup: mnist_common.Setup) -> keras.Model:
 class _MeasureThroughput(keras.callbacks.Callback):
   """Tells a `Throughput` when steps and epochs end."""
 
-  def __init__(self, throughput, data):
+  def __init__(self, throughput, setup):
     super().__init__()
     self._throughput = throughput
-    self._data = data
+    self._setup = setup
+    self._first = 0
 
   def on_epoch_begin(self, epoch, logs=None):
     self._throughput.start_epoch()
 
+  def on_train_batch_begin(self, batch, logs=None):
+    self._first = batch
+
   def on_train_batch_end(self, batch, logs=None):
-    self._throughput.end_step(self._data.rows_in_step(batch))
+    data = self._setup.data
+    end = self._first + self.model.steps_per_execution
+    if end >= data.steps_per_epoch:
+      self._setup.join()
+    rows = map(data.rows_in_step, range(self._first, end))
+    self._throughput.end_step(sum(rows))
 
   def on_epoch_end(self, epoch, logs=None):
     self._throughput.end_epoch()

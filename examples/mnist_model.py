@@ -100,7 +100,8 @@ def build_optimizer(
 
   The wrapper reduces gradients over replicas, weighted by rows, before the
   optimizer sees them. Loss scaling goes around it, where `compile` would put
-  it too. TensorFlow's own mirrored strategy has no such wrapper.
+  it too. TensorFlow's own mirrored strategy has no such wrapper, and a worker
+  with parameter servers needs none: it is the only replica of its step.
   """
   rate = peak_learning_rate(options, num_replicas)
   if options.warmup_steps:
@@ -109,7 +110,7 @@ def build_optimizer(
     optimizer = keras.optimizers.SGD(rate, momentum=0.9, name='sgd')
   else:
     optimizer = keras.optimizers.Adam(rate, name='adam')
-  if options.strategy != 'mirrored':
+  if options.strategy not in ('mirrored', 'parameter_server'):
     optimizer = tfs.keras.DistributedOptimizer(optimizer)
   if options.mixed_precision == 'mixed_float16':
     optimizer = keras.optimizers.LossScaleOptimizer(

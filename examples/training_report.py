@@ -79,12 +79,14 @@ class Outcome:
     train: the same, averaged over the last epoch as it was trained; None if
       every epoch had been done before.
     throughput: examples a second of this run.
+    first_step: steps of the epoch after those that were restored too.
   """
 
   first_epoch: int
   test: dict[str, float]
   train: dict[str, float] | None
   throughput: Throughput
+  first_step: int = 0
 
 
 def build(
@@ -114,7 +116,8 @@ def build(
     'seed': options.seed,
     'epochs': epochs,
     'steps': epochs * data.steps_per_epoch,
-    'steps_this_run': (epochs - outcome.first_epoch) * data.steps_per_epoch,
+    'steps_this_run': (epochs - outcome.first_epoch) * data.steps_per_epoch
+    - outcome.first_step,
     'train': outcome.train,
     'test': outcome.test,
     'examples_per_second': outcome.throughput.examples_per_second,
@@ -131,8 +134,13 @@ def build(
 
 def summary(report: dict[str, object]) -> str:
   """The report in a few lines."""
+  servers = report.get('parameter_server')
+  if servers:
+    tasks = f'{servers["workers"]} workers, {servers["servers"]} servers'
+  else:
+    tasks = f'{report["replicas"]} replicas'
   lines = [
-    f'{report["strategy"]}: {report["replicas"]} replicas, {report["model"]} of '
+    f'{report["strategy"]}: {tasks}, {report["model"]} of '
     f'{report["parameters"]:,} parameters on {report["dataset"]}, '
     f'{report["steps"]:,} steps of {report["global_batch_size"]} examples'
   ]
@@ -144,7 +152,10 @@ def summary(report: dict[str, object]) -> str:
       )
   if report['examples_per_second']:
     lines.append(f'  speed {report["examples_per_second"]:,.0f} examples/s')
-  lines.append(f'  {_describe_all_reduce(report)}')
+  if servers:
+    lines.append(f'  {_describe_servers(servers)}')
+  else:
+    lines.append(f'  {_describe_all_reduce(report)}')
   return '\n'.join(lines)
 
 
@@ -234,6 +245,17 @@ def _all_reduce(setup) -> dict[str, object]:
       'counts nothing'
     )
   return {'is_counted': False, 'reason': reason}
+
+
+def _describe_servers(servers) -> str:
+  staleness = ', '.join(
+    f'{count:,} by {steps}' for steps, count in servers['staleness'].items()
+  )
+  sizes = ' + '.join(f'{n / 1e6:,.2f}' for n in servers['bytes_per_server'])
+  return (
+    f'{servers["mode"]}: {sizes} MB on the servers; steps by staleness: '
+    f'{staleness or "none"}; {servers["dropped"]:,} gradients dropped'
+  )
 
 
 def _describe_all_reduce(report) -> str:

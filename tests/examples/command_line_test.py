@@ -97,8 +97,14 @@ class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
     (
       'planned_strategy',
       'mnist_custom_loop',
+      '--strategy=central_storage',
+      "UnsupportedOptionError: strategy='central_storage' (planned",
+    ),
+    (
+      'strategy_of_another_example',
+      'mnist_keras_fit',
       '--strategy=parameter_server',
-      "UnsupportedOptionError: strategy='parameter_server' (planned",
+      'Way out: run python -m examples.mnist_parameter_server',
     ),
     (
       'missing_data',

@@ -8,7 +8,11 @@ import tensorflow as tf
 from absl import flags
 from absl.testing import parameterized
 
-from examples import common_flags
+from examples import (
+  common_flags,
+  mnist_parameter_server,
+  parameter_server_flags,
+)
 from tests import virtual_devices
 
 virtual_devices.configure_logical_cpus()
@@ -16,7 +20,11 @@ virtual_devices.configure_logical_cpus()
 
 class DocumentationTest(tf.test.TestCase, parameterized.TestCase):
   @parameterized.parameters(
-    'common_flags', 'mnist_model', 'training_report', 'compare_weights'
+    'common_flags',
+    'compare_weights',
+    'mnist_model',
+    'parameter_server_flags',
+    'training_report',
   )
   def test_docstrings_show_what_happens(self, name):
     module = importlib.import_module(f'examples.{name}')
@@ -36,6 +44,26 @@ class DocumentationTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(options.strategy, 'ring_mirrored')
     self.assertEqual(options.dataset, 'digits')
     self.assertEqual(flag_values.num_virtual_devices, 4)
+
+  def test_launch_commands_of_parameter_servers_parse(self):
+    text = mnist_parameter_server.__doc__.replace('\\\n', ' ')
+    commands = re.findall(r'^  (python -m .*)$', text, re.M)
+    self.assertLen(commands, 3)
+    loops = []
+    for command in commands:
+      launcher, _, program = command.rpartition(' -- ')
+      if launcher:
+        self.assertIn('--num_workers=2 --num_ps=2 --chief', launcher)
+      python, module, name, *arguments = program.split()
+      self.assertEqual([python, module], ['python', '-m'])
+      self.assertEqual(name, 'examples.mnist_parameter_server')
+      flag_values = flags.FlagValues()
+      parameter_server_flags.define(flag_values)
+      flag_values([name, *arguments])
+      options = parameter_server_flags.parse(flag_values)
+      self.assertEqual(options.dataset, 'digits')
+      loops.append(options.loop)
+    self.assertEqual(loops, ['fit', 'custom', 'fit'])
 
 
 if __name__ == '__main__':

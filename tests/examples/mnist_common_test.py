@@ -33,6 +33,19 @@ def _batches(data, first_epoch, num_epochs, devices=('CPU:0',)):
   return batches
 
 
+class _ReadsByWorkers:
+  """Calls a data set function as a strategy with so many workers does."""
+
+  def __init__(self, num_workers):
+    self._num_workers = num_workers
+
+  def distribute_datasets_from_function(self, dataset_fn):
+    return [
+      dataset_fn(tf.distribute.InputContext(self._num_workers, i))
+      for i in range(self._num_workers)
+    ]
+
+
 def _whole_batches(data, first_epoch, num_epochs):
   return [batch for (batch,) in _batches(data, first_epoch, num_epochs)]
 
@@ -63,6 +76,30 @@ class TrainingDataTest(tf.test.TestCase, parameterized.TestCase):
     stream = data.train(tfs.create_strategy('one_device'), 0, 1)
     first, second = next(iter(stream)), next(iter(stream))
     self.assertAllEqual(first[0], second[0])
+
+  def test_workers_read_the_same_batches(self):
+    data = mnist_common.load_data(_options(), num_replicas=1)
+    whole = _whole_batches(data, 1, 3)[2:]
+    strategy = _ReadsByWorkers(3)
+    parts = data.train_on_workers(strategy, 1, 3, first_step=2)
+    self.assertEqual([len(list(part)) for part in parts], [6, 5, 5])
+    read = {}
+    for i, part in enumerate(parts):
+      for j, (pixels, labels) in enumerate(part):
+        read[i + 3 * j] = (
+          pixels.numpy()[:, :3, 0, 0] + 10.0 * labels.numpy()[:, None]
+        )
+    self.assertLen(read, len(whole))
+    for i, batch in enumerate(whole):
+      self.assertAllEqual(batch, read[i])
+
+  def test_groups_of_steps_do_not_cross_epochs(self):
+    data = mnist_common.load_data(_options(), num_replicas=1)
+    self.assertEqual(data.in_groups_of(1).steps_per_epoch, 9)
+    self.assertEqual(data.in_groups_of(4).steps_per_epoch, 8)
+    self.assertEqual(data.in_groups_of(9).steps_per_epoch, 9)
+    with self.assertRaisesRegex(tfs.errors.DataError, '9 steps .* of 10'):
+      data.in_groups_of(10)
 
   def test_replicas_share_each_batch_evenly(self):
     options = common_flags.TrainingOptions(

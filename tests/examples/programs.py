@@ -5,7 +5,7 @@ import pathlib
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import examples
 
@@ -20,9 +20,16 @@ class Program:
     name: module in `examples`.
     *flags: its command line.
     output: path of a file for stdout and stderr.
+    launcher: flags of the launcher, for a job of several tasks.
   """
 
-  def __init__(self, name: str, *flags: str, output: str):
+  def __init__(
+    self, name: str, *flags: str, output: str, launcher: Sequence[str] = ()
+  ):
+    command = [sys.executable, '-m', f'examples.{name}', *flags]
+    if launcher:
+      launch = [sys.executable, '-m', 'tf_strategies.launch']
+      command = [*launch, *launcher, '--', *command]
     self._output = output
     # The caller's idea of a cluster or of devices must not reach it.
     environment = {k: v for k, v in os.environ.items() if k != 'TF_CONFIG'}
@@ -30,7 +37,7 @@ class Program:
     environment['PYTHONUNBUFFERED'] = '1'
     with open(output, 'wb') as f:
       self._process = subprocess.Popen(
-        [sys.executable, '-m', f'examples.{name}', *flags],
+        command,
         stdout=f,
         stderr=subprocess.STDOUT,
         cwd=_ROOT,

@@ -1,0 +1,276 @@
+"""The parameter server example: real jobs, and one device without a cluster."""
+
+import dataclasses
+import json
+import os
+
+import pytest
+import tensorflow as tf
+from absl import flags
+from absl.testing import parameterized
+
+import tf_strategies as tfs
+from examples import (
+  common_flags,
+  compare_weights,
+  mnist_custom_loop,
+  mnist_keras_fit,
+  mnist_parameter_server,
+  parameter_server_flags,
+)
+from tests import virtual_devices
+from tests.examples import programs
+
+virtual_devices.configure_logical_cpus()
+
+_JOB = ('--num_workers=2', '--num_ps=2', '--chief')
+# 1,437 digits in batches of 64.
+_STEPS_PER_EPOCH = 23
+_EPOCHS = 6
+
+_SHORT = parameter_server_flags.ParameterServerOptions(
+  dataset='digits', model='mlp', steps_per_epoch=3, epochs=2, verbose=False
+)
+
+
+class FlagsTest(parameterized.TestCase):
+  def _parse(self, *arguments):
+    flag_values = flags.FlagValues()
+    parameter_server_flags.define(flag_values)
+    flag_values(['program', *arguments])
+    return parameter_server_flags.parse(flag_values)
+
+  def test_every_option_of_the_strategy_has_a_flag(self):
+    options = self._parse(
+      '--mode=sync',
+      '--backup_workers=1',
+      '--max_staleness=2',
+      '--local_steps=3',
+      '--checkpoint_dir=here',
+      '--checkpoint_steps=4',
+    )
+    self.assertEqual(
+      options.strategy_options(),
+      {
+        'mode': 'sync',
+        'backup_workers': 1,
+        'max_staleness': 2,
+        'local_steps': 3,
+        'checkpoint_dir': 'here',
+        'checkpoint_steps': 4,
+      },
+    )
+    self.assertEqual(options.strategy, 'parameter_server')
+    self.assertEqual(options.epochs, 3)
+
+  def test_large_variables_are_cut(self):
+    options = self._parse('--variable_partitions=3')
+    partitioner = options.strategy_options()['variable_partitioner']
+    hidden, logits = (
+      partitioner(tf.TensorShape(shape), tf.float32)
+      for shape in ([512, 128], [128, 10])
+    )
+    self.assertEqual(list(hidden), [3, 1])
+    self.assertEqual(list(logits), [1, 1])
+
+  @parameterized.parameters(
+    '--mode=asynchronous',
+    '--loop=keras',
+    '--backup_workers=-1',
+    '--local_steps=0',
+    '--steps_per_execution=0',
+    '--variable_partitions=-1',
+  )
+  def test_bad_value_is_refused(self, argument):
+    with self.assertRaises(flags.IllegalFlagValueError):
+      self._parse(argument)
+
+  def test_groups_of_steps_need_fit(self):
+    with self.assertRaisesRegex(
+      tfs.errors.UnsupportedOptionError, "=2 with loop='custom'"
+    ):
+      self._parse('--steps_per_execution=2', '--loop=custom')
+
+
+class OneDeviceTest(tf.test.TestCase, parameterized.TestCase):
+  def _train(self, train, options, **changes):
+    path = os.path.join(self.create_tempdir().full_path, 'weights.npz')
+    train(dataclasses.replace(options, save_weights=path, **changes))
+    return compare_weights.read(path)
+
+  @parameterized.named_parameters(
+    ('fit', 'fit', mnist_keras_fit.train),
+    ('loop', 'custom', mnist_custom_loop.train),
+  )
+  def test_trains_what_the_other_example_trains(self, loop, train):
+    common = {
+      field.name: getattr(_SHORT, field.name)
+      for field in dataclasses.fields(common_flags.TrainingOptions)
+    }
+    other = common_flags.TrainingOptions(**{**common, 'strategy': 'one_device'})
+    expected = self._train(train, other)
+    for changes in ({}, {'worker_input': True}):
+      found = self._train(
+        mnist_parameter_server.run, _SHORT, loop=loop, **changes
+      )
+      largest, name = compare_weights.largest_difference(expected, found)
+      self.assertLessEqual(largest, 1e-6, name)
+
+  @parameterized.parameters('fit', 'custom')
+  def test_resumes_after_an_epoch(self, loop):
+    straight = self._train(mnist_parameter_server.run, _SHORT, loop=loop)
+    directory = self.create_tempdir().full_path
+    options = dataclasses.replace(_SHORT, loop=loop, checkpoint_dir=directory)
+    mnist_parameter_server.run(dataclasses.replace(options, epochs=1))
+    resumed = self._train(mnist_parameter_server.run, options)
+    self.assertEqual(
+      compare_weights.largest_difference(straight, resumed)[0], 0
+    )
+
+  def test_report_has_no_servers(self):
+    options = dataclasses.replace(_SHORT, steps_per_execution=2)
+    report = mnist_parameter_server.run(options)
+    self.assertIsNone(report['parameter_server'])
+    # Of three steps an epoch, the last one makes no group of two.
+    self.assertEqual(report['steps'], 4)
+    self.assertEqual(report['iterations'], 4)
+
+
+@pytest.mark.multi_process
+class JobTest(tf.test.TestCase, parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    self._directory = self.create_tempdir().full_path
+
+  def _path(self, name):
+    return os.path.join(self._directory, name)
+
+  def _run(self, *arguments, launcher=_JOB):
+    """Runs a job that must end well; its report."""
+    report = self._path('report.json')
+    program = programs.Program(
+      'mnist_parameter_server',
+      '--dataset=digits',
+      f'--report_json={report}',
+      *arguments,
+      output=self._path('output'),
+      launcher=launcher,
+    )
+    self.addCleanup(program.kill)
+    self.assertEqual(program.wait(), 0, program.output()[-5000:])
+    self._output = program.output()
+    with open(report, encoding='utf-8') as f:
+      return json.load(f)
+
+  def _check(self, report, steps):
+    self.assertEqual(report['steps'], steps)
+    self.assertEqual(report['iterations'], steps)
+    servers = report['parameter_server']
+    self.assertEqual((servers['workers'], servers['servers']), (2, 2))
+    # Every step of this run was a worker's, and none of them was counted twice.
+    self.assertEqual(servers['steps'], report['steps_this_run'])
+    # The weights, and the optimizer's momenta.
+    self.assertGreater(
+      sum(servers['bytes_per_server']), 2 * 4 * report['parameters']
+    )
+    self.assertGreater(min(servers['bytes_per_server']), 0)
+    for split in ('train', 'test'):
+      self.assertBetween(report[split]['accuracy'], 0, 1)
+    return servers
+
+  def _check_learns(self, *arguments):
+    """Runs six epochs; what the strategy counted."""
+    report = self._run(*arguments, f'--epochs={_EPOCHS}', '--min_accuracy=0.8')
+    self.assertIn('[chief 0] parameter_server: 2 workers', self._output)
+    return self._check(report, _EPOCHS * _STEPS_PER_EPOCH)
+
+  @parameterized.named_parameters(
+    ('fit_async', 'async', ('--loop=fit', '--variable_partitions=2')),
+    (
+      'loop_bounded',
+      'bounded',
+      ('--loop=custom', '--max_staleness=2', '--worker_input'),
+    ),
+  )
+  def test_learns(self, mode, arguments):
+    servers = self._check_learns(f'--mode={mode}', *arguments)
+    self.assertEqual(servers['mode'], mode)
+
+  @parameterized.named_parameters(
+    ('backup_workers', '--mode=sync', '--backup_workers=1'),
+    # The differences of both workers are added.
+    ('local_steps', '--local_steps=4', '--learning_rate=0.01'),
+    (
+      'local_steps_loop',
+      '--local_steps=4',
+      '--learning_rate=0.01',
+      '--loop=custom',
+    ),
+    ('bounded_fit', '--mode=bounded', '--worker_input'),
+    ('adam', '--optimizer=adam', '--worker_input'),
+    ('mixed', '--mixed_precision=mixed_bfloat16', '--loop=custom'),
+  )
+  @pytest.mark.soak
+  def test_learns_with(self, *arguments):
+    self._check_learns(*arguments)
+
+  @pytest.mark.soak
+  def test_groups_of_steps_learn(self):
+    report = self._run(
+      '--steps_per_execution=4', '--worker_input', f'--epochs={_EPOCHS}'
+    )
+    # 20 of 23 steps an epoch.
+    self._check(report, _EPOCHS * 20)
+
+  @parameterized.parameters('fit', 'custom')
+  def test_synchronous_job_equals_one_device(self, loop):
+    one, two = self._path('one.npz'), self._path('two.npz')
+    report = self._run(
+      '--mode=sync',
+      f'--loop={loop}',
+      '--epochs=1',
+      '--model=mlp',
+      f'--save_weights={two}',
+    )
+    self._check(report, _STEPS_PER_EPOCH)
+    mnist_parameter_server.run(
+      dataclasses.replace(
+        _SHORT, epochs=1, steps_per_epoch=None, save_weights=one
+      )
+    )
+    largest, name = compare_weights.largest_difference(
+      compare_weights.read(one), compare_weights.read(two)
+    )
+    self.assertLessEqual(largest, 1e-5, name)
+
+  @pytest.mark.soak
+  def test_loop_resumes_within_an_epoch(self):
+    arguments = (
+      '--loop=custom',
+      f'--checkpoint_dir={self._path("checkpoints")}',
+      '--checkpoint_steps=15',
+    )
+    self._run(*arguments, '--epochs=1')
+    report = self._run(*arguments, '--epochs=2')
+    self._check(report, 2 * _STEPS_PER_EPOCH)
+    self.assertEqual(report['steps_this_run'], 2 * _STEPS_PER_EPOCH - 15)
+
+  @pytest.mark.soak
+  def test_evaluator_evaluates_checkpoints(self):
+    directory = self._path('checkpoints')
+    report = self._run(
+      f'--checkpoint_dir={directory}',
+      '--checkpoint_steps=5',
+      '--epochs=20',
+      launcher=(*_JOB, '--evaluator'),
+    )
+    self._check(report, 20 * _STEPS_PER_EPOCH)
+    # The launcher ends it with the chief, perhaps before the last of them.
+    self.assertRegex(
+      self._output, rf'\[evaluator 0\] .*Evaluated {directory}.*accuracy'
+    )
+    self.assertIn('finished', os.listdir(directory))
+
+
+if __name__ == '__main__':
+  tf.test.main()
