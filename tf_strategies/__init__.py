@@ -46,6 +46,7 @@ if TYPE_CHECKING:
   )
   from tf_strategies.training import elastic
   from tf_strategies.training.elastic import ElasticOptions
+  from tf_strategies.training.resume_fit import ResumeFit
   from tf_strategies.training.sidecar_evaluator import SidecarEvaluator
 
 __all__ = [
@@ -59,6 +60,7 @@ __all__ = [
   'MultiWorkerRingStrategy',
   'NaiveAllReduce',
   'ParameterServerStrategy',
+  'ResumeFit',
   'RingAllReduce',
   'RingMirroredStrategy',
   'RingOptions',
@@ -88,6 +90,7 @@ _HOMES = {
   'STRATEGY_NAMES': 'strategies',
   'SidecarEvaluator': 'training.sidecar_evaluator',
   'create_strategy': 'strategies',
+  'ResumeFit': 'training.resume_fit',
   'RingOptions': 'strategies',
 }
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -62,15 +62,19 @@ class Source:
 
   Args:
     dataset: whose epoch this is.
+    done: elements of each split that a run before a restart has trained on.
   """
 
-  def __init__(self, dataset: DrawnDataset):
+  def __init__(self, dataset: DrawnDataset, done: Sequence[int] = ()):
     self.dataset = dataset
     self._lock = threading.Lock()
     self._free = [Split(i, next(_keys)) for i in range(dataset.num_splits)]
+    self.splits = tuple(self._free)
+    for split, count in zip(self.splits, done, strict=False):
+      split.done = count
+    self._handed_out = sum(done)
     self._readers: dict[int, list[Reader]] = {}
     self._turn = itertools.count()
-    self._handed_out = 0
 
   @property
   def is_exhausted(self) -> bool:
@@ -141,6 +145,7 @@ class DrawnDataset(_tf_internal.DistributedDataset):
     dataset_fn: makes the data set of a split from a `tf.distribute.
       InputContext` with its number and the number of all.
     num_splits: number of splits.
+    take_resumption: tells once where a restarted run goes on.
   """
 
   # pylint: disable-next=super-init-not-called
@@ -148,9 +153,11 @@ class DrawnDataset(_tf_internal.DistributedDataset):
     self,
     dataset_fn: Callable[[tf.distribute.InputContext], tf.data.Dataset],
     num_splits: int,
+    take_resumption: Callable[[], Any] = lambda: None,
   ):
     self.num_splits = num_splits
     self._dataset_fn = dataset_fn
+    self.take_resumption = take_resumption
     self._openers: dict[int, Any] = {}
     self._lock = threading.Lock()
     with tf.device('/device:CPU:0'):
@@ -244,8 +251,9 @@ class DrawnIterator:
     return self
 
   def __next__(self):
-    if self._source is None:
-      self._source = Source(self._dataset)
+    resumed = self._dataset.take_resumption()
+    if self._source is None or resumed is not None:
+      self._source = Source(self._dataset, resumed.splits if resumed else ())
       # One structure for all steps: Keras traces it as a constant.
       self._step = tf.nest.map_structure(
         lambda s: DrawnTensor(s.shape, s.dtype, self._source),

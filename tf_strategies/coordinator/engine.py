@@ -189,10 +189,11 @@ class Engine(abc.ABC):
     if not self.pool.is_idle:
       self.pool.wait()
 
-  def count(self, worker: int, steps: int) -> None:
+  def count(self, task: Any, worker: int, steps: int) -> None:
     """Called under the pool's lock: a worker's steps have been applied."""
-    self.staleness.end(worker, steps)
-    self.steps_done += steps
+    if task.step.optimizers:
+      self.staleness.end(worker, steps)
+      self.steps_done += steps
 
   def finished(self, task: StepTask, worker: int) -> None:
     """Called under the pool's lock when a task is done."""
@@ -333,7 +334,8 @@ class StepTask(pool_lib.Task):
     self.function, self.discovery = engine.function(step, self._layout)
 
   def run(self, worker: int) -> None:
-    self._engine.staleness.start(worker)
+    if self.step.optimizers:
+      self._engine.staleness.start(worker)
     parcel = self._layout.encode(
       self._number, self._first, [b.arrays for b in self._batches]
     )
@@ -352,7 +354,7 @@ class StepTask(pool_lib.Task):
   def finish(self, worker: int) -> None:
     self.is_finished = True
     self._batches = ()
-    self._engine.count(worker, self.steps)
+    self._engine.count(self, worker, self.steps)
     self._engine.finished(self, worker)
 
 
@@ -385,10 +387,13 @@ class DrawTask(pool_lib.Task):
     return self._source.has_work_for(worker)
 
   def run(self, worker: int) -> None:
-    self._engine.staleness.start(worker)
+    if self.step.optimizers:
+      self._engine.staleness.start(worker)
     while self._done < self.steps:
       others = self._engine.others(worker)
       reader = self._reader = self._source.reader(worker, others)
+      if reader is None and not self._source.is_exhausted:
+        raise pool_lib.NotHereError
       if reader is None:
         break
       steps = self.steps if self._done == 0 else 1
@@ -421,7 +426,7 @@ class DrawTask(pool_lib.Task):
 
   def finish(self, worker: int) -> None:
     self.is_finished = True
-    self._engine.count(worker, self._done)
+    self._engine.count(self, worker, self._done)
     self._engine.finished(self, worker)
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import concurrent.futures
-import socket
 import threading
 import time
 
 from tf_strategies import _tf_internal, errors
 from tf_strategies.cluster import config as config_lib
+from tf_strategies.cluster import reachability
 
-_POLL_SECONDS = 0.2
 _PROBE_SECONDS = 10.0
 # A server's port opens a moment before it answers calls.
 _SETTLE_SECONDS = 0.3
@@ -39,6 +38,9 @@ class Liveness:
     """Where a task listens."""
     return self._addresses[job, index]
 
+  def _by_name(self) -> dict[str, str]:
+    return {f'{job} {i}': a for (job, i), a in self._addresses.items()}
+
   def dead_server(self) -> int | None:
     """Index of the first parameter server that is not the one we know."""
     for job, index in self._addresses:
@@ -49,15 +51,6 @@ class Liveness:
   def is_worker_alive(self, worker: int) -> bool:
     """Whether a worker is still the process that this one connected to."""
     return _tf_internal.is_task_alive('worker', worker)
-
-  def is_listening(self, job: str, index: int) -> bool:
-    """Whether anybody accepts connections at a task's address."""
-    host, _, port = self._addresses[job, index].rpartition(':')
-    try:
-      socket.create_connection((host.strip('[]'), int(port)), 1.0).close()
-    except OSError:
-      return False
-    return True
 
   def server_error(self, server: int) -> errors.ParameterServerUnavailableError:
     """The error that names a dead parameter server."""
@@ -77,10 +70,8 @@ class Liveness:
     Returns:
       Whether it can be used.
     """
-    if not self.is_listening('worker', worker):
-      return False
     # The call waits for every task, so none may be missing.
-    if not all(self.is_listening(*task) for task in self._addresses):
+    if reachability.unreachable(self._by_name()):
       return False
     with self._lock:
       if self.is_worker_alive(worker):
@@ -95,21 +86,9 @@ class Liveness:
     Raises:
       RendezvousError: at the deadline; names the tasks that are missing.
     """
-    ends_at = time.monotonic() + deadline_seconds
-    missing = [t for t in self._addresses if not self.is_listening(*t)]
-    while missing:
-      if time.monotonic() > ends_at:
-        names = ', '.join(
-          f'{job} {index} at {self.address(job, index)}'
-          for job, index in missing
-        )
-        raise errors.RendezvousError(
-          f'did not come back within {deadline_seconds:g} s: {names}. Way out: '
-          'start it again, and this program again if it has ended; '
-          'recovery_timeout sets how long to wait.'
-        )
-      time.sleep(_POLL_SECONDS)
-      missing = [t for t in missing if not self.is_listening(*t)]
+    reachability.wait_for_tasks(
+      self._by_name(), deadline_seconds, 'to go on with training'
+    )
     with self._lock:
       time.sleep(_SETTLE_SECONDS)
       _tf_internal.connect_again()

@@ -30,6 +30,10 @@ _TRANSIENT = (
 )
 
 
+class NotHereError(Exception):
+  """A task that this worker cannot do, and another one can."""
+
+
 class Task(abc.ABC):
   """Something to be done on some worker, once.
 
@@ -214,6 +218,10 @@ class Pool:
       try:
         with _tf_internal.own_executor():
           task.run(worker)
+      except NotHereError:
+        with self.lock:
+          self._queue.appendleft(task)
+          self._end(worker)
       except Exception as e:
         self._handle(worker, task, e)
       else:

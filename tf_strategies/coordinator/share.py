@@ -76,6 +76,31 @@ class Contents:
       found.append((variable.server, tf.broadcast_to(value, variable.shape)))
     return [*found, (0, self.numbers)]
 
+  def sparse_tensors(self) -> list[tf.Tensor]:
+    """Those of which another share may have more or fewer rows."""
+    return [
+      tensor
+      for _, gradients, _ in self.calls
+      for gradient in gradients
+      if isinstance(gradient, tf.IndexedSlices)
+      for tensor in (gradient.values, gradient.indices)
+    ]
+
+
+class _Identities:
+  """A set of tensors, which cannot be compared."""
+
+  def __init__(self, tensors):
+    self._ids = {id(t) for t in tensors}
+
+  def __contains__(self, tensor):
+    return id(tensor) in self._ids
+
+
+def _slot_spec(tensor, is_sparse):
+  shape = [None, *tensor.shape[1:]] if is_sparse else tensor.shape
+  return tf.TensorSpec(shape, tensor.dtype)
+
 
 def _server_of(variable) -> int:
   return getattr(variable, 'value', variable).server
@@ -96,8 +121,9 @@ class Layout:
 
   def __init__(self, contents: Contents):
     self.contents = contents
+    sparse = _Identities(contents.sparse_tensors())
     self.parts = [
-      Part(server, tf.TensorSpec(t.shape, t.dtype))
+      Part(server, _slot_spec(t, t in sparse))
       for server, t in contents.tensors()
     ]
     self.servers = sorted({p.server for p in self.parts})
@@ -105,9 +131,7 @@ class Layout:
   def small(self, server: int) -> list[int]:
     """Indices of the parts that travel together to a server."""
     return [
-      i
-      for i, p in enumerate(self.parts)
-      if p.server == server and p.is_small
+      i for i, p in enumerate(self.parts) if p.server == server and p.is_small
     ]
 
   def large(self, server: int) -> list[int]:
@@ -366,6 +390,4 @@ def _mean(values, weights) -> tf.Tensor:
   """The mean of values, by weight; whole numbers are those of the first."""
   if weights[0] is None or not values[0].dtype.is_floating:
     return values[0]
-  return tf.add_n(
-    [_scaled(v, w) for v, w in zip(values, weights, strict=True)]
-  )
+  return tf.add_n([_scaled(v, w) for v, w in zip(values, weights, strict=True)])

@@ -216,9 +216,7 @@ class ShareTask(pool_lib.Task):
     self._ballot.add(self)
 
 
-def split(
-  batch: engine_lib.Batch, count: int
-) -> list[engine_lib.Batch]:
+def split(batch: engine_lib.Batch, count: int) -> list[engine_lib.Batch]:
   """The rows of a batch in `count` parts, as even as can be, none empty."""
   rows = {a.shape[0] if a.ndim else None for a in batch.arrays}
   if len(rows) != 1 or None in rows:

@@ -59,6 +59,7 @@ def discover(
   def trace(*flat):
     with look.tracing():
       outputs = run_step(parcel_lib.pack(structure, flat))
+    outputs = () if outputs is None else outputs
     outputs = tf.nest.map_structure(tf.convert_to_tensor, outputs)
     found['outputs'] = tf.nest.map_structure(
       lambda t: tf.TensorSpec(t.shape, t.dtype), outputs
@@ -262,6 +263,7 @@ class DrawingFunction(WorkerFunction):
 
 def report(outputs: Any, are_numbers: bool) -> Any:
   """What a step reports: its numbers as float64 [count], else its tensors."""
+  outputs = () if outputs is None else outputs
   flat = [tf.convert_to_tensor(t) for t in tf.nest.flatten(outputs)]
   if not are_numbers:
     return [tf.identity(t) for t in flat]

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tf_strategies import _tf_internal, errors
 from tf_strategies.cluster import config as config_lib
+from tf_strategies.cluster import reachability
 
 _WAY_OUT = (
   "list them in TF_CONFIG's cluster, as python -m tf_strategies.launch "
@@ -82,11 +83,18 @@ def resolver(
   )
 
 
-def connect(strategy) -> None:
+def connect(strategy, start_timeout: float) -> None:
   """Connects TensorFlow's runtime to the cluster, once a process.
 
   A process that connected to the same tasks before keeps that connection: a
   second one would cut off the variables of the first.
+
+  Args:
+    strategy: a `ParameterServerStrategy`.
+    start_timeout: seconds to wait for the tasks.
+
+  Raises:
+    RendezvousError: tasks that do not answer by then, by name.
   """
   # Without it a call to a dead task waits for it to come back.
   os.environ.setdefault('GRPC_FAIL_FAST', 'use_caller')
@@ -96,6 +104,12 @@ def connect(strategy) -> None:
     strategy._num_workers = spec.num_tasks('worker')  # pylint: disable=protected-access
     strategy._num_ps = spec.num_tasks('ps')  # pylint: disable=protected-access
     return
+  tasks = {
+    f'{job} {index}': address
+    for job in ('ps', 'worker')
+    for index, address in strategy.cluster.jobs[job].items()
+  }
+  reachability.wait_for_tasks(tasks, start_timeout, 'to train')
   strategy._connect_to_cluster(coordinator_name='chief')  # pylint: disable=protected-access
 
 

@@ -47,6 +47,13 @@ class ReplicaContext(tf.distribute.ReplicaContext):
   def all_reduce(self, reduce_op, value, options=None):
     """The value itself: each worker is the only replica of its step."""
     del reduce_op, options
+    if traced_step.current() is not None and self.strategy.shares_batches:
+      raise errors.UnsupportedOptionError(
+        "an all-reduce in a step of mode='sync', such as "
+        'BatchNormalization(synchronized=True),',
+        'layers that need nothing of the other shares of the batch',
+        "use synchronized=False, or mode='async'",
+      )
     return tf.nest.map_structure(
       lambda v: v if isinstance(v, tf.IndexedSlices) else tf.identity(v), value
     )

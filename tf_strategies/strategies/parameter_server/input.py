@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
 
-from tf_strategies import errors
-from tf_strategies.coordinator import drawn
+from tf_strategies import _tf_internal, errors
+from tf_strategies.coordinator import drawn, resumption
 
 
-class FedDataset:
+class FedDataset(_tf_internal.DistributedDataset):
   """A data set whose batches the coordinator reads and sends to workers.
 
   Each batch is handed to one step, and to another worker if the first is lost:
@@ -20,44 +22,58 @@ class FedDataset:
     dataset: of batches.
     stock: makes TensorFlow's own distributed data set, for
       `ClusterCoordinator.create_per_worker_dataset`, which calls this object.
+    take_resumption: tells once where a restarted run goes on.
   """
 
-  def __init__(self, dataset: tf.data.Dataset, stock):
+  # pylint: disable-next=super-init-not-called
+  def __init__(
+    self,
+    dataset: tf.data.Dataset,
+    stock: Callable[[tf.data.Dataset], Any],
+    take_resumption: Callable[[], resumption.Resumption | None],
+  ):
     self.dataset = dataset
     self._stock = stock
+    self._take_resumption = take_resumption
 
   @property
   def element_spec(self) -> Any:
     """Of one batch."""
     return self.dataset.element_spec
 
-  def __iter__(self):
-    return FedIterator(self.dataset)
+  def cardinality(self) -> int:
+    """Number of batches; negative as `tf.data.Dataset.cardinality`."""
+    return int(self.dataset.cardinality())
 
-  def __call__(self):
+  def __iter__(self) -> Iterator[Any]:
+    # Opened when the first batch is wanted: Keras asks for an iterator at the
+    # end of each epoch, for an epoch that may never come.
+    resumed = self._take_resumption()
+    if resumed is None:
+      yield from self.dataset
+    else:
+      yield from self._after(resumed.skip(self.cardinality()))
+
+  def _after(self, count):
+    """An iterator after so many batches, over several passes if need be."""
+    if self.cardinality() != tf.data.UNKNOWN_CARDINALITY:
+      return iter(self.dataset.skip(count))
+    iterator = iter(self.dataset)
+    while count:
+      skipped = sum(1 for _ in itertools.islice(iterator, count))
+      count -= skipped
+      if count:
+        iterator = iter(self.dataset)
+        if not skipped:
+          break
+    return iterator
+
+  def __call__(self) -> Any:
+    """TensorFlow's own distributed data set."""
     return self._stock(self.dataset)
 
 
-class FedIterator:
-  """Yields batches; the data set is opened when the first is wanted.
-
-  Keras opens an iterator at the end of each epoch for one that may never come.
-  """
-
-  def __init__(self, dataset):
-    self._dataset = dataset
-    self._iterator = None
-
-  def __iter__(self):
-    return self
-
-  def __next__(self):
-    if self._iterator is None:
-      self._iterator = iter(self._dataset)
-    return next(self._iterator)
-
-
-def feed(dataset, stock) -> FedDataset | drawn.DrawnDataset:
+def feed(dataset, stock, take_resumption) -> FedDataset | drawn.DrawnDataset:
   """Wraps what `experimental_distribute_dataset` is given.
 
   Raises:
@@ -71,4 +87,4 @@ def feed(dataset, stock) -> FedDataset | drawn.DrawnDataset:
       'a tf.data.Dataset',
       'wrap a generator: tf.data.Dataset.from_generator',
     )
-  return FedDataset(dataset, stock)
+  return FedDataset(dataset, stock, take_resumption)

@@ -12,6 +12,7 @@ import tensorflow as tf
 from absl import logging
 
 from tf_strategies import _tf_internal, errors
+from tf_strategies.coordinator import drawn, resumption
 
 _T = TypeVar('_T')
 _MAX_TO_KEEP = 3
@@ -40,7 +41,13 @@ class Recovery:
     # Steps begun in this process; and the number when the last was saved.
     self.begun = 0
     self._begun_at_save = 0
-    self.position: dict[str, Any] = {}
+    self._begun_before = 0
+    self._epoch = 0
+    self._epoch_began = 0
+    self._source: drawn.Source | None = None
+    self._resumption: resumption.Resumption | None = None
+    self._was_restored = False
+    self._steps_done = 0
     self.history: list[dict[str, Any]] = []
 
   @property
@@ -59,7 +66,7 @@ class Recovery:
     self._open(trackables)
     if self._manager.latest_checkpoint is None:
       self.save()
-    elif not self.position:
+    elif not self._was_restored:
       logging.warning(
         '%s has a checkpoint that was not restored: this run begins anew. To '
         'go on, pass callbacks=[tfs.ResumeFit(strategy)] to fit, or call '
@@ -81,9 +88,39 @@ class Recovery:
       checkpoint, self._options.checkpoint_dir, max_to_keep=_MAX_TO_KEEP
     )
 
-  def note_begun(self, steps: int) -> None:
-    """Counts steps that were begun; saves when it is time."""
+  def begin_epoch(self, epoch: int) -> None:
+    """Says which epoch begins; that of a resumed run began before."""
+    done = self._resumption.epoch_steps if self._resumption else 0
+    self._epoch = epoch
+    self._epoch_began = self.begun - done
+
+  def resume(self, resumption_: resumption.Resumption) -> None:
+    """The next data set that is read is read from there on."""
+    self._resumption = resumption_
+    self._steps_done = resumption_.epoch_steps
+
+  def take_steps_done(self) -> int:
+    """Steps of the resumed epoch that Keras must not do again; tells it once.
+
+    The first step of an epoch is always done.
+    """
+    taken, self._steps_done = self._steps_done, 0
+    return taken
+
+  def take_resumption(self) -> resumption.Resumption | None:
+    """Where the data set that is being opened goes on; tells it once."""
+    taken, self._resumption = self._resumption, None
+    return taken
+
+  def note_begun(self, steps: int, source: drawn.Source | None = None) -> None:
+    """Counts steps that were begun; saves when it is time.
+
+    Args:
+      steps: how many.
+      source: of their data, where workers read.
+    """
     self.begun += steps
+    self._source = source
     every = self._options.checkpoint_steps
     if self.is_enabled and self.begun - self._begun_at_save >= every:
       self.guard(self.save)
@@ -93,14 +130,23 @@ class Recovery:
     if self._manager is None:
       return None
     self._strategy.settle()
-    position = {**self.position, **self._strategy.data_position()}
-    self._position_variable.assign(json.dumps(position))
+    self._position_variable.assign(json.dumps(self._position()))
     path = self._manager.save(
       checkpoint_number=self._next_number(),
       options=tf.train.CheckpointOptions(experimental_io_device=_CHIEF),
     )
     self._begun_at_save = self.begun
     return path
+
+  def _position(self) -> dict[str, Any]:
+    """Where the run is, when all steps that were begun are done."""
+    splits = self._source.splits if self._source else ()
+    return {
+      'steps': self._begun_before + self.begun,
+      'epoch': self._epoch,
+      'epoch_steps': self.begun - self._epoch_began,
+      'splits': [split.done for split in splits],
+    }
 
   def _next_number(self) -> int:
     latest = self._manager.latest_checkpoint
@@ -125,9 +171,11 @@ class Recovery:
     if self._manager.latest_checkpoint is None:
       return None
     self._read()
-    self.position = json.loads(self._position_variable.numpy() or b'{}')
+    self._was_restored = True
+    position = json.loads(self._position_variable.numpy() or b'{}')
+    self._begun_before = position.get('steps', 0)
     logging.info('restored %s', self._manager.latest_checkpoint)
-    return self.position
+    return position
 
   def _read(self) -> None:
     path = self._manager.latest_checkpoint

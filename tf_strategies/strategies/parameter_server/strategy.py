@@ -46,7 +46,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     # What TensorFlow's __init__ does, with an implementation of our own.
     self._cluster_coordinator = None
     self._cluster_resolver = connection.resolver(self.cluster)
-    connection.connect(self)
+    connection.connect(self, self.options.start_timeout)
     self.engine = None
     self.recovery = None
     implementation = extended.ParameterServerExtended(
@@ -60,11 +60,16 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     self._should_use_with_coordinator = True
     self._canonicalize_devices = False
     self._is_parameter_server_strategy_v2 = True
-    self._steps_before = 0
     self.liveness = liveness.Liveness(self.cluster)
     self._marks = worker_function.Marks(self._make_marks())
     self.recovery = recovery.Recovery(self)
     self.engine = self._make_engine(workers)
+
+  @property
+  def shares_batches(self) -> bool:
+    """Whether each batch is shared out among several workers."""
+    several = len(self.cluster.jobs['worker']) > 1
+    return self.options.mode == 'sync' and several
 
   def _make_marks(self):
     return variables.ServerVariable(
@@ -155,7 +160,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     if model is not None:
       self.recovery.track({'model': model, 'optimizer': model.optimizer})
     report = self.recovery.guard(lambda: self.engine.draw(step, source, steps))
-    self.recovery.note_begun(steps)
+    self.recovery.note_begun(steps, source)
     return report
 
   def track(self, **trackables: Any) -> None:
@@ -181,10 +186,6 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
       return 0
     return position.get('steps', 0)
 
-  def data_position(self) -> dict[str, Any]:
-    """Where the data are, for a checkpoint."""
-    return {'steps': self._steps_before + self.recovery.begun}
-
   def make_lost_variables(self) -> None:
     """Makes variables anew whose server was started again."""
     for variable in [*self.extended.server_variables(), self._marks.variable]:
@@ -198,7 +199,11 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
   def distribute_datasets_from_function(self, dataset_fn, options=None):
     if not tf.executing_eagerly():
       return super().distribute_datasets_from_function(dataset_fn, options)
-    return drawn.DrawnDataset(dataset_fn, len(self.cluster.jobs['worker']))
+    return drawn.DrawnDataset(
+      dataset_fn,
+      len(self.cluster.jobs['worker']),
+      self.recovery.take_resumption,
+    )
 
   def settle(self) -> None:
     """Waits until all steps that were begun are done."""
@@ -228,6 +233,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
       lambda d: super(
         ParameterServerStrategy, self
       ).experimental_distribute_dataset(d, options),
+      self.recovery.take_resumption,
     )
 
   def close(self) -> None:

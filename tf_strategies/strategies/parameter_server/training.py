@@ -27,6 +27,11 @@ class StepFunction:
     self._strategy = strategy
     self.kind = keras_step.kind
     self._model = keras_step.model
+    self._report = None
+    # Keras counts the steps of an epoch, those before a restart too.
+    self._steps_done = 0
+    if self.kind == 'train':
+      self._steps_done = strategy.recovery.take_steps_done()
     optimizer = None
     if self.kind == 'train':
       with strategy.scope():
@@ -51,6 +56,9 @@ class StepFunction:
     if self.kind == 'predict':
       return self._predict(source)
     steps = self._model.steps_per_execution
+    if self._steps_done > 0:
+      self._steps_done -= steps
+      return self._report
     data = list(itertools.islice(source, steps))
     if not data:
       raise StopIteration
@@ -61,7 +69,10 @@ class StepFunction:
 
   def _draw(self, source, steps):
     if self.kind == 'train':
-      return self._strategy.train_drawn(self.step, source, steps, self._model)
+      self._report = self._strategy.train_drawn(
+        self.step, source, steps, self._model
+      )
+      return self._report
     return self._guard(
       lambda: self._strategy.engine.draw(self.step, source, steps)
     )
@@ -72,7 +83,10 @@ class StepFunction:
   def run(self, batches) -> Any:
     """Begins the steps of these batches."""
     if self.kind == 'train':
-      return self._strategy.train_batches(self.step, batches, self._model)
+      self._report = self._strategy.train_batches(
+        self.step, batches, self._model
+      )
+      return self._report
     return self._guard(lambda: self._strategy.engine.run(self.step, batches))
 
   def _batch(self, data) -> engine_lib.Batch:
@@ -109,9 +123,7 @@ class StepFunction:
     )
 
     def run_batch(*arrays):
-      batch = engine_lib.Batch(
-        parcel.pack(structure, arrays), hides_rows=True
-      )
+      batch = engine_lib.Batch(parcel.pack(structure, arrays), hides_rows=True)
       if self.kind == 'predict':
         return self._guard(lambda: self._call([batch]))[0]
       return self.run([batch])
