@@ -1,0 +1,1 @@
+"""What trains with parameter servers: ours, TensorFlow's, and their tasks."""

@@ -1,0 +1,143 @@
+"""A coordinator's side: trains models on the servers of its cluster."""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+
+from benchmarks.parameter_server_peers import (
+  catalogue,
+  loops,
+  meter,
+  models,
+  race,
+)
+
+
+class Coordinator:
+  """The only coordinator of a cluster; `crew_worker` calls the methods.
+
+  Args:
+    rank: always 0.
+  """
+
+  def __init__(self, rank: int):
+    del rank
+    self._model_name = ''
+    self._initial: list[Any] = []
+
+  def connect(
+    self,
+    peer: Mapping[str, Any],
+    cluster: Mapping[str, Sequence[str]],
+    pids: Mapping[str, Sequence[int]],
+  ) -> None:
+    """Connects to the servers.
+
+    Args:
+      peer: the fields of a `catalogue.Peer`.
+      cluster: addresses by job.
+      pids: process ids of the servers, by job.
+    """
+    self._clocks = meter.Meter({'coordinator': [os.getpid()], **pids})
+    entry = catalogue.Peer(**peer)
+    make = loops.FitLoop if entry.is_fit else loops.StockLoop
+    self._loop = make(entry, cluster)
+
+  def set_up(
+    self, model: str, steps_per_execution: int, batch_rows: int, pauses: bool
+  ) -> dict[str, float]:
+    """Builds a model on the servers.
+
+    Args:
+      model: its name.
+      steps_per_execution: steps in one call on a worker.
+      batch_rows: of a step.
+      pauses: whether steps wait as their worker's file says.
+
+    Returns:
+      `parameter_bytes`, `num_variables`, and the `loss` before training.
+    """
+    self._model_name = model
+    self._loop.build(model, steps_per_execution, batch_rows, pauses)
+    self._initial = [v.numpy() for v in self._loop.variables]
+    trainable = self._loop.model.trainable_variables
+    return {
+      'parameter_bytes': sum(4 * math.prod(v.shape) for v in trainable),
+      'num_variables': len(trainable),
+      'loss': self._loss(),
+    }
+
+  def run(self, blocks: int, steps: int) -> dict[str, Any]:
+    """Trains from the beginning: a block to warm up, and those that count.
+
+    Args:
+      blocks: how many are measured.
+      steps: of a block.
+
+    Returns:
+      `samples` of the meter, one a block; the optimizer's `iterations`; the
+      `loss` of the model that was trained.
+    """
+    self._restore()
+    readings = self._loop.train(1 + blocks, steps, self._clocks)
+    samples = [meter.between(start, end) for start, end in readings[1:]]
+    return {'samples': samples, **self._outcome()}
+
+  def race(
+    self, warmup_steps: int, steps: int, window_rows: int
+  ) -> dict[str, Any]:
+    """Fits from the beginning, and notes how the loss falls.
+
+    Args:
+      warmup_steps: trained and undone before.
+      steps: to train.
+      window_rows: rows of training over which a loss is a mean, at least.
+
+    Returns:
+      `seconds` of all steps, `curve` as pairs of seconds and loss, what the
+      strategy's `report` counted, and as `run` has them `iterations` and
+      `loss`.
+    """
+    self._restore()
+    self._loop.train(1, warmup_steps, self._clocks)
+    self._restore()
+    before = self._loop.strategy.report()
+    watch = race.LossWatch(window_rows)
+    self._loop.fit(1, steps, watch)
+    report = race.counted_between(before, self._loop.strategy.report())
+    return {
+      'seconds': watch.seconds,
+      'curve': watch.curve,
+      **report,
+      **self._outcome(),
+    }
+
+  def release(self) -> None:
+    """Forgets the model."""
+    self._loop.release()
+    self._initial = []
+    keras.backend.clear_session()
+    gc.collect()
+
+  def _outcome(self) -> dict[str, float]:
+    iterations = int(self._loop.optimizer.iterations.numpy())
+    return {'iterations': iterations, 'loss': self._loss()}
+
+  def _restore(self) -> None:
+    for variable, value in zip(
+      self._loop.variables, self._initial, strict=True
+    ):
+      variable.assign(value)
+
+  def _loss(self) -> float:
+    """Of all data, computed in this process."""
+    twin = models.build(self._model_name)
+    twin.set_weights(self._loop.model.get_weights())
+    images, classes = models.arrays()
+    return float(models.loss()(classes, twin(images, training=False)))

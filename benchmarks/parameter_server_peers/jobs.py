@@ -1,0 +1,137 @@
+"""The processes of one job: servers, and a coordinator of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import pathlib
+import tempfile
+from typing import Any
+
+from benchmarks import crew
+from benchmarks.parameter_server_peers import catalogue
+
+_HERE = 'benchmarks.parameter_server_peers'
+# Without it a call to a task that is gone waits for it to come back.
+_ENV = {'GRPC_FAIL_FAST': 'use_caller'}
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+  """How many tasks a job has.
+
+  Attributes:
+    num_workers: workers.
+    num_ps: parameter servers.
+  """
+
+  num_workers: int
+  num_ps: int
+
+  @property
+  def tasks(self) -> list[tuple[str, int]]:
+    """Job and index of each server's rank.
+
+    Example:
+
+      >>> Size(num_workers=2, num_ps=1).tasks
+      [('ps', 0), ('worker', 0), ('worker', 1)]
+    """
+    return [('ps', i) for i in range(self.num_ps)] + [
+      ('worker', i) for i in range(self.num_workers)
+    ]
+
+
+class Job:
+  """One peer's tasks, which wait while others have their turn.
+
+  A context manager; no process outlives it. Each coordinator is a process,
+  since a process can be connected to one cluster only, and each server works in
+  a directory of its own.
+
+  Args:
+    peer: who trains.
+    size: of the job.
+    pause_ms: how long the last worker waits in each step of a model that
+      pauses; the others do not wait.
+    deadline_seconds: how long each command may take.
+
+  Raises:
+    WorkerUnavailableError: a task failed; says which, and what it wrote.
+  """
+
+  def __init__(
+    self,
+    peer: catalogue.Peer,
+    size: Size,
+    pause_ms: float = 0.0,
+    deadline_seconds: float = crew.DEADLINE_SECONDS,
+  ):
+    self.peer = peer
+    self._deadline_seconds = deadline_seconds
+    self._stack = contextlib.ExitStack()
+    try:
+      directories = self._directories(size, pause_ms)
+      cluster = _cluster(size)
+      servers = self._start('server:Server', len(size.tasks))
+      self._coordinator = self._start('coordinator:Coordinator', 1)
+      pids = servers.ask(
+        'serve', cluster=cluster, tasks=size.tasks, directories=directories
+      )
+      self.ask(
+        'connect',
+        peer=dataclasses.asdict(peer),
+        cluster=cluster,
+        pids={
+          job: [p for p, t in zip(pids, size.tasks, strict=True) if t[0] == job]
+          for job in ('ps', 'worker')
+        },
+      )
+    except BaseException:
+      self.close()
+      raise
+
+  def ask(self, method: str, **arguments: Any) -> Any:
+    """Lets the coordinator run a method; returns its answer."""
+    return self._coordinator.ask(method, **arguments)[0]
+
+  def close(self) -> None:
+    """Ends all processes."""
+    self._stack.close()
+
+  def __enter__(self):
+    return self
+
+  def __exit__(self, *unused):
+    self.close()
+
+  def _directories(self, size: Size, pause_ms: float) -> list[str]:
+    root = self._stack.enter_context(tempfile.TemporaryDirectory())
+    found = []
+    for task in size.tasks:
+      directory = pathlib.Path(root, f'{task[0]}{task[1]}')
+      directory.mkdir()
+      is_slow = task == ('worker', size.num_workers - 1)
+      microseconds = round(1e3 * pause_ms) if is_slow else 0
+      (directory / catalogue.PAUSE_FILE).write_text(f'{microseconds}\n')
+      found.append(str(directory))
+    return found
+
+  def _start(self, actor: str, count: int) -> crew.Crew:
+    return self._stack.enter_context(
+      crew.Crew(
+        f'{self.peer.name}: {actor.partition(":")[0]}',
+        f'{_HERE}.{actor}',
+        [()] * count,
+        env=_ENV,
+        deadline_seconds=self._deadline_seconds,
+      )
+    )
+
+
+def _cluster(size: Size) -> dict[str, list[str]]:
+  ports = crew.free_ports(len(size.tasks) + 1)
+  cluster: dict[str, list[str]] = {'chief': [f'127.0.0.1:{ports.pop()}']}
+  for (job, _), port in zip(size.tasks, ports, strict=True):
+    cluster.setdefault(job, []).append(f'127.0.0.1:{port}')
+  return cluster

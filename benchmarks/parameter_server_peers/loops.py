@@ -1,0 +1,229 @@
+"""The loops that are compared: Keras's `fit` under ours, and one by hand."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Mapping, Sequence
+
+import keras
+import tensorflow as tf
+
+import tf_strategies as tfs
+from benchmarks.parameter_server_peers import catalogue, meter, models, race
+
+
+class Loop(abc.ABC):
+  """Trains models with one strategy.
+
+  Args:
+    peer: which one.
+    cluster: addresses by job.
+
+  Attributes:
+    strategy: that is connected to the cluster.
+    model: that was built last.
+    optimizer: of that model.
+  """
+
+  def __init__(
+    self, peer: catalogue.Peer, cluster: Mapping[str, Sequence[str]]
+  ):
+    self.peer = peer
+    self.strategy = self._connect(cluster)
+    self.model: keras.Model | None = None
+    self.optimizer: keras.optimizers.Optimizer | None = None
+
+  @property
+  def variables(self) -> list[keras.Variable]:
+    """All that training changes; no metrics."""
+    return [*self.model.weights, *self.optimizer.variables]
+
+  @abc.abstractmethod
+  def build(
+    self, name: str, steps_per_execution: int, batch_rows: int, pauses: bool
+  ) -> None:
+    """Builds a model and what feeds it.
+
+    Args:
+      name: of the model.
+      steps_per_execution: steps in one call on a worker.
+      batch_rows: of a step.
+      pauses: whether steps wait as their worker's file says.
+    """
+
+  @abc.abstractmethod
+  def train(
+    self, blocks: int, steps: int, clocks: meter.Meter
+  ) -> list[tuple[meter.Reading, meter.Reading]]:
+    """Trains; the clocks are read when no step is on the way.
+
+    Args:
+      blocks: how many.
+      steps: of a block.
+      clocks: to be read.
+
+    Returns:
+      What they said before and after each block.
+    """
+
+  @abc.abstractmethod
+  def _connect(
+    self, cluster: Mapping[str, Sequence[str]]
+  ) -> tf.distribute.Strategy:
+    """Returns the strategy."""
+
+  def release(self) -> None:
+    """Forgets the model."""
+    self.model = self.optimizer = None
+
+
+class FitLoop(Loop):
+  """Keras's `fit` under `tfs.ParameterServerStrategy`."""
+
+  def build(self, name, steps_per_execution, batch_rows, pauses):
+    """Compiles a model."""
+    with self.strategy.scope():
+      self.model = models.build(name, pauses)
+      self.model.compile(
+        models.optimizer(name),
+        models.loss(),
+        # Only for curves of the loss, which only models that pause are for.
+        metrics=[race.Rows()] if pauses else None,
+        steps_per_execution=steps_per_execution,
+        jit_compile=False,
+      )
+      self.optimizer = self.model.optimizer
+      self.optimizer.build(self.model.trainable_variables)
+    self._data = models.dataset(batch_rows)
+    if not self.peer.is_fed:
+      self._data = self.strategy.distribute_datasets_from_function(
+        lambda context: models.dataset(batch_rows)
+      )
+
+  def train(self, blocks, steps, clocks):
+    """A block is an epoch."""
+    reader = _EpochReader(lambda: self._settled(clocks))
+    self.fit(blocks, steps, reader)
+    return reader.readings
+
+  def fit(
+    self, epochs: int, steps: int, callback: keras.callbacks.Callback
+  ) -> None:
+    """Calls `fit`.
+
+    Args:
+      epochs: how many.
+      steps: of each.
+      callback: for it.
+    """
+    self.model.fit(
+      self._data,
+      epochs=epochs,
+      steps_per_epoch=steps,
+      verbose=0,
+      callbacks=[callback],
+    )
+
+  def release(self):
+    """Forgets the model and its data."""
+    super().release()
+    self._data = None
+
+  def _settled(self, clocks):
+    # Ours are asynchronous to the coordinator too.
+    self.strategy.join()
+    return clocks.read()
+
+  def _connect(self, cluster):
+    return tfs.ParameterServerStrategy(
+      tfs.cluster.ClusterConfig(
+        {job: dict(enumerate(tasks)) for job, tasks in cluster.items()},
+        'chief',
+        0,
+      ),
+      **self.peer.options,
+    )
+
+
+class _EpochReader(keras.callbacks.Callback):
+  """Reads clocks at both ends of each epoch.
+
+  It overrides no method for batches: Keras would call it after each one, and
+  read the loss for it.
+  """
+
+  def __init__(self, read: Callable[[], meter.Reading]):
+    super().__init__()
+    self.readings: list[tuple[meter.Reading, meter.Reading]] = []
+    self._read = read
+
+  def on_epoch_begin(self, epoch, logs=None):
+    self._start = self._read()
+
+  def on_epoch_end(self, epoch, logs=None):
+    self.readings.append((self._start, self._read()))
+
+
+class StockLoop(Loop):
+  """TensorFlow's strategy as its tutorial uses it: a closure a step."""
+
+  def build(self, name, steps_per_execution, batch_rows, pauses):
+    """Traces a step, and lets each worker make its data set."""
+    with self.strategy.scope():
+      model = self.model = models.build(name, pauses)
+      optimizer = self.optimizer = models.optimizer(name)
+      optimizer.build(model.trainable_variables)
+    loss = models.loss()
+
+    def replica_step(batch):
+      images, classes = batch
+      with tf.GradientTape() as tape:
+        value = loss(classes, model(images, training=True))
+      gradients = tape.gradient(value, model.trainable_variables)
+      optimizer.apply_gradients(
+        zip(gradients, model.trainable_variables, strict=True)
+      )
+
+    @tf.function
+    def steps(iterator):
+      for _ in tf.range(steps_per_execution):
+        self.strategy.run(replica_step, args=(next(iterator),))
+
+    @tf.function
+    def step(iterator):
+      self.strategy.run(replica_step, args=(next(iterator),))
+
+    self._steps_per_execution = steps_per_execution
+    self._step = step if steps_per_execution == 1 else steps
+    self._data = iter(
+      self._coordinator.create_per_worker_dataset(
+        lambda: models.dataset(batch_rows)
+      )
+    )
+
+  def train(self, blocks, steps, clocks):
+    """A block is what is scheduled between two joins."""
+    readings = []
+    for _ in range(blocks):
+      start = clocks.read()
+      for _ in range(steps // self._steps_per_execution):
+        self._coordinator.schedule(self._step, args=(self._data,))
+      self._coordinator.join()
+      readings.append((start, clocks.read()))
+    return readings
+
+  def release(self):
+    """Forgets the model and its data."""
+    super().release()
+    self._step = self._data = None
+
+  def _connect(self, cluster):
+    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+      tf.train.ClusterSpec(cluster),
+      task_type='chief',
+      task_id=0,
+      rpc_layer='grpc',
+    )
+    strategy = tf.distribute.ParameterServerStrategy(resolver)
+    self._coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
+    return strategy

@@ -1,0 +1,284 @@
+"""What a run of `parameter_server` found: records and tables."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks import report
+from benchmarks.parameter_server_peers import catalogue, race
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+  """Median and extremes of some samples.
+
+  Attributes:
+    median: half of the samples were higher.
+    least: the lowest.
+    most: the highest.
+  """
+
+  median: float
+  least: float
+  most: float
+
+  @classmethod
+  def of(cls, samples: Sequence[float]) -> Range:
+    """Returns the range of one or more samples.
+
+    Example:
+
+      >>> str(Range.of([12.0, 10.0, 17.0]))
+      '12.0 (10.0-17.0)'
+    """
+    return cls(statistics.median(samples), min(samples), max(samples))
+
+  def __str__(self) -> str:
+    return f'{self.median:.1f} ({self.least:.1f}-{self.most:.1f})'
+
+
+def check_turn(
+  peer: str, turn: Mapping[str, Any], steps: int, initial_loss: float
+) -> None:
+  """Compares what a peer did with what it was asked for.
+
+  Of the reference only that it counted steps, and none too many: Keras counts
+  by reading, adding and writing back, and there two workers that do so at the
+  same time count one step. `join` has waited for all of them.
+
+  Args:
+    peer: its name.
+    turn: what its coordinator answered.
+    steps: that it was to train.
+    initial_loss: before them.
+
+  Raises:
+    RuntimeError: it trained other steps, or nothing, so that its time would
+      mean nothing.
+  """
+  counted = turn['iterations']
+  is_right = counted == steps
+  if peer == catalogue.REFERENCE:
+    is_right = 0 < counted <= steps
+  if not is_right:
+    raise RuntimeError(
+      f'{peer} applied {counted} steps, not {steps}. Its time would mean '
+      'nothing.'
+    )
+  # Not `==`: a NaN is wrong too.
+  if not abs(turn['loss'] - initial_loss) > 0:
+    raise RuntimeError(
+      f'{peer} has a loss of {turn["loss"]} after {steps} steps, and '
+      f'{initial_loss} before. Its time would mean nothing.'
+    )
+
+
+def check_beginnings(losses: Mapping[str, float]) -> None:
+  """Compares the models of all peers before they are trained.
+
+  Args:
+    losses: by peer.
+
+  Raises:
+    RuntimeError: they differ.
+  """
+  first, expected = next(iter(losses.items()))
+  for peer, loss in losses.items():
+    if not abs(loss - expected) <= 1e-4 * abs(expected):
+      raise RuntimeError(
+        f'{peer} begins with a loss of {loss}, {first} with {expected}. They '
+        'would not train the same model.'
+      )
+
+
+def record(
+  peer: str,
+  turns: Sequence[Mapping[str, Any]],
+  steps: int,
+  rows: int,
+) -> dict[str, Any]:
+  """Returns all that was found of a peer, as the JSON report has it.
+
+  Args:
+    peer: its name.
+    turns: what its coordinator answered in each round.
+    steps: of a block.
+    rows: of a step.
+  """
+  samples = [sample for turn in turns for sample in turn['samples']]
+  rates = Range.of([steps / sample['seconds'] for sample in samples])
+  cpu_ms = {
+    job: [
+      1e3 * statistics.median(task) / steps
+      for task in zip(*(s['cpu_seconds'][job] for s in samples), strict=True)
+    ]
+    for job in ('coordinator', 'ps', 'worker')
+  }
+  return {
+    'peer': peer,
+    'steps_per_s': dataclasses.asdict(rates),
+    'examples_per_s': rows * rates.median,
+    'cpu_ms_per_step': cpu_ms,
+    'ps_cpu_ratio': balance(cpu_ms['ps']),
+    'iterations': turns[-1]['iterations'],
+    # With the block to warm up.
+    'steps_per_turn': steps * (1 + len(turns[-1]['samples'])),
+    'loss': turns[-1]['loss'],
+    'samples': samples,
+  }
+
+
+def add_ratios(records: Sequence[dict[str, Any]]) -> None:
+  """Adds to each record how its median compares with the reference's.
+
+  Example:
+
+    >>> records = [{'peer': 'stock', 'steps_per_s': {'median': 100.0}},
+    ...            {'peer': 'ours', 'steps_per_s': {'median': 150.0}}]
+    >>> add_ratios(records)
+    >>> records[1]['ratio_to_stock']
+    1.5
+
+  Args:
+    records: of one case; the ratios are None if the reference did not run.
+  """
+  medians = {r['peer']: r['steps_per_s']['median'] for r in records}
+  reference = medians.get(catalogue.REFERENCE)
+  for found in records:
+    found[f'ratio_to_{catalogue.REFERENCE}'] = (
+      medians[found['peer']] / reference if reference else None
+    )
+
+
+def balance(loads: Sequence[float]) -> float | None:
+  """Returns the highest load over the lowest; 1 is balanced.
+
+  Example:
+
+    >>> balance([2.0, 3.0]), balance([2.0]), balance([0.0, 1.0])
+    (1.5, None, None)
+  """
+  if len(loads) < 2 or min(loads) <= 0:
+    return None
+  return max(loads) / min(loads)
+
+
+def table(cases: Sequence[Mapping[str, Any]]) -> str:
+  """Returns the throughput as a Markdown table, a row a peer and case."""
+  rows = []
+  for case in cases:
+    for found in case['peers']:
+      cpu = found['cpu_ms_per_step']
+      rows.append(
+        [
+          case['model'],
+          case['num_workers'],
+          case['steps_per_execution'],
+          found['peer'],
+          str(Range(**found['steps_per_s'])),
+          round(found['examples_per_s']),
+          found[f'ratio_to_{catalogue.REFERENCE}'],
+          cpu['coordinator'][0],
+          _joined(cpu['ps']),
+          _joined(cpu['worker']),
+          found['ps_cpu_ratio'],
+          f'{found["iterations"]} of {found["steps_per_turn"]}',
+        ]
+      )
+  return report.markdown(
+    [
+      'model',
+      'workers',
+      'steps a call',
+      'peer',
+      'steps/s (min-max)',
+      'examples/s',
+      f'to {catalogue.REFERENCE}',
+      'coordinator CPU ms',
+      'ps CPU ms',
+      'worker CPU ms',
+      'ps balance',
+      'steps counted',
+    ],
+    rows,
+  )
+
+
+def straggler_record(
+  peer: str, turns: Sequence[Mapping[str, Any]], rows: int, target_loss: float
+) -> dict[str, Any]:
+  """Returns all that was found of a mode, as the JSON report has it.
+
+  Args:
+    peer: the mode's name.
+    turns: what its coordinator answered in each round.
+    rows: of a step.
+    target_loss: the time to which counts.
+  """
+  rates = Range.of([turn['iterations'] / turn['seconds'] for turn in turns])
+  times = [race.seconds_to(turn['curve'], target_loss) for turn in turns]
+  staleness: dict[str, int] = {}
+  for turn in turns:
+    for age, count in turn['staleness'].items():
+      staleness[age] = staleness.get(age, 0) + count
+  return {
+    'peer': peer,
+    'rows_per_step': rows,
+    'steps_per_s': dataclasses.asdict(rates),
+    'examples_per_s': rows * rates.median,
+    # One that was not reached makes the median meaningless.
+    'seconds_to_loss': None if None in times else statistics.median(times),
+    'dropped': sum(turn['dropped'] for turn in turns),
+    'staleness': dict(sorted(staleness.items(), key=lambda a: int(a[0]))),
+    'iterations': turns[-1]['iterations'],
+    'loss': turns[-1]['loss'],
+    'turns': list(turns),
+  }
+
+
+def mean_staleness(histogram: Mapping[str, int]) -> float:
+  """Returns the mean of a histogram; 0 if there is nothing in it.
+
+  Example:
+
+    >>> mean_staleness({'0': 2, '3': 1}), mean_staleness({})
+    (1.0, 0.0)
+  """
+  count = sum(histogram.values())
+  return sum(int(a) * n for a, n in histogram.items()) / count if count else 0.0
+
+
+def straggler_table(records: Sequence[Mapping[str, Any]]) -> str:
+  """Returns what a slow worker does to each mode as a Markdown table."""
+  return report.markdown(
+    [
+      'mode',
+      'rows a step',
+      'steps/s (min-max)',
+      'examples/s',
+      's to the loss',
+      'dropped',
+      'mean staleness',
+      'most',
+    ],
+    [
+      [
+        found['peer'],
+        found['rows_per_step'],
+        str(Range(**found['steps_per_s'])),
+        round(found['examples_per_s']),
+        found['seconds_to_loss'],
+        found['dropped'],
+        mean_staleness(found['staleness']),
+        max(map(int, found['staleness']), default=0),
+      ]
+      for found in records
+    ],
+  )
+
+
+def _joined(values: Sequence[float]) -> str:
+  return ' '.join(f'{value:.2f}' for value in values)

@@ -1,0 +1,111 @@
+"""Times of peers that did not do the same are refused; tables are complete."""
+
+import doctest
+import math
+
+from absl.testing import absltest, parameterized
+
+from benchmarks.parameter_server_peers import jobs, meter, race, results
+
+SAMPLES = [
+  {
+    'seconds': seconds,
+    'cpu_seconds': {'coordinator': [0.1], 'ps': [0.2, 0.4], 'worker': [cpu]},
+  }
+  for seconds, cpu in ((2.0, 1.0), (1.0, 3.0), (4.0, 2.0))
+]
+TURNS = [
+  {'samples': SAMPLES[:2], 'iterations': 30, 'loss': 2.0},
+  {'samples': SAMPLES[2:], 'iterations': 30, 'loss': 1.5},
+]
+RACE = {
+  'seconds': 2.0,
+  'curve': [(0.5, 2.0), (1.5, 0.8)],
+  'dropped': 3,
+  'staleness': {'0': 5, '10': 5},
+  'iterations': 10,
+  'loss': 0.7,
+}
+
+
+class CheckTurnTest(parameterized.TestCase):
+  def test_right(self):
+    results.check_turn('ours', {'iterations': 30, 'loss': 1.0}, 30, 2.3)
+
+  def test_reference_may_miss_steps_but_not_add_any(self):
+    results.check_turn('stock', {'iterations': 17, 'loss': 1.0}, 30, 2.3)
+    for count in (0, 31):
+      with self.assertRaisesRegex(RuntimeError, f'stock applied {count} steps'):
+        results.check_turn('stock', {'iterations': count, 'loss': 1}, 30, 2.3)
+
+  @parameterized.parameters(
+    (29, 1.0, 'ours applied 29 steps, not 30'),
+    (30, 2.3, 'ours has a loss of 2.3 after 30 steps, and 2.3 before'),
+    (30, math.nan, 'ours has a loss of nan'),
+  )
+  def test_wrong(self, iterations, loss, words):
+    turn = {'iterations': iterations, 'loss': loss}
+    with self.assertRaisesRegex(RuntimeError, words):
+      results.check_turn('ours', turn, 30, 2.3)
+
+  def test_beginnings(self):
+    results.check_beginnings({'stock': 2.3, 'ours': 2.30001})
+    for other in (2.31, math.nan):
+      with self.assertRaisesRegex(RuntimeError, 'ours begins with a loss of'):
+        results.check_beginnings({'stock': 2.3, 'ours': other})
+
+
+class RecordTest(absltest.TestCase):
+  def test_of_a_peer(self):
+    found = results.record('ours', TURNS, steps=10, rows=64)
+    self.assertEqual(
+      found['steps_per_s'], {'median': 5.0, 'least': 2.5, 'most': 10.0}
+    )
+    self.assertEqual(found['examples_per_s'], 320.0)
+    self.assertEqual(found['cpu_ms_per_step']['worker'], [200.0])
+    self.assertAlmostEqual(found['ps_cpu_ratio'], 2.0)
+    self.assertEqual(found['loss'], 1.5)
+    self.assertEqual(found['steps_per_turn'], 20)
+    results.add_ratios([found])
+    self.assertIsNone(found['ratio_to_stock'])
+
+  def test_table(self):
+    peers = [results.record(n, TURNS, 10, 64) for n in ('stock', 'ours')]
+    results.add_ratios(peers)
+    case = {'model': 'cnn', 'num_workers': 1, 'steps_per_execution': 4}
+    *_, last = results.table([{**case, 'peers': peers}]).splitlines()
+    self.assertEqual(
+      [cell.strip() for cell in last.strip('|').split('|')],
+      ['cnn', '1', '4', 'ours', '5.0 (2.5-10.0)', '320', '1.00']
+      + ['10.00', '20.00 40.00', '200.00', '2.00', '30 of 20'],
+    )
+
+  def test_of_a_mode(self):
+    slow = {**RACE, 'seconds': 5.0, 'curve': [(2.5, 1.0)]}
+    found = results.straggler_record('sync', [RACE, slow], 64, 1.0)
+    self.assertEqual(found['steps_per_s']['median'], 3.5)
+    self.assertEqual(found['seconds_to_loss'], 2.0)
+    self.assertEqual(found['dropped'], 6)
+    self.assertEqual(found['staleness'], {'0': 10, '10': 10})
+    *_, last = results.straggler_table([found]).splitlines()
+    self.assertEqual(
+      [cell.strip() for cell in last.strip('|').split('|')],
+      ['sync', '64', '3.5 (2.0-5.0)', '224', '2.00', '6', '5.00', '10'],
+    )
+
+  def test_loss_that_one_round_did_not_reach(self):
+    slow = {**RACE, 'curve': [(2.5, 1.1)]}
+    found = results.straggler_record('sync', [RACE, slow], 64, 1.0)
+    self.assertIsNone(found['seconds_to_loss'])
+
+
+class DocumentationTest(parameterized.TestCase):
+  @parameterized.parameters((jobs, 1), (meter, 3), (race, 7), (results, 5))
+  def test_examples(self, module, least):
+    found = doctest.testmod(module)
+    self.assertEqual(found.failed, 0)
+    self.assertGreaterEqual(found.attempted, least)
+
+
+if __name__ == '__main__':
+  absltest.main()

@@ -1,0 +1,118 @@
+"""The benchmark trains with every peer, and its report is complete."""
+
+import os
+
+import pytest
+from absl.testing import absltest, parameterized
+
+from benchmarks.parameter_server_peers import catalogue
+from tests.benchmarks import running
+
+STEPS, ROUNDS, BLOCKS, ROWS = 8, 2, 2, 4
+
+
+@pytest.mark.multi_process
+class ParameterServerTest(parameterized.TestCase):
+  def _run(self, *flags):
+    """The finished process and its report."""
+    path = os.path.join(self.create_tempdir().full_path, 'report.json')
+    done = running.run_benchmark(
+      'parameter_server',
+      f'--steps={STEPS}',
+      f'--rounds={ROUNDS}',
+      f'--blocks={BLOCKS}',
+      f'--per_replica_batch_size={ROWS}',
+      f'--json={path}',
+      *flags,
+    )
+    self.assertEqual(done.returncode, 0, done.stderr[-4000:])
+    return done, running.read_json(path)
+
+  @pytest.mark.slow
+  def test_all_peers(self):
+    done, found = self._run(
+      '--models=cnn', '--num_workers=2', '--steps_per_execution=1,4'
+    )
+    self.assertEqual(
+      [case['steps_per_execution'] for case in found['results']], [1, 4]
+    )
+    for case in found['results']:
+      self.assertEqual(case['num_variables'], 8)
+      self.assertEqual(case['num_workers'], 2)
+      records = {r['peer']: r for r in case['peers']}
+      self.assertEqual(list(records), [p.name for p in catalogue.PEERS])
+      for record in records.values():
+        self._check_peer(record, case['loss'])
+        self.assertAlmostEqual(
+          record['ratio_to_stock'],
+          record['steps_per_s']['median']
+          / records['stock']['steps_per_s']['median'],
+        )
+    for peer in catalogue.PEERS:
+      self.assertRegex(done.stdout, rf'cnn .* {peer.name} ')
+
+  def _check_peer(self, record, initial_loss):
+    # On the servers: of the block to warm up and of those that count.
+    steps = (1 + BLOCKS) * STEPS
+    self.assertEqual(record['steps_per_turn'], steps)
+    if record['peer'] == 'stock':  # Workers overwrite each other's count.
+      self.assertBetween(record['iterations'], steps // 4, steps)
+    else:
+      self.assertEqual(record['iterations'], steps)
+    self.assertNotEqual(record['loss'], initial_loss)
+    self.assertLen(record['samples'], ROUNDS * BLOCKS)
+    rates = [STEPS / s['seconds'] for s in record['samples']]
+    self.assertAlmostEqual(record['steps_per_s']['least'], min(rates))
+    self.assertAlmostEqual(record['steps_per_s']['most'], max(rates))
+    self.assertAlmostEqual(
+      record['examples_per_s'], ROWS * record['steps_per_s']['median']
+    )
+    cpu = record['cpu_ms_per_step']
+    self.assertEqual(
+      {job: len(tasks) for job, tasks in cpu.items()},
+      {'coordinator': 1, 'ps': 2, 'worker': 2},
+    )
+    for job in ('ps', 'worker'):
+      spent = [sum(s['cpu_seconds'][job]) for s in record['samples']]
+      self.assertGreater(sum(spent), 0, job)
+
+  @pytest.mark.slow
+  def test_straggler(self):
+    done, found = self._run(
+      '--straggler_ms=60', '--num_workers=2', '--window_steps=2', '--num_ps=1'
+    )
+    (case,) = found['results']
+    records = {r['peer']: r for r in case['peers']}
+    self.assertEqual(list(records), [p.name for p in catalogue.MODES])
+    for peer in catalogue.MODES:
+      record = records[peer.name]
+      shares = 2 if peer.shares_batches else 1
+      self.assertEqual(record['rows_per_step'], shares * ROWS)
+      self.assertEqual(record['iterations'], STEPS // shares)
+      self.assertLen(record['turns'], ROUNDS)
+      self.assertIn(f'| {peer.name} ', done.stdout)
+      for turn in record['turns']:
+        self.assertNotEmpty(turn['curve'])
+        counted = STEPS if not peer.shares_batches else 0
+        self.assertEqual(sum(turn['staleness'].values()), counted)
+    # A step that waits for both waits for the one that waits.
+    for turn in records['sync']['turns']:
+      self.assertGreaterEqual(turn['seconds'], 0.06 * (STEPS // 2))
+    self.assertEqual(records['sync']['dropped'], 0)
+    self.assertEqual(records['async']['dropped'], 0)
+    self.assertEqual(records['sync_backup_1']['dropped'], ROUNDS * STEPS // 2)
+
+  @parameterized.parameters(
+    ('--peers=sync', "'sync' is none of stock"),
+    ('--models=cnn,rnn', "'rnn' is none of cnn"),
+    ('--num_workers=0', 'integers of 1 or more'),
+    ('--steps=25', 'no multiple of 10'),
+  )
+  def test_bad_flags(self, flag, words):
+    done = running.run_benchmark('parameter_server', flag)
+    self.assertNotEqual(done.returncode, 0)
+    self.assertIn(words, done.stdout + done.stderr)
+
+
+if __name__ == '__main__':
+  absltest.main()
