@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 
 from tf_strategies import errors
@@ -48,9 +49,9 @@ class ParameterServerOptions:
     self._check_checkpoints()
     for name in ('start_timeout', 'recovery_timeout', 'step_timeout'):
       value = getattr(self, name)
-      if not _is_number(value) or value <= 0:
+      if not _is_number(value) or not 0 < value < math.inf:
         raise errors.UnsupportedOptionError(
-          f'{name}={value!r}', 'seconds above 0', f'leave out {name}'
+          f'{name}={value!r}', 'finite seconds above 0', f'leave out {name}'
         )
 
   def check_workers(self, num_workers: int) -> None:
@@ -86,6 +87,12 @@ class ParameterServerOptions:
           'say where to write: checkpoint_dir=...',
         )
       return
+    if not isinstance(self.checkpoint_dir, str | os.PathLike):
+      raise errors.UnsupportedOptionError(
+        f'checkpoint_dir={self.checkpoint_dir!r}',
+        'the path of a directory',
+        "write checkpoint_dir='...', or leave it out",
+      )
     object.__setattr__(self, 'checkpoint_dir', os.fspath(self.checkpoint_dir))
     if self.checkpoint_steps is None:
       object.__setattr__(self, 'checkpoint_steps', 1000)
