@@ -75,12 +75,13 @@ class Source:
     self._handed_out = sum(done)
     self._readers: dict[int, list[Reader]] = {}
     self._turn = itertools.count()
+    self._opening = 0
 
   @property
   def is_exhausted(self) -> bool:
     """Whether every split has been read to its end."""
     with self._lock:
-      return not self._free and not any(self._readers.values())
+      return self._is_empty()
 
   def may_draw(self) -> bool:
     """Counts a step that is to be scheduled; False at the end of the data."""
@@ -98,7 +99,12 @@ class Source:
     with self._lock:
       if self._free or self._readers.get(worker):
         return True
-      return not any(self._readers.values())
+      return self._is_empty()
+
+  def _is_empty(self) -> bool:
+    if self._free or self._opening:
+      return False
+    return not any(self._readers.values())
 
   def reader(self, worker: int, others: Iterable[int]) -> Reader | None:
     """What a worker reads next; opens a split if it has none.
@@ -118,12 +124,24 @@ class Source:
         self._free.append(mine.pop().split)
       is_needed = not mine or not others_need
       split = self._free.pop(0) if self._free and is_needed else None
+      self._opening += split is not None
     if split is not None:
-      opened = Reader(split, self.dataset.open(split, worker))
-      with self._lock:
-        mine.append(opened)
+      self._open(split, worker, mine)
     with self._lock:
       return mine[next(self._turn) % len(mine)] if mine else None
+
+  def _open(self, split: Split, worker: int, mine: list[Reader]) -> None:
+    """Opens a split; it is nobody's while this lasts."""
+    opened = None
+    try:
+      opened = Reader(split, self.dataset.open(split, worker))
+    finally:
+      with self._lock:
+        self._opening -= 1
+        if opened is None:
+          self._free.append(split)
+        else:
+          mine.append(opened)
 
   def close(self, worker: int, reader: Reader) -> None:
     """A split was read to its end."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import math
 import threading
 import time
 
@@ -13,6 +14,7 @@ from tf_strategies.cluster import reachability
 _PROBE_SECONDS = 10.0
 # A server's port opens a moment before it answers calls.
 _SETTLE_SECONDS = 0.3
+_UNSETTLED_SECONDS = 5.0
 
 
 class Liveness:
@@ -33,6 +35,7 @@ class Liveness:
       for index, address in cluster.jobs[job].items()
     }
     self._lock = threading.Lock()
+    self._changed_at = -math.inf
 
   def address(self, job: str, index: int) -> str:
     """Where a task listens."""
@@ -64,20 +67,31 @@ class Liveness:
     error.server, error.address = server, address
     return error
 
+  def is_complete(self) -> bool:
+    """Whether every task listens.
+
+    Connecting to one that was started again waits for all of them.
+    """
+    return not reachability.unreachable(self._by_name())
+
+  def changed_recently(self) -> bool:
+    """Whether the connections have just been made anew.
+
+    TensorFlow may fail an op meanwhile, in ways that have nothing to do with
+    it.
+    """
+    return time.monotonic() - self._changed_at < _UNSETTLED_SECONDS
+
   def rejoin(self, worker: int) -> bool:
-    """Connects to a worker that was started again, if it answers by now.
+    """Connects to a worker that was started again.
 
     Returns:
       Whether it can be used.
     """
-    # The call waits for every task, so none may be missing.
-    if reachability.unreachable(self._by_name()):
-      return False
     with self._lock:
       if self.is_worker_alive(worker):
         return True
-      time.sleep(_SETTLE_SECONDS)
-      _tf_internal.connect_again()
+      self._connect_again()
     return self.is_worker_alive(worker)
 
   def wait_for_all(self, deadline_seconds: float) -> None:
@@ -90,8 +104,15 @@ class Liveness:
       self._by_name(), deadline_seconds, 'to go on with training'
     )
     with self._lock:
+      self._connect_again()
+
+  def _connect_again(self):
+    self._changed_at = math.inf
+    try:
       time.sleep(_SETTLE_SECONDS)
       _tf_internal.connect_again()
+    finally:
+      self._changed_at = time.monotonic()
 
   def silent_tasks(self) -> list[str]:
     """Names of the tasks that do not answer a call (stopped, or cut off)."""

@@ -9,7 +9,6 @@ Little", averages them instead). With one worker it is exact.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf

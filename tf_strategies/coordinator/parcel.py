@@ -36,6 +36,7 @@ class Layout:
 
   @property
   def specs(self) -> list[tf.TensorSpec]:
+    """Of the arrays of a batch."""
     return [s for s in tf.nest.flatten(self.structure) if s is not None]
 
   @property
@@ -55,6 +56,7 @@ class Layout:
 
   @property
   def num_bytes(self) -> int:
+    """Of a parcel."""
     return _padded(8 * HEADER) + self.steps * sum(self.sizes)
 
   @property

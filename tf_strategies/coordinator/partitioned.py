@@ -74,10 +74,12 @@ class PartitionedVariable(_tf_internal.BaseResourceVariable):
 
   @property
   def handle(self):
+    """What tapes and functions know the variable by."""
     return self.parts[0].handle
 
   @property
   def shape(self):
+    """Of the variable, or of the part that it is reduced to."""
     part = self._part
     return super().shape if part is None else part.shape
 
@@ -88,15 +90,18 @@ class PartitionedVariable(_tf_internal.BaseResourceVariable):
 
   @property
   def device(self):
+    """Of the first part, or of the part that it is reduced to."""
     part = self._part
     return (self.parts[0] if part is None else part).device
 
   @property
   def server(self) -> int:
+    """Of the first part, or of the part that it is reduced to."""
     part = self._part
     return (self.parts[0] if part is None else part).server
 
   def is_initialized(self, name=None):
+    """Whether every part is."""
     return tf.reduce_all([p.is_initialized() for p in self.parts])
 
   def _read_variable_op(self, no_copy=False):
@@ -123,15 +128,19 @@ class PartitionedVariable(_tf_internal.BaseResourceVariable):
     return self
 
   def assign(self, value, use_locking=None, name=None, read_value=True):
+    """As `tf.Variable.assign`."""
     return self._for_parts(value, lambda part, rows: part.assign(rows))
 
   def assign_add(self, delta, use_locking=None, name=None, read_value=True):
+    """As `tf.Variable.assign_add`; atomic on a server."""
     return self._for_parts(delta, lambda part, rows: part.assign_add(rows))
 
   def assign_sub(self, delta, use_locking=None, name=None, read_value=True):
+    """As `tf.Variable.assign_sub`; atomic on a server."""
     return self._for_parts(delta, lambda part, rows: part.assign_sub(rows))
 
   def sparse_read(self, indices, name=None):
+    """As `tf.gather`, on the server that has the rows."""
     if self._part is not None:
       return self._part.sparse_read(indices)
     indices = tf.convert_to_tensor(indices)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import abc
 import collections
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import tensorflow as tf
 from absl import logging
@@ -17,6 +18,7 @@ from tf_strategies.coordinator import liveness as liveness_lib
 _REJOIN_SECONDS = 0.5
 _WAKE_SECONDS = 1.0
 _SETTLE_SECONDS = 0.3
+_PAUSE_SECONDS = 10.0
 _MAX_RETRIES = 5
 
 # What a task may fail with while all tasks of the cluster are alive, and do
@@ -102,6 +104,7 @@ class Pool:
     self._running: dict[int, Task] = {}
     self._error: Exception | None = None
     self._is_open = True
+    self._pauses = 0
     self._progress_at = time.monotonic()
     self._threads = [
       threading.Thread(
@@ -240,7 +243,28 @@ class Pool:
         self.lock.wait()
       return None
 
+  @contextlib.contextmanager
+  def _pause(self) -> Iterator[None]:
+    """Lets no task begin, and waits for those that run, but not for long.
+
+    While TensorFlow connects again, functions fail that have nothing to do
+    with it.
+    """
+    with self.lock:
+      self._pauses += 1
+      ends_at = time.monotonic() + _PAUSE_SECONDS
+      while self._running and time.monotonic() < ends_at:
+        self.lock.wait(_WAKE_SECONDS)
+    try:
+      yield
+    finally:
+      with self.lock:
+        self._pauses -= 1
+        self.lock.notify_all()
+
   def _may_begin(self, worker: int) -> bool:
+    if self._pauses:
+      return False
     return self._queue[0].may_run(worker) and self._may_take(worker)
 
   def _end(self, worker: int) -> None:
@@ -270,12 +294,19 @@ class Pool:
       self._fail(worker, self._liveness.server_error(server), error)
     elif not self._liveness.is_worker_alive(worker):
       self._outlive(worker, task, error)
-    elif isinstance(error, _TRANSIENT) and task.retries < _MAX_RETRIES:
+    elif self._is_transient(error) and task.retries < _MAX_RETRIES:
       logging.warning('worker %d: %s; once more', worker, _first_line(error))
       time.sleep(_REJOIN_SECONDS)
       self._give_back(worker, task)
     else:
       self._fail(worker, error)
+
+  def _is_transient(self, error: Exception) -> bool:
+    if isinstance(error, _TRANSIENT):
+      return True
+    return (
+      isinstance(error, tf.errors.OpError) and self._liveness.changed_recently()
+    )
 
   def _fail(self, worker, error, cause=None) -> None:
     with self.lock:
@@ -299,8 +330,10 @@ class Pool:
     self._give_back(worker, task)
     while self._is_open:
       try:
-        if self._liveness.rejoin(worker):
-          break
+        if self._liveness.is_complete():
+          with self._pause():
+            if self._liveness.rejoin(worker):
+              break
       except tf.errors.OpError as e:
         logging.warning('worker %d: %s; trying again', worker, _first_line(e))
       time.sleep(_REJOIN_SECONDS)

@@ -7,7 +7,8 @@ slow worker does not slow down the rest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -60,6 +61,7 @@ class SyncEngine(engine_lib.Engine):
     return super().draw(step, source, steps)
 
   def forget_functions(self) -> None:
+    """As `Engine.forget_functions`; slots are gone too."""
     super().forget_functions()
     self._free_slots.clear()
 
@@ -230,5 +232,5 @@ def split(batch: engine_lib.Batch, count: int) -> list[engine_lib.Batch]:
   starts = [total * i // count for i in range(count + 1)]
   return [
     batch.part([a[first:last] for a in batch.arrays])
-    for first, last in zip(starts[:-1], starts[1:], strict=True)
+    for first, last in itertools.pairwise(starts)
   ]

@@ -82,6 +82,7 @@ class ServerVariable(_tf_internal.ResourceVariable):
     return super().assign(value, read_value=False)
 
   def assign(self, value, use_locking=None, name=None, read_value=True):
+    """As `tf.Variable.assign`."""
     step = traced_step.current()
     if step is not None:
       value = tf.convert_to_tensor(value, self.dtype)
@@ -116,6 +117,7 @@ class ServerVariable(_tf_internal.ResourceVariable):
     return None
 
   def assign_add(self, delta, use_locking=None, name=None, read_value=True):
+    """As `tf.Variable.assign_add`; atomic on a server."""
     step = traced_step.current()
     if step is not None:
       delta = tf.convert_to_tensor(delta, self.dtype)
@@ -129,6 +131,7 @@ class ServerVariable(_tf_internal.ResourceVariable):
     return super().assign_add(delta, use_locking, name, read_value)
 
   def assign_sub(self, delta, use_locking=None, name=None, read_value=True):
+    """As `tf.Variable.assign_sub`; atomic on a server."""
     step = traced_step.current()
     if step is not None:
       delta = tf.convert_to_tensor(delta, self.dtype)
@@ -142,6 +145,7 @@ class ServerVariable(_tf_internal.ResourceVariable):
     return super().assign_sub(delta, use_locking, name, read_value)
 
   def sparse_read(self, indices, name=None):
+    """As `tf.gather`, on the server that has the rows."""
     copy = self._touch_rows(writes=False)
     if copy is not None:
       with traced_step.current().at_home(copy):
@@ -153,6 +157,7 @@ class ServerVariable(_tf_internal.ResourceVariable):
     return read(indices, name)
 
   def gather_nd(self, indices, name=None):
+    """As `tf.gather_nd`, on the server."""
     copy = self._touch_rows(writes=False)
     if copy is not None:
       with traced_step.current().at_home(copy):

@@ -78,8 +78,9 @@ class Recovery:
   def _open(self, trackables):
     with tf.device(_CHIEF):
       # Not of the strategy: it is the coordinator's own.
-      with tf.distribute.get_strategy().scope():
-        self._position_variable = tf.Variable('', trainable=False)
+      self._position_variable = _tf_internal.ResourceVariable(
+        '', trainable=False
+      )
     self._tracked = dict(trackables)
     checkpoint = tf.train.Checkpoint(
       **trackables, position=self._position_variable
@@ -207,7 +208,10 @@ class Recovery:
         _tf_internal.clear_errors()
         explained = self._strategy.engine.pool.explain(e)
         if explained is e:
-          raise
+          if not self._strategy.liveness.changed_recently():
+            raise
+          time.sleep(_RETRY_SECONDS)
+          continue
         error = explained
       self._recover(error)
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import tensorflow as tf
 
 from tf_strategies.cluster import config as config_lib
-from tf_strategies.coordinator import engine as engine_lib
 from tf_strategies.coordinator import (
   drawn,
   liveness,
@@ -16,6 +16,7 @@ from tf_strategies.coordinator import (
   variables,
   worker_function,
 )
+from tf_strategies.coordinator import engine as engine_lib
 from tf_strategies.keras import steps as keras_steps
 from tf_strategies.strategies.parameter_server import (
   connection,
@@ -29,7 +30,66 @@ from tf_strategies.strategies.parameter_server import options as options_lib
 
 
 class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
-  """Trains on workers that share variables on parameter servers."""
+  """Trains on workers that share variables on parameter servers.
+
+  The process that makes it is the coordinator (task `chief`). Tasks `ps` and
+  `worker` run a `tf.distribute.Server`, as `tfs.cluster.run_task` does. `fit`,
+  `evaluate` and `predict` of Keras 3 then run their steps on the workers:
+
+    def train():
+      strategy = tfs.ParameterServerStrategy()
+      with strategy.scope():
+        model = build_model()
+        model.compile('adam', 'sparse_categorical_crossentropy')
+      model.fit(dataset, epochs=3)
+
+    tfs.cluster.run_task(train)
+
+  A loop of one's own uses `remote_step`, or TensorFlow's `ClusterCoordinator`.
+
+  Modes:
+
+  * 'async': each worker applies its gradient as soon as it has it (Dean et al.
+    2012, "Large Scale Distributed Deep Networks").
+  * 'sync': every batch is one step; its rows are shared out among the workers,
+    and their mean gradient is applied once. Equal to one device, with clipping,
+    accumulation and loss scaling, whatever the number of workers. With
+    `backup_workers=k` the first N - k shares count and late ones are dropped
+    (Chen et al. 2016, "Revisiting Distributed Synchronous SGD").
+  * 'bounded': as 'async', but no worker begins a step when it is more than
+    `max_staleness` steps ahead of the slowest (Ho et al. 2013, "More Effective
+    Distributed ML via a Stale Synchronous Parallel Parameter Server").
+
+  Variables are placed by bytes. What a step reads, and what it adds to metrics
+  and counters, crosses in one message a server. The optimizer's update runs
+  where its variable is; additions are atomic.
+
+  A worker that dies loses no step, and is used again when it is back. When a
+  server dies and `checkpoint_dir` is given, training waits for it, restores the
+  latest checkpoint and goes on; without it `ParameterServerUnavailableError` is
+  raised.
+
+  Each worker is one replica, on its first GPU or its CPU: start one worker a
+  GPU. It was run on CPUs; no GPU has been tried.
+
+  Args:
+    cluster: the tasks; None reads TF_CONFIG.
+    variable_partitioner: into how many parts a variable is cut along its first
+      axis, as `tf.distribute.experimental.partitioners`; None cuts none.
+      Scalars are never cut.
+    mode: 'async', 'sync' or 'bounded'.
+    **options: `backup_workers` (0) with 'sync'; `max_staleness` (1) with
+      'bounded'; `local_steps` (1) with 'async': a worker reads the variables
+      once, trains that many steps on its copy, and adds the difference, which
+      is another algorithm; `checkpoint_dir` and `checkpoint_steps` (1000);
+      `start_timeout`, `recovery_timeout` (300 seconds) and `step_timeout` (600
+      seconds without a finished step).
+
+  Raises:
+    ClusterConfigError: no cluster, no ps, no worker, or this is not the chief.
+    UnsupportedOptionError: an option or combination that is not allowed.
+    RendezvousError: tasks that did not answer within `start_timeout`, by name.
+  """
 
   def __init__(
     self,
@@ -102,6 +162,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     return engine_lib.AsyncEngine(*arguments, **timeout)
 
   def run(self, fn, args=(), kwargs=None, options=None):
+    """As `tf.distribute.Strategy.run`; Keras's steps go to the workers."""
     keras_step = keras_steps.step_of(fn)
     if keras_step is None or kwargs or len(args) != 1:
       return super().run(fn, args, kwargs, options)
@@ -138,7 +199,8 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     Returns:
       mode; steps (done); staleness (number of steps by how many other steps
       were applied while they were computed); dropped (gradients that came too
-      late, in mode 'sync'); bytes_per_server.
+      late, in mode 'sync'); bytes_per_server; recoveries (server, lost_steps
+      and seconds of each).
     """
     return {
       'mode': self.options.mode,
@@ -197,6 +259,16 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     return [v for v in self.extended.server_variables() if v.is_lost]
 
   def distribute_datasets_from_function(self, dataset_fn, options=None):
+    """Makes a data set that the workers read themselves.
+
+    Each element counts once an epoch, also when a worker dies.
+
+    Args:
+      dataset_fn: makes the data set of a split from a
+        `tf.distribute.InputContext`: its part is number `input_pipeline_id` of
+        `num_input_pipelines`. It must yield the same elements each time.
+      options: `tf.distribute.InputOptions`.
+    """
     if not tf.executing_eagerly():
       return super().distribute_datasets_from_function(dataset_fn, options)
     return drawn.DrawnDataset(
@@ -226,6 +298,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
       self.engine.forget_reports()
 
   def experimental_distribute_dataset(self, dataset, options=None):
+    """Makes a data set whose batches this process hands to the workers."""
     if not tf.executing_eagerly():
       return super().experimental_distribute_dataset(dataset, options)
     return input.feed(
@@ -237,4 +310,5 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     )
 
   def close(self) -> None:
+    """Ends the threads of this strategy; the servers go on."""
     self.engine.pool.close()
