@@ -121,7 +121,8 @@ def _tell_evaluator(directory: str | None, is_finished: bool) -> None:
   path = os.path.join(directory, sidecar_evaluator.FINISHED_FILE)
   if is_finished:
     tf.io.gfile.makedirs(directory)
-    tf.io.gfile.GFile(path, 'w').close()
+    with tf.io.gfile.GFile(path, 'w') as f:
+      f.write('Training is over.\n')
   elif tf.io.gfile.exists(path):
     tf.io.gfile.remove(path)
 
