@@ -24,6 +24,7 @@ _Result = TypeVar('_Result')
 
 # The tasks that the chief sends its work to.
 _SERVER_JOBS = ('ps', 'worker')
+_SIGNAL_POLL_SECONDS = 0.2
 
 
 def run_task(
@@ -161,7 +162,10 @@ def _serve(cluster: config.ClusterConfig) -> None:
   # In another thread: while the main thread is in C++, Python sees no signal.
   joining = threading.Thread(target=server.join, name='server', daemon=True)
   joining.start()
-  joining.join()
+  # A signal that comes just before a wait begins does not interrupt it, and
+  # Python calls the handler after it: hence many short waits.
+  while joining.is_alive():
+    joining.join(_SIGNAL_POLL_SECONDS)
 
 
 def _leave(*_: Any) -> NoReturn:
