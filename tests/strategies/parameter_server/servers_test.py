@@ -1,0 +1,388 @@
+"""Placement, counts, order and custom loops on real servers and two workers."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from absl.testing import parameterized
+
+import tf_strategies as tfs
+from tests import parameter_servers
+from tests.conformance import harness, parameter_server
+from tests.coordinator import chief
+from tf_strategies import errors
+
+pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
+
+partitioners = tf.distribute.experimental.partitioners
+
+
+def _dense_model():
+  layers = keras.layers
+  return keras.Sequential(
+    [layers.Input([20]), *(layers.Dense(50) for _ in range(6))]
+  )
+
+
+def _matrix_bytes(variables):
+  load = [0, 0]
+  for variable in variables:
+    if variable.shape.rank == 2:
+      device = tf.DeviceSpec.from_string(variable.device)
+      assert device.job == 'ps', variable.device
+      load[device.task] += variable.shape.num_elements() * 4
+  return load
+
+
+def placement():
+  """Bytes of the matrices on each server, and what the report says of all."""
+  strategy = tfs.create_strategy('parameter_server')
+  keras.backend.clear_session()
+  with strategy.scope():
+    found = _matrix_bytes([v.value for v in _dense_model().variables])
+  report = strategy.report()['bytes_per_server']
+  strategy.close()
+  return found, report
+
+
+def placement_of_tensorflow():
+  """The same for TensorFlow's strategy, which cuts this chief's connection."""
+  shapes = [tuple(v.shape) for v in _dense_model().variables]
+  strategy = tf.distribute.ParameterServerStrategy(
+    tf.distribute.cluster_resolver.TFConfigClusterResolver()
+  )
+  # Keras 3 does not train under it; the order of variables is Keras's.
+  with strategy.scope():
+    return _matrix_bytes([tf.Variable(tf.zeros(s)) for s in shapes])
+
+
+def slots_are_with_their_variables():
+  strategy = tfs.create_strategy('parameter_server')
+  keras.backend.clear_session()
+  with strategy.scope():
+    model = _dense_model()
+    model.compile(keras.optimizers.Adam(), 'mse')
+  x = np.ones([8, 20], np.float32)
+  model.fit(x, np.ones([8, 50], np.float32), verbose=0)
+  optimizer = model.optimizer
+  pairs = []
+  for slots in (optimizer._momentums, optimizer._velocities):
+    pairs += [
+      (variable.value.server, slot.value.server)
+      for variable, slot in zip(model.trainable_variables, slots, strict=True)
+    ]
+  servers = parameter_server.servers_of(
+    [*model.variables, *optimizer.variables]
+  )
+  report = strategy.report()
+  strategy.close()
+  return pairs, servers, report['bytes_per_server']
+
+
+def partitioner_results():
+  """What happens to variables under partitioners of all kinds."""
+  found = {}
+  for name, returned in (
+    ('text', 'two'),
+    ('none', None),
+    ('number', 2),
+    ('zero', [0, 1]),
+    ('negative', [-1, 1]),
+    ('float', [2.0, 1]),
+    ('second_axis', [1, 2]),
+    ('too_short', [2]),
+    ('too_long', [2, 1, 1]),
+    ('more_than_rows', [100, 1]),
+  ):
+    strategy = tfs.ParameterServerStrategy(
+      variable_partitioner=lambda shape, dtype, r=returned: r
+    )
+    with strategy.scope():
+      scalar = tf.Variable(1.0)
+      try:
+        matrix = tf.Variable(tf.zeros([6, 4]), name='matrix')
+        found[name] = len(getattr(matrix, 'parts', [matrix]))
+      except errors.UnsupportedOptionError as e:
+        found[name] = str(e)
+    assert not hasattr(scalar, 'parts')
+    strategy.close()
+  return found
+
+
+def predict_in_order():
+  strategy = tfs.create_strategy('parameter_server')
+  keras.backend.clear_session()
+  with strategy.scope():
+    model = keras.Sequential(
+      [
+        keras.layers.Input([1]),
+        keras.layers.Dense(1, kernel_initializer='ones'),
+      ]
+    )
+    model.compile('sgd', 'mse')
+  x = np.arange(203, dtype=np.float32)[:, None]
+  found = [
+    model.predict(x, batch_size=4, verbose=0),
+    model.predict(
+      tf.data.Dataset.from_tensor_slices(x).batch(7).filter(lambda t: True),
+      verbose=0,
+    ),
+  ]
+  with strategy.scope():
+    model.compile('sgd', 'mse', steps_per_execution=3)
+  found.append(model.predict(x, batch_size=4, verbose=0))
+  strategy.close()
+  return found
+
+
+def exact_counts():
+  """Iterations and metrics while two workers add to them."""
+  strategy = tfs.create_strategy('parameter_server')
+  keras.backend.clear_session()
+  with strategy.scope():
+    model = harness.conv_model()
+    model.compile(
+      keras.optimizers.SGD(0.0),
+      keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+      metrics=[
+        'accuracy',
+        keras.metrics.SparseCategoricalCrossentropy(
+          from_logits=True, name='crossentropy'
+        ),
+      ],
+    )
+  x, y = harness.images(205)
+  seen = []
+  callback = keras.callbacks.LambdaCallback(
+    on_epoch_end=lambda epoch, logs: seen.append(
+      int(model.optimizer.iterations.numpy())
+    )
+  )
+  history = model.fit(
+    x, y, batch_size=4, epochs=2, verbose=0, callbacks=[callback]
+  )
+  evaluation = model.evaluate(x, y, batch_size=4, verbose=0, return_dict=True)
+  outputs = model.predict(x, batch_size=4, verbose=0)
+  report = strategy.report()
+  strategy.close()
+  return seen, history.history, evaluation, outputs, report
+
+
+def _linear(strategy):
+  """A weight, an optimizer and a loss of custom loops."""
+  with strategy.scope():
+    weight = tf.Variable([[1.0], [2.0]], name='weight')
+    counter = tf.Variable(0, dtype=tf.int64, trainable=False)
+    total = tf.Variable(0.0, trainable=False)
+  return weight, counter, total
+
+
+def remote_steps(mode):
+  strategy = tfs.create_strategy('parameter_server', mode=mode)
+  keras.backend.clear_session()
+  with strategy.scope():
+    model = keras.Sequential([keras.layers.Input([3]), keras.layers.Dense(1)])
+    optimizer = keras.optimizers.SGD(0.01)
+    optimizer.build(model.trainable_variables)
+    rows = tf.Variable(0, dtype=tf.int64, trainable=False)
+
+  def train(batch):
+    x, y = batch
+    with tf.GradientTape() as tape:
+      loss = tf.reduce_mean((model(x) - y) ** 2)
+    gradients = tape.gradient(loss, model.trainable_variables)
+    optimizer.apply(gradients, model.trainable_variables)
+    rows.assign_add(tf.shape(x, tf.int64)[0])
+    return {'loss': loss}
+
+  step = strategy.remote_step(train, [optimizer])
+  first = last = None
+  for i in range(40):
+    rng = np.random.default_rng(i)
+    x = rng.normal(size=(6, 3)).astype(np.float32)
+    logs = step((x, x.sum(1, keepdims=True)))
+    if i == 0:
+      strategy.join()
+      first = float(logs['loss'])
+  strategy.join()
+  last = float(logs['loss'])
+  evaluate = strategy.remote_step(lambda x: model(x))
+  result = evaluate.call(x).result()
+  counts = int(optimizer.iterations.numpy()), int(rows.numpy())
+  report = strategy.report()
+  expected = model(x).numpy()
+  strategy.close()
+  return first, last, counts, result, expected, report
+
+
+def remote_steps_async():
+  return remote_steps('async')
+
+
+def remote_steps_sync():
+  return remote_steps('sync')
+
+
+def remote_steps_bounded():
+  return remote_steps('bounded')
+
+
+def tensorflow_coordinator():
+  """TensorFlow's own loop: schedule, join, create_per_worker_dataset."""
+  strategy = tfs.create_strategy('parameter_server')
+  coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
+  weight, counter, total = _linear(strategy)
+
+  def dataset_fn(context=None):
+    del context
+    return tf.data.Dataset.from_tensors(tf.ones([4, 2])).repeat()
+
+  @tf.function
+  def per_worker(iterator):
+    def replica(x):
+      with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(x @ weight)
+      weight.assign_sub(0.01 * tape.gradient(loss, weight))
+      counter.assign_add(1)
+      total.assign(total + 1.0)
+      return loss
+
+    return strategy.run(replica, args=(next(iterator),))
+
+  found = []
+  for source in (
+    dataset_fn,
+    lambda: strategy.distribute_datasets_from_function(dataset_fn),
+    lambda: strategy.experimental_distribute_dataset(dataset_fn()),
+    dataset_fn(),
+  ):
+    iterator = iter(coordinator.create_per_worker_dataset(source))
+    results = [coordinator.schedule(per_worker, (iterator,)) for _ in range(15)]
+    coordinator.join()
+    assert coordinator.done()
+    found.append(
+      (
+        int(counter.numpy()),
+        float(total.numpy()),
+        weight.numpy(),
+        [float(r.fetch()) for r in results],
+      )
+    )
+  strategy.close()
+  return found
+
+
+_PROGRAMS = {
+  p.__name__: p
+  for p in (
+    placement,
+    slots_are_with_their_variables,
+    partitioner_results,
+    predict_in_order,
+    exact_counts,
+    remote_steps_async,
+    remote_steps_sync,
+    remote_steps_bounded,
+    tensorflow_coordinator,
+    placement_of_tensorflow,  # The last one.
+  )
+}
+
+
+class ServersTest(tf.test.TestCase, parameterized.TestCase):
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    with parameter_servers.Job(num_workers=2, num_ps=2) as job:
+      cls.found = chief.Programs(job, _PROGRAMS)
+
+  def test_matrices_are_on_both_servers(self):
+    found, report = self.found['placement']
+    stock = self.found['placement_of_tensorflow']
+    # Kernel, bias, kernel, bias: TensorFlow puts every kernel on one server.
+    self.assertEqual(stock, [4 * (20 * 50 + 5 * 50 * 50), 0])
+    self.assertEqual(sum(found), sum(stock))
+    largest = 4 * 50 * 50
+    self.assertLessEqual(abs(found[0] - found[1]), largest)
+    self.assertLen(report, 2)
+    self.assertGreater(sum(report), sum(found))
+    self.assertLessEqual(abs(report[0] - report[1]), 2 * largest)
+
+  def test_slots_are_with_their_variables(self):
+    pairs, servers, load = self.found['slots_are_with_their_variables']
+    self.assertLen(pairs, 24)
+    for variable, slot in pairs:
+      self.assertEqual(variable, slot)
+    self.assertEqual({v for v, _ in pairs}, {0, 1})
+    self.assertContainsSubset(servers.values(), [0, 1])
+    self.assertNotIn(-1, servers.values())
+    # Adam's slots are twice its variables.
+    self.assertGreaterEqual(sum(load), 3 * 4 * (20 * 50 + 5 * 50 * 50))
+
+  @parameterized.parameters(
+    ('text', "'two'"),
+    ('none', 'None'),
+    ('number', 'returns 2 '),
+    ('zero', r'\[0, 1\]'),
+    ('negative', r'\[-1, 1\]'),
+    ('float', r'\[2.0, 1\]'),
+    ('second_axis', r'\[1, 2\].*first axis only'),
+    ('too_short', r'\[2\]'),
+    ('too_long', r'\[2, 1, 1\]'),
+  )
+  def test_nonsense_of_a_partitioner_is_refused(self, name, message):
+    found = self.found['partitioner_results'][name]
+    self.assertIsInstance(found, str, f'{name}: {found} parts')
+    self.assertRegex(found, message)
+    self.assertIn('matrix', found)
+
+  def test_no_more_parts_than_rows(self):
+    self.assertEqual(self.found['partitioner_results']['more_than_rows'], 6)
+
+  def test_predictions_are_in_order(self):
+    for predictions in self.found['predict_in_order']:
+      self.assertAllEqual(predictions[:, 0], np.arange(203))
+
+  def test_counts_and_metrics_are_exact(self):
+    seen, history, evaluation, outputs, report = self.found['exact_counts']
+    steps = 52  # 205 rows in batches of 4.
+    self.assertEqual(seen, [steps, 2 * steps])
+    self.assertEqual(sum(report['staleness'].values()), report['steps'])
+    _, y = harness.images(205)
+    accuracy = np.mean(outputs.argmax(-1) == y)
+    logits = tf.nn.sparse_softmax_cross_entropy_with_logits(y, outputs)
+    crossentropy = np.mean(logits)
+    self.assertAllClose(evaluation['accuracy'], accuracy, 1e-6, 1e-6)
+    # The learning rate is 0: every step computes on the same weights.
+    for name in ('loss', 'crossentropy'):
+      self.assertAllClose(evaluation[name], crossentropy, 1e-5, 1e-5)
+      self.assertAllClose(history[name], [crossentropy] * 2, 1e-5, 1e-5)
+    self.assertAllClose(history['accuracy'], [accuracy] * 2, 1e-6, 1e-6)
+
+  @parameterized.parameters('async', 'sync', 'bounded')
+  def test_steps_of_a_custom_loop(self, mode):
+    first, last, counts, result, expected, report = self.found[
+      f'remote_steps_{mode}'
+    ]
+    self.assertEqual(counts, (40, 240))
+    self.assertTrue(np.isfinite(first))
+    self.assertLess(last, first)
+    self.assertAllClose(result, expected, 1e-6, 1e-6)
+    self.assertEqual(report['mode'], mode)
+    self.assertGreaterEqual(report['steps'], 40)
+
+  def test_the_loop_of_tensorflow(self):
+    found = self.found['tensorflow_coordinator']
+    for i, (counter, total, weight, losses) in enumerate(found):
+      steps = 15 * (i + 1)
+      self.assertEqual((counter, total), (steps, steps))
+      # Its gradient is 1 whatever the weight.
+      self.assertAllClose(
+        weight, [[1.0 - 0.01 * steps], [2.0 - 0.01 * steps]], 1e-5, 1e-5
+      )
+      self.assertLen(losses, 15)
+      self.assertLess(max(losses), 3.001)
+
+
+if __name__ == '__main__':
+  tf.test.main()
