@@ -149,9 +149,9 @@ def run_fit(
     shuffle=False,  # The stream of batches is shuffled.
     verbose=_verbosity(setup.options.verbose and setup.is_chief),
   )
-  if history is not None:
+  if history is not None and history.history:
     results = {name: values[-1] for name, values in history.history.items()}
-  else:
+  else:  # Nothing was left to train.
     evaluated = model.evaluate(
       test_set, steps=setup.data.test_steps, return_dict=True, verbose=0
     )
@@ -165,7 +165,11 @@ def run_fit(
 
 
 def _callbacks(setup, throughput, checkpoint):
-  callbacks = [_MeasureThroughput(throughput, setup)]
+  # Where a parameter server strategy saves, it goes on from there.
+  callbacks = [
+    _MeasureThroughput(throughput, setup),
+    tfs.ResumeFit(setup.strategy),
+  ]
   if not setup.is_chief:
     return callbacks
   if checkpoint is not None:

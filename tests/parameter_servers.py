@@ -87,6 +87,10 @@ class Job:
     process.kill()
     process.join(10)
 
+  def is_alive(self, job: str, index: int = 0) -> bool:
+    """Whether a task still runs."""
+    return self._processes[job, index].is_alive()
+
   def signal(self, job: str, index: int, number: int) -> None:
     """Sends a task a signal."""
     os.kill(self._processes[job, index].pid, number)

@@ -10,8 +10,6 @@ Supported: TensorFlow 2.18 to 2.21.
 
 import contextlib
 import importlib
-import itertools
-import re
 from typing import Any
 
 import tensorflow as tf
@@ -219,7 +217,7 @@ _coordination_config = _load(
   'coordination_config_pb2',
   'a deadline for workers that do not come',
 )
-_UnknownError = _load(
+UnknownError = _load(
   'framework.errors_impl',
   'UnknownError',
   'what TensorFlow makes of an exception that a host call raises',
@@ -373,84 +371,6 @@ def is_compiled(function) -> bool:
 def in_xla_context() -> bool:
   """Whether the graph being built is going to be compiled by XLA."""
   return _graph_or_parents_in_xla(tf.compat.v1.get_default_graph())
-
-
-# Failures of host calls, by the number that stands in the message that
-# TensorFlow carries through a graph.
-_host_failures: dict[str, BaseException] = {}
-_MAX_HOST_FAILURES = 1000
-_host_failure_numbers = itertools.count()
-_HOST_FAILURE = re.compile(r'\[host failure (\d+)\]')
-
-
-def raise_through_graph(error: Exception):
-  """Raises `error` in a host call so that it leaves the graph as what it is.
-
-  TensorFlow turns whatever Python code raises inside a graph into an
-  `UnknownError` that holds its text. C++ makes that object, by the class that
-  it was given when TensorFlow was loaded, so the one place where the type can
-  be kept is that class's `__new__`: it returns the original error if, and only
-  if, the message carries the mark that this function put there.
-
-  Args:
-    error: what the caller of the graph is to get. It becomes an instance of
-      `tf.errors.UnknownError` as well, since C++ insists on that.
-  """
-  number = str(next(_host_failure_numbers))
-  _host_failures[number] = _as_unknown_error(error)
-  while len(_host_failures) > _MAX_HOST_FAILURES:
-    del _host_failures[next(iter(_host_failures))]
-  if '__new__' not in vars(_UnknownError):
-    _UnknownError.__new__ = staticmethod(_new_unknown_error)
-  raise RuntimeError(
-    f'{type(error).__name__}: {error} [host failure {number}]'
-  ) from error
-
-
-def _new_unknown_error(cls, *args, **kwargs):
-  for arg in (*args, *kwargs.values()):
-    found = isinstance(arg, str) and _HOST_FAILURE.search(arg)
-    if found and found[1] in _host_failures:
-      return _host_failures[found[1]]
-  return Exception.__new__(cls, *args)
-
-
-def _restore(error_type, args, state):
-  error = error_type(*args)
-  vars(error).update(state)
-  return error
-
-
-def _as_unknown_error(error):
-  """A copy of `error` that is a `tf.errors.UnknownError` too."""
-  error_type = type(error)
-  state = dict(vars(error))
-
-  def ignore(self, *args, **kwargs):
-    """TensorFlow initialises anew what `__new__` returned."""
-
-  typed = type(
-    error_type.__name__,
-    (error_type, _UnknownError),
-    {
-      '__init__': ignore,
-      '__str__': error_type.__str__,
-      # As what it was: the class of this object has no name to find it by.
-      '__reduce__': lambda self: (_restore, (error_type, self.args, state)),
-      '__module__': error_type.__module__,
-    },
-  )
-  copy = Exception.__new__(typed, *error.args)
-  copy.args = error.args
-  vars(copy).update(
-    vars(error),
-    _node_def=None,
-    _op=None,
-    _message=str(error),
-    _error_code=tf.errors.UNKNOWN,
-    _experimental_payloads={},
-  )
-  return copy
 
 
 def read_from_copy(variable, copy):

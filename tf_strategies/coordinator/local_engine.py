@@ -1,10 +1,11 @@
 """Local steps: a worker trains by itself for a while, then sends what it changed.
 
 The variables are read once, `local_steps` steps are done on that copy, and the
-difference is added to the servers' variables. That is another algorithm than
-one step at a time: gradients are older, and with several workers the
-differences add up (Stich 2019, "Local SGD Converges Fast and Communicates
-Little", averages them instead). With one worker it is exact.
+difference, divided by the number of workers, is added to the servers'
+variables. That is another algorithm than one step at a time: the mean of models
+that trained apart for a while (Stich 2019, "Local SGD Converges Fast and
+Communicates Little"), without waiting for each other. With one worker it is
+exact.
 """
 
 from __future__ import annotations
@@ -85,11 +86,21 @@ class LocalEngine(engine_lib.AsyncEngine):
   def _parcel_function(self, step, layout, discovery):
     if not step.optimizers:
       return super()._parcel_function(step, layout, discovery)
-    return LocalFunction(step.run, layout, discovery, self.marks)
+    share = 1.0 / len(self._workers)
+    return LocalFunction(step.run, layout, discovery, self.marks, share=share)
 
 
 class LocalFunction(worker_function.ParcelFunction):
-  """All steps of a parcel on one copy of the variables."""
+  """All steps of a parcel on one copy of the variables.
+
+  Args:
+    *args: as `ParcelFunction`.
+    share: by which what the updates changed is multiplied.
+  """
+
+  def __init__(self, *args, share: float):
+    self._share = share
+    super().__init__(*args)
 
   def _trace(self, argument):
     traced = traced_step.TracedStep(self._discovery.access, holds_updates=True)
@@ -100,6 +111,6 @@ class LocalFunction(worker_function.ParcelFunction):
     _, mark = self._batch_and_mark(
       argument, tf.constant(self._steps - 1, tf.int64)
     )
-    traced.write_as_sums()
+    traced.write_as_sums(self._share)
     traced.commit(mark)
     return worker_function.report(outputs, self._discovery.are_numbers)

@@ -109,6 +109,9 @@ class TracedStep:
     self._snapshot: dict[int, tf.Tensor] = {}
     self._held: dict[int, Write] = {}
     self._direct: set[int] = set()
+    # Variables that the optimizer's updates wrote; updates that are going on.
+    self._updated: set[int] = set()
+    self._updates = 0
     # What was sent to servers beside the gradients, by tensor and server.
     self._sent: dict[tuple[int, int], tf.Tensor] = {}
     self._first_operation = 0
@@ -237,6 +240,8 @@ class TracedStep:
     ):
       self._write_here(variable)
       return False
+    if self._updates:
+      self._updated.add(key)
     before = self._held.get(key)
     old = before.value if before else self._snapshot.get(key)
     if value is None:
@@ -310,19 +315,29 @@ class TracedStep:
     before = self.update_server
     if not self.holds_updates:
       self.update_server = variable.server
+    self._updates += 1
     try:
       yield
     finally:
+      self._updates -= 1
       self.update_server = before
 
-  def write_as_sums(self) -> None:
+  def write_as_sums(self, share: float) -> None:
     """Turns held writes into what they change, where that is known.
 
     What several workers change then adds up, whatever each wrote.
+
+    Args:
+      share: by which what the optimizer's updates change is multiplied, so
+        that the sum over workers is their mean.
     """
     for key, write in self._held.items():
       if write.delta is None and key in self._snapshot:
         write.delta = write.value - self._snapshot[key]
+      is_float = write.variable.dtype.is_floating
+      is_of_update = key in self._updated and write.delta is not None
+      if is_of_update and is_float and share != 1.0:
+        write.delta *= tf.cast(share, write.delta.dtype)
 
   def held_writes(self) -> list[Write]:
     """The writes that the step holds back, in order of first write."""

@@ -85,6 +85,6 @@ def _set_finished(directory: str, is_finished: bool) -> None:
   path = os.path.join(directory, sidecar_evaluator.FINISHED_FILE)
   if is_finished:
     with tf.io.gfile.GFile(path, 'w') as f:
-      f.write('')
+      f.write('Training is over.\n')
   elif tf.io.gfile.exists(path):
     tf.io.gfile.remove(path)

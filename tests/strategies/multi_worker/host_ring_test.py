@@ -8,7 +8,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 from tests import virtual_devices
-from tf_strategies import _tf_internal, errors
+from tf_strategies import _graph_errors, errors
 from tf_strategies.strategies.multi_worker import host_ring
 
 virtual_devices.configure_logical_cpus()
@@ -239,7 +239,7 @@ def _in_dataset(fail):
     try:
       raise _lost()
     except errors.Error as e:
-      _tf_internal.raise_through_graph(e)
+      _graph_errors.raise_through_graph(e)
     return x
 
   del fail
@@ -340,10 +340,10 @@ class FailuresTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(group.record, ['x'])
 
   def test_many_failures_are_forgotten(self):
-    for _ in range(3 * _tf_internal._MAX_HOST_FAILURES):
+    for _ in range(3 * _graph_errors._MAX_HOST_FAILURES):
       with self.assertRaises(RuntimeError):
-        _tf_internal.raise_through_graph(_lost())
-    self.assertLen(_tf_internal._host_failures, _tf_internal._MAX_HOST_FAILURES)
+        _graph_errors.raise_through_graph(_lost())
+    self.assertLen(_graph_errors._host_failures, _graph_errors._MAX_HOST_FAILURES)
     # The newest one is known still.
     self.assertEqual(self._raised('function', _lost(rank=8)).rank, 8)
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import tensorflow as tf
 
-from tf_strategies import _tf_internal, errors, process_group
+from tf_strategies import _graph_errors, _tf_internal, errors, process_group
 
 
 class HostRing:
@@ -186,13 +186,13 @@ class HostRing:
     try:
       return function()
     except errors.Error as e:
-      _tf_internal.raise_through_graph(e)
+      _graph_errors.raise_through_graph(e)
     except (RuntimeError, KeyError, concurrent.futures.CancelledError) as e:
       # The ring was closed under a graph that still ran.
       failure = self._group.failure
       if failure is None:
         raise
-      _tf_internal.raise_through_graph(failure)
+      _graph_errors.raise_through_graph(failure)
       raise AssertionError from e
 
 

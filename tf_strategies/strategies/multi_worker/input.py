@@ -21,7 +21,7 @@ import zlib
 import numpy as np
 import tensorflow as tf
 
-from tf_strategies import _tf_internal, errors
+from tf_strategies import _graph_errors, _tf_internal, errors
 from tf_strategies.strategies import counted_batch, host_input, replica_run
 
 _Policy = tf.data.experimental.AutoShardPolicy
@@ -133,7 +133,7 @@ class WorkerInput:
         try:
           self._compare(tag, int(index), int(fingerprint))
         except errors.Error as e:
-          _tf_internal.raise_through_graph(e)
+          _graph_errors.raise_through_graph(e)
       return np.int64(0)
 
     def check(index, fingerprint):
@@ -201,7 +201,7 @@ class WorkerInput:
       try:
         answers = self._workers.exchange(tag, json.dumps(mine).encode())
       except errors.Error as e:
-        _tf_internal.raise_through_graph(e)
+        _graph_errors.raise_through_graph(e)
       everyone = [json.loads(answer) for answer in answers]
       all_rows = [n for _, rows in everyone for n in rows]
       return np.bool_(any(has for has, _ in everyone)), np.int32(all_rows)

@@ -80,8 +80,8 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     mode: 'async', 'sync' or 'bounded'.
     **options: `backup_workers` (0) with 'sync'; `max_staleness` (1) with
       'bounded'; `local_steps` (1) with 'async': a worker reads the variables
-      once, trains that many steps on its copy, and adds the difference, which
-      is another algorithm; `checkpoint_dir` and `checkpoint_steps` (1000);
+      once, trains that many steps on its copy, and adds the difference divided
+      by the number of workers, which is another algorithm; `checkpoint_dir` and `checkpoint_steps` (1000);
       `start_timeout`, `recovery_timeout` (300 seconds) and `step_timeout` (600
       seconds without a finished step).
 
@@ -247,6 +247,13 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
       self.recovery.track(trackables)
       return 0
     return position.get('steps', 0)
+
+  def save(self) -> str | None:
+    """Waits for all steps and writes a checkpoint; returns its path.
+
+    None without `checkpoint_dir`, or before anything is tracked.
+    """
+    return self.recovery.guard(self.recovery.save)
 
   def make_lost_variables(self) -> None:
     """Makes variables anew whose server was started again."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tf_strategies import _tf_internal, errors
+from tf_strategies import _graph_errors, errors
 from tf_strategies.coordinator import drawn, parcel
 from tf_strategies.coordinator import engine as engine_lib
 from tf_strategies.keras import steps as keras_steps
@@ -139,7 +139,7 @@ class StepFunction:
       try:
         result = run(*arrays)
       except errors.Error as e:
-        _tf_internal.raise_through_graph(e)
+        _graph_errors.raise_through_graph(e)
       return [
         np.asarray(value, spec.dtype.as_numpy_dtype)
         for value, spec in zip(tf.nest.flatten(result), specs, strict=True)

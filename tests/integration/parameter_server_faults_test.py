@@ -1,0 +1,186 @@
+"""kill -9 of a worker, a parameter server and the coordinator during `fit`."""
+
+import os
+import random
+import tempfile
+import time
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from absl.testing import parameterized
+
+from tests import parameter_servers
+from tests.integration import parameter_server_programs as programs
+from tf_strategies import errors
+
+_EPOCHS = 4
+_STEPS = _EPOCHS * programs.STEPS_PER_EPOCH
+
+pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
+
+
+class ParameterServerFaultsTest(parameterized.TestCase, tf.test.TestCase):
+  """Training ends by itself, with the right number of steps."""
+
+  def setUp(self):
+    super().setUp()
+    directory = tempfile.TemporaryDirectory()
+    self.addCleanup(directory.cleanup)
+    self.progress = os.path.join(directory.name, 'progress')
+    self.checkpoints = os.path.join(directory.name, 'checkpoints')
+
+  def wait_for_batch(self, job, batch):
+    """Waits until `fit` has gone through so many batches."""
+    ends_at = time.monotonic() + 120
+    while time.monotonic() < ends_at:
+      if os.path.exists(self.progress):
+        with open(self.progress) as f:
+          if int(f.read() or 0) >= batch:
+            return
+      self.assertTrue(job.is_alive('chief', 0), 'the chief has ended')
+      time.sleep(0.02)
+    self.fail(f'batch {batch} was not reached')
+
+  def arguments(self, worker_input=False, **options):
+    return (self.progress, _EPOCHS, worker_input, options)
+
+  def finish(self, job) -> programs.Run:
+    outcome = job.wait()
+    self.assertEqual((outcome.exitcode, outcome.error_text), (0, ''))
+    return outcome.value
+
+  @parameterized.parameters(
+    {'mode': 'async'}, {'mode': 'sync'}, {'mode': 'async', 'reads': True}
+  )
+  def test_worker(self, mode, reads=False):
+    with parameter_servers.Job() as job:
+      job.start_chief(programs.train, self.arguments(reads, mode=mode))
+      self.wait_for_batch(job, 130)
+      job.kill('worker', 1)
+      job.start('worker', 1)
+      run = self.finish(job)
+    self.assertEqual(run.iterations, _STEPS)
+    self.assertEqual(run.batches, _STEPS)
+    # Each row of the last epoch was counted once.
+    self.assertEqual(run.rows_counted, programs.ROWS)
+    self.assertIn('worker 1', ' '.join(text for _, text in run.logged))
+
+  @pytest.mark.soak
+  def test_worker_that_never_returns(self):
+    with parameter_servers.Job() as job:
+      job.start_chief(
+        programs.train, self.arguments(mode='bounded', max_staleness=0)
+      )
+      self.wait_for_batch(job, 130)
+      job.kill('worker', 0)
+      run = self.finish(job)
+    self.assertEqual(run.iterations, _STEPS)
+    self.assertEqual(run.rows_counted, programs.ROWS)
+
+  @parameterized.parameters(
+    {'server': 0, 'mode': 'async'}, {'server': 1, 'mode': 'sync'}
+  )
+  def test_parameter_server(self, server, mode):
+    options = {
+      'mode': mode,
+      'checkpoint_dir': self.checkpoints,
+      'checkpoint_steps': 60,
+    }
+    with parameter_servers.Job() as job:
+      job.start_chief(programs.train, self.arguments(**options))
+      self.wait_for_batch(job, 130)
+      killed_at = time.time()
+      job.kill('ps', server)
+      time.sleep(1)
+      job.start('ps', server)
+      run = self.finish(job)
+    lost = programs.lost_steps(run)
+    self.assertEqual(run.batches, _STEPS)
+    self.assertEqual(run.iterations, _STEPS - lost)
+    self.assertBetween(lost, 1, 2 * 60)
+    self.assertLen(run.report['recoveries'], 1)
+    named = [t for t, text in run.logged if f'ps {server}' in text]
+    self.assertLess(named[0] - killed_at, 10)
+
+  def test_parameter_server_without_checkpoints(self):
+    with parameter_servers.Job() as job:
+      job.start_chief(programs.train, self.arguments())
+      self.wait_for_batch(job, 20)
+      job.kill('ps', 1)
+      outcome = job.wait()
+    self.assertIsInstance(
+      outcome.error, errors.ParameterServerUnavailableError, outcome.error_text
+    )
+    self.assertIn(job.cluster['ps'][1], str(outcome.error))
+
+  def test_coordinator(self):
+    """One that goes on ends where one that was not killed ends, bit by bit."""
+    options = {
+      'mode': 'sync',
+      'checkpoint_dir': self.checkpoints,
+      'checkpoint_steps': 60,
+    }
+    with parameter_servers.Job() as job:
+      job.start_chief(programs.train, self.arguments(**options))
+      self.wait_for_batch(job, 170)
+      job.kill('chief')
+      job.start_chief(programs.train, self.arguments(**options))
+      resumed = self.finish(job)
+      # The first batch of the resumed epoch is Keras's own call, the others
+      # of those that were done before count but do nothing.
+      self.assertEqual(resumed.report['steps'], _STEPS - 120)
+      whole = job.run(programs.train, self.arguments(mode='sync'))
+    self.assertEqual(resumed.iterations, _STEPS)
+    self.assertEqual(whole.iterations, _STEPS)
+    for a, b in zip(resumed.weights, whole.weights, strict=True):
+      np.testing.assert_array_equal(a, b)
+
+  def test_missing_task(self):
+    with parameter_servers.Job(missing=[('worker', 1)]) as job:
+      began = time.monotonic()
+      job.start_chief(programs.train, self.arguments(start_timeout=15.0))
+      outcome = job.wait()
+    self.assertIsInstance(
+      outcome.error, errors.RendezvousError, outcome.error_text
+    )
+    self.assertIn('worker 1', str(outcome.error))
+    self.assertNotIn('worker 0', str(outcome.error))
+    self.assertLess(time.monotonic() - began, 90)
+
+  @pytest.mark.soak
+  def test_random_kills(self):
+    seed = int(os.environ.get('TFS_SEED', '20261121'))
+    rng = random.Random(seed)
+    options = {'checkpoint_dir': self.checkpoints, 'checkpoint_steps': 50}
+    for round_ in range(10):
+      if os.path.exists(self.progress):
+        os.remove(self.progress)
+      job_type = rng.choice(['worker', 'worker', 'ps'])
+      victim = job_type, rng.randrange(2)
+      reads = rng.random() < 0.5
+      batch = rng.randrange(5, _STEPS - 60)
+      mode = 'async' if reads else rng.choice(['async', 'sync', 'bounded'])
+      with (
+        self.subTest(f'{seed} {round_} {victim} {mode} {reads} {batch}'),
+        tempfile.TemporaryDirectory() as checkpoints,
+        parameter_servers.Job() as job,
+      ):
+        options = {'checkpoint_dir': checkpoints, 'checkpoint_steps': 50}
+        job.start_chief(
+          programs.train, self.arguments(reads, mode=mode, **options)
+        )
+        self.wait_for_batch(job, batch)
+        job.kill(*victim)
+        time.sleep(rng.random() * 2)
+        job.start(*victim)
+        run = self.finish(job)
+        lost = programs.lost_steps(run)
+        self.assertEqual(run.iterations, _STEPS - lost)
+        self.assertEqual(run.batches, _STEPS)
+        if victim[0] == 'worker':
+          self.assertEqual(lost, 0)
+
+
+if __name__ == '__main__':
+  tf.test.main()

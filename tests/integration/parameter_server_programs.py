@@ -1,0 +1,131 @@
+"""What the chief of a parameter server job does while tests kill its tasks."""
+
+import dataclasses
+import os
+import re
+import time
+from typing import Any
+
+ROWS = 3200
+BATCH = 32
+STEPS_PER_EPOCH = ROWS // BATCH
+
+
+@dataclasses.dataclass
+class Run:
+  """What came out of a training run.
+
+  Attributes:
+    iterations: of the optimizer, at the end.
+    batches: that `fit` went through in this process.
+    rows_counted: rows that the metric of the last epoch has seen.
+    weights: of the model.
+    report: of the strategy.
+    step_ended: `time.time()` at the end of each batch.
+    logged: warnings and errors with their times.
+  """
+
+  iterations: int
+  batches: int
+  rows_counted: float
+  weights: list
+  report: dict[str, Any]
+  step_ended: list[float]
+  logged: list[tuple[float, str]]
+
+
+def train(
+  progress_path: str, epochs: int, worker_input: bool, options: dict[str, Any]
+) -> Run:
+  """Trains a small model by `fit`; tells the number of batches in a file."""
+  import keras
+  import numpy as np
+  import tensorflow as tf
+
+  import tf_strategies as tfs
+
+  logged = _record_log()
+  rng = np.random.default_rng(5)
+  x = rng.normal(size=(ROWS, 8, 8, 1)).astype(np.float32)
+  y = rng.integers(0, 10, ROWS)
+  keras.utils.set_random_seed(3)
+  strategy = tfs.ParameterServerStrategy(**options)
+  with strategy.scope():
+    model = keras.Sequential(
+      [
+        keras.Input([8, 8, 1]),
+        keras.layers.Flatten(),
+        keras.layers.Dense(32, activation='relu'),
+        keras.layers.Dense(10),
+      ]
+    )
+    model.compile(
+      'adam',
+      keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+      metrics=['accuracy'],
+      jit_compile=False,
+    )
+  step_ended = []
+
+  class Progress(keras.callbacks.Callback):
+    """Slow enough for a test to kill somebody in the middle."""
+
+    def on_train_batch_end(self, batch, logs=None):
+      time.sleep(0.01)
+      step_ended.append(time.time())
+      with open(progress_path + '.part', 'w') as f:
+        f.write(str(len(step_ended)))
+      os.replace(progress_path + '.part', progress_path)
+
+  arguments = {
+    'epochs': epochs,
+    'verbose': 0,
+    'callbacks': [Progress(), tfs.ResumeFit(strategy)],
+  }
+  if worker_input:
+    dataset = strategy.distribute_datasets_from_function(
+      lambda context: (
+        tf.data.Dataset.from_tensor_slices((x, y))
+        .shard(context.num_input_pipelines, context.input_pipeline_id)
+        .batch(BATCH)
+      )
+    )
+    model.fit(dataset, **arguments)
+  else:
+    model.fit(x, y, batch_size=BATCH, shuffle=False, **arguments)
+  return Run(
+    int(model.optimizer.iterations.numpy()),
+    len(step_ended),
+    float(model.metrics[0].variables[1].numpy()),
+    model.get_weights(),
+    strategy.report(),
+    step_ended,
+    logged,
+  )
+
+
+def _record_log() -> list[tuple[float, str]]:
+  import logging
+
+  found = []
+
+  class Recorder(logging.Handler):
+    """Keeps what is logged."""
+
+    def emit(self, record):
+      found.append((record.created, record.getMessage()))
+
+  from absl import logging as absl_logging
+
+  absl_logging.get_absl_logger().addHandler(Recorder(logging.WARNING))
+  return found
+
+
+def lost_steps(run: Run) -> int:
+  """How many steps the log says were lost."""
+  counts = [
+    int(found[1])
+    for _, message in run.logged
+    if (found := re.search(r'Lost: (\d+) steps', message))
+  ]
+  return sum(counts)
