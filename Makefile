@@ -23,7 +23,7 @@ help:
 	@echo 'make lint         ruff, and buildifier if npx is installed'
 	@echo 'make format       ruff format and its safe fixes'
 	@echo 'make benchmark    all-reduce beside its peers; BENCHMARK= all_reduce,'
-	@echo '                  process_all_reduce or training_step'
+	@echo '                  process_all_reduce, training_step or parameter_server'
 	@echo 'make build_files  write the BUILD files from the imports'
 	@echo 'make wheel        a wheel in dist/'
 	@echo 'make clean        remove environments and build output'

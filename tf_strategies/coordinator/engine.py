@@ -11,7 +11,7 @@ import abc
 import itertools
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -52,6 +52,8 @@ class Engine(abc.ABC):
     max_waiting: int | None = None,
   ):
     self.marks = marks
+    # Does something, and does it again when a server has died and is back.
+    self.guard: Callable[[Callable[[], Any]], Any] = lambda action: action()
     self.staleness = staleness_lib.Staleness()
     self.steps_done = 0
     self.dropped = 0

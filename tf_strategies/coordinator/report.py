@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tf_strategies import _tf_internal
 from tf_strategies.coordinator import worker_function
 
 # Reading costs a call, and callbacks ask after every batch.
@@ -52,8 +53,10 @@ class Latest:
     """All numbers, float64 [count]."""
     engine = self._engine
     if engine.newest(self._step) is None:
-      engine.pool.wait(
-        lambda: engine.newest(self._step) or not engine.pool.is_busy
+      engine.guard(
+        lambda: engine.pool.wait(
+          lambda: engine.newest(self._step) or not engine.pool.is_busy
+        )
       )
     task = engine.newest(self._step)
     if task is None:  # It was done by a worker that was lost before it told.
@@ -65,7 +68,11 @@ class Latest:
     is_fresh = now - read_at < _FRESH_SECONDS and engine.pool.is_busy
     if read_from is task or (is_fresh and read_from is not None):
       return numbers
-    numbers = task.result.numpy()
+    try:
+      numbers = task.result.numpy()
+    except tf.errors.OpError:  # The worker that has it was lost.
+      _tf_internal.clear_errors()
+      return engine.last_numbers(self._step)
     engine.numbers[self._step] = numbers, now, task
     return numbers
 

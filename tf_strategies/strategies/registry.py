@@ -92,7 +92,8 @@ def create_strategy(name: str, **options) -> tf.distribute.Strategy:
       raise
     raise errors.UnsupportedOptionError(
       f'strategy={name!r} with options {sorted(options)}',
-      'devices; cross_device_ops, except for one_device; cluster and options '
-      'for multi_worker_ring',
+      'devices, except for parameter_server; cross_device_ops, except for '
+      'one_device; cluster and options for multi_worker_ring; cluster and the '
+      'options of ParameterServerStrategy for parameter_server',
       'remove the other options',
     ) from None

@@ -124,6 +124,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     self._marks = worker_function.Marks(self._make_marks())
     self.recovery = recovery.Recovery(self)
     self.engine = self._make_engine(workers)
+    self.engine.guard = self.recovery.guard
 
   @property
   def shares_batches(self) -> bool:
