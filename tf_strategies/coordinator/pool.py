@@ -20,6 +20,7 @@ _WAKE_SECONDS = 1.0
 _SETTLE_SECONDS = 0.3
 _PAUSE_SECONDS = 10.0
 _MAX_RETRIES = 5
+_MAX_LOSSES = 3
 
 # What a task may fail with while all tasks of the cluster are alive, and do
 # better the next time: a connection that broke, or one that a restarted task
@@ -41,9 +42,11 @@ class Task(abc.ABC):
 
   Attributes:
     retries: how often it failed for transient reasons.
+    losses: how many workers were lost while they ran it.
   """
 
   retries = 0
+  losses = 0
 
   @abc.abstractmethod
   def run(self, worker: int) -> None:
@@ -301,6 +304,15 @@ class Pool:
     else:
       self._fail(worker, error)
 
+  def _deadly(self, worker, address, error) -> errors.WorkerUnavailableError:
+    found = errors.WorkerUnavailableError(
+      f'worker {worker} at {address} is the third that was lost in one step '
+      f'({_first_line(error)}): the step itself may be what ends them. Way out: '
+      "look at the workers' logs."
+    )
+    found.rank, found.address = worker, address
+    return found
+
   def _is_transient(self, error: Exception) -> bool:
     if isinstance(error, _TRANSIENT):
       return True
@@ -325,9 +337,13 @@ class Pool:
       _first_line(error),
     )
     lost_at = time.monotonic()
+    task.losses += 1
     with self.lock:
       self.lost.add(worker)
-    self._give_back(worker, task)
+    if task.losses >= _MAX_LOSSES:
+      self._fail(worker, self._deadly(worker, address, error), error)
+    else:
+      self._give_back(worker, task)
     while self._is_open:
       try:
         if self._liveness.is_complete():

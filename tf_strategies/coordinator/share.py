@@ -191,7 +191,11 @@ class Slots:
           self._variables.append(
             _tf_internal.ResourceVariable(
               tf.zeros(empty, spec.dtype),
-              shape=spec.shape,
+              # TensorFlow aborts a task that is given the handle of a variable
+              # of which one dimension is unknown; all unknown is fine.
+              shape=spec.shape
+              if spec.shape.is_fully_defined()
+              else tf.TensorShape(None),
               validate_shape=spec.shape.is_fully_defined(),
               trainable=False,
             )
