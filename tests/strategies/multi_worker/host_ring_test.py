@@ -343,7 +343,9 @@ class FailuresTest(tf.test.TestCase, parameterized.TestCase):
     for _ in range(3 * _graph_errors._MAX_HOST_FAILURES):
       with self.assertRaises(RuntimeError):
         _graph_errors.raise_through_graph(_lost())
-    self.assertLen(_graph_errors._host_failures, _graph_errors._MAX_HOST_FAILURES)
+    self.assertLen(
+      _graph_errors._host_failures, _graph_errors._MAX_HOST_FAILURES
+    )
     # The newest one is known still.
     self.assertEqual(self._raised('function', _lost(rank=8)).rank, 8)
 
