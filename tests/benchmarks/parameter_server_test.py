@@ -77,6 +77,7 @@ class ParameterServerTest(parameterized.TestCase):
       self.assertGreater(sum(spent), 0, job)
 
   @pytest.mark.slow
+  @pytest.mark.soak
   def test_straggler(self):
     done, found = self._run(
       '--straggler_ms=60', '--num_workers=2', '--window_steps=2', '--num_ps=1'

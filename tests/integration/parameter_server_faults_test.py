@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 import tempfile
 import time
 
@@ -14,7 +15,7 @@ from tests import parameter_servers
 from tests.integration import parameter_server_programs as programs
 from tf_strategies import errors
 
-_EPOCHS = 4
+_EPOCHS = 3
 _STEPS = _EPOCHS * programs.STEPS_PER_EPOCH
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
@@ -136,10 +137,27 @@ class ParameterServerFaultsTest(parameterized.TestCase, tf.test.TestCase):
     for a, b in zip(resumed.weights, whole.weights, strict=True):
       np.testing.assert_array_equal(a, b)
 
+  @pytest.mark.soak
+  def test_stopped_task(self):
+    """A task that neither answers nor dies is named at the deadline."""
+    for task in ('worker', 'ps'):
+      if os.path.exists(self.progress):
+        os.remove(self.progress)
+      with parameter_servers.Job() as job:
+        job.start_chief(programs.train, self.arguments(step_timeout=8.0))
+        self.wait_for_batch(job, 20)
+        job.signal(task, 1, signal.SIGSTOP)
+        outcome = job.wait()
+      self.assertIsInstance(
+        outcome.error, errors.WorkerUnavailableError, outcome.error_text
+      )
+      self.assertIn(f'{task} 1', str(outcome.error))
+      self.assertNotIn('worker 0', str(outcome.error))
+
   def test_missing_task(self):
     with parameter_servers.Job(missing=[('worker', 1)]) as job:
       began = time.monotonic()
-      job.start_chief(programs.train, self.arguments(start_timeout=15.0))
+      job.start_chief(programs.train, self.arguments(start_timeout=5.0))
       outcome = job.wait()
     self.assertIsInstance(
       outcome.error, errors.RendezvousError, outcome.error_text

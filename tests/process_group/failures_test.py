@@ -115,11 +115,15 @@ def _leave(rank, leaver, how):
   with meetings.meet(rank) as meeting, meeting.form() as group:
     first = group.all_reduce(np.float32([rank]), name='first')
     if rank == leaver:
+      # All have the first sum when all have come here.
+      group.barrier(name='all have it')
       if how == 'close':
         group.close()
         return first.tolist(), 'left', '', None
       group.abort('the disk is full')
     try:
+      if rank != leaver:
+        group.barrier(name='all have it')
       group.all_reduce(np.float32([rank]), name='second')
     except errors.Error as e:
       return first.tolist(), type(e).__name__, str(e), e.rank

@@ -342,7 +342,7 @@ class RegistryTest(tf.test.TestCase, parameterized.TestCase):
       self.assertEqual(strategy.num_replicas_in_sync, replicas)
 
   @parameterized.parameters(
-    ('parameter_server', 'not built yet'),
+    ('tpu_ring', 'not built yet'),
     ('central_storage', 'not built yet'),
     ('ring_mirored', 'ring_mirored'),
   )

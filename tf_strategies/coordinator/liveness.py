@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import math
 import threading
 import time
@@ -116,16 +115,21 @@ class Liveness:
 
   def silent_tasks(self) -> list[str]:
     """Names of the tasks that do not answer a call (stopped, or cut off)."""
-    executor = concurrent.futures.ThreadPoolExecutor(len(self._addresses))
-    probes = {
-      executor.submit(_tf_internal.is_task_alive, *task): task
+    answered = set()
+
+    def probe(task):
+      if _tf_internal.is_task_alive(*task):
+        answered.add(task)
+
+    # Daemons: a call to a stopped process never returns.
+    threads = [
+      threading.Thread(target=probe, args=(task,), daemon=True)
       for task in self._addresses
-    }
-    done, _ = concurrent.futures.wait(probes, _PROBE_SECONDS)
-    executor.shutdown(wait=False)
-    silent = [
-      task
-      for probe, task in probes.items()
-      if probe not in done or not probe.result()
     ]
+    for thread in threads:
+      thread.start()
+    ends_at = time.monotonic() + _PROBE_SECONDS
+    for thread in threads:
+      thread.join(max(0.0, ends_at - time.monotonic()))
+    silent = [task for task in self._addresses if task not in answered]
     return [f'{job} {i} at {self.address(job, i)}' for job, i in silent]

@@ -108,9 +108,10 @@ class LocalFunction(worker_function.ParcelFunction):
       for step in range(self._steps):
         batch, _ = self._batch_and_mark(argument, step)
         outputs = self._run_step(batch)
+      reported = worker_function.report(outputs, self._discovery.are_numbers)
     _, mark = self._batch_and_mark(
       argument, tf.constant(self._steps - 1, tf.int64)
     )
     traced.write_as_sums(self._share)
     traced.commit(mark)
-    return worker_function.report(outputs, self._discovery.are_numbers)
+    return reported

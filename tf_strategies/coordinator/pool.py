@@ -57,6 +57,10 @@ class Task(abc.ABC):
     del worker
     return True
 
+  def begin(self, worker: int) -> None:
+    """Called under the pool's lock when a worker takes it."""
+    del worker
+
   def survive(self, worker: int) -> bool:
     """Called when it failed on a worker through no fault of its own.
 
@@ -240,6 +244,7 @@ class Pool:
       while self._is_open:
         if self._queue and not self._error and self._may_begin(worker):
           task = self._queue.popleft()
+          task.begin(worker)
           self._running[worker] = task
           self.lock.notify_all()
           return task

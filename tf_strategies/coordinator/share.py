@@ -243,12 +243,13 @@ class ShareFunction:
     with traced.tracing(), self._step.capture(self._step.optimizers) as calls:
       batch = self._parcel.decode_batch(argument, 0)
       outputs = self._step.run(batch)
+      numbers = tf.zeros([0], tf.float64)
+      if self._discovery.are_numbers:
+        numbers = worker_function.report(outputs, True)
     contents = Contents(
       [(o, g, _without_default(v, o)) for o, g, v in calls],
       traced.held_writes(),
-      worker_function.report(outputs, True)
-      if self._discovery.are_numbers
-      else tf.zeros([0], tf.float64),
+      numbers,
       tf.constant(float(self._parcel.specs[0].shape[0]), tf.float32),
     )
     if self.layout is None:

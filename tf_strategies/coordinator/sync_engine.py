@@ -158,6 +158,9 @@ class Ballot:
 
   def __init__(self, engine: SyncEngine, needed: int):
     self.chosen: list[ShareTask] = []
+    # Shares that somebody computes or has computed, and those who did.
+    self.begun = 0
+    self.takers: set[int] = set()
     self._engine = engine
     self._needed = needed
 
@@ -165,6 +168,17 @@ class Ballot:
   def is_complete(self) -> bool:
     """Whether enough are done."""
     return len(self.chosen) >= self._needed
+
+  def may_take(self, worker: int) -> bool:
+    """Whether a worker may take a share; called under the pool's lock.
+
+    Each takes one. A second one, which a worker that is done early could take,
+    would not count, and keep it from the next step; only where workers were
+    lost do others take theirs.
+    """
+    if self.is_complete:
+      return False
+    return worker not in self.takers or self.begun < self._needed
 
   def add(self, task: ShareTask) -> None:
     """Called under the pool's lock when a share is done."""
@@ -201,6 +215,20 @@ class ShareTask(pool_lib.Task):
     self._ballot = ballot
     self._layout = batch.layout(1)
     self.function, self.discovery = engine.share_function(step, self._layout)
+
+  def may_run(self, worker: int) -> bool:
+    """Whether the share of this worker is still wanted."""
+    return self._ballot.may_take(worker)
+
+  def begin(self, worker: int) -> None:
+    """Notes who computes it."""
+    self._ballot.begun += 1
+    self._ballot.takers.add(worker)
+
+  def survive(self, worker: int) -> bool:
+    """Lets another worker compute it."""
+    self._ballot.begun -= 1
+    return super().survive(worker)
 
   def run(self, worker: int) -> None:
     """Computes the share and leaves it in slots."""

@@ -185,13 +185,14 @@ class WorkerFunction(abc.ABC):
     with traced.tracing(after):
       with tf.control_dependencies(list(after)):
         batch, mark = self._batch_and_mark(argument, step)
-      outputs = self._run_step(batch)
+      # Inside: a step may return a variable, whose value only it knows.
+      reported = report(self._run_step(batch), self._discovery.are_numbers)
     done = traced.commit(mark)
     if self._steps == 1:
       # The call ends when all tasks have done their part of it.
-      return report(outputs, self._discovery.are_numbers)
+      return reported
     with tf.control_dependencies(done):
-      return report(outputs, self._discovery.are_numbers)
+      return tf.nest.map_structure(tf.identity, reported)
 
 
 class ParcelFunction(WorkerFunction):
