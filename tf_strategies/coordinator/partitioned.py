@@ -227,9 +227,6 @@ class PartitionedVariable(_tf_internal.BaseResourceVariable):
 
     return write
 
-  def recreate(self) -> None:
-    """Nothing: the parts are made anew one by one."""
-
   def _serialize_to_tensors(self):
     return {_VALUE_KEY: self.read_value()}
 
