@@ -102,8 +102,7 @@ class Engine(abc.ABC):
 
   def call(self, step: Step, batch: Batch) -> step_task.PendingCall:
     """Begins one step whose result is wanted (prediction)."""
-    task = self._submit(step, [batch])
-    task.is_result_wanted = True
+    task = self._submit(step, [batch], is_result_wanted=True)
     return step_task.PendingCall(self.pool, task)
 
   def settle(self) -> None:
@@ -163,8 +162,11 @@ class Engine(abc.ABC):
       'dropped': self.dropped,
     }
 
-  def _submit(self, step, batches) -> step_task.StepTask:
-    task = step_task.StepTask(self, next(self._numbers), step, batches)
+  def _submit(
+    self, step, batches, is_result_wanted=False
+  ) -> step_task.StepTask:
+    number = next(self._numbers)
+    task = step_task.StepTask(self, number, step, batches, is_result_wanted)
     self.pool.submit(task)
     return task
 

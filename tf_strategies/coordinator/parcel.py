@@ -8,6 +8,7 @@ TensorFlow can use a slice without a copy.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -34,7 +35,7 @@ class Layout:
   steps: int
   hides_rows: bool = False
 
-  @property
+  @functools.cached_property
   def specs(self) -> list[tf.TensorSpec]:
     """Of the arrays of a batch."""
     return [s for s in tf.nest.flatten(self.structure) if s is not None]
@@ -47,7 +48,7 @@ class Layout:
     specs = [tf.TensorSpec([None, *s.shape[1:]], s.dtype) for s in self.specs]
     return pack(self.structure, specs)
 
-  @property
+  @functools.cached_property
   def sizes(self) -> list[int]:
     """Bytes of each array of one batch, padded."""
     return [
@@ -59,7 +60,7 @@ class Layout:
     """Of a parcel."""
     return _padded(8 * HEADER) + self.steps * sum(self.sizes)
 
-  @property
+  @functools.cached_property
   def key(self) -> Any:
     """Equal for equal layouts."""
     specs = tuple((tuple(s.shape), s.dtype) for s in self.specs)

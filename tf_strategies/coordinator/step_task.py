@@ -40,16 +40,22 @@ class StepTask(pool_lib.Task):
     number: of the task.
     step: what to run.
     batches: all of one layout.
+    is_result_wanted: whether it must be done again if its result is lost.
   """
 
   def __init__(
-    self, engine, number: int, step: Step, batches: Sequence[batch_lib.Batch]
+    self,
+    engine,
+    number: int,
+    step: Step,
+    batches: Sequence[batch_lib.Batch],
+    is_result_wanted: bool = False,
   ):
     self.step = step
     self.steps = len(batches)
     self.result = None
     self.is_finished = False
-    self.is_result_wanted = False
+    self.is_result_wanted = is_result_wanted
     self._engine = engine
     self._number = number
     self._first = 0

@@ -113,7 +113,8 @@ class TracedStep:
     self._updated: set[int] = set()
     self._updates = 0
     # What was sent to servers beside the gradients, by tensor and server.
-    self._sent: dict[tuple[int, int], tf.Tensor] = {}
+    # With the tensor itself: the number of one that is gone is used again.
+    self._sent: dict[tuple[int, int], tuple[tf.Tensor, tf.Tensor]] = {}
     self._first_operation = 0
 
   @contextlib.contextmanager
@@ -205,7 +206,8 @@ class TracedStep:
 
   def here(self, tensor: tf.Tensor | None) -> tf.Tensor | None:
     """The copy of a tensor on the server that an update runs on, if any."""
-    return self._sent.get((id(tensor), self.update_server), tensor)
+    _, copy = self._sent.get((id(tensor), self.update_server), (None, tensor))
+    return copy
 
   def update_inputs(self) -> list[tf.Tensor]:
     """What updates on other servers are going to read, as it is now."""
@@ -219,7 +221,7 @@ class TracedStep:
 
   def note_sent(self, tensor: tf.Tensor, server: int, copy: tf.Tensor) -> None:
     """A tensor of this step has a copy on a server."""
-    self._sent[id(tensor), server] = copy
+    self._sent[id(tensor), server] = tensor, copy
 
   def write(self, variable, value, delta=None) -> bool:
     """Holds a write back, or returns False: it must be done here.

@@ -53,11 +53,16 @@ class RemoteStep:
     if source is not None:
       if self._trains:
         return self._strategy.train_drawn(self._step, source, 1)
-      return self._strategy.engine.draw(self._step, source, 1)
+      return self._guard(
+        lambda: self._strategy.engine.draw(self._step, source, 1)
+      )
     batch = engine_lib.Batch(batch)
     if self._trains:
       return self._strategy.train_batches(self._step, [batch])
-    return self._strategy.engine.run(self._step, [batch])
+    return self._guard(lambda: self._strategy.engine.run(self._step, [batch]))
+
+  def _guard(self, action):
+    return self._strategy.recovery.guard(action)
 
   def call(self, batch: Any) -> engine_lib.PendingCall:
     """Begins a step whose result is wanted: `.result()` waits for it."""

@@ -123,7 +123,9 @@ class StepFunction:
     )
 
     def run_batch(*arrays):
-      batch = engine_lib.Batch(parcel.pack(structure, arrays), hides_rows=True)
+      # Copies: what TensorFlow passes is its own memory, for this call only.
+      data = parcel.pack(structure, [np.array(a) for a in arrays])
+      batch = engine_lib.Batch(data, hides_rows=True)
       if self.kind == 'predict':
         return self._guard(lambda: self._call([batch]))[0]
       return self.run([batch])
