@@ -26,6 +26,12 @@ _EXAMPLES = [
 # What `python -m tf_strategies.launch` needs: free ports, process trees.
 _LAUNCH = ['portpicker', 'psutil']
 
+# What `python -m tf_strategies.manifests` needs.
+_MANIFESTS = ['PyYAML']
+
+# What `--plot` of a benchmark needs.
+_BENCHMARKS = ['matplotlib']
+
 
 def _version() -> str:
   """The version, read as text: importing the package would need NumPy."""
@@ -68,13 +74,19 @@ setuptools.setup(
     'and-cuda': [f'tensorflow[and-cuda]{_TENSORFLOW_RANGE}', _KERAS],
     'examples': _EXAMPLES,
     'launch': _LAUNCH,
+    'manifests': _MANIFESTS,
+    'benchmarks': _BENCHMARKS,
     # Not in dev: a cluster brings an MPI library of its own.
     'mpi': ['mpi4py>=4', 'mpich'],
     'dev': [
       *_EXAMPLES,
       *_LAUNCH,
+      *_MANIFESTS,
+      *_BENCHMARKS,
       'build',
       'hypothesis',
+      # The models of a TFJob that manifests are compared with.
+      'kubeflow-training==1.9.4',
       'pytest>=9',
       'pytest-xdist',
       # Pinned: another release formats or complains differently.

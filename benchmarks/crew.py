@@ -19,16 +19,19 @@ import json
 import os
 import pathlib
 import random
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tf_strategies import errors
+from tf_strategies.data.benchmark import children
+
+# Programs with a crew run inside of this.
+ended_by_signals = children.ended_by_signals
 
 DEADLINE_SECONDS = 300.0
 
@@ -56,20 +59,6 @@ def free_ports(count: int) -> list[int]:
     f'Found {len(ports)} free ports between {_FIRST_PORT} and {_LAST_PORT} '
     f'instead of {count}. End what listens there.'
   )
-
-
-@contextlib.contextmanager
-def ended_by_signals() -> Iterator[None]:
-  """Makes SIGTERM raise, as Ctrl-C does, so that `with` blocks clean up."""
-
-  def leave(number, frame):
-    raise SystemExit(128 + number)
-
-  before = signal.signal(signal.SIGTERM, leave)
-  try:
-    yield
-  finally:
-    signal.signal(signal.SIGTERM, before)
 
 
 class Crew:

@@ -81,13 +81,17 @@ class Actor:
     self._rows[peer] = shape['batch_rows']
     return sum(4 * int(np.prod(v.shape)) for v in model.trainable_variables)
 
-  def run(self, peer: str, blocks: int, steps: int) -> dict[str, Any]:
+  def run(
+    self, peer: str, blocks: int, steps: int, timeline: str | None = None
+  ) -> dict[str, Any]:
     """Fits for one block to warm up and then for those that count.
 
     Args:
       peer: whose turn it is.
       blocks: how many are timed.
       steps: of a block.
+      timeline: a file for what happened when, with the rank added to its name;
+        None to look at nothing but the clock.
 
     Returns:
       `seconds` a step of each block, and the mean `loss` of all steps.
@@ -97,14 +101,18 @@ class Actor:
     count = (1 + blocks) * steps * rows
     values = np.random.default_rng(1).standard_normal((count, width))
     x = values.astype(np.float32)
-    clock = BlockClock(steps)
+    callbacks = [clock := BlockClock(steps)]
+    if timeline is not None:
+      callbacks.append(
+        tfs.MonitorTraining(timeline=timeline, progress_seconds=0)
+      )
     history = model.fit(
       x,
       np.tanh(x),
       batch_size=rows,
       shuffle=False,
       verbose=0,
-      callbacks=[clock],
+      callbacks=callbacks,
     )
     return {
       'seconds': clock.seconds(),

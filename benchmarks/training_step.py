@@ -3,6 +3,7 @@
   python -m benchmarks.training_step
   python -m benchmarks.training_step --link_rate=1gbit --rounds=5
   python -m benchmarks.training_step --width=64 --rounds=1 --peers=ring_8mb
+  python -m benchmarks.training_step --peers=ring_1mb --timeline=step.json
 
 A dense model with 25 MB of parameters and a batch of 64 a worker. The ring's
 buckets travel while the backward pass goes on, so their size decides how much
@@ -16,6 +17,14 @@ losses of all peers and ranks must agree.
 With --link_rate the workers run on hosts of their own (see
 benchmarks/test_hosts.py). 'reduce predicted' is the cost model's time of the
 gradients' ring over the measured link: what a step without overlap would add.
+
+With --timeline each ring trains once more after that, with
+`tfs.MonitorTraining`: what it writes goes to step-PEER-RANK.json, and what it
+costs to the table's 'monitored ms'. See it with
+
+  python -m tf_strategies.monitoring.merge step-ring_1mb-*.json \\
+    --output=step.json
+  python -m tf_strategies.monitoring.picture step.json step.png
 """
 
 import contextlib
@@ -73,6 +82,9 @@ _DEADLINE_SECONDS = flags.DEFINE_float(
   'How long a turn of a peer may take.',
   lower_bound=1.0,
 )
+_TIMELINE = flags.DEFINE_string(
+  'timeline', None, "A file for each ring's timeline; its name is extended."
+)
 _REPORT_JSON = flags.DEFINE_string(
   'report_json', None, 'Where to write the results as JSON.'
 )
@@ -108,14 +120,20 @@ class Training:
     for peer in peers:
       self.parameter_bytes = self._set_up(peer)
 
-  def run(self, peer: training_peers.Peer) -> tuple[list[float], list[float]]:
-    """Trains once.
+  def run(
+    self, peer: training_peers.Peer, timeline: str | None = None
+  ) -> tuple[list[float], list[float]]:
+    """Trains once, with a monitor that writes `timeline` if there is one.
 
     Returns:
       Seconds a step of each block, of the slowest rank; the loss by rank.
     """
     found = self._crews[peer.strategy].ask(
-      'run', peer=peer.name, blocks=_BLOCKS.value, steps=_STEPS.value
+      'run',
+      peer=peer.name,
+      blocks=_BLOCKS.value,
+      steps=_STEPS.value,
+      timeline=timeline,
     )
     by_rank = [f['seconds'] for f in found]
     seconds = [max(block) for block in zip(*by_rank, strict=True)]
@@ -187,14 +205,33 @@ def run(peers: Sequence[training_peers.Peer]) -> dict[str, Any]:
         seconds[name] += samples
       if number == 1:
         training_peers.check_losses(losses)
+    monitored = {}
+    if _TIMELINE.value:
+      _progress('once more, for the timelines')
+      monitored = _monitored(training, peers, _TIMELINE.value)
   return {
     'parameter_bytes': training.parameter_bytes,
     'alpha_seconds': link.alpha_seconds,
     'beta_seconds_per_byte': link.beta_seconds_per_byte,
     'results': [
-      _record(peer, seconds, training.parameter_bytes, link) for peer in peers
+      {
+        **_record(peer, seconds, training.parameter_bytes, link),
+        'monitored_median_ms': monitored.get(peer.name),
+      }
+      for peer in peers
     ],
   }
+
+
+def _monitored(training, peers, path: str) -> dict[str, float]:
+  """Median milliseconds a step of each ring, with its timeline written."""
+  root, extension = os.path.splitext(os.path.abspath(path))
+  medians = {}
+  for peer in peers:
+    if peer.strategy == 'ring':
+      samples, _ = training.run(peer, f'{root}-{peer.name}{extension}')
+      medians[peer.name] = measure.Spread.of(samples).median_ms
+  return medians
 
 
 def _record(peer, seconds, parameter_bytes, link) -> dict[str, Any]:
@@ -228,6 +265,7 @@ def table(records: Sequence[Mapping[str, Any]]) -> str:
     'p90 ms': 'p90_ms',
     f'to {training_peers.REFERENCE}': f'ratio_to_{training_peers.REFERENCE}',
     'reduce predicted ms': 'predicted_reduce_ms',
+    'monitored ms': 'monitored_median_ms',
   }
   return report.markdown(
     list(columns), [[r[key] for key in columns.values()] for r in records]

@@ -1,7 +1,8 @@
 """From the command line to an exit code, the same for every example.
 
 Exit codes: 0; 1 for options, data or checkpoints that cannot be used, with a
-message; 2 if the test accuracy is below --min_accuracy.
+message; 2 if the test accuracy is below --min_accuracy; 143 after a preemption
+or the loss of a worker: it is worth while to start it again.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from absl import app, flags
 
 import tf_strategies as tfs
 from examples import common_flags, mnist_common, training_report
+from tf_strategies.cluster import exit_codes
 
 Train = Callable[
   [common_flags.TrainingOptions, Sequence[str] | None], dict[str, object] | None
@@ -55,7 +57,7 @@ def main(
   except tfs.errors.Error as e:
     # Meant for the user, who needs no traceback to understand it.
     print(f'{type(e).__name__}: {e}', file=sys.stderr)
-    return 1
+    return exit_codes.exit_code(e)
   if report is None or not report['is_chief']:
     return 0
   print(training_report.summary(report))

@@ -17,6 +17,7 @@ Example:
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from absl import flags
 
@@ -69,6 +70,10 @@ class TrainingOptions:
   mixed_precision: str = 'none'
   checkpoint_dir: str | None = None
   log_dir: str | None = None
+  metrics_jsonl: str | None = None
+  timeline: str | None = None
+  profile_steps: Sequence[str] | None = None
+  watchdog_seconds: float | None = None
   save_weights: str | None = None
   seed: int = 0
   verbose: bool = True
@@ -90,12 +95,32 @@ class TrainingOptions:
         'one of them: an elastic run keeps its state in its workers',
         'leave one out',
       )
+    self.monitor_options()
     if self.all_reduce == 'builtin' and self.strategy != 'mirrored':
       raise tfs.errors.UnsupportedOptionError(
         f"all_reduce='builtin' with strategy={self.strategy!r}",
         "TensorFlow's own all-reduce with strategy='mirrored' only",
         "write strategy='mirrored', or choose another all_reduce",
       )
+
+  def monitor_options(self) -> tfs.monitoring.MonitorOptions | None:
+    """What is measured of the steps; None if nothing is.
+
+    Raises:
+      UnsupportedOptionError: steps to profile that are none.
+    """
+    steps = tfs.monitoring.parse_steps(self.profile_steps)
+    paths = (self.log_dir, self.metrics_jsonl, self.timeline)
+    if not (any(paths) or steps or self.watchdog_seconds):
+      return None
+    arguments = {}
+    if self.watchdog_seconds is not None:
+      arguments['watchdog_seconds'] = self.watchdog_seconds
+    if not self.verbose:
+      arguments['progress_seconds'] = 0.0
+    return tfs.monitoring.MonitorOptions(
+      *paths, steps, global_batch_size=self.global_batch_size, **arguments
+    )
 
   def _default(self, name: str, value):
     if not getattr(self, name):
@@ -113,6 +138,7 @@ def define_run(flag_values: flags.FlagValues = flags.FLAGS) -> None:
   _define_data(flag_values)
   _define_training(flag_values)
   _define_output(flag_values)
+  _define_monitoring(flag_values)
 
 
 def parse(
@@ -210,7 +236,8 @@ def _define_data(flag_values) -> None:
   flags.DEFINE_integer(
     'steps_per_epoch',
     None,
-    'End each epoch after so many steps at most.',
+    'Steps of an epoch, more or fewer than a pass over the data takes: the next '
+    'epoch goes on where one ended. Default: one pass.',
     lower_bound=1,
     flag_values=flag_values,
   )
@@ -281,13 +308,14 @@ def _define_output(flag_values) -> None:
   flags.DEFINE_string(
     'checkpoint_dir',
     None,
-    'Save each epoch here, and go on from the last one that is there.',
+    'Save each epoch here, and on SIGTERM the last step; go on from there.',
     flag_values=flag_values,
   )
   flags.DEFINE_string(
     'log_dir',
     None,
-    'Write logs for TensorBoard here.',
+    'Write logs for TensorBoard, what steps take and reports of the watchdog '
+    'here.',
     # absl.logging has a flag of this name, for log files that we do not write.
     allow_override=True,
     flag_values=flag_values,
@@ -324,5 +352,39 @@ def _define_output(flag_values) -> None:
     50,
     'Steps between two lines of progress of a custom loop.',
     lower_bound=1,
+    flag_values=flag_values,
+  )
+
+
+def _define_monitoring(flag_values) -> None:
+  flags.DEFINE_string(
+    'metrics_jsonl',
+    None,
+    'Write a line of JSON a step to this file, instead of to --log_dir: its '
+    'time, examples a second, shares of communication and input, bytes sent, '
+    "memory. Each worker's rank is added to its name.",
+    flag_values=flag_values,
+  )
+  flags.DEFINE_string(
+    'timeline',
+    None,
+    'Write what happened when to this file, for Perfetto or chrome://tracing; '
+    "each worker's rank is added to its name. Put them together with "
+    'python -m tf_strategies.monitoring.merge.',
+    flag_values=flag_values,
+  )
+  flags.DEFINE_list(
+    'profile_steps',
+    None,
+    "The first and the last step, from 1, of which TensorFlow's profiler "
+    'writes a profile to --log_dir.',
+    flag_values=flag_values,
+  )
+  flags.DEFINE_float(
+    'watchdog_seconds',
+    None,
+    'Say which rank waits for what, with the stacks of all threads, when a '
+    'step takes longer; 0 never does. Default: 120 with one of the flags above.',
+    lower_bound=0.0,
     flag_values=flag_values,
   )

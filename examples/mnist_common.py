@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -87,8 +88,8 @@ def create_strategy(
     all_reduce: as `create_all_reduce` returns it.
 
   Raises:
-    UnsupportedOptionError: a strategy that is planned but not built yet, or
-      that another example is for.
+    UnsupportedOptionError: a strategy that another example is for, or one that
+      lacks its devices.
   """
   if options.strategy == 'parameter_server':
     raise tfs.errors.UnsupportedOptionError(
@@ -109,14 +110,18 @@ class TrainingData:
   Attributes:
     source: the arrays that the batches are made of.
     global_batch_size: examples of a training step over all replicas.
-    steps_per_epoch: training steps of each epoch.
-    seed: decides, together with its number, the order of an epoch.
+    steps_per_epoch: training steps of each epoch, more or fewer than a pass
+      over the data takes: the next epoch goes on where one ended.
+    seed: decides, together with its number, the order of a pass.
+    full_batches: whether all batches are full, cut out of the stream of passes
+      without regard to their ends.
   """
 
   source: tfs.data.ImageClassificationData
   global_batch_size: int
   steps_per_epoch: int
   seed: int
+  full_batches: bool = False
 
   @property
   def test_steps(self) -> int:
@@ -132,8 +137,8 @@ class TrainingData:
   ):
     """The batches of epochs first_epoch, ..., num_epochs - 1, in a row.
 
-    The order of an epoch is a function of (seed, epoch) alone, so a run that
-    was interrupted, in or after an epoch, sees what it would have seen.
+    The order of a pass is a function of (seed, pass) alone, so a run that was
+    interrupted, in or after an epoch, sees what it would have seen.
     """
     return _distribute(
       strategy, self._batches(first_epoch, num_epochs, first_step)
@@ -149,20 +154,25 @@ class TrainingData:
     """The same batches, of which each worker reads its share itself."""
 
     def read(context: tf.distribute.InputContext) -> tf.data.Dataset:
-      return self._batches(first_epoch, num_epochs, first_step).shard(
-        context.num_input_pipelines, context.input_pipeline_id
-      )
+      return self._batches(first_epoch, num_epochs, first_step, context)
 
     return strategy.distribute_datasets_from_function(read)
 
-  def _batches(self, first_epoch, num_epochs, first_step) -> tf.data.Dataset:
+  def _batches(
+    self, first_epoch, num_epochs, first_step, context=None
+  ) -> tf.data.Dataset:
     return tfs.data.make_epochs(
       self.source.train,
-      tfs.data.PipelineOptions(self.global_batch_size, seed=self.seed),
+      tfs.data.PipelineOptions(
+        self.global_batch_size,
+        seed=self.seed,
+        drop_remainder=self.full_batches,
+      ),
       first_epoch,
       num_epochs,
       steps_per_epoch=self.steps_per_epoch,
       first_step=first_step,
+      input_context=context,
     )
 
   def in_groups_of(self, steps: int) -> TrainingData:
@@ -183,8 +193,8 @@ class TrainingData:
     left_out = self.steps_per_epoch - groups * steps
     if left_out:
       print(
-        f'The last {left_out} steps of each epoch make no group of {steps} and '
-        'are left out.'
+        f'An epoch has {left_out} steps less, which make no group of {steps}; '
+        'the next epoch begins with them.'
       )
     return dataclasses.replace(self, steps_per_epoch=groups * steps)
 
@@ -197,9 +207,14 @@ class TrainingData:
     )
     return _distribute(strategy, batches)
 
-  def rows_in_step(self, step: int) -> int:
-    """Examples in a step of an epoch, counted from 0: the last has fewer."""
-    left = self.source.train.num_examples - step * self.global_batch_size
+  def rows_in_step(self, step: int, epoch: int = 0) -> int:
+    """Examples in a step, counted from 0: the last of a pass has fewer."""
+    if self.full_batches:
+      return self.global_batch_size
+    num_examples = self.source.train.num_examples
+    steps_per_pass = math.ceil(num_examples / self.global_batch_size)
+    step = (epoch * self.steps_per_epoch + step) % steps_per_pass
+    left = num_examples - step * self.global_batch_size
     return min(self.global_batch_size, left)
 
 
@@ -214,9 +229,9 @@ def load_data(
 ) -> TrainingData:
   """Loads the data set of the options and plans its epochs.
 
-  TensorFlow's own mirrored strategy drops the last, partial batch of an epoch:
-  a replica with fewer rows would count too much, and one without rows can
-  abort the process (the gradient of max pooling).
+  TensorFlow's own mirrored strategy gets full batches only: a replica with
+  fewer rows would count too much, and one without rows can abort the process
+  (the gradient of max pooling).
 
   Raises:
     DataError: the data are missing, damaged, or less than one batch.
@@ -226,7 +241,8 @@ def load_data(
   size = options.global_batch_size
   full_steps = num_examples // size
   steps = math.ceil(num_examples / size)
-  if options.strategy == 'mirrored' and num_replicas > 1:
+  full_batches = options.strategy == 'mirrored' and num_replicas > 1
+  if full_batches:
     if not full_steps:
       raise tfs.errors.DataError(
         f'{num_examples} examples make no full batch of {size}; expected at '
@@ -234,15 +250,16 @@ def load_data(
       )
     if full_steps < steps:
       print(
-        f'mirrored: the last {num_examples - full_steps * size} examples of '
-        'each epoch make no full batch and are left out.'
+        f'mirrored: the last {num_examples - full_steps * size} examples make '
+        'no full batch; the next epoch begins with them.'
       )
     steps = full_steps
   return TrainingData(
     source=source,
     global_batch_size=size,
-    steps_per_epoch=min(steps, options.steps_per_epoch or steps),
+    steps_per_epoch=options.steps_per_epoch or steps,
     seed=options.seed,
+    full_batches=full_batches,
   )
 
 
@@ -255,12 +272,14 @@ class Setup:
     strategy: how the replicas work together.
     all_reduce: the op that counts its calls; None if it is none of ours.
     data: the batches.
+    monitor: measures the steps; None if nobody wants to know.
   """
 
   options: common_flags.TrainingOptions
   strategy: tf.distribute.Strategy
   all_reduce: tf.distribute.CrossDeviceOps | None
   data: TrainingData
+  monitor: tfs.monitoring.TrainingMonitor | None = None
 
   @property
   def num_replicas(self) -> int:
@@ -275,6 +294,10 @@ class Setup:
     on all of them: each has a part.
     """
     return self.strategy.extended.should_checkpoint
+
+  def measured_step(self) -> contextlib.AbstractContextManager[None]:
+    """Context of one training step, for the monitor if there is one."""
+    return self.monitor.step() if self.monitor else contextlib.nullcontext()
 
   def join(self) -> None:
     """Waits for steps that workers still run, where steps run on workers."""
@@ -303,9 +326,12 @@ def set_up(
   all_reduce = create_all_reduce(options)
   if strategy is None:
     strategy = create_strategy(options, devices, all_reduce)
+  # Before data are distributed: their pipeline says how long a step waits.
+  wanted = options.monitor_options()
+  monitor = tfs.monitoring.TrainingMonitor(wanted) if wanted else None
   data = load_data(options, strategy.num_replicas_in_sync)
   keras.utils.set_random_seed(options.seed)
   keras.config.set_dtype_policy(
     'float32' if options.mixed_precision == 'none' else options.mixed_precision
   )
-  return Setup(options, strategy, all_reduce, data)
+  return Setup(options, strategy, all_reduce, data, monitor)

@@ -18,11 +18,13 @@ loss, metrics over all replicas, and checkpoints.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 
 import keras
 import tensorflow as tf
 
+import tf_strategies as tfs
 from examples import (
   checkpointing,
   command_line,
@@ -31,6 +33,7 @@ from examples import (
   mnist_model,
   training_report,
 )
+from tf_strategies.training import run_checkpoint
 
 
 def train(
@@ -59,10 +62,14 @@ def train(
     # Variables may not be made while the step is traced.
     optimizer.build(model.trainable_variables)
     metrics = Metrics()
-  checkpoint, first_epoch = checkpointing.open_run(setup, model, optimizer)
+  checkpoint, start = checkpointing.open_run(
+    setup, model, optimizer, metrics.all
+  )
   loop = _Loop(setup, model, optimizer, metrics)
-  batches = setup.data.train(setup.strategy, first_epoch, options.epochs)
-  outcome = run_epochs(setup, loop, checkpoint, first_epoch, batches)
+  batches = setup.data.train(
+    setup.strategy, start.epoch, options.epochs, start.step
+  )
+  outcome = run_epochs(setup, loop, checkpoint, start, batches)
 
   if options.save_weights:
     variables = checkpointing.state_variables(model, optimizer)
@@ -75,38 +82,70 @@ def train(
 def run_epochs(
   setup: mnist_common.Setup,
   loop,
-  checkpoint: checkpointing.RunCheckpoint | None,
-  first_epoch: int,
+  checkpoint: tfs.RunCheckpoint | None,
+  start: run_checkpoint.Position,
   batches,
 ) -> training_report.Outcome:
   """Trains epoch by epoch; shows, logs and saves each.
 
   Args:
     setup: of the run.
-    loop: has `train_epoch(epoch, iterator)` and `evaluate()`, which return loss
-      and accuracy, and a `throughput`.
+    loop: has `train_epoch(epoch, first_step, iterator, after_step)` and
+      `evaluate()`, which return loss and accuracy, a `throughput`, and the
+      `variables` of all that it trains. It calls `after_step(epoch, step)` with
+      the number of steps that are done.
     checkpoint: where each epoch is saved, if it is.
-    first_epoch: epochs that are done.
+    start: the epochs and steps that are done.
     batches: of all epochs from there on, distributed over the strategy.
   """
+  with contextlib.ExitStack() as stack:
+    after_step = _do_nothing
+    if setup.monitor is not None:
+      first_step = start.epoch * setup.data.steps_per_epoch + start.step
+      setup.monitor.start(setup.strategy, first_step)
+      stack.callback(setup.monitor.close)
+    saver = checkpointing.saver(setup, checkpoint)
+    if saver is not None:
+      preemption = stack.enter_context(tfs.Preemption(saver))
+
+      def after_step(epoch, step):
+        # Evaluation takes long: there workers ask each other before it.
+        at_once = step == setup.data.steps_per_epoch
+        if preemption.is_requested(at_once):
+          preemption.save_and_exit(epoch, step)
+
+    return _run_epochs(setup, loop, checkpoint, start, batches, after_step)
+
+
+def _do_nothing(epoch, step):
+  """After a step of a run that is not saved."""
+
+
+def _run_epochs(setup, loop, checkpoint, start, batches, after_step):
   options = setup.options
   logger = training_report.ScalarLogger(
     options.log_dir if setup.is_chief else None
   )
   iterator = iter(batches)
   train_results = test_results = None
-  for epoch in range(first_epoch, options.epochs):
-    train_results = loop.train_epoch(epoch, iterator)
+  for epoch in range(start.epoch, options.epochs):
+    first_step = start.step if epoch == start.epoch else 0
+    train_results = loop.train_epoch(epoch, first_step, iterator, after_step)
     test_results = loop.evaluate()
     if options.verbose and setup.is_chief:
       _print_epoch(epoch, options.epochs, train_results, test_results)
     logger.write(epoch, train=train_results, test=test_results)
-    if checkpoint is not None and setup.is_chief:
-      checkpoint.save(epochs_done=epoch + 1)
+    if checkpoint is not None:
+      checkpoint.save(epoch + 1)
   if test_results is None:  # Every epoch had been done before.
     test_results = loop.evaluate()
   return training_report.Outcome(
-    first_epoch, test_results, train_results, loop.throughput
+    start.epoch,
+    test_results,
+    train_results,
+    loop.throughput,
+    loop.variables,
+    start.step,
   )
 
 
@@ -115,8 +154,13 @@ class _Loop:
 
   def __init__(self, setup, model, optimizer, metrics):
     self.throughput = training_report.Throughput()
+    self.variables = [
+      *model.variables,
+      *optimizer.variables,
+      *metrics.variables,
+    ]
+    self._setup = setup
     self._options = setup.options
-    self._is_chief = setup.is_chief
     self._data = setup.data
     self._metrics = metrics
     self._train_step = make_train_step(
@@ -125,17 +169,22 @@ class _Loop:
     self._test_step = make_test_step(setup.strategy, model, metrics)
     self._test_set = setup.data.test(setup.strategy)
 
-  def train_epoch(self, epoch, batches) -> dict[str, float]:
-    self._metrics.reset()
+  def train_epoch(
+    self, epoch, first_step, batches, after_step
+  ) -> dict[str, float]:
+    if not first_step:  # Else they count the steps before.
+      self._metrics.reset()
     self.throughput.start_epoch()
-    for step in range(self._data.steps_per_epoch):
-      self._train_step(batches)
-      self.throughput.end_step(self._data.rows_in_step(step))
+    for step in range(first_step, self._data.steps_per_epoch):
+      with self._setup.measured_step():
+        self._train_step(batches)
+      self.throughput.end_step(self._data.rows_in_step(step, epoch))
       if (
         self._options.verbose
         and (step + 1) % self._options.log_every_steps == 0
       ):
         self._print_step(epoch, step)
+      after_step(epoch, step + 1)
     self.throughput.end_epoch()
     return self._metrics.results()
 
@@ -147,7 +196,7 @@ class _Loop:
 
   def _print_step(self, epoch, step) -> None:
     results = self._metrics.results()  # Every worker reads: each has a part.
-    if not self._is_chief:
+    if not self._setup.is_chief:
       return
     print_step(epoch, step, self._data, results['loss'], self.throughput)
 
@@ -164,6 +213,16 @@ class Metrics:
     self._loss = keras.metrics.Mean(name='loss')
     self._accuracy = keras.metrics.SparseCategoricalAccuracy(name='accuracy')
 
+  @property
+  def all(self) -> list[keras.metrics.Metric]:
+    """The metrics."""
+    return [self._loss, self._accuracy]
+
+  @property
+  def variables(self) -> list[keras.Variable]:
+    """What the means are made of."""
+    return [v for metric in self.all for v in metric.variables]
+
   def update(
     self, labels: tf.Tensor, logits: tf.Tensor, losses: tf.Tensor
   ) -> None:
@@ -173,11 +232,11 @@ class Metrics:
 
   def results(self) -> dict[str, float]:
     """The means since the last reset."""
-    return {m.name: float(m.result()) for m in (self._loss, self._accuracy)}
+    return {m.name: float(m.result()) for m in self.all}
 
   def reset(self) -> None:
     """Forgets all rows."""
-    for metric in (self._loss, self._accuracy):
+    for metric in self.all:
       metric.reset_state()
 
 

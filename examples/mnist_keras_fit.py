@@ -17,7 +17,10 @@ of them dies:
     --num_virtual_devices=2 --dataset=digits
 
 `--checkpoint_dir` makes a run go on where it was interrupted, with the same
-result to the last bit; `--report_json` writes what the summary shows and more.
+result to the last bit: after the last epoch, or after SIGTERM, which ends it
+with status 143, after the last step (`--max_restarts` of the launcher starts
+it again). `--report_json` writes what the summary shows and more; `--log_dir`
+and `--timeline` what each step's time goes to.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ from examples import (
   mnist_model,
   training_report,
 )
+from tf_strategies.training import run_checkpoint
 
 
 def train(
@@ -86,11 +90,9 @@ def _train(setup, job=None) -> dict[str, object]:
       ),
     )
   else:
-    checkpoint, first_epoch = checkpointing.open_run(
-      setup, model, model.optimizer
-    )
-    batches = data.train(strategy, first_epoch, epochs)
-    outcome = fit_batches(setup, model, checkpoint, first_epoch, batches)
+    checkpoint, start = checkpointing.open_run(setup, model, model.optimizer)
+    batches = data.train(strategy, start.epoch, epochs)
+    outcome = fit_batches(setup, model, checkpoint, start, batches)
   if setup.options.save_weights:
     variables = checkpointing.state_variables(model, model.optimizer)
     training_report.write_weights(
@@ -102,50 +104,62 @@ def _train(setup, job=None) -> dict[str, object]:
 def fit_batches(
   setup: mnist_common.Setup,
   model: keras.Model,
-  checkpoint: checkpointing.RunCheckpoint | None,
-  first_epoch: int,
+  checkpoint: tfs.RunCheckpoint | None,
+  start: run_checkpoint.Position,
   batches,
 ) -> training_report.Outcome:
-  """Trains on the batches of all epochs from `first_epoch` on, and evaluates.
+  """Trains from `start` to the last epoch, and evaluates.
 
   Args:
     setup: of the run.
     model: compiled.
     checkpoint: where each epoch is saved, if it is.
-    first_epoch: epochs that are done.
-    batches: distributed over the strategy.
+    start: the epochs and steps that are done.
+    batches: of all epochs from `start.epoch` on, distributed over the strategy.
   """
-  if first_epoch >= setup.options.epochs:  # Every epoch had been done before.
-    return run_fit(setup, model, checkpoint, first_epoch, lambda **_: None)
+  if start.epoch >= setup.options.epochs:  # Every epoch had been done before.
+    return run_fit(setup, model, checkpoint, start.epoch, lambda **_: None)
   return run_fit(
     setup,
     model,
     checkpoint,
-    first_epoch,
+    start.epoch,
     lambda **arguments: model.fit(
       batches,
-      initial_epoch=first_epoch,
+      initial_epoch=start.epoch,
       epochs=setup.options.epochs,
       steps_per_epoch=setup.data.steps_per_epoch,
       **arguments,
     ),
+    start.step,
   )
 
 
 def run_fit(
   setup: mnist_common.Setup,
   model: keras.Model,
-  checkpoint: checkpointing.RunCheckpoint | None,
+  checkpoint: tfs.RunCheckpoint | None,
   first_epoch: int,
   fit: Callable[..., keras.callbacks.History | None],
+  first_step: int = 0,
 ) -> training_report.Outcome:
-  """Trains by `fit`, given the arguments that all runs share, and evaluates."""
+  """Trains by `fit`, given the arguments that all runs share, and evaluates.
+
+  Args:
+    setup: of the run.
+    model: compiled.
+    checkpoint: where each epoch is saved, if it is.
+    first_epoch: epochs that are done.
+    fit: called with arguments of `model.fit`.
+    first_step: steps of the next epoch that are done.
+  """
+  start = run_checkpoint.Position(first_epoch, first_step)
   test_set = setup.data.test(setup.strategy)
   throughput = training_report.Throughput()
   history = fit(
     validation_data=test_set,
     validation_steps=setup.data.test_steps,
-    callbacks=_callbacks(setup, throughput, checkpoint),
+    callbacks=_callbacks(setup, throughput, checkpoint, start),
     shuffle=False,  # The stream of batches is shuffled.
     verbose=_verbosity(setup.options.verbose and setup.is_chief),
   )
@@ -158,24 +172,32 @@ def run_fit(
     results = {f'val_{name}': value for name, value in evaluated.items()}
   return training_report.Outcome(
     first_epoch=first_epoch,
+    first_step=first_step,
     test=_split_results(results, 'val_'),
     train=_split_results(results, ''),
     throughput=throughput,
+    variables=[
+      *model.variables,
+      *model.metrics_variables,
+      *model.optimizer.variables,
+    ],
   )
 
 
-def _callbacks(setup, throughput, checkpoint):
+def _callbacks(setup, throughput, checkpoint, start):
   # Where a parameter server strategy saves, it goes on from there.
   callbacks = [
-    _MeasureThroughput(throughput, setup),
+    _MeasureThroughput(throughput, setup, start),
     tfs.ResumeFit(setup.strategy),
   ]
-  if not setup.is_chief:
-    return callbacks
-  if checkpoint is not None:
-    callbacks.append(_SaveEachEpoch(checkpoint))
-  if training_report.can_log(setup.options.log_dir):
+  if setup.is_chief and training_report.can_log(setup.options.log_dir):
     callbacks.append(keras.callbacks.TensorBoard(setup.options.log_dir))
+  if setup.monitor is not None:
+    callbacks.append(tfs.MonitorTraining(setup.monitor))
+  saver = checkpointing.saver(setup, checkpoint)
+  if saver is not None:
+    # The last one: all others have heard of the step after which it exits.
+    callbacks.append(tfs.PreemptionCheckpoint(saver))
   return callbacks
 
 
@@ -205,13 +227,16 @@ def build_compiled(
 class _MeasureThroughput(keras.callbacks.Callback):
   """Tells a `Throughput` when steps and epochs end."""
 
-  def __init__(self, throughput, setup):
+  def __init__(self, throughput, setup, start):
     super().__init__()
     self._throughput = throughput
     self._setup = setup
+    self._start = start
+    self._epoch = 0
     self._first = 0
 
   def on_epoch_begin(self, epoch, logs=None):
+    self._epoch = epoch
     self._throughput.start_epoch()
 
   def on_train_batch_begin(self, batch, logs=None):
@@ -220,29 +245,17 @@ class _MeasureThroughput(keras.callbacks.Callback):
   def on_train_batch_end(self, batch, logs=None):
     data = self._setup.data
     end = self._first + self.model.steps_per_execution
+    if (self._epoch, end) <= self._start:
+      return  # It was done before.
     if end >= data.steps_per_epoch:
       self._setup.join()
-    rows = map(data.rows_in_step, range(self._first, end))
+    rows = [
+      data.rows_in_step(step, self._epoch) for step in range(self._first, end)
+    ]
     self._throughput.end_step(sum(rows))
 
   def on_epoch_end(self, epoch, logs=None):
     self._throughput.end_epoch()
-
-
-class _SaveEachEpoch(keras.callbacks.Callback):
-  """Saves after each epoch.
-
-  Keras' BackupAndRestore would do, but for three things: a kill while it
-  writes leaves half a file, it deletes its backup when `fit` ends, so that a
-  longer run cannot go on from there, and it takes another model's file.
-  """
-
-  def __init__(self, checkpoint):
-    super().__init__()
-    self._checkpoint = checkpoint
-
-  def on_epoch_end(self, epoch, logs=None):
-    self._checkpoint.save(epochs_done=epoch + 1)
 
 
 def _verbosity(verbose: bool) -> int:

@@ -41,7 +41,7 @@ from examples import (
   parameter_server_flags,
   training_report,
 )
-from tf_strategies.training import sidecar_evaluator
+from tf_strategies.training import run_checkpoint, sidecar_evaluator
 
 
 def run(
@@ -132,13 +132,11 @@ def _fit(setup):
   model = mnist_keras_fit.build_compiled(
     setup, setup.options.steps_per_execution
   )
-  checkpoint, first_epoch = None, 0
+  checkpoint, start = None, run_checkpoint.Position()
   if not _has_servers(setup.strategy):  # Else `fit` makes the strategy save.
-    checkpoint, first_epoch = checkpointing.open_run(
-      setup, model, model.optimizer
-    )
+    checkpoint, start = checkpointing.open_run(setup, model, model.optimizer)
   outcome = mnist_keras_fit.fit_batches(
-    setup, model, checkpoint, first_epoch, _batches(setup, first_epoch)
+    setup, model, checkpoint, start, _batches(setup, start.epoch)
   )
   return model, model.optimizer, outcome
 
@@ -154,21 +152,22 @@ def _loop(setup):
     # Variables may not be made while the step is traced.
     optimizer.build(model.trainable_variables)
     metrics = mnist_custom_loop.Metrics()
-  checkpoint, first_step = None, 0
+  checkpoint = None
   if _has_servers(setup.strategy):
     # From here on the strategy saves by itself, within epochs too.
     steps = setup.strategy.restore(model=model, optimizer=optimizer)
-    first_epoch, first_step = divmod(steps, setup.data.steps_per_epoch)
+    start = run_checkpoint.Position(*divmod(steps, setup.data.steps_per_epoch))
   else:
-    checkpoint, first_epoch = checkpointing.open_run(setup, model, optimizer)
+    checkpoint, start = checkpointing.open_run(
+      setup, model, optimizer, metrics.all
+    )
   outcome = mnist_custom_loop.run_epochs(
     setup,
-    _Loop(setup, model, optimizer, metrics, first_step),
+    _Loop(setup, model, optimizer, metrics),
     checkpoint,
-    first_epoch,
-    _batches(setup, first_epoch, first_step),
+    start,
+    _batches(setup, *start),
   )
-  outcome = dataclasses.replace(outcome, first_step=first_step)
   return model, optimizer, outcome
 
 
@@ -180,11 +179,15 @@ class _Loop:
   all steps.
   """
 
-  def __init__(self, setup, model, optimizer, metrics, first_step):
+  def __init__(self, setup, model, optimizer, metrics):
     self.throughput = training_report.Throughput()
+    self.variables = [
+      *model.variables,
+      *optimizer.variables,
+      *metrics.variables,
+    ]
     self._setup = setup
     self._metrics = metrics
-    self._first_step = first_step  # Of the first epoch.
     self._train_step = _make_step(
       setup.strategy,
       # A worker computes with the whole of its batch: it is one replica.
@@ -198,22 +201,26 @@ class _Loop:
     )
     self._test_set = setup.data.test(setup.strategy)
 
-  def train_epoch(self, epoch, batches) -> dict[str, float]:
+  def train_epoch(
+    self, epoch, first_step, batches, after_step
+  ) -> dict[str, float]:
     options, data = self._setup.options, self._setup.data
-    self._metrics.reset()
+    if not first_step or _has_servers(self._setup.strategy):
+      self._metrics.reset()
     self.throughput.start_epoch()
-    for step in range(self._first_step, data.steps_per_epoch):
-      loss = self._train_step(next(batches))
+    for step in range(first_step, data.steps_per_epoch):
+      with self._setup.measured_step():
+        loss = self._train_step(next(batches))
       if step + 1 == data.steps_per_epoch:
         self._setup.join()
-      self.throughput.end_step(data.rows_in_step(step))
+      self.throughput.end_step(data.rows_in_step(step, epoch))
       if options.verbose and (step + 1) % options.log_every_steps == 0:
         # Of the newest step that is done: nothing is waited for.
         mnist_custom_loop.print_step(
           epoch, step, data, float(loss), self.throughput
         )
+      after_step(epoch, step + 1)
     self.throughput.end_epoch()
-    self._first_step = 0
     return self._metrics.results()
 
   def evaluate(self) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""What a run reports at its end: results, speed, and what was all-reduced."""
+"""What a run reports at its end: results, speed, memory, communication."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import os
 import platform
 import statistics
 import time
+from collections.abc import Iterable, Mapping, Sequence
 
 import keras
 import numpy as np
@@ -79,14 +80,18 @@ class Outcome:
     train: the same, averaged over the last epoch as it was trained; None if
       every epoch had been done before.
     throughput: examples a second of this run.
+    variables: all of the model, the optimizer and the metrics.
     first_step: steps of the epoch after those that were restored too.
+    untimed_steps: steps that were trained besides, and taken back.
   """
 
   first_epoch: int
   test: dict[str, float]
   train: dict[str, float] | None
   throughput: Throughput
+  variables: Sequence[keras.Variable]
   first_step: int = 0
+  untimed_steps: int = 0
 
 
 def build(
@@ -98,6 +103,10 @@ def build(
   """Returns the report of a run, ready for JSON."""
   options, data, replicas = setup.options, setup.data, setup.num_replicas
   epochs = max(options.epochs, outcome.first_epoch)
+  steps = (
+    epochs - outcome.first_epoch
+  ) * data.steps_per_epoch - outcome.first_step
+  all_reduce = _all_reduce(setup)
   return {
     'example': example,
     'strategy': options.strategy,
@@ -116,12 +125,13 @@ def build(
     'seed': options.seed,
     'epochs': epochs,
     'steps': epochs * data.steps_per_epoch,
-    'steps_this_run': (epochs - outcome.first_epoch) * data.steps_per_epoch
-    - outcome.first_step,
+    'steps_this_run': steps,
     'train': outcome.train,
     'test': outcome.test,
     'examples_per_second': outcome.throughput.examples_per_second,
-    'all_reduce': _all_reduce(setup),
+    'all_reduce': all_reduce,
+    'bytes_per_step': bytes_per_step(all_reduce, steps + outcome.untimed_steps),
+    'variable_bytes': variable_bytes(outcome.variables, setup.strategy),
     'versions': {
       'tf_strategies': tfs.__version__,
       'tensorflow': tf.__version__,
@@ -130,6 +140,81 @@ def build(
       'python': platform.python_version(),
     },
   }
+
+
+def variable_bytes(
+  variables: Iterable[keras.Variable], strategy: tf.distribute.Strategy
+) -> dict[str, int]:
+  """Bytes of variables on each device, every replica's copy and every part.
+
+  Of several workers each knows its own devices only.
+
+  Example:
+
+    >>> v = keras.Variable(np.zeros([3, 5], np.float32))
+    >>> list(variable_bytes([v, v], tf.distribute.get_strategy()).values())
+    [60]
+
+  Args:
+    variables: each counts once, however often it is listed.
+    strategy: under which they were made.
+  """
+  total = {}
+  for variable in {id(v): v for v in variables}.values():
+    value = variable.value
+    parts = getattr(value, 'parts', None)  # Cut, over parameter servers.
+    if parts is None:
+      parts = strategy.experimental_local_results(value)
+    for part in parts:
+      size = part.shape.num_elements() * part.dtype.size
+      total[part.device] = total.get(part.device, 0) + size
+  return total
+
+
+def bytes_per_step(
+  all_reduce: Mapping[str, object], steps: int
+) -> dict[str, float] | None:
+  """Bytes that the strategy moved in a step, on average.
+
+  What moved before the first step, such as initial values, is counted too: of
+  some hundred steps it is nothing.
+
+  Example:
+
+    >>> counted = {'is_counted': True, 'all_reduce_bytes_in': {'a': 6, 'b': 4}}
+    >>> bytes_per_step(counted, steps=2)
+    {'into_busiest_device': 3.0, 'into_all_devices': 5.0}
+
+  Args:
+    all_reduce: what was counted.
+    steps: in which it was counted.
+
+  Returns:
+    Bytes into the busiest device and into all of them; between workers, bytes
+    that this one sent. None where nothing was counted.
+  """
+  if all_reduce.get('is_one_device'):
+    return {'into_busiest_device': 0.0, 'into_all_devices': 0.0}
+  if not all_reduce['is_counted'] or not steps:
+    return None
+  if 'link' in all_reduce:
+    sent = all_reduce.get('bytes_sent')
+    return None if sent is None else {'sent_by_this_worker': sent / steps}
+  received = _received(all_reduce)
+  return {
+    'into_busiest_device': max(received.values(), default=0) / steps,
+    'into_all_devices': sum(received.values()) / steps,
+  }
+
+
+def _received(all_reduce: Mapping[str, object]) -> dict[str, int]:
+  """Bytes into each device, of whatever kind was counted."""
+  total = {}
+  for kind, by_device in all_reduce.items():
+    if kind.endswith('_bytes_in'):
+      for device, received in by_device.items():
+        total[device] = total.get(device, 0) + received
+  return total
 
 
 def summary(report: dict[str, object]) -> str:
@@ -233,12 +318,15 @@ def _make_parent(path: str) -> None:
 
 def _all_reduce(setup) -> dict[str, object]:
   """What the op counted, or why nothing was counted."""
-  if setup.all_reduce is not None:
-    return {'is_counted': True, **setup.all_reduce.report()}
-  if hasattr(setup.strategy, 'num_workers'):
+  if hasattr(setup.strategy, 'communication_report'):
     return {'is_counted': True, **setup.strategy.communication_report()}
-  if setup.num_replicas == 1:
+  if setup.all_reduce is not None:  # Ours, under TensorFlow's strategy.
+    return {'is_counted': True, **setup.all_reduce.report()}
+  if isinstance(setup.strategy, tfs.ParameterServerStrategy):
+    reason = 'gradients go to parameter servers'
+  elif setup.num_replicas == 1:
     reason = 'one replica: there is nothing to reduce'
+    return {'is_counted': False, 'is_one_device': True, 'reason': reason}
   else:
     reason = (
       f"strategy={setup.options.strategy!r} used TensorFlow's own all-reduce, which "
@@ -262,7 +350,9 @@ def _describe_all_reduce(report) -> str:
   all_reduce = report['all_reduce']
   if not all_reduce['is_counted']:
     return f'all-reduce not counted: {all_reduce["reason"]}'
-  calls = all_reduce['calls'].get('all_reduce', 0)
+  kinds = all_reduce['calls']
+  # Where variables have one copy, sums go there and nowhere else.
+  calls = kinds.get('all_reduce', 0) or kinds.get('reduce', 0)
   if 'link' in all_reduce:
     sent = all_reduce.get('bytes_sent')
     return (
@@ -270,7 +360,7 @@ def _describe_all_reduce(report) -> str:
       f'{all_reduce["world_size"]} workers in {report["steps_this_run"]:,} steps'
       + ('' if sent is None else f', {sent / 1e6:,.1f} MB sent by each')
     )
-  received = max(all_reduce['all_reduce_bytes_in'].values(), default=0)
+  received = max(_received(all_reduce).values(), default=0)
   return (
     f'{all_reduce["cross_device_ops"]}: {calls:,} calls in '
     f'{report["steps_this_run"]:,} steps, at most {received / 1e6:,.1f} MB '

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     data,
     errors,
     keras,
+    monitoring,
     process_group,
   )
   from tf_strategies.cross_device import (
@@ -37,34 +38,48 @@ if TYPE_CHECKING:
   )
   from tf_strategies.strategies import (
     STRATEGY_NAMES,
+    CentralStorageStrategy,
     MultiWorkerCollectiveStrategy,
     MultiWorkerRingStrategy,
     ParameterServerStrategy,
     RingMirroredStrategy,
     RingOptions,
+    TPURingStrategy,
     create_strategy,
   )
   from tf_strategies.training import elastic
   from tf_strategies.training.elastic import ElasticOptions
+  from tf_strategies.training.monitor_training import MonitorTraining
+  from tf_strategies.training.preemption import (
+    Preemption,
+    PreemptionCheckpoint,
+  )
   from tf_strategies.training.resume_fit import ResumeFit
+  from tf_strategies.training.run_checkpoint import RunCheckpoint
   from tf_strategies.training.sidecar_evaluator import SidecarEvaluator
 
 __all__ = [
   'STRATEGY_NAMES',
   'AutoAllReduce',
+  'CentralStorageStrategy',
   'DirectAllReduce',
   'ElasticOptions',
   'HalvingDoublingAllReduce',
   'HierarchicalRingAllReduce',
+  'MonitorTraining',
   'MultiWorkerCollectiveStrategy',
   'MultiWorkerRingStrategy',
   'NaiveAllReduce',
   'ParameterServerStrategy',
+  'Preemption',
+  'PreemptionCheckpoint',
   'ResumeFit',
   'RingAllReduce',
   'RingMirroredStrategy',
   'RingOptions',
+  'RunCheckpoint',
   'SidecarEvaluator',
+  'TPURingStrategy',
   'TreeAllReduce',
   '__version__',
   'cluster',
@@ -74,6 +89,7 @@ __all__ = [
   'elastic',
   'errors',
   'keras',
+  'monitoring',
   'process_group',
 ]
 
@@ -83,10 +99,15 @@ _ROOMS = (
   'data',
   'errors',
   'keras',
+  'monitoring',
   'process_group',
 )
 _HOMES = {
   'ElasticOptions': 'training.elastic',
+  'MonitorTraining': 'training.monitor_training',
+  'Preemption': 'training.preemption',
+  'PreemptionCheckpoint': 'training.preemption',
+  'RunCheckpoint': 'training.run_checkpoint',
   'STRATEGY_NAMES': 'strategies',
   'SidecarEvaluator': 'training.sidecar_evaluator',
   'create_strategy': 'strategies',

@@ -222,6 +222,22 @@ UnknownError = _load(
   'UnknownError',
   'what TensorFlow makes of an exception that a host call raises',
 )
+TPUExtended = _load(
+  'distribute.tpu_strategy', 'TPUExtended', 'the base of the TPU strategy'
+)
+enclosing_tpu_context = _load(
+  'distribute.tpu_util',
+  'enclosing_tpu_context',
+  'to know a program for TPUs that is being built',
+)
+initialized_tpu_systems = _load(
+  'tpu.tpu_strategy_util',
+  'get_initialized_tpu_systems',
+  'to refuse TPUs before they hang for want of initialisation',
+)
+apply_op = _load(
+  'framework.op_def_library', 'apply_op', "XLA's ops have no public wrapper"
+)
 
 
 def autograph_convert(fn):
@@ -410,16 +426,6 @@ def connected_cluster():
   A `tensorflow.ServerDef`.
   """
   return _eager_context().get_server_def()
-
-
-def is_task_alive(job: str, index: int) -> bool:
-  """Whether a remote task is the process that this one connected to.
-
-  False for one that is gone, and for one that was started again.
-  """
-  return bool(
-    _eager_context().check_alive(f'/job:{job}/replica:0/task:{index}')
-  )
 
 
 def connect_again(server_def=None) -> None:

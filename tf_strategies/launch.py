@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from absl import flags
 
 from tf_strategies import errors
-from tf_strategies.cluster.launcher import supervisor, tasks
+from tf_strategies.cluster.launcher import rank_filter, supervisor, tasks
 
 _USAGE_STATUS = 2
 _USAGE = 'python -m tf_strategies.launch [flags] -- command [arguments]'
@@ -64,6 +64,20 @@ def _flag_values() -> flags.FlagValues:
     'log_dir',
     None,
     'Directory for the output of each task, such as worker_0.log.',
+    flag_values=values,
+  )
+  flags.DEFINE_bool(
+    'tee',
+    True,
+    'Whether what goes into --log_dir also appears here. --notee leaves this '
+    'terminal to the launcher, and to the last lines of a task that fails.',
+    flag_values=values,
+  )
+  flags.DEFINE_string(
+    'rank_filter',
+    None,
+    'Whose lines appear here, such as chief,worker:0-1; default all. Files in '
+    '--log_dir hold everything.',
     flag_values=values,
   )
   flags.DEFINE_float(
@@ -107,6 +121,27 @@ def _check_host() -> None:
       )
 
 
+def _shown(values: flags.FlagValues, job: tasks.Job) -> frozenset[str] | None:
+  """The names of the tasks whose lines appear on the terminal; None for all."""
+  if values.tee:
+    if values.rank_filter is None:
+      return None
+    return rank_filter.parse(values.rank_filter, job.all_counts)
+  if values.rank_filter is not None:
+    raise errors.UnsupportedOptionError(
+      f'--notee with --rank_filter={values.rank_filter}',
+      'one of them, since --notee shows no lines at all',
+      'leave --notee out',
+    )
+  if not values.log_dir:
+    raise errors.UnsupportedOptionError(
+      '--notee without --log_dir',
+      'a directory for what is not shown',
+      'pass --log_dir=logs, or leave --notee out',
+    )
+  return frozenset()
+
+
 def _run(values: flags.FlagValues, command: list[str]) -> int:
   job = tasks.Job(
     values.num_workers, values.num_ps, values.chief, values.evaluator
@@ -115,7 +150,9 @@ def _run(values: flags.FlagValues, command: list[str]) -> int:
     values.max_restarts,
     values.grace_period,
     values.log_dir,
-    sys.stdout.isatty() and 'NO_COLOR' not in os.environ,
+    # https://no-color.org: any text but the empty one means no colours.
+    sys.stdout.isatty() and not os.environ.get('NO_COLOR'),
+    _shown(values, job),
   )
   _check_host()
   specs = tasks.plan_tasks(

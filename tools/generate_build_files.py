@@ -23,6 +23,7 @@ ROOTS = ('benchmarks', 'examples', 'tests', 'tf_strategies', 'tools')
 EXTERNAL = {
   'absl': 'absl_py',
   'google': 'protobuf',
+  'grpc': 'grpcio',
   'hypothesis': 'hypothesis',
   'keras': 'keras',
   'ml_dtypes': 'ml_dtypes',
@@ -36,10 +37,10 @@ EXTERNAL = {
   'tensorflow': 'tensorflow',
 }
 
-# Imported only where they happen to be installed (peers in benchmarks, extra
-# transports): never a dependency of a target.
+# Imported only where they happen to be installed (peers and plots in benchmarks,
+# extra transports): never a dependency of a target.
 OPTIONAL = frozenset(
-  {'horovod', 'kubeflow', 'mpi4py', 'torch', 'xprof', 'yaml'}
+  {'horovod', 'kubeflow', 'matplotlib', 'mpi4py', 'torch', 'xprof', 'yaml'}
 )
 
 # Targets whose files read other files of the project.

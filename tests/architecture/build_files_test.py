@@ -18,6 +18,7 @@ from tests.architecture import project
 _DISTRIBUTIONS = {
   'absl': 'absl_py',
   'google': 'protobuf',
+  'grpc': 'grpcio',
   'sklearn': 'scikit_learn',
 }
 

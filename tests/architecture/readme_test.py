@@ -11,7 +11,12 @@ from tests.architecture import project
 
 _FENCE = re.compile(r'^```(\w*)[^\n]*\n(.*?)^```', re.MULTILINE | re.DOTALL)
 _SHELLS = ('bash', 'sh', 'shell', 'console')
-_DOCUMENTS = ('README.md', 'CONTRIBUTING.md')
+_DOCUMENTS = (
+  'README.md',
+  'CONTRIBUTING.md',
+  'benchmarks/README.md',
+  'examples/CLUSTERS.md',
+)
 _DEFINED_FLAG = re.compile(r"DEFINE_\w+\(\s*'(\w+)'")
 _ARGUMENT = re.compile(r"add_argument\(\s*'--([\w-]+)'")
 

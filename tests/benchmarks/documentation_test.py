@@ -1,9 +1,8 @@
 """The examples in docstrings do what they say."""
 
-import doctest
-import importlib
-
 from absl.testing import absltest, parameterized
+
+from tests import docstrings
 
 
 class DocumentationTest(parameterized.TestCase):
@@ -15,11 +14,7 @@ class DocumentationTest(parameterized.TestCase):
     ('benchmarks.process_peers.base', 2),
   )
   def test_examples(self, name, least):
-    found = doctest.testmod(
-      importlib.import_module(name), optionflags=doctest.ELLIPSIS
-    )
-    self.assertEqual(found.failed, 0)
-    self.assertGreaterEqual(found.attempted, least)
+    docstrings.check_examples(self, name, least)
 
 
 if __name__ == '__main__':

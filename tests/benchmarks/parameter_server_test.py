@@ -29,18 +29,31 @@ class ParameterServerTest(parameterized.TestCase):
     return done, running.read_json(path)
 
   @pytest.mark.slow
+  @pytest.mark.soak
+  def test_beside_stock(self):
+    self._check_peers([1], [catalogue.PEERS[0].name, 'ours'])
+
+  @pytest.mark.slow
+  @pytest.mark.soak
   def test_all_peers(self):
+    self._check_peers([1, 4], [peer.name for peer in catalogue.PEERS])
+
+  def _check_peers(self, steps_per_execution, names):
     done, found = self._run(
-      '--models=cnn', '--num_workers=2', '--steps_per_execution=1,4'
+      '--models=cnn',
+      '--num_workers=2',
+      f'--steps_per_execution={",".join(map(str, steps_per_execution))}',
+      f'--peers={",".join(names)}',
     )
     self.assertEqual(
-      [case['steps_per_execution'] for case in found['results']], [1, 4]
+      [case['steps_per_execution'] for case in found['results']],
+      steps_per_execution,
     )
     for case in found['results']:
       self.assertEqual(case['num_variables'], 8)
       self.assertEqual(case['num_workers'], 2)
       records = {r['peer']: r for r in case['peers']}
-      self.assertEqual(list(records), [p.name for p in catalogue.PEERS])
+      self.assertEqual(list(records), names)
       for record in records.values():
         self._check_peer(record, case['loss'])
         self.assertAlmostEqual(
@@ -48,8 +61,8 @@ class ParameterServerTest(parameterized.TestCase):
           record['steps_per_s']['median']
           / records['stock']['steps_per_s']['median'],
         )
-    for peer in catalogue.PEERS:
-      self.assertRegex(done.stdout, rf'cnn .* {peer.name} ')
+    for name in names:
+      self.assertRegex(done.stdout, rf'cnn .* {name} ')
 
   def _check_peer(self, record, initial_loss):
     # On the servers: of the block to warm up and of those that count.

@@ -50,6 +50,7 @@ class ProcessAllReduceTest(parameterized.TestCase):
     self.assertGreater(record['predicted_ring_ms'], 0)
 
   @pytest.mark.slow
+  @pytest.mark.soak
   def test_all_peers(self):
     found, printed = self.run_to_report(
       '--world_sizes=2',
@@ -90,6 +91,7 @@ class ProcessAllReduceTest(parameterized.TestCase):
     self.assertIn('tensorflow', link['versions']['mwms'])
 
   @pytest.mark.slow
+  @pytest.mark.soak
   def test_over_links(self):
     reason = test_hosts.missing()
     if reason is not None:

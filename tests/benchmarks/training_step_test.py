@@ -14,6 +14,7 @@ WIDTH, LAYERS = 16, 3
 @pytest.mark.multi_process
 class TrainingStepTest(absltest.TestCase):
   @pytest.mark.slow
+  @pytest.mark.soak
   def test_all_peers(self):
     path = os.path.join(self.create_tempdir().full_path, 'report.json')
     done = running.run_benchmark(

@@ -1,59 +1,28 @@
 """The examples in docstrings run, and the room stays free of TensorFlow."""
 
-import doctest
-import importlib
-import inspect
-import os
-import pkgutil
-import subprocess
-import sys
-
 from absl.testing import absltest, parameterized
 
+from tests import docstrings
 from tests.architecture import project
 from tf_strategies import cluster
 
-_MODULES = (
-  cluster.__name__,
-  *sorted(
-    info.name
-    for info in pkgutil.walk_packages(cluster.__path__, f'{cluster.__name__}.')
-  ),
-)
+_MODULES = docstrings.modules_of(cluster)
 
 
 class DocumentationTest(parameterized.TestCase):
   @parameterized.parameters(*_MODULES)
   def test_examples_run(self, name):
-    module = importlib.import_module(name)
-    result = doctest.testmod(module, optionflags=doctest.ELLIPSIS)
-    self.assertEqual(result.failed, 0)
-    self.assertGreater(result.attempted, 0)
+    docstrings.check_examples(self, name)
 
   def test_every_module_is_found(self):
     self.assertIn('tf_strategies.cluster.config', _MODULES)
     self.assertIn('tf_strategies.cluster.checks', _MODULES)
 
   def test_public_names_exist_and_are_documented(self):
-    self.assertEqual(cluster.__all__, sorted(cluster.__all__))
-    for name in cluster.__all__:
-      self.assertNotEmpty(inspect.getdoc(getattr(cluster, name)), name)
+    docstrings.check_public_names(self, cluster)
 
   def test_no_import_loads_tensorflow(self):
-    code = f"""
-import importlib, sys
-for name in {_MODULES!r}:
-  importlib.import_module(name)
-print('tensorflow' in sys.modules, 'keras' in sys.modules)
-"""
-    done = subprocess.run(
-      [sys.executable, '-c', code],
-      stdout=subprocess.PIPE,
-      timeout=120,
-      env={**os.environ, 'PYTHONPATH': os.pathsep.join(filter(None, sys.path))},
-      check=True,
-    )
-    self.assertEqual(done.stdout.split(), [b'False', b'False'])
+    docstrings.check_imports_load_none(self, _MODULES, ['tensorflow', 'keras'])
 
   def test_only_servers_use_tensorflow(self):
     files = {

@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import time
 from unittest import mock
 
 import portpicker
@@ -11,6 +12,7 @@ from absl.testing import absltest, parameterized
 
 from tests.cluster import task_program
 from tf_strategies import cluster, errors
+from tf_strategies.cluster import exit_codes
 
 _FAIL_FAST = 'GRPC_FAIL_FAST'
 
@@ -81,13 +83,39 @@ class ServersTest(_JobTest):
     self.check_report(self.start(jobs, 'chief'))
 
   @parameterized.parameters(
-    ('ps', signal.SIGTERM), ('worker', signal.SIGTERM), ('ps', signal.SIGINT)
+    ('ps', signal.SIGTERM, '143'),
+    ('worker', signal.SIGTERM, None),
+    ('ps', signal.SIGINT, None),
   )
-  def test_signal_ends_a_server_well(self, task_type, number):
-    server = self.start(_jobs(), task_type)
+  def test_signal_ends_a_server_well(self, task_type, number, status):
+    asked_for = {exit_codes.TERMINATED_VARIABLE: status} if status else {}
+    with mock.patch.dict(os.environ, asked_for):
+      server = self.start(_jobs(), task_type)
     server.wait_until_it_serves()
     server.process.send_signal(number)
+    self.assertEqual(server.wait(), int(status or 0), server.stderr())
+
+  @parameterized.parameters('the chief goes', 'a second signal')
+  def test_server_stays_while_the_chief_may_save(self, what_ends_it):
+    jobs = _jobs()
+    chief = socket.socket()
+    self.addCleanup(chief.close)
+    host, _, port = jobs['chief'][0].partition(':')
+    chief.bind((host, int(port)))
+    chief.listen(128)
+    server = self.start(jobs, 'ps')
+    server.wait_until_it_serves()
+    server.process.terminate()
+    time.sleep(1.5)
+    self.assertIsNone(server.process.poll(), server.stderr())
+    if what_ends_it == 'the chief goes':
+      chief.close()
+    else:
+      server.process.terminate()
+    began = time.monotonic()
     self.assertEqual(server.wait(), 0, server.stderr())
+    # Not at the end of its patience.
+    self.assertLess(time.monotonic() - began, 10)
 
   def test_taken_port_is_an_error_that_names_it(self):
     jobs = _jobs()

@@ -60,12 +60,12 @@ class BatchNormalizationTest(harness.ConformanceTest, parameterized.TestCase):
       ),
       strategy,
     )
-    # Replica i holds 8 rows around 10 * i: its own mean and variance differ.
+    # Replica i holds rows around 10 * i: its own mean and variance differ.
     x = np.concatenate(
       [10.0 * i + (i + 1) * np.linspace(-1, 1, 8) for i in range(4)]
     ).astype(np.float32)[:, None]
     model.fit(x, x, batch_size=32, epochs=1, shuffle=False, verbose=0)
-    parts = x.reshape([4, 8])
+    parts = x.reshape([strategy.num_replicas_in_sync, -1])
     layer = model.layers[0]
     want_mean = 0.5 * parts.mean(axis=1).mean()
     want_variance = 0.5 * 1.0 + 0.5 * parts.var(axis=1).mean()

@@ -409,8 +409,16 @@ class MultiWorkerFeaturesTest(harness.ConformanceTest, parameterized.TestCase):
       for state in states:
         np.testing.assert_array_equal(state, results[0][1][0])
 
-  @parameterized.named_parameters(*_EVERY)
+  @parameterized.named_parameters(*_EVERY[-1:])
   def test_custom_loops_equal_one_device(self, case):
+    self._check_custom_loops(case)
+
+  @parameterized.named_parameters(*_EVERY[:-1])
+  @pytest.mark.soak
+  def test_other_custom_loops_equal_one_device(self, case):
+    self._check_custom_loops(case)
+
+  def _check_custom_loops(self, case):
     want_weights, want_losses = _one_device_loop()
     for loops in self.results(case, 'loops'):
       for options, (weights, losses) in zip(_LOOPS, loops, strict=True):
@@ -455,6 +463,7 @@ class MultiWorkerFeaturesTest(harness.ConformanceTest, parameterized.TestCase):
       self.assertStartsWith(found['bool'], 'UnsupportedOptionError')
       self.assertIn('tf.cast', found['bool'])
 
+  @pytest.mark.soak
   def test_compressed_gradients_train(self):
     want = harness.train(Feature('compressed')).weights
     results = self.results(_COMPRESSED_CASE, 'compressed')

@@ -1,7 +1,7 @@
 """`fit`, `evaluate` and `predict` on several workers equal one device's.
 
-The whole table for 2 workers with 2 devices each; for the other kinds of
-workers the rows in which they could differ, and all of them in the soak run.
+The rows in which several workers could differ from one process, a few of them for
+other kinds of workers; the whole table for each kind in the soak run.
 """
 
 import pytest
@@ -16,12 +16,16 @@ pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
 _DEADLINE_SECONDS = 280
 _PARTS = 4
 
-WHOLE = (WorkerCase('ring_2x2', 'multi_worker_ring', workers=2, devices=2),)
-OTHERS = (
-  WorkerCase('ring_2x1', 'multi_worker_ring', workers=2, devices=1),
+CASES = (WorkerCase('ring_2x2', 'multi_worker_ring', workers=2, devices=2),)
+# The same code with another number of workers, or over another link.
+LIKE_THEM = (
+  WorkerCase('collective_2x1', 'multi_worker_collective', 2, devices=1),
   WorkerCase('ring_3x1', 'multi_worker_ring', workers=3, devices=1),
   WorkerCase('mpi_2x1', 'multi_worker_ring', 2, devices=1, link='mpi'),
-  WorkerCase('collective_2x1', 'multi_worker_collective', 2, devices=1),
+)
+# What those cover together.
+BETWEEN = (
+  WorkerCase('ring_2x1', 'multi_worker_ring', workers=2, devices=1),
   WorkerCase('collective_2x2', 'multi_worker_collective', 2, devices=2),
 )
 # Control flow, uneven and rowless batches, slices, collectives in the forward
@@ -36,23 +40,30 @@ SOME = (
   'run_eagerly',
   'sync_batch_normalization_1_row',
 )
+FEW = ('embedding', 'last_batch_of_1_row', 'sync_batch_normalization_1_row')
 
 
 class MultiWorkerTest(
   multi_worker.MultiWorkerConformanceTest, parameterized.TestCase
 ):
-  @parameterized.product(
-    [{'case': c} for c in WHOLE], part=tuple(range(_PARTS))
-  )
-  def test_whole_table_equals_one_device(self, case, part):
-    self.check_features(case, sorted(multi_worker.features())[part::_PARTS])
-
-  @parameterized.named_parameters(*[(c.name, c) for c in OTHERS])
+  @parameterized.named_parameters(*[(c.name, c) for c in CASES])
   def test_some_equal_one_device(self, case):
     self.check_features(case, SOME)
 
+  @parameterized.named_parameters(*[(c.name, c) for c in LIKE_THEM])
+  def test_few_equal_one_device(self, case):
+    self.check_features(case, FEW)
+
+  @parameterized.named_parameters(
+    *[(c.name, c) for c in (*LIKE_THEM, *BETWEEN)]
+  )
+  @pytest.mark.soak
+  def test_some_between_equal_one_device(self, case):
+    self.check_features(case, SOME)
+
   @parameterized.product(
-    [{'case': c} for c in OTHERS], part=tuple(range(_PARTS))
+    [{'case': c} for c in (*CASES, *LIKE_THEM, *BETWEEN)],
+    part=tuple(range(_PARTS)),
   )
   @pytest.mark.soak
   def test_the_rest_equals_one_device(self, case, part):

@@ -2,6 +2,7 @@
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -81,6 +82,26 @@ FEATURES = (
 class OptimizerOptionsTest(harness.ConformanceTest, parameterized.TestCase):
   @parameterized.named_parameters(harness.table(FEATURES))
   def test_equals_one_device(self, case, feature):
+    if (case.name, feature.name) == (
+      'central_storage',
+      'accumulation_unwrapped',
+    ):
+      # Replicas that share variables cannot meet in the branch of one.
+      with self.assertRaisesRegex(
+        tfs.errors.UnsupportedOptionError, 'tfs.keras.DistributedOptimizer'
+      ):
+        harness.train(feature, case.create())
+      return
+    self.check_feature(case, feature)
+
+  @parameterized.named_parameters(
+    harness.table(
+      [f for f in FEATURES if f.name != 'accumulation_unwrapped'],
+      [harness.CENTRAL_STORAGE_OF_2],
+    )
+  )
+  @pytest.mark.soak
+  def test_equals_one_device_with_two(self, case, feature):
     self.check_feature(case, feature)
 
 

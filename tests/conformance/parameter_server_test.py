@@ -21,30 +21,21 @@ _PARTS = 3
 # several steps a call, 16 bits.
 SOME = (
   'accumulation',
-  'adam',
   'adam_unwrapped_clipnorm',
   'batch_normalization_steps_per_execution',
-  'class_weight',
   'dropout_with_seed',
   'ema_overwrite_accumulation_steps_per_execution',
   'embedding',
   'last_batch_of_1_row',
-  'lstm',
   'mixed_float16_unwrapped',
-  'regularizers_and_constraint',
   'sample_weight',
-  'validation_data',
 )
 SOME_PROGRAMS = (
-  'auc',
   'backup_and_restore',
   'custom_train_step',
   'early_stopping_restores_the_best_weights',
-  'learning_rate_scheduler',
-  'model_checkpoint',
   'python_generator',
   'train_test_and_predict_on_batch',
-  'two_inputs_and_two_outputs',
   'unknown_cardinality_and_steps_per_execution',
 )
 

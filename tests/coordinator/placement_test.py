@@ -1,19 +1,16 @@
 """Variables are spread over servers evenly by bytes."""
 
-import doctest
-
 import hypothesis
 from absl.testing import absltest, parameterized
 from hypothesis import strategies as st
 
+from tests import docstrings
 from tf_strategies.coordinator import placement
 
 
 class PlacementTest(parameterized.TestCase):
   def test_examples_run(self):
-    result = doctest.testmod(placement)
-    self.assertEqual(result.failed, 0)
-    self.assertGreater(result.attempted, 0)
+    docstrings.check_examples(self, placement.__name__)
 
   def test_kernels_do_not_all_land_on_one_server(self):
     # Kernel, bias, kernel, bias: in turn, every kernel is on server 0.

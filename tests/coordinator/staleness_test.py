@@ -1,17 +1,14 @@
 """Staleness counts the steps that were applied while one was computed."""
 
-import doctest
-
 from absl.testing import absltest
 
+from tests import docstrings
 from tf_strategies.coordinator import staleness as staleness_lib
 
 
 class StalenessTest(absltest.TestCase):
   def test_examples_run(self):
-    result = doctest.testmod(staleness_lib)
-    self.assertEqual(result.failed, 0)
-    self.assertGreater(result.attempted, 0)
+    docstrings.check_examples(self, staleness_lib.__name__)
 
   def test_one_worker_is_never_stale(self):
     staleness = staleness_lib.Staleness()

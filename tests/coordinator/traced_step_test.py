@@ -309,7 +309,8 @@ class TracedStepTest(tf.test.TestCase, parameterized.TestCase):
 
     def program(a, b, x):
       first = tf.identity(a)
-      token = yield first
+      # Both have been fetched when the other one writes.
+      token = yield first + b
       with tf.control_dependencies([token]):
         return first + 10.0 * a + 100.0 * b
 

@@ -158,6 +158,7 @@ class PlanTest(tf.test.TestCase, parameterized.TestCase):
         'cross_device_ops': 'RingAllReduce',
         'calls': {'all_reduce': 0, 'reduce': 0, 'gather': 0, 'broadcast': 0},
         'all_reduce_bytes_in': {},
+        'reduce_bytes_in': {},
       },
     )
 

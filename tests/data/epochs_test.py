@@ -1,9 +1,12 @@
 """make_epochs: the order of an epoch is a function of (seed, epoch) alone."""
 
+import os
+
 import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
+from tests.data import formula
 from tf_strategies import data as data_lib
 from tf_strategies import errors
 
@@ -33,6 +36,11 @@ def _positions(images):
   distances = np.abs(images[:, None] - table[None]).max(axis=2)
   assert (distances.min(axis=1) < 1e-6).all()
   return distances.argmin(axis=1)
+
+
+def _labels(dataset):
+  """The batches of a stream whose labels number the examples."""
+  return [labels.numpy().tolist() for _, labels in dataset]
 
 
 class EpochsTest(tf.test.TestCase, parameterized.TestCase):
@@ -86,8 +94,160 @@ class EpochsTest(tf.test.TestCase, parameterized.TestCase):
       _images(0, 1, **options)
 
   def test_no_batch_is_a_data_error(self):
-    with self.assertRaisesRegex(errors.DataError, 'no batch of 64'):
+    with self.assertRaisesRegex(errors.DataError, 'no full batch of 64'):
       _images(0, 1, size=64, drop_remainder=True)
+
+
+class VirtualEpochsTest(tf.test.TestCase, parameterized.TestCase):
+  """Epochs that are longer or shorter than the data."""
+
+  def stream(self, first_epoch, num_epochs, first_step=0, **changes):
+    steps = changes.pop('steps_per_epoch', 7)
+    context = changes.pop('input_context', None)
+    options = data_lib.PipelineOptions(
+      **({'global_batch_size': 5, 'seed': 3} | changes)
+    )
+    return _labels(
+      data_lib.make_epochs(
+        formula.arrays(_N),
+        options,
+        first_epoch,
+        num_epochs,
+        steps,
+        first_step=first_step,
+        input_context=context,
+      )
+    )
+
+  @parameterized.product(steps=(2, 7, 13), drop_remainder=(False, True))
+  def test_every_example_as_often_as_any_other(self, steps, drop_remainder):
+    changes = {'steps_per_epoch': steps, 'drop_remainder': drop_remainder}
+    for epochs in (1, 3, 8):
+      batches = self.stream(0, epochs, **changes)
+      self.assertLen(batches, epochs * steps)
+      counts = np.bincount(np.concatenate(batches), minlength=_N)
+      self.assertLessEqual(counts.max() - counts.min(), 1)
+      if drop_remainder:
+        self.assertEqual({len(batch) for batch in batches}, {5})
+
+  def test_stream_is_that_of_whole_passes(self):
+    passes = self.stream(0, 6, steps_per_epoch=None)
+    self.assertLen(passes, 6 * 5)
+    for steps in (2, 5, 10):
+      self.assertEqual(
+        self.stream(0, 30 // steps, steps_per_epoch=steps), passes
+      )
+    full = self.stream(0, 1, steps_per_epoch=6 * _N // 5, drop_remainder=True)
+    in_a_row = np.concatenate(passes)
+    self.assertAllEqual(np.concatenate(full), in_a_row[: len(full) * 5])
+
+  @parameterized.parameters(False, True)
+  def test_resumes_within_an_epoch(self, drop_remainder):
+    whole = self.stream(0, 4, drop_remainder=drop_remainder)
+    for epoch, step in ((0, 1), (0, 6), (1, 0), (2, 4), (3, 6), (4, 0)):
+      rest = self.stream(epoch, 4, step, drop_remainder=drop_remainder)
+      self.assertEqual(rest, whole[epoch * 7 + step :])
+
+  def test_workers_take_batches_in_turn(self):
+    whole = self.stream(1, 3, 2)
+    for i in range(3):
+      context = tf.distribute.InputContext(3, i)
+      self.assertEqual(self.stream(1, 3, 2, input_context=context), whole[i::3])
+
+  def test_batches_larger_than_the_data(self):
+    changes = {'global_batch_size': 40, 'drop_remainder': True}
+    batches = self.stream(0, 1, steps_per_epoch=3, **changes)
+    self.assertEqual([len(batch) for batch in batches], [40] * 3)
+
+  def test_refuses_no_steps(self):
+    with self.assertRaisesRegex(
+      errors.UnsupportedOptionError, 'steps_per_epoch=0'
+    ):
+      self.stream(0, 1, steps_per_epoch=0)
+
+
+class FileEpochsTest(tf.test.TestCase, parameterized.TestCase):
+  """The same promises where records cannot be had out of turn."""
+
+  def setUp(self):
+    super().setUp()
+    self._directory = self.create_tempdir().full_path
+    data_lib.write_tfrecords(formula.numbered(_N, 5), self._directory, 5)
+
+  def stream(self, first_epoch, num_epochs, steps=7, first_step=0, **changes):
+    if changes.get('cache') == 'disk':
+      prefix = os.path.join(self._directory, 'cache', 'c')
+      changes['cache_path'] = prefix
+    options = data_lib.PipelineOptions(
+      **({'global_batch_size': 4, 'seed': 3} | changes)
+    )
+    dataset = data_lib.make_tfrecord_epochs(
+      self._directory,
+      'train',
+      options,
+      first_epoch,
+      num_epochs,
+      steps,
+      first_step=first_step,
+      augment_fn=lambda x, y, seed: (
+        x + tf.random.stateless_uniform(tf.shape(x), seed),
+        y,
+      ),
+    )
+    self.assertEqual(
+      int(dataset.cardinality()),
+      max(0, num_epochs - first_epoch) * (steps or 6) - first_step,
+    )
+    return list(dataset.as_numpy_iterator())
+
+  @parameterized.parameters(
+    {},
+    {'shuffle_buffer': 6, 'drop_remainder': True},
+    {'shuffle_buffer': 0, 'cache': 'memory'},
+    {'shuffle_buffer': 6, 'cache': 'memory'},
+    {'cache': 'disk', 'drop_remainder': True},
+  )
+  def test_resumed_run_sees_and_augments_the_same(self, **changes):
+    whole = self.stream(0, 3, **changes)
+    tf.random.set_seed(5)
+    for epoch, step in ((0, 4), (1, 0), (2, 5)):
+      rest = self.stream(epoch, 3, first_step=step, **changes)
+      for one, other in zip(whole[epoch * 7 + step :], rest, strict=True):
+        np.testing.assert_array_equal(one[1], other[1])
+        np.testing.assert_array_equal(one[0], other[0])
+    counts = np.bincount(np.concatenate([y for _, y in whole]), minlength=_N)
+    self.assertLessEqual(counts.max() - counts.min(), 1)
+
+  def test_each_pass_has_an_order_of_its_own(self):
+    for buffer in (None, 6):
+      labels = np.concatenate(
+        [y for _, y in self.stream(0, 3, None, shuffle_buffer=buffer)]
+      ).reshape([3, _N])
+      for one in labels:
+        self.assertAllEqual(np.sort(one), np.arange(_N))
+      self.assertLen({tuple(one) for one in labels}, 3)
+    others = np.concatenate([y for _, y in self.stream(0, 1, None, seed=4)])
+    self.assertNotAllEqual(others, labels[0])
+
+  def test_files_take_turns_where_the_buffer_is_small(self):
+    first = {
+      self.stream(epoch, epoch + 1, None, shuffle_buffer=1)[0][1][0] % 5
+      for epoch in range(6)
+    }
+    self.assertGreater(len(first), 2)
+
+  @parameterized.named_parameters(
+    ('no_seed', {'seed': None}, 'seed=None'),
+    ('order', {'deterministic': False}, 'deterministic=False'),
+    (
+      'service',
+      {'deterministic': False, 'service': 'grpc://127.0.0.1:1'},
+      'service=',
+    ),
+  )
+  def test_refusals(self, changes, message):
+    with self.assertRaisesRegex(errors.UnsupportedOptionError, message):
+      self.stream(0, 1, **changes)
 
 
 if __name__ == '__main__':

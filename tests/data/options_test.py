@@ -24,6 +24,8 @@ _BAD = {
   'deterministic': (0, 1, None, 'yes'),
   'drop_remainder': (0, 1, None, 'no'),
   'repeat': (0, 3, None, 'yes'),
+  'service': ('', 'host:1', 'grpc://host', 'grpc://h:1/x', 5, True),
+  'service_timeout': (0, -1.0, None, True, '3', float('inf'), float('nan')),
 }
 _GOOD = {
   'global_batch_size': (1, 60000, np.int64(8)),
@@ -36,6 +38,8 @@ _GOOD = {
   'deterministic': (True, False),
   'drop_remainder': (True, False),
   'repeat': (True, False),
+  'service': (None,),
+  'service_timeout': (0.1, 60),
 }
 
 
@@ -85,6 +89,17 @@ class PipelineOptionsTest(tf.test.TestCase, parameterized.TestCase):
   def test_accepts_cache_path_on_disk(self, path):
     options = PipelineOptions(8, cache='disk', cache_path=path)
     self.assertEqual(options.cache_path, path)
+
+  def test_service_is_for_options_that_it_can_keep(self):
+    service = 'grpc://127.0.0.1:5050'
+    options = PipelineOptions(8, deterministic=False, service=service)
+    self.assertEqual(options.service, service)
+    for changes, received in (
+      ({}, 'deterministic=True'),
+      ({'deterministic': False, 'cache': 'memory'}, "cache='memory'"),
+    ):
+      with self.assertRaisesRegex(errors.UnsupportedOptionError, received):
+        PipelineOptions(8, service=service, **changes)
 
   def test_defaults_keep_every_example_and_the_order_repeatable(self):
     options = PipelineOptions(global_batch_size=8)

@@ -21,6 +21,8 @@ from examples import (
 )
 from tests import virtual_devices
 from tests.examples import programs
+from tf_strategies.cluster import exit_codes
+from tf_strategies.training import checkpoint_store
 
 virtual_devices.configure_logical_cpus()
 
@@ -31,10 +33,10 @@ _SECONDS_INTO_EPOCH = 0.1
 
 def _was_saved(directory):
   """Whether there is a checkpoint, and training has gone on since."""
-  path = tf.train.latest_checkpoint(directory)
-  if path is None:
+  paths = checkpoint_store.CheckpointStore(directory).paths()
+  if not paths:
     return False
-  age = time.time() - os.path.getmtime(f'{path}.index')
+  age = time.time() - os.path.getmtime(paths[-1])
   return age > _SECONDS_INTO_EPOCH
 
 
@@ -94,12 +96,6 @@ class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
     return program
 
   @parameterized.named_parameters(
-    (
-      'planned_strategy',
-      'mnist_custom_loop',
-      '--strategy=central_storage',
-      "UnsupportedOptionError: strategy='central_storage' (planned",
-    ),
     (
       'strategy_of_another_example',
       'mnist_keras_fit',
@@ -166,11 +162,25 @@ class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
       sum(received.values()), 5 * 2 * 3 * 4 * report['parameters']
     )
 
-  @parameterized.named_parameters(
-    ('fit', 'mnist_keras_fit', mnist_keras_fit.train),
-    ('loop', 'mnist_custom_loop', mnist_custom_loop.train),
-  )
-  def test_killed_in_an_epoch_resumes_exactly(self, name, train):
+  def test_killed_fit_resumes_exactly(self):
+    self._check_resumes('mnist_keras_fit', mnist_keras_fit.train)
+
+  @pytest.mark.soak
+  def test_killed_loop_resumes_exactly(self):
+    self._check_resumes('mnist_custom_loop', mnist_custom_loop.train)
+
+  @pytest.mark.soak
+  def test_preempted_fit_resumes_exactly(self):
+    self._check_resumes(
+      'mnist_keras_fit', mnist_keras_fit.train, signal.SIGTERM
+    )
+
+  def test_preempted_loop_resumes_exactly(self):
+    self._check_resumes(
+      'mnist_custom_loop', mnist_custom_loop.train, signal.SIGTERM
+    )
+
+  def _check_resumes(self, name, train, number=signal.SIGKILL):
     checkpoints = self._path('checkpoints')
     options = common_flags.TrainingOptions(
       dataset='digits',
@@ -189,8 +199,13 @@ class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
       f'--checkpoint_dir={checkpoints}',
     )
     program.wait_until(lambda: _was_saved(checkpoints))
-    self.assertEqual(program.kill(), -signal.SIGKILL)
-    self.assertEndsWith(tf.train.latest_checkpoint(checkpoints), 'ckpt-1')
+    is_kill = number == signal.SIGKILL
+    self.assertEqual(
+      program.signal(number),
+      -number if is_kill else exit_codes.RESTARTABLE_EXIT_CODE,
+    )
+    where = checkpoint_store.CheckpointStore(checkpoints).newest().metadata
+    self.assertEqual(where['epoch'], 1)
 
     weights = []
     for changes in ({}, {'checkpoint_dir': checkpoints}):
@@ -201,7 +216,11 @@ class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
       )
       weights.append(compare_weights.read(path))
     self.assertEqual(report['steps'], 480)
-    self.assertEqual(report['steps_this_run'], 240)
+    self.assertEqual(report['steps_this_run'], 240 - where['step'])
+    if is_kill:
+      self.assertEqual(where['step'], 0)
+    else:
+      self.assertBetween(where['step'], 1, 240)
     self.assertSameElements(*weights)
     for variable, value in weights[0].items():
       np.testing.assert_array_equal(value, weights[1][variable], variable)

@@ -1,6 +1,5 @@
 """The examples in the docstrings run, and each program says how to run it."""
 
-import doctest
 import importlib
 import re
 
@@ -13,7 +12,7 @@ from examples import (
   mnist_parameter_server,
   parameter_server_flags,
 )
-from tests import virtual_devices
+from tests import docstrings, virtual_devices
 
 virtual_devices.configure_logical_cpus()
 
@@ -27,10 +26,7 @@ class DocumentationTest(tf.test.TestCase, parameterized.TestCase):
     'training_report',
   )
   def test_docstrings_show_what_happens(self, name):
-    module = importlib.import_module(f'examples.{name}')
-    results = doctest.testmod(module)
-    self.assertGreater(results.attempted, 0)
-    self.assertEqual(results.failed, 0)
+    docstrings.check_examples(self, f'examples.{name}')
 
   @parameterized.parameters('mnist_keras_fit', 'mnist_custom_loop')
   def test_launch_command_parses(self, name):

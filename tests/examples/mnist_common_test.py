@@ -77,6 +77,19 @@ class TrainingDataTest(tf.test.TestCase, parameterized.TestCase):
     first, second = next(iter(stream)), next(iter(stream))
     self.assertAllEqual(first[0], second[0])
 
+  def test_epoch_longer_than_the_data_goes_on_with_the_next_pass(self):
+    data = mnist_common.load_data(_options(steps_per_epoch=13), num_replicas=1)
+    batches = _whole_batches(data, 0, 2)
+    rows = [len(batch) for batch in batches]
+    self.assertEqual(rows, ([1000] * 8 + [192]) * 2 + [1000] * 8)
+    counted = [data.rows_in_step(s, e) for e in range(2) for s in range(13)]
+    self.assertEqual(counted, rows)
+    passes = mnist_common.load_data(_options(), num_replicas=1)
+    for one, other in zip(batches, _whole_batches(passes, 0, 3), strict=False):
+      self.assertAllEqual(one, other)
+    resumed = _whole_batches(data, 1, 2)
+    self.assertAllEqual(batches[13], resumed[0])
+
   def test_workers_read_the_same_batches(self):
     data = mnist_common.load_data(_options(), num_replicas=1)
     whole = _whole_batches(data, 1, 3)[2:]
@@ -133,9 +146,15 @@ class TrainingDataTest(tf.test.TestCase, parameterized.TestCase):
     self.assertNotAllEqual(orders[0], orders[1])
     self.assertAllEqual(orders[0], orders[2])
 
-  def test_mirrored_drops_the_partial_batch(self):
+  def test_mirrored_gets_full_batches(self):
     data = mnist_common.load_data(_options(strategy='mirrored'), 4)
-    self.assertEqual([len(b) for b in _whole_batches(data, 0, 1)], [1000] * 8)
+    batches = _whole_batches(data, 0, 2)
+    self.assertEqual([len(b) for b in batches], [1000] * 16)
+    self.assertEqual([data.rows_in_step(i, 1) for i in range(8)], [1000] * 8)
+    # What the first epoch left over begins the second.
+    passes = mnist_common.load_data(_options(), num_replicas=1)
+    whole = np.concatenate(_whole_batches(passes, 0, 2))
+    self.assertAllEqual(np.concatenate(batches), whole[:16000])
 
   def test_mirrored_without_a_full_batch_is_refused(self):
     options = common_flags.TrainingOptions(

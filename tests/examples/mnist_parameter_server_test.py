@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import signal
 
 import pytest
 import tensorflow as tf
@@ -27,6 +28,7 @@ _JOB = ('--num_workers=2', '--num_ps=2', '--chief')
 # 1,437 digits in batches of 64.
 _STEPS_PER_EPOCH = 23
 _EPOCHS = 6
+_SERVER_DEVICE = '/job:ps/replica:0/task:{}/device:CPU:0'
 # Far above chance, which is 0.1.
 _NOISY = ('--optimizer=adam', '--min_accuracy=0.5')
 
@@ -176,6 +178,14 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
       sum(servers['bytes_per_server']), 2 * 4 * report['parameters']
     )
     self.assertGreater(min(servers['bytes_per_server']), 0)
+    # The chief has none, and of what is cut each part is where it is.
+    by_device = report['variable_bytes']
+    self.assertEqual(
+      [by_device.get(_SERVER_DEVICE.format(i)) for i in range(2)],
+      servers['bytes_per_server'],
+    )
+    self.assertLen(by_device, 2)
+    self.assertIsNone(report['bytes_per_step'])
     for split in ('train', 'test'):
       self.assertBetween(report[split]['accuracy'], 0, 1)
     return servers
@@ -251,6 +261,72 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
     report = self._run(*arguments, '--epochs=2')
     self._check(report, 2 * _STEPS_PER_EPOCH)
     self.assertEqual(report['steps_this_run'], 2 * _STEPS_PER_EPOCH - 15)
+
+  @parameterized.parameters('fit', 'custom')
+  @pytest.mark.soak
+  def test_preempted_chief_resumes_exactly(self, loop):
+    weights = []
+    for is_preempted in (False, True):
+      path = self._path(f'weights_{is_preempted}.npz')
+      # The only checkpoint is that of the preemption.
+      checkpoints = self._path(f'checkpoints_{is_preempted}')
+      program = programs.Program(
+        'mnist_parameter_server',
+        '--dataset=digits',
+        '--model=mlp',
+        '--epochs=20',
+        '--mode=sync',
+        f'--loop={loop}',
+        f'--checkpoint_dir={checkpoints}',
+        '--checkpoint_steps=100000',
+        f'--save_weights={path}',
+        output=self._path('output'),
+        launcher=(*_JOB, '--max_restarts=1'),
+      )
+      self.addCleanup(program.kill)
+      if is_preempted:
+        # `fit` and the loop show each epoch.
+        program.wait_until(lambda p=program: 'accuracy' in p.output())
+        os.kill(program.pid_of('chief'), signal.SIGTERM)
+      self.assertEqual(program.wait(), 0, program.output()[-5000:])
+      self.assertEqual('Preempted at' in program.output(), is_preempted)
+      self.assertEqual('Starting it again' in program.output(), is_preempted)
+      weights.append(compare_weights.read(path))
+    self.assertEqual(compare_weights.largest_difference(*weights)[0], 0)
+
+  @pytest.mark.soak
+  def test_preempted_job_resumes_exactly(self):
+    checkpoints = self._path('checkpoints')
+    flags = (
+      '--dataset=digits',
+      '--model=mlp',
+      '--epochs=20',
+      '--mode=sync',
+      # The only checkpoints are the first one and that of the preemption.
+      '--checkpoint_steps=100000',
+    )
+    weights = []
+    for name, is_preempted in (('whole', False), ('cut', True), ('on', False)):
+      path = self._path(f'weights_{name}.npz')
+      directory = f'{checkpoints}_whole' if name == 'whole' else checkpoints
+      program = programs.Program(
+        'mnist_parameter_server',
+        *flags,
+        f'--checkpoint_dir={directory}',
+        f'--save_weights={path}',
+        output=self._path('output'),
+        launcher=_JOB,
+      )
+      self.addCleanup(program.kill)
+      if is_preempted:
+        program.wait_until(lambda p=program: 'accuracy' in p.output())
+        # To the launcher: all tasks are told to end at the same time.
+        self.assertNotEqual(program.signal(signal.SIGTERM), 0)
+        self.assertIn('Preempted at', program.output())
+      else:
+        self.assertEqual(program.wait(), 0, program.output()[-5000:])
+        weights.append(compare_weights.read(path))
+    self.assertEqual(compare_weights.largest_difference(*weights)[0], 0)
 
   @pytest.mark.soak
   def test_evaluator_evaluates_checkpoints(self):

@@ -1,11 +1,12 @@
 """Starts the examples as a user does, each with a deadline."""
 
+import contextlib
 import os
 import pathlib
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import examples
 
@@ -21,10 +22,16 @@ class Program:
     *flags: its command line.
     output: path of a file for stdout and stderr.
     launcher: flags of the launcher, for a job of several tasks.
+    environment: variables for it besides.
   """
 
   def __init__(
-    self, name: str, *flags: str, output: str, launcher: Sequence[str] = ()
+    self,
+    name: str,
+    *flags: str,
+    output: str,
+    launcher: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
   ):
     command = [sys.executable, '-m', f'examples.{name}', *flags]
     if launcher:
@@ -32,16 +39,17 @@ class Program:
       command = [*launch, *launcher, '--', *command]
     self._output = output
     # The caller's idea of a cluster or of devices must not reach it.
-    environment = {k: v for k, v in os.environ.items() if k != 'TF_CONFIG'}
-    environment['PYTHONPATH'] = os.pathsep.join(filter(None, sys.path))
-    environment['PYTHONUNBUFFERED'] = '1'
+    variables = {k: v for k, v in os.environ.items() if k != 'TF_CONFIG'}
+    variables['PYTHONPATH'] = os.pathsep.join(filter(None, sys.path))
+    variables['PYTHONUNBUFFERED'] = '1'
+    variables.update(environment or {})
     with open(output, 'wb') as f:
       self._process = subprocess.Popen(
         command,
         stdout=f,
         stderr=subprocess.STDOUT,
         cwd=_ROOT,
-        env=environment,
+        env=variables,
       )
     self._deadline = time.monotonic() + DEADLINE_SECONDS
 
@@ -71,3 +79,32 @@ class Program:
     """Ends it with SIGKILL, if it still runs; returns its exit code."""
     self._process.kill()
     return self._process.wait()
+
+  def pid_of(self, task_type: str, index: int = 0) -> int:
+    """The process id of a task that the launcher started."""
+    name = f'"task": {{"type": "{task_type}", "index": {index}}}'.encode()
+    for pid in _descendants(self._process.pid):
+      with contextlib.suppress(OSError):
+        environment = pathlib.Path(f'/proc/{pid}/environ').read_bytes()
+        command = pathlib.Path(f'/proc/{pid}/cmdline').read_bytes()
+        # Its guard, which has the same environment, comes before it.
+        if name in environment and b'guard.py' not in command:
+          return pid
+    raise AssertionError(f'no {task_type} {index} runs:\n{self.output()}')
+
+  def signal(self, number: int) -> int:
+    """Sends it a signal that makes it end; returns its exit code."""
+    self._process.send_signal(number)
+    return self.wait()
+
+
+def _descendants(pid: int) -> list[int]:
+  """All processes that come from this one, its children first."""
+  parents = {}
+  for path in pathlib.Path('/proc').glob('[0-9]*/stat'):
+    with contextlib.suppress(OSError):
+      # The name, in parentheses, may hold anything.
+      fields = path.read_text().rpartition(')')[2].split()
+      parents.setdefault(int(fields[1]), []).append(int(path.parent.name))
+  found = parents.get(pid, [])
+  return [*found, *(d for child in found for d in _descendants(child))]

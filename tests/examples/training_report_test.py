@@ -37,6 +37,29 @@ class TrainingReportTest(absltest.TestCase):
     throughput.end_epoch()
     self.assertIsNone(throughput.examples_per_second)
 
+  def test_bytes_of_a_step_are_of_all_kinds(self):
+    counted = {
+      'is_counted': True,
+      'cross_device_ops': 'NaiveAllReduce',
+      'all_reduce_bytes_in': {},
+      'reduce_bytes_in': {'CPU:0': 900, 'CPU:1': 0},
+      'read_bytes_in': {'CPU:0': 0, 'CPU:1': 1000},
+    }
+    self.assertEqual(
+      training_report.bytes_per_step(counted, steps=10),
+      {'into_busiest_device': 100.0, 'into_all_devices': 190.0},
+    )
+    self.assertIsNone(training_report.bytes_per_step(counted, steps=0))
+
+  def test_bytes_of_a_step_between_workers(self):
+    counted = {'is_counted': True, 'link': 'tcp', 'bytes_sent': 50}
+    self.assertEqual(
+      training_report.bytes_per_step(counted, steps=5),
+      {'sent_by_this_worker': 10.0},
+    )
+    del counted['bytes_sent']  # TensorFlow's collectives do not say.
+    self.assertIsNone(training_report.bytes_per_step(counted, steps=5))
+
   def test_missing_tensorboard_is_one_line_of_warning(self):
     printed = io.StringIO()
     with (

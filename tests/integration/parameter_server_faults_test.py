@@ -51,10 +51,15 @@ class ParameterServerFaultsTest(parameterized.TestCase, tf.test.TestCase):
     self.assertEqual((outcome.exitcode, outcome.error_text), (0, ''))
     return outcome.value
 
-  @parameterized.parameters(
-    {'mode': 'async'}, {'mode': 'sync'}, {'mode': 'async', 'reads': True}
-  )
-  def test_worker(self, mode, reads=False):
+  def test_worker(self):
+    self._check_worker('sync', reads=False)
+
+  @parameterized.parameters(False, True)
+  @pytest.mark.soak
+  def test_worker_of_asynchronous_steps(self, reads):
+    self._check_worker('async', reads)
+
+  def _check_worker(self, mode, reads):
     with parameter_servers.Job() as job:
       job.start_chief(programs.train, self.arguments(reads, mode=mode))
       self.wait_for_batch(job, 130)
@@ -79,10 +84,14 @@ class ParameterServerFaultsTest(parameterized.TestCase, tf.test.TestCase):
     self.assertEqual(run.iterations, _STEPS)
     self.assertEqual(run.rows_counted, programs.ROWS)
 
-  @parameterized.parameters(
-    {'server': 0, 'mode': 'async'}, {'server': 1, 'mode': 'sync'}
-  )
-  def test_parameter_server(self, server, mode):
+  def test_parameter_server(self):
+    self._check_server(0, 'async')
+
+  @pytest.mark.soak
+  def test_parameter_server_of_synchronous_steps(self):
+    self._check_server(1, 'sync')
+
+  def _check_server(self, server, mode):
     options = {
       'mode': mode,
       'checkpoint_dir': self.checkpoints,
@@ -103,6 +112,33 @@ class ParameterServerFaultsTest(parameterized.TestCase, tf.test.TestCase):
     self.assertLen(run.report['recoveries'], 1)
     named = [t for t, text in run.logged if f'ps {server}' in text]
     self.assertLess(named[0] - killed_at, 10)
+
+  @pytest.mark.soak
+  def test_parameter_server_before_the_first_checkpoint_is_due(self):
+    options = {'checkpoint_dir': self.checkpoints, 'checkpoint_steps': 1000}
+    with parameter_servers.Job() as job:
+      job.start_chief(programs.train, self.arguments(**options))
+      self.wait_for_batch(job, 10)
+      job.kill('ps', 1)
+      job.start('ps', 1)
+      run = self.finish(job)
+    # It goes on from where it began.
+    lost = programs.lost_steps(run)
+    self.assertGreaterEqual(lost, 9)
+    self.assertEqual(run.batches, _STEPS)
+    self.assertEqual(run.iterations, _STEPS - lost)
+
+  def test_restarted_worker_is_another_process(self):
+    with parameter_servers.Job(num_workers=1, num_ps=1) as job:
+      job.start_chief(programs.watch_worker, (self.progress,))
+      self.wait_for_batch(job, 1)
+      job.kill('worker', 0)
+      job.start('worker', 0)
+      self.assertEqual(
+        self.finish(job),
+        # Connected; listens again, but knows nothing; connected again.
+        [(True, True), (True, False), (True, True)],
+      )
 
   def test_parameter_server_without_checkpoints(self):
     with parameter_servers.Job() as job:
@@ -138,21 +174,32 @@ class ParameterServerFaultsTest(parameterized.TestCase, tf.test.TestCase):
       np.testing.assert_array_equal(a, b)
 
   @pytest.mark.soak
-  def test_stopped_task(self):
-    """A task that neither answers nor dies is named at the deadline."""
-    for task in ('worker', 'ps'):
-      if os.path.exists(self.progress):
-        os.remove(self.progress)
-      with parameter_servers.Job() as job:
-        job.start_chief(programs.train, self.arguments(step_timeout=8.0))
-        self.wait_for_batch(job, 20)
-        job.signal(task, 1, signal.SIGSTOP)
-        outcome = job.wait()
-      self.assertIsInstance(
-        outcome.error, errors.WorkerUnavailableError, outcome.error_text
-      )
-      self.assertIn(f'{task} 1', str(outcome.error))
-      self.assertNotIn('worker 0', str(outcome.error))
+  def test_stopped_server(self):
+    """One that neither answers nor dies is named at the deadline."""
+    with parameter_servers.Job() as job:
+      job.start_chief(programs.train, self.arguments(step_timeout=8.0))
+      self.wait_for_batch(job, 20)
+      job.signal('ps', 1, signal.SIGSTOP)
+      outcome = job.wait()
+    self.assertIsInstance(
+      outcome.error, errors.WorkerUnavailableError, outcome.error_text
+    )
+    self.assertIn('No answer from: ps 1 at', str(outcome.error))
+    self.assertNotIn('ps 0', str(outcome.error))
+    self.assertNotIn('worker', str(outcome.error))
+
+  @pytest.mark.soak
+  def test_stopped_worker(self):
+    """TensorFlow waits for it without a deadline, until it is ended."""
+    with parameter_servers.Job() as job:
+      job.start_chief(programs.train, self.arguments(step_timeout=60.0))
+      self.wait_for_batch(job, 20)
+      job.signal('worker', 1, signal.SIGSTOP)
+      time.sleep(10)
+      job.kill('worker', 1)
+      run = self.finish(job)
+    self.assertEqual(run.batches, _STEPS)
+    self.assertEqual(run.iterations, _STEPS)
 
   def test_missing_task(self):
     with parameter_servers.Job(missing=[('worker', 1)]) as job:

@@ -104,6 +104,42 @@ def train(
   )
 
 
+def watch_worker(progress_path: str) -> list[tuple[bool, bool]]:
+  """Looks at worker 0 before, during and after it is started again.
+
+  Returns:
+    Whether it listens, and whether it is the process that this one knows.
+  """
+  import tf_strategies as tfs
+  from tf_strategies.cluster import reachability
+
+  strategy = tfs.ParameterServerStrategy()
+  liveness, seen = strategy.liveness, []
+
+  def listens():
+    address = {'worker 0': liveness.address('worker', 0)}
+    return not reachability.unreachable(address)
+
+  def look():
+    seen.append((listens(), liveness.is_worker_alive(0)))
+
+  look()
+  lost_in = liveness.generation
+  with open(progress_path, 'w') as f:
+    f.write('1')
+  ends_at = time.monotonic() + 60
+  for is_up in (False, True):
+    while listens() != is_up:
+      if time.monotonic() > ends_at:
+        raise TimeoutError(f'the worker listens: {not is_up}')
+      time.sleep(0.01)
+  time.sleep(6)  # By now gRPC has connected to it again.
+  look()
+  liveness.rejoin(0, lost_in)
+  look()
+  return seen
+
+
 def _record_log() -> list[tuple[float, str]]:
   import logging
 

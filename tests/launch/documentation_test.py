@@ -1,15 +1,14 @@
-import doctest
+"""The examples in docstrings run."""
 
 from absl.testing import absltest
 
+from tests import docstrings
 from tf_strategies import launch
 
 
 class DocumentationTest(absltest.TestCase):
   def test_examples_run(self):
-    result = doctest.testmod(launch)
-    self.assertEqual(result.failed, 0)
-    self.assertGreater(result.attempted, 0)
+    docstrings.check_examples(self, launch.__name__)
 
 
 if __name__ == '__main__':

@@ -20,7 +20,7 @@ from tf_strategies import errors
 
 DEADLINE_SECONDS = 120.0
 _PACKAGE = pathlib.Path(errors.__file__).resolve().parent
-_PAST_THE_DOOR = f"""
+PAST_THE_DOOR = f"""
 import runpy, sys, types
 package = types.ModuleType('tf_strategies')
 package.__path__ = [{str(_PACKAGE)!r}]
@@ -142,6 +142,16 @@ def is_running(pid: int) -> bool:
     return False
 
 
+def with_argument(argument: str) -> list[int]:
+  """The processes that were started with this argument and still run."""
+  found = []
+  for process in psutil.process_iter():
+    with contextlib.suppress(psutil.Error):
+      if argument in process.cmdline() and is_running(process.pid):
+        found.append(process.pid)
+  return found
+
+
 def start(arguments, directory, environment=None, stdout=None):
   """Starts the launcher; its output goes to files in `directory`."""
   changed = {**os.environ, **(environment or {})}
@@ -151,7 +161,7 @@ def start(arguments, directory, environment=None, stdout=None):
     open(directory / 'stderr', 'wb') as err,
   ):
     return subprocess.Popen(
-      [sys.executable, '-c', _PAST_THE_DOOR, *arguments],
+      [sys.executable, '-c', PAST_THE_DOOR, *arguments],
       stdin=subprocess.DEVNULL,
       stdout=out if stdout is None else stdout,
       stderr=err,

@@ -282,6 +282,18 @@ class KilledTest(_JobTest):
     launcher.wait_until(lambda: not launcher.alive())
     launcher.wait_until(lambda: not any(map(programs.is_running, guards)))
 
+  def test_launcher_that_is_killed_while_it_starts_tasks_leaves_nothing(self):
+    launcher = self._launch(
+      _IGNORE + _SLEEP, '--num_workers=4', '--grace_period=0.3'
+    )
+    launcher.wait_for_notes('pid', 1)
+    # Also those that had no time to note anything, and their guards.
+    script = str(launcher.directory / 'task.py')
+    self.assertNotEmpty(programs.with_argument(script))
+    launcher.process.kill()
+    launcher.wait()
+    launcher.wait_until(lambda: not programs.with_argument(script))
+
   def test_stopped_task_of_a_killed_launcher_is_ended(self):
     code = _SLEEP
     launcher = self._launch(code, '--num_workers=2', '--grace_period=0.5')

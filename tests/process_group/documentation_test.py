@@ -1,7 +1,8 @@
-import doctest
-import importlib
+"""The examples in docstrings run."""
 
 from absl.testing import absltest, parameterized
+
+from tests import docstrings
 
 _MODULES = (
   'tf_strategies.process_group',
@@ -17,12 +18,7 @@ _MODULES = (
 class DocumentationTest(parameterized.TestCase):
   @parameterized.parameters(*[(name,) for name in _MODULES])
   def test_examples_run(self, name):
-    results = doctest.testmod(
-      importlib.import_module(name),
-      optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS,
-    )
-    self.assertGreater(results.attempted, 0)
-    self.assertEqual(results.failed, 0)
+    docstrings.check_examples(self, name)
 
 
 if __name__ == '__main__':

@@ -335,6 +335,7 @@ class RegistryTest(tf.test.TestCase, parameterized.TestCase):
       ('one_device', tf.distribute.OneDeviceStrategy, 1),
       ('mirrored', tf.distribute.MirroredStrategy, 4),
       ('ring_mirrored', tfs.RingMirroredStrategy, 4),
+      ('central_storage', tfs.CentralStorageStrategy, 4),
       ('multi_worker_ring', tfs.MultiWorkerRingStrategy, 4),
     ):
       strategy = tfs.create_strategy(name, devices=list(DEVICES))
@@ -342,8 +343,7 @@ class RegistryTest(tf.test.TestCase, parameterized.TestCase):
       self.assertEqual(strategy.num_replicas_in_sync, replicas)
 
   @parameterized.parameters(
-    ('tpu_ring', 'not built yet'),
-    ('central_storage', 'not built yet'),
+    ('tpu_ring', 'without cores|names no TPU'),
     ('ring_mirored', 'ring_mirored'),
   )
   def test_other_names_are_refused(self, name, message):

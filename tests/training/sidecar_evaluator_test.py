@@ -1,6 +1,5 @@
 """Checkpoints that a model writes while it trains are evaluated beside it."""
 
-import doctest
 import os
 import pathlib
 import threading
@@ -14,6 +13,7 @@ from absl.testing import parameterized
 from tensorboard.backend.event_processing import event_accumulator
 
 import tf_strategies as tfs
+from tests import docstrings
 from tf_strategies.training import sidecar_evaluator
 
 _FINISHED = sidecar_evaluator.FINISHED_FILE
@@ -286,9 +286,7 @@ class OptionsTest(_EvaluatorTest):
   def test_public_names_and_example(self):
     self.assertIs(tfs.SidecarEvaluator, sidecar_evaluator.SidecarEvaluator)
     self.assertIn('SidecarEvaluator', dir(tfs))
-    result = doctest.testmod(sidecar_evaluator)
-    self.assertEqual(result.failed, 0)
-    self.assertGreater(result.attempted, 0)
+    docstrings.check_examples(self, sidecar_evaluator.__name__)
 
 
 if __name__ == '__main__':

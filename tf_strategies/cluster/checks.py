@@ -10,9 +10,11 @@ Example:
   1
 """
 
+import contextlib
+import contextvars
 import ipaddress
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from tf_strategies import errors
@@ -32,10 +34,39 @@ _LONGEST = 120
 # In place of a value that is not there.
 MISSING = object()
 
+# The variable that is being read, which errors begin with.
+_READING = contextvars.ContextVar('reading', default='TF_CONFIG')
+
+
+@contextlib.contextmanager
+def reading(variable: str) -> Iterator[None]:
+  """A context in which errors name `variable` instead of TF_CONFIG.
+
+  Example:
+
+    >>> with reading('CLUSTER_SPEC'):
+    ...   print(bad('task.index', -1, '0 or 1', f'unset {variable()}'))
+    CLUSTER_SPEC: task.index is -1; allowed is 0 or 1. Way out: unset CLUSTER_SPEC.
+  """
+  token = _READING.set(variable)
+  try:
+    yield
+  finally:
+    _READING.reset(token)
+
+
+def variable() -> str:
+  """The variable that is being read."""
+  return _READING.get()
+
 
 def show(value: Any) -> str:
   """A value as an error shows it: short, and in characters that print."""
-  text = 'missing' if value is MISSING else ascii(value)
+  try:
+    text = 'missing' if value is MISSING else ascii(value)
+  except RecursionError:
+    # Brackets nested as deep as the parser could just follow.
+    text = 'nested too deep to be shown'
   return text if len(text) <= _LONGEST else f'{text[:_LONGEST]}...'
 
 
@@ -59,7 +90,7 @@ def bad(
     TF_CONFIG: task.index is -1; allowed is 0 or 1. Way out: count from 0.
   """
   return errors.ClusterConfigError(
-    f'TF_CONFIG: {what} is {show(value)}; allowed is {allowed}. '
+    f'{variable()}: {what} is {show(value)}; allowed is {allowed}. '
     f'Way out: {way_out}.'
   )
 
@@ -182,7 +213,7 @@ def check_jobs(jobs: Mapping[str, Mapping[int, str]]) -> None:
       'cluster',
       {},
       'at least one job with at least one address',
-      'list the addresses of the tasks, or unset TF_CONFIG to train in a '
+      f'list the addresses of the tasks, or unset {variable()} to train in a '
       'single process',
     )
   for job, tasks in jobs.items():

@@ -7,7 +7,10 @@ import types
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from tf_strategies.cluster import checks, tf_config
+from absl import logging
+
+from tf_strategies import errors
+from tf_strategies.cluster import checks, sources, tf_config
 
 
 class TrainingTask(NamedTuple):
@@ -93,18 +96,23 @@ class ClusterConfig:
   def from_env(
     cls, environ: Mapping[str, str] = os.environ
   ) -> 'ClusterConfig | None':
-    """Reads TF_CONFIG.
+    """Reads TF_CONFIG, or else what a scheduler says.
+
+    TF_CONFIG comes first; without it Vertex AI, Kubernetes, SageMaker and Slurm
+    are asked, in this order (`tf_strategies.cluster.sources`). If another one
+    contradicts the first, that is logged, and the first counts.
 
     Args:
       environ: the environment.
 
     Returns:
-      The cluster; None if TF_CONFIG is absent or describes neither a cluster
-      nor a task, which is how a single process is started.
+      The cluster; None if nobody describes one, or if TF_CONFIG describes
+      neither a cluster nor a task. That is how a single process is started, and
+      with TF_CONFIG={} how it is started inside of a scheduler's job.
 
     Raises:
-      ClusterConfigError: TF_CONFIG is malformed; names the value, what is
-        allowed and the way out.
+      ClusterConfigError: the description is malformed; names the variable, its
+        value, what is allowed and the way out.
 
     Example:
 
@@ -114,12 +122,27 @@ class ClusterConfig:
       Traceback (most recent call last):
         ...
       tf_strategies.errors.ClusterConfigError: TF_CONFIG: cluster is missing; ...
+      >>> config = ClusterConfig.from_env({
+      ...   'SLURM_PROCID': '1', 'SLURM_NTASKS': '2', 'SLURM_JOB_ID': '4242',
+      ...   'SLURM_JOB_NODELIST': 'node[07-08]', 'SLURM_TASKS_PER_NODE': '1(x2)'})
+      >>> config.address
+      'node08:16200'
     """
     text = environ.get('TF_CONFIG')
     if text is None:
+      found = sources.first(environ)
+      if found is None:
+        return None
+      with checks.reading(found.variable):
+        config = cls(*found.parts)
+      _compare(found.variable, config, environ)
+      return config
+    described = tf_config.parse(text)
+    if tf_config.says_nothing(described):
       return None
-    config = tf_config.parse(text)
-    return None if tf_config.says_nothing(config) else cls.from_dict(config)
+    config = cls.from_dict(described)
+    _compare('TF_CONFIG', config, environ)
+    return config
 
   @classmethod
   def from_dict(cls, config: Mapping[str, Any]) -> 'ClusterConfig':
@@ -214,3 +237,26 @@ class ClusterConfig:
     An evaluator outside the cluster is not visible to the other tasks.
     """
     return 'evaluator' in self.jobs or self.task_type == 'evaluator'
+
+
+def _compare(
+  variable: str, config: ClusterConfig, environ: Mapping[str, str]
+) -> None:
+  """Logs which schedulers say something else than what counts."""
+
+  def essence(config: ClusterConfig):
+    return config.jobs, config.task_type, config.task_index
+
+  try:
+    for found in sources.every(environ):
+      with checks.reading(found.variable):
+        other = ClusterConfig(*found.parts)
+      if essence(other) != essence(config):
+        logging.warning(
+          '%s contradicts %s, which counts. It says: %s',
+          found.variable,
+          variable,
+          checks.show(other.to_tf_config()),
+        )
+  except errors.ClusterConfigError as e:
+    logging.warning('%s counts; not used, as it is malformed: %s', variable, e)

@@ -12,19 +12,27 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
 from absl import logging
 
 from tf_strategies import errors
-from tf_strategies.cluster import checks, config, reachability
+from tf_strategies.cluster import (
+  checks,
+  config,
+  exit_codes,
+  reachability,
+)
 
 _Result = TypeVar('_Result')
 
 # The tasks that the chief sends its work to.
 _SERVER_JOBS = ('ps', 'worker')
 _SIGNAL_POLL_SECONDS = 0.2
+# Less than the 30 seconds that Kubernetes gives a pod.
+_STAY_SECONDS = 20.0
 
 
 def run_task(
@@ -37,8 +45,11 @@ def run_task(
 
   In a job with parameter servers only the chief trains: `ps` and `worker` start
   a TensorFlow server and do what the chief sends them, until SIGTERM or SIGINT
-  ends the process, with status 0. In every other job each chief and worker
-  trains, and finds the others by means of its strategy.
+  ends the process, with status 0, or that of TFS_TERMINATED_EXIT_CODE. After
+  SIGTERM they stay until the chief has gone, for 20 seconds at most: it may have
+  been told to end as well, and needs them to save. A second signal ends them at
+  once. In every other job each chief and worker trains, and finds the others by means of its
+  strategy.
 
   Call it before anything else that starts TensorFlow's runtime, and in the main
   thread, where signals arrive.
@@ -50,8 +61,8 @@ def run_task(
     train: called without arguments where this task trains.
     evaluate: called without arguments on an evaluator, at once: an evaluator is
       not part of the cluster and waits for nobody.
-    cluster: which tasks there are; None reads TF_CONFIG, and without one this
-      process trains alone.
+    cluster: which tasks there are; None asks `ClusterConfig.from_env`, and
+      without a cluster this process trains alone.
     deadline_seconds: how long the chief waits for the servers.
 
   Returns:
@@ -59,10 +70,11 @@ def run_task(
     `evaluate`. Does not return on a server.
 
   Raises:
-    ClusterConfigError: TF_CONFIG is malformed, or there are parameter servers
-      but no chief.
+    ClusterConfigError: the description of the cluster is malformed, or there
+      are parameter servers but no chief.
     RendezvousError: servers are missing at the deadline; or this server cannot
       listen at its address.
+    UnsupportedOptionError: TFS_TERMINATED_EXIT_CODE is no exit status.
 
   Example:
 
@@ -127,10 +139,12 @@ def _servers(cluster: config.ClusterConfig) -> dict[str, str]:
 
 def _serve(cluster: config.ClusterConfig) -> None:
   """Runs a TensorFlow server at this task's address until a signal comes."""
+  status = exit_codes.terminated_exit_code()
+  leaving = _Leaving(status, cluster.jobs.get('chief', {}).get(0))
   # TensorFlow takes seconds to load, and a signal may come meanwhile.
   if threading.current_thread() is threading.main_thread():
     for number in (signal.SIGTERM, signal.SIGINT):
-      signal.signal(number, _leave)
+      signal.signal(number, leaving.on_signal)
   import tensorflow as tf
 
   jobs = {
@@ -162,13 +176,46 @@ def _serve(cluster: config.ClusterConfig) -> None:
   # In another thread: while the main thread is in C++, Python sees no signal.
   joining = threading.Thread(target=server.join, name='server', daemon=True)
   joining.start()
+  leaving.serves = True
   # A signal that comes just before a wait begins does not interrupt it, and
   # Python calls the handler after it: hence many short waits.
   while joining.is_alive():
     joining.join(_SIGNAL_POLL_SECONDS)
+    leaving.leave_if_due()
 
 
-def _leave(*_: Any) -> NoReturn:
+class _Leaving:
+  """When a server ends that was told to.
+
+  Args:
+    status: to end with.
+    chief: where the chief listens; None if that is not known.
+  """
+
+  def __init__(self, status: int, chief: str | None):
+    self.serves = False
+    self._status = status
+    self._chief = chief
+    self._leaves_at: float | None = None
+
+  def on_signal(self, number: int, frame: Any) -> None:
+    """Leaves, or stays for a chief that may want to save."""
+    del frame
+    stays = number == signal.SIGTERM and self.serves and self._chief
+    if not stays or self._leaves_at is not None:
+      _leave(self._status)
+    self._leaves_at = time.monotonic() + _STAY_SECONDS
+
+  def leave_if_due(self) -> None:
+    """Leaves, if it was told to and the chief has gone."""
+    if self._leaves_at is None:
+      return
+    has_gone = reachability.unreachable({'chief 0': self._chief})
+    if has_gone or time.monotonic() > self._leaves_at:
+      _leave(self._status)
+
+
+def _leave(status: int) -> NoReturn:
   """Ends the process at once, whatever it is doing.
 
   TensorFlow cannot stop a server, and an interpreter that is taken down while
@@ -177,4 +224,4 @@ def _leave(*_: Any) -> NoReturn:
   for stream in (sys.stdout, sys.stderr):
     with contextlib.suppress(Exception):
       stream.flush()
-  os._exit(0)
+  os._exit(status)

@@ -14,17 +14,20 @@ Example:
   ({'worker': {1: 'b:2222'}}, True)
 """
 
+import collections
 import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from tf_strategies.cluster import checks
 
-_EXAMPLE = (
-  'write {"cluster": {"worker": ["host0:2222", "host1:2222"]}, '
-  '"task": {"type": "worker", "index": 0}}, or unset TF_CONFIG to train in a '
-  'single process'
-)
+
+def _example() -> str:
+  return (
+    'write {"cluster": {"worker": ["host0:2222", "host1:2222"]}, "task": '
+    f'{{"type": "worker", "index": 0}}}}, or unset {checks.variable()} to '
+    'train in a single process'
+  )
 
 
 class Parts(NamedTuple):
@@ -48,20 +51,39 @@ def parse(text: str) -> dict[str, Any]:
     >>> parse('{"environment": "cloud"}')
     {'environment': 'cloud'}
   """
+  config = parse_json(text, 'one JSON object', _example())
+  if not isinstance(config, dict):
+    raise checks.bad('its value', config, 'a JSON object', _example())
+  return config
+
+
+def parse_json(text: str, allowed: str, way_out: str) -> Any:
+  """The value that the text is.
+
+  Args:
+    text: JSON.
+    allowed: what should be there, for the error.
+    way_out: what to write instead, for the error.
+
+  Raises:
+    ClusterConfigError: it is not JSON, or an object in it says a key twice.
+
+  Example:
+
+    >>> parse_json('["algo-1"]', 'a list of hosts', 'unset it')
+    ['algo-1']
+  """
   try:
-    config = json.loads(text, object_pairs_hook=_without_duplicates)
+    return json.loads(text, object_pairs_hook=_without_duplicates)
   # Beside JSONDecodeError: a number of more digits than Python converts, and
   # brackets nested deeper than its stack.
   except (_DuplicateKeyError, ValueError, RecursionError) as e:
     raise checks.bad(
       f'its text ({type(e).__name__}: {checks.show(str(e))})',
       text,
-      'one JSON object',
-      _EXAMPLE,
+      allowed,
+      way_out,
     ) from None
-  if not isinstance(config, dict):
-    raise checks.bad('its value', config, 'a JSON object', _EXAMPLE)
-  return config
 
 
 class _DuplicateKeyError(Exception):
@@ -71,8 +93,8 @@ class _DuplicateKeyError(Exception):
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
   found = dict(pairs)
   if len(found) != len(pairs):
-    keys = [key for key, _ in pairs]
-    twice = next(key for key in keys if keys.count(key) > 1)
+    counts = collections.Counter(key for key, _ in pairs)
+    twice = next(key for key, count in counts.items() if count > 1)
     raise _DuplicateKeyError(f'the key {checks.show(twice)} is there twice')
   return found
 
@@ -111,11 +133,11 @@ def read(config: Mapping[str, Any]) -> Parts:
     ClusterConfigError: names the first value that is malformed.
   """
   if not isinstance(config, Mapping):
-    raise checks.bad('its value', config, 'a JSON object', _EXAMPLE)
+    raise checks.bad('its value', config, 'a JSON object', _example())
   jobs, is_sparse = _read_cluster(config)
   task = config.get('task', checks.MISSING)
   if not isinstance(task, Mapping):
-    raise checks.bad('task', task, 'an object with type and index', _EXAMPLE)
+    raise checks.bad('task', task, 'an object with type and index', _example())
   task_type = checks.checked_type(task.get('type', checks.MISSING), 'task.type')
   task_index = checks.checked_index(
     task.get('index', checks.MISSING), 'task.index'
@@ -133,7 +155,7 @@ def _read_cluster(
     key = 'sparseCluster'
   raw = config.get(key, checks.MISSING)
   if not isinstance(raw, Mapping):
-    raise checks.bad(key, raw, 'an object of lists of addresses', _EXAMPLE)
+    raise checks.bad(key, raw, 'an object of lists of addresses', _example())
   is_sparse = any(isinstance(tasks, Mapping) for tasks in raw.values())
   if is_sparse:
     # It says of other jobs what this task needs to know, and that may be

@@ -126,11 +126,12 @@ class Source:
       split = self._free.pop(0) if self._free and is_needed else None
       self._opening += split is not None
     if split is not None:
-      self._open(split, worker, mine)
+      self._open(split, worker)
     with self._lock:
+      mine = self._readers.setdefault(worker, [])
       return mine[next(self._turn) % len(mine)] if mine else None
 
-  def _open(self, split: Split, worker: int, mine: list[Reader]) -> None:
+  def _open(self, split: Split, worker: int) -> None:
     """Opens a split; it is nobody's while this lasts."""
     opened = None
     try:
@@ -141,7 +142,7 @@ class Source:
         if opened is None:
           self._free.append(split)
         else:
-          mine.append(opened)
+          self._readers.setdefault(worker, []).append(opened)
 
   def close(self, worker: int, reader: Reader) -> None:
     """A split was read to its end."""

@@ -253,7 +253,8 @@ class BoundedEngine(AsyncEngine):
   Args:
     *args: as `Engine`.
     max_staleness: steps that a worker may be ahead of the slowest one; 0 makes
-      all begin each step together. A worker that was lost does not count.
+      all begin each step together. A worker that was lost does not count, nor
+      one that has read all of its data.
     **kwargs: as `Engine`.
   """
 
@@ -265,11 +266,12 @@ class BoundedEngine(AsyncEngine):
   def _may_take(self, worker: int) -> bool:
     if self._clocks is None:
       self._clocks = dict.fromkeys(self._workers, 0)
-    lost = self.pool.lost
-    alive = [c for w, c in self._clocks.items() if w not in lost]
-    slowest = min(alive, default=0)
-    # One that was away joins where the slowest is.
-    self._clocks[worker] = max(self._clocks[worker], slowest)
+    in_use = self.pool.in_use()
+    slowest = min(self._clocks[w] for w in in_use)
+    for other in self._workers:
+      # One that is away will join where the slowest is.
+      if other not in in_use:
+        self._clocks[other] = max(self._clocks[other], slowest)
     return self._clocks[worker] - slowest <= self._max_staleness
 
   def finished(self, task, worker) -> None:

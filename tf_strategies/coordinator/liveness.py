@@ -2,18 +2,39 @@
 
 from __future__ import annotations
 
+import enum
 import math
+import socket
 import threading
 import time
+from collections.abc import Iterable
+
+import tensorflow as tf
 
 from tf_strategies import _tf_internal, errors
 from tf_strategies.cluster import config as config_lib
 from tf_strategies.cluster import reachability
 
 _PROBE_SECONDS = 10.0
+_ANSWER_SECONDS = 5.0
+# What a client says first, with an empty SETTINGS frame; a server answers with its
+# own (RFC 9113, section 3.4).
+_HTTP2_HELLO = b'PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n' + b'\0\0\0\4\0\0\0\0\0'
 # A server's port opens a moment before it answers calls.
 _SETTLE_SECONDS = 0.3
 _UNSETTLED_SECONDS = 5.0
+# Connecting waits for tasks that have died since they were looked for.
+_CONNECT_SECONDS = 60.0
+
+
+class State(enum.Enum):
+  """What a task is to this process."""
+
+  CONNECTED = 'connected'
+  # Gone; or started again, so that it knows nothing of this process.
+  DEAD = 'dead'
+  # Stopped, or cut off: an answer may never come.
+  SILENT = 'silent'
 
 
 class Liveness:
@@ -21,7 +42,13 @@ class Liveness:
 
   A task that was started again is another process: what this process has there
   (variables, iterators, functions) is gone, so it counts as dead until
-  `rejoin`.
+  `rejoin` or `wait_for_all`.
+
+  Whether a task answers at all is seen by the first bytes of HTTP/2, which gRPC
+  speaks; whether it is the one that was connected to, by running an op there.
+  TensorFlow has a question of its own (`check_alive`), but a task that was
+  started again answers it too, and one that is stopped keeps it, and with it
+  all threads of Python, for ever.
 
   Args:
     cluster: with the jobs ps and worker.
@@ -34,7 +61,16 @@ class Liveness:
       for index, address in cluster.jobs[job].items()
     }
     self._lock = threading.Lock()
+    # While connections are made anew, tasks cannot be told apart.
+    self._is_settled = threading.Event()
+    self._is_settled.set()
     self._changed_at = -math.inf
+    self._generation = 0
+
+  @property
+  def generation(self) -> int:
+    """Goes up when connections have been made anew, to every task."""
+    return self._generation
 
   def address(self, job: str, index: int) -> str:
     """Where a task listens."""
@@ -45,14 +81,58 @@ class Liveness:
 
   def dead_server(self) -> int | None:
     """Index of the first parameter server that is not the one we know."""
-    for job, index in self._addresses:
-      if job == 'ps' and not _tf_internal.is_task_alive(job, index):
+    servers = [task for task in self._addresses if task[0] == 'ps']
+    for (_, index), state in self._states(servers).items():
+      if state is State.DEAD:
         return index
     return None
 
   def is_worker_alive(self, worker: int) -> bool:
-    """Whether a worker is still the process that this one connected to."""
-    return _tf_internal.is_task_alive('worker', worker)
+    """Whether a worker is still the process that this one connected to.
+
+    One that does not answer may be: the deadline of the step is for that.
+    """
+    task = 'worker', worker
+    return self._states([task])[task] is not State.DEAD
+
+  def silent_tasks(self) -> list[str]:
+    """Names of the tasks that do not answer (stopped, or cut off)."""
+    states = self._states(self._addresses)
+    return [
+      f'{job} {index} at {self.address(job, index)}'
+      for (job, index), state in states.items()
+      if state is not State.CONNECTED
+    ]
+
+  def _states(
+    self, tasks: Iterable[tuple[str, int]]
+  ) -> dict[tuple[str, int], State]:
+    """Asks tasks, all at the same time."""
+    ends_at = time.monotonic() + _CONNECT_SECONDS
+    while True:
+      self._is_settled.wait(max(0.0, ends_at - time.monotonic()))
+      generation = self._generation
+      found = self._ask(tasks)
+      # Tasks may seem dead while they are connected to.
+      is_sure = self._generation == generation and self._is_settled.is_set()
+      if is_sure or time.monotonic() > ends_at:
+        return found
+
+  def _ask(self, tasks) -> dict[tuple[str, int], State]:
+    found = dict.fromkeys(tasks, State.SILENT)
+
+    def ask(task):
+      found[task] = _state(self._addresses[task], *task)
+
+    threads = [
+      threading.Thread(target=ask, args=(task,), daemon=True) for task in found
+    ]
+    for thread in threads:
+      thread.start()
+    ends_at = time.monotonic() + _PROBE_SECONDS
+    for thread in threads:
+      thread.join(max(0.0, ends_at - time.monotonic()))
+    return dict(found)
 
   def server_error(self, server: int) -> errors.ParameterServerUnavailableError:
     """The error that names a dead parameter server."""
@@ -81,17 +161,27 @@ class Liveness:
     """
     return time.monotonic() - self._changed_at < _UNSETTLED_SECONDS
 
-  def rejoin(self, worker: int) -> bool:
+  def rejoin(self, worker: int, lost_in: int) -> bool:
     """Connects to a worker that was started again.
+
+    Args:
+      worker: its index.
+      lost_in: the `generation` in which it was lost.
 
     Returns:
       Whether it can be used.
     """
     with self._lock:
-      if self.is_worker_alive(worker):
-        return True
-      self._connect_again()
-    return self.is_worker_alive(worker)
+      # Another thread may have connected to all of them.
+      if self._generation == lost_in or not self._is_connected(worker):
+        if State.SILENT in self._states(self._addresses).values():
+          return False
+        self._connect_again()
+      return self._is_connected(worker)
+
+  def _is_connected(self, worker: int) -> bool:
+    task = 'worker', worker
+    return self._states([task])[task] is State.CONNECTED
 
   def wait_for_all(self, deadline_seconds: float) -> None:
     """Waits until every task listens, and connects to those that are new.
@@ -99,37 +189,64 @@ class Liveness:
     Raises:
       RendezvousError: at the deadline; names the tasks that are missing.
     """
+    ends_at = time.monotonic() + deadline_seconds
     reachability.wait_for_tasks(
       self._by_name(), deadline_seconds, 'to go on with training'
     )
     with self._lock:
+      while True:
+        states = self._states(self._addresses)
+        silent = [t for t, state in states.items() if state is State.SILENT]
+        if not silent:
+          break
+        if time.monotonic() > ends_at:
+          job, index = silent[0]
+          raise errors.RendezvousError(
+            f'{job} {index} at {self.address(job, index)} does not answer, '
+            f'after {deadline_seconds:g} s to go on with training. Way out: '
+            'end it and start it again.'
+          )
       self._connect_again()
 
   def _connect_again(self):
+    """Connects; waits for every task, so none may be silent."""
+    self._is_settled.clear()
     self._changed_at = math.inf
     try:
       time.sleep(_SETTLE_SECONDS)
       _tf_internal.connect_again()
+      self._generation += 1
     finally:
       self._changed_at = time.monotonic()
+      self._is_settled.set()
 
-  def silent_tasks(self) -> list[str]:
-    """Names of the tasks that do not answer a call (stopped, or cut off)."""
-    answered = set()
 
-    def probe(task):
-      if _tf_internal.is_task_alive(*task):
-        answered.add(task)
+def _state(address: str, job: str, index: int) -> State:
+  host, _, port = address.rpartition(':')
+  try:
+    with socket.create_connection(
+      (host.strip('[]'), int(port)), _ANSWER_SECONDS
+    ) as connection:
+      connection.settimeout(_ANSWER_SECONDS)
+      connection.sendall(_HTTP2_HELLO)
+      has_answered = bool(connection.recv(1))
+  except TimeoutError:
+    return State.SILENT
+  except OSError:
+    return State.DEAD
+  # No op is run where nobody answers: it might not return.
+  is_known = has_answered and _runs_ops(job, index)
+  return State.CONNECTED if is_known else State.DEAD
 
-    # Daemons: a call to a stopped process never returns.
-    threads = [
-      threading.Thread(target=probe, args=(task,), daemon=True)
-      for task in self._addresses
-    ]
-    for thread in threads:
-      thread.start()
-    ends_at = time.monotonic() + _PROBE_SECONDS
-    for thread in threads:
-      thread.join(max(0.0, ends_at - time.monotonic()))
-    silent = [task for task in self._addresses if task not in answered]
-    return [f'{job} {i} at {self.address(job, i)}' for job, i in silent]
+
+def _runs_ops(job: str, index: int) -> bool:
+  """Whether a task knows this process, and does what it asks for."""
+  try:
+    with (
+      _tf_internal.own_executor(),
+      tf.init_scope(),
+      tf.device(f'/job:{job}/replica:0/task:{index}/device:CPU:0'),
+    ):
+      return int(tf.identity(tf.constant(1)).numpy()) == 1
+  except tf.errors.OpError:
+    return False

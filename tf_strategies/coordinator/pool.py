@@ -43,10 +43,12 @@ class Task(abc.ABC):
   Attributes:
     retries: how often it failed for transient reasons.
     losses: how many workers were lost while they ran it.
+    attempt: the attempt of the pool that it belongs to.
   """
 
   retries = 0
   losses = 0
+  attempt = 0
 
   @abc.abstractmethod
   def run(self, worker: int) -> None:
@@ -112,6 +114,8 @@ class Pool:
     self._error: Exception | None = None
     self._is_open = True
     self._pauses = 0
+    # What was submitted before an error was raised is not begun again.
+    self._attempt = 0
     self._progress_at = time.monotonic()
     self._threads = [
       threading.Thread(
@@ -130,6 +134,7 @@ class Pool:
     """
     with self.lock:
       self._wait(lambda: len(self._queue) < self._max_waiting)
+      task.attempt = self._attempt
       self._queue.append(task)
       self.lock.notify_all()
 
@@ -146,15 +151,28 @@ class Pool:
     with self.lock:
       self._wait(until or (lambda: not self._queue and not self._running))
 
+  def in_use(self) -> list[int]:
+    """The workers that run a task or could take the next; under the lock."""
+    waiting = self._queue[0] if self._queue else None
+    return [
+      w
+      for w in self._workers
+      if w not in self.lost
+      and (w in self._running or (waiting is not None and waiting.may_run(w)))
+    ]
+
   @property
   def is_idle(self) -> bool:
     """Whether nothing waits or runs."""
-    return not self._queue and not self._running and self._error is None
+    # Under the lock: a task that a worker takes is for a moment in neither.
+    with self.lock:
+      return not self._queue and not self._running and self._error is None
 
   @property
   def is_busy(self) -> bool:
     """Whether anything waits or runs."""
-    return bool(self._queue or self._running)
+    with self.lock:
+      return bool(self._queue or self._running)
 
   def has(self, wanted: Callable[[Task], bool]) -> bool:
     """Whether a task of some kind waits or runs."""
@@ -188,7 +206,7 @@ class Pool:
     """
     with self.lock:
       dropped = len(self._queue)
-      self._queue.clear()
+      self._drop_waiting()
       ends_at = time.monotonic() + self._timeout
       while self._running and time.monotonic() < ends_at:
         self.lock.wait(_WAKE_SECONDS)
@@ -202,8 +220,17 @@ class Pool:
         self._check_progress()
     if self._error is not None:
       error, self._error = self._error, None
-      self._queue.clear()
+      self._drop_waiting()
       raise error
+
+  def _drop_waiting(self) -> None:
+    self._queue.clear()
+    self._attempt += 1
+
+  def _put_back(self, task: Task) -> None:
+    is_wanted = self._error is None and self._is_open
+    if is_wanted and task.attempt == self._attempt:
+      self._queue.appendleft(task)
 
   def _check_progress(self) -> None:
     if time.monotonic() - self._progress_at < self._timeout:
@@ -230,7 +257,7 @@ class Pool:
           task.run(worker)
       except NotHereError:
         with self.lock:
-          self._queue.appendleft(task)
+          self._put_back(task)
           self._end(worker)
       except Exception as e:
         self._handle(worker, task, e)
@@ -290,9 +317,8 @@ class Pool:
         task.finish(worker)
         self._end(worker)
         return
-      if self._error is None and self._is_open:
-        task.retries += 1
-        self._queue.appendleft(task)
+      task.retries += 1
+      self._put_back(task)
       self._end(worker)
 
   def _handle(self, worker: int, task: Task, error: Exception) -> None:
@@ -341,7 +367,7 @@ class Pool:
       address,
       _first_line(error),
     )
-    lost_at = time.monotonic()
+    lost_at, lost_in = time.monotonic(), self._liveness.generation
     task.losses += 1
     with self.lock:
       self.lost.add(worker)
@@ -353,7 +379,7 @@ class Pool:
       try:
         if self._liveness.is_complete():
           with self._pause():
-            if self._liveness.rejoin(worker):
+            if self._liveness.rejoin(worker, lost_in):
               break
       except tf.errors.OpError as e:
         logging.warning('worker %d: %s; trying again', worker, _first_line(e))

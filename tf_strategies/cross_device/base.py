@@ -97,6 +97,7 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
       'cross_device_ops': type(self).__name__,
       'calls': {k: s.calls for k, s in self._statistics.items()},
       'all_reduce_bytes_in': self._statistics['all_reduce'].bytes_in(),
+      'reduce_bytes_in': self._statistics['reduce'].bytes_in(),
     }
 
   # The template.
@@ -116,7 +117,7 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
     del options
     _check_reduce_op(reduce_op)
     results = [None] * len(value_destination_pairs)
-    groups = {}
+    groups, elsewhere = {}, {}
     for i, (value, destination) in enumerate(value_destination_pairs):
       given, value = value, sparse.densify_if_mixed(_as_tensors(value))
       devices = tuple(_tf_internal.get_devices_from(destination))
@@ -126,11 +127,13 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
       elif destination is given or devices == holders:
         groups.setdefault(holders, []).append((i, value))
       else:
-        results[i] = self._reduce_to(reduce_op, value, devices)
+        elsewhere.setdefault((holders, devices), []).append((i, value))
     for devices, members in groups.items():
       reduced = self._all_reduce(reduce_op, [v for _, v in members], devices)
-      for (i, _), result in zip(members, reduced, strict=True):
-        results[i] = result
+      _put(results, members, reduced)
+    for (_, devices), members in elsewhere.items():
+      reduced = self._reduce_to(reduce_op, [v for _, v in members], devices)
+      _put(results, members, reduced)
     return results
 
   def broadcast_implementation(self, tensor, destinations):
@@ -199,14 +202,19 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
         num_bytes,
       )
 
-  def _reduce_to(self, reduce_op, value, devices):
-    """Reduces to devices other than those that hold the value."""
-    tensors = list(value.values)
-    _check_tensors([[t] for t in tensors])
-    received = _bytes_from_others(tensors, devices[0])
+  def _reduce_to(self, reduce_op, values, devices):
+    """Reduces to devices other than those that hold the values."""
+    tensors = [list(v.values) for v in values]
+    _check_tensors([list(row) for row in zip(*tensors, strict=True)])
+    received = sum(_bytes_from_others(parts, devices[0]) for parts in tensors)
+    copied = sum(bytes_of(parts[0]) for parts in tensors)
     self._statistics['reduce'].record(
-      devices, [received] + [bytes_of(tensors[0])] * (len(devices) - 1)
+      devices, [received] + [copied] * (len(devices) - 1)
     )
+    return [self._reduce_one_to(reduce_op, value, devices) for value in values]
+
+  def _reduce_one_to(self, reduce_op, value, devices):
+    tensors = list(value.values)
     away = executor.elsewhere(_holders(value), devices[0])
     with tf.device(devices[0]):
       if _is_mean(reduce_op) and executor.is_half(tensors[0].dtype):
@@ -246,6 +254,12 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
       with tf.device(device):
         copies.append(tf.identity(tensor))
     return _wrap(copies)
+
+
+def _put(results, members, reduced):
+  """Puts what `members` were reduced to in their places of `results`."""
+  for (i, _), result in zip(members, reduced, strict=True):
+    results[i] = result
 
 
 def _wrap(values, always=False):

@@ -165,6 +165,18 @@ def build(
     raise errors.DataError(f'{where}: {e}') from e
 
 
+def build_split(where: str, images: Any, labels: Any) -> Arrays:
+  """Brings one split into shape, as `build` does both.
+
+  Raises:
+    DataError: as `Arrays`, naming `where`.
+  """
+  try:
+    return Arrays(_as_images(images), _as_labels(labels))
+  except errors.DataError as e:
+    raise errors.DataError(f'{where}: {e}') from e
+
+
 def _as_images(images: np.ndarray) -> np.ndarray:
   if images.ndim == 3:
     images = images[..., np.newaxis]

@@ -63,13 +63,27 @@ def load_idx(
       other dimensions than 28x28 images and one label each.
   """
   splits = {}
-  for split, (images_name, labels_name) in FILES.items():
-    images = read_idx(_require(directory, images_name), num_dims=3)
-    labels = read_idx(_require(directory, labels_name), num_dims=1)
+  for split, (images_path, labels_path) in find_pairs(directory).items():
+    images = read_idx(images_path, num_dims=3)
+    labels = read_idx(labels_path, num_dims=1)
     splits[split] = (images, labels)
   return arrays.build(
     os.fspath(directory), name, splits['train'], splits['test'], num_classes
   )
+
+
+def find_pairs(
+  directory: str | os.PathLike[str],
+) -> dict[str, tuple[str, str]]:
+  """The paths of images and labels of each split of a directory.
+
+  Raises:
+    DataError: a file is missing.
+  """
+  return {
+    split: (_require(directory, images), _require(directory, labels))
+    for split, (images, labels) in FILES.items()
+  }
 
 
 def read_idx(path: str | os.PathLike[str], num_dims: int) -> np.ndarray:

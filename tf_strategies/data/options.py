@@ -12,8 +12,10 @@ Example:
 """
 
 import dataclasses
+import math
 import numbers
 import os
+import re
 from typing import Any
 
 from tf_strategies import errors
@@ -24,6 +26,8 @@ AUTOTUNE = -1
 
 CACHES = ('none', 'memory', 'disk')
 AUTOSHARDS = ('off', 'auto', 'data', 'file')
+
+_ADDRESS = re.compile(r'grpc://[^\s/]+:\d{1,5}')
 
 # The largest seed that the int64 attribute of tf.data's shuffle holds.
 _MAX_SEED = 2**63 - 1
@@ -39,20 +43,25 @@ class PipelineOptions:
       split (a uniform shuffle), 0 keeps the order. Only training shuffles.
       Arrays shuffle indices, 8 bytes each; TFRecords shuffle the records, so
       a split larger than memory needs a number here.
-    seed: the seed of the shuffle. The same seed gives the same sequence of
-      epochs, each with an order of its own; None differs from run to run.
-      As everywhere in TensorFlow, `tf.random.set_seed` takes part when it is
-      called. Workers that shard one data set must share a seed.
+    seed: the seed of the shuffle and of augmentation. The same seed gives the
+      same sequence of epochs, each with an order of its own, whatever
+      `tf.random.set_seed` says; None differs from run to run. Workers that
+      shard one data set must share a seed.
     num_parallel_calls: parallel calls of a map or an interleave, or AUTOTUNE.
-    prefetch: batches prepared ahead of the step; 0 for none, or AUTOTUNE.
+    prefetch: batches prepared ahead of the step; 0 for none, or AUTOTUNE. A
+      strategy adds its own, per replica: ours hold one more batch, split for
+      the replicas, where these are on CPUs; on GPUs TensorFlow copies ahead
+      as many batches as `experimental_per_replica_buffer_size` of
+      `tf.distribute.InputOptions` says, one unless it is set.
     cache: where decoded examples stay after the first epoch: 'none', 'memory'
       or 'disk'. The cache stands before the shuffle, so that every epoch has
       a fresh order. Arrays are in memory already: 'memory' adds nothing.
     cache_path: prefix of the cache's files; required with 'disk', refused
       without. The split and a fingerprint of the source files follow it, so
       that one options object serves train and test, and changed data are read
-      anew. Processes on one host need a prefix each. A run that is killed in
-      its first epoch leaves a `.lockfile` that TensorFlow asks to remove.
+      anew. What a killed run left, a damaged cache and the cache of files
+      that have changed are removed when a data set is made. Processes that
+      fill caches at the same time need a prefix each.
     autoshard: how several input pipelines share the data: 'off' gives each
       everything, 'data' splits the examples, 'file' the files, 'auto' files
       where they divide evenly and else examples.
@@ -61,6 +70,12 @@ class PipelineOptions:
     drop_remainder: leave out a training epoch's last, partial batch, so that
       shapes are static. Evaluation never drops an example.
     repeat: repeat the training split for ever.
+    service: 'grpc://host:port' of a tf.data service's dispatcher, whose workers
+      then read and transform; each example comes from one of them, once an
+      epoch. Their batches arrive in no fixed order (write
+      deterministic=False), and each worker ends with a partial batch.
+    service_timeout: seconds in which the dispatcher and one of its workers must
+      answer before a data set is made.
 
   Raises:
     UnsupportedOptionError: for a value out of its range; the message names
@@ -78,6 +93,8 @@ class PipelineOptions:
   deterministic: bool = True
   drop_remainder: bool = False
   repeat: bool = False
+  service: str | None = None
+  service_timeout: float = 10.0
 
   def __post_init__(self):
     self._check(
@@ -123,6 +140,34 @@ class PipelineOptions:
         'True or False',
         f'write {name}=True or {name}=False',
       )
+    self._check_service()
+
+  def _check_service(self):
+    self._check(
+      'service_timeout',
+      _is_number(self.service_timeout) and 0 < self.service_timeout < math.inf,
+      'a positive number of seconds',
+      'leave it out for 10 seconds',
+    )
+    if self.service is None:
+      return
+    self._check(
+      'service',
+      isinstance(self.service, str) and bool(_ADDRESS.fullmatch(self.service)),
+      "None or 'grpc://host:port'",
+      "write service='grpc://10.0.0.1:5050', the `target` of a "
+      'tf.data.experimental.service.DispatchServer',
+    )
+    for name, wanted, why in (
+      ('deterministic', False, 'the batches of its workers have no order'),
+      ('cache', 'none', 'its workers get other examples in each epoch'),
+    ):
+      self._check(
+        name,
+        getattr(self, name) == wanted,
+        f'{name}={wanted!r} with a service: {why}',
+        f'write {name}={wanted!r}, or leave service out',
+      )
 
   def _check_cache_path(self):
     if self.cache == 'disk':
@@ -156,6 +201,10 @@ class PipelineOptions:
       raise errors.UnsupportedOptionError(
         f'{name}={getattr(self, name)!r}', allowed, way_out
       )
+
+
+def _is_number(value: Any) -> bool:
+  return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def _is_int(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Transform and load: arrays or TFRecord shards to batches on the device.
+"""Data sets of batches: from arrays, TFRecord shards or a user's own files.
 
 Every stage works on whole batches, because a call of a map function costs more
 than the work on one 28x28 image. On MNIST with batches of 256, a gather per
@@ -17,36 +17,37 @@ Example:
   ('float32', (32, 28, 28, 1), 'int64')
 """
 
-import dataclasses
-import hashlib
+from __future__ import annotations
+
+import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tf_strategies import errors
 from tf_strategies.data import arrays as arrays_lib
+from tf_strategies.data import (
+  decoded,
+  files,
+  loading,
+  order,
+  tfrecord,
+  transform,
+)
 from tf_strategies.data import options as options_lib
-from tf_strategies.data import tfrecord
-
-MapFn = Callable[[tf.Tensor, tf.Tensor], Any]
-
-_MAX_OPEN_FILES = 16
-# Records taken from one file before the next: one at a time costs a third of
-# the throughput. Evaluation takes one, which restores the written order.
-_BLOCK_LENGTH = 16
-# Records decoded by one call where the result is cached example by example.
-_DECODE_BATCH = 256
-_POLICIES = {'off': 'OFF', 'auto': 'AUTO', 'data': 'DATA', 'file': 'FILE'}
+from tf_strategies.data import plan as plan_lib
 
 
 def make_dataset(
   arrays: arrays_lib.Arrays,
   options: options_lib.PipelineOptions,
   training: bool,
-  map_fn: MapFn | None = None,
+  map_fn: transform.MapFn | None = None,
   input_context: tf.distribute.InputContext | None = None,
+  *,
+  prepare_fn: transform.PrepareFn | None = None,
+  augment_fn: transform.AugmentFn | None = None,
 ) -> tf.data.Dataset:
   """Makes batches of a split that is in memory.
 
@@ -56,26 +57,34 @@ def make_dataset(
 
   Args:
     arrays: images uint8 [n, 28, 28, 1] and labels int64 [n].
-    options: how to shuffle, batch, parallelise. `cache='memory'` adds nothing
-      to data that are there already.
-    training: whether to shuffle, to repeat and to drop the remainder as
-      `options` say. Evaluation sees every example once, in order.
-    map_fn: called in the same map with a batch (images, labels) as below; what
-      it returns is the element. A random one should use stateless random ops:
-      calls run in parallel.
+    options: how to shuffle, batch, parallelise. `cache='memory'` keeps what
+      `prepare_fn` returns, and adds nothing without one.
+    training: whether to shuffle, to augment, to repeat and to drop the
+      remainder as `options` say. Evaluation sees every example once, in order.
+    map_fn: called last with a batch (images, labels) as below; what it returns
+      is the element. A random one should be an `augment_fn`.
     input_context: as `strategy.distribute_datasets_from_function` passes it.
       Each pipeline then yields per-replica batches of its share. With a common
       seed, one step's batches together are exactly one process's global batch.
+    prepare_fn: called with a batch of images and labels as they are in
+      `arrays`, returns a pair; deterministic. With a cache it sees each example
+      once, before the first epoch. uint8 images are scaled after it.
+    augment_fn: called with (images, labels, seed) in training, anew in each
+      epoch; returns the batch. The seed, int64 [2], is for stateless random
+      ops (`tf.image.stateless_random_flip_left_right`): calls run in parallel.
+      It is another one for each batch and epoch, and follows from
+      `options.seed`.
 
   Returns:
     A dataset of (images float32 [b, 28, 28, 1] in [0, 1], labels int64 [b]),
-    with a known cardinality. The shuffle takes 8 bytes an example, an epoch
-    O(n).
+    with a known cardinality, except from a service. The shuffle takes 8 bytes
+    an example, an epoch O(n).
 
   Raises:
     UnsupportedOptionError: `cache='disk'` or `autoshard='file'`, which arrays
       have no use for; or batches and shards that do not fit `input_context`.
     DataError: this pipeline's share has no example, or no full batch.
+    WorkerUnavailableError: `service` does not answer in time.
 
   Example:
 
@@ -85,39 +94,17 @@ def make_dataset(
     >>> [y.numpy().tolist() for _, y in data.make_dataset(test, options, False)]
     [[0, 1, 2, 3], [4, 5]]
   """
-  _refuse_file_options(options)
-  plan = _make_plan(options, training, input_context)
-  load_batch = batch_loader(arrays, map_fn)
-  n = arrays.num_examples
-  indices = _shuffle(tf.data.Dataset.range(n), plan, n)
-  indices = _shard(indices, plan)
-  return _finish(indices, plan, plan.share_of(n), load_batch)
-
-
-def batch_loader(
-  arrays: arrays_lib.Arrays, map_fn: MapFn | None = None
-) -> Callable[[tf.Tensor], Any]:
-  """Returns a function from indices int64 [b] to a batch, for a map.
-
-  Args:
-    arrays: what the indices point into; it goes to the host's memory once.
-    map_fn: as in `make_dataset`.
-  """
-  # A dataset may be made inside a tf.function (a parameter server's workers
-  # do) or a device scope: there a constant would become part of the graph, or
-  # go to an accelerator and back for each batch.
-  with tf.init_scope(), tf.device('/CPU:0'):
-    all_images = tf.constant(arrays.images)
-    all_labels = tf.constant(arrays.labels)
-
-  def load_batch(indices: tf.Tensor):
-    batch = (
-      _scale(tf.gather(all_images, indices)),
-      tf.gather(all_labels, indices),
-    )
-    return map_fn(*batch) if map_fn else batch
-
-  return load_batch
+  plan_lib.refuse_file_options(options)
+  plan = plan_lib.make(options, training, input_context)
+  gather = transform.batch_loader(
+    arrays, prepare_fn, is_cached=options.cache == 'memory'
+  )
+  return _finish(
+    _index_batches(arrays.num_examples, plan),
+    plan,
+    gather,
+    transform.Transforms(prepare_fn, augment_fn, map_fn),
+  )
 
 
 def make_tfrecord_dataset(
@@ -125,8 +112,11 @@ def make_tfrecord_dataset(
   split: str,
   options: options_lib.PipelineOptions,
   training: bool,
-  map_fn: MapFn | None = None,
+  map_fn: transform.MapFn | None = None,
   input_context: tf.distribute.InputContext | None = None,
+  *,
+  prepare_fn: transform.PrepareFn | None = None,
+  augment_fn: transform.AugmentFn | None = None,
 ) -> tf.data.Dataset:
   """Makes batches of a split that is in TFRecord shards.
 
@@ -135,48 +125,112 @@ def make_tfrecord_dataset(
   shuffle, so that later epochs neither read nor decode.
 
   Args:
-    directory: as `write_tfrecords` leaves it.
+    directory: as `write_tfrecords` or `extract` leaves it.
     split: 'train' or 'test'.
     options: how to read, cache, shuffle, batch, parallelise.
     training: as in `make_dataset`.
     map_fn: as in `make_dataset`; never cached.
     input_context: as in `make_dataset`. Where files are shared out, a step's
       batches together are not one process's; where examples are, they are.
+    prepare_fn: as in `make_dataset`, called after a batch of records is
+      decoded; what it returns is cached. A cache on disk is made anew when
+      the function changes.
+    augment_fn: as in `make_dataset`; never cached.
 
   Returns:
     As `make_dataset`. Making it looks at the frame of each record to count
-    them: O(examples), about 2 us each.
+    them: O(examples), about 2 us each; what `extract` left is counted already.
 
   Raises:
     UnsupportedOptionError: `autoshard='file'` with fewer files than pipelines,
-      or batches that do not fit `input_context`.
+      batches that do not fit `input_context`, or a cache on disk that another
+      process fills at the moment.
     DataError: shards are missing or truncated, hold other records, or leave
       this pipeline no example or no full batch. A record whose checksum fails
       later, as it is read, is TensorFlow's `tf.errors.DataLossError`; `load`
       tells which file it is in.
+    WorkerUnavailableError: `service` does not answer in time.
   """
   shards = tfrecord.find_shards(directory, split)
-  plan = _make_plan(options, training, input_context, len(shards.paths))
-  paths = list(shards.paths)
-  if plan.shard_files:
-    paths = paths[plan.pipeline :: plan.num_pipelines]
-    plan = dataclasses.replace(plan, num_pipelines=1, pipeline=0)
-  n = sum(map(tfrecord.count_records, paths))
-  records = _read_records(paths, plan, n)
-  if options.cache == 'none':
-    examples = records
-  else:
-    examples = _cache_examples(records, plan, n, shards, paths)
+  return _make_file_dataset(
+    files.from_shards(shards),
+    parse_images(prepare_fn),
+    options,
+    training,
+    input_context,
+    transform.Transforms(prepare_fn, augment_fn, map_fn),
+    scale_images,
+  )
 
-  def load_batch(*batch):
-    images, labels = (
-      tfrecord.parse_examples(*batch) if options.cache == 'none' else batch
-    )
-    batch = (_scale(images), labels)
-    return map_fn(*batch) if map_fn else batch
 
-  examples = _shard(_shuffle(examples, plan, n), plan)
-  return _finish(examples, plan, plan.share_of(n), load_batch)
+def make_file_dataset(
+  paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+  parse_fn: Callable[[tf.Tensor], Any],
+  options: options_lib.PipelineOptions,
+  training: bool,
+  map_fn: transform.MapFn | None = None,
+  input_context: tf.distribute.InputContext | None = None,
+  *,
+  augment_fn: transform.AugmentFn | None = None,
+  split: str = 'train',
+  read_fn: files.ReadFn | None = None,
+  counts: Sequence[int] | None = None,
+) -> tf.data.Dataset:
+  """Makes batches of what is in a user's own files, of any schema.
+
+  Args:
+    paths: a list of files; a pattern, such as 'gs://bucket/logs-*.tfrecord';
+      or a directory that `extract` filled.
+    parse_fn: called with a batch of records, string [b]; returns a structure
+      of tensors with b rows each, such as `tf.io.parse_example` makes. It is
+      deterministic, and with a cache sees each record once.
+    options: as in `make_tfrecord_dataset`.
+    training: as in `make_dataset`. Evaluation sees the records file by file,
+      in order.
+    map_fn: called last with the components of a batch; what it returns is the
+      element.
+    input_context: as in `make_tfrecord_dataset`.
+    augment_fn: as in `make_dataset`, with the components of a batch and a seed.
+    split: of a directory that `extract` filled.
+    read_fn: makes a data set of the records of one file, given its path;
+      None for TFRecords.
+    counts: records of each file. Without, the frames of the records are
+      walked, which takes a while on remote storage; `read_fn` needs them.
+
+  Returns:
+    A dataset of what `parse_fn`, or `map_fn` after it, returns.
+
+  Raises:
+    UnsupportedOptionError: as `make_tfrecord_dataset`, or a `read_fn` without
+      `counts`.
+    DataError: as `make_tfrecord_dataset`.
+    WorkerUnavailableError: `service` does not answer in time.
+
+  Example:
+
+    >>> import os, tempfile
+    >>> import tensorflow as tf
+    >>> from tf_strategies import data
+    >>> options = data.PipelineOptions(global_batch_size=2)
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...   path = os.path.join(directory, 'words.tfrecord')
+    ...   with tf.io.TFRecordWriter(path) as writer:
+    ...     for word in (b'one', b'four', b'seven'):
+    ...       writer.write(word)
+    ...   dataset = data.make_file_dataset(
+    ...     path, tf.strings.length, options, training=False)
+    ...   [batch.tolist() for batch in dataset.as_numpy_iterator()]
+    [[3, 4], [5]]
+  """
+  return _make_file_dataset(
+    files.find(paths, split, read_fn, counts),
+    parse_fn,
+    options,
+    training,
+    input_context,
+    transform.Transforms(None, augment_fn, map_fn),
+    lambda batch: batch,
+  )
 
 
 def num_examples(
@@ -199,202 +253,73 @@ def num_examples(
   return tfrecord.count_tfrecords(source, split)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Plan:
-  """The options, resolved for one split of one input pipeline."""
-
-  options: options_lib.PipelineOptions
-  training: bool
-  batch_size: int
-  num_pipelines: int = 1
-  pipeline: int = 0
-  shard_files: bool = False
-
-  @property
-  def is_shuffled(self) -> bool:
-    return self.training and self.options.shuffle_buffer != 0
-
-  def share_of(self, n: int) -> int:
-    """How many of `n` examples `Dataset.shard` leaves to this pipeline."""
-    return len(range(self.pipeline, n, self.num_pipelines))
-
-  def buffer_for(self, n: int) -> int:
-    """The size of the shuffle's buffer for a split of `n` examples."""
-    wanted = self.options.shuffle_buffer
-    # tf.data refuses a buffer of 0; no example at all is refused later on.
-    return max(1, n if wanted is None else min(wanted, n))
-
-
-def _refuse_file_options(options: options_lib.PipelineOptions):
-  if options.cache == 'disk':
-    raise errors.UnsupportedOptionError(
-      "cache='disk' with arrays",
-      "'none' or 'memory' for data that are in memory already",
-      'leave cache out, or use write_tfrecords and make_tfrecord_dataset',
-    )
-  if options.autoshard == 'file':
-    raise errors.UnsupportedOptionError(
-      "autoshard='file' with arrays",
-      "'off', 'auto' or 'data' for data that are in no file",
-      "write autoshard='data', or use write_tfrecords and "
-      'make_tfrecord_dataset',
-    )
-
-
-def _make_plan(
-  options: options_lib.PipelineOptions,
-  training: bool,
-  context: tf.distribute.InputContext | None,
-  num_files: int = 0,
-) -> _Plan:
-  """Resolves the batch size and the share of this input pipeline."""
-  plan = _Plan(options, training, int(options.global_batch_size))
-  if context is None:
-    return plan
-  replicas = context.num_replicas_in_sync
-  if plan.batch_size % replicas:
-    raise errors.UnsupportedOptionError(
-      f'global_batch_size={plan.batch_size} with {replicas} replicas',
-      'a multiple of the number of replicas',
-      f'pass {-(-plan.batch_size // replicas) * replicas}',
-    )
-  plan = dataclasses.replace(plan, batch_size=plan.batch_size // replicas)
-  pipelines = context.num_input_pipelines
-  if options.autoshard == 'off' or pipelines == 1:
-    return plan
-  if options.autoshard == 'file' and num_files < pipelines:
-    raise errors.UnsupportedOptionError(
-      f"autoshard='file' with {num_files} files for {pipelines} pipelines",
-      'at least one file for each input pipeline',
-      "write autoshard='data', or write the shards again with "
-      f'num_shards={pipelines}',
-    )
-  plan = dataclasses.replace(
-    plan,
-    num_pipelines=pipelines,
-    pipeline=context.input_pipeline_id,
-    shard_files=options.autoshard == 'file'
-    or (options.autoshard == 'auto' and num_files > 0 == num_files % pipelines),
-  )
-  if plan.is_shuffled and not plan.shard_files and options.seed is None:
-    # Each pipeline takes every k-th example of the shuffled order: of orders
-    # that differ, some examples would be taken twice and some never.
-    raise errors.UnsupportedOptionError(
-      f'seed=None with {pipelines} input pipelines that share examples',
-      'the same seed in every pipeline',
-      'pass seed=0, or shuffle_buffer=0',
-    )
-  return plan
-
-
-def _shuffle(dataset: tf.data.Dataset, plan: _Plan, n: int) -> tf.data.Dataset:
+def shuffle(
+  dataset: tf.data.Dataset, plan: plan_lib.Plan, n: int
+) -> tf.data.Dataset:
+  """The n examples in an order that is drawn anew in each iteration."""
   if not plan.is_shuffled:
     return dataset
-  return dataset.shuffle(
-    plan.buffer_for(n), seed=plan.options.seed, reshuffle_each_iteration=True
-  )
+  return order.shuffle(dataset, plan.buffer_for(n), plan.options.seed)
 
 
-def _shard(dataset: tf.data.Dataset, plan: _Plan) -> tf.data.Dataset:
-  if plan.num_pipelines == 1:
-    return dataset
-  return dataset.shard(plan.num_pipelines, plan.pipeline)
+def parse_images(
+  prepare_fn: transform.PrepareFn | None,
+) -> Callable[[tf.Tensor], tuple[tf.Tensor, tf.Tensor]]:
+  """Returns what makes a batch of images of a batch of records."""
+  if prepare_fn is None:
+    return tfrecord.parse_examples
+  return lambda records: prepare_fn(*tfrecord.parse_examples(records))
 
 
-def _read_records(paths: list[str], plan: _Plan, n: int) -> tf.data.Dataset:
-  """Interleaves the records of the files; string [], exactly n of them."""
-  options = plan.options
-  files = tf.data.Dataset.from_tensor_slices(paths)
-  if plan.is_shuffled and options.cache == 'none' and plan.buffer_for(n) < n:
-    # A buffer that is smaller than the split mixes only neighbours, so the
-    # files take turns in being neighbours.
-    files = files.shuffle(len(paths), options.seed)
-  cycle = min(len(paths), _MAX_OPEN_FILES) if plan.training else len(paths)
-  # tf.data refuses more calls than there are files open at once.
-  calls = options.num_parallel_calls
-  records = files.interleave(
-    tf.data.TFRecordDataset,
-    cycle_length=cycle,
-    block_length=_BLOCK_LENGTH if plan.training else 1,
-    num_parallel_calls=calls if calls < 0 else min(calls, cycle),
-    deterministic=options.deterministic,
-  )
-  return records.apply(tf.data.experimental.assert_cardinality(n))
+def scale_images(batch: tuple[tf.Tensor, tf.Tensor]):
+  """The last part of decoding, which a cache of bytes stands before."""
+  images, labels = batch
+  return transform.scale(images), labels
 
 
-def _cache_examples(
-  records: tf.data.Dataset,
-  plan: _Plan,
-  n: int,
-  shards: tfrecord.Shards,
-  paths: list[str],
-) -> tf.data.Dataset:
-  """Decodes in batches and caches the examples, uint8, one by one."""
-  examples = records.batch(_DECODE_BATCH).map(
-    tfrecord.parse_examples,
-    num_parallel_calls=plan.options.num_parallel_calls,
-    deterministic=plan.options.deterministic,
-  )
-  # The cache, like the shuffle after it, works on examples: a cache of batches
-  # would keep the same examples together for ever.
-  examples = examples.unbatch()
-  examples = examples.apply(tf.data.experimental.assert_cardinality(n))
-  if plan.options.cache == 'memory':
-    return examples.cache()
-  prefix = os.path.abspath(plan.options.cache_path)
-  os.makedirs(os.path.dirname(prefix), exist_ok=True)
-  digest = _fingerprint(paths, plan)
-  return examples.cache(f'{prefix}-{shards.name}-{shards.split}-{digest}')
-
-
-def _fingerprint(paths: list[str], plan: _Plan) -> str:
-  """A name for what the cache holds: other files or order, another name."""
-  identity = [plan.training, plan.pipeline, plan.num_pipelines]
-  for path in paths:
-    status = os.stat(path)
-    identity += [os.path.abspath(path), status.st_size, status.st_mtime_ns]
-  return hashlib.sha256(repr(identity).encode()).hexdigest()[:12]
-
-
-def _scale(images: tf.Tensor) -> tf.Tensor:
-  return tf.cast(images, tf.float32) / 255.0
-
-
-def _finish(
-  examples: tf.data.Dataset,
-  plan: _Plan,
-  n: int,
-  load_batch: Callable[..., Any],
-) -> tf.data.Dataset:
-  """Batches n examples, loads the batches in parallel and prefetches."""
-  options = plan.options
-  if not n:
-    raise errors.DataError(
-      f'input pipeline {plan.pipeline} of {plan.num_pipelines} has no example; '
-      'expected at least one for each pipeline'
+def _make_file_dataset(
+  all_files, parse_fn, options, training, context, transforms, decode
+):
+  plan = plan_lib.make(options, training, context, len(all_files.paths))
+  mine = all_files.share(plan)
+  n = mine.num_records
+  loading.check_batches(plan, plan.share_of(n))
+  records = files.read_epochs(mine, plan, is_cached=options.cache != 'none')
+  if options.cache != 'none':
+    examples = decoded.cache_examples(
+      records, mine, plan, parse_fn, transforms.prepare_fn
     )
-  drop_remainder = plan.training and options.drop_remainder
-  if drop_remainder and n < plan.batch_size:
-    raise errors.DataError(
-      f'{n} examples make no full batch of {plan.batch_size} and '
-      'drop_remainder=True; expected at least one, pass a smaller '
-      'global_batch_size or drop_remainder=False'
-    )
-  dataset = examples.batch(plan.batch_size, drop_remainder=drop_remainder)
-  if plan.training and options.repeat:
-    # After the batch, so that no batch mixes two epochs; before the map, so
-    # that it runs on into the next epoch.
-    dataset = dataset.repeat()
-  dataset = dataset.map(
-    load_batch,
-    num_parallel_calls=options.num_parallel_calls,
-    deterministic=options.deterministic,
+    decode_batch = decode
+  else:
+    examples = records
+    decode_batch = lambda batch: decode(parse_fn(batch))  # noqa: E731
+  examples = loading.shard(shuffle(examples, plan, n), plan)
+  return _finish(loading.batch(examples, plan), plan, decode_batch, transforms)
+
+
+def _index_batches(n: int, plan: plan_lib.Plan) -> tf.data.Dataset:
+  """Batches of the indices of n examples that are in memory."""
+  loading.check_batches(plan, plan.share_of(n))
+  in_part = plan.is_shuffled and plan.buffer_for(n) < n
+  if in_part or plan.options.service is not None:
+    # The workers of a service share out the numbers of a range.
+    indices = shuffle(tf.data.Dataset.range(n), plan, n)
+    return loading.batch(loading.shard(indices, plan), plan)
+  cut = functools.partial(
+    order.batches_of, size=plan.batch_size, drop_remainder=plan.drop_remainder
   )
-  if options.prefetch:
-    dataset = dataset.prefetch(options.prefetch)
-  settings = tf.data.Options()
-  settings.deterministic = options.deterministic
-  settings.experimental_distribute.auto_shard_policy = getattr(
-    tf.data.experimental.AutoShardPolicy, _POLICIES[options.autoshard]
+  if not plan.is_shuffled:
+    return cut(tf.range(n, dtype=tf.int64)[plan.share])
+  batches = order.permutations(n, plan.options.seed, plan.share, cut)
+  count = plan.num_batches(plan.share_of(n))
+  return batches.apply(tf.data.experimental.assert_cardinality(count))
+
+
+def _finish(batches, plan, decode, transforms):
+  after = transform.after_cache(transforms, plan.training)
+  return loading.finish(
+    batches,
+    plan,
+    lambda batch, seed: after(decode(batch), seed),
+    needs_seeds=plan.training and transforms.augment_fn is not None,
   )
-  return dataset.with_options(settings)

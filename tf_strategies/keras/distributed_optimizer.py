@@ -160,14 +160,27 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         'the strategies of tf_strategies',
         "use tfs.create_strategy('ring_mirrored') in place of it",
       )
-    reduced = self._reduce(
-      extended, grads, trainable_variables or self._trainable_variables
-    )
-    with extended.gradients_reduced(reduced):
-      self.inner_optimizer.apply(reduced, trainable_variables)
+    variables = trainable_variables or self._trainable_variables
+    present, parts = self._parts(extended, grads, variables)
 
-  def _reduce(self, extended, grads, variables):
-    """The whole gradient, from this replica's part."""
+    def apply(summed):
+      reduced = list(grads)
+      for i, total in zip(present, summed, strict=True):
+        reduced[i] = total
+      with extended.gradients_reduced(reduced):
+        self.inner_optimizer.apply(reduced, trainable_variables)
+
+    if hasattr(extended, 'reduce_and_apply'):
+      # Replicas share their variables: one of them updates for all.
+      extended.reduce_and_apply(parts, apply)
+    else:
+      context = tf.distribute.get_replica_context()
+      apply(
+        context.all_reduce(tf.distribute.ReduceOp.SUM, parts) if parts else []
+      )
+
+  def _parts(self, extended, grads, variables):
+    """This replica's part of each gradient that is there, and their indices."""
     for variable in variables:
       if getattr(variable, 'overwrite_with_gradient', False):
         raise errors.UnsupportedOptionError(
@@ -177,18 +190,11 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         )
     present = [i for i, g in enumerate(grads) if g is not None]
     parts = [self._lighter(extended, grads[i]) for i in present]
-    if not parts:
-      return grads
-    if not self._pop_loss_weighed() and self._weighting == 'rows':
+    if parts and not self._pop_loss_weighed() and self._weighting == 'rows':
       weight = extended.row_weight()
       if weight is not None:
         parts = [_multiply(p, weight) for p in parts]
-    context = tf.distribute.get_replica_context()
-    summed = context.all_reduce(tf.distribute.ReduceOp.SUM, parts)
-    reduced = list(grads)
-    for i, total in zip(present, summed, strict=True):
-      reduced[i] = total
-    return reduced
+    return present, parts
 
   def _lighter(self, extended, gradient):
     """A sparse gradient as a dense one, where that is less to send.
@@ -203,6 +209,15 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
       getattr(inner, option, None) is not None
       for option in ('clipnorm', 'global_clipnorm', 'clipvalue')
     )
+    if clips and getattr(extended, 'sums_sparse_as_dense', False):
+      strategy = type(tf.distribute.get_strategy()).__name__
+      raise errors.UnsupportedOptionError(
+        f'{type(inner).__name__} that clips sparse gradients under {strategy}',
+        'clipping of dense gradients there: duplicate rows are added up '
+        'before, and have another norm than on one device',
+        'train the embedding without clipping, or look rows up by '
+        'tf.one_hot(ids, depth) @ table, whose gradient is dense',
+      )
     prefers_dense = getattr(extended, 'prefers_dense', None)
     if clips or prefers_dense is None or not prefers_dense(gradient):
       return gradient

@@ -5,12 +5,14 @@ fails: ranks accuse, rank 0 judges and tells everyone, so that all name the same
 culprit. If rank 0 itself is gone, everyone sees that directly.
 
 All of it runs in the event loop of the rendezvous; `accuse`, `convict`,
-`exchange`, `joiners` and `close` may be called from any thread.
+`describe_ranks`, `exchange`, `joiners` and `close` may be called from any
+thread.
 """
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import json
 import time
@@ -60,6 +62,8 @@ class Control:
     self._heard = dict.fromkeys(self._links, time.monotonic())
     self._joiners: dict[int, frozenset[int]] = {}
     self._said: dict[int, Any] = {}
+    # What `describe_ranks` has heard, one for each call that waits.
+    self._inquiries: list[dict[int, Any]] = []
     self._judging = False
     self._all_said = asyncio.Event()
     self._closing = False
@@ -108,6 +112,21 @@ class Control:
     call = exchange_lib.Call(tag, payload, timeout_seconds)
     self._post(self._exchanges.begin, call)
     return call.result()
+
+  def describe_ranks(self, timeout_seconds: float) -> dict[int, Any]:
+    """See `ProcessGroup.describe_ranks`."""
+    mine = {self._state.rank: self._state.describe()}
+    inquiry = self._inquire(dict(mine), timeout_seconds)
+    try:
+      future = asyncio.run_coroutine_threadsafe(inquiry, self._host.loop)
+    except RuntimeError:
+      inquiry.close()
+      return mine
+    try:
+      return future.result(timeout_seconds + _FLUSH_SECONDS)
+    except (concurrent.futures.CancelledError, concurrent.futures.TimeoutError):
+      # The loop ends, or it is stuck itself.
+      return mine
 
   def joiners(self) -> tuple[int, ...]:
     """Tasks that wait for a new group, as far as this rank knows."""
@@ -239,6 +258,18 @@ class Control:
     with contextlib.suppress(TimeoutError):
       await connection_lib.within(max(seconds, 0.0), self._all_said.wait())
 
+  async def _inquire(self, said: dict[int, Any], seconds: float):
+    # Apart from `_said`, which a judgement may be collecting.
+    self._inquiries.append(said)
+    try:
+      self._send_all(_Kind.DESCRIBE, None)
+      end = time.monotonic() + seconds
+      while len(said) <= len(self._links) and time.monotonic() < end:
+        await asyncio.sleep(0.01)
+    finally:
+      self._inquiries = [i for i in self._inquiries if i is not said]
+    return dict(sorted(said.items()))
+
   def _on_accusation(self, rank: int, frame: wire.Frame) -> None:
     accusation = connection_lib.decode(frame)
     if 'verdict' in accusation:
@@ -255,6 +286,8 @@ class Control:
 
   def _on_description(self, rank: int, frame: wire.Frame) -> None:
     self._said[rank] = connection_lib.decode(frame)
+    for inquiry in self._inquiries:
+      inquiry[rank] = self._said[rank]
     if len(self._said) == len(self._state.members):
       self._all_said.set()
 

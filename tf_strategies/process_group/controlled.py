@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import threading
+from typing import Any
 
 from tf_strategies import errors
 from tf_strategies.process_group import buffers, control, group
@@ -72,7 +73,24 @@ class ControlledGroup(group.ProcessGroup):
       return [bytes(payload)]
     if timeout_seconds is None:
       timeout_seconds = self._options.collective_timeout_seconds
-    return self._control.exchange(tag, bytes(payload), timeout_seconds)
+    with self._state.exchanging(tag):
+      return self._control.exchange(tag, bytes(payload), timeout_seconds)
+
+  def describe(self) -> dict[str, Any]:
+    """See base class."""
+    return self._state.describe()
+
+  def describe_ranks(
+    self, timeout_seconds: float = 1.0
+  ) -> dict[int, dict[str, Any]]:
+    """See base class."""
+    if self._control is None or self._closed:
+      return {self.rank: self.describe()}
+    return self._control.describe_ranks(timeout_seconds)
+
+  def annotate(self, note: str) -> None:
+    """See base class."""
+    self._state.note = note
 
   def pending_joiners(self) -> tuple[int, ...]:
     """See base class; nobody can join a group that is not elastic."""

@@ -177,6 +177,37 @@ class ProcessGroup(abc.ABC):
     """
 
   @abc.abstractmethod
+  def describe(self) -> dict[str, Any]:
+    """Where this rank is; at any time, from any thread.
+
+    Returns:
+      `sequence` (the number of its newest collective, from 1; 0 before it),
+      `busy` (whether that is going on, `seconds` how long), `name` of the
+      tensor, `text` for people, `exchanges` (seconds of those that are open, by
+      tag), and `note`, what `annotate` said.
+    """
+
+  @abc.abstractmethod
+  def describe_ranks(
+    self, timeout_seconds: float = 1.0
+  ) -> dict[int, dict[str, Any]]:
+    """Asks the other ranks where they are, beside all that goes on.
+
+    They answer from a thread of the group, whatever the program does there.
+
+    Args:
+      timeout_seconds: how long to wait for answers.
+
+    Returns:
+      What `describe` says, by rank. Rank 0 asks everybody; another rank has
+      a connection to rank 0 alone. A rank that does not answer is not there.
+    """
+
+  @abc.abstractmethod
+  def annotate(self, note: str) -> None:
+    """Adds a few words to what this rank says of itself from now on."""
+
+  @abc.abstractmethod
   def pending_joiners(self) -> tuple[int, ...]:
     """Tasks that wait for the group to form again, in order."""
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tf_strategies import errors
@@ -104,6 +105,10 @@ class GroupState:
     self.rank = rank
     self.generation = generation
     self.operation = Operation()
+    # What the program says of itself, the step that it is at, say.
+    self.note = ''
+    # Tag -> when this rank came to it.
+    self._exchanges: dict[str, float] = {}
     self.verdict: Verdict | None = None
     self.failed = threading.Event()
     # Rank -> the last collective that it took part in before it left.
@@ -152,12 +157,26 @@ class GroupState:
     """Notes that the collective is over."""
     self.operation = dataclasses.replace(self.operation, busy=False)
 
+  @contextlib.contextmanager
+  def exchanging(self, tag: str) -> Iterator[None]:
+    """Context in which this rank waits for an exchange."""
+    self._exchanges[tag] = time.monotonic()
+    try:
+      yield
+    finally:
+      self._exchanges.pop(tag, None)
+
   def describe(self) -> dict[str, Any]:
     """What this rank is at, in a form that travels."""
-    operation = self.operation
+    operation, now = self.operation, time.monotonic()
     return {
       'sequence': operation.sequence,
       'busy': operation.busy,
+      'name': operation.name,
+      'text': operation.text,
+      'seconds': now - operation.since if operation.busy else 0.0,
+      'exchanges': {t: now - s for t, s in list(self._exchanges.items())},
+      'note': self.note,
       'recent': {str(k): v for k, v in list(self._recent.items())},
     }
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 import tensorflow as tf
 
 from tf_strategies import _tf_internal, errors
+from tf_strategies.monitoring import input_watch
 from tf_strategies.strategies import replica_run
 
 
@@ -39,7 +40,7 @@ def distribute(dataset: tf.data.Dataset, num_replicas: int) -> tf.data.Dataset:
     batch = batch if len(batch) > 1 else batch[0]
     return regroup(split(batch, num_replicas, range(num_replicas)))
 
-  return dataset.map(split_batch).prefetch(1)
+  return input_watch.watch(dataset.map(split_batch).prefetch(1))
 
 
 def split(batch, num_parts: int, parts: Iterable[int]) -> tuple:

@@ -289,8 +289,14 @@ class ExactMirroredExtended(_tf_internal.MirroredExtended):
 
   def _create_variable(self, next_creator, **kwargs):
     is_slot = kwargs.get('colocate_with') is not None
-    kwargs = variables.creation_policy(kwargs, is_slot)
-    return variables.rewrap(super()._create_variable(next_creator, **kwargs))
+    kwargs = self._creation_policy(kwargs, is_slot)
+    return self._rewrap(super()._create_variable(next_creator, **kwargs))
+
+  def _creation_policy(self, kwargs, is_slot):
+    return variables.creation_policy(kwargs, is_slot)
+
+  def _rewrap(self, variable):
+    return variables.rewrap(variable)
 
   def _update(self, var, fn, args, kwargs, group):
     self._check_update(fn)
@@ -345,14 +351,3 @@ class ExactMirroredExtended(_tf_internal.MirroredExtended):
         'the last batch.'
       )
     return np.int64(0)
-
-
-def is_uneven_structure(value) -> bool:
-  """Whether `value` is a structure of batches with replicas of uneven rows."""
-  if isinstance(value, tf.distribute.DistributedValues):
-    return False
-  return any(
-    len({v.shape[0] for v in leaf.values if v.shape.rank}) > 1
-    for leaf in tf.nest.flatten(value)
-    if isinstance(leaf, _tf_internal.PerReplica)
-  )

@@ -8,12 +8,14 @@ from absl import logging
 from tf_strategies import cluster as cluster_lib
 from tf_strategies import errors
 from tf_strategies.strategies import devices as devices_lib
+from tf_strategies.strategies.central_storage import CentralStorageStrategy
 from tf_strategies.strategies.multi_worker import (
   MultiWorkerCollectiveStrategy,
   MultiWorkerRingStrategy,
 )
 from tf_strategies.strategies.parameter_server import ParameterServerStrategy
 from tf_strategies.strategies.ring_mirrored import RingMirroredStrategy
+from tf_strategies.strategies.tpu import TPURingStrategy
 
 
 def _one_device(devices=None) -> tf.distribute.Strategy:
@@ -39,6 +41,24 @@ def _parameter_server(**options) -> tf.distribute.Strategy:
   return ParameterServerStrategy(**options)
 
 
+def _central_storage(devices=None, **options) -> tf.distribute.Strategy:
+  """Ours; `devices` are the compute devices, as for the other strategies."""
+  if devices is not None:
+    options['compute_devices'] = devices
+  return CentralStorageStrategy(**options)
+
+
+def _tpu_ring(devices=None, **options) -> tf.distribute.Strategy:
+  """Ours, on all cores of a TPU."""
+  if devices is not None:
+    raise errors.UnsupportedOptionError(
+      f"strategy='tpu_ring' with devices={devices!r}",
+      'devices=None: the replicas are the cores of a TPU',
+      'pass resolver, and device_assignment for some of its cores',
+    )
+  return TPURingStrategy(**options)
+
+
 _FACTORIES = {
   'one_device': _one_device,
   'mirrored': _mirrored,
@@ -46,15 +66,11 @@ _FACTORIES = {
   'multi_worker_ring': MultiWorkerRingStrategy,
   'multi_worker_collective': MultiWorkerCollectiveStrategy,
   'parameter_server': _parameter_server,
+  'central_storage': _central_storage,
+  'tpu_ring': _tpu_ring,
 }
 
-# Named in the design and not built yet: a flag that asks for one is told so.
-_PLANNED = (
-  'central_storage',
-  'tpu_ring',
-)
-
-STRATEGY_NAMES = (*_FACTORIES, *_PLANNED)
+STRATEGY_NAMES = tuple(_FACTORIES)
 
 
 def create_strategy(name: str, **options) -> tf.distribute.Strategy:
@@ -66,8 +82,8 @@ def create_strategy(name: str, **options) -> tf.distribute.Strategy:
       `cross_device_ops`.
 
   Raises:
-    UnsupportedOptionError: an unknown name, one that is not built yet, or an
-      option that the strategy does not have.
+    UnsupportedOptionError: an unknown name, or an option that the strategy
+      does not have.
 
   Example:
 
@@ -75,12 +91,6 @@ def create_strategy(name: str, **options) -> tf.distribute.Strategy:
     1
   """
   available = f'one of {sorted(_FACTORIES)}'
-  if name in _PLANNED:
-    raise errors.UnsupportedOptionError(
-      f'strategy={name!r} (planned, not built yet)',
-      available,
-      "use 'ring_mirrored' for the devices of one host",
-    )
   if name not in _FACTORIES:
     raise errors.UnsupportedOptionError(
       f'strategy={name!r}', available, 'check the spelling'
@@ -92,8 +102,10 @@ def create_strategy(name: str, **options) -> tf.distribute.Strategy:
       raise
     raise errors.UnsupportedOptionError(
       f'strategy={name!r} with options {sorted(options)}',
-      'devices, except for parameter_server; cross_device_ops, except for '
-      'one_device; cluster and options for multi_worker_ring; cluster and the '
-      'options of ParameterServerStrategy for parameter_server',
+      'devices, except for parameter_server and tpu_ring; cross_device_ops, '
+      'except for these and one_device; parameter_device for central_storage; '
+      'cluster and options for multi_worker_ring; cluster and the options of '
+      'ParameterServerStrategy for parameter_server; the arguments of '
+      'TPURingStrategy for tpu_ring',
       'remove the other options',
     ) from None

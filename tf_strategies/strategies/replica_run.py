@@ -38,6 +38,7 @@ class ReplicaRun:
     warning_is_built: whether the graph already has its uneven-batch warning.
     needs_rows_everywhere: an option that is wrong on a replica without rows,
       found while the run was built.
+    reads: the shared variables that replicas have read, by replica and `id`.
   """
 
   rows: tuple[Any, ...] | None
@@ -47,6 +48,9 @@ class ReplicaRun:
   is_keras_step: bool = False
   warning_is_built: bool = False
   needs_rows_everywhere: str | None = None
+  reads: dict[int, dict[int, tf.Variable]] = dataclasses.field(
+    default_factory=dict
+  )
 
   @classmethod
   def of(
@@ -99,6 +103,10 @@ class ReplicaRun:
     with tf.device('CPU:0'):
       has_rows = tf.stack(self.all_rows) > 0
       return tf.maximum(tf.reduce_sum(tf.cast(has_rows, tf.float32)), 1.0)
+
+  def reads_of(self, replica_id: int) -> list[tf.Variable]:
+    """The shared variables that a replica has read, each once."""
+    return list(self.reads.get(replica_id, {}).values())
 
   def select(self, replica_id: int, if_rows, if_empty):
     """Calls `if_rows()` where the replica has rows, else `if_empty()`."""
@@ -161,6 +169,13 @@ def current_replica_id() -> int | None:
   if isinstance(thread, _tf_internal.MirroredReplicaThread):
     return thread.replica_id
   return None
+
+
+def note_read(variable) -> None:
+  """Notes that the replica of the calling thread reads a shared variable."""
+  run, replica_id = current(), current_replica_id()
+  if run is not None and replica_id is not None:
+    run.reads.setdefault(replica_id, {})[id(variable)] = variable
 
 
 def in_branch_of_replica() -> bool:

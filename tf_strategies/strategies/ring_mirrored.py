@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from tf_strategies import cross_device, errors
+from tf_strategies import cross_device
 from tf_strategies.strategies import devices as devices_lib
-from tf_strategies.strategies import mirrored_extended
+from tf_strategies.strategies import exact_strategy, mirrored_extended
 
 
-class RingMirroredStrategy(tf.distribute.MirroredStrategy):
+class RingMirroredStrategy(
+  exact_strategy.ExactStrategy, tf.distribute.MirroredStrategy
+):
   """Mirrored training on the devices of one host, over a ring, exactly.
 
   What it changes beside `tf.distribute.MirroredStrategy`:
@@ -55,12 +57,7 @@ class RingMirroredStrategy(tf.distribute.MirroredStrategy):
   ):
     if cross_device_ops is None:
       cross_device_ops = cross_device.RingAllReduce()
-    if not isinstance(cross_device_ops, tf.distribute.CrossDeviceOps):
-      raise errors.UnsupportedOptionError(
-        f'cross_device_ops={cross_device_ops!r}',
-        'an instance of tf.distribute.CrossDeviceOps',
-        'pass for instance tfs.RingAllReduce()',
-      )
+    exact_strategy.check_cross_device_ops(cross_device_ops)
     # The base class numbers its collectives from here.
     self._collective_key_base = mirrored_extended.new_collective_key_base()
     extended = mirrored_extended.ExactMirroredExtended(
@@ -68,38 +65,3 @@ class RingMirroredStrategy(tf.distribute.MirroredStrategy):
     )
     # MirroredStrategy's own __init__ would build its own extended.
     tf.distribute.Strategy.__init__(self, extended)
-
-  @property
-  def cross_device_ops(self) -> tf.distribute.CrossDeviceOps:
-    """The op that every reduction of this strategy goes through."""
-    return self.extended.cross_device_ops
-
-  def communication_report(self) -> dict[str, object]:
-    """What was communicated so far, counted by the graph as it ran.
-
-    Returns:
-      `cross_device_ops` (its class), `calls` of each kind, among them
-      `all_reduce_in_control_flow` for those that TensorFlow's collectives did
-      inside a branch, and `all_reduce_bytes_in`, bytes received by each device.
-    """
-    report = {'cross_device_ops': type(self.cross_device_ops).__name__}
-    if isinstance(self.cross_device_ops, cross_device.ScheduledAllReduce):
-      report = self.cross_device_ops.report()
-    calls = dict(report.get('calls', {}))
-    calls['all_reduce_in_control_flow'] = (
-      self.extended.all_reduces_in_control_flow
-    )
-    return {**report, 'calls': calls}
-
-  def reduce(self, reduce_op, value, axis):
-    """Reduces `value` across replicas; see `tf.distribute.Strategy.reduce`.
-
-    Keras reduces the first batch, a whole structure, to learn its shapes. Its
-    replicas may have different numbers of rows, of which there is no mean: it
-    then gets the first replica's part.
-    """
-    if axis is None and mirrored_extended.is_uneven_structure(value):
-      return tf.nest.map_structure(
-        lambda v: self.experimental_local_results(v)[0], value
-      )
-    return super().reduce(reduce_op, value, axis)

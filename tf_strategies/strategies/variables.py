@@ -106,7 +106,7 @@ def rewrap(variable):
     (_tf_internal.SyncOnReadVariable, SyncOnReadVariable),
   ):
     if type(variable) is stock:
-      if _is_seed_state(variable):
+      if is_seed_state(variable.name, variable.dtype):
         ours = SeedVariable
       return ours(
         variable.distribute_strategy, variable.values, variable.aggregation
@@ -114,12 +114,9 @@ def rewrap(variable):
   return variable
 
 
-def _is_seed_state(variable) -> bool:
-  return (
-    'seed_generator_state' in variable.name
-    and variable.dtype == tf.int64
-    and variable.shape == [2]
-  )
+def is_seed_state(name: str | None, dtype) -> bool:
+  """Whether that is a variable with the state of a Keras seed generator."""
+  return 'seed_generator_state' in (name or '') and dtype == tf.int64
 
 
 def creation_policy(kwargs: dict, is_slot: bool) -> dict:

@@ -1,11 +1,11 @@
 """Times of peers that did not do the same are refused; tables are complete."""
 
-import doctest
 import math
 
 from absl.testing import absltest, parameterized
 
 from benchmarks.parameter_server_peers import jobs, meter, race, results
+from tests import docstrings
 
 SAMPLES = [
   {
@@ -102,9 +102,7 @@ class RecordTest(absltest.TestCase):
 class DocumentationTest(parameterized.TestCase):
   @parameterized.parameters((jobs, 1), (meter, 3), (race, 7), (results, 5))
   def test_examples(self, module, least):
-    found = doctest.testmod(module)
-    self.assertEqual(found.failed, 0)
-    self.assertGreaterEqual(found.attempted, least)
+    docstrings.check_examples(self, module.__name__, least)
 
 
 if __name__ == '__main__':

@@ -2,7 +2,8 @@
 
 `tasks` plans, `supervisor` runs, `process` is one attempt at a task, `guard`
 is the program around it that leaves no orphan, `output` prefixes the lines,
-`signals` and `strays` are what the operating system needs.
+`rank_filter` chooses among them, `signals` and `strays` are what the operating
+system needs.
 
 Example:
 

@@ -19,6 +19,7 @@ import select
 import signal
 import time
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 
 from tf_strategies import errors
 from tf_strategies.cluster.launcher import (
@@ -42,6 +43,10 @@ def exit_status(status: int) -> int:
   return status if status >= 0 else 128 - status
 
 
+def _drop(line: bytes) -> None:
+  """Takes a line that nobody wants to see."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Options:
   """How tasks are supervised.
@@ -51,6 +56,8 @@ class Options:
     grace_period: seconds between SIGTERM and SIGKILL.
     log_dir: where each task's output goes as well, a file a task; created.
     is_coloured: whether prefixes are.
+    shown: names of the tasks whose lines appear on stdout; None for all. The
+      last lines of a task that failed first appear in any case.
 
   Raises:
     UnsupportedOptionError: a number is out of its range.
@@ -60,6 +67,7 @@ class Options:
   grace_period: float = 10.0
   log_dir: str | None = None
   is_coloured: bool = False
+  shown: AbstractSet[str] | None = None
 
   def __post_init__(self):
     if self.max_restarts < 0:
@@ -174,7 +182,9 @@ class Supervisor:
           'pass a directory of your own, such as --log_dir=logs',
         ) from e
     start = output.prefix(spec.name, place, self._options.is_coloured)
-    return output.TaskOutput(start, self._out.write, log)
+    shown = self._options.shown
+    is_shown = shown is None or spec.name in shown
+    return output.TaskOutput(start, self._out.write if is_shown else _drop, log)
 
   def _start(self, task: _Task) -> None:
     task.was_noted = False

@@ -14,7 +14,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 from tf_strategies import errors
-from tf_strategies.cluster import config
+from tf_strategies.cluster import config, sources
 
 SECRET_BYTES = 32
 
@@ -25,6 +25,7 @@ _HOST = '127.0.0.1'
 # a second source of the secret would leave open which one counts.
 _NOT_INHERITED = (
   'TF_CONFIG',
+  *sources.VARIABLES,
   'TFS_SECRET',
   'TFS_SECRET_FILE',
   'TFS_RESTART_COUNT',
@@ -78,6 +79,11 @@ class Job:
       'worker': self.num_workers,
       'ps': self.num_ps,
     }
+
+  @property
+  def all_counts(self) -> dict[str, int]:
+    """The number of tasks by type: `counts`, and the evaluator."""
+    return {**self.counts, 'evaluator': int(self.evaluator)}
 
   @property
   def training_types(self) -> tuple[str, ...]:

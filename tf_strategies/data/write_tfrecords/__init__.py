@@ -91,22 +91,5 @@ def _write_shard(path: str, split: arrays.Arrays, index: int, step: int) -> int:
   labels = split.labels[index::step]
   with tf.io.TFRecordWriter(path) as writer:
     for image, label in zip(split.images[index::step], labels, strict=True):
-      writer.write(_serialize(image.tobytes(), int(label)))
+      writer.write(tfrecord.serialize_image(image.tobytes(), int(label)))
   return len(labels)
-
-
-def _serialize(image: bytes, label: int) -> bytes:
-  height, width, _ = arrays.IMAGE_SHAPE
-  feature = {
-    'image_raw': tf.train.Feature(bytes_list=tf.train.BytesList(value=[image])),
-    'label': _int64(label),
-    'height': _int64(height),
-    'width': _int64(width),
-  }
-  return tf.train.Example(
-    features=tf.train.Features(feature=feature)
-  ).SerializeToString()
-
-
-def _int64(value: int) -> tf.train.Feature:
-  return tf.train.Feature(int64_list=tf.train.Int64List(value=[value]))

@@ -22,6 +22,10 @@ import numpy as np
 import tensorflow as tf
 
 from tf_strategies import _graph_errors, _tf_internal, errors, process_group
+from tf_strategies.monitoring import recorder
+
+# Of collectives that gradients go through, for the timeline.
+_UPDATES = itertools.count()
 
 
 class HostRing:
@@ -37,6 +41,7 @@ class HostRing:
     self._handles = itertools.count()
     self._pending: dict[int, concurrent.futures.Future] = {}
     self._lock = threading.Lock()
+    self._update = 0
     self.calls: dict[str, int] = {}
     with tf.init_scope(), tf.device('CPU:0'):
       # Of no strategy: a mirrored variable would be updated by collectives.
@@ -95,6 +100,7 @@ class HostRing:
     kind: str,
     work: Callable[..., np.ndarray],
     tensors: Sequence[tf.Tensor],
+    contents: Sequence[str] = (),
   ) -> list[tf.Tensor]:
     """Runs `work(group, index, array)` for each tensor as it becomes ready.
 
@@ -103,6 +109,7 @@ class HostRing:
       work: makes an array like the one that it gets; runs in this ring's
         thread, in the order of the tensors.
       tensors: one-dimensional, in the order in which they become ready.
+      contents: what is in each of them, for the timeline.
 
     Returns:
       The results, none before all are there: what follows happens with all of
@@ -116,8 +123,11 @@ class HostRing:
         for i, t in enumerate(tensors)
       ]
     self._check_not_compiled(kind)
+    contents = contents or [''] * len(tensors)
     handles = [
-      self._start(kind, lambda g, a, i=i: work(g, i, a), tensor)
+      self._start(
+        kind, lambda g, a, i=i: work(g, i, a), tensor, i == 0, contents[i]
+      )
       for i, tensor in enumerate(tensors)
     ]
 
@@ -133,11 +143,15 @@ class HostRing:
 
   # The graph's side.
 
-  def _start(self, kind, work, tensor):
+  def _start(self, kind, work, tensor, is_first, contents):
     def host(array, token):
       def start():
         handle = next(self._handles)
-        self._pending[handle] = self._submit(kind, work, array)
+        if is_first:
+          self._update = next(_UPDATES)
+        self._pending[handle] = self._submit(
+          kind, work, array, update=self._update, contents=contents
+        )
         return np.int64(handle), token + 1
 
       return self._guard(start)
@@ -168,18 +182,22 @@ class HostRing:
 
   # The host's side.
 
-  def _submit(self, kind, work, array):
+  def _submit(self, kind, work, array, **about):
     group = self._group
+    if recorder.is_on():
+      work = _recorded(kind, work, handed_ns=recorder.now(), **about)
     with self._lock:
       self.calls[kind] = self.calls.get(kind, 0) + 1
       return self._thread.submit(work, group, array)
 
   def _run(self, kind, work, array):
-    return self._submit(kind, work, array).result()
+    with recorder.span(f'wait for {kind}', recorder.WAIT):
+      return self._submit(kind, work, array).result()
 
   def _wait(self, handles):
     futures = [self._pending.pop(int(handle)) for handle in handles]
-    return [future.result() for future in futures]
+    with recorder.span('wait for buckets', recorder.WAIT):
+      return [future.result() for future in futures]
 
   def _guard(self, function):
     """Lets a failure leave the graph with its type."""
@@ -198,3 +216,32 @@ class HostRing:
 
 def _new_thread():
   return concurrent.futures.ThreadPoolExecutor(1, 'collectives')
+
+
+def _recorded(kind, work, **about):
+  """Work that also tells the recorder when it ran, and what it sent."""
+
+  def run(group, array):
+    before, began = group.bytes_sent, recorder.now()
+    failed = True
+    try:
+      result = work(group, array)
+      failed = False
+      return result
+    finally:
+      ended, position = recorder.now(), group.describe()
+      recorder.add(
+        position['name'] or kind,
+        recorder.COMMUNICATION,
+        began,
+        ended,
+        kind=kind,
+        bytes=int(array.nbytes),
+        sent=group.bytes_sent - before,
+        generation=group.generation,
+        sequence=position['sequence'],
+        failed=failed,
+        **about,
+      )
+
+  return run

@@ -22,6 +22,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_strategies import _graph_errors, _tf_internal, errors
+from tf_strategies.monitoring import input_watch
 from tf_strategies.strategies import counted_batch, host_input, replica_run
 
 _Policy = tf.data.experimental.AutoShardPolicy
@@ -117,7 +118,7 @@ class WorkerInput:
       .prefetch(1)
       .map(checked)
     )
-    return distributed.with_options(_on_demand())
+    return input_watch.watch(distributed.with_options(_on_demand()))
 
   def _make_check(self):
     """Returns an op that compares the workers' batches 0, 1, 2, 4, 8, ..."""
@@ -241,7 +242,8 @@ class WorkerInput:
     numbers = tf.data.Dataset.range(1).map(
       lambda i: tf.ensure_shape(tf.numpy_function(start, [i], tf.int64), [])
     )
-    return numbers.flat_map(epoch).with_options(_on_demand())
+    distributed = numbers.flat_map(epoch).with_options(_on_demand())
+    return input_watch.watch(distributed)
 
 
 def _pack(batch):

@@ -13,6 +13,8 @@ from tf_strategies.strategies.multi_worker import host_ring, workers
 
 # A message costs about as much as copying so many bytes into a bucket.
 _ALONE_BYTES = 1 << 20
+# How many of a bucket's tensors a timeline spells out.
+_NAMED = 6
 
 
 class RingWorkers(workers.Workers):
@@ -99,7 +101,10 @@ class RingWorkers(workers.Workers):
           array, name=f'{name}/bucket_{index}', wire=wires[index]
         )
 
-      summed = packed.unpack(self._ring.call_all(kind, reduce, packed.buckets))
+      contents = [_names(tensors, members) for members in packed.members]
+      summed = packed.unpack(
+        self._ring.call_all(kind, reduce, packed.buckets, contents)
+      )
       return [e.decode(t) for e, t in zip(encoded, summed, strict=True)]
 
   def combine(self, tensor, op, name, is_report=False):
@@ -166,6 +171,22 @@ class RingWorkers(workers.Workers):
     """See base class."""
     self.group.close()
     self._ring.close()
+
+
+def _names(tensors, members) -> str:
+  """What a bucket holds, as the graph calls it."""
+  if tf.executing_eagerly():
+    return ''
+  names = [_source(tensors[i].op).name for i in members[:_NAMED]]
+  more = len(members) - _NAMED
+  return ', '.join(names) + (f' and {more} more' if more > 0 else '')
+
+
+def _source(op):
+  """The op that computes what identities and casts hand on."""
+  while op.type in ('Identity', 'Cast', 'Reshape'):
+    op = op.inputs[0].op
+  return op
 
 
 class _Encoded:

@@ -35,6 +35,7 @@ class Recovery:
     self._strategy = strategy
     self._options = strategy.options
     self._tracked: dict[str, Any] | None = None
+    self._is_tracking = False
     self._manager: tf.train.CheckpointManager | None = None
     self._position_variable = None
     self._is_recovering = False
@@ -61,9 +62,11 @@ class Recovery:
     Args:
       trackables: by name, as for `tf.train.Checkpoint`: model and optimizer.
     """
-    if not self.is_enabled or self._tracked is not None:
+    if not self.is_enabled or self._is_tracking:
       return
-    self._open(trackables)
+    self._is_tracking = True
+    if self._tracked is None:
+      self._open(trackables)
     if self._manager.latest_checkpoint is None:
       self.save()
     elif not self._was_restored:

@@ -1,11 +1,12 @@
-import doctest
-import importlib
+"""The examples in docstrings run, and public names are documented."""
+
 import inspect
 import pkgutil
 
 import tensorflow as tf
 from absl.testing import parameterized
 
+from tests import docstrings
 from tf_strategies import data as data_lib
 
 _MODULES = sorted(
@@ -18,15 +19,12 @@ _MODULES = sorted(
 class DocumentationTest(tf.test.TestCase, parameterized.TestCase):
   @parameterized.parameters(_MODULES)
   def test_examples_run(self, name):
-    module = importlib.import_module(name)
     if name.endswith(('.sources', '.digits')):
       try:
         import sklearn  # noqa: F401
       except ImportError:
         self.skipTest('scikit-learn is not installed')
-    result = doctest.testmod(module)
-    self.assertEqual(result.failed, 0)
-    self.assertGreater(result.attempted, 0)
+    docstrings.check_examples(self, name)
 
   def test_every_module_is_found(self):
     self.assertIn('tf_strategies.data.options', _MODULES)

@@ -1,0 +1,1 @@
+"""What `strategies` measures: jobs, the program of their tasks, results."""

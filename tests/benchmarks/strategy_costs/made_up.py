@@ -1,0 +1,31 @@
+"""What a run might have found, for tests of tables and plots."""
+
+from benchmarks.strategy_costs import running
+
+MEGABYTE = 1_000_000
+
+
+def report(rank=0, **changes):
+  """Of a task that trained two epochs of ten steps."""
+  return {
+    'rank': rank,
+    'is_chief': rank == 0,
+    'iterations': 20,
+    'steps': 20,
+    'examples_per_second': 5000.0,
+    'bytes_per_step': None,
+    'variable_bytes': {'CPU:0': MEGABYTE},
+    'test': {'loss': 0.2, 'accuracy': 0.9},
+    'curve': [[0.0, 2.3], [1.5, 0.13], [2.5, 0.2]],
+    'timed_epochs': [
+      {'seconds': 1.5, 'rows': 640, 'loopback_bytes': 30 * MEGABYTE},
+      {'seconds': 1.0, 'rows': 640, 'loopback_bytes': 10 * MEGABYTE},
+    ],
+    'all_reduce': {'is_counted': False},
+    **changes,
+  }
+
+
+def finished(*reports):
+  """A job that ended well."""
+  return running.Finished(reports, peak_rss_bytes=700 * MEGABYTE, seconds=9.0)

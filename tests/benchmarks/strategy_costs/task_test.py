@@ -1,0 +1,79 @@
+"""A task trains what the example trains, whatever it does besides."""
+
+from unittest import mock
+
+import pytest
+import tensorflow as tf
+from absl.testing import parameterized
+
+from benchmarks.strategy_costs import task
+from examples import common_flags, mnist_common, mnist_keras_fit
+from tests import virtual_devices
+
+virtual_devices.configure_logical_cpus()
+
+_OPTIONS = {
+  'dataset': 'digits',
+  'model': 'mlp',
+  'global_batch_size': 64,
+  'steps_per_epoch': 4,
+  'epochs': 2,
+  'verbose': False,
+}
+
+
+class TaskTest(tf.test.TestCase, parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    # TensorFlow runs already: devices cannot be split any more.
+    self.enter_context(
+      mock.patch.object(
+        mnist_common,
+        'split_device',
+        lambda count: [f'CPU:{i}' for i in range(count)],
+      )
+    )
+
+  @parameterized.parameters('one_device', 'ring_mirrored')
+  def test_trains_what_the_example_trains(self, strategy):
+    options = {**_OPTIONS, 'strategy': strategy}
+    expected = mnist_keras_fit.train(
+      common_flags.TrainingOptions(**options), ['CPU:0', 'CPU:1']
+    )
+    found = task.train(task.Spec(options, 2, 3, 3, ''))
+    # To the last bit, so the untimed steps were taken back and the losses in
+    # between changed nothing.
+    self.assertEqual(found['test'], expected['test'])
+    self.assertEqual(found['train'], expected['train'])
+    self.assertEqual(found['iterations'], 8)
+    self.assertEqual(found['steps'], 8)
+    self.assertEqual(found['variable_bytes'], expected['variable_bytes'])
+    # Of 11 steps each, not of 8.
+    self.assertAllClose(
+      found['bytes_per_step']['into_busiest_device'],
+      expected['bytes_per_step']['into_busiest_device'],
+      rtol=1e-3,
+    )
+    self.assertEqual(
+      [epoch['rows'] for epoch in found['timed_epochs']], [256, 256]
+    )
+    # Before the first, after 3, 4, 6 and 8 steps.
+    seconds, losses = zip(*found['curve'], strict=True)
+    self.assertLen(seconds, 5)
+    self.assertEqual(list(seconds), sorted(seconds))
+    self.assertAllClose(
+      seconds[-1], sum(epoch['seconds'] for epoch in found['timed_epochs'])
+    )
+    self.assertAllClose(losses[-1], expected['test']['loss'], rtol=1e-5)
+    self.assertGreater(losses[0], losses[-1])
+
+  @pytest.mark.soak
+  def test_no_more_untimed_steps_than_there_are(self):
+    options = {**_OPTIONS, 'strategy': 'one_device', 'epochs': 1}
+    found = task.train(task.Spec(options, 2, 100, 0, ''))
+    self.assertEqual(found['iterations'], 4)
+    self.assertEmpty(found['curve'])
+
+
+if __name__ == '__main__':
+  tf.test.main()

@@ -1,0 +1,315 @@
+"""What is wrong in what schedulers set, and any text in its place."""
+
+import json
+
+import hypothesis
+from absl.testing import absltest, parameterized
+from hypothesis import strategies as st
+
+from tests.cluster import schedulers
+from tf_strategies import errors
+
+# Name, environment, and words of the message: the variable and its value.
+_BAD = (
+  ('vertex_empty', {'CLUSTER_SPEC': ''}, ("CLUSTER_SPEC: its text", "''")),
+  ('vertex_json', {'CLUSTER_SPEC': '{'}, ('JSONDecodeError',)),
+  ('vertex_deep', {'CLUSTER_SPEC': '[' * 100_000}, ('RecursionError',)),
+  ('vertex_list', {'CLUSTER_SPEC': '[]'}, ('value is []',)),
+  ('vertex_task', schedulers.vertex(task=('workerpool1', 2)), ('index is 2', '0 to 1')),
+  ('vertex_minus', schedulers.vertex(task=('workerpool1', -1)), ('index is -1',)),
+  ('vertex_words', schedulers.vertex(task=('workerpool1', 'x')), ("index is 'x'",)),
+  ('vertex_pool', schedulers.vertex(task=('workerpool9', 0)), ("'workerpool9'",)),
+  ('vertex_absent', schedulers.vertex(task=('workerpool2', 0)), ("is 'ps'",)),
+  ('vertex_no_task', {'CLUSTER_SPEC': '{"cluster": {}}'}, ('task is missing',)),
+  ('vertex_no_cluster', schedulers.vertex(pools=None), ('cluster is None',)),
+  ('vertex_empty_cluster', schedulers.vertex(pools={}), ('cluster is {}', 'unset CLU')),
+  ('vertex_port', schedulers.vertex({'workerpool0': ['a']}, ('workerpool0', 0)), ("'a'",)),
+  (
+    'vertex_two_primaries',
+    schedulers.vertex({'workerpool0': ['a:1', 'b:1']}, ('workerpool0', 0)),
+    ('one chief',),
+  ),
+  (
+    'vertex_twice',
+    schedulers.vertex({'workerpool0': ['a:1'], 'workerpool1': ['a:1']}, ('chief', 0)),
+    ("'a:1'", 'cluster.chief[0] has it'),
+  ),
+  (
+    'vertex_two_names',
+    schedulers.vertex({'workerpool0': ['a:1'], 'chief': ['b:1']}, ('chief', 0)),
+    ('one name for chief',),
+  ),
+  ('slurm_place', schedulers.changed(schedulers.SLURM, SLURM_PROCID='7'), ('SLURM_PROCID: ', "'7'")),
+  ('slurm_words', schedulers.changed(schedulers.SLURM, SLURM_PROCID='one'), ("'one'", '0 to 6')),
+  ('slurm_empty', schedulers.changed(schedulers.SLURM, SLURM_PROCID=''), ("SLURM_PROCID: ", "''")),
+  ('slurm_count', schedulers.changed(schedulers.SLURM, SLURM_NTASKS='x'), ('SLURM_NTASKS: ', "'x'")),
+  ('slurm_no_tasks', schedulers.changed(schedulers.SLURM, SLURM_NTASKS='0'), ("'0'",)),
+  ('slurm_minus', schedulers.changed(schedulers.SLURM, SLURM_NTASKS='-2'), ("'-2'",)),
+  ('slurm_huge', schedulers.changed(schedulers.SLURM, SLURM_NTASKS='9' * 30), ('999',)),
+  ('slurm_no_list', schedulers.changed(schedulers.SLURM, SLURM_JOB_NODELIST=None), ('missing',)),
+  (
+    'slurm_list',
+    schedulers.changed(schedulers.SLURM, SLURM_JOB_NODELIST='node[1-'),
+    ('SLURM_JOB_NODELIST: ', "'node[1-'", 'node[001-003,7],gpu1'),
+  ),
+  (
+    'slurm_many_hosts',
+    schedulers.changed(schedulers.SLURM, SLURM_JOB_NODELIST='a[0-99999999]'),
+    ('at most 100000',),
+  ),
+  (
+    'slurm_host',
+    schedulers.changed(schedulers.SLURM, SLURM_JOB_NODELIST='-a[1-4]'),
+    ("'-a1:1'", 'host name'),
+  ),
+  (
+    'slurm_same_host',
+    schedulers.changed(schedulers.SLURM, SLURM_JOB_NODELIST='a,a,b,c'),
+    ('no other task has',),
+  ),
+  (
+    'slurm_sum',
+    schedulers.changed(schedulers.SLURM, SLURM_TASKS_PER_NODE='2(x4)'),
+    ('SLURM_TASKS_PER_NODE: ', "'2(x4)'", '7 tasks'),
+  ),
+  (
+    'slurm_hosts',
+    schedulers.changed(schedulers.SLURM, SLURM_TASKS_PER_NODE='3,4'),
+    ("'3,4'", '4 hosts'),
+  ),
+  (
+    'slurm_per_node',
+    schedulers.changed(schedulers.SLURM, SLURM_TASKS_PER_NODE='2(x'),
+    ("'2(x'", '2(x3),1'),
+  ),
+  (
+    'slurm_uneven',
+    schedulers.changed(schedulers.SLURM, SLURM_TASKS_PER_NODE=None),
+    ('SLURM_TASKS_PER_NODE: ', 'missing', '7 tasks'),
+  ),
+  (
+    'slurm_cyclic',
+    schedulers.changed(schedulers.SLURM, SLURM_DISTRIBUTION='cyclic'),
+    ("'cyclic'", '--distribution=block'),
+  ),
+  (
+    'slurm_other_host',
+    schedulers.changed(schedulers.SLURM, SLURM_NODEID='3'),
+    ('SLURM_NODEID: ', 'is 3', '1 for task 3'),
+  ),
+  ('slurm_local', schedulers.changed(schedulers.SLURM, SLURM_LOCALID='x'), ('SLURM_LOCALID: ',)),
+  ('slurm_job', schedulers.changed(schedulers.SLURM, SLURM_JOB_ID='x'), ('SLURM_JOB_ID: ', "'x'")),
+  ('slurm_port', schedulers.changed(schedulers.SLURM, TFS_PORT='65535'), ('TFS_PORT: ', '65534')),
+  ('port_0', {**schedulers.SAGEMAKER, 'TFS_PORT': '0'}, ('TFS_PORT: ', "'0'", '65535')),
+  ('port_words', {**schedulers.SAGEMAKER, 'TFS_PORT': 'http'}, ("'http'",)),
+  ('sm_empty', {**schedulers.SAGEMAKER, 'SM_HOSTS': ''}, ('SM_HOSTS: ', "''")),
+  ('sm_json', {**schedulers.SAGEMAKER, 'SM_HOSTS': 'algo-1'}, ("'algo-1'", 'JSON list')),
+  ('sm_object', {**schedulers.SAGEMAKER, 'SM_HOSTS': '{"a": 1}'}, ("{'a': 1}",)),
+  ('sm_no_hosts', {**schedulers.SAGEMAKER, 'SM_HOSTS': '[]'}, ('value is []',)),
+  ('sm_number', {**schedulers.SAGEMAKER, 'SM_HOSTS': '[1, 2]'}, ('host 0 is 1',)),
+  ('sm_host', {**schedulers.SAGEMAKER, 'SM_HOSTS': '["a b", "c"]'}, ("'a b:2222'",)),
+  ('sm_port', {**schedulers.SAGEMAKER, 'SM_HOSTS': '["a:1", "c"]'}, ("'a:1:2222'",)),
+  (
+    'sm_twice',
+    {**schedulers.SAGEMAKER, 'SM_HOSTS': '["algo-2", "algo-2"]'},
+    ('SM_HOSTS: ', 'no other task has'),
+  ),
+  (
+    'sm_stranger',
+    {**schedulers.SAGEMAKER, 'SM_CURRENT_HOST': 'algo-9'},
+    ('SM_CURRENT_HOST: ', "'algo-9'", 'algo-1'),
+  ),
+  ('sm_nobody', schedulers.changed(schedulers.SAGEMAKER, SM_CURRENT_HOST=None), ('missing',)),
+  ('jobset_name', schedulers.changed(schedulers.JOBSET, JOBSET_NAME=None), ('JOBSET_NAME: ',)),
+  ('jobset_blank', schedulers.changed(schedulers.JOBSET, JOBSET_NAME=''), ('JOBSET_NAME: ', "''")),
+  ('jobset_host', schedulers.changed(schedulers.JOBSET, JOBSET_NAME='a b'), ("'a b-chief-0-0.a b",)),
+  (
+    'jobset_job',
+    schedulers.changed(schedulers.JOBSET, REPLICATED_JOB_NAME='workers'),
+    ('REPLICATED_JOB_NAME: ', "'workers'", 'chief, worker, ps'),
+  ),
+  (
+    'jobset_no_job',
+    schedulers.changed(schedulers.JOBSET, REPLICATED_JOB_NAME=None),
+    ('REPLICATED_JOB_NAME: ', 'missing'),
+  ),
+  (
+    'jobset_no_ps',
+    schedulers.changed(schedulers.JOBSET, REPLICATED_JOB_NAME='ps', TFS_NUM_PS='0'),
+    ("'ps'", '(worker)'),
+  ),
+  (
+    'jobset_index',
+    schedulers.changed(schedulers.JOBSET, JOB_COMPLETION_INDEX='2'),
+    ('JOB_COMPLETION_INDEX: ', "'2'", '0 to 1'),
+  ),
+  ('jobset_replica', schedulers.changed(schedulers.JOBSET, JOB_INDEX='1'), ('JOB_INDEX: ', "'1'")),
+  ('workers', {**schedulers.JOBSET, 'TFS_NUM_WORKERS': 'x'}, ('TFS_NUM_WORKERS: ',)),
+  ('num_ps', {**schedulers.JOBSET, 'TFS_NUM_PS': '-1'}, ('TFS_NUM_PS: ', "'-1'")),
+  ('chief', {**schedulers.JOBSET, 'TFS_CHIEF': '2'}, ('TFS_CHIEF: ', '0 to 1')),
+  ('evaluator', {**schedulers.JOBSET, 'TFS_EVALUATOR': 'no'}, ('TFS_EVALUATOR: ',)),
+  ('many', {**schedulers.JOBSET, 'TFS_NUM_WORKERS': '99999999'}, ('100000',)),
+  (
+    'nobody_trains',
+    {**schedulers.INDEXED_JOB, 'TFS_NUM_WORKERS': '0', 'TFS_EVALUATOR': '1'},
+    ('does not train',),
+  ),
+  (
+    'sum',
+    {**schedulers.SLURM, 'TFS_NUM_WORKERS': '3'},
+    ('number of tasks is 7', '3 worker'),
+  ),
+  ('too_many_ps', {**schedulers.SAGEMAKER, 'TFS_NUM_PS': '3'}, ('of tasks is 3', '3 ps')),
+  (
+    'indexed_host',
+    schedulers.changed(schedulers.INDEXED_JOB, HOSTNAME='mnist-1'),
+    ('HOSTNAME: ', "'mnist-1'", '<job>-2', 'TFS_JOB_NAME'),
+  ),
+  ('indexed_no_host', schedulers.changed(schedulers.INDEXED_JOB, HOSTNAME=None), ('missing',)),
+  ('indexed_only', schedulers.changed(schedulers.INDEXED_JOB, HOSTNAME='-2'), ("'-2'",)),
+  (
+    'indexed_service',
+    schedulers.changed(schedulers.INDEXED_JOB, TFS_SUBDOMAIN=None),
+    ('TFS_SUBDOMAIN: ', 'headless service'),
+  ),
+  ('indexed_place', schedulers.changed(schedulers.INDEXED_JOB, JOB_COMPLETION_INDEX='3'), ("'3'",)),
+  (
+    'nobody_says_who',
+    {'TFS_NUM_WORKERS': '4'},
+    ('TFS_NUM_WORKERS: ', 'is 4', 'tf_strategies.launch'),
+  ),
+)  # fmt: skip
+
+
+class BadValuesTest(parameterized.TestCase):
+  @parameterized.named_parameters(*_BAD)
+  def test_is_a_cluster_config_error(self, environ, words):
+    with self.assertRaises(errors.ClusterConfigError) as caught:
+      schedulers.read(environ)
+    message = str(caught.exception)
+    for word in (': ', 'allowed is ', 'Way out: ', *words):
+      self.assertIn(word, message)
+    self.assertLess(len(message), 800)
+
+  def test_table_is_long(self):
+    self.assertGreaterEqual(len({str(environ) for _, environ, _ in _BAD}), 60)
+
+
+_NUMBER = st.sampled_from(['0', '1', '2', '3', '-1', '', 'x', '99999', ' 1'])
+_NAME = st.sampled_from(['a', 'algo-1', 'worker', 'chief', 'ps', '', 'a b'])
+_JSON = st.recursive(
+  st.none() | st.booleans() | st.integers() | st.floats() | st.text() | _NAME,
+  lambda inner: st.lists(inner) | st.dictionaries(st.text() | _NAME, inner),
+  max_leaves=6,
+).map(json.dumps)
+_POOL = st.sampled_from([f'workerpool{i}' for i in range(4)] + ['chief', 'x'])
+_SPEC = st.fixed_dictionaries(
+  {
+    'cluster': st.dictionaries(
+      _POOL, st.lists(st.sampled_from(['a:1', 'b:1', 'c']), max_size=2)
+    ),
+    'task': st.fixed_dictionaries({'type': _POOL, 'index': st.integers(-1, 2)}),
+  }
+).map(json.dumps)
+# Neither NUL nor surrogates can be in an environment.
+_ANY = st.text(
+  st.characters(exclude_characters='\0', exclude_categories=['Cs'])
+)
+_VALUES = {
+  'CLUSTER_SPEC': _SPEC | _JSON,
+  'SM_HOSTS': st.lists(_NAME).map(json.dumps) | _JSON,
+  'SM_CURRENT_HOST': _NAME,
+  'SM_NETWORK_INTERFACE_NAME': _NAME,
+  'SLURM_PROCID': _NUMBER,
+  'SLURM_NTASKS': _NUMBER,
+  'SLURM_NODEID': _NUMBER,
+  'SLURM_LOCALID': _NUMBER,
+  'SLURM_JOB_ID': _NUMBER,
+  'SLURM_JOB_NODELIST': st.text('an01[]-,', max_size=12),
+  'SLURM_TASKS_PER_NODE': st.text('12(x),', max_size=8),
+  'JOB_COMPLETION_INDEX': _NUMBER,
+  'JOBSET_NAME': _NAME,
+  'REPLICATED_JOB_NAME': _NAME,
+  'HOSTNAME': st.sampled_from(['a-0', 'a-1', '-0', '']),
+  'TFS_SUBDOMAIN': _NAME,
+  'TFS_NUM_WORKERS': _NUMBER,
+  'TFS_NUM_PS': _NUMBER,
+  'TFS_CHIEF': _NUMBER,
+  'TFS_EVALUATOR': _NUMBER,
+  'TFS_PORT': st.sampled_from(['1', '65535', '65536', 'x']),
+}
+
+
+def _environments(*prefixes):
+  """Environments of one scheduler, with its roles, likely or arbitrary."""
+  return st.fixed_dictionaries(
+    {},
+    optional={
+      name: values | _ANY
+      for name, values in _VALUES.items()
+      if name.startswith((*prefixes, 'TFS_'))
+    },
+  )
+
+
+_RIGHT = (
+  schedulers.SLURM,
+  schedulers.SAGEMAKER,
+  schedulers.JOBSET,
+  schedulers.INDEXED_JOB,
+  schedulers.vertex(),
+)
+
+
+@st.composite
+def _almost_right(draw):
+  """What a scheduler sets, with one variable changed or missing."""
+  right = draw(st.sampled_from(_RIGHT))
+  name = draw(st.sampled_from(sorted(right)))
+  value = draw(st.none() | _NUMBER | _VALUES.get(name, _NUMBER) | _ANY)
+  return schedulers.changed(right, **{name: value})
+
+
+class FuzzTest(absltest.TestCase):
+  @hypothesis.given(_environments('CLUSTER_SPEC'))
+  def test_vertex(self, environ):
+    self._check(environ)
+
+  @hypothesis.given(_environments('SM_'))
+  def test_sagemaker(self, environ):
+    self._check(environ)
+
+  @hypothesis.given(_environments('SLURM_'))
+  def test_slurm(self, environ):
+    self._check(environ)
+
+  @hypothesis.given(_environments('JOB', 'REPLICATED', 'HOSTNAME'))
+  def test_kubernetes(self, environ):
+    self._check(environ)
+
+  @hypothesis.given(_environments(''))
+  def test_all_at_once(self, environ):
+    self._check(environ)
+
+  @hypothesis.given(_almost_right())
+  def test_one_change_of_a_right_one(self, environ):
+    self._check(environ)
+
+  def test_what_is_changed_was_right(self):
+    for environ in _RIGHT:
+      self.assertIsNotNone(schedulers.read(environ))
+
+  def _check(self, environ):
+    """A config, or none, or one error; never another exception."""
+    try:
+      config = schedulers.read(environ)
+    except errors.ClusterConfigError as e:
+      self.assertIn('Way out: ', str(e))
+      return
+    if config is not None:
+      again = schedulers.read({'TF_CONFIG': config.to_tf_config()})
+      self.assertEqual(again, config)
+
+
+if __name__ == '__main__':
+  absltest.main()

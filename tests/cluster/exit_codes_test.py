@@ -1,0 +1,97 @@
+import os
+import signal
+import subprocess
+import sys
+
+from absl.testing import absltest, parameterized
+
+from tf_strategies import errors
+from tf_strategies.cluster import exit_codes
+
+_PERMANENT = (
+  errors.UnsupportedOptionError('x'),
+  errors.ClusterConfigError('x'),
+  errors.DataError('x'),
+  errors.CheckpointMismatchError('x'),
+  errors.ScheduleError('x'),
+  errors.AuthenticationError('x'),
+  errors.CollectiveMismatchError('x'),
+  RuntimeError('x'),
+  KeyError('x'),
+)
+_RESTARTABLE = (
+  errors.RendezvousError('x'),
+  errors.WorkerUnavailableError('x'),
+  errors.ParameterServerUnavailableError('x'),
+  errors.CollectiveTimeoutError('x'),
+)
+
+
+class ExitCodeTest(parameterized.TestCase):
+  @parameterized.parameters(*_PERMANENT)
+  def test_what_would_come_again_is_permanent(self, error):
+    code = exit_codes.exit_code(error)
+    self.assertIn(code, exit_codes.PERMANENT_EXIT_CODES)
+    self.assertFalse(exit_codes.is_restarted(code))
+
+  @parameterized.parameters(*_RESTARTABLE)
+  def test_what_the_world_did_is_restarted(self, error):
+    code = exit_codes.exit_code(error)
+    self.assertEqual(code, exit_codes.RESTARTABLE_EXIT_CODE)
+    self.assertTrue(exit_codes.is_restarted(code))
+
+  def test_every_error_of_ours_was_thought_of(self):
+    known = {type(error) for error in (*_PERMANENT, *_RESTARTABLE)}
+    ours = {
+      kind
+      for kind in vars(errors).values()
+      if isinstance(kind, type) and issubclass(kind, errors.Error)
+    }
+    self.assertEmpty(ours - known - {errors.Error})
+
+  def test_permanent_codes_are_not_restarted(self):
+    self.assertFalse(
+      any(map(exit_codes.is_restarted, exit_codes.PERMANENT_EXIT_CODES))
+    )
+
+  @parameterized.parameters((None, 0), ('0', 0), ('143', 143), ('255', 255))
+  def test_what_a_server_exits_with(self, text, status):
+    environ = {exit_codes.TERMINATED_VARIABLE: text} if text else {}
+    self.assertEqual(exit_codes.terminated_exit_code(environ), status)
+
+  @parameterized.parameters('', '-1', '256', '1.0', 'SIGTERM', '\u0661')
+  def test_other_text_is_no_exit_status(self, text):
+    environ = {exit_codes.TERMINATED_VARIABLE: text}
+    with self.assertRaises(errors.UnsupportedOptionError) as caught:
+      exit_codes.terminated_exit_code(environ)
+    self.assertIn(repr(text), str(caught.exception))
+
+  @parameterized.parameters(
+    ('errors.WorkerUnavailableError("worker 1 died")', 143),
+    ('errors.DataError("truncated")', 1),
+    # Python ends itself by SIGINT.
+    ('KeyboardInterrupt()', -signal.SIGINT),
+    ('SystemExit(7)', 7),
+  )
+  def test_process_exits_with_it_and_shows_the_error(self, error, status):
+    code = f"""
+from tf_strategies import errors
+from tf_strategies.cluster import exit_codes
+with exit_codes.exiting():
+  raise {error}
+"""
+    done = subprocess.run(
+      [sys.executable, '-c', code],
+      stderr=subprocess.PIPE,
+      timeout=120,
+      env={**os.environ, 'PYTHONPATH': os.pathsep.join(filter(None, sys.path))},
+      text=True,
+    )
+    self.assertEqual(done.returncode, status)
+    if status in (1, 143):
+      self.assertIn('Traceback', done.stderr)
+      self.assertIn(error.partition('"')[2].rstrip('")'), done.stderr)
+
+
+if __name__ == '__main__':
+  absltest.main()

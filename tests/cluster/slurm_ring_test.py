@@ -1,0 +1,80 @@
+"""Two processes, started as `srun` starts tasks, form a ring and add up."""
+
+import os
+import subprocess
+import sys
+
+import portpicker
+import pytest
+from absl.testing import absltest
+
+from tests.cluster import schedulers
+
+_DEADLINE_SECONDS = 120.0
+_PROGRAM = """
+import numpy as np
+from tf_strategies import cluster, process_group
+config = cluster.ClusterConfig.from_env()
+addresses = {i: task.address for i, task in enumerate(config.training_tasks)}
+rendezvous = process_group.Rendezvous(
+  addresses, config.training_index, process_group.GroupOptions.from_env())
+group = rendezvous.form()
+values = config.training_index * 1000 + np.arange(4.0)
+print(group.all_reduce(values).tolist())
+group.barrier(name='the end')
+group.close()
+rendezvous.close()
+"""
+
+
+@pytest.mark.multi_process
+class SlurmRingTest(absltest.TestCase):
+  def _start(self, place, port):
+    variables = {
+      'SLURM_STEP_ID': '0',
+      'SLURM_NTASKS': '2',
+      'SLURM_STEP_NODELIST': 'localhost',
+      'SLURM_STEP_TASKS_PER_NODE': '2',
+      'SLURM_NODEID': '0',
+      'SLURM_PROCID': str(place),
+      'SLURM_LOCALID': str(place),
+      'TFS_PORT': str(port),
+      'TFS_SECRET': 'ab' * 32,
+      'PYTHONPATH': os.pathsep.join(filter(None, sys.path)),
+    }
+    kept = {
+      k: v
+      for k, v in os.environ.items()
+      if k not in ('TF_CONFIG', 'TFS_SECRET_FILE')
+    }
+    process = subprocess.Popen(
+      [sys.executable, '-c', _PROGRAM],
+      stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE,
+      env=schedulers.changed(kept, **variables),
+      text=True,
+    )
+    self.addCleanup(process.communicate)
+    self.addCleanup(process.kill)
+    return process
+
+  def test_tasks_of_one_step_form_a_ring(self):
+    port = _free_pair()
+    processes = [self._start(place, port) for place in range(2)]
+    for process in processes:
+      out, err = process.communicate(timeout=_DEADLINE_SECONDS)
+      self.assertEqual(process.returncode, 0, err)
+      self.assertEqual(out, '[1000.0, 1002.0, 1004.0, 1006.0]\n')
+
+
+def _free_pair() -> int:
+  """A port that is free, as is the next one."""
+  for _ in range(100):
+    port = portpicker.pick_unused_port()
+    if portpicker.is_port_free(port + 1):
+      return port
+  raise AssertionError('no two free ports follow each other')
+
+
+if __name__ == '__main__':
+  absltest.main()

@@ -1,0 +1,286 @@
+"""What each scheduler sets, as it sets it."""
+
+from absl.testing import absltest, parameterized
+
+from tests.cluster import schedulers
+from tf_strategies.cluster import sources
+
+
+class VertexTest(absltest.TestCase):
+  def test_pools_are_jobs(self):
+    pools = {
+      **schedulers.VERTEX_POOLS,
+      'workerpool2': ['ps-0:2222'],
+      'workerpool3': ['eval-0:2222'],
+    }
+    config = schedulers.read(schedulers.vertex(pools))
+    self.assertEqual(
+      config.jobs,
+      {
+        'chief': {0: pools['workerpool0'][0]},
+        'worker': dict(enumerate(pools['workerpool1'])),
+        'ps': {0: 'ps-0:2222'},
+        'evaluator': {0: 'eval-0:2222'},
+      },
+    )
+    self.assertEqual((config.task_type, config.task_index), ('worker', 1))
+    self.assertEqual(config.environment, 'cloud')
+    self.assertEqual(config.training_index, 2)
+
+  def test_every_pool_knows_what_it_is(self):
+    pools = {f'workerpool{i}': [f'h{i}:2222'] for i in range(4)}
+    found = [
+      schedulers.read(schedulers.vertex(pools, (f'workerpool{i}', 0))).task_type
+      for i in range(4)
+    ]
+    self.assertEqual(found, ['chief', 'worker', 'ps', 'evaluator'])
+
+  def test_pool_without_tasks_is_left_out(self):
+    config = schedulers.read(
+      schedulers.vertex({**schedulers.VERTEX_POOLS, 'workerpool2': []})
+    )
+    self.assertEqual(list(config.jobs), ['chief', 'worker'])
+
+  def test_one_machine_is_a_single_process(self):
+    for name in ('chief', 'workerpool0'):
+      spec = schedulers.vertex({name: ['localhost:1234']}, (name, 0))
+      self.assertIsNone(schedulers.read(spec))
+    self.assertIsNone(schedulers.read({'CLUSTER_SPEC': '{}'}))
+
+
+class SlurmTest(parameterized.TestCase):
+  def test_tasks_of_a_host_have_ports_that_follow_each_other(self):
+    config = schedulers.read(schedulers.SLURM)
+    port = 12_000 + 4242 % 200 * 100
+    self.assertEqual(
+      list(config.jobs['worker'].values()),
+      [
+        f'{host}:{port + local}'
+        for host, count in (
+          ('node001', 2), ('node002', 2), ('node003', 2), ('gpu1', 1)
+        )
+        for local in range(count)
+      ],
+    )  # fmt: skip
+    self.assertEqual((config.task_type, config.task_index), ('worker', 3))
+    self.assertEqual(config.address, f'node002:{port + 1}')
+
+  def test_all_tasks_agree(self):
+    places = [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0)]
+    found = [
+      schedulers.read(
+        schedulers.changed(
+          schedulers.SLURM,
+          SLURM_PROCID=str(rank),
+          SLURM_NODEID=str(host),
+          SLURM_LOCALID=str(local),
+        )
+      )
+      for rank, (host, local) in enumerate(places)
+    ]
+    self.assertEqual([c.task_index for c in found], list(range(7)))
+    for config in found:
+      self.assertEqual(config.jobs, found[0].jobs)
+
+  def test_port_is_chosen(self):
+    self.assertEqual(
+      schedulers.read(
+        schedulers.changed(schedulers.SLURM, TFS_PORT='3000')
+      ).address,
+      'node002:3001',
+    )
+    without = schedulers.changed(schedulers.SLURM, SLURM_JOB_ID=None)
+    self.assertEqual(schedulers.read(without).address, 'node002:2223')
+
+  def test_step_comes_before_the_job(self):
+    step = {
+      'SLURM_STEP_ID': '0',
+      'SLURM_STEP_NUM_TASKS': '2',
+      'SLURM_STEP_NODELIST': 'node003,gpu1',
+      'SLURM_STEP_TASKS_PER_NODE': '1(x2)',
+      'SLURM_PROCID': '1',
+      'SLURM_LOCALID': '0',
+      'ENVIRONMENT': 'BATCH',
+    }
+    config = schedulers.read({**schedulers.SLURM, **step})
+    hosts = [a.partition(':')[0] for a in config.jobs['worker'].values()]
+    self.assertEqual(hosts, ['node003', 'gpu1'])
+
+  def test_evenly_where_slurm_does_not_say(self):
+    environ = schedulers.changed(
+      schedulers.SLURM,
+      SLURM_TASKS_PER_NODE=None,
+      SLURM_NTASKS='8',
+      TFS_PORT='5000',
+    )
+    self.assertEqual(schedulers.read(environ).jobs['worker'][7], 'gpu1:5001')
+
+  def test_first_is_the_chief_and_last_are_parameter_servers(self):
+    environ = {**schedulers.SLURM, 'TFS_NUM_PS': '2', 'TFS_EVALUATOR': '1'}
+    config = schedulers.read(environ)
+    sizes = {job: len(tasks) for job, tasks in config.jobs.items()}
+    self.assertEqual(sizes, {'chief': 1, 'worker': 3, 'ps': 2, 'evaluator': 1})
+    self.assertEqual((config.task_type, config.task_index), ('worker', 2))
+    self.assertStartsWith(config.jobs['evaluator'][0], 'gpu1:')
+    self.assertStartsWith(config.jobs['chief'][0], 'node001:')
+
+  @parameterized.parameters(
+    {'SLURM_NTASKS': '1', 'SLURM_PROCID': '0'},
+    {'SLURM_NTASKS': None},
+    {'SLURM_PROCID': None},
+    # The script that sbatch runs is numbered as task 0 of all.
+    {'ENVIRONMENT': 'BATCH', 'SLURM_PROCID': '0'},
+  )
+  def test_no_step_of_several_tasks_is_a_single_process(self, **changes):
+    self.assertIsNone(
+      schedulers.read(schedulers.changed(schedulers.SLURM, **changes))
+    )
+
+
+class SageMakerTest(absltest.TestCase):
+  def test_hosts_are_workers(self):
+    config = schedulers.read(schedulers.SAGEMAKER)
+    self.assertEqual(
+      config.jobs, {'worker': {i: f'algo-{i + 1}:2222' for i in range(3)}}
+    )
+    self.assertEqual(config.task_index, 1)
+
+  def test_hosts_are_what_they_are_told(self):
+    config = schedulers.read(
+      {**schedulers.SAGEMAKER, 'TFS_NUM_PS': '1', 'TFS_PORT': '7000'}
+    )
+    self.assertEqual(
+      config.jobs,
+      {
+        'chief': {0: 'algo-1:7000'},
+        'worker': {0: 'algo-2:7000'},
+        'ps': {0: 'algo-3:7000'},
+      },
+    )
+    self.assertEqual((config.task_type, config.task_index), ('worker', 0))
+
+  def test_one_host_is_a_single_process(self):
+    alone = {'SM_HOSTS': '["algo-1"]', 'SM_CURRENT_HOST': 'algo-1'}
+    self.assertIsNone(schedulers.read(alone))
+
+
+class KubernetesTest(absltest.TestCase):
+  def test_jobset(self):
+    config = schedulers.read(schedulers.JOBSET)
+    self.assertEqual(
+      config.jobs,
+      {
+        'chief': {0: 'mnist-chief-0-0.mnist:2222'},
+        'worker': {i: f'mnist-worker-0-{i}.mnist:2222' for i in range(2)},
+        'ps': {0: 'mnist-ps-0-0.mnist:2222'},
+      },
+    )
+    self.assertEqual((config.task_type, config.task_index), ('worker', 1))
+
+  def test_jobset_with_a_service_and_a_port_of_its_own(self):
+    environ = {**schedulers.JOBSET, 'TFS_SUBDOMAIN': 'pods', 'TFS_PORT': '80'}
+    self.assertEqual(
+      schedulers.read(environ).address, 'mnist-worker-0-1.pods:80'
+    )
+
+  def test_indexed_job(self):
+    config = schedulers.read(schedulers.INDEXED_JOB)
+    self.assertEqual(
+      config.jobs,
+      {'worker': {i: f'mnist-{i}.mnist-pods:2222' for i in range(3)}},
+    )
+    self.assertEqual(config.task_index, 2)
+    named = schedulers.changed(
+      schedulers.INDEXED_JOB, HOSTNAME='node7', TFS_JOB_NAME='mnist'
+    )
+    self.assertEqual(schedulers.read(named), config)
+
+  def test_indexed_job_that_nobody_counted_works_alone(self):
+    self.assertIsNone(
+      schedulers.read(
+        schedulers.changed(schedulers.INDEXED_JOB, TFS_NUM_WORKERS=None)
+      )
+    )
+
+  def test_one_pod_is_a_single_process(self):
+    alone = {'TFS_NUM_WORKERS': '1', 'JOB_COMPLETION_INDEX': '0'}
+    self.assertIsNone(
+      schedulers.read(
+        {**schedulers.INDEXED_JOB, 'HOSTNAME': 'mnist-0', **alone}
+      )
+    )
+    self.assertIsNone(
+      schedulers.read({**schedulers.JOBSET, 'TFS_NUM_PS': '0', **alone})
+    )
+
+
+_TF_CONFIG = (
+  '{"cluster": {"worker": ["a:1", "b:1"]}, '
+  '"task": {"type": "worker", "index": 0}}'
+)
+
+
+class PrecedenceTest(absltest.TestCase):
+  def test_tf_config_counts_and_the_contradiction_is_logged(self):
+    for other in (
+      schedulers.SLURM,
+      schedulers.SAGEMAKER,
+      schedulers.JOBSET,
+      schedulers.vertex(),
+    ):
+      with self.assertLogs(level='WARNING') as logs:
+        config = schedulers.read({'TF_CONFIG': _TF_CONFIG, **other})
+      self.assertEqual(config.address, 'a:1')
+      (line,) = logs.output
+      self.assertIn('contradicts TF_CONFIG', line)
+
+  def test_malformed_source_that_does_not_count_is_logged(self):
+    environ = {'TF_CONFIG': _TF_CONFIG, 'SM_HOSTS': '['}
+    with self.assertLogs(level='WARNING') as logs:
+      self.assertEqual(schedulers.read(environ).address, 'a:1')
+    self.assertIn('SM_HOSTS: ', logs.output[0])
+
+  def test_agreement_is_not_logged(self):
+    config = schedulers.read(schedulers.vertex())
+    with self.assertNoLogs():
+      again = schedulers.read(
+        {'TF_CONFIG': config.to_tf_config(), **schedulers.vertex()}
+      )
+    self.assertEqual(again, config)
+
+  def test_order_of_the_others(self):
+    with self.assertLogs(level='WARNING') as logs:
+      config = schedulers.read(
+        {**schedulers.SLURM, **schedulers.SAGEMAKER, **schedulers.vertex()}
+      )
+    self.assertEqual(config, schedulers.read(schedulers.vertex()))
+    self.assertLen(logs.output, 2)
+    with self.assertLogs(level='WARNING'):
+      config = schedulers.read({**schedulers.SLURM, **schedulers.SAGEMAKER})
+    self.assertEqual(config, schedulers.read(schedulers.SAGEMAKER))
+
+  def test_tf_config_that_says_nothing_means_a_single_process(self):
+    with self.assertNoLogs():
+      self.assertIsNone(
+        schedulers.read({'TF_CONFIG': '{}', **schedulers.SLURM})
+      )
+
+  def test_without_the_listed_variables_nothing_is_found(self):
+    for environ in (
+      schedulers.SLURM,
+      schedulers.SAGEMAKER,
+      schedulers.JOBSET,
+      schedulers.INDEXED_JOB,
+      schedulers.vertex(),
+    ):
+      self.assertIsNotNone(schedulers.read(environ))
+      kept = {
+        name: value
+        for name, value in environ.items()
+        if name not in sources.VARIABLES
+      }
+      self.assertIsNone(schedulers.read(kept))
+
+
+if __name__ == '__main__':
+  absltest.main()

@@ -1,0 +1,83 @@
+"""Functions that do something else have other names, in any process."""
+
+import functools
+
+import tensorflow as tf
+
+from tf_strategies.data import identity
+
+_SPEC = tf.TensorSpec([None], tf.string)
+
+
+def _make(factor, later=False):
+  def function(records):
+    return factor * tf.strings.length(records) if not later else missing
+
+  if later is None:
+    missing = 0
+  return function
+
+
+class OfFunctionTest(tf.test.TestCase):
+  def test_tells_closures_defaults_and_arguments_apart(self):
+    def scaled(records, factor=2):
+      return records * factor
+
+    names = [
+      identity.of_function(function)
+      for function in (
+        _make(1),
+        _make(2),
+        _make(2, later=True),
+        scaled,
+        functools.partial(scaled, factor=3),
+        functools.partial(scaled, factor=4),
+        tf.strings.length,
+        len,
+        None,
+      )
+    ]
+    self.assertLen(set(names), len(names))
+    self.assertEqual(names[0], identity.of_function(_make(1)))
+    self.assertEqual(
+      identity.of_function(tf.function(scaled)), identity.of_function(scaled)
+    )
+
+
+class OfGraphTest(tf.test.TestCase):
+  def test_sees_what_a_function_calls_and_captures(self):
+    def calls(helper):
+      return lambda records: helper(records)
+
+    one = identity.of_graph(calls(lambda r: tf.strings.length(r)), _SPEC)
+    same = identity.of_graph(calls(lambda r: tf.strings.length(r)), _SPEC)
+    other = identity.of_graph(calls(lambda r: tf.strings.length(r) + 1), _SPEC)
+    self.assertEqual(one, same)
+    self.assertNotEqual(one, other)
+    captured = [
+      identity.of_graph(lambda r, c=c: tf.strings.length(r) + c, _SPEC)
+      for c in (tf.constant(1), tf.constant(2))
+    ]
+    self.assertNotEqual(*captured)
+
+  def test_python_and_tables_have_the_name_of_their_function(self):
+    def python(records):
+      return tf.numpy_function(len, [records], tf.int64)
+
+    table = tf.lookup.StaticHashTable(
+      tf.lookup.KeyValueTensorInitializer([b'a'], [1]), 0
+    )
+
+    def lookup(records):
+      return table.lookup(records)
+
+    self.assertEqual(
+      identity.of_graph(python, _SPEC), identity.of_function(python)
+    )
+    self.assertEqual(
+      identity.of_graph(lookup, _SPEC), identity.of_graph(lookup, _SPEC)
+    )
+
+
+if __name__ == '__main__':
+  tf.test.main()

@@ -1,0 +1,108 @@
+"""A real tf.data service: each example once, and no waiting without an end."""
+
+import socket
+import time
+
+import tensorflow as tf
+from absl.testing import parameterized
+
+from tests.data import formula
+from tf_strategies import data as data_lib
+from tf_strategies import errors
+
+_service = tf.data.experimental.service
+_N = 37
+
+
+class ServiceTest(tf.test.TestCase, parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    self.dispatcher = _service.DispatchServer()
+    self.workers = []
+
+  def start_workers(self, count):
+    address = self.dispatcher.target.removeprefix('grpc://')
+    for _ in range(count):
+      self.workers.append(
+        _service.WorkerServer(
+          _service.WorkerConfig(address, heartbeat_interval_ms=50)
+        )
+      )
+
+  def options(self, **changes):
+    return data_lib.PipelineOptions(
+      **(
+        {
+          'global_batch_size': 4,
+          'seed': 1,
+          'deterministic': False,
+          'service': self.dispatcher.target,
+        }
+        | changes
+      )
+    )
+
+  def labels(self, dataset):
+    return sorted(int(y) for _, batch in dataset for y in batch)
+
+  def make_files(self, options):
+    directory = self.create_tempdir().full_path
+    data_lib.write_tfrecords(formula.numbered(_N, 5), directory, 5)
+    return data_lib.make_tfrecord_dataset(directory, 'train', options, True)
+
+  def make_arrays(self, options):
+    return data_lib.make_dataset(
+      formula.arrays(_N),
+      options,
+      True,
+      augment_fn=lambda x, y, seed: (x, y + 0 * seed[0]),
+    )
+
+  @parameterized.parameters('make_files', 'make_arrays')
+  def test_each_example_once_an_epoch(self, make):
+    self.start_workers(2)
+    dataset = getattr(self, make)(self.options())
+    for _ in range(2):
+      self.assertEqual(self.labels(dataset), list(range(_N)))
+
+  def test_pipelines_that_share_examples_are_refused(self):
+    with self.assertRaisesRegex(
+      errors.UnsupportedOptionError, 'service=.*2 input pipelines that share'
+    ):
+      data_lib.make_dataset(
+        formula.arrays(_N),
+        self.options(),
+        True,
+        input_context=tf.distribute.InputContext(2, 0, 2),
+      )
+
+  def test_repeats_epoch_by_epoch(self):
+    self.start_workers(1)
+    dataset = self.make_arrays(self.options(repeat=True))
+    steps = -(-_N // 4)
+    labels = self.labels(dataset.take(2 * steps))
+    self.assertEqual(labels, sorted([*range(_N)] * 2))
+
+  def test_dispatcher_without_a_worker(self):
+    with self.assertRaisesRegex(
+      errors.WorkerUnavailableError, 'no worker registered.*0.3 s'
+    ) as caught:
+      self.make_arrays(self.options(service_timeout=0.3))
+    self.assertEqual(
+      f'grpc://{caught.exception.address}', self.dispatcher.target
+    )
+
+  def test_nobody_and_somebody_else(self):
+    with socket.create_server(('127.0.0.1', 0)) as silent:
+      port = silent.getsockname()[1]
+      for address in (f'grpc://127.0.0.1:{port}', 'grpc://no.such.host:1'):
+        began = time.monotonic()
+        with self.assertRaisesRegex(
+          errors.WorkerUnavailableError, f'{address}.*no tf.data dispatcher'
+        ):
+          self.make_arrays(self.options(service=address, service_timeout=0.5))
+        self.assertLess(time.monotonic() - began, 60)
+
+
+if __name__ == '__main__':
+  tf.test.main()

@@ -1,0 +1,58 @@
+"""What the tests of all rooms' documentation share."""
+
+import doctest
+import importlib
+import inspect
+import os
+import pkgutil
+import subprocess
+import sys
+import types
+from collections.abc import Iterable
+
+from absl.testing import absltest
+
+_OPTIONS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
+_DEADLINE_SECONDS = 120
+
+
+def modules_of(package: types.ModuleType) -> list[str]:
+  """The names of a package and of all modules below it."""
+  found = pkgutil.walk_packages(package.__path__, f'{package.__name__}.')
+  return [package.__name__, *sorted(info.name for info in found)]
+
+
+def check_examples(test: absltest.TestCase, name: str, least: int = 1) -> None:
+  """Runs the examples of a module, of which there must be at least so many."""
+  result = doctest.testmod(importlib.import_module(name), optionflags=_OPTIONS)
+  test.assertEqual(result.failed, 0, name)
+  test.assertGreaterEqual(result.attempted, least, name)
+
+
+def check_public_names(
+  test: absltest.TestCase, package: types.ModuleType
+) -> None:
+  """`__all__` is sorted, and each name is there and documented."""
+  test.assertEqual(package.__all__, sorted(package.__all__))
+  for name in package.__all__:
+    test.assertNotEmpty(inspect.getdoc(getattr(package, name)), name)
+
+
+def check_imports_load_none(
+  test: absltest.TestCase, modules: Iterable[str], unwanted: Iterable[str]
+) -> None:
+  """Imports modules in a process of its own, which then has none of others."""
+  code = f"""
+import importlib, sys
+for name in {list(modules)!r}:
+  importlib.import_module(name)
+print(sorted(set({list(unwanted)!r}) & set(sys.modules)))
+"""
+  done = subprocess.run(
+    [sys.executable, '-c', code],
+    stdout=subprocess.PIPE,
+    timeout=_DEADLINE_SECONDS,
+    env={**os.environ, 'PYTHONPATH': os.pathsep.join(filter(None, sys.path))},
+    check=True,
+  )
+  test.assertEqual(done.stdout, b'[]\n')

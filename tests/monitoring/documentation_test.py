@@ -1,0 +1,35 @@
+"""The examples in docstrings run, and commands start without TensorFlow."""
+
+from absl.testing import absltest, parameterized
+
+from tests import docstrings
+from tf_strategies import monitoring
+from tf_strategies.training import monitor_training
+
+# Their examples are their usage.
+_COMMANDS = (
+  'tf_strategies.monitoring.merge',
+  'tf_strategies.monitoring.picture',
+)
+# What `__init__` exports is documented where it is.
+_UNDOCUMENTED = (monitoring.__name__, *_COMMANDS)
+
+
+class DocumentationTest(parameterized.TestCase):
+  @parameterized.parameters(
+    *docstrings.modules_of(monitoring), monitor_training.__name__
+  )
+  def test_examples_run(self, name):
+    docstrings.check_examples(self, name, least=name not in _UNDOCUMENTED)
+
+  def test_public_names_exist_and_are_documented(self):
+    docstrings.check_public_names(self, monitoring)
+
+  def test_commands_load_no_tensorflow(self):
+    docstrings.check_imports_load_none(
+      self, _COMMANDS, ['tensorflow', 'matplotlib']
+    )
+
+
+if __name__ == '__main__':
+  absltest.main()

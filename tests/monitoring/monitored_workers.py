@@ -1,0 +1,131 @@
+"""What the workers of workers_test.py do: train, and get stuck."""
+
+import os
+import signal
+import time
+
+import keras
+import numpy as np
+
+import tf_strategies as tfs
+from tests import virtual_devices
+from tf_strategies import process_group
+from tf_strategies.monitoring import recorder
+from tf_strategies.training import monitor_training
+
+virtual_devices.configure_logical_cpus()
+
+STEPS_PER_EPOCH, EPOCHS, GLOBAL_BATCH_SIZE = 4, 2, 32
+# Each kernel is a bucket of its own.
+UNITS, LAYERS = 160, 4
+BUCKET_BYTES = 100_000
+# Not before batch 4 or 8, whose comparison is no collective.
+SLEEPS_AFTER, STOPS_AFTER, ENDS_AFTER = 5, 7, 9
+SLEEP_SECONDS = 6.0
+WATCHDOG_SECONDS = 1.5
+
+
+def _strategy():
+  return tfs.MultiWorkerRingStrategy(
+    options=tfs.RingOptions(
+      bucket_bytes=BUCKET_BYTES,
+      group=process_group.GroupOptions.from_env(
+        rendezvous_timeout_seconds=90.0, heartbeat_timeout_seconds=60.0
+      ),
+    ),
+    devices=['CPU:0'],
+  )
+
+
+def _model(strategy):
+  with strategy.scope():
+    model = keras.Sequential(
+      [keras.Input([UNITS])]
+      + [keras.layers.Dense(UNITS) for _ in range(LAYERS)]
+    )
+    model.compile(
+      tfs.keras.DistributedOptimizer(keras.optimizers.SGD(1e-3)),
+      'mse',
+      jit_compile=False,
+    )
+  return model
+
+
+def _fit(model, epochs, steps, callbacks):
+  count = GLOBAL_BATCH_SIZE * steps
+  x = np.linspace(0, 1, count * UNITS, dtype=np.float32).reshape([count, UNITS])
+  model.fit(
+    x,
+    x,
+    batch_size=GLOBAL_BATCH_SIZE,
+    epochs=epochs,
+    verbose=0,
+    callbacks=callbacks,
+  )
+
+
+class _Bytes(keras.callbacks.Callback):
+  """Reads the group's own counter where a step ends."""
+
+  def __init__(self, group):
+    super().__init__()
+    self._group = group
+    self.at_end = []
+
+  def on_train_begin(self, logs=None):
+    self.at_begin = self._group.bytes_sent
+
+  def on_train_batch_end(self, batch, logs=None):
+    self.at_end.append(self._group.bytes_sent)
+
+
+def measure(rank, directory):
+  """Trains without a monitor, then with one; what the group itself counted."""
+  strategy = _strategy()
+  model = _model(strategy)
+  _fit(model, 1, 2, [])
+  was_off = not recorder.is_on() and not os.listdir(directory)
+  strategy.process_group.barrier()
+  model = _model(strategy)
+  monitor = monitor_training.MonitorTraining(
+    log_dir=os.path.join(directory, 'logs'),
+    timeline=os.path.join(directory, 'run.json'),
+    profile_steps=(3, 4) if rank == 0 else None,
+    progress_seconds=1e-9,
+  )
+  counter = _Bytes(strategy.process_group)
+  _fit(model, EPOCHS, STEPS_PER_EPOCH, [monitor, counter])
+  strategy.process_group.barrier()
+  strategy.close()
+  return {
+    'was_off': was_off,
+    'is_off': not recorder.is_on(),
+    'parameters': model.count_params(),
+    'at_begin': counter.at_begin,
+    'at_end': counter.at_end,
+  }
+
+
+class _GetStuck(keras.callbacks.Callback):
+  """Sleeps after one step and stops its process after another."""
+
+  def on_train_batch_end(self, batch, logs=None):
+    done = int(self.model.optimizer.iterations.numpy())
+    if done == SLEEPS_AFTER:
+      time.sleep(SLEEP_SECONDS)
+    elif done == STOPS_AFTER:
+      os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def get_stuck(rank, directory):
+  """Trains; rank 1 sleeps once, and is stopped until somebody continues it."""
+  strategy = _strategy()
+  model = _model(strategy)
+  monitor = monitor_training.MonitorTraining(
+    log_dir=directory,
+    watchdog_seconds=WATCHDOG_SECONDS,
+    progress_seconds=0,
+  )
+  callbacks = [monitor, _GetStuck()] if rank == 1 else [monitor]
+  _fit(model, 1, ENDS_AFTER, callbacks)
+  strategy.close()

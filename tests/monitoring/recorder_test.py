@@ -1,0 +1,91 @@
+"""Events reach every sink from any thread, and nothing while nobody listens."""
+
+import threading
+
+from absl.testing import absltest, parameterized
+
+from tf_strategies.monitoring import intervals, recorder, timeline
+
+
+class RecorderTest(absltest.TestCase):
+  def test_nobody_listens(self):
+    events = []
+    recorder.add('before', 'a', 1, 2)
+    with recorder.listening(events):
+      recorder.add('meanwhile', 'a', 1, 2)
+    with recorder.span('after', 'a'):
+      pass
+    self.assertEqual([e.name for e in events], ['meanwhile'])
+    self.assertFalse(recorder.is_on())
+
+  def test_all_sinks_get_all_events_of_all_threads(self):
+    first, second = [], []
+
+    def work(i):
+      for j in range(500):
+        with recorder.span(f'{i}', 'a', number=j):
+          pass
+
+    threads = [
+      threading.Thread(target=work, args=(i,), name=f'{i}') for i in range(4)
+    ]
+    with recorder.listening(first), recorder.listening(second):
+      for thread in threads:
+        thread.start()
+      for thread in threads:
+        thread.join(60)
+    for events in (first, second):
+      self.assertLen(events, 2000)
+      for i in range(4):
+        mine = [e for e in events if e.name == f'{i}']
+        self.assertEqual([e.args['number'] for e in mine], list(range(500)))
+        self.assertLen({e.thread for e in mine}, 1)
+
+  def test_span_of_what_raises_is_recorded(self):
+    events = []
+    with (
+      self.assertRaises(KeyError),
+      recorder.listening(events),
+      recorder.span('fails', 'a'),
+    ):
+      raise KeyError
+    self.assertEqual([e.name for e in events], ['fails'])
+    self.assertGreaterEqual(events[0].end_ns, events[0].begin_ns)
+
+  def test_events_belong_to_the_step_at_which_they_were_recorded(self):
+    self.addCleanup(recorder.set_step, recorder.step())
+    events = []
+    with recorder.listening(events):
+      for step in (3, 4):
+        recorder.set_step(step)
+        recorder.add('a', 'a', 1, 2)
+    self.assertEqual([e.step for e in events], [3, 4])
+
+  def test_log_keeps_the_newest(self):
+    log = timeline.Log(max_events=3)
+    with recorder.listening(log):
+      for i in range(5):
+        recorder.add(f'{i}', 'a', i, i + 1)
+    self.assertEqual([e.name for e in log.events], ['2', '3', '4'])
+    self.assertEqual(log.forgotten, 2)
+
+
+class IntervalsTest(parameterized.TestCase):
+  @parameterized.parameters(
+    ([], [(0, 10)]),
+    ([(0, 10)], []),
+    ([(-5, 20)], []),
+    ([(2, 4), (3, 6), (9, 30)], [(0, 2), (6, 9)]),
+    ([(5, 5)], [(0, 10)]),
+    ([(-3, 1), (1, 2)], [(2, 10)]),
+  )
+  def test_subtract(self, parts, expected):
+    self.assertEqual(intervals.subtract((0, 10), parts), expected)
+
+  def test_cut_keeps_the_time(self):
+    cut = intervals.cut([(0, 4), (6, 9)], [7, 2, 4, 20])
+    self.assertEqual(cut, [(0, 2), (2, 4), (6, 7), (7, 9)])
+
+
+if __name__ == '__main__':
+  absltest.main()

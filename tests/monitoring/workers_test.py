@@ -1,0 +1,302 @@
+"""Two real workers: what is measured is what happened."""
+
+import collections
+import glob
+import itertools
+import json
+import os
+import re
+import signal
+import tempfile
+import time
+
+import pytest
+from absl.testing import absltest
+
+from tests import processes
+from tests.monitoring import monitored_workers
+from tf_strategies.monitoring import merge, timeline
+
+_STEPS = monitored_workers.EPOCHS * monitored_workers.STEPS_PER_EPOCH
+_DEADLINE_SECONDS = 90.0
+# Times go through floats of microseconds.
+_ROUNDING_US = 0.01
+
+
+def _spans(trace, lane, category=None):
+  return [
+    e
+    for e in trace['traceEvents']
+    if e['ph'] == 'X'
+    and timeline.LANES[e['tid']] == lane
+    and category in (None, e['cat'])
+  ]
+
+
+def _is_inside(inner, outer):
+  return (
+    inner['ts'] >= outer['ts'] - _ROUNDING_US
+    and inner['ts'] + inner['dur'] <= outer['ts'] + outer['dur'] + _ROUNDING_US
+  )
+
+
+@pytest.mark.multi_process
+class MeasuredRunTest(absltest.TestCase):
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    with tempfile.TemporaryDirectory() as directory:
+      cls.told = processes.run_workers(
+        monitored_workers.measure, 2, args=(directory,)
+      )
+      cls.files = sorted(
+        os.path.relpath(path, directory)
+        for path in glob.glob(f'{directory}/**', recursive=True)
+        if os.path.isfile(path)
+      )
+      cls.lines, cls.traces = [], []
+      for rank in range(2):
+        path = f'{directory}/logs/metrics-{rank}.jsonl'
+        with open(path, encoding='utf-8') as f:
+          cls.lines.append([json.loads(line) for line in f])
+        cls.traces.append(merge.load(f'{directory}/run-{rank}.json'))
+
+  def test_off_is_off(self):
+    for told in self.told:
+      self.assertTrue(told['was_off'])
+      self.assertTrue(told['is_off'])
+
+  def test_files(self):
+    rest = [f for f in self.files if not f.startswith('logs/rank-')]
+    self.assertEqual(
+      rest,
+      [
+        'logs/metrics-0.jsonl',
+        'logs/metrics-1.jsonl',
+        'run-0.json',
+        'run-1.json',
+      ],
+    )
+    profiles = [f for f in self.files if f.endswith('.xplane.pb')]
+    self.assertLen(profiles, 1)
+    self.assertStartsWith(profiles[0], 'logs/rank-0/')
+    for rank in range(2):
+      self.assertTrue(
+        any(f.startswith(f'logs/rank-{rank}/events.') for f in self.files)
+      )
+
+  def test_bytes_are_the_rings_formula(self):
+    for lines, told in zip(self.lines, self.told, strict=True):
+      self.assertEqual(
+        [line['step'] for line in lines], [*range(1, _STEPS + 1)]
+      )
+      # 2 (N - 1) / N of the float32 gradients, with N = 2.
+      expected = 4 * told['parameters']
+      for line in lines:
+        self.assertEqual(line['sent_by_kind']['all_reduce'], expected)
+
+  def test_bytes_are_what_the_group_counted(self):
+    for lines, told in zip(self.lines, self.told, strict=True):
+      self.assertEqual(
+        [line['bytes_sent_total'] for line in lines], told['at_end']
+      )
+      self.assertEqual(
+        sum(line['bytes_sent'] for line in lines),
+        told['at_end'][-1] - told['at_begin'],
+      )
+
+  def test_rates_and_shares(self):
+    size = monitored_workers.GLOBAL_BATCH_SIZE
+    for lines in self.lines:
+      for line in lines:
+        self.assertEqual(line['examples'], size // 2)
+        self.assertEqual(line['global_examples'], size)
+        self.assertAlmostEqual(
+          line['global_examples_per_second'] * line['step_seconds'], size
+        )
+        self.assertAlmostEqual(
+          line['input_share']
+          + line['exposed_communication_share']
+          + line['compute_share'],
+          1.0,
+        )
+        self.assertBetween(line['input_share'], 1e-6, 1.0)
+        self.assertBetween(line['communication_share'], 1e-6, 1.0)
+        self.assertGreater(line['rss_bytes'], 10**7)
+      self.assertEqual(
+        [line['includes_tracing'] for line in lines],
+        [True] + [False] * (_STEPS - 1),
+      )
+
+  def test_parts_of_a_step_fill_it_and_do_not_overlap(self):
+    for trace in self.traces:
+      steps = _spans(trace, 'step', 'step')
+      self.assertLen(steps, _STEPS)
+      parts = collections.defaultdict(list)
+      for span in _spans(trace, 'step'):
+        if span['cat'] != 'step':
+          parts[span['args']['step']].append(span)
+      for step in steps:
+        mine = parts[step['args']['step']]
+        self.assertTrue(all(_is_inside(part, step) for part in mine))
+        mine.sort(key=lambda part: part['ts'])
+        for before, after in itertools.pairwise(mine):
+          self.assertLessEqual(
+            before['ts'] + before['dur'], after['ts'] + _ROUNDING_US
+          )
+        self.assertAlmostEqual(
+          sum(part['dur'] for part in mine), step['dur'], delta=1.0
+        )
+        self.assertLen([p for p in mine if p['cat'] == 'input'], 1)
+        self.assertNotEmpty([p for p in mine if p['cat'] == 'wait'])
+
+  def test_collectives_lie_in_their_step_in_order(self):
+    for trace in self.traces:
+      steps = {s['args']['step']: s for s in _spans(trace, 'step', 'step')}
+      sent = collections.Counter()
+      sequences = []
+      for span in _spans(trace, 'collectives'):
+        sequences.append(span['args']['sequence'])
+        # Not those of an update: metrics are read after an epoch's last step.
+        if span['args'].get('update') is None:
+          continue
+        step = span['args']['step']
+        self.assertTrue(_is_inside(span, steps[step]), span)
+        self.assertGreaterEqual(span['args']['waited_in_queue_us'], 0)
+        self.assertIn('dense', span['args']['contents'])
+        sent[step] += 1
+      self.assertEqual(sequences, sorted(set(sequences)))
+      # Each kernel travels alone, with the biases in one or more buckets.
+      self.assertEqual(set(sent), set(steps))
+      self.assertLen(set(sent.values()), 1)
+      self.assertGreaterEqual(sent[1], monitored_workers.LAYERS)
+
+  def test_backward_pass_ends_before_the_step_waits(self):
+    for trace in self.traces:
+      backward = _spans(trace, 'gradients')
+      self.assertEqual(
+        [span['args']['step'] for span in backward], [*range(1, _STEPS + 1)]
+      )
+      buckets = _spans(trace, 'collectives')
+      for span in backward:
+        mine = [
+          b
+          for b in buckets
+          if b['name'].startswith('reduce/')
+          and b['args']['step'] == span['args']['step']
+        ]
+        # What is handed over first travels first.
+        first = min(mine, key=lambda b: b['ts'])
+        self.assertGreaterEqual(first['ts'], span['ts'])
+        self.assertEqual(first['name'], 'reduce/bucket_0')
+
+  def test_step_stands_still_until_the_last_bucket_is_there(self):
+    for trace in self.traces:
+      last, waits = {}, collections.defaultdict(list)
+      for span in _spans(trace, 'collectives'):
+        if span['args'].get('update') is not None:
+          last[span['args']['step']] = span['ts'] + span['dur']
+      for span in _spans(trace, 'step', 'wait'):
+        waits[span['args']['step']].append(span)
+      waited_for = [
+        any(w['ts'] <= end <= w['ts'] + w['dur'] for w in waits[step])
+        for step, end in last.items()
+      ]
+      # It may be there before the graph comes to ask for it.
+      self.assertGreater(sum(waited_for), _STEPS // 2)
+
+  def test_merged_collectives_overlap(self):
+    merged = merge.merge(self.traces)
+    task = merged['otherData']['tasks'][1]
+    # One host, one clock: what is found can be checked.
+    self.assertLessEqual(abs(task['clock_ahead_us']), task['accuracy_us'])
+    self.assertGreater(task['common_collectives'], _STEPS)
+    self._check_overlap(merged)
+
+  def test_clock_that_is_off_is_corrected(self):
+    shifted = json.loads(json.dumps(self.traces))
+    shifted[1]['otherData']['origin_ns'] += 3_000_000_000
+    merged = merge.merge(shifted)
+    task = merged['otherData']['tasks'][1]
+    self.assertLessEqual(abs(task['clock_ahead_us'] - 3e6), task['accuracy_us'])
+    self._check_overlap(merged)
+
+  def _check_overlap(self, merged):
+    by_sequence = collections.defaultdict(dict)
+    for span in _spans(merged, 'collectives'):
+      key = span['args']['generation'], span['args']['sequence']
+      by_sequence[key][span['pid']] = span
+    self.assertGreater(len(by_sequence), _STEPS)
+    for spans in by_sequence.values():
+      self.assertEqual(set(spans), {0, 1})
+      a, b = spans[0], spans[1]
+      self.assertEqual(a['name'], b['name'])
+      self.assertEqual(a['args']['step'], b['args']['step'])
+      if a['args']['kind'] != 'broadcast':
+        self.assertLessEqual(a['ts'], b['ts'] + b['dur'])
+        self.assertLessEqual(b['ts'], a['ts'] + a['dur'])
+
+
+@pytest.mark.multi_process
+class StuckWorkerTest(absltest.TestCase):
+  def test_worker_that_is_waited_for_is_named(self):
+    with (
+      tempfile.TemporaryDirectory() as directory,
+      processes.Workers(
+        monitored_workers.get_stuck, 2, args=(directory,)
+      ) as workers,
+    ):
+      path = os.path.join(directory, 'watchdog-0.log')
+      text = self._wait_for(path, 'does not answer', workers)
+      workers.signal(1, signal.SIGCONT)
+      outcomes = workers.wait()
+      for outcome in outcomes:
+        self.assertEqual(outcome.error_text, '')
+        self.assertEqual(outcome.exitcode, 0)
+      with open(os.path.join(directory, 'watchdog-1.log')) as f:
+        own = f.read()
+    self._check_sleeper(text, own)
+    self._check_stopped(text)
+
+  def _wait_for(self, path, text, workers):
+    end = time.monotonic() + _DEADLINE_SECONDS
+    found = ''
+    # The stacks come last.
+    while text not in found or 'most recent call' not in found.split(text)[1]:
+      self.assertLess(time.monotonic(), end, f'{path}: {found}')
+      self.assertTrue(workers.is_alive(0))
+      time.sleep(0.05)
+      if os.path.exists(path):
+        with open(path, encoding='utf-8') as f:
+          found = f.read()
+    return found
+
+  def _check_sleeper(self, text, own):
+    step = monitored_workers.SLEEPS_AFTER + 1
+    match = re.search(
+      r'no step has finished for ([\d.]+) s\.\n'
+      rf' *rank 0 .* waits in step {step} for "reduce/bucket_0".*\n'
+      rf' *rank 1 .* has not come to it: in what follows step {step - 1},.*\n'
+      r' *waited for: rank 1 ',
+      text,
+    )
+    self.assertIsNotNone(match, text)
+    self.assertGreaterEqual(
+      float(match.group(1)), monitored_workers.WATCHDOG_SECONDS
+    )
+    self.assertLess(float(match.group(1)), monitored_workers.SLEEP_SECONDS)
+    # Where it sleeps, in its own log.
+    self.assertRegex(own, r'monitored_workers\.py", line \d+ in on_train_batch')
+
+  def _check_stopped(self, text):
+    step = monitored_workers.STOPS_AFTER + 1
+    self.assertRegex(
+      text,
+      rf' *rank 0 .* waits in step {step} for "reduce/bucket_0".*\n'
+      r' *rank 1 .* does not answer: it is stopped, or cut off\n'
+      r' *waited for: rank 1 ',
+    )
+
+
+if __name__ == '__main__':
+  absltest.main()

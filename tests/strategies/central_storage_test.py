@@ -1,0 +1,340 @@
+"""CentralStorageStrategy: one copy, written once, on the parameter device."""
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+import tf_strategies as tfs
+from tests import virtual_devices
+
+virtual_devices.configure_logical_cpus()
+
+SUM = tf.distribute.ReduceOp.SUM
+MEAN = tf.distribute.ReduceOp.MEAN
+ON_READ = tf.VariableSynchronization.ON_READ
+ONLY_FIRST = tf.VariableAggregation.ONLY_FIRST_REPLICA
+COMPUTE = ['CPU:1', 'CPU:2', 'CPU:3']
+PARAMETERS = 'CPU:5'
+
+
+def _full(name):
+  return f'/job:localhost/replica:0/task:0/device:{name}'
+
+
+def _strategy(**options):
+  return tfs.CentralStorageStrategy(COMPUTE, PARAMETERS, **options)
+
+
+def _replica_number(dtype=tf.float32):
+  context = tf.distribute.get_replica_context()
+  return tf.cast(context.replica_id_in_sync_group, dtype)
+
+
+class VariablesTest(tf.test.TestCase, parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    self.strategy = _strategy()
+
+  def test_one_copy_on_the_parameter_device(self):
+    with self.strategy.scope():
+      v = tf.Variable([1.0, 2.0])
+      slot_of = self.strategy.extended.colocate_vars_with(v)
+      with slot_of:
+        slot = tf.Variable([0.0, 0.0], trainable=False)
+    for variable in (v, slot):
+      self.assertLen(variable.values, 1)
+      self.assertEqual(variable.values[0].device, _full(PARAMETERS))
+    self.assertEqual(self.strategy.parameter_device, _full(PARAMETERS))
+
+  def test_every_replica_reads_it_where_it_computes(self):
+    with self.strategy.scope():
+      v = tf.Variable([3.0, 4.0])
+
+    computed_on = []
+
+    def replica_step():
+      product = v * (1.0 + _replica_number())
+      computed_on.append(product.device)
+      return product
+
+    @tf.function
+    def step():
+      return self.strategy.run(replica_step)
+
+    parts = self.strategy.experimental_local_results(step())
+    self.assertEqual(computed_on, [_full(d) for d in COMPUTE])
+    for i, part in enumerate(parts):
+      self.assertAllClose(part, [3.0 * (i + 1), 4.0 * (i + 1)])
+
+  @parameterized.product(
+    is_graph=(True, False),
+    aggregation_and_want=(
+      ('NONE', 10.0),  # Of the first replica, not once a replica.
+      ('ONLY_FIRST_REPLICA', 10.0),
+      ('MEAN', 11.0),
+      ('SUM', 33.0),
+    ),
+  )
+  def test_a_write_in_replicas_is_one_write(
+    self, is_graph, aggregation_and_want
+  ):
+    name, want = aggregation_and_want
+    with self.strategy.scope():
+      v = tf.Variable(0.0, aggregation=getattr(tf.VariableAggregation, name))
+
+    def replica_step():
+      before = v.read_value()
+      v.assign_add(10.0 + _replica_number())
+      return before
+
+    def step():
+      return self.strategy.run(replica_step)
+
+    if is_graph:
+      step = tf.function(step)
+    for count in range(3):
+      # No replica reads what another one has written in the same step.
+      for before in self.strategy.experimental_local_results(step()):
+        self.assertAllClose(before, count * want)
+    self.assertAllClose(v.numpy(), 3 * want)
+
+  def test_integers_count_steps(self):
+    with self.strategy.scope():
+      counter = tf.Variable(0, trainable=False)
+
+    @tf.function
+    def step():
+      self.strategy.run(lambda: counter.assign_add(1))
+
+    for _ in range(4):
+      step()
+    self.assertAllEqual(counter.numpy(), 4)
+
+  def test_on_read_variables_have_a_copy_on_each_replica(self):
+    with self.strategy.scope():
+      total = tf.Variable(
+        0.0, synchronization=ON_READ, aggregation=tf.VariableAggregation.SUM
+      )
+
+    @tf.function
+    def step():
+      self.strategy.run(lambda: total.assign_add(1.0 + _replica_number()))
+
+    step()
+    step()
+    self.assertAllClose([v.numpy() for v in total.values], [2.0, 4.0, 6.0])
+    self.assertAllClose(total.numpy(), 12.0)
+
+  def test_first_replica_writes_inside_a_branch(self):
+    with self.strategy.scope():
+      v = tf.Variable(1.0, aggregation=ONLY_FIRST)
+
+    @tf.function
+    def step():
+      def replica_step():
+        tf.cond(
+          tf.constant(True),
+          lambda: v.assign(10.0 + _replica_number()).read_value(),
+          lambda: v.read_value(),
+        )
+
+      self.strategy.run(replica_step)
+
+    step()
+    self.assertAllClose(v.numpy(), 10.0)
+
+  def test_a_mean_inside_a_branch_is_refused(self):
+    with self.strategy.scope():
+      v = tf.Variable(1.0, aggregation=tf.VariableAggregation.MEAN)
+
+    @tf.function
+    def step():
+      def replica_step():
+        tf.cond(
+          tf.constant(True),
+          lambda: v.assign(2.0).read_value(),
+          lambda: v.read_value(),
+        )
+
+      self.strategy.run(replica_step)
+
+    with self.assertRaisesRegex(
+      tfs.errors.UnsupportedOptionError, 'ONLY_FIRST_REPLICA'
+    ):
+      step()
+    self.assertAllClose(v.numpy(), 1.0)
+
+  def test_reducing_a_variable_counts_it_once_a_replica(self):
+    with self.strategy.scope():
+      v = tf.Variable([1.0, 2.0])
+    self.assertAllClose(self.strategy.reduce(SUM, v, None), [3.0, 6.0])
+    self.assertAllClose(self.strategy.reduce(MEAN, v, None), [1.0, 2.0])
+
+  def test_gradients_reach_the_shared_variable(self):
+    with self.strategy.scope():
+      v = tf.Variable([2.0, 3.0])
+      table = tf.Variable(tf.ones([4, 2]))
+
+    @tf.function
+    def step():
+      def replica_step():
+        with tf.GradientTape() as tape:
+          rows = tf.nn.embedding_lookup(
+            table, [_replica_number(tf.int32), tf.constant(0)]
+          )
+          loss = tf.reduce_sum(v * v * (1.0 + _replica_number()))
+          loss += tf.reduce_sum(rows)
+        dense, sparse = tape.gradient(loss, [v, table])
+        return dense, tf.convert_to_tensor(sparse)
+
+      return self.strategy.run(replica_step)
+
+    dense, sparse = step()
+    for i in range(3):
+      want = np.zeros([4, 2])
+      want[i] += 1
+      want[0] += 1
+      self.assertAllClose(dense.values[i], [4.0 * (i + 1), 6.0 * (i + 1)])
+      self.assertAllClose(sparse.values[i], want)
+
+
+class OptimizerTest(tf.test.TestCase, parameterized.TestCase):
+  def _train(self, strategy, steps=2):
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+      model = keras.Sequential(
+        [keras.layers.Input([5]), keras.layers.Dense(7), keras.layers.Dense(1)]
+      )
+      optimizer = tfs.keras.DistributedOptimizer(keras.optimizers.Adam(0.1))
+      model.compile(optimizer, 'mse')
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=[12 * steps, 5]).astype(np.float32)
+    y = rng.normal(size=[12 * steps, 1]).astype(np.float32)
+    model.fit(x, y, batch_size=12, shuffle=False, verbose=0)
+    return model
+
+  def test_the_update_runs_once_on_the_parameter_device(self):
+    strategy = _strategy()
+    updates = []
+
+    class Counting(keras.optimizers.SGD):
+      def update_step(self, gradient, variable, learning_rate):
+        updates.append((variable.device, gradient.device))
+        super().update_step(gradient, variable, learning_rate)
+
+    with strategy.scope():
+      v = keras.Variable([1.0, 2.0], name='v')
+      optimizer = tfs.keras.DistributedOptimizer(
+        Counting(0.5), weighting='none'
+      )
+      optimizer.build([v])
+
+    @tf.function
+    def step():
+      def replica_step():
+        optimizer.apply([tf.ones([2]) * (1.0 + _replica_number())], [v])
+
+      strategy.run(replica_step)
+
+    step()
+    # The sum of 1, 2 and 3 times the rate, once.
+    self.assertAllClose(v.numpy(), [-2.0, -1.0])
+    self.assertEqual(updates, [(_full(PARAMETERS), _full(PARAMETERS))])
+    step()
+    self.assertAllClose(v.numpy(), [-5.0, -4.0])
+    self.assertLen(updates, 1)  # In the graph.
+
+  def test_traffic_is_the_gradients_up_and_the_variables_down(self):
+    steps = 2
+    strategy = _strategy()
+    model = self._train(strategy, steps)
+    num_bytes = 4 * model.count_params()
+    report = strategy.communication_report()
+    self.assertEqual(report['cross_device_ops'], 'NaiveAllReduce')
+    self.assertEqual(report['calls']['all_reduce'], 0)
+    self.assertEqual(
+      report['read_bytes_in'],
+      {_full(d): steps * num_bytes for d in COMPUTE},
+    )
+    self.assertEqual(
+      report['reduce_bytes_in'][_full(PARAMETERS)],
+      steps * len(COMPUTE) * num_bytes,
+    )
+
+  def test_nothing_is_read_over_a_link_on_the_parameter_device_itself(self):
+    strategy = tfs.CentralStorageStrategy(['CPU:0', 'CPU:1'], 'CPU:0')
+    model = self._train(strategy, steps=2)
+    num_bytes = 4 * model.count_params()
+    self.assertEqual(
+      strategy.communication_report()['read_bytes_in'],
+      {_full('CPU:0'): 0, _full('CPU:1'): 2 * num_bytes},
+    )
+
+  def test_takes_the_memory_of_one_copy(self):
+    def num_bytes(strategy):
+      model = self._train(strategy)
+      return sum(
+        4 * int(np.prod(component.shape))
+        for v in (*model.trainable_variables, *model.optimizer.variables)
+        for component in v.value.values
+        if component.dtype == tf.float32
+      )
+
+    mirrored = num_bytes(tfs.RingMirroredStrategy(COMPUTE))
+    self.assertEqual(mirrored, len(COMPUTE) * num_bytes(_strategy()))
+
+  def test_an_op_of_the_users_choice_synchronises_the_forward_pass(self):
+    strategy = _strategy(cross_device_ops=tfs.RingAllReduce())
+
+    @tf.function
+    def step():
+      def replica_step():
+        context = tf.distribute.get_replica_context()
+        return context.all_reduce(SUM, 1.0 + _replica_number())
+
+      return strategy.run(replica_step)
+
+    self.assertAllClose([v.numpy() for v in step().values], [6.0] * 3)
+    self.assertEqual(strategy.cross_device_ops.calls, 1)
+
+
+class DevicesTest(tf.test.TestCase, parameterized.TestCase):
+  def test_defaults(self):
+    strategy = tfs.CentralStorageStrategy()
+    self.assertEqual(strategy.parameter_device, _full('CPU:0'))
+    self.assertEqual(
+      strategy.num_replicas_in_sync, len(tf.config.list_logical_devices('CPU'))
+    )
+
+  def test_by_name(self):
+    strategy = tfs.create_strategy('central_storage', devices=COMPUTE)
+    self.assertIsInstance(strategy, tfs.CentralStorageStrategy)
+    self.assertEqual(
+      strategy.extended.worker_devices, tuple(map(_full, COMPUTE))
+    )
+
+  @parameterized.parameters(
+    ({'compute_devices': []}, 'at least one'),
+    ({'compute_devices': ['CPU:0', 'CPU:0']}, 'twice'),
+    ({'compute_devices': ['GPU:99']}, 'GPU:99'),
+    ({'parameter_device': 'CPU:99'}, 'CPU:99'),
+    ({'parameter_device': ['CPU:0']}, 'one device'),
+    ({'cross_device_ops': 'ring'}, "'ring'"),
+  )
+  def test_bad_devices_are_refused(self, options, message):
+    with self.assertRaisesRegex(tfs.errors.UnsupportedOptionError, message):
+      tfs.CentralStorageStrategy(**options)
+
+  def test_a_single_replica(self):
+    strategy = tfs.CentralStorageStrategy(['CPU:2'], 'CPU:1')
+    with strategy.scope():
+      model = keras.Sequential([keras.layers.Input([1]), keras.layers.Dense(1)])
+      model.compile(tfs.keras.DistributedOptimizer('sgd'), 'mse')
+    history = model.fit(np.ones([8, 1]), np.ones([8, 1]), epochs=3, verbose=0)
+    self.assertLess(history.history['loss'][-1], history.history['loss'][0])
+    self.assertEqual(model.variables[0].value.values[0].device, _full('CPU:1'))
+
+
+if __name__ == '__main__':
+  tf.test.main()

@@ -1,0 +1,50 @@
+"""What this machine cannot have: the metadata and the devices of a TPU.
+
+Ops and variables that are placed on a TPU end up on the CPU (TensorFlow's soft
+placement). Everything else is TensorFlow's own: programs for TPU replicas are
+built as they would be built for a TPU.
+"""
+
+import dataclasses
+
+import tensorflow as tf
+
+import tf_strategies as tfs
+from tf_strategies.strategies.tpu import permute
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+  name: str
+  device_type: str = 'TPU'
+
+
+class ResolverDouble(tf.distribute.cluster_resolver.TPUClusterResolver):
+  """Says that there is a TPU of so many cores."""
+
+  def __init__(self, num_cores, is_initialized=True, num_devices=None):
+    super().__init__('local')
+    self._num_cores = num_cores
+    self._num_devices = num_cores if num_devices is None else num_devices
+    if is_initialized:
+      # What initialize_tpu_system leaves behind.
+      self.set_tpu_topology(b'')
+
+  def get_tpu_system_metadata(self):
+    name = '/job:localhost/replica:0/task:0/device:TPU:{}'
+    return tf.tpu.experimental.TPUSystemMetadata(
+      num_cores=self._num_cores,
+      num_hosts=1,
+      num_of_cores_per_host=self._num_cores,
+      topology=None,
+      devices=tuple(Device(name.format(i)) for i in range(self._num_devices)),
+    )
+
+
+def create_strategy(num_replicas, **options):
+  return tfs.TPURingStrategy(ResolverDouble(num_replicas), **options)
+
+
+def use_schedule(strategy, schedule):
+  """Lets a strategy execute any schedule, also one that is wrong."""
+  strategy.extended.use_all_reduce(permute.PermutingAllReduce(schedule))

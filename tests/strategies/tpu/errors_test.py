@@ -1,0 +1,261 @@
+"""Where there is no TPU, or something is wrong: an error at once that helps."""
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from unittest import mock
+
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+import tf_strategies as tfs
+from tests.strategies.tpu import double, program
+from tf_strategies.collectives import Schedule, Transfer, ring_all_reduce
+
+Resolver = tf.distribute.cluster_resolver.TPUClusterResolver
+
+_DEADLINE_SECONDS = 30.0
+_TPU_VARIABLES = ('TPU_NAME', 'KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS', 'TPU_CONFIG')
+
+
+def environment(**variables):
+  """The environment, without what names a TPU, and with `variables`."""
+  kept = {k: v for k, v in os.environ.items() if k not in _TPU_VARIABLES}
+  return mock.patch.dict(os.environ, {**kept, **variables}, clear=True)
+
+
+class NoTPUTest(tf.test.TestCase, parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    self.enter_context(environment())
+    self._start = time.monotonic()
+    self.addCleanup(self._check_time)
+
+  def _check_time(self):
+    self.assertLess(time.monotonic() - self._start, _DEADLINE_SECONDS)
+
+  def test_environment_without_a_tpu(self):
+    with self.assertRaisesRegex(
+      tfs.errors.UnsupportedOptionError,
+      'resolver=None .*names no TPU.*TPU_NAME.*initialize_tpu_system',
+    ):
+      tfs.TPURingStrategy()
+
+  def test_registry(self):
+    with self.assertRaisesRegex(
+      tfs.errors.UnsupportedOptionError, 'resolver=None .*names no TPU'
+    ):
+      tfs.create_strategy('tpu_ring', devices=None)
+
+  def test_registry_with_devices(self):
+    with self.assertRaisesRegex(
+      tfs.errors.UnsupportedOptionError, r"devices=\['TPU:0'\].*pass resolver"
+    ):
+      tfs.create_strategy('tpu_ring', devices=['TPU:0'])
+
+  def test_registry_with_another_option(self):
+    with self.assertRaisesRegex(
+      tfs.errors.UnsupportedOptionError, "'tpu_ring' with options .*colour"
+    ):
+      tfs.create_strategy('tpu_ring', colour='red')
+
+  @parameterized.parameters(
+    'local', 'grpc://127.0.0.1:1', 'grpc://192.0.2.1:8470'
+  )
+  def test_resolver_without_cores(self, tpu):
+    with self.assertRaisesRegex(
+      tfs.errors.UnsupportedOptionError,
+      'without cores .*CPU:0.*experimental_connect_to_cluster.*ring_mirrored',
+    ):
+      tfs.TPURingStrategy(Resolver(tpu))
+
+  def test_address_in_the_environment_that_nobody_connected_to(self):
+    with (
+      environment(TPU_NAME='grpc://127.0.0.1:1'),
+      self.assertRaisesRegex(
+        tfs.errors.UnsupportedOptionError, 'without cores .*connected to'
+      ),
+    ):
+      tfs.TPURingStrategy()
+
+  @parameterized.parameters('local', 8, tf.distribute.OneDeviceStrategy)
+  def test_not_a_resolver(self, resolver):
+    with self.assertRaisesRegex(
+      tfs.errors.UnsupportedOptionError, 'resolver=.*TPUClusterResolver'
+    ):
+      tfs.TPURingStrategy(resolver)
+
+  def test_another_resolver(self):
+    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+      tf.train.ClusterSpec({})
+    )
+    with self.assertRaisesRegex(
+      tfs.errors.UnsupportedOptionError, 'resolver=.*TPUClusterResolver'
+    ):
+      tfs.TPURingStrategy(resolver)
+
+  def test_not_initialised(self):
+    with self.assertRaisesRegex(
+      tfs.errors.UnsupportedOptionError,
+      '8 cores that was not initialised.*initialize_tpu_system',
+    ):
+      tfs.TPURingStrategy(double.ResolverDouble(8, is_initialized=False))
+
+  def test_importing_looks_for_no_tpu(self):
+    """Not even where the environment names one that does not answer."""
+    code = (
+      'import tf_strategies as tfs; tfs.TPURingStrategy; import sys; '
+      "sys.exit('googleapiclient' in sys.modules)"
+    )
+    with environment(TPU_NAME='nowhere', GCE_METADATA_IP='192.0.2.1'):
+      done = subprocess.run(
+        [sys.executable, '-c', code], timeout=120, check=False
+      )
+    self.assertEqual(done.returncode, 0)
+
+
+class MisconfiguredTest(tf.test.TestCase, parameterized.TestCase):
+  def test_metadata_server_that_never_answers(self):
+    server = socket.create_server(('127.0.0.1', 0))
+    # Ends what waits for an answer.
+    self.addCleanup(server.close)
+    address = f'127.0.0.1:{server.getsockname()[1]}'
+    start = time.monotonic()
+    with (
+      environment(
+        TPU_NAME='some-tpu', GCE_METADATA_IP=address, NO_PROXY='127.0.0.1'
+      ),
+      self.assertRaisesRegex(
+        tfs.errors.ClusterConfigError,
+        r'did not answer within 0\.5 seconds.*query_timeout_seconds',
+      ),
+    ):
+      tfs.TPURingStrategy(query_timeout_seconds=0.5)
+    self.assertLess(time.monotonic() - start, _DEADLINE_SECONDS)
+
+  def test_metadata_server_that_is_not_there(self):
+    with socket.socket() as unused:
+      unused.bind(('127.0.0.1', 0))
+      address = f'127.0.0.1:{unused.getsockname()[1]}'
+      with (
+        environment(
+          TPU_NAME='some-tpu', GCE_METADATA_IP=address, NO_PROXY='127.0.0.1'
+        ),
+        self.assertRaisesRegex(
+          tfs.errors.ClusterConfigError, 'failed: URLError.*refused.*zone'
+        ),
+      ):
+        tfs.TPURingStrategy()
+
+  def test_resolver_that_never_answers(self):
+    release = threading.Event()
+    self.addCleanup(release.set)
+
+    class Silent(double.ResolverDouble):
+      def get_tpu_system_metadata(self):
+        release.wait(_DEADLINE_SECONDS)
+
+    with self.assertRaisesRegex(
+      tfs.errors.ClusterConfigError, 'Silent.*did not answer within 0.2 seconds'
+    ):
+      tfs.TPURingStrategy(Silent(8), query_timeout_seconds=0.2)
+
+  def test_resolver_that_fails(self):
+    class Failing(double.ResolverDouble):
+      def get_tpu_system_metadata(self):
+        raise RuntimeError('TPU cores on each host is not same')
+
+    with self.assertRaisesRegex(
+      tfs.errors.ClusterConfigError,
+      'Failing.get_tpu_system_metadata.*RuntimeError: TPU cores on each host',
+    ):
+      tfs.TPURingStrategy(Failing(8))
+
+  def test_resolver_that_counts_wrongly(self):
+    with self.assertRaisesRegex(
+      tfs.errors.ClusterConfigError, 'counts 8 TPU cores and names 4'
+    ):
+      tfs.TPURingStrategy(double.ResolverDouble(8, num_devices=4))
+
+  def test_inside_a_graph(self):
+    with (
+      tf.Graph().as_default(),
+      self.assertRaisesRegex(
+        tfs.errors.UnsupportedOptionError, 'inside a tf.Graph.*eager mode'
+      ),
+    ):
+      double.create_strategy(2)
+
+
+class OptionsTest(tf.test.TestCase, parameterized.TestCase):
+  @parameterized.parameters('rign', '', None, 3, (['ring'],))
+  def test_unknown_all_reduce(self, all_reduce):
+    with self.assertRaisesRegex(
+      tfs.errors.UnsupportedOptionError,
+      "all_reduce=.*builtin.*halving_doubling.*'ring'",
+    ):
+      double.create_strategy(2, all_reduce=all_reduce)
+
+  def test_function_that_returns_no_schedule(self):
+    with self.assertRaisesRegex(
+      tfs.errors.ScheduleError, "returned 'ring' for 2 replicas"
+    ):
+      double.create_strategy(2, all_reduce=lambda n: 'ring')
+
+  def test_function_that_ignores_the_world_size(self):
+    with self.assertRaisesRegex(
+      tfs.errors.ScheduleError, 'schedule of 8 ranks for 2 replicas'
+    ):
+      double.create_strategy(2, all_reduce=lambda n: ring_all_reduce(8))
+
+  def test_function_whose_schedule_is_no_all_reduce(self):
+    half = Schedule('half', 2, 1, (Transfer(0, 0, 1, 0, True),))
+    with self.assertRaisesRegex(
+      tfs.errors.ScheduleError, 'rank 0 lacks the contributions'
+    ):
+      double.create_strategy(2, all_reduce=lambda n: half)
+
+  @parameterized.parameters(0, -1.0, float('nan'), True, '60')
+  def test_deadline(self, seconds):
+    with self.assertRaisesRegex(
+      tfs.errors.UnsupportedOptionError, 'query_timeout_seconds='
+    ):
+      double.create_strategy(2, query_timeout_seconds=seconds)
+
+  @parameterized.parameters('TPU:0', 2)
+  def test_device_assignment(self, device_assignment):
+    with self.assertRaisesRegex(
+      tfs.errors.UnsupportedOptionError, 'device_assignment=.*one core'
+    ):
+      double.create_strategy(2, device_assignment=device_assignment)
+
+
+class TensorsTest(tf.test.TestCase, parameterized.TestCase):
+  def all_reduce(self, make, reduce_op='SUM'):
+    def step(x):
+      return tf.distribute.get_replica_context().all_reduce(reduce_op, make(x))
+
+    program.trace(
+      double.create_strategy(2), step, [np.ones([2, 4], np.float32)]
+    )
+
+  def test_unknown_shape(self):
+    with self.assertRaisesRegex(
+      tfs.errors.UnsupportedOptionError,
+      r"tensor 'boolean_mask/.*:0' of shape \(None,\).*drop_remainder",
+    ):
+      self.all_reduce(lambda x: tf.boolean_mask(x, x > 0))
+
+  def test_no_sum(self):
+    with self.assertRaisesRegex(
+      tfs.errors.UnsupportedOptionError, "'Greater.*dtype bool.*cast"
+    ):
+      self.all_reduce(lambda x: x > 0)
+
+
+if __name__ == '__main__':
+  tf.test.main()

@@ -1,0 +1,238 @@
+"""The traced program of a replica, run on all of them in lock-step, is right.
+
+XLA compiles what is in the graph; only the collectives are played in NumPy.
+"""
+
+import dataclasses
+
+import ml_dtypes
+import numpy as np
+import pytest
+import tensorflow as tf
+from absl.testing import parameterized
+
+from tests.strategies.tpu import double, program
+from tf_strategies.collectives import BUILDERS, ring_all_reduce
+
+SUM = tf.distribute.ReduceOp.SUM
+MEAN = tf.distribute.ReduceOp.MEAN
+
+# Another order than TensorFlow's in which XLA may number the replicas.
+_ORDERS = {2: [1, 0], 4: [2, 0, 3, 1], 8: [5, 0, 7, 2, 6, 1, 4, 3]}
+
+
+def distinct(num_replicas, *shape, dtype=np.int32):
+  """Tells ranks and positions apart; each rank's in its row."""
+  positions = np.arange(np.prod(shape, dtype=int)).reshape(shape)
+  ranks = np.arange(num_replicas).reshape([-1, *[1] * len(shape)])
+  return (ranks * 1000 + positions).astype(dtype)
+
+
+def run(strategy, step, args, order=None, variables=()):
+  traced = program.Program(program.trace(strategy, step, args))
+  return traced.run(strategy.num_replicas_in_sync, variables, order)
+
+
+def all_reduce(reduce_op, *tensors):
+  context = tf.distribute.get_replica_context()
+  return context.all_reduce(reduce_op, list(tensors))
+
+
+class ExecutionTest(tf.test.TestCase, parameterized.TestCase):
+  @parameterized.parameters(
+    ('ring', 2),
+    ('ring', 4),
+    ('ring', 8),
+    ('tree', 4),
+    ('halving_doubling', 4),
+    ('halving_doubling', 8),
+    ('direct', 4),
+    ('hierarchical', 4),
+    ('naive', 4),
+    ('tree', 3),
+    ('halving_doubling', 3),
+    ('direct', 3),
+  )
+  def test_sum(self, name, n):
+    strategy = double.create_strategy(n, all_reduce=name)
+    whole = [distinct(n, 3, 5), distinct(n), distinct(n, 2 * n + 1)]
+    floats = np.random.default_rng(0).normal(size=[n, 4, 3]).astype(np.float32)
+    results, _ = run(
+      strategy,
+      lambda *xs: all_reduce(SUM, *xs),
+      [*whole, floats],
+      order=_ORDERS.get(n),
+    )
+    for *sums, float_sum in results:
+      for value, total in zip(whole, sums, strict=True):
+        np.testing.assert_array_equal(
+          total, value.sum(0, dtype=np.int32), strict=True
+        )
+      self.assertAllClose(float_sum, floats.sum(0), atol=1e-6, rtol=1e-6)
+      self.assertEqual(float_sum.tobytes(), results[0][-1].tobytes())
+
+  @pytest.mark.slow
+  @pytest.mark.soak
+  def test_sum_over_a_ring_of_32_replicas(self):
+    self.check_32_replicas('ring')
+
+  def test_sum_over_a_tree_of_32_replicas(self):
+    self.check_32_replicas('tree')
+
+  def check_32_replicas(self, name):
+    value = distinct(32, 70)
+    results, _ = run(
+      double.create_strategy(32, all_reduce=name),
+      lambda x: all_reduce(SUM, x),
+      [value],
+    )
+    for (total,) in results:
+      np.testing.assert_array_equal(total, value.sum(0, dtype=np.int32))
+
+  @parameterized.parameters('ring', 'direct')
+  def test_mean(self, name):
+    strategy = double.create_strategy(4, all_reduce=name)
+    floats = distinct(4, 6, dtype=np.float32)
+    whole = -distinct(4, 2, 3)
+    halves = np.full([4, 5], 60000, np.float16)  # Their sum overflows.
+    results, _ = run(
+      strategy, lambda *xs: all_reduce(MEAN, *xs), [floats, whole, halves]
+    )
+    for float_mean, whole_mean, half_mean in results:
+      np.testing.assert_array_equal(float_mean, floats.mean(0), strict=True)
+      np.testing.assert_array_equal(
+        whole_mean, whole.sum(0, dtype=np.int32) // 4, strict=True
+      )
+      np.testing.assert_array_equal(half_mean, halves[0], strict=True)
+
+  def test_16_bit_sums_are_rounded_once_a_round(self):
+    # In bfloat16 256 + 1 is 256, in whatever order three ones come to it.
+    values = np.repeat([[256.0], [1.0], [1.0], [1.0]], 8, axis=1)
+    values = values.astype(ml_dtypes.bfloat16)
+    results, _ = run(
+      double.create_strategy(4, all_reduce='direct'),
+      lambda x: all_reduce(SUM, x),
+      [values],
+    )
+    expected = np.full([8], 259.0, np.float32).astype(ml_dtypes.bfloat16)
+    self.assertEqual(expected[0], 260)
+    for (total,) in results:
+      np.testing.assert_array_equal(total, expected)
+
+  def test_odd_shapes(self):
+    empty = np.zeros([4, 0, 3], np.float32)
+    scalar = distinct(4, dtype=np.float32)
+    alone = np.zeros([4, 0], np.float64)
+    results, _ = run(
+      double.create_strategy(4),
+      lambda *xs: all_reduce(SUM, *xs),
+      [empty, scalar, alone],
+    )
+    for nothing, total, none in results:
+      self.assertEqual(nothing.shape, (0, 3))
+      self.assertEqual(none.shape, (0,))
+      self.assertEqual(total, 6000)
+
+  def test_negative_zero_survives_where_nothing_comes(self):
+    """Who is nobody's target gets zeros, and must not add them."""
+    values = np.full([3, 7], -0.0, np.float32)
+    results, _ = run(
+      double.create_strategy(3, all_reduce='tree'),
+      lambda x: all_reduce(SUM, x),
+      [values],
+    )
+    for (total,) in results:
+      self.assertTrue(np.signbit(total).all())
+
+  @parameterized.parameters((SUM, 1), (MEAN, 4))
+  def test_gradient_is_the_all_reduce_of_gradients(self, reduce_op, divisor):
+    strategy = double.create_strategy(4)
+    x, weight = (distinct(4, 5, dtype=np.float32) for _ in range(2))
+
+    def step(x, weight):
+      with tf.GradientTape() as tape:
+        tape.watch(x)
+        (reduced,) = all_reduce(reduce_op, x)
+        loss = tf.reduce_sum(reduced * weight)
+      return tape.gradient(loss, x)
+
+    traced = program.Program(program.trace(strategy, step, [x, weight]))
+    self.assertIsNone(traced.mismatch(ring_all_reduce(4)))
+    results, _ = traced.run(4)
+    for (gradient,) in results:
+      np.testing.assert_array_equal(gradient, weight.sum(0) / divisor)
+
+  @parameterized.parameters((SUM, 1), (MEAN, 2))
+  def test_gradient_through_reduce_to(self, reduce_op, divisor):
+    strategy = double.create_strategy(2)
+    x, weight = (distinct(2, 5, dtype=np.float32) for _ in range(2))
+
+    def step(x, weight):
+      def merge(strategy, x):
+        return strategy.extended.reduce_to(reduce_op, x, x)
+
+      with tf.GradientTape() as tape:
+        tape.watch(x)
+        context = tf.distribute.get_replica_context()
+        total = context.merge_call(merge, args=(x,))
+        loss = tf.reduce_sum(total * weight)
+      return total, tape.gradient(loss, x)
+
+    results, _ = run(strategy, step, [x, weight])
+    for total, gradient in results:
+      np.testing.assert_array_equal(total, x.sum(0) / divisor)
+      np.testing.assert_array_equal(gradient, weight.sum(0) / divisor)
+
+  def test_replica_ids_stay_tensorflows(self):
+    results, _ = run(
+      double.create_strategy(4),
+      lambda x: tf.distribute.get_replica_context().replica_id_in_sync_group,
+      [distinct(4, 1)],
+      order=_ORDERS[4],
+    )
+    self.assertEqual([int(r) for (r,) in results], [0, 1, 2, 3])
+
+  def test_variables(self):
+    strategy = double.create_strategy(4)
+    with strategy.scope():
+      weight = tf.Variable(tf.ones([3, 2]))
+      mean = tf.Variable([1.0, 2.0], trainable=False, dtype=tf.float32)
+      total = tf.Variable(5.0, aggregation=tf.VariableAggregation.SUM)
+
+    def step(x):
+      (gradient,) = all_reduce(SUM, x)
+      weight.assign_sub(0.5 * gradient)
+      mean.assign(0.5 * mean + x[0])
+      total.assign_add(x[0, 0])
+      return weight + 1.0
+
+    x = distinct(4, 3, 2, dtype=np.float32)
+    results, values = run(
+      strategy, step, [x], _ORDERS[4], [weight, mean, total]
+    )
+    for replica, (result,) in enumerate(results):
+      weights, means, totals = (value[replica] for value in values)
+      np.testing.assert_array_equal(weights, 1 - 0.5 * x.sum(0))
+      np.testing.assert_array_equal(result, weights + 1)
+      np.testing.assert_array_equal(means, [0.5, 1.0] + x[:, 0].mean(0))
+      self.assertEqual(totals, 5 + x[:, 0, 0].sum())
+
+  @parameterized.named_parameters(*[(name, name) for name in BUILDERS])
+  def test_a_wrong_schedule_gives_a_wrong_sum(self, name):
+    schedule = BUILDERS[name](4)
+    for lost in (0, len(schedule.transfers) - 1):
+      transfers = list(schedule.transfers)
+      del transfers[lost]
+      strategy = double.create_strategy(4)
+      double.use_schedule(
+        strategy, dataclasses.replace(schedule, transfers=tuple(transfers))
+      )
+      value = distinct(4, 8)
+      results, _ = run(strategy, lambda x: all_reduce(SUM, x), [value])
+      self.assertFalse(
+        all(np.array_equal(total, value.sum(0)) for (total,) in results)
+      )
+
+
+if __name__ == '__main__':
+  tf.test.main()

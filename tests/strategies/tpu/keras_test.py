@@ -1,0 +1,327 @@
+"""A whole training step of Keras, traced for TPUs and run in lock-step."""
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+import tf_strategies as tfs
+from tests.strategies.tpu import double, program
+from tf_strategies.collectives import BUILDERS, ring_all_reduce
+
+_REPLICAS = 4
+_RING = 2 * (_REPLICAS - 1)
+
+
+def sgd(**options):
+  return keras.optimizers.SGD(0.1, **options)
+
+
+def adam(**options):
+  return keras.optimizers.Adam(0.1, **options)
+
+
+def create_model(synchronized=None):
+  keras.utils.set_random_seed(0)
+  layers = [keras.Input([3]), keras.layers.Dense(4)]
+  if synchronized is not None:
+    layers.append(keras.layers.BatchNormalization(synchronized=synchronized))
+  return keras.Sequential([*layers, keras.layers.Dense(1)])
+
+
+def batches():
+  random = np.random.default_rng(0)
+  shape = [_REPLICAS, 6]
+  x = random.normal(size=[*shape, 3]).astype(np.float32)
+  return x, random.normal(size=[*shape, 1]).astype(np.float32)
+
+
+class Replicas:
+  """A model under `TPURingStrategy`, whose train step is a traced program."""
+
+  def __init__(self, create_optimizer, synchronized=None, **options):
+    self.strategy = double.create_strategy(_REPLICAS, **options)
+    with self.strategy.scope():
+      self.model = create_model(synchronized)
+      self.model.compile(create_optimizer(), 'mse', auto_scale_loss=False)
+      self.model.optimizer.build(self.model.trainable_variables)
+    self.step = program.Program(
+      program.trace(
+        self.strategy, lambda x, y: self.model.train_step((x, y)), batches()
+      )
+    )
+
+  @property
+  def variables(self):
+    """The model's and the optimizer's, in the order of one device's."""
+    return all_variables(self.model)
+
+  def train(self, num_steps=1):
+    """Values of `variables` on each replica after some steps."""
+    metrics = [v for m in self.model.metrics for v in m.variables]
+    used = [v.value for v in (*self.variables, *metrics)]
+    for _ in range(num_steps):
+      _, values = self.step.run(_REPLICAS, used)
+      for variable, by_replica in zip(used, values, strict=True):
+        for component, value in zip(variable.values, by_replica, strict=True):
+          component.assign(value)
+    return values[: len(self.variables)]
+
+
+def all_variables(model):
+  return [*model.variables, *model.optimizer.variables]
+
+
+def one_device(create_optimizer, synchronized=None, num_steps=1):
+  model = create_model(synchronized)
+  model.compile(create_optimizer(), 'mse', auto_scale_loss=False)
+  model.optimizer.build(model.trainable_variables)
+  x, y = (t.reshape([-1, t.shape[-1]]) for t in batches())
+  for _ in range(num_steps):
+    model.train_step((x, y))
+  return model
+
+
+class KerasTest(tf.test.TestCase, parameterized.TestCase):
+  def check_equals_one_device(
+    self, create_optimizer, wrap=True, synchronized=None, num_steps=1, **options
+  ):
+    def create_replicas_optimizer():
+      optimizer = create_optimizer()
+      return tfs.keras.DistributedOptimizer(optimizer) if wrap else optimizer
+
+    replicas = Replicas(create_replicas_optimizer, synchronized, **options)
+    one = one_device(create_optimizer, synchronized, num_steps)
+    before = replicas.model.layers[0].kernel.numpy()
+    values = replicas.train(num_steps)
+    expected = all_variables(one)
+    self.assertLen(values, len(expected))
+    for by_replica, variable in zip(values, expected, strict=True):
+      for value in by_replica:
+        self.assertEqual(value.tobytes(), by_replica[0].tobytes())
+        self.assertAllClose(
+          value, variable.numpy(), atol=1e-6, rtol=1e-6, msg=variable.path
+        )
+    self.assertNotAllClose(before, one.layers[0].kernel.numpy())
+    self.assertEmpty(replicas.step.sums)
+    return replicas
+
+  @parameterized.named_parameters(
+    ('sgd', sgd, {}),
+    ('adam', adam, {}),
+    ('global_clipnorm', adam, {'global_clipnorm': 0.1}),
+    ('clipnorm', sgd, {'clipnorm': 0.1}),
+    ('ema', adam, {'use_ema': True, 'ema_overwrite_frequency': 1}),
+    ('weight_decay', adam, {'weight_decay': 0.1}),
+  )
+  def test_wrapped(self, create, options):
+    replicas = self.check_equals_one_device(lambda: create(**options))
+    # One all-reduce: Keras's own is not made a second time.
+    self.assertLen(replicas.step.permutes, _RING)
+    self.assertIsNone(replicas.step.mismatch(ring_all_reduce(_REPLICAS)))
+
+  def test_gradient_accumulation(self):
+    replicas = self.check_equals_one_device(
+      lambda: adam(gradient_accumulation_steps=2), num_steps=2
+    )
+    self.assertLen(replicas.step.permutes, _RING)
+
+  def test_another_schedule(self):
+    replicas = self.check_equals_one_device(sgd, all_reduce='tree')
+    self.assertIsNone(replicas.step.mismatch(BUILDERS['tree'](_REPLICAS)))
+
+  def test_unwrapped(self):
+    replicas = self.check_equals_one_device(
+      lambda: sgd(momentum=0.9), wrap=False
+    )
+    self.assertLen(replicas.step.permutes, _RING)
+
+  def test_gradients_through_synchronized_batch_normalization(self):
+    self.check_equals_one_device(sgd, synchronized=True)
+
+  def test_statistics_of_batch_normalization_are_the_mean(self):
+    replicas = Replicas(
+      lambda: tfs.keras.DistributedOptimizer(sgd()), synchronized=False
+    )
+    values = dict(
+      zip([v.path for v in replicas.variables], replicas.train(), strict=True)
+    )
+    norm = replicas.model.layers[1]
+    x, _ = batches()
+    kernel = keras.ops.convert_to_numpy(create_model(False).layers[0].kernel)
+    means = (x @ kernel).mean(1)
+    self.assertNotAllClose(means[0], means.mean(0))
+    for value in values[norm.moving_mean.path]:
+      self.assertAllClose(value, 0.01 * means.mean(0), atol=1e-6)
+      self.assertEqual(
+        value.tobytes(), values[norm.moving_mean.path][0].tobytes()
+      )
+
+  def test_builtin_sums_once_too(self):
+    replicas = Replicas(
+      lambda: tfs.keras.DistributedOptimizer(sgd()), all_reduce='builtin'
+    )
+    self.assertEmpty(replicas.step.permutes)
+    self.assertLen(replicas.step.sums, len(replicas.model.trainable_variables))
+
+  def test_sparse_gradients_are_made_dense_by_the_wrapper(self):
+    strategy = double.create_strategy(_REPLICAS)
+    with strategy.scope():
+      model = keras.Sequential(
+        [keras.Input([2], dtype='int32'), keras.layers.Embedding(5, 3)]
+      )
+      model.compile(tfs.keras.DistributedOptimizer(sgd()), 'mse')
+    ids = np.ones([_REPLICAS, 2, 2], np.int32)
+    y = np.ones([_REPLICAS, 2, 2, 3], np.float32)
+    step = program.Program(
+      program.trace(strategy, lambda x, y: model.train_step((x, y)), [ids, y])
+    )
+    self.assertEmpty(step.sums)
+    self.assertLen(step.permutes, _RING)
+
+  def test_clipping_of_sparse_gradients_is_refused(self):
+    strategy = double.create_strategy(_REPLICAS)
+    with strategy.scope():
+      model = keras.Sequential(
+        [keras.Input([2], dtype='int32'), keras.layers.Embedding(5, 3)]
+      )
+      clipping = keras.optimizers.SGD(0.1, clipnorm=1.0)
+      model.compile(tfs.keras.DistributedOptimizer(clipping), 'mse')
+    ids = np.ones([_REPLICAS, 2, 2], np.int32)
+    y = np.ones([_REPLICAS, 2, 2, 3], np.float32)
+    with self.assertRaisesRegex(
+      tfs.errors.UnsupportedOptionError, 'clips sparse gradients'
+    ):
+      program.trace(strategy, lambda x, y: model.train_step((x, y)), [ids, y])
+
+  def test_replicas_agree_whether_gradients_are_finite(self):
+    replicas = Replicas(
+      lambda: keras.optimizers.LossScaleOptimizer(
+        tfs.keras.DistributedOptimizer(sgd())
+      )
+    )
+    # The gradients' all-reduce is in a branch, which all must take or none.
+    (agreement,) = replicas.step.transfers(_REPLICAS)
+    self.assertEqual(agreement, list(ring_all_reduce(_REPLICAS).transfers))
+    self.assertEqual(
+      {op.get_attr('T') for op in replicas.step.permutes}, {tf.int32}
+    )
+
+  def test_one_replica_with_infinite_gradients_stops_all(self):
+    strategy = double.create_strategy(_REPLICAS)
+    with strategy.scope():
+      optimizer = keras.optimizers.LossScaleOptimizer(sgd())
+
+    def step(x):
+      def merge(strategy, x):
+        return strategy.extended.call_for_each_replica(
+          optimizer.check_finite, args=([x],)
+        )
+
+      context = tf.distribute.get_replica_context()
+      return context.merge_call(merge, args=(x,))
+
+    for bad in (None, 2):
+      x = np.ones([_REPLICAS, 3], np.float32)
+      if bad is not None:
+        x[bad, 1] = np.inf
+      traced = program.Program(program.trace(strategy, step, [x]))
+      results, _ = traced.run(_REPLICAS)
+      self.assertEqual([bool(r) for (r,) in results], [bad is None] * 4)
+
+
+class FitTest(tf.test.TestCase, parameterized.TestCase):
+  """`fit` as far as there is no need for a TPU: everything but running it."""
+
+  def fit(self, *data, **options):
+    strategy = double.create_strategy(_REPLICAS)
+    with strategy.scope():
+      model = create_model(synchronized=False)
+      model.compile(tfs.keras.DistributedOptimizer(adam()), 'mse')
+    model.fit(*data, verbose=0, **options)
+
+  @parameterized.parameters('arrays', 'data set')
+  def test_a_step_is_built(self, kind):
+    data = (np.ones([32, 3], np.float32), np.ones([32, 1], np.float32))
+    with self.assertRaisesRegex(
+      tf.errors.InvalidArgumentError, "No OpKernel.*'TPUReplicatedInput'"
+    ):
+      if kind == 'arrays':
+        self.fit(*data, batch_size=16)
+      else:
+        data_set = tf.data.Dataset.from_tensor_slices(data)
+        self.fit(data_set.batch(16, drop_remainder=True))
+
+  @parameterized.parameters('arrays', 'data set')
+  def test_a_remainder_is_refused(self, kind):
+    data = (np.ones([33, 3], np.float32), np.ones([33, 1], np.float32))
+    with self.assertRaisesRegex(
+      tfs.errors.UnsupportedOptionError, 'unknown size.*drop_remainder=True'
+    ):
+      if kind == 'arrays':
+        self.fit(*data, batch_size=16)
+      else:
+        self.fit(tf.data.Dataset.from_tensor_slices(data).batch(16))
+
+
+class RefusalsTest(tf.test.TestCase, parameterized.TestCase):
+  @parameterized.parameters('clipnorm', 'global_clipnorm', 'clipvalue')
+  def test_clipping_without_the_wrapper(self, option):
+    with self.assertRaisesRegex(
+      tfs.errors.UnsupportedOptionError,
+      f'{option}=1.0. under TPURingStrategy.*DistributedOptimizer',
+    ):
+      Replicas(lambda: sgd(**{option: 1.0}))
+
+  def test_a_loss_that_is_no_mean_over_rows(self):
+    strategy = double.create_strategy(_REPLICAS)
+    with strategy.scope():
+      model = create_model()
+      model.compile(
+        tfs.keras.DistributedOptimizer(sgd()),
+        keras.losses.MeanSquaredError(reduction='sum'),
+      )
+
+    @tf.function
+    def step(x, y):
+      strategy.run(model.train_step, [(x, y)])
+
+    with self.assertRaisesRegex(
+      tfs.errors.UnsupportedOptionError, "reduction='sum'"
+    ):
+      step(np.ones([2, 3]), np.ones([2, 1]))
+
+  def trace_with_any_batch(self, weighting):
+    strategy = double.create_strategy(_REPLICAS)
+    with strategy.scope():
+      weight = tf.Variable(1.0)
+      optimizer = tfs.keras.DistributedOptimizer(sgd(), weighting=weighting)
+      optimizer.build([weight])
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 3])] * _REPLICAS)
+    def step(*parts):
+      def replica_step(x):
+        gradient = tf.reduce_mean(x)
+        optimizer.apply([gradient], [weight])
+
+      values = strategy.experimental_distribute_values_from_function(
+        lambda context: parts[context.replica_id_in_sync_group]
+      )
+      strategy.run(replica_step, [values])
+
+    return program.Program(step.get_concrete_function().graph)
+
+  def test_a_batch_of_any_size(self):
+    with self.assertRaisesRegex(
+      tfs.errors.UnsupportedOptionError,
+      r"unknown size \(tensor '.*' of shape \(None, 3\).*drop_remainder=True",
+    ):
+      self.trace_with_any_batch('rows')
+
+  def test_a_batch_of_any_size_without_weighting(self):
+    step = self.trace_with_any_batch('none')
+    self.assertIsNone(step.mismatch(ring_all_reduce(_REPLICAS)))
+
+
+if __name__ == '__main__':
+  tf.test.main()

@@ -1,0 +1,342 @@
+"""Reads a traced program for TPU replicas, and executes it in lock-step.
+
+The program is what TPUStrategy.run put into the graph: one that all replicas
+run. `Program` cuts it at its collective ops. What is between them runs compiled
+by XLA, once for each replica; the collectives are played in NumPy, permutes by
+the pairs that are in the graph.
+"""
+
+import collections
+
+import numpy as np
+import tensorflow as tf
+
+from tf_strategies.collectives import Transfer
+
+# Attributes that would send ops to a TPU.
+_TPU_ATTRIBUTES = ('_tpu_replicate', '_replication_info', '_xla_compile_device')
+_COLLECTIVES = ('CollectivePermute', 'CrossReplicaSum', 'AllToAll')
+
+
+def trace(strategy, fn, args=()):
+  """The graph in which `strategy` runs `fn` on its replicas.
+
+  Args:
+    strategy: a TPU strategy.
+    fn: what each replica runs.
+    args: arrays; each replica gets its row of every one.
+  """
+
+  @tf.function
+  def step():
+    per_replica = [
+      strategy.experimental_distribute_values_from_function(
+        lambda context, a=a: tf.constant(a[context.replica_id_in_sync_group])
+      )
+      for a in args
+    ]
+    return strategy.run(fn, per_replica)
+
+  return step.get_concrete_function().graph
+
+
+class Program:
+  """The program of one replica, in a graph that was traced for all of them.
+
+  Args:
+    graph: with one `strategy.run` in it.
+  """
+
+  def __init__(self, graph):
+    self._graph = graph
+    ops = graph.get_operations()
+    self.permutes = [op for op in ops if op.type == 'CollectivePermute']
+    self.sums = [op for op in ops if op.type == 'CrossReplicaSum']
+    self._collectives = [op for op in ops if op.type in _COLLECTIVES]
+    self._ids = [op for op in ops if op.type == 'XlaReplicaId']
+    inputs = [op for op in ops if op.type == 'TPUReplicatedInput']
+    self.handles = [i for i in inputs if i.outputs[0].dtype == tf.resource]
+    self._inputs = [i for i in inputs if i not in self.handles]
+    # What reads or writes variables.
+    self._effects = [
+      op
+      for op in ops
+      if op not in self.handles
+      and any(t.dtype == tf.resource for t in op.inputs)
+    ]
+    self._results = [op for op in ops if op.type == 'TPUReplicatedOutput']
+    self._depths = {}
+    for op in self.permutes:
+      self._depths[op] = 1 + max(
+        (self._depths[p] for p in self._ancestors(op) & set(self._depths)),
+        default=0,
+      )
+
+  @property
+  def num_rounds(self):
+    return max(self._depths.values(), default=0)
+
+  # Reading.
+
+  def pairs(self, permute):
+    """The `source_target_pairs` of a CollectivePermute, a constant."""
+    pairs = tf.get_static_value(permute.inputs[1])
+    return [tuple(pair) for pair in pairs.tolist()]
+
+  def transfers(self, num_replicas):
+    """What the graph moves, a list of transfers for each buffer.
+
+    Args:
+      num_replicas: that run the program.
+
+    Returns:
+      Sorted transfers for each chain of permutes, in the order of the graph.
+    """
+    begins = [self._entry(op.inputs[0], 'Slice', 1) for op in self.permutes]
+    updates = [self._update_of(op) for op in self.permutes]
+    ends = [update.inputs[2] for update in updates]
+    by_rank = self._evaluate(begins + ends, num_replicas)
+    sends = [[row[i][0] for row in by_rank] for i in range(len(begins))]
+    receives = [
+      [row[len(begins) + i][0] for row in by_rank] for i in range(len(ends))
+    ]
+    chains = collections.defaultdict(list)
+    for i, op in enumerate(self.permutes):
+      (chain,) = self._ancestors(op) & set(self._ids)
+      for src, dst in self.pairs(op):
+        if sends[i][src] != receives[i][dst]:
+          raise AssertionError(f'{op.name}: chunk {src}->{dst} changes')
+        chains[chain.name].append(
+          Transfer(
+            self._depths[op] - 1,
+            src,
+            dst,
+            int(sends[i][src]),
+            _adds(updates[i]),
+          )
+        )
+    return [sorted(moved) for moved in chains.values()]
+
+  def mismatch(self, schedule):
+    """What differs between the graph and a schedule; None if nothing does."""
+    buffers = self.transfers(schedule.world_size)
+    if not buffers:
+      return 'no CollectivePermute'
+    for found in buffers:
+      missing = set(schedule.transfers) - set(found)
+      extra = set(found) - set(schedule.transfers)
+      if missing or extra or len(found) != len(schedule.transfers):
+        return f'missing {sorted(missing)}, not in the schedule {sorted(extra)}'
+    return None
+
+  # Executing.
+
+  def run(self, num_replicas, variables=(), order=None):
+    """Executes the program on all replicas, round by round.
+
+    In each round every replica computes what it can from what came so far (at
+    first zeros), and all that it sends is delivered. What depends on rounds that
+    are over is final; after the last one nothing changes any more.
+
+    Args:
+      num_replicas: that run the program.
+      variables: distributed ones, all that the program uses. They are left as
+        they are: it works on copies.
+      order: order[i] is the TensorFlow replica that XLA calls i; None for i.
+
+    Returns:
+      A list with the results of each TensorFlow replica; and for each of
+      `variables` a list with the value that each replica has in the end.
+    """
+    order = order or list(range(num_replicas))
+    constants = [
+      [tf.get_static_value(v) for v in op.inputs] for op in self._inputs
+    ]
+    state = [[v.values[i].numpy() for v in variables] for i in order]
+    copies = [tf.Variable(value) for value in state[0]]
+    compute = self._compiled(
+      [op.inputs[0] for op in (*self._collectives, *self._results)],
+      {_handle_of(v): c.handle for v, c in zip(variables, copies, strict=True)},
+    )
+    came = [
+      [np.zeros(op.outputs[0].shape, op.outputs[0].dtype.as_numpy_dtype)]
+      * num_replicas
+      for op in self._collectives
+    ]
+    is_done = False
+    while not is_done:
+      outputs, written = [], []
+      for rank, replica in enumerate(order):
+        for copy, value in zip(copies, state[rank], strict=True):
+          copy.assign(value)
+        computed = compute(
+          np.int32(rank),
+          [values[replica] for values in constants],
+          [column[rank] for column in came],
+        )
+        outputs.append([t.numpy() for t in computed])
+        written.append([copy.numpy() for copy in copies])
+      before = [[value.tobytes() for value in column] for column in came]
+      for i, op in enumerate(self._collectives):
+        came[i] = self._play(op, [row[i] for row in outputs])
+      after = [[value.tobytes() for value in column] for column in came]
+      is_done = before == after
+    ranks = [order.index(replica) for replica in range(num_replicas)]
+    results = [outputs[rank][len(self._collectives) :] for rank in ranks]
+    values = [[written[r][i] for r in ranks] for i in range(len(copies))]
+    return results, values
+
+  def _play(self, op, values):
+    """What a collective op gives each replica for what each of them sends."""
+    if op.type == 'CollectivePermute':
+      received = [np.zeros_like(value) for value in values]
+      for src, dst in self.pairs(op):
+        received[dst] = values[src]
+      return received
+    groups = tf.get_static_value(op.inputs[1]).tolist()
+    if groups != [list(range(len(values)))]:
+      raise AssertionError(f'{op.name} is not of all replicas: {groups}')
+    if op.type == 'CrossReplicaSum':
+      return [np.sum(values, axis=0, dtype=values[0].dtype)] * len(values)
+    # Its only use here: to stack, where all values have a leading dimension.
+    return [
+      np.concatenate([np.split(v, len(values))[r] for v in values])
+      for r in range(len(values))
+    ]
+
+  def _ancestors(self, op):
+    seen, waiting = set(), [op]
+    while waiting:
+      for tensor in waiting.pop().inputs:
+        if tensor.op not in seen:
+          seen.add(tensor.op)
+          waiting.append(tensor.op)
+    return seen
+
+  def _entry(self, tensor, op_type, index):
+    op = tensor.op
+    if op.type != op_type:
+      raise AssertionError(f'{op.name} is a {op.type}, not a {op_type}')
+    return op.inputs[index]
+
+  def _update_of(self, permute):
+    """The op that puts what a permute brings into the buffer."""
+    tensor = permute.outputs[0]
+    while True:
+      consumers = [
+        op
+        for op in tensor.consumers()
+        if op.type in ('Cast', 'AddN', 'SelectV2', 'XlaDynamicUpdateSlice')
+      ]
+      (consumer,) = consumers
+      if consumer.type == 'XlaDynamicUpdateSlice':
+        return consumer
+      tensor = consumer.outputs[0]
+
+  def _evaluate(self, tensors, num_replicas):
+    compute = self._compiled(tensors, jit_compile=False)
+    zeros = [
+      np.zeros(
+        [size or 1 for size in op.outputs[0].shape],
+        op.outputs[0].dtype.as_numpy_dtype,
+      )
+      for op in self._inputs
+    ]
+    return [
+      [t.numpy() for t in compute(np.int32(rank), zeros, [])]
+      for rank in range(num_replicas)
+    ]
+
+  def _compiled(self, fetches, variables=None, jit_compile=True):
+    """A function of what the cut leaves open, which returns `fetches`.
+
+    Args:
+      fetches: tensors of the graph.
+      variables: {handle in the program: the one to use}; None to leave out
+        whatever reads or writes variables.
+      jit_compile: whether XLA compiles it.
+    """
+    cuts = [op.outputs[0].name for op in self._inputs]
+    received = [op.outputs[0].name for op in self._collectives]
+    names = [tensor.name for tensor in fetches]
+    effects = [] if variables is None else self._effects
+    fixed = {}
+    for op in self.handles if variables is not None else ():
+      external = {i.name: id(e) for e, i in self._graph.captures}
+      fixed[op.outputs[0].name] = variables[external[op.inputs[0].name]]
+    part = _between(
+      self._graph,
+      [t.op for t in fetches] + effects,
+      [*cuts, *received, *fixed, *(op.outputs[0].name for op in self._ids)],
+    )
+    needed = {i for node in part.node for i in node.input}
+
+    @tf.function(jit_compile=jit_compile, autograph=False)
+    def compute(rank, inputs, came):
+      given = dict(zip(cuts, inputs, strict=True))
+      # Where only tables are asked for, nothing has come.
+      given.update(zip(received, came, strict=False))
+      given.update({op.outputs[0].name: rank for op in self._ids})
+      graph = tf.compat.v1.get_default_graph()
+      given.update({name: graph.capture(h) for name, h in fixed.items()})
+      outputs = tf.graph_util.import_graph_def(
+        part,
+        input_map={
+          k: v for k, v in given.items() if k.removesuffix(':0') in needed
+        },
+        return_elements=[n for n in names if n not in given]
+        + [op.name for op in effects],
+      )
+      with tf.control_dependencies(outputs[len(outputs) - len(effects) :]):
+        outputs = iter(outputs)
+        return [
+          tf.identity(given[n] if n in given else next(outputs)) for n in names
+        ]
+
+    return compute
+
+
+def _handle_of(variable):
+  """What identifies a distributed variable's handle in a graph."""
+  packed = variable._packed_variable
+  return id(
+    variable._primary.handle if packed is None else packed.packed_handle
+  )
+
+
+def _adds(update):
+  """Whether an update of the buffer adds what came, or overwrites."""
+  source = update.inputs[1].op
+  while source.type in ('Cast', 'SelectV2'):
+    source = source.inputs[-1].op
+  return source.type == 'AddN'
+
+
+def _between(graph, ops, cuts):
+  """The part of a graph that leads from `cuts` to `ops`, for another device."""
+  cuts = {name.split(':')[0] for name in cuts}
+  graph_def = graph.as_graph_def()
+  nodes = {node.name: node for node in graph_def.node}
+  part = tf.compat.v1.GraphDef(
+    versions=graph_def.versions, library=graph_def.library
+  )
+  seen, waiting = set(cuts), [op.name for op in ops]
+  while waiting:
+    name = waiting.pop()
+    if name not in seen:
+      seen.add(name)
+      part.node.add().CopyFrom(nodes[name])
+      inputs = (i for i in nodes[name].input if not i.startswith('^'))
+      waiting += [i.split(':')[0] for i in inputs]
+  present = {node.name for node in part.node}
+  for node in part.node:
+    # Reads and writes stay in order; what is for TPUs only goes.
+    inputs = [
+      i for i in node.input if not i.startswith('^') or i[1:] in present
+    ]
+    del node.input[:]
+    node.input.extend(inputs)
+    node.device = ''
+    for attribute in _TPU_ATTRIBUTES:
+      node.attr.pop(attribute, None)
+  return part

@@ -1,0 +1,97 @@
+"""Where a cluster is described: one module a scheduler.
+
+Each has `read(environ)`, which returns the description, or None where the
+scheduler does not run this process as one task of several. A description that
+is there and malformed is a `ClusterConfigError`: as a single process each task
+would train a model of its own, and nobody would know.
+
+| module | scheduler | is there if |
+|---|---|---|
+| `vertex` | Vertex AI | CLUSTER_SPEC lists several tasks |
+| `kubernetes` | JobSet, Indexed Job | JOB_COMPLETION_INDEX and TFS_NUM_WORKERS |
+| `sagemaker` | SageMaker | SM_HOSTS lists several hosts |
+| `slurm` | Slurm | SLURM_PROCID, and SLURM_NTASKS of 2 or more |
+
+`roles` says which of a scheduler's tasks are workers, and which are not:
+TFS_NUM_WORKERS, TFS_NUM_PS, TFS_CHIEF, TFS_EVALUATOR and TFS_PORT.
+
+Example:
+
+  >>> from tf_strategies.cluster import sources
+  >>> environ = {'SM_HOSTS': '["algo-1", "algo-2"]', 'SM_CURRENT_HOST': 'algo-2'}
+  >>> found = sources.first(environ)
+  >>> found.variable, found.parts.jobs
+  ('SM_HOSTS', {'worker': {0: 'algo-1:2222', 1: 'algo-2:2222'}})
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from tf_strategies.cluster import checks, tf_config
+from tf_strategies.cluster.sources import (
+  kubernetes,
+  roles,
+  sagemaker,
+  slurm,
+  vertex,
+)
+
+# In the order in which they count. Kubernetes is asked for by TFS_NUM_WORKERS.
+_SOURCES = (vertex, kubernetes, sagemaker, slurm)
+
+# Without them no source finds anything: for processes that start others.
+VARIABLES = (
+  *(source.VARIABLE for source in _SOURCES),
+  *kubernetes.FURTHER_VARIABLES,
+  *roles.VARIABLES,
+)
+
+
+class Found(NamedTuple):
+  """What one scheduler says.
+
+  Attributes:
+    variable: names it, in errors and in the log.
+    parts: what it says.
+  """
+
+  variable: str
+  parts: tf_config.Parts
+
+
+def first(environ: Mapping[str, str]) -> Found | None:
+  """What the first scheduler says that describes a cluster.
+
+  Args:
+    environ: the environment.
+
+  Returns:
+    None if there is none.
+
+  Raises:
+    ClusterConfigError: it says something malformed; or several tasks are
+      asked for (TFS_NUM_WORKERS) and no scheduler says which this one is.
+
+  Example:
+
+    >>> first({'SLURM_NTASKS': '1', 'SLURM_PROCID': '0'}) is None
+    True
+  """
+  for found in every(environ):
+    return found
+  with checks.reading('TFS_NUM_WORKERS'):
+    roles.check_alone(environ)
+  return None
+
+
+def every(environ: Mapping[str, str]) -> Iterator[Found]:
+  """What each scheduler says that describes a cluster, in their order.
+
+  Raises:
+    ClusterConfigError: on coming to one that says something malformed.
+  """
+  for source in _SOURCES:
+    with checks.reading(source.VARIABLE):
+      parts = source.read(environ)
+    if parts is not None:
+      yield Found(source.VARIABLE, parts)

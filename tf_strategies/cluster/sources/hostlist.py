@@ -1,0 +1,131 @@
+"""Slurm's short forms: `node[001-003,7],gpu1` and `2(x3),1`.
+
+Both are bounded before anything is expanded: a few characters, such as
+`a[0-99999999]`, can stand for more hosts than there is memory.
+
+Example:
+
+  >>> from tf_strategies.cluster.sources import hostlist
+  >>> hostlist.hosts('node[08-10,12],gpu1')
+  ['node08', 'node09', 'node10', 'node12', 'gpu1']
+  >>> hostlist.numbers('2(x3),1')
+  [2, 2, 2, 1]
+"""
+
+import itertools
+import math
+import re
+
+from tf_strategies import errors
+from tf_strategies.cluster import checks
+
+# Names and bracketed sets of numbers, in turn: `rack`, `[1-2]`, `n`, `[1-3]`.
+_HOST = re.compile(r'(?:[A-Za-z0-9_.-]|\[[0-9,-]+\])+')
+_PIECE = re.compile(r'\[([0-9,-]+)\]|([A-Za-z0-9_.-]+)')
+_RANGE = re.compile(r'([0-9]{1,9})(?:-([0-9]{1,9}))?')
+_COUNT = re.compile(r'([0-9]{1,9})(?:\(x([0-9]{1,9})\))?')
+_MOST = checks.MAX_TASKS
+# Of the DNS.
+_LONGEST_NAME = 253
+_WAY_OUT = 'leave it as Slurm sets it'
+
+
+def hosts(text: str) -> list[str]:
+  """The hosts of a list, in its order.
+
+  Args:
+    text: hosts, separated by commas, with sets of numbers in brackets.
+
+  Returns:
+    Their names. Leading zeros are kept, as Slurm does. O(len(text) + hosts).
+
+  Raises:
+    ClusterConfigError: it is no such list, or of too many hosts.
+
+  Example:
+
+    >>> hosts('rack[1-2]n[1,3]')
+    ['rack1n1', 'rack1n3', 'rack2n1', 'rack2n3']
+  """
+  found: list[str] = []
+  at = 0
+  while True:
+    match = _HOST.match(text, at)
+    if match is None or text[match.end() : match.end() + 1] not in ('', ','):
+      raise _bad(text, text[at : at + 40])
+    found += _expanded(match[0], text, _MOST - len(found))
+    if match.end() == len(text):
+      return found
+    at = match.end() + 1
+
+
+def numbers(text: str) -> list[int]:
+  """The numbers of a list in which repetitions are written `2(x3)`.
+
+  Args:
+    text: numbers, separated by commas.
+
+  Raises:
+    ClusterConfigError: it is no such list, or too long.
+  """
+  found: list[int] = []
+  for item in text.split(','):
+    match = _COUNT.fullmatch(item)
+    if match is None:
+      raise checks.bad(
+        f'its part {checks.show(item)}', text, 'such as 2(x3),1', _WAY_OUT
+      )
+    repetitions = int(match[2] or 1)
+    if len(found) + repetitions > _MOST:
+      raise _too_many(text)
+    found += [int(match[1])] * repetitions
+  return found
+
+
+def _expanded(item: str, text: str, most: int) -> list[str]:
+  """The hosts that one item of the list `text` stands for."""
+  sets: list[list[str]] = []
+  room = most
+  for in_brackets, name in _PIECE.findall(item):
+    made = _numbers_of(in_brackets, text, room) if in_brackets else [name]
+    sets.append(made)
+    # Further brackets of this item multiply what there is.
+    room //= len(made)
+  if math.prod(map(len, sets)) > most:
+    raise _too_many(text)
+  if sum(max(map(len, made)) for made in sets) > _LONGEST_NAME:
+    raise _bad(text, item)
+  return list(map(''.join, itertools.product(*sets)))
+
+
+def _numbers_of(in_brackets: str, text: str, most: int) -> list[str]:
+  """The numbers of one pair of brackets, with their leading zeros."""
+  found: list[str] = []
+  for item in in_brackets.split(','):
+    match = _RANGE.fullmatch(item)
+    if match is None:
+      raise _bad(text, item)
+    first, last = match[1], match[2] or match[1]
+    if int(last) < int(first):
+      raise _bad(text, item)
+    if len(found) + int(last) - int(first) + 1 > most:
+      raise _too_many(text)
+    found += [
+      str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)
+    ]
+  return found
+
+
+def _bad(text: str, item: str) -> errors.ClusterConfigError:
+  return checks.bad(
+    f'its part {checks.show(item)}',
+    text,
+    'hosts such as node[001-003,7],gpu1',
+    _WAY_OUT,
+  )
+
+
+def _too_many(text: str) -> errors.ClusterConfigError:
+  return checks.bad(
+    'its value', text, f'at most {_MOST} hosts or tasks', _WAY_OUT
+  )

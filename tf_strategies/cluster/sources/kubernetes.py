@@ -1,0 +1,130 @@
+"""Kubernetes: the pods of a JobSet, or of an Indexed Job.
+
+Kubernetes gives each pod JOB_COMPLETION_INDEX and, through a headless service,
+a name that follows from it. How many pods there are it does not say; the
+manifests that `python -m tf_strategies.manifests` writes do (TFS_NUM_WORKERS
+and what else `roles` reads). Without TFS_NUM_WORKERS the pods of an Indexed Job
+work each for itself.
+
+| variable | meaning |
+|---|---|
+| TFS_SUBDOMAIN | the headless service; JobSet: its name unless set |
+| JOBSET_NAME, REPLICATED_JOB_NAME, JOB_INDEX | a JobSet's labels of the pod |
+| TFS_JOB_NAME | an Indexed Job's name; HOSTNAME without the index unless set |
+
+The jobs of a JobSet are called chief, worker, ps and evaluator, have one
+replica each and as many completions as tasks. The tasks of an Indexed Job are
+numbered in that order.
+
+Example:
+
+  >>> from tf_strategies.cluster.sources import kubernetes
+  >>> parts = kubernetes.read({
+  ...   'JOBSET_NAME': 'mnist', 'REPLICATED_JOB_NAME': 'worker',
+  ...   'JOB_COMPLETION_INDEX': '1', 'TFS_NUM_WORKERS': '2'})
+  >>> parts.jobs['worker'][1], parts.task_index
+  ('mnist-worker-0-1.mnist:2222', 1)
+"""
+
+from collections.abc import Mapping
+
+from tf_strategies.cluster import checks, tf_config
+from tf_strategies.cluster.sources import roles, variables
+
+VARIABLE = 'JOB_COMPLETION_INDEX'
+FURTHER_VARIABLES = ('TFS_SUBDOMAIN', 'TFS_JOB_NAME')
+
+_JOBSET = 'JOBSET_NAME'
+_REPLICATED_JOB = 'REPLICATED_JOB_NAME'
+
+
+def read(environ: Mapping[str, str]) -> tf_config.Parts | None:
+  """The cluster of the pods; None if there is one, or nobody counted them.
+
+  Raises:
+    ClusterConfigError: a variable is malformed, or contradicts another one.
+  """
+  if VARIABLE not in environ or 'TFS_NUM_WORKERS' not in environ:
+    return None
+  counts = roles.counts(environ)
+  total = sum(counts.values())
+  if total > checks.MAX_TASKS:
+    raise checks.bad(
+      'the number of tasks',
+      total,
+      f'at most {checks.MAX_TASKS}',
+      'correct TFS_NUM_WORKERS and TFS_NUM_PS',
+    )
+  if _JOBSET in environ or _REPLICATED_JOB in environ:
+    parts = _read_jobset(environ, counts)
+  else:
+    parts = _read_indexed_job(environ, counts, total)
+  return None if total == 1 else parts
+
+
+def _read_jobset(
+  environ: Mapping[str, str], counts: Mapping[str, int]
+) -> tf_config.Parts:
+  name = _name(environ, _JOBSET, 'the name of the JobSet')
+  own = environ.get(_REPLICATED_JOB, checks.MISSING)
+  present = [job for job, count in counts.items() if count]
+  if own not in present:
+    raise variables.bad(
+      _REPLICATED_JOB,
+      own,
+      f'a job that there are tasks of ({", ".join(present)})',
+      'name the replicated jobs chief, worker, ps and evaluator, and set '
+      'TFS_NUM_WORKERS and TFS_NUM_PS to the numbers of their pods',
+    )
+  # Pods of several replicas would be numbered twice, which nothing orders.
+  variables.integer(environ, 'JOB_INDEX', 0, 0, 0)
+  index = variables.integer(environ, VARIABLE, 0, counts[own] - 1)
+  subdomain = environ.get('TFS_SUBDOMAIN', name)
+  port = roles.port(environ)
+
+  jobs = {
+    job: {
+      i: f'{name}-{job}-0-{i}.{subdomain}:{port}' for i in range(counts[job])
+    }
+    for job in present
+  }
+  return tf_config.Parts(jobs, own, index, None, False)
+
+
+def _read_indexed_job(
+  environ: Mapping[str, str], counts: Mapping[str, int], total: int
+) -> tf_config.Parts:
+  place = variables.integer(environ, VARIABLE, 0, total - 1)
+  subdomain = _name(environ, 'TFS_SUBDOMAIN', 'the name of a headless service')
+  port = roles.port(environ)
+  name = _job_name(environ, place)
+  addresses = [f'{name}-{i}.{subdomain}:{port}' for i in range(total)]
+  return roles.assign(environ, addresses, place)
+
+
+def _job_name(environ: Mapping[str, str], place: int) -> str:
+  if 'TFS_JOB_NAME' in environ:
+    return environ['TFS_JOB_NAME']
+  host = environ.get('HOSTNAME', checks.MISSING)
+  ending = f'-{place}'
+  if isinstance(host, str) and host.removesuffix(ending) not in ('', host):
+    return host.removesuffix(ending)
+  raise variables.bad(
+    'HOSTNAME',
+    host,
+    f"the Job's name and the pod's index, <job>{ending}",
+    "set TFS_JOB_NAME to the Job's name",
+  )
+
+
+def _name(environ: Mapping[str, str], variable: str, allowed: str) -> str:
+  value = environ.get(variable, checks.MISSING)
+  if value is checks.MISSING or not value:
+    raise variables.bad(
+      variable,
+      value,
+      allowed,
+      f'set it, as python -m tf_strategies.manifests does, or unset '
+      f'{VARIABLE} to train in a single process',
+    )
+  return value

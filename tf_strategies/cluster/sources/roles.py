@@ -1,0 +1,152 @@
+"""Which of a scheduler's equal tasks trains, serves variables or evaluates.
+
+Slurm, SageMaker and an Indexed Job number their tasks and know no types. These
+variables say what the tasks are, in the order chief, workers, parameter
+servers, evaluator:
+
+| variable | meaning | default |
+|---|---|---|
+| TFS_NUM_WORKERS | tasks of type worker | all that are not something else |
+| TFS_NUM_PS | parameter servers | 0 |
+| TFS_CHIEF | 1 for a chief beside the workers, else 0 | 1 with TFS_NUM_PS |
+| TFS_EVALUATOR | 1 for an evaluator, else 0 | 0 |
+| TFS_PORT | where every task listens | 2222; Slurm derives it from the job |
+
+Example:
+
+  >>> from tf_strategies.cluster.sources import roles
+  >>> counts = roles.counts({'TFS_NUM_PS': '1'}, total=4)
+  >>> counts
+  {'chief': 1, 'worker': 2, 'ps': 1, 'evaluator': 0}
+  >>> roles.task_at(counts, 3)
+  ('ps', 0)
+"""
+
+from collections.abc import Mapping, Sequence
+
+from tf_strategies.cluster import checks, tf_config
+from tf_strategies.cluster.sources import variables
+
+DEFAULT_PORT = 2222
+VARIABLES = (
+  'TFS_NUM_WORKERS',
+  'TFS_NUM_PS',
+  'TFS_CHIEF',
+  'TFS_EVALUATOR',
+  'TFS_PORT',
+)
+
+
+def port(environ: Mapping[str, str], default: int = DEFAULT_PORT) -> int:
+  """The port of every task.
+
+  Raises:
+    ClusterConfigError: TFS_PORT is none.
+  """
+  return variables.integer(environ, 'TFS_PORT', 1, 65535, default)
+
+
+def counts(
+  environ: Mapping[str, str], total: int | None = None
+) -> dict[str, int]:
+  """The number of tasks of each type.
+
+  Args:
+    environ: the environment.
+    total: of all tasks, where the scheduler says it; else TFS_NUM_WORKERS must.
+
+  Raises:
+    ClusterConfigError: a variable is no number, or they do not fit `total`.
+  """
+  most = checks.MAX_TASKS
+  num_ps = variables.integer(environ, 'TFS_NUM_PS', 0, most, 0)
+  chief = variables.integer(environ, 'TFS_CHIEF', 0, 1, int(num_ps > 0))
+  evaluator = variables.integer(environ, 'TFS_EVALUATOR', 0, 1, 0)
+  others = num_ps + chief + evaluator
+  rest = None if total is None else max(total - others, 0)
+  workers = variables.integer(environ, 'TFS_NUM_WORKERS', 0, most, rest)
+  if total is not None and others + workers != total:
+    raise checks.bad(
+      'the number of tasks',
+      total,
+      f'{others + workers}: {chief} chief, {workers} worker, {num_ps} ps and '
+      f'{evaluator} evaluator (TFS_CHIEF, TFS_NUM_WORKERS, TFS_NUM_PS, '
+      'TFS_EVALUATOR)',
+      'start as many tasks, or correct these variables',
+    )
+  if chief + workers == 0:
+    raise checks.bad(
+      'the number of chiefs and workers',
+      0,
+      'at least 1, since another type does not train',
+      'set TFS_NUM_WORKERS=1 or more, or TFS_CHIEF=1',
+    )
+  return {
+    'chief': chief,
+    'worker': workers,
+    'ps': num_ps,
+    'evaluator': evaluator,
+  }
+
+
+def task_at(counts: Mapping[str, int], place: int) -> tuple[str, int]:
+  """Type and index of the task at a place among all tasks.
+
+  Raises:
+    IndexError: there are fewer tasks.
+  """
+  index = place
+  for task_type, count in counts.items():
+    if index < count:
+      return task_type, index
+    index -= count
+  raise IndexError(place)
+
+
+def assign(
+  environ: Mapping[str, str], addresses: Sequence[str], place: int
+) -> tf_config.Parts:
+  """Gives the tasks of a scheduler that knows no types their types.
+
+  Args:
+    environ: the environment.
+    addresses: 'host:port' of each task in the scheduler's order.
+    place: of this process among them.
+
+  Raises:
+    ClusterConfigError: the numbers of tasks do not fit.
+
+  Example:
+
+    >>> assign({}, ['a:1', 'b:1'], 1).jobs
+    {'worker': {0: 'a:1', 1: 'b:1'}}
+  """
+  found = counts(environ, len(addresses))
+  remaining = iter(addresses)
+  jobs = {
+    task_type: {index: next(remaining) for index in range(count)}
+    for task_type, count in found.items()
+    if count
+  }
+  task_type, index = task_at(found, place)
+  return tf_config.Parts(jobs, task_type, index, None, False)
+
+
+def check_alone(environ: Mapping[str, str]) -> None:
+  """Nothing asks for several tasks where no scheduler starts them.
+
+  Raises:
+    ClusterConfigError: TFS_NUM_WORKERS is there, and means several tasks.
+  """
+  if 'TFS_NUM_WORKERS' not in environ:
+    return
+  total = sum(counts(environ).values())
+  if total > 1:
+    raise checks.bad(
+      'the number of tasks that it asks for',
+      total,
+      '1, where neither TF_CONFIG nor a scheduler says which task this is '
+      '(CLUSTER_SPEC, JOB_COMPLETION_INDEX, SM_HOSTS, SLURM_PROCID)',
+      'start the tasks by python -m tf_strategies.launch, set TF_CONFIG, or '
+      'unset TFS_NUM_WORKERS to train in a single process',
+    )

@@ -1,0 +1,58 @@
+"""SageMaker: SM_HOSTS and SM_CURRENT_HOST of its training toolkit.
+
+Every host runs the program once. The hosts are listed in the same order
+everywhere; which of them are parameter servers, `roles` says.
+
+Example:
+
+  >>> from tf_strategies.cluster.sources import sagemaker
+  >>> parts = sagemaker.read({'SM_HOSTS': '["algo-1", "algo-2", "algo-3"]',
+  ...                         'SM_CURRENT_HOST': 'algo-3', 'TFS_NUM_PS': '1'})
+  >>> parts.jobs['chief'], parts.task_type
+  ({0: 'algo-1:2222'}, 'ps')
+"""
+
+from collections.abc import Mapping
+
+from tf_strategies.cluster import checks, tf_config
+from tf_strategies.cluster.sources import roles, variables
+
+VARIABLE = 'SM_HOSTS'
+
+_CURRENT = 'SM_CURRENT_HOST'
+_ALLOWED = 'a JSON list of the names of hosts'
+_WAY_OUT = (
+  'leave it as SageMaker sets it, such as ["algo-1", "algo-2"], or unset '
+  'SM_HOSTS to train in a single process'
+)
+
+
+def read(environ: Mapping[str, str]) -> tf_config.Parts | None:
+  """The cluster of SM_HOSTS; None if it lists a single host.
+
+  Raises:
+    ClusterConfigError: it is malformed, or does not list SM_CURRENT_HOST.
+  """
+  text = environ.get(VARIABLE)
+  if text is None:
+    return None
+  hosts = tf_config.parse_json(text, _ALLOWED, _WAY_OUT)
+  if not isinstance(hosts, list) or not hosts:
+    raise checks.bad('its value', hosts, _ALLOWED, _WAY_OUT)
+  port = roles.port(environ)
+  for place, host in enumerate(hosts):
+    if not isinstance(host, str):
+      raise checks.bad(f'host {place}', host, 'the name of a host', _WAY_OUT)
+    checks.split_address(f'{host}:{port}', f'host {place} with its port')
+  current = environ.get(_CURRENT, checks.MISSING)
+  if current not in hosts:
+    raise variables.bad(
+      _CURRENT,
+      current,
+      f'one of the hosts of SM_HOSTS ({checks.show(hosts)})',
+      'leave both as SageMaker sets them',
+    )
+  if len(hosts) == 1:
+    return None
+  addresses = [f'{host}:{port}' for host in hosts]
+  return roles.assign(environ, addresses, hosts.index(current))

@@ -1,0 +1,159 @@
+"""Slurm: the tasks of the step that `srun` started.
+
+| variable | used for |
+|---|---|
+| SLURM_PROCID | this task's place among all |
+| SLURM_NTASKS | how many there are |
+| SLURM_STEP_NODELIST, SLURM_JOB_NODELIST, SLURM_NODELIST | their hosts |
+| SLURM_STEP_TASKS_PER_NODE, SLURM_TASKS_PER_NODE | how many on each |
+| SLURM_NODEID, SLURM_LOCALID, SLURM_DISTRIBUTION | whether in blocks |
+| SLURM_JOB_ID | ports, unless TFS_PORT is set |
+
+Only the step's own variables are right for a step that uses a part of a job,
+so they come first. A shell with one task, and the batch script itself, which
+Slurm numbers as task 0 of all, are no part of a cluster.
+
+Tasks on one host listen at ports that follow each other. The first is TFS_PORT,
+or follows from the job's number: jobs that share a host then hardly collide,
+and all are below the ports that Linux gives to outgoing connections.
+
+Example:
+
+  >>> from tf_strategies.cluster.sources import slurm
+  >>> parts = slurm.read({
+  ...   'SLURM_PROCID': '2', 'SLURM_NTASKS': '3', 'TFS_PORT': '5000',
+  ...   'SLURM_JOB_NODELIST': 'n[1-2]', 'SLURM_TASKS_PER_NODE': '2,1'})
+  >>> parts.jobs, parts.task_index
+  ({'worker': {0: 'n1:5000', 1: 'n1:5001', 2: 'n2:5000'}}, 2)
+"""
+
+from collections.abc import Mapping
+
+from tf_strategies.cluster import checks, tf_config
+from tf_strategies.cluster.sources import hostlist, roles, variables
+
+VARIABLE = 'SLURM_PROCID'
+
+_NUM_TASKS = 'SLURM_NTASKS'
+_FIRST_PORT = 12_000
+_PORTS_OF_A_JOB = 100
+_NUM_PORT_RANGES = 200
+_MOST_JOB_ID = 10**12
+
+
+def read(environ: Mapping[str, str]) -> tf_config.Parts | None:
+  """The cluster of the step; None outside of a step of several tasks.
+
+  Raises:
+    ClusterConfigError: a variable is malformed, or contradicts another one.
+  """
+  if VARIABLE not in environ or _NUM_TASKS not in environ:
+    return None
+  if _is_batch_script(environ):
+    return None
+  most = checks.MAX_TASKS
+  count_name = _first_of(environ, 'SLURM_STEP_NUM_TASKS', _NUM_TASKS)
+  total = variables.integer(environ, count_name, 1, most)
+  place = variables.integer(environ, VARIABLE, 0, total - 1)
+  if total == 1:
+    return None
+  hosts = _hosts(environ)
+  tasks = _tasks_per_host(environ, len(hosts), total)
+  _check_distribution(environ, tasks, place)
+  first = roles.port(environ, _port_of_job(environ))
+  if first + max(tasks) - 1 > 65535:
+    raise variables.bad(
+      'TFS_PORT',
+      first,
+      f'at most {65536 - max(tasks)}, as {max(tasks)} tasks of one host listen '
+      'at ports that follow each other',
+      'choose a lower port',
+    )
+  addresses = [
+    f'{host}:{first + local}'
+    for host, count in zip(hosts, tasks, strict=True)
+    for local in range(count)
+  ]
+  return roles.assign(environ, addresses, place)
+
+
+def _is_batch_script(environ: Mapping[str, str]) -> bool:
+  # The steps that it starts inherit ENVIRONMENT, but have a number.
+  in_step = 'SLURM_STEP_ID' in environ or 'SLURM_STEPID' in environ
+  return environ.get('ENVIRONMENT') == 'BATCH' and not in_step
+
+
+def _first_of(environ: Mapping[str, str], *names: str) -> str:
+  """The first of the variables that is there; else the last."""
+  return next((name for name in names if name in environ), names[-1])
+
+
+def _hosts(environ: Mapping[str, str]) -> list[str]:
+  name = _first_of(
+    environ, 'SLURM_STEP_NODELIST', 'SLURM_NODELIST', 'SLURM_JOB_NODELIST'
+  )
+  text = environ.get(name)
+  if text is None:
+    raise variables.bad(
+      name, checks.MISSING, 'the hosts of the step', 'start the tasks by srun'
+    )
+  with checks.reading(name):
+    hosts = hostlist.hosts(text)
+    for host in hosts:
+      checks.split_address(f'{host}:1', 'a host with a port')
+  return hosts
+
+
+def _tasks_per_host(
+  environ: Mapping[str, str], num_hosts: int, total: int
+) -> list[int]:
+  name = _first_of(environ, 'SLURM_STEP_TASKS_PER_NODE', 'SLURM_TASKS_PER_NODE')
+  text = environ.get(name)
+  if text is None:
+    if total % num_hosts == 0:
+      return [total // num_hosts] * num_hosts
+    raise variables.bad(
+      name,
+      checks.MISSING,
+      f'how many of the {total} tasks each of the {num_hosts} hosts has',
+      'start the tasks by srun, which sets it',
+    )
+  with checks.reading(name):
+    tasks = hostlist.numbers(text)
+    if len(tasks) != num_hosts or sum(tasks) != total:
+      raise checks.bad(
+        'its value',
+        text,
+        f'a number for each of {num_hosts} hosts, in all {total} tasks',
+        'start the tasks by srun, which sets hosts and numbers together',
+      )
+  return tasks
+
+
+def _check_distribution(
+  environ: Mapping[str, str], tasks: list[int], place: int
+) -> None:
+  """Whether tasks are numbered host by host, so that addresses are known."""
+  allowed = 'block: tasks numbered host by host'
+  way_out = 'pass --distribution=block to srun'
+  told = environ.get('SLURM_DISTRIBUTION', 'block')
+  if not told.startswith(('block', 'unknown')):
+    raise variables.bad('SLURM_DISTRIBUTION', told, allowed, way_out)
+  host, local = 0, place
+  while local >= tasks[host]:
+    local -= tasks[host]
+    host += 1
+  for name, expected in (('SLURM_NODEID', host), ('SLURM_LOCALID', local)):
+    found = variables.integer(environ, name, 0, checks.MAX_TASKS, expected)
+    if found != expected:
+      raise variables.bad(
+        name, found, f'{expected} for task {place}, with {allowed}', way_out
+      )
+
+
+def _port_of_job(environ: Mapping[str, str]) -> int:
+  name = _first_of(environ, 'SLURM_JOB_ID', 'SLURM_JOBID')
+  if name not in environ:
+    return roles.DEFAULT_PORT
+  job = variables.integer(environ, name, 0, _MOST_JOB_ID)
+  return _FIRST_PORT + job % _NUM_PORT_RANGES * _PORTS_OF_A_JOB

@@ -1,0 +1,264 @@
+"""A cache of decoded examples, in memory or on disk, that cannot go bad.
+
+A cache on disk is a checkpoint that TensorFlow writes while the first epoch
+runs and names when it is whole: `<cache>.index` and
+`<cache>.data-00000-of-00001`. A process that is killed before leaves
+`<cache>_0.lockfile`, on which the next one would fail in its first step, and a
+file that was cut short later would fail in some step of some epoch. So before a
+data set is made, what is there is looked at, and removed if it is of no use.
+
+The name of a cache says what it holds: <prefix>-<data>-<key>-<version>. Another
+key belongs to another pipeline and is left alone; of the same key another
+version holds sources that have changed since.
+
+Example:
+
+  >>> import os, tempfile
+  >>> import tensorflow as tf
+  >>> from tf_strategies.data import cache
+  >>> with tempfile.TemporaryDirectory() as directory:
+  ...   name = cache.name_of(os.path.join(directory, 'c'), 'digits', ['a'], [1])
+  ...   numbers = tf.data.Dataset.range(3)
+  ...   for _ in range(2):
+  ...     print([int(i) for i in cache.on_disk(numbers, name, 3)])
+  [0, 1, 2]
+  [0, 1, 2]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import glob
+import hashlib
+import os
+import re
+import threading
+from collections.abc import Sequence
+
+import tensorflow as tf
+from absl import logging
+
+from tf_strategies import errors
+
+# TensorFlow's file cache numbers elements with seven digits.
+MAX_EXAMPLES = 10**7
+_VERSION = re.compile(r'[0-9a-f]{12}')
+# What TensorFlow and this file append to a cache's name.
+_SUFFIX = re.compile(
+  r'\.index|\.data-\d+-of-\d+|\.owner|'
+  r'(_\d+)?\.lockfile|_\d+\.(index|data-\d+-of-\d+)(\.tempstate\d+)?'
+  r'|\.(index|data-\d+-of-\d+)\.tempstate\d+'
+)
+
+# The caches that this process fills or has filled, by name: the open file
+# whose lock says so. The kernel gives the lock back when the process ends.
+_owned: dict[str, int] = {}
+_owned_lock = threading.Lock()
+
+
+@dataclasses.dataclass(frozen=True)
+class Name:
+  """Where a cache is, in parts.
+
+  Attributes:
+    stem: everything but the version.
+    version: changes with what is cached.
+  """
+
+  stem: str
+  version: str
+
+  @property
+  def path(self) -> str:
+    """What TensorFlow is told."""
+    return f'{self.stem}-{self.version}'
+
+
+def name_of(
+  prefix: str | os.PathLike[str],
+  data: str,
+  key: Sequence[object],
+  content: Sequence[object],
+) -> Name:
+  """Names the cache of some examples.
+
+  Args:
+    prefix: the user's `cache_path`.
+    data: the name of the data.
+    key: what tells this pipeline from others with the same prefix.
+    content: what changes when the examples do.
+  """
+  stem = f'{os.path.abspath(prefix)}-{data}-{_digest(key)[:8]}'
+  return Name(stem, _digest(content)[:12])
+
+
+def on_disk(
+  examples: tf.data.Dataset, name: Name, num_examples: int
+) -> tf.data.Dataset:
+  """Caches examples in files, after removing what is of no use there.
+
+  Args:
+    examples: exactly `num_examples`, always in the same order.
+    name: of the cache.
+    num_examples: how many there are.
+
+  Raises:
+    UnsupportedOptionError: another process fills this cache at the moment; or
+      there are more examples than TensorFlow's cache holds.
+    DataError: the directory cannot be written.
+  """
+  if num_examples > MAX_EXAMPLES:
+    raise errors.UnsupportedOptionError(
+      f"cache='disk' with {num_examples} examples",
+      f'{MAX_EXAMPLES} examples at most, which is what its files can number',
+      "write cache='memory' or cache='none', or use more input pipelines",
+    )
+  try:
+    os.makedirs(os.path.dirname(name.path), exist_ok=True)
+    _remove_stale(name)
+    if not _is_whole(examples, name, num_examples):
+      _remove_unfinished(name, is_ours=_take(name))
+  except OSError as e:
+    raise errors.DataError(
+      f'{name.path}: cannot be written ({e}); expected a cache_path in a '
+      'directory with room for the decoded examples'
+    ) from e
+  return examples.cache(name.path)
+
+
+def _is_whole(examples, name: Name, num_examples: int) -> bool:
+  """Whether a finished cache is there and all of it can be read."""
+  if not os.path.exists(f'{name.path}.index'):
+    return False
+  try:
+    reader = tf.train.load_checkpoint(name.path)
+    last = _last_key(reader, examples, num_examples)
+    if last is not None:
+      # It is at the end of the file; its checksum is verified.
+      reader.get_tensor(last)
+      return True
+    problem = f'it does not hold {num_examples} examples'
+  # TensorFlow's reader raises an IndexError for a file that ends too early, an
+  # OpError or a ValueError for others.
+  except Exception as e:
+    problem = (str(e).splitlines() or [repr(e)])[0]
+  logging.warning(
+    'The cache %s is truncated or damaged (%s); it is removed and will be '
+    'written again in the next epoch.',
+    name.path,
+    problem,
+  )
+  return False
+
+
+def _last_key(reader, examples, num_examples: int) -> str | None:
+  """The key of the last of the examples' values; None if it is not the last."""
+  components = len(tf.nest.flatten(examples.element_spec))
+  width = len(str(components - 1))
+
+  def key(example, component):
+    return f'{example:7d}_{component:{width}d}'
+
+  last = key(num_examples - 1, components - 1)
+  if reader.has_tensor(last):
+    return None if reader.has_tensor(key(num_examples, 0)) else last
+  # Another TensorFlow may name them in another way; slower, all are looked at.
+  keys = sorted(reader.get_variable_to_dtype_map())
+  return keys[-1] if len(keys) == num_examples * components else None
+
+
+def _take(name: Name) -> bool:
+  """Makes this process the one that fills the cache; whether it was before."""
+  with _owned_lock:
+    if name.path in _owned:
+      return True
+    owner = os.open(f'{name.path}.owner', os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+      fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+      pid = os.read(owner, 32).decode(errors='replace').strip()
+      os.close(owner)
+      raise errors.UnsupportedOptionError(
+        f'cache_path={name.stem!r}, which process {pid or "?"} fills now',
+        'a prefix for each process that fills a cache',
+        "put the worker's number into cache_path, or wait until the first "
+        'epoch of the other process is over',
+      ) from None
+    except OSError as e:
+      # No locks on this file system: nobody can tell a killed process from a
+      # slow one, so nothing may be removed behind its back.
+      os.close(owner)
+      if _unfinished(name):
+        raise errors.DataError(
+          f'{name.path}: has unfinished files and its file system has no locks '
+          f'({e}); expected none, remove them if no process writes them'
+        ) from e
+      return False
+    os.truncate(owner, 0)
+    os.write(owner, b'%d\n' % os.getpid())
+    _owned[name.path] = owner
+    return False
+
+
+def _remove_unfinished(name: Name, is_ours: bool) -> None:
+  """Removes what a killed process left, or a cache that cannot be read.
+
+  Args:
+    name: of the cache.
+    is_ours: whether what is there was written since this process took it.
+  """
+  found = _unfinished(name)
+  if any(path.endswith('.lockfile') for path in found):
+    if is_ours:  # An iterator of this process is at it.
+      return
+    logging.warning(
+      'The cache %s was not finished, its process was killed; it is removed '
+      'and will be written again.',
+      name.path,
+    )
+  for path in found:
+    _remove(path)
+
+
+def _remove_stale(name: Name) -> None:
+  """Removes caches of what the sources were before they changed."""
+  stem = os.path.basename(name.stem) + '-'
+  directory = os.path.dirname(name.stem)
+  for entry in os.listdir(directory):
+    if not entry.startswith(stem):
+      continue
+    version, suffix = entry[len(stem) :][:12], entry[len(stem) + 12 :]
+    if (
+      version == name.version
+      or not _VERSION.fullmatch(version)
+      or not _SUFFIX.fullmatch(suffix)
+    ):
+      continue
+    if suffix == '.index':
+      logging.warning(
+        'The cache %s-%s is of sources that have changed; it is removed.',
+        name.stem,
+        version,
+      )
+    _remove(os.path.join(directory, entry))
+
+
+def _unfinished(name: Name) -> list[str]:
+  """The files of a cache, but for the one that is its lock."""
+  return [
+    path
+    for path in glob.glob(glob.escape(name.path) + '*')
+    if _SUFFIX.fullmatch(path[len(name.path) :]) and path[-6:] != '.owner'
+  ]
+
+
+def _remove(path: str) -> None:
+  try:
+    os.remove(path)
+  except FileNotFoundError:
+    return
+
+
+def _digest(parts: Sequence[object]) -> str:
+  return hashlib.sha256(repr(list(parts)).encode()).hexdigest()

@@ -1,0 +1,243 @@
+"""The manifest of a directory that `extract` filled: what came from which file.
+
+One JSON file beside the shards, replaced in one go, with a checksum of itself:
+a manifest that is torn or edited by hand is noticed and made anew.
+
+Example:
+
+  >>> import tempfile
+  >>> from tf_strategies.data import manifest
+  >>> settings = manifest.Settings('mnist', 'builtin', 8192)
+  >>> with tempfile.TemporaryDirectory() as directory:
+  ...   manifest.write(directory, manifest.Manifest(settings, (), True))
+  ...   manifest.read_complete(directory).settings.name
+  'mnist'
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+
+from tf_strategies import errors
+
+FILE = 'manifest.json'
+FORMAT = 'tf_strategies.data.extract'
+VERSION = 1
+_CHUNK_BYTES = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+  """A source file as it was when it was converted."""
+
+  path: str
+  size: int
+  mtime_ns: int
+  sha256: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+  """A shard as it was written; its time is that of its newest source."""
+
+  name: str
+  split: str
+  examples: int
+  size: int
+  mtime_ns: int
+  sha256: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+  """What was converted together: one file, or files that belong together.
+
+  Attributes:
+    sources: the files.
+    shards: what they became.
+  """
+
+  sources: tuple[Source, ...]
+  shards: tuple[Shard, ...]
+
+  @property
+  def key(self) -> tuple[str, ...]:
+    """The paths of the sources."""
+    return tuple(source.path for source in self.sources)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+  """What decides the shards besides the sources.
+
+  Attributes:
+    name: the data set's name.
+    converter: tells the conversion function apart from others.
+    examples_per_shard: where a shard ends and the next begins.
+  """
+
+  name: str
+  converter: str
+  examples_per_shard: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+  """All that was extracted.
+
+  Attributes:
+    settings: of the extraction.
+    entries: in the order of their sources.
+    is_complete: whether the extraction came to its end.
+  """
+
+  settings: Settings
+  entries: tuple[Entry, ...]
+  is_complete: bool
+
+  @property
+  def shards(self) -> tuple[Shard, ...]:
+    """All shards, in the order of the sources."""
+    return tuple(s for entry in self.entries for s in entry.shards)
+
+
+def is_extracted(directory: str | os.PathLike[str]) -> bool:
+  """Whether `extract` has worked in this directory."""
+  return os.path.isfile(os.path.join(directory, FILE))
+
+
+def read(directory: str | os.PathLike[str]) -> Manifest:
+  """Reads the manifest of a directory.
+
+  Raises:
+    DataError: it is missing, torn, edited by hand or of another version.
+  """
+  path = os.path.join(directory, FILE)
+  try:
+    with open(path, encoding='utf-8') as f:
+      content = json.load(f)
+    header = (content['format'], content['version'])
+    if header != (FORMAT, VERSION):
+      raise errors.DataError(
+        f'{path}: is {header[0]!r} of version {header[1]!r}; expected '
+        f'{FORMAT!r} of version {VERSION}, extract again'
+      )
+    if content['sha256'] != _checksum(content['data']):
+      raise ValueError('its checksum is another one')
+    return _from_json(content['data'])
+  except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+    if isinstance(e, errors.DataError):
+      raise
+    raise errors.DataError(
+      f'{path}: not a manifest ({e!r}); expected the one that `python -m '
+      'tf_strategies.data.extract` writes, extract again'
+    ) from e
+
+
+def read_complete(directory: str | os.PathLike[str]) -> Manifest:
+  """Reads the manifest of a directory that data are to be read from.
+
+  Raises:
+    DataError: as `read`; or the extraction did not come to its end; or a shard
+      is missing or has another size than when it was written.
+  """
+  where = os.fspath(directory)
+  manifest = read(where)
+  if not manifest.is_complete:
+    raise errors.DataError(
+      f'{where}: its extraction was interrupted; expected a complete one, run '
+      '`python -m tf_strategies.data.extract` again'
+    )
+  for shard in manifest.shards:
+    path = os.path.join(where, shard.name)
+    size = os.path.getsize(path) if os.path.isfile(path) else None
+    if size != shard.size:
+      raise errors.DataError(
+        f'{path}: {"missing" if size is None else f"{size} bytes"}; expected '
+        f'{shard.size} bytes as they were extracted, run `python -m '
+        'tf_strategies.data.extract` again'
+      )
+  return manifest
+
+
+def is_intact(where: str, shard: Shard, checksum: bool = False) -> bool:
+  """Whether a shard is as it was written; as `is_same` decides."""
+  return is_same(os.path.join(where, shard.name), shard, checksum)
+
+
+def is_same(path: str, was: Source | Shard, checksum: bool = False) -> bool:
+  """Whether a file is what it was.
+
+  Args:
+    path: the file.
+    was: its size, time and checksum.
+    checksum: whether to read a file of the same size and time as well.
+
+  Returns:
+    False for another size. With the same time, True unless the checksum is
+    asked for and differs; with another time (a copy, say), the checksum
+    decides.
+  """
+  try:
+    status = os.stat(path)
+    if status.st_size != was.size:
+      return False
+    if status.st_mtime_ns == was.mtime_ns and not checksum:
+      return True
+    return sha256_of(path) == was.sha256
+  except OSError:
+    return False
+
+
+def write(directory: str | os.PathLike[str], manifest: Manifest) -> None:
+  """Replaces the manifest in one go: readers see the old one or the new."""
+  data = dataclasses.asdict(manifest)
+  content = {
+    'format': FORMAT,
+    'version': VERSION,
+    'sha256': _checksum(json.loads(json.dumps(data))),
+    'data': data,
+  }
+  path = os.path.join(directory, FILE)
+  temporary = f'{path}.tmp'
+  try:
+    with open(temporary, 'w', encoding='utf-8') as f:
+      json.dump(content, f, indent=1, sort_keys=True)
+      f.write('\n')
+      f.flush()
+      os.fsync(f.fileno())
+    os.replace(temporary, path)
+  finally:
+    with contextlib.suppress(FileNotFoundError):
+      os.remove(temporary)
+
+
+def sha256_of(path: str) -> str:
+  """The checksum of a file, read in pieces."""
+  digest = hashlib.sha256()
+  with open(path, 'rb') as f:
+    while chunk := f.read(_CHUNK_BYTES):
+      digest.update(chunk)
+  return digest.hexdigest()
+
+
+def _checksum(data) -> str:
+  return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+
+def _from_json(data) -> Manifest:
+  return Manifest(
+    Settings(**data['settings']),
+    tuple(
+      Entry(
+        tuple(Source(**source) for source in entry['sources']),
+        tuple(Shard(**shard) for shard in entry['shards']),
+      )
+      for entry in data['entries']
+    ),
+    data['is_complete'],
+  )

@@ -1,0 +1,106 @@
+"""Records how long a step waits in `next()` for its batch.
+
+A compiled step asks for its batch inside of the graph, where Python cannot look
+at a clock. So the pipeline does, as its last stage: before it asks for the batch,
+and when it has it.
+
+Example:
+
+  >>> import tensorflow as tf
+  >>> from tf_strategies.monitoring import input_watch, recorder
+  >>> events = []
+  >>> with recorder.listening(events):
+  ...   dataset = input_watch.watch(tf.data.Dataset.range(6).batch(4))
+  ...   batches = [batch.numpy().tolist() for batch in dataset]
+  >>> batches, [event.args['rows'] for event in events]
+  ([[0, 1, 2, 3], [4, 5]], [4, 2])
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import tensorflow as tf
+
+from tf_strategies.monitoring import recorder
+
+_UNKNOWN = -1
+
+
+def watch(dataset: tf.data.Dataset) -> tf.data.Dataset:
+  """Returns the same data set, recorded; while the recorder is off, `dataset`.
+
+  Args:
+    dataset: of plain or distributed batches; what it does ahead of its
+      consumer, its own `prefetch` say, is not counted as waiting.
+  """
+  if not recorder.is_on():
+    return dataset
+  # The clock is read on the thread that asks, right before it asks on.
+  begins = tf.data.Dataset.counter().map(lambda _: tf.timestamp())
+
+  def tell(began, batch):
+    rows, all_rows = _rows(batch)
+    noted = tf.numpy_function(
+      _note, [began, tf.timestamp(), rows, all_rows], tf.int64
+    )
+    with tf.control_dependencies([noted]):
+      return tf.nest.map_structure(tf.identity, batch, expand_composites=True)
+
+  watched = tf.data.Dataset.zip((begins, dataset)).map(tell)
+  options = tf.data.Options()
+  # TensorFlow would put a prefetch behind this stage, which then ran ahead of
+  # the step and would not see it wait.
+  options.experimental_optimization.inject_prefetch = False
+  return watched.with_options(options)
+
+
+def _note(began, ended, rows, all_rows):
+  # TensorFlow has the wall clock only; both are read now to tell one by the
+  # other.
+  now, wall = recorder.now(), time.time()
+  recorder.add(
+    'next',
+    recorder.INPUT,
+    now - int((wall - began) * 1e9),
+    now - int((wall - ended) * 1e9),
+    rows=_known(rows),
+    all_rows=_known(all_rows),
+  )
+  return np.int64(0)
+
+
+def _known(number) -> int | None:
+  return None if number == _UNKNOWN else int(number)
+
+
+def _rows(batch):
+  """The rows of this worker and of all of them, as far as they are known."""
+  leaves = tf.nest.flatten(batch)
+  unknown = tf.constant(_UNKNOWN, tf.int64)
+  if not leaves:
+    return unknown, unknown
+  leaf = leaves[0]
+  values = [leaf]
+  if isinstance(leaf, tf.distribute.DistributedValues):
+    values = leaf.values
+  counts = [_leading(value) for value in values]
+  if any(count is None for count in counts):
+    return unknown, unknown
+  rows = tf.add_n(counts)
+  # Batches of several workers carry the rows of all of their replicas.
+  all_rows = getattr(leaf, 'all_rows', None)
+  if all_rows is None:
+    return rows, rows
+  return rows, tf.cast(tf.reduce_sum(all_rows), tf.int64)
+
+
+def _leading(value):
+  if isinstance(value, tf.SparseTensor):
+    return value.dense_shape[0]
+  if isinstance(value, tf.RaggedTensor):
+    return value.nrows()
+  if not tf.is_tensor(value) or value.shape.rank == 0:
+    return None
+  return tf.shape(value, tf.int64)[0]

@@ -1,0 +1,167 @@
+"""Puts the timelines of several tasks into one, on one clock.
+
+  python -m tf_strategies.monitoring.merge run-0.json run-1.json \\
+    --output=run.json
+
+The clock is the first file's. `alignment` says how the others are compared with
+it, and how exactly; the command prints what it found. Tasks without a common
+collective (parameter servers, say) are put together by their wall clocks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from absl import app, flags
+
+from tf_strategies import errors
+from tf_strategies.monitoring import alignment, recorder, timeline
+
+# The root may be through before the others begin.
+_ONE_WAY = ('broadcast',)
+
+
+def merge(traces: Sequence[dict[str, Any]]) -> dict[str, Any]:
+  """Returns one trace of all tasks.
+
+  Args:
+    traces: of `timeline.build`; the clock is the first one's. They stay as they
+      are.
+
+  Raises:
+    DataError: none at all, or one that is no timeline of ours.
+  """
+  if not traces:
+    raise errors.DataError('nothing to merge; expected at least one timeline')
+  clocks = [_align(traces[0], trace) for trace in traces]
+  processes = _processes(traces)
+  origin = min(
+    _first(trace, clock) for trace, clock in zip(traces, clocks, strict=True)
+  )
+  events, tasks = [], []
+  for trace, clock, pid in zip(traces, clocks, processes, strict=True):
+    start = trace['otherData']['origin_ns'] / 1e3
+    for event in trace['traceEvents']:
+      event = {**event, 'pid': pid}
+      if 'ts' in event:
+        shown = start + event['ts']
+        event['ts'] = shown - clock.ahead_by(shown) - origin
+      events.append(event)
+    tasks.append(
+      {
+        'rank': trace['otherData']['rank'],
+        'clock_ahead_us': clock.ahead_by(start),
+        'accuracy_us': clock.accuracy,
+        'common_collectives': clock.collectives,
+      }
+    )
+  return {
+    'displayTimeUnit': 'ms',
+    'otherData': {**traces[0]['otherData'], 'tasks': tasks},
+    'traceEvents': events,
+  }
+
+
+def _align(reference, trace) -> alignment.Alignment:
+  if trace is reference:
+    return alignment.Alignment(0.0, 0.0, 0.0)
+  found = alignment.align(_collectives(reference), _collectives(trace))
+  if found is not None:
+    return found
+  about, ours = trace['otherData'], reference['otherData']
+  # What both clocks show at one moment of the wall clock.
+  apart = about['origin_unix_seconds'] - ours['origin_unix_seconds']
+  ahead = (about['origin_ns'] - ours['origin_ns']) / 1e3 - apart * 1e6
+  return alignment.Alignment(ahead)
+
+
+def _collectives(trace) -> dict[tuple[int, int], alignment.Span]:
+  start = trace['otherData']['origin_ns'] / 1e3
+  spans = {}
+  for event in trace['traceEvents']:
+    about = event['args']
+    if event.get('cat') != recorder.COMMUNICATION or about.get('failed'):
+      continue
+    if about.get('sequence') and about['kind'] not in _ONE_WAY:
+      begin = start + event['ts']
+      key = (about['generation'], about['sequence'])
+      spans[key] = (begin, begin + event['dur'])
+  return spans
+
+
+def _first(trace, clock) -> float:
+  start = trace['otherData']['origin_ns'] / 1e3
+  return start - clock.ahead_by(start)
+
+
+def _processes(traces) -> list[int]:
+  """A number for each task: its rank, if no other has it."""
+  taken: list[int] = []
+  for trace in traces:
+    number = trace['otherData']['rank']
+    while number in taken:
+      number += len(traces)
+    taken.append(number)
+  return taken
+
+
+def load(path: str) -> dict[str, Any]:
+  """Reads a timeline.
+
+  Raises:
+    DataError: it is missing or damaged, or something else.
+  """
+  try:
+    with open(path, encoding='utf-8') as f:
+      trace = json.load(f)
+    trace['otherData']['origin_ns'], trace['otherData']['rank']
+    trace['traceEvents'][0]['ph']
+  except (OSError, ValueError, KeyError, TypeError, IndexError) as e:
+    raise errors.DataError(
+      f'{path!r} is no timeline ({type(e).__name__}: {e}); expected a file '
+      'that --timeline or tfs.MonitorTraining(timeline=...) has written'
+    ) from e
+  return trace
+
+
+def define_flags() -> None:
+  """Defines the command's flags; called by the command alone."""
+  flags.DEFINE_string('output', None, 'The file to write.', required=True)
+
+
+def main(argv: Sequence[str]) -> int:
+  """Merges, and tells how exactly."""
+  if len(argv) < 2:
+    raise app.UsageError('which timelines? Name one file of each task.')
+  try:
+    merged = merge([load(path) for path in argv[1:]])
+  except errors.Error as e:
+    print(e, file=sys.stderr)
+    return 1
+  timeline.write(merged, flags.FLAGS.output)
+  for path, task in zip(argv[1:], merged['otherData']['tasks'], strict=True):
+    print(_describe(os.path.basename(path), task))
+  return 0
+
+
+def _describe(name: str, task) -> str:
+  if task['accuracy_us'] is None:
+    how = 'by the wall clock: no collective in common with the first file'
+  elif not task['common_collectives']:
+    how = 'the clock of all'
+  else:
+    how = (
+      f'within {task["accuracy_us"]:.1f} us, from '
+      f'{task["common_collectives"]:,} collectives'
+    )
+  ahead = task['clock_ahead_us']
+  return f'rank {task["rank"]} ({name}): ahead by {ahead:,.1f} us, {how}'
+
+
+if __name__ == '__main__':
+  define_flags()
+  app.run(main)

@@ -1,0 +1,150 @@
+"""What happened when in this process: spans that anybody may listen to.
+
+One recorder a process. It is off while nobody listens, and a place that records
+then pays for one call of `is_on()`. Events go to the sinks in the thread that
+records them, so a sink's `append` must be safe from any thread, as that of
+a list or a deque is.
+
+Example:
+
+  >>> from tf_strategies.monitoring import recorder
+  >>> events = []
+  >>> with recorder.listening(events):
+  ...   with recorder.span('load', recorder.INPUT, rows=32):
+  ...     pass
+  >>> [(e.name, e.category, e.args) for e in events]
+  [('load', 'input', {'rows': 32})]
+  >>> recorder.is_on()
+  False
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Protocol
+
+# Categories.
+STEP = 'step'
+INPUT = 'input'
+COMMUNICATION = 'communication'
+# A step can not go on before a collective is done.
+WAIT = 'wait'
+
+
+class Event(NamedTuple):
+  """Something that took a while.
+
+  Attributes:
+    name: what.
+    category: one of this module's constants, or another word.
+    begin_ns: nanoseconds of `time.perf_counter_ns()`.
+    end_ns: the same.
+    thread: id of the thread that recorded it.
+    step: the step that ran when it was recorded.
+    args: what else is known; JSON can say it.
+  """
+
+  name: str
+  category: str
+  begin_ns: int
+  end_ns: int
+  thread: int
+  step: int
+  args: dict[str, Any]
+
+
+class Sink(Protocol):
+  """Takes events from any thread."""
+
+  def append(self, event: Event, /) -> None:
+    """Takes one."""
+
+
+# Replaced as a whole, so that a place that records needs no lock.
+_sinks: tuple[Sink, ...] = ()
+_step = 0
+_lock = threading.Lock()
+
+# The clock of all events.
+now = time.perf_counter_ns
+
+
+def is_on() -> bool:
+  """Whether anybody listens; ask before computing what an event would say."""
+  return bool(_sinks)
+
+
+def connect(sink: Sink) -> None:
+  """Sends all events to `sink` too, from now on."""
+  global _sinks
+  with _lock:
+    _sinks = (*_sinks, sink)
+
+
+def disconnect(sink: Sink) -> None:
+  """Sends no more to `sink`; nothing happens if it is not connected."""
+  global _sinks
+  with _lock:
+    _sinks = tuple(s for s in _sinks if s is not sink)
+
+
+@contextlib.contextmanager
+def listening(sink: Sink) -> Iterator[Sink]:
+  """Context in which `sink` is connected."""
+  connect(sink)
+  try:
+    yield sink
+  finally:
+    disconnect(sink)
+
+
+def set_step(step: int) -> None:
+  """Tells to which step events belong from now on."""
+  global _step
+  _step = step
+
+
+def step() -> int:
+  """The step that events belong to now."""
+  return _step
+
+
+def add(
+  name: str, category: str, begin_ns: int, end_ns: int, **args: Any
+) -> None:
+  """Records what began and ended at these times of `now()`."""
+  sinks = _sinks
+  if not sinks:
+    return
+  event = Event(
+    name, category, begin_ns, end_ns, threading.get_ident(), _step, args
+  )
+  for sink in sinks:
+    sink.append(event)
+
+
+def span(
+  name: str, category: str, **args: Any
+) -> contextlib.AbstractContextManager[None]:
+  """Context that is recorded as an event, also when it raises."""
+  return _Span(name, category, args) if _sinks else _NOTHING
+
+
+class _Span:
+  """Records the time from its beginning to its end."""
+
+  def __init__(self, name, category, args):
+    self._about = name, category
+    self._args = args
+
+  def __enter__(self):
+    self._began = now()
+
+  def __exit__(self, *exc_info):
+    add(*self._about, self._began, now(), **self._args)
+
+
+_NOTHING = contextlib.nullcontext()

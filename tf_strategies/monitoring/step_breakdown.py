@@ -1,0 +1,178 @@
+"""What a step's time went to, from the events that it recorded.
+
+A step is cut into three kinds of time that do not overlap: input (waiting for a
+batch), waiting for collectives, and compute, which is the rest.
+
+The backward pass runs inside of a TensorFlow graph, where Python does not see
+it. What Python sees is when the graph hands a bucket of gradients over. Buckets
+are handed over in one order, each once its last gradient is there. So between
+the first hand-over and the last the backward pass is at work, and the graph
+waits once the last one is handed over. The compute before the first hand-over is
+the forward pass and the start of the backward pass, which cannot be told apart.
+
+Example:
+
+  >>> from tf_strategies.monitoring import recorder, step_breakdown
+  >>> events = [
+  ...   recorder.Event('next', 'input', 0, 10, 1, 1, {'rows': 4, 'all_rows': 8}),
+  ...   recorder.Event('b/0', 'communication', 52, 80, 2, 1, {
+  ...     'kind': 'all_reduce', 'sent': 64, 'handed_ns': 50}),
+  ...   recorder.Event('wait', 'wait', 70, 80, 1, 1, {}),
+  ... ]
+  >>> found = step_breakdown.break_down((0, 100), events)
+  >>> found.input_ns, found.wait_ns, found.compute_ns, found.communication_ns
+  (10, 10, 80, 30)
+  >>> found.rows, found.all_rows, found.sent_by_kind
+  (4, 8, {'all_reduce': 64})
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+from tf_strategies.monitoring import intervals, recorder
+
+# Pieces of compute: before the first hand-over of gradients, until the last,
+# and after it.
+FORWARD = 'forward, and backward to the first bucket'
+BACKWARD = 'backward, first bucket to last'
+UPDATE = 'update and the rest'
+COMPUTE = 'compute'
+
+
+@dataclasses.dataclass(frozen=True)
+class Breakdown:
+  """One step.
+
+  Attributes:
+    whole: when it began and ended, as all times in nanoseconds of the recorder.
+    input: when it waited for a batch.
+    wait: when it waited for collectives.
+    compute: the rest, as (name, interval).
+    backward: from the first hand-over of gradients to the last, for each time
+      that gradients were handed over.
+    communication: when a collective was on its way: from its hand-over on.
+    sent_by_kind: bytes that this worker sent, by kind of the collective.
+    rows: examples of this worker; None where its input was not seen.
+    all_rows: examples of all workers; None where they are not known.
+  """
+
+  whole: intervals.Interval
+  input: list[intervals.Interval]
+  wait: list[intervals.Interval]
+  compute: list[tuple[str, intervals.Interval]]
+  backward: list[intervals.Interval]
+  communication: list[intervals.Interval]
+  sent_by_kind: dict[str, int]
+  rows: int | None
+  all_rows: int | None
+
+  @property
+  def step_ns(self) -> int:
+    """How long it took."""
+    return self.whole[1] - self.whole[0]
+
+  @property
+  def input_ns(self) -> int:
+    """How long it waited for batches."""
+    return intervals.length(self.input)
+
+  @property
+  def wait_ns(self) -> int:
+    """How long it waited for collectives."""
+    return intervals.length(self.wait)
+
+  @property
+  def compute_ns(self) -> int:
+    """How long it did anything else."""
+    return sum(end - begin for _, (begin, end) in self.compute)
+
+  @property
+  def communication_ns(self) -> int:
+    """How long collectives were on their way, seen by the step or not."""
+    return intervals.length(self.communication)
+
+
+def break_down(
+  whole: intervals.Interval, events: Sequence[recorder.Event]
+) -> Breakdown:
+  """Cuts a step into its parts.
+
+  Args:
+    whole: when it began and ended.
+    events: among them those that were recorded meanwhile.
+  """
+  begin, end = whole
+  events = [e for e in events if e.end_ns >= begin and e.begin_ns <= end]
+
+  def times(category):
+    return intervals.union(
+      intervals.clip(
+        # A collective that was handed over is on its way for the step, also
+        # while it waits for its thread.
+        [
+          (e.args.get('handed_ns', e.begin_ns), e.end_ns)
+          for e in events
+          if e.category == category
+        ],
+        whole,
+      )
+    )
+
+  waits_for_input = times(recorder.INPUT)
+  # What is both counts once.
+  wait = [
+    piece
+    for interval in times(recorder.WAIT)
+    for piece in intervals.subtract(interval, waits_for_input)
+  ]
+  collectives = [e for e in events if e.category == recorder.COMMUNICATION]
+  sent: dict[str, int] = {}
+  for event in collectives:
+    kind = event.args.get('kind', '')
+    sent[kind] = sent.get(kind, 0) + event.args.get('sent', 0)
+  batches = [e.args for e in events if e.category == recorder.INPUT]
+  free = intervals.subtract(whole, [*waits_for_input, *wait])
+  backward = _backward(collectives)
+  return Breakdown(
+    whole,
+    waits_for_input,
+    wait,
+    _named(free, backward),
+    backward,
+    times(recorder.COMMUNICATION),
+    sent,
+    _total(batches, 'rows'),
+    _total(batches, 'all_rows'),
+  )
+
+
+def _backward(events: Iterable[recorder.Event]) -> list[intervals.Interval]:
+  """From the first hand-over of gradients to the last, by update."""
+  updates: dict[int, list[int]] = {}
+  for event in events:
+    if event.args.get('update') is not None:
+      handed = event.args['handed_ns']
+      updates.setdefault(event.args['update'], []).append(handed)
+  return sorted((min(handed), max(handed)) for handed in updates.values())
+
+
+def _named(free, backward):
+  moments = sorted({moment for interval in backward for moment in interval})
+
+  def name(begin):
+    if any(first <= begin < last for first, last in backward):
+      return BACKWARD
+    if len(backward) != 1:
+      # Of several steps in one call it is not known where one ends.
+      return COMPUTE
+    return FORWARD if begin < backward[0][0] else UPDATE
+
+  pieces = intervals.cut(free, moments)
+  return [(name(begin), (begin, end)) for begin, end in pieces]
+
+
+def _total(batches, key) -> int | None:
+  values = [b[key] for b in batches if b.get(key) is not None]
+  return sum(values) if values else None

@@ -1,0 +1,191 @@
+"""How fast a run is and what its time goes to, in numbers.
+
+`Totals` adds up steps; `record` makes one line of JSON of them. Shares are of
+the time of the steps. `communication_share` is when collectives were on their
+way, most of it hidden behind the backward pass; `exposed_communication_share`
+is when the step stood still for them. So input, exposed communication and compute
+add up to 1.
+
+Example:
+
+  >>> from tf_strategies.monitoring import step_breakdown, step_metrics
+  >>> totals = step_metrics.Totals()
+  >>> totals.add(step_breakdown.break_down((0, 2 * 10**9), []), 1)
+  >>> line = totals.record(step=1, world_size=2, global_batch_size=64)
+  >>> line['step_seconds'], line['global_examples_per_second']
+  (2.0, 32.0)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from tf_strategies.monitoring import step_breakdown
+
+_FLUSH_SECONDS = 1.0
+
+
+class Totals:
+  """Sums over the steps since the last line."""
+
+  def __init__(self):
+    self.reset()
+
+  def reset(self) -> None:
+    """Forgets what was added."""
+    self.steps = 0
+    self._ns = {
+      'step': 0,
+      'input': 0,
+      'communication': 0,
+      'exposed_communication': 0,
+      'compute': 0,
+    }
+    self._sent_by_kind: dict[str, int] = {}
+    self._rows: int | None = 0
+    self._all_rows: int | None = 0
+
+  def add(self, step: step_breakdown.Breakdown, num_steps: int) -> None:
+    """Adds what `num_steps` steps took together."""
+    self.steps += num_steps
+    self._ns['step'] += step.step_ns
+    self._ns['input'] += step.input_ns
+    self._ns['communication'] += step.communication_ns
+    self._ns['exposed_communication'] += step.wait_ns
+    self._ns['compute'] += step.compute_ns
+    for kind, sent in step.sent_by_kind.items():
+      self._sent_by_kind[kind] = self._sent_by_kind.get(kind, 0) + sent
+    self._rows = _plus(self._rows, step.rows)
+    self._all_rows = _plus(self._all_rows, step.all_rows)
+
+  def record(
+    self,
+    step: int,
+    world_size: int,
+    global_batch_size: int | None,
+    sees_communication: bool = True,
+  ) -> dict[str, Any]:
+    """What a line says.
+
+    Args:
+      step: the last one.
+      world_size: number of workers.
+      global_batch_size: for input that was not seen; None if it is not known.
+      sees_communication: whether collectives are recorded.
+
+    Returns:
+      Numbers by name; None for what could not be measured.
+    """
+    seconds = self._ns['step'] / 1e9
+    all_rows, rows = self._all_rows, self._rows
+    if all_rows is None and global_batch_size is not None:
+      all_rows = global_batch_size * self.steps
+    if rows is None and all_rows is not None:
+      rows = all_rows / world_size
+    shares = {
+      f'{name}_share': ns / self._ns['step']
+      for name, ns in self._ns.items()
+      if name != 'step'
+    }
+    # What nobody saw counts as compute, for all that is known.
+    if self._rows is None:
+      shares['input_share'] = None
+    if not sees_communication:
+      shares['communication_share'] = None
+      shares['exposed_communication_share'] = None
+    return {
+      'time': time.time(),
+      'step': step,
+      'steps': self.steps,
+      'step_seconds': seconds / self.steps,
+      'examples': rows,
+      'global_examples': all_rows,
+      'examples_per_second': None if rows is None else rows / seconds,
+      'global_examples_per_second': (
+        None if all_rows is None else all_rows / seconds
+      ),
+      **shares,
+      'sent_by_kind': dict(self._sent_by_kind),
+      'rss_bytes': resident_bytes(),
+    }
+
+
+def _plus(total: int | None, more: int | None) -> int | None:
+  """The sum, which is not known where one part is not."""
+  return None if total is None or more is None else total + more
+
+
+def resident_bytes() -> int | None:
+  """Memory of this process that is in RAM; None where nothing tells."""
+  try:
+    with open('/proc/self/statm', encoding='ascii') as f:
+      return int(f.read().split()[1]) * os.sysconf('SC_PAGE_SIZE')
+  except OSError:
+    pass
+  try:
+    import psutil
+  except ImportError:
+    return None
+  return psutil.Process().memory_info().rss
+
+
+class JsonLines:
+  """A file to which dictionaries are added, a line each.
+
+  Args:
+    path: of the file; lines that are there stay.
+  """
+
+  def __init__(self, path: str):
+    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+    # Closed by `close`.
+    self._file = open(path, 'a', encoding='utf-8')  # noqa: SIM115
+    self._flushed = time.monotonic()
+
+  def write(self, record: Mapping[str, Any]) -> None:
+    """Adds a line; it is on disk after a second."""
+    self._file.write(json.dumps(record) + '\n')
+    if time.monotonic() - self._flushed > _FLUSH_SECONDS:
+      self._file.flush()
+      self._flushed = time.monotonic()
+
+  def close(self) -> None:
+    """Writes what is left."""
+    self._file.close()
+
+
+def progress_line(record: Mapping[str, Any]) -> str:
+  """The record for people.
+
+  Example:
+
+    >>> print(progress_line({'step': 8, 'step_seconds': 0.0125,
+    ...   'examples_per_second': 2560.0, 'global_examples_per_second': 5120.0,
+    ...   'communication_share': 0.4, 'exposed_communication_share': 0.1,
+    ...   'input_share': None, 'bytes_sent': 3_000_000, 'steps': 2,
+    ...   'rss_bytes': 512_000_000}))
+    step 8: 12.5 ms, 5,120 examples/s (2,560 here), communication 40% (10% waited for), 1.50 MB sent a step, 512 MB RSS
+  """
+  parts = [f'{1e3 * record["step_seconds"]:.1f} ms']
+  if record['global_examples_per_second'] is not None:
+    parts.append(
+      f'{record["global_examples_per_second"]:,.0f} examples/s '
+      f'({record["examples_per_second"]:,.0f} here)'
+    )
+  if record['communication_share'] is not None:
+    parts.append(
+      f'communication {record["communication_share"]:.0%} '
+      f'({record["exposed_communication_share"]:.0%} waited for)'
+    )
+  if record['input_share'] is not None:
+    parts.append(f'input {record["input_share"]:.0%}')
+  if record.get('bytes_sent') is not None:
+    sent = record['bytes_sent'] / record['steps']
+    parts.append(f'{sent / 1e6:,.2f} MB sent a step')
+  if record['rss_bytes'] is not None:
+    parts.append(f'{record["rss_bytes"] / 1e6:,.0f} MB RSS')
+  return f'step {record["step"]}: ' + ', '.join(parts)

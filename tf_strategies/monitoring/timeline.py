@@ -1,0 +1,188 @@
+"""A run as a Chrome trace: open it in Perfetto or chrome://tracing.
+
+Each task is a process of the trace with four lanes:
+
+* `step`: steps, and inside of each the input, the compute and the waits for
+  collectives. `step_breakdown` says how compute is cut, and what of the backward
+  pass can be seen.
+* `collectives`: each bucket of gradients, and every other collective, with the
+  bytes, the sequence number and the tensors.
+* `gradients`: when the graph handed over the first bucket of an update to when it
+  handed over the last: the backward pass without its start.
+* `other`: input and waits outside of steps, and spans of your own
+  (`recorder.span`).
+
+Times are microseconds from `otherData.origin_ns`, of the task's own clock.
+
+Example:
+
+  >>> from tf_strategies.monitoring import recorder, timeline
+  >>> events = [recorder.Event('step 1', 'step', 5000, 9000, 1, 1, {})]
+  >>> trace = timeline.build(events, rank=0, world_size=1)
+  >>> [(e['name'], e['ts'], e['dur']) for e in trace['traceEvents']
+  ...   if e['ph'] == 'X']
+  [('step 1', 0.0, 4.0), ('compute', 0.0, 4.0)]
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from tf_strategies.monitoring import recorder, step_breakdown
+
+LANES = ('step', 'collectives', 'gradients', 'other')
+_IN_STEP = (recorder.INPUT, recorder.WAIT)
+
+
+class Log:
+  """The newest events of a run; the oldest are forgotten.
+
+  Args:
+    max_events: how many are kept, at about 500 bytes each.
+  """
+
+  def __init__(self, max_events: int):
+    self._events: collections.deque = collections.deque(maxlen=max_events)
+    self._count = 0
+
+  def append(self, event: recorder.Event) -> None:
+    """Takes an event."""
+    self._count += 1
+    self._events.append(event)
+
+  @property
+  def events(self) -> list[recorder.Event]:
+    """What is kept."""
+    return list(self._events)
+
+  @property
+  def forgotten(self) -> int:
+    """How many are not."""
+    return max(0, self._count - len(self._events))
+
+
+def build(
+  events: Sequence[recorder.Event],
+  rank: int,
+  world_size: int,
+  forgotten: int = 0,
+) -> dict[str, Any]:
+  """Makes the trace of one task.
+
+  Args:
+    events: of the recorder, steps among them.
+    rank: of the task.
+    world_size: number of tasks.
+    forgotten: earlier events that are not there.
+  """
+  origin = min((e.begin_ns for e in events), default=recorder.now())
+  trace = _Trace(rank, origin)
+  by_step: dict[int, list[recorder.Event]] = {}
+  for event in events:
+    by_step.setdefault(event.step, []).append(event)
+  steps = [e for e in events if e.category == recorder.STEP]
+  for step in steps:
+    found = step_breakdown.break_down(
+      (step.begin_ns, step.end_ns), by_step[step.step]
+    )
+    _add_step(trace, step, found)
+  _add_events(trace, events, steps)
+  return {
+    'displayTimeUnit': 'ms',
+    'otherData': {
+      'rank': rank,
+      'world_size': world_size,
+      'origin_ns': origin,
+      # Where two tasks have no collective in common.
+      'origin_unix_seconds': time.time() - (recorder.now() - origin) / 1e9,
+      'forgotten_events': forgotten,
+    },
+    'traceEvents': trace.events,
+  }
+
+
+def write(trace: dict[str, Any], path: str) -> None:
+  """Writes a trace, all of it or nothing."""
+  os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+  with open(f'{path}.new', 'w', encoding='utf-8') as f:
+    json.dump(trace, f)
+  os.replace(f'{path}.new', path)
+
+
+class _Trace:
+  """Collects events as Chrome wants them."""
+
+  def __init__(self, rank, origin):
+    self._rank = rank
+    self._origin = origin
+    self.events: list[dict[str, Any]] = []
+    self._name('process_name', 0, f'rank {rank}')
+    for lane, name in enumerate(LANES):
+      self._name('thread_name', lane, name)
+
+  def _name(self, what, lane, name):
+    self.events.append(
+      {
+        'ph': 'M',
+        'name': what,
+        'pid': self._rank,
+        'tid': lane,
+        'args': {'name': name},
+      }
+    )
+
+  def add(self, lane, name, category, interval, args):
+    begin, end = interval
+    self.events.append(
+      {
+        'ph': 'X',
+        'name': name,
+        'cat': category,
+        'pid': self._rank,
+        'tid': LANES.index(lane),
+        'ts': (begin - self._origin) / 1e3,
+        'dur': (end - begin) / 1e3,
+        'args': args,
+      }
+    )
+
+
+def _add_step(trace, step, found):
+  whole = (step.begin_ns, step.end_ns)
+  about = {'step': step.step}
+  trace.add('step', step.name, recorder.STEP, whole, {**step.args, **about})
+  parts = [('input', recorder.INPUT, i) for i in found.input]
+  parts += [('wait for collectives', recorder.WAIT, i) for i in found.wait]
+  parts += [(name, 'compute', i) for name, i in found.compute]
+  for name, category, interval in sorted(parts, key=lambda part: part[2]):
+    trace.add('step', name, category, interval, about)
+  for interval in found.backward:
+    if interval[0] < interval[1]:
+      trace.add(
+        'gradients', step_breakdown.BACKWARD, 'backward', interval, about
+      )
+
+
+def _add_events(trace, events, steps):
+  """Everything that is not a part of a step."""
+  ends = {step.step: (step.begin_ns, step.end_ns) for step in steps}
+  for event in sorted(events, key=lambda e: e.begin_ns):
+    interval = (event.begin_ns, event.end_ns)
+    args = {**event.args, 'step': event.step}
+    if event.category == recorder.COMMUNICATION:
+      # As the other times of the trace.
+      handed = args.pop('handed_ns', event.begin_ns)
+      args['waited_in_queue_us'] = (event.begin_ns - handed) / 1e3
+      trace.add('collectives', event.name, event.category, interval, args)
+    elif event.category in _IN_STEP:
+      begin, end = ends.get(event.step, (0, 0))
+      if not (event.end_ns >= begin and event.begin_ns <= end):
+        # Of an evaluation, say.
+        trace.add('other', event.name, event.category, interval, args)
+    elif event.category != recorder.STEP:
+      trace.add('other', event.name, event.category, interval, args)

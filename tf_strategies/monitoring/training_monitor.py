@@ -1,0 +1,434 @@
+"""`TrainingMonitor`: what a training loop tells, and where the numbers go.
+
+`tfs.MonitorTraining` calls it from Keras' `fit`; a loop of one's own does it itself:
+
+  monitor = tfs.monitoring.TrainingMonitor(
+    tfs.monitoring.MonitorOptions(log_dir='logs', timeline='run.json')
+  )                              # before data sets are distributed
+  monitor.start(strategy)
+  for batch in batches:          # or a step that calls next() itself
+    with monitor.step():
+      train_step(batch)
+  monitor.close()
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import importlib.util
+import os
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from absl import logging
+
+from tf_strategies import errors
+from tf_strategies.monitoring import (
+  recorder,
+  step_breakdown,
+  step_metrics,
+  timeline,
+  watchdog,
+)
+
+# TensorBoard needs no more, and a summary costs as much as a small step.
+_SUMMARY_SECONDS = 1.0
+_SUMMARIES = (
+  'step_seconds',
+  'examples_per_second',
+  'global_examples_per_second',
+  'communication_share',
+  'exposed_communication_share',
+  'input_share',
+  'compute_share',
+  'bytes_sent',
+  'rss_bytes',
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class MonitorOptions:
+  """What is measured, and where it goes. Nothing is written without a path.
+
+  Example:
+
+    >>> MonitorOptions(timeline='run.json').path('timeline', rank=1)
+    'run-1.json'
+
+  Attributes:
+    log_dir: a directory for `metrics.jsonl`, for the watchdog's reports and for
+      TensorBoard, each task's own: its rank is in their names.
+    metrics_jsonl: a file for the metrics, instead of `metrics.jsonl`.
+    timeline: a file for a Chrome trace of each task. Into these names the rank
+      is written too, at '{rank}' or before the extension.
+    profile_steps: (first, last) steps of this run, from 1, that TensorFlow's
+      profiler records into `log_dir`. Of a call that does several steps, the
+      first must be among them.
+    metrics_every_steps: steps in one line of the metrics.
+    progress_seconds: from one line of progress to the next, on the chief; 0 for
+      none.
+    watchdog_seconds: how long a step may take before each rank says what it
+      waits for; 0 for no watchdog. The first step, which traces graphs, counts
+      too.
+    global_batch_size: rows of a step, for rates where the input cannot be seen.
+    timeline_events: the newest that are kept, at half a kilobyte each.
+
+  Raises:
+    UnsupportedOptionError: options that cannot be.
+  """
+
+  log_dir: str | None = None
+  metrics_jsonl: str | None = None
+  timeline: str | None = None
+  profile_steps: tuple[int, int] | None = None
+  metrics_every_steps: int = 1
+  progress_seconds: float = 10.0
+  watchdog_seconds: float = 120.0
+  global_batch_size: int | None = None
+  timeline_events: int = 100_000
+
+  def __post_init__(self):
+    for name in ('progress_seconds', 'watchdog_seconds'):
+      if not getattr(self, name) >= 0:
+        _refuse(f'{name}={getattr(self, name)!r}', '0 (off) or more', 'write 0')
+    for name in ('metrics_every_steps', 'timeline_events'):
+      if not getattr(self, name) >= 1:
+        _refuse(f'{name}={getattr(self, name)!r}', '1 or more', 'leave it out')
+    if self.profile_steps is None:
+      return
+    steps = tuple(self.profile_steps)
+    if len(steps) != 2 or not 1 <= steps[0] <= steps[1]:
+      _refuse(
+        f'profile_steps={self.profile_steps!r}',
+        'the first step and the last, from 1',
+        'write profile_steps=(10, 20)',
+      )
+    if self.log_dir is None:
+      _refuse('profile_steps without log_dir', 'both', "write log_dir='logs'")
+    object.__setattr__(self, 'profile_steps', steps)
+
+  def path(self, kind: str, rank: int, generation: int = 1) -> str | None:
+    """Where a task writes something.
+
+    Args:
+      kind: 'metrics', 'timeline', 'watchdog' or 'tensorboard'.
+      rank: of the task.
+      generation: of its group: one that forms again has files of its own, but
+        for lines that are added to those of the last.
+
+    Returns:
+      The path; None if it is not wanted.
+    """
+    if kind == 'timeline':
+      if self.timeline is None:
+        return None
+      again = f'-generation-{generation}' if generation > 1 else ''
+      return _of_rank(self.timeline, f'{rank}{again}')
+    if kind == 'metrics' and self.metrics_jsonl is not None:
+      return _of_rank(self.metrics_jsonl, str(rank))
+    if self.log_dir is None:
+      return None
+    name = {
+      'metrics': f'metrics-{rank}.jsonl',
+      'watchdog': f'watchdog-{rank}.log',
+      'tensorboard': f'rank-{rank}',
+    }[kind]
+    return os.path.join(self.log_dir, name)
+
+
+def _of_rank(path: str, which: str) -> str:
+  if '{rank}' in path:
+    return path.replace('{rank}', which)
+  root, extension = os.path.splitext(path)
+  return f'{root}-{which}{extension}'
+
+
+def _refuse(received: str, allowed: str, way_out: str) -> None:
+  raise errors.UnsupportedOptionError(received, allowed, way_out)
+
+
+class TrainingMonitor:
+  """Measures the steps of one run.
+
+  The recorder is on from here on: make it before data sets are distributed, or
+  the time in `next()` is not seen. One at a time: a new one closes the last.
+
+  Args:
+    options: what is measured.
+  """
+
+  _running: TrainingMonitor | None = None
+
+  def __init__(self, options: MonitorOptions | None = None):
+    if TrainingMonitor._running is not None:
+      TrainingMonitor._running.close()
+    TrainingMonitor._running = self
+    self.options = options or MonitorOptions()
+    # What the running step has recorded.
+    self._events: list[recorder.Event] = []
+    recorder.connect(self)
+    self._log = None
+    if self.options.timeline is not None:
+      self._log = timeline.Log(self.options.timeline_events)
+      recorder.connect(self._log)
+    self._group = self._watchdog = self._json = self._summaries = None
+    self._rank, self._world_size, self._generation = 0, 1, 1
+    self._is_started = self._is_closed = False
+    self._steps = self._first_step = 0
+    self._began: int | None = None
+    self._profiles = self._has_profiled = False
+    self._is_first_line = True
+    atexit.register(self.close)
+
+  def append(self, event: recorder.Event) -> None:
+    """Takes an event of the recorder."""
+    if self._began is not None:
+      self._events.append(event)
+
+  def start(self, strategy: Any = None, first_step: int = 0) -> None:
+    """Training begins.
+
+    Args:
+      strategy: that trains. Of one with a `process_group` the bytes are known,
+        and the watchdog can ask the other ranks.
+      first_step: steps that were done before this run.
+    """
+    if self._is_started or self._is_closed:
+      return
+    self._is_started = True
+    self._first_step = first_step
+    self._group = getattr(strategy, 'process_group', None)
+    self._rank = getattr(strategy, 'rank', 0)
+    self._world_size = getattr(strategy, 'num_workers', 1)
+    self._is_chief = self._rank == 0
+    if self._group is not None:
+      self._generation = self._group.generation
+    path = self._path('metrics')
+    if path is not None:
+      self._json = step_metrics.JsonLines(path)
+    path = self._path('tensorboard')
+    if path is not None and importlib.util.find_spec('tensorboard') is not None:
+      self._summaries = _Summaries(path)
+    self._told = time.monotonic()
+    self._progress = step_metrics.Totals()
+    self._totals = step_metrics.Totals()
+    self._sent = self._sent_shown = self._bytes_sent()
+    if self.options.watchdog_seconds:
+      self._watchdog = watchdog.Watchdog(
+        self.options.watchdog_seconds, self._describe, self._path('watchdog')
+      )
+
+  @contextlib.contextmanager
+  def step(self) -> Iterator[None]:
+    """Context of one step: the call of `next()` and of what trains on it."""
+    self.begin_step()
+    yield
+    self.end_step()
+
+  def begin_step(self) -> None:
+    """A step begins."""
+    if not self._is_started or self._is_closed:
+      return
+    number = self._first_step + self._steps + 1
+    recorder.set_step(number)
+    if self._group is not None:
+      self._group.annotate(f'step {number}')
+    profile = self.options.profile_steps
+    if profile and profile[0] <= self._steps + 1 <= profile[1]:
+      self._start_profile()
+    self._events.clear()
+    self._began = recorder.now()
+
+  def end_step(self, num_steps: int = 1) -> None:
+    """The step is over, or a call that did several of them."""
+    if self._began is None:
+      return
+    whole = (self._began, recorder.now())
+    self._began = None
+    self._steps += num_steps
+    number = self._first_step + self._steps
+    recorder.add(
+      f'step {number}' if num_steps == 1 else f'{num_steps} steps to {number}',
+      recorder.STEP,
+      *whole,
+      steps=num_steps,
+    )
+    if self._watchdog is not None:
+      self._watchdog.step_finished()
+    if self._group is not None:
+      self._group.annotate(f'what follows step {number}')
+    if self._profiles and self._steps >= self.options.profile_steps[1]:
+      self._stop_profile()
+    found = step_breakdown.break_down(whole, self._events)
+    self._totals.add(found, num_steps)
+    if self._steps > num_steps:
+      self._progress.add(found, num_steps)
+    else:  # The first step traces the graph.
+      self._sent_shown = self._bytes_sent()
+    self._tell(number)
+
+  def still_alive(self) -> None:
+    """Something else than a step was done: the watchdog need not bark."""
+    if self._watchdog is not None:
+      self._watchdog.step_finished()
+
+  def close(self) -> None:
+    """Writes what is left; the recorder is off again. Once is enough."""
+    if self._is_closed:
+      return
+    self._is_closed = True
+    atexit.unregister(self.close)
+    recorder.disconnect(self)
+    if TrainingMonitor._running is self:
+      TrainingMonitor._running = None
+    if self._watchdog is not None:
+      self._watchdog.close()
+    if self._profiles:
+      self._stop_profile()
+    elif self.options.profile_steps and not self._has_profiled:
+      logging.warning(
+        'profile_steps=%s: no profile. This run did %d steps, and no call of '
+        'them began there.',
+        self.options.profile_steps,
+        self._steps,
+      )
+    if self._is_started and self._totals.steps:
+      self._write_line(self._first_step + self._steps)
+    for file in (self._json, self._summaries):
+      if file is not None:
+        file.close()
+    if self._log is not None:
+      recorder.disconnect(self._log)
+      if self._is_started:
+        self._write_timeline()
+
+  # How it is told.
+
+  def _path(self, kind: str) -> str | None:
+    return self.options.path(kind, self._rank, self._generation)
+
+  def _bytes_sent(self) -> int | None:
+    return None if self._group is None else self._group.bytes_sent
+
+  def _describe(self) -> str | None:
+    if self._group is None:
+      return f'step {recorder.step()} is the last that began'
+    if self._group.failure is not None:
+      return None  # Training has ended with an error that says it all.
+    said = self._group.describe_ranks()
+    names = [str(member) for member in self._group.members]
+    return watchdog.explain(self._rank, names, said)
+
+  def _tell(self, number: int) -> None:
+    if self._totals.steps >= self.options.metrics_every_steps:
+      self._write_line(number)
+    seconds = self.options.progress_seconds
+    due = seconds and time.monotonic() - self._told >= seconds
+    if self._is_chief and due and self._progress.steps:
+      self._told = time.monotonic()
+      record = self._record(self._progress, number)
+      sent = self._bytes_sent()
+      if sent is not None:
+        record['bytes_sent'] = sent - self._sent_shown
+        self._sent_shown = sent
+      print(step_metrics.progress_line(record), flush=True)
+      self._progress.reset()
+
+  def _record(self, totals: step_metrics.Totals, number: int):
+    return totals.record(
+      number,
+      self._world_size,
+      self.options.global_batch_size,
+      self._group is not None,
+    )
+
+  def _write_line(self, number: int) -> None:
+    record = self._record(self._totals, number)
+    self._totals.reset()
+    sent = self._bytes_sent()
+    # Since the last line: what moves between two steps counts as well.
+    record['bytes_sent'] = None if sent is None else sent - self._sent
+    record['bytes_sent_total'] = self._sent = sent
+    record.update(
+      rank=self._rank,
+      world_size=self._world_size,
+      generation=self._generation,
+      includes_tracing=self._is_first_line,
+    )
+    self._is_first_line = False
+    if self._json is not None:
+      self._json.write(record)
+    if self._summaries is not None:
+      self._summaries.write(record)
+
+  def _write_timeline(self) -> None:
+    trace = timeline.build(
+      self._log.events, self._rank, self._world_size, self._log.forgotten
+    )
+    timeline.write(trace, self._path('timeline'))
+
+  def _start_profile(self) -> None:
+    import tensorflow as tf
+
+    if not self._profiles:
+      self._profiles = self._has_profiled = True
+      tf.profiler.experimental.start(self._path('tensorboard'))
+
+  def _stop_profile(self) -> None:
+    import tensorflow as tf
+
+    self._profiles = False
+    tf.profiler.experimental.stop()
+
+
+class _Summaries:
+  """Scalars for TensorBoard, at most one set a second.
+
+  Args:
+    directory: where.
+  """
+
+  def __init__(self, directory: str):
+    # Only here: the commands of this room need no TensorFlow.
+    import tensorflow as tf
+
+    self._tf = tf
+    self._writer = tf.summary.create_file_writer(directory)
+    self._written = 0.0
+
+  def write(self, record: dict[str, Any]) -> None:
+    """Writes the numbers of a line."""
+    if time.monotonic() - self._written < _SUMMARY_SECONDS:
+      return
+    self._written = time.monotonic()
+    with self._writer.as_default(record['step']):
+      for name in _SUMMARIES:
+        if record[name] is not None:
+          self._tf.summary.scalar(f'monitoring/{name}', record[name])
+
+  def close(self) -> None:
+    """Writes what is left."""
+    self._writer.close()
+
+
+def parse_steps(text: str | Sequence[str] | None) -> tuple[int, int] | None:
+  """What `--profile_steps=a,b` means; None without it.
+
+  Raises:
+    UnsupportedOptionError: not two numbers.
+  """
+  if not text:
+    return None
+  parts = text.split(',') if isinstance(text, str) else list(text)
+  try:
+    first, last = (int(part) for part in parts)
+  except ValueError:
+    raise errors.UnsupportedOptionError(
+      f'profile_steps={text!r}',
+      'the first step and the last',
+      'write --profile_steps=10,20',
+    ) from None
+  return first, last

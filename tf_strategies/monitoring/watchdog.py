@@ -1,0 +1,204 @@
+"""Tells who waits for whom when no step finishes.
+
+A thread of this process looks at the time. When a step is late, it writes down
+what this rank is in, what the others say, and where each thread of Python is; the
+others have such a thread too, so each rank's stacks are in its own log. Nothing is
+ended by it: the group's own deadlines do that.
+
+Example:
+
+  >>> from tf_strategies.monitoring import watchdog
+  >>> said = {0: {'sequence': 7, 'busy': True, 'name': 'reduce/bucket_2',
+  ...             'text': "all_reduce(sum) 'reduce/bucket_2'", 'seconds': 9.0,
+  ...             'note': 'step 3'},
+  ...         1: {'sequence': 6, 'busy': False, 'name': 'reduce/bucket_1',
+  ...             'text': "all_reduce(sum) 'reduce/bucket_1'", 'seconds': 0.0,
+  ...             'note': 'step 3'}}
+  >>> print(watchdog.explain(0, ['rank 0', 'rank 1'], said))
+  rank 0 waits in step 3 for "reduce/bucket_2": all_reduce(sum) 'reduce/bucket_2' (sequence 7), for 9.0 s
+  rank 1 has not come to it: in step 3, its last was all_reduce(sum) 'reduce/bucket_1' (sequence 6)
+  waited for: rank 1
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TextIO
+
+# A step that is still late is told again, each time after twice as long.
+_MORE_PATIENCE = 2.0
+_JOIN_SECONDS = 5.0
+
+
+class Watchdog:
+  """Writes a report when no step has finished in time.
+
+  Args:
+    seconds: how long a step may take before the first report.
+    describe: called with nothing, returns what the report says of the ranks;
+      None ends the watch, as nothing is left to wait for.
+    path: a file that gets the reports too; None for the error output alone.
+  """
+
+  def __init__(
+    self,
+    seconds: float,
+    describe: Callable[[], str | None],
+    path: str | None = None,
+  ):
+    self._seconds = seconds
+    self._describe = describe
+    self._path = path
+    self._finished = time.monotonic()
+    self._told = 0
+    self._lock = threading.Lock()
+    self._is_over = threading.Event()
+    self._thread = threading.Thread(
+      target=self._watch, name='watchdog', daemon=True
+    )
+    self._thread.start()
+
+  def step_finished(self) -> None:
+    """The deadline starts anew."""
+    with self._lock:
+      before, self._finished = self._finished, time.monotonic()
+      was_told, self._told = self._told, 0
+    if was_told:
+      late = self._finished - before
+      self._write(f'watchdog: it goes on, after {late:.1f} s.\n', False)
+
+  def close(self) -> None:
+    """Ends the thread."""
+    self._is_over.set()
+    if threading.current_thread() is not self._thread:
+      self._thread.join(_JOIN_SECONDS)
+
+  def _watch(self) -> None:
+    while True:
+      with self._lock:
+        finished = self._finished
+        patience = self._seconds * _MORE_PATIENCE**self._told
+      left = finished + patience - time.monotonic()
+      if self._is_over.wait(max(left, 0.01)):
+        return
+      late = time.monotonic() - finished
+      if late >= patience and not self._report(finished, late):
+        return
+
+  def _report(self, finished: float, late: float) -> bool:
+    """Tells of a step that is late; False if there is nothing to wait for."""
+    try:
+      said = self._describe()
+    except Exception as e:
+      # The group may be closing; the stacks are worth having anyway.
+      said = f'what the ranks do is not known ({type(e).__name__}: {e})'
+    if said is None:
+      return False
+    with self._lock:
+      if self._finished != finished:  # Asking took a while, and it goes on.
+        return True
+      self._told += 1
+    threads = ', '.join(
+      f'{thread.name} is 0x{thread.ident:x}'
+      for thread in threading.enumerate()
+      if thread.ident is not None
+    )
+    self._write(
+      f'watchdog: no step has finished for {late:.1f} s.\n'
+      + ''.join(f'  {line}\n' for line in said.splitlines())
+      + f'  The stacks of process {os.getpid()}; thread {threads}:\n',
+      True,
+    )
+    return True
+
+  def _write(self, text: str, with_stacks: bool) -> None:
+    # The real one: faulthandler wants a file descriptor.
+    self._write_to(sys.__stderr__, text, with_stacks)
+    if self._path is None:
+      return
+    os.makedirs(os.path.dirname(os.path.abspath(self._path)), exist_ok=True)
+    with open(self._path, 'a', encoding='utf-8') as f:
+      self._write_to(f, text, with_stacks)
+
+  def _write_to(self, file: TextIO | None, text, with_stacks) -> None:
+    if file is None:
+      return
+    file.write(text)
+    file.flush()
+    if with_stacks:
+      faulthandler.dump_traceback(file, all_threads=True)
+
+
+def explain(
+  rank: int, names: Sequence[str], said: Mapping[int, Mapping[str, Any]]
+) -> str:
+  """Who waits for what, and for whom, a line each.
+
+  Args:
+    rank: that asked.
+    names: of the ranks.
+    said: what each of them says that it does, `ProcessGroup.describe()`; one
+      that does not answer is not there.
+  """
+  asked = range(len(names)) if rank == 0 else sorted({0, rank})
+  newest = max(d['sequence'] for d in said.values())
+  is_waited_for = any(
+    d['busy'] and d['sequence'] == newest for d in said.values()
+  )
+  tags = sorted({tag for d in said.values() for tag in d.get('exchanges', ())})
+  lines, late = [], []
+  for r in asked:
+    if r not in said:
+      lines.append(f'{names[r]} does not answer: it is stopped, or cut off')
+      late.append(names[r])
+      continue
+    line, is_late = _position(said[r], newest)
+    met, is_late_there = _meetings(said[r], tags)
+    lines.append(f'{names[r]} {line}{met}')
+    if (is_late and is_waited_for) or is_late_there:
+      late.append(names[r])
+  if late:
+    lines.append(f'waited for: {", ".join(late)}')
+  elif is_waited_for or tags:
+    lines.append(
+      'all that were asked are in it: the bytes do not move, or another rank '
+      'is late'
+    )
+  else:
+    # For a batch, say.
+    lines.append('nobody waits for another rank: see the stacks')
+  if len(asked) < len(names):
+    lines.append("rank 0 asks all ranks: see its log for the others'")
+  return '\n'.join(lines)
+
+
+def _meetings(description, tags) -> tuple[str, bool]:
+  """In which exchanges a rank is, and whether one of `tags` lacks it."""
+  own = description.get('exchanges', {})
+  parts = [
+    f'; waits for all ranks in exchange "{tag}", for {seconds:.1f} s'
+    for tag, seconds in sorted(own.items())
+  ]
+  missing = [tag for tag in tags if tag not in own]
+  parts += [f'; has not come to exchange "{tag}"' for tag in missing]
+  return ''.join(parts), bool(missing)
+
+
+def _position(description, newest: int) -> tuple[str, bool]:
+  """Where a rank is, and whether others are ahead of it."""
+  step = description['note'] or 'an unknown step'
+  what = f'{description["text"]} (sequence {description["sequence"]})'
+  if description['busy']:
+    line = (
+      f'waits in {step} for "{description["name"]}": {what}, for '
+      f'{description["seconds"]:.1f} s'
+    )
+    return line, description['sequence'] < newest
+  if description['sequence'] < newest:
+    return f'has not come to it: in {step}, its last was {what}', True
+  return f'is in no collective: in {step}, its last was {what}', False

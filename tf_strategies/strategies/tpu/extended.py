@@ -1,0 +1,184 @@
+"""What `TPURingStrategy` changes in TensorFlow's TPU implementation."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from tf_strategies import _tf_internal, errors
+from tf_strategies.keras import optimizer_checks
+from tf_strategies.strategies import replica_run, variables
+from tf_strategies.strategies.tpu import permute
+
+
+class PermutingTPUExtended(_tf_internal.TPUExtended):
+  """TensorFlow's TPU implementation with an all-reduce of ours.
+
+  Args:
+    container_strategy: the strategy that this implements.
+    resolver: of the TPU.
+    metadata: what the resolver said of it.
+    device_assignment: which core each replica runs on; None for TensorFlow's
+      order.
+  """
+
+  def __init__(self, container_strategy, resolver, metadata, device_assignment):
+    super().__init__(
+      container_strategy,
+      _Answered(metadata),
+      device_assignment=device_assignment,
+    )
+    self._tpu_cluster_resolver = resolver
+    self._all_reduce = None
+
+  def use_all_reduce(self, all_reduce: permute.PermutingAllReduce) -> None:
+    """Sums over replicas go through this from now on."""
+    self._all_reduce = all_reduce
+
+  # What tfs.keras.DistributedOptimizer asks of a strategy.
+
+  def gradients_reduced(self, gradients=()):
+    """Context in which an optimizer's own reductions do nothing.
+
+    Args:
+      gradients: the reduced ones, where there are any yet.
+    """
+    del gradients
+    return replica_run.gradients_reduced()
+
+  def row_weight(self) -> None:
+    """None: replicas of static shape have equally many rows.
+
+    Raises:
+      UnsupportedOptionError: the replicas' batch may have any number of rows.
+    """
+    batch = _batch_of_any_size()
+    if batch is not None:
+      raise errors.UnsupportedOptionError(
+        f'a batch of unknown size (tensor {batch}) on TPUs, whose replicas may '
+        'come to have unequal rows',
+        'batches of one static shape',
+        'batch the data set with drop_remainder=True, or use '
+        "DistributedOptimizer(optimizer, weighting='none') with "
+        'tf.nn.compute_average_loss',
+      )
+
+  # TensorFlow's sum over TPU replicas adds up what one device keeps apart.
+  sums_sparse_as_dense = True
+
+  def prefers_dense(self, gradient) -> bool:
+    """True: a sparse one becomes dense in any case."""
+    del gradient
+    return True
+
+  # Where code runs.
+
+  def tpu_run(self, fn, args, kwargs, options=None):
+    """Runs `fn` on all replicas; see `tf.distribute.TPUStrategy.run`."""
+    if self._num_replicas_in_sync > 1:
+      optimizer_checks.check_model(
+        _tf_internal.unwrap(fn), type(self._container_strategy()).__name__
+      )
+    return super().tpu_run(fn, args, kwargs, options)
+
+  def _call_for_each_replica(self, fn, args, kwargs):
+    outputs = super()._call_for_each_replica(fn, args, kwargs)
+    is_check = optimizer_checks.is_check_finite(_tf_internal.unwrap(fn))
+    if not is_check or not _in_tpu_program():
+      return outputs
+    # One answer for all. Replicas that take different branches of the
+    # condition that follows would wait for each other for ever.
+    number = self._reduce_to(
+      tf.distribute.ReduceOp.SUM, tf.cast(outputs, tf.int32), None, None
+    )
+    return tf.equal(number, self._num_replicas_in_sync)
+
+  # How values are reduced.
+
+  def _reduce_to(self, reduce_op, value, destinations, options):
+    if self._is_permuted(value):
+      return self._all_reduce(reduce_op, [value])[0]
+    return super()._reduce_to(reduce_op, value, destinations, options)
+
+  def _batch_reduce_to(self, reduce_op, value_destination_pairs, options):
+    values = [value for value, _ in value_destination_pairs]
+    if replica_run.are_gradients_reduced():
+      return values
+    permuted = [i for i, v in enumerate(values) if self._is_permuted(v)]
+    if not permuted:
+      return super()._batch_reduce_to(
+        reduce_op, value_destination_pairs, options
+      )
+    results = [
+      None
+      if i in permuted
+      else super(PermutingTPUExtended, self)._reduce_to(
+        reduce_op, value, destination, options
+      )
+      for i, (value, destination) in enumerate(value_destination_pairs)
+    ]
+    reduced = self._all_reduce(reduce_op, [values[i] for i in permuted])
+    for i, value in zip(permuted, reduced, strict=True):
+      results[i] = value
+    return results
+
+  def _is_permuted(self, value) -> bool:
+    """Whether `value` is a dense one in a program that all replicas run."""
+    is_dense = isinstance(
+      value, tf.distribute.DistributedValues
+    ) or tf.is_tensor(value)
+    return (
+      self._all_reduce is not None
+      and is_dense
+      and not isinstance(value, tf.IndexedSlices)
+      and _in_tpu_program()
+    )
+
+  # How variables are created and updated.
+
+  def _create_variable(self, next_creator, **kwargs):
+    is_slot = kwargs.get('colocate_with') is not None
+    kwargs = variables.creation_policy(kwargs, is_slot)
+    return super()._create_variable(next_creator, **kwargs)
+
+  def _update(self, var, fn, args, kwargs, group):
+    self._check_update(fn)
+    return super()._update(var, fn, args, kwargs, group)
+
+  def _check_update(self, fn):
+    """Refuses an optimizer that would be wrong without the wrapper."""
+    if self._num_replicas_in_sync == 1 or replica_run.are_gradients_reduced():
+      return
+    optimizer = optimizer_checks.optimizer_of(fn)
+    if optimizer is not None:
+      optimizer_checks.check_without_wrapper(
+        optimizer, type(self._container_strategy()).__name__
+      )
+
+
+class _Answered:
+  """A resolver that has answered: asked again, it might not."""
+
+  def __init__(self, metadata):
+    self._metadata = metadata
+
+  def get_tpu_system_metadata(self):
+    return self._metadata
+
+
+def _in_tpu_program() -> bool:
+  """Whether a program for TPU replicas is being built."""
+  return _tf_internal.enclosing_tpu_context() is not None
+
+
+def _batch_of_any_size() -> str | None:
+  """The input of the TPU program whose leading dimension is unknown, if any."""
+  graph = tf.compat.v1.get_default_graph()
+  while graph is not None:
+    for op in graph.get_operations():
+      if op.type != 'TPUReplicatedInput' or op.outputs[0].dtype == tf.resource:
+        continue
+      shape = op.outputs[0].shape
+      if shape.rank is None or (shape.rank and shape[0] is None):
+        return f'{op.inputs[0].name!r} of shape {shape}'
+    graph = getattr(graph, 'outer_graph', None)
+  return None

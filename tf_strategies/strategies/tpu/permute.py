@@ -1,0 +1,217 @@
+"""Executes a `Schedule` inside a program for TPUs, as CollectivePermute ops.
+
+All replicas run one program, so what differs between them is data: which chunk
+a replica sends and which it receives into are looked up in tables by its
+number. The number is XLA's own, the one that CollectivePermute's pairs mean;
+TensorFlow's replica id may be another order of the same devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from tf_strategies import _tf_internal, errors
+from tf_strategies.collectives import permutation
+from tf_strategies.collectives import schedule as schedule_lib
+from tf_strategies.cross_device import executor
+
+
+class PermutingAllReduce:
+  """An all-reduce over all replicas of the TPU program that is being built.
+
+  The tensors of a call are packed into one buffer a dtype, so that the number
+  of permutes depends on the schedule and not on the number of tensors. With
+  every schedule of this package all replicas end with bit-equal results: a
+  chunk's sum is made on one of them and copied.
+
+  * SUM and MEAN of every float, complex and integer dtype. 16-bit floats travel
+    as such, are added in float32 and rounded once a round; a mean of them is
+    divided before the sum, so that it cannot overflow. The mean of integers is
+    the sum floor-divided by the number of replicas.
+  * The gradient of an all-reduce is the same all-reduce of the gradients.
+
+  Args:
+    schedule: whose ranks are the replicas.
+  """
+
+  def __init__(self, schedule: schedule_lib.Schedule):
+    self._schedule = schedule
+    self._rounds = permutation.permutation_rounds(schedule)
+    # A row a replica; for each step the chunk it sends, and receives into.
+    columns = [
+      column
+      for steps in self._rounds
+      for step in steps
+      for column in (step.send_chunk, step.receive_chunk)
+    ]
+    self._table = (
+      np.array(columns, np.int32).reshape(len(columns), schedule.world_size).T
+    )
+
+  @property
+  def schedule(self) -> schedule_lib.Schedule:
+    """What is executed."""
+    return self._schedule
+
+  def __call__(
+    self, reduce_op: tf.distribute.ReduceOp, tensors: Sequence[tf.Tensor]
+  ) -> list[tf.Tensor]:
+    """All-reduces this replica's tensors, all in as few permutes as one.
+
+    Args:
+      reduce_op: SUM or MEAN.
+      tensors: dense ones of static shape, the same on all replicas.
+
+    Returns:
+      One tensor for each, of its shape and dtype.
+
+    Raises:
+      UnsupportedOptionError: another `reduce_op`; a tensor whose shape is not
+        known or whose dtype has no sum, by name.
+    """
+    if reduce_op not in (
+      tf.distribute.ReduceOp.SUM,
+      tf.distribute.ReduceOp.MEAN,
+    ):
+      raise errors.UnsupportedOptionError(
+        f'reduce_op={reduce_op!r}',
+        'tf.distribute.ReduceOp.SUM or MEAN',
+        'all_gather the values and combine them yourself',
+      )
+    tensors = [tf.convert_to_tensor(t) for t in tensors]
+    groups: dict[tf.DType, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+      _check(tensor)
+      groups.setdefault(tensor.dtype, []).append(i)
+    results = list(tensors)
+    for members in groups.values():
+      parts = [tensors[i] for i in members]
+      reduced = self._reduce_group(reduce_op, parts)
+      for i, tensor in zip(members, reduced, strict=True):
+        results[i] = tensor
+    return results
+
+  def _reduce_group(self, reduce_op, tensors):
+    """All-reduces tensors of one dtype."""
+    is_mean = reduce_op == tf.distribute.ReduceOp.MEAN
+    if tensors[0].dtype.is_integer:
+      return self._reduce(is_mean, tensors)
+
+    @tf.custom_gradient
+    def reduce(*xs):
+      # Through the ops it would be another schedule, backwards: as many
+      # permutes, and not the algorithm that was asked for.
+      return self._reduce(is_mean, xs), lambda *dys: self(reduce_op, dys)
+
+    return list(tf.nest.flatten(reduce(*tensors)))
+
+  def _reduce(self, is_mean, tensors):
+    world_size, dtype = self._schedule.world_size, tensors[0].dtype
+    if is_mean and executor.is_half(dtype):
+      tensors = [executor.divide(t, world_size) for t in tensors]
+    buffer = self._pack(tensors)
+    with tf.name_scope(f'{self._schedule.name}_all_reduce'):
+      buffer = self._permute_and_add(buffer)
+    if is_mean and not executor.is_half(dtype):
+      buffer = executor.divide(buffer, world_size)
+    return _unpack(buffer, [t.shape for t in tensors])
+
+  def _pack(self, tensors):
+    """One row a chunk, all of one length, as every rank runs the same ops."""
+    flat = tf.concat([tf.reshape(t, [-1]) for t in tensors], 0)
+    num_chunks = self._schedule.num_chunks
+    length = -(-flat.shape[0] // num_chunks)
+    flat = tf.pad(flat, [[0, length * num_chunks - flat.shape[0]]])
+    return tf.reshape(flat, [num_chunks, length])
+
+  def _permute_and_add(self, state):
+    if not self._rounds or state.shape.num_elements() == 0:
+      return state
+    entries = tf.unstack(tf.gather(self._table, _xla_replica_id()))
+    for steps in self._rounds:
+      used = 2 * len(steps)
+      state = _play_round(state, steps, entries[:used])
+      entries = entries[used:]
+    return state
+
+
+def _play_round(state, steps, entries):
+  """What this replica holds after one round.
+
+  Args:
+    state: the chunks before the round, one a row.
+    steps: of the round.
+    entries: for each step the chunk to send and the one to receive into,
+      scalars of the graph.
+  """
+  came = [
+    tf.raw_ops.CollectivePermute(
+      input=_take(state, entry),
+      source_target_pairs=tf.constant(step.source_target_pairs, tf.int32),
+    )
+    for step, entry in zip(steps, entries[::2], strict=True)
+  ]
+  dtype = state.dtype
+  if executor.is_half(dtype) and sum(step.reduce for step in steps) > 1:
+    # Several terms of one sum may come: rounded once, not after each.
+    state = tf.cast(state, tf.float32)
+  for step, entry, chunk in zip(steps, entries[1::2], came, strict=True):
+    chunk = tf.cast(chunk, state.dtype)
+    own = _take(state, entry)
+    if step.reduce:
+      chunk = executor.add([own, chunk])
+    if not step.is_full:
+      # Who is nobody's target receives zeros.
+      chunk = tf.where(entry == permutation.NO_CHUNK, own, chunk)
+    state = _put(state, chunk, entry)
+  return tf.cast(state, dtype)
+
+
+def _take(state, entry):
+  """Row `entry` of the state, as a matrix; the first for `NO_CHUNK`."""
+  begin = tf.stack([tf.maximum(entry, 0), 0])
+  return tf.slice(state, begin, [1, state.shape[1]])
+
+
+def _put(state, chunk, entry):
+  # The update that XLA makes in place, where a scatter may be a loop.
+  return _tf_internal.apply_op(
+    'XlaDynamicUpdateSlice',
+    input=state,
+    update=chunk,
+    indices=tf.stack([tf.maximum(entry, 0), 0]),
+  )
+
+
+def _xla_replica_id():
+  return _tf_internal.apply_op('XlaReplicaId')
+
+
+def _unpack(buffer, shapes):
+  """Cuts what `_pack` packed into tensors again."""
+  flat = tf.reshape(buffer, [-1])
+  tensors, start = [], 0
+  for shape in shapes:
+    size = shape.num_elements()
+    tensors.append(tf.reshape(flat[start : start + size], shape))
+    start += size
+  return tensors
+
+
+def _check(tensor) -> None:
+  if not tensor.shape.is_fully_defined():
+    raise errors.UnsupportedOptionError(
+      f'an all-reduce of tensor {tensor.name!r} of shape {tensor.shape}',
+      'a static shape, as TPUs need',
+      'give the batch a fixed size: batch(..., drop_remainder=True)',
+    )
+  dtype = tensor.dtype
+  if not (dtype.is_floating or dtype.is_integer or dtype.is_complex):
+    raise errors.UnsupportedOptionError(
+      f'an all-reduce of tensor {tensor.name!r} of dtype {dtype.name}',
+      'any float, complex or integer dtype',
+      'cast the value first, for instance bool to int32',
+    )

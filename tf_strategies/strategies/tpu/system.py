@@ -1,0 +1,167 @@
+"""Finds the TPUs that a strategy is to run on, or says at once what is wrong.
+
+Asked for TPUs that are not there, TensorFlow ends in an IndexError or waits: a
+resolver may ask a metadata server without a deadline, and in graph mode it
+connects again for a day. What is asked here is asked in a thread with one.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tf_strategies import _tf_internal, errors
+
+Resolver = tf.distribute.cluster_resolver.TPUClusterResolver
+Metadata = tf.tpu.experimental.TPUSystemMetadata
+
+_START = (
+  "resolver = tf.distribute.cluster_resolver.TPUClusterResolver('local') on a "
+  'TPU VM, or with the name or address of the TPU; then '
+  'tf.config.experimental_connect_to_cluster(resolver), '
+  'tf.tpu.experimental.initialize_tpu_system(resolver) and '
+  'TPURingStrategy(resolver)'
+)
+
+
+def find(
+  resolver: Resolver | None, timeout_seconds: float
+) -> tuple[Resolver, Metadata]:
+  """Returns the resolver to use and what it says of its TPUs.
+
+  Args:
+    resolver: None for the TPU that the environment names (`TPU_NAME` or
+      `KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS`).
+    timeout_seconds: how long the resolver may take to answer.
+
+  Raises:
+    UnsupportedOptionError: not a resolver, no TPU in the environment, no cores,
+      a TPU system that was not initialised, or a graph is being built.
+    ClusterConfigError: the resolver fails, does not answer in time, or names
+      other devices than it counts.
+  """
+  _check_timeout(timeout_seconds)
+  if resolver is not None and not isinstance(resolver, Resolver):
+    raise errors.UnsupportedOptionError(
+      f'resolver={resolver!r}',
+      'a tf.distribute.cluster_resolver.TPUClusterResolver, or None',
+      f'write {_START}',
+    )
+  if not tf.executing_eagerly():
+    raise errors.UnsupportedOptionError(
+      'TPURingStrategy inside a tf.Graph or tf.function',
+      'eager mode, in which TPUs are listed without a connection to each',
+      'create the strategy first, then what uses it',
+    )
+  if resolver is None:
+    resolver = _ask('TPUClusterResolver()', _from_environment, timeout_seconds)
+  metadata = _ask(
+    f'{type(resolver).__name__}.get_tpu_system_metadata()',
+    resolver.get_tpu_system_metadata,
+    timeout_seconds,
+  )
+  _check(resolver, metadata)
+  return resolver, metadata
+
+
+def check_device_assignment(device_assignment) -> None:
+  """Refuses replicas of more than one core.
+
+  Raises:
+    UnsupportedOptionError: naming what was passed.
+  """
+  if device_assignment is None:
+    return
+  cores = getattr(device_assignment, 'num_cores_per_replica', None)
+  if cores != 1:
+    raise errors.UnsupportedOptionError(
+      f'device_assignment={device_assignment!r} with num_cores_per_replica='
+      f'{cores!r}',
+      'a tf.tpu.experimental.DeviceAssignment with one core a replica',
+      'build it with computation_shape=[1, 1, 1, 1], or use '
+      'tf.distribute.TPUStrategy for model parallelism',
+    )
+
+
+def _check_timeout(seconds) -> None:
+  if (
+    isinstance(seconds, bool)
+    or not isinstance(seconds, numbers.Real)
+    or not math.isfinite(seconds)
+    or seconds <= 0
+  ):
+    raise errors.UnsupportedOptionError(
+      f'query_timeout_seconds={seconds!r}',
+      'a positive number of seconds',
+      'leave it out for 60 seconds',
+    )
+
+
+def _from_environment() -> Resolver:
+  try:
+    return Resolver('')
+  except ValueError as e:
+    raise errors.UnsupportedOptionError(
+      f'resolver=None where the environment names no TPU ({e})',
+      'a TPU in TPU_NAME or KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS, or a resolver',
+      f'write {_START}',
+    ) from None
+
+
+def _ask(what: str, call: Callable[[], Any], timeout_seconds: float) -> Any:
+  """Returns `call()`, or fails in time."""
+  answer, failure = [], []
+
+  def ask():
+    try:
+      answer.append(call())
+    except Exception as e:  # Raised again below, in the caller's thread.
+      failure.append(e)
+
+  # A daemon: nothing can end it while it waits for a server without a deadline.
+  thread = threading.Thread(target=ask, name='tpu_query', daemon=True)
+  thread.start()
+  thread.join(timeout_seconds)
+  if answer:
+    return answer[0]
+  if failure and isinstance(failure[0], errors.Error):
+    raise failure[0]
+  if failure:
+    raise errors.ClusterConfigError(
+      f'{what} failed: {type(failure[0]).__name__}: {failure[0]}. Check the '
+      "TPU's name, zone and address, and that it runs."
+    ) from failure[0]
+  raise errors.ClusterConfigError(
+    f'{what} did not answer within {timeout_seconds} seconds. Check the '
+    "TPU's name, zone and address and that it runs, or allow it more with "
+    'query_timeout_seconds.'
+  )
+
+
+def _check(resolver: Resolver, metadata: Metadata) -> None:
+  names = [getattr(d, 'name', str(d)) for d in metadata.devices]
+  tpus = [name for name in names if 'device:TPU:' in name]
+  if not metadata.num_cores:
+    raise errors.UnsupportedOptionError(
+      f'a resolver of a TPU without cores (this process sees {names})',
+      'a TPU that this process is connected to',
+      f"write {_START}; without a TPU, use tfs.create_strategy('ring_mirrored')",
+    )
+  if len(tpus) != metadata.num_cores:
+    raise errors.ClusterConfigError(
+      f'The resolver counts {metadata.num_cores} TPU cores and names '
+      f'{len(tpus)}: {tpus}. Connect to one TPU system only.'
+    )
+  topology = resolver.tpu_hardware_feature
+  if topology is None and not _tf_internal.initialized_tpu_systems():
+    raise errors.UnsupportedOptionError(
+      f'a TPU system of {metadata.num_cores} cores that was not initialised',
+      'one that tf.tpu.experimental.initialize_tpu_system has made ready',
+      'call tf.tpu.experimental.initialize_tpu_system(resolver) before '
+      'TPURingStrategy(resolver)',
+    )
