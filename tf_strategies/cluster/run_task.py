@@ -33,6 +33,8 @@ _SERVER_JOBS = ('ps', 'worker')
 _SIGNAL_POLL_SECONDS = 0.2
 # Less than the 30 seconds that Kubernetes gives a pod.
 _STAY_SECONDS = 20.0
+# A chief that is starved of CPU may miss one probe, but hardly three.
+_PROBES_TILL_GONE = 3
 
 
 def run_task(
@@ -48,8 +50,8 @@ def run_task(
   ends the process, with status 0, or that of TFS_TERMINATED_EXIT_CODE. After
   SIGTERM they stay until the chief has gone, for 20 seconds at most: it may have
   been told to end as well, and needs them to save. A second signal ends them at
-  once. In every other job each chief and worker trains, and finds the others by means of its
-  strategy.
+  once. In every other job each chief and worker trains, and finds the others by
+  means of its strategy.
 
   Call it before anything else that starts TensorFlow's runtime, and in the main
   thread, where signals arrive.
@@ -152,6 +154,9 @@ def _serve(cluster: config.ClusterConfig) -> None:
     for job, tasks in cluster.jobs.items()
     if job != 'evaluator'
   }
+  # Its port answers before the server is returned, and a signal that comes
+  # meanwhile is handled as soon as it is.
+  leaving.may_serve = True
   try:
     # Without a config: how many inter-op threads there are is left to
     # TensorFlow.
@@ -176,7 +181,6 @@ def _serve(cluster: config.ClusterConfig) -> None:
   # In another thread: while the main thread is in C++, Python sees no signal.
   joining = threading.Thread(target=server.join, name='server', daemon=True)
   joining.start()
-  leaving.serves = True
   # A signal that comes just before a wait begins does not interrupt it, and
   # Python calls the handler after it: hence many short waits.
   while joining.is_alive():
@@ -193,15 +197,16 @@ class _Leaving:
   """
 
   def __init__(self, status: int, chief: str | None):
-    self.serves = False
+    self.may_serve = False
     self._status = status
     self._chief = chief
     self._leaves_at: float | None = None
+    self._unanswered = 0
 
   def on_signal(self, number: int, frame: Any) -> None:
     """Leaves, or stays for a chief that may want to save."""
     del frame
-    stays = number == signal.SIGTERM and self.serves and self._chief
+    stays = number == signal.SIGTERM and self.may_serve and self._chief
     if not stays or self._leaves_at is not None:
       _leave(self._status)
     self._leaves_at = time.monotonic() + _STAY_SECONDS
@@ -210,7 +215,9 @@ class _Leaving:
     """Leaves, if it was told to and the chief has gone."""
     if self._leaves_at is None:
       return
-    has_gone = reachability.unreachable({'chief 0': self._chief})
+    is_silent = reachability.unreachable({'chief 0': self._chief})
+    self._unanswered = self._unanswered + 1 if is_silent else 0
+    has_gone = self._unanswered >= _PROBES_TILL_GONE
     if has_gone or time.monotonic() > self._leaves_at:
       _leave(self._status)
 
