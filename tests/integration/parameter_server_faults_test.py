@@ -188,18 +188,72 @@ class ParameterServerFaultsTest(parameterized.TestCase, tf.test.TestCase):
     self.assertNotIn('ps 0', str(outcome.error))
     self.assertNotIn('worker', str(outcome.error))
 
-  @pytest.mark.soak
   def test_stopped_worker(self):
-    """TensorFlow waits for it without a deadline, until it is ended."""
+    """It counts as lost, though it neither answers nor dies."""
     with parameter_servers.Job() as job:
-      job.start_chief(programs.train, self.arguments(step_timeout=60.0))
+      job.start_chief(programs.train, self.arguments(silence_timeout=3.0))
       self.wait_for_batch(job, 20)
       job.signal('worker', 1, signal.SIGSTOP)
-      time.sleep(10)
-      job.kill('worker', 1)
       run = self.finish(job)
+    self.check_whole(run)
+    self.check_given_up(run, 'worker 1')
+
+  @parameterized.parameters(
+    ('async', False),
+    ('async', True),
+    ('sync', False),
+    ('bounded', False),
+    ('bounded', True),
+  )
+  @pytest.mark.soak
+  def test_stopped_worker_goes_on(self, mode, reads):
+    """What it was doing had been done by another one: it does not count twice."""
+    seed = int(os.environ.get('TFS_SEED', '20261121'))
+    rng = random.Random(f'{seed} {mode} {reads}')
+    with parameter_servers.Job() as job:
+      job.start_chief(
+        programs.train,
+        self.arguments(reads, mode=mode, silence_timeout=2.0),
+      )
+      self.wait_for_batch(job, rng.randrange(5, 60))
+      job.signal('worker', 1, signal.SIGSTOP)
+      time.sleep(3 + 3 * rng.random())
+      job.signal('worker', 1, signal.SIGCONT)
+      run = self.finish(job)
+    self.check_whole(run)
+    self.check_given_up(run, 'worker 1')
+
+  @pytest.mark.soak
+  def test_stopped_server_goes_on(self):
+    """As if it had died: training waits for it and goes on from before."""
+    options = {
+      'checkpoint_dir': self.checkpoints,
+      'checkpoint_steps': 60,
+      'silence_timeout': 2.0,
+    }
+    with parameter_servers.Job() as job:
+      job.start_chief(programs.train, self.arguments(**options))
+      self.wait_for_batch(job, 130)
+      job.signal('ps', 1, signal.SIGSTOP)
+      time.sleep(6)
+      job.signal('ps', 1, signal.SIGCONT)
+      run = self.finish(job)
+    self.check_given_up(run, 'ps 1')
+    self.assertEqual(run.batches, _STEPS)
+    self.assertLen(run.report['recoveries'], 1)
+    self.assertEqual(run.iterations, _STEPS - programs.lost_steps(run))
+
+  def check_given_up(self, run, task):
+    """A task was cut off, and no other one."""
+    found = [text for _, text in run.logged if 'given up' in text]
+    self.assertLen(found, 1)
+    self.assertStartsWith(found[0], f'{task} at ')
+
+  def check_whole(self, run):
+    """Each step was done, and each row of the last epoch counted, once."""
     self.assertEqual(run.batches, _STEPS)
     self.assertEqual(run.iterations, _STEPS)
+    self.assertEqual(run.rows_counted, programs.ROWS)
 
   def test_missing_task(self):
     with parameter_servers.Job(missing=[('worker', 1)]) as job:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import math
-import socket
 import threading
 import time
 from collections.abc import Iterable
@@ -14,12 +13,9 @@ import tensorflow as tf
 from tf_strategies import _tf_internal, errors
 from tf_strategies.cluster import config as config_lib
 from tf_strategies.cluster import reachability
+from tf_strategies.coordinator import silence
 
 _PROBE_SECONDS = 10.0
-_ANSWER_SECONDS = 5.0
-# What a client says first, with an empty SETTINGS frame; a server answers with its
-# own (RFC 9113, section 3.4).
-_HTTP2_HELLO = b'PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n' + b'\0\0\0\4\0\0\0\0\0'
 # A server's port opens a moment before it answers calls.
 _SETTLE_SECONDS = 0.3
 _UNSETTLED_SECONDS = 5.0
@@ -52,9 +48,13 @@ class Liveness:
 
   Args:
     cluster: with the jobs ps and worker.
+    silence_timeout: seconds without any answer after which calls to a task are
+      given up, so that it counts as dead.
   """
 
-  def __init__(self, cluster: config_lib.ClusterConfig):
+  def __init__(
+    self, cluster: config_lib.ClusterConfig, silence_timeout: float = 60.0
+  ):
     self._addresses = {
       (job, index): address
       for job in ('ps', 'worker')
@@ -66,6 +66,7 @@ class Liveness:
     self._is_settled.set()
     self._changed_at = -math.inf
     self._generation = 0
+    self._silence = silence.SilenceWatch(self._addresses, silence_timeout)
 
   @property
   def generation(self) -> int:
@@ -82,18 +83,21 @@ class Liveness:
   def dead_server(self) -> int | None:
     """Index of the first parameter server that is not the one we know."""
     servers = [task for task in self._addresses if task[0] == 'ps']
-    for (_, index), state in self._states(servers).items():
-      if state is State.DEAD:
-        return index
+    for task, state in self._states(servers).items():
+      if self._is_gone(task, state):
+        return task[1]
     return None
 
   def is_worker_alive(self, worker: int) -> bool:
     """Whether a worker is still the process that this one connected to.
 
-    One that does not answer may be: the deadline of the step is for that.
+    One that does not answer may be, until `silence_timeout`.
     """
     task = 'worker', worker
-    return self._states([task])[task] is not State.DEAD
+    return not self._is_gone(task, self._states([task])[task])
+
+  def _is_gone(self, task: tuple[str, int], state: State) -> bool:
+    return state is State.DEAD or self._silence.is_cut_off(task)
 
   def silent_tasks(self) -> list[str]:
     """Names of the tasks that do not answer (stopped, or cut off)."""
@@ -122,7 +126,7 @@ class Liveness:
     found = dict.fromkeys(tasks, State.SILENT)
 
     def ask(task):
-      found[task] = _state(self._addresses[task], *task)
+      found[task] = self._state(task)
 
     threads = [
       threading.Thread(target=ask, args=(task,), daemon=True) for task in found
@@ -133,6 +137,18 @@ class Liveness:
     for thread in threads:
       thread.join(max(0.0, ends_at - time.monotonic()))
     return dict(found)
+
+  def _state(self, task: tuple[str, int]) -> State:
+    answer = silence.ask(self._addresses[task])
+    if answer is silence.Answer.NOTHING:
+      return State.SILENT
+    # No op is run where nobody answers: it might not return.
+    is_known = (
+      answer is silence.Answer.HELLO
+      and not self._silence.is_cut_off(task)
+      and _runs_ops(*task)
+    )
+    return State.CONNECTED if is_known else State.DEAD
 
   def server_error(self, server: int) -> errors.ParameterServerUnavailableError:
     """The error that names a dead parameter server."""
@@ -147,11 +163,12 @@ class Liveness:
     return error
 
   def is_complete(self) -> bool:
-    """Whether every task listens.
+    """Whether every task answers.
 
     Connecting to one that was started again waits for all of them.
     """
-    return not reachability.unreachable(self._by_name())
+    answers = silence.ask_all(self._addresses).values()
+    return all(a is silence.Answer.HELLO for a in answers)
 
   def changed_recently(self) -> bool:
     """Whether the connections have just been made anew.
@@ -208,6 +225,10 @@ class Liveness:
           )
       self._connect_again()
 
+  def close(self) -> None:
+    """Ends the watch for silent tasks."""
+    self._silence.close()
+
   def _connect_again(self):
     """Connects; waits for every task, so none may be silent."""
     self._is_settled.clear()
@@ -215,28 +236,11 @@ class Liveness:
     try:
       time.sleep(_SETTLE_SECONDS)
       _tf_internal.connect_again()
+      self._silence.take_back()
       self._generation += 1
     finally:
       self._changed_at = time.monotonic()
       self._is_settled.set()
-
-
-def _state(address: str, job: str, index: int) -> State:
-  host, _, port = address.rpartition(':')
-  try:
-    with socket.create_connection(
-      (host.strip('[]'), int(port)), _ANSWER_SECONDS
-    ) as connection:
-      connection.settimeout(_ANSWER_SECONDS)
-      connection.sendall(_HTTP2_HELLO)
-      has_answered = bool(connection.recv(1))
-  except TimeoutError:
-    return State.SILENT
-  except OSError:
-    return State.DEAD
-  # No op is run where nobody answers: it might not return.
-  is_known = has_answered and _runs_ops(job, index)
-  return State.CONNECTED if is_known else State.DEAD
 
 
 def _runs_ops(job: str, index: int) -> bool:

@@ -9,6 +9,12 @@ import os
 from tf_strategies import errors
 
 MODES = ('async', 'sync', 'bounded')
+_TIMEOUTS = (
+  'start_timeout',
+  'recovery_timeout',
+  'step_timeout',
+  'silence_timeout',
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +35,7 @@ class ParameterServerOptions:
   start_timeout: float = 300.0
   recovery_timeout: float = 300.0
   step_timeout: float = 600.0
+  silence_timeout: float = 60.0
 
   def __post_init__(self):
     if self.mode not in MODES:
@@ -47,7 +54,7 @@ class ParameterServerOptions:
       self._check_belongs('max_staleness', given, 'bounded')
     self._check_belongs('local_steps', self.local_steps > 1, 'async')
     self._check_checkpoints()
-    for name in ('start_timeout', 'recovery_timeout', 'step_timeout'):
+    for name in _TIMEOUTS:
       value = getattr(self, name)
       if not _is_number(value) or not 0 < value < math.inf:
         raise errors.UnsupportedOptionError(

@@ -81,9 +81,11 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     **options: `backup_workers` (0) with 'sync'; `max_staleness` (1) with
       'bounded'; `local_steps` (1) with 'async': a worker reads the variables
       once, trains that many steps on its copy, and adds the difference divided
-      by the number of workers, which is another algorithm; `checkpoint_dir` and `checkpoint_steps` (1000);
-      `start_timeout`, `recovery_timeout` (300 seconds) and `step_timeout` (600
-      seconds without a finished step).
+      by the number of workers, which is another algorithm; `checkpoint_dir` and
+      `checkpoint_steps` (1000); `start_timeout`, `recovery_timeout` (300
+      seconds), `step_timeout` (600 seconds without a finished step) and
+      `silence_timeout` (60 seconds in which a task answers nothing, after which
+      it counts as dead).
 
   Raises:
     ClusterConfigError: no cluster, no ps, no worker, or this is not the chief.
@@ -120,7 +122,9 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     self._should_use_with_coordinator = True
     self._canonicalize_devices = False
     self._is_parameter_server_strategy_v2 = True
-    self.liveness = liveness.Liveness(self.cluster)
+    self.liveness = liveness.Liveness(
+      self.cluster, self.options.silence_timeout
+    )
     self._marks = worker_function.Marks(self._make_marks())
     self.recovery = recovery.Recovery(self)
     self.engine = self._make_engine(workers)
@@ -320,3 +324,4 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
   def close(self) -> None:
     """Ends the threads of this strategy; the servers go on."""
     self.engine.pool.close()
+    self.liveness.close()

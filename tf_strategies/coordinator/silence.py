@@ -1,0 +1,194 @@
+"""Tasks that have stopped answering, and giving up what TensorFlow waits for there.
+
+TensorFlow waits for a remote task without a deadline: one that is stopped, or cut off
+without a reset, holds whatever thread has asked it for something. This process cannot
+take such a call back, but it can end its own TCP connections to that task: the calls
+then fail, as they do when a task dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import os
+import socket
+import stat
+import threading
+import time
+from collections.abc import Hashable, Iterable, Mapping
+
+from absl import logging
+
+_ANSWER_SECONDS = 5.0
+_POLL_SECONDS = 2.0
+# What a client says first, with an empty SETTINGS frame; a server answers with its
+# own (RFC 9113, section 3.4).
+_HTTP2_HELLO = b'PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n' + b'\0\0\0\4\0\0\0\0\0'
+
+
+class Answer(enum.Enum):
+  """What the address of a task says."""
+
+  HELLO = 'hello'
+  # Nobody listens there, or not a gRPC server.
+  REFUSED = 'refused'
+  # A connection without a word, or not even that.
+  NOTHING = 'nothing'
+
+
+def ask(address: str, seconds: float = _ANSWER_SECONDS) -> Answer:
+  """Whether a gRPC server answers at an address; runs nothing there.
+
+  Args:
+    address: 'host:port'.
+    seconds: to wait for each of the connection and the answer.
+  """
+  host, port = _split(address)
+  try:
+    with socket.create_connection((host, port), seconds) as connection:
+      connection.settimeout(seconds)
+      connection.sendall(_HTTP2_HELLO)
+      return Answer.HELLO if connection.recv(1) else Answer.REFUSED
+  except TimeoutError:
+    return Answer.NOTHING
+  except OSError:
+    return Answer.REFUSED
+
+
+def ask_all(
+  addresses: Mapping[Hashable, str], seconds: float = _ANSWER_SECONDS
+) -> dict[Hashable, Answer]:
+  """As `ask`, all at the same time; takes little more than 2 * `seconds`."""
+  found = dict.fromkeys(addresses, Answer.NOTHING)
+
+  def ask_one(task):
+    found[task] = ask(addresses[task], seconds)
+
+  threads = [
+    threading.Thread(target=ask_one, args=(task,), daemon=True)
+    for task in addresses
+  ]
+  for thread in threads:
+    thread.start()
+  ends_at = time.monotonic() + 2 * seconds
+  for thread in threads:
+    # A name server may keep it longer.
+    thread.join(max(0.0, ends_at - time.monotonic()))
+  return dict(found)
+
+
+def cut(address: str) -> int:
+  """Ends this process's TCP connections to an address.
+
+  What reads or writes them fails at once; their owner closes them.
+
+  Args:
+    address: 'host:port' of the other side.
+
+  Returns:
+    How many there were.
+  """
+  host, port = _split(address)
+  try:
+    known = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+  except OSError:
+    return 0
+  peers = {(_plain(where[0]), where[1]) for *_, where in known}
+  return sum(_shut_down(number, peers) for number in _descriptors())
+
+
+def _split(address: str) -> tuple[str, int]:
+  host, _, port = address.rpartition(':')
+  return host.strip('[]'), int(port)
+
+
+def _plain(host: str) -> str:
+  """Without the prefix of an IPv4 address that is written as IPv6."""
+  return host.removeprefix('::ffff:')
+
+
+def _descriptors() -> Iterable[int]:
+  """The sockets of this process."""
+  try:
+    numbers = [int(name) for name in os.listdir('/dev/fd')]
+  except OSError:
+    numbers = range(os.sysconf('SC_OPEN_MAX'))
+  for number in numbers:
+    with contextlib.suppress(OSError):
+      if stat.S_ISSOCK(os.fstat(number).st_mode):
+        yield number
+
+
+def _shut_down(number: int, peers: set[tuple[str, int]]) -> bool:
+  """Shuts a socket down if it leads to one of the peers."""
+  try:
+    # A copy: the descriptor itself is its owner's to close.
+    with socket.socket(fileno=os.dup(number)) as connection:
+      if connection.type != socket.SOCK_STREAM:
+        return False
+      peer = connection.getpeername()
+      if isinstance(peer, str | bytes):  # A Unix socket.
+        return False
+      if (_plain(peer[0]), peer[1]) not in peers:
+        return False
+      connection.shutdown(socket.SHUT_RDWR)
+      return True
+  except OSError:
+    return False
+
+
+class SilenceWatch:
+  """Cuts tasks off that have not answered for some time.
+
+  A task that was cut off stays so until `take_back`: calls to it were lost.
+
+  Args:
+    addresses: 'host:port' by task.
+    timeout: seconds without an answer after which a task is cut off.
+  """
+
+  def __init__(self, addresses: Mapping[Hashable, str], timeout: float):
+    self._addresses = dict(addresses)
+    self._timeout = timeout
+    self._answered_at = dict.fromkeys(addresses, time.monotonic())
+    self._cut_off: set[Hashable] = set()
+    self._is_closed = threading.Event()
+    self._thread = threading.Thread(
+      target=self._watch, name='tfs-silence', daemon=True
+    )
+    self._thread.start()
+
+  def is_cut_off(self, task: Hashable) -> bool:
+    """Whether calls to a task have been given up since it was connected to."""
+    return task in self._cut_off
+
+  def take_back(self) -> None:
+    """Called when all tasks have been connected to again."""
+    self._cut_off = set()
+
+  def close(self) -> None:
+    """Ends the watch, within a few seconds."""
+    self._is_closed.set()
+
+  def _watch(self) -> None:
+    # A short timeout needs a short poll.
+    seconds = min(_POLL_SECONDS, self._timeout / 4)
+    while not self._is_closed.wait(seconds):
+      asked_at = time.monotonic()
+      for task, answer in ask_all(self._addresses, seconds).items():
+        if answer is not Answer.NOTHING:
+          self._answered_at[task] = asked_at
+        elif asked_at - self._answered_at[task] > self._timeout:
+          self._cut(task)
+
+  def _cut(self, task: Hashable) -> None:
+    """Also when it was cut off before: gRPC connects again by itself."""
+    if task not in self._cut_off:
+      logging.warning(
+        '%s at %s has not answered for %.1f s: calls to it are given up',
+        ' '.join(map(str, task)) if isinstance(task, tuple) else task,
+        self._addresses[task],
+        time.monotonic() - self._answered_at[task],
+      )
+      self._cut_off = {*self._cut_off, task}
+    cut(self._addresses[task])
