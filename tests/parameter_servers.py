@@ -10,7 +10,6 @@ since a process can be connected to one cluster only. All have a deadline.
 """
 
 import json
-import multiprocessing
 import os
 import pickle
 import signal
@@ -19,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tests import processes
+from tests import process_context, processes
 
 DEADLINE_SECONDS = 240.0
 
@@ -48,7 +47,6 @@ class Job:
       'ps': found[1 + num_workers :],
     }
     self._deadline = deadline
-    self._context = multiprocessing.get_context('spawn')
     self._processes = {}
     self._directory = tempfile.TemporaryDirectory()
     self._chiefs = 0
@@ -75,9 +73,7 @@ class Job:
 
   def start(self, job: str, index: int) -> None:
     """Starts a server, or starts it again after its end."""
-    process = self._context.Process(
-      target=_serve, args=(self.cluster, job, index), daemon=True
-    )
+    process = process_context.process(_serve, (self.cluster, job, index))
     process.start()
     self._processes[job, index] = process
 
@@ -99,10 +95,9 @@ class Job:
     """Starts the chief, which calls `function(*args)`."""
     self._chiefs += 1
     self._path = os.path.join(self._directory.name, f'chief{self._chiefs}')
-    process = self._context.Process(
-      target=_lead,
-      args=(function, tuple(args), self.tf_config('chief', 0), self._path),
-      daemon=True,
+    env = {'TF_CONFIG': self.tf_config('chief', 0)}
+    process = process_context.process(
+      _lead, (function, tuple(args), self._path), env
     )
     process.start()
     self._processes['chief', 0] = process
@@ -137,7 +132,6 @@ class Job:
 
 
 def _serve(cluster, job, index):
-  os.environ['TF_CPP_MIN_LOG_LEVEL'] = '3'
   os.environ.setdefault('GRPC_FAIL_FAST', 'use_caller')
   import tensorflow as tf
 
@@ -147,13 +141,11 @@ def _serve(cluster, job, index):
   server.join()
 
 
-def _lead(function, args, tf_config, path):
+def _lead(function, args, path):
   import faulthandler
   import traceback
 
   faulthandler.enable()
-  os.environ['TF_CONFIG'] = tf_config
-  os.environ['TF_CPP_MIN_LOG_LEVEL'] = '2'
   value = error = None
   text = ''
   try:

@@ -11,7 +11,6 @@ them outlives it.
 
 import dataclasses
 import json
-import multiprocessing
 import os
 import pickle
 import signal
@@ -22,6 +21,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import portpicker
+
+from tests import process_context
 
 DEADLINE_SECONDS = 120.0
 
@@ -91,22 +92,15 @@ class Workers:
     self._env = {'TFS_SECRET': 'a secret of this test', **(env or {})}
     self._ends_at = time.monotonic() + deadline
     self._directory = tempfile.TemporaryDirectory()
-    self._context = multiprocessing.get_context('spawn')
     self._processes = {}
     for rank in range(count):
       self.start(rank)
 
   def start(self, rank: int) -> None:
     """Starts a worker, or starts it again after its end."""
-    env = {
-      **self._env,
-      'TF_CONFIG': tf_config(self.addresses, rank),
-      'TF_CPP_MIN_LOG_LEVEL': '2',
-    }
-    process = self._context.Process(
-      target=_main,
-      args=(self._function, rank, self._args, env, self._path(rank)),
-      daemon=True,
+    env = {**self._env, 'TF_CONFIG': tf_config(self.addresses, rank)}
+    process = process_context.process(
+      _main, (self._function, rank, self._args, self._path(rank)), env
     )
     process.start()
     self._processes[rank] = process
@@ -188,9 +182,8 @@ def run_workers(
   return [outcome.value for outcome in outcomes]
 
 
-def _main(function, rank, args, env, path):
+def _main(function, rank, args, path):
   """What a worker process does."""
-  os.environ.update(env)
   result = {}
   try:
     result['value'] = function(rank, *args)
