@@ -53,6 +53,7 @@ class Files:
       holds the first records.
     identity: changes when the content of a file does, one value a path.
     read_fn: reads one file; None for TFRecords.
+    selection: what the user chose the files by, if a name does not say it.
   """
 
   name: str
@@ -61,6 +62,7 @@ class Files:
   is_dealt: bool = False
   identity: tuple[object, ...] = ()
   read_fn: ReadFn | None = None
+  selection: tuple[str, ...] = ()
 
   @property
   def num_records(self) -> int:
@@ -104,6 +106,7 @@ def find(
     if manifest_lib.is_extracted(where):
       return from_shards(tfrecord.find_shards(where, split))
     found = tuple(sorted(tf.io.gfile.glob(where)))
+    selection = (os.path.abspath(where),)
     if not found or any(map(os.path.isdir, found)):
       raise errors.DataError(
         f'{where}: {"a directory" if found else "no such file"}; expected '
@@ -112,6 +115,7 @@ def find(
       )
   else:
     found = tuple(map(os.fspath, paths))
+    selection = tuple(sorted(map(os.path.abspath, found)))
     missing = [path for path in found if not tf.io.gfile.exists(path)]
     if missing or not found:
       raise errors.DataError(
@@ -138,6 +142,7 @@ def find(
     counts=tuple(map(int, counts)),
     identity=tuple(map(_status, found)),
     read_fn=read_fn,
+    selection=selection,
   )
 
 
