@@ -31,7 +31,6 @@ from tf_strategies.data import (
   loading,
   order,
   pipeline,
-  tfrecord,
   transform,
 )
 from tf_strategies.data import options as options_lib
@@ -178,9 +177,8 @@ def make_tfrecord_epochs(
       `input_context` of several replicas.
     DataError: as `make_tfrecord_dataset`.
   """
-  shards = tfrecord.find_shards(directory, split)
   return _make_file_epochs(
-    files.from_shards(shards),
+    files.find_images(directory, split),
     pipeline.parse_images(prepare_fn),
     options,
     _Span(first_epoch, num_epochs, steps_per_epoch, first_step, input_context),

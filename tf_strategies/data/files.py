@@ -146,17 +146,40 @@ def find(
   )
 
 
+def find_images(directory: str | os.PathLike[str], split: str) -> Files:
+  """Finds the shards of a split of images, and counts their records.
+
+  Args:
+    directory: as `write_tfrecords` or `extract` leaves it.
+    split: 'train' or 'test'.
+
+  Raises:
+    DataError: as `tfrecord.find_shards` and `from_shards`; or a manifest tells
+      of shards of which the first record is no 28x28 image.
+    UnsupportedOptionError: another `split`.
+  """
+  shards = tfrecord.find_shards(directory, split)
+  if shards.extracted is not None:
+    # One record tells what was extracted; shards without a manifest are
+    # looked at one by one as they are counted.
+    tfrecord.count_records(shards.paths[0], limit=1)
+  return from_shards(shards)
+
+
 def from_shards(shards: tfrecord.Shards) -> Files:
   """The shards of a split, as `write_tfrecords` or `extract` left them.
 
+  What a manifest tells of is not looked at.
+
   Raises:
-    DataError: a shard is truncated or its first record is no 28x28 image.
+    DataError: a shard without a manifest is truncated or empty, or its first
+      record is no 28x28 image.
   """
   if shards.extracted is not None:
     counts = [shard.examples for shard in shards.extracted]
     identity = [(s.size, s.sha256) for s in shards.extracted]
   else:
-    counts = [tfrecord.count_records(path) for path in shards.paths]
+    counts = [tfrecord.count_shard(path) for path in shards.paths]
     identity = list(map(_status, shards.paths))
   return Files(
     name=f'{shards.name}-{shards.split}',
