@@ -126,12 +126,16 @@ def run(settings: Settings) -> int:
     0, or 1 if a variant failed.
 
   Raises:
-    UnsupportedOptionError: settings that contradict each other.
+    UnsupportedOptionError: settings that contradict each other, or a file that
+      could not be written.
     DataError: data that cannot be read.
   """
   names = settings.names()
   if settings.timeline:
     timeline_picture.check(settings.timeline)
+  for option in ('timeline', 'report_json'):
+    if path := getattr(settings, option):
+      report.check_target(option, path)
   if settings.pipeline:
     user_pipeline.split(settings.pipeline)
   with children.ended_by_signals(), tempfile.TemporaryDirectory() as directory:
@@ -144,11 +148,12 @@ def run(settings: Settings) -> int:
       settings.deadline,
       progress=_progress,
     )
+    # First of all what took minutes to measure.
+    _show(settings, rows)
+    if settings.report_json:
+      content = results.as_json(rows, dataclasses.asdict(settings))
+      report.write_json(settings.report_json, content)
     failure = _draw_timeline(settings, common)
-  _show(settings, rows)
-  if settings.report_json:
-    content = results.as_json(rows, dataclasses.asdict(settings))
-    report.write_json(settings.report_json, content)
   if failure:
     print(f'timeline: failed: {failure}', flush=True)
   return 1 if failure or any(row.error for row in rows) else 0
