@@ -20,7 +20,7 @@ from typing import Any
 from absl import flags
 
 from tf_strategies import errors
-from tf_strategies.data import sources
+from tf_strategies.data import sources, user_function
 from tf_strategies.data.benchmark import (
   children,
   report,
@@ -137,7 +137,7 @@ def run(settings: Settings) -> int:
     if path := getattr(settings, option):
       report.check_target(option, path)
   if settings.pipeline:
-    user_pipeline.split(settings.pipeline)
+    user_function.split(user_pipeline.OPTION, settings.pipeline)
   with children.ended_by_signals(), tempfile.TemporaryDirectory() as directory:
     common = _prepare(settings, directory)
     rows = rounds.measure(
