@@ -19,7 +19,7 @@ def _arrays():
 
 def _images(first_epoch, num_epochs, seed=5, size=4, **kwargs):
   """All images of the stream, in its order, one flat row each."""
-  keys = ('drop_remainder', 'shuffle_buffer')
+  keys = ('drop_remainder', 'shuffle_buffer', 'deterministic')
   chosen = {k: kwargs.pop(k) for k in keys if k in kwargs}
   options = data_lib.PipelineOptions(size, seed=seed, **chosen)
   dataset = data_lib.make_epochs(
@@ -88,6 +88,12 @@ class EpochsTest(tf.test.TestCase, parameterized.TestCase):
   @parameterized.named_parameters(
     ('no_seed', {'seed': None}, 'seed=None'),
     ('buffer', {'shuffle_buffer': 7}, 'shuffle_buffer=7'),
+    ('order', {'deterministic': False}, 'deterministic=False'),
+    (
+      'replicas',
+      {'input_context': tf.distribute.InputContext(2, 0, 4)},
+      'num_replicas_in_sync=4.*experimental_distribute_dataset',
+    ),
   )
   def test_refusals(self, options, message):
     with self.assertRaisesRegex(errors.UnsupportedOptionError, message):
@@ -178,6 +184,7 @@ class FileEpochsTest(tf.test.TestCase, parameterized.TestCase):
     if changes.get('cache') == 'disk':
       prefix = os.path.join(self._directory, 'cache', 'c')
       changes['cache_path'] = prefix
+    context = changes.pop('input_context', None)
     options = data_lib.PipelineOptions(
       **({'global_batch_size': 4, 'seed': 3} | changes)
     )
@@ -193,6 +200,7 @@ class FileEpochsTest(tf.test.TestCase, parameterized.TestCase):
         x + tf.random.stateless_uniform(tf.shape(x), seed),
         y,
       ),
+      input_context=context,
     )
     self.assertEqual(
       int(dataset.cardinality()),
@@ -241,8 +249,17 @@ class FileEpochsTest(tf.test.TestCase, parameterized.TestCase):
     ('order', {'deterministic': False}, 'deterministic=False'),
     (
       'service',
-      {'deterministic': False, 'service': 'grpc://127.0.0.1:1'},
+      {
+        'seed': None,
+        'deterministic': False,
+        'service': 'grpc://127.0.0.1:1',
+      },
       'service=',
+    ),
+    (
+      'replicas',
+      {'input_context': tf.distribute.InputContext(1, 0, 2)},
+      'num_replicas_in_sync=2',
     ),
   )
   def test_refusals(self, changes, message):

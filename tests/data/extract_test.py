@@ -297,6 +297,25 @@ class RefusalsTest(ExtractTestCase):
     self.assertLen(self.words(), 4 * _LINES)
 
 
+class OtherRecordsTest(ExtractTestCase):
+  def test_are_refused_as_images_and_read_as_files(self):
+    self.extract()
+    options = data_lib.PipelineOptions(4, seed=0)
+    expected = ['-0-', '00000.tfrecord', 'its first record']
+    self.assert_data_error(
+      expected,
+      data_lib.make_tfrecord_dataset,
+      self.out,
+      'train',
+      options,
+      True,
+    )
+    self.assert_data_error(
+      expected, data_lib.make_tfrecord_epochs, self.out, 'train', options, 0, 1
+    )
+    self.assertLen(self.words(), 4 * _LINES)
+
+
 class MnistTest(ExtractTestCase):
   def setUp(self):
     super().setUp()

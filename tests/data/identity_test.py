@@ -43,6 +43,19 @@ class OfFunctionTest(tf.test.TestCase):
       identity.of_function(tf.function(scaled)), identity.of_function(scaled)
     )
 
+  def test_objects_among_arguments_have_no_name_of_their_own(self):
+    def name(*args, **kwargs):
+      return identity.of_function(functools.partial(len, *args, **kwargs))
+
+    one, other = object(), object()
+    self.assertEqual(name(one, x=one), name(other, x=other))
+    self.assertNotEqual(name(one, x=1), name(one, x=2))
+    self.assertNotEqual(name(1, one), name(2, one))
+    self.assertNotEqual(name(one), name(one, one))
+    self.assertNotEqual(name(x=one), name(y=one))
+    self.assertEqual(name([1, {'a': one}]), name([1, {'a': other}]))
+    self.assertNotEqual(name([1, {'a': 2}]), name([1, {'a': 3}]))
+
 
 class OfGraphTest(tf.test.TestCase):
   def test_sees_what_a_function_calls_and_captures(self):

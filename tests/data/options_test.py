@@ -97,6 +97,7 @@ class PipelineOptionsTest(tf.test.TestCase, parameterized.TestCase):
     for changes, received in (
       ({}, 'deterministic=True'),
       ({'deterministic': False, 'cache': 'memory'}, "cache='memory'"),
+      ({'deterministic': False, 'seed': 0}, 'seed=0'),
     ):
       with self.assertRaisesRegex(errors.UnsupportedOptionError, received):
         PipelineOptions(8, service=service, **changes)

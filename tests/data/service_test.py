@@ -1,5 +1,6 @@
 """A real tf.data service: each example once, and no waiting without an end."""
 
+import dataclasses
 import socket
 import time
 
@@ -34,7 +35,6 @@ class ServiceTest(tf.test.TestCase, parameterized.TestCase):
       **(
         {
           'global_batch_size': 4,
-          'seed': 1,
           'deterministic': False,
           'service': self.dispatcher.target,
         }
@@ -42,8 +42,11 @@ class ServiceTest(tf.test.TestCase, parameterized.TestCase):
       )
     )
 
+  def order(self, dataset):
+    return [int(y) for _, batch in dataset for y in batch]
+
   def labels(self, dataset):
-    return sorted(int(y) for _, batch in dataset for y in batch)
+    return sorted(self.order(dataset))
 
   def make_files(self, options):
     directory = self.create_tempdir().full_path
@@ -58,12 +61,30 @@ class ServiceTest(tf.test.TestCase, parameterized.TestCase):
       augment_fn=lambda x, y, seed: (x, y + 0 * seed[0]),
     )
 
+  def make_seeds(self, options):
+    return data_lib.make_dataset(
+      formula.arrays(_N),
+      dataclasses.replace(options, shuffle_buffer=0),
+      True,
+      augment_fn=lambda x, y, seed: (x, tf.fill(tf.shape(y), seed[0])),
+    )
+
   @parameterized.parameters('make_files', 'make_arrays')
   def test_each_example_once_an_epoch(self, make):
     self.start_workers(2)
     dataset = getattr(self, make)(self.options())
     for _ in range(2):
       self.assertEqual(self.labels(dataset), list(range(_N)))
+
+  @parameterized.parameters('make_files', 'make_arrays', 'make_seeds')
+  def test_each_epoch_has_an_order_and_seeds_of_its_own(self, make):
+    # Each epoch is a new job, whose random numbers begin anew.
+    self.start_workers(1)
+    tf.random.set_seed(7)
+    self.addCleanup(tf.random.set_seed, None)
+    dataset = getattr(self, make)(self.options())
+    orders = {tuple(self.order(dataset)) for _ in range(3)}
+    self.assertLen(orders, 3)
 
   def test_pipelines_that_share_examples_are_refused(self):
     with self.assertRaisesRegex(

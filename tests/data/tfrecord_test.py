@@ -18,7 +18,7 @@ from absl.testing import parameterized
 from tests.data import formula
 from tf_strategies import data as data_lib
 from tf_strategies import errors
-from tf_strategies.data import tfrecord
+from tf_strategies.data import files, tfrecord
 
 
 def _example(**changes):
@@ -217,6 +217,16 @@ class DamageTest(formula.DataTestCase, parameterized.TestCase):
     self.assert_data_error(
       [self.paths[2]], data_lib.count_tfrecords, self.directory, 'train'
     )
+
+  def test_empty(self):
+    os.truncate(self.paths[1], 0)
+    expected = [self.paths[1], 'no record', 'write it again']
+    self.assert_unreadable(*expected)
+    for read in (
+      data_lib.count_tfrecords,
+      lambda *where: files.from_shards(tfrecord.find_shards(*where)),
+    ):
+      self.assert_data_error(expected, read, self.directory, 'train')
 
   @parameterized.named_parameters(
     ('pixel', 100, 'corrupt record'),

@@ -9,7 +9,8 @@ data set is made, what is there is looked at, and removed if it is of no use.
 
 The name of a cache says what it holds: <prefix>-<data>-<key>-<version>. Another
 key belongs to another pipeline and is left alone; of the same key another
-version holds sources that have changed since.
+version holds sources that have changed since, and is removed unless a process
+fills it.
 
 Example:
 
@@ -209,7 +210,7 @@ def _remove_unfinished(name: Name, is_ours: bool) -> None:
     is_ours: whether what is there was written since this process took it.
   """
   found = _unfinished(name)
-  if any(path.endswith('.lockfile') for path in found):
+  if _has_lockfile(found):
     if is_ours:  # An iterator of this process is at it.
       return
     logging.warning(
@@ -225,23 +226,63 @@ def _remove_stale(name: Name) -> None:
   """Removes caches of what the sources were before they changed."""
   stem = os.path.basename(name.stem) + '-'
   directory = os.path.dirname(name.stem)
+  versions: dict[str, list[str]] = {}
   for entry in os.listdir(directory):
     if not entry.startswith(stem):
       continue
     version, suffix = entry[len(stem) :][:12], entry[len(stem) + 12 :]
     if (
-      version == name.version
-      or not _VERSION.fullmatch(version)
-      or not _SUFFIX.fullmatch(suffix)
+      version != name.version
+      and _VERSION.fullmatch(version)
+      and _SUFFIX.fullmatch(suffix)
     ):
-      continue
-    if suffix == '.index':
-      logging.warning(
-        'The cache %s-%s is of sources that have changed; it is removed.',
-        name.stem,
-        version,
-      )
-    _remove(os.path.join(directory, entry))
+      path = os.path.join(directory, entry)
+      versions.setdefault(version, []).append(path)
+  for version, paths in versions.items():
+    _remove_version(Name(name.stem, version), paths)
+
+
+def _remove_version(old: Name, paths: Sequence[str]) -> None:
+  """Removes the files of a cache, unless a process fills it."""
+  lock = f'{old.path}.owner'
+  files = [path for path in paths if path != lock]
+  with _owned_lock:
+    if old.path in _owned:
+      # The lock stays: a data set of this process may fill the cache again.
+      if not _has_lockfile(files):
+        _remove_files(old, files)
+      return
+    owner = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+      if _is_free(owner, files):
+        _remove_files(old, [*files, lock])
+    finally:
+      os.close(owner)
+
+
+def _is_free(owner: int, files: Sequence[str]) -> bool:
+  """Locks the cache of no other process; False if it is that of another."""
+  try:
+    fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+  except BlockingIOError:
+    return False  # It fills the cache, or has filled it and is still there.
+  except OSError:  # No locks on this file system.
+    return not _has_lockfile(files)
+  return True
+
+
+def _remove_files(old: Name, paths: Sequence[str]) -> None:
+  if f'{old.path}.index' in paths:
+    logging.warning(
+      'The cache %s is of sources that have changed; it is removed.', old.path
+    )
+  for path in paths:
+    _remove(path)
+
+
+def _has_lockfile(paths: Sequence[str]) -> bool:
+  """Whether TensorFlow's mark of a cache that is being filled is there."""
+  return any(path.endswith('.lockfile') for path in paths)
 
 
 def _unfinished(name: Name) -> list[str]:

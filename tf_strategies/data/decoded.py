@@ -65,6 +65,7 @@ def cache_examples(
       plan.training,
       plan.pipeline,
       plan.num_pipelines,
+      mine.selection,
       sorted(set(map(os.path.dirname, paths))),
     ],
     content=[

@@ -31,7 +31,6 @@ from tf_strategies.data import (
   loading,
   order,
   pipeline,
-  tfrecord,
   transform,
 )
 from tf_strategies.data import options as options_lib
@@ -57,7 +56,7 @@ def make_epochs(
     arrays: images uint8 [n, 28, 28, 1] and labels int64 [n].
     options: `seed` (required), `global_batch_size`, `drop_remainder`,
       `shuffle_buffer` (None: a uniform shuffle; 0: none; no other), `cache`,
-      `num_parallel_calls`, `deterministic` and `prefetch`.
+      `num_parallel_calls` and `prefetch`.
     first_epoch: where to start, counted from 0.
     num_epochs: epochs of the whole run, those before `first_epoch` included.
     steps_per_epoch: batches of an epoch, more or fewer than the data make;
@@ -71,6 +70,8 @@ def make_epochs(
     input_context: as `strategy.distribute_datasets_from_function` passes it.
       Of k pipelines each yields every k-th batch of the stream, whole: for
       workers that train on batches of their own, as with parameter servers.
+      Refused with several replicas in sync, which share a batch: write
+      `strategy.experimental_distribute_dataset(make_epochs(...))`.
 
   Returns:
     A dataset of (images float32 [b, 28, 28, 1] in [0, 1], labels int64 [b]) of
@@ -78,8 +79,9 @@ def make_epochs(
     nothing more.
 
   Raises:
-    UnsupportedOptionError: no seed, a shuffle buffer of part of the data, or
-      options for files or for a service.
+    UnsupportedOptionError: no seed, `deterministic=False`, a shuffle buffer of
+      part of the data, options for files or for a service, or an
+      `input_context` of several replicas.
     DataError: the data make no batch.
 
   Example:
@@ -92,7 +94,7 @@ def make_epochs(
     >>> bool((whole[2][1] == resumed[0][1]).numpy().all())
     True
   """
-  plan_lib.refuse_for_epochs(options)
+  plan_lib.refuse_for_epochs(options, input_context)
   plan_lib.refuse_file_options(options)
   if options.shuffle_buffer not in (None, 0):
     raise errors.UnsupportedOptionError(
@@ -171,12 +173,12 @@ def make_tfrecord_epochs(
     As `make_epochs`.
 
   Raises:
-    UnsupportedOptionError: no seed, `deterministic=False`, or `service`.
+    UnsupportedOptionError: no seed, `deterministic=False`, `service`, or an
+      `input_context` of several replicas.
     DataError: as `make_tfrecord_dataset`.
   """
-  shards = tfrecord.find_shards(directory, split)
   return _make_file_epochs(
-    files.from_shards(shards),
+    files.find_images(directory, split),
     pipeline.parse_images(prepare_fn),
     options,
     _Span(first_epoch, num_epochs, steps_per_epoch, first_step, input_context),
@@ -247,14 +249,7 @@ class _Span:
 
 
 def _make_file_epochs(all_files, parse_fn, options, span, transforms, decode):
-  plan_lib.refuse_for_epochs(options)
-  if not options.deterministic:
-    raise errors.UnsupportedOptionError(
-      'deterministic=False for epochs of files that can be resumed',
-      'True: records that come in the order of arrival come in another one '
-      'next time',
-      'leave deterministic out, or use make_tfrecord_dataset',
-    )
+  plan_lib.refuse_for_epochs(options, span.context)
   plan = plan_lib.make(options, True, None, len(all_files.paths))
   n = all_files.num_records
   if options.cache == 'none':

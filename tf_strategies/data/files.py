@@ -53,6 +53,7 @@ class Files:
       holds the first records.
     identity: changes when the content of a file does, one value a path.
     read_fn: reads one file; None for TFRecords.
+    selection: what the user chose the files by, if a name does not say it.
   """
 
   name: str
@@ -61,6 +62,7 @@ class Files:
   is_dealt: bool = False
   identity: tuple[object, ...] = ()
   read_fn: ReadFn | None = None
+  selection: tuple[str, ...] = ()
 
   @property
   def num_records(self) -> int:
@@ -104,6 +106,7 @@ def find(
     if manifest_lib.is_extracted(where):
       return from_shards(tfrecord.find_shards(where, split))
     found = tuple(sorted(tf.io.gfile.glob(where)))
+    selection = (os.path.abspath(where),)
     if not found or any(map(os.path.isdir, found)):
       raise errors.DataError(
         f'{where}: {"a directory" if found else "no such file"}; expected '
@@ -112,6 +115,7 @@ def find(
       )
   else:
     found = tuple(map(os.fspath, paths))
+    selection = tuple(sorted(map(os.path.abspath, found)))
     missing = [path for path in found if not tf.io.gfile.exists(path)]
     if missing or not found:
       raise errors.DataError(
@@ -138,20 +142,44 @@ def find(
     counts=tuple(map(int, counts)),
     identity=tuple(map(_status, found)),
     read_fn=read_fn,
+    selection=selection,
   )
+
+
+def find_images(directory: str | os.PathLike[str], split: str) -> Files:
+  """Finds the shards of a split of images, and counts their records.
+
+  Args:
+    directory: as `write_tfrecords` or `extract` leaves it.
+    split: 'train' or 'test'.
+
+  Raises:
+    DataError: as `tfrecord.find_shards` and `from_shards`; or a manifest tells
+      of shards of which the first record is no 28x28 image.
+    UnsupportedOptionError: another `split`.
+  """
+  shards = tfrecord.find_shards(directory, split)
+  if shards.extracted is not None:
+    # One record tells what was extracted; shards without a manifest are
+    # looked at one by one as they are counted.
+    tfrecord.count_records(shards.paths[0], limit=1)
+  return from_shards(shards)
 
 
 def from_shards(shards: tfrecord.Shards) -> Files:
   """The shards of a split, as `write_tfrecords` or `extract` left them.
 
+  What a manifest tells of is not looked at.
+
   Raises:
-    DataError: a shard is truncated or its first record is no 28x28 image.
+    DataError: a shard without a manifest is truncated or empty, or its first
+      record is no 28x28 image.
   """
   if shards.extracted is not None:
     counts = [shard.examples for shard in shards.extracted]
     identity = [(s.size, s.sha256) for s in shards.extracted]
   else:
-    counts = [tfrecord.count_records(path) for path in shards.paths]
+    counts = [tfrecord.count_shard(path) for path in shards.paths]
     identity = list(map(_status, shards.paths))
   return Files(
     name=f'{shards.name}-{shards.split}',

@@ -28,7 +28,9 @@ _SIMPLE = (bool, int, float, complex, str, bytes, type(None))
 def of_function(function: Callable[..., Any] | None) -> str:
   """A name for what a function does: its source, defaults and simple closures.
 
-  What it calls is not looked at.
+  Of a `functools.partial` also its arguments. What a function calls is not
+  looked at, nor are objects that have no value that is the same in all
+  processes.
   """
   return hashlib.sha256(repr(_parts(function)).encode()).hexdigest()[:16]
 
@@ -68,8 +70,8 @@ def _parts(function) -> tuple:
     return (
       'partial',
       _parts(function.func),
-      repr(function.args),
-      repr(sorted(function.keywords.items())),
+      _values(function.args),
+      _values(sorted(function.keywords.items())),
     )
   function = inspect.unwrap(getattr(function, 'python_function', function))
   function = getattr(function, '__func__', function)
@@ -80,6 +82,16 @@ def _parts(function) -> tuple:
   values = [*map(_content, function.__closure__ or ())]
   values += function.__defaults__ or ()
   return (*parts, tuple(v if isinstance(v, _SIMPLE) else '' for v in values))
+
+
+def _values(argument):
+  """What is the same in all processes: simple values, nested or alone."""
+  if isinstance(argument, list | tuple):
+    return tuple(map(_values, argument))
+  if isinstance(argument, dict):
+    return _values(list(argument.items()))
+  # The repr of any other object may hold its address.
+  return argument if isinstance(argument, _SIMPLE) else ''
 
 
 def _content(cell):

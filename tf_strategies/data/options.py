@@ -46,7 +46,7 @@ class PipelineOptions:
     seed: the seed of the shuffle and of augmentation. The same seed gives the
       same sequence of epochs, each with an order of its own, whatever
       `tf.random.set_seed` says; None differs from run to run. Workers that
-      shard one data set must share a seed.
+      shard one data set must share a seed; a service has no use for one.
     num_parallel_calls: parallel calls of a map or an interleave, or AUTOTUNE.
     prefetch: batches prepared ahead of the step; 0 for none, or AUTOTUNE. A
       strategy adds its own, per replica: ours hold one more batch, split for
@@ -73,7 +73,8 @@ class PipelineOptions:
     service: 'grpc://host:port' of a tf.data service's dispatcher, whose workers
       then read and transform; each example comes from one of them, once an
       epoch. Their batches arrive in no fixed order (write
-      deterministic=False), and each worker ends with a partial batch.
+      deterministic=False, and no seed), and each worker ends with a partial
+      batch.
     service_timeout: seconds in which the dispatcher and one of its workers must
       answer before a data set is made.
 
@@ -158,9 +159,11 @@ class PipelineOptions:
       "write service='grpc://10.0.0.1:5050', the `target` of a "
       'tf.data.experimental.service.DispatchServer',
     )
+    # Each epoch is a new job, in which whatever a seed decides begins anew.
     for name, wanted, why in (
       ('deterministic', False, 'the batches of its workers have no order'),
       ('cache', 'none', 'its workers get other examples in each epoch'),
+      ('seed', None, 'its workers would draw the same numbers in each epoch'),
     ):
       self._check(
         name,

@@ -23,6 +23,9 @@ import tensorflow as tf
 
 # What TensorFlow puts beside the seed of an op where no global seed is set.
 _GLOBAL_SEED = 87654321
+# What tf.data takes for no seed. Its Python functions would put the one of
+# `tf.random.set_seed` there: each epoch of a service would have one order.
+_NO_SEED = (0, 0)
 
 
 def shuffle(
@@ -35,13 +38,12 @@ def shuffle(
     buffer_size: elements that each next one is drawn from.
     seed: decides the sequence of orders; None differs from run to run.
   """
-  if seed is None:
-    return dataset.shuffle(buffer_size, reshuffle_each_iteration=True)
+  first, second = _NO_SEED if seed is None else (_GLOBAL_SEED, seed)
   variant = tf.raw_ops.ShuffleDatasetV3(
     input_dataset=tf.data.experimental.to_variant(dataset),
     buffer_size=buffer_size,
-    seed=_GLOBAL_SEED,
-    seed2=seed,
+    seed=first,
+    seed2=second,
     seed_generator=tf.raw_ops.DummySeedGenerator(),
     reshuffle_each_iteration=True,
     **_types(dataset),
@@ -63,7 +65,7 @@ def shuffle_pass(
     seed: decides the order, together with `number`.
     number: of the pass; may be a tensor.
   """
-  # Never 0, 0, which tf.data takes for no seed.
+  # Never _NO_SEED.
   seeds = tf.random.stateless_uniform(
     [2], pass_seed(seed, number), 1, 2**62, tf.int64
   )
@@ -127,12 +129,11 @@ def batches_of(
 
 def random_numbers(seed: int | None) -> tf.data.Dataset:
   """Random numbers without an end, others in each iteration; int64 []."""
-  if seed is None:
-    return tf.data.Dataset.random(rerandomize_each_iteration=True)
+  first, second = _NO_SEED if seed is None else (_GLOBAL_SEED, seed)
   spec = tf.TensorSpec([], tf.int64)
   variant = tf.raw_ops.RandomDatasetV2(
-    seed=_GLOBAL_SEED,
-    seed2=seed,
+    seed=first,
+    seed2=second,
     seed_generator=tf.raw_ops.DummySeedGenerator(),
     rerandomize_each_iteration=True,
     output_types=[spec.dtype],

@@ -145,15 +145,14 @@ def make_tfrecord_dataset(
     UnsupportedOptionError: `autoshard='file'` with fewer files than pipelines,
       batches that do not fit `input_context`, or a cache on disk that another
       process fills at the moment.
-    DataError: shards are missing or truncated, hold other records, or leave
-      this pipeline no example or no full batch. A record whose checksum fails
-      later, as it is read, is TensorFlow's `tf.errors.DataLossError`; `load`
-      tells which file it is in.
+    DataError: shards are missing, truncated or empty, hold other records, or
+      leave this pipeline no example or no full batch. A record whose checksum
+      fails later, as it is read, is TensorFlow's `tf.errors.DataLossError`;
+      `load` tells which file it is in.
     WorkerUnavailableError: `service` does not answer in time.
   """
-  shards = tfrecord.find_shards(directory, split)
   return _make_file_dataset(
-    files.from_shards(shards),
+    files.find_images(directory, split),
     parse_images(prepare_fn),
     options,
     training,

@@ -184,21 +184,45 @@ def refuse_file_options(options: options_lib.PipelineOptions) -> None:
     )
 
 
-def refuse_for_epochs(options: options_lib.PipelineOptions) -> None:
-  """Refuses options under which an epoch's order cannot be computed again.
+def refuse_for_epochs(
+  options: options_lib.PipelineOptions,
+  context: tf.distribute.InputContext | None,
+) -> None:
+  """Refuses what epochs that can be computed again, batch by batch, have not.
+
+  Args:
+    options: as the user gave them.
+    context: of the pipeline that takes whole batches in turn with others.
 
   Raises:
-    UnsupportedOptionError: no seed, or `service`.
+    UnsupportedOptionError: `service`, no seed, `deterministic=False`, or a
+      `context` of several replicas.
   """
+  if options.service is not None:
+    raise errors.UnsupportedOptionError(
+      f'service={options.service!r} for epochs that can be resumed',
+      'no service: its workers decide the order as they go',
+      'leave service out, or use make_dataset',
+    )
   if options.seed is None:
     raise errors.UnsupportedOptionError(
       'seed=None for epochs that can be resumed',
       'an integer',
       'pass PipelineOptions(seed=...), or use make_dataset',
     )
-  if options.service is not None:
+  if not options.deterministic:
     raise errors.UnsupportedOptionError(
-      f'service={options.service!r} for epochs that can be resumed',
-      'no service: its workers decide the order as they go',
-      'leave service out, or use make_dataset',
+      'deterministic=False for epochs that can be resumed',
+      'True: batches and records that come in the order of arrival come in '
+      'another one next time',
+      'leave deterministic out, or use make_dataset or make_tfrecord_dataset',
+    )
+  if context is not None and context.num_replicas_in_sync != 1:
+    # A batch of the stream is one step of all replicas, not a part of one.
+    raise errors.UnsupportedOptionError(
+      f'num_replicas_in_sync={context.num_replicas_in_sync} in the '
+      'input_context of epochs',
+      '1, for workers that train on whole batches of their own',
+      'write strategy.experimental_distribute_dataset(make_epochs(...)) '
+      'without an input_context, which splits each batch for the replicas',
     )

@@ -176,7 +176,9 @@ def check_example(path: str, payload: bytes) -> None:
 
 
 def count_records(
-  path: str, check: Callable[[str, bytes], None] | None = check_example
+  path: str,
+  check: Callable[[str, bytes], None] | None = check_example,
+  limit: int | None = None,
 ) -> int:
   """Counts the records of a shard, and checks its framing and first record.
 
@@ -186,9 +188,10 @@ def count_records(
   Args:
     path: the shard, on this machine or on storage that TensorFlow can read.
     check: called with the path and the first record; None for any record.
+    limit: after how many records to stop; None for all of them.
 
   Returns:
-    The number of records. O(records) time, O(1) memory.
+    The number of records; 0 for an empty file. O(records) time, O(1) memory.
 
   Raises:
     DataError: the file ends inside a record, cannot be read, or its first
@@ -201,7 +204,7 @@ def count_records(
       tf.io.gfile.GFile(path, 'rb') if '://' in path else open(path, 'rb') as f
     ):
       size = tf.io.gfile.stat(path).length
-      while position < size:
+      while position < size and count != limit:
         header = f.read(_HEADER.size)
         length = _HEADER.unpack(header)[0] if len(header) == 12 else size
         end = position + _HEADER.size + length + _FOOTER_BYTES
@@ -222,6 +225,22 @@ def count_records(
   return count
 
 
+def count_shard(path: str) -> int:
+  """Counts the records of a shard that no manifest tells of.
+
+  Raises:
+    DataError: as `count_records`; or there is none: `write_tfrecords` leaves
+      no shard without one, but a copy that failed does.
+  """
+  count = count_records(path)
+  if not count:
+    raise errors.DataError(
+      f'{path}: has no record; expected at least one in each shard, write it '
+      'again'
+    )
+  return count
+
+
 def count_tfrecords(directory: str | os.PathLike[str], split: str) -> int:
   """The number of examples in the shards of a split.
 
@@ -230,16 +249,17 @@ def count_tfrecords(directory: str | os.PathLike[str], split: str) -> int:
     split: 'train' or 'test'.
 
   Returns:
-    The sum over the shards of `count_records`, O(examples); or what the
-    manifest of `extract` says, O(shards).
+    The sum over the shards of their records, O(examples); or what the manifest
+    of `extract` says, O(shards).
 
   Raises:
-    DataError: as `find_shards` and `count_records`.
+    DataError: as `find_shards`; or a shard is truncated, empty or holds other
+      records.
   """
   shards = find_shards(directory, split)
   if shards.extracted is not None:
     return sum(shard.examples for shard in shards.extracted)
-  return sum(map(count_records, shards.paths))
+  return sum(map(count_shard, shards.paths))
 
 
 def load_tfrecords(
@@ -256,8 +276,8 @@ def load_tfrecords(
     O(bytes), about 10 us an example.
 
   Raises:
-    DataError: a shard is missing, truncated, fails its checksum or holds other
-      records; the message names the file.
+    DataError: a shard is missing, truncated, empty, fails its checksum or holds
+      other records; the message names the file.
   """
   splits, names = {}, {}
   for split in SPLITS:
@@ -332,7 +352,7 @@ def _read_split(shards: Shards) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _read_shard(path: str) -> tuple[np.ndarray, np.ndarray]:
-  count = count_records(path)
+  count = count_shard(path)  # That `extract` leaves no empty one, either.
   images = np.empty((count,) + arrays.IMAGE_SHAPE, np.uint8)
   labels = np.empty([count], np.int64)
   try:

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from unittest import mock
 
 import numpy as np
 from absl.testing import absltest, parameterized
@@ -84,6 +85,10 @@ class SettingsTest(parameterized.TestCase):
     ({'variants': ['naive'], 'pipeline': 'a:b'}, "'naive'"),
     ({'pipeline': 'a'}, 'module:function'),
     ({'timeline': 'steps.gif'}, 'steps.gif'),
+    ({'timeline': '/no/such/dir/a.html'}, 'timeline=.*a.html.*directory'),
+    ({'report_json': '/no/such/dir/a.json'}, 'report_json=.*a.json'),
+    ({'report_json': '/proc/a.json'}, 'report_json=.*a.json'),
+    ({'report_json': '/tmp'}, "report_json='/tmp'.*a directory"),
   )
   def test_bad_settings_are_refused_before_anything_runs(self, values, words):
     with self.assertRaisesRegex(errors.UnsupportedOptionError, words):
@@ -98,6 +103,30 @@ class SettingsTest(parameterized.TestCase):
     self.assertContainsSubset(torch_peer.NAMES, slow)
     mine = command.Settings(pipeline='a:b', torch_python='python').names()
     self.assertEqual(mine, ['pipeline', 'pipeline_prefetch', 'pipeline_cache'])
+
+
+class OutputTest(formula.DataTestCase):
+  def test_what_was_measured_is_told_before_the_timeline_is_drawn(self):
+    report = os.path.join(self.new_dir(), 'r.json')
+    output = io.StringIO()
+    with (
+      mock.patch.object(command.rounds, 'measure', return_value=[]),
+      mock.patch.object(command.timeline_picture, 'write', side_effect=OSError),
+      mock.patch.object(command.children, 'Child'),
+      mock.patch.object(command.timeline, 'Timeline'),
+      contextlib.redirect_stdout(output),
+      self.assertRaises(OSError),
+    ):
+      command.run(
+        command.Settings(
+          pipeline='a:b',
+          train_step_ms=1.0,
+          timeline=os.path.join(self.new_dir(), 'steps.html'),
+          report_json=report,
+        )
+      )
+    self.assertIn('a:b', output.getvalue())
+    self.assertTrue(os.path.exists(report))
 
 
 class TorchPeerTest(formula.DataTestCase):

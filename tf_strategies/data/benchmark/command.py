@@ -20,7 +20,7 @@ from typing import Any
 from absl import flags
 
 from tf_strategies import errors
-from tf_strategies.data import sources
+from tf_strategies.data import sources, user_function
 from tf_strategies.data.benchmark import (
   children,
   report,
@@ -126,14 +126,18 @@ def run(settings: Settings) -> int:
     0, or 1 if a variant failed.
 
   Raises:
-    UnsupportedOptionError: settings that contradict each other.
+    UnsupportedOptionError: settings that contradict each other, or a file that
+      could not be written.
     DataError: data that cannot be read.
   """
   names = settings.names()
   if settings.timeline:
     timeline_picture.check(settings.timeline)
+  for option in ('timeline', 'report_json'):
+    if path := getattr(settings, option):
+      report.check_target(option, path)
   if settings.pipeline:
-    user_pipeline.split(settings.pipeline)
+    user_function.split(user_pipeline.OPTION, settings.pipeline)
   with children.ended_by_signals(), tempfile.TemporaryDirectory() as directory:
     common = _prepare(settings, directory)
     rows = rounds.measure(
@@ -144,11 +148,12 @@ def run(settings: Settings) -> int:
       settings.deadline,
       progress=_progress,
     )
+    # First of all what took minutes to measure.
+    _show(settings, rows)
+    if settings.report_json:
+      content = results.as_json(rows, dataclasses.asdict(settings))
+      report.write_json(settings.report_json, content)
     failure = _draw_timeline(settings, common)
-  _show(settings, rows)
-  if settings.report_json:
-    content = results.as_json(rows, dataclasses.asdict(settings))
-    report.write_json(settings.report_json, content)
   if failure:
     print(f'timeline: failed: {failure}', flush=True)
   return 1 if failure or any(row.error for row in rows) else 0

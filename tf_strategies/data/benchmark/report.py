@@ -13,12 +13,13 @@ import datetime
 import json
 import os
 import platform
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
 
-from tf_strategies import version
+from tf_strategies import errors, version
 
 
 def environment() -> dict[str, object]:
@@ -40,6 +41,36 @@ def environment() -> dict[str, object]:
       timespec='seconds'
     ),
   }
+
+
+def check_target(option: str, path: str) -> None:
+  """Refuses a file that could not be written, before the runs.
+
+  Args:
+    option: that names the file.
+    path: of the file.
+
+  Raises:
+    UnsupportedOptionError: its directory is missing or cannot be written, or
+      there is something else than a file that can.
+  """
+  directory = os.path.dirname(os.path.abspath(path))
+  problem = ''
+  if os.path.isdir(path):
+    problem = 'is a directory'
+  elif os.path.exists(path) and not os.access(path, os.W_OK):
+    problem = 'is there and cannot be written'
+  else:
+    try:
+      tempfile.TemporaryFile(dir=directory).close()
+    except OSError as e:
+      problem = f'its directory cannot be written: {e.strerror}'
+  if problem:
+    raise errors.UnsupportedOptionError(
+      f'{option}={path!r} ({problem})',
+      'a file in a directory that is there and can be written',
+      f'make the directory, or write --{option} with another path',
+    )
 
 
 def write_json(path: str, content: Mapping[str, object]) -> None:

@@ -158,7 +158,11 @@ class _Extraction:
     """Converts what has changed, or all, and removes what is gone."""
     old = self._read_manifest()
     kept = {} if is_full else self._find_unchanged(units, old)
-    gone = [entry for entry in old.entries if entry.key not in _keys(units)]
+    keys = {unit.paths for unit in units}
+    gone = [entry for entry in old.entries if entry.key not in keys]
+    unchanged = [
+      path for unit in units for path in unit.paths if unit.paths in kept
+    ]
     changed = [unit for unit in units if unit.paths not in kept]
     if changed or gone or not old.is_complete:
       # Before anything else: from here on the shards are in motion.
@@ -176,9 +180,7 @@ class _Extraction:
     done = self._save(units, kept, is_complete=True)
     return Report(
       converted=tuple(path for unit in changed for path in unit.paths),
-      unchanged=tuple(
-        path for unit in units if unit not in changed for path in unit.paths
-      ),
+      unchanged=tuple(unchanged),
       removed=tuple(path for entry in gone for path in entry.key),
       examples=sum(shard.examples for shard in done.shards),
       shards=len(done.shards),
@@ -318,10 +320,6 @@ def _describe(path: str) -> manifest_lib.Source:
   return manifest_lib.Source(
     path, status.st_size, status.st_mtime_ns, manifest_lib.sha256_of(path)
   )
-
-
-def _keys(units) -> set[tuple[str, ...]]:
-  return {unit.paths for unit in units}
 
 
 def _label(paths) -> str:

@@ -9,13 +9,12 @@ Files of your own, by a function that yields the examples of one:
     --convert=my_package.my_module:convert --name=flights --output_dir=flights
 """
 
-import importlib
-import os
 import sys
 
 from absl import app, flags
 
 from tf_strategies import errors
+from tf_strategies.data import user_function
 from tf_strategies.data.extract import EXAMPLES_PER_SHARD, MODES, extract
 from tf_strategies.data.tfrecord import SPLITS
 
@@ -56,33 +55,6 @@ def define_flags():
   )
 
 
-def find_function(name: str):
-  """Returns the function that 'module:function' names.
-
-  Raises:
-    UnsupportedOptionError: there is none.
-  """
-  module, _, function = name.partition(':')
-  try:
-    # As `python -m` does: a user's module may be in the working directory.
-    if os.getcwd() not in sys.path:
-      sys.path.insert(0, os.getcwd())
-    found = getattr(importlib.import_module(module), function)
-  except (ImportError, AttributeError, ValueError) as e:
-    raise errors.UnsupportedOptionError(
-      f'convert={name!r} ({e})',
-      "'module:function' that can be imported",
-      'write --convert=my_module:convert',
-    ) from e
-  if not callable(found):
-    raise errors.UnsupportedOptionError(
-      f'convert={name!r}, a {type(found).__name__}',
-      "'module:function'",
-      'name a function',
-    )
-  return found
-
-
 def main(argv):
   """Extracts, and tells what it did."""
   if len(argv) > 1:
@@ -92,7 +64,7 @@ def main(argv):
     report = extract(
       args.source,
       args.output_dir,
-      find_function(args.convert) if args.convert else None,
+      user_function.find('convert', args.convert) if args.convert else None,
       mode=args.mode,
       name=args.name,
       split=args.split,
