@@ -6,6 +6,7 @@ import signal
 import socket
 import threading
 import time
+from unittest import mock
 
 import pytest
 from absl.testing import absltest, parameterized
@@ -107,7 +108,7 @@ class CutTest(parameterized.TestCase):
     first, first_server = self.connect(one)
     second, _ = self.connect(one)
     third, third_server = self.connect(other)
-    self.assertEqual(silence.cut(_address(one, host)), 2)
+    self.assertEqual(silence.cut(silence.peers_of(_address(one, host))), 2)
     self.assertEqual((first.recv(1), second.recv(1)), (b'', b''))
     self.assertEqual(first_server.recv(1), b'')
     third_server.sendall(b'x')
@@ -121,7 +122,7 @@ class CutTest(parameterized.TestCase):
       client, _ = self.connect(listener, socket.AF_INET6)
     except OSError:
       self.skipTest('this machine has no IPv6')
-    self.assertEqual(silence.cut(_address(listener)), 1)
+    self.assertEqual(silence.cut(silence.peers_of(_address(listener))), 1)
     self.assertEqual(client.recv(1), b'')
 
   def test_who_waits_is_woken(self):
@@ -134,12 +135,12 @@ class CutTest(parameterized.TestCase):
     thread.start()
     time.sleep(0.2)
     self.assertEqual(got, [])
-    silence.cut(_address(listener))
+    silence.cut(silence.peers_of(_address(listener)))
     thread.join(_DEADLINE_SECONDS)
     self.assertEqual(got, [b''])
 
   def test_a_name_that_nobody_knows_has_no_connections(self):
-    self.assertEqual(silence.cut('no-such-host.invalid:1'), 0)
+    self.assertEqual(silence.cut(silence.peers_of('no-such-host.invalid:1')), 0)
 
 
 @pytest.mark.multi_process
@@ -193,6 +194,23 @@ class SilenceWatchTest(parameterized.TestCase):
       connection.settimeout(0.1)
       with self.assertRaises(TimeoutError):
         connection.recv(1)
+
+  def test_the_host_that_was_connected_to_is_watched(self):
+    stopped, other = self.processes
+    # A name server of our own: it sends the name to another host later.
+    where = {'task': self.addresses[stopped]}
+    found = silence.peers_of
+    with mock.patch.object(silence, 'peers_of', lambda a: found(where[a])):
+      watch = silence.SilenceWatch({('worker', 0): 'task'}, _TIMEOUT)
+      self.addCleanup(watch.close)
+      connection = self.connect(stopped)
+      where['task'] = self.addresses[other]
+      self.signal(stopped, signal.SIGSTOP)
+      self.assertEqual(connection.recv(1), b'')
+      self.assertTrue(watch.is_cut_off(('worker', 0)))
+      watch.take_back()
+      time.sleep(2 * _TIMEOUT)
+      self.assertFalse(watch.is_cut_off(('worker', 0)))
 
   def test_silence_that_ends_in_time_is_forgiven(self):
     stopped, _ = self.processes

@@ -15,9 +15,12 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping
 
 from absl import logging
+
+# A numeric host, and a port.
+Peer = tuple[str, int]
 
 _ANSWER_SECONDS = 5.0
 _POLL_SECONDS = 2.0
@@ -77,23 +80,27 @@ def ask_all(
   return dict(found)
 
 
-def cut(address: str) -> int:
-  """Ends this process's TCP connections to an address.
-
-  What reads or writes them fails at once; their owner closes them.
-
-  Args:
-    address: 'host:port' of the other side.
-
-  Returns:
-    How many there were.
-  """
+def peers_of(address: str) -> frozenset[Peer]:
+  """The hosts and ports that an address stands for now; none if unknown."""
   host, port = _split(address)
   try:
     known = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
   except OSError:
-    return 0
-  peers = {(_plain(where[0]), where[1]) for *_, where in known}
+    return frozenset()
+  return frozenset((_plain(where[0]), where[1]) for *_, where in known)
+
+
+def cut(peers: Collection[Peer]) -> int:
+  """Ends this process's TCP connections to some peers.
+
+  What reads or writes them fails at once; their owner closes them.
+
+  Args:
+    peers: as `peers_of` returns them.
+
+  Returns:
+    How many there were.
+  """
   return sum(_shut_down(number, peers) for number in _descriptors())
 
 
@@ -119,7 +126,7 @@ def _descriptors() -> Iterable[int]:
         yield number
 
 
-def _shut_down(number: int, peers: set[tuple[str, int]]) -> bool:
+def _shut_down(number: int, peers: Collection[Peer]) -> bool:
   """Shuts a socket down if it leads to one of the peers."""
   try:
     # A copy: the descriptor itself is its owner's to close.
@@ -140,6 +147,10 @@ def _shut_down(number: int, peers: set[tuple[str, int]]) -> bool:
 class SilenceWatch:
   """Cuts tasks off that have not answered for some time.
 
+  What is asked is not the name of a task but the host that it was found at when
+  it was connected to: the name may have gone to another host, with a new task,
+  while calls wait for the old one.
+
   A task that was cut off stays so until `take_back`: calls to it were lost.
 
   Args:
@@ -150,9 +161,11 @@ class SilenceWatch:
   def __init__(self, addresses: Mapping[Hashable, str], timeout: float):
     self._addresses = dict(addresses)
     self._timeout = timeout
-    self._answered_at = dict.fromkeys(addresses, time.monotonic())
+    self._peers: dict[Hashable, frozenset[Peer]] = {}
+    self._answered_at: dict[Hashable, float] = {}
     self._cut_off: set[Hashable] = set()
     self._is_closed = threading.Event()
+    self.take_back()
     self._thread = threading.Thread(
       target=self._watch, name='tfs-silence', daemon=True
     )
@@ -164,6 +177,8 @@ class SilenceWatch:
 
   def take_back(self) -> None:
     """Called when all tasks have been connected to again."""
+    self._peers = {t: peers_of(a) for t, a in self._addresses.items()}
+    self._answered_at = dict.fromkeys(self._addresses, time.monotonic())
     self._cut_off = set()
 
   def close(self) -> None:
@@ -174,12 +189,25 @@ class SilenceWatch:
     # A short timeout needs a short poll.
     seconds = min(_POLL_SECONDS, self._timeout / 4)
     while not self._is_closed.wait(seconds):
-      asked_at = time.monotonic()
-      for task, answer in ask_all(self._addresses, seconds).items():
-        if answer is not Answer.NOTHING:
-          self._answered_at[task] = asked_at
-        elif asked_at - self._answered_at[task] > self._timeout:
+      asked_at, answered = time.monotonic(), self._answered_at
+      answering = self._who_answers(seconds)
+      if answered is not self._answered_at:  # Taken back meanwhile.
+        continue
+      for task, answered_at in answered.items():
+        if task in answering:
+          answered[task] = asked_at
+        elif asked_at - answered_at > self._timeout:
           self._cut(task)
+
+  def _who_answers(self, seconds: float) -> set[Hashable]:
+    """The tasks that answer at one of their peers."""
+    places = {
+      (task, peer): f'{peer[0]}:{peer[1]}'
+      for task, peers in self._peers.items()
+      for peer in peers
+    }
+    answers = ask_all(places, seconds).items()
+    return {task for (task, _), a in answers if a is Answer.HELLO}
 
   def _cut(self, task: Hashable) -> None:
     """Also when it was cut off before: gRPC connects again by itself."""
@@ -191,4 +219,4 @@ class SilenceWatch:
         time.monotonic() - self._answered_at[task],
       )
       self._cut_off = {*self._cut_off, task}
-    cut(self._addresses[task])
+    cut(self._peers[task])
