@@ -21,6 +21,7 @@ def process(
   function: Callable[..., Any],
   args: Sequence[Any] = (),
   env: Mapping[str, str] | None = None,
+  is_fresh: bool = False,
 ) -> multiprocessing.Process:
   """A process that calls a module's function, to be started.
 
@@ -28,11 +29,13 @@ def process(
     function: what it calls.
     args: pickled.
     env: beside this process's environment.
+    is_fresh: whether it is to be a new interpreter, and no copy.
   """
-  context = multiprocessing.get_context('forkserver')
-  context.set_forkserver_preload(_PRELOADED)
-  with mock.patch.dict(os.environ, _ENVIRONMENT):
-    forkserver.ensure_running()
+  context = multiprocessing.get_context('spawn' if is_fresh else 'forkserver')
+  if not is_fresh:
+    context.set_forkserver_preload(_PRELOADED)
+    with mock.patch.dict(os.environ, _ENVIRONMENT):
+      forkserver.ensure_running()
   whole = {**os.environ, **(env or {})}
   return context.Process(
     target=_call, args=(function, tuple(args), whole), daemon=True

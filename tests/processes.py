@@ -13,7 +13,6 @@ import dataclasses
 import json
 import os
 import pickle
-import signal
 import tempfile
 import time
 import traceback
@@ -75,6 +74,8 @@ class Workers:
     env: environment variables of every worker.
     deadline: seconds after which `wait` ends what still runs.
     ports: addresses to use; free ones by default.
+    is_fresh: whether each begins as a new interpreter, instead of as a copy of
+      one that has imported TensorFlow.
   """
 
   def __init__(
@@ -85,11 +86,13 @@ class Workers:
     env: Mapping[str, str] | None = None,
     deadline: float = DEADLINE_SECONDS,
     ports: Sequence[str] | None = None,
+    is_fresh: bool = False,
   ):
     self.addresses = list(ports or addresses(count))
     self._function = function
     self._args = tuple(args)
     self._env = {'TFS_SECRET': 'a secret of this test', **(env or {})}
+    self._is_fresh = is_fresh
     self._ends_at = time.monotonic() + deadline
     self._directory = tempfile.TemporaryDirectory()
     self._processes = {}
@@ -100,7 +103,10 @@ class Workers:
     """Starts a worker, or starts it again after its end."""
     env = {**self._env, 'TF_CONFIG': tf_config(self.addresses, rank)}
     process = process_context.process(
-      _main, (self._function, rank, self._args, self._path(rank)), env
+      _main,
+      (self._function, rank, self._args, self._path(rank)),
+      env,
+      self._is_fresh,
     )
     process.start()
     self._processes[rank] = process
@@ -115,7 +121,8 @@ class Workers:
 
   def kill(self, rank: int) -> None:
     """Ends a worker as `kill -9` does, and waits until it is gone."""
-    self.signal(rank, signal.SIGKILL)
+    # One that a signal has ended already is no error.
+    self._processes[rank].kill()
     self._processes[rank].join(10)
 
   def is_alive(self, rank: int) -> bool:

@@ -95,7 +95,7 @@ def _large(rank):
 class CollectivesTest(parameterized.TestCase):
   @parameterized.parameters(1, 2, 3, 4, 5)
   def test_all_reduce(self, world_size):
-    results = processes.run_workers(_all_reduce, world_size)
+    results = processes.run_workers(_all_reduce, world_size, is_fresh=True)
     for dtype in _DTYPES:
       for size in _SIZES:
         inputs = [_values(r, size, dtype) for r in range(world_size)]
