@@ -9,6 +9,12 @@ training tasks (chief, workers) have ended well, parameter servers and evaluator
 are ended. With a chief and parameter servers only the chief trains: workers are
 servers, and ended with them. No task outlives the launcher, whatever ends it.
 
+--max_restarts starts a task that failed again. Without parameter servers that ends
+when a training task has ended well: who was lost would train alone what the others
+have finished. So it is not started again, and one that is back already is ended
+after the grace period, with a warning. The job has then ended well, unless the
+task that writes the results was lost after the end of another.
+
 Each job gets a random secret (TFS_SECRET) with which its tasks recognise each
 other. A task that was started again finds in TFS_RESTART_COUNT how often. A job
 of one task gets no TF_CONFIG: it trains in a single process.
@@ -57,7 +63,8 @@ def _flag_values() -> flags.FlagValues:
     'max_restarts',
     0,
     'How often each task that fails is started again, with the same TF_CONFIG, '
-    'while the others go on.',
+    'while the others go on; without parameter servers, until one that trains '
+    'has ended well.',
     flag_values=values,
   )
   flags.DEFINE_string(
