@@ -124,7 +124,7 @@ def _check_host() -> None:
       raise errors.UnsupportedOptionError(
         f'an environment without {module}',
         'one with what the launcher needs',
-        "run: pip install 'tf_strategies[launch]'",
+        "in the checkout run: pip install '.[launch]'",
       )
 
 

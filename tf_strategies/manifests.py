@@ -168,7 +168,7 @@ def _yaml():
     raise errors.UnsupportedOptionError(
       'an environment without PyYAML',
       'one with what manifests need',
-      "run: pip install 'tf_strategies[manifests]'",
+      "in the checkout run: pip install '.[manifests]'",
     )
   import yaml
 
