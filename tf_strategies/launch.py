@@ -23,7 +23,7 @@ Example:
 
   >>> from tf_strategies import launch
   >>> launch.main(['launch', '--num_workers=1', '--dry_run', '--', 'true'])
-  [worker 0] PYTHONUNBUFFERED=1 TFS_SECRET='<hidden>' TFS_RESTART_COUNT=0 true
+  [worker 0] PYTHONUNBUFFERED=1 TFS_SECRET='<hidden>' ... TFS_RESTART_COUNT=0 true
   0
 """
 
