@@ -6,7 +6,8 @@ Every line that a task writes appears with the task's name before it. When a
 task fails, the others are ended, and the launcher says which one was first and
 what it wrote last, and exits with its status (128 + N for signal N). When all
 training tasks (chief, workers) have ended well, parameter servers and evaluator
-are ended. With a chief and parameter servers only the chief trains: workers are
+are ended; what --grace_period leaves, `tfs.cluster.run_task` lets the evaluator use
+for the last checkpoint. With a chief and parameter servers only the chief trains: workers are
 servers, and ended with them. No task outlives the launcher, whatever ends it.
 
 --max_restarts starts a task that failed again. Without parameter servers that ends
