@@ -13,8 +13,10 @@ servers, and ended with them. No task outlives the launcher, whatever ends it.
 --max_restarts starts a task that failed again. Without parameter servers that ends
 when a training task has ended well: who was lost would train alone what the others
 have finished. So it is not started again, and one that is back already is ended
-after the grace period, with a warning. The job has then ended well, unless the
-task that writes the results was lost after the end of another.
+after the grace period, with a warning: it may be one that was let in again and
+saves the results. (So it may also have finished a very short training; elastic jobs
+of min_workers=2 or more never train alone.) The job has then ended well, unless
+the task that writes the results was lost after the end of another.
 
 Each job gets a random secret (TFS_SECRET) with which its tasks recognise each
 other. A task that was started again finds in TFS_RESTART_COUNT how often. A job

@@ -113,7 +113,8 @@ class Supervisor:
 
   - none is started again;
   - one that has been lost more often than that task, and so came back while it
-    went on, is left `grace_period` to end by itself; then it is ended;
+    went on, is left `grace_period` to end by itself, since it may have joined
+    the others again and write the results; then it is ended;
   - how such a one ends is no failure: the others did its work;
   - nor is it if another is killed, or exits as after a lost peer, unless it is
     the first of those that the job never did without. That one writes the
