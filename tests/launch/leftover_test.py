@@ -135,7 +135,9 @@ if name == 'worker_1':
     code = """
 if attempt == 0:
   sys.exit(143)
-if name == 'worker_0':
+if name == 'worker_1':
+  wait_for('pid', 'worker_0', 1)
+else:
   wait_for_end_of('worker_1', 1)
   # Longer than the grace period.
   time.sleep(1.5)
