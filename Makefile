@@ -1,7 +1,9 @@
-# What a fresh checkout needs is Python 3.10 or newer with pip, and make.
+# What a fresh checkout needs is Python 3.10 to 3.13 with pip, and make.
 
 PYTHON ?= python3
-TF_PACKAGE ?= tensorflow-cpu
+# Elsewhere tensorflow-cpu has no wheels.
+PLATFORM := $(shell uname -sm | tr ' ' -)
+TF_PACKAGE ?= $(if $(filter Linux-x86_64,$(PLATFORM)),tensorflow-cpu,tensorflow)
 TF_VERSION ?= 2.21.0
 PYTEST_ARGS ?=
 PYTEST_WORKERS ?= 2

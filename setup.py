@@ -29,8 +29,8 @@ _LAUNCH = ['portpicker', 'psutil']
 # What `python -m tf_strategies.manifests` needs.
 _MANIFESTS = ['PyYAML']
 
-# What `--plot` of a benchmark needs.
-_BENCHMARKS = ['matplotlib']
+# What benchmarks need to start their jobs, to weigh them, and for `--plot`.
+_BENCHMARKS = [*_LAUNCH, 'matplotlib']
 
 
 def _version() -> str:
@@ -66,7 +66,8 @@ setuptools.setup(
   packages=setuptools.find_packages(
     include=['tf_strategies', 'tf_strategies.*']
   ),
-  python_requires='>=3.10',
+  # The Pythons that TensorFlow has wheels for; tools/install.sh says it, too.
+  python_requires='>=3.10,<3.14',
   install_requires=['absl-py', 'numpy'],
   extras_require={
     'cpu': [f'tensorflow-cpu{_TENSORFLOW_RANGE}', _KERAS],
@@ -80,7 +81,6 @@ setuptools.setup(
     'mpi': ['mpi4py>=4', 'mpich'],
     'dev': [
       *_EXAMPLES,
-      *_LAUNCH,
       *_MANIFESTS,
       *_BENCHMARKS,
       'build',

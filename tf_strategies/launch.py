@@ -6,8 +6,17 @@ Every line that a task writes appears with the task's name before it. When a
 task fails, the others are ended, and the launcher says which one was first and
 what it wrote last, and exits with its status (128 + N for signal N). When all
 training tasks (chief, workers) have ended well, parameter servers and evaluator
-are ended. With a chief and parameter servers only the chief trains: workers are
+are ended; what --grace_period leaves, `tfs.cluster.run_task` lets the evaluator use
+for the last checkpoint. With a chief and parameter servers only the chief trains: workers are
 servers, and ended with them. No task outlives the launcher, whatever ends it.
+
+--max_restarts starts a task that failed again. Without parameter servers that ends
+when a training task has ended well: who was lost would train alone what the others
+have finished. So it is not started again, and one that is back already is ended
+after the grace period, with a warning: it may be one that was let in again and
+saves the results. (So it may also have finished a very short training; elastic jobs
+of min_workers=2 or more never train alone.) The job has then ended well, unless
+the task that writes the results was lost after the end of another.
 
 Each job gets a random secret (TFS_SECRET) with which its tasks recognise each
 other. A task that was started again finds in TFS_RESTART_COUNT how often. A job
@@ -17,7 +26,7 @@ Example:
 
   >>> from tf_strategies import launch
   >>> launch.main(['launch', '--num_workers=1', '--dry_run', '--', 'true'])
-  [worker 0] PYTHONUNBUFFERED=1 TFS_SECRET='<hidden>' TFS_RESTART_COUNT=0 true
+  [worker 0] PYTHONUNBUFFERED=1 TFS_SECRET='<hidden>' ... TFS_RESTART_COUNT=0 true
   0
 """
 
@@ -57,7 +66,8 @@ def _flag_values() -> flags.FlagValues:
     'max_restarts',
     0,
     'How often each task that fails is started again, with the same TF_CONFIG, '
-    'while the others go on.',
+    'while the others go on; without parameter servers, until one that trains '
+    'has ended well.',
     flag_values=values,
   )
   flags.DEFINE_string(
@@ -117,7 +127,7 @@ def _check_host() -> None:
       raise errors.UnsupportedOptionError(
         f'an environment without {module}',
         'one with what the launcher needs',
-        "run: pip install 'tf_strategies[launch]'",
+        "in the checkout run: pip install '.[launch]'",
       )
 
 

@@ -86,8 +86,9 @@ def _define_names(values: flags.FlagValues) -> None:
   flags.DEFINE_string(
     'checkpoint_pvc',
     None,
-    'PersistentVolumeClaim for checkpoints, which all tasks but the '
-    'parameter servers mount. Tasks on several nodes need ReadWriteMany.',
+    'PersistentVolumeClaim for checkpoints, which the evaluator and the tasks '
+    'that train mount: with parameter servers the chief alone. Tasks on '
+    'several nodes need ReadWriteMany.',
     flag_values=values,
   )
   flags.DEFINE_string(
@@ -168,7 +169,7 @@ def _yaml():
     raise errors.UnsupportedOptionError(
       'an environment without PyYAML',
       'one with what manifests need',
-      "run: pip install 'tf_strategies[manifests]'",
+      "in the checkout run: pip install '.[manifests]'",
     )
   import yaml
 

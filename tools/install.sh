@@ -7,7 +7,7 @@ set -euo pipefail
 venv=$1
 extras=$2
 root=$(cd "$(dirname "$0")/.." && pwd)
-tf_package=${TF_PACKAGE:-tensorflow-cpu}
+tf_package=$TF_PACKAGE
 tf_version=${TF_VERSION:-2.21.0}
 pip=("$venv/bin/python" -m pip --disable-pip-version-check --quiet)
 
@@ -20,14 +20,35 @@ fresh() { # fresh <stamp> <content>: whether the stamp holds the content.
   [[ -f $venv/$1 && $(<"$venv/$1") == "$2" ]]
 }
 
-if [[ ! -x $venv/bin/python ]]; then
-  if ! "$PYTHON" -m venv "$venv" >/dev/null 2>&1; then
-    # Debian keeps ensurepip in a package of its own: lend the new environment
-    # this interpreter's pip.
-    rm -rf "$venv"
-    "$PYTHON" -m venv --without-pip "$venv"
+remove() { # The environment, also half of one; nothing that is none.
+  if [[ -f $venv/pyvenv.cfg ]]; then rm -rf "$venv"; fi
+}
+
+make_venv() {
+  remove
+  if "$PYTHON" -m venv "$venv" >/dev/null 2>&1; then return; fi
+  # Debian keeps ensurepip in a package of its own: lend the new environment
+  # this interpreter's pip.
+  remove
+  "$PYTHON" -m venv --without-pip "$venv" &&
     "$PYTHON" -m pip --disable-pip-version-check --quiet \
       --python "$venv/bin/python" install pip
+}
+
+# As setup.py says it: TensorFlow has no wheels for others.
+if ! "$PYTHON" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))'
+then
+  echo "PYTHON=$PYTHON is $("$PYTHON" --version 2>&1), and TensorFlow has wheels for" \
+    'Python 3.10 to 3.13. Name one of these: make demo PYTHON=python3.13' >&2
+  exit 1
+fi
+if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+  if ! make_venv; then
+    remove
+    echo "PYTHON=$PYTHON cannot make a virtual environment, for which it needs" \
+      'ensurepip, or pip 22.3 or newer. On Debian and Ubuntu run:' \
+      'apt install python3-venv' >&2
+    exit 1
   fi
 fi
 

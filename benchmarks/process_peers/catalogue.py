@@ -82,7 +82,7 @@ def why_not(entry: Entry, torch_python: str, over_links: bool) -> str | None:
   if not hasattr(process_group, 'form_mpi_group'):
     return 'This version of tf_strategies has no form_mpi_group.'
   if importlib.util.find_spec('mpi4py') is None:
-    return "mpi4py is not importable: pip install 'tf_strategies[mpi]'."
+    return "mpi4py is not importable: in the checkout, pip install '.[mpi]'."
   if mpiexec() is None:
     return 'There is no mpiexec: install MPICH.'
   if over_links:

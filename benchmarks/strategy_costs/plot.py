@@ -38,7 +38,7 @@ def check_installed(path: str) -> None:
     raise errors.UnsupportedOptionError(
       f'plot={path!r} without matplotlib',
       'an environment that has it',
-      "run: pip install 'tf_strategies[benchmarks]', or leave --plot out",
+      "in the checkout run: pip install '.[benchmarks]'; or leave --plot out",
     )
 
 

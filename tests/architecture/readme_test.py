@@ -71,12 +71,16 @@ def _script_problem(words: list[str], files: dict[str, str]) -> str | None:
   return None
 
 
+def _extras(files: dict[str, str]) -> set[str]:
+  return set(
+    re.findall(r"^    '([\w-]+)': [\[_]", files['setup.py'], re.MULTILINE)
+  )
+
+
 def _problems(text: str, files: dict[str, str]) -> list[str]:
   """Commands of a document that do not exist, each with the reason."""
   targets = set(re.findall(r'^([\w-]+):', files['Makefile'], re.MULTILINE))
-  extras = set(
-    re.findall(r"^    '([\w-]+)': [\[_]", files['setup.py'], re.MULTILINE)
-  )
+  extras = _extras(files)
   found = []
   for words in _commands(text):
     reason = None
@@ -111,7 +115,26 @@ _FILES = {
 }
 
 
+_INSTALL = re.compile(r"pip install '?([\w.]*)\[([\w,-]+)\]")
+
+
 class ReadmeTest(absltest.TestCase):
+  def test_programs_say_how_to_install_what_they_lack(self):
+    files = project.text_files()
+    extras = _extras(files)
+    found = 0
+    for path, text in files.items():
+      top = path.partition('/')[0]
+      if top not in ('tf_strategies', 'benchmarks', 'examples'):
+        continue
+      for package, named in _INSTALL.findall(text):
+        with self.subTest(path):
+          found += 1
+          # It is on no index.
+          self.assertEqual(package, '.')
+          self.assertContainsSubset(named.split(','), extras)
+    self.assertGreater(found, 5)
+
   def test_documented_commands_exist(self):
     files = project.text_files()
     for document in _DOCUMENTS:

@@ -178,6 +178,21 @@ _BAD = (
     {'TFS_NUM_WORKERS': '4'},
     ('TFS_NUM_WORKERS: ', 'is 4', 'tf_strategies.launch'),
   ),
+  (
+    'nobody_says_who_serves',
+    {'TFS_NUM_PS': '2'},
+    ('TFS_NUM_PS: ', 'is 3', 'tf_strategies.launch', 'unset TFS_NUM_PS'),
+  ),
+  (
+    'one_task_of_slurm_cannot_serve',
+    {'SLURM_PROCID': '0', 'SLURM_NTASKS': '1', 'TFS_NUM_PS': '1'},
+    ('TFS_NUM_PS: ', 'is 2'),
+  ),
+  (
+    'service_links',
+    {**schedulers.INDEXED_JOB, 'TFS_PORT': 'tcp://10.0.0.7:80'},
+    ("'tcp://10.0.0.7:80'", '1 to 65535', 'set TFS_PORT=2222'),
+  ),
 )  # fmt: skip
 
 

@@ -148,6 +148,25 @@ class GoodValuesTest(parameterized.TestCase):
   def test_neither_cluster_nor_task_is_a_single_process(self, text):
     self.assertIsNone(_read(text))
 
+  @parameterized.parameters('worker', 'chief', 'master')
+  def test_cluster_of_one_task_is_a_single_process(self, task_type):
+    task = {'type': task_type, 'index': 0}
+    described = {'cluster': {task_type: ['a:1']}, 'task': task}
+    self.assertIsNone(_read(json.dumps(described)))
+    # That is known of a cluster only, to which no task can be added.
+    described['cluster'][task_type] = {'0': 'a:1'}
+    self.assertIsNotNone(_read(json.dumps(described)))
+
+  @parameterized.parameters(
+    ({'worker': ['a:1']}, 'evaluator'),
+    ({'worker': ['a:1'], 'evaluator': ['b:1']}, 'worker'),
+    ({'ps': ['a:1']}, 'ps'),
+  )
+  def test_another_part_is_not_lost(self, jobs, task_type):
+    task = {'type': task_type, 'index': 0}
+    config = _read(json.dumps({'cluster': jobs, 'task': task}))
+    self.assertEqual(config.task_type, task_type)
+
   def test_no_variable_is_a_single_process(self):
     self.assertIsNone(cluster.ClusterConfig.from_env({'PATH': 'x'}))
 
@@ -222,7 +241,8 @@ class GoodValuesTest(parameterized.TestCase):
     '[fe80::1%eth0]:22', 'under_score:1', 'root.:1', 'X:02222',
   )  # fmt: skip
   def test_address_is_kept_as_it_is(self, address):
-    self.assertEqual(_read(_config([address])).address, address)
+    found = _read(_config([address, 'other:3'])).address
+    self.assertEqual(found, address)
 
   def test_sparse_workers(self):
     text = _config({'7': 'h:7', '1': 'h:1'}, {'type': 'worker', 'index': 7})

@@ -3,6 +3,8 @@
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from unittest import mock
 
@@ -146,6 +148,59 @@ class ServersTest(_JobTest):
     evaluator = self.start(_jobs(), 'evaluator')
     self.assertEqual(evaluator.wait(), 0, evaluator.stderr())
     self.assertEqual(evaluator.last_line(), 'evaluated')
+
+
+_EVALUATOR = """
+import os, signal, time
+from tf_strategies import cluster
+from tf_strategies.cluster import run_task
+run_task._STAY_SECONDS = {stay_seconds}
+def terminate():
+  os.kill(os.getpid(), signal.SIGTERM)
+def evaluate():
+  {body}
+  print('evaluated', flush=True)
+signal.signal(signal.SIGTERM, signal.{before})
+config = cluster.ClusterConfig({{'chief': {{0: 'a:1'}}}}, 'evaluator', 0)
+cluster.run_task(print, evaluate, config)
+print(signal.getsignal(signal.SIGTERM).name, flush=True)
+"""
+
+
+@pytest.mark.multi_process
+class EvaluatorTest(parameterized.TestCase):
+  def run_evaluator(self, body, stay_seconds=60, before='SIG_DFL'):
+    """Exit status and output of an evaluator that does `body`."""
+    code = _EVALUATOR.format(
+      body=body, stay_seconds=stay_seconds, before=before
+    )
+    done = subprocess.run(
+      [sys.executable, '-c', code],
+      stdout=subprocess.PIPE,
+      env={**os.environ, 'PYTHONPATH': os.pathsep.join(filter(None, sys.path))},
+      text=True,
+      timeout=task_program.DEADLINE_SECONDS,
+    )
+    return done.returncode, done.stdout.split()
+
+  def test_last_checkpoint_is_evaluated_after_the_job(self):
+    self.assertEqual(
+      self.run_evaluator('terminate(); time.sleep(0.1)'),
+      (0, ['evaluated', 'SIG_DFL']),
+    )
+
+  @parameterized.parameters(
+    ('terminate(); time.sleep(0.1); terminate(); time.sleep(600)', 60),
+    ('terminate(); time.sleep(600)', 0.1),
+  )
+  def test_patience_ends(self, body, stay_seconds):
+    self.assertEqual(self.run_evaluator(body, stay_seconds), (143, []))
+
+  def test_signal_that_the_program_handles_is_left_to_it(self):
+    self.assertEqual(
+      self.run_evaluator('terminate(), terminate()', before='SIG_IGN'),
+      (0, ['evaluated', 'SIG_IGN']),
+    )
 
 
 def _not_called():

@@ -130,6 +130,8 @@ class SlurmTest(parameterized.TestCase):
     {'SLURM_PROCID': None},
     # The script that sbatch runs is numbered as task 0 of all.
     {'ENVIRONMENT': 'BATCH', 'SLURM_PROCID': '0'},
+    {'ENVIRONMENT': 'BATCH', 'SLURM_PROCID': '0', 'TFS_NUM_PS': '1'},
+    {'ENVIRONMENT': 'BATCH', 'SLURM_PROCID': '0', 'TFS_NUM_WORKERS': '7'},
   )
   def test_no_step_of_several_tasks_is_a_single_process(self, **changes):
     self.assertIsNone(
@@ -233,6 +235,14 @@ class PrecedenceTest(absltest.TestCase):
       self.assertEqual(config.address, 'a:1')
       (line,) = logs.output
       self.assertIn('contradicts TF_CONFIG', line)
+
+  def test_several_tasks_of_a_scheduler_contradict_a_single_process(self):
+    alone = _TF_CONFIG.replace(', "b:1"', '')
+    with self.assertLogs(level='WARNING') as logs:
+      self.assertIsNone(
+        schedulers.read({'TF_CONFIG': alone, **schedulers.SLURM})
+      )
+    self.assertIn('contradicts TF_CONFIG', logs.output[0])
 
   def test_malformed_source_that_does_not_count_is_logged(self):
     environ = {'TF_CONFIG': _TF_CONFIG, 'SM_HOSTS': '['}

@@ -72,7 +72,7 @@ class MultiWorkerTest(
 
   def check_features(self, case, names):
     if case.link == 'mpi' and multi_worker.mpiexec() is None:
-      self.skipTest("no mpi4py and mpiexec: pip install 'tf_strategies[mpi]'")
+      self.skipTest("no mpi4py and mpiexec: pip install '.[mpi]'")
     if harness.GLOBAL_BATCH_SIZE % (case.workers * case.devices):
       # Without the wrapper, uneven batches are inexact; it warns of them.
       table = multi_worker.features()

@@ -103,7 +103,7 @@ class WithoutScikitLearnTest(formula.DataTestCase):
   def test_names_the_extra(self):
     with mock.patch.dict(sys.modules, {'sklearn': None}):
       self.assert_data_error(
-        ['digits', 'scikit-learn', 'pip install tf_strategies[examples]'],
+        ['digits', 'scikit-learn', "pip install '.[examples]'"],
         data_lib.load_digits,
       )
 

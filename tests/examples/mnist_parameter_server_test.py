@@ -335,13 +335,16 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
       f'--checkpoint_dir={directory}',
       '--checkpoint_steps=5',
       '--epochs=20',
-      launcher=(*_JOB, '--evaluator'),
+      launcher=(*_JOB, '--evaluator', '--grace_period=60'),
     )
     self._check(report, 20 * _STEPS_PER_EPOCH)
-    # The launcher ends it with the chief, perhaps before the last of them.
+    # The last one too, though the launcher tells it to end with the chief.
+    last = 20 * _STEPS_PER_EPOCH
     self.assertRegex(
-      self._output, rf'\[evaluator 0\] .*Evaluated {directory}.*accuracy'
+      self._output,
+      rf'\[evaluator 0\] .*Evaluated {directory}.*step {last}: accuracy',
     )
+    self.assertRegex(self._output, r'\[evaluator 0\] .*training is over')
     self.assertIn('finished', os.listdir(directory))
 
 

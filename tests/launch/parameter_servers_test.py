@@ -79,6 +79,24 @@ if name == {victim!r} and attempt == 0:
       launcher.stderr(),
     )
 
+  def test_server_that_was_told_to_end_is_started_again(self):
+    # It ends as `run_task` does.
+    code = """
+if name == 'chief_0':
+  wait_for('ready', 'ps_0', 1)
+  sys.exit(0)
+status = int(os.environ.get('TFS_TERMINATED_EXIT_CODE', '0'))
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(status))
+note('ready', 1)
+if attempt == 0:
+  os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(600)
+"""
+    flags = ('--chief', '--num_workers=0', '--num_ps=1', '--max_restarts=1')
+    launcher = self._launch(code, *flags)
+    self.assertEqual(launcher.wait(), 0, launcher.stderr())
+    self.assertIn('ps 0: exit status 143. Starting it', launcher.stderr())
+
   @parameterized.parameters('worker_1', 'ps_0')
   def test_server_that_dies_for_good_fails_the_job(self, victim):
     code = f"""

@@ -113,9 +113,15 @@ class EnvironmentTest(absltest.TestCase):
         'HOME': '/home/me',
         'TFS_SECRET': 'abcd',
         'TFS_RESTART_COUNT': '3',
+        'TFS_TERMINATED_EXIT_CODE': '143',
         'PYTHONUNBUFFERED': '1',
       },
     )
+
+  def test_status_of_a_server_is_what_the_user_says(self):
+    inherited = {'TFS_TERMINATED_EXIT_CODE': '0'}
+    found = tasks.full_environment(_plan(tasks.Job())[0], inherited, 0)
+    self.assertEqual(found['TFS_TERMINATED_EXIT_CODE'], '0')
 
 
 class PickPortsTest(absltest.TestCase):

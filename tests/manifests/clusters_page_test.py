@@ -72,11 +72,13 @@ class ClustersPageTest(absltest.TestCase):
   def test_pods_of_the_indexed_job_find_each_other(self):
     import yaml
 
-    service, job = yaml.safe_load_all(_blocks('yaml')[0])
+    (block,) = (b for b in _blocks('yaml') if 'completionMode: Indexed' in b)
+    service, job = yaml.safe_load_all(block)
     self.assertEqual(service['spec']['clusterIP'], 'None')
     name = job['metadata']['name']
     self.assertEqual(service['spec']['selector'], {'job-name': name})
     pod = job['spec']['template']['spec']
+    self.assertIs(pod['enableServiceLinks'], False)
     self.assertEqual(pod['subdomain'], service['metadata']['name'])
     (container,) = pod['containers']
     environ = {
@@ -93,6 +95,20 @@ class ClustersPageTest(absltest.TestCase):
       self.assertEqual(
         config.address, f'{name}-{index}.{pod["subdomain"]}:2222'
       )
+
+  @_needs_yaml
+  def test_claim_is_that_of_the_manifests(self):
+    import yaml
+
+    (block,) = (b for b in _blocks('yaml') if 'PersistentVolumeClaim' in b)
+    claim = yaml.safe_load(block)
+    used = [
+      argument.partition('=')[2]
+      for arguments in _commands('tf_strategies.manifests')
+      for argument in arguments
+      if argument.startswith('--checkpoint_pvc=')
+    ]
+    self.assertEqual(used, [claim['metadata']['name']])
 
   def test_every_variable_is_told_of(self):
     text = project.text_files()[_PAGE]

@@ -129,7 +129,7 @@ class CommandLineTest(parameterized.TestCase):
     with mock.patch.object(importlib.util, 'find_spec', return_value=None):
       status, out, err = _run(*_JOB, *_COMMAND)
     self.assertEqual((status, out), (2, ''))
-    self.assertIn('tf_strategies[manifests]', err)
+    self.assertIn("'.[manifests]'", err)
 
   def test_help(self):
     status, out, _ = _run('--help')

@@ -66,6 +66,8 @@ class BothKindsTest(parameterized.TestCase):
         container['ports'], [{'name': 'tfjob-port', 'containerPort': 2222}]
       )
       self.assertEqual(pod['terminationGracePeriodSeconds'], 30)
+      # A Service called tfs would set TFS_PORT.
+      self.assertIs(pod['enableServiceLinks'], False)
 
   @parameterized.parameters('tfjob', 'jobset')
   def test_command_arrives_as_it_was_written(self, kind):
@@ -118,12 +120,15 @@ class BothKindsTest(parameterized.TestCase):
     expected = {'chief': None if num_ps else limits, 'worker': limits}
     self.assertEqual(gpus, {**expected, **({'ps': None} if num_ps else {})})
 
-  @parameterized.parameters('tfjob', 'jobset')
-  def test_checkpoints_are_mounted_but_not_by_parameter_servers(self, kind):
-    job = _documents(kind, checkpoint_pvc='ck', **_ALL)[-1]
+  @parameterized.product(kind=('tfjob', 'jobset'), num_ps=(0, 2))
+  def test_checkpoints_are_mounted_by_those_who_use_them(self, kind, num_ps):
+    options = {**_ALL, 'chief': True, 'num_ps': num_ps}
+    job = _documents(kind, checkpoint_pvc='ck', **options)[-1]
+    # With parameter servers the chief alone reads and writes them.
+    servers = ('ps', 'worker') if num_ps else ()
     for task_type, pod in _pod_specs(kind, job).items():
       (container,) = pod['containers']
-      if task_type == 'ps':
+      if task_type in servers:
         self.assertNotIn('volumes', pod)
         self.assertNotIn('volumeMounts', container)
         continue

@@ -33,7 +33,7 @@ def _mpiexec():
 
 _needs_mpi = pytest.mark.skipif(
   importlib.util.find_spec('mpi4py') is None or _mpiexec() is None,
-  reason="needs mpi4py and mpiexec: pip install 'tf_strategies[mpi]'",
+  reason="needs mpi4py and mpiexec: pip install '.[mpi]'",
 )
 
 
@@ -290,7 +290,7 @@ class RefusalsTest(absltest.TestCase):
       self.assertRaises(errors.UnsupportedOptionError) as caught,
     ):
       process_group.form_mpi_group()
-    self.assertIn("pip install 'tf_strategies[mpi]'", str(caught.exception))
+    self.assertIn("pip install '.[mpi]'", str(caught.exception))
 
   def test_mpi_for_one_thread_is_refused(self):
     with (

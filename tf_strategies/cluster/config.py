@@ -106,9 +106,10 @@ class ClusterConfig:
       environ: the environment.
 
     Returns:
-      The cluster; None if nobody describes one, or if TF_CONFIG describes
-      neither a cluster nor a task. That is how a single process is started, and
-      with TF_CONFIG={} how it is started inside of a scheduler's job.
+      The cluster; None for a single process: nobody describes a cluster, it is
+      one of a single task, which trains, or TF_CONFIG describes neither a
+      cluster nor a task. With TF_CONFIG={} a single process is started inside
+      of a scheduler's job.
 
     Raises:
       ClusterConfigError: the description is malformed; names the variable, its
@@ -142,7 +143,7 @@ class ClusterConfig:
       return None
     config = cls.from_dict(described)
     _compare('TF_CONFIG', config, environ)
-    return config
+    return None if config._is_alone else config
 
   @classmethod
   def from_dict(cls, config: Mapping[str, Any]) -> 'ClusterConfig':
@@ -229,6 +230,12 @@ class ClusterConfig:
       return True
     is_first = self.task_type == 'worker' and self.task_index == 0
     return is_first and 'chief' not in self.jobs
+
+  @property
+  def _is_alone(self) -> bool:
+    """Whether this task trains and no other task can take part."""
+    count = sum(map(len, self.jobs.values()))
+    return count == 1 and self.training_index == 0 and not self.is_sparse
 
   @property
   def has_evaluator(self) -> bool:

@@ -40,7 +40,7 @@ PERMANENT_EXIT_CODES = (1, 2, 126, 127)
 # What a parameter server or a worker that serves exits with after SIGTERM. By
 # default 0: whoever started it says that the job is done. Kubernetes ends pods
 # for other reasons too, and would take 0 for the end of the work: its manifests
-# say 143.
+# say 143. So does the launcher, which does not ask once it ends the job itself.
 TERMINATED_VARIABLE = 'TFS_TERMINATED_EXIT_CODE'
 
 # The least status after which TFJobs of the policy ExitCode start a task again.

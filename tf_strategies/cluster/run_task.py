@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, TypeVar
 
 from absl import logging
@@ -52,6 +52,10 @@ def run_task(
   been told to end as well, and needs them to save. A second signal ends them at
   once. In every other job each chief and worker trains, and finds the others by
   means of its strategy.
+
+  An evaluator, which is told to end right after the last checkpoint was written,
+  goes on for as long after SIGTERM and ends when `evaluate` returns; cut short, it
+  ends with status 143. A handler of SIGTERM that the program has set comes first.
 
   Call it before anything else that starts TensorFlow's runtime, and in the main
   thread, where signals arrive.
@@ -128,7 +132,40 @@ def _evaluate(evaluate: Callable[[], Any] | None) -> Any:
   if evaluate is None:
     logging.warning('This evaluator has nothing to do: evaluate is None.')
     return None
-  return evaluate()
+  with _staying():
+    return evaluate()
+
+
+@contextlib.contextmanager
+def _staying() -> Iterator[None]:
+  """Lets what runs go on for a while after SIGTERM.
+
+  Whoever ends a job does so once the chief has ended, right after it wrote the
+  last checkpoint.
+  """
+  is_main = threading.current_thread() is threading.main_thread()
+  if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+    # Signals do not arrive here, or the program has other plans for them.
+    yield
+    return
+  # With the status that SIGTERM gives: it has not done its work.
+  status = exit_codes.RESTARTABLE_EXIT_CODE
+  # A thread: it ends the process while the main thread is in C++, too.
+  end = threading.Timer(_STAY_SECONDS, _leave, [status])
+  end.daemon = True
+
+  def on_signal(number: int, frame: Any) -> None:
+    del number, frame
+    if end.ident is not None:
+      _leave(status)
+    end.start()
+
+  signal.signal(signal.SIGTERM, on_signal)
+  try:
+    yield
+  finally:
+    end.cancel()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _servers(cluster: config.ClusterConfig) -> dict[str, str]:

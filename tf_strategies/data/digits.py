@@ -43,7 +43,7 @@ def load_digits() -> arrays.ImageClassificationData:
   except ImportError as e:
     raise errors.DataError(
       "dataset='digits': scikit-learn is not installed; expected it beside "
-      'TensorFlow, run `pip install tf_strategies[examples]`'
+      "TensorFlow, in the checkout run: pip install '.[examples]'"
     ) from e
   bunch = datasets.load_digits()
   images = resize_bilinear(bunch.images * (255.0 / _MAX_LEVEL), _SIZE)

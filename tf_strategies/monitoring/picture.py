@@ -61,7 +61,7 @@ def draw(
     raise errors.UnsupportedOptionError(
       'a picture without matplotlib',
       'an environment that has it',
-      "run: pip install 'tf_strategies[benchmarks]'",
+      "in the checkout run: pip install '.[benchmarks]'",
     )
   # Only here: it is an extra of this one command.
   from matplotlib import figure

@@ -50,7 +50,7 @@ def load() -> Any:
     raise errors.UnsupportedOptionError(
       f'a process group over MPI without mpi4py ({e})',
       'an environment that has mpi4py and an MPI library',
-      "pip install 'tf_strategies[mpi]', or use the group over TCP",
+      "in the checkout run: pip install '.[mpi]'; or use the group over TCP",
     ) from e
   if MPI.Is_finalized():
     raise errors.UnsupportedOptionError(

@@ -74,7 +74,7 @@ class CheckTest(absltest.TestCase):
     with (
       mock.patch.object(importlib.util, 'find_spec', lambda name: None),
       self.assertRaisesRegex(
-        errors.UnsupportedOptionError, r"pip install 'tf_strategies\[benchmarks"
+        errors.UnsupportedOptionError, r"pip install '\.\[benchmarks"
       ),
     ):
       plot.check_installed('a.png')

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 
 from tf_strategies import errors
+from tf_strategies.cluster import exit_codes
 from tf_strategies.cluster.launcher import (
   output,
   process,
@@ -86,11 +87,18 @@ class Options:
 
 @dataclasses.dataclass
 class _Task:
-  """A task and its present attempt; `status` is set when it is not tried again."""
+  """A task and its present attempt; `status` is set when it is not tried again.
+
+  Attributes:
+    losses: how often it ended badly while all others were still at work.
+    was_told: whether it came back too late, and was told to end.
+  """
 
   spec: tasks.TaskSpec
   lines: output.TaskOutput
   attempt: int = 0
+  losses: int = 0
+  was_told: bool = False
   running: process.TaskProcess | None = None
   status: int | None = None
   was_noted: bool = False
@@ -98,6 +106,19 @@ class _Task:
 
 class Supervisor:
   """Runs a job; needs the main thread, since it receives signals.
+
+  A training task of an elastic job that is lost near the end, or after it, must
+  not train alone what the others have finished. So, with restarts and without
+  parameter servers, once a training task has ended with status 0:
+
+  - none is started again;
+  - one that has been lost more often than that task, and so came back while it
+    went on, is left `grace_period` to end by itself, since it may have joined
+    the others again and write the results; then it is ended;
+  - how such a one ends is no failure: the others did its work;
+  - nor is it if another is killed, or exits as after a lost peer, unless it is
+    the first of those that the job never did without. That one writes the
+    results, as the lowest rank of a ring does, and they may be lost.
 
   Args:
     specs: the tasks.
@@ -132,15 +153,16 @@ class Supervisor:
     self._num_signals = 0
     self._is_stopping = False
     self._kill_at: float | None = None
+    self._late_at: float | None = None
     self._give_up_at: float | None = None
 
   def run(self) -> int:
     """Starts the tasks and waits for the end of the job.
 
     Returns:
-      0 if all training tasks ended with 0; else the status of the task that
-      failed first, or 128 + N if signal N ended the job. For a task that
-      signal N killed it is 128 + N, too.
+      0 if all training tasks ended with 0, or those did that count (see the
+      class); else the status of the task that failed first, or 128 + N if
+      signal N ended the job. For a task that signal N killed it is 128 + N, too.
 
     Raises:
       OSError: no process can be started; those that were are ended.
@@ -219,6 +241,7 @@ class Supervisor:
     for task in running:
       if task.running.is_gone:
         self._on_gone(task)
+    self._end_late()
     if self._kill_at is not None and time.monotonic() >= self._kill_at:
       self._kill_all()
 
@@ -256,29 +279,98 @@ class Supervisor:
       task.status = status
     elif status == 0:
       task.status = 0
-      training = [t.status for t in self._tasks if t.spec.is_training]
-      if all(status == 0 for status in training):
-        self._stop(signal.SIGTERM)
+      if task.spec.is_training and self._late_at is None:
+        self._late_at = time.monotonic() + self._options.grace_period
+      self._stop_if_done()
+    elif self._finisher(task) is not None:
+      self._on_late_loss(task, status)
     elif task.attempt < self._options.max_restarts:
+      task.losses += 1
       self._say(
         f'{task.spec.name}: {output.ending(status)}. Starting it again '
         f'({task.attempt + 1} of {self._options.max_restarts}).'
       )
     else:
-      task.status = status
-      self._failure = task, status
-      self._say(
-        f'{task.spec.name} failed: {output.ending(status)}. Ending the other '
-        f'tasks (SIGTERM, after {self._options.grace_period:g} s SIGKILL).'
-      )
+      self._fail(task, status)
+
+  def _fail(self, task: _Task, status: int) -> None:
+    task.status = status
+    self._failure = task, status
+    self._say(
+      f'{task.spec.name} failed: {output.ending(status)}. Ending the other '
+      f'tasks (SIGTERM, after {self._options.grace_period:g} s SIGKILL).'
+    )
+    self._stop(signal.SIGTERM)
+
+  def _stop_if_done(self) -> None:
+    """Ends servers and evaluator when no task trains any more."""
+    if all(task.status is not None for task in self._training()):
       self._stop(signal.SIGTERM)
+
+  def _training(self) -> list[_Task]:
+    return [task for task in self._tasks if task.spec.is_training]
+
+  def _finisher(self, task: _Task) -> _Task | None:
+    """Who ended well and leaves `task` alone; the one that was lost least."""
+    types = {task.spec.type for task in self._tasks}
+    if not task.spec.is_training or 'ps' in types:
+      return None
+    if not self._options.max_restarts:
+      return None
+    ended_well = [task for task in self._training() if task.status == 0]
+    return min(ended_well, key=lambda task: task.losses, default=None)
+
+  def _on_late_loss(self, task: _Task, status: int) -> None:
+    """A training task ended badly, and another one has ended well."""
+    finisher = self._finisher(task)
+    kept = [t for t in self._training() if t.losses <= finisher.losses]
+    if task in kept:
+      is_lost = exit_codes.is_restarted(exit_status(status))
+      if task is kept[0] or not is_lost:
+        self._fail(task, status)
+        return
+    task.status = status
+    if not task.was_told:
+      self._say(
+        f'{task.spec.name}: {output.ending(status)}. Not starting it again: '
+        f'{finisher.spec.name} has ended well, so it would train alone, from '
+        'the beginning.'
+      )
+    self._stop_if_done()
+
+  def _end_late(self) -> None:
+    """Ends those that came back and go on after the end of another."""
+    now = time.monotonic()
+    if self._is_stopping or self._late_at is None or now < self._late_at:
+      return
+    self._late_at = now + self._options.grace_period
+    for task in self._training():
+      finisher = self._finisher(task)
+      if finisher is None or task.status is not None or task.running is None:
+        continue
+      if task.losses <= finisher.losses:
+        continue
+      if not task.was_told:
+        self._say(
+          f'{finisher.spec.name} has ended well, and {task.spec.name}, which '
+          'was started again, still runs: alone it would train from the '
+          f'beginning. Ending {task.spec.name} (SIGTERM, after '
+          f'{self._options.grace_period:g} s SIGKILL).'
+        )
+      task.running.send(signal.SIGKILL if task.was_told else signal.SIGTERM)
+      task.was_told = True
 
   def _on_gone(self, task: _Task) -> None:
     """Nothing is left of this attempt: its ports are free for the next."""
+    status = task.running.status
     task.running = None
     if task.status is None and not self._is_stopping:
-      task.attempt += 1
-      self._start(task)
+      # Another one may have ended well since this one was lost.
+      if self._finisher(task) is not None:
+        self._on_late_loss(task, status)
+      else:
+        task.attempt += 1
+        self._start(task)
     if task.lines.log_error is not None:
       self._say(f'{task.spec.name}: no more log: {task.lines.log_error}.')
       task.lines.log_error = None

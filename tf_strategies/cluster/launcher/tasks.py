@@ -14,7 +14,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 from tf_strategies import errors
-from tf_strategies.cluster import config, sources
+from tf_strategies.cluster import config, exit_codes, sources
 
 SECRET_BYTES = 32
 
@@ -201,10 +201,20 @@ def full_environment(
 
     >>> spec = TaskSpec('worker', 0, ('train',), {'TFS_SECRET': '5ec7e7'})
     >>> full_environment(spec, {'HOME': '/h', 'TF_CONFIG': 'other'}, 2)
-    {'HOME': '/h', 'TFS_SECRET': '5ec7e7', 'TFS_RESTART_COUNT': '2'}
+    {'HOME': '/h', 'TFS_SECRET': '5ec7e7', 'TFS_TERMINATED_EXIT_CODE': '143', 'TFS_RESTART_COUNT': '2'}
   """
   kept = {k: v for k, v in inherited.items() if k not in _NOT_INHERITED}
-  return {**kept, **spec.environment, 'TFS_RESTART_COUNT': str(restart_count)}
+  # A server that someone else ended has not done its work. What it ends with
+  # once the launcher ends the job, nobody asks.
+  terminated = str(exit_codes.RESTARTABLE_EXIT_CODE)
+  return {
+    **kept,
+    **spec.environment,
+    exit_codes.TERMINATED_VARIABLE: kept.get(
+      exit_codes.TERMINATED_VARIABLE, terminated
+    ),
+    'TFS_RESTART_COUNT': str(restart_count),
+  }
 
 
 def describe(spec: TaskSpec) -> str:
@@ -214,7 +224,7 @@ def describe(spec: TaskSpec) -> str:
 
     >>> spec = TaskSpec('worker', 0, ('train', '--a b'), {'TFS_SECRET': '5e'})
     >>> print(describe(spec))
-    [worker 0] TFS_SECRET='<hidden>' TFS_RESTART_COUNT=0 train '--a b'
+    [worker 0] TFS_SECRET='<hidden>' TFS_TERMINATED_EXIT_CODE=143 TFS_RESTART_COUNT=0 train '--a b'
   """
   shown = full_environment(spec, {}, 0)
   shown['TFS_SECRET'] = '<hidden>'

@@ -7,7 +7,8 @@ and which pod it is, and from TFS_NUM_WORKERS and its like how many there are;
 A pod that ends with one of `exit_codes.PERMANENT_EXIT_CODES` fails the JobSet
 at once; any other status, or an eviction, starts a new pod of the same index.
 When the tasks that train have ended well the JobSet is done, and its controller
-ends parameter servers and evaluator.
+ends parameter servers and evaluator; for the last checkpoint the evaluator has
+the pod's grace period, and 20 seconds at most (`cluster.run_task`).
 
 Example:
 

@@ -38,8 +38,8 @@ class Options:
     chief: whether there is a chief beside the workers.
     evaluator: whether there is an evaluator.
     gpus_per_worker: GPUs for each task that computes gradients.
-    checkpoint_pvc: a PersistentVolumeClaim that every task but the parameter
-      servers mounts.
+    checkpoint_pvc: a PersistentVolumeClaim that the tasks that train and the
+      evaluator mount; with parameter servers the chief alone trains.
     checkpoint_path: where they mount it.
     secret_name: a Secret that exists, with the key `secret`; None makes one.
     namespace: of the job; None leaves it to kubectl.
@@ -157,6 +157,12 @@ class Options:
     """The types of the tasks that compute gradients."""
     # With parameter servers the chief only hands out steps.
     return ('worker',) if self.num_ps else ('chief', 'worker')
+
+  @property
+  def checkpoint_types(self) -> tuple[str, ...]:
+    """The types of the tasks that write or read checkpoints."""
+    # A claim that one node at a time may mount would keep others from starting.
+    return (*self.job.training_types, 'evaluator')
 
 
 def check_job_name(name: object) -> None:

@@ -66,13 +66,16 @@ def pod_spec(
   }
   spec: dict[str, Any] = {
     'terminationGracePeriodSeconds': options.grace_period,
+    # Variables that describe the namespace's Services: one that is called tfs
+    # would set TFS_PORT.
+    'enableServiceLinks': False,
     'containers': [container],
   }
   if options.gpus_per_worker and task_type in options.gpu_types:
     container['resources'] = {
       'limits': {'nvidia.com/gpu': str(options.gpus_per_worker)}
     }
-  if options.checkpoint_pvc and task_type != 'ps':
+  if options.checkpoint_pvc and task_type in options.checkpoint_types:
     container['volumeMounts'] = [
       {'name': _VOLUME, 'mountPath': options.checkpoint_path}
     ]

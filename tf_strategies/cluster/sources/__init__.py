@@ -70,7 +70,8 @@ def first(environ: Mapping[str, str]) -> Found | None:
 
   Raises:
     ClusterConfigError: it says something malformed; or several tasks are
-      asked for (TFS_NUM_WORKERS) and no scheduler says which this one is.
+      asked for (TFS_NUM_WORKERS, TFS_NUM_PS) and no scheduler says which this
+      one is.
 
   Example:
 
@@ -79,7 +80,8 @@ def first(environ: Mapping[str, str]) -> Found | None:
   """
   for found in every(environ):
     return found
-  with checks.reading('TFS_NUM_WORKERS'):
+  # What a batch script exports is for the steps that it starts.
+  if not slurm.is_batch_script(environ):
     roles.check_alone(environ)
   return None
 

@@ -136,17 +136,23 @@ def check_alone(environ: Mapping[str, str]) -> None:
   """Nothing asks for several tasks where no scheduler starts them.
 
   Raises:
-    ClusterConfigError: TFS_NUM_WORKERS is there, and means several tasks.
+    ClusterConfigError: TFS_NUM_WORKERS or TFS_NUM_PS means several tasks.
   """
-  if 'TFS_NUM_WORKERS' not in environ:
+  if 'TFS_NUM_WORKERS' in environ:
+    name, told = 'TFS_NUM_WORKERS', environ
+  elif variables.integer(environ, 'TFS_NUM_PS', 0, checks.MAX_TASKS, 0):
+    # Workers are those of a scheduler's tasks that are nothing else.
+    name, told = 'TFS_NUM_PS', {**environ, 'TFS_NUM_WORKERS': '0'}
+  else:
     return
-  total = sum(counts(environ).values())
-  if total > 1:
-    raise checks.bad(
-      'the number of tasks that it asks for',
-      total,
-      '1, where neither TF_CONFIG nor a scheduler says which task this is '
-      '(CLUSTER_SPEC, JOB_COMPLETION_INDEX, SM_HOSTS, SLURM_PROCID)',
-      'start the tasks by python -m tf_strategies.launch, set TF_CONFIG, or '
-      'unset TFS_NUM_WORKERS to train in a single process',
-    )
+  with checks.reading(name):
+    total = sum(counts(told).values())
+    if total > 1:
+      raise checks.bad(
+        'the number of tasks that it asks for',
+        total,
+        '1, where neither TF_CONFIG nor a scheduler says which task this is '
+        '(CLUSTER_SPEC, JOB_COMPLETION_INDEX, SM_HOSTS, SLURM_PROCID)',
+        'start the tasks by python -m tf_strategies.launch, set TF_CONFIG, or '
+        f'unset {name} to train in a single process',
+      )

@@ -49,7 +49,7 @@ def read(environ: Mapping[str, str]) -> tf_config.Parts | None:
   """
   if VARIABLE not in environ or _NUM_TASKS not in environ:
     return None
-  if _is_batch_script(environ):
+  if is_batch_script(environ):
     return None
   most = checks.MAX_TASKS
   count_name = _first_of(environ, 'SLURM_STEP_NUM_TASKS', _NUM_TASKS)
@@ -77,10 +77,18 @@ def read(environ: Mapping[str, str]) -> tf_config.Parts | None:
   return roles.assign(environ, addresses, place)
 
 
-def _is_batch_script(environ: Mapping[str, str]) -> bool:
+def is_batch_script(environ: Mapping[str, str]) -> bool:
+  """Whether this is the script that `sbatch` runs, and no step of the job.
+
+  Example:
+
+    >>> is_batch_script({'SLURM_PROCID': '0', 'ENVIRONMENT': 'BATCH'})
+    True
+  """
   # The steps that it starts inherit ENVIRONMENT, but have a number.
   in_step = 'SLURM_STEP_ID' in environ or 'SLURM_STEPID' in environ
-  return environ.get('ENVIRONMENT') == 'BATCH' and not in_step
+  is_batch = environ.get('ENVIRONMENT') == 'BATCH'
+  return VARIABLE in environ and is_batch and not in_step
 
 
 def _first_of(environ: Mapping[str, str], *names: str) -> str:

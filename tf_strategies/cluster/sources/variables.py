@@ -51,7 +51,8 @@ def integer(
     name,
     checks.MISSING if text is None else text,
     f'an integer from {least} to {most}',
-    f'set {name}={max(least, 0)}, or another number of this range',
+    f'set {name}={least if default is None else default}, or another number '
+    'of this range',
   )
 
 

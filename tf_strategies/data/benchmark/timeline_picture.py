@@ -44,7 +44,7 @@ def check(path: str) -> None:
     raise errors.UnsupportedOptionError(
       f'timeline={path!r} without matplotlib',
       'an environment that has it',
-      "run: pip install 'tf_strategies[benchmarks]', or write "
+      "in the checkout run: pip install '.[benchmarks]'; or write "
       '--timeline=steps.html',
     )
 

@@ -1,0 +1,94 @@
+"""`make` on a bare machine: which TensorFlow, which Python, what of a failure."""
+
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import unittest
+
+from absl.testing import absltest, parameterized
+
+from tests.architecture import project
+
+_NO_VENV = """#!/bin/bash
+# A Python whose `venv` leaves half an environment, as without ensurepip.
+for word in "$@"; do directory=$word; done
+case "$*" in
+  '-m venv'*) mkdir -p "$directory/bin"; touch "$directory/pyvenv.cfg"
+    ln -s /bin/false "$directory/bin/python"; exit 1 ;;
+  *'pip --'*) echo 'no such option: --python' >&2; exit 2 ;;
+  *) exec {python} "$@" ;;
+esac
+"""
+_OLD = """#!/bin/bash
+if [[ $1 == --version ]]; then echo Python 3.9.1; exit; fi
+exit 1
+"""
+
+
+@unittest.skipIf(shutil.which('make') is None, 'needs make')
+class DefaultsTest(parameterized.TestCase):
+  @parameterized.parameters(
+    ('Linux', 'x86_64', '.venv-cpu-9.9'),
+    ('Linux', 'aarch64', '.venv-tensorflow-9.9'),
+    ('Darwin', 'arm64', '.venv-tensorflow-9.9'),
+  )
+  def test_package_is_one_with_a_wheel_here(self, system, machine, venv):
+    directory = pathlib.Path(self.create_tempdir().full_path)
+    _write(directory / 'uname', f'#!/bin/sh\necho {system} {machine}\n')
+    unset = ('TF_PACKAGE', 'VENV', 'MAKEFLAGS', 'MAKELEVEL')
+    environ = {k: v for k, v in os.environ.items() if k not in unset}
+    environ['PATH'] = f'{directory}:{environ["PATH"]}'
+    done = subprocess.run(
+      ['make', '-n', 'demo', 'TF_VERSION=9.9'],
+      cwd=project.root(), env=environ, text=True, timeout=60, check=True,
+      capture_output=True,
+    )  # fmt: skip
+    self.assertIn(f'tools/install.sh {venv} examples', done.stdout)
+
+
+class InstallTest(absltest.TestCase):
+  def setUp(self):
+    super().setUp()
+    self._directory = pathlib.Path(self.create_tempdir().full_path)
+    self._venv = self._directory / 'venv'
+
+  def check_fails(self, python, *words):
+    """Installing fails in a sentence with these words, and leaves nothing."""
+    path = self._directory / 'python'
+    _write(path, python)
+    done = subprocess.run(
+      ['bash', str(project.root() / 'tools' / 'install.sh'), str(self._venv),
+       'dev'],
+      env={**os.environ, 'PYTHON': str(path), 'TF_PACKAGE': 'tensorflow-cpu'},
+      text=True, timeout=60, capture_output=True,
+    )  # fmt: skip
+    self.assertEqual(done.returncode, 1, done.stderr)
+    for word in (str(path), *words):
+      self.assertIn(word, done.stderr)
+    self.assertFalse(self._venv.exists())
+
+  def test_python_without_tensorflow_is_refused(self):
+    self.check_fails(_OLD, '3.9.1', '3.10 to 3.13', 'PYTHON=python3.13')
+
+  def test_half_an_environment_is_not_left(self):
+    python = _NO_VENV.format(python=sys.executable)
+    for _ in range(2):
+      self.check_fails(python, 'apt install python3-venv', 'pip 22.3')
+
+  def test_half_an_environment_of_before_is_not_used(self):
+    (self._venv / 'bin').mkdir(parents=True)
+    (self._venv / 'pyvenv.cfg').touch()
+    (self._venv / 'bin' / 'python').symlink_to('/bin/false')
+    python = _NO_VENV.format(python=sys.executable)
+    self.check_fails(python, 'apt install python3-venv')
+
+
+def _write(path, text):
+  path.write_text(text, encoding='utf-8')
+  path.chmod(0o755)
+
+
+if __name__ == '__main__':
+  absltest.main()
