@@ -87,7 +87,7 @@ class Job:
     self._optimizer = None
     self._batch = 0
     self._epochs: int | None = None
-    # Batches that a callback counted, and the optimizer's count at its start.
+    # Batches that a callback counted, and the optimizer's count before them.
     self._counted = 0
     self._iterations_at_start = 0
 
@@ -206,6 +206,7 @@ class Job:
     """
     is_new_epoch = epoch != self._position.epoch
     self._set(epoch, step)
+    self._start_counting()
     if self._options.join == 'step' or (
       is_new_epoch and self._options.join == 'epoch'
     ):
@@ -387,6 +388,8 @@ def _read(variable) -> np.ndarray:
 
 def _iterations(optimizer) -> int:
   """The optimizer's count of calls; accumulation steps count too."""
+  if optimizer is None:  # Nothing was restored yet.
+    return 0
   for variable in optimizer.variables:
     if variable.path.split('/')[-1] == 'iteration':
       return int(variable.numpy())
