@@ -94,6 +94,8 @@ class Preemption:
     workers = getattr(extended, 'workers', None)
     several = workers is not None and workers.world_size > 1
     self._question = _Question(workers, check_seconds) if several else None
+    # Its batches take another time than training steps.
+    self._evaluation = _Question(workers, check_seconds) if several else None
 
   def __enter__(self) -> Preemption:
     if threading.current_thread() is not threading.main_thread():
@@ -134,9 +136,16 @@ class Preemption:
       at_once: whether to ask the other workers though it is not time yet, as
         at the end of the training; the same on all of them.
     """
+    return self._ask(self._question, at_once)
+
+  def is_requested_in_evaluation(self) -> bool:
+    """As `requested`, after each batch of an evaluation."""
+    return self._ask(self._evaluation, False)
+
+  def _ask(self, question: _Question | None, at_once: bool) -> bool:
     is_signalled = self._signal is not None
-    if self._question is not None:
-      is_signalled = self._question.ask(is_signalled, at_once)
+    if question is not None:
+      is_signalled = question.ask(is_signalled, at_once)
     self._was_seen = self._was_seen or is_signalled
     return is_signalled
 
@@ -189,30 +198,33 @@ class _Question:
   def __init__(self, workers, check_seconds: float):
     self._workers = workers
     self._check_seconds = check_seconds
-    self._steps_left = 1
+    # From one question to the next, and those that are done of them.
     self._steps = 1
+    self._steps_done = 0
+    self._seconds_a_step = check_seconds
     self._asked_at = time.monotonic()
     self._answer = False
 
   def ask(self, is_signalled: bool, at_once: bool) -> bool:
     """Whether any worker is signalled, as far as all know."""
-    self._steps_left -= 1
-    if self._answer or (self._steps_left > 0 and not at_once):
+    if not at_once:  # Else there may have been no step.
+      self._steps_done += 1
+    if self._answer or (self._steps_done < self._steps and not at_once):
       return self._answer
     # The slowest says when to meet again: its steps may take longer from now.
     mine = np.array([is_signalled, -self._steps_wanted()], np.int64)
     everyone = self._workers.combine(tf.constant(mine), 'max', 'preemption')
     signalled, negative_steps = everyone.numpy().tolist()
-    self._steps = self._steps_left = -negative_steps
+    self._steps = -negative_steps
     self._answer = bool(signalled)
     return self._answer
 
   def _steps_wanted(self) -> int:
     now = time.monotonic()
-    steps_done = max(self._steps - self._steps_left, 1)
-    seconds_a_step = (now - self._asked_at) / steps_done
-    self._asked_at = now
-    steps = self._check_seconds / max(seconds_a_step, 1e-6)
+    if self._steps_done:
+      self._seconds_a_step = (now - self._asked_at) / self._steps_done
+    self._asked_at, self._steps_done = now, 0
+    steps = self._check_seconds / max(self._seconds_a_step, 1e-6)
     return int(min(max(steps, 1), _MOST_STEPS))
 
   def is_saved_everywhere(self, is_saved: bool) -> bool:
@@ -379,7 +391,7 @@ class PreemptionCheckpoint(keras.callbacks.Callback):
 
   def on_test_batch_end(self, batch, logs=None):
     """Does not wait for the end of an evaluation that `fit` does."""
-    if self._preemption.requested:
+    if self._preemption.is_requested_in_evaluation():
       self._preemption.save_and_exit(self._epoch + 1, 0)
 
   def on_epoch_end(self, epoch, logs=None):
