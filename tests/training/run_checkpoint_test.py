@@ -1,6 +1,8 @@
 """What a checkpoint of a run holds, and whose it must be."""
 
+import json
 import os
+from unittest import mock
 
 import keras
 import numpy as np
@@ -9,7 +11,7 @@ from absl.testing import parameterized
 
 import tf_strategies as tfs
 from tests import virtual_devices
-from tf_strategies.training import run_state
+from tf_strategies.training import checkpoint_store, run_state
 
 virtual_devices.configure_logical_cpus()
 
@@ -46,6 +48,11 @@ def _model(strategy=None, units=1, seed=1, optimizer='adam'):
 def _fit(model, steps=2):
   x = np.arange(24 * steps, dtype=np.float32).reshape(-1, 3) / 10
   model.fit(x, x[:, :1], batch_size=8, verbose=0, shuffle=False)
+
+
+def _answer_of_another_chief(error):
+  header = {'cannot_read': str(error)}
+  return lambda tag, payload: [json.dumps(header).encode(), payload]
 
 
 class RunCheckpointTest(tf.test.TestCase, parameterized.TestCase):
@@ -96,6 +103,44 @@ class RunCheckpointTest(tf.test.TestCase, parameterized.TestCase):
     self.assertIn(torn, logs.output[0])
     for name, value in self._state(model).items():
       np.testing.assert_array_equal(value, before[name], name)
+
+  def test_nothing_is_whole(self):
+    model = _model()
+    checkpoint = tfs.RunCheckpoint(self.directory, model)
+    paths = [checkpoint.save(epoch=epoch) for epoch in (1, 2)]
+    for path in paths:
+      os.truncate(os.path.join(path, 'arrays.bin'), 10)
+    with self.assertRaisesRegex(
+      tfs.errors.CheckpointMismatchError, 'delete the directory'
+    ):
+      checkpoint.restore()
+    self.assertIsNone(checkpoint.position)
+
+  def test_checkpoint_that_cannot_be_read(self):
+    checkpoint = tfs.RunCheckpoint(self.directory, _model())
+    checkpoint.save(epoch=1)
+    error = PermissionError(13, 'Permission denied', 'arrays.bin')
+    with (
+      mock.patch.object(checkpoint_store, '_read', side_effect=error),
+      self.assertRaisesRegex(PermissionError, 'arrays.bin'),
+    ):
+      checkpoint.restore()
+
+  def test_other_workers_hear_that_the_chief_cannot_read(self):
+    checkpoint = tfs.RunCheckpoint(self.directory, _model())
+    checkpoint.save(epoch=1)
+    workers = mock.Mock(rank=0)
+    workers.exchange = lambda tag, payload: [payload]
+    checkpoint._access.workers = workers
+    error = OSError(5, 'Input/output error', 'arrays.bin')
+    with mock.patch.object(checkpoint_store, '_read', side_effect=error):
+      with self.assertRaises(OSError) as caught:
+        checkpoint.restore()
+      self.assertIs(caught.exception, error)
+      workers.exchange = _answer_of_another_chief(error)
+      workers.rank = 1
+      with self.assertRaisesRegex(OSError, 'chief.*arrays.bin'):
+        checkpoint.restore()
 
   def test_metrics_that_are_not_there(self):
     model = _model()

@@ -42,7 +42,8 @@ class RunCheckpoint:
   callbacks.
 
   A checkpoint is whole or not there, see `CheckpointStore`; one that was
-  damaged later is skipped with a warning, and the one before it is used.
+  damaged later is skipped with a warning, and the one before it is used. A run
+  does not begin anew where there are checkpoints and none is whole.
 
   On several workers all of them call `restore` and `save`; the chief alone
   reads and writes files.
@@ -90,6 +91,7 @@ class RunCheckpoint:
     if not optimizer.built:
       with self.strategy.scope():
         optimizer.build(model.trainable_variables)
+    self._directory = os.fspath(directory)
     self._store = checkpoint_store.CheckpointStore(directory, max_to_keep)
     self._access = run_state.VariableAccess(self.strategy)
     self._variables = run_state.name_variables(model, optimizer)
@@ -114,14 +116,23 @@ class RunCheckpoint:
 
     Raises:
       CheckpointMismatchError: it is another model's or another run's; the
-        message names every difference.
+        message names every difference. Or none of those that are there is
+        whole.
+      OSError: the chief cannot read what is there.
     """
-    found, header = None, None
+    found, header, error = None, None, None
     if self._access.is_chief:
-      found = self._store.newest()
-      header = self._describe(found)
+      try:
+        found = self._store.newest()
+        header = self._describe(found)
+      except OSError as e:
+        error, header = e, {'cannot_read': str(e)}
     if self._access.workers is not None:
       header = self._hear_from_chief(header)
+    if error is not None:
+      raise error
+    if 'cannot_read' in header:
+      raise OSError(f'The chief cannot restore: {header["cannot_read"]}')
     if 'error' in header:
       raise errors.CheckpointMismatchError(header['error'])
     self._metric_arrays = {}
@@ -198,7 +209,7 @@ class RunCheckpoint:
   def _describe(self, found) -> dict[str, Any]:
     """What the chief tells the others of a checkpoint."""
     if found is None:
-      return {'is_found': False, 'epoch': 0, 'step': 0}
+      return self._describe_none()
     differences = self._different_settings(found.metadata['settings'])
     saved = {
       k: v for k, v in found.arrays.items() if not k.startswith('metrics/')
@@ -222,6 +233,15 @@ class RunCheckpoint:
       'step': found.metadata['step'],
       'parts': parts,
     }
+
+  def _describe_none(self) -> dict[str, Any]:
+    if self._store.paths():
+      return {
+        'error': f'None of the checkpoints in {self._directory} is whole: the '
+        'log says what each of them lacks. Bring back what is missing, or, to '
+        'begin anew, delete the directory.'
+      }
+    return {'is_found': False, 'epoch': 0, 'step': 0}
 
   def _hear_from_chief(self, header) -> dict[str, Any]:
     # Beside the collectives: an error must reach all, too.
