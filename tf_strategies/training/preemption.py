@@ -70,6 +70,9 @@ class Preemption:
       than the main thread, to which Python gives no signals.
   """
 
+  # Of a `fit` that has not ended: nothing tells of one that raised.
+  _in_fit: Preemption | None = None
+
   def __init__(
     self,
     checkpoint: run_checkpoint.RunCheckpoint | tf.distribute.Strategy,
@@ -82,8 +85,9 @@ class Preemption:
         'a number of seconds, 0 or more',
         'leave it out for 0.2',
       )
+    self._server_checkpoint = None
     if isinstance(checkpoint, tf.distribute.Strategy):
-      checkpoint = _ServerCheckpoint(checkpoint)
+      self._server_checkpoint = checkpoint = _ServerCheckpoint(checkpoint)
     self._checkpoint = checkpoint
     self._signals = tuple(signals)
     self._handlers: dict[int, Any] = {}
@@ -104,17 +108,35 @@ class Preemption:
         'the main thread: Python gives signals to no other',
         'enter it in the main thread, and train there',
       )
+    # Else its handlers would be the ones to put back.
+    abandoned, Preemption._in_fit = Preemption._in_fit, None
+    unseen = None if abandoned is None else abandoned._put_back()
+    self._signal, self._was_seen = None, False
     for number in self._signals:
       self._handlers[number] = signal.signal(number, self._on_signal)
+    if unseen is not None:
+      signal.raise_signal(unseen)
     return self
 
+  def enter_for_fit(self) -> None:
+    """Enters, where the end may be missed: the next one that enters ends it."""
+    self.__enter__()
+    Preemption._in_fit = self
+
   def __exit__(self, error_type, *unused):
+    if Preemption._in_fit is self:
+      Preemption._in_fit = None
+    unseen = self._put_back()
+    if error_type is None and unseen is not None:
+      signal.raise_signal(unseen)
+
+  def _put_back(self) -> int | None:
+    """Puts handlers back; returns a signal that nobody has looked at."""
     handlers, self._handlers = self._handlers, {}
     for number, handler in handlers.items():
       # None: it was set by code that is not Python.
       signal.signal(number, signal.SIG_DFL if handler is None else handler)
-    if error_type is None and self._signal is not None and not self._was_seen:
-      signal.raise_signal(self._signal)
+    return None if self._was_seen else self._signal
 
   def _on_signal(self, number, frame):
     # No logging: the signal may have interrupted a logging call.
@@ -126,6 +148,10 @@ class Preemption:
     """Whether to save and exit now; ask after each step, on all workers.
 
     All workers get the same answer after the same step.
+
+    Raises:
+      UnsupportedOptionError: a strategy with parameter servers that does not
+        know what to save.
     """
     return self.is_requested()
 
@@ -143,6 +169,8 @@ class Preemption:
     return self._ask(self._evaluation, False)
 
   def _ask(self, question: _Question | None, at_once: bool) -> bool:
+    if self._server_checkpoint is not None:
+      self._server_checkpoint.check_open()
     is_signalled = self._signal is not None
     if question is not None:
       is_signalled = question.ask(is_signalled, at_once)
@@ -247,9 +275,21 @@ class _ServerCheckpoint:
       )
     self.strategy = strategy
 
+  def check_open(self) -> None:
+    """Checks, after the first step already, that something can be saved."""
+    if not self.strategy.recovery.is_open:
+      raise errors.UnsupportedOptionError(
+        f'Preemption with a {type(self.strategy).__name__} that does not know '
+        'what to save',
+        'one that was told the model and the optimizer',
+        'call strategy.restore(model=model, optimizer=optimizer) before the '
+        'loop',
+      )
+
   def save(self, epoch: int, step: int) -> None:
     """Saves at once, or not at all where a server has gone as well."""
     del epoch, step  # The strategy counts the steps that it begins.
+    self.check_open()
     try:
       # Not guarded: there is no time to wait for a server to come back.
       self.strategy.recovery.save()
@@ -271,7 +311,8 @@ class PreemptionCheckpoint(keras.callbacks.Callback):
   With parameter servers the strategy saves and restores by itself: pass the
   strategy, next to `tfs.ResumeFit(strategy)`.
 
-  After a `fit` that raised, SIGTERM has no effect until another one ends.
+  After a `fit` that raised, SIGTERM waits for the next `fit` or `Preemption`,
+  which hears of it.
 
   Example:
 
@@ -291,7 +332,8 @@ class PreemptionCheckpoint(keras.callbacks.Callback):
 
   Raises:
     UnsupportedOptionError: as `Preemption`; or, when `fit` begins, a run that
-      was not restored or does not begin where the checkpoint is.
+      was not restored, does not begin where the checkpoint is, or has groups
+      of steps (`steps_per_execution`) of which none ends there.
   """
 
   def __init__(
@@ -310,12 +352,14 @@ class PreemptionCheckpoint(keras.callbacks.Callback):
     self._preemption = Preemption(checkpoint, signals, check_seconds)
     self._resumed_from: run_checkpoint.Position | None = None
     self._is_first_epoch = False
+    self._listens = False
     self._epoch = 0
     self._steps_done = 0
     self._steps_to_skip = 0
 
   def on_train_begin(self, logs=None):
-    """Listens for signals."""
+    """Notes where the run goes on."""
+    self._listens = False
     if self._checkpoint is not None:
       position = self._checkpoint.position
       if position is None:
@@ -328,14 +372,16 @@ class PreemptionCheckpoint(keras.callbacks.Callback):
         self._resumed_from = position
         self._steps_to_skip = position.step
         self._is_first_epoch = True
-    self._preemption.__enter__()
 
   def on_epoch_begin(self, epoch, logs=None):
-    """Lets the epoch that was interrupted go on in its middle."""
+    """Listens for signals; an epoch that was interrupted goes on."""
     self._epoch = epoch
     if self._is_first_epoch:
-      self._is_first_epoch = False
       self._check_begin(epoch)
+      self._is_first_epoch = False
+    if not self._listens:
+      self._listens = True
+      self._preemption.enter_for_fit()
     if self._steps_to_skip:
       self._checkpoint.restore_metrics()
       self._skip_steps()
@@ -354,6 +400,14 @@ class PreemptionCheckpoint(keras.callbacks.Callback):
         'restored',
         'the steps of a whole epoch',
         'pass to steps_per_epoch what the run began with',
+      )
+    group = self.model.steps_per_execution
+    if position.step % group:
+      raise errors.UnsupportedOptionError(
+        f'steps_per_execution={group} after {position.step} steps of an epoch '
+        'were restored',
+        f'a divisor of {position.step}',
+        'pass to compile the steps_per_execution that the run began with',
       )
 
   def _skip_steps(self):
