@@ -1,5 +1,8 @@
 """How a job of one worker counts its steps, and calls `fit`."""
 
+import json
+import os
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -16,6 +19,25 @@ _STEPS = 4
 def _make_batches(epoch, step, epochs=3):
   rows = np.ones([2 * (epochs * _STEPS - epoch * _STEPS - step), 3], np.float32)
   return tf.data.Dataset.from_tensor_slices((rows, rows[:, :1])).batch(2)
+
+
+class _Heard(keras.callbacks.Callback):
+  """What a callback hears."""
+
+  def __init__(self, stops=False):
+    super().__init__()
+    self.events = []
+    self._stops = stops
+
+  def on_train_begin(self, logs=None):
+    self.events.append('begin')
+
+  def on_epoch_end(self, epoch, logs=None):
+    self.events.append(epoch)
+    self.model.stop_training = self._stops
+
+  def on_train_end(self, logs=None):
+    self.events.append('end')
 
 
 class JobTest(tf.test.TestCase):
@@ -48,6 +70,45 @@ class JobTest(tf.test.TestCase):
     self.job.update(0, 1)
     self.job.hold()
     self.assertEqual(self.job.step, 1)
+
+  def test_fit_after_a_death_is_one_for_callbacks(self):
+    self.job.restore(self.model)
+    self.job.update(0, 1)
+    path = os.path.join(self.create_tempdir().full_path, 'm.jsonl')
+    monitor = tfs.MonitorTraining(metrics_jsonl=path, progress_seconds=0)
+    heard = _Heard()
+    self.job.fit(
+      self.model,
+      _make_batches,
+      epochs=3,
+      steps_per_epoch=_STEPS,
+      callbacks=[monitor, heard],
+      verbose=0,
+    )
+    self.assertEqual(heard.events, ['begin', 0, 1, 2, 'end'])
+    with open(path.replace('.jsonl', '-0.jsonl'), encoding='utf-8') as f:
+      lines = [json.loads(line) for line in f]
+    self.assertLen(lines, 3 * _STEPS - 1)
+    self.assertNotIn(None, [line['input_share'] for line in lines])
+    self.assertEqual(
+      self.job.position.progress, elastic_job.Position(3).progress
+    )
+
+  def test_fit_that_is_stopped_in_its_first_part_ends(self):
+    self.job.restore(self.model)
+    self.job.update(0, 1)
+    heard = _Heard(stops=True)
+    self.job.fit(self.model, _make_batches, 3, _STEPS, [heard], verbose=0)
+    self.assertEqual(heard.events, ['begin', 0, 'end'])
+
+  def test_fit_of_which_nothing_is_left(self):
+    self.job.restore(self.model)
+    self.job.update(3, 0)
+    heard = _Heard()
+    self.assertIsNone(
+      self.job.fit(self.model, _make_batches, 3, _STEPS, [heard], verbose=0)
+    )
+    self.assertEmpty(heard.events)
 
 
 if __name__ == '__main__':

@@ -233,8 +233,8 @@ class Job:
         there on, to the end of the job.
       epochs: of the whole job.
       steps_per_epoch: of a whole epoch.
-      callbacks: of the user. Metrics of an epoch that was interrupted are those
-        of its last part.
+      callbacks: of the user, to which this is one `fit`. Metrics of an epoch
+        that was interrupted are those of its last part.
       **options: of `fit`, such as `validation_data`.
 
     Returns:
@@ -245,6 +245,7 @@ class Job:
       epoch, step = epoch + 1, 0
       self._set(epoch, 0)
     self._epochs = epochs
+    parts = _Parts([*callbacks, self.callback()])
     history = None
     while epoch < epochs:
       # What is left of an interrupted epoch, then all the others at once.
@@ -254,12 +255,13 @@ class Job:
         initial_epoch=epoch,
         epochs=last,
         steps_per_epoch=steps_per_epoch - step,
-        callbacks=[*callbacks, self.callback()],
+        callbacks=[parts],
         **options,
       )
       if model.stop_training:
         break
       epoch, step = last, 0
+    parts.finish()
     return history
 
   # The details.
@@ -365,6 +367,26 @@ class ElasticCallback(keras.callbacks.Callback):
     """Counts an epoch."""
     self._first_step = 0
     self._job.finish_epoch(epoch)
+
+
+class _Parts(keras.callbacks.CallbackList):
+  """Callbacks to which several calls of `fit` are one."""
+
+  _has_begun = False
+  _last_logs = None
+
+  def on_train_begin(self, logs=None):
+    if not self._has_begun:
+      self._has_begun = True
+      super().on_train_begin(logs)
+
+  def on_train_end(self, logs=None):
+    self._last_logs = logs
+
+  def finish(self) -> None:
+    """The last part is over, if there was one."""
+    if self._has_begun:
+      super().on_train_end(self._last_logs)
 
 
 def _state_of(model, optimizer) -> list[keras.Variable]:
