@@ -299,6 +299,11 @@ class Setup:
     """Context of one training step, for the monitor if there is one."""
     return self.monitor.step() if self.monitor else contextlib.nullcontext()
 
+  def still_alive(self) -> None:
+    """Tells the monitor, if there is one, of work that is not a step."""
+    if self.monitor:
+      self.monitor.still_alive()
+
   def join(self) -> None:
     """Waits for steps that workers still run, where steps run on workers."""
     if hasattr(self.strategy, 'join'):

@@ -227,6 +227,7 @@ class _Loop:
     self._metrics.reset()
     for batch in self._test_set:
       self._test_step(batch)
+      self._setup.still_alive()
     return self._metrics.results()
 
 

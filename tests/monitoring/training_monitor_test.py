@@ -231,6 +231,58 @@ class MonitorTest(tf.test.TestCase, parameterized.TestCase):
         self.assertRegex(line, r'^step \d: .* ms, [\d,]+ examples/s .* MB RSS$')
     self.assertEmpty(os.listdir(self._directory))
 
+  def test_line_is_in_the_file_at_once(self):
+    monitor = self._monitor(metrics_jsonl=self._path('m.jsonl'))
+    monitor.start()
+    for number in range(3):
+      with monitor.step():
+        pass
+      self.assertLen(_read_lines(self._path('m-0.jsonl')), number + 1)
+
+  def _assert_silent(self, monitor):
+    """The watchdog says nothing, though no step has ended for long."""
+    path = self._path('logs/watchdog-0.log')
+    for _ in range(2):  # What it had begun to say may come yet.
+      size = os.path.getsize(path) if os.path.exists(path) else 0
+      time.sleep(0.5)
+    self.assertEqual(os.path.getsize(path) if os.path.exists(path) else 0, size)
+
+  def test_watchdog_is_silent_after_an_error(self):
+    monitor = self._monitor(log_dir=self._path('logs'), watchdog_seconds=0.1)
+    monitor.start()
+    with self.assertRaises(KeyboardInterrupt), monitor.step():
+      raise KeyboardInterrupt
+    self._assert_silent(monitor)
+    monitor.close()  # The step that failed is none.
+    self.assertEmpty(_read_lines(self._path('logs/metrics-0.jsonl')))
+
+  def test_watchdog_is_silent_after_a_fit_that_raised(self):
+    def fail(batch, logs):
+      raise KeyboardInterrupt
+
+    monitor = self._monitor(log_dir=self._path('logs'), watchdog_seconds=0.1)
+    callback = monitor_training.MonitorTraining(monitor)
+    failing = keras.callbacks.LambdaCallback(on_train_batch_begin=fail)
+    callbacks = keras.callbacks.CallbackList([callback, failing])
+    with self.assertRaises(KeyboardInterrupt):
+      self._fit(tfs.RingMirroredStrategy(['CPU:0']), callbacks)
+    self._assert_silent(monitor)
+
+  def test_watchdog_barks_within_fit(self):
+    def wait(batch, logs):
+      path = self._path('logs/watchdog-0.log')
+      end = time.monotonic() + 60
+      while not os.path.exists(path) and time.monotonic() < end:
+        time.sleep(0.02)
+
+    monitor = self._monitor(log_dir=self._path('logs'), watchdog_seconds=0.1)
+    callback = monitor_training.MonitorTraining(monitor)
+    waiting = keras.callbacks.LambdaCallback(on_train_batch_end=wait)
+    callbacks = keras.callbacks.CallbackList([callback, waiting])
+    self._fit(tfs.RingMirroredStrategy(['CPU:0']), callbacks)
+    with open(self._path('logs/watchdog-0.log'), encoding='utf-8') as f:
+      self.assertIn('no step has finished', f.read())
+
   def test_new_monitor_closes_the_last(self):
     first = self._monitor(metrics_jsonl=self._path('m.jsonl'))
     first.start()

@@ -1,6 +1,7 @@
 """The watchdog tells once a deadline, and who is waited for."""
 
 import os
+import queue
 import threading
 import time
 
@@ -153,16 +154,31 @@ class WatchdogTest(absltest.TestCase):
     self.assertIn('Current thread', text)
 
   def test_nothing_is_left_to_wait_for(self):
-    asked = threading.Event()
+    said = queue.Queue()
+    answers = [None, None, 'a report']
 
     def describe():
-      asked.set()
+      answer = answers.pop(0)
+      said.put(answer)
+      return answer
 
     dog = self._watch(0.05, describe)
-    self.assertTrue(asked.wait(_DEADLINE_SECONDS))
-    dog._thread.join(_DEADLINE_SECONDS)
-    self.assertFalse(dog._thread.is_alive())
+    said.get(timeout=_DEADLINE_SECONDS)
+    time.sleep(0.3)
+    self.assertTrue(said.empty())  # It has not asked again.
+    dog.step_finished()
+    said.get(timeout=_DEADLINE_SECONDS)
     self.assertEqual(self._read(), '')
+    dog.step_began()
+    self._wait_for('a report')
+
+  def test_silent_while_it_is_paused(self):
+    dog = self._watch(0.1, lambda: 'a report')
+    dog.pause()
+    time.sleep(0.4)
+    self.assertEqual(self._read(), '')
+    dog.step_began()
+    self._wait_for('a report')
 
 
 if __name__ == '__main__':

@@ -1,5 +1,6 @@
 """Checkpoints that are damaged, half written, or killed while they are written."""
 
+import errno
 import json
 import os
 import random
@@ -142,6 +143,27 @@ class CheckpointStoreTest(parameterized.TestCase):
     with self.assertLogs(level='WARNING') as logs:
       self.assertIsNone(self.store.newest())
     self.assertLen(logs.output, 2)
+    self.assertIn('The one before it is tried', logs.output[0])
+    self.assertIn('There is none before it', logs.output[1])
+
+  @parameterized.product(
+    code=(errno.EIO, errno.EACCES), file=('manifest.json', 'arrays.bin')
+  )
+  def test_file_that_cannot_be_read_now(self, code, file):
+    self._save(1)
+    path = os.path.join(self._save(2), file)
+
+    def fail(name, *args, **options):
+      if name == path:
+        raise OSError(code, os.strerror(code), name)
+      return open(name, *args, **options)
+
+    # It may be whole: neither the one before it nor none will do.
+    with (
+      mock.patch.object(checkpoint_store, 'open', fail, create=True),
+      self.assertRaisesRegex(OSError, file),
+    ):
+      self.store.newest()
 
   def test_manifest_of_another_format(self):
     self._save(1)

@@ -198,7 +198,7 @@ class _Small:
   def fit(self, callback, **options):
     self.model.fit(
       tf.data.Dataset.from_tensors((tf.ones([4, 3]), tf.ones([4, 1]))).repeat(),
-      callbacks=[callback],
+      callbacks=callback,
       verbose=0,
       **options,
     )
@@ -270,6 +270,18 @@ class SignalsTest(tf.test.TestCase, parameterized.TestCase):
     ):
       tfs.Preemption(self.small.checkpoint, check_seconds=seconds)
 
+  def test_servers_that_do_not_know_what_to_save(self):
+    strategy = mock.Mock(spec=tf.distribute.Strategy)
+    strategy.extended.workers = None
+    strategy.recovery = mock.Mock(is_open=False)
+    with tfs.Preemption(strategy) as preemption:
+      with self.assertRaisesRegex(
+        tfs.errors.UnsupportedOptionError, 'strategy.restore'
+      ):
+        _ = preemption.requested
+      strategy.recovery.is_open = True
+      self.assertFalse(preemption.requested)
+
   def test_strategy_that_saves_nothing(self):
     with self.assertRaisesRegex(
       tfs.errors.UnsupportedOptionError, 'RingMirroredStrategy as checkpoint'
@@ -292,8 +304,70 @@ class SignalsTest(tf.test.TestCase, parameterized.TestCase):
     self.small.checkpoint.save(epoch=2, step=3)
     self.small.checkpoint.restore()
     callback = tfs.PreemptionCheckpoint(self.small.checkpoint)
-    with self.assertRaisesRegex(tfs.errors.UnsupportedOptionError, message):
-      self.small.fit(callback, epochs=4, **options)
+    before = signal.getsignal(signal.SIGTERM)
+    for _ in range(2):  # What is wrong once is wrong twice.
+      with self.assertRaisesRegex(tfs.errors.UnsupportedOptionError, message):
+        self.small.fit(callback, epochs=4, **options)
+      self.assertIs(signal.getsignal(signal.SIGTERM), before)
+
+  def test_groups_of_steps_that_do_not_end_where_it_was_saved(self):
+    self.small.checkpoint.save(epoch=2, step=3)
+    self.small.checkpoint.restore()
+    self.small.model.steps_per_execution = 2
+    with self.assertRaisesRegex(
+      tfs.errors.UnsupportedOptionError, 'steps_per_execution=2 after 3 steps'
+    ):
+      self.small.fit(
+        tfs.PreemptionCheckpoint(self.small.checkpoint),
+        initial_epoch=2,
+        epochs=4,
+        steps_per_epoch=8,
+      )
+
+  def test_fit_that_raised_leaves_the_handler(self):
+    before = signal.getsignal(signal.SIGTERM)
+    self.small.checkpoint.restore()
+    callback = tfs.PreemptionCheckpoint(self.small.checkpoint)
+    for again in (callback, tfs.PreemptionCheckpoint(self.small.checkpoint)):
+      with self.assertRaises(ZeroDivisionError):
+        self._fit_that_raises(callback)
+      self.small.fit(again, steps_per_epoch=2)
+      self.assertIs(signal.getsignal(signal.SIGTERM), before)
+    with self.assertRaises(ZeroDivisionError):
+      self._fit_that_raises(callback)
+    with tfs.Preemption(self.small.checkpoint):
+      pass
+    self.assertIs(signal.getsignal(signal.SIGTERM), before)
+    self.assertEmpty(self.heard)
+
+  def _fit_that_raises(self, callback):
+    def fail(batch, logs):
+      raise ZeroDivisionError
+
+    failing = keras.callbacks.LambdaCallback(on_train_batch_end=fail)
+    self.small.fit([callback, failing], steps_per_epoch=2)
+
+  def test_signal_after_a_fit_that_raised_is_handed_on(self):
+    self.small.checkpoint.restore()
+    with self.assertRaises(ZeroDivisionError):
+      self._fit_that_raises(tfs.PreemptionCheckpoint(self.small.checkpoint))
+    signal.raise_signal(signal.SIGTERM)
+    with tfs.Preemption(self.small.checkpoint) as preemption:
+      self.assertTrue(preemption.requested)
+    self.assertEmpty(self.heard)
+
+  def test_one_within_the_other(self):
+    before = signal.getsignal(signal.SIGTERM)
+    with tfs.Preemption(self.small.checkpoint):
+      outer = signal.getsignal(signal.SIGTERM)
+      with tfs.Preemption(self.small.checkpoint):
+        pass
+      self.assertEqual(signal.getsignal(signal.SIGTERM), outer)
+      self.small.checkpoint.restore()
+      callback = tfs.PreemptionCheckpoint(self.small.checkpoint)
+      self.small.fit(callback, steps_per_epoch=2)
+      self.assertEqual(signal.getsignal(signal.SIGTERM), outer)
+    self.assertIs(signal.getsignal(signal.SIGTERM), before)
 
   def test_each_epoch_is_saved_or_not(self):
     position = self.small.checkpoint.restore()

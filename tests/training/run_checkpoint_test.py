@@ -1,6 +1,8 @@
 """What a checkpoint of a run holds, and whose it must be."""
 
+import json
 import os
+from unittest import mock
 
 import keras
 import numpy as np
@@ -9,7 +11,7 @@ from absl.testing import parameterized
 
 import tf_strategies as tfs
 from tests import virtual_devices
-from tf_strategies.training import run_state
+from tf_strategies.training import checkpoint_store, run_state
 
 virtual_devices.configure_logical_cpus()
 
@@ -18,9 +20,10 @@ def _strategy(replicas):
   return tfs.RingMirroredStrategy([f'CPU:{i}' for i in range(replicas)])
 
 
-def _model(strategy=None, units=1, seed=1, optimizer='adam'):
-  """A small model with random numbers, of which names do not count models."""
-  keras.backend.clear_session()
+def _model(strategy=None, units=1, seed=1, optimizer='adam', counts_anew=True):
+  """A small model with random numbers; its names count models, or do not."""
+  if counts_anew:
+    keras.backend.clear_session()
   keras.utils.set_random_seed(seed)
   strategy = strategy or tf.distribute.get_strategy()
   with strategy.scope():
@@ -46,6 +49,11 @@ def _model(strategy=None, units=1, seed=1, optimizer='adam'):
 def _fit(model, steps=2):
   x = np.arange(24 * steps, dtype=np.float32).reshape(-1, 3) / 10
   model.fit(x, x[:, :1], batch_size=8, verbose=0, shuffle=False)
+
+
+def _answer_of_another_chief(error):
+  header = {'cannot_read': str(error)}
+  return lambda tag, payload: [json.dumps(header).encode(), payload]
 
 
 class RunCheckpointTest(tf.test.TestCase, parameterized.TestCase):
@@ -96,6 +104,102 @@ class RunCheckpointTest(tf.test.TestCase, parameterized.TestCase):
     self.assertIn(torn, logs.output[0])
     for name, value in self._state(model).items():
       np.testing.assert_array_equal(value, before[name], name)
+
+  @parameterized.parameters('adam', 'sgd')
+  def test_same_model_again_in_one_process(self, optimizer):
+    before = _model(optimizer=optimizer)
+    _fit(before)
+    tfs.RunCheckpoint(self.directory, before).save(epoch=1)
+    saved = list(self._state(before).values())
+    # Keras counts the models and layers of a process in their names.
+    again = _model(seed=2, optimizer=optimizer, counts_anew=False)
+    self.assertNotEqual(again.weights[0].path, before.weights[0].path)
+    self.assertEqual(tfs.RunCheckpoint(self.directory, again).restore(), (1, 0))
+    for value, found in zip(saved, self._state(again).values(), strict=True):
+      np.testing.assert_array_equal(value, found)
+
+  def test_another_optimizer_again_in_one_process(self):
+    # Variables of the same shapes, in the same order.
+    momentum = keras.optimizers.SGD(momentum=0.9)
+    tfs.RunCheckpoint(self.directory, _model(optimizer=momentum)).save(epoch=1)
+    rmsprop = keras.optimizers.RMSprop()
+    again = _model(optimizer=rmsprop, counts_anew=False)
+    self.assertLen(rmsprop.variables, len(momentum.variables))
+    with self.assertRaises(tfs.errors.CheckpointMismatchError):
+      tfs.RunCheckpoint(self.directory, again).restore()
+
+  def test_names_that_are_alike_go_before_places(self):
+    self.assertEqual(
+      run_state.match_names(
+        ['a_2/kernel', 'a_1/kernel'], ['a_1/kernel', 'a_2/kernel']
+      ),
+      {'a_1/kernel': 'a_1/kernel', 'a_2/kernel': 'a_2/kernel'},
+    )
+    self.assertEqual(
+      run_state.match_names(
+        ['a_1/kernel', 'a_2/kernel'], ['a/kernel', 'a_1/kernel']
+      ),
+      {'a/kernel': 'a_1/kernel', 'a_1/kernel': 'a_2/kernel'},
+    )
+
+  def test_another_dtype_is_refused(self):
+    tfs.RunCheckpoint(self.directory, _model()).save(epoch=1)
+    keras.config.set_dtype_policy('float64')
+    self.addCleanup(keras.config.set_dtype_policy, 'float32')
+    with self.assertRaisesRegex(
+      tfs.errors.CheckpointMismatchError, 'float32 there and float64 here'
+    ):
+      model = _model(counts_anew=False)
+      tfs.RunCheckpoint(self.directory, model).restore()
+
+  def test_meetings_are_counted_in_each_group(self):
+    # A worker that was started again has restored nothing before.
+    for _ in range(2):
+      checkpoint = tfs.RunCheckpoint(self.directory, _model())
+      workers = checkpoint._access.workers = mock.Mock(rank=0)
+      workers.exchange.side_effect = lambda tag, payload: [payload]
+      checkpoint.restore()
+      checkpoint.restore()
+      tags = [call.args[0] for call in workers.exchange.call_args_list]
+      self.assertEqual(tags, ['checkpoint/0', 'checkpoint/1'])
+
+  def test_nothing_is_whole(self):
+    model = _model()
+    checkpoint = tfs.RunCheckpoint(self.directory, model)
+    paths = [checkpoint.save(epoch=epoch) for epoch in (1, 2)]
+    for path in paths:
+      os.truncate(os.path.join(path, 'arrays.bin'), 10)
+    with self.assertRaisesRegex(
+      tfs.errors.CheckpointMismatchError, 'delete the directory'
+    ):
+      checkpoint.restore()
+    self.assertIsNone(checkpoint.position)
+
+  def test_checkpoint_that_cannot_be_read(self):
+    checkpoint = tfs.RunCheckpoint(self.directory, _model())
+    checkpoint.save(epoch=1)
+    error = PermissionError(13, 'Permission denied', 'arrays.bin')
+    with (
+      mock.patch.object(checkpoint_store, '_read', side_effect=error),
+      self.assertRaisesRegex(PermissionError, 'arrays.bin'),
+    ):
+      checkpoint.restore()
+
+  def test_other_workers_hear_that_the_chief_cannot_read(self):
+    checkpoint = tfs.RunCheckpoint(self.directory, _model())
+    checkpoint.save(epoch=1)
+    workers = mock.Mock(rank=0)
+    workers.exchange = lambda tag, payload: [payload]
+    checkpoint._access.workers = workers
+    error = OSError(5, 'Input/output error', 'arrays.bin')
+    with mock.patch.object(checkpoint_store, '_read', side_effect=error):
+      with self.assertRaises(OSError) as caught:
+        checkpoint.restore()
+      self.assertIs(caught.exception, error)
+      workers.exchange = _answer_of_another_chief(error)
+      workers.rank = 1
+      with self.assertRaisesRegex(OSError, 'chief.*arrays.bin'):
+        checkpoint.restore()
 
   def test_metrics_that_are_not_there(self):
     model = _model()

@@ -26,8 +26,6 @@ from typing import Any
 
 from tf_strategies.monitoring import step_breakdown
 
-_FLUSH_SECONDS = 1.0
-
 
 class Totals:
   """Sums over the steps since the last line."""
@@ -143,15 +141,11 @@ class JsonLines:
   def __init__(self, path: str):
     os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
     # Closed by `close`.
-    self._file = open(path, 'a', encoding='utf-8')  # noqa: SIM115
-    self._flushed = time.monotonic()
+    self._file = open(path, 'a', 1, encoding='utf-8')  # noqa: SIM115
 
   def write(self, record: Mapping[str, Any]) -> None:
-    """Adds a line; it is on disk after a second."""
+    """Adds a line, which is in the file at once: the next may never come."""
     self._file.write(json.dumps(record) + '\n')
-    if time.monotonic() - self._flushed > _FLUSH_SECONDS:
-      self._file.flush()
-      self._flushed = time.monotonic()
 
   def close(self) -> None:
     """Writes what is left."""

@@ -6,10 +6,13 @@
     tfs.monitoring.MonitorOptions(log_dir='logs', timeline='run.json')
   )                              # before data sets are distributed
   monitor.start(strategy)
-  for batch in batches:          # or a step that calls next() itself
-    with monitor.step():
-      train_step(batch)
+  iterator = iter(batches)
+  for _ in range(steps):
+    with monitor.step():         # with next() in it: input is measured there
+      train_step(next(iterator))
   monitor.close()
+
+While a loop evaluates, it calls `monitor.still_alive()` after each batch.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import dataclasses
 import importlib.util
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from absl import logging
@@ -158,6 +161,11 @@ class TrainingMonitor:
 
   Args:
     options: what is measured.
+
+  Attributes:
+    options: what is measured.
+    is_running: asked before the watchdog reports; it is silent where the
+      training is not going on, until another step begins.
   """
 
   _running: TrainingMonitor | None = None
@@ -167,6 +175,7 @@ class TrainingMonitor:
       TrainingMonitor._running.close()
     TrainingMonitor._running = self
     self.options = options or MonitorOptions()
+    self.is_running: Callable[[], bool] = lambda: True
     # What the running step has recorded.
     self._events: list[recorder.Event] = []
     recorder.connect(self)
@@ -225,13 +234,21 @@ class TrainingMonitor:
   def step(self) -> Iterator[None]:
     """Context of one step: the call of `next()` and of what trains on it."""
     self.begin_step()
-    yield
+    try:
+      yield
+    except BaseException:
+      self._began = None
+      if self._watchdog is not None:
+        self._watchdog.pause()
+      raise
     self.end_step()
 
   def begin_step(self) -> None:
     """A step begins."""
     if not self._is_started or self._is_closed:
       return
+    if self._watchdog is not None:
+      self._watchdog.step_began()
     number = self._first_step + self._steps + 1
     recorder.set_step(number)
     if self._group is not None:
@@ -314,6 +331,8 @@ class TrainingMonitor:
     return None if self._group is None else self._group.bytes_sent
 
   def _describe(self) -> str | None:
+    if not self.is_running():
+      return None
     if self._group is None:
       return f'step {recorder.step()} is the last that began'
     if self._group.failure is not None:

@@ -41,7 +41,7 @@ class Watchdog:
   Args:
     seconds: how long a step may take before the first report.
     describe: called with nothing, returns what the report says of the ranks;
-      None ends the watch, as nothing is left to wait for.
+      None if nothing is to be waited for until another step begins.
     path: a file that gets the reports too; None for the error output alone.
   """
 
@@ -56,6 +56,7 @@ class Watchdog:
     self._path = path
     self._finished = time.monotonic()
     self._told = 0
+    self._is_paused = False
     self._lock = threading.Lock()
     self._is_over = threading.Event()
     self._thread = threading.Thread(
@@ -63,11 +64,24 @@ class Watchdog:
     )
     self._thread.start()
 
+  def step_began(self) -> None:
+    """After a pause the watch goes on."""
+    if self._is_paused:
+      with self._lock:
+        self._finished, self._told = time.monotonic(), 0
+        self._is_paused = False
+
+  def pause(self) -> None:
+    """Nothing is waited for until another step begins."""
+    with self._lock:
+      self._is_paused = True
+
   def step_finished(self) -> None:
     """The deadline starts anew."""
     with self._lock:
       before, self._finished = self._finished, time.monotonic()
       was_told, self._told = self._told, 0
+      self._is_paused = False
     if was_told:
       late = self._finished - before
       self._write(f'watchdog: it goes on, after {late:.1f} s.\n', False)
@@ -83,25 +97,27 @@ class Watchdog:
       with self._lock:
         finished = self._finished
         patience = self._seconds * _MORE_PATIENCE**self._told
+        is_paused = self._is_paused
       left = finished + patience - time.monotonic()
-      if self._is_over.wait(max(left, 0.01)):
+      if self._is_over.wait(self._seconds if is_paused else max(left, 0.01)):
         return
       late = time.monotonic() - finished
-      if late >= patience and not self._report(finished, late):
-        return
+      if late >= patience and not self._is_paused:
+        self._report(finished, late)
 
-  def _report(self, finished: float, late: float) -> bool:
-    """Tells of a step that is late; False if there is nothing to wait for."""
+  def _report(self, finished: float, late: float) -> None:
+    """Tells of a step that is late."""
     try:
       said = self._describe()
     except Exception as e:
       # The group may be closing; the stacks are worth having anyway.
       said = f'what the ranks do is not known ({type(e).__name__}: {e})'
-    if said is None:
-      return False
     with self._lock:
       if self._finished != finished:  # Asking took a while, and it goes on.
-        return True
+        return
+      if said is None:
+        self._is_paused = True
+        return
       self._told += 1
     threads = ', '.join(
       f'{thread.name} is 0x{thread.ident:x}'
@@ -114,7 +130,6 @@ class Watchdog:
       + f'  The stacks of process {os.getpid()}; thread {threads}:\n',
       True,
     )
-    return True
 
   def _write(self, text: str, with_stacks: bool) -> None:
     # The real one: faulthandler wants a file descriptor.

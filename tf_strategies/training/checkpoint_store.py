@@ -132,15 +132,22 @@ class CheckpointStore:
     """Reads the newest checkpoint that is whole; None if there is none.
 
     Newer ones that are torn are left where they are, with a warning each.
+
+    Raises:
+      OSError: a file is there and cannot be read: it may be whole.
     """
-    for path in reversed(self.paths()):
+    paths = self.paths()
+    for path in reversed(paths):
       try:
         return _read(path)
-      except (OSError, errors.DataError) as e:
+      except (FileNotFoundError, errors.DataError) as e:
         logging.warning(
-          'Skipped checkpoint %s, which is torn: %s. The one before it is used.',
+          'Skipped checkpoint %s, which is torn: %s. %s',
           path,
           e,
+          'There is none before it.'
+          if path == paths[0]
+          else 'The one before it is tried.',
         )
     return None
 
@@ -209,7 +216,9 @@ def _read(path: str) -> StoredCheckpoint:
     OSError: a file is missing, or cannot be read.
   """
   contents = _read_manifest(os.path.join(path, _MANIFEST))
-  data = np.fromfile(os.path.join(path, _ARRAYS), np.uint8)
+  # np.fromfile would take what it cannot read for the end of the file.
+  with open(os.path.join(path, _ARRAYS), 'rb') as f:
+    data = np.frombuffer(f.read(), np.uint8)
   if data.size != contents['bytes']:
     raise errors.DataError(
       f'{_ARRAYS} has {data.size} bytes, expected {contents["bytes"]}'

@@ -87,7 +87,7 @@ class Job:
     self._optimizer = None
     self._batch = 0
     self._epochs: int | None = None
-    # Batches that a callback counted, and the optimizer's count at its start.
+    # Batches that a callback counted, and the optimizer's count before them.
     self._counted = 0
     self._iterations_at_start = 0
 
@@ -206,6 +206,7 @@ class Job:
     """
     is_new_epoch = epoch != self._position.epoch
     self._set(epoch, step)
+    self._start_counting()
     if self._options.join == 'step' or (
       is_new_epoch and self._options.join == 'epoch'
     ):
@@ -232,8 +233,8 @@ class Job:
         there on, to the end of the job.
       epochs: of the whole job.
       steps_per_epoch: of a whole epoch.
-      callbacks: of the user. Metrics of an epoch that was interrupted are those
-        of its last part.
+      callbacks: of the user, to which this is one `fit`. Metrics of an epoch
+        that was interrupted are those of its last part.
       **options: of `fit`, such as `validation_data`.
 
     Returns:
@@ -244,6 +245,7 @@ class Job:
       epoch, step = epoch + 1, 0
       self._set(epoch, 0)
     self._epochs = epochs
+    parts = _Parts([*callbacks, self.callback()])
     history = None
     while epoch < epochs:
       # What is left of an interrupted epoch, then all the others at once.
@@ -253,12 +255,13 @@ class Job:
         initial_epoch=epoch,
         epochs=last,
         steps_per_epoch=steps_per_epoch - step,
-        callbacks=[*callbacks, self.callback()],
+        callbacks=[parts],
         **options,
       )
       if model.stop_training:
         break
       epoch, step = last, 0
+    parts.finish()
     return history
 
   # The details.
@@ -366,6 +369,26 @@ class ElasticCallback(keras.callbacks.Callback):
     self._job.finish_epoch(epoch)
 
 
+class _Parts(keras.callbacks.CallbackList):
+  """Callbacks to which several calls of `fit` are one."""
+
+  _has_begun = False
+  _last_logs = None
+
+  def on_train_begin(self, logs=None):
+    if not self._has_begun:
+      self._has_begun = True
+      super().on_train_begin(logs)
+
+  def on_train_end(self, logs=None):
+    self._last_logs = logs
+
+  def finish(self) -> None:
+    """The last part is over, if there was one."""
+    if self._has_begun:
+      super().on_train_end(self._last_logs)
+
+
 def _state_of(model, optimizer) -> list[keras.Variable]:
   """What a run consists of: the model's variables and the optimizer's."""
   variables = [*model.variables, *optimizer.variables]
@@ -387,6 +410,8 @@ def _read(variable) -> np.ndarray:
 
 def _iterations(optimizer) -> int:
   """The optimizer's count of calls; accumulation steps count too."""
+  if optimizer is None:  # Nothing was restored yet.
+    return 0
   for variable in optimizer.variables:
     if variable.path.split('/')[-1] == 'iteration':
       return int(variable.numpy())

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import sys
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -78,6 +81,8 @@ class MonitorTraining(keras.callbacks.Callback):
     """Opens the files."""
     optimizer = self.model.optimizer
     done = 0 if optimizer is None else int(optimizer.iterations.numpy())
+    # Nothing tells of a `fit` that raises.
+    self._monitor.is_running = _running_fit()
     self._monitor.start(self.model.distribute_strategy, done)
 
   def on_train_batch_begin(self, batch, logs=None):
@@ -103,3 +108,25 @@ class MonitorTraining(keras.callbacks.Callback):
   def on_train_end(self, logs=None):
     """Writes what is left."""
     self._monitor.close()
+
+
+def _running_fit() -> Callable[[], bool]:
+  """Returns what tells whether the `fit` that this is called in goes on."""
+  thread = threading.get_ident()
+  found = None
+  frame = sys._getframe()
+  while frame is not None:
+    if frame.f_code.co_name == 'fit':  # The outermost: one may call another.
+      # Not the frame itself, which keeps alive what `fit` has.
+      found = (id(frame), frame.f_code)
+    frame = frame.f_back
+
+  def is_running() -> bool:
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+      if (id(frame), frame.f_code) == found:
+        return True
+      frame = frame.f_back
+    return found is None  # A loop that calls its callbacks itself.
+
+  return is_running

@@ -70,6 +70,9 @@ class Preemption:
       than the main thread, to which Python gives no signals.
   """
 
+  # Of a `fit` that has not ended: nothing tells of one that raised.
+  _in_fit: Preemption | None = None
+
   def __init__(
     self,
     checkpoint: run_checkpoint.RunCheckpoint | tf.distribute.Strategy,
@@ -82,8 +85,9 @@ class Preemption:
         'a number of seconds, 0 or more',
         'leave it out for 0.2',
       )
+    self._server_checkpoint = None
     if isinstance(checkpoint, tf.distribute.Strategy):
-      checkpoint = _ServerCheckpoint(checkpoint)
+      self._server_checkpoint = checkpoint = _ServerCheckpoint(checkpoint)
     self._checkpoint = checkpoint
     self._signals = tuple(signals)
     self._handlers: dict[int, Any] = {}
@@ -94,6 +98,8 @@ class Preemption:
     workers = getattr(extended, 'workers', None)
     several = workers is not None and workers.world_size > 1
     self._question = _Question(workers, check_seconds) if several else None
+    # Its batches take another time than training steps.
+    self._evaluation = _Question(workers, check_seconds) if several else None
 
   def __enter__(self) -> Preemption:
     if threading.current_thread() is not threading.main_thread():
@@ -102,17 +108,35 @@ class Preemption:
         'the main thread: Python gives signals to no other',
         'enter it in the main thread, and train there',
       )
+    # Else its handlers would be the ones to put back.
+    abandoned, Preemption._in_fit = Preemption._in_fit, None
+    unseen = None if abandoned is None else abandoned._put_back()
+    self._signal, self._was_seen = None, False
     for number in self._signals:
       self._handlers[number] = signal.signal(number, self._on_signal)
+    if unseen is not None:
+      signal.raise_signal(unseen)
     return self
 
+  def enter_for_fit(self) -> None:
+    """Enters, where the end may be missed: the next one that enters ends it."""
+    self.__enter__()
+    Preemption._in_fit = self
+
   def __exit__(self, error_type, *unused):
+    if Preemption._in_fit is self:
+      Preemption._in_fit = None
+    unseen = self._put_back()
+    if error_type is None and unseen is not None:
+      signal.raise_signal(unseen)
+
+  def _put_back(self) -> int | None:
+    """Puts handlers back; returns a signal that nobody has looked at."""
     handlers, self._handlers = self._handlers, {}
     for number, handler in handlers.items():
       # None: it was set by code that is not Python.
       signal.signal(number, signal.SIG_DFL if handler is None else handler)
-    if error_type is None and self._signal is not None and not self._was_seen:
-      signal.raise_signal(self._signal)
+    return None if self._was_seen else self._signal
 
   def _on_signal(self, number, frame):
     # No logging: the signal may have interrupted a logging call.
@@ -124,6 +148,10 @@ class Preemption:
     """Whether to save and exit now; ask after each step, on all workers.
 
     All workers get the same answer after the same step.
+
+    Raises:
+      UnsupportedOptionError: a strategy with parameter servers that does not
+        know what to save.
     """
     return self.is_requested()
 
@@ -134,9 +162,18 @@ class Preemption:
       at_once: whether to ask the other workers though it is not time yet, as
         at the end of the training; the same on all of them.
     """
+    return self._ask(self._question, at_once)
+
+  def is_requested_in_evaluation(self) -> bool:
+    """As `requested`, after each batch of an evaluation."""
+    return self._ask(self._evaluation, False)
+
+  def _ask(self, question: _Question | None, at_once: bool) -> bool:
+    if self._server_checkpoint is not None:
+      self._server_checkpoint.check_open()
     is_signalled = self._signal is not None
-    if self._question is not None:
-      is_signalled = self._question.ask(is_signalled, at_once)
+    if question is not None:
+      is_signalled = question.ask(is_signalled, at_once)
     self._was_seen = self._was_seen or is_signalled
     return is_signalled
 
@@ -189,30 +226,33 @@ class _Question:
   def __init__(self, workers, check_seconds: float):
     self._workers = workers
     self._check_seconds = check_seconds
-    self._steps_left = 1
+    # From one question to the next, and those that are done of them.
     self._steps = 1
+    self._steps_done = 0
+    self._seconds_a_step = check_seconds
     self._asked_at = time.monotonic()
     self._answer = False
 
   def ask(self, is_signalled: bool, at_once: bool) -> bool:
     """Whether any worker is signalled, as far as all know."""
-    self._steps_left -= 1
-    if self._answer or (self._steps_left > 0 and not at_once):
+    if not at_once:  # Else there may have been no step.
+      self._steps_done += 1
+    if self._answer or (self._steps_done < self._steps and not at_once):
       return self._answer
     # The slowest says when to meet again: its steps may take longer from now.
     mine = np.array([is_signalled, -self._steps_wanted()], np.int64)
     everyone = self._workers.combine(tf.constant(mine), 'max', 'preemption')
     signalled, negative_steps = everyone.numpy().tolist()
-    self._steps = self._steps_left = -negative_steps
+    self._steps = -negative_steps
     self._answer = bool(signalled)
     return self._answer
 
   def _steps_wanted(self) -> int:
     now = time.monotonic()
-    steps_done = max(self._steps - self._steps_left, 1)
-    seconds_a_step = (now - self._asked_at) / steps_done
-    self._asked_at = now
-    steps = self._check_seconds / max(seconds_a_step, 1e-6)
+    if self._steps_done:
+      self._seconds_a_step = (now - self._asked_at) / self._steps_done
+    self._asked_at, self._steps_done = now, 0
+    steps = self._check_seconds / max(self._seconds_a_step, 1e-6)
     return int(min(max(steps, 1), _MOST_STEPS))
 
   def is_saved_everywhere(self, is_saved: bool) -> bool:
@@ -235,9 +275,21 @@ class _ServerCheckpoint:
       )
     self.strategy = strategy
 
+  def check_open(self) -> None:
+    """Checks, after the first step already, that something can be saved."""
+    if not self.strategy.recovery.is_open:
+      raise errors.UnsupportedOptionError(
+        f'Preemption with a {type(self.strategy).__name__} that does not know '
+        'what to save',
+        'one that was told the model and the optimizer',
+        'call strategy.restore(model=model, optimizer=optimizer) before the '
+        'loop',
+      )
+
   def save(self, epoch: int, step: int) -> None:
     """Saves at once, or not at all where a server has gone as well."""
     del epoch, step  # The strategy counts the steps that it begins.
+    self.check_open()
     try:
       # Not guarded: there is no time to wait for a server to come back.
       self.strategy.recovery.save()
@@ -259,7 +311,8 @@ class PreemptionCheckpoint(keras.callbacks.Callback):
   With parameter servers the strategy saves and restores by itself: pass the
   strategy, next to `tfs.ResumeFit(strategy)`.
 
-  After a `fit` that raised, SIGTERM has no effect until another one ends.
+  After a `fit` that raised, SIGTERM waits for the next `fit` or `Preemption`,
+  which hears of it.
 
   Example:
 
@@ -279,7 +332,8 @@ class PreemptionCheckpoint(keras.callbacks.Callback):
 
   Raises:
     UnsupportedOptionError: as `Preemption`; or, when `fit` begins, a run that
-      was not restored or does not begin where the checkpoint is.
+      was not restored, does not begin where the checkpoint is, or has groups
+      of steps (`steps_per_execution`) of which none ends there.
   """
 
   def __init__(
@@ -298,12 +352,14 @@ class PreemptionCheckpoint(keras.callbacks.Callback):
     self._preemption = Preemption(checkpoint, signals, check_seconds)
     self._resumed_from: run_checkpoint.Position | None = None
     self._is_first_epoch = False
+    self._listens = False
     self._epoch = 0
     self._steps_done = 0
     self._steps_to_skip = 0
 
   def on_train_begin(self, logs=None):
-    """Listens for signals."""
+    """Notes where the run goes on."""
+    self._listens = False
     if self._checkpoint is not None:
       position = self._checkpoint.position
       if position is None:
@@ -316,14 +372,16 @@ class PreemptionCheckpoint(keras.callbacks.Callback):
         self._resumed_from = position
         self._steps_to_skip = position.step
         self._is_first_epoch = True
-    self._preemption.__enter__()
 
   def on_epoch_begin(self, epoch, logs=None):
-    """Lets the epoch that was interrupted go on in its middle."""
+    """Listens for signals; an epoch that was interrupted goes on."""
     self._epoch = epoch
     if self._is_first_epoch:
-      self._is_first_epoch = False
       self._check_begin(epoch)
+      self._is_first_epoch = False
+    if not self._listens:
+      self._listens = True
+      self._preemption.enter_for_fit()
     if self._steps_to_skip:
       self._checkpoint.restore_metrics()
       self._skip_steps()
@@ -342,6 +400,14 @@ class PreemptionCheckpoint(keras.callbacks.Callback):
         'restored',
         'the steps of a whole epoch',
         'pass to steps_per_epoch what the run began with',
+      )
+    group = self.model.steps_per_execution
+    if position.step % group:
+      raise errors.UnsupportedOptionError(
+        f'steps_per_execution={group} after {position.step} steps of an epoch '
+        'were restored',
+        f'a divisor of {position.step}',
+        'pass to compile the steps_per_execution that the run began with',
       )
 
   def _skip_steps(self):
@@ -379,7 +445,7 @@ class PreemptionCheckpoint(keras.callbacks.Callback):
 
   def on_test_batch_end(self, batch, logs=None):
     """Does not wait for the end of an evaluation that `fit` does."""
-    if self._preemption.requested:
+    if self._preemption.is_requested_in_evaluation():
       self._preemption.save_and_exit(self._epoch + 1, 0)
 
   def on_epoch_end(self, epoch, logs=None):

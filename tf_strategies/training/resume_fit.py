@@ -77,6 +77,7 @@ class ResumeFit(keras.callbacks.Callback):
   def on_train_end(self, logs=None):
     """Writes the last checkpoint."""
     if self._recovery is not None:
+      self.model._initial_epoch = None  # Else the next `fit` begins there too.
       self._recovery.guard(self._recovery.save)
       _set_finished(self._strategy.options.checkpoint_dir, True)
 

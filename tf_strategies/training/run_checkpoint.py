@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
+import dataclasses
 import json
 import os
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,8 +16,9 @@ from absl import logging
 from tf_strategies import errors
 from tf_strategies.training import checkpoint_store, run_state
 
-# Names of the meetings of workers; all restore in the same order.
-_restores = itertools.count()
+# Meetings that each group of workers has had, by which they are named: all
+# restore in the same order. Of an elastic job each generation is a new group.
+_restores: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 class Position(NamedTuple):
@@ -42,7 +44,8 @@ class RunCheckpoint:
   callbacks.
 
   A checkpoint is whole or not there, see `CheckpointStore`; one that was
-  damaged later is skipped with a warning, and the one before it is used.
+  damaged later is skipped with a warning, and the one before it is used. A run
+  does not begin anew where there are checkpoints and none is whole.
 
   On several workers all of them call `restore` and `save`; the chief alone
   reads and writes files.
@@ -90,6 +93,7 @@ class RunCheckpoint:
     if not optimizer.built:
       with self.strategy.scope():
         optimizer.build(model.trainable_variables)
+    self._directory = os.fspath(directory)
     self._store = checkpoint_store.CheckpointStore(directory, max_to_keep)
     self._access = run_state.VariableAccess(self.strategy)
     self._variables = run_state.name_variables(model, optimizer)
@@ -114,14 +118,24 @@ class RunCheckpoint:
 
     Raises:
       CheckpointMismatchError: it is another model's or another run's; the
-        message names every difference.
+        message names every difference. (Numbers that Keras gave to models and
+        layers of this process are none.) Or none of those that are there is
+        whole.
+      OSError: the chief cannot read what is there.
     """
-    found, header = None, None
+    found, header, error = None, None, None
     if self._access.is_chief:
-      found = self._store.newest()
-      header = self._describe(found)
+      try:
+        found = self._find()
+        header = self._describe(found)
+      except OSError as e:
+        error, header = e, {'cannot_read': str(e)}
     if self._access.workers is not None:
       header = self._hear_from_chief(header)
+    if error is not None:
+      raise error
+    if 'cannot_read' in header:
+      raise OSError(f'The chief cannot restore: {header["cannot_read"]}')
     if 'error' in header:
       raise errors.CheckpointMismatchError(header['error'])
     self._metric_arrays = {}
@@ -195,10 +209,20 @@ class RunCheckpoint:
     variables = [v for metric in metrics for v in metric.variables]
     return {f'metrics/{i}': v for i, v in enumerate(variables)}
 
+  def _find(self) -> checkpoint_store.StoredCheckpoint | None:
+    """The newest checkpoint, with this run's names."""
+    found = self._store.newest()
+    if found is None:
+      return None
+    saved = [name for name in found.arrays if not name.startswith('metrics/')]
+    names = run_state.match_names(list(self._variables), saved)
+    arrays = {names.get(k, k): v for k, v in found.arrays.items()}
+    return dataclasses.replace(found, arrays=arrays)
+
   def _describe(self, found) -> dict[str, Any]:
     """What the chief tells the others of a checkpoint."""
     if found is None:
-      return {'is_found': False, 'epoch': 0, 'step': 0}
+      return self._describe_none()
     differences = self._different_settings(found.metadata['settings'])
     saved = {
       k: v for k, v in found.arrays.items() if not k.startswith('metrics/')
@@ -223,10 +247,22 @@ class RunCheckpoint:
       'parts': parts,
     }
 
+  def _describe_none(self) -> dict[str, Any]:
+    if self._store.paths():
+      return {
+        'error': f'None of the checkpoints in {self._directory} is whole: the '
+        'log says what each of them lacks. Bring back what is missing, or, to '
+        'begin anew, delete the directory.'
+      }
+    return {'is_found': False, 'epoch': 0, 'step': 0}
+
   def _hear_from_chief(self, header) -> dict[str, Any]:
     # Beside the collectives: an error must reach all, too.
-    answers = self._access.workers.exchange(
-      f'checkpoint/{next(_restores)}', json.dumps(header).encode()
+    workers = self._access.workers
+    number = _restores.get(workers, 0)
+    _restores[workers] = number + 1
+    answers = workers.exchange(
+      f'checkpoint/{number}', json.dumps(header).encode()
     )
     return json.loads(answers[0])
 
@@ -263,6 +299,11 @@ class RunCheckpoint:
         there[0] = None
       if here != there:
         found.append(f'variable {name} has shape {there} there and {here} here')
+      dtype = arrays[name].dtype.name
+      if variable.dtype != dtype:
+        found.append(
+          f'variable {name} is {dtype} there and {variable.dtype} here'
+        )
     return found + [
       f'variable {name} is not in this run'
       for name in sorted(set(arrays) - set(variables))

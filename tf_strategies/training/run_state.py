@@ -8,7 +8,8 @@ same order, to the last bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 
 import keras
 import numpy as np
@@ -37,6 +38,32 @@ def name_variables(
       unique, count = f'{name}#{count}', count + 1
     variables[unique] = variable
   return variables
+
+
+def match_names(names: Sequence[str], saved: Sequence[str]) -> dict[str, str]:
+  """Finds out which saved variable is which of this run.
+
+  Keras counts the models and layers of a process in their names, so the same
+  model has other ones the second time. Where names differ in such numbers alone,
+  the place decides.
+
+  Args:
+    names: of this run's variables, in order.
+    saved: those of a checkpoint, in order.
+
+  Returns:
+    This run's name by the saved one; without those that have none.
+  """
+  if set(names) != set(saved):
+    here, there = ([_uncounted(n) for n in ns] for ns in (names, saved))
+    if here == there:
+      return dict(zip(saved, names, strict=True))
+  return {name: name for name in names if name in set(saved)}
+
+
+def _uncounted(name: str) -> str:
+  # 'adam_1/sequential_2_dense_3_kernel' is 'adam/sequential_dense_kernel'.
+  return re.sub(r'_\d+(?=[_/#]|$)', '', name)
 
 
 class VariableAccess:

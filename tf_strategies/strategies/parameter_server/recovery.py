@@ -56,6 +56,11 @@ class Recovery:
     """Whether checkpoints are written."""
     return self._options.checkpoint_dir is not None
 
+  @property
+  def is_open(self) -> bool:
+    """Whether it is known what checkpoints hold."""
+    return self._manager is not None
+
   def track(self, trackables: dict[str, Any]) -> None:
     """Says what checkpoints hold; writes a first one if there is none.
 
