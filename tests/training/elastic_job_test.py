@@ -2,13 +2,15 @@
 
 import json
 import os
+from unittest import mock
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 import tf_strategies as tfs
-from tests import virtual_devices
+from tests import processes, virtual_devices
+from tf_strategies import errors
 from tf_strategies.training import elastic_job, elastic_options
 
 virtual_devices.configure_logical_cpus()
@@ -112,6 +114,29 @@ class JobTest(tf.test.TestCase):
       self.job.fit(self.model, _make_batches, 3, _STEPS, [heard], verbose=0)
     )
     self.assertEmpty(heard.events)
+
+
+class BeginTest(tf.test.TestCase):
+  """One of two workers, which finds nobody."""
+
+  def run_alone(self, restarts):
+    cluster = tfs.cluster.ClusterConfig(
+      {'worker': dict(enumerate(processes.addresses(2)))}, 'worker', 1
+    )
+    options = elastic_options.ElasticOptions(min_workers=1, window_seconds=0.2)
+    with mock.patch.dict(os.environ, {'TFS_RESTART_COUNT': restarts}):
+      return tfs.elastic.run(
+        lambda job: job.progress, options, cluster, devices=['CPU:0']
+      )
+
+  def test_new_worker_begins(self):
+    self.assertEqual(self.run_alone('0'), 0)
+
+  def test_restarted_worker_does_not_begin_anew(self):
+    with self.assertRaisesRegex(
+      errors.RendezvousError, 'RESTART_COUNT=2.*none of the other 1 is there'
+    ):
+      self.run_alone('2')
 
 
 if __name__ == '__main__':

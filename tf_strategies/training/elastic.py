@@ -23,6 +23,7 @@ without a driver process.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -56,6 +57,9 @@ def run(
 ) -> _Result:
   """Calls `train_fn(job)` until it has run to its end with the same workers.
 
+  A worker that the launcher has started again and that finds nobody does not
+  begin anew: the others may have finished.
+
   Args:
     train_fn: builds a model in `job.strategy.scope()`, calls `job.restore` and
       trains. Called again after each change of the workers.
@@ -69,7 +73,8 @@ def run(
     What `train_fn` returned.
 
   Raises:
-    RendezvousError: fewer than `min_workers` were there by the deadline.
+    RendezvousError: fewer than `min_workers` were there by the deadline; or this
+      worker was started again and is alone, with no state to go on from.
     WorkerUnavailableError: more than `max_failures` in a row without a step in
       between.
     UnsupportedOptionError: a link that cannot form again.
@@ -83,7 +88,7 @@ def run(
       "'tcp', which can form again",
       "write RingOptions(link='tcp'), or train without tfs.elastic",
     )
-  rendezvous = _open(cluster, ring, options)
+  rendezvous, num_tasks = _open(cluster, ring, options)
   job = elastic_job.Job(options)
   failures = 0
   try:
@@ -91,6 +96,7 @@ def run(
       position = job.position
       group = rendezvous.form(progress=job.progress)
       try:
+        _check_begin(group, job, num_tasks)
         return _run_once(train_fn, job, group, ring, devices)
       except _RECOVERABLE as e:
         job.end(str(e))
@@ -111,14 +117,29 @@ def run(
     rendezvous.close()
 
 
-def _open(cluster, ring, options) -> process_group.Rendezvous:
+def _open(cluster, ring, options) -> tuple[process_group.Rendezvous, int]:
   if cluster is None:
     cluster = cluster_lib.ClusterConfig.from_env()
   rank, addresses = MultiWorkerRingStrategy.place_in(cluster)
   group_options = ring.group or process_group.GroupOptions.from_env()
-  return process_group.Rendezvous(
+  rendezvous = process_group.Rendezvous(
     dict(enumerate(addresses)), rank, options.apply_to(group_options)
   )
+  return rendezvous, len(addresses)
+
+
+def _check_begin(group, job, num_tasks: int) -> None:
+  """Refuses to train from the beginning what others may have finished."""
+  was_restarted = os.environ.get('TFS_RESTART_COUNT', '0') != '0'
+  is_alone = len(group.members) == 1 < num_tasks
+  if was_restarted and is_alone and not job.progress:
+    raise errors.RendezvousError(
+      f'This worker was started again (TFS_RESTART_COUNT='
+      f'{os.environ["TFS_RESTART_COUNT"]}) and none of the other '
+      f'{num_tasks - 1} is there: they may have finished, and it has no state '
+      'to go on from. Way out: start the whole job again, or this worker '
+      'without TFS_RESTART_COUNT to train from the beginning.'
+    )
 
 
 def _run_once(train_fn, job, group, ring, devices) -> Any:
