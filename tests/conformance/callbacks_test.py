@@ -46,6 +46,10 @@ def _fit(model, epochs, callbacks=(), rows=69):
   )
 
 
+# The same code, with variables on one device.
+SOAK_CASES = '(resumes_exactly|one_and_many|saves)_central_storage$'
+
+
 class CallbacksTest(harness.ConformanceTest, parameterized.TestCase):
   def assert_same_weights(self, expected, actual, tolerance=1e-6):
     for want, got in zip(

@@ -24,6 +24,8 @@ CASES = (
   WorkerCase('ring_2x1', 'multi_worker_ring', workers=2, devices=1),
   WorkerCase('ring_2x2', 'multi_worker_ring', workers=2, devices=2),
 )
+# What is between the two others.
+SOAK_CASES = '_ring_2x1$'
 _EVERY = tuple((case.name, case) for case in CASES)
 _COMPRESSED_CASE = CASES[-1]
 

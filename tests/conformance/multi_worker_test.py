@@ -29,15 +29,12 @@ BETWEEN = (
   WorkerCase('collective_2x2', 'multi_worker_collective', 2, devices=2),
 )
 # Control flow, uneven and rowless batches, slices, collectives in the forward
-# pass, 16 bits.
+# pass.
 SOME = (
-  'accumulation_unwrapped',
   'embedding',
   'ema_overwrite_accumulation_steps_per_execution',
   'last_batch_of_1_row',
   'last_batch_of_5_rows',
-  'mixed_float16_unwrapped',
-  'run_eagerly',
   'sync_batch_normalization_1_row',
 )
 FEW = ('embedding', 'last_batch_of_1_row', 'sync_batch_normalization_1_row')

@@ -20,15 +20,11 @@ _PARTS = 3
 # Control flow, sparse gradients, uneven batches, held and direct writes,
 # several steps a call, 16 bits.
 SOME = (
-  'accumulation',
-  'adam_unwrapped_clipnorm',
   'batch_normalization_steps_per_execution',
-  'dropout_with_seed',
   'ema_overwrite_accumulation_steps_per_execution',
   'embedding',
   'last_batch_of_1_row',
   'mixed_float16_unwrapped',
-  'sample_weight',
 )
 SOME_PROGRAMS = (
   'backup_and_restore',
@@ -58,15 +54,11 @@ INEXACT_PROGRAMS_WITH_SHARES = (
 )
 SOME_WITH_SHARES = (
   'accumulation_global_clipnorm',
-  'adam',
   'class_weight',
   'ema_overwrite_accumulation_steps_per_execution',
   'embedding',
   'last_batch_of_1_row',
-  'lstm',
   'mixed_float16_unwrapped',
-  'regularizers_and_constraint',
-  'sample_weight',
 )
 
 

@@ -89,7 +89,7 @@ _FEATURES = {
     ),
   )
 }
-_SOME = ('sgd', 'adam')
+_SOME = ('adam',)
 _OTHERS = tuple(sorted(set(_FEATURES) - set(_SOME)))
 
 

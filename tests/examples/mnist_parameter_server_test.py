@@ -37,6 +37,10 @@ _SHORT = parameter_server_flags.ParameterServerOptions(
 )
 
 
+# Another mode, and another loop.
+SOAK_CASES = 'test_learns_loop_bounded|equals_one_device1'
+
+
 class FlagsTest(parameterized.TestCase):
   def _parse(self, *arguments):
     flag_values = flags.FlagValues()

@@ -27,6 +27,7 @@ def _lines(path):
 
 
 class CutLinkTest(absltest.TestCase):
+  @pytest.mark.soak
   def test_cut_off_worker_is_named(self):
     why = test_hosts.missing()
     if why:

@@ -128,6 +128,7 @@ class ParameterServerFaultsTest(parameterized.TestCase, tf.test.TestCase):
     self.assertEqual(run.batches, _STEPS)
     self.assertEqual(run.iterations, _STEPS - lost)
 
+  @pytest.mark.soak
   def test_restarted_worker_is_another_process(self):
     with parameter_servers.Job(num_workers=1, num_ps=1) as job:
       job.start_chief(programs.watch_worker, (self.progress,))
@@ -140,6 +141,7 @@ class ParameterServerFaultsTest(parameterized.TestCase, tf.test.TestCase):
         [(True, True), (True, False), (True, True)],
       )
 
+  @pytest.mark.soak
   def test_parameter_server_without_checkpoints(self):
     with parameter_servers.Job() as job:
       job.start_chief(programs.train, self.arguments())
@@ -151,6 +153,7 @@ class ParameterServerFaultsTest(parameterized.TestCase, tf.test.TestCase):
     )
     self.assertIn(job.cluster['ps'][1], str(outcome.error))
 
+  @pytest.mark.soak
   def test_coordinator(self):
     """One that goes on ends where one that was not killed ends, bit by bit."""
     options = {
@@ -255,6 +258,7 @@ class ParameterServerFaultsTest(parameterized.TestCase, tf.test.TestCase):
     self.assertEqual(run.iterations, _STEPS)
     self.assertEqual(run.rows_counted, programs.ROWS)
 
+  @pytest.mark.soak
   def test_missing_task(self):
     with parameter_servers.Job(missing=[('worker', 1)]) as job:
       began = time.monotonic()

@@ -172,6 +172,7 @@ class RowlessReplicasTest(tf.test.TestCase, parameterized.TestCase):
     self.assertNoCommonElements(kinds, {'If', 'StatelessIf', 'EagerPyFunc'})
 
   @pytest.mark.multi_process
+  @pytest.mark.soak
   def test_unwrapped_accumulation_fails_loudly(self):
     # In a process of its own: TensorFlow's collectives, which accumulation
     # without the wrapper uses, stay aborted after an error.
