@@ -94,6 +94,13 @@ def _distributed_loop(
   return model, losses
 
 
+# Central storage: by number (the second strategy of six, and of two), by name.
+SOAK_CASES = (
+  'test_equals_one_device(6|7|8|9)$|inside_run_and_eager3$|'
+  'normalization_central_storage$'
+)
+
+
 class CustomLoopTest(harness.ConformanceTest, parameterized.TestCase):
   def check(self, case, rows=_ROWS, make_model=None, make_optimizer=None, **kw):
     make_model = make_model or harness.conv_model

@@ -118,6 +118,14 @@ _REST = [feature for feature in FEATURES if feature.name not in SOME]
 _FIRST, _OTHERS = harness.STRATEGIES[:1], harness.STRATEGIES[1:]
 
 
+# The same with another optimizer, another number of rows or another limit.
+SOAK_CASES = (
+  'one_device_(ring_mirrored_(sgd|adamw|clipvalue|clipnorm|embedding|only_5_rows|'
+  'last_batch_of_2_rows|sync_batch_normalization|run_eagerly)|central_storage_('
+  'sample_weight|last_batch_of_5_rows|run_eagerly_1_row|steps_per_execution))$'
+)
+
+
 class FitTest(harness.ConformanceTest, parameterized.TestCase):
   @parameterized.named_parameters(
     harness.table(FEATURES, _FIRST) + harness.table(_TELLING, _OTHERS)

@@ -40,6 +40,9 @@ SOME = (
 FEW = ('embedding', 'last_batch_of_1_row', 'sync_batch_normalization_1_row')
 
 
+SOAK_CASES = 'few_equal_one_device_ring_3x1$'
+
+
 class MultiWorkerTest(
   multi_worker.MultiWorkerConformanceTest, parameterized.TestCase
 ):

@@ -84,7 +84,10 @@ _TELLING = (
   'accumulation_unwrapped|ema_overwrite_accumulation_steps_per_execution|'
   'global_clipnorm'
 )
-SOAK_CASES = f'one_device_central_storage_(?!.*({_TELLING})$)'
+SOAK_CASES = (
+  f'one_device_central_storage_(?!.*({_TELLING})$)|'
+  'ring_mirrored_(accumulation|ema|ema_overwrite|mixed_bfloat16)$'
+)
 
 
 class OptimizerOptionsTest(harness.ConformanceTest, parameterized.TestCase):

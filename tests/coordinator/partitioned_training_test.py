@@ -245,7 +245,7 @@ class OtherOptimizersTest(_TrainingTest):
 class PartitionedTrainingTest(_TrainingTest):
   programs = (two_parts, three_parts, save, load_everywhere, refused)
 
-  @parameterized.parameters(*_SOME)
+  @parameterized.parameters(*[[name] for name in _SOME])
   def test_training_equals_one_device(self, name):
     self.check_training('two_parts', name, 2)
     self.check_training('three_parts', name, 3)
