@@ -162,6 +162,7 @@ class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
       sum(received.values()), 5 * 2 * 3 * 4 * report['parameters']
     )
 
+  @pytest.mark.soak
   def test_killed_fit_resumes_exactly(self):
     self._check_resumes('mnist_keras_fit', mnist_keras_fit.train)
 

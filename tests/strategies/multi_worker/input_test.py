@@ -22,8 +22,8 @@ _Policy = tf.data.experimental.AutoShardPolicy
 
 # (workers, local devices)
 _WORLDS = ((2, 1), (2, 2), (3, 1))
-# What is between the two others: by name, or by number.
-SOAK_CASES = r'_2x1$|are_refused[01]$|go_on_without[012]$'
+# Other numbers of workers and devices: by name, or by number.
+SOAK_CASES = r'_2x1$|_3x1$|are_refused[0145]$|go_on_without[012678]$'
 _EVERY = tuple((f'{w}x{d}', w, d) for w, d in _WORLDS)
 
 # Rows and global batch: even, uneven, fewer rows than replicas at the end.
