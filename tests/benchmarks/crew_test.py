@@ -50,6 +50,10 @@ def wait_until_gone(pids):
   return [pid for pid in pids if is_running(pid)]
 
 
+# By number: Ctrl-C, which the program can answer as it can SIGTERM.
+SOAK_CASES = 'outlives_the_program0$'
+
+
 @pytest.mark.multi_process
 class CrewTest(parameterized.TestCase):
   def test_answers_by_rank(self):

@@ -11,6 +11,10 @@ from tests.benchmarks import running
 STEPS, ROUNDS, BLOCKS, ROWS = 8, 2, 2, 4
 
 
+# Each pays the import of TensorFlow for another text.
+SOAK_CASES = 'bad_flags[123]$'
+
+
 @pytest.mark.multi_process
 class ParameterServerTest(parameterized.TestCase):
   def _run(self, *flags):

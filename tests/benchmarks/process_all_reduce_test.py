@@ -16,6 +16,10 @@ TORCH_PYTHON = os.environ.get('TFS_TORCH_PYTHON', sys.executable)
 SIZES = (4096, 65536)
 
 
+# Each pays the import of TensorFlow for another text.
+SOAK_CASES = 'bad_flags1$'
+
+
 @pytest.mark.multi_process
 class ProcessAllReduceTest(parameterized.TestCase):
   def run_to_report(self, *flags):

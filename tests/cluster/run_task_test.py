@@ -42,6 +42,10 @@ class _JobTest(parameterized.TestCase):
     return self.enter_context(task)
 
 
+# By number: another signal, another way to end.
+SOAK_CASES = 'ends_a_server_well[12]$|chief_may_save1$'
+
+
 @pytest.mark.multi_process
 @pytest.mark.slow
 class ServersTest(_JobTest):
@@ -76,6 +80,7 @@ class ServersTest(_JobTest):
       server.process.terminate()
       self.assertEqual(server.wait(), 0, server.stderr())
 
+  @pytest.mark.soak
   def test_servers_that_know_only_a_part_of_the_cluster(self):
     jobs = _jobs(num_workers=2)
     self.start({'ps': jobs['ps']}, 'ps', is_sparse=True)
@@ -151,9 +156,10 @@ class ServersTest(_JobTest):
 
 
 _EVALUATOR = """
-import os, signal, time
+import os, signal, sys, time
 from tf_strategies import cluster
-from tf_strategies.cluster import run_task
+# The module: the package gives its function that name.
+run_task = sys.modules['tf_strategies.cluster.run_task']
 run_task._STAY_SECONDS = {stay_seconds}
 def terminate():
   os.kill(os.getpid(), signal.SIGTERM)
@@ -194,7 +200,10 @@ class EvaluatorTest(parameterized.TestCase):
     ('terminate(); time.sleep(600)', 0.1),
   )
   def test_patience_ends(self, body, stay_seconds):
+    began = time.monotonic()
     self.assertEqual(self.run_evaluator(body, stay_seconds), (143, []))
+    # Not after the patience that it has of itself.
+    self.assertLess(time.monotonic() - began, 18)
 
   def test_signal_that_the_program_handles_is_left_to_it(self):
     self.assertEqual(

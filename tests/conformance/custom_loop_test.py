@@ -96,8 +96,8 @@ def _distributed_loop(
 
 # Central storage: by number (the second strategy of six, and of two), by name.
 SOAK_CASES = (
-  'test_equals_one_device(6|7|8|9)$|inside_run_and_eager3$|'
-  'normalization_central_storage$'
+  'test_equals_one_device(0|3|5|6|7|8|9|10)$|inside_run_and_eager[23]$|'
+  '(normalization|accumulation)_central_storage$'
 )
 
 

@@ -121,8 +121,10 @@ _FIRST, _OTHERS = harness.STRATEGIES[:1], harness.STRATEGIES[1:]
 # The same with another optimizer, another number of rows or another limit.
 SOAK_CASES = (
   'one_device_(ring_mirrored_(sgd|adamw|clipvalue|clipnorm|embedding|only_5_rows|'
-  'last_batch_of_2_rows|sync_batch_normalization|run_eagerly)|central_storage_('
-  'sample_weight|last_batch_of_5_rows|run_eagerly_1_row|steps_per_execution))$'
+  'only_1_row|last_batch_of_[12]_rows?|sync_batch_normalization|run_eagerly|'
+  'global_clipnorm|class_weight|validation_data)|central_storage_(only_1_row|'
+  'sample_weight|last_batch_of_5_rows|run_eagerly_1_row|steps_per_execution|'
+  'global_clipnorm|regularizers_and_constraint))$'
 )
 
 

@@ -33,14 +33,13 @@ BETWEEN = (
 SOME = (
   'embedding',
   'ema_overwrite_accumulation_steps_per_execution',
-  'last_batch_of_1_row',
   'last_batch_of_5_rows',
   'sync_batch_normalization_1_row',
 )
-FEW = ('embedding', 'last_batch_of_1_row', 'sync_batch_normalization_1_row')
+FEW = ('embedding', 'sync_batch_normalization_1_row')
 
 
-SOAK_CASES = 'few_equal_one_device_ring_3x1$'
+SOAK_CASES = 'few_equal_one_device_(ring_3x1|mpi_2x1)$'
 
 
 class MultiWorkerTest(

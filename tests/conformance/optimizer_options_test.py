@@ -81,12 +81,12 @@ FEATURES = (
 
 # Where one copy of the variables could differ from a copy on each device.
 _TELLING = (
-  'accumulation_unwrapped|ema_overwrite_accumulation_steps_per_execution|'
-  'global_clipnorm'
+  'accumulation_unwrapped|ema_overwrite_accumulation_steps_per_execution'
 )
 SOAK_CASES = (
   f'one_device_central_storage_(?!.*({_TELLING})$)|'
-  'ring_mirrored_(accumulation|ema|ema_overwrite|mixed_bfloat16)$'
+  'ring_mirrored_(accumulation|ema|ema_overwrite|ema_overwrite_unwrapped|'
+  'accumulation_global_clipnorm|mixed_bfloat16|mixed_float16)$'
 )
 
 

@@ -21,17 +21,12 @@ _PARTS = 3
 # several steps a call, 16 bits.
 SOME = (
   'batch_normalization_steps_per_execution',
-  'ema_overwrite_accumulation_steps_per_execution',
   'embedding',
-  'last_batch_of_1_row',
   'mixed_float16_unwrapped',
 )
 SOME_PROGRAMS = (
   'backup_and_restore',
   'custom_train_step',
-  'early_stopping_restores_the_best_weights',
-  'python_generator',
-  'train_test_and_predict_on_batch',
   'unknown_cardinality_and_steps_per_execution',
 )
 
@@ -53,12 +48,10 @@ INEXACT_PROGRAMS_WITH_SHARES = (
   'two_inputs_and_two_outputs',
 )
 SOME_WITH_SHARES = (
-  'accumulation_global_clipnorm',
   'class_weight',
   'ema_overwrite_accumulation_steps_per_execution',
   'embedding',
   'last_batch_of_1_row',
-  'mixed_float16_unwrapped',
 )
 
 

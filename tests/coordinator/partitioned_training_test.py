@@ -89,6 +89,8 @@ _FEATURES = {
     ),
   )
 }
+_LOADS = (('keras', 3), ('weights', 1), ('checkpoint', 3))
+_OTHER_LOADS = (('keras', 1), ('weights', 3), ('checkpoint', 1))
 _SOME = ('adam',)
 _OTHERS = tuple(sorted(set(_FEATURES) - set(_SOME)))
 
@@ -164,17 +166,24 @@ def save(directory):
   return state, _fit(model)
 
 
-def load_everywhere(directory):
-  """What each way to load, onto each number of parts, gives and goes on to."""
+def load_elsewhere(directory):
+  return load_each(directory, _LOADS)
+
+
+def load_at_the_others(directory):
+  return load_each(directory, _OTHER_LOADS)
+
+
+def load_each(directory, loads):
+  """What each way to load, onto a number of parts, gives and goes on to."""
   found = {}
-  for parts in (1, 3):
-    for way in ('keras', 'weights', 'checkpoint'):
-      strategy = _strategy(parts)
-      try:
-        model = load(directory, way, strategy)
-        found[way, parts] = _state(model), _fit(model)
-      finally:
-        strategy.close()
+  for way, parts in loads:
+    strategy = _strategy(parts)
+    try:
+      model = load(directory, way, strategy)
+      found[way, parts] = _state(model), _fit(model)
+    finally:
+      strategy.close()
   return found
 
 
@@ -231,44 +240,53 @@ class _TrainingTest(harness.ConformanceTest, parameterized.TestCase):
     self.assertTrue(all('/job:ps/' in d for d in devices))
     self.assertEqual(sum(rows for rows, _ in shapes), _TOKENS)
 
-
-@pytest.mark.soak
-class OtherOptimizersTest(_TrainingTest):
-  programs = (others_in_two_parts, others_in_three_parts)
-
-  @parameterized.parameters(*_OTHERS)
-  def test_training_equals_one_device(self, name):
-    self.check_training('others_in_two_parts', name, 2)
-    self.check_training('others_in_three_parts', name, 3)
-
-
-class PartitionedTrainingTest(_TrainingTest):
-  programs = (two_parts, three_parts, save, load_everywhere, refused)
-
-  @parameterized.parameters(*[[name] for name in _SOME])
-  def test_training_equals_one_device(self, name):
-    self.check_training('two_parts', name, 2)
-    self.check_training('three_parts', name, 3)
-
-  @parameterized.product(way=('keras', 'weights', 'checkpoint'), parts=(1, 3))
-  def test_saved_state_loads_onto_other_numbers_of_parts(self, way, parts):
+  def check_loaded(self, found, then):
     saved, continued = self.found['save']
-    found, then = self.found['load_everywhere'][way, parts]
     self.assert_same_state(saved, found, 0)
     self.assert_same_state(continued, then, 1e-6)
-
-  @parameterized.parameters('keras', 'weights', 'checkpoint')
-  def test_saved_state_loads_onto_one_device(self, way):
-    saved, continued = self.found['save']
-    model = load(self.directory, way)
-    self.assert_same_state(saved, _state(model), 0)
-    self.assert_same_state(continued, _fit(model), 1e-6)
 
   def assert_same_state(self, expected, actual, tolerance):
     for want, got in zip(expected, actual, strict=True):
       self.assertLen(got, len(want))
       for a, b in zip(want, got, strict=True):
         self.assertAllClose(a, b, 0, tolerance)
+
+
+@pytest.mark.soak
+class OthersTest(_TrainingTest):
+  programs = (
+    others_in_two_parts,
+    others_in_three_parts,
+    save,
+    load_at_the_others,
+  )
+
+  @parameterized.parameters(*_OTHERS)
+  def test_training_equals_one_device(self, name):
+    self.check_training('others_in_two_parts', name, 2)
+    self.check_training('others_in_three_parts', name, 3)
+
+  @parameterized.parameters(*_OTHER_LOADS)
+  def test_saved_state_loads_onto_other_numbers_of_parts(self, way, parts):
+    self.check_loaded(*self.found['load_at_the_others'][way, parts])
+
+
+class PartitionedTrainingTest(_TrainingTest):
+  programs = (two_parts, three_parts, save, load_elsewhere, refused)
+
+  @parameterized.parameters(*[[name] for name in _SOME])
+  def test_training_equals_one_device(self, name):
+    self.check_training('two_parts', name, 2)
+    self.check_training('three_parts', name, 3)
+
+  @parameterized.parameters(*_LOADS)
+  def test_saved_state_loads_onto_other_numbers_of_parts(self, way, parts):
+    self.check_loaded(*self.found['load_elsewhere'][way, parts])
+
+  @parameterized.parameters('keras', 'weights', 'checkpoint')
+  def test_saved_state_loads_onto_one_device(self, way):
+    model = load(self.directory, way)
+    self.check_loaded(_state(model), _fit(model))
 
   @parameterized.parameters('Adafactor', 'Lamb', 'Muon')
   def test_optimizers_of_whole_variables_are_refused(self, name):

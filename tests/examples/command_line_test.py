@@ -81,6 +81,10 @@ class FlagsTest(parameterized.TestCase):
       command_line.main(['program', 'digits'], None, self._parse())
 
 
+# Each pays the import of TensorFlow for another text.
+SOAK_CASES = 'refusal_is_a_message_(bad_flag|strategy_of_another_example)$'
+
+
 @pytest.mark.multi_process
 class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
   def setUp(self):

@@ -38,6 +38,10 @@ _SHORT = dataclasses.replace(
 )
 
 
+# What the two examples do not do each by itself.
+SOAK_CASES = '(trains_fit|trains_loop|every_variable_loop|of_a_step_loop)$'
+
+
 class MnistExamplesTest(tf.test.TestCase, parameterized.TestCase):
   def setUp(self):
     super().setUp()

@@ -56,6 +56,10 @@ def _answer_of_another_chief(error):
   return lambda tag, payload: [json.dumps(header).encode(), payload]
 
 
+# By number: as many replicas as before, another setting.
+SOAK_CASES = 'restores_everything[01]$|run_is_refused[34]$'
+
+
 class RunCheckpointTest(tf.test.TestCase, parameterized.TestCase):
   def setUp(self):
     super().setUp()

@@ -82,6 +82,10 @@ def one_device(create_optimizer, synchronized=None, num_steps=1):
   return model
 
 
+# The same sum, with another optimizer behind it.
+SOAK_CASES = 'wrapped_(sgd|adam|clipnorm|ema)$'
+
+
 class KerasTest(tf.test.TestCase, parameterized.TestCase):
   def check_equals_one_device(
     self, create_optimizer, wrap=True, synchronized=None, num_steps=1, **options
