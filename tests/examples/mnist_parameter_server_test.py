@@ -38,7 +38,10 @@ _SHORT = parameter_server_flags.ParameterServerOptions(
 
 
 # Another mode, and another loop.
-SOAK_CASES = 'test_learns_loop_bounded|equals_one_device[01]$|an_epoch0$|other_example_trains_loop$'
+SOAK_CASES = (
+  'test_learns_loop_bounded|equals_one_device[01]$|an_epoch0$|'
+  'other_example_trains_loop$'
+)
 
 
 class FlagsTest(parameterized.TestCase):
