@@ -48,7 +48,9 @@ def _fit(model, epochs, callbacks=(), rows=69):
 
 # The same code, with variables on one device; by number, the second of two
 # strategies, and loading without a scope.
-SOAK_CASES = 'central_storage$|outside_the_scope[123]$'
+SOAK_CASES = (
+  'central_storage$|outside_the_scope[123]$|early_stopping_and_tensorboard'
+)
 
 
 class CallbacksTest(harness.ConformanceTest, parameterized.TestCase):

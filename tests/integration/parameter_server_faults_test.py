@@ -191,6 +191,7 @@ class ParameterServerFaultsTest(parameterized.TestCase, tf.test.TestCase):
     self.assertNotIn('ps 0', str(outcome.error))
     self.assertNotIn('worker', str(outcome.error))
 
+  @pytest.mark.soak
   def test_stopped_worker(self):
     """It counts as lost, though it neither answers nor dies."""
     with parameter_servers.Job() as job:

@@ -97,6 +97,10 @@ def _expected(arrays, op):
   return functools.reduce(_UFUNCS[op], arrays)
 
 
+# One more rank, or two less.
+SOAK_CASES = 'same_bits_everywhere[03]$|rounded_once2$|shape_reach_all[03]$'
+
+
 @pytest.mark.multi_process
 @_needs_mpi
 class CollectivesTest(_RanksTestCase):

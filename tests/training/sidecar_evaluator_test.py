@@ -88,6 +88,10 @@ class _EvaluatorTest(tf.test.TestCase, parameterized.TestCase):
       self.assertAllClose(evaluation.results, expected.results, 1e-6, 1e-6)
 
 
+# By number: other ways to damage.
+SOAK_CASES = 'damaged_checkpoint_is_skipped[024]$'
+
+
 class RunTest(_EvaluatorTest):
   def test_every_checkpoint_in_order(self):
     training = Training(self.directory)

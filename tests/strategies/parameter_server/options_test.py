@@ -244,6 +244,7 @@ def _start_all(configs):
 
 @pytest.mark.multi_process
 class StartTimeoutTest(parameterized.TestCase):
+  @pytest.mark.soak
   def test_missing_tasks_are_named_at_the_deadline(self):
     missing = [('worker', 1), ('ps', 1)]
     unknown = 'no-such-host.invalid:1'
