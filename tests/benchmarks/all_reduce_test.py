@@ -110,13 +110,10 @@ class AllReduceBenchmarkTest(tf.test.TestCase):
     )
 
   def test_bad_flags(self):
-    for flag, word in (
-      ('--num_devices=1', 'integers of 2 or more'),
-      ('--sets=25MB', '25x1MB'),
-    ):
-      done = run_benchmark('--quick', flag)
-      self.assertNotEqual(done.returncode, 0)
-      self.assertIn(word, done.stdout + done.stderr)
+    # That names of sets are refused is tested below, without a process.
+    done = run_benchmark('--quick', '--num_devices=1')
+    self.assertNotEqual(done.returncode, 0)
+    self.assertIn('integers of 2 or more', done.stdout + done.stderr)
 
 
 class MeasureTest(tf.test.TestCase):

@@ -50,8 +50,9 @@ def wait_until_gone(pids):
   return [pid for pid in pids if is_running(pid)]
 
 
-# By number: Ctrl-C, which the program can answer as it can SIGTERM.
-SOAK_CASES = 'outlives_the_program0$'
+# What waits for a deadline; by number: Ctrl-C, which the program can answer as it
+# can SIGTERM.
+SOAK_CASES = 'outlives_the_program0$|test_deadline$'
 
 
 @pytest.mark.multi_process

@@ -22,6 +22,10 @@ _OPTIONS = {
 }
 
 
+# By number: one device.
+SOAK_CASES = 'the_example_trains0$'
+
+
 class TaskTest(tf.test.TestCase, parameterized.TestCase):
   def setUp(self):
     super().setUp()
