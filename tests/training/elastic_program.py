@@ -78,8 +78,10 @@ def uninterrupted(epochs=EPOCHS):
   return model.get_weights()
 
 
-def train(rank, options, directory, seconds_a_step=0.0, epochs=EPOCHS):
-  """Trains as one worker; returns what it ended with."""
+def train(
+  rank, options, directory, seconds_a_step=0.0, epochs=EPOCHS, log_dir=None
+):
+  """Trains as one worker, watched with `log_dir`; returns what it ended with."""
   import keras
 
   import tf_strategies as tfs
@@ -100,13 +102,17 @@ def train(rank, options, directory, seconds_a_step=0.0, epochs=EPOCHS):
       model = build()
       compile_model(model, tfs.keras.DistributedOptimizer(momentum()))
     job.restore(model)
+    callbacks = [Report()]
+    if log_dir is not None:
+      timeline = os.path.join(log_dir, 'run.json')
+      callbacks.append(tfs.MonitorTraining(log_dir=log_dir, timeline=timeline))
     size = job.global_batch_size(BATCH)
     job.fit(
       model,
       lambda epoch, step: make_batches(epoch, step, size, epochs),
       epochs,
       -(-ROWS // size),
-      callbacks=[Report()],
+      callbacks=callbacks,
       verbose=0,
     )
     x, y = data()

@@ -4,6 +4,7 @@ The promise: whatever happens, the weights at the end are those of a run that
 nothing happened to. Real processes, real `kill -9`.
 """
 
+import json
 import os
 import random
 import tempfile
@@ -17,6 +18,7 @@ from absl.testing import parameterized
 import tf_strategies as tfs
 from tests import processes
 from tests.training import elastic_program
+from tf_strategies.monitoring import merge
 from tf_strategies.training import elastic_options
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
@@ -36,12 +38,13 @@ class Kill:
     seconds_a_step=0.02,
     epochs=elastic_program.EPOCHS,
     deadline=_DEADLINE_SECONDS,
+    log_dir=None,
   ):
     self._directory = tempfile.TemporaryDirectory()
     self.workers = processes.Workers(
       elastic_program.train,
       3,
-      args=(options, self._directory.name, seconds_a_step, epochs),
+      args=(options, self._directory.name, seconds_a_step, epochs, log_dir),
       deadline=deadline,
     )
 
@@ -108,6 +111,27 @@ class ElasticTest(tf.test.TestCase, parameterized.TestCase):
     self.assertLess(max(heard), 1.0)
     print(f'error after {max(heard):.3f} s, next step {min(resumed):.1f} s')
 
+  def check_lines(self, log_dir, generations):
+    """What the chief measured, of each generation that did steps."""
+    with open(os.path.join(log_dir, 'metrics-0.jsonl'), encoding='utf-8') as f:
+      lines = [json.loads(line) for line in f]
+    steps = [line['step'] for line in lines]
+    self.assertEqual(steps, sorted(set(steps)))
+    # The one that a death interrupted here may have ended on another worker.
+    self.assertGreaterEqual(len(steps), _STEPS - len(generations) + 1)
+    self.assertEqual((steps[0], steps[-1]), (1, _STEPS))
+    sizes = {g.number: g.world_size for g in generations}
+    numbers = [line['generation'] for line in lines]
+    self.assertEqual(numbers, sorted(numbers))
+    self.assertGreater(numbers[-1], 1)
+    for line in lines:
+      self.assertEqual(line['world_size'], sizes[line['generation']], line)
+      self.assertGreater(line['sent_by_kind']['all_reduce'], 0)
+    for number in set(numbers):
+      again = f'-generation-{number}' if number > 1 else ''
+      path = os.path.join(log_dir, f'run-0{again}.json')
+      self.assertNotEmpty(merge.load(path)['traceEvents'])
+
   def test_survivors_go_on_without_the_chief(self):
     victim, steps = 0, 7
     options = elastic_options.ElasticOptions(min_workers=2, window_seconds=1)
@@ -124,11 +148,13 @@ class ElasticTest(tf.test.TestCase, parameterized.TestCase):
   def test_restarted_worker_is_let_in(self):
     victim = 1
     options = elastic_options.ElasticOptions(min_workers=2, window_seconds=0.5)
-    with Kill(options, _SECONDS_A_STEP) as kill:
+    log_dir = self.create_tempdir().full_path
+    with Kill(options, _SECONDS_A_STEP, log_dir=log_dir) as kill:
       killed = kill.after(victim, 5)
       kill.workers.start(victim)
       outcomes = kill.workers.wait()
     self.check_results(outcomes)
+    self.check_lines(log_dir, outcomes[0].value['generations'])
     self.check_times([o for o in outcomes if o.rank != victim], killed)
     self.assertEqual(outcomes[victim].value['generations'][-1].world_size, 3)
 

@@ -89,10 +89,11 @@ class Job:
 
 @pytest.mark.multi_process
 class PreemptionJobTest(tf.test.TestCase, parameterized.TestCase):
-  def _options(self, loop, workers):
+  def _options(self, loop, workers, strategy=None):
+    of_one = 'multi_worker_ring' if workers else 'ring_mirrored'
     return program.Options(
       loop=loop,
-      strategy='multi_worker_ring' if workers else 'ring_mirrored',
+      strategy=strategy or of_one,
       devices=1 if workers else 2,
       directory=self.create_tempdir().full_path,
       seconds_a_step=0.01,
@@ -176,6 +177,14 @@ class PreemptionJobTest(tf.test.TestCase, parameterized.TestCase):
       target = rng.choice([0, 1, None]) if workers else 0
       print(f'{loop}, {workers} workers: signal to {target} after step {step}')
       self._check(self._options(loop, workers), workers, target, step, expected)
+
+  @parameterized.product(loop=('fit', 'custom'), target=(0, 1))
+  @pytest.mark.soak
+  def test_collective_runtime(self, loop, target):
+    strategy = 'multi_worker_collective'
+    expected = self._train(self._options(loop, 2, strategy), 2)
+    options = self._options(loop, 2, strategy)
+    self._check(options, 2, target, random.Random().randint(1, 50), expected)
 
 
 if __name__ == '__main__':
