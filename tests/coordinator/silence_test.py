@@ -195,6 +195,21 @@ class SilenceWatchTest(parameterized.TestCase):
       with self.assertRaises(TimeoutError):
         connection.recv(1)
 
+  @mock.patch.object(silence, '_FORGIVEN_SECONDS', 4 * _TIMEOUT)
+  def test_task_that_answers_for_long_enough_is_forgiven(self):
+    stopped, other = self.processes
+    watch = silence.SilenceWatch(self.addresses, _TIMEOUT)
+    self.addCleanup(watch.close)
+    for task in (stopped, other):
+      self.signal(task, signal.SIGSTOP)
+      _wait_until(lambda task=task: watch.is_cut_off(task))
+    self.signal(stopped, signal.SIGCONT)
+    continued_at = time.monotonic()
+    _wait_until(lambda: not watch.is_cut_off(stopped))
+    # Since the last time that it was cut off, not since the first.
+    self.assertGreater(time.monotonic() - continued_at, 3 * _TIMEOUT)
+    self.assertTrue(watch.is_cut_off(other))
+
   def test_the_host_that_was_connected_to_is_watched(self):
     stopped, other = self.processes
     # A name server of our own: it sends the name to another host later.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import math
 import os
 import socket
 import stat
@@ -24,6 +25,9 @@ Peer = tuple[str, int]
 
 _ANSWER_SECONDS = 5.0
 _POLL_SECONDS = 2.0
+# For so long a task must answer again until it counts as if it had never been cut
+# off. What failed by the cut has been asked about long before.
+_FORGIVEN_SECONDS = 30.0
 # What a client says first, with an empty SETTINGS frame; a server answers with its
 # own (RFC 9113, section 3.4).
 _HTTP2_HELLO = b'PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n' + b'\0\0\0\4\0\0\0\0\0'
@@ -151,7 +155,9 @@ class SilenceWatch:
   it was connected to: the name may have gone to another host, with a new task,
   while calls wait for the old one.
 
-  A task that was cut off stays so until `take_back`: calls to it were lost.
+  A task that was cut off stays so until `take_back`: calls to it were lost. If there
+  were none, nobody takes it back: then it is no longer cut off when it has answered
+  again for half a minute.
 
   Args:
     addresses: 'host:port' by task.
@@ -163,7 +169,9 @@ class SilenceWatch:
     self._timeout = timeout
     self._peers: dict[Hashable, frozenset[Peer]] = {}
     self._answered_at: dict[Hashable, float] = {}
-    self._cut_off: set[Hashable] = set()
+    # When each was cut off, the last time.
+    self._cut_off: dict[Hashable, float] = {}
+    self._lock = threading.Lock()
     self._is_closed = threading.Event()
     self.take_back()
     self._thread = threading.Thread(
@@ -177,9 +185,11 @@ class SilenceWatch:
 
   def take_back(self) -> None:
     """Called when all tasks have been connected to again."""
-    self._peers = {t: peers_of(a) for t, a in self._addresses.items()}
-    self._answered_at = dict.fromkeys(self._addresses, time.monotonic())
-    self._cut_off = set()
+    peers = {t: peers_of(a) for t, a in self._addresses.items()}
+    with self._lock:
+      self._peers = peers
+      self._answered_at = dict.fromkeys(self._addresses, time.monotonic())
+      self._cut_off = {}
 
   def close(self) -> None:
     """Ends the watch, within a few seconds."""
@@ -191,13 +201,18 @@ class SilenceWatch:
     while not self._is_closed.wait(seconds):
       asked_at, answered = time.monotonic(), self._answered_at
       answering = self._who_answers(seconds)
-      if answered is not self._answered_at:  # Taken back meanwhile.
-        continue
-      for task, answered_at in answered.items():
-        if task in answering:
-          answered[task] = asked_at
-        elif asked_at - answered_at > self._timeout:
-          self._cut(task)
+      with self._lock:
+        if answered is self._answered_at:  # Else taken back meanwhile.
+          self._judge(answering, asked_at)
+
+  def _judge(self, answering: set[Hashable], asked_at: float) -> None:
+    """Cuts off who has been silent for too long, and forgives who is not."""
+    for task, answered_at in self._answered_at.items():
+      if task in answering:
+        self._answered_at[task] = asked_at
+        self._forgive(task)
+      elif asked_at - answered_at > self._timeout:
+        self._cut(task)
 
   def _who_answers(self, seconds: float) -> set[Hashable]:
     """The tasks that answer at one of their peers."""
@@ -218,5 +233,11 @@ class SilenceWatch:
         self._addresses[task],
         time.monotonic() - self._answered_at[task],
       )
-      self._cut_off = {*self._cut_off, task}
+    self._cut_off = {**self._cut_off, task: time.monotonic()}
     cut(self._peers[task])
+
+  def _forgive(self, task: Hashable) -> None:
+    """Takes a task back that answers, if it has done so for long enough."""
+    cut_off_at = self._cut_off.get(task, math.inf)
+    if time.monotonic() - cut_off_at > _FORGIVEN_SECONDS:
+      self._cut_off = {t: at for t, at in self._cut_off.items() if t != task}
