@@ -233,11 +233,11 @@ class SilenceWatch:
         self._addresses[task],
         time.monotonic() - self._answered_at[task],
       )
-    self._cut_off = {**self._cut_off, task: time.monotonic()}
+    self._cut_off[task] = time.monotonic()
     cut(self._peers[task])
 
   def _forgive(self, task: Hashable) -> None:
     """Takes a task back that answers, if it has done so for long enough."""
     cut_off_at = self._cut_off.get(task, math.inf)
     if time.monotonic() - cut_off_at > _FORGIVEN_SECONDS:
-      self._cut_off = {t: at for t, at in self._cut_off.items() if t != task}
+      del self._cut_off[task]
