@@ -18,6 +18,7 @@ import psutil
 import pytest
 from absl.testing import absltest, parameterized
 
+from tests import tiers
 from tests.process_group import mpi_programs, mpi_rank
 from tf_strategies import errors, process_group
 from tf_strategies.process_group import mpi_links
@@ -97,14 +98,10 @@ def _expected(arrays, op):
   return functools.reduce(_UFUNCS[op], arrays)
 
 
-# One more rank, or two less.
-SOAK_CASES = 'same_bits_everywhere[03]$|rounded_once2$|shape_reach_all[03]$'
-
-
 @pytest.mark.multi_process
 @_needs_mpi
 class CollectivesTest(_RanksTestCase):
-  @parameterized.parameters(1, 2, 3, 4)
+  @tiers.parameters(tiers.soak(1), 2, 3, tiers.soak(4))
   def test_all_reduce_is_exact_and_the_same_bits_everywhere(self, count):
     notes = self.run_ranks('reduce', count)
     compared = 0
@@ -120,7 +117,7 @@ class CollectivesTest(_RanksTestCase):
               compared += 1
     self.assertEqual(compared, 2 * 9 * 7 * 3 * count)
 
-  @parameterized.parameters(2, 3, 4)
+  @tiers.parameters(2, 3, tiers.soak(4))
   def test_encoded_values_are_added_in_float32_and_rounded_once(self, count):
     notes = self.run_ranks('reduce', count)
     for small in mpi_programs.SMALL:
@@ -142,7 +139,7 @@ class CollectivesTest(_RanksTestCase):
           )
         np.testing.assert_array_equal(got, expected)
 
-  @parameterized.parameters(1, 2, 3, 4)
+  @tiers.parameters(tiers.soak(1), 2, 3, tiers.soak(4))
   def test_arrays_of_any_shape_reach_all(self, count):
     notes = self.run_ranks('move', count)
     rows = [mpi_programs.raw(mpi_programs.rows(r)) for r in range(count)]
