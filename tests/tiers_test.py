@@ -6,7 +6,7 @@ from tests import tiers
 
 
 def _make_cases():
-  # Inside of a function, where pytest does not collect it.
+  # In a function, where pytest does not collect it.
   class Cases(parameterized.TestCase):
     @tiers.parameters(1, tiers.full(2), tiers.soak(3, 4))
     def test_by_position(self, *values):
@@ -33,13 +33,11 @@ def _make_cases():
   return Cases
 
 
-_CASES = _make_cases()
-
-
 def _marks(prefix):
+  cases = _make_cases()
   return {
-    name.removeprefix(prefix): tiers.mark_of(getattr(_CASES, name), name)
-    for name in dir(_CASES)
+    name.removeprefix(prefix): tiers.mark_of(getattr(cases, name), name)
+    for name in dir(cases)
     if name.startswith(prefix)
   }
 
@@ -63,7 +61,7 @@ class TiersTest(parameterized.TestCase):
     )
 
   def test_rows_are_passed_as_they_are(self):
-    case = _CASES('test_product2')
+    case = _make_cases()('test_product2')
     case.test_product2()
     self.assertEqual(case.seen, ('b', 1))
 
