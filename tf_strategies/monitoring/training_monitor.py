@@ -1,6 +1,6 @@
 """`TrainingMonitor`: what a training loop tells, and where the numbers go.
 
-`tfs.MonitorTraining` calls it from Keras' `fit`; a loop of one's own does it itself:
+`tfs.MonitorCallback` calls it from Keras' `fit`; a loop of one's own does it itself:
 
   monitor = tfs.monitoring.TrainingMonitor(
     tfs.monitoring.MonitorOptions(log_dir='logs', timeline='run.json')

@@ -31,8 +31,8 @@ from absl import logging
 
 from tf_strategies import cluster as cluster_lib
 from tf_strategies import errors, process_group
+from tf_strategies.fault_tolerance import elastic_job, elastic_options
 from tf_strategies.strategies import MultiWorkerRingStrategy, RingOptions
-from tf_strategies.training import elastic_job, elastic_options
 
 ElasticOptions = elastic_options.ElasticOptions
 Job = elastic_job.Job
