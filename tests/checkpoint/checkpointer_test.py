@@ -81,7 +81,7 @@ _DAMAGES = (
 _FILES = ('manifest.json', 'arrays.bin')
 
 
-class CheckpointStoreTest(parameterized.TestCase):
+class CheckpointerTest(parameterized.TestCase):
   def setUp(self):
     super().setUp()
     directory = tempfile.TemporaryDirectory()
