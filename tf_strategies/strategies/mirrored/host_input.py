@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tf_strategies import _tf_internal, errors
 from tf_strategies.monitoring import input_watch
-from tf_strategies.strategies import replica_run
+from tf_strategies.strategies.mirrored import replica_run
 
 
 def distribute(dataset: tf.data.Dataset, num_replicas: int) -> tf.data.Dataset:

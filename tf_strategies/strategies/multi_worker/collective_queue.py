@@ -28,7 +28,7 @@ from tf_strategies.monitoring import recorder
 _UPDATES = itertools.count()
 
 
-class HostRing:
+class CollectiveQueue:
   """A process group that graphs can call.
 
   Args:

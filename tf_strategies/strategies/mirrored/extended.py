@@ -19,7 +19,7 @@ from absl import logging
 from tf_strategies import _tf_internal, errors
 from tf_strategies.cross_device import statistics
 from tf_strategies.keras import optimizer_checks
-from tf_strategies.strategies import (
+from tf_strategies.strategies.mirrored import (
   empty_replicas,
   host_input,
   replica_run,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import tensorflow as tf
 
 from tf_strategies import _tf_internal
-from tf_strategies.strategies import replica_run
+from tf_strategies.strategies.mirrored import replica_run
 
 
 class MirroredVariable(_tf_internal.MirroredVariable):

@@ -11,12 +11,13 @@ from __future__ import annotations
 import tensorflow as tf
 
 from tf_strategies import errors
-from tf_strategies.strategies import replica_run, variables
+from tf_strategies.strategies.mirrored import replica_run
+from tf_strategies.strategies.mirrored import variables as mirrored_variables
 
 _ON_FIRST = tf.VariableAggregation.ONLY_FIRST_REPLICA
 
 
-class CentralVariable(variables.MirroredVariable):
+class CentralVariable(mirrored_variables.MirroredVariable):
   """A "mirrored" variable of which there is one copy for all replicas."""
 
   def _get_replica(self, replica_id):
@@ -59,8 +60,8 @@ def rewrap(variable):
     variable: as the creator returned it. What is mirrored and is not the state
       of a seed generator has one copy.
   """
-  variable = variables.rewrap(variable)
-  if type(variable) is not variables.MirroredVariable:
+  variable = mirrored_variables.rewrap(variable)
+  if type(variable) is not mirrored_variables.MirroredVariable:
     return variable
   return CentralVariable(
     variable.distribute_strategy, variable.values, variable.aggregation
@@ -75,7 +76,7 @@ def has_copies(kwargs: dict) -> bool:
   """
   return kwargs.get(
     'synchronization'
-  ) == tf.VariableSynchronization.ON_READ or variables.is_seed_state(
+  ) == tf.VariableSynchronization.ON_READ or mirrored_variables.is_seed_state(
     kwargs.get('name'), kwargs.get('dtype')
   )
 
@@ -83,7 +84,7 @@ def has_copies(kwargs: dict) -> bool:
 def creation_policy(kwargs: dict, is_slot: bool) -> dict:
   """Returns a variable creator's arguments with the right aggregation.
 
-  Beside what `variables.creation_policy` says: whatever is left without an
+  Beside what `mirrored_variables.creation_policy` says: whatever is left without an
   aggregation would be written once a replica. Replicas write the same (a
   counter), so the first one's value is taken when all have come to the write.
   The scale of a `LossScaleOptimizer` is written in a `tf.cond`, where no mean
@@ -95,7 +96,7 @@ def creation_policy(kwargs: dict, is_slot: bool) -> dict:
   """
   if (kwargs.get('name') or '').endswith('dynamic_scale'):
     return {**kwargs, 'aggregation': _ON_FIRST}
-  kwargs = variables.creation_policy(kwargs, is_slot)
+  kwargs = mirrored_variables.creation_policy(kwargs, is_slot)
   if has_copies(kwargs) or kwargs.get('aggregation') not in (
     None,
     tf.VariableAggregation.NONE,

@@ -9,7 +9,7 @@ from absl.testing import parameterized
 
 from tests import virtual_devices
 from tf_strategies import _graph_errors, errors
-from tf_strategies.strategies.multi_worker import host_ring
+from tf_strategies.strategies.multi_worker import collective_queue
 
 virtual_devices.configure_logical_cpus()
 
@@ -28,7 +28,7 @@ class _RecordingGroup:
     return array + np.asarray(self._more, array.dtype)
 
 
-class _Unordered(host_ring.HostRing):
+class _Unordered(collective_queue.CollectiveQueue):
   """A mutation: host calls without the token."""
 
   def _in_order(self, host, inputs, dtypes, shapes=None):
@@ -122,7 +122,9 @@ class OrderTest(tf.test.TestCase):
     return records
 
   def test_program_order_across_control_flow_and_functions(self):
-    self.assertEqual(self._record(host_ring.HostRing), [_EXPECTED] * 3)
+    self.assertEqual(
+      self._record(collective_queue.CollectiveQueue), [_EXPECTED] * 3
+    )
 
   def test_without_the_token_calls_overtake_each_other(self):
     records = self._record(_Unordered)
@@ -132,7 +134,7 @@ class OrderTest(tf.test.TestCase):
 
   def test_order_across_functions_that_run_one_after_the_other(self):
     group = _RecordingGroup()
-    ring = host_ring.HostRing(group)
+    ring = collective_queue.CollectiveQueue(group)
     functions = [
       tf.function(lambda x, i=i: _call(ring, x, i, 0.01 * (2 - i)))
       for i in range(3)
@@ -152,7 +154,7 @@ class ResultsTest(tf.test.TestCase, parameterized.TestCase):
   def _consume_first(self, work):
     """Calls for two tensors; a host function sees the first one's result."""
     group = _RecordingGroup(more=5)
-    ring = host_ring.HostRing(group)
+    ring = collective_queue.CollectiveQueue(group)
 
     @tf.function
     def step():
@@ -184,7 +186,7 @@ class ResultsTest(tf.test.TestCase, parameterized.TestCase):
   @parameterized.product(eagerly=(True, False))
   def test_values_dtypes_and_counts(self, eagerly):
     group = _RecordingGroup(more=1)
-    ring = host_ring.HostRing(group)
+    ring = collective_queue.CollectiveQueue(group)
     tensors = [tf.constant([i, i + 1], t) for i, t in enumerate(_DTYPES)]
 
     def step():
@@ -202,7 +204,7 @@ class ResultsTest(tf.test.TestCase, parameterized.TestCase):
 
   def test_graphs_go_on_with_another_group(self):
     first, second = _RecordingGroup(more=1), _RecordingGroup(more=2)
-    ring = host_ring.HostRing(first)
+    ring = collective_queue.CollectiveQueue(first)
     step = tf.function(lambda x: _call(ring, x, 'x'))
     self.assertAllEqual(step(tf.constant(5)), 6)
     ring.reset(second)
@@ -211,7 +213,7 @@ class ResultsTest(tf.test.TestCase, parameterized.TestCase):
     self.assertIs(ring.group, second)
 
   def test_xla_is_refused(self):
-    ring = host_ring.HostRing(_RecordingGroup())
+    ring = collective_queue.CollectiveQueue(_RecordingGroup())
     x = tf.constant([1.0])
     for call in (
       lambda x: _call(ring, x, 'x'),
@@ -268,7 +270,7 @@ _PLACES = {
 
 class FailuresTest(tf.test.TestCase, parameterized.TestCase):
   def _raised(self, place, error):
-    ring = host_ring.HostRing(_RecordingGroup())
+    ring = collective_queue.CollectiveQueue(_RecordingGroup())
     with self.assertRaises(type(error)) as caught:
       _PLACES[place](lambda x: _fail(ring, error, x))
     return caught.exception
@@ -301,7 +303,7 @@ class FailuresTest(tf.test.TestCase, parameterized.TestCase):
     self.assertIsInstance(raised, error_type.__mro__[2])
 
   def test_errors_of_the_same_step_twice_are_two(self):
-    ring = host_ring.HostRing(_RecordingGroup())
+    ring = collective_queue.CollectiveQueue(_RecordingGroup())
     ranks = iter((5, 6))
     step = tf.function(
       lambda x: ring.call('kind', _raise_next(ranks), x, x.shape)
@@ -314,7 +316,7 @@ class FailuresTest(tf.test.TestCase, parameterized.TestCase):
   @parameterized.parameters('function', 'while', 'cond')
   def test_other_exceptions_stay_what_tensorflow_makes_of_them(self, place):
     for error in (RuntimeError('plain'), ZeroDivisionError('by nothing')):
-      ring = host_ring.HostRing(_RecordingGroup())
+      ring = collective_queue.CollectiveQueue(_RecordingGroup())
       with self.assertRaises(tf.errors.UnknownError) as caught:
         _PLACES[place](lambda x, r=ring, e=error: _fail(r, e, x))
       self.assertIs(type(caught.exception), tf.errors.UnknownError)
@@ -329,7 +331,7 @@ class FailuresTest(tf.test.TestCase, parameterized.TestCase):
 
   def test_closed_ring_names_the_failure_of_its_group(self):
     group = _RecordingGroup()
-    ring = host_ring.HostRing(group)
+    ring = collective_queue.CollectiveQueue(group)
     step = tf.function(lambda x: _call(ring, x, 'x'))
     step(tf.constant(1.0))
     group.failure = _lost(rank=2)
@@ -354,7 +356,7 @@ class PicklingTest(tf.test.TestCase):
   """A worker sends its failure to whoever started it."""
 
   def test_error_of_a_graph_survives(self):
-    ring = host_ring.HostRing(_RecordingGroup())
+    ring = collective_queue.CollectiveQueue(_RecordingGroup())
     with self.assertRaises(errors.WorkerUnavailableError) as caught:
       tf.function(lambda x: _fail(ring, _lost(), x))(tf.constant(1.0))
     copy = pickle.loads(pickle.dumps(caught.exception))

@@ -14,7 +14,7 @@ import functools
 import tensorflow as tf
 
 from tf_strategies import _tf_internal, errors
-from tf_strategies.strategies import replica_run
+from tf_strategies.strategies.mirrored import replica_run
 
 
 def fill(run: replica_run.ReplicaRun, args, devices):

@@ -10,7 +10,7 @@ from absl import logging
 
 from tf_strategies import _tf_internal, errors
 from tf_strategies import cluster as cluster_lib
-from tf_strategies.strategies import counted_batch
+from tf_strategies.strategies.mirrored import counted_batch
 
 # The random seed that a strategy, not the user, gave to this process.
 _agreed: dict[str, int] = {}
@@ -31,12 +31,12 @@ class MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
   @property
   def rank(self) -> int:
     """This worker's place among the workers; the chief has 0."""
-    return self.extended.workers.rank
+    return self.extended.communicator.rank
 
   @property
   def num_workers(self) -> int:
     """Number of workers that train now."""
-    return self.extended.workers.world_size
+    return self.extended.communicator.world_size
 
   @property
   def is_chief(self) -> bool:
@@ -45,7 +45,7 @@ class MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
 
   def communication_report(self) -> dict[str, object]:
     """What was communicated so far: `calls` by kind, the link, the world."""
-    return self.extended.workers.report()
+    return self.extended.communicator.report()
 
   def reduce(self, reduce_op, value, axis):
     """Reduces `value` across all replicas; `tf.distribute.Strategy.reduce`.
@@ -66,7 +66,7 @@ class MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
 
   def close(self) -> None:
     """Leaves the other workers; a later collective of theirs fails."""
-    self.extended.workers.close()
+    self.extended.communicator.close()
 
   def _agree_on_start(self, setup: dict) -> None:
     """Makes sure that all workers build the same, and shuffle the same.
@@ -74,14 +74,16 @@ class MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     Raises:
       CollectiveMismatchError: workers with other devices or options.
     """
-    workers = self.extended.workers
-    workers.agree(setup, f'the set-up of {type(self).__name__}')
+    communicator = self.extended.communicator
+    communicator.agree(setup, f'the set-up of {type(self).__name__}')
     seed = _tf_internal.global_seed()
     if seed == _agreed.get('seed'):
       # An earlier strategy's choice, which a worker that joined since has not.
       seed = None
     proposal = secrets.randbits(31) if seed is None else seed
-    answers = workers.exchange('random_seed', json.dumps(proposal).encode())
+    answers = communicator.exchange(
+      'random_seed', json.dumps(proposal).encode()
+    )
     chosen = json.loads(answers[0])
     if seed is None:
       # Unseeded, each worker would shuffle in another order: some elements

@@ -1,7 +1,7 @@
 """What a multi-worker strategy asks of the link between its workers.
 
-Two kinds exist: `RingWorkers` (a process group of ours, called from the graph)
-and `CollectiveWorkers` (TensorFlow's collective runtime).
+Two kinds exist: `ProcessGroupCommunicator` (a process group of ours, called from the graph)
+and `RuntimeCommunicator` (TensorFlow's collective runtime).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 
-class Workers(abc.ABC):
+class Communicator(abc.ABC):
   """The workers of a job, as seen by one of them.
 
   Every method that takes tensors works in a graph and eagerly, and is a

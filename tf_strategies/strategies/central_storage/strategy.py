@@ -9,17 +9,15 @@ import tensorflow as tf
 from tf_strategies import _tf_internal, cross_device, errors
 from tf_strategies.cross_device import base as cross_device_base
 from tf_strategies.cross_device import statistics
-from tf_strategies.strategies import (
-  central_variables,
-  exact_strategy,
-  mirrored_extended,
-  replica_run,
-)
-from tf_strategies.strategies import devices as devices_lib
+from tf_strategies.strategies.central_storage import variables
+from tf_strategies.strategies.mirrored import devices as devices_lib
+from tf_strategies.strategies.mirrored import extended as mirrored_extended
+from tf_strategies.strategies.mirrored import replica_run
+from tf_strategies.strategies.mirrored import strategy as mirrored_strategy
 
 
 class CentralStorageStrategy(
-  exact_strategy.ExactStrategy, tf.distribute.Strategy
+  mirrored_strategy.ExactStrategy, tf.distribute.Strategy
 ):
   """Synchronous replicas that share one copy of each variable.
 
@@ -70,7 +68,7 @@ class CentralStorageStrategy(
   ):
     if cross_device_ops is None:
       cross_device_ops = cross_device.NaiveAllReduce()
-    exact_strategy.check_cross_device_ops(cross_device_ops)
+    mirrored_strategy.check_cross_device_ops(cross_device_ops)
     devices = devices_lib.resolve_devices(compute_devices)
     # The base class numbers its collectives from here.
     self._collective_key_base = mirrored_extended.new_collective_key_base()
@@ -197,7 +195,7 @@ class CentralStorageExtended(mirrored_extended.ExactMirroredExtended):
 
   def _reduce_to(self, reduce_op, value, destinations, options):
     def per_replica(leaf):
-      if not isinstance(leaf, central_variables.CentralVariable):
+      if not isinstance(leaf, variables.CentralVariable):
         return leaf
       return _tf_internal.Mirrored([leaf.values[0].read_value()] * n)
 
@@ -208,15 +206,15 @@ class CentralStorageExtended(mirrored_extended.ExactMirroredExtended):
   # How variables are created.
 
   def _creation_policy(self, kwargs, is_slot):
-    kwargs = central_variables.creation_policy(kwargs, is_slot)
+    kwargs = variables.creation_policy(kwargs, is_slot)
     if is_slot and not hasattr(kwargs['colocate_with'], '_devices'):
       return kwargs  # Beside something on a device of its own.
     central = _Placement((self._parameter_device,))
-    has_copies = central_variables.has_copies(kwargs)
+    has_copies = variables.has_copies(kwargs)
     return {**kwargs, 'colocate_with': None if has_copies else central}
 
   def _rewrap(self, variable):
-    return central_variables.rewrap(variable)
+    return variables.rewrap(variable)
 
 
 def _resolve_parameter_device(device: str | None, compute_devices) -> str:

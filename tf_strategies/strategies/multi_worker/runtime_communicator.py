@@ -13,13 +13,13 @@ import tensorflow as tf
 from tf_strategies import _tf_internal, errors
 from tf_strategies.cross_device import statistics
 from tf_strategies.strategies.multi_worker import buckets as buckets_lib
-from tf_strategies.strategies.multi_worker import workers
+from tf_strategies.strategies.multi_worker import communicator
 
 _ALONE_BYTES = 1 << 20
 _EXCHANGE_SECONDS = 600.0
 
 
-class CollectiveWorkers(workers.Workers):
+class RuntimeCommunicator(communicator.Communicator):
   """Every device of every worker takes part in TensorFlow's collectives.
 
   Args:

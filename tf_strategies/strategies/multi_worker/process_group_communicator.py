@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tf_strategies import errors, process_group
 from tf_strategies.strategies.multi_worker import buckets as buckets_lib
-from tf_strategies.strategies.multi_worker import host_ring, workers
+from tf_strategies.strategies.multi_worker import collective_queue, communicator
 
 # A message costs about as much as copying so many bytes into a bucket.
 _ALONE_BYTES = 1 << 20
@@ -17,7 +17,7 @@ _ALONE_BYTES = 1 << 20
 _NAMED = 6
 
 
-class RingWorkers(workers.Workers):
+class ProcessGroupCommunicator(communicator.Communicator):
   """Local devices are reduced in the graph, workers by host calls.
 
   Args:
@@ -38,7 +38,7 @@ class RingWorkers(workers.Workers):
     bucket_bytes: int,
     compression: str = 'none',
   ):
-    self._ring = host_ring.HostRing(group)
+    self._ring = collective_queue.CollectiveQueue(group)
     self._local_reduce = local_reduce
     self._local_all_reduce = local_all_reduce
     self._bucket_bytes = bucket_bytes
