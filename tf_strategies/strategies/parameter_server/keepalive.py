@@ -148,14 +148,14 @@ def _shut_down(number: int, peers: Collection[Peer]) -> bool:
     return False
 
 
-class SilenceWatch:
+class Keepalive:
   """Cuts tasks off that have not answered for some time.
 
   What is asked is not the name of a task but the host that it was found at when
   it was connected to: the name may have gone to another host, with a new task,
   while calls wait for the old one.
 
-  A task that was cut off stays so until `take_back`: calls to it were lost. If there
+  A task that was cut off stays so until `reset`: calls to it were lost. If there
   were none, nobody takes it back: then it is no longer cut off when it has answered
   again for half a minute.
 
@@ -173,17 +173,17 @@ class SilenceWatch:
     self._cut_off: dict[Hashable, float] = {}
     self._lock = threading.Lock()
     self._is_closed = threading.Event()
-    self.take_back()
+    self.reset()
     self._thread = threading.Thread(
-      target=self._watch, name='tfs-silence', daemon=True
+      target=self._watch, name='tfs-keepalive', daemon=True
     )
     self._thread.start()
 
-  def is_cut_off(self, task: Hashable) -> bool:
+  def is_disconnected(self, task: Hashable) -> bool:
     """Whether calls to a task have been given up since it was connected to."""
     return task in self._cut_off
 
-  def take_back(self) -> None:
+  def reset(self) -> None:
     """Called when all tasks have been connected to again."""
     peers = {t: peers_of(a) for t, a in self._addresses.items()}
     with self._lock:

@@ -4,9 +4,9 @@ import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
-from tests.coordinator import local_servers
+from tests.strategies.parameter_server import local_servers
 from tf_strategies import errors
-from tf_strategies.coordinator import partitioned
+from tf_strategies.strategies.parameter_server import partitioned
 
 _VALUE = np.arange(1, 22, dtype=np.float32).reshape(7, 3)
 

@@ -4,8 +4,8 @@ import threading
 
 from absl.testing import absltest, parameterized
 
-from tf_strategies.coordinator import engine as engine_lib
-from tf_strategies.coordinator import pool as pool_lib
+from tf_strategies.strategies.parameter_server import engine as engine_lib
+from tf_strategies.strategies.parameter_server import worker_pool
 
 _DEADLINE_SECONDS = 60.0
 
@@ -23,7 +23,7 @@ class _Liveness:
     return []
 
 
-class _Part(pool_lib.Task):
+class _Part(worker_pool.Task):
   """A step on data of which each worker has its own part.
 
   Args:
@@ -61,7 +61,7 @@ class BoundedEngineTest(parameterized.TestCase):
     engine = engine_lib.BoundedEngine(
       range(num_workers),
       _Liveness(),
-      marks=None,
+      markers=None,
       step_timeout=_DEADLINE_SECONDS,
       max_waiting=1,
       max_staleness=max_staleness,
@@ -74,7 +74,7 @@ class BoundedEngineTest(parameterized.TestCase):
     left, done = list(parts), []
     for _ in range(sum(parts)):
       engine.pool.submit(_Part(left, done, engine))
-    engine.settle()
+    engine.drain()
     return done
 
   def _check_bound(self, done, parts, bound):

@@ -15,9 +15,9 @@ from typing import Any
 import tensorflow as tf
 
 from tf_strategies import _tf_internal
-from tf_strategies.coordinator import (
+from tf_strategies.strategies.parameter_server import (
+  batch_message,
   packing,
-  parcel,
   traced_step,
   variables,
   worker_function,
@@ -203,7 +203,7 @@ class Slots:
     self.handles = [v.handle for v in self._variables]
 
 
-class ShareFunction:
+class MicrobatchFunction:
   """Computes a share on a worker and leaves it in slots.
 
   Args:
@@ -213,7 +213,10 @@ class ShareFunction:
   """
 
   def __init__(
-    self, step, layout: parcel.Layout, discovery: worker_function.Discovery
+    self,
+    step,
+    layout: batch_message.Layout,
+    discovery: worker_function.Discovery,
   ):
     self._step = step
     self._parcel = layout
@@ -279,7 +282,7 @@ class ApplyFunction:
   def __init__(
     self,
     step,
-    share: ShareFunction,
+    share: MicrobatchFunction,
     count: int,
     in_replica: Callable[[Callable], Callable],
   ):

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 import tensorflow as tf
 
 from tf_strategies import errors
-from tf_strategies.coordinator import packing
+from tf_strategies.strategies.parameter_server import packing
 
 
 class _Current(threading.local):
@@ -77,7 +77,7 @@ class Write:
 
 
 @dataclasses.dataclass
-class Mark:
+class Marker:
   """What a step writes last, to tell that it is done.
 
   Attributes:
@@ -345,7 +345,7 @@ class TracedStep:
     """The writes that the step holds back, in order of first write."""
     return list(self._held.values())
 
-  def commit(self, mark: Mark) -> list[tf.Operation]:
+  def commit(self, mark: Marker) -> list[tf.Operation]:
     """Sends the writes that were held back, then marks the step as done.
 
     Args:
@@ -392,7 +392,7 @@ _READS = frozenset(
 
 
 def _send_writes(
-  writes: Sequence[Write], after, mark: Mark | None = None
+  writes: Sequence[Write], after, mark: Marker | None = None
 ) -> tf.Operation:
   """Sends writes of variables on one server, small ones in one message."""
   variable = mark.variable if mark else writes[0].variable

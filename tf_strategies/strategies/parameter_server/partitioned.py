@@ -9,7 +9,11 @@ from collections.abc import Iterator, Sequence
 import tensorflow as tf
 
 from tf_strategies import _tf_internal, errors
-from tf_strategies.coordinator import placement, traced_step, variables
+from tf_strategies.strategies.parameter_server import (
+  placement,
+  traced_step,
+  variables,
+)
 
 _VALUE_KEY = 'VARIABLE_VALUE'
 

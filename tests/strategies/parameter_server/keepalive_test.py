@@ -12,7 +12,7 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from tests import process_context
-from tf_strategies.coordinator import silence
+from tf_strategies.strategies.parameter_server import keepalive
 
 _DEADLINE_SECONDS = 30.0
 _TIMEOUT = 1.0
@@ -63,17 +63,17 @@ def _wait_until(condition):
 class AskTest(parameterized.TestCase):
   def ask(self, listener):
     self.addCleanup(listener.close)
-    return silence.ask(_address(listener), 0.5)
+    return keepalive.ask(_address(listener), 0.5)
 
   def test_what_an_address_says(self):
-    self.assertEqual(self.ask(_listen()), silence.Answer.HELLO)
-    self.assertEqual(self.ask(_listen(b'')), silence.Answer.REFUSED)
+    self.assertEqual(self.ask(_listen()), keepalive.Answer.HELLO)
+    self.assertEqual(self.ask(_listen(b'')), keepalive.Answer.REFUSED)
     # The kernel takes the connection, and nobody says anything.
-    self.assertEqual(self.ask(_listen(None)), silence.Answer.NOTHING)
+    self.assertEqual(self.ask(_listen(None)), keepalive.Answer.NOTHING)
     closed = _listen(None)
     address = _address(closed)
     closed.close()
-    self.assertEqual(silence.ask(address, 0.5), silence.Answer.REFUSED)
+    self.assertEqual(keepalive.ask(address, 0.5), keepalive.Answer.REFUSED)
 
   def test_all_are_asked_at_the_same_time(self):
     mute = [_listen(None) for _ in range(20)]
@@ -83,10 +83,12 @@ class AskTest(parameterized.TestCase):
     self.addCleanup(speaker.close)
     addresses = {('worker', i): _address(m) for i, m in enumerate(mute)}
     began = time.monotonic()
-    answers = silence.ask_all({**addresses, 'it': _address(speaker)}, 0.5)
+    answers = keepalive.ask_all({**addresses, 'it': _address(speaker)}, 0.5)
     self.assertLess(time.monotonic() - began, 20 * 0.5 / 2)
-    self.assertEqual(answers.pop('it'), silence.Answer.HELLO)
-    self.assertEqual(answers, dict.fromkeys(addresses, silence.Answer.NOTHING))
+    self.assertEqual(answers.pop('it'), keepalive.Answer.HELLO)
+    self.assertEqual(
+      answers, dict.fromkeys(addresses, keepalive.Answer.NOTHING)
+    )
 
 
 class CutTest(parameterized.TestCase):
@@ -108,7 +110,7 @@ class CutTest(parameterized.TestCase):
     first, first_server = self.connect(one)
     second, _ = self.connect(one)
     third, third_server = self.connect(other)
-    self.assertEqual(silence.cut(silence.peers_of(_address(one, host))), 2)
+    self.assertEqual(keepalive.cut(keepalive.peers_of(_address(one, host))), 2)
     self.assertEqual((first.recv(1), second.recv(1)), (b'', b''))
     self.assertEqual(first_server.recv(1), b'')
     third_server.sendall(b'x')
@@ -122,7 +124,7 @@ class CutTest(parameterized.TestCase):
       client, _ = self.connect(listener, socket.AF_INET6)
     except OSError:
       self.skipTest('this machine has no IPv6')
-    self.assertEqual(silence.cut(silence.peers_of(_address(listener))), 1)
+    self.assertEqual(keepalive.cut(keepalive.peers_of(_address(listener))), 1)
     self.assertEqual(client.recv(1), b'')
 
   def test_who_waits_is_woken(self):
@@ -135,12 +137,14 @@ class CutTest(parameterized.TestCase):
     thread.start()
     time.sleep(0.2)
     self.assertEqual(got, [])
-    silence.cut(silence.peers_of(_address(listener)))
+    keepalive.cut(keepalive.peers_of(_address(listener)))
     thread.join(_DEADLINE_SECONDS)
     self.assertEqual(got, [b''])
 
   def test_a_name_that_nobody_knows_has_no_connections(self):
-    self.assertEqual(silence.cut(silence.peers_of('no-such-host.invalid:1')), 0)
+    self.assertEqual(
+      keepalive.cut(keepalive.peers_of('no-such-host.invalid:1')), 0
+    )
 
 
 @pytest.mark.multi_process
@@ -171,71 +175,71 @@ class SilenceWatchTest(parameterized.TestCase):
 
   def test_stopped_task_is_cut_off_until_it_is_taken_back(self):
     stopped, other = self.processes
-    watch = silence.SilenceWatch(self.addresses, _TIMEOUT)
+    watch = keepalive.Keepalive(self.addresses, _TIMEOUT)
     self.addCleanup(watch.close)
     connection, others = self.connect(stopped), self.connect(other)
     with self.assertLogs('absl', 'WARNING') as logs:
       self.signal(stopped, signal.SIGSTOP)
       # Only the cut wakes it.
       self.assertEqual(connection.recv(1), b'')
-      _wait_until(lambda: watch.is_cut_off(stopped))
+      _wait_until(lambda: watch.is_disconnected(stopped))
     self.assertIn(f'worker 0 at {self.addresses[stopped]}', logs.output[0])
-    self.assertFalse(watch.is_cut_off(other))
+    self.assertFalse(watch.is_disconnected(other))
     self.signal(stopped, signal.SIGCONT)
-    answers = silence.ask_all(self.addresses)
-    self.assertEqual(set(answers.values()), {silence.Answer.HELLO})
+    answers = keepalive.ask_all(self.addresses)
+    self.assertEqual(set(answers.values()), {keepalive.Answer.HELLO})
     # What was asked of it before is lost all the same.
-    self.assertTrue(watch.is_cut_off(stopped))
-    watch.take_back()
+    self.assertTrue(watch.is_disconnected(stopped))
+    watch.reset()
     again = self.connect(stopped)
     time.sleep(2 * _TIMEOUT)
-    self.assertFalse(watch.is_cut_off(stopped))
+    self.assertFalse(watch.is_disconnected(stopped))
     for connection in (again, others):
       connection.settimeout(0.1)
       with self.assertRaises(TimeoutError):
         connection.recv(1)
 
-  @mock.patch.object(silence, '_FORGIVEN_SECONDS', 4 * _TIMEOUT)
+  @mock.patch.object(keepalive, '_FORGIVEN_SECONDS', 4 * _TIMEOUT)
   def test_task_that_answers_for_long_enough_is_forgiven(self):
     stopped, other = self.processes
-    watch = silence.SilenceWatch(self.addresses, _TIMEOUT)
+    watch = keepalive.Keepalive(self.addresses, _TIMEOUT)
     self.addCleanup(watch.close)
     for task in (stopped, other):
       self.signal(task, signal.SIGSTOP)
-      _wait_until(lambda task=task: watch.is_cut_off(task))
+      _wait_until(lambda task=task: watch.is_disconnected(task))
     self.signal(stopped, signal.SIGCONT)
     continued_at = time.monotonic()
-    _wait_until(lambda: not watch.is_cut_off(stopped))
+    _wait_until(lambda: not watch.is_disconnected(stopped))
     # Since the last time that it was cut off, not since the first.
     self.assertGreater(time.monotonic() - continued_at, 3 * _TIMEOUT)
-    self.assertTrue(watch.is_cut_off(other))
+    self.assertTrue(watch.is_disconnected(other))
 
   def test_the_host_that_was_connected_to_is_watched(self):
     stopped, other = self.processes
     # A name server of our own: it sends the name to another host later.
     where = {'task': self.addresses[stopped]}
-    found = silence.peers_of
-    with mock.patch.object(silence, 'peers_of', lambda a: found(where[a])):
-      watch = silence.SilenceWatch({('worker', 0): 'task'}, _TIMEOUT)
+    found = keepalive.peers_of
+    with mock.patch.object(keepalive, 'peers_of', lambda a: found(where[a])):
+      watch = keepalive.Keepalive({('worker', 0): 'task'}, _TIMEOUT)
       self.addCleanup(watch.close)
       connection = self.connect(stopped)
       where['task'] = self.addresses[other]
       self.signal(stopped, signal.SIGSTOP)
       self.assertEqual(connection.recv(1), b'')
-      self.assertTrue(watch.is_cut_off(('worker', 0)))
-      watch.take_back()
+      self.assertTrue(watch.is_disconnected(('worker', 0)))
+      watch.reset()
       time.sleep(2 * _TIMEOUT)
-      self.assertFalse(watch.is_cut_off(('worker', 0)))
+      self.assertFalse(watch.is_disconnected(('worker', 0)))
 
   def test_silence_that_ends_in_time_is_forgiven(self):
     stopped, _ = self.processes
-    watch = silence.SilenceWatch(self.addresses, _DEADLINE_SECONDS)
+    watch = keepalive.Keepalive(self.addresses, _DEADLINE_SECONDS)
     self.addCleanup(watch.close)
     connection = self.connect(stopped)
     self.signal(stopped, signal.SIGSTOP)
     time.sleep(_TIMEOUT)
     self.signal(stopped, signal.SIGCONT)
-    self.assertFalse(watch.is_cut_off(stopped))
+    self.assertFalse(watch.is_disconnected(stopped))
     connection.settimeout(0.1)
     with self.assertRaises(TimeoutError):
       connection.recv(1)

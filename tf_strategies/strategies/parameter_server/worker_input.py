@@ -23,7 +23,7 @@ _PREFETCH = 2
 
 
 @dataclasses.dataclass(eq=False)
-class DrawnTensor:
+class WorkerTensor:
   """Stands for a tensor that only a worker will see; knows shape and dtype."""
 
   shape: tf.TensorShape
@@ -65,7 +65,7 @@ class Source:
     done: elements of each split that a run before a restart has trained on.
   """
 
-  def __init__(self, dataset: DrawnDataset, done: Sequence[int] = ()):
+  def __init__(self, dataset: WorkerDataset, done: Sequence[int] = ()):
     self.dataset = dataset
     self._lock = threading.Lock()
     self._free = [Split(i, next(_keys)) for i in range(dataset.num_splits)]
@@ -157,7 +157,7 @@ class Source:
       return splits
 
 
-class DrawnDataset(_tf_internal.DistributedDataset):
+class WorkerDataset(_tf_internal.DistributedDataset):
   """What `distribute_datasets_from_function` returns outside of functions.
 
   Args:
@@ -200,7 +200,7 @@ class DrawnDataset(_tf_internal.DistributedDataset):
     return self._cardinality
 
   def __iter__(self) -> Iterator[Any]:
-    return DrawnIterator(self)
+    return WorkerIterator(self)
 
   def _make(self, index: int) -> tf.data.Dataset:
     return self._dataset_fn(
@@ -258,10 +258,10 @@ class DrawnDataset(_tf_internal.DistributedDataset):
       return self._openers[index]
 
 
-class DrawnIterator:
-  """Yields one structure of `DrawnTensor`s for each step."""
+class WorkerIterator:
+  """Yields one structure of `WorkerTensor`s for each step."""
 
-  def __init__(self, dataset: DrawnDataset):
+  def __init__(self, dataset: WorkerDataset):
     self._dataset = dataset
     self._source: Source | None = None
     self._step = None
@@ -275,7 +275,7 @@ class DrawnIterator:
       self._source = Source(self._dataset, resumed.splits if resumed else ())
       # One structure for all steps: Keras traces it as a constant.
       self._step = tf.nest.map_structure(
-        lambda s: DrawnTensor(s.shape, s.dtype, self._source),
+        lambda s: WorkerTensor(s.shape, s.dtype, self._source),
         self._dataset.element_spec,
       )
     if not self._source.may_draw():
@@ -286,4 +286,4 @@ class DrawnIterator:
 def source_of(data: Any) -> Source | None:
   """The source of a batch that workers draw; None for a batch of arrays."""
   first = next(iter(tf.nest.flatten(data)), None)
-  return first.source if isinstance(first, DrawnTensor) else None
+  return first.source if isinstance(first, WorkerTensor) else None

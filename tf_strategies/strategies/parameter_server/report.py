@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_strategies import _tf_internal
-from tf_strategies.coordinator import worker_function
+from tf_strategies.strategies.parameter_server import worker_function
 
 # Reading costs a call, and callbacks ask after every batch.
 _FRESH_SECONDS = 0.1

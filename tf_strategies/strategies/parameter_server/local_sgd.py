@@ -15,8 +15,11 @@ from typing import Any
 import tensorflow as tf
 
 from tf_strategies import errors
-from tf_strategies.coordinator import engine as engine_lib
-from tf_strategies.coordinator import traced_step, worker_function
+from tf_strategies.strategies.parameter_server import engine as engine_lib
+from tf_strategies.strategies.parameter_server import (
+  traced_step,
+  worker_function,
+)
 
 
 class LocalEngine(engine_lib.AsyncEngine):
@@ -68,10 +71,10 @@ class LocalEngine(engine_lib.AsyncEngine):
     self._flush()
     return super().run(step, batches)
 
-  def settle(self) -> None:
+  def drain(self) -> None:
     """Waits until all steps are done, the collected ones too."""
     self._flush()
-    super().settle()
+    super().drain()
 
   def _flush(self) -> None:
     batches, self._waiting = self._waiting, []
@@ -83,18 +86,18 @@ class LocalEngine(engine_lib.AsyncEngine):
       step.run, structure, holds_updates=bool(step.optimizers)
     )
 
-  def _parcel_function(self, step, layout, discovery):
+  def _batch_function(self, step, layout, discovery):
     if not step.optimizers:
-      return super()._parcel_function(step, layout, discovery)
+      return super()._batch_function(step, layout, discovery)
     share = 1.0 / len(self._workers)
-    return LocalFunction(step.run, layout, discovery, self.marks, share=share)
+    return LocalFunction(step.run, layout, discovery, self.markers, share=share)
 
 
-class LocalFunction(worker_function.ParcelFunction):
+class LocalFunction(worker_function.BatchFunction):
   """All steps of a parcel on one copy of the variables.
 
   Args:
-    *args: as `ParcelFunction`.
+    *args: as `BatchFunction`.
     share: by which what the updates changed is multiplied.
   """
 
@@ -106,10 +109,10 @@ class LocalFunction(worker_function.ParcelFunction):
     traced = traced_step.TracedStep(self._discovery.access, holds_updates=True)
     with traced.tracing():
       for step in range(self._steps):
-        batch, _ = self._batch_and_mark(argument, step)
+        batch, _ = self._batch_and_marker(argument, step)
         outputs = self._run_step(batch)
       reported = worker_function.report(outputs, self._discovery.are_numbers)
-    _, mark = self._batch_and_mark(
+    _, mark = self._batch_and_marker(
       argument, tf.constant(self._steps - 1, tf.int64)
     )
     traced.write_as_sums(self._share)

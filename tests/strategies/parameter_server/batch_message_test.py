@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
-from tf_strategies.coordinator import parcel as parcel_lib
+from tf_strategies.strategies.parameter_server import batch_message
 
 _DTYPES = (
   np.float32,
@@ -59,7 +59,7 @@ class LayoutTest(tf.test.TestCase, parameterized.TestCase):
       [_array(dtype, s, 20 * k + i) for i, s in enumerate(shapes)]
       for k in range(steps)
     ]
-    layout = parcel_lib.Layout(_structure(batches[0]), steps)
+    layout = batch_message.Layout(_structure(batches[0]), steps)
     parcel = layout.encode(7, 0, batches)
     self.assertEqual(parcel.size, layout.num_bytes)
     for k in range(steps):
@@ -74,7 +74,7 @@ class LayoutTest(tf.test.TestCase, parameterized.TestCase):
       _array(np.bool_, (5,)),
       None,
     )
-    layout = parcel_lib.Layout(_structure(batch), 1)
+    layout = batch_message.Layout(_structure(batch), 1)
     parcel = layout.encode(1, 0, [_flat(batch)])
     found = layout.decode_batch(tf.constant(parcel), 0)
     tf.nest.assert_same_structure(batch, found)
@@ -85,21 +85,21 @@ class LayoutTest(tf.test.TestCase, parameterized.TestCase):
   def test_arrays_that_are_not_contiguous(self):
     x = np.arange(24, dtype=np.float32).reshape(4, 6)
     batch = [x.T, x[::2, ::-1], np.asfortranarray(x)]
-    layout = parcel_lib.Layout(_structure(batch), 1)
+    layout = batch_message.Layout(_structure(batch), 1)
     parcel = layout.encode(1, 0, [batch])
     for want, got in zip(batch, self.decode(layout, parcel, 0), strict=True):
       np.testing.assert_array_equal(want, got)
 
   def test_arrays_begin_where_tensorflow_can_use_them_in_place(self):
     batch = [_array(np.int8, (n,)) for n in (1, 63, 64, 65)]
-    layout = parcel_lib.Layout(_structure(batch), 2)
+    layout = batch_message.Layout(_structure(batch), 2)
     self.assertEqual(layout.sizes, [64, 64, 64, 128])
     self.assertEqual(layout.num_bytes, 64 + 2 * 320)
 
   @parameterized.parameters((1, 0), (2**40, 3), (2**62, 2**40))
   def test_header(self, task, first):
     batch = [np.ones(3, np.float32)]
-    layout = parcel_lib.Layout(_structure(batch), 4)
+    layout = batch_message.Layout(_structure(batch), 4)
     parcel = layout.encode(task, first, [batch] * 4)
     self.assertAllEqual(
       layout.decode_header(tf.constant(parcel)), [task, first]
@@ -108,7 +108,7 @@ class LayoutTest(tf.test.TestCase, parameterized.TestCase):
   @parameterized.parameters(1, 3)
   def test_rows_that_the_step_must_not_know_while_it_is_traced(self, steps):
     batch = [_array(np.float32, (5, 2)), _array(np.int64, (5,), 3)]
-    layout = parcel_lib.Layout(_structure(batch), steps, hides_rows=True)
+    layout = batch_message.Layout(_structure(batch), steps, hides_rows=True)
     parcel = layout.encode(1, 0, [batch] * steps)
     shapes = []
 
@@ -125,12 +125,12 @@ class LayoutTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(
       [s.shape.as_list() for s in layout.traced_structure], shapes
     )
-    shown = parcel_lib.Layout(layout.structure, steps)
+    shown = batch_message.Layout(layout.structure, steps)
     self.assertNotEqual(shown.key, layout.key)
 
   def test_a_changed_byte_is_seen(self):
     batch = [_array(np.float32, (5,)), _array(np.int64, (3,))]
-    layout = parcel_lib.Layout(_structure(batch), 1)
+    layout = batch_message.Layout(_structure(batch), 1)
     parcel = layout.encode(1, 0, [batch])
     parcel[64] ^= 1  # The first byte after the header.
     found = self.decode(layout, parcel, 0)
@@ -140,7 +140,7 @@ class LayoutTest(tf.test.TestCase, parameterized.TestCase):
   def test_key_tells_layouts_apart(self):
     x, y = np.zeros((2, 3), np.float32), np.zeros(2, np.int64)
     layouts = [
-      parcel_lib.Layout(_structure(structure), steps)
+      batch_message.Layout(_structure(structure), steps)
       for structure, steps in (
         ((x, y), 1),
         ((x, y), 2),
@@ -154,7 +154,7 @@ class LayoutTest(tf.test.TestCase, parameterized.TestCase):
       )
     ]
     self.assertLen({layout.key for layout in layouts}, len(layouts))
-    again = parcel_lib.Layout(_structure((x + 1, y + 1)), 1)
+    again = batch_message.Layout(_structure((x + 1, y + 1)), 1)
     self.assertEqual(again.key, layouts[0].key)
     self.assertNotEqual(dataclasses.replace(again, steps=5).key, layouts[0].key)
 

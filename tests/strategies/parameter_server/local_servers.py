@@ -8,7 +8,11 @@ from unittest import mock
 import tensorflow as tf
 
 from tests import virtual_devices
-from tf_strategies.coordinator import partitioned, placement, variables
+from tf_strategies.strategies.parameter_server import (
+  partitioned,
+  placement,
+  variables,
+)
 
 virtual_devices.configure_logical_cpus()
 
@@ -36,11 +40,11 @@ class Counter:
     return action()
 
 
-def variable(server: int, value, settled=None, on_write=None, **options):
+def variable(server: int, value, drained=None, on_write=None, **options):
   """A variable on a server."""
   return variables.ServerVariable(
     server=server,
-    settled=settled or Counter(),
+    drained=drained or Counter(),
     on_write=on_write or Counter(),
     initial_value=tf.convert_to_tensor(value),
     **options,

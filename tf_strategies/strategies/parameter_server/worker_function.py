@@ -10,11 +10,14 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tf_strategies.coordinator import parcel as parcel_lib
-from tf_strategies.coordinator import traced_step, variables
+from tf_strategies.strategies.parameter_server import (
+  batch_message,
+  traced_step,
+  variables,
+)
 
-# Marks of tasks, by number modulo this; far more than are ever on the way.
-NUM_MARKS = 1024
+# CompletionMarkers of tasks, by number modulo this; far more than are ever on the way.
+NUM_MARKERS = 1024
 _COUNT_BITS = 32
 
 
@@ -58,7 +61,7 @@ def discover(
 
   def trace(*flat):
     with look.tracing():
-      outputs = run_step(parcel_lib.pack(structure, flat))
+      outputs = run_step(batch_message.pack(structure, flat))
     outputs = () if outputs is None else outputs
     outputs = tf.nest.map_structure(tf.convert_to_tensor, outputs)
     found['outputs'] = tf.nest.map_structure(
@@ -67,7 +70,7 @@ def discover(
 
   with outside_of_graphs():
     tf.function(trace, autograph=False).get_concrete_function(
-      *parcel_lib.Layout(structure, 1).specs
+      *batch_message.Layout(structure, 1).specs
     )
   return Discovery(look.access, found['outputs'])
 
@@ -80,7 +83,7 @@ def outside_of_graphs():
   return tf.__internal__.eager_context.eager_mode()
 
 
-class Marks:
+class CompletionMarkers:
   """How far tasks and splits have come, kept on server 0.
 
   A step's last write sets its mark there, right after the counters that it
@@ -88,7 +91,7 @@ class Marks:
   been done, so that it counts once.
 
   Args:
-    variable: int64 [2, NUM_MARKS] on server 0: of tasks, and of splits.
+    variable: int64 [2, NUM_MARKERS] on server 0: of tasks, and of splits.
   """
 
   TASKS = 0
@@ -100,7 +103,7 @@ class Marks:
   def mark(self, kind: int, key: tf.Tensor, done: tf.Tensor):
     """In a worker's graph: says that of task or split `key` so much is done."""
     mark = key * (1 << _COUNT_BITS) + tf.cast(done, tf.int64)
-    return traced_step.Mark(
+    return traced_step.Marker(
       self.variable, mark, lambda sent: self._write(kind, sent)
     )
 
@@ -108,14 +111,14 @@ class Marks:
     key = tf.bitwise.right_shift(mark, _COUNT_BITS)
     return tf.raw_ops.ResourceScatterNdUpdate(
       ref=self.variable.handle,
-      indices=[[kind, key % NUM_MARKS]],
+      indices=[[kind, key % NUM_MARKERS]],
       updates=[mark],
     )
 
   def done(self, kind: int, key: int) -> int:
     """On the coordinator: how much of the task or split `key` is done."""
     with tf.device(self.variable.device):
-      mark = int(self.variable.read_directly()[kind, key % NUM_MARKS])
+      mark = int(self.variable.read_directly()[kind, key % NUM_MARKERS])
     is_of_key = mark >> _COUNT_BITS == key
     return mark & ((1 << _COUNT_BITS) - 1) if is_of_key else 0
 
@@ -127,7 +130,7 @@ class WorkerFunction(abc.ABC):
     run_step: takes a batch, returns what is reported.
     steps: number of steps in one call.
     discovery: what the first trace found.
-    marks: where done steps are marked.
+    markers: where done steps are marked.
     spec: of the argument.
   """
 
@@ -136,13 +139,13 @@ class WorkerFunction(abc.ABC):
     run_step: Callable[[Any], Any],
     steps: int,
     discovery: Discovery,
-    marks: Marks,
+    markers: CompletionMarkers,
     spec: tf.TensorSpec,
   ):
     self._run_step = run_step
     self._steps = steps
     self._discovery = discovery
-    self._marks = marks
+    self._markers = markers
     with outside_of_graphs():
       self._function = tf.function(
         self._trace, autograph=False
@@ -158,7 +161,7 @@ class WorkerFunction(abc.ABC):
     """The first step to do, int64."""
 
   @abc.abstractmethod
-  def _batch_and_mark(self, argument, step) -> tuple[Any, traced_step.Mark]:
+  def _batch_and_marker(self, argument, step) -> tuple[Any, traced_step.Marker]:
     """The batch of a step, and what marks the step as done."""
 
   def _trace(self, argument):
@@ -184,7 +187,7 @@ class WorkerFunction(abc.ABC):
     traced = traced_step.TracedStep(self._discovery.access)
     with traced.tracing(after):
       with tf.control_dependencies(list(after)):
-        batch, mark = self._batch_and_mark(argument, step)
+        batch, mark = self._batch_and_marker(argument, step)
       # Inside: a step may return a variable, whose value only it knows.
       reported = report(self._run_step(batch), self._discovery.are_numbers)
     done = traced.commit(mark)
@@ -195,37 +198,37 @@ class WorkerFunction(abc.ABC):
       return tf.nest.map_structure(tf.identity, reported)
 
 
-class ParcelFunction(WorkerFunction):
+class BatchFunction(WorkerFunction):
   """For batches that the coordinator sends.
 
   Args:
     run_step: as `WorkerFunction`.
     layout: of the parcels.
     discovery: as `WorkerFunction`.
-    marks: as `WorkerFunction`.
+    markers: as `WorkerFunction`.
   """
 
   def __init__(
     self,
     run_step: Callable[[Any], Any],
-    layout: parcel_lib.Layout,
+    layout: batch_message.Layout,
     discovery: Discovery,
-    marks: Marks,
+    markers: CompletionMarkers,
   ):
     self._layout = layout
     spec = tf.TensorSpec([layout.num_bytes], tf.uint8)
-    super().__init__(run_step, layout.steps, discovery, marks, spec)
+    super().__init__(run_step, layout.steps, discovery, markers, spec)
 
   def _first_step(self, argument):
     return self._layout.decode_header(argument)[1]
 
-  def _batch_and_mark(self, argument, step):
+  def _batch_and_marker(self, argument, step):
     task = self._layout.decode_header(argument)[0]
     batch = self._layout.decode_batch(argument, step)
-    return batch, self._marks.mark(Marks.TASKS, task, step + 1)
+    return batch, self._markers.mark(CompletionMarkers.TASKS, task, step + 1)
 
 
-class DrawingFunction(WorkerFunction):
+class InputFunction(WorkerFunction):
   """For batches that the worker reads itself.
 
   Args:
@@ -233,7 +236,7 @@ class DrawingFunction(WorkerFunction):
     element_spec: of a batch.
     steps: as `WorkerFunction`.
     discovery: as `WorkerFunction`.
-    marks: as `WorkerFunction`.
+    markers: as `WorkerFunction`.
   """
 
   def __init__(
@@ -242,24 +245,24 @@ class DrawingFunction(WorkerFunction):
     element_spec: Any,
     steps: int,
     discovery: Discovery,
-    marks: Marks,
+    markers: CompletionMarkers,
   ):
     self._element_spec = element_spec
     spec = tf.TensorSpec([], tf.resource)
-    super().__init__(run_step, steps, discovery, marks, spec)
+    super().__init__(run_step, steps, discovery, markers, spec)
 
   def _first_step(self, argument):
     return tf.constant(0, tf.int64)
 
-  def _batch_and_mark(self, argument, step):
+  def _batch_and_marker(self, argument, step):
     specs = tf.nest.flatten(self._element_spec)
     key, index, *flat = tf.raw_ops.IteratorGetNext(
       iterator=argument,
       output_types=[tf.int64, tf.int64, *(s.dtype for s in specs)],
       output_shapes=[[], [], *(s.shape for s in specs)],
     )
-    batch = parcel_lib.pack(self._element_spec, flat)
-    return batch, self._marks.mark(Marks.SPLITS, key, index + 1)
+    batch = batch_message.pack(self._element_spec, flat)
+    return batch, self._markers.mark(CompletionMarkers.SPLITS, key, index + 1)
 
 
 def report(outputs: Any, are_numbers: bool) -> Any:

@@ -5,7 +5,7 @@ from absl.testing import absltest, parameterized
 from hypothesis import strategies as st
 
 from tests import docstrings
-from tf_strategies.coordinator import placement
+from tf_strategies.strategies.parameter_server import placement
 
 
 class PlacementTest(parameterized.TestCase):

@@ -6,7 +6,7 @@ import time
 import tensorflow as tf
 from absl.testing import absltest
 
-from tf_strategies.coordinator import pool as pool_lib
+from tf_strategies.strategies.parameter_server import worker_pool
 
 _DEADLINE_SECONDS = 60.0
 
@@ -29,7 +29,7 @@ class _Liveness:
     return []
 
 
-class _Task(pool_lib.Task):
+class _Task(worker_pool.Task):
   """Calls functions, and counts how often it was run."""
 
   def __init__(self, run=lambda: None, begin=lambda: None):
@@ -50,7 +50,7 @@ class _Task(pool_lib.Task):
 
 class PoolTest(absltest.TestCase):
   def _pool(self, num_workers):
-    pool = pool_lib.Pool(
+    pool = worker_pool.Pool(
       range(num_workers), _Liveness(), timeout_seconds=_DEADLINE_SECONDS
     )
     self.addCleanup(pool.close)

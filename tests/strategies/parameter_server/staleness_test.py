@@ -3,7 +3,7 @@
 from absl.testing import absltest
 
 from tests import docstrings
-from tf_strategies.coordinator import staleness as staleness_lib
+from tf_strategies.strategies.parameter_server import staleness as staleness_lib
 
 
 class StalenessTest(absltest.TestCase):

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_strategies import errors
-from tf_strategies.coordinator import parcel as parcel_lib
+from tf_strategies.strategies.parameter_server import batch_message
 
 
 class Batch:
@@ -41,7 +41,7 @@ class Batch:
     part.arrays = list(arrays)
     specs = [tf.TensorSpec(a.shape, tf.as_dtype(a.dtype)) for a in arrays]
     part.hides_rows = self.hides_rows
-    part.structure = parcel_lib.pack(self.structure, specs)
+    part.structure = batch_message.pack(self.structure, specs)
     return part
 
   @property
@@ -49,9 +49,9 @@ class Batch:
     """Equal for batches of one structure, shapes and dtypes."""
     return self.layout(1).key
 
-  def layout(self, steps: int) -> parcel_lib.Layout:
+  def layout(self, steps: int) -> batch_message.Layout:
     """Of a parcel of so many such batches."""
-    return parcel_lib.Layout(self.structure, steps, self.hides_rows)
+    return batch_message.Layout(self.structure, steps, self.hides_rows)
 
 
 def _array(tensor) -> np.ndarray:

@@ -3,8 +3,11 @@
 import tensorflow as tf
 from absl.testing import parameterized
 
-from tests.coordinator import local_servers
-from tf_strategies.coordinator import traced_step, worker_function
+from tests.strategies.parameter_server import local_servers
+from tf_strategies.strategies.parameter_server import (
+  traced_step,
+  worker_function,
+)
 
 _KEY = 5
 
@@ -175,9 +178,9 @@ PROGRAMS = (
 )
 
 
-def _make_marks():
-  zeros = tf.zeros([2, worker_function.NUM_MARKS], tf.int64)
-  return worker_function.Marks(local_servers.variable(0, zeros))
+def _make_markers():
+  zeros = tf.zeros([2, worker_function.NUM_MARKERS], tf.int64)
+  return worker_function.CompletionMarkers(local_servers.variable(0, zeros))
 
 
 def _traced(program, variables, marks, *specs):
@@ -208,10 +211,10 @@ class TracedStepTest(tf.test.TestCase, parameterized.TestCase):
   def setUp(self):
     super().setUp()
     self.enter_context(local_servers.on_local_devices())
-    self.marks = _make_marks()
+    self.markers = _make_markers()
 
   def trace(self, program, variables, *specs):
-    return _traced(program, variables, self.marks, *(specs or [_SPEC]))
+    return _traced(program, variables, self.markers, *(specs or [_SPEC]))
 
   @parameterized.named_parameters(
     *[(p.__name__.strip('_'), p) for p in PROGRAMS]
@@ -227,9 +230,9 @@ class TracedStepTest(tf.test.TestCase, parameterized.TestCase):
       self.assertAllClose(expected_step(*plain, x), step(x), 1e-6, 1e-6)
       for want, got in zip(plain, ours, strict=True):
         self.assertAllClose(want, got, 1e-6, 1e-6)
-    self.assertEqual(self.marks.done(self.marks.TASKS, _KEY), 1)
-    self.assertEqual(self.marks.done(self.marks.TASKS, _KEY + 1), 0)
-    self.assertEqual(self.marks.done(self.marks.SPLITS, _KEY), 0)
+    self.assertEqual(self.markers.done(self.markers.TASKS, _KEY), 1)
+    self.assertEqual(self.markers.done(self.markers.TASKS, _KEY + 1), 0)
+    self.assertEqual(self.markers.done(self.markers.SPLITS, _KEY), 0)
 
   @parameterized.parameters(tf.int64, tf.int32, tf.float64, tf.bfloat16)
   def test_counters_of_other_types(self, dtype):
@@ -377,15 +380,15 @@ class CoordinatorAccessTest(tf.test.TestCase):
   def setUp(self):
     super().setUp()
     self.enter_context(local_servers.on_local_devices())
-    self.settled = local_servers.Counter()
+    self.drained = local_servers.Counter()
     self.on_write = local_servers.Counter()
     self.variable = local_servers.variable(
-      1, [1.0, 2.0, 3.0], self.settled, self.on_write
+      1, [1.0, 2.0, 3.0], self.drained, self.on_write
     )
 
   def counts(self):
-    found = self.settled.calls, self.on_write.calls
-    self.settled.calls = self.on_write.calls = 0
+    found = self.drained.calls, self.on_write.calls
+    self.drained.calls = self.on_write.calls = 0
     return found
 
   def test_reads_wait(self):
@@ -398,8 +401,8 @@ class CoordinatorAccessTest(tf.test.TestCase):
       lambda: self.variable.gather_nd([[0]]),
     ):
       read()
-      settled, written = self.counts()
-      self.assertGreaterEqual(settled, 1)
+      drained, written = self.counts()
+      self.assertGreaterEqual(drained, 1)
       self.assertEqual(written, 0)
 
   def test_writes_wait_and_are_told(self):
@@ -413,8 +416,8 @@ class CoordinatorAccessTest(tf.test.TestCase):
     ):
       self.counts()
       write()
-      settled, written = self.counts()
-      self.assertGreaterEqual(settled, 1)
+      drained, written = self.counts()
+      self.assertGreaterEqual(drained, 1)
       self.assertEqual(written, 1)
     self.assertAllEqual(self.variable, [4.0, 1.0, 6.0])
 

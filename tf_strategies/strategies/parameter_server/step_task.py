@@ -8,9 +8,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_strategies.coordinator import batch as batch_lib
-from tf_strategies.coordinator import drawn, worker_function
-from tf_strategies.coordinator import pool as pool_lib
+from tf_strategies.strategies.parameter_server import batch as batch_lib
+from tf_strategies.strategies.parameter_server import (
+  worker_function,
+  worker_input,
+  worker_pool,
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -32,7 +35,7 @@ class Step:
   results: Callable[[], Any] | None = None
 
 
-class StepTask(pool_lib.Task):
+class StepTask(worker_pool.Task):
   """One or more steps on one worker.
 
   Args:
@@ -80,8 +83,8 @@ class StepTask(pool_lib.Task):
     self._engine.lose_readers(worker)
     if self.is_result_wanted:
       return False
-    kind = worker_function.Marks.TASKS
-    self._first = self._engine.marks.done(kind, self._number)
+    kind = worker_function.CompletionMarkers.TASKS
+    self._first = self._engine.markers.done(kind, self._number)
     return self._first == self.steps
 
   def finish(self, worker: int) -> None:
@@ -92,7 +95,7 @@ class StepTask(pool_lib.Task):
     self._engine.finished(self, worker)
 
 
-class DrawTask(pool_lib.Task):
+class InputTask(worker_pool.Task):
   """One or more steps on data that the worker reads itself.
 
   Args:
@@ -102,7 +105,9 @@ class DrawTask(pool_lib.Task):
     steps: how many.
   """
 
-  def __init__(self, engine, step: Step, source: drawn.Source, steps: int):
+  def __init__(
+    self, engine, step: Step, source: worker_input.Source, steps: int
+  ):
     self.step = step
     self.steps = steps
     self.result = None
@@ -112,8 +117,8 @@ class DrawTask(pool_lib.Task):
     self._done = 0
     self._reader = None
     spec = source.dataset.element_spec
-    self._one, self.discovery = engine.drawing_function(step, spec, 1)
-    self._all, _ = engine.drawing_function(step, spec, steps)
+    self._one, self.discovery = engine.input_function(step, spec, 1)
+    self._all, _ = engine.input_function(step, spec, steps)
 
   def may_run(self, worker: int) -> bool:
     """Whether there is anything for this worker to read."""
@@ -127,7 +132,7 @@ class DrawTask(pool_lib.Task):
       others = self._engine.others(worker)
       reader = self._reader = self._source.reader(worker, others)
       if reader is None and not self._source.is_exhausted:
-        raise pool_lib.NotHereError
+        raise worker_pool.NotHereError
       if reader is None:
         break
       steps = self.steps if self._done == 0 else 1
@@ -146,8 +151,8 @@ class DrawTask(pool_lib.Task):
   def _note_marked(self) -> None:
     """Counts what was done of a call that did not come to its end."""
     split = self._reader.split
-    kind = worker_function.Marks.SPLITS
-    marked = self._engine.marks.done(kind, split.key)
+    kind = worker_function.CompletionMarkers.SPLITS
+    marked = self._engine.markers.done(kind, split.key)
     if marked > split.done:
       self._done += marked - split.done
       split.done = marked
@@ -169,7 +174,7 @@ class DrawTask(pool_lib.Task):
 class PendingCall:
   """A step that has begun, and its result."""
 
-  def __init__(self, pool: pool_lib.Pool, task: StepTask):
+  def __init__(self, pool: worker_pool.Pool, task: StepTask):
     self._pool = pool
     self._task = task
 

@@ -13,7 +13,7 @@ import tensorflow as tf
 from tf_strategies import _tf_internal, errors
 from tf_strategies.cluster import config as config_lib
 from tf_strategies.cluster import reachability
-from tf_strategies.coordinator import silence
+from tf_strategies.strategies.parameter_server import keepalive
 
 _PROBE_SECONDS = 10.0
 # A server's port opens a moment before it answers calls.
@@ -48,12 +48,12 @@ class Liveness:
 
   Args:
     cluster: with the jobs ps and worker.
-    silence_timeout: seconds without any answer after which calls to a task are
+    keepalive_timeout: seconds without any answer after which calls to a task are
       given up, so that it counts as dead.
   """
 
   def __init__(
-    self, cluster: config_lib.ClusterConfig, silence_timeout: float = 60.0
+    self, cluster: config_lib.ClusterConfig, keepalive_timeout: float = 60.0
   ):
     self._addresses = {
       (job, index): address
@@ -66,7 +66,7 @@ class Liveness:
     self._is_settled.set()
     self._changed_at = -math.inf
     self._generation = 0
-    self._silence = silence.SilenceWatch(self._addresses, silence_timeout)
+    self._keepalive = keepalive.Keepalive(self._addresses, keepalive_timeout)
 
   @property
   def generation(self) -> int:
@@ -91,13 +91,13 @@ class Liveness:
   def is_worker_alive(self, worker: int) -> bool:
     """Whether a worker is still the process that this one connected to.
 
-    One that does not answer may be, until `silence_timeout`.
+    One that does not answer may be, until `keepalive_timeout`.
     """
     task = 'worker', worker
     return not self._is_gone(task, self._states([task])[task])
 
   def _is_gone(self, task: tuple[str, int], state: State) -> bool:
-    return state is State.DEAD or self._silence.is_cut_off(task)
+    return state is State.DEAD or self._keepalive.is_disconnected(task)
 
   def silent_tasks(self) -> list[str]:
     """Names of the tasks that do not answer (stopped, or cut off)."""
@@ -139,13 +139,13 @@ class Liveness:
     return dict(found)
 
   def _state(self, task: tuple[str, int]) -> State:
-    answer = silence.ask(self._addresses[task])
-    if answer is silence.Answer.NOTHING:
+    answer = keepalive.ask(self._addresses[task])
+    if answer is keepalive.Answer.NOTHING:
       return State.SILENT
     # No op is run where nobody answers: it might not return.
     is_known = (
-      answer is silence.Answer.HELLO
-      and not self._silence.is_cut_off(task)
+      answer is keepalive.Answer.HELLO
+      and not self._keepalive.is_disconnected(task)
       and _runs_ops(*task)
     )
     return State.CONNECTED if is_known else State.DEAD
@@ -167,8 +167,8 @@ class Liveness:
 
     Connecting to one that was started again waits for all of them.
     """
-    answers = silence.ask_all(self._addresses).values()
-    return all(a is silence.Answer.HELLO for a in answers)
+    answers = keepalive.ask_all(self._addresses).values()
+    return all(a is keepalive.Answer.HELLO for a in answers)
 
   def changed_recently(self) -> bool:
     """Whether the connections have just been made anew.
@@ -227,7 +227,7 @@ class Liveness:
 
   def close(self) -> None:
     """Ends the watch for silent tasks."""
-    self._silence.close()
+    self._keepalive.close()
 
   def _connect_again(self):
     """Connects; waits for every task, so none may be silent."""
@@ -236,7 +236,7 @@ class Liveness:
     try:
       time.sleep(_SETTLE_SECONDS)
       _tf_internal.connect_again()
-      self._silence.take_back()
+      self._keepalive.reset()
       self._generation += 1
     finally:
       self._changed_at = time.monotonic()

@@ -14,12 +14,14 @@ from typing import Any
 import tensorflow as tf
 
 from tf_strategies import errors
-from tf_strategies.coordinator import engine as engine_lib
-from tf_strategies.coordinator import parcel as parcel_lib
-from tf_strategies.coordinator import pool as pool_lib
-from tf_strategies.coordinator import report as report_lib
-from tf_strategies.coordinator import share as share_lib
-from tf_strategies.coordinator import worker_function
+from tf_strategies.strategies.parameter_server import (
+  batch_message,
+  microbatch,
+  worker_function,
+  worker_pool,
+)
+from tf_strategies.strategies.parameter_server import engine as engine_lib
+from tf_strategies.strategies.parameter_server import report as report_lib
 
 
 class SyncEngine(engine_lib.Engine):
@@ -42,7 +44,7 @@ class SyncEngine(engine_lib.Engine):
     super().__init__(*args, max_waiting=2 * len(args[0]), **kwargs)
     self._backup_workers = backup_workers
     self._in_replica = in_replica
-    self._free_slots: dict[Any, list[share_lib.Slots]] = {}
+    self._free_slots: dict[Any, list[microbatch.Slots]] = {}
 
   def train(self, step: engine_lib.Step, batches) -> Any:
     """Runs the steps, one after the other."""
@@ -66,18 +68,19 @@ class SyncEngine(engine_lib.Engine):
     self._free_slots.clear()
 
   def _train(self, step, batch):
-    self.settle_evaluation()
+    self.drain_evaluation()
     shares = split(batch, len(self._workers))
     needed = max(1, len(shares) - self._backup_workers)
-    ballot = Ballot(self, needed)
+    quorum = Quorum(self, needed)
     tasks = [
-      ShareTask(self, step, share, i, ballot) for i, share in enumerate(shares)
+      MicrobatchTask(self, step, share, i, quorum)
+      for i, share in enumerate(shares)
     ]
     for task in tasks:
       self.pool.submit(task)
-    self.pool.wait(lambda: ballot.is_complete)
+    self.pool.wait(lambda: quorum.is_complete)
     self.dropped += self.pool.withdraw(tasks)
-    chosen = sorted(ballot.chosen, key=lambda task: task.index)
+    chosen = sorted(quorum.chosen, key=lambda task: task.index)
     function = self._apply_function(step, chosen)
     try:
       numbers = function([task.slots for task in chosen])
@@ -88,22 +91,22 @@ class SyncEngine(engine_lib.Engine):
       self.release(task)
     return chosen[0].discovery, numbers
 
-  def settle_evaluation(self) -> None:
+  def drain_evaluation(self) -> None:
     """Steps of another kind must be done before variables change."""
     if self._others_pending():
-      self.settle()
+      self.drain()
 
   def _others_pending(self) -> bool:
-    return self.pool.has(lambda task: not isinstance(task, ShareTask))
+    return self.pool.has(lambda task: not isinstance(task, MicrobatchTask))
 
-  def share_function(self, step, layout: parcel_lib.Layout):
+  def microbatch_function(self, step, layout: batch_message.Layout):
     """The function for a share, and its discovery."""
     with self._lock:
       key = (step, 'share', layout.key)
       if key not in self._functions:
         discovery = self._discover(step, layout.traced_structure)
         self._functions[key] = (
-          share_lib.ShareFunction(step, layout, discovery),
+          microbatch.MicrobatchFunction(step, layout, discovery),
           discovery,
         )
       return self._functions[key]
@@ -130,25 +133,27 @@ class SyncEngine(engine_lib.Engine):
     key = (step, 'apply', kinds[0], len(chosen))
     with self._lock:
       if key not in self._functions:
-        self._functions[key] = share_lib.ApplyFunction(
+        self._functions[key] = microbatch.ApplyFunction(
           step, share, len(chosen), self._in_replica
         )
       return self._functions[key]
 
-  def take_slots(self, function: share_lib.ShareFunction) -> share_lib.Slots:
+  def take_slots(
+    self, function: microbatch.MicrobatchFunction
+  ) -> microbatch.Slots:
     """Slots that nobody writes into."""
     with self._lock:
       free = self._free_slots.setdefault(str(function.specs), [])
-      return free.pop() if free else share_lib.Slots(function.specs)
+      return free.pop() if free else microbatch.Slots(function.specs)
 
-  def release(self, task: ShareTask) -> None:
+  def release(self, task: MicrobatchTask) -> None:
     """The slots of a task can be used again."""
     with self._lock:
       key = str(task.function.specs)
       self._free_slots.setdefault(key, []).append(task.slots)
 
 
-class Ballot:
+class Quorum:
   """The shares of a step that count: the first ones to be done.
 
   Args:
@@ -157,7 +162,7 @@ class Ballot:
   """
 
   def __init__(self, engine: SyncEngine, needed: int):
-    self.chosen: list[ShareTask] = []
+    self.chosen: list[MicrobatchTask] = []
     # Shares that somebody computes or has computed, and those who did.
     self.begun = 0
     self.takers: set[int] = set()
@@ -180,7 +185,7 @@ class Ballot:
       return False
     return worker not in self.takers or self.begun < self._needed
 
-  def add(self, task: ShareTask) -> None:
+  def add(self, task: MicrobatchTask) -> None:
     """Called under the pool's lock when a share is done."""
     if self.is_complete:
       self._engine.dropped += 1
@@ -189,7 +194,7 @@ class Ballot:
       self.chosen.append(task)
 
 
-class ShareTask(pool_lib.Task):
+class MicrobatchTask(worker_pool.Task):
   """A share of a synchronous step.
 
   Args:
@@ -197,7 +202,7 @@ class ShareTask(pool_lib.Task):
     step: what to run.
     batch: the rows of the share.
     index: of the share in its step.
-    ballot: of the step.
+    quorum: of the step.
   """
 
   def __init__(
@@ -206,15 +211,17 @@ class ShareTask(pool_lib.Task):
     step: engine_lib.Step,
     batch: engine_lib.Batch,
     index: int,
-    ballot: Ballot,
+    quorum: Quorum,
   ):
     self.index = index
     self.slots = None
     self._engine = engine
     self._batch = batch
-    self._ballot = ballot
+    self._ballot = quorum
     self._layout = batch.layout(1)
-    self.function, self.discovery = engine.share_function(step, self._layout)
+    self.function, self.discovery = engine.microbatch_function(
+      step, self._layout
+    )
 
   def may_run(self, worker: int) -> bool:
     """Whether the share of this worker is still wanted."""

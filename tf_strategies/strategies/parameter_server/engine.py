@@ -17,17 +17,17 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tf_strategies.coordinator import batch as batch_lib
-from tf_strategies.coordinator import (
-  drawn,
+from tf_strategies.strategies.parameter_server import batch as batch_lib
+from tf_strategies.strategies.parameter_server import (
+  batch_message,
   step_task,
   worker_function,
+  worker_input,
+  worker_pool,
 )
-from tf_strategies.coordinator import liveness as liveness_lib
-from tf_strategies.coordinator import parcel as parcel_lib
-from tf_strategies.coordinator import pool as pool_lib
-from tf_strategies.coordinator import report as report_lib
-from tf_strategies.coordinator import staleness as staleness_lib
+from tf_strategies.strategies.parameter_server import liveness as liveness_lib
+from tf_strategies.strategies.parameter_server import report as report_lib
+from tf_strategies.strategies.parameter_server import staleness as staleness_lib
 
 Step = step_task.Step
 Batch = batch_lib.Batch
@@ -39,7 +39,7 @@ class Engine(abc.ABC):
   Args:
     workers: their indices.
     liveness: who is alive.
-    marks: where done tasks are marked.
+    markers: where done tasks are marked.
     step_timeout: seconds without progress after which waiting fails.
   """
 
@@ -47,11 +47,11 @@ class Engine(abc.ABC):
     self,
     workers: Sequence[int],
     liveness: liveness_lib.Liveness,
-    marks: worker_function.Marks,
+    markers: worker_function.CompletionMarkers,
     step_timeout: float = 600.0,
     max_waiting: int | None = None,
   ):
-    self.marks = marks
+    self.markers = markers
     # Does something, and does it again when a server has died and is back.
     self.guard: Callable[[Callable[[], Any]], Any] = lambda action: action()
     self.staleness = staleness_lib.Staleness()
@@ -65,7 +65,7 @@ class Engine(abc.ABC):
     # The numbers that were read last, when, and of which task.
     self.numbers: dict[Step, Any] = {}
     self._sources = weakref.WeakSet()
-    self.pool = pool_lib.Pool(
+    self.pool = worker_pool.Pool(
       workers,
       liveness,
       self._may_take,
@@ -92,11 +92,11 @@ class Engine(abc.ABC):
       task = self._submit(step, group)
     return report_lib.of_task(self, task)
 
-  def draw(self, step: Step, source: drawn.Source, steps: int) -> Any:
+  def draw(self, step: Step, source: worker_input.Source, steps: int) -> Any:
     """Begins steps on data that the workers read themselves."""
     with self._lock:
       self._sources.add(source)
-    task = step_task.DrawTask(self, step, source, steps)
+    task = step_task.InputTask(self, step, source, steps)
     self.pool.submit(task)
     return report_lib.of_task(self, task)
 
@@ -105,7 +105,7 @@ class Engine(abc.ABC):
     task = self._submit(step, [batch], is_result_wanted=True)
     return step_task.PendingCall(self.pool, task)
 
-  def settle(self) -> None:
+  def drain(self) -> None:
     """Waits until all steps are done.
 
     Raises:
@@ -170,33 +170,33 @@ class Engine(abc.ABC):
     self.pool.submit(task)
     return task
 
-  def function(self, step: Step, layout: parcel_lib.Layout):
+  def function(self, step: Step, layout: batch_message.Layout):
     """The function for a step and a layout, and its discovery."""
     with self._lock:
       key = (step, 'parcel', layout.key)
       if key not in self._functions:
         discovery = self._discover(step, layout.traced_structure)
         self._functions[key] = (
-          self._parcel_function(step, layout, discovery),
+          self._batch_function(step, layout, discovery),
           discovery,
         )
       return self._functions[key]
 
-  def _parcel_function(self, step, layout, discovery):
-    return worker_function.ParcelFunction(
-      step.run, layout, discovery, self.marks
+  def _batch_function(self, step, layout, discovery):
+    return worker_function.BatchFunction(
+      step.run, layout, discovery, self.markers
     )
 
-  def drawing_function(self, step: Step, element_spec: Any, steps: int):
+  def input_function(self, step: Step, element_spec: Any, steps: int):
     """The function for a step on drawn data, and its discovery."""
-    layout = parcel_lib.Layout(element_spec, steps)
+    layout = batch_message.Layout(element_spec, steps)
     with self._lock:
       key = (step, 'drawing', layout.key)
       if key not in self._functions:
         discovery = self._discover(step, element_spec)
         self._functions[key] = (
-          worker_function.DrawingFunction(
-            step.run, element_spec, steps, discovery, self.marks
+          worker_function.InputFunction(
+            step.run, element_spec, steps, discovery, self.markers
           ),
           discovery,
         )
@@ -226,7 +226,7 @@ class Engine(abc.ABC):
 
   def _discover(self, step, structure):
     """Looks once a step and structure of batch."""
-    layout = parcel_lib.Layout(structure, 1)
+    layout = batch_message.Layout(structure, 1)
     key = (step, 'discovery', layout.key)
     if key not in self._functions:
       self._functions[key] = self._look(step, structure)

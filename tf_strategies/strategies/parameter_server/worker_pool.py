@@ -13,7 +13,7 @@ import tensorflow as tf
 from absl import logging
 
 from tf_strategies import _tf_internal, errors
-from tf_strategies.coordinator import liveness as liveness_lib
+from tf_strategies.strategies.parameter_server import liveness as liveness_lib
 
 _REJOIN_SECONDS = 0.5
 _WAKE_SECONDS = 1.0

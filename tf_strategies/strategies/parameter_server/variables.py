@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from tf_strategies import _tf_internal
-from tf_strategies.coordinator import traced_step
+from tf_strategies.strategies.parameter_server import traced_step
 
 
 def server_device(server: int) -> str:
@@ -30,7 +30,7 @@ class ServerVariable(_tf_internal.ResourceVariable):
 
   Args:
     server: index of the parameter server.
-    settled: does something when the scheduled steps are done.
+    drained: does something when the scheduled steps are done.
     on_write: called before the coordinator writes.
     **kwargs: of a variable.
   """
@@ -39,12 +39,12 @@ class ServerVariable(_tf_internal.ResourceVariable):
     self,
     *,
     server: int,
-    settled: Callable[[Callable], Any],
+    drained: Callable[[Callable], Any],
     on_write: Callable[[], None],
     **kwargs,
   ):
     self.server = server
-    self._settled = settled
+    self._drained = drained
     self.is_lost = False
     self._on_write = on_write
     with tf.device(server_device(server)):
@@ -59,17 +59,17 @@ class ServerVariable(_tf_internal.ResourceVariable):
           return _tf_internal.read_from_copy(self, copy)
     elif tf.executing_eagerly():
       read = super()._read_variable_op
-      return self._settled(lambda: read(no_copy))
+      return self._drained(lambda: read(no_copy))
     return super()._read_variable_op(no_copy)
 
-  def _write_settled(self, write):
+  def _write_drained(self, write):
     """A write of the coordinator, after what it has scheduled."""
 
     def write_now():
       self._on_write()
       return write()
 
-    return self._settled(write_now)
+    return self._drained(write_now)
 
   def read_directly(self) -> tf.Tensor:
     """Reads on the server, whatever a step holds."""
@@ -90,7 +90,7 @@ class ServerVariable(_tf_internal.ResourceVariable):
         return step.read(self)
     elif tf.executing_eagerly():
       write = super().assign
-      return self._write_settled(
+      return self._write_drained(
         lambda: write(value, use_locking, name, read_value)
       )
     else:
@@ -125,7 +125,7 @@ class ServerVariable(_tf_internal.ResourceVariable):
         return step.read(self)
     elif tf.executing_eagerly():
       write = super().assign_add
-      return self._write_settled(
+      return self._write_drained(
         lambda: write(delta, use_locking, name, read_value)
       )
     return super().assign_add(delta, use_locking, name, read_value)
@@ -139,7 +139,7 @@ class ServerVariable(_tf_internal.ResourceVariable):
         return step.read(self)
     elif tf.executing_eagerly():
       write = super().assign_sub
-      return self._write_settled(
+      return self._write_drained(
         lambda: write(delta, use_locking, name, read_value)
       )
     return super().assign_sub(delta, use_locking, name, read_value)
@@ -153,7 +153,7 @@ class ServerVariable(_tf_internal.ResourceVariable):
       return tf.gather(value, indices)
     read = super().sparse_read
     if tf.executing_eagerly():
-      return self._settled(lambda: read(indices, name))
+      return self._drained(lambda: read(indices, name))
     return read(indices, name)
 
   def gather_nd(self, indices, name=None):
@@ -165,7 +165,7 @@ class ServerVariable(_tf_internal.ResourceVariable):
       return tf.gather_nd(value, indices)
     read = super().gather_nd
     if tf.executing_eagerly():
-      return self._settled(lambda: read(indices, name))
+      return self._drained(lambda: read(indices, name))
     return read(indices, name)
 
   def _touch_rows(self, writes: bool):
@@ -208,7 +208,7 @@ def _sparse_write(name: str):
     # pylint: disable=protected-access
     self._touch_rows(writes=True)
     if tf.executing_eagerly():
-      return self._write_settled(lambda: method(self, *args, **kwargs))
+      return self._write_drained(lambda: method(self, *args, **kwargs))
     return method(self, *args, **kwargs)
 
   write.__name__ = name
