@@ -1,6 +1,6 @@
 """One rank of mpi_test.py.
 
-  mpiexec -n 3 python tests/process_group/mpi_rank.py <program> <directory>
+  mpiexec -n 3 python tests/process_group/mpi/rank.py <program> <directory>
 
 Loads the room without TensorFlow: it needs none, and starts sooner.
 """
@@ -20,5 +20,5 @@ def _leave_the_door_closed():
 
 if __name__ == '__main__':
   _leave_the_door_closed()
-  programs = importlib.import_module('tests.process_group.mpi_programs')
+  programs = importlib.import_module('tests.process_group.mpi.programs')
   programs.run(*sys.argv[1:])

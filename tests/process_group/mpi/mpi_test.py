@@ -18,9 +18,10 @@ import psutil
 import pytest
 from absl.testing import absltest, parameterized
 
-from tests.process_group import mpi_programs, mpi_rank
+from tests.process_group.mpi import programs
+from tests.process_group.mpi import rank as rank_program
 from tf_strategies import errors, process_group
-from tf_strategies.process_group import mpi_links
+from tf_strategies.process_group.mpi import links
 
 _DEADLINE_SECONDS = 120
 _UFUNCS = {'sum': np.add, 'min': np.minimum, 'max': np.maximum}
@@ -39,7 +40,7 @@ _needs_mpi = pytest.mark.skipif(
 
 def _run(directory, program, count):
   """Runs a program on some ranks; the status and what each rank noted."""
-  command = [sys.executable, mpi_rank.__file__, program, str(directory)]
+  command = [sys.executable, rank_program.__file__, program, str(directory)]
   if count is not None:
     command = [_mpiexec(), '-n', str(count), *command]
   environment = {**os.environ, 'PYTHONPATH': os.pathsep.join(sys.path)}
@@ -108,13 +109,13 @@ class CollectivesTest(_RanksTestCase):
   def test_all_reduce_is_exact_and_the_same_bits_everywhere(self, count):
     notes = self.run_ranks('reduce', count)
     compared = 0
-    for small in mpi_programs.SMALL:
-      for dtype in mpi_programs.DTYPES:
-        for size in mpi_programs.SIZES:
-          arrays = [mpi_programs.numbers(r, size, dtype) for r in range(count)]
+    for small in programs.SMALL:
+      for dtype in programs.DTYPES:
+        for size in programs.SIZES:
+          arrays = [programs.numbers(r, size, dtype) for r in range(count)]
           for op in _UFUNCS:
             key = (small, np.dtype(dtype).name, size, op)
-            expected = mpi_programs.raw(_expected(arrays, op))
+            expected = programs.raw(_expected(arrays, op))
             for note in notes:
               self.assertEqual(note[key], expected, key)
               compared += 1
@@ -123,14 +124,14 @@ class CollectivesTest(_RanksTestCase):
   @parameterized.parameters(2, 3, 4)
   def test_encoded_values_are_added_in_float32_and_rounded_once(self, count):
     notes = self.run_ranks('reduce', count)
-    for small in mpi_programs.SMALL:
-      for wire, dtype in mpi_programs.WIRES.items():
-        for size in mpi_programs.SIZES:
-          arrays = [mpi_programs.numbers(r, size, dtype) for r in range(count)]
+    for small in programs.SMALL:
+      for wire, dtype in programs.WIRES.items():
+        for size in programs.SIZES:
+          arrays = [programs.numbers(r, size, dtype) for r in range(count)]
           expected = _expected(arrays, 'sum').view(np.uint16)
           for note in notes:
             self.assertEqual(
-              note[small, 'wire', wire, size], mpi_programs.raw(expected)
+              note[small, 'wire', wire, size], programs.raw(expected)
             )
       for op in _UFUNCS:
         bits = [note[small, 'odd', op] for note in notes]
@@ -138,26 +139,26 @@ class CollectivesTest(_RanksTestCase):
         got = np.frombuffer(bits[0][2], np.float32)
         with np.errstate(invalid='ignore'):
           expected = _expected(
-            [mpi_programs.odd_numbers(r, 999) for r in range(count)], op
+            [programs.odd_numbers(r, 999) for r in range(count)], op
           )
         np.testing.assert_array_equal(got, expected)
 
   @parameterized.parameters(1, 2, 3, 4)
   def test_arrays_of_any_shape_reach_all(self, count):
     notes = self.run_ranks('move', count)
-    rows = [mpi_programs.raw(mpi_programs.rows(r)) for r in range(count)]
-    empty = mpi_programs.raw(np.empty((0, 3)))
+    rows = [programs.raw(programs.rows(r)) for r in range(count)]
+    empty = programs.raw(np.empty((0, 3)))
     latest = max(note['barrier'][0] for note in notes)
     for rank, note in enumerate(notes):
       self.assertEqual(note['who'], (rank, count, 'mpi', False, 1))
       self.assertEqual(note['gathered'], rows)
       self.assertEqual(note['empty'], [empty] * count)
       for root in range(count):
-        many = mpi_programs.numbers(root, 30000, np.float64).reshape(3, -1)
-        self.assertEqual(note[root, 'many'], mpi_programs.raw(many))
-        scalar = mpi_programs.raw(np.array(root + 0.5, '>f4'))
+        many = programs.numbers(root, 30000, np.float64).reshape(3, -1)
+        self.assertEqual(note[root, 'many'], programs.raw(many))
+        scalar = programs.raw(np.array(root + 0.5, '>f4'))
         self.assertEqual(note[root, 'scalar'], scalar)
-        none = mpi_programs.raw(np.empty((2, 0), np.int32))
+        none = programs.raw(np.empty((2, 0), np.int32))
         self.assertEqual(note[root, 'none'], none)
       # So many floats can be divided by all these counts.
       self.assertEqual(note['sent'], 2 * (count - 1) * 12 * 16384 // count)
@@ -192,7 +193,7 @@ class CollectivesTest(_RanksTestCase):
   def test_process_without_mpiexec_is_a_group_of_one(self):
     (note,) = self.run_ranks('move', None)
     self.assertEqual(note['who'], (0, 1, 'mpi', False, 1))
-    self.assertEqual(note['gathered'], [mpi_programs.raw(mpi_programs.rows(0))])
+    self.assertEqual(note['gathered'], [programs.raw(programs.rows(0))])
 
 
 @pytest.mark.multi_process
@@ -202,7 +203,7 @@ class FailuresTest(_RanksTestCase):
   def test_disagreement_is_named_on_every_rank(self, count):
     notes = self.run_ranks('disagree', count)
     last = count - 1
-    for what in mpi_programs.DISAGREEMENTS:
+    for what in programs.DISAGREEMENTS:
       first = notes[0][what]
       self.assertEqual(first[0], 'CollectiveMismatchError')
       self.assertIn('disagree on collective 2: rank 0 (task 0 at ', first[1])
@@ -315,7 +316,7 @@ class RefusalsTest(absltest.TestCase):
 
   def test_two_gigabytes_need_mpi_4(self):
     with _fake(Get_version=lambda: (3, 1), BYTE=None):
-      comm = mpi_links.Communicator(mpi_links.load(), time.monotonic() + 60)
+      comm = links.Communicator(links.load(), time.monotonic() + 60)
       # One byte of memory, seen two thousand million times.
       data = np.broadcast_to(np.uint8(0), 1 << 31)
       with self.assertRaises(errors.UnsupportedOptionError) as caught:
@@ -328,12 +329,10 @@ class RefusalsTest(absltest.TestCase):
 class NumbersTest(absltest.TestCase):
   def test_order_of_the_sum_shows(self):
     """Else a comparison of bits would not tell who added what."""
-    arrays = [mpi_programs.numbers(r, 1000, np.float32) for r in range(4)]
+    arrays = [programs.numbers(r, 1000, np.float32) for r in range(4)]
     forward = _expected(arrays, 'sum')
     self.assertFalse(np.array_equal(forward, _expected(arrays[::-1], 'sum')))
-    halves = [
-      mpi_programs.numbers(r, 1000, ml_dtypes.bfloat16) for r in range(4)
-    ]
+    halves = [programs.numbers(r, 1000, ml_dtypes.bfloat16) for r in range(4)]
     hops = functools.reduce(np.add, halves)
     self.assertFalse(np.array_equal(hops, _expected(halves, 'sum')))
 

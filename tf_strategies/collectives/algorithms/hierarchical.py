@@ -6,7 +6,8 @@ import functools
 import math
 
 from tf_strategies import errors
-from tf_strategies.collectives import ring, schedule
+from tf_strategies.collectives import schedule
+from tf_strategies.collectives.algorithms import ring
 
 
 def hierarchical_ring_all_reduce(

@@ -18,8 +18,8 @@ from tf_strategies.process_group import combine as combine_lib
 from tf_strategies.process_group import options as options_lib
 from tf_strategies.process_group import plan as plan_lib
 from tf_strategies.process_group import state as state_lib
-from tf_strategies.process_group import transport as transport_lib
 from tf_strategies.process_group import wire as wire_lib
+from tf_strategies.process_group.tcp import transport as transport_lib
 
 # When a data link breaks, the control plane most likely knows who died.
 _VERDICT_SECONDS = 0.3

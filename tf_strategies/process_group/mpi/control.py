@@ -21,13 +21,13 @@ from tf_strategies.process_group import (
   authentication,
   control,
   group,
-  mpi_links,
   server,
   state,
   wire,
 )
 from tf_strategies.process_group import connection as connection_lib
 from tf_strategies.process_group import options as options_lib
+from tf_strategies.process_group.mpi import links
 
 _LOOPBACK = '127.0.0.1'
 _EVERYWHERE = '0.0.0.0'
@@ -38,7 +38,7 @@ _SLACK_SECONDS = 10.0
 
 
 def form(
-  comm: mpi_links.Communicator,
+  comm: links.Communicator,
   host: str,
   options: options_lib.GroupOptions,
   deadline: float,
@@ -78,7 +78,7 @@ def form(
 
 
 def _tell(
-  comm: mpi_links.Communicator,
+  comm: links.Communicator,
   host: str,
   gathering: _Gathering,
   deadline: float,
