@@ -20,12 +20,12 @@ from tf_strategies.process_group import (
   membership,
   server,
   state,
-  tcp,
-  transport,
   wire,
 )
 from tf_strategies.process_group import connection as connection_lib
 from tf_strategies.process_group import options as options_lib
+from tf_strategies.process_group.tcp import group as tcp_group
+from tf_strategies.process_group.tcp import transport
 
 _Kind = wire.Kind
 _Purpose = authentication.Purpose
@@ -80,7 +80,7 @@ class Rendezvous:
     )
     self._addresses = self._membership.addresses
     self._task = task
-    self._group: tcp.TcpProcessGroup | None = None
+    self._group: tcp_group.TcpProcessGroup | None = None
     self._proposal: formation.Proposal | None = None
     self._formed: asyncio.Future | None = None
     self._server = server.Server(
@@ -94,7 +94,7 @@ class Rendezvous:
       },
     )
 
-  def form(self, progress: int = 0) -> tcp.TcpProcessGroup:
+  def form(self, progress: int = 0) -> tcp_group.TcpProcessGroup:
     """Blocks until a group has formed that this process is in.
 
     May be called again after a failure, or to let joiners in: a group that
@@ -135,7 +135,7 @@ class Rendezvous:
 
   # From here on everything runs in the server's loop.
 
-  async def _form(self, progress: int) -> tcp.TcpProcessGroup:
+  async def _form(self, progress: int) -> tcp_group.TcpProcessGroup:
     members = self._membership
     members.start(progress)
     formed = self._formed = self._server.loop.create_future()
@@ -377,7 +377,7 @@ class Rendezvous:
       lambda: members.joiners(time.monotonic()),
     )
     plane.start()
-    group = tcp.TcpProcessGroup(
+    group = tcp_group.TcpProcessGroup(
       group_state, links, plane, options, self._on_end
     )
     group_state.on_failure(self._on_end)
