@@ -104,7 +104,7 @@ class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
       'strategy_of_another_example',
       'mnist_keras_fit',
       '--strategy=parameter_server',
-      'Way out: run python -m examples.mnist_parameter_server',
+      'Fix: run python -m examples.mnist_parameter_server',
     ),
     (
       'missing_data',

@@ -149,8 +149,8 @@ def _of_rank(path: str, which: str) -> str:
   return f'{root}-{which}{extension}'
 
 
-def _refuse(received: str, allowed: str, way_out: str) -> None:
-  raise errors.UnsupportedOptionError(received, allowed, way_out)
+def _refuse(received: str, allowed: str, fix: str) -> None:
+  raise errors.UnsupportedOptionError(received, allowed, fix)
 
 
 class TrainingMonitor:
