@@ -7,11 +7,8 @@ import time
 import tensorflow as tf
 from absl.testing import parameterized
 
-<<<<<<< HEAD
-from tests import tiers
-=======
 from examples import datasets
->>>>>>> main
+from tests import tiers
 from tests.data import formula
 from tf_strategies import data as data_lib
 from tf_strategies import errors

@@ -13,13 +13,8 @@ from absl.testing import parameterized
 from tensorboard.backend.event_processing import event_accumulator
 
 import tf_strategies as tfs
-<<<<<<< HEAD:tests/training/sidecar_evaluator_test.py
 from tests import docstrings, tiers
-from tf_strategies.training import sidecar_evaluator
-=======
-from tests import docstrings
 from tf_strategies.fault_tolerance import evaluator
->>>>>>> main:tests/fault_tolerance/evaluator_test.py
 
 _FINISHED = evaluator.FINISHED_FILE
 

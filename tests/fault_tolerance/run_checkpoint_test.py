@@ -10,13 +10,8 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_strategies as tfs
-<<<<<<< HEAD:tests/training/run_checkpoint_test.py
 from tests import tiers, virtual_devices
-from tf_strategies.training import checkpoint_store, run_state
-=======
-from tests import virtual_devices
 from tf_strategies.checkpoint import checkpointer, model_state
->>>>>>> main:tests/fault_tolerance/run_checkpoint_test.py
 
 virtual_devices.configure_logical_cpus()
 
