@@ -13,7 +13,15 @@ _LAYERS = (
   ('examples',),
   ('training',),
   ('strategies',),
-  ('keras', 'coordinator', 'cross_device', 'process_group', 'monitoring'),
+  (
+    'keras',
+    'coordinator',
+    'cross_device',
+    'process_group',
+    'monitoring',
+    'launch',
+    'kubernetes',
+  ),
   ('cluster', 'data'),
   ('collectives',),
 )

@@ -1,4 +1,4 @@
-"""One attempt at a task: its guard, its output and how it ended."""
+"""One attempt at a task: its reaper, its output and how it ended."""
 
 import os
 import signal
@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Mapping
 
-from tf_strategies.cluster.launcher import guard, output
+from tf_strategies.launch import output, reaper
 
 _READ_BYTES = 1 << 16
 # What one process may leave in its pipe; more comes from one that still writes.
@@ -17,12 +17,12 @@ _REAP_SECONDS = 10.0
 
 
 class TaskProcess:
-  """A command under its guard, in a session of its own.
+  """A command under its reaper, in a session of its own.
 
   Args:
     command: program and arguments.
     environment: all of its environment variables.
-    grace_period: seconds that the guard leaves between SIGTERM and SIGKILL
+    grace_period: seconds that the reaper leaves between SIGTERM and SIGKILL
       when it has to end the task without the launcher.
     sink: takes what the command writes to stdout and stderr.
 
@@ -31,8 +31,8 @@ class TaskProcess:
     status: None until the command has ended; then its exit status, or minus
       the signal that killed it.
     ended_at: when that was, in nanoseconds of the monotonic clock.
-    is_gone: whether nothing is left of it, the guard included.
-    was_unguarded: whether the guard was killed, so that something may be left.
+    is_gone: whether nothing is left of it, the reaper included.
+    reaper_was_killed: whether the reaper was killed, so that something may be left.
 
   Raises:
     OSError: no process can be started.
@@ -61,16 +61,16 @@ class TaskProcess:
     self.status: int | None = None
     self.ended_at = 0
     self.is_gone = False
-    self.was_unguarded = False
+    self.reaper_was_killed = False
     self._sink = sink
     self._heard = b''
     self._output, write_end = os.pipe()
     os.set_blocking(self._output, False)
     self._channel, theirs = socket.socketpair()
     self._channel.setblocking(False)
-    program = [sys.executable, '-I', '-S', guard.__file__]
+    program = [sys.executable, '-I', '-S', reaper.__file__]
     try:
-      self._guard = subprocess.Popen(
+      self._reaper = subprocess.Popen(
         [*program, str(theirs.fileno()), str(grace_period), '--', *command],
         env=dict(environment),
         stdin=subprocess.DEVNULL,
@@ -87,9 +87,9 @@ class TaskProcess:
       theirs.close()
 
   @property
-  def guard_pid(self) -> int:
-    """Of the guard, a child of this process."""
-    return self._guard.pid
+  def reaper_pid(self) -> int:
+    """Of the reaper, a child of this process."""
+    return self._reaper.pid
 
   @property
   def channel_fd(self) -> int:
@@ -106,7 +106,7 @@ class TaskProcess:
     try:
       self._channel.send(bytes([number]))
     except OSError:
-      # The guard is gone, and `read_channel()` will say so.
+      # The reaper is gone, and `read_channel()` will say so.
       return
 
   def read_output(self) -> None:
@@ -114,7 +114,7 @@ class TaskProcess:
     self._read_output()
 
   def read_channel(self) -> None:
-    """Hears what the guard reports; its silence means that it has ended."""
+    """Hears what the reaper reports; its silence means that it has ended."""
     try:
       heard = self._channel.recv(_READ_BYTES)
     except BlockingIOError:
@@ -134,7 +134,7 @@ class TaskProcess:
       self._bury()
 
   def close(self) -> None:
-    """Lets go of it; a guard that still runs then ends the task."""
+    """Lets go of it; a reaper that still runs then ends the task."""
     self._channel.close()
     if self._output is not None:
       os.close(self._output)
@@ -142,12 +142,12 @@ class TaskProcess:
 
   def _bury(self) -> None:
     try:
-      status = self._guard.wait(_REAP_SECONDS)
+      status = self._reaper.wait(_REAP_SECONDS)
     except subprocess.TimeoutExpired:
-      self._guard.kill()
-      status = self._guard.wait()
+      self._reaper.kill()
+      status = self._reaper.wait()
     if self.status is None:
-      self.was_unguarded = True
+      self.reaper_was_killed = True
       self.status = status or 1
       self.ended_at = time.monotonic_ns()
       if self.pid is not None:

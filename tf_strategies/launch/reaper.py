@@ -1,23 +1,23 @@
 """The program around one task: when it ends, nothing of the task is left.
 
-  python -I -S guard.py <channel> <grace period> -- <command>
+  python -I -S reaper.py <channel> <grace period> -- <command>
 
-The launcher cannot clean up after its own SIGKILL, so each task has a guard: a
+The launcher cannot clean up after its own SIGKILL, so each task has a reaper: a
 small process that imports nothing of ours and hence starts in milliseconds.
 
 - `channel` is one end of a socket pair. Each byte that arrives is the number of
   a signal for the task's process group. Its end means that the launcher is
   gone: the group gets SIGTERM and, after the grace period, SIGKILL.
-- The guard reports `started <pid>` and `ended <status> <monotonic ns>`.
+- The reaper reports `started <pid>` and `ended <status> <monotonic ns>`.
 - On Linux it adopts the task's orphans (PR_SET_CHILD_SUBREAPER), also those
   that left the process group, and ends them when the task has ended.
 - Killed itself, it takes the task along (PR_SET_PDEATHSIG). A `preexec_fn` is
-  safe here, as the guard has no threads; the launcher might.
+  safe here, as the reaper has no threads; the launcher might.
 
 Example:
 
-  >>> from tf_strategies.cluster.launcher import guard
-  >>> guard.descendants(parents={5: 4, 6: 5, 7: 1, 8: 6}, ancestor=4)
+  >>> from tf_strategies.launch import reaper
+  >>> reaper.descendants(parents={5: 4, 6: 5, 7: 1, 8: 6}, ancestor=4)
   [5, 6, 8]
 """
 
@@ -79,7 +79,7 @@ def descendants(parents, ancestor):
   return sorted(found - {ancestor})
 
 
-class Guard:
+class Reaper:
   """Runs the command and reports on it.
 
   Args:
@@ -244,9 +244,9 @@ class Guard:
 
 
 def main(arguments):
-  """Runs the guard; `arguments` as in the module's docstring."""
+  """Runs the reaper; `arguments` as in the module's docstring."""
   channel, grace_period, _, *command = arguments
-  Guard(int(channel), float(grace_period), command).run()
+  Reaper(int(channel), float(grace_period), command).run()
 
 
 if __name__ == '__main__':

@@ -3,7 +3,7 @@
 Example:
 
   >>> import os, signal
-  >>> from tf_strategies.cluster.launcher import signals
+  >>> from tf_strategies.launch import signals
   >>> with signals.Inbox([signal.SIGUSR1]) as inbox:
   ...   os.kill(os.getpid(), signal.SIGUSR1)
   ...   inbox.read() == [signal.SIGUSR1]

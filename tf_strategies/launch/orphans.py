@@ -1,10 +1,10 @@
-"""The last resort: processes whose guard was killed.
+"""The last resort: processes whose reaper was killed.
 
 Example:
 
-  >>> from tf_strategies.cluster.launcher import strays
+  >>> from tf_strategies.launch import orphans
   >>> import os, psutil
-  >>> strays.kill(keep={child.pid for child in psutil.Process().children()})
+  >>> orphans.kill(keep={child.pid for child in psutil.Process().children()})
   0
 """
 

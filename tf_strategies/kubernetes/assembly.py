@@ -2,7 +2,7 @@
 
 Example:
 
-  >>> from tf_strategies.cluster.manifests import assembly, options
+  >>> from tf_strategies.kubernetes import assembly, options
   >>> shared = options.Options(image='mnist:1', secret_name='ours')
   >>> [d['kind'] for d in assembly.documents('tfjob', shared, ['train'])]
   ['TFJob']
@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from tf_strategies import errors
-from tf_strategies.cluster.manifests import jobset, pods, tfjob
-from tf_strategies.cluster.manifests import options as options_lib
+from tf_strategies.kubernetes import jobset, pods, tfjob
+from tf_strategies.kubernetes import options as options_lib
 
 KINDS = ('tfjob', 'jobset')
 

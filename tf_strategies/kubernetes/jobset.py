@@ -12,7 +12,7 @@ the pod's grace period, and 20 seconds at most (`cluster.run_task`).
 
 Example:
 
-  >>> from tf_strategies.cluster.manifests import jobset, options
+  >>> from tf_strategies.kubernetes import jobset, options
   >>> job = jobset.jobset(options.Options(image='mnist:1', num_ps=1), ['train'])
   >>> [replicated['name'] for replicated in job['spec']['replicatedJobs']]
   ['chief', 'worker', 'ps']
@@ -22,8 +22,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from tf_strategies.cluster import exit_codes
-from tf_strategies.cluster.manifests import options as options_lib
-from tf_strategies.cluster.manifests import pods
+from tf_strategies.kubernetes import options as options_lib
+from tf_strategies.kubernetes import pods
 
 API_VERSION = 'jobset.x-k8s.io/v1alpha2'
 

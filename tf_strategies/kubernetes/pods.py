@@ -2,7 +2,7 @@
 
 Example:
 
-  >>> from tf_strategies.cluster.manifests import options, pods
+  >>> from tf_strategies.kubernetes import options, pods
   >>> spec = pods.pod_spec(options.Options(image='mnist:1'), 'worker', ['train'])
   >>> spec['containers'][0]['name']
   'tensorflow'
@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tf_strategies.cluster import exit_codes
-from tf_strategies.cluster.launcher import tasks
-from tf_strategies.cluster.manifests import options as options_lib
+from tf_strategies.cluster import job as job_lib
 from tf_strategies.cluster.sources import roles
+from tf_strategies.kubernetes import options as options_lib
 
 # A TFJob's controller looks for these two names, and takes the port from there.
 CONTAINER = 'tensorflow'
@@ -114,5 +114,5 @@ def secret(options: options_lib.Options) -> dict[str, Any]:
     'kind': 'Secret',
     'metadata': metadata(options, options.made_secret_name),
     'type': 'Opaque',
-    'stringData': {_SECRET_KEY: secrets.token_hex(tasks.SECRET_BYTES)},
+    'stringData': {_SECRET_KEY: secrets.token_hex(job_lib.SECRET_BYTES)},
   }

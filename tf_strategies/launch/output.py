@@ -6,7 +6,7 @@ launcher must stay able to pass on a signal.
 Example:
 
   >>> import io
-  >>> from tf_strategies.cluster.launcher import output
+  >>> from tf_strategies.launch import output
   >>> written = io.BytesIO()
   >>> lines = output.TaskOutput(b'[ps 0] ', written.write)
   >>> lines.feed(b'one\\ntw')

@@ -6,19 +6,19 @@ import sys
 
 from absl.testing import absltest, parameterized
 
-from tf_strategies import cluster, errors
-from tf_strategies.cluster import exit_codes, manifests
+from tf_strategies import cluster, errors, kubernetes
+from tf_strategies.cluster import exit_codes
 
 _ALL = {'num_workers': 3, 'num_ps': 2, 'evaluator': True}
 _COMMAND = ['python', '-m', 'train', '--a=$(b) $c $$d']
 
 
 def _options(**changes):
-  return manifests.Options(**{'image': 'mnist:1', 'name': 'mnist', **changes})
+  return kubernetes.Options(**{'image': 'mnist:1', 'name': 'mnist', **changes})
 
 
 def _documents(kind, **options):
-  return manifests.documents(kind, _options(**options), _COMMAND)
+  return kubernetes.documents(kind, _options(**options), _COMMAND)
 
 
 def _pod_specs(kind, job):
@@ -279,7 +279,7 @@ class RefusedOptionsTest(parameterized.TestCase):
   def test_document_is_refused(self, arguments, words):
     kind, options, command = arguments
     with self.assertRaises(errors.UnsupportedOptionError) as caught:
-      manifests.documents(kind, _options(**options), command)
+      kubernetes.documents(kind, _options(**options), command)
     self.assertIn(words, str(caught.exception))
 
 
@@ -327,20 +327,20 @@ class CheckTFJobTest(parameterized.TestCase):
   )
   def test_mistake_is_refused(self, path, value, words):
     job = copy.deepcopy(_documents('tfjob', num_ps=1)[-1])
-    manifests.check_tfjob(job)
+    kubernetes.check_tfjob(job)
     where, key = _at(job, path)
     if value is _GONE:
       del where[key]
     else:
       where[key] = value
     with self.assertRaises(errors.UnsupportedOptionError) as caught:
-      manifests.check_tfjob(job)
+      kubernetes.check_tfjob(job)
     self.assertIn(words, str(caught.exception))
 
   @parameterized.parameters(None, 3, 'TFJob', [[]])
   def test_anything_else_is_refused(self, job):
     with self.assertRaises(errors.UnsupportedOptionError):
-      manifests.check_tfjob(job)
+      kubernetes.check_tfjob(job)
 
   def test_what_may_be_left_out(self):
     job = copy.deepcopy(_documents('tfjob')[-1])
@@ -348,14 +348,14 @@ class CheckTFJobTest(parameterized.TestCase):
     worker = job['spec']['tfReplicaSpecs']['Worker']
     del worker['replicas'], worker['restartPolicy']
     del worker['template']['spec']['containers'][0]['ports']
-    manifests.check_tfjob(job)
+    kubernetes.check_tfjob(job)
 
 
 class ImportTest(absltest.TestCase):
   def test_needs_neither_yaml_nor_tensorflow(self):
     code = """
 import sys
-import tf_strategies.manifests
+import tf_strategies.kubernetes
 print([name for name in ('yaml', 'tensorflow', 'keras') if name in sys.modules])
 """
     done = subprocess.run(

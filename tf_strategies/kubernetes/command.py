@@ -1,6 +1,6 @@
 """Writes the Kubernetes manifests of a job, for `kubectl apply -f`.
 
-  python -m tf_strategies.manifests --kind=jobset --image=registry/mnist:1 \
+  python -m tf_strategies.kubernetes --kind=jobset --image=registry/mnist:1 \
     --num_workers=2 --num_ps=1 --checkpoint_pvc=checkpoints -- \
     python -m examples.mnist_parameter_server --checkpoint_dir=/checkpoints
 
@@ -17,8 +17,8 @@ Tasks are started again by their exit status: 1, 2, 126 and 127 are permanent,
 
 Example:
 
-  >>> from tf_strategies import manifests
-  >>> manifests.main(['manifests', '--image=mnist:1'])
+  >>> from tf_strategies import kubernetes
+  >>> kubernetes.main(['kubernetes', '--image=mnist:1'])
   2
 """
 
@@ -31,11 +31,12 @@ from collections.abc import Sequence
 from absl import flags
 
 from tf_strategies import errors
-from tf_strategies.cluster import manifests
+from tf_strategies.kubernetes import assembly, tfjob
+from tf_strategies.kubernetes import options as options_lib
 
 _USAGE_STATUS = 2
 _USAGE = (
-  'python -m tf_strategies.manifests --image=IMAGE [flags] -- command '
+  'python -m tf_strategies.kubernetes --image=IMAGE [flags] -- command '
   '[arguments]'
 )
 _SECRET_NOTE = (
@@ -176,17 +177,17 @@ def _yaml():
   return yaml
 
 
-def _options(values: flags.FlagValues) -> manifests.Options:
+def _options(values: flags.FlagValues) -> options_lib.Options:
   if values.image is None:
     raise flags.Error('no --image')
-  names = [field.name for field in dataclasses.fields(manifests.Options)]
-  return manifests.Options(**{name: values[name].value for name in names})
+  names = [field.name for field in dataclasses.fields(options_lib.Options)]
+  return options_lib.Options(**{name: values[name].value for name in names})
 
 
 def _write(values: flags.FlagValues, command: Sequence[str]) -> None:
   """Writes the documents to stdout."""
   yaml = _yaml()
-  documents = manifests.documents(values.kind, _options(values), command)
+  documents = assembly.documents(values.kind, _options(values), command)
   if values.secret_name is None:
     sys.stdout.write(_SECRET_NOTE)
   if values.kind == 'tfjob':
@@ -220,7 +221,7 @@ def _check(path: str) -> None:
       'pass another file; of a JobSet, kubectl apply --dry-run=server says more',
     )
   for job in jobs:
-    manifests.check_tfjob(job)
+    tfjob.check_tfjob(job)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -251,10 +252,6 @@ def main(argv: Sequence[str]) -> int:
       return 0
     _write(values, command)
   except (flags.Error, errors.UnsupportedOptionError) as e:
-    print(f'manifests: {e}\nUsage: {_USAGE}', file=sys.stderr)
+    print(f'kubernetes: {e}\nUsage: {_USAGE}', file=sys.stderr)
     return _USAGE_STATUS
   return 0
-
-
-if __name__ == '__main__':
-  sys.exit(main(sys.argv))

@@ -1,12 +1,12 @@
 """Runs the tasks of a job until the job is over, and leaves none behind.
 
 One loop in one thread polls everything there is to wait for: what the tasks
-write, what their guards report, signals, the reader of our own output and the
+write, what their reapers report, signals, the reader of our own output and the
 clock. So nothing that blocks can keep it from ending the job.
 
 Example:
 
-  >>> from tf_strategies.cluster.launcher import supervisor
+  >>> from tf_strategies.launch import supervisor
   >>> supervisor.exit_status(-9)
   137
 """
@@ -23,11 +23,11 @@ from collections.abc import Set as AbstractSet
 
 from tf_strategies import errors
 from tf_strategies.cluster import exit_codes
-from tf_strategies.cluster.launcher import (
+from tf_strategies.launch import (
+  orphans,
   output,
   process,
   signals,
-  strays,
   tasks,
 )
 
@@ -126,7 +126,7 @@ class Supervisor:
     stdout: file descriptor for the lines of the tasks.
     stderr: file descriptor for what the launcher itself has to say.
     owns_process: whether all children of this process are tasks. Then what is
-      left by a guard that was killed can be found and ended too.
+      left by a reaper that was killed can be found and ended too.
 
   Raises:
     UnsupportedOptionError: `options.log_dir` cannot be written.
@@ -168,7 +168,7 @@ class Supervisor:
       OSError: no process can be started; those that were are ended.
     """
     if self._owns_process:
-      strays.adopt()
+      orphans.adopt()
     with signals.Inbox(_FORWARDED) as self._inbox:
       try:
         for task in self._tasks:
@@ -176,11 +176,11 @@ class Supervisor:
         while not self._is_over():
           self._step()
         if self._owns_process:
-          strays.kill(keep=set())
+          orphans.kill(keep=set())
         self._report_failure()
         self._write_the_rest()
       finally:
-        # Without its channel a guard ends its task: none outlives an error.
+        # Without its channel a reaper ends its task: none outlives an error.
         for task in self._tasks:
           if task.running is not None:
             task.running.close()
@@ -229,7 +229,7 @@ class Supervisor:
       self._on_signal(number)
     if self._out.is_broken and self._num_signals == 0:
       self._on_signal(signal.SIGPIPE)
-    # The guards' clock tells who was first, whatever the order of hearing.
+    # The reapers' clock tells who was first, whatever the order of hearing.
     running = [task for task in self._tasks if task.running is not None]
     ended = [
       task
@@ -273,8 +273,10 @@ class Supervisor:
   def _on_end(self, task: _Task) -> None:
     task.was_noted = True
     status = task.running.status
-    if task.running.was_unguarded and self._owns_process:
-      strays.kill(keep={t.running.guard_pid for t in self._tasks if t.running})
+    if task.running.reaper_was_killed and self._owns_process:
+      orphans.kill(
+        keep={t.running.reaper_pid for t in self._tasks if t.running}
+      )
     if self._is_stopping:
       task.status = status
     elif status == 0:

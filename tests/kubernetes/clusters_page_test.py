@@ -11,7 +11,7 @@ import pytest
 from absl.testing import absltest
 
 from tests.architecture import project
-from tf_strategies import cluster, launch, manifests
+from tf_strategies import cluster, kubernetes, launch
 from tf_strategies.cluster import sources
 
 _PAGE = 'examples/CLUSTERS.md'
@@ -40,14 +40,14 @@ def _commands(module):
 class ClustersPageTest(absltest.TestCase):
   @_needs_yaml
   def test_manifests_are_written(self):
-    commands = _commands('tf_strategies.manifests')
+    commands = _commands('tf_strategies.kubernetes')
     self.assertLen(commands, 3)
     for arguments in commands:
       if arguments[0].startswith('--check'):
         continue
       out = io.StringIO()
       with contextlib.redirect_stdout(out):
-        self.assertEqual(manifests.main(['manifests', *arguments]), 0)
+        self.assertEqual(kubernetes.main(['kubernetes', *arguments]), 0)
       self.assertIn('kind: JobSet', out.getvalue())
 
   def test_jobs_of_one_host_are_planned(self):
@@ -104,7 +104,7 @@ class ClustersPageTest(absltest.TestCase):
     claim = yaml.safe_load(block)
     used = [
       argument.partition('=')[2]
-      for arguments in _commands('tf_strategies.manifests')
+      for arguments in _commands('tf_strategies.kubernetes')
       for argument in arguments
       if argument.startswith('--checkpoint_pvc=')
     ]

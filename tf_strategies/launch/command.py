@@ -39,7 +39,8 @@ from collections.abc import Sequence
 from absl import flags
 
 from tf_strategies import errors
-from tf_strategies.cluster.launcher import rank_filter, supervisor, tasks
+from tf_strategies.cluster import job as job_lib
+from tf_strategies.launch import rank_filter, supervisor, tasks
 
 _USAGE_STATUS = 2
 _USAGE = 'python -m tf_strategies.launch [flags] -- command [arguments]'
@@ -131,7 +132,7 @@ def _check_host() -> None:
       )
 
 
-def _shown(values: flags.FlagValues, job: tasks.Job) -> frozenset[str] | None:
+def _shown(values: flags.FlagValues, job: job_lib.Job) -> frozenset[str] | None:
   """The names of the tasks whose lines appear on the terminal; None for all."""
   if values.tee:
     if values.rank_filter is None:
@@ -153,7 +154,7 @@ def _shown(values: flags.FlagValues, job: tasks.Job) -> frozenset[str] | None:
 
 
 def _run(values: flags.FlagValues, command: list[str]) -> int:
-  job = tasks.Job(
+  job = job_lib.Job(
     values.num_workers, values.num_ps, values.chief, values.evaluator
   )
   options = supervisor.Options(
@@ -169,7 +170,7 @@ def _run(values: flags.FlagValues, command: list[str]) -> int:
     job,
     command,
     tasks.pick_ports(sum(job.counts.values())),
-    secrets.token_hex(tasks.SECRET_BYTES),
+    secrets.token_hex(job_lib.SECRET_BYTES),
   )
   if values.dry_run:
     for spec in specs:
@@ -203,7 +204,3 @@ def main(argv: Sequence[str]) -> int:
   except (flags.Error, errors.UnsupportedOptionError) as e:
     print(f'launch: {e}\nUsage: {_USAGE}', file=sys.stderr)
     return _USAGE_STATUS
-
-
-if __name__ == '__main__':
-  sys.exit(main(sys.argv))

@@ -2,8 +2,9 @@
 
 Example:
 
-  >>> from tf_strategies.cluster.launcher import tasks
-  >>> specs = tasks.plan_tasks(tasks.Job(num_workers=1, num_ps=1), ['train'],
+  >>> from tf_strategies.cluster import job
+  >>> from tf_strategies.launch import tasks
+  >>> specs = tasks.plan_tasks(job.Job(num_workers=1, num_ps=1), ['train'],
   ...                          ports=[1111, 2222], secret='5ec7e7')
   >>> specs[1].environment['TF_CONFIG']
   '{"cluster": {"worker": ["127.0.0.1:1111"], "ps": ["127.0.0.1:2222"]}, "task": {"type": "ps", "index": 0}}'
@@ -13,10 +14,8 @@ import dataclasses
 import shlex
 from collections.abc import Mapping, Sequence
 
-from tf_strategies import errors
 from tf_strategies.cluster import config, exit_codes, sources
-
-SECRET_BYTES = 32
+from tf_strategies.cluster import job as job_lib
 
 # The loopback address rather than 'localhost', which may also mean ::1.
 _HOST = '127.0.0.1'
@@ -30,76 +29,6 @@ _NOT_INHERITED = (
   'TFS_SECRET_FILE',
   'TFS_RESTART_COUNT',
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class Job:
-  """How many tasks of which type.
-
-  Args:
-    num_workers: tasks of type worker, 0 or more.
-    num_ps: parameter servers, 0 or more.
-    chief: whether there is a chief beside the workers.
-    evaluator: whether there is an evaluator; it is not part of the cluster.
-
-  Raises:
-    UnsupportedOptionError: a number is negative, or no task would train.
-
-  Example:
-
-    >>> Job(num_workers=2, chief=True).counts
-    {'chief': 1, 'worker': 2, 'ps': 0}
-  """
-
-  num_workers: int = 1
-  num_ps: int = 0
-  chief: bool = False
-  evaluator: bool = False
-
-  def __post_init__(self):
-    for name in ('num_workers', 'num_ps'):
-      if getattr(self, name) < 0:
-        raise errors.UnsupportedOptionError(
-          f'--{name}={getattr(self, name)}',
-          'an integer of at least 0',
-          f'pass --{name}=2, or leave it out',
-        )
-    if not self.num_workers and not self.chief:
-      raise errors.UnsupportedOptionError(
-        '--num_workers=0 without --chief',
-        'a job in which at least one task trains',
-        'pass --num_workers=1 or --chief',
-      )
-
-  @property
-  def counts(self) -> dict[str, int]:
-    """The number of addresses by job type."""
-    return {
-      'chief': int(self.chief),
-      'worker': self.num_workers,
-      'ps': self.num_ps,
-    }
-
-  @property
-  def all_counts(self) -> dict[str, int]:
-    """The number of tasks by type: `counts`, and the evaluator."""
-    return {**self.counts, 'evaluator': int(self.evaluator)}
-
-  @property
-  def training_types(self) -> tuple[str, ...]:
-    """The types of the tasks whose end is the end of the job.
-
-    A chief that has parameter servers trains alone: the workers are servers,
-    too, and wait for work until they are ended.
-
-    Example:
-
-      >>> Job(chief=True).training_types
-      ('chief', 'worker')
-      >>> Job(chief=True, num_ps=1).training_types
-      ('chief',)
-    """
-    return ('chief',) if self.chief and self.num_ps else ('chief', 'worker')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +71,7 @@ def pick_ports(count: int) -> list[int]:
 
 
 def plan_tasks(
-  job: Job, command: Sequence[str], ports: Sequence[int], secret: str
+  job: job_lib.Job, command: Sequence[str], ports: Sequence[int], secret: str
 ) -> list[TaskSpec]:
   """What to start, without starting it: no randomness, no input, no output.
 
@@ -162,7 +91,7 @@ def plan_tasks(
 
   Example:
 
-    >>> specs = plan_tasks(Job(num_workers=1), ['train'], [1111], '5ec7e7')
+    >>> specs = plan_tasks(job_lib.Job(num_workers=1), ['train'], [1111], '5ec7e7')
     >>> specs[0].name, sorted(specs[0].environment)
     ('worker 0', ['PYTHONUNBUFFERED', 'TFS_SECRET'])
   """

@@ -1,4 +1,4 @@
-"""`python -m tf_strategies.manifests` as a user calls it."""
+"""`python -m tf_strategies.kubernetes` as a user calls it."""
 
 import contextlib
 import importlib.util
@@ -11,8 +11,7 @@ from unittest import mock
 import pytest
 from absl.testing import absltest, parameterized
 
-from tests import docstrings
-from tf_strategies import manifests
+from tf_strategies import kubernetes
 
 _JOB = ['--num_workers=2', '--num_ps=1', '--image=mnist:1', '--name=mnist']
 _COMMAND = ['--', 'python', 'train.py', '--', '--epochs=2']
@@ -25,7 +24,7 @@ def _run(*arguments):
   """Exit status, stdout and stderr of the command."""
   out, err = io.StringIO(), io.StringIO()
   with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-    status = manifests.main(['manifests', *arguments])
+    status = kubernetes.main(['kubernetes', *arguments])
   return status, out.getvalue(), err.getvalue()
 
 
@@ -64,7 +63,7 @@ class WriteTest(parameterized.TestCase):
 
   def test_runs_as_a_module(self):
     done = subprocess.run(
-      [sys.executable, '-m', 'tf_strategies.manifests', *_JOB, *_COMMAND],
+      [sys.executable, '-m', 'tf_strategies.kubernetes', *_JOB, *_COMMAND],
       stdout=subprocess.PIPE,
       timeout=120,
       env={**os.environ, 'PYTHONPATH': os.pathsep.join(filter(None, sys.path))},
@@ -123,7 +122,7 @@ class CommandLineTest(parameterized.TestCase):
     status, out, err = _run(*arguments)
     self.assertEqual((status, out), (2, ''))
     self.assertIn(words, err)
-    self.assertIn('Usage: python -m tf_strategies.manifests', err)
+    self.assertIn('Usage: python -m tf_strategies.kubernetes', err)
 
   def test_without_yaml_the_extra_is_named(self):
     with mock.patch.object(importlib.util, 'find_spec', return_value=None):
@@ -136,10 +135,6 @@ class CommandLineTest(parameterized.TestCase):
     self.assertEqual(status, 0)
     for words in ('--checkpoint_pvc', '--gpus_per_worker', 'legacy'):
       self.assertIn(words, out)
-
-  def test_examples_run(self):
-    with contextlib.redirect_stderr(io.StringIO()):
-      docstrings.check_examples(self, manifests.__name__)
 
 
 if __name__ == '__main__':

@@ -2,7 +2,7 @@
 
 Example:
 
-  >>> from tf_strategies.cluster.manifests import options
+  >>> from tf_strategies.kubernetes import options
   >>> options.Options(image='mnist:1', num_workers=2, num_ps=1).counts
   {'chief': 1, 'worker': 2, 'ps': 1}
 """
@@ -12,7 +12,7 @@ import re
 
 from tf_strategies import errors
 from tf_strategies.cluster import checks
-from tf_strategies.cluster.launcher import tasks
+from tf_strategies.cluster import job as job_lib
 
 RESTART_POLICIES = ('ExitCode', 'OnFailure', 'Always', 'Never')
 
@@ -122,11 +122,11 @@ class Options:
         )
 
   @property
-  def job(self) -> tasks.Job:
+  def job(self) -> job_lib.Job:
     """How many tasks of which type."""
     # Only a chief can train with parameter servers.
     chief = self.chief or self.num_ps > 0
-    return tasks.Job(self.num_workers, self.num_ps, chief, self.evaluator)
+    return job_lib.Job(self.num_workers, self.num_ps, chief, self.evaluator)
 
   @property
   def counts(self) -> dict[str, int]:

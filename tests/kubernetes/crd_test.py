@@ -8,8 +8,8 @@ import types
 import pytest
 from absl.testing import absltest, parameterized
 
-from tests.manifests import structural
-from tf_strategies.cluster import manifests
+from tests.kubernetes import structural
+from tf_strategies import kubernetes
 
 _JOBS = (
   {},
@@ -34,8 +34,8 @@ _HAS_MODELS = (
 
 
 def _job(kind, **options):
-  options = manifests.Options(image='mnist:1', name='mnist', **options)
-  return manifests.documents(kind, options, _COMMAND)[-1]
+  options = kubernetes.Options(image='mnist:1', name='mnist', **options)
+  return kubernetes.documents(kind, options, _COMMAND)[-1]
 
 
 # Each makes one mistake in a job, and names where it is.

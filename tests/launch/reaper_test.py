@@ -1,4 +1,4 @@
-"""The guard alone, as the launcher starts it."""
+"""The reaper alone, as the launcher starts it."""
 
 import contextlib
 import os
@@ -12,7 +12,7 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from tests.launch import programs
-from tf_strategies.cluster.launcher import guard
+from tf_strategies.launch import reaper
 
 _PARENT_AND_CHILD = f"""exec {sys.executable} -I -S -c '
 import os, signal, time
@@ -29,8 +29,8 @@ while True:
 '"""
 
 
-class _Guarded:
-  """A shell under a guard, and the launcher's end of the channel."""
+class _Reaped:
+  """A shell under a reaper, and the launcher's end of the channel."""
 
   def __init__(self, script, grace_period='30'):
     self.channel, theirs = socket.socketpair()
@@ -40,7 +40,7 @@ class _Guarded:
       end.settimeout(programs.DEADLINE_SECONDS)
     with theirs, written:
       self.process = subprocess.Popen(
-        [sys.executable, '-I', '-S', guard.__file__, str(theirs.fileno()),
+        [sys.executable, '-I', '-S', reaper.__file__, str(theirs.fileno()),
          grace_period, '--', 'sh', '-c', script],
         pass_fds=[theirs.fileno()],
         stdout=written,
@@ -69,27 +69,27 @@ class _Guarded:
 @pytest.mark.multi_process
 class GuardTest(parameterized.TestCase):
   def _start(self, *arguments):
-    guarded = _Guarded(*arguments)
-    self.addCleanup(guarded.process.wait)
-    self.addCleanup(guarded.process.kill)
-    self.addCleanup(guarded.close)
-    return guarded
+    reaped = _Reaped(*arguments)
+    self.addCleanup(reaped.process.wait)
+    self.addCleanup(reaped.process.kill)
+    self.addCleanup(reaped.close)
+    return reaped
 
   @parameterized.parameters(
     ('exit 0', 0), ('exit 41', 41), ('kill -9 $$', -9), ('kill -15 $$', -15)
   )  # fmt: skip
   def test_reports_how_the_task_ended(self, script, status):
-    guarded = self._start(script)
-    self.assertEqual(guarded.report()[0], 'started')
-    self.assertEqual(guarded.report(), ('ended', status))
-    self.assertEqual(guarded.process.wait(programs.DEADLINE_SECONDS), 0)
+    reaped = self._start(script)
+    self.assertEqual(reaped.report()[0], 'started')
+    self.assertEqual(reaped.report(), ('ended', status))
+    self.assertEqual(reaped.process.wait(programs.DEADLINE_SECONDS), 0)
 
   def test_task_leads_a_group_and_has_the_usual_signals(self):
     script = 'echo $$; ps -o pgid= -p $$; grep SigIgn /proc/$$/status; kill $$'
-    guarded = self._start(script)
-    _, pid = guarded.report()
-    self.assertEqual(guarded.report(), ('ended', -signal.SIGTERM))
-    words = guarded.output.read().split()
+    reaped = self._start(script)
+    _, pid = reaped.report()
+    self.assertEqual(reaped.report(), ('ended', -signal.SIGTERM))
+    words = reaped.output.read().split()
     self.assertEqual(words[:2], [b'%d' % pid] * 2)
     ignored = int(words[3], 16)
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
@@ -97,44 +97,44 @@ class GuardTest(parameterized.TestCase):
 
   @parameterized.parameters(signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
   def test_signals_the_whole_group(self, number):
-    guarded = self._start(_PARENT_AND_CHILD.format(number=int(number)))
-    self.assertEqual(guarded.report()[0], 'started')
+    reaped = self._start(_PARENT_AND_CHILD.format(number=int(number)))
+    self.assertEqual(reaped.report()[0], 'started')
     for _ in range(2):
-      self.assertEqual(guarded.output.readline(), b'ready\n')
-    guarded.channel.send(bytes([number]))
-    self.assertEqual(guarded.report(), ('ended', 5))
-    self.assertEqual(guarded.output.read(), b'child\nparent\n')
+      self.assertEqual(reaped.output.readline(), b'ready\n')
+    reaped.channel.send(bytes([number]))
+    self.assertEqual(reaped.report(), ('ended', 5))
+    self.assertEqual(reaped.output.read(), b'child\nparent\n')
 
   def test_end_of_the_channel_ends_a_task_that_ignores_sigterm(self):
     script = 'trap "" TERM; echo ready; while :; do sleep 1; done'
-    guarded = self._start(script, '0.3')
-    _, pid = guarded.report()
-    self.assertEqual(guarded.output.readline(), b'ready\n')
-    guarded.hang_up()
-    self.assertEqual(guarded.process.wait(programs.DEADLINE_SECONDS), 0)
+    reaped = self._start(script, '0.3')
+    _, pid = reaped.report()
+    self.assertEqual(reaped.output.readline(), b'ready\n')
+    reaped.hang_up()
+    self.assertEqual(reaped.process.wait(programs.DEADLINE_SECONDS), 0)
     self.assertFalse(programs.is_running(pid))
 
   @pytest.mark.skipif(sys.platform != 'linux', reason='prctl is of Linux')
   def test_adopts_and_ends_what_left_the_group(self):
     script = 'setsid sleep 600 & echo $!; sleep 0.2; exit 6'
-    guarded = self._start(script, '30')
-    guarded.report()
-    stray = int(guarded.output.readline())
-    self.assertEqual(guarded.report(), ('ended', 6))
-    self.assertEqual(guarded.process.wait(programs.DEADLINE_SECONDS), 0)
+    reaped = self._start(script, '30')
+    reaped.report()
+    stray = int(reaped.output.readline())
+    self.assertEqual(reaped.report(), ('ended', 6))
+    self.assertEqual(reaped.process.wait(programs.DEADLINE_SECONDS), 0)
     with contextlib.suppress(ProcessLookupError):
       os.kill(stray, 0)
       self.fail(f'{stray} is left')
 
   @pytest.mark.skipif(sys.platform != 'linux', reason='prctl is of Linux')
   def test_guard_that_is_killed_takes_the_task_along(self):
-    guarded = self._start('trap "" TERM; echo ready; exec sleep 600')
-    _, pid = guarded.report()
-    self.assertEqual(guarded.output.readline(), b'ready\n')
-    guarded.process.kill()
-    guarded.process.wait(programs.DEADLINE_SECONDS)
+    reaped = self._start('trap "" TERM; echo ready; exec sleep 600')
+    _, pid = reaped.report()
+    self.assertEqual(reaped.output.readline(), b'ready\n')
+    reaped.process.kill()
+    reaped.process.wait(programs.DEADLINE_SECONDS)
     # The output ends when the task, which holds its other end, has ended.
-    self.assertEqual(guarded.output.read(), b'')
+    self.assertEqual(reaped.output.read(), b'')
     # Its files are closed a moment before it is gone.
     ends_at = time.monotonic() + programs.DEADLINE_SECONDS
     while programs.is_running(pid) and time.monotonic() < ends_at:
@@ -152,11 +152,11 @@ class DescendantsTest(parameterized.TestCase):
     ({2: 3, 3: 2, 4: 2}, 2, [3, 4]),
   )
   def test_finds_all_below(self, parents, ancestor, expected):
-    self.assertEqual(guard.descendants(parents, ancestor), expected)
+    self.assertEqual(reaper.descendants(parents, ancestor), expected)
 
   @pytest.mark.skipif(sys.platform != 'linux', reason='there is no /proc')
   def test_reads_the_parents_of_live_processes(self):
-    self.assertEqual(guard.parents_of_all()[os.getpid()], os.getppid())
+    self.assertEqual(reaper.parents_of_all()[os.getpid()], os.getppid())
 
 
 if __name__ == '__main__':

@@ -9,7 +9,7 @@ does nothing with them; `check_tfjob` refuses them.
 
 Example:
 
-  >>> from tf_strategies.cluster.manifests import options, tfjob
+  >>> from tf_strategies.kubernetes import options, tfjob
   >>> job = tfjob.tfjob(options.Options(image='mnist:1', num_ps=1), ['train'])
   >>> list(job['spec']['tfReplicaSpecs'])
   ['Chief', 'Worker', 'PS']
@@ -19,8 +19,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tf_strategies import errors
-from tf_strategies.cluster.manifests import options as options_lib
-from tf_strategies.cluster.manifests import pods
+from tf_strategies.kubernetes import options as options_lib
+from tf_strategies.kubernetes import pods
 
 API_VERSION = 'kubeflow.org/v1'
 

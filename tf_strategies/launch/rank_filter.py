@@ -2,7 +2,7 @@
 
 Example:
 
-  >>> from tf_strategies.cluster.launcher import rank_filter
+  >>> from tf_strategies.launch import rank_filter
   >>> sorted(rank_filter.parse('chief,worker:0-1', {'chief': 1, 'worker': 3}))
   ['chief 0', 'worker 0', 'worker 1']
 """
