@@ -15,7 +15,6 @@ _LAYERS = (
   ('strategies',),
   (
     'keras',
-    'coordinator',
     'cross_device',
     'process_group',
     'monitoring',
@@ -102,7 +101,7 @@ class ImportsTest(parameterized.TestCase):
   @parameterized.named_parameters(
     ('up', 'keras/a.py', 'from tf_strategies.strategies import registry'),
     ('up_as_attribute', 'data/a.py', 'from tf_strategies import training'),
-    ('beside', 'keras/a.py', 'import tf_strategies.coordinator.placement'),
+    ('beside', 'keras/a.py', 'import tf_strategies.cross_device.executor'),
     ('relative', 'data/a.py', 'from ..cluster import config'),
     ('inside_function', 'data/a.py', 'def f():\n  import tf_strategies.keras'),
     ('door_from_inside', 'keras/a.py', 'import tf_strategies as tfs'),

@@ -33,7 +33,7 @@ class QuestionTest(absltest.TestCase):
     self.enterContext(mock.patch.object(preemption, 'time', clock))
     self.workers = _Workers()
     checkpoint = mock.Mock()
-    checkpoint.strategy.extended.workers = self.workers
+    checkpoint.strategy.extended.communicator = self.workers
     self.preemption = preemption.Preemption(checkpoint, check_seconds=2.0)
 
   def _steps(self, count, seconds):

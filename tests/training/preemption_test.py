@@ -272,7 +272,7 @@ class SignalsTest(tf.test.TestCase, parameterized.TestCase):
 
   def test_servers_that_do_not_know_what_to_save(self):
     strategy = mock.Mock(spec=tf.distribute.Strategy)
-    strategy.extended.workers = None
+    strategy.extended.communicator = None
     strategy.recovery = mock.Mock(is_open=False)
     with tfs.Preemption(strategy) as preemption:
       with self.assertRaisesRegex(

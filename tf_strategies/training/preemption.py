@@ -95,7 +95,7 @@ class Preemption:
     self._signalled_at = 0.0
     self._was_seen = False
     extended = checkpoint.strategy.extended
-    workers = getattr(extended, 'workers', None)
+    workers = getattr(extended, 'communicator', None)
     several = workers is not None and workers.world_size > 1
     self._question = _Question(workers, check_seconds) if several else None
     # Its batches take another time than training steps.

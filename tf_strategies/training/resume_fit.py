@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 from absl import logging
 
-from tf_strategies.coordinator import resumption
+from tf_strategies.strategies.parameter_server import resumption
 from tf_strategies.training import sidecar_evaluator
 
 
@@ -78,7 +78,7 @@ class ResumeFit(keras.callbacks.Callback):
     """Writes the last checkpoint."""
     if self._recovery is not None:
       self.model._initial_epoch = None  # Else the next `fit` begins there too.
-      self._recovery.guard(self._recovery.save)
+      self._recovery.with_recovery(self._recovery.save)
       _set_finished(self._strategy.options.checkpoint_dir, True)
 
 

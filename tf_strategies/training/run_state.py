@@ -75,7 +75,7 @@ class VariableAccess:
 
   def __init__(self, strategy: tf.distribute.Strategy):
     self._strategy = strategy
-    self.workers = getattr(strategy.extended, 'workers', None)
+    self.workers = getattr(strategy.extended, 'communicator', None)
 
   @property
   def is_chief(self) -> bool:

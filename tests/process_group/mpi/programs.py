@@ -11,8 +11,8 @@ import ml_dtypes
 import numpy as np
 
 from tf_strategies import errors, process_group
-from tf_strategies.process_group.mpi import connect as mpi_control
-from tf_strategies.process_group.mpi import links as mpi_links
+from tf_strategies.process_group.mpi import control as mpi_control
+from tf_strategies.process_group.mpi import links
 
 DTYPES = (
   np.int8,
@@ -229,7 +229,7 @@ def leave(note):
 
 def stop(note):
   """Rank 1 is stopped: only silence says so, and MPI itself would wait."""
-  mpi_links._FINALIZE_SECONDS = 1.0
+  links._FINALIZE_SECONDS = 1.0
   group = _group(heartbeat_interval_seconds=0.25, heartbeat_timeout_seconds=2.0)
   group.barrier()
   if group.rank == 1:
@@ -247,8 +247,8 @@ def die(note):
 
 def stay_away(note):
   """Rank 1 never forms the group."""
-  mpi_links._FINALIZE_SECONDS = 1.0
-  mpi = mpi_links.load()
+  links._FINALIZE_SECONDS = 1.0
+  mpi = links.load()
   if mpi.COMM_WORLD.rank == 1:
     time.sleep(4.0)
     return
@@ -263,7 +263,7 @@ def run(program, directory):
   note = {}
   globals()[program](note)
   # mpi4py has initialised MPI by now.
-  rank = mpi_links.load().COMM_WORLD.rank
+  rank = links.load().COMM_WORLD.rank
   path = pathlib.Path(directory, str(rank))
   path.with_suffix('.part').write_bytes(pickle.dumps(note))
   path.with_suffix('.part').rename(path.with_suffix('.pickle'))

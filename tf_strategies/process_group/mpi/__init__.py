@@ -1,1 +1,1 @@
-"""Process groups over MPI."""
+"""The process group over MPI."""

@@ -31,8 +31,8 @@ from tf_strategies.process_group import combine as combine_lib
 from tf_strategies.process_group import options as options_lib
 from tf_strategies.process_group import state as state_lib
 from tf_strategies.process_group.control import control_plane
-from tf_strategies.process_group.mpi import connect as mpi_control
-from tf_strategies.process_group.mpi import links as mpi_links
+from tf_strategies.process_group.mpi import control as mpi_control
+from tf_strategies.process_group.mpi import links
 from tf_strategies.process_group.network import server
 
 _DIGEST_BYTES = 8
@@ -62,19 +62,19 @@ def form_mpi_group(
     RendezvousError: ranks do not come in time, or cannot reach rank 0.
   """
   options = options or options_lib.GroupOptions()
-  mpi = mpi_links.load()
+  mpi = links.load()
   seconds = options.rendezvous_timeout_seconds
   deadline = time.monotonic() + seconds
   host = mpi.Get_processor_name()
   try:
-    comm = mpi_links.Communicator(mpi, deadline)
+    comm = links.Communicator(mpi, deadline)
     if comm.size == 1:
       alone = group.Member(0, 0, f'{host}:0')
       return MpiProcessGroup(
         comm, state_lib.GroupState([alone], 0, 1), None, None, options
       )
     thread, state, plane = mpi_control.form(comm, host, options, deadline)
-  except mpi_links.DeadlineError:
+  except links.DeadlineError:
     raise errors.RendezvousError(
       f'Rank {mpi.COMM_WORLD.rank} of {mpi.COMM_WORLD.size} on {host} waited '
       f'{seconds:g} s for all ranks to call form_mpi_group. Look at the logs '
@@ -115,7 +115,7 @@ class MpiProcessGroup(controlled.ControlledGroup):
 
   def __init__(
     self,
-    comm: mpi_links.Communicator,
+    comm: links.Communicator,
     state: state_lib.GroupState,
     plane: control_plane.ControlPlane | None,
     host: server.Server | None,
@@ -271,7 +271,7 @@ class MpiProcessGroup(controlled.ControlledGroup):
       yield _How(how, lengths)
     except errors.Error:
       raise
-    except mpi_links.DeadlineError:
+    except links.DeadlineError:
       self._control.accuse(self._timeout(operation, seconds))
       self._state.check()
       raise

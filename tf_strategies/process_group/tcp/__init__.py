@@ -1,1 +1,1 @@
-"""Process groups over TCP."""
+"""The process group over TCP."""
