@@ -269,7 +269,7 @@ class RefusedOptionsTest(parameterized.TestCase):
     with self.assertRaises(errors.UnsupportedOptionError) as caught:
       _options(**changes)
     self.assertIn(words, str(caught.exception))
-    self.assertIn('Way out: ', str(caught.exception))
+    self.assertIn('Fix: ', str(caught.exception))
 
   @parameterized.named_parameters(
     ('kind', ('job', {}, ['a']), '--kind=job'),

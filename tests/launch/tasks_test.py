@@ -26,7 +26,7 @@ class JobTest(parameterized.TestCase):
     with self.assertRaises(errors.UnsupportedOptionError) as caught:
       job_lib.Job(**arguments)
     self.assertIn(words, str(caught.exception))
-    self.assertIn('Way out: ', str(caught.exception))
+    self.assertIn('Fix: ', str(caught.exception))
 
 
 class PlanTasksTest(parameterized.TestCase):

@@ -14,9 +14,10 @@ from absl.testing import parameterized
 
 import tf_strategies as tfs
 from tests import virtual_devices
-from tests.training import preemption_program as program
+from tests.fault_tolerance import preemption_program as program
+from tf_strategies.checkpoint import checkpointer
 from tf_strategies.cluster import exit_codes
-from tf_strategies.training import checkpoint_store, run_checkpoint
+from tf_strategies.fault_tolerance import run_checkpoint
 
 virtual_devices.configure_logical_cpus()
 
@@ -140,7 +141,7 @@ class PreemptionTest(tf.test.TestCase, parameterized.TestCase):
   def test_second_signal_while_it_saves(self):
     options = self._options()
     run = _Run(options)
-    write = checkpoint_store._write_arrays
+    write = checkpointer._write_arrays
 
     def interrupted(*args):
       signal.raise_signal(signal.SIGTERM)
@@ -148,9 +149,9 @@ class PreemptionTest(tf.test.TestCase, parameterized.TestCase):
       signal.raise_signal(signal.SIGTERM)
       return result
 
-    with mock.patch.object(checkpoint_store, '_write_arrays', interrupted):
+    with mock.patch.object(checkpointer, '_write_arrays', interrupted):
       self._preempt(run, signal_after=13, repeats=2)
-    store = checkpoint_store.CheckpointStore(
+    store = checkpointer.Checkpointer(
       os.path.join(options.directory, 'checkpoints')
     )
     with self.assertNoLogs(level='WARNING'):

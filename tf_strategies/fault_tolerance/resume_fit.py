@@ -8,8 +8,8 @@ import keras
 import tensorflow as tf
 from absl import logging
 
+from tf_strategies.fault_tolerance import evaluator
 from tf_strategies.strategies.parameter_server import resumption
-from tf_strategies.training import sidecar_evaluator
 
 
 class ResumeFit(keras.callbacks.Callback):
@@ -83,7 +83,7 @@ class ResumeFit(keras.callbacks.Callback):
 
 
 def _set_finished(directory: str, is_finished: bool) -> None:
-  path = os.path.join(directory, sidecar_evaluator.FINISHED_FILE)
+  path = os.path.join(directory, evaluator.FINISHED_FILE)
   if is_finished:
     with tf.io.gfile.GFile(path, 'w') as f:
       f.write('Training is over.\n')

@@ -16,10 +16,10 @@ covers what the line leaves over.
 
 Example:
 
-  >>> from tf_strategies.monitoring import alignment
+  >>> from tf_strategies.monitoring import clock_sync
   >>> a = {1: (0.0, 10.0), 2: (20.0, 24.0)}
   >>> b = {1: (105.0, 112.0), 2: (121.0, 125.0)}
-  >>> found = alignment.align(a, b)
+  >>> found = clock_sync.align(a, b)
   >>> found.ahead_by(110.0), found.accuracy, found.collectives
   (101.0, 4.0, 2)
 """

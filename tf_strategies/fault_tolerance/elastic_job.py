@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_strategies import errors
-from tf_strategies.training import elastic_options
+from tf_strategies.fault_tolerance import elastic_options
 
 MakeBatches = Callable[[int, int], tf.data.Dataset]
 

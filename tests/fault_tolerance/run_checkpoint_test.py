@@ -11,7 +11,7 @@ from absl.testing import parameterized
 
 import tf_strategies as tfs
 from tests import virtual_devices
-from tf_strategies.training import checkpoint_store, run_state
+from tf_strategies.checkpoint import checkpointer, model_state
 
 virtual_devices.configure_logical_cpus()
 
@@ -66,7 +66,7 @@ class RunCheckpointTest(tf.test.TestCase, parameterized.TestCase):
     self.directory = self.create_tempdir().full_path
 
   def _state(self, model):
-    variables = run_state.name_variables(model, model.optimizer)
+    variables = model_state.name_variables(model, model.optimizer)
     return {k: v.value.numpy() for k, v in variables.items()}
 
   @parameterized.parameters((1, 1), (2, 2), (2, 3), (3, 1))
@@ -134,13 +134,13 @@ class RunCheckpointTest(tf.test.TestCase, parameterized.TestCase):
 
   def test_names_that_are_alike_go_before_places(self):
     self.assertEqual(
-      run_state.match_names(
+      model_state.match_names(
         ['a_2/kernel', 'a_1/kernel'], ['a_1/kernel', 'a_2/kernel']
       ),
       {'a_1/kernel': 'a_1/kernel', 'a_2/kernel': 'a_2/kernel'},
     )
     self.assertEqual(
-      run_state.match_names(
+      model_state.match_names(
         ['a_1/kernel', 'a_2/kernel'], ['a/kernel', 'a_1/kernel']
       ),
       {'a/kernel': 'a_1/kernel', 'a_1/kernel': 'a_2/kernel'},
@@ -184,7 +184,7 @@ class RunCheckpointTest(tf.test.TestCase, parameterized.TestCase):
     checkpoint.save(epoch=1)
     error = PermissionError(13, 'Permission denied', 'arrays.bin')
     with (
-      mock.patch.object(checkpoint_store, '_read', side_effect=error),
+      mock.patch.object(checkpointer, '_read', side_effect=error),
       self.assertRaisesRegex(PermissionError, 'arrays.bin'),
     ):
       checkpoint.restore()
@@ -196,7 +196,7 @@ class RunCheckpointTest(tf.test.TestCase, parameterized.TestCase):
     workers.exchange = lambda tag, payload: [payload]
     checkpoint._access.workers = workers
     error = OSError(5, 'Input/output error', 'arrays.bin')
-    with mock.patch.object(checkpoint_store, '_read', side_effect=error):
+    with mock.patch.object(checkpointer, '_read', side_effect=error):
       with self.assertRaises(OSError) as caught:
         checkpoint.restore()
       self.assertIs(caught.exception, error)
@@ -263,7 +263,7 @@ class RunCheckpointTest(tf.test.TestCase, parameterized.TestCase):
     optimizer.build(model.trainable_variables)
     names = [
       name
-      for name in run_state.name_variables(model, optimizer)
+      for name in model_state.name_variables(model, optimizer)
       if name.startswith('model/')
     ]
     self.assertLen(names, 4)

@@ -11,7 +11,7 @@ import tensorflow as tf
 import tf_strategies as tfs
 from tests import processes, virtual_devices
 from tf_strategies import errors
-from tf_strategies.training import elastic_job, elastic_options
+from tf_strategies.fault_tolerance import elastic_job, elastic_options
 
 virtual_devices.configure_logical_cpus()
 
@@ -79,7 +79,7 @@ class JobTest(tf.test.TestCase):
     self.job.restore(self.model)
     self.job.update(0, 1)
     path = os.path.join(self.create_tempdir().full_path, 'm.jsonl')
-    monitor = tfs.MonitorTraining(metrics_jsonl=path, progress_seconds=0)
+    monitor = tfs.MonitorCallback(metrics_jsonl=path, progress_seconds=0)
     heard = _Heard(is_watched=lambda: monitor._monitor.is_running())
     self.job.fit(
       self.model,

@@ -31,8 +31,8 @@ from absl import logging
 
 from tf_strategies import cluster as cluster_lib
 from tf_strategies import errors, process_group
+from tf_strategies.fault_tolerance import elastic_job, elastic_options
 from tf_strategies.strategies import MultiWorkerRingStrategy, RingOptions
-from tf_strategies.training import elastic_job, elastic_options
 
 ElasticOptions = elastic_options.ElasticOptions
 Job = elastic_job.Job
@@ -137,7 +137,7 @@ def _check_begin(group, job, num_tasks: int) -> None:
       f'This worker was started again (TFS_RESTART_COUNT='
       f'{os.environ["TFS_RESTART_COUNT"]}) and none of the other '
       f'{num_tasks - 1} is there: they may have finished, and it has no state '
-      'to go on from. Way out: start the whole job again, or this worker '
+      'to go on from. Fix: start the whole job again, or this worker '
       'without TFS_RESTART_COUNT to train from the beginning.'
     )
 

@@ -17,9 +17,9 @@ from absl.testing import parameterized
 
 import tf_strategies as tfs
 from tests import processes
-from tests.training import elastic_program
+from tests.fault_tolerance import elastic_program
+from tf_strategies.fault_tolerance import elastic_options
 from tf_strategies.monitoring import merge
-from tf_strategies.training import elastic_options
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
 

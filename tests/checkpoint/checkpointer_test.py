@@ -17,7 +17,7 @@ import tensorflow as tf
 from absl.testing import absltest, parameterized
 
 from tf_strategies import errors
-from tf_strategies.training import checkpoint_store
+from tf_strategies.checkpoint import checkpointer
 
 _DEADLINE_SECONDS = 60
 
@@ -25,8 +25,8 @@ _DEADLINE_SECONDS = 60
 _WRITER = """
 import sys
 import numpy as np
-from tf_strategies.training import checkpoint_store
-store = checkpoint_store.CheckpointStore(sys.argv[1])
+from tf_strategies.checkpoint import checkpointer
+store = checkpointer.Checkpointer(sys.argv[1])
 found = store.newest()
 number = found.metadata['number'] if found else 0
 while True:
@@ -81,13 +81,13 @@ _DAMAGES = (
 _FILES = ('manifest.json', 'arrays.bin')
 
 
-class CheckpointStoreTest(parameterized.TestCase):
+class CheckpointerTest(parameterized.TestCase):
   def setUp(self):
     super().setUp()
     directory = tempfile.TemporaryDirectory()
     self.addCleanup(directory.cleanup)
     self.directory = os.path.join(directory.name, 'checkpoints')
-    self.store = checkpoint_store.CheckpointStore(self.directory)
+    self.store = checkpointer.Checkpointer(self.directory)
 
   def _save(self, number):
     arrays = {'a': number * 1000 + np.arange(100), 'b': np.float32(number)}
@@ -160,14 +160,14 @@ class CheckpointStoreTest(parameterized.TestCase):
 
     # It may be whole: neither the one before it nor none will do.
     with (
-      mock.patch.object(checkpoint_store, 'open', fail, create=True),
+      mock.patch.object(checkpointer, 'open', fail, create=True),
       self.assertRaisesRegex(OSError, file),
     ):
       self.store.newest()
 
   def test_manifest_of_another_format(self):
     self._save(1)
-    with mock.patch.object(checkpoint_store, '_FORMAT', 2):
+    with mock.patch.object(checkpointer, '_FORMAT', 2):
       self._save(2)
     with self.assertLogs(level='WARNING') as logs:
       self.assertEqual(self.store.newest().metadata['number'], 1)
@@ -195,7 +195,7 @@ class CheckpointStoreTest(parameterized.TestCase):
     with self.assertRaisesRegex(
       errors.UnsupportedOptionError, f'max_to_keep={number}'
     ):
-      checkpoint_store.CheckpointStore(self.directory, number)
+      checkpointer.Checkpointer(self.directory, number)
 
   def test_manifest_is_json_for_people(self):
     path = self._save(1)
@@ -213,7 +213,7 @@ class KilledWriterTest(absltest.TestCase):
     rng = random.Random()
     number = 0
     with tempfile.TemporaryDirectory() as directory:
-      store = checkpoint_store.CheckpointStore(directory)
+      store = checkpointer.Checkpointer(directory)
       for _ in range(count):
         before = store.paths()
         environment = {**os.environ, 'PYTHONPATH': os.pathsep.join(sys.path)}

@@ -14,7 +14,7 @@ import keras
 from absl import logging
 
 from tf_strategies import errors
-from tf_strategies.training import checkpoint_store, run_state
+from tf_strategies.checkpoint import checkpointer, model_state
 
 # Meetings that each group of workers has had, by which they are named: all
 # restore in the same order. Of an elastic job each generation is a new group.
@@ -43,7 +43,7 @@ class RunCheckpoint:
   the model is not: random ops outside of Keras layers, the state of other
   callbacks.
 
-  A checkpoint is whole or not there, see `CheckpointStore`; one that was
+  A checkpoint is whole or not there, see `Checkpointer`; one that was
   damaged later is skipped with a warning, and the one before it is used. A run
   does not begin anew where there are checkpoints and none is whole.
 
@@ -94,9 +94,9 @@ class RunCheckpoint:
       with self.strategy.scope():
         optimizer.build(model.trainable_variables)
     self._directory = os.fspath(directory)
-    self._store = checkpoint_store.CheckpointStore(directory, max_to_keep)
-    self._access = run_state.VariableAccess(self.strategy)
-    self._variables = run_state.name_variables(model, optimizer)
+    self._store = checkpointer.Checkpointer(directory, max_to_keep)
+    self._access = model_state.VariableAccess(self.strategy)
+    self._variables = model_state.name_variables(model, optimizer)
     self._model = model
     self._metrics = metrics
     # As JSON returns it, so that what was written compares equal.
@@ -188,7 +188,9 @@ class RunCheckpoint:
       variables.update(self._metric_variables())
     if not self._access.is_chief:
       # What it has a part of, the chief needs.
-      variables = {k: v for k, v in variables.items() if run_state.has_parts(v)}
+      variables = {
+        k: v for k, v in variables.items() if model_state.has_parts(v)
+      }
     arrays = self._access.read(variables)
     if not self._access.is_chief:
       return None
@@ -209,13 +211,13 @@ class RunCheckpoint:
     variables = [v for metric in metrics for v in metric.variables]
     return {f'metrics/{i}': v for i, v in enumerate(variables)}
 
-  def _find(self) -> checkpoint_store.StoredCheckpoint | None:
+  def _find(self) -> checkpointer.StoredCheckpoint | None:
     """The newest checkpoint, with this run's names."""
     found = self._store.newest()
     if found is None:
       return None
     saved = [name for name in found.arrays if not name.startswith('metrics/')]
-    names = run_state.match_names(list(self._variables), saved)
+    names = model_state.match_names(list(self._variables), saved)
     arrays = {names.get(k, k): v for k, v in found.arrays.items()}
     return dataclasses.replace(found, arrays=arrays)
 
@@ -238,7 +240,7 @@ class RunCheckpoint:
       (name, array.dtype.name, array.shape)
       for name, array in found.arrays.items()
       if name not in self._variables
-      or run_state.has_parts(self._variables[name])
+      or model_state.has_parts(self._variables[name])
     ]
     return {
       'is_found': True,
@@ -268,7 +270,9 @@ class RunCheckpoint:
 
   def _write(self, arrays, specs) -> None:
     variables = self._variables
-    shared = {k: v for k, v in variables.items() if not run_state.has_parts(v)}
+    shared = {
+      k: v for k, v in variables.items() if not model_state.has_parts(v)
+    }
     if self._access.is_chief:
       self._access.write(shared, arrays)
     if self._access.workers is not None:

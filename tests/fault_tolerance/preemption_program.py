@@ -1,6 +1,6 @@
 """A run that may be preempted: by `fit` or by a loop, on any strategy.
 
-  python -m tests.training.preemption_program '{"loop": "fit", ...}'
+  python -m tests.fault_tolerance.preemption_program '{"loop": "fit", ...}'
 
 runs it as a process of its own, or as a worker of the launcher.
 """
@@ -13,7 +13,7 @@ import time
 
 import numpy as np
 
-from tests.training import elastic_program
+from tests.fault_tolerance import elastic_program
 
 EPOCHS = 3
 STEPS = elastic_program.STEPS
@@ -92,7 +92,7 @@ def train(options, strategy, after_step=lambda step: None):
   import tensorflow as tf
 
   import tf_strategies as tfs
-  from tf_strategies.training import run_state
+  from tf_strategies.checkpoint import model_state
 
   model = build(options, strategy)
   checkpoint = tfs.RunCheckpoint(
@@ -108,7 +108,7 @@ def train(options, strategy, after_step=lambda step: None):
   batches = batches.apply(tf.data.experimental.assert_cardinality(left))
   loop = _fit if is_fit else _loop
   history = loop(options, model, checkpoint, start, batches, after_step)
-  variables = run_state.name_variables(model, model.optimizer)
+  variables = model_state.name_variables(model, model.optimizer)
   state = {k: v.value.numpy() for k, v in variables.items()}
   return state, history
 

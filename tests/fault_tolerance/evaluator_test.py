@@ -14,9 +14,9 @@ from tensorboard.backend.event_processing import event_accumulator
 
 import tf_strategies as tfs
 from tests import docstrings
-from tf_strategies.training import sidecar_evaluator
+from tf_strategies.fault_tolerance import evaluator
 
-_FINISHED = sidecar_evaluator.FINISHED_FILE
+_FINISHED = evaluator.FINISHED_FILE
 
 
 def _model(width=4, optimizer='adam', seed=1):
@@ -58,9 +58,7 @@ class Training:
     results = self.model.evaluate(_data(), return_dict=True, verbose=0)
     path = self.manager.save()
     iterations = int(self.model.optimizer.iterations.numpy())
-    self.expected[path] = sidecar_evaluator.Evaluation(
-      path, iterations, results
-    )
+    self.expected[path] = evaluator.Evaluation(path, iterations, results)
     return path
 
   def finish(self):
@@ -288,9 +286,9 @@ class OptionsTest(_EvaluatorTest):
       self.evaluator(unbuilt)
 
   def test_public_names_and_example(self):
-    self.assertIs(tfs.SidecarEvaluator, sidecar_evaluator.SidecarEvaluator)
+    self.assertIs(tfs.SidecarEvaluator, evaluator.SidecarEvaluator)
     self.assertIn('SidecarEvaluator', dir(tfs))
-    docstrings.check_examples(self, sidecar_evaluator.__name__)
+    docstrings.check_examples(self, evaluator.__name__)
 
 
 if __name__ == '__main__':

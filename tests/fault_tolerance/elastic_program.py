@@ -105,7 +105,7 @@ def train(
     callbacks = [Report()]
     if log_dir is not None:
       timeline = os.path.join(log_dir, 'run.json')
-      callbacks.append(tfs.MonitorTraining(log_dir=log_dir, timeline=timeline))
+      callbacks.append(tfs.MonitorCallback(log_dir=log_dir, timeline=timeline))
     size = job.global_batch_size(BATCH)
     job.fit(
       model,

@@ -15,7 +15,7 @@ import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
-from tests.training import preemption_program as program
+from tests.fault_tolerance import preemption_program as program
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 _DEADLINE_SECONDS = 180
@@ -34,7 +34,7 @@ class Job:
 
   def __init__(self, options, workers=0, restarts=0):
     self._directory = options.directory
-    command = [sys.executable, '-m', 'tests.training.preemption_program']
+    command = [sys.executable, '-m', 'tests.fault_tolerance.preemption_program']
     command.append(json.dumps(dataclasses.asdict(options)))
     if workers:
       launch = [sys.executable, '-m', 'tf_strategies.launch']

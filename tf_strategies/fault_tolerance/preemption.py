@@ -24,7 +24,7 @@ from absl import logging
 
 from tf_strategies import errors
 from tf_strategies.cluster import exit_codes
-from tf_strategies.training import run_checkpoint
+from tf_strategies.fault_tolerance import run_checkpoint
 
 # Steps between two questions, at most: a worker may be slow all of a sudden.
 _MOST_STEPS = 1000

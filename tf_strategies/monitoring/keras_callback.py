@@ -1,4 +1,4 @@
-"""`MonitorTraining`: a Keras callback that measures a run."""
+"""`MonitorCallback`: a Keras callback that measures a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tf_strategies import errors
 from tf_strategies.monitoring import training_monitor
 
 
-class MonitorTraining(keras.callbacks.Callback):
+class MonitorCallback(keras.callbacks.Callback):
   """Says where the time of each step goes, and who waits for whom.
 
   Of every worker: JSON lines with step time, examples a second, the shares of
@@ -36,7 +36,7 @@ class MonitorTraining(keras.callbacks.Callback):
 
     >>> model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
     >>> model.compile('sgd', 'mse')
-    >>> monitor = MonitorTraining(global_batch_size=4, progress_seconds=0)
+    >>> monitor = MonitorCallback(global_batch_size=4, progress_seconds=0)
     >>> history = model.fit(keras.ops.ones([8, 3]), keras.ops.ones([8, 1]),
     ...                     batch_size=4, verbose=0, callbacks=[monitor])
 
@@ -58,7 +58,7 @@ class MonitorTraining(keras.callbacks.Callback):
     super().__init__()
     if monitor is not None and options:
       raise errors.UnsupportedOptionError(
-        f'MonitorTraining(monitor, {", ".join(options)})',
+        f'MonitorCallback(monitor, {", ".join(options)})',
         'a monitor, which has its options, or options',
         'leave one of them out',
       )
@@ -66,7 +66,7 @@ class MonitorTraining(keras.callbacks.Callback):
     for name in options:
       if name not in known:
         raise errors.UnsupportedOptionError(
-          f'MonitorTraining({name}=...)',
+          f'MonitorCallback({name}=...)',
           f'{", ".join(known)}',
           'write one of these names',
         )

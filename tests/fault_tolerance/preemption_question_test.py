@@ -6,7 +6,7 @@ from unittest import mock
 from absl.testing import absltest
 
 from tests import virtual_devices
-from tf_strategies.training import preemption
+from tf_strategies.fault_tolerance import preemption
 
 virtual_devices.configure_logical_cpus()
 

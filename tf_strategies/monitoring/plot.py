@@ -1,6 +1,6 @@
 """Draws some steps of a merged timeline: needs matplotlib.
 
-  python -m tf_strategies.monitoring.picture run.json run.png --step=8
+  python -m tf_strategies.monitoring.plot run.json run.png --step=8
 
 Two rows a task: what the step does (input, compute, waiting), and below it the
 collectives, one bar a bucket. Without --step, a step of the middle.

@@ -10,9 +10,9 @@ Example:
 
   >>> import tempfile
   >>> import numpy as np
-  >>> from tf_strategies.training import checkpoint_store
+  >>> from tf_strategies.checkpoint import checkpointer
   >>> with tempfile.TemporaryDirectory() as directory:
-  ...   store = checkpoint_store.CheckpointStore(directory)
+  ...   store = checkpointer.Checkpointer(directory)
   ...   path = store.save({'weights': np.arange(3)}, {'epoch': 1})
   ...   found = store.newest()
   >>> found.metadata, found.arrays['weights'].tolist()
@@ -58,7 +58,7 @@ class StoredCheckpoint:
   arrays: dict[str, np.ndarray]
 
 
-class CheckpointStore:
+class Checkpointer:
   """The newest checkpoints of one directory; one process writes at a time.
 
   Args:
