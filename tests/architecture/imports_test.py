@@ -13,7 +13,15 @@ _LAYERS = (
   ('examples',),
   ('fault_tolerance',),
   ('strategies',),
-  ('keras', 'cross_device', 'process_group', 'monitoring', 'checkpoint'),
+  (
+    'keras',
+    'cross_device',
+    'process_group',
+    'monitoring',
+    'checkpoint',
+    'launch',
+    'kubernetes',
+  ),
   ('cluster', 'data'),
   ('collectives',),
 )
