@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from benchmarks import measure, report
 from benchmarks.process_peers import catalogue
-from tf_strategies.collectives import cost_model, ring
+from tf_strategies.collectives import cost_model
+from tf_strategies.collectives.algorithms import ring
 
 # What ours are compared with.
 REFERENCES = ('mwms_ring', 'gloo')

@@ -14,10 +14,13 @@ from tf_strategies import collectives
 
 MODULES = [
   (
-    module.name,
-    importlib.import_module(f'{collectives.__name__}.{module.name}'),
+    module.name.removeprefix('tf_strategies.collectives.'),
+    importlib.import_module(module.name),
   )
-  for module in pkgutil.iter_modules(collectives.__path__)
+  for module in pkgutil.walk_packages(
+    collectives.__path__, f'{collectives.__name__}.'
+  )
+  if not module.ispkg
 ]
 
 

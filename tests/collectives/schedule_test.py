@@ -9,7 +9,8 @@ from absl.testing import absltest, parameterized
 from hypothesis import strategies as st
 
 from tf_strategies import errors
-from tf_strategies.collectives import naive, ring, schedule
+from tf_strategies.collectives import schedule
+from tf_strategies.collectives.algorithms import naive, ring
 
 T = schedule.Transfer
 

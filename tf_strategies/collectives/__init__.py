@@ -7,6 +7,17 @@ Example:
   6
 """
 
+from tf_strategies.collectives.algorithms.direct import direct_all_reduce
+from tf_strategies.collectives.algorithms.halving_doubling import (
+  halving_doubling_all_reduce,
+)
+from tf_strategies.collectives.algorithms.hierarchical import (
+  default_group_size,
+  hierarchical_ring_all_reduce,
+)
+from tf_strategies.collectives.algorithms.naive import naive_all_reduce
+from tf_strategies.collectives.algorithms.ring import ring_all_reduce
+from tf_strategies.collectives.algorithms.tree import tree_all_reduce
 from tf_strategies.collectives.bucketing import Bucket, plan_buckets
 from tf_strategies.collectives.compression import (
   BFloat16Compression,
@@ -16,21 +27,10 @@ from tf_strategies.collectives.compression import (
   by_name,
 )
 from tf_strategies.collectives.cost_model import Link, Topology, choose, cost
-from tf_strategies.collectives.direct import direct_all_reduce
-from tf_strategies.collectives.halving_doubling import (
-  halving_doubling_all_reduce,
-)
-from tf_strategies.collectives.hierarchical import (
-  default_group_size,
-  hierarchical_ring_all_reduce,
-)
 from tf_strategies.collectives.layout import Piece, chunk_loads, plan_layout
-from tf_strategies.collectives.naive import naive_all_reduce
 from tf_strategies.collectives.registry import BUILDERS
-from tf_strategies.collectives.ring import ring_all_reduce
 from tf_strategies.collectives.schedule import Schedule, Transfer, chunk_sizes
 from tf_strategies.collectives.simulator import Simulation, simulate
-from tf_strategies.collectives.tree import tree_all_reduce
 
 __all__ = [
   'BUILDERS',

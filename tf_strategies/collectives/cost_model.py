@@ -14,8 +14,9 @@ import numbers
 from collections.abc import Iterable, Mapping
 
 from tf_strategies import errors
-from tf_strategies.collectives import hierarchical, registry
+from tf_strategies.collectives import registry
 from tf_strategies.collectives import schedule as schedule_lib
+from tf_strategies.collectives.algorithms import hierarchical
 
 # Costs that differ by less than this, relatively, are a tie: closed formulas
 # that are equal must not be told apart by the rounding of a sum.
@@ -121,7 +122,7 @@ def cost(
 
   Example:
 
-    >>> from tf_strategies.collectives import ring
+    >>> from tf_strategies.collectives.algorithms import ring
     >>> mesh = Topology(4, Link(1.0, 0.5))
     >>> cost(ring.ring_all_reduce(4), 8, mesh)  # 2 (4 - 1) (1 + 8 / 4 * 0.5)
     12.0

@@ -59,7 +59,7 @@ def permutation_rounds(
 
   Example:
 
-    >>> from tf_strategies.collectives import ring
+    >>> from tf_strategies.collectives.algorithms import ring
     >>> rounds = permutation_rounds(ring.ring_all_reduce(3))
     >>> rounds[0][0].source_target_pairs
     ((0, 1), (1, 2), (2, 0))

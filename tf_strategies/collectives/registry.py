@@ -5,13 +5,13 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Mapping
 
-from tf_strategies.collectives import (
+from tf_strategies.collectives import schedule
+from tf_strategies.collectives.algorithms import (
   direct,
   halving_doubling,
   hierarchical,
   naive,
   ring,
-  schedule,
   tree,
 )
 

@@ -42,7 +42,7 @@ def simulate(
 
   Example:
 
-    >>> from tf_strategies.collectives import ring
+    >>> from tf_strategies.collectives.algorithms import ring
     >>> inputs = [np.arange(3) + 10 * rank for rank in range(2)]
     >>> simulate(ring.ring_all_reduce(2), inputs).outputs
     [array([10, 12, 14]), array([10, 12, 14])]

@@ -16,10 +16,13 @@ Example:
 """
 
 from tf_strategies.process_group.group import Member, ProcessGroup
-from tf_strategies.process_group.mpi import MpiProcessGroup, form_mpi_group
+from tf_strategies.process_group.mpi.group import (
+  MpiProcessGroup,
+  form_mpi_group,
+)
 from tf_strategies.process_group.options import GroupOptions
-from tf_strategies.process_group.rendezvous import Rendezvous
-from tf_strategies.process_group.tcp import TcpProcessGroup
+from tf_strategies.process_group.rendezvous.rendezvous import Rendezvous
+from tf_strategies.process_group.tcp.group import TcpProcessGroup
 
 __all__ = [
   'GroupOptions',

@@ -8,7 +8,7 @@ that the link carries nothing but bytes.
 
 Example:
 
-  >>> from tf_strategies.collectives import ring
+  >>> from tf_strategies.collectives.algorithms import ring
   >>> from tf_strategies.process_group import plan
   >>> p = plan.from_schedule(ring.ring_all_reduce(2), 0, 10, 4, 1 << 20)
   >>> [p.pieces[i] for i in p.sends[1]]

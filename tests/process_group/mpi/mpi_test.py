@@ -1,0 +1,338 @@
+"""Groups over MPI: real ranks under mpiexec, compared bit by bit."""
+
+import functools
+import importlib.util
+import os
+import pathlib
+import pickle
+import shutil
+import subprocess
+import sys
+import time
+import types
+from unittest import mock
+
+import ml_dtypes
+import numpy as np
+import psutil
+import pytest
+from absl.testing import absltest, parameterized
+
+from tests import tiers
+from tests.process_group.mpi import programs
+from tests.process_group.mpi import rank as rank_program
+from tf_strategies import errors, process_group
+from tf_strategies.process_group.mpi import links
+
+_DEADLINE_SECONDS = 120
+_UFUNCS = {'sum': np.add, 'min': np.minimum, 'max': np.maximum}
+
+
+def _mpiexec():
+  beside = pathlib.Path(sys.executable).with_name('mpiexec')
+  return str(beside) if beside.exists() else shutil.which('mpiexec')
+
+
+_needs_mpi = pytest.mark.skipif(
+  importlib.util.find_spec('mpi4py') is None or _mpiexec() is None,
+  reason="needs mpi4py and mpiexec: pip install '.[mpi]'",
+)
+
+
+def _run(directory, program, count):
+  """Runs a program on some ranks; the status and what each rank noted."""
+  command = [sys.executable, rank_program.__file__, program, str(directory)]
+  if count is not None:
+    command = [_mpiexec(), '-n', str(count), *command]
+  environment = {**os.environ, 'PYTHONPATH': os.pathsep.join(sys.path)}
+  with open(pathlib.Path(directory, 'log'), 'w+') as log:
+    process = subprocess.Popen(
+      command, stdout=log, stderr=subprocess.STDOUT, env=environment
+    )
+    try:
+      status = process.wait(_DEADLINE_SECONDS)
+    except subprocess.TimeoutExpired:
+      _end(process)
+      status = 'ran into the deadline'
+    log.seek(0)
+    text = log.read()
+  notes = {
+    int(path.stem): pickle.loads(path.read_bytes())
+    for path in pathlib.Path(directory).glob('*.pickle')
+  }
+  return status, notes, text
+
+
+def _end(process):
+  """Ends mpiexec and the ranks that it started."""
+  started = psutil.Process(process.pid).children(recursive=True)
+  for one in [*started, psutil.Process(process.pid)]:
+    one.kill()
+  process.wait(10)
+
+
+class _RanksTestCase(parameterized.TestCase):
+  def run_ranks(self, program, count):
+    """What each rank noted; all of them must end well."""
+    directory = self.create_tempdir().full_path
+    status, notes, log = _run(directory, program, count)
+    self.assertEqual(status, 0, log)
+    self.assertEqual(sorted(notes), list(range(count or 1)), log)
+    return [notes[rank] for rank in sorted(notes)]
+
+  def run_failing(self, program, count):
+    """What the ranks that got so far noted."""
+    start = time.monotonic()
+    directory = self.create_tempdir().full_path
+    status, notes, log = _run(directory, program, count)
+    self.assertIsInstance(status, int, log)
+    self.assertLess(time.monotonic() - start, _DEADLINE_SECONDS)
+    return status, notes, log
+
+
+def _expected(arrays, op):
+  """Combined in the order of the ranks; halves in float32."""
+  dtype = arrays[0].dtype
+  if dtype.name in ('float16', 'bfloat16'):
+    wide = [array.astype(np.float32) for array in arrays]
+    return functools.reduce(_UFUNCS[op], wide).astype(dtype)
+  return functools.reduce(_UFUNCS[op], arrays)
+
+
+@pytest.mark.multi_process
+@_needs_mpi
+class CollectivesTest(_RanksTestCase):
+  @tiers.parameters(tiers.soak(1), 2, 3, tiers.soak(4))
+  def test_all_reduce_is_exact_and_the_same_bits_everywhere(self, count):
+    notes = self.run_ranks('reduce', count)
+    compared = 0
+    for small in programs.SMALL:
+      for dtype in programs.DTYPES:
+        for size in programs.SIZES:
+          arrays = [programs.numbers(r, size, dtype) for r in range(count)]
+          for op in _UFUNCS:
+            key = (small, np.dtype(dtype).name, size, op)
+            expected = programs.raw(_expected(arrays, op))
+            for note in notes:
+              self.assertEqual(note[key], expected, key)
+              compared += 1
+    self.assertEqual(compared, 2 * 9 * 7 * 3 * count)
+
+  @tiers.parameters(2, 3, tiers.soak(4))
+  def test_encoded_values_are_added_in_float32_and_rounded_once(self, count):
+    notes = self.run_ranks('reduce', count)
+    for small in programs.SMALL:
+      for wire, dtype in programs.WIRES.items():
+        for size in programs.SIZES:
+          arrays = [programs.numbers(r, size, dtype) for r in range(count)]
+          expected = _expected(arrays, 'sum').view(np.uint16)
+          for note in notes:
+            self.assertEqual(
+              note[small, 'wire', wire, size], programs.raw(expected)
+            )
+      for op in _UFUNCS:
+        bits = [note[small, 'odd', op] for note in notes]
+        self.assertEqual(bits, [bits[0]] * count, op)
+        got = np.frombuffer(bits[0][2], np.float32)
+        with np.errstate(invalid='ignore'):
+          expected = _expected(
+            [programs.odd_numbers(r, 999) for r in range(count)], op
+          )
+        np.testing.assert_array_equal(got, expected)
+
+  @tiers.parameters(tiers.soak(1), 2, 3, tiers.soak(4))
+  def test_arrays_of_any_shape_reach_all(self, count):
+    notes = self.run_ranks('move', count)
+    rows = [programs.raw(programs.rows(r)) for r in range(count)]
+    empty = programs.raw(np.empty((0, 3)))
+    latest = max(note['barrier'][0] for note in notes)
+    for rank, note in enumerate(notes):
+      self.assertEqual(note['who'], (rank, count, 'mpi', False, 1))
+      self.assertEqual(note['gathered'], rows)
+      self.assertEqual(note['empty'], [empty] * count)
+      for root in range(count):
+        many = programs.numbers(root, 30000, np.float64).reshape(3, -1)
+        self.assertEqual(note[root, 'many'], programs.raw(many))
+        scalar = programs.raw(np.array(root + 0.5, '>f4'))
+        self.assertEqual(note[root, 'scalar'], scalar)
+        none = programs.raw(np.empty((2, 0), np.int32))
+        self.assertEqual(note[root, 'none'], none)
+      # So many floats can be divided by all these counts.
+      self.assertEqual(note['sent'], 2 * (count - 1) * 12 * 16384 // count)
+      self.assertGreaterEqual(note['barrier'][1], latest)
+
+  @parameterized.parameters(2, 3)
+  def test_exchanges_of_threads_meet_beside_collectives(self, count):
+    notes = self.run_ranks('talk', count)
+    for rank, note in enumerate(notes):
+      self.assertLen(note['exchanged'], 40)
+      for tag, payloads in note['exchanged'].items():
+        expected = [f'{r} {tag}'.encode() * (1 + r) for r in range(count)]
+        self.assertEqual(payloads, expected)
+      self.assertEqual(note['agreed'], {'a': 1})
+      message, ranks = note['disagreed']
+      self.assertEqual(ranks, tuple(range(1, count)))
+      self.assertIn('disagree on rates: rank 0 (task 0 at ', message)
+      self.assertIn('has 0, rank 1 (task 1 at ', message)
+      self.assertIn('exchange of 1048577 bytes', note['refused'])
+      self.assertEqual('late' in note, rank == 0)
+    message, culprit = notes[0]['late']
+    self.assertEqual(culprit, 1)
+    self.assertIn("exchange 'alone': rank 1 (task 1 at ", message)
+
+  def test_ranks_on_several_hosts_find_rank_0(self):
+    notes = self.run_ranks('far', 3)
+    for note in notes:
+      self.assertEqual(note['payloads'], [b'0', b'1', b'2'])
+      self.assertEqual(note['hosts'], ['host-0', 'host-1', 'host-2'])
+      self.assertEqual(note['sum'], 0 + 1 + 2)
+
+  def test_process_without_mpiexec_is_a_group_of_one(self):
+    (note,) = self.run_ranks('move', None)
+    self.assertEqual(note['who'], (0, 1, 'mpi', False, 1))
+    self.assertEqual(note['gathered'], [programs.raw(programs.rows(0))])
+
+
+@pytest.mark.multi_process
+@_needs_mpi
+class FailuresTest(_RanksTestCase):
+  @parameterized.parameters(2, 3)
+  def test_disagreement_is_named_on_every_rank(self, count):
+    notes = self.run_ranks('disagree', count)
+    last = count - 1
+    for what in programs.DISAGREEMENTS:
+      first = notes[0][what]
+      self.assertEqual(first[0], 'CollectiveMismatchError')
+      self.assertIn('disagree on collective 2: rank 0 (task 0 at ', first[1])
+      self.assertIn(f'; rank {last} (task {last} at ', first[1])
+      self.assertEqual(first[2], (last,))
+      for note in notes[1:]:
+        self.assertEqual(note[what][:4], first[:4])
+    self.assertIn("all_reduce(sum) 'a'", notes[0]['name'][1])
+    self.assertIn("all_reduce(sum) 'b'", notes[0]['name'][1])
+
+  def test_late_rank_is_named(self):
+    status, notes, log = self.run_failing('time_out', 3)
+    self.assertEqual(sorted(notes), [0, 1, 2], log)
+    for note in notes.values():
+      name, message, _, rank, _ = note['failure']
+      self.assertEqual((name, rank), ('CollectiveTimeoutError', 1), message)
+      self.assertIn("all_reduce(sum) 'gradient' of float64[3]", message)
+      self.assertIn('rank 1 (task 1 at ', message)
+    self.assertIsInstance(status, int)
+
+  def test_abort_reaches_every_rank(self):
+    _, notes, log = self.run_failing('abort', 3)
+    self.assertEqual(sorted(notes), [0, 1, 2], log)
+    for note in notes.values():
+      name, message, _, rank, _ = note['failure']
+      self.assertEqual((name, rank), ('WorkerUnavailableError', 1), message)
+      self.assertIn('aborted the group (the disk is full)', message)
+
+  def test_process_that_ends_is_named_at_once(self):
+    _, notes, log = self.run_failing('leave', 3)
+    self.assertContainsSubset([0, 2], sorted(notes), log)
+    for other in (0, 2):
+      name, message, _, rank, seconds = notes[other]['failure']
+      self.assertEqual((name, rank), ('WorkerUnavailableError', 1), message)
+      self.assertIn('left the group', message)
+      # Long before any deadline of the group.
+      self.assertLess(seconds, 60)
+
+  def test_stopped_process_is_named_and_the_job_ends(self):
+    status, notes, log = self.run_failing('stop', 3)
+    self.assertNotEqual(status, 0, log)
+    self.assertEqual(sorted(notes), [0, 2], log)
+    for note in notes.values():
+      name, message, _, rank, _ = note['failure']
+      self.assertEqual((name, rank), ('WorkerUnavailableError', 1), message)
+      self.assertIn('silent for', message)
+
+  def test_killed_process_ends_the_job(self):
+    status, notes, log = self.run_failing('die', 3)
+    self.assertNotEqual(status, 0, log)
+    self.assertNotIn(1, notes)
+
+  def test_rank_that_never_comes_ends_the_rendezvous(self):
+    _, notes, log = self.run_failing('stay_away', 2)
+    self.assertIn(0, notes, log)
+    self.assertIn('Rank 0 of 2 on', notes[0]['failure'])
+    self.assertIn('waited 1 s for all ranks', notes[0]['failure'])
+
+
+class _World:
+  rank, size = 0, 1
+
+  def Ibarrier(self):
+    return types.SimpleNamespace(Test=lambda: True)
+
+  def Dup(self):
+    return self
+
+
+def _fake(**changes):
+  """A module `mpi4py` whose MPI is in some state."""
+  mpi = types.SimpleNamespace(
+    Is_finalized=lambda: False,
+    Is_initialized=lambda: True,
+    Query_thread=lambda: 3,
+    THREAD_MULTIPLE=3,
+    COMM_WORLD=_World(),
+  )
+  vars(mpi).update(changes)
+  module = types.ModuleType('mpi4py')
+  module.MPI = mpi
+  return mock.patch.dict(sys.modules, {'mpi4py': module, 'mpi4py.MPI': mpi})
+
+
+class RefusalsTest(absltest.TestCase):
+  def test_missing_mpi4py_names_the_extra(self):
+    with (
+      mock.patch.dict(sys.modules, {'mpi4py': None}),
+      self.assertRaises(errors.UnsupportedOptionError) as caught,
+    ):
+      process_group.form_mpi_group()
+    self.assertIn("pip install '.[mpi]'", str(caught.exception))
+
+  def test_mpi_for_one_thread_is_refused(self):
+    with (
+      _fake(Query_thread=lambda: 1),
+      self.assertRaises(errors.UnsupportedOptionError) as caught,
+    ):
+      process_group.form_mpi_group()
+    self.assertIn('MPI with thread level 1', str(caught.exception))
+    self.assertIn('mpi4py.rc.thread_level', str(caught.exception))
+
+  def test_mpi_that_is_over_is_refused(self):
+    with (
+      _fake(Is_finalized=lambda: True),
+      self.assertRaises(errors.UnsupportedOptionError) as caught,
+    ):
+      process_group.form_mpi_group()
+    self.assertIn('after MPI was finalized', str(caught.exception))
+
+  def test_two_gigabytes_need_mpi_4(self):
+    with _fake(Get_version=lambda: (3, 1), BYTE=None):
+      comm = links.Communicator(links.load(), time.monotonic() + 60)
+      # One byte of memory, seen two thousand million times.
+      data = np.broadcast_to(np.uint8(0), 1 << 31)
+      with self.assertRaises(errors.UnsupportedOptionError) as caught:
+        comm.broadcast(data, 0)
+    self.assertIn(
+      '2147483648 bytes at once with MPI (3, 1)', str(caught.exception)
+    )
+
+
+class NumbersTest(absltest.TestCase):
+  def test_order_of_the_sum_shows(self):
+    """Else a comparison of bits would not tell who added what."""
+    arrays = [programs.numbers(r, 1000, np.float32) for r in range(4)]
+    forward = _expected(arrays, 'sum')
+    self.assertFalse(np.array_equal(forward, _expected(arrays[::-1], 'sum')))
+    halves = [programs.numbers(r, 1000, ml_dtypes.bfloat16) for r in range(4)]
+    hops = functools.reduce(np.add, halves)
+    self.assertFalse(np.array_equal(hops, _expected(halves, 'sum')))
+
+
+if __name__ == '__main__':
+  absltest.main()

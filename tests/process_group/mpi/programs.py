@@ -1,0 +1,269 @@
+"""What the ranks of mpi_test.py do; each leaves what it saw in a file."""
+
+import concurrent.futures
+import os
+import pathlib
+import pickle
+import signal
+import time
+
+import ml_dtypes
+import numpy as np
+
+from tf_strategies import errors, process_group
+from tf_strategies.process_group.mpi import control as mpi_control
+from tf_strategies.process_group.mpi import links
+
+DTYPES = (
+  np.int8,
+  np.uint8,
+  np.int32,
+  np.int64,
+  np.float16,
+  ml_dtypes.bfloat16,
+  np.float32,
+  np.float64,
+  np.complex64,
+)
+SIZES = (0, 1, 2, 3, 17, 1000, 20011)
+WIRES = {'bfloat16': ml_dtypes.bfloat16, 'float16': np.float16}
+# Everything at once, and everything in chunks of its own.
+SMALL = (1 << 15, 0)
+
+
+def numbers(rank, size, dtype):
+  """Tells ranks and positions apart; sums of floats depend on their order."""
+  generator = np.random.default_rng([rank, size])
+  values = generator.uniform(-20, 20, size) + rank + np.arange(size) % 7
+  return values.astype(dtype)
+
+
+def odd_numbers(rank, size):
+  """Zeros with signs, infinities, and NaNs that say whose they are."""
+  values = numbers(rank, size, np.float32)
+  values[::4] = -0.0 if rank % 2 else 0.0
+  values[1::4] = np.inf if rank else -np.inf
+  values.view(np.uint32)[2::4] = 0x7FC00001 + rank
+  return values
+
+
+def rows(rank):
+  """None on rank 1, two columns."""
+  count = 0 if rank == 1 else 2 * rank + 3
+  return rank * 1000 + np.arange(2 * count, dtype=np.float32).reshape(-1, 2)
+
+
+def raw(array):
+  """An array as something that can be compared bit by bit."""
+  return str(array.dtype), array.shape, array.tobytes()
+
+
+def _group(**options):
+  return process_group.form_mpi_group(process_group.GroupOptions(**options))
+
+
+def reduce(note):
+  for small in SMALL:
+    with _group(small_message_bytes=small, sub_chunk_bytes=4096) as group:
+      rank = group.rank
+      for dtype in DTYPES:
+        for size in SIZES:
+          given = numbers(rank, size, dtype)
+          for op in ('sum', 'min', 'max'):
+            key = (small, np.dtype(dtype).name, size, op)
+            out = np.empty(size, dtype)
+            same = group.all_reduce(given, op=op, out=out, name=str(key))
+            assert same is out
+            note[key] = raw(out)
+          assert raw(given) == raw(numbers(rank, size, dtype))
+      for wire, dtype in WIRES.items():
+        for size in SIZES:
+          given = numbers(rank, size, dtype).view(np.uint16)
+          key = (small, 'wire', wire, size)
+          note[key] = raw(group.all_reduce(given, wire=wire))
+      for op in ('sum', 'min', 'max'):
+        taken = group.all_reduce(odd_numbers(rank, 999), op=op)
+        assert taken.ctypes.data % 64 == 0
+        note[small, 'odd', op] = raw(taken)
+
+
+def move(note):
+  """In a thread that is not the one that initialised MPI."""
+  with concurrent.futures.ThreadPoolExecutor(1) as pool:
+    pool.submit(_move, note).result()
+
+
+def _move(note):
+  with _group() as group:
+    rank, size = group.rank, group.world_size
+    note['who'] = (rank, size, group.name, group.elastic, group.generation)
+    note['gathered'] = [raw(a) for a in group.all_gather(rows(rank))]
+    note['empty'] = [raw(a) for a in group.all_gather(np.empty((0, 3)))]
+    for root in range(size):
+      for key, array in (
+        ('many', numbers(rank, 30000, np.float64).reshape(3, -1)),
+        ('scalar', np.array(rank + 0.5, '>f4')),
+        ('none', np.empty((2, 0), np.int32)),
+      ):
+        note[root, key] = raw(group.broadcast(array, root))
+    before = group.bytes_sent
+    group.all_reduce(np.ones(12 * 4096, np.float32))
+    note['sent'] = group.bytes_sent - before
+    # Nobody leaves a barrier before everyone has come.
+    time.sleep(0.2 * rank)
+    came = time.monotonic()
+    group.barrier()
+    note['barrier'] = (came, time.monotonic())
+
+
+def talk(note):
+  """Exchanges of several threads, in another order on each rank."""
+  with (
+    _group() as group,
+    concurrent.futures.ThreadPoolExecutor(4) as pool,
+  ):
+    rank = group.rank
+    tags = [f'tag {i}' for i in range(40)]
+    mine = tags if rank % 2 else tags[::-1]
+    # All are there at once: with fewer threads than tags they would wait.
+    futures = {}
+    for start in range(0, 40, 4):
+      some = mine[start : start + 4] if rank % 2 else mine[36 - start :][:4]
+      for tag in some:
+        payload = f'{rank} {tag}'.encode() * (1 + rank)
+        futures[tag] = pool.submit(group.exchange, tag, payload)
+      group.all_reduce(numbers(rank, 5000, np.float32))
+    note['exchanged'] = {t: f.result() for t, f in sorted(futures.items())}
+    note['agreed'] = group.agree({'a': 1}, what='settings')
+    try:
+      group.agree(min(rank, 1), what='rates')
+    except errors.CollectiveMismatchError as e:
+      note['disagreed'] = (str(e), e.ranks)
+    try:
+      group.exchange('big', b'x' * (1 << 20) + b'x')
+    except errors.UnsupportedOptionError as e:
+      note['refused'] = str(e)
+    try:
+      if rank == 0:
+        group.exchange('alone', b'', timeout_seconds=0.3)
+    except errors.CollectiveTimeoutError as e:
+      note['late'] = (str(e), e.rank)
+    group.barrier()
+
+
+def far(note):
+  """As if every rank had a host of its own."""
+  form = mpi_control.form
+  mpi_control.form = lambda comm, host, *rest: form(
+    comm, f'host-{comm.rank}', *rest
+  )
+  with _group() as group:
+    payload = str(group.rank).encode()
+    note['payloads'] = group.exchange('ranks', payload)
+    note['hosts'] = [m.address.partition(':')[0] for m in group.members]
+    note['sum'] = group.all_reduce(np.int64([group.rank])).item()
+
+
+# What the last rank does otherwise than the others.
+DISAGREEMENTS = {
+  'size': lambda g, odd: g.all_reduce(np.ones(4 if odd else 3)),
+  'dtype': lambda g, odd: g.all_reduce(np.ones(3, 'i8' if odd else 'f8')),
+  'op': lambda g, odd: g.all_reduce(np.ones(3), op='min' if odd else 'sum'),
+  'name': lambda g, odd: g.all_reduce(np.ones(3), name='b' if odd else 'a'),
+  'root': lambda g, odd: g.broadcast(np.ones(3), 1 if odd else 0),
+  'columns': lambda g, odd: g.all_gather(np.ones((2, 4 if odd else 3))),
+  'kind': lambda g, odd: g.barrier() if odd else g.all_reduce(np.ones(1 << 18)),
+}
+
+
+def disagree(note):
+  for what, act in DISAGREEMENTS.items():
+    with _group() as group:
+      group.barrier()
+      note[what] = _failure(
+        group, lambda g=group, a=act: a(g, g.rank == g.world_size - 1)
+      )
+
+
+def _failure(group, act):
+  """What a collective raises; the group raises it again from then on."""
+  start = time.monotonic()
+  try:
+    act()
+  except errors.Error as e:
+    seen = (type(e).__name__, str(e), e.ranks, getattr(e, 'rank', None))
+    again = group.failure
+    assert (type(again).__name__, str(again)) == seen[:2]
+    try:
+      group.barrier()
+    except errors.Error as e2:
+      assert str(e2) == str(e)
+      return (*seen, time.monotonic() - start)
+  raise AssertionError('nothing was raised')
+
+
+def time_out(note):
+  with _group(collective_timeout_seconds=1.0) as group:
+    if group.rank == 1:
+      time.sleep(4.0)
+    note['failure'] = _failure(
+      group, lambda: group.all_reduce(np.ones(3), name='gradient')
+    )
+
+
+def abort(note):
+  with _group() as group:
+    if group.rank == 1:
+      group.abort('the disk is full')
+    note['failure'] = _failure(group, group.barrier)
+
+
+def leave(note):
+  """Rank 1 ends without a word, the others go on."""
+  group = _group()
+  group.barrier()
+  if group.rank == 1:
+    return
+  note['failure'] = _failure(group, group.barrier)
+
+
+def stop(note):
+  """Rank 1 is stopped: only silence says so, and MPI itself would wait."""
+  links._FINALIZE_SECONDS = 1.0
+  group = _group(heartbeat_interval_seconds=0.25, heartbeat_timeout_seconds=2.0)
+  group.barrier()
+  if group.rank == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
+  note['failure'] = _failure(group, group.barrier)
+
+
+def die(note):
+  group = _group()
+  group.barrier()
+  if group.rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+  note['failure'] = _failure(group, group.barrier)
+
+
+def stay_away(note):
+  """Rank 1 never forms the group."""
+  links._FINALIZE_SECONDS = 1.0
+  mpi = links.load()
+  if mpi.COMM_WORLD.rank == 1:
+    time.sleep(4.0)
+    return
+  try:
+    _group(rendezvous_timeout_seconds=1.0)
+  except errors.RendezvousError as e:
+    note['failure'] = str(e)
+
+
+def run(program, directory):
+  """Runs one of the functions above and writes what it noted."""
+  note = {}
+  globals()[program](note)
+  # mpi4py has initialised MPI by now.
+  rank = links.load().COMM_WORLD.rank
+  path = pathlib.Path(directory, str(rank))
+  path.with_suffix('.part').write_bytes(pickle.dumps(note))
+  path.with_suffix('.part').rename(path.with_suffix('.pickle'))

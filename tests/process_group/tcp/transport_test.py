@@ -1,0 +1,195 @@
+"""Any schedule through the executor, against the simulator, bit for bit."""
+
+import socket
+import threading
+
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from tf_strategies import collectives
+from tf_strategies.process_group import plan as plan_lib
+from tf_strategies.process_group.network import protocol as wire
+from tf_strategies.process_group.tcp import transport
+
+_DEADLINE_SECONDS = 60
+
+
+def _mesh(world_size):
+  sockets = [{} for _ in range(world_size)]
+  for a in range(world_size):
+    for b in range(a):
+      sockets[a][b], sockets[b][a] = socket.socketpair()
+  return sockets
+
+
+def _header(sequence, size=0):
+  return wire.DataHeader('all_reduce', 1, sequence, 'x', 'sum', '', size, 0, 0)
+
+
+class _Rank(threading.Thread):
+  """One rank in a thread: its collectives, and what ended them."""
+
+  def __init__(self, sockets, function):
+    super().__init__(daemon=True)
+    self.links = transport.Transport(sockets, 0, lambda: None)
+    self._function = function
+    self.error = None
+
+  def run(self):
+    try:
+      self._function(self.links)
+    except Exception as e:
+      self.error = e
+
+
+def _run(world_size, functions):
+  ranks = [
+    _Rank(sockets, function)
+    for sockets, function in zip(_mesh(world_size), functions, strict=True)
+  ]
+  for rank in ranks:
+    rank.start()
+  for rank in ranks:
+    rank.join(_DEADLINE_SECONDS)
+  stuck = [i for i, rank in enumerate(ranks) if rank.is_alive()]
+  for rank in ranks:
+    rank.links.shut_down()
+    rank.join(5)
+    rank.links.close()
+  if stuck:
+    raise AssertionError(f'ranks {stuck} did not finish')
+  return [rank.error for rank in ranks]
+
+
+class SchedulesTest(parameterized.TestCase):
+  @parameterized.product(
+    algorithm=tuple(collectives.BUILDERS), world_size=(1, 2, 3, 4, 5)
+  )
+  def test_equals_the_simulator(self, algorithm, world_size):
+    schedule = collectives.BUILDERS[algorithm](world_size)
+    sizes = (0, 1, world_size + 1, 1009)
+    inputs = {
+      size: [
+        np.random.RandomState(100 * size + r).standard_normal(size).astype('f4')
+        for r in range(world_size)
+      ]
+      for size in sizes
+    }
+    outputs = {size: [None] * world_size for size in sizes}
+    sent = [{} for _ in range(world_size)]
+
+    def work(rank):
+      def function(links):
+        for sequence, size in enumerate(sizes, 1):
+          array = inputs[size][rank]
+          out = array.copy() if world_size == 1 else np.full_like(array, -9)
+          plan = plan_lib.from_schedule(schedule, rank, size, 4, 100)
+          before = links.bytes_sent
+          links.run(plan, _header(sequence, size), [array, out], np.add)
+          sent[rank][size] = links.bytes_sent - before
+          outputs[size][rank] = out
+
+      return function
+
+    errors = _run(world_size, [work(rank) for rank in range(world_size)])
+    self.assertEqual(errors, [None] * world_size)
+    for size in sizes:
+      expected = collectives.simulate(schedule, inputs[size])
+      for rank in range(world_size):
+        self.assertEqual(
+          outputs[size][rank].tobytes(), expected.outputs[rank].tobytes()
+        )
+        self.assertEqual(
+          sent[rank][size],
+          sum(n for (s, _), n in expected.bytes_per_link.items() if s == rank),
+        )
+
+  def test_pairwise_exchange_of_what_was_received_before(self):
+    # Both send the sum of round 0 in round 1 and add to it what comes: the
+    # addition must wait until the old value has been sent.
+    t = collectives.Transfer
+    steps = [(0, 1), (1, 0), (2, 3), (3, 2)], [(0, 2), (2, 0), (1, 3), (3, 1)]
+    transfers = [
+      t(r, a, b, 0, True) for r, pairs in enumerate(steps) for a, b in pairs
+    ]
+    schedule = collectives.Schedule('doubling', 4, 1, tuple(transfers))
+    schedule.validate()
+    size = 400_000  # More than the buffers of the sockets.
+    arrays = [np.arange(size, dtype=np.int64) * (r + 1) for r in range(4)]
+    outputs = [np.empty_like(a) for a in arrays]
+
+    def work(rank):
+      plan = plan_lib.from_schedule(schedule, rank, size, 8, 1 << 16)
+      views = [arrays[rank], outputs[rank]]
+      return lambda links: links.run(plan, _header(1), views, np.add)
+
+    self.assertEqual(_run(4, [work(r) for r in range(4)]), [None] * 4)
+    for out in outputs:
+      np.testing.assert_array_equal(out, np.arange(size) * 10)
+
+
+class FailuresTest(parameterized.TestCase):
+  def test_other_header_is_reported_by_a_neighbour(self):
+    array = np.zeros(8, np.float32)
+
+    def work(rank, size):
+      plan = plan_lib.by_name('ring', 3, rank, 8, 4, 64)
+      views = [array, array.copy()]
+      return lambda links: links.run(plan, _header(1, size), views, np.add)
+
+    ranks = _run_to_first_error(3, [work(0, 8), work(1, 9), work(2, 8)])
+    found = [e for e in ranks if isinstance(e, transport.HeaderMismatchError)]
+    self.assertNotEmpty(found)
+    self.assertLessEqual({e.rank for e in found}, {0, 1})
+
+  def test_link_that_the_peer_has_closed(self):
+    mine, other = socket.socketpair()
+    links = transport.Transport({1: mine}, 0, lambda: None)
+    other.close()
+    array = np.zeros(8, np.float32)
+    with self.assertRaises(transport.LinkClosedError) as raised:
+      links.run(
+        plan_lib.by_name('ring', 2, 0, 8, 4, 64),
+        _header(1),
+        [array, array.copy()],
+        np.add,
+      )
+    self.assertEqual(raised.exception.rank, 1)
+    links.close()
+
+  def test_deadline_names_who_is_missing(self):
+    mine, other = socket.socketpair()
+    links = transport.Transport({1: mine}, 0, lambda: None)
+    with self.assertRaises(transport.DeadlineError) as raised:
+      links.run(plan_lib.to_everyone(2, 0, 0), _header(1), [], deadline=0.0)
+    self.assertEqual(raised.exception.waiting, (1,))
+    links.close()
+    other.close()
+
+
+def _run_to_first_error(world_size, functions):
+  """As `_run`, but the first error shuts all links down."""
+  ranks = []
+
+  def shutting(function):
+    def run(links):
+      try:
+        function(links)
+      finally:
+        for rank in ranks:
+          rank.links.shut_down()
+
+    return run
+
+  for sockets, function in zip(_mesh(world_size), functions, strict=True):
+    ranks.append(_Rank(sockets, shutting(function)))
+  for rank in ranks:
+    rank.start()
+  for rank in ranks:
+    rank.join(_DEADLINE_SECONDS)
+    rank.links.close()
+  return [rank.error for rank in ranks]
+
+
+if __name__ == '__main__':
+  absltest.main()

@@ -1,0 +1,1 @@
+"""All-reduce algorithms, one file each: functions that return a `Schedule`."""

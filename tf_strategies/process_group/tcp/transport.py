@@ -1,0 +1,445 @@
+"""Runs plans: one non-blocking loop over the data links of a group.
+
+Everything happens in the calling thread. Nothing waits while something else
+can be done: pieces are sent as soon as what they need is there, additions run
+between two receives, and the operating system's buffers carry on meanwhile.
+"""
+
+from __future__ import annotations
+
+import collections
+import select
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from tf_strategies.process_group import buffers
+from tf_strategies.process_group import combine as combine_lib
+from tf_strategies.process_group import plan as plan_lib
+from tf_strategies.process_group.network import protocol as wire
+
+# How long `poll` sleeps at most: the loop looks at the clock and at the state
+# of the group in between, should a wake-up get lost.
+_POLL_SECONDS = 1.0
+# Of a large piece at least this much is waited for.
+_LEAST_READ_BYTES = 1 << 19
+_READ = select.POLLIN
+_WRITE = select.POLLOUT
+
+
+class LinkClosedError(Exception):
+  """A peer's end of a data link is closed; never leaves the room."""
+
+  def __init__(self, rank: int):
+    super().__init__(f'rank {rank} closed its data link')
+    self.rank = rank
+
+
+class HeaderMismatchError(Exception):
+  """A peer is at another collective; never leaves the room."""
+
+  def __init__(self, rank: int, received: wire.DataHeader | None):
+    super().__init__(f'rank {rank} sent {received}')
+    self.rank = rank
+    self.received = received
+
+
+class DeadlineError(Exception):
+  """A collective took too long; never leaves the room."""
+
+  def __init__(self, waiting: Sequence[int]):
+    super().__init__(f'waiting for ranks {waiting}')
+    self.waiting = tuple(waiting)
+
+
+class Link:
+  """One data connection, and how far it is in the running collective."""
+
+  def __init__(self, rank: int, sock: socket.socket):
+    self.rank = rank
+    self.sock = sock
+    self.fd = sock.fileno()
+    self.mask = 0
+    self.wakes_at = 1
+    self.closed = False
+    # The header of the peer's next collective, as far as it has come. A peer
+    # that is ahead has sent it before this rank asks for it.
+    self.header = bytearray(wire.DATA_HEADER_BYTES)
+    self.header_got = 0
+    self.scratch: np.ndarray | None = None
+    self.reset()
+
+  def reset(self) -> None:
+    """Forgets the last collective."""
+    self.queued = False
+    # Whether the peer sends something in this collective, and whether its
+    # header is still to come.
+    self.planned = False
+    self.expects = False
+    self.receives: Sequence[int] = ()
+    self.receive_index = 0
+    self.incoming: memoryview | None = None
+    # A piece that had to go to scratch: it is complete, but it may not be
+    # applied before others.
+    self.in_scratch = False
+    self.full = False
+    self.sends: Sequence[int] = ()
+    self.send_index = 0
+    self.header_out: memoryview | None = None
+    self.outgoing: memoryview | None = None
+    self.blocked = False
+
+  @property
+  def header_is_there(self) -> bool:
+    """Whether a whole header waits to be looked at."""
+    return self.header_got == wire.DATA_HEADER_BYTES
+
+  @property
+  def receiving(self) -> bool:
+    """Whether the peer still owes something."""
+    return self.expects or self.receive_index < len(self.receives)
+
+  @property
+  def sending(self) -> bool:
+    """Whether the peer still gets something."""
+    return self.header_out is not None or self.send_index < len(self.sends)
+
+  def scratch_of(self, size: int) -> np.ndarray:
+    """Memory for one piece, kept from collective to collective."""
+    if self.scratch is None or self.scratch.size < size:
+      self.scratch = buffers.aligned_empty(size, np.uint8)
+    return self.scratch[:size]
+
+
+class Transport:
+  """The data links of one group.
+
+  Args:
+    sockets: by rank; owned from here on.
+    buffer_bytes: of each socket in each direction; 0 for the system's choice.
+    check: called between waits; raises if the group has failed.
+  """
+
+  def __init__(
+    self,
+    sockets: Mapping[int, socket.socket],
+    buffer_bytes: int,
+    check: Callable[[], None],
+  ):
+    self._check = check
+    self._poll = select.poll()
+    self._links: dict[int, Link] = {}
+    self._by_fd: dict[int, Link] = {}
+    for rank, sock in sorted(sockets.items()):
+      sock.setblocking(False)
+      if sock.family != socket.AF_UNIX:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+      if buffer_bytes:
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+          sock.setsockopt(socket.SOL_SOCKET, option, buffer_bytes)
+      link = Link(rank, sock)
+      self._links[rank] = self._by_fd[link.fd] = link
+    self.bytes_sent = 0
+
+  def run(
+    self,
+    plan: plan_lib.Plan,
+    header: wire.DataHeader,
+    views: Sequence[np.ndarray],
+    ufunc: np.ufunc | None = None,
+    combine: combine_lib.Combine | None = None,
+    deadline: float = float('inf'),
+  ) -> None:
+    """Runs a plan.
+
+    Args:
+      plan: what this rank does.
+      header: what every peer must send too.
+      views: the buffers ARRAY, OUT and STAGE, flat; the dtype counts where
+        something is added.
+      ufunc: adds what is received.
+      combine: makes a stretch of bytes of OUT from STAGE.
+      deadline: of `time.monotonic()`.
+
+    Raises:
+      LinkClosedError: a peer is gone, whose bytes are still needed.
+      HeaderMismatchError: a peer is at another collective.
+      DeadlineError: it is late.
+      Error: whatever `check` raises.
+    """
+    for link in self._links.values():
+      link.reset()
+    run = _Run(self._links, plan, header, views, ufunc, combine)
+    while True:
+      run.work()
+      if not run.remaining:
+        break
+      self._wait(run, deadline)
+    self.bytes_sent += plan.bytes_sent
+
+  def shut_down(self) -> None:
+    """Ends all links in both directions; wakes a running collective."""
+    for link in self._links.values():
+      try:
+        link.sock.shutdown(socket.SHUT_RDWR)
+      except OSError:
+        continue  # It is closed already.
+
+  def close(self) -> None:
+    """Closes the sockets; only where nothing runs."""
+    for link in self._links.values():
+      link.sock.close()
+
+  def _wait(self, run: _Run, deadline: float) -> None:
+    for link in self._links.values():
+      mask = run.mask(link)
+      if mask & _READ:
+        self._wake_at(link)
+      self._watch(link, mask)
+    left = deadline - time.monotonic()
+    if left <= 0:
+      raise DeadlineError(run.waiting())
+    events = self._poll.poll(1000 * min(left, _POLL_SECONDS))
+    if not events:
+      self._check()
+    for fd, _ in events:
+      link = self._by_fd[fd]
+      link.blocked = False
+      run.enqueue(link)
+
+  def _wake_at(self, link: Link) -> None:
+    """Sleeps until a good part of a large piece has come.
+
+    Each wake-up costs more than the bytes that a single packet brings.
+    """
+    waits_for = 1 if link.incoming is None else len(link.incoming)
+    waits_for = min(waits_for, _LEAST_READ_BYTES)
+    if waits_for != link.wakes_at:
+      link.wakes_at = waits_for
+      link.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, waits_for)
+
+  def _watch(self, link: Link, mask: int) -> None:
+    if mask == link.mask:
+      return
+    if not link.mask:
+      self._poll.register(link.fd, mask)
+    elif mask:
+      self._poll.modify(link.fd, mask)
+    else:
+      self._poll.unregister(link.fd)
+    link.mask = mask
+
+
+class _Run:
+  """The state of one collective."""
+
+  def __init__(
+    self,
+    links: Mapping[int, Link],
+    plan: plan_lib.Plan,
+    header: wire.DataHeader,
+    views: Sequence[np.ndarray],
+    ufunc: np.ufunc | None,
+    combine: combine_lib.Combine | None,
+  ):
+    self._links = links
+    self._pieces = plan.pieces
+    self._unlocks = plan.unlocks
+    self._needs = list(plan.needs)
+    self._header = header
+    self._views = views
+    self._memory = [memoryview(view.view(np.uint8)) for view in views]
+    self._ufunc = ufunc
+    self._combine = combine
+    self._active: collections.deque[Link] = collections.deque()
+    # Every piece, and every header in either direction.
+    self.remaining = len(plan.pieces) + len(plan.sends) + len(plan.receives)
+    packed = memoryview(header.pack())
+    for rank, numbers in plan.sends.items():
+      link = links[rank]
+      link.sends, link.header_out = numbers, packed
+    for rank, numbers in plan.receives.items():
+      link = links[rank]
+      link.receives, link.planned, link.expects = numbers, True, True
+    for link in links.values():
+      self.enqueue(link)
+
+  def enqueue(self, link: Link) -> None:
+    """Has a link looked at."""
+    if not link.queued:
+      link.queued = True
+      self._active.append(link)
+
+  def work(self) -> None:
+    """Does what can be done without waiting."""
+    active = self._active
+    while active and self.remaining:
+      link = active.popleft()
+      link.queued = False
+      sent = self._send(link)
+      if self._receive(link) or sent:
+        self.enqueue(link)
+
+  def mask(self, link: Link) -> int:
+    """The events that a link waits for."""
+    if link.closed:
+      return 0
+    if link.planned:
+      reads = link.receiving and not link.full
+    else:
+      # Its header, if it comes now, shows that the peer is elsewhere.
+      reads = not link.header_is_there
+    return (_READ if reads else 0) | (_WRITE if link.blocked else 0)
+
+  def waiting(self) -> list[int]:
+    """The ranks whose bytes, or whose readiness, are missing."""
+    links = self._links.values()
+    return [link.rank for link in links if link.receiving or link.sending]
+
+  def _receive(self, link: Link) -> bool:
+    """Receives once; whether that brought anything on."""
+    if link.expects or not link.planned:
+      return self._receive_header(link)
+    if link.full or link.receive_index == len(link.receives):
+      return False
+    number = link.receives[link.receive_index]
+    if link.incoming is None:
+      link.incoming = self._target(link, number)
+    count = self._recv(link, link.incoming)
+    if count == len(link.incoming):
+      link.incoming = None
+      if link.in_scratch and self._needs[number]:
+        link.full = True
+      else:
+        self._apply(link, number)
+    elif count:
+      link.incoming = link.incoming[count:]
+    return count > 0
+
+  def _receive_header(self, link: Link) -> bool:
+    if link.closed:
+      if link.expects:
+        raise LinkClosedError(link.rank)
+      return False
+    # It may have come while this rank was at an earlier collective.
+    is_new = not link.header_is_there
+    if is_new:
+      view = memoryview(link.header)[link.header_got :]
+      count = self._recv(link, view)
+      link.header_got += count
+      if count < len(view):
+        return count > 0
+    try:
+      received = wire.DataHeader.unpack(link.header)
+    except wire.ProtocolError:
+      received = None
+    if link.expects:
+      if received != self._header:
+        raise HeaderMismatchError(link.rank, received)
+      link.expects = False
+      link.header_got = 0
+      self.remaining -= 1
+    elif received is None or received.sequence <= self._header.sequence:
+      raise HeaderMismatchError(link.rank, received)
+    return link.planned or is_new
+
+  def _recv(self, link: Link, view: memoryview) -> int:
+    """Receives what is there: 0 bytes if there is nothing now."""
+    try:
+      count = link.sock.recv_into(view)
+    except (BlockingIOError, InterruptedError):
+      return 0
+    except OSError:
+      count = 0
+    if count == 0:
+      link.closed = True
+      if link.receiving:
+        raise LinkClosedError(link.rank)
+    return count
+
+  def _target(self, link: Link, number: int) -> memoryview:
+    """Where a piece is received: in its place, if that is free already."""
+    piece = self._pieces[number]
+    link.in_scratch = piece.kind != plan_lib.COPY or self._needs[number] > 0
+    if link.in_scratch:
+      return memoryview(link.scratch_of(piece.stop - piece.start))
+    return self._memory[piece.buffer][piece.start : piece.stop]
+
+  def _apply(self, link: Link, number: int) -> None:
+    """Puts a received piece where it belongs."""
+    kind, _, start, stop, buffer = self._pieces[number]
+    if kind == plan_lib.COPY:
+      if link.in_scratch:
+        received = link.scratch_of(stop - start)
+        self._memory[buffer][start:stop] = memoryview(received)
+    else:
+      out = self._views[plan_lib.OUT]
+      place = slice(start // out.itemsize, stop // out.itemsize)
+      source = plan_lib.ARRAY if kind == plan_lib.ADD_TO_ARRAY else plan_lib.OUT
+      self._ufunc(
+        self._views[source][place],
+        link.scratch_of(stop - start).view(out.dtype),
+        out=out[place],
+      )
+    link.full = False
+    link.receive_index += 1
+    self._done(number)
+
+  def _done(self, number: int) -> None:
+    """Lets go what waited for a piece."""
+    self.remaining -= 1
+    for other in self._unlocks[number]:
+      self._needs[other] -= 1
+      if self._needs[other]:
+        continue
+      kind, peer, start, stop, _ = self._pieces[other]
+      if kind == plan_lib.COMBINE:
+        self._combine(start, stop)
+        self._done(other)
+        continue
+      link = self._links[peer]
+      if link.full and link.receives[link.receive_index] == other:
+        self._apply(link, other)
+      self.enqueue(link)
+
+  def _send(self, link: Link) -> bool:
+    """Sends once; whether that brought anything on."""
+    if link.blocked or not link.sending:
+      return False
+    self._next_outgoing(link)
+    parts = [part for part in (link.header_out, link.outgoing) if part]
+    if not parts:
+      return False
+    try:
+      count = link.sock.sendmsg(parts)
+    except (BlockingIOError, InterruptedError):
+      link.blocked = True
+      return False
+    except OSError as e:
+      raise LinkClosedError(link.rank) from e
+    if link.header_out is not None:
+      taken = min(count, len(link.header_out))
+      link.header_out = link.header_out[taken:] or None
+      count -= taken
+      if link.header_out is not None:
+        return True
+      self.remaining -= 1
+    if link.outgoing is not None:
+      if count == len(link.outgoing):
+        link.outgoing = None
+        link.send_index += 1
+        self._done(link.sends[link.send_index - 1])
+      else:
+        link.outgoing = link.outgoing[count:]
+    return True
+
+  def _next_outgoing(self, link: Link) -> None:
+    """Takes up the next piece, if what it needs is there."""
+    if link.outgoing is None and link.send_index < len(link.sends):
+      number = link.sends[link.send_index]
+      if not self._needs[number]:
+        piece = self._pieces[number]
+        memory = self._memory[piece.buffer]
+        link.outgoing = memory[piece.start : piece.stop]
