@@ -204,14 +204,40 @@ def prepare_flags() -> None:
       "TensorFlow's own all-reduce with --strategy=mirrored only",
       'write --strategy=mirrored, or choose another --all_reduce',
     )
+  if _optional_flag('elastic'):
+    if FLAGS.strategy != 'multi_worker_ring':
+      raise tfs.errors.UnsupportedOptionError(
+        f'--elastic with --strategy={FLAGS.strategy}',
+        '--strategy=multi_worker_ring, whose ring can form again',
+        'write --strategy=multi_worker_ring, or leave --elastic out',
+      )
+    if FLAGS.checkpoint_dir:
+      raise tfs.errors.UnsupportedOptionError(
+        '--elastic with --checkpoint_dir',
+        'one of them: an elastic job keeps its state in its workers',
+        'leave one out',
+      )
   FLAGS.epochs = FLAGS.epochs or _EPOCHS[FLAGS.dataset]
   if FLAGS.learning_rate is None:
     FLAGS.learning_rate = _LEARNING_RATES[FLAGS.optimizer]
   _monitor_options()
 
 
+def _optional_flag(name: str) -> Any:
+  """The value of a flag that not every example has."""
+  return FLAGS[name].value if name in FLAGS else None
+
+
 def create_strategy():
   """Returns what --strategy names; call it before TensorFlow starts."""
+  strategy = tfs.create_strategy(FLAGS.strategy, **strategy_options())
+  if has_servers(strategy):
+    atexit.register(strategy.close)
+  return strategy
+
+
+def strategy_options() -> dict[str, Any]:
+  """Returns the arguments of `tfs.create_strategy`."""
   options = {}
   if FLAGS.num_virtual_devices:
     options['devices'] = devices()
@@ -227,10 +253,7 @@ def create_strategy():
       options['variable_partitioner'] = partitioners.MinSizePartitioner(
         _MIN_PART_BYTES, FLAGS.variable_partitions
       )
-  strategy = tfs.create_strategy(FLAGS.strategy, **options)
-  if has_servers(strategy):
-    atexit.register(strategy.close)
-  return strategy
+  return options
 
 
 def devices() -> list[str] | None:
@@ -324,7 +347,7 @@ def steps_per_epoch(data) -> int:
   steps = FLAGS.steps_per_epoch or (
     n // batch if full else math.ceil(n / batch)
   )
-  group = FLAGS.get_flag_value('steps_per_execution', 1)
+  group = _optional_flag('steps_per_execution') or 1
   if steps < group:
     raise tfs.errors.DataError(
       f'Expected at least --steps_per_execution={group} steps in an epoch, got '
@@ -390,6 +413,12 @@ def is_chief(strategy) -> bool:
 def has_servers(strategy) -> bool:
   """Whether the variables are on parameter servers."""
   return isinstance(strategy, tfs.ParameterServerStrategy)
+
+
+def join(strategy) -> None:
+  """Waits for steps that still run, where workers run them."""
+  if has_servers(strategy):
+    strategy.join()
 
 
 def can_log(strategy) -> bool:

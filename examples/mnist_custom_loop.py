@@ -64,7 +64,7 @@ def build_model(num_classes):
   # Logits stay float32 in mixed precision: a 16-bit softmax loses the tail.
   logits = layers.Dense(num_classes, dtype='float32', name='logits')
   hidden += [layers.Dropout(FLAGS.dropout), logits]
-  return keras.Sequential([keras.Input([28, 28, 1]), *hidden], FLAGS.model)
+  return keras.Sequential([keras.Input([28, 28, 1]), *hidden], name=FLAGS.model)
 
 
 def train_batches(strategy, data, epoch, step):

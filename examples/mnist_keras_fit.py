@@ -72,7 +72,9 @@ def build_model(strategy, num_classes):
   logits = layers.Dense(num_classes, dtype='float32', name='logits')
   hidden += [layers.Dropout(FLAGS.dropout), logits]
   with strategy.scope():
-    model = keras.Sequential([keras.Input([28, 28, 1]), *hidden], FLAGS.model)
+    model = keras.Sequential(
+      [keras.Input([28, 28, 1]), *hidden], name=FLAGS.model
+    )
     model.compile(
       common.build_optimizer(strategy),
       keras.losses.SparseCategoricalCrossentropy(from_logits=True),
@@ -137,7 +139,7 @@ def train(job=None):
   if common.can_log(strategy):
     callbacks.append(keras.callbacks.TensorBoard(FLAGS.log_dir))
   if monitor:
-    callbacks.append(tfs.MonitorTraining(monitor))
+    callbacks.append(tfs.MonitorCallback(monitor))
   if saver:  # The last one: the others see the step after which it exits.
     callbacks.append(tfs.PreemptionCheckpoint(saver))
   arguments = {

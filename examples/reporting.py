@@ -17,6 +17,7 @@ from absl import flags
 
 import tf_strategies as tfs
 from examples import common
+from tf_strategies.fault_tolerance import evaluator
 
 FLAGS = flags.FLAGS
 
@@ -43,7 +44,10 @@ class Run:
     # step, which traces the graph and is not counted.
     self._began: tuple[float, int] | None = None
     self.images_per_second: float | None = None  # In this epoch so far.
-    if FLAGS.verbose and common.is_chief(strategy):
+    self._writers: dict[str, Any] = {}
+    _tell_evaluator(strategy, is_finished=False)
+    self._is_shown = FLAGS.verbose and common.is_chief(strategy)
+    if self._is_shown:
       print(f'Training on {_describe(strategy, data)}.', flush=True)
 
   def begin_epoch(self, epoch: int) -> None:
@@ -57,8 +61,8 @@ class Run:
     """Notes that so many steps of the epoch are done."""
     if (self._epoch, step) <= self._start:
       return  # It was done before this run, and skipped.
-    if step >= self._steps and common.has_servers(self._strategy):
-      self._strategy.join()
+    if step >= self._steps:
+      common.join(self._strategy)
     now, images = time.perf_counter(), self._images(step)
     if self._began is None:
       self._began = now, images
@@ -71,8 +75,38 @@ class Run:
     if self.images_per_second is not None:
       self._rates.append(self.images_per_second)
 
+  @property
+  def median_images_per_second(self) -> float | None:
+    """Of all epochs; None where no step was measured."""
+    return statistics.median(self._rates) if self._rates else None
+
   def _images(self, step: int) -> int:
     return common.images_in_steps(self._data, self._epoch * self._steps + step)
+
+  def log_epoch(
+    self, epoch: int, train: Mapping[str, float], test: Mapping[str, float]
+  ) -> None:
+    """Shows the results of an epoch of a custom loop, and logs their curves."""
+    if self._is_shown:
+      results = '; '.join(
+        f'{split} loss {found["loss"]:.4f}, accuracy {found["accuracy"]:.4f}'
+        for split, found in (('train', train), ('test', test))
+      )
+      speed = self.images_per_second or 0.0
+      print(
+        f'Epoch {epoch + 1}/{FLAGS.epochs}: {results}; {speed:,.0f} images/s',
+        flush=True,
+      )
+    if not common.can_log(self._strategy):
+      return
+    for split, found in (('train', train), ('validation', test)):
+      if split not in self._writers:
+        directory = os.path.join(FLAGS.log_dir, split)
+        self._writers[split] = tf.summary.create_file_writer(directory)
+      with self._writers[split].as_default(epoch):
+        for name, value in found.items():
+          tf.summary.scalar(f'epoch_{name}', value)
+      self._writers[split].flush()
 
   def callback(self) -> keras.callbacks.Callback:
     """Returns the callback of `fit` that measures."""
@@ -91,6 +125,7 @@ class Run:
     """
     strategy, data = self._strategy, self._data
     _save_weights(strategy, model, optimizer)
+    _tell_evaluator(strategy, is_finished=True)
     epochs = max(FLAGS.epochs, self._start[0])
     first, step = self._start
     steps = (epochs - first) * self._steps - step
@@ -117,9 +152,7 @@ class Run:
       'iterations': int(optimizer.iterations.numpy()),
       'train': train,
       'test': test,
-      'examples_per_second': (
-        statistics.median(self._rates) if self._rates else None
-      ),
+      'examples_per_second': self.median_images_per_second,
       'all_reduce': all_reduce,
       'bytes_per_step': bytes_per_step(all_reduce, steps),
       'variable_bytes': variable_bytes(strategy, variables),
@@ -297,6 +330,19 @@ def variable_bytes(strategy, variables: Iterable[Any]) -> dict[str, int]:
       size = part.shape.num_elements() * part.dtype.size
       total[part.device] = total.get(part.device, 0) + size
   return total
+
+
+def _tell_evaluator(strategy, is_finished: bool) -> None:
+  """Says whether there will be more checkpoints."""
+  if not FLAGS.checkpoint_dir or not common.is_chief(strategy):
+    return
+  path = os.path.join(FLAGS.checkpoint_dir, evaluator.FINISHED_FILE)
+  if is_finished:
+    tf.io.gfile.makedirs(FLAGS.checkpoint_dir)
+    with tf.io.gfile.GFile(path, 'w') as f:
+      f.write('Training is over.\n')
+  elif tf.io.gfile.exists(path):
+    tf.io.gfile.remove(path)
 
 
 def write_json(report: Mapping[str, Any], path: str) -> None:

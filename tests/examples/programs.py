@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 import examples
 
 DEADLINE_SECONDS = 240
-_ROOT = pathlib.Path(examples.__file__).resolve().parents[1]
+ROOT = pathlib.Path(examples.__file__).resolve().parents[1]
 
 
 class Program:
@@ -23,6 +23,8 @@ class Program:
     output: path of a file for stdout and stderr.
     launcher: flags of the launcher, for a job of several tasks.
     environment: variables for it besides.
+    as_file: whether to start it as `python examples/<name>.py`, and not as
+      `python -m examples.<name>`.
   """
 
   def __init__(
@@ -32,15 +34,19 @@ class Program:
     output: str,
     launcher: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
+    as_file: bool = False,
   ):
-    command = [sys.executable, '-m', f'examples.{name}', *flags]
+    program = [f'examples/{name}.py'] if as_file else ['-m', f'examples.{name}']
+    command = [sys.executable, *program, *flags]
     if launcher:
       launch = [sys.executable, '-m', 'tf_strategies.launch']
       command = [*launch, *launcher, '--', *command]
     self._output = output
     # The caller's idea of a cluster or of devices must not reach it.
     variables = {k: v for k, v in os.environ.items() if k != 'TF_CONFIG'}
-    variables['PYTHONPATH'] = os.pathsep.join(filter(None, sys.path))
+    # A file finds what is beside it by itself.
+    paths = [p for p in sys.path if p and not (as_file and p == str(ROOT))]
+    variables['PYTHONPATH'] = os.pathsep.join(paths)
     variables['PYTHONUNBUFFERED'] = '1'
     variables.update(environment or {})
     with open(output, 'wb') as f:
@@ -48,7 +54,7 @@ class Program:
         command,
         stdout=f,
         stderr=subprocess.STDOUT,
-        cwd=_ROOT,
+        cwd=ROOT,
         env=variables,
       )
     self._deadline = time.monotonic() + DEADLINE_SECONDS
