@@ -326,7 +326,7 @@ def batch_size_of(dataset) -> int | None:
 
 
 def clone_function(function, python_function):
-  """Returns a `tf.function` like `function`, but of another Python function."""
+  """Returns a `tf.function` like `function`, of another Python function."""
   return function._clone(python_function=python_function)  # pylint: disable=protected-access
 
 
@@ -367,18 +367,12 @@ def record_read(variable, value, gradient) -> None:
 
 
 def connected_cluster():
-  """The description of the cluster that this process is connected to, if any.
-
-  A `tensorflow.ServerDef`.
-  """
+  """The `ServerDef` of the cluster that this process is connected to, if any."""
   return _eager_context().get_server_def()
 
 
 def connect_again(server_def=None) -> None:
-  """Connects to tasks that were started again; others are left as they are.
-
-  Blocks until every task of the cluster answers.
-  """
+  """Connects to tasks that were restarted, when every task answers."""
   context = _eager_context()
   context.update_server_def(server_def or context.get_server_def())
 
@@ -465,6 +459,12 @@ _OVERRIDDEN = {
     'handle',
   ),
   DistributedDataset: ('cardinality', 'element_spec'),
+  tf.TypeSpec: (
+    '_component_specs',
+    '_from_components(components)',
+    '_serialize()',
+    '_to_components(value)',
+  ),
   tf.distribute.ReplicaContext: ('_merge_call(merge_fn, args, kwargs)',),
   tf.distribute.CrossDeviceOps: (
     '_gather_implementation(per_replica_value, destinations, axis, options)',

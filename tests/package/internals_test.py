@@ -54,7 +54,8 @@ def _overridden(ours):
     is_private = name.startswith('_') and not name.startswith('__')
     for base in bases:
       if name in vars(base) and (
-        is_private or issubclass(base, _CHECKED_IF_PUBLIC)
+        is_private
+        or (issubclass(base, _CHECKED_IF_PUBLIC) and name != '__init__')
       ):
         yield base, name
         break
