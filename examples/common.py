@@ -285,6 +285,17 @@ def split_device(count: int) -> list[str]:
   return [f'{physical.device_type}:{i}' for i in range(count)]
 
 
+def mlp_layers():
+  """Returns the hidden layers of --model=mlp, which is small and fast."""
+  from keras import layers
+
+  return [
+    layers.Flatten(),
+    layers.Dense(16, activation='relu', name='hidden_1'),
+    layers.Dense(16, activation='relu', name='hidden_2'),
+  ]
+
+
 def build_optimizer(strategy):
   """Returns the Keras optimizer that the flags describe."""
   import keras
@@ -381,6 +392,32 @@ def checkpoint_settings(strategy, data) -> dict[str, Any]:
     'full_batches': pipeline_options().drop_remainder,
     'learning_rate': learning_rate(strategy),
   }
+
+
+def evaluate_checkpoints(build_model: Callable, test_batches: Callable) -> None:
+  """Evaluates each checkpoint on one device: the part of an evaluator.
+
+  Args:
+    build_model: makes the model from a strategy and the number of classes.
+    test_batches: makes the batches from the data.
+  """
+  if not FLAGS.checkpoint_dir:
+    print('This evaluator has nothing to do without --checkpoint_dir.')
+    return
+  import keras
+
+  from examples import datasets
+
+  strategy = tfs.create_strategy('one_device')
+  data = datasets.load(FLAGS.dataset, FLAGS.data_path)
+  model = build_model(strategy, data.num_classes)
+  if not model.compiled:  # For a custom loop.
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(build_optimizer(strategy), loss, metrics=['accuracy'])
+  log_dir = FLAGS.log_dir if can_log(strategy) else None
+  tfs.SidecarEvaluator(
+    model, test_batches(data), FLAGS.checkpoint_dir, log_dir=log_dir
+  ).run()
 
 
 def create_monitor() -> tfs.monitoring.TrainingMonitor | None:

@@ -13,9 +13,9 @@ themselves, none of them more than two steps ahead of the slowest:
     --dataset=digits --mode=bounded --max_staleness=2 --worker_input
 """
 
-import contextlib
 import os
 import sys
+from contextlib import nullcontext
 
 from absl import flags
 
@@ -46,21 +46,16 @@ def build_model(num_classes):
 
   keras.utils.set_random_seed(FLAGS.seed)
   keras.config.set_dtype_policy(FLAGS.mixed_precision)
+  hidden = [
+    layers.Conv2D(16, 5, activation='relu', name='conv_1'),
+    layers.MaxPooling2D(2),
+    layers.Conv2D(32, 5, activation='relu', name='conv_2'),
+    layers.MaxPooling2D(2),
+    layers.Flatten(),
+    layers.Dense(128, activation='relu', name='hidden'),
+  ]
   if FLAGS.model == 'mlp':
-    hidden = [
-      layers.Flatten(),
-      layers.Dense(16, activation='relu', name='hidden_1'),
-      layers.Dense(16, activation='relu', name='hidden_2'),
-    ]
-  else:
-    hidden = [
-      layers.Conv2D(16, 5, activation='relu', name='conv_1'),
-      layers.MaxPooling2D(2),
-      layers.Conv2D(32, 5, activation='relu', name='conv_2'),
-      layers.MaxPooling2D(2),
-      layers.Flatten(),
-      layers.Dense(128, activation='relu', name='hidden'),
-    ]
+    hidden = common.mlp_layers()
   # Logits stay float32 in mixed precision: a 16-bit softmax loses the tail.
   logits = layers.Dense(num_classes, dtype='float32', name='logits')
   hidden += [layers.Dropout(FLAGS.dropout), logits]
@@ -100,7 +95,6 @@ def train():
   from examples import datasets, reporting
 
   strategy = common.create_strategy()
-  monitor = common.create_monitor()
   data = datasets.load(FLAGS.dataset, FLAGS.data_path)
   steps = common.steps_per_epoch(data)
   with strategy.scope():
@@ -140,18 +134,20 @@ def train():
       return lambda batches: remote_step(next(batches))
     return tf.function(lambda batches: strategy.run(step, (next(batches),)))
 
+  def reset():
+    for metric in metrics:
+      metric.reset_state()
+
   def results():
     return {metric.name: float(metric.result()) for metric in metrics}
 
   def evaluate():
     batches = test_batches(data)
     iterator = iter(strategy.experimental_distribute_dataset(batches))
-    for metric in metrics:
-      metric.reset_state()
+    reset()
     for _ in range(int(batches.cardinality())):
       test(iterator)
-      if monitor:
-        monitor.still_alive()
+      run.still_alive()
     return results()
 
   start, saver, checkpoint = (0, 0), None, None
@@ -166,24 +162,18 @@ def train():
     start = saver.restore()
 
   run = reporting.Run('mnist_custom_loop', strategy, data, start)
-  trained = tested = None
   train, test = on_replicas(train_step, [optimizer]), on_replicas(test_step)
-  with contextlib.ExitStack() as stack:
-    preemption = stack.enter_context(tfs.Preemption(saver)) if saver else None
-    if monitor:
-      monitor.start(strategy, start[0] * steps + start[1])
-      stack.callback(monitor.close)
+  trained = tested = None
+  with run, tfs.Preemption(saver) if saver else nullcontext() as preemption:
     batches = iter(train_batches(strategy, data, *start))
     for epoch in range(start[0], FLAGS.epochs):
-      run.begin_epoch(epoch)
       first = start[1] if epoch == start[0] else 0
       if not first:  # Else the metrics were restored too.
-        for metric in metrics:
-          metric.reset_state()
+        reset()
+      run.begin_epoch(epoch)
       for step in range(first, steps):
-        with monitor.step() if monitor else contextlib.nullcontext():
+        with run.step(step):
           train(batches)
-        run.end_step(step + 1)
         # Evaluation takes long: workers ask each other before it.
         if saver and preemption.is_requested(at_once=step + 1 == steps):
           preemption.save_and_exit(epoch, step + 1)
@@ -195,28 +185,14 @@ def train():
   return run.report(model, optimizer, metrics, trained, tested or evaluate())
 
 
-def evaluate():
-  """Evaluates each checkpoint: the part of an evaluator."""
-  import keras
-
-  from examples import datasets
-
-  strategy = tfs.create_strategy('one_device')
-  data = datasets.load(FLAGS.dataset, FLAGS.data_path)
-  model = build_model(data.num_classes)
-  loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-  model.compile(common.build_optimizer(strategy), loss, metrics=['accuracy'])
-  tfs.SidecarEvaluator(
-    model,
-    test_batches(data),
-    FLAGS.checkpoint_dir,
-    log_dir=FLAGS.log_dir if common.can_log(strategy) else None,
-  ).run()
-
-
 def main():
   """Does the part of this task: it trains, serves variables or evaluates."""
-  return tfs.cluster.run_task(train, evaluate if FLAGS.checkpoint_dir else None)
+  return tfs.cluster.run_task(
+    train,
+    lambda: common.evaluate_checkpoints(
+      lambda strategy, num_classes: build_model(num_classes), test_batches
+    ),
+  )
 
 
 if __name__ == '__main__':

@@ -53,21 +53,16 @@ def build_model(strategy, num_classes):
 
   keras.utils.set_random_seed(FLAGS.seed)
   keras.config.set_dtype_policy(FLAGS.mixed_precision)
+  hidden = [
+    layers.Conv2D(16, 5, activation='relu', name='conv_1'),
+    layers.MaxPooling2D(2),
+    layers.Conv2D(32, 5, activation='relu', name='conv_2'),
+    layers.MaxPooling2D(2),
+    layers.Flatten(),
+    layers.Dense(128, activation='relu', name='hidden'),
+  ]
   if FLAGS.model == 'mlp':
-    hidden = [
-      layers.Flatten(),
-      layers.Dense(16, activation='relu', name='hidden_1'),
-      layers.Dense(16, activation='relu', name='hidden_2'),
-    ]
-  else:
-    hidden = [
-      layers.Conv2D(16, 5, activation='relu', name='conv_1'),
-      layers.MaxPooling2D(2),
-      layers.Conv2D(32, 5, activation='relu', name='conv_2'),
-      layers.MaxPooling2D(2),
-      layers.Flatten(),
-      layers.Dense(128, activation='relu', name='hidden'),
-    ]
+    hidden = common.mlp_layers()
   # Logits stay float32 in mixed precision: a 16-bit softmax loses the tail.
   logits = layers.Dense(num_classes, dtype='float32', name='logits')
   hidden += [layers.Dropout(FLAGS.dropout), logits]
@@ -120,7 +115,6 @@ def train(job=None):
   from examples import datasets, reporting
 
   strategy = job.strategy if job else common.create_strategy()
-  monitor = common.create_monitor()
   data = datasets.load(FLAGS.dataset, FLAGS.data_path)
   model = build_model(strategy, data.num_classes)
   start, saver = (0, 0), None
@@ -138,8 +132,8 @@ def train(job=None):
   callbacks = [run.callback(), tfs.ResumeFit(strategy)]
   if common.can_log(strategy):
     callbacks.append(keras.callbacks.TensorBoard(FLAGS.log_dir))
-  if monitor:
-    callbacks.append(tfs.MonitorCallback(monitor))
+  if run.monitor:
+    callbacks.append(tfs.MonitorCallback(run.monitor))
   if saver:  # The last one: the others see the step after which it exits.
     callbacks.append(tfs.PreemptionCheckpoint(saver))
   arguments = {
@@ -164,26 +158,14 @@ def train(job=None):
   return run.report(model, model.optimizer, model.metrics, trained, tested)
 
 
-def evaluate():
-  """Evaluates each checkpoint: the part of an evaluator."""
-  from examples import datasets
-
-  strategy = tfs.create_strategy('one_device')
-  data = datasets.load(FLAGS.dataset, FLAGS.data_path)
-  tfs.SidecarEvaluator(
-    build_model(strategy, data.num_classes),
-    test_batches(data),
-    FLAGS.checkpoint_dir,
-    log_dir=FLAGS.log_dir if common.can_log(strategy) else None,
-  ).run()
-
-
 def main():
   """Does the part of this task: it trains, serves variables or evaluates."""
   if FLAGS.elastic:
     options = tfs.ElasticOptions(min_workers=FLAGS.min_workers)
     return tfs.elastic.run(train, options, devices=common.devices())
-  return tfs.cluster.run_task(train, evaluate if FLAGS.checkpoint_dir else None)
+  return tfs.cluster.run_task(
+    train, lambda: common.evaluate_checkpoints(build_model, test_batches)
+  )
 
 
 if __name__ == '__main__':

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
 import statistics
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -23,13 +24,16 @@ FLAGS = flags.FLAGS
 
 
 class Run:
-  """Measures the speed of a run, and reports it.
+  """Measures a run, and reports it; make it before data are distributed.
 
   Args:
     example: its name.
     strategy: that trains.
     data: that it trains on.
     start: (epoch, step) where the run starts.
+
+  Attributes:
+    monitor: the monitor that the flags ask for; None if they ask for none.
   """
 
   def __init__(self, example: str, strategy, data, start=(0, 0)):
@@ -38,6 +42,7 @@ class Run:
     self._data = data
     self._start = tuple(start)
     self._steps = common.steps_per_epoch(data)
+    self.monitor = common.create_monitor()
     self._rates: list[float] = []
     self._epoch = 0
     # When the clock started, and the images before; None before the first
@@ -49,6 +54,28 @@ class Run:
     self._is_shown = FLAGS.verbose and common.is_chief(strategy)
     if self._is_shown:
       print(f'Training on {_describe(strategy, data)}.', flush=True)
+
+  def __enter__(self) -> Run:
+    if self.monitor:
+      epoch, step = self._start
+      self.monitor.start(self._strategy, epoch * self._steps + step)
+    return self
+
+  def __exit__(self, *unused) -> None:
+    if self.monitor:
+      self.monitor.close()
+
+  @contextlib.contextmanager
+  def step(self, step: int) -> Iterator[None]:
+    """Context of a step of a custom loop, counted from 0 in its epoch."""
+    with self.monitor.step() if self.monitor else contextlib.nullcontext():
+      yield
+    self.end_step(step + 1)
+
+  def still_alive(self) -> None:
+    """Tells the monitor of work that is not a step."""
+    if self.monitor:
+      self.monitor.still_alive()
 
   def begin_epoch(self, epoch: int) -> None:
     """Starts the clock, unless the first step is still to be traced."""
