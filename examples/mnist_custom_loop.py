@@ -62,17 +62,17 @@ def build_model(num_classes):
   return keras.Sequential([keras.Input([28, 28, 1]), *hidden], name=FLAGS.model)
 
 
-def train_batches(strategy, data, epoch, step):
-  """Returns the batches from there on, in the order of an unbroken run."""
+def train_batches(strategy, data, start):
+  """Returns the batches from (epoch, step) on, in the order of an unbroken run."""
 
   def make(context=None):
     return tfs.data.make_epochs(
       data.train,
       common.pipeline_options(),
-      epoch,
+      start[0],
       FLAGS.epochs,
       common.steps_per_epoch(data),
-      first_step=step,
+      first_step=start[1],
       input_context=context,
     )
 
@@ -165,7 +165,7 @@ def train():
   train, test = on_replicas(train_step, [optimizer]), on_replicas(test_step)
   trained = tested = None
   with run, tfs.Preemption(saver) if saver else nullcontext() as preemption:
-    batches = iter(train_batches(strategy, data, *start))
+    batches = iter(train_batches(strategy, data, start))
     for epoch in range(start[0], FLAGS.epochs):
       first = start[1] if epoch == start[0] else 0
       if not first:  # Else the metrics were restored too.

@@ -83,17 +83,17 @@ def build_model(strategy, num_classes):
   return model
 
 
-def train_batches(strategy, data, epoch=0, step=0):
-  """Returns the batches from there on, in the order of an unbroken run."""
+def train_batches(strategy, data, start=(0, 0)):
+  """Returns the batches from (epoch, step) on, in the order of an unbroken run."""
 
   def make(context=None):
     return tfs.data.make_epochs(
       data.train,
       common.pipeline_options(),
-      epoch,
+      start[0],
       FLAGS.epochs,
       common.steps_per_epoch(data),
-      first_step=step,
+      first_step=start[1],
       input_context=context,
     )
 
@@ -146,10 +146,10 @@ def train(job=None):
   history = None
   if job:
     history = job.fit(
-      model, lambda *where: train_batches(strategy, data, *where), **arguments
+      model, lambda *start: train_batches(strategy, data, start), **arguments
     )
   elif start[0] < FLAGS.epochs:
-    batches = train_batches(strategy, data, start[0])
+    batches = train_batches(strategy, data, (start[0], 0))
     history = model.fit(batches, initial_epoch=start[0], **arguments)
 
   trained, tested = reporting.last_results(history)

@@ -37,7 +37,7 @@ def _batches(*flags, epochs=1, start=(0, 0), devices=('CPU:0',)):
     strategy = tfs.create_strategy('ring_mirrored', devices=list(devices))
     return [
       _rows(strategy, *batch)
-      for batch in example.train_batches(strategy, data, *start)
+      for batch in example.train_batches(strategy, data, start)
     ]
 
 
@@ -108,7 +108,7 @@ class BatchesTest(tf.test.TestCase, parameterized.TestCase):
     read = {}
     with pages.parsed('mnist_custom_loop', *arguments) as example:
       data = datasets.load('synthetic')
-      parts = example.train_batches(_ReadsByWorkers(3), data, 1, 2)
+      parts = example.train_batches(_ReadsByWorkers(3), data, (1, 2))
       self.assertEqual([len(list(part)) for part in parts], [6, 5, 5])
       for i, part in enumerate(parts):
         for j, batch in enumerate(part):
