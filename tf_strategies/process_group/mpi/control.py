@@ -2,7 +2,7 @@
 
 MPI tells everyone where rank 0 listens and a secret that was made for this
 group alone; from there on all is as in a group over TCP: heartbeats, exchanges,
-goodbyes, one verdict when something fails.
+goodbyes, one report when something fails.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tf_strategies import errors
-from tf_strategies.process_group import group, state
 from tf_strategies.process_group import options as options_lib
+from tf_strategies.process_group import state
 from tf_strategies.process_group.control import control_plane
 from tf_strategies.process_group.mpi import links
 from tf_strategies.process_group.network import authentication, protocol, server
@@ -61,7 +61,7 @@ def form(
       told, comm.gather_values(failed, deadline + 2 * _SLACK_SECONDS)
     )
     members = [
-      group.Member(r, r, f'{said["host"]}:{said["port"]}')
+      state.Member(r, r, f'{said["host"]}:{said["port"]}')
       for r, said in enumerate(told)
     ]
     shared = state.GroupState(members, comm.rank, generation=1)
@@ -138,7 +138,7 @@ class _Gathering:
 
     async def begin() -> control_plane.ControlPlane:
       plane = control_plane.ControlPlane(
-        self.host, shared, self._connections, options, lambda: ()
+        self.host, shared, self._connections, options
       )
       plane.start()
       return plane

@@ -121,8 +121,8 @@ class Kind(enum.IntEnum):
   EXCHANGE = 17
   RESULT = 18
   LATE = 19
-  ACCUSE = 20
-  ABORT = 21
+  REPORT = 20
+  FAILED = 21
   DESCRIBE = 22
   DESCRIPTION = 23
   GOODBYE = 24

@@ -14,7 +14,7 @@ import socket
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
-from tf_strategies.process_group import group
+from tf_strategies.process_group import state
 from tf_strategies.process_group.network import authentication, protocol
 from tf_strategies.process_group.network import connection as connection_lib
 
@@ -69,10 +69,10 @@ class Proposal:
     self._meshed = asyncio.Event()
     self._check_meshed()
 
-  def members(self) -> tuple[group.Member, ...]:
+  def members(self) -> tuple[state.Member, ...]:
     """The seats as members."""
     return tuple(
-      group.Member(rank, seat.task, seat.address, seat.progress)
+      state.Member(rank, seat.task, seat.address, seat.progress)
       for rank, seat in enumerate(self.seats)
     )
 
