@@ -178,9 +178,7 @@ class _Gathering:
     while time.monotonic() < deadline:
       for place in center['places']:
         address = f'{place}:{center["port"]}'
-        request = authentication.Request.new(
-          _CONTROL, self._rank, 0, self._size
-        )
+        request = authentication.Request(_CONTROL, self._rank, 0, self._size)
         try:
           self._connections[0] = await connection_lib.dial(
             address, request, secret

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
 import ipaddress
 import json
 import socket
@@ -234,7 +235,7 @@ async def accept(
   answer, expected = authentication.Handshake(secret, request).answer()
   await connection.write(answer)
   proof = await connection.read(authentication.PROOF_BYTES)
-  if not authentication.same(proof, expected):
+  if not hmac.compare_digest(proof, expected):
     await connection.write(b'\0')
     raise errors.AuthenticationError('its proof is wrong')
   await connection.write(b'\1')

@@ -17,6 +17,7 @@ from typing import Any
 from tf_strategies.process_group import state
 from tf_strategies.process_group.network import authentication, protocol
 from tf_strategies.process_group.network import connection as connection_lib
+from tf_strategies.process_group.rendezvous import membership
 
 _Kind = protocol.Kind
 # A step takes milliseconds; a worker that dies closes its connections. This is
@@ -29,21 +30,7 @@ Dial = Callable[
 
 
 class ProposalFailedError(Exception):
-  """A proposal came to nothing; never leaves the room."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Seat:
-  """A member as it is proposed: one life of one task."""
-
-  task: int
-  address: str
-  incarnation: str
-  progress: int
-
-  def to_json(self) -> list[Any]:
-    """In a form that travels."""
-    return [self.task, self.address, self.incarnation, self.progress]
+  """A proposal came to nothing; internal."""
 
 
 class Proposal:
@@ -57,7 +44,11 @@ class Proposal:
   """
 
   def __init__(
-    self, generation: int, seats: Sequence[Seat], task: int, dial: Dial
+    self,
+    generation: int,
+    seats: Sequence[membership.Seat],
+    task: int,
+    dial: Dial,
   ):
     self.generation = generation
     self.seats = tuple(seats)
@@ -75,13 +66,6 @@ class Proposal:
       state.Member(rank, seat.task, seat.address, seat.progress)
       for rank, seat in enumerate(self.seats)
     )
-
-  def to_json(self) -> dict[str, Any]:
-    """In a form that travels."""
-    return {
-      'generation': self.generation,
-      'seats': [seat.to_json() for seat in self.seats],
-    }
 
   async def lead(self) -> None:
     """The leader's part.
@@ -150,7 +134,9 @@ class Proposal:
       self.seats[rank].task, authentication.Purpose.CONTROL
     )
     self.connections[rank] = connection
-    await connection.send(_Kind.PROPOSE, self.to_json(), self.generation)
+    seats = [dataclasses.astuple(seat) for seat in self.seats]
+    message = {'generation': self.generation, 'seats': seats}
+    await connection.send(_Kind.PROPOSE, message, self.generation)
     kind, reason = await connection.expect(_Kind.ACCEPT, _Kind.REJECT)
     if kind is _Kind.REJECT:
       raise ProposalFailedError(
@@ -210,11 +196,3 @@ async def together(coroutines: Iterable[Awaitable[Any]]) -> None:
     for task in tasks:
       task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def seats_from_json(message: dict[str, Any]) -> list[Seat]:
-  """The seats of a proposal; ProtocolError if it has none."""
-  try:
-    return [Seat(*seat) for seat in message['seats']]
-  except (KeyError, TypeError) as e:
-    raise protocol.ProtocolError('a proposal is malformed') from e
