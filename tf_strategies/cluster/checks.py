@@ -1,7 +1,7 @@
 """What a cluster description may hold; everything else is an error at once.
 
-TensorFlow's own strategies hang without a word on some of these values (a
-duplicate address, a missing task), so nothing is left for them to find.
+TensorFlow's own strategies hang on some of these values (a duplicate address, a
+missing task), so they are rejected here.
 
 Example:
 
@@ -29,6 +29,7 @@ _ADDRESS_WAY_OUT = "write it as 'host:port', such as 'worker-0.job.svc:2222'"
 _HOST = re.compile(r'[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_.])?')
 _BRACKETS = re.compile(r'\[[0-9A-Za-z:.%_-]+\]')
 _NUMBER = re.compile(r'[0-9]{1,9}')
+_LONG_NUMBER = re.compile(r'[0-9]{1,15}')
 _LONGEST = 120
 
 # In place of a value that is not there.
@@ -40,14 +41,7 @@ _READING = contextvars.ContextVar('reading', default='TF_CONFIG')
 
 @contextlib.contextmanager
 def reading(variable: str) -> Iterator[None]:
-  """A context in which errors name `variable` instead of TF_CONFIG.
-
-  Example:
-
-    >>> with reading('CLUSTER_SPEC'):
-    ...   print(bad('task.index', -1, '0 or 1', f'unset {variable()}'))
-    CLUSTER_SPEC: task.index is -1. Expected 0 or 1. Fix: unset CLUSTER_SPEC.
-  """
+  """A context in which errors name `variable` instead of TF_CONFIG."""
   token = _READING.set(variable)
   try:
     yield
@@ -83,15 +77,53 @@ def bad(
 
   Returns:
     The error, to be raised by the caller.
-
-  Example:
-
-    >>> print(bad('task.index', -1, '0 or 1', 'count from 0'))
-    TF_CONFIG: task.index is -1. Expected 0 or 1. Fix: count from 0.
   """
   return errors.ClusterConfigError(
     f'{variable()}: {what} is {show(value)}. Expected {allowed}. Fix: {fix}.'
   )
+
+
+def integer_variable(
+  environ: Mapping[str, str],
+  name: str,
+  least: int,
+  most: int,
+  default: int | None = None,
+) -> int:
+  """The number that a variable holds.
+
+  Args:
+    environ: the environment.
+    name: of the variable.
+    least: the least number that is allowed.
+    most: the greatest.
+    default: what an absent variable means; None if it must be there.
+
+  Raises:
+    ClusterConfigError: it is no number in this range, or absent.
+  """
+  text = environ.get(name)
+  if text is None and default is not None:
+    return default
+  if text is not None and _LONG_NUMBER.fullmatch(text):
+    number = int(text)
+    if least <= number <= most:
+      return number
+  raise bad_variable(
+    name,
+    MISSING if text is None else text,
+    f'an integer from {least} to {most}',
+    f'set {name}={least if default is None else default}, or another number '
+    'of this range',
+  )
+
+
+def bad_variable(
+  name: str, value: object, allowed: str, fix: str
+) -> errors.ClusterConfigError:
+  """The error for the value of a variable, to be raised by the caller."""
+  with reading(name):
+    return bad('its value', value, allowed, fix)
 
 
 def checked_type(value: Any, what: str) -> str:
@@ -141,11 +173,6 @@ def split_address(value: Any, what: str) -> tuple[str, int]:
 
   Raises:
     ClusterConfigError: it is no such string.
-
-  Example:
-
-    >>> split_address('Worker-0:2222', 'cluster.worker[0]')
-    ('worker-0', 2222)
   """
   if not isinstance(value, str):
     raise bad(what, value, 'a string host:port', _ADDRESS_WAY_OUT)

@@ -24,9 +24,9 @@ from collections.abc import Set as AbstractSet
 from tf_strategies import errors
 from tf_strategies.cluster import exit_codes
 from tf_strategies.launch import (
-  orphans,
   output,
   process,
+  reaper,
   signals,
   tasks,
 )
@@ -168,7 +168,7 @@ class Supervisor:
       OSError: no process can be started; those that were are ended.
     """
     if self._owns_process:
-      orphans.adopt()
+      reaper.adopt_orphans()
     with signals.Inbox(_FORWARDED) as self._inbox:
       try:
         for task in self._tasks:
@@ -176,7 +176,7 @@ class Supervisor:
         while not self._is_over():
           self._step()
         if self._owns_process:
-          orphans.kill(keep=set())
+          process.kill_orphans(keep=set())
         self._report_failure()
         self._write_the_rest()
       finally:
@@ -274,7 +274,7 @@ class Supervisor:
     task.was_noted = True
     status = task.running.status
     if task.running.reaper_was_killed and self._owns_process:
-      orphans.kill(
+      process.kill_orphans(
         keep={t.running.reaper_pid for t in self._tasks if t.running}
       )
     if self._is_stopping:

@@ -72,11 +72,6 @@ def first(environ: Mapping[str, str]) -> Found | None:
     ClusterConfigError: it says something malformed; or several tasks are
       asked for (TFS_NUM_WORKERS, TFS_NUM_PS) and no scheduler says which this
       one is.
-
-  Example:
-
-    >>> first({'SLURM_NTASKS': '1', 'SLURM_PROCID': '0'}) is None
-    True
   """
   for found in every(environ):
     return found

@@ -41,11 +41,6 @@ def hosts(text: str) -> list[str]:
 
   Raises:
     ClusterConfigError: it is no such list, or of too many hosts.
-
-  Example:
-
-    >>> hosts('rack[1-2]n[1,3]')
-    ['rack1n1', 'rack1n3', 'rack2n1', 'rack2n3']
   """
   found: list[str] = []
   at = 0

@@ -15,7 +15,7 @@ Example:
 from collections.abc import Mapping
 
 from tf_strategies.cluster import checks, tf_config
-from tf_strategies.cluster.sources import roles, variables
+from tf_strategies.cluster.sources import roles
 
 VARIABLE = 'SM_HOSTS'
 
@@ -46,7 +46,7 @@ def read(environ: Mapping[str, str]) -> tf_config.Parts | None:
     checks.split_address(f'{host}:{port}', f'host {place} with its port')
   current = environ.get(_CURRENT, checks.MISSING)
   if current not in hosts:
-    raise variables.bad(
+    raise checks.bad_variable(
       _CURRENT,
       current,
       f'one of the hosts of SM_HOSTS ({checks.show(hosts)})',
