@@ -25,7 +25,7 @@ TRAINING_JOB_TYPES = ('chief', 'worker')
 MAX_TASKS = 100_000
 
 _ALLOWED_TYPES = 'chief, master, worker, ps or evaluator'
-_ADDRESS_WAY_OUT = "write it as 'host:port', such as 'worker-0.job.svc:2222'"
+_ADDRESS_FIX = "write it as 'host:port', such as 'worker-0.job.svc:2222'"
 _HOST = re.compile(r'[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_.])?')
 _BRACKETS = re.compile(r'\[[0-9A-Za-z:.%_-]+\]')
 _NUMBER = re.compile(r'[0-9]{1,9}')
@@ -164,23 +164,26 @@ def checked_index(value: Any, what: str) -> int:
   )
 
 
-def split_address(value: Any, what: str) -> tuple[str, int]:
+def split_address(
+  value: Any, what: str, least_port: int = 1
+) -> tuple[str, int]:
   """Host and port of an address; the host in lower case, for comparisons.
 
   Args:
     value: 'host:port' or '[IPv6]:port'.
     what: where it was found, for the error.
+    least_port: 0 where the operating system may choose the port.
 
   Raises:
     ClusterConfigError: it is no such string.
   """
   if not isinstance(value, str):
-    raise bad(what, value, 'a string host:port', _ADDRESS_WAY_OUT)
+    raise bad(what, value, 'a string host:port', _ADDRESS_FIX)
   host, colon, port = value.rpartition(':')
   if not colon:
-    raise bad(what, value, 'host:port, with a port', _ADDRESS_WAY_OUT)
-  if not _NUMBER.fullmatch(port) or not 1 <= int(port) <= 65535:
-    raise bad(what, value, 'a port from 1 to 65535', _ADDRESS_WAY_OUT)
+    raise bad(what, value, 'host:port, with a port', _ADDRESS_FIX)
+  if not _NUMBER.fullmatch(port) or not least_port <= int(port) <= 65535:
+    raise bad(what, value, f'a port from {least_port} to 65535', _ADDRESS_FIX)
   normal = _normal_host(host)
   if normal is None:
     raise bad(
@@ -188,7 +191,7 @@ def split_address(value: Any, what: str) -> tuple[str, int]:
       value,
       'host:port with a host name, an IPv4 address or an IPv6 address in '
       'brackets, without a scheme and without spaces',
-      _ADDRESS_WAY_OUT,
+      _ADDRESS_FIX,
     )
   return normal, int(port)
 

@@ -27,7 +27,7 @@ _COUNT = re.compile(r'([0-9]{1,9})(?:\(x([0-9]{1,9})\))?')
 _MOST = checks.MAX_TASKS
 # Of the DNS.
 _LONGEST_NAME = 253
-_WAY_OUT = 'leave it as Slurm sets it'
+_FIX = 'leave it as Slurm sets it'
 
 
 def hosts(text: str) -> list[str]:
@@ -68,7 +68,7 @@ def numbers(text: str) -> list[int]:
     match = _COUNT.fullmatch(item)
     if match is None:
       raise checks.bad(
-        f'its part {checks.show(item)}', text, 'such as 2(x3),1', _WAY_OUT
+        f'its part {checks.show(item)}', text, 'such as 2(x3),1', _FIX
       )
     repetitions = int(match[2] or 1)
     if len(found) + repetitions > _MOST:
@@ -116,11 +116,9 @@ def _bad(text: str, item: str) -> errors.ClusterConfigError:
     f'its part {checks.show(item)}',
     text,
     'hosts such as node[001-003,7],gpu1',
-    _WAY_OUT,
+    _FIX,
   )
 
 
 def _too_many(text: str) -> errors.ClusterConfigError:
-  return checks.bad(
-    'its value', text, f'at most {_MOST} hosts or tasks', _WAY_OUT
-  )
+  return checks.bad('its value', text, f'at most {_MOST} hosts or tasks', _FIX)
