@@ -93,8 +93,7 @@ def says_nothing(config: Mapping[str, Any]) -> bool:
   """Whether neither a cluster nor a task is described: a single process.
 
   Raises:
-    ClusterConfigError: a key is a misspelling of either. As a single process
-      each worker would train a model of its own, and nobody would know.
+    ClusterConfigError: a key is a misspelling of either.
   """
   if {'cluster', 'sparseCluster', 'task'} & set(config):
     return False
@@ -141,8 +140,7 @@ def _read_cluster(
     raise checks.bad(key, raw, 'an object of lists of addresses', _example())
   is_sparse = any(isinstance(tasks, Mapping) for tasks in raw.values())
   if is_sparse:
-    # It says of other jobs what this task needs to know, and that may be
-    # nothing: {}, [], or null for a list that Go left nil.
+    # A job that this task need not know is {}, [], or null for a nil list of Go.
     raw = {
       job: t for job, t in raw.items() if t is not None and t not in ([], {})
     }
