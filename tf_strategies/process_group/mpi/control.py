@@ -1,7 +1,7 @@
 """Connects the ranks that MPI started with rank 0, for the control plane.
 
-MPI tells everyone where rank 0 listens and a secret that was made for this
-group alone; from there on all is as in a group over TCP: heartbeats, exchanges,
+Over MPI the ranks learn where rank 0 listens, and a secret that is made for this
+group alone; the rest is as in a group over TCP: heartbeats, exchanges,
 goodbyes, one report when something fails.
 """
 

@@ -1,4 +1,4 @@
-"""The thread and the listening socket through which others reach a process."""
+"""The thread and the listening socket that accept a process's connections."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tf_strategies.process_group.network import connection as connection_lib
 # Connections that have not authenticated yet. The oldest makes room for a new
 # one, so that a peer that opens many and stays silent blocks nobody.
 _MAX_UNAUTHENTICATED = 128
-# The predecessor of a restarted worker may still be about to end.
+# The predecessor of a restarted worker may still be ending.
 _BUSY_SECONDS = 2.0
 # A container may start before its own name is known.
 _NAMELESS_SECONDS = 20.0
@@ -32,7 +32,7 @@ Handler = Callable[
 
 
 class Server:
-  """One thread with an event loop: every connection that is not bulk data.
+  """One thread with an event loop for all connections but data links.
 
   Args:
     address: 'host:port' to listen at.

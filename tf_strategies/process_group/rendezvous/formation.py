@@ -1,9 +1,9 @@
-"""How a proposed group comes into being: all links, or none of them.
+"""Connects the members of a proposed group: all links, or none of them.
 
-The leader proposes, the members accept, everyone makes its data links (the
-higher rank calls the lower one), reports, and the leader commits. Whatever
-fails on the way, everything is closed and the workers look for each other
-again. The connections that carry the proposal become the control plane.
+The leader proposes, the members accept, each connects its data links (the higher
+rank dials the lower one) and reports, and the leader commits. If a step fails,
+all links are closed and the workers poll each other again. The connections that
+carry the proposal become the control plane.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from tf_strategies.process_group.network import connection as connection_lib
 from tf_strategies.process_group.rendezvous import membership
 
 _Kind = protocol.Kind
-# A step takes milliseconds; a worker that dies closes its connections. This is
-# for one that is stopped in the middle of it.
+# A step takes milliseconds, and a worker that dies closes its connections: only
+# one that is stopped takes so long.
 STEP_SECONDS = 20.0
 
 Dial = Callable[
@@ -30,7 +30,7 @@ Dial = Callable[
 
 
 class ProposalFailedError(Exception):
-  """A proposal came to nothing; internal."""
+  """A proposal failed; internal."""
 
 
 class Proposal:
@@ -88,7 +88,7 @@ class Proposal:
       raise
 
   async def follow(self, leader: connection_lib.Connection) -> None:
-    """A member's part, after it has been asked.
+    """A member's part, after it has accepted.
 
     Raises:
       ProposalFailedError: the leader or another member gave up.
@@ -97,14 +97,14 @@ class Proposal:
     try:
       await leader.send(_Kind.ACCEPT)
       await together([leader.expect(_Kind.MESH)])
-      # Both at once: the leader may be gone before the mesh is there.
+      # Both at once: the leader may die before the mesh is complete.
       await together([self._mesh(leader), leader.expect(_Kind.COMMIT)])
     except BaseException:
       self.close()
       raise
 
   def expects(self, rank: int, message: dict[str, Any]) -> bool:
-    """Whether a data link is one of this proposal, and not there yet."""
+    """Whether a data link belongs to this proposal and is still missing."""
     return (
       message['generation'] == self.generation
       and self.rank < rank < len(self.seats)
@@ -118,7 +118,7 @@ class Proposal:
     self._check_meshed()
 
   def close(self) -> None:
-    """Gives everything up."""
+    """Closes all links."""
     for sock in self.sockets.values():
       sock.close()
     for connection in self.connections.values():

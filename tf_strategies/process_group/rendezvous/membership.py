@@ -66,13 +66,13 @@ class View:
 
 
 class Membership:
-  """Everyone's state, and what follows from it.
+  """The state of every task, and what follows from it.
 
   Args:
     addresses: of all tasks.
     task: this process's.
     incarnation: of this process.
-    options: how many are needed.
+    options: how many members a group needs.
   """
 
   def __init__(
@@ -126,12 +126,12 @@ class Membership:
   def heard(
     self, message: Mapping[str, Any], now: float, reached: bool
   ) -> None:
-    """Takes note of another's hello.
+    """Notes the `hello()` of another task.
 
     Args:
-      message: its `hello()`.
+      message: the hello.
       now: the time.
-      reached: whether it answered at its address, rather than called here.
+      reached: whether it came from the task's address, rather than from a call.
 
     Raises:
       RendezvousError, ClusterConfigError: the two can never form a group.
@@ -241,7 +241,7 @@ class Membership:
     return Seat(task, self.addresses[task], view.incarnation, view.progress)
 
   def missing(self, now: float) -> str:
-    """Who is not there, where and why, as text."""
+    """The tasks that are missing, with their addresses and why, as text."""
     told = []
     for task, view in self.views.items():
       where = f'task {task} at {self.addresses[task]}'
@@ -295,9 +295,9 @@ class Membership:
   def _check_rival(
     self, task: int, incarnation: str, now: float, reached: bool
   ) -> None:
-    """Two processes that speak for one task in turns are one too many.
+    """Raises if two processes claim one task in turns.
 
-    A restarted process has another incarnation too, but then the old one falls
+    A restarted process has another incarnation too, but then the old one is
     silent.
     """
     view = self.views[task]
