@@ -55,7 +55,10 @@ def form(
   """
   gathering = _Gathering(comm.rank, comm.size)
   try:
-    told = _tell(comm, host, gathering, deadline)
+    hosts = comm.gather_values(host, deadline)
+    mine = {'host': host, **gathering.listen(alone=len(set(hosts)) == 1)}
+    told = comm.gather_values(mine, deadline)
+    _raise_first(told, [said['error'] for said in told])
     failed = gathering.connect(told[0], deadline)
     _raise_first(
       told, comm.gather_values(failed, deadline + 2 * _SLACK_SECONDS)
@@ -72,27 +75,6 @@ def form(
   return gathering.host, shared, plane
 
 
-def _tell(
-  comm: links.Communicator,
-  host: str,
-  gathering: _Gathering,
-  deadline: float,
-) -> list[dict[str, Any]]:
-  """Opens the addresses; what everyone must know of each rank."""
-  hosts = comm.gather_values(host, deadline)
-  mine: dict[str, Any] = {'host': host, 'error': ''}
-  try:
-    gathering.listen(alone=len(set(hosts)) == 1)
-    mine.update(port=gathering.port, places=gathering.places)
-  except (OSError, errors.Error) as e:
-    mine['error'] = str(e)
-  if comm.rank == 0:
-    mine['secret'] = gathering.secret.hex()
-  told = comm.gather_values(mine, deadline)
-  _raise_first(told, [said['error'] for said in told])
-  return told
-
-
 class _Gathering:
   """Where rank 0 waits for the others, and the others call it."""
 
@@ -100,30 +82,41 @@ class _Gathering:
     self._rank = rank
     self._size = size
     self.host: server.Server | None = None
-    self.port = 0
-    self.places: Sequence[str] = ()
-    self.secret = secrets.token_bytes(32)
     self._connections: dict[int, connection_lib.Connection] = {}
 
-  def listen(self, alone: bool) -> None:
-    """Opens an address; `alone` says that all ranks are on this host."""
-    self.places = [_LOOPBACK] if alone else _places()
+  def listen(self, alone: bool) -> dict[str, Any]:
+    """Opens an address.
+
+    Args:
+      alone: whether all ranks are on this host.
+
+    Returns:
+      What the other ranks must know of it.
+    """
+    secret = secrets.token_bytes(32)
     # Only rank 0 is called.
     where = _LOOPBACK if alone or self._rank else _EVERYWHERE
-    with socket.socket() as kept:
-      # Two may have an address as long as only one of them listens, so nobody
-      # else gets the port in between; not so elsewhere than on Linux.
-      kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-      kept.bind((where, 0))
-      self.port = kept.getsockname()[1]
-      if sys.platform != 'linux':
-        kept.close()
-      self.host = server.Server(
-        f'{where}:{self.port}',
-        self._rank,
-        self.secret,
-        {_CONTROL: self._accept},
-      )
+    port, error = 0, ''
+    try:
+      with socket.socket() as kept:
+        # Two may have an address as long as only one of them listens, so no
+        # other process gets the port in between; not so elsewhere than on Linux.
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        kept.bind((where, 0))
+        port = kept.getsockname()[1]
+        if sys.platform != 'linux':
+          kept.close()
+        self.host = server.Server(
+          f'{where}:{port}', self._rank, secret, {_CONTROL: self._accept}
+        )
+    except (OSError, errors.Error) as e:
+      error = str(e)
+    return {
+      'port': port,
+      'places': [_LOOPBACK] if alone else _places(),
+      'secret': '' if self._rank else secret.hex(),
+      'error': error,
+    }
 
   def connect(self, center: Mapping[str, Any], deadline: float) -> str:
     """Connects this rank; what went wrong, or ''."""
@@ -154,11 +147,7 @@ class _Gathering:
     for connection in self._connections.values():
       connection.close()
 
-  async def _accept(
-    self,
-    connection: connection_lib.Connection,
-    request: authentication.Request,
-  ) -> None:
+  async def _accept(self, connection, request) -> None:
     if request.client in self._connections:
       connection.close()
     else:
