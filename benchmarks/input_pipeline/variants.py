@@ -30,10 +30,10 @@ from collections.abc import Callable
 import tensorflow as tf
 
 from benchmarks.input_pipeline import slow_storage, user_pipeline
-from tf_strategies import errors
-from tf_strategies.data import arrays as arrays_lib
-from tf_strategies.data import options as options_lib
-from tf_strategies.data import pipeline, tfrecord
+from examples import datasets
+from examples.datasets import images as images_lib
+from examples.datasets import tfrecord
+from tf_strategies import data, errors
 
 _MAX_OPEN_FILES = 16
 _FAST = slow_storage.Storage()
@@ -56,7 +56,7 @@ class Source:
     steps: batches of an epoch of a user's dataset without end.
   """
 
-  arrays: arrays_lib.Arrays | None = None
+  arrays: images_lib.Images | None = None
   batch_size: int = 256
   directory: str | None = None
   storage: slow_storage.Storage = _FAST
@@ -65,9 +65,9 @@ class Source:
   steps: int = 200
 
   @property
-  def options(self) -> options_lib.PipelineOptions:
+  def options(self) -> data.PipelineOptions:
     """Our defaults."""
-    return options_lib.PipelineOptions(self.batch_size, seed=_SEED)
+    return data.PipelineOptions(self.batch_size, seed=_SEED)
 
   def paths(self) -> list[str]:
     """The training shards."""
@@ -86,7 +86,7 @@ def build(name: str, source: Source) -> tf.data.Dataset:
 
   Raises:
     UnsupportedOptionError: no such variant; or as `user_pipeline.load`.
-    DataError: as `make_tfrecord_dataset`.
+    DataError: as `make_dataset`.
   """
   plain = name.removesuffix(FAST_STORAGE)
   if plain not in _BUILDERS:
@@ -119,7 +119,7 @@ def _scale(image, label):
 def _parse_one(record):
   parsed = tf.io.parse_single_example(record, tfrecord.FEATURES)
   image = tf.io.decode_raw(parsed['image_raw'], tf.uint8)
-  return _scale(tf.reshape(image, arrays_lib.IMAGE_SHAPE), parsed['label'])
+  return _scale(tf.reshape(image, images_lib.IMAGE_SHAPE), parsed['label'])
 
 
 def _parse_batch(records):
@@ -147,7 +147,7 @@ def _extract(source: Source, parallel: bool) -> tf.data.Dataset:
 
 def _records(source: Source, parallel: bool) -> tf.data.Dataset:
   """The same, shuffled."""
-  count = sum(map(tfrecord.count_records, source.paths()))
+  count = datasets.tfrecords(source.directory, 'train').num_examples
   return _extract(source, parallel).shuffle(count, seed=_SEED)
 
 
@@ -209,14 +209,13 @@ def _naive_arrays(source):
 
 
 def _make_dataset(source):
-  return pipeline.make_dataset(source.arrays, source.options, training=True)
+  return data.make_dataset(source.arrays, source.options, training=True)
 
 
 def _make_tfrecord_dataset(source, cache='none'):
   options = dataclasses.replace(source.options, cache=cache)
-  return pipeline.make_tfrecord_dataset(
-    source.directory, 'train', options, training=True
-  )
+  shards = datasets.tfrecords(source.directory, 'train')
+  return data.make_dataset(shards, options, training=True)
 
 
 def _make_tfrecord_dataset_cache(source):
