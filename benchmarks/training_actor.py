@@ -38,7 +38,7 @@ class BlockClock(keras.callbacks.Callback):
 
 
 class Actor:
-  """The models of one worker; `crew_worker` calls the methods.
+  """The models of one worker; `pool_worker` calls the methods.
 
   Args:
     rank: of this worker.
@@ -104,7 +104,7 @@ class Actor:
     callbacks = [clock := BlockClock(steps)]
     if timeline is not None:
       callbacks.append(
-        tfs.MonitorTraining(timeline=timeline, progress_seconds=0)
+        tfs.MonitorCallback(timeline=timeline, progress_seconds=0)
       )
     history = model.fit(
       x,

@@ -10,7 +10,7 @@ Example:
 
   >>> from benchmarks.input_pipeline import child
   >>> child.Actor().answer({'do': 'dance'})
-  {'error': "UnsupportedOptionError: request 'dance' is not supported: allowed is open, run, profile, timeline. Way out: send one of them."}
+  {'error': "UnsupportedOptionError: request 'dance' is not supported. Expected open, run, profile, timeline. Fix: send one of them."}
 """
 
 from __future__ import annotations

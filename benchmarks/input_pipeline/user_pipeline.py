@@ -6,7 +6,7 @@ Example:
   >>> user_pipeline.load('builtins:dict')
   Traceback (most recent call last):
     ...
-  tf_strategies.errors.UnsupportedOptionError: pipeline='builtins:dict' (it returned a dict) is not supported: allowed is module:function, a function without arguments that returns a tf.data.Dataset. Way out: return the dataset, before strategies or iterators.
+  tf_strategies.errors.UnsupportedOptionError: pipeline='builtins:dict' (it returned a dict) is not supported. Expected module:function, a function without arguments that returns a tf.data.Dataset. Fix: return the dataset, before strategies or iterators.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def load(name: str) -> tf.data.Dataset:
   return dataset
 
 
-def _refuse(name, what, way_out, cause=None):
+def _refuse(name, what, fix, cause=None):
   raise errors.UnsupportedOptionError(
-    f'{OPTION}={name!r} ({what})', _ALLOWED, way_out
+    f'{OPTION}={name!r} ({what})', _ALLOWED, fix
   ) from cause

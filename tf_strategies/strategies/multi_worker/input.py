@@ -160,7 +160,7 @@ class WorkerInput:
         f'batch {index} of a data set is not the same on all workers: ranks '
         f'{different} have other data than rank 0. Each worker takes its rows '
         'of the global batch, so all must have the same batches in the same '
-        'order. Way out: call tf.random.set_seed or '
+        'order. Fix: call tf.random.set_seed or '
         'keras.utils.set_random_seed with the same number on every worker '
         'before the data are shuffled; or, if each worker has data of its own, '
         'set options.experimental_distribute.auto_shard_policy to '

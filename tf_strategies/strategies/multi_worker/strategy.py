@@ -114,7 +114,7 @@ def place_in(
   if index is None:
     raise errors.ClusterConfigError(
       f'task {cluster.task_type!r} {cluster.task_index} does not train. Allowed '
-      'are chief and worker tasks of the cluster. Way out: run the evaluator or '
+      'are chief and worker tasks of the cluster. Fix: run the evaluator or '
       f'the parameter server there instead of {strategy_name}.'
     )
   return index, tuple(task.address for task in cluster.training_tasks)

@@ -155,7 +155,7 @@ class Liveness:
     address = self.address('ps', server)
     error = errors.ParameterServerUnavailableError(
       f'parameter server ps {server} at {address} died or was started again: '
-      'the variables that it held are gone. Way out: start it again; with '
+      'the variables that it held are gone. Fix: start it again; with '
       'checkpoint_dir=... training goes on by itself from the latest '
       'checkpoint, without it start the coordinator again.'
     )
@@ -220,7 +220,7 @@ class Liveness:
           job, index = silent[0]
           raise errors.RendezvousError(
             f'{job} {index} at {self.address(job, index)} does not answer, '
-            f'after {deadline_seconds:g} s to go on with training. Way out: '
+            f'after {deadline_seconds:g} s to go on with training. Fix: '
             'end it and start it again.'
           )
       self._connect_again()

@@ -338,7 +338,7 @@ class Pool:
   def _deadly(self, worker, address, error) -> errors.WorkerUnavailableError:
     found = errors.WorkerUnavailableError(
       f'worker {worker} at {address} is the third that was lost in one step '
-      f'({_first_line(error)}): the step itself may be what ends them. Way out: '
+      f'({_first_line(error)}): the step itself may be what ends them. Fix: '
       "look at the workers' logs."
     )
     found.rank, found.address = worker, address

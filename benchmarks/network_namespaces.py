@@ -1,0 +1,298 @@
+"""Hosts to measure on: network namespaces on one machine, joined by slow links.
+
+Between the processes of one machine nothing is slower than a copy in memory, so
+there a 16-bit wire costs more than it saves. On these hosts a link has the rate
+that it is given, in each direction, and can be cut:
+
+  with network_namespaces.NetworkNamespaces(2, rate='200mbit') as hosts:
+    hosts.run(0, ['ip', 'address'])
+    hosts.cut_link(1)
+
+Needs Linux, root, and iproute2. All of it, also the switch, is in namespaces of
+its own: the machine's own network is not touched, nothing leaves, and two
+runs at once do not meet.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+from collections.abc import Sequence
+
+from tf_strategies import errors
+
+# The network interface of each host.
+INTERFACE = 'eth0'
+
+_SECONDS = 20.0
+_PREFIX = 'tfs-bench'
+_NAME = re.compile(rf'{_PREFIX}-(\d+)-(?:switch|host\d+)')
+_RATE = re.compile(r'([1-9]\d*)(kbit|mbit|gbit)')
+_UNITS = {'kbit': 10**3, 'mbit': 10**6, 'gbit': 10**9}
+# A bucket that refills too rarely would limit below the rate: 4 ms of it.
+_BURST_SECONDS = 0.004
+_LEAST_BURST_BYTES = 1 << 17
+_MAX_HOSTS = 200
+
+
+def bits_per_second(rate: str) -> int:
+  """Returns what a rate means.
+
+  Example:
+
+    >>> bits_per_second('200mbit')
+    200000000
+
+  Args:
+    rate: an integer and kbit, mbit or gbit, as tc has them.
+
+  Raises:
+    UnsupportedOptionError: it is written otherwise.
+  """
+  found = _RATE.fullmatch(rate)
+  if found is None:
+    raise errors.UnsupportedOptionError(
+      f'a link rate of {rate!r}',
+      'an integer and kbit, mbit or gbit',
+      "write for instance '200mbit'",
+    )
+  return int(found[1]) * _UNITS[found[2]]
+
+
+def missing(delay: bool = False) -> str | None:
+  """Returns why this machine cannot have test hosts, or None if it can.
+
+  Args:
+    delay: whether links are to have a delay too.
+  """
+  for tool in ('ip', 'tc'):
+    if shutil.which(tool) is None:
+      return f'there is no {tool!r} here: install iproute2'
+  if os.geteuid() != 0:
+    return 'only root may make network namespaces'
+  name = f'{_PREFIX}-{os.getpid()}-host{_MAX_HOSTS}'
+  try:
+    _call('ip', 'netns', 'add', name)
+  except errors.Error as e:
+    return f'network namespaces are not allowed here ({e})'
+  try:
+    # In the order in which a host needs them.
+    _call('ip', '-n', name, 'link', 'add', 'name', 'bridge', 'type', 'bridge')
+    _call('ip', '-n', name, 'link', 'add', 'name', 'port', 'type', 'veth')
+    _call('tc', '-n', name, 'qdisc', 'add', 'dev', 'port', 'root', *_tbf(10**9))
+    if delay:
+      _call(
+        'tc', '-n', name, 'qdisc', 'add', 'dev', 'bridge', 'root', *_netem(1.0)
+      )
+  except errors.Error as e:
+    return f'the kernel here lacks what the links are made of ({e})'
+  finally:
+    _delete(name)
+  return None
+
+
+def remove_leftovers() -> list[str]:
+  """Removes hosts of runs that were killed; returns their names."""
+  removed = []
+  for line in _call('ip', 'netns', 'list').splitlines():
+    found = _NAME.fullmatch(line.split()[0]) if line.split() else None
+    if found is not None and not os.path.exists(f'/proc/{found[1]}'):
+      _delete(found[0])
+      removed.append(found[0])
+  return removed
+
+
+class NetworkNamespaces:
+  """Network namespaces with addresses 10.77.0.1, 10.77.0.2 and so on.
+
+  A context manager. What still runs inside of the hosts at its end is ended.
+
+  Args:
+    count: how many hosts.
+    rate: of each host's link to the switch, in each direction, such as '1gbit';
+      None for no limit.
+    delay_ms: what each host's link adds to the way out, in milliseconds.
+
+  Attributes:
+    addresses: of the hosts.
+
+  Raises:
+    UnsupportedOptionError: the rate is malformed, or the machine cannot.
+  """
+
+  # Not a test, though it is called so.
+  __test__ = False
+
+  def __init__(
+    self, count: int, rate: str | None = None, delay_ms: float = 0.0
+  ):
+    if not 1 <= count < _MAX_HOSTS:
+      raise errors.UnsupportedOptionError(
+        f'{count} test hosts', f'1 to {_MAX_HOSTS - 1}', 'ask for fewer'
+      )
+    if delay_ms < 0:
+      raise errors.UnsupportedOptionError(
+        f'delay_ms={delay_ms!r}', '0 or more', 'leave it out for no delay'
+      )
+    self._rate = None if rate is None else bits_per_second(rate)
+    self._delay_ms = delay_ms
+    self._switch = f'{_PREFIX}-{os.getpid()}-switch'
+    self._names = [f'{_PREFIX}-{os.getpid()}-host{i}' for i in range(count)]
+    self.addresses = tuple(f'10.77.0.{i + 1}' for i in range(count))
+
+  def __enter__(self) -> NetworkNamespaces:
+    reason = missing(self._delay_ms > 0)
+    if reason is not None:
+      raise errors.UnsupportedOptionError(
+        f'test hosts on this machine, since {reason}',
+        'Linux as root with iproute2',
+        'measure without link rate and delay, over loopback',
+      )
+    remove_leftovers()
+    try:
+      self._make()
+    except BaseException:
+      self.close()
+      raise
+    return self
+
+  def __exit__(self, *unused):
+    self.close()
+
+  def command(self, host: int, arguments: Sequence[str]) -> list[str]:
+    """Returns the command that runs `arguments` on a host.
+
+    `ip netns exec` becomes the program that it starts, so that the process id
+    is the program's.
+
+    Args:
+      host: its number, from 0.
+      arguments: the program and its arguments.
+    """
+    return ['ip', 'netns', 'exec', self._names[host], *arguments]
+
+  def run(
+    self, host: int, arguments: Sequence[str], timeout: float = _SECONDS
+  ) -> subprocess.CompletedProcess:
+    """Runs a program on a host until its end; its output is text.
+
+    Args:
+      host: its number, from 0.
+      arguments: the program and its arguments.
+      timeout: seconds until it is killed.
+
+    Raises:
+      subprocess.TimeoutExpired: it took longer.
+    """
+    return subprocess.run(
+      self.command(host, arguments),
+      capture_output=True,
+      text=True,
+      timeout=timeout,
+      check=False,
+    )
+
+  def cut_link(self, host: int) -> None:
+    """Takes a host off the network, without a word to its connections."""
+    self._set_link(host, 'down')
+
+  def restore_link(self, host: int) -> None:
+    """Brings a host back to the network."""
+    self._set_link(host, 'up')
+
+  def close(self) -> None:
+    """Ends what runs on the hosts and removes them; may be called twice."""
+    for name in (*self._names, self._switch):
+      _delete(name)
+
+  def _set_link(self, host: int, state: str) -> None:
+    # At the switch: the host keeps its address and its routes, as it does when
+    # somebody pulls the cable out of the other end.
+    _call('ip', '-n', self._switch, 'link', 'set', f'port{host}', state)
+
+  def _make(self) -> None:
+    _call('ip', 'netns', 'add', self._switch)
+    switch = ('ip', '-n', self._switch)
+    _call(*switch, 'link', 'add', 'name', 'bridge', 'type', 'bridge')
+    _call(*switch, 'link', 'set', 'bridge', 'up')
+    for index, name in enumerate(self._names):
+      self._add_host(switch, index, name)
+
+  def _add_host(self, switch: tuple[str, ...], index: int, name: str) -> None:
+    port = f'port{index}'
+    _call('ip', 'netns', 'add', name)
+    host = ('ip', '-n', name)
+    peer = ('type', 'veth', 'peer', 'name', INTERFACE, 'netns', name)
+    _call(*switch, 'link', 'add', 'name', port, *peer)
+    _call(*switch, 'link', 'set', port, 'master', 'bridge', 'up')
+    address = f'{self.addresses[index]}/24'
+    _call(*host, 'address', 'add', address, 'dev', INTERFACE)
+    for interface in ('lo', INTERFACE):
+      _call(*host, 'link', 'set', interface, 'up')
+    # What goes out is limited at the host, what comes in at the switch.
+    self._limit(self._switch, port, 0.0)
+    self._limit(name, INTERFACE, self._delay_ms)
+
+  def _limit(self, namespace: str, interface: str, delay_ms: float) -> None:
+    add = ('tc', '-n', namespace, 'qdisc', 'add', 'dev', interface)
+    place = ('root',)
+    if delay_ms:
+      _call(*add, 'root', 'handle', '1:', *_netem(delay_ms))
+      place = ('parent', '1:')
+    if self._rate is not None:
+      _call(*add, *place, 'handle', '2:', *_tbf(self._rate))
+
+
+def _tbf(rate: int) -> tuple[str, ...]:
+  burst = max(_LEAST_BURST_BYTES, int(rate / 8 * _BURST_SECONDS))
+  return (
+    *('tbf', 'rate', f'{rate}bit', 'burst', str(burst)),
+    *('latency', '100ms'),
+  )
+
+
+def _netem(delay_ms: float) -> tuple[str, ...]:
+  # By default it drops what does not fit into 1000 packets.
+  return ('netem', 'delay', f'{delay_ms}ms', 'limit', '100000')
+
+
+def _call(*arguments: str) -> str:
+  """Runs a tool and returns what it prints."""
+  done = subprocess.run(
+    arguments, capture_output=True, text=True, timeout=_SECONDS, check=False
+  )
+  if done.returncode:
+    raise errors.UnsupportedOptionError(
+      f'`{" ".join(arguments)}`: {_last_words(done)}. '
+      'Run it by hand as root to see more.'
+    )
+  return done.stdout
+
+
+def _last_words(done: subprocess.CompletedProcess) -> str:
+  return done.stderr.strip().rstrip('.') or f'status {done.returncode}'
+
+
+def _delete(name: str) -> None:
+  """Removes a namespace with all that runs and all links that end in it."""
+  pids = subprocess.run(
+    ('ip', 'netns', 'pids', name),
+    capture_output=True,
+    text=True,
+    timeout=_SECONDS,
+    check=False,
+  )
+  for pid in pids.stdout.split():
+    try:
+      os.kill(int(pid), signal.SIGKILL)
+    except ProcessLookupError:
+      continue  # It was faster.
+  subprocess.run(
+    ('ip', 'netns', 'delete', name),
+    capture_output=True,
+    timeout=_SECONDS,
+    check=False,
+  )

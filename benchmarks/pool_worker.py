@@ -1,0 +1,82 @@
+"""A process of a pool: dials the pool's socket and does what it says.
+
+  python -m benchmarks.pool_worker <socket> <module:Class> <rank>
+
+Imports nothing but the standard library by itself, so that a worker can run in
+an environment that has torch and no TensorFlow.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import queue
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Sequence
+
+# How a worker ends that has nobody left to work for.
+_ABANDONED_STATUS = 3
+
+
+def _read(connection: socket.socket, commands: queue.SimpleQueue) -> None:
+  """Reads commands; ends the process when there can be no more of them.
+
+  In a thread of its own: the main thread may be in a collective that will
+  never end, since another worker has been killed.
+  """
+  with connection.makefile('rb') as lines:
+    try:
+      for line in lines:
+        commands.put(json.loads(line))
+    except OSError:
+      pass  # The pool was killed; what follows is the same.
+  os._exit(_ABANDONED_STATUS)
+
+
+def _answer(actor: object, command: dict) -> dict:
+  try:
+    method = getattr(actor, command['method'])
+    return {'value': method(**command['arguments'])}
+  except Exception:
+    return {'error': traceback.format_exc()}
+
+
+def main(argv: Sequence[str]) -> None:
+  """Serves commands for as long as the pool holds the connection.
+
+  Args:
+    argv: the program's name, the path of the pool's Unix socket, the actor as
+      'module:Class', and the rank, or 'any'.
+  """
+  path, name, rank_text = argv[1:]
+  rank = None if rank_text == 'any' else int(rank_text)
+  connection = socket.socket(socket.AF_UNIX)
+  connection.connect(path)
+  _send(connection, {'rank': rank})
+  commands: queue.SimpleQueue = queue.SimpleQueue()
+  threading.Thread(
+    target=_read, args=(connection, commands), name='pool', daemon=True
+  ).start()
+  actor = None
+  while True:
+    command = commands.get()
+    try:
+      if actor is None:
+        module, _, class_name = name.partition(':')
+        actor = getattr(importlib.import_module(module), class_name)(rank)
+    except Exception:
+      _send(connection, {'error': traceback.format_exc()})
+      continue
+    _send(connection, _answer(actor, command))
+
+
+def _send(connection: socket.socket, message: dict) -> None:
+  connection.sendall(json.dumps(message).encode() + b'\n')
+
+
+if __name__ == '__main__':
+  main(sys.argv)

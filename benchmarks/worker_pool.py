@@ -1,0 +1,292 @@
+"""Worker processes that wait for commands, and none of which is left behind.
+
+What is measured in one run takes turns, and some of it cannot share a process
+(TensorFlow's cluster runtime, torch, MPI). So each has a pool of processes of
+its own, which block on a socket while others have their turn.
+
+  with worker_pool.WorkerPool('ours', 'package.module:Actor', ['', '']) as workers:
+    workers.send('greet', name='you')      # Actor(rank).greet(name='you')
+    answers = workers.receive()            # what each returned, by rank
+
+Commands and answers are JSON over a Unix socket in a directory of this process
+alone, so a worker may be in another network namespace, or be started by mpiexec.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+import random
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks.input_pipeline import children
+from tf_strategies import errors
+
+# Programs with a pool run inside of this.
+ended_by_signals = children.ended_by_signals
+
+DEADLINE_SECONDS = 300.0
+
+_ROOT = pathlib.Path(__file__).resolve().parent.parent
+_POLL_SECONDS = 0.2
+_GOODBYE_SECONDS = 5.0
+_TAIL_BYTES = 4000
+# Below the range from which systems take ports for connections.
+_FIRST_PORT, _LAST_PORT = 20000, 32000
+
+
+def free_ports(count: int) -> list[int]:
+  """Returns ports on which nothing listens at the moment."""
+  ports: list[int] = []
+  for port in random.sample(range(_FIRST_PORT, _LAST_PORT), 50 * count):
+    with socket.socket() as s:
+      try:
+        s.bind(('127.0.0.1', port))
+      except OSError:
+        continue
+    ports.append(port)
+    if len(ports) == count:
+      return ports
+  raise errors.RendezvousError(
+    f'Found {len(ports)} free ports between {_FIRST_PORT} and {_LAST_PORT} '
+    f'instead of {count}. End what listens there.'
+  )
+
+
+class WorkerPool:
+  """Processes that run the methods of one class, all at the same time.
+
+  They are ended when the pool is closed, when a deadline has passed, and by
+  themselves when this process is gone, whatever they are doing.
+
+  Args:
+    name: for messages.
+    actor: 'module:Class'; made in each process with its rank, None where only
+      what started the process knows it.
+    prefixes: for each rank the command before Python's own, such as
+      `('ip', 'netns', 'exec', 'host')`; often empty.
+    python: the interpreter of the workers.
+    launcher: a command that starts all of them at once, such as
+      `('mpiexec', '-n', '2')`.
+    env: environment variables of the workers, besides this process's.
+    deadline_seconds: how long a start and a command may take.
+
+  Raises:
+    WorkerUnavailableError: a worker did not start.
+  """
+
+  def __init__(
+    self,
+    name: str,
+    actor: str,
+    prefixes: Sequence[Sequence[str]],
+    python: str = sys.executable,
+    launcher: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+    deadline_seconds: float = DEADLINE_SECONDS,
+  ):
+    self.name = name
+    self.size = len(prefixes)
+    self._deadline_seconds = deadline_seconds
+    self._stack = contextlib.ExitStack()
+    self._processes: list[subprocess.Popen] = []
+    self._links: list[_Link] = []
+    try:
+      directory = self._stack.enter_context(tempfile.TemporaryDirectory())
+      self._directory = pathlib.Path(directory)
+      path = str(self._directory / 'pool')
+      listener = self._stack.enter_context(socket.socket(socket.AF_UNIX))
+      listener.bind(path)
+      listener.listen(self.size)
+      command = [python, '-m', 'benchmarks.pool_worker', path, actor]
+      self._start(command, prefixes, launcher, _environment(env))
+      self._accept(listener)
+    except BaseException:
+      self.close()
+      raise
+
+  def send(self, method: str, **arguments: Any) -> None:
+    """Lets all workers run a method; `receive` waits for it.
+
+    Args:
+      method: of the actor.
+      **arguments: what JSON can say.
+    """
+    for link in self._links:
+      try:
+        link.send({'method': method, 'arguments': arguments})
+      except OSError:
+        self._raise(link.rank, 'is gone')
+
+  def receive(self) -> list[Any]:
+    """Returns what the method returned on each worker, by rank.
+
+    Raises:
+      WorkerUnavailableError: a worker raised, died, or did not answer in time.
+    """
+    ends_at = time.monotonic() + self._deadline_seconds
+    answers: dict[int, Any] = {}
+    waiting = list(self._links)
+    while waiting:
+      for link in list(waiting):
+        # In turns: one that raised may keep the others waiting for it.
+        answer = self._poll(link, ends_at)
+        if answer is not None:
+          answers[link.rank] = answer['value']
+          waiting.remove(link)
+    return [answers[link.rank] for link in self._links]
+
+  def ask(self, method: str, **arguments: Any) -> list[Any]:
+    """Sends and receives."""
+    self.send(method, **arguments)
+    return self.receive()
+
+  def close(self) -> None:
+    """Ends all workers, by their own process ids; may be called twice."""
+    for link in self._links:
+      link.close()  # This alone makes a worker leave.
+    self._links = []
+    ends_at = time.monotonic() + _GOODBYE_SECONDS
+    for process in self._processes:
+      try:
+        process.wait(max(0.0, ends_at - time.monotonic()))
+      except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait(_GOODBYE_SECONDS)
+    self._stack.close()
+
+  def __enter__(self):
+    return self
+
+  def __exit__(self, *unused):
+    self.close()
+
+  def _start(self, command, prefixes, launcher, env) -> None:
+    ranks: list[tuple[list[str], str]] = [
+      ([*prefix, *command], str(rank)) for rank, prefix in enumerate(prefixes)
+    ]
+    if launcher:
+      ranks = [([*launcher, *command], 'any')]
+    for number, (words, rank) in enumerate(ranks):
+      with open(self._directory / f'{number}.log', 'wb') as log:
+        self._processes.append(
+          subprocess.Popen(
+            [*words, rank],
+            cwd=_ROOT,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            # Ctrl-C is for this process, which then ends them.
+            start_new_session=True,
+          )
+        )
+
+  def _accept(self, listener: socket.socket) -> None:
+    ends_at = time.monotonic() + self._deadline_seconds
+    listener.settimeout(_POLL_SECONDS)
+    links = []
+    while len(links) < self.size:
+      try:
+        connection, _ = listener.accept()
+      except TimeoutError:
+        self._check_start(ends_at, len(links))
+        continue
+      link = _Link(connection)
+      # At once in the list of what must be closed.
+      self._links.append(link)
+      links.append(link)
+      hello = link.receive(_GOODBYE_SECONDS)
+      if hello is None:
+        self._raise(None, 'did not say who it is')
+      rank = hello['rank']
+      link.rank = len(links) - 1 if rank is None else rank
+    self._links.sort(key=lambda link: link.rank)
+
+  def _check_start(self, ends_at: float, started: int) -> None:
+    for number, process in enumerate(self._processes):
+      if process.poll() is not None:
+        self._raise(number, f'ended with status {process.returncode} at once')
+    if time.monotonic() > ends_at:
+      self._raise(None, f'is missing: {started} of {self.size} came in time')
+
+  def _poll(self, link: _Link, ends_at: float) -> dict | None:
+    try:
+      answer = link.receive(_POLL_SECONDS)
+    except ConnectionError:
+      self._raise(link.rank, 'died')
+    if answer is not None and 'error' in answer:
+      self._raise(link.rank, f'failed:\n{answer["error"]}')
+    if answer is None and time.monotonic() > ends_at:
+      self._raise(
+        link.rank, f'did not answer within {self._deadline_seconds:g} s'
+      )
+    return answer
+
+  def _raise(self, rank: int | None, what: str) -> None:
+    who = 'a worker' if rank is None else f'worker {rank}'
+    said = ''.join(self._tail(n) for n in range(len(self._processes)))
+    error = errors.WorkerUnavailableError(
+      f'{self.name}: {who} {what}. What the workers wrote last:\n{said}'
+      'Run it again with --peers without this one, or a longer '
+      '--deadline_seconds.'
+    )
+    error.rank = rank
+    raise error
+
+  def _tail(self, number: int) -> str:
+    with open(self._directory / f'{number}.log', 'rb') as f:
+      f.seek(max(0, os.fstat(f.fileno()).st_size - _TAIL_BYTES))
+      text = f.read().decode('utf-8', 'replace').strip()
+    return f'[{number}] {text}\n' if text else ''
+
+
+class _Link:
+  """The socket to one worker."""
+
+  def __init__(self, connection: socket.socket):
+    self.rank = -1
+    self._socket = connection
+    self._received = b''
+
+  def send(self, message: dict) -> None:
+    self._socket.settimeout(_GOODBYE_SECONDS)
+    self._socket.sendall(json.dumps(message).encode() + b'\n')
+
+  def receive(self, seconds: float) -> dict | None:
+    """Returns a message, or None if none came.
+
+    Raises:
+      ConnectionError: the worker has closed the connection.
+    """
+    self._socket.settimeout(seconds)
+    try:
+      while b'\n' not in self._received:
+        more = self._socket.recv(1 << 16)
+        if not more:
+          raise ConnectionError
+        self._received += more
+    except TimeoutError:
+      return None
+    line, _, self._received = self._received.partition(b'\n')
+    return json.loads(line)
+
+  def close(self) -> None:
+    self._socket.close()
+
+
+def _environment(env: Mapping[str, str] | None) -> dict[str, str]:
+  """This process's, without proxies: workers talk to each other directly."""
+  inherited = {
+    k: v for k, v in os.environ.items() if not k.lower().endswith('_proxy')
+  }
+  inherited['TF_CPP_MIN_LOG_LEVEL'] = '2'
+  return {**inherited, **(env or {})}

@@ -1,0 +1,215 @@
+"""Hosts reach each other at the rate that they have, until a link is cut."""
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+from absl.testing import absltest, parameterized
+
+from benchmarks import network_namespaces
+from tf_strategies import errors
+
+PORT = 20077
+SECONDS = 60.0
+SENT_BYTES = 20_000_000
+
+# Says its name to whoever comes, and then how many bytes it was sent.
+SERVER = f"""
+import socket, sys
+with socket.create_server((sys.argv[1], {PORT})) as server:
+  print('ready', flush=True)
+  while True:
+    connection, _ = server.accept()
+    with connection:
+      connection.sendall(sys.argv[2].encode().ljust(16))
+      count = 0
+      while count < {SENT_BYTES}:
+        data = connection.recv(1 << 16)
+        if not data:
+          break
+        count += len(data)
+      else:
+        connection.sendall(b'done')
+"""
+GREET = f"""
+import socket, sys
+for address in sys.argv[1:]:
+  with socket.create_connection((address, {PORT}), 2) as s:
+    print(s.recv(16, socket.MSG_WAITALL).decode().strip())
+"""
+SEND = f"""
+import socket, sys, time
+with socket.create_connection((sys.argv[1], {PORT}), 30) as s:
+  s.recv(16, socket.MSG_WAITALL)
+  start = time.monotonic()
+  s.sendall(bytes({SENT_BYTES}))
+  assert s.recv(4, socket.MSG_WAITALL) == b'done'
+  print(time.monotonic() - start)
+"""
+
+
+def namespaces():
+  listed = subprocess.run(
+    ['ip', 'netns', 'list'],
+    capture_output=True,
+    text=True,
+    timeout=SECONDS,
+    check=True,
+  )
+  return [line.split()[0] for line in listed.stdout.splitlines()]
+
+
+@contextlib.contextmanager
+def servers(hosts):
+  """A server on each host."""
+  with contextlib.ExitStack() as stack:
+    for index, address in enumerate(hosts.addresses):
+      server = stack.enter_context(
+        subprocess.Popen(
+          hosts.command(
+            index, [sys.executable, '-c', SERVER, address, f'host {index}']
+          ),
+          stdout=subprocess.PIPE,
+          text=True,
+        )
+      )
+      stack.callback(server.kill)
+      if server.stdout.readline() != 'ready\n':
+        raise AssertionError(f'the server of host {index} did not start')
+    yield
+
+
+class RateTest(parameterized.TestCase):
+  @parameterized.parameters(
+    ('1kbit', 10**3), ('200mbit', 2 * 10**8), ('10gbit', 10**10)
+  )
+  def test_rate(self, text, expected):
+    self.assertEqual(network_namespaces.bits_per_second(text), expected)
+
+  @parameterized.parameters('', '1', '0mbit', '-1gbit', '1.5gbit', '1 GB')
+  def test_bad_rate(self, text):
+    with self.assertRaisesRegex(
+      errors.UnsupportedOptionError, f'link rate of {text!r}.*200mbit'
+    ):
+      network_namespaces.NetworkNamespaces(2, text)
+
+  def test_bad_counts(self):
+    with self.assertRaisesRegex(errors.UnsupportedOptionError, '0 test hosts'):
+      network_namespaces.NetworkNamespaces(0)
+    with self.assertRaisesRegex(errors.UnsupportedOptionError, 'delay_ms=-1'):
+      network_namespaces.NetworkNamespaces(2, delay_ms=-1)
+
+  def test_what_is_missing_is_said(self):
+    with absltest.mock.patch.dict(os.environ, {'PATH': ''}):
+      self.assertIn('install iproute2', network_namespaces.missing())
+      with self.assertRaisesRegex(
+        errors.UnsupportedOptionError, "no 'ip' here: install iproute2"
+      ):
+        network_namespaces.NetworkNamespaces(2).__enter__()
+
+
+@pytest.mark.multi_process
+class NetworkNamespacesTest(absltest.TestCase):
+  def setUp(self):
+    super().setUp()
+    reason = network_namespaces.missing()
+    if reason is not None:
+      self.skipTest(reason)
+
+  def python(self, hosts, index, program, *arguments):
+    return hosts.run(
+      index, [sys.executable, '-c', program, *arguments], SECONDS
+    )
+
+  def test_hosts_reach_each_other(self):
+    with network_namespaces.NetworkNamespaces(3) as hosts, servers(hosts):
+      for index in range(3):
+        done = self.python(hosts, index, GREET, *hosts.addresses)
+        self.assertEqual(
+          done.stdout.splitlines(), ['host 0', 'host 1', 'host 2'], done.stderr
+        )
+
+  def test_rate_is_limited(self):
+    with (
+      network_namespaces.NetworkNamespaces(2, '200mbit') as hosts,
+      servers(hosts),
+    ):
+      done = self.python(hosts, 0, SEND, hosts.addresses[1])
+      # 0.8 s, less what the buckets hold at the start.
+      self.assertGreater(float(done.stdout), 0.5, done.stderr)
+
+  def test_cut_link_blocks_until_it_is_restored(self):
+    with network_namespaces.NetworkNamespaces(3) as hosts, servers(hosts):
+      others, cut = hosts.addresses[::2], hosts.addresses[1]
+      hosts.cut_link(1)
+      self.assertIn(
+        'Error', self.python(hosts, 0, GREET, cut).stderr.splitlines()[-1]
+      )
+      done = self.python(hosts, 0, GREET, *others)
+      self.assertEqual(done.stdout.splitlines(), ['host 0', 'host 2'])
+      hosts.restore_link(1)
+      ends_at = time.monotonic() + SECONDS
+      while time.monotonic() < ends_at:
+        done = self.python(hosts, 0, GREET, cut)
+        if done.returncode == 0:
+          break
+      self.assertEqual(done.stdout.splitlines(), ['host 1'])
+
+  def test_hosts_are_apart_from_the_machine(self):
+    with network_namespaces.NetworkNamespaces(2) as hosts:
+      found = hosts.run(0, ['ip', '-o', 'route'])
+      self.assertEqual(
+        [line.split()[0] for line in found.stdout.splitlines()],
+        ['10.77.0.0/24'],
+      )
+
+  def test_nothing_is_left(self):
+    with network_namespaces.NetworkNamespaces(2) as hosts:
+      names = [n for n in namespaces() if f'-{os.getpid()}-' in n]
+      self.assertLen(names, 3)
+      sleeper = subprocess.Popen(hosts.command(1, ['sleep', '3600']))
+      # Inside of the host only once `ip` has become the program.
+      ends_at = time.monotonic() + SECONDS
+      while time.monotonic() < ends_at:
+        other = hosts.command(0, [])[-1]
+        inside = hosts.run(0, ['ip', 'netns', 'pids', other]).stdout
+        found = subprocess.run(
+          ['ip', 'netns', 'pids', f'{hosts.command(1, [])[-1]}'],
+          capture_output=True,
+          text=True,
+          timeout=SECONDS,
+          check=True,
+        ).stdout
+        if str(sleeper.pid) in found.split():
+          break
+      self.assertNotIn(str(sleeper.pid), inside.split())
+    self.assertEqual(sleeper.wait(SECONDS), -9)
+    self.assertEmpty(set(names) & set(namespaces()))
+
+  def test_leftovers_of_killed_runs_are_removed(self):
+    gone = subprocess.Popen(['true'])
+    gone.wait(SECONDS)
+    dead = f'tfs-bench-{gone.pid}-host0'
+    living = f'tfs-bench-{os.getpid()}-host7'
+    foreign = f'tfs-other-{gone.pid}'
+    for name in (dead, living, foreign):
+      subprocess.run(['ip', 'netns', 'add', name], timeout=SECONDS, check=True)
+      self.addCleanup(
+        subprocess.run,
+        ['ip', 'netns', 'delete', name],
+        capture_output=True,
+        timeout=SECONDS,
+        check=False,
+      )
+    self.assertIn(dead, network_namespaces.remove_leftovers())
+    found = namespaces()
+    self.assertNotIn(dead, found)
+    self.assertIn(living, found)
+    self.assertIn(foreign, found)
+
+
+if __name__ == '__main__':
+  absltest.main()

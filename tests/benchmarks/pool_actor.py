@@ -1,0 +1,24 @@
+"""What the workers of worker_pool_test.py do."""
+
+import os
+import time
+
+
+class Actor:
+  def __init__(self, rank):
+    self._rank = rank
+
+  def describe(self, text):
+    return [self._rank, os.getpid(), text, os.environ.get('POOL_TEST', '')]
+
+  def fail_on(self, rank):
+    """Raises on one rank; the others wait for it for ever."""
+    if self._rank == rank:
+      raise ValueError(f'a word from rank {rank}')
+    time.sleep(3600)
+
+  def die_on(self, rank):
+    if self._rank == rank:
+      print('last words', flush=True)
+      os._exit(7)
+    time.sleep(3600)

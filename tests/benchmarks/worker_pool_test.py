@@ -1,0 +1,167 @@
+"""Worker pools answer by rank, name who failed, and leave nobody behind."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+from absl.testing import absltest, parameterized
+
+from benchmarks import worker_pool
+from tests import tiers
+from tests.benchmarks import running
+from tf_strategies import errors
+
+ACTOR = 'tests.benchmarks.pool_actor:Actor'
+SECONDS = 60.0
+
+# A program that has a pool, whose workers are busy for ever.
+PROGRAM = f"""
+import json, time
+from benchmarks import worker_pool
+with worker_pool.ended_by_signals():
+  with worker_pool.WorkerPool('busy', {ACTOR!r}, [(), ()]) as workers:
+    print(json.dumps(workers.ask('describe', text='')), flush=True)
+    workers.send('fail_on', rank=5)
+    time.sleep(3600)
+"""
+
+
+def make_pool(size=3, **options):
+  return worker_pool.WorkerPool('tried', ACTOR, [()] * size, **options)
+
+
+def is_running(pid):
+  try:
+    return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+  except psutil.NoSuchProcess:
+    return False
+
+
+def wait_until_gone(pids):
+  """Returns those that still run after the deadline."""
+  ends_at = time.monotonic() + SECONDS
+  while any(map(is_running, pids)) and time.monotonic() < ends_at:
+    time.sleep(0.05)
+  return [pid for pid in pids if is_running(pid)]
+
+
+@pytest.mark.multi_process
+class WorkerPoolTest(parameterized.TestCase):
+  def test_answers_by_rank(self):
+    with make_pool(env={'POOL_TEST': 'set'}) as workers:
+      first = workers.ask('describe', text='a')
+      second = workers.ask('describe', text='b')
+      pids = [answer[1] for answer in first]
+      self.assertLen(set(pids), 3)
+      self.assertEqual(
+        first, [[rank, pids[rank], 'a', 'set'] for rank in range(3)]
+      )
+      self.assertEqual(
+        second, [[rank, pids[rank], 'b', 'set'] for rank in range(3)]
+      )
+      self.assertTrue(all(map(is_running, pids)))
+    self.assertEmpty(wait_until_gone(pids))
+
+  @parameterized.parameters(0, 2)
+  def test_failure_is_named_while_others_wait(self, rank):
+    with make_pool() as workers:
+      pids = [answer[1] for answer in workers.ask('describe', text='')]
+      with self.assertRaisesRegex(
+        errors.WorkerUnavailableError, f'(?s)tried.*a word from rank {rank}'
+      ) as caught:
+        workers.ask('fail_on', rank=rank)
+      self.assertEqual(caught.exception.rank, rank)
+    self.assertEmpty(wait_until_gone(pids))
+
+  def test_death_is_named_with_last_words(self):
+    with make_pool() as workers:
+      with self.assertRaisesRegex(
+        errors.WorkerUnavailableError, '(?s)worker 1 died.*last words'
+      ) as caught:
+        workers.ask('die_on', rank=1)
+      self.assertEqual(caught.exception.rank, 1)
+
+  @pytest.mark.soak
+  def test_deadline(self):
+    with make_pool(size=2, deadline_seconds=6) as workers:
+      pids = [answer[1] for answer in workers.ask('describe', text='')]
+      with self.assertRaisesRegex(
+        errors.WorkerUnavailableError, 'did not answer within 6 s'
+      ):
+        workers.ask('fail_on', rank=5)
+    self.assertEmpty(wait_until_gone(pids))
+
+  def test_unknown_actor_is_named(self):
+    with (
+      worker_pool.WorkerPool('tried', 'json:NoSuchActor', [()]) as workers,
+      self.assertRaisesRegex(errors.WorkerUnavailableError, 'NoSuchActor'),
+    ):
+      workers.ask('describe', text='')
+
+  def test_worker_that_does_not_start(self):
+    with self.assertRaisesRegex(
+      errors.WorkerUnavailableError, 'worker 0 ended with status 1 at once'
+    ):
+      worker_pool.WorkerPool('tried', ACTOR, [('false',)])
+
+  @tiers.parameters(tiers.soak(signal.SIGINT), signal.SIGTERM, signal.SIGKILL)
+  def test_no_worker_outlives_the_program(self, number):
+    program = subprocess.Popen(
+      [sys.executable, '-c', PROGRAM],
+      cwd=running.ROOT,
+      env=running.environment(),
+      stdout=subprocess.PIPE,
+      stderr=subprocess.DEVNULL,
+    )
+    self.addCleanup(program.stdout.close)
+    self.addCleanup(program.wait, SECONDS)
+    self.addCleanup(program.kill)
+    pids = [answer[1] for answer in json.loads(program.stdout.readline())]
+    self.assertLen(set(pids), 2)
+    self.assertTrue(all(map(is_running, pids)))
+    program.send_signal(number)
+    self.assertEmpty(wait_until_gone([*pids, program.pid]))
+
+
+class PortsTest(absltest.TestCase):
+  def test_ports_are_free_and_different(self):
+    ports = worker_pool.free_ports(5)
+    self.assertLen(set(ports), 5)
+    for port in ports:
+      with socket.create_server(('127.0.0.1', port)) as server:
+        self.assertEqual(server.getsockname()[1], port)
+
+  def test_taken_port_is_not_given(self):
+    first = worker_pool._FIRST_PORT
+    with socket.socket() as taken:
+      taken.bind(('127.0.0.1', 0))
+      port = taken.getsockname()[1]
+      with (
+        absltest.mock.patch.object(worker_pool, '_FIRST_PORT', port),
+        absltest.mock.patch.object(worker_pool, '_LAST_PORT', port + 50),
+      ):
+        self.assertNotIn(port, worker_pool.free_ports(1))
+    self.assertEqual(worker_pool._FIRST_PORT, first)
+
+
+class SignalsTest(absltest.TestCase):
+  def test_handler_is_put_back(self):
+    before = signal.getsignal(signal.SIGTERM)
+    with (
+      self.assertRaises(SystemExit) as caught,
+      worker_pool.ended_by_signals(),
+    ):
+      os.kill(os.getpid(), signal.SIGTERM)
+      time.sleep(SECONDS)
+    self.assertEqual(caught.exception.code, 128 + signal.SIGTERM)
+    self.assertEqual(signal.getsignal(signal.SIGTERM), before)
+
+
+if __name__ == '__main__':
+  absltest.main()
