@@ -38,10 +38,10 @@ class RunCheckpoint:
 
   That takes the model's and the optimizer's variables, the state of its random
   layers, metrics of an epoch in progress, and the (epoch, step) from which the
-  data go on: `tfs.data.make_epochs` begins anywhere. Options that make two runs
-  different are saved too, and compared on restoring. What has no variable in
-  the model is not: random ops outside of Keras layers, the state of other
-  callbacks.
+  data continue: `tfs.data.make_dataset(..., start=...)` begins anywhere. Options
+  that make two runs different are saved too, and compared on restoring. What has
+  no variable in the model is not: random ops outside of Keras layers, the state
+  of other callbacks.
 
   A checkpoint is whole or not there, see `Checkpointer`; one that was
   damaged later is skipped with a warning, and the one before it is used. A run
