@@ -60,7 +60,6 @@ class RoundTripTest(formula.DataTestCase, parameterized.TestCase):
     self.assert_same_data(actual, expected)
     self.assertEqual(datasets.tfrecords(directory, 'train').num_examples, 23)
     self.assertEqual(datasets.tfrecords(directory, 'test').num_examples, 9)
-    self.assertEqual(directory.num_examples, 9)
 
   def test_example_i_is_in_shard_i_modulo_the_count(self):
     directory = self.new_dir()
@@ -237,7 +236,7 @@ class DamageTest(formula.DataTestCase, parameterized.TestCase):
     content[position] ^= 0x10
     with open(self.paths[6], 'wb') as f:
       f.write(content)
-    self.assert_unreadable(self.paths[6], fragment, 'expected')
+    self.assert_unreadable(self.paths[6], fragment, 'write it again')
 
   def test_other_bytes(self):
     with open(self.paths[0], 'wb') as f:
