@@ -22,7 +22,8 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tf_strategies import errors
+from tf_strategies import _keras_internal, errors
+from tf_strategies.checkpoint import position as position_lib
 from tf_strategies.cluster import exit_codes
 from tf_strategies.fault_tolerance import run_checkpoint
 
@@ -56,8 +57,8 @@ class Preemption:
     ...         if preemption.requested:
     ...           preemption.save_and_exit(epoch, step)
     ...   except SystemExit as e:
-    ...     print(e.code, checkpoint.restore())
-    143 Position(epoch=0, step=3)
+    ...     print(e.code, *checkpoint.restore())
+    143 0 3
 
   Args:
     checkpoint: a `RunCheckpoint`; or a `ParameterServerStrategy` with a
@@ -352,7 +353,7 @@ class PreemptionCheckpoint(keras.callbacks.Callback):
       self._checkpoint = checkpoint
     self._saves_each_epoch = save_each_epoch and self._checkpoint is not None
     self._preemption = Preemption(checkpoint, signals, check_seconds)
-    self._resumed_from: run_checkpoint.Position | None = None
+    self._resumed_from: position_lib.Position | None = None
     self._is_first_epoch = False
     self._listens = False
     self._epoch = 0
@@ -414,7 +415,6 @@ class PreemptionCheckpoint(keras.callbacks.Callback):
 
   def _skip_steps(self):
     """Lets `fit` go through steps that were done before without doing them."""
-    function = self.model.train_function
     results = self.model.get_metrics_result()
 
     def skip(iterator):
@@ -423,12 +423,12 @@ class PreemptionCheckpoint(keras.callbacks.Callback):
           next(iterator)
         return results
       self._steps_to_skip = 0
-      self.model.train_function = function
+      _keras_internal.swap_train_function(self.model, function)
       return function(iterator)
 
     # For those who look at steps: what is skipped is none.
     skip.skips = lambda batch: batch < self._steps_to_skip
-    self.model.train_function = skip
+    function = _keras_internal.swap_train_function(self.model, skip)
 
   def on_train_batch_begin(self, batch, logs=None):
     """Counts the steps before this one, or this group of them."""
