@@ -93,7 +93,7 @@ def run(
   failures = 0
   try:
     while True:
-      position = job.position
+      before = job.state
       group = rendezvous.form(progress=job.progress)
       try:
         _check_begin(group, job, num_tasks)
@@ -101,7 +101,7 @@ def run(
       except _RECOVERABLE as e:
         job.end(str(e))
         job.hold()
-        failures = 0 if job.position != position else failures + 1
+        failures = 0 if job.state != before else failures + 1
         if failures > options.max_failures:
           raise
         logging.warning(

@@ -26,7 +26,7 @@ class MembershipChange(errors.Error):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Progress:
+class Progress:
   """How far a job has come, comparable across global batch sizes.
 
   Attributes:
@@ -56,7 +56,7 @@ class _Progress:
     return json.dumps(dataclasses.asdict(self)).encode()
 
   @classmethod
-  def from_json(cls, data: bytes) -> _Progress:
+  def from_json(cls, data: bytes) -> Progress:
     """Returns the progress of another worker."""
     fields = json.loads(data)
     return cls(**{**fields, 'position': Position.from_json(fields['position'])})
@@ -97,7 +97,7 @@ class Job:
     self._options = options
     self.strategy: Any = None
     self.generations: list[Generation] = []
-    self._progress = _Progress()
+    self._progress = Progress()
     self._held: list[np.ndarray] | None = None
     self._variables: list[keras.Variable] | None = None
     self._optimizer = None
@@ -106,6 +106,11 @@ class Job:
     # Batches that a callback counted, and the optimizer's count before them.
     self._counted = 0
     self._iterations_at_start = 0
+
+  @property
+  def state(self) -> Progress:
+    """Progress of this worker, independent of the batch of this generation."""
+    return self._progress
 
   @property
   def position(self) -> Position:
@@ -169,7 +174,7 @@ class Job:
     group = self.strategy.process_group
     best = max(group.members, key=lambda m: (m.progress, -m.rank))
     answers = group.exchange('elastic/position', self._progress.to_json())
-    progress = _Progress.from_json(answers[best.rank])
+    progress = Progress.from_json(answers[best.rank])
     if best.progress:
       self._receive(group, best.rank, variables)
       self._scale_learning_rate(optimizer, progress.world, group.world_size)
