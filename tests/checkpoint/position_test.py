@@ -30,7 +30,7 @@ class PositionTest(parameterized.TestCase):
 
   def test_order_and_json(self):
     positions = [Position(), Position(0, 7), Position(1), Position(1, 2)]
-    self.assertEqual(sorted(positions[::-1]), positions)
+    self.assertEqual(sorted([*positions[2:], *positions[:2]]), positions)
     position = Position(1, 2, (3, 4))
     self.assertEqual(
       Position.from_json({**position.to_json(), 'settings': {}}), position
