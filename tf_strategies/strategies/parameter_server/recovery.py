@@ -1,4 +1,4 @@
-"""Checkpoints, and going on after a parameter server has died."""
+"""Checkpoints, and continuing after a parameter server has died."""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ import tensorflow as tf
 from absl import logging
 
 from tf_strategies import _tf_internal, errors
-from tf_strategies.strategies.parameter_server import resumption, worker_input
+from tf_strategies.strategies.parameter_server import (
+  connection,
+  input,
+  variables,
+  worker_function,
+  worker_pool,
+)
+from tf_strategies.strategies.parameter_server import options as options_lib
 
 _T = TypeVar('_T')
 _MAX_TO_KEEP = 3
@@ -24,17 +31,30 @@ _CHIEF = '/job:chief/replica:0/task:0/device:CPU:0'
 class Recovery:
   """Saves what a strategy trains, and restores it when a server died.
 
-  The files are written by the coordinator, so that servers need no file system
-  in common.
+  The coordinator writes the files, so servers need no common file system.
 
   Args:
-    strategy: a `ParameterServerStrategy`.
+    options: of the strategy.
+    liveness: tells which server died, and connects to it again.
+    pool: whose tasks end when a server dies.
+    server_variables: those that are made anew.
+    markers: made anew as well.
   """
 
-  def __init__(self, strategy):
-    self._strategy = strategy
-    self._options = strategy.options
-    self._tracked: dict[str, Any] | None = None
+  def __init__(
+    self,
+    options: options_lib.ParameterServerOptions,
+    liveness: connection.Liveness,
+    pool: worker_pool.WorkerPool,
+    server_variables: variables.Registry,
+    markers: worker_function.CompletionMarkers,
+  ):
+    self._options = options
+    self._liveness = liveness
+    self._pool = pool
+    self._variables = server_variables
+    self._markers = markers
+    self._on_restored: list[Callable[[], None]] = []
     self._is_tracking = False
     self._manager: tf.train.CheckpointManager | None = None
     self._position_variable = None
@@ -45,8 +65,8 @@ class Recovery:
     self._begun_before = 0
     self._epoch = 0
     self._epoch_began = 0
-    self._source: worker_input.Source | None = None
-    self._resumption: resumption.Resumption | None = None
+    self._source: input.Source | None = None
+    self._resumption: input.Resumption | None = None
     self._was_restored = False
     self._steps_done = 0
     self.history: list[dict[str, Any]] = []
@@ -61,35 +81,43 @@ class Recovery:
     """Whether it is known what checkpoints hold."""
     return self._manager is not None
 
-  def track(self, trackables: dict[str, Any]) -> None:
-    """Says what checkpoints hold; writes a first one if there is none.
+  def on_restored(self, action: Callable[[], None]) -> None:
+    """Does something when servers have new variables, before they are read."""
+    self._on_restored.append(action)
+
+  def track(self, trackables: dict[str, Any]) -> bool:
+    """Says what checkpoints hold, once.
 
     Args:
       trackables: by name, as for `tf.train.Checkpoint`: model and optimizer.
+
+    Returns:
+      Whether a first checkpoint must be written.
     """
     if not self.is_enabled or self._is_tracking:
-      return
+      return False
     self._is_tracking = True
-    if self._tracked is None:
-      self._open(trackables)
+    self._open(trackables)
     if self._manager.latest_checkpoint is None:
-      self.save()
-    elif not self._was_restored:
-      logging.warning(
-        '%s has a checkpoint that was not restored: this run begins anew. To '
-        'go on, pass callbacks=[tfs.ResumeFit(strategy)] to fit, or call '
-        'strategy.restore in a loop.',
-        self._options.checkpoint_dir,
-      )
-      self.save()
+      return True
+    if self._was_restored:
+      return False
+    logging.warning(
+      '%s has a checkpoint that was not restored: this run starts from scratch. '
+      'To continue it, pass callbacks=[tfs.ResumeFit(strategy)] to fit, or call '
+      'strategy.restore in a loop.',
+      self._options.checkpoint_dir,
+    )
+    return True
 
   def _open(self, trackables):
+    if self._manager is not None:
+      return
     with tf.device(_CHIEF):
       # Not of the strategy: it is the coordinator's own.
       self._position_variable = _tf_internal.ResourceVariable(
         '', trainable=False
       )
-    self._tracked = dict(trackables)
     checkpoint = tf.train.Checkpoint(
       **trackables, position=self._position_variable
     )
@@ -103,7 +131,7 @@ class Recovery:
     self._epoch = epoch
     self._epoch_began = self.begun - done
 
-  def resume(self, resumption_: resumption.Resumption) -> None:
+  def resume(self, resumption_: input.Resumption) -> None:
     """The next data set that is read is read from there on."""
     self._resumption = resumption_
     self._steps_done = resumption_.epoch_steps
@@ -116,31 +144,30 @@ class Recovery:
     taken, self._steps_done = self._steps_done, 0
     return taken
 
-  def take_resumption(self) -> resumption.Resumption | None:
+  def take_resumption(self) -> input.Resumption | None:
     """Where the data set that is being opened goes on; tells it once."""
     taken, self._resumption = self._resumption, None
     return taken
 
-  def note_begun(
-    self, steps: int, source: worker_input.Source | None = None
-  ) -> None:
-    """Counts steps that were begun; saves when it is time.
+  def note_begun(self, steps: int, source: input.Source | None = None) -> bool:
+    """Counts steps that were begun.
 
     Args:
       steps: how many.
       source: of their data, where workers read.
+
+    Returns:
+      Whether it is time for a checkpoint.
     """
     self.begun += steps
     self._source = source
     every = self._options.checkpoint_steps
-    if self.is_enabled and self.begun - self._begun_at_save >= every:
-      self.with_recovery(self.save)
+    return self.is_enabled and self.begun - self._begun_at_save >= every
 
-  def save(self) -> str | None:
-    """Waits for all steps and writes a checkpoint; returns its path."""
+  def write(self) -> str | None:
+    """Writes a checkpoint; all steps must be done. Returns its path."""
     if self._manager is None:
       return None
-    self._strategy.drain()
     self._position_variable.assign(json.dumps(self._position()))
     path = self._manager.save(
       checkpoint_number=self._next_number(),
@@ -177,8 +204,7 @@ class Recovery:
     """
     if not self.is_enabled:
       return None
-    if self._tracked is None:
-      self._open(trackables)
+    self._open(trackables)
     if self._manager.latest_checkpoint is None:
       return None
     self._read()
@@ -216,9 +242,9 @@ class Recovery:
         error = e
       except tf.errors.OpError as e:
         _tf_internal.clear_errors()
-        explained = self._strategy.engine.pool.explain(e)
+        explained = self._liveness.explain(e)
         if explained is e:
-          if not self._strategy.liveness.changed_recently():
+          if not self._liveness.changed_recently():
             raise
           time.sleep(_RETRY_SECONDS)
           continue
@@ -263,14 +289,14 @@ class Recovery:
 
   def _restore_servers(self) -> None:
     """Waits for the servers, makes the variables anew and reads them."""
-    strategy = self._strategy
-    strategy.engine.pool.forget()
-    strategy.liveness.wait_for_all(self._options.recovery_timeout)
-    strategy.make_lost_variables()
-    strategy.engine.forget_functions()
-    strategy.engine.lose_all_readers()
+    self._pool.forget()
+    self._liveness.wait_for_all(self._options.recovery_timeout)
+    self._variables.recreate_dead()
+    self._markers.recreate_if_dead()
+    for action in self._on_restored:
+      action()
     self._read()
-    names = [v.name for v in strategy.lost_variables()]
+    names = [v.name for v in self._variables if v.is_lost]
     if names:
       logging.warning(
         'not in the checkpoint, and zero from now on: %s', ', '.join(names)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -30,8 +31,9 @@ class ServerVariable(_tf_internal.ResourceVariable):
 
   Args:
     server: index of the parameter server.
-    drained: does something when the scheduled steps are done.
-    on_write: called before the coordinator writes.
+    drained: does something when the scheduled steps are done; None does it at
+      once.
+    on_write: called before the coordinator writes; None calls nothing.
     **kwargs: of a variable.
   """
 
@@ -39,14 +41,14 @@ class ServerVariable(_tf_internal.ResourceVariable):
     self,
     *,
     server: int,
-    drained: Callable[[Callable], Any],
-    on_write: Callable[[], None],
+    drained: Callable[[Callable], Any] | None = None,
+    on_write: Callable[[], None] | None = None,
     **kwargs,
   ):
     self.server = server
-    self._drained = drained
     self.is_lost = False
-    self._on_write = on_write
+    self._drained = drained or (lambda action: action())
+    self._on_write = on_write or (lambda: None)
     with tf.device(server_device(server)):
       super().__init__(**kwargs)
 
@@ -199,6 +201,27 @@ class ServerVariable(_tf_internal.ResourceVariable):
     self._handle = fresh.handle
     self._handle_owner = fresh
     self.is_lost = True
+
+
+class Registry:
+  """The variables on servers that are still in use, in order of creation."""
+
+  def __init__(self):
+    self._references: list[weakref.ref] = []
+
+  def add(self, variable: ServerVariable) -> None:
+    """Notes a variable that was created."""
+    self._references.append(weakref.ref(variable))
+
+  def __iter__(self) -> Iterator[ServerVariable]:
+    found = [reference() for reference in self._references]
+    return iter([v for v in found if v is not None])
+
+  def recreate_dead(self) -> None:
+    """Makes variables anew whose server was restarted."""
+    for variable in self:
+      if not variable.is_alive():
+        variable.recreate()
 
 
 def _sparse_write(name: str):

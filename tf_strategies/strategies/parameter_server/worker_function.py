@@ -86,9 +86,9 @@ def outside_of_graphs():
 class CompletionMarkers:
   """How far tasks and splits have come, kept on server 0.
 
-  A step's last write sets its mark there, right after the counters that it
-  adds to. When a worker is lost, the coordinator looks whether the step had
-  been done, so that it counts once.
+  A step's last write sets its marker there, right after the counters that it
+  adds to. When a worker is lost, the coordinator reads whether the step was
+  done, so that it counts once.
 
   Args:
     variable: int64 [2, NUM_MARKERS] on server 0: of tasks, and of splits.
@@ -99,6 +99,23 @@ class CompletionMarkers:
 
   def __init__(self, variable: variables.ServerVariable):
     self.variable = variable
+
+  @classmethod
+  def create(cls) -> CompletionMarkers:
+    """Makes the variable on server 0."""
+    return cls(
+      variables.ServerVariable(
+        server=0,
+        initial_value=lambda: tf.zeros([2, NUM_MARKERS], tf.int64),
+        trainable=False,
+        name='completion_markers',
+      )
+    )
+
+  def recreate_if_dead(self) -> None:
+    """Makes the variable anew if its server was restarted."""
+    if not self.variable.is_alive():
+      self.variable.recreate()
 
   def mark(self, kind: int, key: tf.Tensor, done: tf.Tensor):
     """In a worker's graph: says that of task or split `key` so much is done."""
@@ -151,10 +168,9 @@ class WorkerFunction(abc.ABC):
         self._trace, autograph=False
       ).get_concrete_function(spec)
 
-  def __call__(self, worker: int, argument: tf.Tensor) -> Any:
+  def __call__(self, worker: int, argument: Any) -> Any:
     """Runs it on a worker; the result stays there until it is read."""
-    with tf.device(f'/job:worker/replica:0/task:{worker}'):
-      return self._function(argument)
+    return run_on_worker(self._function, worker, argument)
 
   @abc.abstractmethod
   def _first_step(self, argument) -> tf.Tensor:
@@ -199,22 +215,9 @@ class WorkerFunction(abc.ABC):
 
 
 class BatchFunction(WorkerFunction):
-  """For batches that the coordinator sends.
+  """For batches that the coordinator sends; `layout` is of the messages."""
 
-  Args:
-    run_step: as `WorkerFunction`.
-    layout: of the parcels.
-    discovery: as `WorkerFunction`.
-    markers: as `WorkerFunction`.
-  """
-
-  def __init__(
-    self,
-    run_step: Callable[[Any], Any],
-    layout: batch_message.Layout,
-    discovery: Discovery,
-    markers: CompletionMarkers,
-  ):
+  def __init__(self, run_step, layout: batch_message.Layout, discovery, markers):
     self._layout = layout
     spec = tf.TensorSpec([layout.num_bytes], tf.uint8)
     super().__init__(run_step, layout.steps, discovery, markers, spec)
@@ -229,24 +232,9 @@ class BatchFunction(WorkerFunction):
 
 
 class InputFunction(WorkerFunction):
-  """For batches that the worker reads itself.
+  """For batches with `element_spec` that the worker reads itself."""
 
-  Args:
-    run_step: as `WorkerFunction`.
-    element_spec: of a batch.
-    steps: as `WorkerFunction`.
-    discovery: as `WorkerFunction`.
-    markers: as `WorkerFunction`.
-  """
-
-  def __init__(
-    self,
-    run_step: Callable[[Any], Any],
-    element_spec: Any,
-    steps: int,
-    discovery: Discovery,
-    markers: CompletionMarkers,
-  ):
+  def __init__(self, run_step, element_spec: Any, steps, discovery, markers):
     self._element_spec = element_spec
     spec = tf.TensorSpec([], tf.resource)
     super().__init__(run_step, steps, discovery, markers, spec)
@@ -263,6 +251,22 @@ class InputFunction(WorkerFunction):
     )
     batch = batch_message.pack(self._element_spec, flat)
     return batch, self._markers.mark(CompletionMarkers.SPLITS, key, index + 1)
+
+
+def run_on_worker(function: Callable, worker: int, argument: Any, *handles):
+  """Calls a concrete function on a worker.
+
+  Args:
+    function: to be called.
+    worker: index of the worker.
+    argument: a batch message, or a tensor.
+    *handles: further tensors.
+  """
+  if isinstance(argument, np.ndarray):
+    with tf.device('/job:chief/replica:0/task:0/device:CPU:0'):
+      argument = tf.constant(argument)
+  with tf.device(f'/job:worker/replica:0/task:{worker}'):
+    return function(argument, *handles)
 
 
 def report(outputs: Any, are_numbers: bool) -> Any:
