@@ -13,6 +13,7 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from benchmarks import crew
+from tests import tiers
 from tests.benchmarks import running
 from tf_strategies import errors
 
@@ -48,11 +49,6 @@ def wait_until_gone(pids):
   while any(map(is_running, pids)) and time.monotonic() < ends_at:
     time.sleep(0.05)
   return [pid for pid in pids if is_running(pid)]
-
-
-# What waits for a deadline; by number: Ctrl-C, which the program can answer as it
-# can SIGTERM.
-SOAK_CASES = 'outlives_the_program0$|test_deadline$'
 
 
 @pytest.mark.multi_process
@@ -91,6 +87,7 @@ class CrewTest(parameterized.TestCase):
         workers.ask('die_on', rank=1)
       self.assertEqual(caught.exception.rank, 1)
 
+  @pytest.mark.soak
   def test_deadline(self):
     with make_crew(size=2, deadline_seconds=6) as workers:
       pids = [answer[1] for answer in workers.ask('describe', text='')]
@@ -113,7 +110,7 @@ class CrewTest(parameterized.TestCase):
     ):
       crew.Crew('tried', ACTOR, [('false',)])
 
-  @parameterized.parameters(signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
+  @tiers.parameters(tiers.soak(signal.SIGINT), signal.SIGTERM, signal.SIGKILL)
   def test_no_worker_outlives_the_program(self, number):
     program = subprocess.Popen(
       [sys.executable, '-c', PROGRAM],

@@ -19,10 +19,10 @@ from examples import (
   mnist_custom_loop,
   mnist_keras_fit,
 )
-from tests import virtual_devices
+from tests import tiers, virtual_devices
 from tests.examples import programs
+from tf_strategies.checkpoint import checkpointer
 from tf_strategies.cluster import exit_codes
-from tf_strategies.training import checkpoint_store
 
 virtual_devices.configure_logical_cpus()
 
@@ -33,7 +33,7 @@ _SECONDS_INTO_EPOCH = 0.1
 
 def _was_saved(directory):
   """Whether there is a checkpoint, and training has gone on since."""
-  paths = checkpoint_store.CheckpointStore(directory).paths()
+  paths = checkpointer.Checkpointer(directory).paths()
   if not paths:
     return False
   age = time.time() - os.path.getmtime(paths[-1])
@@ -81,10 +81,6 @@ class FlagsTest(parameterized.TestCase):
       command_line.main(['program', 'digits'], None, self._parse())
 
 
-# Each pays the import of TensorFlow for another text.
-SOAK_CASES = 'refusal_is_a_message_(bad_flag|strategy_of_another_example)$'
-
-
 @pytest.mark.multi_process
 class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
   def setUp(self):
@@ -99,12 +95,13 @@ class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
     self.addCleanup(program.kill)
     return program
 
-  @parameterized.named_parameters(
-    (
+  # Each pays the import of TensorFlow for another text.
+  @tiers.named_parameters(
+    tiers.soak(
       'strategy_of_another_example',
       'mnist_keras_fit',
       '--strategy=parameter_server',
-      'Way out: run python -m examples.mnist_parameter_server',
+      'Fix: run python -m examples.mnist_parameter_server',
     ),
     (
       'missing_data',
@@ -112,7 +109,7 @@ class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
       '--data_path=missing.npz',
       'DataError: data_path=missing.npz: no such file',
     ),
-    (
+    tiers.soak(
       'bad_flag',
       'mnist_keras_fit',
       '--all_reduce=nccl',
@@ -209,7 +206,7 @@ class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
       program.signal(number),
       -number if is_kill else exit_codes.RESTARTABLE_EXIT_CODE,
     )
-    where = checkpoint_store.CheckpointStore(checkpoints).newest().metadata
+    where = checkpointer.Checkpointer(checkpoints).newest().metadata
     self.assertEqual(where['epoch'], 1)
 
     weights = []

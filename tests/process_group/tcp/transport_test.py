@@ -8,7 +8,7 @@ from absl.testing import absltest, parameterized
 
 from tf_strategies import collectives
 from tf_strategies.process_group import plan as plan_lib
-from tf_strategies.process_group import wire
+from tf_strategies.process_group.network import protocol as wire
 from tf_strategies.process_group.tcp import transport
 
 _DEADLINE_SECONDS = 60

@@ -110,7 +110,9 @@ class DisconnectTest(parameterized.TestCase):
     first, first_server = self.connect(one)
     second, _ = self.connect(one)
     third, third_server = self.connect(other)
-    self.assertEqual(keepalive.disconnect(keepalive.peers_of(_address(one, host))), 2)
+    self.assertEqual(
+      keepalive.disconnect(keepalive.peers_of(_address(one, host))), 2
+    )
     self.assertEqual((first.recv(1), second.recv(1)), (b'', b''))
     self.assertEqual(first_server.recv(1), b'')
     third_server.sendall(b'x')
@@ -124,7 +126,9 @@ class DisconnectTest(parameterized.TestCase):
       client, _ = self.connect(listener, socket.AF_INET6)
     except OSError:
       self.skipTest('this machine has no IPv6')
-    self.assertEqual(keepalive.disconnect(keepalive.peers_of(_address(listener))), 1)
+    self.assertEqual(
+      keepalive.disconnect(keepalive.peers_of(_address(listener))), 1
+    )
     self.assertEqual(client.recv(1), b'')
 
   def test_who_waits_is_woken(self):

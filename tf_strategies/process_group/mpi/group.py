@@ -26,18 +26,14 @@ import numpy as np
 
 from tf_strategies import errors
 from tf_strategies.collectives import schedule
-from tf_strategies.process_group import (
-  checks,
-  control,
-  controlled,
-  group,
-  server,
-)
+from tf_strategies.process_group import checks, controlled, group
 from tf_strategies.process_group import combine as combine_lib
 from tf_strategies.process_group import options as options_lib
 from tf_strategies.process_group import state as state_lib
+from tf_strategies.process_group.control import control_plane
 from tf_strategies.process_group.mpi import control as mpi_control
 from tf_strategies.process_group.mpi import links
+from tf_strategies.process_group.network import server
 
 _DIGEST_BYTES = 8
 # Added in float32.
@@ -121,7 +117,7 @@ class MpiProcessGroup(controlled.ControlledGroup):
     self,
     comm: links.Communicator,
     state: state_lib.GroupState,
-    plane: control.Control | None,
+    plane: control_plane.ControlPlane | None,
     host: server.Server | None,
     options: options_lib.GroupOptions,
   ):

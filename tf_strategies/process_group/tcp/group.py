@@ -9,16 +9,13 @@ import numpy as np
 
 from tf_strategies import errors
 from tf_strategies.collectives import schedule
-from tf_strategies.process_group import (
-  checks,
-  control,
-  controlled,
-)
+from tf_strategies.process_group import checks, controlled
 from tf_strategies.process_group import combine as combine_lib
 from tf_strategies.process_group import options as options_lib
 from tf_strategies.process_group import plan as plan_lib
 from tf_strategies.process_group import state as state_lib
-from tf_strategies.process_group import wire as wire_lib
+from tf_strategies.process_group.control import control_plane
+from tf_strategies.process_group.network import protocol as wire_lib
 from tf_strategies.process_group.tcp import transport as transport_lib
 
 # When a data link breaks, the control plane most likely knows who died.
@@ -79,7 +76,7 @@ class TcpProcessGroup(controlled.ControlledGroup):
     self,
     state: state_lib.GroupState,
     transport: transport_lib.Transport,
-    control: control.Control,
+    control: control_plane.ControlPlane,
     options: options_lib.GroupOptions,
     on_end: Callable[[], None] = lambda: None,
   ):

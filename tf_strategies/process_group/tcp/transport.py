@@ -15,9 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from tf_strategies.process_group import buffers, wire
+from tf_strategies.process_group import buffers
 from tf_strategies.process_group import combine as combine_lib
 from tf_strategies.process_group import plan as plan_lib
+from tf_strategies.process_group.network import protocol as wire
 
 # How long `poll` sleeps at most: the loop looks at the clock and at the state
 # of the group in between, should a wake-up get lost.

@@ -46,28 +46,27 @@ def checked_cluster(
     cluster = config_lib.ClusterConfig.from_env()
   if cluster is None:
     raise errors.ClusterConfigError(
-      'Expected a cluster with worker and ps tasks for ParameterServerStrategy, '
-      f'got none: TF_CONFIG is not set. Fix: {_FIX}, or train on one device: '
-      "tfs.create_strategy('one_device')."
+      'ParameterServerStrategy without a cluster: TF_CONFIG is not set. Expected '
+      f'a cluster with worker and ps tasks. Fix: {_FIX}, or train on one '
+      "device: tfs.create_strategy('one_device')."
     )
   for job in ('ps', 'worker'):
     tasks = cluster.jobs.get(job)
     if not tasks:
       raise errors.ClusterConfigError(
-        f'Expected at least one {job} task, got none. Fix: {_FIX}.'
+        f'the cluster has no {job} task. Expected at least one. Fix: {_FIX}.'
       )
     if list(tasks) != list(range(len(tasks))):
       raise errors.ClusterConfigError(
-        f'Expected {job} tasks with indices from 0 without gaps, got '
-        f'{list(tasks)}: the coordinator must know every task. Fix: list all of '
+        f'the cluster has the {job} tasks {list(tasks)}. Expected indices from 0 '
+        'without gaps: the coordinator must know every task. Fix: list all of '
         'them for the chief.'
       )
   if cluster.task_type != 'chief':
     raise errors.ClusterConfigError(
-      'Expected the chief as the coordinator, got task '
-      f'{cluster.task_type!r} {cluster.task_index}. Fix: start the program '
-      'through tfs.cluster.run_task(train), which makes ps and worker tasks '
-      'serve.'
+      f'task {cluster.task_type!r} {cluster.task_index} cannot coordinate. '
+      'Expected the chief alone. Fix: start the program through '
+      'tfs.cluster.run_task(train), which makes ps and worker tasks serve.'
     )
   return cluster
 

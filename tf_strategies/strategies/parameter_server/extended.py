@@ -79,16 +79,6 @@ class Placement:
   def _key(self, server: int) -> tuple[int, int]:
     return self._load[server], server
 
-  def describe(self) -> str:
-    """One line for the log.
-
-    >>> Placement(2).describe()
-    'ps 0: 0.0 MB, ps 1: 0.0 MB'
-    """
-    return ', '.join(
-      f'ps {i}: {n / 1e6:.1f} MB' for i, n in enumerate(self.load)
-    )
-
 
 class ReplicaContext(tf.distribute.ReplicaContext):
   """The context of the one replica that a worker is.

@@ -363,9 +363,7 @@ class FedDataset(_tf_internal.DistributedDataset):
     return self._stock(self.dataset)
 
 
-def feed(
-  dataset, stock, take_resumption
-) -> FedDataset | WorkerDataset:
+def feed(dataset, stock, take_resumption) -> FedDataset | WorkerDataset:
   """Wraps what `experimental_distribute_dataset` is given.
 
   Raises:

@@ -267,7 +267,9 @@ class ApplyFunction:
     values: dict[int, list[tf.Tensor]] = {}
     weights: dict[int, list] = {}
     each = len(handles) // self._count
-    microbatches = [handles[i * each : (i + 1) * each] for i in range(self._count)]
+    microbatches = [
+      handles[i * each : (i + 1) * each] for i in range(self._count)
+    ]
     position = 0
     for server in self._layout.servers:
       specs = self._layout.specs[server]

@@ -222,7 +222,7 @@ class Recovery:
       status.assert_existing_objects_matched()
     except (AssertionError, ValueError) as e:
       raise errors.CheckpointMismatchError(
-        f'{path} is not a checkpoint of this model: {e}. Way out: another '
+        f'{path} is not a checkpoint of this model: {e}. Fix: another '
         'checkpoint_dir, or the model that wrote it.'
       ) from e
 

@@ -111,9 +111,7 @@ class InputTask(worker_pool.Task):
     steps: how many.
   """
 
-  def __init__(
-    self, engine, step: Step, source: input.Source, steps: int
-  ):
+  def __init__(self, engine, step: Step, source: input.Source, steps: int):
     self.step = step
     self.steps = steps
     self.result = None

@@ -296,17 +296,22 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
       return 0
     return position.get('steps', 0)
 
-  def save(self) -> str | None:
+  def save(self, recovers: bool = True) -> str | None:
     """Waits for all steps and writes a checkpoint; returns its path.
 
     None without `checkpoint_dir`, or before anything is tracked.
+
+    Args:
+      recovers: whether to wait for a server that died, instead of raising.
     """
 
     def drain_and_write():
       self._engine.drain()
       return self.recovery.write()
 
-    return self._with_recovery(drain_and_write)
+    return (
+      self._with_recovery(drain_and_write) if recovers else drain_and_write()
+    )
 
   def distribute_datasets_from_function(self, dataset_fn, options=None):
     """Makes a data set that the workers read themselves.

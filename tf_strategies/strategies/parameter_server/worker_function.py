@@ -217,7 +217,9 @@ class WorkerFunction(abc.ABC):
 class BatchFunction(WorkerFunction):
   """For batches that the coordinator sends; `layout` is of the messages."""
 
-  def __init__(self, run_step, layout: batch_message.Layout, discovery, markers):
+  def __init__(
+    self, run_step, layout: batch_message.Layout, discovery, markers
+  ):
     self._layout = layout
     spec = tf.TensorSpec([layout.num_bytes], tf.uint8)
     super().__init__(run_step, layout.steps, discovery, markers, spec)

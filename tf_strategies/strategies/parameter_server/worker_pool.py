@@ -59,6 +59,7 @@ class Task(abc.ABC):
 
   def discard(self) -> None:
     """Called under the pool's lock when it leaves the queue unwanted."""
+    return
 
   def has_work_for(self, worker: int) -> bool:
     """Whether a worker can run it; called under the pool's lock."""
