@@ -7,7 +7,7 @@ import sys
 import pytest
 from absl.testing import absltest, parameterized
 
-from benchmarks import test_hosts
+from benchmarks import network_namespaces
 from benchmarks.process_peers import catalogue
 from tests import tiers
 from tests.benchmarks import running
@@ -94,7 +94,7 @@ class ProcessAllReduceTest(parameterized.TestCase):
   @pytest.mark.slow
   @pytest.mark.soak
   def test_over_links(self):
-    reason = test_hosts.missing()
+    reason = network_namespaces.missing()
     if reason is not None:
       self.skipTest(reason)
     found, _ = self.run_to_report(

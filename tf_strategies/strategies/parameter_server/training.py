@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tf_strategies import _graph_errors, errors
-from tf_strategies.keras import steps as keras_steps
+from tf_strategies import _graph_errors, _keras_internal, errors
+from tf_strategies.keras import optimizer_checks
 from tf_strategies.strategies.parameter_server import (
   batch_message,
   input,
@@ -26,7 +26,7 @@ class StepFunction:
     keras_step: the step, and whose.
   """
 
-  def __init__(self, strategy, keras_step: keras_steps.KerasStep):
+  def __init__(self, strategy, keras_step: _keras_internal.KerasStep):
     self._strategy = strategy
     self._model = keras_step.model
     self._predicts = keras_step.kind == 'predict'
@@ -38,12 +38,12 @@ class StepFunction:
     if self._trains:
       self._steps_done = strategy.recovery.take_steps_done()
       with strategy.scope():
-        optimizer = keras_steps.optimizer_of_model(self._model)
+        optimizer = optimizer_checks.built_optimizer(self._model)
     self._step = step_task.Step(
       run=in_replica(strategy, keras_step.run),
       optimizers=() if optimizer is None else (optimizer,),
-      capture=keras_steps.capture_apply,
-      results=keras_steps.results_of(self._model, keras_step.kind),
+      capture=_keras_internal.capture_apply,
+      results=_keras_internal.results_of(self._model, keras_step.kind),
     )
 
   def __call__(self, iterator: Any) -> Any:
@@ -105,7 +105,7 @@ class StepFunction:
         source.dataset.element_spec,
         lambda: self._begin_on_worker_input(source, 1),
       )
-    data = keras_steps.without_optionals(data)
+    data = _keras_internal.without_optionals(data)
     flat = [t for t in tf.nest.flatten(data) if t is not None]
     structure = tf.nest.map_structure(
       lambda t: None if t is None else tf.TensorSpec(t.shape, t.dtype), data
@@ -146,7 +146,7 @@ class StepFunction:
 
 def _batch(data) -> batch_message.Batch:
   return batch_message.Batch(
-    keras_steps.without_optionals(data), hides_rows=True
+    _keras_internal.without_optionals(data), hides_rows=True
   )
 
 
@@ -184,7 +184,7 @@ class RemoteStep:
     self._step = step_task.Step(
       run=in_replica(strategy, fn),
       optimizers=tuple(optimizers),
-      capture=keras_steps.capture_apply,
+      capture=_keras_internal.capture_apply,
     )
 
   def __call__(self, batch: Any) -> Any:
