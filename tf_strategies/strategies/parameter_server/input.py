@@ -216,9 +216,14 @@ class WorkerDataset(_tf_internal.DistributedDataset):
     self._lock = threading.Lock()
     with tf.device('/device:CPU:0'):
       parts = [self._make(i) for i in range(num_splits)]
-    self.element_spec = parts[0].element_spec
+    self._element_spec = parts[0].element_spec
     sizes = [int(p.cardinality()) for p in parts]
     self._cardinality = sum(sizes) if min(sizes) >= 0 else min(sizes)
+
+  @property
+  def element_spec(self) -> Any:
+    """Of one batch."""
+    return self._element_spec
 
   def cardinality(self) -> int:
     """Number of batches; negative as `tf.data.Dataset.cardinality`."""
