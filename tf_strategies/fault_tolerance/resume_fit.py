@@ -9,8 +9,8 @@ import tensorflow as tf
 from absl import logging
 
 from tf_strategies import _keras_internal
+from tf_strategies.checkpoint import position as position_lib
 from tf_strategies.fault_tolerance import evaluator
-from tf_strategies.strategies.parameter_server import input
 
 
 class ResumeFit(keras.callbacks.Callback):
@@ -53,17 +53,13 @@ class ResumeFit(keras.callbacks.Callback):
     )
     if position is None:
       return
-    epoch, steps = position['epoch'], position['epoch_steps']
-    if steps == self.params.get('steps'):  # It was written at the very end.
-      epoch, steps = epoch + 1, 0
-    logging.info('fit goes on in epoch %d after %d steps', epoch + 1, steps)
+    steps_per_epoch = self.params.get('steps')
+    if position.step == steps_per_epoch:  # It was written at the very end.
+      position = position_lib.Position(position.epoch + 1)
+    logging.info('fit continues at %s', position)
     # As Keras's own BackupAndRestore does.
-    _keras_internal.set_initial_epoch(self.model, epoch)
-    self._recovery.resume(
-      input.Resumption(
-        epoch, steps, self.params.get('steps'), tuple(position['splits'])
-      )
-    )
+    _keras_internal.set_initial_epoch(self.model, position.epoch)
+    self._recovery.resume(position, steps_per_epoch)
 
   def on_epoch_begin(self, epoch, logs=None):
     """Notes which epoch it is."""

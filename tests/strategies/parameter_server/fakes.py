@@ -18,7 +18,17 @@ class Liveness:
     return min(self.dead_servers, default=None)
 
   def server_error(self, server):
-    return errors.ParameterServerUnavailableError(f'ps {server} died')
+    error = errors.ParameterServerUnavailableError(f'ps {server} died')
+    error.server = server
+    return error
+
+  def explain(self, error):
+    server = self.dead_server()
+    return error if server is None else self.server_error(server)
+
+  def wait_for_all(self, deadline_seconds):
+    del deadline_seconds
+    self.dead_servers.clear()
 
   def is_worker_alive(self, worker):
     return worker not in self.dead_workers

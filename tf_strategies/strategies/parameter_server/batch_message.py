@@ -77,13 +77,7 @@ class Layout:
   def encode(
     self, task: int, first: int, batches: Sequence[Sequence[np.ndarray]]
   ) -> np.ndarray:
-    """The message of a task, as uint8.
-
-    Args:
-      task: its number.
-      first: the first step that is still to do.
-      batches: the arrays of each batch.
-    """
+    """The message of a task, as uint8."""
     message = np.empty(self.num_bytes, np.uint8)
     message[: 8 * HEADER].view(np.int64)[:] = task, first
     position = _padded(8 * HEADER)

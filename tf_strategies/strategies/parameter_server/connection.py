@@ -35,9 +35,6 @@ def checked_cluster(
 ) -> config_lib.ClusterConfig:
   """The cluster that this process coordinates.
 
-  Args:
-    cluster: None means TF_CONFIG.
-
   Raises:
     ClusterConfigError: there is none, it has no parameter server or no worker,
       or this process is not its coordinator.
@@ -154,7 +151,7 @@ class Liveness:
   ):
     self._addresses = addresses(cluster)
     self._lock = threading.Lock()
-    # While connections are made anew, tasks cannot be told apart.
+    # While it reconnects, tasks cannot be told apart.
     self._is_settled = threading.Event()
     self._is_settled.set()
     self._changed_at = -math.inf
@@ -165,7 +162,7 @@ class Liveness:
 
   @property
   def generation(self) -> int:
-    """Goes up when connections to all tasks have been made anew."""
+    """Counts the reconnections to all tasks."""
     return self._generation
 
   def address(self, job: str, index: int) -> str:
@@ -219,7 +216,7 @@ class Liveness:
     return all(a is keepalive.Answer.HELLO for a in answers)
 
   def changed_recently(self) -> bool:
-    """Whether the connections have just been made anew.
+    """Whether it has just reconnected.
 
     TensorFlow may fail an op meanwhile, in ways that have nothing to do with
     it.
@@ -228,10 +225,6 @@ class Liveness:
 
   def rejoin(self, worker: int, lost_in: int) -> bool:
     """Connects to a worker that was restarted.
-
-    Args:
-      worker: its index.
-      lost_in: the `generation` in which it was lost.
 
     Returns:
       Whether it can be used.
@@ -259,7 +252,7 @@ class Liveness:
       RendezvousError: at the deadline; names the tasks that are missing.
     """
     ends_at = time.monotonic() + deadline_seconds
-    wait_for_tasks(self._addresses, deadline_seconds, 'to go on with training')
+    wait_for_tasks(self._addresses, deadline_seconds, 'to continue training')
     with self._lock:
       while True:
         states = self._states(self._addresses)
@@ -270,8 +263,8 @@ class Liveness:
           job, index = silent[0]
           raise errors.RendezvousError(
             f'Expected an answer from {job} {index} at '
-            f'{self.address(job, index)} within {deadline_seconds:g} s to go on '
-            'with training, got none. Fix: end it and restart it.'
+            f'{self.address(job, index)} within {deadline_seconds:g} s to '
+            'continue training, got none. Fix: end it and restart it.'
           )
       self._connect_again()
       self._unrestored.clear()

@@ -360,12 +360,7 @@ class LocalSgdEngine(AsyncEngine):
 
 
 class _LocalSgdFunction(worker_function.BatchFunction):
-  """All steps of a message on one copy of the variables.
-
-  Args:
-    fraction: by which what the updates changed is multiplied.
-    *args: as `BatchFunction`.
-  """
+  """All steps of a message on one copy of the variables."""
 
   def __init__(self, fraction: float, *args):
     self._fraction = fraction

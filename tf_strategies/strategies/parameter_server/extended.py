@@ -94,7 +94,7 @@ class ReplicaContext(tf.distribute.ReplicaContext):
       raise errors.UnsupportedOptionError(
         "an all-reduce in a step of mode='sync', such as "
         'BatchNormalization(synchronized=True),',
-        'layers that need nothing of the other shares of the batch',
+        'layers that need only their own microbatch',
         "use synchronized=False, or mode='async'",
       )
     return tf.nest.map_structure(
@@ -127,13 +127,7 @@ def _are_gradients(value) -> bool:
 
 
 def _send_gradients(pairs, others, step):
-  """The same pairs, with the small dense gradients on their servers.
-
-  Args:
-    pairs: (gradient, variable).
-    others: further arguments of the update, such as the learning rate.
-    step: that is being traced.
-  """
+  """The same pairs, with the small dense gradients on their servers."""
   result = list(pairs)
   dense = [
     i
@@ -155,16 +149,7 @@ def _send_gradients(pairs, others, step):
 
 
 class ParameterServerExtended(_tf_internal.ParameterServerExtended):
-  """The implementation behind `ParameterServerStrategy`.
-
-  Args:
-    strategy: whose implementation this is.
-    resolver: describes the cluster.
-    partitioner: says into how many parts a variable is cut; None cuts none.
-    registry: gets every variable that is created.
-    drained: does something when the scheduled steps are done.
-    on_write: called before the coordinator writes a variable.
-  """
+  """The implementation behind `ParameterServerStrategy`."""
 
   def __init__(
     self,

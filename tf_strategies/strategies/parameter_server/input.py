@@ -19,42 +19,22 @@ from typing import Any
 import tensorflow as tf
 
 from tf_strategies import _tf_internal, errors
+from tf_strategies.checkpoint import position as position_lib
 
 _PREFETCH = 2
 
 
 @dataclasses.dataclass(frozen=True)
-class Resumption:
-  """What a run had trained on when its checkpoint was written.
+class Resumed:
+  """Where a restarted run continues in its data.
 
   Attributes:
-    epoch: in which it was.
-    epoch_steps: steps of that epoch that were done.
+    position: of the checkpoint.
     steps_per_epoch: where the caller gave it; None if an epoch is one pass.
-    splits: elements of each split that were done, where workers read.
   """
 
-  epoch: int
-  epoch_steps: int
+  position: position_lib.Position
   steps_per_epoch: int | None = None
-  splits: tuple[int, ...] = ()
-
-  def skip(self, cardinality: int) -> int:
-    """Batches of a data set to leave out.
-
-    Args:
-      cardinality: number of its batches, negative if unknown or infinite.
-
-    >>> Resumption(epoch=2, epoch_steps=3).skip(10)
-    3
-    >>> Resumption(epoch=2, epoch_steps=3, steps_per_epoch=10).skip(-1)
-    23
-    """
-    per_epoch = self.steps_per_epoch
-    if per_epoch and (cardinality < 0 or cardinality > per_epoch):
-      # One pass over the data is several epochs.
-      return self.epoch * per_epoch + self.epoch_steps
-    return self.epoch_steps
 
 
 @dataclasses.dataclass(eq=False)
@@ -105,6 +85,13 @@ class Source:
     self._lock = threading.Lock()
     self._free = [Split(i, next(_keys)) for i in range(dataset.num_splits)]
     self.splits = tuple(self._free)
+    if done and len(done) != len(self.splits):
+      raise errors.UnsupportedOptionError(
+        f'{len(self.splits)} workers that read data, after a checkpoint of '
+        f'{len(done)}',
+        'the number of workers that the run started with',
+        f'start {len(done)} workers, or continue from the end of an epoch',
+      )
     for split, count in zip(self.splits, done, strict=False):
       split.done = count
     self._handed_out = sum(done)
@@ -118,7 +105,7 @@ class Source:
     with self._lock:
       return self._is_empty()
 
-  def may_draw(self) -> bool:
+  def may_begin_step(self) -> bool:
     """Counts a step that is to be scheduled; False at the end of the data."""
     cardinality = self.dataset.cardinality()
     if cardinality < 0:
@@ -143,10 +130,6 @@ class Source:
 
   def reader(self, worker: int, others: Iterable[int]) -> Reader | None:
     """What a worker reads next; opens a split if it has none.
-
-    Args:
-      worker: its index.
-      others: the other workers that are alive.
 
     Returns:
       None if nothing is left to open.
@@ -193,25 +176,18 @@ class Source:
 
 
 class WorkerDataset(_tf_internal.DistributedDataset):
-  """What `distribute_datasets_from_function` returns outside of functions.
-
-  Args:
-    dataset_fn: makes the data set of a split from a `tf.distribute.
-      InputContext` with its number and the number of all.
-    num_splits: number of splits.
-    take_resumption: tells once where a restarted run goes on.
-  """
+  """What `distribute_datasets_from_function` returns outside of functions."""
 
   # pylint: disable-next=super-init-not-called
   def __init__(
     self,
     dataset_fn: Callable[[tf.distribute.InputContext], tf.data.Dataset],
     num_splits: int,
-    take_resumption: Callable[[], Resumption | None],
+    take_resumed: Callable[[], Resumed | None],
   ):
     self.num_splits = num_splits
     self._dataset_fn = dataset_fn
-    self.take_resumption = take_resumption
+    self.take_resumed = take_resumed
     self._openers: dict[int, Any] = {}
     self._lock = threading.Lock()
     with tf.device('/device:CPU:0'):
@@ -289,21 +265,23 @@ class WorkerIterator:
     return self
 
   def __next__(self):
-    resumed = self._dataset.take_resumption()
+    resumed = self._dataset.take_resumed()
     if self._source is None or resumed is not None:
-      self._source = Source(self._dataset, resumed.splits if resumed else ())
+      self._source = Source(
+        self._dataset, resumed.position.splits if resumed else ()
+      )
       # One structure for all steps: Keras traces it as a constant.
       self._step = tf.nest.map_structure(
         lambda s: WorkerTensor(s.shape, s.dtype, self._source),
         self._dataset.element_spec,
       )
-    if not self._source.may_draw():
+    if not self._source.may_begin_step():
       raise StopIteration
     return self._step
 
 
 def source_of(data: Any) -> Source | None:
-  """The source of a batch that workers draw; None for a batch of arrays."""
+  """The source of a batch that workers read; None for a batch of arrays."""
   first = next(iter(tf.nest.flatten(data)), None)
   return first.source if isinstance(first, WorkerTensor) else None
 
@@ -312,12 +290,6 @@ class FedDataset(_tf_internal.DistributedDataset):
   """A data set whose batches the coordinator reads and sends to workers.
 
   Keras iterates over it as over any iterable.
-
-  Args:
-    dataset: of batches.
-    stock: makes TensorFlow's own distributed data set, for
-      `ClusterCoordinator.create_per_worker_dataset`, which calls this object.
-    take_resumption: tells once where a restarted run goes on.
   """
 
   # pylint: disable-next=super-init-not-called
@@ -325,11 +297,11 @@ class FedDataset(_tf_internal.DistributedDataset):
     self,
     dataset: tf.data.Dataset,
     stock: Callable[[tf.data.Dataset], Any],
-    take_resumption: Callable[[], Resumption | None],
+    take_resumed: Callable[[], Resumed | None],
   ):
     self.dataset = dataset
     self._stock = stock
-    self._take_resumption = take_resumption
+    self._take_resumed = take_resumed
 
   @property
   def element_spec(self) -> Any:
@@ -343,32 +315,18 @@ class FedDataset(_tf_internal.DistributedDataset):
   def __iter__(self) -> Iterator[Any]:
     # Opened when the first batch is wanted: Keras asks for an iterator at the
     # end of each epoch, for an epoch that may never come.
-    resumed = self._take_resumption()
+    resumed = self._take_resumed()
     if resumed is None:
       yield from self.dataset
     else:
-      yield from self._after(resumed.skip(self.cardinality()))
-
-  def _after(self, count):
-    """An iterator after so many batches, over several passes if need be."""
-    if self.cardinality() != tf.data.UNKNOWN_CARDINALITY:
-      return iter(self.dataset.skip(count))
-    iterator = iter(self.dataset)
-    while count:
-      skipped = sum(1 for _ in itertools.islice(iterator, count))
-      count -= skipped
-      if count:
-        iterator = iter(self.dataset)
-        if not skipped:
-          break
-    return iterator
+      yield from resumed.position.iterate(self.dataset, resumed.steps_per_epoch)
 
   def __call__(self) -> Any:
     """TensorFlow's own distributed data set."""
     return self._stock(self.dataset)
 
 
-def feed(dataset, stock, take_resumption) -> FedDataset | WorkerDataset:
+def feed(dataset, stock, take_resumed) -> FedDataset | WorkerDataset:
   """Wraps what `experimental_distribute_dataset` is given.
 
   Raises:
@@ -382,4 +340,4 @@ def feed(dataset, stock, take_resumption) -> FedDataset | WorkerDataset:
       'a tf.data.Dataset',
       'wrap a generator: tf.data.Dataset.from_generator',
     )
-  return FedDataset(dataset, stock, take_resumption)
+  return FedDataset(dataset, stock, take_resumed)

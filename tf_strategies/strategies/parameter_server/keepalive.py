@@ -45,12 +45,7 @@ class Answer(enum.Enum):
 
 
 def ask(address: str, seconds: float = _ANSWER_SECONDS) -> Answer:
-  """Whether a gRPC server answers at an address; runs nothing there.
-
-  Args:
-    address: 'host:port'.
-    seconds: to wait for each of the connection and the answer.
-  """
+  """Whether a gRPC server answers at an address; runs nothing there."""
   host, port = _split(address)
   try:
     with socket.create_connection((host, port), seconds) as connection:
@@ -119,9 +114,6 @@ def disconnect(peers: Collection[Peer]) -> int:
   """Shuts down this process's TCP connections to some peers.
 
   Reads and writes on them fail at once; their owner closes them.
-
-  Args:
-    peers: as `peers_of` returns them.
 
   Returns:
     How many there were.

@@ -84,11 +84,7 @@ def _part_and_tensor(server, tensor):
 
 
 class Layout:
-  """Which tensors of a microbatch are where; made of the first trace.
-
-  Args:
-    contents: of a traced microbatch.
-  """
+  """Which tensors of a microbatch are where; made of the first trace."""
 
   def __init__(self, contents: Contents):
     self.contents = contents
@@ -135,11 +131,7 @@ class Layout:
 
 
 class Slots:
-  """The variables on the servers that one microbatch writes into.
-
-  Args:
-    specs: of the messages, by server.
-  """
+  """The variables on the servers that one microbatch writes into."""
 
   def __init__(self, specs: dict[int, list[tf.TensorSpec]]):
     self._variables = []
@@ -161,13 +153,7 @@ class Slots:
 
 
 class MicrobatchFunction:
-  """Computes a microbatch on a worker and leaves it in slots.
-
-  Args:
-    step: what to run.
-    message: layout of the batch messages.
-    discovery: what the first trace found.
-  """
+  """Computes a microbatch on a worker and leaves it in slots."""
 
   def __init__(
     self,
@@ -231,14 +217,7 @@ def _without_default(variables_or_none, optimizer):
 
 
 class ApplyFunction:
-  """Applies the microbatches of a step on the servers, weighted by their rows.
-
-  Args:
-    step: whose microbatches they are.
-    layout: of each.
-    count: number of microbatches.
-    in_replica: runs a function in the strategy's replica context.
-  """
+  """Applies the microbatches of a step on the servers, weighted by their rows."""
 
   def __init__(
     self,

@@ -41,14 +41,41 @@ class Step:
   results: Callable[[], Any] | None = None
 
 
-class StepTask(worker_pool.Task):
-  """One or more steps on one worker, on batches that are sent to it.
+class _CountedTask(worker_pool.Task):
+  """A task that its engine counts, and that begins when the mode allows it.
+
+  Attributes:
+    step: what it runs.
+    steps: how many, and in the end how many were done.
+    result: what they reported.
+    is_finished: whether they are done.
+  """
+
+  def __init__(self, engine, step: Step, steps: int):
+    self.step = step
+    self.steps = steps
+    self.result = None
+    self.is_finished = False
+    self._engine = engine
+
+  def may_begin(self, worker: int) -> bool:
+    """Whether the mode lets the worker begin."""
+    return self._engine.may_begin(worker)
+
+  def finish(self, worker: int) -> None:
+    """Counts what was done."""
+    self.is_finished = True
+    self._engine.finished(self, worker)
+
+
+class StepTask(_CountedTask):
+  """One or more steps on one worker, on batches of one layout.
 
   Args:
-    engine: that counts it, and says when it may begin.
+    engine: that counts it.
     number: of the task.
     step: what to run.
-    batches: all of one layout.
+    batches: that are sent to the worker.
     is_result_wanted: whether it must be done again if its result is lost.
   """
 
@@ -60,22 +87,14 @@ class StepTask(worker_pool.Task):
     batches: Sequence[batch_message.Batch],
     is_result_wanted: bool = False,
   ):
-    self.step = step
-    self.steps = len(batches)
-    self.result = None
-    self.is_finished = False
+    super().__init__(engine, step, len(batches))
     self._is_result_wanted = is_result_wanted
-    self._engine = engine
     self._number = number
     self._first = 0
     self._batches = batches
     self._layout = batches[0].layout(len(batches))
     # In the caller's thread, which has the user's scopes.
     self._function, self.discovery = engine.function(step, self._layout)
-
-  def may_begin(self, worker: int) -> bool:
-    """Whether the mode lets the worker begin."""
-    return self._engine.may_begin(worker)
 
   def run(self, worker: int) -> None:
     """Does the steps that are still to do."""
@@ -95,28 +114,16 @@ class StepTask(worker_pool.Task):
     return self._first == self.steps
 
   def finish(self, worker: int) -> None:
-    """Counts what was done."""
-    self.is_finished = True
+    """Counts what was done, and lets go of the batches."""
+    super().finish(worker)
     self._batches = ()
-    self._engine.finished(self, worker)
 
 
-class InputTask(worker_pool.Task):
-  """One or more steps on data that the worker reads itself.
-
-  Args:
-    engine: that counts it, and says when it may begin.
-    step: what to run.
-    source: where the data come from.
-    steps: how many.
-  """
+class InputTask(_CountedTask):
+  """One or more steps on data of a source, which the worker reads itself."""
 
   def __init__(self, engine, step: Step, source: input.Source, steps: int):
-    self.step = step
-    self.steps = steps
-    self.result = None
-    self.is_finished = False
-    self._engine = engine
+    super().__init__(engine, step, steps)
     self._source = source
     self._done = 0
     self._reader = None
@@ -127,10 +134,6 @@ class InputTask(worker_pool.Task):
   def has_work_for(self, worker: int) -> bool:
     """Whether there is anything for this worker to read."""
     return self._source.has_work_for(worker)
-
-  def may_begin(self, worker: int) -> bool:
-    """Whether the mode lets the worker begin."""
-    return self._engine.may_begin(worker)
 
   def run(self, worker: int) -> None:
     """Does the steps that are still to do."""
@@ -171,11 +174,6 @@ class InputTask(worker_pool.Task):
     self._engine.lose_readers(worker)
     return self._done >= self.steps
 
-  def finish(self, worker: int) -> None:
-    """Counts what was done."""
-    self.is_finished = True
-    self._engine.finished(self, worker)
-
 
 class PendingCall:
   """A step that has begun, and its result."""
@@ -191,12 +189,7 @@ class PendingCall:
 
 
 class Reports:
-  """What steps report, read when somebody asks, from a step that is done.
-
-  Args:
-    pool: that runs the tasks.
-    with_recovery: does something, again if a server died and is back.
-  """
+  """What steps report, read when somebody asks, from a step that is done."""
 
   def __init__(self, pool: worker_pool.WorkerPool, with_recovery: Callable):
     self._pool = pool

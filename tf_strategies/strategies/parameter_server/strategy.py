@@ -47,10 +47,10 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
 
   * 'async': each worker applies its gradient as soon as it has it (Dean et al.
     2012, "Large Scale Distributed Deep Networks").
-  * 'sync': every batch is one step; its rows are shared out among the workers,
+  * 'sync': every batch is one step; its rows are split among the workers,
     and their mean gradient is applied once. Equal to one device, with clipping,
     accumulation and loss scaling, whatever the number of workers. With
-    `backup_workers=k` the first N - k shares count and late ones are dropped
+    `backup_workers=k` the first N - k microbatches count, late ones are dropped
     (Chen et al. 2016, "Revisiting Distributed Synchronous SGD").
   * 'bounded': as 'async', but no worker begins a step when it is more than
     `max_staleness` steps ahead of the slowest (Ho et al. 2013, "More Effective
@@ -62,8 +62,8 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
 
   A worker that dies loses no step, and is used again when it is back. When a
   server dies and `checkpoint_dir` is given, training waits for it, restores the
-  latest checkpoint and goes on; without it `ParameterServerUnavailableError` is
-  raised.
+  newest whole checkpoint and continues; without it
+  `ParameterServerUnavailableError` is raised.
 
   Each worker is one replica, on its first GPU or its CPU: start one worker a
   GPU. It was run on CPUs; no GPU has been tried.
@@ -155,7 +155,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
 
   @property
   def shares_batches(self) -> bool:
-    """Whether each batch is shared out among several workers."""
+    """Whether each batch is split among several workers."""
     several = len(self.cluster.jobs['worker']) > 1
     return self.options.mode == 'sync' and several
 
@@ -271,29 +271,27 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     """What a step returns for such a batch: specs in its structure."""
     return self._engine.outputs(step, structure)
 
-  def track(self, **trackables: Any) -> None:
+  def track(self, **objects: Any) -> None:
     """Says what checkpoints hold, for a custom loop; `fit` says it by itself.
 
     Args:
-      **trackables: by name, as for `tf.train.Checkpoint`.
+      **objects: models, optimizers, metrics and variables, by name.
     """
-    if self.recovery.track(trackables):
+    if self.recovery.track(objects):
       self.save()
 
-  def restore(self, **trackables: Any) -> int:
-    """Restores the latest checkpoint of `checkpoint_dir`, and tracks it.
+  def restore(self, **objects: Any) -> int:
+    """Restores the newest whole checkpoint of `checkpoint_dir`.
 
     Args:
-      **trackables: as for `track`; all their variables must exist.
+      **objects: as for `track`; all their variables must exist.
 
     Returns:
       Number of steps that had been begun when it was written; 0 without one.
     """
-    position = self.recovery.restore(trackables)
-    if position is None:
-      self.track(**trackables)
-      return 0
-    return position.get('steps', 0)
+    if self.recovery.restore(objects) is None:
+      self.track(**objects)
+    return self.recovery.steps_before
 
   def save(self, recovers: bool = True) -> str | None:
     """Waits for all steps and writes a checkpoint; returns its path.
@@ -328,7 +326,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     return input.WorkerDataset(
       dataset_fn,
       len(self.cluster.jobs['worker']),
-      self.recovery.take_resumption,
+      self.recovery.take_resumed,
     )
 
   def _with_recovery(self, action):
@@ -352,10 +350,10 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
       lambda d: super(
         ParameterServerStrategy, self
       ).experimental_distribute_dataset(d, options),
-      self.recovery.take_resumption,
+      self.recovery.take_resumed,
     )
 
   def close(self) -> None:
-    """Ends the threads of this strategy; the servers go on."""
+    """Ends the threads of this strategy; the servers stay."""
     self._pool.close()
     self.liveness.close()

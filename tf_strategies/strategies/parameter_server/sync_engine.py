@@ -132,11 +132,7 @@ class SyncEngine(engine_lib.Engine):
 
 
 class Quorum:
-  """The microbatches of a step that count: the first ones to be done.
-
-  Args:
-    needed: how many count.
-  """
+  """The microbatches of a step that count: the first ones to be done."""
 
   def __init__(self, needed: int):
     self.chosen: list[MicrobatchTask] = []
@@ -162,15 +158,7 @@ class Quorum:
 
 
 class MicrobatchTask(worker_pool.Task):
-  """A microbatch of a synchronous step.
-
-  Args:
-    engine: that runs it.
-    step: what to run.
-    batch: the rows of the microbatch.
-    index: of the microbatch in its step.
-    quorum: of the step.
-  """
+  """Microbatch number `index` of a synchronous step, whose rows are `batch`."""
 
   def __init__(
     self,

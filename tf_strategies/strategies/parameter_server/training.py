@@ -19,12 +19,7 @@ from tf_strategies.strategies.parameter_server import (
 
 
 class StepFunction:
-  """What Keras calls in place of its own train, test or predict function.
-
-  Args:
-    strategy: a `ParameterServerStrategy`.
-    keras_step: the step, and whose.
-  """
+  """What Keras calls in place of its own train, test or predict function."""
 
   def __init__(self, strategy, keras_step: _keras_internal.KerasStep):
     self._strategy = strategy
@@ -48,9 +43,6 @@ class StepFunction:
 
   def __call__(self, iterator: Any) -> Any:
     """Begins the next steps.
-
-    Args:
-      iterator: of batches; for prediction, a list of them.
 
     Returns:
       What the newest step that is done reported; for prediction, the outputs of
@@ -169,11 +161,6 @@ class RemoteStep:
     for batch in dataset:
       results = train(batch)
     strategy.join()
-
-  Args:
-    strategy: a `ParameterServerStrategy`.
-    fn: takes a batch.
-    optimizers: those that it applies.
   """
 
   def __init__(

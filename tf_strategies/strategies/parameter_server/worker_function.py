@@ -16,7 +16,7 @@ from tf_strategies.strategies.parameter_server import (
   variables,
 )
 
-# CompletionMarkers of tasks, by number modulo this; far more than are ever on the way.
+# Markers of tasks, by number modulo this; far more than run at the same time.
 NUM_MARKERS = 1024
 _COUNT_BITS = 32
 
@@ -49,13 +49,7 @@ def discover(
   structure: Any,
   holds_updates: bool = False,
 ) -> Discovery:
-  """Traces a step once, only to look.
-
-  Args:
-    run_step: takes a batch.
-    structure: of a batch, with a spec for each tensor.
-    holds_updates: whether the optimizer's writes will be held back too.
-  """
+  """Traces a step once, only to look."""
   look = traced_step.TracedStep(holds_updates=holds_updates)
   found = {}
 
@@ -89,9 +83,6 @@ class CompletionMarkers:
   A step's last write sets its marker there, right after the counters that it
   adds to. When a worker is lost, the coordinator reads whether the step was
   done, so that it counts once.
-
-  Args:
-    variable: int64 [2, NUM_MARKERS] on server 0: of tasks, and of splits.
   """
 
   TASKS = 0
@@ -113,12 +104,12 @@ class CompletionMarkers:
     )
 
   def recreate_if_dead(self) -> None:
-    """Makes the variable anew if its server was restarted."""
+    """Recreates the variable if its server was restarted."""
     if not self.variable.is_alive():
       self.variable.recreate()
 
   def mark(self, kind: int, key: tf.Tensor, done: tf.Tensor):
-    """In a worker's graph: says that of task or split `key` so much is done."""
+    """In a worker's graph: marks how much of task or split `key` is done."""
     mark = key * (1 << _COUNT_BITS) + tf.cast(done, tf.int64)
     return traced_step.Marker(
       self.variable, mark, lambda sent: self._write(kind, sent)
@@ -141,15 +132,7 @@ class CompletionMarkers:
 
 
 class WorkerFunction(abc.ABC):
-  """A step, or several one after the other, as one function for workers.
-
-  Args:
-    run_step: takes a batch, returns what is reported.
-    steps: number of steps in one call.
-    discovery: what the first trace found.
-    markers: where done steps are marked.
-    spec: of the argument.
-  """
+  """A step, or several one after the other, as one function for workers."""
 
   def __init__(
     self,
@@ -203,10 +186,10 @@ class WorkerFunction(abc.ABC):
     traced = traced_step.TracedStep(self._discovery.access)
     with traced.tracing(after):
       with tf.control_dependencies(list(after)):
-        batch, mark = self._batch_and_marker(argument, step)
+        batch, marker = self._batch_and_marker(argument, step)
       # Inside: a step may return a variable, whose value only it knows.
       reported = report(self._run_step(batch), self._discovery.are_numbers)
-    done = traced.commit(mark)
+    done = traced.commit(marker)
     if self._steps == 1:
       # The call ends when all tasks have done their part of it.
       return reported
@@ -256,14 +239,7 @@ class InputFunction(WorkerFunction):
 
 
 def run_on_worker(function: Callable, worker: int, argument: Any, *handles):
-  """Calls a concrete function on a worker.
-
-  Args:
-    function: to be called.
-    worker: index of the worker.
-    argument: a batch message, or a tensor.
-    *handles: further tensors.
-  """
+  """Calls a concrete function on a worker."""
   if isinstance(argument, np.ndarray):
     with tf.device('/job:chief/replica:0/task:0/device:CPU:0'):
       argument = tf.constant(argument)

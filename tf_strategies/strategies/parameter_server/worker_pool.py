@@ -96,7 +96,7 @@ class WorkerPool:
 
   A task of a worker that dies goes to another one; a restarted worker is used
   again. Whatever exception a worker's thread meets is raised by `wait` and
-  `submit`, and the thread goes on with the next task.
+  `submit`, and the thread continues with the next task.
 
   Args:
     workers: their indices.
@@ -159,9 +159,6 @@ class WorkerPool:
 
   def wait(self, until: Callable[[], bool] | None = None) -> None:
     """Waits until all tasks are done, or until a condition holds.
-
-    Args:
-      until: the condition, called under the lock.
 
     Raises:
       BaseException: what a task failed with.
@@ -322,7 +319,7 @@ class WorkerPool:
     if not self._liveness.is_worker_alive(worker):
       self._lose(worker, task, error)
     elif task.retries < _MAX_RETRIES and self._is_transient(error):
-      logging.warning('worker %d: %s; once more', worker, _first_line(error))
+      logging.warning('worker %d: %s; retrying', worker, _first_line(error))
       time.sleep(_REJOIN_SECONDS)
     else:
       raise error
@@ -342,7 +339,7 @@ class WorkerPool:
           raise self._liveness.server_error(server) from e
         if not self._is_transient(e):
           raise
-        logging.warning('worker %d: %s; once more', worker, _first_line(e))
+        logging.warning('worker %d: %s; retrying', worker, _first_line(e))
         time.sleep(_REJOIN_SECONDS)
     return task.survive(worker)
 
