@@ -8,8 +8,8 @@ from absl.testing import parameterized
 
 from examples import datasets
 from tests.data import formula
-from tf_strategies import checkpoint, errors
 from tf_strategies import data as data_lib
+from tf_strategies import errors
 
 _N = 23
 
@@ -128,7 +128,7 @@ class EpochsTest(tf.test.TestCase, parameterized.TestCase):
 
   def test_starts_at_a_position(self):
     options = data_lib.PipelineOptions(4, seed=1)
-    starts = ((1, 2), checkpoint.Position(epoch=1, step=2))
+    starts = ((1, 2), position.Position(epoch=1, step=2))
     one, other = (
       _labels(
         data_lib.make_dataset(
