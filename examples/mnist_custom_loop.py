@@ -66,13 +66,13 @@ def train_batches(strategy, data, start):
   """Returns the batches from (epoch, step) on, in the order of an unbroken run."""
 
   def make(context=None):
-    return tfs.data.make_epochs(
+    return tfs.data.make_dataset(
       data.train,
       common.pipeline_options(),
-      start[0],
-      FLAGS.epochs,
-      common.steps_per_epoch(data),
-      first_step=start[1],
+      training=True,
+      epochs=FLAGS.epochs,
+      start=start,
+      steps_per_epoch=common.steps_per_epoch(data),
       input_context=context,
     )
 
@@ -159,7 +159,7 @@ def train():
     saver = checkpoint = tfs.RunCheckpoint(
       FLAGS.checkpoint_dir, model, optimizer, settings, metrics
     )
-    start = saver.restore()
+    start = tuple(saver.restore())
 
   run = reporting.Run('mnist_custom_loop', strategy, data, start)
   train, test = on_replicas(train_step, [optimizer]), on_replicas(test_step)

@@ -87,13 +87,13 @@ def train_batches(strategy, data, start=(0, 0)):
   """Returns the batches from (epoch, step) on, in the order of an unbroken run."""
 
   def make(context=None):
-    return tfs.data.make_epochs(
+    return tfs.data.make_dataset(
       data.train,
       common.pipeline_options(),
-      start[0],
-      FLAGS.epochs,
-      common.steps_per_epoch(data),
-      first_step=start[1],
+      training=True,
+      epochs=FLAGS.epochs,
+      start=start,
+      steps_per_epoch=common.steps_per_epoch(data),
       input_context=context,
     )
 
@@ -126,7 +126,7 @@ def train(job=None):
   elif FLAGS.checkpoint_dir:
     settings = common.checkpoint_settings(strategy, data)
     saver = tfs.RunCheckpoint(FLAGS.checkpoint_dir, model, settings=settings)
-    start = saver.restore()
+    start = tuple(saver.restore())
 
   run = reporting.Run('mnist_keras_fit', strategy, data, start)
   callbacks = [run.callback(), tfs.ResumeFit(strategy)]

@@ -18,7 +18,7 @@ from absl import flags
 
 import tf_strategies as tfs
 from examples import common
-from tf_strategies.fault_tolerance import evaluator
+from tf_strategies.checkpoint import checkpointer
 
 FLAGS = flags.FLAGS
 
@@ -363,7 +363,7 @@ def _tell_evaluator(strategy, is_finished: bool) -> None:
   """Says whether there will be more checkpoints."""
   if not FLAGS.checkpoint_dir or not common.is_chief(strategy):
     return
-  path = os.path.join(FLAGS.checkpoint_dir, evaluator.FINISHED_FILE)
+  path = os.path.join(FLAGS.checkpoint_dir, checkpointer.FINISHED_FILE)
   if is_finished:
     tf.io.gfile.makedirs(FLAGS.checkpoint_dir)
     with tf.io.gfile.GFile(path, 'w') as f:

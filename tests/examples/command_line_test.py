@@ -137,6 +137,7 @@ class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
       'value should be one of <ring|auto|direct',
     ),
   )
+  @pytest.mark.full
   def test_refusal_is_a_message(self, name, argument, message):
     program = self._start(name, argument)
     code = program.wait()
@@ -164,6 +165,7 @@ class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
     self.assertIn('one_device: 1 replica', program.output())
     self.assertRegex(program.output(), r'test  loss .*, accuracy 0\.')
 
+  @pytest.mark.full
   def test_report_of_four_devices(self):
     path = self._path('report.json')
     program = self._start(
@@ -208,6 +210,7 @@ class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
     name=[tiers.soak('mnist_keras_fit'), 'mnist_custom_loop'],
     number=[tiers.soak(signal.SIGKILL), signal.SIGTERM],
   )
+  @pytest.mark.full
   def test_interrupted_run_resumes_exactly(self, name, number):
     checkpoints = self._path('checkpoints')
     flags = (

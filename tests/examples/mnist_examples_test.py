@@ -48,7 +48,7 @@ class MnistExamplesTest(tf.test.TestCase, parameterized.TestCase):
     report = pages.run(name, **{**options, **changes})
     return compare_weights.read(path), report
 
-  @parameterized.named_parameters(*_EXAMPLES)
+  @tiers.named_parameters(_EXAMPLES[0], tiers.full(_EXAMPLES[1]))
   def test_twenty_steps_equal_one_device(self, name):
     one, one_report = self._train(name, _TWENTY_STEPS, strategy='one_device')
     four, report = self._train(name, _TWENTY_STEPS, devices=4)
@@ -75,6 +75,7 @@ class MnistExamplesTest(tf.test.TestCase, parameterized.TestCase):
     )
     self.assertLessEqual(compare_weights.largest_difference(fit, loop)[0], 1e-6)
 
+  @pytest.mark.full
   def test_another_seed_trains_other_weights(self):
     weights = [
       self._train(_LOOP, _SHORT, strategy='one_device', seed=seed)[0]
@@ -83,6 +84,7 @@ class MnistExamplesTest(tf.test.TestCase, parameterized.TestCase):
     self.assertGreater(compare_weights.largest_difference(*weights)[0], 1e-2)
 
   @tiers.named_parameters(tiers.soak(_EXAMPLES[0]), _EXAMPLES[1])
+  @pytest.mark.full
   def test_resumed_run_is_exact(self, name):
     options = {**_SHORT, 'warmup_steps': 5, 'dropout': 0.2}
     straight, _ = self._train(name, options, 2)
@@ -128,6 +130,7 @@ class MnistExamplesTest(tf.test.TestCase, parameterized.TestCase):
     ('one_device', 'one_device', 'ring', 'one replica'),
     ('mirrored', 'mirrored', 'builtin', "TensorFlow's own all-reduce"),
   )
+  @pytest.mark.full
   def test_report_says_that_nothing_was_counted(
     self, strategy, all_reduce, reason
   ):
@@ -142,6 +145,7 @@ class MnistExamplesTest(tf.test.TestCase, parameterized.TestCase):
     self.assertFalse(report['all_reduce']['is_counted'])
     self.assertIn(reason, report['all_reduce']['reason'])
 
+  @pytest.mark.full
   def test_mirrored_counts_the_calls_of_an_op_of_ours(self):
     _, report = self._train(
       _FIT,
@@ -161,6 +165,7 @@ class MnistExamplesTest(tf.test.TestCase, parameterized.TestCase):
     tiers.soak('loop', _LOOP, 'mixed_float16'),
     ('loop_bfloat16', _LOOP, 'mixed_bfloat16'),
   )
+  @pytest.mark.full
   def test_mixed_precision_trains(self, name, policy):
     weights, report = self._train(
       name, _SHORT, 2, mixed_precision=policy, epochs=1
@@ -175,6 +180,7 @@ class MnistExamplesTest(tf.test.TestCase, parameterized.TestCase):
     ('fit', _FIT, 'ring_mirrored'),
     tiers.soak('loop', _LOOP, 'mirrored'),
   )
+  @pytest.mark.full
   def test_report_counts_every_copy_of_every_variable(self, name, strategy):
     _, one = self._train(name, _SHORT, strategy='one_device', epochs=1)
     (on_one,) = one['variable_bytes'].values()
@@ -187,6 +193,7 @@ class MnistExamplesTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(list(by_device.values()), [on_one] * 4)
 
   @tiers.named_parameters(_EXAMPLES[0], tiers.soak(_EXAMPLES[1]))
+  @pytest.mark.full
   def test_report_tells_the_bytes_of_a_step(self, name):
     _, report = self._train(name, _SHORT, 4, epochs=1)
     # A ring brings 2(N-1)/N of the gradients into each of N devices. Whole
@@ -209,6 +216,7 @@ class MnistExamplesTest(tf.test.TestCase, parameterized.TestCase):
     # It moves something, and does not say how much.
     ('builtin', {'strategy': 'mirrored', 'all_reduce': 'builtin'}, None),
   )
+  @pytest.mark.full
   def test_bytes_that_nobody_counts(self, changes, expected):
     # As many devices as the other test of TensorFlow's own all-reduce has.
     _, report = self._train(_FIT, _SHORT, 2, **changes, epochs=1)

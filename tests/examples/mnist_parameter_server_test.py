@@ -42,6 +42,7 @@ class OneDeviceTest(tf.test.TestCase, parameterized.TestCase):
     return compare_weights.read(path), report
 
   @tiers.named_parameters(('fit', _FIT), tiers.soak('loop', _LOOP))
+  @pytest.mark.full
   def test_trains_what_one_device_trains(self, name):
     expected, _ = self._train(name, 'one_device')
     for changes in ({}, {'worker_input': True}):
@@ -50,6 +51,7 @@ class OneDeviceTest(tf.test.TestCase, parameterized.TestCase):
       self.assertLessEqual(largest, 1e-6, where)
 
   @tiers.parameters(tiers.soak(_FIT), _LOOP)
+  @pytest.mark.full
   def test_resumes_after_an_epoch(self, name):
     straight, _ = self._train(name)
     directory = self.create_tempdir().full_path
@@ -59,6 +61,7 @@ class OneDeviceTest(tf.test.TestCase, parameterized.TestCase):
       compare_weights.largest_difference(straight, resumed)[0], 0
     )
 
+  @pytest.mark.full
   def test_report_has_no_servers(self):
     _, report = self._train(_FIT, steps_per_execution=2)
     self.assertIsNone(report['parameter_server'])
@@ -137,6 +140,7 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
       ('--max_staleness=2', '--worker_input'),
     ),
   )
+  @pytest.mark.full
   def test_learns(self, name, mode, arguments):
     servers = self._check_learns(name, f'--mode={mode}', *arguments)
     self.assertEqual(servers['mode'], mode)

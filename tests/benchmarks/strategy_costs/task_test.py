@@ -26,6 +26,7 @@ class TaskTest(tf.test.TestCase, parameterized.TestCase):
     self.enter_context(pages.flags_of_a_process())
 
   @tiers.parameters(tiers.soak('one_device'), 'ring_mirrored')
+  @pytest.mark.full
   def test_trains_what_the_example_trains(self, strategy):
     options = {**_OPTIONS, 'strategy': strategy}
     spec = task.Spec(options, 2, 3, 3, '')
