@@ -276,8 +276,8 @@ class StuckWorkerTest(absltest.TestCase):
     match = re.search(
       r'no step has finished for ([\d.]+) s\.\n'
       rf' *rank 0 .* waits in step {step} for "reduce/bucket_0".*\n'
-      rf' *rank 1 .* has not come to it: in what follows step {step - 1},.*\n'
-      r' *waited for: rank 1 ',
+      rf' *rank 1 .* has not reached it: in what follows step {step - 1},.*\n'
+      r' *stalled: rank 1 ',
       text,
     )
     self.assertIsNotNone(match, text)
@@ -293,8 +293,8 @@ class StuckWorkerTest(absltest.TestCase):
     self.assertRegex(
       text,
       rf' *rank 0 .* waits in step {step} for "reduce/bucket_0".*\n'
-      r' *rank 1 .* does not answer: it is stopped, or cut off\n'
-      r' *waited for: rank 1 ',
+      r' *rank 1 .* does not answer: it is stopped or disconnected\n'
+      r' *stalled: rank 1 ',
     )
 
 

@@ -27,8 +27,8 @@ class RunCheckpoint:
 
   Saves the variables of the model and the optimizer, the state of random
   layers, the metrics of an epoch in progress, and the position from which the
-  data continue: `tfs.data.make_epochs` starts anywhere. Settings that make two
-  runs different are saved too, and compared by `restore`. Not saved is what has
+  data continue: `make_dataset(..., start=...)` starts anywhere. Settings that make
+  two runs different are saved too, and compared by `restore`. Not saved is what has
   no variable in the model: random ops outside of Keras layers, the state of
   other callbacks.
 
@@ -147,10 +147,7 @@ class RunCheckpoint:
     if not self._metric_arrays:
       return
     variables = self._metric_variables()
-    specs = {
-      name: checkpointer.ArraySpec(array.dtype.name, array.shape, 0)
-      for name, array in self._metric_arrays.items()
-    }
+    specs = model_state.specs(self._metric_arrays)
     differences = model_state.differences(variables, specs)
     if differences:
       logging.warning(
@@ -182,7 +179,12 @@ class RunCheckpoint:
       return None
     position = Position(epoch, step)
     path = self._checkpointer.save(
-      arrays, {**position.to_json(), 'settings': self._settings}
+      arrays,
+      {
+        **position.to_json(),
+        'settings': self._settings,
+        'parts': model_state.reductions(variables),
+      },
     )
     logging.info(
       'Saved %s at %s in %.2f s.', path, position, time.monotonic() - began
