@@ -8,6 +8,7 @@ from unittest import mock
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 from tensorboard.backend.event_processing import event_accumulator
@@ -284,6 +285,7 @@ class MismatchTest(_EvaluatorTest):
     self._refuse('iteration')
 
   @parameterized.parameters(False, True)
+  @pytest.mark.full
   def test_other_variables_of_the_optimizer_are_none_of_its_business(
     self, is_built
   ):

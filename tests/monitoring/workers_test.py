@@ -41,6 +41,7 @@ def _is_inside(inner, outer):
 
 
 @pytest.mark.multi_process
+@pytest.mark.full
 class MeasuredRunTest(absltest.TestCase):
   @classmethod
   def setUpClass(cls):
