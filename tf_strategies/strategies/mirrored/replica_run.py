@@ -152,7 +152,6 @@ class _ThreadState(threading.local):
   """The run that this thread works for."""
 
   run: ReplicaRun | None = None
-  gradients_reduced: bool = False
 
 
 _state = _ThreadState()
@@ -202,19 +201,3 @@ def active(run: ReplicaRun):
     yield
   finally:
     _state.run = before
-
-
-@contextlib.contextmanager
-def gradients_reduced():
-  """Inside, gradients are equal on all replicas: nothing is reduced again."""
-  before = _state.gradients_reduced
-  _state.gradients_reduced = True
-  try:
-    yield
-  finally:
-    _state.gradients_reduced = before
-
-
-def are_gradients_reduced() -> bool:
-  """Whether the calling thread is inside `gradients_reduced()`."""
-  return _state.gradients_reduced

@@ -78,12 +78,11 @@ class MultiWorkerCollectiveStrategy(strategy.MultiWorkerStrategy):
       devices or devices_lib.default_devices()
     )
 
-    def make_communicator(extended):
-      del extended
+    def make_communicator(local):
       return runtime_communicator.RuntimeCommunicator(
         rank,
         len(addresses),
-        devices,
+        local.devices,
         self._collective_key_base,
         communication,
         max_subdivs_per_device,

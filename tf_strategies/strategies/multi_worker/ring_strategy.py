@@ -134,12 +134,10 @@ class MultiWorkerRingStrategy(strategy.MultiWorkerStrategy):
   def _set_up(self, group, options, devices, cross_device_ops):
     """Becomes a strategy on `group`, if the other workers do the same."""
 
-    def make_communicator(extended):
-      several = len(devices) > 1
+    def make_communicator(local):
       return process_group_communicator.ProcessGroupCommunicator(
         group,
-        extended.local_reduce,
-        extended.local_all_reduce if several else None,
+        local,
         options.bucket_bytes,
         options.compression,
       )

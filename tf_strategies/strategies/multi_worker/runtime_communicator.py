@@ -12,8 +12,8 @@ import tensorflow as tf
 
 from tf_strategies import _tf_internal, errors
 from tf_strategies.cross_device import statistics
+from tf_strategies.strategies import communicator
 from tf_strategies.strategies.multi_worker import buckets as buckets_lib
-from tf_strategies.strategies.multi_worker import communicator
 
 _ALONE_BYTES = 1 << 20
 _EXCHANGE_SECONDS = 600.0
