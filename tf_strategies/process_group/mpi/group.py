@@ -26,8 +26,9 @@ import numpy as np
 
 from tf_strategies import errors
 from tf_strategies.collectives import schedule
-from tf_strategies.process_group import checks, controlled, group
+from tf_strategies.process_group import checks, failure_detection
 from tf_strategies.process_group import combine as combine_lib
+from tf_strategies.process_group import group as group_lib
 from tf_strategies.process_group import options as options_lib
 from tf_strategies.process_group import state as state_lib
 from tf_strategies.process_group.control import control_plane
@@ -69,7 +70,7 @@ def form_mpi_group(
   try:
     comm = links.Communicator(mpi, deadline)
     if comm.size == 1:
-      alone = group.Member(0, 0, f'{host}:0')
+      alone = state_lib.Member(0, 0, f'{host}:0')
       return MpiProcessGroup(
         comm, state_lib.GroupState([alone], 0, 1), None, None, options
       )
@@ -96,7 +97,7 @@ class _How:
   lengths: Sequence[int]
 
 
-class MpiProcessGroup(controlled.ControlledGroup):
+class MpiProcessGroup(group_lib.ProcessGroup):
   """See the base class; made by `form_mpi_group`.
 
   `bytes_sent` counts what the algorithms must send; a broadcast counts once, on
@@ -272,7 +273,10 @@ class MpiProcessGroup(controlled.ControlledGroup):
     except errors.Error:
       raise
     except links.DeadlineError:
-      self._control.accuse(self._timeout(operation, seconds))
+      waiting = [r for r in range(self.world_size) if r != self.rank]
+      self._control.report(
+        failure_detection.timeout(operation, seconds, waiting)
+      )
       self._state.check()
       raise
     except BaseException as e:
@@ -300,28 +304,9 @@ class MpiProcessGroup(controlled.ControlledGroup):
     digests, lengths = self._headers.T.tolist()
     others = [r for r, d in enumerate(digests) if d != digests[self.rank]]
     if others:
-      self._control.accuse(
-        {
-          'kind': 'mismatch',
-          'peer': others[0],
-          'sequence': operation.sequence,
-          'name': operation.name,
-          'expected': operation.text,
-          'received': 'something else',
-        }
-      )
+      self._control.report(failure_detection.mismatch(operation, others[0]))
       self._state.check()
     return lengths
-
-  def _timeout(self, operation: state_lib.Operation, seconds: float) -> dict:
-    return {
-      'kind': 'timeout',
-      'text': operation.text,
-      'sequence': operation.sequence,
-      'name': operation.name,
-      'seconds': seconds,
-      'waiting': [r for r in range(self.world_size) if r != self.rank],
-    }
 
 
 def _text(kind: str, name: str, dtype: np.dtype, shape: Sequence) -> str:

@@ -9,8 +9,9 @@ import numpy as np
 
 from tf_strategies import errors
 from tf_strategies.collectives import schedule
-from tf_strategies.process_group import checks, controlled
+from tf_strategies.process_group import checks, failure_detection
 from tf_strategies.process_group import combine as combine_lib
+from tf_strategies.process_group import group as group_lib
 from tf_strategies.process_group import options as options_lib
 from tf_strategies.process_group import plan as plan_lib
 from tf_strategies.process_group import state as state_lib
@@ -19,7 +20,7 @@ from tf_strategies.process_group.network import protocol as wire_lib
 from tf_strategies.process_group.tcp import transport as transport_lib
 
 # When a data link breaks, the control plane most likely knows who died.
-_VERDICT_SECONDS = 0.3
+_REPORT_SECONDS = 0.3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +59,7 @@ class _Collective:
     )
 
 
-class TcpProcessGroup(controlled.ControlledGroup):
+class TcpProcessGroup(group_lib.ProcessGroup):
   """See the base class; made by `Rendezvous.form`.
 
   Args:
@@ -294,10 +295,15 @@ class TcpProcessGroup(controlled.ControlledGroup):
     except transport_lib.LinkClosedError as e:
       self._raise_lost(e.rank)
     except transport_lib.HeaderMismatchError as e:
-      self._control.accuse(_mismatch(e, operation, collective))
+      received = _text_of(e.received)
+      self._control.report(
+        failure_detection.mismatch(operation, e.rank, received)
+      )
       self._state.check()
     except transport_lib.DeadlineError as e:
-      self._control.accuse(_timeout(e, operation, seconds))
+      self._control.report(
+        failure_detection.timeout(operation, seconds, e.waiting)
+      )
       self._state.check()
     except BaseException as e:
       # An interrupt, say: the links are in the middle of something.
@@ -307,43 +313,20 @@ class TcpProcessGroup(controlled.ControlledGroup):
       self._state.end()
 
   def _raise_lost(self, rank: int) -> None:
-    if not self._closed and not self._state.failed.wait(_VERDICT_SECONDS):
-      self._control.convict(
-        self._state.lost(rank, 'died or was cut off (its data link is closed)')
+    if not self._closed and not self._state.failed.wait(_REPORT_SECONDS):
+      self._control.declare_failed(
+        self._state.lost(
+          rank, 'died or was disconnected (its data link is closed)'
+        )
       )
     self._check()
 
 
-def _mismatch(
-  error: transport_lib.HeaderMismatchError,
-  operation: state_lib.Operation,
-  collective: _Collective,
-) -> dict:
-  received = error.received
-  return {
-    'kind': 'mismatch',
-    'peer': error.rank,
-    'sequence': operation.sequence,
-    'name': operation.name,
-    'expected': collective.text,
-    'received': 'something else'
-    if received is None
-    else f'{received.kind}({received.op}) of {received.num_bytes} bytes of '
+def _text_of(received: wire_lib.DataHeader | None) -> str:
+  if received is None:
+    return 'something else'
+  return (
+    f'{received.kind}({received.op}) of {received.num_bytes} bytes of '
     f'{received.dtype}, sequence {received.sequence} of generation '
-    f'{received.generation}',
-  }
-
-
-def _timeout(
-  error: transport_lib.DeadlineError,
-  operation: state_lib.Operation,
-  seconds: float,
-) -> dict:
-  return {
-    'kind': 'timeout',
-    'text': operation.text,
-    'sequence': operation.sequence,
-    'name': operation.name,
-    'seconds': seconds,
-    'waiting': list(error.waiting),
-  }
+    f'{received.generation}'
+  )
