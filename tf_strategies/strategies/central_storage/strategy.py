@@ -9,11 +9,10 @@ import tensorflow as tf
 from tf_strategies import _tf_internal, cross_device, errors
 from tf_strategies.cross_device import base as cross_device_base
 from tf_strategies.cross_device import statistics
-from tf_strategies.strategies import reducer
 from tf_strategies.strategies.central_storage import variables
 from tf_strategies.strategies.mirrored import devices as devices_lib
 from tf_strategies.strategies.mirrored import extended as mirrored_extended
-from tf_strategies.strategies.mirrored import replica_run
+from tf_strategies.strategies.mirrored import reducer, replica_run
 from tf_strategies.strategies.mirrored import strategy as mirrored_strategy
 
 

@@ -18,13 +18,13 @@ from absl import logging
 
 from tf_strategies import _keras_internal, _tf_internal
 from tf_strategies.keras import gradient_reducer, optimizer_checks
-from tf_strategies.strategies import reducer as reducer_lib
 from tf_strategies.strategies.mirrored import (
   empty_replicas,
   host_input,
   replica_run,
   variables,
 )
+from tf_strategies.strategies.mirrored import reducer as reducer_lib
 
 # TensorFlow's own strategies count from 0.
 _collective_key_bases = itertools.count(1_000_000, 1_000)

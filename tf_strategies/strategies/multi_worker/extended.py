@@ -11,8 +11,8 @@ import tensorflow as tf
 
 from tf_strategies import _tf_internal
 from tf_strategies.strategies import communicator as communicator_lib
-from tf_strategies.strategies import reducer as reducer_lib
 from tf_strategies.strategies.mirrored import extended as mirrored_extended
+from tf_strategies.strategies.mirrored import reducer as reducer_lib
 from tf_strategies.strategies.mirrored import replica_run
 from tf_strategies.strategies.multi_worker import input as input_lib
 

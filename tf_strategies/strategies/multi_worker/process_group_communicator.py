@@ -8,7 +8,8 @@ import numpy as np
 import tensorflow as tf
 
 from tf_strategies import errors, process_group
-from tf_strategies.strategies import communicator, reducer
+from tf_strategies.strategies import communicator
+from tf_strategies.strategies.mirrored import reducer
 from tf_strategies.strategies.multi_worker import buckets as buckets_lib
 from tf_strategies.strategies.multi_worker import collective_queue
 
