@@ -130,7 +130,7 @@ class ExactMirroredExtended(
         self._container_strategy(), function, args, kwargs
       )
     if function not in self._functions:
-      # Not `function` itself, which the closure would keep alive for ever.
+      # Not `function` itself, which the closure would keep alive forever.
       python_function = function.python_function
 
       def call(*args, **kwargs):
@@ -232,7 +232,7 @@ class ExactMirroredExtended(
     return super()._replica_ctx_update(var, fn, args, kwargs, group)
 
   def _check_update(self, fn):
-    """Refuses an optimizer that would be wrong; warns of uneven batches."""
+    """Rejects an optimizer that would be wrong; warns of uneven batches."""
     optimizer = _keras_internal.optimizer_of(fn)
     if optimizer is None or self._num_replicas_in_sync == 1:
       return

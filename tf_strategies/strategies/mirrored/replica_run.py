@@ -181,7 +181,7 @@ def in_branch_of_replica() -> bool:
   """Whether a replica is building a graph inside its own, say of a `tf.cond`.
 
   A merge call brings all replicas together in the graph that they were started
-  in; from a branch of one replica's graph nobody else's tensors can be seen.
+  in; from a branch of one replica's graph no other replica's tensors can be seen.
   """
   thread = threading.current_thread()
   return (

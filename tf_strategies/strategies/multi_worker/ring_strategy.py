@@ -163,7 +163,7 @@ class MultiWorkerRingStrategy(strategy.MultiWorkerStrategy):
   def place_in(
     cluster: cluster_lib.ClusterConfig | None,
   ) -> tuple[int, tuple[str, ...]]:
-    """Returns this process's rank in `cluster` and everybody's addresses.
+    """Returns this process's rank in `cluster` and the addresses of all that train.
 
     Raises:
       ClusterConfigError: the cluster has no part for this process.

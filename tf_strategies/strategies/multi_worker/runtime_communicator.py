@@ -79,7 +79,7 @@ class RuntimeCommunicator(communicator.Communicator):
     """See base class."""
     if tf.executing_eagerly():
       # Eager ops would run one after the other, and the first would wait for
-      # the second for ever.
+      # the second forever.
       return tf.function(lambda c: self._all_reduce(c, 'all_reduce'))(
         [list(column) for column in columns]
       )

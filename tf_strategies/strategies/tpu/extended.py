@@ -72,7 +72,7 @@ class PermutingTPUExtended(
     if not is_check or not _in_tpu_program():
       return outputs
     # One answer for all. Replicas that take different branches of the
-    # condition that follows would wait for each other for ever.
+    # condition that follows would wait for each other forever.
     number = self._reduce_to(
       tf.distribute.ReduceOp.SUM, tf.cast(outputs, tf.int32), None, None
     )
@@ -131,7 +131,7 @@ class PermutingTPUExtended(
     return super()._update(var, fn, args, kwargs, group)
 
   def _check_update(self, fn):
-    """Refuses an optimizer that would be wrong without the wrapper."""
+    """Rejects an optimizer that would be wrong without the wrapper."""
     if (
       self._num_replicas_in_sync == 1
       or gradient_reducer.are_gradients_reduced()
