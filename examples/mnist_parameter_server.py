@@ -41,8 +41,8 @@ from examples import (
   parameter_server_flags,
   training_report,
 )
+from tf_strategies.checkpoint import checkpointer
 from tf_strategies.checkpoint.position import Position
-from tf_strategies.fault_tolerance import evaluator
 
 
 def run(
@@ -119,7 +119,7 @@ def _tell_evaluator(directory: str | None, is_finished: bool) -> None:
   """Says whether there will be more checkpoints."""
   if directory is None:
     return
-  path = os.path.join(directory, evaluator.FINISHED_FILE)
+  path = os.path.join(directory, checkpointer.FINISHED_FILE)
   if is_finished:
     tf.io.gfile.makedirs(directory)
     with tf.io.gfile.GFile(path, 'w') as f:

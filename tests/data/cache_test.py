@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl import logging
 from absl.testing import parameterized
@@ -223,6 +224,7 @@ class StaleTest(CacheTestCase):
     self.assertEqual(self.labels(self.make(prepare_fn=prepare))[-1], 117)
 
 
+@pytest.mark.full
 class KillTest(CacheTestCase):
   def start_writer(self):
     process = subprocess.Popen(

@@ -116,6 +116,7 @@ class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
       'value should be one of <ring|auto|direct',
     ),
   )
+  @pytest.mark.full
   def test_refusal_is_a_message(self, name, argument, message):
     program = self._start(name, argument)
     code = program.wait()
@@ -123,6 +124,7 @@ class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
     self.assertIn(message, program.output())
     self.assertNotIn('Traceback', program.output())
 
+  @pytest.mark.full
   def test_report_of_four_devices(self):
     path = self._path('report.json')
     program = self._start(
@@ -177,6 +179,7 @@ class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
       'mnist_keras_fit', mnist_keras_fit.train, signal.SIGTERM
     )
 
+  @pytest.mark.full
   def test_preempted_loop_resumes_exactly(self):
     self._check_resumes(
       'mnist_custom_loop', mnist_custom_loop.train, signal.SIGTERM

@@ -50,7 +50,7 @@ class MnistExamplesTest(tf.test.TestCase, parameterized.TestCase):
     report = train(options, devices)
     return compare_weights.read(path), report
 
-  @parameterized.named_parameters(*_EXAMPLES)
+  @tiers.named_parameters(_EXAMPLES[0], tiers.full(_EXAMPLES[1]))
   def test_twenty_steps_equal_one_device(self, train):
     one, one_report = self._train(train, _TWENTY_STEPS, strategy='one_device')
     four, report = self._train(train, _TWENTY_STEPS, devices=_FOUR)
@@ -76,6 +76,7 @@ class MnistExamplesTest(tf.test.TestCase, parameterized.TestCase):
     )
     self.assertLessEqual(compare_weights.largest_difference(fit, loop)[0], 1e-6)
 
+  @pytest.mark.full
   def test_another_seed_trains_other_weights(self):
     weights = [
       self._train(
@@ -86,6 +87,7 @@ class MnistExamplesTest(tf.test.TestCase, parameterized.TestCase):
     self.assertGreater(compare_weights.largest_difference(*weights)[0], 1e-2)
 
   @tiers.named_parameters(tiers.soak(_EXAMPLES[0]), _EXAMPLES[1])
+  @pytest.mark.full
   def test_resumed_run_is_exact(self, train):
     options = dataclasses.replace(_SHORT, warmup_steps=5, dropout=0.2)
     two = _FOUR[:2]
@@ -130,6 +132,7 @@ class MnistExamplesTest(tf.test.TestCase, parameterized.TestCase):
     ('one_device', 'one_device', 'ring', 'one replica'),
     ('mirrored', 'mirrored', 'builtin', "TensorFlow's own all-reduce"),
   )
+  @pytest.mark.full
   def test_report_says_that_nothing_was_counted(
     self, strategy, all_reduce, reason
   ):
@@ -144,6 +147,7 @@ class MnistExamplesTest(tf.test.TestCase, parameterized.TestCase):
     self.assertFalse(report['all_reduce']['is_counted'])
     self.assertIn(reason, report['all_reduce']['reason'])
 
+  @pytest.mark.full
   def test_mirrored_counts_the_calls_of_an_op_of_ours(self):
     _, report = self._train(
       mnist_keras_fit.train,
@@ -163,6 +167,7 @@ class MnistExamplesTest(tf.test.TestCase, parameterized.TestCase):
     tiers.soak('loop', mnist_custom_loop.train, 'mixed_float16'),
     ('loop_bfloat16', mnist_custom_loop.train, 'mixed_bfloat16'),
   )
+  @pytest.mark.full
   def test_mixed_precision_trains(self, train, policy):
     weights, report = self._train(
       train, _SHORT, _FOUR[:2], mixed_precision=policy, epochs=1
@@ -177,6 +182,7 @@ class MnistExamplesTest(tf.test.TestCase, parameterized.TestCase):
     ('fit', mnist_keras_fit.train, 'ring_mirrored'),
     tiers.soak('loop', mnist_custom_loop.train, 'mirrored'),
   )
+  @pytest.mark.full
   def test_report_counts_every_copy_of_every_variable(self, train, strategy):
     _, one = self._train(train, _SHORT, strategy='one_device', epochs=1)
     (on_one,) = one['variable_bytes'].values()
@@ -189,6 +195,7 @@ class MnistExamplesTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(list(by_device.values()), [on_one] * 4)
 
   @tiers.named_parameters(_EXAMPLES[0], tiers.soak(_EXAMPLES[1]))
+  @pytest.mark.full
   def test_report_tells_the_bytes_of_a_step(self, train):
     _, report = self._train(train, _SHORT, _FOUR, epochs=1)
     # A ring brings 2(N-1)/N of the gradients into each of N devices. Whole
@@ -211,6 +218,7 @@ class MnistExamplesTest(tf.test.TestCase, parameterized.TestCase):
     # It moves something, and does not say how much.
     ('builtin', {'strategy': 'mirrored', 'all_reduce': 'builtin'}, None),
   )
+  @pytest.mark.full
   def test_bytes_that_nobody_counts(self, changes, expected):
     # As many devices as the other test of TensorFlow's own all-reduce has.
     _, report = self._train(

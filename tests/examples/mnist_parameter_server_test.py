@@ -106,6 +106,7 @@ class OneDeviceTest(tf.test.TestCase, parameterized.TestCase):
     ('fit', 'fit', mnist_keras_fit.train),
     tiers.soak('loop', 'custom', mnist_custom_loop.train),
   )
+  @pytest.mark.full
   def test_trains_what_the_other_example_trains(self, loop, train):
     common = {
       field.name: getattr(_SHORT, field.name)
@@ -121,6 +122,7 @@ class OneDeviceTest(tf.test.TestCase, parameterized.TestCase):
       self.assertLessEqual(largest, 1e-6, name)
 
   @tiers.parameters(tiers.soak('fit'), 'custom')
+  @pytest.mark.full
   def test_resumes_after_an_epoch(self, loop):
     straight = self._train(mnist_parameter_server.run, _SHORT, loop=loop)
     directory = self.create_tempdir().full_path
@@ -131,6 +133,7 @@ class OneDeviceTest(tf.test.TestCase, parameterized.TestCase):
       compare_weights.largest_difference(straight, resumed)[0], 0
     )
 
+  @pytest.mark.full
   def test_report_has_no_servers(self):
     options = dataclasses.replace(_SHORT, steps_per_execution=2)
     report = mnist_parameter_server.run(options)
@@ -204,6 +207,7 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
       ('--loop=custom', '--max_staleness=2', '--worker_input'),
     ),
   )
+  @pytest.mark.full
   def test_learns(self, mode, arguments):
     servers = self._check_learns(f'--mode={mode}', *arguments)
     self.assertEqual(servers['mode'], mode)

@@ -54,6 +54,7 @@ class MonitoringTest(tf.test.TestCase, parameterized.TestCase):
     sizes = [_BATCH_SIZE] * (_STEPS - 1) + [1437 - (_STEPS - 1) * _BATCH_SIZE]
     self.assertEqual([n['examples'] for n in lines], sizes * 2)
 
+  @pytest.mark.full
   def test_nothing_without_a_flag(self):
     options = dataclasses.replace(self._options, metrics_jsonl=None, epochs=1)
     mnist_keras_fit.train(options, ['CPU:0'])
@@ -71,6 +72,7 @@ class MonitoringTest(tf.test.TestCase, parameterized.TestCase):
 
 @pytest.mark.multi_process
 class TwoWorkersTest(tf.test.TestCase):
+  @pytest.mark.full
   def test_timelines_of_a_job_are_put_together(self):
     directory = self.create_tempdir().full_path
     path = os.path.join(directory, 'run.json')

@@ -35,6 +35,7 @@ class TaskTest(tf.test.TestCase, parameterized.TestCase):
     )
 
   @tiers.parameters(tiers.soak('one_device'), 'ring_mirrored')
+  @pytest.mark.full
   def test_trains_what_the_example_trains(self, strategy):
     options = {**_OPTIONS, 'strategy': strategy}
     expected = mnist_keras_fit.train(
