@@ -288,8 +288,8 @@ class _ServerCheckpoint:
     del epoch, step  # The strategy counts the steps that it begins.
     self.check_open()
     try:
-      # Without recovery: there is no time to wait for a server to return.
-      self.strategy.recovery.save()
+      # There is no time to wait for a server to come back.
+      self.strategy.save(recovers=False)
     except (errors.ParameterServerUnavailableError, tf.errors.OpError) as e:
       raise OSError(f'the variables cannot be read: {e}') from e
 

@@ -10,7 +10,6 @@ from tf_strategies import _keras_internal, errors
 from tf_strategies.checkpoint import checkpointer
 from tf_strategies.checkpoint import position as position_lib
 from tf_strategies.fault_tolerance import run_checkpoint
-from tf_strategies.strategies.parameter_server import resumption
 
 
 class ResumeFit(keras.callbacks.Callback):
@@ -85,16 +84,13 @@ class ResumeFit(keras.callbacks.Callback):
     )
     if position is None:
       return
-    epoch, steps = position['epoch'], position['epoch_steps']
-    if steps == self.params.get('steps'):  # It was written at the very end.
-      epoch, steps = epoch + 1, 0
-    logging.info('fit continues in epoch %d after %d steps', epoch + 1, steps)
-    _keras_internal.set_initial_epoch(self.model, epoch)
-    self._recovery.resume(
-      resumption.Resumption(
-        epoch, steps, self.params.get('steps'), tuple(position['splits'])
-      )
-    )
+    steps_per_epoch = self.params.get('steps')
+    if position.step == steps_per_epoch:  # It was written at the very end.
+      position = position_lib.Position(position.epoch + 1)
+    logging.info('fit continues at %s', position)
+    # As Keras's own BackupAndRestore does.
+    _keras_internal.set_initial_epoch(self.model, position.epoch)
+    self._recovery.resume(position, steps_per_epoch)
 
   def on_epoch_begin(self, epoch, logs=None):
     """Skips the completed steps of an interrupted epoch."""
@@ -141,7 +137,7 @@ class ResumeFit(keras.callbacks.Callback):
     if self._recovery is not None:
       # Otherwise the next `fit` starts in that epoch too.
       _keras_internal.set_initial_epoch(self.model, 0)
-      self._recovery.with_recovery(self._recovery.save)
+      self._strategy.save()
       self._mark_finished(True)
     elif self._checkpoint is not None:
       self._checkpoint.mark_finished()
