@@ -10,6 +10,7 @@ from examples import datasets
 from tests.data import formula
 from tf_strategies import data as data_lib
 from tf_strategies import errors
+from tf_strategies.checkpoint import position
 
 _N = 23
 
