@@ -10,7 +10,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 from examples import common
-from tests import virtual_devices
+from tests import tiers, virtual_devices
 from tests.examples import pages, programs
 from tf_strategies.monitoring import merge
 
@@ -40,7 +40,7 @@ class MonitoringTest(tf.test.TestCase, parameterized.TestCase):
   def _path(self, name):
     return os.path.join(self._directory, name)
 
-  @parameterized.parameters(*pages.NAMES)
+  @tiers.parameters(tiers.full(pages.NAMES[0]), pages.NAMES[1])
   def test_a_line_a_step(self, name):
     path = self._path('metrics.jsonl')
     flags = ('--num_virtual_devices=2', '--epochs=2', f'--metrics_jsonl={path}')
