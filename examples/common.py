@@ -156,7 +156,7 @@ flags.DEFINE_float(
 
 
 def run(main: Callable[[], Mapping[str, Any] | None]) -> None:
-  """Parses the flags, calls `main`, writes the report it returns, and exits.
+  """Parses the flags, calls `main`, which returns a report, and exits.
 
   The status is 0; 1 for flags, data or checkpoints that cannot be used, with a
   message; 2 if the test accuracy is below --min_accuracy; 143 after a
@@ -177,11 +177,6 @@ def _run(argv, main) -> int:
     return exit_codes.exit_code(e)
   if report is None or not report['is_chief']:
     return 0
-  from examples import reporting
-
-  print(reporting.summary(report))
-  if FLAGS.report_json:
-    reporting.write_json(report, FLAGS.report_json)
   accuracy, least = report['test']['accuracy'], FLAGS.min_accuracy
   if least is not None and accuracy < least:
     print(

@@ -140,7 +140,7 @@ class Run:
     return _RunCallback(self)
 
   def report(self, model, optimizer, metrics, train, test) -> dict[str, Any]:
-    """Returns the report, ready for JSON; writes --save_weights.
+    """Shows and returns the report; writes --report_json and --save_weights.
 
     Args:
       model: that was trained.
@@ -160,7 +160,7 @@ class Run:
     variables = [*model.variables, *optimizer.variables]
     variables += [v for metric in metrics for v in metric.variables]
     names = ('strategy', 'model', 'optimizer', 'mixed_precision', 'seed')
-    return {
+    report = {
       'example': self._example,
       **{name: FLAGS[name].value for name in names},
       'global_batch_size': FLAGS.global_batch_size,
@@ -192,6 +192,11 @@ class Run:
         'python': platform.python_version(),
       },
     }
+    if report['is_chief']:
+      print(summary(report), flush=True)
+      if FLAGS.report_json:
+        write_json(report, FLAGS.report_json)
+    return report
 
 
 def last_results(history: keras.callbacks.History | None):
