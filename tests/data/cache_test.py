@@ -13,6 +13,7 @@ from absl import logging
 from absl.testing import parameterized
 
 from examples import datasets
+from tests import tiers
 from tests.data import formula
 from tf_strategies import data as data_lib
 from tf_strategies import errors
@@ -90,12 +91,12 @@ class DamageTest(CacheTestCase):
     with open(path, 'wb') as f:
       f.write(change(content))
 
-  @parameterized.product(
+  @tiers.product(
     suffix=('.data-', '.index'),
     change=(
       ('one_byte', lambda content: content[:-1]),
-      ('half', lambda content: content[: len(content) // 2]),
-      ('all', lambda content: b''),
+      tiers.full(('half', lambda content: content[: len(content) // 2])),
+      tiers.full(('all', lambda content: b'')),
       ('zeros', lambda content: content[:-100] + bytes(100)),
     ),
   )

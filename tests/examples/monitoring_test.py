@@ -12,7 +12,7 @@ from absl.testing import parameterized
 
 import tf_strategies as tfs
 from examples import common_flags, mnist_custom_loop, mnist_keras_fit
-from tests import virtual_devices
+from tests import tiers, virtual_devices
 from tests.examples import programs
 from tf_strategies.monitoring import merge
 
@@ -44,8 +44,8 @@ class MonitoringTest(tf.test.TestCase, parameterized.TestCase):
   def _path(self, name):
     return os.path.join(self._directory, name)
 
-  @parameterized.named_parameters(
-    ('fit', mnist_keras_fit.train), ('loop', mnist_custom_loop.train)
+  @tiers.named_parameters(
+    tiers.full('fit', mnist_keras_fit.train), ('loop', mnist_custom_loop.train)
   )
   def test_a_line_a_step(self, train):
     train(self._options, ['CPU:0', 'CPU:1'])

@@ -219,7 +219,7 @@ class RunCheckpointTest(tf.test.TestCase, parameterized.TestCase):
 
   @tiers.parameters(
     ({'units': 2}, {}, 'has shape \\[4, 1\\] there and \\[4, 2\\] here'),
-    ({'optimizer': 'sgd'}, {}, 'adam/.* is not in this run'),
+    tiers.full({'optimizer': 'sgd'}, {}, 'adam/.* is not in this run'),
     ({}, {'seed': 2}, 'seed was 1 and is 2'),
     tiers.soak({}, {'seed': 1, 'size': 8}, 'size was None and is 8'),
     tiers.soak({}, None, 'seed was 1 and is None'),

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 
-from tests import processes
+from tests import processes, tiers
 from tests.process_group import meetings
 from tf_strategies import process_group
 from tf_strategies.collectives import compression
@@ -93,7 +93,7 @@ def _large(rank):
 
 @pytest.mark.multi_process
 class CollectivesTest(parameterized.TestCase):
-  @parameterized.parameters(1, 2, 3, 4, 5)
+  @tiers.parameters(1, tiers.full(2), 3, 4, tiers.full(5))
   def test_all_reduce(self, world_size):
     results = processes.run_workers(_all_reduce, world_size, is_fresh=True)
     for dtype in _DTYPES:

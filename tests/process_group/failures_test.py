@@ -203,15 +203,17 @@ _SAME = ('all_reduce', (_FLOATS,), {'name': 'x'})
 
 @pytest.mark.multi_process
 class MismatchTest(parameterized.TestCase):
-  @parameterized.named_parameters(
+  @tiers.named_parameters(
     ('size', ('all_reduce', (np.zeros(101, np.float32),), {'name': 'x'})),
-    ('dtype', ('all_reduce', (np.zeros(100, np.int32),), {'name': 'x'})),
+    tiers.full(
+      'dtype', ('all_reduce', (np.zeros(100, np.int32),), {'name': 'x'})
+    ),
     ('name', ('all_reduce', (_FLOATS,), {'name': 'y'})),
-    ('op', ('all_reduce', (_FLOATS,), {'name': 'x', 'op': 'max'})),
+    tiers.full('op', ('all_reduce', (_FLOATS,), {'name': 'x', 'op': 'max'})),
     ('algorithm', ('all_reduce', (np.zeros(10**5, 'f4'),), {'name': 'x'})),
     ('barrier', ('barrier', (), {'name': 'x'})),
-    ('broadcast', ('broadcast', (_FLOATS, 0), {'name': 'x'})),
-    ('gather', ('all_gather', (_FLOATS,), {'name': 'x'})),
+    tiers.full('broadcast', ('broadcast', (_FLOATS, 0), {'name': 'x'})),
+    tiers.full('gather', ('all_gather', (_FLOATS,), {'name': 'x'})),
   )
   def test_every_rank_is_told_who_does_what(self, other):
     calls = [_SAME, _SAME, other]
