@@ -118,7 +118,8 @@ def reductions(variables: Mapping[str, Any]) -> dict[str, str]:
   """Returns 'mean' or 'sum' for each variable of which replicas have parts."""
   return {
     name: 'mean'
-    if _value(variable).aggregation == tf.VariableAggregation.MEAN
+    if getattr(_value(variable), 'aggregation', None)
+    == tf.VariableAggregation.MEAN
     else 'sum'
     for name, variable in variables.items()
     if has_parts(variable)

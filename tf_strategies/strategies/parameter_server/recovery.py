@@ -163,7 +163,11 @@ class Recovery:
     named = model_state.name_objects(self._objects)
     path = self._checkpointer.save(
       ((name, _read(variable)) for name, variable in named.items()),
-      {**position.to_json(), 'steps': self.steps_before + self._begun},
+      {
+        **position.to_json(),
+        'steps': self.steps_before + self._begun,
+        'parts': model_state.reductions(named),
+      },
     )
     self._begun_at_save = self._begun_at[path] = self._begun
     return path
