@@ -58,12 +58,12 @@ class DocumentationTest(parameterized.TestCase):
   def test_all_has_every_builder_once(self):
     self.assertLen(set(collectives.__all__), len(collectives.__all__))
     exported = [getattr(collectives, name) for name in collectives.__all__]
-    for builder in collectives.BUILDERS.values():
+    for builder in collectives.ALGORITHMS.values():
       self.assertIn(builder, exported)
 
   def test_registry_is_read_only(self):
     with self.assertRaises(TypeError):
-      collectives.BUILDERS['mine'] = collectives.ring_all_reduce
+      collectives.ALGORITHMS['mine'] = collectives.ring_all_reduce
 
 
 class ImportsTest(parameterized.TestCase):

@@ -8,7 +8,7 @@ from hypothesis.extra import numpy as st_np
 
 from tf_strategies import errors
 from tf_strategies.collectives import (
-  BUILDERS,
+  ALGORITHMS,
   BFloat16Compression,
   Float16Compression,
   NoCompression,
@@ -20,7 +20,7 @@ from tf_strategies.collectives import (
   simulate,
 )
 
-NAMES = tuple(BUILDERS)
+NAMES = tuple(ALGORITHMS)
 
 
 class SimulateTest(parameterized.TestCase):
@@ -42,7 +42,7 @@ class SimulateTest(parameterized.TestCase):
       for _ in range(world_size)
     ]
     before = [array.copy() for array in inputs]
-    outputs = simulate(BUILDERS[name](world_size), inputs).outputs
+    outputs = simulate(ALGORITHMS[name](world_size), inputs).outputs
     self.assertLen(outputs, world_size)
     for output in outputs:
       self.assertIsInstance(output, np.ndarray)
@@ -112,7 +112,7 @@ class CompressedTest(parameterized.TestCase):
   )
   def test_ranks_agree_and_are_near_the_sum(self, name, codec, world_size):
     inputs = self.random_inputs(world_size, 37)
-    schedule = BUILDERS[name](world_size)
+    schedule = ALGORITHMS[name](world_size)
     simulation = simulate(schedule, inputs, codec)
     for output in simulation.outputs:
       # To the bit: a rank that kept its own sum in full would drift away.
@@ -128,7 +128,7 @@ class CompressedTest(parameterized.TestCase):
   @parameterized.parameters(*NAMES)
   def test_halves_the_bytes(self, name):
     inputs = self.random_inputs(6, 50)
-    schedule = BUILDERS[name](6)
+    schedule = ALGORITHMS[name](6)
     sizes = chunk_sizes(50, schedule.num_chunks)
     for codec, itemsize in (
       (None, 4),
@@ -145,7 +145,7 @@ class CompressedTest(parameterized.TestCase):
   def test_exact_where_the_wire_is(self, name):
     inputs = [np.float32([rank, 2 * rank, 16]) for rank in range(4)]
     for codec in (Float16Compression(), BFloat16Compression()):
-      for output in simulate(BUILDERS[name](4), inputs, codec).outputs:
+      for output in simulate(ALGORITHMS[name](4), inputs, codec).outputs:
         np.testing.assert_array_equal(output, np.float32([6, 12, 64]))
 
   def test_integers_stay_exact(self):

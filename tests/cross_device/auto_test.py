@@ -50,7 +50,7 @@ class ChooseScheduleTest(tf.test.TestCase, parameterized.TestCase):
       chosen = auto.choose_schedule(gpus(world_size), num_bytes)
       cheapest = min(
         collectives.cost(build(world_size), num_bytes, topology)
-        for build in collectives.BUILDERS.values()
+        for build in collectives.ALGORITHMS.values()
       )
       self.assertLessEqual(
         collectives.cost(chosen, num_bytes, topology), cheapest * 1.001

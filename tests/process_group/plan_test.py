@@ -12,12 +12,12 @@ def _cover(pieces):
 
 class PlanTest(parameterized.TestCase):
   @parameterized.product(
-    algorithm=tuple(collectives.BUILDERS),
+    algorithm=tuple(collectives.ALGORITHMS),
     world_size=(1, 2, 3, 5, 8),
     length=(0, 1, 37),
   )
   def test_both_ends_of_a_link_agree(self, algorithm, world_size, length):
-    schedule = collectives.BUILDERS[algorithm](world_size)
+    schedule = collectives.ALGORITHMS[algorithm](world_size)
     plans = [
       # Ends may cut differently: the link carries bytes.
       plan.from_schedule(schedule, rank, length, 2, 10 + 2 * rank)
@@ -85,7 +85,7 @@ class PlanTest(parameterized.TestCase):
 
   def test_nothing_waits_for_itself(self):
     for world_size in (2, 4, 5):
-      for build in collectives.BUILDERS.values():
+      for build in collectives.ALGORITHMS.values():
         made = plan.from_schedule(build(world_size), 0, 40, 1, 3)
         needs = list(made.needs)
         ready = [n for n, count in enumerate(needs) if not count]

@@ -108,7 +108,7 @@ class HierarchicalRingAllReduce(base.ScheduledAllReduce):
     group = self._group_size
     if group is None:
       group = collectives.default_group_size(size)
-    return collectives.hierarchical_ring_all_reduce(size, group)
+    return collectives.hierarchical_all_reduce(size, group)
 
   def split_above(self, devices) -> float | None:
     """Cuts what would unbalance the chunks."""

@@ -63,10 +63,10 @@ def _run(world_size, functions):
 
 class SchedulesTest(parameterized.TestCase):
   @parameterized.product(
-    algorithm=tuple(collectives.BUILDERS), world_size=(1, 2, 3, 4, 5)
+    algorithm=tuple(collectives.ALGORITHMS), world_size=(1, 2, 3, 4, 5)
   )
   def test_equals_the_simulator(self, algorithm, world_size):
-    schedule = collectives.BUILDERS[algorithm](world_size)
+    schedule = collectives.ALGORITHMS[algorithm](world_size)
     sizes = (0, 1, world_size + 1, 1009)
     inputs = {
       size: [

@@ -12,7 +12,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 from tests.strategies.tpu import double, program
-from tf_strategies.collectives import BUILDERS, ring_all_reduce
+from tf_strategies.collectives import ALGORITHMS, ring_all_reduce
 
 SUM = tf.distribute.ReduceOp.SUM
 MEAN = tf.distribute.ReduceOp.MEAN
@@ -221,9 +221,9 @@ class ExecutionTest(tf.test.TestCase, parameterized.TestCase):
       np.testing.assert_array_equal(means, [0.5, 1.0] + x[:, 0].mean(0))
       self.assertEqual(totals, 5 + x[:, 0, 0].sum())
 
-  @parameterized.named_parameters(*[(name, name) for name in BUILDERS])
+  @parameterized.named_parameters(*[(name, name) for name in ALGORITHMS])
   def test_a_wrong_schedule_gives_a_wrong_sum(self, name):
-    schedule = BUILDERS[name](4)
+    schedule = ALGORITHMS[name](4)
     for lost in (0, len(schedule.transfers) - 1):
       transfers = list(schedule.transfers)
       del transfers[lost]
