@@ -26,7 +26,7 @@ _EXAMPLES = [
 # What `python -m tf_strategies.launch` needs: free ports, process trees.
 _LAUNCH = ['portpicker', 'psutil']
 
-# What `python -m tf_strategies.manifests` needs.
+# What `python -m tf_strategies.kubernetes` needs.
 _MANIFESTS = ['PyYAML']
 
 # What benchmarks need to start their jobs, to weigh them, and for `--plot`.

@@ -27,8 +27,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from benchmarks.input_pipeline import children
 from tf_strategies import errors
-from tf_strategies.data.benchmark import children
 
 # Programs with a crew run inside of this.
 ended_by_signals = children.ended_by_signals

@@ -1,21 +1,144 @@
-"""What a run found, as a table to read and as JSON to keep.
-
-The benchmark of `tfs.data` is a part of the package, which cannot import this
-one, so the functions are there.
+"""What a benchmark found, as a table to read and as JSON to keep.
 
 Example:
 
-  >>> print(markdown(['op', 'ms'], [['ring', 1.25], ['tree', None]]))
-  | op   |   ms |
-  | :--- | ---: |
-  | ring | 1.25 |
-  | tree |      |
+  >>> from benchmarks import report
+  >>> print(report.markdown(['stage', 'ms'], [['map', 3.125]]))
+  | stage |   ms |
+  | :---- | ---: |
+  | map   | 3.12 |
 """
 
-from tf_strategies.data.benchmark.report import (
-  environment,
-  markdown,
-  write_json,
-)
+import datetime
+import json
+import os
+import platform
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ['environment', 'markdown', 'write_json']
+import numpy as np
+import tensorflow as tf
+
+from tf_strategies import errors, version
+
+
+def environment() -> dict[str, object]:
+  """Returns hardware, versions, load and date; nothing that names the host."""
+  return {
+    'hardware': {
+      'cpu_model': _cpu_model(),
+      'cpu_count': os.cpu_count(),
+      'memory_bytes': _memory_bytes(),
+    },
+    'versions': {
+      'python': platform.python_version(),
+      'tensorflow': tf.__version__,
+      'numpy': np.__version__,
+      'tf_strategies': version.__version__,
+    },
+    'load_average': list(os.getloadavg()),
+    'date': datetime.datetime.now(datetime.timezone.utc).isoformat(
+      timespec='seconds'
+    ),
+  }
+
+
+def check_target(option: str, path: str) -> None:
+  """Refuses a file that could not be written, before the runs.
+
+  Args:
+    option: that names the file.
+    path: of the file.
+
+  Raises:
+    UnsupportedOptionError: its directory is missing or cannot be written, or
+      there is something else than a file that can.
+  """
+  directory = os.path.dirname(os.path.abspath(path))
+  problem = ''
+  if os.path.isdir(path):
+    problem = 'is a directory'
+  elif os.path.exists(path) and not os.access(path, os.W_OK):
+    problem = 'is there and cannot be written'
+  else:
+    try:
+      tempfile.TemporaryFile(dir=directory).close()
+    except OSError as e:
+      problem = f'its directory cannot be written: {e.strerror}'
+  if problem:
+    raise errors.UnsupportedOptionError(
+      f'{option}={path!r} ({problem})',
+      'a file in a directory that is there and can be written',
+      f'make the directory, or write --{option} with another path',
+    )
+
+
+def write_json(path: str, content: Mapping[str, object]) -> None:
+  """Writes `content` to `path`, replacing what was there at once."""
+  unfinished = f'{path}.unfinished'
+  with open(unfinished, 'w', encoding='utf-8') as f:
+    json.dump(content, f, indent=2)
+    f.write('\n')
+  os.replace(unfinished, path)
+
+
+def markdown(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+  """Returns a Markdown table; text is left-aligned, numbers to the right.
+
+  Example:
+
+    >>> print(markdown(['op', 'ms'], [['ring', 1.25], ['tree', None]]))
+    | op   |   ms |
+    | :--- | ---: |
+    | ring | 1.25 |
+    | tree |      |
+
+  Args:
+    columns: the head of each column.
+    rows: one cell for each column; None leaves it empty.
+  """
+  rows = [list(row) for row in rows]
+  is_text = [
+    all(isinstance(row[i], str) for row in rows) for i in range(len(columns))
+  ]
+  cells = [list(columns)] + [[_cell(value) for value in row] for row in rows]
+  widths = [
+    max(4, *(len(row[i]) for row in cells)) for i in range(len(columns))
+  ]
+
+  def line(row):
+    padded = [
+      text.ljust(width) if left else text.rjust(width)
+      for text, width, left in zip(row, widths, is_text, strict=True)
+    ]
+    return f'| {" | ".join(padded)} |'
+
+  rule = [
+    f':{"-" * (width - 1)}' if left else f'{"-" * (width - 1)}:'
+    for width, left in zip(widths, is_text, strict=True)
+  ]
+  return '\n'.join([line(cells[0]), line(rule), *map(line, cells[1:])])
+
+
+def _cell(value: object) -> str:
+  if value is None:
+    return ''
+  return f'{value:.2f}' if isinstance(value, float) else str(value)
+
+
+def _cpu_model() -> str:
+  try:
+    with open('/proc/cpuinfo', encoding='utf-8') as f:
+      for line in f:
+        if line.startswith('model name'):
+          return line.partition(':')[2].strip()
+  except OSError:
+    pass  # Not Linux.
+  return platform.processor() or platform.machine()
+
+
+def _memory_bytes() -> int | None:
+  try:
+    return os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
+  except (AttributeError, ValueError, OSError):
+    return None  # Not POSIX.

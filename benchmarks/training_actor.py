@@ -104,7 +104,7 @@ class Actor:
     callbacks = [clock := BlockClock(steps)]
     if timeline is not None:
       callbacks.append(
-        tfs.MonitorTraining(timeline=timeline, progress_seconds=0)
+        tfs.MonitorCallback(timeline=timeline, progress_seconds=0)
       )
     history = model.fit(
       x,

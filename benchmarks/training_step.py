@@ -19,12 +19,12 @@ benchmarks/test_hosts.py). 'reduce predicted' is the cost model's time of the
 gradients' ring over the measured link: what a step without overlap would add.
 
 With --timeline each ring trains once more after that, with
-`tfs.MonitorTraining`: what it writes goes to step-PEER-RANK.json, and what it
+`tfs.MonitorCallback`: what it writes goes to step-PEER-RANK.json, and what it
 costs to the table's 'monitored ms'. See it with
 
   python -m tf_strategies.monitoring.merge step-ring_1mb-*.json \\
     --output=step.json
-  python -m tf_strategies.monitoring.picture step.json step.png
+  python -m tf_strategies.monitoring.plot step.json step.png
 """
 
 import contextlib

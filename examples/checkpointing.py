@@ -19,7 +19,8 @@ import tensorflow as tf
 
 import tf_strategies as tfs
 from examples import mnist_common, mnist_model
-from tf_strategies.training import run_checkpoint, run_state
+from tf_strategies.checkpoint import model_state
+from tf_strategies.fault_tolerance import run_checkpoint
 
 
 def settings_of(setup: mnist_common.Setup) -> dict[str, object]:
@@ -90,5 +91,5 @@ def state_variables(
   model: keras.Model, optimizer: keras.optimizers.Optimizer
 ) -> dict[str, tf.Variable]:
   """The variables that decide how training goes on, by name."""
-  variables = run_state.name_variables(model, optimizer)
+  variables = model_state.name_variables(model, optimizer)
   return {name: variable.value for name, variable in variables.items()}

@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 import tf_strategies as tfs
-from examples import common_flags
+from examples import common_flags, datasets
 
 _ALL_REDUCES = {
   'ring': tfs.RingAllReduce,
@@ -117,7 +117,7 @@ class TrainingData:
       without regard to their ends.
   """
 
-  source: tfs.data.ImageClassificationData
+  source: datasets.ImageClassificationData
   global_batch_size: int
   steps_per_epoch: int
   seed: int
@@ -236,7 +236,7 @@ def load_data(
   Raises:
     DataError: the data are missing, damaged, or less than one batch.
   """
-  source = tfs.data.load(options.dataset, options.data_path)
+  source = datasets.load(options.dataset, options.data_path)
   num_examples = source.train.num_examples
   size = options.global_batch_size
   full_steps = num_examples // size

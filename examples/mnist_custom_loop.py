@@ -33,7 +33,7 @@ from examples import (
   mnist_model,
   training_report,
 )
-from tf_strategies.training import run_checkpoint
+from tf_strategies.fault_tolerance import run_checkpoint
 
 
 def train(

@@ -39,7 +39,7 @@ from examples import (
   mnist_model,
   training_report,
 )
-from tf_strategies.training import run_checkpoint
+from tf_strategies.fault_tolerance import run_checkpoint
 
 
 def train(
@@ -193,7 +193,7 @@ def _callbacks(setup, throughput, checkpoint, start):
   if setup.is_chief and training_report.can_log(setup.options.log_dir):
     callbacks.append(keras.callbacks.TensorBoard(setup.options.log_dir))
   if setup.monitor is not None:
-    callbacks.append(tfs.MonitorTraining(setup.monitor))
+    callbacks.append(tfs.MonitorCallback(setup.monitor))
   saver = checkpointing.saver(setup, checkpoint)
   if saver is not None:
     # The last one: all others have heard of the step after which it exits.

@@ -41,7 +41,7 @@ from examples import (
   parameter_server_flags,
   training_report,
 )
-from tf_strategies.training import run_checkpoint, sidecar_evaluator
+from tf_strategies.fault_tolerance import evaluator, run_checkpoint
 
 
 def run(
@@ -118,7 +118,7 @@ def _tell_evaluator(directory: str | None, is_finished: bool) -> None:
   """Says whether there will be more checkpoints."""
   if directory is None:
     return
-  path = os.path.join(directory, sidecar_evaluator.FINISHED_FILE)
+  path = os.path.join(directory, evaluator.FINISHED_FILE)
   if is_finished:
     tf.io.gfile.makedirs(directory)
     with tf.io.gfile.GFile(path, 'w') as f:

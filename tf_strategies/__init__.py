@@ -36,6 +36,16 @@ if TYPE_CHECKING:
     RingAllReduce,
     TreeAllReduce,
   )
+  from tf_strategies.fault_tolerance import elastic
+  from tf_strategies.fault_tolerance.elastic import ElasticOptions
+  from tf_strategies.fault_tolerance.evaluator import SidecarEvaluator
+  from tf_strategies.fault_tolerance.preemption import (
+    Preemption,
+    PreemptionCheckpoint,
+  )
+  from tf_strategies.fault_tolerance.resume_fit import ResumeFit
+  from tf_strategies.fault_tolerance.run_checkpoint import RunCheckpoint
+  from tf_strategies.monitoring.keras_callback import MonitorCallback
   from tf_strategies.strategies import (
     STRATEGY_NAMES,
     CentralStorageStrategy,
@@ -47,16 +57,6 @@ if TYPE_CHECKING:
     TPURingStrategy,
     create_strategy,
   )
-  from tf_strategies.training import elastic
-  from tf_strategies.training.elastic import ElasticOptions
-  from tf_strategies.training.monitor_training import MonitorTraining
-  from tf_strategies.training.preemption import (
-    Preemption,
-    PreemptionCheckpoint,
-  )
-  from tf_strategies.training.resume_fit import ResumeFit
-  from tf_strategies.training.run_checkpoint import RunCheckpoint
-  from tf_strategies.training.sidecar_evaluator import SidecarEvaluator
 
 __all__ = [
   'STRATEGY_NAMES',
@@ -66,7 +66,7 @@ __all__ = [
   'ElasticOptions',
   'HalvingDoublingAllReduce',
   'HierarchicalRingAllReduce',
-  'MonitorTraining',
+  'MonitorCallback',
   'MultiWorkerCollectiveStrategy',
   'MultiWorkerRingStrategy',
   'NaiveAllReduce',
@@ -103,15 +103,15 @@ _ROOMS = (
   'process_group',
 )
 _HOMES = {
-  'ElasticOptions': 'training.elastic',
-  'MonitorTraining': 'training.monitor_training',
-  'Preemption': 'training.preemption',
-  'PreemptionCheckpoint': 'training.preemption',
-  'RunCheckpoint': 'training.run_checkpoint',
+  'ElasticOptions': 'fault_tolerance.elastic',
+  'MonitorCallback': 'monitoring.keras_callback',
+  'Preemption': 'fault_tolerance.preemption',
+  'PreemptionCheckpoint': 'fault_tolerance.preemption',
+  'RunCheckpoint': 'fault_tolerance.run_checkpoint',
   'STRATEGY_NAMES': 'strategies',
-  'SidecarEvaluator': 'training.sidecar_evaluator',
+  'SidecarEvaluator': 'fault_tolerance.evaluator',
   'create_strategy': 'strategies',
-  'ResumeFit': 'training.resume_fit',
+  'ResumeFit': 'fault_tolerance.resume_fit',
   'RingOptions': 'strategies',
 }
 
@@ -120,7 +120,7 @@ def __getattr__(name: str) -> Any:
   if name in _ROOMS:
     return importlib.import_module(f'tf_strategies.{name}')
   if name == 'elastic':
-    return importlib.import_module('tf_strategies.training.elastic')
+    return importlib.import_module('tf_strategies.fault_tolerance.elastic')
   if name not in __all__:
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
   home = _HOMES.get(name)

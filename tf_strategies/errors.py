@@ -1,7 +1,7 @@
-"""Typed failures: each names the value, what is allowed and the way out.
+"""Typed failures: each names the value, what was expected and the fix.
 
 Every error of this package derives from `Error`, so that `except tfs.errors.Error`
-catches what the package itself refuses and nothing else. Those that reject
+catches what the package itself raises and nothing else. Those that reject
 a user's argument are `ValueError`s too, those that report the world outside
 (a lost peer, a missed deadline) are `RuntimeError`s, so that code written
 against the standard types keeps working.
@@ -15,7 +15,7 @@ Example:
   ...       "write 'ring_mirrored'")
   ... except ValueError as e:
   ...   print(e)
-  strategy='ring_mirored' is not supported: allowed is one of the registered names. Way out: write 'ring_mirrored'.
+  strategy='ring_mirored' is not supported. Expected one of the registered names. Fix: write 'ring_mirrored'.
 """
 
 
@@ -37,11 +37,11 @@ class _MadeOfParts(type):
   def __call__(cls, *args):
     if len(args) != 3:
       return super().__call__(*args)
-    received, allowed, way_out = args
+    received, expected, fix = args
     error = super().__call__(
-      f'{received} is not supported: allowed is {allowed}. Way out: {way_out}.'
+      f'{received} is not supported. Expected {expected}. Fix: {fix}.'
     )
-    error.received, error.allowed, error.way_out = args
+    error.received, error.expected, error.fix = args
     return error
 
 
@@ -51,13 +51,13 @@ class UnsupportedOptionError(Error, ValueError, metaclass=_MadeOfParts):
   Args:
     received: the option and its value, as the user would write it; or, alone,
       the whole message.
-    allowed: what is supported instead.
-    way_out: what to write to get what was meant.
+    expected: what is supported instead.
+    fix: what to write instead.
   """
 
   received: str | None = None
-  allowed: str | None = None
-  way_out: str | None = None
+  expected: str | None = None
+  fix: str | None = None
 
 
 class ScheduleError(Error, ValueError):

@@ -11,9 +11,17 @@ from tests.architecture import project
 _LAYERS = (
   ('benchmarks',),
   ('examples',),
-  ('training',),
+  ('fault_tolerance',),
   ('strategies',),
-  ('keras', 'coordinator', 'cross_device', 'process_group', 'monitoring'),
+  (
+    'keras',
+    'cross_device',
+    'process_group',
+    'monitoring',
+    'checkpoint',
+    'launch',
+    'kubernetes',
+  ),
   ('cluster', 'data'),
   ('collectives',),
 )
@@ -93,8 +101,12 @@ class ImportsTest(parameterized.TestCase):
 
   @parameterized.named_parameters(
     ('up', 'keras/a.py', 'from tf_strategies.strategies import registry'),
-    ('up_as_attribute', 'data/a.py', 'from tf_strategies import training'),
-    ('beside', 'keras/a.py', 'import tf_strategies.coordinator.placement'),
+    (
+      'up_as_attribute',
+      'data/a.py',
+      'from tf_strategies import fault_tolerance',
+    ),
+    ('beside', 'keras/a.py', 'import tf_strategies.cross_device.executor'),
     ('relative', 'data/a.py', 'from ..cluster import config'),
     ('inside_function', 'data/a.py', 'def f():\n  import tf_strategies.keras'),
     ('door_from_inside', 'keras/a.py', 'import tf_strategies as tfs'),
@@ -124,7 +136,11 @@ class ImportsTest(parameterized.TestCase):
     ('itself', 'tf_strategies/keras/a.py', 'from tf_strategies.keras import b'),
     ('below', 'tf_strategies/keras/a.py', 'from tf_strategies import cluster'),
     ('ground', 'tf_strategies/data/a.py', 'from tf_strategies import errors'),
-    ('door', 'tf_strategies/__init__.py', 'from tf_strategies import training'),
+    (
+      'door',
+      'tf_strategies/__init__.py',
+      'from tf_strategies import fault_tolerance',
+    ),
     ('public', 'examples/a.py', 'import tf_strategies as tfs'),
     ('numpy', 'tf_strategies/collectives/a.py', 'import math, numpy as np'),
     (

@@ -10,6 +10,7 @@ class DocumentationTest(parameterized.TestCase):
   @parameterized.parameters(
     ('benchmarks.measure', 2),
     ('benchmarks.process_results', 4),
+    ('benchmarks.report', 1),
     ('benchmarks.test_hosts', 1),
     ('benchmarks.process_peers.base', 2),
   )

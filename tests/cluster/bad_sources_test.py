@@ -202,7 +202,7 @@ class BadValuesTest(parameterized.TestCase):
     with self.assertRaises(errors.ClusterConfigError) as caught:
       schedulers.read(environ)
     message = str(caught.exception)
-    for word in (': ', 'allowed is ', 'Way out: ', *words):
+    for word in (': ', 'Expected ', 'Fix: ', *words):
       self.assertIn(word, message)
     self.assertLess(len(message), 800)
 
@@ -319,7 +319,7 @@ class FuzzTest(absltest.TestCase):
     try:
       config = schedulers.read(environ)
     except errors.ClusterConfigError as e:
-      self.assertIn('Way out: ', str(e))
+      self.assertIn('Fix: ', str(e))
       return
     if config is not None:
       again = schedulers.read({'TF_CONFIG': config.to_tf_config()})

@@ -28,7 +28,7 @@ class DocumentationTest(parameterized.TestCase):
     files = {
       path: source
       for path, source in project.python_files('tf_strategies').items()
-      if path.startswith(('tf_strategies/cluster/', 'tf_strategies/launch'))
+      if path.startswith(('tf_strategies/cluster/', 'tf_strategies/launch/'))
     }
     self.assertIn('tf_strategies/cluster/config.py', files)
     # There a server is started, and until then nothing is loaded.

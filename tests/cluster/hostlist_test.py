@@ -116,7 +116,7 @@ class FuzzTest(absltest.TestCase):
       try:
         found = parse(text)
       except errors.ClusterConfigError as e:
-        self.assertIn('Way out: ', str(e))
+        self.assertIn('Fix: ', str(e))
         continue
       self.assertBetween(len(found), 1, checks.MAX_TASKS)
 

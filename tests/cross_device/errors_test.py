@@ -35,19 +35,19 @@ class ErrorsTest(tf.test.TestCase, parameterized.TestCase):
     for reduce in self.reduces(
       replicas.OPS[op](), reduce_op, [[True], [False]]
     ):
-      self.assert_refused(['dtype bool', 'Way out: cast'], reduce)
+      self.assert_refused(['dtype bool', 'Fix: cast'], reduce)
 
   def test_string(self):
     op = cross_device.RingAllReduce()
     for reduce in self.reduces(op, SUM, ['a', 'b']):
-      self.assert_refused(['dtype string', 'Way out: cast'], reduce)
+      self.assert_refused(['dtype string', 'Fix: cast'], reduce)
 
   @parameterized.named_parameters(*replicas.NAMED_OPS)
   def test_shapes_that_differ(self, make_op):
     components = [tf.zeros([3, 2]), tf.zeros([4, 2])]
     for reduce in self.reduces(make_op(), SUM, components):
       self.assert_refused(
-        ['replica 1', '(4, 2)', '(3, 2)', 'Way out: ', 'strategy.gather'],
+        ['replica 1', '(4, 2)', '(3, 2)', 'Fix: ', 'strategy.gather'],
         reduce,
       )
 
@@ -61,7 +61,7 @@ class ErrorsTest(tf.test.TestCase, parameterized.TestCase):
     op = cross_device.RingAllReduce()
     for reduce in self.reduces(op, reduce_op, [[1.0], [2.0]]):
       self.assert_refused(
-        [f'reduce_op={reduce_op!r}', 'ReduceOp.SUM or MEAN', 'Way out: '],
+        [f'reduce_op={reduce_op!r}', 'ReduceOp.SUM or MEAN', 'Fix: '],
         reduce,
       )
 

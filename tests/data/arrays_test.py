@@ -4,6 +4,7 @@ import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
+from examples import datasets
 from tests.data import formula
 from tf_strategies import data as data_lib
 
@@ -92,7 +93,7 @@ class ImageClassificationDataTest(formula.DataTestCase, parameterized.TestCase):
     splits[split] = formula.arrays(7)
     self.assert_data_error(
       [split, 'label 5 of example 5', '0 to 4', 'num_classes=5'],
-      data_lib.ImageClassificationData,
+      datasets.ImageClassificationData,
       'mnist',
       num_classes=5,
       **splits,
@@ -100,7 +101,7 @@ class ImageClassificationDataTest(formula.DataTestCase, parameterized.TestCase):
 
   def test_accepts_the_largest_label(self):
     arrays = formula.arrays(5)
-    data = data_lib.ImageClassificationData('mnist', arrays, arrays, 5)
+    data = datasets.ImageClassificationData('mnist', arrays, arrays, 5)
     self.assertEqual(data.num_classes, 5)
 
   @parameterized.parameters('', 'a-b', 'a/b', 'a b', None)
@@ -108,7 +109,7 @@ class ImageClassificationDataTest(formula.DataTestCase, parameterized.TestCase):
     arrays = formula.arrays(2)
     self.assert_data_error(
       [f'name={name!r}', 'letters'],
-      data_lib.ImageClassificationData,
+      datasets.ImageClassificationData,
       name,
       arrays,
       arrays,
@@ -119,7 +120,7 @@ class ImageClassificationDataTest(formula.DataTestCase, parameterized.TestCase):
     arrays = formula.arrays(1)
     self.assert_data_error(
       ['num_classes=1', 'at least 2'],
-      data_lib.ImageClassificationData,
+      datasets.ImageClassificationData,
       'mnist',
       arrays,
       arrays,

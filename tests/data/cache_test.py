@@ -11,6 +11,7 @@ import tensorflow as tf
 from absl import logging
 from absl.testing import parameterized
 
+from examples import datasets
 from tests.data import formula
 from tf_strategies import data as data_lib
 from tf_strategies import errors
@@ -42,10 +43,10 @@ class CacheTestCase(tf.test.TestCase, parameterized.TestCase):
   def write_shards(self, train):
     for entry in os.listdir(self.shards):
       os.remove(os.path.join(self.shards, entry))
-    data = data_lib.ImageClassificationData(
+    data = datasets.ImageClassificationData(
       'mnist', train, formula.arrays(3), 10**6
     )
-    self.paths = data_lib.write_tfrecords(data, self.shards, 2)
+    self.paths = datasets.write_tfrecords(data, self.shards, 2)
 
   def make(self, **changes):
     functions = {

@@ -6,6 +6,7 @@ import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
+from examples import datasets
 from tests.data import formula
 from tf_strategies import data as data_lib
 from tf_strategies import errors
@@ -14,7 +15,7 @@ _N = 23
 
 
 def _arrays():
-  return data_lib.make_synthetic(num_train=_N, num_test=1).train
+  return datasets.make_synthetic(num_train=_N, num_test=1).train
 
 
 def _images(first_epoch, num_epochs, seed=5, size=4, **kwargs):
@@ -178,7 +179,7 @@ class FileEpochsTest(tf.test.TestCase, parameterized.TestCase):
   def setUp(self):
     super().setUp()
     self._directory = self.create_tempdir().full_path
-    data_lib.write_tfrecords(formula.numbered(_N, 5), self._directory, 5)
+    datasets.write_tfrecords(formula.numbered(_N, 5), self._directory, 5)
 
   def stream(self, first_epoch, num_epochs, steps=7, first_step=0, **changes):
     if changes.get('cache') == 'disk':

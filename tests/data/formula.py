@@ -7,6 +7,7 @@ import struct
 import numpy as np
 import tensorflow as tf
 
+from examples import datasets
 from tf_strategies import data as data_lib
 from tf_strategies import errors
 
@@ -37,9 +38,9 @@ def arrays(n: int) -> data_lib.Arrays:
 
 def dataset(
   num_train: int = 23, num_test: int = 9, name: str = 'mnist'
-) -> data_lib.ImageClassificationData:
+) -> datasets.ImageClassificationData:
   """Test examples continue where the training examples end."""
-  return data_lib.ImageClassificationData(
+  return datasets.ImageClassificationData(
     name,
     data_lib.Arrays(images(num_train), labels(num_train)),
     data_lib.Arrays(images(num_test, num_train), labels(num_test, num_train)),
@@ -47,9 +48,9 @@ def dataset(
   )
 
 
-def numbered(num_train: int, num_test: int) -> data_lib.ImageClassificationData:
+def numbered(num_train: int, num_test: int) -> datasets.ImageClassificationData:
   """As `dataset`, but label i is i in both splits; for pipelines."""
-  return data_lib.ImageClassificationData(
+  return datasets.ImageClassificationData(
     'mnist', arrays(num_train), arrays(num_test), max(num_train, num_test, 2)
   )
 

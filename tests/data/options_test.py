@@ -57,8 +57,8 @@ class PipelineOptionsTest(tf.test.TestCase, parameterized.TestCase):
     with self.assertRaises(errors.UnsupportedOptionError) as caught:
       PipelineOptions(**({'global_batch_size': 8} | {name: value}))
     self.assertEqual(caught.exception.received, f'{name}={value!r}')
-    self.assertNotEmpty(caught.exception.allowed)
-    self.assertNotEmpty(caught.exception.way_out)
+    self.assertNotEmpty(caught.exception.expected)
+    self.assertNotEmpty(caught.exception.fix)
 
   @parameterized.named_parameters(_cases(_GOOD))
   def test_accepts(self, name, value):
@@ -82,8 +82,8 @@ class PipelineOptionsTest(tf.test.TestCase, parameterized.TestCase):
       errors.UnsupportedOptionError, f'cache_path={path!r}'
     ) as caught:
       PipelineOptions(global_batch_size=8, cache=cache, cache_path=path)
-    self.assertIn(cache, caught.exception.allowed)
-    self.assertIn('cache', caught.exception.way_out)
+    self.assertIn(cache, caught.exception.expected)
+    self.assertIn('cache', caught.exception.fix)
 
   @parameterized.parameters('/tmp/cache', pathlib.Path('/tmp/cache'))
   def test_accepts_cache_path_on_disk(self, path):

@@ -7,6 +7,7 @@ import time
 import tensorflow as tf
 from absl.testing import parameterized
 
+from examples import datasets
 from tests.data import formula
 from tf_strategies import data as data_lib
 from tf_strategies import errors
@@ -54,7 +55,7 @@ class ServiceTest(tf.test.TestCase, parameterized.TestCase):
 
   def make_files(self, options):
     directory = self.create_tempdir().full_path
-    data_lib.write_tfrecords(formula.numbered(_N, 5), directory, 5)
+    datasets.write_tfrecords(formula.numbered(_N, 5), directory, 5)
     return data_lib.make_tfrecord_dataset(directory, 'train', options, True)
 
   def make_arrays(self, options):

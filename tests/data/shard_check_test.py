@@ -6,6 +6,7 @@ import time
 import tensorflow as tf
 from absl.testing import parameterized
 
+from examples import datasets
 from tests.data import formula
 from tf_strategies import data as data_lib
 from tf_strategies import errors
@@ -82,7 +83,7 @@ class SharesTest(tf.test.TestCase, parameterized.TestCase):
     if autoshard == 'file' and num_files < workers:
       self.skipTest('refused')
     directory = self.create_tempdir().full_path
-    data_lib.write_tfrecords(formula.numbered(_N, 9), directory, num_files)
+    datasets.write_tfrecords(formula.numbered(_N, 9), directory, num_files)
     options = data_lib.PipelineOptions(
       60, seed=2, autoshard=autoshard, shuffle_buffer=7
     )
@@ -128,7 +129,7 @@ class SharesTest(tf.test.TestCase, parameterized.TestCase):
     # Without an order that all agree on, the k-th record is not the same one
     # for all: some would come twice and some never.
     directory = self.create_tempdir().full_path
-    paths = data_lib.write_tfrecords(formula.numbered(_N, 9), directory, 7)[:7]
+    paths = datasets.write_tfrecords(formula.numbered(_N, 9), directory, 7)[:7]
     options = data_lib.PipelineOptions(
       60, seed=1, autoshard='data', deterministic=False, cache=cache
     )

@@ -5,6 +5,7 @@ import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
+from examples import datasets
 from tests.data import formula
 from tf_strategies import data as data_lib
 from tf_strategies import errors
@@ -33,7 +34,7 @@ class TFRecordTestCase(formula.DataTestCase, parameterized.TestCase):
   def setUp(self):
     super().setUp()
     self.directory = self.new_dir()
-    self.paths = data_lib.write_tfrecords(
+    self.paths = datasets.write_tfrecords(
       formula.numbered(_TRAIN, _TEST), self.directory, 4
     )
 
@@ -117,7 +118,7 @@ class ElementsTest(TFRecordTestCase):
       _order(self.make())
     self.assert_data_error(
       [self.paths[3], 'corrupt record'],
-      data_lib.load_tfrecords,
+      datasets.load_tfrecords,
       self.directory,
       num_classes=_TRAIN,
     )
@@ -226,13 +227,13 @@ class CacheTest(TFRecordTestCase):
     for path in self.paths:
       os.remove(path)
     data = formula.numbered(_TRAIN, _TEST)
-    other = data_lib.ImageClassificationData(
+    other = datasets.ImageClassificationData(
       'mnist',
       data.train,
       data_lib.Arrays(data.test.images, data.test.labels + 1),
       _TRAIN,
     )
-    data_lib.write_tfrecords(other, self.directory, 4)
+    datasets.write_tfrecords(other, self.directory, 4)
     self.assertEqual(
       sorted(_order(self.make('test', True, **changes))),
       list(range(1, _TEST + 1)),

@@ -15,6 +15,7 @@ import tensorflow as tf
 from absl import flags
 from absl.testing import parameterized
 
+from examples import datasets
 from tests.data import formula
 from tf_strategies import data as data_lib
 from tf_strategies import errors
@@ -51,21 +52,21 @@ class RoundTripTest(formula.DataTestCase, parameterized.TestCase):
   def test_every_value_and_the_order_come_back(self, num_shards):
     directory = self.new_dir()
     expected = formula.dataset(num_train=23, num_test=9)
-    paths = data_lib.write_tfrecords(expected, directory, num_shards)
+    paths = datasets.write_tfrecords(expected, directory, num_shards)
     self.assertLen(paths, 2 * num_shards)
     self.assertCountEqual(
       os.listdir(directory), [os.path.basename(path) for path in paths]
     )
-    actual = data_lib.load_tfrecords(directory)
+    actual = datasets.load_tfrecords(directory)
     self.assertEqual(actual.name, 'mnist')
     self.assert_same_data(actual, expected)
-    self.assertEqual(data_lib.count_tfrecords(directory, 'train'), 23)
-    self.assertEqual(data_lib.count_tfrecords(directory, 'test'), 9)
+    self.assertEqual(datasets.count_tfrecords(directory, 'train'), 23)
+    self.assertEqual(datasets.count_tfrecords(directory, 'test'), 9)
     self.assertEqual(data_lib.num_examples(directory, 'test'), 9)
 
   def test_example_i_is_in_shard_i_modulo_the_count(self):
     directory = self.new_dir()
-    data_lib.write_tfrecords(formula.numbered(11, 4), directory, 3)
+    datasets.write_tfrecords(formula.numbered(11, 4), directory, 3)
     for shard in range(3):
       path = os.path.join(
         directory, f'mnist-train-{shard:05d}-of-00003.tfrecord'
@@ -86,20 +87,20 @@ class RoundTripTest(formula.DataTestCase, parameterized.TestCase):
   def test_more_records_than_one_read(self):
     directory = self.new_dir()
     with mock.patch.object(tfrecord, '_READ_BATCH', 4):
-      data_lib.write_tfrecords(formula.dataset(), directory, 2)
+      datasets.write_tfrecords(formula.dataset(), directory, 2)
       self.assert_same_data(
-        data_lib.load_tfrecords(directory), formula.dataset()
+        datasets.load_tfrecords(directory), formula.dataset()
       )
 
   def test_name_and_classes(self):
     directory = pathlib.Path(self.new_dir()) / 'deep' / 'er'
-    data = data_lib.make_synthetic(num_train=30, num_test=20, num_classes=15)
-    data_lib.write_tfrecords(data, directory, 2)
-    actual = data_lib.load_tfrecords(directory, num_classes=15)
+    data = datasets.make_synthetic(num_train=30, num_test=20, num_classes=15)
+    datasets.write_tfrecords(data, directory, 2)
+    actual = datasets.load_tfrecords(directory, num_classes=15)
     self.assertEqual(actual.name, 'synthetic')
     self.assert_same_data(actual, data)
     self.assert_data_error(
-      [str(directory), 'label 10'], data_lib.load_tfrecords, directory
+      [str(directory), 'label 10'], datasets.load_tfrecords, directory
     )
 
 
@@ -109,15 +110,15 @@ class WriteTest(formula.DataTestCase, parameterized.TestCase):
     with self.assertRaisesRegex(
       errors.UnsupportedOptionError, f'num_shards={num_shards}.*1 to 9'
     ):
-      data_lib.write_tfrecords(formula.dataset(), self.new_dir(), num_shards)
+      datasets.write_tfrecords(formula.dataset(), self.new_dir(), num_shards)
 
   def test_never_mixes_with_old_shards(self):
     directory = self.new_dir()
-    data_lib.write_tfrecords(formula.dataset(), directory, 2)
+    datasets.write_tfrecords(formula.dataset(), directory, 2)
     before = sorted(os.listdir(directory))
     self.assert_data_error(
       [directory, 'already'],
-      data_lib.write_tfrecords,
+      datasets.write_tfrecords,
       formula.dataset(),
       directory,
       4,
@@ -134,7 +135,7 @@ class WriteTest(formula.DataTestCase, parameterized.TestCase):
         raise KeyboardInterrupt
 
     with self.assertRaises(KeyboardInterrupt):
-      data_lib.write_tfrecords(formula.dataset(), directory, 2, fail_late)
+      datasets.write_tfrecords(formula.dataset(), directory, 2, fail_late)
     self.assertEmpty(os.listdir(directory))
 
   def test_unwritable(self):
@@ -142,7 +143,7 @@ class WriteTest(formula.DataTestCase, parameterized.TestCase):
     pathlib.Path(path).write_text('in the way')
     self.assert_data_error(
       [path, 'cannot be written'],
-      data_lib.write_tfrecords,
+      datasets.write_tfrecords,
       formula.dataset(),
       path,
       2,
@@ -150,7 +151,7 @@ class WriteTest(formula.DataTestCase, parameterized.TestCase):
 
   def test_reports_each_shard(self):
     lines = []
-    data_lib.write_tfrecords(
+    datasets.write_tfrecords(
       formula.dataset(23, 9), self.new_dir(), 2, lines.append
     )
     self.assertEqual(
@@ -168,10 +169,10 @@ class DamageTest(formula.DataTestCase, parameterized.TestCase):
   def setUp(self):
     super().setUp()
     self.directory = self.new_dir()
-    self.paths = data_lib.write_tfrecords(formula.dataset(), self.directory, 4)
+    self.paths = datasets.write_tfrecords(formula.dataset(), self.directory, 4)
 
   def assert_unreadable(self, *fragments):
-    self.assert_data_error(fragments, data_lib.load_tfrecords, self.directory)
+    self.assert_data_error(fragments, datasets.load_tfrecords, self.directory)
 
   @parameterized.parameters(0, 3, 5, 7)
   def test_missing_shard(self, index):
@@ -215,7 +216,7 @@ class DamageTest(formula.DataTestCase, parameterized.TestCase):
     os.truncate(self.paths[2], size - missing)
     self.assert_unreadable(self.paths[2], 'truncated or corrupt', 'record 5')
     self.assert_data_error(
-      [self.paths[2]], data_lib.count_tfrecords, self.directory, 'train'
+      [self.paths[2]], datasets.count_tfrecords, self.directory, 'train'
     )
 
   def test_empty(self):
@@ -223,7 +224,7 @@ class DamageTest(formula.DataTestCase, parameterized.TestCase):
     expected = [self.paths[1], 'no record', 'write it again']
     self.assert_unreadable(*expected)
     for read in (
-      data_lib.count_tfrecords,
+      datasets.count_tfrecords,
       lambda *where: files.from_shards(tfrecord.find_shards(*where)),
     ):
       self.assert_data_error(expected, read, self.directory, 'train')
@@ -304,7 +305,7 @@ class CommandTest(formula.DataTestCase):
   def run_command(self, *arguments):
     root = os.path.dirname(os.path.dirname(errors.__file__))
     return subprocess.run(
-      [sys.executable, '-m', 'tf_strategies.data.write_tfrecords', *arguments],
+      [sys.executable, '-m', 'examples.datasets.write_tfrecords', *arguments],
       capture_output=True,
       text=True,
       timeout=120,
@@ -321,12 +322,12 @@ class CommandTest(formula.DataTestCase):
     self.assertIn('mnist-test-00002-of-00003.tfrecord: 3', result.stdout)
     self.assertIn('Wrote 23 + 9 examples of mnist to 6 files', result.stdout)
     self.assertNotIn('RuntimeWarning', result.stderr)
-    self.assert_same_data(data_lib.load('mnist', target), formula.dataset())
+    self.assert_same_data(datasets.load('mnist', target), formula.dataset())
 
   def test_says_what_is_wrong_without_a_traceback(self):
     path = os.path.join(self.new_dir(), 'none.npz')
     command = importlib.import_module(
-      'tf_strategies.data.write_tfrecords.__main__'
+      'examples.datasets.write_tfrecords.__main__'
     )
     args = types.SimpleNamespace(
       dataset='mnist', data_path=path, output_dir='unused', num_shards=4
@@ -341,11 +342,11 @@ class CommandTest(formula.DataTestCase):
     self.assertFalse(os.path.exists('unused'))
 
   def test_importing_defines_no_flag_and_keeps_the_function(self):
-    module = 'tf_strategies.data.write_tfrecords.__main__'
+    module = 'examples.datasets.write_tfrecords.__main__'
     self.assertIn('main', runpy.run_module(module))
     importlib.import_module(module)
     self.assertNotIn('output_dir', flags.FLAGS)
-    self.assertTrue(callable(data_lib.write_tfrecords))
+    self.assertTrue(callable(datasets.write_tfrecords))
 
 
 class FramingTest(formula.DataTestCase):
@@ -373,7 +374,7 @@ class FramingTest(formula.DataTestCase):
           ),
           [_example(label=label) for label in labels],
         )
-    data = data_lib.load_tfrecords(directory)
+    data = datasets.load_tfrecords(directory)
     self.assertEqual(data.train.labels.tolist(), [0, 1, 2, 3, 4, 5])
     self.assertEqual(np.sum(data.train.images), 0)
 

@@ -7,6 +7,7 @@ import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
+from examples import datasets
 from tests.data import formula
 from tf_strategies import data as data_lib
 from tf_strategies import errors
@@ -57,7 +58,7 @@ class TransformTestCase(tf.test.TestCase, parameterized.TestCase):
         **(functions or {}),
       )
     directory = self.create_tempdir().full_path
-    data_lib.write_tfrecords(formula.numbered(_N, 3), directory, 3)
+    datasets.write_tfrecords(formula.numbered(_N, 3), directory, 3)
     return data_lib.make_tfrecord_dataset(
       directory,
       'train',

@@ -21,8 +21,8 @@ from examples import (
 )
 from tests import virtual_devices
 from tests.examples import programs
+from tf_strategies.checkpoint import checkpointer
 from tf_strategies.cluster import exit_codes
-from tf_strategies.training import checkpoint_store
 
 virtual_devices.configure_logical_cpus()
 
@@ -33,7 +33,7 @@ _SECONDS_INTO_EPOCH = 0.1
 
 def _was_saved(directory):
   """Whether there is a checkpoint, and training has gone on since."""
-  paths = checkpoint_store.CheckpointStore(directory).paths()
+  paths = checkpointer.Checkpointer(directory).paths()
   if not paths:
     return False
   age = time.time() - os.path.getmtime(paths[-1])
@@ -104,7 +104,7 @@ class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
       'strategy_of_another_example',
       'mnist_keras_fit',
       '--strategy=parameter_server',
-      'Way out: run python -m examples.mnist_parameter_server',
+      'Fix: run python -m examples.mnist_parameter_server',
     ),
     (
       'missing_data',
@@ -209,7 +209,7 @@ class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
       program.signal(number),
       -number if is_kill else exit_codes.RESTARTABLE_EXIT_CODE,
     )
-    where = checkpoint_store.CheckpointStore(checkpoints).newest().metadata
+    where = checkpointer.Checkpointer(checkpoints).newest().metadata
     self.assertEqual(where['epoch'], 1)
 
     weights = []

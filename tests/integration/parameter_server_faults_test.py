@@ -195,7 +195,7 @@ class ParameterServerFaultsTest(parameterized.TestCase, tf.test.TestCase):
   def test_stopped_worker(self):
     """It counts as lost, though it neither answers nor dies."""
     with parameter_servers.Job() as job:
-      job.start_chief(programs.train, self.arguments(silence_timeout=3.0))
+      job.start_chief(programs.train, self.arguments(keepalive_timeout=3.0))
       self.wait_for_batch(job, 20)
       job.signal('worker', 1, signal.SIGSTOP)
       run = self.finish(job)
@@ -217,7 +217,7 @@ class ParameterServerFaultsTest(parameterized.TestCase, tf.test.TestCase):
     with parameter_servers.Job() as job:
       job.start_chief(
         programs.train,
-        self.arguments(reads, mode=mode, silence_timeout=2.0),
+        self.arguments(reads, mode=mode, keepalive_timeout=2.0),
       )
       self.wait_for_batch(job, rng.randrange(5, 60))
       job.signal('worker', 1, signal.SIGSTOP)
@@ -233,7 +233,7 @@ class ParameterServerFaultsTest(parameterized.TestCase, tf.test.TestCase):
     options = {
       'checkpoint_dir': self.checkpoints,
       'checkpoint_steps': 60,
-      'silence_timeout': 2.0,
+      'keepalive_timeout': 2.0,
     }
     with parameter_servers.Job() as job:
       job.start_chief(programs.train, self.arguments(**options))

@@ -1,14 +1,27 @@
-"""The examples in docstrings run."""
+"""The examples in docstrings run, and the room stays free of TensorFlow."""
 
-from absl.testing import absltest
+from absl.testing import absltest, parameterized
 
 from tests import docstrings
 from tf_strategies import launch
 
+_MODULES = docstrings.modules_of(launch)
 
-class DocumentationTest(absltest.TestCase):
-  def test_examples_run(self):
-    docstrings.check_examples(self, launch.__name__)
+
+class DocumentationTest(parameterized.TestCase):
+  @parameterized.parameters(*_MODULES)
+  def test_examples_run(self, name):
+    if not name.endswith('.__main__'):
+      docstrings.check_examples(self, name)
+
+  def test_every_module_is_found(self):
+    self.assertIn('tf_strategies.launch.supervisor', _MODULES)
+
+  def test_public_names_exist_and_are_documented(self):
+    docstrings.check_public_names(self, launch)
+
+  def test_no_import_loads_tensorflow(self):
+    docstrings.check_imports_load_none(self, _MODULES, ['tensorflow', 'keras'])
 
 
 if __name__ == '__main__':

@@ -6,7 +6,7 @@ import hypothesis
 from absl.testing import absltest, parameterized
 from hypothesis import strategies as st
 
-from tf_strategies.cluster.launcher import output
+from tf_strategies.launch import output
 
 
 def _collector():

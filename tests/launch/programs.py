@@ -129,7 +129,7 @@ class Launcher:
     """Those of the noted processes that still run."""
     return [pid for pid in self.pids() if is_running(pid)]
 
-  def guards(self) -> list[psutil.Process]:
+  def reapers(self) -> list[psutil.Process]:
     """The launcher's children."""
     return psutil.Process(self.process.pid).children()
 

@@ -1,7 +1,7 @@
 from absl.testing import absltest, parameterized
 
 from tf_strategies import errors
-from tf_strategies.cluster.launcher import rank_filter
+from tf_strategies.launch import rank_filter
 
 _COUNTS = {'chief': 1, 'worker': 12, 'ps': 2, 'evaluator': 0}
 

@@ -13,7 +13,7 @@ from absl.testing import absltest, parameterized
 
 from tests.launch import programs
 from tf_strategies import errors
-from tf_strategies.cluster.launcher import supervisor
+from tf_strategies.launch import supervisor
 
 # A process that left the task's process group and ignores SIGTERM.
 _GRANDCHILD = """
@@ -77,7 +77,7 @@ finally:
     for index, number in ((first, signal.SIGABRT), (1 - first, signal.SIGBUS)):
       pid = pids[f'worker_{index}-0']
       os.kill(pid, number)
-      # Its guard has noticed when it has reaped it.
+      # Its reaper has noticed when it has reaped it.
       launcher.wait_until(lambda pid=pid: not psutil.pid_exists(pid))
     launcher.process.send_signal(signal.SIGCONT)
     self.assertEqual(launcher.wait(), 128 + signal.SIGABRT)
@@ -274,20 +274,20 @@ class KilledTest(_JobTest):
     code = ignore + _GRANDCHILD + _SLEEP
     launcher = self._launch(code, '--num_workers=2', '--grace_period=0.5')
     launcher.wait_for_notes('ready', 2)
-    guards = [guard.pid for guard in launcher.guards()]
-    self.assertLen(guards, 2)
+    reapers = [reaper.pid for reaper in launcher.reapers()]
+    self.assertLen(reapers, 2)
     self.assertLen(launcher.alive(), 4)
     launcher.process.kill()
     self.assertEqual(launcher.wait(), -signal.SIGKILL)
     launcher.wait_until(lambda: not launcher.alive())
-    launcher.wait_until(lambda: not any(map(programs.is_running, guards)))
+    launcher.wait_until(lambda: not any(map(programs.is_running, reapers)))
 
   def test_launcher_that_is_killed_while_it_starts_tasks_leaves_nothing(self):
     launcher = self._launch(
       _IGNORE + _SLEEP, '--num_workers=4', '--grace_period=0.3'
     )
     launcher.wait_for_notes('pid', 1)
-    # Also those that had no time to note anything, and their guards.
+    # Also those that had no time to note anything, and their reapers.
     script = str(launcher.directory / 'task.py')
     self.assertNotEmpty(programs.with_argument(script))
     launcher.process.kill()
@@ -304,17 +304,17 @@ class KilledTest(_JobTest):
     launcher.wait_until(lambda: not launcher.alive())
 
   @pytest.mark.skipif(sys.platform != 'linux', reason='prctl is of Linux')
-  def test_guard_that_is_killed_takes_its_task_along(self):
+  def test_reaper_that_is_killed_takes_its_task_along(self):
     code = _IGNORE + _GRANDCHILD + _SLEEP
     launcher = self._launch(code, '--num_workers=2', '--grace_period=0.5')
     launcher.wait_for_notes('ready', 2)
-    launcher.guards()[1].kill()
+    launcher.reapers()[1].kill()
     self.assertEqual(launcher.wait(), 137)
     self.assertLen(launcher.pids(), 4)
     self.assertEmpty(launcher.alive())
 
   @pytest.mark.skipif(sys.platform != 'linux', reason='prctl is of Linux')
-  def test_nothing_is_left_when_a_task_without_guard_starts_again(self):
+  def test_nothing_is_left_when_a_task_without_reaper_starts_again(self):
     code = f"""
 if attempt == 0:
   {_indented(_IGNORE + _GRANDCHILD + _SLEEP)}
@@ -322,8 +322,8 @@ note('found', os.path.exists(f"/proc/{{wait_for('grandchild', name)}}"))
 """
     launcher = self._launch(code, '--max_restarts=1')
     launcher.wait_for_notes('ready', 1)
-    (guard,) = launcher.guards()
-    guard.kill()
+    (reaper,) = launcher.reapers()
+    reaper.kill()
     self.assertEqual(launcher.wait(), 0, launcher.stderr())
     self.assertEqual(launcher.notes('found'), {'worker_0-1': False})
 

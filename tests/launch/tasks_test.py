@@ -3,9 +3,10 @@ import json
 from absl.testing import absltest, parameterized
 
 from tf_strategies import cluster, errors
-from tf_strategies.cluster.launcher import tasks
+from tf_strategies.cluster import job as job_lib
+from tf_strategies.launch import tasks
 
-_ALL = tasks.Job(num_workers=2, num_ps=1, chief=True, evaluator=True)
+_ALL = job_lib.Job(num_workers=2, num_ps=1, chief=True, evaluator=True)
 
 
 def _plan(job, **kwargs):
@@ -23,9 +24,9 @@ class JobTest(parameterized.TestCase):
   )
   def test_bad_job_is_refused(self, arguments, words):
     with self.assertRaises(errors.UnsupportedOptionError) as caught:
-      tasks.Job(**arguments)
+      job_lib.Job(**arguments)
     self.assertIn(words, str(caught.exception))
-    self.assertIn('Way out: ', str(caught.exception))
+    self.assertIn('Fix: ', str(caught.exception))
 
 
 class PlanTasksTest(parameterized.TestCase):
@@ -56,22 +57,26 @@ class PlanTasksTest(parameterized.TestCase):
 
   @parameterized.named_parameters(
     ('chief_and_ps', _ALL, ['chief 0']),
-    ('chief', tasks.Job(2, 0, True, True), ['chief 0', 'worker 0', 'worker 1']),
-    ('ps', tasks.Job(2, 1, False, True), ['worker 0', 'worker 1']),
-    ('chief_and_ps_alone', tasks.Job(0, 1, True), ['chief 0']),
-    ('one', tasks.Job(), ['worker 0']),
+    (
+      'chief',
+      job_lib.Job(2, 0, True, True),
+      ['chief 0', 'worker 0', 'worker 1'],
+    ),
+    ('ps', job_lib.Job(2, 1, False, True), ['worker 0', 'worker 1']),
+    ('chief_and_ps_alone', job_lib.Job(0, 1, True), ['chief 0']),
+    ('one', job_lib.Job(), ['worker 0']),
   )
   def test_whose_end_is_the_end_of_the_job(self, job, names):
     found = [spec.name for spec in _plan(job) if spec.is_training]
     self.assertEqual(found, names)
 
   @parameterized.parameters(
-    (tasks.Job(), 1, False),
-    (tasks.Job(num_workers=0, chief=True), 1, False),
-    (tasks.Job(num_workers=2), 2, True),
-    (tasks.Job(evaluator=True), 2, True),
-    (tasks.Job(num_ps=1), 2, True),
-    (tasks.Job(chief=True), 2, True),
+    (job_lib.Job(), 1, False),
+    (job_lib.Job(num_workers=0, chief=True), 1, False),
+    (job_lib.Job(num_workers=2), 2, True),
+    (job_lib.Job(evaluator=True), 2, True),
+    (job_lib.Job(num_ps=1), 2, True),
+    (job_lib.Job(chief=True), 2, True),
   )
   def test_only_one_task_has_no_cluster(self, job, count, has_cluster):
     specs = _plan(job)
@@ -106,7 +111,7 @@ class EnvironmentTest(absltest.TestCase):
       'TFS_RESTART_COUNT': '9',
       'PYTHONUNBUFFERED': '',
     }
-    found = tasks.full_environment(_plan(tasks.Job())[0], inherited, 3)
+    found = tasks.full_environment(_plan(job_lib.Job())[0], inherited, 3)
     self.assertEqual(
       found,
       {
@@ -120,7 +125,7 @@ class EnvironmentTest(absltest.TestCase):
 
   def test_status_of_a_server_is_what_the_user_says(self):
     inherited = {'TFS_TERMINATED_EXIT_CODE': '0'}
-    found = tasks.full_environment(_plan(tasks.Job())[0], inherited, 0)
+    found = tasks.full_environment(_plan(job_lib.Job())[0], inherited, 0)
     self.assertEqual(found['TFS_TERMINATED_EXIT_CODE'], '0')
 
 

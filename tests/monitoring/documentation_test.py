@@ -4,21 +4,18 @@ from absl.testing import absltest, parameterized
 
 from tests import docstrings
 from tf_strategies import monitoring
-from tf_strategies.training import monitor_training
 
 # Their examples are their usage.
 _COMMANDS = (
   'tf_strategies.monitoring.merge',
-  'tf_strategies.monitoring.picture',
+  'tf_strategies.monitoring.plot',
 )
 # What `__init__` exports is documented where it is.
 _UNDOCUMENTED = (monitoring.__name__, *_COMMANDS)
 
 
 class DocumentationTest(parameterized.TestCase):
-  @parameterized.parameters(
-    *docstrings.modules_of(monitoring), monitor_training.__name__
-  )
+  @parameterized.parameters(*docstrings.modules_of(monitoring))
   def test_examples_run(self, name):
     docstrings.check_examples(self, name, least=name not in _UNDOCUMENTED)
 

@@ -10,8 +10,7 @@ import numpy as np
 import tf_strategies as tfs
 from tests import virtual_devices
 from tf_strategies import process_group
-from tf_strategies.monitoring import recorder
-from tf_strategies.training import monitor_training
+from tf_strategies.monitoring import keras_callback, recorder
 
 virtual_devices.configure_logical_cpus()
 
@@ -87,7 +86,7 @@ def measure(rank, directory):
   was_off = not recorder.is_on() and not os.listdir(directory)
   strategy.process_group.barrier()
   model = _model(strategy)
-  monitor = monitor_training.MonitorTraining(
+  monitor = keras_callback.MonitorCallback(
     log_dir=os.path.join(directory, 'logs'),
     timeline=os.path.join(directory, 'run.json'),
     profile_steps=(3, 4) if rank == 0 else None,
@@ -121,7 +120,7 @@ def get_stuck(rank, directory):
   """Trains; rank 1 sleeps once, and is stopped until somebody continues it."""
   strategy = _strategy()
   model = _model(strategy)
-  monitor = monitor_training.MonitorTraining(
+  monitor = keras_callback.MonitorCallback(
     log_dir=directory,
     watchdog_seconds=WATCHDOG_SECONDS,
     progress_seconds=0,

@@ -15,12 +15,12 @@ import tf_strategies as tfs
 from tests import virtual_devices
 from tf_strategies.monitoring import (
   input_watch,
+  keras_callback,
   merge,
-  picture,
+  plot,
   recorder,
   training_monitor,
 )
-from tf_strategies.training import monitor_training
 
 virtual_devices.configure_logical_cpus()
 
@@ -68,9 +68,9 @@ class OptionsTest(parameterized.TestCase):
 
   def test_callback_refuses_what_it_does_not_know(self):
     with self.assertRaisesRegex(
-      tfs.errors.UnsupportedOptionError, r'MonitorTraining\(time_line'
+      tfs.errors.UnsupportedOptionError, r'MonitorCallback\(time_line'
     ):
-      monitor_training.MonitorTraining(time_line='a')
+      keras_callback.MonitorCallback(time_line='a')
     self.assertFalse(recorder.is_on())
 
 
@@ -141,7 +141,7 @@ class MonitorTest(tf.test.TestCase, parameterized.TestCase):
 
   def test_fit_on_two_replicas(self):
     strategy = tfs.RingMirroredStrategy(devices=['CPU:0', 'CPU:1'])
-    callback = monitor_training.MonitorTraining(log_dir=self._path('logs'))
+    callback = keras_callback.MonitorCallback(log_dir=self._path('logs'))
     # 8, 8 and 4 rows.
     self._fit(strategy, callback, epochs=2, rows=20)
     lines = _read_lines(self._path('logs/metrics-0.jsonl'))
@@ -156,7 +156,7 @@ class MonitorTest(tf.test.TestCase, parameterized.TestCase):
 
   def test_several_steps_in_one_call(self):
     strategy = tfs.RingMirroredStrategy(devices=['CPU:0', 'CPU:1'])
-    callback = monitor_training.MonitorTraining(
+    callback = keras_callback.MonitorCallback(
       metrics_jsonl=self._path('m.jsonl')
     )
     self._fit(strategy, callback, rows=48, steps_per_execution=3)
@@ -167,7 +167,7 @@ class MonitorTest(tf.test.TestCase, parameterized.TestCase):
   def test_steps_go_on_where_the_optimizer_is(self):
     strategy = tfs.RingMirroredStrategy(devices=['CPU:0'])
     model = self._fit(strategy, keras.callbacks.Callback())
-    callback = monitor_training.MonitorTraining(
+    callback = keras_callback.MonitorCallback(
       metrics_jsonl=self._path('m.jsonl')
     )
     x = np.ones([16, 3], np.float32)
@@ -190,7 +190,7 @@ class MonitorTest(tf.test.TestCase, parameterized.TestCase):
         steps_per_epoch=steps,
         verbose=0,
         callbacks=[
-          monitor_training.MonitorTraining(metrics_jsonl=self._path('m.jsonl')),
+          keras_callback.MonitorCallback(metrics_jsonl=self._path('m.jsonl')),
           tfs.PreemptionCheckpoint(checkpoint, save_each_epoch=False),
         ],
       )
@@ -201,7 +201,7 @@ class MonitorTest(tf.test.TestCase, parameterized.TestCase):
   def test_input_that_is_not_seen(self):
     model = keras.Sequential([keras.Input([3]), keras.layers.Dense(2)])
     model.compile('sgd', 'mse', jit_compile=False)
-    callback = monitor_training.MonitorTraining(
+    callback = keras_callback.MonitorCallback(
       metrics_jsonl=self._path('m.jsonl'), global_batch_size=8
     )
     x = np.ones([16, 3], np.float32)
@@ -261,7 +261,7 @@ class MonitorTest(tf.test.TestCase, parameterized.TestCase):
       raise KeyboardInterrupt
 
     monitor = self._monitor(log_dir=self._path('logs'), watchdog_seconds=0.1)
-    callback = monitor_training.MonitorTraining(monitor)
+    callback = keras_callback.MonitorCallback(monitor)
     failing = keras.callbacks.LambdaCallback(on_train_batch_begin=fail)
     callbacks = keras.callbacks.CallbackList([callback, failing])
     with self.assertRaises(KeyboardInterrupt):
@@ -276,7 +276,7 @@ class MonitorTest(tf.test.TestCase, parameterized.TestCase):
         time.sleep(0.02)
 
     monitor = self._monitor(log_dir=self._path('logs'), watchdog_seconds=0.1)
-    callback = monitor_training.MonitorTraining(monitor)
+    callback = keras_callback.MonitorCallback(monitor)
     waiting = keras.callbacks.LambdaCallback(on_train_batch_end=wait)
     callbacks = keras.callbacks.CallbackList([callback, waiting])
     self._fit(tfs.RingMirroredStrategy(['CPU:0']), callbacks)
@@ -340,7 +340,7 @@ class MonitorTest(tf.test.TestCase, parameterized.TestCase):
     # have begun before they were asked for.
     self.assertGreater(events[0].end_ns - events[0].begin_ns, 49e6)
 
-  def test_picture(self):
+  def test_plot(self):
     monitor = self._monitor(timeline=self._path('t.json'))
     monitor.start()
     for _ in range(3):
@@ -348,11 +348,11 @@ class MonitorTest(tf.test.TestCase, parameterized.TestCase):
         pass
     monitor.close()
     trace = merge.load(self._path('t-0.json'))
-    picture.draw(trace, self._path('t.png'), step=2)
+    plot.draw(trace, self._path('t.png'), step=2)
     with open(self._path('t.png'), 'rb') as f:
       self.assertEqual(f.read(4), b'\x89PNG')
     with self.assertRaisesRegex(tfs.errors.DataError, 'no step 7.* 1 to 3'):
-      picture.draw(trace, self._path('t.png'), step=7)
+      plot.draw(trace, self._path('t.png'), step=7)
 
 
 if __name__ == '__main__':

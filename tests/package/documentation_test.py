@@ -15,10 +15,10 @@ _MODULES = (
   'tf_strategies.cross_device.algorithms',
   'tf_strategies.cross_device.statistics',
   'tf_strategies.keras.distributed_optimizer',
-  'tf_strategies.strategies.devices',
+  'tf_strategies.strategies.mirrored.devices',
   'tf_strategies.strategies.registry',
-  'tf_strategies.strategies.central_storage',
-  'tf_strategies.strategies.ring_mirrored',
+  'tf_strategies.strategies.central_storage.strategy',
+  'tf_strategies.strategies.mirrored.strategy',
   'tf_strategies.strategies.tpu.strategy',
 )
 

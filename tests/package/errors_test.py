@@ -23,7 +23,7 @@ class ErrorsTest(tf.test.TestCase, parameterized.TestCase):
       _raise()
     self.assertEqual(
       str(caught.exception),
-      "colour=7 is not supported: allowed is red. Way out: write 'red'.",
+      "colour=7 is not supported. Expected red. Fix: write 'red'.",
     )
 
   def test_type_survives_autograph(self):

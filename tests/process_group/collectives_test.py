@@ -175,7 +175,7 @@ class ArgumentsTest(parameterized.TestCase):
     with (
       process_group.Rendezvous({0: '127.0.0.1:0'}, 0) as meeting,
       meeting.form() as group,
-      self.assertRaisesRegex(ValueError, 'Way out'),
+      self.assertRaisesRegex(ValueError, 'Fix'),
     ):
       group.all_reduce(array, **options)
 

@@ -7,11 +7,11 @@ from tests import docstrings
 _MODULES = (
   'tf_strategies.process_group',
   'tf_strategies.process_group.buffers',
-  'tf_strategies.process_group.connection',
+  'tf_strategies.process_group.network.connection',
   'tf_strategies.process_group.options',
   'tf_strategies.process_group.plan',
-  'tf_strategies.process_group.rendezvous',
-  'tf_strategies.process_group.wire',
+  'tf_strategies.process_group.rendezvous.rendezvous',
+  'tf_strategies.process_group.network.protocol',
 )
 
 

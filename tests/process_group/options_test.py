@@ -37,7 +37,7 @@ class GroupOptionsTest(parameterized.TestCase):
   def test_unusable_value_is_refused(self, **values):
     with self.assertRaises(errors.UnsupportedOptionError) as raised:
       options.GroupOptions(**values)
-    self.assertIn('Way out', str(raised.exception))
+    self.assertIn('Fix', str(raised.exception))
     self.assertNotIn('too few', str(raised.exception))
 
   def test_secret_is_not_printed(self):

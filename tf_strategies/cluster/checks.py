@@ -46,7 +46,7 @@ def reading(variable: str) -> Iterator[None]:
 
     >>> with reading('CLUSTER_SPEC'):
     ...   print(bad('task.index', -1, '0 or 1', f'unset {variable()}'))
-    CLUSTER_SPEC: task.index is -1; allowed is 0 or 1. Way out: unset CLUSTER_SPEC.
+    CLUSTER_SPEC: task.index is -1. Expected 0 or 1. Fix: unset CLUSTER_SPEC.
   """
   token = _READING.set(variable)
   try:
@@ -71,7 +71,7 @@ def show(value: Any) -> str:
 
 
 def bad(
-  what: str, value: Any, allowed: str, way_out: str
+  what: str, value: Any, allowed: str, fix: str
 ) -> errors.ClusterConfigError:
   """The error for one value of a cluster description.
 
@@ -79,7 +79,7 @@ def bad(
     what: where the value is, such as `task.index`.
     value: what was found there.
     allowed: what may be there.
-    way_out: what to write instead.
+    fix: what to write instead.
 
   Returns:
     The error, to be raised by the caller.
@@ -87,11 +87,10 @@ def bad(
   Example:
 
     >>> print(bad('task.index', -1, '0 or 1', 'count from 0'))
-    TF_CONFIG: task.index is -1; allowed is 0 or 1. Way out: count from 0.
+    TF_CONFIG: task.index is -1. Expected 0 or 1. Fix: count from 0.
   """
   return errors.ClusterConfigError(
-    f'{variable()}: {what} is {show(value)}; allowed is {allowed}. '
-    f'Way out: {way_out}.'
+    f'{variable()}: {what} is {show(value)}. Expected {allowed}. Fix: {fix}.'
   )
 
 

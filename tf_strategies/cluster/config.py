@@ -113,7 +113,7 @@ class ClusterConfig:
 
     Raises:
       ClusterConfigError: the description is malformed; names the variable, its
-        value, what is allowed and the way out.
+        value, what was expected and the fix.
 
     Example:
 
@@ -122,7 +122,7 @@ class ClusterConfig:
       >>> ClusterConfig.from_env({'TF_CONFIG': '{"task": {}}'})
       Traceback (most recent call last):
         ...
-      tf_strategies.errors.ClusterConfigError: TF_CONFIG: cluster is missing; ...
+      tf_strategies.errors.ClusterConfigError: TF_CONFIG: cluster is missing. ...
       >>> config = ClusterConfig.from_env({
       ...   'SLURM_PROCID': '1', 'SLURM_NTASKS': '2', 'SLURM_JOB_ID': '4242',
       ...   'SLURM_JOB_NODELIST': 'node[07-08]', 'SLURM_TASKS_PER_NODE': '1(x2)'})

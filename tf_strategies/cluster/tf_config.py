@@ -57,13 +57,13 @@ def parse(text: str) -> dict[str, Any]:
   return config
 
 
-def parse_json(text: str, allowed: str, way_out: str) -> Any:
+def parse_json(text: str, allowed: str, fix: str) -> Any:
   """The value that the text is.
 
   Args:
     text: JSON.
     allowed: what should be there, for the error.
-    way_out: what to write instead, for the error.
+    fix: what to write instead, for the error.
 
   Raises:
     ClusterConfigError: it is not JSON, or an object in it says a key twice.
@@ -82,7 +82,7 @@ def parse_json(text: str, allowed: str, way_out: str) -> Any:
       f'its text ({type(e).__name__}: {checks.show(str(e))})',
       text,
       allowed,
-      way_out,
+      fix,
     ) from None
 
 

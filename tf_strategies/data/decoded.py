@@ -21,7 +21,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_strategies.data import cache, files, identity, transform
+from tf_strategies.data import cache, files, fingerprint, transform
 from tf_strategies.data import plan as plan_lib
 
 
@@ -72,8 +72,8 @@ def cache_examples(
       paths,
       mine.counts,
       mine.identity,
-      identity.of_function(prepare_fn or parse_fn),
-      identity.of_graph(parse_fn, tf.TensorSpec([None], tf.string)),
+      fingerprint.of_function(prepare_fn or parse_fn),
+      fingerprint.of_graph(parse_fn, tf.TensorSpec([None], tf.string)),
     ],
   )
   return cache.on_disk(examples, name, n)

@@ -29,8 +29,8 @@ from tf_strategies.data import (
   decoded,
   files,
   loading,
-  order,
   pipeline,
+  shuffle,
   transform,
 )
 from tf_strategies.data import options as options_lib
@@ -87,7 +87,8 @@ def make_epochs(
   Example:
 
     >>> from tf_strategies import data
-    >>> train = data.make_synthetic(num_train=6, num_test=1).train
+    >>> import numpy as np
+    >>> train = data.Arrays(np.zeros([6, 28, 28, 1], np.uint8), np.arange(6))
     >>> options = data.PipelineOptions(global_batch_size=4, seed=1)
     >>> whole = list(data.make_epochs(train, options, 0, 2))
     >>> resumed = list(data.make_epochs(train, options, 1, 2))
@@ -110,14 +111,14 @@ def make_epochs(
     if not plan.is_shuffled:
       return indices
     return tf.random.experimental.stateless_shuffle(
-      indices, seed=order.pass_seed(options.seed, number)
+      indices, seed=shuffle.pass_seed(options.seed, number)
     )
 
   def one_pass(number: tf.Tensor) -> tf.data.Dataset:
     return tf.data.Dataset.from_tensor_slices(one_order(number))
 
   def batched_pass(number: tf.Tensor) -> tf.data.Dataset:
-    return order.batches_of(
+    return shuffle.batches_of(
       one_order(number), plan.batch_size, plan.drop_remainder
     )
 
@@ -267,7 +268,7 @@ def _make_file_epochs(all_files, parse_fn, options, span, transforms, decode):
   def one_pass(number: tf.Tensor) -> tf.data.Dataset:
     if not plan.is_shuffled:
       return examples(number)
-    return order.shuffle_pass(
+    return shuffle.shuffle_pass(
       examples(number), plan.buffer_for(n), options.seed, number
     )
 

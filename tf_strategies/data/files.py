@@ -29,8 +29,8 @@ import tensorflow as tf
 
 from tf_strategies import errors
 from tf_strategies.data import manifest as manifest_lib
-from tf_strategies.data import order, tfrecord
 from tf_strategies.data import plan as plan_lib
+from tf_strategies.data import shuffle, tfrecord
 
 # A path (scalar string tensor) -> a data set of the records in that file.
 ReadFn = Callable[[tf.Tensor], tf.data.Dataset]
@@ -111,7 +111,7 @@ def find(
       raise errors.DataError(
         f'{where}: {"a directory" if found else "no such file"}; expected '
         "files, a pattern such as 'logs/*.tfrecord', or a directory that "
-        '`python -m tf_strategies.data.extract` has filled'
+        '`python -m examples.datasets.extract` has filled'
       )
   else:
     found = tuple(map(os.fspath, paths))
@@ -205,7 +205,7 @@ def read_epochs(
   if plan.is_shuffled and not is_cached and plan.buffer_for(n) < n:
     # A buffer that is smaller than the split mixes only neighbours, so the
     # files take turns in being neighbours.
-    paths = order.shuffle(paths, len(files.paths), plan.options.seed)
+    paths = shuffle.shuffle(paths, len(files.paths), plan.options.seed)
   return _interleave(paths, files, plan, in_order=not plan.training)
 
 
@@ -216,7 +216,7 @@ def read_pass(
   paths = tf.data.Dataset.from_tensor_slices(list(files.paths))
   n = files.num_records
   if plan.is_shuffled and plan.buffer_for(n) < n:
-    paths = order.shuffle_pass(
+    paths = shuffle.shuffle_pass(
       paths, len(files.paths), plan.options.seed, number
     )
   return _interleave(paths, files, plan, in_order=not plan.training)

@@ -21,8 +21,8 @@ import tensorflow as tf
 
 from tf_strategies import errors
 from tf_strategies.data import options as options_lib
-from tf_strategies.data import order, service, transform
 from tf_strategies.data import plan as plan_lib
+from tf_strategies.data import service, shuffle, transform
 
 _POLICIES = {'off': 'OFF', 'auto': 'AUTO', 'data': 'DATA', 'file': 'FILE'}
 # (batch of examples, seed or None) -> element.
@@ -133,6 +133,6 @@ def unpack(batch: tuple) -> Any:
 
 def _seeds(plan: plan_lib.Plan) -> tf.data.Dataset:
   """A seed a batch, other ones in each epoch and pipeline; int64 [2]."""
-  numbers = order.random_numbers(plan.options.seed)
+  numbers = shuffle.random_numbers(plan.options.seed)
   pairs = numbers.batch(2, drop_remainder=True)
   return pairs.map(lambda p: transform.batch_seed(p, plan.context_pipeline))

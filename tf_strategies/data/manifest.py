@@ -25,7 +25,7 @@ import os
 from tf_strategies import errors
 
 FILE = 'manifest.json'
-FORMAT = 'tf_strategies.data.extract'
+FORMAT = 'examples.datasets.extract'
 VERSION = 1
 _CHUNK_BYTES = 1 << 20
 
@@ -134,7 +134,7 @@ def read(directory: str | os.PathLike[str]) -> Manifest:
       raise
     raise errors.DataError(
       f'{path}: not a manifest ({e!r}); expected the one that `python -m '
-      'tf_strategies.data.extract` writes, extract again'
+      'examples.datasets.extract` writes, extract again'
     ) from e
 
 
@@ -150,7 +150,7 @@ def read_complete(directory: str | os.PathLike[str]) -> Manifest:
   if not manifest.is_complete:
     raise errors.DataError(
       f'{where}: its extraction was interrupted; expected a complete one, run '
-      '`python -m tf_strategies.data.extract` again'
+      '`python -m examples.datasets.extract` again'
     )
   for shard in manifest.shards:
     path = os.path.join(where, shard.name)
@@ -159,7 +159,7 @@ def read_complete(directory: str | os.PathLike[str]) -> Manifest:
       raise errors.DataError(
         f'{path}: {"missing" if size is None else f"{size} bytes"}; expected '
         f'{shard.size} bytes as they were extracted, run `python -m '
-        'tf_strategies.data.extract` again'
+        'examples.datasets.extract` again'
       )
   return manifest
 

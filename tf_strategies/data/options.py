@@ -8,7 +8,7 @@ Example:
   >>> options.PipelineOptions(global_batch_size=0)
   Traceback (most recent call last):
     ...
-  tf_strategies.errors.UnsupportedOptionError: global_batch_size=0 is not supported: allowed is an integer of at least 1. Way out: pass the number of examples of one training step over all replicas, such as 256.
+  tf_strategies.errors.UnsupportedOptionError: global_batch_size=0 is not supported. Expected an integer of at least 1. Fix: pass the number of examples of one training step over all replicas, such as 256.
 """
 
 import dataclasses
@@ -80,7 +80,7 @@ class PipelineOptions:
 
   Raises:
     UnsupportedOptionError: for a value out of its range; the message names
-      the option, its value, what is allowed and the way out.
+      the option, its value, what was expected and the fix.
   """
 
   global_batch_size: int
@@ -199,10 +199,10 @@ class PipelineOptions:
       f'write {name}={choices[0]!r}, or leave it out',
     )
 
-  def _check(self, name: str, is_good: bool, allowed: str, way_out: str):
+  def _check(self, name: str, is_good: bool, allowed: str, fix: str):
     if not is_good:
       raise errors.UnsupportedOptionError(
-        f'{name}={getattr(self, name)!r}', allowed, way_out
+        f'{name}={getattr(self, name)!r}', allowed, fix
       )
 
 

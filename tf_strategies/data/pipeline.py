@@ -7,9 +7,10 @@ batch of shuffled indices is more than ten times as fast as a map per image.
 Example:
 
   >>> from tf_strategies import data
-  >>> small = data.make_synthetic(num_train=100, num_test=20)
+  >>> import numpy as np
+  >>> train = data.Arrays(np.zeros([100, 28, 28, 1], np.uint8), np.arange(100))
   >>> options = data.PipelineOptions(global_batch_size=32, seed=1)
-  >>> dataset = data.make_dataset(small.train, options, training=True)
+  >>> dataset = data.make_dataset(train, options, training=True)
   >>> int(dataset.cardinality())
   4
   >>> images, labels = next(iter(dataset))
@@ -31,7 +32,7 @@ from tf_strategies.data import (
   decoded,
   files,
   loading,
-  order,
+  shuffle,
   tfrecord,
   transform,
 )
@@ -89,7 +90,8 @@ def make_dataset(
   Example:
 
     >>> from tf_strategies import data
-    >>> test = data.make_synthetic(num_train=8, num_test=6).test
+    >>> import numpy as np
+    >>> test = data.Arrays(np.zeros([6, 28, 28, 1], np.uint8), np.arange(6))
     >>> options = data.PipelineOptions(global_batch_size=4)
     >>> [y.numpy().tolist() for _, y in data.make_dataset(test, options, False)]
     [[0, 1, 2, 3], [4, 5]]
@@ -252,13 +254,13 @@ def num_examples(
   return tfrecord.count_tfrecords(source, split)
 
 
-def shuffle(
+def _shuffled(
   dataset: tf.data.Dataset, plan: plan_lib.Plan, n: int
 ) -> tf.data.Dataset:
   """The n examples in an order that is drawn anew in each iteration."""
   if not plan.is_shuffled:
     return dataset
-  return order.shuffle(dataset, plan.buffer_for(n), plan.options.seed)
+  return shuffle.shuffle(dataset, plan.buffer_for(n), plan.options.seed)
 
 
 def parse_images(
@@ -292,7 +294,7 @@ def _make_file_dataset(
   else:
     examples = records
     decode_batch = lambda batch: decode(parse_fn(batch))  # noqa: E731
-  examples = loading.shard(shuffle(examples, plan, n), plan)
+  examples = loading.shard(_shuffled(examples, plan, n), plan)
   return _finish(loading.batch(examples, plan), plan, decode_batch, transforms)
 
 
@@ -302,14 +304,14 @@ def _index_batches(n: int, plan: plan_lib.Plan) -> tf.data.Dataset:
   in_part = plan.is_shuffled and plan.buffer_for(n) < n
   if in_part or plan.options.service is not None:
     # The workers of a service share out the numbers of a range.
-    indices = shuffle(tf.data.Dataset.range(n), plan, n)
+    indices = _shuffled(tf.data.Dataset.range(n), plan, n)
     return loading.batch(loading.shard(indices, plan), plan)
   cut = functools.partial(
-    order.batches_of, size=plan.batch_size, drop_remainder=plan.drop_remainder
+    shuffle.batches_of, size=plan.batch_size, drop_remainder=plan.drop_remainder
   )
   if not plan.is_shuffled:
     return cut(tf.range(n, dtype=tf.int64)[plan.share])
-  batches = order.permutations(n, plan.options.seed, plan.share, cut)
+  batches = shuffle.permutations(n, plan.options.seed, plan.share, cut)
   count = plan.num_batches(plan.share_of(n))
   return batches.apply(tf.data.experimental.assert_cardinality(count))
 

@@ -12,7 +12,7 @@ Example:
   >>> shard_check.check_shards([even, even], whole)
   Traceback (most recent call last):
     ...
-  tf_strategies.errors.DataError: 2 input pipelines do not share the data out: 5 examples too often (0 in pipelines [0, 1], 2 in pipelines [0, 1], 4 in pipelines [0, 1], ...), 5 in no pipeline (1, 3, 5, ...); expected each in exactly one. Way out: the same seed and files in all pipelines, and another input_pipeline_id in each
+  tf_strategies.errors.DataError: 2 input pipelines do not share the data out: 5 examples too often (0 in pipelines [0, 1], 2 in pipelines [0, 1], 4 in pipelines [0, 1], ...), 5 in no pipeline (1, 3, 5, ...); expected each in exactly one. Fix: the same seed and files in all pipelines, and another input_pipeline_id in each
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def check_shards(
   if problems:
     raise errors.DataError(
       f'{len(shards)} input pipelines do not share the data out: '
-      f'{", ".join(problems)}; expected each in exactly one. Way out: the same '
+      f'{", ".join(problems)}; expected each in exactly one. Fix: the same '
       'seed and files in all pipelines, and another input_pipeline_id in each'
     )
   return tuple(ids.total() for ids in found)

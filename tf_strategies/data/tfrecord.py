@@ -7,18 +7,6 @@ pixels, row by row), `label`, `height` and `width`.
 
 Source: https://www.tensorflow.org/tutorials/load_data/tfrecord; the framing
 that `count_records` walks is written in tensorflow/core/lib/io/record_writer.h.
-
-Example:
-
-  >>> import tempfile
-  >>> from tf_strategies import data
-  >>> with tempfile.TemporaryDirectory() as directory:
-  ...   small = data.make_synthetic(num_train=10, num_test=4)
-  ...   paths = data.write_tfrecords(small, directory, num_shards=2)
-  ...   data.count_tfrecords(directory, 'train')
-  ...   data.load_tfrecords(directory).train.labels.tolist()
-  10
-  [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
 """
 
 import dataclasses
@@ -120,7 +108,7 @@ def find_shards(directory: str | os.PathLike[str], split: str) -> Shards:
   if not found:
     raise errors.DataError(
       f'{where}: no TFRecord shard of {split}; expected {expected}, as '
-      '`python -m tf_strategies.data.write_tfrecords` writes them'
+      '`python -m examples.datasets.write_tfrecords` writes them'
     )
   if len(found) > 1:
     sets = ', '.join(f'{n}-{split}-*-of-{c:05d}' for n, c in sorted(found))

@@ -26,7 +26,7 @@ from typing import Any
 import tensorflow as tf
 
 from tf_strategies.data import arrays as arrays_lib
-from tf_strategies.data import order
+from tf_strategies.data import shuffle
 
 MapFn = Callable[..., Any]
 # (images, labels) -> (images, labels), a batch at a time.
@@ -120,7 +120,7 @@ def stream_seed(seed: int, number: tf.Tensor) -> tf.Tensor:
     number: of the batch, counted from the run's beginning.
   """
   # Not the seed of pass `number`, which the examples are shuffled with.
-  seeds = order.pass_seed(seed, -1 - tf.cast(number, tf.int64))
+  seeds = shuffle.pass_seed(seed, -1 - tf.cast(number, tf.int64))
   return tf.random.stateless_uniform([2], seeds, 0, 2**62, tf.int64)
 
 

@@ -64,7 +64,7 @@ class ChiefOnly(keras.callbacks.Callback):
     extended.share_from_chief(variables)
     # What Keras reads after this call to know where to go on.
     epoch = tf.constant(self.model._initial_epoch or 0, tf.int64)
-    epoch = int(extended.workers.broadcast(epoch, 0, 'initial_epoch'))
+    epoch = int(extended.communicator.broadcast(epoch, 0, 'initial_epoch'))
     self.model._initial_epoch = epoch or None
 
   def _strategy(self):

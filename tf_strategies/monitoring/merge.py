@@ -3,7 +3,7 @@
   python -m tf_strategies.monitoring.merge run-0.json run-1.json \\
     --output=run.json
 
-The clock is the first file's. `alignment` says how the others are compared with
+The clock is the first file's. `clock_sync` says how the others are compared with
 it, and how exactly; the command prints what it found. Tasks without a common
 collective (parameter servers, say) are put together by their wall clocks.
 """
@@ -19,7 +19,7 @@ from typing import Any
 from absl import app, flags
 
 from tf_strategies import errors
-from tf_strategies.monitoring import alignment, recorder, timeline
+from tf_strategies.monitoring import clock_sync, recorder, timeline
 
 # The root may be through before the others begin.
 _ONE_WAY = ('broadcast',)
@@ -66,20 +66,20 @@ def merge(traces: Sequence[dict[str, Any]]) -> dict[str, Any]:
   }
 
 
-def _align(reference, trace) -> alignment.Alignment:
+def _align(reference, trace) -> clock_sync.Alignment:
   if trace is reference:
-    return alignment.Alignment(0.0, 0.0, 0.0)
-  found = alignment.align(_collectives(reference), _collectives(trace))
+    return clock_sync.Alignment(0.0, 0.0, 0.0)
+  found = clock_sync.align(_collectives(reference), _collectives(trace))
   if found is not None:
     return found
   about, ours = trace['otherData'], reference['otherData']
   # What both clocks show at one moment of the wall clock.
   apart = about['origin_unix_seconds'] - ours['origin_unix_seconds']
   ahead = (about['origin_ns'] - ours['origin_ns']) / 1e3 - apart * 1e6
-  return alignment.Alignment(ahead)
+  return clock_sync.Alignment(ahead)
 
 
-def _collectives(trace) -> dict[tuple[int, int], alignment.Span]:
+def _collectives(trace) -> dict[tuple[int, int], clock_sync.Span]:
   start = trace['otherData']['origin_ns'] / 1e3
   spans = {}
   for event in trace['traceEvents']:
@@ -123,7 +123,7 @@ def load(path: str) -> dict[str, Any]:
   except (OSError, ValueError, KeyError, TypeError, IndexError) as e:
     raise errors.DataError(
       f'{path!r} is no timeline ({type(e).__name__}: {e}); expected a file '
-      'that --timeline or tfs.MonitorTraining(timeline=...) has written'
+      'that --timeline or tfs.MonitorCallback(timeline=...) has written'
     ) from e
   return trace
 

@@ -1,6 +1,6 @@
 """`TrainingMonitor`: what a training loop tells, and where the numbers go.
 
-`tfs.MonitorTraining` calls it from Keras' `fit`; a loop of one's own does it itself:
+`tfs.MonitorCallback` calls it from Keras' `fit`; a loop of one's own does it itself:
 
   monitor = tfs.monitoring.TrainingMonitor(
     tfs.monitoring.MonitorOptions(log_dir='logs', timeline='run.json')
@@ -149,8 +149,8 @@ def _of_rank(path: str, which: str) -> str:
   return f'{root}-{which}{extension}'
 
 
-def _refuse(received: str, allowed: str, way_out: str) -> None:
-  raise errors.UnsupportedOptionError(received, allowed, way_out)
+def _refuse(received: str, allowed: str, fix: str) -> None:
+  raise errors.UnsupportedOptionError(received, allowed, fix)
 
 
 class TrainingMonitor:

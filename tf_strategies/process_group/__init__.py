@@ -21,7 +21,7 @@ from tf_strategies.process_group.mpi.group import (
   form_mpi_group,
 )
 from tf_strategies.process_group.options import GroupOptions
-from tf_strategies.process_group.rendezvous import Rendezvous
+from tf_strategies.process_group.rendezvous.rendezvous import Rendezvous
 from tf_strategies.process_group.tcp.group import TcpProcessGroup
 
 __all__ = [

@@ -7,10 +7,11 @@ import threading
 from typing import Any
 
 from tf_strategies import errors
-from tf_strategies.process_group import buffers, control, group
+from tf_strategies.process_group import buffers, group
 from tf_strategies.process_group import options as options_lib
 from tf_strategies.process_group import state as state_lib
-from tf_strategies.process_group import wire as wire_lib
+from tf_strategies.process_group.control import control_plane
+from tf_strategies.process_group.network import protocol
 
 
 class ControlledGroup(group.ProcessGroup):
@@ -25,7 +26,7 @@ class ControlledGroup(group.ProcessGroup):
   def __init__(
     self,
     state: state_lib.GroupState,
-    plane: control.Control | None,
+    plane: control_plane.ControlPlane | None,
     options: options_lib.GroupOptions,
   ):
     self._state = state
@@ -63,10 +64,10 @@ class ControlledGroup(group.ProcessGroup):
   ) -> list[bytes]:
     """See base class."""
     self._check()
-    if len(payload) > wire_lib.MAX_PAYLOAD_BYTES or not wire_lib.check_tag(tag):
+    if len(payload) > protocol.MAX_PAYLOAD_BYTES or not protocol.check_tag(tag):
       raise errors.UnsupportedOptionError(
         f'exchange of {len(payload)} bytes with a tag of {len(tag)} characters',
-        f'{wire_lib.MAX_PAYLOAD_BYTES} bytes with a tag of 128 characters',
+        f'{protocol.MAX_PAYLOAD_BYTES} bytes with a tag of 128 characters',
         'send arrays with all_gather or broadcast',
       )
     if self.world_size == 1:

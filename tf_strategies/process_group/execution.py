@@ -7,7 +7,7 @@ it has moved, and learns which pieces can move next.
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -15,6 +15,31 @@ from tf_strategies.collectives import codec as codec_lib
 from tf_strategies.collectives import codecs
 from tf_strategies.process_group import buffers
 from tf_strategies.process_group import plan as plan_lib
+
+
+class LinkClosedError(Exception):
+  """A peer's end of a data link is closed; internal to `process_group`."""
+
+  def __init__(self, rank: int):
+    super().__init__(f'rank {rank} closed its data link')
+    self.rank = rank
+
+
+class MismatchError(Exception):
+  """A peer is at another collective; internal to `process_group`."""
+
+  def __init__(self, rank: int, received: str | None):
+    super().__init__(f'rank {rank} sent {received}')
+    self.rank = rank
+    self.received = received
+
+
+class DeadlineError(Exception):
+  """A collective took too long; internal to `process_group`."""
+
+  def __init__(self, waiting: Sequence[int] = ()):
+    super().__init__(f'waiting for ranks {waiting}')
+    self.waiting = tuple(waiting)
 
 
 class Execution:
@@ -37,7 +62,7 @@ class Execution:
     array: np.ndarray,
     out: np.ndarray,
     pool: buffers.Pool,
-    form: plan_lib.Format = plan_lib.Format(1),
+    form: plan_lib.Format = plan_lib.BYTES,
     ufunc: np.ufunc = np.add,
     state: np.ndarray | None = None,
   ):
@@ -82,6 +107,10 @@ class Execution:
     """Whether a piece may be received into its `memory` now."""
     kind = self.plan.pieces[number].kind
     return kind == plan_lib.RECEIVE and not self.needs[number]
+
+  def take(self, num_bytes: int) -> np.ndarray:
+    """Memory for a piece that may not go into its place yet."""
+    return self._pool.take(num_bytes, np.uint8)
 
   def receive(
     self,

@@ -8,7 +8,7 @@ Example:
   >>> options.GroupOptions(window_seconds=-1)
   Traceback (most recent call last):
     ...
-  tf_strategies.errors.UnsupportedOptionError: window_seconds=-1 is not supported: allowed is a number of seconds of 0 or more. Way out: pass 0 to start as soon as min_workers are there.
+  tf_strategies.errors.UnsupportedOptionError: window_seconds=-1 is not supported. Expected a number of seconds of 0 or more. Fix: pass 0 to start as soon as min_workers are there.
 """
 
 from __future__ import annotations

@@ -143,6 +143,10 @@ class Format:
       yield start, min(start + step, last)
 
 
+# Of what only moves.
+BYTES = Format(1)
+
+
 class _Builder:
   """Collects pieces; turns their order on each link into a plan."""
 
@@ -446,7 +450,9 @@ def gather(rank: int, sizes: tuple[int, ...], piece_bytes: int) -> Plan:
       continue
     builder.link(True, peer)
     builder.link(False, peer)
-    for index, (start, stop) in enumerate(_cut_bytes(piece_bytes, 0, sizes[rank])):
+    for index, (start, stop) in enumerate(
+      _cut_bytes(piece_bytes, 0, sizes[rank])
+    ):
       builder.add(Piece(SEND, peer, ARRAY, start, stop), (index,))
     for index, (start, stop) in enumerate(
       _cut_bytes(piece_bytes, starts[peer], starts[peer] + size)

@@ -7,14 +7,14 @@ from absl import logging
 
 from tf_strategies import cluster as cluster_lib
 from tf_strategies import errors
-from tf_strategies.strategies import devices as devices_lib
 from tf_strategies.strategies.central_storage import CentralStorageStrategy
+from tf_strategies.strategies.mirrored import RingMirroredStrategy
+from tf_strategies.strategies.mirrored import devices as devices_lib
 from tf_strategies.strategies.multi_worker import (
   MultiWorkerCollectiveStrategy,
   MultiWorkerRingStrategy,
 )
 from tf_strategies.strategies.parameter_server import ParameterServerStrategy
-from tf_strategies.strategies.ring_mirrored import RingMirroredStrategy
 from tf_strategies.strategies.tpu import TPURingStrategy
 
 

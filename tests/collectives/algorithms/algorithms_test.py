@@ -103,7 +103,10 @@ class EveryBuilderTest(parameterized.TestCase):
     name=list(ALGORITHMS), world_size=(0, -1, True, False, 2.0, '2', None, [2])
   )
   def test_bad_world_size(self, name, world_size):
-    ALGORITHMS[name](1), ALGORITHMS[name](2)  # A cache must not answer for these.
+    (
+      ALGORITHMS[name](1),
+      ALGORITHMS[name](2),
+    )  # A cache must not answer for these.
     with self.assertRaisesRegex(errors.ScheduleError, 'world_size'):
       ALGORITHMS[name](world_size)
 

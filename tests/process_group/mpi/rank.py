@@ -1,4 +1,4 @@
-"""One rank of mpi_test.py.
+"""One rank of group_test.py.
 
   mpiexec -n 3 python tests/process_group/mpi/rank.py <program> <directory>
 

@@ -13,7 +13,7 @@ from absl.testing import parameterized
 
 import tf_strategies as tfs
 from tests import parameter_servers
-from tests.coordinator import chief
+from tests.strategies.parameter_server import chief
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
 

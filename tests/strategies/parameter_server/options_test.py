@@ -143,8 +143,8 @@ class OptionsTest(parameterized.TestCase):
     error = caught.exception
     self.assertEqual(error.received, "mode='ssp'")
     for mode in options_lib.MODES:
-      self.assertIn(repr(mode), error.allowed)
-    self.assertNotEmpty(error.way_out)
+      self.assertIn(repr(mode), error.expected)
+    self.assertNotEmpty(error.fix)
 
   def test_defaults(self):
     made = options_lib.make('async', {})

@@ -9,7 +9,7 @@ from absl.testing import parameterized
 import tf_strategies as tfs
 from tests import parameter_servers
 from tests.conformance import harness, parameter_server
-from tests.coordinator import chief
+from tests.strategies.parameter_server import chief
 from tf_strategies import errors
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.slow]

@@ -2,7 +2,7 @@
 
 Kubernetes gives each pod JOB_COMPLETION_INDEX and, through a headless service,
 a name that follows from it. How many pods there are it does not say; the
-manifests that `python -m tf_strategies.manifests` writes do (TFS_NUM_WORKERS
+manifests that `python -m tf_strategies.kubernetes` writes do (TFS_NUM_WORKERS
 and what else `roles` reads). Without TFS_NUM_WORKERS the pods of an Indexed Job
 work each for itself.
 
@@ -124,7 +124,7 @@ def _name(environ: Mapping[str, str], variable: str, allowed: str) -> str:
       variable,
       value,
       allowed,
-      f'set it, as python -m tf_strategies.manifests does, or unset '
+      f'set it, as python -m tf_strategies.kubernetes does, or unset '
       f'{VARIABLE} to train in a single process',
     )
   return value

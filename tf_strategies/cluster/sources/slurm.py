@@ -143,10 +143,10 @@ def _check_distribution(
 ) -> None:
   """Whether tasks are numbered host by host, so that addresses are known."""
   allowed = 'block: tasks numbered host by host'
-  way_out = 'pass --distribution=block to srun'
+  fix = 'pass --distribution=block to srun'
   told = environ.get('SLURM_DISTRIBUTION', 'block')
   if not told.startswith(('block', 'unknown')):
-    raise variables.bad('SLURM_DISTRIBUTION', told, allowed, way_out)
+    raise variables.bad('SLURM_DISTRIBUTION', told, allowed, fix)
   host, local = 0, place
   while local >= tasks[host]:
     local -= tasks[host]
@@ -155,7 +155,7 @@ def _check_distribution(
     found = variables.integer(environ, name, 0, checks.MAX_TASKS, expected)
     if found != expected:
       raise variables.bad(
-        name, found, f'{expected} for task {place}, with {allowed}', way_out
+        name, found, f'{expected} for task {place}, with {allowed}', fix
       )
 
 

@@ -57,14 +57,14 @@ def integer(
 
 
 def bad(
-  name: str, value: object, allowed: str, way_out: str
+  name: str, value: object, allowed: str, fix: str
 ) -> errors.ClusterConfigError:
   """The error for the value of a variable, to be raised by the caller.
 
   Example:
 
     >>> print(bad('SLURM_PROCID', 'x', 'an integer', 'use srun'))
-    SLURM_PROCID: its value is 'x'; allowed is an integer. Way out: use srun.
+    SLURM_PROCID: its value is 'x'. Expected an integer. Fix: use srun.
   """
   with checks.reading(name):
-    return checks.bad('its value', value, allowed, way_out)
+    return checks.bad('its value', value, allowed, fix)

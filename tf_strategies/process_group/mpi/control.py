@@ -17,17 +17,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tf_strategies import errors
-from tf_strategies.process_group import (
-  authentication,
-  control,
-  group,
-  server,
-  state,
-  wire,
-)
-from tf_strategies.process_group import connection as connection_lib
+from tf_strategies.process_group import group, state
 from tf_strategies.process_group import options as options_lib
+from tf_strategies.process_group.control import control_plane
 from tf_strategies.process_group.mpi import links
+from tf_strategies.process_group.network import authentication, protocol, server
+from tf_strategies.process_group.network import connection as connection_lib
 
 _LOOPBACK = '127.0.0.1'
 _EVERYWHERE = '0.0.0.0'
@@ -42,7 +37,7 @@ def form(
   host: str,
   options: options_lib.GroupOptions,
   deadline: float,
-) -> tuple[server.Server, state.GroupState, control.Control]:
+) -> tuple[server.Server, state.GroupState, control_plane.ControlPlane]:
   """Connects all ranks; every rank calls it at the same time.
 
   Args:
@@ -138,11 +133,11 @@ class _Gathering:
 
   def start(
     self, shared: state.GroupState, options: options_lib.GroupOptions
-  ) -> control.Control:
+  ) -> control_plane.ControlPlane:
     """Makes the control plane of what is connected."""
 
-    async def begin() -> control.Control:
-      plane = control.Control(
+    async def begin() -> control_plane.ControlPlane:
+      plane = control_plane.ControlPlane(
         self.host, shared, self._connections, options, lambda: ()
       )
       plane.start()
@@ -191,7 +186,7 @@ class _Gathering:
             address, request, secret
           )
           return ''
-        except (OSError, wire.ProtocolError, errors.Error) as e:
+        except (OSError, protocol.ProtocolError, errors.Error) as e:
           said = f'rank 0 cannot be reached at {address} ({e})'
       await asyncio.sleep(_RETRY_SECONDS)
     return said

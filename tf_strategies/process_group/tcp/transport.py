@@ -15,8 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from tf_strategies.process_group import buffers, wire
+from tf_strategies.process_group import buffers
 from tf_strategies.process_group import execution as execution_lib
+from tf_strategies.process_group.network import protocol as wire
 
 # How long `poll` sleeps at most: the loop looks at the clock and at the state
 # of the group in between, should a wake-up get lost.
@@ -25,31 +26,6 @@ _POLL_SECONDS = 1.0
 _LEAST_READ_BYTES = 1 << 19
 _READ = select.POLLIN
 _WRITE = select.POLLOUT
-
-
-class LinkClosedError(Exception):
-  """A peer's end of a data link is closed; never leaves the room."""
-
-  def __init__(self, rank: int):
-    super().__init__(f'rank {rank} closed its data link')
-    self.rank = rank
-
-
-class HeaderMismatchError(Exception):
-  """A peer is at another collective; never leaves the room."""
-
-  def __init__(self, rank: int, received: wire.DataHeader | None):
-    super().__init__(f'rank {rank} sent {received}')
-    self.rank = rank
-    self.received = received
-
-
-class DeadlineError(Exception):
-  """A collective took too long; never leaves the room."""
-
-  def __init__(self, waiting: Sequence[int]):
-    super().__init__(f'waiting for ranks {waiting}')
-    self.waiting = tuple(waiting)
 
 
 class Link:
@@ -156,7 +132,7 @@ class Transport:
 
     Raises:
       LinkClosedError: a peer is gone, whose bytes are still needed.
-      HeaderMismatchError: a peer is at another collective.
+      MismatchError: a peer is at another collective.
       DeadlineError: it is late.
       Error: whatever `check` raises.
     """
@@ -193,7 +169,7 @@ class Transport:
       self._watch(link, mask)
     left = deadline - time.monotonic()
     if left <= 0:
-      raise DeadlineError(run.waiting())
+      raise execution_lib.DeadlineError(run.waiting())
     events = self._poll.poll(
       0 if only_look else 1000 * min(left, _POLL_SECONDS)
     )
@@ -312,7 +288,7 @@ class _Run:
   def _receive_header(self, link: Link) -> bool:
     if link.closed:
       if link.expects:
-        raise LinkClosedError(link.rank)
+        raise execution_lib.LinkClosedError(link.rank)
       return False
     # It may have come while this rank was at an earlier collective.
     is_new = not link.header_is_there
@@ -328,12 +304,16 @@ class _Run:
       received = None
     if link.expects:
       if received != self._header:
-        raise HeaderMismatchError(link.rank, received)
+        raise execution_lib.MismatchError(
+          link.rank, None if received is None else str(received)
+        )
       link.expects = False
       link.header_got = 0
       self._headers -= 1
     elif received is None or received.sequence <= self._header.sequence:
-      raise HeaderMismatchError(link.rank, received)
+      raise execution_lib.MismatchError(
+        link.rank, None if received is None else str(received)
+      )
     return link.planned or is_new
 
   def _recv(self, link: Link, view: memoryview) -> int:
@@ -347,7 +327,7 @@ class _Run:
     if count == 0:
       link.closed = True
       if link.receiving:
-        raise LinkClosedError(link.rank)
+        raise execution_lib.LinkClosedError(link.rank)
     return count
 
   def _target(self, link: Link, number: int) -> np.ndarray:
@@ -389,7 +369,7 @@ class _Run:
       link.blocked = True
       return False
     except OSError as e:
-      raise LinkClosedError(link.rank) from e
+      raise execution_lib.LinkClosedError(link.rank) from e
     if link.header_out is not None:
       taken = min(count, len(link.header_out))
       link.header_out = link.header_out[taken:] or None

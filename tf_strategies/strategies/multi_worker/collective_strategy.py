@@ -8,10 +8,10 @@ import tensorflow as tf
 
 from tf_strategies import _tf_internal, cross_device, errors
 from tf_strategies import cluster as cluster_lib
-from tf_strategies.strategies import devices as devices_lib
-from tf_strategies.strategies import mirrored_extended
-from tf_strategies.strategies.multi_worker import base, collective_workers
+from tf_strategies.strategies.mirrored import devices as devices_lib
+from tf_strategies.strategies.mirrored import extended as mirrored_extended
 from tf_strategies.strategies.multi_worker import extended as extended_lib
+from tf_strategies.strategies.multi_worker import runtime_communicator, strategy
 
 # What the runtime of this process was started with; that happens only once.
 _started: dict[str, tuple[str, ...]] = {}
@@ -19,7 +19,7 @@ _started: dict[str, tuple[str, ...]] = {}
 _COMMUNICATIONS = ('auto', 'ring', 'nccl')
 
 
-class MultiWorkerCollectiveStrategy(base.MultiWorkerStrategy):
+class MultiWorkerCollectiveStrategy(strategy.MultiWorkerStrategy):
   """Synchronous training on several workers, by TensorFlow's collectives.
 
   What `tf.distribute.MultiWorkerMirroredStrategy` is meant to be: Keras 3 `fit`,
@@ -71,16 +71,16 @@ class MultiWorkerCollectiveStrategy(base.MultiWorkerStrategy):
     if cluster is None:
       cluster = cluster_lib.ClusterConfig.from_env()
     self._collective_key_base = mirrored_extended.new_collective_key_base()
-    rank, addresses = base.place_in(cluster, type(self).__name__)
+    rank, addresses = strategy.place_in(cluster, type(self).__name__)
     if len(addresses) > 1:
       _start_runtime(rank, addresses, start_timeout_seconds)
     devices = devices_lib.resolve_devices(
       devices or devices_lib.default_devices()
     )
 
-    def make_workers(extended):
+    def make_communicator(extended):
       del extended
-      return collective_workers.CollectiveWorkers(
+      return runtime_communicator.RuntimeCommunicator(
         rank,
         len(addresses),
         devices,
@@ -94,7 +94,7 @@ class MultiWorkerCollectiveStrategy(base.MultiWorkerStrategy):
     tf.distribute.Strategy.__init__(
       self,
       extended_lib.MultiWorkerExtended(
-        self, devices, cross_device.AutoAllReduce(), make_workers
+        self, devices, cross_device.AutoAllReduce(), make_communicator
       ),
     )
     self._agree_on_start(

@@ -13,13 +13,12 @@ import tensorflow as tf
 
 from tf_strategies import _tf_internal, errors
 from tf_strategies.cross_device import executor
-from tf_strategies.strategies import (
-  empty_replicas,
-  mirrored_extended,
-  replica_run,
+from tf_strategies.strategies.mirrored import empty_replicas, replica_run
+from tf_strategies.strategies.mirrored import extended as mirrored_extended
+from tf_strategies.strategies.multi_worker import (
+  communicator as communicator_lib,
 )
 from tf_strategies.strategies.multi_worker import input as input_lib
-from tf_strategies.strategies.multi_worker import workers as workers_lib
 
 
 class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
@@ -29,7 +28,7 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
     container_strategy: the strategy that this implements.
     devices: full names of this worker's devices.
     cross_device_ops: what reductions between them go through.
-    make_workers: called with this object, returns the link to the others.
+    make_communicator: called with this object, returns the link to the others.
     share_initial_values: whether variables start from the chief's values.
   """
 
@@ -38,30 +37,32 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
     container_strategy,
     devices,
     cross_device_ops,
-    make_workers,
+    make_communicator,
     share_initial_values: bool = True,
   ):
     super().__init__(container_strategy, devices, cross_device_ops)
     self._share_initial_values = share_initial_values
     self._input = input_lib.WorkerInput(self)
-    self._workers: workers_lib.Workers = make_workers(self)
+    self._communicator: communicator_lib.Communicator = make_communicator(self)
 
   @property
-  def workers(self) -> workers_lib.Workers:
+  def communicator(self) -> communicator_lib.Communicator:
     """The link to the other workers."""
-    return self._workers
+    return self._communicator
 
   # Who is who. Replicas are numbered over workers: rank * local + local id.
 
   @property
   def _num_replicas_in_sync(self):
-    return len(self._devices) * self._workers.world_size
+    return len(self._devices) * self._communicator.world_size
 
   def _get_replica_id_in_sync_group(self, replica_id):
-    return self._workers.rank * len(self._devices) + replica_id
+    return self._communicator.rank * len(self._devices) + replica_id
 
   def _get_local_replica_id(self, replica_id_in_sync_group):
-    return replica_id_in_sync_group - self._workers.rank * len(self._devices)
+    return replica_id_in_sync_group - self._communicator.rank * len(
+      self._devices
+    )
 
   def _in_multi_worker_mode(self):
     # Keras then averages its logs over workers and gathers predictions.
@@ -75,12 +76,12 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
   @property
   def should_checkpoint(self):
     """Only the chief writes checkpoints."""
-    return self._workers.rank == 0
+    return self._communicator.rank == 0
 
   @property
   def should_save_summary(self):
     """Only the chief writes summaries."""
-    return self._workers.rank == 0
+    return self._communicator.rank == 0
 
   # What tfs.keras.DistributedOptimizer asks of a strategy.
 
@@ -120,12 +121,12 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
 
   def _share_rows(self, rows):
     """The rows of every replica of every worker, by replica id."""
-    before = self._workers.rank * len(rows)
+    before = self._communicator.rank * len(rows)
     after = self._num_replicas_in_sync - before - len(rows)
     with tf.device('CPU:0'):
       local = tf.stack([tf.cast(n, tf.int32) for n in rows])
       padded = tf.pad(local, [[before, after]])
-      everyone = self._workers.combine(padded, 'sum', 'rows')
+      everyone = self._communicator.combine(padded, 'sum', 'rows')
       if tf.executing_eagerly():
         return tuple(everyone.numpy().tolist())
       return tuple(tf.unstack(everyone))
@@ -144,7 +145,7 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
   def _agree_on_finite(self, run, finite):
     local = super()._agree_on_finite(run, self._as_per_replica(finite))
     with tf.device('CPU:0'):
-      everywhere = self._workers.combine(
+      everywhere = self._communicator.combine(
         tf.cast(local, tf.int32), 'min', 'finite'
       )
       return tf.cast(everywhere, tf.bool)
@@ -176,9 +177,9 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
   def _reduce_host_value(self, is_mean, value):
     """Combines a value that each worker has once, such as a Python number."""
     value = tf.convert_to_tensor(value)
-    summed = self._workers.combine(value, 'sum', 'host_value')
+    summed = self._communicator.combine(value, 'sum', 'host_value')
     if is_mean:
-      return executor.divide(summed, self._workers.world_size)
+      return executor.divide(summed, self._communicator.world_size)
     return summed
 
   def reduce_report(self, reduce_op, value):
@@ -186,7 +187,7 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
     value = self._as_per_replica(value)
     with tf.device('CPU:0'):
       local = tf.add_n([tf.identity(v) for v in _components(value)])
-      total = self._workers.combine(local, 'sum', 'report', is_report=True)
+      total = self._communicator.combine(local, 'sum', 'report', is_report=True)
       if reduce_op in (tf.distribute.ReduceOp.MEAN, 'MEAN'):
         return executor.divide(total, self._num_replicas_in_sync)
       return total
@@ -235,7 +236,7 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
             for v, half in zip(values, halves, strict=True)
           ]
         )
-    columns = self._workers.all_reduce(columns, 'reduce')
+    columns = self._communicator.all_reduce(columns, 'reduce')
     results = []
     for i, half in enumerate(halves):
       row = [column[i] for column in columns]
@@ -252,8 +253,8 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
       if is_mean:
         values = executor.divide(values, self._num_replicas_in_sync)
       gathered = tf.IndexedSlices(
-        self._workers.all_gather(values, 'slices/values'),
-        self._workers.all_gather(indices, 'slices/indices'),
+        self._communicator.all_gather(values, 'slices/values'),
+        self._communicator.all_gather(indices, 'slices/indices'),
         slices[0].dense_shape,
       )
     return [gathered] * len(self._devices)
@@ -287,7 +288,7 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
       # Lengths may differ along the axis, which the link wants to come first.
       rank = local.shape.rank
       order = [axis % rank, *(i for i in range(rank) if i != axis % rank)]
-      gathered = self._workers.all_gather(
+      gathered = self._communicator.all_gather(
         tf.transpose(local, order), f'gather/axis_{axis}'
       )
       back = [order.index(i) for i in range(rank)]
@@ -302,7 +303,7 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
     if run is not None and run.has_rows is not None:
       tensors = empty_replicas.mask_tensors(run, replica_id, tensors)
       count = run.num_with_rows()
-    summed = self._workers.all_reduce_replica(
+    summed = self._communicator.all_reduce_replica(
       tensors, replica_id, self._communication_options.merge(options)
     )
     if reduce_op == tf.distribute.ReduceOp.MEAN:
@@ -312,7 +313,7 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
   def share_from_chief(self, variables) -> None:
     """Gives variables the chief's values, eagerly, on every worker."""
     values = [
-      self._workers.broadcast(tf.convert_to_tensor(v.numpy()), 0, 'share')
+      self._communicator.broadcast(tf.convert_to_tensor(v.numpy()), 0, 'share')
       for v in variables
     ]
     with self._container_strategy().scope():
@@ -351,7 +352,7 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
       value = _tf_internal.unwrap_checkpoint_value(value)
       tensor = tf.convert_to_tensor(value, dtype=kwargs.get('dtype'))
       # Without its name, in which Keras counts the models of a process.
-      return self._workers.broadcast(tensor, 0, 'initial_value')
+      return self._communicator.broadcast(tensor, 0, 'initial_value')
 
     return initial_value
 

@@ -23,7 +23,11 @@ import tensorflow as tf
 
 from tf_strategies import _graph_errors, _tf_internal, errors
 from tf_strategies.monitoring import input_watch
-from tf_strategies.strategies import counted_batch, host_input, replica_run
+from tf_strategies.strategies.mirrored import (
+  counted_batch,
+  host_input,
+  replica_run,
+)
 
 _Policy = tf.data.experimental.AutoShardPolicy
 
@@ -54,7 +58,7 @@ class WorkerInput:
     if policy in (_Policy.FILE, _Policy.OFF):
       if policy == _Policy.FILE:
         dataset = _tf_internal.shard_files(
-          dataset, self._workers.world_size, self._workers.rank
+          dataset, self._communicator.world_size, self._communicator.rank
         )
       return self._own_data(self._take_share(dataset))
     return self._same_data(dataset)
@@ -63,16 +67,16 @@ class WorkerInput:
     """Returns a data set of distributed values from per-replica batches."""
     _check_input_options(options)
     context = tf.distribute.InputContext(
-      num_input_pipelines=self._workers.world_size,
-      input_pipeline_id=self._workers.rank,
+      num_input_pipelines=self._communicator.world_size,
+      input_pipeline_id=self._communicator.rank,
       num_replicas_in_sync=self._extended._num_replicas_in_sync,  # pylint: disable=protected-access
     )
     dataset = dataset_fn(context)
     return self._own_data(_group_by_replicas(dataset, self._num_local))
 
   @property
-  def _workers(self):
-    return self._extended.workers
+  def _communicator(self):
+    return self._extended.communicator
 
   @property
   def _num_local(self) -> int:
@@ -80,7 +84,7 @@ class WorkerInput:
 
   def _same_data(self, dataset):
     """Every worker has the same batches and takes its rows."""
-    world_size, rank = self._workers.world_size, self._workers.rank
+    world_size, rank = self._communicator.world_size, self._communicator.rank
     # Keras orders gathered predictions by local replica, then by worker.
     parts = [r * world_size + rank for r in range(self._num_local)]
     # The part of each replica of each worker, by replica id.
@@ -129,7 +133,7 @@ class WorkerInput:
     def compare(index, fingerprint):
       if index == 0:
         state['iterator'] = next(iterators)
-      if self._workers.world_size > 1:
+      if self._communicator.world_size > 1:
         tag = f'batch/{dataset_id}/{state["iterator"]}/{index}'
         try:
           self._compare(tag, int(index), int(fingerprint))
@@ -148,7 +152,7 @@ class WorkerInput:
     return check
 
   def _compare(self, tag, index, fingerprint):
-    answers = self._workers.exchange(tag, json.dumps(fingerprint).encode())
+    answers = self._communicator.exchange(tag, json.dumps(fingerprint).encode())
     values = [json.loads(answer) for answer in answers]
     different = [r for r, v in enumerate(values) if v != values[0]]
     if different:
@@ -156,7 +160,7 @@ class WorkerInput:
         f'batch {index} of a data set is not the same on all workers: ranks '
         f'{different} have other data than rank 0. Each worker takes its rows '
         'of the global batch, so all must have the same batches in the same '
-        'order. Way out: call tf.random.set_seed or '
+        'order. Fix: call tf.random.set_seed or '
         'keras.utils.set_random_seed with the same number on every worker '
         'before the data are shuffled; or, if each worker has data of its own, '
         'set options.experimental_distribute.auto_shard_policy to '
@@ -168,7 +172,7 @@ class WorkerInput:
   def _take_share(self, dataset):
     """A worker's share of global batches: rows for its own replicas only."""
     size = _tf_internal.batch_size_of(dataset)
-    total = self._num_local * self._workers.world_size
+    total = self._num_local * self._communicator.world_size
     if size is None or size % total:
       raise errors.UnsupportedOptionError(
         f'batches of {size or "unknown size"} with AutoShardPolicy.FILE or OFF '
@@ -176,7 +180,7 @@ class WorkerInput:
         'a batch size that divides by the number of replicas',
         'call dataset.batch with a multiple of strategy.num_replicas_in_sync',
       )
-    rows = size // self._workers.world_size
+    rows = size // self._communicator.world_size
     return dataset.rebatch(rows).map(
       lambda *batch: host_input.split(
         _pack(batch), self._num_local, range(self._num_local)
@@ -200,7 +204,7 @@ class WorkerInput:
       tag = f'rows/{dataset_id}/{iterator}/{index}'
       mine = [bool(has_data), rows.tolist()]
       try:
-        answers = self._workers.exchange(tag, json.dumps(mine).encode())
+        answers = self._communicator.exchange(tag, json.dumps(mine).encode())
       except errors.Error as e:
         _graph_errors.raise_through_graph(e)
       everyone = [json.loads(answer) for answer in answers]
@@ -219,7 +223,7 @@ class WorkerInput:
           [iterator, index, has_data, tf.stack(rows)],
           [tf.bool, tf.int32],
         )
-        total = self._num_local * self._workers.world_size
+        total = self._num_local * self._communicator.world_size
         return (
           tf.ensure_shape(left, []),
           tf.ensure_shape(all_rows, [total]),

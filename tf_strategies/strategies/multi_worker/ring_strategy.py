@@ -10,10 +10,13 @@ import tensorflow as tf
 from tf_strategies import cluster as cluster_lib
 from tf_strategies import cross_device, errors, process_group
 from tf_strategies.collectives import compression as compression_lib
-from tf_strategies.strategies import devices as devices_lib
-from tf_strategies.strategies import mirrored_extended
-from tf_strategies.strategies.multi_worker import base, ring_workers
+from tf_strategies.strategies.mirrored import devices as devices_lib
+from tf_strategies.strategies.mirrored import extended as mirrored_extended
 from tf_strategies.strategies.multi_worker import extended as extended_lib
+from tf_strategies.strategies.multi_worker import (
+  process_group_communicator,
+  strategy,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +56,7 @@ class RingOptions:
     compression_lib.by_name(self.compression)
 
 
-class MultiWorkerRingStrategy(base.MultiWorkerStrategy):
+class MultiWorkerRingStrategy(strategy.MultiWorkerStrategy):
   """Synchronous training on several workers, exactly, over a ring of our own.
 
   Every worker runs the same program. Variables are mirrored on all devices of
@@ -131,9 +134,9 @@ class MultiWorkerRingStrategy(base.MultiWorkerStrategy):
   def _set_up(self, group, options, devices, cross_device_ops):
     """Becomes a strategy on `group`, if the other workers do the same."""
 
-    def make_workers(extended):
+    def make_communicator(extended):
       several = len(devices) > 1
-      return ring_workers.RingWorkers(
+      return process_group_communicator.ProcessGroupCommunicator(
         group,
         extended.local_reduce,
         extended.local_all_reduce if several else None,
@@ -147,7 +150,7 @@ class MultiWorkerRingStrategy(base.MultiWorkerStrategy):
         self,
         devices,
         cross_device_ops or cross_device.AutoAllReduce(),
-        make_workers,
+        make_communicator,
       ),
     )
     self._agree_on_start(
@@ -167,12 +170,12 @@ class MultiWorkerRingStrategy(base.MultiWorkerStrategy):
     Raises:
       ClusterConfigError: the cluster has no part for this process.
     """
-    return base.place_in(cluster, 'MultiWorkerRingStrategy')
+    return strategy.place_in(cluster, 'MultiWorkerRingStrategy')
 
   @property
   def process_group(self) -> process_group.ProcessGroup:
     """What links the workers."""
-    return self.extended.workers.group
+    return self.extended.communicator.group
 
   def close(self) -> None:
     """Leaves the other workers; a later collective of theirs fails."""

@@ -33,27 +33,27 @@ def checked_cluster(
     cluster = config_lib.ClusterConfig.from_env()
   if cluster is None:
     raise errors.ClusterConfigError(
-      'ParameterServerStrategy without a cluster: TF_CONFIG is not set. Allowed '
-      f'is a cluster with worker and ps tasks. Way out: {_WAY_OUT}, or train on '
+      'ParameterServerStrategy without a cluster: TF_CONFIG is not set. Expected '
+      f'a cluster with worker and ps tasks. Fix: {_WAY_OUT}, or train on '
       "one device: tfs.create_strategy('one_device')."
     )
   for job in ('ps', 'worker'):
     tasks = cluster.jobs.get(job)
     if not tasks:
       raise errors.ClusterConfigError(
-        f'the cluster has no {job} task. Allowed is at least one. Way out: '
+        f'the cluster has no {job} task. Expected at least one. Fix: '
         f'{_WAY_OUT}.'
       )
     if list(tasks) != list(range(len(tasks))):
       raise errors.ClusterConfigError(
-        f'the cluster has the {job} tasks {list(tasks)}. Allowed are indices '
-        'from 0 without gaps: the coordinator must know every task. Way out: '
+        f'the cluster has the {job} tasks {list(tasks)}. Expected indices '
+        'from 0 without gaps: the coordinator must know every task. Fix: '
         'list all of them for the chief.'
       )
   if cluster.task_type != 'chief':
     raise errors.ClusterConfigError(
       f'task {cluster.task_type!r} {cluster.task_index} cannot coordinate. '
-      'Allowed is the chief alone. Way out: start the program through '
+      'Expected the chief alone. Fix: start the program through '
       'tfs.cluster.run_task(train), which makes ps and worker tasks serve.'
     )
   return cluster

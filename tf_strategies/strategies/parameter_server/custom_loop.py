@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tf_strategies.coordinator import drawn
-from tf_strategies.coordinator import engine as engine_lib
 from tf_strategies.keras import steps as keras_steps
-from tf_strategies.strategies.parameter_server import training
+from tf_strategies.strategies.parameter_server import engine as engine_lib
+from tf_strategies.strategies.parameter_server import training, worker_input
 
 
 class RemoteStep:
@@ -49,10 +48,10 @@ class RemoteStep:
       What the newest step that is done returned, read when it is used as a
       float: of this step after `strategy.join()`.
     """
-    source = drawn.source_of(batch)
+    source = worker_input.source_of(batch)
     if source is not None:
       if self._trains:
-        return self._strategy.train_drawn(self._step, source, 1)
+        return self._strategy.train_worker_input(self._step, source, 1)
       return self._guard(
         lambda: self._strategy.engine.draw(self._step, source, 1)
       )
@@ -62,7 +61,7 @@ class RemoteStep:
     return self._guard(lambda: self._strategy.engine.run(self._step, [batch]))
 
   def _guard(self, action):
-    return self._strategy.recovery.guard(action)
+    return self._strategy.recovery.with_recovery(action)
 
   def call(self, batch: Any) -> engine_lib.PendingCall:
     """Begins a step whose result is wanted: `.result()` waits for it."""

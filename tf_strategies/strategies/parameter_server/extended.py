@@ -12,14 +12,14 @@ import tensorflow as tf
 from absl import logging
 
 from tf_strategies import _tf_internal, errors
-from tf_strategies.coordinator import (
+from tf_strategies.keras import steps as keras_steps
+from tf_strategies.strategies.parameter_server import (
   packing,
   partitioned,
   placement,
   traced_step,
   variables,
 )
-from tf_strategies.keras import steps as keras_steps
 
 # What `ServerVariable` passes on; the rest of a creator's arguments choose the
 # kind of variable, which is ours.
@@ -118,7 +118,7 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
     strategy: whose implementation this is.
     resolver: describes the cluster.
     partitioner: says into how many parts a variable is cut; None cuts none.
-    settled: does something when the scheduled steps are done.
+    drained: does something when the scheduled steps are done.
     on_write: called before the coordinator writes a variable.
   """
 
@@ -127,13 +127,13 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
     strategy: tf.distribute.Strategy,
     resolver: tf.distribute.cluster_resolver.ClusterResolver,
     partitioner: Callable | None,
-    settled: Callable[[Callable], Any],
+    drained: Callable[[Callable], Any],
     on_write: Callable[[], None],
   ):
     super().__init__(strategy, resolver, partitioner)
     self.placement = placement.Placement(self._num_ps)
     self._partitioner = partitioner
-    self._settled = settled
+    self._drained = drained
     self._on_write = on_write
     self._variables: list[weakref.ref] = []
     # Steps are run by our own threads, not by TensorFlow's coordinator.
@@ -174,7 +174,7 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
     with _tf_internal.no_colocation():
       variable = variables.ServerVariable(
         server=server,
-        settled=self._settled,
+        drained=self._drained,
         on_write=self._on_write,
         **arguments,
       )

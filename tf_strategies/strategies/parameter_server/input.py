@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tf_strategies import _tf_internal, errors
-from tf_strategies.coordinator import drawn, resumption
+from tf_strategies.strategies.parameter_server import resumption, worker_input
 
 
 class FedDataset(_tf_internal.DistributedDataset):
@@ -73,13 +73,15 @@ class FedDataset(_tf_internal.DistributedDataset):
     return self._stock(self.dataset)
 
 
-def feed(dataset, stock, take_resumption) -> FedDataset | drawn.DrawnDataset:
+def feed(
+  dataset, stock, take_resumption
+) -> FedDataset | worker_input.WorkerDataset:
   """Wraps what `experimental_distribute_dataset` is given.
 
   Raises:
     UnsupportedOptionError: it is no data set.
   """
-  if isinstance(dataset, FedDataset | drawn.DrawnDataset):
+  if isinstance(dataset, FedDataset | worker_input.WorkerDataset):
     return dataset
   if not isinstance(dataset, tf.data.Dataset):
     raise errors.UnsupportedOptionError(

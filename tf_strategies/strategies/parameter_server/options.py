@@ -13,7 +13,7 @@ _TIMEOUTS = (
   'start_timeout',
   'recovery_timeout',
   'step_timeout',
-  'silence_timeout',
+  'keepalive_timeout',
 )
 
 
@@ -35,7 +35,7 @@ class ParameterServerOptions:
   start_timeout: float = 300.0
   recovery_timeout: float = 300.0
   step_timeout: float = 600.0
-  silence_timeout: float = 60.0
+  keepalive_timeout: float = 60.0
 
   def __post_init__(self):
     if self.mode not in MODES:

@@ -12,7 +12,7 @@ import tensorflow as tf
 from absl import logging
 
 from tf_strategies import _tf_internal, errors
-from tf_strategies.coordinator import drawn, resumption
+from tf_strategies.strategies.parameter_server import resumption, worker_input
 
 _T = TypeVar('_T')
 _MAX_TO_KEEP = 3
@@ -45,7 +45,7 @@ class Recovery:
     self._begun_before = 0
     self._epoch = 0
     self._epoch_began = 0
-    self._source: drawn.Source | None = None
+    self._source: worker_input.Source | None = None
     self._resumption: resumption.Resumption | None = None
     self._was_restored = False
     self._steps_done = 0
@@ -121,7 +121,9 @@ class Recovery:
     taken, self._resumption = self._resumption, None
     return taken
 
-  def note_begun(self, steps: int, source: drawn.Source | None = None) -> None:
+  def note_begun(
+    self, steps: int, source: worker_input.Source | None = None
+  ) -> None:
     """Counts steps that were begun; saves when it is time.
 
     Args:
@@ -132,13 +134,13 @@ class Recovery:
     self._source = source
     every = self._options.checkpoint_steps
     if self.is_enabled and self.begun - self._begun_at_save >= every:
-      self.guard(self.save)
+      self.with_recovery(self.save)
 
   def save(self) -> str | None:
     """Waits for all steps and writes a checkpoint; returns its path."""
     if self._manager is None:
       return None
-    self._strategy.settle()
+    self._strategy.drain()
     self._position_variable.assign(json.dumps(self._position()))
     path = self._manager.save(
       checkpoint_number=self._next_number(),
@@ -194,11 +196,11 @@ class Recovery:
       status.assert_existing_objects_matched()
     except (AssertionError, ValueError) as e:
       raise errors.CheckpointMismatchError(
-        f'{path} is not a checkpoint of this model: {e}. Way out: another '
+        f'{path} is not a checkpoint of this model: {e}. Fix: another '
         'checkpoint_dir, or the model that wrote it.'
       ) from e
 
-  def guard(self, action: Callable[[], _T]) -> _T:
+  def with_recovery(self, action: Callable[[], _T]) -> _T:
     """Does something; if a server died, recovers and does it again.
 
     Raises:

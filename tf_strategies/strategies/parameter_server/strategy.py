@@ -8,24 +8,22 @@ from typing import Any
 import tensorflow as tf
 
 from tf_strategies.cluster import config as config_lib
-from tf_strategies.coordinator import (
-  drawn,
-  liveness,
-  local_engine,
-  sync_engine,
-  variables,
-  worker_function,
-)
-from tf_strategies.coordinator import engine as engine_lib
 from tf_strategies.keras import steps as keras_steps
 from tf_strategies.strategies.parameter_server import (
   connection,
   custom_loop,
   extended,
   input,
+  liveness,
+  local_sgd,
   recovery,
+  sync_engine,
   training,
+  variables,
+  worker_function,
+  worker_input,
 )
+from tf_strategies.strategies.parameter_server import engine as engine_lib
 from tf_strategies.strategies.parameter_server import options as options_lib
 
 
@@ -84,7 +82,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
       by the number of workers, which is another algorithm; `checkpoint_dir` and
       `checkpoint_steps` (1000); `start_timeout`, `recovery_timeout` (300
       seconds), `step_timeout` (600 seconds without a finished step) and
-      `silence_timeout` (60 seconds in which a task answers nothing, after which
+      `keepalive_timeout` (60 seconds in which a task answers nothing, after which
       it counts as dead).
 
   Raises:
@@ -115,7 +113,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
       self,
       self._cluster_resolver,
       variable_partitioner,
-      self._settled,
+      self._drained,
       self._forget_reports,
     )
     tf.distribute.Strategy.__init__(self, implementation)
@@ -123,12 +121,12 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     self._canonicalize_devices = False
     self._is_parameter_server_strategy_v2 = True
     self.liveness = liveness.Liveness(
-      self.cluster, self.options.silence_timeout
+      self.cluster, self.options.keepalive_timeout
     )
-    self._marks = worker_function.Marks(self._make_marks())
+    self._markers = worker_function.CompletionMarkers(self._make_markers())
     self.recovery = recovery.Recovery(self)
     self.engine = self._make_engine(workers)
-    self.engine.guard = self.recovery.guard
+    self.engine.guard = self.recovery.with_recovery
 
   @property
   def shares_batches(self) -> bool:
@@ -136,18 +134,20 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     several = len(self.cluster.jobs['worker']) > 1
     return self.options.mode == 'sync' and several
 
-  def _make_marks(self):
+  def _make_markers(self):
     return variables.ServerVariable(
       server=0,
-      settled=lambda action: action(),
+      drained=lambda action: action(),
       on_write=lambda: None,
-      initial_value=lambda: tf.zeros([2, worker_function.NUM_MARKS], tf.int64),
+      initial_value=lambda: tf.zeros(
+        [2, worker_function.NUM_MARKERS], tf.int64
+      ),
       trainable=False,
       name='marks',
     )
 
   def _make_engine(self, workers):
-    arguments = (workers, self.liveness, self._marks)
+    arguments = (workers, self.liveness, self._markers)
     timeout = {'step_timeout': self.options.step_timeout}
     if self.options.mode == 'bounded':
       return engine_lib.BoundedEngine(
@@ -161,7 +161,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         **timeout,
       )
     if self.options.local_steps > 1:
-      return local_engine.LocalEngine(
+      return local_sgd.LocalEngine(
         *arguments, local_steps=self.options.local_steps, **timeout
       )
     return engine_lib.AsyncEngine(*arguments, **timeout)
@@ -196,7 +196,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
       ParameterServerUnavailableError: a server died.
       WorkerUnavailableError: nothing happened for `step_timeout`.
     """
-    self.recovery.guard(self.settle)
+    self.recovery.with_recovery(self.drain)
 
   def report(self) -> dict[str, Any]:
     """What happened so far: steps, staleness, dropped gradients, load.
@@ -218,15 +218,19 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     """Begins the steps of some batches."""
     if model is not None:
       self.recovery.track({'model': model, 'optimizer': model.optimizer})
-    report = self.recovery.guard(lambda: self.engine.train(step, batches))
+    report = self.recovery.with_recovery(
+      lambda: self.engine.train(step, batches)
+    )
     self.recovery.note_begun(len(batches))
     return report
 
-  def train_drawn(self, step, source, steps, model=None):
+  def train_worker_input(self, step, source, steps, model=None):
     """Begins steps on data that workers read."""
     if model is not None:
       self.recovery.track({'model': model, 'optimizer': model.optimizer})
-    report = self.recovery.guard(lambda: self.engine.draw(step, source, steps))
+    report = self.recovery.with_recovery(
+      lambda: self.engine.draw(step, source, steps)
+    )
     self.recovery.note_begun(steps, source)
     return report
 
@@ -258,11 +262,11 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
 
     None without `checkpoint_dir`, or before anything is tracked.
     """
-    return self.recovery.guard(self.recovery.save)
+    return self.recovery.with_recovery(self.recovery.save)
 
   def make_lost_variables(self) -> None:
     """Makes variables anew whose server was started again."""
-    for variable in [*self.extended.server_variables(), self._marks.variable]:
+    for variable in [*self.extended.server_variables(), self._markers.variable]:
       if not variable.is_alive():
         variable.recreate()
 
@@ -283,27 +287,27 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     """
     if not tf.executing_eagerly():
       return super().distribute_datasets_from_function(dataset_fn, options)
-    return drawn.DrawnDataset(
+    return worker_input.WorkerDataset(
       dataset_fn,
       len(self.cluster.jobs['worker']),
       self.recovery.take_resumption,
     )
 
-  def settle(self) -> None:
+  def drain(self) -> None:
     """Waits until all steps that were begun are done."""
     if self.engine is not None:
-      self.engine.settle()
+      self.engine.drain()
 
-  def _settled(self, action):
+  def _drained(self, action):
     """Does something with a variable when all steps are done."""
     if self.engine is None:
       return action()
 
-    def settle_and_act():
-      self.settle()
+    def drain_and_act():
+      self.drain()
       return action()
 
-    return self.recovery.guard(settle_and_act)
+    return self.recovery.with_recovery(drain_and_act)
 
   def _forget_reports(self) -> None:
     if self.engine is not None:

@@ -10,9 +10,12 @@ import numpy as np
 import tensorflow as tf
 
 from tf_strategies import _graph_errors, errors
-from tf_strategies.coordinator import drawn, parcel
-from tf_strategies.coordinator import engine as engine_lib
 from tf_strategies.keras import steps as keras_steps
+from tf_strategies.strategies.parameter_server import (
+  batch_message,
+  worker_input,
+)
+from tf_strategies.strategies.parameter_server import engine as engine_lib
 
 
 class StepFunction:
@@ -62,14 +65,14 @@ class StepFunction:
     data = list(itertools.islice(source, steps))
     if not data:
       raise StopIteration
-    source = drawn.source_of(data)
+    source = worker_input.source_of(data)
     if source is not None:
       return self._draw(source, len(data))
     return self.run([self._batch(d) for d in data])
 
   def _draw(self, source, steps):
     if self.kind == 'train':
-      self._report = self._strategy.train_drawn(
+      self._report = self._strategy.train_worker_input(
         self.step, source, steps, self._model
       )
       return self._report
@@ -78,7 +81,7 @@ class StepFunction:
     )
 
   def _guard(self, action):
-    return self._strategy.recovery.guard(action)
+    return self._strategy.recovery.with_recovery(action)
 
   def run(self, batches) -> Any:
     """Begins the steps of these batches."""
@@ -111,7 +114,7 @@ class StepFunction:
     Runs the step by a call back to Python, and installs this object for the
     next ones.
     """
-    source = drawn.source_of(data)
+    source = worker_input.source_of(data)
     if source is not None:
       return self._host_call(
         [], source.dataset.element_spec, lambda: self._draw(source, 1)
@@ -124,7 +127,7 @@ class StepFunction:
 
     def run_batch(*arrays):
       # Copies: what TensorFlow passes is its own memory, for this call only.
-      data = parcel.pack(structure, [np.array(a) for a in arrays])
+      data = batch_message.pack(structure, [np.array(a) for a in arrays])
       batch = engine_lib.Batch(data, hides_rows=True)
       if self.kind == 'predict':
         return self._guard(lambda: self._call([batch]))[0]

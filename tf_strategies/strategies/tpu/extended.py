@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from tf_strategies import _tf_internal, errors
 from tf_strategies.keras import optimizer_checks
-from tf_strategies.strategies import replica_run, variables
+from tf_strategies.strategies.mirrored import replica_run, variables
 from tf_strategies.strategies.tpu import permute
 
 

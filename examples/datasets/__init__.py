@@ -1,0 +1,36 @@
+"""Data sets of images: MNIST in its formats, digits, synthetic ones, extraction.
+
+  data = datasets.load('digits')
+  options = tfs.data.PipelineOptions(global_batch_size=256, seed=0)
+  train = tfs.data.make_dataset(data.train, options, training=True)
+
+`extract` and `write_tfrecords` are commands as well:
+`python -m examples.datasets.extract --help`.
+"""
+
+from examples.datasets.digits import load_digits
+
+# This function and `write_tfrecords` take the names of their packages, which
+# stay importable and runnable.
+from examples.datasets.extract import extract
+from examples.datasets.idx import load_idx
+from examples.datasets.npz import load_npz
+from examples.datasets.sources import load, load_keras_mnist
+from examples.datasets.synthetic import make_synthetic
+from examples.datasets.write_tfrecords import write_tfrecords
+from tf_strategies.data.arrays import ImageClassificationData
+from tf_strategies.data.tfrecord import count_tfrecords, load_tfrecords
+
+__all__ = [
+  'ImageClassificationData',
+  'count_tfrecords',
+  'extract',
+  'load',
+  'load_digits',
+  'load_idx',
+  'load_keras_mnist',
+  'load_npz',
+  'load_tfrecords',
+  'make_synthetic',
+  'write_tfrecords',
+]

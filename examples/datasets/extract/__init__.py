@@ -1,0 +1,326 @@
+"""Converts source files to TFRecord shards, all of them or those that changed.
+
+  python -m examples.datasets.extract --source=mnist.npz \
+    --output_dir=mnist_tfrecords --mode=partial
+
+Every source file has shards of its own, and a manifest says which, and what the
+file was like. So a file that is changed, added or removed concerns its own
+shards and no others. A run that is killed at any point leaves a directory that
+readers refuse and that the next run completes, to the same bytes.
+
+Example:
+
+  >>> import os, tempfile
+  >>> from examples import datasets
+  >>> def lines(path):
+  ...   with open(path, 'rb') as f:
+  ...     yield from f
+  >>> with tempfile.TemporaryDirectory() as directory:
+  ...   path = os.path.join(directory, 'a.txt')
+  ...   with open(path, 'wb') as f:
+  ...     _ = f.write(b'one\\ntwo\\n')
+  ...   for _ in range(2):
+  ...     report = datasets.extract(
+  ...       path, os.path.join(directory, 'out'), convert_fn=lines, name='toy')
+  ...     print(report.converted == (path,), report.examples)
+  True 2
+  False 2
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import os
+import re
+import time
+from collections.abc import Callable
+
+import tensorflow as tf
+from absl import logging
+
+from examples.datasets.extract import converters, shards
+from tf_strategies import errors
+from tf_strategies.data import fingerprint, tfrecord
+from tf_strategies.data import manifest as manifest_lib
+
+MODES = ('partial', 'full')
+EXAMPLES_PER_SHARD = 8192
+_NAME = re.compile(r'[A-Za-z0-9_]+')
+_LOCK = '.extract.lock'
+# Work that a killed run may lose because the manifest does not tell of it yet.
+_SAVE_SECONDS = 2.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+  """What an extraction did.
+
+  Attributes:
+    converted: source files whose shards were written.
+    unchanged: source files whose shards were left as they are.
+    removed: source files that are gone, and whose shards are.
+    examples: in all shards now.
+    shards: how many there are now.
+  """
+
+  converted: tuple[str, ...]
+  unchanged: tuple[str, ...]
+  removed: tuple[str, ...]
+  examples: int
+  shards: int
+
+
+def extract(
+  sources: converters.Paths,
+  directory: str | os.PathLike[str],
+  convert_fn: converters.ConvertFn | None = None,
+  *,
+  mode: str = 'partial',
+  name: str = 'mnist',
+  split: str = 'train',
+  checksum: bool = False,
+  examples_per_shard: int = EXAMPLES_PER_SHARD,
+  progress: Callable[[str], None] | None = None,
+) -> Report:
+  """Converts source files to TFRecord shards with a manifest beside them.
+
+  Args:
+    sources: a file, a pattern, a directory, or a list of these. Without a
+      `convert_fn`, `.npz` files in the layout of Keras and directories of
+      MNIST's IDX files. These are all that the directory is to hold: shards
+      of files that are not among them any more are removed.
+    directory: where to; made if it is missing.
+    convert_fn: called with the path of a source file, yields its examples in
+      order, as bytes or `tf.train.Example`. After a change of its source all
+      files are converted anew; what it calls is not looked at (write
+      mode='full' then).
+    mode: 'partial' converts files that are new or changed since the last run,
+      or whose shards are missing, truncated or edited; 'full' converts all.
+    name: of the data set, part of the names of shards.
+    split: that the examples of `convert_fn` belong to.
+    checksum: whether files of the same size and time as before are read, to see
+      whether they are the same. Files of another time always are.
+    examples_per_shard: where a shard ends and the next begins.
+    progress: called with a line for each source file.
+
+  Returns:
+    What was done. O(bytes of changed files), and O(files).
+
+  Raises:
+    DataError: a source is missing or cannot be converted; the directory cannot
+      be written, holds other shards, or is extracted to at the moment.
+    UnsupportedOptionError: an option out of its range.
+  """
+  _check(mode, name, examples_per_shard)
+  units = converters.find_units(sources, convert_fn, split)
+  settings = manifest_lib.Settings(
+    name=name,
+    converter=fingerprint.of_function(convert_fn) if convert_fn else 'built in',
+    examples_per_shard=int(examples_per_shard),
+  )
+  where = os.fspath(directory)
+  for unit in units:
+    if os.path.dirname(unit.paths[0]) == os.path.abspath(where):
+      raise errors.DataError(
+        f'{where}: holds the source {unit.paths[0]} too; expected another '
+        'directory than that of the sources'
+      )
+  try:
+    os.makedirs(where, exist_ok=True)
+    if tfrecord.has_shards(where):
+      raise errors.DataError(
+        f'{where}: holds TFRecord shards of write_tfrecords; expected a '
+        'directory without, so that they are never mixed'
+      )
+    with _locked(where):
+      extraction = _Extraction(where, settings, checksum, progress)
+      return extraction.run(units, is_full=mode == 'full')
+  except (OSError, tf.errors.OpError) as e:
+    raise errors.DataError(
+      f'{where}: cannot be extracted to ({e}); expected readable sources and a '
+      'directory with room for the shards'
+    ) from e
+
+
+class _Extraction:
+  """One run: the manifest never tells of shards that are not as it says."""
+
+  def __init__(self, where, settings, checksum, progress):
+    self._where = where
+    self._settings = settings
+    self._checksum = checksum
+    self._progress = progress or (lambda line: None)
+    self._saved_at = 0.0
+
+  def run(self, units, is_full: bool) -> Report:
+    """Converts what has changed, or all, and removes what is gone."""
+    old = self._read_manifest()
+    kept = {} if is_full else self._find_unchanged(units, old)
+    keys = {unit.paths for unit in units}
+    gone = [entry for entry in old.entries if entry.key not in keys]
+    unchanged = [
+      path for unit in units for path in unit.paths if unit.paths in kept
+    ]
+    changed = [unit for unit in units if unit.paths not in kept]
+    if changed or gone or not old.is_complete:
+      # Before anything else: from here on the shards are in motion.
+      self._save(units, kept, is_complete=False)
+      for entry in gone:
+        self._progress(f'removed {_label(entry.key)}')
+      self._remove_all_but(kept)
+    for unit in units:
+      if unit.paths in kept:
+        self._progress(f'unchanged {_label(unit.paths)}')
+        continue
+      kept[unit.paths] = self._convert(unit)
+      if time.monotonic() - self._saved_at > _SAVE_SECONDS:
+        self._save(units, kept, is_complete=False)
+    done = self._save(units, kept, is_complete=True)
+    return Report(
+      converted=tuple(path for unit in changed for path in unit.paths),
+      unchanged=tuple(unchanged),
+      removed=tuple(path for entry in gone for path in entry.key),
+      examples=sum(shard.examples for shard in done.shards),
+      shards=len(done.shards),
+    )
+
+  def _read_manifest(self) -> manifest_lib.Manifest:
+    """The last run's manifest, or an empty one if it is of no use."""
+    nothing = manifest_lib.Manifest(self._settings, (), False)
+    if not manifest_lib.is_extracted(self._where):
+      return nothing
+    try:
+      manifest = manifest_lib.read(self._where)
+    except errors.DataError as e:
+      logging.warning('%s. All files are converted.', e)
+      return nothing
+    if manifest.settings.name != self._settings.name:
+      raise errors.DataError(
+        f'{self._where}: holds {manifest.settings.name!r}; expected '
+        f'{self._settings.name!r} or an empty directory, write to another one'
+      )
+    return manifest
+
+  def _find_unchanged(self, units, old):
+    """The entries, by their sources, that need no conversion."""
+    if old.settings != self._settings:
+      logging.warning(
+        '%s was extracted by another convert_fn or with another '
+        'examples_per_shard. All files are converted.',
+        self._where,
+      )
+      return {}
+    known = {entry.key: entry for entry in old.entries}
+    found = {u.paths: self._as_it_was(known.get(u.paths)) for u in units}
+    return {paths: entry for paths, entry in found.items() if entry}
+
+  def _as_it_was(self, entry) -> manifest_lib.Entry | None:
+    """The entry, if neither its sources nor its shards have changed."""
+    if entry is None:
+      return None
+    for shard in entry.shards:
+      if not manifest_lib.is_intact(self._where, shard, self._checksum):
+        logging.warning(
+          '%s is missing, truncated or edited; %s is converted again.',
+          os.path.join(self._where, shard.name),
+          _label(entry.key),
+        )
+        return None
+    for source in entry.sources:
+      if not manifest_lib.is_same(source.path, source, self._checksum):
+        return None
+    # A file that was only touched need not be read again next time.
+    return dataclasses.replace(
+      entry,
+      sources=tuple(
+        dataclasses.replace(s, mtime_ns=os.stat(s.path).st_mtime_ns)
+        for s in entry.sources
+      ),
+    )
+
+  def _convert(self, unit) -> manifest_lib.Entry:
+    sources = tuple(map(_describe, unit.paths))
+    written = shards.write(
+      self._where,
+      self._settings.name,
+      unit.paths,
+      unit.convert(),
+      self._settings.examples_per_shard,
+      max(source.mtime_ns for source in sources),
+    )
+    if sources != tuple(map(_describe, unit.paths)):
+      raise errors.DataError(
+        f'{_label(unit.paths)}: changed while it was converted; expected a '
+        'source that rests, extract again'
+      )
+    counts = {}
+    for shard in written:
+      counts[shard.split] = counts.get(shard.split, 0) + shard.examples
+    total = ' + '.join(f'{counts[s]} {s}' for s in sorted(counts, reverse=True))
+    self._progress(
+      f'converted {_label(unit.paths)}: {total or "0"} examples in '
+      f'{len(written)} shards'
+    )
+    return manifest_lib.Entry(sources, written)
+
+  def _save(self, units, kept, is_complete: bool) -> manifest_lib.Manifest:
+    """Writes the manifest, unless the one that is there says the same."""
+    entries = tuple(kept[u.paths] for u in units if u.paths in kept)
+    manifest = manifest_lib.Manifest(self._settings, entries, is_complete)
+    with contextlib.suppress(errors.DataError):
+      if manifest_lib.read(self._where) == manifest:
+        return manifest
+    manifest_lib.write(self._where, manifest)
+    self._saved_at = time.monotonic()
+    return manifest
+
+  def _remove_all_but(self, kept) -> None:
+    """Removes shards that the manifest does not name, and no other files."""
+    names = {s.name for entry in kept.values() for s in entry.shards}
+    for file_name in os.listdir(self._where):
+      if shards.is_shard(file_name) and file_name not in names:
+        os.remove(os.path.join(self._where, file_name))
+
+
+def _check(mode, name, examples_per_shard):
+  if mode not in MODES:
+    raise errors.UnsupportedOptionError(
+      f'mode={mode!r}', "'partial' or 'full'", "write mode='partial'"
+    )
+  if not isinstance(name, str) or not _NAME.fullmatch(name):
+    raise errors.UnsupportedOptionError(
+      f'name={name!r}', 'letters, digits and underscores', "write name='mnist'"
+    )
+  if examples_per_shard < 1:
+    raise errors.UnsupportedOptionError(
+      f'examples_per_shard={examples_per_shard}',
+      'an integer of at least 1',
+      f'leave it out for {EXAMPLES_PER_SHARD}',
+    )
+
+
+@contextlib.contextmanager
+def _locked(where: str):
+  """Keeps other extractions out; the kernel lets go when a process ends."""
+  with open(os.path.join(where, _LOCK), 'ab') as f:
+    try:
+      fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+      raise errors.DataError(
+        f'{where}: another process extracts to it; expected one at a time, '
+        'wait for it or write to another directory'
+      ) from None
+    yield
+
+
+def _describe(path: str) -> manifest_lib.Source:
+  status = os.stat(path)
+  return manifest_lib.Source(
+    path, status.st_size, status.st_mtime_ns, manifest_lib.sha256_of(path)
+  )
+
+
+def _label(paths) -> str:
+  return ' + '.join(paths)

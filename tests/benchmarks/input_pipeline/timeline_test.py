@@ -1,0 +1,107 @@
+"""Idle time of the trainer is measured, and drawn."""
+
+import os
+import time
+import unittest
+from xml.etree import ElementTree
+
+import tensorflow as tf
+
+from benchmarks.input_pipeline import timeline, timeline_plot
+from tests.data import formula
+from tf_strategies import errors
+
+_SLOW_S = 0.02
+_STEPS = 6
+
+try:
+  import matplotlib
+except ImportError:
+  matplotlib = None
+
+
+def _sleep(x):
+  time.sleep(_SLOW_S)
+  return x
+
+
+def _record(prefetch):
+  dataset = tf.data.Dataset.range(30).map(
+    lambda x: tf.numpy_function(_sleep, [x], tf.int64)
+  )
+  return timeline.record(dataset, 1.5 * _SLOW_S, _STEPS, prefetch)
+
+
+class TimelineTest(formula.DataTestCase):
+  def test_prefetch_hides_the_preparation(self):
+    naive, prefetched = _record(False), _record(True)
+    # Two parts of five are preparation; a third of nothing is left to wait.
+    self.assertGreater(naive.idle_share, 0.2)
+    self.assertLess(prefetched.idle_share, naive.idle_share / 2)
+
+  def test_batches_are_prepared_before_their_steps(self):
+    found = _record(False)
+    self.assertLen(found.prep, _STEPS)
+    self.assertLen(found.train, _STEPS)
+    for prep, train in zip(found.prep, found.train, strict=True):
+      self.assertGreaterEqual(prep[1] - prep[0], 0.9 * _SLOW_S)
+      self.assertGreaterEqual(train[1] - train[0], _SLOW_S)
+      # Two clocks tell the same time, to a millisecond.
+      self.assertLess(prep[1], train[0] + 1e-3)
+    for before, after in zip(found.train, found.prep[1:], strict=False):
+      self.assertGreater(after[0], before[1] - 1e-3)
+
+  def test_short_dataset_is_repeated(self):
+    found = timeline.record(tf.data.Dataset.range(2), 0.001, _STEPS, True)
+    self.assertLen(found.train, _STEPS)
+
+  def test_empty_dataset_is_refused(self):
+    with self.assertRaisesRegex(errors.DataError, 'no batch'):
+      timeline.record(tf.data.Dataset.range(0), 0.001, _STEPS, False)
+
+
+class PictureTest(formula.DataTestCase):
+  def setUp(self):
+    super().setUp()
+    # The second batch was ready before the first step that is shown.
+    self.timelines = {
+      'naive': timeline.Timeline(
+        [(0.0, 0.1), (0.3, 0.4)], [(0.1, 0.3), (0.4, 0.6)], 0.6, 1 / 3
+      ),
+      'fast & < ready': timeline.Timeline(
+        [(-0.2, -0.1), (-0.1, 0.1)], [(0.0, 0.2), (0.2, 0.4)], 0.4, 0.0
+      ),
+    }
+
+  def path(self, name):
+    return os.path.join(self.new_dir(), name)
+
+  def test_html_stands_alone(self):
+    path = self.path('steps.html')
+    timeline_plot.write(path, self.timelines, 'A title')
+    with open(path, encoding='utf-8') as f:
+      page = f.read()
+    for words in ('A title', 'naive: trainer idle 33%', 'trainer idle 0%'):
+      self.assertIn(words, page)
+    for words in ('http', '<script', 'src=', 'url('):
+      self.assertNotIn(words, page)
+    svg = page[page.index('<svg') : page.index('</svg>') + len('</svg>')]
+    boxes = [e.get('class') for e in ElementTree.fromstring(svg).iter('rect')]
+    self.assertEqual(boxes.count('train'), 4)
+    self.assertEqual(boxes.count('idle'), 2)
+    self.assertEqual(boxes.count('prep'), 3)
+
+  @unittest.skipIf(matplotlib is None, 'matplotlib is not installed')
+  def test_png_is_a_picture(self):
+    path = self.path('steps.png')
+    timeline_plot.write(path, self.timelines, 'A title')
+    with open(path, 'rb') as f:
+      self.assertEqual(f.read(4), b'\x89PNG')
+
+  def test_other_files_are_refused(self):
+    with self.assertRaisesRegex(errors.UnsupportedOptionError, 'steps.gif'):
+      timeline_plot.check('steps.gif')
+
+
+if __name__ == '__main__':
+  tf.test.main()

@@ -1,0 +1,253 @@
+"""Checkpoints that are damaged, half written, or killed while they are written."""
+
+import errno
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from unittest import mock
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from absl.testing import absltest, parameterized
+
+from tf_strategies import errors
+from tf_strategies.checkpoint import checkpointer
+
+_DEADLINE_SECONDS = 60
+
+# Saves one checkpoint after the other, of which all numbers are the same.
+_WRITER = """
+import sys
+import numpy as np
+from tf_strategies.checkpoint import checkpointer
+store = checkpointer.Checkpointer(sys.argv[1])
+found = store.newest()
+number = found.metadata['number'] if found else 0
+while True:
+  number += 1
+  arrays = {f'a{i}': np.full(50_000, number) for i in range(4)}
+  store.save(arrays, {'number': number})
+"""
+
+
+def _truncate(path):
+  os.truncate(path, os.path.getsize(path) // 2)
+
+
+def _empty(path):
+  os.truncate(path, 0)
+
+
+def _lengthen(path):
+  with open(path, 'ab') as f:
+    f.write(b'0')
+
+
+def _flip(path, place):
+  with open(path, 'r+b') as f:
+    f.seek(place)
+    byte = f.read(1)[0]
+    f.seek(place)
+    f.write(bytes([byte ^ 1]))
+
+
+def _flip_first(path):
+  _flip(path, 0)
+
+
+def _flip_in_the_middle(path):
+  _flip(path, os.path.getsize(path) // 2)
+
+
+def _flip_near_the_end(path):
+  _flip(path, os.path.getsize(path) - 3)
+
+
+_DAMAGES = (
+  _truncate,
+  _empty,
+  _lengthen,
+  _flip_first,
+  _flip_in_the_middle,
+  _flip_near_the_end,
+  os.remove,
+)
+_FILES = ('manifest.json', 'arrays.bin')
+
+
+class CheckpointerTest(parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    directory = tempfile.TemporaryDirectory()
+    self.addCleanup(directory.cleanup)
+    self.directory = os.path.join(directory.name, 'checkpoints')
+    self.store = checkpointer.Checkpointer(self.directory)
+
+  def _save(self, number):
+    arrays = {'a': number * 1000 + np.arange(100), 'b': np.float32(number)}
+    return self.store.save(arrays, {'number': number})
+
+  def test_returns_what_was_saved(self):
+    arrays = {
+      'layer/kernel': np.arange(6, dtype=np.float32).reshape(2, 3),
+      'scalar': np.asarray(7, np.int64),
+      'none': np.zeros([0, 3], np.float16),
+      'flag': np.asarray([True, False]),
+      'half': np.asarray([1.5, -2], tf.bfloat16.as_numpy_dtype),
+      # Not contiguous.
+      'transposed': np.arange(6).reshape(2, 3).T,
+    }
+    self.assertIsNone(self.store.newest())
+    path = self.store.save(arrays, {'epoch': 3, 'more': [1, None]})
+    found = self.store.newest()
+    self.assertEqual(found.path, path)
+    self.assertEqual(found.metadata, {'epoch': 3, 'more': [1, None]})
+    self.assertEqual(list(found.arrays), list(arrays))
+    for name, array in arrays.items():
+      self.assertEqual(found.arrays[name].dtype, array.dtype, name)
+      np.testing.assert_array_equal(found.arrays[name], array, name)
+
+  def test_keeps_the_last_two(self):
+    paths = [self._save(number) for number in range(5)]
+    self.assertEqual(self.store.paths(), paths[-2:])
+    self.assertCountEqual(
+      os.listdir(self.directory), [os.path.basename(p) for p in paths[-2:]]
+    )
+    self.assertEqual(self.store.newest().metadata['number'], 4)
+
+  @parameterized.product(damage=_DAMAGES, file=_FILES)
+  def test_torn_checkpoint_is_skipped(self, damage, file):
+    before, torn = self._save(1), self._save(2)
+    damage(os.path.join(torn, file))
+    with self.assertLogs(level='WARNING') as logs:
+      found = self.store.newest()
+    self.assertEqual(found.path, before)
+    self.assertEqual(found.arrays['a'].tolist(), list(range(1000, 1100)))
+    (message,) = logs.output
+    self.assertIn(torn, message)
+    self.assertIn(file, message)
+    # The next one is newer than both, and takes the older one's place.
+    path = self._save(3)
+    self.assertEqual(self.store.newest().path, path)
+    self.assertEqual(self.store.paths(), [torn, path])
+
+  def test_nothing_is_whole(self):
+    for number in (1, 2):
+      os.remove(os.path.join(self._save(number), 'arrays.bin'))
+    with self.assertLogs(level='WARNING') as logs:
+      self.assertIsNone(self.store.newest())
+    self.assertLen(logs.output, 2)
+    self.assertIn('The one before it is tried', logs.output[0])
+    self.assertIn('There is none before it', logs.output[1])
+
+  @parameterized.product(
+    code=(errno.EIO, errno.EACCES), file=('manifest.json', 'arrays.bin')
+  )
+  def test_file_that_cannot_be_read_now(self, code, file):
+    self._save(1)
+    path = os.path.join(self._save(2), file)
+
+    def fail(name, *args, **options):
+      if name == path:
+        raise OSError(code, os.strerror(code), name)
+      return open(name, *args, **options)
+
+    # It may be whole: neither the one before it nor none will do.
+    with (
+      mock.patch.object(checkpointer, 'open', fail, create=True),
+      self.assertRaisesRegex(OSError, file),
+    ):
+      self.store.newest()
+
+  def test_manifest_of_another_format(self):
+    self._save(1)
+    with mock.patch.object(checkpointer, '_FORMAT', 2):
+      self._save(2)
+    with self.assertLogs(level='WARNING') as logs:
+      self.assertEqual(self.store.newest().metadata['number'], 1)
+    self.assertIn('format 2, expected 1', logs.output[0])
+
+  @parameterized.parameters('mkdir', 'fsync', 'rename')
+  def test_save_that_fails_leaves_the_others(self, step):
+    paths = [self._save(1), self._save(2)]
+    with (
+      mock.patch.object(os, step, side_effect=OSError('disk full')),
+      self.assertRaisesRegex(OSError, 'disk full'),
+    ):
+      self._save(3)
+    self.assertEqual(self.store.paths(), paths)
+    self.assertEqual(self.store.newest().metadata['number'], 2)
+    # What is left of it goes with the next.
+    path = self._save(4)
+    self.assertEqual(
+      sorted(os.listdir(self.directory)),
+      [os.path.basename(p) for p in (paths[1], path)],
+    )
+
+  @parameterized.parameters(0, -1, 1.5, None)
+  def test_bad_number_to_keep(self, number):
+    with self.assertRaisesRegex(
+      errors.UnsupportedOptionError, f'max_to_keep={number}'
+    ):
+      checkpointer.Checkpointer(self.directory, number)
+
+  def test_manifest_is_json_for_people(self):
+    path = self._save(1)
+    with open(os.path.join(path, 'manifest.json'), encoding='utf-8') as f:
+      contents = json.load(f)['contents']
+    self.assertEqual(contents['arrays'][0], ['a', 'int64', [100]])
+    self.assertEqual(contents['metadata'], {'number': 1})
+
+
+@pytest.mark.multi_process
+class KilledWriterTest(absltest.TestCase):
+  """SIGKILL at a random moment: what is there is whole."""
+
+  def _kill_writers(self, count):
+    rng = random.Random()
+    number = 0
+    with tempfile.TemporaryDirectory() as directory:
+      store = checkpointer.Checkpointer(directory)
+      for _ in range(count):
+        before = store.paths()
+        environment = {**os.environ, 'PYTHONPATH': os.pathsep.join(sys.path)}
+        writer = subprocess.Popen(
+          [sys.executable, '-c', _WRITER, directory], env=environment
+        )
+        try:
+          self._wait_until(lambda b=before: store.paths()[-1:] != b[-1:])
+          time.sleep(rng.uniform(0, 0.05))
+        finally:
+          writer.kill()
+          writer.wait(_DEADLINE_SECONDS)
+        self.assertEqual(writer.returncode, -signal.SIGKILL)
+        with self.assertNoLogs(level='WARNING'):
+          found = store.newest()
+        self.assertGreater(found.metadata['number'], number)
+        number = found.metadata['number']
+        for array in found.arrays.values():
+          np.testing.assert_array_equal(array, number)
+        self.assertBetween(len(store.paths()), 1, 3)
+
+  def _wait_until(self, condition):
+    ends_at = time.monotonic() + _DEADLINE_SECONDS
+    while not condition():
+      self.assertLess(time.monotonic(), ends_at, 'nothing was saved')
+      time.sleep(0.002)
+
+  def test_killed_while_it_saves(self):
+    self._kill_writers(3)
+
+  @pytest.mark.soak
+  def test_killed_while_it_saves_many_times(self):
+    self._kill_writers(200)
+
+
+if __name__ == '__main__':
+  absltest.main()

@@ -1,0 +1,112 @@
+import sys
+from unittest import mock
+
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+from examples import datasets
+from examples.datasets import digits
+from tests.data import formula
+
+try:
+  from sklearn import datasets as sklearn_datasets
+except ImportError:
+  sklearn_datasets = None
+
+
+class ResizeTest(tf.test.TestCase, parameterized.TestCase):
+  @parameterized.parameters((8, 28), (7, 28), (28, 28), (5, 3))
+  def test_equals_tensorflow(self, old, new):
+    i, r, c = np.ogrid[:6, :old, :old]
+    images = ((31 * i + 17 * r + 5 * c**2) % 256).astype(np.float64)
+    expected = tf.image.resize(
+      images[..., np.newaxis], [new, new], method='bilinear', antialias=False
+    )
+    actual = digits.resize_bilinear(images, new)
+    self.assertEqual(actual.dtype, np.uint8)
+    # Rounded to the nearest: half a level from TensorFlow's float32 at most.
+    np.testing.assert_allclose(actual, expected[..., 0], atol=0.5 + 1e-3)
+
+  def test_keeps_the_extremes(self):
+    images = np.stack([np.zeros([8, 8]), np.full([8, 8], 255.0)])
+    actual = digits.resize_bilinear(images, 28)
+    self.assertAllEqual(actual[0], np.zeros([28, 28]))
+    self.assertAllEqual(actual[1], np.full([28, 28], 255))
+
+
+class SplitTest(tf.test.TestCase):
+  def test_each_example_once_and_each_class_alike(self):
+    labels = np.arange(1000) ** 2 % 7
+    train, test = digits.stratified_split(labels)
+    np.testing.assert_array_equal(
+      np.sort(np.concatenate([train, test])), np.arange(1000)
+    )
+    self.assertLen(test, 200)
+    for label in np.unique(labels):
+      total = np.sum(labels == label)
+      self.assertNear(np.sum(labels[test] == label), total / 5, 1)
+
+  def test_is_drawn_and_not_every_fifth(self):
+    _, test = digits.stratified_split(np.zeros([1000], np.int64))
+    self.assertNotEqual(test.tolist(), list(range(0, 1000, 5)))
+    # Drawn evenly from the whole range.
+    self.assertNear(np.mean(test), 500, 60)
+
+
+class LoadDigitsTest(formula.DataTestCase):
+  def setUp(self):
+    super().setUp()
+    if sklearn_datasets is None:
+      self.skipTest('scikit-learn is not installed')
+
+  def test_sizes_and_classes(self):
+    data = datasets.load_digits()
+    self.assertEqual(data.name, 'digits')
+    self.assertEqual((len(data.train), len(data.test)), (1437, 360))
+    self.assertEqual(data.num_classes, 10)
+    total = np.bincount(sklearn_datasets.load_digits().target)
+    train = np.bincount(data.train.labels)
+    test = np.bincount(data.test.labels)
+    self.assertAllEqual(train + test, total)
+    self.assertAllClose(test, total / 5, atol=1)
+
+  def test_twice_the_same(self):
+    self.assert_same_data(datasets.load_digits(), datasets.load_digits())
+
+  def test_pixels_are_the_originals_interpolated(self):
+    data = datasets.load_digits()
+    bunch = sklearn_datasets.load_digits()
+    train, test = digits.stratified_split(bunch.target)
+    for split, indices in ((data.train, train), (data.test, test)):
+      self.assertAllEqual(split.labels, bunch.target[indices])
+      expected = tf.image.resize(
+        bunch.images[indices][..., np.newaxis] * 255 / 16, [28, 28]
+      )
+      np.testing.assert_allclose(split.images, expected, atol=0.5 + 1e-3)
+    # The grey levels use the whole range of a byte.
+    self.assertGreater(data.train.images.max(), 245)
+
+  def test_can_be_learned(self):
+    data = datasets.load_digits()
+    flat = data.train.images.reshape([len(data.train), -1]).astype(np.float32)
+    means = np.stack(
+      [flat[data.train.labels == c].mean(axis=0) for c in range(10)]
+    )
+    test = data.test.images.reshape([len(data.test), -1]).astype(np.float32)
+    distances = ((test[:, np.newaxis] - means) ** 2).sum(axis=-1)
+    accuracy = np.mean(distances.argmin(axis=1) == data.test.labels)
+    self.assertGreater(accuracy, 0.85)
+
+
+class WithoutScikitLearnTest(formula.DataTestCase):
+  def test_names_the_extra(self):
+    with mock.patch.dict(sys.modules, {'sklearn': None}):
+      self.assert_data_error(
+        ['digits', 'scikit-learn', "pip install '.[examples]'"],
+        datasets.load_digits,
+      )
+
+
+if __name__ == '__main__':
+  tf.test.main()

@@ -1,0 +1,444 @@
+"""Extraction: all files or those that changed, whatever happened in between."""
+
+import gzip
+import json
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import tensorflow as tf
+from absl import logging
+from absl.testing import parameterized
+
+from examples import datasets
+from tests.data import formula
+from tf_strategies import data as data_lib
+from tf_strategies import errors
+from tf_strategies.data import manifest as manifest_lib
+
+_DEADLINE_SECONDS = 120
+_LINES = 7
+
+
+def convert_lines(path):
+  """A record of each line, at most some milliseconds each."""
+  with open(path, 'rb') as f:
+    for line in f:
+      time.sleep(float(os.environ.get('TEST_SLEEP', '0')))
+      yield line.strip()
+
+
+def snapshot(directory):
+  """Names and bytes of all files but the lock, and the times of shards."""
+  return {
+    entry.name: (
+      pathlib.Path(entry).read_bytes(),
+      entry.stat().st_mtime_ns if 'tfrecord' in entry.name else None,
+    )
+    for entry in os.scandir(directory)
+    if not entry.name.startswith('.')
+  }
+
+
+def shards_of(directory):
+  return {k: v for k, v in snapshot(directory).items() if 'tfrecord' in k}
+
+
+class ExtractTestCase(formula.DataTestCase, parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    self.raw = self.new_dir()
+    self.out = os.path.join(self.new_dir(), 'out')
+    for i in range(4):
+      self.write_source(i, f'word{i}')
+
+  def write_source(self, i, word, mtime=None):
+    path = self.source(i)
+    with open(path, 'w', encoding='utf-8') as f:
+      f.writelines(f'{word}-{j}\n' for j in range(_LINES))
+    stamp = 10**18 + i if mtime is None else mtime
+    os.utime(path, ns=(stamp, stamp))
+    return path
+
+  def source(self, i):
+    return os.path.join(self.raw, f'{i}.txt')
+
+  def extract(self, **changes):
+    arguments = {
+      'convert_fn': convert_lines,
+      'name': 'words',
+      'examples_per_shard': 3,
+    }
+    return datasets.extract(self.raw, self.out, **(arguments | changes))
+
+  def words(self):
+    dataset = data_lib.make_file_dataset(
+      self.out, lambda x: x, data_lib.PipelineOptions(4), False
+    )
+    return [w.decode() for batch in dataset.as_numpy_iterator() for w in batch]
+
+  def expected(self, *words):
+    return [f'{word}-{j}' for word in words for j in range(_LINES)]
+
+  def run_with_warning(self, fragment, **changes):
+    with self.assertLogs(logging.get_absl_logger(), 'WARNING') as logs:
+      report = self.extract(**changes)
+    self.assertIn(fragment, '\n'.join(logs.output))
+    return report
+
+
+class PartialTest(ExtractTestCase):
+  def setUp(self):
+    super().setUp()
+    self.lines = []
+    report = self.extract(progress=self.lines.append)
+    self.assertLen(report.converted, 4)
+    self.assertEqual((report.examples, report.shards), (4 * _LINES, 4 * 3))
+    self.before = shards_of(self.out)
+
+  def assert_only_changed(self, *numbers):
+    """Shards of other sources have the same bytes and times."""
+    after = shards_of(self.out)
+    for name, content in self.before.items():
+      if name.split('-')[2] not in map(str, numbers):
+        self.assertEqual(after[name], content)
+
+  def test_order_and_manifest(self):
+    self.assertEqual(
+      self.words(), self.expected('word0', 'word1', 'word2', 'word3')
+    )
+    self.assertLen(self.lines, 4)
+    self.assertIn('converted', self.lines[0])
+    with open(os.path.join(self.out, 'manifest.json'), encoding='utf-8') as f:
+      entry = json.load(f)['data']['entries'][2]
+    (source,) = entry['sources']
+    self.assertEqual(source['path'], self.source(2))
+    self.assertEqual(source['size'], os.path.getsize(self.source(2)))
+    self.assertEqual(source['mtime_ns'], 10**18 + 2)
+    self.assertEqual(source['sha256'], manifest_lib.sha256_of(self.source(2)))
+    self.assertEqual([s['examples'] for s in entry['shards']], [3, 3, 1])
+
+  def test_nothing_to_do_leaves_everything_as_it_is(self):
+    manifest = os.path.join(self.out, 'manifest.json')
+    before = snapshot(self.out), os.stat(manifest).st_mtime_ns
+    report = self.extract()
+    self.assertEmpty(report.converted + report.removed)
+    self.assertLen(report.unchanged, 4)
+    self.assertEqual(
+      (snapshot(self.out), os.stat(manifest).st_mtime_ns), before
+    )
+
+  def test_new_changed_and_removed_files(self):
+    self.write_source(1, 'another')
+    self.write_source(5, 'new')
+    os.remove(self.source(2))
+    lines = []
+    report = self.extract(progress=lines.append)
+    self.assertEqual(report.converted, (self.source(1), self.source(5)))
+    self.assertEqual(report.unchanged, (self.source(0), self.source(3)))
+    self.assertEqual(report.removed, (self.source(2),))
+    self.assertEqual(
+      self.words(), self.expected('word0', 'another', 'word3', 'new')
+    )
+    self.assert_only_changed(1, 2)
+    self.assertEqual(
+      [line.split()[0] for line in lines],
+      ['removed', 'unchanged', 'converted', 'unchanged', 'converted'],
+    )
+
+  def test_touched_file_is_not_converted(self):
+    os.utime(self.source(0), ns=(2 * 10**18, 2 * 10**18))
+    self.assertEmpty(self.extract().converted)
+    self.assertEqual(shards_of(self.out), self.before)
+
+  def test_same_size_and_time_needs_the_checksum(self):
+    self.write_source(3, 'WORD3')  # With the time that it had.
+    self.assertEmpty(self.extract().converted)
+    self.assertEqual(self.words()[-1], 'word3-6')
+    report = self.extract(checksum=True)
+    self.assertEqual(report.converted, (self.source(3),))
+    self.assertEqual(self.words()[-1], 'WORD3-6')
+    self.assert_only_changed(3)
+
+  def test_full_converts_everything_to_the_same(self):
+    before = snapshot(self.out)
+    self.assertLen(self.extract(mode='full').converted, 4)
+    self.assertEqual(snapshot(self.out), before)
+
+  @parameterized.named_parameters(
+    ('truncated', lambda path: os.truncate(path, os.path.getsize(path) - 1)),
+    ('removed', os.remove),
+    (
+      'edited',
+      lambda path: pathlib.Path(path).write_bytes(
+        pathlib.Path(path).read_bytes()[:-1] + b'!'
+      ),
+    ),
+  )
+  def test_damaged_shard(self, damage):
+    name = next(name for name in sorted(self.before) if '-2-' in name)
+    damage(os.path.join(self.out, name))
+    report = self.run_with_warning('missing, truncated or edited')
+    self.assertEqual(report.converted, (self.source(2),))
+    self.assertEqual(shards_of(self.out), self.before)
+
+  def test_readers_refuse_a_truncated_shard(self):
+    path = os.path.join(self.out, sorted(self.before)[0])
+    os.truncate(path, 5)
+    self.assert_data_error([path, '5 bytes', 'extract'], self.words)
+
+  @parameterized.named_parameters(
+    ('torn', lambda text: text[: len(text) // 2]),
+    ('empty', lambda text: ''),
+    ('edited', lambda text: text.replace('"examples": 3', '"examples": 4', 1)),
+    ('version', lambda text: text.replace('"version": 1', '"version": 2')),
+    ('list', lambda text: '[]'),
+  )
+  def test_manifest_of_no_use(self, change):
+    path = pathlib.Path(self.out, 'manifest.json')
+    before = snapshot(self.out)
+    path.write_text(change(path.read_text('utf-8')), 'utf-8')
+    self.assert_data_error([str(path), 'extract again'], self.words)
+    report = self.run_with_warning('All files are converted')
+    self.assertLen(report.converted, 4)
+    self.assertEqual(snapshot(self.out), before)
+
+  def test_another_function_or_cut_converts_everything(self):
+    for changes in (
+      {'examples_per_shard': 5},
+      {'convert_fn': lambda path: [b'x']},
+    ):
+      report = self.run_with_warning('another convert_fn', **changes)
+      self.assertLen(report.converted, 4)
+    self.assertEqual(self.words(), ['x'] * 4)
+
+  def test_files_of_others_are_left_alone(self):
+    path = pathlib.Path(self.out, 'notes.txt')
+    path.write_text('kept', 'utf-8')
+    self.extract(mode='full')
+    self.assertEqual(path.read_text('utf-8'), 'kept')
+
+  def test_cache_notices_a_change_that_sizes_and_times_hide(self):
+    options = data_lib.PipelineOptions(
+      4, cache='disk', cache_path=os.path.join(self.new_dir(), 'c')
+    )
+    seen = []
+    for word in ('word3', 'WORD3'):
+      self.write_source(3, word)
+      self.extract(checksum=True)
+      dataset = data_lib.make_file_dataset(
+        self.out, lambda x: x, options, False
+      )
+      seen.append([x for b in dataset.as_numpy_iterator() for x in b][-1])
+    self.assertEqual(seen, [b'word3-6', b'WORD3-6'])
+
+
+class RefusalsTest(ExtractTestCase):
+  def test_sources(self):
+    self.assert_data_error(
+      ['no such file', 'nowhere'],
+      datasets.extract,
+      os.path.join(self.raw, 'nowhere*'),
+      self.out,
+      convert_lines,
+    )
+    self.assert_data_error(
+      [self.source(0), 'convert_fn'], datasets.extract, self.raw, self.out
+    )
+    self.assert_data_error(
+      [self.source(0), 'yielded a int', 'tf.train.Example'],
+      self.extract,
+      convert_fn=lambda path: [1],
+    )
+
+  def test_directories(self):
+    self.assert_data_error(
+      [self.raw, 'another directory'],
+      datasets.extract,
+      self.raw,
+      self.raw,
+      convert_lines,
+    )
+    self.extract()
+    self.assert_data_error(["holds 'words'"], self.extract, name='other')
+    shards = self.new_dir()
+    datasets.write_tfrecords(formula.dataset(), shards, 1)
+    self.assert_data_error(
+      ['write_tfrecords'], datasets.extract, self.raw, shards, convert_lines
+    )
+
+  @parameterized.parameters(
+    {'mode': 'some'},
+    {'name': 'a-b'},
+    {'examples_per_shard': 0},
+    {'split': 'val'},
+  )
+  def test_options(self, **changes):
+    ((name, value),) = changes.items()
+    with self.assertRaisesRegex(
+      errors.UnsupportedOptionError, f'{name}={value!r}'
+    ):
+      self.extract(**changes)
+
+  def test_a_source_that_fails_leaves_a_directory_that_readers_refuse(self):
+    def fail_at_2(path):
+      if path.endswith('2.txt'):
+        raise ValueError('line 5')
+      return convert_lines(path)
+
+    with self.assertRaisesRegex(ValueError, 'line 5'):
+      self.extract(convert_fn=fail_at_2)
+    self.assert_data_error([self.out, 'interrupted'], self.words)
+    self.assertEmpty([name for name in os.listdir(self.out) if '.tmp' in name])
+    self.extract()
+    self.assertLen(self.words(), 4 * _LINES)
+
+
+class OtherRecordsTest(ExtractTestCase):
+  def test_are_refused_as_images_and_read_as_files(self):
+    self.extract()
+    options = data_lib.PipelineOptions(4, seed=0)
+    expected = ['-0-', '00000.tfrecord', 'its first record']
+    self.assert_data_error(
+      expected,
+      data_lib.make_tfrecord_dataset,
+      self.out,
+      'train',
+      options,
+      True,
+    )
+    self.assert_data_error(
+      expected, data_lib.make_tfrecord_epochs, self.out, 'train', options, 0, 1
+    )
+    self.assertLen(self.words(), 4 * _LINES)
+
+
+class MnistTest(ExtractTestCase):
+  def setUp(self):
+    super().setUp()
+    self.raw = self.new_dir()
+
+  def check(self, num_sources):
+    report = datasets.extract(self.raw, self.out, examples_per_shard=8)
+    self.assertLen(report.converted, num_sources)
+    self.assertEqual(report.examples, 23 + 9)
+    expected = formula.dataset()
+    self.assert_same_data(datasets.load('mnist', self.out), expected)
+    self.assertEqual(datasets.count_tfrecords(self.out, 'train'), 23)
+    for split in ('train', 'test'):
+      dataset = data_lib.make_tfrecord_dataset(
+        self.out, split, data_lib.PipelineOptions(4), False
+      )
+      labels = [int(y) for _, batch in dataset for y in batch]
+      self.assertEqual(labels, getattr(expected, split).labels.tolist())
+    return report
+
+  def test_npz(self):
+    formula.write_npz(os.path.join(self.raw, 'mnist.npz'))
+    self.check(1)
+
+  @parameterized.parameters(True, False)
+  def test_idx_and_a_change_of_labels_alone(self, compressed):
+    formula.write_idx(self.raw, compressed)
+    report = self.check(4)
+    self.assertLen([p for p in report.converted if 't10k-labels' in p], 1)
+    other = formula.dataset().test.labels[::-1]
+    content = formula.idx_bytes(other)
+    path = os.path.join(self.raw, 't10k-labels-idx1-ubyte')
+    if compressed:
+      path, content = path + '.gz', gzip.compress(content)
+    pathlib.Path(path).write_bytes(content)
+    report = datasets.extract(self.raw, self.out, examples_per_shard=8)
+    self.assertLen(report.converted, 2)
+    self.assertLen(report.unchanged, 2)
+    loaded = datasets.load('mnist', self.out)
+    self.assertEqual(loaded.test.labels.tolist(), other.tolist())
+
+
+class KillTest(ExtractTestCase):
+  def start(self, sleep):
+    return subprocess.Popen(
+      [
+        sys.executable,
+        '-m',
+        'examples.datasets.extract',
+        f'--source={self.raw}',
+        f'--output_dir={self.out}',
+        '--convert=tests.data.extract_test:convert_lines',
+        '--name=words',
+        '--examples_per_shard=3',
+      ],
+      env={
+        **os.environ,
+        'PYTHONPATH': os.pathsep.join(sys.path),
+        'TEST_SLEEP': str(sleep),
+        'TF_CPP_MIN_LOG_LEVEL': '3',
+      },
+      stdout=subprocess.PIPE,
+      text=True,
+    )
+
+  def test_kill_at_any_point_then_the_next_run_completes_to_the_same(self):
+    undisturbed = os.path.join(self.new_dir(), 'undisturbed')
+    datasets.extract(
+      self.raw, undisturbed, convert_lines, name='words', examples_per_shard=3
+    )
+    self.write_source(1, 'before')
+    self.extract()
+    self.write_source(1, 'word1')
+    self.write_source(7, 'gone')
+    # Each line takes 100 ms: what changed takes 1.4 s from the moment on at which
+    # the manifest says that the shards are in motion.
+    process = self.start(sleep=0.1)
+    self.addCleanup(process.stdout.close)
+    self.addCleanup(process.kill)
+    deadline = time.monotonic() + _DEADLINE_SECONDS
+    manifest = os.path.join(self.out, 'manifest.json')
+    while manifest_lib.read(self.out).is_complete:
+      self.assertLess(time.monotonic(), deadline, manifest)
+      time.sleep(0.005)
+    time.sleep(random.Random().uniform(0, 0.7))
+    process.send_signal(signal.SIGKILL)
+    process.wait(_DEADLINE_SECONDS)
+    self.assert_data_error([self.out, 'interrupted'], self.words)
+    os.remove(self.source(7))
+    self.extract()
+    self.assertEqual(shards_of(self.out), shards_of(undisturbed))
+    self.assertEqual(
+      manifest_lib.read(self.out).entries,
+      manifest_lib.read(undisturbed).entries,
+    )
+
+  def test_command_and_another_one_at_the_same_time(self):
+    process = self.start(sleep=0.05)
+    self.addCleanup(process.stdout.close)
+    self.addCleanup(process.kill)
+    deadline = time.monotonic() + _DEADLINE_SECONDS
+    while not manifest_lib.is_extracted(self.out):
+      self.assertLess(time.monotonic(), deadline)
+      time.sleep(0.005)
+    self.assert_data_error(['another process'], self.extract)
+    output, _ = process.communicate(timeout=_DEADLINE_SECONDS)
+    self.assertEqual(process.returncode, 0)
+    *lines, summary = output.splitlines()
+    self.assertEqual(
+      lines,
+      [
+        f'converted {self.source(i)}: 7 train examples in 3 shards'
+        for i in range(4)
+      ],
+    )
+    self.assertEqual(
+      summary,
+      '4 converted, 0 unchanged, 0 removed: 28 examples in 12 shards in '
+      f'{self.out}.',
+    )
+    self.assertLen(self.words(), 28)
+
+
+if __name__ == '__main__':
+  tf.test.main()

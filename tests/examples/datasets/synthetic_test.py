@@ -1,0 +1,55 @@
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+from examples import datasets
+from tests.data import formula
+
+
+class MakeSyntheticTest(formula.DataTestCase, parameterized.TestCase):
+  def test_sizes(self):
+    data = datasets.make_synthetic(num_train=31, num_test=7, num_classes=3)
+    self.assertEqual(data.name, 'synthetic')
+    self.assertEqual(data.num_classes, 3)
+    self.assertEqual(data.train.labels.tolist(), [i % 3 for i in range(31)])
+    self.assertEqual(data.test.labels.tolist(), [i % 3 for i in range(7)])
+
+  def test_seed_decides(self):
+    make = datasets.make_synthetic
+    self.assert_same_data(make(50, 20, seed=4), make(50, 20, seed=4))
+    one, other = make(50, 20, seed=4), make(50, 20, seed=5)
+    self.assertNotAllEqual(one.train.images, other.train.images)
+
+  def test_no_two_images_alike(self):
+    data = datasets.make_synthetic(num_train=200, num_test=100)
+    images = np.concatenate([data.train.images, data.test.images])
+    self.assertLen({image.tobytes() for image in images}, 300)
+
+  def test_test_is_learned_from_train(self):
+    data = datasets.make_synthetic(num_train=500, num_test=200)
+    flat = data.train.images.reshape([500, -1]).astype(np.float32)
+    means = np.stack(
+      [flat[data.train.labels == c].mean(axis=0) for c in range(10)]
+    )
+    test = data.test.images.reshape([200, -1]).astype(np.float32)
+    distances = ((test[:, np.newaxis] - means) ** 2).sum(axis=-1)
+    predicted = distances.argmin(axis=1)
+    self.assertGreater(np.mean(predicted == data.test.labels), 0.99)
+
+  def test_sums_do_not_wrap_around(self):
+    data = datasets.make_synthetic(num_train=2000, num_test=10, num_classes=2)
+    images = data.train.images[data.train.labels == 0].astype(int)
+    # Pattern plus noise of 128 levels: no pixel varies by more over a class.
+    self.assertLessEqual(np.ptp(images, axis=0).max(), 127)
+
+  @parameterized.parameters(
+    ('num_train', 0), ('num_test', 0), ('num_classes', 1), ('seed', -1)
+  )
+  def test_refuses(self, name, value):
+    self.assert_data_error(
+      [f'{name}={value}', 'at least'], datasets.make_synthetic, **{name: value}
+    )
+
+
+if __name__ == '__main__':
+  tf.test.main()

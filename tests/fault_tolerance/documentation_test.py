@@ -1,0 +1,25 @@
+"""The examples in the docstrings run, and show what they say."""
+
+import tensorflow as tf
+from absl.testing import parameterized
+
+from tests import docstrings, virtual_devices
+
+virtual_devices.configure_logical_cpus()
+
+# Modules of which at least one docstring has an example.
+_MODULES = (
+  'checkpoint.checkpointer',
+  'fault_tolerance.preemption',
+  'fault_tolerance.run_checkpoint',
+)
+
+
+class DocumentationTest(tf.test.TestCase, parameterized.TestCase):
+  @parameterized.parameters(*[(name,) for name in _MODULES])
+  def test_examples_run(self, name):
+    docstrings.check_examples(self, f'tf_strategies.{name}')
+
+
+if __name__ == '__main__':
+  tf.test.main()

@@ -1,0 +1,143 @@
+"""How a job of one worker counts its steps, and calls `fit`."""
+
+import json
+import os
+from unittest import mock
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tf_strategies as tfs
+from tests import processes, virtual_devices
+from tf_strategies import errors
+from tf_strategies.fault_tolerance import elastic_job, elastic_options
+
+virtual_devices.configure_logical_cpus()
+
+_STEPS = 4
+
+
+def _make_batches(epoch, step, epochs=3):
+  rows = np.ones([2 * (epochs * _STEPS - epoch * _STEPS - step), 3], np.float32)
+  return tf.data.Dataset.from_tensor_slices((rows, rows[:, :1])).batch(2)
+
+
+class _Heard(keras.callbacks.Callback):
+  """What a callback hears."""
+
+  def __init__(self, stops=False, is_watched=lambda: True):
+    super().__init__()
+    self.events, self.are_watched = [], []
+    self._is_watched = is_watched
+    self._stops = stops
+
+  def on_train_begin(self, logs=None):
+    self.events.append('begin')
+
+  def on_epoch_end(self, epoch, logs=None):
+    self.events.append(epoch)
+    self.are_watched.append(self._is_watched())
+    self.model.stop_training = self._stops
+
+  def on_train_end(self, logs=None):
+    self.events.append('end')
+
+
+class JobTest(tf.test.TestCase):
+  def setUp(self):
+    super().setUp()
+    strategy = tfs.MultiWorkerRingStrategy(devices=['CPU:0'])
+    self.addCleanup(strategy.close)
+    self.job = elastic_job.Job(elastic_options.ElasticOptions())
+    self.job.begin(strategy)
+    with strategy.scope():
+      self.model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
+      self.model.compile(
+        tfs.keras.DistributedOptimizer('sgd'), 'mse', jit_compile=False
+      )
+
+  def _apply(self):
+    """One step of a loop of one's own."""
+    self.model.optimizer.iterations.assign_add(1)
+
+  def test_steps_of_a_loop_count_once(self):
+    self.job.restore(self.model)
+    for step in range(5):
+      self._apply()
+      self.job.update(0, step + 1)
+    self._apply()  # The worker hears of a death before it could tell.
+    self.job.hold()
+    self.assertEqual(self.job.step, 6)
+
+  def test_loop_that_tells_before_it_restores(self):
+    self.job.update(0, 1)
+    self.job.hold()
+    self.assertEqual(self.job.step, 1)
+
+  def test_fit_after_a_death_is_one_for_callbacks(self):
+    self.job.restore(self.model)
+    self.job.update(0, 1)
+    path = os.path.join(self.create_tempdir().full_path, 'm.jsonl')
+    monitor = tfs.MonitorCallback(metrics_jsonl=path, progress_seconds=0)
+    heard = _Heard(is_watched=lambda: monitor._monitor.is_running())
+    self.job.fit(
+      self.model,
+      _make_batches,
+      epochs=3,
+      steps_per_epoch=_STEPS,
+      callbacks=[monitor, heard],
+      verbose=0,
+    )
+    self.assertEqual(heard.events, ['begin', 0, 1, 2, 'end'])
+    self.assertEqual(heard.are_watched, [True] * 3)
+    with open(path.replace('.jsonl', '-0.jsonl'), encoding='utf-8') as f:
+      lines = [json.loads(line) for line in f]
+    self.assertLen(lines, 3 * _STEPS - 1)
+    self.assertNotIn(None, [line['input_share'] for line in lines])
+    self.assertEqual(
+      self.job.position.progress, elastic_job.Position(3).progress
+    )
+
+  def test_fit_that_is_stopped_in_its_first_part_ends(self):
+    self.job.restore(self.model)
+    self.job.update(0, 1)
+    heard = _Heard(stops=True)
+    self.job.fit(self.model, _make_batches, 3, _STEPS, [heard], verbose=0)
+    self.assertEqual(heard.events, ['begin', 0, 'end'])
+
+  def test_fit_of_which_nothing_is_left(self):
+    self.job.restore(self.model)
+    self.job.update(3, 0)
+    heard = _Heard()
+    self.assertIsNone(
+      self.job.fit(self.model, _make_batches, 3, _STEPS, [heard], verbose=0)
+    )
+    self.assertEmpty(heard.events)
+
+
+class BeginTest(tf.test.TestCase):
+  """One of two workers, which finds nobody."""
+
+  def run_alone(self, restarts):
+    cluster = tfs.cluster.ClusterConfig(
+      {'worker': dict(enumerate(processes.addresses(2)))}, 'worker', 1
+    )
+    options = elastic_options.ElasticOptions(min_workers=1, window_seconds=0.2)
+    with mock.patch.dict(os.environ, {'TFS_RESTART_COUNT': restarts}):
+      return tfs.elastic.run(
+        lambda job: job.progress, options, cluster, devices=['CPU:0']
+      )
+
+  def test_new_worker_begins(self):
+    self.assertEqual(self.run_alone('0'), 0)
+
+  def test_restarted_worker_does_not_begin_anew(self):
+    with self.assertRaisesRegex(
+      errors.RendezvousError, 'RESTART_COUNT=2.*none of the other 1 is there'
+    ):
+      self.run_alone('2')
+
+
+if __name__ == '__main__':
+  tf.test.main()

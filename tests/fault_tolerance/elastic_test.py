@@ -1,0 +1,244 @@
+"""Elastic training goes on when workers die, come back and come late.
+
+The promise: whatever happens, the weights at the end are those of a run that
+nothing happened to. Real processes, real `kill -9`.
+"""
+
+import json
+import os
+import random
+import tempfile
+import time
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from absl.testing import parameterized
+
+import tf_strategies as tfs
+from tests import processes
+from tests.fault_tolerance import elastic_program
+from tf_strategies.fault_tolerance import elastic_options
+from tf_strategies.monitoring import merge
+
+pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
+
+_DEADLINE_SECONDS = 120
+_STEPS = elastic_program.EPOCHS * elastic_program.STEPS
+# Slow enough that a worker that starts again finds the others still training.
+_SECONDS_A_STEP = 0.15
+
+
+class Kill:
+  """Starts elastic workers and kills one after so many of its steps."""
+
+  def __init__(
+    self,
+    options,
+    seconds_a_step=0.02,
+    epochs=elastic_program.EPOCHS,
+    deadline=_DEADLINE_SECONDS,
+    log_dir=None,
+  ):
+    self._directory = tempfile.TemporaryDirectory()
+    self.workers = processes.Workers(
+      elastic_program.train,
+      3,
+      args=(options, self._directory.name, seconds_a_step, epochs, log_dir),
+      deadline=deadline,
+    )
+
+  def restart(self, rank: int) -> None:
+    """Starts a killed worker again; its steps count from none."""
+    path = os.path.join(self._directory.name, f'steps_{rank}')
+    if os.path.exists(path):
+      os.remove(path)
+    self.workers.start(rank)
+
+  def after(self, victim: int, steps: int) -> float:
+    """Kills a worker after so many steps; returns when."""
+    path = os.path.join(self._directory.name, f'steps_{victim}')
+    while self.workers.is_alive(victim):
+      if os.path.exists(path):
+        with open(path, encoding='utf-8') as f:
+          if len(f.readlines()) >= steps:
+            break
+      time.sleep(0.001)
+    self.workers.kill(victim)
+    return time.time()
+
+  def __enter__(self):
+    return self
+
+  def __exit__(self, *unused):
+    self.workers.close()
+    self._directory.cleanup()
+
+
+class ElasticTest(tf.test.TestCase, parameterized.TestCase):
+  def check_results(
+    self, outcomes, epochs=elastic_program.EPOCHS, tolerance=2e-6
+  ):
+    """Every worker ended as one device does, and all bit by bit alike."""
+    want = elastic_program.uninterrupted(epochs)
+    for outcome in outcomes:
+      self.assertEqual(outcome.error_text, '')
+      self.assertIsNotNone(outcome.value, f'worker {outcome.rank}')
+      # Neither a step that is missing nor one that was applied twice.
+      steps = epochs * elastic_program.STEPS
+      self.assertEqual(outcome.value['iterations'], steps)
+      self.assertGreater(outcome.value['accuracy'], 0.97)
+      for a, b in zip(want, outcome.value['weights'], strict=True):
+        self.assertAllClose(a, b, 0, tolerance)
+    for outcome in outcomes[1:]:
+      for a, b in zip(
+        outcomes[0].value['weights'], outcome.value['weights'], strict=True
+      ):
+        np.testing.assert_array_equal(a, b)
+
+  def check_times(self, outcomes, killed):
+    """Survivors heard of the death in under a second; prints the times."""
+    heard, resumed = [], []
+    for outcome in outcomes:
+      generations = outcome.value['generations']
+      ended = [g.ended for g in generations if g.ended and g.reason]
+      after = [t - killed for t in ended if t > killed - 0.5]
+      if after:
+        heard.append(min(after))
+      first = [g.first_step for g in generations if g.began > killed]
+      resumed += [t - killed for t in first if t]
+    self.assertNotEmpty(heard)
+    self.assertLess(max(heard), 1.0)
+    print(f'error after {max(heard):.3f} s, next step {min(resumed):.1f} s')
+
+  def check_lines(self, log_dir, generations):
+    """What the chief measured, of each generation that did steps."""
+    with open(os.path.join(log_dir, 'metrics-0.jsonl'), encoding='utf-8') as f:
+      lines = [json.loads(line) for line in f]
+    steps = [line['step'] for line in lines]
+    self.assertEqual(steps, sorted(set(steps)))
+    # The one that a death interrupted here may have ended on another worker.
+    self.assertGreaterEqual(len(steps), _STEPS - len(generations) + 1)
+    self.assertEqual((steps[0], steps[-1]), (1, _STEPS))
+    sizes = {g.number: g.world_size for g in generations}
+    numbers = [line['generation'] for line in lines]
+    self.assertEqual(numbers, sorted(numbers))
+    self.assertGreater(numbers[-1], 1)
+    for line in lines:
+      self.assertEqual(line['world_size'], sizes[line['generation']], line)
+      self.assertGreater(line['sent_by_kind']['all_reduce'], 0)
+    for number in set(numbers):
+      again = f'-generation-{number}' if number > 1 else ''
+      path = os.path.join(log_dir, f'run-0{again}.json')
+      self.assertNotEmpty(merge.load(path)['traceEvents'])
+
+  def test_survivors_go_on_without_the_chief(self):
+    victim, steps = 0, 7
+    options = elastic_options.ElasticOptions(min_workers=2, window_seconds=1)
+    with Kill(options) as kill:
+      killed = kill.after(victim, steps)
+      survivors = [rank for rank in range(3) if rank != victim]
+      outcomes = kill.workers.wait(survivors)
+    self.check_results(outcomes)
+    self.check_times(outcomes, killed)
+    for outcome in outcomes:
+      sizes = [g.world_size for g in outcome.value['generations']]
+      self.assertEqual(sizes, [3, 2])
+
+  def test_restarted_worker_is_let_in(self):
+    victim = 1
+    options = elastic_options.ElasticOptions(min_workers=2, window_seconds=0.5)
+    log_dir = self.create_tempdir().full_path
+    with Kill(options, _SECONDS_A_STEP, log_dir=log_dir) as kill:
+      killed = kill.after(victim, 5)
+      kill.workers.start(victim)
+      outcomes = kill.workers.wait()
+    self.check_results(outcomes)
+    self.check_lines(log_dir, outcomes[0].value['generations'])
+    self.check_times([o for o in outcomes if o.rank != victim], killed)
+    self.assertEqual(outcomes[victim].value['generations'][-1].world_size, 3)
+
+  @pytest.mark.soak
+  def test_batch_and_learning_rate_follow_the_workers(self):
+    options = elastic_options.ElasticOptions(
+      min_workers=2,
+      window_seconds=8,
+      batch='per_replica',
+      learning_rate='linear',
+    )
+    with Kill(options) as kill:
+      kill.after(1, 30)
+      outcomes = kill.workers.wait([0, 2])
+    for outcome in outcomes:
+      self.assertEqual(outcome.error_text, '')
+      # On a slow machine two workers may begin before the third has come.
+      first = outcome.value['generations'][0]
+      self.assertEqual(first.number, 1)
+      rate = 0.05 * 2 / first.world_size
+      self.assertAllClose(outcome.value['learning_rate'], rate)
+      self.assertGreater(outcome.value['accuracy'], 0.97)
+      # 20 steps an epoch of 32 rows, then 31 of 21.
+      self.assertGreater(outcome.value['iterations'], _STEPS)
+    for a, b in zip(*[o.value['weights'] for o in outcomes], strict=True):
+      np.testing.assert_array_equal(a, b)
+
+  @pytest.mark.soak
+  def test_two_deaths_one_after_the_other(self):
+    options = elastic_options.ElasticOptions(min_workers=1, window_seconds=8)
+    with Kill(options) as kill:
+      kill.after(0, 10)
+      kill.after(1, 30)
+      outcomes = kill.workers.wait([2])
+    self.check_results(outcomes)
+    sizes = [g.world_size for g in outcomes[0].value['generations']]
+    self.assertEqual(sizes[-1], 1)
+    self.assertGreaterEqual(len(sizes), 2)
+
+  @parameterized.parameters(*range(5))
+  @pytest.mark.soak
+  def test_ten_of_fifty_random_kills(self, part):
+    seed = int(os.environ.get('TFS_SEED', random.randrange(10**6))) + part
+    print(f'TFS_SEED={seed - part}, part {part}')
+    chance = random.Random(seed)
+    options = elastic_options.ElasticOptions(
+      min_workers=2, window_seconds=0.5, join='step'
+    )
+    epochs = 75
+    with Kill(options, 0.06, epochs=epochs, deadline=290) as kill:
+      kills = []
+      for _ in range(10):
+        victim = chance.randrange(3)
+        kills.append((kill.after(victim, chance.randrange(1, 8)), victim))
+        kill.restart(victim)
+      outcomes = kill.workers.wait()
+    self.check_results(outcomes, epochs, tolerance=1e-4)
+    for killed, victim in kills:
+      # Of those that were not killed themselves after that.
+      witnesses = [
+        o
+        for o in outcomes
+        if o.rank != victim and o.value['generations'][0].began < killed
+      ]
+      if witnesses:
+        self.check_times(witnesses, killed)
+
+
+class OptionsTest(tf.test.TestCase, parameterized.TestCase):
+  @parameterized.parameters(
+    ({'batch': 'local'}, 'batch'),
+    ({'learning_rate': 'double'}, 'learning_rate'),
+    ({'join': 'now'}, 'join'),
+    ({'learning_rate': 'linear'}, "batch='per_replica'"),
+    ({'max_failures': -1}, 'max_failures'),
+  )
+  def test_what_cannot_be_is_refused(self, options, message):
+    with self.assertRaisesRegex(tfs.errors.UnsupportedOptionError, message):
+      elastic_options.ElasticOptions(**options)
+
+  def test_mpi_cannot_form_again(self):
+    with self.assertRaisesRegex(tfs.errors.UnsupportedOptionError, 'tcp'):
+      tfs.elastic.run(lambda job: None, ring=tfs.RingOptions(link='mpi'))
+
+
+if __name__ == '__main__':
+  tf.test.main()

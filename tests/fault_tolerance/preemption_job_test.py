@@ -1,0 +1,189 @@
+"""SIGTERM to real processes: one, a worker of two, and the launcher."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from absl.testing import parameterized
+
+from tests.fault_tolerance import preemption_program as program
+
+_ROOT = pathlib.Path(__file__).resolve().parents[2]
+_DEADLINE_SECONDS = 180
+_STEPS = program.EPOCHS * program.STEPS
+_RESTARTABLE = 143
+
+
+class Job:
+  """The program as a user starts it; nothing of it outlives the test.
+
+  Args:
+    options: of the program.
+    workers: how many; 0 starts no launcher.
+    restarts: of each worker.
+  """
+
+  def __init__(self, options, workers=0, restarts=0):
+    self._directory = options.directory
+    command = [sys.executable, '-m', 'tests.fault_tolerance.preemption_program']
+    command.append(json.dumps(dataclasses.asdict(options)))
+    if workers:
+      launch = [sys.executable, '-m', 'tf_strategies.launch']
+      launch += [f'--num_workers={workers}', f'--max_restarts={restarts}']
+      command = [*launch, '--grace_period=60', '--', *command]
+    environment = {k: v for k, v in os.environ.items() if k != 'TF_CONFIG'}
+    environment['PYTHONPATH'] = os.pathsep.join(filter(None, sys.path))
+    environment['TF_CPP_MIN_LOG_LEVEL'] = '2'
+    self._output = os.path.join(self._directory, 'output')
+    with open(self._output, 'ab') as f:
+      self.process = subprocess.Popen(
+        command, stdout=f, stderr=f, cwd=_ROOT, env=environment
+      )
+    self._ends_at = time.monotonic() + _DEADLINE_SECONDS
+
+  def output(self):
+    return pathlib.Path(self._output).read_text(encoding='utf-8')
+
+  def wait_for_step(self, rank, step):
+    """Waits until a worker of this job has done a step; returns its pid."""
+    path = pathlib.Path(self._directory, f'step_{rank}')
+    while True:
+      if path.exists():
+        pid, done = path.read_text(encoding='utf-8').split()
+        if int(done) >= step:
+          return int(pid)
+      if self.process.poll() is not None:
+        raise AssertionError(f'it has ended:\n{self.output()[-5000:]}')
+      if time.monotonic() > self._ends_at:
+        raise AssertionError(f'it never came so far:\n{self.output()[-5000:]}')
+      time.sleep(0.002)
+
+  def wait(self):
+    try:
+      return self.process.wait(max(0, self._ends_at - time.monotonic()))
+    except subprocess.TimeoutExpired:
+      raise AssertionError(f'no end:\n{self.output()[-5000:]}') from None
+
+  def __enter__(self):
+    return self
+
+  def __exit__(self, *unused):
+    if self.process.poll() is None:
+      # The launcher ends its workers.
+      self.process.terminate()
+      try:
+        self.process.wait(20)
+      except subprocess.TimeoutExpired:
+        self.process.kill()
+        self.process.wait(20)
+
+
+@pytest.mark.multi_process
+class PreemptionJobTest(tf.test.TestCase, parameterized.TestCase):
+  def _options(self, loop, workers, strategy=None):
+    of_one = 'multi_worker_ring' if workers else 'ring_mirrored'
+    return program.Options(
+      loop=loop,
+      strategy=strategy or of_one,
+      devices=1 if workers else 2,
+      directory=self.create_tempdir().full_path,
+      seconds_a_step=0.01,
+    )
+
+  def _train(self, options, workers):
+    """An uninterrupted run; what it ended with."""
+    with Job(options, workers) as job:
+      self.assertEqual(job.wait(), 0, job.output()[-5000:])
+    return self._results(options)
+
+  def _results(self, options):
+    with np.load(os.path.join(options.directory, 'state.npz')) as f:
+      state = dict(f)
+    path = os.path.join(options.directory, 'history')
+    with open(path, encoding='utf-8') as f:
+      return state, json.load(f)
+
+  def _preempt(self, options, workers, target, step):
+    """A run that SIGTERM interrupts after `step`; returns what it printed.
+
+    Args:
+      options: of the program.
+      workers: as `Job` takes them.
+      target: rank of the worker, or None for the launcher.
+      step: after which step, at the earliest.
+    """
+    with Job(options, workers, restarts=1) as job:
+      pid = job.wait_for_step(target or 0, step)
+      if workers and target is None:
+        pid = job.process.pid
+      os.kill(pid, signal.SIGTERM)
+      if workers and target is not None:
+        self.assertEqual(job.wait(), 0, job.output()[-5000:])
+        return job.output()
+      self.assertEqual(job.wait(), _RESTARTABLE, job.output()[-5000:])
+    with Job(options, workers) as job:
+      self.assertEqual(job.wait(), 0, job.output()[-5000:])
+      return job.output()
+
+  def _check(self, options, workers, target, step, expected):
+    """Preempts a run, and compares it with one that was not interrupted."""
+    output = self._preempt(options, workers, target, step)
+    message = f'{options}, signal to {target} after step {step}:\n{output}'
+    # All processes stopped at one step, and wrote one checkpoint of it.
+    stops = [
+      line.partition('Preempted at ')[2].partition(':')[0]
+      for line in output.splitlines()
+      if 'Preempted at ' in line
+    ]
+    self.assertLen(stops, max(workers, 1), message)
+    self.assertLen(set(stops), 1, message)
+    saved = [
+      line for line in output.splitlines() if f'at {stops[0]} in' in line
+    ]
+    self.assertLen(saved, 1, message)
+    state, history = self._results(options)
+    self.assertEqual(list(state), list(expected[0]))
+    for name, value in expected[0].items():
+      np.testing.assert_array_equal(value, state[name], f'{name}, {message}')
+    for epoch, values in history.items():
+      self.assertEqual(values, expected[1][epoch], message)
+
+  def test_worker_of_two(self):
+    expected = self._train(self._options('fit', 2), 2)
+    self._check(self._options('fit', 2), 2, 1, 25, expected)
+
+  @parameterized.product(
+    loop=('fit', 'custom'), workers=(0, 2), part=tuple(range(5))
+  )
+  @pytest.mark.soak
+  def test_two_of_ten_random_steps(self, loop, workers, part):
+    del part  # Ten would take too long for one test on a busy machine.
+    expected = self._train(self._options(loop, workers), workers)
+    rng = random.Random()
+    for _ in range(2):
+      # The last steps are left out: the signal might come after the end.
+      step = rng.randint(1, _STEPS - 10)
+      target = rng.choice([0, 1, None]) if workers else 0
+      print(f'{loop}, {workers} workers: signal to {target} after step {step}')
+      self._check(self._options(loop, workers), workers, target, step, expected)
+
+  @parameterized.product(loop=('fit', 'custom'), target=(0, 1))
+  @pytest.mark.soak
+  def test_collective_runtime(self, loop, target):
+    strategy = 'multi_worker_collective'
+    expected = self._train(self._options(loop, 2, strategy), 2)
+    options = self._options(loop, 2, strategy)
+    self._check(options, 2, target, random.Random().randint(1, 50), expected)
+
+
+if __name__ == '__main__':
+  tf.test.main()

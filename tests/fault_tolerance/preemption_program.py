@@ -1,0 +1,234 @@
+"""A run that may be preempted: by `fit` or by a loop, on any strategy.
+
+  python -m tests.fault_tolerance.preemption_program '{"loop": "fit", ...}'
+
+runs it as a process of its own, or as a worker of the launcher.
+"""
+
+import dataclasses
+import json
+import os
+import sys
+import time
+
+import numpy as np
+
+from tests.fault_tolerance import elastic_program
+
+EPOCHS = 3
+STEPS = elastic_program.STEPS
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+  """What to train, and where to leave traces.
+
+  Attributes:
+    loop: 'fit' or 'custom'.
+    strategy: its name.
+    devices: logical CPUs of this process.
+    directory: for checkpoints, pids, steps, weights.
+    seconds_a_step: that a step takes at least.
+    accumulation: of gradients, steps.
+    steps_per_execution: of `fit`.
+    evaluates: whether `fit` does so after each epoch.
+  """
+
+  loop: str
+  strategy: str
+  devices: int
+  directory: str
+  seconds_a_step: float = 0.0
+  accumulation: int | None = None
+  steps_per_execution: int = 1
+  evaluates: bool = False
+
+
+def build(options, strategy):
+  """A model that draws random numbers and keeps statistics, built."""
+  import keras
+
+  import tf_strategies as tfs
+
+  keras.backend.clear_session()
+  keras.utils.set_random_seed(1)
+  with strategy.scope():
+    model = keras.Sequential(
+      [
+        keras.layers.Input([16]),
+        keras.layers.Dense(32, 'relu'),
+        keras.layers.Dropout(0.3),
+        keras.layers.BatchNormalization(),
+        keras.layers.Dense(10),
+      ]
+    )
+    optimizer = keras.optimizers.Adam(
+      keras.optimizers.schedules.CosineDecay(0.01, EPOCHS * STEPS),
+      gradient_accumulation_steps=options.accumulation,
+    )
+    model.compile(
+      tfs.keras.DistributedOptimizer(optimizer),
+      keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+      metrics=['accuracy'],
+      steps_per_execution=options.steps_per_execution,
+      jit_compile=False,
+    )
+    model.optimizer.build(model.trainable_variables)
+  return model
+
+
+def train(options, strategy, after_step=lambda step: None):
+  """Trains from where the newest checkpoint is to the end.
+
+  Args:
+    options: an `Options`.
+    strategy: to train with.
+    after_step: called with the number of steps that are done, before the
+      process looks whether it was signalled.
+
+  Returns:
+    The state by name, and the results of each epoch that this call ended.
+  """
+  import tensorflow as tf
+
+  import tf_strategies as tfs
+  from tf_strategies.checkpoint import model_state
+
+  model = build(options, strategy)
+  checkpoint = tfs.RunCheckpoint(
+    os.path.join(options.directory, 'checkpoints'), model
+  )
+  start = checkpoint.restore()
+  is_fit = options.loop == 'fit'
+  batches = elastic_program.make_batches(
+    start.epoch, 0 if is_fit else start.step, epochs=EPOCHS
+  )
+  # Keras goes by the number of batches, where it is known.
+  left = EPOCHS * STEPS - start.epoch * STEPS - (0 if is_fit else start.step)
+  batches = batches.apply(tf.data.experimental.assert_cardinality(left))
+  loop = _fit if is_fit else _loop
+  history = loop(options, model, checkpoint, start, batches, after_step)
+  variables = model_state.name_variables(model, model.optimizer)
+  state = {k: v.value.numpy() for k, v in variables.items()}
+  return state, history
+
+
+def _fit(options, model, checkpoint, start, batches, after_step):
+  import keras
+
+  import tf_strategies as tfs
+
+  history = {}
+
+  class Report(keras.callbacks.Callback):
+    """Counts steps, and keeps the results of epochs."""
+
+    def on_epoch_begin(self, epoch, logs=None):
+      self.epoch = epoch
+
+    def on_train_batch_begin(self, batch, logs=None):
+      self.done = batch + options.steps_per_execution
+
+    def on_train_batch_end(self, batch, logs=None):
+      if (self.epoch, self.done) > start:
+        after_step(self.epoch * STEPS + self.done)
+
+    def on_test_batch_end(self, batch, logs=None):
+      after_step((self.epoch + 1) * STEPS + 0.5)
+
+    def on_epoch_end(self, epoch, logs=None):
+      history[str(epoch)] = [logs['loss'], logs['accuracy']]
+
+  validation = None
+  if options.evaluates:
+    validation = elastic_program.make_batches(0, 0, epochs=1)
+  if start.epoch < EPOCHS:
+    model.fit(
+      batches,
+      initial_epoch=start.epoch,
+      epochs=EPOCHS,
+      steps_per_epoch=STEPS,
+      callbacks=[Report(), tfs.PreemptionCheckpoint(checkpoint)],
+      validation_data=validation,
+      verbose=0,
+    )
+  return history
+
+
+def _loop(options, model, checkpoint, start, batches, after_step):
+  import tensorflow as tf
+
+  import tf_strategies as tfs
+
+  strategy = model.distribute_strategy
+  replicas = strategy.num_replicas_in_sync
+  iterator = iter(strategy.experimental_distribute_dataset(batches))
+
+  def replica_step(batch):
+    x, y = batch
+    with tf.GradientTape() as tape:
+      losses = tf.nn.sparse_softmax_cross_entropy_with_logits(
+        y, model(x, training=True)
+      )
+      loss = model.optimizer.scale_loss(tf.reduce_mean(losses) / replicas)
+    variables = model.trainable_variables
+    gradients = tape.gradient(loss, [v.value for v in variables])
+    model.optimizer.apply(gradients, variables)
+
+  @tf.function
+  def step_fn(iterator):
+    strategy.run(replica_step, args=(next(iterator),))
+
+  with tfs.Preemption(checkpoint) as preemption:
+    for epoch in range(start.epoch, EPOCHS):
+      first = start.step if epoch == start.epoch else 0
+      for step in range(first, STEPS):
+        step_fn(iterator)
+        after_step(epoch * STEPS + step + 1)
+        # At the end of an epoch in any case: it might be that of the run.
+        if preemption.is_requested(at_once=step + 1 == STEPS):
+          preemption.save_and_exit(epoch, step + 1)
+      checkpoint.save(epoch + 1)
+  return {}
+
+
+def main(options):
+  """What a process does: leaves its pid, its steps, and what it ended with."""
+  rank = 0
+  if 'TF_CONFIG' in os.environ:
+    rank = json.loads(os.environ['TF_CONFIG'])['task']['index']
+
+  def leave(name, text):
+    path = os.path.join(options.directory, name)
+    with open(f'{path}.new', 'w', encoding='utf-8') as f:
+      f.write(text)
+    os.replace(f'{path}.new', path)
+
+  import tensorflow as tf
+
+  import tf_strategies as tfs
+  from tests import virtual_devices
+
+  virtual_devices.configure_logical_cpus(options.devices)
+  devices = [f'CPU:{i}' for i in range(options.devices)]
+  tf.keras.utils.set_random_seed(1)
+  strategy = tfs.create_strategy(options.strategy, devices=devices)
+
+  def after_step(step):
+    # The pid of a process that was started again differs.
+    leave(f'step_{rank}', f'{os.getpid()} {step}')
+    time.sleep(options.seconds_a_step)
+
+  state, history = train(options, strategy, after_step)
+  if rank == 0:
+    np.savez(os.path.join(options.directory, 'state.npz'), **state)
+    leave('history', json.dumps(history))
+  if hasattr(strategy, 'close'):
+    strategy.close()
+
+
+if __name__ == '__main__':
+  from absl import logging as absl_logging
+
+  absl_logging.set_verbosity('info')
+  main(Options(**json.loads(sys.argv[1])))

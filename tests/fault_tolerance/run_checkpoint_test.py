@@ -1,0 +1,282 @@
+"""What a checkpoint of a run holds, and whose it must be."""
+
+import json
+import os
+from unittest import mock
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+import tf_strategies as tfs
+from tests import virtual_devices
+from tf_strategies.checkpoint import checkpointer, model_state
+
+virtual_devices.configure_logical_cpus()
+
+
+def _strategy(replicas):
+  return tfs.RingMirroredStrategy([f'CPU:{i}' for i in range(replicas)])
+
+
+def _model(strategy=None, units=1, seed=1, optimizer='adam', counts_anew=True):
+  """A small model with random numbers; its names count models, or do not."""
+  if counts_anew:
+    keras.backend.clear_session()
+  keras.utils.set_random_seed(seed)
+  strategy = strategy or tf.distribute.get_strategy()
+  with strategy.scope():
+    model = keras.Sequential(
+      [
+        keras.Input([3]),
+        keras.layers.Dense(4),
+        keras.layers.Dropout(0.5),
+        keras.layers.Dense(units),
+      ]
+    )
+    model.compile(
+      tfs.keras.DistributedOptimizer(keras.optimizers.get(optimizer))
+      if strategy.num_replicas_in_sync > 1
+      else optimizer,
+      'mse',
+      metrics=['mae'],
+    )
+    model.optimizer.build(model.trainable_variables)
+  return model
+
+
+def _fit(model, steps=2):
+  x = np.arange(24 * steps, dtype=np.float32).reshape(-1, 3) / 10
+  model.fit(x, x[:, :1], batch_size=8, verbose=0, shuffle=False)
+
+
+def _answer_of_another_chief(error):
+  header = {'cannot_read': str(error)}
+  return lambda tag, payload: [json.dumps(header).encode(), payload]
+
+
+# By number: as many replicas as before, another setting.
+SOAK_CASES = 'restores_everything[01]$|run_is_refused[34]$'
+
+
+class RunCheckpointTest(tf.test.TestCase, parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    self.directory = self.create_tempdir().full_path
+
+  def _state(self, model):
+    variables = model_state.name_variables(model, model.optimizer)
+    return {k: v.value.numpy() for k, v in variables.items()}
+
+  @parameterized.parameters((1, 1), (2, 2), (2, 3), (3, 1))
+  def test_restores_everything(self, replicas_before, replicas):
+    before = _model(_strategy(replicas_before))
+    _fit(before)
+    checkpoint = tfs.RunCheckpoint(self.directory, before)
+    checkpoint.save(epoch=3, step=2)
+    saved, results = self._state(before), before.get_metrics_result()
+    # Kernels and biases, their moments, counters, the dropout's state.
+    self.assertLen([k for k in saved if k.startswith('model/')], 5)
+    self.assertLen([k for k in saved if k.startswith('optimizer/')], 10)
+
+    model = _model(_strategy(replicas), seed=2)
+    _fit(model, steps=1)  # It has metrics, and other weights.
+    self.assertNotAllClose(
+      saved['model/sequential/dense/kernel'],
+      self._state(model)['model/sequential/dense/kernel'],
+    )
+    checkpoint = tfs.RunCheckpoint(self.directory, model)
+    self.assertEqual(checkpoint.restore(), (3, 2))
+    for name, value in self._state(model).items():
+      np.testing.assert_array_equal(value, saved[name], name)
+    model.reset_metrics()
+    checkpoint.restore_metrics()
+    for name, value in model.get_metrics_result().items():
+      self.assertAllClose(value, results[name], rtol=1e-6, msg=name)
+
+  def test_torn_checkpoint_is_skipped(self):
+    model = _model()
+    checkpoint = tfs.RunCheckpoint(self.directory, model)
+    checkpoint.save(epoch=1)
+    before = self._state(model)
+    _fit(model)
+    torn = checkpoint.save(epoch=2)
+    os.truncate(os.path.join(torn, 'arrays.bin'), 10)
+    with self.assertLogs(level='WARNING') as logs:
+      self.assertEqual(checkpoint.restore(), (1, 0))
+    self.assertIn(torn, logs.output[0])
+    for name, value in self._state(model).items():
+      np.testing.assert_array_equal(value, before[name], name)
+
+  @parameterized.parameters('adam', 'sgd')
+  def test_same_model_again_in_one_process(self, optimizer):
+    before = _model(optimizer=optimizer)
+    _fit(before)
+    tfs.RunCheckpoint(self.directory, before).save(epoch=1)
+    saved = list(self._state(before).values())
+    # Keras counts the models and layers of a process in their names.
+    again = _model(seed=2, optimizer=optimizer, counts_anew=False)
+    self.assertNotEqual(again.weights[0].path, before.weights[0].path)
+    self.assertEqual(tfs.RunCheckpoint(self.directory, again).restore(), (1, 0))
+    for value, found in zip(saved, self._state(again).values(), strict=True):
+      np.testing.assert_array_equal(value, found)
+
+  def test_another_optimizer_again_in_one_process(self):
+    # Variables of the same shapes, in the same order.
+    momentum = keras.optimizers.SGD(momentum=0.9)
+    tfs.RunCheckpoint(self.directory, _model(optimizer=momentum)).save(epoch=1)
+    rmsprop = keras.optimizers.RMSprop()
+    again = _model(optimizer=rmsprop, counts_anew=False)
+    self.assertLen(rmsprop.variables, len(momentum.variables))
+    with self.assertRaises(tfs.errors.CheckpointMismatchError):
+      tfs.RunCheckpoint(self.directory, again).restore()
+
+  def test_names_that_are_alike_go_before_places(self):
+    self.assertEqual(
+      model_state.match_names(
+        ['a_2/kernel', 'a_1/kernel'], ['a_1/kernel', 'a_2/kernel']
+      ),
+      {'a_1/kernel': 'a_1/kernel', 'a_2/kernel': 'a_2/kernel'},
+    )
+    self.assertEqual(
+      model_state.match_names(
+        ['a_1/kernel', 'a_2/kernel'], ['a/kernel', 'a_1/kernel']
+      ),
+      {'a/kernel': 'a_1/kernel', 'a_1/kernel': 'a_2/kernel'},
+    )
+
+  def test_another_dtype_is_refused(self):
+    tfs.RunCheckpoint(self.directory, _model()).save(epoch=1)
+    keras.config.set_dtype_policy('float64')
+    self.addCleanup(keras.config.set_dtype_policy, 'float32')
+    with self.assertRaisesRegex(
+      tfs.errors.CheckpointMismatchError, 'float32 there and float64 here'
+    ):
+      model = _model(counts_anew=False)
+      tfs.RunCheckpoint(self.directory, model).restore()
+
+  def test_meetings_are_counted_in_each_group(self):
+    # A worker that was started again has restored nothing before.
+    for _ in range(2):
+      checkpoint = tfs.RunCheckpoint(self.directory, _model())
+      workers = checkpoint._access.workers = mock.Mock(rank=0)
+      workers.exchange.side_effect = lambda tag, payload: [payload]
+      checkpoint.restore()
+      checkpoint.restore()
+      tags = [call.args[0] for call in workers.exchange.call_args_list]
+      self.assertEqual(tags, ['checkpoint/0', 'checkpoint/1'])
+
+  def test_nothing_is_whole(self):
+    model = _model()
+    checkpoint = tfs.RunCheckpoint(self.directory, model)
+    paths = [checkpoint.save(epoch=epoch) for epoch in (1, 2)]
+    for path in paths:
+      os.truncate(os.path.join(path, 'arrays.bin'), 10)
+    with self.assertRaisesRegex(
+      tfs.errors.CheckpointMismatchError, 'delete the directory'
+    ):
+      checkpoint.restore()
+    self.assertIsNone(checkpoint.position)
+
+  def test_checkpoint_that_cannot_be_read(self):
+    checkpoint = tfs.RunCheckpoint(self.directory, _model())
+    checkpoint.save(epoch=1)
+    error = PermissionError(13, 'Permission denied', 'arrays.bin')
+    with (
+      mock.patch.object(checkpointer, '_read', side_effect=error),
+      self.assertRaisesRegex(PermissionError, 'arrays.bin'),
+    ):
+      checkpoint.restore()
+
+  def test_other_workers_hear_that_the_chief_cannot_read(self):
+    checkpoint = tfs.RunCheckpoint(self.directory, _model())
+    checkpoint.save(epoch=1)
+    workers = mock.Mock(rank=0)
+    workers.exchange = lambda tag, payload: [payload]
+    checkpoint._access.workers = workers
+    error = OSError(5, 'Input/output error', 'arrays.bin')
+    with mock.patch.object(checkpointer, '_read', side_effect=error):
+      with self.assertRaises(OSError) as caught:
+        checkpoint.restore()
+      self.assertIs(caught.exception, error)
+      workers.exchange = _answer_of_another_chief(error)
+      workers.rank = 1
+      with self.assertRaisesRegex(OSError, 'chief.*arrays.bin'):
+        checkpoint.restore()
+
+  def test_metrics_that_are_not_there(self):
+    model = _model()
+    _fit(model)
+    tfs.RunCheckpoint(self.directory, model).save(epoch=0, step=1)
+    other = tfs.RunCheckpoint(self.directory, _model(), metrics=[])
+    with self.assertLogs(level='WARNING') as logs:
+      self.assertEqual(other.restore(), (0, 1))
+    self.assertIn('metrics/0 is not in this run', logs.output[0])
+
+  @parameterized.parameters(
+    ({'units': 2}, {}, 'has shape \\[4, 1\\] there and \\[4, 2\\] here'),
+    ({'optimizer': 'sgd'}, {}, 'adam/.* is not in this run'),
+    ({}, {'seed': 2}, 'seed was 1 and is 2'),
+    ({}, {'seed': 1, 'size': 8}, 'size was None and is 8'),
+    ({}, None, 'seed was 1 and is None'),
+  )
+  def test_another_run_is_refused(self, changes, settings, message):
+    settings = {'seed': 1} if changes else settings
+    tfs.RunCheckpoint(self.directory, _model(), settings={'seed': 1}).save(1)
+    model = _model(**changes)
+    before = self._state(model)
+    checkpoint = tfs.RunCheckpoint(self.directory, model, settings=settings)
+    with self.assertRaisesRegex(tfs.errors.CheckpointMismatchError, message):
+      checkpoint.restore()
+    self.assertIsNone(checkpoint.position)
+    for name, value in self._state(model).items():
+      np.testing.assert_array_equal(value, before[name], name)
+
+  def test_model_that_cannot_be_saved(self):
+    unbuilt = keras.Sequential([keras.layers.Dense(1)])
+    with self.assertRaisesRegex(
+      tfs.errors.UnsupportedOptionError, 'no variables yet'
+    ):
+      tfs.RunCheckpoint(self.directory, unbuilt, keras.optimizers.SGD())
+    not_compiled = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
+    with self.assertRaisesRegex(
+      tfs.errors.UnsupportedOptionError, 'optimizer=None'
+    ):
+      tfs.RunCheckpoint(self.directory, not_compiled)
+
+  def test_equal_names_are_kept_apart(self):
+    class Twins(keras.Model):
+      """Layers of one name, which only functional models refuse."""
+
+      def __init__(self):
+        super().__init__()
+        self.one = keras.layers.Dense(2, name='twin')
+        self.two = keras.layers.Dense(2, name='twin')
+
+      def call(self, x):
+        return self.two(self.one(x))
+
+    model = Twins()
+    model(tf.ones([1, 2]))
+    optimizer = keras.optimizers.SGD()
+    optimizer.build(model.trainable_variables)
+    names = [
+      name
+      for name in model_state.name_variables(model, optimizer)
+      if name.startswith('model/')
+    ]
+    self.assertLen(names, 4)
+    for i, variable in enumerate(model.weights):
+      variable.assign(tf.fill(variable.shape, float(i)))
+    checkpoint = tfs.RunCheckpoint(self.directory, model, optimizer)
+    checkpoint.save(1)
+    for variable in model.weights:
+      variable.assign(tf.zeros(variable.shape))
+    checkpoint.restore()
+    for i, variable in enumerate(model.weights):
+      self.assertAllEqual(variable, tf.fill(variable.shape, float(i)))
+
+
+if __name__ == '__main__':
+  tf.test.main()

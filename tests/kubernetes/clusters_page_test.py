@@ -1,0 +1,120 @@
+"""examples/CLUSTERS.md: its manifests are written, its YAML describes clusters."""
+
+import contextlib
+import importlib.util
+import io
+import re
+import shlex
+import subprocess
+
+import pytest
+from absl.testing import absltest
+
+from tests.architecture import project
+from tf_strategies import cluster, kubernetes, launch
+from tf_strategies.cluster import sources
+
+_PAGE = 'examples/CLUSTERS.md'
+_FENCE = re.compile(r'^```(\w+)\n(.*?)^```', re.MULTILINE | re.DOTALL)
+_needs_yaml = pytest.mark.skipif(
+  importlib.util.find_spec('yaml') is None, reason='PyYAML is missing'
+)
+
+
+def _blocks(language):
+  text = project.text_files()[_PAGE]
+  return [body for found, body in _FENCE.findall(text) if found == language]
+
+
+def _commands(module):
+  """The arguments of each `python -m module` of the page."""
+  found = []
+  for block in _blocks('bash'):
+    for line in block.replace('\\\n', ' ').splitlines():
+      words = shlex.split(line.partition(' > ')[0], comments=True)
+      if words[:3] == ['python', '-m', module]:
+        found.append(words[3:])
+  return found
+
+
+class ClustersPageTest(absltest.TestCase):
+  @_needs_yaml
+  def test_manifests_are_written(self):
+    commands = _commands('tf_strategies.kubernetes')
+    self.assertLen(commands, 3)
+    for arguments in commands:
+      if arguments[0].startswith('--check'):
+        continue
+      out = io.StringIO()
+      with contextlib.redirect_stdout(out):
+        self.assertEqual(kubernetes.main(['kubernetes', *arguments]), 0)
+      self.assertIn('kind: JobSet', out.getvalue())
+
+  def test_jobs_of_one_host_are_planned(self):
+    commands = _commands('tf_strategies.launch')
+    self.assertLen(commands, 2)
+    for arguments in commands:
+      out = io.StringIO()
+      with contextlib.redirect_stdout(out):
+        self.assertEqual(launch.main(['launch', '--dry_run', *arguments]), 0)
+      self.assertIn('[worker 1] ', out.getvalue())
+
+  def test_shell_reads_every_script(self):
+    blocks = _blocks('bash')
+    self.assertNotEmpty(blocks)
+    for block in blocks:
+      done = subprocess.run(
+        ['bash', '-n'], input=block, text=True, timeout=60, capture_output=True
+      )
+      self.assertEqual((done.returncode, done.stderr), (0, ''), block)
+
+  @_needs_yaml
+  def test_pods_of_the_indexed_job_find_each_other(self):
+    import yaml
+
+    (block,) = (b for b in _blocks('yaml') if 'completionMode: Indexed' in b)
+    service, job = yaml.safe_load_all(block)
+    self.assertEqual(service['spec']['clusterIP'], 'None')
+    name = job['metadata']['name']
+    self.assertEqual(service['spec']['selector'], {'job-name': name})
+    pod = job['spec']['template']['spec']
+    self.assertIs(pod['enableServiceLinks'], False)
+    self.assertEqual(pod['subdomain'], service['metadata']['name'])
+    (container,) = pod['containers']
+    environ = {
+      entry['name']: entry['value']
+      for entry in container['env']
+      if 'value' in entry
+    }
+    for index in range(job['spec']['completions']):
+      place = {
+        'JOB_COMPLETION_INDEX': str(index), 'HOSTNAME': f'{name}-{index}',
+      }  # fmt: skip
+      config = cluster.ClusterConfig.from_env({**environ, **place})
+      self.assertLen(config.training_tasks, job['spec']['completions'])
+      self.assertEqual(
+        config.address, f'{name}-{index}.{pod["subdomain"]}:2222'
+      )
+
+  @_needs_yaml
+  def test_claim_is_that_of_the_manifests(self):
+    import yaml
+
+    (block,) = (b for b in _blocks('yaml') if 'PersistentVolumeClaim' in b)
+    claim = yaml.safe_load(block)
+    used = [
+      argument.partition('=')[2]
+      for arguments in _commands('tf_strategies.kubernetes')
+      for argument in arguments
+      if argument.startswith('--checkpoint_pvc=')
+    ]
+    self.assertEqual(used, [claim['metadata']['name']])
+
+  def test_every_variable_is_told_of(self):
+    text = project.text_files()[_PAGE]
+    for variable in sources.VARIABLES:
+      self.assertIn(f'`{variable}`', text)
+
+
+if __name__ == '__main__':
+  absltest.main()

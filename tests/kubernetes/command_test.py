@@ -1,0 +1,141 @@
+"""`python -m tf_strategies.kubernetes` as a user calls it."""
+
+import contextlib
+import importlib.util
+import io
+import os
+import subprocess
+import sys
+from unittest import mock
+
+import pytest
+from absl.testing import absltest, parameterized
+
+from tf_strategies import kubernetes
+
+_JOB = ['--num_workers=2', '--num_ps=1', '--image=mnist:1', '--name=mnist']
+_COMMAND = ['--', 'python', 'train.py', '--', '--epochs=2']
+_needs_yaml = pytest.mark.skipif(
+  importlib.util.find_spec('yaml') is None, reason='PyYAML is missing'
+)
+
+
+def _run(*arguments):
+  """Exit status, stdout and stderr of the command."""
+  out, err = io.StringIO(), io.StringIO()
+  with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    status = kubernetes.main(['kubernetes', *arguments])
+  return status, out.getvalue(), err.getvalue()
+
+
+def _documents(text):
+  import yaml
+
+  return list(yaml.safe_load_all(text))
+
+
+@_needs_yaml
+class WriteTest(parameterized.TestCase):
+  @parameterized.parameters(('tfjob', 'TFJob'), ('jobset', 'JobSet'))
+  def test_yaml_is_what_was_asked_for(self, kind, name):
+    status, out, err = _run(*_JOB, f'--kind={kind}', *_COMMAND)
+    self.assertEqual((status, err), (0, ''))
+    secret, job = _documents(out)
+    self.assertEqual((secret['kind'], job['kind']), ('Secret', name))
+    self.assertEqual(job['metadata'], {'name': 'mnist'})
+    self.assertIn('out of version control', out.splitlines()[0])
+    self.assertEqual('legacy' in out, kind == 'tfjob')
+    # A list that two pods shared would be written as an anchor.
+    self.assertNotIn('&id', out)
+
+  def test_command_keeps_its_own_dashes(self):
+    _, out, _ = _run(*_JOB, '--kind=tfjob', *_COMMAND)
+    job = _documents(out)[-1]
+    for replica in job['spec']['tfReplicaSpecs'].values():
+      (container,) = replica['template']['spec']['containers']
+      self.assertEqual(container['command'], _COMMAND[1:])
+
+  def test_secret_that_exists_is_not_written(self):
+    status, out, _ = _run(*_JOB, '--secret_name=ours', *_COMMAND)
+    self.assertEqual(status, 0)
+    self.assertLen(_documents(out), 1)
+    self.assertNotIn('version control', out)
+
+  def test_runs_as_a_module(self):
+    done = subprocess.run(
+      [sys.executable, '-m', 'tf_strategies.kubernetes', *_JOB, *_COMMAND],
+      stdout=subprocess.PIPE,
+      timeout=120,
+      env={**os.environ, 'PYTHONPATH': os.pathsep.join(filter(None, sys.path))},
+      check=True,
+    )
+    self.assertEqual(_documents(done.stdout)[1]['kind'], 'JobSet')
+
+
+@_needs_yaml
+class CheckTest(absltest.TestCase):
+  def _check(self, text):
+    path = self.create_tempfile(content=text).full_path
+    status, out, err = _run(f'--check={path}')
+    self.assertEqual(out, '')
+    return status, err
+
+  def test_file_of_ours_is_right(self):
+    _, text, _ = _run(*_JOB, '--kind=tfjob', *_COMMAND)
+    self.assertEqual(self._check(text), (0, ''))
+
+  def test_mistakes_are_named(self):
+    _, text, _ = _run(*_JOB, '--kind=tfjob', *_COMMAND)
+    _, jobset, _ = _run(*_JOB, *_COMMAND)
+    for changed, words in (
+      (text.replace('    Worker:', '    Workers:'), "'Workers'"),
+      (text.replace('ExitCode', 'OnExit'), "restartPolicy='OnExit'"),
+      (text.replace('name: tensorflow', 'name: main'), "'tensorflow'"),
+      (jobset, 'no TFJob'),
+      ('a: [', 'YAML'),
+      ('', 'no TFJob'),
+      ('\0', 'YAML'),
+    ):
+      with self.subTest(words):
+        status, err = self._check(changed)
+        self.assertEqual(status, 2)
+        self.assertIn(words, err)
+
+  def test_missing_file_is_named(self):
+    status, _, err = _run('--check=/no/such/file')
+    self.assertEqual(status, 2)
+    self.assertIn('--check=/no/such/file', err)
+
+
+class CommandLineTest(parameterized.TestCase):
+  @parameterized.named_parameters(
+    ('no_image', ['--', 'true'], 'no --image'),
+    ('no_command', _JOB, 'an empty command'),
+    ('no_dashes', [*_JOB, 'true'], "'true'"),
+    ('kind', [*_JOB, '--kind=pod', '--', 'true'], '--kind=pod'),
+    ('unknown', ['--num_worker=2', '--', 'true'], 'num_worker'),
+    ('number', ['--num_ps=two', '--', 'true'], 'two'),
+    ('name', ['--image=a', '--name=A', '--', 'true'], '--name=A'),
+  )
+  @_needs_yaml
+  def test_wrong_command_line_is_explained(self, arguments, words):
+    status, out, err = _run(*arguments)
+    self.assertEqual((status, out), (2, ''))
+    self.assertIn(words, err)
+    self.assertIn('Usage: python -m tf_strategies.kubernetes', err)
+
+  def test_without_yaml_the_extra_is_named(self):
+    with mock.patch.object(importlib.util, 'find_spec', return_value=None):
+      status, out, err = _run(*_JOB, *_COMMAND)
+    self.assertEqual((status, out), (2, ''))
+    self.assertIn("'.[manifests]'", err)
+
+  def test_help(self):
+    status, out, _ = _run('--help')
+    self.assertEqual(status, 0)
+    for words in ('--checkpoint_pvc', '--gpus_per_worker', 'legacy'):
+      self.assertIn(words, out)
+
+
+if __name__ == '__main__':
+  absltest.main()

@@ -1,0 +1,132 @@
+"""Manifests by the real definitions, and by Kubeflow's own models."""
+
+import copy
+import importlib.util
+import json
+import types
+
+import pytest
+from absl.testing import absltest, parameterized
+
+from tests.kubernetes import structural
+from tf_strategies import kubernetes
+
+_JOBS = (
+  {},
+  {'num_workers': 3, 'gpus_per_worker': 2},
+  {'num_workers': 2, 'num_ps': 2, 'evaluator': True, 'gpus_per_worker': 1},
+  {'chief': True, 'namespace': 'ml', 'secret_name': 'ours'},
+  {'num_workers': 2, 'num_ps': 1, 'checkpoint_pvc': 'ck', 'max_restarts': 0},
+)
+_COMMAND = ['python', '-m', 'train', '--a=$(b) c']
+_DEFINITIONS = {
+  'tfjob': ('kubeflow.org_tfjobs.yaml', 'v1'),
+  'jobset': ('jobsets.yaml', 'v1alpha2'),
+}
+_HAS_DEFINITIONS = (
+  structural.directory() is not None
+  and importlib.util.find_spec('yaml') is not None
+)
+_HAS_MODELS = (
+  importlib.util.find_spec('kubeflow') is not None
+  and importlib.util.find_spec('kubeflow.training') is not None
+)
+
+
+def _job(kind, **options):
+  options = kubernetes.Options(image='mnist:1', name='mnist', **options)
+  return kubernetes.documents(kind, options, _COMMAND)[-1]
+
+
+# Each makes one mistake in a job, and names where it is.
+def _rename_replicas(job):
+  del job['spec']['tfReplicaSpecs']
+  return '.spec.tfReplicaSpecs is missing'
+
+
+def _text_for_number(job):
+  job['spec']['runPolicy']['backoffLimit'] = '3'
+  return ".spec.runPolicy.backoffLimit is '3', no integer"
+
+
+def _unknown_in_container(job):
+  worker = job['spec']['tfReplicaSpecs']['Worker']
+  worker['template']['spec']['containers'][0]['gpus'] = 1
+  return (
+    '.spec.tfReplicaSpecs.Worker.template.spec.containers[0].gpus is not known'
+  )
+
+
+def _wrong_action(job):
+  job['spec']['failurePolicy']['rules'][0]['action'] = 'Fail'
+  return ".spec.failurePolicy.rules[0].action is 'Fail', none of"
+
+
+def _same_job_twice(job):
+  job['spec']['replicatedJobs'] *= 2
+  return '.spec.replicatedJobs has something twice'
+
+
+def _misspelt_in_job(job):
+  job['spec']['replicatedJobs'][0]['template']['spec']['completion'] = 1
+  return '.spec.replicatedJobs[0].template.spec.completion is not known'
+
+
+@pytest.mark.skipif(
+  not _HAS_DEFINITIONS,
+  reason='TFS_CRD_DIR names no directory of CustomResourceDefinitions',
+)
+class DefinitionTest(parameterized.TestCase):
+  @parameterized.product(kind=list(_DEFINITIONS), options=_JOBS)
+  def test_job_is_valid(self, kind, options):
+    found = structural.problems(_job(kind, **options), _schema(kind))
+    self.assertEmpty(found, '\n'.join(found))
+
+  @parameterized.parameters(
+    ('tfjob', _rename_replicas),
+    ('tfjob', _text_for_number),
+    ('tfjob', _unknown_in_container),
+    ('jobset', _wrong_action),
+    ('jobset', _same_job_twice),
+    ('jobset', _misspelt_in_job),
+  )
+  def test_mistake_is_found(self, kind, make_mistake):
+    job = copy.deepcopy(_job(kind))
+    expected = make_mistake(job)
+    (found,) = structural.problems(job, _schema(kind))
+    self.assertStartsWith(found, expected)
+
+
+_schemas = {}
+
+
+def _schema(kind):
+  # Half a second each.
+  if kind not in _schemas:
+    _schemas[kind] = structural.schema(*_DEFINITIONS[kind])
+  return _schemas[kind]
+
+
+@pytest.mark.skipif(not _HAS_MODELS, reason='kubeflow-training is missing')
+class ModelsTest(parameterized.TestCase):
+  def _round_trip(self, job):
+    from kubeflow.training import api_client
+
+    client = api_client.ApiClient()
+    answer = types.SimpleNamespace(data=json.dumps(job))
+    read = client.deserialize(answer, 'KubeflowOrgV1TFJob')
+    return client.sanitize_for_serialization(read)
+
+  @parameterized.parameters(*_JOBS)
+  def test_kubeflow_reads_all_that_is_written(self, **options):
+    job = _job('tfjob', **options)
+    self.assertEqual(self._round_trip(job), job)
+
+  def test_field_that_kubeflow_does_not_know_is_lost(self):
+    job = copy.deepcopy(_job('tfjob'))
+    job['spec']['tfReplicaSpecs']['Worker']['restarts'] = 'ExitCode'
+    self.assertNotEqual(self._round_trip(job), job)
+
+
+if __name__ == '__main__':
+  absltest.main()

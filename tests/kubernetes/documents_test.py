@@ -1,0 +1,372 @@
+import copy
+import os
+import re
+import subprocess
+import sys
+
+from absl.testing import absltest, parameterized
+
+from tf_strategies import cluster, errors, kubernetes
+from tf_strategies.cluster import exit_codes
+
+_ALL = {'num_workers': 3, 'num_ps': 2, 'evaluator': True}
+_COMMAND = ['python', '-m', 'train', '--a=$(b) $c $$d']
+
+
+def _options(**changes):
+  return kubernetes.Options(**{'image': 'mnist:1', 'name': 'mnist', **changes})
+
+
+def _documents(kind, **options):
+  return kubernetes.documents(kind, _options(**options), _COMMAND)
+
+
+def _pod_specs(kind, job):
+  """The pod's spec by type of task, for either kind of job."""
+  if kind == 'tfjob':
+    return {
+      replica_type.lower(): replica['template']['spec']
+      for replica_type, replica in job['spec']['tfReplicaSpecs'].items()
+    }
+  return {
+    replicated['name']: replicated['template']['spec']['template']['spec']
+    for replicated in job['spec']['replicatedJobs']
+  }
+
+
+def _environment(pod, labels=None, index=None):
+  """A pod's variables as its container would find them."""
+  found = {}
+  for entry in pod['containers'][0]['env']:
+    source = entry.get('valueFrom', {})
+    if 'fieldRef' in source:
+      label = re.fullmatch(
+        r"metadata\.labels\['jobset\.sigs\.k8s\.io/(.*)'\]",
+        source['fieldRef']['fieldPath'],
+      )[1]
+      found[entry['name']] = labels[label]
+    elif 'value' in entry:
+      found[entry['name']] = entry['value']
+  if index is not None:
+    found['JOB_COMPLETION_INDEX'] = str(index)
+  return found
+
+
+class BothKindsTest(parameterized.TestCase):
+  @parameterized.parameters('tfjob', 'jobset')
+  def test_every_type_of_task_has_its_pods(self, kind):
+    _, job = _documents(kind, **_ALL)
+    pods = _pod_specs(kind, job)
+    self.assertEqual(list(pods), ['chief', 'worker', 'ps', 'evaluator'])
+    for pod in pods.values():
+      (container,) = pod['containers']
+      self.assertEqual(container['name'], 'tensorflow')
+      self.assertEqual(container['image'], 'mnist:1')
+      self.assertEqual(
+        container['ports'], [{'name': 'tfjob-port', 'containerPort': 2222}]
+      )
+      self.assertEqual(pod['terminationGracePeriodSeconds'], 30)
+      # A Service called tfs would set TFS_PORT.
+      self.assertIs(pod['enableServiceLinks'], False)
+
+  @parameterized.parameters('tfjob', 'jobset')
+  def test_command_arrives_as_it_was_written(self, kind):
+    (pod,) = _pod_specs(kind, _documents(kind)[-1]).values()
+    # Kubernetes makes $ of $$, and expands $(NAME) only after another letter.
+    arrived = [
+      word.replace('$$', '$') for word in pod['containers'][0]['command']
+    ]
+    self.assertEqual(arrived, _COMMAND)
+    for word in pod['containers'][0]['command']:
+      self.assertNotRegex(word.replace('$$', ''), r'\$')
+
+  @parameterized.parameters('tfjob', 'jobset')
+  def test_secret_is_new_random_and_named_by_every_pod(self, kind):
+    secrets = set()
+    for _ in range(2):
+      secret, job = _documents(kind, namespace='ml', **_ALL)
+      self.assertEqual((secret['apiVersion'], secret['kind']), ('v1', 'Secret'))
+      for document in (secret, job):
+        self.assertEqual(document['metadata']['namespace'], 'ml')
+      ((key, value),) = secret['stringData'].items()
+      self.assertLen(bytes.fromhex(value), 32)
+      secrets.add(value)
+      self.assertNotIn(value, str(job))
+      for pod in _pod_specs(kind, job).values():
+        (entry,) = [
+          e for e in pod['containers'][0]['env'] if e['name'] == 'TFS_SECRET'
+        ]
+        self.assertEqual(
+          entry['valueFrom']['secretKeyRef'],
+          {'name': secret['metadata']['name'], 'key': key},
+        )
+    self.assertLen(secrets, 2)
+
+  @parameterized.parameters('tfjob', 'jobset')
+  def test_secret_that_exists_is_used(self, kind):
+    (job,) = _documents(kind, secret_name='ours')
+    (pod,) = _pod_specs(kind, job).values()
+    self.assertIn("'secretKeyRef': {'name': 'ours', 'key': 'secret'}", str(pod))
+    self.assertNotIn('namespace', job['metadata'])
+
+  @parameterized.product(kind=('tfjob', 'jobset'), num_ps=(0, 1))
+  def test_gpus_are_for_those_who_compute_gradients(self, kind, num_ps):
+    job = _documents(kind, chief=True, num_ps=num_ps, gpus_per_worker=2)[-1]
+    gpus = {
+      task_type: pod['containers'][0].get('resources')
+      for task_type, pod in _pod_specs(kind, job).items()
+    }
+    limits = {'limits': {'nvidia.com/gpu': '2'}}
+    expected = {'chief': None if num_ps else limits, 'worker': limits}
+    self.assertEqual(gpus, {**expected, **({'ps': None} if num_ps else {})})
+
+  @parameterized.product(kind=('tfjob', 'jobset'), num_ps=(0, 2))
+  def test_checkpoints_are_mounted_by_those_who_use_them(self, kind, num_ps):
+    options = {**_ALL, 'chief': True, 'num_ps': num_ps}
+    job = _documents(kind, checkpoint_pvc='ck', **options)[-1]
+    # With parameter servers the chief alone reads and writes them.
+    servers = ('ps', 'worker') if num_ps else ()
+    for task_type, pod in _pod_specs(kind, job).items():
+      (container,) = pod['containers']
+      if task_type in servers:
+        self.assertNotIn('volumes', pod)
+        self.assertNotIn('volumeMounts', container)
+        continue
+      (volume,) = pod['volumes']
+      self.assertEqual(volume['persistentVolumeClaim'], {'claimName': 'ck'})
+      self.assertEqual(
+        container['volumeMounts'],
+        [{'name': volume['name'], 'mountPath': '/checkpoints'}],
+      )
+
+  @parameterized.parameters('tfjob', 'jobset')
+  def test_evicted_server_is_started_again(self, kind):
+    job = _documents(kind, **_ALL)[-1]
+    for pod in _pod_specs(kind, job).values():
+      labels = {'jobset-name': '', 'replicatedjob-name': '', 'job-index': ''}
+      status = exit_codes.terminated_exit_code(_environment(pod, labels))
+      self.assertTrue(exit_codes.is_restarted(status))
+
+
+class TFJobTest(absltest.TestCase):
+  def test_restarts_by_exit_code(self):
+    job = _documents('tfjob', **_ALL)[-1]
+    for replica in job['spec']['tfReplicaSpecs'].values():
+      self.assertEqual(replica['restartPolicy'], 'ExitCode')
+      # The operator overrides it, and warns of it.
+      self.assertNotIn('restartPolicy', replica['template']['spec'])
+    self.assertEqual(
+      job['spec']['runPolicy'],
+      {'cleanPodPolicy': 'Running', 'backoffLimit': 21},
+    )
+
+  def test_who_ends_the_job(self):
+    policies = [
+      _documents('tfjob', **options)[-1]['spec']['successPolicy']
+      for options in ({'num_workers': 2}, {'chief': True}, {'num_ps': 1})
+    ]
+    self.assertEqual(policies, ['AllWorkers', '', ''])
+
+
+class JobSetTest(absltest.TestCase):
+  def test_every_pod_finds_itself_in_one_cluster(self):
+    job = _documents('jobset', **_ALL)[-1]
+    subdomain = job['spec']['network']['subdomain']
+    pods = _pod_specs('jobset', job)
+    found = {}
+    for replicated in job['spec']['replicatedJobs']:
+      self.assertEqual(replicated['replicas'], 1)
+      task_type = replicated['name']
+      spec = replicated['template']['spec']
+      self.assertEqual(spec['completionMode'], 'Indexed')
+      self.assertEqual(spec['completions'], spec['parallelism'])
+      for index in range(spec['completions']):
+        labels = {
+          'jobset-name': job['metadata']['name'],
+          'replicatedjob-name': task_type,
+          'job-index': '0',
+        }
+        config = cluster.ClusterConfig.from_env(
+          _environment(pods[task_type], labels, index)
+        )
+        self.assertEqual(
+          (config.task_type, config.task_index), (task_type, index)
+        )
+        self.assertEqual(
+          config.address, f'mnist-{task_type}-0-{index}.{subdomain}:2222'
+        )
+        found[config.address] = config.jobs
+    self.assertLen(found, 7)
+    for jobs in found.values():
+      self.assertEqual(
+        {a for j in jobs.values() for a in j.values()}, set(found)
+      )
+
+  def test_one_task_is_a_single_process(self):
+    job = _documents('jobset')[-1]
+    (pod,) = _pod_specs('jobset', job).values()
+    labels = {
+      'jobset-name': 'mnist', 'replicatedjob-name': 'worker', 'job-index': '0',
+    }  # fmt: skip
+    environ = _environment(pod, labels, 0)
+    self.assertIsNone(cluster.ClusterConfig.from_env(environ))
+
+  def test_permanent_statuses_fail_and_others_start_again(self):
+    job = _documents('jobset', num_workers=4, max_restarts=2)[-1]
+    (replicated,) = job['spec']['replicatedJobs']
+    spec = replicated['template']['spec']
+    self.assertEqual(spec['backoffLimit'], 8)
+    ignore, fail = spec['podFailurePolicy']['rules']
+    self.assertEqual(ignore['action'], 'Ignore')
+    self.assertEqual(fail['action'], 'FailJob')
+    values = fail['onExitCodes']['values']
+    self.assertEqual(tuple(values), exit_codes.PERMANENT_EXIT_CODES)
+    # Kubernetes asks for both.
+    self.assertEqual(values, sorted(set(values) - {0}))
+    self.assertEqual(spec['template']['spec']['restartPolicy'], 'Never')
+    (rule,) = job['spec']['failurePolicy']['rules']
+    self.assertEqual(rule['onJobFailureReasons'], ['PodFailurePolicy'])
+
+  def test_who_ends_the_job(self):
+    targets = [
+      _documents('jobset', **options)[-1]['spec']['successPolicy']
+      for options in (
+        {'num_workers': 2}, {'chief': True, 'evaluator': True}, _ALL,
+      )
+    ]  # fmt: skip
+    self.assertEqual(
+      [target['targetReplicatedJobs'] for target in targets],
+      [['worker'], ['chief', 'worker'], ['chief']],
+    )
+
+
+class RefusedOptionsTest(parameterized.TestCase):
+  @parameterized.named_parameters(
+    ('image', {'image': ''}, "--image=''"),
+    ('image_space', {'image': 'a b'}, "--image='a b'"),
+    ('name_upper', {'name': 'Mnist'}, '--name=Mnist'),
+    ('name_digit', {'name': '2mnist'}, '--name=2mnist'),
+    ('name_dot', {'name': 'mnist.a'}, 'DNS-1035'),
+    ('name_dash', {'name': 'mnist-'}, '--name=mnist-'),
+    ('name_empty', {'name': ''}, '--name='),
+    ('name_end', {'name': 'mnist\n'}, '--name=mnist'),
+    ('name_long', {'name': 'a' * 64}, '63'),
+    ('pod_long', {'name': 'a' * 50}, 'pods of 67 letters'),
+    ('workers', {'num_workers': -1}, '--num_workers=-1'),
+    ('nobody', {'num_workers': 0}, '--num_workers=0'),
+    ('ps', {'num_ps': -1}, '--num_ps=-1'),
+    ('many', {'num_workers': 10**6}, '1000000 tasks'),
+    ('gpus', {'gpus_per_worker': -1}, '--gpus_per_worker=-1'),
+    ('restarts', {'max_restarts': -1}, '--max_restarts=-1'),
+    ('grace', {'grace_period': -1}, '--grace_period=-1'),
+    ('policy', {'restart_policy': 'exitcode'}, '--restart_policy=exitcode'),
+    ('pvc', {'checkpoint_pvc': 'Ck_1'}, '--checkpoint_pvc=Ck_1'),
+    ('path', {'checkpoint_path': 'ck'}, '--checkpoint_path=ck'),
+    ('secret', {'secret_name': ''}, '--secret_name='),
+    ('namespace', {'namespace': 'a b'}, '--namespace=a b'),
+  )
+  def test_is_named(self, changes, words):
+    with self.assertRaises(errors.UnsupportedOptionError) as caught:
+      _options(**changes)
+    self.assertIn(words, str(caught.exception))
+    self.assertIn('Fix: ', str(caught.exception))
+
+  @parameterized.named_parameters(
+    ('kind', ('job', {}, ['a']), '--kind=job'),
+    ('command', ('tfjob', {}, []), 'an empty command'),
+    ('policy', ('jobset', {'restart_policy': 'Never'}, ['a']), 'ExitCode'),
+  )
+  def test_document_is_refused(self, arguments, words):
+    kind, options, command = arguments
+    with self.assertRaises(errors.UnsupportedOptionError) as caught:
+      kubernetes.documents(kind, _options(**options), command)
+    self.assertIn(words, str(caught.exception))
+
+
+def _at(job, path):
+  for key in path[:-1]:
+    job = job[key]
+  return job, path[-1]
+
+
+_REPLICAS = ('spec', 'tfReplicaSpecs')
+_WORKER = (*_REPLICAS, 'Worker')
+_CONTAINERS = (*_WORKER, 'template', 'spec', 'containers')
+_GONE = object()
+
+
+class CheckTFJobTest(parameterized.TestCase):
+  @parameterized.named_parameters(
+    ('version', ('apiVersion',), 'kubeflow.org/v2', "'kubeflow.org/v2'"),
+    ('kind', ('kind',), 'JobSet', "kind='JobSet'"),
+    ('name', ('metadata', 'name'), 'Mnist', '--name=Mnist'),
+    ('no_name', ('metadata', 'name'), _GONE, '--name=None'),
+    ('no_spec', ('spec',), _GONE, 'spec=None'),
+    ('success', ('spec', 'successPolicy'), 'All', "successPolicy='All'"),
+    ('clean', ('spec', 'runPolicy', 'cleanPodPolicy'), 'Never', "'Never'"),
+    ('no_replicas', _REPLICAS, _GONE, 'tfReplicaSpecs=None'),
+    ('empty', _REPLICAS, {}, 'a TFJob of nothing'),
+    ('type', (*_REPLICAS, 'Workers'), {}, "replica type 'Workers'"),
+    ('type_case', (*_REPLICAS, 'ps'), {}, "replica type 'ps'"),
+    ('two_chiefs', (*_REPLICAS, 'Master'), {}, 'Chief, Worker, PS, Master'),
+    ('replica', _WORKER, None, 'Worker=None'),
+    ('policy', (*_WORKER, 'restartPolicy'), 'Exit', "restartPolicy='Exit'"),
+    ('count', (*_WORKER, 'replicas'), 0, 'Worker.replicas=0'),
+    ('count_true', (*_WORKER, 'replicas'), True, 'Worker.replicas=True'),
+    ('chiefs', (*_REPLICAS, 'Chief', 'replicas'), 2, 'Chief.replicas=2'),
+    ('no_template', (*_WORKER, 'template'), _GONE, 'Worker.template=None'),
+    ('containers', _CONTAINERS, {}, '0 containers'),
+    ('container', (*_CONTAINERS, 0, 'name'), 'main', "named 'tensorflow'"),
+    ('image', (*_CONTAINERS, 0, 'image'), _GONE, 'image=None'),
+    (
+      'port',
+      (*_CONTAINERS, 0, 'ports'),
+      [{'name': 'tfjob-port', 'containerPort': 80}],
+      'tfjob-port=80',
+    ),
+  )
+  def test_mistake_is_refused(self, path, value, words):
+    job = copy.deepcopy(_documents('tfjob', num_ps=1)[-1])
+    kubernetes.check_tfjob(job)
+    where, key = _at(job, path)
+    if value is _GONE:
+      del where[key]
+    else:
+      where[key] = value
+    with self.assertRaises(errors.UnsupportedOptionError) as caught:
+      kubernetes.check_tfjob(job)
+    self.assertIn(words, str(caught.exception))
+
+  @parameterized.parameters(None, 3, 'TFJob', [[]])
+  def test_anything_else_is_refused(self, job):
+    with self.assertRaises(errors.UnsupportedOptionError):
+      kubernetes.check_tfjob(job)
+
+  def test_what_may_be_left_out(self):
+    job = copy.deepcopy(_documents('tfjob')[-1])
+    del job['spec']['runPolicy'], job['spec']['successPolicy']
+    worker = job['spec']['tfReplicaSpecs']['Worker']
+    del worker['replicas'], worker['restartPolicy']
+    del worker['template']['spec']['containers'][0]['ports']
+    kubernetes.check_tfjob(job)
+
+
+class ImportTest(absltest.TestCase):
+  def test_needs_neither_yaml_nor_tensorflow(self):
+    code = """
+import sys
+import tf_strategies.kubernetes
+print([name for name in ('yaml', 'tensorflow', 'keras') if name in sys.modules])
+"""
+    done = subprocess.run(
+      [sys.executable, '-c', code],
+      stdout=subprocess.PIPE,
+      timeout=120,
+      env={**os.environ, 'PYTHONPATH': os.pathsep.join(filter(None, sys.path))},
+      check=True,
+    )
+    self.assertEqual(done.stdout, b'[]\n')
+
+
+if __name__ == '__main__':
+  absltest.main()

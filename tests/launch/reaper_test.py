@@ -1,0 +1,163 @@
+"""The reaper alone, as the launcher starts it."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from absl.testing import absltest, parameterized
+
+from tests.launch import programs
+from tf_strategies.launch import reaper
+
+_PARENT_AND_CHILD = f"""exec {sys.executable} -I -S -c '
+import os, signal, time
+child = os.fork()
+def end(number, frame):
+  if child:
+    os.waitpid(child, 0)
+  os.write(1, b"parent\\n" if child else b"child\\n")
+  os._exit(5)
+signal.signal({{number}}, end)
+os.write(1, b"ready\\n")
+while True:
+  time.sleep(1)
+'"""
+
+
+class _Reaped:
+  """A shell under a reaper, and the launcher's end of the channel."""
+
+  def __init__(self, script, grace_period='30'):
+    self.channel, theirs = socket.socketpair()
+    # A socket, unlike a pipe, is read with a deadline.
+    self._output, written = socket.socketpair()
+    for end in (self.channel, self._output):
+      end.settimeout(programs.DEADLINE_SECONDS)
+    with theirs, written:
+      self.process = subprocess.Popen(
+        [sys.executable, '-I', '-S', reaper.__file__, str(theirs.fileno()),
+         grace_period, '--', 'sh', '-c', script],
+        pass_fds=[theirs.fileno()],
+        stdout=written,
+        start_new_session=True,
+      )  # fmt: skip
+    self._reports = self.channel.makefile('rb')
+    self.output = self._output.makefile('rb')
+
+  def report(self):
+    """The next report: what, and its value."""
+    what, value, at = self._reports.readline().split()
+    assert int(at) > 0
+    return what.decode(), int(value)
+
+  def close(self):
+    self.hang_up()
+    self.output.close()
+    self._output.close()
+
+  def hang_up(self):
+    """As when the launcher is killed."""
+    self._reports.close()
+    self.channel.close()
+
+
+@pytest.mark.multi_process
+class GuardTest(parameterized.TestCase):
+  def _start(self, *arguments):
+    reaped = _Reaped(*arguments)
+    self.addCleanup(reaped.process.wait)
+    self.addCleanup(reaped.process.kill)
+    self.addCleanup(reaped.close)
+    return reaped
+
+  @parameterized.parameters(
+    ('exit 0', 0), ('exit 41', 41), ('kill -9 $$', -9), ('kill -15 $$', -15)
+  )  # fmt: skip
+  def test_reports_how_the_task_ended(self, script, status):
+    reaped = self._start(script)
+    self.assertEqual(reaped.report()[0], 'started')
+    self.assertEqual(reaped.report(), ('ended', status))
+    self.assertEqual(reaped.process.wait(programs.DEADLINE_SECONDS), 0)
+
+  def test_task_leads_a_group_and_has_the_usual_signals(self):
+    script = 'echo $$; ps -o pgid= -p $$; grep SigIgn /proc/$$/status; kill $$'
+    reaped = self._start(script)
+    _, pid = reaped.report()
+    self.assertEqual(reaped.report(), ('ended', -signal.SIGTERM))
+    words = reaped.output.read().split()
+    self.assertEqual(words[:2], [b'%d' % pid] * 2)
+    ignored = int(words[3], 16)
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+      self.assertFalse(ignored & 1 << number - 1, number)
+
+  @parameterized.parameters(signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+  def test_signals_the_whole_group(self, number):
+    reaped = self._start(_PARENT_AND_CHILD.format(number=int(number)))
+    self.assertEqual(reaped.report()[0], 'started')
+    for _ in range(2):
+      self.assertEqual(reaped.output.readline(), b'ready\n')
+    reaped.channel.send(bytes([number]))
+    self.assertEqual(reaped.report(), ('ended', 5))
+    self.assertEqual(reaped.output.read(), b'child\nparent\n')
+
+  def test_end_of_the_channel_ends_a_task_that_ignores_sigterm(self):
+    script = 'trap "" TERM; echo ready; while :; do sleep 1; done'
+    reaped = self._start(script, '0.3')
+    _, pid = reaped.report()
+    self.assertEqual(reaped.output.readline(), b'ready\n')
+    reaped.hang_up()
+    self.assertEqual(reaped.process.wait(programs.DEADLINE_SECONDS), 0)
+    self.assertFalse(programs.is_running(pid))
+
+  @pytest.mark.skipif(sys.platform != 'linux', reason='prctl is of Linux')
+  def test_adopts_and_ends_what_left_the_group(self):
+    script = 'setsid sleep 600 & echo $!; sleep 0.2; exit 6'
+    reaped = self._start(script, '30')
+    reaped.report()
+    stray = int(reaped.output.readline())
+    self.assertEqual(reaped.report(), ('ended', 6))
+    self.assertEqual(reaped.process.wait(programs.DEADLINE_SECONDS), 0)
+    with contextlib.suppress(ProcessLookupError):
+      os.kill(stray, 0)
+      self.fail(f'{stray} is left')
+
+  @pytest.mark.skipif(sys.platform != 'linux', reason='prctl is of Linux')
+  def test_guard_that_is_killed_takes_the_task_along(self):
+    reaped = self._start('trap "" TERM; echo ready; exec sleep 600')
+    _, pid = reaped.report()
+    self.assertEqual(reaped.output.readline(), b'ready\n')
+    reaped.process.kill()
+    reaped.process.wait(programs.DEADLINE_SECONDS)
+    # The output ends when the task, which holds its other end, has ended.
+    self.assertEqual(reaped.output.read(), b'')
+    # Its files are closed a moment before it is gone.
+    ends_at = time.monotonic() + programs.DEADLINE_SECONDS
+    while programs.is_running(pid) and time.monotonic() < ends_at:
+      time.sleep(0.01)
+    self.assertFalse(programs.is_running(pid))
+
+
+class DescendantsTest(parameterized.TestCase):
+  @parameterized.parameters(
+    ({}, 1, []),
+    ({2: 1, 3: 2, 4: 3, 9: 8}, 1, [2, 3, 4]),
+    ({2: 1, 3: 2, 4: 3, 9: 8}, 3, [4]),
+    ({5: 6, 6: 7, 7: 4}, 4, [5, 6, 7]),
+    # A pid may be used again while /proc is read: no cycle may trap it.
+    ({2: 3, 3: 2, 4: 2}, 2, [3, 4]),
+  )
+  def test_finds_all_below(self, parents, ancestor, expected):
+    self.assertEqual(reaper.descendants(parents, ancestor), expected)
+
+  @pytest.mark.skipif(sys.platform != 'linux', reason='there is no /proc')
+  def test_reads_the_parents_of_live_processes(self):
+    self.assertEqual(reaper.parents_of_all()[os.getpid()], os.getppid())
+
+
+if __name__ == '__main__':
+  absltest.main()

@@ -1,0 +1,101 @@
+from absl.testing import absltest
+
+from tf_strategies import errors
+from tf_strategies.process_group import failure_detection, group, state
+
+_MEMBERS = [group.Member(r, 10 + r, f'host-{r}:1') for r in range(4)]
+
+
+def _said(sequence, recent, busy=True):
+  recent = {str(k): v for k, v in recent.items()}
+  return {'sequence': sequence, 'busy': busy, 'recent': recent}
+
+
+_TIMEOUT = {
+  'kind': 'timeout',
+  'text': "all_reduce(sum) 'w' of float32[9]",
+  'sequence': 7,
+  'name': 'w',
+  'seconds': 600.0,
+  'waiting': [3],
+}
+_MISMATCH = {
+  'accuser': 2,
+  'peer': 1,
+  'sequence': 7,
+  'name': 'w',
+  'expected': 'this',
+  'received': 'that',
+}
+
+
+class JudgementTest(absltest.TestCase):
+  def test_late_ranks_are_those_before_the_collective(self):
+    said = {
+      0: _said(7, {7: 'w'}),
+      1: _said(6, {6: "barrier 'b'"}, busy=False),
+      2: _said(7, {7: 'w'}),
+    }
+    error = failure_detection.timeout(_MEMBERS, _TIMEOUT, said).exception()
+    self.assertIsInstance(error, errors.CollectiveTimeoutError)
+    self.assertEqual((error.rank, error.tensor, error.step), (1, 'w', 7))
+    self.assertIn(
+      'rank 1 (task 11 at host-1:1) has not arrived: it was last in barrier '
+      "'b' (sequence 6)",
+      str(error),
+    )
+    self.assertIn('rank 3 (task 13 at host-3:1) does not say', str(error))
+
+  def test_all_arrived_but_bytes_do_not_move(self):
+    said = {r: _said(7, {7: 'w'}) for r in range(4)}
+    error = failure_detection.timeout(_MEMBERS, _TIMEOUT, said).exception()
+    self.assertEqual(error.rank, 3)
+    self.assertIn('the bytes do not move', str(error))
+
+  def test_ranks_that_differ_from_the_lowest(self):
+    said = {
+      0: _said(7, {6: 'x', 7: 'reduce a'}),
+      1: _said(8, {7: 'reduce b', 8: 'y'}),
+      2: _said(7, {7: 'reduce a'}),
+      3: _said(6, {6: 'x'}),
+    }
+    error = failure_detection.mismatch(_MEMBERS, _MISMATCH, said).exception()
+    self.assertIsInstance(error, errors.CollectiveMismatchError)
+    self.assertEqual((error.ranks, error.step), ((1,), 7))
+    self.assertIn('rank 0 (task 10 at host-0:1) does reduce a', str(error))
+    self.assertIn('rank 1 (task 11 at host-1:1) does reduce b', str(error))
+    self.assertNotIn('rank 3', str(error))
+
+  def test_what_the_accuser_saw_if_nobody_remembers(self):
+    said = {0: _said(99, {99: 'z'})}
+    error = failure_detection.mismatch(_MEMBERS, _MISMATCH, said).exception()
+    self.assertEqual(error.ranks, (1,))
+    self.assertIn('does this; rank 1', str(error))
+    self.assertIn('sent that', str(error))
+
+
+class VerdictTest(absltest.TestCase):
+  def test_it_travels_and_first_counts(self):
+    shared = state.GroupState(_MEMBERS, 2, 1)
+    seen = []
+    shared.on_failure(lambda: seen.append('called'))
+    shared.begin("all_reduce(sum) 'w' of int32[5]", 'w')
+    verdict = shared.lost(1, 'died')
+    self.assertEqual(state.Verdict.from_json(verdict.to_json()), verdict)
+    self.assertTrue(shared.fail(verdict))
+    self.assertFalse(shared.fail(shared.lost(3, 'died')))
+    shared.on_failure(lambda: seen.append('late'))
+    self.assertEqual(seen, ['called', 'late'])
+    with self.assertRaisesRegex(
+      errors.WorkerUnavailableError,
+      r"^Rank 1 \(task 11 at host-1:1\) died during all_reduce\(sum\) 'w' of "
+      r'int32\[5\] \(sequence 1\)\.',
+    ) as raised:
+      shared.check()
+    error = raised.exception
+    self.assertEqual((error.rank, error.address), (1, 'host-1:1'))
+    self.assertEqual((error.tensor, error.step), ('w', 1))
+
+
+if __name__ == '__main__':
+  absltest.main()

@@ -1,0 +1,104 @@
+"""Strangers at the port while workers train: nobody may notice them."""
+
+import contextlib
+import os
+import socket
+import time
+
+import numpy as np
+import psutil
+import pytest
+from absl.testing import absltest
+
+from tests import processes
+from tests.process_group import meetings
+from tf_strategies.process_group.network import authentication, protocol
+
+_REQUEST = authentication.Request.new(authentication.Purpose.DATA, 1, 0, 2)
+# What strangers say: nothing, noise, another protocol, the beginning of ours,
+# and all of it with a wrong proof or for a task that is not there.
+_GARBAGE = (
+  b'',
+  os.urandom(200),
+  b'GET / HTTP/1.1\r\nHost: worker-0\r\n\r\n',
+  _REQUEST.pack()[:10],
+  _REQUEST.pack() + bytes(authentication.PROOF_BYTES),
+  authentication.Request.new(authentication.Purpose.POLL, 1, 9, 2).pack(),
+  protocol.Frame(protocol.Kind.ABORT, 1, payload=b'{}').pack(),
+  b'\xff' * 100_000,
+)
+
+
+def _train(rank, directory):
+  """Trains until the test says stop; memory and threads before and after."""
+  process = psutil.Process()
+  with meetings.meet(rank) as meeting, meeting.form() as group:
+    steps, before = 0, None
+    while True:
+      out = group.all_reduce(np.full(1000, group.rank + 1.0))
+      assert (out == 3).all()
+      steps += 1
+      if steps == 500:
+        before = process.memory_info().rss
+        with open(os.path.join(directory, f'{rank}.runs'), 'w'):
+          pass
+      stop = os.path.exists(os.path.join(directory, 'stop'))
+      if group.all_reduce(np.array([int(stop)]))[0] == 2:
+        group.barrier()
+        grown = process.memory_info().rss - before
+        return steps, grown, process.num_threads(), process.num_fds()
+
+
+def _say(address, garbage, linger):
+  """Opens a connection and says something; the caller may keep it open."""
+  host, port = address.split(':')
+  sock = socket.create_connection((host, int(port)), timeout=20)
+  linger.append(sock)
+  # It may be refused before all of it is said.
+  with contextlib.suppress(OSError):
+    sock.sendall(garbage)
+  if len(linger) > 200:
+    linger.pop(0).close()
+
+
+@pytest.mark.multi_process
+class GarbageTest(absltest.TestCase):
+  def _disturb(self, count):
+    directory = self.create_tempdir().full_path
+    with processes.Workers(
+      _train, 2, args=(directory,), deadline=600
+    ) as workers:
+      for rank in range(2):
+        path = os.path.join(directory, f'{rank}.runs')
+        end = time.monotonic() + 60
+        while not os.path.exists(path) and time.monotonic() < end:
+          time.sleep(0.01)
+      linger = []
+      for i in range(count):
+        address = workers.addresses[i % 2]
+        _say(address, _GARBAGE[i // 2 % len(_GARBAGE)], linger)
+      with open(os.path.join(directory, 'stop'), 'w'):
+        pass
+      outcomes = workers.wait()
+      for sock in linger:
+        sock.close()
+    for outcome in outcomes:
+      self.assertEqual(outcome.error_text, '')
+      self.assertEqual(outcome.exitcode, 0)
+      steps, grown, threads, files = outcome.value
+      self.assertGreater(steps, 500)
+      self.assertLess(grown, 20 << 20)
+      self.assertLess(threads, 20)
+      # At most so many strangers are listened to at a time.
+      self.assertLess(files, 200)
+
+  def test_training_goes_on(self):
+    self._disturb(500)
+
+  @pytest.mark.soak
+  def test_training_goes_on_for_long(self):
+    self._disturb(10_000)
+
+
+if __name__ == '__main__':
+  absltest.main()

@@ -1,0 +1,147 @@
+from absl.testing import absltest, parameterized
+
+from tf_strategies import errors
+from tf_strategies.process_group import options
+from tf_strategies.process_group.rendezvous import membership
+
+_ADDRESSES = {0: 'a:1', 1: 'b:1', 3: 'c:1'}
+
+
+def _make(task, addresses=_ADDRESSES, **settings):
+  made = membership.Membership(
+    addresses, task, f'life {task}', options.GroupOptions(**settings)
+  )
+  made.start(10 * task)
+  return made
+
+
+def _meet(made, *others, now=0.0):
+  for other in others:
+    made.heard(other.hello(), now, reached=True)
+
+
+class ProposalTest(parameterized.TestCase):
+  def test_lowest_leads_as_soon_as_all_are_there(self):
+    all_three = [_make(task) for task in _ADDRESSES]
+    first, second, third = all_three
+    _meet(first, second)
+    self.assertIsNone(first.proposal(0.0))
+    _meet(first, third)
+    self.assertEqual(first.proposal(0.0), [0, 1, 3])
+    _meet(second, first, third)
+    self.assertIsNone(second.proposal(0.0))
+
+  def test_fewer_wait_for_the_window(self):
+    first, second = _make(0, min_workers=2, window_seconds=5), _make(1)
+    _meet(first, second)
+    self.assertIsNone(first.proposal(1.0))
+    _meet(first, second, now=5.9)
+    self.assertIsNone(first.proposal(5.9))
+    self.assertEqual(first.proposal(6.1), [0, 1])
+
+  def test_window_begins_again_when_there_are_too_few(self):
+    first, second = _make(0, min_workers=2, window_seconds=5), _make(1)
+    _meet(first, second)
+    self.assertIsNone(first.proposal(1.0))
+    first.lost(1, 'it closed the connection')
+    self.assertIsNone(first.proposal(2.0))
+    _meet(first, second, now=6.5)
+    self.assertIsNone(first.proposal(6.5))
+
+  def test_at_most_so_many(self):
+    first, second, third = (
+      _make(task, max_workers=2, min_workers=1) for task in _ADDRESSES
+    )
+    _meet(first, second, third)
+    self.assertEqual(first.proposal(0.0), [0, 1])
+
+  def test_no_second_group_beside_a_running_one(self):
+    first = _make(0, min_workers=2, window_seconds=0)
+    second, third = _make(1), _make(3)
+    third.formed(4, {3: 'life 3'})
+    _meet(first, second, third)
+    self.assertIsNone(first.proposal(0.0))
+    self.assertIn('task 3 at c:1 (it runs in a group', first.missing(0.0))
+    self.assertEqual(first.next_generation(), 5)
+
+  def test_silence(self):
+    first, second, third = (_make(task) for task in _ADDRESSES)
+    _meet(first, second, third)
+    later = membership.FRESH_SECONDS + 0.1
+    self.assertIsNone(first.proposal(later))
+    self.assertEqual(
+      first.missing(later),
+      'task 1 at b:1 (it fell silent), task 3 at c:1 (it fell silent)',
+    )
+
+
+class RefusalTest(parameterized.TestCase):
+  @parameterized.named_parameters(
+    ('other', {**_ADDRESSES, 1: 'x:9'}, 'task 1 is at b:1 here and at x:9'),
+    ('fewer', {0: 'a:1', 1: 'b:1'}, 'task 3 is at c:1 here and at no address'),
+    ('more', {**_ADDRESSES, 4: 'd:1'}, 'task 4 is at no address here'),
+  )
+  def test_other_addresses(self, addresses, told):
+    first, other = _make(0), _make(1, addresses)
+    with self.assertRaisesRegex(errors.ClusterConfigError, told) as raised:
+      _meet(first, other)
+    self.assertIn('life 0', str(raised.exception))
+    self.assertIn('life 1', str(raised.exception))
+
+  def test_two_processes_with_one_task(self):
+    with self.assertRaisesRegex(errors.ClusterConfigError, 'claim to be task'):
+      _make(0).heard(_make(0).hello(), 0.0, reached=False)
+
+  def test_other_version_names_both(self):
+    message = {**_make(1).hello(), 'version': '9.9'}
+    with self.assertRaisesRegex(errors.RendezvousError, r'9\.9.*0\.'):
+      _make(0).heard(message, 0.0, reached=True)
+
+  def test_refusal_of_another_worker_ends_the_wait(self):
+    message = {**_make(1).hello(), 'refusal': 'the maps differ'}
+    first = _make(0)
+    with self.assertRaisesRegex(errors.RendezvousError, 'the maps differ'):
+      first.heard(message, 0.0, reached=True)
+    # Not while a group runs.
+    first.formed(1, {0: 'life 0', 1: 'life 1'})
+    first.heard(message, 0.0, reached=False)
+
+  def test_rivals_are_told_from_a_restart(self):
+    first, old = _make(0), _make(1)
+    new = {**old.hello(), 'incarnation': 'a second life'}
+    _meet(first, old)
+    # A restart: the new one calls, and answers at the address from then on.
+    first.heard(new, 1.0, reached=False)
+    first.heard(new, 1.1, reached=True)
+    first.heard(new, 1.2, reached=False)
+    self.assertEqual(first.views[1].incarnation, 'a second life')
+    # Rivals: the old one answers after the new one has called.
+    _meet(first, old, now=2.0)
+    first.heard(new, 2.1, reached=False)
+    _meet(first, old, now=2.2)
+    with self.assertRaisesRegex(errors.RendezvousError, 'life 1.*second life'):
+      first.heard(new, 2.3, reached=False)
+
+  def test_all_others_have_another_secret(self):
+    first = _make(0)
+    first.lost(1, 'its proof is wrong', refused=True)
+    self.assertFalse(first.all_refuse())
+    first.lost(3, 'its proof is wrong', refused=True)
+    self.assertTrue(first.all_refuse())
+
+
+class JoinersTest(absltest.TestCase):
+  def test_members_are_no_joiners_but_their_successors_are(self):
+    first, second = _make(0), _make(1)
+    first.heard(second.hello(), 0.0, reached=False)
+    first.formed(1, {0: 'life 0', 1: 'life 1'})
+    self.assertEqual(first.joiners(0.1), ())
+    again = {**second.hello(), 'incarnation': 'a second life'}
+    first.heard(again, 0.2, reached=False)
+    first.heard(_make(3).hello(), 0.2, reached=False)
+    self.assertEqual(first.joiners(0.3), (1, 3))
+    self.assertEqual(first.joiners(10.0), ())
+
+
+if __name__ == '__main__':
+  absltest.main()

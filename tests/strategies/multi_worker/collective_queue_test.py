@@ -1,0 +1,376 @@
+"""Host calls keep their order, wait for all results, and fail with a type."""
+
+import pickle
+import time
+
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+from tests import virtual_devices
+from tf_strategies import _graph_errors, errors
+from tf_strategies.strategies.multi_worker import collective_queue
+
+virtual_devices.configure_logical_cpus()
+
+
+class _RecordingGroup:
+  """Stands for a process group: notes what it is asked for, and adds `more`."""
+
+  def __init__(self, more=0):
+    self.failure = None
+    self.record = []
+    self._more = more
+
+  def add(self, array, name, seconds=0.0):
+    time.sleep(seconds)
+    self.record.append(name)
+    return array + np.asarray(self._more, array.dtype)
+
+
+class _Unordered(collective_queue.CollectiveQueue):
+  """A mutation: host calls without the token."""
+
+  def _in_order(self, host, inputs, dtypes, shapes=None):
+    *results, _ = tf.numpy_function(
+      host, [*inputs, tf.constant(0, tf.int64)], [*dtypes, tf.int64]
+    )
+    for result, shape in zip(results, shapes or (), strict=False):
+      result.set_shape(shape)
+    return results
+
+
+def _lost(rank=3):
+  error = errors.WorkerUnavailableError(f'rank {rank} is gone: [brackets] {{}}')
+  error.rank = rank
+  error.address = 'host:2222'
+  return error
+
+
+def _call(ring, x, name, seconds=0.0):
+  return ring.call('kind', lambda g, a: g.add(a, name, seconds), x, x.shape)
+
+
+def _call_all(ring, tensors, name, seconds=0.0):
+  return ring.call_all(
+    'kind_all', lambda g, i, a: g.add(a, f'{name}{i}', seconds), tensors
+  )
+
+
+def _program(ring):
+  """A step whose calls depend on each other by nothing but their order.
+
+  Loops, branches and functions use variables of their own: TensorFlow keeps
+  the order of host calls with each other, but not with what has a variable.
+  """
+  variables = {
+    name: tf.Variable(0.0) for name in ('while', 'if', 'inner', 'second')
+  }
+
+  def call_with_variable(name, x):
+    variables[name].assign_add(1.0)
+    return _call(ring, x, name, 0.05)
+
+  @tf.function
+  def inner(x):
+    return call_with_variable('inner', x)
+
+  def loop(name, turns, x):
+    return tf.while_loop(
+      lambda i, _: i < turns,
+      lambda i, _: (i + 1, call_with_variable(name, x)),
+      [tf.constant(0), x],
+    )[1]
+
+  @tf.function
+  def step(x, flag):
+    return [
+      loop('while', 3, x),
+      *_call_all(ring, [x, x + 1], 'all_'),
+      tf.cond(
+        flag,
+        lambda: call_with_variable('if', x),
+        lambda: _call(ring, x, 'else'),
+      ),
+      _call(ring, x, 'middle'),
+      inner(x),
+      loop('second', 2, x),
+      _call(ring, x, 'last'),
+    ]
+
+  return step
+
+
+_EXPECTED = [
+  *('while', 'while', 'while', 'all_0', 'all_1', 'if', 'middle'),
+  *('inner', 'second', 'second', 'last'),
+]
+
+
+class OrderTest(tf.test.TestCase):
+  def _record(self, ring_type):
+    group = _RecordingGroup(more=10)
+    step = _program(ring_type(group))
+    records = []
+    for _ in range(3):
+      group.record.clear()
+      results = step(tf.constant([1.0, 2.0]), tf.constant(True))
+      records.append(list(group.record))
+      self.assertAllClose(
+        results, [[11.0, 12.0]] * 2 + [[12.0, 13.0]] + [[11.0, 12.0]] * 5
+      )
+    return records
+
+  def test_program_order_across_control_flow_and_functions(self):
+    self.assertEqual(
+      self._record(collective_queue.CollectiveQueue), [_EXPECTED] * 3
+    )
+
+  def test_without_the_token_calls_overtake_each_other(self):
+    records = self._record(_Unordered)
+    for record in records:
+      self.assertCountEqual(record, _EXPECTED)
+    self.assertNotEqual(records, [_EXPECTED] * 3)
+
+  def test_order_across_functions_that_run_one_after_the_other(self):
+    group = _RecordingGroup()
+    ring = collective_queue.CollectiveQueue(group)
+    functions = [
+      tf.function(lambda x, i=i: _call(ring, x, i, 0.01 * (2 - i)))
+      for i in range(3)
+    ]
+
+    @tf.function
+    def step(x):
+      for function in functions:
+        function(x)  # Nobody uses the result.
+      return x
+
+    step(tf.constant(1.0))
+    self.assertEqual(group.record, [0, 1, 2])
+
+
+class ResultsTest(tf.test.TestCase, parameterized.TestCase):
+  def _consume_first(self, work):
+    """Calls for two tensors; a host function sees the first one's result."""
+    group = _RecordingGroup(more=5)
+    ring = collective_queue.CollectiveQueue(group)
+
+    @tf.function
+    def step():
+      first, _ = ring.call_all(
+        'kind', lambda g, i, a: work(g, i, a), [tf.constant([1, 2])] * 2
+      )
+      return tf.numpy_function(
+        lambda a: group.add(a, f'saw {a.tolist()}'), [first], tf.int32
+      )
+
+    return group, step
+
+  def test_no_result_before_all_are_there(self):
+    group, step = self._consume_first(lambda g, i, a: g.add(a, i, 0.3 * i))
+    self.assertAllEqual(step(), [11, 12])
+    self.assertEqual(group.record, [0, 1, 'saw [6, 7]'])
+
+  def test_no_result_if_one_fails(self):
+    def work(group, index, array):
+      if index == 1:
+        raise _lost()
+      return group.add(array, index)
+
+    group, step = self._consume_first(work)
+    with self.assertRaises(errors.WorkerUnavailableError):
+      step()
+    self.assertEqual(group.record, [0])
+
+  @parameterized.product(eagerly=(True, False))
+  def test_values_dtypes_and_counts(self, eagerly):
+    group = _RecordingGroup(more=1)
+    ring = collective_queue.CollectiveQueue(group)
+    tensors = [tf.constant([i, i + 1], t) for i, t in enumerate(_DTYPES)]
+
+    def step():
+      scalar = _call(ring, tf.constant(7, tf.int64), 'scalar')
+      return [scalar, *_call_all(ring, tensors, 'x')]
+
+    results = step() if eagerly else tf.function(step)()
+    self.assertEqual(results[0].dtype, tf.int64)
+    self.assertAllEqual(results[0], 8)
+    for i, (result, dtype) in enumerate(zip(results[1:], _DTYPES, strict=True)):
+      self.assertEqual((result.dtype, result.shape), (dtype, [2]))
+      self.assertAllEqual(result, [i + 1, i + 2])
+    self.assertEqual(group.record, ['scalar', 'x0', 'x1', 'x2'])
+    self.assertEqual(ring.calls, {'kind': 1, 'kind_all': 3})
+
+  def test_graphs_go_on_with_another_group(self):
+    first, second = _RecordingGroup(more=1), _RecordingGroup(more=2)
+    ring = collective_queue.CollectiveQueue(first)
+    step = tf.function(lambda x: _call(ring, x, 'x'))
+    self.assertAllEqual(step(tf.constant(5)), 6)
+    ring.reset(second)
+    self.assertAllEqual(step(tf.constant(5)), 7)
+    self.assertEqual((first.record, second.record), (['x'], ['x']))
+    self.assertIs(ring.group, second)
+
+  def test_xla_is_refused(self):
+    ring = collective_queue.CollectiveQueue(_RecordingGroup())
+    x = tf.constant([1.0])
+    for call in (
+      lambda x: _call(ring, x, 'x'),
+      lambda x: _call_all(ring, [x], 'x'),
+      tf.function(lambda x: _call(ring, x, 'x')),
+    ):
+      with self.assertRaisesRegex(
+        errors.UnsupportedOptionError, 'jit_compile=False'
+      ):
+        tf.function(call, jit_compile=True)(x)
+
+
+_DTYPES = (tf.float32, tf.int32, tf.uint16)
+
+
+def _fail(ring, error, x):
+  def work(group, array):
+    raise error
+
+  return ring.call('kind', work, x, x.shape)
+
+
+def _in_dataset(fail):
+  def host(x):
+    try:
+      raise _lost()
+    except errors.Error as e:
+      _graph_errors.raise_through_graph(e)
+    return x
+
+  del fail
+  dataset = tf.data.Dataset.range(3).map(
+    lambda i: tf.numpy_function(host, [i], tf.int64)
+  )
+  list(dataset)
+
+
+_X = 1.0
+_PLACES = {
+  'function': lambda fail: tf.function(fail)(tf.constant(_X)),
+  'nested': lambda fail: tf.function(tf.function(fail))(tf.constant(_X)),
+  'while': lambda fail: tf.function(
+    lambda x: tf.while_loop(
+      lambda i, _: i < 3, lambda i, y: (i + 1, fail(y)), [tf.constant(0), x]
+    )
+  )(tf.constant(_X)),
+  'cond': lambda fail: tf.function(
+    lambda x: tf.cond(x > 0, lambda: fail(x), lambda: x)
+  )(tf.constant(_X)),
+  'dataset': _in_dataset,
+  'eager': lambda fail: fail(tf.constant(_X)),
+}
+
+
+class FailuresTest(tf.test.TestCase, parameterized.TestCase):
+  def _raised(self, place, error):
+    ring = collective_queue.CollectiveQueue(_RecordingGroup())
+    with self.assertRaises(type(error)) as caught:
+      _PLACES[place](lambda x: _fail(ring, error, x))
+    return caught.exception
+
+  @parameterized.parameters(*_PLACES)
+  def test_typed_errors_leave_with_all_they_know(self, place):
+    raised = self._raised(place, _lost())
+    self.assertEqual(type(raised).__name__, 'WorkerUnavailableError')
+    self.assertEqual(raised.rank, 3)
+    self.assertEqual(raised.address, 'host:2222')
+    self.assertEqual(str(raised), str(_lost()))
+    self.assertIn('rank 3 is gone', repr(raised))
+    # Code that was written for TensorFlow's error catches it as well.
+    self.assertEqual(
+      isinstance(raised, tf.errors.UnknownError), place != 'eager'
+    )
+
+  @parameterized.parameters(
+    errors.CollectiveMismatchError,
+    errors.CollectiveTimeoutError,
+    errors.RendezvousError,
+    errors.UnsupportedOptionError,
+  )
+  def test_every_type_leaves_a_function(self, error_type):
+    error = error_type('what, where, and the way out')
+    error.ranks = (1, 2)
+    raised = self._raised('function', error)
+    self.assertEqual(str(raised), 'what, where, and the way out')
+    self.assertEqual(raised.ranks, (1, 2))
+    self.assertIsInstance(raised, error_type.__mro__[2])
+
+  def test_errors_of_the_same_step_twice_are_two(self):
+    ring = collective_queue.CollectiveQueue(_RecordingGroup())
+    ranks = iter((5, 6))
+    step = tf.function(
+      lambda x: ring.call('kind', _raise_next(ranks), x, x.shape)
+    )
+    for rank in (5, 6):
+      with self.assertRaises(errors.WorkerUnavailableError) as caught:
+        step(tf.constant(1.0))
+      self.assertEqual(caught.exception.rank, rank)
+
+  @parameterized.parameters('function', 'while', 'cond')
+  def test_other_exceptions_stay_what_tensorflow_makes_of_them(self, place):
+    for error in (RuntimeError('plain'), ZeroDivisionError('by nothing')):
+      ring = collective_queue.CollectiveQueue(_RecordingGroup())
+      with self.assertRaises(tf.errors.UnknownError) as caught:
+        _PLACES[place](lambda x, r=ring, e=error: _fail(r, e, x))
+      self.assertIs(type(caught.exception), tf.errors.UnknownError)
+      self.assertIn(str(error), caught.exception.message)
+
+  def test_plain_unknown_errors_can_still_be_made(self):
+    self._raised('function', _lost())
+    made = tf.errors.UnknownError(None, None, 'a [host failure x]')
+    self.assertIs(type(made), tf.errors.UnknownError)
+    self.assertEqual(made.message, 'a [host failure x]')
+    self.assertEqual(made.error_code, tf.errors.UNKNOWN)
+
+  def test_closed_ring_names_the_failure_of_its_group(self):
+    group = _RecordingGroup()
+    ring = collective_queue.CollectiveQueue(group)
+    step = tf.function(lambda x: _call(ring, x, 'x'))
+    step(tf.constant(1.0))
+    group.failure = _lost(rank=2)
+    ring.close()
+    with self.assertRaises(errors.WorkerUnavailableError) as caught:
+      step(tf.constant(1.0))
+    self.assertEqual(caught.exception.rank, 2)
+    self.assertEqual(group.record, ['x'])
+
+  def test_many_failures_are_forgotten(self):
+    for _ in range(3 * _graph_errors._MAX_HOST_FAILURES):
+      with self.assertRaises(RuntimeError):
+        _graph_errors.raise_through_graph(_lost())
+    self.assertLen(
+      _graph_errors._host_failures, _graph_errors._MAX_HOST_FAILURES
+    )
+    # The newest one is known still.
+    self.assertEqual(self._raised('function', _lost(rank=8)).rank, 8)
+
+
+class PicklingTest(tf.test.TestCase):
+  """A worker sends its failure to whoever started it."""
+
+  def test_error_of_a_graph_survives(self):
+    ring = collective_queue.CollectiveQueue(_RecordingGroup())
+    with self.assertRaises(errors.WorkerUnavailableError) as caught:
+      tf.function(lambda x: _fail(ring, _lost(), x))(tf.constant(1.0))
+    copy = pickle.loads(pickle.dumps(caught.exception))
+    self.assertIsInstance(copy, errors.WorkerUnavailableError)
+    self.assertEqual(str(copy), str(_lost()))
+    self.assertEqual((copy.rank, copy.address), (3, 'host:2222'))
+
+
+def _raise_next(ranks):
+  def work(group, array):
+    raise _lost(next(ranks))
+
+  return work
+
+
+if __name__ == '__main__':
+  tf.test.main()

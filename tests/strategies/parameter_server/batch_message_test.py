@@ -1,0 +1,163 @@
+"""A task's batches in one tensor: every array, every bit, each step's own."""
+
+import dataclasses
+
+import ml_dtypes
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+from tf_strategies.strategies.parameter_server import batch_message
+
+_DTYPES = (
+  np.float32,
+  np.float64,
+  np.float16,
+  ml_dtypes.bfloat16,
+  np.int8,
+  np.int32,
+  np.int64,
+  np.uint8,
+  np.uint16,
+  np.bool_,
+)
+
+
+def _structure(arrays):
+  return tf.nest.map_structure(
+    lambda a: (
+      None if a is None else tf.TensorSpec(a.shape, tf.as_dtype(a.dtype))
+    ),
+    arrays,
+  )
+
+
+def _flat(arrays):
+  return [a for a in tf.nest.flatten(arrays) if a is not None]
+
+
+def _array(dtype, shape, start=0):
+  """Values that tell positions, steps and arrays apart."""
+  size = int(np.prod(shape))
+  if dtype == np.bool_:
+    return (np.arange(size) % 3 == start % 3).reshape(shape)
+  return (np.arange(size) + start).astype(dtype).reshape(shape)
+
+
+class LayoutTest(tf.test.TestCase, parameterized.TestCase):
+  def decode(self, layout, parcel, step):
+    @tf.function(autograph=False)
+    def run(parcel, step):
+      return _flat(layout.decode_batch(parcel, step))
+
+    return [t.numpy() for t in run(tf.constant(parcel), tf.constant(step))]
+
+  @parameterized.product(dtype=_DTYPES, steps=(1, 3))
+  def test_every_dtype_and_step(self, dtype, steps):
+    shapes = ((2, 3), (), (0, 4), (17,))
+    batches = [
+      [_array(dtype, s, 20 * k + i) for i, s in enumerate(shapes)]
+      for k in range(steps)
+    ]
+    layout = batch_message.Layout(_structure(batches[0]), steps)
+    parcel = layout.encode(7, 0, batches)
+    self.assertEqual(parcel.size, layout.num_bytes)
+    for k in range(steps):
+      found = self.decode(layout, parcel, k)
+      for want, got in zip(batches[k], found, strict=True):
+        self.assertEqual((want.shape, want.dtype), (got.shape, got.dtype))
+        self.assertEqual(want.tobytes(), got.tobytes())
+
+  def test_a_mixture_in_a_structure(self):
+    batch = (
+      {'a': _array(np.uint8, (3,)), 'b': _array(np.float64, (2, 2), 5)},
+      _array(np.bool_, (5,)),
+      None,
+    )
+    layout = batch_message.Layout(_structure(batch), 1)
+    parcel = layout.encode(1, 0, [_flat(batch)])
+    found = layout.decode_batch(tf.constant(parcel), 0)
+    tf.nest.assert_same_structure(batch, found)
+    self.assertIsNone(found[2])
+    for want, got in zip(_flat(batch), _flat(found), strict=True):
+      np.testing.assert_array_equal(want, got)
+
+  def test_arrays_that_are_not_contiguous(self):
+    x = np.arange(24, dtype=np.float32).reshape(4, 6)
+    batch = [x.T, x[::2, ::-1], np.asfortranarray(x)]
+    layout = batch_message.Layout(_structure(batch), 1)
+    parcel = layout.encode(1, 0, [batch])
+    for want, got in zip(batch, self.decode(layout, parcel, 0), strict=True):
+      np.testing.assert_array_equal(want, got)
+
+  def test_arrays_begin_where_tensorflow_can_use_them_in_place(self):
+    batch = [_array(np.int8, (n,)) for n in (1, 63, 64, 65)]
+    layout = batch_message.Layout(_structure(batch), 2)
+    self.assertEqual(layout.sizes, [64, 64, 64, 128])
+    self.assertEqual(layout.num_bytes, 64 + 2 * 320)
+
+  @parameterized.parameters((1, 0), (2**40, 3), (2**62, 2**40))
+  def test_header(self, task, first):
+    batch = [np.ones(3, np.float32)]
+    layout = batch_message.Layout(_structure(batch), 4)
+    parcel = layout.encode(task, first, [batch] * 4)
+    self.assertAllEqual(
+      layout.decode_header(tf.constant(parcel)), [task, first]
+    )
+
+  @parameterized.parameters(1, 3)
+  def test_rows_that_the_step_must_not_know_while_it_is_traced(self, steps):
+    batch = [_array(np.float32, (5, 2)), _array(np.int64, (5,), 3)]
+    layout = batch_message.Layout(_structure(batch), steps, hides_rows=True)
+    parcel = layout.encode(1, 0, [batch] * steps)
+    shapes = []
+
+    @tf.function(autograph=False)
+    def run(parcel):
+      found = layout.decode_batch(parcel, steps - 1)
+      shapes.extend(t.shape.as_list() for t in found)
+      return found
+
+    found = run(tf.constant(parcel))
+    self.assertEqual(shapes, [[None, 2], [None]])
+    for want, got in zip(batch, found, strict=True):
+      np.testing.assert_array_equal(want, got)
+    self.assertEqual(
+      [s.shape.as_list() for s in layout.traced_structure], shapes
+    )
+    shown = batch_message.Layout(layout.structure, steps)
+    self.assertNotEqual(shown.key, layout.key)
+
+  def test_a_changed_byte_is_seen(self):
+    batch = [_array(np.float32, (5,)), _array(np.int64, (3,))]
+    layout = batch_message.Layout(_structure(batch), 1)
+    parcel = layout.encode(1, 0, [batch])
+    parcel[64] ^= 1  # The first byte after the header.
+    found = self.decode(layout, parcel, 0)
+    self.assertNotAllEqual(batch[0], found[0])
+    self.assertAllEqual(batch[1], found[1])
+
+  def test_key_tells_layouts_apart(self):
+    x, y = np.zeros((2, 3), np.float32), np.zeros(2, np.int64)
+    layouts = [
+      batch_message.Layout(_structure(structure), steps)
+      for structure, steps in (
+        ((x, y), 1),
+        ((x, y), 2),
+        ((y, x), 1),
+        ((x, y, None), 1),
+        ((x, x), 1),
+        ((x[:1], y), 1),
+        ({'a': x, 'b': y}, 1),
+        ({'a': x, 'c': y}, 1),
+        ([x, y], 1),
+      )
+    ]
+    self.assertLen({layout.key for layout in layouts}, len(layouts))
+    again = batch_message.Layout(_structure((x + 1, y + 1)), 1)
+    self.assertEqual(again.key, layouts[0].key)
+    self.assertNotEqual(dataclasses.replace(again, steps=5).key, layouts[0].key)
+
+
+if __name__ == '__main__':
+  tf.test.main()

@@ -1,0 +1,107 @@
+"""No worker gets far ahead of another, and none waits for one without work."""
+
+import threading
+
+from absl.testing import absltest, parameterized
+
+from tf_strategies.strategies.parameter_server import engine as engine_lib
+from tf_strategies.strategies.parameter_server import worker_pool
+
+_DEADLINE_SECONDS = 60.0
+
+
+class _Liveness:
+  """All tasks are alive."""
+
+  def dead_server(self):
+    return None
+
+  def is_worker_alive(self, worker):
+    return True
+
+  def silent_tasks(self):
+    return []
+
+
+class _Part(worker_pool.Task):
+  """A step on data of which each worker has its own part.
+
+  Args:
+    left: steps that each worker can still do; changed by this.
+    done: gets who did it, in the order of beginning.
+    engine: that counts.
+  """
+
+  steps = 1
+  step = None
+  result = None
+
+  def __init__(self, left, done, engine):
+    self._left = left
+    self._done = done
+    self._engine = engine
+
+  def may_run(self, worker):
+    return self._left[worker] > 0
+
+  def begin(self, worker):
+    self._left[worker] -= 1
+    self._done.append(worker)
+
+  def run(self, worker):
+    # Long enough for another worker to come in between, if it may.
+    threading.Event().wait(0.01 if worker else 0.001)
+
+  def finish(self, worker):
+    self._engine.finished(self, worker)
+
+
+class BoundedEngineTest(parameterized.TestCase):
+  def _engine(self, num_workers, max_staleness):
+    engine = engine_lib.BoundedEngine(
+      range(num_workers),
+      _Liveness(),
+      markers=None,
+      step_timeout=_DEADLINE_SECONDS,
+      max_waiting=1,
+      max_staleness=max_staleness,
+    )
+    self.addCleanup(engine.pool.close)
+    return engine
+
+  def _run(self, engine, parts):
+    """Who began each step, where worker i has parts[i] of them."""
+    left, done = list(parts), []
+    for _ in range(sum(parts)):
+      engine.pool.submit(_Part(left, done, engine))
+    engine.drain()
+    return done
+
+  def _check_bound(self, done, parts, bound):
+    counts = [0] * len(parts)
+    for worker in done:
+      # Those that have all of their part behind them are not waited for.
+      others = [c for c, part in zip(counts, parts, strict=True) if c < part]
+      # The step of the slowest that runs has begun, so one more is counted.
+      self.assertLessEqual(counts[worker] - min(others), bound + 1, done)
+      counts[worker] += 1
+    self.assertEqual(counts, list(parts))
+
+  @parameterized.product(
+    parts=[(3, 12), (12, 3), (0, 5), (4, 4), (1, 7, 4)], max_staleness=[0, 1, 3]
+  )
+  def test_parts_of_different_size(self, parts, max_staleness):
+    engine = self._engine(len(parts), max_staleness)
+    done = self._run(engine, parts)
+    self._check_bound(done, parts, max_staleness)
+
+  def test_a_worker_without_work_joins_where_the_slowest_is(self):
+    engine = self._engine(2, 1)
+    self._run(engine, (2, 30))
+    # It has not 28 steps to make up for first.
+    done = self._run(engine, (8, 8))
+    self._check_bound(done, (8, 8), 1)
+
+
+if __name__ == '__main__':
+  absltest.main()

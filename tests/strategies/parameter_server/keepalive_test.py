@@ -1,0 +1,249 @@
+"""Silent tasks: sockets and processes of this machine, stopped for real."""
+
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+import time
+from unittest import mock
+
+import pytest
+from absl.testing import absltest, parameterized
+
+from tests import process_context
+from tf_strategies.strategies.parameter_server import keepalive
+
+_DEADLINE_SECONDS = 30.0
+_TIMEOUT = 1.0
+
+
+def _listen(answer: bytes | None = b'settings'):
+  """A listener whose connections get an answer; None leaves them alone."""
+  listener = socket.create_server(('127.0.0.1', 0))
+  if answer is not None:
+    threading.Thread(
+      target=_answer_all, args=(listener, answer), daemon=True
+    ).start()
+  return listener
+
+
+def _answer_all(listener, answer):
+  kept = []
+  while True:
+    try:
+      connection, _ = listener.accept()
+    except OSError:
+      return
+    connection.sendall(answer)
+    if answer:
+      kept.append(connection)
+    else:
+      connection.close()
+
+
+def _address(listener, host='127.0.0.1'):
+  return f'{host}:{listener.getsockname()[1]}'
+
+
+def _serve(connection):
+  listener = _listen()
+  connection.send(_address(listener))
+  time.sleep(4 * _DEADLINE_SECONDS)
+
+
+def _wait_until(condition):
+  ends_at = time.monotonic() + _DEADLINE_SECONDS
+  while not condition():
+    if time.monotonic() > ends_at:
+      raise AssertionError('the deadline has passed')
+    time.sleep(0.02)
+
+
+class AskTest(parameterized.TestCase):
+  def ask(self, listener):
+    self.addCleanup(listener.close)
+    return keepalive.ask(_address(listener), 0.5)
+
+  def test_what_an_address_says(self):
+    self.assertEqual(self.ask(_listen()), keepalive.Answer.HELLO)
+    self.assertEqual(self.ask(_listen(b'')), keepalive.Answer.REFUSED)
+    # The kernel takes the connection, and nobody says anything.
+    self.assertEqual(self.ask(_listen(None)), keepalive.Answer.NOTHING)
+    closed = _listen(None)
+    address = _address(closed)
+    closed.close()
+    self.assertEqual(keepalive.ask(address, 0.5), keepalive.Answer.REFUSED)
+
+  def test_all_are_asked_at_the_same_time(self):
+    mute = [_listen(None) for _ in range(20)]
+    for listener in mute:
+      self.addCleanup(listener.close)
+    speaker = _listen()
+    self.addCleanup(speaker.close)
+    addresses = {('worker', i): _address(m) for i, m in enumerate(mute)}
+    began = time.monotonic()
+    answers = keepalive.ask_all({**addresses, 'it': _address(speaker)}, 0.5)
+    self.assertLess(time.monotonic() - began, 20 * 0.5 / 2)
+    self.assertEqual(answers.pop('it'), keepalive.Answer.HELLO)
+    self.assertEqual(
+      answers, dict.fromkeys(addresses, keepalive.Answer.NOTHING)
+    )
+
+
+class CutTest(parameterized.TestCase):
+  def connect(self, listener, family=socket.AF_INET):
+    """A client of a listener, and the listener's end of it."""
+    self.addCleanup(listener.close)
+    host = '127.0.0.1' if family == socket.AF_INET else '::ffff:127.0.0.1'
+    client = socket.socket(family, socket.SOCK_STREAM)
+    client.connect((host, listener.getsockname()[1]))
+    server, _ = listener.accept()
+    for connection in (client, server):
+      connection.settimeout(_DEADLINE_SECONDS)
+      self.addCleanup(connection.close)
+    return client, server
+
+  @parameterized.parameters('127.0.0.1', 'localhost')
+  def test_only_connections_to_that_address_end(self, host):
+    one, other = _listen(None), _listen(None)
+    first, first_server = self.connect(one)
+    second, _ = self.connect(one)
+    third, third_server = self.connect(other)
+    self.assertEqual(keepalive.cut(keepalive.peers_of(_address(one, host))), 2)
+    self.assertEqual((first.recv(1), second.recv(1)), (b'', b''))
+    self.assertEqual(first_server.recv(1), b'')
+    third_server.sendall(b'x')
+    self.assertEqual(third.recv(1), b'x')
+    # The descriptors are still their owners'.
+    self.assertGreater(first.fileno(), 0)
+
+  def test_connections_by_the_other_protocol_end_too(self):
+    listener = _listen(None)
+    try:
+      client, _ = self.connect(listener, socket.AF_INET6)
+    except OSError:
+      self.skipTest('this machine has no IPv6')
+    self.assertEqual(keepalive.cut(keepalive.peers_of(_address(listener))), 1)
+    self.assertEqual(client.recv(1), b'')
+
+  def test_who_waits_is_woken(self):
+    listener = _listen(None)
+    client, _ = self.connect(listener)
+    got = []
+    thread = threading.Thread(
+      target=lambda: got.append(client.recv(1)), daemon=True
+    )
+    thread.start()
+    time.sleep(0.2)
+    self.assertEqual(got, [])
+    keepalive.cut(keepalive.peers_of(_address(listener)))
+    thread.join(_DEADLINE_SECONDS)
+    self.assertEqual(got, [b''])
+
+  def test_a_name_that_nobody_knows_has_no_connections(self):
+    self.assertEqual(
+      keepalive.cut(keepalive.peers_of('no-such-host.invalid:1')), 0
+    )
+
+
+@pytest.mark.multi_process
+class SilenceWatchTest(parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    self.processes, self.addresses = {}, {}
+    for task in [('worker', 0), ('worker', 1)]:
+      receiver, sender = multiprocessing.Pipe(duplex=False)
+      process = process_context.process(_serve, (sender,))
+      process.start()
+      self.addCleanup(process.join, 10)
+      self.addCleanup(process.kill)
+      self.processes[task] = process
+      if not receiver.poll(_DEADLINE_SECONDS):
+        self.fail(f'{task} did not start')
+      self.addresses[task] = receiver.recv()
+
+  def signal(self, task, number):
+    os.kill(self.processes[task].pid, number)
+
+  def connect(self, task):
+    host, _, port = self.addresses[task].partition(':')
+    connection = socket.create_connection((host, int(port)), _DEADLINE_SECONDS)
+    self.addCleanup(connection.close)
+    self.assertEqual(connection.recv(8), b'settings')
+    return connection
+
+  def test_stopped_task_is_cut_off_until_it_is_taken_back(self):
+    stopped, other = self.processes
+    watch = keepalive.Keepalive(self.addresses, _TIMEOUT)
+    self.addCleanup(watch.close)
+    connection, others = self.connect(stopped), self.connect(other)
+    with self.assertLogs('absl', 'WARNING') as logs:
+      self.signal(stopped, signal.SIGSTOP)
+      # Only the cut wakes it.
+      self.assertEqual(connection.recv(1), b'')
+      _wait_until(lambda: watch.is_disconnected(stopped))
+    self.assertIn(f'worker 0 at {self.addresses[stopped]}', logs.output[0])
+    self.assertFalse(watch.is_disconnected(other))
+    self.signal(stopped, signal.SIGCONT)
+    answers = keepalive.ask_all(self.addresses)
+    self.assertEqual(set(answers.values()), {keepalive.Answer.HELLO})
+    # What was asked of it before is lost all the same.
+    self.assertTrue(watch.is_disconnected(stopped))
+    watch.reset()
+    again = self.connect(stopped)
+    time.sleep(2 * _TIMEOUT)
+    self.assertFalse(watch.is_disconnected(stopped))
+    for connection in (again, others):
+      connection.settimeout(0.1)
+      with self.assertRaises(TimeoutError):
+        connection.recv(1)
+
+  @mock.patch.object(keepalive, '_FORGIVEN_SECONDS', 4 * _TIMEOUT)
+  def test_task_that_answers_for_long_enough_is_forgiven(self):
+    stopped, other = self.processes
+    watch = keepalive.Keepalive(self.addresses, _TIMEOUT)
+    self.addCleanup(watch.close)
+    for task in (stopped, other):
+      self.signal(task, signal.SIGSTOP)
+      _wait_until(lambda task=task: watch.is_disconnected(task))
+    self.signal(stopped, signal.SIGCONT)
+    continued_at = time.monotonic()
+    _wait_until(lambda: not watch.is_disconnected(stopped))
+    # Since the last time that it was cut off, not since the first.
+    self.assertGreater(time.monotonic() - continued_at, 3 * _TIMEOUT)
+    self.assertTrue(watch.is_disconnected(other))
+
+  def test_the_host_that_was_connected_to_is_watched(self):
+    stopped, other = self.processes
+    # A name server of our own: it sends the name to another host later.
+    where = {'task': self.addresses[stopped]}
+    found = keepalive.peers_of
+    with mock.patch.object(keepalive, 'peers_of', lambda a: found(where[a])):
+      watch = keepalive.Keepalive({('worker', 0): 'task'}, _TIMEOUT)
+      self.addCleanup(watch.close)
+      connection = self.connect(stopped)
+      where['task'] = self.addresses[other]
+      self.signal(stopped, signal.SIGSTOP)
+      self.assertEqual(connection.recv(1), b'')
+      self.assertTrue(watch.is_disconnected(('worker', 0)))
+      watch.reset()
+      time.sleep(2 * _TIMEOUT)
+      self.assertFalse(watch.is_disconnected(('worker', 0)))
+
+  def test_silence_that_ends_in_time_is_forgiven(self):
+    stopped, _ = self.processes
+    watch = keepalive.Keepalive(self.addresses, _DEADLINE_SECONDS)
+    self.addCleanup(watch.close)
+    connection = self.connect(stopped)
+    self.signal(stopped, signal.SIGSTOP)
+    time.sleep(_TIMEOUT)
+    self.signal(stopped, signal.SIGCONT)
+    self.assertFalse(watch.is_disconnected(stopped))
+    connection.settimeout(0.1)
+    with self.assertRaises(TimeoutError):
+      connection.recv(1)
+
+
+if __name__ == '__main__':
+  absltest.main()

@@ -1,0 +1,65 @@
+"""Variables on servers without servers: logical CPUs of this process."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import tensorflow as tf
+
+from tests import virtual_devices
+from tf_strategies.strategies.parameter_server import (
+  partitioned,
+  placement,
+  variables,
+)
+
+virtual_devices.configure_logical_cpus()
+
+
+def device(server: int) -> str:
+  """The logical CPU that stands for a server."""
+  return f'/job:localhost/replica:0/task:0/device:CPU:{1 + server}'
+
+
+@contextlib.contextmanager
+def on_local_devices() -> Iterator[None]:
+  """Makes variables of servers live in this process."""
+  with mock.patch.object(variables, 'server_device', device):
+    yield
+
+
+class Counter:
+  """Counts how often a variable called it; does what it was given."""
+
+  def __init__(self):
+    self.calls = 0
+
+  def __call__(self, action: Callable[[], Any] = lambda: None) -> Any:
+    self.calls += 1
+    return action()
+
+
+def variable(server: int, value, drained=None, on_write=None, **options):
+  """A variable on a server."""
+  return variables.ServerVariable(
+    server=server,
+    drained=drained or Counter(),
+    on_write=on_write or Counter(),
+    initial_value=tf.convert_to_tensor(value),
+    **options,
+  )
+
+
+def partitioned_variable(value, parts: int, **options):
+  """A variable cut into parts, each on a server."""
+  value = tf.convert_to_tensor(value)
+  sizes = placement.partition_sizes(value.shape[0], parts)
+  return partitioned.PartitionedVariable(
+    [
+      variable(i, rows, trainable=False)
+      for i, rows in enumerate(tf.split(value, sizes))
+    ],
+    'whole',
+    **options,
+  )

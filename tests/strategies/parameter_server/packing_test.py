@@ -1,0 +1,204 @@
+"""Packed tensors arrive with all their bits, whatever their types."""
+
+import hypothesis
+import ml_dtypes
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+from hypothesis import strategies as st
+
+from tests import virtual_devices
+from tf_strategies.strategies.parameter_server import packing
+
+virtual_devices.configure_logical_cpus()
+
+_DTYPES = (
+  np.float32,
+  np.float64,
+  np.float16,
+  ml_dtypes.bfloat16,
+  np.int8,
+  np.int16,
+  np.int32,
+  np.int64,
+  np.uint8,
+  np.uint16,
+  np.uint32,
+  np.uint64,
+  np.bool_,
+)
+_SHAPES = ((), (1,), (0,), (3, 0, 2), (2, 3), (5,), (1, 1, 1, 7))
+
+
+def _bits(array) -> bytes:
+  return np.ascontiguousarray(array).tobytes()
+
+
+def _random(dtype, shape, seed) -> np.ndarray:
+  """Any bits, also those of NaNs: a bool alone has two values only."""
+  rng = np.random.default_rng(seed)
+  if dtype == np.bool_:
+    return rng.integers(0, 2, shape).astype(np.bool_)
+  size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+  flat = rng.integers(0, 256, size, np.uint8)
+  return flat.view(dtype).reshape(shape)
+
+
+def _through_a_message(arrays, change=None):
+  """What arrives in a graph of what is sent in one."""
+
+  @tf.function(autograph=False)
+  def run(*tensors):
+    specs = [tf.TensorSpec(t.shape, t.dtype) for t in tensors]
+    messages = packing.pack(tensors)
+    if change is not None:
+      messages = change(messages)
+    return packing.unpack(messages, specs)
+
+  return [t.numpy() for t in run(*(tf.constant(a) for a in arrays))]
+
+
+class PackingTest(tf.test.TestCase, parameterized.TestCase):
+  def assert_same_bits(self, sent, received):
+    self.assertLen(received, len(sent))
+    for a, b in zip(sent, received, strict=True):
+      self.assertEqual((a.shape, a.dtype), (b.shape, b.dtype))
+      self.assertEqual(_bits(a), _bits(b), a.dtype)
+
+  @parameterized.parameters(*_DTYPES)
+  def test_each_dtype_and_shape(self, dtype):
+    arrays = [_random(dtype, shape, i) for i, shape in enumerate(_SHAPES)]
+    self.assert_same_bits(arrays, _through_a_message(arrays))
+
+  def test_all_dtypes_in_few_messages(self):
+    arrays = [
+      _random(dtype, shape, 10 * i + j)
+      for i, dtype in enumerate(_DTYPES)
+      for j, shape in enumerate(_SHAPES)
+    ]
+    self.assert_same_bits(arrays, _through_a_message(arrays))
+    messages = packing.pack([tf.constant(a) for a in arrays])
+    # Words of 32 and 64 bits travel together, each smaller type by itself.
+    small = sum(np.dtype(d).itemsize < 4 for d in _DTYPES)
+    self.assertLen(messages, small + 1)
+    self.assertEqual({m.shape.rank for m in messages}, {1})
+
+  @hypothesis.given(
+    st.lists(
+      st.tuples(st.sampled_from(_DTYPES), st.sampled_from(_SHAPES)),
+      min_size=1,
+      max_size=6,
+    ),
+    st.integers(0, 2**32),
+  )
+  @hypothesis.settings(max_examples=15)
+  def test_any_mixture_in_any_order(self, kinds, seed):
+    arrays = [_random(*kind, seed + i) for i, kind in enumerate(kinds)]
+    self.assert_same_bits(arrays, _through_a_message(arrays))
+
+  def test_bits_that_a_number_would_lose(self):
+    signalling = np.array([0x7FA00001, 0xFFC12345], np.uint32).view(np.float32)
+    subnormal = np.array([1, 0x80000001], np.uint32).view(np.float32)
+    arrays = [
+      signalling,
+      subnormal,
+      np.array([-0.0, np.inf, -np.inf], np.float32),
+      np.array([2**53 + 1, -(2**63), 2**63 - 1], np.int64),
+      np.array([0.1, 1e-320, -0.0]),
+      np.array([2**64 - 1, 2**63], np.uint64),
+    ]
+    self.assert_same_bits(arrays, _through_a_message(arrays))
+
+  @parameterized.named_parameters(
+    ('a_bit_flips', lambda m: [tf.bitwise.invert(_as_ints(m[0])), *m[1:]]),
+    ('shifted_by_one', lambda m: [tf.roll(m[0], 1, 0), *m[1:]]),
+    ('reversed', lambda m: [m[0][::-1], *m[1:]]),
+  )
+  def test_a_changed_message_is_not_what_was_sent(self, change):
+    arrays = [
+      np.arange(1, 6, dtype=np.float32),
+      np.arange(7, 10, dtype=np.int64),
+    ]
+
+    def changed(messages):
+      return [tf.bitcast(m, tf.float32) for m in change(messages)]
+
+    with self.assertRaises(AssertionError):
+      self.assert_same_bits(arrays, _through_a_message(arrays, changed))
+
+  def test_other_shapes_than_were_sent_are_refused(self):
+    with self.assertRaises((ValueError, tf.errors.InvalidArgumentError)):
+      packing.unpack(
+        packing.pack([tf.ones([3])]), [tf.TensorSpec([4], tf.float32)]
+      )
+
+
+def _as_ints(message):
+  return tf.bitcast(message, tf.int32)
+
+
+class IsSmallTest(tf.test.TestCase, parameterized.TestCase):
+  @parameterized.parameters(
+    ([], tf.float32, True),
+    ([0], tf.bool, True),
+    ([packing.SMALL_BYTES // 4], tf.float32, True),
+    ([packing.SMALL_BYTES // 4 + 1], tf.float32, False),
+    ([packing.SMALL_BYTES // 8 + 1], tf.int64, False),
+    ([None, 3], tf.float32, False),
+    (None, tf.float32, False),
+    ([], tf.string, False),
+    ([], tf.resource, False),
+    ([2], tf.qint8, False),
+    ([2], tf.complex64, False),
+  )
+  def test_is_small(self, shape, dtype, expected):
+    self.assertEqual(packing.is_small(tf.TensorShape(shape), dtype), expected)
+
+
+class SendTest(tf.test.TestCase, parameterized.TestCase):
+  def test_order_is_kept_and_few_tensors_cross(self):
+    big = packing.SMALL_BYTES // 4 + 1
+
+    @tf.function(autograph=False)
+    def run():
+      with tf.device('CPU:0'):
+        tensors = [
+          tf.fill([big], 1.0),
+          tf.constant(2.0),
+          tf.constant([3, 4], tf.int64),
+          tf.constant(True),
+          tf.constant('text'),
+          tf.constant([5.0]),
+        ]
+      return packing.send(tensors, 'CPU:1')
+
+    sent = run()
+    self.assertAllEqual(sent[0], np.ones(big))
+    self.assertEqual(sent[1].numpy(), 2.0)
+    self.assertAllEqual(sent[2], [3, 4])
+    self.assertEqual(sent[3].numpy(), True)
+    self.assertEqual(sent[4].numpy(), b'text')
+    self.assertAllEqual(sent[5], [5.0])
+
+    graph = run.get_concrete_function().graph
+    messages = {
+      tensor.name
+      for op in graph.get_operations()
+      if op.device.endswith('CPU:1')
+      for tensor in op.inputs
+      if tensor.op.type in ('ConcatV2', 'Identity')
+      and not tensor.op.device.endswith('CPU:1')
+    }
+    # Words of a scalar and two vectors; the boolean, of one byte, is alone.
+    self.assertLen(messages, 2)
+
+  def test_one_small_tensor_travels_as_it_is(self):
+    tensors = [tf.constant(1.0), tf.constant('text')]
+    self.assertIs(packing.send(tensors, 'CPU:1')[0], tensors[0])
+
+  def test_nothing_to_send(self):
+    self.assertEmpty(packing.send([], 'CPU:1'))
+
+
+if __name__ == '__main__':
+  tf.test.main()

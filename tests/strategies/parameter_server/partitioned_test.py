@@ -1,0 +1,199 @@
+"""A variable in parts reads, writes and differentiates as a whole one."""
+
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+from tests.strategies.parameter_server import local_servers
+from tf_strategies import errors
+from tf_strategies.strategies.parameter_server import partitioned
+
+_VALUE = np.arange(1, 22, dtype=np.float32).reshape(7, 3)
+
+_INDICES = (
+  ('one', 4),
+  ('all', list(range(7))),
+  ('repeated', [6, 0, 6, 2, 2]),
+  ('matrix', [[0, 6, 3], [3, 1, 5]]),
+  ('of_one_part_alone', [0, 1, 0]),
+  ('none', np.zeros([0], np.int32)),
+)
+
+
+class PartitionedVariableTest(tf.test.TestCase, parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    self.enter_context(local_servers.on_local_devices())
+
+  def make(self, parts=3, value=_VALUE, **options):
+    return local_servers.partitioned_variable(value, parts, **options)
+
+  @parameterized.parameters(1, 2, 3, 7)
+  def test_it_is_one_variable(self, parts):
+    variable = self.make(parts)
+    self.assertLen(variable.parts, parts)
+    self.assertEqual(variable.shape, [7, 3])
+    self.assertEqual(variable.dtype, tf.float32)
+    self.assertAllEqual(variable.numpy(), _VALUE)
+    self.assertAllEqual(tf.convert_to_tensor(variable), _VALUE)
+    self.assertAllEqual(variable + 1.0, _VALUE + 1)
+    self.assertTrue(variable.is_initialized().numpy())
+    self.assertLen({p.device for p in variable.parts}, parts)
+
+  def test_parts_hold_consecutive_rows(self):
+    variable = self.make()
+    self.assertEqual(variable.sizes, (3, 2, 2))
+    for part, offset in zip(variable.parts, (0, 3, 5), strict=True):
+      rows = part.shape[0]
+      self.assertAllEqual(part, _VALUE[offset : offset + rows])
+
+  @parameterized.parameters('assign', 'assign_add', 'assign_sub')
+  def test_writes(self, name):
+    for in_graph in (False, True):
+      variable = self.make()
+      plain = tf.Variable(_VALUE)
+      delta = 100.0 + _VALUE[::-1]
+      for target in (variable, plain):
+        write = getattr(target, name)
+        (tf.function(write, autograph=False) if in_graph else write)(delta)
+      self.assertAllEqual(variable.numpy(), plain.numpy())
+
+  def test_a_scalar_is_assigned_to_all_rows(self):
+    variable = self.make()
+    variable.assign_add(1.0)
+    self.assertAllEqual(variable.numpy(), _VALUE + 1)
+
+  def test_a_wrong_shape_is_refused(self):
+    with self.assertRaises((ValueError, tf.errors.InvalidArgumentError)):
+      self.make().assign(np.ones([6, 3], np.float32))
+
+  @parameterized.product(indices=_INDICES, dtype=(tf.int32, tf.int64))
+  def test_gather(self, indices, dtype):
+    indices = tf.constant(indices[1], dtype)
+    expected = tf.gather(tf.constant(_VALUE), indices)
+    variable = self.make()
+    self.assertAllEqual(variable.sparse_read(indices), expected)
+    self.assertAllEqual(tf.gather(variable, indices), expected)
+    in_graph = tf.function(lambda i: tf.gather(variable, i), autograph=False)
+    found = in_graph(indices)
+    self.assertAllEqual(found, expected)
+    graph = in_graph.get_concrete_function(indices)
+    self.assertEqual(graph.outputs[0].shape, expected.shape)
+    self.assertAllEqual(tf.nn.embedding_lookup(variable, indices), expected)
+
+  @parameterized.parameters(-1, 7)
+  def test_a_row_that_does_not_exist_is_an_error(self, index):
+    variable = self.make()
+    with self.assertRaises(tf.errors.InvalidArgumentError):
+      variable.sparse_read(tf.constant([0, index]))
+
+  @parameterized.product(
+    kind=('dense', 'gather', 'both'), in_graph=(True, False)
+  )
+  def test_gradient(self, kind, in_graph):
+    weights = tf.constant(_VALUE[::-1].copy())
+    indices = tf.constant([[6, 0], [2, 2]])
+
+    def gradient(variable):
+      def run():
+        with tf.GradientTape() as tape:
+          loss = tf.constant(1.0)
+          if kind != 'gather':
+            loss *= tf.reduce_sum(tf.sin(variable * weights))
+          if kind != 'dense':
+            loss *= tf.reduce_sum(tf.sin(tf.gather(variable, indices)) ** 2)
+        return tf.convert_to_tensor(tape.gradient(loss, variable))
+
+      return (tf.function(run, autograph=False) if in_graph else run)()
+
+    expected = gradient(tf.Variable(_VALUE))
+    self.assertGreater(np.abs(expected.numpy()).max(), 0.1)
+    self.assertAllClose(expected, gradient(self.make()), 1e-6, 1e-6)
+
+  def test_sparse_gradients_stay_sparse(self):
+    variable = self.make()
+
+    @tf.function(autograph=False)
+    def run():
+      with tf.GradientTape() as tape:
+        value = tf.reduce_sum(tf.gather(variable, [5, 0]))
+      return tape.gradient(value, variable)
+
+    found = run()
+    self.assertIsInstance(found, tf.IndexedSlices)
+    self.assertAllEqual(found.indices, [5, 0])
+    self.assertAllEqual(found.dense_shape, [7, 3])
+
+  def test_split_of_a_dense_gradient(self):
+    parts = self.make().split_gradient(tf.constant(_VALUE))
+    self.assertEqual([p.shape[0] for p in parts], [3, 2, 2])
+    self.assertAllEqual(tf.concat(parts, 0), _VALUE)
+
+  @parameterized.named_parameters(*_INDICES[1:3], *_INDICES[4:])
+  def test_split_of_a_sparse_gradient(self, indices):
+    indices = tf.constant(indices, tf.int32)
+    values = tf.random.stateless_normal([indices.shape[0], 3], [1, 2])
+    whole = tf.IndexedSlices(values, indices, tf.constant([7, 3]))
+    parts = self.make().split_gradient(whole)
+    self.assertLen(parts, 3)
+    for part, rows in zip(parts, (3, 2, 2), strict=True):
+      self.assertAllEqual(part.dense_shape, [rows, 3])
+      self.assertAllInRange(part.indices, 0, rows - 1)
+    dense = [tf.convert_to_tensor(p) for p in parts]
+    self.assertAllEqual(tf.concat(dense, 0), tf.convert_to_tensor(whole))
+
+  def test_seen_as_a_part_it_is_that_part(self):
+    variable = self.make()
+    for i, part in enumerate(variable.parts):
+      with partitioned.seen_as_part(i):
+        self.assertEqual(variable.shape, part.shape)
+        self.assertEqual(variable.device, part.device)
+        self.assertEqual(variable.server, i)
+        self.assertAllEqual(variable.read_value(), part.read_value())
+        variable.assign(tf.fill(part.shape, float(i)))
+        variable.assign_add(tf.ones(part.shape))
+        variable.scatter_add(
+          tf.IndexedSlices(tf.ones([1, 3]), tf.constant([1]))
+        )
+    self.assertEqual(variable.shape, [7, 3])
+    self.assertAllEqual(variable.numpy()[:, 0], [1, 2, 1, 2, 3, 3, 4])
+
+  def test_the_view_of_a_part_ends(self):
+    variable = self.make()
+    with (
+      self.assertRaisesRegex(RuntimeError, 'inside'),
+      partitioned.seen_as_part(1),
+    ):
+      raise RuntimeError('inside')
+    self.assertAllEqual(variable.numpy(), _VALUE)
+
+  def test_scatter_outside_of_the_optimizer_is_refused(self):
+    variable = self.make()
+    rows = tf.IndexedSlices(tf.ones([1, 3]), tf.constant([1]))
+    with self.assertRaisesRegex(
+      errors.UnsupportedOptionError, 'scatter_add of partitioned.*whole'
+    ):
+      variable.scatter_add(rows)
+    self.assertAllEqual(variable.numpy(), _VALUE)
+
+  @parameterized.parameters(((2, 3),), ((3, 1),))
+  def test_checkpoints_have_it_whole(self, numbers):
+    saved, loaded = (self.make(parts) for parts in numbers)
+    plain = tf.Variable(tf.zeros([7, 3]))
+    loaded.assign(tf.zeros([7, 3]))
+    path = tf.train.Checkpoint(v=saved).save(
+      self.create_tempdir().full_path + '/ckpt'
+    )
+    for target in (loaded, plain):
+      tf.train.Checkpoint(v=target).restore(path).assert_consumed()
+      self.assertAllEqual(target.numpy(), _VALUE)
+    plain.assign_add(tf.ones([7, 3]))
+    path = tf.train.Checkpoint(v=plain).save(
+      self.create_tempdir().full_path + '/ckpt'
+    )
+    tf.train.Checkpoint(v=loaded).restore(path).assert_consumed()
+    self.assertAllEqual(loaded.numpy(), _VALUE + 1)
+
+
+if __name__ == '__main__':
+  tf.test.main()

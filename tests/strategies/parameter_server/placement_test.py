@@ -1,0 +1,83 @@
+"""Variables are spread over servers evenly by bytes."""
+
+import hypothesis
+from absl.testing import absltest, parameterized
+from hypothesis import strategies as st
+
+from tests import docstrings
+from tf_strategies.strategies.parameter_server import placement
+
+
+class PlacementTest(parameterized.TestCase):
+  def test_examples_run(self):
+    docstrings.check_examples(self, placement.__name__)
+
+  def test_kernels_do_not_all_land_on_one_server(self):
+    # Kernel, bias, kernel, bias: in turn, every kernel is on server 0.
+    sizes = [4000, 40, 4000, 40, 4000, 40, 4000, 40]
+    found = placement.Placement(2)
+    servers = [found.place(size) for size in sizes]
+    self.assertEqual(found.load, (8080, 8080))
+    self.assertCountEqual(servers[::2], [0, 0, 1, 1])
+
+  @hypothesis.given(
+    st.lists(st.integers(0, 10**9), max_size=40), st.integers(1, 7)
+  )
+  def test_the_fullest_holds_at_most_the_mean_and_the_largest(self, sizes, n):
+    found = placement.Placement(n)
+    loads = [0] * n
+    for size in sizes:
+      loads[found.place(size)] += size
+    self.assertEqual(found.load, tuple(loads))
+    self.assertLessEqual(max(loads), sum(sizes) / n + max(sizes, default=0))
+
+  def test_scalars_are_on_server_0_however_full_it_is(self):
+    found = placement.Placement(3)
+    found.place(10**6)
+    self.assertEqual(
+      [found.place(8, is_scalar=True) for _ in range(4)], [0] * 4
+    )
+    self.assertEqual(found.load, (10**6 + 32, 0, 0))
+
+  def test_what_is_colocated_counts(self):
+    found = placement.Placement(2)
+    first = found.place(100)
+    found.add(first, 100)
+    self.assertEqual(found.place(150), 1 - first)
+    self.assertEqual(found.place(40), 1 - first)
+    self.assertEqual(found.place(1), 1 - first)
+    self.assertEqual(found.load, (200, 191))
+
+  def test_equal_servers_are_chosen_in_order(self):
+    found = placement.Placement(4)
+    self.assertEqual([found.place(1) for _ in range(8)], [0, 1, 2, 3] * 2)
+
+  def test_description_names_every_server(self):
+    found = placement.Placement(2)
+    found.place(2_500_000)
+    self.assertEqual(found.describe(), 'ps 0: 2.5 MB, ps 1: 0.0 MB')
+
+
+class PartitionTest(parameterized.TestCase):
+  @hypothesis.given(st.integers(1, 1000), st.integers(1, 50))
+  def test_parts_are_even_and_whole(self, rows, parts):
+    sizes = placement.partition_sizes(rows, parts)
+    self.assertLen(sizes, min(rows, parts))
+    self.assertEqual(sum(sizes), rows)
+    self.assertGreater(min(sizes), 0)
+    self.assertLessEqual(max(sizes) - min(sizes), 1)
+    self.assertEqual(list(sizes), sorted(sizes, reverse=True))
+
+  @hypothesis.given(st.lists(st.integers(1, 9), min_size=1, max_size=9))
+  def test_offsets_are_where_parts_begin(self, sizes):
+    rows = [i for i, size in enumerate(sizes) for _ in range(size)]
+    found = placement.offsets(sizes)
+    self.assertEqual([rows.index(i) for i in range(len(sizes))], list(found))
+
+  @parameterized.parameters(((), 4, 4), ((3,), 8, 24), ((2, 0, 3), 4, 0))
+  def test_num_bytes(self, shape, item_size, expected):
+    self.assertEqual(placement.num_bytes(shape, item_size), expected)
+
+
+if __name__ == '__main__':
+  absltest.main()

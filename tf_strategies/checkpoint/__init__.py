@@ -1,0 +1,1 @@
+"""Checkpoints of a run: positions, model state as arrays, files on disk."""

@@ -1,0 +1,84 @@
+"""How many tasks of which type a job has, for the launcher and Kubernetes.
+
+Example:
+
+  >>> from tf_strategies.cluster import job
+  >>> job.Job(num_workers=2, evaluator=True).all_counts
+  {'chief': 0, 'worker': 2, 'ps': 0, 'evaluator': 1}
+"""
+
+import dataclasses
+
+from tf_strategies import errors
+
+SECRET_BYTES = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+  """How many tasks of which type.
+
+  Args:
+    num_workers: tasks of type worker, 0 or more.
+    num_ps: parameter servers, 0 or more.
+    chief: whether there is a chief beside the workers.
+    evaluator: whether there is an evaluator; it is not part of the cluster.
+
+  Raises:
+    UnsupportedOptionError: a number is negative, or no task would train.
+
+  Example:
+
+    >>> Job(num_workers=2, chief=True).counts
+    {'chief': 1, 'worker': 2, 'ps': 0}
+  """
+
+  num_workers: int = 1
+  num_ps: int = 0
+  chief: bool = False
+  evaluator: bool = False
+
+  def __post_init__(self):
+    for name in ('num_workers', 'num_ps'):
+      if getattr(self, name) < 0:
+        raise errors.UnsupportedOptionError(
+          f'--{name}={getattr(self, name)}',
+          'an integer of at least 0',
+          f'pass --{name}=2, or leave it out',
+        )
+    if not self.num_workers and not self.chief:
+      raise errors.UnsupportedOptionError(
+        '--num_workers=0 without --chief',
+        'a job in which at least one task trains',
+        'pass --num_workers=1 or --chief',
+      )
+
+  @property
+  def counts(self) -> dict[str, int]:
+    """The number of addresses by job type."""
+    return {
+      'chief': int(self.chief),
+      'worker': self.num_workers,
+      'ps': self.num_ps,
+    }
+
+  @property
+  def all_counts(self) -> dict[str, int]:
+    """The number of tasks by type: `counts`, and the evaluator."""
+    return {**self.counts, 'evaluator': int(self.evaluator)}
+
+  @property
+  def training_types(self) -> tuple[str, ...]:
+    """The types of the tasks whose end is the end of the job.
+
+    A chief that has parameter servers trains alone: the workers are servers,
+    too, and wait for work until they are ended.
+
+    Example:
+
+      >>> Job(chief=True).training_types
+      ('chief', 'worker')
+      >>> Job(chief=True, num_ps=1).training_types
+      ('chief',)
+    """
+    return ('chief',) if self.chief and self.num_ps else ('chief', 'worker')

@@ -1,1 +1,0 @@
-"""Parameter servers: placement, steps on workers, what reaches the variables."""

@@ -1,0 +1,1 @@
+"""Training that continues after failures and preemption."""

@@ -1,0 +1,160 @@
+"""Training that goes on when workers come and go.
+
+`run` calls a training function again whenever the workers change: it forms the
+ring of those that are there, gives the function a new strategy, and hands it
+the state of the member that had come furthest. The function is an ordinary
+script: it builds a model, compiles it and fits it. All that happens in the same
+process; nothing is read from disk.
+
+  def train(job):
+    with job.strategy.scope():
+      model = build_model()
+      model.compile(tfs.keras.DistributedOptimizer('adam'), 'mse')
+    job.restore(model)
+    job.fit(model, make_batches, epochs=3, steps_per_epoch=100)
+    return model
+
+  model = tfs.elastic.run(train)
+
+Source: the scheme of Horovod Elastic and TorchElastic (rendezvous with a
+minimum and a maximum, state in memory, restart of the training function),
+without a driver process.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from absl import logging
+
+from tf_strategies import cluster as cluster_lib
+from tf_strategies import errors, process_group
+from tf_strategies.fault_tolerance import elastic_job, elastic_options
+from tf_strategies.strategies import MultiWorkerRingStrategy, RingOptions
+
+ElasticOptions = elastic_options.ElasticOptions
+Job = elastic_job.Job
+ElasticCallback = elastic_job.ElasticCallback
+
+_Result = TypeVar('_Result')
+
+# What another try with other workers may mend.
+_RECOVERABLE = (
+  errors.WorkerUnavailableError,
+  errors.CollectiveTimeoutError,
+  elastic_job.MembershipChange,
+)
+
+
+def run(
+  train_fn: Callable[[Job], _Result],
+  options: ElasticOptions | None = None,
+  cluster: cluster_lib.ClusterConfig | None = None,
+  ring: RingOptions | None = None,
+  devices: Sequence[str] | None = None,
+) -> _Result:
+  """Calls `train_fn(job)` until it has run to its end with the same workers.
+
+  A worker that the launcher has started again and that finds nobody does not
+  begin anew: the others may have finished.
+
+  Args:
+    train_fn: builds a model in `job.strategy.scope()`, calls `job.restore` and
+      trains. Called again after each change of the workers.
+    options: how many workers, how the batch and the learning rate follow them.
+    cluster: who may take part; None reads TF_CONFIG, and without one this
+      process is alone.
+    ring: how workers talk; its `link` must be 'tcp'.
+    devices: of this worker, as `MultiWorkerRingStrategy` takes them.
+
+  Returns:
+    What `train_fn` returned.
+
+  Raises:
+    RendezvousError: fewer than `min_workers` were there by the deadline; or this
+      worker was started again and is alone, with no state to go on from.
+    WorkerUnavailableError: more than `max_failures` in a row without a step in
+      between.
+    UnsupportedOptionError: a link that cannot form again.
+    Exception: what `train_fn` itself raises; the other workers go on.
+  """
+  options = options or ElasticOptions()
+  ring = ring or RingOptions()
+  if ring.link != 'tcp':
+    raise errors.UnsupportedOptionError(
+      f'link={ring.link!r} for elastic training',
+      "'tcp', which can form again",
+      "write RingOptions(link='tcp'), or train without tfs.elastic",
+    )
+  rendezvous, num_tasks = _open(cluster, ring, options)
+  job = elastic_job.Job(options)
+  failures = 0
+  try:
+    while True:
+      position = job.position
+      group = rendezvous.form(progress=job.progress)
+      try:
+        _check_begin(group, job, num_tasks)
+        return _run_once(train_fn, job, group, ring, devices)
+      except _RECOVERABLE as e:
+        job.end(str(e))
+        job.hold()
+        failures = 0 if job.position != position else failures + 1
+        if failures > options.max_failures:
+          raise
+        logging.warning(
+          'Generation %d ended at epoch %d, step %d: %s Forming again.',
+          group.generation,
+          job.epoch,
+          job.step,
+          e,
+        )
+      finally:
+        group.close()
+  finally:
+    rendezvous.close()
+
+
+def _open(cluster, ring, options) -> tuple[process_group.Rendezvous, int]:
+  if cluster is None:
+    cluster = cluster_lib.ClusterConfig.from_env()
+  rank, addresses = MultiWorkerRingStrategy.place_in(cluster)
+  group_options = ring.group or process_group.GroupOptions.from_env()
+  rendezvous = process_group.Rendezvous(
+    dict(enumerate(addresses)), rank, options.apply_to(group_options)
+  )
+  return rendezvous, len(addresses)
+
+
+def _check_begin(group, job, num_tasks: int) -> None:
+  """Refuses to train from the beginning what others may have finished."""
+  was_restarted = os.environ.get('TFS_RESTART_COUNT', '0') != '0'
+  is_alone = len(group.members) == 1 < num_tasks
+  if was_restarted and is_alone and not job.progress:
+    raise errors.RendezvousError(
+      f'This worker was started again (TFS_RESTART_COUNT='
+      f'{os.environ["TFS_RESTART_COUNT"]}) and none of the other '
+      f'{num_tasks - 1} is there: they may have finished, and it has no state '
+      'to go on from. Fix: start the whole job again, or this worker '
+      'without TFS_RESTART_COUNT to train from the beginning.'
+    )
+
+
+def _run_once(train_fn, job, group, ring, devices) -> Any:
+  strategy = MultiWorkerRingStrategy(group, ring, devices=devices)
+  try:
+    job.begin(strategy)
+    result = train_fn(job)
+    # Nobody leaves while another may still need it.
+    group.barrier(name='the end of the training')
+    job.end('')
+    return result
+  except _RECOVERABLE:
+    raise
+  except BaseException as e:
+    group.abort(f'its training function raised {type(e).__name__}: {e}')
+    raise
+  finally:
+    strategy.close()

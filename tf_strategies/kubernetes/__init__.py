@@ -1,0 +1,21 @@
+"""Kubernetes manifests of a job: `python -m tf_strategies.kubernetes`.
+
+`options` says what is wanted, `pods` is one task's pod, `tfjob` and `jobset` put
+pods together, `assembly` adds the secret that the tasks share. Everything is plain dictionaries and lists, as YAML and JSON have
+them.
+
+Example:
+
+  >>> from tf_strategies import kubernetes
+  >>> options = kubernetes.Options(image='mnist:1', num_workers=2)
+  >>> documents = kubernetes.documents('jobset', options, ['python', 'train.py'])
+  >>> [document['kind'] for document in documents]
+  ['Secret', 'JobSet']
+"""
+
+from tf_strategies.kubernetes.assembly import KINDS, documents
+from tf_strategies.kubernetes.command import main
+from tf_strategies.kubernetes.options import Options
+from tf_strategies.kubernetes.tfjob import check_tfjob
+
+__all__ = ['KINDS', 'Options', 'check_tfjob', 'documents', 'main']

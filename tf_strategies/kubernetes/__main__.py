@@ -1,0 +1,8 @@
+"""`python -m tf_strategies.kubernetes`."""
+
+import sys
+
+from tf_strategies.kubernetes import command
+
+if __name__ == '__main__':
+  sys.exit(command.main(sys.argv))

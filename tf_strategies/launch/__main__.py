@@ -1,0 +1,8 @@
+"""`python -m tf_strategies.launch`."""
+
+import sys
+
+from tf_strategies.launch import command
+
+if __name__ == '__main__':
+  sys.exit(command.main(sys.argv))

@@ -1,0 +1,196 @@
+"""Lines of many tasks on one terminal, each whole and with its task's name.
+
+Nothing here blocks on a reader that has stopped reading, such as a pager: the
+launcher must stay able to pass on a signal.
+
+Example:
+
+  >>> import io
+  >>> from tf_strategies.launch import output
+  >>> written = io.BytesIO()
+  >>> lines = output.TaskOutput(b'[ps 0] ', written.write)
+  >>> lines.feed(b'one\\ntw')
+  >>> lines.feed(b'o\\n')
+  >>> written.getvalue()
+  b'[ps 0] one\\n[ps 0] two\\n'
+"""
+
+import collections
+import os
+import select
+import signal
+from collections.abc import Callable
+from typing import BinaryIO
+
+TAIL_LINES = 20
+
+# A line that grows longer is shown in pieces: it may never end.
+_LONGEST_LINE = 8 << 20
+_LONGEST_IN_TAIL = 2000
+# A pipe that poll() calls writable takes this much without blocking (POSIX).
+_ATOMIC = min(getattr(select, 'PIPE_BUF', 512), 4096)
+_COLOURS = (36, 33, 32, 35, 34, 31)
+
+
+def prefix(name: str, place: int, is_coloured: bool) -> bytes:
+  """What stands before each line of a task.
+
+  Args:
+    name: of the task.
+    place: of the task in the job; neighbours get other colours.
+    is_coloured: whether the output is a terminal's.
+
+  Example:
+
+    >>> prefix('worker 0', 1, False), prefix('worker 0', 1, True)
+    (b'[worker 0] ', b'\\x1b[33m[worker 0]\\x1b[0m ')
+  """
+  text = f'[{name}]'
+  if is_coloured:
+    text = f'\x1b[{_COLOURS[place % len(_COLOURS)]}m{text}\x1b[0m'
+  return f'{text} '.encode()
+
+
+class Sink:
+  """A queue of bytes in front of a file descriptor.
+
+  Args:
+    fd: is left in the mode it is in: it may be a terminal that is shared.
+
+  Attributes:
+    pending: bytes that wait to be written.
+    is_broken: whether nobody reads any more; what is written is then dropped.
+  """
+
+  def __init__(self, fd: int):
+    self.fd = fd
+    self.pending = 0
+    self.is_broken = False
+    self._queue: collections.deque[bytes | memoryview] = collections.deque()
+
+  def write(self, data: bytes) -> None:
+    """Queues `data`; never blocks."""
+    if data and not self.is_broken:
+      self._queue.append(data)
+      self.pending += len(data)
+
+  def flush_some(self) -> None:
+    """Writes as much as cannot block; call it when poll() says writable."""
+    while self._queue and self._is_writable():
+      piece = self._queue.popleft()
+      try:
+        count = os.write(self.fd, piece[:_ATOMIC])
+      except BlockingIOError:
+        count = 0
+      except OSError:
+        self._give_up()
+        return
+      self.pending -= count
+      if count < len(piece):
+        # A view: slicing bytes again and again would copy a long line often.
+        self._queue.appendleft(memoryview(piece)[count:])
+      if not count:
+        return
+
+  def _is_writable(self) -> bool:
+    poller = select.poll()
+    poller.register(self.fd, select.POLLOUT)
+    return bool(poller.poll(0))
+
+  def _give_up(self) -> None:
+    self.is_broken = True
+    self.pending = 0
+    self._queue.clear()
+
+
+class TaskOutput:
+  """Cuts what a task writes into lines, and remembers the last of them.
+
+  Args:
+    prefix: put before each line.
+    write: takes each line, prefix and line end included, in one call.
+    log: takes the bytes as they come; closed by `close()`.
+
+  Attributes:
+    log_error: why the log was given up, if it was.
+  """
+
+  def __init__(
+    self,
+    prefix: bytes,
+    write: Callable[[bytes], object],
+    log: BinaryIO | None = None,
+  ):
+    self.log_error: OSError | None = None
+    self._prefix = prefix
+    self._write = write
+    self._log = log
+    self._partial: list[bytes] = []
+    self._partial_size = 0
+    self._tail: collections.deque[bytes] = collections.deque(maxlen=TAIL_LINES)
+
+  def feed(self, data: bytes) -> None:
+    """Takes what the task wrote; O(len(data))."""
+    self._write_log(data)
+    *ends, rest = data.split(b'\n')
+    for end in ends:
+      self._partial.append(end)
+      self._emit()
+    if rest:
+      self._partial.append(rest)
+      self._partial_size += len(rest)
+    if self._partial_size > _LONGEST_LINE:
+      self._emit()
+
+  def end_line(self) -> None:
+    """Ends a line that the task left unfinished."""
+    if self._partial:
+      self._emit()
+
+  def close(self) -> None:
+    """Writes what is left and closes the log."""
+    self.end_line()
+    if self._log is not None:
+      self._log.close()
+      self._log = None
+
+  def tail(self) -> list[bytes]:
+    """The last lines, without their ends; of long ones the beginning."""
+    return list(self._tail)
+
+  def _emit(self) -> None:
+    line = b''.join(self._partial)
+    self._partial = []
+    self._partial_size = 0
+    short = line[:_LONGEST_IN_TAIL]
+    self._tail.append(short if len(short) == len(line) else short + b'...')
+    self._write(self._prefix + line + b'\n')
+
+  def _write_log(self, data: bytes) -> None:
+    if self._log is None:
+      return
+    try:
+      self._log.write(data)
+    except OSError as e:
+      # A full disk: the job is worth more than its log.
+      self.log_error = e
+      self._log = None
+
+
+def ending(status: int) -> str:
+  """How a task ended, in words.
+
+  Args:
+    status: its exit status, or minus the signal that killed it.
+
+  Example:
+
+    >>> ending(3), ending(-9)
+    ('exit status 3', 'killed by SIGKILL')
+  """
+  if status >= 0:
+    return f'exit status {status}'
+  try:
+    return f'killed by {signal.Signals(-status).name}'
+  except ValueError:
+    return f'killed by signal {-status}'

@@ -1,0 +1,187 @@
+"""One attempt at a task: its reaper, its output and how it ended."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+
+from tf_strategies.launch import output, reaper
+
+_READ_BYTES = 1 << 16
+# What one process may leave in its pipe; more comes from one that still writes.
+_MOST_DRAINED = 16 << 20
+_REAP_SECONDS = 10.0
+
+
+class TaskProcess:
+  """A command under its reaper, in a session of its own.
+
+  Args:
+    command: program and arguments.
+    environment: all of its environment variables.
+    grace_period: seconds that the reaper leaves between SIGTERM and SIGKILL
+      when it has to end the task without the launcher.
+    sink: takes what the command writes to stdout and stderr.
+
+  Attributes:
+    pid: of the command, once it runs.
+    status: None until the command has ended; then its exit status, or minus
+      the signal that killed it.
+    ended_at: when that was, in nanoseconds of the monotonic clock.
+    is_gone: whether nothing is left of it, the reaper included.
+    reaper_was_killed: whether the reaper was killed, so that something may be left.
+
+  Raises:
+    OSError: no process can be started.
+
+  Example:
+
+    >>> import io, select
+    >>> out = io.BytesIO()
+    >>> lines = output.TaskOutput(b'[a] ', out.write)
+    >>> process = TaskProcess(['sh', '-c', 'echo hi; exit 3'], {}, 1.0, lines)
+    >>> while not process.is_gone:
+    ...   _ = select.select([process.channel_fd], [], [], 1.0)
+    ...   process.read_channel()
+    >>> process.status, out.getvalue()
+    (3, b'[a] hi\\n')
+  """
+
+  def __init__(
+    self,
+    command: list[str],
+    environment: Mapping[str, str],
+    grace_period: float,
+    sink: output.TaskOutput,
+  ):
+    self.pid: int | None = None
+    self.status: int | None = None
+    self.ended_at = 0
+    self.is_gone = False
+    self.reaper_was_killed = False
+    self._sink = sink
+    self._heard = b''
+    self._output, write_end = os.pipe()
+    os.set_blocking(self._output, False)
+    self._channel, theirs = socket.socketpair()
+    self._channel.setblocking(False)
+    program = [sys.executable, '-I', '-S', reaper.__file__]
+    try:
+      self._reaper = subprocess.Popen(
+        [*program, str(theirs.fileno()), str(grace_period), '--', *command],
+        env=dict(environment),
+        stdin=subprocess.DEVNULL,
+        stdout=write_end,
+        stderr=write_end,
+        pass_fds=(theirs.fileno(),),
+        start_new_session=True,
+      )
+    except BaseException:
+      self.close()
+      raise
+    finally:
+      os.close(write_end)
+      theirs.close()
+
+  @property
+  def reaper_pid(self) -> int:
+    """Of the reaper, a child of this process."""
+    return self._reaper.pid
+
+  @property
+  def channel_fd(self) -> int:
+    """Poll it to know when to call `read_channel()`."""
+    return self._channel.fileno()
+
+  @property
+  def output_fd(self) -> int | None:
+    """Poll it to know when to call `read_output()`; None if all was read."""
+    return self._output
+
+  def send(self, number: int) -> None:
+    """Sends a signal to the process group; SIGKILL reaches all below it."""
+    try:
+      self._channel.send(bytes([number]))
+    except OSError:
+      # The reaper is gone, and `read_channel()` will say so.
+      return
+
+  def read_output(self) -> None:
+    """Reads once what the command has written."""
+    self._read_output()
+
+  def read_channel(self) -> None:
+    """Hears what the reaper reports; its silence means that it has ended."""
+    try:
+      heard = self._channel.recv(_READ_BYTES)
+    except BlockingIOError:
+      return
+    except OSError:
+      heard = b''
+    *lines, self._heard = (self._heard + heard).split(b'\n')
+    for line in lines:
+      what, value, at = line.split()
+      if what == b'started':
+        self.pid = int(value)
+      else:
+        self.status, self.ended_at = int(value), int(at)
+        # Its last words are in the pipe, for whoever asks why it ended.
+        self._drain()
+    if not heard:
+      self._bury()
+
+  def close(self) -> None:
+    """Lets go of it; a reaper that still runs then ends the task."""
+    self._channel.close()
+    if self._output is not None:
+      os.close(self._output)
+      self._output = None
+
+  def _bury(self) -> None:
+    try:
+      status = self._reaper.wait(_REAP_SECONDS)
+    except subprocess.TimeoutExpired:
+      self._reaper.kill()
+      status = self._reaper.wait()
+    if self.status is None:
+      self.reaper_was_killed = True
+      self.status = status or 1
+      self.ended_at = time.monotonic_ns()
+      if self.pid is not None:
+        _kill_group(self.pid)
+    self._drain()
+    self._sink.end_line()
+    self.close()
+    self.is_gone = True
+
+  def _read_output(self) -> int:
+    if self._output is None:
+      return 0
+    try:
+      data = os.read(self._output, _READ_BYTES)
+    except BlockingIOError:
+      return 0
+    if data:
+      self._sink.feed(data)
+    else:
+      os.close(self._output)
+      self._output = None
+    return len(data)
+
+  def _drain(self) -> None:
+    total = 0
+    while total < _MOST_DRAINED:
+      count = self._read_output()
+      if not count:
+        return
+      total += count
+
+
+def _kill_group(pid: int) -> None:
+  try:
+    os.killpg(pid, signal.SIGKILL)
+  except (ProcessLookupError, PermissionError):
+    return

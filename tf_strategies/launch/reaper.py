@@ -1,0 +1,253 @@
+"""The program around one task: when it ends, nothing of the task is left.
+
+  python -I -S reaper.py <channel> <grace period> -- <command>
+
+The launcher cannot clean up after its own SIGKILL, so each task has a reaper: a
+small process that imports nothing of ours and hence starts in milliseconds.
+
+- `channel` is one end of a socket pair. Each byte that arrives is the number of
+  a signal for the task's process group. Its end means that the launcher is
+  gone: the group gets SIGTERM and, after the grace period, SIGKILL.
+- The reaper reports `started <pid>` and `ended <status> <monotonic ns>`.
+- On Linux it adopts the task's orphans (PR_SET_CHILD_SUBREAPER), also those
+  that left the process group, and ends them when the task has ended.
+- Killed itself, it takes the task along (PR_SET_PDEATHSIG). A `preexec_fn` is
+  safe here, as the reaper has no threads; the launcher might.
+
+Example:
+
+  >>> from tf_strategies.launch import reaper
+  >>> reaper.descendants(parents={5: 4, 6: 5, 7: 1, 8: 6}, ancestor=4)
+  [5, 6, 8]
+"""
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_IS_LINUX = sys.platform == 'linux'
+_POLL_SECONDS = 0.05
+# What a shell says of a command that it cannot find, or cannot run.
+_NOT_FOUND = 127
+_NOT_RUNNABLE = 126
+
+
+def _prctl(option, value):
+  if _IS_LINUX:
+    _LIBC.prctl(option, value, 0, 0, 0)
+
+
+# Loaded here: between fork and exec nothing should be loaded.
+_LIBC = ctypes.CDLL(None) if _IS_LINUX else None
+
+
+def parents_of_all():
+  """The parent of each live process by pid; empty where there is no /proc."""
+  parents = {}
+  if not _IS_LINUX:
+    return parents
+  for name in os.listdir('/proc'):
+    if not name.isdigit():
+      continue
+    try:
+      with open(f'/proc/{name}/stat', 'rb') as f:
+        stat = f.read()
+    except OSError:
+      continue
+    # The name of the program, in parentheses, may hold anything.
+    state, parent = stat[stat.rindex(b')') + 2 :].split()[:2]
+    if state not in (b'Z', b'X'):
+      parents[int(name)] = int(parent)
+  return parents
+
+
+def descendants(parents, ancestor):
+  """The pids below `ancestor`, itself excluded, in ascending order."""
+  found = {ancestor}
+  grew = True
+  while grew:
+    more = {pid for pid, parent in parents.items() if parent in found} - found
+    found |= more
+    grew = bool(more)
+  return sorted(found - {ancestor})
+
+
+class Reaper:
+  """Runs the command and reports on it.
+
+  Args:
+    channel: file descriptor of this end of the socket pair.
+    grace_period: seconds between SIGTERM and SIGKILL.
+    command: program and arguments.
+  """
+
+  def __init__(self, channel, grace_period, command):
+    self._channel = channel
+    self._grace_period = grace_period
+    self._command = command
+    self._pid = os.getpid()
+    self._group = None
+    self._is_running = False
+    self._kill_at = None
+
+  def run(self):
+    """Returns when neither the task nor anything below it is left."""
+    os.set_inheritable(self._channel, False)
+    os.set_blocking(self._channel, False)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    self._wakeup = self._listen_to_signals()
+    if not self._start():
+      return
+    while self._reap() or self._is_group_left():
+      self._wait()
+      if self._kill_at is not None and time.monotonic() >= self._kill_at:
+        self._kill()
+
+  def _listen_to_signals(self):
+    read_end, write_end = os.pipe()
+    for end in (read_end, write_end):
+      os.set_blocking(end, False)
+    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    for number in (signal.SIGCHLD, signal.SIGTERM):
+      signal.signal(number, lambda *_: None)
+    for number in (signal.SIGINT, signal.SIGHUP):
+      signal.signal(number, signal.SIG_IGN)
+    return read_end
+
+  def _start(self):
+    try:
+      process = subprocess.Popen(
+        self._command, preexec_fn=self._become_task, stdin=subprocess.DEVNULL
+      )
+    except (OSError, subprocess.SubprocessError) as e:
+      print(f'cannot start {self._command[0]!r}: {e}', file=sys.stderr)
+      is_absent = isinstance(e, FileNotFoundError)
+      self._report('ended', _NOT_FOUND if is_absent else _NOT_RUNNABLE)
+      return False
+    # It is reaped here, with the orphans; Popen must not look for it.
+    process.returncode = 0
+    self._group = process.pid
+    self._is_running = True
+    self._report('started', process.pid)
+    return True
+
+  def _become_task(self):
+    os.setpgid(0, 0)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != self._pid:
+      os._exit(1)
+    for number in (
+      signal.SIGCHLD,
+      signal.SIGTERM,
+      signal.SIGINT,
+      signal.SIGHUP,
+      signal.SIGQUIT,
+    ):
+      signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+  def _report(self, what, value):
+    if self._channel is None:
+      return
+    line = f'{what} {value} {time.monotonic_ns()}\n'.encode()
+    with contextlib.suppress(OSError):
+      os.write(self._channel, line)
+
+  def _wait(self):
+    watched = [self._wakeup]
+    if self._channel is not None:
+      watched.append(self._channel)
+    timeout = None
+    if not self._is_running:
+      timeout = _POLL_SECONDS
+    elif self._kill_at is not None:
+      timeout = max(0.0, self._kill_at - time.monotonic())
+    ready, _, _ = select.select(watched, [], [], timeout)
+    if self._wakeup in ready and signal.SIGTERM in os.read(self._wakeup, 512):
+      self._end_softly()
+    if self._channel in ready:
+      self._obey()
+
+  def _obey(self):
+    try:
+      numbers = os.read(self._channel, 512)
+    except BlockingIOError:
+      return
+    except OSError:
+      numbers = b''
+    if not numbers:
+      os.close(self._channel)
+      self._channel = None
+      self._end_softly()
+    for number in numbers:
+      if number == signal.SIGKILL:
+        self._kill()
+      elif self._is_running:
+        self._signal_group(number)
+
+  def _reap(self):
+    """Whether there are children; orphans are, once their parent is gone."""
+    while True:
+      try:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+      except ChildProcessError:
+        return False
+      if not pid:
+        return True
+      if pid == self._group and self._is_running:
+        self._is_running = False
+        self._report('ended', os.waitstatus_to_exitcode(status))
+        self._end_softly()
+
+  def _end_softly(self):
+    if self._is_running:
+      self._signal_group(signal.SIGTERM)
+    else:
+      self._signal_others(signal.SIGTERM)
+    at = time.monotonic() + self._grace_period
+    self._kill_at = at if self._kill_at is None else min(at, self._kill_at)
+
+  def _kill(self):
+    if self._is_running:
+      self._signal_group(signal.SIGKILL)
+    self._signal_others(signal.SIGKILL)
+    # Again soon: while one is killed another may fork.
+    self._kill_at = time.monotonic() + _POLL_SECONDS
+
+  def _signal_group(self, number):
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+      os.killpg(self._group, number)
+
+  def _signal_others(self, number):
+    if not _IS_LINUX:
+      self._signal_group(number)
+    for pid in descendants(parents_of_all(), self._pid):
+      with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)
+
+  def _is_group_left(self):
+    """Whether orphans that nobody adopts here are left in the group."""
+    if _IS_LINUX:
+      return False
+    try:
+      os.killpg(self._group, 0)
+    except (ProcessLookupError, PermissionError):
+      return False
+    return True
+
+
+def main(arguments):
+  """Runs the reaper; `arguments` as in the module's docstring."""
+  channel, grace_period, _, *command = arguments
+  Reaper(int(channel), float(grace_period), command).run()
+
+
+if __name__ == '__main__':
+  main(sys.argv[1:])

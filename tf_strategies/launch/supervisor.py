@@ -1,0 +1,434 @@
+"""Runs the tasks of a job until the job is over, and leaves none behind.
+
+One loop in one thread polls everything there is to wait for: what the tasks
+write, what their reapers report, signals, the reader of our own output and the
+clock. So nothing that blocks can keep it from ending the job.
+
+Example:
+
+  >>> from tf_strategies.launch import supervisor
+  >>> supervisor.exit_status(-9)
+  137
+"""
+
+import dataclasses
+import math
+import os
+import pathlib
+import select
+import signal
+import time
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+
+from tf_strategies import errors
+from tf_strategies.cluster import exit_codes
+from tf_strategies.launch import (
+  orphans,
+  output,
+  process,
+  signals,
+  tasks,
+)
+
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Above it the tasks wait until somebody reads what they have written.
+_MOST_PENDING = 1 << 20
+_LONGEST_POLL_SECONDS = 1.0
+# A process that outlives SIGKILL for so long hangs in the kernel.
+_GIVE_UP_SECONDS = 10.0
+
+
+def exit_status(status: int) -> int:
+  """What the launcher exits with for a task's status: 128 + N for signal N."""
+  return status if status >= 0 else 128 - status
+
+
+def _drop(line: bytes) -> None:
+  """Takes a line that nobody wants to see."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+  """How tasks are supervised.
+
+  Args:
+    max_restarts: how often each task that fails is started again.
+    grace_period: seconds between SIGTERM and SIGKILL.
+    log_dir: where each task's output goes as well, a file a task; created.
+    is_coloured: whether prefixes are.
+    shown: names of the tasks whose lines appear on stdout; None for all. The
+      last lines of a task that failed first appear in any case.
+
+  Raises:
+    UnsupportedOptionError: a number is out of its range.
+  """
+
+  max_restarts: int = 0
+  grace_period: float = 10.0
+  log_dir: str | None = None
+  is_coloured: bool = False
+  shown: AbstractSet[str] | None = None
+
+  def __post_init__(self):
+    if self.max_restarts < 0:
+      raise errors.UnsupportedOptionError(
+        f'--max_restarts={self.max_restarts}',
+        'an integer of at least 0',
+        'pass --max_restarts=3, or leave it out',
+      )
+    if not 0 <= self.grace_period < math.inf:
+      raise errors.UnsupportedOptionError(
+        f'--grace_period={self.grace_period}',
+        'a finite number of seconds, at least 0',
+        'pass --grace_period=10, or leave it out',
+      )
+
+
+@dataclasses.dataclass
+class _Task:
+  """A task and its present attempt; `status` is set when it is not tried again.
+
+  Attributes:
+    losses: how often it ended badly while all others were still at work.
+    was_told: whether it came back too late, and was told to end.
+  """
+
+  spec: tasks.TaskSpec
+  lines: output.TaskOutput
+  attempt: int = 0
+  losses: int = 0
+  was_told: bool = False
+  running: process.TaskProcess | None = None
+  status: int | None = None
+  was_noted: bool = False
+
+
+class Supervisor:
+  """Runs a job; needs the main thread, since it receives signals.
+
+  A training task of an elastic job that is lost near the end, or after it, must
+  not train alone what the others have finished. So, with restarts and without
+  parameter servers, once a training task has ended with status 0:
+
+  - none is started again;
+  - one that has been lost more often than that task, and so came back while it
+    went on, is left `grace_period` to end by itself, since it may have joined
+    the others again and write the results; then it is ended;
+  - how such a one ends is no failure: the others did its work;
+  - nor is it if another is killed, or exits as after a lost peer, unless it is
+    the first of those that the job never did without. That one writes the
+    results, as the lowest rank of a ring does, and they may be lost.
+
+  Args:
+    specs: the tasks.
+    options: how to run them.
+    stdout: file descriptor for the lines of the tasks.
+    stderr: file descriptor for what the launcher itself has to say.
+    owns_process: whether all children of this process are tasks. Then what is
+      left by a reaper that was killed can be found and ended too.
+
+  Raises:
+    UnsupportedOptionError: `options.log_dir` cannot be written.
+  """
+
+  def __init__(
+    self,
+    specs: Sequence[tasks.TaskSpec],
+    options: Options,
+    stdout: int = 1,
+    stderr: int = 2,
+    owns_process: bool = False,
+  ):
+    self._options = options
+    self._out = output.Sink(stdout)
+    self._err = output.Sink(stderr)
+    self._owns_process = owns_process
+    self._tasks = [
+      _Task(spec, self._make_output(spec, place))
+      for place, spec in enumerate(specs)
+    ]
+    self._failure: tuple[_Task, int] | None = None
+    self._signal: int | None = None
+    self._num_signals = 0
+    self._is_stopping = False
+    self._kill_at: float | None = None
+    self._late_at: float | None = None
+    self._give_up_at: float | None = None
+
+  def run(self) -> int:
+    """Starts the tasks and waits for the end of the job.
+
+    Returns:
+      0 if all training tasks ended with 0, or those did that count (see the
+      class); else the status of the task that failed first, or 128 + N if
+      signal N ended the job. For a task that signal N killed it is 128 + N, too.
+
+    Raises:
+      OSError: no process can be started; those that were are ended.
+    """
+    if self._owns_process:
+      orphans.adopt()
+    with signals.Inbox(_FORWARDED) as self._inbox:
+      try:
+        for task in self._tasks:
+          self._start(task)
+        while not self._is_over():
+          self._step()
+        if self._owns_process:
+          orphans.kill(keep=set())
+        self._report_failure()
+        self._write_the_rest()
+      finally:
+        # Without its channel a reaper ends its task: none outlives an error.
+        for task in self._tasks:
+          if task.running is not None:
+            task.running.close()
+          task.lines.close()
+    if self._failure is not None:
+      return exit_status(self._failure[1])
+    return 0 if self._signal is None else 128 + self._signal
+
+  def _make_output(self, spec: tasks.TaskSpec, place: int) -> output.TaskOutput:
+    log = None
+    if self._options.log_dir:
+      name = f'{spec.name.replace(" ", "_")}.log'
+      try:
+        os.makedirs(self._options.log_dir, exist_ok=True)
+        path = pathlib.Path(self._options.log_dir, name)
+        log = open(path, 'wb', buffering=0)  # noqa: SIM115
+      except OSError as e:
+        raise errors.UnsupportedOptionError(
+          f'--log_dir={self._options.log_dir} ({e.strerror})',
+          'a directory that can be written or created',
+          'pass a directory of your own, such as --log_dir=logs',
+        ) from e
+    start = output.prefix(spec.name, place, self._options.is_coloured)
+    shown = self._options.shown
+    is_shown = shown is None or spec.name in shown
+    return output.TaskOutput(start, self._out.write if is_shown else _drop, log)
+
+  def _start(self, task: _Task) -> None:
+    task.was_noted = False
+    task.running = process.TaskProcess(
+      list(task.spec.command),
+      tasks.full_environment(task.spec, os.environ, task.attempt),
+      self._options.grace_period,
+      task.lines,
+    )
+
+  def _is_over(self) -> bool:
+    if self._give_up_at is not None and time.monotonic() > self._give_up_at:
+      self._say('Some processes outlive SIGKILL; they hang in the kernel.')
+      return True
+    return all(task.running is None for task in self._tasks)
+
+  def _step(self) -> None:
+    self._poll()
+    for number in self._inbox.read():
+      self._on_signal(number)
+    if self._out.is_broken and self._num_signals == 0:
+      self._on_signal(signal.SIGPIPE)
+    # The reapers' clock tells who was first, whatever the order of hearing.
+    running = [task for task in self._tasks if task.running is not None]
+    ended = [
+      task
+      for task in running
+      if task.running.status is not None and not task.was_noted
+    ]
+    for task in sorted(ended, key=lambda task: task.running.ended_at):
+      self._on_end(task)
+    for task in running:
+      if task.running.is_gone:
+        self._on_gone(task)
+    self._end_late()
+    if self._kill_at is not None and time.monotonic() >= self._kill_at:
+      self._kill_all()
+
+  def _poll(self) -> None:
+    """Waits for whatever comes first, and lets it be read or written."""
+    reactions = {self._inbox.fileno(): None}
+    poller = select.poll()
+    poller.register(self._inbox, select.POLLIN)
+    for sink in (self._out, self._err):
+      if sink.pending:
+        poller.register(sink.fd, select.POLLOUT)
+        reactions[sink.fd] = sink.flush_some
+    for task in self._tasks:
+      running = task.running
+      if running is None:
+        continue
+      poller.register(running.channel_fd, select.POLLIN)
+      reactions[running.channel_fd] = running.read_channel
+      if running.output_fd is not None and self._out.pending < _MOST_PENDING:
+        poller.register(running.output_fd, select.POLLIN)
+        reactions[running.output_fd] = running.read_output
+    timeout = _LONGEST_POLL_SECONDS
+    if self._kill_at is not None:
+      timeout = min(timeout, max(0.0, self._kill_at - time.monotonic()))
+    for fd, _ in poller.poll(math.ceil(timeout * 1000)):
+      if reactions[fd] is not None:
+        reactions[fd]()
+
+  def _on_end(self, task: _Task) -> None:
+    task.was_noted = True
+    status = task.running.status
+    if task.running.reaper_was_killed and self._owns_process:
+      orphans.kill(
+        keep={t.running.reaper_pid for t in self._tasks if t.running}
+      )
+    if self._is_stopping:
+      task.status = status
+    elif status == 0:
+      task.status = 0
+      if task.spec.is_training and self._late_at is None:
+        self._late_at = time.monotonic() + self._options.grace_period
+      self._stop_if_done()
+    elif self._finisher(task) is not None:
+      self._on_late_loss(task, status)
+    elif task.attempt < self._options.max_restarts:
+      task.losses += 1
+      self._say(
+        f'{task.spec.name}: {output.ending(status)}. Starting it again '
+        f'({task.attempt + 1} of {self._options.max_restarts}).'
+      )
+    else:
+      self._fail(task, status)
+
+  def _fail(self, task: _Task, status: int) -> None:
+    task.status = status
+    self._failure = task, status
+    self._say(
+      f'{task.spec.name} failed: {output.ending(status)}. Ending the other '
+      f'tasks (SIGTERM, after {self._options.grace_period:g} s SIGKILL).'
+    )
+    self._stop(signal.SIGTERM)
+
+  def _stop_if_done(self) -> None:
+    """Ends servers and evaluator when no task trains any more."""
+    if all(task.status is not None for task in self._training()):
+      self._stop(signal.SIGTERM)
+
+  def _training(self) -> list[_Task]:
+    return [task for task in self._tasks if task.spec.is_training]
+
+  def _finisher(self, task: _Task) -> _Task | None:
+    """Who ended well and leaves `task` alone; the one that was lost least."""
+    types = {task.spec.type for task in self._tasks}
+    if not task.spec.is_training or 'ps' in types:
+      return None
+    if not self._options.max_restarts:
+      return None
+    ended_well = [task for task in self._training() if task.status == 0]
+    return min(ended_well, key=lambda task: task.losses, default=None)
+
+  def _on_late_loss(self, task: _Task, status: int) -> None:
+    """A training task ended badly, and another one has ended well."""
+    finisher = self._finisher(task)
+    kept = [t for t in self._training() if t.losses <= finisher.losses]
+    if task in kept:
+      is_lost = exit_codes.is_restarted(exit_status(status))
+      if task is kept[0] or not is_lost:
+        self._fail(task, status)
+        return
+    task.status = status
+    if not task.was_told:
+      self._say(
+        f'{task.spec.name}: {output.ending(status)}. Not starting it again: '
+        f'{finisher.spec.name} has ended well, so it would train alone, from '
+        'the beginning.'
+      )
+    self._stop_if_done()
+
+  def _end_late(self) -> None:
+    """Ends those that came back and go on after the end of another."""
+    now = time.monotonic()
+    if self._is_stopping or self._late_at is None or now < self._late_at:
+      return
+    self._late_at = now + self._options.grace_period
+    for task in self._training():
+      finisher = self._finisher(task)
+      if finisher is None or task.status is not None or task.running is None:
+        continue
+      if task.losses <= finisher.losses:
+        continue
+      if not task.was_told:
+        self._say(
+          f'{finisher.spec.name} has ended well, and {task.spec.name}, which '
+          'was started again, still runs: alone it would train from the '
+          f'beginning. Ending {task.spec.name} (SIGTERM, after '
+          f'{self._options.grace_period:g} s SIGKILL).'
+        )
+      task.running.send(signal.SIGKILL if task.was_told else signal.SIGTERM)
+      task.was_told = True
+
+  def _on_gone(self, task: _Task) -> None:
+    """Nothing is left of this attempt: its ports are free for the next."""
+    status = task.running.status
+    task.running = None
+    if task.status is None and not self._is_stopping:
+      # Another one may have ended well since this one was lost.
+      if self._finisher(task) is not None:
+        self._on_late_loss(task, status)
+      else:
+        task.attempt += 1
+        self._start(task)
+    if task.lines.log_error is not None:
+      self._say(f'{task.spec.name}: no more log: {task.lines.log_error}.')
+      task.lines.log_error = None
+
+  def _on_signal(self, number: int) -> None:
+    self._num_signals += 1
+    if self._num_signals > 1:
+      self._say('A second signal: SIGKILL.')
+      self._kill_all()
+      return
+    self._signal = number
+    self._say(
+      f'{signal.Signals(number).name}: ending all tasks (after '
+      f'{self._options.grace_period:g} s SIGKILL).'
+    )
+    # Nobody is told that the reader of the launcher's output is gone.
+    self._stop(signal.SIGTERM if number == signal.SIGPIPE else number)
+
+  def _stop(self, number: int) -> None:
+    self._is_stopping = True
+    at = time.monotonic() + self._options.grace_period
+    self._kill_at = at if self._kill_at is None else min(at, self._kill_at)
+    self._send(number)
+
+  def _kill_all(self) -> None:
+    self._is_stopping = True
+    if self._give_up_at is None:
+      self._give_up_at = time.monotonic() + _GIVE_UP_SECONDS
+    # A task may have been started while the first round was on its way.
+    self._kill_at = time.monotonic() + _LONGEST_POLL_SECONDS
+    self._send(signal.SIGKILL)
+
+  def _send(self, number: int) -> None:
+    for task in self._tasks:
+      if task.running is not None:
+        task.running.send(number)
+
+  def _say(self, text: str) -> None:
+    self._err.write(f'[launch] {text}\n'.encode())
+
+  def _report_failure(self) -> None:
+    if self._failure is None:
+      return
+    task, status = self._failure
+    again = f' (restarts: {task.attempt})' if task.attempt else ''
+    tail = task.lines.tail()
+    what = 'Its last lines:' if tail else 'It wrote nothing.'
+    self._say(
+      f'{task.spec.name} failed first: {output.ending(status)}{again}. {what}'
+    )
+    for line in tail:
+      self._err.write(b'  ' + line + b'\n')
+
+  def _write_the_rest(self) -> None:
+    """Waits for our own reader, but not against a signal."""
+    while self._out.pending or self._err.pending:
+      self._poll()
+      if self._inbox.read():
+        return

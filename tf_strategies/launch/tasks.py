@@ -1,0 +1,161 @@
+"""Plans the tasks of a job: what each one's environment says. Starts nothing.
+
+Example:
+
+  >>> from tf_strategies.cluster import job
+  >>> from tf_strategies.launch import tasks
+  >>> specs = tasks.plan_tasks(job.Job(num_workers=1, num_ps=1), ['train'],
+  ...                          ports=[1111, 2222], secret='5ec7e7')
+  >>> specs[1].environment['TF_CONFIG']
+  '{"cluster": {"worker": ["127.0.0.1:1111"], "ps": ["127.0.0.1:2222"]}, "task": {"type": "ps", "index": 0}}'
+"""
+
+import dataclasses
+import shlex
+from collections.abc import Mapping, Sequence
+
+from tf_strategies.cluster import config, exit_codes, sources
+from tf_strategies.cluster import job as job_lib
+
+# The loopback address rather than 'localhost', which may also mean ::1.
+_HOST = '127.0.0.1'
+
+# Whatever cluster the launcher itself is part of is not that of its tasks, and
+# a second source of the secret would leave open which one counts.
+_NOT_INHERITED = (
+  'TF_CONFIG',
+  *sources.VARIABLES,
+  'TFS_SECRET',
+  'TFS_SECRET_FILE',
+  'TFS_RESTART_COUNT',
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskSpec:
+  """One task to start.
+
+  Attributes:
+    type: its job: chief, worker, ps or evaluator.
+    index: of the task in its job.
+    command: program and arguments.
+    environment: what is set for it beyond what the launcher inherited.
+    is_training: whether the job is over when this task and its like have ended.
+  """
+
+  type: str
+  index: int
+  command: tuple[str, ...]
+  # The secret is in it, and a traceback may show the repr.
+  environment: Mapping[str, str] = dataclasses.field(repr=False)
+  is_training: bool = True
+
+  @property
+  def name(self) -> str:
+    """As it is called in the output: `worker 0`."""
+    return f'{self.type} {self.index}'
+
+
+def pick_ports(count: int) -> list[int]:
+  """Free ports of this host, all different.
+
+  Raises:
+    portpicker.NoFreePortFoundError: the host has no more.
+  """
+  import portpicker
+
+  ports: dict[int, None] = {}
+  while len(ports) < count:
+    ports[portpicker.pick_unused_port()] = None
+  return list(ports)
+
+
+def plan_tasks(
+  job: job_lib.Job, command: Sequence[str], ports: Sequence[int], secret: str
+) -> list[TaskSpec]:
+  """What to start, without starting it: no randomness, no input, no output.
+
+  Args:
+    job: how many tasks of which type.
+    command: program and arguments, the same for every task.
+    ports: one for each address of `job.counts`.
+    secret: what the tasks prove to each other that they know; hexadecimal.
+
+  Returns:
+    The tasks in the order chief, workers, ps, evaluator. A job of one task
+    gets no TF_CONFIG: it trains in a single process, as a TFJob of one does.
+    O(tasks squared), since each TF_CONFIG lists all tasks.
+
+  Raises:
+    ValueError: `ports` are too few or too many.
+
+  Example:
+
+    >>> specs = plan_tasks(job_lib.Job(num_workers=1), ['train'], [1111], '5ec7e7')
+    >>> specs[0].name, sorted(specs[0].environment)
+    ('worker 0', ['PYTHONUNBUFFERED', 'TFS_SECRET'])
+  """
+  remaining = iter(ports)
+  jobs: dict[str, dict[int, str]] = {}
+  for task_type, count in job.counts.items():
+    if count:
+      taken = [next(remaining, None) for _ in range(count)]
+      jobs[task_type] = {i: f'{_HOST}:{p}' for i, p in enumerate(taken)}
+  if len(ports) != sum(job.counts.values()):
+    raise ValueError(
+      f'ports ({len(ports)}) must be as many as the addresses of {job}.'
+    )
+  named = [(job_type, i) for job_type, tasks in jobs.items() for i in tasks]
+  if job.evaluator:
+    named.append(('evaluator', 0))
+  specs = []
+  for task_type, index in named:
+    environment = {'PYTHONUNBUFFERED': '1', 'TFS_SECRET': secret}
+    if len(named) > 1:
+      cluster = config.ClusterConfig(jobs, task_type, index)
+      environment['TF_CONFIG'] = cluster.to_tf_config()
+    is_training = task_type in job.training_types
+    specs.append(
+      TaskSpec(task_type, index, tuple(command), environment, is_training)
+    )
+  return specs
+
+
+def full_environment(
+  spec: TaskSpec, inherited: Mapping[str, str], restart_count: int
+) -> dict[str, str]:
+  """All of a task's environment: the launcher's own, and what is the task's.
+
+  Example:
+
+    >>> spec = TaskSpec('worker', 0, ('train',), {'TFS_SECRET': '5ec7e7'})
+    >>> full_environment(spec, {'HOME': '/h', 'TF_CONFIG': 'other'}, 2)
+    {'HOME': '/h', 'TFS_SECRET': '5ec7e7', 'TFS_TERMINATED_EXIT_CODE': '143', 'TFS_RESTART_COUNT': '2'}
+  """
+  kept = {k: v for k, v in inherited.items() if k not in _NOT_INHERITED}
+  # A server that someone else ended has not done its work. What it ends with
+  # once the launcher ends the job, nobody asks.
+  terminated = str(exit_codes.RESTARTABLE_EXIT_CODE)
+  return {
+    **kept,
+    **spec.environment,
+    exit_codes.TERMINATED_VARIABLE: kept.get(
+      exit_codes.TERMINATED_VARIABLE, terminated
+    ),
+    'TFS_RESTART_COUNT': str(restart_count),
+  }
+
+
+def describe(spec: TaskSpec) -> str:
+  """A task as a shell would start it, with the secret hidden.
+
+  Example:
+
+    >>> spec = TaskSpec('worker', 0, ('train', '--a b'), {'TFS_SECRET': '5e'})
+    >>> print(describe(spec))
+    [worker 0] TFS_SECRET='<hidden>' TFS_TERMINATED_EXIT_CODE=143 TFS_RESTART_COUNT=0 train '--a b'
+  """
+  shown = full_environment(spec, {}, 0)
+  shown['TFS_SECRET'] = '<hidden>'
+  words = [f'{name}={shlex.quote(value)}' for name, value in shown.items()]
+  return f'[{spec.name}] {" ".join(words)} {shlex.join(spec.command)}'

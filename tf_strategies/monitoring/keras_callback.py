@@ -1,0 +1,132 @@
+"""`MonitorCallback`: a Keras callback that measures a run."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from tf_strategies import errors
+from tf_strategies.monitoring import training_monitor
+
+
+class MonitorCallback(keras.callbacks.Callback):
+  """Says where the time of each step goes, and who waits for whom.
+
+  Of every worker: JSON lines with step time, examples a second, the shares of
+  communication and input, bytes sent and memory, the same for TensorBoard if
+  that is installed, a timeline for Perfetto, and a watchdog. The chief prints a
+  line of progress now and then.
+
+  One is for one `fit`. Make it before data sets are distributed (`fit` does that
+  itself with a plain data set), or the time that a step waits for its batch is
+  not seen. What callbacks do between two steps belongs to none.
+
+  Steps are numbered by the optimizer's `iterations`. With `steps_per_execution`
+  what is measured is a call of several steps; with parameter servers, what the
+  chief takes to hand a step out. What strategies of one process, and TensorFlow's
+  collective runtime, move happens inside of the graph and is not seen; nor is a
+  GPU, whose steps end when Keras reads their logs. `profile_steps` shows them.
+
+  Example:
+
+    >>> model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
+    >>> model.compile('sgd', 'mse')
+    >>> monitor = MonitorCallback(global_batch_size=4, progress_seconds=0)
+    >>> history = model.fit(keras.ops.ones([8, 3]), keras.ops.ones([8, 1]),
+    ...                     batch_size=4, verbose=0, callbacks=[monitor])
+
+  Args:
+    monitor: a `tfs.monitoring.TrainingMonitor` that was made before; None to
+      make one.
+    **options: of `tfs.monitoring.MonitorOptions`: `log_dir`, `timeline`,
+      `profile_steps` and more.
+
+  Raises:
+    UnsupportedOptionError: options that cannot be.
+  """
+
+  def __init__(
+    self,
+    monitor: training_monitor.TrainingMonitor | None = None,
+    **options: Any,
+  ):
+    super().__init__()
+    if monitor is not None and options:
+      raise errors.UnsupportedOptionError(
+        f'MonitorCallback(monitor, {", ".join(options)})',
+        'a monitor, which has its options, or options',
+        'leave one of them out',
+      )
+    known = inspect.signature(training_monitor.MonitorOptions).parameters
+    for name in options:
+      if name not in known:
+        raise errors.UnsupportedOptionError(
+          f'MonitorCallback({name}=...)',
+          f'{", ".join(known)}',
+          'write one of these names',
+        )
+    if monitor is None:
+      monitor = training_monitor.TrainingMonitor(
+        training_monitor.MonitorOptions(**options)
+      )
+    self._monitor = monitor
+    self._first = 0
+
+  def on_train_begin(self, logs=None):
+    """Opens the files."""
+    optimizer = self.model.optimizer
+    done = 0 if optimizer is None else int(optimizer.iterations.numpy())
+    # Nothing tells of a `fit` that raises.
+    self._monitor.is_running = _running_fit()
+    self._monitor.start(self.model.distribute_strategy, done)
+
+  def on_train_batch_begin(self, batch, logs=None):
+    """A step begins, or a call that does several."""
+    self._first = batch
+    if not self._is_skipped(batch):
+      self._monitor.begin_step()
+
+  def on_train_batch_end(self, batch, logs=None):
+    """It is over."""
+    if not self._is_skipped(self._first):
+      self._monitor.end_step(batch - self._first + 1)
+
+  def _is_skipped(self, batch) -> bool:
+    """Whether it was done before the run was interrupted."""
+    skips = getattr(self.model.train_function, 'skips', None)
+    return skips is not None and skips(batch)
+
+  def on_test_batch_end(self, batch, logs=None):
+    """Training waits for an evaluation, which gets on."""
+    self._monitor.still_alive()
+
+  def on_train_end(self, logs=None):
+    """Writes what is left."""
+    self._monitor.close()
+
+
+def _running_fit() -> Callable[[], bool]:
+  """Returns what tells whether the `fit` that this is called in goes on."""
+  thread = threading.get_ident()
+  found = None
+  frame = sys._getframe()
+  while frame is not None:
+    if frame.f_code.co_name == 'fit':  # The outermost: one may call another.
+      # Not the frame itself, which keeps alive what `fit` has.
+      found = (id(frame), frame.f_code)
+    frame = frame.f_back
+
+  def is_running() -> bool:
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+      if (id(frame), frame.f_code) == found:
+        return True
+      frame = frame.f_back
+    return found is None  # A loop that calls its callbacks itself.
+
+  return is_running

@@ -1,0 +1,189 @@
+"""Draws some steps of a merged timeline: needs matplotlib.
+
+  python -m tf_strategies.monitoring.plot run.json run.png --step=8
+
+Two rows a task: what the step does (input, compute, waiting), and below it the
+collectives, one bar a bucket. Without --step, a step of the middle.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from absl import app, flags
+
+from tf_strategies import errors
+from tf_strategies.monitoring import merge, recorder, step_breakdown, timeline
+
+_INCHES_WIDE = 13.0
+_INCHES_A_TASK = 1.7
+_DOTS_PER_INCH = 120
+_LANE = 0.8
+_COLOURS = {
+  recorder.INPUT: '#8a8a8a',
+  step_breakdown.FORWARD: '#2f6db3',
+  step_breakdown.BACKWARD: '#5aa469',
+  step_breakdown.UPDATE: '#7b62a3',
+  step_breakdown.COMPUTE: '#2f6db3',
+  recorder.WAIT: '#e8b4b4',
+}
+_LEGEND = {
+  recorder.INPUT: 'input: waiting for the batch',
+  step_breakdown.FORWARD: 'compute: forward, and backward to the first bucket',
+  step_breakdown.BACKWARD: 'compute: backward, first bucket to last',
+  step_breakdown.UPDATE: 'compute: update and the rest',
+  recorder.WAIT: 'waiting for collectives',
+}
+_BUCKET, _OTHER = '#d98324', '#b9b9b9'
+# Narrower bars, as a share of the picture, have no room for a number.
+_NUMBERED = 0.012
+
+
+def draw(
+  trace: dict[str, Any], path: str, step: int | None = None, steps: int = 1
+) -> None:
+  """Draws steps of all tasks.
+
+  Args:
+    trace: of one task, or merged.
+    path: of the PNG.
+    step: the first; None for one of the middle.
+    steps: how many.
+
+  Raises:
+    UnsupportedOptionError: matplotlib is not installed.
+    DataError: no task has such a step.
+  """
+  if importlib.util.find_spec('matplotlib') is None:
+    raise errors.UnsupportedOptionError(
+      'a picture without matplotlib',
+      'an environment that has it',
+      "in the checkout run: pip install '.[benchmarks]'",
+    )
+  # Only here: it is an extra of this one command.
+  from matplotlib import figure
+
+  spans = [e for e in trace['traceEvents'] if e['ph'] == 'X']
+  shown, (begin, end) = _window(spans, step, steps)
+  tasks = sorted({e['pid'] for e in spans})
+  size = (_INCHES_WIDE, 1.6 + _INCHES_A_TASK * len(tasks))
+  picture = figure.Figure(figsize=size, dpi=_DOTS_PER_INCH)
+  picture.set_layout_engine('constrained')
+  picture.suptitle(
+    f'Step {shown[0]}'
+    + (f' to {shown[-1]}' if len(shown) > 1 else '')
+    + f' of {len(tasks)} tasks',
+    fontsize=11,
+  )
+  panels = picture.subplots(len(tasks), 1, sharex=True, squeeze=False)[:, 0]
+  for axes, task in zip(panels, tasks, strict=True):
+    mine = [
+      e
+      for e in spans
+      if e['pid'] == task and e['ts'] < end and e['ts'] + e['dur'] > begin
+    ]
+    _draw_task(axes, mine, begin, end)
+    axes.set_title(f'rank {task}', loc='left', fontsize=10)
+  panels[-1].set_xlabel('time (ms)')
+  _explain(picture)
+  picture.savefig(path, format='png')
+
+
+def _window(spans, step, steps):
+  """The steps to show, and from when to when they were."""
+  whole = [e for e in spans if e['cat'] == recorder.STEP]
+  numbers = sorted({e['args']['step'] for e in whole})
+  if not numbers:
+    raise errors.DataError('the timeline has no step; expected at least one')
+  if step is None:
+    step = numbers[len(numbers) // 2]
+  shown = [n for n in numbers if step <= n < step + steps]
+  if not shown:
+    raise errors.DataError(
+      f'the timeline has no step {step}; expected one of {numbers[0]} to '
+      f'{numbers[-1]}'
+    )
+  chosen = [e for e in whole if e['args']['step'] in shown]
+  begin = min(e['ts'] for e in chosen)
+  end = max(e['ts'] + e['dur'] for e in chosen)
+  margin = 0.01 * (end - begin)
+  return shown, (begin - margin, end + margin)
+
+
+def _draw_task(axes, spans, begin, end):
+  def bar(event, y, colour, number=''):
+    x, width = (event['ts'] - begin) / 1e3, event['dur'] / 1e3
+    axes.broken_barh(
+      [(x, width)], (y, _LANE), facecolor=colour, edgecolor='white', lw=0.6
+    )
+    if number and width * 1e3 / (end - begin) > _NUMBERED:
+      axes.text(
+        x + width / 2,
+        y + _LANE / 2,
+        number,
+        ha='center',
+        va='center',
+        color='white',
+        fontsize=7,
+        clip_on=True,
+      )
+
+  for event in spans:
+    lane = timeline.LANES[event['tid']]
+    if lane == 'step' and event['cat'] != recorder.STEP:
+      key = event['name'] if event['cat'] == 'compute' else event['cat']
+      bar(event, 1, _COLOURS[key])
+    elif lane == 'collectives':
+      _, found, number = event['name'].rpartition('bucket_')
+      bar(event, 0, _BUCKET if found else _OTHER, number if found else '')
+  axes.set_yticks([1 + _LANE / 2, _LANE / 2], ['step', 'collectives'])
+  axes.set_ylim(-0.1, 1.9)
+  axes.set_xlim(0, (end - begin) / 1e3)
+  axes.grid(axis='x', alpha=0.3)
+  axes.set_axisbelow(True)
+
+
+def _explain(picture):
+  from matplotlib import patches
+
+  handles = [
+    patches.Patch(color=_COLOURS[key], label=text)
+    for key, text in _LEGEND.items()
+  ]
+  handles += [
+    patches.Patch(color=_BUCKET, label='bucket of gradients on its way'),
+    patches.Patch(color=_OTHER, label='another collective'),
+  ]
+  picture.legend(
+    handles=handles,
+    loc='outside lower center',
+    ncols=3,
+    fontsize=8,
+    frameon=False,
+  )
+
+
+def define_flags() -> None:
+  """Defines the command's flags; called by the command alone."""
+  flags.DEFINE_integer('step', None, 'The first step; default: the middle.')
+  flags.DEFINE_integer('steps', 1, 'How many steps.', lower_bound=1)
+
+
+def main(argv: Sequence[str]) -> int:
+  """Draws."""
+  if len(argv) != 3:
+    raise app.UsageError('name a timeline and the picture: run.json run.png')
+  try:
+    draw(merge.load(argv[1]), argv[2], flags.FLAGS.step, flags.FLAGS.steps)
+  except errors.Error as e:
+    print(e, file=sys.stderr)
+    return 1
+  return 0
+
+
+if __name__ == '__main__':
+  define_flags()
+  app.run(main)

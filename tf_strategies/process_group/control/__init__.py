@@ -1,0 +1,1 @@
+"""The control plane of a group: heartbeats, small exchanges, failures."""

@@ -1,0 +1,1 @@
+"""Authenticated connections that carry the frames of the control plane."""

@@ -1,0 +1,144 @@
+"""Two processes prove to each other that they know the job's secret.
+
+The client says what it wants and a nonce; the server answers with a nonce of
+its own and a keyed hash over both and its role; the client answers with a hash
+under its role. So neither side learns anything to be played back, in another
+role, to another task or later. It proves who speaks; it does not encrypt.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import hashlib
+import hmac
+import secrets
+import struct
+
+from tf_strategies import errors
+from tf_strategies.process_group.network import protocol
+
+# What a peer gets for the whole handshake.
+HANDSHAKE_SECONDS = 5.0
+
+_MAGIC = b'TFSH'
+_NONCE_BYTES = 32
+_MAC_BYTES = hashlib.sha256().digest_size
+_REQUEST = struct.Struct(f'!4sHBIII{_NONCE_BYTES}s')
+_ANSWER = struct.Struct(f'!4sH{_NONCE_BYTES}s{_MAC_BYTES}s')
+
+REQUEST_BYTES = _REQUEST.size
+ANSWER_BYTES = _ANSWER.size
+PROOF_BYTES = _MAC_BYTES
+
+
+class Purpose(enum.IntEnum):
+  """What a connection is for."""
+
+  POLL = 1
+  CONTROL = 2
+  DATA = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+  """How a connection begins: who wants what of whom."""
+
+  purpose: Purpose
+  client: int
+  server: int
+  world: int
+  nonce: bytes
+
+  @classmethod
+  def new(
+    cls, purpose: Purpose, client: int, server: int, world: int
+  ) -> Request:
+    """A request with a fresh nonce."""
+    nonce = secrets.token_bytes(_NONCE_BYTES)
+    return cls(purpose, client, server, world, nonce)
+
+  def pack(self) -> bytes:
+    """The request as `REQUEST_BYTES` bytes."""
+    return _REQUEST.pack(
+      _MAGIC,
+      protocol.PROTOCOL_VERSION,
+      self.purpose,
+      self.client,
+      self.server,
+      self.world,
+      self.nonce,
+    )
+
+  @classmethod
+  def unpack(cls, data: bytes) -> Request:
+    """The request of `REQUEST_BYTES` bytes.
+
+    Raises:
+      ProtocolError: they are none, or of another version.
+    """
+    magic, version, purpose, *rest = _REQUEST.unpack(data)
+    if magic != _MAGIC or version != protocol.PROTOCOL_VERSION:
+      raise protocol.ProtocolError(f'it began with {data[:6]!r}')
+    try:
+      return cls(Purpose(purpose), *rest)
+    except ValueError as e:
+      raise protocol.ProtocolError(f'it wants purpose {purpose}') from e
+
+
+class Handshake:
+  """The hashes of one connection, for either side.
+
+  Args:
+    secret: of the job; None where none is used.
+    request: how the connection begins.
+  """
+
+  def __init__(self, secret: bytes | None, request: Request):
+    self._secret = secret or b''
+    self._request = request.pack()
+
+  def answer(self) -> tuple[bytes, bytes]:
+    """The server's answer, and the client's proof that it then expects."""
+    nonce = secrets.token_bytes(_NONCE_BYTES)
+    answer = _ANSWER.pack(
+      _MAGIC, protocol.PROTOCOL_VERSION, nonce, self._mac(b'server', nonce)
+    )
+    return answer, self._mac(b'client', nonce)
+
+  def prove(self, answer: bytes, server: str) -> bytes:
+    """Checks the server's answer and returns the client's proof.
+
+    Args:
+      answer: `ANSWER_BYTES` bytes.
+      server: names it in messages.
+
+    Raises:
+      ProtocolError: the bytes are no answer.
+      RendezvousError: the server speaks another version of the protocol.
+      AuthenticationError: it does not know the same secret.
+    """
+    magic, version, nonce, mac = _ANSWER.unpack(answer)
+    if magic != _MAGIC:
+      raise protocol.ProtocolError(f'{server} is no worker of tf_strategies')
+    if version != protocol.PROTOCOL_VERSION:
+      raise errors.RendezvousError(
+        f'{server} speaks version {version} of the protocol, this process '
+        f'version {protocol.PROTOCOL_VERSION}. Install the same tf_strategies '
+        'everywhere.'
+      )
+    if not same(mac, self._mac(b'server', nonce)):
+      raise errors.AuthenticationError(
+        f'{server} does not know the secret of this process: its proof is '
+        'wrong. Give all workers the same TFS_SECRET (or TFS_SECRET_FILE).'
+      )
+    return self._mac(b'client', nonce)
+
+  def _mac(self, role: bytes, nonce: bytes) -> bytes:
+    message = b'tf_strategies ' + role + self._request + nonce
+    return hmac.new(self._secret, message, hashlib.sha256).digest()
+
+
+def same(a: bytes, b: bytes) -> bool:
+  """Compares proofs in a time that tells nothing about where they differ."""
+  return hmac.compare_digest(a, b)

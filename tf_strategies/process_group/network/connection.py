@@ -1,0 +1,241 @@
+"""Authenticated connections with frames, inside an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import json
+import socket
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from tf_strategies import errors
+from tf_strategies.process_group.network import authentication, protocol
+
+_T = TypeVar('_T')
+
+
+class Connection:
+  """A non-blocking socket that carries frames.
+
+  Reads exactly what a frame needs, so that the socket can change hands between
+  two frames. One task at a time may send, and one may receive.
+
+  Args:
+    sock: connected and non-blocking; owned from here on.
+  """
+
+  def __init__(self, sock: socket.socket):
+    self._loop = asyncio.get_running_loop()
+    self._sock = sock
+    self.max_payload = protocol.MAX_PAYLOAD_BYTES
+    with contextlib.suppress(OSError):
+      sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+  async def write(self, data: bytes) -> None:
+    """Sends bytes."""
+    await self._loop.sock_sendall(self._sock, data)
+
+  async def read(self, size: int) -> bytes:
+    """Receives exactly `size` bytes.
+
+    Raises:
+      ConnectionError: the peer closed before.
+    """
+    data = bytearray(size)
+    view = memoryview(data)
+    while view:
+      count = await self._loop.sock_recv_into(self._sock, view)
+      if not count:
+        raise ConnectionResetError('the peer closed the connection')
+      view = view[count:]
+    return bytes(data)
+
+  async def send(
+    self, kind: protocol.Kind, message: Any = None, generation: int = 0
+  ) -> None:
+    """Sends a frame that holds a JSON value."""
+    payload = json.dumps(message).encode('utf-8')
+    await self.write(protocol.Frame(kind, generation, payload=payload).pack())
+
+  async def receive(self) -> protocol.Frame:
+    """Receives a frame."""
+    header = await self.read(protocol.FRAME_HEADER_BYTES)
+    kind, generation, tag, size = protocol.frame_lengths(
+      header, self.max_payload
+    )
+    name = (await self.read(tag)).decode('utf-8', 'replace') if tag else ''
+    payload = await self.read(size) if size else b''
+    return protocol.Frame(kind, generation, name, payload)
+
+  async def expect(self, *kinds: protocol.Kind) -> tuple[protocol.Kind, Any]:
+    """Receives a frame of one of the kinds; its kind and JSON value.
+
+    Raises:
+      ProtocolError: it is of another kind, or not JSON.
+    """
+    frame = await self.receive()
+    if frame.kind not in kinds:
+      raise protocol.ProtocolError(f'the peer sent {frame.kind.name}')
+    return frame.kind, decode(frame)
+
+  def shut_down(self) -> None:
+    """Ends both directions, which wakes whoever waits for them."""
+    with contextlib.suppress(OSError):
+      self._sock.shutdown(socket.SHUT_RDWR)
+
+  def close(self) -> None:
+    """Closes the socket; only where no task waits for it."""
+    self._sock.close()
+
+  def detach(self) -> socket.socket:
+    """Hands the socket over."""
+    return self._sock
+
+
+def decode(frame: protocol.Frame) -> Any:
+  """The JSON value of a frame; ProtocolError if it is none."""
+  try:
+    return json.loads(frame.payload)
+  except ValueError as e:
+    raise protocol.ProtocolError('a frame is not JSON') from e
+
+
+async def within(seconds: float, coroutine: Coroutine[Any, Any, _T]) -> _T:
+  """Awaits a coroutine for some time.
+
+  Unlike `asyncio.wait_for` before Python 3.12, it never swallows the
+  cancellation of its caller: a task that is ended in just that moment would go
+  on for ever.
+
+  Raises:
+    TimeoutError: it took longer; it has ended now.
+  """
+  task = asyncio.ensure_future(coroutine)
+  try:
+    await asyncio.wait([task], timeout=seconds)
+    if not task.done():
+      raise TimeoutError('it does not answer')
+    return task.result()
+  finally:
+    # Either way its exception counts as seen, also if this is cancelled.
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+def split_address(address: str) -> tuple[str, int]:
+  """Host and port of 'host:port' or '[v6]:port'.
+
+  Example:
+
+    >>> split_address('[::1]:2222')
+    ('::1', 2222)
+
+  Raises:
+    ClusterConfigError: it is neither.
+  """
+  host, colon, port = str(address).rpartition(':')
+  host = host[1:-1] if host.startswith('[') and host.endswith(']') else host
+  if not colon or not host or not port.isdecimal() or int(port) > 65535:
+    raise errors.ClusterConfigError(
+      f"The address {address!r} is not 'host:port'. Write it like "
+      "'worker-0.example:2222' or '[::1]:2222'."
+    )
+  return host, int(port)
+
+
+async def dial(
+  address: str, request: authentication.Request, secret: bytes | None
+) -> Connection:
+  """Connects to a task's address and authenticates both sides.
+
+  Args:
+    address: 'host:port'.
+    request: what the connection is for, from whom, to whom.
+    secret: of the job.
+
+  Raises:
+    OSError: nobody is there, or it hung up.
+    ProtocolError: something else is there.
+    AuthenticationError: the secrets differ.
+    RendezvousError: the versions differ.
+  """
+  return await within(
+    authentication.HANDSHAKE_SECONDS, _dial(address, request, secret)
+  )
+
+
+async def _dial(address, request, secret) -> Connection:
+  connection = await _connect(address)
+  try:
+    handshake = authentication.Handshake(secret, request)
+    await connection.write(request.pack())
+    answer = await connection.read(authentication.ANSWER_BYTES)
+    proof = handshake.prove(answer, f'task {request.server} at {address}')
+    await connection.write(proof)
+    # The server's last word, so that a refusal is not taken for a breakdown.
+    if await connection.read(1) != b'\1':
+      raise errors.AuthenticationError(
+        f'task {request.server} at {address} refused the proof of this '
+        'process. Give all workers the same TFS_SECRET (or TFS_SECRET_FILE).'
+      )
+    return connection
+  except BaseException:
+    connection.close()
+    raise
+
+
+async def _connect(address: str) -> Connection:
+  loop = asyncio.get_running_loop()
+  problem: OSError = OSError('the name has no address')
+  for family, where in await _resolve(*split_address(address)):
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+      sock.setblocking(False)
+      await loop.sock_connect(sock, where)
+      return Connection(sock)
+    except OSError as e:
+      problem = e
+      sock.close()
+    except BaseException:
+      sock.close()
+      raise
+  raise problem
+
+
+async def _resolve(host: str, port: int) -> list[tuple[int, tuple]]:
+  with contextlib.suppress(ValueError):
+    version = ipaddress.ip_address(host).version
+    family = socket.AF_INET if version == 4 else socket.AF_INET6
+    return [(family, (host, port))]
+  loop = asyncio.get_running_loop()
+  found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+  return [(family, where) for family, _, _, _, where in found]
+
+
+async def accept(
+  connection: Connection, task: int, secret: bytes | None
+) -> authentication.Request:
+  """The server's side of the handshake.
+
+  Returns:
+    What the authenticated client wants.
+
+  Raises:
+    OSError: it hung up.
+    ProtocolError: it is not one of ours, or means another task.
+    AuthenticationError: it does not know the secret.
+  """
+  data = await connection.read(authentication.REQUEST_BYTES)
+  request = authentication.Request.unpack(data)
+  if request.server != task:
+    raise protocol.ProtocolError(f'it looks for task {request.server}')
+  answer, expected = authentication.Handshake(secret, request).answer()
+  await connection.write(answer)
+  proof = await connection.read(authentication.PROOF_BYTES)
+  if not authentication.same(proof, expected):
+    await connection.write(b'\0')
+    raise errors.AuthenticationError('its proof is wrong')
+  await connection.write(b'\1')
+  return request

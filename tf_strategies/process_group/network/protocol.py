@@ -1,0 +1,186 @@
+"""What travels: the header of a collective, and frames of the control plane.
+
+Lengths are checked against limits before anything is allocated.
+
+Example:
+
+  >>> from tf_strategies.process_group.network import protocol
+  >>> header = protocol.DataHeader('barrier', 1, 7, 'direct', 'none', '', 0, 0, 0)
+  >>> protocol.DataHeader.unpack(header.pack()) == header
+  True
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import struct
+import zlib
+
+PROTOCOL_VERSION = 1
+
+MAX_PAYLOAD_BYTES = 1 << 20
+_MAX_TAG_BYTES = 512
+
+_DATA = struct.Struct('!4sB15s15s15s15sQQQQI')
+_DATA_MAGIC = b'TFSD'
+DATA_HEADER_BYTES = _DATA.size
+
+_FRAME = struct.Struct('!4sBBHQI')
+_FRAME_MAGIC = b'TFSC'
+FRAME_HEADER_BYTES = _FRAME.size
+
+
+class ProtocolError(Exception):
+  """Bytes that are not of this protocol; never leaves the room."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DataHeader:
+  """Comes before the bytes of one collective on each link that it uses.
+
+  Two ranks that are at the same collective have equal headers.
+
+  Attributes:
+    kind: 'all_reduce', 'reduce_scatter', 'all_gather', 'broadcast' or
+      'barrier'.
+    generation: of the group.
+    sequence: counts the collectives of the group, from 1.
+    algorithm: how the bytes move.
+    op: what combines them, and their encoding.
+    dtype: of the array, as NumPy spells it.
+    num_bytes: of the array.
+    extra: the root of a broadcast.
+    checksum: of the name and of the dimensions that must agree.
+  """
+
+  kind: str
+  generation: int
+  sequence: int
+  algorithm: str
+  op: str
+  dtype: str
+  num_bytes: int
+  extra: int
+  checksum: int
+
+  def __str__(self):
+    return (
+      f'{self.kind}({self.op}) of {self.num_bytes} bytes of {self.dtype} by '
+      f'{self.algorithm}, sequence {self.sequence} of generation '
+      f'{self.generation}'
+    )
+
+  def pack(self) -> bytes:
+    """The header as `DATA_HEADER_BYTES` bytes."""
+    return _DATA.pack(
+      _DATA_MAGIC,
+      PROTOCOL_VERSION,
+      self.kind.encode(),
+      self.algorithm.encode(),
+      self.op.encode(),
+      self.dtype.encode(),
+      self.generation,
+      self.sequence,
+      self.num_bytes,
+      self.extra,
+      self.checksum,
+    )
+
+  @classmethod
+  def unpack(cls, data: bytes) -> DataHeader:
+    """The header of `DATA_HEADER_BYTES` bytes.
+
+    Raises:
+      ProtocolError: the bytes are none.
+    """
+    magic, version, kind, algorithm, op, dtype, *numbers = _DATA.unpack(data)
+    if magic != _DATA_MAGIC or version != PROTOCOL_VERSION:
+      raise ProtocolError(f'a data header begins with {bytes(data[:5])!r}')
+    texts = [
+      text.rstrip(b'\0').decode('ascii', 'replace')
+      for text in (kind, algorithm, op, dtype)
+    ]
+    generation, sequence, num_bytes, extra, checksum = numbers
+    return cls(
+      texts[0], generation, sequence, *texts[1:], num_bytes, extra, checksum
+    )
+
+
+def checksum(text: str) -> int:
+  """32 bits that tell texts apart."""
+  return zlib.crc32(text.encode('utf-8'))
+
+
+class Kind(enum.IntEnum):
+  """What a frame of the control plane says."""
+
+  # Rendezvous.
+  HELLO = 1
+  PROPOSE = 2
+  ACCEPT = 3
+  REJECT = 4
+  MESH = 5
+  JOIN = 6
+  READY = 7
+  COMMIT = 8
+  # A running group.
+  HEARTBEAT = 16
+  EXCHANGE = 17
+  RESULT = 18
+  LATE = 19
+  ACCUSE = 20
+  ABORT = 21
+  DESCRIBE = 22
+  DESCRIPTION = 23
+  GOODBYE = 24
+
+
+@dataclasses.dataclass(frozen=True)
+class Frame:
+  """One message of the control plane."""
+
+  kind: Kind
+  generation: int = 0
+  tag: str = ''
+  payload: bytes = b''
+
+  def pack(self) -> bytes:
+    """Header, tag and payload."""
+    tag = self.tag.encode('utf-8')
+    header = _FRAME.pack(
+      _FRAME_MAGIC,
+      PROTOCOL_VERSION,
+      self.kind,
+      len(tag),
+      self.generation,
+      len(self.payload),
+    )
+    return b''.join((header, tag, self.payload))
+
+
+def frame_lengths(
+  header: bytes, max_payload: int = MAX_PAYLOAD_BYTES
+) -> tuple[Kind, int, int, int]:
+  """Reads the header of a frame.
+
+  Returns:
+    Its kind, its generation, and the lengths of tag and payload.
+
+  Raises:
+    ProtocolError: it is none, or announces more than the limits allow.
+  """
+  magic, version, kind, tag, generation, payload = _FRAME.unpack(header)
+  if magic != _FRAME_MAGIC or version != PROTOCOL_VERSION:
+    raise ProtocolError(f'a frame begins with {bytes(header[:5])!r}')
+  if tag > _MAX_TAG_BYTES or payload > max_payload:
+    raise ProtocolError(f'a frame announces {tag} + {payload} bytes')
+  try:
+    return Kind(kind), generation, tag, payload
+  except ValueError as e:
+    raise ProtocolError(f'a frame is of kind {kind}') from e
+
+
+def check_tag(tag: str) -> bool:
+  """Whether a tag fits into a frame."""
+  return len(tag.encode('utf-8')) <= _MAX_TAG_BYTES

@@ -1,0 +1,205 @@
+"""The thread and the listening socket through which others reach a process."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import errno
+import socket
+import threading
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
+
+from absl import logging
+
+from tf_strategies import errors
+from tf_strategies.process_group.network import authentication, protocol
+from tf_strategies.process_group.network import connection as connection_lib
+
+# Connections that have not authenticated yet. The oldest makes room for a new
+# one, so that somebody who opens many and stays silent keeps nobody out.
+_MAX_STRANGERS = 128
+# The predecessor of a restarted worker may still be about to end.
+_BUSY_SECONDS = 2.0
+# A container may start before its own name is known.
+_NAMELESS_SECONDS = 20.0
+
+Handler = Callable[
+  [connection_lib.Connection, authentication.Request],
+  Coroutine[Any, Any, None],
+]
+
+
+class Server:
+  """One thread with an event loop: every connection that is not bulk data.
+
+  Args:
+    address: 'host:port' to listen at.
+    task: this process's.
+    secret: of the job.
+    handlers: for each purpose a coroutine that gets an authenticated
+      connection, and owns it.
+
+  Raises:
+    RendezvousError: the address cannot be listened at.
+  """
+
+  def __init__(
+    self,
+    address: str,
+    task: int,
+    secret: bytes | None,
+    handlers: Mapping[authentication.Purpose, Handler],
+  ):
+    self._task = task
+    self._secret = secret
+    self._handlers = dict(handlers)
+    self._strangers: collections.OrderedDict[asyncio.Task, None] = (
+      collections.OrderedDict()
+    )
+    self._tasks: set[asyncio.Task] = set()
+    self._listener = _listen(address, task)
+    self.loop = asyncio.new_event_loop()
+    self._thread = threading.Thread(
+      target=self._run, name=f'process_group task {task}', daemon=True
+    )
+    self._thread.start()
+
+  def call(self, coroutine: Coroutine) -> Any:
+    """Runs a coroutine in the loop and waits for its result."""
+    if self.loop.is_closed():
+      coroutine.close()
+      raise RuntimeError('the rendezvous is closed')
+    future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+    try:
+      return future.result()
+    except BaseException:
+      # Also an interrupt: the coroutine must not go on without its caller.
+      future.cancel()
+      raise
+
+  def spawn(self, coroutine: Coroutine) -> asyncio.Task:
+    """Starts a task that ends with the server; inside the loop only."""
+    task = self.loop.create_task(coroutine)
+    self._tasks.add(task)
+    task.add_done_callback(self._tasks.discard)
+    return task
+
+  def close(self) -> None:
+    """Ends all tasks, the thread and the listening socket."""
+    if not self._thread.is_alive():
+      return
+    self.loop.call_soon_threadsafe(self.loop.stop)
+    self._thread.join()
+
+  def _run(self) -> None:
+    asyncio.set_event_loop(self.loop)
+    self.spawn(self._accept())
+    try:
+      self.loop.run_forever()
+      for task in self._tasks:
+        task.cancel()
+      self.loop.run_until_complete(
+        asyncio.gather(*self._tasks, return_exceptions=True)
+      )
+      self.loop.run_until_complete(self.loop.shutdown_default_executor())
+    finally:
+      self._listener.close()
+      self.loop.close()
+
+  async def _accept(self) -> None:
+    while True:
+      try:
+        sock, _ = await self.loop.sock_accept(self._listener)
+      except OSError as e:
+        # Out of file descriptors, say: those in use will be given back.
+        logging.log_every_n_seconds(
+          logging.WARNING, 'Task %d cannot accept: %s', 10, self._task, e
+        )
+        await asyncio.sleep(0.1)
+        continue
+      sock.setblocking(False)
+      task = self.spawn(self._serve(connection_lib.Connection(sock)))
+      self._strangers[task] = None
+      task.add_done_callback(lambda t: self._strangers.pop(t, None))
+      if len(self._strangers) > _MAX_STRANGERS:
+        oldest, _ = self._strangers.popitem(last=False)
+        oldest.cancel()
+        # Until it has closed its socket: else they could pile up.
+        await asyncio.gather(oldest, return_exceptions=True)
+
+  async def _serve(self, connection: connection_lib.Connection) -> None:
+    try:
+      request = await connection_lib.within(
+        authentication.HANDSHAKE_SECONDS,
+        connection_lib.accept(connection, self._task, self._secret),
+      )
+    except asyncio.CancelledError:
+      connection.close()
+      raise
+    except (
+      OSError,
+      protocol.ProtocolError,
+      errors.AuthenticationError,
+    ) as e:
+      connection.close()
+      logging.log_every_n_seconds(
+        logging.WARNING,
+        'Task %d refused a connection: %s',
+        10,
+        self._task,
+        e or 'no proof in time',
+      )
+      return
+    self._strangers.pop(asyncio.current_task(), None)
+    await self._handlers[request.purpose](connection, request)
+
+
+def _listen(address: str, task: int) -> socket.socket:
+  started = time.monotonic()
+  while True:
+    try:
+      return _bind(*connection_lib.split_address(address))
+    except OSError as e:
+      busy = e.errno == errno.EADDRINUSE
+      nameless = isinstance(e, socket.gaierror)
+      patience = _BUSY_SECONDS if busy else _NAMELESS_SECONDS
+      if (busy or nameless) and time.monotonic() < started + patience:
+        time.sleep(0.1)
+        continue
+      if busy:
+        hint = (
+          'Another process has it: a second one that claims the same task, or '
+          'one of another job. End that one, or choose another port.'
+        )
+      else:
+        hint = 'The address must be one of this host: check which task it is.'
+      raise errors.RendezvousError(
+        f'Task {task} cannot listen at {address}: {e.strerror or e}. {hint}'
+      ) from e
+
+
+def _bind(host: str, port: int) -> socket.socket:
+  found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+  problem: OSError = OSError('the name has no address')
+  for family, _, _, _, where in found:
+    try:
+      return _bind_to(family, where)
+    except OSError as e:
+      problem = e
+  raise problem
+
+
+def _bind_to(family: int, where: tuple) -> socket.socket:
+  listener = socket.socket(family, socket.SOCK_STREAM)
+  try:
+    # A restarted worker takes its address back at once; two at a time cannot.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind(where)
+    listener.listen(1024)
+    listener.setblocking(False)
+  except OSError:
+    listener.close()
+    raise
+  return listener

@@ -1,0 +1,1 @@
+"""Finds the other processes of a job and forms groups of them."""

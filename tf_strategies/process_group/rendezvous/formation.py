@@ -1,0 +1,220 @@
+"""How a proposed group comes into being: all links, or none of them.
+
+The leader proposes, the members accept, everyone makes its data links (the
+higher rank calls the lower one), reports, and the leader commits. Whatever
+fails on the way, everything is closed and the workers look for each other
+again. The connections that carry the proposal become the control plane.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import socket
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any
+
+from tf_strategies.process_group import group
+from tf_strategies.process_group.network import authentication, protocol
+from tf_strategies.process_group.network import connection as connection_lib
+
+_Kind = protocol.Kind
+# A step takes milliseconds; a worker that dies closes its connections. This is
+# for one that is stopped in the middle of it.
+STEP_SECONDS = 20.0
+
+Dial = Callable[
+  [int, authentication.Purpose], Awaitable[connection_lib.Connection]
+]
+
+
+class ProposalFailedError(Exception):
+  """A proposal came to nothing; never leaves the room."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Seat:
+  """A member as it is proposed: one life of one task."""
+
+  task: int
+  address: str
+  incarnation: str
+  progress: int
+
+  def to_json(self) -> list[Any]:
+    """In a form that travels."""
+    return [self.task, self.address, self.incarnation, self.progress]
+
+
+class Proposal:
+  """A group in the making, seen by one member.
+
+  Args:
+    generation: of the group.
+    seats: by rank.
+    task: this process's.
+    dial: opens an authenticated connection to a task.
+  """
+
+  def __init__(
+    self, generation: int, seats: Sequence[Seat], task: int, dial: Dial
+  ):
+    self.generation = generation
+    self.seats = tuple(seats)
+    self.rank = [seat.task for seat in seats].index(task)
+    self.sockets: dict[int, socket.socket] = {}
+    self.connections: dict[int, connection_lib.Connection] = {}
+    self._dial = dial
+    self._lower_done = self.rank == 0
+    self._meshed = asyncio.Event()
+    self._check_meshed()
+
+  def members(self) -> tuple[group.Member, ...]:
+    """The seats as members."""
+    return tuple(
+      group.Member(rank, seat.task, seat.address, seat.progress)
+      for rank, seat in enumerate(self.seats)
+    )
+
+  def to_json(self) -> dict[str, Any]:
+    """In a form that travels."""
+    return {
+      'generation': self.generation,
+      'seats': [seat.to_json() for seat in self.seats],
+    }
+
+  async def lead(self) -> None:
+    """The leader's part.
+
+    Raises:
+      ProposalFailedError: a member did not take part.
+    """
+    try:
+      await together(self._invite(rank) for rank in range(1, len(self.seats)))
+      await self._tell(_Kind.MESH)
+      await together(
+        [
+          self._meshed.wait(),
+          *(c.expect(_Kind.READY) for c in self.connections.values()),
+        ]
+      )
+      await self._tell(_Kind.COMMIT)
+    except BaseException:
+      self.close()
+      raise
+
+  async def follow(self, leader: connection_lib.Connection) -> None:
+    """A member's part, after it has been asked.
+
+    Raises:
+      ProposalFailedError: the leader or another member gave up.
+    """
+    self.connections[0] = leader
+    try:
+      await leader.send(_Kind.ACCEPT)
+      await together([leader.expect(_Kind.MESH)])
+      # Both at once: the leader may be gone before the mesh is there.
+      await together([self._mesh(leader), leader.expect(_Kind.COMMIT)])
+    except BaseException:
+      self.close()
+      raise
+
+  def expects(self, rank: int, message: dict[str, Any]) -> bool:
+    """Whether a data link is one of this proposal, and not there yet."""
+    return (
+      message['generation'] == self.generation
+      and self.rank < rank < len(self.seats)
+      and message['incarnation'] == self.seats[rank].incarnation
+      and rank not in self.sockets
+    )
+
+  def add(self, rank: int, sock: socket.socket) -> None:
+    """Takes a data link from a higher rank."""
+    self.sockets[rank] = sock
+    self._check_meshed()
+
+  def close(self) -> None:
+    """Gives everything up."""
+    for sock in self.sockets.values():
+      sock.close()
+    for connection in self.connections.values():
+      connection.shut_down()
+      connection.close()
+
+  def _check_meshed(self) -> None:
+    if self._lower_done and len(self.sockets) == len(self.seats) - 1:
+      self._meshed.set()
+
+  async def _invite(self, rank: int) -> None:
+    connection = await self._dial(
+      self.seats[rank].task, authentication.Purpose.CONTROL
+    )
+    self.connections[rank] = connection
+    await connection.send(_Kind.PROPOSE, self.to_json(), self.generation)
+    kind, reason = await connection.expect(_Kind.ACCEPT, _Kind.REJECT)
+    if kind is _Kind.REJECT:
+      raise ProposalFailedError(
+        f'task {self.seats[rank].task} declined: {reason}'
+      )
+
+  async def _tell(self, kind: protocol.Kind) -> None:
+    await together(
+      connection.send(kind, None, self.generation)
+      for connection in self.connections.values()
+    )
+
+  async def _mesh(self, leader: connection_lib.Connection) -> None:
+    await together(self._join(rank) for rank in range(self.rank))
+    self._lower_done = True
+    self._check_meshed()
+    await self._meshed.wait()
+    await leader.send(_Kind.READY, None, self.generation)
+
+  async def _join(self, rank: int) -> None:
+    connection = await self._dial(
+      self.seats[rank].task, authentication.Purpose.DATA
+    )
+    self.sockets[rank] = connection.detach()
+    await connection.send(
+      _Kind.JOIN,
+      {
+        'rank': self.rank,
+        'generation': self.generation,
+        'incarnation': self.seats[self.rank].incarnation,
+      },
+      self.generation,
+    )
+    await connection.expect(_Kind.ACCEPT)
+
+
+async def together(coroutines: Iterable[Awaitable[Any]]) -> None:
+  """Runs coroutines at once; the first failure ends the others.
+
+  Raises:
+    ProposalFailedError: one failed, or they took too long.
+  """
+  tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+  if not tasks:
+    return
+  try:
+    done, pending = await asyncio.wait(
+      tasks, timeout=STEP_SECONDS, return_when=asyncio.FIRST_EXCEPTION
+    )
+    for task in done:
+      error = task.exception()
+      if error is not None:
+        raise ProposalFailedError(str(error) or repr(error)) from error
+    if pending:
+      raise ProposalFailedError('a worker did not answer in time')
+  finally:
+    for task in tasks:
+      task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def seats_from_json(message: dict[str, Any]) -> list[Seat]:
+  """The seats of a proposal; ProtocolError if it has none."""
+  try:
+    return [Seat(*seat) for seat in message['seats']]
+  except (KeyError, TypeError) as e:
+    raise protocol.ProtocolError('a proposal is malformed') from e

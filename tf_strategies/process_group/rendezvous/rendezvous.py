@@ -1,0 +1,450 @@
+"""Finds the other processes of a job and forms groups of them."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import os
+import secrets
+import socket
+import time
+from collections.abc import Mapping
+
+from absl import logging
+
+from tf_strategies import errors
+from tf_strategies.process_group import options as options_lib
+from tf_strategies.process_group import state
+from tf_strategies.process_group.control import control_plane
+from tf_strategies.process_group.network import authentication, protocol, server
+from tf_strategies.process_group.network import connection as connection_lib
+from tf_strategies.process_group.rendezvous import formation, membership
+from tf_strategies.process_group.tcp import group as tcp_group
+from tf_strategies.process_group.tcp import transport
+
+_Kind = protocol.Kind
+_Purpose = authentication.Purpose
+_POLL_SECONDS = 0.1
+# With many workers each is asked less often.
+_POLL_SECONDS_PER_WORKER = 0.005
+# A worker that refuses tells the others for this long before it raises.
+_REFUSAL_SECONDS = 1.0
+# Silence after which a connection that only asks questions is given up.
+_IDLE_SECONDS = 30.0
+
+
+class Rendezvous:
+  """Owns this process's address of the cluster for the life of the process.
+
+  While a group runs, the address stays open: a worker that was started again
+  asks there, and is told to wait until the group forms again.
+
+  Example:
+
+    >>> with Rendezvous({0: '127.0.0.1:0'}, 0) as meeting:
+    ...   with meeting.form() as group:
+    ...     print(group.members)
+    (Member(rank=0, task=0, address='127.0.0.1:0', progress=0),)
+
+  Args:
+    addresses: 'host:port' of each task; the same on all workers.
+    task: this process's.
+    options: how long to wait, for how many; the defaults if None.
+
+  Raises:
+    ClusterConfigError: the addresses are malformed, or one is there twice.
+    UnsupportedOptionError: addresses beyond this host without a secret.
+    RendezvousError: this process cannot listen at its address.
+  """
+
+  def __init__(
+    self,
+    addresses: Mapping[int, str],
+    task: int,
+    options: options_lib.GroupOptions | None = None,
+  ):
+    self._options = options or options_lib.GroupOptions()
+    _check_addresses(addresses, task)
+    _check_secret(addresses, self._options)
+    _check_numbers(addresses, self._options)
+    incarnation = (
+      f'{socket.gethostname()} process {os.getpid()} {secrets.token_hex(4)}'
+    )
+    self._membership = membership.Membership(
+      addresses, task, incarnation, self._options
+    )
+    self._addresses = self._membership.addresses
+    self._task = task
+    self._group: tcp_group.TcpProcessGroup | None = None
+    self._proposal: formation.Proposal | None = None
+    self._formed: asyncio.Future | None = None
+    self._server = server.Server(
+      addresses[task],
+      task,
+      self._options.secret,
+      {
+        _Purpose.POLL: self._answer,
+        _Purpose.CONTROL: self._follow,
+        _Purpose.DATA: self._accept_data,
+      },
+    )
+
+  def form(self, progress: int = 0) -> tcp_group.TcpProcessGroup:
+    """Blocks until a group has formed that this process is in.
+
+    May be called again after a failure, or to let joiners in: a group that
+    still runs is closed first. The new group has whoever is there, at least
+    `min_workers`, and a higher generation; ranks follow the tasks.
+
+    Args:
+      progress: how far this worker has come; all see it in `members`.
+
+    Returns:
+      The group.
+
+    Raises:
+      RendezvousError: workers are missing at the deadline, run another
+        version, or two claim to be the same.
+      ClusterConfigError: workers have different addresses.
+      AuthenticationError: no other worker has this one's secret.
+    """
+    self._leave()
+    self._group = self._server.call(self._form(progress))
+    return self._group
+
+  def close(self) -> None:
+    """Closes the group, if there is one, and gives the address back."""
+    self._leave()
+    self._server.close()
+
+  def __enter__(self):
+    return self
+
+  def __exit__(self, *exc_info):
+    self.close()
+
+  def _leave(self) -> None:
+    group, self._group = self._group, None
+    if group is not None:
+      group.close()
+
+  # From here on everything runs in the server's loop.
+
+  async def _form(self, progress: int) -> tcp_group.TcpProcessGroup:
+    members = self._membership
+    members.start(progress)
+    formed = self._formed = self._server.loop.create_future()
+    tasks = [self._server.spawn(self._poll(task)) for task in members.views]
+    tasks.append(self._server.spawn(self._lead()))
+    try:
+      await asyncio.wait(
+        [formed], timeout=self._options.rendezvous_timeout_seconds
+      )
+      missing = None if formed.done() else self._missing()
+      if formed.done() and formed.exception() is not None:
+        members.state = membership.State.REFUSED
+        members.refusal = str(formed.exception())
+        await asyncio.sleep(_REFUSAL_SECONDS)
+    finally:
+      self._formed = None
+      for task in tasks:
+        task.cancel()
+      await asyncio.gather(*tasks, return_exceptions=True)
+      if members.state is not membership.State.RUNNING:
+        members.state = membership.State.IDLE
+    if missing is not None:
+      raise missing
+    return formed.result()
+
+  def _missing(self) -> errors.Error:
+    now = time.monotonic()
+    seconds = self._options.rendezvous_timeout_seconds
+    who = self._membership.missing(now)
+    views = self._membership.views.values()
+    error = errors.RendezvousError
+    if any(v.refused for v in views) and not any(
+      v.is_fresh(now) for v in views
+    ):
+      error = errors.AuthenticationError
+    return error(
+      f'Task {self._task} at {self._addresses[self._task]} found no group '
+      f'within {seconds:g} s. Missing: {who or "nobody now"}. Start those '
+      'workers, look at their logs and addresses, or raise '
+      'rendezvous_timeout_seconds.'
+    )
+
+  def _refuse(self, error: errors.Error) -> None:
+    """Ends `form` with an error that no waiting can mend."""
+    if self._formed is not None and not self._formed.done():
+      self._formed.set_exception(error)
+
+  async def _dial(
+    self, task: int, purpose: authentication.Purpose
+  ) -> connection_lib.Connection:
+    request = authentication.Request.new(
+      purpose, self._task, task, len(self._addresses)
+    )
+    return await connection_lib.dial(
+      self._addresses[task], request, self._options.secret
+    )
+
+  async def _poll(self, task: int) -> None:
+    """Asks one worker again and again what it is doing."""
+    pause = _POLL_SECONDS + _POLL_SECONDS_PER_WORKER * len(self._addresses)
+    while True:
+      try:
+        await self._ask(task, pause)
+      except errors.AuthenticationError as e:
+        self._membership.lost(task, str(e), refused=True)
+        logging.log_every_n_seconds(logging.WARNING, '%s', 10, e)
+        if self._membership.all_refuse():
+          self._refuse(e)
+      except errors.Error as e:
+        self._refuse(e)
+      except OSError as e:
+        self._membership.lost(task, _why(e))
+      except (protocol.ProtocolError, KeyError, TypeError, ValueError) as e:
+        self._membership.lost(task, f'something else is there: {e}')
+      await asyncio.sleep(pause)
+
+  async def _ask(self, task: int, pause: float) -> None:
+    connection = await self._dial(task, _Purpose.POLL)
+    try:
+      while True:
+        await connection.send(_Kind.HELLO, self._membership.hello())
+        _, message = await connection_lib.within(
+          authentication.HANDSHAKE_SECONDS, connection.expect(_Kind.HELLO)
+        )
+        self._membership.heard(message, time.monotonic(), reached=True)
+        await asyncio.sleep(pause)
+    finally:
+      connection.close()
+
+  async def _answer(
+    self,
+    connection: connection_lib.Connection,
+    request: authentication.Request,
+  ) -> None:
+    """Tells a worker that asks what this one is doing."""
+    try:
+      while True:
+        _, message = await connection_lib.within(
+          _IDLE_SECONDS, connection.expect(_Kind.HELLO)
+        )
+        try:
+          self._membership.heard(message, time.monotonic(), reached=False)
+        except errors.Error as e:
+          self._refuse(e)
+        await connection.send(_Kind.HELLO, self._membership.hello())
+    except OSError:
+      return  # It has what it wanted, or is gone.
+    except (protocol.ProtocolError, KeyError, TypeError, ValueError) as e:
+      logging.log_every_n_seconds(
+        logging.WARNING, 'Task %d sent nonsense: %s', 10, request.client, e
+      )
+    finally:
+      connection.close()
+
+  async def _lead(self) -> None:
+    """Proposes groups while it is for this process to do so."""
+    while True:
+      tasks = self._membership.proposal(time.monotonic())
+      if tasks is None or self._proposal is not None:
+        await asyncio.sleep(_POLL_SECONDS / 4)
+        continue
+      proposal = formation.Proposal(
+        self._membership.next_generation(),
+        [self._seat(task) for task in tasks],
+        self._task,
+        self._dial,
+      )
+      self._proposal = proposal
+      try:
+        await proposal.lead()
+        self._complete(proposal)
+        return
+      except formation.ProposalFailedError as e:
+        logging.info('Group %d did not form: %s', proposal.generation, e)
+      finally:
+        self._proposal = None
+      await asyncio.sleep(_POLL_SECONDS)
+
+  def _seat(self, task: int) -> formation.Seat:
+    members = self._membership
+    view = members if task == self._task else members.views[task]
+    return formation.Seat(
+      task, self._addresses[task], view.incarnation, view.progress
+    )
+
+  async def _follow(
+    self,
+    connection: connection_lib.Connection,
+    request: authentication.Request,
+  ) -> None:
+    """Takes part in the proposal of another worker."""
+    try:
+      _, message = await connection_lib.within(
+        formation.STEP_SECONDS, connection.expect(_Kind.PROPOSE)
+      )
+      seats = formation.seats_from_json(message)
+      objection = self._objection(message, seats, request.client)
+      if objection:
+        await connection.send(_Kind.REJECT, objection)
+        connection.close()
+        return
+    except (OSError, protocol.ProtocolError, KeyError):
+      connection.close()
+      return
+    proposal = formation.Proposal(
+      message['generation'], seats, self._task, self._dial
+    )
+    self._proposal = proposal
+    try:
+      await proposal.follow(connection)
+      self._complete(proposal)
+    except (OSError, formation.ProposalFailedError) as e:
+      logging.info('Group %d did not form: %s', proposal.generation, e)
+    finally:
+      self._proposal = None
+
+  def _objection(
+    self, message: dict, seats: list[formation.Seat], leader: int
+  ) -> str:
+    """Why this process cannot accept a proposal; empty if it can."""
+    members = self._membership
+    if members.state is not membership.State.FORMING:
+      return f'it is {members.state.value}'
+    if self._proposal is not None:
+      return 'it takes part in another proposal'
+    if message['generation'] <= members.generation:
+      return f'generation {message["generation"]} is over'
+    if not seats or seats[0].task != leader:
+      return 'the leader has no seat'
+    if self._seat(self._task) not in seats:
+      return 'the seat is for another incarnation'
+    return ''
+
+  async def _accept_data(
+    self,
+    connection: connection_lib.Connection,
+    request: authentication.Request,
+  ) -> None:
+    """Takes a data link for the proposal that this process is in."""
+    try:
+      _, message = await connection_lib.within(
+        authentication.HANDSHAKE_SECONDS, connection.expect(_Kind.JOIN)
+      )
+      proposal = self._proposal
+      rank = message['rank']
+      if proposal is None or not proposal.expects(rank, message):
+        raise protocol.ProtocolError('a data link belongs to no proposal')
+      await connection.send(_Kind.ACCEPT)
+      proposal.add(rank, connection.detach())
+    except (
+      OSError,
+      protocol.ProtocolError,
+      KeyError,
+      TypeError,
+    ) as e:
+      connection.close()
+      logging.info('Task %d refused a data link: %s', self._task, e)
+
+  def _complete(self, proposal: formation.Proposal) -> None:
+    """Makes the group of a proposal that everyone has confirmed."""
+    if self._formed is None or self._formed.done():
+      proposal.close()
+      return
+    members, options = self._membership, self._options
+    members.formed(
+      proposal.generation, {s.task: s.incarnation for s in proposal.seats}
+    )
+    group_state = state.GroupState(
+      proposal.members(), proposal.rank, proposal.generation
+    )
+    links = transport.Transport(
+      proposal.sockets, options.socket_buffer_bytes, group_state.check
+    )
+    plane = control_plane.ControlPlane(
+      self._server,
+      group_state,
+      proposal.connections,
+      options,
+      lambda: members.joiners(time.monotonic()),
+    )
+    plane.start()
+    group = tcp_group.TcpProcessGroup(
+      group_state, links, plane, options, self._on_end
+    )
+    group_state.on_failure(self._on_end)
+    logging.info(
+      'Group %d: rank %d of %d',
+      proposal.generation,
+      proposal.rank,
+      len(proposal.seats),
+    )
+    self._formed.set_result(group)
+
+  def _on_end(self) -> None:
+    # From any thread: one assignment, and `form` sets it again.
+    if self._membership.state is membership.State.RUNNING:
+      self._membership.state = membership.State.IDLE
+
+
+def _why(error: BaseException) -> str:
+  if isinstance(error, ConnectionRefusedError):
+    return 'nobody listens there'
+  if isinstance(error, ConnectionError):
+    return 'it closed the connection'
+  return str(error) or 'it does not answer'
+
+
+def _check_addresses(addresses: Mapping[int, str], task: int) -> None:
+  if task not in addresses:
+    raise errors.ClusterConfigError(
+      f'Task {task!r} is not one of {sorted(addresses)}. Pass the number of '
+      'this process in the cluster.'
+    )
+  seen: dict[str, int] = {}
+  for number, address in addresses.items():
+    connection_lib.split_address(address)
+    if address in seen:
+      raise errors.ClusterConfigError(
+        f'Tasks {seen[address]} and {number} have the same address {address}. '
+        'Give each its own port.'
+      )
+    seen[address] = number
+
+
+def _check_numbers(
+  addresses: Mapping[int, str], options: options_lib.GroupOptions
+) -> None:
+  if (options.min_workers or 1) > len(addresses):
+    raise errors.UnsupportedOptionError(
+      f'min_workers={options.min_workers} with {len(addresses)} addresses',
+      f'at most {len(addresses)}',
+      'lower it, or add addresses',
+    )
+
+
+def _check_secret(
+  addresses: Mapping[int, str], options: options_lib.GroupOptions
+) -> None:
+  if options.secret is not None or options.allow_unauthenticated:
+    return
+  for task, address in sorted(addresses.items()):
+    host, _ = connection_lib.split_address(address)
+    if not _is_loopback(host):
+      raise errors.UnsupportedOptionError(
+        f'the address {address} of task {task} without a secret',
+        'addresses of this host alone (127.0.0.1, ::1, localhost)',
+        'set TFS_SECRET (or TFS_SECRET_FILE) on all workers and use '
+        'GroupOptions.from_env(); or pass allow_unauthenticated=True where '
+        'the network keeps everybody else out',
+      )
+
+
+def _is_loopback(host: str) -> bool:
+  try:
+    return ipaddress.ip_address(host).is_loopback
+  except ValueError:
+    return host == 'localhost'

@@ -1,0 +1,230 @@
+"""`CentralStorageStrategy`: one copy of each variable for all replicas."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import tensorflow as tf
+
+from tf_strategies import _tf_internal, cross_device, errors
+from tf_strategies.cross_device import base as cross_device_base
+from tf_strategies.cross_device import statistics
+from tf_strategies.strategies.central_storage import variables
+from tf_strategies.strategies.mirrored import devices as devices_lib
+from tf_strategies.strategies.mirrored import extended as mirrored_extended
+from tf_strategies.strategies.mirrored import replica_run
+from tf_strategies.strategies.mirrored import strategy as mirrored_strategy
+
+
+class CentralStorageStrategy(
+  mirrored_strategy.ExactStrategy, tf.distribute.Strategy
+):
+  """Synchronous replicas that share one copy of each variable.
+
+  Variables and the optimizer's state are on the parameter device; replicas run
+  on the compute devices and read them from there. A step brings each replica's
+  gradient to the parameter device, once, where the optimizer updates each
+  variable, once. So N replicas hold one copy of the model and of the
+  optimizer's state instead of N, and the parameter device does all updates:
+  for models whose state does not fit beside the activations, or whose
+  optimizer is cheap. Variables travel to each compute device in each step, and
+  the parameter device's link carries all of it.
+
+  What it changes beside `tf.distribute.experimental.CentralStorageStrategy`,
+  whose metrics are wrong under Keras 3 and which fails on BatchNormalization,
+  EMA and loss scaling: metrics have a copy on each replica and are reduced when
+  they are read; moving statistics are the mean over replicas; and everything
+  that `RingMirroredStrategy` says of rows, clipping and accumulation.
+
+  Example:
+
+    >>> import tensorflow as tf
+    >>> strategy = CentralStorageStrategy(['CPU:0'], 'CPU:0')
+    >>> with strategy.scope():
+    ...   v = tf.Variable([1.0, 2.0])
+    >>> len(strategy.experimental_local_results(v))
+    1
+
+  Args:
+    compute_devices: names such as 'GPU:0'; None means all GPUs, or all logical
+      CPUs where there is no GPU.
+    parameter_device: where the variables are; None means the host's CPU, or the
+      GPU itself if there is one compute device and it is a GPU.
+    cross_device_ops: how values are reduced between devices; default
+      `NaiveAllReduce()`, which gathers and adds on the first device. Gradients
+      of a `tfs.keras.DistributedOptimizer` go to the parameter device only.
+
+  Raises:
+    UnsupportedOptionError: a device that is not there or listed twice, or a
+      `cross_device_ops` that is none; when a model is trained, an optimizer
+      option that is wrong without `tfs.keras.DistributedOptimizer`.
+  """
+
+  def __init__(
+    self,
+    compute_devices=None,
+    parameter_device: str | None = None,
+    cross_device_ops: tf.distribute.CrossDeviceOps | None = None,
+  ):
+    if cross_device_ops is None:
+      cross_device_ops = cross_device.NaiveAllReduce()
+    mirrored_strategy.check_cross_device_ops(cross_device_ops)
+    devices = devices_lib.resolve_devices(compute_devices)
+    # The base class numbers its collectives from here.
+    self._collective_key_base = mirrored_extended.new_collective_key_base()
+    super().__init__(
+      CentralStorageExtended(
+        self,
+        devices,
+        _resolve_parameter_device(parameter_device, devices),
+        cross_device_ops,
+      )
+    )
+
+  @property
+  def parameter_device(self) -> str:
+    """The full name of the device with the variables."""
+    return self.extended.parameter_devices[0]
+
+  def communication_report(self) -> dict[str, object]:
+    """What was communicated so far, counted by the graph as it ran.
+
+    Returns:
+      `cross_device_ops` (its class) and `calls` of each kind; `reduce_bytes_in`,
+      bytes of gradients and other values that came to each device;
+      `read_bytes_in`, bytes of variables that each compute device read from
+      another one, each variable once a step.
+    """
+    report = super().communication_report()
+    return {**report, 'read_bytes_in': self.extended.read_bytes_in()}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Placement:
+  """What TensorFlow's creator of mirrored variables asks for their devices."""
+
+  _devices: tuple[str, ...]
+
+
+class CentralStorageExtended(mirrored_extended.ExactMirroredExtended):
+  """The exact mirrored implementation, with one copy of each variable.
+
+  Args:
+    container_strategy: the strategy that this implements.
+    devices: full names of the compute devices, one a replica.
+    parameter_device: full name of the device with the variables.
+    cross_device_ops: what every reduction, broadcast and gather goes through.
+  """
+
+  def __init__(
+    self, container_strategy, devices, parameter_device, cross_device_ops
+  ):
+    super().__init__(container_strategy, devices, cross_device_ops)
+    self._parameter_device = parameter_device
+    self._reads = statistics.CallStatistics('read')
+
+  @property
+  def parameter_devices(self):
+    """The device with the variables, as a tuple of one."""
+    return (self._parameter_device,)
+
+  def read_bytes_in(self) -> dict[str, int]:
+    """Bytes of variables that came to each compute device."""
+    return self._reads.bytes_in()
+
+  # What tfs.keras.DistributedOptimizer asks of a strategy.
+
+  def reduce_and_apply(self, gradients, apply) -> None:
+    """Adds up the replicas' gradients on the parameter device, and applies.
+
+    Called in replica context. `apply` runs once, for all replicas: each would
+    update the same variables.
+
+    Args:
+      gradients: this replica's, dense or sparse.
+      apply: takes the sums, in the order of `gradients`.
+    """
+
+    def merge(strategy, gradients):
+      reduced = strategy.extended.batch_reduce_to(
+        tf.distribute.ReduceOp.SUM,
+        [(g, self._parameter_device) for g in gradients],
+      )
+      with (
+        tf.distribute.ReplicaContext(strategy, 0),
+        tf.device(self._parameter_device),
+      ):
+        apply(reduced)
+
+    tf.distribute.get_replica_context().merge_call(merge, args=(gradients,))
+
+  # Where code runs.
+
+  def _call_in_run(self, run, fn, args, kwargs):
+    outputs = super()._call_in_run(run, fn, args, kwargs)
+    if replica_run.current() is None:  # Else the run around it counts.
+      self._record_reads(run)
+    return outputs
+
+  def _record_reads(self, run):
+    received = [
+      sum(map(cross_device_base.bytes_of, run.reads_of(replica_id)))
+      if device != self._parameter_device
+      else 0
+      for replica_id, device in enumerate(self._devices)
+    ]
+    if any(received):
+      self._reads.record(self._devices, received)
+
+  def _all_reduce_in_branch(self, reduce_op, value, options):
+    """Refused: the branches share variables, and would wait for each other.
+
+    TensorFlow runs ops that use one variable one after the other; a branch
+    that waits inside for the next one would wait for ever.
+    """
+    del reduce_op, value, options
+    raise errors.UnsupportedOptionError(
+      f'synchronisation inside a tf.cond under '
+      f'{type(self._container_strategy()).__name__} (Keras does that for '
+      'gradient_accumulation_steps)',
+      'synchronisation outside of it, since replicas share their variables',
+      'wrap the optimizer: tfs.keras.DistributedOptimizer(optimizer)',
+    )
+
+  # How values are reduced.
+
+  def _reduce_to(self, reduce_op, value, destinations, options):
+    def per_replica(leaf):
+      if not isinstance(leaf, variables.CentralVariable):
+        return leaf
+      return _tf_internal.Mirrored([leaf.values[0].read_value()] * n)
+
+    n = self._num_replicas_in_sync
+    value = tf.nest.map_structure(per_replica, value)
+    return super()._reduce_to(reduce_op, value, destinations, options)
+
+  # How variables are created.
+
+  def _creation_policy(self, kwargs, is_slot):
+    kwargs = variables.creation_policy(kwargs, is_slot)
+    if is_slot and not hasattr(kwargs['colocate_with'], '_devices'):
+      return kwargs  # Beside something on a device of its own.
+    central = _Placement((self._parameter_device,))
+    has_copies = variables.has_copies(kwargs)
+    return {**kwargs, 'colocate_with': None if has_copies else central}
+
+  def _rewrap(self, variable):
+    return variables.rewrap(variable)
+
+
+def _resolve_parameter_device(device: str | None, compute_devices) -> str:
+  if device is not None and not isinstance(device, str):
+    raise errors.UnsupportedOptionError(
+      f'parameter_device={device!r}',
+      "the name of one device, such as 'CPU:0'",
+      'leave it out to use the CPU of the host',
+    )
+  if device is None:
+    only_gpu = len(compute_devices) == 1 and 'GPU' in compute_devices[0]
+    device = compute_devices[0] if only_gpu else 'CPU:0'
+  return devices_lib.resolve_devices([device])[0]

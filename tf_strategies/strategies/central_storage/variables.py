@@ -1,0 +1,105 @@
+"""Variables with one copy, on the parameter device, for all replicas.
+
+All replicas read the same variable, so whoever writes must not write once a
+replica, and no replica may write before another has read. Both hold where
+replicas meet in a merge call, which is what these classes and
+`creation_policy` bring about.
+"""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from tf_strategies import errors
+from tf_strategies.strategies.mirrored import replica_run
+from tf_strategies.strategies.mirrored import variables as mirrored_variables
+
+_ON_FIRST = tf.VariableAggregation.ONLY_FIRST_REPLICA
+
+
+class CentralVariable(mirrored_variables.MirroredVariable):
+  """A "mirrored" variable of which there is one copy for all replicas."""
+
+  def _get_replica(self, replica_id):
+    del replica_id
+    replica_run.note_read(self)
+    return self._values[0]
+
+  @property
+  def handle(self):
+    """The handle of the one copy, the same in every replica."""
+    return self._values[0].handle
+
+  def _update_replica(self, update_fn, value, **kwargs):
+    extended = self.distribute_strategy.extended
+    if extended._use_merge_call():
+      return super()._update_replica(update_fn, value, **kwargs)
+    if replica_run.are_gradients_reduced():
+      return update_fn(self._values[0], value, **kwargs)
+    return self._update_in_branch(update_fn, value, **kwargs)
+
+  def _update_in_branch(self, update_fn, value, **kwargs):
+    """Writes in a `tf.cond` of one replica: the first writes, for all."""
+    if self.aggregation != _ON_FIRST:
+      raise errors.UnsupportedOptionError(
+        f'an update of {self.name!r} inside a tf.cond of a replica under '
+        f'{type(self.distribute_strategy).__name__}, with {self.aggregation}',
+        'ONLY_FIRST_REPLICA there, since replicas cannot meet in a branch',
+        'update it outside of the tf.cond, or create it with '
+        'aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA',
+      )
+    if replica_run.current_replica_id() != 0:
+      return self._values[0]
+    return update_fn(self._values[0], value, **kwargs)
+
+
+def rewrap(variable):
+  """Returns TensorFlow's distributed variable as one of ours.
+
+  Args:
+    variable: as the creator returned it. What is mirrored and is not the state
+      of a seed generator has one copy.
+  """
+  variable = mirrored_variables.rewrap(variable)
+  if type(variable) is not mirrored_variables.MirroredVariable:
+    return variable
+  return CentralVariable(
+    variable.distribute_strategy, variable.values, variable.aggregation
+  )
+
+
+def has_copies(kwargs: dict) -> bool:
+  """Whether each replica needs a copy of its own of a variable to be created.
+
+  Metrics do, and whatever else is reduced when it is read; so does the state
+  of a seed generator, from which each replica draws other numbers.
+  """
+  return kwargs.get(
+    'synchronization'
+  ) == tf.VariableSynchronization.ON_READ or mirrored_variables.is_seed_state(
+    kwargs.get('name'), kwargs.get('dtype')
+  )
+
+
+def creation_policy(kwargs: dict, is_slot: bool) -> dict:
+  """Returns a variable creator's arguments with the right aggregation.
+
+  Beside what `mirrored_variables.creation_policy` says: whatever is left without an
+  aggregation would be written once a replica. Replicas write the same (a
+  counter), so the first one's value is taken when all have come to the write.
+  The scale of a `LossScaleOptimizer` is written in a `tf.cond`, where no mean
+  can be formed, and is the same everywhere as well.
+
+  Args:
+    kwargs: arguments of the variable creator.
+    is_slot: whether an optimizer creates it beside a model variable.
+  """
+  if (kwargs.get('name') or '').endswith('dynamic_scale'):
+    return {**kwargs, 'aggregation': _ON_FIRST}
+  kwargs = mirrored_variables.creation_policy(kwargs, is_slot)
+  if has_copies(kwargs) or kwargs.get('aggregation') not in (
+    None,
+    tf.VariableAggregation.NONE,
+  ):
+    return kwargs
+  return {**kwargs, 'aggregation': _ON_FIRST}

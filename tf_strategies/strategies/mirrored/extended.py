@@ -1,0 +1,353 @@
+"""What strategies of ours change in TensorFlow's mirrored implementation.
+
+`tf.distribute.MirroredStrategy` delegates to an "extended" object. This one
+routes every reduction through the strategy's own cross-device op, knows the
+rows of each replica while a step runs, and lets Keras 3 synchronise inside
+control flow.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import weakref
+
+import numpy as np
+import tensorflow as tf
+from absl import logging
+
+from tf_strategies import _tf_internal, errors
+from tf_strategies.cross_device import statistics
+from tf_strategies.keras import optimizer_checks
+from tf_strategies.strategies.mirrored import (
+  empty_replicas,
+  host_input,
+  replica_run,
+  variables,
+)
+
+# TensorFlow's own strategies count from 0.
+_collective_key_bases = itertools.count(1_000_000, 1_000)
+
+
+def new_collective_key_base() -> int:
+  """Where a strategy may number its collectives from.
+
+  Every strategy of a process needs a range of its own, or they meet in each
+  other's collectives.
+  """
+  return next(_collective_key_bases)
+
+
+class ExactMirroredExtended(_tf_internal.MirroredExtended):
+  """TensorFlow's mirrored implementation, exact for every Keras option.
+
+  Args:
+    container_strategy: the strategy that this implements.
+    devices: full names of the devices, one a replica.
+    cross_device_ops: what every reduction, broadcast and gather goes through.
+  """
+
+  def __init__(self, container_strategy, devices, cross_device_ops):
+    super().__init__(
+      container_strategy, devices=devices, cross_device_ops=cross_device_ops
+    )
+    self._functions = weakref.WeakKeyDictionary()
+    self._in_control_flow = statistics.CallStatistics('all_reduce')
+    self._warned_uneven = False
+
+  @property
+  def cross_device_ops(self):
+    """The op that every reduction goes through."""
+    return self._cross_device_ops
+
+  @property
+  def all_reduces_in_control_flow(self) -> int:
+    """How many all-reduces TensorFlow's collectives did inside a branch."""
+    return self._in_control_flow.calls
+
+  # What tfs.keras.DistributedOptimizer asks of a strategy.
+
+  def gradients_reduced(self, gradients=()):
+    """Context in which an optimizer's own reductions do nothing.
+
+    Args:
+      gradients: the reduced ones, where there are any yet.
+    """
+    del gradients
+    return replica_run.gradients_reduced()
+
+  def row_weight(self) -> tf.Tensor | None:
+    """N * n_i / sum(n) for this replica's n_i rows; None if all have as many.
+
+    Exactly 1.0 whenever the batch turns out to be even.
+    """
+    run = replica_run.current()
+    if run is None or run.is_even is True:
+      return None
+    return run.weight(replica_run.current_replica_id())
+
+  # Where code runs.
+
+  def _use_merge_call(self):
+    if (
+      replica_run.are_gradients_reduced() or replica_run.in_branch_of_replica()
+    ):
+      return False
+    return super()._use_merge_call()
+
+  def _call_for_each_replica(self, fn, args, kwargs):
+    if isinstance(fn, _tf_internal.Function):
+      return self._call_function(fn, args, kwargs)
+    if replica_run.current() is not None:
+      return self._call_nested(fn, args, kwargs)
+    function = _tf_internal.unwrap(fn)
+    if self._num_replicas_in_sync > 1:
+      optimizer_checks.check_model(
+        function, type(self._container_strategy()).__name__
+      )
+    run = self._make_run(
+      (args, kwargs), optimizer_checks.is_keras_step(function)
+    )
+    args, kwargs = empty_replicas.fill(run, (args, kwargs), self._devices)
+    outputs = self._call_in_run(run, fn, args, kwargs)
+    empty_replicas.check_allowed(run)
+    return self._trim(run, outputs)
+
+  def _trim(self, run, outputs):
+    return empty_replicas.trim(run, outputs, self._devices)
+
+  def _make_run(self, args, is_keras_step):
+    return replica_run.ReplicaRun.of(args, len(self._devices), is_keras_step)
+
+  def _call_function(self, function, args, kwargs):
+    """Runs a `tf.function`: the rows are read inside it, not baked in."""
+    if _tf_internal.is_compiled(function) and all(
+      'gpu' in device.lower() for device in self._devices
+    ):
+      # XLA compiles one device's program: each replica runs its own.
+      return _tf_internal.call_for_each_replica(
+        self._container_strategy(), function, args, kwargs
+      )
+    if function not in self._functions:
+      # Not `function` itself, which the closure would keep alive for ever.
+      python_function = function.python_function
+
+      def call(*args, **kwargs):
+        return self._call_for_each_replica(python_function, args, kwargs)
+
+      self._functions[function] = _tf_internal.clone_function(function, call)
+    return self._functions[function](*args, **kwargs)
+
+  def _call_nested(self, fn, args, kwargs):
+    """Runs `fn` inside a merge call of a run: its rows are that run's."""
+    run = replica_run.current()
+    outputs = self._call_in_run(run, fn, args, kwargs)
+    if optimizer_checks.is_check_finite(_tf_internal.unwrap(fn)):
+      return self._agree_on_finite(run, outputs)
+    return outputs
+
+  def _call_in_run(self, run, fn, args, kwargs):
+    if not tf.executing_eagerly():
+      fn = _tf_internal.autograph_convert(fn)
+
+    @tf.autograph.experimental.do_not_convert
+    def call_replica(*args, **kwargs):
+      # A replica is a thread of its own, which has to be told its run.
+      with replica_run.active(run):
+        return fn(*args, **kwargs)
+
+    with replica_run.active(run):
+      return _tf_internal.call_for_each_replica(
+        self._container_strategy(), call_replica, args, kwargs
+      )
+
+  def _agree_on_finite(self, run, finite):
+    """One answer for all: loss scaling reads the first replica's."""
+    if not isinstance(finite, tf.distribute.DistributedValues):
+      return finite
+    answers = [
+      run.select(
+        i, functools.partial(tf.identity, v), lambda: tf.constant(True)
+      )
+      for i, v in enumerate(finite.values)
+    ]
+    return tf.reduce_all(tf.stack(answers))
+
+  def _experimental_distribute_dataset(self, dataset, options):
+    is_plain = isinstance(dataset, tf.data.Dataset) and options is None
+    if is_plain and len(self._devices) > 1 and self._is_on_host():
+      return host_input.distribute(dataset, len(self._devices))
+    return super()._experimental_distribute_dataset(dataset, options)
+
+  def _is_on_host(self) -> bool:
+    return all('cpu' in device.lower() for device in self._devices)
+
+  # How values are reduced.
+
+  def _get_cross_device_ops(self, value):
+    if super()._use_merge_call():
+      return self._cross_device_ops
+    # XLA compiles one device's program: only its own collectives cross it.
+    return super()._get_cross_device_ops(value)
+
+  def _reduce_to(self, reduce_op, value, destinations, options):
+    is_mean = reduce_op == tf.distribute.ReduceOp.MEAN
+    if is_mean and _tf_internal.is_mirrored(value):
+      return value
+
+    def reduce_one(value):
+      if not isinstance(value, tf.distribute.DistributedValues):
+        return _tf_internal.reduce_non_distributed_value(
+          reduce_op, value, destinations, self._num_replicas_in_sync
+        )
+      return self._reduce_batch(reduce_op, [(value, destinations)], options)[0]
+
+    return tf.nest.map_structure(reduce_one, value)
+
+  def _batch_reduce_to(self, reduce_op, value_destination_pairs, options):
+    return self._reduce_batch(reduce_op, value_destination_pairs, options)
+
+  def _reduce_batch(self, reduce_op, pairs, options):
+    """Reduces values, of which replicas without rows contribute nothing."""
+    run = replica_run.current()
+    values = [value for value, _ in pairs]
+    masked = empty_replicas.mask(run, values, self._devices)
+    if masked is values:
+      return self._batch_reduce(reduce_op, pairs, options)
+    # A destination that is the value itself stands for the value's devices.
+    pairs = [
+      (new, new if destination is old else destination)
+      for new, (old, destination) in zip(masked, pairs, strict=True)
+    ]
+    if reduce_op == tf.distribute.ReduceOp.SUM:
+      return self._batch_reduce(reduce_op, pairs, options)
+    sums = self._batch_reduce(tf.distribute.ReduceOp.SUM, pairs, options)
+    count = run.num_with_rows()
+    return [empty_replicas.divide(total, count) for total in sums]
+
+  def _batch_reduce(self, reduce_op, pairs, options):
+    cross_device_ops = self._get_cross_device_ops(pairs[0][0])
+    return cross_device_ops.batch_reduce(
+      reduce_op, pairs, options=self._communication_options.merge(options)
+    )
+
+  def _gather_to_implementation(self, value, destinations, axis, options):
+    if not isinstance(value, tf.distribute.DistributedValues):
+      return value
+    run = replica_run.current()
+    if run is not None and run.has_rows is not None:
+      value = empty_replicas.drop_rows(run, value, axis, self._devices)
+      destinations = value if len(self._devices) > 1 else destinations
+    return self._get_cross_device_ops(value)._gather(  # pylint: disable=protected-access
+      value,
+      destinations=destinations,
+      axis=axis,
+      options=self._communication_options.merge(options),
+    )
+
+  def _replica_ctx_all_reduce(self, reduce_op, value, options=None):
+    if replica_run.are_gradients_reduced():
+      return value
+    if not replica_run.in_branch_of_replica():
+      return super()._replica_ctx_all_reduce(reduce_op, value, options)
+    return self._all_reduce_in_branch(reduce_op, value, options)
+
+  def _all_reduce_in_branch(self, reduce_op, value, options):
+    """All-reduces inside a `tf.cond` of one replica, by TF's collectives.
+
+    Every replica builds a branch of its own and sees no other's tensors; only
+    ops that meet at run time can cross. All replicas must take the branch.
+    """
+    all_reduce = getattr(self._collective_ops, '_all_reduce', None)
+    if all_reduce is None:
+      raise errors.UnsupportedOptionError(
+        f'synchronisation inside a tf.cond on devices {list(self._devices)}',
+        'devices of one type there',
+        'use only GPUs or only CPUs, or synchronise outside of the tf.cond',
+      )
+    run = replica_run.current()
+    replica_id = replica_run.current_replica_id()
+    options = self._communication_options.merge(options)
+    tensors = tf.nest.flatten(value)
+    if replica_id == 0:
+      self._in_control_flow.record(self._devices, [0] * len(self._devices))
+    if run is None or run.has_rows is None:
+      return tf.nest.pack_sequence_as(
+        value, all_reduce(reduce_op, tensors, replica_id, options)
+      )
+    tensors = empty_replicas.mask_tensors(run, replica_id, tensors)
+    reduced = all_reduce(
+      tf.distribute.ReduceOp.SUM, tensors, replica_id, options
+    )
+    if reduce_op == tf.distribute.ReduceOp.MEAN:
+      count = run.num_with_rows()
+      reduced = [empty_replicas.divide(t, count) for t in reduced]
+    return tf.nest.pack_sequence_as(value, reduced)
+
+  # How variables are created and updated.
+
+  def _create_variable(self, next_creator, **kwargs):
+    is_slot = kwargs.get('colocate_with') is not None
+    kwargs = self._creation_policy(kwargs, is_slot)
+    return self._rewrap(super()._create_variable(next_creator, **kwargs))
+
+  def _creation_policy(self, kwargs, is_slot):
+    return variables.creation_policy(kwargs, is_slot)
+
+  def _rewrap(self, variable):
+    return variables.rewrap(variable)
+
+  def _update(self, var, fn, args, kwargs, group):
+    self._check_update(fn)
+    return super()._update(var, fn, args, kwargs, group)
+
+  def _replica_ctx_update(self, var, fn, args, kwargs, group):
+    if not replica_run.are_gradients_reduced():
+      self._check_update(fn)
+    return super()._replica_ctx_update(var, fn, args, kwargs, group)
+
+  def _check_update(self, fn):
+    """Refuses an optimizer that would be wrong; warns of uneven batches."""
+    optimizer = optimizer_checks.optimizer_of(fn)
+    if optimizer is None or self._num_replicas_in_sync == 1:
+      return
+    optimizer_checks.check_without_wrapper(
+      optimizer, type(self._container_strategy()).__name__
+    )
+    run = replica_run.current()
+    if run is not None:
+      run.needs_rows_everywhere = (
+        run.needs_rows_everywhere
+        or optimizer_checks.needs_rows_everywhere(optimizer)
+      )
+    self._warn_if_uneven()
+
+  def _warn_if_uneven(self):
+    """Warns once, when a batch with uneven replicas really comes."""
+    run = replica_run.current()
+    if run is None or run.is_even is True or run.warning_is_built:
+      return
+    run.warning_is_built = True
+    if run.is_even is False:
+      self._warn_uneven()
+    elif not _tf_internal.in_xla_context():
+      tf.cond(
+        run.is_even,
+        lambda: tf.constant(0, tf.int64),
+        lambda: tf.numpy_function(
+          self._warn_uneven, [], tf.int64, stateful=True
+        ),
+      )
+
+  def _warn_uneven(self):
+    if not self._warned_uneven:
+      self._warned_uneven = True
+      logging.warning(
+        'A batch gave the replicas different numbers of rows. The mean loss of '
+        'each replica then counts the same, however few rows it has, which is '
+        'not what one device computes. Wrap the optimizer: '
+        'tfs.keras.DistributedOptimizer(optimizer), or drop the remainder of '
+        'the last batch.'
+      )
+    return np.int64(0)

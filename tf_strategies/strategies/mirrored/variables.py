@@ -1,0 +1,168 @@
+"""Distributed variables that stay right under Keras 3.
+
+Keras 3 creates most of its state with aggregation NONE, which under a mirrored
+strategy means that each replica writes its own copy and only the first is
+saved. These classes and `creation_policy` say what each kind of state needs.
+"""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from tf_strategies import _tf_internal
+from tf_strategies.strategies.mirrored import replica_run
+
+
+class MirroredVariable(_tf_internal.MirroredVariable):
+  """A mirrored variable that control flow may update.
+
+  With aggregation ONLY_FIRST_REPLICA, TensorFlow broadcasts the first
+  replica's value in a merge call, which no branch of a `tf.cond` can do. What
+  is written there (Keras writes the step counter so) is equal on every replica:
+  each writes its own copy.
+  """
+
+  def _update_replica(self, update_fn, value, **kwargs):
+    first_only = tf.VariableAggregation.ONLY_FIRST_REPLICA
+    extended = self.distribute_strategy.extended
+    if self.aggregation == first_only and not extended._use_merge_call():
+      return update_fn(self._get_on_device_or_primary(), value, **kwargs)
+    return super()._update_replica(update_fn, value, **kwargs)
+
+
+class SeedVariable(MirroredVariable):
+  """The state of a Keras seed generator: other random numbers per replica.
+
+  All copies hold the same state, so that one is saved and all stay in step. A
+  replica reads it with its number added to the seed, and takes the number off
+  again when it writes the next state. Replica 0 draws what one device draws.
+  """
+
+  # Any odd number; layers' seeds are random, so that sums do not meet.
+  _STRIDE = 0x9E3779B1
+
+  def _get(self):
+    state, offset = super()._get(), self._offset()
+    return state if offset is None else state.read_value() + offset
+
+  def _get_as_operand(self):
+    return self._get()
+
+  def value(self):
+    """The state, with the number of the replica that asks."""
+    state, offset = super().value(), self._offset()
+    return state if offset is None else state + offset
+
+  def assign(self, value, use_locking=False, name=None, read_value=True):
+    """Sets the state that follows what this replica has read."""
+    offset = self._offset()
+    if offset is not None:
+      value = tf.convert_to_tensor(value, self.dtype) - offset
+    return super().assign(value, use_locking, name, read_value)
+
+  def _offset(self):
+    """What this replica adds to the seed; None for the first, and for none."""
+    context = tf.distribute.get_replica_context()
+    replica_id = replica_run.current_replica_id()
+    if context is None or replica_id is None:
+      return None
+    extended = self.distribute_strategy.extended
+    number = extended._get_replica_id_in_sync_group(replica_id)
+    if number == 0:
+      return None
+    return tf.constant([number * self._STRIDE, 0], self.dtype)
+
+
+class SyncOnReadVariable(_tf_internal.SyncOnReadVariable):
+  """A variable with a value of its own on each replica, reduced when read.
+
+  A replica without rows computes on a stand-in row; what it would add to a
+  metric is left out.
+  """
+
+  def _update_replica(self, update_fn, value, **kwargs):
+    run = replica_run.current()
+    replica_id = replica_run.current_replica_id()
+    if run is None or run.has_rows is None or replica_id is None:
+      return super()._update_replica(update_fn, value, **kwargs)
+    local = self._get_on_device_or_primary()
+
+    def update():
+      update_fn(local, value, **kwargs)
+      return tf.constant(True)
+
+    run.select(replica_id, update, lambda: tf.constant(False))
+    return local
+
+
+def rewrap(variable):
+  """Returns TensorFlow's distributed variable as one of the classes here.
+
+  Both hold the same component variables; the components point to the wrapper
+  that was made last.
+  """
+  for stock, ours in (
+    (_tf_internal.MirroredVariable, MirroredVariable),
+    (_tf_internal.SyncOnReadVariable, SyncOnReadVariable),
+  ):
+    if type(variable) is stock:
+      if is_seed_state(variable.name, variable.dtype):
+        ours = SeedVariable
+      return ours(
+        variable.distribute_strategy, variable.values, variable.aggregation
+      )
+  return variable
+
+
+def is_seed_state(name: str | None, dtype) -> bool:
+  """Whether that is a variable with the state of a Keras seed generator."""
+  return 'seed_generator_state' in (name or '') and dtype == tf.int64
+
+
+def creation_policy(kwargs: dict, is_slot: bool) -> dict:
+  """Returns a variable creator's arguments with the right aggregation.
+
+  Keras 3 asks for no aggregation, with which each replica keeps its own value
+  and the first replica's is saved. That is right for optimizer slots, which
+  get equal updates everywhere, and wrong for two kinds of state:
+
+  * What layers compute from their rows (the moving statistics of
+    BatchNormalization) must be one value: the mean over replicas.
+  * A gradient accumulator, unless gradients are reduced before they reach it,
+    holds one replica's part: it is summed when it is read or saved.
+
+  Args:
+    kwargs: arguments of the variable creator.
+    is_slot: whether an optimizer creates it beside a model variable.
+
+  Returns:
+    `kwargs`, or a copy with another aggregation.
+  """
+  if not _is_unaggregated_float(kwargs):
+    return kwargs
+  if not is_slot:
+    return {**kwargs, 'aggregation': tf.VariableAggregation.MEAN}
+  is_accumulator = 'gradient_accumulator' in (kwargs.get('name') or '')
+  if is_accumulator and not replica_run.are_gradients_reduced():
+    return {
+      **kwargs,
+      'aggregation': tf.VariableAggregation.SUM,
+      'synchronization': tf.VariableSynchronization.ON_READ,
+    }
+  return kwargs
+
+
+def _is_unaggregated_float(kwargs: dict) -> bool:
+  writes = (
+    None,
+    tf.VariableSynchronization.AUTO,
+    tf.VariableSynchronization.ON_WRITE,
+  )
+  dtype = kwargs.get('dtype')
+  return (
+    kwargs.get('trainable') is False
+    and kwargs.get('aggregation') in (None, tf.VariableAggregation.NONE)
+    and kwargs.get('synchronization') in writes
+    and dtype is not None
+    and tf.as_dtype(dtype).is_floating
+  )

@@ -1,0 +1,222 @@
+"""Workers that are linked by a process group of ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tf_strategies import errors, process_group
+from tf_strategies.strategies.multi_worker import buckets as buckets_lib
+from tf_strategies.strategies.multi_worker import collective_queue, communicator
+
+# A message costs about as much as copying so many bytes into a bucket.
+_ALONE_BYTES = 1 << 20
+# How many of a bucket's tensors a timeline spells out.
+_NAMED = 6
+
+
+class ProcessGroupCommunicator(communicator.Communicator):
+  """Local devices are reduced in the graph, workers by host calls.
+
+  Args:
+    group: the process group.
+    local_reduce: sums columns of tensors, one column a local device, to one
+      list on the host.
+    local_all_reduce: sums the tensors of a local replica with those of the
+      others, inside a branch of its graph.
+    bucket_bytes: the most that a bucket of small tensors holds.
+    compression: 'none', or the 16-bit type in which float32 travels.
+  """
+
+  def __init__(
+    self,
+    group: process_group.ProcessGroup,
+    local_reduce,
+    local_all_reduce,
+    bucket_bytes: int,
+    compression: str = 'none',
+  ):
+    self._ring = collective_queue.CollectiveQueue(group)
+    self._local_reduce = local_reduce
+    self._local_all_reduce = local_all_reduce
+    self._bucket_bytes = bucket_bytes
+    self._compression = compression
+
+  @property
+  def group(self) -> process_group.ProcessGroup:
+    """The process group that links the workers now."""
+    return self._ring.group
+
+  @property
+  def rank(self) -> int:
+    """See base class."""
+    return self.group.rank
+
+  @property
+  def world_size(self) -> int:
+    """See base class."""
+    return self.group.world_size
+
+  def reset(self, group: process_group.ProcessGroup) -> None:
+    """Goes on with another group; graphs that know 1/N are stale then."""
+    self._ring.reset(group)
+
+  def all_reduce(self, columns, name):
+    """See base class; float32 travels in 16 bits if compression says so."""
+    tensors = columns[0] if len(columns) == 1 else self._local_reduce(columns)
+    summed = self._all_reduce_host(tensors, 'all_reduce', name)
+    return [summed] * len(columns)
+
+  def all_reduce_replica(self, tensors, replica_id, options):
+    """See base class: through TensorFlow's collectives between local ones."""
+    several = self._local_all_reduce is not None
+    if several:
+      tensors = self._local_all_reduce(tensors, replica_id, options)
+    if replica_id == 0:
+      tensors = self._all_reduce_host(
+        tensors, 'all_reduce_in_control_flow', 'branch'
+      )
+    else:
+      # The ring is called once a worker; this replica's share is in it.
+      tensors = [tf.zeros_like(t) for t in tensors]
+    if several:
+      tensors = self._local_all_reduce(tensors, replica_id, options)
+    return tensors
+
+  def _all_reduce_host(self, tensors, kind, name):
+    with tf.device('CPU:0'):
+      encoded = [_encode(t, self._compression) for t in tensors]
+      packed = buckets_lib.pack(
+        [e.tensor for e in encoded],
+        [f'{e.tensor.dtype.name} {e.wire}' for e in encoded],
+        self._bucket_bytes,
+        _ALONE_BYTES,
+      )
+      wires = [encoded[members[0]].wire for members in packed.members]
+
+      def reduce(group, index, array):
+        return group.all_reduce(
+          array, name=f'{name}/bucket_{index}', wire=wires[index]
+        )
+
+      contents = [_names(tensors, members) for members in packed.members]
+      summed = packed.unpack(
+        self._ring.call_all(kind, reduce, packed.buckets, contents)
+      )
+      return [e.decode(t) for e, t in zip(encoded, summed, strict=True)]
+
+  def combine(self, tensor, op, name, is_report=False):
+    """See base class."""
+
+    def reduce(group, array):
+      try:
+        flat = group.all_reduce(np.ravel(array), op=op, name=name)
+      except errors.Error:
+        if not is_report:
+          raise
+        return array
+      return np.reshape(flat, array.shape)
+
+    with tf.device('CPU:0'):
+      return self._ring.call(f'combine_{op}', reduce, tensor, tensor.shape)
+
+  def all_gather(self, tensor, name):
+    """See base class."""
+
+    def gather(group, array):
+      return np.concatenate(group.all_gather(array, name=name))
+
+    shape = tf.TensorShape([None]).concatenate(tensor.shape[1:])
+    with tf.device('CPU:0'):
+      encoded = _encode(tensor, 'none')
+      return encoded.decode(
+        self._ring.call('all_gather', gather, encoded.tensor, shape)
+      )
+
+  def broadcast(self, tensor, root, name):
+    """See base class."""
+
+    def send(group, array):
+      flat = np.ravel(array)
+      return np.reshape(group.broadcast(flat, root, name=name), array.shape)
+
+    with tf.device('CPU:0'):
+      encoded = _encode(tensor, 'none')
+      return encoded.decode(
+        self._ring.call('broadcast', send, encoded.tensor, tensor.shape)
+      )
+
+  def exchange(self, tag, payload):
+    """See base class."""
+    return self.group.exchange(tag, payload)
+
+  def agree(self, value: Any, what: str) -> Any:
+    """See base class."""
+    return self.group.agree(value, what=what)
+
+  def report(self):
+    """See base class: `link`, `world_size`, `calls`, `bytes_sent`."""
+    return {
+      'link': self.group.name,
+      'rank': self.rank,
+      'world_size': self.world_size,
+      'generation': self.group.generation,
+      'calls': dict(self._ring.calls),
+      'bytes_sent': self.group.bytes_sent,
+    }
+
+  def close(self):
+    """See base class."""
+    self.group.close()
+    self._ring.close()
+
+
+def _names(tensors, members) -> str:
+  """What a bucket holds, as the graph calls it."""
+  if tf.executing_eagerly():
+    return ''
+  names = [_source(tensors[i].op).name for i in members[:_NAMED]]
+  more = len(members) - _NAMED
+  return ', '.join(names) + (f' and {more} more' if more > 0 else '')
+
+
+def _source(op):
+  """The op that computes what identities and casts hand on."""
+  while op.type in ('Identity', 'Cast', 'Reshape'):
+    op = op.inputs[0].op
+  return op
+
+
+class _Encoded:
+  """A tensor as it travels: NumPy has no bfloat16, and 16 bits may be asked."""
+
+  def __init__(self, tensor, wire, dtype):
+    self.tensor = tensor
+    self.wire = wire
+    self._dtype = dtype
+
+  def decode(self, tensor: tf.Tensor) -> tf.Tensor:
+    """Returns what came back in the dtype that was sent."""
+    if self.wire != 'none':
+      tensor = tf.bitcast(tensor, tf.as_dtype(self.wire))
+    if tensor.dtype != self._dtype:
+      tensor = tf.cast(tensor, self._dtype)
+    return tensor
+
+
+def _encode(tensor: tf.Tensor, compression: str) -> _Encoded:
+  dtype = tensor.dtype
+  if dtype == tf.bool:
+    return _Encoded(tf.cast(tensor, tf.uint8), 'none', dtype)
+  wire = 'none'
+  if dtype in (tf.bfloat16, tf.float16):
+    # The sum of 16-bit floats is made in float32 and rounded once.
+    wire = dtype.name
+  elif dtype == tf.float32 and compression != 'none':
+    wire = compression
+    tensor = tf.cast(tensor, tf.as_dtype(wire))
+  if wire != 'none':
+    tensor = tf.bitcast(tensor, tf.uint16)
+  return _Encoded(tensor, wire, dtype)

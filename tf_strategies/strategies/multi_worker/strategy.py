@@ -1,0 +1,128 @@
+"""What both multi-worker strategies are, whatever links their workers."""
+
+from __future__ import annotations
+
+import json
+import secrets
+
+import tensorflow as tf
+from absl import logging
+
+from tf_strategies import _tf_internal, errors
+from tf_strategies import cluster as cluster_lib
+from tf_strategies.strategies.mirrored import counted_batch
+
+# The random seed that a strategy, not the user, gave to this process.
+_agreed: dict[str, int] = {}
+
+
+class MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
+  """Replicas on several workers, each of which runs the same program.
+
+  It is a `tf.distribute.MultiWorkerMirroredStrategy` so that Keras averages its
+  logs over workers and gathers what `predict` returns.
+  """
+
+  @property
+  def cluster_resolver(self):
+    """None: the cluster is described by a `ClusterConfig`."""
+    return None
+
+  @property
+  def rank(self) -> int:
+    """This worker's place among the workers; the chief has 0."""
+    return self.extended.communicator.rank
+
+  @property
+  def num_workers(self) -> int:
+    """Number of workers that train now."""
+    return self.extended.communicator.world_size
+
+  @property
+  def is_chief(self) -> bool:
+    """Whether this worker writes checkpoints and logs."""
+    return self.rank == 0
+
+  def communication_report(self) -> dict[str, object]:
+    """What was communicated so far: `calls` by kind, the link, the world."""
+    return self.extended.communicator.report()
+
+  def reduce(self, reduce_op, value, axis):
+    """Reduces `value` across all replicas; `tf.distribute.Strategy.reduce`.
+
+    Keras does two things with it that need care: it takes the mean of the first
+    batch to learn its shapes, which gives the first local replica's part here,
+    and it reduces the scalars of its logs along axis 0.
+    """
+    if counted_batch.is_counted(value):
+      return tf.nest.map_structure(
+        lambda v: self.experimental_local_results(v)[0], value
+      )
+    if axis == 0 and _is_scalar(value):
+      return tf.nest.map_structure(
+        lambda v: self.extended.reduce_report(reduce_op, v), value
+      )
+    return super().reduce(reduce_op, value, axis)
+
+  def close(self) -> None:
+    """Leaves the other workers; a later collective of theirs fails."""
+    self.extended.communicator.close()
+
+  def _agree_on_start(self, setup: dict) -> None:
+    """Makes sure that all workers build the same, and shuffle the same.
+
+    Raises:
+      CollectiveMismatchError: workers with other devices or options.
+    """
+    communicator = self.extended.communicator
+    communicator.agree(setup, f'the set-up of {type(self).__name__}')
+    seed = _tf_internal.global_seed()
+    if seed == _agreed.get('seed'):
+      # An earlier strategy's choice, which a worker that joined since has not.
+      seed = None
+    proposal = secrets.randbits(31) if seed is None else seed
+    answers = communicator.exchange(
+      'random_seed', json.dumps(proposal).encode()
+    )
+    chosen = json.loads(answers[0])
+    if seed is None:
+      # Unseeded, each worker would shuffle in another order: some elements
+      # would be taken twice, some never.
+      tf.random.set_seed(chosen)
+      _agreed['seed'] = chosen
+    elif seed != chosen:
+      logging.warning(
+        'The random seed of this worker is %d, the chief has %d. What is '
+        'shuffled must be shuffled alike: set the same seed on every worker.',
+        seed,
+        chosen,
+      )
+
+
+def place_in(
+  cluster: cluster_lib.ClusterConfig | None, strategy_name: str
+) -> tuple[int, tuple[str, ...]]:
+  """Returns this process's rank and the addresses of all that train.
+
+  Raises:
+    ClusterConfigError: the cluster has no part for this process.
+  """
+  if cluster is None:
+    # No cluster at all: alone, at any free port.
+    return 0, ('127.0.0.1:0',)
+  index = cluster.training_index
+  if index is None:
+    raise errors.ClusterConfigError(
+      f'task {cluster.task_type!r} {cluster.task_index} does not train. Allowed '
+      'are chief and worker tasks of the cluster. Fix: run the evaluator or '
+      f'the parameter server there instead of {strategy_name}.'
+    )
+  return index, tuple(task.address for task in cluster.training_tasks)
+
+
+def _is_scalar(value) -> bool:
+  """Whether every component of every leaf of `value` is a scalar."""
+  parts = []
+  for leaf in tf.nest.flatten(value):
+    parts += getattr(leaf, 'values', [leaf])
+  return all(tf.convert_to_tensor(part).shape.rank == 0 for part in parts)

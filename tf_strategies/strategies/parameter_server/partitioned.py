@@ -1,0 +1,239 @@
+"""Variables whose rows are spread over several parameter servers."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+
+import tensorflow as tf
+
+from tf_strategies import _tf_internal, errors
+from tf_strategies.strategies.parameter_server import (
+  placement,
+  traced_step,
+  variables,
+)
+
+_VALUE_KEY = 'VARIABLE_VALUE'
+
+
+class _View(threading.local):
+  part: int | None = None
+
+
+_view = _View()
+
+
+@contextlib.contextmanager
+def seen_as_part(part: int) -> Iterator[None]:
+  """Makes every partitioned variable of this thread act as one of its parts.
+
+  An optimizer knows its slots by the whole variable. So its update runs once a
+  part, on the part's server, with variable and slots reduced to that part.
+  """
+  before, _view.part = _view.part, part
+  try:
+    yield
+  finally:
+    _view.part = before
+
+
+class PartitionedVariable(_tf_internal.BaseResourceVariable):
+  """One variable to Keras and to checkpoints, several on the servers.
+
+  It is cut along its first axis. Checkpoints and `numpy()` have it whole, so
+  that it can be loaded onto another number of servers.
+
+  TensorFlow's own `ShardedVariable` has no handle, and Keras 3 fails on it.
+
+  Args:
+    parts: one variable a part, in order of rows; not trainable, since gradients
+      are those of the whole.
+    name: of the whole.
+    **kwargs: trainable, constraint, aggregation, synchronization.
+  """
+
+  def __init__(
+    self, parts: Sequence[variables.ServerVariable], name: str, **kwargs
+  ):
+    self.parts = tuple(parts)
+    self.sizes = tuple(int(p.shape[0]) for p in parts)
+    self.offsets = placement.offsets(self.sizes)
+    super().__init__(
+      shape=[sum(self.sizes), *parts[0].shape[1:]],
+      dtype=parts[0].dtype,
+      # What tapes and functions know the variable by.
+      handle=parts[0].handle,
+      handle_name=name,
+      name=name,
+      unique_id=f'{parts[0]._unique_id}/parts',  # pylint: disable=protected-access
+      **kwargs,
+    )
+
+  @classmethod
+  def _variable_call(cls, *args, **kwargs):
+    """Nothing: TensorFlow asks whether to make another kind of variable."""
+    del cls, args, kwargs
+
+  @property
+  def handle(self):
+    """What tapes and functions know the variable by."""
+    return self.parts[0].handle
+
+  @property
+  def shape(self):
+    """Of the variable, or of the part that it is reduced to."""
+    part = self._part
+    return super().shape if part is None else part.shape
+
+  @property
+  def _part(self):
+    """The part that this thread's view reduces the variable to."""
+    return None if _view.part is None else self.parts[_view.part]
+
+  @property
+  def device(self):
+    """Of the first part, or of the part that it is reduced to."""
+    part = self._part
+    return (self.parts[0] if part is None else part).device
+
+  @property
+  def server(self) -> int:
+    """Of the first part, or of the part that it is reduced to."""
+    part = self._part
+    return (self.parts[0] if part is None else part).server
+
+  def is_initialized(self, name=None):
+    """Whether every part is."""
+    return tf.reduce_all([p.is_initialized() for p in self.parts])
+
+  def _read_variable_op(self, no_copy=False):
+    if self._part is not None:
+      return self._part.read_value()
+    step = traced_step.current()
+    if step is not None and step.reads_at_home(self.parts):
+      with step.graph.as_default():
+        return self._read_variable_op(no_copy)
+    with _tf_internal.stop_recording():
+      value = tf.concat([p.read_value() for p in self.parts], 0)
+    _tf_internal.record_read(self, value, lambda dy: dy)
+    return value
+
+  def _for_parts(self, value, write):
+    """Calls `write(part, rows)` for every part with its rows of `value`."""
+    value = tf.convert_to_tensor(value, self.dtype)
+    if self._part is not None:
+      write(self._part, value)
+      return self
+    value = tf.broadcast_to(value, self.shape)
+    for part, rows in zip(self.parts, tf.split(value, self.sizes), strict=True):
+      write(part, rows)
+    return self
+
+  def assign(self, value, use_locking=None, name=None, read_value=True):
+    """As `tf.Variable.assign`."""
+    return self._for_parts(value, lambda part, rows: part.assign(rows))
+
+  def assign_add(self, delta, use_locking=None, name=None, read_value=True):
+    """As `tf.Variable.assign_add`; atomic on a server."""
+    return self._for_parts(delta, lambda part, rows: part.assign_add(rows))
+
+  def assign_sub(self, delta, use_locking=None, name=None, read_value=True):
+    """As `tf.Variable.assign_sub`; atomic on a server."""
+    return self._for_parts(delta, lambda part, rows: part.assign_sub(rows))
+
+  def sparse_read(self, indices, name=None):
+    """As `tf.gather`, on the server that has the rows."""
+    if self._part is not None:
+      return self._part.sparse_read(indices)
+    indices = tf.convert_to_tensor(indices)
+    step = traced_step.current()
+    if step is not None and step.reads_at_home(self.parts):
+      # The gradient of a loop is that of what it takes from outside, where
+      # these indices are not known: so it takes the whole.
+      return tf.gather(self._read_variable_op(), indices)
+    with _tf_internal.stop_recording():
+      value = self._gather(indices)
+    _tf_internal.record_read(
+      self, value, lambda dy: self._gather_gradient(dy, indices)
+    )
+    return value
+
+  def _gather(self, indices):
+    """Each row from the server that has it."""
+    flat = tf.reshape(indices, [-1])
+    part_of_row = self._part_of(flat)
+    positions = tf.dynamic_partition(
+      tf.range(tf.size(flat)), part_of_row, len(self.parts)
+    )
+    rows = tf.dynamic_partition(flat, part_of_row, len(self.parts))
+    found = [
+      part.sparse_read(r - tf.cast(offset, r.dtype))
+      for part, r, offset in zip(self.parts, rows, self.offsets, strict=True)
+    ]
+    value = tf.dynamic_stitch(positions, found)
+    inner = self.shape[1:].as_list()
+    value = tf.reshape(value, tf.concat([tf.shape(indices), inner], 0))
+    value.set_shape(indices.shape.concatenate(inner))
+    return value
+
+  def _part_of(self, rows):
+    """Index of the part that holds each row."""
+    starts = tf.constant(self.offsets, rows.dtype)
+    found = tf.searchsorted(starts, rows, side='right')
+    return tf.cast(found, tf.int32) - 1
+
+  def _gather_gradient(self, dy, indices):
+    inner = self.shape[1:].as_list()
+    return tf.IndexedSlices(
+      tf.reshape(dy, [-1, *inner]),
+      tf.reshape(indices, [-1]),
+      tf.constant(self.shape.as_list(), indices.dtype),
+    )
+
+  def split_gradient(self, gradient) -> list:
+    """The part of a gradient that belongs to each part of the variable."""
+    if not isinstance(gradient, tf.IndexedSlices):
+      return tf.split(gradient, self.sizes)
+    part_of_row = self._part_of(gradient.indices)
+    count = len(self.parts)
+    values = tf.dynamic_partition(gradient.values, part_of_row, count)
+    indices = tf.dynamic_partition(gradient.indices, part_of_row, count)
+    return [
+      tf.IndexedSlices(
+        v,
+        i - tf.cast(offset, i.dtype),
+        tf.constant(part.shape.as_list(), i.dtype),
+      )
+      for v, i, offset, part in zip(
+        values, indices, self.offsets, self.parts, strict=True
+      )
+    ]
+
+  def __getattribute__(self, name):
+    if name.startswith(('scatter_', 'batch_scatter_')):
+      return object.__getattribute__(self, '_scatter')(name)
+    return super().__getattribute__(name)
+
+  def _scatter(self, name):
+    part = self._part
+    if part is None:
+      raise errors.UnsupportedOptionError(
+        f'{name} of partitioned variable {self.name!r}',
+        'such ops inside of the optimizer only',
+        'use assign, or do not partition this variable',
+      )
+
+    def write(*args, **kwargs):
+      getattr(part, name)(*args, **kwargs)
+      return self
+
+    return write
+
+  def _serialize_to_tensors(self):
+    return {_VALUE_KEY: self.read_value()}
+
+  def _restore_from_tensors(self, restored_tensors):
+    self.assign(restored_tensors[_VALUE_KEY])
+    return self

@@ -1,0 +1,446 @@
+"""What reading and writing variables means while a worker's step is traced.
+
+A step on a worker is a TensorFlow function whose variables are on the servers.
+Left alone, every read and every write is a message of its own, and a worker
+that dies in the middle leaves half of its writes behind. So a step is traced
+twice. The first trace only looks which variables are read where. In the second
+
+* what is read outside of the optimizer's update is fetched at the start, small
+  variables in one message a server: the step computes on one state;
+* writes outside of the update (metrics, counters, moving statistics) stay in
+  the step, where later reads see them, and are sent at its end in one message
+  a server, after the updates: sums as sums, so that workers do not overwrite
+  each other;
+* the optimizer's update runs on the server that holds the variable.
+
+The last write of a step marks it as done, right after the counters on the same
+server. What a retry after a failure does follows from that mark.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+import tensorflow as tf
+
+from tf_strategies import errors
+from tf_strategies.strategies.parameter_server import packing
+
+
+class _Current(threading.local):
+  step: TracedStep | None = None
+
+
+_current = _Current()
+
+
+def current() -> TracedStep | None:
+  """The step that this thread traces, if any."""
+  return None if tf.executing_eagerly() else _current.step
+
+
+@dataclasses.dataclass
+class Access:
+  """What the first trace found, by variable in order of first use.
+
+  Attributes:
+    reads: variables that are read outside of updates on their own server.
+    update_reads: those of them that updates on another server read.
+    nested_writes: variables written inside of a branch or a loop, where no
+      state of the step can be carried along: these are never held in it.
+  """
+
+  reads: dict[int, tf.Variable] = dataclasses.field(default_factory=dict)
+  update_reads: dict[int, tf.Variable] = dataclasses.field(default_factory=dict)
+  nested_writes: dict[int, tf.Variable] = dataclasses.field(
+    default_factory=dict
+  )
+
+
+@dataclasses.dataclass
+class Write:
+  """A write that the step holds back.
+
+  Attributes:
+    variable: to be written.
+    value: of the variable after all writes so far.
+    delta: what was added to it in all; None if it was overwritten.
+  """
+
+  variable: tf.Variable
+  value: tf.Tensor
+  delta: tf.Tensor | None
+
+
+@dataclasses.dataclass
+class Marker:
+  """What a step writes last, to tell that it is done.
+
+  Attributes:
+    variable: where the mark is written, on server 0.
+    value: what says which step, a small tensor.
+    write: makes the op that writes it there.
+  """
+
+  variable: tf.Variable
+  value: tf.Tensor
+  write: Callable[[tf.Tensor], tf.Operation]
+
+
+class TracedStep:
+  """Answers the variables' reads and writes while one step is traced.
+
+  Args:
+    access: of the first trace; None makes this the first trace.
+    holds_updates: whether the optimizer's writes are held back too, so that
+      the step touches no variable at all.
+  """
+
+  def __init__(self, access: Access | None = None, holds_updates: bool = False):
+    self.access = Access() if access is None else access
+    self.holds_updates = holds_updates
+    self.update_server: int | None = None
+    self._looks_only = access is None
+    self._graph = None
+    self._snapshot: dict[int, tf.Tensor] = {}
+    self._held: dict[int, Write] = {}
+    self._direct: set[int] = set()
+    # Variables that the optimizer's updates wrote; updates that are going on.
+    self._updated: set[int] = set()
+    self._updates = 0
+    # What was sent to servers beside the gradients, by tensor and server.
+    # With the tensor itself: the number of one that is gone is used again.
+    self._sent: dict[tuple[int, int], tuple[tf.Tensor, tf.Tensor]] = {}
+    self._first_operation = 0
+
+  @contextlib.contextmanager
+  def tracing(self, after: Sequence[tf.Tensor] = ()) -> Iterator[None]:
+    """Makes this the current step of the thread, in the current graph.
+
+    Args:
+      after: tensors that must be there before the first variable is read.
+    """
+    before, _current.step = _current.step, None
+    self._graph = tf.compat.v1.get_default_graph()
+    self._first_operation = len(self._graph.get_operations())
+    if not self._looks_only:
+      with tf.control_dependencies(list(after)):
+        self._snapshot = self._fetch()
+    _current.step = self
+    try:
+      yield
+    finally:
+      _current.step = before
+
+  def _fetch(self) -> dict[int, tf.Tensor]:
+    """Reads all variables that the step needs, by server."""
+    by_server = collections.defaultdict(list)
+    for key, variable in self.access.reads.items():
+      if key not in self.access.nested_writes:
+        by_server[variable.server].append((key, variable))
+    found = {}
+    for variables in by_server.values():
+      device = variables[0][1].device
+      with tf.device(device):
+        values = [v.read_value() for _, v in variables]
+        small = [
+          i for i, v in enumerate(values) if packing.is_small(v.shape, v.dtype)
+        ]
+        message = packing.pack([values[i] for i in small]) if small else None
+      if message is not None:
+        specs = [tf.TensorSpec(values[i].shape, values[i].dtype) for i in small]
+        for i, tensor in zip(
+          small, packing.unpack(message, specs), strict=True
+        ):
+          values[i] = tensor
+      for (key, _), value in zip(variables, values, strict=True):
+        found[key] = value
+    return found
+
+  def is_nested(self) -> bool:
+    """Whether the trace is inside of a branch or a loop of the step."""
+    return tf.compat.v1.get_default_graph() is not self._graph
+
+  def read(self, variable) -> tf.Tensor | None:
+    """The value to use; None means that the server must be asked here."""
+    key = id(variable)
+    if self._looks_only:
+      if self.update_server != variable.server:
+        self.access.reads.setdefault(key, variable)
+        if self.update_server is not None:
+          self.access.update_reads.setdefault(key, variable)
+      return None
+    if key in self._held:
+      return self.here(self._held[key].value)
+    if key in self._direct or self.update_server == variable.server:
+      return None
+    return self.here(self._snapshot.get(key))
+
+  @contextlib.contextmanager
+  def at_home(self, tensor: tf.Tensor) -> Iterator[None]:
+    """For reading a copy of the step from inside of a branch or a loop.
+
+    The gradient of a branch is that of the tensors that it takes from outside.
+    So the read must be outside, where tapes see what it is a read of.
+    """
+    if tensor.graph is self._graph and self.is_nested():
+      with self._graph.as_default():
+        yield
+    else:
+      yield
+
+  def reads_at_home(self, variables: Sequence[tf.Variable]) -> bool:
+    """Whether variables can be read outside of the branch being traced."""
+    return self.is_nested() and not any(
+      id(v) in self.access.nested_writes for v in variables
+    )
+
+  @property
+  def graph(self) -> tf.Graph:
+    """The step's own graph."""
+    return self._graph
+
+  def here(self, tensor: tf.Tensor | None) -> tf.Tensor | None:
+    """The copy of a tensor on the server that an update runs on, if any."""
+    _, copy = self._sent.get((id(tensor), self.update_server), (None, tensor))
+    return copy
+
+  def update_inputs(self) -> list[tf.Tensor]:
+    """What updates on other servers are going to read, as it is now."""
+    found = []
+    for key in self.access.update_reads:
+      held = self._held.get(key)
+      value = held.value if held else self._snapshot.get(key)
+      if value is not None and key not in self._direct:
+        found.append(value)
+    return found
+
+  def note_sent(self, tensor: tf.Tensor, server: int, copy: tf.Tensor) -> None:
+    """A tensor of this step has a copy on a server."""
+    self._sent[id(tensor), server] = tensor, copy
+
+  def write(self, variable, value, delta=None) -> bool:
+    """Holds a write back, or returns False: it must be done here.
+
+    Args:
+      variable: to be written.
+      value: the new value; None if only `delta` is known.
+      delta: what is added.
+    """
+    key = id(variable)
+    if self._looks_only:
+      return self._look_at_write(variable, value)
+    if (
+      self.is_nested()
+      or key in self.access.nested_writes
+      or key in self._direct
+      or (self.update_server is not None and not self.holds_updates)
+    ):
+      self._write_here(variable)
+      return False
+    if self._updates:
+      self._updated.add(key)
+    before = self._held.get(key)
+    old = before.value if before else self._snapshot.get(key)
+    if value is None:
+      if old is None:
+        old = variable.read_directly()
+      value = old + delta
+    elif delta is None and old is not None:
+      delta = additive_delta(value, old)
+    if before is not None:
+      both = before.delta is not None and delta is not None
+      delta = before.delta + delta if both else None
+    self._held[key] = Write(variable, value, delta)
+    return True
+
+  def touch_rows(self, variable, writes: bool) -> tf.Tensor | None:
+    """Before an op on some rows of a variable, which runs on its server.
+
+    Args:
+      variable: of the op.
+      writes: whether it writes.
+
+    Returns:
+      The variable's value if only the step has it: then a read must use that.
+    """
+    key = id(variable)
+    if self._looks_only:
+      if writes and (self.is_nested() or self.holds_updates):
+        self._look_at_write(variable, 0)
+      elif self.holds_updates:
+        self.access.reads.setdefault(key, variable)
+      return None
+    if writes:
+      self._write_here(variable)
+      return None
+    if key in self._held:
+      return self._held[key].value
+    return self._snapshot[key] if self.holds_updates else None
+
+  def _look_at_write(self, variable, value) -> bool:
+    if self.is_nested():
+      if self.holds_updates:
+        raise errors.UnsupportedOptionError(
+          f'local_steps with a step that writes {variable.name!r} inside of a '
+          'branch or a loop',
+          'writes at the top level of the step (without gradient accumulation '
+          'and dynamic loss scaling)',
+          "leave out local_steps, or that option (mode='async' has them all)",
+        )
+      self.access.nested_writes.setdefault(id(variable), variable)
+    elif value is None and self.update_server != variable.server:
+      self.access.reads.setdefault(id(variable), variable)
+    return False
+
+  def _write_here(self, variable) -> None:
+    """From here on the server has the only copy of the variable."""
+    key = id(variable)
+    if self.holds_updates:
+      raise errors.UnsupportedOptionError(
+        f'local_steps with a sparse or nested write of {variable.name!r}',
+        'dense updates at the top level of the step',
+        'leave out local_steps',
+      )
+    held = self._held.pop(key, None)
+    self._direct.add(key)
+    if held is not None:
+      variable.write_directly(held.value, held.delta)
+
+  @contextlib.contextmanager
+  def updating(self, variable) -> Iterator[None]:
+    """For the optimizer's update of a variable, which runs on its server."""
+    before = self.update_server
+    if not self.holds_updates:
+      self.update_server = variable.server
+    self._updates += 1
+    try:
+      yield
+    finally:
+      self._updates -= 1
+      self.update_server = before
+
+  def write_as_sums(self, share: float) -> None:
+    """Turns held writes into what they change, where that is known.
+
+    What several workers change then adds up, whatever each wrote.
+
+    Args:
+      share: by which what the optimizer's updates change is multiplied, so
+        that the sum over workers is their mean.
+    """
+    for key, write in self._held.items():
+      if write.delta is None and key in self._snapshot:
+        write.delta = write.value - self._snapshot[key]
+      is_float = write.variable.dtype.is_floating
+      is_of_update = key in self._updated and write.delta is not None
+      if is_of_update and is_float and share != 1.0:
+        write.delta *= tf.cast(share, write.delta.dtype)
+
+  def held_writes(self) -> list[Write]:
+    """The writes that the step holds back, in order of first write."""
+    return list(self._held.values())
+
+  def commit(self, mark: Marker) -> list[tf.Operation]:
+    """Sends the writes that were held back, then marks the step as done.
+
+    Args:
+      mark: of the step, on server 0.
+
+    Returns:
+      The ops after which everything is done.
+    """
+    done = self._writes_done()
+    by_server = collections.defaultdict(list)
+    for write in self._held.values():
+      by_server[write.variable.server].append(write)
+    self._held = {}
+    last = by_server.pop(0, [])
+    for writes in by_server.values():
+      done.append(_send_writes(writes, done))
+    return [_send_writes(last, done, mark)]
+
+  def _writes_done(self) -> list[tf.Operation]:
+    """One op a device after all writes that the step has made so far."""
+    by_device = collections.defaultdict(list)
+    for op in self._graph.get_operations()[self._first_operation :]:
+      # pylint: disable-next=protected-access
+      if op.op_def.is_stateful and op.type not in _READS:
+        by_device[op.device].append(op)
+    groups = []
+    for device, ops in by_device.items():
+      with tf.device(device):
+        groups.append(tf.group(*ops))
+    return groups
+
+
+_READS = frozenset(
+  (
+    'ReadVariableOp',
+    'ResourceGather',
+    'ResourceGatherNd',
+    'VariableShape',
+    'Placeholder',
+    'StatelessIf',
+    'StatelessWhile',
+  )
+)
+
+
+def _send_writes(
+  writes: Sequence[Write], after, mark: Marker | None = None
+) -> tf.Operation:
+  """Sends writes of variables on one server, small ones in one message."""
+  variable = mark.variable if mark else writes[0].variable
+  tensors = [_value_to_send(write) for write in writes]
+  if mark is not None:
+    tensors.append(mark.value)
+  tensors = packing.send(tensors, variable.device)
+  done = []
+  with tf.device(variable.device):
+    with tf.control_dependencies(after):
+      for write, tensor in zip(writes, tensors, strict=False):
+        is_sum = write.delta is not None
+        done.append(
+          write.variable.write_directly(
+            None if is_sum else tensor, tensor if is_sum else None
+          )
+        )
+    with tf.control_dependencies([*after, *done]):
+      return mark.write(tensors[-1]) if mark else tf.group(*done)
+
+
+def _value_to_send(write):
+  shape, dtype = write.variable.shape, write.variable.dtype
+  tensor = tf.cast(write.value if write.delta is None else write.delta, dtype)
+  if tensor.shape != shape and shape.is_fully_defined():
+    tensor = tf.broadcast_to(tensor, shape)
+  return tensor
+
+
+def additive_delta(value: tf.Tensor, old: tf.Tensor) -> tf.Tensor | None:
+  """What was added to `old` to get `value`; None if it was no addition.
+
+  Keras writes `assign(self + delta)`. Two workers that do so overwrite each
+  other's addition; two that add do not.
+  """
+  value, old = _origin(value), _origin(old)
+  if value.op.type not in ('AddV2', 'Add', 'Sub'):
+    return None
+  left, right = value.op.inputs
+  if _origin(left) is old:
+    return -right if value.op.type == 'Sub' else right
+  if _origin(right) is old and value.op.type != 'Sub':
+    return left
+  return None
+
+
+def _origin(tensor):
+  """The tensor that identities lead back to."""
+  while tensor.op.type == 'Identity':
+    tensor = tensor.op.inputs[0]
+  return tensor

@@ -1,0 +1,234 @@
+"""Variables that live on parameter servers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tf_strategies import _tf_internal
+from tf_strategies.strategies.parameter_server import traced_step
+
+
+def server_device(server: int) -> str:
+  """The device of a parameter server.
+
+  >>> server_device(1)
+  '/job:ps/replica:0/task:1/device:CPU:0'
+  """
+  return f'/job:ps/replica:0/task:{server}/device:CPU:0'
+
+
+class ServerVariable(_tf_internal.ResourceVariable):
+  """A variable on one parameter server.
+
+  In a step that is being traced it answers as `TracedStep` says. Elsewhere in a
+  graph, `assign(self + delta)` becomes an atomic addition. The coordinator's
+  own reads and writes wait until the steps that it has scheduled are done, so
+  that it sees what they made.
+
+  Args:
+    server: index of the parameter server.
+    drained: does something when the scheduled steps are done.
+    on_write: called before the coordinator writes.
+    **kwargs: of a variable.
+  """
+
+  def __init__(
+    self,
+    *,
+    server: int,
+    drained: Callable[[Callable], Any],
+    on_write: Callable[[], None],
+    **kwargs,
+  ):
+    self.server = server
+    self._drained = drained
+    self.is_lost = False
+    self._on_write = on_write
+    with tf.device(server_device(server)):
+      super().__init__(**kwargs)
+
+  def _read_variable_op(self, no_copy=False):
+    step = traced_step.current()
+    if step is not None:
+      copy = step.read(self)
+      if copy is not None:
+        with step.at_home(copy):
+          return _tf_internal.read_from_copy(self, copy)
+    elif tf.executing_eagerly():
+      read = super()._read_variable_op
+      return self._drained(lambda: read(no_copy))
+    return super()._read_variable_op(no_copy)
+
+  def _write_drained(self, write):
+    """A write of the coordinator, after what it has scheduled."""
+
+    def write_now():
+      self._on_write()
+      return write()
+
+    return self._drained(write_now)
+
+  def read_directly(self) -> tf.Tensor:
+    """Reads on the server, whatever a step holds."""
+    return tf.raw_ops.ReadVariableOp(resource=self.handle, dtype=self.dtype)
+
+  def write_directly(self, value, delta) -> tf.Operation:
+    """Assigns `value`, or adds `delta` if there is one, on the server."""
+    if delta is not None:
+      return super().assign_add(tf.cast(delta, self.dtype), read_value=False)
+    return super().assign(value, read_value=False)
+
+  def assign(self, value, use_locking=None, name=None, read_value=True):
+    """As `tf.Variable.assign`."""
+    step = traced_step.current()
+    if step is not None:
+      value = tf.convert_to_tensor(value, self.dtype)
+      if step.write(self, value):
+        return step.read(self)
+    elif tf.executing_eagerly():
+      write = super().assign
+      return self._write_drained(
+        lambda: write(value, use_locking, name, read_value)
+      )
+    else:
+      delta = self._delta(value)
+      if delta is not None:
+        return super().assign_add(delta, use_locking, name, read_value)
+    return super().assign(value, use_locking, name, read_value)
+
+  def _delta(self, value):
+    """What `value` adds to this variable, in a graph of somebody else's."""
+    if not tf.is_tensor(value) or not hasattr(value, 'op'):
+      return None
+    if value.op.type not in ('AddV2', 'Add', 'Sub'):
+      return None
+    for old in value.op.inputs:
+      read = old
+      while read.op.type == 'Identity':
+        read = read.op.inputs[0]
+      if read.op.type != 'ReadVariableOp':
+        continue
+      handle = tf.compat.v1.get_default_graph().capture(self.handle)
+      if read.op.inputs[0] is handle:
+        return traced_step.additive_delta(value, old)
+    return None
+
+  def assign_add(self, delta, use_locking=None, name=None, read_value=True):
+    """As `tf.Variable.assign_add`; atomic on a server."""
+    step = traced_step.current()
+    if step is not None:
+      delta = tf.convert_to_tensor(delta, self.dtype)
+      if step.write(self, None, delta):
+        return step.read(self)
+    elif tf.executing_eagerly():
+      write = super().assign_add
+      return self._write_drained(
+        lambda: write(delta, use_locking, name, read_value)
+      )
+    return super().assign_add(delta, use_locking, name, read_value)
+
+  def assign_sub(self, delta, use_locking=None, name=None, read_value=True):
+    """As `tf.Variable.assign_sub`; atomic on a server."""
+    step = traced_step.current()
+    if step is not None:
+      delta = tf.convert_to_tensor(delta, self.dtype)
+      if step.write(self, None, -delta):
+        return step.read(self)
+    elif tf.executing_eagerly():
+      write = super().assign_sub
+      return self._write_drained(
+        lambda: write(delta, use_locking, name, read_value)
+      )
+    return super().assign_sub(delta, use_locking, name, read_value)
+
+  def sparse_read(self, indices, name=None):
+    """As `tf.gather`, on the server that has the rows."""
+    copy = self._touch_rows(writes=False)
+    if copy is not None:
+      with traced_step.current().at_home(copy):
+        value = _tf_internal.read_from_copy(self, copy)
+      return tf.gather(value, indices)
+    read = super().sparse_read
+    if tf.executing_eagerly():
+      return self._drained(lambda: read(indices, name))
+    return read(indices, name)
+
+  def gather_nd(self, indices, name=None):
+    """As `tf.gather_nd`, on the server."""
+    copy = self._touch_rows(writes=False)
+    if copy is not None:
+      with traced_step.current().at_home(copy):
+        value = _tf_internal.read_from_copy(self, copy)
+      return tf.gather_nd(value, indices)
+    read = super().gather_nd
+    if tf.executing_eagerly():
+      return self._drained(lambda: read(indices, name))
+    return read(indices, name)
+
+  def _touch_rows(self, writes: bool):
+    """Before an op on some rows; a copy if a step has the only one."""
+    step = traced_step.current()
+    return None if step is None else step.touch_rows(self, writes)
+
+  def is_alive(self) -> bool:
+    """Whether the process that holds the variable is the one it was made in."""
+    try:
+      with tf.device(self.device):
+        return bool(tf.raw_ops.VarIsInitializedOp(resource=self.handle))
+    except tf.errors.OpError:
+      return False
+
+  def _restore_from_tensors(self, restored_tensors):
+    self.is_lost = False
+    return super()._restore_from_tensors(restored_tensors)
+
+  def recreate(self) -> None:
+    """Makes the variable anew on its server, which was started again.
+
+    Its value is zero until it is restored. Functions that were traced before
+    still mean the old one.
+    """
+    with tf.device(server_device(self.server)):
+      fresh = _tf_internal.ResourceVariable(
+        tf.zeros(self.shape, self.dtype), trainable=False, dtype=self.dtype
+      )
+    # The handle alone says which memory of which process this variable is.
+    self._handle = fresh.handle
+    self._handle_owner = fresh
+    self.is_lost = True
+
+
+def _sparse_write(name: str):
+  method = getattr(_tf_internal.ResourceVariable, name)
+
+  def write(self, *args, **kwargs):
+    # pylint: disable=protected-access
+    self._touch_rows(writes=True)
+    if tf.executing_eagerly():
+      return self._write_drained(lambda: method(self, *args, **kwargs))
+    return method(self, *args, **kwargs)
+
+  write.__name__ = name
+  write.__doc__ = method.__doc__
+  return write
+
+
+for _name in (
+  'scatter_add',
+  'scatter_sub',
+  'scatter_mul',
+  'scatter_div',
+  'scatter_min',
+  'scatter_max',
+  'scatter_update',
+  'batch_scatter_update',
+  'scatter_nd_add',
+  'scatter_nd_sub',
+  'scatter_nd_update',
+  'scatter_nd_min',
+  'scatter_nd_max',
+):
+  setattr(ServerVariable, _name, _sparse_write(_name))

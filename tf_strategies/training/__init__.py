@@ -1,1 +1,0 @@
-"""The loop around the loop: training that survives what happens to workers."""
