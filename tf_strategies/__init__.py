@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     HierarchicalRingAllReduce,
     NaiveAllReduce,
     RingAllReduce,
+    ScheduledAllReduce,
     TreeAllReduce,
   )
   from tf_strategies.fault_tolerance import elastic
@@ -78,6 +79,7 @@ __all__ = [
   'RingMirroredStrategy',
   'RingOptions',
   'RunCheckpoint',
+  'ScheduledAllReduce',
   'SidecarEvaluator',
   'TPURingStrategy',
   'TreeAllReduce',
