@@ -16,11 +16,12 @@ LINT_VENV := .venv-lint
 
 export PYTHON TF_PACKAGE TF_VERSION
 
-.PHONY: help demo test soak lint format benchmark build_files wheel clean
+.PHONY: help demo test test_all soak lint format benchmark build_files wheel clean
 
 help:
 	@echo 'make demo         train on handwritten digits with four logical CPUs'
-	@echo 'make test         the tests, against the installed wheel'
+	@echo 'make test         one case of each mechanism, against the wheel'
+	@echo 'make test_all     every test but the soak tests'
 	@echo 'make soak         the slow and the random tests, with more examples'
 	@echo 'make lint         ruff, and buildifier if npx is installed'
 	@echo 'make format       ruff format and its safe fixes'
@@ -40,6 +41,11 @@ demo:
 	  $(DEMO_ARGS)
 
 test:
+	@bash tools/install.sh $(VENV) dev,mpi
+	bash tools/run_tests.sh $(VENV) -n $(PYTEST_WORKERS) --dist loadfile \
+	  -m 'not full' $(PYTEST_ARGS)
+
+test_all:
 	@bash tools/install.sh $(VENV) dev,mpi
 	bash tools/run_tests.sh $(VENV) -n $(PYTEST_WORKERS) --dist loadfile \
 	  $(PYTEST_ARGS)

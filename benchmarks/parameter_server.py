@@ -42,7 +42,7 @@ os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
 
 from absl import app, flags
 
-from benchmarks import crew, measure, report
+from benchmarks import measure, report, worker_pool
 from benchmarks.parameter_server_peers import catalogue, jobs, results
 
 _MODELS = flags.DEFINE_list(
@@ -92,7 +92,7 @@ _WINDOW_STEPS = flags.DEFINE_integer(
 )
 _DEADLINE_SECONDS = flags.DEFINE_float(
   'deadline_seconds',
-  crew.DEADLINE_SECONDS,
+  worker_pool.DEADLINE_SECONDS,
   'How long a turn of a peer may take.',
   lower_bound=1.0,
 )
@@ -303,7 +303,7 @@ def main(argv: Sequence[str]) -> None:
     'settings': _settings(),
     'results': [],
   }
-  with crew.ended_by_signals():
+  with worker_pool.ended_by_signals():
     if _STRAGGLER_MS.value > 0:
       _measure_straggler(content)
     else:

@@ -12,7 +12,7 @@ rank; every rank's sums are compared with the exact ones before anything is
 timed.
 
 With --link_rate the workers run on hosts of their own, joined by links of
-that rate (benchmarks/test_hosts.py; needs root). 'ring predicted' is
+that rate (benchmarks/network_namespaces.py; needs root). 'ring predicted' is
 `collectives.cost_model` with the latency and bandwidth that the run itself
 measures between two workers.
 """
@@ -29,12 +29,12 @@ os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
 from absl import app, flags
 
 from benchmarks import (
-  crew,
   measure,
-  process_crews,
+  network_namespaces,
+  process_pools,
   process_results,
   report,
-  test_hosts,
+  worker_pool,
 )
 from benchmarks.process_peers import catalogue
 
@@ -67,7 +67,7 @@ _LINK_DELAY_MS = flags.DEFINE_float(
 )
 _DEADLINE_SECONDS = flags.DEFINE_float(
   'deadline_seconds',
-  crew.DEADLINE_SECONDS,
+  worker_pool.DEADLINE_SECONDS,
   'How long a turn of a peer may take.',
   lower_bound=1.0,
 )
@@ -77,20 +77,20 @@ _REPORT_JSON = flags.DEFINE_string(
 
 
 def run_size(
-  crews: process_crews.Crews, num_bytes: int, link
+  pools: process_pools.PeerPools, num_bytes: int, link
 ) -> process_results.Size:
   """Measures all peers on one size; they take turns."""
   calls = process_results.calls_in_a_sample(num_bytes)
-  names = [entry.name for entry in crews.entries]
+  names = [entry.name for entry in pools.entries]
   for name in names:
-    crews.ask(name, 'prepare', num_bytes=num_bytes)
+    pools.ask(name, 'prepare', num_bytes=num_bytes)
   seconds = {name: [] for name in names}
   for order in measure.turns(names, _ROUNDS.value):
     for name in order:
-      seconds[name] += crews.run(name, _WARMUP.value, _REPEATS.value, calls)
+      seconds[name] += pools.run(name, _WARMUP.value, _REPEATS.value, calls)
   for name in names:
-    crews.ask(name, 'release')
-  return process_results.Size(crews.world_size, num_bytes, calls, seconds, link)
+    pools.ask(name, 'release')
+  return process_results.Size(pools.world_size, num_bytes, calls, seconds, link)
 
 
 def run_world_size(
@@ -105,11 +105,13 @@ def run_world_size(
     hosts = None
     if _over_links():
       hosts = stack.enter_context(
-        test_hosts.TestHosts(world_size, _LINK_RATE.value, _LINK_DELAY_MS.value)
+        network_namespaces.NetworkNamespaces(
+          world_size, _LINK_RATE.value, _LINK_DELAY_MS.value
+        )
       )
     _progress(f'{world_size} workers: starting them')
-    crews = stack.enter_context(
-      process_crews.Crews(
+    pools = stack.enter_context(
+      process_pools.PeerPools(
         world_size,
         entries,
         hosts,
@@ -117,16 +119,16 @@ def run_world_size(
         _DEADLINE_SECONDS.value,
       )
     )
-    link = crews.measure_link()
+    link = pools.measure_link()
     found = []
     for num_bytes in sizes:
       _progress(f'{world_size} workers: {num_bytes} bytes')
-      found.append(run_size(crews, num_bytes, link))
+      found.append(run_size(pools, num_bytes, link))
     return found, {
       'world_size': world_size,
       'alpha_seconds': link.alpha_seconds,
       'beta_seconds_per_byte': link.beta_seconds_per_byte,
-      'versions': crews.versions,
+      'versions': pools.versions,
     }
 
 
@@ -205,7 +207,9 @@ def main(argv: Sequence[str]) -> None:
   world_sizes = _integers(_WORLD_SIZES, 2)
   sizes = _integers(_SIZES, 4)
   if _LINK_RATE.value is not None:
-    test_hosts.bits_per_second(_LINK_RATE.value)  # A typo should end it now.
+    network_namespaces.bits_per_second(
+      _LINK_RATE.value
+    )  # A typo should end it now.
   # What the workers recognise each other by, beyond loopback too.
   os.environ.setdefault('TFS_SECRET', secrets.token_hex(16))
   entries, skipped = _entries()
@@ -217,7 +221,7 @@ def main(argv: Sequence[str]) -> None:
     'links': [],
     'results': [],
   }
-  with crew.ended_by_signals():
+  with worker_pool.ended_by_signals():
     for world_size in world_sizes:
       found, about = run_world_size(world_size, sizes, entries)
       _print(found, about)

@@ -38,7 +38,7 @@ class BlockClock(keras.callbacks.Callback):
 
 
 class Actor:
-  """The models of one worker; `crew_worker` calls the methods.
+  """The models of one worker; `pool_worker` calls the methods.
 
   Args:
     rank: of this worker.

@@ -15,7 +15,7 @@ meanwhile. A sample is the mean step of a block. After the first round the
 losses of all peers and ranks must agree.
 
 With --link_rate the workers run on hosts of their own (see
-benchmarks/test_hosts.py). 'reduce predicted' is the cost model's time of the
+benchmarks/network_namespaces.py). 'reduce predicted' is the cost model's time of the
 gradients' ring over the measured link: what a step without overlap would add.
 
 With --timeline each ring trains once more after that, with
@@ -41,13 +41,13 @@ os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
 from absl import app, flags
 
 from benchmarks import (
-  crew,
   measure,
-  process_crews,
+  network_namespaces,
+  process_pools,
   process_results,
   report,
-  test_hosts,
   training_peers,
+  worker_pool,
 )
 
 _NUM_WORKERS = flags.DEFINE_integer(
@@ -78,7 +78,7 @@ _LINK_DELAY_MS = flags.DEFINE_float(
 )
 _DEADLINE_SECONDS = flags.DEFINE_float(
   'deadline_seconds',
-  crew.DEADLINE_SECONDS,
+  worker_pool.DEADLINE_SECONDS,
   'How long a turn of a peer may take.',
   lower_bound=1.0,
 )
@@ -105,16 +105,16 @@ class Training:
   def __init__(
     self,
     peers: Sequence[training_peers.Peer],
-    hosts: test_hosts.TestHosts | None,
+    hosts: network_namespaces.NetworkNamespaces | None,
     stack: contextlib.ExitStack,
   ):
-    self._crews: dict[str, crew.Crew] = {}
+    self._pools: dict[str, worker_pool.WorkerPool] = {}
     self._hosts = hosts
     self._addresses: dict[str, list[str]] = {}
     self.parameter_bytes = 0
     for peer in peers:
-      if peer.strategy not in self._crews:
-        self._crews[peer.strategy] = stack.enter_context(
+      if peer.strategy not in self._pools:
+        self._pools[peer.strategy] = stack.enter_context(
           self._start(peer.strategy)
         )
     for peer in peers:
@@ -128,7 +128,7 @@ class Training:
     Returns:
       Seconds a step of each block, of the slowest rank; the loss by rank.
     """
-    found = self._crews[peer.strategy].ask(
+    found = self._pools[peer.strategy].ask(
       'run',
       peer=peer.name,
       blocks=_BLOCKS.value,
@@ -139,11 +139,11 @@ class Training:
     seconds = [max(block) for block in zip(*by_rank, strict=True)]
     return seconds, [f['loss'] for f in found]
 
-  def _start(self, strategy: str) -> crew.Crew:
+  def _start(self, strategy: str) -> worker_pool.WorkerPool:
     prefixes = [()] * (1 if strategy == 'one_device' else _NUM_WORKERS.value)
     if self._hosts is not None and strategy != 'one_device':
       prefixes = [self._hosts.command(i, ()) for i in range(len(prefixes))]
-    return crew.Crew(
+    return worker_pool.WorkerPool(
       strategy,
       'benchmarks.training_actor:Actor',
       prefixes,
@@ -152,7 +152,7 @@ class Training:
 
   def _set_up(self, peer: training_peers.Peer) -> int:
     rows = _BATCH.value * (_NUM_WORKERS.value if peer.whole_batch else 1)
-    answers = self._crews[peer.strategy].ask(
+    answers = self._pools[peer.strategy].ask(
       'set_up',
       peer=peer.name,
       strategy=peer.strategy,
@@ -175,7 +175,7 @@ class Training:
     hosts = ('127.0.0.1',) * count
     if self._hosts is not None:
       hosts = self._hosts.addresses
-    ports = crew.free_ports(count)
+    ports = worker_pool.free_ports(count)
     made = [f'{h}:{p}' for h, p in zip(hosts, ports, strict=True)]
     self._addresses[peer.strategy] = made
     return made
@@ -187,12 +187,12 @@ def run(peers: Sequence[training_peers.Peer]) -> dict[str, Any]:
     hosts = None
     if _over_links():
       hosts = stack.enter_context(
-        test_hosts.TestHosts(
+        network_namespaces.NetworkNamespaces(
           _NUM_WORKERS.value, _LINK_RATE.value, _LINK_DELAY_MS.value
         )
       )
-    with process_crews.Crews(_NUM_WORKERS.value, (), hosts) as crews:
-      link = crews.measure_link()
+    with process_pools.PeerPools(_NUM_WORKERS.value, (), hosts) as pools:
+      link = pools.measure_link()
     _progress(f'building {len(peers)} models')
     training = Training(peers, hosts, stack)
     by_name = {peer.name: peer for peer in peers}
@@ -296,7 +296,9 @@ def main(argv: Sequence[str]) -> None:
     raise app.UsageError(f'{argv[1]!r} is not a flag.')
   peers = _chosen()
   if _LINK_RATE.value is not None:
-    test_hosts.bits_per_second(_LINK_RATE.value)  # A typo should end it now.
+    network_namespaces.bits_per_second(
+      _LINK_RATE.value
+    )  # A typo should end it now.
   # What the workers recognise each other by, beyond loopback too.
   os.environ.setdefault('TFS_SECRET', secrets.token_hex(16))
   settings = (
@@ -308,7 +310,7 @@ def main(argv: Sequence[str]) -> None:
     **report.environment(),
     'settings': {flag.name: flag.value for flag in settings},
   }
-  with crew.ended_by_signals():
+  with worker_pool.ended_by_signals():
     content |= run(peers)
   print(
     f'\n{_NUM_WORKERS.value} workers, {content["parameter_bytes"] / 1e6:.1f} MB '

@@ -1,7 +1,6 @@
 """Settings that must hold before the first test module imports TensorFlow."""
 
 import os
-import re
 
 # TensorFlow reads it when it is first imported.
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
@@ -9,6 +8,8 @@ os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
 import hypothesis
 import pytest
 from absl import flags
+
+from tests import tiers
 
 _SOAK = os.environ.get('TFS_SOAK') == '1'
 
@@ -26,14 +27,11 @@ hypothesis.settings.load_profile('soak' if _SOAK else 'default_run')
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-  """Marks what a module's SOAK_CASES matches: cases cannot have marks."""
-  for item in items:
-    pattern = getattr(getattr(item, 'module', None), 'SOAK_CASES', None)
-    if pattern and re.search(pattern, item.name):
-      item.add_marker(pytest.mark.soak)
-  if _SOAK:
-    return
+  """Adds the marks of single rows; skips what only `make soak` runs."""
   skip = pytest.mark.skip(reason='a soak test: run it with `make soak`')
   for item in items:
-    if 'soak' in item.keywords:
+    mark = tiers.mark_of(getattr(item, 'function', None), item.name)
+    if mark:
+      item.add_marker(mark)
+    if 'soak' in item.keywords and not _SOAK:
       item.add_marker(skip)

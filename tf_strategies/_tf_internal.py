@@ -4,8 +4,8 @@ TensorFlow exports the classes that *use* a strategy, not those that one is
 made of. Everything private that this package leans on is loaded here, under
 one roof, so that a new TensorFlow release is checked in one place: a missing
 symbol ends in one sentence that names it, not in a traceback from the depths.
-
-Supported: TensorFlow 2.18 to 2.21.
+The end of this file lists the methods of TensorFlow's classes that this
+package overrides or calls; they are checked when it is imported.
 """
 
 import contextlib
@@ -14,229 +14,187 @@ from typing import Any
 
 import tensorflow as tf
 
-_SUPPORTED = 'TensorFlow 2.18 to 2.21'
+from tf_strategies import _requirements
 
 
-def _load(module: str, name: str, why: str) -> Any:
-  """Returns `tensorflow.python.<module>.<name>`, or says what is missing.
+def _load(path: str, why: str) -> Any:
+  """Returns `tensorflow.python.<path>`, or says what is missing.
 
   Args:
-    module: path of the module below `tensorflow.python`.
-    name: the attribute to load from it.
+    path: module and name of a symbol, below `tensorflow.python`.
     why: what this package needs it for; part of the error.
 
-  Returns:
-    The symbol.
-
   Raises:
-    ImportError: this TensorFlow has no such module or attribute.
+    UnsupportedVersionError: this TensorFlow has no such module or symbol.
   """
+  path = f'tensorflow.python.{path}'
+  module, _, name = path.rpartition('.')
   try:
-    return getattr(importlib.import_module(f'tensorflow.python.{module}'), name)
+    return getattr(importlib.import_module(module), name)
   except (ImportError, AttributeError):
-    raise ImportError(
-      f'tf_strategies needs {module}.{name} of TensorFlow ({why}), which '
-      f'TensorFlow {tf.__version__} does not have; supported is {_SUPPORTED}.'
-    ) from None
+    raise _requirements.missing(path, why) from None
 
 
 MirroredExtended = _load(
-  'distribute.mirrored_strategy',
-  'MirroredExtended',
+  'distribute.mirrored_strategy.MirroredExtended',
   'the base of every strategy that mirrors variables',
 )
 call_for_each_replica = _load(
-  'distribute.mirrored_run',
-  'call_for_each_replica',
+  'distribute.mirrored_run.call_for_each_replica',
   'runs a function once per replica, one thread each',
 )
 MirroredReplicaThread = _load(
-  'distribute.mirrored_run',
-  '_MirroredReplicaThread',
+  'distribute.mirrored_run._MirroredReplicaThread',
   'to know the graph that a replica was started in',
 )
-PerReplica = _load('distribute.values', 'PerReplica', 'one value a replica')
-Mirrored = _load('distribute.values', 'Mirrored', 'equal values everywhere')
+PerReplica = _load('distribute.values.PerReplica', 'one value a replica')
+Mirrored = _load('distribute.values.Mirrored', 'equal values everywhere')
 MirroredVariable = _load(
-  'distribute.values', 'MirroredVariable', 'variables with one copy a replica'
+  'distribute.values.MirroredVariable', 'variables with one copy a replica'
 )
 SyncOnReadVariable = _load(
-  'distribute.values', 'SyncOnReadVariable', 'metrics, reduced when read'
+  'distribute.values.SyncOnReadVariable', 'metrics, reduced when read'
 )
 is_mirrored = _load(
-  'distribute.distribute_utils',
-  'is_mirrored',
+  'distribute.distribute_utils.is_mirrored',
   'a mean over equal values is the value',
 )
 regroup = _load(
-  'distribute.distribute_utils',
-  'regroup',
+  'distribute.distribute_utils.regroup',
   'makes one distributed value of its components',
 )
 get_devices_from = _load(
-  'distribute.cross_device_ops',
-  'get_devices_from',
+  'distribute.cross_device_ops.get_devices_from',
   'the devices that a destination stands for',
 )
 reduce_non_distributed_value = _load(
-  'distribute.cross_device_ops',
-  'reduce_non_distributed_value',
+  'distribute.cross_device_ops.reduce_non_distributed_value',
   'the rule for a value that is the same on every replica',
 )
 resolve_device = _load(
-  'distribute.device_util', 'resolve', 'the full name of a device'
+  'distribute.device_util.resolve', 'the full name of a device'
 )
 ResourceVariable = _load(
-  'ops.resource_variable_ops',
-  'ResourceVariable',
+  'ops.resource_variable_ops.ResourceVariable',
   'a counter that no strategy scope may turn into a mirrored variable',
 )
 Function = _load(
-  'eager.polymorphic_function.polymorphic_function',
-  'Function',
+  'eager.polymorphic_function.polymorphic_function.Function',
   'to see that strategy.run got a tf.function',
 )
 _graph_or_parents_in_xla = _load(
-  'ops.control_flow_util',
-  'GraphOrParentsInXlaContext',
+  'ops.control_flow_util.GraphOrParentsInXlaContext',
   'XLA cannot call back into Python',
 )
 _control_status_ctx = _load(
-  'autograph.core.ag_ctx',
-  'control_status_ctx',
+  'autograph.core.ag_ctx.control_status_ctx',
   'converts the user function as stock strategies do',
 )
 _tf_convert = _load(
-  'autograph.impl.api',
-  'tf_convert',
+  'autograph.impl.api.tf_convert',
   'converts the user function as stock strategies do',
 )
 _unwrap_decorators = _load(
-  'util.tf_decorator', 'unwrap', 'to reach the function that Keras passed'
+  'util.tf_decorator.unwrap', 'to reach the function that Keras passed'
 )
 
 _CheckpointInitialValue = _load(
-  'trackable.base',
-  'CheckpointInitialValue',
+  'trackable.base.CheckpointInitialValue',
   'a variable that is created while a checkpoint is being restored',
 )
 _AutoShardDataset = _load(
-  'data.experimental.ops.distribute',
-  '_AutoShardDataset',
+  'data.experimental.ops.distribute._AutoShardDataset',
   'gives each worker files of its own',
 )
 _compute_batch_size = _load(
-  'data.experimental.ops.distribute',
-  'compute_batch_size',
+  'data.experimental.ops.distribute.compute_batch_size',
   'the number of rows that a data set puts into a batch',
 )
 global_seed = _load(
-  'eager.context',
-  'global_seed',
-  'workers that shuffle must have the same seed',
+  'eager.context.global_seed', 'workers that shuffle must have the same seed'
 )
 ParameterServerExtended = _load(
-  'distribute.parameter_server_strategy_v2',
-  'ParameterServerStrategyV2Extended',
+  'distribute.parameter_server_strategy_v2.ParameterServerStrategyV2Extended',
   'the base of the parameter server strategy',
 )
 UpdateContext = _load(
-  'distribute.distribute_lib',
-  'UpdateContext',
+  'distribute.distribute_lib.UpdateContext',
   'to run an update on the device of its variable',
 )
 DistributedDataset = _load(
-  'distribute.input_lib',
-  'DistributedDataset',
+  'distribute.input_lib.DistributedDataset',
   'Keras takes data sets by the name of this class',
 )
 UninitializedVariable = _load(
-  'ops.resource_variable_ops',
-  'UninitializedVariable',
+  'ops.resource_variable_ops.UninitializedVariable',
   'what a loader makes in place of a variable',
 )
 BaseResourceVariable = _load(
-  'ops.resource_variable_ops',
-  'BaseResourceVariable',
+  'ops.resource_variable_ops.BaseResourceVariable',
   'a variable that is made of others',
 )
 _colocate_with = _load(
-  'framework.ops', 'colocate_with', 'to place a variable wherever we want'
+  'framework.ops.colocate_with', 'to place a variable wherever we want'
 )
 _variable_accessed = _load(
-  'ops.resource_variable_ops',
-  'variable_accessed',
+  'ops.resource_variable_ops.variable_accessed',
   'tells gradient tapes that a variable is read',
 )
 _record_operation = _load(
-  'eager.record',
-  'record_operation',
+  'eager.record.record_operation',
   'a read from a copy has the gradient of a read from the variable',
 )
-_stop_recording = _load(
-  'eager.record',
-  'stop_recording',
+stop_recording = _load(
+  'eager.record.stop_recording',
   'what makes the copy is not part of the gradient',
 )
 _new_executor = _load(
-  'eager.executor',
-  'new_executor',
+  'eager.executor.new_executor',
   "one thread's failure must not become another thread's",
 )
 _executor_scope = _load(
-  'eager.context', 'executor_scope', 'runs ops by an executor of our own'
+  'eager.context.executor_scope', 'runs ops by an executor of our own'
 )
 _eager_context = _load(
-  'eager.context', 'context', 'connects again to tasks that were restarted'
+  'eager.context.context', 'connects again to tasks that were restarted'
 )
 _CollectiveKeys = _load(
-  'distribute.cross_device_utils',
-  'CollectiveKeys',
+  'distribute.cross_device_utils.CollectiveKeys',
   'numbers groups and instances of collectives alike on all workers',
 )
 _CollectiveReplicaLauncher = _load(
-  'distribute.cross_device_utils',
-  'CollectiveReplicaLauncher',
+  'distribute.cross_device_utils.CollectiveReplicaLauncher',
   'keys of collectives that stay right when a worker retraces',
 )
 _all_reduce_v2 = _load(
-  'ops.collective_ops',
-  'all_reduce_v2',
+  'ops.collective_ops.all_reduce_v2',
   'the public wrapper never passes max_subdivs_per_device',
 )
-_context = _load(
-  'eager.context', 'context', "TensorFlow's cluster runtime is set up there"
-)
 host_of = _load(
-  'distribute.device_util',
-  'get_host_for_device',
+  'distribute.device_util.get_host_for_device',
   'where the host memory of a device is',
 )
 _coordination_config = _load(
-  'distribute.collective_all_reduce_strategy',
-  'coordination_config_pb2',
+  'distribute.collective_all_reduce_strategy.coordination_config_pb2',
   'a deadline for workers that do not come',
 )
 UnknownError = _load(
-  'framework.errors_impl',
-  'UnknownError',
+  'framework.errors_impl.UnknownError',
   'what TensorFlow makes of an exception that a host call raises',
 )
 TPUExtended = _load(
-  'distribute.tpu_strategy', 'TPUExtended', 'the base of the TPU strategy'
+  'distribute.tpu_strategy.TPUExtended', 'the base of the TPU strategy'
 )
 enclosing_tpu_context = _load(
-  'distribute.tpu_util',
-  'enclosing_tpu_context',
+  'distribute.tpu_util.enclosing_tpu_context',
   'to know a program for TPUs that is being built',
 )
 initialized_tpu_systems = _load(
-  'tpu.tpu_strategy_util',
-  'get_initialized_tpu_systems',
+  'tpu.tpu_strategy_util.get_initialized_tpu_systems',
   'to refuse TPUs before they hang for want of initialisation',
 )
 apply_op = _load(
-  'framework.op_def_library', 'apply_op', "XLA's ops have no public wrapper"
+  'framework.op_def_library.apply_op', "XLA's ops have no public wrapper"
 )
 
 
@@ -246,14 +204,7 @@ def autograph_convert(fn):
 
 
 def unwrap(fn):
-  """Returns the Python function below every TensorFlow and functools wrapper.
-
-  Args:
-    fn: any callable.
-
-  Returns:
-    The innermost callable; `fn` itself if nothing wraps it.
-  """
+  """Returns the function below every TensorFlow and functools wrapper."""
   _, target = _unwrap_decorators(fn)
   while hasattr(target, '__wrapped__'):
     target = target.__wrapped__
@@ -341,7 +292,7 @@ def configure_coordination(
     num_workers: tasks of job 'worker'.
     timeout_seconds: how long to wait for all of them.
   """
-  _context().configure_coordination_service(
+  _eager_context().configure_coordination_service(
     service_type='standalone',
     service_leader=leader,
     cluster_register_timeout_in_ms=int(timeout_seconds * 1000),
@@ -355,7 +306,7 @@ def exchange_config_values(
   tag: str, value: str, rank: int, num_workers: int, timeout_seconds: float
 ) -> list[str]:
   """Publishes a value under `tag` and returns every worker's, by rank."""
-  context = _context()
+  context = _eager_context()
   context.set_config_key_value(f'{tag}/{rank}', value)
   return [
     context.get_config_key_value(f'{tag}/{r}', int(timeout_seconds * 1000))
@@ -375,7 +326,7 @@ def batch_size_of(dataset) -> int | None:
 
 
 def clone_function(function, python_function):
-  """Returns a `tf.function` like `function`, but of another Python function."""
+  """Returns a `tf.function` like `function`, of another Python function."""
   return function._clone(python_function=python_function)  # pylint: disable=protected-access
 
 
@@ -391,15 +342,10 @@ def in_xla_context() -> bool:
 
 def read_from_copy(variable, copy):
   """Returns `copy` as a read of `variable`: with its gradient, and watched."""
-  with _stop_recording():
+  with stop_recording():
     value = tf.identity(copy)
   record_read(variable, value, lambda dy: dy)
   return value
-
-
-def stop_recording():
-  """A context in which gradient tapes see nothing."""
-  return _stop_recording()
 
 
 def record_read(variable, value, gradient) -> None:
@@ -421,18 +367,12 @@ def record_read(variable, value, gradient) -> None:
 
 
 def connected_cluster():
-  """The description of the cluster that this process is connected to, if any.
-
-  A `tensorflow.ServerDef`.
-  """
+  """The `ServerDef` of the cluster that this process is connected to, if any."""
   return _eager_context().get_server_def()
 
 
 def connect_again(server_def=None) -> None:
-  """Connects to tasks that were started again; others are left as they are.
-
-  Blocks until every task of the cluster answers.
-  """
+  """Connects to tasks that were restarted, when every task answers."""
   context = _eager_context()
   context.update_server_def(server_def or context.get_server_def())
 
@@ -459,3 +399,98 @@ def own_executor():
 def clear_errors() -> None:
   """Forgets what an eager op of this thread failed with."""
   _eager_context().executor.clear_error()
+
+
+# Methods of TensorFlow's classes that ours override, as TensorFlow calls them.
+# A name without parentheses is a property.
+_OVERRIDDEN = {
+  MirroredExtended: (
+    '_batch_reduce_to(reduce_op, value_destination_pairs, options)',
+    '_call_for_each_replica(fn, args, kwargs)',
+    '_create_variable(next_creator, kwargs)',
+    '_distribute_datasets_from_function(dataset_fn, options)',
+    '_experimental_distribute_dataset(dataset, options)',
+    '_experimental_distribute_values_from_function(value_fn)',
+    '_gather_to_implementation(value, destinations, axis, options)',
+    '_get_cross_device_ops(value)',
+    '_get_local_replica_id(replica_id_in_sync_group)',
+    '_get_replica_id_in_sync_group(replica_id)',
+    '_get_variable_creator_initial_value('
+    'replica_id, device, primary_var, kwargs)',
+    '_in_multi_worker_mode()',
+    '_num_replicas_in_sync',
+    '_reduce_to(reduce_op, value, destinations, options)',
+    '_replica_ctx_all_reduce(reduce_op, value, options)',
+    '_replica_ctx_update(var, fn, args, kwargs, group)',
+    '_update(var, fn, args, kwargs, group)',
+    '_use_merge_call()',
+    'experimental_between_graph',
+    'parameter_devices',
+    'should_checkpoint',
+    'should_save_summary',
+  ),
+  MirroredVariable: (
+    '_get()',
+    '_get_as_operand()',
+    '_get_replica(replica_id)',
+    '_update_replica(update_fn, value, kwargs)',
+    'handle',
+  ),
+  SyncOnReadVariable: ('_update_replica(update_fn, value, kwargs)',),
+  PerReplica: ('_type_spec',),
+  TPUExtended: (
+    '_batch_reduce_to(reduce_op, value_destination_pairs, options)',
+    '_call_for_each_replica(fn, args, kwargs)',
+    '_create_variable(next_creator, kwargs)',
+    '_reduce_to(reduce_op, value, destinations, options)',
+    '_update(var, fn, args, kwargs, group)',
+    'tpu_run(fn, args, kwargs, options)',
+  ),
+  ParameterServerExtended: (
+    '_call_for_each_replica(fn, args, kwargs)',
+    '_create_variable(next_creator, kwargs)',
+    '_update(var, fn, args, kwargs, group)',
+    '_validate_colocate_with_variable(colocate_with_variable)',
+  ),
+  BaseResourceVariable: (
+    '_read_variable_op(no_copy)',
+    '_restore_from_tensors(restored_tensors)',
+    '_serialize_to_tensors()',
+    'handle',
+  ),
+  DistributedDataset: ('cardinality', 'element_spec'),
+  tf.TypeSpec: (
+    '_component_specs',
+    '_from_components(components)',
+    '_serialize()',
+    '_to_components(value)',
+  ),
+  tf.distribute.ReplicaContext: ('_merge_call(merge_fn, args, kwargs)',),
+  tf.distribute.CrossDeviceOps: (
+    '_gather_implementation(per_replica_value, destinations, axis, options)',
+    'batch_reduce_implementation(reduce_op, value_destination_pairs, options)',
+    'broadcast_implementation(tensor, destinations)',
+    'reduce_implementation('
+    'reduce_op, per_replica_value, destinations, options)',
+  ),
+}
+
+
+def check_overridden() -> None:
+  """Checks that what this package overrides in TensorFlow is still called so.
+
+  Raises:
+    UnsupportedVersionError: a method is gone, or takes other parameters.
+  """
+  for owner, methods in _OVERRIDDEN.items():
+    for method in methods:
+      name, _, parameters = method.rstrip(')').partition('(')
+      _requirements.method(
+        owner,
+        name,
+        [p for p in parameters.split(', ') if p],
+        'tf_strategies overrides it',
+      )
+
+
+check_overridden()

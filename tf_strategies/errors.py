@@ -60,6 +60,10 @@ class UnsupportedOptionError(Error, ValueError, metaclass=_MadeOfParts):
   fix: str | None = None
 
 
+class UnsupportedVersionError(Error, ImportError):
+  """A TensorFlow or Keras without something that this package relies on."""
+
+
 class ScheduleError(Error, ValueError):
   """A communication schedule that does not compute an all-reduce."""
 

@@ -20,7 +20,7 @@ from benchmarks.parameter_server_peers import (
 
 
 class Coordinator:
-  """The only coordinator of a cluster; `crew_worker` calls the methods.
+  """The only coordinator of a cluster; `pool_worker` calls the methods.
 
   Args:
     rank: always 0.

@@ -8,7 +8,7 @@ import pathlib
 import tempfile
 from typing import Any
 
-from benchmarks import crew
+from benchmarks import worker_pool
 from benchmarks.parameter_server_peers import catalogue
 
 _HERE = 'benchmarks.parameter_server_peers'
@@ -65,7 +65,7 @@ class Job:
     peer: catalogue.Peer,
     size: Size,
     pause_ms: float = 0.0,
-    deadline_seconds: float = crew.DEADLINE_SECONDS,
+    deadline_seconds: float = worker_pool.DEADLINE_SECONDS,
   ):
     self.peer = peer
     self._deadline_seconds = deadline_seconds
@@ -117,9 +117,9 @@ class Job:
       found.append(str(directory))
     return found
 
-  def _start(self, actor: str, count: int) -> crew.Crew:
+  def _start(self, actor: str, count: int) -> worker_pool.WorkerPool:
     return self._stack.enter_context(
-      crew.Crew(
+      worker_pool.WorkerPool(
         f'{self.peer.name}: {actor.partition(":")[0]}',
         f'{_HERE}.{actor}',
         [()] * count,
@@ -130,7 +130,7 @@ class Job:
 
 
 def _cluster(size: Size) -> dict[str, list[str]]:
-  ports = crew.free_ports(len(size.tasks) + 1)
+  ports = worker_pool.free_ports(len(size.tasks) + 1)
   cluster: dict[str, list[str]] = {'chief': [f'127.0.0.1:{ports.pop()}']}
   for (job, _), port in zip(size.tasks, ports, strict=True):
     cluster.setdefault(job, []).append(f'127.0.0.1:{port}')

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 
 class Server:
-  """A task of a job; `crew_worker` calls the method.
+  """A task of a job; `pool_worker` calls the method.
 
   Args:
     rank: of the task, in the order of `serve`'s tasks.

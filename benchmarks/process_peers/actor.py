@@ -14,7 +14,7 @@ _VERSIONS_OF = ('tensorflow', 'torch', 'numpy', 'mpi4py')
 
 
 class Actor:
-  """The peers of one worker; `crew_worker` calls the methods.
+  """The peers of one worker; `pool_worker` calls the methods.
 
   Args:
     rank: of this worker; None if the peer itself knows.

@@ -26,19 +26,19 @@ class Entry:
   Attributes:
     name: for flags, tables and JSON.
     kind: OURS, OTHER, or LIMIT for what reduces nothing.
-    crew: peers with the same one share their processes.
+    pool: peers with the same one share their processes.
     path: of its class, 'module:Class'.
   """
 
   name: str
   kind: str
-  crew: str
+  pool: str
   path: str
 
 
 ENTRIES = tuple(
-  Entry(name, kind, crew, f'{_HERE}.{path}')
-  for name, kind, crew, path in (
+  Entry(name, kind, pool, f'{_HERE}.{path}')
+  for name, kind, pool, path in (
     ('ours_tcp', OURS, 'ours', 'ours:Tcp'),
     ('ours_tcp_bfloat16', OURS, 'ours', 'ours:TcpBFloat16'),
     ('ours_in_graph', OURS, 'ours', 'ours:Replicated'),
@@ -75,9 +75,9 @@ def why_not(entry: Entry, torch_python: str, over_links: bool) -> str | None:
     torch_python: the interpreter that has torch, or may have it.
     over_links: whether the workers are on test hosts.
   """
-  if entry.crew == 'gloo':
+  if entry.pool == 'gloo':
     return _why_no_torch(torch_python)
-  if entry.crew != 'mpi':
+  if entry.pool != 'mpi':
     return None
   if not hasattr(process_group, 'form_mpi_group'):
     return 'This version of tf_strategies has no form_mpi_group.'

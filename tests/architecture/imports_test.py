@@ -28,8 +28,15 @@ _LAYERS = (
 # What runs, and may come in by the package's door.
 _PROGRAMS = ('benchmarks', 'examples')
 _DEPTH = {room: depth for depth, rooms in enumerate(_LAYERS) for room in rooms}
-# Single files that every room may import and that import nothing of ours.
-_GROUND = ('errors', 'version', '_tf_internal', '_graph_errors')
+# Single files that every room may import, and what they import of ours.
+_GROUND = {
+  'errors': (),
+  'version': (),
+  '_requirements': ('errors',),
+  '_tf_internal': ('errors', '_requirements'),
+  '_keras_internal': ('_requirements', '_tf_internal'),
+  '_graph_errors': ('_tf_internal',),
+}
 # `tf_strategies/__init__.py` and the files beside it that are commands.
 _DOOR = 'tf_strategies'
 _PURE = frozenset({'collectives', 'errors', 'version'})
@@ -48,9 +55,9 @@ def _room(module: str) -> str | None:
 
 def _may_import(importer: str, imported: str) -> bool:
   if importer in _GROUND:
-    return (importer, imported) == ('_graph_errors', '_tf_internal')
+    return imported in _GROUND[importer]
   if imported in _GROUND:
-    return not (importer in _PURE and imported == '_tf_internal')
+    return importer not in _PURE or imported in _PURE
   if importer == imported:
     return True
   if importer == _DOOR:

@@ -11,7 +11,7 @@ class DocumentationTest(parameterized.TestCase):
     ('benchmarks.measure', 2),
     ('benchmarks.process_results', 4),
     ('benchmarks.report', 1),
-    ('benchmarks.test_hosts', 1),
+    ('benchmarks.network_namespaces', 1),
     ('benchmarks.process_peers.base', 2),
   )
   def test_examples(self, name, least):

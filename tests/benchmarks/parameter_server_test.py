@@ -6,13 +6,10 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from benchmarks.parameter_server_peers import catalogue
+from tests import tiers
 from tests.benchmarks import running
 
 STEPS, ROUNDS, BLOCKS, ROWS = 8, 2, 2, 4
-
-
-# Each pays the import of TensorFlow for another text.
-SOAK_CASES = 'bad_flags[123]$'
 
 
 @pytest.mark.multi_process
@@ -120,11 +117,12 @@ class ParameterServerTest(parameterized.TestCase):
     self.assertEqual(records['async']['dropped'], 0)
     self.assertEqual(records['sync_backup_1']['dropped'], ROUNDS * STEPS // 2)
 
-  @parameterized.parameters(
+  # Each but the first pays the import of TensorFlow for another text.
+  @tiers.parameters(
     ('--peers=sync', "'sync' is none of stock"),
-    ('--models=cnn,rnn', "'rnn' is none of cnn"),
-    ('--num_workers=0', 'integers of 1 or more'),
-    ('--steps=25', 'no multiple of 10'),
+    tiers.soak('--models=cnn,rnn', "'rnn' is none of cnn"),
+    tiers.soak('--num_workers=0', 'integers of 1 or more'),
+    tiers.soak('--steps=25', 'no multiple of 10'),
   )
   def test_bad_flags(self, flag, words):
     done = running.run_benchmark('parameter_server', flag)

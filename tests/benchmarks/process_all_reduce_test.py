@@ -7,17 +7,14 @@ import sys
 import pytest
 from absl.testing import absltest, parameterized
 
-from benchmarks import test_hosts
+from benchmarks import network_namespaces
 from benchmarks.process_peers import catalogue
+from tests import tiers
 from tests.benchmarks import running
 
 # Torch is optional, and need not be in this environment.
 TORCH_PYTHON = os.environ.get('TFS_TORCH_PYTHON', sys.executable)
 SIZES = (4096, 65536)
-
-
-# Each pays the import of TensorFlow for another text.
-SOAK_CASES = 'bad_flags1$'
 
 
 @pytest.mark.multi_process
@@ -97,7 +94,7 @@ class ProcessAllReduceTest(parameterized.TestCase):
   @pytest.mark.slow
   @pytest.mark.soak
   def test_over_links(self):
-    reason = test_hosts.missing()
+    reason = network_namespaces.missing()
     if reason is not None:
       self.skipTest(reason)
     found, _ = self.run_to_report(
@@ -117,9 +114,10 @@ class ProcessAllReduceTest(parameterized.TestCase):
     self.assertGreater(record['peers']['memcpy_loopback']['median_ms'], 20)
     self.assertGreater(record['predicted_ring_ms'], 20)
 
-  @parameterized.parameters(
+  @tiers.parameters(
     ('--world_sizes=2,1', 'integers of 2 or more'),
-    ('--link_rate=fast', "link rate of 'fast'"),
+    # It pays the import of TensorFlow for another text.
+    tiers.soak('--link_rate=fast', "link rate of 'fast'"),
   )
   def test_bad_flags(self, flag, words):
     done = running.run_benchmark('process_all_reduce', flag)

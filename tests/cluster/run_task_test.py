@@ -12,6 +12,7 @@ import portpicker
 import pytest
 from absl.testing import absltest, parameterized
 
+from tests import tiers
 from tests.cluster import task_program
 from tf_strategies import cluster, errors
 from tf_strategies.cluster import exit_codes
@@ -40,10 +41,6 @@ class _JobTest(parameterized.TestCase):
     self._directory = getattr(self, '_directory', None) or self.create_tempdir()
     task = task_program.Task(self._directory.full_path, config, **options)
     return self.enter_context(task)
-
-
-# By number: another signal, another way to end.
-SOAK_CASES = 'ends_a_server_well[12]$|chief_may_save1$'
 
 
 @pytest.mark.multi_process
@@ -89,10 +86,10 @@ class ServersTest(_JobTest):
       self.start(known, 'worker', index, is_sparse=True)
     self.check_report(self.start(jobs, 'chief'))
 
-  @parameterized.parameters(
+  @tiers.parameters(
     ('ps', signal.SIGTERM, '143'),
-    ('worker', signal.SIGTERM, None),
-    ('ps', signal.SIGINT, None),
+    tiers.soak('worker', signal.SIGTERM, None),
+    tiers.soak('ps', signal.SIGINT, None),
   )
   def test_signal_ends_a_server_well(self, task_type, number, status):
     asked_for = {exit_codes.TERMINATED_VARIABLE: status} if status else {}
@@ -102,7 +99,7 @@ class ServersTest(_JobTest):
     server.process.send_signal(number)
     self.assertEqual(server.wait(), int(status or 0), server.stderr())
 
-  @parameterized.parameters('the chief goes', 'a second signal')
+  @tiers.parameters('the chief goes', tiers.soak('a second signal'))
   def test_server_stays_while_the_chief_may_save(self, what_ends_it):
     jobs = _jobs()
     chief = socket.socket()

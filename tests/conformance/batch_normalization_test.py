@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
+from tests import tiers
 from tests.conformance import harness
 from tests.conformance.harness import Feature
 
@@ -28,16 +29,12 @@ def _statistics_model():
   )
 
 
-# Central storage: by number, the second strategy of four cases.
-SOAK_CASES = 'one_state_and_without_nan[01456]$'
-
-
 class BatchNormalizationTest(harness.ConformanceTest, parameterized.TestCase):
-  @parameterized.product(
+  @tiers.product(
     [{'case': c} for c in harness.STRATEGIES],
     [
-      {'rows': 96, 'wrap': True},
-      {'rows': 69, 'wrap': True},
+      tiers.soak({'rows': 96, 'wrap': True}),
+      tiers.soak({'rows': 69, 'wrap': True}),
       {'rows': 65, 'wrap': True},
       {'rows': 65, 'wrap': False},
     ],
@@ -53,7 +50,7 @@ class BatchNormalizationTest(harness.ConformanceTest, parameterized.TestCase):
     self.assertTrue(np.isfinite(result.predictions).all())
     self.check_replicas_equal(result.model)
 
-  @parameterized.named_parameters(*harness.EVERY)
+  @tiers.named_parameters(*harness.every())
   def test_moving_statistics_are_the_mean_over_replicas(self, case):
     strategy = case.create()
     model = harness.build(
@@ -78,7 +75,7 @@ class BatchNormalizationTest(harness.ConformanceTest, parameterized.TestCase):
     for copy in layer.moving_variance.value.values:
       self.assertAllClose(copy.numpy(), [want_variance], 1e-5)
 
-  @parameterized.named_parameters(*harness.EVERY)
+  @tiers.named_parameters(*harness.every())
   def test_rowless_replicas_do_not_move_the_statistics(self, case):
     model = harness.build(
       Feature(

@@ -4,9 +4,11 @@ import os
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
+from tests import tiers
 from tests.conformance import harness
 from tests.conformance.harness import Feature
 
@@ -46,13 +48,6 @@ def _fit(model, epochs, callbacks=(), rows=69):
   )
 
 
-# The same code, with variables on one device; by number, the second of two
-# strategies, and loading without a scope.
-SOAK_CASES = (
-  'central_storage$|outside_the_scope[123]$|early_stopping_and_tensorboard'
-)
-
-
 class CallbacksTest(harness.ConformanceTest, parameterized.TestCase):
   def assert_same_weights(self, expected, actual, tolerance=1e-6):
     for want, got in zip(
@@ -68,7 +63,7 @@ class CallbacksTest(harness.ConformanceTest, parameterized.TestCase):
       np.testing.assert_array_equal(want.numpy(), got.numpy(), want.path)
     self.assertGreater(expected.optimizer.iterations.numpy(), 0)
 
-  @parameterized.named_parameters(*harness.EVERY)
+  @tiers.named_parameters(*harness.every(tiers.soak))
   def test_model_checkpoint_saves_what_one_device_saves(self, case):
     saved = []
     for strategy in (None, case.create()):
@@ -79,7 +74,7 @@ class CallbacksTest(harness.ConformanceTest, parameterized.TestCase):
       self.assert_same_weights(model, saved[-1], 0)
     self.assert_same_weights(*saved)
 
-  @parameterized.named_parameters(*harness.EVERY)
+  @tiers.named_parameters(*harness.every(tiers.soak))
   def test_backup_and_restore_resumes_exactly(self, case):
     uninterrupted = harness.build(FEATURE, case.create())
     _fit(uninterrupted, 3)
@@ -98,7 +93,8 @@ class CallbacksTest(harness.ConformanceTest, parameterized.TestCase):
     )
     self.check_replicas_equal(second)
 
-  @parameterized.named_parameters(*harness.EVERY)
+  @tiers.named_parameters(*harness.every())
+  @pytest.mark.soak
   def test_early_stopping_and_tensorboard(self, case):
     histories = []
     for strategy in (None, case.create()):
@@ -122,8 +118,12 @@ class CallbacksTest(harness.ConformanceTest, parameterized.TestCase):
     for key, want in histories[0].items():
       self.assertAllClose(want, histories[1][key], 2e-6, 1e-6)
 
-  @parameterized.product(
-    [{'case': c} for c in harness.STRATEGIES], inside=(True, False)
+  @tiers.product(
+    case=[
+      harness.STRATEGIES[0],
+      *tiers.every(tiers.soak, harness.STRATEGIES[1:]),
+    ],
+    inside=(True, tiers.soak(False)),
   )
   def test_saved_model_loads_inside_and_outside_the_scope(self, case, inside):
     strategy = case.create()
@@ -140,7 +140,7 @@ class CallbacksTest(harness.ConformanceTest, parameterized.TestCase):
     _fit(loaded, 1)
     self.assert_same_weights(model, loaded)
 
-  @parameterized.named_parameters(*harness.EVERY)
+  @tiers.named_parameters(*harness.every(tiers.soak))
   def test_weights_and_checkpoints_move_between_one_and_many(self, case):
     directory = self.create_tempdir().full_path
     many = harness.build(FEATURE, case.create())

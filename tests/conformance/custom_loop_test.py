@@ -6,6 +6,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_strategies as tfs
+from tests import tiers
 from tests.conformance import harness
 
 _ROWS = 69  # Two full batches of 32 and one of 5.
@@ -94,11 +95,7 @@ def _distributed_loop(
   return model, losses
 
 
-# Central storage: by number (the second strategy of six, and of two), by name.
-SOAK_CASES = (
-  'test_equals_one_device(0|3|5|6|7|8|9|10)$|inside_run_and_eager[23]$|'
-  '(normalization|accumulation)_central_storage$'
-)
+_RING, _CENTRAL = harness.STRATEGIES
 
 
 class CustomLoopTest(harness.ConformanceTest, parameterized.TestCase):
@@ -117,32 +114,37 @@ class CustomLoopTest(harness.ConformanceTest, parameterized.TestCase):
       self.assertAllClose(a, b, 0, 1e-6)
     self.assertGreaterEqual(self.num_reductions(strategy), len(want))
 
-  @parameterized.product(
-    [{'case': c} for c in harness.STRATEGIES],
-    [
-      {'weighting': 'rows', 'scale_loss': True},
-      {'weighting': 'rows', 'scale_loss': False},
-      {'weighting': 'none', 'scale_loss': False},
-    ],
-    rows=(69, 65),
+  @tiers.parameters(
+    # Rows, weighting, scale_loss.
+    tiers.soak(_RING, 69, 'rows', True),
+    (_RING, 65, 'rows', True),
+    (_RING, 69, 'rows', False),
+    tiers.soak(_RING, 65, 'rows', False),
+    (_RING, 69, 'none', False),
+    tiers.soak(_RING, 65, 'none', False),
+    tiers.soak(_CENTRAL, 69, 'rows', True),
+    tiers.soak(_CENTRAL, 65, 'rows', True),
+    tiers.soak(_CENTRAL, 69, 'rows', False),
+    tiers.soak(_CENTRAL, 65, 'rows', False),
+    tiers.soak(_CENTRAL, 69, 'none', False),
+    (_CENTRAL, 65, 'none', False),
   )
   def test_equals_one_device(self, case, rows, weighting, scale_loss):
     self.check(case, rows, weighting=weighting, scale_loss=scale_loss)
 
-  @parameterized.product(
-    [{'case': c} for c in harness.STRATEGIES],
-    function_on=('inside', 'nowhere'),
+  @tiers.product(
+    case=(_RING, tiers.soak(_CENTRAL)), function_on=('inside', 'nowhere')
   )
   def test_function_inside_run_and_eager(self, case, function_on):
     self.check(case, weighting='rows', scale_loss=True, function_on=function_on)
 
-  @parameterized.named_parameters(*harness.EVERY)
+  @tiers.named_parameters(*harness.every(tiers.soak))
   def test_synchronized_batch_normalization(self, case):
     self.check(
       case, make_model=_sync_bn_model, weighting='rows', scale_loss=True
     )
 
-  @parameterized.named_parameters(*harness.EVERY)
+  @tiers.named_parameters(*harness.every(tiers.soak))
   def test_clipping_and_accumulation(self, case):
     self.check(
       case,
@@ -153,7 +155,7 @@ class CustomLoopTest(harness.ConformanceTest, parameterized.TestCase):
       scale_loss=True,
     )
 
-  @parameterized.named_parameters(*harness.EVERY)
+  @tiers.named_parameters(*harness.every())
   def test_predictions_of_uneven_batches_keep_their_rows(self, case):
     strategy = case.create()
     with strategy.scope():

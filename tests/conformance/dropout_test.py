@@ -5,6 +5,7 @@ import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
+from tests import tiers
 from tests.conformance import harness
 
 
@@ -36,7 +37,7 @@ class DropoutTest(harness.ConformanceTest, parameterized.TestCase):
       )
     return layer, np.array(drawn)
 
-  @parameterized.named_parameters(*harness.EVERY)
+  @tiers.named_parameters(*harness.every())
   def test_masks_differ_between_replicas_and_steps(self, case):
     layer, masks = self._masks(case.create(), steps=3)
     flat = masks.reshape([-1, 64])
@@ -49,7 +50,7 @@ class DropoutTest(harness.ConformanceTest, parameterized.TestCase):
     for copy in copies:
       np.testing.assert_array_equal(copy.numpy(), copies[0].numpy())
 
-  @parameterized.named_parameters(*harness.EVERY)
+  @tiers.named_parameters(*harness.every())
   def test_first_replica_draws_what_one_device_draws(self, case):
     one = tf.distribute.OneDeviceStrategy('CPU:0')
     _, want = self._masks(one, steps=2)

@@ -2,10 +2,10 @@
 
 import keras
 import numpy as np
-import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
+from tests import tiers
 from tests.conformance import harness
 from tests.conformance.harness import Feature
 
@@ -44,36 +44,51 @@ def _regularized_model():
 
 
 FEATURES = (
-  Feature('sgd', optimizer=lambda: optimizers.SGD(0.1)),
+  Feature('sgd', optimizer=lambda: optimizers.SGD(0.1), mark=tiers.soak),
   Feature('adam', optimizer=lambda: optimizers.Adam(1e-2)),
-  Feature('adamw', optimizer=lambda: optimizers.AdamW(1e-2, weight_decay=0.1)),
+  Feature(
+    'adamw',
+    optimizer=lambda: optimizers.AdamW(1e-2, weight_decay=0.1),
+    mark=tiers.soak,
+  ),
   Feature('last_batch_of_5_rows', rows=69),
-  Feature('last_batch_of_2_rows', rows=66),
-  Feature('last_batch_of_1_row', rows=65),
-  Feature('only_5_rows', rows=5),
-  Feature('only_1_row', rows=1),
+  Feature('last_batch_of_2_rows', rows=66, mark=tiers.soak),
+  Feature('last_batch_of_1_row', rows=65, mark=tiers.soak),
+  Feature('only_5_rows', rows=5, mark=tiers.soak),
+  Feature('only_1_row', rows=1, mark=tiers.soak),
   Feature(
     'clipnorm',
     rows=69,
     optimizer=lambda: optimizers.SGD(0.1, clipnorm=0.05),
+    mark=tiers.soak,
   ),
   Feature(
     'clipvalue',
     rows=69,
     optimizer=lambda: optimizers.SGD(0.1, clipvalue=0.01),
+    mark=tiers.soak,
   ),
   Feature(
     'global_clipnorm',
     rows=69,
     optimizer=lambda: optimizers.SGD(0.1, global_clipnorm=0.05),
+    mark=tiers.soak,
   ),
-  Feature('sync_batch_normalization', rows=69, model=_sync_bn_model),
-  Feature('sync_batch_normalization_1_row', rows=65, model=_sync_bn_model),
+  Feature(
+    'sync_batch_normalization', rows=69, model=_sync_bn_model, mark=tiers.soak
+  ),
+  Feature(
+    'sync_batch_normalization_1_row',
+    rows=65,
+    model=_sync_bn_model,
+    mark_of_others=tiers.quick,
+  ),
   Feature('regularizers_and_constraint', rows=69, model=_regularized_model),
   Feature(
     'class_weight',
     rows=69,
     fit={'class_weight': {i: 0.5 + i / 5 for i in range(10)}},
+    mark=tiers.soak,
   ),
   Feature(
     'sample_weight',
@@ -81,66 +96,39 @@ FEATURES = (
     fit={'sample_weight': np.linspace(0.1, 2.0, 69, dtype=np.float32)},
     compile={'weighted_metrics': ['accuracy']},
   ),
-  Feature('embedding', rows=69, model=_embedding_model, data=_tokens),
+  Feature(
+    'embedding', rows=69, model=_embedding_model, data=_tokens, mark=tiers.soak
+  ),
   Feature(
     'embedding_clipnorm',
     rows=69,
     model=_embedding_model,
     data=_tokens,
     optimizer=lambda: optimizers.SGD(0.1, clipnorm=0.05),
+    mark_of_others=tiers.quick,
   ),
   Feature('steps_per_execution', rows=133, compile={'steps_per_execution': 3}),
-  Feature('run_eagerly', rows=69, compile={'run_eagerly': True}),
+  Feature(
+    'run_eagerly', rows=69, compile={'run_eagerly': True}, mark=tiers.soak
+  ),
   Feature('run_eagerly_1_row', rows=65, compile={'run_eagerly': True}),
   Feature(
     'validation_data',
     rows=69,
     fit={'validation_data': harness.images(39), 'validation_batch_size': 32},
+    mark=tiers.soak,
   ),
 )
 
 
-# Where one copy of the variables could differ from a copy on each device: who
-# applies, what is sparse, who has no rows, statistics, several steps a call.
-SOME = (
-  'embedding_clipnorm',
-  'global_clipnorm',
-  'last_batch_of_5_rows',
-  'only_1_row',
-  'regularizers_and_constraint',
-  'run_eagerly_1_row',
-  'sample_weight',
-  'steps_per_execution',
-  'sync_batch_normalization_1_row',
-)
-_TELLING = [feature for feature in FEATURES if feature.name in SOME]
-_REST = [feature for feature in FEATURES if feature.name not in SOME]
-_FIRST, _OTHERS = harness.STRATEGIES[:1], harness.STRATEGIES[1:]
-
-
-# The same with another optimizer, another number of rows or another limit.
-SOAK_CASES = (
-  'one_device_(ring_mirrored_(sgd|adamw|clipvalue|clipnorm|embedding|only_5_rows|'
-  'only_1_row|last_batch_of_[12]_rows?|sync_batch_normalization|run_eagerly|'
-  'global_clipnorm|class_weight|validation_data)|central_storage_(only_1_row|'
-  'sample_weight|last_batch_of_5_rows|run_eagerly_1_row|steps_per_execution|'
-  'global_clipnorm|regularizers_and_constraint))$'
-)
-
-
 class FitTest(harness.ConformanceTest, parameterized.TestCase):
-  @parameterized.named_parameters(
-    harness.table(FEATURES, _FIRST) + harness.table(_TELLING, _OTHERS)
+  @tiers.named_parameters(
+    *harness.table(FEATURES),
+    *tiers.every(
+      tiers.soak, harness.table(FEATURES, [harness.CENTRAL_STORAGE_OF_2])
+    ),
   )
   def test_equals_one_device(self, case, feature):
-    self.check_feature(case, feature)
-
-  @parameterized.named_parameters(
-    harness.table(_REST, _OTHERS)
-    + harness.table(FEATURES, [harness.CENTRAL_STORAGE_OF_2])
-  )
-  @pytest.mark.soak
-  def test_the_rest_equals_one_device(self, case, feature):
     self.check_feature(case, feature)
 
 

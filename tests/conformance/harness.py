@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 import tf_strategies as tfs
-from tests import virtual_devices
+from tests import tiers, virtual_devices
 
 virtual_devices.configure_logical_cpus()
 
@@ -98,6 +98,8 @@ class Feature:
     policy: Keras dtype policy.
     tolerance: of the weights; the promise is 1e-6 in float32, 2e-3 in 16-bit.
     wrap: whether to use `tfs.keras.DistributedOptimizer`.
+    mark: of `tiers`, for the first strategy of the table.
+    mark_of_others: for the other strategies.
   """
 
   name: str
@@ -110,6 +112,8 @@ class Feature:
   policy: str = 'float32'
   tolerance: float = 1e-6
   wrap: bool = True
+  mark: Callable[..., Any] = tiers.quick
+  mark_of_others: Callable[..., Any] = tiers.soak
 
 
 @dataclasses.dataclass
@@ -296,14 +300,24 @@ class ConformanceTest(tf.test.TestCase):
       self.assertGreaterEqual(self.num_reductions(strategy), steps)
 
 
-# For tests that take every strategy: `@parameterized.named_parameters(*EVERY)`.
-EVERY = tuple((case.name, case) for case in STRATEGIES)
+def every(mark_of_others=tiers.quick) -> list[Any]:
+  """Named parameters: every strategy.
 
-
-def table(features, strategies=STRATEGIES) -> list[tuple]:
-  """Named parameters: every strategy with every feature."""
+  Args:
+    mark_of_others: of `tiers`, for every strategy but the first.
+  """
+  marks = [tiers.quick, *[mark_of_others] * (len(STRATEGIES) - 1)]
   return [
-    (f'{case.name}_{feature.name}', case, feature)
+    mark(case.name, case) for mark, case in zip(marks, STRATEGIES, strict=True)
+  ]
+
+
+def table(features, strategies=STRATEGIES) -> list[Any]:
+  """Named parameters: every strategy with every feature, marked as it says."""
+  return [
+    (feature.mark if case is STRATEGIES[0] else feature.mark_of_others)(
+      f'{case.name}_{feature.name}', case, feature
+    )
     for case in strategies
     for feature in features
   ]

@@ -11,7 +11,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_strategies as tfs
-from tests import processes
+from tests import processes, tiers
 from tests.conformance import dropout_test, harness, multi_worker
 from tests.conformance.harness import Feature
 from tests.conformance.multi_worker import WorkerCase
@@ -25,10 +25,12 @@ CASES = (
   WorkerCase('ring_2x1', 'multi_worker_ring', workers=2, devices=1),
   WorkerCase('ring_2x2', 'multi_worker_ring', workers=2, devices=2),
 )
-# What is between the two others, and what TensorFlow's own runtime does.
-SOAK_CASES = '_(ring|collective)_2x1$'
 _SOAK = os.environ.get('TFS_SOAK') == '1'
-_EVERY = tuple((case.name, case) for case in CASES)
+# The others are between the last and what TensorFlow's own runtime does.
+_EVERY = (
+  *tiers.every(tiers.soak, [(case.name, case) for case in CASES[:-1]]),
+  (CASES[-1].name, CASES[-1]),
+)
 _COMPRESSED_CASE = CASES[-1]
 
 _COMPRESSIONS = ('bfloat16', 'float16')
@@ -363,7 +365,7 @@ class MultiWorkerFeaturesTest(harness.ConformanceTest, parameterized.TestCase):
         raise AssertionError(result['error'])
     return [result[name] for result in found]
 
-  @parameterized.named_parameters(*_EVERY)
+  @tiers.named_parameters(*_EVERY)
   def test_moving_statistics_are_the_mean_over_replicas(self, case):
     n = case.workers * case.devices
     parts = [_part(i, n) for i in range(n)]
@@ -381,7 +383,7 @@ class MultiWorkerFeaturesTest(harness.ConformanceTest, parameterized.TestCase):
         for copy in copies:
           self.assertAllClose(copy, [expected], 1e-5)
 
-  @parameterized.named_parameters(*_EVERY)
+  @tiers.named_parameters(*_EVERY)
   def test_workers_without_rows_leave_no_nan(self, case):
     results = self.results(case, 'plain_bn')
     for weights, predictions, losses in results:
@@ -392,7 +394,7 @@ class MultiWorkerFeaturesTest(harness.ConformanceTest, parameterized.TestCase):
         np.testing.assert_array_equal(mine, chiefs)
       np.testing.assert_array_equal(predictions, results[0][1])
 
-  @parameterized.named_parameters(*_EVERY)
+  @tiers.named_parameters(*_EVERY)
   def test_overflow_on_one_worker_skips_the_step_on_all(self, case):
     for found in self.results(case, 'loss_scale'):
       self.assertLen(found, 4)
@@ -401,7 +403,7 @@ class MultiWorkerFeaturesTest(harness.ConformanceTest, parameterized.TestCase):
         self.assertEqual(good, (0.75, [8.0]))
         self.assertEqual(bad, (0.75, [4.0]))
 
-  @parameterized.named_parameters(*_EVERY)
+  @tiers.named_parameters(*_EVERY)
   def test_dropout_masks_differ_and_their_state_does_not(self, case):
     results = self.results(case, 'dropout')
     masks = np.array([masks for masks, _ in results]).reshape([-1, 64])
@@ -415,16 +417,8 @@ class MultiWorkerFeaturesTest(harness.ConformanceTest, parameterized.TestCase):
       for state in states:
         np.testing.assert_array_equal(state, results[0][1][0])
 
-  @parameterized.named_parameters(*_EVERY[-1:])
+  @tiers.named_parameters(*_EVERY)
   def test_custom_loops_equal_one_device(self, case):
-    self._check_custom_loops(case)
-
-  @parameterized.named_parameters(*_EVERY[:-1])
-  @pytest.mark.soak
-  def test_other_custom_loops_equal_one_device(self, case):
-    self._check_custom_loops(case)
-
-  def _check_custom_loops(self, case):
     want_weights, want_losses = _one_device_loop()
     for loops in self.results(case, 'loops'):
       for options, (weights, losses) in zip(_LOOPS, loops, strict=True):
@@ -432,7 +426,7 @@ class MultiWorkerFeaturesTest(harness.ConformanceTest, parameterized.TestCase):
         for got, want in zip(weights, want_weights, strict=True):
           self.assertAllClose(got, want, 0, 1e-6, str(options))
 
-  @parameterized.named_parameters(*_EVERY)
+  @tiers.named_parameters(*_EVERY)
   def test_slices_with_duplicates_are_added_up(self, case):
     want = np.zeros([9, 2], np.float32)
     for row, ids in enumerate(_tokens()):
@@ -443,14 +437,14 @@ class MultiWorkerFeaturesTest(harness.ConformanceTest, parameterized.TestCase):
       for copy in copies:
         np.testing.assert_array_equal(copy, want)
 
-  @parameterized.named_parameters(*_EVERY)
+  @tiers.named_parameters(*_EVERY)
   def test_predictions_are_in_order(self, case):
     for predictions in self.results(case, 'predict'):
       for rows, got in predictions.items():
         want = _predict_model().predict(_rows(rows), batch_size=8, verbose=0)
         self.assertAllClose(got, want, 1e-6)
 
-  @parameterized.named_parameters(*_EVERY)
+  @tiers.named_parameters(*_EVERY)
   def test_gather_of_uneven_lengths(self, case):
     n = case.workers * case.devices
     long = np.concatenate([np.full([1 + i, 2], i) for i in range(n)])
@@ -458,7 +452,7 @@ class MultiWorkerFeaturesTest(harness.ConformanceTest, parameterized.TestCase):
       np.testing.assert_array_equal(rows, long)
       np.testing.assert_array_equal(columns, long.T)
 
-  @parameterized.named_parameters(*_EVERY)
+  @tiers.named_parameters(*_EVERY)
   def test_reduce_by_dtype(self, case):
     n = case.workers * case.devices
     total = sum(10.0 * i + np.arange(3) for i in range(n))

@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
+from tests import tiers
 from tests.conformance import harness, multi_worker
 from tests.conformance.multi_worker import WorkerCase
 
@@ -39,9 +40,6 @@ SOME = (
 FEW = ('embedding', 'sync_batch_normalization_1_row')
 
 
-SOAK_CASES = 'few_equal_one_device_(ring_3x1|mpi_2x1)$'
-
-
 class MultiWorkerTest(
   multi_worker.MultiWorkerConformanceTest, parameterized.TestCase
 ):
@@ -49,7 +47,10 @@ class MultiWorkerTest(
   def test_some_equal_one_device(self, case):
     self.check_features(case, SOME)
 
-  @parameterized.named_parameters(*[(c.name, c) for c in LIKE_THEM])
+  @tiers.named_parameters(
+    ('collective_2x1', LIKE_THEM[0]),
+    *tiers.every(tiers.soak, [(c.name, c) for c in LIKE_THEM[1:]]),
+  )
   def test_few_equal_one_device(self, case):
     self.check_features(case, FEW)
 

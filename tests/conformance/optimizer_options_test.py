@@ -7,6 +7,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_strategies as tfs
+from tests import tiers
 from tests.conformance import harness
 from tests.conformance.harness import Feature
 
@@ -26,27 +27,38 @@ def _small_steps():
 
 
 FEATURES = (
-  Feature('accumulation', rows=133, optimizer=_accumulating()),
-  Feature('accumulation_unwrapped', optimizer=_accumulating(), wrap=False),
+  Feature('accumulation', rows=133, optimizer=_accumulating(), mark=tiers.soak),
+  Feature(
+    'accumulation_unwrapped',
+    optimizer=_accumulating(),
+    wrap=False,
+    mark_of_others=tiers.quick,
+  ),
   Feature(
     'accumulation_global_clipnorm',
     rows=133,
     optimizer=_accumulating(global_clipnorm=0.05),
+    mark=tiers.soak,
   ),
-  Feature('ema', rows=69, optimizer=_averaging()),
+  Feature('ema', rows=69, optimizer=_averaging(), mark=tiers.soak),
   Feature(
-    'ema_overwrite', rows=69, optimizer=_averaging(ema_overwrite_frequency=2)
+    'ema_overwrite',
+    rows=69,
+    optimizer=_averaging(ema_overwrite_frequency=2),
+    mark=tiers.soak,
   ),
   Feature(
     'ema_overwrite_unwrapped',
     optimizer=_averaging(ema_overwrite_frequency=2),
     wrap=False,
+    mark=tiers.soak,
   ),
   Feature(
     'ema_overwrite_accumulation_steps_per_execution',
     rows=133,
     optimizer=_accumulating(use_ema=True, ema_overwrite_frequency=2),
     compile={'steps_per_execution': 2},
+    mark_of_others=tiers.quick,
   ),
   Feature(
     'mixed_float16',
@@ -54,6 +66,7 @@ FEATURES = (
     optimizer=_small_steps,
     policy='mixed_float16',
     tolerance=2e-3,
+    mark=tiers.soak,
   ),
   Feature(
     'mixed_float16_unwrapped',
@@ -75,23 +88,13 @@ FEATURES = (
     optimizer=_small_steps,
     policy='mixed_bfloat16',
     tolerance=2e-3,
+    mark=tiers.soak,
   ),
 )
 
 
-# Where one copy of the variables could differ from a copy on each device.
-_TELLING = (
-  'accumulation_unwrapped|ema_overwrite_accumulation_steps_per_execution'
-)
-SOAK_CASES = (
-  f'one_device_central_storage_(?!.*({_TELLING})$)|'
-  'ring_mirrored_(accumulation|ema|ema_overwrite|ema_overwrite_unwrapped|'
-  'accumulation_global_clipnorm|mixed_bfloat16|mixed_float16)$'
-)
-
-
 class OptimizerOptionsTest(harness.ConformanceTest, parameterized.TestCase):
-  @parameterized.named_parameters(harness.table(FEATURES))
+  @tiers.named_parameters(*harness.table(FEATURES))
   def test_equals_one_device(self, case, feature):
     if (case.name, feature.name) == (
       'central_storage',
@@ -105,8 +108,8 @@ class OptimizerOptionsTest(harness.ConformanceTest, parameterized.TestCase):
       return
     self.check_feature(case, feature)
 
-  @parameterized.named_parameters(
-    harness.table(
+  @tiers.named_parameters(
+    *harness.table(
       [f for f in FEATURES if f.name != 'accumulation_unwrapped'],
       [harness.CENTRAL_STORAGE_OF_2],
     )
@@ -159,7 +162,7 @@ class LossScaleTest(harness.ConformanceTest, parameterized.TestCase):
       for copy in variable.value.values:
         self.assertAllEqual(copy.numpy(), variable.numpy())
 
-  @parameterized.named_parameters(*harness.EVERY)
+  @tiers.named_parameters(*harness.every())
   def test_two_dynamic_scales_are_refused(self, case):
     with case.create().scope(), harness.dtype_policy('mixed_float16'):
       model = _one_weight()

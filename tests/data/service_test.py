@@ -8,16 +8,13 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 from examples import datasets
+from tests import tiers
 from tests.data import formula
 from tf_strategies import data as data_lib
 from tf_strategies import errors
 
 _service = tf.data.experimental.service
 _N = 37
-
-
-# By number: arrays go the way of files.
-SOAK_CASES = 'once_an_epoch1$|of_its_own1$'
 
 
 class ServiceTest(tf.test.TestCase, parameterized.TestCase):
@@ -74,14 +71,14 @@ class ServiceTest(tf.test.TestCase, parameterized.TestCase):
       augment_fn=lambda x, y, seed: (x, tf.fill(tf.shape(y), seed[0])),
     )
 
-  @parameterized.parameters('make_files', 'make_arrays')
+  @tiers.parameters('make_files', tiers.soak('make_arrays'))
   def test_each_example_once_an_epoch(self, make):
     self.start_workers(2)
     dataset = getattr(self, make)(self.options())
     for _ in range(2):
       self.assertEqual(self.labels(dataset), list(range(_N)))
 
-  @parameterized.parameters('make_files', 'make_arrays', 'make_seeds')
+  @tiers.parameters('make_files', tiers.soak('make_arrays'), 'make_seeds')
   def test_each_epoch_has_an_order_and_seeds_of_its_own(self, make):
     # Each epoch is a new job, whose random numbers begin anew.
     self.start_workers(1)

@@ -19,7 +19,7 @@ from examples import (
   mnist_custom_loop,
   mnist_keras_fit,
 )
-from tests import virtual_devices
+from tests import tiers, virtual_devices
 from tests.examples import programs
 from tf_strategies.checkpoint import checkpointer
 from tf_strategies.cluster import exit_codes
@@ -81,10 +81,6 @@ class FlagsTest(parameterized.TestCase):
       command_line.main(['program', 'digits'], None, self._parse())
 
 
-# Each pays the import of TensorFlow for another text.
-SOAK_CASES = 'refusal_is_a_message_(bad_flag|strategy_of_another_example)$'
-
-
 @pytest.mark.multi_process
 class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
   def setUp(self):
@@ -99,8 +95,9 @@ class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
     self.addCleanup(program.kill)
     return program
 
-  @parameterized.named_parameters(
-    (
+  # Each pays the import of TensorFlow for another text.
+  @tiers.named_parameters(
+    tiers.soak(
       'strategy_of_another_example',
       'mnist_keras_fit',
       '--strategy=parameter_server',
@@ -112,7 +109,7 @@ class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
       '--data_path=missing.npz',
       'DataError: data_path=missing.npz: no such file',
     ),
-    (
+    tiers.soak(
       'bad_flag',
       'mnist_keras_fit',
       '--all_reduce=nccl',

@@ -16,7 +16,7 @@ from examples import (
   mnist_custom_loop,
   mnist_keras_fit,
 )
-from tests import virtual_devices
+from tests import tiers, virtual_devices
 
 virtual_devices.configure_logical_cpus()
 
@@ -35,12 +35,6 @@ _TWENTY_STEPS = common_flags.TrainingOptions(
 # Two epochs of three steps, the least that can be interrupted.
 _SHORT = dataclasses.replace(
   _TWENTY_STEPS, global_batch_size=64, steps_per_epoch=3, epochs=2
-)
-
-
-# What the two examples do not do each by itself.
-SOAK_CASES = (
-  '(trains_fit|trains_loop|every_variable_loop|of_a_step_loop|is_exact_fit)$'
 )
 
 
@@ -91,7 +85,7 @@ class MnistExamplesTest(tf.test.TestCase, parameterized.TestCase):
     ]
     self.assertGreater(compare_weights.largest_difference(*weights)[0], 1e-2)
 
-  @parameterized.named_parameters(*_EXAMPLES)
+  @tiers.named_parameters(tiers.soak(_EXAMPLES[0]), _EXAMPLES[1])
   def test_resumed_run_is_exact(self, train):
     options = dataclasses.replace(_SHORT, warmup_steps=5, dropout=0.2)
     two = _FOUR[:2]
@@ -164,9 +158,9 @@ class MnistExamplesTest(tf.test.TestCase, parameterized.TestCase):
     )
     self.assertEqual(report['all_reduce']['calls']['all_reduce'], 3)
 
-  @parameterized.named_parameters(
-    ('fit', mnist_keras_fit.train, 'mixed_float16'),
-    ('loop', mnist_custom_loop.train, 'mixed_float16'),
+  @tiers.named_parameters(
+    tiers.soak('fit', mnist_keras_fit.train, 'mixed_float16'),
+    tiers.soak('loop', mnist_custom_loop.train, 'mixed_float16'),
     ('loop_bfloat16', mnist_custom_loop.train, 'mixed_bfloat16'),
   )
   def test_mixed_precision_trains(self, train, policy):
@@ -179,9 +173,9 @@ class MnistExamplesTest(tf.test.TestCase, parameterized.TestCase):
     for name in exact:
       self.assertAllClose(exact[name], weights[name], atol=1e-2, msg=name)
 
-  @parameterized.named_parameters(
+  @tiers.named_parameters(
     ('fit', mnist_keras_fit.train, 'ring_mirrored'),
-    ('loop', mnist_custom_loop.train, 'mirrored'),
+    tiers.soak('loop', mnist_custom_loop.train, 'mirrored'),
   )
   def test_report_counts_every_copy_of_every_variable(self, train, strategy):
     _, one = self._train(train, _SHORT, strategy='one_device', epochs=1)
@@ -194,7 +188,7 @@ class MnistExamplesTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(list(by_device), four['devices'])
     self.assertEqual(list(by_device.values()), [on_one] * 4)
 
-  @parameterized.named_parameters(*_EXAMPLES)
+  @tiers.named_parameters(_EXAMPLES[0], tiers.soak(_EXAMPLES[1]))
   def test_report_tells_the_bytes_of_a_step(self, train):
     _, report = self._train(train, _SHORT, _FOUR, epochs=1)
     # A ring brings 2(N-1)/N of the gradients into each of N devices. Whole

@@ -19,7 +19,7 @@ from examples import (
   mnist_parameter_server,
   parameter_server_flags,
 )
-from tests import virtual_devices
+from tests import tiers, virtual_devices
 from tests.examples import programs
 
 virtual_devices.configure_logical_cpus()
@@ -34,13 +34,6 @@ _NOISY = ('--optimizer=adam', '--min_accuracy=0.5')
 
 _SHORT = parameter_server_flags.ParameterServerOptions(
   dataset='digits', model='mlp', steps_per_epoch=3, epochs=2, verbose=False
-)
-
-
-# Another mode, and another loop.
-SOAK_CASES = (
-  'test_learns_loop_bounded|equals_one_device[01]$|an_epoch0$|'
-  'other_example_trains_loop$'
 )
 
 
@@ -109,9 +102,9 @@ class OneDeviceTest(tf.test.TestCase, parameterized.TestCase):
     train(dataclasses.replace(options, save_weights=path, **changes))
     return compare_weights.read(path)
 
-  @parameterized.named_parameters(
+  @tiers.named_parameters(
     ('fit', 'fit', mnist_keras_fit.train),
-    ('loop', 'custom', mnist_custom_loop.train),
+    tiers.soak('loop', 'custom', mnist_custom_loop.train),
   )
   def test_trains_what_the_other_example_trains(self, loop, train):
     common = {
@@ -127,7 +120,7 @@ class OneDeviceTest(tf.test.TestCase, parameterized.TestCase):
       largest, name = compare_weights.largest_difference(expected, found)
       self.assertLessEqual(largest, 1e-6, name)
 
-  @parameterized.parameters('fit', 'custom')
+  @tiers.parameters(tiers.soak('fit'), 'custom')
   def test_resumes_after_an_epoch(self, loop):
     straight = self._train(mnist_parameter_server.run, _SHORT, loop=loop)
     directory = self.create_tempdir().full_path
@@ -203,9 +196,9 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
     self.assertIn('[chief 0] parameter_server: 2 workers', self._output)
     return self._check(report, _EPOCHS * _STEPS_PER_EPOCH)
 
-  @parameterized.named_parameters(
+  @tiers.named_parameters(
     ('fit_async', 'async', ('--loop=fit', '--variable_partitions=2')),
-    (
+    tiers.soak(
       'loop_bounded',
       'bounded',
       ('--loop=custom', '--max_staleness=2', '--worker_input'),
@@ -236,7 +229,7 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
     # 20 of 23 steps an epoch.
     self._check(report, _EPOCHS * 20)
 
-  @parameterized.parameters('fit', 'custom')
+  @tiers.parameters(tiers.soak('fit'), tiers.soak('custom'))
   def test_synchronous_job_equals_one_device(self, loop):
     one, two = self._path('one.npz'), self._path('two.npz')
     report = self._run(

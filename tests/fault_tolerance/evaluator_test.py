@@ -13,7 +13,7 @@ from absl.testing import parameterized
 from tensorboard.backend.event_processing import event_accumulator
 
 import tf_strategies as tfs
-from tests import docstrings
+from tests import docstrings, tiers
 from tf_strategies.fault_tolerance import evaluator
 
 _FINISHED = evaluator.FINISHED_FILE
@@ -86,10 +86,6 @@ class _EvaluatorTest(tf.test.TestCase, parameterized.TestCase):
       self.assertAllClose(evaluation.results, expected.results, 1e-6, 1e-6)
 
 
-# By number: other ways to damage.
-SOAK_CASES = 'damaged_checkpoint_is_skipped[024]$'
-
-
 class RunTest(_EvaluatorTest):
   def test_every_checkpoint_in_order(self):
     training = Training(self.directory)
@@ -149,12 +145,12 @@ class RunTest(_EvaluatorTest):
     self.assertLen(logs.output, 1)
     self.assertIn(f'Skipped {paths[1]}, which was deleted', logs.output[0])
 
-  @parameterized.parameters(
-    ('data-00000-of-00001', lambda raw: raw[: len(raw) // 2]),
+  @tiers.parameters(
+    tiers.soak('data-00000-of-00001', lambda raw: raw[: len(raw) // 2]),
     ('data-00000-of-00001', lambda raw: b''),
-    ('data-00000-of-00001', lambda raw: bytes(b ^ 255 for b in raw)),
+    tiers.soak('data-00000-of-00001', lambda raw: bytes(b ^ 255 for b in raw)),
     ('index', lambda raw: raw[:30]),
-    ('index', lambda raw: b'x' * len(raw)),
+    tiers.soak('index', lambda raw: b'x' * len(raw)),
   )
   def test_damaged_checkpoint_is_skipped(self, suffix, damage):
     training = Training(self.directory)

@@ -10,7 +10,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_strategies as tfs
-from tests import virtual_devices
+from tests import tiers, virtual_devices
 from tf_strategies.checkpoint import checkpointer, model_state
 
 virtual_devices.configure_logical_cpus()
@@ -56,10 +56,6 @@ def _answer_of_another_chief(error):
   return lambda tag, payload: [json.dumps(header).encode(), payload]
 
 
-# By number: as many replicas as before, another setting.
-SOAK_CASES = 'restores_everything[01]$|run_is_refused[34]$'
-
-
 class RunCheckpointTest(tf.test.TestCase, parameterized.TestCase):
   def setUp(self):
     super().setUp()
@@ -69,7 +65,7 @@ class RunCheckpointTest(tf.test.TestCase, parameterized.TestCase):
     variables = model_state.name_variables(model, model.optimizer)
     return {k: v.value.numpy() for k, v in variables.items()}
 
-  @parameterized.parameters((1, 1), (2, 2), (2, 3), (3, 1))
+  @tiers.parameters(tiers.soak(1, 1), tiers.soak(2, 2), (2, 3), (3, 1))
   def test_restores_everything(self, replicas_before, replicas):
     before = _model(_strategy(replicas_before))
     _fit(before)
@@ -214,12 +210,12 @@ class RunCheckpointTest(tf.test.TestCase, parameterized.TestCase):
       self.assertEqual(other.restore(), (0, 1))
     self.assertIn('metrics/0 is not in this run', logs.output[0])
 
-  @parameterized.parameters(
+  @tiers.parameters(
     ({'units': 2}, {}, 'has shape \\[4, 1\\] there and \\[4, 2\\] here'),
     ({'optimizer': 'sgd'}, {}, 'adam/.* is not in this run'),
     ({}, {'seed': 2}, 'seed was 1 and is 2'),
-    ({}, {'seed': 1, 'size': 8}, 'size was None and is 8'),
-    ({}, None, 'seed was 1 and is None'),
+    tiers.soak({}, {'seed': 1, 'size': 8}, 'size was None and is 8'),
+    tiers.soak({}, None, 'seed was 1 and is None'),
   )
   def test_another_run_is_refused(self, changes, settings, message):
     settings = {'seed': 1} if changes else settings

@@ -9,7 +9,7 @@ import time
 import pytest
 from absl.testing import absltest
 
-from benchmarks import test_hosts
+from benchmarks import network_namespaces
 from tests import processes
 from tests.integration import worker_on_host
 
@@ -29,12 +29,12 @@ def _lines(path):
 class CutLinkTest(absltest.TestCase):
   @pytest.mark.soak
   def test_cut_off_worker_is_named(self):
-    why = test_hosts.missing()
+    why = network_namespaces.missing()
     if why:
       self.skipTest(why)
     directory = self.create_tempdir().full_path
     paths = [os.path.join(directory, str(rank)) for rank in range(3)]
-    with test_hosts.TestHosts(3, '1gbit') as hosts:
+    with network_namespaces.NetworkNamespaces(3, '1gbit') as hosts:
       workers = [f'{address}:{_PORT}' for address in hosts.addresses]
       started = [
         self._start(hosts, rank, workers, path)

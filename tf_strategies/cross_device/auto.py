@@ -46,9 +46,9 @@ class AutoAllReduce(base.ScheduledAllReduce):
       return None
     return 0.5 / len(devices)
 
-  def _all_reduce(self, reduce_op, values, devices):
+  def _reduce_everywhere(self, reduce_op, values, devices):
     if tf.executing_eagerly() or not nccl_is_usable(devices):
-      return super()._all_reduce(reduce_op, values, devices)
+      return super()._reduce_everywhere(reduce_op, values, devices)
     num_bytes = sum(base.bytes_of(v.values[0]) for v in values)
     # NCCL's rings move what ours would.
     ring = collectives.ring_all_reduce(len(devices))

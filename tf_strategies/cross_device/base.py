@@ -160,7 +160,9 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
       else:
         elsewhere.setdefault((holders, devices), []).append((i, value))
     for devices, members in groups.items():
-      reduced = self._all_reduce(reduce_op, [v for _, v in members], devices)
+      reduced = self._reduce_everywhere(
+        reduce_op, [v for _, v in members], devices
+      )
       _put(results, members, reduced)
     for (_, devices), members in elsewhere.items():
       reduced = self._reduce_to(reduce_op, [v for _, v in members], devices)
@@ -190,7 +192,7 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
 
   # The work.
 
-  def _all_reduce(self, reduce_op, values, devices):
+  def _reduce_everywhere(self, reduce_op, values, devices):
     """All-reduces dense values that live on `devices`, in one plan."""
     tensors = [[v.values[r] for v in values] for r in range(len(devices))]
     _check_tensors(tensors)

@@ -22,7 +22,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tf_strategies import errors
+from tf_strategies import _keras_internal, errors
 from tf_strategies.cluster import exit_codes
 from tf_strategies.fault_tolerance import run_checkpoint
 
@@ -412,7 +412,6 @@ class PreemptionCheckpoint(keras.callbacks.Callback):
 
   def _skip_steps(self):
     """Lets `fit` go through steps that were done before without doing them."""
-    function = self.model.train_function
     results = self.model.get_metrics_result()
 
     def skip(iterator):
@@ -421,12 +420,12 @@ class PreemptionCheckpoint(keras.callbacks.Callback):
           next(iterator)
         return results
       self._steps_to_skip = 0
-      self.model.train_function = function
+      _keras_internal.swap_train_function(self.model, function)
       return function(iterator)
 
     # For those who look at steps: what is skipped is none.
     skip.skips = lambda batch: batch < self._steps_to_skip
-    self.model.train_function = skip
+    function = _keras_internal.swap_train_function(self.model, skip)
 
   def on_train_batch_begin(self, batch, logs=None):
     """Counts the steps before this one, or this group of them."""

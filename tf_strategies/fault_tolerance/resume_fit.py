@@ -8,6 +8,7 @@ import keras
 import tensorflow as tf
 from absl import logging
 
+from tf_strategies import _keras_internal
 from tf_strategies.fault_tolerance import evaluator
 from tf_strategies.strategies.parameter_server import resumption
 
@@ -57,7 +58,7 @@ class ResumeFit(keras.callbacks.Callback):
       epoch, steps = epoch + 1, 0
     logging.info('fit goes on in epoch %d after %d steps', epoch + 1, steps)
     # As Keras's own BackupAndRestore does.
-    self.model._initial_epoch = epoch
+    _keras_internal.set_initial_epoch(self.model, epoch)
     self._recovery.resume(
       resumption.Resumption(
         epoch, steps, self.params.get('steps'), tuple(position['splits'])
@@ -77,7 +78,9 @@ class ResumeFit(keras.callbacks.Callback):
   def on_train_end(self, logs=None):
     """Writes the last checkpoint."""
     if self._recovery is not None:
-      self.model._initial_epoch = None  # Else the next `fit` begins there too.
+      _keras_internal.set_initial_epoch(
+        self.model, 0
+      )  # Else the next `fit` begins there too.
       self._recovery.with_recovery(self._recovery.save)
       _set_finished(self._strategy.options.checkpoint_dir, True)
 

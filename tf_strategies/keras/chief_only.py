@@ -5,6 +5,8 @@ from __future__ import annotations
 import keras
 import tensorflow as tf
 
+from tf_strategies import _keras_internal
+
 
 class ChiefOnly(keras.callbacks.Callback):
   """Calls a callback on the chief and nowhere else.
@@ -63,9 +65,9 @@ class ChiefOnly(keras.callbacks.Callback):
       variables += self.model.optimizer.variables
     extended.share_from_chief(variables)
     # What Keras reads after this call to know where to go on.
-    epoch = tf.constant(self.model._initial_epoch or 0, tf.int64)
+    epoch = tf.constant(_keras_internal.initial_epoch(self.model), tf.int64)
     epoch = int(extended.communicator.broadcast(epoch, 0, 'initial_epoch'))
-    self.model._initial_epoch = epoch or None
+    _keras_internal.set_initial_epoch(self.model, epoch)
 
   def _strategy(self):
     return self.model.distribute_strategy

@@ -16,7 +16,7 @@ import threading
 import keras
 import tensorflow as tf
 
-from tf_strategies import errors
+from tf_strategies import _keras_internal, errors
 
 _WEIGHTINGS = ('rows', 'none')
 
@@ -75,7 +75,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         'optimizer, weighting and name',
         'set options such as clipnorm on the inner optimizer',
       )
-    self._lock = False  # Allows an attribute before the base is initialised.
+    _keras_internal.allow_attributes(self)
     self.inner_optimizer = optimizer
     super().__init__(learning_rate=0.0, name=name or 'distributed_optimizer')
     self._weighting = weighting
@@ -160,7 +160,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         'the strategies of tf_strategies',
         "use tfs.create_strategy('ring_mirrored') in place of it",
       )
-    variables = trainable_variables or self._trainable_variables
+    variables = trainable_variables or _keras_internal.trainable_variables(self)
     present, parts = self._parts(extended, grads, variables)
 
     def apply(summed):
@@ -182,7 +182,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
   def _parts(self, extended, grads, variables):
     """This replica's part of each gradient that is there, and their indices."""
     for variable in variables:
-      if getattr(variable, 'overwrite_with_gradient', False):
+      if _keras_internal.overwrites_with_gradient(variable):
         raise errors.UnsupportedOptionError(
           f'variable {variable.path!r} that its gradient overwrites (float8)',
           'variables that are updated by gradients',

@@ -1,18 +1,14 @@
-"""What a strategy must know of Keras 3, found where Keras gives no handle.
-
-A strategy never sees the optimizer: Keras passes it functions. But those are
-methods of, or closures over, the objects in question, so that is where this
-module looks. It only reads.
-"""
+"""Options of models and optimizers that would be wrong under a strategy."""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 
 import keras
 from absl import logging
 
-from tf_strategies import _tf_internal, errors
+from tf_strategies import _keras_internal, errors
 
 _WAY_OUT = (
   'wrap the optimizer: tfs.keras.DistributedOptimizer(optimizer), which '
@@ -23,24 +19,6 @@ _warned_of_masks = weakref.WeakSet()
 
 # Keras applies these to the gradient of one replica, before the all-reduce.
 _LOCAL_OPTIONS = ('clipnorm', 'clipvalue', 'global_clipnorm')
-
-
-def optimizer_of(fn) -> keras.optimizers.Optimizer | None:
-  """The optimizer whose update function `fn` is, or None.
-
-  Args:
-    fn: what Keras passes to `strategy.extended.update`: a closure over the
-      optimizer.
-  """
-  fn = _tf_internal.unwrap(fn)
-  for cell in getattr(fn, '__closure__', None) or ():
-    try:
-      content = cell.cell_contents
-    except ValueError:  # The cell is still empty.
-      continue
-    if isinstance(content, keras.optimizers.Optimizer):
-      return content
-  return None
 
 
 def check_without_wrapper(optimizer, strategy_name: str) -> None:
@@ -110,8 +88,7 @@ def check_model(fn, strategy_name: str) -> None:
 
 def _warn_of_masks(model) -> None:
   """Warns once a model if a mask reaches its loss, which is then inexact."""
-  outputs = keras.tree.flatten(getattr(model, 'outputs', None))
-  masked = [o for o in outputs if getattr(o, '_keras_mask', None) is not None]
+  masked = _keras_internal.masked_outputs(model)
   if masked and model not in _warned_of_masks:
     _warned_of_masks.add(model)
     logging.warning(
@@ -143,20 +120,36 @@ def _check_reduction(loss, weighting: str | None, strategy_name: str) -> None:
     )
 
 
-def is_keras_step(fn) -> bool:
-  """Whether `fn` is a model's own train, test or predict step."""
-  if isinstance(getattr(fn, '__self__', None), keras.Model):
-    return True
-  # `predict` wraps its step in a local function of the trainer.
-  module = getattr(fn, '__module__', '') or ''
-  return module.startswith('keras.src.backend.tensorflow')
+def built_optimizer(model: keras.Model) -> keras.optimizers.Optimizer | None:
+  """The optimizer of a compiled model, with its variables made."""
+  optimizer = getattr(model, 'optimizer', None)
+  if optimizer is None:
+    return None
+  if not optimizer.built:
+    optimizer.build(model.trainable_variables)
+  return optimizer
 
 
-def is_check_finite(fn) -> bool:
-  """Whether `fn` is what loss scaling asks every replica."""
-  return (
-    isinstance(
-      getattr(fn, '__self__', None), keras.optimizers.LossScaleOptimizer
+# These look at a variable as a whole, which a part is not.
+_WHOLE_VARIABLE_OPTIMIZERS = ('Adafactor', 'Lamb', 'Muon')
+
+
+def check_partitioned_update(fn: Callable, name: str) -> None:
+  """Refuses optimizers whose update of a part is not part of the update.
+
+  Args:
+    fn: what Keras passes to `strategy.extended.update`.
+    name: of the partitioned variable.
+
+  Raises:
+    UnsupportedOptionError: naming the optimizer and the variable.
+  """
+  optimizer = _keras_internal.optimizer_of(fn)
+  kind = type(optimizer).__name__
+  if kind in _WHOLE_VARIABLE_OPTIMIZERS:
+    raise errors.UnsupportedOptionError(
+      f'{kind} with partitioned variable {name!r}',
+      'optimizers that update each element by itself, such as Adam or SGD; '
+      f'{kind} needs norms or means of the whole variable',
+      'use another optimizer, or leave out variable_partitioner',
     )
-    and fn.__name__ == 'check_finite'
-  )

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import inspect
-import sys
-import threading
-from collections.abc import Callable
 from typing import Any
 
 import keras
 
-from tf_strategies import errors
+from tf_strategies import _keras_internal, errors
 from tf_strategies.monitoring import training_monitor
 
 
@@ -82,7 +79,7 @@ class MonitorCallback(keras.callbacks.Callback):
     optimizer = self.model.optimizer
     done = 0 if optimizer is None else int(optimizer.iterations.numpy())
     # Nothing tells of a `fit` that raises.
-    self._monitor.is_running = _running_fit()
+    self._monitor.is_running = _keras_internal.running_fit()
     self._monitor.start(self.model.distribute_strategy, done)
 
   def on_train_batch_begin(self, batch, logs=None):
@@ -108,25 +105,3 @@ class MonitorCallback(keras.callbacks.Callback):
   def on_train_end(self, logs=None):
     """Writes what is left."""
     self._monitor.close()
-
-
-def _running_fit() -> Callable[[], bool]:
-  """Returns what tells whether the `fit` that this is called in goes on."""
-  thread = threading.get_ident()
-  found = None
-  frame = sys._getframe()
-  while frame is not None:
-    if frame.f_code.co_name == 'fit':  # The outermost: one may call another.
-      # Not the frame itself, which keeps alive what `fit` has.
-      found = (id(frame), frame.f_code)
-    frame = frame.f_back
-
-  def is_running() -> bool:
-    frame = sys._current_frames().get(thread)
-    while frame is not None:
-      if (id(frame), frame.f_code) == found:
-        return True
-      frame = frame.f_back
-    return found is None  # A loop that calls its callbacks itself.
-
-  return is_running

@@ -19,10 +19,10 @@ class CatalogueTest(absltest.TestCase):
         self.assertIn(f'\nclass {name}(', f.read())
 
   def test_what_shares_no_process(self):
-    crews = {name: BY_NAME[name].crew for name in BY_NAME}
+    pools = {name: BY_NAME[name].pool for name in BY_NAME}
     alone = ('mwms_ring', 'mwms_subdivisions', 'gloo', 'ours_mpi')
     for name in alone:
-      self.assertEqual(list(crews.values()).count(crews[name]), 1, name)
+      self.assertEqual(list(pools.values()).count(pools[name]), 1, name)
 
   def test_ours_run_everywhere(self):
     for name in ('ours_tcp', 'ours_in_graph', 'mwms_ring', 'no_op'):

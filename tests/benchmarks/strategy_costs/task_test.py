@@ -8,7 +8,7 @@ from absl.testing import parameterized
 
 from benchmarks.strategy_costs import task
 from examples import common_flags, mnist_common, mnist_keras_fit
-from tests import virtual_devices
+from tests import tiers, virtual_devices
 
 virtual_devices.configure_logical_cpus()
 
@@ -20,10 +20,6 @@ _OPTIONS = {
   'epochs': 2,
   'verbose': False,
 }
-
-
-# By number: one device.
-SOAK_CASES = 'the_example_trains0$'
 
 
 class TaskTest(tf.test.TestCase, parameterized.TestCase):
@@ -38,7 +34,7 @@ class TaskTest(tf.test.TestCase, parameterized.TestCase):
       )
     )
 
-  @parameterized.parameters('one_device', 'ring_mirrored')
+  @tiers.parameters(tiers.soak('one_device'), 'ring_mirrored')
   def test_trains_what_the_example_trains(self, strategy):
     options = {**_OPTIONS, 'strategy': strategy}
     expected = mnist_keras_fit.train(

@@ -18,6 +18,7 @@ import psutil
 import pytest
 from absl.testing import absltest, parameterized
 
+from tests import tiers
 from tests.process_group.mpi import programs
 from tests.process_group.mpi import rank as rank_program
 from tf_strategies import errors, process_group
@@ -98,14 +99,10 @@ def _expected(arrays, op):
   return functools.reduce(_UFUNCS[op], arrays)
 
 
-# One more rank, or two less.
-SOAK_CASES = 'same_bits_everywhere[03]$|rounded_once2$|shape_reach_all[03]$'
-
-
 @pytest.mark.multi_process
 @_needs_mpi
 class CollectivesTest(_RanksTestCase):
-  @parameterized.parameters(1, 2, 3, 4)
+  @tiers.parameters(tiers.soak(1), 2, 3, tiers.soak(4))
   def test_all_reduce_is_exact_and_the_same_bits_everywhere(self, count):
     notes = self.run_ranks('reduce', count)
     compared = 0
@@ -121,7 +118,7 @@ class CollectivesTest(_RanksTestCase):
               compared += 1
     self.assertEqual(compared, 2 * 9 * 7 * 3 * count)
 
-  @parameterized.parameters(2, 3, 4)
+  @tiers.parameters(2, 3, tiers.soak(4))
   def test_encoded_values_are_added_in_float32_and_rounded_once(self, count):
     notes = self.run_ranks('reduce', count)
     for small in programs.SMALL:
@@ -143,7 +140,7 @@ class CollectivesTest(_RanksTestCase):
           )
         np.testing.assert_array_equal(got, expected)
 
-  @parameterized.parameters(1, 2, 3, 4)
+  @tiers.parameters(tiers.soak(1), 2, 3, tiers.soak(4))
   def test_arrays_of_any_shape_reach_all(self, count):
     notes = self.run_ranks('move', count)
     rows = [programs.raw(programs.rows(r)) for r in range(count)]

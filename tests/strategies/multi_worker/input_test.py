@@ -12,7 +12,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_strategies as tfs
-from tests import processes, virtual_devices
+from tests import processes, tiers, virtual_devices
 
 virtual_devices.configure_logical_cpus()
 pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
@@ -22,9 +22,15 @@ _Policy = tf.data.experimental.AutoShardPolicy
 
 # (workers, local devices)
 _WORLDS = ((2, 1), (2, 2), (3, 1))
-# Other numbers of workers and devices: by name, or by number.
-SOAK_CASES = r'_2x1$|_3x1$|are_refused[0145]$|go_on_without[012678]$'
-_EVERY = tuple((f'{w}x{d}', w, d) for w, d in _WORLDS)
+_TELLING = (2, 2)
+_MARKS = [tiers.quick if w == _TELLING else tiers.soak for w in _WORLDS]
+_EVERY = tuple(
+  mark(f'{w}x{d}', w, d) for mark, (w, d) in zip(_MARKS, _WORLDS, strict=True)
+)
+_EVERY_WORLD = [
+  mark({'workers': w, 'devices': d})
+  for mark, (w, d) in zip(_MARKS, _WORLDS, strict=True)
+]
 
 # Rows and global batch: even, uneven, fewer rows than replicas at the end.
 _SAME_DATA = ((24, 12), (23, 12), (13, 12), (1, 12), (10, 10))
@@ -249,7 +255,7 @@ class InputTest(tf.test.TestCase, parameterized.TestCase):
   def flat(self, epoch):
     return [x for batch in epoch for rows in batch for x in rows]
 
-  @parameterized.named_parameters(*_EVERY)
+  @tiers.named_parameters(*_EVERY)
   def test_same_data_are_split(self, workers, devices):
     for policy in (_Policy.AUTO, _Policy.DATA):
       for rows, size in _SAME_DATA:
@@ -263,7 +269,7 @@ class InputTest(tf.test.TestCase, parameterized.TestCase):
             sizes = [len(part) for part in replicas]
             self.assertLessEqual(max(sizes) - min(sizes), 1, 'evenly')
 
-  @parameterized.named_parameters(*_EVERY)
+  @tiers.named_parameters(*_EVERY)
   def test_files_are_read_once(self, workers, devices):
     want = [100 * i + r for i, n in enumerate(_FILE_ROWS) for r in range(n)]
     results = self.results(workers, devices, 'file')
@@ -277,8 +283,8 @@ class InputTest(tf.test.TestCase, parameterized.TestCase):
             files[x // 100].add(replica_id // devices)
       self.assertTrue(all(len(owners) == 1 for owners in files.values()))
 
-  @parameterized.product(
-    [{'workers': w, 'devices': d} for w, d in _WORLDS],
+  @tiers.product(
+    _EVERY_WORLD,
     name=('off', 'from_function', 'given_up'),
   )
   def test_workers_with_less_data_go_on_without(self, workers, devices, name):
@@ -293,7 +299,7 @@ class InputTest(tf.test.TestCase, parameterized.TestCase):
       # The first worker has the least: at the end it has nothing left.
       self.assertEqual(self.flat([epoch[-1][:devices]]), [])
 
-  @parameterized.named_parameters(*_EVERY)
+  @tiers.named_parameters(*_EVERY)
   def test_unseeded_shuffle_is_the_same_everywhere(self, workers, devices):
     results = self.results(workers, devices, 'unseeded_shuffle')
     epochs = list(self.epochs(results, devices))
@@ -302,13 +308,13 @@ class InputTest(tf.test.TestCase, parameterized.TestCase):
       self.assertNotEqual(self.flat(epoch), list(range(40)))
     self.assertNotEqual(self.flat(epochs[0]), self.flat(epochs[1]))
 
-  @parameterized.named_parameters(*_EVERY)
+  @tiers.named_parameters(*_EVERY)
   def test_keras_shuffles_alike_without_a_seed(self, workers, devices):
     for counts in self.results(workers, devices, 'keras_shuffle'):
       self.assertAllClose(counts, [[1.0] * 48, [2.0] * 48], 1e-6, 1e-6)
 
-  @parameterized.product(
-    [{'workers': w, 'devices': d} for w, d in _WORLDS],
+  @tiers.product(
+    _EVERY_WORLD,
     name=('other_data', 'other_order'),
   )
   def test_different_data_are_refused(self, workers, devices, name):

@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
+from tests import tiers
 from tests.strategies.tpu import double, program
 from tf_strategies.collectives import ALGORITHMS, ring_all_reduce
 
@@ -38,18 +39,14 @@ def all_reduce(reduce_op, *tensors):
   return context.all_reduce(reduce_op, list(tensors))
 
 
-# By number: ring and halving-doubling of 8; the other mean.
-SOAK_CASES = 'test_sum[25]$|test_mean1$'
-
-
 class ExecutionTest(tf.test.TestCase, parameterized.TestCase):
-  @parameterized.parameters(
+  @tiers.parameters(
     ('ring', 2),
     ('ring', 4),
-    ('ring', 8),
+    tiers.soak('ring', 8),
     ('tree', 4),
     ('halving_doubling', 4),
-    ('halving_doubling', 8),
+    tiers.soak('halving_doubling', 8),
     ('direct', 4),
     ('hierarchical', 4),
     ('naive', 4),
@@ -93,7 +90,7 @@ class ExecutionTest(tf.test.TestCase, parameterized.TestCase):
     for (total,) in results:
       np.testing.assert_array_equal(total, value.sum(0, dtype=np.int32))
 
-  @parameterized.parameters('ring', 'direct')
+  @tiers.parameters('ring', tiers.soak('direct'))
   def test_mean(self, name):
     strategy = double.create_strategy(4, all_reduce=name)
     floats = distinct(4, 6, dtype=np.float32)

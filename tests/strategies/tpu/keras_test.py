@@ -6,6 +6,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_strategies as tfs
+from tests import tiers
 from tests.strategies.tpu import double, program
 from tf_strategies.collectives import ALGORITHMS, ring_all_reduce
 
@@ -82,10 +83,6 @@ def one_device(create_optimizer, synchronized=None, num_steps=1):
   return model
 
 
-# The same sum, with another optimizer behind it.
-SOAK_CASES = 'wrapped_(sgd|adam|clipnorm|ema)$'
-
-
 class KerasTest(tf.test.TestCase, parameterized.TestCase):
   def check_equals_one_device(
     self, create_optimizer, wrap=True, synchronized=None, num_steps=1, **options
@@ -110,12 +107,12 @@ class KerasTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEmpty(replicas.step.sums)
     return replicas
 
-  @parameterized.named_parameters(
-    ('sgd', sgd, {}),
-    ('adam', adam, {}),
+  @tiers.named_parameters(
+    tiers.soak('sgd', sgd, {}),
+    tiers.soak('adam', adam, {}),
     ('global_clipnorm', adam, {'global_clipnorm': 0.1}),
-    ('clipnorm', sgd, {'clipnorm': 0.1}),
-    ('ema', adam, {'use_ema': True, 'ema_overwrite_frequency': 1}),
+    tiers.soak('clipnorm', sgd, {'clipnorm': 0.1}),
+    tiers.soak('ema', adam, {'use_ema': True, 'ema_overwrite_frequency': 1}),
     ('weight_decay', adam, {'weight_decay': 0.1}),
   )
   def test_wrapped(self, create, options):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from tf_strategies import errors
+from tf_strategies import _keras_internal, errors
 from tf_strategies.strategies.mirrored import replica_run
 from tf_strategies.strategies.mirrored import variables as mirrored_variables
 
@@ -76,7 +76,7 @@ def has_copies(kwargs: dict) -> bool:
   """
   return kwargs.get(
     'synchronization'
-  ) == tf.VariableSynchronization.ON_READ or mirrored_variables.is_seed_state(
+  ) == tf.VariableSynchronization.ON_READ or _keras_internal.is_seed_state(
     kwargs.get('name'), kwargs.get('dtype')
   )
 
@@ -94,7 +94,7 @@ def creation_policy(kwargs: dict, is_slot: bool) -> dict:
     kwargs: arguments of the variable creator.
     is_slot: whether an optimizer creates it beside a model variable.
   """
-  if (kwargs.get('name') or '').endswith('dynamic_scale'):
+  if _keras_internal.is_loss_scale(kwargs.get('name')):
     return {**kwargs, 'aggregation': _ON_FIRST}
   kwargs = mirrored_variables.creation_policy(kwargs, is_slot)
   if has_copies(kwargs) or kwargs.get('aggregation') not in (

@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tf_strategies import _tf_internal, errors
+from tf_strategies import _keras_internal, _tf_internal, errors
 from tf_strategies.cross_device import statistics
 from tf_strategies.keras import optimizer_checks
 from tf_strategies.strategies.mirrored import (
@@ -106,9 +106,7 @@ class ExactMirroredExtended(_tf_internal.MirroredExtended):
       optimizer_checks.check_model(
         function, type(self._container_strategy()).__name__
       )
-    run = self._make_run(
-      (args, kwargs), optimizer_checks.is_keras_step(function)
-    )
+    run = self._make_run((args, kwargs), _keras_internal.is_step(function))
     args, kwargs = empty_replicas.fill(run, (args, kwargs), self._devices)
     outputs = self._call_in_run(run, fn, args, kwargs)
     empty_replicas.check_allowed(run)
@@ -143,7 +141,7 @@ class ExactMirroredExtended(_tf_internal.MirroredExtended):
     """Runs `fn` inside a merge call of a run: its rows are that run's."""
     run = replica_run.current()
     outputs = self._call_in_run(run, fn, args, kwargs)
-    if optimizer_checks.is_check_finite(_tf_internal.unwrap(fn)):
+    if _keras_internal.is_check_finite(_tf_internal.unwrap(fn)):
       return self._agree_on_finite(run, outputs)
     return outputs
 
@@ -309,7 +307,7 @@ class ExactMirroredExtended(_tf_internal.MirroredExtended):
 
   def _check_update(self, fn):
     """Refuses an optimizer that would be wrong; warns of uneven batches."""
-    optimizer = optimizer_checks.optimizer_of(fn)
+    optimizer = _keras_internal.optimizer_of(fn)
     if optimizer is None or self._num_replicas_in_sync == 1:
       return
     optimizer_checks.check_without_wrapper(

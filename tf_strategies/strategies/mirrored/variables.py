@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from tf_strategies import _tf_internal
+from tf_strategies import _keras_internal, _tf_internal
 from tf_strategies.strategies.mirrored import replica_run
 
 
@@ -106,17 +106,12 @@ def rewrap(variable):
     (_tf_internal.SyncOnReadVariable, SyncOnReadVariable),
   ):
     if type(variable) is stock:
-      if is_seed_state(variable.name, variable.dtype):
+      if _keras_internal.is_seed_state(variable.name, variable.dtype):
         ours = SeedVariable
       return ours(
         variable.distribute_strategy, variable.values, variable.aggregation
       )
   return variable
-
-
-def is_seed_state(name: str | None, dtype) -> bool:
-  """Whether that is a variable with the state of a Keras seed generator."""
-  return 'seed_generator_state' in (name or '') and dtype == tf.int64
 
 
 def creation_policy(kwargs: dict, is_slot: bool) -> dict:
@@ -142,7 +137,7 @@ def creation_policy(kwargs: dict, is_slot: bool) -> dict:
     return kwargs
   if not is_slot:
     return {**kwargs, 'aggregation': tf.VariableAggregation.MEAN}
-  is_accumulator = 'gradient_accumulator' in (kwargs.get('name') or '')
+  is_accumulator = _keras_internal.is_gradient_accumulator(kwargs.get('name'))
   if is_accumulator and not replica_run.are_gradients_reduced():
     return {
       **kwargs,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tf_strategies.keras import steps as keras_steps
+from tf_strategies import _keras_internal
 from tf_strategies.strategies.parameter_server import engine as engine_lib
 from tf_strategies.strategies.parameter_server import training, worker_input
 
@@ -34,7 +34,7 @@ class RemoteStep:
     self._step = engine_lib.Step(
       run=training.in_replica(strategy, fn),
       optimizers=tuple(optimizers),
-      capture=keras_steps.capture_apply,
+      capture=_keras_internal.capture_apply,
     )
 
   def __call__(self, batch: Any) -> Any:

@@ -11,8 +11,8 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tf_strategies import _tf_internal, errors
-from tf_strategies.keras import steps as keras_steps
+from tf_strategies import _keras_internal, _tf_internal, errors
+from tf_strategies.keras import optimizer_checks
 from tf_strategies.strategies.parameter_server import (
   packing,
   partitioned,
@@ -247,7 +247,7 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
     step = traced_step.current()
     if step is not None and step.holds_updates:
       return self._update_on_server(var, fn, args, kwargs)
-    keras_steps.check_partitioned_update(fn, var.name)
+    optimizer_checks.check_partitioned_update(fn, var.name)
     split = [
       var.split_gradient(a) if _is_like(a, var) else [a] * len(var.parts)
       for a in args
@@ -299,7 +299,7 @@ def _shape_and_dtype(arguments) -> tuple[tuple[int, ...], tf.DType]:
     return tuple(value.shape), value.dtype
   shape = arguments.get('shape')
   if shape is None:
-    shape = keras_steps.initial_shape(value)
+    shape = _keras_internal.initial_shape(value)
   if shape is None or dtype is None:
     # Nothing tells the size: the value is made here, and sent.
     with tf.init_scope():

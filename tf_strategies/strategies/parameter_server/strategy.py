@@ -7,8 +7,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tf_strategies import _keras_internal
 from tf_strategies.cluster import config as config_lib
-from tf_strategies.keras import steps as keras_steps
 from tf_strategies.strategies.parameter_server import (
   connection,
   custom_loop,
@@ -168,7 +168,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
 
   def run(self, fn, args=(), kwargs=None, options=None):
     """As `tf.distribute.Strategy.run`; Keras's steps go to the workers."""
-    keras_step = keras_steps.step_of(fn)
+    keras_step = _keras_internal.step_of(fn)
     if keras_step is None or kwargs or len(args) != 1:
       return super().run(fn, args, kwargs, options)
     function = training.StepFunction(self, keras_step)

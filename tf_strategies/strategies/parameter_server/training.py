@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tf_strategies import _graph_errors, errors
-from tf_strategies.keras import steps as keras_steps
+from tf_strategies import _graph_errors, _keras_internal, errors
+from tf_strategies.keras import optimizer_checks
 from tf_strategies.strategies.parameter_server import (
   batch_message,
   worker_input,
@@ -26,7 +26,7 @@ class StepFunction:
     keras_step: the step, and whose.
   """
 
-  def __init__(self, strategy, keras_step: keras_steps.KerasStep):
+  def __init__(self, strategy, keras_step: _keras_internal.KerasStep):
     self._strategy = strategy
     self.kind = keras_step.kind
     self._model = keras_step.model
@@ -38,12 +38,12 @@ class StepFunction:
     optimizer = None
     if self.kind == 'train':
       with strategy.scope():
-        optimizer = keras_steps.optimizer_of_model(self._model)
+        optimizer = optimizer_checks.built_optimizer(self._model)
     self.step = engine_lib.Step(
       run=in_replica(strategy, keras_step.run),
       optimizers=() if optimizer is None else (optimizer,),
-      capture=keras_steps.capture_apply,
-      results=keras_steps.results_of(self._model, self.kind),
+      capture=_keras_internal.capture_apply,
+      results=_keras_internal.results_of(self._model, self.kind),
     )
 
   def __call__(self, source: Any) -> Any:
@@ -94,7 +94,7 @@ class StepFunction:
 
   def _batch(self, data) -> engine_lib.Batch:
     return engine_lib.Batch(
-      keras_steps.without_optionals(data), hides_rows=True
+      _keras_internal.without_optionals(data), hides_rows=True
     )
 
   def _predict(self, data):
@@ -119,7 +119,7 @@ class StepFunction:
       return self._host_call(
         [], source.dataset.element_spec, lambda: self._draw(source, 1)
       )
-    data = keras_steps.without_optionals(data)
+    data = _keras_internal.without_optionals(data)
     flat = [t for t in tf.nest.flatten(data) if t is not None]
     structure = tf.nest.map_structure(
       lambda t: None if t is None else tf.TensorSpec(t.shape, t.dtype), data

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from tf_strategies import _tf_internal, errors
+from tf_strategies import _keras_internal, _tf_internal, errors
 from tf_strategies.keras import optimizer_checks
 from tf_strategies.strategies.mirrored import replica_run, variables
 from tf_strategies.strategies.tpu import permute
@@ -82,7 +82,7 @@ class PermutingTPUExtended(_tf_internal.TPUExtended):
 
   def _call_for_each_replica(self, fn, args, kwargs):
     outputs = super()._call_for_each_replica(fn, args, kwargs)
-    is_check = optimizer_checks.is_check_finite(_tf_internal.unwrap(fn))
+    is_check = _keras_internal.is_check_finite(_tf_internal.unwrap(fn))
     if not is_check or not _in_tpu_program():
       return outputs
     # One answer for all. Replicas that take different branches of the
@@ -148,7 +148,7 @@ class PermutingTPUExtended(_tf_internal.TPUExtended):
     """Refuses an optimizer that would be wrong without the wrapper."""
     if self._num_replicas_in_sync == 1 or replica_run.are_gradients_reduced():
       return
-    optimizer = optimizer_checks.optimizer_of(fn)
+    optimizer = _keras_internal.optimizer_of(fn)
     if optimizer is not None:
       optimizer_checks.check_without_wrapper(
         optimizer, type(self._container_strategy()).__name__

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks import crew, process_results, test_hosts
+from benchmarks import network_namespaces, process_results, worker_pool
 from benchmarks.process_peers import catalogue
 from tf_strategies.collectives import cost_model
 
@@ -16,7 +16,7 @@ _LARGE_BYTES = 8 << 20
 _SMALL_CALLS, _LARGE_CALLS, _SAMPLES = 50, 2, 5
 
 
-class Crews:
+class PeerPools:
   """Peers that are ready to run, each on `world_size` workers.
 
   A context manager; no process outlives it.
@@ -31,7 +31,7 @@ class Crews:
   Attributes:
     entries: the peers.
     world_size: number of workers.
-    versions: of what the workers have loaded, by crew.
+    versions: of what the workers have loaded, by pool.
 
   Raises:
     WorkerUnavailableError: a worker failed; says which, and what it wrote.
@@ -41,9 +41,9 @@ class Crews:
     self,
     world_size: int,
     entries: Sequence[catalogue.Entry],
-    hosts: test_hosts.TestHosts | None,
+    hosts: network_namespaces.NetworkNamespaces | None,
     torch_python: str = sys.executable,
-    deadline_seconds: float = crew.DEADLINE_SECONDS,
+    deadline_seconds: float = worker_pool.DEADLINE_SECONDS,
   ):
     self.world_size = world_size
     self.entries = tuple(entries)
@@ -51,8 +51,8 @@ class Crews:
     self._hosts = hosts
     self._torch_python = torch_python
     self._deadline_seconds = deadline_seconds
-    self._crews: dict[str, crew.Crew] = {}
-    self._crew_of: dict[str, crew.Crew] = {}
+    self._pools: dict[str, worker_pool.WorkerPool] = {}
+    self._pool_of: dict[str, worker_pool.WorkerPool] = {}
     self._stack = contextlib.ExitStack()
     try:
       self._set_up([*self.entries, catalogue.PING_PONG])
@@ -62,7 +62,7 @@ class Crews:
 
   def ask(self, peer: str, method: str, **arguments: Any) -> list[Any]:
     """Lets all workers of a peer run a method of the actor; answers by rank."""
-    return self._crew_of[peer].ask(method, peer=peer, **arguments)
+    return self._pool_of[peer].ask(method, peer=peer, **arguments)
 
   def run(
     self, peer: str, warmup: int, repeats: int, calls: int
@@ -93,29 +93,29 @@ class Crews:
 
   def _set_up(self, entries: Sequence[catalogue.Entry]) -> None:
     for entry in entries:
-      if entry.crew not in self._crews:
-        self._crews[entry.crew] = self._stack.enter_context(
-          self._start(entry.crew)
+      if entry.pool not in self._pools:
+        self._pools[entry.pool] = self._stack.enter_context(
+          self._start(entry.pool)
         )
-      self._crew_of[entry.name] = self._crews[entry.crew]
-    # Crews import what they need at the same time, and a crew's peers one after
+      self._pool_of[entry.name] = self._pools[entry.pool]
+    # Pools import what they need at the same time, and a pool's peers one after
     # the other.
     waiting = list(entries)
     while waiting:
-      turn = {entry.crew: entry for entry in reversed(waiting)}
+      turn = {entry.pool: entry for entry in reversed(waiting)}
       for entry in turn.values():
         self._send_set_up(entry)
       for entry in turn.values():
-        self.versions[entry.crew] = self._crew_of[entry.name].receive()[0]
+        self.versions[entry.pool] = self._pool_of[entry.name].receive()[0]
         waiting.remove(entry)
 
   def _send_set_up(self, entry: catalogue.Entry) -> None:
     hosts = ('127.0.0.1',) * self.world_size
     interface = 'lo'
     if self._hosts is not None:
-      hosts, interface = self._hosts.addresses, test_hosts.INTERFACE
-    ports = crew.free_ports(self.world_size)
-    self._crew_of[entry.name].send(
+      hosts, interface = self._hosts.addresses, network_namespaces.INTERFACE
+    ports = worker_pool.free_ports(self.world_size)
+    self._pool_of[entry.name].send(
       'set_up',
       peer=entry.name,
       path=entry.path,
@@ -124,7 +124,7 @@ class Crews:
       timeout_seconds=self._deadline_seconds,
     )
 
-  def _start(self, name: str) -> crew.Crew:
+  def _start(self, name: str) -> worker_pool.WorkerPool:
     python, env, launcher = sys.executable, {}, ()
     prefixes = [()] * self.world_size
     if self._hosts is not None:
@@ -134,7 +134,7 @@ class Crews:
       python, env = self._torch_python, {'PYTHONPATH': ''}
     if name == 'mpi':
       launcher = (catalogue.mpiexec(), '-n', str(self.world_size))
-    return crew.Crew(
+    return worker_pool.WorkerPool(
       f'{name} ({self.world_size} workers)',
       _ACTOR,
       prefixes,

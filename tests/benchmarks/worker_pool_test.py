@@ -1,4 +1,4 @@
-"""Crews answer by rank, name who failed, and leave nobody behind."""
+"""Worker pools answer by rank, name who failed, and leave nobody behind."""
 
 import json
 import os
@@ -12,27 +12,28 @@ import psutil
 import pytest
 from absl.testing import absltest, parameterized
 
-from benchmarks import crew
+from benchmarks import worker_pool
+from tests import tiers
 from tests.benchmarks import running
 from tf_strategies import errors
 
-ACTOR = 'tests.benchmarks.crew_actor:Actor'
+ACTOR = 'tests.benchmarks.pool_actor:Actor'
 SECONDS = 60.0
 
-# A program that has a crew, whose workers are busy for ever.
+# A program that has a pool, whose workers are busy for ever.
 PROGRAM = f"""
 import json, time
-from benchmarks import crew
-with crew.ended_by_signals():
-  with crew.Crew('busy', {ACTOR!r}, [(), ()]) as workers:
+from benchmarks import worker_pool
+with worker_pool.ended_by_signals():
+  with worker_pool.WorkerPool('busy', {ACTOR!r}, [(), ()]) as workers:
     print(json.dumps(workers.ask('describe', text='')), flush=True)
     workers.send('fail_on', rank=5)
     time.sleep(3600)
 """
 
 
-def make_crew(size=3, **options):
-  return crew.Crew('tried', ACTOR, [()] * size, **options)
+def make_pool(size=3, **options):
+  return worker_pool.WorkerPool('tried', ACTOR, [()] * size, **options)
 
 
 def is_running(pid):
@@ -50,15 +51,10 @@ def wait_until_gone(pids):
   return [pid for pid in pids if is_running(pid)]
 
 
-# What waits for a deadline; by number: Ctrl-C, which the program can answer as it
-# can SIGTERM.
-SOAK_CASES = 'outlives_the_program0$|test_deadline$'
-
-
 @pytest.mark.multi_process
-class CrewTest(parameterized.TestCase):
+class WorkerPoolTest(parameterized.TestCase):
   def test_answers_by_rank(self):
-    with make_crew(env={'CREW_TEST': 'set'}) as workers:
+    with make_pool(env={'POOL_TEST': 'set'}) as workers:
       first = workers.ask('describe', text='a')
       second = workers.ask('describe', text='b')
       pids = [answer[1] for answer in first]
@@ -74,7 +70,7 @@ class CrewTest(parameterized.TestCase):
 
   @parameterized.parameters(0, 2)
   def test_failure_is_named_while_others_wait(self, rank):
-    with make_crew() as workers:
+    with make_pool() as workers:
       pids = [answer[1] for answer in workers.ask('describe', text='')]
       with self.assertRaisesRegex(
         errors.WorkerUnavailableError, f'(?s)tried.*a word from rank {rank}'
@@ -84,15 +80,16 @@ class CrewTest(parameterized.TestCase):
     self.assertEmpty(wait_until_gone(pids))
 
   def test_death_is_named_with_last_words(self):
-    with make_crew() as workers:
+    with make_pool() as workers:
       with self.assertRaisesRegex(
         errors.WorkerUnavailableError, '(?s)worker 1 died.*last words'
       ) as caught:
         workers.ask('die_on', rank=1)
       self.assertEqual(caught.exception.rank, 1)
 
+  @pytest.mark.soak
   def test_deadline(self):
-    with make_crew(size=2, deadline_seconds=6) as workers:
+    with make_pool(size=2, deadline_seconds=6) as workers:
       pids = [answer[1] for answer in workers.ask('describe', text='')]
       with self.assertRaisesRegex(
         errors.WorkerUnavailableError, 'did not answer within 6 s'
@@ -102,7 +99,7 @@ class CrewTest(parameterized.TestCase):
 
   def test_unknown_actor_is_named(self):
     with (
-      crew.Crew('tried', 'json:NoSuchActor', [()]) as workers,
+      worker_pool.WorkerPool('tried', 'json:NoSuchActor', [()]) as workers,
       self.assertRaisesRegex(errors.WorkerUnavailableError, 'NoSuchActor'),
     ):
       workers.ask('describe', text='')
@@ -111,9 +108,9 @@ class CrewTest(parameterized.TestCase):
     with self.assertRaisesRegex(
       errors.WorkerUnavailableError, 'worker 0 ended with status 1 at once'
     ):
-      crew.Crew('tried', ACTOR, [('false',)])
+      worker_pool.WorkerPool('tried', ACTOR, [('false',)])
 
-  @parameterized.parameters(signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
+  @tiers.parameters(tiers.soak(signal.SIGINT), signal.SIGTERM, signal.SIGKILL)
   def test_no_worker_outlives_the_program(self, number):
     program = subprocess.Popen(
       [sys.executable, '-c', PROGRAM],
@@ -134,29 +131,32 @@ class CrewTest(parameterized.TestCase):
 
 class PortsTest(absltest.TestCase):
   def test_ports_are_free_and_different(self):
-    ports = crew.free_ports(5)
+    ports = worker_pool.free_ports(5)
     self.assertLen(set(ports), 5)
     for port in ports:
       with socket.create_server(('127.0.0.1', port)) as server:
         self.assertEqual(server.getsockname()[1], port)
 
   def test_taken_port_is_not_given(self):
-    first = crew._FIRST_PORT
+    first = worker_pool._FIRST_PORT
     with socket.socket() as taken:
       taken.bind(('127.0.0.1', 0))
       port = taken.getsockname()[1]
       with (
-        absltest.mock.patch.object(crew, '_FIRST_PORT', port),
-        absltest.mock.patch.object(crew, '_LAST_PORT', port + 50),
+        absltest.mock.patch.object(worker_pool, '_FIRST_PORT', port),
+        absltest.mock.patch.object(worker_pool, '_LAST_PORT', port + 50),
       ):
-        self.assertNotIn(port, crew.free_ports(1))
-    self.assertEqual(crew._FIRST_PORT, first)
+        self.assertNotIn(port, worker_pool.free_ports(1))
+    self.assertEqual(worker_pool._FIRST_PORT, first)
 
 
 class SignalsTest(absltest.TestCase):
   def test_handler_is_put_back(self):
     before = signal.getsignal(signal.SIGTERM)
-    with self.assertRaises(SystemExit) as caught, crew.ended_by_signals():
+    with (
+      self.assertRaises(SystemExit) as caught,
+      worker_pool.ended_by_signals(),
+    ):
       os.kill(os.getpid(), signal.SIGTERM)
       time.sleep(SECONDS)
     self.assertEqual(caught.exception.code, 128 + signal.SIGTERM)

@@ -9,7 +9,7 @@ import time
 import pytest
 from absl.testing import absltest, parameterized
 
-from benchmarks import test_hosts
+from benchmarks import network_namespaces
 from tf_strategies import errors
 
 PORT = 20077
@@ -87,35 +87,35 @@ class RateTest(parameterized.TestCase):
     ('1kbit', 10**3), ('200mbit', 2 * 10**8), ('10gbit', 10**10)
   )
   def test_rate(self, text, expected):
-    self.assertEqual(test_hosts.bits_per_second(text), expected)
+    self.assertEqual(network_namespaces.bits_per_second(text), expected)
 
   @parameterized.parameters('', '1', '0mbit', '-1gbit', '1.5gbit', '1 GB')
   def test_bad_rate(self, text):
     with self.assertRaisesRegex(
       errors.UnsupportedOptionError, f'link rate of {text!r}.*200mbit'
     ):
-      test_hosts.TestHosts(2, text)
+      network_namespaces.NetworkNamespaces(2, text)
 
   def test_bad_counts(self):
     with self.assertRaisesRegex(errors.UnsupportedOptionError, '0 test hosts'):
-      test_hosts.TestHosts(0)
+      network_namespaces.NetworkNamespaces(0)
     with self.assertRaisesRegex(errors.UnsupportedOptionError, 'delay_ms=-1'):
-      test_hosts.TestHosts(2, delay_ms=-1)
+      network_namespaces.NetworkNamespaces(2, delay_ms=-1)
 
   def test_what_is_missing_is_said(self):
     with absltest.mock.patch.dict(os.environ, {'PATH': ''}):
-      self.assertIn('install iproute2', test_hosts.missing())
+      self.assertIn('install iproute2', network_namespaces.missing())
       with self.assertRaisesRegex(
         errors.UnsupportedOptionError, "no 'ip' here: install iproute2"
       ):
-        test_hosts.TestHosts(2).__enter__()
+        network_namespaces.NetworkNamespaces(2).__enter__()
 
 
 @pytest.mark.multi_process
-class TestHostsTest(absltest.TestCase):
+class NetworkNamespacesTest(absltest.TestCase):
   def setUp(self):
     super().setUp()
-    reason = test_hosts.missing()
+    reason = network_namespaces.missing()
     if reason is not None:
       self.skipTest(reason)
 
@@ -125,7 +125,7 @@ class TestHostsTest(absltest.TestCase):
     )
 
   def test_hosts_reach_each_other(self):
-    with test_hosts.TestHosts(3) as hosts, servers(hosts):
+    with network_namespaces.NetworkNamespaces(3) as hosts, servers(hosts):
       for index in range(3):
         done = self.python(hosts, index, GREET, *hosts.addresses)
         self.assertEqual(
@@ -133,13 +133,16 @@ class TestHostsTest(absltest.TestCase):
         )
 
   def test_rate_is_limited(self):
-    with test_hosts.TestHosts(2, '200mbit') as hosts, servers(hosts):
+    with (
+      network_namespaces.NetworkNamespaces(2, '200mbit') as hosts,
+      servers(hosts),
+    ):
       done = self.python(hosts, 0, SEND, hosts.addresses[1])
       # 0.8 s, less what the buckets hold at the start.
       self.assertGreater(float(done.stdout), 0.5, done.stderr)
 
   def test_cut_link_blocks_until_it_is_restored(self):
-    with test_hosts.TestHosts(3) as hosts, servers(hosts):
+    with network_namespaces.NetworkNamespaces(3) as hosts, servers(hosts):
       others, cut = hosts.addresses[::2], hosts.addresses[1]
       hosts.cut_link(1)
       self.assertIn(
@@ -156,7 +159,7 @@ class TestHostsTest(absltest.TestCase):
       self.assertEqual(done.stdout.splitlines(), ['host 1'])
 
   def test_hosts_are_apart_from_the_machine(self):
-    with test_hosts.TestHosts(2) as hosts:
+    with network_namespaces.NetworkNamespaces(2) as hosts:
       found = hosts.run(0, ['ip', '-o', 'route'])
       self.assertEqual(
         [line.split()[0] for line in found.stdout.splitlines()],
@@ -164,7 +167,7 @@ class TestHostsTest(absltest.TestCase):
       )
 
   def test_nothing_is_left(self):
-    with test_hosts.TestHosts(2) as hosts:
+    with network_namespaces.NetworkNamespaces(2) as hosts:
       names = [n for n in namespaces() if f'-{os.getpid()}-' in n]
       self.assertLen(names, 3)
       sleeper = subprocess.Popen(hosts.command(1, ['sleep', '3600']))
@@ -201,7 +204,7 @@ class TestHostsTest(absltest.TestCase):
         timeout=SECONDS,
         check=False,
       )
-    self.assertIn(dead, test_hosts.remove_leftovers())
+    self.assertIn(dead, network_namespaces.remove_leftovers())
     found = namespaces()
     self.assertNotIn(dead, found)
     self.assertIn(living, found)

@@ -1,10 +1,10 @@
 """Worker processes that wait for commands, and none of which is left behind.
 
 What is measured in one run takes turns, and some of it cannot share a process
-(TensorFlow's cluster runtime, torch, MPI). So each has a crew of processes of
+(TensorFlow's cluster runtime, torch, MPI). So each has a pool of processes of
 its own, which block on a socket while others have their turn.
 
-  with crew.Crew('ours', 'package.module:Actor', ['', '']) as workers:
+  with worker_pool.WorkerPool('ours', 'package.module:Actor', ['', '']) as workers:
     workers.send('greet', name='you')      # Actor(rank).greet(name='you')
     answers = workers.receive()            # what each returned, by rank
 
@@ -30,7 +30,7 @@ from typing import Any
 from benchmarks.input_pipeline import children
 from tf_strategies import errors
 
-# Programs with a crew run inside of this.
+# Programs with a pool run inside of this.
 ended_by_signals = children.ended_by_signals
 
 DEADLINE_SECONDS = 300.0
@@ -61,10 +61,10 @@ def free_ports(count: int) -> list[int]:
   )
 
 
-class Crew:
+class WorkerPool:
   """Processes that run the methods of one class, all at the same time.
 
-  They are ended when the crew is closed, when a deadline has passed, and by
+  They are ended when the pool is closed, when a deadline has passed, and by
   themselves when this process is gone, whatever they are doing.
 
   Args:
@@ -102,11 +102,11 @@ class Crew:
     try:
       directory = self._stack.enter_context(tempfile.TemporaryDirectory())
       self._directory = pathlib.Path(directory)
-      path = str(self._directory / 'crew')
+      path = str(self._directory / 'pool')
       listener = self._stack.enter_context(socket.socket(socket.AF_UNIX))
       listener.bind(path)
       listener.listen(self.size)
-      command = [python, '-m', 'benchmarks.crew_worker', path, actor]
+      command = [python, '-m', 'benchmarks.pool_worker', path, actor]
       self._start(command, prefixes, launcher, _environment(env))
       self._accept(listener)
     except BaseException:

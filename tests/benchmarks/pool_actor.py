@@ -1,4 +1,4 @@
-"""What the workers of crew_test.py do."""
+"""What the workers of worker_pool_test.py do."""
 
 import os
 import time
@@ -9,7 +9,7 @@ class Actor:
     self._rank = rank
 
   def describe(self, text):
-    return [self._rank, os.getpid(), text, os.environ.get('CREW_TEST', '')]
+    return [self._rank, os.getpid(), text, os.environ.get('POOL_TEST', '')]
 
   def fail_on(self, rank):
     """Raises on one rank; the others wait for it for ever."""

@@ -1,6 +1,6 @@
-"""A process of a crew: dials the crew's socket and does what it says.
+"""A process of a pool: dials the pool's socket and does what it says.
 
-  python -m benchmarks.crew_worker <socket> <module:Class> <rank>
+  python -m benchmarks.pool_worker <socket> <module:Class> <rank>
 
 Imports nothing but the standard library by itself, so that a worker can run in
 an environment that has torch and no TensorFlow.
@@ -33,7 +33,7 @@ def _read(connection: socket.socket, commands: queue.SimpleQueue) -> None:
       for line in lines:
         commands.put(json.loads(line))
     except OSError:
-      pass  # The crew was killed; what follows is the same.
+      pass  # The pool was killed; what follows is the same.
   os._exit(_ABANDONED_STATUS)
 
 
@@ -46,10 +46,10 @@ def _answer(actor: object, command: dict) -> dict:
 
 
 def main(argv: Sequence[str]) -> None:
-  """Serves commands for as long as the crew holds the connection.
+  """Serves commands for as long as the pool holds the connection.
 
   Args:
-    argv: the program's name, the path of the crew's Unix socket, the actor as
+    argv: the program's name, the path of the pool's Unix socket, the actor as
       'module:Class', and the rank, or 'any'.
   """
   path, name, rank_text = argv[1:]
@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> None:
   _send(connection, {'rank': rank})
   commands: queue.SimpleQueue = queue.SimpleQueue()
   threading.Thread(
-    target=_read, args=(connection, commands), name='crew', daemon=True
+    target=_read, args=(connection, commands), name='pool', daemon=True
   ).start()
   actor = None
   while True:

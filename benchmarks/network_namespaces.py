@@ -4,7 +4,7 @@ Between the processes of one machine nothing is slower than a copy in memory, so
 there a 16-bit wire costs more than it saves. On these hosts a link has the rate
 that it is given, in each direction, and can be cut:
 
-  with test_hosts.TestHosts(2, rate='200mbit') as hosts:
+  with network_namespaces.NetworkNamespaces(2, rate='200mbit') as hosts:
     hosts.run(0, ['ip', 'address'])
     hosts.cut_link(1)
 
@@ -105,7 +105,7 @@ def remove_leftovers() -> list[str]:
   return removed
 
 
-class TestHosts:
+class NetworkNamespaces:
   """Network namespaces with addresses 10.77.0.1, 10.77.0.2 and so on.
 
   A context manager. What still runs inside of the hosts at its end is ended.
@@ -143,7 +143,7 @@ class TestHosts:
     self._names = [f'{_PREFIX}-{os.getpid()}-host{i}' for i in range(count)]
     self.addresses = tuple(f'10.77.0.{i + 1}' for i in range(count))
 
-  def __enter__(self) -> TestHosts:
+  def __enter__(self) -> NetworkNamespaces:
     reason = missing(self._delay_ms > 0)
     if reason is not None:
       raise errors.UnsupportedOptionError(

@@ -1,0 +1,142 @@
+"""Marks a case of a parameterized test for one of the larger test runs.
+
+`make test` runs what has no mark: one telling case of each mechanism. `make
+test_all` adds the tests marked `full`, which repeat a mechanism with other
+values. `make soak` runs those marked `soak`. A class or a method takes pytest's
+marks; a single row takes a mark here:
+
+  @pytest.mark.full
+  def test_with_a_large_model(self): ...
+
+  @tiers.named_parameters(
+    ('ring', 'ring', 4),
+    tiers.full('tree', 'tree', 4),
+  )
+  def test_sum(self, name, n): ...
+
+  @tiers.product(case=[CASES[0], tiers.full(CASES[1])], rows=(96, 65))
+  def test_rows(self, case, rows): ...
+
+The decorators are absl's and name the tests as absl does. `tests/conftest.py`
+adds the marks.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from absl.testing import parameterized
+
+# From the run that is made most often to the one that is made least often.
+_TIERS = ('', 'full', 'soak')
+_ATTRIBUTE = 'tiers_of_cases'
+
+
+@dataclasses.dataclass(frozen=True)
+class _Marked:
+  """A row, or a value of a product, with its tier."""
+
+  tier: str
+  row: Any
+
+
+def full(*values: Any) -> Any:
+  """Marks a row: `make test_all` runs it and `make test` does not.
+
+  Args:
+    *values: the values of the row, or one value: the row itself.
+  """
+  return _mark('full', values)
+
+
+def soak(*values: Any) -> Any:
+  """Marks a row: only `make soak` runs it. Takes what `full` takes."""
+  return _mark('soak', values)
+
+
+def quick(*values: Any) -> Any:
+  """Leaves a row unmarked. Takes what `full` takes."""
+  return _mark('', values)
+
+
+def every(mark: Any, rows: Iterable[Any]) -> list[Any]:
+  """Marks each of several rows with `full` or `soak`."""
+  return [mark(row) for row in rows]
+
+
+def parameters(*rows: Any) -> Any:
+  """`parameterized.parameters` of rows of which some are marked."""
+  return _decorator(parameterized.parameters, rows, _number)
+
+
+def named_parameters(*rows: Any) -> Any:
+  """`parameterized.named_parameters` of rows of which some are marked."""
+  return _decorator(parameterized.named_parameters, rows, _name)
+
+
+def product(
+  *mappings: Sequence[Mapping[str, Any]], **values: Sequence[Any]
+) -> Any:
+  """`parameterized.product`; a combination has the latest tier of its parts."""
+  factors = [
+    *mappings,
+    *([_with_key(key, v) for v in vs] for key, vs in values.items()),
+  ]
+  rows = []
+  for parts in itertools.product(*factors):
+    row: dict[str, Any] = {}
+    for part in parts:
+      row.update(_row(part))
+    rows.append(_Marked(max(map(_tier, parts), key=_TIERS.index), row))
+  return _decorator(parameterized.parameters, rows, _number)
+
+
+def mark_of(function: Any, name: str) -> str | None:
+  """The tier that a decorator of this module gave to a generated test.
+
+  Args:
+    function: the test.
+    name: its name, with what its row added to it.
+  """
+  return getattr(function, _ATTRIBUTE, {}).get(name)
+
+
+def _mark(tier, values):
+  row = values[0] if len(values) == 1 else values
+  return _Marked(max(tier, _tier(row), key=_TIERS.index), _row(row))
+
+
+def _row(row):
+  return row.row if isinstance(row, _Marked) else row
+
+
+def _tier(row):
+  return row.tier if isinstance(row, _Marked) else ''
+
+
+def _with_key(key, value):
+  return _Marked(_tier(value), {key: _row(value)})
+
+
+def _number(test_name, index, row):
+  return f'{test_name}{index}'
+
+
+def _name(test_name, index, row):
+  name = row['testcase_name'] if isinstance(row, Mapping) else row[0]
+  return f'{test_name}{"" if name.startswith("_") else "_"}{name}'
+
+
+def _decorator(absl_decorator, rows, name_of):
+  def decorate(test):
+    marks = {
+      name_of(test.__name__, index, _row(row)): _tier(row)
+      for index, row in enumerate(rows)
+      if _tier(row)
+    }
+    # absl copies the attributes of the method to each test that it makes.
+    setattr(test, _ATTRIBUTE, marks)
+    return absl_decorator([_row(row) for row in rows])(test)
+
+  return decorate

@@ -1,0 +1,82 @@
+"""Marks of single rows reach the tests that absl makes of them."""
+
+from absl.testing import absltest, parameterized
+
+from tests import tiers
+
+
+def _make_cases():
+  # In a function, where pytest does not collect it.
+  class Cases(parameterized.TestCase):
+    @tiers.parameters(1, tiers.full(2), tiers.soak(3, 4))
+    def test_by_position(self, *values):
+      pass
+
+    @tiers.named_parameters(
+      ('one', 1),
+      tiers.full('two', 2),
+      tiers.soak({'testcase_name': '_three', 'value': 3}),
+    )
+    def test_by_name(self, value):
+      pass
+
+    @tiers.product(
+      [{'kind': 'a'}, tiers.full({'kind': 'b'})], size=(1, tiers.soak(2))
+    )
+    def test_product(self, kind, size):
+      self.seen = (kind, size)
+
+    @parameterized.parameters(1, 2)
+    def test_unmarked(self, value):
+      pass
+
+  return Cases
+
+
+def _marks(prefix):
+  cases = _make_cases()
+  return {
+    name.removeprefix(prefix): tiers.mark_of(getattr(cases, name), name)
+    for name in dir(cases)
+    if name.startswith(prefix)
+  }
+
+
+class TiersTest(parameterized.TestCase):
+  def test_rows_by_position(self):
+    self.assertEqual(
+      _marks('test_by_position'), {'0': None, '1': 'full', '2': 'soak'}
+    )
+
+  def test_rows_by_name(self):
+    self.assertEqual(
+      _marks('test_by_name'),
+      {'_one': None, '_two': 'full', '_three': 'soak'},
+    )
+
+  def test_combination_has_the_latest_tier_of_its_parts(self):
+    self.assertEqual(
+      _marks('test_product'),
+      {'0': None, '1': 'soak', '2': 'full', '3': 'soak'},
+    )
+
+  def test_rows_are_passed_as_they_are(self):
+    case = _make_cases()('test_product2')
+    case.test_product2()
+    self.assertEqual(case.seen, ('b', 1))
+
+  def test_no_marks_without_a_decorator_of_this_module(self):
+    self.assertEqual(_marks('test_unmarked'), {'0': None, '1': None})
+
+  def test_the_later_of_two_marks_counts(self):
+    @tiers.parameters(tiers.full(tiers.soak('a')), tiers.soak(tiers.full('b')))
+    def test_twice(self, value):
+      pass
+
+    iterator = iter(test_twice)
+    marks = [tiers.mark_of(next(iterator), f'test_twice{i}') for i in range(2)]
+    self.assertEqual(marks, ['soak', 'soak'])
+
+
+if __name__ == '__main__':
+  absltest.main()

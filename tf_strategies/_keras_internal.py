@@ -1,0 +1,353 @@
+"""Every reliance on Keras's insides: what, why, and a check that it is there.
+
+A strategy never sees the optimizer or the model: Keras passes it functions.
+Those are methods of, or closures over, the objects in question, so that is
+where this file looks. The checks at the end run when it is imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.backend.tensorflow import core, optimizer, trainer
+from keras.src.optimizers import base_optimizer
+from keras.src.random import seed_generator
+from keras.src.trainers import trainer as base_trainer
+
+from tf_strategies import _requirements, _tf_internal
+
+# Where the local functions of Keras's trainer come from.
+_TRAINER_MODULE = 'keras.src.backend.tensorflow'
+
+_KINDS = {
+  'train_step': 'train',
+  'test_step': 'test',
+  'predict_step': 'predict',
+}
+
+
+# Steps: Keras calls `strategy.run(model.train_step, ...)` inside a function
+# that it keeps as `model.train_function` and calls once a batch, or group of
+# batches. Whoever replaces that function decides where steps run.
+
+
+@dataclasses.dataclass(frozen=True)
+class KerasStep:
+  """A model's own step.
+
+  Attributes:
+    model: whose step it is.
+    kind: 'train', 'test' or 'predict'.
+    run: the step, as Keras passed it.
+  """
+
+  model: keras.Model
+  kind: str
+  run: Callable[[Any], Any]
+
+  def install(self, function: Callable[[Any], Any]) -> None:
+    """Makes Keras call `function` from the next batch on."""
+    setattr(self.model, f'{self.kind}_function', function)
+
+
+def step_of(fn: Callable) -> KerasStep | None:
+  """What `fn` is to Keras, if it is a model's train, test or predict step."""
+  model = getattr(fn, '__self__', None)
+  if isinstance(model, keras.Model):
+    kind = _KINDS.get(fn.__name__)
+    return KerasStep(model, kind, fn) if kind else None
+  if not _is_of_trainer(fn):
+    return None
+  # `predict` passes a local function of the trainer around its step.
+  for content in _closure(fn):
+    found = step_of(content) if callable(content) else None
+    if isinstance(content, keras.Model):
+      found = KerasStep(content, 'predict', content.predict_step)
+    if found:
+      return dataclasses.replace(found, kind='predict')
+  return None
+
+
+def is_step(fn: Callable) -> bool:
+  """Whether `fn` is a method of a model, or a step of Keras's trainer."""
+  return isinstance(getattr(fn, '__self__', None), keras.Model) or (
+    _is_of_trainer(fn)
+  )
+
+
+def _is_of_trainer(fn) -> bool:
+  return (getattr(fn, '__module__', '') or '').startswith(_TRAINER_MODULE)
+
+
+def results_of(
+  model: keras.Model, kind: str
+) -> Callable[[], dict[str, Any]] | None:
+  """What a model's own step reports, read from its metrics.
+
+  None for a step that the user wrote, which may report anything.
+  """
+  step = getattr(type(model), f'{kind}_step', None)
+  is_own = getattr(step, '__module__', '').startswith('keras.')
+  return model.get_metrics_result if is_own and kind != 'predict' else None
+
+
+def without_optionals(data: Any) -> Any:
+  """A batch with None in place of the empty optionals that Keras yields."""
+  return tf.nest.map_structure(
+    lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf,
+    data,
+  )
+
+
+def swap_train_function(
+  model: keras.Model, function: Callable[[Any], Any]
+) -> Callable[[Any], Any]:
+  """Makes `fit` call `function(iterator)`; returns what it called before."""
+  before, model.train_function = model.train_function, function
+  return before
+
+
+# Epochs: `fit` begins at `model._initial_epoch` if it is set when callbacks
+# have begun to train. Keras's BackupAndRestore goes on so.
+
+
+def initial_epoch(model: keras.Model) -> int:
+  """The epoch in which `fit` begins, as a callback has set it."""
+  return model._initial_epoch or 0
+
+
+def set_initial_epoch(model: keras.Model, epoch: int) -> None:
+  """Makes `fit` begin in `epoch`; 0 leaves that to its argument."""
+  model._initial_epoch = epoch or None
+
+
+def running_fit() -> Callable[[], bool]:
+  """Returns what tells whether the `fit` that this is called in goes on.
+
+  Keras tells no callback of a `fit` that raises, so its frame is looked for.
+  """
+  thread = threading.get_ident()
+  found = None
+  frame = sys._getframe()
+  while frame is not None:
+    if frame.f_code.co_name == 'fit':  # The outermost: one may call another.
+      # Not the frame itself, which keeps alive what `fit` has.
+      found = (id(frame), frame.f_code)
+    frame = frame.f_back
+
+  def is_running() -> bool:
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+      if (id(frame), frame.f_code) == found:
+        return True
+      frame = frame.f_back
+    return found is None  # A loop that calls its callbacks itself.
+
+  return is_running
+
+
+# Optimizers.
+
+
+def optimizer_of(fn: Callable) -> keras.optimizers.Optimizer | None:
+  """The optimizer whose update function `fn` is, or None.
+
+  Args:
+    fn: what Keras passes to `strategy.extended.update`: a closure over the
+      optimizer.
+  """
+  for content in _closure(_tf_internal.unwrap(fn)):
+    if isinstance(content, keras.optimizers.Optimizer):
+      return content
+  return None
+
+
+def is_check_finite(fn: Callable) -> bool:
+  """Whether `fn` is what loss scaling asks every replica."""
+  owner = getattr(fn, '__self__', None)
+  is_scale = isinstance(owner, keras.optimizers.LossScaleOptimizer)
+  return is_scale and fn.__name__ == 'check_finite'
+
+
+def allow_attributes(wrapper: keras.optimizers.Optimizer) -> None:
+  """Lets a subclass set attributes before it calls its base's `__init__`.
+
+  Keras tracks attributes unless `_lock` is there; the base class sets options
+  that a wrapper passes on to the optimizer in it.
+  """
+  wrapper._lock = False
+
+
+def trainable_variables(wrapper: keras.optimizers.Optimizer) -> list:
+  """The variables that an optimizer was built with, in order."""
+  return wrapper._trainable_variables
+
+
+def overwrites_with_gradient(variable: Any) -> bool:
+  """Whether a variable takes its gradient as its value (float8 scales)."""
+  return getattr(variable, 'overwrite_with_gradient', False)
+
+
+@contextlib.contextmanager
+def capture_apply(
+  optimizers: Sequence[keras.optimizers.Optimizer],
+) -> Iterator[list[tuple[keras.optimizers.Optimizer, list, list | None]]]:
+  """Makes `apply` of some optimizers record what it is given, for a while.
+
+  For steps that are traced on a worker while their gradients are applied
+  elsewhere. Clipping, accumulation and loss scaling all happen in `apply`, so
+  they see the gradients that are applied, not one worker's.
+
+  Yields:
+    A list to which each call adds (optimizer, gradients, variables).
+  """
+  calls = []
+
+  def recorder(optimizer):
+    def apply(grads, trainable_variables=None):
+      variables = trainable_variables
+      if variables is not None:
+        variables = list(variables)
+      calls.append((optimizer, list(grads), variables))
+
+    return apply
+
+  for each in optimizers:
+    object.__setattr__(each, 'apply', recorder(each))
+  try:
+    yield calls
+  finally:
+    for each in optimizers:
+      object.__delattr__(each, 'apply')
+
+
+# Variables: Keras tells their purpose by their names only.
+
+
+def is_seed_state(name: str | None, dtype: tf.DType | None) -> bool:
+  """Whether that is a variable with the state of a seed generator."""
+  return 'seed_generator_state' in (name or '') and dtype == tf.int64
+
+
+def is_gradient_accumulator(name: str | None) -> bool:
+  """Whether that is where an optimizer adds up gradients of several steps."""
+  return 'gradient_accumulator' in (name or '')
+
+
+def is_loss_scale(name: str | None) -> bool:
+  """Whether that is the scale of a `LossScaleOptimizer`."""
+  return (name or '').endswith('dynamic_scale')
+
+
+def initial_shape(initial_value: Callable) -> tuple[int, ...] | None:
+  """The shape of the variable that Keras is about to make, if it is Keras.
+
+  Args:
+    initial_value: what it passes to `tf.Variable`: a closure over its own
+      variable.
+  """
+  for content in _closure(initial_value):
+    if isinstance(content, keras.Variable):
+      shape = content._shape
+      return None if shape is None else tuple(shape)
+  return None
+
+
+def masked_outputs(model: keras.Model) -> list:
+  """The outputs of a functional model that a mask reaches."""
+  outputs = keras.tree.flatten(getattr(model, 'outputs', None))
+  return [o for o in outputs if getattr(o, '_keras_mask', None) is not None]
+
+
+def _closure(fn) -> Iterator[Any]:
+  """What a local function refers to."""
+  for cell in getattr(fn, '__closure__', None) or ():
+    with contextlib.suppress(ValueError):  # The cell is still empty.
+      yield cell.cell_contents
+
+
+def check() -> None:
+  """Checks that Keras still has what the functions above rely on.
+
+  Raises:
+    UnsupportedVersionError: naming what is missing, and the tested versions.
+  """
+  mention, method = _requirements.mention, _requirements.method
+  tf_trainer = _requirements.attribute(
+    trainer, 'TensorFlowTrainer', 'trains models under a strategy'
+  )
+  for kind in _KINDS.values():
+    why = 'parameter servers run the steps of fit'
+    method(tf_trainer, f'make_{kind}_function', ['force'], why)
+    make = getattr(tf_trainer, f'make_{kind}_function')
+    mention(make, [f'{kind}_function', f'{kind}_step'], why)
+    method(tf_trainer, f'{kind}_step', ['data'], why)
+  mention(tf_trainer.fit, ['train_function'], why)
+  mention(
+    tf_trainer.make_predict_function, ['self'], 'finds the model of predict'
+  )
+  why = 'a resumed fit goes on in the epoch that it was interrupted in'
+  mention(tf_trainer.fit, ['_initial_epoch'], why)
+  mention(base_trainer.Trainer.__init__, ['_initial_epoch'], why)
+  why = 'several workers average their logs and gather predictions'
+  mention(
+    trainer._collective_all_reduce_multi_worker,
+    ['MultiWorkerMirroredStrategy', '_in_multi_worker_mode'],
+    why,
+  )
+  mention(trainer.reduce_per_replica, ['reduce'], why)
+  mention(
+    trainer.TFEpochIterator.__init__,
+    ['DistributedDataset'],
+    'parameter servers feed their workers themselves',
+  )
+  why = 'finds the optimizer of an update'
+  tf_optimizer = optimizer.TFOptimizer
+  method(
+    tf_optimizer,
+    '_distributed_tf_update_step',
+    ['distribution', 'grads_and_vars', 'learning_rate'],
+    why,
+  )
+  mention(
+    tf_optimizer._distributed_tf_update_step,
+    ['apply_grad_to_update_var', 'self'],
+    why,
+  )
+  why = 'DistributedOptimizer wraps an optimizer, parameter servers record it'
+  base = base_optimizer.BaseOptimizer
+  method(base, 'apply', ['grads', 'trainable_variables'], why)
+  method(base, 'build', ['variables'], why)
+  method(base, 'scale_loss', ['loss'], why)
+  method(base, 'update_step', ['gradient', 'variable', 'learning_rate'], why)
+  method(base, 'finalize_variable_values', ['var_list'], why)
+  mention(base.__init__, ['_lock', '_trainable_variables'], why)
+  mention(base.build, ['_trainable_variables', 'gradient_accumulator'], why)
+  scale = keras.optimizers.LossScaleOptimizer
+  why = 'all replicas agree whether gradients are finite'
+  method(scale, 'check_finite', ['grads'], why)
+  mention(scale._tf_apply, ['check_finite', 'call_for_each_replica'], why)
+  mention(scale.build, ['dynamic_scale'], why)
+  mention(
+    seed_generator.SeedGenerator.__init__,
+    ['seed_generator_state'],
+    'replicas draw different random numbers',
+  )
+  mention(
+    core.Variable._initialize_with_initializer,
+    ['self', '_shape'],
+    'places a variable by its size before it is made',
+  )
+  if not inspect.getmodule(tf_trainer).__name__.startswith(_TRAINER_MODULE):
+    raise _requirements.missing(_TRAINER_MODULE, "finds Keras's own steps")
+
+
+check()

@@ -1,0 +1,101 @@
+"""Checks at import that what we use of another package's insides is there.
+
+`_tf_internal` and `_keras_internal` list what this package relies on beyond
+public interfaces. A release that lacks one of them ends in one sentence that
+names it and the versions that were tested, not in a wrong result or in a
+traceback from the depths.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from tf_strategies import errors
+
+TESTED = 'TensorFlow 2.18 to 2.21 with Keras 3.12 to 3.15'
+
+
+def missing(what: str, why: str) -> errors.UnsupportedVersionError:
+  """The error for something that is not there, or not as expected."""
+  installed = ' and '.join(
+    f'{name} {sys.modules[module].__version__}'
+    for name, module in (('TensorFlow', 'tensorflow'), ('Keras', 'keras'))
+    if hasattr(sys.modules.get(module), '__version__')
+  )
+  return errors.UnsupportedVersionError(
+    f'Expected {what} (needed: {why}), which {installed} does not have. '
+    f'Fix: install a tested version: {TESTED}.'
+  )
+
+
+def attribute(owner: Any, name: str, why: str) -> Any:
+  """Returns `owner.<name>`.
+
+  Raises:
+    UnsupportedVersionError: `owner` has no such attribute.
+  """
+  try:
+    return inspect.getattr_static(owner, name)
+  except AttributeError:
+    raise missing(f'{_name(owner)}.{name}', why) from None
+
+
+def method(owner: Any, name: str, parameters: Sequence[str], why: str) -> None:
+  """Checks that a method takes what we pass to it, or override it with.
+
+  Args:
+    owner: a class or a module.
+    name: of the method.
+    parameters: names of all its parameters, in order, without `self`.
+    why: what this package does with it; part of the error.
+
+  Raises:
+    UnsupportedVersionError: no such method, or other parameters.
+  """
+  function = attribute(owner, name, why)
+  if isinstance(function, property):
+    found = []
+  else:
+    signature = inspect.signature(inspect.unwrap(function))
+    found = [p for p in signature.parameters if p != 'self']
+  if found != list(parameters):
+    raise missing(f'{_name(owner)}.{name}({", ".join(parameters)})', why)
+
+
+def mention(function: Any, names: Sequence[str], why: str) -> None:
+  """Checks that a function's code still names what we rely on.
+
+  Args:
+    function: a Python function; functions inside of it count.
+    names: variables, attributes or string constants.
+    why: what this package relies on; part of the error.
+
+  Raises:
+    UnsupportedVersionError: one of the names does not occur.
+  """
+  function = inspect.unwrap(function)
+  found = _names_in(function.__code__)
+  for name in names:
+    if name not in found:
+      what = f'{name!r} in {function.__module__}.{function.__qualname__}'
+      raise missing(what, why)
+
+
+def _names_in(code) -> set[str]:
+  """Names and string constants of a code object and of those inside of it."""
+  names = {*code.co_names, *code.co_varnames, *code.co_freevars}
+  for constant in code.co_consts:
+    if isinstance(constant, str):
+      names.add(constant)
+    elif inspect.iscode(constant):
+      names |= {constant.co_name} | _names_in(constant)
+  return names
+
+
+def _name(owner: Any) -> str:
+  if inspect.ismodule(owner):
+    return owner.__name__
+  return f'{owner.__module__}.{owner.__qualname__}'
