@@ -18,8 +18,6 @@ from tf_strategies.process_group import state as state_lib
 
 # When a data link breaks, the control plane most likely knows who died.
 _VERDICT_SECONDS = 0.3
-# What 'auto' chooses from for large buffers, the preferred first.
-_CANDIDATES = ('ring', 'direct')
 # Two roundings, however many ranks there are.
 _LOSSY_CANDIDATES = ('direct',)
 # Sockets between hosts: 50 us and 1 GB/s.
@@ -51,7 +49,13 @@ class Collective:
 
 
 class PlannedGroup(controlled.ControlledGroup):
-  """A group that runs plans; how bytes move is the subclass's."""
+  """A group that runs plans; how bytes move is the subclass's.
+
+  Attributes:
+    candidates: what 'auto' chooses from for large buffers, the preferred first.
+  """
+
+  candidates: tuple[str, ...]
 
   def __init__(self, *args):
     super().__init__(*args)
@@ -153,7 +157,7 @@ class PlannedGroup(controlled.ControlledGroup):
     is_lossy = form.codec is not codecs.NONE
     topology = cost_model.Topology(self.world_size, _LINK)
     return cost_model.choose(
-      array.nbytes, topology, _LOSSY_CANDIDATES if is_lossy else _CANDIDATES
+      array.nbytes, topology, _LOSSY_CANDIDATES if is_lossy else self.candidates
     ).name
 
   def _reduce(self, kind: str, plan: plan_lib.Plan, about: tuple) -> None:

@@ -86,6 +86,7 @@ class MpiProcessGroup(planned.PlannedGroup):
 
   name = 'mpi'
   elastic = False
+  candidates = ('direct', 'ring')
 
   def __init__(
     self,

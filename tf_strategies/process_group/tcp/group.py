@@ -25,6 +25,7 @@ class TcpProcessGroup(planned.PlannedGroup):
 
   name = 'tcp'
   elastic = True
+  candidates = ('ring', 'direct')
 
   def __init__(
     self,
