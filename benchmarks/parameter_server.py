@@ -42,7 +42,7 @@ os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
 
 from absl import app, flags
 
-from benchmarks import measure, report, worker_pool
+from benchmarks import measure, processes, report, worker_pool
 from benchmarks.parameter_server_peers import catalogue, jobs, results
 
 _MODELS = flags.DEFINE_list(
@@ -303,7 +303,7 @@ def main(argv: Sequence[str]) -> None:
     'settings': _settings(),
     'results': [],
   }
-  with worker_pool.ended_by_signals():
+  with processes.ended_by_signals():
     if _STRAGGLER_MS.value > 0:
       _measure_straggler(content)
     else:

@@ -33,6 +33,7 @@ from benchmarks import (
   network_namespaces,
   process_pools,
   process_results,
+  processes,
   report,
   worker_pool,
 )
@@ -221,7 +222,7 @@ def main(argv: Sequence[str]) -> None:
     'links': [],
     'results': [],
   }
-  with worker_pool.ended_by_signals():
+  with processes.ended_by_signals():
     for world_size in world_sizes:
       found, about = run_world_size(world_size, sizes, entries)
       _print(found, about)

@@ -37,7 +37,7 @@ os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
 
 from absl import app, flags
 
-from benchmarks import measure, report, worker_pool
+from benchmarks import measure, processes, report
 from benchmarks.strategy_costs import catalogue, plot, results, running
 from tf_strategies import errors
 
@@ -277,7 +277,7 @@ def main(argv: Sequence[str]) -> int:
     'settings': _settings(),
   }
   is_well = True
-  with worker_pool.ended_by_signals():
+  with processes.ended_by_signals():
     for table in _TABLES.value:
       rows = _MEASURE[table]()
       is_well = is_well and not any(row.error for row in rows)

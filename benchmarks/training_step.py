@@ -45,6 +45,7 @@ from benchmarks import (
   network_namespaces,
   process_pools,
   process_results,
+  processes,
   report,
   training_peers,
   worker_pool,
@@ -310,7 +311,7 @@ def main(argv: Sequence[str]) -> None:
     **report.environment(),
     'settings': {flag.name: flag.value for flag in settings},
   }
-  with worker_pool.ended_by_signals():
+  with processes.ended_by_signals():
     content |= run(peers)
   print(
     f'\n{_NUM_WORKERS.value} workers, {content["parameter_bytes"] / 1e6:.1f} MB '

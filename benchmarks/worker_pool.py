@@ -16,22 +16,17 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import pathlib
 import random
 import socket
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.input_pipeline import children
+from benchmarks import processes
 from tf_strategies import errors
-
-# Programs with a pool run inside of this.
-ended_by_signals = children.ended_by_signals
 
 DEADLINE_SECONDS = 300.0
 
@@ -97,7 +92,7 @@ class WorkerPool:
     self.size = len(prefixes)
     self._deadline_seconds = deadline_seconds
     self._stack = contextlib.ExitStack()
-    self._processes: list[subprocess.Popen] = []
+    self._processes: list[processes.Command] = []
     self._links: list[_Link] = []
     try:
       directory = self._stack.enter_context(tempfile.TemporaryDirectory())
@@ -107,7 +102,7 @@ class WorkerPool:
       listener.bind(path)
       listener.listen(self.size)
       command = [python, '-m', 'benchmarks.pool_worker', path, actor]
-      self._start(command, prefixes, launcher, _environment(env))
+      self._start(command, prefixes, launcher, processes.environment(env))
       self._accept(listener)
     except BaseException:
       self.close()
@@ -156,11 +151,9 @@ class WorkerPool:
     self._links = []
     ends_at = time.monotonic() + _GOODBYE_SECONDS
     for process in self._processes:
-      try:
-        process.wait(max(0.0, ends_at - time.monotonic()))
-      except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait(_GOODBYE_SECONDS)
+      while process.is_alive() and time.monotonic() < ends_at:
+        time.sleep(_POLL_SECONDS / 10)
+      process.close()
     self._stack.close()
 
   def __enter__(self):
@@ -176,19 +169,17 @@ class WorkerPool:
     if launcher:
       ranks = [([*launcher, *command], 'any')]
     for number, (words, rank) in enumerate(ranks):
-      with open(self._directory / f'{number}.log', 'wb') as log:
-        self._processes.append(
-          subprocess.Popen(
-            [*words, rank],
-            cwd=_ROOT,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            # Ctrl-C is for this process, which then ends them.
-            start_new_session=True,
-          )
+      self._processes.append(
+        processes.Command(
+          [*words, rank],
+          name=self.name,
+          log=self._directory / f'{number}.log',
+          cwd=_ROOT,
+          env=env,
+          # Ctrl-C is for this process, which then ends them.
+          start_new_session=True,
         )
+      )
 
   def _accept(self, listener: socket.socket) -> None:
     ends_at = time.monotonic() + self._deadline_seconds
@@ -213,8 +204,9 @@ class WorkerPool:
 
   def _check_start(self, ends_at: float, started: int) -> None:
     for number, process in enumerate(self._processes):
-      if process.poll() is not None:
-        self._raise(number, f'ended with status {process.returncode} at once')
+      if not process.is_alive():
+        status = process.process.returncode
+        self._raise(number, f'ended with status {status} at once')
     if time.monotonic() > ends_at:
       self._raise(None, f'is missing: {started} of {self.size} came in time')
 
@@ -243,9 +235,7 @@ class WorkerPool:
     raise error
 
   def _tail(self, number: int) -> str:
-    with open(self._directory / f'{number}.log', 'rb') as f:
-      f.seek(max(0, os.fstat(f.fileno()).st_size - _TAIL_BYTES))
-      text = f.read().decode('utf-8', 'replace').strip()
+    text = self._processes[number].tail(_TAIL_BYTES)
     return f'[{number}] {text}\n' if text else ''
 
 
@@ -281,12 +271,3 @@ class _Link:
 
   def close(self) -> None:
     self._socket.close()
-
-
-def _environment(env: Mapping[str, str] | None) -> dict[str, str]:
-  """This process's, without proxies: workers talk to each other directly."""
-  inherited = {
-    k: v for k, v in os.environ.items() if not k.lower().endswith('_proxy')
-  }
-  inherited['TF_CPP_MIN_LOG_LEVEL'] = '2'
-  return {**inherited, **(env or {})}

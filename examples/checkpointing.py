@@ -20,7 +20,7 @@ import tensorflow as tf
 import tf_strategies as tfs
 from examples import mnist_common, mnist_model
 from tf_strategies.checkpoint import model_state
-from tf_strategies.fault_tolerance import run_checkpoint
+from tf_strategies.checkpoint.position import Position
 
 
 def settings_of(setup: mnist_common.Setup) -> dict[str, object]:
@@ -51,7 +51,7 @@ def open_run(
   model: keras.Model,
   optimizer: keras.optimizers.Optimizer,
   metrics: Sequence[keras.metrics.Metric] | None = None,
-) -> tuple[tfs.RunCheckpoint | None, run_checkpoint.Position]:
+) -> tuple[tfs.RunCheckpoint | None, Position]:
   """Goes on from `checkpoint_dir`, if there is one in the options.
 
   Args:
@@ -68,7 +68,7 @@ def open_run(
   """
   directory = setup.options.checkpoint_dir
   if not directory:
-    return None, run_checkpoint.Position()
+    return None, Position()
   checkpoint = tfs.RunCheckpoint(
     directory, model, optimizer, settings_of(setup), metrics
   )

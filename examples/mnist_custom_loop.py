@@ -33,7 +33,7 @@ from examples import (
   mnist_model,
   training_report,
 )
-from tf_strategies.fault_tolerance import run_checkpoint
+from tf_strategies.checkpoint.position import Position
 
 
 def train(
@@ -83,7 +83,7 @@ def run_epochs(
   setup: mnist_common.Setup,
   loop,
   checkpoint: tfs.RunCheckpoint | None,
-  start: run_checkpoint.Position,
+  start: Position,
   batches,
 ) -> training_report.Outcome:
   """Trains epoch by epoch; shows, logs and saves each.

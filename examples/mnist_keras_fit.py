@@ -39,7 +39,7 @@ from examples import (
   mnist_model,
   training_report,
 )
-from tf_strategies.fault_tolerance import run_checkpoint
+from tf_strategies.checkpoint.position import Position
 
 
 def train(
@@ -105,7 +105,7 @@ def fit_batches(
   setup: mnist_common.Setup,
   model: keras.Model,
   checkpoint: tfs.RunCheckpoint | None,
-  start: run_checkpoint.Position,
+  start: Position,
   batches,
 ) -> training_report.Outcome:
   """Trains from `start` to the last epoch, and evaluates.
@@ -153,7 +153,7 @@ def run_fit(
     fit: called with arguments of `model.fit`.
     first_step: steps of the next epoch that are done.
   """
-  start = run_checkpoint.Position(first_epoch, first_step)
+  start = Position(first_epoch, first_step)
   test_set = setup.data.test(setup.strategy)
   throughput = training_report.Throughput()
   history = fit(

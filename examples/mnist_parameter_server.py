@@ -41,7 +41,8 @@ from examples import (
   parameter_server_flags,
   training_report,
 )
-from tf_strategies.fault_tolerance import evaluator, run_checkpoint
+from tf_strategies.checkpoint.position import Position
+from tf_strategies.fault_tolerance import evaluator
 
 
 def run(
@@ -132,7 +133,7 @@ def _fit(setup):
   model = mnist_keras_fit.build_compiled(
     setup, setup.options.steps_per_execution
   )
-  checkpoint, start = None, run_checkpoint.Position()
+  checkpoint, start = None, Position()
   if not _has_servers(setup.strategy):  # Else `fit` makes the strategy save.
     checkpoint, start = checkpointing.open_run(setup, model, model.optimizer)
   outcome = mnist_keras_fit.fit_batches(
@@ -156,7 +157,7 @@ def _loop(setup):
   if _has_servers(setup.strategy):
     # From here on the strategy saves by itself, within epochs too.
     steps = setup.strategy.restore(model=model, optimizer=optimizer)
-    start = run_checkpoint.Position(*divmod(steps, setup.data.steps_per_epoch))
+    start = Position(*divmod(steps, setup.data.steps_per_epoch))
   else:
     checkpoint, start = checkpointing.open_run(
       setup, model, optimizer, metrics.all

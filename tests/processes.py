@@ -1,37 +1,51 @@
-"""Runs a function in several processes at once, as the workers of a cluster.
+"""Runs functions in processes: the workers of a cluster, or a single task.
 
 Real processes with a deadline: whatever a test does to its workers, none of
-them outlives it.
+them outlives it. Programs are started with `benchmarks/processes.py`.
 
   results = processes.run_workers(train, 2, args=(3,))   # train(rank, 3)
   with processes.Workers(train, 3, args=(3,)) as workers:
     workers.kill(1)
     outcomes = workers.wait()
+
+A process begins as a copy of one that has imported TensorFlow: the import takes
+four seconds of a CPU. The copy is made before anything of TensorFlow runs.
 """
 
+import contextlib
+import ctypes
 import dataclasses
+import faulthandler
 import json
+import multiprocessing
 import os
 import pickle
+import signal
+import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from multiprocessing import forkserver
 from typing import Any
+from unittest import mock
 
 import portpicker
 
-from tests import process_context
-
 DEADLINE_SECONDS = 120.0
+
+# Read when TensorFlow is imported: errors only, of C++.
+_ENVIRONMENT = {'TF_CPP_MIN_LOG_LEVEL': '2'}
+_PRELOADED = ['numpy', 'tensorflow', 'keras']
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-  """How a worker ended.
+  """How a process ended.
 
   Attributes:
-    rank: of the worker.
+    rank: of the worker, or the name of the task.
     exitcode: 0, or negative for a signal; None if the deadline ended it.
     value: what the function returned, if it did.
     error: what it raised, if it did and that can be pickled.
@@ -39,12 +53,28 @@ class Outcome:
     ended_at: `time.time()` when the function was over.
   """
 
-  rank: int
+  rank: Any
   exitcode: int | None
   value: Any = None
   error: BaseException | None = None
   error_text: str = ''
   ended_at: float = 0.0
+
+  def result(self) -> Any:
+    """What the function returned.
+
+    Raises:
+      AssertionError: it raised, died, or ran into the deadline.
+    """
+    if self.exitcode is None:
+      raise AssertionError(f'worker {self.rank} ran into the deadline')
+    if self.error_text:
+      raise AssertionError(f'worker {self.rank}: {self.error_text}')
+    if self.exitcode:
+      raise AssertionError(
+        f'worker {self.rank} ended with status {self.exitcode}'
+      )
+    return self.value
 
 
 def addresses(count: int) -> list[str]:
@@ -52,17 +82,131 @@ def addresses(count: int) -> list[str]:
   return [f'127.0.0.1:{portpicker.pick_unused_port()}' for _ in range(count)]
 
 
-def tf_config(worker_addresses: Sequence[str], index: int) -> str:
-  """TF_CONFIG of one worker."""
+def tf_config(
+  cluster: Mapping[str, Sequence[str]], index: int, task_type: str = 'worker'
+) -> str:
+  """TF_CONFIG of one task."""
+  jobs = {job: list(tasks) for job, tasks in cluster.items()}
   return json.dumps(
-    {
-      'cluster': {'worker': list(worker_addresses)},
-      'task': {'type': 'worker', 'index': index},
-    }
+    {'cluster': jobs, 'task': {'type': task_type, 'index': index}}
   )
 
 
-class Workers:
+class ProcessGroup:
+  """Processes that call functions; a context that ends those that still run.
+
+  They also end when this process is killed (on Linux).
+
+  Args:
+    deadline: seconds after which `wait` gives up on what still runs.
+  """
+
+  def __init__(self, deadline: float = DEADLINE_SECONDS):
+    self._ends_at = time.monotonic() + deadline
+    self._directory = tempfile.TemporaryDirectory()
+    self._processes: dict[Hashable, multiprocessing.Process] = {}
+
+  def start_function(
+    self,
+    key: Hashable,
+    function: Callable[..., Any],
+    args: Sequence[Any] = (),
+    env: Mapping[str, str] | None = None,
+    is_fresh: bool = False,
+    exits_at_once: bool = False,
+  ) -> None:
+    """Starts a process, or starts it again after its end.
+
+    Args:
+      key: a name of it, such as its rank.
+      function: a module's function, called as `function(*args)`.
+      args: pickled.
+      env: variables to set beside this process's.
+      is_fresh: whether it is a new interpreter instead of a copy.
+      exits_at_once: whether it ends without waiting for its threads, such as
+        TensorFlow's, which may wait for servers that are gone.
+    """
+    with contextlib.suppress(FileNotFoundError):
+      os.remove(self._path(key))
+    context = multiprocessing.get_context('spawn' if is_fresh else 'forkserver')
+    if not is_fresh:
+      context.set_forkserver_preload(_PRELOADED)
+      with mock.patch.dict(os.environ, _ENVIRONMENT):
+        forkserver.ensure_running()
+    process = context.Process(
+      target=_main,
+      args=(
+        function,
+        tuple(args),
+        {**os.environ, **(env or {})},
+        self._path(key),
+        exits_at_once,
+      ),
+      daemon=True,
+    )
+    process.start()
+    self._processes[key] = process
+
+  def pid(self, *key: Hashable) -> int:
+    """The id of a process."""
+    return self._process(key).pid
+
+  def is_alive(self, *key: Hashable) -> bool:
+    """Whether a process still runs."""
+    return self._process(key).is_alive()
+
+  def kill(self, *key: Hashable) -> None:
+    """Ends a process as `kill -9` does, and waits until it is gone."""
+    # One that a signal has ended already is no error.
+    self._process(key).kill()
+    self._process(key).join(10)
+
+  def signal(self, *key_and_number: Hashable) -> None:
+    """Sends a process a signal: its key, then the number."""
+    os.kill(self.pid(*key_and_number[:-1]), key_and_number[-1])
+
+  def wait_for(self, keys: Iterable[Hashable]) -> list[Outcome]:
+    """Waits for processes, until the deadline at most; their outcomes."""
+    keys = list(keys)
+    for key in keys:
+      self._processes[key].join(max(0.0, self._ends_at - time.monotonic()))
+    late = [key for key in keys if self._processes[key].is_alive()]
+    outcomes = [self._outcome(key) for key in keys]
+    for key in late:
+      # Its stacks, in the test's log, say where it hangs.
+      os.kill(self._processes[key].pid, signal.SIGABRT)
+      self._processes[key].join(10)
+    return outcomes
+
+  def close(self) -> None:
+    """Ends every process that still runs."""
+    for process in self._processes.values():
+      if process.is_alive():
+        process.kill()
+      process.join(10)
+    self._directory.cleanup()
+
+  def __enter__(self):
+    return self
+
+  def __exit__(self, *unused):
+    self.close()
+
+  def _process(self, key):
+    return self._processes[key[0] if len(key) == 1 else key]
+
+  def _path(self, key):
+    return os.path.join(self._directory.name, f'{key}.pickle')
+
+  def _outcome(self, key):
+    exitcode = self._processes[key].exitcode
+    if not os.path.exists(self._path(key)):
+      return Outcome(key, exitcode, ended_at=time.time())
+    with open(self._path(key), 'rb') as f:
+      return Outcome(key, exitcode, **pickle.load(f))
+
+
+class Workers(ProcessGroup):
   """Processes that run one function, each with its rank as first argument.
 
   TF_CONFIG and TFS_SECRET are set in each, as a launcher does.
@@ -88,77 +232,28 @@ class Workers:
     ports: Sequence[str] | None = None,
     is_fresh: bool = False,
   ):
+    super().__init__(deadline)
     self.addresses = list(ports or addresses(count))
     self._function = function
     self._args = tuple(args)
     self._env = {'TFS_SECRET': 'a secret of this test', **(env or {})}
     self._is_fresh = is_fresh
-    self._ends_at = time.monotonic() + deadline
-    self._directory = tempfile.TemporaryDirectory()
-    self._processes = {}
     for rank in range(count):
       self.start(rank)
 
   def start(self, rank: int) -> None:
     """Starts a worker, or starts it again after its end."""
-    env = {**self._env, 'TF_CONFIG': tf_config(self.addresses, rank)}
-    process = process_context.process(
-      _main,
-      (self._function, rank, self._args, self._path(rank)),
-      env,
+    self.start_function(
+      rank,
+      self._function,
+      (rank, *self._args),
+      {**self._env, 'TF_CONFIG': tf_config({'worker': self.addresses}, rank)},
       self._is_fresh,
     )
-    process.start()
-    self._processes[rank] = process
-
-  def pid(self, rank: int) -> int:
-    """The process id of a worker."""
-    return self._processes[rank].pid
-
-  def signal(self, rank: int, number: int) -> None:
-    """Sends a worker a signal."""
-    os.kill(self.pid(rank), number)
-
-  def kill(self, rank: int) -> None:
-    """Ends a worker as `kill -9` does, and waits until it is gone."""
-    # One that a signal has ended already is no error.
-    self._processes[rank].kill()
-    self._processes[rank].join(10)
-
-  def is_alive(self, rank: int) -> bool:
-    """Whether a worker still runs."""
-    return self._processes[rank].is_alive()
 
   def wait(self, ranks: Sequence[int] | None = None) -> list[Outcome]:
     """Waits for workers, until the deadline at most; outcomes by rank."""
-    ranks = sorted(self._processes) if ranks is None else ranks
-    for rank in ranks:
-      self._processes[rank].join(max(0.0, self._ends_at - time.monotonic()))
-    return [self._outcome(rank) for rank in ranks]
-
-  def close(self) -> None:
-    """Ends every worker that still runs."""
-    for process in self._processes.values():
-      if process.is_alive():
-        process.kill()
-      process.join(10)
-    self._directory.cleanup()
-
-  def __enter__(self):
-    return self
-
-  def __exit__(self, *unused):
-    self.close()
-
-  def _path(self, rank):
-    return os.path.join(self._directory.name, f'{rank}.pickle')
-
-  def _outcome(self, rank):
-    exitcode = self._processes[rank].exitcode
-    if not os.path.exists(self._path(rank)):
-      return Outcome(rank, exitcode)
-    with open(self._path(rank), 'rb') as f:
-      return Outcome(rank, exitcode, **pickle.load(f))
+    return self.wait_for(sorted(self._processes) if ranks is None else ranks)
 
 
 def run_workers(
@@ -176,24 +271,26 @@ def run_workers(
   """
   with Workers(function, count, **options) as workers:
     outcomes = workers.wait()
-  for outcome in outcomes:
-    if outcome.exitcode is None:
-      raise AssertionError(f'worker {outcome.rank} ran into the deadline')
-  for outcome in outcomes:
-    if outcome.error_text:
-      raise AssertionError(f'worker {outcome.rank}: {outcome.error_text}')
-    if outcome.exitcode:
-      raise AssertionError(
-        f'worker {outcome.rank} ended with status {outcome.exitcode}'
-      )
-  return [outcome.value for outcome in outcomes]
+  # The deadline first: the others may have failed because of who hangs.
+  outcomes.sort(key=lambda outcome: outcome.exitcode is not None)
+  values = {outcome.rank: outcome.result() for outcome in outcomes}
+  return [values[rank] for rank in range(count)]
 
 
-def _main(function, rank, args, path):
-  """What a worker process does."""
+def _main(function, args, env, path, exits_at_once):
+  """What a process does."""
+  _end_with_parent()
+  # The server has that of the moment when it was started.
+  os.environ.clear()
+  os.environ.update(env)
+  import numpy as np
+
+  # All copies would draw the same numbers.
+  np.random.seed()
+  faulthandler.enable()
   result = {}
   try:
-    result['value'] = function(rank, *args)
+    result['value'] = function(*args)
   except BaseException as e:  # Also SystemExit: the test is to see it.
     result['error_text'] = traceback.format_exc()
     result['error'] = _picklable(e)
@@ -202,6 +299,14 @@ def _main(function, rank, args, path):
   with open(temporary, 'wb') as f:
     pickle.dump(result, f)
   os.replace(temporary, path)
+  if exits_at_once:
+    os._exit(0)
+
+
+def _end_with_parent():
+  """Lets Linux kill this process when the one that started it is gone."""
+  if sys.platform == 'linux':
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _picklable(error):

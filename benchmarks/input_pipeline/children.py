@@ -20,14 +20,13 @@ import contextlib
 import json
 import os
 import select
-import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from benchmarks import processes
 from benchmarks.input_pipeline import torch_peer
 from tf_strategies import errors
 
@@ -45,20 +44,6 @@ def tensorflow_command() -> list[str]:
 def torch_command(python: str) -> list[str]:
   """Starts a process that measures a DataLoader, in another interpreter."""
   return [python, os.path.abspath(torch_peer.__file__)]
-
-
-@contextlib.contextmanager
-def ended_by_signals() -> Iterator[None]:
-  """Makes SIGTERM raise, as Ctrl-C does, so that `with` blocks clean up."""
-
-  def leave(number, frame):
-    raise SystemExit(128 + number)
-
-  before = signal.signal(signal.SIGTERM, leave)
-  try:
-    yield
-  finally:
-    signal.signal(signal.SIGTERM, before)
 
 
 class Child:
@@ -81,24 +66,20 @@ class Child:
     self.peak_rss: int | None = None
     self._deadline_s = deadline_s
     self._received = b''
-    self._stack = contextlib.ExitStack()
-    self._log = tempfile.TemporaryFile()  # noqa: SIM115
-    self._stack.callback(self._log.close)
     try:
-      self._process = subprocess.Popen(
+      self._command = processes.Command(
         command,
+        name=name,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        stderr=self._log,
-        # A group of its own, which ends together with its workers.
+        # Ctrl-C is for this process, which then ends it.
         start_new_session=True,
       )
-    except OSError as e:
-      self._stack.close()
+    except errors.WorkerUnavailableError as e:
       raise errors.WorkerUnavailableError(
-        f'{name}: cannot run {command[0]} ({e}). Name an interpreter that '
-        'exists, or leave this variant out of --variants.'
+        f'{e} Or leave this variant out of --variants.'
       ) from e
+    self._process = self._command.process
 
   def send(self, request: dict[str, Any]) -> None:
     """Asks; `receive` waits for the answer.
@@ -153,9 +134,7 @@ class Child:
         pipe.close()
     with contextlib.suppress(subprocess.TimeoutExpired):
       self._process.wait(_GOODBYE_SECONDS)
-    if self._process.poll() is None:
-      self._kill()
-    self._stack.close()
+    self._command.close()
 
   def __enter__(self):
     return self
@@ -163,18 +142,9 @@ class Child:
   def __exit__(self, *unused):
     self.close()
 
-  def _kill(self) -> None:
-    with contextlib.suppress(ProcessLookupError):
-      os.killpg(self._process.pid, signal.SIGKILL)
-    self._process.wait(_GOODBYE_SECONDS)
-
   def _fail(self, what: str) -> None:
-    if self._process.poll() is None:
-      self._kill()
-    status = self._process.wait(_GOODBYE_SECONDS)
-    self._log.seek(0, os.SEEK_END)
-    self._log.seek(max(0, self._log.tell() - _TAIL_BYTES))
-    said = self._log.read().decode('utf-8', 'replace').strip()
+    status = self._command.kill_all()
+    said = self._command.tail(_TAIL_BYTES)
     raise errors.WorkerUnavailableError(
       f'{self.name} {what} (status {status}). Pass a longer --deadline, or '
       f'leave it out of --variants. It wrote last: {said or "nothing"}'

@@ -19,7 +19,7 @@ from typing import Any
 
 from absl import flags
 
-from benchmarks import report
+from benchmarks import processes, report
 from benchmarks.input_pipeline import (
   children,
   results,
@@ -138,7 +138,7 @@ def run(settings: Settings) -> int:
       report.check_target(option, path)
   if settings.pipeline:
     user_function.split(user_pipeline.OPTION, settings.pipeline)
-  with children.ended_by_signals(), tempfile.TemporaryDirectory() as directory:
+  with processes.ended_by_signals(), tempfile.TemporaryDirectory() as directory:
     common = _prepare(settings, directory)
     rows = rounds.measure(
       {name: {**common, 'variant': name} for name in names},

@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
 import pathlib
 import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -17,6 +15,7 @@ from typing import Any
 
 import psutil
 
+from benchmarks import processes
 from benchmarks.strategy_costs import catalogue
 from tf_strategies import errors
 
@@ -64,23 +63,23 @@ def run(
   with contextlib.ExitStack() as stack:
     directory = stack.enter_context(tempfile.TemporaryDirectory())
     spec = {**spec, 'output_dir': directory}
-    log = pathlib.Path(directory, 'log')
-    process = _start(job, spec, log)
-    stack.callback(_end, process)
-    peak = _Peak(process.pid)
-    while process.poll() is None:
+    command = stack.enter_context(_start(job, spec))
+    peak = _Peak(command.pid)
+    while command.is_alive():
       if time.monotonic() - started > deadline_seconds:
-        raise _failed(job, f'did not end within {deadline_seconds:g} s', log)
+        raise _failed(
+          job, f'did not end within {deadline_seconds:g} s', command
+        )
       peak.look()
       time.sleep(_POLL_SECONDS)
-    if process.returncode:
-      raise _failed(job, f'ended with status {process.returncode}', log)
+    if status := command.wait():
+      raise _failed(job, f'ended with status {status}', command)
     reports = [
       json.loads(path.read_text(encoding='utf-8'))
       for path in pathlib.Path(directory).glob('*.json')
     ]
   if not reports:
-    raise _failed(job, 'ended without a report', None)
+    raise _failed(job, 'ended without a report', command)
   return Finished(
     sorted(reports, key=lambda r: r['rank']),
     peak.num_bytes,
@@ -88,52 +87,21 @@ def run(
   )
 
 
-def _start(
-  job: catalogue.Job, spec: dict[str, Any], log: pathlib.Path
-) -> subprocess.Popen:
-  command = [sys.executable, '-m', _TASK, json.dumps(spec)]
+def _start(job: catalogue.Job, spec: dict[str, Any]) -> processes.Command:
+  words = [sys.executable, '-m', _TASK, json.dumps(spec)]
   if job.launcher_flags:
     launch = [sys.executable, '-m', 'tf_strategies.launch']
     grace = f'--grace_period={_GRACE_SECONDS}'
-    command = [*launch, *job.launcher_flags, grace, '--', *command]
-  # Tasks talk to each other directly, and are told of their cluster by the
-  # launcher alone.
-  env = {
-    k: v
-    for k, v in os.environ.items()
-    if k != 'TF_CONFIG' and not k.lower().endswith('_proxy')
-  }
-  env['TF_CPP_MIN_LOG_LEVEL'] = '2'
-  with open(log, 'wb') as f:
-    return subprocess.Popen(
-      command,
-      cwd=_ROOT,
-      env=env,
-      stdin=subprocess.DEVNULL,
-      stdout=f,
-      stderr=subprocess.STDOUT,
-      # Ctrl-C is for this process, which then ends the job.
-      start_new_session=True,
-    )
-
-
-def _end(process: subprocess.Popen) -> None:
-  """Ends the process and all below it, by their own process ids."""
-  if process.poll() is not None:
-    return  # No task outlives the launcher.
-  root = psutil.Process(process.pid)
-  below = root.children(recursive=True)
-  process.terminate()  # The launcher then ends its tasks.
-  with contextlib.suppress(subprocess.TimeoutExpired):
-    process.wait(2 * _GRACE_SECONDS)
-  if process.poll() is None:
-    below += root.children(recursive=True)
-    process.kill()
-  for left in below:
-    with contextlib.suppress(psutil.NoSuchProcess):
-      left.kill()  # Not if another process has its id by now.
-  process.wait(_GRACE_SECONDS)
-  psutil.wait_procs(below, _GRACE_SECONDS)
+    words = [*launch, *job.launcher_flags, grace, '--', *words]
+  return processes.Command(
+    words,
+    name=job.name,
+    cwd=_ROOT,
+    # The launcher then ends its tasks.
+    grace_seconds=2 * _GRACE_SECONDS,
+    # Ctrl-C is for this process, which then ends the job.
+    start_new_session=True,
+  )
 
 
 class _Peak:
@@ -169,11 +137,9 @@ def _peak_bytes(process: psutil.Process) -> int:
 
 
 def _failed(
-  job: catalogue.Job, what: str, log: pathlib.Path | None
+  job: catalogue.Job, what: str, command: processes.Command
 ) -> errors.WorkerUnavailableError:
-  lines = []
-  if log is not None:
-    lines = log.read_text(encoding='utf-8', errors='replace').splitlines()
+  lines = command.output().splitlines()
   found = [m for m in map(_ERROR.search, lines) if m]
   reason = f': {found[-1][0]}' if found else ''
   tail = '\n'.join(lines[-_TAIL_LINES:])

@@ -12,7 +12,7 @@ import psutil
 import pytest
 from absl.testing import absltest, parameterized
 
-from benchmarks import worker_pool
+from benchmarks import processes, worker_pool
 from tests import tiers
 from tests.benchmarks import running
 from tf_strategies import errors
@@ -23,8 +23,8 @@ SECONDS = 60.0
 # A program that has a pool, whose workers are busy for ever.
 PROGRAM = f"""
 import json, time
-from benchmarks import worker_pool
-with worker_pool.ended_by_signals():
+from benchmarks import processes, worker_pool
+with processes.ended_by_signals():
   with worker_pool.WorkerPool('busy', {ACTOR!r}, [(), ()]) as workers:
     print(json.dumps(workers.ask('describe', text='')), flush=True)
     workers.send('fail_on', rank=5)
@@ -155,7 +155,7 @@ class SignalsTest(absltest.TestCase):
     before = signal.getsignal(signal.SIGTERM)
     with (
       self.assertRaises(SystemExit) as caught,
-      worker_pool.ended_by_signals(),
+      processes.ended_by_signals(),
     ):
       os.kill(os.getpid(), signal.SIGTERM)
       time.sleep(SECONDS)

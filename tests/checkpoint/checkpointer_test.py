@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import weakref
 from unittest import mock
 
 import numpy as np
@@ -113,6 +114,54 @@ class CheckpointerTest(parameterized.TestCase):
       self.assertEqual(found.arrays[name].dtype, array.dtype, name)
       np.testing.assert_array_equal(found.arrays[name], array, name)
 
+  def test_pairs_are_written_one_after_the_other(self):
+    made = []
+
+    def pairs():
+      for number in range(5):
+        array = np.full([1000], number)
+        made.append(weakref.ref(array))
+        yield f'a{number}', array
+        del array
+        # The one that was just written may still be there, and no other.
+        self.assertEmpty([a for a in made[:-1] if a() is not None])
+
+    self.store.save(pairs(), {})
+    self.assertLen(made, 5)
+    found = self.store.newest()
+    self.assertEqual([a[0] for a in found.arrays.values()], list(range(5)))
+
+  def test_arrays_outlive_their_checkpoint(self):
+    self._save(1)
+    found = self.store.newest().arrays.renamed({'a': 'model/a'})
+    for number in range(2, 5):
+      self._save(number)
+    self.assertEqual(found.specs['model/a'].shape, (100,))
+    self.assertEqual(found['model/a'].tolist(), list(range(1000, 1100)))
+
+  def test_url_is_refused(self):
+    with self.assertRaisesRegex(errors.UnsupportedOptionError, "'gs://a'"):
+      checkpointer.Checkpointer('gs://a')
+
+  def test_finished(self):
+    self.assertFalse(self.store.is_finished)
+    for is_finished in (True, True, False, False):
+      self.store.mark_finished(is_finished)
+      self.assertEqual(self.store.is_finished, is_finished)
+
+  def test_old_one_that_cannot_be_deleted(self):
+    rename = os.rename
+    paths = [self._save(1), self._save(2)]
+
+    def refuse_old(source, target):
+      if source in paths:
+        raise OSError('read-only')
+      rename(source, target)
+
+    with mock.patch.object(os, 'rename', refuse_old):
+      paths.append(self._save(3))
+    self.assertEqual(self.store.paths(), paths)
+
   def test_keeps_the_last_two(self):
     paths = [self._save(number) for number in range(5)]
     self.assertEqual(self.store.paths(), paths[-2:])
@@ -129,22 +178,40 @@ class CheckpointerTest(parameterized.TestCase):
       found = self.store.newest()
     self.assertEqual(found.path, before)
     self.assertEqual(found.arrays['a'].tolist(), list(range(1000, 1100)))
-    (message,) = logs.output
-    self.assertIn(torn, message)
-    self.assertIn(file, message)
+    skipped, used = logs.output
+    self.assertIn(torn, skipped)
+    self.assertIn(file, skipped)
+    self.assertIn(before, used)
+    self.assertEqual(list(found.skipped), [torn])
+    self.assertIn(file, found.skipped[torn])
     # The next one is newer than both, and takes the older one's place.
     path = self._save(3)
     self.assertEqual(self.store.newest().path, path)
     self.assertEqual(self.store.paths(), [torn, path])
 
-  def test_nothing_is_whole(self):
-    for number in (1, 2):
-      os.remove(os.path.join(self._save(number), 'arrays.bin'))
-    with self.assertLogs(level='WARNING') as logs:
-      self.assertIsNone(self.store.newest())
+  @parameterized.parameters(*_DAMAGES)
+  def test_nothing_is_whole(self, damage):
+    paths = [self._save(number) for number in (1, 2)]
+    for path in paths:
+      damage(os.path.join(path, 'arrays.bin'))
+    before = self._files()
+    with (
+      self.assertLogs(level='WARNING') as logs,
+      self.assertRaises(errors.DataError) as caught,
+    ):
+      self.store.newest()
     self.assertLen(logs.output, 2)
-    self.assertIn('The one before it is tried', logs.output[0])
-    self.assertIn('There is none before it', logs.output[1])
+    for path in paths:
+      self.assertRegex(str(caught.exception), f'{path}: .*arrays.bin')
+    self.assertIn('delete the directory', str(caught.exception))
+    self.assertEqual(self._files(), before)
+
+  def _files(self):
+    return sorted(
+      os.path.join(where, name)
+      for where, _, names in os.walk(self.directory)
+      for name in names
+    )
 
   @parameterized.product(
     code=(errno.EIO, errno.EACCES), file=('manifest.json', 'arrays.bin')
@@ -203,6 +270,89 @@ class CheckpointerTest(parameterized.TestCase):
       contents = json.load(f)['contents']
     self.assertEqual(contents['arrays'][0], ['a', 'int64', [100]])
     self.assertEqual(contents['metadata'], {'number': 1})
+
+
+# Saves again and again in a child process that kills itself before its n-th
+# operation on files, for n = 1, 2, ..., until it comes to its end. Prints after
+# each: whether it was killed, the numbers of the newest checkpoint before and
+# after, whether its arrays are that number, how many were skipped and are there.
+_KILLED_AT_EACH_STEP = """
+import builtins, itertools, json, os, signal, sys
+import numpy as np
+from tf_strategies.checkpoint import checkpointer
+
+store = checkpointer.Checkpointer(sys.argv[1])
+
+def save(number, last=0):
+  steps = itertools.count(1)
+
+  def step():
+    if next(steps) == last:
+      os.kill(os.getpid(), signal.SIGKILL)
+
+  def counted(function):
+    def call(*args, **options):
+      step()
+      return function(*args, **options)
+    return call
+
+  def pairs():
+    for i in range(3):
+      step()
+      yield f'a{i}', np.full(5000, number)
+
+  if last:
+    for name in ('mkdir', 'fsync', 'rename', 'unlink', 'rmdir', 'open'):
+      setattr(os, name, counted(getattr(os, name)))
+    checkpointer.open = counted(builtins.open)
+  store.save(pairs(), {'number': number})
+
+save(1)
+save(2)
+for last in itertools.count(1):
+  before = store.newest().metadata['number']
+  child = os.fork()
+  if not child:
+    save(before + 1, last)
+    os._exit(0)
+  is_killed = os.WIFSIGNALED(os.waitpid(child, 0)[1])
+  found = store.newest()
+  after = found.metadata['number']
+  is_right = all((a == after).all() for a in found.arrays.values())
+  print(json.dumps([is_killed, before, after, is_right, len(found.skipped),
+                    len(store.paths())]), flush=True)
+  if not is_killed:
+    break
+"""
+
+
+@pytest.mark.multi_process
+class KilledAtEachStepTest(absltest.TestCase):
+  """SIGKILL before each operation on files."""
+
+  def test_what_is_there_is_whole(self):
+    with tempfile.TemporaryDirectory() as directory:
+      environment = {**os.environ, 'PYTHONPATH': os.pathsep.join(sys.path)}
+      done = subprocess.run(
+        [sys.executable, '-c', _KILLED_AT_EACH_STEP, directory],
+        env=environment,
+        stdout=subprocess.PIPE,
+        timeout=_DEADLINE_SECONDS,
+        check=True,
+      )
+    rounds = [json.loads(line) for line in done.stdout.splitlines()]
+    self.assertGreater(len(rounds), 12)
+    for is_killed, before, after, is_right, skipped, paths in rounds:
+      self.assertIn(after, (before, before + 1))
+      self.assertTrue(is_right)
+      self.assertEqual(skipped, 0)
+      self.assertBetween(paths, 2, 3)
+      self.assertTrue(is_killed or after == before + 1)
+    # Of those that were killed, some had just renamed theirs, most had not.
+    saved = [after > before for is_killed, before, after, *_ in rounds[:-1]]
+    self.assertIn(True, saved)
+    self.assertGreater(saved.count(False), 8)
+    self.assertFalse(rounds[-1][0])
 
 
 @pytest.mark.multi_process

@@ -6,15 +6,13 @@ Trains with TensorFlow's own strategy, so that nothing but `run_task` is tested.
 The last line that it writes is JSON.
 """
 
-import contextlib
 import json
 import os
 import pathlib
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
+from benchmarks import processes
 from tf_strategies import cluster
 from tf_strategies.cluster import reachability
 
@@ -63,7 +61,7 @@ def evaluate() -> None:
   print(json.dumps('evaluated'), flush=True)
 
 
-class Task:
+class Task(processes.Command):
   """A process that runs this program; a context that ends it.
 
   Args:
@@ -79,41 +77,22 @@ class Task:
     deadline_seconds: float = DEADLINE_SECONDS / 2,
   ):
     self.address = config.address
-    self._ends_at = time.monotonic() + DEADLINE_SECONDS
     name = f'{config.task_type}_{config.task_index}'
     self._out = pathlib.Path(directory, f'{name}.out')
     self._err = pathlib.Path(directory, f'{name}.err')
-    with self._out.open('wb') as out, self._err.open('wb') as err:
-      self.process = subprocess.Popen(
-        [sys.executable, '-m', 'tests.cluster.task_program',
-         str(deadline_seconds)],
-        stdin=subprocess.DEVNULL,
-        stdout=out,
-        stderr=err,
-        env=_environment(config),
-      )  # fmt: skip
-
-  def __enter__(self):
-    return self
-
-  def __exit__(self, *_):
-    if self.process.poll() is None:
-      self.process.kill()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-      self.process.wait(30)
-
-  def wait(self) -> int:
-    """Its exit status; fails at the deadline."""
-    return self.process.wait(max(1.0, self._ends_at - time.monotonic()))
-
-  def wait_until(self, condition: Callable[[], bool]) -> None:
-    """Waits until `condition()`, or fails with what the task wrote."""
-    while not condition():
-      if self.process.poll() is not None or time.monotonic() > self._ends_at:
-        raise AssertionError(
-          f'{self.process.args} ended or is late:\n{self.stderr()}'
-        )
-      time.sleep(0.02)
+    super().__init__(
+      [
+        sys.executable,
+        '-m',
+        'tests.cluster.task_program',
+        str(deadline_seconds),
+      ],
+      name=name,
+      log=self._out,
+      error_log=self._err,
+      env=_environment(config),
+      deadline_seconds=DEADLINE_SECONDS,
+    )
 
   def wait_until_it_serves(self) -> None:
     """Waits until its port accepts connections."""

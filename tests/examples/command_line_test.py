@@ -203,7 +203,7 @@ class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
     program.wait_until(lambda: _was_saved(checkpoints))
     is_kill = number == signal.SIGKILL
     self.assertEqual(
-      program.signal(number),
+      program.end(number),
       -number if is_kill else exit_codes.RESTARTABLE_EXIT_CODE,
     )
     where = checkpointer.Checkpointer(checkpoints).newest().metadata

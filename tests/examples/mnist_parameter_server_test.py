@@ -321,7 +321,7 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
       if is_preempted:
         program.wait_until(lambda p=program: 'accuracy' in p.output())
         # To the launcher: all tasks are told to end at the same time.
-        self.assertNotEqual(program.signal(signal.SIGTERM), 0)
+        self.assertNotEqual(program.end(signal.SIGTERM), 0)
         self.assertIn('Preempted at', program.output())
       else:
         self.assertEqual(program.wait(), 0, program.output()[-5000:])

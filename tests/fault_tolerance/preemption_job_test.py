@@ -6,15 +6,14 @@ import os
 import pathlib
 import random
 import signal
-import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
+from benchmarks import processes
 from tests.fault_tolerance import preemption_program as program
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -23,7 +22,7 @@ _STEPS = program.EPOCHS * program.STEPS
 _RESTARTABLE = 143
 
 
-class Job:
+class Job(processes.Command):
   """The program as a user starts it; nothing of it outlives the test.
 
   Args:
@@ -40,51 +39,28 @@ class Job:
       launch = [sys.executable, '-m', 'tf_strategies.launch']
       launch += [f'--num_workers={workers}', f'--max_restarts={restarts}']
       command = [*launch, '--grace_period=60', '--', *command]
-    environment = {k: v for k, v in os.environ.items() if k != 'TF_CONFIG'}
-    environment['PYTHONPATH'] = os.pathsep.join(filter(None, sys.path))
-    environment['TF_CPP_MIN_LOG_LEVEL'] = '2'
-    self._output = os.path.join(self._directory, 'output')
-    with open(self._output, 'ab') as f:
-      self.process = subprocess.Popen(
-        command, stdout=f, stderr=f, cwd=_ROOT, env=environment
-      )
-    self._ends_at = time.monotonic() + _DEADLINE_SECONDS
-
-  def output(self):
-    return pathlib.Path(self._output).read_text(encoding='utf-8')
+    super().__init__(
+      command,
+      name='the job',
+      log=os.path.join(self._directory, 'output'),
+      cwd=_ROOT,
+      env=processes.environment(
+        {'PYTHONPATH': os.pathsep.join(filter(None, sys.path))}
+      ),
+      deadline_seconds=_DEADLINE_SECONDS,
+      # The launcher ends its workers.
+      grace_seconds=20.0,
+    )
 
   def wait_for_step(self, rank, step):
     """Waits until a worker of this job has done a step; returns its pid."""
     path = pathlib.Path(self._directory, f'step_{rank}')
-    while True:
-      if path.exists():
-        pid, done = path.read_text(encoding='utf-8').split()
-        if int(done) >= step:
-          return int(pid)
-      if self.process.poll() is not None:
-        raise AssertionError(f'it has ended:\n{self.output()[-5000:]}')
-      if time.monotonic() > self._ends_at:
-        raise AssertionError(f'it never came so far:\n{self.output()[-5000:]}')
-      time.sleep(0.002)
+    self.wait_until(lambda: path.exists() and _pid_and_step(path)[1] >= step)
+    return _pid_and_step(path)[0]
 
-  def wait(self):
-    try:
-      return self.process.wait(max(0, self._ends_at - time.monotonic()))
-    except subprocess.TimeoutExpired:
-      raise AssertionError(f'no end:\n{self.output()[-5000:]}') from None
 
-  def __enter__(self):
-    return self
-
-  def __exit__(self, *unused):
-    if self.process.poll() is None:
-      # The launcher ends its workers.
-      self.process.terminate()
-      try:
-        self.process.wait(20)
-      except subprocess.TimeoutExpired:
-        self.process.kill()
-        self.process.wait(20)
+def _pid_and_step(path):
+  return [int(word) for word in path.read_text(encoding='utf-8').split()]
 
 
 @pytest.mark.multi_process

@@ -130,7 +130,7 @@ def _fit(options, model, checkpoint, start, batches, after_step):
       self.done = batch + options.steps_per_execution
 
     def on_train_batch_end(self, batch, logs=None):
-      if (self.epoch, self.done) > start:
+      if (self.epoch, self.done) > tuple(start):
         after_step(self.epoch * STEPS + self.done)
 
     def on_test_batch_end(self, batch, logs=None):

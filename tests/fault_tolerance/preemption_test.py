@@ -16,8 +16,8 @@ import tf_strategies as tfs
 from tests import virtual_devices
 from tests.fault_tolerance import preemption_program as program
 from tf_strategies.checkpoint import checkpointer
+from tf_strategies.checkpoint.position import Position
 from tf_strategies.cluster import exit_codes
-from tf_strategies.fault_tolerance import run_checkpoint
 
 virtual_devices.configure_logical_cpus()
 
@@ -182,7 +182,7 @@ def _training(steps):
 
 def _restore_another(checkpoint):
   del checkpoint
-  return run_checkpoint.Position(1, 10)
+  return Position(1, 10)
 
 
 class _Small:
@@ -372,8 +372,8 @@ class SignalsTest(tf.test.TestCase, parameterized.TestCase):
 
   def test_each_epoch_is_saved_or_not(self):
     position = self.small.checkpoint.restore()
-    self.assertEqual(position, (0, 0))
-    for saves, expected in ((False, (0, 0)), (True, (2, 0))):
+    self.assertEqual(position, Position())
+    for saves, expected in ((False, Position()), (True, Position(2))):
       callback = tfs.PreemptionCheckpoint(
         self.small.checkpoint, save_each_epoch=saves
       )

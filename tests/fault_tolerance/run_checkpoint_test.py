@@ -12,6 +12,7 @@ from absl.testing import parameterized
 import tf_strategies as tfs
 from tests import tiers, virtual_devices
 from tf_strategies.checkpoint import checkpointer, model_state
+from tf_strategies.checkpoint.position import Position
 
 virtual_devices.configure_logical_cpus()
 
@@ -52,7 +53,7 @@ def _fit(model, steps=2):
 
 
 def _answer_of_another_chief(error):
-  header = {'cannot_read': str(error)}
+  header = {'error': str(error), 'type': type(error).__name__}
   return lambda tag, payload: [json.dumps(header).encode(), payload]
 
 
@@ -83,7 +84,7 @@ class RunCheckpointTest(tf.test.TestCase, parameterized.TestCase):
       self._state(model)['model/sequential/dense/kernel'],
     )
     checkpoint = tfs.RunCheckpoint(self.directory, model)
-    self.assertEqual(checkpoint.restore(), (3, 2))
+    self.assertEqual(checkpoint.restore(), Position(3, 2))
     for name, value in self._state(model).items():
       np.testing.assert_array_equal(value, saved[name], name)
     model.reset_metrics()
@@ -100,7 +101,7 @@ class RunCheckpointTest(tf.test.TestCase, parameterized.TestCase):
     torn = checkpoint.save(epoch=2)
     os.truncate(os.path.join(torn, 'arrays.bin'), 10)
     with self.assertLogs(level='WARNING') as logs:
-      self.assertEqual(checkpoint.restore(), (1, 0))
+      self.assertEqual(checkpoint.restore(), Position(1))
     self.assertIn(torn, logs.output[0])
     for name, value in self._state(model).items():
       np.testing.assert_array_equal(value, before[name], name)
@@ -114,7 +115,9 @@ class RunCheckpointTest(tf.test.TestCase, parameterized.TestCase):
     # Keras counts the models and layers of a process in their names.
     again = _model(seed=2, optimizer=optimizer, counts_anew=False)
     self.assertNotEqual(again.weights[0].path, before.weights[0].path)
-    self.assertEqual(tfs.RunCheckpoint(self.directory, again).restore(), (1, 0))
+    self.assertEqual(
+      tfs.RunCheckpoint(self.directory, again).restore(), Position(1)
+    )
     for value, found in zip(saved, self._state(again).values(), strict=True):
       np.testing.assert_array_equal(value, found)
 
@@ -169,9 +172,7 @@ class RunCheckpointTest(tf.test.TestCase, parameterized.TestCase):
     paths = [checkpoint.save(epoch=epoch) for epoch in (1, 2)]
     for path in paths:
       os.truncate(os.path.join(path, 'arrays.bin'), 10)
-    with self.assertRaisesRegex(
-      tfs.errors.CheckpointMismatchError, 'delete the directory'
-    ):
+    with self.assertRaisesRegex(tfs.errors.DataError, 'delete the directory'):
       checkpoint.restore()
     self.assertIsNone(checkpoint.position)
 
@@ -180,7 +181,7 @@ class RunCheckpointTest(tf.test.TestCase, parameterized.TestCase):
     checkpoint.save(epoch=1)
     error = PermissionError(13, 'Permission denied', 'arrays.bin')
     with (
-      mock.patch.object(checkpointer, '_read', side_effect=error),
+      mock.patch.object(checkpointer, '_open', side_effect=error),
       self.assertRaisesRegex(PermissionError, 'arrays.bin'),
     ):
       checkpoint.restore()
@@ -192,7 +193,7 @@ class RunCheckpointTest(tf.test.TestCase, parameterized.TestCase):
     workers.exchange = lambda tag, payload: [payload]
     checkpoint._access.workers = workers
     error = OSError(5, 'Input/output error', 'arrays.bin')
-    with mock.patch.object(checkpointer, '_read', side_effect=error):
+    with mock.patch.object(checkpointer, '_open', side_effect=error):
       with self.assertRaises(OSError) as caught:
         checkpoint.restore()
       self.assertIs(caught.exception, error)
@@ -207,7 +208,7 @@ class RunCheckpointTest(tf.test.TestCase, parameterized.TestCase):
     tfs.RunCheckpoint(self.directory, model).save(epoch=0, step=1)
     other = tfs.RunCheckpoint(self.directory, _model(), metrics=[])
     with self.assertLogs(level='WARNING') as logs:
-      self.assertEqual(other.restore(), (0, 1))
+      self.assertEqual(other.restore(), Position(0, 1))
     self.assertIn('metrics/0 is not in this run', logs.output[0])
 
   @tiers.parameters(

@@ -65,7 +65,7 @@ class CutLinkTest(absltest.TestCase):
   def _start(self, hosts, rank, workers, path):
     environment = {
       **os.environ,
-      'TF_CONFIG': processes.tf_config(workers, rank),
+      'TF_CONFIG': processes.tf_config({'worker': workers}, rank),
       'TFS_SECRET': 'a secret of the hosts',
       'TF_CPP_MIN_LOG_LEVEL': '2',
     }

@@ -9,13 +9,13 @@ import json
 import os
 import pathlib
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 
 import psutil
 
+from benchmarks import processes
 from tf_strategies import errors
 
 DEADLINE_SECONDS = 120.0
@@ -53,7 +53,7 @@ note('pid', os.getpid())
 """
 
 
-class Launcher:
+class Launcher(processes.Command):
   """A running launcher whose tasks run a piece of Python; a context.
 
   Args:
@@ -70,28 +70,23 @@ class Launcher:
     script = self.directory / 'task.py'
     script.write_text(_HELPERS + code, encoding='utf-8')
     command = [sys.executable, '-I', '-S', str(script), str(directory)]
-    self._deadline = time.monotonic() + DEADLINE_SECONDS
-    self.process = start(
-      [*flags, '--', *command], self.directory, environment, stdout
+    super().__init__(
+      _words([*flags, '--', *command]),
+      name='launch',
+      log=self.directory / 'stdout',
+      error_log=self.directory / 'stderr',
+      env={**os.environ, **(environment or {})},
+      deadline_seconds=DEADLINE_SECONDS,
+      # SIGTERM first: the launcher then takes its tasks along.
+      grace_seconds=30.0,
+      **({} if stdout is None else {'stdout': stdout}),
     )
 
-  def __enter__(self):
-    return self
-
-  def __exit__(self, *_):
-    # SIGTERM first: the launcher then takes its tasks along.
-    for end in (self.process.terminate, self.process.kill):
-      if self.process.poll() is None:
-        end()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-          self.process.wait(30)
+  def close(self):
+    super().close()
     for pid in self.pids():
       with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-
-  def wait(self) -> int:
-    """The launcher's exit status."""
-    return self.process.wait(max(1.0, self._deadline - time.monotonic()))
 
   def notes(self, what: str) -> dict[str, object]:
     """What tasks noted under this name, by `<task>-<attempt>`."""
@@ -107,10 +102,10 @@ class Launcher:
     return self.notes(what)
 
   def wait_until(self, condition: Callable[[], bool]) -> None:
-    """Waits until `condition()`, or fails with the launcher's output."""
+    """Waits until `condition()`, which may come true after its end."""
     while not condition():
-      if time.monotonic() > self._deadline:
-        raise AssertionError(f'too late:\n{self.stdout()}\n{self.stderr()}')
+      if time.monotonic() > self._ends_at:
+        self.fail(f'is too late:\n{self.stderr()}')
       time.sleep(0.01)
 
   def stdout(self) -> bytes:
@@ -152,32 +147,22 @@ def with_argument(argument: str) -> list[int]:
   return found
 
 
-def start(arguments, directory, environment=None, stdout=None):
-  """Starts the launcher; its output goes to files in `directory`."""
-  changed = {**os.environ, **(environment or {})}
-  directory = pathlib.Path(directory)
-  with (
-    open(directory / 'stdout', 'wb') as out,
-    open(directory / 'stderr', 'wb') as err,
-  ):
-    return subprocess.Popen(
-      [sys.executable, '-c', PAST_THE_DOOR, *arguments],
-      stdin=subprocess.DEVNULL,
-      stdout=out if stdout is None else stdout,
-      stderr=err,
-      env=changed,
-    )
+def _words(arguments):
+  return [sys.executable, '-c', PAST_THE_DOOR, *arguments]
 
 
 def run(arguments, directory, environment=None) -> tuple[int, str, str]:
   """Runs the launcher to its end: exit status, stdout and stderr."""
-  process = start(arguments, directory, environment)
-  try:
-    status = process.wait(DEADLINE_SECONDS)
-  finally:
-    process.kill()
-    process.wait()
   directory = pathlib.Path(directory)
+  with processes.Command(
+    _words(arguments),
+    name='launch',
+    log=directory / 'stdout',
+    error_log=directory / 'stderr',
+    env={**os.environ, **(environment or {})},
+    deadline_seconds=DEADLINE_SECONDS,
+  ) as command:
+    status = command.wait()
   return (
     status,
     (directory / 'stdout').read_text(encoding='utf-8'),

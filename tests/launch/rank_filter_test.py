@@ -1,7 +1,7 @@
 from absl.testing import absltest, parameterized
 
 from tf_strategies import errors
-from tf_strategies.launch import rank_filter
+from tf_strategies.launch import tasks
 
 _COUNTS = {'chief': 1, 'worker': 12, 'ps': 2, 'evaluator': 0}
 
@@ -18,7 +18,7 @@ class RankFilterTest(parameterized.TestCase):
     ('ps:0,ps:0,ps', ['ps 0', 'ps 1']),
   )
   def test_names_tasks(self, text, expected):
-    self.assertEqual(sorted(rank_filter.parse(text, _COUNTS)), expected)
+    self.assertEqual(sorted(tasks.parse_filter(text, _COUNTS)), expected)
 
   @parameterized.parameters(
     '', ',', 'chief,', 'gpu', 'Worker', 'worker:', 'worker:x', 'worker:-1',
@@ -28,7 +28,7 @@ class RankFilterTest(parameterized.TestCase):
   )  # fmt: skip
   def test_anything_else_is_refused(self, text):
     with self.assertRaises(errors.UnsupportedOptionError) as caught:
-      rank_filter.parse(text, _COUNTS)
+      tasks.parse_filter(text, _COUNTS)
     message = str(caught.exception)
     self.assertIn(f'--rank_filter={text} is', message)
     self.assertIn('(chief, worker:0-11, ps:0-1)', message)

@@ -136,6 +136,14 @@ class PickPortsTest(absltest.TestCase):
     for port in ports:
       self.assertBetween(port, 1024, 65535)
 
+  def test_description_is_for_a_shell_and_hides_the_secret(self):
+    spec = tasks.TaskSpec('worker', 0, ('train', '--a b'), {'TFS_SECRET': '5e'})
+    self.assertEqual(
+      tasks.describe(spec),
+      "[worker 0] TFS_SECRET='<hidden>' TFS_TERMINATED_EXIT_CODE=143 "
+      "TFS_RESTART_COUNT=0 train '--a b'",
+    )
+
 
 if __name__ == '__main__':
   absltest.main()

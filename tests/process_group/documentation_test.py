@@ -7,7 +7,6 @@ from tests import docstrings
 _MODULES = (
   'tf_strategies.process_group',
   'tf_strategies.process_group.buffers',
-  'tf_strategies.process_group.network.connection',
   'tf_strategies.process_group.options',
   'tf_strategies.process_group.plan',
   'tf_strategies.process_group.rendezvous.rendezvous',

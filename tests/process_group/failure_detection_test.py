@@ -1,9 +1,9 @@
 from absl.testing import absltest
 
 from tf_strategies import errors
-from tf_strategies.process_group import failure_detection, group, state
+from tf_strategies.process_group import failure_detection, state
 
-_MEMBERS = [group.Member(r, 10 + r, f'host-{r}:1') for r in range(4)]
+_MEMBERS = [state.Member(r, 10 + r, f'host-{r}:1') for r in range(4)]
 
 
 def _said(sequence, recent, busy=True):
@@ -20,7 +20,8 @@ _TIMEOUT = {
   'waiting': [3],
 }
 _MISMATCH = {
-  'accuser': 2,
+  'kind': 'mismatch',
+  'reporter': 2,
   'peer': 1,
   'sequence': 7,
   'name': 'w',
@@ -29,14 +30,14 @@ _MISMATCH = {
 }
 
 
-class JudgementTest(absltest.TestCase):
+class DiagnoseTest(absltest.TestCase):
   def test_late_ranks_are_those_before_the_collective(self):
     said = {
       0: _said(7, {7: 'w'}),
       1: _said(6, {6: "barrier 'b'"}, busy=False),
       2: _said(7, {7: 'w'}),
     }
-    error = failure_detection.timeout(_MEMBERS, _TIMEOUT, said).exception()
+    error = failure_detection.diagnose(_MEMBERS, _TIMEOUT, said).exception()
     self.assertIsInstance(error, errors.CollectiveTimeoutError)
     self.assertEqual((error.rank, error.tensor, error.step), (1, 'w', 7))
     self.assertIn(
@@ -48,7 +49,7 @@ class JudgementTest(absltest.TestCase):
 
   def test_all_arrived_but_bytes_do_not_move(self):
     said = {r: _said(7, {7: 'w'}) for r in range(4)}
-    error = failure_detection.timeout(_MEMBERS, _TIMEOUT, said).exception()
+    error = failure_detection.diagnose(_MEMBERS, _TIMEOUT, said).exception()
     self.assertEqual(error.rank, 3)
     self.assertIn('the bytes do not move', str(error))
 
@@ -59,30 +60,49 @@ class JudgementTest(absltest.TestCase):
       2: _said(7, {7: 'reduce a'}),
       3: _said(6, {6: 'x'}),
     }
-    error = failure_detection.mismatch(_MEMBERS, _MISMATCH, said).exception()
+    error = failure_detection.diagnose(_MEMBERS, _MISMATCH, said).exception()
     self.assertIsInstance(error, errors.CollectiveMismatchError)
     self.assertEqual((error.ranks, error.step), ((1,), 7))
     self.assertIn('rank 0 (task 10 at host-0:1) does reduce a', str(error))
     self.assertIn('rank 1 (task 11 at host-1:1) does reduce b', str(error))
     self.assertNotIn('rank 3', str(error))
 
-  def test_what_the_accuser_saw_if_nobody_remembers(self):
+  def test_what_the_reporter_saw_if_nobody_remembers(self):
     said = {0: _said(99, {99: 'z'})}
-    error = failure_detection.mismatch(_MEMBERS, _MISMATCH, said).exception()
+    error = failure_detection.diagnose(_MEMBERS, _MISMATCH, said).exception()
     self.assertEqual(error.ranks, (1,))
     self.assertIn('does this; rank 1', str(error))
     self.assertIn('sent that', str(error))
 
 
-class VerdictTest(absltest.TestCase):
+class HeartbeatMonitorTest(absltest.TestCase):
+  def setUp(self):
+    super().setUp()
+    self.monitor = failure_detection.HeartbeatMonitor([1, 2], 1.0, 20.0, 100.0)
+
+  def test_silent_rank_is_overdue(self):
+    for now in range(101, 121):
+      self.monitor.heard(2, now)
+      self.assertEmpty(self.monitor.overdue(now))
+    self.assertEqual(self.monitor.overdue(121.0), {1: 21.0})
+
+  def test_process_that_was_stopped_gives_others_another_chance(self):
+    self.assertEmpty(self.monitor.overdue(101.0))
+    self.assertEmpty(self.monitor.overdue(1000.0))
+    for now in range(1001, 1021):
+      self.assertEmpty(self.monitor.overdue(now))
+    self.assertEqual(self.monitor.overdue(1021.0), {1: 21.0, 2: 21.0})
+
+
+class FailureReportTest(absltest.TestCase):
   def test_it_travels_and_first_counts(self):
     shared = state.GroupState(_MEMBERS, 2, 1)
     seen = []
     shared.on_failure(lambda: seen.append('called'))
     shared.begin("all_reduce(sum) 'w' of int32[5]", 'w')
-    verdict = shared.lost(1, 'died')
-    self.assertEqual(state.Verdict.from_json(verdict.to_json()), verdict)
-    self.assertTrue(shared.fail(verdict))
+    report = shared.lost(1, 'died')
+    self.assertEqual(state.FailureReport.from_json(report.to_json()), report)
+    self.assertTrue(shared.fail(report))
     self.assertFalse(shared.fail(shared.lost(3, 'died')))
     shared.on_failure(lambda: seen.append('late'))
     self.assertEqual(seen, ['called', 'late'])

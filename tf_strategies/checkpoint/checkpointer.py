@@ -1,10 +1,10 @@
-"""Checkpoints on disk that are whole or not there.
+"""`Checkpointer`: atomic checkpoints of named arrays in a directory.
 
-Each is a directory of two files: the bytes of all arrays in a row, and a
-manifest with their names, shapes and checksums. It is written under another
-name, brought to the disk, and renamed last, so a process that is killed at any
-moment leaves the checkpoints that were there. What is damaged later, in a copy
-that was cut short, say, is found by its checksum when it is read.
+A checkpoint is a directory with two files: `arrays.bin`, the bytes of all
+arrays in a row, and `manifest.json`, their names, dtypes, shapes and checksums
+with the caller's metadata. It is written under a temporary name, synced to the
+disk and renamed last. A process that is killed at any point leaves the previous
+checkpoints; checksums detect damage that happens later.
 
 Example:
 
@@ -12,10 +12,10 @@ Example:
   >>> import numpy as np
   >>> from tf_strategies.checkpoint import checkpointer
   >>> with tempfile.TemporaryDirectory() as directory:
-  ...   store = checkpointer.Checkpointer(directory)
-  ...   path = store.save({'weights': np.arange(3)}, {'epoch': 1})
-  ...   found = store.newest()
-  >>> found.metadata, found.arrays['weights'].tolist()
+  ...   saver = checkpointer.Checkpointer(directory)
+  ...   path = saver.save({'weights': np.arange(3)}, {'epoch': 1})
+  ...   found = saver.newest()
+  ...   found.metadata, found.arrays['weights'].tolist()
   ({'epoch': 1}, [0, 1, 2])
 """
 
@@ -24,11 +24,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from absl import logging
@@ -37,37 +38,97 @@ from tf_strategies import errors
 
 _MANIFEST = 'manifest.json'
 _ARRAYS = 'arrays.bin'
+_FINISHED = 'finished'
 _FORMAT = 1
 _NAME = re.compile(r'checkpoint-(\d{8,})')
-# What is being written or deleted has this in front of its name.
+# Prefix of what is being written or deleted.
 _UNFINISHED = 'unfinished-'
+_BLOCK_BYTES = 1 << 24
+
+
+class ArraySpec(NamedTuple):
+  """Type and place of an array in the file.
+
+  Attributes:
+    dtype: its name.
+    shape: of the array.
+    offset: of its first byte.
+  """
+
+  dtype: str
+  shape: tuple[int, ...]
+  offset: int
+
+
+class StoredArrays(Mapping[str, np.ndarray]):
+  """Arrays by name; each access reads one of them from the file.
+
+  The file stays open, so that the arrays outlive the deletion of their
+  checkpoint.
+
+  Attributes:
+    specs: what is known without reading.
+  """
+
+  def __init__(self, file: BinaryIO, specs: Mapping[str, ArraySpec]):
+    self._file = file
+    self.specs = dict(specs)
+
+  def __getitem__(self, name: str) -> np.ndarray:
+    spec = self.specs[name]
+    array = np.empty(spec.shape, _dtype(spec.dtype))
+    # np.fromfile takes a failed read for the end of the file.
+    self._file.seek(spec.offset)
+    if self._file.readinto(array.reshape(-1).view(np.uint8)) != array.nbytes:
+      raise errors.DataError(
+        f'{self._file.name} became shorter: {name!r} is cut'
+      )
+    return array
+
+  def renamed(self, names: Mapping[str, str]) -> StoredArrays:
+    """Returns the same arrays, some under other names.
+
+    Args:
+      names: the new name by the present one.
+    """
+    specs = {names.get(name, name): spec for name, spec in self.specs.items()}
+    return StoredArrays(self._file, specs)
+
+  def __iter__(self) -> Iterator[str]:
+    return iter(self.specs)
+
+  def __len__(self) -> int:
+    return len(self.specs)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class StoredCheckpoint:
-  """A checkpoint that was read and found to be whole.
+class Checkpoint:
+  """A checkpoint whose checksums were verified.
 
   Attributes:
     path: of its directory.
     metadata: as it was saved.
-    arrays: by name.
+    arrays: by name, read on access.
+    skipped: reasons by path, of newer checkpoints that are damaged.
   """
 
   path: str
   metadata: dict[str, Any]
-  arrays: dict[str, np.ndarray]
+  arrays: StoredArrays
+  skipped: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 class Checkpointer:
-  """The newest checkpoints of one directory; one process writes at a time.
+  """Keeps the newest checkpoints of a directory; for one writer at a time.
 
   Args:
-    directory: in a file system where a rename is atomic, as POSIX has it; made
-      when something is saved.
-    max_to_keep: older ones are deleted, once a newer one is on the disk.
+    directory: in a file system with an atomic rename, as POSIX requires;
+      created by the first `save`.
+    max_to_keep: `save` deletes older checkpoints once the new one is on disk.
 
   Raises:
-    UnsupportedOptionError: `max_to_keep` is no positive integer.
+    UnsupportedOptionError: `max_to_keep` is not a positive integer, or the
+      directory is a URL.
   """
 
   def __init__(self, directory: str | os.PathLike[str], max_to_keep: int = 2):
@@ -77,13 +138,19 @@ class Checkpointer:
         'an integer of at least 1',
         'leave it out for 2: one is left when the newest is damaged',
       )
-    self._directory = os.fspath(directory)
+    self.directory = os.fspath(directory)
+    if '://' in self.directory:
+      raise errors.UnsupportedOptionError(
+        f'checkpoint directory {self.directory!r}',
+        'a path in a POSIX file system, whose rename is atomic',
+        'mount the storage and pass the path of the mount',
+      )
     self._max_to_keep = max_to_keep
 
   def paths(self) -> list[str]:
-    """The directories of all checkpoints, oldest first."""
+    """Returns the directories of all checkpoints, oldest first."""
     try:
-      names = os.listdir(self._directory)
+      names = os.listdir(self.directory)
     except FileNotFoundError:
       return []
     numbers = sorted(
@@ -92,75 +159,116 @@ class Checkpointer:
     return [self._path(number) for number in numbers]
 
   def save(
-    self, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, Any]
+    self,
+    arrays: Mapping[str, np.ndarray] | Iterable[tuple[str, np.ndarray]],
+    metadata: Mapping[str, Any],
   ) -> str:
-    """Writes a checkpoint, and deletes those that are not kept.
+    """Writes a checkpoint, then deletes those beyond `max_to_keep`.
 
     Args:
-      arrays: by name.
-      metadata: whatever JSON can hold.
+      arrays: by name; or pairs of name and array, which are written one after
+        the other: only one needs to be in memory.
+      metadata: JSON values by name.
 
     Returns:
-      Its path.
+      The path of the checkpoint.
 
     Raises:
-      OSError: it cannot be written; those that were there are untouched.
+      OSError: it cannot be written; the previous checkpoints are untouched.
     """
-    os.makedirs(self._directory, exist_ok=True)
+    os.makedirs(self.directory, exist_ok=True)
     self._delete_unfinished()
     before = self.paths()
     number = 1 + (_number(before[-1]) if before else 0)
     path = self._path(number)
     temporary = self._unfinished(path)
     os.mkdir(temporary)
+    pairs = arrays.items() if isinstance(arrays, Mapping) else arrays
     contents = {
       'format': _FORMAT,
       'metadata': dict(metadata),
-      **_write_arrays(os.path.join(temporary, _ARRAYS), arrays),
+      **_write_arrays(os.path.join(temporary, _ARRAYS), pairs),
     }
     _write_manifest(os.path.join(temporary, _MANIFEST), contents)
     _sync(temporary)
     os.rename(temporary, path)
-    _sync(self._directory)
-    for old in [*before, path][: -self._max_to_keep]:
-      # By another name first: one that is half deleted is not a torn one.
-      os.rename(old, self._unfinished(old))
+    _sync(self.directory)
+    try:
+      for old in [*before, path][: -self._max_to_keep]:
+        # Renamed first: a half-deleted checkpoint is not a damaged one.
+        os.rename(old, self._unfinished(old))
+    except OSError as e:
+      logging.warning('Could not delete old checkpoints: %s', e)
     self._delete_unfinished()
     return path
 
-  def newest(self) -> StoredCheckpoint | None:
-    """Reads the newest checkpoint that is whole; None if there is none.
+  def newest(self) -> Checkpoint | None:
+    """Opens the newest checkpoint that is whole.
 
-    Newer ones that are torn are left where they are, with a warning each.
+    Logs a warning for each newer one that is damaged, and deletes nothing.
+
+    Returns:
+      The checkpoint; None if the directory has none.
 
     Raises:
-      OSError: a file is there and cannot be read: it may be whole.
+      DataError: there are checkpoints and all are damaged.
+      OSError: a file exists and cannot be read: it may be whole.
     """
-    paths = self.paths()
-    for path in reversed(paths):
+    skipped: dict[str, str] = {}
+    for path in reversed(self.paths()):
       try:
-        return _read(path)
+        found = self.open(path)
       except (FileNotFoundError, errors.DataError) as e:
-        logging.warning(
-          'Skipped checkpoint %s, which is torn: %s. %s',
-          path,
-          e,
-          'There is none before it.'
-          if path == paths[0]
-          else 'The one before it is tried.',
-        )
-    return None
+        logging.warning('Skipped checkpoint %s, which is damaged: %s', path, e)
+        skipped[path] = str(e)
+        continue
+      if skipped:
+        logging.warning('Using the older checkpoint %s.', path)
+      return dataclasses.replace(found, skipped=skipped)
+    if not skipped:
+      return None
+    reasons = '; '.join(f'{path}: {why}' for path, why in skipped.items())
+    raise errors.DataError(
+      f'All checkpoints in {self.directory} are damaged ({reasons}). Expected '
+      'at least one whole checkpoint. Fix: restore the files from a backup, or, '
+      'to restart from scratch, delete the directory.'
+    )
+
+  def open(self, path: str) -> Checkpoint:
+    """Opens one of `paths()` and verifies its checksums.
+
+    Raises:
+      DataError: it is damaged; says which file, and how.
+      OSError: a file is missing or cannot be read.
+    """
+    return _open(path)
+
+  @property
+  def is_finished(self) -> bool:
+    """Whether training is over: no newer checkpoint will follow."""
+    return os.path.exists(os.path.join(self.directory, _FINISHED))
+
+  def mark_finished(self, is_finished: bool = True) -> None:
+    """Tells readers such as `SidecarEvaluator` whether training is over."""
+    path = os.path.join(self.directory, _FINISHED)
+    if is_finished:
+      os.makedirs(self.directory, exist_ok=True)
+      with open(path, 'w', encoding='utf-8') as f:
+        f.write('Training is over.\n')
+    elif os.path.exists(path):
+      os.remove(path)
 
   def _path(self, number: int) -> str:
-    return os.path.join(self._directory, f'checkpoint-{number:08d}')
+    return os.path.join(self.directory, f'checkpoint-{number:08d}')
 
   def _unfinished(self, path: str) -> str:
-    return os.path.join(self._directory, _UNFINISHED + os.path.basename(path))
+    return os.path.join(self.directory, _UNFINISHED + os.path.basename(path))
 
   def _delete_unfinished(self) -> None:
-    for name in os.listdir(self._directory):
+    for name in os.listdir(self.directory):
       if name.startswith(_UNFINISHED):
-        shutil.rmtree(os.path.join(self._directory, name))
+        # What stays is not read, and the next `save` tries again.
+        shutil.rmtree(os.path.join(self.directory, name), ignore_errors=True)
 
 
 def _number(path: str) -> int:
@@ -168,14 +276,14 @@ def _number(path: str) -> int:
 
 
 def _write_arrays(
-  path: str, arrays: Mapping[str, np.ndarray]
+  path: str, arrays: Iterable[tuple[str, np.ndarray]]
 ) -> dict[str, Any]:
-  """Writes all bytes in a row; returns what the manifest says of them."""
+  """Writes all bytes in a row; returns the manifest's part about them."""
   digest = hashlib.sha256()
   entries = []
   size = 0
   with open(path, 'wb') as f:
-    for name, array in arrays.items():
+    for name, array in arrays:
       data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
       f.write(data)
       digest.update(data)
@@ -200,7 +308,7 @@ def _digest(contents: Mapping[str, Any]) -> str:
 
 
 def _sync(directory: str) -> None:
-  """Brings the names in a directory to the disk."""
+  """Syncs the names in a directory to the disk."""
   descriptor = os.open(directory, os.O_RDONLY)
   try:
     os.fsync(descriptor)
@@ -208,39 +316,41 @@ def _sync(directory: str) -> None:
     os.close(descriptor)
 
 
-def _read(path: str) -> StoredCheckpoint:
-  """Reads a checkpoint.
-
-  Raises:
-    DataError: it is damaged; says which file, and how.
-    OSError: a file is missing, or cannot be read.
-  """
+def _open(path: str) -> Checkpoint:
   contents = _read_manifest(os.path.join(path, _MANIFEST))
-  # np.fromfile would take what it cannot read for the end of the file.
-  with open(os.path.join(path, _ARRAYS), 'rb') as f:
-    data = np.frombuffer(f.read(), np.uint8)
-  if data.size != contents['bytes']:
+  file = open(os.path.join(path, _ARRAYS), 'rb')  # noqa: SIM115
+  try:
+    _verify(file, contents)
+  except BaseException:
+    file.close()
+    raise
+  specs = {}
+  offset = 0
+  for name, dtype, shape in contents['arrays']:
+    specs[name] = ArraySpec(dtype, tuple(shape), offset)
+    offset += _dtype(dtype).itemsize * math.prod(shape)
+  return Checkpoint(path, contents['metadata'], StoredArrays(file, specs))
+
+
+def _verify(file: BinaryIO, contents: Mapping[str, Any]) -> None:
+  size = os.fstat(file.fileno()).st_size
+  if size != contents['bytes']:
     raise errors.DataError(
-      f'{_ARRAYS} has {data.size} bytes, expected {contents["bytes"]}'
+      f'{_ARRAYS} has {size} bytes, expected {contents["bytes"]}'
     )
-  if hashlib.sha256(data).hexdigest() != contents['sha256']:
-    raise errors.DataError(f'{_ARRAYS} has another checksum than its manifest')
-  arrays = {}
-  start = 0
-  for name, dtype_name, shape in contents['arrays']:
-    dtype = _dtype(dtype_name)
-    end = start + dtype.itemsize * int(np.prod(shape, dtype=np.int64))
-    arrays[name] = np.frombuffer(data[start:end].tobytes(), dtype).reshape(
-      shape
+  digest = hashlib.sha256()
+  while block := file.read(_BLOCK_BYTES):
+    digest.update(block)
+  if digest.hexdigest() != contents['sha256']:
+    raise errors.DataError(
+      f'{_ARRAYS} differs from the checksum in {_MANIFEST}'
     )
-    start = end
-  return StoredCheckpoint(path, contents['metadata'], arrays)
 
 
 def _dtype(name: str) -> np.dtype:
   if name == 'bfloat16':
-    # NumPy alone does not know it. TensorFlow takes seconds to load, and whoever
-    # has such variables has loaded it.
+    # Unknown to NumPy alone. TensorFlow takes seconds to load, and a program
+    # with such variables has loaded it.
     import tensorflow as tf
 
     return np.dtype(tf.bfloat16.as_numpy_dtype)
@@ -256,7 +366,7 @@ def _read_manifest(path: str) -> dict[str, Any]:
   except (ValueError, KeyError, TypeError) as e:
     raise errors.DataError(f'{_MANIFEST} cannot be read ({e})') from e
   if not is_whole:
-    raise errors.DataError(f'{_MANIFEST} has another checksum than it says')
+    raise errors.DataError(f'{_MANIFEST} differs from its own checksum')
   if contents['format'] != _FORMAT:
     raise errors.DataError(
       f'{_MANIFEST} has format {contents["format"]}, expected {_FORMAT}'

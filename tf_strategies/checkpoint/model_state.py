@@ -1,51 +1,78 @@
-"""The state of a run as named arrays, and back, whatever the strategy.
+"""The state of a run as named arrays, and back, on any strategy.
 
-A variable that replicas share is one array. Of a variable that is reduced when
-it is read (a metric, say) each replica has a part; its array holds the parts of
-all replicas of all workers along a first dimension, so that sums go on in the
-same order, to the last bit.
+A variable that replicas share is one array. A variable that is reduced when it
+is read (a metric, for example) has one part for each replica; its array stacks
+the parts of all replicas of all workers along a first dimension, so that sums
+continue in the same order, to the last bit.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 
+class _Spec(Protocol):
+  """What is known of a saved array."""
+
+  dtype: str
+  shape: Sequence[int]
+
+
 def name_variables(
   model: keras.Model, optimizer: keras.optimizers.Optimizer
 ) -> dict[str, keras.Variable]:
-  """The variables that decide how training goes on, by name.
+  """Returns the variables that determine how training continues, by name.
 
   Weights, the state of random layers and the optimizer's variables; not the
-  metrics, which start anew in each epoch.
+  metrics, which restart in each epoch.
   """
-  others = {id(v) for v in [*model.weights, *model.metrics_variables]}
-  random = [v for v in model.variables if id(v) not in others]
-  named = [(f'model/{v.path}', v) for v in model.weights]
-  named += [(f'optimizer/{v.path}', v) for v in optimizer.variables]
-  # Keras numbers seed generators through a process: their place in the model
-  # is a name that lasts.
-  named += [(f'model/random/{i}', v) for i, v in enumerate(random)]
-  variables: dict[str, keras.Variable] = {}
-  for name, variable in named:
-    unique, count = name, 2
-    while unique in variables:
-      unique, count = f'{name}#{count}', count + 1
-    variables[unique] = variable
+  return name_objects({'model': model, 'optimizer': optimizer})
+
+
+def name_objects(objects: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the variables of several objects by name, as `name_variables`.
+
+  Args:
+    objects: models, optimizers, metrics or single variables, by the first part
+      of their names.
+  """
+  variables: dict[str, Any] = {}
+  for prefix, item in objects.items():
+    for name, variable in _named(item):
+      unique = name = f'{prefix}/{name}' if name else prefix
+      count = 2
+      while unique in variables:
+        unique, count = f'{name}#{count}', count + 1
+      variables[unique] = variable
   return variables
 
 
-def match_names(names: Sequence[str], saved: Sequence[str]) -> dict[str, str]:
-  """Finds out which saved variable is which of this run.
+def _named(item) -> list[tuple[str, Any]]:
+  if isinstance(item, keras.Model):
+    others = {id(v) for v in [*item.weights, *item.metrics_variables]}
+    random = [v for v in item.variables if id(v) not in others]
+    # Keras numbers the seed generators of a process: their place in the model
+    # is a stable name.
+    return [(v.path, v) for v in item.weights] + [
+      (f'random/{i}', v) for i, v in enumerate(random)
+    ]
+  if isinstance(item, tf.Variable | keras.Variable):
+    return [('', item)]
+  return [(getattr(v, 'path', v.name), v) for v in item.variables]
 
-  Keras counts the models and layers of a process in their names, so the same
-  model has other ones the second time. Where names differ in such numbers alone,
-  the place decides.
+
+def match_names(names: Sequence[str], saved: Sequence[str]) -> dict[str, str]:
+  """Finds which saved variable is which of this run.
+
+  Keras counts the models and layers of a process in their names, so the second
+  model built by the same code has other names. If names differ only in such
+  numbers, their order decides.
 
   Args:
     names: of this run's variables, in order.
@@ -66,11 +93,60 @@ def _uncounted(name: str) -> str:
   return re.sub(r'_\d+(?=[_/#]|$)', '', name)
 
 
-class VariableAccess:
-  """Reads and writes variables of a strategy.
+def iterations(optimizer: keras.optimizers.Optimizer) -> int:
+  """Returns the optimizer's count of calls, accumulation steps included."""
+  for variable in optimizer.variables:
+    if variable.path.split('/')[-1] == 'iteration':
+      return int(variable.numpy())
+  return 0
+
+
+def has_parts(variable: Any) -> bool:
+  """Returns whether each replica has its own part of the variable."""
+  synchronization = getattr(_value(variable), 'synchronization', None)
+  return synchronization == tf.VariableSynchronization.ON_READ
+
+
+def _value(variable: Any) -> Any:
+  """The variable of TensorFlow that Keras's one holds."""
+  is_keras = isinstance(variable, keras.Variable)
+  return variable.value if is_keras else variable
+
+
+def differences(
+  variables: Mapping[str, keras.Variable], specs: Mapping[str, _Spec]
+) -> list[str]:
+  """Returns how saved arrays differ from variables, a clause each.
 
   Args:
-    strategy: what they were created in.
+    variables: of this run, by name.
+    specs: dtypes and shapes of the saved arrays, by name.
+  """
+  found = []
+  for name, variable in variables.items():
+    if name not in specs:
+      found.append(f'it lacks variable {name}')
+      continue
+    here, there = list(variable.shape), list(specs[name].shape)
+    if has_parts(variable):  # The number of replicas may differ.
+      here = [None, *here]
+      there = there and [None, *there[1:]]
+    if here != there:
+      found.append(f'variable {name} has shape {there} there and {here} here')
+    dtype, here = specs[name].dtype, tf.as_dtype(variable.dtype).name
+    if here != dtype:
+      found.append(f'variable {name} is {dtype} there and {here} here')
+  return found + [
+    f'variable {name} is not in this run'
+    for name in sorted(set(specs) - set(variables))
+  ]
+
+
+class VariableAccess:
+  """Reads and writes the variables of a strategy.
+
+  Args:
+    strategy: in whose scope they were created.
   """
 
   def __init__(self, strategy: tf.distribute.Strategy):
@@ -79,16 +155,27 @@ class VariableAccess:
 
   @property
   def is_chief(self) -> bool:
-    """Whether this process is the one that reads and writes files."""
+    """Whether this process reads and writes the files."""
     return self.workers is None or self.workers.rank == 0
 
-  def read(self, variables: Mapping[str, keras.Variable]) -> dict:
-    """Returns arrays; a collective where workers have parts of their own."""
-    return {name: self._read(variable) for name, variable in variables.items()}
+  def read(
+    self, variables: Mapping[str, keras.Variable]
+  ) -> Iterator[tuple[str, np.ndarray]]:
+    """Returns names and arrays, of which each is read when it is asked for.
 
-  def _read(self, variable) -> np.ndarray:
-    if not has_parts(variable):
-      return np.asarray(variable.value.numpy())
+    On several workers all of them call it. Parts are gathered at once, so that
+    no worker waits for a caller that stops early. Only the chief gets the
+    variables that replicas share.
+    """
+    parts = {k: self._gather(v) for k, v in variables.items() if has_parts(v)}
+    if not self.is_chief:
+      return iter(parts.items())
+    return (
+      (k, parts[k] if k in parts else np.asarray(_value(v).numpy()))
+      for k, v in variables.items()
+    )
+
+  def _gather(self, variable) -> np.ndarray:
     with tf.device('CPU:0'):
       parts = tf.stack([p.read_value() for p in self._parts(variable)])
     if self.workers is not None:
@@ -100,7 +187,7 @@ class VariableAccess:
     variables: Mapping[str, keras.Variable],
     arrays: Mapping[str, np.ndarray],
   ) -> None:
-    """Gives each variable the array of its name, on this process alone."""
+    """Assigns each variable the array of its name, in this process alone."""
     with self._strategy.scope():
       for name, variable in variables.items():
         if not has_parts(variable):
@@ -120,12 +207,7 @@ class VariableAccess:
       part.assign(array[rank * len(parts) + i])
 
   def _parts(self, variable):
-    return self._strategy.experimental_local_results(variable.value)
-
-  def shape_in_file(self, variable: keras.Variable) -> list[int | None]:
-    """Of the variable's array; None where the number of replicas stands."""
-    shape = list(variable.shape)
-    return [None, *shape] if has_parts(variable) else shape
+    return self._strategy.experimental_local_results(_value(variable))
 
   def share(
     self,
@@ -133,12 +215,12 @@ class VariableAccess:
     arrays: Mapping[str, np.ndarray],
     specs: Iterable[tuple[str, str, list[int]]],
   ) -> dict[str, np.ndarray]:
-    """Gives all workers the chief's values and arrays.
+    """Broadcasts the chief's values and arrays to all workers.
 
     Args:
-      variables: that replicas share; the chief has written its own already.
-      arrays: on the chief, those to be shared besides.
-      specs: name, dtype and shape of these, the same on every worker.
+      variables: that replicas share; the chief has assigned its own already.
+      arrays: on the chief, arrays to broadcast as well.
+      specs: their names, dtypes and shapes, the same on every worker.
 
     Returns:
       The arrays, on every worker.
@@ -156,16 +238,10 @@ class VariableAccess:
     return shared
 
 
-def has_parts(variable: keras.Variable) -> bool:
-  """Whether each replica has a part of its own."""
-  synchronization = getattr(variable.value, 'synchronization', None)
-  return synchronization == tf.VariableSynchronization.ON_READ
-
-
 def _share_out(variable, array, count):
-  """What other numbers of replicas had, for `count` of them."""
+  """Distributes the parts of another number of replicas to `count`."""
   shared = np.zeros([count, *array.shape[1:]], array.dtype)
-  if variable.value.aggregation == tf.VariableAggregation.MEAN:
+  if _value(variable).aggregation == tf.VariableAggregation.MEAN:
     shared[:] = array.mean(0, dtype=array.dtype)
   else:
     shared[0] = array.sum(0, dtype=array.dtype)

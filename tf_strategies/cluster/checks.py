@@ -1,7 +1,7 @@
 """What a cluster description may hold; everything else is an error at once.
 
-TensorFlow's own strategies hang without a word on some of these values (a
-duplicate address, a missing task), so nothing is left for them to find.
+TensorFlow's own strategies hang on some of these values (a duplicate address, a
+missing task), so they are rejected here.
 
 Example:
 
@@ -25,10 +25,11 @@ TRAINING_JOB_TYPES = ('chief', 'worker')
 MAX_TASKS = 100_000
 
 _ALLOWED_TYPES = 'chief, master, worker, ps or evaluator'
-_ADDRESS_WAY_OUT = "write it as 'host:port', such as 'worker-0.job.svc:2222'"
+_ADDRESS_FIX = "write it as 'host:port', such as 'worker-0.job.svc:2222'"
 _HOST = re.compile(r'[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_.])?')
 _BRACKETS = re.compile(r'\[[0-9A-Za-z:.%_-]+\]')
 _NUMBER = re.compile(r'[0-9]{1,9}')
+_LONG_NUMBER = re.compile(r'[0-9]{1,15}')
 _LONGEST = 120
 
 # In place of a value that is not there.
@@ -40,14 +41,7 @@ _READING = contextvars.ContextVar('reading', default='TF_CONFIG')
 
 @contextlib.contextmanager
 def reading(variable: str) -> Iterator[None]:
-  """A context in which errors name `variable` instead of TF_CONFIG.
-
-  Example:
-
-    >>> with reading('CLUSTER_SPEC'):
-    ...   print(bad('task.index', -1, '0 or 1', f'unset {variable()}'))
-    CLUSTER_SPEC: task.index is -1. Expected 0 or 1. Fix: unset CLUSTER_SPEC.
-  """
+  """A context in which errors name `variable` instead of TF_CONFIG."""
   token = _READING.set(variable)
   try:
     yield
@@ -83,15 +77,53 @@ def bad(
 
   Returns:
     The error, to be raised by the caller.
-
-  Example:
-
-    >>> print(bad('task.index', -1, '0 or 1', 'count from 0'))
-    TF_CONFIG: task.index is -1. Expected 0 or 1. Fix: count from 0.
   """
   return errors.ClusterConfigError(
     f'{variable()}: {what} is {show(value)}. Expected {allowed}. Fix: {fix}.'
   )
+
+
+def integer_variable(
+  environ: Mapping[str, str],
+  name: str,
+  least: int,
+  most: int,
+  default: int | None = None,
+) -> int:
+  """The number that a variable holds.
+
+  Args:
+    environ: the environment.
+    name: of the variable.
+    least: the least number that is allowed.
+    most: the greatest.
+    default: what an absent variable means; None if it must be there.
+
+  Raises:
+    ClusterConfigError: it is no number in this range, or absent.
+  """
+  text = environ.get(name)
+  if text is None and default is not None:
+    return default
+  if text is not None and _LONG_NUMBER.fullmatch(text):
+    number = int(text)
+    if least <= number <= most:
+      return number
+  raise bad_variable(
+    name,
+    MISSING if text is None else text,
+    f'an integer from {least} to {most}',
+    f'set {name}={least if default is None else default}, or another number '
+    'of this range',
+  )
+
+
+def bad_variable(
+  name: str, value: object, allowed: str, fix: str
+) -> errors.ClusterConfigError:
+  """The error for the value of a variable, to be raised by the caller."""
+  with reading(name):
+    return bad('its value', value, allowed, fix)
 
 
 def checked_type(value: Any, what: str) -> str:
@@ -132,28 +164,26 @@ def checked_index(value: Any, what: str) -> int:
   )
 
 
-def split_address(value: Any, what: str) -> tuple[str, int]:
+def split_address(
+  value: Any, what: str, least_port: int = 1
+) -> tuple[str, int]:
   """Host and port of an address; the host in lower case, for comparisons.
 
   Args:
     value: 'host:port' or '[IPv6]:port'.
     what: where it was found, for the error.
+    least_port: 0 where the operating system may choose the port.
 
   Raises:
     ClusterConfigError: it is no such string.
-
-  Example:
-
-    >>> split_address('Worker-0:2222', 'cluster.worker[0]')
-    ('worker-0', 2222)
   """
   if not isinstance(value, str):
-    raise bad(what, value, 'a string host:port', _ADDRESS_WAY_OUT)
+    raise bad(what, value, 'a string host:port', _ADDRESS_FIX)
   host, colon, port = value.rpartition(':')
   if not colon:
-    raise bad(what, value, 'host:port, with a port', _ADDRESS_WAY_OUT)
-  if not _NUMBER.fullmatch(port) or not 1 <= int(port) <= 65535:
-    raise bad(what, value, 'a port from 1 to 65535', _ADDRESS_WAY_OUT)
+    raise bad(what, value, 'host:port, with a port', _ADDRESS_FIX)
+  if not _NUMBER.fullmatch(port) or not least_port <= int(port) <= 65535:
+    raise bad(what, value, f'a port from {least_port} to 65535', _ADDRESS_FIX)
   normal = _normal_host(host)
   if normal is None:
     raise bad(
@@ -161,7 +191,7 @@ def split_address(value: Any, what: str) -> tuple[str, int]:
       value,
       'host:port with a host name, an IPv4 address or an IPv6 address in '
       'brackets, without a scheme and without spaces',
-      _ADDRESS_WAY_OUT,
+      _ADDRESS_FIX,
     )
   return normal, int(port)
 

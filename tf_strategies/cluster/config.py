@@ -32,7 +32,7 @@ class ClusterConfig:
       each task by its index. Indices may be missing where workers come and go.
     task_type: the job of this process. An evaluator need not be in `jobs`.
     task_index: its index in the job.
-    environment: what TF_CONFIG said; Kubeflow's TFJob says 'cloud'.
+    environment: as in TF_CONFIG; 'cloud' in Kubeflow's TFJob.
     is_sparse: whether there may be tasks that `jobs` does not list, as in
       TFJobs with dynamic workers. True if indices are missing.
 
@@ -96,20 +96,19 @@ class ClusterConfig:
   def from_env(
     cls, environ: Mapping[str, str] = os.environ
   ) -> 'ClusterConfig | None':
-    """Reads TF_CONFIG, or else what a scheduler says.
+    """Reads TF_CONFIG, or else the description of a scheduler.
 
-    TF_CONFIG comes first; without it Vertex AI, Kubernetes, SageMaker and Slurm
-    are asked, in this order (`tf_strategies.cluster.sources`). If another one
-    contradicts the first, that is logged, and the first counts.
+    TF_CONFIG comes first, then Vertex AI, Kubernetes, SageMaker and Slurm
+    (`tf_strategies.cluster.sources`). A later one that contradicts the first is
+    logged and ignored.
 
     Args:
       environ: the environment.
 
     Returns:
-      The cluster; None for a single process: nobody describes a cluster, it is
-      one of a single task, which trains, or TF_CONFIG describes neither a
-      cluster nor a task. With TF_CONFIG={} a single process is started inside
-      of a scheduler's job.
+      The cluster; None for a single process: there is no description, or one of
+      a single task, which trains, or TF_CONFIG has neither cluster nor task.
+      TF_CONFIG={} starts a single process inside of a scheduler's job.
 
     Raises:
       ClusterConfigError: the description is malformed; names the variable, its
@@ -147,11 +146,11 @@ class ClusterConfig:
 
   @classmethod
   def from_dict(cls, config: Mapping[str, Any]) -> 'ClusterConfig':
-    """Reads what the JSON of a TF_CONFIG says.
+    """Reads the JSON object of a TF_CONFIG.
 
     Args:
       config: with the keys cluster and task, and perhaps environment. Other
-        keys are for others, and ignored.
+        keys are ignored.
 
     Raises:
       ClusterConfigError: a value is missing or malformed.
@@ -222,10 +221,7 @@ class ClusterConfig:
 
   @property
   def is_chief(self) -> bool:
-    """Whether this task writes checkpoints and logs for all.
-
-    That is the chief's part, and worker 0's where no chief is listed.
-    """
+    """Whether this task writes checkpoints and logs: the chief, or worker 0."""
     if self.task_type == 'chief':
       return True
     is_first = self.task_type == 'worker' and self.task_index == 0
@@ -239,17 +235,14 @@ class ClusterConfig:
 
   @property
   def has_evaluator(self) -> bool:
-    """Whether an evaluator is known: it is listed, or is this process.
-
-    An evaluator outside the cluster is not visible to the other tasks.
-    """
+    """Whether an evaluator is listed in the cluster, or is this process."""
     return 'evaluator' in self.jobs or self.task_type == 'evaluator'
 
 
 def _compare(
   variable: str, config: ClusterConfig, environ: Mapping[str, str]
 ) -> None:
-  """Logs which schedulers say something else than what counts."""
+  """Logs the schedulers whose descriptions contradict the one in use."""
 
   def essence(config: ClusterConfig):
     return config.jobs, config.task_type, config.task_index

@@ -1,16 +1,16 @@
-"""What the exit status of a task tells whoever started it.
+"""Exit statuses of tasks, by which schedulers and the launcher restart them.
 
 | status | meaning | a TFJob's policy ExitCode |
 |---|---|---|
 | 0 | done | done |
-| 1 | an error of the program, its data or its options: it would come again | fails |
+| 1 | an error of the program, its data or its options: it would recur | fails |
 | 2 | a wrong command line | fails |
 | 126, 127 | the command cannot be run, or was not found | fails |
-| 143 | the world was at fault (`RESTARTABLE_EXIT_CODE`): start it again | restarts |
+| 143 | a lost peer, a deadline (`RESTARTABLE_EXIT_CODE`): start it again | restarts |
 | 128 + N | killed by signal N: 137 out of memory, 143 preempted | restarts |
 
-So a task that is evicted and one that only lost its peers end alike, and both
-are started again. `exiting()` gives a program these statuses.
+An evicted task and one that lost its peers are both started again. `exiting()`
+gives a program these statuses.
 
 Example:
 
@@ -37,29 +37,24 @@ RESTARTABLE_EXIT_CODE = 143
 # What a program of ours exits with where starting it again cannot help.
 PERMANENT_EXIT_CODES = (1, 2, 126, 127)
 
-# What a parameter server or a worker that serves exits with after SIGTERM. By
-# default 0: whoever started it says that the job is done. Kubernetes ends pods
-# for other reasons too, and would take 0 for the end of the work: its manifests
-# say 143. So does the launcher, which does not ask once it ends the job itself.
+# The exit status of a parameter server or a serving worker after SIGTERM; 0 by
+# default, since the job is done then. Kubernetes ends pods for other reasons too
+# and would take 0 for the end of the work: its manifests set 143, as does the
+# launcher, which ignores the status once it ends the job itself.
 TERMINATED_VARIABLE = 'TFS_TERMINATED_EXIT_CODE'
-
-# The least status after which TFJobs of the policy ExitCode start a task again.
-LEAST_RESTARTED = 128
 
 
 def exit_code(error: BaseException) -> int:
-  """What a process should exit with after `error`.
+  """The exit status of a process after `error`.
 
   Returns:
-    `RESTARTABLE_EXIT_CODE` for those of our errors that report the world
-    outside: a lost peer, a missed deadline. 1 for all others.
+    `RESTARTABLE_EXIT_CODE` for our errors that report a lost peer or a missed
+    deadline; 1 for all others.
   """
   # A wrong secret stays wrong, and workers that disagree would do so again.
   lasting = (errors.AuthenticationError, errors.CollectiveMismatchError)
-  is_of_the_world = isinstance(error, errors.Error) and isinstance(
-    error, RuntimeError
-  )
-  if is_of_the_world and not isinstance(error, lasting):
+  is_ours = isinstance(error, errors.Error) and isinstance(error, RuntimeError)
+  if is_ours and not isinstance(error, lasting):
     return RESTARTABLE_EXIT_CODE
   return 1
 
@@ -72,11 +67,12 @@ def is_restarted(status: int) -> bool:
     >>> is_restarted(RESTARTABLE_EXIT_CODE), is_restarted(1)
     (True, False)
   """
-  return status >= LEAST_RESTARTED
+  # As TFJobs of the policy ExitCode do.
+  return status >= 128
 
 
 def terminated_exit_code(environ: Mapping[str, str] = os.environ) -> int:
-  """What a server exits with when it is told to end.
+  """The exit status of a server after SIGTERM.
 
   Raises:
     UnsupportedOptionError: TFS_TERMINATED_EXIT_CODE is no exit status.
@@ -98,12 +94,9 @@ def terminated_exit_code(environ: Mapping[str, str] = os.environ) -> int:
 
 @contextlib.contextmanager
 def exiting() -> Iterator[None]:
-  """A context that ends the process with `exit_code(error)` after an error.
+  """Context that ends the process with `exit_code(error)` after an error.
 
-  The error is shown on stderr as usual. Put a program's whole `main` into it.
-
-  Raises:
-    SystemExit: with the status, in place of an error that was raised inside.
+  The traceback appears on stderr as usual. Wrap a program's whole `main` in it.
 
   Example:
 

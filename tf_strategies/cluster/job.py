@@ -73,12 +73,5 @@ class Job:
 
     A chief that has parameter servers trains alone: the workers are servers,
     too, and wait for work until they are ended.
-
-    Example:
-
-      >>> Job(chief=True).training_types
-      ('chief', 'worker')
-      >>> Job(chief=True, num_ps=1).training_types
-      ('chief',)
     """
     return ('chief',) if self.chief and self.num_ps else ('chief', 'worker')

@@ -26,14 +26,13 @@ _SECONDS_BETWEEN_LOGS = 5.0
 def unreachable(
   tasks: Mapping[str, str], timeout: float = _PROBE_SECONDS
 ) -> dict[str, str]:
-  """Those of the tasks whose port does not accept a TCP connection.
+  """The tasks whose port does not accept a TCP connection.
 
-  All are asked at the same time, each by a thread of its own.
+  Each is probed by a thread of its own.
 
   Args:
     tasks: 'host:port' of each by its name, such as 'worker 1'.
-    timeout: seconds to wait for the answers. A name that cannot be looked up
-      in that time counts as no answer.
+    timeout: seconds to wait for the answers, name look-up included.
 
   Returns:
     The same names and addresses, without those that answer.
@@ -58,8 +57,8 @@ def wait_for_tasks(
       messages.
 
   Raises:
-    RendezvousError: some do not answer at the deadline; names each of them,
-      its address and what the last attempt came to.
+    RendezvousError: some do not answer at the deadline; names each, its address
+      and the outcome of the last attempt.
     ClusterConfigError: an address is malformed.
     UnsupportedOptionError: `deadline_seconds` is negative or not finite.
 
@@ -99,8 +98,8 @@ def wait_for_tasks(
 class _Probe(threading.Thread):
   """One attempt to connect.
 
-  A daemon: nothing can cut a name server short that does not answer, and the
-  process must be able to end meanwhile.
+  A daemon: a look-up of a name cannot be interrupted, and the process must be
+  able to end meanwhile.
 
   Attributes:
     outcome: what came of it so far; empty for a connection.

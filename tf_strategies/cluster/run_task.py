@@ -1,4 +1,4 @@
-"""What a process of a job does: it trains, evaluates or serves variables.
+"""Runs a process's part of a job: it trains, evaluates or serves variables.
 
 Example:
 
@@ -43,32 +43,30 @@ def run_task(
   cluster: config.ClusterConfig | None = None,
   deadline_seconds: float = 300.0,
 ) -> _Result | Any:
-  """Does this process's part of a job: one program, the same on every task.
+  """Runs this process's part of a job; every task runs the same program.
 
   In a job with parameter servers only the chief trains: `ps` and `worker` start
-  a TensorFlow server and do what the chief sends them, until SIGTERM or SIGINT
-  ends the process, with status 0, or that of TFS_TERMINATED_EXIT_CODE. After
-  SIGTERM they stay until the chief has gone, for 20 seconds at most: it may have
-  been told to end as well, and needs them to save. A second signal ends them at
-  once. In every other job each chief and worker trains, and finds the others by
-  means of its strategy.
+  a TensorFlow server and run what the chief sends them, until SIGTERM or SIGINT
+  ends the process with status 0, or that of TFS_TERMINATED_EXIT_CODE. After
+  SIGTERM they stay until the chief has gone, for 20 seconds at most, since the
+  chief may need them to save. A second signal ends them at once. In every other
+  job each chief and worker trains, and its strategy finds the others.
 
-  An evaluator, which is told to end right after the last checkpoint was written,
-  goes on for as long after SIGTERM and ends when `evaluate` returns; cut short, it
-  ends with status 143. A handler of SIGTERM that the program has set comes first.
+  An evaluator gets SIGTERM right after the last checkpoint was written. It goes
+  on for 20 seconds at most and ends when `evaluate` returns; cut short, it ends
+  with status 143. A handler of SIGTERM that the program has set comes first.
 
   Call it before anything else that starts TensorFlow's runtime, and in the main
   thread, where signals arrive.
 
   A TFJob lists the evaluator in TF_CONFIG. `tf.distribute.ParameterServerStrategy`
-  waits for whatever its resolver lists: in `train`, give it one without.
+  waits for all that its resolver lists: in `train`, give it one without.
 
   Args:
     train: called without arguments where this task trains.
-    evaluate: called without arguments on an evaluator, at once: an evaluator is
-      not part of the cluster and waits for nobody.
-    cluster: which tasks there are; None asks `ClusterConfig.from_env`, and
-      without a cluster this process trains alone.
+    evaluate: called without arguments on an evaluator, at once.
+    cluster: the tasks; None reads `ClusterConfig.from_env`, and without a
+      cluster this process trains alone.
     deadline_seconds: how long the chief waits for the servers.
 
   Returns:
@@ -102,9 +100,8 @@ def run_task(
     return _evaluate(evaluate)
   if not has_servers:
     return train()
-  # A call to a task that has died then fails at once. Otherwise gRPC may keep
-  # it until the task is back, and the chief would not learn of the death.
-  # TensorFlow reads it when its gRPC starts.
+  # A call to a dead task then fails at once; otherwise gRPC may keep it until the
+  # task is back. TensorFlow reads it when its gRPC starts.
   os.environ.setdefault('GRPC_FAIL_FAST', 'use_caller')
   if cluster.task_type in _SERVER_JOBS:
     return _serve(cluster)
@@ -138,11 +135,7 @@ def _evaluate(evaluate: Callable[[], Any] | None) -> Any:
 
 @contextlib.contextmanager
 def _staying() -> Iterator[None]:
-  """Lets what runs go on for a while after SIGTERM.
-
-  Whoever ends a job does so once the chief has ended, right after it wrote the
-  last checkpoint.
-  """
+  """Context that goes on for a while after SIGTERM."""
   is_main = threading.current_thread() is threading.main_thread()
   if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
     # Signals do not arrive here, or the program has other plans for them.
@@ -226,7 +219,7 @@ def _serve(cluster: config.ClusterConfig) -> None:
 
 
 class _Leaving:
-  """When a server ends that was told to.
+  """When a server ends after a signal.
 
   Args:
     status: to end with.
@@ -249,7 +242,7 @@ class _Leaving:
     self._leaves_at = time.monotonic() + _STAY_SECONDS
 
   def leave_if_due(self) -> None:
-    """Leaves, if it was told to and the chief has gone."""
+    """Leaves after a signal, once the chief has gone."""
     if self._leaves_at is None:
       return
     is_silent = reachability.unreachable({'chief 0': self._chief})

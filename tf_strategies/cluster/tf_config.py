@@ -45,11 +45,6 @@ def parse(text: str) -> dict[str, Any]:
 
   Raises:
     ClusterConfigError: it is not JSON, not an object, or says a key twice.
-
-  Example:
-
-    >>> parse('{"environment": "cloud"}')
-    {'environment': 'cloud'}
   """
   config = parse_json(text, 'one JSON object', _example())
   if not isinstance(config, dict):
@@ -67,11 +62,6 @@ def parse_json(text: str, allowed: str, fix: str) -> Any:
 
   Raises:
     ClusterConfigError: it is not JSON, or an object in it says a key twice.
-
-  Example:
-
-    >>> parse_json('["algo-1"]', 'a list of hosts', 'unset it')
-    ['algo-1']
   """
   try:
     return json.loads(text, object_pairs_hook=_without_duplicates)
@@ -103,13 +93,7 @@ def says_nothing(config: Mapping[str, Any]) -> bool:
   """Whether neither a cluster nor a task is described: a single process.
 
   Raises:
-    ClusterConfigError: a key is a misspelling of either. As a single process
-      each worker would train a model of its own, and nobody would know.
-
-  Example:
-
-    >>> says_nothing({'environment': 'cloud'})
-    True
+    ClusterConfigError: a key is a misspelling of either.
   """
   if {'cluster', 'sparseCluster', 'task'} & set(config):
     return False
@@ -121,16 +105,13 @@ def says_nothing(config: Mapping[str, Any]) -> bool:
 
 
 def read(config: Mapping[str, Any]) -> Parts:
-  """Checks the types of everything in a TF_CONFIG.
+  """Takes a TF_CONFIG apart; `ClusterConfig` checks what the parts hold.
 
   Args:
     config: what the JSON says.
 
-  Returns:
-    Its parts. O(number of tasks).
-
   Raises:
-    ClusterConfigError: names the first value that is malformed.
+    ClusterConfigError: a part is missing or of another type.
   """
   if not isinstance(config, Mapping):
     raise checks.bad('its value', config, 'a JSON object', _example())
@@ -142,8 +123,9 @@ def read(config: Mapping[str, Any]) -> Parts:
   task_index = checks.checked_index(
     task.get('index', checks.MISSING), 'task.index'
   )
-  environment = config.get('environment')
-  return Parts(jobs, task_type, task_index, environment, is_sparse)
+  return Parts(
+    jobs, task_type, task_index, config.get('environment'), is_sparse
+  )
 
 
 def _read_cluster(
@@ -158,8 +140,7 @@ def _read_cluster(
     raise checks.bad(key, raw, 'an object of lists of addresses', _example())
   is_sparse = any(isinstance(tasks, Mapping) for tasks in raw.values())
   if is_sparse:
-    # It says of other jobs what this task needs to know, and that may be
-    # nothing: {}, [], or null for a list that Go left nil.
+    # A job that this task need not know is {}, [], or null for a nil list of Go.
     raw = {
       job: t for job, t in raw.items() if t is not None and t not in ([], {})
     }
@@ -174,11 +155,6 @@ def read_jobs(jobs: Mapping[str, Any]) -> dict[str, dict[int, str]]:
 
   Raises:
     ClusterConfigError: a type or an index is none, or is there twice.
-
-  Example:
-
-    >>> read_jobs({'master': ['a:1'], 'worker': {'3': 'b:1'}})
-    {'chief': {0: 'a:1'}, 'worker': {3: 'b:1'}}
   """
   found: dict[str, dict[int, str]] = {}
   for name, tasks in jobs.items():

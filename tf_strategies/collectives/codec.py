@@ -153,6 +153,12 @@ class Codec(abc.ABC):
 
 
 def sum_dtype(dtype: np.dtype) -> np.dtype:
-  """The dtype in which decoded arrays of `dtype` are added up."""
+  """The dtype in which decoded arrays of `dtype` are added up.
+
+  Example:
+
+    >>> [sum_dtype(dtype).name for dtype in ('float16', 'float64')]
+    ['float32', 'float64']
+  """
   dtype = np.dtype(dtype)
   return np.dtype(np.float64 if dtype == np.float64 else np.float32)

@@ -177,6 +177,14 @@ class Schedule:
       ),
     )
 
+  def adds_up_once(self) -> bool:
+    """Whether each chunk is completed on one rank, which the others copy.
+
+    Executors that add in another order than that of the ranks keep the ranks
+    bit-equal with such a schedule only.
+    """
+    return len(self.completions()) <= self.num_chunks
+
   def arrivals(
     self,
   ) -> tuple[dict[tuple[int, int], tuple[Transfer, ...]], ...]:

@@ -23,6 +23,7 @@ import tensorflow as tf
 from absl import logging
 
 from tf_strategies import _keras_internal, errors
+from tf_strategies.checkpoint import position as position_lib
 from tf_strategies.cluster import exit_codes
 from tf_strategies.fault_tolerance import run_checkpoint
 
@@ -56,8 +57,8 @@ class Preemption:
     ...         if preemption.requested:
     ...           preemption.save_and_exit(epoch, step)
     ...   except SystemExit as e:
-    ...     print(e.code, checkpoint.restore())
-    143 Position(epoch=0, step=3)
+    ...     print(e.code, *checkpoint.restore())
+    143 0 3
 
   Args:
     checkpoint: a `RunCheckpoint`; or a `ParameterServerStrategy` with a
@@ -350,7 +351,7 @@ class PreemptionCheckpoint(keras.callbacks.Callback):
       self._checkpoint = checkpoint
     self._saves_each_epoch = save_each_epoch and self._checkpoint is not None
     self._preemption = Preemption(checkpoint, signals, check_seconds)
-    self._resumed_from: run_checkpoint.Position | None = None
+    self._resumed_from: position_lib.Position | None = None
     self._is_first_epoch = False
     self._listens = False
     self._epoch = 0

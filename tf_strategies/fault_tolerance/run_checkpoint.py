@@ -1,4 +1,4 @@
-"""`RunCheckpoint`: all that a run needs to go on exactly where it was."""
+"""`RunCheckpoint`: all that a run needs to continue exactly where it was."""
 
 from __future__ import annotations
 
@@ -8,44 +8,33 @@ import os
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 from absl import logging
 
 from tf_strategies import errors
 from tf_strategies.checkpoint import checkpointer, model_state
+from tf_strategies.checkpoint.position import Position
 
-# Meetings that each group of workers has had, by which they are named: all
-# restore in the same order. Of an elastic job each generation is a new group.
+# Restores of each group of workers, which name their exchanges: all workers
+# restore in the same order. Each generation of an elastic job is a new group.
 _restores: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-
-
-class Position(NamedTuple):
-  """Where a run is.
-
-  Attributes:
-    epoch: epochs that are done.
-    step: steps of the next one that are done.
-  """
-
-  epoch: int = 0
-  step: int = 0
 
 
 class RunCheckpoint:
   """The state of a run in one directory: the same weights at its end.
 
-  That takes the model's and the optimizer's variables, the state of its random
-  layers, metrics of an epoch in progress, and the (epoch, step) from which the
-  data go on: `tfs.data.make_epochs` begins anywhere. Options that make two runs
-  different are saved too, and compared on restoring. What has no variable in
-  the model is not: random ops outside of Keras layers, the state of other
-  callbacks.
+  Saves the variables of the model and the optimizer, the state of random
+  layers, the metrics of an epoch in progress, and the position from which the
+  data continue: `tfs.data.make_epochs` starts anywhere. Settings that make two
+  runs different are saved too, and compared by `restore`. Not saved is what has
+  no variable in the model: random ops outside of Keras layers, the state of
+  other callbacks.
 
-  A checkpoint is whole or not there, see `Checkpointer`; one that was
-  damaged later is skipped with a warning, and the one before it is used. A run
-  does not begin anew where there are checkpoints and none is whole.
+  Checkpoints are atomic, see `Checkpointer`. A damaged one is skipped with a
+  warning, and an older one is used; if all are damaged, `restore` raises an
+  error instead of restarting from scratch.
 
   On several workers all of them call `restore` and `save`; the chief alone
   reads and writes files.
@@ -61,15 +50,15 @@ class RunCheckpoint:
     ...   before = checkpoint.restore()
     ...   path = checkpoint.save(epoch=2, step=5)
     ...   after = checkpoint.restore()
-    >>> before, after
-    (Position(epoch=0, step=0), Position(epoch=2, step=5))
+    >>> tuple(before), tuple(after)
+    ((0, 0), (2, 5))
 
   Args:
-    directory: where; made when the first checkpoint is written.
+    directory: of the checkpoints; created by the first `save`.
     model: a built model.
-    optimizer: its optimizer; None for the one that it is compiled with.
+    optimizer: its optimizer; None for the one it is compiled with.
     settings: whatever makes two runs different, such as the seed. A run with
-      other settings may not go on from this directory.
+      other settings cannot continue from this directory.
     metrics: whose values belong to an epoch in progress; None for the model's.
     max_to_keep: how many checkpoints are kept.
 
@@ -93,8 +82,7 @@ class RunCheckpoint:
     if not optimizer.built:
       with self.strategy.scope():
         optimizer.build(model.trainable_variables)
-    self._directory = os.fspath(directory)
-    self._store = checkpointer.Checkpointer(directory, max_to_keep)
+    self._checkpointer = checkpointer.Checkpointer(directory, max_to_keep)
     self._access = model_state.VariableAccess(self.strategy)
     self._variables = model_state.name_variables(model, optimizer)
     self._model = model
@@ -113,153 +101,146 @@ class RunCheckpoint:
     """Restores the newest checkpoint that is whole, if any.
 
     Returns:
-      The epochs that are done, and the steps of the next one; (0, 0) in an
+      The completed epochs and the completed steps of the next one; (0, 0) in an
       empty directory.
 
     Raises:
-      CheckpointMismatchError: it is another model's or another run's; the
-        message names every difference. (Numbers that Keras gave to models and
-        layers of this process are none.) Or none of those that are there is
-        whole.
-      OSError: the chief cannot read what is there.
+      CheckpointMismatchError: it belongs to another model or another run; the
+        message names every difference. (Numbers that Keras gives to models and
+        layers of a process are not compared.)
+      DataError: there are checkpoints and all are damaged.
+      OSError: the chief cannot read a file.
     """
     found, header, error = None, None, None
     if self._access.is_chief:
       try:
         found = self._find()
         header = self._describe(found)
-      except OSError as e:
-        error, header = e, {'cannot_read': str(e)}
+      except (OSError, errors.Error) as e:
+        error = e
+        header = {'error': str(e), 'type': type(e).__name__}
     if self._access.workers is not None:
-      header = self._hear_from_chief(header)
+      header = self._receive_from_chief(header)
     if error is not None:
       raise error
-    if 'cannot_read' in header:
-      raise OSError(f'The chief cannot restore: {header["cannot_read"]}')
     if 'error' in header:
-      raise errors.CheckpointMismatchError(header['error'])
+      error_type = getattr(errors, header['type'], OSError)
+      raise error_type(f'The chief cannot restore: {header["error"]}')
     self._metric_arrays = {}
-    self._position = Position(header['epoch'], header['step'])
+    self._position = Position.from_json(header['position'])
     if not header['is_found']:
       return self._position
-    arrays = found.arrays if found else {}
-    self._write(arrays, header['parts'])
-    if self._metrics is not None:  # Else `fit` is yet to make them.
+    self._write(found.arrays if found else {}, header['parts'])
+    if self._metrics is not None:  # Otherwise `fit` creates them later.
       self.restore_metrics()
     if self._access.is_chief:
       logging.info('Restored %s: %s.', found.path, self._position)
     return self._position
 
   def restore_metrics(self) -> None:
-    """Gives metrics the values of the epoch in progress.
+    """Assigns metrics the values of the epoch in progress.
 
-    For `fit`, which makes metrics late and begins each epoch with a reset; what
-    was passed as `metrics` is restored by `restore` too. Nothing happens after a
-    checkpoint at the end of an epoch.
+    For `fit`, which creates metrics late and resets them at the start of each
+    epoch; what was passed as `metrics` is restored by `restore` too. Does
+    nothing after a checkpoint at the end of an epoch.
     """
     if not self._metric_arrays:
       return
     variables = self._metric_variables()
-    differences = self._differences(variables, self._metric_arrays)
+    specs = {
+      name: checkpointer.ArraySpec(array.dtype.name, array.shape, 0)
+      for name, array in self._metric_arrays.items()
+    }
+    differences = model_state.differences(variables, specs)
     if differences:
       logging.warning(
-        'Metrics of the interrupted epoch count its last part alone: %s',
+        'Metrics of the interrupted epoch cover only its last part: %s',
         '; '.join(differences),
       )
       return
     self._access.write(variables, self._metric_arrays)
 
   def save(self, epoch: int, step: int = 0) -> str | None:
-    """Saves the state, on the chief; every worker calls it.
+    """Saves the state on the chief; every worker calls it.
 
     Args:
-      epoch: epochs that are done.
-      step: steps of the next one that are done.
+      epoch: completed epochs.
+      step: completed steps of the next one.
 
     Returns:
       The path of the checkpoint; None on workers that write none.
 
     Raises:
-      OSError: it cannot be written; the checkpoints before are untouched.
+      OSError: it cannot be written; the previous checkpoints are untouched.
     """
     began = time.monotonic()
     variables = dict(self._variables)
     if step:
       variables.update(self._metric_variables())
-    if not self._access.is_chief:
-      # What it has a part of, the chief needs.
-      variables = {
-        k: v for k, v in variables.items() if model_state.has_parts(v)
-      }
     arrays = self._access.read(variables)
     if not self._access.is_chief:
       return None
-    path = self._store.save(
-      arrays, {'epoch': epoch, 'step': step, 'settings': self._settings}
+    position = Position(epoch, step)
+    path = self._checkpointer.save(
+      arrays, {**position.to_json(), 'settings': self._settings}
     )
     logging.info(
-      'Saved %s at epoch %d, step %d in %.2f s.',
-      path,
-      epoch,
-      step,
-      time.monotonic() - began,
+      'Saved %s at %s in %.2f s.', path, position, time.monotonic() - began
     )
     return path
+
+  def mark_finished(self, is_finished: bool = True) -> None:
+    """Tells a `SidecarEvaluator` whether more checkpoints will follow."""
+    if self._access.is_chief:
+      self._checkpointer.mark_finished(is_finished)
 
   def _metric_variables(self):
     metrics = self._model.metrics if self._metrics is None else self._metrics
     variables = [v for metric in metrics for v in metric.variables]
     return {f'metrics/{i}': v for i, v in enumerate(variables)}
 
-  def _find(self) -> checkpointer.StoredCheckpoint | None:
+  def _find(self) -> checkpointer.Checkpoint | None:
     """The newest checkpoint, with this run's names."""
-    found = self._store.newest()
+    found = self._checkpointer.newest()
     if found is None:
       return None
-    saved = [name for name in found.arrays if not name.startswith('metrics/')]
-    names = model_state.match_names(list(self._variables), saved)
-    arrays = {names.get(k, k): v for k, v in found.arrays.items()}
-    return dataclasses.replace(found, arrays=arrays)
+    names = model_state.match_names(
+      list(self._variables), [k for k in found.arrays if not _is_metric(k)]
+    )
+    return dataclasses.replace(found, arrays=found.arrays.renamed(names))
 
   def _describe(self, found) -> dict[str, Any]:
-    """What the chief tells the others of a checkpoint."""
+    """What the chief sends the others about a checkpoint.
+
+    Raises:
+      CheckpointMismatchError: it is another run's.
+    """
     if found is None:
-      return self._describe_none()
-    differences = self._different_settings(found.metadata['settings'])
-    saved = {
-      k: v for k, v in found.arrays.items() if not k.startswith('metrics/')
-    }
-    differences += self._differences(self._variables, saved)
-    if differences:
-      return {
-        'error': f'{found.path} is not a checkpoint of this run: '
-        f'{"; ".join(differences)}. Pass the options that it was made with, or '
-        'another directory.'
-      }
+      return {'is_found': False, 'position': Position().to_json()}
+    specs = found.arrays.specs
+    different = self._different_settings(found.metadata['settings'])
+    different += model_state.differences(
+      self._variables, {k: v for k, v in specs.items() if not _is_metric(k)}
+    )
+    if different:
+      raise errors.CheckpointMismatchError(
+        f'{found.path} is not a checkpoint of this run: '
+        f'{"; ".join(different)}. Fix: pass the options that it was made with, '
+        'or another directory.'
+      )
     parts = [
-      (name, array.dtype.name, array.shape)
-      for name, array in found.arrays.items()
-      if name not in self._variables
-      or model_state.has_parts(self._variables[name])
+      (name, spec.dtype, spec.shape)
+      for name, spec in specs.items()
+      if _is_metric(name) or model_state.has_parts(self._variables[name])
     ]
     return {
       'is_found': True,
-      'epoch': found.metadata['epoch'],
-      'step': found.metadata['step'],
+      'position': Position.from_json(found.metadata).to_json(),
       'parts': parts,
     }
 
-  def _describe_none(self) -> dict[str, Any]:
-    if self._store.paths():
-      return {
-        'error': f'None of the checkpoints in {self._directory} is whole: the '
-        'log says what each of them lacks. Bring back what is missing, or, to '
-        'begin anew, delete the directory.'
-      }
-    return {'is_found': False, 'epoch': 0, 'step': 0}
-
-  def _hear_from_chief(self, header) -> dict[str, Any]:
-    # Beside the collectives: an error must reach all, too.
+  def _receive_from_chief(self, header) -> dict[str, Any]:
+    # Not a collective of the graph: an error must reach all workers, too.
     workers = self._access.workers
     number = _restores.get(workers, 0)
     _restores[workers] = number + 1
@@ -275,14 +256,13 @@ class RunCheckpoint:
     }
     if self._access.is_chief:
       self._access.write(shared, arrays)
+    parts = {name: arrays[name] for name, _, _ in specs if name in arrays}
     if self._access.workers is not None:
-      arrays = self._access.share(shared.values(), arrays, specs)
+      parts = self._access.share(shared.values(), parts, specs)
     self._access.write(
-      {k: v for k, v in variables.items() if k not in shared}, arrays
+      {k: v for k, v in variables.items() if k not in shared}, parts
     )
-    self._metric_arrays = {
-      k: v for k, v in arrays.items() if k.startswith('metrics/')
-    }
+    self._metric_arrays = {k: v for k, v in parts.items() if _is_metric(k)}
 
   def _different_settings(self, saved) -> list[str]:
     return [
@@ -291,27 +271,9 @@ class RunCheckpoint:
       if saved.get(name) != self._settings.get(name)
     ]
 
-  def _differences(self, variables, arrays) -> list[str]:
-    found = []
-    for name, variable in variables.items():
-      if name not in arrays:
-        found.append(f'it lacks variable {name}')
-        continue
-      here = self._access.shape_in_file(variable)
-      there = list(arrays[name].shape)
-      if here and here[0] is None and there:
-        there[0] = None
-      if here != there:
-        found.append(f'variable {name} has shape {there} there and {here} here')
-      dtype = arrays[name].dtype.name
-      if variable.dtype != dtype:
-        found.append(
-          f'variable {name} is {dtype} there and {variable.dtype} here'
-        )
-    return found + [
-      f'variable {name} is not in this run'
-      for name in sorted(set(arrays) - set(variables))
-    ]
+
+def _is_metric(name: str) -> bool:
+  return name.startswith('metrics/')
 
 
 def _check(strategy, model, optimizer) -> None:

@@ -1,7 +1,7 @@
 """Kubernetes manifests of a job: `python -m tf_strategies.kubernetes`.
 
 `options` says what is wanted, `pods` is one task's pod, `tfjob` and `jobset` put
-pods together, `assembly` adds the secret that the tasks share. Everything is plain dictionaries and lists, as YAML and JSON have
+pods together, `objects` adds the secret that the tasks share. Everything is plain dictionaries and lists, as YAML and JSON have
 them.
 
 Example:
@@ -13,8 +13,8 @@ Example:
   ['Secret', 'JobSet']
 """
 
-from tf_strategies.kubernetes.assembly import KINDS, documents
 from tf_strategies.kubernetes.command import main
+from tf_strategies.kubernetes.objects import KINDS, documents
 from tf_strategies.kubernetes.options import Options
 from tf_strategies.kubernetes.tfjob import check_tfjob
 

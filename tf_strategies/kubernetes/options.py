@@ -3,8 +3,8 @@
 Example:
 
   >>> from tf_strategies.kubernetes import options
-  >>> options.Options(image='mnist:1', num_workers=2, num_ps=1).counts
-  {'chief': 1, 'worker': 2, 'ps': 1}
+  >>> options.Options(image='mnist:1', num_workers=2, num_ps=1).all_counts
+  {'chief': 1, 'worker': 2, 'ps': 1, 'evaluator': 0}
 """
 
 import dataclasses
@@ -68,58 +68,60 @@ class Options:
   grace_period: int = 30
 
   def __post_init__(self):
-    if not self.image or any(c.isspace() for c in self.image):
-      raise errors.UnsupportedOptionError(
-        f'--image={self.image!r}',
-        'the name of an image, without spaces',
-        'pass --image=registry/mnist:1',
-      )
-    for name in ('gpus_per_worker', 'max_restarts', 'grace_period'):
-      if getattr(self, name) < 0:
-        raise errors.UnsupportedOptionError(
-          f'--{name}={getattr(self, name)}',
-          'an integer of at least 0',
-          f'pass --{name}=1, or leave it out',
-        )
-    if sum(self.all_counts.values()) > checks.MAX_TASKS:
-      raise errors.UnsupportedOptionError(
-        f'a job of {sum(self.all_counts.values())} tasks',
-        f'at most {checks.MAX_TASKS}',
-        'pass smaller --num_workers and --num_ps',
-      )
-    if self.restart_policy not in RESTART_POLICIES:
-      raise errors.UnsupportedOptionError(
-        f'--restart_policy={self.restart_policy}',
-        f'one of {", ".join(RESTART_POLICIES)}',
-        'pass --restart_policy=ExitCode, which fits the exit codes of '
-        'tf_strategies.cluster.exit_codes',
-      )
-    if not self.checkpoint_path.startswith('/'):
-      raise errors.UnsupportedOptionError(
-        f'--checkpoint_path={self.checkpoint_path}',
-        'an absolute path',
-        'pass --checkpoint_path=/checkpoints',
-      )
-    self._check_names()
+    def check(is_right: bool, received: str, expected: str, fix: str) -> None:
+      if not is_right:
+        raise errors.UnsupportedOptionError(received, expected, fix)
 
-  def _check_names(self) -> None:
+    check(
+      self.image and not any(c.isspace() for c in self.image),
+      f'--image={self.image!r}',
+      'the name of an image, without spaces',
+      'pass --image=registry/mnist:1',
+    )
+    for flag in ('gpus_per_worker', 'max_restarts', 'grace_period'):
+      check(
+        getattr(self, flag) >= 0,
+        f'--{flag}={getattr(self, flag)}',
+        'an integer of at least 0',
+        f'pass --{flag}=1, or leave it out',
+      )
+    total = sum(self.all_counts.values())
+    check(
+      total <= checks.MAX_TASKS,
+      f'a job of {total} tasks',
+      f'at most {checks.MAX_TASKS}',
+      'pass smaller --num_workers and --num_ps',
+    )
+    check(
+      self.restart_policy in RESTART_POLICIES,
+      f'--restart_policy={self.restart_policy}',
+      f'one of {", ".join(RESTART_POLICIES)}',
+      'pass --restart_policy=ExitCode, which fits the exit codes of '
+      'tf_strategies.cluster.exit_codes',
+    )
+    check(
+      self.checkpoint_path.startswith('/'),
+      f'--checkpoint_path={self.checkpoint_path}',
+      'an absolute path',
+      'pass --checkpoint_path=/checkpoints',
+    )
     check_job_name(self.name)
     longest = max(map(len, self.pod_names)) + len(_RANDOM_ENDING)
-    if longest > _LONGEST_LABEL:
-      raise errors.UnsupportedOptionError(
-        f'--name={self.name}, which makes pods of {longest} letters',
-        f'names of pods of at most {_LONGEST_LABEL} letters',
-        f'pass a name that is {longest - _LONGEST_LABEL} letters shorter',
-      )
+    check(
+      longest <= _LONGEST_LABEL,
+      f'--name={self.name}, which makes pods of {longest} letters',
+      f'names of pods of at most {_LONGEST_LABEL} letters',
+      f'pass a name that is {longest - _LONGEST_LABEL} letters shorter',
+    )
     for flag in ('checkpoint_pvc', 'secret_name', 'namespace'):
       value = getattr(self, flag)
-      if value is not None and not is_dns_subdomain(value):
-        raise errors.UnsupportedOptionError(
-          f'--{flag}={value}',
-          "lower-case letters, digits, '-' and '.', with a letter or a digit at "
-          'both ends',
-          'pass the name that kubectl shows',
-        )
+      check(
+        value is None or is_dns_subdomain(value),
+        f'--{flag}={value}',
+        "lower-case letters, digits, '-' and '.', with a letter or a digit at "
+        'both ends',
+        'pass the name that kubectl shows',
+      )
 
   @property
   def job(self) -> job_lib.Job:
@@ -127,11 +129,6 @@ class Options:
     # Only a chief can train with parameter servers.
     chief = self.chief or self.num_ps > 0
     return job_lib.Job(self.num_workers, self.num_ps, chief, self.evaluator)
-
-  @property
-  def counts(self) -> dict[str, int]:
-    """The number of tasks by type, without the evaluator."""
-    return self.job.counts
 
   @property
   def all_counts(self) -> dict[str, int]:
@@ -170,10 +167,6 @@ def check_job_name(name: object) -> None:
 
   Raises:
     UnsupportedOptionError: it is not.
-
-  Example:
-
-    >>> check_job_name('mnist-2')
   """
   is_label = isinstance(name, str) and _DNS_LABEL.fullmatch(name) is not None
   if not is_label or len(name) > _LONGEST_LABEL:

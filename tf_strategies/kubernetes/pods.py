@@ -89,13 +89,7 @@ def pod_spec(
 
 
 def variable(name: str, value: str) -> dict[str, str]:
-  """A variable with a value that is known now.
-
-  Example:
-
-    >>> variable('TFS_PORT', '2222')
-    {'name': 'TFS_PORT', 'value': '2222'}
-  """
+  """A variable with a value that is known now."""
   return {'name': name, 'value': value}
 
 

@@ -75,13 +75,6 @@ def check_tfjob(job: Any) -> None:
 
   Raises:
     UnsupportedOptionError: names the field and its value.
-
-  Example:
-
-    >>> check_tfjob({'kind': 'TFJob', 'spec': {}})
-    Traceback (most recent call last):
-      ...
-    tf_strategies.errors.UnsupportedOptionError: apiVersion=None is not ...
   """
   job = _mapping(job, 'a TFJob')
   _check(job, 'apiVersion', (API_VERSION,))

@@ -1,9 +1,7 @@
 """Starts all tasks of a job on this host: `python -m tf_strategies.launch`.
 
 `tasks` plans, `supervisor` runs, `process` is one attempt at a task, `reaper`
-is the program around it that leaves no orphan, `output` prefixes the lines,
-`rank_filter` chooses among them, `signals` and `orphans` are what the operating
-system needs.
+is the program around it that leaves no orphan, `output` prefixes the lines.
 
 Example:
 

@@ -3,24 +3,24 @@
   python -m tf_strategies.launch --num_workers=2 -- python train.py --epochs=3
 
 Every line that a task writes appears with the task's name before it. When a
-task fails, the others are ended, and the launcher says which one was first and
-what it wrote last, and exits with its status (128 + N for signal N). When all
-training tasks (chief, workers) have ended well, parameter servers and evaluator
-are ended; what --grace_period leaves, `tfs.cluster.run_task` lets the evaluator use
-for the last checkpoint. With a chief and parameter servers only the chief trains: workers are
-servers, and ended with them. No task outlives the launcher, whatever ends it.
+task fails, the launcher ends the others, names the first to fail, shows its last
+lines and exits with its status (128 + N for signal N). When all training tasks
+(chief, workers) have ended well, it ends parameter servers and evaluator;
+`tfs.cluster.run_task` lets the evaluator use the rest of --grace_period for the
+last checkpoint. With a chief and parameter servers only the chief trains: workers
+are servers, and end with them. No task outlives the launcher.
 
 --max_restarts starts a task that failed again. Without parameter servers that ends
-when a training task has ended well: who was lost would train alone what the others
-have finished. So it is not started again, and one that is back already is ended
-after the grace period, with a warning: it may be one that was let in again and
-saves the results. (So it may also have finished a very short training; elastic jobs
+when a training task has ended well: a lost task would repeat alone what the others
+have finished. It is not started again, and one that is back already is ended
+after the grace period, with a warning: it may be one that has joined again and
+saves the results. (It may also have finished a very short training; elastic jobs
 of min_workers=2 or more never train alone.) The job has then ended well, unless
 the task that writes the results was lost after the end of another.
 
-Each job gets a random secret (TFS_SECRET) with which its tasks recognise each
-other. A task that was started again finds in TFS_RESTART_COUNT how often. A job
-of one task gets no TF_CONFIG: it trains in a single process.
+Each job gets a random secret (TFS_SECRET) by which its tasks authenticate each
+other. TFS_RESTART_COUNT tells a task how often it was started again. A job of one
+task gets no TF_CONFIG: it trains in a single process.
 
 Example:
 
@@ -39,81 +39,51 @@ from collections.abc import Sequence
 from absl import flags
 
 from tf_strategies import errors
+from tf_strategies.cluster import command_line
 from tf_strategies.cluster import job as job_lib
-from tf_strategies.launch import rank_filter, supervisor, tasks
+from tf_strategies.launch import supervisor, tasks
 
-_USAGE_STATUS = 2
-_USAGE = 'python -m tf_strategies.launch [flags] -- command [arguments]'
-
-
-def _flag_values() -> flags.FlagValues:
-  """The flags, apart from absl's global ones, which have a --log_dir too."""
-  values = flags.FlagValues()
-  flags.DEFINE_integer(
+_FLAGS = (
+  (
     'num_workers',
     1,
     'Tasks of type worker. With --chief and --num_ps they are servers, which '
     'are ended when the chief has ended well.',
-    flag_values=values,
-  )
-  flags.DEFINE_integer('num_ps', 0, 'Parameter servers.', flag_values=values)
-  flags.DEFINE_bool(
-    'chief', False, 'Whether a chief is started too.', flag_values=values
-  )
-  flags.DEFINE_bool(
-    'evaluator', False, 'Whether an evaluator is too.', flag_values=values
-  )
-  flags.DEFINE_integer(
+  ),
+  ('num_ps', 0, 'Parameter servers.'),
+  ('chief', False, 'Whether a chief is started too.'),
+  ('evaluator', False, 'Whether an evaluator is too.'),
+  (
     'max_restarts',
     0,
     'How often each task that fails is started again, with the same TF_CONFIG, '
     'while the others go on; without parameter servers, until one that trains '
     'has ended well.',
-    flag_values=values,
-  )
-  flags.DEFINE_string(
+  ),
+  (
     'log_dir',
     None,
     'Directory for the output of each task, such as worker_0.log.',
-    flag_values=values,
-  )
-  flags.DEFINE_bool(
+  ),
+  (
     'tee',
     True,
     'Whether what goes into --log_dir also appears here. --notee leaves this '
     'terminal to the launcher, and to the last lines of a task that fails.',
-    flag_values=values,
-  )
-  flags.DEFINE_string(
+  ),
+  (
     'rank_filter',
     None,
     'Whose lines appear here, such as chief,worker:0-1; default all. Files in '
     '--log_dir hold everything.',
-    flag_values=values,
-  )
-  flags.DEFINE_float(
+  ),
+  (
     'grace_period',
     10.0,
     'Seconds between SIGTERM and SIGKILL when tasks are ended.',
-    flag_values=values,
-  )
-  flags.DEFINE_bool(
-    'dry_run',
-    False,
-    'Print what would be started, and start nothing.',
-    flag_values=values,
-  )
-  flags.DEFINE_bool('help', False, 'Print this.', flag_values=values)
-  return values
-
-
-def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-  """The launcher's own arguments, and the command after the first `--`."""
-  own = list(arguments)
-  if '--' not in own:
-    return own, []
-  end = own.index('--')
-  return own[:end], own[end + 1 :]
+  ),
+  ('dry_run', False, 'Print what would be started, and start nothing.'),
+)
 
 
 def _check_host() -> None:
@@ -137,7 +107,7 @@ def _shown(values: flags.FlagValues, job: job_lib.Job) -> frozenset[str] | None:
   if values.tee:
     if values.rank_filter is None:
       return None
-    return rank_filter.parse(values.rank_filter, job.all_counts)
+    return tasks.parse_filter(values.rank_filter, job.all_counts)
   if values.rank_filter is not None:
     raise errors.UnsupportedOptionError(
       f'--notee with --rank_filter={values.rank_filter}',
@@ -154,6 +124,8 @@ def _shown(values: flags.FlagValues, job: job_lib.Job) -> frozenset[str] | None:
 
 
 def _run(values: flags.FlagValues, command: list[str]) -> int:
+  if not command:
+    raise flags.Error('no command: the command follows a lone --')
   job = job_lib.Job(
     values.num_workers, values.num_ps, values.chief, values.evaluator
   )
@@ -190,17 +162,4 @@ def main(argv: Sequence[str]) -> int:
     The exit status: 0, that of the task that failed first, 128 + N for a
     signal N, or 2 for a wrong command line, which is explained on stderr.
   """
-  own, command = _split(argv)
-  values = _flag_values()
-  try:
-    rest = values(own)[1:]
-    if values.help:
-      print(f'{__doc__.partition("Example:")[0]}{values.get_help()}')
-      return 0
-    if rest or not command:
-      what = f'unexpected argument {rest[0]!r}' if rest else 'no command'
-      raise flags.Error(f'{what}: the command follows a lone --')
-    return _run(values, command)
-  except (flags.Error, errors.UnsupportedOptionError) as e:
-    print(f'launch: {e}\nUsage: {_USAGE}', file=sys.stderr)
-    return _USAGE_STATUS
+  return command_line.main(argv, 'tf_strategies.launch', __doc__, _FLAGS, _run)

@@ -39,11 +39,6 @@ def prefix(name: str, place: int, is_coloured: bool) -> bytes:
     name: of the task.
     place: of the task in the job; neighbours get other colours.
     is_coloured: whether the output is a terminal's.
-
-  Example:
-
-    >>> prefix('worker 0', 1, False), prefix('worker 0', 1, True)
-    (b'[worker 0] ', b'\\x1b[33m[worker 0]\\x1b[0m ')
   """
   text = f'[{name}]'
   if is_coloured:
@@ -182,11 +177,6 @@ def ending(status: int) -> str:
 
   Args:
     status: its exit status, or minus the signal that killed it.
-
-  Example:
-
-    >>> ending(3), ending(-9)
-    ('exit status 3', 'killed by SIGKILL')
   """
   if status >= 0:
     return f'exit status {status}'

@@ -1,5 +1,6 @@
 """One attempt at a task: its reaper, its output and how it ended."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 
 from tf_strategies.launch import output, reaper
 
@@ -14,6 +16,7 @@ _READ_BYTES = 1 << 16
 # What one process may leave in its pipe; more comes from one that still writes.
 _MOST_DRAINED = 16 << 20
 _REAP_SECONDS = 10.0
+_KILL_SECONDS = 5.0
 
 
 class TaskProcess:
@@ -185,3 +188,39 @@ def _kill_group(pid: int) -> None:
     os.killpg(pid, signal.SIGKILL)
   except (ProcessLookupError, PermissionError):
     return
+
+
+def kill_orphans(keep: AbstractSet[int]) -> int:
+  """Kills this process's children and all below them: where a reaper was killed.
+
+  Args:
+    keep: pids of the children that stay alive, with all below them.
+
+  Returns:
+    How many were killed.
+
+  Example:
+
+    >>> import psutil
+    >>> kill_orphans(keep={c.pid for c in psutil.Process().children()})
+    0
+  """
+  import psutil
+
+  killed = 0
+  # What is killed here may leave children, which are adopted in turn.
+  for _ in range(100):
+    found = []
+    for child in psutil.Process().children():
+      if child.pid not in keep:
+        found.append(child)
+        with contextlib.suppress(psutil.NoSuchProcess):
+          found += child.children(recursive=True)
+    for process in found:
+      with contextlib.suppress(psutil.NoSuchProcess):
+        process.kill()
+        killed += 1
+    _, alive = psutil.wait_procs(found, timeout=_KILL_SECONDS)
+    if alive or not found:
+      break
+  return killed

@@ -44,6 +44,11 @@ def _prctl(option, value):
     _LIBC.prctl(option, value, 0, 0, 0)
 
 
+def adopt_orphans():
+  """Makes orphans below this process its children, where Linux can do that."""
+  _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
 # Loaded here: between fork and exec nothing should be loaded.
 _LIBC = ctypes.CDLL(None) if _IS_LINUX else None
 
@@ -101,7 +106,7 @@ class Reaper:
     """Returns when neither the task nor anything below it is left."""
     os.set_inheritable(self._channel, False)
     os.set_blocking(self._channel, False)
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    adopt_orphans()
     self._wakeup = self._listen_to_signals()
     if not self._start():
       return

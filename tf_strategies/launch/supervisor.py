@@ -1,8 +1,7 @@
 """Runs the tasks of a job until the job is over, and leaves none behind.
 
-One loop in one thread polls everything there is to wait for: what the tasks
-write, what their reapers report, signals, the reader of our own output and the
-clock. So nothing that blocks can keep it from ending the job.
+One loop in one thread polls what the tasks write, what their reapers report,
+signals, the reader of our own output and the clock. It never blocks on one.
 
 Example:
 
@@ -24,9 +23,9 @@ from collections.abc import Set as AbstractSet
 from tf_strategies import errors
 from tf_strategies.cluster import exit_codes
 from tf_strategies.launch import (
-  orphans,
   output,
   process,
+  reaper,
   signals,
   tasks,
 )
@@ -40,12 +39,12 @@ _GIVE_UP_SECONDS = 10.0
 
 
 def exit_status(status: int) -> int:
-  """What the launcher exits with for a task's status: 128 + N for signal N."""
+  """The launcher's exit status for a task's: 128 + N for signal N."""
   return status if status >= 0 else 128 - status
 
 
 def _drop(line: bytes) -> None:
-  """Takes a line that nobody wants to see."""
+  """Takes a line that is not shown."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,18 +106,17 @@ class _Task:
 class Supervisor:
   """Runs a job; needs the main thread, since it receives signals.
 
-  A training task of an elastic job that is lost near the end, or after it, must
-  not train alone what the others have finished. So, with restarts and without
-  parameter servers, once a training task has ended with status 0:
+  A training task of an elastic job that is lost near the end must not repeat
+  alone what the others have finished. So, with restarts and without parameter
+  servers, once a training task has ended with status 0:
 
   - none is started again;
-  - one that has been lost more often than that task, and so came back while it
-    went on, is left `grace_period` to end by itself, since it may have joined
-    the others again and write the results; then it is ended;
-  - how such a one ends is no failure: the others did its work;
-  - nor is it if another is killed, or exits as after a lost peer, unless it is
-    the first of those that the job never did without. That one writes the
-    results, as the lowest rank of a ring does, and they may be lost.
+  - one that was lost more often than that task, and so came back while it went
+    on, has `grace_period` to end by itself, since it may have joined the others
+    again and write the results; then it is ended, which is no failure;
+  - another one that is killed, or exits as after a lost peer, is no failure
+    either, unless it is the first of those that the job never lost. That one
+    writes the results, as the lowest rank of a ring does, and they may be lost.
 
   Args:
     specs: the tasks.
@@ -168,7 +166,7 @@ class Supervisor:
       OSError: no process can be started; those that were are ended.
     """
     if self._owns_process:
-      orphans.adopt()
+      reaper.adopt_orphans()
     with signals.Inbox(_FORWARDED) as self._inbox:
       try:
         for task in self._tasks:
@@ -176,7 +174,7 @@ class Supervisor:
         while not self._is_over():
           self._step()
         if self._owns_process:
-          orphans.kill(keep=set())
+          process.kill_orphans(keep=set())
         self._report_failure()
         self._write_the_rest()
       finally:
@@ -274,7 +272,7 @@ class Supervisor:
     task.was_noted = True
     status = task.running.status
     if task.running.reaper_was_killed and self._owns_process:
-      orphans.kill(
+      process.kill_orphans(
         keep={t.running.reaper_pid for t in self._tasks if t.running}
       )
     if self._is_stopping:
@@ -313,7 +311,7 @@ class Supervisor:
     return [task for task in self._tasks if task.spec.is_training]
 
   def _finisher(self, task: _Task) -> _Task | None:
-    """Who ended well and leaves `task` alone; the one that was lost least."""
+    """Of the tasks that ended well and leave `task` alone the least lost one."""
     types = {task.spec.type for task in self._tasks}
     if not task.spec.is_training or 'ps' in types:
       return None
@@ -388,7 +386,7 @@ class Supervisor:
       f'{signal.Signals(number).name}: ending all tasks (after '
       f'{self._options.grace_period:g} s SIGKILL).'
     )
-    # Nobody is told that the reader of the launcher's output is gone.
+    # Tasks do not get SIGPIPE for the launcher's reader.
     self._stop(signal.SIGTERM if number == signal.SIGPIPE else number)
 
   def _stop(self, number: int) -> None:

@@ -11,12 +11,15 @@ Example:
 """
 
 import dataclasses
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 
+from tf_strategies import errors
 from tf_strategies.cluster import config, exit_codes, sources
 from tf_strategies.cluster import job as job_lib
 
+_FILTERED = re.compile(r'([a-z]+)(?::([0-9]{1,9})(?:-([0-9]{1,9}))?)?')
 # The loopback address rather than 'localhost', which may also mean ::1.
 _HOST = '127.0.0.1'
 
@@ -88,12 +91,6 @@ def plan_tasks(
 
   Raises:
     ValueError: `ports` are too few or too many.
-
-  Example:
-
-    >>> specs = plan_tasks(job_lib.Job(num_workers=1), ['train'], [1111], '5ec7e7')
-    >>> specs[0].name, sorted(specs[0].environment)
-    ('worker 0', ['PYTHONUNBUFFERED', 'TFS_SECRET'])
   """
   remaining = iter(ports)
   jobs: dict[str, dict[int, str]] = {}
@@ -124,14 +121,7 @@ def plan_tasks(
 def full_environment(
   spec: TaskSpec, inherited: Mapping[str, str], restart_count: int
 ) -> dict[str, str]:
-  """All of a task's environment: the launcher's own, and what is the task's.
-
-  Example:
-
-    >>> spec = TaskSpec('worker', 0, ('train',), {'TFS_SECRET': '5ec7e7'})
-    >>> full_environment(spec, {'HOME': '/h', 'TF_CONFIG': 'other'}, 2)
-    {'HOME': '/h', 'TFS_SECRET': '5ec7e7', 'TFS_TERMINATED_EXIT_CODE': '143', 'TFS_RESTART_COUNT': '2'}
-  """
+  """All of a task's environment: the launcher's own, and what is the task's."""
   kept = {k: v for k, v in inherited.items() if k not in _NOT_INHERITED}
   # A server that someone else ended has not done its work. What it ends with
   # once the launcher ends the job, nobody asks.
@@ -147,15 +137,44 @@ def full_environment(
 
 
 def describe(spec: TaskSpec) -> str:
-  """A task as a shell would start it, with the secret hidden.
-
-  Example:
-
-    >>> spec = TaskSpec('worker', 0, ('train', '--a b'), {'TFS_SECRET': '5e'})
-    >>> print(describe(spec))
-    [worker 0] TFS_SECRET='<hidden>' TFS_TERMINATED_EXIT_CODE=143 TFS_RESTART_COUNT=0 train '--a b'
-  """
+  """A task as a shell would start it, with the secret hidden."""
   shown = full_environment(spec, {}, 0)
   shown['TFS_SECRET'] = '<hidden>'
   words = [f'{name}={shlex.quote(value)}' for name, value in shown.items()]
   return f'[{spec.name}] {" ".join(words)} {shlex.join(spec.command)}'
+
+
+def parse_filter(text: str, counts: Mapping[str, int]) -> frozenset[str]:
+  """The names of the tasks that a filter lets through.
+
+  Args:
+    text: types, each perhaps with an index or a range of indices, separated by
+      commas.
+    counts: how many tasks of each type the job has.
+
+  Raises:
+    UnsupportedOptionError: it is no such list, or names a task that the job
+      does not have.
+  """
+  names: set[str] = set()
+  for item in text.split(','):
+    match = _FILTERED.fullmatch(item.strip())
+    task_type, first, last = match.groups() if match else ('', None, None)
+    count = counts.get(task_type, 0)
+    start = int(first or 0)
+    # Without an index: all tasks of the type.
+    end = int(last or first) if first else count - 1
+    if not 0 <= start <= end < count:
+      present = ', '.join(
+        task_type if count == 1 else f'{task_type}:0-{count - 1}'
+        for task_type, count in counts.items()
+        if count
+      )
+      raise errors.UnsupportedOptionError(
+        f'--rank_filter={text}',
+        f'a list of tasks of this job ({present})',
+        "write a type, 'type:index' or 'type:first-last', separated by commas, "
+        'such as --rank_filter=chief,worker:0-1',
+      )
+    names |= {f'{task_type} {index}' for index in range(start, end + 1)}
+  return frozenset(names)

@@ -15,13 +15,14 @@ Example:
   1 [1. 2.]
 """
 
-from tf_strategies.process_group.group import Member, ProcessGroup
+from tf_strategies.process_group.group import ProcessGroup
 from tf_strategies.process_group.mpi.group import (
   MpiProcessGroup,
   form_mpi_group,
 )
 from tf_strategies.process_group.options import GroupOptions
 from tf_strategies.process_group.rendezvous.rendezvous import Rendezvous
+from tf_strategies.process_group.state import Member
 from tf_strategies.process_group.tcp.group import TcpProcessGroup
 
 __all__ = [

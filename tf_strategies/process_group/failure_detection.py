@@ -1,77 +1,147 @@
-"""Who is to blame when a collective does not work out.
+"""Which rank is at fault: missing heartbeats, mismatches and timeouts.
 
-Pure functions over what the ranks say that they are doing.
+Without sockets or clocks: times and what the ranks say come in as arguments.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from tf_strategies.process_group import group, state
+from tf_strategies.process_group import state as state_lib
 
 # How many ranks a message spells out.
 _NAMED = 4
 
 
-def mismatch(
-  members: Sequence[group.Member],
-  accusation: Mapping[str, Any],
+class HeartbeatMonitor:
+  """Notices ranks that have been silent for too long.
+
+  Args:
+    ranks: to watch.
+    interval_seconds: between two calls of `overdue`.
+    timeout_seconds: the silence after which a rank counts as lost.
+    now: the time.
+  """
+
+  def __init__(
+    self,
+    ranks: Iterable[int],
+    interval_seconds: float,
+    timeout_seconds: float,
+    now: float,
+  ):
+    self._heard = dict.fromkeys(ranks, now)
+    self._interval = interval_seconds
+    self._timeout = timeout_seconds
+    self._checked = now
+
+  def heard(self, rank: int, now: float) -> None:
+    """Notes that a rank sent something."""
+    self._heard[rank] = now
+
+  def overdue(self, now: float) -> dict[int, float]:
+    """The ranks that count as lost, and for how long each has been silent."""
+    if now - self._checked > self._timeout / 2 + self._interval:
+      # This process was stopped for a while: what the others sent may still lie
+      # in the buffers, so all of them get another chance.
+      self._heard = dict.fromkeys(self._heard, now)
+    self._checked = now
+    silent = {rank: now - heard for rank, heard in self._heard.items()}
+    return {rank: s for rank, s in silent.items() if s > self._timeout}
+
+
+def diagnose(
+  members: Sequence[state_lib.Member],
+  suspicion: Mapping[str, Any],
   said: Mapping[int, Mapping[str, Any]],
-) -> state.Verdict:
-  """The verdict on ranks that are at different collectives.
+) -> state_lib.FailureReport:
+  """Why a collective failed.
 
   Args:
     members: of the group.
-    accusation: 'accuser', 'peer', 'sequence', 'name', and what the accuser
-      expected ('expected') and got ('received').
+    suspicion: what a rank reported: `mismatch` or `timeout`.
     said: for each rank that answered, `GroupState.describe()`.
   """
-  sequence = accusation['sequence']
+  decide = {'mismatch': _diagnose_mismatch, 'timeout': _diagnose_timeout}
+  return decide[suspicion['kind']](members, suspicion, said)
+
+
+def mismatch(
+  operation: state_lib.Operation, peer: int, received: str = 'something else'
+) -> dict[str, Any]:
+  """The suspicion of a rank whose peer is at another collective.
+
+  Args:
+    operation: where the rank is.
+    peer: the other rank.
+    received: what came from there.
+  """
+  return {
+    'kind': 'mismatch',
+    'peer': peer,
+    'sequence': operation.sequence,
+    'name': operation.name,
+    'expected': operation.text,
+    'received': received,
+  }
+
+
+def timeout(
+  operation: state_lib.Operation, seconds: float, waiting: Iterable[int]
+) -> dict[str, Any]:
+  """The suspicion of a rank whose collective did not finish in time.
+
+  Args:
+    operation: the collective.
+    seconds: how long the rank waited.
+    waiting: the ranks that it waited for directly.
+  """
+  return {
+    'kind': 'timeout',
+    'text': operation.text,
+    'sequence': operation.sequence,
+    'name': operation.name,
+    'seconds': seconds,
+    'waiting': list(waiting),
+  }
+
+
+def _diagnose_mismatch(members, suspicion, said) -> state_lib.FailureReport:
+  sequence, peer = suspicion['sequence'], suspicion['peer']
+  reporter = suspicion['reporter']
   texts = {
     rank: description['recent'][str(sequence)]
     for rank, description in sorted(said.items())
     if str(sequence) in description['recent']
   }
-  first = min(texts, default=accusation['accuser'])
+  first = min(texts, default=reporter)
   differing = tuple(r for r, text in texts.items() if text != texts[first])
   if differing:
     shown = [first, *differing[:_NAMED]]
     told = '; '.join(f'{members[r]} does {texts[r]}' for r in shown)
   else:
     # The peer is at a sequence number that it has forgotten, or died since.
-    differing = (accusation['peer'],)
+    differing = (peer,)
     told = (
-      f'{members[accusation["accuser"]]} does {accusation["expected"]}; '
-      f'{members[accusation["peer"]]} sent {accusation["received"]}'
+      f'{members[reporter]} does {suspicion["expected"]}; '
+      f'{members[peer]} sent {suspicion["received"]}'
     )
-  return state.Verdict(
+  return state_lib.FailureReport(
     'CollectiveMismatchError',
     f'The ranks disagree on collective {sequence}: {told}. All ranks must '
     'call the same collectives in the same order, with the same names, dtypes '
     'and sizes.',
     rank=differing[0],
     address=members[differing[0]].address,
-    tensor=accusation['name'] or None,
+    tensor=suspicion['name'] or None,
     step=sequence,
     ranks=differing,
   )
 
 
-def timeout(
-  members: Sequence[group.Member],
-  accusation: Mapping[str, Any],
-  said: Mapping[int, Mapping[str, Any]],
-) -> state.Verdict:
-  """The verdict on a collective that did not finish in time.
-
-  Args:
-    members: of the group.
-    accusation: 'text', 'sequence', 'name', 'seconds', and the ranks that the
-      accuser waited for directly ('waiting').
-    said: for each rank that answered, `GroupState.describe()`.
-  """
-  sequence = accusation['sequence']
+def _diagnose_timeout(members, suspicion, said) -> state_lib.FailureReport:
+  sequence = suspicion['sequence']
   late = [
     rank
     for rank in range(len(members))
@@ -80,27 +150,23 @@ def timeout(
   if late:
     why = '; '.join(_where(members, said, rank) for rank in late[:_NAMED])
   else:
-    late = list(accusation['waiting']) or [0]
+    late = list(suspicion['waiting']) or [0]
     why = 'all ranks are there, but the bytes do not move: waiting for ' + (
       ', '.join(str(members[rank]) for rank in late[:_NAMED])
     )
-  return state.Verdict(
+  return state_lib.FailureReport(
     'CollectiveTimeoutError',
-    f'{accusation["text"]} (sequence {sequence}) did not finish within '
-    f'{accusation["seconds"]:g} s, though all workers are alive: {why}. Look '
+    f'{suspicion["text"]} (sequence {sequence}) did not finish within '
+    f'{suspicion["seconds"]:g} s, though all workers are alive: {why}. Look '
     'at what that worker does, or raise collective_timeout_seconds.',
     rank=late[0],
     address=members[late[0]].address,
-    tensor=accusation['name'] or None,
+    tensor=suspicion['name'] or None,
     step=sequence,
   )
 
 
-def _where(
-  members: Sequence[group.Member],
-  said: Mapping[int, Mapping[str, Any]],
-  rank: int,
-) -> str:
+def _where(members, said, rank: int) -> str:
   description = said.get(rank)
   if description is None:
     return f'{members[rank]} does not say where it is'

@@ -1,35 +1,21 @@
-"""What every kind of process group can do."""
+"""The interface of process groups, and what the kinds of them share."""
 
 from __future__ import annotations
 
 import abc
-import dataclasses
+import collections
 import json
+import threading
 from typing import Any
 
 import numpy as np
 
 from tf_strategies import errors
-
-
-@dataclasses.dataclass(frozen=True)
-class Member:
-  """One process of a group.
-
-  Attributes:
-    rank: its place in the group, from 0.
-    task: its number in the cluster, which stays when groups form again.
-    address: 'host:port'.
-    progress: what it passed to `form`: how far it has come, in steps, say.
-  """
-
-  rank: int
-  task: int
-  address: str
-  progress: int = 0
-
-  def __str__(self):
-    return f'rank {self.rank} (task {self.task} at {self.address})'
+from tf_strategies.process_group import buffers
+from tf_strategies.process_group import options as options_lib
+from tf_strategies.process_group import state as state_lib
+from tf_strategies.process_group.control import control_plane
+from tf_strategies.process_group.network import protocol
 
 
 class ProcessGroup(abc.ABC):
@@ -41,6 +27,11 @@ class ProcessGroup(abc.ABC):
 
   Once a group has failed, every call raises what it failed with.
 
+  Args:
+    state: what the group's threads share.
+    plane: the control plane; None in a group of one that has none.
+    options: of the group.
+
   Attributes:
     name: 'tcp' or 'mpi'.
     elastic: whether the processes can form a group again after a failure.
@@ -49,15 +40,30 @@ class ProcessGroup(abc.ABC):
   name: str
   elastic: bool
 
-  @property
-  @abc.abstractmethod
-  def rank(self) -> int:
-    """This process's place in the group."""
+  def __init__(
+    self,
+    state: state_lib.GroupState,
+    plane: control_plane.ControlPlane | None,
+    options: options_lib.GroupOptions,
+  ):
+    self._state = state
+    self._control = plane
+    self._options = options
+    self._closed = False
+    self._lock = threading.RLock()
+    self._agreements: collections.Counter[str] = collections.Counter()
+    self._agreements_lock = threading.Lock()
+    self._pool = buffers.Pool()
 
   @property
-  @abc.abstractmethod
-  def members(self) -> tuple[Member, ...]:
-    """Everyone in the group by rank."""
+  def rank(self) -> int:
+    """This process's place in the group."""
+    return self._state.rank
+
+  @property
+  def members(self) -> tuple[state_lib.Member, ...]:
+    """All members of the group by rank."""
+    return self._state.members
 
   @property
   def world_size(self) -> int:
@@ -65,9 +71,9 @@ class ProcessGroup(abc.ABC):
     return len(self.members)
 
   @property
-  @abc.abstractmethod
   def generation(self) -> int:
     """Counts the groups that formed in this job, from 1."""
+    return self._state.generation
 
   @property
   @abc.abstractmethod
@@ -75,9 +81,10 @@ class ProcessGroup(abc.ABC):
     """Bytes of arrays that this process has sent so far, without headers."""
 
   @property
-  @abc.abstractmethod
   def failure(self) -> errors.Error | None:
-    """What the group failed with; None while it works."""
+    """The error of a failed group; None while it works."""
+    report = self._state.failure
+    return None if report is None else report.exception()
 
   @abc.abstractmethod
   def all_reduce(
@@ -186,7 +193,6 @@ class ProcessGroup(abc.ABC):
   def barrier(self, *, name: str = '') -> None:
     """Returns when every rank has called it; raises as `all_reduce`."""
 
-  @abc.abstractmethod
   def exchange(
     self, tag: str, payload: bytes, timeout_seconds: float | None = None
   ) -> list[bytes]:
@@ -208,23 +214,35 @@ class ProcessGroup(abc.ABC):
         stays usable.
       Error: the group has failed.
     """
+    self._check()
+    if len(payload) > protocol.MAX_PAYLOAD_BYTES or not protocol.check_tag(tag):
+      raise errors.UnsupportedOptionError(
+        f'exchange of {len(payload)} bytes with a tag of {len(tag)} characters',
+        f'{protocol.MAX_PAYLOAD_BYTES} bytes with a tag of 128 characters',
+        'send arrays with all_gather or broadcast',
+      )
+    if self.world_size == 1:
+      return [bytes(payload)]
+    if timeout_seconds is None:
+      timeout_seconds = self._options.collective_timeout_seconds
+    with self._state.exchanging(tag):
+      return self._control.exchange(tag, bytes(payload), timeout_seconds)
 
-  @abc.abstractmethod
   def describe(self) -> dict[str, Any]:
     """Where this rank is; at any time, from any thread.
 
     Returns:
       `sequence` (the number of its newest collective, from 1; 0 before it),
-      `busy` (whether that is going on, `seconds` how long), `name` of the
+      `busy` (whether that is running, `seconds` how long), `name` of the
       tensor, `text` for people, `exchanges` (seconds of those that are open, by
       tag), and `note`, what `annotate` said.
     """
+    return self._state.describe()
 
-  @abc.abstractmethod
   def describe_ranks(
     self, timeout_seconds: float = 1.0
   ) -> dict[int, dict[str, Any]]:
-    """Asks the other ranks where they are, beside all that goes on.
+    """Asks the other ranks where they are, beside all that is running.
 
     They answer from a thread of the group, whatever the program does there.
 
@@ -232,21 +250,32 @@ class ProcessGroup(abc.ABC):
       timeout_seconds: how long to wait for answers.
 
     Returns:
-      What `describe` says, by rank. Rank 0 asks everybody; another rank has
-      a connection to rank 0 alone. A rank that does not answer is not there.
+      What `describe` says, by rank. Rank 0 asks all ranks; another rank has
+      a connection to rank 0 alone. A rank that does not answer is missing.
     """
+    if self._control is None or self._closed:
+      return {self.rank: self.describe()}
+    return self._control.describe_ranks(timeout_seconds)
 
-  @abc.abstractmethod
   def annotate(self, note: str) -> None:
     """Adds a few words to what this rank says of itself from now on."""
+    self._state.note = note
 
-  @abc.abstractmethod
   def pending_joiners(self) -> tuple[int, ...]:
-    """Tasks that wait for the group to form again, in order."""
+    """Tasks that wait for the group to form again; none if not elastic."""
+    if self._control is None or not self.elastic:
+      return ()
+    return self._control.joiners()
 
-  @abc.abstractmethod
   def abort(self, reason: str) -> None:
     """Makes the group fail on every rank, with this rank and the reason."""
+    if self._closed:
+      return
+    report = self._state.lost(self.rank, f'aborted the group ({reason})')
+    if self._control is None:
+      self._state.fail(report)
+    else:
+      self._control.declare_failed(report)
 
   @abc.abstractmethod
   def close(self) -> None:
@@ -276,7 +305,9 @@ class ProcessGroup(abc.ABC):
         'numbers, strings, lists and dictionaries with strings as keys',
         'convert it first',
       ) from e
-    tag = f'agree/{what}/{self._next_agreement(what)}'
+    with self._agreements_lock:
+      self._agreements[what] += 1
+      tag = f'agree/{what}/{self._agreements[what]}'
     texts = [p.decode('utf-8') for p in self.exchange(tag, text.encode())]
     differing = tuple(r for r, t in enumerate(texts) if t != texts[0])
     if not differing:
@@ -290,9 +321,12 @@ class ProcessGroup(abc.ABC):
     error.ranks = differing
     raise error
 
-  @abc.abstractmethod
-  def _next_agreement(self, what: str) -> int:
-    """Counts the calls of `agree` for one name; safe from any thread."""
+  def _check(self) -> None:
+    self._state.check()
+    if self._closed:
+      raise errors.WorkerUnavailableError(
+        'This process has closed its group. Form a new one.'
+      )
 
   def __enter__(self):
     return self

@@ -1,14 +1,10 @@
-"""One frozen options object for a group of processes.
+"""One frozen options object for process groups.
 
 Example:
 
   >>> from tf_strategies.process_group import options
   >>> options.GroupOptions(min_workers=2).collective_timeout_seconds
   600.0
-  >>> options.GroupOptions(window_seconds=-1)
-  Traceback (most recent call last):
-    ...
-  tf_strategies.errors.UnsupportedOptionError: window_seconds=-1 is not supported. Expected a number of seconds of 0 or more. Fix: pass 0 to start as soon as min_workers are there.
 """
 
 from __future__ import annotations
@@ -26,10 +22,6 @@ SECRET_VARIABLE = 'TFS_SECRET'
 SECRET_FILE_VARIABLE = 'TFS_SECRET_FILE'
 
 _MIN_SECRET_BYTES = 16
-_NEW_SECRET = (
-  'make one with python -c "import secrets; print(secrets.token_hex(32))" '
-  'and give it to every worker'
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +32,7 @@ class GroupOptions:
     rendezvous_timeout_seconds: how long `form` waits for the others.
     collective_timeout_seconds: how long one collective may take while all
       workers are alive.
-    heartbeat_interval_seconds: how often workers tell that they are alive.
+    heartbeat_interval_seconds: between two heartbeats.
     heartbeat_timeout_seconds: the silence after which a worker counts as
       lost; at least twice the interval.
     secret: what every worker of the job knows, 16 bytes or more. Peers prove
@@ -48,15 +40,15 @@ class GroupOptions:
       that is neither encrypted nor signed: keep it inside a trusted network.
     allow_unauthenticated: permits addresses beyond this host without a secret.
     min_workers: the fewest that may form a group; None is all of them. With
-      less than a majority two halves of a split network could both go on.
+      less than a majority both halves of a split network could go on.
     max_workers: the most that form a group; None is all of them.
     window_seconds: how long to wait for more once `min_workers` are there.
-    small_message_bytes: buffers up to this size go to everyone in one round;
+    small_message_bytes: buffers up to this size go to all ranks in one round;
       larger ones go around a ring.
     sub_chunk_bytes: what travels as one piece, so that additions overlap with
-      what is still on its way.
-    socket_buffer_bytes: of each data link, in each direction; 0 leaves it to
-      the operating system, which lets them grow as the link needs it.
+      transfers.
+    socket_buffer_bytes: of each data link, in each direction; 0 lets the
+      operating system choose.
   """
 
   rendezvous_timeout_seconds: float = 300.0
@@ -77,15 +69,20 @@ class GroupOptions:
       'rendezvous_timeout_seconds',
       'collective_timeout_seconds',
       'heartbeat_interval_seconds',
+      'heartbeat_timeout_seconds',
+      'window_seconds',
     ):
-      _check_seconds(name, getattr(self, name))
-    if not _is_seconds(self.window_seconds):
-      raise errors.UnsupportedOptionError(
-        f'window_seconds={self.window_seconds!r}',
-        'a number of seconds of 0 or more',
-        'pass 0 to start as soon as min_workers are there',
-      )
-    _check_seconds('heartbeat_timeout_seconds', self.heartbeat_timeout_seconds)
+      _check_seconds(name, getattr(self, name), name == 'window_seconds')
+    for name, least in (
+      ('min_workers', 1),
+      ('max_workers', 1),
+      ('small_message_bytes', 0),
+      ('sub_chunk_bytes', 64),
+      ('socket_buffer_bytes', 0),
+    ):
+      value = getattr(self, name)
+      if value is not None or not name.endswith('_workers'):
+        _check_integer(name, value, least)
     if self.heartbeat_timeout_seconds < 2 * self.heartbeat_interval_seconds:
       raise errors.UnsupportedOptionError(
         f'heartbeat_timeout_seconds={self.heartbeat_timeout_seconds!r} with '
@@ -93,17 +90,6 @@ class GroupOptions:
         'a timeout of at least two intervals',
         'raise the timeout or shorten the interval',
       )
-    self._check_workers()
-    self._check_secret()
-    _check_integer('small_message_bytes', self.small_message_bytes, 0)
-    _check_integer('sub_chunk_bytes', self.sub_chunk_bytes, 64)
-    _check_integer('socket_buffer_bytes', self.socket_buffer_bytes, 0)
-
-  def _check_workers(self) -> None:
-    for name in ('min_workers', 'max_workers'):
-      value = getattr(self, name)
-      if value is not None:
-        _check_integer(name, value, 1)
     if None not in (self.min_workers, self.max_workers) and (
       self.min_workers > self.max_workers
     ):
@@ -112,21 +98,19 @@ class GroupOptions:
         'a minimum that is not above the maximum',
         'lower min_workers or raise max_workers',
       )
-
-  def _check_secret(self) -> None:
-    if self.secret is None:
-      return
-    if not isinstance(self.secret, bytes):
+    secret = self.secret
+    if secret is not None and not isinstance(secret, bytes):
       raise errors.UnsupportedOptionError(
-        f'a secret of type {type(self.secret).__name__}',
+        f'a secret of type {type(secret).__name__}',
         f'bytes, {_MIN_SECRET_BYTES} or more',
         "encode a string: secret=text.encode('utf-8')",
       )
-    if len(self.secret) < _MIN_SECRET_BYTES:
+    if secret is not None and len(secret) < _MIN_SECRET_BYTES:
       raise errors.UnsupportedOptionError(
-        f'a secret of {len(self.secret)} bytes',
+        f'a secret of {len(secret)} bytes',
         f'{_MIN_SECRET_BYTES} bytes or more',
-        _NEW_SECRET,
+        'make one with python -c "import secrets; '
+        'print(secrets.token_hex(32))" and give it to every worker',
       )
 
   @classmethod
@@ -173,20 +157,17 @@ def _secret_from_env() -> bytes | None:
     ) from e
 
 
-def _is_seconds(value: object) -> bool:
-  return (
-    isinstance(value, numbers.Real)
-    and not isinstance(value, bool)
-    and math.isfinite(value)
-    and value >= 0
-  )
-
-
-def _check_seconds(name: str, value: object) -> None:
-  if not _is_seconds(value) or value == 0:
+def _check_seconds(name: str, value: object, may_be_zero: bool) -> None:
+  if (
+    not isinstance(value, numbers.Real)
+    or isinstance(value, bool)
+    or not math.isfinite(value)
+    or value < 0
+    or (value == 0 and not may_be_zero)
+  ):
     raise errors.UnsupportedOptionError(
       f'{name}={value!r}',
-      'a positive number of seconds',
+      f'a {"non-negative" if may_be_zero else "positive"} number of seconds',
       'leave it out for the default',
     )
 

@@ -11,13 +11,14 @@ import numpy as np
 from tf_strategies import errors
 from tf_strategies.collectives import algorithms, codecs, cost_model, simulator
 from tf_strategies.collectives import schedule as schedule_lib
-from tf_strategies.process_group import checks, controlled
+from tf_strategies.process_group import checks, failure_detection
 from tf_strategies.process_group import execution as execution_lib
+from tf_strategies.process_group import group as group_lib
 from tf_strategies.process_group import plan as plan_lib
 from tf_strategies.process_group import state as state_lib
 
 # When a data link breaks, the control plane most likely knows who died.
-_VERDICT_SECONDS = 0.3
+_REPORT_SECONDS = 0.3
 # Two roundings, however many ranks there are.
 _LOSSY_CANDIDATES = ('direct',)
 # Sockets between hosts: 50 us and 1 GB/s.
@@ -48,7 +49,7 @@ class Collective:
     return f'{self.kind}{how} {self.name!r}{array}{root}'
 
 
-class PlannedGroup(controlled.ControlledGroup):
+class PlannedGroup(group_lib.ProcessGroup):
   """A group that runs plans; how bytes move is the subclass's.
 
   Attributes:
@@ -306,27 +307,14 @@ class PlannedGroup(controlled.ControlledGroup):
     except execution_lib.LinkClosedError as e:
       self._raise_lost(e.rank)
     except execution_lib.MismatchError as e:
-      self._control.accuse(
-        {
-          'kind': 'mismatch',
-          'peer': e.rank,
-          'sequence': operation.sequence,
-          'name': operation.name,
-          'expected': collective.text,
-          'received': e.received or 'something else',
-        }
+      received = e.received or 'something else'
+      self._control.report(
+        failure_detection.mismatch(operation, e.rank, received)
       )
       self._state.check()
     except execution_lib.DeadlineError as e:
-      self._control.accuse(
-        {
-          'kind': 'timeout',
-          'text': operation.text,
-          'sequence': operation.sequence,
-          'name': operation.name,
-          'seconds': seconds,
-          'waiting': list(e.waiting),
-        }
+      self._control.report(
+        failure_detection.timeout(operation, seconds, e.waiting)
       )
       self._state.check()
     except BaseException as e:
@@ -337,9 +325,11 @@ class PlannedGroup(controlled.ControlledGroup):
       self._state.end()
 
   def _raise_lost(self, rank: int) -> None:
-    if not self._closed and not self._state.failed.wait(_VERDICT_SECONDS):
-      self._control.convict(
-        self._state.lost(rank, 'died or was cut off (its data link is closed)')
+    if not self._closed and not self._state.failed.wait(_REPORT_SECONDS):
+      self._control.declare_failed(
+        self._state.lost(
+          rank, 'died or was disconnected (its data link is closed)'
+        )
       )
     self._check()
 

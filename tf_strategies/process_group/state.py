@@ -1,4 +1,4 @@
-"""What the threads of one group share: where it is, and whether it failed."""
+"""What the threads of one group share: its members, where it is, its failure."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tf_strategies import errors
-from tf_strategies.process_group import group
 
-# Descriptions of the last collectives: a rank that is ahead by one or two can
-# still say what it did where another got stuck.
+# A rank that is ahead by one or two collectives can still say what it did where
+# another one is stuck.
 _REMEMBERED = 4
 
 _ERRORS: Mapping[str, type[errors.Error]] = {
@@ -28,13 +27,33 @@ _ERRORS: Mapping[str, type[errors.Error]] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Verdict:
+class Member:
+  """One process of a group.
+
+  Attributes:
+    rank: its place in the group, from 0.
+    task: its number in the cluster, which stays when groups form again.
+    address: 'host:port'.
+    progress: what it passed to `form`: how far it has come, in steps, say.
+  """
+
+  rank: int
+  task: int
+  address: str
+  progress: int = 0
+
+  def __str__(self):
+    return f'rank {self.rank} (task {self.task} at {self.address})'
+
+
+@dataclasses.dataclass(frozen=True)
+class FailureReport:
   """Why a group failed, in a form that travels.
 
   Attributes:
     error: the name of the error's class.
-    message: what it says.
-    rank: the one that is to blame, where there is one.
+    message: of the error.
+    rank: the rank at fault, where there is one.
     address: of that rank.
     tensor: name of what was moved.
     step: the sequence number of the collective.
@@ -50,32 +69,31 @@ class Verdict:
   ranks: tuple[int, ...] = ()
 
   def to_json(self) -> dict[str, Any]:
-    """As a dictionary that JSON can say."""
+    """As a dictionary that JSON can express."""
     return dataclasses.asdict(self)
 
   @classmethod
-  def from_json(cls, value: Mapping[str, Any]) -> Verdict:
+  def from_json(cls, value: Mapping[str, Any]) -> FailureReport:
     """The inverse of `to_json`."""
     return cls(**{**value, 'ranks': tuple(value['ranks'])})
 
   def exception(self) -> errors.Error:
     """A new exception: each caller that raises it gets its own traceback."""
     error = _ERRORS[self.error](self.message)
-    for name in ('rank', 'address', 'tensor', 'step'):
+    for name in ('rank', 'address', 'tensor', 'step', 'ranks'):
       setattr(error, name, getattr(self, name))
-    error.ranks = self.ranks
     return error
 
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-  """A collective, as messages tell it.
+  """A collective, as messages describe it.
 
   Attributes:
     sequence: its number, from 1; 0 before the first.
     text: kind, name, dtype and size.
     name: of the tensor.
-    busy: whether it is still going on.
+    busy: whether it is still running.
     since: when it began, in seconds of the monotonic clock.
   """
 
@@ -93,26 +111,29 @@ class GroupState:
   """Shared by the thread of the collectives and the control plane's.
 
   Args:
-    members: everyone in the group.
+    members: of the group, by rank.
     rank: this process.
     generation: of the group.
+
+  Attributes:
+    operation: the newest collective.
+    note: what the program says of itself, its step, say.
+    failure: why the group failed; None while it works.
+    failed: set once the group has failed.
+    departed: the last collective of each rank that has left.
   """
 
-  def __init__(
-    self, members: Sequence[group.Member], rank: int, generation: int
-  ):
+  def __init__(self, members: Sequence[Member], rank: int, generation: int):
     self.members = tuple(members)
     self.rank = rank
     self.generation = generation
     self.operation = Operation()
-    # What the program says of itself, the step that it is at, say.
     self.note = ''
-    # Tag -> when this rank came to it.
-    self._exchanges: dict[str, float] = {}
-    self.verdict: Verdict | None = None
+    self.failure: FailureReport | None = None
     self.failed = threading.Event()
-    # Rank -> the last collective that it took part in before it left.
     self.departed: dict[int, int] = {}
+    # Tag -> when this rank began to wait there.
+    self._exchanges: dict[str, float] = {}
     self._recent: collections.OrderedDict[int, str] = collections.OrderedDict()
     self._lock = threading.Lock()
     self._on_failure: list[Callable[[], None]] = []
@@ -120,17 +141,17 @@ class GroupState:
   def on_failure(self, callback: Callable[[], None]) -> None:
     """Calls back once the group fails, from whichever thread notices."""
     with self._lock:
-      if self.verdict is None:
+      if self.failure is None:
         self._on_failure.append(callback)
         return
     callback()
 
-  def fail(self, verdict: Verdict) -> bool:
+  def fail(self, report: FailureReport) -> bool:
     """Makes the group fail; False if it had failed before."""
     with self._lock:
-      if self.verdict is not None:
+      if self.failure is not None:
         return False
-      self.verdict = verdict
+      self.failure = report
       callbacks, self._on_failure = self._on_failure, []
     self.failed.set()
     for callback in callbacks:
@@ -138,9 +159,9 @@ class GroupState:
     return True
 
   def check(self) -> None:
-    """Raises what the group failed with, if it did."""
-    if self.verdict is not None:
-      raise self.verdict.exception()
+    """Raises the error of a failed group."""
+    if self.failure is not None:
+      raise self.failure.exception()
 
   def begin(self, text: str, name: str) -> Operation:
     """Notes that the next collective begins."""
@@ -167,7 +188,7 @@ class GroupState:
       self._exchanges.pop(tag, None)
 
   def describe(self) -> dict[str, Any]:
-    """What this rank is at, in a form that travels."""
+    """What this rank is doing, in a form that travels."""
     operation, now = self.operation, time.monotonic()
     return {
       'sequence': operation.sequence,
@@ -180,8 +201,8 @@ class GroupState:
       'recent': {str(k): v for k, v in list(self._recent.items())},
     }
 
-  def left(self, rank: int) -> Verdict:
-    """The verdict on a rank that said goodbye and is still needed."""
+  def left(self, rank: int) -> FailureReport:
+    """The report on a rank that said goodbye and is still needed."""
     return self.lost(
       rank,
       'left the group',
@@ -189,21 +210,25 @@ class GroupState:
       'run the same number of collectives.',
     )
 
-  def lost(self, rank: int, how: str, cause: str = '') -> Verdict:
-    """The verdict on a rank that is not there any more.
+  def lost(
+    self,
+    rank: int,
+    how: str,
+    fix: str = 'Look at its log; then form the group again or restart.',
+  ) -> FailureReport:
+    """The report on a rank that is gone.
 
     Args:
       rank: that rank.
       how: the end of a sentence that begins with the rank.
-      cause: what follows, as whole sentences.
+      fix: what follows, as whole sentences.
     """
     operation = self.operation
-    at = f' during {operation}' if operation.busy else f' after {operation}'
+    when = 'during' if operation.busy else 'after'
     member = self.members[rank]
-    return Verdict(
+    return FailureReport(
       'WorkerUnavailableError',
-      f'R{str(member)[1:]} {how}{at}. '
-      + (cause or 'Look at its log; then form the group again or restart.'),
+      f'R{str(member)[1:]} {how} {when} {operation}. {fix}',
       rank=rank,
       address=member.address,
       tensor=operation.name or None,

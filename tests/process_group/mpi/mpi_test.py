@@ -6,7 +6,6 @@ import os
 import pathlib
 import pickle
 import shutil
-import subprocess
 import sys
 import time
 import types
@@ -14,10 +13,10 @@ from unittest import mock
 
 import ml_dtypes
 import numpy as np
-import psutil
 import pytest
 from absl.testing import absltest, parameterized
 
+from benchmarks import processes
 from tests import tiers
 from tests.process_group import conformance
 from tests.process_group.mpi import programs
@@ -45,30 +44,19 @@ def _run(directory, program, count):
   if count is not None:
     command = [_mpiexec(), '-n', str(count), *command]
   environment = {**os.environ, 'PYTHONPATH': os.pathsep.join(sys.path)}
-  with open(pathlib.Path(directory, 'log'), 'w+') as log:
-    process = subprocess.Popen(
-      command, stdout=log, stderr=subprocess.STDOUT, env=environment
-    )
+  with processes.Command(
+    command, name=program, env=environment, deadline_seconds=_DEADLINE_SECONDS
+  ) as run:
     try:
-      status = process.wait(_DEADLINE_SECONDS)
-    except subprocess.TimeoutExpired:
-      _end(process)
-      status = 'ran into the deadline'
-    log.seek(0)
-    text = log.read()
+      status = run.wait()
+    except errors.WorkerUnavailableError as e:
+      status = str(e)
+    text = run.output()
   notes = {
     int(path.stem): pickle.loads(path.read_bytes())
     for path in pathlib.Path(directory).glob('*.pickle')
   }
   return status, notes, text
-
-
-def _end(process):
-  """Ends mpiexec and the ranks that it started."""
-  started = psutil.Process(process.pid).children(recursive=True)
-  for one in [*started, psutil.Process(process.pid)]:
-    one.kill()
-  process.wait(10)
 
 
 class _RanksTestCase(parameterized.TestCase):

@@ -6,7 +6,7 @@ from tf_strategies import errors
 from tf_strategies.process_group.network import authentication, protocol
 
 _SECRET = b'the secret of the job'
-_REQUEST = authentication.Request.new(authentication.Purpose.DATA, 2, 5, 8)
+_REQUEST = authentication.Request(authentication.Purpose.DATA, 2, 5, 8)
 
 
 def _handshake(secret, request=_REQUEST):
@@ -19,7 +19,7 @@ class HandshakeTest(parameterized.TestCase):
     answer, expected = _handshake(secret).answer()
     self.assertLen(answer, authentication.ANSWER_BYTES)
     proof = _handshake(secret).prove(answer, 'task 5')
-    self.assertTrue(authentication.same(proof, expected))
+    self.assertEqual(proof, expected)
     self.assertNotIn(_SECRET, answer + proof)
 
   @parameterized.parameters(b'another secret, same job', None)
@@ -32,9 +32,7 @@ class HandshakeTest(parameterized.TestCase):
     _, expected = _handshake(_SECRET).answer()
     wrong = _handshake(b'another secret, same job')
     answer, _ = wrong.answer()
-    self.assertFalse(
-      authentication.same(wrong.prove(answer, 'task 5'), expected)
-    )
+    self.assertNotEqual(wrong.prove(answer, 'task 5'), expected)
 
   @parameterized.parameters(
     {'purpose': authentication.Purpose.POLL},
@@ -52,17 +50,15 @@ class HandshakeTest(parameterized.TestCase):
   def test_proofs_cannot_be_played_back(self):
     first, expected = _handshake(_SECRET).answer()
     proof = _handshake(_SECRET).prove(first, 'task 5')
-    self.assertTrue(authentication.same(proof, expected))
+    self.assertEqual(proof, expected)
     # To the same server again, which has a new nonce.
     _, now_expected = _handshake(_SECRET).answer()
-    self.assertFalse(authentication.same(proof, now_expected))
+    self.assertNotEqual(proof, now_expected)
     # The client's words as a server's, and the other way round.
     with self.assertRaises(errors.AuthenticationError):
       mirrored = first[: -authentication.PROOF_BYTES] + proof
       _handshake(_SECRET).prove(mirrored, 'task 5')
-    self.assertFalse(
-      authentication.same(first[-authentication.PROOF_BYTES :], expected)
-    )
+    self.assertNotEqual(first[-authentication.PROOF_BYTES :], expected)
 
   def test_another_version_names_both(self):
     answer = bytearray(_handshake(_SECRET).answer()[0])

@@ -1,4 +1,4 @@
-"""Strangers at the port while workers train: nobody may notice them."""
+"""Unauthenticated peers at the port while workers train: nobody may notice them."""
 
 import contextlib
 import os
@@ -14,8 +14,8 @@ from tests import processes
 from tests.process_group import meetings
 from tf_strategies.process_group.network import authentication, protocol
 
-_REQUEST = authentication.Request.new(authentication.Purpose.DATA, 1, 0, 2)
-# What strangers say: nothing, noise, another protocol, the beginning of ours,
+_REQUEST = authentication.Request(authentication.Purpose.DATA, 1, 0, 2)
+# What unauthenticated peers say: nothing, noise, another protocol, the beginning of ours,
 # and all of it with a wrong proof or for a task that is not there.
 _GARBAGE = (
   b'',
@@ -23,8 +23,8 @@ _GARBAGE = (
   b'GET / HTTP/1.1\r\nHost: worker-0\r\n\r\n',
   _REQUEST.pack()[:10],
   _REQUEST.pack() + bytes(authentication.PROOF_BYTES),
-  authentication.Request.new(authentication.Purpose.POLL, 1, 9, 2).pack(),
-  protocol.Frame(protocol.Kind.ABORT, 1, payload=b'{}').pack(),
+  authentication.Request(authentication.Purpose.POLL, 1, 9, 2).pack(),
+  protocol.Frame(protocol.Kind.FAILED, 1, payload=b'{}').pack(),
   b'\xff' * 100_000,
 )
 
@@ -89,7 +89,7 @@ class GarbageTest(absltest.TestCase):
       self.assertGreater(steps, 500)
       self.assertLess(grown, 20 << 20)
       self.assertLess(threads, 20)
-      # At most so many strangers are listened to at a time.
+      # At most so many unauthenticated peers are listened to at a time.
       self.assertLess(files, 200)
 
   def test_training_goes_on(self):

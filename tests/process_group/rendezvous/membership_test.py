@@ -1,3 +1,5 @@
+import dataclasses
+
 from absl.testing import absltest, parameterized
 
 from tf_strategies import errors
@@ -20,6 +22,12 @@ def _meet(made, *others, now=0.0):
     made.heard(other.hello(), now, reached=True)
 
 
+def _proposed(made, now):
+  """The tasks of the group that is proposed."""
+  seats = made.proposal(now)
+  return None if seats is None else [seat.task for seat in seats]
+
+
 class ProposalTest(parameterized.TestCase):
   def test_lowest_leads_as_soon_as_all_are_there(self):
     all_three = [_make(task) for task in _ADDRESSES]
@@ -27,7 +35,7 @@ class ProposalTest(parameterized.TestCase):
     _meet(first, second)
     self.assertIsNone(first.proposal(0.0))
     _meet(first, third)
-    self.assertEqual(first.proposal(0.0), [0, 1, 3])
+    self.assertEqual(_proposed(first, 0.0), [0, 1, 3])
     _meet(second, first, third)
     self.assertIsNone(second.proposal(0.0))
 
@@ -37,7 +45,7 @@ class ProposalTest(parameterized.TestCase):
     self.assertIsNone(first.proposal(1.0))
     _meet(first, second, now=5.9)
     self.assertIsNone(first.proposal(5.9))
-    self.assertEqual(first.proposal(6.1), [0, 1])
+    self.assertEqual(_proposed(first, 6.1), [0, 1])
 
   def test_window_begins_again_when_there_are_too_few(self):
     first, second = _make(0, min_workers=2, window_seconds=5), _make(1)
@@ -53,7 +61,7 @@ class ProposalTest(parameterized.TestCase):
       _make(task, max_workers=2, min_workers=1) for task in _ADDRESSES
     )
     _meet(first, second, third)
-    self.assertEqual(first.proposal(0.0), [0, 1])
+    self.assertEqual(_proposed(first, 0.0), [0, 1])
 
   def test_no_second_group_beside_a_running_one(self):
     first = _make(0, min_workers=2, window_seconds=0)
@@ -73,6 +81,27 @@ class ProposalTest(parameterized.TestCase):
       first.missing(later),
       'task 1 at b:1 (it fell silent), task 3 at c:1 (it fell silent)',
     )
+
+
+class ObjectionTest(absltest.TestCase):
+  def test_proposal_of_the_leader_is_accepted(self):
+    first, second = _make(0, min_workers=2, window_seconds=0), _make(1)
+    _meet(first, second)
+    seats = first.proposal(0.0)
+    self.assertEqual([s.progress for s in seats], [0, 10])
+    self.assertEqual(second.objection(1, seats, 0), '')
+
+  def test_why_a_proposal_is_declined(self):
+    first, second = _make(0, min_workers=2, window_seconds=0), _make(1)
+    _meet(first, second)
+    seats = first.proposal(0.0)
+    self.assertIn('leader', second.objection(1, seats, 3))
+    self.assertIn('leader', second.objection(1, [], 0))
+    self.assertIn('is over', second.objection(0, seats, 0))
+    old = [seats[0], dataclasses.replace(seats[1], incarnation='before')]
+    self.assertIn('incarnation', second.objection(1, old, 0))
+    second.formed(1, {0: 'life 0', 1: 'life 1'})
+    self.assertEqual(second.objection(2, seats, 0), 'it is running')
 
 
 class RefusalTest(parameterized.TestCase):

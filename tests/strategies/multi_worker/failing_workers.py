@@ -148,7 +148,7 @@ def disagree(rank, other_addresses):
   short = {'rendezvous_timeout_seconds': 6.0}
 
   def with_addresses(addresses, index=rank, **options):
-    config = processes.tf_config(addresses, index)
+    config = processes.tf_config({'worker': addresses}, index)
     with _environment(TF_CONFIG=config):
       return _attempt(lambda: make_strategy(**short, **options))
 

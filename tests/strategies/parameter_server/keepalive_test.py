@@ -1,7 +1,6 @@
 """Silent tasks: sockets and processes of this machine, stopped for real."""
 
 import multiprocessing
-import os
 import signal
 import socket
 import threading
@@ -11,7 +10,7 @@ from unittest import mock
 import pytest
 from absl.testing import absltest, parameterized
 
-from tests import process_context
+from tests import processes
 from tf_strategies.strategies.parameter_server import keepalive
 
 _DEADLINE_SECONDS = 30.0
@@ -151,20 +150,17 @@ class CutTest(parameterized.TestCase):
 class SilenceWatchTest(parameterized.TestCase):
   def setUp(self):
     super().setUp()
-    self.processes, self.addresses = {}, {}
+    self.addresses = {}
+    self.tasks = self.enter_context(processes.ProcessGroup())
     for task in [('worker', 0), ('worker', 1)]:
       receiver, sender = multiprocessing.Pipe(duplex=False)
-      process = process_context.process(_serve, (sender,))
-      process.start()
-      self.addCleanup(process.join, 10)
-      self.addCleanup(process.kill)
-      self.processes[task] = process
+      self.tasks.start_function(task, _serve, (sender,))
       if not receiver.poll(_DEADLINE_SECONDS):
         self.fail(f'{task} did not start')
       self.addresses[task] = receiver.recv()
 
   def signal(self, task, number):
-    os.kill(self.processes[task].pid, number)
+    self.tasks.signal(*task, number)
 
   def connect(self, task):
     host, _, port = self.addresses[task].partition(':')
@@ -174,7 +170,7 @@ class SilenceWatchTest(parameterized.TestCase):
     return connection
 
   def test_stopped_task_is_cut_off_until_it_is_taken_back(self):
-    stopped, other = self.processes
+    stopped, other = self.addresses
     watch = keepalive.Keepalive(self.addresses, _TIMEOUT)
     self.addCleanup(watch.close)
     connection, others = self.connect(stopped), self.connect(other)
@@ -201,7 +197,7 @@ class SilenceWatchTest(parameterized.TestCase):
 
   @mock.patch.object(keepalive, '_FORGIVEN_SECONDS', 4 * _TIMEOUT)
   def test_task_that_answers_for_long_enough_is_forgiven(self):
-    stopped, other = self.processes
+    stopped, other = self.addresses
     watch = keepalive.Keepalive(self.addresses, _TIMEOUT)
     self.addCleanup(watch.close)
     for task in (stopped, other):
@@ -215,7 +211,7 @@ class SilenceWatchTest(parameterized.TestCase):
     self.assertTrue(watch.is_disconnected(other))
 
   def test_the_host_that_was_connected_to_is_watched(self):
-    stopped, other = self.processes
+    stopped, other = self.addresses
     # A name server of our own: it sends the name to another host later.
     where = {'task': self.addresses[stopped]}
     found = keepalive.peers_of
@@ -232,7 +228,7 @@ class SilenceWatchTest(parameterized.TestCase):
       self.assertFalse(watch.is_disconnected(('worker', 0)))
 
   def test_silence_that_ends_in_time_is_forgiven(self):
-    stopped, _ = self.processes
+    stopped, _ = self.addresses
     watch = keepalive.Keepalive(self.addresses, _DEADLINE_SECONDS)
     self.addCleanup(watch.close)
     connection = self.connect(stopped)

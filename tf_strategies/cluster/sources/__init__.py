@@ -1,9 +1,9 @@
-"""Where a cluster is described: one module a scheduler.
+"""Descriptions of a cluster: one module a scheduler.
 
 Each has `read(environ)`, which returns the description, or None where the
-scheduler does not run this process as one task of several. A description that
-is there and malformed is a `ClusterConfigError`: as a single process each task
-would train a model of its own, and nobody would know.
+scheduler does not run this process as one task of several. A malformed
+description raises `ClusterConfigError`: as a single process each task would
+silently train a model of its own.
 
 | module | scheduler | is there if |
 |---|---|---|
@@ -12,8 +12,8 @@ would train a model of its own, and nobody would know.
 | `sagemaker` | SageMaker | SM_HOSTS lists several hosts |
 | `slurm` | Slurm | SLURM_PROCID, and SLURM_NTASKS of 2 or more |
 
-`roles` says which of a scheduler's tasks are workers, and which are not:
-TFS_NUM_WORKERS, TFS_NUM_PS, TFS_CHIEF, TFS_EVALUATOR and TFS_PORT.
+`roles` reads the types of a scheduler's tasks: TFS_NUM_WORKERS, TFS_NUM_PS,
+TFS_CHIEF, TFS_EVALUATOR and TFS_PORT.
 
 Example:
 
@@ -48,35 +48,18 @@ VARIABLES = (
 
 
 class Found(NamedTuple):
-  """What one scheduler says.
-
-  Attributes:
-    variable: names it, in errors and in the log.
-    parts: what it says.
-  """
+  """The description of one scheduler, and the variable that names it."""
 
   variable: str
   parts: tf_config.Parts
 
 
 def first(environ: Mapping[str, str]) -> Found | None:
-  """What the first scheduler says that describes a cluster.
-
-  Args:
-    environ: the environment.
-
-  Returns:
-    None if there is none.
+  """The first scheduler's description; None if there is none.
 
   Raises:
-    ClusterConfigError: it says something malformed; or several tasks are
-      asked for (TFS_NUM_WORKERS, TFS_NUM_PS) and no scheduler says which this
-      one is.
-
-  Example:
-
-    >>> first({'SLURM_NTASKS': '1', 'SLURM_PROCID': '0'}) is None
-    True
+    ClusterConfigError: it is malformed; or TFS_NUM_WORKERS or TFS_NUM_PS ask
+      for several tasks, and no scheduler numbers this one.
   """
   for found in every(environ):
     return found
@@ -87,10 +70,10 @@ def first(environ: Mapping[str, str]) -> Found | None:
 
 
 def every(environ: Mapping[str, str]) -> Iterator[Found]:
-  """What each scheduler says that describes a cluster, in their order.
+  """The description of each scheduler that has one, in order.
 
   Raises:
-    ClusterConfigError: on coming to one that says something malformed.
+    ClusterConfigError: on reaching a malformed one.
   """
   for source in _SOURCES:
     with checks.reading(source.VARIABLE):

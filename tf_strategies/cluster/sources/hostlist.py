@@ -27,7 +27,7 @@ _COUNT = re.compile(r'([0-9]{1,9})(?:\(x([0-9]{1,9})\))?')
 _MOST = checks.MAX_TASKS
 # Of the DNS.
 _LONGEST_NAME = 253
-_WAY_OUT = 'leave it as Slurm sets it'
+_FIX = 'leave it as Slurm sets it'
 
 
 def hosts(text: str) -> list[str]:
@@ -41,11 +41,6 @@ def hosts(text: str) -> list[str]:
 
   Raises:
     ClusterConfigError: it is no such list, or of too many hosts.
-
-  Example:
-
-    >>> hosts('rack[1-2]n[1,3]')
-    ['rack1n1', 'rack1n3', 'rack2n1', 'rack2n3']
   """
   found: list[str] = []
   at = 0
@@ -73,7 +68,7 @@ def numbers(text: str) -> list[int]:
     match = _COUNT.fullmatch(item)
     if match is None:
       raise checks.bad(
-        f'its part {checks.show(item)}', text, 'such as 2(x3),1', _WAY_OUT
+        f'its part {checks.show(item)}', text, 'such as 2(x3),1', _FIX
       )
     repetitions = int(match[2] or 1)
     if len(found) + repetitions > _MOST:
@@ -121,11 +116,9 @@ def _bad(text: str, item: str) -> errors.ClusterConfigError:
     f'its part {checks.show(item)}',
     text,
     'hosts such as node[001-003,7],gpu1',
-    _WAY_OUT,
+    _FIX,
   )
 
 
 def _too_many(text: str) -> errors.ClusterConfigError:
-  return checks.bad(
-    'its value', text, f'at most {_MOST} hosts or tasks', _WAY_OUT
-  )
+  return checks.bad('its value', text, f'at most {_MOST} hosts or tasks', _FIX)

@@ -29,7 +29,7 @@ Example:
 from collections.abc import Mapping
 
 from tf_strategies.cluster import checks, tf_config
-from tf_strategies.cluster.sources import roles, variables
+from tf_strategies.cluster.sources import roles
 
 VARIABLE = 'JOB_COMPLETION_INDEX'
 FURTHER_VARIABLES = ('TFS_SUBDOMAIN', 'TFS_JOB_NAME')
@@ -69,7 +69,7 @@ def _read_jobset(
   own = environ.get(_REPLICATED_JOB, checks.MISSING)
   present = [job for job, count in counts.items() if count]
   if own not in present:
-    raise variables.bad(
+    raise checks.bad_variable(
       _REPLICATED_JOB,
       own,
       f'a job that there are tasks of ({", ".join(present)})',
@@ -77,8 +77,8 @@ def _read_jobset(
       'TFS_NUM_WORKERS and TFS_NUM_PS to the numbers of their pods',
     )
   # Pods of several replicas would be numbered twice, which nothing orders.
-  variables.integer(environ, 'JOB_INDEX', 0, 0, 0)
-  index = variables.integer(environ, VARIABLE, 0, counts[own] - 1)
+  checks.integer_variable(environ, 'JOB_INDEX', 0, 0, 0)
+  index = checks.integer_variable(environ, VARIABLE, 0, counts[own] - 1)
   subdomain = environ.get('TFS_SUBDOMAIN', name)
   port = roles.port(environ)
 
@@ -94,7 +94,7 @@ def _read_jobset(
 def _read_indexed_job(
   environ: Mapping[str, str], counts: Mapping[str, int], total: int
 ) -> tf_config.Parts:
-  place = variables.integer(environ, VARIABLE, 0, total - 1)
+  place = checks.integer_variable(environ, VARIABLE, 0, total - 1)
   subdomain = _name(environ, 'TFS_SUBDOMAIN', 'the name of a headless service')
   port = roles.port(environ)
   name = _job_name(environ, place)
@@ -109,7 +109,7 @@ def _job_name(environ: Mapping[str, str], place: int) -> str:
   ending = f'-{place}'
   if isinstance(host, str) and host.removesuffix(ending) not in ('', host):
     return host.removesuffix(ending)
-  raise variables.bad(
+  raise checks.bad_variable(
     'HOSTNAME',
     host,
     f"the Job's name and the pod's index, <job>{ending}",
@@ -120,7 +120,7 @@ def _job_name(environ: Mapping[str, str], place: int) -> str:
 def _name(environ: Mapping[str, str], variable: str, allowed: str) -> str:
   value = environ.get(variable, checks.MISSING)
   if value is checks.MISSING or not value:
-    raise variables.bad(
+    raise checks.bad_variable(
       variable,
       value,
       allowed,

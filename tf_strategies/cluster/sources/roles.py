@@ -25,7 +25,6 @@ Example:
 from collections.abc import Mapping, Sequence
 
 from tf_strategies.cluster import checks, tf_config
-from tf_strategies.cluster.sources import variables
 
 DEFAULT_PORT = 2222
 VARIABLES = (
@@ -43,7 +42,7 @@ def port(environ: Mapping[str, str], default: int = DEFAULT_PORT) -> int:
   Raises:
     ClusterConfigError: TFS_PORT is none.
   """
-  return variables.integer(environ, 'TFS_PORT', 1, 65535, default)
+  return checks.integer_variable(environ, 'TFS_PORT', 1, 65535, default)
 
 
 def counts(
@@ -59,12 +58,12 @@ def counts(
     ClusterConfigError: a variable is no number, or they do not fit `total`.
   """
   most = checks.MAX_TASKS
-  num_ps = variables.integer(environ, 'TFS_NUM_PS', 0, most, 0)
-  chief = variables.integer(environ, 'TFS_CHIEF', 0, 1, int(num_ps > 0))
-  evaluator = variables.integer(environ, 'TFS_EVALUATOR', 0, 1, 0)
+  num_ps = checks.integer_variable(environ, 'TFS_NUM_PS', 0, most, 0)
+  chief = checks.integer_variable(environ, 'TFS_CHIEF', 0, 1, int(num_ps > 0))
+  evaluator = checks.integer_variable(environ, 'TFS_EVALUATOR', 0, 1, 0)
   others = num_ps + chief + evaluator
   rest = None if total is None else max(total - others, 0)
-  workers = variables.integer(environ, 'TFS_NUM_WORKERS', 0, most, rest)
+  workers = checks.integer_variable(environ, 'TFS_NUM_WORKERS', 0, most, rest)
   if total is not None and others + workers != total:
     raise checks.bad(
       'the number of tasks',
@@ -115,11 +114,6 @@ def assign(
 
   Raises:
     ClusterConfigError: the numbers of tasks do not fit.
-
-  Example:
-
-    >>> assign({}, ['a:1', 'b:1'], 1).jobs
-    {'worker': {0: 'a:1', 1: 'b:1'}}
   """
   found = counts(environ, len(addresses))
   remaining = iter(addresses)
@@ -140,7 +134,7 @@ def check_alone(environ: Mapping[str, str]) -> None:
   """
   if 'TFS_NUM_WORKERS' in environ:
     name, told = 'TFS_NUM_WORKERS', environ
-  elif variables.integer(environ, 'TFS_NUM_PS', 0, checks.MAX_TASKS, 0):
+  elif checks.integer_variable(environ, 'TFS_NUM_PS', 0, checks.MAX_TASKS, 0):
     # Workers are those of a scheduler's tasks that are nothing else.
     name, told = 'TFS_NUM_PS', {**environ, 'TFS_NUM_WORKERS': '0'}
   else:

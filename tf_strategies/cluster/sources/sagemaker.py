@@ -15,13 +15,13 @@ Example:
 from collections.abc import Mapping
 
 from tf_strategies.cluster import checks, tf_config
-from tf_strategies.cluster.sources import roles, variables
+from tf_strategies.cluster.sources import roles
 
 VARIABLE = 'SM_HOSTS'
 
 _CURRENT = 'SM_CURRENT_HOST'
 _ALLOWED = 'a JSON list of the names of hosts'
-_WAY_OUT = (
+_FIX = (
   'leave it as SageMaker sets it, such as ["algo-1", "algo-2"], or unset '
   'SM_HOSTS to train in a single process'
 )
@@ -36,17 +36,17 @@ def read(environ: Mapping[str, str]) -> tf_config.Parts | None:
   text = environ.get(VARIABLE)
   if text is None:
     return None
-  hosts = tf_config.parse_json(text, _ALLOWED, _WAY_OUT)
+  hosts = tf_config.parse_json(text, _ALLOWED, _FIX)
   if not isinstance(hosts, list) or not hosts:
-    raise checks.bad('its value', hosts, _ALLOWED, _WAY_OUT)
+    raise checks.bad('its value', hosts, _ALLOWED, _FIX)
   port = roles.port(environ)
   for place, host in enumerate(hosts):
     if not isinstance(host, str):
-      raise checks.bad(f'host {place}', host, 'the name of a host', _WAY_OUT)
+      raise checks.bad(f'host {place}', host, 'the name of a host', _FIX)
     checks.split_address(f'{host}:{port}', f'host {place} with its port')
   current = environ.get(_CURRENT, checks.MISSING)
   if current not in hosts:
-    raise variables.bad(
+    raise checks.bad_variable(
       _CURRENT,
       current,
       f'one of the hosts of SM_HOSTS ({checks.show(hosts)})',

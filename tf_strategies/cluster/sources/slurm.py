@@ -30,7 +30,7 @@ Example:
 from collections.abc import Mapping
 
 from tf_strategies.cluster import checks, tf_config
-from tf_strategies.cluster.sources import hostlist, roles, variables
+from tf_strategies.cluster.sources import hostlist, roles
 
 VARIABLE = 'SLURM_PROCID'
 
@@ -53,8 +53,8 @@ def read(environ: Mapping[str, str]) -> tf_config.Parts | None:
     return None
   most = checks.MAX_TASKS
   count_name = _first_of(environ, 'SLURM_STEP_NUM_TASKS', _NUM_TASKS)
-  total = variables.integer(environ, count_name, 1, most)
-  place = variables.integer(environ, VARIABLE, 0, total - 1)
+  total = checks.integer_variable(environ, count_name, 1, most)
+  place = checks.integer_variable(environ, VARIABLE, 0, total - 1)
   if total == 1:
     return None
   hosts = _hosts(environ)
@@ -62,7 +62,7 @@ def read(environ: Mapping[str, str]) -> tf_config.Parts | None:
   _check_distribution(environ, tasks, place)
   first = roles.port(environ, _port_of_job(environ))
   if first + max(tasks) - 1 > 65535:
-    raise variables.bad(
+    raise checks.bad_variable(
       'TFS_PORT',
       first,
       f'at most {65536 - max(tasks)}, as {max(tasks)} tasks of one host listen '
@@ -78,13 +78,7 @@ def read(environ: Mapping[str, str]) -> tf_config.Parts | None:
 
 
 def is_batch_script(environ: Mapping[str, str]) -> bool:
-  """Whether this is the script that `sbatch` runs, and no step of the job.
-
-  Example:
-
-    >>> is_batch_script({'SLURM_PROCID': '0', 'ENVIRONMENT': 'BATCH'})
-    True
-  """
+  """Whether this is the script that `sbatch` runs, and no step of the job."""
   # The steps that it starts inherit ENVIRONMENT, but have a number.
   in_step = 'SLURM_STEP_ID' in environ or 'SLURM_STEPID' in environ
   is_batch = environ.get('ENVIRONMENT') == 'BATCH'
@@ -102,7 +96,7 @@ def _hosts(environ: Mapping[str, str]) -> list[str]:
   )
   text = environ.get(name)
   if text is None:
-    raise variables.bad(
+    raise checks.bad_variable(
       name, checks.MISSING, 'the hosts of the step', 'start the tasks by srun'
     )
   with checks.reading(name):
@@ -120,7 +114,7 @@ def _tasks_per_host(
   if text is None:
     if total % num_hosts == 0:
       return [total // num_hosts] * num_hosts
-    raise variables.bad(
+    raise checks.bad_variable(
       name,
       checks.MISSING,
       f'how many of the {total} tasks each of the {num_hosts} hosts has',
@@ -146,15 +140,17 @@ def _check_distribution(
   fix = 'pass --distribution=block to srun'
   told = environ.get('SLURM_DISTRIBUTION', 'block')
   if not told.startswith(('block', 'unknown')):
-    raise variables.bad('SLURM_DISTRIBUTION', told, allowed, fix)
+    raise checks.bad_variable('SLURM_DISTRIBUTION', told, allowed, fix)
   host, local = 0, place
   while local >= tasks[host]:
     local -= tasks[host]
     host += 1
   for name, expected in (('SLURM_NODEID', host), ('SLURM_LOCALID', local)):
-    found = variables.integer(environ, name, 0, checks.MAX_TASKS, expected)
+    found = checks.integer_variable(
+      environ, name, 0, checks.MAX_TASKS, expected
+    )
     if found != expected:
-      raise variables.bad(
+      raise checks.bad_variable(
         name, found, f'{expected} for task {place}, with {allowed}', fix
       )
 
@@ -163,5 +159,5 @@ def _port_of_job(environ: Mapping[str, str]) -> int:
   name = _first_of(environ, 'SLURM_JOB_ID', 'SLURM_JOBID')
   if name not in environ:
     return roles.DEFAULT_PORT
-  job = variables.integer(environ, name, 0, _MOST_JOB_ID)
+  job = checks.integer_variable(environ, name, 0, _MOST_JOB_ID)
   return _FIRST_PORT + job % _NUM_PORT_RANGES * _PORTS_OF_A_JOB

@@ -1,12 +1,11 @@
 """The control plane of one group: a star of connections around rank 0.
 
-Heartbeats, small exchanges, goodbyes, and one verdict for all when something
-fails: ranks accuse, rank 0 judges and tells everyone, so that all name the same
-culprit. If rank 0 itself is gone, everyone sees that directly.
+It carries heartbeats, small exchanges, goodbyes and failures. Ranks report what
+goes wrong to rank 0, which decides and tells everyone, so that all raise the
+same error. If rank 0 itself is lost, every rank sees that directly.
 
-All of it runs in the event loop of the rendezvous; `accuse`, `convict`,
-`describe_ranks`, `exchange`, `joiners` and `close` may be called from any
-thread.
+Everything runs in the event loop of the rendezvous; the public methods, except
+`start`, may be called from any thread.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ from tf_strategies.process_group.network import protocol, server
 _Kind = protocol.Kind
 _DESCRIBE_SECONDS = 1.0
 _FLUSH_SECONDS = 1.0
-# If no verdict comes in this time, rank 0 is in trouble itself.
-_VERDICT_SECONDS = _DESCRIBE_SECONDS + 2.0
+# If no decision comes in this time, rank 0 is in trouble itself.
+_DECISION_SECONDS = _DESCRIBE_SECONDS + 2.0
 
 
 class ControlPlane:
-  """Links to rank 0, or on rank 0 to everyone else.
+  """Links to rank 0, or on rank 0 to all other ranks.
 
   Args:
-    host: whose loop and thread all of this runs in.
+    host: whose event loop and thread all of this runs in.
     state: of the group.
     connections: by rank; owned from here on.
     options: of the group.
@@ -50,23 +49,26 @@ class ControlPlane:
     state: state_lib.GroupState,
     connections: Mapping[int, connection_lib.Connection],
     options: options_lib.GroupOptions,
-    own_joiners: Callable[[], tuple[int, ...]],
+    own_joiners: Callable[[], tuple[int, ...]] = tuple,
   ):
     self._host = host
     self._state = state
-    self._options = options
+    self._interval = options.heartbeat_interval_seconds
     self._own_joiners = own_joiners
     self._links = {
       rank: Outbox(connection, state.generation)
       for rank, connection in connections.items()
     }
-    self._heard = dict.fromkeys(self._links, time.monotonic())
+    self._monitor = failure_detection.HeartbeatMonitor(
+      self._links,
+      options.heartbeat_interval_seconds,
+      options.heartbeat_timeout_seconds,
+      time.monotonic(),
+    )
     self._joiners: dict[int, frozenset[int]] = {}
-    self._said: dict[int, Any] = {}
-    # What `describe_ranks` has heard, one for each call that waits.
+    # The descriptions that have come for each inquiry that waits for some.
     self._inquiries: list[dict[int, Any]] = []
-    self._judging = False
-    self._all_said = asyncio.Event()
+    self._diagnosing = False
     self._closing = False
     self._exchanges = exchange_lib.Exchanges(state, self._links)
     self._handlers = {
@@ -74,8 +76,8 @@ class ControlPlane:
       _Kind.EXCHANGE: self._exchanges.on_contribution,
       _Kind.RESULT: self._exchanges.on_result,
       _Kind.LATE: self._exchanges.on_late,
-      _Kind.ACCUSE: self._on_accusation,
-      _Kind.ABORT: self._on_abort,
+      _Kind.REPORT: self._on_report,
+      _Kind.FAILED: self._on_failed,
       _Kind.DESCRIBE: self._on_describe,
       _Kind.DESCRIPTION: self._on_description,
       _Kind.GOODBYE: self._on_goodbye,
@@ -92,19 +94,19 @@ class ControlPlane:
 
   # From any thread.
 
-  def accuse(self, accusation: dict[str, Any]) -> None:
-    """Reports a mismatch or a timeout; returns when there is a verdict."""
-    accusation['accuser'] = self._state.rank
-    self._post(self._accuse, accusation)
-    if not self._state.failed.wait(_VERDICT_SECONDS):
+  def report(self, suspicion: dict[str, Any]) -> None:
+    """Reports a mismatch or a timeout; returns when the group has failed."""
+    suspicion['reporter'] = self._state.rank
+    self._post(self._report, suspicion)
+    if not self._state.failed.wait(_DECISION_SECONDS):
       said = {self._state.rank: self._state.describe()}
-      self._state.fail(_judge(self._state.members, accusation, said))
+      self._state.fail(self._diagnose(suspicion, said))
 
-  def convict(self, verdict: state_lib.Verdict) -> None:
-    """Makes the group fail everywhere; returns when it has failed here."""
-    self._post(self._convict, verdict)
-    if not self._state.failed.wait(_VERDICT_SECONDS):
-      self._state.fail(verdict)
+  def declare_failed(self, report: state_lib.FailureReport) -> None:
+    """Makes the group fail on all ranks; returns when it has failed here."""
+    self._post(self._declare_failed, report)
+    if not self._state.failed.wait(_DECISION_SECONDS):
+      self._state.fail(report)
 
   def exchange(
     self, tag: str, payload: bytes, timeout_seconds: float
@@ -116,18 +118,15 @@ class ControlPlane:
 
   def describe_ranks(self, timeout_seconds: float) -> dict[int, Any]:
     """See `ProcessGroup.describe_ranks`."""
-    mine = {self._state.rank: self._state.describe()}
-    inquiry = self._inquire(dict(mine), timeout_seconds)
+    inquiry = self._ask_all(timeout_seconds)
     try:
       future = asyncio.run_coroutine_threadsafe(inquiry, self._host.loop)
-    except RuntimeError:
-      inquiry.close()
-      return mine
-    try:
       return future.result(timeout_seconds + _FLUSH_SECONDS)
+    except RuntimeError:
+      inquiry.close()  # The loop has ended.
     except (concurrent.futures.CancelledError, concurrent.futures.TimeoutError):
-      # The loop ends, or it is stuck itself.
-      return mine
+      pass  # The loop ends, or it is stuck itself.
+    return {self._state.rank: self._state.describe()}
 
   def joiners(self) -> tuple[int, ...]:
     """Tasks that wait for a new group, as far as this rank knows."""
@@ -150,7 +149,7 @@ class ControlPlane:
     if self._closing:
       return
     self._closing = True
-    if self._state.verdict is None:
+    if self._state.failure is None:
       operation = self._state.operation
       last = operation.sequence - operation.busy
       self._send_all(_Kind.GOODBYE, {'rank': self._state.rank, 'last': last})
@@ -172,95 +171,83 @@ class ControlPlane:
     try:
       while True:
         frame = await connection.receive()
-        self._heard[rank] = time.monotonic()
+        self._monitor.heard(rank, time.monotonic())
         if frame.generation != self._state.generation:
           raise protocol.ProtocolError('a frame is of another generation')
         self._handlers[frame.kind](rank, frame)
     except (OSError, protocol.ProtocolError, KeyError) as e:
       connection.shut_down()
-      if rank not in self._state.departed:
-        self._lose(rank, f'died or was cut off ({_reason(e)})')
+      closed = isinstance(e, ConnectionError)
+      why = 'its connection is closed' if closed else str(e) or type(e).__name__
+      self._lose(rank, f'died or was disconnected ({why})')
 
   async def _beat(self) -> None:
-    interval = self._options.heartbeat_interval_seconds
-    timeout = self._options.heartbeat_timeout_seconds
-    ticked = time.monotonic()
     while True:
-      await asyncio.sleep(interval)
-      now = time.monotonic()
-      if now - ticked > timeout / 2 + interval:
-        # This process was stopped for a while: what the others sent may still
-        # lie in the buffers, so they get another chance.
-        self._heard = dict.fromkeys(self._heard, now)
-      ticked = now
-      for rank, heard in self._heard.items():
-        if now - heard > timeout and rank not in self._state.departed:
-          silence = f'has been silent for {now - heard:.1f} s'
-          self._lose(rank, f'is stopped or cut off: it {silence}')
+      await asyncio.sleep(self._interval)
+      for rank, seconds in self._monitor.overdue(time.monotonic()).items():
+        silence = f'has been silent for {seconds:.1f} s'
+        self._lose(rank, f'is stopped or disconnected: it {silence}')
       self._send_all(_Kind.HEARTBEAT, {'joiners': self.joiners()})
 
   def _lose(self, rank: int, how: str) -> None:
-    if self._closing:
+    if self._closing or rank in self._state.departed:
       return
-    verdict = self._state.lost(rank, how)
+    report = self._state.lost(rank, how)
     if rank == 0:
-      # Nobody is left to tell it to: the others see it themselves.
-      self._state.fail(verdict)
+      # Nobody is left to tell the others: they see it themselves.
+      self._state.fail(report)
     else:
-      self._convict(verdict)
+      self._declare_failed(report)
 
   def _send_all(self, kind: protocol.Kind, message: Any) -> None:
     for rank, link in self._links.items():
       if rank not in self._state.departed:
         link.put(kind, message)
 
-  def _convict(self, verdict: state_lib.Verdict) -> None:
-    if self._state.verdict is not None:
+  def _declare_failed(self, report: state_lib.FailureReport) -> None:
+    if self._state.failure is not None:
       return
     center = self._links.get(0)
     if center is None:
       # Before this rank itself notices: it may end the process at once.
-      self._send_all(_Kind.ABORT, verdict.to_json())
-      self._state.fail(verdict)
+      self._send_all(_Kind.FAILED, report.to_json())
+      self._state.fail(report)
     elif 0 in self._state.departed:
-      self._state.fail(verdict)
+      self._state.fail(report)
     else:
-      center.put(_Kind.ACCUSE, {'verdict': verdict.to_json()})
+      center.put(_Kind.REPORT, {'failure': report.to_json()})
 
-  def _accuse(self, accusation: dict[str, Any]) -> None:
+  def _report(self, suspicion: dict[str, Any]) -> None:
     center = self._links.get(0)
     if center is None:
-      self._host.spawn(self._judge(accusation))
+      self._host.spawn(self._decide(suspicion))
     else:
-      center.put(_Kind.ACCUSE, accusation)
+      center.put(_Kind.REPORT, suspicion)
 
-  async def _judge(self, accusation: dict[str, Any]) -> None:
-    if self._judging or self._state.verdict is not None:
+  async def _decide(self, suspicion: dict[str, Any]) -> None:
+    if self._diagnosing or self._state.failure is not None:
       return
-    self._judging = True
+    self._diagnosing = True
     end = time.monotonic() + _DESCRIBE_SECONDS
     while True:
-      await self._ask_all(end - time.monotonic())
-      # In a mismatch those that are on their way there are waited for, so that
-      # the verdict can say what they do.
-      late = accusation['kind'] == 'mismatch' and any(
-        description['sequence'] < accusation['sequence']
-        for description in self._said.values()
+      said = await self._ask_all(end - time.monotonic())
+      # After a mismatch wait for ranks that are still on their way there, so
+      # that the report can say what they do.
+      late = suspicion['kind'] == 'mismatch' and any(
+        description['sequence'] < suspicion['sequence']
+        for description in said.values()
       )
       if not late or time.monotonic() > end:
         break
       await asyncio.sleep(0.05)
-    self._convict(_judge(self._state.members, accusation, self._said))
+    self._declare_failed(self._diagnose(suspicion, said))
 
-  async def _ask_all(self, seconds: float) -> None:
-    self._said = {0: self._state.describe()}
-    self._all_said.clear()
-    self._send_all(_Kind.DESCRIBE, None)
-    with contextlib.suppress(TimeoutError):
-      await connection_lib.within(max(seconds, 0.0), self._all_said.wait())
+  def _diagnose(self, suspicion, said) -> state_lib.FailureReport:
+    return failure_detection.diagnose(self._state.members, suspicion, said)
 
-  async def _inquire(self, said: dict[int, Any], seconds: float):
-    # Apart from `_said`, which a judgement may be collecting.
+  async def _ask_all(self, seconds: float) -> dict[int, Any]:
+    """What all linked ranks say of themselves, by rank."""
+    said = {self._state.rank: self._state.describe()}
     self._inquiries.append(said)
     try:
       self._send_all(_Kind.DESCRIBE, None)
@@ -271,26 +258,25 @@ class ControlPlane:
       self._inquiries = [i for i in self._inquiries if i is not said]
     return dict(sorted(said.items()))
 
-  def _on_accusation(self, rank: int, frame: protocol.Frame) -> None:
-    accusation = connection_lib.decode(frame)
-    if 'verdict' in accusation:
-      self._convict(state_lib.Verdict.from_json(accusation['verdict']))
+  def _on_report(self, rank: int, frame: protocol.Frame) -> None:
+    report = connection_lib.decode(frame)
+    if 'failure' in report:
+      failure = state_lib.FailureReport.from_json(report['failure'])
+      self._declare_failed(failure)
     else:
-      self._accuse(accusation)
+      self._report(report)
 
-  def _on_abort(self, rank: int, frame: protocol.Frame) -> None:
+  def _on_failed(self, rank: int, frame: protocol.Frame) -> None:
     message = connection_lib.decode(frame)
-    self._state.fail(state_lib.Verdict.from_json(message))
+    self._state.fail(state_lib.FailureReport.from_json(message))
 
   def _on_describe(self, rank: int, frame: protocol.Frame) -> None:
     self._links[rank].put(_Kind.DESCRIPTION, self._state.describe())
 
   def _on_description(self, rank: int, frame: protocol.Frame) -> None:
-    self._said[rank] = connection_lib.decode(frame)
-    for inquiry in self._inquiries:
-      inquiry[rank] = self._said[rank]
-    if len(self._said) == len(self._state.members):
-      self._all_said.set()
+    description = connection_lib.decode(frame)
+    for said in self._inquiries:
+      said[rank] = description
 
   def _on_heartbeat(self, rank: int, frame: protocol.Frame) -> None:
     message = connection_lib.decode(frame)
@@ -309,7 +295,12 @@ class ControlPlane:
 
 
 class Outbox:
-  """Sends frames without waiting; what does not fit goes later."""
+  """Sends frames without waiting; what does not fit is sent later.
+
+  Args:
+    connection: owned from here on.
+    generation: of the group.
+  """
 
   def __init__(self, connection: connection_lib.Connection, generation: int):
     self.connection = connection
@@ -326,15 +317,14 @@ class Outbox:
 
   def put(self, kind: protocol.Kind, message: Any = None) -> None:
     """Sends a frame that holds a JSON value."""
-    payload = json.dumps(message).encode('utf-8')
-    self.put_frame(protocol.Frame(kind, self._generation, payload=payload))
+    self.put_frame(kind, '', json.dumps(message).encode('utf-8'))
 
-  def put_frame(self, frame: protocol.Frame) -> None:
+  def put_frame(self, kind: protocol.Kind, tag: str, payload: bytes) -> None:
     """Sends a frame."""
     if self._closed:
       return
     idle = not self._data
-    self._data += frame.pack()
+    self._data += protocol.Frame(kind, self._generation, tag, payload).pack()
     if idle:
       self._flush()
       if self._data:
@@ -352,7 +342,7 @@ class Outbox:
     except (BlockingIOError, InterruptedError):
       return
     except OSError:
-      # Whoever reads from this connection finds out, and tells.
+      # Whoever reads from this connection notices, and reports it.
       self._stop()
     if not self._data:
       self._loop.remove_writer(self._sock)
@@ -362,17 +352,3 @@ class Outbox:
       self._closed = True
       self._data.clear()
       self._loop.remove_writer(self._sock)
-
-
-def _judge(members, accusation, said) -> state_lib.Verdict:
-  decide = {
-    'mismatch': failure_detection.mismatch,
-    'timeout': failure_detection.timeout,
-  }[accusation['kind']]
-  return decide(members, accusation, said)
-
-
-def _reason(error: Exception) -> str:
-  if isinstance(error, ConnectionError):
-    return 'its connection is closed'
-  return str(error) or type(error).__name__

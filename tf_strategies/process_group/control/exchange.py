@@ -14,29 +14,33 @@ from tf_strategies import errors
 from tf_strategies.process_group import state as state_lib
 from tf_strategies.process_group.network import protocol
 
+_Kind = protocol.Kind
 _SECONDS = struct.Struct('!d')
 _LENGTH = struct.Struct('!Q')
 # A rank gives up by itself if rank 0 does not even say who is late.
 _SLACK_SECONDS = 5.0
 
 
+@dataclasses.dataclass(eq=False)
 class Call:
   """One rank's call of `exchange`.
 
-  Args:
+  Attributes:
     tag: where the calls of all ranks meet.
     payload: of this rank.
     timeout_seconds: how long to wait for the others.
+    future: gets the payloads of all ranks, or an error.
   """
 
-  def __init__(self, tag: str, payload: bytes, timeout_seconds: float):
-    self.tag = tag
-    self.payload = payload
-    self.timeout_seconds = timeout_seconds
-    self.future: concurrent.futures.Future = concurrent.futures.Future()
+  tag: str
+  payload: bytes
+  timeout_seconds: float
+  future: concurrent.futures.Future = dataclasses.field(
+    default_factory=concurrent.futures.Future
+  )
 
   def result(self) -> list[bytes]:
-    """Waits for the payloads of all ranks; raises what kept them away."""
+    """Waits for the payloads of all ranks."""
     try:
       return self.future.result(self.timeout_seconds + _SLACK_SECONDS)
     except concurrent.futures.TimeoutError:
@@ -53,9 +57,13 @@ class _Meeting:
   payloads: dict[int, bytes] = dataclasses.field(default_factory=dict)
   timers: list[asyncio.TimerHandle] = dataclasses.field(default_factory=list)
 
+  def cancel_timers(self) -> None:
+    for timer in self.timers:
+      timer.cancel()
+
 
 class Exchanges:
-  """The open exchanges of this rank; on rank 0 those of everyone.
+  """The open exchanges of this rank; on rank 0 those of all ranks.
 
   Everything runs in the event loop.
 
@@ -72,11 +80,10 @@ class Exchanges:
     self._meetings: dict[str, _Meeting] = {}
 
   def begin(self, call: Call) -> None:
-    """Sends this rank's payload to where the others' go."""
-    if self._state.verdict is not None or self._state.departed:
+    """Sends this rank's payload to rank 0."""
+    if self._state.failure is not None or self._state.departed:
       call.future.set_exception(self._failure())
-      return
-    if call.tag in self._calls:
+    elif call.tag in self._calls:
       call.future.set_exception(
         errors.UnsupportedOptionError(
           f'exchange with tag={call.tag!r} twice at the same time',
@@ -84,13 +91,13 @@ class Exchanges:
           'use a tag of its own for each meeting, with a counter, say',
         )
       )
-      return
-    self._calls[call.tag] = call
-    if self._state.rank == 0:
-      self._contribute(0, call.tag, call.payload, call.timeout_seconds)
     else:
-      payload = _SECONDS.pack(call.timeout_seconds) + call.payload
-      self._send(0, protocol.Kind.EXCHANGE, call.tag, payload)
+      self._calls[call.tag] = call
+      if self._state.rank == 0:
+        self._contribute(0, call.tag, call.payload, call.timeout_seconds)
+      else:
+        payload = _SECONDS.pack(call.timeout_seconds) + call.payload
+        self._links[0].put_frame(_Kind.EXCHANGE, call.tag, payload)
 
   def fail(self) -> None:
     """Ends what cannot complete any more: the group failed or a rank left."""
@@ -98,8 +105,7 @@ class Exchanges:
     for call in calls.values():
       call.future.set_exception(self._failure())
     for meeting in self._meetings.values():
-      for timer in meeting.timers:
-        timer.cancel()
+      meeting.cancel_timers()
     self._meetings.clear()
 
   def on_contribution(self, rank: int, frame: protocol.Frame) -> None:
@@ -110,11 +116,11 @@ class Exchanges:
     self._contribute(rank, frame.tag, frame.payload[_SECONDS.size :], seconds)
 
   def on_result(self, rank: int, frame: protocol.Frame) -> None:
-    """On the others: the payloads of all."""
+    """On the others: the payloads of all ranks."""
     self._finish(frame.tag, _unpack(frame.payload, len(self._state.members)))
 
   def on_late(self, rank: int, frame: protocol.Frame) -> None:
-    """On the others: who did not come in time."""
+    """On the others: the ranks that did not come in time."""
     self._give_up(frame.tag, json.loads(frame.payload))
 
   def _contribute(
@@ -126,13 +132,12 @@ class Exchanges:
       timer = self._loop.call_later(seconds, self._late, rank, tag, meeting)
       meeting.timers.append(timer)
       return
-    for timer in meeting.timers:
-      timer.cancel()
+    meeting.cancel_timers()
     del self._meetings[tag]
     payloads = [meeting.payloads[r] for r in range(len(self._state.members))]
     packed = b''.join(_LENGTH.pack(len(p)) + p for p in payloads)
-    for peer in self._links:
-      self._send(peer, protocol.Kind.RESULT, tag, packed)
+    for link in self._links.values():
+      link.put_frame(_Kind.RESULT, tag, packed)
     self._finish(tag, payloads)
 
   def _late(self, rank: int, tag: str, meeting: _Meeting) -> None:
@@ -141,8 +146,7 @@ class Exchanges:
     if rank == 0:
       self._give_up(tag, missing)
     else:
-      payload = json.dumps(missing).encode()
-      self._send(rank, protocol.Kind.LATE, tag, payload)
+      self._links[rank].put_frame(_Kind.LATE, tag, json.dumps(missing).encode())
 
   def _give_up(self, tag: str, missing: list[int]) -> None:
     call = self._calls.pop(tag, None)
@@ -163,16 +167,9 @@ class Exchanges:
     if call is not None:
       call.future.set_result(payloads)
 
-  def _send(
-    self, rank: int, kind: protocol.Kind, tag: str, payload: bytes
-  ) -> None:
-    self._links[rank].put_frame(
-      protocol.Frame(kind, self._state.generation, tag, payload)
-    )
-
   def _failure(self) -> errors.Error:
-    if self._state.verdict is not None:
-      return self._state.verdict.exception()
+    if self._state.failure is not None:
+      return self._state.failure.exception()
     departed = min(self._state.departed, default=self._state.rank)
     return self._state.left(departed).exception()
 

@@ -1,8 +1,8 @@
 """Connects the ranks that MPI started with rank 0, for the control plane.
 
-MPI tells everyone where rank 0 listens and a secret that was made for this
-group alone; from there on all is as in a group over TCP: heartbeats, exchanges,
-goodbyes, one verdict when something fails.
+Over MPI the ranks learn where rank 0 listens, and a secret that is made for this
+group alone; the rest is as in a group over TCP: heartbeats, exchanges,
+goodbyes, one report when something fails.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tf_strategies import errors
-from tf_strategies.process_group import group, state
 from tf_strategies.process_group import options as options_lib
+from tf_strategies.process_group import state
 from tf_strategies.process_group.control import control_plane
 from tf_strategies.process_group.mpi import links
 from tf_strategies.process_group.network import authentication, protocol, server
@@ -55,13 +55,16 @@ def form(
   """
   gathering = _Gathering(comm.rank, comm.size)
   try:
-    told = _tell(comm, host, gathering, deadline)
+    hosts = comm.gather_values(host, deadline)
+    mine = {'host': host, **gathering.listen(alone=len(set(hosts)) == 1)}
+    told = comm.gather_values(mine, deadline)
+    _raise_first(told, [said['error'] for said in told])
     failed = gathering.connect(told[0], deadline)
     _raise_first(
       told, comm.gather_values(failed, deadline + 2 * _SLACK_SECONDS)
     )
     members = [
-      group.Member(r, r, f'{said["host"]}:{said["port"]}')
+      state.Member(r, r, f'{said["host"]}:{said["port"]}')
       for r, said in enumerate(told)
     ]
     shared = state.GroupState(members, comm.rank, generation=1)
@@ -72,27 +75,6 @@ def form(
   return gathering.host, shared, plane
 
 
-def _tell(
-  comm: links.Communicator,
-  host: str,
-  gathering: _Gathering,
-  deadline: float,
-) -> list[dict[str, Any]]:
-  """Opens the addresses; what everyone must know of each rank."""
-  hosts = comm.gather_values(host, deadline)
-  mine: dict[str, Any] = {'host': host, 'error': ''}
-  try:
-    gathering.listen(alone=len(set(hosts)) == 1)
-    mine.update(port=gathering.port, places=gathering.places)
-  except (OSError, errors.Error) as e:
-    mine['error'] = str(e)
-  if comm.rank == 0:
-    mine['secret'] = gathering.secret.hex()
-  told = comm.gather_values(mine, deadline)
-  _raise_first(told, [said['error'] for said in told])
-  return told
-
-
 class _Gathering:
   """Where rank 0 waits for the others, and the others call it."""
 
@@ -100,30 +82,41 @@ class _Gathering:
     self._rank = rank
     self._size = size
     self.host: server.Server | None = None
-    self.port = 0
-    self.places: Sequence[str] = ()
-    self.secret = secrets.token_bytes(32)
     self._connections: dict[int, connection_lib.Connection] = {}
 
-  def listen(self, alone: bool) -> None:
-    """Opens an address; `alone` says that all ranks are on this host."""
-    self.places = [_LOOPBACK] if alone else _places()
+  def listen(self, alone: bool) -> dict[str, Any]:
+    """Opens an address.
+
+    Args:
+      alone: whether all ranks are on this host.
+
+    Returns:
+      What the other ranks must know of it.
+    """
+    secret = secrets.token_bytes(32)
     # Only rank 0 is called.
     where = _LOOPBACK if alone or self._rank else _EVERYWHERE
-    with socket.socket() as kept:
-      # Two may have an address as long as only one of them listens, so nobody
-      # else gets the port in between; not so elsewhere than on Linux.
-      kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-      kept.bind((where, 0))
-      self.port = kept.getsockname()[1]
-      if sys.platform != 'linux':
-        kept.close()
-      self.host = server.Server(
-        f'{where}:{self.port}',
-        self._rank,
-        self.secret,
-        {_CONTROL: self._accept},
-      )
+    port, error = 0, ''
+    try:
+      with socket.socket() as kept:
+        # Two may have an address as long as only one of them listens, so no
+        # other process gets the port in between; not so elsewhere than on Linux.
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        kept.bind((where, 0))
+        port = kept.getsockname()[1]
+        if sys.platform != 'linux':
+          kept.close()
+        self.host = server.Server(
+          f'{where}:{port}', self._rank, secret, {_CONTROL: self._accept}
+        )
+    except (OSError, errors.Error) as e:
+      error = str(e)
+    return {
+      'port': port,
+      'places': [_LOOPBACK] if alone else _places(),
+      'secret': '' if self._rank else secret.hex(),
+      'error': error,
+    }
 
   def connect(self, center: Mapping[str, Any], deadline: float) -> str:
     """Connects this rank; what went wrong, or ''."""
@@ -138,7 +131,7 @@ class _Gathering:
 
     async def begin() -> control_plane.ControlPlane:
       plane = control_plane.ControlPlane(
-        self.host, shared, self._connections, options, lambda: ()
+        self.host, shared, self._connections, options
       )
       plane.start()
       return plane
@@ -154,11 +147,7 @@ class _Gathering:
     for connection in self._connections.values():
       connection.close()
 
-  async def _accept(
-    self,
-    connection: connection_lib.Connection,
-    request: authentication.Request,
-  ) -> None:
+  async def _accept(self, connection, request) -> None:
     if request.client in self._connections:
       connection.close()
     else:
@@ -178,9 +167,7 @@ class _Gathering:
     while time.monotonic() < deadline:
       for place in center['places']:
         address = f'{place}:{center["port"]}'
-        request = authentication.Request.new(
-          _CONTROL, self._rank, 0, self._size
-        )
+        request = authentication.Request(_CONTROL, self._rank, 0, self._size)
         try:
           self._connections[0] = await connection_lib.dial(
             address, request, secret

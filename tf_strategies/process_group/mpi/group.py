@@ -21,7 +21,7 @@ import numpy as np
 
 from tf_strategies import errors
 from tf_strategies.process_group import execution as execution_lib
-from tf_strategies.process_group import group, planned
+from tf_strategies.process_group import planned
 from tf_strategies.process_group import options as options_lib
 from tf_strategies.process_group import state as state_lib
 from tf_strategies.process_group.control import control_plane
@@ -59,7 +59,7 @@ def form_mpi_group(
   try:
     comm = links.Communicator(mpi, deadline)
     if comm.size == 1:
-      alone = group.Member(0, 0, f'{host}:0')
+      alone = state_lib.Member(0, 0, f'{host}:0')
       return MpiProcessGroup(
         comm, state_lib.GroupState([alone], 0, 1), None, None, options
       )

@@ -1,9 +1,9 @@
-"""Two processes prove to each other that they know the job's secret.
+"""Mutual authentication by HMAC over the secret of the job.
 
-The client says what it wants and a nonce; the server answers with a nonce of
-its own and a keyed hash over both and its role; the client answers with a hash
-under its role. So neither side learns anything to be played back, in another
-role, to another task or later. It proves who speaks; it does not encrypt.
+The client sends its request and a nonce; the server answers with a nonce of its
+own and a keyed hash over both and its role; the client answers with a hash under
+its role. Neither side learns anything that it could replay: in another role, to
+another task or later. This authenticates; it does not encrypt.
 """
 
 from __future__ import annotations
@@ -48,15 +48,9 @@ class Request:
   client: int
   server: int
   world: int
-  nonce: bytes
-
-  @classmethod
-  def new(
-    cls, purpose: Purpose, client: int, server: int, world: int
-  ) -> Request:
-    """A request with a fresh nonce."""
-    nonce = secrets.token_bytes(_NONCE_BYTES)
-    return cls(purpose, client, server, world, nonce)
+  nonce: bytes = dataclasses.field(
+    default_factory=lambda: secrets.token_bytes(_NONCE_BYTES)
+  )
 
   def pack(self) -> bytes:
     """The request as `REQUEST_BYTES` bytes."""
@@ -127,7 +121,7 @@ class Handshake:
         f'version {protocol.PROTOCOL_VERSION}. Install the same tf_strategies '
         'everywhere.'
       )
-    if not same(mac, self._mac(b'server', nonce)):
+    if not hmac.compare_digest(mac, self._mac(b'server', nonce)):
       raise errors.AuthenticationError(
         f'{server} does not know the secret of this process: its proof is '
         'wrong. Give all workers the same TFS_SECRET (or TFS_SECRET_FILE).'
@@ -137,8 +131,3 @@ class Handshake:
   def _mac(self, role: bytes, nonce: bytes) -> bytes:
     message = b'tf_strategies ' + role + self._request + nonce
     return hmac.new(self._secret, message, hashlib.sha256).digest()
-
-
-def same(a: bytes, b: bytes) -> bool:
-  """Compares proofs in a time that tells nothing about where they differ."""
-  return hmac.compare_digest(a, b)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
 import ipaddress
 import json
 import socket
@@ -11,6 +12,7 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from tf_strategies import errors
+from tf_strategies.cluster import checks
 from tf_strategies.process_group.network import authentication, protocol
 
 _T = TypeVar('_T')
@@ -125,24 +127,9 @@ async def within(seconds: float, coroutine: Coroutine[Any, Any, _T]) -> _T:
 
 
 def split_address(address: str) -> tuple[str, int]:
-  """Host and port of 'host:port' or '[v6]:port'.
-
-  Example:
-
-    >>> split_address('[::1]:2222')
-    ('::1', 2222)
-
-  Raises:
-    ClusterConfigError: it is neither.
-  """
-  host, colon, port = str(address).rpartition(':')
-  host = host[1:-1] if host.startswith('[') and host.endswith(']') else host
-  if not colon or not host or not port.isdecimal() or int(port) > 65535:
-    raise errors.ClusterConfigError(
-      f"The address {address!r} is not 'host:port'. Write it like "
-      "'worker-0.example:2222' or '[::1]:2222'."
-    )
-  return host, int(port)
+  """Host and port of 'host:port' or '[v6]:port'; ClusterConfigError if neither."""
+  with checks.reading('addresses'):
+    return checks.split_address(address, 'an address', least_port=0)
 
 
 async def dial(
@@ -234,7 +221,7 @@ async def accept(
   answer, expected = authentication.Handshake(secret, request).answer()
   await connection.write(answer)
   proof = await connection.read(authentication.PROOF_BYTES)
-  if not authentication.same(proof, expected):
+  if not hmac.compare_digest(proof, expected):
     await connection.write(b'\0')
     raise errors.AuthenticationError('its proof is wrong')
   await connection.write(b'\1')

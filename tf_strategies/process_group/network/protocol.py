@@ -1,4 +1,4 @@
-"""What travels: the header of a collective, and frames of the control plane.
+"""The wire format: headers of collectives, and frames of the control plane.
 
 Lengths are checked against limits before anything is allocated.
 
@@ -32,7 +32,7 @@ FRAME_HEADER_BYTES = _FRAME.size
 
 
 class ProtocolError(Exception):
-  """Bytes that are not of this protocol; never leaves the room."""
+  """Bytes that are not of this protocol; internal."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +113,7 @@ def checksum(text: str) -> int:
 
 
 class Kind(enum.IntEnum):
-  """What a frame of the control plane says."""
+  """The kinds of frames of the control plane."""
 
   # Rendezvous.
   HELLO = 1
@@ -129,8 +129,8 @@ class Kind(enum.IntEnum):
   EXCHANGE = 17
   RESULT = 18
   LATE = 19
-  ACCUSE = 20
-  ABORT = 21
+  REPORT = 20
+  FAILED = 21
   DESCRIBE = 22
   DESCRIPTION = 23
   GOODBYE = 24

@@ -1,4 +1,4 @@
-"""The thread and the listening socket through which others reach a process."""
+"""The thread and the listening socket that accept a process's connections."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from tf_strategies.process_group.network import authentication, protocol
 from tf_strategies.process_group.network import connection as connection_lib
 
 # Connections that have not authenticated yet. The oldest makes room for a new
-# one, so that somebody who opens many and stays silent keeps nobody out.
-_MAX_STRANGERS = 128
-# The predecessor of a restarted worker may still be about to end.
+# one, so that a peer that opens many and stays silent blocks nobody.
+_MAX_UNAUTHENTICATED = 128
+# The predecessor of a restarted worker may still be ending.
 _BUSY_SECONDS = 2.0
 # A container may start before its own name is known.
 _NAMELESS_SECONDS = 20.0
@@ -32,7 +32,7 @@ Handler = Callable[
 
 
 class Server:
-  """One thread with an event loop: every connection that is not bulk data.
+  """One thread with an event loop for all connections but data links.
 
   Args:
     address: 'host:port' to listen at.
@@ -55,7 +55,7 @@ class Server:
     self._task = task
     self._secret = secret
     self._handlers = dict(handlers)
-    self._strangers: collections.OrderedDict[asyncio.Task, None] = (
+    self._unauthenticated: collections.OrderedDict[asyncio.Task, None] = (
       collections.OrderedDict()
     )
     self._tasks: set[asyncio.Task] = set()
@@ -121,10 +121,10 @@ class Server:
         continue
       sock.setblocking(False)
       task = self.spawn(self._serve(connection_lib.Connection(sock)))
-      self._strangers[task] = None
-      task.add_done_callback(lambda t: self._strangers.pop(t, None))
-      if len(self._strangers) > _MAX_STRANGERS:
-        oldest, _ = self._strangers.popitem(last=False)
+      self._unauthenticated[task] = None
+      task.add_done_callback(lambda t: self._unauthenticated.pop(t, None))
+      if len(self._unauthenticated) > _MAX_UNAUTHENTICATED:
+        oldest, _ = self._unauthenticated.popitem(last=False)
         oldest.cancel()
         # Until it has closed its socket: else they could pile up.
         await asyncio.gather(oldest, return_exceptions=True)
@@ -152,7 +152,7 @@ class Server:
         e or 'no proof in time',
       )
       return
-    self._strangers.pop(asyncio.current_task(), None)
+    self._unauthenticated.pop(asyncio.current_task(), None)
     await self._handlers[request.purpose](connection, request)
 
 
@@ -168,38 +168,31 @@ def _listen(address: str, task: int) -> socket.socket:
       if (busy or nameless) and time.monotonic() < started + patience:
         time.sleep(0.1)
         continue
+      hint = 'The address must be one of this host: check which task it is.'
       if busy:
         hint = (
           'Another process has it: a second one that claims the same task, or '
           'one of another job. End that one, or choose another port.'
         )
-      else:
-        hint = 'The address must be one of this host: check which task it is.'
       raise errors.RendezvousError(
         f'Task {task} cannot listen at {address}: {e.strerror or e}. {hint}'
       ) from e
 
 
 def _bind(host: str, port: int) -> socket.socket:
-  found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-  problem: OSError = OSError('the name has no address')
-  for family, _, _, _, where in found:
+  problem = OSError('the name has no address')
+  for family, _, _, _, where in socket.getaddrinfo(
+    host, port, type=socket.SOCK_STREAM
+  ):
+    listener = socket.socket(family, socket.SOCK_STREAM)
     try:
-      return _bind_to(family, where)
+      # A restarted worker takes its address back at once; two at a time cannot.
+      listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+      listener.bind(where)
+      listener.listen(1024)
+      listener.setblocking(False)
+      return listener
     except OSError as e:
+      listener.close()
       problem = e
   raise problem
-
-
-def _bind_to(family: int, where: tuple) -> socket.socket:
-  listener = socket.socket(family, socket.SOCK_STREAM)
-  try:
-    # A restarted worker takes its address back at once; two at a time cannot.
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind(where)
-    listener.listen(1024)
-    listener.setblocking(False)
-  except OSError:
-    listener.close()
-    raise
-  return listener

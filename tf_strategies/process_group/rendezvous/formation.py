@@ -1,9 +1,9 @@
-"""How a proposed group comes into being: all links, or none of them.
+"""Connects the members of a proposed group: all links, or none of them.
 
-The leader proposes, the members accept, everyone makes its data links (the
-higher rank calls the lower one), reports, and the leader commits. Whatever
-fails on the way, everything is closed and the workers look for each other
-again. The connections that carry the proposal become the control plane.
+The leader proposes, the members accept, each connects its data links (the higher
+rank dials the lower one) and reports, and the leader commits. If a step fails,
+all links are closed and the workers poll each other again. The connections that
+carry the proposal become the control plane.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ import socket
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
-from tf_strategies.process_group import group
+from tf_strategies.process_group import state
 from tf_strategies.process_group.network import authentication, protocol
 from tf_strategies.process_group.network import connection as connection_lib
+from tf_strategies.process_group.rendezvous import membership
 
 _Kind = protocol.Kind
-# A step takes milliseconds; a worker that dies closes its connections. This is
-# for one that is stopped in the middle of it.
+# A step takes milliseconds, and a worker that dies closes its connections: only
+# one that is stopped takes so long.
 STEP_SECONDS = 20.0
 
 Dial = Callable[
@@ -29,21 +30,7 @@ Dial = Callable[
 
 
 class ProposalFailedError(Exception):
-  """A proposal came to nothing; never leaves the room."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Seat:
-  """A member as it is proposed: one life of one task."""
-
-  task: int
-  address: str
-  incarnation: str
-  progress: int
-
-  def to_json(self) -> list[Any]:
-    """In a form that travels."""
-    return [self.task, self.address, self.incarnation, self.progress]
+  """A proposal failed; internal."""
 
 
 class Proposal:
@@ -57,7 +44,11 @@ class Proposal:
   """
 
   def __init__(
-    self, generation: int, seats: Sequence[Seat], task: int, dial: Dial
+    self,
+    generation: int,
+    seats: Sequence[membership.Seat],
+    task: int,
+    dial: Dial,
   ):
     self.generation = generation
     self.seats = tuple(seats)
@@ -69,19 +60,12 @@ class Proposal:
     self._meshed = asyncio.Event()
     self._check_meshed()
 
-  def members(self) -> tuple[group.Member, ...]:
+  def members(self) -> tuple[state.Member, ...]:
     """The seats as members."""
     return tuple(
-      group.Member(rank, seat.task, seat.address, seat.progress)
+      state.Member(rank, seat.task, seat.address, seat.progress)
       for rank, seat in enumerate(self.seats)
     )
-
-  def to_json(self) -> dict[str, Any]:
-    """In a form that travels."""
-    return {
-      'generation': self.generation,
-      'seats': [seat.to_json() for seat in self.seats],
-    }
 
   async def lead(self) -> None:
     """The leader's part.
@@ -104,7 +88,7 @@ class Proposal:
       raise
 
   async def follow(self, leader: connection_lib.Connection) -> None:
-    """A member's part, after it has been asked.
+    """A member's part, after it has accepted.
 
     Raises:
       ProposalFailedError: the leader or another member gave up.
@@ -113,14 +97,14 @@ class Proposal:
     try:
       await leader.send(_Kind.ACCEPT)
       await together([leader.expect(_Kind.MESH)])
-      # Both at once: the leader may be gone before the mesh is there.
+      # Both at once: the leader may die before the mesh is complete.
       await together([self._mesh(leader), leader.expect(_Kind.COMMIT)])
     except BaseException:
       self.close()
       raise
 
   def expects(self, rank: int, message: dict[str, Any]) -> bool:
-    """Whether a data link is one of this proposal, and not there yet."""
+    """Whether a data link belongs to this proposal and is still missing."""
     return (
       message['generation'] == self.generation
       and self.rank < rank < len(self.seats)
@@ -134,7 +118,7 @@ class Proposal:
     self._check_meshed()
 
   def close(self) -> None:
-    """Gives everything up."""
+    """Closes all links."""
     for sock in self.sockets.values():
       sock.close()
     for connection in self.connections.values():
@@ -150,7 +134,9 @@ class Proposal:
       self.seats[rank].task, authentication.Purpose.CONTROL
     )
     self.connections[rank] = connection
-    await connection.send(_Kind.PROPOSE, self.to_json(), self.generation)
+    seats = [dataclasses.astuple(seat) for seat in self.seats]
+    message = {'generation': self.generation, 'seats': seats}
+    await connection.send(_Kind.PROPOSE, message, self.generation)
     kind, reason = await connection.expect(_Kind.ACCEPT, _Kind.REJECT)
     if kind is _Kind.REJECT:
       raise ProposalFailedError(
@@ -210,11 +196,3 @@ async def together(coroutines: Iterable[Awaitable[Any]]) -> None:
     for task in tasks:
       task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def seats_from_json(message: dict[str, Any]) -> list[Seat]:
-  """The seats of a proposal; ProtocolError if it has none."""
-  try:
-    return [Seat(*seat) for seat in message['seats']]
-  except (KeyError, TypeError) as e:
-    raise protocol.ProtocolError('a proposal is malformed') from e

@@ -1,13 +1,13 @@
-"""What a process knows of the others while no group has formed.
+"""Decides which workers form a group: the rendezvous as a state machine.
 
-No sockets and no clock of its own: times come in as arguments.
+Without sockets or clocks: messages and times come in as arguments.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tf_strategies import errors, version
@@ -26,6 +26,16 @@ class State(str, enum.Enum):
   REFUSED = 'refused'  # It has found out that no group can ever form.
 
 
+@dataclasses.dataclass(frozen=True)
+class Seat:
+  """A member as it is proposed: one incarnation of one task."""
+
+  task: int
+  address: str
+  incarnation: str
+  progress: int
+
+
 @dataclasses.dataclass
 class View:
   """What is known of one other task.
@@ -37,7 +47,6 @@ class View:
     progress: how far it has come.
     idle_since: since when it has been between groups; None while it is not.
     reached_at: when it last answered at its address; None for never.
-    heard_at: when it last spoke, also by calling here.
     problem: why it does not answer.
     refused: whether the problem is the secret.
   """
@@ -48,7 +57,6 @@ class View:
   progress: int = 0
   idle_since: float | None = None
   reached_at: float | None = None
-  heard_at: float = float('-inf')
   problem: str = 'it was never reached'
   refused: bool = False
 
@@ -58,13 +66,13 @@ class View:
 
 
 class Membership:
-  """Everyone's state, and what follows from it.
+  """The state of every task, and what follows from it.
 
   Args:
     addresses: of all tasks.
     task: this process's.
     incarnation: of this process.
-    options: how many are needed.
+    options: how many members a group needs.
   """
 
   def __init__(
@@ -112,20 +120,18 @@ class Membership:
     self._enough_since = None
     self._rivals.clear()
     for view in self.views.values():
-      view.reached_at = None
-      view.idle_since = None
-      view.problem = 'it was never reached'
-      view.refused = False
+      view.reached_at = view.idle_since = None
+      view.problem, view.refused = 'it was never reached', False
 
   def heard(
     self, message: Mapping[str, Any], now: float, reached: bool
   ) -> None:
-    """Takes note of another's hello.
+    """Notes the `hello()` of another task.
 
     Args:
-      message: its `hello()`.
+      message: the hello.
       now: the time.
-      reached: whether it answered at its address, rather than called here.
+      reached: whether it came from the task's address, rather than from a call.
 
     Raises:
       RendezvousError, ClusterConfigError: the two can never form a group.
@@ -145,7 +151,6 @@ class Membership:
       elif view.idle_since is None:
         view.idle_since = now
     view.generation = max(view.generation, message['generation'])
-    view.heard_at = now
     if reached:
       if self._rivals.get(task) == message['incarnation']:
         del self._rivals[task]  # It was no rival but a successor.
@@ -192,11 +197,11 @@ class Membership:
     seen = [view.generation for view in self.views.values()]
     return max([self.generation, *seen]) + 1
 
-  def proposal(self, now: float) -> list[int] | None:
-    """The tasks of a group, if it is for this process to propose one now."""
+  def proposal(self, now: float) -> list[Seat] | None:
+    """The group to propose now; None if this process should not propose one."""
     fresh = {t: v for t, v in self.views.items() if v.is_fresh(now)}
     forming = [t for t, v in fresh.items() if v.state is State.FORMING]
-    # Somebody lower leads; or a group runs, which will form again; or somebody
+    # A lower task leads; or a group runs, which will form again; or a worker
     # has just left one, perhaps with the only state that there is.
     waits = (
       any(t < self.task for t in forming)
@@ -210,16 +215,33 @@ class Membership:
     if waits or len(there) < self._minimum:
       self._enough_since = None
       return None
-    if len(there) >= self._maximum:
-      return there[: self._maximum]
-    if self._enough_since is None:
-      self._enough_since = now
-    if now - self._enough_since < self._window:
-      return None
-    return there
+    if len(there) < self._maximum:
+      if self._enough_since is None:
+        self._enough_since = now
+      if now - self._enough_since < self._window:
+        return None
+    return [self._seat(task) for task in there[: self._maximum]]
+
+  def objection(
+    self, generation: int, seats: Sequence[Seat], leader: int
+  ) -> str:
+    """Why this process cannot accept a proposal; empty if it can."""
+    if self.state is not State.FORMING:
+      return f'it is {self.state.value}'
+    if generation <= self.generation:
+      return f'generation {generation} is over'
+    if not seats or seats[0].task != leader:
+      return 'the leader has no seat'
+    if self._seat(self.task) not in seats:
+      return 'the seat is for another incarnation'
+    return ''
+
+  def _seat(self, task: int) -> Seat:
+    view = self if task == self.task else self.views[task]
+    return Seat(task, self.addresses[task], view.incarnation, view.progress)
 
   def missing(self, now: float) -> str:
-    """Who is not there, where and why, as text."""
+    """The tasks that are missing, with their addresses and why, as text."""
     told = []
     for task, view in self.views.items():
       where = f'task {task} at {self.addresses[task]}'
@@ -230,6 +252,21 @@ class Membership:
       elif view.state is not State.FORMING:
         told.append(f'{where} (it is there, but has not called form)')
     return ', '.join(told)
+
+  def timeout_error(self, now: float, seconds: float) -> errors.Error:
+    """The error when no group has formed within `seconds`."""
+    error = errors.RendezvousError
+    views = self.views.values()
+    if any(v.refused for v in views) and not any(
+      v.is_fresh(now) for v in views
+    ):
+      error = errors.AuthenticationError
+    return error(
+      f'Task {self.task} at {self.addresses[self.task]} found no group '
+      f'within {seconds:g} s. Missing: {self.missing(now) or "nobody now"}. '
+      'Start those workers, look at their logs and addresses, or raise '
+      'rendezvous_timeout_seconds.'
+    )
 
   def _check_same_job(self, message: Mapping[str, Any]) -> None:
     task = message['task']
@@ -258,9 +295,9 @@ class Membership:
   def _check_rival(
     self, task: int, incarnation: str, now: float, reached: bool
   ) -> None:
-    """Two processes that speak for one task in turns are one too many.
+    """Raises if two processes claim one task in turns.
 
-    A restarted process has another incarnation too, but then the old one falls
+    A restarted process has another incarnation too, but then the old one is
     silent.
     """
     view = self.views[task]

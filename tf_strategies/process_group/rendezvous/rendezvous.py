@@ -1,4 +1,4 @@
-"""Finds the other processes of a job and forms groups of them."""
+"""Owns the address of a process and forms groups of the processes it finds."""
 
 from __future__ import annotations
 
@@ -29,15 +29,17 @@ _POLL_SECONDS = 0.1
 _POLL_SECONDS_PER_WORKER = 0.005
 # A worker that refuses tells the others for this long before it raises.
 _REFUSAL_SECONDS = 1.0
-# Silence after which a connection that only asks questions is given up.
+# Silence after which a connection that only polls is given up.
 _IDLE_SECONDS = 30.0
+# What a peer of another program, or a broken one, makes of a message.
+_MALFORMED = (protocol.ProtocolError, KeyError, TypeError, ValueError)
 
 
 class Rendezvous:
   """Owns this process's address of the cluster for the life of the process.
 
   While a group runs, the address stays open: a worker that was started again
-  asks there, and is told to wait until the group forms again.
+  polls it, and waits until the group forms again.
 
   Example:
 
@@ -64,9 +66,7 @@ class Rendezvous:
     options: options_lib.GroupOptions | None = None,
   ):
     self._options = options or options_lib.GroupOptions()
-    _check_addresses(addresses, task)
-    _check_secret(addresses, self._options)
-    _check_numbers(addresses, self._options)
+    _check(addresses, task, self._options)
     incarnation = (
       f'{socket.gethostname()} process {os.getpid()} {secrets.token_hex(4)}'
     )
@@ -93,8 +93,8 @@ class Rendezvous:
     """Blocks until a group has formed that this process is in.
 
     May be called again after a failure, or to let joiners in: a group that
-    still runs is closed first. The new group has whoever is there, at least
-    `min_workers`, and a higher generation; ranks follow the tasks.
+    still runs is closed first. The new group has all workers that are there, at
+    least `min_workers`, and a higher generation; ranks follow the tasks.
 
     Args:
       progress: how far this worker has come; all see it in `members`.
@@ -113,7 +113,7 @@ class Rendezvous:
     return self._group
 
   def close(self) -> None:
-    """Closes the group, if there is one, and gives the address back."""
+    """Closes the group, if there is one, and releases the address."""
     self._leave()
     self._server.close()
 
@@ -137,11 +137,11 @@ class Rendezvous:
     tasks = [self._server.spawn(self._poll(task)) for task in members.views]
     tasks.append(self._server.spawn(self._lead()))
     try:
-      await asyncio.wait(
-        [formed], timeout=self._options.rendezvous_timeout_seconds
-      )
-      missing = None if formed.done() else self._missing()
-      if formed.done() and formed.exception() is not None:
+      seconds = self._options.rendezvous_timeout_seconds
+      await asyncio.wait([formed], timeout=seconds)
+      if not formed.done():
+        raise members.timeout_error(time.monotonic(), seconds)
+      if formed.exception() is not None:
         members.state = membership.State.REFUSED
         members.refusal = str(formed.exception())
         await asyncio.sleep(_REFUSAL_SECONDS)
@@ -152,36 +152,17 @@ class Rendezvous:
       await asyncio.gather(*tasks, return_exceptions=True)
       if members.state is not membership.State.RUNNING:
         members.state = membership.State.IDLE
-    if missing is not None:
-      raise missing
     return formed.result()
 
-  def _missing(self) -> errors.Error:
-    now = time.monotonic()
-    seconds = self._options.rendezvous_timeout_seconds
-    who = self._membership.missing(now)
-    views = self._membership.views.values()
-    error = errors.RendezvousError
-    if any(v.refused for v in views) and not any(
-      v.is_fresh(now) for v in views
-    ):
-      error = errors.AuthenticationError
-    return error(
-      f'Task {self._task} at {self._addresses[self._task]} found no group '
-      f'within {seconds:g} s. Missing: {who or "nobody now"}. Start those '
-      'workers, look at their logs and addresses, or raise '
-      'rendezvous_timeout_seconds.'
-    )
-
   def _refuse(self, error: errors.Error) -> None:
-    """Ends `form` with an error that no waiting can mend."""
+    """Ends `form` with an error that no waiting can fix."""
     if self._formed is not None and not self._formed.done():
       self._formed.set_exception(error)
 
   async def _dial(
     self, task: int, purpose: authentication.Purpose
   ) -> connection_lib.Connection:
-    request = authentication.Request.new(
+    request = authentication.Request(
       purpose, self._task, task, len(self._addresses)
     )
     return await connection_lib.dial(
@@ -203,7 +184,7 @@ class Rendezvous:
         self._refuse(e)
       except OSError as e:
         self._membership.lost(task, _why(e))
-      except (protocol.ProtocolError, KeyError, TypeError, ValueError) as e:
+      except _MALFORMED as e:
         self._membership.lost(task, f'something else is there: {e}')
       await asyncio.sleep(pause)
 
@@ -220,12 +201,8 @@ class Rendezvous:
     finally:
       connection.close()
 
-  async def _answer(
-    self,
-    connection: connection_lib.Connection,
-    request: authentication.Request,
-  ) -> None:
-    """Tells a worker that asks what this one is doing."""
+  async def _answer(self, connection, request) -> None:
+    """Tells a worker that polls what this one is doing."""
     try:
       while True:
         _, message = await connection_lib.within(
@@ -238,7 +215,7 @@ class Rendezvous:
         await connection.send(_Kind.HELLO, self._membership.hello())
     except OSError:
       return  # It has what it wanted, or is gone.
-    except (protocol.ProtocolError, KeyError, TypeError, ValueError) as e:
+    except _MALFORMED as e:
       logging.log_every_n_seconds(
         logging.WARNING, 'Task %d sent nonsense: %s', 10, request.client, e
       )
@@ -246,111 +223,72 @@ class Rendezvous:
       connection.close()
 
   async def _lead(self) -> None:
-    """Proposes groups while it is for this process to do so."""
+    """Proposes groups while this process is the one to do so."""
     while True:
-      tasks = self._membership.proposal(time.monotonic())
-      if tasks is None or self._proposal is not None:
+      seats = self._membership.proposal(time.monotonic())
+      if seats is None or self._proposal is not None:
         await asyncio.sleep(_POLL_SECONDS / 4)
         continue
-      proposal = formation.Proposal(
-        self._membership.next_generation(),
-        [self._seat(task) for task in tasks],
-        self._task,
-        self._dial,
-      )
-      self._proposal = proposal
-      try:
-        await proposal.lead()
-        self._complete(proposal)
+      generation = self._membership.next_generation()
+      if await self._take_part(generation, seats, None):
         return
-      except formation.ProposalFailedError as e:
-        logging.info('Group %d did not form: %s', proposal.generation, e)
-      finally:
-        self._proposal = None
       await asyncio.sleep(_POLL_SECONDS)
 
-  def _seat(self, task: int) -> formation.Seat:
-    members = self._membership
-    view = members if task == self._task else members.views[task]
-    return formation.Seat(
-      task, self._addresses[task], view.incarnation, view.progress
-    )
-
-  async def _follow(
-    self,
-    connection: connection_lib.Connection,
-    request: authentication.Request,
-  ) -> None:
+  async def _follow(self, connection, request) -> None:
     """Takes part in the proposal of another worker."""
     try:
       _, message = await connection_lib.within(
         formation.STEP_SECONDS, connection.expect(_Kind.PROPOSE)
       )
-      seats = formation.seats_from_json(message)
-      objection = self._objection(message, seats, request.client)
+      seats = [membership.Seat(*seat) for seat in message['seats']]
+      generation = message['generation']
+      objection = self._membership.objection(generation, seats, request.client)
+      if self._proposal is not None:
+        objection = 'it takes part in another proposal'
       if objection:
         await connection.send(_Kind.REJECT, objection)
         connection.close()
         return
-    except (OSError, protocol.ProtocolError, KeyError):
+    except (OSError, *_MALFORMED):
       connection.close()
       return
-    proposal = formation.Proposal(
-      message['generation'], seats, self._task, self._dial
+    await self._take_part(generation, seats, connection)
+
+  async def _take_part(self, generation, seats, leader) -> bool:
+    """Runs a proposal; `leader` is None on the one that leads it."""
+    self._proposal = proposal = formation.Proposal(
+      generation, seats, self._task, self._dial
     )
-    self._proposal = proposal
     try:
-      await proposal.follow(connection)
+      if leader is None:
+        await proposal.lead()
+      else:
+        await proposal.follow(leader)
       self._complete(proposal)
     except (OSError, formation.ProposalFailedError) as e:
-      logging.info('Group %d did not form: %s', proposal.generation, e)
+      logging.info('Group %d did not form: %s', generation, e)
+      return False
     finally:
       self._proposal = None
+    return True
 
-  def _objection(
-    self, message: dict, seats: list[formation.Seat], leader: int
-  ) -> str:
-    """Why this process cannot accept a proposal; empty if it can."""
-    members = self._membership
-    if members.state is not membership.State.FORMING:
-      return f'it is {members.state.value}'
-    if self._proposal is not None:
-      return 'it takes part in another proposal'
-    if message['generation'] <= members.generation:
-      return f'generation {message["generation"]} is over'
-    if not seats or seats[0].task != leader:
-      return 'the leader has no seat'
-    if self._seat(self._task) not in seats:
-      return 'the seat is for another incarnation'
-    return ''
-
-  async def _accept_data(
-    self,
-    connection: connection_lib.Connection,
-    request: authentication.Request,
-  ) -> None:
+  async def _accept_data(self, connection, request) -> None:
     """Takes a data link for the proposal that this process is in."""
     try:
       _, message = await connection_lib.within(
         authentication.HANDSHAKE_SECONDS, connection.expect(_Kind.JOIN)
       )
-      proposal = self._proposal
-      rank = message['rank']
+      proposal, rank = self._proposal, message['rank']
       if proposal is None or not proposal.expects(rank, message):
         raise protocol.ProtocolError('a data link belongs to no proposal')
       await connection.send(_Kind.ACCEPT)
       proposal.add(rank, connection.detach())
-    except (
-      OSError,
-      protocol.ProtocolError,
-      KeyError,
-      TypeError,
-    ) as e:
+    except (OSError, *_MALFORMED) as e:
       connection.close()
       logging.info('Task %d refused a data link: %s', self._task, e)
 
   def _complete(self, proposal: formation.Proposal) -> None:
-    """Makes the group of a proposal that everyone has confirmed."""
+    """Makes the group of a proposal that all members have confirmed."""
     if self._formed is None or self._formed.done():
       proposal.close()
       return
@@ -390,7 +328,7 @@ class Rendezvous:
       self._membership.state = membership.State.IDLE
 
 
-def _why(error: BaseException) -> str:
+def _why(error: OSError) -> str:
   if isinstance(error, ConnectionRefusedError):
     return 'nobody listens there'
   if isinstance(error, ConnectionError):
@@ -398,49 +336,38 @@ def _why(error: BaseException) -> str:
   return str(error) or 'it does not answer'
 
 
-def _check_addresses(addresses: Mapping[int, str], task: int) -> None:
+def _check(
+  addresses: Mapping[int, str], task: int, options: options_lib.GroupOptions
+) -> None:
   if task not in addresses:
     raise errors.ClusterConfigError(
       f'Task {task!r} is not one of {sorted(addresses)}. Pass the number of '
       'this process in the cluster.'
     )
   seen: dict[str, int] = {}
-  for number, address in addresses.items():
-    connection_lib.split_address(address)
+  for number, address in sorted(addresses.items()):
+    host, _ = connection_lib.split_address(address)
     if address in seen:
       raise errors.ClusterConfigError(
         f'Tasks {seen[address]} and {number} have the same address {address}. '
         'Give each its own port.'
       )
     seen[address] = number
-
-
-def _check_numbers(
-  addresses: Mapping[int, str], options: options_lib.GroupOptions
-) -> None:
+    is_open = options.secret is None and not options.allow_unauthenticated
+    if is_open and not _is_loopback(host):
+      raise errors.UnsupportedOptionError(
+        f'the address {address} of task {number} without a secret',
+        'addresses of this host alone (127.0.0.1, ::1, localhost)',
+        'set TFS_SECRET (or TFS_SECRET_FILE) on all workers and use '
+        'GroupOptions.from_env(); or pass allow_unauthenticated=True where '
+        'the network keeps everybody else out',
+      )
   if (options.min_workers or 1) > len(addresses):
     raise errors.UnsupportedOptionError(
       f'min_workers={options.min_workers} with {len(addresses)} addresses',
       f'at most {len(addresses)}',
       'lower it, or add addresses',
     )
-
-
-def _check_secret(
-  addresses: Mapping[int, str], options: options_lib.GroupOptions
-) -> None:
-  if options.secret is not None or options.allow_unauthenticated:
-    return
-  for task, address in sorted(addresses.items()):
-    host, _ = connection_lib.split_address(address)
-    if not _is_loopback(host):
-      raise errors.UnsupportedOptionError(
-        f'the address {address} of task {task} without a secret',
-        'addresses of this host alone (127.0.0.1, ::1, localhost)',
-        'set TFS_SECRET (or TFS_SECRET_FILE) on all workers and use '
-        'GroupOptions.from_env(); or pass allow_unauthenticated=True where '
-        'the network keeps everybody else out',
-      )
 
 
 def _is_loopback(host: str) -> bool:

@@ -2,9 +2,9 @@
 
 Example:
 
-  >>> from tf_strategies.kubernetes import assembly, options
+  >>> from tf_strategies.kubernetes import objects, options
   >>> shared = options.Options(image='mnist:1', secret_name='ours')
-  >>> [d['kind'] for d in assembly.documents('tfjob', shared, ['train'])]
+  >>> [d['kind'] for d in objects.documents('tfjob', shared, ['train'])]
   ['TFJob']
 """
 

@@ -1,0 +1,248 @@
+"""Runs programs in processes: each has a deadline, and each is ended by its id.
+
+Benchmarks and tests start every program with `Command`. `worker_pool` adds
+workers that answer commands, `tests/processes.py` workers that call a function.
+
+Example:
+
+  >>> from benchmarks import processes
+  >>> with processes.Command(['echo', 'hello']) as command:
+  ...   status = command.wait()
+  >>> status, command.output()
+  (0, 'hello\\n')
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import psutil
+
+from tf_strategies import errors
+
+DEADLINE_SECONDS = 240.0
+_GRACE_SECONDS = 5.0
+_POLL_SECONDS = 0.01
+_TAIL_BYTES = 5000
+
+
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[None]:
+  """Makes SIGTERM raise, as Ctrl-C does, so that `with` blocks clean up."""
+
+  def leave(number, frame):
+    raise SystemExit(128 + number)
+
+  before = signal.signal(signal.SIGTERM, leave)
+  try:
+    yield
+  finally:
+    signal.signal(signal.SIGTERM, before)
+
+
+def environment(
+  changes: Mapping[str, str] | None = None, without: Sequence[str] = ()
+) -> dict[str, str]:
+  """This process's variables, without its cluster and its proxies.
+
+  Processes talk to each other directly, and what runs this one must not tell
+  them of a cluster that they are no part of.
+
+  Args:
+    changes: variables to set.
+    without: further variables to leave out.
+  """
+  kept = {
+    name: value
+    for name, value in os.environ.items()
+    if not name.lower().endswith('_proxy')
+    and name not in ('TF_CONFIG', *without)
+  }
+  return {**kept, 'TF_CPP_MIN_LOG_LEVEL': '2', **(changes or {})}
+
+
+class Command:
+  """A program that runs in a process of its own; a context that ends it.
+
+  What it writes goes to a file, which never blocks it.
+
+  Args:
+    words: the program and its arguments.
+    name: for messages; the program's by default.
+    log: the file for stdout and stderr; a temporary one by default.
+    error_log: the file for stderr, if it is to be another one.
+    env: all of its environment variables; `environment()` by default.
+    cwd: its directory.
+    deadline_seconds: how long it may run before `wait` and `wait_until` fail.
+    grace_seconds: how long `close` waits after SIGTERM before it kills the
+      program; 0 kills it at once.
+    **options: of `subprocess.Popen`, such as `stdout=` or `pass_fds=`.
+
+  Attributes:
+    process: the `subprocess.Popen`.
+
+  Raises:
+    WorkerUnavailableError: the program cannot be started.
+  """
+
+  def __init__(
+    self,
+    words: Sequence[str],
+    *,
+    name: str = '',
+    log: str | os.PathLike | None = None,
+    error_log: str | os.PathLike | None = None,
+    env: Mapping[str, str] | None = None,
+    cwd: str | os.PathLike | None = None,
+    deadline_seconds: float = DEADLINE_SECONDS,
+    grace_seconds: float = 0.0,
+    **options,
+  ):
+    self.name = name or os.path.basename(words[0])
+    self._stack = contextlib.ExitStack()
+    self._grace_seconds = grace_seconds
+    self._ends_at = time.monotonic() + deadline_seconds
+    self._deadline_seconds = deadline_seconds
+    if log is None:
+      directory = self._stack.enter_context(tempfile.TemporaryDirectory())
+      log = pathlib.Path(directory, 'log')
+    self._log = pathlib.Path(log)
+    self._last_output: bytes | None = None
+    try:
+      with contextlib.ExitStack() as files:
+        file = files.enter_context(open(self._log, 'wb'))
+        streams = {
+          'stdin': subprocess.DEVNULL,
+          'stdout': file,
+          'stderr': files.enter_context(open(error_log, 'wb'))
+          if error_log
+          else file,
+        }
+        self.process = subprocess.Popen(
+          words,
+          cwd=cwd,
+          env=environment() if env is None else env,
+          **{**streams, **options},
+        )
+    except OSError as e:
+      self._stack.close()
+      raise errors.WorkerUnavailableError(
+        f'{self.name}: cannot run {words[0]} ({e}). Name a program that exists.'
+      ) from e
+
+  @property
+  def pid(self) -> int:
+    """The process id."""
+    return self.process.pid
+
+  def is_alive(self) -> bool:
+    """Whether it still runs."""
+    return self.process.poll() is None
+
+  def output(self) -> str:
+    """What it has written so far."""
+    return self._read().decode('utf-8', 'replace')
+
+  def tail(self, num_bytes: int = _TAIL_BYTES) -> str:
+    """The end of what it has written so far."""
+    return self._read()[-num_bytes:].decode('utf-8', 'replace').strip()
+
+  def wait(self) -> int:
+    """Waits until it ends; returns its exit status.
+
+    Raises:
+      WorkerUnavailableError: it did not end before the deadline; it is killed.
+    """
+    try:
+      return self.process.wait(max(0.0, self._ends_at - time.monotonic()))
+    except subprocess.TimeoutExpired:
+      self.kill_all()
+      self.fail(f'did not end within {self._deadline_seconds:g} s')
+
+  def wait_until(self, condition: Callable[[], bool]) -> None:
+    """Waits until `condition()`; the program must still run then.
+
+    Raises:
+      WorkerUnavailableError: the program ended, or the deadline passed.
+    """
+    while not condition():
+      if not self.is_alive():
+        self.fail(f'ended too early, with status {self.process.returncode}')
+      if time.monotonic() > self._ends_at:
+        self.kill_all()
+        self.fail(f'did not get there within {self._deadline_seconds:g} s')
+      time.sleep(_POLL_SECONDS)
+
+  def signal(self, number: int) -> None:
+    """Sends it a signal."""
+    self.process.send_signal(number)
+
+  def kill(self) -> int:
+    """Ends it with SIGKILL, if it still runs; returns its exit status."""
+    self.process.kill()
+    return self.process.wait(_GRACE_SECONDS)
+
+  def kill_all(self) -> int:
+    """Ends it and every process below it; returns its exit status."""
+    below = self.descendants()
+    self.process.kill()
+    for process in below:
+      with contextlib.suppress(psutil.NoSuchProcess):
+        process.kill()  # Not if another process has its id by now.
+    psutil.wait_procs(below, _GRACE_SECONDS)
+    return self.process.wait(_GRACE_SECONDS)
+
+  def descendants(self) -> list[psutil.Process]:
+    """The processes below it."""
+    if not self.is_alive():
+      return []
+    try:
+      return psutil.Process(self.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+      return []
+
+  def close(self) -> None:
+    """Ends it and what is below it; may be called twice."""
+    if self.is_alive() and self._grace_seconds:
+      below = self.descendants()
+      self.process.terminate()
+      with contextlib.suppress(subprocess.TimeoutExpired):
+        self.process.wait(self._grace_seconds)
+      for process in below:
+        with contextlib.suppress(psutil.NoSuchProcess):
+          process.kill()
+    if self.is_alive():
+      self.kill_all()
+    self._last_output = self._read()
+    self._stack.close()
+
+  def fail(self, what: str) -> None:
+    """Raises an error with what it wrote last.
+
+    Args:
+      what: happened, as a predicate: 'ended too early'.
+
+    Raises:
+      WorkerUnavailableError: always.
+    """
+    raise errors.WorkerUnavailableError(
+      f'{self.name} {what}. It wrote last:\n{self.tail() or "nothing"}'
+    )
+
+  def __enter__(self):
+    return self
+
+  def __exit__(self, *unused):
+    self.close()
+
+  def _read(self) -> bytes:
+    if self._last_output is not None:
+      return self._last_output
+    return self._log.read_bytes() if self._log.exists() else b''

@@ -1,0 +1,93 @@
+"""`Position`: how far a run has come, and where its data continue."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+# Of `tf.data.Dataset.cardinality`; this module needs no TensorFlow.
+_INFINITE, _UNKNOWN = -1, -2
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Position:
+  """How far a run has come.
+
+  Unpacks as `epoch, step = position`.
+
+  Example:
+
+    >>> epoch, step = Position(epoch=2, step=5)
+    >>> Position.from_json(Position(2, 5).to_json()) == Position(2, 5)
+    True
+
+  Attributes:
+    epoch: completed epochs.
+    step: completed steps of the next epoch.
+    splits: completed elements of each split of the data, where workers read
+      their own.
+  """
+
+  epoch: int = 0
+  step: int = 0
+  splits: tuple[int, ...] = ()
+
+  def __iter__(self) -> Iterator[int]:
+    return iter((self.epoch, self.step))
+
+  def to_json(self) -> dict[str, Any]:
+    """Returns what JSON can hold."""
+    return dataclasses.asdict(self)
+
+  @classmethod
+  def from_json(cls, value: Mapping[str, Any]) -> Position:
+    """Returns the position of `to_json`; other keys are ignored."""
+    return cls(value['epoch'], value['step'], tuple(value.get('splits', ())))
+
+  def batches_done(
+    self, cardinality: int, steps_per_epoch: int | None = None
+  ) -> int:
+    """Returns how many batches of a data set this run has consumed.
+
+    Args:
+      cardinality: number of batches, as `tf.data.Dataset.cardinality`.
+      steps_per_epoch: None if each epoch is one pass over the data.
+
+    Example:
+
+      >>> Position(epoch=2, step=3).batches_done(10)
+      3
+      >>> Position(epoch=2, step=3).batches_done(-1, steps_per_epoch=10)
+      23
+    """
+    if steps_per_epoch and (
+      cardinality in (_INFINITE, _UNKNOWN) or cardinality > steps_per_epoch
+    ):
+      return self.epoch * steps_per_epoch + self.step
+    return self.step
+
+  def iterate(
+    self, dataset: Any, steps_per_epoch: int | None = None
+  ) -> Iterator[Any]:
+    """Returns an iterator that starts after the consumed batches.
+
+    Args:
+      dataset: a `tf.data.Dataset`; if its length is unknown and it ends early,
+        skipping continues with the next pass.
+      steps_per_epoch: None if each epoch is one pass over the data.
+    """
+    cardinality = int(dataset.cardinality())
+    count = self.batches_done(cardinality, steps_per_epoch)
+    if cardinality != _UNKNOWN:
+      return iter(dataset.skip(count))
+    iterator = iter(dataset)
+    while count:
+      skipped = sum(1 for _ in itertools.islice(iterator, count))
+      count -= skipped
+      if count:
+        iterator = iter(dataset)
+        if not skipped:
+          break
+    return iterator
