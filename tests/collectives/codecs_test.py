@@ -141,9 +141,7 @@ class EveryCodecTest(parameterized.TestCase):
     once = round_trip(codec, values)
     np.testing.assert_array_equal(round_trip(codec, once), once)
 
-  @parameterized.parameters(
-    (FLOAT16, 2.0**-11), (BFLOAT16, 2.0**-8)
-  )
+  @parameterized.parameters((FLOAT16, 2.0**-11), (BFLOAT16, 2.0**-8))
   def test_lossy_but_within_the_unit_of_rounding(self, codec, unit):
     values = np.random.default_rng(2).uniform(0.5, 2, 1000)
     for dtype in (np.float32, np.float64):

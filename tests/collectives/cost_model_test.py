@@ -18,6 +18,7 @@ from tf_strategies.collectives import (
   hierarchical_all_reduce,
   ring_all_reduce,
 )
+from tf_strategies.collectives.cost_model import CANDIDATES
 
 # Sockets on a fast network: 50 us, 1 GB/s.
 ALPHA, BETA = 5e-5, 1e-9
@@ -141,7 +142,9 @@ class ChooseTest(parameterized.TestCase):
     topology = Topology(n, Link(alpha, beta))
     chosen = choose(num_bytes, topology)
     self.assertNotEqual(chosen.name, 'naive')
-    cheapest = min(cost(ALGORITHMS[c](n), num_bytes, topology) for c in CANDIDATES)
+    cheapest = min(
+      cost(ALGORITHMS[c](n), num_bytes, topology) for c in CANDIDATES
+    )
     self.assertLessEqual(
       cost(chosen, num_bytes, topology), cheapest * (1 + 1e-8)
     )

@@ -146,24 +146,18 @@ class CompressedTest(parameterized.TestCase):
 
   def test_integers_stay_exact(self):
     inputs = [np.array([2**40 + 1]), np.array([1])]
-    for output in simulate(
-      ring_all_reduce(2), inputs, 'bfloat16'
-    ).outputs:
+    for output in simulate(ring_all_reduce(2), inputs, 'bfloat16').outputs:
       self.assertEqual(output.item(), 2**40 + 2)
 
   def test_sums_are_made_in_float32(self):
     # 256 + 1 is no bfloat16: summing in it would lose all 16 additions.
     inputs = [np.float32([256])] + [np.float32([1])] * 16
-    output = simulate(
-      naive_all_reduce(17), inputs, 'bfloat16'
-    ).outputs[3]
+    output = simulate(naive_all_reduce(17), inputs, 'bfloat16').outputs[3]
     self.assertEqual(output.item(), 272)
 
   def test_sum_beyond_float16_is_infinite_not_wrong(self):
     inputs = [np.float32([40000])] * 2
-    for output in simulate(
-      ring_all_reduce(2), inputs, 'float16'
-    ).outputs:
+    for output in simulate(ring_all_reduce(2), inputs, 'float16').outputs:
       self.assertEqual(output.item(), np.inf)
 
   @parameterized.parameters((), (0,))

@@ -21,8 +21,8 @@ import numpy as np
 
 from tf_strategies import errors
 from tf_strategies.process_group import execution as execution_lib
-from tf_strategies.process_group import planned
 from tf_strategies.process_group import options as options_lib
+from tf_strategies.process_group import planned
 from tf_strategies.process_group import state as state_lib
 from tf_strategies.process_group.control import control_plane
 from tf_strategies.process_group.mpi import control as mpi_control

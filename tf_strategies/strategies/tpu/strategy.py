@@ -133,10 +133,11 @@ def _build_schedule(all_reduce, num_replicas) -> schedule_lib.Schedule | None:
       f'{schedule.world_size} ranks for {num_replicas} replicas. Build it for '
       'the world_size that it is called with.'
     )
+  schedule.validate()
   if not schedule.adds_up_once():
     raise errors.ScheduleError(
       f'Expected a schedule that adds up each chunk on one replica, got '
       f'{schedule.name!r}, of which all replicas add up the same chunks. A TPU '
       "program adds in another order on each of them. Fix: all_reduce='ring'."
     )
-  return schedule.validate()
+  return schedule
