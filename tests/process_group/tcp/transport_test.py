@@ -2,11 +2,13 @@
 
 import socket
 import threading
+from unittest import mock
 
 import numpy as np
 from absl.testing import absltest, parameterized
 
 from tf_strategies import collectives
+from tf_strategies.collectives import codec, codecs
 from tf_strategies.process_group import buffers, execution
 from tf_strategies.process_group import plan as plan_lib
 from tf_strategies.process_group.network import protocol as wire
@@ -142,6 +144,95 @@ class SchedulesTest(parameterized.TestCase):
     self.assertEqual(_run(4, [work(r) for r in range(4)]), [None] * 4)
     for out in outputs:
       np.testing.assert_array_equal(out, np.arange(size) * 10)
+
+
+class Blocks(codec.Codec):
+  """Eight bits a value, a scale for four values, and a residual."""
+
+  name = 'blocks'
+  block_length = 4
+
+  def data_format(self, length):
+    return 'int8', length
+
+  def metadata_format(self, length):
+    return 'float32', -(-length // 4)
+
+  def make_state(self, length):
+    return np.zeros(length, np.float32)
+
+  def _encode(self, values, payload, state):
+    wanted = values.astype(np.float32)
+    if state is not None:
+      wanted += state
+    padded = np.zeros(4 * payload.metadata.size, np.float32)
+    padded[: wanted.size] = wanted
+    payload.metadata[:] = np.abs(padded.reshape(-1, 4)).max(1) / 127
+    scales = np.repeat(np.maximum(payload.metadata, 1e-30), 4)[: wanted.size]
+    payload.data[:] = np.rint(wanted / scales)
+    if state is not None:
+      state[:] = wanted - self.decode(payload)
+
+  def _decode(self, payload, out):
+    scales = np.repeat(payload.metadata, 4)[: payload.length]
+    np.multiply(payload.data, scales, out=out)
+
+
+class Whole(Blocks):
+  """The same, of which nothing may be cut."""
+
+  block_length = None
+
+
+class ResidualTest(parameterized.TestCase):
+  @parameterized.product(
+    algorithm=tuple(collectives.ALGORITHMS),
+    world_size=(2, 3, 4),
+    blocks=(Blocks(), Whole()),
+  )
+  def test_equals_the_simulator(self, algorithm, world_size, blocks):
+    schedule = collectives.ALGORITHMS[algorithm](world_size)
+    length, num_calls = 203, 3
+    inputs = [
+      np.random.RandomState(r).standard_normal(length).astype(np.float32)
+      for r in range(world_size)
+    ]
+    states = [blocks.make_state(length) for _ in inputs]
+    outputs = [[] for _ in inputs]
+
+    def work(rank):
+      def function(links):
+        form = plan_lib.Format(4, blocks, piece_bytes=80)
+        plan = plan_lib.from_schedule(schedule, rank, length, form)
+        for call in range(num_calls):
+          out = np.empty(length, np.float32)
+          run = _execution(plan, inputs[rank], out, form, state=states[rank])
+          links.run(run, _header(call + 1))
+          outputs[rank].append(out.tobytes())
+
+      return function
+
+    self.assertEqual(
+      _run(world_size, [work(r) for r in range(world_size)]),
+      [None] * world_size,
+    )
+    known = {**codecs.CODECS, 'blocks': blocks}
+    simulated = [blocks.make_state(length) for _ in inputs]
+    without = []
+    with mock.patch.object(codecs, 'CODECS', known):
+      for call in range(num_calls):
+        expected = collectives.simulate(
+          schedule, inputs, 'blocks', states=simulated
+        ).outputs
+        without.append(collectives.simulate(schedule, inputs, 'blocks').outputs)
+        for rank in range(world_size):
+          self.assertEqual(outputs[rank][call], expected[0].tobytes())
+    # What was lost in one call is made good in the next.
+    self.assertNotEqual(outputs[0][0], outputs[0][1])
+    self.assertEqual(without[0][0].tobytes(), without[1][0].tobytes())
+    for mine, other in zip(states, simulated, strict=True):
+      np.testing.assert_array_equal(mine, other)
+      self.assertGreater(np.abs(mine).max(), 0)
 
 
 class FailuresTest(parameterized.TestCase):
