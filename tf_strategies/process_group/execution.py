@@ -16,6 +16,8 @@ from tf_strategies.collectives import codecs
 from tf_strategies.process_group import buffers
 from tf_strategies.process_group import plan as plan_lib
 
+_NOTHING = np.empty(0, np.uint8)
+
 
 class LinkClosedError(Exception):
   """A peer's end of a data link is closed; internal to `process_group`."""
@@ -87,7 +89,9 @@ class Execution:
     self._bytes = {
       plan_lib.ARRAY: array.view(np.uint8),
       plan_lib.OUT: out.view(np.uint8),
-      plan_lib.STAGE: pool.take(plan.stage_bytes, np.uint8),
+      plan_lib.STAGE: (
+        pool.take(plan.stage_bytes, np.uint8) if plan.stage_bytes else _NOTHING
+      ),
       plan_lib.WIRE: wire.view(np.uint8),
     }
     self._temporary: dict[int, np.ndarray] = {}

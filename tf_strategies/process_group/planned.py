@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -156,10 +157,8 @@ class PlannedGroup(group_lib.ProcessGroup):
 
   def _choose(self, array: np.ndarray, form: plan_lib.Format) -> str:
     is_lossy = form.codec is not codecs.NONE
-    topology = cost_model.Topology(self.world_size, _LINK)
-    return cost_model.choose(
-      array.nbytes, topology, _LOSSY_CANDIDATES if is_lossy else self.candidates
-    ).name
+    candidates = _LOSSY_CANDIDATES if is_lossy else self.candidates
+    return _cheapest(self.world_size, array.nbytes, candidates)
 
   def _reduce(self, kind: str, plan: plan_lib.Plan, about: tuple) -> None:
     array, out, form, op, name, algorithm, compression = about
@@ -332,6 +331,14 @@ class PlannedGroup(group_lib.ProcessGroup):
         )
       )
     self._check()
+
+
+@functools.lru_cache(maxsize=256)
+def _cheapest(
+  world_size: int, num_bytes: int, candidates: tuple[str, ...]
+) -> str:
+  topology = cost_model.Topology(world_size, _LINK)
+  return cost_model.choose(num_bytes, topology, candidates).name
 
 
 def _check_half(algorithm: str, world_size: int) -> None:
