@@ -161,17 +161,17 @@ class TrainingData:
   def _batches(
     self, first_epoch, num_epochs, first_step, context=None
   ) -> tf.data.Dataset:
-    return tfs.data.make_epochs(
+    return tfs.data.make_dataset(
       self.source.train,
       tfs.data.PipelineOptions(
         self.global_batch_size,
         seed=self.seed,
         drop_remainder=self.full_batches,
       ),
-      first_epoch,
-      num_epochs,
+      training=True,
+      epochs=num_epochs,
+      start=(first_epoch, first_step),
       steps_per_epoch=self.steps_per_epoch,
-      first_step=first_step,
       input_context=context,
     )
 

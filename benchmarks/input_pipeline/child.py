@@ -36,8 +36,8 @@ from benchmarks.input_pipeline import (
   variants,
   verdict,
 )
+from examples.datasets import images as images_lib
 from tf_strategies import errors
-from tf_strategies.data import arrays as arrays_lib
 
 
 class Actor:
@@ -111,10 +111,10 @@ class Actor:
     return dataclasses.asdict(found)
 
 
-def _load(directory: str | None) -> arrays_lib.Arrays | None:
+def _load(directory: str | None) -> images_lib.Images | None:
   if directory is None:
     return None
-  return arrays_lib.Arrays(
+  return images_lib.Images(
     np.load(os.path.join(directory, 'images.npy')),
     np.load(os.path.join(directory, 'labels.npy')),
   )

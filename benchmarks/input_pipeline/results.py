@@ -21,7 +21,7 @@ _MEBIBYTE = 1 << 20
 # What the defaults are compared with, and by how much they should be faster.
 _TARGETS = (
   ('make_dataset', 'naive_arrays', 15.0),
-  ('make_tfrecord_dataset', 'naive', 5.0),
+  ('make_dataset_tfrecords', 'naive', 5.0),
 )
 _PEER_TARGET = 1.5
 

@@ -3,7 +3,8 @@
 The names are those of TensorFlow's guide "Better performance with the tf.data
 API". All shuffle and do the same work, uint8 to float32 in [0, 1], on the same
 examples. `cache` keeps whole batches, as the guide does, so later epochs repeat
-their batches; `make_tfrecord_dataset_cache`, which caches examples, does not.
+their batches. The names with `make_dataset` are `tfs.data`'s
+own, which caches examples.
 
 TensorFlow rewrites what it is given: a sequential map becomes parallel, a
 prefetch is appended. In the cumulative variants that is off, so that each is
@@ -30,15 +31,16 @@ from collections.abc import Callable
 import tensorflow as tf
 
 from benchmarks.input_pipeline import slow_storage, user_pipeline
-from tf_strategies import errors
-from tf_strategies.data import arrays as arrays_lib
-from tf_strategies.data import options as options_lib
-from tf_strategies.data import pipeline, tfrecord
+from examples import datasets
+from examples.datasets import images as images_lib
+from examples.datasets import tfrecord
+from tf_strategies import data, errors
 
 _MAX_OPEN_FILES = 16
 _FAST = slow_storage.Storage()
 _BLOCK_LENGTH = 16
 _SEED = 0
+_AUTOTUNE = tf.data.AUTOTUNE
 FAST_STORAGE = '_fast_storage'
 
 
@@ -56,7 +58,7 @@ class Source:
     steps: batches of an epoch of a user's dataset without end.
   """
 
-  arrays: arrays_lib.Arrays | None = None
+  arrays: images_lib.Images | None = None
   batch_size: int = 256
   directory: str | None = None
   storage: slow_storage.Storage = _FAST
@@ -65,9 +67,9 @@ class Source:
   steps: int = 200
 
   @property
-  def options(self) -> options_lib.PipelineOptions:
+  def options(self) -> data.PipelineOptions:
     """Our defaults."""
-    return options_lib.PipelineOptions(self.batch_size, seed=_SEED)
+    return data.PipelineOptions(self.batch_size, seed=_SEED)
 
   def paths(self) -> list[str]:
     """The training shards."""
@@ -86,10 +88,10 @@ def build(name: str, source: Source) -> tf.data.Dataset:
 
   Raises:
     UnsupportedOptionError: no such variant; or as `user_pipeline.load`.
-    DataError: as `make_tfrecord_dataset`.
+    DataError: as `make_dataset`.
   """
   plain = name.removesuffix(FAST_STORAGE)
-  if plain not in _BUILDERS:
+  if plain not in NAMES:
     raise errors.UnsupportedOptionError(
       f'variant {name!r}',
       'one of ' + ', '.join(NAMES),
@@ -100,11 +102,12 @@ def build(name: str, source: Source) -> tf.data.Dataset:
   with contextlib.ExitStack() as stack:
     if source.storage.is_slow:
       stack.enter_context(slow_storage.simulated(source.storage, source.waited))
+    if plain in _LITERAL:
+      return _literal(_LITERAL[plain](source))
     return _BUILDERS[plain](source)
 
 
 def _literal(dataset: tf.data.Dataset) -> tf.data.Dataset:
-  """What is written is what runs."""
   options = tf.data.Options()
   options.experimental_optimization.apply_default_optimizations = False
   options.experimental_optimization.map_parallelization = False
@@ -119,7 +122,7 @@ def _scale(image, label):
 def _parse_one(record):
   parsed = tf.io.parse_single_example(record, tfrecord.FEATURES)
   image = tf.io.decode_raw(parsed['image_raw'], tf.uint8)
-  return _scale(tf.reshape(image, arrays_lib.IMAGE_SHAPE), parsed['label'])
+  return _scale(tf.reshape(image, images_lib.IMAGE_SHAPE), parsed['label'])
 
 
 def _parse_batch(records):
@@ -147,7 +150,7 @@ def _extract(source: Source, parallel: bool) -> tf.data.Dataset:
 
 def _records(source: Source, parallel: bool) -> tf.data.Dataset:
   """The same, shuffled."""
-  count = sum(map(tfrecord.count_records, source.paths()))
+  count = datasets.tfrecords(source.directory, 'train').num_examples
   return _extract(source, parallel).shuffle(count, seed=_SEED)
 
 
@@ -160,111 +163,74 @@ def _one_by_one(source, parallel=False, calls=None) -> tf.data.Dataset:
 
 def _vectorised(source) -> tf.data.Dataset:
   records = _records(source, parallel=True).batch(source.batch_size)
-  return records.map(_parse_batch, num_parallel_calls=tf.data.AUTOTUNE)
+  return records.map(_parse_batch, num_parallel_calls=_AUTOTUNE)
 
 
-def _extract_alone(source):
-  return _literal(_extract(source, parallel=False).batch(source.batch_size))
-
-
-def _extract_alone_parallel(source):
-  return _literal(_extract(source, parallel=True).batch(source.batch_size))
-
-
-def _naive(source):
-  return _literal(_one_by_one(source))
-
-
-def _naive_rewritten(source):
-  return _one_by_one(source)
-
-
-def _prefetch(source):
-  return _literal(_one_by_one(source).prefetch(tf.data.AUTOTUNE))
-
-
-def _parallel_extract(source):
-  return _literal(_one_by_one(source, parallel=True).prefetch(tf.data.AUTOTUNE))
-
-
-def _parallel_map(source):
-  batches = _one_by_one(source, parallel=True, calls=tf.data.AUTOTUNE)
-  return _literal(batches.prefetch(tf.data.AUTOTUNE))
-
-
-def _vectorised_map(source):
-  return _literal(_vectorised(source).prefetch(tf.data.AUTOTUNE))
-
-
-def _cache(source):
-  batches = _vectorised(source).cache()
-  return _literal(batches.prefetch(tf.data.AUTOTUNE))
-
-
-def _naive_arrays(source):
+def _naive_arrays(source) -> tf.data.Dataset:
   split = source.arrays
   examples = tf.data.Dataset.from_tensor_slices((split.images, split.labels))
   examples = examples.shuffle(len(split), seed=_SEED).map(_scale)
-  return _literal(examples.batch(source.batch_size))
+  return examples.batch(source.batch_size)
 
 
-def _make_dataset(source):
-  return pipeline.make_dataset(source.arrays, source.options, training=True)
-
-
-def _make_tfrecord_dataset(source, cache='none'):
+def _tfrecords(source, cache) -> tf.data.Dataset:
   options = dataclasses.replace(source.options, cache=cache)
-  return pipeline.make_tfrecord_dataset(
-    source.directory, 'train', options, training=True
-  )
+  shards = datasets.tfrecords(source.directory, 'train')
+  return data.make_dataset(shards, options, training=True)
 
 
-def _make_tfrecord_dataset_cache(source):
-  return _make_tfrecord_dataset(source, cache='memory')
-
-
-def _constant(source):
+def _constant(source) -> tf.data.Dataset:
   split = source.arrays.take(source.batch_size)
   batch = _scale(tf.constant(split.images), tf.constant(split.labels))
   count = -(-source.arrays.num_examples // source.batch_size)
-  return _literal(tf.data.Dataset.from_tensors(batch).repeat(count))
+  return tf.data.Dataset.from_tensors(batch).repeat(count)
 
 
-def _user(source):
+def _of_a_user(source) -> tf.data.Dataset:
   dataset = user_pipeline.load(source.pipeline)
   # Nothing ends an epoch, and a cache would keep it all.
   is_endless = dataset.cardinality() == tf.data.INFINITE_CARDINALITY
   return dataset.take(source.steps) if is_endless else dataset
 
 
-def _user_prefetch(source):
-  return _user(source).prefetch(tf.data.AUTOTUNE)
-
-
-def _user_cache(source):
-  return _user(source).cache()
-
-
-_BUILDERS: dict[str, Callable[[Source], tf.data.Dataset]] = {
-  'extract_alone': _extract_alone,
-  'extract_alone_parallel': _extract_alone_parallel,
-  'naive': _naive,
-  'naive_rewritten': _naive_rewritten,
-  'prefetch': _prefetch,
-  'parallel_extract': _parallel_extract,
-  'parallel_map': _parallel_map,
-  'vectorised_map': _vectorised_map,
-  'cache': _cache,
-  'make_tfrecord_dataset': _make_tfrecord_dataset,
-  'make_tfrecord_dataset_cache': _make_tfrecord_dataset_cache,
+_Builder = Callable[[Source], tf.data.Dataset]
+# What is written is what runs.
+_LITERAL: dict[str, _Builder] = {
+  'extract_alone': lambda s: _extract(s, False).batch(s.batch_size),
+  'extract_alone_parallel': lambda s: _extract(s, True).batch(s.batch_size),
+  'naive': _one_by_one,
+  'prefetch': lambda s: _one_by_one(s).prefetch(_AUTOTUNE),
+  'parallel_extract': lambda s: _one_by_one(s, True).prefetch(_AUTOTUNE),
+  'parallel_map': lambda s: _one_by_one(s, True, _AUTOTUNE).prefetch(_AUTOTUNE),
+  'vectorised_map': lambda s: _vectorised(s).prefetch(_AUTOTUNE),
+  'cache': lambda s: _vectorised(s).cache().prefetch(_AUTOTUNE),
   'naive_arrays': _naive_arrays,
-  'make_dataset': _make_dataset,
   'constant': _constant,
-  'pipeline': _user,
-  'pipeline_prefetch': _user_prefetch,
-  'pipeline_cache': _user_cache,
 }
-NAMES = tuple(_BUILDERS)
-OF_FILES = NAMES[:11]
-OF_ARRAYS = NAMES[11:14]
-OF_A_USER = NAMES[14:]
+_BUILDERS: dict[str, _Builder] = {
+  'naive_rewritten': _one_by_one,
+  'make_dataset_tfrecords': lambda s: _tfrecords(s, cache='none'),
+  'make_dataset_tfrecords_cache': lambda s: _tfrecords(s, cache='memory'),
+  'make_dataset': lambda s: data.make_dataset(
+    s.arrays, s.options, training=True
+  ),
+  'pipeline': _of_a_user,
+  'pipeline_prefetch': lambda s: _of_a_user(s).prefetch(_AUTOTUNE),
+  'pipeline_cache': lambda s: _of_a_user(s).cache(),
+}
+OF_FILES = (
+  'extract_alone',
+  'extract_alone_parallel',
+  'naive',
+  'naive_rewritten',
+  'prefetch',
+  'parallel_extract',
+  'parallel_map',
+  'vectorised_map',
+  'cache',
+  'make_dataset_tfrecords',
+  'make_dataset_tfrecords_cache',
+)
+OF_ARRAYS = ('naive_arrays', 'make_dataset', 'constant')
+OF_A_USER = ('pipeline', 'pipeline_prefetch', 'pipeline_cache')
+NAMES = OF_FILES + OF_ARRAYS + OF_A_USER

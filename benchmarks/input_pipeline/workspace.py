@@ -18,14 +18,15 @@ import os
 
 import numpy as np
 
+from examples import datasets
+from examples.datasets import images as images_lib
+from examples.datasets import tfrecord
 from examples.datasets.write_tfrecords import write_tfrecords
 from tf_strategies import errors
-from tf_strategies.data import arrays as arrays_lib
-from tf_strategies.data import tfrecord
 
 
 def prepare(
-  data: arrays_lib.ImageClassificationData,
+  data: images_lib.ImageClassificationData,
   directory: str,
   num_files: int,
   tfrecord_dir: str | None = None,
@@ -53,7 +54,7 @@ def prepare(
   if not os.path.isdir(shards) or not tfrecord.is_tfrecord_directory(shards):
     write_tfrecords(data, shards, num_files)
   else:
-    count = tfrecord.count_tfrecords(shards, 'train')
+    count = datasets.tfrecords(shards, 'train').num_examples
     if count != len(data.train):
       raise errors.DataError(
         f'{shards}: {count} training examples, but {data.name} has '

@@ -14,16 +14,16 @@ from examples.datasets.digits import load_digits
 # stay importable and runnable.
 from examples.datasets.extract import extract
 from examples.datasets.idx import load_idx
+from examples.datasets.images import ImageClassificationData, Images
 from examples.datasets.npz import load_npz
 from examples.datasets.sources import load, load_keras_mnist
 from examples.datasets.synthetic import make_synthetic
+from examples.datasets.tfrecord import load_tfrecords, tfrecords
 from examples.datasets.write_tfrecords import write_tfrecords
-from tf_strategies.data.arrays import ImageClassificationData
-from tf_strategies.data.tfrecord import count_tfrecords, load_tfrecords
 
 __all__ = [
   'ImageClassificationData',
-  'count_tfrecords',
+  'Images',
   'extract',
   'load',
   'load_digits',
@@ -32,5 +32,6 @@ __all__ = [
   'load_npz',
   'load_tfrecords',
   'make_synthetic',
+  'tfrecords',
   'write_tfrecords',
 ]

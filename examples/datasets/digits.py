@@ -15,17 +15,17 @@ Example:
 
 import numpy as np
 
+from examples.datasets import images as images_lib
 from tf_strategies import errors
-from tf_strategies.data import arrays
 
 NUM_CLASSES = 10
 _MAX_LEVEL = 16.0
 _TEST_EVERY = 5
 _SPLIT_SEED = 20
-_SIZE = arrays.IMAGE_SHAPE[0]
+_SIZE = images_lib.IMAGE_SHAPE[0]
 
 
-def load_digits() -> arrays.ImageClassificationData:
+def load_digits() -> images_lib.ImageClassificationData:
   """Loads scikit-learn's digits, resized to 28x28, in a fixed split.
 
   Every fifth example of each class, in an order drawn once and for all, is
@@ -49,7 +49,7 @@ def load_digits() -> arrays.ImageClassificationData:
   images = resize_bilinear(bunch.images * (255.0 / _MAX_LEVEL), _SIZE)
   labels = bunch.target.astype(np.int64)
   train, test = stratified_split(labels)
-  return arrays.build(
+  return images_lib.build(
     'digits',
     'digits',
     (images[train], labels[train]),

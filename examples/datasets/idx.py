@@ -23,8 +23,8 @@ import zlib
 
 import numpy as np
 
+from examples.datasets import images as images_lib
 from tf_strategies import errors
-from tf_strategies.data import arrays
 
 # split -> (images, labels); each file may carry `.gz` or not.
 FILES = {
@@ -45,7 +45,7 @@ def is_idx_directory(directory: str | os.PathLike[str]) -> bool:
 
 def load_idx(
   directory: str | os.PathLike[str], name: str = 'mnist', num_classes: int = 10
-) -> arrays.ImageClassificationData:
+) -> images_lib.ImageClassificationData:
   """Loads the four MNIST files of a directory.
 
   Args:
@@ -67,7 +67,7 @@ def load_idx(
     images = read_idx(images_path, num_dims=3)
     labels = read_idx(labels_path, num_dims=1)
     splits[split] = (images, labels)
-  return arrays.build(
+  return images_lib.build(
     os.fspath(directory), name, splits['train'], splits['test'], num_classes
   )
 

@@ -24,8 +24,8 @@ import zlib
 
 import numpy as np
 
+from examples.datasets import images as images_lib
 from tf_strategies import errors
-from tf_strategies.data import arrays
 
 KEYS = ('x_train', 'y_train', 'x_test', 'y_test')
 KERAS_MNIST_URL = (
@@ -35,7 +35,7 @@ KERAS_MNIST_URL = (
 
 def load_npz(
   path: str | os.PathLike[str], name: str = 'mnist', num_classes: int = 10
-) -> arrays.ImageClassificationData:
+) -> images_lib.ImageClassificationData:
   """Loads `x_train, y_train, x_test, y_test` from an `.npz` file.
 
   Args:
@@ -86,6 +86,6 @@ def load_npz(
       f'{where}: not a readable .npz file ({e}); expected {", ".join(KEYS)}, '
       f'as in {KERAS_MNIST_URL}'
     ) from e
-  return arrays.build(
+  return images_lib.build(
     where, name, (x_train, y_train), (x_test, y_test), num_classes
   )

@@ -12,9 +12,9 @@ import os
 
 from absl import logging
 
-from examples.datasets import digits, idx, npz, synthetic
+from examples.datasets import digits, idx, npz, synthetic, tfrecord
+from examples.datasets import images as images_lib
 from tf_strategies import errors
-from tf_strategies.data import arrays, tfrecord
 
 DATASETS = ('mnist', 'digits', 'synthetic')
 _EXPECTED = (
@@ -27,7 +27,7 @@ _EXPECTED = (
 
 def load(
   dataset: str, data_path: str | os.PathLike[str] | None = None
-) -> arrays.ImageClassificationData:
+) -> images_lib.ImageClassificationData:
   """Loads a data set into memory.
 
   Args:
@@ -75,7 +75,7 @@ def load(
   return data
 
 
-def load_keras_mnist() -> arrays.ImageClassificationData:
+def load_keras_mnist() -> images_lib.ImageClassificationData:
   """Loads MNIST from the Keras cache, or downloads it (11 MB) into the cache.
 
   Returns:
@@ -95,10 +95,10 @@ def load_keras_mnist() -> arrays.ImageClassificationData:
       f'expected a connection to {npz.KERAS_MNIST_URL}. Without one, pass '
       '--data_path with a copy of mnist.npz, or --dataset=digits'
     ) from e
-  return arrays.build('keras.datasets.mnist', 'mnist', train, test, 10)
+  return images_lib.build('keras.datasets.mnist', 'mnist', train, test, 10)
 
 
-def _load_mnist(data_path) -> arrays.ImageClassificationData:
+def _load_mnist(data_path) -> images_lib.ImageClassificationData:
   if data_path is None:
     return load_keras_mnist()
   where = os.fspath(data_path)
@@ -115,7 +115,7 @@ def _load_mnist(data_path) -> arrays.ImageClassificationData:
   return npz.load_npz(where)
 
 
-def _load_directory(where: str) -> arrays.ImageClassificationData:
+def _load_directory(where: str) -> images_lib.ImageClassificationData:
   has_idx = idx.is_idx_directory(where)
   has_tfrecords = tfrecord.is_tfrecord_directory(where)
   if has_idx and has_tfrecords:

@@ -10,11 +10,11 @@ Example:
 
 import numpy as np
 
+from examples.datasets import images as images_lib
 from tf_strategies import errors
-from tf_strategies.data import arrays
 
 _CELL = 4
-_CELLS = arrays.IMAGE_SHAPE[0] // _CELL
+_CELLS = images_lib.IMAGE_SHAPE[0] // _CELL
 # Pattern and noise each take half of the range, so that their sum is a uint8.
 _LEVELS = 128
 
@@ -24,7 +24,7 @@ def make_synthetic(
   num_test: int = 2048,
   num_classes: int = 10,
   seed: int = 0,
-) -> arrays.ImageClassificationData:
+) -> images_lib.ImageClassificationData:
   """Makes images that are their class's random pattern plus uniform noise.
 
   Labels go round (0, 1, ..., num_classes - 1, 0, ...), so that every class has
@@ -63,6 +63,6 @@ def make_synthetic(
     images = rng.integers(_LEVELS, size=(n,) + patterns.shape[1:], dtype='u1')
     images += patterns[labels]
     splits.append((images, labels))
-  return arrays.build(
+  return images_lib.build(
     'synthetic', 'synthetic', splits[0], splits[1], num_classes
   )

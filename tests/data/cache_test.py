@@ -22,10 +22,12 @@ _DEADLINE_SECONDS = 120
 # Fills the cache up to a third, says so and waits for what comes.
 _WRITER = """
 import sys, time
+from examples import datasets
 from tf_strategies import data
 options = data.PipelineOptions(
   4, cache='disk', cache_path=sys.argv[2], shuffle_buffer=1, prefetch=0)
-iterator = iter(data.make_tfrecord_dataset(sys.argv[1], 'train', options, True))
+source = datasets.tfrecords(sys.argv[1], 'train')
+iterator = iter(data.make_dataset(source, options, training=True))
 for _ in range(3):
   next(iterator)
 print('begun', flush=True)
@@ -56,8 +58,11 @@ class CacheTestCase(tf.test.TestCase, parameterized.TestCase):
       **({'global_batch_size': 8, 'cache': 'disk', 'seed': 1} | changes),
       cache_path=self.prefix,
     )
-    return data_lib.make_tfrecord_dataset(
-      self.shards, 'train', options, True, **functions
+    return data_lib.make_dataset(
+      datasets.tfrecords(self.shards, 'train'),
+      options,
+      training=True,
+      **functions,
     )
 
   def labels(self, dataset):
@@ -123,7 +128,9 @@ class StaleTest(CacheTestCase):
       8, cache='disk', cache_path=self.prefix
     )
     self.labels(
-      data_lib.make_tfrecord_dataset(self.shards, 'test', test_options, False)
+      data_lib.make_dataset(
+        datasets.tfrecords(self.shards, 'test'), test_options, training=False
+      )
     )
     stranger = f'{self.prefix}-mnist-train-notes.txt'
     with open(stranger, 'w', encoding='utf-8') as f:
@@ -133,7 +140,7 @@ class StaleTest(CacheTestCase):
     # Its lock stays as long as this process could fill it again.
     old = set(self.files()) - set(kept) - set(self.files('.owner'))
     self.assertLen(old, 2)
-    train = data_lib.Arrays(formula.images(_N), np.arange(_N) + 5)
+    train = datasets.Images(formula.images(_N), np.arange(_N) + 5)
     self.write_shards(train)
     with self.assertLogs(logging.get_absl_logger(), 'WARNING') as logs:
       dataset = self.make()
@@ -186,8 +193,8 @@ class StaleTest(CacheTestCase):
     ):
       for paths in sets * 2:
         with self.assertNoLogs(logging.get_absl_logger(), 'WARNING'):
-          dataset = data_lib.make_file_dataset(
-            paths, lambda x: x, options, True
+          dataset = data_lib.make_dataset(
+            data_lib.TFRecords(paths, lambda x: x), options, training=True
           )
         self.assertLen(list(dataset.unbatch()), _N if paths is sets[0] else 3)
     self.assertLen(self.files('.index'), 4)

@@ -1,4 +1,4 @@
-"""make_epochs: the order of an epoch is a function of (seed, epoch) alone."""
+"""Streams: the order of an epoch is a function of (seed, epoch) alone."""
 
 import os
 
@@ -23,8 +23,13 @@ def _images(first_epoch, num_epochs, seed=5, size=4, **kwargs):
   keys = ('drop_remainder', 'shuffle_buffer', 'deterministic')
   chosen = {k: kwargs.pop(k) for k in keys if k in kwargs}
   options = data_lib.PipelineOptions(size, seed=seed, **chosen)
-  dataset = data_lib.make_epochs(
-    _arrays(), options, first_epoch, num_epochs, **kwargs
+  dataset = data_lib.make_dataset(
+    _arrays(),
+    options,
+    training=True,
+    epochs=num_epochs,
+    start=(first_epoch, 0),
+    **kwargs,
   )
   batches = [images.numpy() for images, _ in dataset]
   assert len(batches) == int(dataset.cardinality())
@@ -58,8 +63,12 @@ class EpochsTest(tf.test.TestCase, parameterized.TestCase):
       np.testing.assert_array_equal(whole[first * _N :], _images(first, 3))
     self.assertEqual(
       int(
-        data_lib.make_epochs(
-          _arrays(), data_lib.PipelineOptions(4, seed=5), 3, 3
+        data_lib.make_dataset(
+          _arrays(),
+          data_lib.PipelineOptions(4, seed=5),
+          training=True,
+          epochs=3,
+          start=(3, 0),
         ).cardinality()
       ),
       0,
@@ -67,7 +76,9 @@ class EpochsTest(tf.test.TestCase, parameterized.TestCase):
 
   def test_order_survives_other_iterators_and_depends_on_the_seed(self):
     options = data_lib.PipelineOptions(4, seed=5)
-    dataset = data_lib.make_epochs(_arrays(), options, 0, 1)
+    dataset = data_lib.make_dataset(
+      _arrays(), options, training=True, epochs=1, start=(0, 0)
+    )
     next(iter(dataset))
     tf.random.set_seed(99)
     again = np.concatenate([x.numpy() for x, _ in dataset])
@@ -76,7 +87,9 @@ class EpochsTest(tf.test.TestCase, parameterized.TestCase):
 
   def test_labels_belong_to_their_images(self):
     options = data_lib.PipelineOptions(5, seed=1)
-    for images, labels in data_lib.make_epochs(_arrays(), options, 0, 1):
+    for images, labels in data_lib.make_dataset(
+      _arrays(), options, training=True, epochs=1, start=(0, 0)
+    ):
       positions = _positions(images.numpy().reshape([-1, 784]))
       np.testing.assert_array_equal(_arrays().labels[positions], labels)
 
@@ -115,13 +128,13 @@ class VirtualEpochsTest(tf.test.TestCase, parameterized.TestCase):
       **({'global_batch_size': 5, 'seed': 3} | changes)
     )
     return _labels(
-      data_lib.make_epochs(
+      data_lib.make_dataset(
         formula.arrays(_N),
         options,
-        first_epoch,
-        num_epochs,
-        steps,
-        first_step=first_step,
+        training=True,
+        epochs=num_epochs,
+        start=(first_epoch, first_step),
+        steps_per_epoch=steps,
         input_context=context,
       )
     )
@@ -189,14 +202,13 @@ class FileEpochsTest(tf.test.TestCase, parameterized.TestCase):
     options = data_lib.PipelineOptions(
       **({'global_batch_size': 4, 'seed': 3} | changes)
     )
-    dataset = data_lib.make_tfrecord_epochs(
-      self._directory,
-      'train',
+    dataset = data_lib.make_dataset(
+      datasets.tfrecords(self._directory, 'train'),
       options,
-      first_epoch,
-      num_epochs,
-      steps,
-      first_step=first_step,
+      training=True,
+      epochs=num_epochs,
+      start=(first_epoch, first_step),
+      steps_per_epoch=steps,
       augment_fn=lambda x, y, seed: (
         x + tf.random.stateless_uniform(tf.shape(x), seed),
         y,

@@ -8,7 +8,6 @@ import numpy as np
 import tensorflow as tf
 
 from examples import datasets
-from tf_strategies import data as data_lib
 from tf_strategies import errors
 
 IDX_NAMES = {
@@ -31,9 +30,9 @@ def labels(n: int, start: int = 0, num_classes: int = 10) -> np.ndarray:
   return (3 * np.arange(start, start + n) + 1) % num_classes
 
 
-def arrays(n: int) -> data_lib.Arrays:
+def arrays(n: int) -> datasets.Images:
   """Example i is `images(n)[i]` with label i, which identifies it."""
-  return data_lib.Arrays(images(n), np.arange(n, dtype=np.int64))
+  return datasets.Images(images(n), np.arange(n, dtype=np.int64))
 
 
 def dataset(
@@ -42,8 +41,8 @@ def dataset(
   """Test examples continue where the training examples end."""
   return datasets.ImageClassificationData(
     name,
-    data_lib.Arrays(images(num_train), labels(num_train)),
-    data_lib.Arrays(images(num_test, num_train), labels(num_test, num_train)),
+    datasets.Images(images(num_train), labels(num_train)),
+    datasets.Images(images(num_test, num_train), labels(num_test, num_train)),
     num_classes=10,
   )
 

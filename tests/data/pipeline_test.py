@@ -4,6 +4,7 @@ import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
+from examples import datasets
 from tests import virtual_devices
 from tests.data import formula
 from tf_strategies import data as data_lib
@@ -44,7 +45,7 @@ class ElementsTest(tf.test.TestCase, parameterized.TestCase):
   )
   def test_every_example_once_with_its_own_pixels(self, training, n, changes):
     dataset = data_lib.make_dataset(
-      formula.arrays(n), _options(**changes), training
+      formula.arrays(n), _options(**changes), training=training
     )
     batches = list(dataset.as_numpy_iterator())
     self.assertCountEqual(
@@ -58,7 +59,9 @@ class ElementsTest(tf.test.TestCase, parameterized.TestCase):
     np.testing.assert_allclose(images, expected, rtol=2e-7)
 
   def test_types_and_static_shapes(self):
-    dataset = data_lib.make_dataset(formula.arrays(20), _options(), True)
+    dataset = data_lib.make_dataset(
+      formula.arrays(20), _options(), training=True
+    )
     self.assertEqual(
       dataset.element_spec,
       (
@@ -70,26 +73,26 @@ class ElementsTest(tf.test.TestCase, parameterized.TestCase):
   def test_scale_reaches_exactly_zero_and_one(self):
     images = np.zeros([2, 28, 28, 1], np.uint8)
     images[1] = 255
-    arrays = data_lib.Arrays(images, np.arange(2))
-    x, _ = next(iter(data_lib.make_dataset(arrays, _options(), False)))
+    arrays = datasets.Images(images, np.arange(2))
+    x, _ = next(iter(data_lib.make_dataset(arrays, _options(), training=False)))
     self.assertAllEqual(x[0], np.zeros([28, 28, 1]))
     self.assertAllEqual(x[1], np.ones([28, 28, 1]))
 
   def test_drop_remainder_is_for_training_only(self):
     options = _options(drop_remainder=True, seed=0)
-    train = data_lib.make_dataset(formula.arrays(29), options, True)
+    train = data_lib.make_dataset(formula.arrays(29), options, training=True)
     self.assertEqual(train.element_spec[0].shape, [8, 28, 28, 1])
     self.assertEqual(int(train.cardinality()), 3)
     order = _order(train)
     self.assertLen(order, 24)
     self.assertLen(set(order), 24)
-    test = data_lib.make_dataset(formula.arrays(29), options, False)
+    test = data_lib.make_dataset(formula.arrays(29), options, training=False)
     self.assertEqual(_order(test), list(range(29)))
 
   def test_no_full_batch(self):
     with self.assertRaisesRegex(errors.DataError, '7 examples .* batch of 8'):
       data_lib.make_dataset(
-        formula.arrays(7), _options(drop_remainder=True), True
+        formula.arrays(7), _options(drop_remainder=True), training=True
       )
 
   def test_map_fn_gets_scaled_batches(self):
@@ -100,7 +103,7 @@ class ElementsTest(tf.test.TestCase, parameterized.TestCase):
       return {'x': 1 - images, 'y': 2 * labels}
 
     dataset = data_lib.make_dataset(
-      formula.arrays(10), _options(), False, map_fn
+      formula.arrays(10), _options(), training=False, map_fn=map_fn
     )
     first, second = dataset.as_numpy_iterator()
     self.assertEqual(first['y'].tolist(), list(range(0, 16, 2)))
@@ -112,7 +115,7 @@ class ElementsTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(int(dataset.cardinality()), 2)
 
   def test_num_examples(self):
-    self.assertEqual(data_lib.num_examples(formula.arrays(13)), 13)
+    self.assertEqual(formula.arrays(13).num_examples, 13)
 
   @parameterized.parameters(
     {'cache': 'disk', 'cache_path': '/tmp/x'}, {'autoshard': 'file'}
@@ -122,12 +125,16 @@ class ElementsTest(tf.test.TestCase, parameterized.TestCase):
     with self.assertRaisesRegex(
       errors.UnsupportedOptionError, f"{name}='{value}' with arrays"
     ):
-      data_lib.make_dataset(formula.arrays(9), _options(**changes), True)
+      data_lib.make_dataset(
+        formula.arrays(9), _options(**changes), training=True
+      )
 
 
 class OrderTest(tf.test.TestCase, parameterized.TestCase):
   def make(self, n=60, **changes):
-    return data_lib.make_dataset(formula.arrays(n), _options(**changes), True)
+    return data_lib.make_dataset(
+      formula.arrays(n), _options(**changes), training=True
+    )
 
   @parameterized.parameters(1, 4, tf.data.AUTOTUNE)
   def test_same_seed_same_epochs(self, num_parallel_calls):
@@ -153,8 +160,8 @@ class OrderTest(tf.test.TestCase, parameterized.TestCase):
         data_lib.make_dataset(
           formula.arrays(60),
           _options(seed=5, num_parallel_calls=calls),
-          True,
-          slow_first,
+          training=True,
+          map_fn=slow_first,
         )
       )
       for calls in (1, 8)
@@ -213,12 +220,12 @@ class PipelinesTest(tf.test.TestCase, parameterized.TestCase):
   @parameterized.parameters('auto', 'data')
   def test_a_step_of_all_pipelines_is_one_global_batch(self, autoshard):
     options = _options(seed=6, autoshard=autoshard)
-    alone = data_lib.make_dataset(formula.arrays(40), options, True)
+    alone = data_lib.make_dataset(formula.arrays(40), options, training=True)
     shares = [
       data_lib.make_dataset(
         formula.arrays(40),
         options,
-        True,
+        training=True,
         input_context=_context(pipeline, 2, replicas=4),
       )
       for pipeline in range(2)
@@ -240,7 +247,7 @@ class PipelinesTest(tf.test.TestCase, parameterized.TestCase):
       data_lib.make_dataset(
         formula.arrays(11),
         _options(global_batch_size=6),
-        False,
+        training=False,
         input_context=_context(i, 3),
       )
       for i in range(3)
@@ -255,7 +262,7 @@ class PipelinesTest(tf.test.TestCase, parameterized.TestCase):
       dataset = data_lib.make_dataset(
         formula.arrays(10),
         _options(autoshard='off'),
-        True,
+        training=True,
         input_context=_context(i, 2),
       )
       self.assertEqual(sorted(_order(dataset)), list(range(10)))
@@ -265,7 +272,7 @@ class PipelinesTest(tf.test.TestCase, parameterized.TestCase):
     make = lambda **changes: data_lib.make_dataset(  # noqa: E731
       formula.arrays(10),
       _options(**changes),
-      True,
+      training=True,
       input_context=_context(0, 2),
     )
     with self.assertRaisesRegex(errors.UnsupportedOptionError, 'seed=None'):
@@ -279,19 +286,25 @@ class PipelinesTest(tf.test.TestCase, parameterized.TestCase):
       'global_batch_size=8 with 3 replicas.*pass 9',
     ):
       data_lib.make_dataset(
-        formula.arrays(10), _options(), True, input_context=_context(0, 3)
+        formula.arrays(10),
+        _options(),
+        training=True,
+        input_context=_context(0, 3),
       )
 
   def test_refuses_a_pipeline_without_examples(self):
     with self.assertRaisesRegex(errors.DataError, 'pipeline 3 of 4'):
       data_lib.make_dataset(
-        formula.arrays(3), _options(), False, input_context=_context(3, 4)
+        formula.arrays(3),
+        _options(),
+        training=False,
+        input_context=_context(3, 4),
       )
 
   @parameterized.parameters('auto', 'data', 'off')
   def test_policy_reaches_tensorflow(self, autoshard):
     dataset = data_lib.make_dataset(
-      formula.arrays(10), _options(autoshard=autoshard), True
+      formula.arrays(10), _options(autoshard=autoshard), training=True
     )
     self.assertEqual(
       dataset.options().experimental_distribute.auto_shard_policy,
@@ -304,7 +317,7 @@ class PipelinesTest(tf.test.TestCase, parameterized.TestCase):
     for index in range(2):
       # Each worker makes its own: iterating one twice would be two epochs.
       dataset = data_lib.make_dataset(
-        formula.arrays(40), _options(seed=4), True
+        formula.arrays(40), _options(seed=4), training=True
       )
       variant = tf.raw_ops.AutoShardDataset(
         input_dataset=tf.data.experimental.to_variant(dataset),
@@ -324,9 +337,11 @@ class PlacementTest(tf.test.TestCase):
     strategy = tf.distribute.MirroredStrategy(['CPU:0', 'CPU:1'])
     with strategy.scope():
       dataset = data_lib.make_dataset(
-        formula.arrays(20), _options(seed=1), True
+        formula.arrays(20), _options(seed=1), training=True
       )
-      alone = data_lib.make_dataset(formula.arrays(20), _options(seed=1), True)
+      alone = data_lib.make_dataset(
+        formula.arrays(20), _options(seed=1), training=True
+      )
     expected = [sorted(y.tolist()) for _, y in alone.as_numpy_iterator()]
     actual = [
       sorted(
@@ -342,7 +357,7 @@ class PlacementTest(tf.test.TestCase):
     strategy = tf.distribute.MirroredStrategy(['CPU:0', 'CPU:1'])
     dataset = strategy.distribute_datasets_from_function(
       lambda context: data_lib.make_dataset(
-        formula.arrays(20), _options(), False, input_context=context
+        formula.arrays(20), _options(), training=False, input_context=context
       )
     )
     sizes, order = [], []
@@ -359,7 +374,9 @@ class PlacementTest(tf.test.TestCase):
     @tf.function
     def sum_of_labels():
       total = tf.zeros([], tf.int64)
-      for _, labels in data_lib.make_dataset(arrays, _options(seed=1), True):
+      for _, labels in data_lib.make_dataset(
+        arrays, _options(seed=1), training=True
+      ):
         total += tf.reduce_sum(labels)
       return total
 
@@ -373,16 +390,18 @@ class PlacementTest(tf.test.TestCase):
     outputs = tf.keras.layers.Dense(2)(tf.keras.layers.Flatten()(inputs))
     model = tf.keras.Model(inputs, outputs)
     model.compile('sgd', tf.keras.losses.SparseCategoricalCrossentropy(True))
-    arrays = data_lib.Arrays(formula.images(20), np.arange(20) % 2)
+    arrays = datasets.Images(formula.images(20), np.arange(20) % 2)
     history = model.fit(
-      data_lib.make_dataset(arrays, _options(), True), epochs=1, verbose=0
+      data_lib.make_dataset(arrays, _options(), training=True),
+      epochs=1,
+      verbose=0,
     )
     self.assertEqual(history.params['steps'], 3)
 
   def test_options_are_not_changed(self):
     options = _options(seed=1)
     before = dataclasses.asdict(options)
-    data_lib.make_dataset(formula.arrays(9), options, True)
+    data_lib.make_dataset(formula.arrays(9), options, training=True)
     self.assertEqual(dataclasses.asdict(options), before)
 
 

@@ -53,13 +53,15 @@ class ServiceTest(tf.test.TestCase, parameterized.TestCase):
   def make_files(self, options):
     directory = self.create_tempdir().full_path
     datasets.write_tfrecords(formula.numbered(_N, 5), directory, 5)
-    return data_lib.make_tfrecord_dataset(directory, 'train', options, True)
+    return data_lib.make_dataset(
+      datasets.tfrecords(directory, 'train'), options, training=True
+    )
 
   def make_arrays(self, options):
     return data_lib.make_dataset(
       formula.arrays(_N),
       options,
-      True,
+      training=True,
       augment_fn=lambda x, y, seed: (x, y + 0 * seed[0]),
     )
 
@@ -67,7 +69,7 @@ class ServiceTest(tf.test.TestCase, parameterized.TestCase):
     return data_lib.make_dataset(
       formula.arrays(_N),
       dataclasses.replace(options, shuffle_buffer=0),
-      True,
+      training=True,
       augment_fn=lambda x, y, seed: (x, tf.fill(tf.shape(y), seed[0])),
     )
 
@@ -95,7 +97,7 @@ class ServiceTest(tf.test.TestCase, parameterized.TestCase):
       data_lib.make_dataset(
         formula.arrays(_N),
         self.options(),
-        True,
+        training=True,
         input_context=tf.distribute.InputContext(2, 0, 2),
       )
 

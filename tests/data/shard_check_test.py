@@ -88,13 +88,16 @@ class SharesTest(tf.test.TestCase, parameterized.TestCase):
       60, seed=2, autoshard=autoshard, shuffle_buffer=7
     )
     shards = [
-      data_lib.make_tfrecord_dataset(
-        directory, 'train', options, training=True, input_context=context
+      data_lib.make_dataset(
+        datasets.tfrecords(directory, 'train'),
+        options,
+        training=True,
+        input_context=context,
       )
       for context in _contexts(workers)
     ]
     whole = data_lib.make_dataset(
-      formula.arrays(_N), data_lib.PipelineOptions(60), False
+      formula.arrays(_N), data_lib.PipelineOptions(60), training=False
     )
     sizes = data_lib.check_shards(shards, whole)
     if autoshard == 'data' or (autoshard == 'auto' and num_files % workers):
@@ -103,7 +106,9 @@ class SharesTest(tf.test.TestCase, parameterized.TestCase):
   def test_everything_to_each_is_found(self):
     options = data_lib.PipelineOptions(60, autoshard='off')
     shards = [
-      data_lib.make_dataset(formula.arrays(_N), options, True, None, context)
+      data_lib.make_dataset(
+        formula.arrays(_N), options, training=True, input_context=context
+      )
       for context in _contexts(2)
     ]
     with self.assertRaisesRegex(errors.DataError, f'{_N} examples too often'):
@@ -113,10 +118,12 @@ class SharesTest(tf.test.TestCase, parameterized.TestCase):
   def test_arrays(self, autoshard):
     options = data_lib.PipelineOptions(60, seed=2, autoshard=autoshard)
     arrays = formula.arrays(_N)
-    whole = data_lib.make_dataset(arrays, options, True)
+    whole = data_lib.make_dataset(arrays, options, training=True)
     for workers in _WORKERS:
       shards = [
-        data_lib.make_dataset(arrays, options, True, input_context=context)
+        data_lib.make_dataset(
+          arrays, options, training=True, input_context=context
+        )
         for context in _contexts(workers)
       ]
       # Told apart by their bytes: pixels and label.
@@ -134,14 +141,16 @@ class SharesTest(tf.test.TestCase, parameterized.TestCase):
       60, seed=1, autoshard='data', deterministic=False, cache=cache
     )
     shards = [
-      data_lib.make_file_dataset(
-        paths,
-        _parse_label,
+      data_lib.make_dataset(
+        data_lib.Files(
+          paths,
+          _delayed,
+          _parse_label,
+          counts=[len(range(i, _N, 7)) for i in range(7)],
+        ),
         options,
-        True,
+        training=True,
         input_context=context,
-        read_fn=_delayed,
-        counts=[len(range(i, _N, 7)) for i in range(7)],
       )
       for context in _contexts(3)
     ]
@@ -155,9 +164,11 @@ class SharesTest(tf.test.TestCase, parameterized.TestCase):
     for context in _contexts(3):
       tf.random.set_seed(context.input_pipeline_id)
       shards.append(
-        data_lib.make_dataset(arrays, options, True, input_context=context)
+        data_lib.make_dataset(
+          arrays, options, training=True, input_context=context
+        )
       )
-    whole = data_lib.make_dataset(arrays, options, False)
+    whole = data_lib.make_dataset(arrays, options, training=False)
     self.assertEqual(data_lib.check_shards(shards, whole), (15, 15, 15))
 
 
@@ -197,12 +208,14 @@ class CheckTest(tf.test.TestCase, parameterized.TestCase):
       data_lib.make_dataset(
         arrays,
         data_lib.PipelineOptions(60, seed=context.input_pipeline_id),
-        True,
+        training=True,
         input_context=context,
       )
       for context in _contexts(2)
     ]
-    whole = data_lib.make_dataset(arrays, data_lib.PipelineOptions(60), False)
+    whole = data_lib.make_dataset(
+      arrays, data_lib.PipelineOptions(60), training=False
+    )
     with self.assertRaisesRegex(errors.DataError, 'too often.*in no pipeline'):
       data_lib.check_shards(shards, whole, _labels)
 

@@ -1,8 +1,5 @@
 """Which function runs how often, with which seeds."""
 
-import random
-import time
-
 import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
@@ -10,7 +7,6 @@ from absl.testing import parameterized
 from examples import datasets
 from tests.data import formula
 from tf_strategies import data as data_lib
-from tf_strategies import errors
 
 _N = 20
 _SOURCES = ('arrays', 'files')
@@ -53,19 +49,18 @@ class TransformTestCase(tf.test.TestCase, parameterized.TestCase):
       return data_lib.make_dataset(
         formula.arrays(_N),
         options,
-        training,
+        training=training,
         input_context=context,
-        **(functions or {}),
+        **functions or {},
       )
     directory = self.create_tempdir().full_path
     datasets.write_tfrecords(formula.numbered(_N, 3), directory, 3)
-    return data_lib.make_tfrecord_dataset(
-      directory,
-      'train',
+    return data_lib.make_dataset(
+      datasets.tfrecords(directory, 'train'),
       options,
-      training,
+      training=training,
       input_context=context,
-      **(functions or {}),
+      **functions or {},
     )
 
 
@@ -161,13 +156,13 @@ class SeedsTest(TransformTestCase):
     def stream(epoch, step):
       return [
         seed.tolist()
-        for seed in data_lib.make_epochs(
+        for seed in data_lib.make_dataset(
           formula.arrays(_N),
           data_lib.PipelineOptions(8, seed=3),
-          epoch,
-          3,
+          training=True,
+          epochs=3,
+          start=(epoch, step),
           steps_per_epoch=5,
-          first_step=step,
           augment_fn=lambda x, y, seed: seed,
         ).as_numpy_iterator()
       ]
@@ -176,112 +171,6 @@ class SeedsTest(TransformTestCase):
     self.assertLen({tuple(seed) for seed in whole}, 15)
     for epoch, step in ((0, 2), (1, 0), (2, 4)):
       self.assertEqual(stream(epoch, step), whole[5 * epoch + step :])
-
-
-class FilesOfAnySchemaTest(tf.test.TestCase, parameterized.TestCase):
-  def setUp(self):
-    super().setUp()
-    self.directory = self.create_tempdir().full_path
-    # More files than are open at once, and one without a record.
-    self.counts = [0, 5, 17, 1, 9, 3, 16] + 13 * [2]
-    number = iter(range(sum(self.counts)))
-    self.paths = []
-    for i, count in enumerate(self.counts):
-      self.paths.append(f'{self.directory}/{i:02d}.rec')
-      with tf.io.TFRecordWriter(self.paths[-1]) as writer:
-        for _ in range(count):
-          writer.write(b'%d' % next(number))
-
-  def parse(self, records):
-    key = tf.strings.to_number(records, tf.int64)
-    return {'key': key, 'text': records}
-
-  def read_late(self, path):
-    def wait(path):
-      time.sleep(random.uniform(0, 0.03))
-      return path
-
-    late = tf.numpy_function(wait, [path], tf.string)
-    return tf.data.TFRecordDataset(tf.ensure_shape(late, []))
-
-  def keys(self, training, late=False, parse_fn=None, **changes):
-    options = data_lib.PipelineOptions(
-      **({'global_batch_size': 6, 'seed': 2} | changes)
-    )
-    dataset = data_lib.make_file_dataset(
-      f'{self.directory}/*.rec',
-      parse_fn or self.parse,
-      options,
-      training,
-      read_fn=self.read_late if late else None,
-      counts=self.counts if late else None,
-    )
-    self.assertEqual(int(dataset.cardinality()), -(-sum(self.counts) // 6))
-    batches = list(dataset.as_numpy_iterator())
-    for batch in batches:
-      self.assertEqual(
-        batch['text'].tolist(), [b'%d' % k for k in batch['key']]
-      )
-    return np.concatenate([batch['key'] for batch in batches]).tolist()
-
-  @parameterized.parameters('none', 'memory')
-  def test_every_record_once_and_evaluation_in_order(self, cache):
-    n = sum(self.counts)
-    self.assertEqual(self.keys(False, cache=cache), list(range(n)))
-    order = self.keys(True, cache=cache)
-    self.assertCountEqual(order, range(n))
-    self.assertNotEqual(order, list(range(n)))
-
-  @parameterized.parameters(
-    {'training': True},
-    {'training': True, 'cache': 'memory', 'shuffle_buffer': 7},
-    {'training': False},
-  )
-  def test_same_order_whichever_file_is_late(self, training, **changes):
-    expected = self.keys(training, num_parallel_calls=1, **changes)
-    order = self.keys(training, late=True, num_parallel_calls=7, **changes)
-    self.assertEqual(order, expected)
-
-  def test_same_order_whichever_batch_is_late(self):
-    def parse(records):
-      def wait(records):
-        time.sleep(random.uniform(0, 0.03))
-        return records
-
-      late = tf.ensure_shape(
-        tf.numpy_function(wait, [records], tf.string), records.shape
-      )
-      return self.parse(late)
-
-    for cache in ('none', 'memory'):
-      one, other = (
-        self.keys(True, parse_fn=parse, num_parallel_calls=8, cache=cache)
-        for _ in range(2)
-      )
-      self.assertEqual(one, other)
-
-  def test_refusals(self):
-    options = data_lib.PipelineOptions(6)
-    for paths, kwargs, error, message in (
-      (f'{self.directory}/*.none', {}, errors.DataError, 'no such file'),
-      (self.directory, {}, errors.DataError, 'a directory'),
-      ([], {}, errors.DataError, 'empty list'),
-      (['nowhere'], {}, errors.DataError, 'nowhere: no such'),
-      (
-        self.paths,
-        {'read_fn': tf.data.TFRecordDataset},
-        errors.UnsupportedOptionError,
-        'read_fn without counts',
-      ),
-      (
-        self.paths,
-        {'counts': [1]},
-        errors.UnsupportedOptionError,
-        '1 counts for 20 files',
-      ),
-    ):
-      with self.assertRaisesRegex(error, message):
-        data_lib.make_file_dataset(paths, self.parse, options, True, **kwargs)
 
 
 if __name__ == '__main__':

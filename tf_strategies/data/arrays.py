@@ -1,215 +1,71 @@
-"""The data that every source returns: validated, read-only NumPy arrays.
+"""A source of examples that are in memory: NumPy arrays.
 
 Example:
 
   >>> import numpy as np
   >>> from tf_strategies.data import arrays
-  >>> split = arrays.Arrays(
-  ...   images=np.zeros([3, 28, 28, 1], np.uint8),
-  ...   labels=np.array([0, 1, 1], np.int64),
-  ... )
-  >>> split.num_examples
+  >>> source = arrays.Arrays((np.zeros([3, 4]), np.array([0, 1, 1])))
+  >>> source.num_examples
   3
-  >>> split.take(2).labels.tolist()
-  [0, 1]
 """
 
+from __future__ import annotations
+
 import dataclasses
-import re
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 from tf_strategies import errors
-
-IMAGE_SHAPE = (28, 28, 1)
-IMAGE_BYTES = 28 * 28
-
-# A data set's name becomes part of file names that are parsed again.
-_NAME = re.compile(r'[A-Za-z0-9_]+')
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Arrays:
-  """One split: images and their labels, read-only.
+  """Examples in memory, one row each.
 
-  The arrays are views of what was passed (no copy); the views refuse writes,
-  because pipelines and TensorFlow may share their memory.
+  The components become views of what is passed (no copy). The views are
+  read-only, because pipelines and TensorFlow may share their memory.
 
   Attributes:
-    images: uint8 [n, 28, 28, 1], n >= 1.
-    labels: int64 [n], none negative.
+    components: an array, or a tuple or dict of arrays of equal length.
+    decode_fn: called with the components of each batch after the cache, such
+      as a cast from uint8 to float32; returns the batch.
 
   Raises:
-    DataError: for another type, dtype, shape or length, or a negative label.
+    DataError: no array, no row, or lengths that differ.
   """
 
-  images: np.ndarray
-  labels: np.ndarray
+  components: Any
+  decode_fn: Callable[..., Any] | None = None
 
   def __post_init__(self):
-    _check_array('images', self.images, np.uint8, ('n',) + IMAGE_SHAPE)
-    _check_array('labels', self.labels, np.int64, ('n',))
-    if len(self.images) != len(self.labels):
+    components = self.components
+    if isinstance(components, list):  # To tf.data a list is one tensor.
+      components = tuple(components)
+    components = tf.nest.map_structure(_read_only, components)
+    lengths = [
+      len(array) if array.ndim else None
+      for array in tf.nest.flatten(components)
+    ]
+    if not lengths or len(set(lengths)) != 1 or not lengths[0]:
       raise errors.DataError(
-        f'{len(self.images)} images but {len(self.labels)} labels: expected '
-        'one label per image'
+        f'Expected arrays with one row for each example, got lengths {lengths}.'
+        ' Fix: pass arrays of equal length, with at least one row'
       )
-    if not len(self.images):
-      raise errors.DataError('no examples: expected at least one image')
-    if self.labels.min() < 0:
-      _raise_label(self.labels, self.labels < 0, 'of at least 0')
-    for name in ('images', 'labels'):
-      view = getattr(self, name).view()
-      view.flags.writeable = False
-      object.__setattr__(self, name, view)
+    object.__setattr__(self, 'components', components)
 
   @property
   def num_examples(self) -> int:
-    """The number of examples in the split."""
-    return len(self.images)
+    """The number of rows."""
+    return len(tf.nest.flatten(self.components)[0])
 
   def __len__(self) -> int:
-    return len(self.images)
-
-  def take(self, count: int) -> 'Arrays':
-    """Returns the first `count` examples, or all where there are fewer.
-
-    Args:
-      count: how many to keep, at least 1.
-
-    Returns:
-      Views of the same memory: O(1).
-
-    Raises:
-      DataError: `count` is below 1.
-    """
-    if count < 1:
-      raise errors.DataError(
-        f'take(count={count}): expected a count of at least 1'
-      )
-    return Arrays(self.images[:count], self.labels[:count])
+    return self.num_examples
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class ImageClassificationData:
-  """A data set for image classification.
-
-  Attributes:
-    name: letters, digits and underscores; part of TFRecord file names.
-    train: the training split.
-    test: the held-out split.
-    num_classes: labels are in [0, num_classes).
-
-  Raises:
-    DataError: for a malformed name, or a label out of range.
-  """
-
-  name: str
-  train: Arrays
-  test: Arrays
-  num_classes: int
-
-  def __post_init__(self):
-    if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
-      raise errors.DataError(
-        f'name={self.name!r}: expected letters, digits and underscores'
-      )
-    if self.num_classes < 2:
-      raise errors.DataError(
-        f'num_classes={self.num_classes}: expected at least 2'
-      )
-    for split in ('train', 'test'):
-      labels = getattr(self, split).labels
-      if labels.max() >= self.num_classes:
-        _raise_label(
-          labels,
-          labels >= self.num_classes,
-          f'from 0 to {self.num_classes - 1} (num_classes={self.num_classes})',
-          split,
-        )
-
-
-def build(
-  where: str,
-  name: str,
-  train: tuple[Any, Any],
-  test: tuple[Any, Any],
-  num_classes: int,
-) -> ImageClassificationData:
-  """Brings what a file held into shape; errors say which file it was.
-
-  Args:
-    where: the file or directory, the beginning of every message.
-    name: the data set's name.
-    train: images uint8 [n, 28, 28] or [n, 28, 28, 1], labels of any integer
-      dtype [n].
-    test: the same for the held-out split.
-    num_classes: labels are in [0, num_classes).
-
-  Returns:
-    The validated data. Images are not copied.
-
-  Raises:
-    DataError: as `Arrays` and `ImageClassificationData`, naming `where`.
-  """
-  try:
-    splits = []
-    for split, (images, labels) in (('train', train), ('test', test)):
-      try:
-        splits.append(Arrays(_as_images(images), _as_labels(labels)))
-      except errors.DataError as e:
-        raise errors.DataError(f'{split}: {e}') from e
-    return ImageClassificationData(name, splits[0], splits[1], num_classes)
-  except errors.DataError as e:
-    raise errors.DataError(f'{where}: {e}') from e
-
-
-def build_split(where: str, images: Any, labels: Any) -> Arrays:
-  """Brings one split into shape, as `build` does both.
-
-  Raises:
-    DataError: as `Arrays`, naming `where`.
-  """
-  try:
-    return Arrays(_as_images(images), _as_labels(labels))
-  except errors.DataError as e:
-    raise errors.DataError(f'{where}: {e}') from e
-
-
-def _as_images(images: np.ndarray) -> np.ndarray:
-  if images.ndim == 3:
-    images = images[..., np.newaxis]
-  return np.ascontiguousarray(images) if images.ndim else images
-
-
-def _as_labels(labels: np.ndarray) -> np.ndarray:
-  # Only integers convert: a float label would lose its fraction in silence.
-  if np.issubdtype(labels.dtype, np.integer):
-    return labels.astype(np.int64)
-  return labels
-
-
-def _check_array(name: str, value: Any, dtype: Any, shape: tuple):
-  expected = f'{np.dtype(dtype).name} [{", ".join(map(str, shape))}]'
-  if not isinstance(value, np.ndarray):
-    raise errors.DataError(
-      f'{name} is a {type(value).__name__}: expected a NumPy array, {expected}'
-    )
-  if (
-    value.dtype != dtype
-    or value.ndim != len(shape)
-    or value.shape[1:] != shape[1:]
-  ):
-    raise errors.DataError(
-      f'{name} is {value.dtype.name} {list(value.shape)}: expected {expected}'
-    )
-
-
-def _raise_label(labels, is_bad, allowed: str, split: str | None = None):
-  index = int(np.argmax(is_bad))
-  prefix = f'{split}: ' if split else ''
-  raise errors.DataError(
-    f'{prefix}label {int(labels[index])} of example {index}: expected labels '
-    f'{allowed}'
-  )
+def _read_only(value: Any) -> np.ndarray:
+  view = np.asarray(value).view()
+  view.flags.writeable = False
+  return view

@@ -1,16 +1,15 @@
-"""A cache of decoded examples, in memory or on disk, that cannot go bad.
+"""A cache of examples on disk that survives kills, damage and changed sources.
 
 A cache on disk is a checkpoint that TensorFlow writes while the first epoch
-runs and names when it is whole: `<cache>.index` and
+runs, and names when it is whole: `<cache>.index` and
 `<cache>.data-00000-of-00001`. A process that is killed before leaves
-`<cache>_0.lockfile`, on which the next one would fail in its first step, and a
-file that was cut short later would fail in some step of some epoch. So before a
-data set is made, what is there is looked at, and removed if it is of no use.
+`<cache>_0.lockfile`, on which the next one would fail in its first step. A file
+that was truncated later would fail in some step of some epoch. So the files are
+checked when a dataset is made, and removed if they are of no use.
 
 The name of a cache says what it holds: <prefix>-<data>-<key>-<version>. Another
-key belongs to another pipeline and is left alone; of the same key another
-version holds sources that have changed since, and is removed unless a process
-fills it.
+key belongs to another pipeline and stays. Another version of the same key holds
+sources that have changed since, and is removed unless a process fills it.
 
 Example:
 
@@ -97,7 +96,7 @@ def name_of(
 def on_disk(
   examples: tf.data.Dataset, name: Name, num_examples: int
 ) -> tf.data.Dataset:
-  """Caches examples in files, after removing what is of no use there.
+  """Caches examples in files, after removing those of no use.
 
   Args:
     examples: exactly `num_examples`, always in the same order.
@@ -122,7 +121,7 @@ def on_disk(
       _remove_unfinished(name, is_ours=_take(name))
   except OSError as e:
     raise errors.DataError(
-      f'{name.path}: cannot be written ({e}); expected a cache_path in a '
+      f'{name.path}: cannot be written ({e}). Fix: pass a cache_path in a '
       'directory with room for the decoded examples'
     ) from e
   return examples.cache(name.path)
@@ -145,8 +144,8 @@ def _is_whole(examples, name: Name, num_examples: int) -> bool:
   except Exception as e:
     problem = (str(e).splitlines() or [repr(e)])[0]
   logging.warning(
-    'The cache %s is truncated or damaged (%s); it is removed and will be '
-    'written again in the next epoch.',
+    'The cache %s is truncated or damaged (%s). It is removed, and the next '
+    'epoch writes it again.',
     name.path,
     problem,
   )
@@ -193,7 +192,7 @@ def _take(name: Name) -> bool:
       if _unfinished(name):
         raise errors.DataError(
           f'{name.path}: has unfinished files and its file system has no locks '
-          f'({e}); expected none, remove them if no process writes them'
+          f'({e}). Fix: remove these files if no process writes them'
         ) from e
       return False
     os.truncate(owner, 0)
@@ -214,8 +213,8 @@ def _remove_unfinished(name: Name, is_ours: bool) -> None:
     if is_ours:  # An iterator of this process is at it.
       return
     logging.warning(
-      'The cache %s was not finished, its process was killed; it is removed '
-      'and will be written again.',
+      'The cache %s is unfinished, because its process was killed. It is '
+      'removed, and the next epoch writes it again.',
       name.path,
     )
   for path in found:
@@ -274,7 +273,7 @@ def _is_free(owner: int, files: Sequence[str]) -> bool:
 def _remove_files(old: Name, paths: Sequence[str]) -> None:
   if f'{old.path}.index' in paths:
     logging.warning(
-      'The cache %s is of sources that have changed; it is removed.', old.path
+      'The cache %s is of sources that have changed. It is removed.', old.path
     )
   for path in paths:
     _remove(path)

@@ -1,4 +1,4 @@
-"""Extract: the records of many files, read in parallel, in an order that holds.
+"""Sources of examples that are in files, read in parallel in a fixed order.
 
 Example:
 
@@ -11,272 +11,281 @@ Example:
   ...     with tf.io.TFRecordWriter(path) as writer:
   ...       for j in range(2):
   ...         writer.write(b'%d%d' % (i, j))
-  ...   found = files.find(os.path.join(directory, '*.tfrecord'))
-  ...   print(found.num_records)
-  ...   in_order = files.read(found.paths, found, cycle=3, in_order=True)
-  ...   print([record.decode() for record in in_order.as_numpy_iterator()])
-  6
-  ['00', '01', '10', '11', '20', '21']
+  ...   source = files.TFRecords(
+  ...     os.path.join(directory, '*.tfrecord'), tf.strings.length)
+  ...   source.num_examples, source.counts
+  (6, (2, 2, 2))
 """
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 import os
-from collections.abc import Callable, Sequence
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import tensorflow as tf
 
 from tf_strategies import errors
-from tf_strategies.data import manifest as manifest_lib
 from tf_strategies.data import plan as plan_lib
-from tf_strategies.data import shuffle, tfrecord
 
-# A path (scalar string tensor) -> a data set of the records in that file.
+# A path (scalar string tensor) -> a dataset of the records in that file.
 ReadFn = Callable[[tf.Tensor], tf.data.Dataset]
+# A batch of records -> a structure of tensors with one row for each record.
+ParseFn = Callable[[Any], Any]
+Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 MAX_OPEN_FILES = 16
 # Records taken from one file before the next: one at a time costs a third of
 # the throughput. Evaluation restores the written order instead.
 _BLOCK_LENGTH = 16
+# A TFRecord: uint64 length, its masked CRC, the payload, the payload's CRC.
+_HEADER = struct.Struct('<QI')
+_FOOTER_BYTES = 4
 
 
-@dataclasses.dataclass(frozen=True)
 class Files:
-  """Files of records, and what is known of them.
+  """Records in files of any format.
+
+  The files are looked up once, when the source is made.
+
+  Args:
+    paths: a list of files, or a pattern such as 'gs://bucket/logs-*.csv'.
+    read_fn: called with the path of a file, returns a dataset of its records.
+    parse_fn: called with a batch of records, returns a structure of tensors
+      with one row for each record. It is deterministic, and with a cache sees
+      each record once.
+    counts: the number of records of each file, in the order of the sorted
+      paths of a pattern, or of `paths` as given. The lengths of epochs and
+      shares follow from it.
+    decode_fn: called with the components of each batch after the cache.
+    name: of the data, part of the names of caches; by default caches are told
+      apart by `paths`.
+    fingerprints: one value for each file that changes when its content does;
+      by default its size and modification time.
+    is_round_robin: whether record i is in file i % len(paths). Otherwise the
+      first file holds the first records. Evaluation restores this order.
 
   Attributes:
-    name: of the data; part of the names of caches.
-    paths: where, in order.
-    counts: the records of each.
-    is_dealt: whether record i is in file i % len(paths); else the first file
-      holds the first records.
-    identity: changes when the content of a file does, one value a path.
-    read_fn: reads one file; None for TFRecords.
-    selection: what the user chose the files by, if a name does not say it.
+    paths: the files, in order.
+    counts: the number of records of each.
+
+  Raises:
+    DataError: a file is missing.
+    UnsupportedOptionError: other than one count for each file.
   """
 
-  name: str
-  paths: tuple[str, ...]
-  counts: tuple[int, ...]
-  is_dealt: bool = False
-  identity: tuple[object, ...] = ()
-  read_fn: ReadFn | None = None
-  selection: tuple[str, ...] = ()
+  def __init__(
+    self,
+    paths: Paths,
+    read_fn: ReadFn,
+    parse_fn: ParseFn,
+    counts: Sequence[int],
+    *,
+    decode_fn: Callable[..., Any] | None = None,
+    name: str | None = None,
+    fingerprints: Sequence[object] | None = None,
+    is_round_robin: bool = False,
+  ):
+    self.paths, selection = _find(paths)
+    if counts is None:
+      counts = self._count()
+    if len(counts) != len(self.paths):
+      raise errors.UnsupportedOptionError(
+        f'{len(counts)} counts for {len(self.paths)} files',
+        'one count for each file',
+        'pass counts in the order of the sorted paths',
+      )
+    self.counts = tuple(map(int, counts))
+    self.parse_fn = parse_fn
+    self.decode_fn = decode_fn
+    self.name = name or 'files'
+    self.selection = () if name else selection
+    self.fingerprints = tuple(
+      map(_status, self.paths) if fingerprints is None else fingerprints
+    )
+    self._read_fn = read_fn
+    self._is_round_robin = is_round_robin
 
   @property
-  def num_records(self) -> int:
-    """The records of all files."""
+  def num_examples(self) -> int:
+    """The number of records of all files."""
     return sum(self.counts)
 
+  def __len__(self) -> int:
+    return self.num_examples
+
   def share(self, plan: plan_lib.Plan) -> Files:
-    """The files that one input pipeline reads."""
-    return dataclasses.replace(
-      self,
-      paths=plan.files_of(self.paths),
-      counts=plan.files_of(self.counts),
-      identity=plan.files_of(self.identity),
-    )
+    """Returns the files that one input pipeline reads."""
+    mine = copy.copy(self)
+    mine.paths = plan.files_of(self.paths)
+    mine.counts = plan.files_of(self.counts)
+    mine.fingerprints = plan.files_of(self.fingerprints)
+    return mine
 
+  def read(
+    self,
+    plan: plan_lib.Plan,
+    *,
+    number: int | tf.Tensor | None = None,
+    is_cached: bool = False,
+  ) -> tf.data.Dataset:
+    """Returns the records in the order that training or evaluation wants.
 
-def find(
-  paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
-  split: str = 'train',
-  read_fn: ReadFn | None = None,
-  counts: Sequence[int] | None = None,
-) -> Files:
-  """Finds files and counts their records.
+    Args:
+      plan: of the pipeline.
+      number: of the pass, which decides the order of files together with the
+        seed; None draws another order in each iteration.
+      is_cached: whether a cache follows, which keeps the first order.
+    """
+    n = self.num_examples
+    paths = tf.data.Dataset.from_tensor_slices(list(self.paths))
+    if plan.is_shuffled and not is_cached and plan.buffer_for(n) < n:
+      # A buffer that is smaller than the split mixes neighbours only, so the
+      # files take turns in being neighbours.
+      paths = plan.shuffle(paths, number, buffer=len(self.paths))
+    return self._interleave(paths, plan)
 
-  Args:
-    paths: the files; or a pattern, such as 'logs/*.tfrecord'; or a directory
-      that `extract` filled.
-    split: of such a directory.
-    read_fn: reads one file; None for TFRecords.
-    counts: the records of each file, in the order of the sorted paths of a
-      pattern, or of `paths` as they are given. Without it the frames of the
-      records are walked, 2 us each; required with `read_fn`.
-
-  Raises:
-    DataError: there is no such file, or one is truncated.
-    UnsupportedOptionError: `read_fn` without `counts`, or other than one count
-      a file.
-  """
-  if isinstance(paths, str | os.PathLike):
-    where = os.fspath(paths)
-    if manifest_lib.is_extracted(where):
-      return from_shards(tfrecord.find_shards(where, split))
-    found = tuple(sorted(tf.io.gfile.glob(where)))
-    selection = (os.path.abspath(where),)
-    if not found or any(map(os.path.isdir, found)):
-      raise errors.DataError(
-        f'{where}: {"a directory" if found else "no such file"}; expected '
-        "files, a pattern such as 'logs/*.tfrecord', or a directory that "
-        '`python -m examples.datasets.extract` has filled'
-      )
-  else:
-    found = tuple(map(os.fspath, paths))
-    selection = tuple(sorted(map(os.path.abspath, found)))
-    missing = [path for path in found if not tf.io.gfile.exists(path)]
-    if missing or not found:
-      raise errors.DataError(
-        f'{missing[0] if missing else "an empty list of paths"}: no such '
-        'file; expected a list of files'
-      )
-  if counts is None and read_fn is not None:
+  def _count(self) -> list[int]:
     raise errors.UnsupportedOptionError(
       'read_fn without counts',
-      'the number of records of each file beside a reader of your own',
+      'the number of records of each file beside a read_fn',
       'pass counts=[...]: lengths of epochs and shares follow from it',
     )
-  if counts is not None and len(counts) != len(found):
-    raise errors.UnsupportedOptionError(
-      f'{len(counts)} counts for {len(found)} files',
-      'one count a file',
-      'pass counts in the order of the sorted paths',
-    )
-  if counts is None:
-    counts = [tfrecord.count_records(path, check=None) for path in found]
-  return Files(
-    name='files',
-    paths=found,
-    counts=tuple(map(int, counts)),
-    identity=tuple(map(_status, found)),
-    read_fn=read_fn,
-    selection=selection,
-  )
 
-
-def find_images(directory: str | os.PathLike[str], split: str) -> Files:
-  """Finds the shards of a split of images, and counts their records.
-
-  Args:
-    directory: as `write_tfrecords` or `extract` leaves it.
-    split: 'train' or 'test'.
-
-  Raises:
-    DataError: as `tfrecord.find_shards` and `from_shards`; or a manifest tells
-      of shards of which the first record is no 28x28 image.
-    UnsupportedOptionError: another `split`.
-  """
-  shards = tfrecord.find_shards(directory, split)
-  if shards.extracted is not None:
-    # One record tells what was extracted; shards without a manifest are
-    # looked at one by one as they are counted.
-    tfrecord.count_records(shards.paths[0], limit=1)
-  return from_shards(shards)
-
-
-def from_shards(shards: tfrecord.Shards) -> Files:
-  """The shards of a split, as `write_tfrecords` or `extract` left them.
-
-  What a manifest tells of is not looked at.
-
-  Raises:
-    DataError: a shard without a manifest is truncated or empty, or its first
-      record is no 28x28 image.
-  """
-  if shards.extracted is not None:
-    counts = [shard.examples for shard in shards.extracted]
-    identity = [(s.size, s.sha256) for s in shards.extracted]
-  else:
-    counts = [tfrecord.count_shard(path) for path in shards.paths]
-    identity = list(map(_status, shards.paths))
-  return Files(
-    name=f'{shards.name}-{shards.split}',
-    paths=shards.paths,
-    counts=tuple(counts),
-    is_dealt=shards.extracted is None,
-    identity=tuple(identity),
-  )
-
-
-def read_epochs(
-  files: Files, plan: plan_lib.Plan, is_cached: bool
-) -> tf.data.Dataset:
-  """The records in the order that training or evaluation wants.
-
-  Args:
-    files: those of this pipeline.
-    plan: of the pipeline.
-    is_cached: whether a cache follows, which keeps the first order.
-  """
-  n = files.num_records
-  paths = tf.data.Dataset.from_tensor_slices(list(files.paths))
-  if plan.is_shuffled and not is_cached and plan.buffer_for(n) < n:
-    # A buffer that is smaller than the split mixes only neighbours, so the
-    # files take turns in being neighbours.
-    paths = shuffle.shuffle(paths, len(files.paths), plan.options.seed)
-  return _interleave(paths, files, plan, in_order=not plan.training)
-
-
-def read_pass(
-  files: Files, plan: plan_lib.Plan, number: int | tf.Tensor
-) -> tf.data.Dataset:
-  """The records of one pass, in file order by (seed, number)."""
-  paths = tf.data.Dataset.from_tensor_slices(list(files.paths))
-  n = files.num_records
-  if plan.is_shuffled and plan.buffer_for(n) < n:
-    paths = shuffle.shuffle_pass(
-      paths, len(files.paths), plan.options.seed, number
-    )
-  return _interleave(paths, files, plan, in_order=not plan.training)
-
-
-def read(
-  paths: Sequence[str],
-  files: Files,
-  cycle: int,
-  in_order: bool,
-  num_parallel_calls: int = tf.data.AUTOTUNE,
-  deterministic: bool = True,
-) -> tf.data.Dataset:
-  """Interleaves the records of some of the files; `cycle` are open at once."""
-  return _read(
-    tf.data.Dataset.from_tensor_slices(list(paths)),
-    files,
-    cycle,
-    in_order,
-    num_parallel_calls,
-    deterministic,
-  )
-
-
-def _interleave(paths, files, plan, in_order):
-  cycle = min(len(files.paths), MAX_OPEN_FILES)
-  if in_order and files.is_dealt:
-    # One of each file in turn undoes the dealing, if all of them are open.
-    cycle = len(files.paths)
-  records = _read(
-    paths,
-    files,
-    cycle,
-    in_order,
-    plan.options.num_parallel_calls,
-    plan.reads_in_order,
-  )
-  if plan.options.service is not None:
-    return records  # Each of its workers sees some of them only.
-  return records.apply(
-    tf.data.experimental.assert_cardinality(files.num_records)
-  )
-
-
-def _read(paths, files, cycle, in_order, calls, deterministic):
-  if not in_order:
+  def _interleave(self, paths, plan):
+    in_order = not plan.training
+    cycle = min(len(self.paths), MAX_OPEN_FILES)
     block = _BLOCK_LENGTH
-  elif files.is_dealt:
-    block = 1
-  else:
-    # A file at a time; those that follow are opened ahead.
-    block = max(1, *files.counts)
-  return paths.interleave(
-    files.read_fn or tf.data.TFRecordDataset,
-    cycle_length=cycle,
-    block_length=block,
-    # tf.data refuses more calls than there are files open at once.
-    num_parallel_calls=calls if calls < 0 else min(calls, cycle),
-    deterministic=deterministic,
-  )
+    if in_order and self._is_round_robin:
+      # One record of each file in turn, if all of them are open.
+      cycle, block = len(self.paths), 1
+    elif in_order:
+      # One file at a time; those that follow are opened ahead.
+      block = max(1, *self.counts)
+    calls = plan.options.num_parallel_calls
+    records = paths.interleave(
+      self._read_fn,
+      cycle_length=cycle,
+      block_length=block,
+      # tf.data wants at most as many calls as there are files open at once.
+      num_parallel_calls=calls if calls < 0 else min(calls, cycle),
+      deterministic=plan.reads_in_order,
+    )
+    if plan.options.service is not None:
+      return records  # Each worker of a service sees some of them only.
+    return records.apply(
+      tf.data.experimental.assert_cardinality(self.num_examples)
+    )
+
+
+class TFRecords(Files):
+  """Records in TFRecord files.
+
+  Args:
+    paths: as in `Files`.
+    schema: a dict of `tf.io.FixedLenFeature` and its like for
+      `tf.io.parse_example`, or a `parse_fn` as in `Files`.
+    counts: as in `Files`. Without it the frames of the records are walked, 2
+      us each, which takes a while on remote storage.
+    **kwargs: as in `Files`.
+
+  Raises:
+    DataError: a file is missing or truncated.
+    UnsupportedOptionError: other than one count for each file.
+  """
+
+  def __init__(
+    self,
+    paths: Paths,
+    schema: Mapping[str, Any] | ParseFn,
+    counts: Sequence[int] | None = None,
+    **kwargs,
+  ):
+    parse_fn = schema
+    if isinstance(schema, Mapping):
+      parse_fn = lambda records: tf.io.parse_example(records, schema)  # noqa: E731
+    # Looked up when it is called: slow storage may be simulated.
+    read_fn = lambda path: tf.data.TFRecordDataset(path)  # noqa: E731
+    super().__init__(paths, read_fn, parse_fn, counts, **kwargs)
+
+  def _count(self) -> list[int]:
+    return [count_records(path) for path in self.paths]
+
+
+def count_records(
+  path: str,
+  check: Callable[[str, bytes], None] | None = None,
+  limit: int | None = None,
+) -> int:
+  """Counts the records of a TFRecord file, and checks its framing.
+
+  Only the 12 bytes before each record are looked at. TensorFlow verifies the
+  checksums when it reads. The framing is that of
+  tensorflow/core/lib/io/record_writer.h.
+
+  Args:
+    path: the file, on this machine or on storage that TensorFlow can read.
+    check: called with the path and the first record.
+    limit: after how many records to stop; None for all of them.
+
+  Returns:
+    The number of records; 0 for an empty file. O(records) time, O(1) memory.
+
+  Raises:
+    DataError: the file ends inside a record or cannot be read.
+  """
+  count = position = 0
+  try:
+    # Python's own files seek five times as fast.
+    with (
+      tf.io.gfile.GFile(path, 'rb') if '://' in path else open(path, 'rb') as f
+    ):
+      size = tf.io.gfile.stat(path).length
+      while position < size and count != limit:
+        header = f.read(_HEADER.size)
+        length = _HEADER.unpack(header)[0] if len(header) == 12 else size
+        end = position + _HEADER.size + length + _FOOTER_BYTES
+        if end > size:
+          raise errors.DataError(
+            f'{path}: Expected a complete TFRecord file, got one that is '
+            f'truncated or corrupt in record {count} at byte {position}. Fix: '
+            'write it again'
+          )
+        if not count and check is not None:
+          check(path, f.read(length))
+        f.seek(end)
+        position = end
+        count += 1
+  except (OSError, tf.errors.OpError) as e:
+    raise errors.DataError(
+      f'{path}: Expected a TFRecord file, got one that cannot be read ({e}). '
+      'Fix: check the path and its permissions'
+    ) from e
+  return count
+
+
+def _find(paths: Paths) -> tuple[tuple[str, ...], tuple[str, ...]]:
+  """Returns the files, and what they were selected by."""
+  if isinstance(paths, str | os.PathLike):
+    where = os.fspath(paths)
+    found = tuple(sorted(tf.io.gfile.glob(where)))
+    if not found or any(map(os.path.isdir, found)):
+      raise errors.DataError(
+        f'{where}: Expected files, got {"a directory" if found else "no such"}'
+        f'{"" if found else " file"}. Fix: pass a list of files or a pattern, '
+        "such as 'logs/*.tfrecord'"
+      )
+    return found, (os.path.abspath(where),)
+  found = tuple(map(os.fspath, paths))
+  missing = [path for path in found if not tf.io.gfile.exists(path)]
+  if missing or not found:
+    what = f'{missing[0]}: no such file' if missing else 'an empty list'
+    raise errors.DataError(
+      f'Expected a list of files, got {what}. Fix: pass paths that exist'
+    )
+  return found, tuple(sorted(map(os.path.abspath, found)))
 
 
 def _status(path: str) -> tuple[int, int]:

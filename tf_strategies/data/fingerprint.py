@@ -1,4 +1,4 @@
-"""Tells functions apart over runs, as far as that can be seen from outside.
+"""Fingerprints of functions, the same in every process.
 
 Example:
 

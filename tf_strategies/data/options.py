@@ -41,42 +41,43 @@ class PipelineOptions:
     global_batch_size: examples in one step, summed over all replicas.
     shuffle_buffer: examples that the shuffle chooses from; None is the whole
       split (a uniform shuffle), 0 keeps the order. Only training shuffles.
-      Arrays shuffle indices, 8 bytes each; TFRecords shuffle the records, so
-      a split larger than memory needs a number here.
+      Arrays shuffle indices, 8 bytes each. Files shuffle the records, so a
+      split larger than memory needs a number here.
     seed: the seed of the shuffle and of augmentation. The same seed gives the
       same sequence of epochs, each with an order of its own, whatever
       `tf.random.set_seed` says; None differs from run to run. Workers that
-      shard one data set must share a seed; a service has no use for one.
+      share one dataset need the same seed. A service takes none.
     num_parallel_calls: parallel calls of a map or an interleave, or AUTOTUNE.
     prefetch: batches prepared ahead of the step; 0 for none, or AUTOTUNE. A
       strategy adds its own, per replica: ours hold one more batch, split for
       the replicas, where these are on CPUs; on GPUs TensorFlow copies ahead
       as many batches as `experimental_per_replica_buffer_size` of
       `tf.distribute.InputOptions` says, one unless it is set.
-    cache: where decoded examples stay after the first epoch: 'none', 'memory'
-      or 'disk'. The cache stands before the shuffle, so that every epoch has
-      a fresh order. Arrays are in memory already: 'memory' adds nothing.
-    cache_path: prefix of the cache's files; required with 'disk', refused
-      without. The split and a fingerprint of the source files follow it, so
-      that one options object serves train and test, and changed data are read
-      anew. What a killed run left, a damaged cache and the cache of files
-      that have changed are removed when a data set is made. Processes that
-      fill caches at the same time need a prefix each.
+    cache: where parsed and prepared examples stay after the first epoch:
+      'none', 'memory' or 'disk'. The cache stands before the shuffle, so that
+      every epoch has another order. For arrays, 'memory' keeps what
+      `prepare_fn` returns.
+    cache_path: prefix of the cache's files, only with 'disk'. The name and a
+      fingerprint of the source files follow it, so that one options object
+      serves train and test, and changed data are read again. Making a dataset
+      removes unfinished caches of killed runs, damaged ones, and those of files
+      that have changed. Processes that fill caches at the same time need a
+      prefix each.
     autoshard: how several input pipelines share the data: 'off' gives each
-      everything, 'data' splits the examples, 'file' the files, 'auto' files
-      where they divide evenly and else examples.
+      everything, 'data' splits the examples, 'file' the files, 'auto' the
+      files if they divide evenly and otherwise the examples.
     deterministic: keep the order whatever the parallelism. False may be
       faster where one file or one element is slower than the others.
     drop_remainder: leave out a training epoch's last, partial batch, so that
       shapes are static. Evaluation never drops an example.
-    repeat: repeat the training split for ever.
-    service: 'grpc://host:port' of a tf.data service's dispatcher, whose workers
-      then read and transform; each example comes from one of them, once an
-      epoch. Their batches arrive in no fixed order (write
+    repeat: repeat the training split without end.
+    service: 'grpc://host:port' of the dispatcher of a tf.data service, whose
+      workers then read and transform; each example comes from one of them, once
+      an epoch. Their batches arrive in no fixed order (write
       deterministic=False, and no seed), and each worker ends with a partial
       batch.
     service_timeout: seconds in which the dispatcher and one of its workers must
-      answer before a data set is made.
+      answer when a dataset is made.
 
   Raises:
     UnsupportedOptionError: for a value out of its range; the message names

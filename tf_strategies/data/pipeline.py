@@ -1,326 +1,258 @@
-"""Data sets of batches: from arrays, TFRecord shards or a user's own files.
+"""Makes datasets of batches from a source: one function for all of them.
 
 Every stage works on whole batches, because a call of a map function costs more
-than the work on one 28x28 image. On MNIST with batches of 256, a gather per
-batch of shuffled indices is more than ten times as fast as a map per image.
+than the work on one 28x28 image. On MNIST with batches of 256, a gather for each
+batch of shuffled indices is more than ten times as fast as a map for each image.
+
+A batch goes through, in this order:
+
+  prepare_fn   before the cache, deterministic: once an example with a cache
+  the cache
+  decode_fn    of the source, such as a cast
+  augment_fn   in training only, with a seed of its own for each batch
+  map_fn       last; what it returns is the element
 
 Example:
 
-  >>> from tf_strategies import data
   >>> import numpy as np
-  >>> train = data.Arrays(np.zeros([100, 28, 28, 1], np.uint8), np.arange(100))
-  >>> options = data.PipelineOptions(global_batch_size=32, seed=1)
-  >>> dataset = data.make_dataset(train, options, training=True)
-  >>> int(dataset.cardinality())
-  4
-  >>> images, labels = next(iter(dataset))
-  >>> images.dtype.name, tuple(images.shape), labels.dtype.name
-  ('float32', (32, 28, 28, 1), 'int64')
+  >>> from tf_strategies import data
+  >>> examples = np.arange(6) * 10, np.arange(6)
+  >>> options = data.PipelineOptions(global_batch_size=4, seed=1)
+  >>> [y.tolist() for _, y in data.make_dataset(
+  ...   examples, options, training=False).as_numpy_iterator()]
+  [[0, 1, 2, 3], [4, 5]]
 """
 
 from __future__ import annotations
 
-import functools
-import os
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
+from tf_strategies import errors
 from tf_strategies.data import arrays as arrays_lib
-from tf_strategies.data import (
-  decoded,
-  files,
-  loading,
-  shuffle,
-  tfrecord,
-  transform,
-)
+from tf_strategies.data import files as files_lib
 from tf_strategies.data import options as options_lib
 from tf_strategies.data import plan as plan_lib
+from tf_strategies.data import readers, service, shuffle
+
+_POLICIES = {'off': 'OFF', 'auto': 'AUTO', 'data': 'DATA', 'file': 'FILE'}
+_START = (0, 0)
+
+BatchFn = Callable[..., Any]
 
 
 def make_dataset(
-  arrays: arrays_lib.Arrays,
+  source: arrays_lib.Arrays | files_lib.Files | Any,
   options: options_lib.PipelineOptions,
-  training: bool,
-  map_fn: transform.MapFn | None = None,
-  input_context: tf.distribute.InputContext | None = None,
   *,
-  prepare_fn: transform.PrepareFn | None = None,
-  augment_fn: transform.AugmentFn | None = None,
+  training: bool,
+  epochs: int | None = None,
+  start: tuple[int, int] = _START,
+  steps_per_epoch: int | None = None,
+  prepare_fn: BatchFn | None = None,
+  augment_fn: BatchFn | None = None,
+  map_fn: BatchFn | None = None,
+  input_context: tf.distribute.InputContext | None = None,
 ) -> tf.data.Dataset:
-  """Makes batches of a split that is in memory.
+  """Makes the batches of a source.
 
-  Indices are shuffled and batched, then one call gathers, casts and scales a
-  whole batch. The pixels stay one uint8 tensor on the host, captured by the
-  map function, never a constant of a graph.
+  Each iteration is one epoch, in another order. With `epochs`, one iteration is
+  a whole training run that can be resumed: an endless stream of passes over the
+  data, in which the order of pass p is a function of (seed, p) alone, cut at
+  `start`. (The order of `Dataset.shuffle` depends on how many iterators its
+  dataset had before, and Keras makes one to look at the first batch.)
+
+  With `steps_per_epoch`, an epoch of the stream is that many batches, however
+  many passes that is. The next epoch continues where the last one ended, so each
+  example is seen as often as any other, give or take one. No batch mixes two
+  passes, unless `drop_remainder` asks for full batches alone: these are cut out
+  of the stream without regard to passes, and nothing is dropped.
 
   Args:
-    arrays: images uint8 [n, 28, 28, 1] and labels int64 [n].
-    options: how to shuffle, batch, parallelise. `cache='memory'` keeps what
-      `prepare_fn` returns, and adds nothing without one.
+    source: `Arrays`, `TFRecords` or `Files`; or an array, or a tuple or dict of
+      arrays, with a row for each example.
+    options: how to read, cache, shuffle, batch and parallelise. With `epochs`,
+      `seed` is required; arrays are shuffled as a whole or not at all.
     training: whether to shuffle, to augment, to repeat and to drop the
       remainder as `options` say. Evaluation sees every example once, in order.
-    map_fn: called last with a batch (images, labels) as below; what it returns
-      is the element. A random one should be an `augment_fn`.
+    epochs: epochs of the whole run, those before `start` included.
+    start: (epoch, step) to resume at, such as a `Position`: epochs that are
+      done, and batches of the next one that are.
+    steps_per_epoch: batches of an epoch of the stream, more or fewer than the
+      data make; None for one pass over the data.
+    prepare_fn: called with the components of a batch as they are stored (in
+      arrays, or as `parse_fn` returns them), returns a batch; deterministic.
+      With a cache it sees each example once. A cache on disk is made again when
+      the function changes.
+    augment_fn: called with the components of a batch and a seed, in training,
+      again in each epoch; returns the batch. The seed, int64 [2], is for
+      stateless random ops (`tf.image.stateless_random_flip_left_right`): calls
+      run in parallel. It differs for each batch and epoch, and follows from
+      `options.seed`; in a stream, from the batch's place in the run, so that a
+      resumed run augments alike.
+    map_fn: called last with the components of a batch; what it returns is the
+      element. A random one should be an `augment_fn`.
     input_context: as `strategy.distribute_datasets_from_function` passes it.
-      Each pipeline then yields per-replica batches of its share. With a common
-      seed, one step's batches together are exactly one process's global batch.
-    prepare_fn: called with a batch of images and labels as they are in
-      `arrays`, returns a pair; deterministic. With a cache it sees each example
-      once, before the first epoch. uint8 images are scaled after it.
-    augment_fn: called with (images, labels, seed) in training, anew in each
-      epoch; returns the batch. The seed, int64 [2], is for stateless random
-      ops (`tf.image.stateless_random_flip_left_right`): calls run in parallel.
-      It is another one for each batch and epoch, and follows from
-      `options.seed`.
+      Each pipeline then yields per-replica batches of its share. Where examples
+      are shared, with a common seed, one step's batches together are exactly
+      one process's global batch. With `epochs`, of k pipelines each yields
+      every k-th batch of the stream, whole: for workers that train on batches
+      of their own, as with parameter servers.
 
   Returns:
-    A dataset of (images float32 [b, 28, 28, 1] in [0, 1], labels int64 [b]),
-    with a known cardinality, except from a service. The shuffle takes 8 bytes
-    an example, an epoch O(n).
+    A dataset of known cardinality, except from a service. A start in the middle
+    of a pass takes nothing more for arrays. Files read, but do not decode, the
+    records of that pass that come before it.
 
   Raises:
-    UnsupportedOptionError: `cache='disk'` or `autoshard='file'`, which arrays
-      have no use for; or batches and shards that do not fit `input_context`.
+    UnsupportedOptionError: options that do not fit the source, `epochs` or
+      `input_context`; a cache on disk that another process fills.
     DataError: this pipeline's share has no example, or no full batch.
     WorkerUnavailableError: `service` does not answer in time.
 
   Example:
 
-    >>> from tf_strategies import data
     >>> import numpy as np
-    >>> test = data.Arrays(np.zeros([6, 28, 28, 1], np.uint8), np.arange(6))
-    >>> options = data.PipelineOptions(global_batch_size=4)
-    >>> [y.numpy().tolist() for _, y in data.make_dataset(test, options, False)]
-    [[0, 1, 2, 3], [4, 5]]
-  """
-  plan_lib.refuse_file_options(options)
-  plan = plan_lib.make(options, training, input_context)
-  gather = transform.batch_loader(
-    arrays, prepare_fn, is_cached=options.cache == 'memory'
-  )
-  return _finish(
-    _index_batches(arrays.num_examples, plan),
-    plan,
-    gather,
-    transform.Transforms(prepare_fn, augment_fn, map_fn),
-  )
-
-
-def make_tfrecord_dataset(
-  directory: str | os.PathLike[str],
-  split: str,
-  options: options_lib.PipelineOptions,
-  training: bool,
-  map_fn: transform.MapFn | None = None,
-  input_context: tf.distribute.InputContext | None = None,
-  *,
-  prepare_fn: transform.PrepareFn | None = None,
-  augment_fn: transform.AugmentFn | None = None,
-) -> tf.data.Dataset:
-  """Makes batches of a split that is in TFRecord shards.
-
-  Shards are read in parallel, records batched and then decoded a batch at a
-  time. With a cache, decoded examples (784 bytes each) are kept before the
-  shuffle, so that later epochs neither read nor decode.
-
-  Args:
-    directory: as `write_tfrecords` or `extract` leaves it.
-    split: 'train' or 'test'.
-    options: how to read, cache, shuffle, batch, parallelise.
-    training: as in `make_dataset`.
-    map_fn: as in `make_dataset`; never cached.
-    input_context: as in `make_dataset`. Where files are shared out, a step's
-      batches together are not one process's; where examples are, they are.
-    prepare_fn: as in `make_dataset`, called after a batch of records is
-      decoded; what it returns is cached. A cache on disk is made anew when
-      the function changes.
-    augment_fn: as in `make_dataset`; never cached.
-
-  Returns:
-    As `make_dataset`. Making it looks at the frame of each record to count
-    them: O(examples), about 2 us each; what `extract` left is counted already.
-
-  Raises:
-    UnsupportedOptionError: `autoshard='file'` with fewer files than pipelines,
-      batches that do not fit `input_context`, or a cache on disk that another
-      process fills at the moment.
-    DataError: shards are missing, truncated or empty, hold other records, or
-      leave this pipeline no example or no full batch. A record whose checksum
-      fails later, as it is read, is TensorFlow's `tf.errors.DataLossError`;
-      `load` tells which file it is in.
-    WorkerUnavailableError: `service` does not answer in time.
-  """
-  return _make_file_dataset(
-    files.find_images(directory, split),
-    parse_images(prepare_fn),
-    options,
-    training,
-    input_context,
-    transform.Transforms(prepare_fn, augment_fn, map_fn),
-    scale_images,
-  )
-
-
-def make_file_dataset(
-  paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
-  parse_fn: Callable[[tf.Tensor], Any],
-  options: options_lib.PipelineOptions,
-  training: bool,
-  map_fn: transform.MapFn | None = None,
-  input_context: tf.distribute.InputContext | None = None,
-  *,
-  augment_fn: transform.AugmentFn | None = None,
-  split: str = 'train',
-  read_fn: files.ReadFn | None = None,
-  counts: Sequence[int] | None = None,
-) -> tf.data.Dataset:
-  """Makes batches of what is in a user's own files, of any schema.
-
-  Args:
-    paths: a list of files; a pattern, such as 'gs://bucket/logs-*.tfrecord';
-      or a directory that `extract` filled.
-    parse_fn: called with a batch of records, string [b]; returns a structure
-      of tensors with b rows each, such as `tf.io.parse_example` makes. It is
-      deterministic, and with a cache sees each record once.
-    options: as in `make_tfrecord_dataset`.
-    training: as in `make_dataset`. Evaluation sees the records file by file,
-      in order.
-    map_fn: called last with the components of a batch; what it returns is the
-      element.
-    input_context: as in `make_tfrecord_dataset`.
-    augment_fn: as in `make_dataset`, with the components of a batch and a seed.
-    split: of a directory that `extract` filled.
-    read_fn: makes a data set of the records of one file, given its path;
-      None for TFRecords.
-    counts: records of each file. Without, the frames of the records are
-      walked, which takes a while on remote storage; `read_fn` needs them.
-
-  Returns:
-    A dataset of what `parse_fn`, or `map_fn` after it, returns.
-
-  Raises:
-    UnsupportedOptionError: as `make_tfrecord_dataset`, or a `read_fn` without
-      `counts`.
-    DataError: as `make_tfrecord_dataset`.
-    WorkerUnavailableError: `service` does not answer in time.
-
-  Example:
-
-    >>> import os, tempfile
-    >>> import tensorflow as tf
     >>> from tf_strategies import data
-    >>> options = data.PipelineOptions(global_batch_size=2)
-    >>> with tempfile.TemporaryDirectory() as directory:
-    ...   path = os.path.join(directory, 'words.tfrecord')
-    ...   with tf.io.TFRecordWriter(path) as writer:
-    ...     for word in (b'one', b'four', b'seven'):
-    ...       writer.write(word)
-    ...   dataset = data.make_file_dataset(
-    ...     path, tf.strings.length, options, training=False)
-    ...   [batch.tolist() for batch in dataset.as_numpy_iterator()]
-    [[3, 4], [5]]
+    >>> options = data.PipelineOptions(global_batch_size=4, seed=1)
+    >>> run = lambda start: list(data.make_dataset(
+    ...   np.arange(6), options, training=True, epochs=2, start=start))
+    >>> whole, resumed = run((0, 0)), run((1, 0))
+    >>> bool((whole[2] == resumed[0]).numpy().all())
+    True
   """
-  return _make_file_dataset(
-    files.find(paths, split, read_fn, counts),
-    parse_fn,
+  if not isinstance(source, arrays_lib.Arrays | files_lib.Files):
+    source = arrays_lib.Arrays(source)
+  is_in_memory = isinstance(source, arrays_lib.Arrays)
+  if epochs is not None:
+    plan_lib.check_stream(options, training, input_context, is_in_memory)
+    _check_span(epochs, start, steps_per_epoch)
+  elif tuple(start) != _START or steps_per_epoch is not None:
+    raise errors.UnsupportedOptionError(
+      f'start={tuple(start)} and steps_per_epoch={steps_per_epoch} without '
+      'epochs',
+      'epochs, the length of the whole run, beside them',
+      'pass epochs=...',
+    )
+  plan = plan_lib.make(
     options,
     training,
-    input_context,
-    transform.Transforms(None, augment_fn, map_fn),
-    lambda batch: batch,
+    None if epochs is not None else input_context,
+    0 if is_in_memory else len(source.paths),
   )
-
-
-def num_examples(
-  source: arrays_lib.Arrays | str | os.PathLike[str], split: str = 'train'
-) -> int:
-  """The number of examples in a split, wherever it is.
-
-  Args:
-    source: arrays, or a directory of TFRecord shards.
-    split: 'train' or 'test', of a directory.
-
-  Returns:
-    The count; O(1) for arrays, O(examples) for a directory.
-
-  Raises:
-    DataError: as `count_tfrecords`.
-  """
-  if isinstance(source, arrays_lib.Arrays):
-    return source.num_examples
-  return tfrecord.count_tfrecords(source, split)
-
-
-def _shuffled(
-  dataset: tf.data.Dataset, plan: plan_lib.Plan, n: int
-) -> tf.data.Dataset:
-  """The n examples in an order that is drawn anew in each iteration."""
-  if not plan.is_shuffled:
-    return dataset
-  return shuffle.shuffle(dataset, plan.buffer_for(n), plan.options.seed)
-
-
-def parse_images(
-  prepare_fn: transform.PrepareFn | None,
-) -> Callable[[tf.Tensor], tuple[tf.Tensor, tf.Tensor]]:
-  """Returns what makes a batch of images of a batch of records."""
-  if prepare_fn is None:
-    return tfrecord.parse_examples
-  return lambda records: prepare_fn(*tfrecord.parse_examples(records))
-
-
-def scale_images(batch: tuple[tf.Tensor, tf.Tensor]):
-  """The last part of decoding, which a cache of bytes stands before."""
-  images, labels = batch
-  return transform.scale(images), labels
-
-
-def _make_file_dataset(
-  all_files, parse_fn, options, training, context, transforms, decode
-):
-  plan = plan_lib.make(options, training, context, len(all_files.paths))
-  mine = all_files.share(plan)
-  n = mine.num_records
-  loading.check_batches(plan, plan.share_of(n))
-  records = files.read_epochs(mine, plan, is_cached=options.cache != 'none')
-  if options.cache != 'none':
-    examples = decoded.cache_examples(
-      records, mine, plan, parse_fn, transforms.prepare_fn
-    )
-    decode_batch = decode
+  if is_in_memory:
+    make_reader = readers.ArrayReader
   else:
-    examples = records
-    decode_batch = lambda batch: decode(parse_fn(batch))  # noqa: E731
-  examples = loading.shard(_shuffled(examples, plan, n), plan)
-  return _finish(loading.batch(examples, plan), plan, decode_batch, transforms)
+    make_reader, source = readers.FileReader, source.share(plan)
+  n = source.num_examples
+  # Full batches can be cut out of several passes.
+  across_passes = options.drop_remainder and steps_per_epoch is not None
+  if not (across_passes and n):
+    plan.check_share(plan.share_of(n))
+  reader = make_reader(source, plan, prepare_fn)
+  seeds = None
+  repeats = False
+  if epochs is None:
+    batches = reader.epoch()
+    # After the batch, so that no batch mixes two epochs; before the map, so
+    # that it runs on into the next epoch. Not in a service, whose workers would
+    # never end an epoch in which the others have examples left.
+    repeats = training and options.repeat
+    if repeats and options.service is None:
+      batches = batches.repeat()
+    if training and augment_fn:
+      seeds = shuffle.batch_seeds(options.seed, plan.context_pipeline)
+  else:
+    per_epoch = steps_per_epoch or plan.num_batches(n)
+    first = start[0] * per_epoch + start[1]
+    count = max(0, epochs * per_epoch - first)
+    batches = _stream(reader, plan, n, first, count, across_passes)
+    if augment_fn:
+      seeds = tf.data.Dataset.range(first, first + count).map(
+        lambda number: shuffle.stream_seed(options.seed, number)
+      )
+
+  def load(batch, seed=None):
+    batch = reader.decode(batch)
+    if seed is not None:
+      batch = readers.call(augment_fn, batch, seed)
+    return readers.call(map_fn, batch)
+
+  if seeds is not None:
+    batches = tf.data.Dataset.zip((batches, seeds))
+    load_element = load
+  elif isinstance(batches.element_spec, tuple):
+    load_element = lambda *batch: load(batch)  # noqa: E731
+  else:
+    load_element = load
+  if epochs is not None and input_context is not None:
+    batches = batches.shard(
+      input_context.num_input_pipelines, input_context.input_pipeline_id
+    )
+  return _in_parallel(batches, load_element, options, repeats)
 
 
-def _index_batches(n: int, plan: plan_lib.Plan) -> tf.data.Dataset:
-  """Batches of the indices of n examples that are in memory."""
-  loading.check_batches(plan, plan.share_of(n))
-  in_part = plan.is_shuffled and plan.buffer_for(n) < n
-  if in_part or plan.options.service is not None:
-    # The workers of a service share out the numbers of a range.
-    indices = _shuffled(tf.data.Dataset.range(n), plan, n)
-    return loading.batch(loading.shard(indices, plan), plan)
-  cut = functools.partial(
-    shuffle.batches_of, size=plan.batch_size, drop_remainder=plan.drop_remainder
-  )
-  if not plan.is_shuffled:
-    return cut(tf.range(n, dtype=tf.int64)[plan.share])
-  batches = shuffle.permutations(n, plan.options.seed, plan.share, cut)
-  count = plan.num_batches(plan.share_of(n))
+def _check_span(epochs, start, steps_per_epoch):
+  for name, value, least in (
+    ('epochs', epochs, 0),
+    ('steps_per_epoch', steps_per_epoch, 1),
+    ('start epoch', start[0], 0),
+    ('start step', start[1], 0),
+  ):
+    if value is not None and value < least:
+      raise errors.UnsupportedOptionError(
+        f'{name}={value}',
+        f'an integer of at least {least}',
+        'leave it out, or count from 0',
+      )
+
+
+def _stream(reader, plan, n, first, count, across_passes) -> tf.data.Dataset:
+  """Returns batches first, ..., first + count - 1 of the passes in a row."""
+  if across_passes:
+    size = plan.batch_size
+    first_pass, skipped = divmod(first * size, n)
+    num_passes = math.ceil((skipped + count * size) / n)
+  else:
+    steps = plan.num_batches(n)
+    first_pass, skipped = divmod(first, steps)
+    num_passes = math.ceil((skipped + count) / steps)
+  passes = tf.data.Dataset.range(first_pass, first_pass + num_passes)
+  if across_passes:
+    examples = passes.flat_map(reader.examples_of_pass).skip(skipped)
+    batches = examples.batch(plan.batch_size, drop_remainder=True)
+  else:
+    batches = passes.flat_map(reader.batches_of_pass).skip(skipped)
+  batches = batches.take(count)
   return batches.apply(tf.data.experimental.assert_cardinality(count))
 
 
-def _finish(batches, plan, decode, transforms):
-  after = transform.after_cache(transforms, plan.training)
-  return loading.finish(
-    batches,
-    plan,
-    lambda batch, seed: after(decode(batch), seed),
-    needs_seeds=plan.training and transforms.augment_fn is not None,
+def _in_parallel(
+  batches: tf.data.Dataset,
+  load: Callable[..., Any],
+  options: options_lib.PipelineOptions,
+  repeats: bool,
+) -> tf.data.Dataset:
+  """Maps `load` over batches, here or in a service, ahead of the step."""
+  dataset = batches.map(
+    load,
+    num_parallel_calls=options.num_parallel_calls,
+    deterministic=options.deterministic,
   )
+  if options.service is not None:
+    dataset = service.distribute(
+      dataset, options.service, options.service_timeout
+    )
+    if repeats:
+      dataset = dataset.repeat()
+  if options.prefetch:
+    dataset = dataset.prefetch(options.prefetch)
+  chosen = tf.data.Options()
+  chosen.deterministic = options.deterministic
+  chosen.experimental_distribute.auto_shard_policy = getattr(
+    tf.data.experimental.AutoShardPolicy, _POLICIES[options.autoshard]
+  )
+  return dataset.with_options(chosen)

@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from tf_strategies import errors
 from tf_strategies.data import options as options_lib
+from tf_strategies.data import shuffle
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,10 +27,10 @@ class Plan:
     options: as the user gave them.
     training: whether to shuffle, repeat, augment and drop the remainder.
     batch_size: examples in a batch of this pipeline.
-    num_pipelines: how many pipelines share the examples out.
+    num_pipelines: how many pipelines share the examples.
     pipeline: the number of this one.
-    shard_files: whether files are shared out instead of examples.
-    context_pipeline: the number of this pipeline, shared out or not.
+    shard_files: whether pipelines share files instead of examples.
+    context_pipeline: the number of this pipeline, whether or not it shares.
   """
 
   options: options_lib.PipelineOptions
@@ -42,7 +43,7 @@ class Plan:
 
   @property
   def is_shuffled(self) -> bool:
-    """Whether the order is drawn anew in each epoch."""
+    """Whether each epoch has an order of its own."""
     return self.training and self.options.shuffle_buffer != 0
 
   @property
@@ -65,32 +66,74 @@ class Plan:
     return self.options.deterministic or self.shares_examples
 
   @property
-  def share(self) -> slice:
-    """Which places of the common order are this pipeline's."""
+  def places(self) -> slice:
+    """Which places of the common order this pipeline takes."""
     if not self.shares_examples:
       return slice(None)
     return slice(self.pipeline, None, self.num_pipelines)
 
   def share_of(self, n: int) -> int:
-    """How many of `n` examples are this pipeline's."""
-    return len(range(n)[self.share])
+    """Returns how many of `n` examples this pipeline takes."""
+    return len(range(n)[self.places])
 
   def num_batches(self, n: int) -> int:
-    """How many batches n examples of this pipeline make."""
+    """Returns how many batches n examples of this pipeline make."""
     size = self.batch_size
     return n // size if self.drop_remainder else -(-n // size)
 
-  def files_of(self, paths: tuple[str, ...]) -> tuple[str, ...]:
-    """Those of the files that this pipeline reads."""
+  def files_of(self, paths: tuple) -> tuple:
+    """Returns the files that this pipeline reads."""
     if not self.shard_files:
       return paths
     return paths[self.pipeline :: self.num_pipelines]
 
   def buffer_for(self, n: int) -> int:
-    """The size of the shuffle's buffer for a split of `n` examples."""
+    """Returns the size of the shuffle buffer for a split of `n` examples."""
     wanted = self.options.shuffle_buffer
-    # tf.data refuses a buffer of 0; no example at all is refused later on.
+    # tf.data wants a buffer of at least 1; `check_share` reports an empty one.
     return max(1, n if wanted is None else min(wanted, n))
+
+  def shuffle(
+    self,
+    dataset: tf.data.Dataset,
+    number: int | tf.Tensor | None,
+    buffer: int,
+  ) -> tf.data.Dataset:
+    """Shuffles if the plan says so.
+
+    Args:
+      dataset: what to shuffle.
+      number: of the pass, which decides the order together with the seed; None
+        draws another order in each iteration.
+      buffer: elements that each next one is drawn from.
+    """
+    if not self.is_shuffled:
+      return dataset
+    if number is None:
+      return shuffle.shuffle(dataset, buffer, self.options.seed)
+    return shuffle.shuffle_pass(dataset, buffer, self.options.seed, number)
+
+  def batch(self, examples: tf.data.Dataset) -> tf.data.Dataset:
+    """Returns the batches of examples."""
+    return examples.batch(self.batch_size, drop_remainder=self.drop_remainder)
+
+  def check_share(self, n: int) -> None:
+    """Checks that this pipeline's `n` examples make a batch.
+
+    Raises:
+      DataError: no example, or no full batch where only these are wanted.
+    """
+    if not n:
+      raise errors.DataError(
+        f'Input pipeline {self.pipeline} of {self.num_pipelines}: Expected at '
+        'least one example, got none. Fix: use fewer pipelines or more data'
+      )
+    if self.drop_remainder and n < self.batch_size:
+      raise errors.DataError(
+        'Expected at least one full batch with drop_remainder=True, got '
+        f'{n} examples and no full batch of {self.batch_size}. Fix: '
+        'pass a smaller global_batch_size or drop_remainder=False'
+      )
 
 
 def make(
@@ -108,8 +151,11 @@ def make(
     num_files: how many files there are; 0 for arrays.
 
   Raises:
-    UnsupportedOptionError: batches or shares that do not fit `context`.
+    UnsupportedOptionError: options for files with arrays; batches or shares
+      that do not fit `context`.
   """
+  if not num_files:
+    _check_array_options(options)
   plan = Plan(options, training, int(options.global_batch_size))
   if context is None:
     return plan
@@ -132,8 +178,8 @@ def make(
     raise errors.UnsupportedOptionError(
       f"autoshard='file' with {num_files} files for {pipelines} pipelines",
       'at least one file for each input pipeline',
-      "write autoshard='data', or write the shards again with "
-      f'num_shards={pipelines}',
+      "write autoshard='data', or write the data again to a multiple of "
+      f'{pipelines} files',
     )
   plan = dataclasses.replace(
     plan,
@@ -143,8 +189,8 @@ def make(
     or (options.autoshard == 'auto' and num_files > 0 == num_files % pipelines),
   )
   if plan.shares_examples and options.service is not None:
-    # Its workers share the examples out a second time, as they go: the k-th of
-    # one pipeline is not the k-th of another.
+    # The workers of a service share the examples a second time, as they go:
+    # the k-th of one pipeline is not the k-th of another.
     raise errors.UnsupportedOptionError(
       f'service={options.service!r} with {pipelines} input pipelines that '
       'share examples',
@@ -163,66 +209,78 @@ def make(
   return plan
 
 
-def refuse_file_options(options: options_lib.PipelineOptions) -> None:
-  """Refuses what arrays, which are in no file, have no use for.
-
-  Raises:
-    UnsupportedOptionError: `cache='disk'` or `autoshard='file'`.
-  """
+def _check_array_options(options: options_lib.PipelineOptions) -> None:
   if options.cache == 'disk':
     raise errors.UnsupportedOptionError(
       "cache='disk' with arrays",
       "'none' or 'memory' for data that are in memory already",
-      'leave cache out, or use write_tfrecords and make_tfrecord_dataset',
+      'leave cache out, or use TFRecords',
     )
   if options.autoshard == 'file':
     raise errors.UnsupportedOptionError(
       "autoshard='file' with arrays",
       "'off', 'auto' or 'data' for data that are in no file",
-      "write autoshard='data', or use write_tfrecords and "
-      'make_tfrecord_dataset',
+      "write autoshard='data', or use TFRecords",
     )
 
 
-def refuse_for_epochs(
+def check_stream(
   options: options_lib.PipelineOptions,
+  training: bool,
   context: tf.distribute.InputContext | None,
+  is_in_memory: bool,
 ) -> None:
-  """Refuses what epochs that can be computed again, batch by batch, have not.
+  """Checks that epochs can be computed again, batch by batch.
 
   Args:
     options: as the user gave them.
+    training: whether the split is trained on.
     context: of the pipeline that takes whole batches in turn with others.
+    is_in_memory: whether the source is arrays.
 
   Raises:
-    UnsupportedOptionError: `service`, no seed, `deterministic=False`, or a
+    UnsupportedOptionError: evaluation, a service, no seed,
+      `deterministic=False`, a shuffle buffer of part of some arrays, or a
       `context` of several replicas.
   """
-  if options.service is not None:
-    raise errors.UnsupportedOptionError(
-      f'service={options.service!r} for epochs that can be resumed',
+  whole = 'leave epochs and start out'
+  for is_bad, value, allowed, fix in (
+    (not training, 'training=False', 'training=True', whole),
+    (
+      options.service is not None,
+      f'service={options.service!r}',
       'no service: its workers decide the order as they go',
-      'leave service out, or use make_dataset',
-    )
-  if options.seed is None:
-    raise errors.UnsupportedOptionError(
-      'seed=None for epochs that can be resumed',
+      f'leave service out, or {whole}',
+    ),
+    (
+      options.seed is None,
+      'seed=None',
       'an integer',
-      'pass PipelineOptions(seed=...), or use make_dataset',
-    )
-  if not options.deterministic:
-    raise errors.UnsupportedOptionError(
-      'deterministic=False for epochs that can be resumed',
-      'True: batches and records that come in the order of arrival come in '
-      'another one next time',
-      'leave deterministic out, or use make_dataset or make_tfrecord_dataset',
-    )
+      f'pass PipelineOptions(seed=...), or {whole}',
+    ),
+    (
+      not options.deterministic,
+      'deterministic=False',
+      'True, because the order of arrival differs from run to run',
+      f'leave deterministic out, or {whole}',
+    ),
+    (
+      is_in_memory and options.shuffle_buffer not in (None, 0),
+      f'shuffle_buffer={options.shuffle_buffer}',
+      'None (a uniform shuffle) or 0 (none) with arrays',
+      f'leave shuffle_buffer out, or {whole}',
+    ),
+  ):
+    if is_bad:
+      raise errors.UnsupportedOptionError(
+        f'{value} for epochs that can be resumed', allowed, fix
+      )
   if context is not None and context.num_replicas_in_sync != 1:
     # A batch of the stream is one step of all replicas, not a part of one.
     raise errors.UnsupportedOptionError(
       f'num_replicas_in_sync={context.num_replicas_in_sync} in the '
       'input_context of epochs',
       '1, for workers that train on whole batches of their own',
-      'write strategy.experimental_distribute_dataset(make_epochs(...)) '
+      'write strategy.experimental_distribute_dataset(make_dataset(...)) '
       'without an input_context, which splits each batch for the replicas',
     )

@@ -4,11 +4,11 @@
   worker = tf.data.experimental.service.WorkerServer(
     tf.data.experimental.service.WorkerConfig(
       dispatcher_address=dispatcher.target.split('://')[1]))
-  options = data.PipelineOptions(
+  options = tfs.data.PipelineOptions(
     global_batch_size=256, deterministic=False, service=dispatcher.target)
 
-TensorFlow's client tries for an hour to reach a dispatcher that is not there.
-Here one must answer, and one of its workers be known to it, by a deadline.
+TensorFlow's client tries for an hour to reach a missing dispatcher. Here a
+dispatcher with at least one worker must answer before a deadline.
 
 Example:
 
@@ -16,7 +16,7 @@ Example:
   >>> service.check('grpc://127.0.0.1:9', timeout=0.2)
   Traceback (most recent call last):
     ...
-  tf_strategies.errors.WorkerUnavailableError: service='grpc://127.0.0.1:9': no tf.data dispatcher answered within 0.2 s; expected a tf.data.experimental.service.DispatchServer there, start it first or correct the address
+  tf_strategies.errors.WorkerUnavailableError: service='grpc://127.0.0.1:9': no tf.data dispatcher answered within 0.2 s. Fix: start a tf.data.experimental.service.DispatchServer there, or correct the address
 """
 
 from __future__ import annotations
@@ -94,9 +94,9 @@ def check(address: str, timeout: float) -> None:
   if has_answered:
     _raise_unavailable(
       address,
-      f'no worker registered with the dispatcher within {timeout:g} s; '
-      'expected at least one tf.data.experimental.service.WorkerServer, start '
-      'it with the dispatcher_address of this service',
+      f'no worker registered with the dispatcher within {timeout:g} s. Fix: '
+      'start a tf.data.experimental.service.WorkerServer with the '
+      'dispatcher_address of this service',
     )
   _raise_nobody(address, timeout)
 
@@ -112,9 +112,8 @@ def _check_connection(address, host_and_port, timeout):
 def _raise_nobody(address: str, timeout: float):
   _raise_unavailable(
     address,
-    f'no tf.data dispatcher answered within {timeout:g} s; expected a '
-    'tf.data.experimental.service.DispatchServer there, start it first or '
-    'correct the address',
+    f'no tf.data dispatcher answered within {timeout:g} s. Fix: start a '
+    'tf.data.experimental.service.DispatchServer there, or correct the address',
   )
 
 

@@ -1,4 +1,4 @@
-"""Proves that input pipelines share data out: each example in exactly one.
+"""Proves that input pipelines shard the data: each example is in exactly one.
 
 Example:
 
@@ -12,7 +12,7 @@ Example:
   >>> shard_check.check_shards([even, even], whole)
   Traceback (most recent call last):
     ...
-  tf_strategies.errors.DataError: 2 input pipelines do not share the data out: 5 examples too often (0 in pipelines [0, 1], 2 in pipelines [0, 1], 4 in pipelines [0, 1], ...), 5 in no pipeline (1, 3, 5, ...); expected each in exactly one. Fix: the same seed and files in all pipelines, and another input_pipeline_id in each
+  tf_strategies.errors.DataError: Expected each example in exactly one of 2 input pipelines, got 5 examples too often (0 in pipelines [0, 1], 2 in pipelines [0, 1], 4 in pipelines [0, 1], ...), 5 in no pipeline (1, 3, 5, ...). Fix: use the same seed and files in all pipelines, and another input_pipeline_id in each
 """
 
 from __future__ import annotations
@@ -83,9 +83,9 @@ def check_shards(
     )
   if problems:
     raise errors.DataError(
-      f'{len(shards)} input pipelines do not share the data out: '
-      f'{", ".join(problems)}; expected each in exactly one. Fix: the same '
-      'seed and files in all pipelines, and another input_pipeline_id in each'
+      f'Expected each example in exactly one of {len(shards)} input pipelines, '
+      f'got {", ".join(problems)}. Fix: use the same seed and files in all '
+      'pipelines, and another input_pipeline_id in each'
     )
   return tuple(ids.total() for ids in found)
 

@@ -81,7 +81,7 @@ def shuffle_pass(
 
 
 def permutations(
-  n: int, seed: int | None, share: slice, batch: Callable[[tf.Tensor], Any]
+  n: int, seed: int | None, places: slice, batch: Callable[[tf.Tensor], Any]
 ) -> tf.data.Dataset:
   """Batches of the numbers below n, shuffled anew in each iteration.
 
@@ -91,7 +91,7 @@ def permutations(
   Args:
     n: how many numbers.
     seed: decides the sequence of orders; None differs from run to run.
-    share: which places of the common order are wanted.
+    places: which places of the common order are wanted.
     batch: makes a data set of batches of a vector, int64.
   """
 
@@ -99,7 +99,7 @@ def permutations(
     indices = tf.random.experimental.stateless_shuffle(
       tf.range(n, dtype=tf.int64), seed=tf.stack([number, 0])
     )
-    return batch(indices[share])
+    return batch(indices[places])
 
   return random_numbers(seed).take(1).flat_map(one_pass)
 
@@ -145,6 +145,33 @@ def random_numbers(seed: int | None) -> tf.data.Dataset:
 def pass_seed(seed: int, number: int | tf.Tensor) -> tf.Tensor:
   """The seed of a stateless random op for one pass, int64 [2]."""
   return tf.stack([tf.constant(seed, tf.int64), tf.cast(number, tf.int64)])
+
+
+def batch_seeds(seed: int | None, pipeline: int) -> tf.data.Dataset:
+  """A seed for each batch of an epoch, without an end; int64 [2].
+
+  Args:
+    seed: of the run; None differs from run to run.
+    pipeline: the number of the input pipeline, each of which has other seeds.
+  """
+  pairs = random_numbers(seed).batch(2, drop_remainder=True)
+  return pairs.map(
+    lambda pair: tf.random.stateless_uniform(
+      [2], pair + tf.constant([pipeline, 0], tf.int64), 0, 2**62, tf.int64
+    )
+  )
+
+
+def stream_seed(seed: int, number: tf.Tensor) -> tf.Tensor:
+  """The seed of a batch of a stream for stateless random ops, int64 [2].
+
+  Args:
+    seed: of the whole run.
+    number: of the batch, counted from the run's beginning.
+  """
+  # Not the seed of pass `number`, which the examples are shuffled with.
+  seeds = pass_seed(seed, -1 - tf.cast(number, tf.int64))
+  return tf.random.stateless_uniform([2], seeds, 0, 2**62, tf.int64)
 
 
 def _types(dataset: tf.data.Dataset) -> dict[str, list]:

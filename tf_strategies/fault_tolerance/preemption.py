@@ -320,7 +320,9 @@ class PreemptionCheckpoint(keras.callbacks.Callback):
     checkpoint = tfs.RunCheckpoint('checkpoints', model, settings={'seed': 1})
     epoch, _ = checkpoint.restore()
     model.fit(
-      tfs.data.make_epochs(train, options, epoch, 3, 100),
+      tfs.data.make_dataset(
+        train, options, training=True, epochs=3, start=(epoch, 0),
+        steps_per_epoch=100),
       initial_epoch=epoch, epochs=3, steps_per_epoch=100,
       callbacks=[tfs.PreemptionCheckpoint(checkpoint)])
 

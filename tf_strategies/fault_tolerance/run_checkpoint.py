@@ -27,8 +27,8 @@ class RunCheckpoint:
 
   Saves the variables of the model and the optimizer, the state of random
   layers, the metrics of an epoch in progress, and the position from which the
-  data continue: `tfs.data.make_epochs` starts anywhere. Settings that make two
-  runs different are saved too, and compared by `restore`. Not saved is what has
+  data continue: `make_dataset(..., start=...)` starts anywhere. Settings that make
+  two runs different are saved too, and compared by `restore`. Not saved is what has
   no variable in the model: random ops outside of Keras layers, the state of
   other callbacks.
 

@@ -40,10 +40,11 @@ from collections.abc import Callable
 import tensorflow as tf
 from absl import logging
 
+from examples.datasets import manifest as manifest_lib
+from examples.datasets import tfrecord
 from examples.datasets.extract import converters, shards
 from tf_strategies import errors
-from tf_strategies.data import fingerprint, tfrecord
-from tf_strategies.data import manifest as manifest_lib
+from tf_strategies.data import fingerprint
 
 MODES = ('partial', 'full')
 EXAMPLES_PER_SHARD = 8192

@@ -15,8 +15,8 @@ from absl import app, flags
 
 from examples.datasets import user_function
 from examples.datasets.extract import EXAMPLES_PER_SHARD, MODES, extract
+from examples.datasets.tfrecord import SPLITS
 from tf_strategies import errors
-from tf_strategies.data.tfrecord import SPLITS
 
 
 def define_flags():

@@ -28,9 +28,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import tensorflow as tf
 
-from examples.datasets import idx, npz
+from examples.datasets import idx, npz, tfrecord
+from examples.datasets import images as images_lib
 from tf_strategies import errors
-from tf_strategies.data import arrays, tfrecord
 
 # A path -> what is in that file, serialized or not, in order.
 ConvertFn = Callable[[str], Iterable[bytes | tf.train.Example]]
@@ -142,10 +142,10 @@ def _convert_idx(images_path, labels_path, split):
   images = idx.read_idx(images_path, num_dims=3)
   labels = idx.read_idx(labels_path, num_dims=1)
   yield from _serialize(
-    split, arrays.build_split(os.path.dirname(images_path), images, labels)
+    split, images_lib.build_split(os.path.dirname(images_path), images, labels)
   )
 
 
-def _serialize(split, examples: arrays.Arrays):
+def _serialize(split, examples: images_lib.Images):
   for image, label in zip(examples.images, examples.labels, strict=True):
     yield split, tfrecord.serialize_image(image.tobytes(), int(label))

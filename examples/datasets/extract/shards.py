@@ -22,7 +22,7 @@ from collections.abc import Iterable, Sequence
 
 import tensorflow as tf
 
-from tf_strategies.data import manifest as manifest_lib
+from examples.datasets import manifest as manifest_lib
 
 _STEM_LENGTH = 40
 _SHARD = re.compile(

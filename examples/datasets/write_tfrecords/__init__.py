@@ -17,12 +17,13 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
+from examples.datasets import images as images_lib
+from examples.datasets import tfrecord
 from tf_strategies import errors
-from tf_strategies.data import arrays, tfrecord
 
 
 def write_tfrecords(
-  data: arrays.ImageClassificationData,
+  data: images_lib.ImageClassificationData,
   directory: str | os.PathLike[str],
   num_shards: int,
   progress: Callable[[str], None] | None = None,
@@ -87,7 +88,9 @@ def write_tfrecords(
   return list(temporary)
 
 
-def _write_shard(path: str, split: arrays.Arrays, index: int, step: int) -> int:
+def _write_shard(
+  path: str, split: images_lib.Images, index: int, step: int
+) -> int:
   labels = split.labels[index::step]
   with tf.io.TFRecordWriter(path) as writer:
     for image, label in zip(split.images[index::step], labels, strict=True):

@@ -87,8 +87,8 @@ class SlowStorageTest(formula.DataTestCase, parameterized.TestCase):
     options = data_lib.PipelineOptions(global_batch_size=10, seed=1)
     storage = slow_storage.Storage(first_byte_ms=1)
     with slow_storage.simulated(storage, self.waited):
-      dataset = data_lib.make_tfrecord_dataset(
-        self.directory, 'train', options, training=True
+      dataset = data_lib.make_dataset(
+        datasets.tfrecords(self.directory, 'train'), options, training=True
       )
     self.assertIs(tf.data.TFRecordDataset, before)
     self.assertEqual(sum(len(y) for _, y in dataset), _NUM_EXAMPLES)

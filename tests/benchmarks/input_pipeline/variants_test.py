@@ -51,7 +51,7 @@ class VariantsTest(formula.DataTestCase, parameterized.TestCase):
     for _, labels in batches:
       self.assertAllEqual(labels, range(8))
 
-  @parameterized.parameters('naive', 'cache', 'make_tfrecord_dataset')
+  @parameterized.parameters('naive', 'cache', 'make_dataset_tfrecords')
   def test_storage_is_slow_unless_the_name_says_otherwise(self, name):
     waited = tf.Variable(0, dtype=tf.int64)
     source = self.source(storage=slow_storage.Storage(1), waited=waited)

@@ -15,10 +15,10 @@ from absl import logging
 from absl.testing import parameterized
 
 from examples import datasets
+from examples.datasets import manifest as manifest_lib
 from tests.data import formula
 from tf_strategies import data as data_lib
 from tf_strategies import errors
-from tf_strategies.data import manifest as manifest_lib
 
 _DEADLINE_SECONDS = 120
 _LINES = 7
@@ -76,8 +76,10 @@ class ExtractTestCase(formula.DataTestCase, parameterized.TestCase):
     return datasets.extract(self.raw, self.out, **(arguments | changes))
 
   def words(self):
-    dataset = data_lib.make_file_dataset(
-      self.out, lambda x: x, data_lib.PipelineOptions(4), False
+    dataset = data_lib.make_dataset(
+      datasets.tfrecords(self.out, 'train', lambda x: x),
+      data_lib.PipelineOptions(4),
+      training=False,
     )
     return [w.decode() for batch in dataset.as_numpy_iterator() for w in batch]
 
@@ -230,8 +232,10 @@ class PartialTest(ExtractTestCase):
     for word in ('word3', 'WORD3'):
       self.write_source(3, word)
       self.extract(checksum=True)
-      dataset = data_lib.make_file_dataset(
-        self.out, lambda x: x, options, False
+      dataset = data_lib.make_dataset(
+        datasets.tfrecords(self.out, 'train', lambda x: x),
+        options,
+        training=False,
       )
       seen.append([x for b in dataset.as_numpy_iterator() for x in b][-1])
     self.assertEqual(seen, [b'word3-6', b'WORD3-6'])
@@ -301,19 +305,8 @@ class RefusalsTest(ExtractTestCase):
 class OtherRecordsTest(ExtractTestCase):
   def test_are_refused_as_images_and_read_as_files(self):
     self.extract()
-    options = data_lib.PipelineOptions(4, seed=0)
     expected = ['-0-', '00000.tfrecord', 'its first record']
-    self.assert_data_error(
-      expected,
-      data_lib.make_tfrecord_dataset,
-      self.out,
-      'train',
-      options,
-      True,
-    )
-    self.assert_data_error(
-      expected, data_lib.make_tfrecord_epochs, self.out, 'train', options, 0, 1
-    )
+    self.assert_data_error(expected, datasets.tfrecords, self.out, 'train')
     self.assertLen(self.words(), 4 * _LINES)
 
 
@@ -328,10 +321,12 @@ class MnistTest(ExtractTestCase):
     self.assertEqual(report.examples, 23 + 9)
     expected = formula.dataset()
     self.assert_same_data(datasets.load('mnist', self.out), expected)
-    self.assertEqual(datasets.count_tfrecords(self.out, 'train'), 23)
+    self.assertEqual(datasets.tfrecords(self.out, 'train').num_examples, 23)
     for split in ('train', 'test'):
-      dataset = data_lib.make_tfrecord_dataset(
-        self.out, split, data_lib.PipelineOptions(4), False
+      dataset = data_lib.make_dataset(
+        datasets.tfrecords(self.out, split),
+        data_lib.PipelineOptions(4),
+        training=False,
       )
       labels = [int(y) for _, batch in dataset for y in batch]
       self.assertEqual(labels, getattr(expected, split).labels.tolist())

@@ -6,7 +6,7 @@ a manifest that is torn or edited by hand is noticed and made anew.
 Example:
 
   >>> import tempfile
-  >>> from tf_strategies.data import manifest
+  >>> from examples.datasets import manifest
   >>> settings = manifest.Settings('mnist', 'builtin', 8192)
   >>> with tempfile.TemporaryDirectory() as directory:
   ...   manifest.write(directory, manifest.Manifest(settings, (), True))
@@ -25,7 +25,7 @@ import os
 from tf_strategies import errors
 
 FILE = 'manifest.json'
-FORMAT = 'examples.datasets.extract'
+FORMAT = 'tf_strategies.data.extract'
 VERSION = 1
 _CHUNK_BYTES = 1 << 20
 

@@ -1,5 +1,8 @@
 import os
+import random
 import shutil
+import struct
+import time
 
 import numpy as np
 import tensorflow as tf
@@ -9,6 +12,7 @@ from examples import datasets
 from tests.data import formula
 from tf_strategies import data as data_lib
 from tf_strategies import errors
+from tf_strategies.data import files
 
 _TRAIN = 61
 _TEST = 23
@@ -39,8 +43,10 @@ class TFRecordTestCase(formula.DataTestCase, parameterized.TestCase):
     )
 
   def make(self, split='train', training=True, **changes):
-    return data_lib.make_tfrecord_dataset(
-      self.directory, split, _options(**changes), training
+    return data_lib.make_dataset(
+      datasets.tfrecords(self.directory, split),
+      _options(**changes),
+      training=training,
     )
 
   def disk(self):
@@ -91,8 +97,11 @@ class ElementsTest(TFRecordTestCase):
 
   def test_drop_remainder_and_map_fn(self):
     options = _options(drop_remainder=True)
-    dataset = data_lib.make_tfrecord_dataset(
-      self.directory, 'train', options, True, lambda x, y: (x - 1, y + 100)
+    dataset = data_lib.make_dataset(
+      datasets.tfrecords(self.directory, 'train'),
+      options,
+      training=True,
+      map_fn=lambda x, y: (x - 1, y + 100),
     )
     self.assertEqual(dataset.element_spec[1].shape, [8])
     batches = list(dataset.as_numpy_iterator())
@@ -230,7 +239,7 @@ class CacheTest(TFRecordTestCase):
     other = datasets.ImageClassificationData(
       'mnist',
       data.train,
-      data_lib.Arrays(data.test.images, data.test.labels + 1),
+      datasets.Images(data.test.images, data.test.labels + 1),
       _TRAIN,
     )
     datasets.write_tfrecords(other, self.directory, 4)
@@ -243,11 +252,10 @@ class CacheTest(TFRecordTestCase):
 class PipelinesTest(TFRecordTestCase):
   def shares(self, num_pipelines, training=True, **changes):
     return [
-      data_lib.make_tfrecord_dataset(
-        self.directory,
-        'train',
+      data_lib.make_dataset(
+        datasets.tfrecords(self.directory, 'train'),
         _options(global_batch_size=12, **changes),
-        training,
+        training=training,
         input_context=_context(i, num_pipelines),
       )
       for i in range(num_pipelines)
@@ -314,6 +322,178 @@ class PipelinesTest(TFRecordTestCase):
     self.assertEqual(sorted(orders[0] + orders[1]), list(range(_TRAIN)))
     by_file = {y % 4 for y in orders[0]}
     self.assertLen(by_file, 4 if autoshard == 'data' else 2)
+
+
+class FilesOfAnySchemaTest(tf.test.TestCase, parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    self.directory = self.create_tempdir().full_path
+    # More files than are open at once, and one without a record.
+    self.counts = [0, 5, 17, 1, 9, 3, 16] + 13 * [2]
+    number = iter(range(sum(self.counts)))
+    self.paths = []
+    for i, count in enumerate(self.counts):
+      self.paths.append(f'{self.directory}/{i:02d}.rec')
+      with tf.io.TFRecordWriter(self.paths[-1]) as writer:
+        for _ in range(count):
+          writer.write(b'%d' % next(number))
+
+  def parse(self, records):
+    key = tf.strings.to_number(records, tf.int64)
+    return {'key': key, 'text': records}
+
+  def read_late(self, path):
+    def wait(path):
+      time.sleep(random.uniform(0, 0.03))
+      return path
+
+    late = tf.numpy_function(wait, [path], tf.string)
+    return tf.data.TFRecordDataset(tf.ensure_shape(late, []))
+
+  def keys(self, training, late=False, parse_fn=None, **changes):
+    options = data_lib.PipelineOptions(
+      **({'global_batch_size': 6, 'seed': 2} | changes)
+    )
+    pattern = f'{self.directory}/*.rec'
+    parse_fn = parse_fn or self.parse
+    source = data_lib.TFRecords(pattern, parse_fn)
+    if late:
+      source = data_lib.Files(pattern, self.read_late, parse_fn, self.counts)
+    dataset = data_lib.make_dataset(source, options, training=training)
+    self.assertEqual(int(dataset.cardinality()), -(-sum(self.counts) // 6))
+    batches = list(dataset.as_numpy_iterator())
+    for batch in batches:
+      self.assertEqual(
+        batch['text'].tolist(), [b'%d' % k for k in batch['key']]
+      )
+    return np.concatenate([batch['key'] for batch in batches]).tolist()
+
+  @parameterized.parameters('none', 'memory')
+  def test_every_record_once_and_evaluation_in_order(self, cache):
+    n = sum(self.counts)
+    self.assertEqual(self.keys(False, cache=cache), list(range(n)))
+    order = self.keys(True, cache=cache)
+    self.assertCountEqual(order, range(n))
+    self.assertNotEqual(order, list(range(n)))
+
+  @parameterized.parameters(
+    {'training': True},
+    {'training': True, 'cache': 'memory', 'shuffle_buffer': 7},
+    {'training': False},
+  )
+  def test_same_order_whichever_file_is_late(self, training, **changes):
+    expected = self.keys(training, num_parallel_calls=1, **changes)
+    order = self.keys(training, late=True, num_parallel_calls=7, **changes)
+    self.assertEqual(order, expected)
+
+  def test_same_order_whichever_batch_is_late(self):
+    def parse(records):
+      def wait(records):
+        time.sleep(random.uniform(0, 0.03))
+        return records
+
+      late = tf.ensure_shape(
+        tf.numpy_function(wait, [records], tf.string), records.shape
+      )
+      return self.parse(late)
+
+    for cache in ('none', 'memory'):
+      one, other = (
+        self.keys(True, parse_fn=parse, num_parallel_calls=8, cache=cache)
+        for _ in range(2)
+      )
+      self.assertEqual(one, other)
+
+  def test_refusals(self):
+    with_parser = {'schema': self.parse}
+    for make, paths, kwargs, error, message in (
+      (
+        data_lib.TFRecords,
+        f'{self.directory}/*.none',
+        with_parser,
+        errors.DataError,
+        'no such file',
+      ),
+      (
+        data_lib.TFRecords,
+        self.directory,
+        with_parser,
+        errors.DataError,
+        'a directory',
+      ),
+      (data_lib.TFRecords, [], with_parser, errors.DataError, 'empty list'),
+      (
+        data_lib.TFRecords,
+        ['nowhere'],
+        with_parser,
+        errors.DataError,
+        'nowhere: no such',
+      ),
+      (
+        data_lib.Files,
+        self.paths,
+        {
+          'read_fn': tf.data.TFRecordDataset,
+          'parse_fn': self.parse,
+          'counts': None,
+        },
+        errors.UnsupportedOptionError,
+        'read_fn without counts',
+      ),
+      (
+        data_lib.TFRecords,
+        self.paths,
+        {'schema': self.parse, 'counts': [1]},
+        errors.UnsupportedOptionError,
+        '1 counts for 20 files',
+      ),
+    ):
+      with self.assertRaisesRegex(error, message):
+        make(paths, **kwargs)
+
+  def test_schema_as_a_dict(self):
+    path = f'{self.directory}/examples.tfrecord'
+    with tf.io.TFRecordWriter(path) as writer:
+      for key in range(5):
+        feature = tf.train.Feature(int64_list=tf.train.Int64List(value=[key]))
+        features = tf.train.Features(feature={'key': feature})
+        writer.write(tf.train.Example(features=features).SerializeToString())
+    source = data_lib.TFRecords(
+      path, {'key': tf.io.FixedLenFeature([], tf.int64)}
+    )
+    self.assertLen(source, 5)
+    dataset = data_lib.make_dataset(
+      source, data_lib.PipelineOptions(3), training=False
+    )
+    keys = [batch['key'].tolist() for batch in dataset.as_numpy_iterator()]
+    self.assertEqual(keys, [[0, 1, 2], [3, 4]])
+
+
+class FramingTest(formula.DataTestCase):
+  def test_length_that_reaches_beyond_any_file(self):
+    path = os.path.join(self.new_dir(), 'x')
+    with open(path, 'wb') as f:
+      f.write(struct.pack('<QI', 2**64 - 1, 0) + bytes(100))
+    self.assert_data_error(
+      [path, 'record 0 at byte 0'], files.count_records, path
+    )
+
+  def test_unreadable(self):
+    path = os.path.join(self.new_dir(), 'x')
+    self.assert_data_error([path, 'cannot be read'], files.count_records, path)
+
+  def test_count_equals_what_tensorflow_reads(self):
+    path = os.path.join(self.new_dir(), 'other')
+    with tf.io.TFRecordWriter(path) as writer:
+      for n in range(1, 3000, 7):
+        writer.write(b'x' * n)
+    self.assertEqual(
+      files.count_records(path),
+      sum(1 for _ in tf.data.TFRecordDataset(path)),
+    )
+    with tf.io.TFRecordWriter(path):
+      pass
+    self.assertEqual(files.count_records(path), 0)
 
 
 if __name__ == '__main__':

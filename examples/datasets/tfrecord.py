@@ -5,23 +5,35 @@ Example i is in shard i % 4, so that every shard has its share of a data set
 that is sorted by class. A record is a `tf.train.Example` with `image_raw` (the
 pixels, row by row), `label`, `height` and `width`.
 
-Source: https://www.tensorflow.org/tutorials/load_data/tfrecord; the framing
-that `count_records` walks is written in tensorflow/core/lib/io/record_writer.h.
+Source: https://www.tensorflow.org/tutorials/load_data/tfrecord.
+
+Example:
+
+  >>> import tempfile
+  >>> from examples import datasets
+  >>> with tempfile.TemporaryDirectory() as directory:
+  ...   small = datasets.make_synthetic(num_train=10, num_test=4)
+  ...   paths = datasets.write_tfrecords(small, directory, num_shards=2)
+  ...   datasets.tfrecords(directory, 'train').num_examples
+  ...   datasets.load_tfrecords(directory).train.labels.tolist()
+  10
+  [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
 """
 
 import dataclasses
 import os
 import re
-import struct
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 from google.protobuf import message
 
-from tf_strategies import errors
-from tf_strategies.data import arrays
-from tf_strategies.data import manifest as manifest_lib
+from examples.datasets import images as images_lib
+from examples.datasets import manifest as manifest_lib
+from tf_strategies import data, errors
+from tf_strategies.data import files
 
 SPLITS = ('train', 'test')
 FEATURES = {
@@ -34,9 +46,6 @@ _SHARD = re.compile(
   r'(?P<name>[A-Za-z0-9_]+)-(?P<split>train|test)-(?P<index>\d{5,})-of-'
   r'(?P<count>\d{5,})\.tfrecord'
 )
-# A record: uint64 length, its masked CRC, the payload, the payload's CRC.
-_HEADER = struct.Struct('<QI')
-_FOOTER_BYTES = 4
 # Large enough to amortise a step of the reader, small enough to stay in cache.
 _READ_BATCH = 1024
 
@@ -156,71 +165,22 @@ def check_example(path: str, payload: bytes) -> None:
   height = list(feature['height'].int64_list.value)
   width = list(feature['width'].int64_list.value)
   num_bytes = [len(v) for v in feature['image_raw'].bytes_list.value]
-  if (height, width, num_bytes) != ([28], [28], [arrays.IMAGE_BYTES]):
+  if (height, width, num_bytes) != ([28], [28], [images_lib.IMAGE_BYTES]):
     raise errors.DataError(
       f'{path}: its first record is an image of height {height}, width {width}, '
-      f'bytes {num_bytes}; expected 28, 28 and {arrays.IMAGE_BYTES}'
+      f'bytes {num_bytes}; expected 28, 28 and {images_lib.IMAGE_BYTES}'
     )
-
-
-def count_records(
-  path: str,
-  check: Callable[[str, bytes], None] | None = check_example,
-  limit: int | None = None,
-) -> int:
-  """Counts the records of a shard, and checks its framing and first record.
-
-  Only the 12 bytes before each record are looked at. Checksums are TensorFlow's
-  to verify as it reads.
-
-  Args:
-    path: the shard, on this machine or on storage that TensorFlow can read.
-    check: called with the path and the first record; None for any record.
-    limit: after how many records to stop; None for all of them.
-
-  Returns:
-    The number of records; 0 for an empty file. O(records) time, O(1) memory.
-
-  Raises:
-    DataError: the file ends inside a record, cannot be read, or its first
-      record is refused by `check`.
-  """
-  count = position = 0
-  try:
-    # Python's own files seek five times as fast.
-    with (
-      tf.io.gfile.GFile(path, 'rb') if '://' in path else open(path, 'rb') as f
-    ):
-      size = tf.io.gfile.stat(path).length
-      while position < size and count != limit:
-        header = f.read(_HEADER.size)
-        length = _HEADER.unpack(header)[0] if len(header) == 12 else size
-        end = position + _HEADER.size + length + _FOOTER_BYTES
-        if end > size:
-          raise errors.DataError(
-            f'{path}: truncated or corrupt in record {count} at byte '
-            f'{position}; expected a complete TFRecord file, write it again'
-          )
-        if not count and check is not None:
-          check(path, f.read(length))
-        f.seek(end)
-        position = end
-        count += 1
-  except (OSError, tf.errors.OpError) as e:
-    raise errors.DataError(
-      f'{path}: cannot be read ({e}); expected a TFRecord file'
-    ) from e
-  return count
 
 
 def count_shard(path: str) -> int:
   """Counts the records of a shard that no manifest tells of.
 
   Raises:
-    DataError: as `count_records`; or there is none: `write_tfrecords` leaves
+    DataError: as `files.count_records`; or it holds other records; or there is
+      none: `write_tfrecords` leaves
       no shard without one, but a copy that failed does.
   """
-  count = count_records(path)
+  count = files.count_records(path, check_example)
   if not count:
     raise errors.DataError(
       f'{path}: has no record; expected at least one in each shard, write it '
@@ -229,30 +189,51 @@ def count_shard(path: str) -> int:
   return count
 
 
-def count_tfrecords(directory: str | os.PathLike[str], split: str) -> int:
-  """The number of examples in the shards of a split.
+def tfrecords(
+  directory: str | os.PathLike[str],
+  split: str,
+  parse_fn: Callable[[tf.Tensor], Any] | None = None,
+) -> data.TFRecords:
+  """Returns a split that is in shards, as a source for `make_dataset`.
+
+  Shards that `extract` left are counted already, in its manifest. Others are
+  counted by looking at the frame of each record, about 2 us each.
 
   Args:
-    directory: where the shards are.
+    directory: as `write_tfrecords` or `extract` leaves it.
     split: 'train' or 'test'.
-
-  Returns:
-    The sum over the shards of their records, O(examples); or what the manifest
-    of `extract` says, O(shards).
+    parse_fn: of `TFRecords`, for records of another schema that `extract` left;
+      by default records are 28x28 images.
 
   Raises:
     DataError: as `find_shards`; or a shard is truncated, empty or holds other
       records.
+    UnsupportedOptionError: another `split`.
   """
   shards = find_shards(directory, split)
   if shards.extracted is not None:
-    return sum(shard.examples for shard in shards.extracted)
-  return sum(map(count_shard, shards.paths))
+    if parse_fn is None:
+      # One record tells what was extracted.
+      files.count_records(shards.paths[0], check_example, limit=1)
+    counts = [shard.examples for shard in shards.extracted]
+    fingerprints = [(s.size, s.sha256) for s in shards.extracted]
+  else:
+    counts = list(map(count_shard, shards.paths))
+    fingerprints = None
+  return data.TFRecords(
+    shards.paths,
+    parse_fn or parse_examples,
+    counts,
+    decode_fn=None if parse_fn else images_lib.scale,
+    name=f'{shards.name}-{shards.split}',
+    fingerprints=fingerprints,
+    is_round_robin=shards.extracted is None,
+  )
 
 
 def load_tfrecords(
   directory: str | os.PathLike[str], num_classes: int = 10
-) -> arrays.ImageClassificationData:
+) -> images_lib.ImageClassificationData:
   """Loads both splits of a directory of shards into memory.
 
   Args:
@@ -277,7 +258,7 @@ def load_tfrecords(
       f'{os.fspath(directory)}: train is {names["train"]} but test is '
       f'{names["test"]}; expected one data set'
     )
-  return arrays.build(
+  return images_lib.build(
     os.fspath(directory),
     names['train'],
     splits['train'],
@@ -288,7 +269,7 @@ def load_tfrecords(
 
 def serialize_image(image: bytes, label: int) -> bytes:
   """The record of a 28x28 image: a serialized `tf.train.Example`."""
-  height, width, _ = arrays.IMAGE_SHAPE
+  height, width, _ = images_lib.IMAGE_SHAPE
   feature = {
     'image_raw': tf.train.Feature(bytes_list=tf.train.BytesList(value=[image])),
     'label': _int64(label),
@@ -317,9 +298,9 @@ def parse_examples(records: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
   # Without `fixed_length`, which would pad or cut an image in silence.
   pixels = tf.io.decode_raw(parsed['image_raw'], tf.uint8)
   labels = parsed['label']
-  shape = tf.concat([tf.shape(labels), arrays.IMAGE_SHAPE], axis=0)
+  shape = tf.concat([tf.shape(labels), images_lib.IMAGE_SHAPE], axis=0)
   images = tf.ensure_shape(
-    tf.reshape(pixels, shape), (None,) + arrays.IMAGE_SHAPE
+    tf.reshape(pixels, shape), (None,) + images_lib.IMAGE_SHAPE
   )
   return images, labels
 
@@ -341,7 +322,7 @@ def _read_split(shards: Shards) -> tuple[np.ndarray, np.ndarray]:
 
 def _read_shard(path: str) -> tuple[np.ndarray, np.ndarray]:
   count = count_shard(path)  # That `extract` leaves no empty one, either.
-  images = np.empty((count,) + arrays.IMAGE_SHAPE, np.uint8)
+  images = np.empty((count,) + images_lib.IMAGE_SHAPE, np.uint8)
   labels = np.empty([count], np.int64)
   try:
     start = 0
@@ -359,7 +340,7 @@ def _read_shard(path: str) -> tuple[np.ndarray, np.ndarray]:
   except (tf.errors.InvalidArgumentError, tf.errors.NotFoundError) as e:
     raise errors.DataError(
       f'{path}: unreadable record ({e.message}); expected the features '
-      f'{", ".join(FEATURES)} and {arrays.IMAGE_BYTES} bytes an image'
+      f'{", ".join(FEATURES)} and {images_lib.IMAGE_BYTES} bytes an image'
     ) from e
   return images, labels
 

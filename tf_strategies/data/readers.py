@@ -1,0 +1,211 @@
+"""Reads batches of examples, in the order of an epoch, from each kind of source.
+
+A reader has the batches of an epoch, which differ in each iteration, and those
+of a pass, whose order is a function of (seed, number of the pass) alone.
+
+Example:
+
+  >>> import numpy as np
+  >>> from tf_strategies.data import arrays, options, plan, readers
+  >>> chosen = options.PipelineOptions(global_batch_size=2)
+  >>> here = plan.make(chosen, training=False, context=None)
+  >>> reader = readers.ArrayReader(arrays.Arrays(np.arange(3) * 10), here, None)
+  >>> [reader.decode(batch).numpy().tolist() for batch in reader.epoch()]
+  [[0, 10], [20]]
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tf_strategies.data import arrays as arrays_lib
+from tf_strategies.data import cache, fingerprint, shuffle
+from tf_strategies.data import files as files_lib
+from tf_strategies.data import plan as plan_lib
+
+# Examples that one call prepares where the result is kept.
+_PREPARE_BATCH = 256
+
+
+def call(function: Callable[..., Any] | None, batch: Any, *more: Any) -> Any:
+  """Calls a user's function, if there is one, with a batch's components."""
+  if function is None:
+    return batch
+  components = batch if isinstance(batch, tuple) else (batch,)
+  return function(*components, *more)
+
+
+class ArrayReader:
+  """Shuffles and batches indices, then gathers a whole batch in one call.
+
+  A shuffle takes a step for each element, which costs more than to gather a
+  small image: so the whole order is drawn by one op and cut into batches.
+  """
+
+  def __init__(
+    self,
+    source: arrays_lib.Arrays,
+    plan: plan_lib.Plan,
+    prepare_fn: Callable[..., Any] | None,
+  ):
+    self._n = source.num_examples
+    self._plan = plan
+    self._decode_fn = source.decode_fn
+    self._prepare_fn = prepare_fn
+    # A dataset may be made inside a tf.function (a parameter server's workers
+    # do) or a device scope: there a constant would become part of the graph,
+    # or go to an accelerator and back for each batch.
+    with tf.init_scope(), tf.device('/CPU:0'):
+      self._examples = tf.nest.map_structure(tf.constant, source.components)
+      if prepare_fn and plan.options.cache == 'memory':
+        self._examples = self._prepare_all()
+        self._prepare_fn = None
+
+  def epoch(self) -> tf.data.Dataset:
+    """Returns batches of indices, shuffled again in each iteration."""
+    plan, n = self._plan, self._n
+    in_part = plan.is_shuffled and plan.buffer_for(n) < n
+    if in_part or plan.options.service is not None:
+      # The workers of a service share the numbers of a range.
+      indices = tf.data.Dataset.range(n)
+      indices = plan.shuffle(indices, None, plan.buffer_for(n))
+      if plan.shares_examples:
+        indices = indices.shard(plan.num_pipelines, plan.pipeline)
+      return plan.batch(indices)
+    if not plan.is_shuffled:
+      return self._cut(tf.range(n, dtype=tf.int64)[plan.places])
+    batches = shuffle.permutations(n, plan.options.seed, plan.places, self._cut)
+    count = plan.num_batches(plan.share_of(n))
+    return batches.apply(tf.data.experimental.assert_cardinality(count))
+
+  def examples_of_pass(self, number: tf.Tensor) -> tf.data.Dataset:
+    """Returns the indices of a pass."""
+    return tf.data.Dataset.from_tensor_slices(self._order(number))
+
+  def batches_of_pass(self, number: tf.Tensor) -> tf.data.Dataset:
+    """Returns batches of the indices of a pass."""
+    return self._cut(self._order(number))
+
+  def decode(self, indices: tf.Tensor) -> Any:
+    """Returns the examples that a batch of indices points to."""
+    batch = tf.nest.map_structure(
+      lambda values: tf.gather(values, indices), self._examples
+    )
+    return call(self._decode_fn, call(self._prepare_fn, batch))
+
+  def _order(self, number: tf.Tensor) -> tf.Tensor:
+    indices = tf.range(self._n, dtype=tf.int64)
+    if not self._plan.is_shuffled:
+      return indices
+    return tf.random.experimental.stateless_shuffle(
+      indices, seed=shuffle.pass_seed(self._plan.options.seed, number)
+    )
+
+  def _cut(self, indices: tf.Tensor) -> tf.data.Dataset:
+    plan = self._plan
+    return shuffle.batches_of(indices, plan.batch_size, plan.drop_remainder)
+
+  def _prepare_all(self):
+    """Prepares all examples, in batches, into tensors of their own."""
+    parts = []
+    for i in range(0, self._n, _PREPARE_BATCH):
+      rows = slice(i, i + _PREPARE_BATCH)
+      batch = tf.nest.map_structure(lambda v, r=rows: v[r], self._examples)
+      parts.append(call(self._prepare_fn, batch))
+    return tf.nest.map_structure(lambda *p: tf.concat(p, axis=0), *parts)
+
+
+class FileReader:
+  """Reads records in parallel, and parses a whole batch in one call.
+
+  With a cache, parsed examples are kept before the shuffle, so that later
+  epochs neither read nor parse.
+  """
+
+  def __init__(
+    self,
+    source: files_lib.Files,
+    plan: plan_lib.Plan,
+    prepare_fn: Callable[..., Any] | None,
+  ):
+    self._files = source
+    self._n = source.num_examples
+    self._plan = plan
+    self._parse_fn = source.parse_fn
+    if prepare_fn is not None:
+      self._parse_fn = lambda records: call(
+        prepare_fn, source.parse_fn(records)
+      )
+    self._cached = None
+    if plan.options.cache != 'none':
+      # Made once: all passes read it.
+      self._cached = self._cache(prepare_fn)
+
+  def epoch(self) -> tf.data.Dataset:
+    """Returns batches of records, shuffled again in each iteration."""
+    examples = self._shuffled(None)
+    if self._plan.shares_examples:
+      examples = examples.shard(self._plan.num_pipelines, self._plan.pipeline)
+    return self._plan.batch(examples)
+
+  def examples_of_pass(self, number: tf.Tensor) -> tf.data.Dataset:
+    """Returns the records of a pass."""
+    return self._shuffled(number)
+
+  def batches_of_pass(self, number: tf.Tensor) -> tf.data.Dataset:
+    """Returns batches of the records of a pass."""
+    return self._plan.batch(self._shuffled(number))
+
+  def decode(self, batch: Any) -> Any:
+    """Returns the examples of a batch of records, or of parsed examples."""
+    if self._cached is None:
+      batch = self._parse_fn(batch)
+    return call(self._files.decode_fn, batch)
+
+  def _shuffled(self, number: tf.Tensor | None) -> tf.data.Dataset:
+    examples = self._cached
+    if examples is None:
+      examples = self._files.read(self._plan, number=number)
+    return self._plan.shuffle(examples, number, self._plan.buffer_for(self._n))
+
+  def _cache(self, prepare_fn) -> tf.data.Dataset:
+    files, plan = self._files, self._plan
+    records = files.read(plan, is_cached=True)
+    examples = records.batch(_PREPARE_BATCH).map(
+      self._parse_fn,
+      num_parallel_calls=plan.options.num_parallel_calls,
+      deterministic=plan.reads_in_order,
+    )
+    # The cache, like the shuffle after it, works on examples: a cache of
+    # batches would keep the same examples together for ever.
+    examples = examples.unbatch()
+    examples = examples.apply(
+      tf.data.experimental.assert_cardinality(files.num_examples)
+    )
+    if plan.options.cache == 'memory':
+      return examples.cache()
+    paths = [os.path.abspath(path) for path in files.paths]
+    name = cache.name_of(
+      plan.options.cache_path,
+      files.name,
+      key=[
+        plan.training,
+        plan.pipeline,
+        plan.num_pipelines,
+        files.selection,
+        sorted(set(map(os.path.dirname, paths))),
+      ],
+      content=[
+        paths,
+        files.counts,
+        files.fingerprints,
+        fingerprint.of_function(files.parse_fn),
+        fingerprint.of_function(prepare_fn),
+        fingerprint.of_graph(self._parse_fn, records.batch(1).element_spec),
+      ],
+    )
+    return cache.on_disk(examples, name, files.num_examples)
