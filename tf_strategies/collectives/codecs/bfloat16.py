@@ -40,7 +40,8 @@ class BFloat16(codec.Codec):
         values = values.astype(np.float32)
     dtype = _ml_dtype()
     if dtype is not None:
-      np.copyto(payload.data.view(dtype), values, casting='unsafe')
+      with np.errstate(over='ignore', invalid='ignore'):
+        np.copyto(payload.data.view(dtype), values, casting='unsafe')
       return
     for start in range(0, len(values), _BLOCK):
       block = slice(start, start + _BLOCK)
@@ -49,7 +50,8 @@ class BFloat16(codec.Codec):
   def _decode(self, payload, out):
     dtype = _ml_dtype()
     if dtype is not None:
-      np.copyto(out, payload.data.view(dtype), casting='unsafe')
+      with np.errstate(invalid='ignore'):
+        np.copyto(out, payload.data.view(dtype), casting='unsafe')
       return
     for start in range(0, len(out), _BLOCK):
       block = slice(start, start + _BLOCK)
