@@ -74,12 +74,7 @@ class Schedule:
     object.__setattr__(self, 'transfers', tuple(sorted(self.transfers)))
 
   def rounds(self) -> tuple[tuple[Transfer, ...], ...]:
-    """The transfers, grouped by round, in order.
-
-    Returns:
-      One tuple of transfers for each round. O(T) for T transfers at the first
-      call, O(1) after that.
-    """
+    """The transfers, grouped by round, in order."""
     return self._rounds
 
   @property
@@ -192,15 +187,7 @@ class Schedule:
     return self._arrivals
 
   def check_ranges(self) -> Schedule:
-    """Checks that every number is usable as an index, and nothing more.
-
-    Returns:
-      The schedule itself. O(T) for T transfers.
-
-    Raises:
-      ScheduleError: naming the transfer whose round, rank or chunk is out of
-        range, or that sends to itself.
-    """
+    """Checks that every number is usable as an index, and nothing more."""
     check_world_size(self.world_size)
     if not is_int(self.num_chunks) or self.num_chunks < 1:
       raise errors.ScheduleError(
@@ -448,21 +435,12 @@ def chunk_sizes(length: int, num_chunks: int) -> tuple[int, ...]:
 
 
 def check_world_size(world_size: int) -> int:
-  """Checks the argument that every builder takes.
+  """Returns a number of ranks as a plain int; raises ScheduleError for others.
 
   Example:
 
     >>> check_world_size(4)
     4
-
-  Args:
-    world_size: number of ranks.
-
-  Returns:
-    `world_size` as a plain int.
-
-  Raises:
-    ScheduleError: it is not an integer (a bool is none), or not positive.
   """
   if not is_int(world_size) or world_size < 1:
     raise errors.ScheduleError(
@@ -473,22 +451,12 @@ def check_world_size(world_size: int) -> int:
 
 
 def check_root(root: int, world_size: int) -> int:
-  """Checks the rank that a rooted algorithm reduces to.
+  """Returns a rank as a plain int; raises ScheduleError if there is none.
 
   Example:
 
     >>> check_root(3, world_size=4)
     3
-
-  Args:
-    root: the rank.
-    world_size: number of ranks.
-
-  Returns:
-    `root` as a plain int.
-
-  Raises:
-    ScheduleError: it is not an integer from 0 to `world_size - 1`.
   """
   if not is_int(root) or not 0 <= root < world_size:
     raise errors.ScheduleError(
