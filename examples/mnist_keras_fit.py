@@ -1,278 +1,172 @@
-"""Trains on MNIST with Keras' `fit` and a strategy of tf_strategies.
+"""Trains on MNIST with Keras' `fit`, under every strategy.
 
-Four logical CPUs and the digits that scikit-learn carries, offline:
-
-  python -m examples.mnist_keras_fit --strategy=ring_mirrored \\
+  python examples/mnist_keras_fit.py --strategy=ring_mirrored \\
     --num_virtual_devices=4 --dataset=digits
 
-MNIST on all GPUs, or on the CPU where there is none:
-
-  python -m examples.mnist_keras_fit --strategy=ring_mirrored
-
-Two workers with two logical CPUs each; with --elastic the others go on when one
-of them dies:
+trains on four logical CPUs and the digits of scikit-learn, offline. On several
+workers (with --elastic the others continue when one dies) and with parameter
+servers, every task runs the same command:
 
   python -m tf_strategies.launch --num_workers=2 -- \\
-    python -m examples.mnist_keras_fit --strategy=multi_worker_ring \\
-    --num_virtual_devices=2 --dataset=digits
+    python examples/mnist_keras_fit.py --strategy=multi_worker_ring \\
+    --dataset=digits
+  python -m tf_strategies.launch --num_workers=2 --num_ps=2 --chief -- \\
+    python examples/mnist_keras_fit.py --strategy=parameter_server \\
+    --dataset=digits --mode=sync
 
-`--checkpoint_dir` makes a run go on where it was interrupted, with the same
-result to the last bit: after the last epoch, or after SIGTERM, which ends it
-with status 143, after the last step (`--max_restarts` of the launcher starts
-it again). `--report_json` writes what the summary shows and more; `--log_dir`
-and `--timeline` what each step's time goes to.
+With --checkpoint_dir an interrupted run continues where it was, after an epoch
+or, on SIGTERM, after a step, with the same result to the last bit.
 """
 
-from __future__ import annotations
-
+import os
 import sys
-from collections.abc import Callable, Sequence
 
-import keras
+from absl import flags
+
+if not __package__:  # Run as a file: the packages are one directory up.
+  sys.path.insert(
+    0, os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+  )
 
 import tf_strategies as tfs
-from examples import (
-  checkpointing,
-  command_line,
-  common_flags,
-  mnist_common,
-  mnist_model,
-  training_report,
-)
-from tf_strategies.checkpoint.position import Position
+from examples import common
+
+FLAGS = flags.FLAGS
+flags.adopt_module_key_flags(common)  # `--help` shows them too.
+flags.DEFINE_enum('strategy', 'ring_mirrored', common.STRATEGIES, 'By name.')
+flags.DEFINE_bool('elastic', False, 'multi_worker_ring: survive lost workers.')
+flags.DEFINE_integer('min_workers', 1, 'With --elastic: the fewest workers.', 1)
+flags.DEFINE_enum('dataset', 'mnist', common.DATASETS, 'What to train on.')
+flags.DEFINE_string('data_path', None, 'MNIST: .npz file, IDX or TFRecord dir.')
+flags.DEFINE_integer('global_batch_size', 64, 'Images in a step.', 1)
+flags.DEFINE_integer('steps_per_execution', 1, 'Steps in a call of Keras.', 1)
+flags.DEFINE_integer('epochs', None, 'Default: 3 of MNIST, 12 of digits.', 0)
+flags.DEFINE_float('learning_rate', None, 'Default: by optimizer.', 1e-12)
+flags.DEFINE_integer('seed', 0, 'Of weights and shuffling.', 0, 2**31 - 1)
+flags.DEFINE_string('checkpoint_dir', None, 'Save here, resume from here.')
 
 
-def train(
-  options: common_flags.TrainingOptions, devices: Sequence[str] | None = None
-) -> dict[str, object]:
-  """Trains as `options` say.
+def build_model(strategy, num_classes):
+  """Returns the compiled model, with its variables placed by the strategy."""
+  import keras
+  from keras import layers
 
-  Args:
-    options: what and how.
-    devices: names of the devices to use; None for all.
-
-  Returns:
-    The report of the run.
-
-  Raises:
-    UnsupportedOptionError: options that cannot give a right result.
-    DataError: data that are missing or damaged.
-    CheckpointMismatchError: `checkpoint_dir` holds another run's.
-  """
-  if options.elastic:
-    return tfs.elastic.run(
-      lambda job: _train(
-        mnist_common.set_up(options, devices, job.strategy), job
-      ),
-      tfs.ElasticOptions(min_workers=options.min_workers),
-      devices=devices,
-    )
-  return _train(mnist_common.set_up(options, devices))
-
-
-def _train(setup, job=None) -> dict[str, object]:
-  """Trains from the start, or from where a checkpoint or a job has come to."""
-  data, strategy, epochs = setup.data, setup.strategy, setup.options.epochs
-  model = build_compiled(setup)
-  if job is not None:
-    job.restore(model)
-    outcome = run_fit(
-      setup,
-      model,
-      None,
-      job.epoch,
-      lambda **arguments: job.fit(
-        model,
-        lambda epoch, step: data.train(strategy, epoch, epochs, step),
-        epochs,
-        data.steps_per_epoch,
-        **arguments,
-      ),
-    )
-  else:
-    checkpoint, start = checkpointing.open_run(setup, model, model.optimizer)
-    batches = data.train(strategy, start.epoch, epochs)
-    outcome = fit_batches(setup, model, checkpoint, start, batches)
-  if setup.options.save_weights:
-    variables = checkpointing.state_variables(model, model.optimizer)
-    training_report.write_weights(
-      variables, setup.options.save_weights, strategy
-    )
-  return training_report.build('mnist_keras_fit', setup, model, outcome)
-
-
-def fit_batches(
-  setup: mnist_common.Setup,
-  model: keras.Model,
-  checkpoint: tfs.RunCheckpoint | None,
-  start: Position,
-  batches,
-) -> training_report.Outcome:
-  """Trains from `start` to the last epoch, and evaluates.
-
-  Args:
-    setup: of the run.
-    model: compiled.
-    checkpoint: where each epoch is saved, if it is.
-    start: the epochs and steps that are done.
-    batches: of all epochs from `start.epoch` on, distributed over the strategy.
-  """
-  if start.epoch >= setup.options.epochs:  # Every epoch had been done before.
-    return run_fit(setup, model, checkpoint, start.epoch, lambda **_: None)
-  return run_fit(
-    setup,
-    model,
-    checkpoint,
-    start.epoch,
-    lambda **arguments: model.fit(
-      batches,
-      initial_epoch=start.epoch,
-      epochs=setup.options.epochs,
-      steps_per_epoch=setup.data.steps_per_epoch,
-      **arguments,
-    ),
-    start.step,
-  )
-
-
-def run_fit(
-  setup: mnist_common.Setup,
-  model: keras.Model,
-  checkpoint: tfs.RunCheckpoint | None,
-  first_epoch: int,
-  fit: Callable[..., keras.callbacks.History | None],
-  first_step: int = 0,
-) -> training_report.Outcome:
-  """Trains by `fit`, given the arguments that all runs share, and evaluates.
-
-  Args:
-    setup: of the run.
-    model: compiled.
-    checkpoint: where each epoch is saved, if it is.
-    first_epoch: epochs that are done.
-    fit: called with arguments of `model.fit`.
-    first_step: steps of the next epoch that are done.
-  """
-  start = Position(first_epoch, first_step)
-  test_set = setup.data.test(setup.strategy)
-  throughput = training_report.Throughput()
-  history = fit(
-    validation_data=test_set,
-    validation_steps=setup.data.test_steps,
-    callbacks=_callbacks(setup, throughput, checkpoint, start),
-    shuffle=False,  # The stream of batches is shuffled.
-    verbose=_verbosity(setup.options.verbose and setup.is_chief),
-  )
-  if history is not None and history.history:
-    results = {name: values[-1] for name, values in history.history.items()}
-  else:  # Nothing was left to train.
-    evaluated = model.evaluate(
-      test_set, steps=setup.data.test_steps, return_dict=True, verbose=0
-    )
-    results = {f'val_{name}': value for name, value in evaluated.items()}
-  return training_report.Outcome(
-    first_epoch=first_epoch,
-    first_step=first_step,
-    test=_split_results(results, 'val_'),
-    train=_split_results(results, ''),
-    throughput=throughput,
-    variables=[
-      *model.variables,
-      *model.metrics_variables,
-      *model.optimizer.variables,
-    ],
-  )
-
-
-def _callbacks(setup, throughput, checkpoint, start):
-  # Where a parameter server strategy saves, it goes on from there.
-  callbacks = [
-    _MeasureThroughput(throughput, setup, start),
-    tfs.ResumeFit(setup.strategy),
+  keras.utils.set_random_seed(FLAGS.seed)
+  keras.config.set_dtype_policy(FLAGS.mixed_precision)
+  hidden = [
+    layers.Conv2D(16, 5, activation='relu', name='conv_1'),
+    layers.MaxPooling2D(2),
+    layers.Conv2D(32, 5, activation='relu', name='conv_2'),
+    layers.MaxPooling2D(2),
+    layers.Flatten(),
+    layers.Dense(128, activation='relu', name='hidden'),
   ]
-  if setup.is_chief and training_report.can_log(setup.options.log_dir):
-    callbacks.append(keras.callbacks.TensorBoard(setup.options.log_dir))
-  if setup.monitor is not None:
-    callbacks.append(tfs.MonitorCallback(setup.monitor))
-  saver = checkpointing.saver(setup, checkpoint)
-  if saver is not None:
-    # The last one: all others have heard of the step after which it exits.
-    callbacks.append(tfs.PreemptionCheckpoint(saver))
-  return callbacks
-
-
-def build_compiled(
-  setup: mnist_common.Setup, steps_per_execution: int = 1
-) -> keras.Model:
-  """Returns the model, with its variables where the strategy wants them."""
-  options = setup.options
-  with setup.strategy.scope():
-    model = mnist_model.build_model(
-      options.model, setup.data.source.num_classes, options.dropout
+  if FLAGS.model == 'mlp':
+    hidden = common.mlp_layers()
+  # Logits stay float32 in mixed precision: a 16-bit softmax loses the tail.
+  logits = layers.Dense(num_classes, dtype='float32', name='logits')
+  hidden += [layers.Dropout(FLAGS.dropout), logits]
+  with strategy.scope():
+    model = keras.Sequential(
+      [keras.Input([28, 28, 1]), *hidden], name=FLAGS.model
     )
     model.compile(
-      optimizer=mnist_model.build_optimizer(options, setup.num_replicas),
-      loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+      common.build_optimizer(strategy),
+      keras.losses.SparseCategoricalCrossentropy(from_logits=True),
       metrics=['accuracy'],
-      # XLA would compile one replica's step, but not one that waits for
-      # others: one device and several would run different kernels.
+      steps_per_execution=FLAGS.steps_per_execution,
+      # XLA compiles the step of one replica, but none that communicates: one
+      # device and several would not run the same kernels.
       jit_compile=False,
-      steps_per_execution=steps_per_execution,
     )
-    # There must be variables to restore before the first step.
     model.optimizer.build(model.trainable_variables)
   return model
 
 
-class _MeasureThroughput(keras.callbacks.Callback):
-  """Tells a `Throughput` when steps and epochs end."""
+def train_batches(strategy, data, start=(0, 0)):
+  """Returns the batches from (epoch, step) on, in the order of an unbroken run."""
 
-  def __init__(self, throughput, setup, start):
-    super().__init__()
-    self._throughput = throughput
-    self._setup = setup
-    self._start = start
-    self._epoch = 0
-    self._first = 0
+  def make(context=None):
+    return tfs.data.make_dataset(
+      data.train,
+      common.pipeline_options(),
+      training=True,
+      epochs=FLAGS.epochs,
+      start=start,
+      steps_per_epoch=common.steps_per_epoch(data),
+      input_context=context,
+    )
 
-  def on_epoch_begin(self, epoch, logs=None):
-    self._epoch = epoch
-    self._throughput.start_epoch()
-
-  def on_train_batch_begin(self, batch, logs=None):
-    self._first = batch
-
-  def on_train_batch_end(self, batch, logs=None):
-    data = self._setup.data
-    end = self._first + self.model.steps_per_execution
-    if (self._epoch, end) <= self._start:
-      return  # It was done before.
-    if end >= data.steps_per_epoch:
-      self._setup.join()
-    rows = [
-      data.rows_in_step(step, self._epoch) for step in range(self._first, end)
-    ]
-    self._throughput.end_step(sum(rows))
-
-  def on_epoch_end(self, epoch, logs=None):
-    self._throughput.end_epoch()
+  if FLAGS.worker_input:  # Each worker reads its part itself.
+    return strategy.distribute_datasets_from_function(make)
+  return make()  # `fit` distributes it.
 
 
-def _verbosity(verbose: bool) -> int:
-  """A progress bar on a terminal, a line an epoch in a file."""
-  if not verbose:
-    return 0
-  return 1 if sys.stdout.isatty() else 2
+def test_batches(data):
+  """Returns the batches of the test split, in order."""
+  options = tfs.data.PipelineOptions(global_batch_size=512)
+  return tfs.data.make_dataset(data.test, options, training=False)
 
 
-def _split_results(results, prefix):
-  """Loss and accuracy with `prefix`, or None where nothing was trained."""
-  if f'{prefix}loss' not in results:
-    return None
-  return {
-    name: float(results[f'{prefix}{name}']) for name in ('loss', 'accuracy')
+def train(job=None):
+  """Trains in this task, or in an elastic job; returns the report."""
+  import keras
+
+  from examples import datasets, reporting
+
+  strategy = job.strategy if job else common.create_strategy()
+  data = datasets.load(FLAGS.dataset, FLAGS.data_path)
+  model = build_model(strategy, data.num_classes)
+  start, saver = (0, 0), None
+  if job:
+    job.restore(model)
+    start = (job.epoch, 0)
+  elif FLAGS.checkpoint_dir and common.has_servers(strategy):
+    saver = strategy  # It saves by itself, and ResumeFit restores.
+  elif FLAGS.checkpoint_dir:
+    settings = common.checkpoint_settings(strategy, data)
+    saver = tfs.RunCheckpoint(FLAGS.checkpoint_dir, model, settings=settings)
+    start = tuple(saver.restore())
+
+  run = reporting.Run('mnist_keras_fit', strategy, data, start)
+  callbacks = [run.callback(), tfs.ResumeFit(strategy)]
+  if common.can_log(strategy):
+    callbacks.append(keras.callbacks.TensorBoard(FLAGS.log_dir))
+  if run.monitor:
+    callbacks.append(tfs.MonitorCallback(run.monitor))
+  if saver:  # The last one: the others see the step after which it exits.
+    callbacks.append(tfs.PreemptionCheckpoint(saver))
+  arguments = {
+    'epochs': FLAGS.epochs,
+    'steps_per_epoch': common.steps_per_epoch(data),
+    'validation_data': test_batches(data),
+    'callbacks': callbacks,
+    'verbose': 2 if FLAGS.verbose and common.is_chief(strategy) else 0,
   }
+  history = None
+  if job:
+    history = job.fit(
+      model, lambda *start: train_batches(strategy, data, start), **arguments
+    )
+  elif start[0] < FLAGS.epochs:
+    batches = train_batches(strategy, data, (start[0], 0))
+    history = model.fit(batches, initial_epoch=start[0], **arguments)
+
+  trained, tested = reporting.last_results(history)
+  if not tested:  # Every epoch had been done before.
+    tested = model.evaluate(test_batches(data), return_dict=True, verbose=0)
+  return run.report(model, model.optimizer, model.metrics, trained, tested)
+
+
+def main():
+  """Does the part of this task: it trains, serves variables or evaluates."""
+  if FLAGS.elastic:
+    options = tfs.ElasticOptions(min_workers=FLAGS.min_workers)
+    return tfs.elastic.run(train, options, devices=common.devices())
+  return tfs.cluster.run_task(
+    train, lambda: common.evaluate_checkpoints(build_model, test_batches)
+  )
 
 
 if __name__ == '__main__':
-  command_line.run(train)
+  common.run(main)

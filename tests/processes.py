@@ -13,7 +13,6 @@ four seconds of a CPU. The copy is made before anything of TensorFlow runs.
 """
 
 import contextlib
-import ctypes
 import dataclasses
 import faulthandler
 import json
@@ -21,8 +20,8 @@ import multiprocessing
 import os
 import pickle
 import signal
-import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -37,7 +36,6 @@ DEADLINE_SECONDS = 120.0
 # Read when TensorFlow is imported: errors only, of C++.
 _ENVIRONMENT = {'TF_CPP_MIN_LOG_LEVEL': '2'}
 _PRELOADED = ['numpy', 'tensorflow', 'keras']
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +93,7 @@ def tf_config(
 class ProcessGroup:
   """Processes that call functions; a context that ends those that still run.
 
-  They also end when this process is killed (on Linux).
+  They also end when this process is killed.
 
   Args:
     deadline: seconds after which `wait` gives up on what still runs.
@@ -279,7 +277,9 @@ def run_workers(
 
 def _main(function, args, env, path, exits_at_once):
   """What a process does."""
-  _end_with_parent()
+  threading.Thread(
+    target=_end_with_parent, name='end_with_parent', daemon=True
+  ).start()
   # The server has that of the moment when it was started.
   os.environ.clear()
   os.environ.update(env)
@@ -304,9 +304,10 @@ def _main(function, args, env, path, exits_at_once):
 
 
 def _end_with_parent():
-  """Lets Linux kill this process when the one that started it is gone."""
-  if sys.platform == 'linux':
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+  """Ends this process when the one that started it is gone."""
+  # What it does may never end: a collective whose other workers are dead.
+  multiprocessing.parent_process().join()
+  os._exit(1)
 
 
 def _picklable(error):

@@ -12,12 +12,9 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from tf_strategies.version import __version__
+from tf_strategies.version import __version__ as __version__
 
-# For readers and tools. TensorFlow takes seconds to load, and neither the
-# launcher nor `tfs.cluster` needs it: what is named here is loaded when it is
-# first used.
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # For readers and tools; see `_public`.
   from tf_strategies import (
     cluster,
     collectives,
@@ -27,74 +24,9 @@ if TYPE_CHECKING:
     monitoring,
     process_group,
   )
-  from tf_strategies.cross_device import (
-    AutoAllReduce,
-    DirectAllReduce,
-    HalvingDoublingAllReduce,
-    HierarchicalRingAllReduce,
-    NaiveAllReduce,
-    RingAllReduce,
-    ScheduledAllReduce,
-    TreeAllReduce,
-  )
-  from tf_strategies.fault_tolerance import elastic
-  from tf_strategies.fault_tolerance.elastic import ElasticOptions
-  from tf_strategies.fault_tolerance.evaluator import SidecarEvaluator
-  from tf_strategies.fault_tolerance.preemption import (
-    Preemption,
-    PreemptionCheckpoint,
-  )
-  from tf_strategies.fault_tolerance.resume_fit import ResumeFit
-  from tf_strategies.fault_tolerance.run_checkpoint import RunCheckpoint
-  from tf_strategies.monitoring.keras_callback import MonitorCallback
-  from tf_strategies.strategies import (
-    STRATEGY_NAMES,
-    CentralStorageStrategy,
-    MultiWorkerCollectiveStrategy,
-    MultiWorkerRingStrategy,
-    ParameterServerStrategy,
-    RingMirroredStrategy,
-    RingOptions,
-    TPURingStrategy,
-    create_strategy,
-  )
+  from tf_strategies._public import *
 
-__all__ = [
-  'STRATEGY_NAMES',
-  'AutoAllReduce',
-  'CentralStorageStrategy',
-  'DirectAllReduce',
-  'ElasticOptions',
-  'HalvingDoublingAllReduce',
-  'HierarchicalRingAllReduce',
-  'MonitorCallback',
-  'MultiWorkerCollectiveStrategy',
-  'MultiWorkerRingStrategy',
-  'NaiveAllReduce',
-  'ParameterServerStrategy',
-  'Preemption',
-  'PreemptionCheckpoint',
-  'ResumeFit',
-  'RingAllReduce',
-  'RingMirroredStrategy',
-  'RingOptions',
-  'RunCheckpoint',
-  'ScheduledAllReduce',
-  'SidecarEvaluator',
-  'TPURingStrategy',
-  'TreeAllReduce',
-  '__version__',
-  'cluster',
-  'collectives',
-  'create_strategy',
-  'data',
-  'elastic',
-  'errors',
-  'keras',
-  'monitoring',
-  'process_group',
-]
-
+# Each is loaded alone; some need no TensorFlow.
 _ROOMS = (
   'cluster',
   'collectives',
@@ -104,32 +36,20 @@ _ROOMS = (
   'monitoring',
   'process_group',
 )
-_HOMES = {
-  'ElasticOptions': 'fault_tolerance.elastic',
-  'MonitorCallback': 'monitoring.keras_callback',
-  'Preemption': 'fault_tolerance.preemption',
-  'PreemptionCheckpoint': 'fault_tolerance.preemption',
-  'RunCheckpoint': 'fault_tolerance.run_checkpoint',
-  'STRATEGY_NAMES': 'strategies',
-  'SidecarEvaluator': 'fault_tolerance.evaluator',
-  'create_strategy': 'strategies',
-  'ResumeFit': 'fault_tolerance.resume_fit',
-  'RingOptions': 'strategies',
-}
 
 
 def __getattr__(name: str) -> Any:
   if name in _ROOMS:
     return importlib.import_module(f'tf_strategies.{name}')
-  if name == 'elastic':
-    return importlib.import_module('tf_strategies.fault_tolerance.elastic')
-  if name not in __all__:
+  if name.startswith('_') and name != '__all__':
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
-  home = _HOMES.get(name)
-  if home is None:
-    home = 'strategies' if name.endswith('Strategy') else 'cross_device'
-  return getattr(importlib.import_module(f'tf_strategies.{home}'), name)
+  public = importlib.import_module('tf_strategies._public')
+  if name == '__all__':
+    return [*public.__all__, *_ROOMS, '__version__']
+  if name not in public.__all__:
+    raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+  return getattr(public, name)
 
 
 def __dir__() -> list[str]:
-  return sorted(__all__)
+  return sorted(__getattr__('__all__'))

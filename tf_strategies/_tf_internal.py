@@ -191,7 +191,7 @@ enclosing_tpu_context = _load(
 )
 initialized_tpu_systems = _load(
   'tpu.tpu_strategy_util.get_initialized_tpu_systems',
-  'to refuse TPUs before they hang for want of initialisation',
+  'rejects TPUs that were not initialised, on which ops hang',
 )
 apply_op = _load(
   'framework.op_def_library.apply_op', "XLA's ops have no public wrapper"
@@ -269,7 +269,7 @@ def _instance_key(launcher):
   """The number of a collective: one a call, or one for all calls in a branch.
 
   TensorFlow feeds the number when a function is called, which fails where that
-  happens inside a `tf.while_loop` or `tf.cond`: there nobody feeds it.
+  happens inside a `tf.while_loop` or `tf.cond`, which feeds nothing.
   """
   # pylint: disable=protected-access
   graph = tf.compat.v1.get_default_graph()

@@ -16,19 +16,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
+from absl import flags
 
 import tf_strategies as tfs
 from benchmarks.strategy_costs import watch as watch_lib
-from examples import (
-  common_flags,
-  mnist_common,
-  mnist_keras_fit,
-  mnist_model,
-  parameter_server_flags,
-  training_report,
-)
-
-_EVALUATION_BATCH_SIZE = 512
+from examples import common, datasets, mnist_keras_fit, reporting
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +28,7 @@ class Spec:
   """What to train, and what to measure.
 
   Attributes:
-    options: fields of the example's options.
+    options: values of the example's flags, by name; None for the default.
     num_virtual_devices: logical devices to train on; 0 takes the devices as
       they are.
     untimed_steps: trained and taken back before the clock starts: in them
@@ -51,6 +43,15 @@ class Spec:
   evaluate_every: int
   output_dir: str
 
+  def flags(self) -> list[str]:
+    """The command line of the example."""
+    options = {**self.options, 'num_virtual_devices': self.num_virtual_devices}
+    return [
+      f'--{name}={str(value).lower() if isinstance(value, bool) else value}'
+      for name, value in options.items()
+      if value is not None
+    ]
+
 
 def train(spec: Spec) -> dict[str, Any]:
   """Trains as an example would; returns its report and what was measured.
@@ -59,39 +60,50 @@ def train(spec: Spec) -> dict[str, Any]:
     UnsupportedOptionError: options that cannot give a right result.
     DataError: data that are missing or damaged.
   """
-  setup = _set_up(spec)
-  model = mnist_keras_fit.build_compiled(setup)
-  untimed = _train_untimed(setup, model, spec.untimed_steps)
+  flags.FLAGS(['task', *spec.flags()])
+  common.prepare_flags()
+  strategy = common.create_strategy()
+  data = datasets.load(flags.FLAGS.dataset, flags.FLAGS.data_path)
+  model = mnist_keras_fit.build_model(strategy, data.num_classes)
+  untimed = _train_untimed(strategy, data, model, spec.untimed_steps)
   evaluate = None
-  if spec.evaluate_every and setup.is_chief:
-    evaluate = TestLoss(setup, model)
-  watch = watch_lib.Watch(setup, evaluate, spec.evaluate_every)
-  outcome = mnist_keras_fit.run_fit(
-    setup,
-    model,
-    None,
-    0,
-    lambda callbacks, **arguments: model.fit(
-      setup.data.train(setup.strategy, 0, setup.options.epochs),
-      epochs=setup.options.epochs,
-      steps_per_epoch=setup.data.steps_per_epoch,
-      callbacks=[*callbacks, watch],
-      **arguments,
-    ),
+  if spec.evaluate_every and common.is_chief(strategy):
+    evaluate = TestLoss(data, model)
+
+  def rows_in_step(step):
+    before = common.images_in_steps(data, step)
+    return common.images_in_steps(data, step + 1) - before
+
+  watch = watch_lib.Watch(
+    common.steps_per_epoch(data),
+    rows_in_step,
+    lambda: common.join(strategy),
+    evaluate,
+    spec.evaluate_every,
   )
-  outcome = dataclasses.replace(
-    outcome, throughput=watch, untimed_steps=untimed
+  run = reporting.Run('strategies', strategy, data)
+  history = model.fit(
+    mnist_keras_fit.train_batches(strategy, data),
+    epochs=flags.FLAGS.epochs,
+    steps_per_epoch=common.steps_per_epoch(data),
+    validation_data=mnist_keras_fit.test_batches(data),
+    callbacks=[watch],
+    shuffle=False,
+    verbose=0,
   )
-  found = training_report.build('strategies', setup, model, outcome)
+  found = run.report(
+    model, model.optimizer, model.metrics, *reporting.last_results(history)
+  )
+  steps = found['steps_this_run'] + untimed
   found |= {
-    'rank': getattr(setup.strategy, 'rank', 0),
-    'iterations': int(model.optimizer.iterations.numpy()),
+    'examples_per_second': watch.examples_per_second,
+    'bytes_per_step': reporting.bytes_per_step(found['all_reduce'], steps),
+    'rank': getattr(strategy, 'rank', 0),
     'timed_epochs': watch.epochs,
     'curve': watch.curve,
   }
-  if isinstance(setup.strategy, tfs.ParameterServerStrategy):
-    found['parameter_server'] = setup.strategy.report()
-    setup.strategy.close()
+  if common.has_servers(strategy):
+    strategy.close()
   return found
 
 
@@ -102,25 +114,18 @@ class TestLoss:
   the `fit` that goes on does not happen.
 
   Args:
-    setup: of the run.
+    data: that the model is trained on.
     model: that is trained.
   """
 
-  def __init__(self, setup: mnist_common.Setup, model: keras.Model):
-    source, options = setup.data.source, setup.options
+  def __init__(self, data: datasets.ImageClassificationData, model):
     self._model = model
-    self._copy = mnist_model.build_model(
-      options.model, source.num_classes, options.dropout
-    )
+    self._copy = keras.models.clone_model(model)
     self._copy.compile(
       loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
       jit_compile=False,
     )
-    self._test_set = tfs.data.make_dataset(
-      source.test,
-      tfs.data.PipelineOptions(_EVALUATION_BATCH_SIZE),
-      training=False,
-    )
+    self._test_set = mnist_keras_fit.test_batches(data)
 
   def __call__(self) -> float:
     """Returns the loss of the weights as they are."""
@@ -132,34 +137,20 @@ class TestLoss:
     return float(found['loss'])
 
 
-def _set_up(spec: Spec) -> mnist_common.Setup:
-  if spec.options['strategy'] != 'parameter_server':
-    options = common_flags.TrainingOptions(**spec.options)
-    devices = mnist_common.split_device(spec.num_virtual_devices)
-    return mnist_common.set_up(options, devices)
-  options = parameter_server_flags.ParameterServerOptions(**spec.options)
-  strategy = tfs.create_strategy(
-    'parameter_server', **options.strategy_options()
-  )
-  return mnist_common.set_up(options, None, strategy)
-
-
-def _train_untimed(
-  setup: mnist_common.Setup, model: keras.Model, steps: int
-) -> int:
+def _train_untimed(strategy, data, model: keras.Model, steps: int) -> int:
   """Trains some steps and takes them back; returns how many."""
-  steps = min(steps, setup.data.steps_per_epoch)
+  steps = min(steps, common.steps_per_epoch(data))
   if not steps:
     return 0
   variables = [*model.weights, *model.optimizer.variables]
   values = [v.numpy() for v in variables]
   model.fit(
-    setup.data.train(setup.strategy, 0, 1),
+    mnist_keras_fit.train_batches(strategy, data),
     steps_per_epoch=steps,
     shuffle=False,
     verbose=0,
   )
-  setup.join()
+  common.join(strategy)
   for variable, value in zip(variables, values, strict=True):
     variable.assign(value)
   return steps
@@ -174,7 +165,7 @@ def main(argv: Sequence[str]) -> int:
     print(f'{type(e).__name__}: {e}', file=sys.stderr)
     return 1
   path = os.path.join(spec.output_dir, f'{found["rank"]}.json')
-  training_report.write_json(found, path)
+  reporting.write_json(found, path)
   return 0
 
 

@@ -10,8 +10,6 @@ from collections.abc import Callable
 import keras
 import psutil
 
-from examples import mnist_common
-
 # Of Linux, of macOS.
 _LOOPBACKS = ('lo', 'lo0')
 
@@ -78,7 +76,9 @@ class Watch(keras.callbacks.Callback):
   step is on the way when it starts, pauses and stops.
 
   Args:
-    setup: of the run.
+    steps_per_epoch: of training.
+    rows_in_step: returns the rows in a step of an epoch, from 0.
+    join: waits for steps that still run.
     evaluate: returns the test loss; None notes none.
     evaluate_every: steps between two test losses. There is one before the
       first step and after each epoch besides.
@@ -90,14 +90,18 @@ class Watch(keras.callbacks.Callback):
 
   def __init__(
     self,
-    setup: mnist_common.Setup,
+    steps_per_epoch: int,
+    rows_in_step: Callable[[int], int],
+    join: Callable[[], None],
     evaluate: Callable[[], float] | None = None,
     evaluate_every: int = 0,
   ):
     super().__init__()
     self.epochs: list[dict[str, float]] = []
     self.curve: list[tuple[float, float]] = []
-    self._setup = setup
+    self._steps_per_epoch = steps_per_epoch
+    self._rows_in_step = rows_in_step
+    self._join = join
     self._evaluate = evaluate
     self._evaluate_every = evaluate_every
     self._seconds = 0.0  # Of the epochs before.
@@ -115,20 +119,19 @@ class Watch(keras.callbacks.Callback):
 
   def on_epoch_begin(self, epoch, logs=None):
     """Starts the clock."""
-    self._setup.join()
+    self._join()
     self._clock = Clock()
     self._rows = 0
     self._clock.go_on()
 
   def on_train_batch_end(self, batch, logs=None):
     """Stops the clock after the last step, pauses it for a test loss."""
-    data = self._setup.data
     self._steps += 1
-    self._rows += data.rows_in_step(batch)
-    if batch + 1 == data.steps_per_epoch:
+    self._rows += self._rows_in_step(batch)
+    if batch + 1 == self._steps_per_epoch:
       self._end_epoch()
     elif self._is_due():
-      self._setup.join()
+      self._join()
       self._note(self._clock.pause().seconds)
       self._clock.go_on()
 
@@ -137,7 +140,7 @@ class Watch(keras.callbacks.Callback):
     return bool(self._evaluate and every and self._steps % every == 0)
 
   def _end_epoch(self) -> None:
-    self._setup.join()
+    self._join()
     reading = self._clock.pause()
     self.epochs.append({**dataclasses.asdict(reading), 'rows': self._rows})
     self._note(reading.seconds)

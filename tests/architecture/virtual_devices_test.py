@@ -28,6 +28,7 @@ def _run(script: str) -> subprocess.CompletedProcess:
 
 @pytest.mark.multi_process
 class VirtualDevicesTest(absltest.TestCase):
+  @pytest.mark.full
   def test_repeated_calls_give_the_largest_count(self):
     result = _run("""
 configure_logical_cpus(2)

@@ -46,6 +46,7 @@ def run_benchmark(*flags):
 
 @pytest.mark.multi_process
 class AllReduceBenchmarkTest(tf.test.TestCase):
+  @pytest.mark.full
   def test_quick(self):
     path = os.path.join(self.create_tempdir().full_path, 'report.json')
     done = run_benchmark(
@@ -109,6 +110,7 @@ class AllReduceBenchmarkTest(tf.test.TestCase):
       {name: r['busiest_bytes_in'] for name, r in records.items()}, expected
     )
 
+  @pytest.mark.full
   def test_bad_flags(self):
     # That names of sets are refused is tested below, without a process.
     done = run_benchmark('--quick', '--num_devices=1')

@@ -91,6 +91,7 @@ class StrategiesTest(absltest.TestCase):
         ring['test'][metric], workers['test'][metric], places=4
       )
 
+  @pytest.mark.full
   def test_run_that_does_not_end(self):
     done, found = self._run(
       '--tables=costs',

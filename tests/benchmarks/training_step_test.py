@@ -48,6 +48,7 @@ class TrainingStepTest(absltest.TestCase):
       records['ring_8mb']['predicted_reduce_ms'],
     )
 
+  @pytest.mark.full
   def test_bad_flags(self):
     done = running.run_benchmark('training_step', '--peers=ring')
     self.assertNotEqual(done.returncode, 0)

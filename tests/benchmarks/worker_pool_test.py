@@ -110,7 +110,9 @@ class WorkerPoolTest(parameterized.TestCase):
     ):
       worker_pool.WorkerPool('tried', ACTOR, [('false',)])
 
-  @tiers.parameters(tiers.soak(signal.SIGINT), signal.SIGTERM, signal.SIGKILL)
+  @tiers.parameters(
+    tiers.soak(signal.SIGINT), tiers.full(signal.SIGTERM), signal.SIGKILL
+  )
   def test_no_worker_outlives_the_program(self, number):
     program = subprocess.Popen(
       [sys.executable, '-c', PROGRAM],

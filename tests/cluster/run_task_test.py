@@ -58,6 +58,7 @@ class ServersTest(_JobTest):
     self.assertEqual(max(report['results']), report['total'])
     self.assertEqual(report['fail_fast'], 'use_caller')
 
+  @pytest.mark.full
   def test_chief_waits_for_servers_and_they_serve(self):
     # The evaluator is listed, as a TFJob does, but never started.
     jobs = _jobs(num_workers=2, evaluator=1)
@@ -100,6 +101,7 @@ class ServersTest(_JobTest):
     self.assertEqual(server.wait(), int(status or 0), server.stderr())
 
   @tiers.parameters('the chief goes', tiers.soak('a second signal'))
+  @pytest.mark.full
   def test_server_stays_while_the_chief_may_save(self, what_ends_it):
     jobs = _jobs()
     chief = socket.socket()
@@ -121,6 +123,7 @@ class ServersTest(_JobTest):
     # Not at the end of its patience.
     self.assertLess(time.monotonic() - began, 10)
 
+  @pytest.mark.full
   def test_taken_port_is_an_error_that_names_it(self):
     jobs = _jobs()
     host, _, port = jobs['ps'][0].partition(':')
@@ -134,6 +137,7 @@ class ServersTest(_JobTest):
     self.assertIn(jobs['ps'][0], last)
     self.assertIn('another port', last)
 
+  @pytest.mark.full
   def test_missing_servers_are_named_at_the_deadline(self):
     jobs = _jobs(num_workers=2)
     worker = self.start(jobs, 'worker', 0)

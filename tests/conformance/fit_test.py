@@ -45,13 +45,13 @@ def _regularized_model():
 
 FEATURES = (
   Feature('sgd', optimizer=lambda: optimizers.SGD(0.1), mark=tiers.soak),
-  Feature('adam', optimizer=lambda: optimizers.Adam(1e-2)),
+  Feature('adam', optimizer=lambda: optimizers.Adam(1e-2), mark=tiers.full),
   Feature(
     'adamw',
     optimizer=lambda: optimizers.AdamW(1e-2, weight_decay=0.1),
     mark=tiers.soak,
   ),
-  Feature('last_batch_of_5_rows', rows=69),
+  Feature('last_batch_of_5_rows', rows=69, mark=tiers.full),
   Feature('last_batch_of_2_rows', rows=66, mark=tiers.soak),
   Feature('last_batch_of_1_row', rows=65, mark=tiers.soak),
   Feature('only_5_rows', rows=5, mark=tiers.soak),
@@ -83,7 +83,12 @@ FEATURES = (
     model=_sync_bn_model,
     mark_of_others=tiers.quick,
   ),
-  Feature('regularizers_and_constraint', rows=69, model=_regularized_model),
+  Feature(
+    'regularizers_and_constraint',
+    rows=69,
+    model=_regularized_model,
+    mark=tiers.full,
+  ),
   Feature(
     'class_weight',
     rows=69,
@@ -95,6 +100,7 @@ FEATURES = (
     rows=69,
     fit={'sample_weight': np.linspace(0.1, 2.0, 69, dtype=np.float32)},
     compile={'weighted_metrics': ['accuracy']},
+    mark=tiers.full,
   ),
   Feature(
     'embedding', rows=69, model=_embedding_model, data=_tokens, mark=tiers.soak
@@ -111,7 +117,9 @@ FEATURES = (
   Feature(
     'run_eagerly', rows=69, compile={'run_eagerly': True}, mark=tiers.soak
   ),
-  Feature('run_eagerly_1_row', rows=65, compile={'run_eagerly': True}),
+  Feature(
+    'run_eagerly_1_row', rows=65, compile={'run_eagerly': True}, mark=tiers.full
+  ),
   Feature(
     'validation_data',
     rows=69,

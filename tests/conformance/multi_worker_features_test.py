@@ -355,6 +355,7 @@ def _results(case):
   )
 
 
+@pytest.mark.full
 class MultiWorkerFeaturesTest(harness.ConformanceTest, parameterized.TestCase):
   def results(self, case, name):
     """Each worker's result of one program."""

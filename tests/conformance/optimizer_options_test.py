@@ -33,6 +33,7 @@ FEATURES = (
     optimizer=_accumulating(),
     wrap=False,
     mark_of_others=tiers.quick,
+    mark=tiers.full,
   ),
   Feature(
     'accumulation_global_clipnorm',
@@ -74,6 +75,7 @@ FEATURES = (
     policy='mixed_float16',
     tolerance=2e-3,
     wrap=False,
+    mark=tiers.full,
   ),
   Feature(
     'mixed_float16_global_clipnorm',
@@ -131,10 +133,10 @@ def _one_weight():
 class LossScaleTest(harness.ConformanceTest, parameterized.TestCase):
   """An overflow that one replica alone sees is everybody's overflow."""
 
-  @parameterized.product(
+  @tiers.product(
     [{'case': c} for c in harness.STRATEGIES],
     wrap=(True, False),
-    bad_replica=(0, 1, 3),
+    bad_replica=(tiers.full(0), 1, tiers.full(3)),
   )
   def test_overflow_on_one_replica_skips_the_step_everywhere(
     self, case, wrap, bad_replica

@@ -55,6 +55,7 @@ SOME_WITH_SHARES = (
 )
 
 
+@pytest.mark.full
 class OneWorkerTest(
   parameter_server.ServerConformanceTest, parameterized.TestCase
 ):

@@ -7,11 +7,13 @@ import subprocess
 import sys
 
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl import logging
 from absl.testing import parameterized
 
 from examples import datasets
+from tests import tiers
 from tests.data import formula
 from tf_strategies import data as data_lib
 from tf_strategies import errors
@@ -89,12 +91,12 @@ class DamageTest(CacheTestCase):
     with open(path, 'wb') as f:
       f.write(change(content))
 
-  @parameterized.product(
+  @tiers.product(
     suffix=('.data-', '.index'),
     change=(
       ('one_byte', lambda content: content[:-1]),
-      ('half', lambda content: content[: len(content) // 2]),
-      ('all', lambda content: b''),
+      tiers.full(('half', lambda content: content[: len(content) // 2])),
+      tiers.full(('all', lambda content: b'')),
       ('zeros', lambda content: content[:-100] + bytes(100)),
     ),
   )
@@ -223,6 +225,7 @@ class StaleTest(CacheTestCase):
     self.assertEqual(self.labels(self.make(prepare_fn=prepare))[-1], 117)
 
 
+@pytest.mark.full
 class KillTest(CacheTestCase):
   def start_writer(self):
     process = subprocess.Popen(

@@ -10,6 +10,7 @@ from examples import datasets
 from tests.data import formula
 from tf_strategies import data as data_lib
 from tf_strategies import errors
+from tf_strategies.checkpoint import position
 
 _N = 23
 
@@ -112,6 +113,32 @@ class EpochsTest(tf.test.TestCase, parameterized.TestCase):
   def test_refusals(self, options, message):
     with self.assertRaisesRegex(errors.UnsupportedOptionError, message):
       _images(0, 1, **options)
+
+  @parameterized.named_parameters(
+    ('epochs', {'start': (0, 1)}, 'without epochs'),
+    ('steps', {'steps_per_epoch': 3}, 'without epochs'),
+    ('evaluation', {'epochs': 1, 'training': False}, 'training=False'),
+    ('before', {'epochs': 1, 'start': (-1, 0)}, 'start epoch=-1'),
+  )
+  def test_refuses_a_stream_that_is_not_one(self, changes, message):
+    options = data_lib.PipelineOptions(4, seed=1)
+    with self.assertRaisesRegex(errors.UnsupportedOptionError, message):
+      data_lib.make_dataset(
+        _arrays(), options, **({'training': True} | changes)
+      )
+
+  def test_starts_at_a_position(self):
+    options = data_lib.PipelineOptions(4, seed=1)
+    starts = ((1, 2), position.Position(epoch=1, step=2))
+    one, other = (
+      _labels(
+        data_lib.make_dataset(
+          _arrays(), options, training=True, epochs=2, start=start
+        )
+      )
+      for start in starts
+    )
+    self.assertEqual(one, other)
 
   def test_no_batch_is_a_data_error(self):
     with self.assertRaisesRegex(errors.DataError, 'no full batch of 64'):

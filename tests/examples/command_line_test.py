@@ -1,32 +1,31 @@
 """The examples as processes: exit codes, messages, reports, kills."""
 
-import dataclasses
 import json
 import os
+import pathlib
+import re
 import signal
+import subprocess
+import sys
 import time
 
 import numpy as np
 import pytest
 import tensorflow as tf
-from absl import app, flags
+from absl import flags
 from absl.testing import parameterized
 
-from examples import (
-  command_line,
-  common_flags,
-  compare_weights,
-  mnist_custom_loop,
-  mnist_keras_fit,
-)
+from examples import common, compare_weights
 from tests import tiers, virtual_devices
-from tests.examples import programs
+from tests.examples import pages, programs
 from tf_strategies.checkpoint import checkpointer
 from tf_strategies.cluster import exit_codes
 
 virtual_devices.configure_logical_cpus()
 
 
+# It takes half a second, on a machine with nothing else to do.
+_HELP_SECONDS = 30
 # Of the 0.7 s or more that an epoch of 240 steps takes.
 _SECONDS_INTO_EPOCH = 0.1
 
@@ -41,24 +40,15 @@ def _was_saved(directory):
 
 
 class FlagsTest(parameterized.TestCase):
-  def _parse(self, *arguments):
-    flag_values = flags.FlagValues()
-    common_flags.define(flag_values)
-    flag_values(['program', *arguments])
-    return flag_values
+  @parameterized.parameters(('mnist', 3), ('digits', 12), ('synthetic', 1))
+  def test_default_of_epochs_follows_the_data_set(self, dataset, epochs):
+    with pages.parsed('mnist_keras_fit', f'--dataset={dataset}'):
+      self.assertEqual(flags.FLAGS.epochs, epochs)
 
-  def test_every_option_has_a_flag(self):
-    options = common_flags.parse(self._parse())
-    for field in dataclasses.fields(common_flags.TrainingOptions):
-      self.assertTrue(hasattr(options, field.name))
-
-  @parameterized.parameters(
-    ('mnist', 3, 64), ('digits', 12, 64), ('synthetic', 1, 128)
-  )
-  def test_defaults_follow_the_data_set(self, dataset, epochs, batch_size):
-    options = common_flags.parse(self._parse(f'--dataset={dataset}'))
-    self.assertEqual(options.epochs, epochs)
-    self.assertEqual(options.global_batch_size, batch_size)
+  @parameterized.parameters(('sgd', 0.02), ('adam', 1e-3))
+  def test_default_of_the_rate_follows_the_optimizer(self, optimizer, rate):
+    with pages.parsed('mnist_keras_fit', f'--optimizer={optimizer}'):
+      self.assertEqual(flags.FLAGS.learning_rate, rate)
 
   @parameterized.parameters(
     '--strategy=ring',
@@ -71,14 +61,49 @@ class FlagsTest(parameterized.TestCase):
     '--learning_rate=0',
     '--num_virtual_devices=-1',
     '--mixed_precision=float8',
+    '--mode=asynchronous',
+    '--backup_workers=-1',
+    '--local_steps=0',
+    '--steps_per_execution=0',
+    '--variable_partitions=-1',
   )
   def test_bad_value_is_refused(self, argument):
-    with self.assertRaises(flags.IllegalFlagValueError):
-      self._parse(argument)
+    with (
+      self.assertRaises(flags.IllegalFlagValueError),
+      pages.parsed('mnist_keras_fit', argument),
+    ):
+      pass
 
-  def test_stray_argument_is_refused(self):
-    with self.assertRaisesRegex(app.UsageError, 'digits'):
-      command_line.main(['program', 'digits'], None, self._parse())
+
+@pytest.mark.multi_process
+class HelpTest(parameterized.TestCase):
+  @parameterized.product(name=pages.NAMES, as_file=[True, False])
+  def test_help_shows_all_flags_at_once(self, name, as_file):
+    program = [f'examples/{name}.py'] if as_file else ['-m', f'examples.{name}']
+    paths = filter(None, sys.path)
+    shown = subprocess.run(
+      [sys.executable, '-X', 'importtime', *program, '--help'],
+      cwd=programs.ROOT,
+      capture_output=True,
+      text=True,
+      timeout=_HELP_SECONDS,
+      env={**os.environ, 'PYTHONPATH': os.pathsep.join(paths)},
+    )
+    with pages.parsed(name) as example:
+      defined = {
+        flag
+        for module in (example, common)
+        for flag in re.findall(
+          r"DEFINE_\w+\(\s*'(\w+)'",
+          pathlib.Path(module.__file__).read_text(encoding='utf-8'),
+        )
+      }
+    self.assertGreater(len(defined), 30)
+    found = re.findall(r'^  --(?:\[no\])?(\w+):', shown.stdout, re.M)
+    self.assertContainsSubset(defined, found)
+    # TensorFlow takes seconds to load: who asks for help does not wait.
+    self.assertIn('absl', shown.stderr)
+    self.assertNotRegex(shown.stderr, r'\| +(tensorflow|keras)\n')
 
 
 @pytest.mark.multi_process
@@ -90,19 +115,15 @@ class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
   def _path(self, name):
     return os.path.join(self._directory, name)
 
-  def _start(self, name, *arguments):
-    program = programs.Program(name, *arguments, output=self._path('output'))
+  def _start(self, name, *arguments, **options):
+    program = programs.Program(
+      name, *arguments, output=self._path('output'), **options
+    )
     self.addCleanup(program.kill)
     return program
 
   # Each pays the import of TensorFlow for another text.
   @tiers.named_parameters(
-    tiers.soak(
-      'strategy_of_another_example',
-      'mnist_keras_fit',
-      '--strategy=parameter_server',
-      'Fix: run python -m examples.mnist_parameter_server',
-    ),
     (
       'missing_data',
       'mnist_keras_fit',
@@ -116,6 +137,7 @@ class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
       'value should be one of <ring|auto|direct',
     ),
   )
+  @pytest.mark.full
   def test_refusal_is_a_message(self, name, argument, message):
     program = self._start(name, argument)
     code = program.wait()
@@ -123,6 +145,27 @@ class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
     self.assertIn(message, program.output())
     self.assertNotIn('Traceback', program.output())
 
+  def test_stray_argument_is_refused(self):
+    program = self._start('mnist_keras_fit', 'digits')
+    self.assertEqual(program.wait(), 1)
+    self.assertIn('unexpected arguments: digits', program.output())
+
+  def test_loop_runs_as_a_file(self):
+    program = self._start(
+      'mnist_custom_loop',
+      '--strategy=one_device',
+      '--dataset=digits',
+      '--epochs=1',
+      '--steps_per_epoch=5',
+      as_file=True,
+    )
+    self.assertEqual(program.wait(), 0, program.output())
+    self.assertRegex(program.output(), r'Training on digits \(1,437 images')
+    self.assertRegex(program.output(), r'Epoch 1/1: .* images/s')
+    self.assertIn('one_device: 1 replica', program.output())
+    self.assertRegex(program.output(), r'test  loss .*, accuracy 0\.')
+
+  @pytest.mark.full
   def test_report_of_four_devices(self):
     path = self._path('report.json')
     program = self._start(
@@ -163,43 +206,21 @@ class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
       sum(received.values()), 5 * 2 * 3 * 4 * report['parameters']
     )
 
-  @pytest.mark.soak
-  def test_killed_fit_resumes_exactly(self):
-    self._check_resumes('mnist_keras_fit', mnist_keras_fit.train)
-
-  @pytest.mark.soak
-  def test_killed_loop_resumes_exactly(self):
-    self._check_resumes('mnist_custom_loop', mnist_custom_loop.train)
-
-  @pytest.mark.soak
-  def test_preempted_fit_resumes_exactly(self):
-    self._check_resumes(
-      'mnist_keras_fit', mnist_keras_fit.train, signal.SIGTERM
-    )
-
-  def test_preempted_loop_resumes_exactly(self):
-    self._check_resumes(
-      'mnist_custom_loop', mnist_custom_loop.train, signal.SIGTERM
-    )
-
-  def _check_resumes(self, name, train, number=signal.SIGKILL):
+  @tiers.product(
+    name=[tiers.soak('mnist_keras_fit'), 'mnist_custom_loop'],
+    number=[tiers.soak(signal.SIGKILL), signal.SIGTERM],
+  )
+  @pytest.mark.full
+  def test_interrupted_run_resumes_exactly(self, name, number):
     checkpoints = self._path('checkpoints')
-    options = common_flags.TrainingOptions(
-      dataset='digits',
-      model='mlp',
-      global_batch_size=6,
-      epochs=2,
-      verbose=False,
-    )
-    program = self._start(
-      name,
+    flags = (
       '--num_virtual_devices=2',
       '--dataset=digits',
       '--model=mlp',
       '--global_batch_size=6',
       '--epochs=2',
-      f'--checkpoint_dir={checkpoints}',
     )
+    program = self._start(name, *flags, f'--checkpoint_dir={checkpoints}')
     program.wait_until(lambda: _was_saved(checkpoints))
     is_kill = number == signal.SIGKILL
     self.assertEqual(
@@ -210,11 +231,10 @@ class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(where['epoch'], 1)
 
     weights = []
-    for changes in ({}, {'checkpoint_dir': checkpoints}):
+    for changes in ((), (f'--checkpoint_dir={checkpoints}',)):
       path = self._path('weights.npz')
-      report = train(
-        dataclasses.replace(options, save_weights=path, **changes),
-        ['CPU:0', 'CPU:1'],
+      report = pages.run(
+        name, *flags, '--noverbose', f'--save_weights={path}', *changes
       )
       weights.append(compare_weights.read(path))
     self.assertEqual(report['steps'], 480)

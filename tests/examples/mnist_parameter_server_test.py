@@ -1,29 +1,20 @@
-"""The parameter server example: real jobs, and one device without a cluster."""
+"""The examples on parameter servers: real jobs, and without a cluster."""
 
-import dataclasses
 import json
 import os
 import signal
 
 import pytest
 import tensorflow as tf
-from absl import flags
 from absl.testing import parameterized
 
-import tf_strategies as tfs
-from examples import (
-  common_flags,
-  compare_weights,
-  mnist_custom_loop,
-  mnist_keras_fit,
-  mnist_parameter_server,
-  parameter_server_flags,
-)
+from examples import compare_weights
 from tests import tiers, virtual_devices
-from tests.examples import programs
+from tests.examples import pages, programs
 
 virtual_devices.configure_logical_cpus()
 
+_FIT, _LOOP = 'mnist_keras_fit', 'mnist_custom_loop'
 _JOB = ('--num_workers=2', '--num_ps=2', '--chief')
 # 1,437 digits in batches of 64.
 _STEPS_PER_EPOCH = 23
@@ -32,108 +23,47 @@ _SERVER_DEVICE = '/job:ps/replica:0/task:{}/device:CPU:0'
 # Far above chance, which is 0.1.
 _NOISY = ('--optimizer=adam', '--min_accuracy=0.5')
 
-_SHORT = parameter_server_flags.ParameterServerOptions(
-  dataset='digits', model='mlp', steps_per_epoch=3, epochs=2, verbose=False
-)
-
-
-class FlagsTest(parameterized.TestCase):
-  def _parse(self, *arguments):
-    flag_values = flags.FlagValues()
-    parameter_server_flags.define(flag_values)
-    flag_values(['program', *arguments])
-    return parameter_server_flags.parse(flag_values)
-
-  def test_every_option_of_the_strategy_has_a_flag(self):
-    options = self._parse(
-      '--mode=sync',
-      '--backup_workers=1',
-      '--max_staleness=2',
-      '--local_steps=3',
-      '--checkpoint_dir=here',
-      '--checkpoint_steps=4',
-    )
-    self.assertEqual(
-      options.strategy_options(),
-      {
-        'mode': 'sync',
-        'backup_workers': 1,
-        'max_staleness': 2,
-        'local_steps': 3,
-        'checkpoint_dir': 'here',
-        'checkpoint_steps': 4,
-      },
-    )
-    self.assertEqual(options.strategy, 'parameter_server')
-    self.assertEqual(options.epochs, 3)
-
-  def test_large_variables_are_cut(self):
-    options = self._parse('--variable_partitions=3')
-    partitioner = options.strategy_options()['variable_partitioner']
-    hidden, logits = (
-      partitioner(tf.TensorShape(shape), tf.float32)
-      for shape in ([512, 128], [128, 10])
-    )
-    self.assertEqual(list(hidden), [3, 1])
-    self.assertEqual(list(logits), [1, 1])
-
-  @parameterized.parameters(
-    '--mode=asynchronous',
-    '--loop=keras',
-    '--backup_workers=-1',
-    '--local_steps=0',
-    '--steps_per_execution=0',
-    '--variable_partitions=-1',
-  )
-  def test_bad_value_is_refused(self, argument):
-    with self.assertRaises(flags.IllegalFlagValueError):
-      self._parse(argument)
-
-  def test_groups_of_steps_need_fit(self):
-    with self.assertRaisesRegex(
-      tfs.errors.UnsupportedOptionError, "=2 with loop='custom'"
-    ):
-      self._parse('--steps_per_execution=2', '--loop=custom')
+_SHORT = {
+  'dataset': 'digits',
+  'model': 'mlp',
+  'steps_per_epoch': 3,
+  'epochs': 2,
+  'verbose': False,
+}
 
 
 class OneDeviceTest(tf.test.TestCase, parameterized.TestCase):
-  def _train(self, train, options, **changes):
+  """--strategy=parameter_server where there is no cluster."""
+
+  def _train(self, name, strategy='parameter_server', **changes):
     path = os.path.join(self.create_tempdir().full_path, 'weights.npz')
-    train(dataclasses.replace(options, save_weights=path, **changes))
-    return compare_weights.read(path)
+    changes = {'strategy': strategy, 'save_weights': path, **changes}
+    report = pages.run(name, **{**_SHORT, **changes})
+    return compare_weights.read(path), report
 
-  @tiers.named_parameters(
-    ('fit', 'fit', mnist_keras_fit.train),
-    tiers.soak('loop', 'custom', mnist_custom_loop.train),
-  )
-  def test_trains_what_the_other_example_trains(self, loop, train):
-    common = {
-      field.name: getattr(_SHORT, field.name)
-      for field in dataclasses.fields(common_flags.TrainingOptions)
-    }
-    other = common_flags.TrainingOptions(**{**common, 'strategy': 'one_device'})
-    expected = self._train(train, other)
+  @tiers.named_parameters(('fit', _FIT), tiers.soak('loop', _LOOP))
+  @pytest.mark.full
+  def test_trains_what_one_device_trains(self, name):
+    expected, _ = self._train(name, 'one_device')
     for changes in ({}, {'worker_input': True}):
-      found = self._train(
-        mnist_parameter_server.run, _SHORT, loop=loop, **changes
-      )
-      largest, name = compare_weights.largest_difference(expected, found)
-      self.assertLessEqual(largest, 1e-6, name)
+      found, _ = self._train(name, **changes)
+      largest, where = compare_weights.largest_difference(expected, found)
+      self.assertLessEqual(largest, 1e-6, where)
 
-  @tiers.parameters(tiers.soak('fit'), 'custom')
-  def test_resumes_after_an_epoch(self, loop):
-    straight = self._train(mnist_parameter_server.run, _SHORT, loop=loop)
+  @tiers.parameters(tiers.soak(_FIT), _LOOP)
+  @pytest.mark.full
+  def test_resumes_after_an_epoch(self, name):
+    straight, _ = self._train(name)
     directory = self.create_tempdir().full_path
-    options = dataclasses.replace(_SHORT, loop=loop, checkpoint_dir=directory)
-    mnist_parameter_server.run(dataclasses.replace(options, epochs=1))
-    resumed = self._train(mnist_parameter_server.run, options)
+    self._train(name, checkpoint_dir=directory, epochs=1)
+    resumed, _ = self._train(name, checkpoint_dir=directory)
     self.assertEqual(
       compare_weights.largest_difference(straight, resumed)[0], 0
     )
 
+  @pytest.mark.full
   def test_report_has_no_servers(self):
-    options = dataclasses.replace(_SHORT, steps_per_execution=2)
-    report = mnist_parameter_server.run(options)
+    _, report = self._train(_FIT, steps_per_execution=2)
     self.assertIsNone(report['parameter_server'])
     # Of three steps an epoch, the last one makes no group of two.
     self.assertEqual(report['steps'], 4)
@@ -149,11 +79,12 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
   def _path(self, name):
     return os.path.join(self._directory, name)
 
-  def _run(self, *arguments, launcher=_JOB):
+  def _run(self, name, *arguments, launcher=_JOB):
     """Runs a job that must end well; its report."""
     report = self._path('report.json')
     program = programs.Program(
-      'mnist_parameter_server',
+      name,
+      '--strategy=parameter_server',
       '--dataset=digits',
       f'--report_json={report}',
       *arguments,
@@ -190,70 +121,73 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
       self.assertBetween(report[split]['accuracy'], 0, 1)
     return servers
 
-  def _check_learns(self, *arguments):
+  def _check_learns(self, name, *arguments):
     """Runs six epochs; what the strategy counted."""
-    report = self._run(f'--epochs={_EPOCHS}', '--min_accuracy=0.8', *arguments)
-    self.assertIn('[chief 0] parameter_server: 2 workers', self._output)
+    report = self._run(
+      name, f'--epochs={_EPOCHS}', '--min_accuracy=0.8', *arguments
+    )
+    self.assertRegex(
+      self._output, r'\[chief 0\] .* parameter_server: 2 workers, 2 servers'
+    )
     return self._check(report, _EPOCHS * _STEPS_PER_EPOCH)
 
   @tiers.named_parameters(
-    ('fit_async', 'async', ('--loop=fit', '--variable_partitions=2')),
+    ('fit_async', _FIT, 'async', ('--variable_partitions=2',)),
     tiers.soak(
       'loop_bounded',
+      _LOOP,
       'bounded',
-      ('--loop=custom', '--max_staleness=2', '--worker_input'),
+      ('--max_staleness=2', '--worker_input'),
     ),
   )
-  def test_learns(self, mode, arguments):
-    servers = self._check_learns(f'--mode={mode}', *arguments)
+  @pytest.mark.full
+  def test_learns(self, name, mode, arguments):
+    servers = self._check_learns(name, f'--mode={mode}', *arguments)
     self.assertEqual(servers['mode'], mode)
 
   @parameterized.named_parameters(
-    ('backup_workers', '--mode=sync', '--backup_workers=1'),
+    ('backup_workers', _FIT, '--mode=sync', '--backup_workers=1'),
     # The differences of both workers are added, which makes training noisy.
-    ('local_steps', '--local_steps=4', *_NOISY),
-    ('local_steps_loop', '--local_steps=4', '--loop=custom', *_NOISY),
-    ('bounded_fit', '--mode=bounded', '--worker_input'),
-    ('adam', '--optimizer=adam', '--worker_input'),
-    ('mixed', '--mixed_precision=mixed_bfloat16', '--loop=custom'),
+    ('local_steps', _FIT, '--local_steps=4', *_NOISY),
+    ('local_steps_loop', _LOOP, '--local_steps=4', *_NOISY),
+    ('bounded_fit', _FIT, '--mode=bounded', '--worker_input'),
+    ('adam', _FIT, '--optimizer=adam', '--worker_input'),
+    ('mixed', _LOOP, '--mixed_precision=mixed_bfloat16'),
   )
   @pytest.mark.soak
-  def test_learns_with(self, *arguments):
-    self._check_learns(*arguments)
+  def test_learns_with(self, name, *arguments):
+    self._check_learns(name, *arguments)
 
   @pytest.mark.soak
   def test_groups_of_steps_learn(self):
     report = self._run(
-      '--steps_per_execution=4', '--worker_input', f'--epochs={_EPOCHS}'
+      _FIT, '--steps_per_execution=4', '--worker_input', f'--epochs={_EPOCHS}'
     )
     # 20 of 23 steps an epoch.
     self._check(report, _EPOCHS * 20)
 
-  @tiers.parameters(tiers.soak('fit'), tiers.soak('custom'))
-  def test_synchronous_job_equals_one_device(self, loop):
+  @tiers.parameters(tiers.soak(_FIT), tiers.soak(_LOOP))
+  def test_synchronous_job_equals_one_device(self, name):
     one, two = self._path('one.npz'), self._path('two.npz')
     report = self._run(
+      name,
       '--mode=sync',
-      f'--loop={loop}',
       '--epochs=1',
       '--model=mlp',
       f'--save_weights={two}',
     )
     self._check(report, _STEPS_PER_EPOCH)
-    mnist_parameter_server.run(
-      dataclasses.replace(
-        _SHORT, epochs=1, steps_per_epoch=None, save_weights=one
-      )
-    )
-    largest, name = compare_weights.largest_difference(
+    changes = {'epochs': 1, 'steps_per_epoch': None, 'save_weights': one}
+    pages.run(name, strategy='one_device', **{**_SHORT, **changes})
+    largest, where = compare_weights.largest_difference(
       compare_weights.read(one), compare_weights.read(two)
     )
-    self.assertLessEqual(largest, 1e-5, name)
+    self.assertLessEqual(largest, 1e-5, where)
 
   @pytest.mark.soak
   def test_loop_resumes_within_an_epoch(self):
     arguments = (
-      '--loop=custom',
+      _LOOP,
       f'--checkpoint_dir={self._path("checkpoints")}',
       '--checkpoint_steps=15',
     )
@@ -262,21 +196,21 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
     self._check(report, 2 * _STEPS_PER_EPOCH)
     self.assertEqual(report['steps_this_run'], 2 * _STEPS_PER_EPOCH - 15)
 
-  @parameterized.parameters('fit', 'custom')
+  @parameterized.parameters(_FIT, _LOOP)
   @pytest.mark.soak
-  def test_preempted_chief_resumes_exactly(self, loop):
+  def test_preempted_chief_resumes_exactly(self, name):
     weights = []
     for is_preempted in (False, True):
       path = self._path(f'weights_{is_preempted}.npz')
       # The only checkpoint is that of the preemption.
       checkpoints = self._path(f'checkpoints_{is_preempted}')
       program = programs.Program(
-        'mnist_parameter_server',
+        name,
+        '--strategy=parameter_server',
         '--dataset=digits',
         '--model=mlp',
         '--epochs=20',
         '--mode=sync',
-        f'--loop={loop}',
         f'--checkpoint_dir={checkpoints}',
         '--checkpoint_steps=100000',
         f'--save_weights={path}',
@@ -298,6 +232,7 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
   def test_preempted_job_resumes_exactly(self):
     checkpoints = self._path('checkpoints')
     flags = (
+      '--strategy=parameter_server',
       '--dataset=digits',
       '--model=mlp',
       '--epochs=20',
@@ -310,7 +245,7 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
       path = self._path(f'weights_{name}.npz')
       directory = f'{checkpoints}_whole' if name == 'whole' else checkpoints
       program = programs.Program(
-        'mnist_parameter_server',
+        _FIT,
         *flags,
         f'--checkpoint_dir={directory}',
         f'--save_weights={path}',
@@ -332,6 +267,7 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
   def test_evaluator_evaluates_checkpoints(self):
     directory = self._path('checkpoints')
     report = self._run(
+      _FIT,
       f'--checkpoint_dir={directory}',
       '--checkpoint_steps=5',
       '--epochs=20',

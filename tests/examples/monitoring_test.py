@@ -1,6 +1,5 @@
 """What the examples measure when flags ask for it."""
 
-import dataclasses
 import json
 import os
 import subprocess
@@ -10,10 +9,9 @@ import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
-import tf_strategies as tfs
-from examples import common_flags, mnist_custom_loop, mnist_keras_fit
-from tests import virtual_devices
-from tests.examples import programs
+from examples import common
+from tests import tiers, virtual_devices
+from tests.examples import pages, programs
 from tf_strategies.monitoring import merge
 
 virtual_devices.configure_logical_cpus()
@@ -32,45 +30,37 @@ class MonitoringTest(tf.test.TestCase, parameterized.TestCase):
   def setUp(self):
     super().setUp()
     self._directory = self.create_tempdir().full_path
-    self._options = common_flags.TrainingOptions(
-      dataset='digits',
-      model='mlp',
-      global_batch_size=_BATCH_SIZE,
-      epochs=2,
-      verbose=False,
-      metrics_jsonl=self._path('metrics.jsonl'),
+    self._flags = (
+      '--dataset=digits',
+      '--model=mlp',
+      f'--global_batch_size={_BATCH_SIZE}',
+      '--noverbose',
     )
 
   def _path(self, name):
     return os.path.join(self._directory, name)
 
-  @parameterized.named_parameters(
-    ('fit', mnist_keras_fit.train), ('loop', mnist_custom_loop.train)
-  )
-  def test_a_line_a_step(self, train):
-    train(self._options, ['CPU:0', 'CPU:1'])
+  @tiers.parameters(tiers.full(pages.NAMES[0]), pages.NAMES[1])
+  def test_a_line_a_step(self, name):
+    path = self._path('metrics.jsonl')
+    flags = ('--num_virtual_devices=2', '--epochs=2', f'--metrics_jsonl={path}')
+    pages.run(name, *self._flags, *flags)
     lines = _read_lines(self._path('metrics-0.jsonl'))
     self.assertEqual([n['step'] for n in lines], [*range(1, 2 * _STEPS + 1)])
     sizes = [_BATCH_SIZE] * (_STEPS - 1) + [1437 - (_STEPS - 1) * _BATCH_SIZE]
     self.assertEqual([n['examples'] for n in lines], sizes * 2)
 
+  @pytest.mark.full
   def test_nothing_without_a_flag(self):
-    options = dataclasses.replace(self._options, metrics_jsonl=None, epochs=1)
-    mnist_keras_fit.train(options, ['CPU:0'])
-    self.assertIsNone(options.monitor_options())
+    with pages.parsed('mnist_keras_fit', *self._flags, '--epochs=1') as example:
+      self.assertIsNone(common.create_monitor())
+      example.main()
     self.assertEmpty(os.listdir(self._directory))
-
-  @parameterized.named_parameters(
-    ('one', {'profile_steps': ['3'], 'log_dir': 'a'}, 'profile_steps=..3'),
-    ('no_directory', {'profile_steps': ['3', '4']}, 'without log_dir'),
-  )
-  def test_refused(self, options, message):
-    with self.assertRaisesRegex(tfs.errors.UnsupportedOptionError, message):
-      common_flags.TrainingOptions(**options)
 
 
 @pytest.mark.multi_process
 class TwoWorkersTest(tf.test.TestCase):
+  @pytest.mark.full
   def test_timelines_of_a_job_are_put_together(self):
     directory = self.create_tempdir().full_path
     path = os.path.join(directory, 'run.json')

@@ -10,7 +10,7 @@ import examples
 from benchmarks import processes
 
 DEADLINE_SECONDS = 240
-_ROOT = pathlib.Path(examples.__file__).resolve().parents[1]
+ROOT = pathlib.Path(examples.__file__).resolve().parents[1]
 
 
 class Program(processes.Command):
@@ -22,6 +22,8 @@ class Program(processes.Command):
     output: path of a file for stdout and stderr.
     launcher: flags of the launcher, for a job of several tasks.
     environment: variables for it besides.
+    as_file: whether to start it as `python examples/<name>.py`, and not as
+      `python -m examples.<name>`.
   """
 
   def __init__(
@@ -31,14 +33,18 @@ class Program(processes.Command):
     output: str,
     launcher: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
+    as_file: bool = False,
   ):
-    command = [sys.executable, '-m', f'examples.{name}', *flags]
+    program = [f'examples/{name}.py'] if as_file else ['-m', f'examples.{name}']
+    command = [sys.executable, *program, *flags]
     if launcher:
       launch = [sys.executable, '-m', 'tf_strategies.launch']
       command = [*launch, *launcher, '--', *command]
+    # A file finds what is beside it by itself.
+    paths = [p for p in sys.path if p and not (as_file and p == str(ROOT))]
     # The caller's idea of a cluster or of devices must not reach it.
     variables = {
-      'PYTHONPATH': os.pathsep.join(filter(None, sys.path)),
+      'PYTHONPATH': os.pathsep.join(paths),
       'PYTHONUNBUFFERED': '1',
       **(environment or {}),
     }
@@ -46,7 +52,7 @@ class Program(processes.Command):
       command,
       name=name,
       log=output,
-      cwd=_ROOT,
+      cwd=ROOT,
       env=processes.environment(variables),
       deadline_seconds=DEADLINE_SECONDS,
     )

@@ -145,6 +145,7 @@ class ElasticTest(tf.test.TestCase, parameterized.TestCase):
       sizes = [g.world_size for g in outcome.value['generations']]
       self.assertEqual(sizes, [3, 2])
 
+  @pytest.mark.full
   def test_restarted_worker_is_let_in(self):
     victim = 1
     options = elastic_options.ElasticOptions(min_workers=2, window_seconds=0.5)

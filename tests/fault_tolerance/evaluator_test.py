@@ -8,15 +8,19 @@ from unittest import mock
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 from tensorboard.backend.event_processing import event_accumulator
 
 import tf_strategies as tfs
-from tests import docstrings, tiers
+from tests import docstrings, tiers, virtual_devices
+from tf_strategies.checkpoint import checkpointer
 from tf_strategies.fault_tolerance import evaluator
 
-_FINISHED = evaluator.FINISHED_FILE
+virtual_devices.configure_logical_cpus()
+
+_FINISHED = checkpointer.FINISHED_FILE
 
 
 def _model(width=4, optimizer='adam', seed=1):
@@ -183,6 +187,81 @@ class RunTest(_EvaluatorTest):
     self.assertNotAllClose(of_two.results['loss'], of_all.results['loss'])
 
 
+class RunTraining(Training):
+  """The same with a `RunCheckpoint`."""
+
+  def __init__(self, directory, max_to_keep=10, strategy=None, **options):
+    if strategy is None:
+      self.model = _model(**options)
+    else:
+      with strategy.scope():
+        optimizer = tfs.keras.DistributedOptimizer('adam')
+        self.model = _model(optimizer=optimizer, **options)
+    self.directory = pathlib.Path(directory)
+    self.checkpoint = tfs.RunCheckpoint(
+      directory, self.model, max_to_keep=max_to_keep
+    )
+    self.manager = mock.Mock(save=lambda: self.checkpoint.save(epoch=1))
+    self.expected = {}
+
+  def finish(self):
+    self.checkpoint.mark_finished()
+
+
+class RunCheckpointTest(_EvaluatorTest):
+  """Checkpoints of a `RunCheckpoint`."""
+
+  def test_every_checkpoint_in_order(self):
+    training = RunTraining(self.directory)
+    for epochs in (1, 2, 1):
+      training.step(epochs)
+    training.finish()
+    evaluations = self.evaluator().run()
+    self.check_evaluations(evaluations, training)
+    self.assertEqual([e.iterations for e in evaluations], [4, 12, 16])
+    self.assertLen({e.results['loss'] for e in evaluations}, 3)
+
+  def test_parts_of_replicas(self):
+    strategy = tfs.RingMirroredStrategy(['CPU:0', 'CPU:1'])
+    training = RunTraining(self.directory, strategy=strategy)
+    training.step()
+    training.finish()
+    self.check_evaluations(self.evaluator().run(), training)
+
+  @parameterized.parameters('truncate', 'flip', 'empty', 'delete')
+  def test_damaged_checkpoint_is_skipped(self, damage):
+    training = RunTraining(self.directory)
+    paths = [training.step() for _ in range(3)]
+    file = pathlib.Path(paths[0], 'arrays.bin')
+    raw = file.read_bytes()
+    if damage == 'delete':
+      file.unlink()
+    else:
+      flipped = raw[:99] + bytes([raw[99] ^ 1]) + raw[100:]
+      file.write_bytes(
+        {'truncate': raw[:99], 'flip': flipped, 'empty': b''}[damage]
+      )
+    training.finish()
+    with self.assertLogs('absl', 'WARNING') as logs:
+      evaluations = self.evaluator().run()
+    self.check_evaluations(evaluations, training, paths[1:])
+    why = 'was deleted' if damage == 'delete' else 'cannot be read'
+    self.assertIn(f'Skipped {paths[0]}, which {why}', logs.output[0])
+
+  def test_other_shapes_are_refused(self):
+    RunTraining(self.directory).step()
+    with self.assertRaisesRegex(
+      tfs.errors.CheckpointMismatchError, 'checkpoint-00000001.*shape'
+    ):
+      self.evaluator(_model(width=5)).run()
+
+  def test_another_optimizer_is_none_of_its_business(self):
+    training = RunTraining(self.directory, optimizer='sgd')
+    training.step()
+    evaluator = self.evaluator(_model(seed=2), max_evaluations=1)
+    self.check_evaluations(evaluator.run(), training)
+
+
 class MismatchTest(_EvaluatorTest):
   def _refuse(self, words, **options):
     with self.assertRaises(tfs.errors.CheckpointMismatchError) as caught:
@@ -206,6 +285,7 @@ class MismatchTest(_EvaluatorTest):
     self._refuse('iteration')
 
   @parameterized.parameters(False, True)
+  @pytest.mark.full
   def test_other_variables_of_the_optimizer_are_none_of_its_business(
     self, is_built
   ):

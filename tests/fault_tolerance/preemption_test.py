@@ -72,6 +72,7 @@ class PreemptionTest(tf.test.TestCase, parameterized.TestCase):
     # In the first epoch, and in a later one.
     ('fit', {'loop': 'fit'}, (7, 33)),
   )
+  @pytest.mark.full
   def test_resumes_exactly(self, options, preempted_after):
     self._check_resumes(options, preempted_after)
 
@@ -109,6 +110,7 @@ class PreemptionTest(tf.test.TestCase, parameterized.TestCase):
   def _new(self):
     return self.create_tempdir().full_path
 
+  @pytest.mark.full
   def test_steps_before_the_signal_matter(self):
     # The comparison above is not one of things that never change.
     options = self._options(loop='custom')
@@ -138,6 +140,7 @@ class PreemptionTest(tf.test.TestCase, parameterized.TestCase):
     self._assert_same_state(expected, found)
     self.assertEqual(found_results, {k: results[k] for k in ('1', '2')})
 
+  @pytest.mark.full
   def test_second_signal_while_it_saves(self):
     options = self._options()
     run = _Run(options)
@@ -158,6 +161,7 @@ class PreemptionTest(tf.test.TestCase, parameterized.TestCase):
       found = store.newest()
     self.assertEqual((found.metadata['epoch'], found.metadata['step']), (0, 13))
 
+  @pytest.mark.full
   def test_checkpoint_that_cannot_be_written(self):
     options = self._options(loop='custom')
     run = _Run(options)

@@ -51,6 +51,7 @@ class ParameterServerFaultsTest(parameterized.TestCase, tf.test.TestCase):
     self.assertEqual((outcome.exitcode, outcome.error_text), (0, ''))
     return outcome.value
 
+  @pytest.mark.full
   def test_worker(self):
     self._check_worker('sync', reads=False)
 

@@ -74,6 +74,7 @@ def _interrupt_and_resume(rank, directory):
 class ChiefOnlyTest(tf.test.TestCase):
   @pytest.mark.multi_process
   @pytest.mark.slow
+  @pytest.mark.full
   def test_chief_writes_and_all_resume(self):
     directory = self.create_tempdir().full_path
     results = processes.run_workers(_interrupt_and_resume, 2, args=(directory,))

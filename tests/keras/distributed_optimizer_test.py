@@ -2,6 +2,7 @@
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl import logging
 from absl.testing import parameterized
@@ -168,6 +169,7 @@ class MutationTest(tf.test.TestCase):
   def _weights(self, optimizer, rows, replicas):
     return _fit(_strategy(replicas), optimizer, rows).get_weights()[0]
 
+  @pytest.mark.full
   def test_unweighted_rows_are_another_result(self):
     def optimizer(weighting):
       return lambda: DistributedOptimizer(

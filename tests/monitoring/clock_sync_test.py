@@ -57,11 +57,11 @@ def _begins(trace, pid):
   }
 
 
-class AlignmentTest(parameterized.TestCase):
+class ClockSyncTest(parameterized.TestCase):
   @parameterized.product(seed=(0, 1, 2, 3, 4), offset=(0.0, -7e6, 123.5))
   def test_offset_is_found_within_the_accuracy(self, seed, offset):
     first, second = _run(seed, offset=offset)
-    found = clock_sync.align(first, second)
+    found = clock_sync.estimate(first, second)
     self.assertEqual(found.collectives, 200)
     self.assertLessEqual(abs(found.ahead_by(0.0) - offset), found.accuracy)
     # Half of the shortest collective, or so: not half of the longest.
@@ -71,7 +71,7 @@ class AlignmentTest(parameterized.TestCase):
   @parameterized.parameters(*range(5))
   def test_drift_is_found(self, seed):
     first, second = _run(seed, count=2000, offset=1e4, drift=2e-4)
-    found = clock_sync.align(first, second)
+    found = clock_sync.estimate(first, second)
     for sequence in (1, 1000, 2000):
       shown, true = second[sequence][1], 0.0
       true = shown - (shown - 1e4) / (1 + 2e-4)
@@ -80,7 +80,7 @@ class AlignmentTest(parameterized.TestCase):
     self.assertGreater(second[2000][1] * 2e-4, 100.0)
 
   def test_nothing_in_common(self):
-    self.assertIsNone(clock_sync.align({1: (0.0, 1.0)}, {2: (0.0, 1.0)}))
+    self.assertIsNone(clock_sync.estimate({1: (0.0, 1.0)}, {2: (0.0, 1.0)}))
 
 
 class MergeTest(parameterized.TestCase):
@@ -159,7 +159,7 @@ class MergeTest(parameterized.TestCase):
   @parameterized.parameters('', '[]', '{"traceEvents": []}', '{"otherData": 1}')
   def test_no_timeline(self, text):
     path = self.create_tempfile(content=text).full_path
-    with self.assertRaisesRegex(errors.DataError, 'is no timeline'):
+    with self.assertRaisesRegex(errors.DataError, 'is not a timeline'):
       merge.load(path)
 
 

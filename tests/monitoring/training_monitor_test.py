@@ -8,6 +8,7 @@ import time
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -154,6 +155,7 @@ class MonitorTest(tf.test.TestCase, parameterized.TestCase):
       self.assertAlmostEqual(line['input_share'] + line['compute_share'], 1.0)
     self.assertFalse(recorder.is_on())
 
+  @pytest.mark.full
   def test_several_steps_in_one_call(self):
     strategy = tfs.RingMirroredStrategy(devices=['CPU:0', 'CPU:1'])
     callback = keras_callback.MonitorCallback(
@@ -164,6 +166,7 @@ class MonitorTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual([(n['step'], n['steps']) for n in lines], [(3, 3), (6, 3)])
     self.assertEqual([n['examples'] for n in lines], [24, 24])
 
+  @pytest.mark.full
   def test_steps_go_on_where_the_optimizer_is(self):
     strategy = tfs.RingMirroredStrategy(devices=['CPU:0'])
     model = self._fit(strategy, keras.callbacks.Callback())
@@ -175,6 +178,7 @@ class MonitorTest(tf.test.TestCase, parameterized.TestCase):
     lines = _read_lines(self._path('m-0.jsonl'))
     self.assertEqual([n['step'] for n in lines], [4, 5])
 
+  @pytest.mark.full
   def test_steps_that_were_done_before_are_none(self):
     dataset = tf.data.Dataset.from_tensors((np.ones([8, 3]), np.ones([8, 2])))
     lines = []

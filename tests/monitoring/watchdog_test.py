@@ -1,4 +1,4 @@
-"""The watchdog tells once a deadline, and who is waited for."""
+"""The watchdog tells once a deadline, and names the stalled rank."""
 
 import os
 import queue
@@ -37,26 +37,26 @@ class ExplainTest(absltest.TestCase):
     self.assertStartsWith(lines[0], 'rank 0 waits in step 4')
     self.assertIn('"reduce/bucket_1"', lines[0])
     self.assertIn('(sequence 9)', lines[0])
-    self.assertIn('rank 1 has not come to it: in what follows step 3', lines[1])
+    self.assertIn('rank 1 has not reached it: in what follows step 3', lines[1])
     self.assertIn('reduce/bucket_0', lines[1])
-    self.assertEqual(lines[-1], 'waited for: rank 1')
+    self.assertEqual(lines[-1], 'stalled: rank 1')
 
   def test_rank_that_is_still_in_an_earlier_one(self):
     said = {0: _in(9), 1: _in(9), 2: _in(7)}
     lines = watchdog.explain(0, _NAMES, said).splitlines()
-    self.assertEqual(lines[-1], 'waited for: rank 2')
+    self.assertEqual(lines[-1], 'stalled: rank 2')
 
   def test_rank_that_does_not_answer(self):
     lines = watchdog.explain(0, _NAMES, {0: _in(9), 2: _in(9)}).splitlines()
     self.assertStartsWith(lines[1], 'rank 1 does not answer')
-    self.assertEqual(lines[-1], 'waited for: rank 1')
+    self.assertEqual(lines[-1], 'stalled: rank 1')
 
   def test_another_rank_knows_of_rank_0_alone(self):
     lines = watchdog.explain(
       2, _NAMES, {0: _in(8, busy=False), 2: _in(9)}
     ).splitlines()
     self.assertStartsWith(lines[1], 'rank 2 waits')
-    self.assertEqual(lines[2], 'waited for: rank 0')
+    self.assertEqual(lines[2], 'stalled: rank 0')
     self.assertIn('see its log', lines[3])
 
   def test_exchange_beside_the_collectives(self):
@@ -66,18 +66,18 @@ class ExplainTest(absltest.TestCase):
     self.assertEndsWith(
       lines[0], '; waits for all ranks in exchange "batch 8", for 3.2 s'
     )
-    self.assertEndsWith(lines[1], '; has not come to exchange "batch 8"')
-    self.assertEqual(lines[-1], 'waited for: rank 1')
+    self.assertEndsWith(lines[1], '; has not reached exchange "batch 8"')
+    self.assertEqual(lines[-1], 'stalled: rank 1')
 
   def test_nobody_waits(self):
     said = {r: _in(9, busy=False) for r in range(3)}
     text = watchdog.explain(0, _NAMES, said)
-    self.assertIn('nobody waits', text)
-    self.assertNotIn('waited for:', text)
+    self.assertIn('no rank waits', text)
+    self.assertNotIn('stalled:', text)
 
   def test_all_are_in_it(self):
     text = watchdog.explain(0, _NAMES, {r: _in(9) for r in range(3)})
-    self.assertIn('the bytes do not move', text)
+    self.assertIn('no data arrives', text)
 
 
 class WatchdogTest(absltest.TestCase):
@@ -113,13 +113,13 @@ class WatchdogTest(absltest.TestCase):
     thread.start()
     self.addCleanup(thread.join)
     self.addCleanup(go_on.set)
-    dog = self._watch(0.2, lambda: 'rank 0 waits\nwaited for: rank 1')
+    dog = self._watch(0.2, lambda: 'rank 0 waits\nstalled: rank 1')
     text = self._wait_for('a_function_that_waits')
     self.assertIn('no step has finished for', text)
-    self.assertIn('  rank 0 waits\n  waited for: rank 1\n', text)
+    self.assertIn('  rank 0 waits\n  stalled: rank 1\n', text)
     self.assertIn(f'the waiter is 0x{thread.ident:x}', text)
     dog.step_finished()
-    self._wait_for('it goes on')
+    self._wait_for('steps resumed')
 
   def test_steps_in_time_are_not_told(self):
     dog = self._watch(20.0, lambda: 'a report')

@@ -41,6 +41,7 @@ def _is_inside(inner, outer):
 
 
 @pytest.mark.multi_process
+@pytest.mark.full
 class MeasuredRunTest(absltest.TestCase):
   @classmethod
   def setUpClass(cls):
@@ -276,8 +277,8 @@ class StuckWorkerTest(absltest.TestCase):
     match = re.search(
       r'no step has finished for ([\d.]+) s\.\n'
       rf' *rank 0 .* waits in step {step} for "reduce/bucket_0".*\n'
-      rf' *rank 1 .* has not come to it: in what follows step {step - 1},.*\n'
-      r' *waited for: rank 1 ',
+      rf' *rank 1 .* has not reached it: in what follows step {step - 1},.*\n'
+      r' *stalled: rank 1 ',
       text,
     )
     self.assertIsNotNone(match, text)
@@ -293,8 +294,8 @@ class StuckWorkerTest(absltest.TestCase):
     self.assertRegex(
       text,
       rf' *rank 0 .* waits in step {step} for "reduce/bucket_0".*\n'
-      r' *rank 1 .* does not answer: it is stopped, or cut off\n'
-      r' *waited for: rank 1 ',
+      r' *rank 1 .* does not answer: it is stopped or disconnected\n'
+      r' *stalled: rank 1 ',
     )
 
 

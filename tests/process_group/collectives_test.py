@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 
-from tests import processes
+from tests import processes, tiers
 from tests.process_group import conformance, meetings
 from tf_strategies import errors, process_group
 from tf_strategies.collectives import codecs
@@ -109,7 +109,7 @@ def _large(rank):
 
 @pytest.mark.multi_process
 class CollectivesTest(parameterized.TestCase):
-  @parameterized.parameters(1, 2, 3, 4, 5)
+  @tiers.parameters(1, tiers.full(2), 3, 4, tiers.full(5))
   def test_all_reduce(self, world_size):
     results = processes.run_workers(_all_reduce, world_size, is_fresh=True)
     for dtype in _DTYPES:
@@ -131,7 +131,7 @@ class CollectivesTest(parameterized.TestCase):
         self.assertEqual(out.tobytes(), results[0]['noise', size].tobytes())
         np.testing.assert_allclose(out, expected, atol=1e-5)
 
-  @parameterized.parameters(1, 2, 3, 4)
+  @tiers.parameters(tiers.full(1), tiers.full(2), 3, tiers.full(4))
   def test_table_of_algorithms_and_codecs(self, world_size):
     conformance.check(self, processes.run_workers(_table, world_size))
 

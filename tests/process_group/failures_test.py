@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 
-from tests import processes
+from tests import processes, tiers
 from tests.process_group import meetings
 from tf_strategies import errors
 
@@ -84,7 +84,7 @@ class LostWorkerTest(parameterized.TestCase):
       self.assertEqual(outcome.error_text, '')
     return at, address, [outcome.value for outcome in outcomes]
 
-  @parameterized.product(victim=(0, 1, 2), size=(10, 1_000_000))
+  @tiers.product(victim=(0, tiers.full(1), 2), size=(tiers.full(10), 1_000_000))
   def test_every_survivor_names_the_killed_worker(self, victim, size):
     at, address, results = self._lose(victim, signal.SIGKILL, size, {})
     for kind, message, told, steps, ended in results:
@@ -98,7 +98,7 @@ class LostWorkerTest(parameterized.TestCase):
       self.assertIn("'gradient'", message)
       self.assertLess(ended - at, _AT_ONCE_SECONDS)
 
-  @parameterized.parameters(0, 2)
+  @tiers.parameters(0, tiers.full(2))
   def test_stopped_worker_is_named_after_the_silence(self, victim):
     at, address, results = self._lose(
       victim, signal.SIGSTOP, 1000, {'heartbeat_timeout_seconds': 2.0}
@@ -159,7 +159,7 @@ def _finish(rank):
 
 @pytest.mark.multi_process
 class LeavingTest(parameterized.TestCase):
-  @parameterized.product(leaver=(0, 1), how=('close', 'abort'))
+  @tiers.product(leaver=(0, tiers.full(1)), how=('close', 'abort'))
   def test_leaving_is_told_apart_from_dying(self, leaver, how):
     results = processes.run_workers(_leave, 3, args=(leaver, how))
     for rank, (first, kind, message, culprit) in enumerate(results):
@@ -203,15 +203,17 @@ _SAME = ('all_reduce', (_FLOATS,), {'name': 'x'})
 
 @pytest.mark.multi_process
 class MismatchTest(parameterized.TestCase):
-  @parameterized.named_parameters(
+  @tiers.named_parameters(
     ('size', ('all_reduce', (np.zeros(101, np.float32),), {'name': 'x'})),
-    ('dtype', ('all_reduce', (np.zeros(100, np.int32),), {'name': 'x'})),
+    tiers.full(
+      'dtype', ('all_reduce', (np.zeros(100, np.int32),), {'name': 'x'})
+    ),
     ('name', ('all_reduce', (_FLOATS,), {'name': 'y'})),
-    ('op', ('all_reduce', (_FLOATS,), {'name': 'x', 'op': 'max'})),
+    tiers.full('op', ('all_reduce', (_FLOATS,), {'name': 'x', 'op': 'max'})),
     ('algorithm', ('all_reduce', (np.zeros(10**5, 'f4'),), {'name': 'x'})),
     ('barrier', ('barrier', (), {'name': 'x'})),
-    ('broadcast', ('broadcast', (_FLOATS, 0), {'name': 'x'})),
-    ('gather', ('all_gather', (_FLOATS,), {'name': 'x'})),
+    tiers.full('broadcast', ('broadcast', (_FLOATS, 0), {'name': 'x'})),
+    tiers.full('gather', ('all_gather', (_FLOATS,), {'name': 'x'})),
   )
   def test_every_rank_is_told_who_does_what(self, other):
     calls = [_SAME, _SAME, other]
@@ -257,7 +259,7 @@ def _late(rank, late):
 
 @pytest.mark.multi_process
 class TimeoutTest(parameterized.TestCase):
-  @parameterized.parameters(0, 2)
+  @tiers.parameters(0, tiers.full(2))
   def test_rank_that_does_not_come_is_named(self, late):
     results = processes.run_workers(_late, 3, args=(late,))
     for result in results:

@@ -10,7 +10,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_strategies as tfs
-from tests import virtual_devices
+from tests import tiers, virtual_devices
 
 virtual_devices.configure_logical_cpus()
 
@@ -78,7 +78,9 @@ class RowlessReplicasTest(tf.test.TestCase, parameterized.TestCase):
     result = _run(strategy, replica_fn, 2, mode)
     self.assertAllClose(result.values[0], [[17.0], [0.0], [0.0]])
 
-  @parameterized.product(mode=MODES)
+  @tiers.product(
+    mode=('inside', *tiers.every(tiers.full, ('outside', 'eager')))
+  )
   def test_gather_leaves_them_out(self, mode):
     strategy = _strategy()
 

@@ -36,9 +36,11 @@ from absl import logging
 
 from tf_strategies import errors
 
+# Beside the checkpoints, after the last one; its content does not matter.
+FINISHED_FILE = 'finished'
+
 _MANIFEST = 'manifest.json'
 _ARRAYS = 'arrays.bin'
-_FINISHED = 'finished'
 _FORMAT = 1
 _NAME = re.compile(r'checkpoint-(\d{8,})')
 # Prefix of what is being written or deleted.
@@ -246,11 +248,11 @@ class Checkpointer:
   @property
   def is_finished(self) -> bool:
     """Whether training is over: no newer checkpoint will follow."""
-    return os.path.exists(os.path.join(self.directory, _FINISHED))
+    return os.path.exists(os.path.join(self.directory, FINISHED_FILE))
 
   def mark_finished(self, is_finished: bool = True) -> None:
     """Tells readers such as `SidecarEvaluator` whether training is over."""
-    path = os.path.join(self.directory, _FINISHED)
+    path = os.path.join(self.directory, FINISHED_FILE)
     if is_finished:
       os.makedirs(self.directory, exist_ok=True)
       with open(path, 'w', encoding='utf-8') as f:

@@ -10,15 +10,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 
-class _Spec(Protocol):
+class Spec(Protocol):
   """What is known of a saved array."""
+
+  dtype: str
+  shape: Sequence[int]
+
+
+class ArraySpec(NamedTuple):
+  """A `Spec` of an array in memory."""
 
   dtype: str
   shape: Sequence[int]
@@ -107,6 +114,29 @@ def has_parts(variable: Any) -> bool:
   return synchronization == tf.VariableSynchronization.ON_READ
 
 
+def reductions(variables: Mapping[str, Any]) -> dict[str, str]:
+  """Returns 'mean' or 'sum' for each variable of which replicas have parts."""
+  return {
+    name: 'mean'
+    if getattr(_value(variable), 'aggregation', None)
+    == tf.VariableAggregation.MEAN
+    else 'sum'
+    for name, variable in variables.items()
+    if has_parts(variable)
+  }
+
+
+def reduce_parts(array: np.ndarray, reduction: str) -> np.ndarray:
+  """Returns the one value of the parts of all replicas."""
+  reduce = array.mean if reduction == 'mean' else array.sum
+  return reduce(0, dtype=array.dtype)
+
+
+def specs(arrays: Mapping[str, np.ndarray]) -> dict[str, Spec]:
+  """Returns the dtypes and shapes of arrays, for `differences`."""
+  return {k: ArraySpec(v.dtype.name, v.shape) for k, v in arrays.items()}
+
+
 def _value(variable: Any) -> Any:
   """The variable of TensorFlow that Keras's one holds."""
   is_keras = isinstance(variable, keras.Variable)
@@ -114,7 +144,7 @@ def _value(variable: Any) -> Any:
 
 
 def differences(
-  variables: Mapping[str, keras.Variable], specs: Mapping[str, _Spec]
+  variables: Mapping[str, keras.Variable], specs: Mapping[str, Spec]
 ) -> list[str]:
   """Returns how saved arrays differ from variables, a clause each.
 
@@ -240,9 +270,7 @@ class VariableAccess:
 
 def _share_out(variable, array, count):
   """Distributes the parts of another number of replicas to `count`."""
+  (reduction,) = reductions({'': variable}).values()
   shared = np.zeros([count, *array.shape[1:]], array.dtype)
-  if _value(variable).aggregation == tf.VariableAggregation.MEAN:
-    shared[:] = array.mean(0, dtype=array.dtype)
-  else:
-    shared[0] = array.sum(0, dtype=array.dtype)
+  shared[: count if reduction == 'mean' else 1] = reduce_parts(array, reduction)
   return shared

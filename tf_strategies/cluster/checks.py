@@ -1,7 +1,8 @@
 """What a cluster description may hold; everything else is an error at once.
 
 TensorFlow's own strategies hang on some of these values (a duplicate address, a
-missing task), so they are rejected here.
+missing task), so they are rejected here, by a ClusterConfigError
+that names the value.
 
 Example:
 
@@ -98,9 +99,6 @@ def integer_variable(
     least: the least number that is allowed.
     most: the greatest.
     default: what an absent variable means; None if it must be there.
-
-  Raises:
-    ClusterConfigError: it is no number in this range, or absent.
   """
   text = environ.get(name)
   if text is None and default is not None:
@@ -127,11 +125,7 @@ def bad_variable(
 
 
 def checked_type(value: Any, what: str) -> str:
-  """A job's type; `master`, the chief's older name, becomes `chief`.
-
-  Raises:
-    ClusterConfigError: it is none of the five names.
-  """
+  """A job's type; `master`, the chief's older name, becomes `chief`."""
   if value == 'master':
     return 'chief'
   if isinstance(value, str) and value in JOB_TYPES:
@@ -142,11 +136,7 @@ def checked_type(value: Any, what: str) -> str:
 
 
 def checked_index(value: Any, what: str) -> int:
-  """A task's index: an integer, or its digits as TensorFlow accepts them.
-
-  Raises:
-    ClusterConfigError: it is negative, too large or no integer.
-  """
+  """A task's index: an integer, or its digits as TensorFlow accepts them."""
   # bool is an int to Python, and True would quietly be worker 1.
   if isinstance(value, int) and not isinstance(value, bool):
     number = value
@@ -173,9 +163,6 @@ def split_address(
     value: 'host:port' or '[IPv6]:port'.
     what: where it was found, for the error.
     least_port: 0 where the operating system may choose the port.
-
-  Raises:
-    ClusterConfigError: it is no such string.
   """
   if not isinstance(value, str):
     raise bad(what, value, 'a string host:port', _ADDRESS_FIX)
@@ -212,9 +199,6 @@ def check_addresses(jobs: Mapping[str, Mapping[int, str]]) -> None:
   """Every address is well-formed, and no two tasks have the same.
 
   O(number of tasks).
-
-  Raises:
-    ClusterConfigError: names the address and both tasks.
   """
   owners: dict[tuple[str, int], str] = {}
   for job, tasks in jobs.items():
@@ -232,11 +216,7 @@ def check_addresses(jobs: Mapping[str, Mapping[int, str]]) -> None:
 
 
 def check_jobs(jobs: Mapping[str, Mapping[int, str]]) -> None:
-  """There are tasks, at most one of them a chief, and all can be told apart.
-
-  Raises:
-    ClusterConfigError: names the job, or the address, that is wrong.
-  """
+  """There are tasks, at most one of them a chief, and all can be told apart."""
   if not jobs:
     raise bad(
       'cluster',
@@ -267,11 +247,7 @@ def check_jobs(jobs: Mapping[str, Mapping[int, str]]) -> None:
 def check_task(
   jobs: Mapping[str, Mapping[int, str]], task_type: str, task_index: int
 ) -> None:
-  """The task is one of the cluster's, or an evaluator beside it.
-
-  Raises:
-    ClusterConfigError: the cluster has no such task.
-  """
+  """The task is one of the cluster's, or an evaluator beside it."""
   if task_type not in jobs:
     if task_type == 'evaluator':
       return

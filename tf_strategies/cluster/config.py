@@ -154,31 +154,16 @@ class ClusterConfig:
 
     Raises:
       ClusterConfigError: a value is missing or malformed.
-
-    Example:
-
-      >>> config = ClusterConfig.from_dict({
-      ...   'cluster': {'master': ['a:2222'], 'worker': ['b:2222']},
-      ...   'task': {'type': 'master', 'index': 0}})
-      >>> config.task_type, config.is_chief
-      ('chief', True)
     """
     return cls(*tf_config.read(config))
 
   def to_tf_config(self) -> str:
-    """This description as the text of a TF_CONFIG: one line of JSON.
-
-    Example:
-
-      >>> config = ClusterConfig({'worker': {0: 'a:2222'}}, 'worker', 0)
-      >>> config.to_tf_config()
-      '{"cluster": {"worker": ["a:2222"]}, "task": {"type": "worker", "index": 0}}'
-    """
-    cluster: dict[str, Any] = {}
-    for job, tasks in self.jobs.items():
-      cluster[job] = dict(tasks) if self.is_sparse else list(tasks.values())
+    """This description as the text of a TF_CONFIG: one line of JSON."""
     config: dict[str, Any] = {
-      'cluster': cluster,
+      'cluster': {
+        job: dict(tasks) if self.is_sparse else list(tasks.values())
+        for job, tasks in self.jobs.items()
+      },
       'task': {'type': self.task_type, 'index': self.task_index},
     }
     if self.environment is not None:
@@ -192,16 +177,7 @@ class ClusterConfig:
 
   @property
   def training_tasks(self) -> tuple[TrainingTask, ...]:
-    """The members of a ring in their order: the chief, then the workers.
-
-    Example:
-
-      >>> config = ClusterConfig(
-      ...   {'worker': {0: 'b:1'}, 'chief': {0: 'a:1'}, 'ps': {0: 'c:1'}},
-      ...   'ps', 0)
-      >>> [tuple(task) for task in config.training_tasks]
-      [('chief', 0, 'a:1'), ('worker', 0, 'b:1')]
-    """
+    """The members of a ring in their order: the chief, then the workers."""
     return tuple(
       TrainingTask(job, index, address)
       for job in checks.TRAINING_JOB_TYPES
@@ -210,10 +186,7 @@ class ClusterConfig:
 
   @property
   def training_index(self) -> int | None:
-    """This task's place in `training_tasks`; None for ps and evaluator.
-
-    Of a sparse cluster it is the place among the tasks that are listed.
-    """
+    """This task's place in `training_tasks`; None for ps and evaluator."""
     for place, task in enumerate(self.training_tasks):
       if (task.type, task.index) == (self.task_type, self.task_index):
         return place

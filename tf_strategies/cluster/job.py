@@ -71,7 +71,6 @@ class Job:
   def training_types(self) -> tuple[str, ...]:
     """The types of the tasks whose end is the end of the job.
 
-    A chief that has parameter servers trains alone: the workers are servers,
-    too, and wait for work until they are ended.
+    With parameter servers the chief trains alone: the workers are servers too.
     """
     return ('chief',) if self.chief and self.num_ps else ('chief', 'worker')

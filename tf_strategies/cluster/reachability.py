@@ -41,7 +41,7 @@ def unreachable(
     ClusterConfigError: an address is malformed.
     UnsupportedOptionError: `timeout` is no positive, finite number.
   """
-  _check_seconds('timeout', timeout, 'more than 0', timeout > 0)
+  _check_seconds('timeout', timeout, least=1e-9)
   return {name: tasks[name] for name in _ask(tasks, timeout, {})}
 
 
@@ -66,9 +66,7 @@ def wait_for_tasks(
 
     >>> wait_for_tasks({}, deadline_seconds=0)
   """
-  _check_seconds(
-    'deadline_seconds', deadline_seconds, 'at least 0', deadline_seconds >= 0
-  )
+  _check_seconds('deadline_seconds', deadline_seconds, least=0)
   purpose = f' {what_for}' if what_for else ''
   start = time.monotonic()
   ends_at = start + deadline_seconds
@@ -126,13 +124,13 @@ class _Probe(threading.Thread):
 def _ask(
   tasks: Mapping[str, str], timeout: float, probes: dict[str, _Probe]
 ) -> dict[str, str]:
-  """Asks each task once, and returns why those that do not answer do not.
+  """Asks each task once; returns the outcomes of those that do not answer.
 
   Args:
     tasks: 'host:port' by name.
     timeout: seconds for all of them.
-    probes: the last attempt of each task. One that still runs is waited for
-      rather than joined by another, so that threads do not pile up.
+    probes: the last attempt of each task; one that still runs is used again, so
+      that threads do not pile up.
   """
   for name, address in tasks.items():
     if name not in probes or not probes[name].is_alive():
@@ -161,12 +159,10 @@ def _missing_error(
   )
 
 
-def _check_seconds(
-  name: str, seconds: float, allowed: str, is_in_range: bool
-) -> None:
-  if not is_in_range or not math.isfinite(seconds):
+def _check_seconds(name: str, seconds: float, least: float) -> None:
+  if not least <= seconds < math.inf:
     raise errors.UnsupportedOptionError(
       f'{name}={seconds!r}',
-      f'a finite number of seconds, {allowed}',
+      f'a finite number of seconds, {"more than" if least else "at least"} 0',
       f'write {name}=30.0',
     )

@@ -41,11 +41,7 @@ class Parts(NamedTuple):
 
 
 def parse(text: str) -> dict[str, Any]:
-  """The object that the text is.
-
-  Raises:
-    ClusterConfigError: it is not JSON, not an object, or says a key twice.
-  """
+  """The object that the text is."""
   config = parse_json(text, 'one JSON object', _example())
   if not isinstance(config, dict):
     raise checks.bad('its value', config, 'a JSON object', _example())
@@ -59,9 +55,6 @@ def parse_json(text: str, allowed: str, fix: str) -> Any:
     text: JSON.
     allowed: what should be there, for the error.
     fix: what to write instead, for the error.
-
-  Raises:
-    ClusterConfigError: it is not JSON, or an object in it says a key twice.
   """
   try:
     return json.loads(text, object_pairs_hook=_without_duplicates)
@@ -90,11 +83,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def says_nothing(config: Mapping[str, Any]) -> bool:
-  """Whether neither a cluster nor a task is described: a single process.
-
-  Raises:
-    ClusterConfigError: a key is a misspelling of either.
-  """
+  """Whether neither a cluster nor a task is described: a single process."""
   if {'cluster', 'sparseCluster', 'task'} & set(config):
     return False
   for key in config:
@@ -109,9 +98,6 @@ def read(config: Mapping[str, Any]) -> Parts:
 
   Args:
     config: what the JSON says.
-
-  Raises:
-    ClusterConfigError: a part is missing or of another type.
   """
   if not isinstance(config, Mapping):
     raise checks.bad('its value', config, 'a JSON object', _example())
@@ -152,9 +138,6 @@ def read_jobs(jobs: Mapping[str, Any]) -> dict[str, dict[int, str]]:
 
   Args:
     jobs: by type a list of addresses, or an object of indices and addresses.
-
-  Raises:
-    ClusterConfigError: a type or an index is none, or is there twice.
   """
   found: dict[str, dict[int, str]] = {}
   for name, tasks in jobs.items():

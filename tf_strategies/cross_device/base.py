@@ -150,10 +150,13 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
     results = [None] * len(value_destination_pairs)
     groups, elsewhere = {}, {}
     for i, (value, destination) in enumerate(value_destination_pairs):
-      given, value = value, sparse.densify_if_mixed(_as_tensors(value))
+      given, value = value, _as_tensors(value)
+      has_slices = any(isinstance(v, tf.IndexedSlices) for v in value.values)
+      if has_slices:
+        value = sparse.densify_if_mixed(value)
       devices = tuple(_tf_internal.get_devices_from(destination))
       holders = _holders(value)
-      if sparse.is_sparse(value):
+      if has_slices and sparse.is_sparse(value):
         results[i] = self._reduce_sparse(reduce_op, value, devices)
       elif destination is given or devices == holders:
         groups.setdefault(holders, []).append((i, value))

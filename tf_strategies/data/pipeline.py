@@ -26,7 +26,7 @@ Example:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import tensorflow as tf
@@ -50,7 +50,7 @@ def make_dataset(
   *,
   training: bool,
   epochs: int | None = None,
-  start: tuple[int, int] = _START,
+  start: Iterable[int] = _START,
   steps_per_epoch: int | None = None,
   prepare_fn: BatchFn | None = None,
   augment_fn: BatchFn | None = None,
@@ -127,12 +127,13 @@ def make_dataset(
   if not isinstance(source, arrays_lib.Arrays | files_lib.Files):
     source = arrays_lib.Arrays(source)
   is_in_memory = isinstance(source, arrays_lib.Arrays)
+  epoch, step = start
   if epochs is not None:
     plan_lib.check_stream(options, training, input_context, is_in_memory)
-    _check_span(epochs, start, steps_per_epoch)
-  elif tuple(start) != _START or steps_per_epoch is not None:
+    _check_span(epochs, epoch, step, steps_per_epoch)
+  elif (epoch, step) != _START or steps_per_epoch is not None:
     raise errors.UnsupportedOptionError(
-      f'start={tuple(start)} and steps_per_epoch={steps_per_epoch} without '
+      f'start={(epoch, step)} and steps_per_epoch={steps_per_epoch} without '
       'epochs',
       'epochs, the length of the whole run, beside them',
       'pass epochs=...',
@@ -167,7 +168,7 @@ def make_dataset(
       seeds = shuffle.batch_seeds(options.seed, plan.context_pipeline)
   else:
     per_epoch = steps_per_epoch or plan.num_batches(n)
-    first = start[0] * per_epoch + start[1]
+    first = epoch * per_epoch + step
     count = max(0, epochs * per_epoch - first)
     batches = _stream(reader, plan, n, first, count, across_passes)
     if augment_fn:
@@ -195,12 +196,12 @@ def make_dataset(
   return _in_parallel(batches, load_element, options, repeats)
 
 
-def _check_span(epochs, start, steps_per_epoch):
+def _check_span(epochs, epoch, step, steps_per_epoch):
   for name, value, least in (
     ('epochs', epochs, 0),
     ('steps_per_epoch', steps_per_epoch, 1),
-    ('start epoch', start[0], 0),
-    ('start step', start[1], 0),
+    ('start epoch', epoch, 0),
+    ('start step', step, 0),
   ):
     if value is not None and value < least:
       raise errors.UnsupportedOptionError(

@@ -1,10 +1,10 @@
-"""Training that goes on when workers come and go.
+"""Elastic training: continues when workers join or leave.
 
-`run` calls a training function again whenever the workers change: it forms the
-ring of those that are there, gives the function a new strategy, and hands it
-the state of the member that had come furthest. The function is an ordinary
-script: it builds a model, compiles it and fits it. All that happens in the same
-process; nothing is read from disk.
+`run` calls a training function again whenever the workers change: it forms a
+group of the available workers, gives the function a new strategy, and the model
+the state of the most advanced worker. The function is an ordinary script: it
+builds, compiles and fits a model. The process stays the same; nothing is read
+from disk.
 
   def train(job):
     with job.strategy.scope():
@@ -40,7 +40,7 @@ ElasticCallback = elastic_job.ElasticCallback
 
 _Result = TypeVar('_Result')
 
-# What another try with other workers may mend.
+# What another attempt with other workers may fix.
 _RECOVERABLE = (
   errors.WorkerUnavailableError,
   errors.CollectiveTimeoutError,
@@ -55,30 +55,30 @@ def run(
   ring: RingOptions | None = None,
   devices: Sequence[str] | None = None,
 ) -> _Result:
-  """Calls `train_fn(job)` until it has run to its end with the same workers.
+  """Calls `train_fn(job)` until it returns without a change of the workers.
 
-  A worker that the launcher has started again and that finds nobody does not
-  begin anew: the others may have finished.
+  A worker that the launcher restarted and that finds no other does not restart
+  from scratch: the others may have finished.
 
   Args:
     train_fn: builds a model in `job.strategy.scope()`, calls `job.restore` and
       trains. Called again after each change of the workers.
-    options: how many workers, how the batch and the learning rate follow them.
-    cluster: who may take part; None reads TF_CONFIG, and without one this
-      process is alone.
-    ring: how workers talk; its `link` must be 'tcp'.
-    devices: of this worker, as `MultiWorkerRingStrategy` takes them.
+    options: number of workers; how batch and learning rate follow it.
+    cluster: all workers that may join; None reads TF_CONFIG, and without one
+      this process is alone.
+    ring: options of the communication; its `link` must be 'tcp'.
+    devices: of this worker, as for `MultiWorkerRingStrategy`.
 
   Returns:
-    What `train_fn` returned.
+    The result of `train_fn`.
 
   Raises:
-    RendezvousError: fewer than `min_workers` were there by the deadline; or this
-      worker was started again and is alone, with no state to go on from.
-    WorkerUnavailableError: more than `max_failures` in a row without a step in
-      between.
+    RendezvousError: fewer than `min_workers` by the deadline; or this worker was
+      restarted and is alone, without a state to continue from.
+    WorkerUnavailableError: more than `max_failures` consecutive failures without
+      a step in between.
     UnsupportedOptionError: a link that cannot form again.
-    Exception: what `train_fn` itself raises; the other workers go on.
+    Exception: what `train_fn` raises; the other workers continue.
   """
   options = options or ElasticOptions()
   ring = ring or RingOptions()
@@ -93,7 +93,7 @@ def run(
   failures = 0
   try:
     while True:
-      position = job.position
+      before = job.state
       group = rendezvous.form(progress=job.progress)
       try:
         _check_begin(group, job, num_tasks)
@@ -101,7 +101,7 @@ def run(
       except _RECOVERABLE as e:
         job.end(str(e))
         job.hold()
-        failures = 0 if job.position != position else failures + 1
+        failures = 0 if job.state != before else failures + 1
         if failures > options.max_failures:
           raise
         logging.warning(
@@ -129,7 +129,7 @@ def _open(cluster, ring, options) -> tuple[process_group.Rendezvous, int]:
 
 
 def _check_begin(group, job, num_tasks: int) -> None:
-  """Refuses to train from the beginning what others may have finished."""
+  """Raises rather than repeat a training that others may have finished."""
   was_restarted = os.environ.get('TFS_RESTART_COUNT', '0') != '0'
   is_alone = len(group.members) == 1 < num_tasks
   if was_restarted and is_alone and not job.progress:
@@ -147,7 +147,7 @@ def _run_once(train_fn, job, group, ring, devices) -> Any:
   try:
     job.begin(strategy)
     result = train_fn(job)
-    # Nobody leaves while another may still need it.
+    # No worker leaves while another may still need it.
     group.barrier(name='the end of the training')
     job.end('')
     return result

@@ -1,4 +1,4 @@
-"""What a training function of an elastic job holds on to."""
+"""`Job`: the state of an elastic job, and what its training function calls."""
 
 from __future__ import annotations
 
@@ -14,50 +14,66 @@ import numpy as np
 import tensorflow as tf
 
 from tf_strategies import errors
+from tf_strategies.checkpoint import model_state
+from tf_strategies.checkpoint.position import Position
 from tf_strategies.fault_tolerance import elastic_options
 
 MakeBatches = Callable[[int, int], tf.data.Dataset]
 
 
 class MembershipChange(errors.Error):
-  """Other workers wait to be let in: the ring forms again."""
+  """Other workers wait to join: the group forms again."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Position:
-  """How far a job has come.
+class Progress:
+  """How far a job has come, comparable across global batch sizes.
 
   Attributes:
-    epoch: epochs that are done.
-    rows: rows of the next epoch that are done; batches, if the job does not know
-      the batch size.
+    position: completed epochs, and steps of the next one.
+    batch_size: rows of these steps; 1 if the job does not know it.
     first_world: workers of the first generation.
-    world: workers of the generation that came so far.
+    world: workers of the generation that trained these steps.
   """
 
-  epoch: int = 0
-  rows: int = 0
+  position: Position = dataclasses.field(default_factory=Position)
+  batch_size: int = 1
   first_world: int = 0
   world: int = 0
 
   @property
-  def progress(self) -> int:
-    """One number that is larger for whoever has come further."""
-    return (self.epoch << 40) + self.rows
+  def rows(self) -> int:
+    """Completed rows of the next epoch."""
+    return self.position.step * self.batch_size
+
+  @property
+  def order(self) -> int:
+    """One number that is larger for the more advanced worker."""
+    return (self.position.epoch << 40) + self.rows
+
+  def to_json(self) -> bytes:
+    """Returns what `from_json` reads."""
+    return json.dumps(dataclasses.asdict(self)).encode()
+
+  @classmethod
+  def from_json(cls, data: bytes) -> Progress:
+    """Returns the progress of another worker."""
+    fields = json.loads(data)
+    return cls(**{**fields, 'position': Position.from_json(fields['position'])})
 
 
 @dataclasses.dataclass
 class Generation:
-  """One group of workers, as one of them saw it; times are `time.time()`.
+  """One group of workers, as seen by one of them; times are `time.time()`.
 
   Attributes:
     number: of the generation.
     world_size: workers in it.
     rank: this worker's.
-    began: when the group had formed.
-    first_step: when its first step was done; None before that.
+    began: when the group formed.
+    first_step: when its first step ended; None before that.
     ended: when it ended; None while it runs.
-    reason: why it ended, empty at the end of the training.
+    reason: why it ended; empty at the end of training.
   """
 
   number: int
@@ -70,18 +86,18 @@ class Generation:
 
 
 class Job:
-  """State that outlives the workers' comings and goings.
+  """State that survives changes of the workers.
 
   Attributes:
-    strategy: of this generation; a model must be built in its scope.
-    generations: what this worker has lived through.
+    strategy: of this generation; build the model in its scope.
+    generations: in which this worker took part.
   """
 
   def __init__(self, options: elastic_options.ElasticOptions):
     self._options = options
     self.strategy: Any = None
     self.generations: list[Generation] = []
-    self._position = Position()
+    self._progress = Progress()
     self._held: list[np.ndarray] | None = None
     self._variables: list[keras.Variable] | None = None
     self._optimizer = None
@@ -91,29 +107,30 @@ class Job:
     self._counted = 0
     self._iterations_at_start = 0
 
-  # Where the job is.
+  @property
+  def state(self) -> Progress:
+    """Progress of this worker, independent of the batch of this generation."""
+    return self._progress
 
   @property
   def position(self) -> Position:
-    """Of this worker."""
-    return self._position
+    """How far this worker has come, in steps of this generation."""
+    return Position(self.epoch, self.step)
 
   @property
   def progress(self) -> int:
-    """What the others compare: 0 for a worker that has no state."""
-    return 0 if self._held is None else 1 + self._position.progress
+    """What workers compare: 0 for one that has no state."""
+    return 0 if self._held is None else 1 + self._progress.order
 
   @property
   def epoch(self) -> int:
-    """Epochs that are done."""
-    return self._position.epoch
+    """Completed epochs."""
+    return self._progress.position.epoch
 
   @property
   def step(self) -> int:
-    """Batches of the current epoch that are done."""
-    return self._position.rows // (self._batch or 1)
-
-  # What `run` calls.
+    """Completed batches of the current epoch."""
+    return self._progress.rows // (self._batch or 1)
 
   def begin(self, strategy) -> None:
     """Starts a generation."""
@@ -132,25 +149,23 @@ class Job:
       self.generations[-1].reason = reason
 
   def hold(self) -> None:
-    """Keeps this worker's state in memory, for the next generation."""
+    """Copies this worker's state to memory, for the next generation."""
     if self._variables is None:
-      return  # It had not been restored yet: what was held still counts.
+      return  # Not restored yet: the copy of before is still valid.
     self._count_unreported()
     self._held = [_read(v) for v in self._variables]
     self._variables = None
 
-  # What a training function calls.
-
   def restore(self, model: keras.Model, optimizer=None) -> None:
-    """Gives a model the state of the member that has come furthest.
+    """Assigns the model the state of the most advanced worker.
 
     Args:
-      model: built; in the first generation it stays as it is.
+      model: built; unchanged in the first generation.
       optimizer: of the model, if it is not compiled.
 
     Raises:
       CheckpointMismatchError: the model has other variables than before.
-      UnsupportedOptionError: state that only all workers together have.
+      UnsupportedOptionError: state of which each replica has only a part.
     """
     optimizer = optimizer or model.optimizer
     with self.strategy.scope():
@@ -158,16 +173,15 @@ class Job:
     variables = _state_of(model, optimizer)
     group = self.strategy.process_group
     best = max(group.members, key=lambda m: (m.progress, -m.rank))
-    position = dataclasses.asdict(self._position)
-    answers = group.exchange('elastic/position', json.dumps(position).encode())
-    position = Position(**json.loads(answers[best.rank]))
+    answers = group.exchange('elastic/position', self._progress.to_json())
+    progress = Progress.from_json(answers[best.rank])
     if best.progress:
       self._receive(group, best.rank, variables)
-      self._scale_learning_rate(optimizer, position.world, group.world_size)
+      self._scale_learning_rate(optimizer, progress.world, group.world_size)
       self._held = [_read(v) for v in variables]
-    self._position = dataclasses.replace(
-      position,
-      first_world=position.first_world or group.world_size,
+    self._progress = dataclasses.replace(
+      progress,
+      first_world=progress.first_world or group.world_size,
       world=group.world_size,
     )
     self._optimizer = optimizer
@@ -175,36 +189,36 @@ class Job:
     self._variables = variables
 
   def global_batch_size(self, size: int) -> int:
-    """The global batch of this generation; call it after `restore`.
+    """Returns the global batch of this generation; call it after `restore`.
 
     Args:
       size: the global batch of the first generation.
 
     Returns:
-      `size`, or with batch='per_replica' what follows the number of workers.
+      `size`; with batch='per_replica', in proportion to the number of workers.
     """
-    if not self._position.first_world:
+    if not self._progress.first_world:
       raise errors.UnsupportedOptionError(
         'job.global_batch_size before job.restore',
-        'a job that knows how many workers it began with',
+        'a job that knows how many workers it started with',
         'call job.restore(model) first',
       )
     if self._options.batch == 'per_replica':
-      size = size * self._position.world // self._position.first_world
+      size = size * self._progress.world // self._progress.first_world
     self._batch = size
     return size
 
   def update(self, epoch: int, step: int) -> None:
-    """Tells how far a loop of one's own has come: call it after each step.
+    """Records the progress of a custom loop; call it after each step.
 
     Args:
-      epoch: epochs that are done.
-      step: batches of the next one that are done.
+      epoch: completed epochs.
+      step: completed batches of the next one.
 
     Raises:
-      Error: other workers wait to be let in; leave it to `run`.
+      MembershipChange: other workers wait to join; `run` handles it.
     """
-    is_new_epoch = epoch != self._position.epoch
+    is_new_epoch = epoch != self.epoch
     self._set(epoch, step)
     self._start_counting()
     if self._options.join == 'step' or (
@@ -213,7 +227,7 @@ class Job:
       self._let_in()
 
   def callback(self) -> ElasticCallback:
-    """A callback for `fit` that keeps the job's position."""
+    """Returns a callback for `fit` that records the job's position."""
     return ElasticCallback(self, self.step)
 
   def fit(
@@ -225,20 +239,20 @@ class Job:
     callbacks: Sequence[keras.callbacks.Callback] = (),
     **options,
   ) -> keras.callbacks.History | None:
-    """Calls `model.fit` for what is left of the job.
+    """Calls `model.fit` for the rest of the job.
 
     Args:
       model: restored.
       make_batches: called with an epoch and a step; returns the batches from
-        there on, to the end of the job.
+        there to the end of the job.
       epochs: of the whole job.
       steps_per_epoch: of a whole epoch.
-      callbacks: of the user, to which this is one `fit`. Metrics of an epoch
-        that was interrupted are those of its last part.
+      callbacks: see a single `fit`. Metrics of an interrupted epoch cover its
+        last part.
       **options: of `fit`, such as `validation_data`.
 
     Returns:
-      The last history; None if nothing was left.
+      The last history; None if nothing was left to do.
     """
     epoch, step = self.epoch, self.step
     if step >= steps_per_epoch:
@@ -248,7 +262,7 @@ class Job:
     parts = _Parts([*callbacks, self.callback()])
     history = None
     while epoch < epochs:
-      # What is left of an interrupted epoch, then all the others at once.
+      # The rest of an interrupted epoch, then all the others at once.
       last = epoch + 1 if step else epochs
       history = model.fit(
         make_batches(epoch, step),
@@ -264,10 +278,8 @@ class Job:
     parts.finish()
     return history
 
-  # The details.
-
   def finish_epoch(self, epoch: int) -> None:
-    """Counts an epoch as done, and lets others in if they wait."""
+    """Records a completed epoch, and lets waiting workers join."""
     self._set(epoch + 1, 0)
     self._start_counting()
     is_last = self._epochs is not None and epoch + 1 >= self._epochs
@@ -275,7 +287,7 @@ class Job:
       self._let_in()
 
   def finish_batch(self, step: int) -> None:
-    """Counts the batches of an epoch that are done."""
+    """Records the completed batches of an epoch."""
     self._counted += step - self.step
     self._set(self.epoch, step)
     if self._options.join == 'step':
@@ -284,8 +296,10 @@ class Job:
   def _set(self, epoch, step):
     if self.generations and self.generations[-1].first_step is None:
       self.generations[-1].first_step = time.time()
-    self._position = dataclasses.replace(
-      self._position, epoch=epoch, rows=step * (self._batch or 1)
+    self._progress = dataclasses.replace(
+      self._progress,
+      position=Position(epoch, step),
+      batch_size=self._batch or 1,
     )
 
   def _let_in(self):
@@ -294,24 +308,29 @@ class Job:
     members = {member.task for member in group.members}
     outside = [t for t in group.pending_joiners() if t not in members]
     waiting = np.array([len(outside)], np.int32)
-    # All decide alike, whoever heard of the newcomer first.
+    # All decide alike, whoever learned of the new worker first.
     waiting = int(group.all_reduce(waiting, op='max', name='joiners')[0])
     if waiting and (limit is None or group.world_size < limit):
-      raise MembershipChange(f'{waiting} workers wait to be let in.')
+      raise MembershipChange(f'{waiting} workers wait to join.')
 
   def _start_counting(self):
     self._counted = 0
-    self._iterations_at_start = _iterations(self._optimizer)
+    self._iterations_at_start = self._iterations()
 
   def _count_unreported(self):
-    """Counts steps that were applied without a callback having heard of it."""
-    applied = _iterations(self._optimizer) - self._iterations_at_start
+    """Counts steps that were applied before a callback could record them."""
+    applied = self._iterations() - self._iterations_at_start
     if applied > self._counted:
       self._set(self.epoch, self.step + applied - self._counted)
 
+  def _iterations(self) -> int:
+    if self._optimizer is None:  # Before `restore`.
+      return 0
+    return model_state.iterations(self._optimizer)
+
   def _receive(self, group, root, variables):
-    """Gets all variables from one rank, before any is assigned."""
-    # Not their names: Keras counts the models of a process in them.
+    """Receives all variables from one rank, before any is assigned."""
+    # Not their names, in which Keras counts the models of a process.
     shapes = [[*v.shape, v.dtype] for v in variables]
     try:
       group.agree(shapes, what='the variables of the model')
@@ -330,7 +349,7 @@ class Job:
         variable.assign(value)
 
   def _scale_learning_rate(self, optimizer, world_before, world):
-    """Lets the learning rate follow the global batch, as the options say."""
+    """Scales the learning rate with the global batch, as the options say."""
     policy = self._options.learning_rate
     if policy == 'keep' or world == world_before:
       return
@@ -347,11 +366,11 @@ class Job:
 
 
 class ElasticCallback(keras.callbacks.Callback):
-  """Tells a job how far `fit` has come.
+  """Records the progress of `fit` in a job.
 
   Args:
     job: of this process.
-    first_step: batches of the first epoch that were done before.
+    first_step: completed batches of the first epoch.
   """
 
   def __init__(self, job: Job, first_step: int = 0):
@@ -370,7 +389,7 @@ class ElasticCallback(keras.callbacks.Callback):
 
 
 class _Parts(keras.callbacks.CallbackList):
-  """Callbacks to which several calls of `fit` are one."""
+  """Callbacks that see several calls of `fit` as one."""
 
   _has_begun = False
   _last_logs = None
@@ -384,35 +403,24 @@ class _Parts(keras.callbacks.CallbackList):
     self._last_logs = logs
 
   def finish(self) -> None:
-    """The last part is over, if there was one."""
+    """Ends the training, if it began."""
     if self._has_begun:
       super().on_train_end(self._last_logs)
 
 
 def _state_of(model, optimizer) -> list[keras.Variable]:
-  """What a run consists of: the model's variables and the optimizer's."""
-  variables = [*model.variables, *optimizer.variables]
+  """The variables of a run, all of which every worker must have whole."""
+  variables = model_state.name_variables(model, optimizer).values()
   for variable in variables:
-    synchronization = getattr(variable.value, 'synchronization', None)
-    if synchronization == tf.VariableSynchronization.ON_READ:
+    if model_state.has_parts(variable):
       raise errors.UnsupportedOptionError(
         f'variable {variable.path!r}, of which each replica has a part, in '
         'elastic training',
         'state that every worker has whole',
         'wrap the optimizer: tfs.keras.DistributedOptimizer(optimizer)',
       )
-  return variables
+  return list(variables)
 
 
 def _read(variable) -> np.ndarray:
   return np.array(variable.numpy())
-
-
-def _iterations(optimizer) -> int:
-  """The optimizer's count of calls; accumulation steps count too."""
-  if optimizer is None:  # Nothing was restored yet.
-    return 0
-  for variable in optimizer.variables:
-    if variable.path.split('/')[-1] == 'iteration':
-      return int(variable.numpy())
-  return 0

@@ -15,7 +15,7 @@ _CHOICES = {
 
 @dataclasses.dataclass(frozen=True)
 class ElasticOptions:
-  """Who takes part in an elastic job, and what follows their number.
+  """Number of workers of an elastic job, and what follows from it.
 
   Example:
 
@@ -23,22 +23,20 @@ class ElasticOptions:
     'per_replica'
 
   Attributes:
-    min_workers: the fewest that train; with fewer all wait, until the
-      rendezvous' deadline. More than half of the cluster rules out that two
-      halves of a split network both go on.
-    max_workers: the most that train; None for all of the cluster.
-    window_seconds: how long to wait for more, once `min_workers` are there.
+    min_workers: with fewer, all wait until the rendezvous' deadline. More than
+      half of the cluster prevents that both halves of a split network continue.
+    max_workers: at most; None for all of the cluster.
+    window_seconds: how long to wait for more than `min_workers`.
     batch: 'global' keeps the global batch, so that the result does not depend
       on the number of workers; 'per_replica' keeps each replica's.
     learning_rate: 'keep', or 'linear' or 'sqrt' in the global batch, for
       batch='per_replica'.
-    join: when workers that come later are let in: at the end of an 'epoch',
-      after a 'step' (costs a small collective in each), or 'never' (only after
-      a failure).
-    max_failures: how many failures in a row without any progress end the job.
+    join: when new workers join: at the end of an 'epoch', after a 'step' (costs
+      a small collective in each), or 'never' (only after a failure).
+    max_failures: how many consecutive failures without progress end the job.
 
   Raises:
-    UnsupportedOptionError: a number or a word that is not allowed.
+    UnsupportedOptionError: a value that is not allowed.
   """
 
   min_workers: int = 1

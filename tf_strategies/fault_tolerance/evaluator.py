@@ -1,4 +1,4 @@
-"""`SidecarEvaluator`: evaluates checkpoints beside the job that writes them."""
+"""`SidecarEvaluator`: evaluates checkpoints while another process trains."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import keras
@@ -17,14 +17,12 @@ import tensorflow as tf
 from absl import logging
 
 from tf_strategies import errors
-
-# Whoever trains writes a file of this name beside the checkpoints, after the
-# last one. What is in it does not matter.
-FINISHED_FILE = 'finished'
+from tf_strategies.checkpoint import checkpointer, model_state
 
 # What TensorFlow raises for a checkpoint of which a part is missing: IndexError
 # where a file is too short, an OpError otherwise.
-_UNREADABLE = (tf.errors.OpError, IndexError)
+_UNREADABLE = (tf.errors.OpError, IndexError, OSError, errors.DataError)
+_MISSING = (tf.errors.NotFoundError, FileNotFoundError)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,20 +43,22 @@ class Evaluation:
 class SidecarEvaluator:
   """Evaluates every new checkpoint of a directory, in the order of writing.
 
-  For the evaluator of a job: training need not wait for evaluation. It writes
-  checkpoints with `tf.train.CheckpointManager`, as in the example; one that is
-  deleted or damaged before its turn is skipped.
+  For the evaluator of a job: training does not wait for evaluation. Reads the
+  checkpoints of `RunCheckpoint` and of `ParameterServerStrategy`, and those of
+  `tf.train.Checkpoint(model=model, optimizer=optimizer)`, as a
+  `tf.train.CheckpointManager` keeps them. One that is deleted or damaged before
+  its turn is skipped with a warning.
 
   Args:
     model: built and compiled as the model that is trained, with an optimizer of
       the same class, on one device.
-    data: what `model.evaluate` takes, read anew for each checkpoint.
-    checkpoint_dir: where checkpoints are, or will be.
+    data: as for `model.evaluate`; read again for each checkpoint.
+    checkpoint_dir: of the checkpoints; may not exist yet.
     log_dir: where to write `evaluation_<metric>` for TensorBoard, at the step
-      that the optimizer had come to; None writes nothing.
+      of the optimizer; None writes nothing.
     steps: batches of an evaluation; None for all.
     poll_seconds: how often to look for a checkpoint.
-    max_evaluations: how many to evaluate; None for all that come.
+    max_evaluations: how many to evaluate; None for all.
     idle_timeout_seconds: how long to wait for another checkpoint. None waits
       until training is over, or until a signal ends the process.
 
@@ -69,16 +69,15 @@ class SidecarEvaluator:
 
   Example:
 
-    >>> import os, tempfile
+    >>> import tempfile
+    >>> from tf_strategies.fault_tolerance import run_checkpoint
     >>> model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
     >>> model.compile('sgd', 'mse')
     >>> data = tf.data.Dataset.from_tensors((tf.ones([4, 3]), tf.zeros([4, 1])))
     >>> with tempfile.TemporaryDirectory() as directory:
-    ...   manager = tf.train.CheckpointManager(
-    ...     tf.train.Checkpoint(model=model, optimizer=model.optimizer),
-    ...     directory, max_to_keep=3)
-    ...   _ = manager.save()
-    ...   open(os.path.join(directory, FINISHED_FILE), 'w').close()
+    ...   checkpoint = run_checkpoint.RunCheckpoint(directory, model)
+    ...   _ = checkpoint.save(epoch=1)
+    ...   checkpoint.mark_finished()
     ...   evaluations = SidecarEvaluator(model, data, directory).run()
     >>> [evaluation.iterations for evaluation in evaluations]
     [0]
@@ -111,38 +110,38 @@ class SidecarEvaluator:
     self._poll_seconds = poll_seconds
     self._max_evaluations = max_evaluations
     self._idle_timeout_seconds = idle_timeout_seconds
-    self._checkpoint = tf.train.Checkpoint(
-      model=model, optimizer=model.optimizer
-    )
+    self._readers = [_TensorFlowReader(model, self._directory)]
+    if '://' not in self._directory:
+      self._readers.insert(0, _CheckpointerReader(model, self._directory))
     self._seen: set[tuple[str, float | None]] = set()
-    self._is_compatible = False
     self._writer = None
 
   def run(self) -> list[Evaluation]:
     """Evaluates checkpoints until there is nothing more to wait for.
 
-    That is after `max_evaluations`, after `idle_timeout_seconds` without a new
-    checkpoint, or when there is a file `FINISHED_FILE` and no checkpoint is
-    left. Whoever trains on in the same directory removes that file first.
+    Returns after `max_evaluations`, after `idle_timeout_seconds` without a new
+    checkpoint, or when the directory has a file `FINISHED_FILE` and no
+    checkpoint is left. Whoever continues training in the same directory removes
+    that file first.
 
     Returns:
-      What was evaluated by this call, in order. A second call goes on with
-      checkpoints that are new since.
+      The evaluations of this call, in order. A second call continues with
+      newer checkpoints.
 
     Raises:
-      CheckpointMismatchError: a checkpoint is of another model, or was written
-        without the optimizer.
+      CheckpointMismatchError: a checkpoint belongs to another model, or was
+        written without the optimizer.
     """
     done: list[Evaluation] = []
     waits_since = time.monotonic()
     while True:
-      # Before the list is read: what is written first is then in the list.
+      # Read before the list, which then has all that was written before.
       is_finished = tf.io.gfile.exists(
-        os.path.join(self._directory, FINISHED_FILE)
+        os.path.join(self._directory, checkpointer.FINISHED_FILE)
       )
-      path = self._next()
+      reader, path = self._next()
       if path is not None:
-        evaluation = self._evaluate(path)
+        evaluation = self._evaluate(reader, path)
         if evaluation is not None:
           done.append(evaluation)
         if len(done) == self._max_evaluations:
@@ -157,38 +156,35 @@ class SidecarEvaluator:
           'Evaluated %d checkpoints of %s: %s.',
           len(done),
           self._directory,
-          'training is over' if is_finished else 'no new one has come',
+          'training is over' if is_finished else 'there is no new one',
         )
         return done
       time.sleep(min(self._poll_seconds, left))
 
-  def _next(self) -> str | None:
-    """The oldest checkpoint that was not yet looked at."""
-    state = tf.train.get_checkpoint_state(self._directory)
-    if state is None:
-      return None
-    # The time tells a checkpoint from an older one of the same name, where
-    # training went back and wrote it again. A single `Checkpoint.save` has none.
-    for found in itertools.zip_longest(
-      state.all_model_checkpoint_paths,
-      state.all_model_checkpoint_timestamps[
-        : len(state.all_model_checkpoint_paths)
-      ],
-    ):
-      if found not in self._seen:
-        self._seen.add(found)
-        return found[0]
-    return None
+  def _next(self) -> tuple[Any, str | None]:
+    """The oldest checkpoint that was not yet seen, and who reads it."""
+    for reader in self._readers:
+      for found in reader.list():
+        if found not in self._seen:
+          self._seen.add(found)
+          return reader, found[0]
+    return None, None
 
-  def _evaluate(self, path: str) -> Evaluation | None:
+  def _evaluate(self, reader, path: str) -> Evaluation | None:
     try:
-      self._restore(path)
+      reader.restore(path)
     except _UNREADABLE as e:
-      if isinstance(e, tf.errors.NotFoundError):
+      if isinstance(e, _MISSING):
         logging.warning('Skipped %s, which was deleted: %s', path, e)
       else:
         logging.warning('Skipped %s, which cannot be read: %s', path, e)
       return None
+    except ValueError as e:
+      raise errors.CheckpointMismatchError(
+        f'{path} is not a checkpoint of this model: {e}. Fix: build the model '
+        'with the code that builds it for training, or pass another '
+        'checkpoint_dir.'
+      ) from e
     results = self._model.evaluate(
       self._data, steps=self._steps, return_dict=True, verbose=0
     )
@@ -206,40 +202,6 @@ class SidecarEvaluator:
     self._write(evaluation)
     return evaluation
 
-  def _restore(self, path: str) -> None:
-    try:
-      self._checkpoint.restore(path).expect_partial()
-      if not self._is_compatible:
-        self._check_restores_everything(path)
-        self._is_compatible = True
-    except ValueError as e:
-      raise errors.CheckpointMismatchError(
-        f'{path} is not a checkpoint of this model: {e} Build the model with '
-        'the code that builds it for training, or pass another checkpoint_dir.'
-      ) from e
-
-  def _check_restores_everything(self, path: str) -> None:
-    """Restores once more, over other values: what keeps those is not in it.
-
-    TensorFlow's own check also objects to variables of the optimizer, such as
-    slots, which need not be here.
-    """
-    variables = [*self._model.weights, self._model.optimizer.iterations]
-    fills = []
-    for variable in variables:
-      value = np.asarray(variable)
-      fill = np.zeros_like if np.any(value) else np.ones_like
-      fills.append(fill(value))
-      variable.assign(fills[-1])
-    self._checkpoint.restore(path).expect_partial()
-    lacking = [
-      variable.path
-      for variable, fill in zip(variables, fills, strict=True)
-      if fill.size and np.array_equal(np.asarray(variable), fill)
-    ]
-    if lacking:
-      raise ValueError(f'it has no values for {", ".join(lacking)}.')
-
   def _write(self, evaluation: Evaluation) -> None:
     if self._log_dir is None:
       return
@@ -249,6 +211,108 @@ class SidecarEvaluator:
       for name, value in evaluation.results.items():
         tf.summary.scalar(f'evaluation_{name}', value)
     self._writer.flush()
+
+
+class _CheckpointerReader:
+  """Reads the checkpoints of a `Checkpointer`."""
+
+  def __init__(self, model: keras.Model, directory: str):
+    self._model = model
+    self._checkpointer = checkpointer.Checkpointer(directory)
+
+  def list(self) -> Iterator[tuple[str, float | None]]:
+    """Yields paths and times of writing, oldest first.
+
+    The time tells a checkpoint from an older one of the same name, if training
+    restarted and wrote it again.
+    """
+    for path in self._checkpointer.paths():
+      try:
+        yield path, os.stat(path).st_mtime
+      except FileNotFoundError:
+        continue
+
+  def restore(self, path: str) -> None:
+    """Assigns the weights and the optimizer's step."""
+    found = self._checkpointer.open(path)
+    variables = model_state.name_objects({'model': self._model})
+    variables = {k: v for k, v in variables.items() if not _is_random(k)}
+    names = [
+      k for k in found.arrays if k.startswith('model/') and not _is_random(k)
+    ]
+    arrays = {k: found.arrays[k] for k in names}
+    for name, reduction in found.metadata.get('parts', {}).items():
+      if name in arrays:
+        arrays[name] = model_state.reduce_parts(arrays[name], reduction)
+    renamed = model_state.match_names(list(variables), names)
+    arrays = {renamed.get(k, k): v for k, v in arrays.items()}
+    steps = [
+      k
+      for k in found.arrays
+      if k.startswith('optimizer/') and k.endswith('/iteration')
+    ]
+    different = model_state.differences(variables, model_state.specs(arrays))
+    if not steps:
+      different.append("it lacks the optimizer's variable iteration")
+    if different:
+      raise ValueError('; '.join(different))
+    for name, variable in variables.items():
+      variable.assign(arrays[name])
+    self._model.optimizer.iterations.assign(found.arrays[steps[0]])
+
+
+def _is_random(name: str) -> bool:
+  return name.startswith('model/random/')
+
+
+class _TensorFlowReader:
+  """Reads the checkpoints of a `tf.train.CheckpointManager`."""
+
+  def __init__(self, model: keras.Model, directory: str):
+    self._model = model
+    self._directory = directory
+    self._checkpoint = tf.train.Checkpoint(
+      model=model, optimizer=model.optimizer
+    )
+    self._is_compatible = False
+
+  def list(self) -> Iterator[tuple[str, float | None]]:
+    """Yields paths and times of writing; a single `Checkpoint.save` has none."""
+    state = tf.train.get_checkpoint_state(self._directory)
+    if state is None:
+      return iter(())
+    paths = state.all_model_checkpoint_paths
+    times = state.all_model_checkpoint_timestamps[: len(paths)]
+    return itertools.zip_longest(paths, times)
+
+  def restore(self, path: str) -> None:
+    """Assigns the weights and the optimizer's step."""
+    self._checkpoint.restore(path).expect_partial()
+    if not self._is_compatible:
+      self._check_restores_everything(path)
+      self._is_compatible = True
+
+  def _check_restores_everything(self, path: str) -> None:
+    """Restores again over other values, which only missing variables keep.
+
+    TensorFlow's own check also rejects checkpoints without variables of the
+    optimizer, such as slots, which are not needed here.
+    """
+    variables = [*self._model.weights, self._model.optimizer.iterations]
+    fills = []
+    for variable in variables:
+      value = np.asarray(variable)
+      fill = np.zeros_like if np.any(value) else np.ones_like
+      fills.append(fill(value))
+      variable.assign(fills[-1])
+    self._checkpoint.restore(path).expect_partial()
+    missing = [
+      variable.path
+      for variable, fill in zip(variables, fills, strict=True)
+      if fill.size and np.array_equal(np.asarray(variable), fill)
+    ]
+    if missing:
+      raise ValueError(f'it lacks {", ".join(missing)}')
 
 
 def _check_model(model: keras.Model) -> None:

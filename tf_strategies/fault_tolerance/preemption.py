@@ -1,12 +1,12 @@
 """Preemption: on SIGTERM all workers save after the same step, and exit.
 
-Whoever preempts a process sends SIGTERM and, half a minute later, SIGKILL. Here
-the signal only sets a flag. After a step the workers tell each other whether
-one of them has the flag, the chief saves, and all exit with
-`RESTARTABLE_EXIT_CODE`, with which `python -m tf_strategies.launch
---max_restarts=3`, Kubernetes and others start them again.
+A scheduler that preempts a process sends SIGTERM and, half a minute later,
+SIGKILL. The signal sets a flag here. After a step the workers exchange their
+flags, the chief saves, and all exit with `RESTARTABLE_EXIT_CODE`, on which
+`python -m tf_strategies.launch --max_restarts=3`, Kubernetes and others restart
+them.
 
-SIGINT is left alone: who presses Ctrl-C does not want the run to start again.
+SIGINT is not handled: Ctrl-C should end the run.
 """
 
 from __future__ import annotations
@@ -17,27 +17,24 @@ import time
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-import keras
 import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tf_strategies import _keras_internal, errors
-from tf_strategies.checkpoint import position as position_lib
+from tf_strategies import errors
 from tf_strategies.cluster import exit_codes
-from tf_strategies.fault_tolerance import run_checkpoint
+from tf_strategies.fault_tolerance import resume_fit, run_checkpoint
 
-# Steps between two questions, at most: a worker may be slow all of a sudden.
+# Steps between two exchanges, at most: a worker may become slow suddenly.
 _MOST_STEPS = 1000
 
 
 class Preemption:
-  """A context in which SIGTERM asks for a checkpoint, for loops of one's own.
+  """A context in which SIGTERM requests a checkpoint, for custom loops.
 
-  Asking the others costs a small collective, so it is done every
-  `check_seconds`, at a step that all workers agree on. A second signal changes
-  nothing. If the block ends and nobody has asked for the flag since the signal
-  came, the signal is raised again when the block is left.
+  Workers exchange flags in a small collective, every `check_seconds`, at a step
+  that all agree on. A second signal has no effect. A signal that was not seen
+  through `requested` is raised again when the block ends.
 
   Example:
 
@@ -63,15 +60,15 @@ class Preemption:
   Args:
     checkpoint: a `RunCheckpoint`; or a `ParameterServerStrategy` with a
       `checkpoint_dir`, which saves by itself.
-    signals: that ask for a checkpoint. Slurm can send another one earlier.
-    check_seconds: how often workers ask each other, about; 0 for each step.
+    signals: that request a checkpoint. Slurm can send another one earlier.
+    check_seconds: approximate time between two exchanges; 0 for each step.
 
   Raises:
-    UnsupportedOptionError: a strategy that saves nothing, or a thread other
-      than the main thread, to which Python gives no signals.
+    UnsupportedOptionError: a strategy that saves nothing, or not the main
+      thread, the only one that receives signals in Python.
   """
 
-  # Of a `fit` that has not ended: nothing tells of one that raised.
+  # Of a `fit` that has not ended: Keras does not report one that raised.
   _in_fit: Preemption | None = None
 
   def __init__(
@@ -99,17 +96,17 @@ class Preemption:
     workers = getattr(extended, 'communicator', None)
     several = workers is not None and workers.world_size > 1
     self._question = _Question(workers, check_seconds) if several else None
-    # Its batches take another time than training steps.
+    # Its batches take a different time than training steps.
     self._evaluation = _Question(workers, check_seconds) if several else None
 
   def __enter__(self) -> Preemption:
     if threading.current_thread() is not threading.main_thread():
       raise errors.UnsupportedOptionError(
         f'Preemption in thread {threading.current_thread().name!r}',
-        'the main thread: Python gives signals to no other',
+        'the main thread, which receives signals in Python',
         'enter it in the main thread, and train there',
       )
-    # Else its handlers would be the ones to put back.
+    # Otherwise its handlers would be restored later.
     abandoned, Preemption._in_fit = Preemption._in_fit, None
     unseen = None if abandoned is None else abandoned._put_back()
     self._signal, self._was_seen = None, False
@@ -120,7 +117,7 @@ class Preemption:
     return self
 
   def enter_for_fit(self) -> None:
-    """Enters, where the end may be missed: the next one that enters ends it."""
+    """Enters; if the exit is missed, the next one that enters does it."""
     self.__enter__()
     Preemption._in_fit = self
 
@@ -132,10 +129,10 @@ class Preemption:
       signal.raise_signal(unseen)
 
   def _put_back(self) -> int | None:
-    """Puts handlers back; returns a signal that nobody has looked at."""
+    """Restores handlers; returns a signal that was not seen."""
     handlers, self._handlers = self._handlers, {}
     for number, handler in handlers.items():
-      # None: it was set by code that is not Python.
+      # None: it was not set by Python code.
       signal.signal(number, signal.SIG_DFL if handler is None else handler)
     return None if self._was_seen else self._signal
 
@@ -146,7 +143,7 @@ class Preemption:
 
   @property
   def requested(self) -> bool:
-    """Whether to save and exit now; ask after each step, on all workers.
+    """Whether to save and exit now; check after each step, on all workers.
 
     All workers get the same answer after the same step.
 
@@ -160,8 +157,8 @@ class Preemption:
     """As `requested`.
 
     Args:
-      at_once: whether to ask the other workers though it is not time yet, as
-        at the end of the training; the same on all of them.
+      at_once: whether to exchange flags regardless of the time, as at the end
+        of training; the same on all workers.
     """
     return self._ask(self._question, at_once)
 
@@ -179,16 +176,15 @@ class Preemption:
     return is_signalled
 
   def save_and_exit(self, epoch: int, step: int) -> NoReturn:
-    """Saves, on the chief, waits for it, leaves the others and exits.
+    """Saves on the chief, closes the strategy and exits, on all workers.
 
     Args:
-      epoch: epochs that are done.
-      step: steps of the next one that are done.
+      epoch: completed epochs.
+      step: completed steps of the next one.
 
     Raises:
-      SystemExit: with RESTARTABLE_EXIT_CODE, so that `with` and `finally` are
-        gone through. Also if nothing could be saved, which is logged: the
-        checkpoint before is there.
+      SystemExit: with RESTARTABLE_EXIT_CODE, so that `with` and `finally` run.
+        Also if saving failed, which is logged: the previous checkpoint remains.
     """
     began = time.monotonic()
     try:
@@ -199,7 +195,7 @@ class Preemption:
       is_saved = False
     if self._question is not None:
       is_saved = self._question.is_saved_everywhere(is_saved)
-      # A worker that just ends would look as if it had died.
+      # Without it, the others would take the exit for a failure.
       self._checkpoint.strategy.close()
     now = time.monotonic()
     logging.warning(
@@ -217,17 +213,17 @@ class Preemption:
 
 
 class _Question:
-  """How workers find out that one of them was signalled, after the same step.
+  """Exchanges between workers whether one of them was signalled.
 
   Args:
-    workers: the link to the others.
-    check_seconds: how often to ask.
+    workers: their communicator.
+    check_seconds: time between two exchanges.
   """
 
   def __init__(self, workers, check_seconds: float):
     self._workers = workers
     self._check_seconds = check_seconds
-    # From one question to the next, and those that are done of them.
+    # From one exchange to the next, and those completed since.
     self._steps = 1
     self._steps_done = 0
     self._seconds_a_step = check_seconds
@@ -235,12 +231,12 @@ class _Question:
     self._answer = False
 
   def ask(self, is_signalled: bool, at_once: bool) -> bool:
-    """Whether any worker is signalled, as far as all know."""
-    if not at_once:  # Else there may have been no step.
+    """Returns whether any worker is signalled; the same on all."""
+    if not at_once:  # Otherwise there may have been no step.
       self._steps_done += 1
     if self._answer or (self._steps_done < self._steps and not at_once):
       return self._answer
-    # The slowest says when to meet again: its steps may take longer from now.
+    # The slowest decides on the next: its steps may take longer from now on.
     mine = np.array([is_signalled, -self._steps_wanted()], np.int64)
     everyone = self._workers.combine(tf.constant(mine), 'max', 'preemption')
     signalled, negative_steps = everyone.numpy().tolist()
@@ -257,13 +253,13 @@ class _Question:
     return int(min(max(steps, 1), _MOST_STEPS))
 
   def is_saved_everywhere(self, is_saved: bool) -> bool:
-    """Waits for all workers; whether all could save."""
+    """Waits for all workers; returns whether all could save."""
     flag = tf.constant(int(is_saved), tf.int64)
     return bool(self._workers.combine(flag, 'min', 'preemption/saved').numpy())
 
 
 class _ServerCheckpoint:
-  """The checkpoints that a `ParameterServerStrategy` writes by itself."""
+  """The checkpoints of a `ParameterServerStrategy`."""
 
   def __init__(self, strategy: tf.distribute.Strategy):
     recovery = getattr(strategy, 'recovery', None)
@@ -277,43 +273,39 @@ class _ServerCheckpoint:
     self.strategy = strategy
 
   def check_open(self) -> None:
-    """Checks, after the first step already, that something can be saved."""
+    """Checks, from the first step on, that the strategy can save."""
     if not self.strategy.recovery.is_open:
       raise errors.UnsupportedOptionError(
-        f'Preemption with a {type(self.strategy).__name__} that does not know '
-        'what to save',
-        'one that was told the model and the optimizer',
+        f'Preemption with a {type(self.strategy).__name__} without a model to '
+        'save',
+        'one that has the model and the optimizer',
         'call strategy.restore(model=model, optimizer=optimizer) before the '
         'loop',
       )
 
   def save(self, epoch: int, step: int) -> None:
-    """Saves at once, or not at all where a server has gone as well."""
+    """Saves at once; fails if a server is gone as well."""
     del epoch, step  # The strategy counts the steps that it begins.
     self.check_open()
     try:
-      # Not guarded: there is no time to wait for a server to come back.
-      self.strategy.recovery.save()
+      # There is no time to wait for a server to come back.
+      self.strategy.save(recovers=False)
     except (errors.ParameterServerUnavailableError, tf.errors.OpError) as e:
       raise OSError(f'the variables cannot be read: {e}') from e
 
 
-class PreemptionCheckpoint(keras.callbacks.Callback):
-  """Saves after each epoch, and on SIGTERM after the step that runs; for `fit`.
+class PreemptionCheckpoint(resume_fit.ResumeFit):
+  """Saves after each epoch, and on SIGTERM after the current step; for `fit`.
 
-  Make it the last one in the list: after a signal, callbacks behind it do not
-  hear of the last step. Give `fit` the batches of whole epochs, from the
-  restored one on. Those of steps that were done before are read and left out,
-  though callbacks hear of them, and metrics go on with what they had. (Keras
-  counts the batches of a data set: it would end early with fewer.) If the
-  signal comes in or after the last step of an epoch, that epoch is not
-  evaluated.
+  Make it the last callback: after a signal, callbacks behind it do not see the
+  last step. It also resumes as `ResumeFit(checkpoint)`, which says what data
+  `fit` needs. If the signal arrives in or after the last step of an epoch, that
+  epoch is not evaluated.
 
   With parameter servers the strategy saves and restores by itself: pass the
   strategy, next to `tfs.ResumeFit(strategy)`.
 
-  After a `fit` that raised, SIGTERM waits for the next `fit` or `Preemption`,
-  which hears of it.
+  After a `fit` that raised, a SIGTERM is kept for the next `fit` or `Preemption`.
 
   Example:
 
@@ -334,9 +326,7 @@ class PreemptionCheckpoint(keras.callbacks.Callback):
     check_seconds: as in `Preemption`.
 
   Raises:
-    UnsupportedOptionError: as `Preemption`; or, when `fit` begins, a run that
-      was not restored, does not begin where the checkpoint is, or has groups
-      of steps (`steps_per_execution`) of which none ends there.
+    UnsupportedOptionError: as `Preemption` and `ResumeFit`.
   """
 
   def __init__(
@@ -346,117 +336,56 @@ class PreemptionCheckpoint(keras.callbacks.Callback):
     signals: Sequence[int] = (signal.SIGTERM,),
     check_seconds: float = 0.2,
   ):
-    super().__init__()
-    # Of parameter servers, of which the strategy keeps the position.
-    self._checkpoint = None
-    if isinstance(checkpoint, run_checkpoint.RunCheckpoint):
-      self._checkpoint = checkpoint
-    self._saves_each_epoch = save_each_epoch and self._checkpoint is not None
+    # With parameter servers, the strategy and `ResumeFit` do it.
+    is_run = isinstance(checkpoint, run_checkpoint.RunCheckpoint)
+    super().__init__(checkpoint if is_run else None)
+    self._saves_each_epoch = save_each_epoch and is_run
     self._preemption = Preemption(checkpoint, signals, check_seconds)
-    self._resumed_from: position_lib.Position | None = None
-    self._is_first_epoch = False
     self._listens = False
     self._epoch = 0
-    self._steps_done = 0
-    self._steps_to_skip = 0
+    self._steps_before = 0
 
   def on_train_begin(self, logs=None):
-    """Notes where the run goes on."""
+    """Takes the position where the run continues."""
     self._listens = False
-    if self._checkpoint is not None:
-      position = self._checkpoint.position
-      if position is None:
-        raise errors.UnsupportedOptionError(
-          'PreemptionCheckpoint(checkpoint) before checkpoint.restore()',
-          'a fit that begins where the newest checkpoint is',
-          'write epoch, _ = checkpoint.restore() before fit',
-        )
-      if self._resumed_from is not position:
-        self._resumed_from = position
-        self._steps_to_skip = position.step
-        self._is_first_epoch = True
+    super().on_train_begin(logs)
 
   def on_epoch_begin(self, epoch, logs=None):
-    """Listens for signals; an epoch that was interrupted goes on."""
+    """Listens for signals; continues an epoch that was interrupted."""
     self._epoch = epoch
-    if self._is_first_epoch:
-      self._check_begin(epoch)
-      self._is_first_epoch = False
+    super().on_epoch_begin(epoch, logs)
     if not self._listens:
       self._listens = True
       self._preemption.enter_for_fit()
-    if self._steps_to_skip:
-      self._checkpoint.restore_metrics()
-      self._skip_steps()
-
-  def _check_begin(self, epoch):
-    position, steps = self._resumed_from, self.params.get('steps')
-    if epoch != position.epoch:
-      raise errors.UnsupportedOptionError(
-        f'initial_epoch={epoch} after {position} was restored',
-        f'{position.epoch}',
-        f'write initial_epoch={position.epoch}',
-      )
-    if steps is not None and steps <= position.step:
-      raise errors.UnsupportedOptionError(
-        f'steps_per_epoch={steps} after {position.step} steps of an epoch were '
-        'restored',
-        'the steps of a whole epoch',
-        'pass to steps_per_epoch what the run began with',
-      )
-    group = self.model.steps_per_execution
-    if position.step % group:
-      raise errors.UnsupportedOptionError(
-        f'steps_per_execution={group} after {position.step} steps of an epoch '
-        'were restored',
-        f'a divisor of {position.step}',
-        'pass to compile the steps_per_execution that the run began with',
-      )
-
-  def _skip_steps(self):
-    """Lets `fit` go through steps that were done before without doing them."""
-    results = self.model.get_metrics_result()
-
-    def skip(iterator):
-      if self._steps_done < self._steps_to_skip:
-        for _ in range(self.model.steps_per_execution):
-          next(iterator)
-        return results
-      self._steps_to_skip = 0
-      _keras_internal.swap_train_function(self.model, function)
-      return function(iterator)
-
-    # For those who look at steps: what is skipped is none.
-    skip.skips = lambda batch: batch < self._steps_to_skip
-    function = _keras_internal.swap_train_function(self.model, skip)
 
   def on_train_batch_begin(self, batch, logs=None):
     """Counts the steps before this one, or this group of them."""
-    self._steps_done = batch
+    self._steps_before = batch
 
   def on_train_batch_end(self, batch, logs=None):
-    """Saves and exits, if a worker was signalled."""
-    done = self._steps_done + self.model.steps_per_execution
-    if done <= self._steps_to_skip:
+    """Saves and exits if a worker was signalled."""
+    if resume_fit.is_skipped(self.model, batch):
       return
     if self._preemption.requested:
+      done = self._steps_before + self.model.steps_per_execution
       steps = self.params.get('steps')
       if steps is not None and done >= steps:
         self._preemption.save_and_exit(self._epoch + 1, 0)
       self._preemption.save_and_exit(self._epoch, done)
 
   def on_test_batch_end(self, batch, logs=None):
-    """Does not wait for the end of an evaluation that `fit` does."""
+    """Saves and exits during an evaluation by `fit`, too."""
     if self._preemption.is_requested_in_evaluation():
       self._preemption.save_and_exit(self._epoch + 1, 0)
 
   def on_epoch_end(self, epoch, logs=None):
-    """Saves; exits, if a worker was signalled since the last step."""
+    """Saves; exits if a worker was signalled since the last step."""
     if self._preemption.is_requested(at_once=True):
       self._preemption.save_and_exit(epoch + 1, 0)
     if self._saves_each_epoch:
       self._checkpoint.save(epoch + 1)
 
   def on_train_end(self, logs=None):
-    """Leaves signals alone; one that nobody has looked at is raised again."""
+    """Restores signal handlers; raises a signal again that was not seen."""
+    super().on_train_end(logs)
     self._preemption.__exit__(None, None, None)

@@ -1,27 +1,31 @@
-"""`ResumeFit`: a `fit` that goes on where a killed coordinator was."""
+"""`ResumeFit`: a `fit` that continues where an earlier run stopped."""
 
 from __future__ import annotations
-
-import os
 
 import keras
 import tensorflow as tf
 from absl import logging
 
-from tf_strategies import _keras_internal
-from tf_strategies.fault_tolerance import evaluator
-from tf_strategies.strategies.parameter_server import resumption
+from tf_strategies import _keras_internal, errors
+from tf_strategies.checkpoint import checkpointer
+from tf_strategies.checkpoint import position as position_lib
+from tf_strategies.fault_tolerance import run_checkpoint
 
 
 class ResumeFit(keras.callbacks.Callback):
-  """Restores the latest checkpoint when `fit` begins, and goes on from there.
+  """Continues `fit` in the epoch and at the step of a checkpoint.
 
-  For `ParameterServerStrategy(checkpoint_dir=...)`, which writes a checkpoint
-  every `checkpoint_steps` steps by itself. The run goes on in the epoch and at
-  the batch of the checkpoint; steps after it are done again. When `fit` ends, a
-  last checkpoint is written, and a file that tells a `SidecarEvaluator`.
+  * With a `ParameterServerStrategy(checkpoint_dir=...)`, which writes a
+    checkpoint every `checkpoint_steps` steps by itself: restores the newest one
+    when `fit` starts; later steps are computed again. The data set skips what
+    was done. When `fit` ends, writes a last checkpoint. Without
+    `checkpoint_dir`, or on another strategy, it does nothing.
+  * With a `RunCheckpoint` that was restored: give `fit` the batches of whole
+    epochs, from the restored epoch on. Those of completed steps are read and
+    dropped, though callbacks see them, and metrics continue from their values.
+    `PreemptionCheckpoint` does this too, and saves.
 
-  Without `checkpoint_dir` it does nothing.
+  Both tell a `SidecarEvaluator` when `fit` has ended.
 
   Example:
 
@@ -30,21 +34,48 @@ class ResumeFit(keras.callbacks.Callback):
     model.fit(dataset, epochs=3, callbacks=[tfs.ResumeFit(strategy)])
 
   Args:
-    strategy: a `ParameterServerStrategy`; on any other it does nothing.
+    checkpoint: a strategy, or a `RunCheckpoint`.
+
+  Raises:
+    UnsupportedOptionError: when `fit` starts: a run that was not restored, does
+      not start at the position of the checkpoint, or has groups of steps
+      (`steps_per_execution`) of which none ends there.
   """
 
-  def __init__(self, strategy: tf.distribute.Strategy):
+  def __init__(
+    self, checkpoint: run_checkpoint.RunCheckpoint | tf.distribute.Strategy
+  ):
     super().__init__()
-    self._recovery = getattr(strategy, 'recovery', None)
-    self._strategy = strategy
-    if self._recovery is not None and not self._recovery.is_enabled:
-      self._recovery = None
+    self._checkpoint = self._recovery = None
+    if isinstance(checkpoint, run_checkpoint.RunCheckpoint):
+      self._checkpoint = checkpoint
+    else:
+      self._strategy = checkpoint
+      recovery = getattr(checkpoint, 'recovery', None)
+      if recovery is not None and recovery.is_enabled:
+        self._recovery = recovery
+    self._resumed_from: position_lib.Position | None = None
+    self._is_first_epoch = False
 
   def on_train_begin(self, logs=None):
-    """Restores, and tells Keras and the data set where to go on."""
-    if self._recovery is None:
-      return
-    _set_finished(self._strategy.options.checkpoint_dir, False)
+    """Restores, and tells Keras and the data set where to continue."""
+    if self._recovery is not None:
+      self._restore_servers()
+    elif self._checkpoint is not None:
+      self._checkpoint.mark_finished(False)
+      position = self._checkpoint.position
+      if position is None:
+        raise errors.UnsupportedOptionError(
+          f'{type(self).__name__}(checkpoint) before checkpoint.restore()',
+          'a fit that starts at the position of the newest checkpoint',
+          'write epoch, _ = checkpoint.restore() before fit',
+        )
+      if self._resumed_from is not position:
+        self._resumed_from = position
+        self._is_first_epoch = True
+
+  def _restore_servers(self):
+    self._mark_finished(False)
     with self._strategy.scope():
       if not self.model.optimizer.built:
         self.model.optimizer.build(self.model.trainable_variables)
@@ -53,22 +84,48 @@ class ResumeFit(keras.callbacks.Callback):
     )
     if position is None:
       return
-    epoch, steps = position['epoch'], position['epoch_steps']
-    if steps == self.params.get('steps'):  # It was written at the very end.
-      epoch, steps = epoch + 1, 0
-    logging.info('fit goes on in epoch %d after %d steps', epoch + 1, steps)
+    steps_per_epoch = self.params.get('steps')
+    if position.step == steps_per_epoch:  # It was written at the very end.
+      position = position_lib.Position(position.epoch + 1)
+    logging.info('fit continues at %s', position)
     # As Keras's own BackupAndRestore does.
-    _keras_internal.set_initial_epoch(self.model, epoch)
-    self._recovery.resume(
-      resumption.Resumption(
-        epoch, steps, self.params.get('steps'), tuple(position['splits'])
-      )
-    )
+    _keras_internal.set_initial_epoch(self.model, position.epoch)
+    self._recovery.resume(position, steps_per_epoch)
 
   def on_epoch_begin(self, epoch, logs=None):
-    """Notes which epoch it is."""
+    """Skips the completed steps of an interrupted epoch."""
     if self._recovery is not None:
       self._recovery.begin_epoch(epoch)
+    elif self._is_first_epoch:
+      self._check_start(epoch)
+      self._is_first_epoch = False
+      if self._resumed_from.step:
+        self._checkpoint.restore_metrics()
+        skip_steps(self.model, self._resumed_from.step)
+
+  def _check_start(self, epoch):
+    position, steps = self._resumed_from, self.params.get('steps')
+    if epoch != position.epoch:
+      raise errors.UnsupportedOptionError(
+        f'initial_epoch={epoch} after {position} was restored',
+        f'{position.epoch}',
+        f'write initial_epoch={position.epoch}',
+      )
+    if steps is not None and steps <= position.step:
+      raise errors.UnsupportedOptionError(
+        f'steps_per_epoch={steps} after {position.step} steps of an epoch were '
+        'restored',
+        'the steps of a whole epoch',
+        'pass to steps_per_epoch what the run started with',
+      )
+    group = self.model.steps_per_execution
+    if position.step % group:
+      raise errors.UnsupportedOptionError(
+        f'steps_per_execution={group} after {position.step} steps of an epoch '
+        'were restored',
+        f'a divisor of {position.step}',
+        'pass to compile the steps_per_execution that the run started with',
+      )
 
   def on_epoch_end(self, epoch, logs=None):
     """A checkpoint from now on belongs to the next epoch."""
@@ -76,19 +133,49 @@ class ResumeFit(keras.callbacks.Callback):
       self._recovery.begin_epoch(epoch + 1)
 
   def on_train_end(self, logs=None):
-    """Writes the last checkpoint."""
+    """Writes the last checkpoint, where the strategy does so."""
     if self._recovery is not None:
-      _keras_internal.set_initial_epoch(
-        self.model, 0
-      )  # Else the next `fit` begins there too.
-      self._recovery.with_recovery(self._recovery.save)
-      _set_finished(self._strategy.options.checkpoint_dir, True)
+      # Otherwise the next `fit` starts in that epoch too.
+      _keras_internal.set_initial_epoch(self.model, 0)
+      self._strategy.save()
+      self._mark_finished(True)
+    elif self._checkpoint is not None:
+      self._checkpoint.mark_finished()
+
+  def _mark_finished(self, is_finished):
+    directory = self._strategy.options.checkpoint_dir
+    checkpointer.Checkpointer(directory).mark_finished(is_finished)
 
 
-def _set_finished(directory: str, is_finished: bool) -> None:
-  path = os.path.join(directory, evaluator.FINISHED_FILE)
-  if is_finished:
-    with tf.io.gfile.GFile(path, 'w') as f:
-      f.write('Training is over.\n')
-  elif tf.io.gfile.exists(path):
-    tf.io.gfile.remove(path)
+def skip_steps(model: keras.Model, steps: int) -> None:
+  """Makes `fit` read and drop the batches of completed steps.
+
+  Keras counts the batches of a data set, and would end early with fewer.
+
+  Args:
+    model: whose epoch has just begun.
+    steps: completed steps of that epoch.
+  """
+  if is_skipped(model, 0):
+    return  # Another callback has done it.
+  results = model.get_metrics_result()
+  done = 0
+
+  def skip(iterator):
+    nonlocal done
+    if done < steps:
+      done += model.steps_per_execution
+      for _ in range(model.steps_per_execution):
+        next(iterator)
+      return results
+    _keras_internal.swap_train_function(model, function)
+    return function(iterator)
+
+  skip.skips = lambda batch: batch < steps
+  function = _keras_internal.swap_train_function(model, skip)
+
+
+def is_skipped(model: keras.Model, batch: int) -> bool:
+  """Returns whether `fit` skips this batch of the epoch."""
+  skips = getattr(model.train_function, 'skips', None)
+  return skips is not None and skips(batch)

@@ -147,10 +147,7 @@ class RunCheckpoint:
     if not self._metric_arrays:
       return
     variables = self._metric_variables()
-    specs = {
-      name: checkpointer.ArraySpec(array.dtype.name, array.shape, 0)
-      for name, array in self._metric_arrays.items()
-    }
+    specs = model_state.specs(self._metric_arrays)
     differences = model_state.differences(variables, specs)
     if differences:
       logging.warning(
@@ -182,7 +179,12 @@ class RunCheckpoint:
       return None
     position = Position(epoch, step)
     path = self._checkpointer.save(
-      arrays, {**position.to_json(), 'settings': self._settings}
+      arrays,
+      {
+        **position.to_json(),
+        'settings': self._settings,
+        'parts': model_state.reductions(variables),
+      },
     )
     logging.info(
       'Saved %s at %s in %.2f s.', path, position, time.monotonic() - began

@@ -10,13 +10,13 @@ that one device would have seen.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 
 import keras
 import tensorflow as tf
 
 from tf_strategies import _keras_internal, errors
+from tf_strategies.keras import gradient_reducer
 
 _WEIGHTINGS = ('rows', 'none')
 
@@ -118,9 +118,8 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
   def build(self, variables):
     """Creates the inner optimizer's variables."""
     if not self.inner_optimizer.built:
-      extended = tf.distribute.get_strategy().extended
       # Accumulators then hold the whole gradient, not one replica's part.
-      with getattr(extended, 'gradients_reduced', contextlib.nullcontext)():
+      with gradient_reducer.current().gradients_reduced():
         self.inner_optimizer.build(variables)
     # The wrapper adds no slots, but knows its variables as any optimizer does.
     super().build(variables)
@@ -143,43 +142,29 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
       trainable_variables = list(trainable_variables)
       if not self.built:
         self.build(trainable_variables)
-    strategy = tf.distribute.get_strategy()
     if tf.distribute.in_cross_replica_context():
       raise errors.UnsupportedOptionError(
         'DistributedOptimizer.apply in cross-replica context',
         'a call inside strategy.run',
         'pass the training step to strategy.run',
       )
-    if strategy.num_replicas_in_sync == 1:
+    if tf.distribute.get_strategy().num_replicas_in_sync == 1:
       self.inner_optimizer.apply(grads, trainable_variables)
       return
-    extended = strategy.extended
-    if not hasattr(extended, 'gradients_reduced'):
-      raise errors.UnsupportedOptionError(
-        f'DistributedOptimizer under {type(strategy).__name__}',
-        'the strategies of tf_strategies',
-        "use tfs.create_strategy('ring_mirrored') in place of it",
-      )
+    reducer = gradient_reducer.current()
     variables = trainable_variables or _keras_internal.trainable_variables(self)
-    present, parts = self._parts(extended, grads, variables)
+    present, parts = self._parts(reducer, grads, variables)
 
     def apply(summed):
       reduced = list(grads)
       for i, total in zip(present, summed, strict=True):
         reduced[i] = total
-      with extended.gradients_reduced(reduced):
+      with reducer.gradients_reduced(reduced):
         self.inner_optimizer.apply(reduced, trainable_variables)
 
-    if hasattr(extended, 'reduce_and_apply'):
-      # Replicas share their variables: one of them updates for all.
-      extended.reduce_and_apply(parts, apply)
-    else:
-      context = tf.distribute.get_replica_context()
-      apply(
-        context.all_reduce(tf.distribute.ReduceOp.SUM, parts) if parts else []
-      )
+    reducer.reduce_and_apply(parts, apply)
 
-  def _parts(self, extended, grads, variables):
+  def _parts(self, reducer, grads, variables):
     """This replica's part of each gradient that is there, and their indices."""
     for variable in variables:
       if _keras_internal.overwrites_with_gradient(variable):
@@ -189,14 +174,14 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
           'train without quantize("float8")',
         )
     present = [i for i, g in enumerate(grads) if g is not None]
-    parts = [self._lighter(extended, grads[i]) for i in present]
+    parts = [self._lighter(reducer, grads[i]) for i in present]
     if parts and not self._pop_loss_weighed() and self._weighting == 'rows':
-      weight = extended.row_weight()
+      weight = reducer.row_weight()
       if weight is not None:
         parts = [_multiply(p, weight) for p in parts]
     return present, parts
 
-  def _lighter(self, extended, gradient):
+  def _lighter(self, reducer, gradient):
     """A sparse gradient as a dense one, where that is less to send.
 
     Not with clipping: one device clips the pairs as they come, and duplicates
@@ -209,7 +194,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
       getattr(inner, option, None) is not None
       for option in ('clipnorm', 'global_clipnorm', 'clipvalue')
     )
-    if clips and getattr(extended, 'sums_sparse_as_dense', False):
+    if clips and reducer.sums_sparse_as_dense:
       strategy = type(tf.distribute.get_strategy()).__name__
       raise errors.UnsupportedOptionError(
         f'{type(inner).__name__} that clips sparse gradients under {strategy}',
@@ -218,8 +203,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         'train the embedding without clipping, or look rows up by '
         'tf.one_hot(ids, depth) @ table, whose gradient is dense',
       )
-    prefers_dense = getattr(extended, 'prefers_dense', None)
-    if clips or prefers_dense is None or not prefers_dense(gradient):
+    if clips or not reducer.prefers_dense(gradient):
       return gradient
     return tf.convert_to_tensor(gradient)
 
@@ -233,14 +217,9 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
     from replica to replica before `apply` sees them.
     """
     loss = self.inner_optimizer.scale_loss(loss)
-    extended = tf.distribute.get_strategy().extended
     in_replica = not tf.distribute.in_cross_replica_context()
-    if (
-      self._weighting == 'rows'
-      and in_replica
-      and hasattr(extended, 'row_weight')
-    ):
-      weight = extended.row_weight()
+    if self._weighting == 'rows' and in_replica:
+      weight = gradient_reducer.current().row_weight()
       if weight is not None:
         loss = loss * tf.cast(weight, loss.dtype)
         _weighed.optimizers = _weighed.optimizers | {id(self)}

@@ -22,7 +22,7 @@ _LOCAL_OPTIONS = ('clipnorm', 'clipvalue', 'global_clipnorm')
 
 
 def check_without_wrapper(optimizer, strategy_name: str) -> None:
-  """Refuses options that are wrong unless gradients are reduced first.
+  """Rejects options that are wrong unless gradients are reduced first.
 
   Args:
     optimizer: a Keras optimizer that is about to update variables.
@@ -55,7 +55,7 @@ def needs_rows_everywhere(optimizer) -> str | None:
 
 
 def check_model(fn, strategy_name: str) -> None:
-  """Refuses a model whose loss or optimizer is wrong under the wrapper.
+  """Rejects a model whose loss or optimizer is wrong under the wrapper.
 
   Args:
     fn: what runs on each replica; only a model's train step is looked at.
@@ -135,7 +135,7 @@ _WHOLE_VARIABLE_OPTIMIZERS = ('Adafactor', 'Lamb', 'Muon')
 
 
 def check_partitioned_update(fn: Callable, name: str) -> None:
-  """Refuses optimizers whose update of a part is not part of the update.
+  """Rejects optimizers that cannot update a part of a variable by itself.
 
   Args:
     fn: what Keras passes to `strategy.extended.update`.

@@ -2,7 +2,8 @@
 
   python -m tf_strategies.kubernetes --kind=jobset --image=registry/mnist:1 \
     --num_workers=2 --num_ps=1 --checkpoint_pvc=checkpoints -- \
-    python -m examples.mnist_parameter_server --checkpoint_dir=/checkpoints
+    python -m examples.mnist_keras_fit --strategy=parameter_server \
+    --checkpoint_dir=/checkpoints
 
 Every task runs the command, as under `tf_strategies.launch`. `--kind=jobset`
 needs the JobSet controller, `--kind=tfjob` Kubeflow's training operator v1,

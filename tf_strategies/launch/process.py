@@ -35,7 +35,7 @@ class TaskProcess:
       the signal that killed it.
     ended_at: when that was, in nanoseconds of the monotonic clock.
     is_gone: whether nothing is left of it, the reaper included.
-    reaper_was_killed: whether the reaper was killed, so that something may be left.
+    reaper_was_killed: whether processes may be left, as the reaper was killed.
 
   Raises:
     OSError: no process can be started.
@@ -112,12 +112,8 @@ class TaskProcess:
       # The reaper is gone, and `read_channel()` will say so.
       return
 
-  def read_output(self) -> None:
-    """Reads once what the command has written."""
-    self._read_output()
-
   def read_channel(self) -> None:
-    """Hears what the reaper reports; its silence means that it has ended."""
+    """Reads what the reaper reports; the end of it means that it has ended."""
     try:
       heard = self._channel.recv(_READ_BYTES)
     except BlockingIOError:
@@ -137,7 +133,7 @@ class TaskProcess:
       self._bury()
 
   def close(self) -> None:
-    """Lets go of it; a reaper that still runs then ends the task."""
+    """Closes the channel; a reaper that still runs then ends the task."""
     self._channel.close()
     if self._output is not None:
       os.close(self._output)
@@ -154,13 +150,15 @@ class TaskProcess:
       self.status = status or 1
       self.ended_at = time.monotonic_ns()
       if self.pid is not None:
-        _kill_group(self.pid)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+          os.killpg(self.pid, signal.SIGKILL)
     self._drain()
     self._sink.end_line()
     self.close()
     self.is_gone = True
 
-  def _read_output(self) -> int:
+  def read_output(self) -> int:
+    """Reads once what the command has written; the number of bytes."""
     if self._output is None:
       return 0
     try:
@@ -176,18 +174,8 @@ class TaskProcess:
 
   def _drain(self) -> None:
     total = 0
-    while total < _MOST_DRAINED:
-      count = self._read_output()
-      if not count:
-        return
+    while total < _MOST_DRAINED and (count := self.read_output()):
       total += count
-
-
-def _kill_group(pid: int) -> None:
-  try:
-    os.killpg(pid, signal.SIGKILL)
-  except (ProcessLookupError, PermissionError):
-    return
 
 
 def kill_orphans(keep: AbstractSet[int]) -> int:

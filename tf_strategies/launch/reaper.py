@@ -3,16 +3,16 @@
   python -I -S reaper.py <channel> <grace period> -- <command>
 
 The launcher cannot clean up after its own SIGKILL, so each task has a reaper: a
-small process that imports nothing of ours and hence starts in milliseconds.
+small process that imports nothing of ours and starts in milliseconds.
 
 - `channel` is one end of a socket pair. Each byte that arrives is the number of
-  a signal for the task's process group. Its end means that the launcher is
-  gone: the group gets SIGTERM and, after the grace period, SIGKILL.
+  a signal for the task's process group. When it closes, the launcher is gone:
+  the group gets SIGTERM and, after the grace period, SIGKILL.
 - The reaper reports `started <pid>` and `ended <status> <monotonic ns>`.
 - On Linux it adopts the task's orphans (PR_SET_CHILD_SUBREAPER), also those
   that left the process group, and ends them when the task has ended.
-- Killed itself, it takes the task along (PR_SET_PDEATHSIG). A `preexec_fn` is
-  safe here, as the reaper has no threads; the launcher might.
+- If it is killed, the task is too (PR_SET_PDEATHSIG). A `preexec_fn` is safe
+  here, as the reaper has no threads; the launcher might.
 
 Example:
 

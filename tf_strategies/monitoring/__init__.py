@@ -1,7 +1,7 @@
-"""Eyes on a running job: where time goes, and who waits for whom.
+"""Monitoring of a job: where a step's time goes, and which rank stalls it.
 
-`tfs.MonitorCallback` is the Keras callback, `TrainingMonitor` the same for a loop
-of one's own. Commands: `python -m tf_strategies.monitoring.merge` and
+`tfs.MonitorCallback` is the callback for Keras's `fit`, `TrainingMonitor` is for
+custom loops. Commands: `python -m tf_strategies.monitoring.merge` and
 `python -m tf_strategies.monitoring.plot`.
 """
 

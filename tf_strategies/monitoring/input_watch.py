@@ -1,8 +1,8 @@
 """Records how long a step waits in `next()` for its batch.
 
-A compiled step asks for its batch inside of the graph, where Python cannot look
-at a clock. So the pipeline does, as its last stage: before it asks for the batch,
-and when it has it.
+A compiled step requests its batch inside the graph, where Python cannot read a
+clock. So the last stage of the pipeline does: before it requests the batch, and
+when it has it.
 
 Example:
 
@@ -29,11 +29,11 @@ _UNKNOWN = -1
 
 
 def watch(dataset: tf.data.Dataset) -> tf.data.Dataset:
-  """Returns the same data set, recorded; while the recorder is off, `dataset`.
+  """Returns the data set with recording; `dataset` itself if the recorder is off.
 
   Args:
-    dataset: of plain or distributed batches; what it does ahead of its
-      consumer, its own `prefetch` say, is not counted as waiting.
+    dataset: of plain or distributed batches; work ahead of its consumer, such
+      as its own `prefetch`, does not count as waiting.
   """
   if not recorder.is_on():
     return dataset
@@ -50,15 +50,14 @@ def watch(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
   watched = tf.data.Dataset.zip((begins, dataset)).map(tell)
   options = tf.data.Options()
-  # TensorFlow would put a prefetch behind this stage, which then ran ahead of
-  # the step and would not see it wait.
+  # TensorFlow would add a prefetch after this stage, which would then run ahead
+  # of the step and not see it wait.
   options.experimental_optimization.inject_prefetch = False
   return watched.with_options(options)
 
 
 def _note(began, ended, rows, all_rows):
-  # TensorFlow has the wall clock only; both are read now to tell one by the
-  # other.
+  # TensorFlow has only the wall clock: both are read now, to convert.
   now, wall = recorder.now(), time.time()
   recorder.add(
     'next',
@@ -76,7 +75,7 @@ def _known(number) -> int | None:
 
 
 def _rows(batch):
-  """The rows of this worker and of all of them, as far as they are known."""
+  """Returns the rows of this worker and of all, if known."""
   leaves = tf.nest.flatten(batch)
   unknown = tf.constant(_UNKNOWN, tf.int64)
   if not leaves:

@@ -1,4 +1,4 @@
-"""Sets of time as lists of intervals: what covers what, and for how long.
+"""Operations on sets of time, as lists of intervals.
 
 Example:
 
@@ -18,7 +18,7 @@ Interval = tuple[int, int]
 
 
 def union(parts: Iterable[Interval]) -> list[Interval]:
-  """The same times as intervals that are apart, in order."""
+  """Returns the same times as disjoint intervals, in order."""
   merged: list[Interval] = []
   for begin, end in sorted(parts):
     if end <= begin:
@@ -31,14 +31,14 @@ def union(parts: Iterable[Interval]) -> list[Interval]:
 
 
 def clip(parts: Iterable[Interval], whole: Interval) -> list[Interval]:
-  """What of `parts` lies inside of `whole`."""
+  """Returns what of `parts` lies inside `whole`."""
   begin, end = whole
   clipped = [(max(b, begin), min(e, end)) for b, e in parts]
   return [(b, e) for b, e in clipped if b < e]
 
 
 def subtract(whole: Interval, parts: Iterable[Interval]) -> list[Interval]:
-  """What of `whole` lies in none of `parts`."""
+  """Returns what of `whole` lies in none of `parts`."""
   left, at = [], whole[0]
   for begin, end in union(clip(parts, whole)):
     if at < begin:
@@ -50,7 +50,7 @@ def subtract(whole: Interval, parts: Iterable[Interval]) -> list[Interval]:
 
 
 def cut(parts: Iterable[Interval], at: Sequence[int]) -> list[Interval]:
-  """The same times, with no interval going over one of the moments `at`."""
+  """Returns the same times, split at the moments `at`."""
   pieces = []
   for begin, end in parts:
     ends = [t for t in sorted(at) if begin < t < end]
@@ -59,5 +59,5 @@ def cut(parts: Iterable[Interval], at: Sequence[int]) -> list[Interval]:
 
 
 def length(parts: Iterable[Interval]) -> int:
-  """How long intervals that are apart are together."""
+  """Returns the total length of disjoint intervals."""
   return sum(end - begin for begin, end in parts)

@@ -12,22 +12,22 @@ from tf_strategies.monitoring import training_monitor
 
 
 class MonitorCallback(keras.callbacks.Callback):
-  """Says where the time of each step goes, and who waits for whom.
+  """Measures where the time of each step goes, and which rank stalls it.
 
-  Of every worker: JSON lines with step time, examples a second, the shares of
-  communication and input, bytes sent and memory, the same for TensorBoard if
-  that is installed, a timeline for Perfetto, and a watchdog. The chief prints a
-  line of progress now and then.
+  Every worker writes JSON lines with step time, examples per second, the shares
+  of communication and input, bytes sent and memory; the same for TensorBoard if it
+  is installed; a timeline for Perfetto; and the reports of a watchdog. The chief
+  prints a line of progress at intervals.
 
-  One is for one `fit`. Make it before data sets are distributed (`fit` does that
-  itself with a plain data set), or the time that a step waits for its batch is
-  not seen. What callbacks do between two steps belongs to none.
+  Use one for one `fit`. Create it before data sets are distributed (`fit` itself
+  distributes a plain data set); otherwise the time that a step waits for its
+  batch is not measured. Time in callbacks between two steps belongs to none.
 
-  Steps are numbered by the optimizer's `iterations`. With `steps_per_execution`
-  what is measured is a call of several steps; with parameter servers, what the
-  chief takes to hand a step out. What strategies of one process, and TensorFlow's
-  collective runtime, move happens inside of the graph and is not seen; nor is a
-  GPU, whose steps end when Keras reads their logs. `profile_steps` shows them.
+  Steps are numbered by the optimizer's `iterations`. With `steps_per_execution`,
+  a call of several steps is measured; with parameter servers, the time in which
+  the chief schedules a step. Not visible are communication inside the graph
+  (strategies of one process, TensorFlow's collective runtime) and GPUs, whose
+  steps end when Keras reads their logs. `profile_steps` shows them.
 
   Example:
 
@@ -38,13 +38,12 @@ class MonitorCallback(keras.callbacks.Callback):
     ...                     batch_size=4, verbose=0, callbacks=[monitor])
 
   Args:
-    monitor: a `tfs.monitoring.TrainingMonitor` that was made before; None to
-      make one.
+    monitor: an existing `tfs.monitoring.TrainingMonitor`; None to create one.
     **options: of `tfs.monitoring.MonitorOptions`: `log_dir`, `timeline`,
       `profile_steps` and more.
 
   Raises:
-    UnsupportedOptionError: options that cannot be.
+    UnsupportedOptionError: unknown or invalid options.
   """
 
   def __init__(
@@ -56,8 +55,8 @@ class MonitorCallback(keras.callbacks.Callback):
     if monitor is not None and options:
       raise errors.UnsupportedOptionError(
         f'MonitorCallback(monitor, {", ".join(options)})',
-        'a monitor, which has its options, or options',
-        'leave one of them out',
+        'a monitor (which has its options) or options',
+        'leave out one of them',
       )
     known = inspect.signature(training_monitor.MonitorOptions).parameters
     for name in options:
@@ -78,30 +77,30 @@ class MonitorCallback(keras.callbacks.Callback):
     """Opens the files."""
     optimizer = self.model.optimizer
     done = 0 if optimizer is None else int(optimizer.iterations.numpy())
-    # Nothing tells of a `fit` that raises.
+    # Keras does not report a `fit` that raises.
     self._monitor.is_running = _keras_internal.running_fit()
     self._monitor.start(self.model.distribute_strategy, done)
 
   def on_train_batch_begin(self, batch, logs=None):
-    """A step begins, or a call that does several."""
+    """Starts a step, or a call of several steps."""
     self._first = batch
     if not self._is_skipped(batch):
       self._monitor.begin_step()
 
   def on_train_batch_end(self, batch, logs=None):
-    """It is over."""
+    """Ends it."""
     if not self._is_skipped(self._first):
       self._monitor.end_step(batch - self._first + 1)
 
   def _is_skipped(self, batch) -> bool:
-    """Whether it was done before the run was interrupted."""
+    """Whether it was completed before the run was interrupted."""
     skips = getattr(self.model.train_function, 'skips', None)
     return skips is not None and skips(batch)
 
   def on_test_batch_end(self, batch, logs=None):
-    """Training waits for an evaluation, which gets on."""
+    """Tells the watchdog that the evaluation proceeds."""
     self._monitor.still_alive()
 
   def on_train_end(self, logs=None):
-    """Writes what is left."""
+    """Writes the rest."""
     self._monitor.close()

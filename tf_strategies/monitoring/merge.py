@@ -1,11 +1,11 @@
-"""Puts the timelines of several tasks into one, on one clock.
+"""Merges the timelines of several tasks, on one clock.
 
   python -m tf_strategies.monitoring.merge run-0.json run-1.json \\
     --output=run.json
 
-The clock is the first file's. `clock_sync` says how the others are compared with
-it, and how exactly; the command prints what it found. Tasks without a common
-collective (parameter servers, say) are put together by their wall clocks.
+The clock is the first file's; `clock_sync` estimates the offsets of the others,
+which the command prints with their accuracy. Tasks without a common collective
+(parameter servers, for example) are merged by their wall clocks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from absl import app, flags
 from tf_strategies import errors
 from tf_strategies.monitoring import clock_sync, recorder, timeline
 
-# The root may be through before the others begin.
+# The root may end before the others begin.
 _ONE_WAY = ('broadcast',)
 
 
@@ -29,11 +29,10 @@ def merge(traces: Sequence[dict[str, Any]]) -> dict[str, Any]:
   """Returns one trace of all tasks.
 
   Args:
-    traces: of `timeline.build`; the clock is the first one's. They stay as they
-      are.
+    traces: of `timeline.build`; the clock is the first one's. Not modified.
 
   Raises:
-    DataError: none at all, or one that is no timeline of ours.
+    DataError: there is none, or one is not a timeline of this package.
   """
   if not traces:
     raise errors.DataError('nothing to merge; expected at least one timeline')
@@ -66,17 +65,17 @@ def merge(traces: Sequence[dict[str, Any]]) -> dict[str, Any]:
   }
 
 
-def _align(reference, trace) -> clock_sync.Alignment:
+def _align(reference, trace) -> clock_sync.ClockOffset:
   if trace is reference:
-    return clock_sync.Alignment(0.0, 0.0, 0.0)
-  found = clock_sync.align(_collectives(reference), _collectives(trace))
+    return clock_sync.ClockOffset(0.0, 0.0, 0.0)
+  found = clock_sync.estimate(_collectives(reference), _collectives(trace))
   if found is not None:
     return found
   about, ours = trace['otherData'], reference['otherData']
   # What both clocks show at one moment of the wall clock.
   apart = about['origin_unix_seconds'] - ours['origin_unix_seconds']
   ahead = (about['origin_ns'] - ours['origin_ns']) / 1e3 - apart * 1e6
-  return clock_sync.Alignment(ahead)
+  return clock_sync.ClockOffset(ahead)
 
 
 def _collectives(trace) -> dict[tuple[int, int], clock_sync.Span]:
@@ -99,7 +98,7 @@ def _first(trace, clock) -> float:
 
 
 def _processes(traces) -> list[int]:
-  """A number for each task: its rank, if no other has it."""
+  """Returns a number for each task: its rank, unless another has it."""
   taken: list[int] = []
   for trace in traces:
     number = trace['otherData']['rank']
@@ -113,7 +112,7 @@ def load(path: str) -> dict[str, Any]:
   """Reads a timeline.
 
   Raises:
-    DataError: it is missing or damaged, or something else.
+    DataError: it is missing, damaged, or not a timeline.
   """
   try:
     with open(path, encoding='utf-8') as f:
@@ -122,8 +121,8 @@ def load(path: str) -> dict[str, Any]:
     trace['traceEvents'][0]['ph']
   except (OSError, ValueError, KeyError, TypeError, IndexError) as e:
     raise errors.DataError(
-      f'{path!r} is no timeline ({type(e).__name__}: {e}); expected a file '
-      'that --timeline or tfs.MonitorCallback(timeline=...) has written'
+      f'{path!r} is not a timeline ({type(e).__name__}: {e}); expected a file '
+      'written by --timeline or tfs.MonitorCallback(timeline=...)'
     ) from e
   return trace
 
@@ -134,9 +133,9 @@ def define_flags() -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-  """Merges, and tells how exactly."""
+  """Merges, and prints the accuracy."""
   if len(argv) < 2:
-    raise app.UsageError('which timelines? Name one file of each task.')
+    raise app.UsageError('Expected one file of each task.')
   try:
     merged = merge([load(path) for path in argv[1:]])
   except errors.Error as e:

@@ -2,8 +2,8 @@
 
   python -m tf_strategies.monitoring.plot run.json run.png --step=8
 
-Two rows a task: what the step does (input, compute, waiting), and below it the
-collectives, one bar a bucket. Without --step, a step of the middle.
+Two rows for each task: the step (input, compute, waiting) and below it the
+collectives, one bar for each bucket. Without --step, a step of the middle.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _LEGEND = {
   recorder.WAIT: 'waiting for collectives',
 }
 _BUCKET, _OTHER = '#d98324', '#b9b9b9'
-# Narrower bars, as a share of the picture, have no room for a number.
+# Narrower bars, as a share of the figure, have no room for a number.
 _NUMBERED = 0.012
 
 
@@ -59,7 +59,7 @@ def draw(
   """
   if importlib.util.find_spec('matplotlib') is None:
     raise errors.UnsupportedOptionError(
-      'a picture without matplotlib',
+      'a plot without matplotlib',
       'an environment that has it',
       "in the checkout run: pip install '.[benchmarks]'",
     )
@@ -70,15 +70,15 @@ def draw(
   shown, (begin, end) = _window(spans, step, steps)
   tasks = sorted({e['pid'] for e in spans})
   size = (_INCHES_WIDE, 1.6 + _INCHES_A_TASK * len(tasks))
-  picture = figure.Figure(figsize=size, dpi=_DOTS_PER_INCH)
-  picture.set_layout_engine('constrained')
-  picture.suptitle(
+  plot = figure.Figure(figsize=size, dpi=_DOTS_PER_INCH)
+  plot.set_layout_engine('constrained')
+  plot.suptitle(
     f'Step {shown[0]}'
     + (f' to {shown[-1]}' if len(shown) > 1 else '')
     + f' of {len(tasks)} tasks',
     fontsize=11,
   )
-  panels = picture.subplots(len(tasks), 1, sharex=True, squeeze=False)[:, 0]
+  panels = plot.subplots(len(tasks), 1, sharex=True, squeeze=False)[:, 0]
   for axes, task in zip(panels, tasks, strict=True):
     mine = [
       e
@@ -88,12 +88,12 @@ def draw(
     _draw_task(axes, mine, begin, end)
     axes.set_title(f'rank {task}', loc='left', fontsize=10)
   panels[-1].set_xlabel('time (ms)')
-  _explain(picture)
-  picture.savefig(path, format='png')
+  _add_legend(plot)
+  plot.savefig(path, format='png')
 
 
 def _window(spans, step, steps):
-  """The steps to show, and from when to when they were."""
+  """Returns the steps to show, and their begin and end."""
   whole = [e for e in spans if e['cat'] == recorder.STEP]
   numbers = sorted({e['args']['step'] for e in whole})
   if not numbers:
@@ -146,7 +146,7 @@ def _draw_task(axes, spans, begin, end):
   axes.set_axisbelow(True)
 
 
-def _explain(picture):
+def _add_legend(plot):
   from matplotlib import patches
 
   handles = [
@@ -157,7 +157,7 @@ def _explain(picture):
     patches.Patch(color=_BUCKET, label='bucket of gradients on its way'),
     patches.Patch(color=_OTHER, label='another collective'),
   ]
-  picture.legend(
+  plot.legend(
     handles=handles,
     loc='outside lower center',
     ncols=3,
@@ -175,7 +175,7 @@ def define_flags() -> None:
 def main(argv: Sequence[str]) -> int:
   """Draws."""
   if len(argv) != 3:
-    raise app.UsageError('name a timeline and the picture: run.json run.png')
+    raise app.UsageError('Expected a timeline and a PNG: run.json run.png')
   try:
     draw(merge.load(argv[1]), argv[2], flags.FLAGS.step, flags.FLAGS.steps)
   except errors.Error as e:

@@ -1,7 +1,7 @@
-"""What happened when in this process: spans that anybody may listen to.
+"""Spans of time in this process, for any number of listeners.
 
-One recorder a process. It is off while nobody listens, and a place that records
-then pays for one call of `is_on()`. Events go to the sinks in the thread that
+One recorder per process. Without listeners it is off, and recording costs one
+call of `is_on()`. Events go to the sinks in the thread that
 records them, so a sink's `append` must be safe from any thread, as that of
 a list or a deque is.
 
@@ -30,12 +30,12 @@ from typing import Any, NamedTuple, Protocol
 STEP = 'step'
 INPUT = 'input'
 COMMUNICATION = 'communication'
-# A step can not go on before a collective is done.
+# A step waits for a collective.
 WAIT = 'wait'
 
 
 class Event(NamedTuple):
-  """Something that took a while.
+  """A span of time.
 
   Attributes:
     name: what.
@@ -43,8 +43,8 @@ class Event(NamedTuple):
     begin_ns: nanoseconds of `time.perf_counter_ns()`.
     end_ns: the same.
     thread: id of the thread that recorded it.
-    step: the step that ran when it was recorded.
-    args: what else is known; JSON can say it.
+    step: the current step when it was recorded.
+    args: details, as JSON values.
   """
 
   name: str
@@ -73,19 +73,19 @@ now = time.perf_counter_ns
 
 
 def is_on() -> bool:
-  """Whether anybody listens; ask before computing what an event would say."""
+  """Returns whether anything listens; check before computing an event."""
   return bool(_sinks)
 
 
 def connect(sink: Sink) -> None:
-  """Sends all events to `sink` too, from now on."""
+  """Sends all further events to `sink`."""
   global _sinks
   with _lock:
     _sinks = (*_sinks, sink)
 
 
 def disconnect(sink: Sink) -> None:
-  """Sends no more to `sink`; nothing happens if it is not connected."""
+  """Sends no more to `sink`, if it is connected."""
   global _sinks
   with _lock:
     _sinks = tuple(s for s in _sinks if s is not sink)
@@ -102,20 +102,20 @@ def listening(sink: Sink) -> Iterator[Sink]:
 
 
 def set_step(step: int) -> None:
-  """Tells to which step events belong from now on."""
+  """Sets the step of further events."""
   global _step
   _step = step
 
 
 def step() -> int:
-  """The step that events belong to now."""
+  """Returns the current step."""
   return _step
 
 
 def add(
   name: str, category: str, begin_ns: int, end_ns: int, **args: Any
 ) -> None:
-  """Records what began and ended at these times of `now()`."""
+  """Records a span, by times of `now()`."""
   sinks = _sinks
   if not sinks:
     return
@@ -129,7 +129,7 @@ def add(
 def span(
   name: str, category: str, **args: Any
 ) -> contextlib.AbstractContextManager[None]:
-  """Context that is recorded as an event, also when it raises."""
+  """Returns a context that is recorded as an event, also if it raises."""
   return _Span(name, category, args) if _sinks else _NOTHING
 
 

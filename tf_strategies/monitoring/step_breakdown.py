@@ -1,14 +1,13 @@
-"""What a step's time went to, from the events that it recorded.
+"""Divides a step's time by the events that it recorded.
 
-A step is cut into three kinds of time that do not overlap: input (waiting for a
-batch), waiting for collectives, and compute, which is the rest.
+A step has three disjoint kinds of time: input (waiting for a batch), waiting for
+collectives, and compute, the rest.
 
-The backward pass runs inside of a TensorFlow graph, where Python does not see
-it. What Python sees is when the graph hands a bucket of gradients over. Buckets
-are handed over in one order, each once its last gradient is there. So between
-the first hand-over and the last the backward pass is at work, and the graph
-waits once the last one is handed over. The compute before the first hand-over is
-the forward pass and the start of the backward pass, which cannot be told apart.
+The backward pass runs inside a TensorFlow graph, invisible to Python. Visible is
+when the graph submits a bucket of gradients. Buckets are submitted in one order,
+each when its last gradient is ready: between the first and the last the backward
+pass runs, and after the last the graph waits. Compute before the first is the
+forward pass and the start of the backward pass, which cannot be distinguished.
 
 Example:
 
@@ -33,8 +32,7 @@ from collections.abc import Iterable, Sequence
 
 from tf_strategies.monitoring import intervals, recorder
 
-# Pieces of compute: before the first hand-over of gradients, until the last,
-# and after it.
+# Parts of compute: before the first bucket of gradients, until the last, after.
 FORWARD = 'forward, and backward to the first bucket'
 BACKWARD = 'backward, first bucket to last'
 UPDATE = 'update and the rest'
@@ -46,16 +44,15 @@ class Breakdown:
   """One step.
 
   Attributes:
-    whole: when it began and ended, as all times in nanoseconds of the recorder.
+    whole: its begin and end; all times are nanoseconds of the recorder.
     input: when it waited for a batch.
     wait: when it waited for collectives.
     compute: the rest, as (name, interval).
-    backward: from the first hand-over of gradients to the last, for each time
-      that gradients were handed over.
-    communication: when a collective was on its way: from its hand-over on.
+    backward: from the first submitted bucket to the last, for each update.
+    communication: when a collective was in progress, from its submission.
     sent_by_kind: bytes that this worker sent, by kind of the collective.
-    rows: examples of this worker; None where its input was not seen.
-    all_rows: examples of all workers; None where they are not known.
+    rows: examples of this worker; None if its input was not visible.
+    all_rows: examples of all workers; None if unknown.
   """
 
   whole: intervals.Interval
@@ -70,38 +67,38 @@ class Breakdown:
 
   @property
   def step_ns(self) -> int:
-    """How long it took."""
+    """Its duration."""
     return self.whole[1] - self.whole[0]
 
   @property
   def input_ns(self) -> int:
-    """How long it waited for batches."""
+    """Time waiting for batches."""
     return intervals.length(self.input)
 
   @property
   def wait_ns(self) -> int:
-    """How long it waited for collectives."""
+    """Time waiting for collectives."""
     return intervals.length(self.wait)
 
   @property
   def compute_ns(self) -> int:
-    """How long it did anything else."""
+    """All other time."""
     return sum(end - begin for _, (begin, end) in self.compute)
 
   @property
   def communication_ns(self) -> int:
-    """How long collectives were on their way, seen by the step or not."""
+    """Time in which collectives were in progress, hidden or not."""
     return intervals.length(self.communication)
 
 
 def break_down(
   whole: intervals.Interval, events: Sequence[recorder.Event]
 ) -> Breakdown:
-  """Cuts a step into its parts.
+  """Divides a step into its parts.
 
   Args:
-    whole: when it began and ended.
-    events: among them those that were recorded meanwhile.
+    whole: its begin and end.
+    events: those recorded meanwhile, and possibly others.
   """
   begin, end = whole
   events = [e for e in events if e.end_ns >= begin and e.begin_ns <= end]
@@ -109,8 +106,8 @@ def break_down(
   def times(category):
     return intervals.union(
       intervals.clip(
-        # A collective that was handed over is on its way for the step, also
-        # while it waits for its thread.
+        # A submitted collective is in progress, also while it waits for its
+        # thread.
         [
           (e.args.get('handed_ns', e.begin_ns), e.end_ns)
           for e in events
@@ -121,7 +118,7 @@ def break_down(
     )
 
   waits_for_input = times(recorder.INPUT)
-  # What is both counts once.
+  # Time that is both counts once.
   wait = [
     piece
     for interval in times(recorder.WAIT)
@@ -149,7 +146,7 @@ def break_down(
 
 
 def _backward(events: Iterable[recorder.Event]) -> list[intervals.Interval]:
-  """From the first hand-over of gradients to the last, by update."""
+  """From the first submitted bucket to the last, for each update."""
   updates: dict[int, list[int]] = {}
   for event in events:
     if event.args.get('update') is not None:
@@ -165,7 +162,7 @@ def _named(free, backward):
     if any(first <= begin < last for first, last in backward):
       return BACKWARD
     if len(backward) != 1:
-      # Of several steps in one call it is not known where one ends.
+      # In a call of several steps it is unknown where one ends.
       return COMPUTE
     return FORWARD if begin < backward[0][0] else UPDATE
 

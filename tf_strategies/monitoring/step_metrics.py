@@ -1,10 +1,9 @@
-"""How fast a run is and what its time goes to, in numbers.
+"""Metrics of a run: step time, rates, and shares of the step time.
 
-`Totals` adds up steps; `record` makes one line of JSON of them. Shares are of
-the time of the steps. `communication_share` is when collectives were on their
-way, most of it hidden behind the backward pass; `exposed_communication_share`
-is when the step stood still for them. So input, exposed communication and compute
-add up to 1.
+`Totals` adds up steps; `record` returns one line of JSON. `communication_share`
+is the time in which collectives were in progress, most of it hidden behind the
+backward pass; `exposed_communication_share` is the time in which the step waited
+for them. Input, exposed communication and compute add up to 1.
 
 Example:
 
@@ -34,7 +33,7 @@ class Totals:
     self.reset()
 
   def reset(self) -> None:
-    """Forgets what was added."""
+    """Resets all sums to zero."""
     self.steps = 0
     self._ns = {
       'step': 0,
@@ -48,7 +47,7 @@ class Totals:
     self._all_rows: int | None = 0
 
   def add(self, step: step_breakdown.Breakdown, num_steps: int) -> None:
-    """Adds what `num_steps` steps took together."""
+    """Adds `num_steps` steps that were measured together."""
     self.steps += num_steps
     self._ns['step'] += step.step_ns
     self._ns['input'] += step.input_ns
@@ -67,16 +66,16 @@ class Totals:
     global_batch_size: int | None,
     sees_communication: bool = True,
   ) -> dict[str, Any]:
-    """What a line says.
+    """Returns the values of a line.
 
     Args:
       step: the last one.
       world_size: number of workers.
-      global_batch_size: for input that was not seen; None if it is not known.
+      global_batch_size: for input that was not visible; None if unknown.
       sees_communication: whether collectives are recorded.
 
     Returns:
-      Numbers by name; None for what could not be measured.
+      Values by name; None for what could not be measured.
     """
     seconds = self._ns['step'] / 1e9
     all_rows, rows = self._all_rows, self._rows
@@ -89,7 +88,7 @@ class Totals:
       for name, ns in self._ns.items()
       if name != 'step'
     }
-    # What nobody saw counts as compute, for all that is known.
+    # Unknown: it is part of compute.
     if self._rows is None:
       shares['input_share'] = None
     if not sees_communication:
@@ -113,12 +112,12 @@ class Totals:
 
 
 def _plus(total: int | None, more: int | None) -> int | None:
-  """The sum, which is not known where one part is not."""
+  """Returns the sum; unknown if one part is."""
   return None if total is None or more is None else total + more
 
 
 def resident_bytes() -> int | None:
-  """Memory of this process that is in RAM; None where nothing tells."""
+  """Returns the resident memory of this process; None if unknown."""
   try:
     with open('/proc/self/statm', encoding='ascii') as f:
       return int(f.read().split()[1]) * os.sysconf('SC_PAGE_SIZE')
@@ -132,10 +131,10 @@ def resident_bytes() -> int | None:
 
 
 class JsonLines:
-  """A file to which dictionaries are added, a line each.
+  """Appends dictionaries to a file, a line each.
 
   Args:
-    path: of the file; lines that are there stay.
+    path: of the file; existing lines stay.
   """
 
   def __init__(self, path: str):
@@ -144,16 +143,16 @@ class JsonLines:
     self._file = open(path, 'a', 1, encoding='utf-8')  # noqa: SIM115
 
   def write(self, record: Mapping[str, Any]) -> None:
-    """Adds a line, which is in the file at once: the next may never come."""
+    """Appends a line, unbuffered: the process may be killed before the next."""
     self._file.write(json.dumps(record) + '\n')
 
   def close(self) -> None:
-    """Writes what is left."""
+    """Closes the file."""
     self._file.close()
 
 
 def progress_line(record: Mapping[str, Any]) -> str:
-  """The record for people.
+  """Formats a record for people.
 
   Example:
 
@@ -162,7 +161,7 @@ def progress_line(record: Mapping[str, Any]) -> str:
     ...   'communication_share': 0.4, 'exposed_communication_share': 0.1,
     ...   'input_share': None, 'bytes_sent': 3_000_000, 'steps': 2,
     ...   'rss_bytes': 512_000_000}))
-    step 8: 12.5 ms, 5,120 examples/s (2,560 here), communication 40% (10% waited for), 1.50 MB sent a step, 512 MB RSS
+    step 8: 12.5 ms, 5,120 examples/s (2,560 here), communication 40% (10% exposed), 1.50 MB sent a step, 512 MB RSS
   """
   parts = [f'{1e3 * record["step_seconds"]:.1f} ms']
   if record['global_examples_per_second'] is not None:
@@ -173,7 +172,7 @@ def progress_line(record: Mapping[str, Any]) -> str:
   if record['communication_share'] is not None:
     parts.append(
       f'communication {record["communication_share"]:.0%} '
-      f'({record["exposed_communication_share"]:.0%} waited for)'
+      f'({record["exposed_communication_share"]:.0%} exposed)'
     )
   if record['input_share'] is not None:
     parts.append(f'input {record["input_share"]:.0%}')

@@ -3,13 +3,13 @@
 Each task is a process of the trace with four lanes:
 
 * `step`: steps, and inside of each the input, the compute and the waits for
-  collectives. `step_breakdown` says how compute is cut, and what of the backward
-  pass can be seen.
+  collectives. `step_breakdown` explains how compute is divided, and what of the backward
+  pass is visible.
 * `collectives`: each bucket of gradients, and every other collective, with the
   bytes, the sequence number and the tensors.
-* `gradients`: when the graph handed over the first bucket of an update to when it
-  handed over the last: the backward pass without its start.
-* `other`: input and waits outside of steps, and spans of your own
+* `gradients`: from the first submitted bucket of an update to the last: the
+  backward pass without its start.
+* `other`: input and waits outside steps, and custom spans
   (`recorder.span`).
 
 Times are microseconds from `otherData.origin_ns`, of the task's own clock.
@@ -40,10 +40,10 @@ _IN_STEP = (recorder.INPUT, recorder.WAIT)
 
 
 class Log:
-  """The newest events of a run; the oldest are forgotten.
+  """Keeps the newest events of a run.
 
   Args:
-    max_events: how many are kept, at about 500 bytes each.
+    max_events: how many, at about 500 bytes each.
   """
 
   def __init__(self, max_events: int):
@@ -57,12 +57,12 @@ class Log:
 
   @property
   def events(self) -> list[recorder.Event]:
-    """What is kept."""
+    """The events that are kept."""
     return list(self._events)
 
   @property
   def forgotten(self) -> int:
-    """How many are not."""
+    """Number of dropped events."""
     return max(0, self._count - len(self._events))
 
 
@@ -72,13 +72,13 @@ def build(
   world_size: int,
   forgotten: int = 0,
 ) -> dict[str, Any]:
-  """Makes the trace of one task.
+  """Returns the trace of one task.
 
   Args:
     events: of the recorder, steps among them.
     rank: of the task.
     world_size: number of tasks.
-    forgotten: earlier events that are not there.
+    forgotten: number of earlier events that were dropped.
   """
   origin = min((e.begin_ns for e in events), default=recorder.now())
   trace = _Trace(rank, origin)
@@ -107,7 +107,7 @@ def build(
 
 
 def write(trace: dict[str, Any], path: str) -> None:
-  """Writes a trace, all of it or nothing."""
+  """Writes a trace atomically."""
   os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
   with open(f'{path}.new', 'w', encoding='utf-8') as f:
     json.dump(trace, f)
@@ -115,7 +115,7 @@ def write(trace: dict[str, Any], path: str) -> None:
 
 
 class _Trace:
-  """Collects events as Chrome wants them."""
+  """Collects events in Chrome's format."""
 
   def __init__(self, rank, origin):
     self._rank = rank
@@ -169,20 +169,20 @@ def _add_step(trace, step, found):
 
 
 def _add_events(trace, events, steps):
-  """Everything that is not a part of a step."""
+  """Adds everything that is not part of a step."""
   ends = {step.step: (step.begin_ns, step.end_ns) for step in steps}
   for event in sorted(events, key=lambda e: e.begin_ns):
     interval = (event.begin_ns, event.end_ns)
     args = {**event.args, 'step': event.step}
     if event.category == recorder.COMMUNICATION:
-      # As the other times of the trace.
+      # In the unit of the trace.
       handed = args.pop('handed_ns', event.begin_ns)
       args['waited_in_queue_us'] = (event.begin_ns - handed) / 1e3
       trace.add('collectives', event.name, event.category, interval, args)
     elif event.category in _IN_STEP:
       begin, end = ends.get(event.step, (0, 0))
       if not (event.end_ns >= begin and event.begin_ns <= end):
-        # Of an evaluation, say.
+        # Of an evaluation, for example.
         trace.add('other', event.name, event.category, interval, args)
     elif event.category != recorder.STEP:
       trace.add('other', event.name, event.category, interval, args)

@@ -1,6 +1,6 @@
-"""`TrainingMonitor`: what a training loop tells, and where the numbers go.
+"""`TrainingMonitor`: measures the steps of a training loop.
 
-`tfs.MonitorCallback` calls it from Keras' `fit`; a loop of one's own does it itself:
+`tfs.MonitorCallback` calls it from Keras's `fit`; a custom loop calls it itself:
 
   monitor = tfs.monitoring.TrainingMonitor(
     tfs.monitoring.MonitorOptions(log_dir='logs', timeline='run.json')
@@ -37,7 +37,7 @@ from tf_strategies.monitoring import (
   watchdog,
 )
 
-# TensorBoard needs no more, and a summary costs as much as a small step.
+# A summary costs as much as a small step.
 _SUMMARY_SECONDS = 1.0
 _SUMMARIES = (
   'step_seconds',
@@ -54,7 +54,7 @@ _SUMMARIES = (
 
 @dataclasses.dataclass(frozen=True)
 class MonitorOptions:
-  """What is measured, and where it goes. Nothing is written without a path.
+  """What is measured, and where it is written. Without a path, nothing is.
 
   Example:
 
@@ -62,25 +62,24 @@ class MonitorOptions:
     'run-1.json'
 
   Attributes:
-    log_dir: a directory for `metrics.jsonl`, for the watchdog's reports and for
-      TensorBoard, each task's own: its rank is in their names.
-    metrics_jsonl: a file for the metrics, instead of `metrics.jsonl`.
-    timeline: a file for a Chrome trace of each task. Into these names the rank
-      is written too, at '{rank}' or before the extension.
+    log_dir: directory for metrics, the watchdog's reports and TensorBoard; the
+      names of each task's files have its rank.
+    metrics_jsonl: file for the metrics, instead of one in `log_dir`.
+    timeline: file for a Chrome trace of each task. The rank is inserted into
+      this name and that of the metrics, at '{rank}' or before the extension.
     profile_steps: (first, last) steps of this run, from 1, that TensorFlow's
-      profiler records into `log_dir`. Of a call that does several steps, the
-      first must be among them.
-    metrics_every_steps: steps in one line of the metrics.
-    progress_seconds: from one line of progress to the next, on the chief; 0 for
-      none.
-    watchdog_seconds: how long a step may take before each rank says what it
+      profiler records into `log_dir`. Of a call of several steps, the first
+      must be among them.
+    metrics_every_steps: steps per line of the metrics.
+    progress_seconds: between two lines of progress, on the chief; 0 for none.
+    watchdog_seconds: how long a step may take before each rank reports what it
       waits for; 0 for no watchdog. The first step, which traces graphs, counts
       too.
-    global_batch_size: rows of a step, for rates where the input cannot be seen.
-    timeline_events: the newest that are kept, at half a kilobyte each.
+    global_batch_size: rows of a step, for rates where the input is not visible.
+    timeline_events: how many of the newest are kept, at half a kilobyte each.
 
   Raises:
-    UnsupportedOptionError: options that cannot be.
+    UnsupportedOptionError: a value out of range.
   """
 
   log_dir: str | None = None
@@ -114,16 +113,12 @@ class MonitorOptions:
     object.__setattr__(self, 'profile_steps', steps)
 
   def path(self, kind: str, rank: int, generation: int = 1) -> str | None:
-    """Where a task writes something.
+    """Returns the path of a task's file; None if it is not written.
 
     Args:
       kind: 'metrics', 'timeline', 'watchdog' or 'tensorboard'.
       rank: of the task.
-      generation: of its group: one that forms again has files of its own, but
-        for lines that are added to those of the last.
-
-    Returns:
-      The path; None if it is not wanted.
+      generation: of its group: each has its own timeline; lines are appended.
     """
     if kind == 'timeline':
       if self.timeline is None:
@@ -156,16 +151,16 @@ def _refuse(received: str, allowed: str, fix: str) -> None:
 class TrainingMonitor:
   """Measures the steps of one run.
 
-  The recorder is on from here on: make it before data sets are distributed, or
-  the time in `next()` is not seen. One at a time: a new one closes the last.
+  Turns the recorder on: create it before data sets are distributed, or the time
+  in `next()` is not measured. One at a time: a new one closes the previous.
 
   Args:
     options: what is measured.
 
   Attributes:
     options: what is measured.
-    is_running: asked before the watchdog reports; it is silent where the
-      training is not going on, until another step begins.
+    is_running: called before the watchdog reports; if False, the watchdog pauses
+      until another step begins.
   """
 
   _running: TrainingMonitor | None = None
@@ -198,12 +193,12 @@ class TrainingMonitor:
       self._events.append(event)
 
   def start(self, strategy: Any = None, first_step: int = 0) -> None:
-    """Training begins.
+    """Starts the measurement of a run.
 
     Args:
-      strategy: that trains. Of one with a `process_group` the bytes are known,
-        and the watchdog can ask the other ranks.
-      first_step: steps that were done before this run.
+      strategy: that trains. If it has a `process_group`, bytes are counted and
+        the watchdog asks the other ranks.
+      first_step: steps completed before this run.
     """
     if self._is_started or self._is_closed:
       return
@@ -244,7 +239,7 @@ class TrainingMonitor:
     self.end_step()
 
   def begin_step(self) -> None:
-    """A step begins."""
+    """Starts a step."""
     if not self._is_started or self._is_closed:
       return
     if self._watchdog is not None:
@@ -260,7 +255,7 @@ class TrainingMonitor:
     self._began = recorder.now()
 
   def end_step(self, num_steps: int = 1) -> None:
-    """The step is over, or a call that did several of them."""
+    """Ends a step, or a call of several steps."""
     if self._began is None:
       return
     whole = (self._began, recorder.now())
@@ -288,12 +283,12 @@ class TrainingMonitor:
     self._tell(number)
 
   def still_alive(self) -> None:
-    """Something else than a step was done: the watchdog need not bark."""
+    """Restarts the watchdog's deadline, between steps."""
     if self._watchdog is not None:
       self._watchdog.step_finished()
 
   def close(self) -> None:
-    """Writes what is left; the recorder is off again. Once is enough."""
+    """Writes the rest and turns the recorder off; idempotent."""
     if self._is_closed:
       return
     self._is_closed = True
@@ -322,8 +317,6 @@ class TrainingMonitor:
       if self._is_started:
         self._write_timeline()
 
-  # How it is told.
-
   def _path(self, kind: str) -> str | None:
     return self.options.path(kind, self._rank, self._generation)
 
@@ -336,7 +329,7 @@ class TrainingMonitor:
     if self._group is None:
       return f'step {recorder.step()} is the last that began'
     if self._group.failure is not None:
-      return None  # Training has ended with an error that says it all.
+      return None  # Training has ended with an error that explains it.
     said = self._group.describe_ranks()
     names = [str(member) for member in self._group.members]
     return watchdog.explain(self._rank, names, said)
@@ -368,7 +361,7 @@ class TrainingMonitor:
     record = self._record(self._totals, number)
     self._totals.reset()
     sent = self._bytes_sent()
-    # Since the last line: what moves between two steps counts as well.
+    # Since the last line, so that bytes between two steps count as well.
     record['bytes_sent'] = None if sent is None else sent - self._sent
     record['bytes_sent_total'] = self._sent = sent
     record.update(
@@ -411,7 +404,7 @@ class _Summaries:
   """
 
   def __init__(self, directory: str):
-    # Only here: the commands of this room need no TensorFlow.
+    # Not at the top: this room's commands need no TensorFlow.
     import tensorflow as tf
 
     self._tf = tf
@@ -419,7 +412,7 @@ class _Summaries:
     self._written = 0.0
 
   def write(self, record: dict[str, Any]) -> None:
-    """Writes the numbers of a line."""
+    """Writes the values of a record."""
     if time.monotonic() - self._written < _SUMMARY_SECONDS:
       return
     self._written = time.monotonic()
@@ -434,7 +427,7 @@ class _Summaries:
 
 
 def parse_steps(text: str | Sequence[str] | None) -> tuple[int, int] | None:
-  """What `--profile_steps=a,b` means; None without it.
+  """Parses `--profile_steps=a,b`; None without it.
 
   Raises:
     UnsupportedOptionError: not two numbers.

@@ -1,9 +1,9 @@
-"""Tells who waits for whom when no step finishes.
+"""Names the stalled rank when no step finishes.
 
-A thread of this process looks at the time. When a step is late, it writes down
-what this rank is in, what the others say, and where each thread of Python is; the
-others have such a thread too, so each rank's stacks are in its own log. Nothing is
-ended by it: the group's own deadlines do that.
+A thread of this process watches the time. When a step is late, it reports what
+this rank is doing, what the others answer, and the stack of each Python thread;
+every rank has such a thread, so its stacks are in its own log. The watchdog ends
+nothing: the group's own deadlines do that.
 
 Example:
 
@@ -16,8 +16,8 @@ Example:
   ...             'note': 'step 3'}}
   >>> print(watchdog.explain(0, ['rank 0', 'rank 1'], said))
   rank 0 waits in step 3 for "reduce/bucket_2": all_reduce(sum) 'reduce/bucket_2' (sequence 7), for 9.0 s
-  rank 1 has not come to it: in step 3, its last was all_reduce(sum) 'reduce/bucket_1' (sequence 6)
-  waited for: rank 1
+  rank 1 has not reached it: in step 3, its last was all_reduce(sum) 'reduce/bucket_1' (sequence 6)
+  stalled: rank 1
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TextIO
 
-# A step that is still late is told again, each time after twice as long.
+# A step that is still late is reported again, each time after twice as long.
 _MORE_PATIENCE = 2.0
 _JOIN_SECONDS = 5.0
 
@@ -40,9 +40,9 @@ class Watchdog:
 
   Args:
     seconds: how long a step may take before the first report.
-    describe: called with nothing, returns what the report says of the ranks;
-      None if nothing is to be waited for until another step begins.
-    path: a file that gets the reports too; None for the error output alone.
+    describe: returns the report's text about the ranks; None to pause until
+      another step begins.
+    path: a file for the reports; None for standard error alone.
   """
 
   def __init__(
@@ -65,26 +65,26 @@ class Watchdog:
     self._thread.start()
 
   def step_began(self) -> None:
-    """After a pause the watch goes on."""
+    """Resumes after a pause."""
     if self._is_paused:
       with self._lock:
         self._finished, self._told = time.monotonic(), 0
         self._is_paused = False
 
   def pause(self) -> None:
-    """Nothing is waited for until another step begins."""
+    """Pauses until another step begins."""
     with self._lock:
       self._is_paused = True
 
   def step_finished(self) -> None:
-    """The deadline starts anew."""
+    """Restarts the deadline."""
     with self._lock:
       before, self._finished = self._finished, time.monotonic()
       was_told, self._told = self._told, 0
       self._is_paused = False
     if was_told:
       late = self._finished - before
-      self._write(f'watchdog: it goes on, after {late:.1f} s.\n', False)
+      self._write(f'watchdog: steps resumed after {late:.1f} s.\n', False)
 
   def close(self) -> None:
     """Ends the thread."""
@@ -106,14 +106,14 @@ class Watchdog:
         self._report(finished, late)
 
   def _report(self, finished: float, late: float) -> None:
-    """Tells of a step that is late."""
+    """Reports a late step."""
     try:
       said = self._describe()
     except Exception as e:
-      # The group may be closing; the stacks are worth having anyway.
-      said = f'what the ranks do is not known ({type(e).__name__}: {e})'
+      # The group may be closing; the stacks are still useful.
+      said = f'the state of the ranks is unknown ({type(e).__name__}: {e})'
     with self._lock:
-      if self._finished != finished:  # Asking took a while, and it goes on.
+      if self._finished != finished:  # A step finished meanwhile.
         return
       if said is None:
         self._is_paused = True
@@ -132,7 +132,7 @@ class Watchdog:
     )
 
   def _write(self, text: str, with_stacks: bool) -> None:
-    # The real one: faulthandler wants a file descriptor.
+    # Not sys.stderr: faulthandler needs a file descriptor.
     self._write_to(sys.__stderr__, text, with_stacks)
     if self._path is None:
       return
@@ -152,13 +152,12 @@ class Watchdog:
 def explain(
   rank: int, names: Sequence[str], said: Mapping[int, Mapping[str, Any]]
 ) -> str:
-  """Who waits for what, and for whom, a line each.
+  """Returns a line about each rank, and the stalled ones.
 
   Args:
-    rank: that asked.
+    rank: of this process.
     names: of the ranks.
-    said: what each of them says that it does, `ProcessGroup.describe()`; one
-      that does not answer is not there.
+    said: `ProcessGroup.describe()` of each rank that answered.
   """
   asked = range(len(names)) if rank == 0 else sorted({0, rank})
   newest = max(d['sequence'] for d in said.values())
@@ -169,7 +168,7 @@ def explain(
   lines, late = [], []
   for r in asked:
     if r not in said:
-      lines.append(f'{names[r]} does not answer: it is stopped, or cut off')
+      lines.append(f'{names[r]} does not answer: it is stopped or disconnected')
       late.append(names[r])
       continue
     line, is_late = _position(said[r], newest)
@@ -178,34 +177,34 @@ def explain(
     if (is_late and is_waited_for) or is_late_there:
       late.append(names[r])
   if late:
-    lines.append(f'waited for: {", ".join(late)}')
+    lines.append(f'stalled: {", ".join(late)}')
   elif is_waited_for or tags:
     lines.append(
-      'all that were asked are in it: the bytes do not move, or another rank '
-      'is late'
+      'all ranks that were asked are in it: no data arrives, or another rank '
+      'stalls'
     )
   else:
-    # For a batch, say.
-    lines.append('nobody waits for another rank: see the stacks')
+    # Waiting for a batch, for example.
+    lines.append('no rank waits for another: see the stacks')
   if len(asked) < len(names):
-    lines.append("rank 0 asks all ranks: see its log for the others'")
+    lines.append('rank 0 asks all ranks: see its log')
   return '\n'.join(lines)
 
 
 def _meetings(description, tags) -> tuple[str, bool]:
-  """In which exchanges a rank is, and whether one of `tags` lacks it."""
+  """Describes the exchanges of a rank; and whether it misses one of `tags`."""
   own = description.get('exchanges', {})
   parts = [
     f'; waits for all ranks in exchange "{tag}", for {seconds:.1f} s'
     for tag, seconds in sorted(own.items())
   ]
   missing = [tag for tag in tags if tag not in own]
-  parts += [f'; has not come to exchange "{tag}"' for tag in missing]
+  parts += [f'; has not reached exchange "{tag}"' for tag in missing]
   return ''.join(parts), bool(missing)
 
 
 def _position(description, newest: int) -> tuple[str, bool]:
-  """Where a rank is, and whether others are ahead of it."""
+  """Describes where a rank is; and whether others are ahead."""
   step = description['note'] or 'an unknown step'
   what = f'{description["text"]} (sequence {description["sequence"]})'
   if description['busy']:
@@ -215,5 +214,5 @@ def _position(description, newest: int) -> tuple[str, bool]:
     )
     return line, description['sequence'] < newest
   if description['sequence'] < newest:
-    return f'has not come to it: in {step}, its last was {what}', True
+    return f'has not reached it: in {step}, its last was {what}', True
   return f'is in no collective: in {step}, its last was {what}', False

@@ -10,6 +10,7 @@ import sys
 from unittest import mock
 
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 from benchmarks.input_pipeline import children, command, torch_peer
@@ -37,6 +38,7 @@ def _run(*flags):
 
 
 class CommandTest(formula.DataTestCase):
+  @pytest.mark.full
   def test_variants_of_a_data_set(self):
     where = self.new_dir()
     report, picture = (os.path.join(where, n) for n in ('r.json', 'steps.html'))
@@ -64,6 +66,7 @@ class CommandTest(formula.DataTestCase):
       self.assertNotEmpty(row['profile']['verdict']['sentence'])
     self.assertTrue(os.path.exists(picture))
 
+  @pytest.mark.full
   def test_pipeline_that_is_no_dataset_fails(self):
     settings = command.Settings(
       pipeline='builtins:dict',

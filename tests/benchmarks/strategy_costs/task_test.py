@@ -1,14 +1,12 @@
 """A task trains what the example trains, whatever it does besides."""
 
-from unittest import mock
-
 import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
 from benchmarks.strategy_costs import task
-from examples import common_flags, mnist_common, mnist_keras_fit
 from tests import tiers, virtual_devices
+from tests.examples import pages
 
 virtual_devices.configure_logical_cpus()
 
@@ -25,22 +23,15 @@ _OPTIONS = {
 class TaskTest(tf.test.TestCase, parameterized.TestCase):
   def setUp(self):
     super().setUp()
-    # TensorFlow runs already: devices cannot be split any more.
-    self.enter_context(
-      mock.patch.object(
-        mnist_common,
-        'split_device',
-        lambda count: [f'CPU:{i}' for i in range(count)],
-      )
-    )
+    self.enter_context(pages.flags_of_a_process())
 
   @tiers.parameters(tiers.soak('one_device'), 'ring_mirrored')
+  @pytest.mark.full
   def test_trains_what_the_example_trains(self, strategy):
     options = {**_OPTIONS, 'strategy': strategy}
-    expected = mnist_keras_fit.train(
-      common_flags.TrainingOptions(**options), ['CPU:0', 'CPU:1']
-    )
-    found = task.train(task.Spec(options, 2, 3, 3, ''))
+    spec = task.Spec(options, 2, 3, 3, '')
+    expected = pages.run('mnist_keras_fit', *spec.flags())
+    found = task.train(spec)
     # To the last bit, so the untimed steps were taken back and the losses in
     # between changed nothing.
     self.assertEqual(found['test'], expected['test'])

@@ -1,7 +1,6 @@
 """The clock runs while steps do, and at no other time."""
 
 import socket
-import types
 from unittest import mock
 
 from absl.testing import absltest
@@ -49,11 +48,10 @@ class WatchTest(absltest.TestCase):
 
   def _fit(self, evaluate, evaluate_every):
     """Two epochs of three steps, whose last has fewer rows."""
-    data = types.SimpleNamespace(
-      steps_per_epoch=3, rows_in_step=lambda step: (64, 64, 32)[step]
+    rows = (64, 64, 32)
+    watch = watch_lib.Watch(
+      3, rows.__getitem__, self._join, evaluate, evaluate_every
     )
-    setup = types.SimpleNamespace(data=data, join=self._join)
-    watch = watch_lib.Watch(setup, evaluate, evaluate_every)
     watch.on_train_begin()
     for epoch in range(2):
       watch.on_epoch_begin(epoch)
@@ -90,8 +88,8 @@ class WatchTest(absltest.TestCase):
     self.assertEqual([e['seconds'] for e in watch.epochs], [7.0, 7.0])
 
   def test_no_epoch_has_no_speed(self):
-    setup = types.SimpleNamespace(data=None, join=None)
-    self.assertIsNone(watch_lib.Watch(setup).examples_per_second)
+    watch = watch_lib.Watch(3, None, None)
+    self.assertIsNone(watch.examples_per_second)
 
 
 class LoopbackTest(absltest.TestCase):

@@ -363,7 +363,7 @@ class KillTest(ExtractTestCase):
         'examples.datasets.extract',
         f'--source={self.raw}',
         f'--output_dir={self.out}',
-        '--convert=tests.data.extract_test:convert_lines',
+        '--convert=tests.examples.datasets.extract_test:convert_lines',
         '--name=words',
         '--examples_per_shard=3',
       ],

@@ -90,7 +90,7 @@ def _expected(arrays, op):
 @pytest.mark.multi_process
 @_needs_mpi
 class CollectivesTest(_RanksTestCase):
-  @tiers.parameters(tiers.soak(1), 2, 3, tiers.soak(4))
+  @tiers.parameters(tiers.soak(1), tiers.full(2), 3, tiers.soak(4))
   def test_all_reduce_is_exact_and_the_same_bits_everywhere(self, count):
     notes = self.run_ranks('reduce', count)
     compared = 0
@@ -106,13 +106,13 @@ class CollectivesTest(_RanksTestCase):
               compared += 1
     self.assertEqual(compared, 2 * 9 * 7 * 3 * count)
 
-  @tiers.parameters(2, 3, tiers.soak(4))
+  @tiers.parameters(2, tiers.full(3), tiers.soak(4))
   def test_table_of_algorithms_and_codecs(self, count):
     notes = dict(note['table'] for note in self.run_ranks('table', count))
     results = [notes[rank] for rank in range(count)]
     conformance.check(self, results, large='direct')
 
-  @tiers.parameters(2, 3, tiers.soak(4))
+  @tiers.parameters(tiers.full(2), 3, tiers.soak(4))
   def test_odd_numbers_are_the_same_bits_everywhere(self, count):
     notes = self.run_ranks('reduce', count)
     for small in programs.SMALL:
@@ -126,7 +126,7 @@ class CollectivesTest(_RanksTestCase):
           )
         np.testing.assert_array_equal(got, expected)
 
-  @tiers.parameters(tiers.soak(1), 2, 3, tiers.soak(4))
+  @tiers.parameters(tiers.soak(1), tiers.full(2), 3, tiers.soak(4))
   def test_arrays_of_any_shape_reach_all(self, count):
     notes = self.run_ranks('move', count)
     rows = [programs.raw(programs.rows(r)) for r in range(count)]
@@ -147,7 +147,7 @@ class CollectivesTest(_RanksTestCase):
       self.assertEqual(note['sent'], 2 * (count - 1) * 12 * 16384 // count)
       self.assertGreaterEqual(note['barrier'][1], latest)
 
-  @parameterized.parameters(2, 3)
+  @tiers.parameters(tiers.full(2), 3)
   def test_exchanges_of_threads_meet_beside_collectives(self, count):
     notes = self.run_ranks('talk', count)
     for rank, note in enumerate(notes):
@@ -182,7 +182,7 @@ class CollectivesTest(_RanksTestCase):
 @pytest.mark.multi_process
 @_needs_mpi
 class FailuresTest(_RanksTestCase):
-  @parameterized.parameters(2, 3)
+  @tiers.parameters(tiers.full(2), 3)
   def test_disagreement_is_named_on_every_rank(self, count):
     notes = self.run_ranks('disagree', count)
     last = count - 1

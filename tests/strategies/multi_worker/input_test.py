@@ -216,6 +216,7 @@ def _work(rank, devices, directory):
 _RESULTS = {}
 
 
+@pytest.mark.full
 class InputTest(tf.test.TestCase, parameterized.TestCase):
   """One start of the workers for each world; every test reads what they saw."""
 

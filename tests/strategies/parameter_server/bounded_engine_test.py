@@ -4,23 +4,11 @@ import threading
 
 from absl.testing import absltest, parameterized
 
+from tests.strategies.parameter_server import fakes
 from tf_strategies.strategies.parameter_server import engine as engine_lib
-from tf_strategies.strategies.parameter_server import worker_pool
+from tf_strategies.strategies.parameter_server import step_task, worker_pool
 
 _DEADLINE_SECONDS = 60.0
-
-
-class _Liveness:
-  """All tasks are alive."""
-
-  def dead_server(self):
-    return None
-
-  def is_worker_alive(self, worker):
-    return True
-
-  def silent_tasks(self):
-    return []
 
 
 class _Part(worker_pool.Task):
@@ -33,7 +21,7 @@ class _Part(worker_pool.Task):
   """
 
   steps = 1
-  step = None
+  step = step_task.Step(run=None)
   result = None
 
   def __init__(self, left, done, engine):
@@ -41,8 +29,11 @@ class _Part(worker_pool.Task):
     self._done = done
     self._engine = engine
 
-  def may_run(self, worker):
+  def has_work_for(self, worker):
     return self._left[worker] > 0
+
+  def may_begin(self, worker):
+    return self._engine.may_begin(worker)
 
   def begin(self, worker):
     self._left[worker] -= 1
@@ -58,22 +49,22 @@ class _Part(worker_pool.Task):
 
 class BoundedEngineTest(parameterized.TestCase):
   def _engine(self, num_workers, max_staleness):
-    engine = engine_lib.BoundedEngine(
+    self.pool = worker_pool.WorkerPool(
       range(num_workers),
-      _Liveness(),
-      markers=None,
-      step_timeout=_DEADLINE_SECONDS,
+      fakes.Liveness(),
       max_waiting=1,
-      max_staleness=max_staleness,
+      timeout_seconds=_DEADLINE_SECONDS,
     )
-    self.addCleanup(engine.pool.close)
-    return engine
+    self.addCleanup(self.pool.close)
+    return engine_lib.BoundedEngine(
+      self.pool, None, fakes.Recovery(), max_staleness=max_staleness
+    )
 
   def _run(self, engine, parts):
     """Who began each step, where worker i has parts[i] of them."""
     left, done = list(parts), []
     for _ in range(sum(parts)):
-      engine.pool.submit(_Part(left, done, engine))
+      self.pool.submit(_Part(left, done, engine))
     engine.drain()
     return done
 

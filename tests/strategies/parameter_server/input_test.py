@@ -237,6 +237,7 @@ class _InputTest(parameterized.TestCase):
     return found
 
 
+@pytest.mark.full
 class TwoWorkersTest(_InputTest):
   @parameterized.named_parameters(*[(p.__name__, p.__name__) for p in _FED])
   def test_fed(self, name):

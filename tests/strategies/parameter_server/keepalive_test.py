@@ -90,7 +90,7 @@ class AskTest(parameterized.TestCase):
     )
 
 
-class CutTest(parameterized.TestCase):
+class DisconnectTest(parameterized.TestCase):
   def connect(self, listener, family=socket.AF_INET):
     """A client of a listener, and the listener's end of it."""
     self.addCleanup(listener.close)
@@ -109,7 +109,9 @@ class CutTest(parameterized.TestCase):
     first, first_server = self.connect(one)
     second, _ = self.connect(one)
     third, third_server = self.connect(other)
-    self.assertEqual(keepalive.cut(keepalive.peers_of(_address(one, host))), 2)
+    self.assertEqual(
+      keepalive.disconnect(keepalive.peers_of(_address(one, host))), 2
+    )
     self.assertEqual((first.recv(1), second.recv(1)), (b'', b''))
     self.assertEqual(first_server.recv(1), b'')
     third_server.sendall(b'x')
@@ -123,7 +125,9 @@ class CutTest(parameterized.TestCase):
       client, _ = self.connect(listener, socket.AF_INET6)
     except OSError:
       self.skipTest('this machine has no IPv6')
-    self.assertEqual(keepalive.cut(keepalive.peers_of(_address(listener))), 1)
+    self.assertEqual(
+      keepalive.disconnect(keepalive.peers_of(_address(listener))), 1
+    )
     self.assertEqual(client.recv(1), b'')
 
   def test_who_waits_is_woken(self):
@@ -136,18 +140,18 @@ class CutTest(parameterized.TestCase):
     thread.start()
     time.sleep(0.2)
     self.assertEqual(got, [])
-    keepalive.cut(keepalive.peers_of(_address(listener)))
+    keepalive.disconnect(keepalive.peers_of(_address(listener)))
     thread.join(_DEADLINE_SECONDS)
     self.assertEqual(got, [b''])
 
   def test_a_name_that_nobody_knows_has_no_connections(self):
     self.assertEqual(
-      keepalive.cut(keepalive.peers_of('no-such-host.invalid:1')), 0
+      keepalive.disconnect(keepalive.peers_of('no-such-host.invalid:1')), 0
     )
 
 
 @pytest.mark.multi_process
-class SilenceWatchTest(parameterized.TestCase):
+class KeepaliveTest(parameterized.TestCase):
   def setUp(self):
     super().setUp()
     self.addresses = {}
@@ -169,14 +173,14 @@ class SilenceWatchTest(parameterized.TestCase):
     self.assertEqual(connection.recv(8), b'settings')
     return connection
 
-  def test_stopped_task_is_cut_off_until_it_is_taken_back(self):
+  def test_stopped_task_is_disconnected_until_reset(self):
     stopped, other = self.addresses
     watch = keepalive.Keepalive(self.addresses, _TIMEOUT)
     self.addCleanup(watch.close)
     connection, others = self.connect(stopped), self.connect(other)
     with self.assertLogs('absl', 'WARNING') as logs:
       self.signal(stopped, signal.SIGSTOP)
-      # Only the cut wakes it.
+      # Only the shutdown wakes it.
       self.assertEqual(connection.recv(1), b'')
       _wait_until(lambda: watch.is_disconnected(stopped))
     self.assertIn(f'worker 0 at {self.addresses[stopped]}', logs.output[0])

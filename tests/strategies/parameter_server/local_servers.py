@@ -10,7 +10,6 @@ import tensorflow as tf
 from tests import virtual_devices
 from tf_strategies.strategies.parameter_server import (
   partitioned,
-  placement,
   variables,
 )
 
@@ -54,7 +53,7 @@ def variable(server: int, value, drained=None, on_write=None, **options):
 def partitioned_variable(value, parts: int, **options):
   """A variable cut into parts, each on a server."""
   value = tf.convert_to_tensor(value)
-  sizes = placement.partition_sizes(value.shape[0], parts)
+  sizes = partitioned.partition_sizes(value.shape[0], parts)
   return partitioned.PartitionedVariable(
     [
       variable(i, rows, trainable=False)

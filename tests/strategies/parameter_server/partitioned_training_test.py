@@ -271,6 +271,7 @@ class OthersTest(_TrainingTest):
     self.check_loaded(*self.found['load_at_the_others'][way, parts])
 
 
+@pytest.mark.full
 class PartitionedTrainingTest(_TrainingTest):
   programs = (two_parts, three_parts, save, load_elsewhere, refused)
 

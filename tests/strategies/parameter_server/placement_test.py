@@ -5,17 +5,18 @@ from absl.testing import absltest, parameterized
 from hypothesis import strategies as st
 
 from tests import docstrings
-from tf_strategies.strategies.parameter_server import placement
+from tf_strategies.strategies.parameter_server import extended, partitioned
 
 
 class PlacementTest(parameterized.TestCase):
   def test_examples_run(self):
-    docstrings.check_examples(self, placement.__name__)
+    docstrings.check_examples(self, extended.__name__)
+    docstrings.check_examples(self, partitioned.__name__, 2)
 
   def test_kernels_do_not_all_land_on_one_server(self):
     # Kernel, bias, kernel, bias: in turn, every kernel is on server 0.
     sizes = [4000, 40, 4000, 40, 4000, 40, 4000, 40]
-    found = placement.Placement(2)
+    found = extended.Placement(2)
     servers = [found.place(size) for size in sizes]
     self.assertEqual(found.load, (8080, 8080))
     self.assertCountEqual(servers[::2], [0, 0, 1, 1])
@@ -24,7 +25,7 @@ class PlacementTest(parameterized.TestCase):
     st.lists(st.integers(0, 10**9), max_size=40), st.integers(1, 7)
   )
   def test_the_fullest_holds_at_most_the_mean_and_the_largest(self, sizes, n):
-    found = placement.Placement(n)
+    found = extended.Placement(n)
     loads = [0] * n
     for size in sizes:
       loads[found.place(size)] += size
@@ -32,7 +33,7 @@ class PlacementTest(parameterized.TestCase):
     self.assertLessEqual(max(loads), sum(sizes) / n + max(sizes, default=0))
 
   def test_scalars_are_on_server_0_however_full_it_is(self):
-    found = placement.Placement(3)
+    found = extended.Placement(3)
     found.place(10**6)
     self.assertEqual(
       [found.place(8, is_scalar=True) for _ in range(4)], [0] * 4
@@ -40,7 +41,7 @@ class PlacementTest(parameterized.TestCase):
     self.assertEqual(found.load, (10**6 + 32, 0, 0))
 
   def test_what_is_colocated_counts(self):
-    found = placement.Placement(2)
+    found = extended.Placement(2)
     first = found.place(100)
     found.add(first, 100)
     self.assertEqual(found.place(150), 1 - first)
@@ -49,19 +50,14 @@ class PlacementTest(parameterized.TestCase):
     self.assertEqual(found.load, (200, 191))
 
   def test_equal_servers_are_chosen_in_order(self):
-    found = placement.Placement(4)
+    found = extended.Placement(4)
     self.assertEqual([found.place(1) for _ in range(8)], [0, 1, 2, 3] * 2)
-
-  def test_description_names_every_server(self):
-    found = placement.Placement(2)
-    found.place(2_500_000)
-    self.assertEqual(found.describe(), 'ps 0: 2.5 MB, ps 1: 0.0 MB')
 
 
 class PartitionTest(parameterized.TestCase):
   @hypothesis.given(st.integers(1, 1000), st.integers(1, 50))
   def test_parts_are_even_and_whole(self, rows, parts):
-    sizes = placement.partition_sizes(rows, parts)
+    sizes = partitioned.partition_sizes(rows, parts)
     self.assertLen(sizes, min(rows, parts))
     self.assertEqual(sum(sizes), rows)
     self.assertGreater(min(sizes), 0)
@@ -71,12 +67,8 @@ class PartitionTest(parameterized.TestCase):
   @hypothesis.given(st.lists(st.integers(1, 9), min_size=1, max_size=9))
   def test_offsets_are_where_parts_begin(self, sizes):
     rows = [i for i, size in enumerate(sizes) for _ in range(size)]
-    found = placement.offsets(sizes)
+    found = partitioned.offsets(sizes)
     self.assertEqual([rows.index(i) for i in range(len(sizes))], list(found))
-
-  @parameterized.parameters(((), 4, 4), ((3,), 8, 24), ((2, 0, 3), 4, 0))
-  def test_num_bytes(self, shape, item_size, expected):
-    self.assertEqual(placement.num_bytes(shape, item_size), expected)
 
 
 if __name__ == '__main__':

@@ -3,22 +3,22 @@
 from absl.testing import absltest
 
 from tests import docstrings
-from tf_strategies.strategies.parameter_server import staleness as staleness_lib
+from tf_strategies.strategies.parameter_server import engine
 
 
 class StalenessTest(absltest.TestCase):
   def test_examples_run(self):
-    docstrings.check_examples(self, staleness_lib.__name__)
+    docstrings.check_examples(self, engine.__name__)
 
   def test_one_worker_is_never_stale(self):
-    staleness = staleness_lib.Staleness()
+    staleness = engine.Staleness()
     for _ in range(5):
       staleness.start(0)
       staleness.end(0)
     self.assertEqual(staleness.histogram, {0: 5})
 
   def test_workers_in_turn_are_as_stale_as_there_are_others(self):
-    staleness = staleness_lib.Staleness()
+    staleness = engine.Staleness()
     for worker in range(3):
       staleness.start(worker)
     for _ in range(4):
@@ -29,7 +29,7 @@ class StalenessTest(absltest.TestCase):
     self.assertEqual(staleness.histogram, {0: 1, 1: 1, 2: 10})
 
   def test_a_slow_worker_is_as_stale_as_the_others_were_fast(self):
-    staleness = staleness_lib.Staleness()
+    staleness = engine.Staleness()
     staleness.start('slow')
     for _ in range(7):
       staleness.start('fast')
@@ -38,7 +38,7 @@ class StalenessTest(absltest.TestCase):
     self.assertEqual(staleness.histogram, {0: 7, 7: 1})
 
   def test_several_steps_of_one_task_count_each(self):
-    staleness = staleness_lib.Staleness()
+    staleness = engine.Staleness()
     staleness.start(0)
     staleness.start(1)
     staleness.end(0, steps=5)
@@ -46,7 +46,7 @@ class StalenessTest(absltest.TestCase):
     self.assertEqual(staleness.histogram, {0: 5, 5: 2})
 
   def test_a_step_that_begins_again_is_as_old_as_its_last_begin(self):
-    staleness = staleness_lib.Staleness()
+    staleness = engine.Staleness()
     staleness.start(0)
     staleness.start(1)
     staleness.end(1)
@@ -55,7 +55,7 @@ class StalenessTest(absltest.TestCase):
     self.assertEqual(staleness.histogram, {0: 2})
 
   def test_histogram_is_in_order_and_a_copy(self):
-    staleness = staleness_lib.Staleness()
+    staleness = engine.Staleness()
     for worker in range(3):
       staleness.start(worker)
     for worker in range(3):

@@ -4,38 +4,35 @@ import threading
 import time
 
 import tensorflow as tf
-from absl.testing import absltest
+from absl.testing import absltest, parameterized
 
+from tests.strategies.parameter_server import fakes
+from tf_strategies import errors
 from tf_strategies.strategies.parameter_server import worker_pool
 
 _DEADLINE_SECONDS = 60.0
 
 
-class _Liveness:
-  """All tasks are alive."""
-
-  generation = 0
-
-  def dead_server(self):
-    return None
-
-  def is_worker_alive(self, worker):
-    return True
-
-  def changed_recently(self):
-    return False
-
-  def silent_tasks(self):
-    return []
-
-
 class _Task(worker_pool.Task):
   """Calls functions, and counts how often it was run."""
 
-  def __init__(self, run=lambda: None, begin=lambda: None):
+  def __init__(
+    self,
+    run=lambda: None,
+    begin=lambda: None,
+    survive=lambda: False,
+    finish=lambda: None,
+    has_work=lambda: True,
+  ):
     self._run = run
     self._begin = begin
+    self._survive = survive
+    self._finish = finish
+    self._has_work = has_work
     self.runs = 0
+
+  def has_work_for(self, worker):
+    return self._has_work()
 
   def begin(self, worker):
     self._begin()
@@ -44,14 +41,18 @@ class _Task(worker_pool.Task):
     self.runs += 1
     self._run()
 
+  def survive(self, worker):
+    return self._survive()
+
   def finish(self, worker):
-    pass
+    self._finish()
 
 
-class PoolTest(absltest.TestCase):
-  def _pool(self, num_workers):
-    pool = worker_pool.Pool(
-      range(num_workers), _Liveness(), timeout_seconds=_DEADLINE_SECONDS
+class PoolTest(parameterized.TestCase):
+  def _pool(self, num_workers, max_waiting=None):
+    self.liveness = fakes.Liveness()
+    pool = worker_pool.WorkerPool(
+      range(num_workers), self.liveness, max_waiting, _DEADLINE_SECONDS
     )
     self.addCleanup(pool.close)
     return pool
@@ -90,7 +91,7 @@ class PoolTest(absltest.TestCase):
     with self.assertRaisesRegex(ValueError, 'the step itself'):
       pool.wait()
     was_raised.set()
-    self.assertEqual(pool.forget(), 0)
+    pool.forget()
     self.assertTrue(pool.is_idle)
     after = _Task()
     pool.submit(after)
@@ -109,6 +110,115 @@ class PoolTest(absltest.TestCase):
     pool.submit(task)
     pool.wait()
     self.assertEqual(task.runs, 3)
+
+  @parameterized.product(
+    where=['run', 'begin', 'survive', 'finish', 'has_work'],
+    kind=[SystemExit, KeyboardInterrupt, ValueError, errors.DataError],
+  )
+  def test_any_exception_in_a_workers_thread_ends_the_task(self, where, kind):
+    pool = self._pool(1)
+
+    def fail():
+      raise kind('from the thread')
+
+    def lose_worker():
+      self.liveness.dead_workers.add(0)
+      raise tf.errors.UnavailableError(None, None, 'the worker is gone')
+
+    hooks = {where: fail}
+    if where == 'survive':
+      hooks['run'] = lose_worker
+    pool.submit(_Task(**hooks))
+    with self.assertRaisesRegex(kind, 'from the thread'):
+      pool.wait()
+    # The thread lives on.
+    after = _Task()
+    pool.submit(after)
+    pool.wait()
+    self.assertEqual(after.runs, 1)
+
+  @parameterized.parameters(True, False)
+  def test_worker_and_server_die_together(self, is_known_at_once):
+    """How far the task came cannot be read from a dead server."""
+
+    def lose_worker():
+      self.liveness.dead_workers.add(0)
+      if is_known_at_once:
+        self.liveness.dead_servers.add(0)
+      raise tf.errors.UnavailableError(None, None, 'the worker is gone')
+
+    def read_marker():
+      self.liveness.dead_servers.add(0)
+      raise tf.errors.FailedPreconditionError(None, None, 'no such variable')
+
+    def wait_for_worker():
+      time.sleep(0.01)
+      self.assertTrue(self.liveness.is_worker_alive(0))
+
+    pool = self._pool(1)
+    pool.submit(_Task(lose_worker, survive=read_marker))
+    with self.assertRaisesRegex(
+      errors.ParameterServerUnavailableError, 'ps 0 died'
+    ):
+      pool.wait()
+    # Both return.
+    self.liveness.dead_servers.clear()
+    self.liveness.dead_workers.clear()
+    pool.forget()
+    after = _Task(wait_for_worker)
+    pool.submit(after)
+    pool.wait()
+    self.assertEqual(after.runs, 1)
+
+  def test_marker_that_cannot_be_read_for_a_moment(self):
+    failures = [1, 1]
+
+    def lose_worker():
+      if failures:
+        self.liveness.dead_workers.add(0)
+        raise tf.errors.UnavailableError(None, None, 'the worker is gone')
+
+    def read_marker():
+      if failures:
+        failures.pop()
+        raise tf.errors.UnavailableError(None, None, 'not connected yet')
+      return True
+
+    task = _Task(lose_worker, survive=read_marker)
+    pool = self._pool(1)
+    pool.submit(task)
+    pool.wait()
+    self.assertEqual(task.runs, 1)
+
+  def test_task_that_nobody_wants_does_not_block_the_queue(self):
+    pool = self._pool(1, max_waiting=2)
+    is_wanted, dropped = [True], []
+
+    class Unwanted(_Task):
+      """Wanted until the one before it is done; no worker can run it."""
+
+      def is_wanted(self):
+        return bool(is_wanted)
+
+      def discard(self):
+        dropped.append(self)
+
+    are_waiting = threading.Event()
+    first = _Task(are_waiting.wait, finish=is_wanted.clear)
+    unwanted = Unwanted(has_work=lambda: False)
+    last = _Task()
+    for task in (first, unwanted, last):
+      pool.submit(task)
+    are_waiting.set()
+    pool.wait()
+    self.assertEqual((unwanted.runs, last.runs), (0, 1))
+    self.assertEqual(dropped, [unwanted])
+
+  def test_step_after_close_is_refused(self):
+    pool = self._pool(1)
+    pool.close()
+    with self.assertRaisesRegex(errors.UnsupportedOptionError, 'close'):
+      pool.submit(_Task())
 
 
 if __name__ == '__main__':

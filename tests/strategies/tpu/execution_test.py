@@ -41,18 +41,18 @@ def all_reduce(reduce_op, *tensors):
 
 class ExecutionTest(tf.test.TestCase, parameterized.TestCase):
   @tiers.parameters(
-    ('ring', 2),
+    tiers.full('ring', 2),
     ('ring', 4),
     tiers.soak('ring', 8),
     ('tree', 4),
     ('halving_doubling', 4),
     tiers.soak('halving_doubling', 8),
-    ('direct', 4),
+    tiers.full('direct', 4),
     ('hierarchical', 4),
-    ('naive', 4),
+    tiers.full('naive', 4),
     ('tree', 3),
     ('halving_doubling', 3),
-    ('direct', 3),
+    tiers.full('direct', 3),
   )
   def test_sum(self, name, n):
     strategy = double.create_strategy(n, all_reduce=name)
@@ -77,6 +77,7 @@ class ExecutionTest(tf.test.TestCase, parameterized.TestCase):
   def test_sum_over_a_ring_of_32_replicas(self):
     self.check_32_replicas('ring')
 
+  @pytest.mark.full
   def test_sum_over_a_tree_of_32_replicas(self):
     self.check_32_replicas('tree')
 
@@ -145,7 +146,7 @@ class ExecutionTest(tf.test.TestCase, parameterized.TestCase):
     for (total,) in results:
       self.assertTrue(np.signbit(total).all())
 
-  @parameterized.parameters((SUM, 1), (MEAN, 4))
+  @tiers.parameters(tiers.full(SUM, 1), (MEAN, 4))
   def test_gradient_is_the_all_reduce_of_gradients(self, reduce_op, divisor):
     strategy = double.create_strategy(4)
     x, weight = (distinct(4, 5, dtype=np.float32) for _ in range(2))
@@ -163,7 +164,7 @@ class ExecutionTest(tf.test.TestCase, parameterized.TestCase):
     for (gradient,) in results:
       np.testing.assert_array_equal(gradient, weight.sum(0) / divisor)
 
-  @parameterized.parameters((SUM, 1), (MEAN, 2))
+  @tiers.parameters(tiers.full(SUM, 1), (MEAN, 2))
   def test_gradient_through_reduce_to(self, reduce_op, divisor):
     strategy = double.create_strategy(2)
     x, weight = (distinct(2, 5, dtype=np.float32) for _ in range(2))
@@ -193,6 +194,7 @@ class ExecutionTest(tf.test.TestCase, parameterized.TestCase):
     )
     self.assertEqual([int(r) for (r,) in results], [0, 1, 2, 3])
 
+  @pytest.mark.full
   def test_variables(self):
     strategy = double.create_strategy(4)
     with strategy.scope():
@@ -218,7 +220,13 @@ class ExecutionTest(tf.test.TestCase, parameterized.TestCase):
       np.testing.assert_array_equal(means, [0.5, 1.0] + x[:, 0].mean(0))
       self.assertEqual(totals, 5 + x[:, 0, 0].sum())
 
-  @parameterized.named_parameters(*[(name, name) for name in ALGORITHMS])
+  @tiers.named_parameters(
+    *[
+      (tiers.quick if name == 'ring' else tiers.full)(name, name)
+      for name, build in ALGORITHMS.items()
+      if build(4).adds_up_once()
+    ]
+  )
   def test_a_wrong_schedule_gives_a_wrong_sum(self, name):
     schedule = ALGORITHMS[name](4)
     for lost in (0, len(schedule.transfers) - 1):

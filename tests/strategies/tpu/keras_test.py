@@ -2,6 +2,7 @@
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -113,7 +114,7 @@ class KerasTest(tf.test.TestCase, parameterized.TestCase):
     ('global_clipnorm', adam, {'global_clipnorm': 0.1}),
     tiers.soak('clipnorm', sgd, {'clipnorm': 0.1}),
     tiers.soak('ema', adam, {'use_ema': True, 'ema_overwrite_frequency': 1}),
-    ('weight_decay', adam, {'weight_decay': 0.1}),
+    tiers.full('weight_decay', adam, {'weight_decay': 0.1}),
   )
   def test_wrapped(self, create, options):
     replicas = self.check_equals_one_device(lambda: create(**options))
@@ -121,25 +122,30 @@ class KerasTest(tf.test.TestCase, parameterized.TestCase):
     self.assertLen(replicas.step.permutes, _RING)
     self.assertIsNone(replicas.step.mismatch(ring_all_reduce(_REPLICAS)))
 
+  @pytest.mark.full
   def test_gradient_accumulation(self):
     replicas = self.check_equals_one_device(
       lambda: adam(gradient_accumulation_steps=2), num_steps=2
     )
     self.assertLen(replicas.step.permutes, _RING)
 
+  @pytest.mark.full
   def test_another_schedule(self):
     replicas = self.check_equals_one_device(sgd, all_reduce='tree')
     self.assertIsNone(replicas.step.mismatch(ALGORITHMS['tree'](_REPLICAS)))
 
+  @pytest.mark.full
   def test_unwrapped(self):
     replicas = self.check_equals_one_device(
       lambda: sgd(momentum=0.9), wrap=False
     )
     self.assertLen(replicas.step.permutes, _RING)
 
+  @pytest.mark.full
   def test_gradients_through_synchronized_batch_normalization(self):
     self.check_equals_one_device(sgd, synchronized=True)
 
+  @pytest.mark.full
   def test_statistics_of_batch_normalization_are_the_mean(self):
     replicas = Replicas(
       lambda: tfs.keras.DistributedOptimizer(sgd()), synchronized=False
@@ -195,6 +201,7 @@ class KerasTest(tf.test.TestCase, parameterized.TestCase):
     ):
       program.trace(strategy, lambda x, y: model.train_step((x, y)), [ids, y])
 
+  @pytest.mark.full
   def test_replicas_agree_whether_gradients_are_finite(self):
     replicas = Replicas(
       lambda: keras.optimizers.LossScaleOptimizer(
@@ -208,6 +215,7 @@ class KerasTest(tf.test.TestCase, parameterized.TestCase):
       {op.get_attr('T') for op in replicas.step.permutes}, {tf.int32}
     )
 
+  @pytest.mark.full
   def test_one_replica_with_infinite_gradients_stops_all(self):
     strategy = double.create_strategy(_REPLICAS)
     with strategy.scope():
@@ -241,7 +249,7 @@ class FitTest(tf.test.TestCase, parameterized.TestCase):
       model.compile(tfs.keras.DistributedOptimizer(adam()), 'mse')
     model.fit(*data, verbose=0, **options)
 
-  @parameterized.parameters('arrays', 'data set')
+  @tiers.parameters('arrays', tiers.full('data set'))
   def test_a_step_is_built(self, kind):
     data = (np.ones([32, 3], np.float32), np.ones([32, 1], np.float32))
     with self.assertRaisesRegex(
@@ -253,7 +261,7 @@ class FitTest(tf.test.TestCase, parameterized.TestCase):
         data_set = tf.data.Dataset.from_tensor_slices(data)
         self.fit(data_set.batch(16, drop_remainder=True))
 
-  @parameterized.parameters('arrays', 'data set')
+  @tiers.parameters('arrays', tiers.full('data set'))
   def test_a_remainder_is_refused(self, kind):
     data = (np.ones([33, 3], np.float32), np.ones([33, 1], np.float32))
     with self.assertRaisesRegex(

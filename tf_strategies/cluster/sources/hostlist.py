@@ -38,9 +38,6 @@ def hosts(text: str) -> list[str]:
 
   Returns:
     Their names. Leading zeros are kept, as Slurm does. O(len(text) + hosts).
-
-  Raises:
-    ClusterConfigError: it is no such list, or of too many hosts.
   """
   found: list[str] = []
   at = 0
@@ -59,9 +56,6 @@ def numbers(text: str) -> list[int]:
 
   Args:
     text: numbers, separated by commas.
-
-  Raises:
-    ClusterConfigError: it is no such list, or too long.
   """
   found: list[int] = []
   for item in text.split(','):

@@ -37,11 +37,7 @@ VARIABLES = (
 
 
 def port(environ: Mapping[str, str], default: int = DEFAULT_PORT) -> int:
-  """The port of every task.
-
-  Raises:
-    ClusterConfigError: TFS_PORT is none.
-  """
+  """The port of every task."""
   return checks.integer_variable(environ, 'TFS_PORT', 1, 65535, default)
 
 
@@ -53,9 +49,6 @@ def counts(
   Args:
     environ: the environment.
     total: of all tasks, where the scheduler says it; else TFS_NUM_WORKERS must.
-
-  Raises:
-    ClusterConfigError: a variable is no number, or they do not fit `total`.
   """
   most = checks.MAX_TASKS
   num_ps = checks.integer_variable(environ, 'TFS_NUM_PS', 0, most, 0)
@@ -111,9 +104,6 @@ def assign(
     environ: the environment.
     addresses: 'host:port' of each task in the scheduler's order.
     place: of this process among them.
-
-  Raises:
-    ClusterConfigError: the numbers of tasks do not fit.
   """
   found = counts(environ, len(addresses))
   remaining = iter(addresses)
@@ -127,11 +117,7 @@ def assign(
 
 
 def check_alone(environ: Mapping[str, str]) -> None:
-  """Nothing asks for several tasks where no scheduler starts them.
-
-  Raises:
-    ClusterConfigError: TFS_NUM_WORKERS or TFS_NUM_PS means several tasks.
-  """
+  """Nothing asks for several tasks where no scheduler starts them."""
   if 'TFS_NUM_WORKERS' in environ:
     name, told = 'TFS_NUM_WORKERS', environ
   elif checks.integer_variable(environ, 'TFS_NUM_PS', 0, checks.MAX_TASKS, 0):

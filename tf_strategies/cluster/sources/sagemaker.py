@@ -28,11 +28,7 @@ _FIX = (
 
 
 def read(environ: Mapping[str, str]) -> tf_config.Parts | None:
-  """The cluster of SM_HOSTS; None if it lists a single host.
-
-  Raises:
-    ClusterConfigError: it is malformed, or does not list SM_CURRENT_HOST.
-  """
+  """The cluster of SM_HOSTS; None if it lists a single host."""
   text = environ.get(VARIABLE)
   if text is None:
     return None

@@ -42,11 +42,7 @@ _MOST_JOB_ID = 10**12
 
 
 def read(environ: Mapping[str, str]) -> tf_config.Parts | None:
-  """The cluster of the step; None outside of a step of several tasks.
-
-  Raises:
-    ClusterConfigError: a variable is malformed, or contradicts another one.
-  """
+  """The cluster of the step; None outside of a step of several tasks."""
   if VARIABLE not in environ or _NUM_TASKS not in environ:
     return None
   if is_batch_script(environ):

@@ -31,11 +31,7 @@ _TYPES = {
 
 
 def read(environ: Mapping[str, str]) -> tf_config.Parts | None:
-  """The cluster of CLUSTER_SPEC; None if it lists a single task.
-
-  Raises:
-    ClusterConfigError: it is malformed.
-  """
+  """The cluster of CLUSTER_SPEC; None if it lists a single task."""
   text = environ.get(VARIABLE)
   if text is None:
     return None

@@ -54,15 +54,8 @@ class Request:
 
   def pack(self) -> bytes:
     """The request as `REQUEST_BYTES` bytes."""
-    return _REQUEST.pack(
-      _MAGIC,
-      protocol.PROTOCOL_VERSION,
-      self.purpose,
-      self.client,
-      self.server,
-      self.world,
-      self.nonce,
-    )
+    fields = vars(self).values()
+    return _REQUEST.pack(_MAGIC, protocol.PROTOCOL_VERSION, *fields)
 
   @classmethod
   def unpack(cls, data: bytes) -> Request:

@@ -105,14 +105,10 @@ def decode(frame: protocol.Frame) -> Any:
 
 
 async def within(seconds: float, coroutine: Coroutine[Any, Any, _T]) -> _T:
-  """Awaits a coroutine for some time.
+  """Awaits a coroutine for so long; TimeoutError if it takes longer.
 
   Unlike `asyncio.wait_for` before Python 3.12, it never swallows the
-  cancellation of its caller: a task that is ended in just that moment would go
-  on for ever.
-
-  Raises:
-    TimeoutError: it took longer; it has ended now.
+  cancellation of its caller, which would then run for ever.
   """
   task = asyncio.ensure_future(coroutine)
   try:
@@ -137,14 +133,9 @@ async def dial(
 ) -> Connection:
   """Connects to a task's address and authenticates both sides.
 
-  Args:
-    address: 'host:port'.
-    request: what the connection is for, from whom, to whom.
-    secret: of the job.
-
   Raises:
-    OSError: nobody is there, or it hung up.
-    ProtocolError: something else is there.
+    OSError: nothing listens there, or it closed the connection.
+    ProtocolError: another program listens there.
     AuthenticationError: the secrets differ.
     RendezvousError: the versions differ.
   """
@@ -204,14 +195,11 @@ async def _resolve(host: str, port: int) -> list[tuple[int, tuple]]:
 async def accept(
   connection: Connection, task: int, secret: bytes | None
 ) -> authentication.Request:
-  """The server's side of the handshake.
-
-  Returns:
-    What the authenticated client wants.
+  """The server's side of the handshake; returns the client's request.
 
   Raises:
-    OSError: it hung up.
-    ProtocolError: it is not one of ours, or means another task.
+    OSError: it closed the connection.
+    ProtocolError: it is another program, or looks for another task.
     AuthenticationError: it does not know the secret.
   """
   data = await connection.read(authentication.REQUEST_BYTES)

@@ -22,7 +22,7 @@ PROTOCOL_VERSION = 1
 MAX_PAYLOAD_BYTES = 1 << 20
 _MAX_TAG_BYTES = 512
 
-_DATA = struct.Struct('!4sB15s15s15s15sQQQQI')
+_DATA = struct.Struct('!4sB15sQQ15s15s15sQQI')
 _DATA_MAGIC = b'TFSD'
 DATA_HEADER_BYTES = _DATA.size
 
@@ -73,19 +73,9 @@ class DataHeader:
 
   def pack(self) -> bytes:
     """The header as `DATA_HEADER_BYTES` bytes."""
-    return _DATA.pack(
-      _DATA_MAGIC,
-      PROTOCOL_VERSION,
-      self.kind.encode(),
-      self.algorithm.encode(),
-      self.op.encode(),
-      self.dtype.encode(),
-      self.generation,
-      self.sequence,
-      self.num_bytes,
-      self.extra,
-      self.checksum,
-    )
+    values = vars(self).values()
+    packed = (v.encode() if isinstance(v, str) else v for v in values)
+    return _DATA.pack(_DATA_MAGIC, PROTOCOL_VERSION, *packed)
 
   @classmethod
   def unpack(cls, data: bytes) -> DataHeader:
@@ -94,16 +84,16 @@ class DataHeader:
     Raises:
       ProtocolError: the bytes are none.
     """
-    magic, version, kind, algorithm, op, dtype, *numbers = _DATA.unpack(data)
+    magic, version, *values = _DATA.unpack(data)
     if magic != _DATA_MAGIC or version != PROTOCOL_VERSION:
       raise ProtocolError(f'a data header begins with {bytes(data[:5])!r}')
-    texts = [
-      text.rstrip(b'\0').decode('ascii', 'replace')
-      for text in (kind, algorithm, op, dtype)
-    ]
-    generation, sequence, num_bytes, extra, checksum = numbers
     return cls(
-      texts[0], generation, sequence, *texts[1:], num_bytes, extra, checksum
+      *(
+        v.rstrip(b'\0').decode('ascii', 'replace')
+        if isinstance(v, bytes)
+        else v
+        for v in values
+      )
     )
 
 

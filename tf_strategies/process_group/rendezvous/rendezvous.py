@@ -31,7 +31,7 @@ _POLL_SECONDS_PER_WORKER = 0.005
 _REFUSAL_SECONDS = 1.0
 # Silence after which a connection that only polls is given up.
 _IDLE_SECONDS = 30.0
-# What a peer of another program, or a broken one, makes of a message.
+# What decoding a message of another or a broken program raises.
 _MALFORMED = (protocol.ProtocolError, KeyError, TypeError, ValueError)
 
 

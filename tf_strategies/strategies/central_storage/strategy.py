@@ -12,7 +12,7 @@ from tf_strategies.cross_device import statistics
 from tf_strategies.strategies.central_storage import variables
 from tf_strategies.strategies.mirrored import devices as devices_lib
 from tf_strategies.strategies.mirrored import extended as mirrored_extended
-from tf_strategies.strategies.mirrored import replica_run
+from tf_strategies.strategies.mirrored import reducer, replica_run
 from tf_strategies.strategies.mirrored import strategy as mirrored_strategy
 
 
@@ -106,6 +106,32 @@ class _Placement:
   _devices: tuple[str, ...]
 
 
+class _CentralReducer(reducer.DeviceReducer):
+  """Reduces between replicas that share one copy of each variable."""
+
+  def per_replica(self, value):
+    """A variable is what every replica reads."""
+    if not isinstance(value, variables.CentralVariable):
+      return value
+    return _tf_internal.Mirrored(
+      [value.values[0].read_value()] * self.num_replicas
+    )
+
+  def all_reduce_in_branch(self, reduce_op, tensors, replica_id, options):
+    """Raises: the branches share variables, and would wait for each other.
+
+    TensorFlow runs ops that use one variable one after the other; a branch
+    that waits inside for the next one would wait forever.
+    """
+    del reduce_op, tensors, replica_id, options
+    raise errors.UnsupportedOptionError(
+      'synchronisation inside a tf.cond under CentralStorageStrategy (Keras '
+      'does that for gradient_accumulation_steps)',
+      'synchronisation outside of it, since replicas share their variables',
+      'wrap the optimizer: tfs.keras.DistributedOptimizer(optimizer)',
+    )
+
+
 class CentralStorageExtended(mirrored_extended.ExactMirroredExtended):
   """The exact mirrored implementation, with one copy of each variable.
 
@@ -119,7 +145,9 @@ class CentralStorageExtended(mirrored_extended.ExactMirroredExtended):
   def __init__(
     self, container_strategy, devices, parameter_device, cross_device_ops
   ):
-    super().__init__(container_strategy, devices, cross_device_ops)
+    super().__init__(
+      container_strategy, devices, cross_device_ops, _CentralReducer
+    )
     self._parameter_device = parameter_device
     self._reads = statistics.CallStatistics('read')
 
@@ -131,8 +159,6 @@ class CentralStorageExtended(mirrored_extended.ExactMirroredExtended):
   def read_bytes_in(self) -> dict[str, int]:
     """Bytes of variables that came to each compute device."""
     return self._reads.bytes_in()
-
-  # What tfs.keras.DistributedOptimizer asks of a strategy.
 
   def reduce_and_apply(self, gradients, apply) -> None:
     """Adds up the replicas' gradients on the parameter device, and applies.
@@ -175,33 +201,6 @@ class CentralStorageExtended(mirrored_extended.ExactMirroredExtended):
     ]
     if any(received):
       self._reads.record(self._devices, received)
-
-  def _all_reduce_in_branch(self, reduce_op, value, options):
-    """Refused: the branches share variables, and would wait for each other.
-
-    TensorFlow runs ops that use one variable one after the other; a branch
-    that waits inside for the next one would wait for ever.
-    """
-    del reduce_op, value, options
-    raise errors.UnsupportedOptionError(
-      f'synchronisation inside a tf.cond under '
-      f'{type(self._container_strategy()).__name__} (Keras does that for '
-      'gradient_accumulation_steps)',
-      'synchronisation outside of it, since replicas share their variables',
-      'wrap the optimizer: tfs.keras.DistributedOptimizer(optimizer)',
-    )
-
-  # How values are reduced.
-
-  def _reduce_to(self, reduce_op, value, destinations, options):
-    def per_replica(leaf):
-      if not isinstance(leaf, variables.CentralVariable):
-        return leaf
-      return _tf_internal.Mirrored([leaf.values[0].read_value()] * n)
-
-    n = self._num_replicas_in_sync
-    value = tf.nest.map_structure(per_replica, value)
-    return super()._reduce_to(reduce_op, value, destinations, options)
 
   # How variables are created.
 

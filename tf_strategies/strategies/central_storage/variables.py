@@ -11,6 +11,7 @@ from __future__ import annotations
 import tensorflow as tf
 
 from tf_strategies import _keras_internal, errors
+from tf_strategies.keras import gradient_reducer
 from tf_strategies.strategies.mirrored import replica_run
 from tf_strategies.strategies.mirrored import variables as mirrored_variables
 
@@ -34,7 +35,7 @@ class CentralVariable(mirrored_variables.MirroredVariable):
     extended = self.distribute_strategy.extended
     if extended._use_merge_call():
       return super()._update_replica(update_fn, value, **kwargs)
-    if replica_run.are_gradients_reduced():
+    if gradient_reducer.are_gradients_reduced():
       return update_fn(self._values[0], value, **kwargs)
     return self._update_in_branch(update_fn, value, **kwargs)
 

@@ -1,8 +1,8 @@
 """A batch that knows how many rows every replica of the job has.
 
-A worker sees its own rows only, but how much its loss counts depends on
-everybody's. The input pipeline knows; what it yields carries the numbers along
-with the rows, so that the step need not ask the other workers.
+A worker sees its own rows only, but the weight of its loss depends on all rows.
+The input pipeline yields the numbers with the rows, so that a step need not ask
+the other workers.
 """
 
 from __future__ import annotations

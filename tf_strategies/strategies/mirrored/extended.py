@@ -16,15 +16,15 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tf_strategies import _keras_internal, _tf_internal, errors
-from tf_strategies.cross_device import statistics
-from tf_strategies.keras import optimizer_checks
+from tf_strategies import _keras_internal, _tf_internal
+from tf_strategies.keras import gradient_reducer, optimizer_checks
 from tf_strategies.strategies.mirrored import (
   empty_replicas,
   host_input,
   replica_run,
   variables,
 )
+from tf_strategies.strategies.mirrored import reducer as reducer_lib
 
 # TensorFlow's own strategies count from 0.
 _collective_key_bases = itertools.count(1_000_000, 1_000)
@@ -39,22 +39,37 @@ def new_collective_key_base() -> int:
   return next(_collective_key_bases)
 
 
-class ExactMirroredExtended(_tf_internal.MirroredExtended):
+class ExactMirroredExtended(
+  _tf_internal.MirroredExtended, gradient_reducer.GradientReducer
+):
   """TensorFlow's mirrored implementation, exact for every Keras option.
 
   Args:
     container_strategy: the strategy that this implements.
     devices: full names of the devices, one a replica.
     cross_device_ops: what every reduction, broadcast and gather goes through.
+    make_local: makes what reduces between these devices.
   """
 
-  def __init__(self, container_strategy, devices, cross_device_ops):
+  def __init__(
+    self,
+    container_strategy,
+    devices,
+    cross_device_ops,
+    make_local=reducer_lib.DeviceReducer,
+  ):
     super().__init__(
       container_strategy, devices=devices, cross_device_ops=cross_device_ops
     )
     self._functions = weakref.WeakKeyDictionary()
-    self._in_control_flow = statistics.CallStatistics('all_reduce')
     self._warned_uneven = False
+    self._local = make_local(
+      self._devices,
+      self._get_cross_device_ops,
+      self._communication_options,
+      self._collective_ops,
+    )
+    self._reducer = reducer_lib.Reducer(self._local)
 
   @property
   def cross_device_ops(self):
@@ -64,24 +79,10 @@ class ExactMirroredExtended(_tf_internal.MirroredExtended):
   @property
   def all_reduces_in_control_flow(self) -> int:
     """How many all-reduces TensorFlow's collectives did inside a branch."""
-    return self._in_control_flow.calls
-
-  # What tfs.keras.DistributedOptimizer asks of a strategy.
-
-  def gradients_reduced(self, gradients=()):
-    """Context in which an optimizer's own reductions do nothing.
-
-    Args:
-      gradients: the reduced ones, where there are any yet.
-    """
-    del gradients
-    return replica_run.gradients_reduced()
+    return self._local.in_control_flow.calls
 
   def row_weight(self) -> tf.Tensor | None:
-    """N * n_i / sum(n) for this replica's n_i rows; None if all have as many.
-
-    Exactly 1.0 whenever the batch turns out to be even.
-    """
+    """See `GradientReducer`. Exactly 1.0 for a batch that proves even."""
     run = replica_run.current()
     if run is None or run.is_even is True:
       return None
@@ -91,7 +92,8 @@ class ExactMirroredExtended(_tf_internal.MirroredExtended):
 
   def _use_merge_call(self):
     if (
-      replica_run.are_gradients_reduced() or replica_run.in_branch_of_replica()
+      gradient_reducer.are_gradients_reduced()
+      or replica_run.in_branch_of_replica()
     ):
       return False
     return super()._use_merge_call()
@@ -128,7 +130,7 @@ class ExactMirroredExtended(_tf_internal.MirroredExtended):
         self._container_strategy(), function, args, kwargs
       )
     if function not in self._functions:
-      # Not `function` itself, which the closure would keep alive for ever.
+      # Not `function` itself, which the closure would keep alive forever.
       python_function = function.python_function
 
       def call(*args, **kwargs):
@@ -190,98 +192,22 @@ class ExactMirroredExtended(_tf_internal.MirroredExtended):
     return super()._get_cross_device_ops(value)
 
   def _reduce_to(self, reduce_op, value, destinations, options):
-    is_mean = reduce_op == tf.distribute.ReduceOp.MEAN
-    if is_mean and _tf_internal.is_mirrored(value):
-      return value
-
-    def reduce_one(value):
-      if not isinstance(value, tf.distribute.DistributedValues):
-        return _tf_internal.reduce_non_distributed_value(
-          reduce_op, value, destinations, self._num_replicas_in_sync
-        )
-      return self._reduce_batch(reduce_op, [(value, destinations)], options)[0]
-
-    return tf.nest.map_structure(reduce_one, value)
+    return self._reducer.reduce(reduce_op, value, destinations, options)
 
   def _batch_reduce_to(self, reduce_op, value_destination_pairs, options):
-    return self._reduce_batch(reduce_op, value_destination_pairs, options)
-
-  def _reduce_batch(self, reduce_op, pairs, options):
-    """Reduces values, of which replicas without rows contribute nothing."""
-    run = replica_run.current()
-    values = [value for value, _ in pairs]
-    masked = empty_replicas.mask(run, values, self._devices)
-    if masked is values:
-      return self._batch_reduce(reduce_op, pairs, options)
-    # A destination that is the value itself stands for the value's devices.
-    pairs = [
-      (new, new if destination is old else destination)
-      for new, (old, destination) in zip(masked, pairs, strict=True)
-    ]
-    if reduce_op == tf.distribute.ReduceOp.SUM:
-      return self._batch_reduce(reduce_op, pairs, options)
-    sums = self._batch_reduce(tf.distribute.ReduceOp.SUM, pairs, options)
-    count = run.num_with_rows()
-    return [empty_replicas.divide(total, count) for total in sums]
-
-  def _batch_reduce(self, reduce_op, pairs, options):
-    cross_device_ops = self._get_cross_device_ops(pairs[0][0])
-    return cross_device_ops.batch_reduce(
-      reduce_op, pairs, options=self._communication_options.merge(options)
+    return self._reducer.batch_reduce(
+      reduce_op, value_destination_pairs, options
     )
 
   def _gather_to_implementation(self, value, destinations, axis, options):
-    if not isinstance(value, tf.distribute.DistributedValues):
-      return value
-    run = replica_run.current()
-    if run is not None and run.has_rows is not None:
-      value = empty_replicas.drop_rows(run, value, axis, self._devices)
-      destinations = value if len(self._devices) > 1 else destinations
-    return self._get_cross_device_ops(value)._gather(  # pylint: disable=protected-access
-      value,
-      destinations=destinations,
-      axis=axis,
-      options=self._communication_options.merge(options),
-    )
+    return self._reducer.gather(value, destinations, axis, options)
 
   def _replica_ctx_all_reduce(self, reduce_op, value, options=None):
-    if replica_run.are_gradients_reduced():
+    if gradient_reducer.are_gradients_reduced():
       return value
     if not replica_run.in_branch_of_replica():
       return super()._replica_ctx_all_reduce(reduce_op, value, options)
-    return self._all_reduce_in_branch(reduce_op, value, options)
-
-  def _all_reduce_in_branch(self, reduce_op, value, options):
-    """All-reduces inside a `tf.cond` of one replica, by TF's collectives.
-
-    Every replica builds a branch of its own and sees no other's tensors; only
-    ops that meet at run time can cross. All replicas must take the branch.
-    """
-    all_reduce = getattr(self._collective_ops, '_all_reduce', None)
-    if all_reduce is None:
-      raise errors.UnsupportedOptionError(
-        f'synchronisation inside a tf.cond on devices {list(self._devices)}',
-        'devices of one type there',
-        'use only GPUs or only CPUs, or synchronise outside of the tf.cond',
-      )
-    run = replica_run.current()
-    replica_id = replica_run.current_replica_id()
-    options = self._communication_options.merge(options)
-    tensors = tf.nest.flatten(value)
-    if replica_id == 0:
-      self._in_control_flow.record(self._devices, [0] * len(self._devices))
-    if run is None or run.has_rows is None:
-      return tf.nest.pack_sequence_as(
-        value, all_reduce(reduce_op, tensors, replica_id, options)
-      )
-    tensors = empty_replicas.mask_tensors(run, replica_id, tensors)
-    reduced = all_reduce(
-      tf.distribute.ReduceOp.SUM, tensors, replica_id, options
-    )
-    if reduce_op == tf.distribute.ReduceOp.MEAN:
-      count = run.num_with_rows()
-      reduced = [empty_replicas.divide(t, count) for t in reduced]
-    return tf.nest.pack_sequence_as(value, reduced)
+    return self._reducer.all_reduce_in_branch(reduce_op, value, options)
 
   # How variables are created and updated.
 
@@ -301,12 +227,12 @@ class ExactMirroredExtended(_tf_internal.MirroredExtended):
     return super()._update(var, fn, args, kwargs, group)
 
   def _replica_ctx_update(self, var, fn, args, kwargs, group):
-    if not replica_run.are_gradients_reduced():
+    if not gradient_reducer.are_gradients_reduced():
       self._check_update(fn)
     return super()._replica_ctx_update(var, fn, args, kwargs, group)
 
   def _check_update(self, fn):
-    """Refuses an optimizer that would be wrong; warns of uneven batches."""
+    """Rejects an optimizer that would be wrong; warns of uneven batches."""
     optimizer = _keras_internal.optimizer_of(fn)
     if optimizer is None or self._num_replicas_in_sync == 1:
       return

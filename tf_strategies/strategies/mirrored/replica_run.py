@@ -152,7 +152,6 @@ class _ThreadState(threading.local):
   """The run that this thread works for."""
 
   run: ReplicaRun | None = None
-  gradients_reduced: bool = False
 
 
 _state = _ThreadState()
@@ -182,7 +181,7 @@ def in_branch_of_replica() -> bool:
   """Whether a replica is building a graph inside its own, say of a `tf.cond`.
 
   A merge call brings all replicas together in the graph that they were started
-  in; from a branch of one replica's graph nobody else's tensors can be seen.
+  in; from a branch of one replica's graph no other replica's tensors can be seen.
   """
   thread = threading.current_thread()
   return (
@@ -202,19 +201,3 @@ def active(run: ReplicaRun):
     yield
   finally:
     _state.run = before
-
-
-@contextlib.contextmanager
-def gradients_reduced():
-  """Inside, gradients are equal on all replicas: nothing is reduced again."""
-  before = _state.gradients_reduced
-  _state.gradients_reduced = True
-  try:
-    yield
-  finally:
-    _state.gradients_reduced = before
-
-
-def are_gradients_reduced() -> bool:
-  """Whether the calling thread is inside `gradients_reduced()`."""
-  return _state.gradients_reduced

@@ -64,8 +64,8 @@ class RingMirroredStrategy(ExactStrategy, tf.distribute.MirroredStrategy):
   * Moving statistics of BatchNormalization are one mean value everywhere.
   * A replica without rows in the last batch contributes nothing, instead of
     NaN.
-  * An optimizer option that would be silently wrong without
-    `tfs.keras.DistributedOptimizer` is refused.
+  * An optimizer option that is wrong without `tfs.keras.DistributedOptimizer`
+    raises an error.
 
   Example:
 
@@ -106,7 +106,7 @@ class RingMirroredStrategy(ExactStrategy, tf.distribute.MirroredStrategy):
 
 
 def check_cross_device_ops(cross_device_ops) -> None:
-  """Refuses what is no cross-device op.
+  """Rejects what is no cross-device op.
 
   Raises:
     UnsupportedOptionError: naming it.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import tensorflow as tf
 
 from tf_strategies import _keras_internal, _tf_internal
+from tf_strategies.keras import gradient_reducer
 from tf_strategies.strategies.mirrored import replica_run
 
 
@@ -138,7 +139,7 @@ def creation_policy(kwargs: dict, is_slot: bool) -> dict:
   if not is_slot:
     return {**kwargs, 'aggregation': tf.VariableAggregation.MEAN}
   is_accumulator = _keras_internal.is_gradient_accumulator(kwargs.get('name'))
-  if is_accumulator and not replica_run.are_gradients_reduced():
+  if is_accumulator and not gradient_reducer.are_gradients_reduced():
     return {
       **kwargs,
       'aggregation': tf.VariableAggregation.SUM,

@@ -42,7 +42,7 @@ class MultiWorkerCollectiveStrategy(strategy.MultiWorkerStrategy):
       0 for TensorFlow's choice.
     devices: of this worker, such as 'CPU:0'; default all GPUs, or the first CPU.
     start_timeout_seconds: how long to wait for the other workers.
-    timeout_seconds: how long one collective may take; 0 for ever.
+    timeout_seconds: how long one collective may take; 0 for no limit.
     bucket_bytes: the most that a bucket of small gradients holds.
 
   Raises:
@@ -78,12 +78,11 @@ class MultiWorkerCollectiveStrategy(strategy.MultiWorkerStrategy):
       devices or devices_lib.default_devices()
     )
 
-    def make_communicator(extended):
-      del extended
+    def make_communicator(local):
       return runtime_communicator.RuntimeCommunicator(
         rank,
         len(addresses),
-        devices,
+        local.devices,
         self._collective_key_base,
         communication,
         max_subdivs_per_device,

@@ -8,8 +8,10 @@ import numpy as np
 import tensorflow as tf
 
 from tf_strategies import collectives, errors, process_group
+from tf_strategies.strategies import communicator
+from tf_strategies.strategies.mirrored import reducer
 from tf_strategies.strategies.multi_worker import buckets as buckets_lib
-from tf_strategies.strategies.multi_worker import collective_queue, communicator
+from tf_strategies.strategies.multi_worker import collective_queue
 
 # A message costs about as much as copying so many bytes into a bucket.
 _ALONE_BYTES = 1 << 20
@@ -22,10 +24,7 @@ class ProcessGroupCommunicator(communicator.Communicator):
 
   Args:
     group: the process group.
-    local_reduce: sums columns of tensors, one column a local device, to one
-      list on the host.
-    local_all_reduce: sums the tensors of a local replica with those of the
-      others, inside a branch of its graph.
+    local: what adds up tensors of the local devices.
     bucket_bytes: the most that a bucket of small tensors holds.
     all_reduce: name of the algorithm between workers, or 'auto'.
     compression: name of the codec in which gradients travel.
@@ -34,15 +33,13 @@ class ProcessGroupCommunicator(communicator.Communicator):
   def __init__(
     self,
     group: process_group.ProcessGroup,
-    local_reduce,
-    local_all_reduce,
+    local: reducer.DeviceReducer,
     bucket_bytes: int,
     all_reduce: str = 'auto',
     compression: str = 'none',
   ):
     self._ring = collective_queue.CollectiveQueue(group)
-    self._local_reduce = local_reduce
-    self._local_all_reduce = local_all_reduce
+    self._local = local
     self._bucket_bytes = bucket_bytes
     self._how = {'algorithm': all_reduce, 'compression': compression}
     # Where a codec is a cast, TensorFlow makes it on all cores.
@@ -69,15 +66,22 @@ class ProcessGroupCommunicator(communicator.Communicator):
 
   def all_reduce(self, columns, name):
     """See base class."""
-    tensors = columns[0] if len(columns) == 1 else self._local_reduce(columns)
+    several = len(columns) > 1
+    tensors = self._local.sum_on_first(columns) if several else columns[0]
     summed = self._all_reduce_host(tensors, 'all_reduce', name)
     return [summed] * len(columns)
 
   def all_reduce_replica(self, tensors, replica_id, options):
     """See base class: through TensorFlow's collectives between local ones."""
-    several = self._local_all_reduce is not None
-    if several:
-      tensors = self._local_all_reduce(tensors, replica_id, options)
+
+    def all_reduce_locally(tensors):
+      if self._local.num_replicas == 1:
+        return tensors
+      return self._local.all_reduce_replica(
+        tf.distribute.ReduceOp.SUM, tensors, replica_id, options
+      )
+
+    tensors = all_reduce_locally(tensors)
     if replica_id == 0:
       tensors = self._all_reduce_host(
         tensors, 'all_reduce_in_control_flow', 'branch'
@@ -85,9 +89,7 @@ class ProcessGroupCommunicator(communicator.Communicator):
     else:
       # The ring is called once a worker; this replica's share is in it.
       tensors = [tf.zeros_like(t) for t in tensors]
-    if several:
-      tensors = self._local_all_reduce(tensors, replica_id, options)
-    return tensors
+    return all_reduce_locally(tensors)
 
   def _all_reduce_host(self, tensors, kind, name):
     with tf.device('CPU:0'):

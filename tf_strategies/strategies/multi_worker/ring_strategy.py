@@ -140,12 +140,10 @@ class MultiWorkerRingStrategy(strategy.MultiWorkerStrategy):
   def _set_up(self, group, options, devices, cross_device_ops):
     """Becomes a strategy on `group`, if the other workers do the same."""
 
-    def make_communicator(extended):
-      several = len(devices) > 1
+    def make_communicator(local):
       return process_group_communicator.ProcessGroupCommunicator(
         group,
-        extended.local_reduce,
-        extended.local_all_reduce if several else None,
+        local,
         options.bucket_bytes,
         options.all_reduce,
         options.compression,
@@ -173,7 +171,7 @@ class MultiWorkerRingStrategy(strategy.MultiWorkerStrategy):
   def place_in(
     cluster: cluster_lib.ClusterConfig | None,
   ) -> tuple[int, tuple[str, ...]]:
-    """Returns this process's rank in `cluster` and everybody's addresses.
+    """Returns this process's rank in `cluster` and the addresses of all that train.
 
     Raises:
       ClusterConfigError: the cluster has no part for this process.

@@ -12,8 +12,8 @@ import tensorflow as tf
 
 from tf_strategies import _tf_internal, errors
 from tf_strategies.cross_device import statistics
+from tf_strategies.strategies import communicator
 from tf_strategies.strategies.multi_worker import buckets as buckets_lib
-from tf_strategies.strategies.multi_worker import communicator
 
 _ALONE_BYTES = 1 << 20
 _EXCHANGE_SECONDS = 600.0
@@ -79,7 +79,7 @@ class RuntimeCommunicator(communicator.Communicator):
     """See base class."""
     if tf.executing_eagerly():
       # Eager ops would run one after the other, and the first would wait for
-      # the second for ever.
+      # the second forever.
       return tf.function(lambda c: self._all_reduce(c, 'all_reduce'))(
         [list(column) for column in columns]
       )

@@ -1,4 +1,4 @@
-"""The batches of a task as the bytes of one tensor.
+"""Batches of a task as the bytes of one tensor.
 
 Each tensor that a task is given costs a call of its own, so a task is given
 one: a header, then each array of the batches, at multiples of 64 bytes, where
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -16,13 +17,19 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tf_strategies import errors
+
 _ALIGNMENT = 64
 HEADER = 2  # int64: number of the task, first step to do.
+_FIX_SPARSE = (
+  'in the input pipeline, or let the workers read the data: '
+  'strategy.distribute_datasets_from_function'
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-  """What is in a parcel; equal layouts can use one traced function.
+  """What is in a batch message; equal layouts can use one traced function.
 
   Attributes:
     structure: of a batch, with a `tf.TensorSpec` for each array.
@@ -57,7 +64,7 @@ class Layout:
 
   @property
   def num_bytes(self) -> int:
-    """Of a parcel."""
+    """Of a message."""
     return _padded(8 * HEADER) + self.steps * sum(self.sizes)
 
   @functools.cached_property
@@ -70,44 +77,99 @@ class Layout:
   def encode(
     self, task: int, first: int, batches: Sequence[Sequence[np.ndarray]]
   ) -> np.ndarray:
-    """The parcel of a task, as uint8.
-
-    Args:
-      task: its number.
-      first: the first step that is still to do.
-      batches: the arrays of each batch.
-    """
-    parcel = np.empty(self.num_bytes, np.uint8)
-    parcel[: 8 * HEADER].view(np.int64)[:] = task, first
+    """The message of a task, as uint8."""
+    message = np.empty(self.num_bytes, np.uint8)
+    message[: 8 * HEADER].view(np.int64)[:] = task, first
     position = _padded(8 * HEADER)
     for arrays in batches:
       for array, size in zip(arrays, self.sizes, strict=True):
         flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        parcel[position : position + flat.size] = flat
+        message[position : position + flat.size] = flat
         position += size
-    return parcel
+    return message
 
-  def decode_header(self, parcel: tf.Tensor) -> tf.Tensor:
+  def decode_header(self, message: tf.Tensor) -> tf.Tensor:
     """Task, first step: int64 [2]."""
-    header = tf.reshape(parcel[: 8 * HEADER], [HEADER, 8])
+    header = tf.reshape(message[: 8 * HEADER], [HEADER, 8])
     return tf.bitcast(header, tf.int64)
 
-  def decode_batch(self, parcel: tf.Tensor, step: tf.Tensor | int) -> Any:
+  def decode_batch(self, message: tf.Tensor, step: tf.Tensor | int) -> Any:
     """The batch of one step."""
     start = _padded(8 * HEADER)
     if self.steps == 1:
-      row = parcel[start:]
+      row = message[start:]
     else:
-      rows = tf.reshape(parcel[start:], [self.steps, sum(self.sizes)])
+      rows = tf.reshape(message[start:], [self.steps, sum(self.sizes)])
       row = tf.gather(rows, step)
     found, position = [], 0
     for spec, size in zip(self.specs, self.sizes, strict=True):
       used = math.prod(spec.shape.as_list()) * spec.dtype.size
-      found.append(_from_bytes(row[position : position + used], spec))
+      tensor = _from_bytes(row[position : position + used], spec)
+      if self.hides_rows:
+        # A reshape would not do: TensorFlow infers rows from the elements.
+        tensor = tf.raw_ops.PlaceholderWithDefault(
+          input=tensor, shape=[None, *tensor.shape[1:]]
+        )
+      found.append(tensor)
       position += size
-    if self.hides_rows:
-      found = [_without_rows(t) for t in found]
     return pack(self.structure, found)
+
+
+class Batch:
+  """A batch as its arrays.
+
+  Args:
+    data: structure of tensors or arrays.
+    hides_rows: as of `Layout`.
+  """
+
+  def __init__(self, data: Any, hides_rows: bool = False):
+    self.structure = tf.nest.map_structure(_spec, data)
+    self.arrays = [
+      t.numpy() if tf.is_tensor(t) else np.asarray(t)
+      for t in tf.nest.flatten(data)
+      if t is not None
+    ]
+    for array in self.arrays:
+      if array.dtype.kind not in 'biufcV':
+        raise errors.UnsupportedOptionError(
+          f'a batch with an array of dtype {array.dtype}',
+          'dense arrays of numbers',
+          f'turn strings into numbers {_FIX_SPARSE}',
+        )
+    rows = {a.shape[:1] for a in self.arrays}
+    self.hides_rows = hides_rows and len(rows) == 1 and () not in rows
+
+  def part(self, arrays: Sequence[np.ndarray]) -> Batch:
+    """A batch of some of the rows."""
+    return Batch(pack(self.structure, arrays), self.hides_rows)
+
+  def microbatches(self, count: int) -> list[Batch]:
+    """The rows in `count` parts, as even as can be, none empty."""
+    rows = {a.shape[0] if a.ndim else None for a in self.arrays}
+    if len(rows) != 1 or None in rows:
+      raise errors.UnsupportedOptionError(
+        f'a batch whose arrays have {sorted(map(str, rows))} rows',
+        "with mode='sync': arrays with one first dimension, which is split",
+        "give all arrays the batch's rows, or use mode='async'",
+      )
+    total = rows.pop()
+    count = max(1, min(count, total))
+    starts = [total * i // count for i in range(count + 1)]
+    return [
+      self.part([a[first:last] for a in self.arrays])
+      for first, last in itertools.pairwise(starts)
+    ]
+
+  def layout(self, steps: int) -> Layout:
+    """Of a message of so many such batches."""
+    return Layout(self.structure, steps, self.hides_rows)
+
+
+def alike(batches: Sequence[Batch]) -> list[list[Batch]]:
+  """Batches in runs of one layout each, in their order."""
+  groups = itertools.groupby(batches, lambda b: b.layout(1).key)
+  return [list(group) for _, group in groups]
 
 
 def pack(structure: Any, tensors: Sequence[Any]) -> Any:
@@ -116,12 +178,6 @@ def pack(structure: Any, tensors: Sequence[Any]) -> Any:
   return tf.nest.map_structure(
     lambda spec: None if spec is None else next(remaining), structure
   )
-
-
-def _without_rows(tensor):
-  # A reshape would not do: from the number of elements TensorFlow infers rows.
-  shape = [None, *tensor.shape[1:]]
-  return tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=shape)
 
 
 def _padded(size: int) -> int:
@@ -137,3 +193,17 @@ def _from_bytes(part, spec):
   if spec.dtype.size > 1:
     part = tf.reshape(part, [-1, spec.dtype.size])
   return tf.reshape(tf.bitcast(part, spec.dtype), shape)
+
+
+def _spec(tensor) -> tf.TensorSpec | None:
+  if tensor is None:
+    return None
+  if isinstance(tensor, (tf.RaggedTensor, tf.SparseTensor)):
+    raise errors.UnsupportedOptionError(
+      f'a batch with a {type(tensor).__name__}',
+      'dense arrays of numbers',
+      f'make it dense {_FIX_SPARSE}',
+    )
+  if not tf.is_tensor(tensor):
+    tensor = np.asarray(tensor)
+  return tf.TensorSpec(tensor.shape, tf.as_dtype(tensor.dtype))

@@ -1,29 +1,39 @@
-"""Connecting the coordinator to the tasks of its cluster."""
+"""The coordinator's connection to its cluster, and which tasks are alive."""
 
 from __future__ import annotations
 
+import enum
+import math
 import os
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Iterable
 
 import tensorflow as tf
 
 from tf_strategies import _tf_internal, errors
 from tf_strategies.cluster import config as config_lib
 from tf_strategies.cluster import reachability
+from tf_strategies.strategies.parameter_server import keepalive
 
-_WAY_OUT = (
+_FIX = (
   "list them in TF_CONFIG's cluster, as python -m tf_strategies.launch "
   '--num_workers=2 --num_ps=2 --chief does'
 )
+_PROBE_SECONDS = 10.0
+# A server's port opens a moment before it answers calls.
+_SETTLE_SECONDS = 0.3
+_UNSETTLED_SECONDS = 5.0
+# Connecting waits for tasks that have died since they were looked for.
+_CONNECT_SECONDS = 60.0
+
+Task = tuple[str, int]
 
 
 def checked_cluster(
   cluster: config_lib.ClusterConfig | None,
 ) -> config_lib.ClusterConfig:
   """The cluster that this process coordinates.
-
-  Args:
-    cluster: None means TF_CONFIG.
 
   Raises:
     ClusterConfigError: there is none, it has no parameter server or no worker,
@@ -34,21 +44,20 @@ def checked_cluster(
   if cluster is None:
     raise errors.ClusterConfigError(
       'ParameterServerStrategy without a cluster: TF_CONFIG is not set. Expected '
-      f'a cluster with worker and ps tasks. Fix: {_WAY_OUT}, or train on '
-      "one device: tfs.create_strategy('one_device')."
+      f'a cluster with worker and ps tasks. Fix: {_FIX}, or train on one '
+      "device: tfs.create_strategy('one_device')."
     )
   for job in ('ps', 'worker'):
     tasks = cluster.jobs.get(job)
     if not tasks:
       raise errors.ClusterConfigError(
-        f'the cluster has no {job} task. Expected at least one. Fix: '
-        f'{_WAY_OUT}.'
+        f'the cluster has no {job} task. Expected at least one. Fix: {_FIX}.'
       )
     if list(tasks) != list(range(len(tasks))):
       raise errors.ClusterConfigError(
-        f'the cluster has the {job} tasks {list(tasks)}. Expected indices '
-        'from 0 without gaps: the coordinator must know every task. Fix: '
-        'list all of them for the chief.'
+        f'the cluster has the {job} tasks {list(tasks)}. Expected indices from 0 '
+        'without gaps: the coordinator must know every task. Fix: list all of '
+        'them for the chief.'
       )
   if cluster.task_type != 'chief':
     raise errors.ClusterConfigError(
@@ -57,16 +66,6 @@ def checked_cluster(
       'tfs.cluster.run_task(train), which makes ps and worker tasks serve.'
     )
   return cluster
-
-
-def check_partitioner(partitioner: Callable | None) -> None:
-  """Refuses what cannot be asked how to cut a variable."""
-  if partitioner is not None and not callable(partitioner):
-    raise errors.UnsupportedOptionError(
-      f'variable_partitioner={partitioner!r}',
-      'a function of shape and dtype',
-      'use one of tf.distribute.experimental.partitioners',
-    )
 
 
 def resolver(
@@ -83,40 +82,251 @@ def resolver(
   )
 
 
-def connect(strategy, start_timeout: float) -> None:
-  """Connects TensorFlow's runtime to the cluster, once a process.
+def is_connected(cluster: config_lib.ClusterConfig) -> bool:
+  """Whether this process is connected to the same servers and workers.
 
-  A process that connected to the same tasks before keeps that connection: a
-  second one would cut off the variables of the first.
-
-  Args:
-    strategy: a `ParameterServerStrategy`.
-    start_timeout: seconds to wait for the tasks.
-
-  Raises:
-    RendezvousError: tasks that do not answer by then, by name.
+  A second connection would cut off the variables of the first.
   """
   # Without it a call to a dead task waits for it to come back.
   os.environ.setdefault('GRPC_FAIL_FAST', 'use_caller')
-  spec = strategy._cluster_resolver.cluster_spec()  # pylint: disable=protected-access
   connected = _tf_internal.connected_cluster()
-  if connected is not None and _has_tasks(connected.cluster, spec):
-    strategy._num_workers = spec.num_tasks('worker')  # pylint: disable=protected-access
-    strategy._num_ps = spec.num_tasks('ps')  # pylint: disable=protected-access
-    return
-  tasks = {
-    f'{job} {index}': address
+  if connected is None:
+    return False
+  found = {job.name: dict(job.tasks) for job in connected.cluster.job}
+  return all(found.get(job) == cluster.jobs[job] for job in ('ps', 'worker'))
+
+
+def addresses(cluster: config_lib.ClusterConfig) -> dict[Task, str]:
+  """'host:port' of each server and worker."""
+  return {
+    (job, index): address
     for job in ('ps', 'worker')
-    for index, address in strategy.cluster.jobs[job].items()
+    for index, address in cluster.jobs[job].items()
   }
-  reachability.wait_for_tasks(tasks, start_timeout, 'to train')
-  strategy._connect_to_cluster(coordinator_name='chief')  # pylint: disable=protected-access
 
 
-def _has_tasks(cluster_def, spec) -> bool:
-  """Whether a cluster has the same servers and workers."""
-  found = {job.name: dict(job.tasks) for job in cluster_def.job}
-  return all(
-    found.get(job) == dict(enumerate(spec.job_tasks(job)))
-    for job in ('ps', 'worker')
-  )
+def wait_for_tasks(
+  tasks: dict[Task, str], deadline_seconds: float, what_for: str
+) -> None:
+  """Waits until every task listens.
+
+  Raises:
+    RendezvousError: at the deadline; names the tasks that are missing.
+  """
+  by_name = {f'{job} {i}': address for (job, i), address in tasks.items()}
+  reachability.wait_for_tasks(by_name, deadline_seconds, what_for)
+
+
+class State(enum.Enum):
+  """What a task is to this process."""
+
+  CONNECTED = 'connected'
+  # Gone; or restarted, so that it knows nothing of this process.
+  DEAD = 'dead'
+  # Stopped or unreachable: an answer may never come.
+  SILENT = 'silent'
+
+
+class Liveness:
+  """Tells dead tasks from living ones, and connects to restarted ones.
+
+  A restarted task is another process: what this process had there (variables,
+  iterators, functions) is gone, so it counts as dead until `rejoin` or
+  `wait_for_all`. A server counts as dead until `wait_for_all`, also when
+  connecting to a worker has connected to it: nobody has restored its variables.
+
+  Whether a task answers at all is seen by the first bytes of HTTP/2, which gRPC
+  speaks; whether it is the one that was connected to, by running an op there.
+  TensorFlow's own `check_alive` says yes for a restarted task, and a stopped
+  one blocks it, and with it all threads of Python, forever.
+
+  Args:
+    cluster: with the jobs ps and worker.
+    keepalive_timeout: seconds without any answer after which calls to a task
+      are ended, so that it counts as dead.
+  """
+
+  def __init__(
+    self, cluster: config_lib.ClusterConfig, keepalive_timeout: float = 60.0
+  ):
+    self._addresses = addresses(cluster)
+    self._lock = threading.Lock()
+    # While it reconnects, tasks cannot be told apart.
+    self._is_settled = threading.Event()
+    self._is_settled.set()
+    self._changed_at = -math.inf
+    self._generation = 0
+    # Servers that were connected to again before anybody noticed their death.
+    self._unrestored: set[Task] = set()
+    self._keepalive = keepalive.Keepalive(self._addresses, keepalive_timeout)
+
+  @property
+  def generation(self) -> int:
+    """Counts the reconnections to all tasks."""
+    return self._generation
+
+  def address(self, job: str, index: int) -> str:
+    """Where a task listens."""
+    return self._addresses[job, index]
+
+  def dead_server(self) -> int | None:
+    """Index of the first parameter server whose variables are gone."""
+    for task, state in self._states(self._servers()).items():
+      if task in self._unrestored or self._is_gone(task, state):
+        return task[1]
+    return None
+
+  def is_worker_alive(self, worker: int) -> bool:
+    """Whether a worker is still the process that this one connected to.
+
+    A silent one may be, until `keepalive_timeout`.
+    """
+    task = 'worker', worker
+    return not self._is_gone(task, self._states([task])[task])
+
+  def silent_tasks(self) -> list[str]:
+    """Names of the tasks that do not answer."""
+    states = self._states(self._addresses)
+    return [
+      f'{job} {index} at {self.address(job, index)}'
+      for (job, index), state in states.items()
+      if state is not State.CONNECTED
+    ]
+
+  def server_error(self, server: int) -> errors.ParameterServerUnavailableError:
+    """The error that names a dead parameter server."""
+    address = self.address('ps', server)
+    error = errors.ParameterServerUnavailableError(
+      f'parameter server ps {server} at {address} died or was restarted: its '
+      'variables are gone. Fix: restart it. With checkpoint_dir=... training '
+      'continues by itself from the latest checkpoint; without it restart the '
+      'coordinator.'
+    )
+    error.server, error.address = server, address
+    return error
+
+  def explain(self, error: Exception) -> Exception:
+    """The error to raise for one that the coordinator itself has met."""
+    server = self.dead_server()
+    return error if server is None else self.server_error(server)
+
+  def is_complete(self) -> bool:
+    """Whether every task answers, for which connecting to one waits."""
+    answers = keepalive.ask_all(self._addresses).values()
+    return all(a is keepalive.Answer.HELLO for a in answers)
+
+  def changed_recently(self) -> bool:
+    """Whether it has just reconnected.
+
+    TensorFlow may fail an op meanwhile, in ways that have nothing to do with
+    it.
+    """
+    return time.monotonic() - self._changed_at < _UNSETTLED_SECONDS
+
+  def rejoin(self, worker: int, lost_in: int) -> bool:
+    """Connects to a worker that was restarted.
+
+    Returns:
+      Whether it can be used.
+    """
+    task = 'worker', worker
+    with self._lock:
+      # Another thread may have connected to all of them.
+      states = self._states(self._addresses)
+      if self._generation == lost_in or states[task] is not State.CONNECTED:
+        if State.SILENT in states.values():
+          return False
+        self._unrestored.update(
+          t for t in self._servers() if self._is_gone(t, states[t])
+        )
+        self._connect_again()
+        states = self._states([task])
+      return states[task] is State.CONNECTED
+
+  def wait_for_all(self, deadline_seconds: float) -> None:
+    """Waits until every task listens, and connects to all of them.
+
+    The caller restores the variables of all servers afterwards.
+
+    Raises:
+      RendezvousError: at the deadline; names the tasks that are missing.
+    """
+    ends_at = time.monotonic() + deadline_seconds
+    wait_for_tasks(self._addresses, deadline_seconds, 'to continue training')
+    with self._lock:
+      while True:
+        states = self._states(self._addresses)
+        silent = [t for t, state in states.items() if state is State.SILENT]
+        if not silent:
+          break
+        if time.monotonic() > ends_at:
+          job, index = silent[0]
+          raise errors.RendezvousError(
+            f'Expected an answer from {job} {index} at '
+            f'{self.address(job, index)} within {deadline_seconds:g} s to '
+            'continue training, got none. Fix: end it and restart it.'
+          )
+      self._connect_again()
+      self._unrestored.clear()
+
+  def close(self) -> None:
+    """Ends the keepalive thread."""
+    self._keepalive.close()
+
+  def _servers(self) -> list[Task]:
+    return [task for task in self._addresses if task[0] == 'ps']
+
+  def _is_gone(self, task: Task, state: State) -> bool:
+    return state is State.DEAD or self._keepalive.is_disconnected(task)
+
+  def _states(self, tasks: Iterable[Task]) -> dict[Task, State]:
+    """Asks tasks, all at the same time."""
+    ends_at = time.monotonic() + _CONNECT_SECONDS
+    while True:
+      self._is_settled.wait(max(0.0, ends_at - time.monotonic()))
+      generation = self._generation
+      found = keepalive.concurrently(
+        self._state, tasks, State.SILENT, _PROBE_SECONDS
+      )
+      # Tasks may seem dead while they are connected to.
+      is_sure = self._generation == generation and self._is_settled.is_set()
+      if is_sure or time.monotonic() > ends_at:
+        return found
+
+  def _state(self, task: Task) -> State:
+    answer = keepalive.ask(self._addresses[task])
+    if answer is keepalive.Answer.NOTHING:
+      return State.SILENT
+    # No op is run where nobody answers: it might not return.
+    is_known = (
+      answer is keepalive.Answer.HELLO
+      and not self._keepalive.is_disconnected(task)
+      and _runs_ops(*task)
+    )
+    return State.CONNECTED if is_known else State.DEAD
+
+  def _connect_again(self):
+    """Connects to every task, for which it waits: none may be silent."""
+    self._is_settled.clear()
+    self._changed_at = math.inf
+    try:
+      time.sleep(_SETTLE_SECONDS)
+      _tf_internal.connect_again()
+      self._keepalive.reset()
+      self._generation += 1
+    finally:
+      self._changed_at = time.monotonic()
+      self._is_settled.set()
+
+
+def _runs_ops(job: str, index: int) -> bool:
+  """Whether a task knows this process, and does what it asks for."""
+  try:
+    with (
+      _tf_internal.own_executor(),
+      tf.init_scope(),
+      tf.device(f'/job:{job}/replica:0/task:{index}/device:CPU:0'),
+    ):
+      return int(tf.identity(tf.constant(1)).numpy()) == 1
+  except tf.errors.OpError:
+    return False

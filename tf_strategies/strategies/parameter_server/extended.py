@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import weakref
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +16,6 @@ from tf_strategies.keras import optimizer_checks
 from tf_strategies.strategies.parameter_server import (
   packing,
   partitioned,
-  placement,
   traced_step,
   variables,
 )
@@ -37,6 +36,50 @@ _ARGUMENTS = (
 )
 
 
+class Placement:
+  """Chooses a server for each variable, and knows the load of all.
+
+  Variables come one by one, so each goes to the server with the fewest bytes so
+  far (Graham's list scheduling: the fullest server holds at most the mean plus
+  the largest variable). TensorFlow counts variables instead: with kernel, bias,
+  kernel, bias and two servers, every kernel lands on server 0. Scalars go to
+  server 0, which counts steps and metrics: what a step adds there is one
+  message.
+
+  Args:
+    num_servers: number of parameter servers.
+
+  Example:
+
+    >>> placement = Placement(2)
+    >>> [placement.place(size) for size in (400, 4, 400, 4)]
+    [0, 1, 1, 0]
+    >>> placement.load
+    (404, 404)
+  """
+
+  def __init__(self, num_servers: int):
+    self._load = [0] * num_servers
+
+  @property
+  def load(self) -> tuple[int, ...]:
+    """Bytes on each server."""
+    return tuple(self._load)
+
+  def place(self, num_bytes: int, is_scalar: bool = False) -> int:
+    """Returns the server of a new variable. O(servers)."""
+    server = 0 if is_scalar else min(range(len(self._load)), key=self._key)
+    self._load[server] += num_bytes
+    return server
+
+  def add(self, server: int, num_bytes: int) -> None:
+    """Counts a variable that must be where another one is."""
+    self._load[server] += num_bytes
+
+  def _key(self, server: int) -> tuple[int, int]:
+    return self._load[server], server
+
+
 class ReplicaContext(tf.distribute.ReplicaContext):
   """The context of the one replica that a worker is.
 
@@ -51,7 +94,7 @@ class ReplicaContext(tf.distribute.ReplicaContext):
       raise errors.UnsupportedOptionError(
         "an all-reduce in a step of mode='sync', such as "
         'BatchNormalization(synchronized=True),',
-        'layers that need nothing of the other shares of the batch',
+        'layers that need only their own microbatch',
         "use synchronized=False, or mode='async'",
       )
     return tf.nest.map_structure(
@@ -84,13 +127,7 @@ def _are_gradients(value) -> bool:
 
 
 def _send_gradients(pairs, others, step):
-  """The same pairs, with the small dense gradients on their servers.
-
-  Args:
-    pairs: (gradient, variable).
-    others: further arguments of the update, such as the learning rate.
-    step: that is being traced.
-  """
+  """The same pairs, with the small dense gradients on their servers."""
   result = list(pairs)
   dense = [
     i
@@ -112,37 +149,25 @@ def _send_gradients(pairs, others, step):
 
 
 class ParameterServerExtended(_tf_internal.ParameterServerExtended):
-  """The implementation behind `ParameterServerStrategy`.
-
-  Args:
-    strategy: whose implementation this is.
-    resolver: describes the cluster.
-    partitioner: says into how many parts a variable is cut; None cuts none.
-    drained: does something when the scheduled steps are done.
-    on_write: called before the coordinator writes a variable.
-  """
+  """The implementation behind `ParameterServerStrategy`."""
 
   def __init__(
     self,
     strategy: tf.distribute.Strategy,
     resolver: tf.distribute.cluster_resolver.ClusterResolver,
     partitioner: Callable | None,
+    registry: variables.Registry,
     drained: Callable[[Callable], Any],
     on_write: Callable[[], None],
   ):
     super().__init__(strategy, resolver, partitioner)
-    self.placement = placement.Placement(self._num_ps)
+    self.placement = Placement(self._num_ps)
     self._partitioner = partitioner
     self._drained = drained
     self._on_write = on_write
-    self._variables: list[weakref.ref] = []
+    self._registry = registry
     # Steps are run by our own threads, not by TensorFlow's coordinator.
     self._allow_run_without_coordinator = True
-
-  def server_variables(self) -> list[variables.ServerVariable]:
-    """Every variable on a server that is still in use, in order of making."""
-    found = [ref() for ref in self._variables]
-    return [v for v in found if v is not None]
 
   def _create_variable(self, next_creator, **kwargs):
     if kwargs.get('per_worker_variable') or kwargs.get('initial_value') is None:
@@ -157,13 +182,13 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
       reference = reference.parts[0]
     if isinstance(reference, variables.ServerVariable):
       server = reference.server
-      self.placement.add(server, placement.num_bytes(shape, dtype.size))
+      self.placement.add(server, _num_bytes(shape, dtype))
       return self._create_on(server, arguments)
     parts = self._num_parts(shape, dtype, kwargs.get('name'))
     if parts > 1:
-      sizes = placement.partition_sizes(shape[0], parts)
+      sizes = partitioned.partition_sizes(shape[0], parts)
       return self._create_parts(arguments, shape, sizes)
-    num_bytes = placement.num_bytes(shape, dtype.size)
+    num_bytes = _num_bytes(shape, dtype)
     server = self.placement.place(num_bytes, is_scalar=not tuple(shape))
     logging.debug(
       'variable %s: %d bytes on ps %d', kwargs.get('name'), num_bytes, server
@@ -178,7 +203,7 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
         on_write=self._on_write,
         **arguments,
       )
-    self._variables.append(weakref.ref(variable))
+    self._registry.add(variable)
     return variable
 
   def _create_parts(self, arguments, shape, sizes, servers=None):
@@ -193,7 +218,7 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
     }
     arguments.pop('shape', None)
     parts = []
-    row_bytes = placement.num_bytes(shape[1:], whole.dtype.size)
+    row_bytes = _num_bytes(shape[1:], whole.dtype)
     for i, (size, rows) in enumerate(
       zip(sizes, tf.split(whole, sizes), strict=True)
     ):
@@ -307,3 +332,7 @@ def _shape_and_dtype(arguments) -> tuple[tuple[int, ...], tf.DType]:
     arguments['initial_value'] = value
     return tuple(value.shape), value.dtype
   return tuple(tf.TensorShape(shape)), tf.as_dtype(dtype)
+
+
+def _num_bytes(shape, dtype) -> int:
+  return math.prod(shape) * dtype.size

@@ -1,9 +1,9 @@
-"""Tasks that have stopped answering, and giving up what TensorFlow waits for there.
+"""Keepalive: ends calls to tasks that have stopped answering.
 
-TensorFlow waits for a remote task without a deadline: one that is stopped, or cut off
-without a reset, holds whatever thread has asked it for something. This process cannot
-take such a call back, but it can end its own TCP connections to that task: the calls
-then fail, as they do when a task dies.
+TensorFlow waits for a remote task without a deadline: a stopped or unreachable
+task blocks every thread that has called it. This process cannot cancel such a
+call, but it can shut down its own TCP connections to the task. The calls then
+fail as they do when a task dies.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Collection, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from typing import Any
 
 from absl import logging
 
@@ -25,8 +26,8 @@ Peer = tuple[str, int]
 
 _ANSWER_SECONDS = 5.0
 _POLL_SECONDS = 2.0
-# For so long a task must answer again until it counts as if it had never been cut
-# off. What failed by the cut has been asked about long before.
+# A disconnected task must answer for so long until it counts as connected. By
+# then every call that failed has asked about it.
 _FORGIVEN_SECONDS = 30.0
 # What a client says first, with an empty SETTINGS frame; a server answers with its
 # own (RFC 9113, section 3.4).
@@ -44,12 +45,7 @@ class Answer(enum.Enum):
 
 
 def ask(address: str, seconds: float = _ANSWER_SECONDS) -> Answer:
-  """Whether a gRPC server answers at an address; runs nothing there.
-
-  Args:
-    address: 'host:port'.
-    seconds: to wait for each of the connection and the answer.
-  """
+  """Whether a gRPC server answers at an address; runs nothing there."""
   host, port = _split(address)
   try:
     with socket.create_connection((host, port), seconds) as connection:
@@ -66,20 +62,40 @@ def ask_all(
   addresses: Mapping[Hashable, str], seconds: float = _ANSWER_SECONDS
 ) -> dict[Hashable, Answer]:
   """As `ask`, all at the same time; takes little more than 2 * `seconds`."""
-  found = dict.fromkeys(addresses, Answer.NOTHING)
+  return concurrently(
+    lambda task: ask(addresses[task], seconds),
+    addresses,
+    Answer.NOTHING,
+    2 * seconds,  # A name server may keep a thread longer.
+  )
 
-  def ask_one(task):
-    found[task] = ask(addresses[task], seconds)
+
+def concurrently(
+  function: Callable[[Hashable], Any],
+  keys: Iterable[Hashable],
+  default: Any,
+  seconds: float,
+) -> dict[Hashable, Any]:
+  """Calls a function for each key in a thread of its own.
+
+  Args:
+    function: takes a key.
+    keys: as many threads.
+    default: the result of a call that has not returned in time.
+    seconds: how long to wait for all.
+  """
+  found = dict.fromkeys(keys, default)
+
+  def call(key):
+    found[key] = function(key)
 
   threads = [
-    threading.Thread(target=ask_one, args=(task,), daemon=True)
-    for task in addresses
+    threading.Thread(target=call, args=(key,), daemon=True) for key in found
   ]
   for thread in threads:
     thread.start()
-  ends_at = time.monotonic() + 2 * seconds
+  ends_at = time.monotonic() + seconds
   for thread in threads:
-    # A name server may keep it longer.
     thread.join(max(0.0, ends_at - time.monotonic()))
   return dict(found)
 
@@ -94,13 +110,10 @@ def peers_of(address: str) -> frozenset[Peer]:
   return frozenset((_plain(where[0]), where[1]) for *_, where in known)
 
 
-def cut(peers: Collection[Peer]) -> int:
-  """Ends this process's TCP connections to some peers.
+def disconnect(peers: Collection[Peer]) -> int:
+  """Shuts down this process's TCP connections to some peers.
 
-  What reads or writes them fails at once; their owner closes them.
-
-  Args:
-    peers: as `peers_of` returns them.
+  Reads and writes on them fail at once; their owner closes them.
 
   Returns:
     How many there were.
@@ -149,19 +162,19 @@ def _shut_down(number: int, peers: Collection[Peer]) -> bool:
 
 
 class Keepalive:
-  """Cuts tasks off that have not answered for some time.
+  """Disconnects tasks that have not answered for some time.
 
-  What is asked is not the name of a task but the host that it was found at when
-  it was connected to: the name may have gone to another host, with a new task,
-  while calls wait for the old one.
+  It asks the host that a task had when it was connected to, not the task's
+  name: the name may move to another host, with a new task, while calls still
+  wait for the old one.
 
-  A task that was cut off stays so until `reset`: calls to it were lost. If there
-  were none, nobody takes it back: then it is no longer cut off when it has answered
-  again for half a minute.
+  A disconnected task stays so until `reset`, since calls to it were lost. If
+  none were, nobody resets it: then it counts as connected again when it has
+  answered for half a minute.
 
   Args:
     addresses: 'host:port' by task.
-    timeout: seconds without an answer after which a task is cut off.
+    timeout: seconds without an answer after which a task is disconnected.
   """
 
   def __init__(self, addresses: Mapping[Hashable, str], timeout: float):
@@ -169,19 +182,18 @@ class Keepalive:
     self._timeout = timeout
     self._peers: dict[Hashable, frozenset[Peer]] = {}
     self._answered_at: dict[Hashable, float] = {}
-    # When each was cut off, the last time.
-    self._cut_off: dict[Hashable, float] = {}
+    # When each was disconnected, the last time.
+    self._disconnected: dict[Hashable, float] = {}
     self._lock = threading.Lock()
     self._is_closed = threading.Event()
     self.reset()
-    self._thread = threading.Thread(
+    threading.Thread(
       target=self._watch, name='tfs-keepalive', daemon=True
-    )
-    self._thread.start()
+    ).start()
 
   def is_disconnected(self, task: Hashable) -> bool:
-    """Whether calls to a task have been given up since it was connected to."""
-    return task in self._cut_off
+    """Whether calls to a task were ended since it was connected to."""
+    return task in self._disconnected
 
   def reset(self) -> None:
     """Called when all tasks have been connected to again."""
@@ -189,10 +201,10 @@ class Keepalive:
     with self._lock:
       self._peers = peers
       self._answered_at = dict.fromkeys(self._addresses, time.monotonic())
-      self._cut_off = {}
+      self._disconnected = {}
 
   def close(self) -> None:
-    """Ends the watch, within a few seconds."""
+    """Ends the thread, within a few seconds."""
     self._is_closed.set()
 
   def _watch(self) -> None:
@@ -200,21 +212,18 @@ class Keepalive:
     seconds = min(_POLL_SECONDS, self._timeout / 4)
     while not self._is_closed.wait(seconds):
       asked_at, answered = time.monotonic(), self._answered_at
-      answering = self._who_answers(seconds)
+      answering = self._answering(seconds)
       with self._lock:
-        if answered is self._answered_at:  # Else taken back meanwhile.
-          self._judge(answering, asked_at)
+        if answered is not self._answered_at:  # Reset meanwhile.
+          continue
+        for task, answered_at in answered.items():
+          if task in answering:
+            answered[task] = asked_at
+            self._forgive(task)
+          elif asked_at - answered_at > self._timeout:
+            self._disconnect(task)
 
-  def _judge(self, answering: set[Hashable], asked_at: float) -> None:
-    """Cuts off who has been silent for too long, and forgives who is not."""
-    for task, answered_at in self._answered_at.items():
-      if task in answering:
-        self._answered_at[task] = asked_at
-        self._forgive(task)
-      elif asked_at - answered_at > self._timeout:
-        self._cut(task)
-
-  def _who_answers(self, seconds: float) -> set[Hashable]:
+  def _answering(self, seconds: float) -> set[Hashable]:
     """The tasks that answer at one of their peers."""
     places = {
       (task, peer): f'{peer[0]}:{peer[1]}'
@@ -224,20 +233,19 @@ class Keepalive:
     answers = ask_all(places, seconds).items()
     return {task for (task, _), a in answers if a is Answer.HELLO}
 
-  def _cut(self, task: Hashable) -> None:
-    """Also when it was cut off before: gRPC connects again by itself."""
-    if task not in self._cut_off:
+  def _disconnect(self, task: Hashable) -> None:
+    """Repeatedly while it is silent: gRPC connects again by itself."""
+    if task not in self._disconnected:
       logging.warning(
         '%s at %s has not answered for %.1f s: calls to it are given up',
         ' '.join(map(str, task)) if isinstance(task, tuple) else task,
         self._addresses[task],
         time.monotonic() - self._answered_at[task],
       )
-    self._cut_off[task] = time.monotonic()
-    cut(self._peers[task])
+    self._disconnected[task] = time.monotonic()
+    disconnect(self._peers[task])
 
   def _forgive(self, task: Hashable) -> None:
-    """Takes a task back that answers, if it has done so for long enough."""
-    cut_off_at = self._cut_off.get(task, math.inf)
-    if time.monotonic() - cut_off_at > _FORGIVEN_SECONDS:
-      del self._cut_off[task]
+    disconnected_at = self._disconnected.get(task, math.inf)
+    if time.monotonic() - disconnected_at > _FORGIVEN_SECONDS:
+      del self._disconnected[task]

@@ -45,14 +45,12 @@ class ParameterServerOptions:
     self._check_int('backup_workers', 0)
     self._check_int('local_steps', 1)
     self._check_belongs('backup_workers', self.backup_workers > 0, 'sync')
-    if self.mode == 'bounded':
-      if self.max_staleness is None:
-        object.__setattr__(self, 'max_staleness', 1)
-      self._check_int('max_staleness', 0)
-    else:
-      given = self.max_staleness is not None
-      self._check_belongs('max_staleness', given, 'bounded')
     self._check_belongs('local_steps', self.local_steps > 1, 'async')
+    is_given = self.max_staleness is not None
+    self._check_belongs('max_staleness', is_given, 'bounded')
+    if self.mode == 'bounded':
+      self._set_default('max_staleness', 1)
+      self._check_int('max_staleness', 0)
     self._check_checkpoints()
     for name in _TIMEOUTS:
       value = getattr(self, name)
@@ -101,9 +99,12 @@ class ParameterServerOptions:
         "write checkpoint_dir='...', or leave it out",
       )
     object.__setattr__(self, 'checkpoint_dir', os.fspath(self.checkpoint_dir))
-    if self.checkpoint_steps is None:
-      object.__setattr__(self, 'checkpoint_steps', 1000)
+    self._set_default('checkpoint_steps', 1000)
     self._check_int('checkpoint_steps', 1)
+
+  def _set_default(self, name: str, value: int) -> None:
+    if getattr(self, name) is None:
+      object.__setattr__(self, name, value)
 
 
 def _is_number(value) -> bool:

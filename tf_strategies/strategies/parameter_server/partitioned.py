@@ -10,12 +10,33 @@ import tensorflow as tf
 
 from tf_strategies import _tf_internal, errors
 from tf_strategies.strategies.parameter_server import (
-  placement,
   traced_step,
   variables,
 )
 
 _VALUE_KEY = 'VARIABLE_VALUE'
+
+
+def partition_sizes(rows: int, parts: int) -> tuple[int, ...]:
+  """Rows of each part of a variable: as even as can be, larger ones first.
+
+  That is TensorFlow's 'div' strategy, so ids of one part are consecutive.
+
+  >>> partition_sizes(10, 4)
+  (3, 3, 2, 2)
+  """
+  parts = min(parts, rows)
+  base, extra = divmod(rows, parts)
+  return tuple(base + (i < extra) for i in range(parts))
+
+
+def offsets(sizes: Sequence[int]) -> tuple[int, ...]:
+  """First row of each part.
+
+  >>> offsets((3, 3, 2))
+  (0, 3, 6)
+  """
+  return tuple(sum(sizes[:i]) for i in range(len(sizes)))
 
 
 class _View(threading.local):
@@ -59,7 +80,7 @@ class PartitionedVariable(_tf_internal.BaseResourceVariable):
   ):
     self.parts = tuple(parts)
     self.sizes = tuple(int(p.shape[0]) for p in parts)
-    self.offsets = placement.offsets(self.sizes)
+    self.offsets = offsets(self.sizes)
     super().__init__(
       shape=[sum(self.sizes), *parts[0].shape[1:]],
       dtype=parts[0].dtype,

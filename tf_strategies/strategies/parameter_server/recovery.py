@@ -1,112 +1,131 @@
-"""Checkpoints, and going on after a parameter server has died."""
+"""Checkpoints, and continuing after a parameter server has died."""
 
 from __future__ import annotations
 
-import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+import numpy as np
 import tensorflow as tf
 from absl import logging
 
 from tf_strategies import _tf_internal, errors
-from tf_strategies.strategies.parameter_server import resumption, worker_input
+from tf_strategies.checkpoint import checkpointer, model_state
+from tf_strategies.checkpoint import position as position_lib
+from tf_strategies.strategies.parameter_server import (
+  connection,
+  input,
+  variables,
+  worker_function,
+  worker_pool,
+)
+from tf_strategies.strategies.parameter_server import options as options_lib
 
 _T = TypeVar('_T')
 _MAX_TO_KEEP = 3
 _MAX_ATTEMPTS = 5
 _RETRY_SECONDS = 1.0
-_CHIEF = '/job:chief/replica:0/task:0/device:CPU:0'
 
 
 class Recovery:
   """Saves what a strategy trains, and restores it when a server died.
 
-  The files are written by the coordinator, so that servers need no file system
-  in common.
+  The coordinator writes the files, so servers need no common file system.
 
   Args:
-    strategy: a `ParameterServerStrategy`.
+    options: of the strategy.
+    liveness: tells which server died, and connects to it again.
+    pool: whose tasks end when a server dies.
+    server_variables: recreated on a restarted server.
+    markers: recreated as well.
   """
 
-  def __init__(self, strategy):
-    self._strategy = strategy
-    self._options = strategy.options
-    self._tracked: dict[str, Any] | None = None
+  def __init__(
+    self,
+    options: options_lib.ParameterServerOptions,
+    liveness: connection.Liveness,
+    pool: worker_pool.WorkerPool,
+    server_variables: variables.Registry,
+    markers: worker_function.CompletionMarkers,
+  ):
+    self._options = options
+    self._liveness = liveness
+    self._pool = pool
+    self._variables = server_variables
+    self._markers = markers
+    self._on_restored: list[Callable[[], None]] = []
+    self._checkpointer: checkpointer.Checkpointer | None = None
+    if options.checkpoint_dir is not None:
+      self._checkpointer = checkpointer.Checkpointer(
+        options.checkpoint_dir, _MAX_TO_KEEP
+      )
+    self._objects: Mapping[str, Any] | None = None
     self._is_tracking = False
-    self._manager: tf.train.CheckpointManager | None = None
-    self._position_variable = None
-    self._is_recovering = False
-    # Steps begun in this process; and the number when the last was saved.
-    self.begun = 0
+    self._is_guarding = False
+    self._was_restored = False
+    # Steps begun in this process; and their number when the last checkpoint
+    # was written, and each of them.
+    self._begun = 0
     self._begun_at_save = 0
-    self._begun_before = 0
+    self._begun_at: dict[str, int] = {}
+    # Those of earlier runs, of which this one restored a checkpoint.
+    self.steps_before = 0
     self._epoch = 0
     self._epoch_began = 0
-    self._source: worker_input.Source | None = None
-    self._resumption: resumption.Resumption | None = None
-    self._was_restored = False
+    self._source: input.Source | None = None
+    self._resumed: input.Resumed | None = None
     self._steps_done = 0
     self.history: list[dict[str, Any]] = []
 
   @property
   def is_enabled(self) -> bool:
     """Whether checkpoints are written."""
-    return self._options.checkpoint_dir is not None
+    return self._checkpointer is not None
 
   @property
   def is_open(self) -> bool:
     """Whether it is known what checkpoints hold."""
-    return self._manager is not None
+    return self._objects is not None
 
-  def track(self, trackables: dict[str, Any]) -> None:
-    """Says what checkpoints hold; writes a first one if there is none.
+  def on_restored(self, action: Callable[[], None]) -> None:
+    """Does something when servers have new variables, before they are read."""
+    self._on_restored.append(action)
 
-    Args:
-      trackables: by name, as for `tf.train.Checkpoint`: model and optimizer.
+  def track(self, objects: Mapping[str, Any]) -> bool:
+    """Says what checkpoints hold, once.
+
+    Returns:
+      Whether a first checkpoint must be written.
     """
     if not self.is_enabled or self._is_tracking:
-      return
+      return False
     self._is_tracking = True
-    if self._tracked is None:
-      self._open(trackables)
-    if self._manager.latest_checkpoint is None:
-      self.save()
-    elif not self._was_restored:
+    self._objects = self._objects or dict(objects)
+    if self._was_restored:
+      return False
+    if self._checkpointer.paths():
       logging.warning(
-        '%s has a checkpoint that was not restored: this run begins anew. To '
-        'go on, pass callbacks=[tfs.ResumeFit(strategy)] to fit, or call '
-        'strategy.restore in a loop.',
+        '%s has a checkpoint that was not restored: this run starts from '
+        'scratch. To continue it, pass callbacks=[tfs.ResumeFit(strategy)] to '
+        'fit, or call strategy.restore in a loop.',
         self._options.checkpoint_dir,
       )
-      self.save()
-
-  def _open(self, trackables):
-    with tf.device(_CHIEF):
-      # Not of the strategy: it is the coordinator's own.
-      self._position_variable = _tf_internal.ResourceVariable(
-        '', trainable=False
-      )
-    self._tracked = dict(trackables)
-    checkpoint = tf.train.Checkpoint(
-      **trackables, position=self._position_variable
-    )
-    self._manager = tf.train.CheckpointManager(
-      checkpoint, self._options.checkpoint_dir, max_to_keep=_MAX_TO_KEEP
-    )
+    return True
 
   def begin_epoch(self, epoch: int) -> None:
     """Says which epoch begins; that of a resumed run began before."""
-    done = self._resumption.epoch_steps if self._resumption else 0
+    done = self._resumed.position.step if self._resumed else 0
     self._epoch = epoch
-    self._epoch_began = self.begun - done
+    self._epoch_began = self._begun - done
 
-  def resume(self, resumption_: resumption.Resumption) -> None:
+  def resume(
+    self, position: position_lib.Position, steps_per_epoch: int | None
+  ) -> None:
     """The next data set that is read is read from there on."""
-    self._resumption = resumption_
-    self._steps_done = resumption_.epoch_steps
+    self._resumed = input.Resumed(position, steps_per_epoch)
+    self._steps_done = position.step
 
   def take_steps_done(self) -> int:
     """Steps of the resumed epoch that Keras must not do again; tells it once.
@@ -116,139 +135,137 @@ class Recovery:
     taken, self._steps_done = self._steps_done, 0
     return taken
 
-  def take_resumption(self) -> resumption.Resumption | None:
-    """Where the data set that is being opened goes on; tells it once."""
-    taken, self._resumption = self._resumption, None
+  def take_resumed(self) -> input.Resumed | None:
+    """Where the data set that is being opened continues; tells it once."""
+    taken, self._resumed = self._resumed, None
     return taken
 
-  def note_begun(
-    self, steps: int, source: worker_input.Source | None = None
-  ) -> None:
-    """Counts steps that were begun; saves when it is time.
-
-    Args:
-      steps: how many.
-      source: of their data, where workers read.
-    """
-    self.begun += steps
-    self._source = source
-    every = self._options.checkpoint_steps
-    if self.is_enabled and self.begun - self._begun_at_save >= every:
-      self.with_recovery(self.save)
-
-  def save(self) -> str | None:
-    """Waits for all steps and writes a checkpoint; returns its path."""
-    if self._manager is None:
-      return None
-    self._strategy.drain()
-    self._position_variable.assign(json.dumps(self._position()))
-    path = self._manager.save(
-      checkpoint_number=self._next_number(),
-      options=tf.train.CheckpointOptions(experimental_io_device=_CHIEF),
-    )
-    self._begun_at_save = self.begun
-    return path
-
-  def _position(self) -> dict[str, Any]:
-    """Where the run is, when all steps that were begun are done."""
-    splits = self._source.splits if self._source else ()
-    return {
-      'steps': self._begun_before + self.begun,
-      'epoch': self._epoch,
-      'epoch_steps': self.begun - self._epoch_began,
-      'splits': [split.done for split in splits],
-    }
-
-  def _next_number(self) -> int:
-    latest = self._manager.latest_checkpoint
-    return 1 if latest is None else int(latest.rpartition('-')[2]) + 1
-
-  def restore(self, trackables: dict[str, Any]) -> dict[str, Any] | None:
-    """Restores the latest checkpoint of an earlier run.
-
-    Args:
-      trackables: what checkpoints hold, with all variables made.
+  def note_begun(self, steps: int, source: input.Source | None = None) -> bool:
+    """Counts steps that were begun.
 
     Returns:
-      The position that was saved; None if there is no checkpoint.
+      Whether it is time for a checkpoint.
+    """
+    self._begun += steps
+    self._source = source
+    every = self._options.checkpoint_steps
+    return self.is_enabled and self._begun - self._begun_at_save >= every
+
+  def write(self) -> str | None:
+    """Writes a checkpoint; all steps must be done. Returns its path."""
+    if self._objects is None:
+      return None
+    step = self._begun - self._epoch_began
+    splits = self._source.splits if step and self._source else ()
+    position = position_lib.Position(
+      self._epoch, step, tuple(split.done for split in splits)
+    )
+    named = model_state.name_objects(self._objects)
+    path = self._checkpointer.save(
+      ((name, _read(variable)) for name, variable in named.items()),
+      {
+        **position.to_json(),
+        'steps': self.steps_before + self._begun,
+        'parts': model_state.reductions(named),
+      },
+    )
+    self._begun_at_save = self._begun_at[path] = self._begun
+    return path
+
+  def restore(self, objects: Mapping[str, Any]) -> position_lib.Position | None:
+    """Restores the newest whole checkpoint of an earlier run.
+
+    Args:
+      objects: what checkpoints hold, with all variables made.
+
+    Returns:
+      Its position; None if there is no checkpoint.
 
     Raises:
       CheckpointMismatchError: the checkpoint is another model's.
+      DataError: there are checkpoints, and all are damaged.
     """
     if not self.is_enabled:
       return None
-    if self._tracked is None:
-      self._open(trackables)
-    if self._manager.latest_checkpoint is None:
+    self._objects = self._objects or dict(objects)
+    found = self._read_newest()
+    if found is None:
       return None
-    self._read()
     self._was_restored = True
-    position = json.loads(self._position_variable.numpy() or b'{}')
-    self._begun_before = position.get('steps', 0)
-    logging.info('restored %s', self._manager.latest_checkpoint)
-    return position
+    self.steps_before = found.metadata['steps']
+    logging.info('Restored %s.', found.path)
+    return position_lib.Position.from_json(found.metadata)
 
-  def _read(self) -> None:
-    path = self._manager.latest_checkpoint
-    options = tf.train.CheckpointOptions(experimental_io_device=_CHIEF)
-    try:
-      status = self._manager.checkpoint.restore(path, options)
-      status.assert_existing_objects_matched()
-    except (AssertionError, ValueError) as e:
+  def _read_newest(self) -> checkpointer.Checkpoint | None:
+    """Assigns the variables what the newest whole checkpoint has."""
+    found = self._checkpointer.newest()
+    if found is None:
+      return None
+    named = model_state.name_objects(self._objects)
+    names = model_state.match_names(list(named), list(found.arrays))
+    arrays = found.arrays.renamed(names)
+    different = model_state.differences(named, arrays.specs)
+    if different:
       raise errors.CheckpointMismatchError(
-        f'{path} is not a checkpoint of this model: {e}. Fix: another '
-        'checkpoint_dir, or the model that wrote it.'
-      ) from e
+        f'{found.path} is not a checkpoint of this model: '
+        f'{"; ".join(different)}. Fix: pass another checkpoint_dir, or build '
+        'the model that wrote it.'
+      )
+    for name, variable in named.items():
+      array = arrays[name]
+      is_part = model_state.has_parts(variable)
+      variable.assign(array[0] if is_part else array)
+    return found
 
   def with_recovery(self, action: Callable[[], _T]) -> _T:
     """Does something; if a server died, recovers and does it again.
+
+    Within another call it just does it: the outermost is what is repeated.
 
     Raises:
       ParameterServerUnavailableError: a server died and there is no checkpoint.
       RendezvousError: it did not come back within `recovery_timeout`.
     """
-    if self._is_recovering:
+    if self._is_guarding:
       return action()
-    while True:
-      try:
-        return action()
-      except errors.ParameterServerUnavailableError as e:
-        error = e
-      except tf.errors.OpError as e:
-        _tf_internal.clear_errors()
-        explained = self._strategy.engine.pool.explain(e)
-        if explained is e:
-          if not self._strategy.liveness.changed_recently():
-            raise
-          time.sleep(_RETRY_SECONDS)
-          continue
-        error = explained
-      self._recover(error)
+    self._is_guarding = True
+    try:
+      while True:
+        try:
+          return action()
+        except errors.ParameterServerUnavailableError as e:
+          error = e
+        except tf.errors.OpError as e:
+          _tf_internal.clear_errors()
+          error = self._liveness.explain(e)
+          if error is e:
+            if not self._liveness.changed_recently():
+              raise
+            time.sleep(_RETRY_SECONDS)
+            continue
+        self._recover(error)
+    finally:
+      self._is_guarding = False
 
   def _recover(self, error) -> None:
-    if self._manager is None:
+    if self._objects is None:
       raise error
     began = time.monotonic()
     logging.error('%s Waiting for it.', error)
-    self._is_recovering = True
-    try:
-      for attempt in range(_MAX_ATTEMPTS):
-        try:
-          self._restore_servers()
-          break
-        except (
-          errors.ParameterServerUnavailableError,
-          tf.errors.OpError,
-        ) as e:
-          if attempt == _MAX_ATTEMPTS - 1:
-            raise
-          logging.warning('recovery: %s; trying again', e)
-          _tf_internal.clear_errors()
-          time.sleep(_RETRY_SECONDS)
-    finally:
-      self._is_recovering = False
-    lost = self.begun - self._begun_at_save
-    self._begun_at_save = self.begun
+    for attempt in range(_MAX_ATTEMPTS):
+      try:
+        found = self._restore_servers()
+        break
+      except (errors.ParameterServerUnavailableError, tf.errors.OpError) as e:
+        if attempt == _MAX_ATTEMPTS - 1:
+          raise
+        logging.warning('recovery: %s; trying again', e)
+        _tf_internal.clear_errors()
+        time.sleep(_RETRY_SECONDS)
+    # An older one than the last, if that is damaged.
+    saved = found.metadata['steps'] - self.steps_before
+    lost = self._begun - self._begun_at.get(found.path, saved)
+    self._begun_at_save = self._begun_at[found.path] = self._begun
     seconds = time.monotonic() - began
     self.history.append(
       {'server': error.server, 'lost_steps': lost, 'seconds': seconds}
@@ -256,22 +273,38 @@ class Recovery:
     logging.error(
       'ps %s is back: restored %s after %.1f s. Lost: %d steps.',
       error.server,
-      os.path.basename(self._manager.latest_checkpoint),
+      os.path.basename(found.path),
       seconds,
       lost,
     )
 
-  def _restore_servers(self) -> None:
-    """Waits for the servers, makes the variables anew and reads them."""
-    strategy = self._strategy
-    strategy.engine.pool.forget()
-    strategy.liveness.wait_for_all(self._options.recovery_timeout)
-    strategy.make_lost_variables()
-    strategy.engine.forget_functions()
-    strategy.engine.lose_all_readers()
-    self._read()
-    names = [v.name for v in strategy.lost_variables()]
+  def _restore_servers(self) -> checkpointer.Checkpoint:
+    """Waits for the servers, recreates the variables and restores them."""
+    self._pool.forget()
+    self._liveness.wait_for_all(self._options.recovery_timeout)
+    self._variables.recreate_dead()
+    self._markers.recreate_if_dead()
+    for action in self._on_restored:
+      action()
+    found = self._read_newest()
+    if found is None:
+      raise errors.DataError(
+        f'Expected a checkpoint in {self._options.checkpoint_dir} to restore '
+        'the variables of a server that died, got none: were they deleted? '
+        'Fix: restart the job from scratch.'
+      )
+    names = [v.name for v in self._variables if v.is_lost]
     if names:
       logging.warning(
         'not in the checkpoint, and zero from now on: %s', ', '.join(names)
       )
+    return found
+
+
+def _read(variable: Any) -> np.ndarray:
+  """The value of a variable; with a first dimension where replicas have parts.
+
+  A worker is the only replica of its step, so there is one part.
+  """
+  array = np.asarray(variable.numpy())
+  return array[None] if model_state.has_parts(variable) else array

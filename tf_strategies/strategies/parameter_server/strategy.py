@@ -7,21 +7,19 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_strategies import _keras_internal
+from tf_strategies import _keras_internal, errors
 from tf_strategies.cluster import config as config_lib
 from tf_strategies.strategies.parameter_server import (
+  batch_message,
   connection,
-  custom_loop,
   extended,
   input,
-  liveness,
-  local_sgd,
   recovery,
   sync_engine,
   training,
   variables,
   worker_function,
-  worker_input,
+  worker_pool,
 )
 from tf_strategies.strategies.parameter_server import engine as engine_lib
 from tf_strategies.strategies.parameter_server import options as options_lib
@@ -49,10 +47,10 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
 
   * 'async': each worker applies its gradient as soon as it has it (Dean et al.
     2012, "Large Scale Distributed Deep Networks").
-  * 'sync': every batch is one step; its rows are shared out among the workers,
+  * 'sync': every batch is one step; its rows are split among the workers,
     and their mean gradient is applied once. Equal to one device, with clipping,
     accumulation and loss scaling, whatever the number of workers. With
-    `backup_workers=k` the first N - k shares count and late ones are dropped
+    `backup_workers=k` the first N - k microbatches count, late ones are dropped
     (Chen et al. 2016, "Revisiting Distributed Synchronous SGD").
   * 'bounded': as 'async', but no worker begins a step when it is more than
     `max_staleness` steps ahead of the slowest (Ho et al. 2013, "More Effective
@@ -64,8 +62,8 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
 
   A worker that dies loses no step, and is used again when it is back. When a
   server dies and `checkpoint_dir` is given, training waits for it, restores the
-  latest checkpoint and goes on; without it `ParameterServerUnavailableError` is
-  raised.
+  newest whole checkpoint and continues; without it
+  `ParameterServerUnavailableError` is raised.
 
   Each worker is one replica, on its first GPU or its CPU: start one worker a
   GPU. It was run on CPUs; no GPU has been tried.
@@ -102,69 +100,82 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     self.cluster = connection.checked_cluster(cluster)
     workers = tuple(self.cluster.jobs['worker'])
     self.options.check_workers(len(workers))
-    connection.check_partitioner(variable_partitioner)
+    if variable_partitioner is not None and not callable(variable_partitioner):
+      raise errors.UnsupportedOptionError(
+        f'variable_partitioner={variable_partitioner!r}',
+        'a function of shape and dtype',
+        'use one of tf.distribute.experimental.partitioners',
+      )
     # What TensorFlow's __init__ does, with an implementation of our own.
     self._cluster_coordinator = None
     self._cluster_resolver = connection.resolver(self.cluster)
-    connection.connect(self, self.options.start_timeout)
-    self.engine = None
-    self.recovery = None
+    self._connect()
+    # Each of these uses those before it, and none of those after it.
+    self.liveness = connection.Liveness(
+      self.cluster, self.options.keepalive_timeout
+    )
+    self._pool = worker_pool.WorkerPool(
+      workers,
+      self.liveness,
+      # In 'sync' the microbatches of two steps.
+      max_waiting=len(workers) * (2 if self.options.mode == 'sync' else 1),
+      timeout_seconds=self.options.step_timeout,
+    )
+    registry = variables.Registry()
+    markers = worker_function.CompletionMarkers.create()
+    self.recovery = recovery.Recovery(
+      self.options, self.liveness, self._pool, registry, markers
+    )
+    self._engine = self._make_engine(markers)
     implementation = extended.ParameterServerExtended(
       self,
       self._cluster_resolver,
       variable_partitioner,
+      registry,
       self._drained,
-      self._forget_reports,
+      self._engine.forget_reports,
     )
     tf.distribute.Strategy.__init__(self, implementation)
     self._should_use_with_coordinator = True
     self._canonicalize_devices = False
     self._is_parameter_server_strategy_v2 = True
-    self.liveness = liveness.Liveness(
-      self.cluster, self.options.keepalive_timeout
-    )
-    self._markers = worker_function.CompletionMarkers(self._make_markers())
-    self.recovery = recovery.Recovery(self)
-    self.engine = self._make_engine(workers)
-    self.engine.guard = self.recovery.with_recovery
+
+  def _connect(self) -> None:
+    """Connects TensorFlow's runtime to the cluster, once a process."""
+    if connection.is_connected(self.cluster):
+      self._num_workers = len(self.cluster.jobs['worker'])
+      self._num_ps = len(self.cluster.jobs['ps'])
+    else:
+      connection.wait_for_tasks(
+        connection.addresses(self.cluster),
+        self.options.start_timeout,
+        'to train',
+      )
+      self._connect_to_cluster(coordinator_name='chief')
 
   @property
   def shares_batches(self) -> bool:
-    """Whether each batch is shared out among several workers."""
+    """Whether each batch is split among several workers."""
     several = len(self.cluster.jobs['worker']) > 1
     return self.options.mode == 'sync' and several
 
-  def _make_markers(self):
-    return variables.ServerVariable(
-      server=0,
-      drained=lambda action: action(),
-      on_write=lambda: None,
-      initial_value=lambda: tf.zeros(
-        [2, worker_function.NUM_MARKERS], tf.int64
-      ),
-      trainable=False,
-      name='marks',
-    )
-
-  def _make_engine(self, workers):
-    arguments = (workers, self.liveness, self._markers)
-    timeout = {'step_timeout': self.options.step_timeout}
+  def _make_engine(self, markers) -> engine_lib.Engine:
+    arguments = (self._pool, markers, self.recovery)
     if self.options.mode == 'bounded':
       return engine_lib.BoundedEngine(
-        *arguments, max_staleness=self.options.max_staleness, **timeout
+        *arguments, max_staleness=self.options.max_staleness
       )
     if self.options.mode == 'sync':
       return sync_engine.SyncEngine(
         *arguments,
         backup_workers=self.options.backup_workers,
         in_replica=lambda fn: training.in_replica(self, fn),
-        **timeout,
       )
     if self.options.local_steps > 1:
-      return local_sgd.LocalEngine(
-        *arguments, local_steps=self.options.local_steps, **timeout
+      return engine_lib.LocalSgdEngine(
+        *arguments, local_steps=self.options.local_steps
       )
-    return engine_lib.AsyncEngine(*arguments, **timeout)
+    return engine_lib.AsyncEngine(*arguments)
 
   def run(self, fn, args=(), kwargs=None, options=None):
     """As `tf.distribute.Strategy.run`; Keras's steps go to the workers."""
@@ -179,7 +190,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     self,
     fn: Callable[[Any], Any],
     optimizers: Sequence[Any] = (),
-  ) -> custom_loop.RemoteStep:
+  ) -> training.RemoteStep:
     """Makes a step of a custom loop run on the workers, in this mode.
 
     Args:
@@ -187,7 +198,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         gradients by `optimizer.apply`, and returns a structure of numbers.
       optimizers: those that it applies; none for a step that evaluates.
     """
-    return custom_loop.RemoteStep(self, fn, optimizers)
+    return training.RemoteStep(self, fn, optimizers)
 
   def join(self) -> None:
     """Waits until all steps that were begun are done.
@@ -196,7 +207,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
       ParameterServerUnavailableError: a server died.
       WorkerUnavailableError: nothing happened for `step_timeout`.
     """
-    self.recovery.with_recovery(self.drain)
+    self.recovery.with_recovery(self._engine.drain)
 
   def report(self) -> dict[str, Any]:
     """What happened so far: steps, staleness, dropped gradients, load.
@@ -209,70 +220,95 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     """
     return {
       'mode': self.options.mode,
-      **self.engine.report(),
+      **self._engine.report(),
       'bytes_per_server': list(self.extended.placement.load),
       'recoveries': list(self.recovery.history),
     }
 
-  def train_batches(self, step, batches, model=None):
-    """Begins the steps of some batches."""
-    if model is not None:
-      self.recovery.track({'model': model, 'optimizer': model.optimizer})
-    report = self.recovery.with_recovery(
-      lambda: self.engine.train(step, batches)
+  def begin(self, step, batches, trains, model=None) -> Any:
+    """Begins the steps of some batches.
+
+    Args:
+      step: what workers run.
+      batches: a `batch_message.Batch` for each step.
+      trains: whether these are steps of training.
+      model: that is trained, if it is one of Keras's.
+
+    Returns:
+      What the newest step that is done reports.
+    """
+    if not trains:
+      return self._with_recovery(lambda: self._engine.run(step, batches))
+    return self._train(
+      lambda: self._engine.train(step, batches), len(batches), None, model
     )
-    self.recovery.note_begun(len(batches))
+
+  def begin_on_worker_input(
+    self, step, source, steps, trains, model=None
+  ) -> Any:
+    """As `begin`, for a number of steps on data that workers read."""
+
+    def begin():
+      return self._engine.run_on_worker_input(step, source, steps)
+
+    if not trains:
+      return self._with_recovery(begin)
+    return self._train(begin, steps, source, model)
+
+  def _train(self, begin, steps, source, model):
+    if model is not None:
+      self.track(model=model, optimizer=model.optimizer)
+    report = self._with_recovery(begin)
+    if self.recovery.note_begun(steps, source):
+      self.save()
     return report
 
-  def train_worker_input(self, step, source, steps, model=None):
-    """Begins steps on data that workers read."""
-    if model is not None:
-      self.recovery.track({'model': model, 'optimizer': model.optimizer})
-    report = self.recovery.with_recovery(
-      lambda: self.engine.draw(step, source, steps)
-    )
-    self.recovery.note_begun(steps, source)
-    return report
+  def call(self, step, batches: Sequence[batch_message.Batch]) -> list:
+    """Begins a step for each batch; their results, when they are awaited."""
+    return [self._engine.call(step, b) for b in batches]
 
-  def track(self, **trackables: Any) -> None:
+  def step_outputs(self, step, structure: Any) -> Any:
+    """What a step returns for such a batch: specs in its structure."""
+    return self._engine.outputs(step, structure)
+
+  def track(self, **objects: Any) -> None:
     """Says what checkpoints hold, for a custom loop; `fit` says it by itself.
 
     Args:
-      **trackables: by name, as for `tf.train.Checkpoint`.
+      **objects: models, optimizers, metrics and variables, by name.
     """
-    self.recovery.track(trackables)
+    if self.recovery.track(objects):
+      self.save()
 
-  def restore(self, **trackables: Any) -> int:
-    """Restores the latest checkpoint of `checkpoint_dir`, and tracks it.
+  def restore(self, **objects: Any) -> int:
+    """Restores the newest whole checkpoint of `checkpoint_dir`.
 
     Args:
-      **trackables: as for `track`; all their variables must exist.
+      **objects: as for `track`; all their variables must exist.
 
     Returns:
       Number of steps that had been begun when it was written; 0 without one.
     """
-    position = self.recovery.restore(trackables)
-    if position is None:
-      self.recovery.track(trackables)
-      return 0
-    return position.get('steps', 0)
+    if self.recovery.restore(objects) is None:
+      self.track(**objects)
+    return self.recovery.steps_before
 
-  def save(self) -> str | None:
+  def save(self, recovers: bool = True) -> str | None:
     """Waits for all steps and writes a checkpoint; returns its path.
 
     None without `checkpoint_dir`, or before anything is tracked.
+
+    Args:
+      recovers: whether to wait for a server that died, instead of raising.
     """
-    return self.recovery.with_recovery(self.recovery.save)
 
-  def make_lost_variables(self) -> None:
-    """Makes variables anew whose server was started again."""
-    for variable in [*self.extended.server_variables(), self._markers.variable]:
-      if not variable.is_alive():
-        variable.recreate()
+    def drain_and_write():
+      self._engine.drain()
+      return self.recovery.write()
 
-  def lost_variables(self) -> list[variables.ServerVariable]:
-    """Those that were made anew and not restored since."""
-    return [v for v in self.extended.server_variables() if v.is_lost]
+    return (
+      self._with_recovery(drain_and_write) if recovers else drain_and_write()
+    )
 
   def distribute_datasets_from_function(self, dataset_fn, options=None):
     """Makes a data set that the workers read themselves.
@@ -287,31 +323,23 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     """
     if not tf.executing_eagerly():
       return super().distribute_datasets_from_function(dataset_fn, options)
-    return worker_input.WorkerDataset(
+    return input.WorkerDataset(
       dataset_fn,
       len(self.cluster.jobs['worker']),
-      self.recovery.take_resumption,
+      self.recovery.take_resumed,
     )
 
-  def drain(self) -> None:
-    """Waits until all steps that were begun are done."""
-    if self.engine is not None:
-      self.engine.drain()
+  def _with_recovery(self, action):
+    return self.recovery.with_recovery(action)
 
   def _drained(self, action):
     """Does something with a variable when all steps are done."""
-    if self.engine is None:
-      return action()
 
     def drain_and_act():
-      self.drain()
+      self._engine.drain()
       return action()
 
-    return self.recovery.with_recovery(drain_and_act)
-
-  def _forget_reports(self) -> None:
-    if self.engine is not None:
-      self.engine.forget_reports()
+    return self._with_recovery(drain_and_act)
 
   def experimental_distribute_dataset(self, dataset, options=None):
     """Makes a data set whose batches this process hands to the workers."""
@@ -322,10 +350,10 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
       lambda d: super(
         ParameterServerStrategy, self
       ).experimental_distribute_dataset(d, options),
-      self.recovery.take_resumption,
+      self.recovery.take_resumed,
     )
 
   def close(self) -> None:
-    """Ends the threads of this strategy; the servers go on."""
-    self.engine.pool.close()
+    """Ends the threads of this strategy; the servers stay."""
+    self._pool.close()
     self.liveness.close()

@@ -14,7 +14,7 @@ twice. The first trace only looks which variables are read where. In the second
 * the optimizer's update runs on the server that holds the variable.
 
 The last write of a step marks it as done, right after the counters on the same
-server. What a retry after a failure does follows from that mark.
+server. A retry after a failure reads that marker.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Marker:
   """What a step writes last, to tell that it is done.
 
   Attributes:
-    variable: where the mark is written, on server 0.
+    variable: where it is written, on server 0.
     value: what says which step, a small tensor.
     write: makes the op that writes it there.
   """
@@ -119,11 +119,7 @@ class TracedStep:
 
   @contextlib.contextmanager
   def tracing(self, after: Sequence[tf.Tensor] = ()) -> Iterator[None]:
-    """Makes this the current step of the thread, in the current graph.
-
-    Args:
-      after: tensors that must be there before the first variable is read.
-    """
+    """Makes this the current step of the thread, in the current graph."""
     before, _current.step = _current.step, None
     self._graph = tf.compat.v1.get_default_graph()
     self._first_operation = len(self._graph.get_operations())
@@ -224,13 +220,7 @@ class TracedStep:
     self._sent[id(tensor), server] = tensor, copy
 
   def write(self, variable, value, delta=None) -> bool:
-    """Holds a write back, or returns False: it must be done here.
-
-    Args:
-      variable: to be written.
-      value: the new value; None if only `delta` is known.
-      delta: what is added.
-    """
+    """Holds a write back, or returns False: it must be done here."""
     key = id(variable)
     if self._looks_only:
       return self._look_at_write(variable, value)
@@ -260,10 +250,6 @@ class TracedStep:
 
   def touch_rows(self, variable, writes: bool) -> tf.Tensor | None:
     """Before an op on some rows of a variable, which runs on its server.
-
-    Args:
-      variable: of the op.
-      writes: whether it writes.
 
     Returns:
       The variable's value if only the step has it: then a read must use that.
@@ -324,32 +310,25 @@ class TracedStep:
       self._updates -= 1
       self.update_server = before
 
-  def write_as_sums(self, share: float) -> None:
+  def write_as_sums(self, fraction: float) -> None:
     """Turns held writes into what they change, where that is known.
 
     What several workers change then adds up, whatever each wrote.
-
-    Args:
-      share: by which what the optimizer's updates change is multiplied, so
-        that the sum over workers is their mean.
     """
     for key, write in self._held.items():
       if write.delta is None and key in self._snapshot:
         write.delta = write.value - self._snapshot[key]
       is_float = write.variable.dtype.is_floating
       is_of_update = key in self._updated and write.delta is not None
-      if is_of_update and is_float and share != 1.0:
-        write.delta *= tf.cast(share, write.delta.dtype)
+      if is_of_update and is_float and fraction != 1.0:
+        write.delta *= tf.cast(fraction, write.delta.dtype)
 
   def held_writes(self) -> list[Write]:
     """The writes that the step holds back, in order of first write."""
     return list(self._held.values())
 
-  def commit(self, mark: Marker) -> list[tf.Operation]:
+  def commit(self, marker: Marker) -> list[tf.Operation]:
     """Sends the writes that were held back, then marks the step as done.
-
-    Args:
-      mark: of the step, on server 0.
 
     Returns:
       The ops after which everything is done.
@@ -362,7 +341,7 @@ class TracedStep:
     last = by_server.pop(0, [])
     for writes in by_server.values():
       done.append(_send_writes(writes, done))
-    return [_send_writes(last, done, mark)]
+    return [_send_writes(last, done, marker)]
 
   def _writes_done(self) -> list[tf.Operation]:
     """One op a device after all writes that the step has made so far."""
@@ -392,13 +371,13 @@ _READS = frozenset(
 
 
 def _send_writes(
-  writes: Sequence[Write], after, mark: Marker | None = None
+  writes: Sequence[Write], after, marker: Marker | None = None
 ) -> tf.Operation:
   """Sends writes of variables on one server, small ones in one message."""
-  variable = mark.variable if mark else writes[0].variable
+  variable = marker.variable if marker else writes[0].variable
   tensors = [_value_to_send(write) for write in writes]
-  if mark is not None:
-    tensors.append(mark.value)
+  if marker is not None:
+    tensors.append(marker.value)
   tensors = packing.send(tensors, variable.device)
   done = []
   with tf.device(variable.device):
@@ -411,7 +390,7 @@ def _send_writes(
           )
         )
     with tf.control_dependencies([*after, *done]):
-      return mark.write(tensors[-1]) if mark else tf.group(*done)
+      return marker.write(tensors[-1]) if marker else tf.group(*done)
 
 
 def _value_to_send(write):

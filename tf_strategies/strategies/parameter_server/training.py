@@ -1,9 +1,9 @@
-"""Keras's `fit`, `evaluate` and `predict` with steps that run on workers."""
+"""Steps that run on workers: Keras's `fit`, `evaluate`, `predict`, and loops."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,100 +13,76 @@ from tf_strategies import _graph_errors, _keras_internal, errors
 from tf_strategies.keras import optimizer_checks
 from tf_strategies.strategies.parameter_server import (
   batch_message,
-  worker_input,
+  input,
+  step_task,
 )
-from tf_strategies.strategies.parameter_server import engine as engine_lib
 
 
 class StepFunction:
-  """What Keras calls in place of its own train, test or predict function.
-
-  Args:
-    strategy: a `ParameterServerStrategy`.
-    keras_step: the step, and whose.
-  """
+  """What Keras calls in place of its own train, test or predict function."""
 
   def __init__(self, strategy, keras_step: _keras_internal.KerasStep):
     self._strategy = strategy
-    self.kind = keras_step.kind
     self._model = keras_step.model
+    self._predicts = keras_step.kind == 'predict'
+    self._trains = keras_step.kind == 'train'
     self._report = None
     # Keras counts the steps of an epoch, those before a restart too.
     self._steps_done = 0
-    if self.kind == 'train':
-      self._steps_done = strategy.recovery.take_steps_done()
     optimizer = None
-    if self.kind == 'train':
+    if self._trains:
+      self._steps_done = strategy.recovery.take_steps_done()
       with strategy.scope():
         optimizer = optimizer_checks.built_optimizer(self._model)
-    self.step = engine_lib.Step(
+    self._step = step_task.Step(
       run=in_replica(strategy, keras_step.run),
       optimizers=() if optimizer is None else (optimizer,),
       capture=_keras_internal.capture_apply,
-      results=_keras_internal.results_of(self._model, self.kind),
+      results=_keras_internal.results_of(self._model, keras_step.kind),
     )
 
-  def __call__(self, source: Any) -> Any:
+  def __call__(self, iterator: Any) -> Any:
     """Begins the next steps.
-
-    Args:
-      source: an iterator of batches; for prediction, a list of them.
 
     Returns:
       What the newest step that is done reported; for prediction, the outputs of
       these batches.
     """
-    if self.kind == 'predict':
-      return self._predict(source)
+    if self._predicts:
+      results = self._predict([_batch(d) for d in iterator])
+      return tf.nest.map_structure(
+        lambda *parts: tf.constant(np.concatenate(parts, 0)), *results
+      )
     steps = self._model.steps_per_execution
     if self._steps_done > 0:
       self._steps_done -= steps
       return self._report
-    data = list(itertools.islice(source, steps))
+    data = list(itertools.islice(iterator, steps))
     if not data:
       raise StopIteration
-    source = worker_input.source_of(data)
+    source = input.source_of(data)
     if source is not None:
-      return self._draw(source, len(data))
-    return self.run([self._batch(d) for d in data])
+      return self._begin_on_worker_input(source, len(data))
+    return self._begin([_batch(d) for d in data])
 
-  def _draw(self, source, steps):
-    if self.kind == 'train':
-      self._report = self._strategy.train_worker_input(
-        self.step, source, steps, self._model
-      )
-      return self._report
-    return self._guard(
-      lambda: self._strategy.engine.draw(self.step, source, steps)
+  def _begin(self, batches):
+    self._report = self._strategy.begin(
+      self._step, batches, self._trains, self._model
     )
+    return self._report
 
-  def _guard(self, action):
-    return self._strategy.recovery.with_recovery(action)
-
-  def run(self, batches) -> Any:
-    """Begins the steps of these batches."""
-    if self.kind == 'train':
-      self._report = self._strategy.train_batches(
-        self.step, batches, self._model
-      )
-      return self._report
-    return self._guard(lambda: self._strategy.engine.run(self.step, batches))
-
-  def _batch(self, data) -> engine_lib.Batch:
-    return engine_lib.Batch(
-      _keras_internal.without_optionals(data), hides_rows=True
+  def _begin_on_worker_input(self, source, steps):
+    self._report = self._strategy.begin_on_worker_input(
+      self._step, source, steps, self._trains, self._model
     )
+    return self._report
 
-  def _predict(self, data):
-    batches = [self._batch(d) for d in data]
-    results = self._guard(lambda: self._call(batches))
-    return tf.nest.map_structure(
-      lambda *parts: tf.constant(np.concatenate(parts, 0)), *results
-    )
+  def _predict(self, batches):
+    def call_and_wait():
+      calls = self._strategy.call(self._step, batches)
+      return [call.result() for call in calls]
 
-  def _call(self, batches):
-    calls = [self._strategy.engine.call(self.step, b) for b in batches]
-    return [call.result() for call in calls]
+    return self._strategy.recovery.with_recovery(call_and_wait)
 
   def in_graph(self, data) -> Any:
     """The first call of all, which comes from inside a function of Keras's.
@@ -114,10 +90,12 @@ class StepFunction:
     Runs the step by a call back to Python, and installs this object for the
     next ones.
     """
-    source = worker_input.source_of(data)
+    source = input.source_of(data)
     if source is not None:
       return self._host_call(
-        [], source.dataset.element_spec, lambda: self._draw(source, 1)
+        [],
+        source.dataset.element_spec,
+        lambda: self._begin_on_worker_input(source, 1),
       )
     data = _keras_internal.without_optionals(data)
     flat = [t for t in tf.nest.flatten(data) if t is not None]
@@ -128,16 +106,16 @@ class StepFunction:
     def run_batch(*arrays):
       # Copies: what TensorFlow passes is its own memory, for this call only.
       data = batch_message.pack(structure, [np.array(a) for a in arrays])
-      batch = engine_lib.Batch(data, hides_rows=True)
-      if self.kind == 'predict':
-        return self._guard(lambda: self._call([batch]))[0]
-      return self.run([batch])
+      batches = [batch_message.Batch(data, hides_rows=True)]
+      return (
+        self._predict(batches)[0] if self._predicts else self._begin(batches)
+      )
 
     return self._host_call(flat, structure, run_batch)
 
   def _host_call(self, flat, structure, run):
     """Tensors in a graph that a call of `run` makes."""
-    outputs = self._strategy.engine.outputs(self.step, structure)
+    outputs = self._strategy.step_outputs(self._step, structure)
     specs = tf.nest.flatten(outputs)
 
     def call(*arrays):
@@ -158,6 +136,12 @@ class StepFunction:
     return tf.nest.pack_sequence_as(outputs, results)
 
 
+def _batch(data) -> batch_message.Batch:
+  return batch_message.Batch(
+    _keras_internal.without_optionals(data), hides_rows=True
+  )
+
+
 def in_replica(strategy, run: Callable[[Any], Any]) -> Callable[[Any], Any]:
   """A step that enters the strategy's scope and its replica context."""
 
@@ -166,3 +150,49 @@ def in_replica(strategy, run: Callable[[Any], Any]) -> Callable[[Any], Any]:
       return strategy.extended.call_for_each_replica(run, args=(batch,))
 
   return run_in_replica
+
+
+class RemoteStep:
+  """A step that workers run; made by `ParameterServerStrategy.remote_step`.
+
+  Example:
+
+    train = strategy.remote_step(train_fn, [optimizer])
+    for batch in dataset:
+      results = train(batch)
+    strategy.join()
+  """
+
+  def __init__(
+    self, strategy, fn: Callable[[Any], Any], optimizers: Sequence[Any] = ()
+  ):
+    self._strategy = strategy
+    self._trains = bool(optimizers)
+    self._step = step_task.Step(
+      run=in_replica(strategy, fn),
+      optimizers=tuple(optimizers),
+      capture=_keras_internal.capture_apply,
+    )
+
+  def __call__(self, batch: Any) -> Any:
+    """Begins a step; waits only while too many are running.
+
+    Args:
+      batch: a structure of arrays or tensors, or what an iterator over
+        `distribute_datasets_from_function` yields.
+
+    Returns:
+      What the newest step that is done returned, read when it is used as a
+      float: of this step after `strategy.join()`.
+    """
+    source = input.source_of(batch)
+    if source is not None:
+      return self._strategy.begin_on_worker_input(
+        self._step, source, 1, self._trains
+      )
+    batches = [batch_message.Batch(batch)]
+    return self._strategy.begin(self._step, batches, self._trains)
+
+  def call(self, batch: Any) -> step_task.PendingCall:
+    """Begins a step whose result is wanted: `.result()` waits for it."""
+    return self._strategy.call(self._step, [batch_message.Batch(batch)])[0]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -30,8 +31,9 @@ class ServerVariable(_tf_internal.ResourceVariable):
 
   Args:
     server: index of the parameter server.
-    drained: does something when the scheduled steps are done.
-    on_write: called before the coordinator writes.
+    drained: does something when the scheduled steps are done; None does it at
+      once.
+    on_write: called before the coordinator writes; None calls nothing.
     **kwargs: of a variable.
   """
 
@@ -39,14 +41,14 @@ class ServerVariable(_tf_internal.ResourceVariable):
     self,
     *,
     server: int,
-    drained: Callable[[Callable], Any],
-    on_write: Callable[[], None],
+    drained: Callable[[Callable], Any] | None = None,
+    on_write: Callable[[], None] | None = None,
     **kwargs,
   ):
     self.server = server
-    self._drained = drained
     self.is_lost = False
-    self._on_write = on_write
+    self._drained = drained or (lambda action: action())
+    self._on_write = on_write or (lambda: None)
     with tf.device(server_device(server)):
       super().__init__(**kwargs)
 
@@ -67,6 +69,7 @@ class ServerVariable(_tf_internal.ResourceVariable):
 
     def write_now():
       self._on_write()
+      self.is_lost = False
       return write()
 
     return self._drained(write_now)
@@ -118,52 +121,38 @@ class ServerVariable(_tf_internal.ResourceVariable):
 
   def assign_add(self, delta, use_locking=None, name=None, read_value=True):
     """As `tf.Variable.assign_add`; atomic on a server."""
-    step = traced_step.current()
-    if step is not None:
-      delta = tf.convert_to_tensor(delta, self.dtype)
-      if step.write(self, None, delta):
-        return step.read(self)
-    elif tf.executing_eagerly():
-      write = super().assign_add
-      return self._write_drained(
-        lambda: write(delta, use_locking, name, read_value)
-      )
-    return super().assign_add(delta, use_locking, name, read_value)
+    arguments = (use_locking, name, read_value)
+    return self._add(super().assign_add, delta, 1, arguments)
 
   def assign_sub(self, delta, use_locking=None, name=None, read_value=True):
     """As `tf.Variable.assign_sub`; atomic on a server."""
+    arguments = (use_locking, name, read_value)
+    return self._add(super().assign_sub, delta, -1, arguments)
+
+  def _add(self, write, delta, sign, arguments):
     step = traced_step.current()
     if step is not None:
       delta = tf.convert_to_tensor(delta, self.dtype)
-      if step.write(self, None, -delta):
+      if step.write(self, None, sign * delta):
         return step.read(self)
     elif tf.executing_eagerly():
-      write = super().assign_sub
-      return self._write_drained(
-        lambda: write(delta, use_locking, name, read_value)
-      )
-    return super().assign_sub(delta, use_locking, name, read_value)
+      return self._write_drained(lambda: write(delta, *arguments))
+    return write(delta, *arguments)
 
   def sparse_read(self, indices, name=None):
     """As `tf.gather`, on the server that has the rows."""
-    copy = self._touch_rows(writes=False)
-    if copy is not None:
-      with traced_step.current().at_home(copy):
-        value = _tf_internal.read_from_copy(self, copy)
-      return tf.gather(value, indices)
-    read = super().sparse_read
-    if tf.executing_eagerly():
-      return self._drained(lambda: read(indices, name))
-    return read(indices, name)
+    return self._read_rows(super().sparse_read, tf.gather, indices, name)
 
   def gather_nd(self, indices, name=None):
     """As `tf.gather_nd`, on the server."""
+    return self._read_rows(super().gather_nd, tf.gather_nd, indices, name)
+
+  def _read_rows(self, read, gather, indices, name):
     copy = self._touch_rows(writes=False)
     if copy is not None:
       with traced_step.current().at_home(copy):
         value = _tf_internal.read_from_copy(self, copy)
-      return tf.gather_nd(value, indices)
-    read = super().gather_nd
+      return gather(value, indices)
     if tf.executing_eagerly():
       return self._drained(lambda: read(indices, name))
     return read(indices, name)
@@ -181,12 +170,8 @@ class ServerVariable(_tf_internal.ResourceVariable):
     except tf.errors.OpError:
       return False
 
-  def _restore_from_tensors(self, restored_tensors):
-    self.is_lost = False
-    return super()._restore_from_tensors(restored_tensors)
-
   def recreate(self) -> None:
-    """Makes the variable anew on its server, which was started again.
+    """Recreates the variable on its server, which was restarted.
 
     Its value is zero until it is restored. Functions that were traced before
     still mean the old one.
@@ -199,6 +184,27 @@ class ServerVariable(_tf_internal.ResourceVariable):
     self._handle = fresh.handle
     self._handle_owner = fresh
     self.is_lost = True
+
+
+class Registry:
+  """The variables on servers that are still in use, in order of creation."""
+
+  def __init__(self):
+    self._references: list[weakref.ref] = []
+
+  def add(self, variable: ServerVariable) -> None:
+    """Notes a variable that was created."""
+    self._references.append(weakref.ref(variable))
+
+  def __iter__(self) -> Iterator[ServerVariable]:
+    found = [reference() for reference in self._references]
+    return iter([v for v in found if v is not None])
+
+  def recreate_dead(self) -> None:
+    """Recreates variables whose server was restarted."""
+    for variable in self:
+      if not variable.is_alive():
+        variable.recreate()
 
 
 def _sparse_write(name: str):

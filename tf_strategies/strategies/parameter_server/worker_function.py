@@ -16,7 +16,7 @@ from tf_strategies.strategies.parameter_server import (
   variables,
 )
 
-# CompletionMarkers of tasks, by number modulo this; far more than are ever on the way.
+# Markers of tasks, by number modulo this; far more than run at the same time.
 NUM_MARKERS = 1024
 _COUNT_BITS = 32
 
@@ -49,13 +49,7 @@ def discover(
   structure: Any,
   holds_updates: bool = False,
 ) -> Discovery:
-  """Traces a step once, only to look.
-
-  Args:
-    run_step: takes a batch.
-    structure: of a batch, with a spec for each tensor.
-    holds_updates: whether the optimizer's writes will be held back too.
-  """
+  """Traces a step once, only to look."""
   look = traced_step.TracedStep(holds_updates=holds_updates)
   found = {}
 
@@ -86,12 +80,9 @@ def outside_of_graphs():
 class CompletionMarkers:
   """How far tasks and splits have come, kept on server 0.
 
-  A step's last write sets its mark there, right after the counters that it
-  adds to. When a worker is lost, the coordinator looks whether the step had
-  been done, so that it counts once.
-
-  Args:
-    variable: int64 [2, NUM_MARKERS] on server 0: of tasks, and of splits.
+  A step's last write sets its marker there, right after the counters that it
+  adds to. When a worker is lost, the coordinator reads whether the step was
+  done, so that it counts once.
   """
 
   TASKS = 0
@@ -100,8 +91,25 @@ class CompletionMarkers:
   def __init__(self, variable: variables.ServerVariable):
     self.variable = variable
 
+  @classmethod
+  def create(cls) -> CompletionMarkers:
+    """Makes the variable on server 0."""
+    return cls(
+      variables.ServerVariable(
+        server=0,
+        initial_value=lambda: tf.zeros([2, NUM_MARKERS], tf.int64),
+        trainable=False,
+        name='completion_markers',
+      )
+    )
+
+  def recreate_if_dead(self) -> None:
+    """Recreates the variable if its server was restarted."""
+    if not self.variable.is_alive():
+      self.variable.recreate()
+
   def mark(self, kind: int, key: tf.Tensor, done: tf.Tensor):
-    """In a worker's graph: says that of task or split `key` so much is done."""
+    """In a worker's graph: marks how much of task or split `key` is done."""
     mark = key * (1 << _COUNT_BITS) + tf.cast(done, tf.int64)
     return traced_step.Marker(
       self.variable, mark, lambda sent: self._write(kind, sent)
@@ -124,15 +132,7 @@ class CompletionMarkers:
 
 
 class WorkerFunction(abc.ABC):
-  """A step, or several one after the other, as one function for workers.
-
-  Args:
-    run_step: takes a batch, returns what is reported.
-    steps: number of steps in one call.
-    discovery: what the first trace found.
-    markers: where done steps are marked.
-    spec: of the argument.
-  """
+  """A step, or several one after the other, as one function for workers."""
 
   def __init__(
     self,
@@ -151,10 +151,9 @@ class WorkerFunction(abc.ABC):
         self._trace, autograph=False
       ).get_concrete_function(spec)
 
-  def __call__(self, worker: int, argument: tf.Tensor) -> Any:
+  def __call__(self, worker: int, argument: Any) -> Any:
     """Runs it on a worker; the result stays there until it is read."""
-    with tf.device(f'/job:worker/replica:0/task:{worker}'):
-      return self._function(argument)
+    return run_on_worker(self._function, worker, argument)
 
   @abc.abstractmethod
   def _first_step(self, argument) -> tf.Tensor:
@@ -187,10 +186,10 @@ class WorkerFunction(abc.ABC):
     traced = traced_step.TracedStep(self._discovery.access)
     with traced.tracing(after):
       with tf.control_dependencies(list(after)):
-        batch, mark = self._batch_and_marker(argument, step)
+        batch, marker = self._batch_and_marker(argument, step)
       # Inside: a step may return a variable, whose value only it knows.
       reported = report(self._run_step(batch), self._discovery.are_numbers)
-    done = traced.commit(mark)
+    done = traced.commit(marker)
     if self._steps == 1:
       # The call ends when all tasks have done their part of it.
       return reported
@@ -199,21 +198,10 @@ class WorkerFunction(abc.ABC):
 
 
 class BatchFunction(WorkerFunction):
-  """For batches that the coordinator sends.
-
-  Args:
-    run_step: as `WorkerFunction`.
-    layout: of the parcels.
-    discovery: as `WorkerFunction`.
-    markers: as `WorkerFunction`.
-  """
+  """For batches that the coordinator sends; `layout` is of the messages."""
 
   def __init__(
-    self,
-    run_step: Callable[[Any], Any],
-    layout: batch_message.Layout,
-    discovery: Discovery,
-    markers: CompletionMarkers,
+    self, run_step, layout: batch_message.Layout, discovery, markers
   ):
     self._layout = layout
     spec = tf.TensorSpec([layout.num_bytes], tf.uint8)
@@ -229,24 +217,9 @@ class BatchFunction(WorkerFunction):
 
 
 class InputFunction(WorkerFunction):
-  """For batches that the worker reads itself.
+  """For batches with `element_spec` that the worker reads itself."""
 
-  Args:
-    run_step: as `WorkerFunction`.
-    element_spec: of a batch.
-    steps: as `WorkerFunction`.
-    discovery: as `WorkerFunction`.
-    markers: as `WorkerFunction`.
-  """
-
-  def __init__(
-    self,
-    run_step: Callable[[Any], Any],
-    element_spec: Any,
-    steps: int,
-    discovery: Discovery,
-    markers: CompletionMarkers,
-  ):
+  def __init__(self, run_step, element_spec: Any, steps, discovery, markers):
     self._element_spec = element_spec
     spec = tf.TensorSpec([], tf.resource)
     super().__init__(run_step, steps, discovery, markers, spec)
@@ -263,6 +236,15 @@ class InputFunction(WorkerFunction):
     )
     batch = batch_message.pack(self._element_spec, flat)
     return batch, self._markers.mark(CompletionMarkers.SPLITS, key, index + 1)
+
+
+def run_on_worker(function: Callable, worker: int, argument: Any, *handles):
+  """Calls a concrete function on a worker."""
+  if isinstance(argument, np.ndarray):
+    with tf.device('/job:chief/replica:0/task:0/device:CPU:0'):
+      argument = tf.constant(argument)
+  with tf.device(f'/job:worker/replica:0/task:{worker}'):
+    return function(argument, *handles)
 
 
 def report(outputs: Any, are_numbers: bool) -> Any:

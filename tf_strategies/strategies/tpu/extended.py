@@ -5,12 +5,14 @@ from __future__ import annotations
 import tensorflow as tf
 
 from tf_strategies import _keras_internal, _tf_internal, errors
-from tf_strategies.keras import optimizer_checks
-from tf_strategies.strategies.mirrored import replica_run, variables
+from tf_strategies.keras import gradient_reducer, optimizer_checks
+from tf_strategies.strategies.mirrored import variables
 from tf_strategies.strategies.tpu import permute
 
 
-class PermutingTPUExtended(_tf_internal.TPUExtended):
+class PermutingTPUExtended(
+  _tf_internal.TPUExtended, gradient_reducer.GradientReducer
+):
   """TensorFlow's TPU implementation with an all-reduce of ours.
 
   Args:
@@ -34,16 +36,8 @@ class PermutingTPUExtended(_tf_internal.TPUExtended):
     """Sums over replicas go through this from now on."""
     self._all_reduce = all_reduce
 
-  # What tfs.keras.DistributedOptimizer asks of a strategy.
-
-  def gradients_reduced(self, gradients=()):
-    """Context in which an optimizer's own reductions do nothing.
-
-    Args:
-      gradients: the reduced ones, where there are any yet.
-    """
-    del gradients
-    return replica_run.gradients_reduced()
+  # TensorFlow's sum over TPU replicas adds up what one device keeps apart.
+  sums_sparse_as_dense = True
 
   def row_weight(self) -> None:
     """None: replicas of static shape have equally many rows.
@@ -62,14 +56,6 @@ class PermutingTPUExtended(_tf_internal.TPUExtended):
         'tf.nn.compute_average_loss',
       )
 
-  # TensorFlow's sum over TPU replicas adds up what one device keeps apart.
-  sums_sparse_as_dense = True
-
-  def prefers_dense(self, gradient) -> bool:
-    """True: a sparse one becomes dense in any case."""
-    del gradient
-    return True
-
   # Where code runs.
 
   def tpu_run(self, fn, args, kwargs, options=None):
@@ -86,7 +72,7 @@ class PermutingTPUExtended(_tf_internal.TPUExtended):
     if not is_check or not _in_tpu_program():
       return outputs
     # One answer for all. Replicas that take different branches of the
-    # condition that follows would wait for each other for ever.
+    # condition that follows would wait for each other forever.
     number = self._reduce_to(
       tf.distribute.ReduceOp.SUM, tf.cast(outputs, tf.int32), None, None
     )
@@ -101,7 +87,7 @@ class PermutingTPUExtended(_tf_internal.TPUExtended):
 
   def _batch_reduce_to(self, reduce_op, value_destination_pairs, options):
     values = [value for value, _ in value_destination_pairs]
-    if replica_run.are_gradients_reduced():
+    if gradient_reducer.are_gradients_reduced():
       return values
     permuted = [i for i, v in enumerate(values) if self._is_permuted(v)]
     if not permuted:
@@ -145,8 +131,11 @@ class PermutingTPUExtended(_tf_internal.TPUExtended):
     return super()._update(var, fn, args, kwargs, group)
 
   def _check_update(self, fn):
-    """Refuses an optimizer that would be wrong without the wrapper."""
-    if self._num_replicas_in_sync == 1 or replica_run.are_gradients_reduced():
+    """Rejects an optimizer that would be wrong without the wrapper."""
+    if (
+      self._num_replicas_in_sync == 1
+      or gradient_reducer.are_gradients_reduced()
+    ):
       return
     optimizer = _keras_internal.optimizer_of(fn)
     if optimizer is not None:

@@ -164,7 +164,7 @@ def _play_round(state, steps, entries):
     if step.reduce:
       chunk = executor.add([own, chunk])
     if not step.is_full:
-      # Who is nobody's target receives zeros.
+      # A replica that no pair targets receives zeros.
       chunk = tf.where(entry == permutation.NO_CHUNK, own, chunk)
     state = _put(state, chunk, entry)
   return tf.cast(state, dtype)

@@ -27,15 +27,14 @@ class TPURingStrategy(tf.distribute.TPUStrategy):
     by the schedule that `all_reduce` names. The gradients of a step are packed
     into one buffer a dtype: a ring over N replicas takes 2 (N - 1) permutes a
     dtype, however many variables there are.
-  * `tfs.keras.DistributedOptimizer` works, with batches of static shape; it
-    refuses others. An optimizer option that would be silently wrong without it
-    is refused.
+  * `tfs.keras.DistributedOptimizer` works, with batches of static shape;
+    others raise an error, as does an option that is wrong without it.
   * Moving statistics of BatchNormalization are one mean value everywhere. Each
     costs an all-reduce of its own in every step.
   * All replicas agree whether gradients are finite.
 
   What it leaves as it is: `tf.IndexedSlices` are made dense and summed by
-  CrossReplicaSum (`DistributedOptimizer` makes them dense first, and is refused
+  CrossReplicaSum (`DistributedOptimizer` makes them dense first, and raises an error
   where it clips them: one device clips what here would be added up); replicas
   draw the same random numbers; reductions outside of `run` are made on the host;
   without the wrapper a replica with fewer rows counts as much as the others, so

@@ -70,7 +70,7 @@ def find(
 
 
 def check_device_assignment(device_assignment) -> None:
-  """Refuses replicas of more than one core.
+  """Rejects replicas of more than one core.
 
   Raises:
     UnsupportedOptionError: naming what was passed.

@@ -1,0 +1,328 @@
+"""What follows from flags: data, models, optimizers, strategies."""
+
+import itertools
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+import tf_strategies as tfs
+from examples import common, datasets
+from tests import virtual_devices
+from tests.examples import pages
+
+virtual_devices.configure_logical_cpus()
+
+_SYNTHETIC = ('--dataset=synthetic', '--global_batch_size=1000')
+
+
+def _rows(strategy, images, labels):
+  """The rows of a batch on each replica, told by their first pixels."""
+  return [
+    pixels.numpy()[:, :3, 0, 0] + 10.0 * classes.numpy()[:, None]
+    for pixels, classes in zip(
+      strategy.experimental_local_results(images),
+      strategy.experimental_local_results(labels),
+      strict=True,
+    )
+  ]
+
+
+def _batches(*flags, epochs=1, start=(0, 0), devices=('CPU:0',)):
+  """The rows of each batch of each replica, as an example trains on them."""
+  arguments = (*_SYNTHETIC, *flags, f'--epochs={epochs}')
+  with pages.parsed('mnist_custom_loop', *arguments) as example:
+    data = datasets.load(common.FLAGS.dataset)
+    strategy = tfs.create_strategy('ring_mirrored', devices=list(devices))
+    return [
+      _rows(strategy, *batch)
+      for batch in example.train_batches(strategy, data, start)
+    ]
+
+
+def _whole_batches(*flags, **options):
+  return [batch for (batch,) in _batches(*flags, **options)]
+
+
+class _ReadsByWorkers:
+  """Calls a data set function as a strategy with so many workers does."""
+
+  def __init__(self, num_workers):
+    self._num_workers = num_workers
+
+  def distribute_datasets_from_function(self, dataset_fn):
+    return [
+      dataset_fn(tf.distribute.InputContext(self._num_workers, i))
+      for i in range(self._num_workers)
+    ]
+
+
+class BatchesTest(tf.test.TestCase, parameterized.TestCase):
+  def _steps(self, *flags):
+    with pages.parsed('mnist_keras_fit', *_SYNTHETIC, *flags):
+      return common.steps_per_epoch(datasets.load(common.FLAGS.dataset))
+
+  def _images(self, steps, *flags):
+    with pages.parsed('mnist_keras_fit', *_SYNTHETIC, *flags):
+      data = datasets.load(common.FLAGS.dataset)
+      counted = [common.images_in_steps(data, i) for i in range(steps + 1)]
+    return [b - a for a, b in itertools.pairwise(counted)]
+
+  def test_epoch_has_every_example_once(self):
+    self.assertEqual(self._steps(), 9)
+    batches = _whole_batches()
+    rows = [len(batch) for batch in batches]
+    self.assertEqual(rows, [1000] * 8 + [192])
+    self.assertEqual(self._images(9), rows)
+    source = datasets.load('synthetic').train
+    expected = source.images[:, :3, 0, 0] / np.float32(255)
+    expected = expected + 10.0 * source.labels[:, None]
+    seen = np.concatenate(batches)
+    self.assertNotAllEqual(seen, expected)
+    self.assertAllClose(np.sort(seen, 0), np.sort(expected, 0))
+
+  def test_later_epoch_is_the_same_without_the_earlier_ones(self):
+    straight = _whole_batches('--steps_per_epoch=2', epochs=3)
+    self.assertLen(straight, 6)
+    resumed = _whole_batches('--steps_per_epoch=2', epochs=3, start=(2, 0))
+    self.assertAllEqual(np.stack(straight[4:]), np.stack(resumed))
+    within = _whole_batches('--steps_per_epoch=2', epochs=3, start=(1, 1))
+    self.assertAllEqual(np.stack(straight[3:]), np.stack(within))
+    self.assertNotAllEqual(straight[0], straight[2])
+
+  def test_epoch_longer_than_the_data_continues_with_the_next_pass(self):
+    batches = _whole_batches('--steps_per_epoch=13', epochs=2)
+    rows = [len(batch) for batch in batches]
+    self.assertEqual(rows, ([1000] * 8 + [192]) * 2 + [1000] * 8)
+    self.assertEqual(self._images(26, '--steps_per_epoch=13'), rows)
+    passes = _whole_batches(epochs=3)
+    for one, other in zip(batches, passes, strict=False):
+      self.assertAllEqual(one, other)
+    resumed = _whole_batches('--steps_per_epoch=13', epochs=2, start=(1, 0))
+    self.assertAllEqual(batches[13], resumed[0])
+
+  def test_workers_read_the_same_batches(self):
+    whole = _whole_batches(epochs=3, start=(1, 2))
+    arguments = (*_SYNTHETIC, '--epochs=3', '--worker_input')
+    read = {}
+    with pages.parsed('mnist_custom_loop', *arguments) as example:
+      data = datasets.load('synthetic')
+      parts = example.train_batches(_ReadsByWorkers(3), data, (1, 2))
+      self.assertEqual([len(list(part)) for part in parts], [6, 5, 5])
+      for i, part in enumerate(parts):
+        for j, batch in enumerate(part):
+          (read[i + 3 * j],) = _rows(tf.distribute.get_strategy(), *batch)
+    self.assertLen(read, len(whole))
+    for i, batch in enumerate(whole):
+      self.assertAllEqual(batch, read[i])
+
+  def test_groups_of_steps_do_not_cross_epochs(self):
+    for group, steps in ((1, 9), (4, 8), (9, 9)):
+      self.assertEqual(self._steps(f'--steps_per_execution={group}'), steps)
+    with self.assertRaisesRegex(tfs.errors.DataError, '=10 steps .* got 9'):
+      self._steps('--steps_per_execution=10')
+
+  def test_replicas_share_each_batch_evenly(self):
+    flags = ('--dataset=digits', '--global_batch_size=359')
+    whole = _whole_batches(*flags)
+    shared = _batches(*flags, devices=[f'CPU:{i}' for i in range(4)])
+    rows = [[len(part) for part in parts] for parts in shared]
+    self.assertEqual(rows, [[90, 90, 90, 89]] * 4 + [[1, 0, 0, 0]])
+    for batch, parts in zip(whole, shared, strict=True):
+      self.assertAllEqual(np.concatenate(parts), batch)
+
+  @parameterized.parameters(*pages.NAMES)
+  def test_evaluation_has_every_example_once_in_order(self, name):
+    data = datasets.load('synthetic')
+    with pages.parsed(name) as example:
+      labels = [labels for _, labels in example.test_batches(data)]
+    self.assertAllEqual(tf.concat(labels, 0), data.test.labels)
+
+  def test_order_depends_on_the_seed(self):
+    orders = [_whole_batches(f'--seed={seed}')[0] for seed in (0, 1, 0)]
+    self.assertNotAllEqual(orders[0], orders[1])
+    self.assertAllEqual(orders[0], orders[2])
+
+  def test_mirrored_gets_full_batches(self):
+    batches = _whole_batches('--strategy=mirrored', epochs=2)
+    self.assertEqual([len(b) for b in batches], [1000] * 16)
+    self.assertEqual(self._images(16, '--strategy=mirrored'), [1000] * 16)
+    # What the first epoch left over begins the second.
+    whole = np.concatenate(_whole_batches(epochs=2))
+    self.assertAllEqual(np.concatenate(batches), whole[:16000])
+
+  def test_mirrored_without_a_full_batch_is_refused(self):
+    flags = ('--dataset=digits', '--global_batch_size=1438')
+    with self.assertRaisesRegex(tfs.errors.DataError, '1437 .* 1438'):
+      self._steps('--strategy=mirrored', *flags)
+
+
+class StrategyTest(tf.test.TestCase, parameterized.TestCase):
+  def test_every_strategy_has_its_name(self):
+    self.assertCountEqual(common.STRATEGIES, tfs.STRATEGY_NAMES)
+
+  @parameterized.parameters(
+    ('ring', tfs.RingAllReduce),
+    ('auto', tfs.AutoAllReduce),
+    ('direct', tfs.DirectAllReduce),
+    ('tree', tfs.TreeAllReduce),
+    ('halving_doubling', tfs.HalvingDoublingAllReduce),
+    ('hierarchical', tfs.HierarchicalRingAllReduce),
+    ('naive', tfs.NaiveAllReduce),
+  )
+  def test_all_reduce_reaches_the_strategy(self, name, expected):
+    flags = (f'--all_reduce={name}', '--num_virtual_devices=2')
+    with pages.parsed('mnist_keras_fit', *flags):
+      strategy = common.create_strategy()
+    self.assertEqual(strategy.num_replicas_in_sync, 2)
+    self.assertIs(type(strategy.cross_device_ops), expected)
+
+  @parameterized.named_parameters(
+    ('builtin', ['--all_reduce=builtin'], '--strategy=mirrored only'),
+    ('elastic', ['--elastic'], 'write --strategy=multi_worker_ring'),
+    (
+      'elastic_checkpoints',
+      [
+        '--elastic',
+        '--strategy=multi_worker_ring',
+        '--checkpoint_dir=checkpoints',
+      ],
+      'leave one out',
+    ),
+    ('one_step', ['--profile_steps=3', '--log_dir=a'], 'profile_steps=..3'),
+    ('no_log_dir', ['--profile_steps=3,4'], 'without log_dir'),
+  )
+  def test_contradiction_is_refused(self, flags, message):
+    with (
+      self.assertRaisesRegex(tfs.errors.UnsupportedOptionError, message),
+      pages.parsed('mnist_keras_fit', *flags),
+    ):
+      pass
+
+  def test_split_after_start_is_refused(self):
+    tf.config.list_logical_devices()
+    with self.assertRaisesRegex(
+      tfs.errors.UnsupportedOptionError, 'num_virtual_devices=3'
+    ):
+      common.split_device(3)
+
+  def test_options_of_parameter_servers(self):
+    flags = (
+      '--strategy=parameter_server',
+      '--mode=sync',
+      '--backup_workers=1',
+      '--max_staleness=2',
+      '--local_steps=3',
+      '--checkpoint_dir=here',
+      '--checkpoint_steps=4',
+      '--variable_partitions=3',
+    )
+    with pages.parsed('mnist_keras_fit', *flags):
+      options = common.strategy_options()
+    partitioner = options.pop('variable_partitioner')
+    self.assertEqual(
+      options,
+      {
+        'mode': 'sync',
+        'backup_workers': 1,
+        'max_staleness': 2,
+        'local_steps': 3,
+        'checkpoint_dir': 'here',
+        'checkpoint_steps': 4,
+      },
+    )
+    # Large variables are split.
+    hidden, logits = (
+      partitioner(tf.TensorShape(shape), tf.float32)
+      for shape in ([512, 128], [128, 10])
+    )
+    self.assertEqual(list(hidden), [3, 1])
+    self.assertEqual(list(logits), [1, 1])
+
+
+class ModelTest(tf.test.TestCase, parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    self.addCleanup(keras.config.set_dtype_policy, 'float32')
+    self._strategy = tf.distribute.get_strategy()
+
+  def _models(self, *flags):
+    """The same model, of both examples."""
+    with pages.parsed('mnist_keras_fit', *flags) as example:
+      first = example.build_model(self._strategy, num_classes=7)
+    with pages.parsed('mnist_custom_loop', *flags) as example:
+      return first, example.build_model(num_classes=7)
+
+  def test_mlp_is_784_16_16(self):
+    sizes = [784, 16, 16, 7]
+    for model in self._models('--model=mlp'):
+      self.assertEqual(
+        model.count_params(),
+        sum((n + 1) * m for n, m in itertools.pairwise(sizes)),
+      )
+
+  @parameterized.parameters('cnn', 'mlp')
+  def test_models_map_images_to_logits(self, name):
+    images = np.ones([2, 28, 28, 1], np.float32)
+    logits = [model(images) for model in self._models(f'--model={name}')]
+    self.assertEqual(logits[0].shape, (2, 7))
+    self.assertNotAllClose(tf.reduce_sum(logits[0], -1), [1.0, 1.0])
+    self.assertAllEqual(*logits)
+
+  def test_dropout_is_before_the_logits(self):
+    for model in self._models('--dropout=0.5'):
+      self.assertEqual(model.layers[-2].rate, 0.5)
+
+  def _optimizer(self, *flags):
+    with pages.parsed('mnist_keras_fit', *flags):
+      return common.build_optimizer(self._strategy)
+
+  def test_warmup_rises_linearly_and_stays(self):
+    for steps, expected in (
+      (4, [0.2, 0.4, 0.6, 0.8, 0.8, 0.8]),
+      (1, [0.8, 0.8]),
+    ):
+      optimizer = self._optimizer(
+        '--learning_rate=0.8', f'--warmup_steps={steps}'
+      )
+      schedule = optimizer.inner_optimizer._learning_rate
+      found = [schedule(step) for step in range(len(expected))]
+      self.assertAllClose(found, expected)
+
+  @parameterized.parameters(('no', 0.3), ('', 1.2))
+  def test_learning_rate_scales_with_replicas_if_asked_for(self, no, rate):
+    flags = (
+      '--num_virtual_devices=4',
+      '--learning_rate=0.3',
+      f'--{no}scale_learning_rate',
+    )
+    with pages.parsed('mnist_keras_fit', *flags):
+      optimizer = common.build_optimizer(common.create_strategy())
+    self.assertAllClose(float(optimizer.learning_rate.numpy()), rate)
+
+  @parameterized.named_parameters(
+    ('ours', 'ring_mirrored', 'float32', tfs.keras.DistributedOptimizer),
+    ('mirrored', 'mirrored', 'float32', keras.optimizers.SGD),
+    (
+      'float16',
+      'ring_mirrored',
+      'mixed_float16',
+      keras.optimizers.LossScaleOptimizer,
+    ),
+    (
+      'bfloat16',
+      'ring_mirrored',
+      'mixed_bfloat16',
+      tfs.keras.DistributedOptimizer,
+    ),
+  )
+  def test_optimizer_is_wrapped_for(self, strategy, precision, expected):
+    optimizer = self._optimizer(
+      f'--strategy={strategy}', f'--mixed_precision={precision}'
+    )
+    self.assertIs(type(optimizer), expected)
+
+
+if __name__ == '__main__':
+  tf.test.main()

@@ -1,0 +1,157 @@
+"""The runner of processes: outcomes, deadlines, and nothing left behind."""
+
+import os
+import signal
+import sys
+import time
+
+import psutil
+import pytest
+from absl.testing import absltest
+
+from benchmarks import processes as commands
+from tests import processes
+from tf_strategies import errors
+
+_SECONDS = 60.0
+
+
+def _answer(rank, text):
+  return rank, text, os.environ['TF_CONFIG']
+
+
+def _fail_on(rank, bad):
+  if rank == bad:
+    raise ValueError(f'rank {rank}')
+  return rank
+
+
+def _sleep(rank):
+  time.sleep(600)
+
+
+def _start_one_and_tell(rank, path):
+  """Starts a process that sleeps, and is then killed together with it."""
+  # A daemonic process, which this one is, may not have children of its own.
+  processes.multiprocessing.current_process()._config['daemon'] = False
+  workers = processes.Workers(_sleep, 1)
+  with open(f'{path}~', 'w', encoding='utf-8') as f:
+    f.write(str(workers.pid(0)))
+  os.rename(f'{path}~', path)
+  time.sleep(600)
+
+
+def _is_running(pid):
+  try:
+    return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+  except psutil.NoSuchProcess:
+    return False
+
+
+def _wait_until(condition):
+  ends_at = time.monotonic() + _SECONDS
+  while not condition():
+    assert time.monotonic() < ends_at, 'too late'
+    time.sleep(0.01)
+
+
+@pytest.mark.multi_process
+class WorkersTest(absltest.TestCase):
+  def test_values_by_rank(self):
+    found = processes.run_workers(_answer, 2, args=('a',))
+    self.assertEqual([answer[:2] for answer in found], [(0, 'a'), (1, 'a')])
+    self.assertIn('"index": 1', found[1][2])
+
+  def test_error_is_in_the_outcome(self):
+    with processes.Workers(_fail_on, 2, args=(1,)) as workers:
+      good, bad = workers.wait()
+    self.assertEqual(good.result(), 0)
+    self.assertIsInstance(bad.error, ValueError)
+    with self.assertRaisesRegex(AssertionError, 'worker 1: (?s:.*)rank 1'):
+      bad.result()
+
+  def test_killed_and_started_again(self):
+    with processes.Workers(_sleep, 1) as workers:
+      first = workers.pid(0)
+      workers.kill(0)
+      self.assertEqual(workers.wait()[0].exitcode, -signal.SIGKILL)
+      workers.start(0)
+      self.assertTrue(workers.is_alive(0))
+      second = workers.pid(0)
+    self.assertNotEqual(first, second)
+    self.assertFalse(_is_running(second))
+
+  def test_deadline(self):
+    with processes.Workers(_sleep, 1, deadline=0.1) as workers:
+      (outcome,) = workers.wait()
+      self.assertFalse(workers.is_alive(0))
+    with self.assertRaisesRegex(AssertionError, 'ran into the deadline'):
+      outcome.result()
+
+  def test_ends_with_the_process_that_started_it(self):
+    path = os.path.join(self.create_tempdir().full_path, 'pid')
+    # As a copy it would share the server that copies are made of.
+    with processes.Workers(
+      _start_one_and_tell, 1, args=(path,), is_fresh=True
+    ) as workers:
+      _wait_until(lambda: os.path.exists(path))
+      with open(path, encoding='utf-8') as f:
+        pid = int(f.read())
+      self.assertTrue(_is_running(pid))
+      workers.kill(0)
+      _wait_until(lambda: not _is_running(pid))
+
+
+class CommandTest(absltest.TestCase):
+  def _python(self, code, **options):
+    words = [sys.executable, '-I', '-S', '-c', code]
+    return self.enter_context(commands.Command(words, name='it', **options))
+
+  def test_status_and_output(self):
+    command = self._python('print("said"); raise SystemExit(3)')
+    self.assertEqual(command.wait(), 3)
+    self.assertEqual(command.output(), 'said\n')
+    command.close()
+    self.assertEqual(command.output(), 'said\n')
+
+  def test_program_that_does_not_exist(self):
+    with self.assertRaisesRegex(
+      errors.WorkerUnavailableError, 'cannot run /no/such'
+    ):
+      commands.Command(['/no/such/program'])
+
+  def test_deadline_ends_it_and_what_is_below(self):
+    code = (
+      'import subprocess, sys, time\n'
+      'child = subprocess.Popen([sys.executable, "-c", "import time; '
+      'time.sleep(600)"])\n'
+      'print(child.pid, flush=True)\n'
+      'time.sleep(600)'
+    )
+    command = self._python(code, deadline_seconds=3.0)
+    command.wait_until(lambda: command.output().endswith('\n'))
+    below = int(command.output())
+    with self.assertRaisesRegex(
+      errors.WorkerUnavailableError, f'did not end within 3 s(?s:.*){below}'
+    ):
+      command.wait()
+    self.assertFalse(_is_running(command.pid))
+    self.assertFalse(_is_running(below))
+
+  def test_ends_too_early(self):
+    command = self._python('print("last words")')
+    with self.assertRaisesRegex(
+      errors.WorkerUnavailableError, 'ended too early, with status 0(?s:.*)last'
+    ):
+      command.wait_until(lambda: False)
+
+  def test_environment_leaves_out_clusters_and_proxies(self):
+    outside = {'TF_CONFIG': '{}', 'HTTPS_PROXY': 'x', 'KEPT': 'y'}
+    with absltest.mock.patch.dict(os.environ, outside):
+      found = commands.environment({'NEW': 'z'}, without=['PATH'])
+    self.assertContainsSubset({'KEPT': 'y', 'NEW': 'z'}.items(), found.items())
+    self.assertNoCommonElements(found, ['TF_CONFIG', 'HTTPS_PROXY', 'PATH'])
+
+
+if __name__ == '__main__':
+  absltest.main()

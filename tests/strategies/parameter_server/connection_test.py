@@ -1,0 +1,81 @@
+"""Which tasks count as dead, with a cluster whose deaths a test decides."""
+
+from unittest import mock
+
+from absl.testing import absltest, parameterized
+
+from tf_strategies import _tf_internal
+from tf_strategies.cluster import config as config_lib
+from tf_strategies.strategies.parameter_server import connection, keepalive
+
+_TASKS = [('ps', 0), ('ps', 1), ('worker', 0), ('worker', 1)]
+
+
+class LivenessTest(parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    # Processes that run, and those of them that this one has connected to.
+    self.running, self.known = set(_TASKS), set(_TASKS)
+    cluster = mock.create_autospec(config_lib.ClusterConfig, instance=True)
+    cluster.jobs = {
+      job: {i: f'{job}-{i}:1' for i in range(2)} for job in ('ps', 'worker')
+    }
+    self.enter_context(
+      mock.patch.object(keepalive, 'ask', lambda address, *_: self.ask(address))
+    )
+    self.enter_context(
+      mock.patch.object(keepalive, 'peers_of', lambda address: frozenset())
+    )
+    self.enter_context(mock.patch.object(connection, '_SETTLE_SECONDS', 0.0))
+    self.enter_context(
+      mock.patch.object(connection, 'wait_for_tasks', lambda *_: None)
+    )
+    self.enter_context(
+      mock.patch.object(
+        connection, '_runs_ops', lambda job, i: (job, i) in self.known
+      )
+    )
+    self.enter_context(
+      mock.patch.object(_tf_internal, 'connect_again', self.connect)
+    )
+    self.liveness = connection.Liveness(cluster)
+    self.addCleanup(self.liveness.close)
+
+  def ask(self, address):
+    job, _, rest = address.partition('-')
+    is_up = (job, int(rest[0])) in self.running
+    return keepalive.Answer.HELLO if is_up else keepalive.Answer.REFUSED
+
+  def connect(self):
+    self.known = set(self.running)
+
+  def restart(self, *tasks):
+    self.known -= set(tasks)
+
+  def test_restarted_worker_is_dead_until_it_is_connected_to(self):
+    lost_in = self.liveness.generation
+    self.restart(('worker', 1))
+    self.assertFalse(self.liveness.is_worker_alive(1))
+    self.assertTrue(self.liveness.is_worker_alive(0))
+    self.assertIsNone(self.liveness.dead_server())
+    self.assertTrue(self.liveness.rejoin(1, lost_in))
+    self.assertTrue(self.liveness.is_worker_alive(1))
+    self.assertIsNone(self.liveness.dead_server())
+
+  def test_server_that_a_worker_came_back_with_is_dead_until_it_is_restored(
+    self,
+  ):
+    """Connecting to the worker connects to the server, which has nothing."""
+    lost_in = self.liveness.generation
+    self.restart(('worker', 1), ('ps', 1))
+    self.assertTrue(self.liveness.rejoin(1, lost_in))
+    self.assertEqual(self.liveness.dead_server(), 1)
+    error = ValueError('no such variable')
+    self.assertIn('ps 1 at ps-1:1', str(self.liveness.explain(error)))
+    self.liveness.wait_for_all(10.0)
+    self.assertIsNone(self.liveness.dead_server())
+    self.assertIs(self.liveness.explain(error), error)
+
+
+if __name__ == '__main__':
+  absltest.main()

@@ -1,0 +1,57 @@
+"""Stand-ins for the cluster, for tests of the pool and of engines."""
+
+from tf_strategies import errors
+
+
+class Liveness:
+  """Tells what a test says of the tasks; restarted workers rejoin at once."""
+
+  def __init__(self):
+    self.generation = 0
+    self.dead_servers = set()
+    self.dead_workers = set()
+
+  def address(self, job, index):
+    return f'{job}-{index}:1'
+
+  def dead_server(self):
+    return min(self.dead_servers, default=None)
+
+  def server_error(self, server):
+    error = errors.ParameterServerUnavailableError(f'ps {server} died')
+    error.server = server
+    return error
+
+  def explain(self, error):
+    server = self.dead_server()
+    return error if server is None else self.server_error(server)
+
+  def wait_for_all(self, deadline_seconds):
+    del deadline_seconds
+    self.dead_servers.clear()
+
+  def is_worker_alive(self, worker):
+    return worker not in self.dead_workers
+
+  def is_complete(self):
+    return True
+
+  def changed_recently(self):
+    return False
+
+  def silent_tasks(self):
+    return []
+
+  def rejoin(self, worker, lost_in):
+    self.dead_workers.discard(worker)
+    return True
+
+
+class Recovery:
+  """Recovers nothing."""
+
+  def with_recovery(self, action):
+    return action()
+
+  def on_restored(self, action):
+    del action

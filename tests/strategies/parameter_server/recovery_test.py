@@ -1,0 +1,171 @@
+"""Recovery restores whole checkpoints of variables, or raises a typed error."""
+
+import os
+from unittest import mock
+
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+from tests.strategies.parameter_server import fakes, local_servers
+from tf_strategies import errors
+from tf_strategies.checkpoint.position import Position
+from tf_strategies.strategies.parameter_server import (
+  input,
+  options,
+  recovery,
+  variables,
+  worker_function,
+)
+
+
+class RecoveryTest(tf.test.TestCase, parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    self.enter_context(local_servers.on_local_devices())
+    self.directory = self.create_tempdir().full_path
+    self.liveness = fakes.Liveness()
+    self.registry = variables.Registry()
+    self.restored = []
+
+  def make(self, has_checkpoints=True):
+    directory = self.directory if has_checkpoints else None
+    found = recovery.Recovery(
+      options.make('async', {'checkpoint_dir': directory}),
+      self.liveness,
+      mock.Mock(),
+      self.registry,
+      worker_function.CompletionMarkers.create(),
+    )
+    found.on_restored(lambda: self.restored.append(True))
+    return found
+
+  def variable(self, value):
+    made = local_servers.variable(0, value)
+    self.registry.add(made)
+    return made
+
+  def die_once(self, *lost):
+    """An action during which a server dies, with these variables."""
+    is_over = []
+
+    def action():
+      if is_over:
+        return [v.numpy().tolist() for v in lost]
+      is_over.append(True)
+      for variable in lost:
+        variable.is_alive = lambda: False
+      raise tf.errors.UnavailableError(None, None, 'the server is gone')
+
+    self.liveness.dead_servers = {0}
+    return action
+
+  def save_twice(self, found, weight):
+    """Checkpoints of [1, 2] after 10 steps, and of [3, 4] after 20."""
+    found.track({'weight': weight})
+    found.note_begun(10)
+    paths = [found.write()]
+    weight.assign([3.0, 4.0])
+    found.note_begun(10)
+    return [*paths, found.write()]
+
+  def damage(self, path):
+    file = os.path.join(path, 'arrays.bin')
+    with open(file, 'r+b') as f:
+      f.truncate(os.path.getsize(file) - 1)
+
+  def test_newest_checkpoint_is_restored(self):
+    weight, found = self.variable([1.0, 2.0]), self.make()
+    self.save_twice(found, weight)
+    found.note_begun(3)
+    weight.assign([5.0, 6.0])
+    self.assertEqual(found.with_recovery(self.die_once(weight)), [[3.0, 4.0]])
+    self.assertLen(self.restored, 1)
+    self.assertEqual(found.history[0]['lost_steps'], 3)
+    self.assertFalse(weight.is_lost)
+
+  def test_damaged_checkpoint_is_skipped_by_name(self):
+    weight, found = self.variable([1.0, 2.0]), self.make()
+    older, newer = self.save_twice(found, weight)
+    found.note_begun(3)
+    self.damage(newer)
+    with self.assertLogs('absl', 'WARNING') as logs:
+      self.assertEqual(found.with_recovery(self.die_once(weight)), [[1.0, 2.0]])
+    self.assertIn(f'Skipped checkpoint {newer}', ' '.join(logs.output))
+    self.assertIn(f'restored {os.path.basename(older)}', logs.output[-1])
+    self.assertEqual(found.history[0]['lost_steps'], 13)
+
+  def test_no_step_runs_without_a_whole_checkpoint(self):
+    weight, found = self.variable([1.0, 2.0]), self.make()
+    for path in self.save_twice(found, weight):
+      self.damage(path)
+    with self.assertRaisesRegex(errors.DataError, 'damaged'):
+      found.with_recovery(self.die_once(weight))
+
+  def test_server_that_dies_during_a_save(self):
+    """The whole save is repeated: it has the values of one moment."""
+    first, second = self.variable([1.0]), self.variable([1.0])
+    found = self.make()
+    found.track({'first': first, 'second': second})
+    found.write()
+    first.assign([2.0])
+    second.assign([2.0])
+    die, is_dead = self.die_once(first, second), []
+
+    def read_twice():
+      values = [first.numpy()]
+      if not is_dead:
+        is_dead.append(True)
+        # As a read of the variable, which asks for recovery by itself.
+        found.with_recovery(die)
+      return [*values, second.numpy()]
+
+    self.assertAllEqual(found.with_recovery(read_twice), [[1.0], [1.0]])
+
+  def test_another_run_continues_at_the_position(self):
+    weight, found = self.variable([1.0, 2.0]), self.make()
+    found.begin_epoch(4)
+    self.save_twice(found, weight)
+    other, again = self.variable([0.0, 0.0]), self.make()
+    self.assertEqual(again.restore({'weight': other}), Position(4, 20))
+    self.assertAllEqual(other, [3.0, 4.0])
+    self.assertEqual(again.steps_before, 20)
+    self.assertFalse(again.track({'weight': other}))
+
+  @parameterized.parameters(
+    ('weight', [0.0, 0.0, 0.0], 'shape'),
+    ('weight', [0, 0], 'int32'),
+    ('bias', [0.0, 0.0], 'lacks variable bias'),
+  )
+  def test_checkpoint_of_another_model(self, name, value, message):
+    self.save_twice(self.make(), self.variable([1.0, 2.0]))
+    other = self.variable(value)
+    with self.assertRaisesRegex(errors.CheckpointMismatchError, message):
+      self.make().restore({name: other})
+    self.assertAllEqual(other, np.zeros_like(value))
+
+  def test_partitioned_variables_are_saved_whole(self):
+    rows = np.arange(10.0).reshape(5, 2)
+    found = self.make()
+    found.track({'table': local_servers.partitioned_variable(rows, 2)})
+    found.write()
+    other = local_servers.partitioned_variable(np.zeros_like(rows), 3)
+    self.make().restore({'table': other})
+    self.assertAllEqual(other, rows)
+
+  def test_without_checkpoints_the_error_is_raised(self):
+    found = self.make(has_checkpoints=False)
+    self.assertFalse(found.track({'weight': self.variable([1.0])}))
+    self.assertIsNone(found.write())
+    with self.assertRaises(errors.ParameterServerUnavailableError):
+      found.with_recovery(self.die_once())
+
+  def test_data_of_another_number_of_workers_is_refused(self):
+    dataset = mock.Mock(num_splits=3)
+    input.Source(dataset, (4, 5, 6))
+    with self.assertRaisesRegex(errors.UnsupportedOptionError, 'start 2 work'):
+      input.Source(dataset, (4, 5))
+
+
+if __name__ == '__main__':
+  tf.test.main()

@@ -1,0 +1,66 @@
+"""The public names of the package: the one table of them.
+
+`tf_strategies` offers what this module imports, and imports it when the first
+of these names is used: TensorFlow takes seconds to load, and neither the
+launcher nor `tfs.cluster` needs it.
+"""
+
+from tf_strategies.cross_device import (
+  AutoAllReduce,
+  DirectAllReduce,
+  HalvingDoublingAllReduce,
+  HierarchicalRingAllReduce,
+  NaiveAllReduce,
+  RingAllReduce,
+  ScheduledAllReduce,
+  TreeAllReduce,
+)
+from tf_strategies.fault_tolerance import elastic
+from tf_strategies.fault_tolerance.elastic import ElasticOptions
+from tf_strategies.fault_tolerance.evaluator import SidecarEvaluator
+from tf_strategies.fault_tolerance.preemption import (
+  Preemption,
+  PreemptionCheckpoint,
+)
+from tf_strategies.fault_tolerance.resume_fit import ResumeFit
+from tf_strategies.fault_tolerance.run_checkpoint import RunCheckpoint
+from tf_strategies.monitoring.keras_callback import MonitorCallback
+from tf_strategies.strategies import (
+  STRATEGY_NAMES,
+  CentralStorageStrategy,
+  MultiWorkerCollectiveStrategy,
+  MultiWorkerRingStrategy,
+  ParameterServerStrategy,
+  RingMirroredStrategy,
+  RingOptions,
+  TPURingStrategy,
+  create_strategy,
+)
+
+__all__ = [
+  'STRATEGY_NAMES',
+  'AutoAllReduce',
+  'CentralStorageStrategy',
+  'DirectAllReduce',
+  'ElasticOptions',
+  'HalvingDoublingAllReduce',
+  'HierarchicalRingAllReduce',
+  'MonitorCallback',
+  'MultiWorkerCollectiveStrategy',
+  'MultiWorkerRingStrategy',
+  'NaiveAllReduce',
+  'ParameterServerStrategy',
+  'Preemption',
+  'PreemptionCheckpoint',
+  'ResumeFit',
+  'RingAllReduce',
+  'RingMirroredStrategy',
+  'RingOptions',
+  'RunCheckpoint',
+  'ScheduledAllReduce',
+  'SidecarEvaluator',
+  'TPURingStrategy',
+  'TreeAllReduce',
+  'create_strategy',
+  'elastic',
+]

@@ -1,0 +1,357 @@
+"""How values are reduced: over local devices, over workers, without idle rows.
+
+A strategy has one `Reducer`, which all of TensorFlow's hooks call. It leaves
+out what replicas without rows would contribute, and passes the rest to a link:
+`DeviceReducer` (the devices of this process, by a cross-device op) or
+`WorkerReducer` (a `DeviceReducer` and a `Communicator` between processes).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import tensorflow as tf
+
+from tf_strategies import _tf_internal, errors
+from tf_strategies.cross_device import executor, statistics
+from tf_strategies.strategies import communicator as communicator_lib
+from tf_strategies.strategies.mirrored import empty_replicas, replica_run
+
+_SUM = tf.distribute.ReduceOp.SUM
+_MEAN = tf.distribute.ReduceOp.MEAN
+
+
+class Reducer:
+  """Reduces and gathers values of all replicas.
+
+  Replicas without rows contribute nothing: their part of a sum is zero, and a
+  mean is taken over the replicas that have rows.
+
+  Args:
+    link: what adds up the parts.
+  """
+
+  def __init__(self, link: DeviceReducer):
+    self._link = link
+
+  def per_replica(self, value):
+    """`value` as the distributed value that it stands for, if it does."""
+    return self._link.per_replica(value)
+
+  def reduce(self, reduce_op, value, destinations, options):
+    """Reduces each value of a structure; `StrategyExtended.reduce_to`."""
+    value = tf.nest.map_structure(self._link.per_replica, value)
+    if reduce_op == _MEAN and _tf_internal.is_mirrored(value):
+      return value
+
+    def reduce_one(value):
+      if not isinstance(value, tf.distribute.DistributedValues):
+        return self._link.reduce_shared(reduce_op, value, destinations)
+      return self.batch_reduce(reduce_op, [(value, destinations)], options)[0]
+
+    return tf.nest.map_structure(reduce_one, value)
+
+  def batch_reduce(self, reduce_op, pairs, options):
+    """Reduces values; `StrategyExtended.batch_reduce_to`."""
+    run = replica_run.current()
+    is_masked = run is not None and run.has_rows is not None
+    values = [self._link.per_replica(value) for value, _ in pairs]
+    if is_masked:
+      values = empty_replicas.mask(run, values, self._link.devices)
+    # A destination that is the value itself stands for the value's devices.
+    pairs = [
+      (new, new if destination is old else destination)
+      for new, (old, destination) in zip(values, pairs, strict=True)
+    ]
+    if reduce_op == _SUM or not is_masked:
+      return self._link.reduce(reduce_op, pairs, options)
+    count = run.num_with_rows()
+    sums = self._link.reduce(_SUM, pairs, options)
+    return [empty_replicas.divide(total, count) for total in sums]
+
+  def gather(self, value, destinations, axis, options):
+    """Concatenates the replicas' values along `axis`."""
+    value = self._link.per_replica(value)
+    if not isinstance(value, tf.distribute.DistributedValues):
+      return self._link.gather_shared(value, destinations, axis)
+    run = replica_run.current()
+    if run is not None and run.has_rows is not None:
+      devices = self._link.devices
+      value = empty_replicas.drop_rows(run, value, axis, devices)
+      destinations = value if len(devices) > 1 else destinations
+    return self._link.gather(value, destinations, axis, options)
+
+  def all_reduce_in_branch(self, reduce_op, value, options):
+    """All-reduces inside a `tf.cond` of one replica.
+
+    Every replica builds a branch of its own and sees no other's tensors; only
+    ops that meet at run time can cross. All replicas must take the branch.
+    """
+    run = replica_run.current()
+    replica_id = replica_run.current_replica_id()
+    tensors = tf.nest.flatten(value)
+    reduce = self._link.all_reduce_in_branch
+    if run is None or run.has_rows is None:
+      reduced = reduce(reduce_op, tensors, replica_id, options)
+    else:
+      tensors = empty_replicas.mask_tensors(run, replica_id, tensors)
+      reduced = reduce(_SUM, tensors, replica_id, options)
+      if reduce_op == _MEAN:
+        count = run.num_with_rows()
+        reduced = [empty_replicas.divide(t, count) for t in reduced]
+    return tf.nest.pack_sequence_as(value, reduced)
+
+
+class DeviceReducer:
+  """Adds up values of the devices of this process, by a cross-device op.
+
+  Args:
+    devices: full names, one a replica.
+    choose_ops: returns the `tf.distribute.CrossDeviceOps` for a value.
+    options: `CommunicationOptions` that those of a call are merged into.
+    collective_ops: what can all-reduce inside a branch.
+  """
+
+  def __init__(
+    self,
+    devices: Sequence[str],
+    choose_ops: Callable[..., tf.distribute.CrossDeviceOps],
+    options,
+    collective_ops,
+  ):
+    self.devices = tuple(devices)
+    self.in_control_flow = statistics.CallStatistics('all_reduce')
+    self._choose_ops = choose_ops
+    self._options = options
+    self._collective_ops = collective_ops
+
+  @property
+  def num_replicas(self) -> int:
+    """Over how many replicas a mean is taken."""
+    return len(self.devices)
+
+  def per_replica(self, value):
+    """See `Reducer`."""
+    return value
+
+  def reduce(self, reduce_op, pairs, options):
+    """Reduces distributed values, each to its destinations."""
+    return self._choose_ops(pairs[0][0]).batch_reduce(
+      reduce_op, pairs, options=self._options.merge(options)
+    )
+
+  def reduce_shared(self, reduce_op, value, destinations):
+    """Reduces a value that is the same on every replica."""
+    return _tf_internal.reduce_non_distributed_value(
+      reduce_op, value, destinations, self.num_replicas
+    )
+
+  def gather(self, value, destinations, axis, options):
+    """Concatenates the components of a distributed value."""
+    return self._choose_ops(value)._gather(  # pylint: disable=protected-access
+      value,
+      destinations=destinations,
+      axis=axis,
+      options=self._options.merge(options),
+    )
+
+  def gather_shared(self, value, destinations, axis):
+    """Gathers a value that belongs to no replica: the value itself."""
+    del destinations, axis
+    return value
+
+  def all_reduce_in_branch(self, reduce_op, tensors, replica_id, options):
+    """See `Reducer`; counts the call."""
+    if replica_id == 0:
+      self.in_control_flow.record(self.devices, [0] * len(self.devices))
+    return self.all_reduce_replica(reduce_op, tensors, replica_id, options)
+
+  def all_reduce_replica(self, reduce_op, tensors, replica_id, options):
+    """All-reduces one replica's tensors, by TensorFlow's collectives."""
+    all_reduce = getattr(self._collective_ops, '_all_reduce', None)
+    if all_reduce is None:
+      raise errors.UnsupportedOptionError(
+        f'synchronisation inside a tf.cond on devices {list(self.devices)}',
+        'devices of one type there',
+        'use only GPUs or only CPUs, or synchronise outside of the tf.cond',
+      )
+    options = self._options.merge(options)
+    return all_reduce(reduce_op, list(tensors), replica_id, options)
+
+  def sum_on_first(self, columns):
+    """Sums columns of tensors, one a device, on the first of them."""
+    pairs = [
+      (_tf_internal.PerReplica(row), self.devices[0])
+      for row in zip(*columns, strict=True)
+    ]
+    return self.reduce(_SUM, pairs, None)
+
+
+class WorkerReducer:
+  """Adds up values of the devices of all workers.
+
+  Args:
+    local: the devices of this worker.
+    communicator: the link to the other workers.
+  """
+
+  def __init__(
+    self, local: DeviceReducer, communicator: communicator_lib.Communicator
+  ):
+    self.devices = local.devices
+    self._communicator = communicator
+
+  @property
+  def num_replicas(self) -> int:
+    """Over how many replicas a mean is taken."""
+    return len(self.devices) * self._communicator.world_size
+
+  def per_replica(self, value):
+    """A tensor of the only local replica as a distributed value."""
+    if len(self.devices) > 1 or not tf.is_tensor(value):
+      return value
+    if isinstance(value, tf.distribute.DistributedValues):
+      return value
+    return _tf_internal.PerReplica((value,))
+
+  def reduce(self, reduce_op, pairs, options):
+    """Reduces distributed values, each to its destinations."""
+    del options
+    is_mean = reduce_op == _MEAN
+    values = [_components(value) for value, _ in pairs]
+    dense = [v for v in values if not isinstance(v[0], tf.IndexedSlices)]
+    sums = iter(self._sum_dense(dense, is_mean))
+    reduced = [
+      self._gather_slices(v, is_mean)
+      if isinstance(v[0], tf.IndexedSlices)
+      else next(sums)
+      for v in values
+    ]
+    return [
+      self._place(columns, value, destinations)
+      for columns, (value, destinations) in zip(reduced, pairs, strict=True)
+    ]
+
+  def reduce_shared(self, reduce_op, value, destinations):
+    """Combines a value that each worker has once, such as a Python number."""
+    del destinations
+    value = tf.convert_to_tensor(value)
+    total = self._communicator.combine(value, 'sum', 'host_value')
+    if reduce_op == _MEAN:
+      return executor.divide(total, self._communicator.world_size)
+    return total
+
+  def reduce_report(self, reduce_op, value):
+    """Sum or mean over all replicas of a scalar that is only reported."""
+    with tf.device('CPU:0'):
+      parts = _components(self.per_replica(value))
+      local = tf.add_n([tf.identity(v) for v in parts])
+      total = self._communicator.combine(local, 'sum', 'report', is_report=True)
+      if reduce_op in (_MEAN, 'MEAN'):
+        return executor.divide(total, self.num_replicas)
+      return total
+
+  def gather(self, value, destinations, axis, options):
+    """Concatenates the components of all workers' values."""
+    del options
+    with tf.device('CPU:0'):
+      local = tf.concat([tf.convert_to_tensor(v) for v in value.values], axis)
+      # Lengths may differ along the axis, which the link wants to come first.
+      rank = local.shape.rank
+      order = [axis % rank, *(i for i in range(rank) if i != axis % rank)]
+      gathered = self._communicator.all_gather(
+        tf.transpose(local, order), f'gather/axis_{axis}'
+      )
+      back = [order.index(i) for i in range(rank)]
+      gathered = tf.transpose(gathered, back)
+    return self._place([gathered], value, destinations)
+
+  def gather_shared(self, value, destinations, axis):
+    """Gathers a value that each worker has once."""
+    value = _tf_internal.PerReplica((tf.convert_to_tensor(value),))
+    return self.gather(value, destinations, axis, None)
+
+  def all_reduce_in_branch(self, reduce_op, tensors, replica_id, options):
+    """See `Reducer`."""
+    reduced = self._communicator.all_reduce_replica(
+      tensors, replica_id, options
+    )
+    if reduce_op == _MEAN:
+      reduced = [t / tf.cast(self.num_replicas, t.dtype) for t in reduced]
+    return reduced
+
+  def _sum_dense(self, values, is_mean):
+    """For each value its sum (or mean) over all replicas, by local device."""
+    if not values:
+      return []
+    _check_summable(values)
+    count = self.num_replicas
+    # 16-bit floats may overflow in a sum whose mean is well in range.
+    halves = [is_mean and executor.is_half(v[0].dtype) for v in values]
+    columns = []
+    for i, device in enumerate(self.devices):
+      with tf.device(device):
+        columns.append(
+          [
+            executor.divide(v[i], count) if half else v[i]
+            for v, half in zip(values, halves, strict=True)
+          ]
+        )
+    columns = self._communicator.all_reduce(columns, 'reduce')
+    rows = [list(row) for row in zip(*columns, strict=True)]
+    return [
+      [executor.divide(t, count) for t in row] if is_mean and not half else row
+      for row, half in zip(rows, halves, strict=True)
+    ]
+
+  def _gather_slices(self, slices, is_mean):
+    """Concatenates `tf.IndexedSlices` of all replicas of all workers."""
+    with tf.device('CPU:0'):
+      values = tf.concat([s.values for s in slices], 0)
+      indices = tf.concat([s.indices for s in slices], 0)
+      if is_mean:
+        values = executor.divide(values, self.num_replicas)
+      gathered = tf.IndexedSlices(
+        self._communicator.all_gather(values, 'slices/values'),
+        self._communicator.all_gather(indices, 'slices/indices'),
+        slices[0].dense_shape,
+      )
+    return [gathered] * len(self.devices)
+
+  def _place(self, columns, value, destinations):
+    """Copies a reduced value to where it is wanted."""
+    devices = self.devices
+    if destinations is not value:
+      devices = tuple(_tf_internal.get_devices_from(destinations))
+    copies = []
+    for i, device in enumerate(devices):
+      with tf.device(device):
+        source = columns[i] if len(devices) == len(columns) else columns[0]
+        copies.append(
+          tf.nest.map_structure(tf.identity, source, expand_composites=True)
+        )
+    if len(copies) == 1:
+      return copies[0]
+    return _tf_internal.regroup(tuple(copies), wrap_class=_tf_internal.Mirrored)
+
+
+def _components(value):
+  """The tensors of a distributed value, or of one that is none."""
+  if isinstance(value, tf.distribute.DistributedValues):
+    return [
+      v if isinstance(v, tf.IndexedSlices) else tf.convert_to_tensor(v)
+      for v in value.values
+    ]
+  return [tf.convert_to_tensor(value)]
+
+
+def _check_summable(values):
+  """Rejects what one worker would send as numbers, and several cannot add."""
+  for value in values:
+    dtype = value[0].dtype
+    if dtype in (tf.bool, tf.string):
+      raise errors.UnsupportedOptionError(
+        f'a reduction of {dtype.name} values over replicas',
+        'numbers',
+        'convert them first: tf.cast(value, tf.int32)',
+      )
