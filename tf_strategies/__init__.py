@@ -10,6 +10,7 @@
 """
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from tf_strategies.version import __version__ as __version__
@@ -39,8 +40,10 @@ _ROOMS = (
 
 
 def __getattr__(name: str) -> Any:
-  if name in _ROOMS:
-    return importlib.import_module(f'tf_strategies.{name}')
+  # `from tf_strategies import cross_device` inside the package asks here first,
+  # while the table of public names may still be loading.
+  if name in _ROOMS or importlib.util.find_spec(f'{__name__}.{name}'):
+    return importlib.import_module(f'{__name__}.{name}')
   if name.startswith('_') and name != '__all__':
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
   public = importlib.import_module('tf_strategies._public')
