@@ -40,8 +40,10 @@ _ROOMS = (
 
 
 def __getattr__(name: str) -> Any:
-  if name in _ROOMS:
-    return importlib.import_module(f'tf_strategies.{name}')
+  # `from tf_strategies import cross_device` inside the package asks here first,
+  # while the table of public names may still be loading.
+  if name in _ROOMS or importlib.util.find_spec(f'{__name__}.{name}'):
+    return importlib.import_module(f'{__name__}.{name}')
   if name.startswith('_') and name != '__all__':
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
   if importlib.util.find_spec(f'tf_strategies.{name}') is not None:
