@@ -46,6 +46,10 @@ def __getattr__(name: str) -> Any:
     return importlib.import_module(f'{__name__}.{name}')
   if name.startswith('_') and name != '__all__':
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+  if importlib.util.find_spec(f'tf_strategies.{name}') is not None:
+    # `from tf_strategies import name` of an internal room: Python imports it
+    # now. The public table would import that room's users first.
+    raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
   public = importlib.import_module('tf_strategies._public')
   if name == '__all__':
     return [*public.__all__, *_ROOMS, '__version__']
