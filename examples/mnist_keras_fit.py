@@ -141,6 +141,7 @@ def train(job=None):
     'steps_per_epoch': common.steps_per_epoch(data),
     'validation_data': test_batches(data),
     'callbacks': callbacks,
+    'shuffle': False,  # The pipeline does it.
     'verbose': 2 if FLAGS.verbose and common.is_chief(strategy) else 0,
   }
   history = None

@@ -10,6 +10,7 @@
 """
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from tf_strategies.version import __version__ as __version__
@@ -42,6 +43,10 @@ def __getattr__(name: str) -> Any:
   if name in _ROOMS:
     return importlib.import_module(f'tf_strategies.{name}')
   if name.startswith('_') and name != '__all__':
+    raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+  if importlib.util.find_spec(f'tf_strategies.{name}') is not None:
+    # `from tf_strategies import name` of an internal room: Python imports it
+    # now. The public table would import that room's users first.
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
   public = importlib.import_module('tf_strategies._public')
   if name == '__all__':

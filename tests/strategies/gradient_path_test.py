@@ -16,8 +16,8 @@ import tf_strategies as tfs
 from tests import processes, virtual_devices
 from tf_strategies.keras import distributed_optimizer
 
-# The issue that introduced this test asks for ten.
-_MOST_FILES = 14
+# Issue 14 asks for ten; lower this bound with each file that goes.
+_MOST_FILES = 13
 
 _TENSORS = (tf.Tensor, tf.IndexedSlices, tf.distribute.DistributedValues)
 
@@ -49,6 +49,8 @@ class _Recorder:
     path = frame.f_code.co_filename
     if not self.is_on or event != 'call' or '/tf_strategies/' not in path:
       return
+    if threading.current_thread().name.startswith('process_group'):
+      return  # The thread of the control links, which sends heartbeats.
     if any(map(_holds_gradient, frame.f_locals.values())):
       self.files.add(path.rpartition('/tf_strategies/')[2])
 
@@ -68,7 +70,7 @@ class _Recorder:
     sys.setprofile(self.profile)
 
 
-class _WatchedOptimizer(keras.optimizers.SGD):
+class WatchedOptimizer(keras.optimizers.SGD):
   """Ends the way: what it does with a reduced gradient is Keras's."""
 
   recorder: _Recorder | None = None
@@ -87,7 +89,7 @@ def _train(rank):
   strategy = tfs.MultiWorkerRingStrategy(devices=['CPU:0', 'CPU:1'])
   with strategy.scope():
     variables = [tf.Variable(tf.ones([5])), tf.Variable(tf.ones([3, 2]))]
-    inner = _WatchedOptimizer(0.1)
+    inner = WatchedOptimizer(0.1)
     inner.recorder = recorder
     optimizer = tfs.keras.DistributedOptimizer(inner)
     optimizer.build(variables)
