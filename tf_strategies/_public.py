@@ -12,6 +12,7 @@ from tf_strategies.cross_device import (
   HierarchicalRingAllReduce,
   NaiveAllReduce,
   RingAllReduce,
+  ScheduledAllReduce,
   TreeAllReduce,
 )
 from tf_strategies.fault_tolerance import elastic
@@ -56,6 +57,7 @@ __all__ = [
   'RingMirroredStrategy',
   'RingOptions',
   'RunCheckpoint',
+  'ScheduledAllReduce',
   'SidecarEvaluator',
   'TPURingStrategy',
   'TreeAllReduce',

@@ -68,15 +68,15 @@ class TcpBFloat16(Tcp):
   def prepare(self) -> None:
     """See base class."""
     source = tf.Variable(base.input_value(self.seat.rank, self.num_elements))
-    self._wire = np.empty(self.num_elements, np.uint16)
+    self._sum = np.empty(self.num_elements, tf.bfloat16.as_numpy_dtype)
 
     @tf.function
     def encode():
       return tf.bitcast(tf.cast(source.read_value(), tf.bfloat16), tf.uint16)
 
     @tf.function
-    def decode(wire):
-      return tf.cast(tf.bitcast(wire, tf.bfloat16), tf.float32)
+    def decode(encoded):
+      return tf.cast(tf.bitcast(encoded, tf.bfloat16), tf.float32)
 
     self._encode, self._decode = encode, decode
 
@@ -84,8 +84,8 @@ class TcpBFloat16(Tcp):
     """See base class."""
     # A view of the tensor: `numpy()` would copy it.
     encoded = np.asarray(memoryview(self._encode()))
-    self._group.all_reduce(encoded, out=self._wire, wire='bfloat16')
-    return self._decode(self._wire)
+    self._group.all_reduce(encoded.view(self._sum.dtype), out=self._sum)
+    return self._decode(self._sum.view(np.uint16))
 
   def result(self, returned: tf.Tensor) -> np.ndarray:
     """See base class."""
@@ -97,7 +97,7 @@ class TcpBFloat16(Tcp):
 
   def release(self) -> None:
     """See base class."""
-    self._wire = self._encode = self._decode = None
+    self._sum = self._encode = self._decode = None
 
 
 class Replicated(base.Peer):

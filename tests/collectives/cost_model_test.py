@@ -8,16 +8,17 @@ from hypothesis import strategies as st
 
 from tf_strategies import errors
 from tf_strategies.collectives import (
-  BUILDERS,
+  ALGORITHMS,
   Link,
   Schedule,
   Topology,
   Transfer,
   choose,
   cost,
-  hierarchical_ring_all_reduce,
+  hierarchical_all_reduce,
   ring_all_reduce,
 )
+from tf_strategies.collectives.cost_model import CANDIDATES
 
 # Sockets on a fast network: 50 us, 1 GB/s.
 ALPHA, BETA = 5e-5, 1e-9
@@ -32,7 +33,7 @@ def log_up(n):
 class FormulaTest(parameterized.TestCase):
   def check(self, name, world_size, num_bytes, expected, gamma=0.0):
     topology = Topology(world_size, SOCKETS, gamma_seconds_per_byte=gamma)
-    seconds = cost(BUILDERS[name](world_size), num_bytes, topology)
+    seconds = cost(ALGORITHMS[name](world_size), num_bytes, topology)
     self.assertAlmostEqual(seconds / expected, 1.0, delta=1e-9)
 
   @parameterized.parameters(*WORLDS)
@@ -79,7 +80,7 @@ class FormulaTest(parameterized.TestCase):
     groups = n // g
     expected = 2 * (g - 1) * near.seconds(size // g)
     expected += 2 * (groups - 1) * far.seconds(size // n)
-    seconds = cost(hierarchical_ring_all_reduce(n, g), size, topology)
+    seconds = cost(hierarchical_all_reduce(n, g), size, topology)
     self.assertAlmostEqual(seconds / expected, 1.0, delta=1e-9)
 
   def test_uneven_chunks_wait_for_the_largest(self):
@@ -102,9 +103,9 @@ class FormulaTest(parameterized.TestCase):
     topology = Topology(2, Link(10.0, 1.0))
     self.assertEqual(cost(Schedule('test', 2, 2, two), 8, topology), 18.0)
 
-  @parameterized.parameters(*BUILDERS)
+  @parameterized.parameters(*ALGORITHMS)
   def test_world_of_one_is_free(self, name):
-    self.assertEqual(cost(BUILDERS[name](1), 100, Topology(1, SOCKETS)), 0.0)
+    self.assertEqual(cost(ALGORITHMS[name](1), 100, Topology(1, SOCKETS)), 0.0)
 
   def test_other_world_size(self):
     with self.assertRaisesRegex(errors.ScheduleError, '3 ranks.*topology 4'):
@@ -141,7 +142,9 @@ class ChooseTest(parameterized.TestCase):
     topology = Topology(n, Link(alpha, beta))
     chosen = choose(num_bytes, topology)
     self.assertNotEqual(chosen.name, 'naive')
-    cheapest = min(cost(b(n), num_bytes, topology) for b in BUILDERS.values())
+    cheapest = min(
+      cost(ALGORITHMS[c](n), num_bytes, topology) for c in CANDIDATES
+    )
     self.assertLessEqual(
       cost(chosen, num_bytes, topology), cheapest * (1 + 1e-8)
     )
@@ -150,13 +153,13 @@ class ChooseTest(parameterized.TestCase):
   def test_hierarchical_wins_where_links_between_groups_are_slow(self, n, g):
     topology = Topology(n, Link(1e-6, 1e-11), Link(1e-5, 1e-8), g)
     chosen = choose(10**8, topology)
-    self.assertEqual(chosen, hierarchical_ring_all_reduce(n, g))
+    self.assertEqual(chosen, hierarchical_all_reduce(n, g))
 
   @parameterized.parameters((8, 4), (16, 4), (16, 8))
   def test_hierarchical_beats_a_flat_ring(self, n, g):
     topology = Topology(n, Link(1e-6, 1e-11), Link(1e-5, 1e-8), g)
     chosen = choose(10**8, topology, ['ring', 'hierarchical', 'direct'])
-    self.assertEqual(chosen, hierarchical_ring_all_reduce(n, g))
+    self.assertEqual(chosen, hierarchical_all_reduce(n, g))
 
   def test_ties_go_to_the_first(self):
     topology = Topology(8, SOCKETS)
@@ -170,7 +173,7 @@ class ChooseTest(parameterized.TestCase):
   def test_ragged_groups_fall_back_to_the_default_size(self):
     topology = Topology(6, SOCKETS, SOCKETS, group_size=4)
     chosen = choose(600, topology, ['hierarchical'])
-    self.assertEqual(chosen, hierarchical_ring_all_reduce(6))
+    self.assertEqual(chosen, hierarchical_all_reduce(6))
 
   def test_takes_schedules(self):
     ring = ring_all_reduce(4)

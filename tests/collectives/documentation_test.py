@@ -55,15 +55,25 @@ class DocumentationTest(parameterized.TestCase):
     for section in ('Example:', 'Args:', 'Returns:', 'Raises:'):
       self.assertIn(section, value.__doc__)
 
-  def test_all_has_every_builder_once(self):
+  def test_every_file_is_an_algorithm_or_a_codec(self):
     self.assertLen(set(collectives.__all__), len(collectives.__all__))
-    exported = [getattr(collectives, name) for name in collectives.__all__]
-    for builder in collectives.BUILDERS.values():
-      self.assertIn(builder, exported)
+    names = [name for name, _ in MODULES]
+    for kind, registry in (
+      ('algorithms', collectives.ALGORITHMS),
+      ('codecs', collectives.CODECS),
+    ):
+      prefix = f'{kind}.'
+      self.assertCountEqual(
+        registry, [n.removeprefix(prefix) for n in names if prefix in n]
+      )
+    for name, codec in collectives.CODECS.items():
+      self.assertEqual(codec.name, name)
 
   def test_registry_is_read_only(self):
     with self.assertRaises(TypeError):
-      collectives.BUILDERS['mine'] = collectives.ring_all_reduce
+      collectives.ALGORITHMS['mine'] = collectives.ring_all_reduce
+    with self.assertRaises(TypeError):
+      collectives.CODECS['mine'] = collectives.CODECS['none']
 
 
 class ImportsTest(parameterized.TestCase):

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from tf_strategies import errors
 from tf_strategies.collectives import (
-  BUILDERS,
+  ALGORITHMS,
   Schedule,
   Transfer,
   chunk_sizes,
-  hierarchical_ring_all_reduce,
+  hierarchical_all_reduce,
   ring_all_reduce,
   simulate,
 )
@@ -25,7 +25,7 @@ from tf_strategies.collectives.permutation import (
 )
 
 WORLD_SIZES = (*range(1, 18), 32)
-ALL = [(name, name) for name in BUILDERS]
+ALL = [(name, name) for name in ALGORITHMS]
 
 
 def play(rounds, inputs, num_chunks):
@@ -88,7 +88,7 @@ class EveryBuilderTest(parameterized.TestCase):
   @parameterized.named_parameters(*ALL)
   def test_equals_the_simulator(self, name):
     for world_size in WORLD_SIZES:
-      schedule = BUILDERS[name](world_size)
+      schedule = ALGORITHMS[name](world_size)
       rounds = permutation_rounds(schedule)
       assert_pairs_are_valid(self, schedule, rounds)
       self.assertEqual(transfers_of(rounds), list(schedule.transfers))
@@ -101,7 +101,7 @@ class EveryBuilderTest(parameterized.TestCase):
   @parameterized.named_parameters(*ALL)
   def test_takes_as_few_steps_as_there_can_be(self, name):
     for world_size in WORLD_SIZES:
-      schedule = BUILDERS[name](world_size)
+      schedule = ALGORITHMS[name](world_size)
       rounds = permutation_rounds(schedule)
       for transfers, steps in zip(schedule.rounds(), rounds, strict=True):
         sends = collections.Counter(t.src for t in transfers)
@@ -121,7 +121,7 @@ class EveryBuilderTest(parameterized.TestCase):
         self.assertTrue(step.is_full)
 
   def test_one_rank_has_nothing_to_do(self):
-    for builder in BUILDERS.values():
+    for builder in ALGORITHMS.values():
       self.assertEqual(permutation_rounds(builder(1)), ())
 
 
@@ -166,11 +166,11 @@ class AnyScheduleTest(parameterized.TestCase):
     )
 
   @hypothesis.given(
-    st.sampled_from(sorted(BUILDERS)), st.sampled_from(WORLD_SIZES), st.data()
+    st.sampled_from(sorted(ALGORITHMS)), st.sampled_from(WORLD_SIZES), st.data()
   )
   @hypothesis.settings(max_examples=40)
   def test_a_lost_transfer_is_seen_in_the_result(self, name, size, data):
-    schedule = BUILDERS[name](size)
+    schedule = ALGORITHMS[name](size)
     hypothesis.assume(schedule.transfers)
     lost = data.draw(st.integers(0, len(schedule.transfers) - 1))
     others = schedule.transfers[:lost] + schedule.transfers[lost + 1 :]
@@ -200,7 +200,7 @@ class AnyScheduleTest(parameterized.TestCase):
     self.assertFalse(overwrite.reduce)
 
   def test_is_deterministic(self):
-    schedule = hierarchical_ring_all_reduce(12, 4)
+    schedule = hierarchical_all_reduce(12, 4)
     shuffled = Schedule(
       schedule.name,
       schedule.world_size,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tf_strategies import errors
 from tf_strategies.collectives import schedule
-from tf_strategies.collectives.algorithms import naive, ring
+from tf_strategies.collectives.algorithms import naive, one_shot, ring
 
 T = schedule.Transfer
 
@@ -186,6 +186,37 @@ class ScheduleTest(parameterized.TestCase):
     self.assertIs(type(schedule.check_world_size(np.int64(3))), int)
     with self.assertRaisesRegex(errors.ScheduleError, 'root'):
       schedule.check_root(3, 3)
+
+
+class RankOrderTest(absltest.TestCase):
+  def test_sums_in_different_orders_are_rejected(self):
+    t = schedule.Transfer
+    transfers = (
+      t(0, 1, 0, 0, True),
+      t(0, 2, 0, 0, True),  # Rank 0 holds (0 + 1) + 2,
+      t(0, 0, 2, 0, True),
+      t(1, 2, 1, 0, True),  # rank 1 holds 1 + (0 + 2).
+      t(2, 0, 2, 0, False),
+    )
+    two_orders = schedule.Schedule('two_orders', 3, 1, transfers)
+    with self.assertRaisesRegex(errors.ScheduleError, 'ranks 0 and 1 add up'):
+      two_orders.validate()
+    copied = (*transfers[:3], t(1, 0, 1, 0, False), t(1, 0, 2, 0, False))
+    once = schedule.Schedule('once', 3, 1, copied).validate()
+    self.assertTrue(once.adds_up_once())
+
+  def test_all_may_add_in_rank_order(self):
+    shot = one_shot.one_shot_all_reduce(4).validate()
+    self.assertFalse(shot.adds_up_once())
+    self.assertLen(shot.completions(), 4)
+
+  def test_half_needs_a_chunk_for_each_rank(self):
+    with self.assertRaisesRegex(errors.ScheduleError, 'no reduce-scatter half'):
+      naive.naive_all_reduce(3).reduce_scatter()
+    half = ring.ring_all_reduce(4).reduce_scatter()
+    self.assertEqual((half.num_rounds, half.owners()), (3, (0, 1, 2, 3)))
+    with self.assertRaises(errors.ScheduleError):
+      half.validate()
 
 
 if __name__ == '__main__':

@@ -8,6 +8,7 @@ from absl.testing import parameterized
 from tests import virtual_devices
 from tests.cross_device import replicas
 from tf_strategies import collectives, cross_device
+from tf_strategies.collectives import cost_model
 from tf_strategies.cross_device import auto, executor
 
 virtual_devices.configure_logical_cpus()
@@ -44,13 +45,15 @@ class ChooseScheduleTest(tf.test.TestCase, parameterized.TestCase):
     self.assertLess(schedule.num_rounds, ring.num_rounds)
 
   @parameterized.parameters(2, 3, 4, 6, 8)
-  def test_no_other_algorithm_would_be_cheaper(self, world_size):
+  def test_no_other_candidate_would_be_cheaper(self, world_size):
     topology = collectives.Topology(world_size, auto._GPU_LINK)
     for num_bytes in (4, 10**4, 10**6, 10**8):
       chosen = auto.choose_schedule(gpus(world_size), num_bytes)
       cheapest = min(
-        collectives.cost(build(world_size), num_bytes, topology)
-        for build in collectives.BUILDERS.values()
+        collectives.cost(
+          collectives.ALGORITHMS[name](world_size), num_bytes, topology
+        )
+        for name in cost_model.CANDIDATES
       )
       self.assertLessEqual(
         collectives.cost(chosen, num_bytes, topology), cheapest * 1.001

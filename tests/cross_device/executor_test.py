@@ -19,7 +19,7 @@ LENGTHS = (3, 97, 256)
 
 def schedules():
   return {
-    name: build(WORLD_SIZE) for name, build in collectives.BUILDERS.items()
+    name: build(WORLD_SIZE) for name, build in collectives.ALGORITHMS.items()
   }
 
 
@@ -68,18 +68,18 @@ def changed(schedule, index, **changes):
 
 
 class MutationsTest(tf.test.TestCase, parameterized.TestCase):
-  @parameterized.parameters(*collectives.BUILDERS)
+  @parameterized.parameters(*collectives.ALGORITHMS)
   def test_unchanged(self, name):
     self.assertTrue(is_exact(schedules()[name]))
 
-  @parameterized.parameters(*collectives.BUILDERS)
+  @parameterized.parameters(*collectives.ALGORITHMS)
   def test_one_transfer_dropped(self, name):
     schedule = schedules()[name]
     for index in range(len(schedule.transfers)):
       with self.subTest(transfer=schedule.transfers[index]):
         self.assertFalse(is_exact(changed(schedule, index)))
 
-  @parameterized.parameters(*collectives.BUILDERS)
+  @parameterized.parameters(*collectives.ALGORITHMS)
   def test_one_addition_instead_of_a_copy_or_the_reverse(self, name):
     schedule = schedules()[name]
     for index, transfer in enumerate(schedule.transfers):

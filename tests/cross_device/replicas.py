@@ -5,21 +5,23 @@ sum is exact in every dtype and an output that is one chunk or one rank off is
 not equal to it.
 """
 
+import functools
+
 import numpy as np
 import tensorflow as tf
 
-from tf_strategies import _tf_internal, cross_device
+from tf_strategies import _tf_internal, collectives, cross_device
 
 SUM = tf.distribute.ReduceOp.SUM
 MEAN = tf.distribute.ReduceOp.MEAN
 
+# Every algorithm that there is, and the ops that are more than a name.
 OPS = {
-  'ring': cross_device.RingAllReduce,
-  'naive': cross_device.NaiveAllReduce,
-  'tree': cross_device.TreeAllReduce,
-  'halving_doubling': cross_device.HalvingDoublingAllReduce,
-  'hierarchical': cross_device.HierarchicalRingAllReduce,
-  'direct': cross_device.DirectAllReduce,
+  **{
+    name: functools.partial(cross_device.ScheduledAllReduce, name)
+    for name in collectives.ALGORITHMS
+  },
+  'direct_by_class': cross_device.DirectAllReduce,
   'auto': cross_device.AutoAllReduce,
 }
 NAMED_OPS = list(OPS.items())

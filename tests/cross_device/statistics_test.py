@@ -163,7 +163,7 @@ class PlanTest(tf.test.TestCase, parameterized.TestCase):
     )
 
   def test_calls_and_bytes_match_the_simulator(self):
-    for name in collectives.BUILDERS:
+    for name in collectives.ALGORITHMS:
       op = replicas.OPS[name]()
       schedule = op.schedule(NAMES, 1)
       ranks = replicas.inputs('float32', (64 * schedule.num_chunks,), 4)

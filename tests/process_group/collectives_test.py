@@ -5,9 +5,10 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from tests import processes, tiers
-from tests.process_group import meetings
-from tf_strategies import process_group
-from tf_strategies.collectives import compression
+from tests.process_group import conformance, meetings
+from tf_strategies import errors, process_group
+from tf_strategies.collectives import codecs
+from tf_strategies.process_group import planned
 
 _DTYPES = ('float16', 'float32', 'float64', 'int32', 'int64', 'uint8')
 # Fewer elements than ranks, uneven chunks, and both sides of the limit (256
@@ -61,14 +62,29 @@ def _moves(rank):
     return results
 
 
+def _table(rank):
+  with (
+    meetings.meet(rank, **conformance.OPTIONS) as meeting,
+    meeting.form() as group,
+  ):
+    results = conformance.run(group)
+    group.barrier()
+    return results
+
+
+def _rounded(array, name):
+  """What a codec makes of an array; encoding it again changes nothing."""
+  codec = codecs.get(name)
+  return codec.decode(codec.encode(array))
+
+
 def _encoded(rank, name):
-  codec = compression.by_name(name)
   with meetings.meet(rank, **_OPTIONS) as meeting, meeting.form() as group:
     results = {}
     for size in (0, 1, 9, 100, 129, 3000):
-      sent, _ = codec.compress(_noise(group.rank, size))
       before = group.bytes_sent
-      out = group.all_reduce(sent.view(np.uint16), wire=name)
+      array = _rounded(_noise(group.rank, size), name)
+      out = group.all_reduce(array, compression=name)
       results[size] = out.copy(), group.bytes_sent - before
     group.barrier()
     return results
@@ -115,6 +131,23 @@ class CollectivesTest(parameterized.TestCase):
         self.assertEqual(out.tobytes(), results[0]['noise', size].tobytes())
         np.testing.assert_allclose(out, expected, atol=1e-5)
 
+  @tiers.parameters(tiers.full(1), tiers.full(2), 3, tiers.full(4))
+  def test_table_of_algorithms_and_codecs(self, world_size):
+    conformance.check(self, processes.run_workers(_table, world_size))
+
+  def test_one_bit_on_one_rank_is_seen(self):
+    results = [
+      {case: conformance.expected(case, 2)[r] for case in conformance.cases(2)}
+      for r in range(2)
+    ]
+    conformance.check(self, results)
+    case = next(c for c in results[1] if c.size == 64 and c.op == 'max')
+    wrong = bytearray(results[1][case][1])
+    wrong[17] ^= 1
+    results[1][case] = [results[1][case][0], bytes(wrong)]
+    with self.assertRaises(AssertionError):
+      conformance.check(self, results)
+
   @parameterized.parameters(1, 2, 3, 5)
   def test_broadcast_and_all_gather(self, world_size):
     for result in processes.run_workers(_moves, world_size):
@@ -135,17 +168,13 @@ class CollectivesTest(parameterized.TestCase):
   def test_encoded_sums_are_made_in_float32_and_encoded_once(
     self, world_size, name
   ):
-    codec = compression.by_name(name)
     results = processes.run_workers(_encoded, world_size, args=(name,))
     for size in (0, 1, 9, 100, 129, 3000):
-      total = np.zeros(size, np.float32)
-      for rank in range(world_size):
-        total += (
-          codec.decompress(*codec.compress(_noise(rank, size))) if size else 0
-        )
-      expected = codec.compress(total)[0].view(np.uint16)
+      total = _rounded(_noise(0, size), name)
+      for rank in range(1, world_size):
+        total += _rounded(_noise(rank, size), name)
       for result in results:
-        np.testing.assert_array_equal(result[size][0], expected)
+        np.testing.assert_array_equal(result[size][0], _rounded(total, name))
     sent = [result[3000][1] for result in results]
     # 2 (N - 1) / N of the encoded buffer.
     self.assertEqual(
@@ -166,8 +195,8 @@ class ArgumentsTest(parameterized.TestCase):
     ('objects', np.array([object()]), {}),
     ('list', [1, 2], {}),
     ('op', np.zeros(3), {'op': 'mean'}),
-    ('wire', np.zeros(3, np.uint16), {'wire': 'int8'}),
-    ('wire_of_floats', np.zeros(3), {'wire': 'bfloat16'}),
+    ('compression', np.zeros(3), {'compression': 'zip'}),
+    ('algorithm', np.zeros(3), {'algorithm': 'rung'}),
     ('out_dtype', np.zeros(3), {'out': np.zeros(3, np.float32)}),
     ('out_shape', np.zeros(3), {'out': np.zeros(4)}),
   )
@@ -178,6 +207,14 @@ class ArgumentsTest(parameterized.TestCase):
       self.assertRaisesRegex(ValueError, 'Fix'),
     ):
       group.all_reduce(array, **options)
+
+  def test_reduce_scatter_names_the_algorithms_that_have_one(self):
+    for name in ('tree', 'naive', 'one_shot'):
+      with self.assertRaisesRegex(errors.UnsupportedOptionError, "'ring'"):
+        planned._check_half(name, 3)
+    planned._check_half('halving_doubling', 4)
+    with self.assertRaises(errors.UnsupportedOptionError):
+      planned._check_half('halving_doubling', 3)
 
   def test_overlapping_output_is_refused(self):
     array = np.zeros(8)

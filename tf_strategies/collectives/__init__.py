@@ -3,49 +3,43 @@
 Example:
 
   >>> from tf_strategies import collectives
-  >>> collectives.BUILDERS['ring'](4).validate().num_rounds
+  >>> collectives.ALGORITHMS['ring'](4).validate().num_rounds
   6
 """
 
+from tf_strategies.collectives.algorithms import ALGORITHMS
 from tf_strategies.collectives.algorithms.direct import direct_all_reduce
 from tf_strategies.collectives.algorithms.halving_doubling import (
   halving_doubling_all_reduce,
 )
 from tf_strategies.collectives.algorithms.hierarchical import (
   default_group_size,
-  hierarchical_ring_all_reduce,
+  hierarchical_all_reduce,
 )
 from tf_strategies.collectives.algorithms.naive import naive_all_reduce
+from tf_strategies.collectives.algorithms.one_shot import one_shot_all_reduce
 from tf_strategies.collectives.algorithms.ring import ring_all_reduce
 from tf_strategies.collectives.algorithms.tree import tree_all_reduce
 from tf_strategies.collectives.bucketing import Bucket, plan_buckets
-from tf_strategies.collectives.compression import (
-  BFloat16Compression,
-  Compression,
-  Float16Compression,
-  NoCompression,
-  by_name,
-)
+from tf_strategies.collectives.codec import Codec, Payload
+from tf_strategies.collectives.codecs import CODECS
 from tf_strategies.collectives.cost_model import Link, Topology, choose, cost
 from tf_strategies.collectives.layout import Piece, chunk_loads, plan_layout
-from tf_strategies.collectives.registry import BUILDERS
 from tf_strategies.collectives.schedule import Schedule, Transfer, chunk_sizes
 from tf_strategies.collectives.simulator import Simulation, simulate
 
 __all__ = [
-  'BUILDERS',
-  'BFloat16Compression',
+  'ALGORITHMS',
+  'CODECS',
   'Bucket',
-  'Compression',
-  'Float16Compression',
+  'Codec',
   'Link',
-  'NoCompression',
+  'Payload',
   'Piece',
   'Schedule',
   'Simulation',
   'Topology',
   'Transfer',
-  'by_name',
   'choose',
   'chunk_loads',
   'chunk_sizes',
@@ -53,8 +47,9 @@ __all__ = [
   'default_group_size',
   'direct_all_reduce',
   'halving_doubling_all_reduce',
-  'hierarchical_ring_all_reduce',
+  'hierarchical_all_reduce',
   'naive_all_reduce',
+  'one_shot_all_reduce',
   'plan_buckets',
   'plan_layout',
   'ring_all_reduce',

@@ -14,10 +14,20 @@ import numbers
 from collections.abc import Iterable, Mapping
 
 from tf_strategies import errors
-from tf_strategies.collectives import registry
+from tf_strategies.collectives import algorithms, codecs
 from tf_strategies.collectives import schedule as schedule_lib
 from tf_strategies.collectives.algorithms import hierarchical
 
+# What is compared by default, the preferred first. A new algorithm is not among
+# them by itself: it must not change what runs where nobody asked for it.
+CANDIDATES = (
+  'ring',
+  'halving_doubling',
+  'tree',
+  'hierarchical',
+  'direct',
+  'naive',
+)
 # Costs that differ by less than this, relatively, are a tie: closed formulas
 # that are equal must not be told apart by the rounding of a sum.
 _TIE = 1e-9
@@ -44,7 +54,7 @@ class Link:
     for field in ('alpha_seconds', 'beta_seconds_per_byte'):
       _check_seconds(field, getattr(self, field))
 
-  def seconds(self, num_bytes: int) -> float:
+  def seconds(self, num_bytes: float) -> float:
     """Time of one message of `num_bytes`."""
     return self.alpha_seconds + num_bytes * self.beta_seconds_per_byte
 
@@ -112,7 +122,10 @@ class Topology:
 
 
 def cost(
-  schedule: schedule_lib.Schedule, num_bytes: int, topology: Topology
+  schedule: schedule_lib.Schedule,
+  num_bytes: int,
+  topology: Topology,
+  compression: str = 'none',
 ) -> float:
   """Modelled time of one all-reduce.
 
@@ -131,6 +144,8 @@ def cost(
     schedule: what to time.
     num_bytes: the size of the buffer, cut into chunks by `chunk_sizes`.
     topology: of as many ranks as the schedule.
+    compression: the codec; `num_bytes` are those of a float32 buffer then, of
+      which the links carry the codec's fraction. Additions are of float32.
 
   Returns:
     Seconds. O(T) for T transfers.
@@ -144,8 +159,9 @@ def cost(
       f'topology {topology.world_size}. Build both for the same world size.'
     )
   sizes = schedule_lib.chunk_sizes(num_bytes, schedule.num_chunks)
+  ratio = codecs.ratio(compression)
   return math.fsum(
-    _round_seconds(transfers, sizes, topology)
+    _round_seconds(transfers, sizes, topology, ratio)
     for transfers in schedule.rounds()
   )
 
@@ -153,7 +169,8 @@ def cost(
 def choose(
   num_bytes: int,
   topology: Topology,
-  candidates: Iterable[str | schedule_lib.Schedule] | None = None,
+  candidates: Iterable[str | schedule_lib.Schedule] = CANDIDATES,
+  compression: str = 'none',
 ) -> schedule_lib.Schedule:
   """The cheapest schedule for a buffer.
 
@@ -171,24 +188,25 @@ def choose(
   Args:
     num_bytes: the size of the buffer.
     topology: ranks and links.
-    candidates: schedules, or names from `BUILDERS`; all of them if None.
-      'hierarchical' takes the topology's group size where it divides the
-      world size.
+    candidates: schedules, or names of algorithms. 'hierarchical' takes the
+      topology's group size where it divides the world size.
+    compression: as for `cost`.
 
   Returns:
     The cheapest schedule. O(T) for the T transfers of all candidates.
 
   Raises:
     ScheduleError: there are no candidates, or one has another world size.
-    UnsupportedOptionError: a name is not in `BUILDERS`.
+    UnsupportedOptionError: there is no algorithm or codec of a name.
   """
-  names_or_schedules = registry.BUILDERS if candidates is None else candidates
-  schedules = [_candidate(c, topology) for c in names_or_schedules]
+  schedules = [_candidate(c, topology) for c in candidates]
   if not schedules:
     raise errors.ScheduleError(
-      'candidates is empty: pass at least one schedule, or None for all.'
+      'candidates is empty: pass at least one schedule, or leave it out.'
     )
-  costs = [cost(schedule, num_bytes, topology) for schedule in schedules]
+  costs = [
+    cost(schedule, num_bytes, topology, compression) for schedule in schedules
+  ]
   good_enough = min(costs) * (1 + _TIE)
   return next(
     schedule
@@ -202,23 +220,18 @@ def _candidate(
 ) -> schedule_lib.Schedule:
   if isinstance(candidate, schedule_lib.Schedule):
     return candidate
-  if candidate not in registry.BUILDERS:
-    raise errors.UnsupportedOptionError(
-      f'candidate {candidate!r}',
-      f'a Schedule or one of {list(registry.BUILDERS)}',
-      'pass candidates=None to compare them all',
-    )
   world_size, group_size = topology.world_size, topology.group_size
   grouped = group_size is not None and world_size % group_size == 0
   if candidate == 'hierarchical' and grouped:
-    return hierarchical.hierarchical_ring_all_reduce(world_size, group_size)
-  return registry.BUILDERS[candidate](world_size)
+    return hierarchical.hierarchical_all_reduce(world_size, group_size)
+  return algorithms.build(candidate, world_size)
 
 
 def _round_seconds(
   transfers: Iterable[schedule_lib.Transfer],
   sizes: tuple[int, ...],
   topology: Topology,
+  ratio: float,
 ) -> float:
   messages: dict[tuple[int, int], int] = {}
   additions: dict[int, int] = {}
@@ -233,7 +246,7 @@ def _round_seconds(
     for rank, num_bytes in additions.items()
   }
   for (src, dst), num_bytes in messages.items():
-    seconds = topology.link(src, dst).seconds(num_bytes)
+    seconds = topology.link(src, dst).seconds(num_bytes * ratio)
     sends[src] = sends.get(src, 0.0) + seconds
     receives[dst] = receives.get(dst, 0.0) + seconds
   return max(_longest(sends), _longest(receives))

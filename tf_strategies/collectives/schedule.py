@@ -27,7 +27,9 @@ class Transfer:
     dst: the rank that receives it.
     chunk: which chunk of the buffer.
     reduce: True if `dst` adds what it receives to its own chunk, False if it
-      overwrites its own chunk.
+      overwrites its own chunk. Terms that arrive in one round are added to
+      the rank's own in the order of their ranks, own among them: see
+      `rank_order`.
   """
 
   round: int
@@ -72,12 +74,7 @@ class Schedule:
     object.__setattr__(self, 'transfers', tuple(sorted(self.transfers)))
 
   def rounds(self) -> tuple[tuple[Transfer, ...], ...]:
-    """The transfers, grouped by round, in order.
-
-    Returns:
-      One tuple of transfers for each round. O(T) for T transfers at the first
-      call, O(1) after that.
-    """
+    """The transfers, grouped by round, in order."""
     return self._rounds
 
   @property
@@ -88,9 +85,9 @@ class Schedule:
   def validate(self) -> Schedule:
     """Proves that this schedule computes an all-reduce.
 
-    Follows which ranks' contributions each rank holds of each chunk. This is
-    a proof for all inputs, not a test with some: the data only ever gets
-    copied and added, so the set of contributions is all there is to know.
+    Follows which ranks' contributions each rank holds of each chunk, and in
+    which order they were added. This is a proof for all inputs, not a test
+    with some: the data only ever gets copied and added.
 
     Returns:
       The schedule itself, for chaining. Takes O(T) set operations on N bits
@@ -100,7 +97,8 @@ class Schedule:
       ScheduleError: naming the offending transfer: a rank or chunk out of
         range, a transfer to itself, a contribution added twice, two writers
         of one chunk of which one overwrites, a gap between rounds; or naming
-        the rank, the chunk and the contributions that are missing at the end.
+        the rank, the chunk and the contributions that are missing at the end,
+        or two ranks that add in different orders and so round differently.
     """
     self.check_ranges()
     for index, transfers in enumerate(self.rounds()):
@@ -118,18 +116,78 @@ class Schedule:
             f'of ranks {missing} to chunk {chunk}. Add transfers that bring '
             'them, or do not overwrite their only holder.'
           )
+    for rank, sums in enumerate(self._replay.sums):
+      for chunk, summed in enumerate(sums):
+        if summed != self._replay.sums[0][chunk]:
+          raise errors.ScheduleError(
+            f'{self._label}: ranks 0 and {rank} add up chunk {chunk} in '
+            'different orders, which rounds differently. Add it up on one '
+            'rank, or on all in rank order.'
+          )
     return self
 
-  def check_ranges(self) -> Schedule:
-    """Checks that every number is usable as an index, and nothing more.
+  def reduce_scatter(self) -> Schedule:
+    """The half of this all-reduce after which rank r holds the sum of chunk r.
+
+    Chunks are renumbered so that each rank owns the one with its own number,
+    and only the transfers that lead to these sums stay.
+
+    Example:
+
+      >>> from tf_strategies.collectives.algorithms import ring
+      >>> half = ring.ring_all_reduce(3).reduce_scatter()
+      >>> half.num_rounds, half.owners()
+      (2, (0, 1, 2))
 
     Returns:
-      The schedule itself. O(T) for T transfers.
+      A schedule that is no all-reduce: `validate()` rejects it. O(T) for T
+      transfers.
 
     Raises:
-      ScheduleError: naming the transfer whose round, rank or chunk is out of
-        range, or that sends to itself.
+      ScheduleError: the ranks do not own one chunk each.
     """
+    owners = self.owners()
+    if sorted(owners) != list(range(self.world_size)):
+      raise errors.ScheduleError(
+        f'{self._label} has no reduce-scatter half: its {self.num_chunks} '
+        f'chunks are completed by ranks {list(owners)}. Expected one chunk for '
+        'each rank, as in the ring.'
+      )
+    needed = {(owner, chunk) for chunk, owner in enumerate(owners)}
+    kept: list[list[Transfer]] = []
+    for arrivals in reversed(self.arrivals()):
+      transfers = [t for p in needed & arrivals.keys() for t in arrivals[p]]
+      needed -= {(t.dst, t.chunk) for t in transfers if not t.reduce}
+      needed |= {(t.src, t.chunk) for t in transfers}
+      if transfers:
+        kept.append(transfers)
+    return Schedule(
+      f'{self.name}_reduce_scatter',
+      self.world_size,
+      self.num_chunks,
+      tuple(
+        dataclasses.replace(t, round=index, chunk=owners[t.chunk])
+        for index, transfers in enumerate(reversed(kept))
+        for t in transfers
+      ),
+    )
+
+  def adds_up_once(self) -> bool:
+    """Whether each chunk is completed on one rank, which the others copy.
+
+    Executors that add in another order than that of the ranks keep the ranks
+    bit-equal with such a schedule only.
+    """
+    return len(self.completions()) <= self.num_chunks
+
+  def arrivals(
+    self,
+  ) -> tuple[dict[tuple[int, int], tuple[Transfer, ...]], ...]:
+    """What each round writes: {(dst, chunk): transfers, by sender}."""
+    return self._arrivals
+
+  def check_ranges(self) -> Schedule:
+    """Checks that every number is usable as an index, and nothing more."""
     check_world_size(self.world_size)
     if not is_int(self.num_chunks) or self.num_chunks < 1:
       raise errors.ScheduleError(
@@ -252,26 +310,43 @@ class Schedule:
     return tuple(tuple(transfers) for _, transfers in groups)
 
   @functools.cached_property
+  def _arrivals(self):
+    arrivals = []
+    for transfers in self.rounds():
+      places: dict[tuple[int, int], list[Transfer]] = {}
+      for t in transfers:
+        places.setdefault((t.dst, t.chunk), []).append(t)
+      arrivals.append({p: tuple(ts) for p, ts in places.items()})
+    return tuple(arrivals)
+
+  @functools.cached_property
   def _replay(self) -> _Replay:
     """Runs the schedule on sets of contributions instead of on numbers."""
     self.check_ranges()
     # Bit r of held[rank][chunk]: the contribution of rank r is in there.
     held = [[1 << r] * self.num_chunks for r in range(self.world_size)]
+    # A number for each sum: equal where the same terms were added in the same
+    # order. A single contribution is the number of its rank.
+    sums = [[r] * self.num_chunks for r in range(self.world_size)]
+    numbers: dict[tuple[int, int], int] = {}
     completions = set()
-    for transfers in self.rounds():
+    for arrivals in self.arrivals():
       # Read everything before anything is written: a round is simultaneous.
-      arrivals: dict[tuple[int, int], list[tuple[Transfer, int]]] = {}
-      for t in transfers:
-        arrival = (t, held[t.src][t.chunk])
-        arrivals.setdefault((t.dst, t.chunk), []).append(arrival)
-      for (rank, chunk), received in arrivals.items():
-        held[rank][chunk] = self._receive(held[rank][chunk], received)
-        added = received[0][0].reduce
-        if added and held[rank][chunk] == self._everyone:
+      changed = []
+      for (rank, chunk), transfers in arrivals.items():
+        received = [(t, held[t.src][chunk]) for t in transfers]
+        now_held = self._receive(held[rank][chunk], received)
+        order = rank_order(rank, transfers)
+        summed = sums[order[0]][chunk]
+        for other in order[1:]:
+          pair = (summed, sums[other][chunk])
+          summed = numbers.setdefault(pair, self.world_size + len(numbers))
+        changed.append((rank, chunk, now_held, summed))
+        if transfers[0].reduce and now_held == self._everyone:
           completions.add((transfers[0].round, rank, chunk))
-    return _Replay(
-      tuple(tuple(chunks) for chunks in held), frozenset(completions)
-    )
+      for rank, chunk, now_held, summed in changed:
+        held[rank][chunk], sums[rank][chunk] = now_held, summed
+    return _Replay(held, sums, frozenset(completions))
 
   def _receive(self, held: int, received: list[tuple[Transfer, int]]) -> int:
     """What a rank holds of a chunk after the arrivals of one round."""
@@ -297,10 +372,35 @@ class Schedule:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Replay:
-  """Result of the symbolic run: contributions held, and completions."""
+  """Result of the symbolic run: contributions, sums, and completions."""
 
-  held: tuple[tuple[int, ...], ...]
+  held: list[list[int]]
+  sums: list[list[int]]
   completions: frozenset[tuple[int, int, int]]
+
+
+def rank_order(rank: int, transfers: Iterable[Transfer]) -> list[int]:
+  """The ranks whose values make up a chunk after a round, in order.
+
+  The order of a floating point sum decides its bits. Ranks that add up the
+  same terms for themselves get the same bits, because all go by rank.
+
+  Example:
+
+    >>> rank_order(1, [Transfer(0, 2, 1, 0, True), Transfer(0, 0, 1, 0, True)])
+    [0, 1, 2]
+
+  Args:
+    rank: the rank that receives.
+    transfers: what it receives in one round for one chunk, sorted.
+
+  Returns:
+    The senders and, unless one of them overwrites, `rank` itself.
+  """
+  order = [rank]
+  for t in transfers:
+    order = [*order, t.src] if t.reduce else [t.src]
+  return sorted(order)
 
 
 def chunk_sizes(length: int, num_chunks: int) -> tuple[int, ...]:
@@ -335,21 +435,12 @@ def chunk_sizes(length: int, num_chunks: int) -> tuple[int, ...]:
 
 
 def check_world_size(world_size: int) -> int:
-  """Checks the argument that every builder takes.
+  """Returns a number of ranks as a plain int; raises ScheduleError for others.
 
   Example:
 
     >>> check_world_size(4)
     4
-
-  Args:
-    world_size: number of ranks.
-
-  Returns:
-    `world_size` as a plain int.
-
-  Raises:
-    ScheduleError: it is not an integer (a bool is none), or not positive.
   """
   if not is_int(world_size) or world_size < 1:
     raise errors.ScheduleError(
@@ -360,22 +451,12 @@ def check_world_size(world_size: int) -> int:
 
 
 def check_root(root: int, world_size: int) -> int:
-  """Checks the rank that a rooted algorithm reduces to.
+  """Returns a rank as a plain int; raises ScheduleError if there is none.
 
   Example:
 
     >>> check_root(3, world_size=4)
     3
-
-  Args:
-    root: the rank.
-    world_size: number of ranks.
-
-  Returns:
-    `root` as a plain int.
-
-  Raises:
-    ScheduleError: it is not an integer from 0 to `world_size - 1`.
   """
   if not is_int(root) or not 0 <= root < world_size:
     raise errors.ScheduleError(

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+import types
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from tf_strategies import errors
-from tf_strategies.collectives import compression as compression_lib
+from tf_strategies.collectives import codec as codec_lib
+from tf_strategies.collectives import codecs
 from tf_strategies.collectives import schedule as schedule_lib
+
+# What an all-reduce can combine values by.
+REDUCTIONS: Mapping[str, np.ufunc] = types.MappingProxyType(
+  {'sum': np.add, 'min': np.minimum, 'max': np.maximum}
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -29,16 +36,15 @@ class Simulation:
 def simulate(
   schedule: schedule_lib.Schedule,
   inputs: Sequence[np.ndarray],
-  compression: compression_lib.Compression | None = None,
+  compression: str = 'none',
+  op: str = 'sum',
+  states: Sequence[np.ndarray | None] | None = None,
 ) -> Simulation:
   """Runs any schedule, right or wrong, on one array for each rank.
 
   The array is flattened and cut with `chunk_sizes`. In a round all sends read
-  the state from before it; what arrives is added in the order of
-  `Schedule.transfers`. With a compression each send is encoded, and sums are
-  made in the codec's accumulator dtype. The rank that completes a chunk then
-  rounds it as the wire does: it would otherwise keep a more precise value than
-  it sends, and the ranks would drift apart.
+  the state from before it; what arrives is added in rank order. A codec is
+  used as `codec` describes.
 
   Example:
 
@@ -49,11 +55,14 @@ def simulate(
 
   Args:
     schedule: what to run. It need not be a correct all-reduce, but its ranks
-      and chunks must be in range; with a compression it must be correct as
-      far as `Schedule.completions` can tell.
+      and chunks must be in range; with a codec it must be correct as far as
+      `Schedule.completions` can tell.
     inputs: one numeric array for each rank, all of one shape (any, also 0-d
       and empty) and one dtype. They are not changed.
-    compression: codec of the wire, None to send arrays as they are.
+    compression: name of a codec.
+    op: a name in `REDUCTIONS`.
+    states: of the codec, one for each rank; they are changed. None to encode
+      without.
 
   Returns:
     A Simulation. O(T L / C) for T transfers and a buffer of L in C chunks.
@@ -61,53 +70,107 @@ def simulate(
   Raises:
     ScheduleError: not one input for each rank, inputs that disagree in shape
       or dtype, or a rank or chunk of the schedule out of range.
-    UnsupportedOptionError: a dtype that cannot be added up (bool, strings,
-      objects, dates).
+    UnsupportedOptionError: no such codec or op, or a dtype that cannot be
+      added up (bool, strings, objects, dates).
   """
   schedule.check_ranges()
   arrays = _checked(inputs, schedule.world_size)
+  if op not in REDUCTIONS:
+    raise errors.UnsupportedOptionError(
+      f'op={op!r}', f'one of {list(REDUCTIONS)}', "leave it out for 'sum'"
+    )
   shape, dtype = arrays[0].shape, arrays[0].dtype
-  codec = compression or compression_lib.NoCompression()
-  completions = schedule.completions() if codec.lossy else frozenset()
-  sum_dtype = codec.accumulator_dtype(dtype)
-  # A copy even where the dtype stays: the inputs are the caller's.
-  state = [np.array(a, dtype=sum_dtype).reshape(-1) for a in arrays]
-  chunks = _slices(arrays[0].size, schedule.num_chunks)
-
+  codec = codecs.for_array(compression, dtype)
+  is_encoded = codec is not codecs.NONE
+  completions = schedule.completions() if is_encoded else frozenset()
+  state_dtype = codec_lib.sum_dtype(dtype) if is_encoded else dtype
+  slices = _slices(arrays[0].size, schedule.num_chunks)
+  ranks = [
+    _Rank(
+      # A copy even where the dtype stays: the inputs are the caller's.
+      np.array(array, dtype=state_dtype).reshape(-1),
+      slices,
+      codec if is_encoded else None,
+      None if states is None else states[rank],
+    )
+    for rank, array in enumerate(arrays)
+  ]
   moved: dict[tuple[int, int], int] = {}
-  for transfers in schedule.rounds():
-    for link, num_bytes in _run_round(transfers, state, chunks, codec):
-      moved[link] = moved.get(link, 0) + num_bytes
-    for dst, chunk in {(t.dst, t.chunk) for t in transfers}:
+  for arrivals in schedule.arrivals():
+    # Everything is sent before anything is received: a round is simultaneous.
+    sent = {
+      (t.src, t.chunk): ranks[t.src].send(t.chunk)
+      for transfers in arrivals.values()
+      for t in transfers
+    }
+    for (dst, chunk), transfers in arrivals.items():
+      for t in transfers:
+        num_bytes = moved.get((t.src, dst), 0)
+        moved[t.src, dst] = num_bytes + _num_bytes(sent[t.src, chunk])
+      ranks[dst].receive(
+        chunk,
+        [
+          (rank, sent[rank, chunk] if rank != dst else None)
+          for rank in schedule_lib.rank_order(dst, transfers)
+        ],
+        transfers[-1].reduce,
+        REDUCTIONS[op],
+      )
       if (transfers[0].round, dst, chunk) in completions:
-        complete = state[dst][chunks[chunk]]
-        complete[...] = codec.decompress(*codec.compress(complete))
-  outputs = [a.astype(dtype).reshape(shape) for a in state]
+        ranks[dst].send(chunk)
+  outputs = [rank.values.astype(dtype).reshape(shape) for rank in ranks]
   return Simulation(outputs, dict(sorted(moved.items())))
 
 
-def _run_round(
-  transfers: Sequence[schedule_lib.Transfer],
-  state: Sequence[np.ndarray],
-  chunks: Sequence[slice],
-  codec: compression_lib.Compression,
-) -> list[tuple[tuple[int, int], int]]:
-  """Changes `state` and returns ((src, dst), bytes) for each transfer."""
-  # Codecs may hand back what they were given, here a view of the state, which
-  # this round may overwrite before the receiver has read it: hence the copies.
-  sent = [
-    codec.compress(state[t.src][chunks[t.chunk]].copy()) for t in transfers
-  ]
-  for t, (wire, ctx) in zip(transfers, sent, strict=True):
-    received = codec.decompress(wire, ctx)
-    if t.reduce:
-      state[t.dst][chunks[t.chunk]] += received
-    else:
-      state[t.dst][chunks[t.chunk]] = received
-  return [
-    ((t.src, t.dst), wire.nbytes)
-    for t, (wire, _) in zip(transfers, sent, strict=True)
-  ]
+class _Rank:
+  """What one rank holds."""
+
+  def __init__(self, values, slices, codec, state):
+    self.values = values
+    self._slices = slices
+    self._codec = codec
+    self._state = state
+    self._payloads: dict[int, codec_lib.Payload] = {}
+    self._was_encoded: set[int] = set()
+
+  def send(self, chunk: int) -> codec_lib.Payload | np.ndarray:
+    """What the rank holds of a chunk, as it travels; it keeps the same."""
+    place = self._slices[chunk]
+    if self._codec is None:
+      return self.values[place].copy()
+    if chunk not in self._payloads:
+      first = self._state is not None and chunk not in self._was_encoded
+      self._was_encoded.add(chunk)
+      payload = self._codec.encode(
+        self.values[place], self._state[place] if first else None
+      )
+      self._codec.decode(payload, self.values[place])
+      self._payloads[chunk] = payload
+    return self._payloads[chunk]
+
+  def receive(self, chunk, terms, reduce, ufunc) -> None:
+    """Takes what comes in one round: (rank, sent) by rank, None for its own."""
+    place = self._slices[chunk]
+    if self._codec is not None:
+      # An addition makes a new value; what is copied is forwarded as it is.
+      self._payloads.pop(chunk, None)
+      if not reduce:
+        self._payloads[chunk] = terms[-1][1]
+    total = None
+    for _, sent in terms:
+      value = self.values[place] if sent is None else self._decoded(sent)
+      total = value.copy() if total is None else ufunc(total, value)
+    self.values[place] = total
+
+  def _decoded(self, sent):
+    if self._codec is None:
+      return sent
+    out = np.empty(sent.length, self.values.dtype)
+    return self._codec.decode(sent, out)
+
+
+def _num_bytes(sent: codec_lib.Payload | np.ndarray) -> int:
+  return getattr(sent, 'memory', sent).nbytes
 
 
 def _checked(inputs: Sequence[np.ndarray], world_size: int) -> list[np.ndarray]:

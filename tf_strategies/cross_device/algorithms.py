@@ -1,7 +1,5 @@
-"""The cross-device ops: each names a schedule and when tensors are cut."""
+"""The cross-device ops of well-known algorithms, by name."""
 
-from tf_strategies import collectives
-from tf_strategies.collectives import schedule as schedule_lib
 from tf_strategies.cross_device import base, executor
 
 
@@ -21,14 +19,8 @@ class RingAllReduce(base.ScheduledAllReduce):
     ...   ['CPU:0', 'CPU:1'], cross_device_ops=RingAllReduce())
   """
 
-  def schedule(self, devices, num_bytes) -> schedule_lib.Schedule:
-    """The ring over `devices`, in their order."""
-    del num_bytes
-    return collectives.ring_all_reduce(len(devices))
-
-  def split_above(self, devices) -> float | None:
-    """Cuts what would unbalance the chunks."""
-    return (1.0 if executor.share_memory(devices) else 0.5) / len(devices)
+  def __init__(self):
+    super().__init__('ring')
 
 
 class NaiveAllReduce(base.ScheduledAllReduce):
@@ -41,13 +33,7 @@ class NaiveAllReduce(base.ScheduledAllReduce):
   """
 
   def __init__(self, root: int = 0):
-    super().__init__()
-    self._root = root
-
-  def schedule(self, devices, num_bytes) -> schedule_lib.Schedule:
-    """All to the root, and back."""
-    del num_bytes
-    return collectives.naive_all_reduce(len(devices), self._root)
+    super().__init__('naive', root=root)
 
 
 class TreeAllReduce(base.ScheduledAllReduce):
@@ -60,13 +46,7 @@ class TreeAllReduce(base.ScheduledAllReduce):
   """
 
   def __init__(self, root: int = 0):
-    super().__init__()
-    self._root = root
-
-  def schedule(self, devices, num_bytes) -> schedule_lib.Schedule:
-    """A binomial tree over `devices`."""
-    del num_bytes
-    return collectives.tree_all_reduce(len(devices), self._root)
+    super().__init__('tree', root=root)
 
 
 class HalvingDoublingAllReduce(base.ScheduledAllReduce):
@@ -76,14 +56,8 @@ class HalvingDoublingAllReduce(base.ScheduledAllReduce):
   fold the extra ranks in first (Thakur et al., 2005).
   """
 
-  def schedule(self, devices, num_bytes) -> schedule_lib.Schedule:
-    """Halving, then doubling."""
-    del num_bytes
-    return collectives.halving_doubling_all_reduce(len(devices))
-
-  def split_above(self, devices) -> float | None:
-    """Cuts what would unbalance the halves."""
-    return (1.0 if executor.share_memory(devices) else 0.5) / len(devices)
+  def __init__(self):
+    super().__init__('halving_doubling')
 
 
 class HierarchicalRingAllReduce(base.ScheduledAllReduce):
@@ -98,21 +72,7 @@ class HierarchicalRingAllReduce(base.ScheduledAllReduce):
   """
 
   def __init__(self, group_size: int | None = None):
-    super().__init__()
-    self._group_size = group_size
-
-  def schedule(self, devices, num_bytes) -> schedule_lib.Schedule:
-    """Two levels of rings."""
-    del num_bytes
-    size = len(devices)
-    group = self._group_size
-    if group is None:
-      group = collectives.default_group_size(size)
-    return collectives.hierarchical_ring_all_reduce(size, group)
-
-  def split_above(self, devices) -> float | None:
-    """Cuts what would unbalance the chunks."""
-    return (1.0 if executor.share_memory(devices) else 0.5) / len(devices)
+    super().__init__('hierarchical', group_size=group_size)
 
 
 class DirectAllReduce(base.ScheduledAllReduce):
@@ -123,10 +83,8 @@ class DirectAllReduce(base.ScheduledAllReduce):
   and each sum is one fused addition: the fastest way there.
   """
 
-  def schedule(self, devices, num_bytes) -> schedule_lib.Schedule:
-    """Everybody to each owner, each owner to everybody."""
-    del num_bytes
-    return collectives.direct_all_reduce(len(devices))
+  def __init__(self):
+    super().__init__('direct')
 
   def split_above(self, devices) -> float | None:
     """Cuts nothing where copies are free."""

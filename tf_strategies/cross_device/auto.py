@@ -20,8 +20,8 @@ class AutoAllReduce(base.ScheduledAllReduce):
   """Picks the all-reduce by device type and size.
 
   * CPUs share memory: `DirectAllReduce` by whole tensors, which copies nothing.
-  * Other devices: the cheapest of ring, direct, halving-doubling and tree by
-    the alpha-beta model, for the bytes of the call. Tensors are cut so that
+  * Other devices: the cheapest of `cost_model.CANDIDATES` by the alpha-beta
+    model, for the bytes of the call. Tensors are cut so that
     the busiest link carries 2(N-1)/N of them.
 
   * Physical GPUs, in a graph: TensorFlow's `tf.distribute.NcclAllReduce`, which
@@ -33,7 +33,7 @@ class AutoAllReduce(base.ScheduledAllReduce):
   """
 
   def __init__(self):
-    super().__init__()
+    super().__init__('direct')
     self._nccl = tf.distribute.NcclAllReduce()
 
   def schedule(self, devices, num_bytes) -> schedule_lib.Schedule:

@@ -3,7 +3,7 @@
 `ScheduledAllReduce` does what all of them share: it sorts the values of a call
 into dense and sparse, all-reduces the dense ones in one plan, and falls back
 to a plain reduction where the destination is not the devices that hold the
-values. A subclass names a schedule and says when tensors are cut.
+values.
 """
 
 import dataclasses
@@ -13,9 +13,15 @@ import tensorflow as tf
 from absl import logging
 
 from tf_strategies import _tf_internal, errors
+from tf_strategies.collectives import algorithms, codecs
 from tf_strategies.collectives import layout as layout_lib
 from tf_strategies.collectives import schedule as schedule_lib
-from tf_strategies.cross_device import executor, sparse, statistics
+from tf_strategies.cross_device import (
+  compressed,
+  executor,
+  sparse,
+  statistics,
+)
 
 # A tensor whose size is unknown while the graph is built weighs this many
 # elements when chunks are balanced.
@@ -44,7 +50,14 @@ class Plan:
 class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
   """A `tf.distribute.CrossDeviceOps` that executes a `Schedule`.
 
-  Rules that hold for every subclass:
+  Example:
+
+    >>> import tensorflow as tf
+    >>> strategy = tf.distribute.MirroredStrategy(
+    ...   ['CPU:0', 'CPU:1'],
+    ...   cross_device_ops=ScheduledAllReduce('halving_doubling'))
+
+  Rules that hold for every algorithm:
 
   * SUM and MEAN of every float, complex and integer dtype. 16-bit floats are
     accumulated in float32 and rounded once a hop. MEAN keeps the dtype: the
@@ -55,29 +68,47 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
   * `tf.IndexedSlices` are gathered, duplicates kept, as TensorFlow does.
   * Gradients flow through: the ops are differentiable TensorFlow ops.
 
+  With a `compression`, floats go through that codec on every hop, with the same
+  bits as between processes. It runs in NumPy, in a host call, through which no
+  gradients flow: it shows on one machine what a codec does to a training, and
+  makes nothing faster.
+
+  Args:
+    algorithm: a name in `collectives.ALGORITHMS`.
+    compression: a name in `collectives.CODECS`.
+    **options: of the algorithm, besides the number of ranks.
+
   Raises:
-    UnsupportedOptionError: a dtype that has no sum (bool, string), or replicas
-      whose static shapes or dtypes differ.
+    UnsupportedOptionError: there is no such algorithm or codec; later, a dtype
+      that has no sum (bool, string), or replicas whose static shapes or dtypes
+      differ.
   """
 
-  def __init__(self):
+  def __init__(
+    self, algorithm: str, compression: str = 'none', **options: object
+  ):
     super().__init__()
+    self._algorithm = algorithms.check(algorithm)
+    self._options = options
+    self._codec = codecs.get(compression)
+    self._residuals = {}
     self._statistics = {k: statistics.CallStatistics(k) for k in _KINDS}
     self._last_plan = None
     self._logged = set()
 
-  # What a subclass says.
+  # What a subclass may say otherwise.
 
   def schedule(
     self, devices: Sequence[str], num_bytes: int
   ) -> schedule_lib.Schedule:
     """The schedule for an all-reduce of `num_bytes` over `devices`."""
-    raise NotImplementedError
+    del num_bytes
+    build = algorithms.ALGORITHMS[self._algorithm]
+    return build(len(devices), **self._options)
 
   def split_above(self, devices: Sequence[str]) -> float | None:
     """Tensors above this share of all bytes are cut; None cuts nothing."""
-    del devices
-    return None
+    return (1.0 if executor.share_memory(devices) else 0.5) / len(devices)
 
   # What was done.
 
@@ -178,7 +209,17 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
     )
     self._record_plan(schedule, layout, tensors[0], devices, num_bytes)
     divide_by = len(devices) if _is_mean(reduce_op) else 1
-    results = executor.execute(schedule, layout, tensors, devices, divide_by)
+    if self._codec is codecs.NONE:
+      results = executor.execute(schedule, layout, tensors, devices, divide_by)
+    else:
+      results = compressed.execute(
+        schedule,
+        tensors,
+        devices,
+        divide_by,
+        self._codec.name,
+        self._residuals,
+      )
     return [
       _wrap([results[r][i] for r in range(len(devices))], always=True)
       for i in range(len(values))
@@ -189,8 +230,10 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
     chunk_bytes = [0] * schedule.num_chunks
     for piece in layout:
       if tensors[piece.tensor].shape.num_elements() is not None:
-        size = tensors[piece.tensor].dtype.size
-        chunk_bytes[piece.chunk] += (piece.stop - piece.start) * size
+        dtype = tensors[piece.tensor].dtype.as_numpy_dtype
+        chunk_bytes[piece.chunk] += codecs.wire_bytes(
+          self._codec.name, dtype, piece.stop - piece.start
+        )
     bytes_in = schedule.bytes_in(chunk_bytes)
     self._last_plan = Plan(
       schedule.name, len(tensors), num_bytes, tuple(bytes_in)

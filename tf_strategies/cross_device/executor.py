@@ -135,9 +135,9 @@ def execute(
       state.append(_cut(values[rank], chunks, planned, divide_by))
   completions = schedule.completions() if divide_by > 1 else frozenset()
 
-  for round_index, transfers in enumerate(schedule.rounds()):
+  for round_index, arrivals in enumerate(schedule.arrivals()):
     received = {}
-    for (dst, chunk), sources in _incoming(transfers).items():
+    for (dst, chunk), sources in arrivals.items():
       with tf.device(devices[dst]):
         pieces = _receive(state, dst, chunk, sources, devices)
         if (round_index, dst, chunk) in completions:
@@ -157,21 +157,10 @@ def execute(
   return results
 
 
-def _incoming(transfers):
-  """Groups one round's transfers by what they write: (dst, chunk)."""
-  incoming = {}
-  for transfer in transfers:
-    incoming.setdefault((transfer.dst, transfer.chunk), []).append(transfer)
-  return incoming
-
-
 def _receive(state, dst, chunk, transfers, devices):
   """The pieces of `chunk` on `dst` after `transfers` have arrived."""
-  terms, ranks = [state[dst][chunk]], [dst]
-  for t in transfers:
-    arrived = state[t.src][chunk]
-    terms = [*terms, arrived] if t.reduce else [arrived]
-    ranks = [*ranks, t.src] if t.reduce else [t.src]
+  ranks = schedule_lib.rank_order(dst, transfers)
+  terms = [state[rank][chunk] for rank in ranks]
   away = elsewhere([devices[rank] for rank in ranks], devices[dst])
   return [add(pieces, away) for pieces in zip(*terms, strict=True)]
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from tf_strategies import errors
-from tf_strategies.collectives import schedule
+from tf_strategies.collectives import schedule, simulator
 
-UFUNCS = {'sum': np.add, 'min': np.minimum, 'max': np.maximum}
-_WIRES = ('none', 'bfloat16', 'float16')
 _MAX_DIMENSIONS = 32
 
 
@@ -53,38 +51,27 @@ def check_root(root: int, world_size: int) -> None:
     )
 
 
-def check_reduced(array: np.ndarray, op: str, wire_name: str) -> None:
-  """Refuses what `all_reduce` cannot take."""
-  check_dtype(array, 'all_reduce')
+def check_reduced(array: np.ndarray, op: str, what: str) -> None:
+  """Refuses what `all_reduce` and `reduce_scatter` cannot take."""
+  check_dtype(array, what)
   if array.ndim != 1 or not array.flags.c_contiguous:
     raise errors.UnsupportedOptionError(
-      f'all_reduce of an array of shape {array.shape} and strides '
-      f'{array.strides}',
+      f'{what} of an array of shape {array.shape} and strides {array.strides}',
       'one dimension, contiguous',
       'pass np.ascontiguousarray(array).reshape(-1)',
     )
   # bfloat16 and its like are of kind V, with additions of their own.
   if array.dtype.kind not in 'iufcV' or array.dtype.names:
     raise errors.UnsupportedOptionError(
-      f'all_reduce of dtype {array.dtype}',
+      f'{what} of dtype {array.dtype}',
       'integers, floats and complex numbers',
       'cast it to a numeric dtype first',
     )
-  for option, value, allowed in (
-    ('op', op, tuple(UFUNCS)),
-    ('wire', wire_name, _WIRES),
-  ):
-    if value not in allowed:
-      raise errors.UnsupportedOptionError(
-        f'{option}={value!r}',
-        f'one of {", ".join(map(repr, allowed))}',
-        f'leave it out for {allowed[0]!r}',
-      )
-  if wire_name != 'none' and array.dtype != np.uint16:
+  if op not in simulator.REDUCTIONS:
     raise errors.UnsupportedOptionError(
-      f'wire={wire_name!r} with an array of {array.dtype}',
-      'uint16 with encoded values',
-      "encode the array first, or leave wire='none'",
+      f'op={op!r}',
+      f'one of {", ".join(map(repr, simulator.REDUCTIONS))}',
+      "leave it out for 'sum'",
     )
 
 

@@ -21,8 +21,8 @@ from tf_strategies.process_group.network import protocol
 class ProcessGroup(abc.ABC):
   """Processes that move arrays between each other.
 
-  `all_reduce`, `all_gather`, `broadcast` and `barrier` are collectives: every
-  rank calls them in the same order with matching arguments, one at a time.
+  `all_reduce`, `reduce_scatter`, `all_gather`, `broadcast` and `barrier` are
+  collectives: every rank calls them in the same order with matching arguments, one at a time.
   `exchange` and `agree` run beside them, from any thread.
 
   Once a group has failed, every call raises what it failed with.
@@ -94,7 +94,8 @@ class ProcessGroup(abc.ABC):
     op: str = 'sum',
     out: np.ndarray | None = None,
     name: str = '',
-    wire: str = 'none',
+    algorithm: str = 'auto',
+    compression: str = 'none',
   ) -> np.ndarray:
     """Combines the arrays of all ranks; every rank gets the same bits.
 
@@ -104,10 +105,12 @@ class ProcessGroup(abc.ABC):
       op: 'sum', 'min' or 'max'.
       out: where the result goes, of the same length and dtype and apart from
         `array`; None for a new array.
-      name: of the tensor, for messages; the same on all ranks.
-      wire: 'bfloat16' or 'float16' say that the array is uint16 and holds
-        encoded values; then the sum is made in float32 in rank order and is
-        encoded once.
+      name: of the tensor, for messages; the same on all ranks. A codec with a
+        residual keeps one for each name and length.
+      algorithm: a name in `collectives.ALGORITHMS`, or 'auto' for the fastest
+        by the size of the array.
+      compression: a name in `collectives.CODECS`: what floats travel as. They
+        are added in float32, whatever they travel as; 16-bit floats always.
 
     Returns:
       `out`, or a new array that is aligned to 64 bytes. Each rank sends and
@@ -118,6 +121,36 @@ class ProcessGroup(abc.ABC):
       CollectiveMismatchError: the ranks disagree on the arguments.
       WorkerUnavailableError: a rank died, left or went silent.
       CollectiveTimeoutError: a rank did not come in time.
+    """
+
+  @abc.abstractmethod
+  def reduce_scatter(
+    self,
+    array: np.ndarray,
+    *,
+    op: str = 'sum',
+    name: str = '',
+    algorithm: str = 'auto',
+    compression: str = 'none',
+  ) -> np.ndarray:
+    """Combines the arrays of all ranks; each rank gets one part of the result.
+
+    Args:
+      array: as for `all_reduce`.
+      op: 'sum', 'min' or 'max'.
+      name: as for `all_reduce`.
+      algorithm: one whose first half leaves each rank with one chunk, or
+        'auto'.
+      compression: as for `all_reduce`.
+
+    Returns:
+      This rank's chunk: that of `collectives.chunk_sizes(len(array),
+      world_size)`, in the order of ranks. Each rank sends and receives
+      (N - 1) / N of the buffer.
+
+    Raises:
+      UnsupportedOptionError: also an algorithm without such a half.
+      Error: as `all_reduce`.
     """
 
   @abc.abstractmethod

@@ -1,59 +1,77 @@
 """What one rank does in a collective: pieces in order, and what they wait for.
 
-A plan is compiled once from a `Schedule` (or from one of the patterns below)
-and then run on many arrays. It holds integers only: which bytes of which
-buffer go to or come from whom, in which order on each link, and after which
-others. Both ends of a link derive the same order from the same schedule, so
-that the link carries nothing but bytes.
+A plan is compiled once from a `Schedule` (or, for broadcasts and gathers, from
+one of the patterns below) and then run on many arrays, over TCP or MPI. It
+holds integers only: which bytes of which buffer go to or come from whom, in
+which order on each link, what is computed here, and after which other pieces.
+Both ends of a link derive the same order from the same schedule, so that the
+link carries nothing but bytes.
 
 Example:
 
   >>> from tf_strategies.collectives.algorithms import ring
   >>> from tf_strategies.process_group import plan
-  >>> p = plan.from_schedule(ring.ring_all_reduce(2), 0, 10, 4, 1 << 20)
-  >>> [p.pieces[i] for i in p.sends[1]]
-  [Piece(kind=0, peer=1, start=0, stop=20, buffer=0), Piece(kind=0, peer=1, start=20, stop=40, buffer=1)]
+  >>> p = plan.from_schedule(ring.ring_all_reduce(2), 0, 10, plan.Format(4))
+  >>> [(p.pieces[i].start, p.pieces[i].stop) for i in p.sends[1]]
+  [(0, 20), (20, 40)]
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from tf_strategies.collectives import registry
+from tf_strategies.collectives import algorithms, codecs
+from tf_strategies.collectives import codec as codec_lib
 from tf_strategies.collectives import schedule as schedule_lib
 
 # What happens to a piece.
-SEND = 0  # from a buffer
-COPY = 1  # received into a buffer
-ADD_TO_ARRAY = 2  # out = array + received: the first addition
-ADD = 3  # out = out + received
-COMBINE = 4  # out = the staged pieces of all ranks, in rank order
+SEND = 0  # Bytes of a buffer go to a peer.
+RECEIVE = 1  # Bytes of a peer go into a buffer.
+ADD = 2  # What a peer sends is combined with a term at once.
+COMBINE = 3  # Terms that have been received are combined.
+ENCODE = 4  # A term becomes a payload.
+ENCODE_AGAIN = 5  # The same, without the codec's residual.
+DECODE = 6  # A payload becomes values.
 
 # The buffers of a run.
-ARRAY = 0
-OUT = 1
-STAGE = 2
+ARRAY = 0  # The caller's.
+OUT = 1  # The result.
+STAGE = 2  # Terms of sums of more than two.
+WIRE = 3  # Payloads; OUT, where its elements are payloads.
+VALUES = 4  # Sums; OUT, where it has the dtype of sums.
+RECEIVED = 5  # The link's own memory, of one piece.
+
+# Offsets of payloads: their arrays lie aligned.
+_ALIGNMENT = 64
 
 
 class Piece(NamedTuple):
-  """A stretch of bytes and what happens to it.
+  """A stretch of an array and what happens to it.
 
   Attributes:
     kind: one of the constants above.
     peer: the rank it goes to or comes from; -1 for none.
-    start: first byte in the buffer.
+    buffer: what SEND, DECODE read and the others write.
+    start: first byte in the buffer, of ADD in the link's memory.
     stop: the byte after the last.
-    buffer: the one that is read by SEND and written by the others.
+    first: the first element of the array that is computed.
+    last: the element after the last.
+    terms: what ADD, COMBINE and ENCODE read, in the order of the sum, and what
+      DECODE writes: a buffer and the first byte in it.
   """
 
   kind: int
   peer: int
+  buffer: int
   start: int
   stop: int
-  buffer: int
+  first: int = 0
+  last: int = 0
+  terms: tuple[tuple[int, int], ...] = ()
 
 
 class Plan(NamedTuple):
@@ -67,6 +85,7 @@ class Plan(NamedTuple):
       be there without pieces: it gets a header.
     receives: the same for what comes.
     stage_bytes: size of the STAGE buffer.
+    wire_bytes: size of the WIRE buffer.
   """
 
   pieces: tuple[Piece, ...]
@@ -75,11 +94,57 @@ class Plan(NamedTuple):
   sends: dict[int, tuple[int, ...]]
   receives: dict[int, tuple[int, ...]]
   stage_bytes: int = 0
+  wire_bytes: int = 0
 
   @property
   def bytes_sent(self) -> int:
     """Bytes of arrays that the rank sends."""
     return sum(p.stop - p.start for p in self.pieces if p.kind == SEND)
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+  """How the elements of an array travel and are added.
+
+  Attributes:
+    itemsize: bytes of an element.
+    codec: makes payloads of them; NONE if they travel as they are.
+    is_payload: whether the array's own bytes are the codec's payload.
+    is_wide: whether sums need a buffer of a wider dtype than the array's.
+    piece_bytes: the most bytes of an array in a piece, so that additions
+      overlap with what is still on its way; at least one element.
+  """
+
+  itemsize: int
+  codec: codec_lib.Codec = codecs.NONE
+  is_payload: bool = False
+  is_wide: bool = False
+  piece_bytes: int = 1 << 19
+
+  @classmethod
+  def of(cls, dtype, compression: str, piece_bytes: int) -> Format:
+    """How arrays of a dtype travel when a codec is asked for."""
+    codec = codecs.for_array(compression, dtype)
+    return cls(
+      dtype.itemsize,
+      codec,
+      codec.cast_dtype == dtype.name,
+      codec is not codecs.NONE and dtype != codec_lib.sum_dtype(dtype),
+      piece_bytes,
+    )
+
+  def cut(self, first: int, last: int) -> Iterator[tuple[int, int]]:
+    """Cuts a stretch of elements into pieces."""
+    step = max(self.piece_bytes // self.itemsize, 1)
+    block = self.codec.block_length
+    # Where an array is cut must not show in what is decoded.
+    step = last - first if block is None else -(-step // block) * block
+    for start in range(first, last, max(step, 1)):
+      yield start, min(start + step, last)
+
+
+# Of what only moves.
+BYTES = Format(1)
 
 
 class _Builder:
@@ -89,10 +154,17 @@ class _Builder:
     self._pieces: list[Piece] = []
     self._needs: list[set[int]] = []
     self._links: dict[tuple[bool, int], list[tuple[tuple, int]]] = {}
+    self._sizes = {STAGE: 0, WIRE: 0}
 
   def link(self, sending: bool, peer: int) -> list[tuple[tuple, int]]:
     """The order of a link, which thereby exists even if it stays empty."""
     return self._links.setdefault((sending, peer), [])
+
+  def take(self, buffer: int, num_bytes: int) -> int:
+    """Reserves bytes of STAGE or WIRE and returns the first."""
+    start = self._sizes[buffer]
+    self._sizes[buffer] = start + -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+    return start
 
   def add(self, piece: Piece, order: tuple, needs: Sequence[int] = ()) -> int:
     """Adds a piece, with a sort key for its link, and returns its number."""
@@ -103,7 +175,7 @@ class _Builder:
       self.link(piece.kind == SEND, piece.peer).append((order, number))
     return number
 
-  def build(self, stage_bytes: int = 0) -> Plan:
+  def build(self) -> Plan:
     """The plan of all pieces."""
     unlocks: list[list[int]] = [[] for _ in self._pieces]
     for number, needs in enumerate(self._needs):
@@ -119,160 +191,211 @@ class _Builder:
       tuple(map(tuple, unlocks)),
       sends,
       receives,
-      stage_bytes,
+      self._sizes[STAGE],
+      self._sizes[WIRE],
     )
+
+
+class _Stretch:
+  """The life of a stretch of elements on one rank, as pieces.
+
+  Each piece needs those that wrote what it reads, and those that used what it
+  overwrites.
+  """
+
+  def __init__(
+    self,
+    builder: _Builder,
+    rank: int,
+    chunk: int,
+    index: int,
+    first: int,
+    last: int,
+    form: Format,
+  ):
+    self._builder, self._rank, self._form = builder, rank, form
+    self._order = (chunk, index)
+    self._elements = (first, last)
+    self._coded = form.codec is not codecs.NONE
+    self._at = first * form.itemsize
+    self._num_bytes = (last - first) * form.itemsize
+    self._wire_at = self._at
+    if self._coded:
+      self._num_bytes = form.codec.payload_bytes(last - first)
+      if not form.is_payload:
+        self._wire_at = builder.take(WIRE, self._num_bytes)
+    self._values = VALUES if form.is_wide else OUT
+    # Where what this rank holds is, as values and as it travels; None where it
+    # is only in the other form.
+    self._value: int | None = ARRAY
+    self._payload: int | None = None
+    if not self._coded or form.is_payload:
+      self._payload = ARRAY
+    self._is_encoded = False
+    self._writers: dict[tuple[int, int], int] = {}
+    self._readers: dict[tuple[int, int], list[int]] = {}
+
+  def _add(self, round_, kind, peer, buffer, start, terms, reads, writes):
+    """Adds a piece; `reads` and `writes` are places: a buffer and a byte."""
+    needs = {self._writers[p] for p in (*reads, *writes) if p in self._writers}
+    for place in writes:
+      needs.update(self._readers.pop(place, ()))
+    number = self._builder.add(
+      Piece(
+        kind,
+        peer,
+        buffer,
+        start,
+        start + self._num_bytes,
+        *self._elements,
+        terms,
+      ),
+      (round_, *self._order),
+      needs,
+    )
+    for place in reads:
+      self._readers.setdefault(place, []).append(number)
+    for place in writes:
+      self._writers[place] = number
+
+  def _place(self, buffer: int) -> tuple[int, int]:
+    """A buffer and this stretch's first byte in it."""
+    return buffer, self._wire_at if buffer == WIRE else self._at
+
+  def send(self, round_: int, peer: int) -> None:
+    """Sends what the rank holds, encoded once."""
+    if self._payload is None:
+      self._encode(round_)
+    place = self._place(self._payload)
+    self._add(round_, SEND, peer, *place, (), [place], [])
+
+  def overwrite(self, round_: int, peer: int) -> None:
+    """Takes what another rank holds."""
+    place = self._place(WIRE if self._coded else OUT)
+    self._add(round_, RECEIVE, peer, *place, (), [], [place])
+    self._payload = place[0]
+    self._value = None if self._coded else OUT
+
+  def add_up(self, round_: int, order: Sequence[int], completes: bool) -> None:
+    """Adds what comes to what the rank holds, in the order of ranks."""
+    if self._value is None:
+      self._decode(round_, self._values)
+    own, target = self._place(self._value), self._place(self._values)
+    if len(order) == 2:
+      [peer] = [rank for rank in order if rank != self._rank]
+      terms = [own if r == self._rank else (RECEIVED, 0) for r in order]
+      self._add(round_, ADD, peer, RECEIVED, 0, tuple(terms), [own], [target])
+    else:
+      terms = []
+      for rank in order:
+        place = own
+        if rank != self._rank:
+          place = STAGE, self._builder.take(STAGE, self._num_bytes)
+          self._add(round_, RECEIVE, rank, *place, (), [], [place])
+        terms.append(place)
+      self._add(round_, COMBINE, -1, *target, tuple(terms), terms, [target])
+    self._value = self._values
+    self._payload = None if self._coded else OUT
+    if completes and self._coded:
+      self._encode(round_)
+
+  def finish(self) -> None:
+    """Has the result in OUT."""
+    if self._coded and self._value is None and not self._form.is_payload:
+      self._decode(-1, OUT)
+
+  def _encode(self, round_):
+    source, target = self._place(self._value), self._place(WIRE)
+    kind = ENCODE_AGAIN if self._is_encoded else ENCODE
+    self._add(round_, kind, -1, *target, (source,), [source], [target])
+    self._is_encoded = True
+    self._payload, self._value = WIRE, None
+
+  def _decode(self, round_, buffer):
+    source, target = self._place(self._payload), self._place(buffer)
+    self._add(round_, DECODE, -1, *source, (target,), [source], [target])
+    self._value = buffer
 
 
 @functools.lru_cache(maxsize=256)
 def by_name(
-  algorithm: str,
-  world_size: int,
-  rank: int,
-  length: int,
-  itemsize: int,
-  sub_chunk_bytes: int,
+  algorithm: str, world_size: int, rank: int, length: int, form: Format
 ) -> Plan:
-  """`from_schedule` for a registered algorithm; compiled once."""
-  schedule = registry.BUILDERS[algorithm](world_size)
-  return from_schedule(schedule, rank, length, itemsize, sub_chunk_bytes)
+  """`from_schedule` for an algorithm; compiled once."""
+  schedule = algorithms.build(algorithm, world_size)
+  return from_schedule(schedule, rank, length, form)
+
+
+@functools.lru_cache(maxsize=256)
+def half_by_name(
+  algorithm: str, world_size: int, rank: int, length: int, form: Format
+) -> Plan:
+  """As `by_name`, of the algorithm's reduce-scatter half."""
+  schedule = algorithms.build(algorithm, world_size).reduce_scatter()
+  return from_schedule(schedule, rank, length, form)
 
 
 def from_schedule(
-  schedule: schedule_lib.Schedule,
-  rank: int,
-  length: int,
-  itemsize: int,
-  sub_chunk_bytes: int,
+  schedule: schedule_lib.Schedule, rank: int, length: int, form: Format
 ) -> Plan:
-  """What one rank does in an all-reduce schedule.
+  """What one rank does in a schedule.
 
   The first send of a chunk reads the caller's array, the first addition writes
   array + received, so that nothing is copied beforehand. In each chunk things
   happen in the schedule's order: in a round a rank first sends what it had
-  before, then adds what arrives in the order of the senders.
+  before, then adds what arrives in rank order.
 
   Args:
-    schedule: a correct all-reduce.
+    schedule: a correct all-reduce, or the half of one.
     rank: whose plan.
     length: elements of the array.
-    itemsize: bytes of an element.
-    sub_chunk_bytes: the most bytes of a piece; at least one element is taken.
+    form: how they travel.
 
   Returns:
     A plan of O(T L / (C S)) pieces for T transfers of this rank, a buffer of
     L in C chunks and pieces of S bytes.
   """
   builder = _Builder()
-  steps: dict[int, list[schedule_lib.Transfer]] = {}
-  for transfer in schedule.transfers:
-    if rank in (transfer.src, transfer.dst):
-      steps.setdefault(transfer.chunk, []).append(transfer)
-      sending = transfer.src == rank
-      builder.link(sending, transfer.dst if sending else transfer.src)
-  bounds = _bounds(length, itemsize, schedule.num_chunks)
-  for chunk, transfers in steps.items():
-    # Rounds are simultaneous: sends take what was there before the round.
-    transfers.sort(key=lambda t: (t.round, t.src != rank, t.src, t.dst))
-    pieces = _cut(*bounds[chunk], itemsize, sub_chunk_bytes)
-    for index, (start, stop) in enumerate(pieces):
-      _add_steps(builder, transfers, rank, start, stop, index)
+  steps: dict[int, list[tuple]] = {}
+  for round_, arrivals in enumerate(schedule.arrivals()):
+    for (dst, chunk), transfers in arrivals.items():
+      for t in transfers:
+        if t.src == rank:
+          # Rounds are simultaneous: sends take what was there before.
+          steps.setdefault(chunk, []).append((round_, 0, dst, ()))
+          builder.link(True, dst)
+        elif dst == rank:
+          builder.link(False, t.src)
+      if dst == rank:
+        order = tuple(schedule_lib.rank_order(rank, transfers))
+        steps.setdefault(chunk, []).append((round_, 1, dst, order))
+  completions = schedule.completions()
+  ends = [
+    0,
+    *itertools.accumulate(
+      schedule_lib.chunk_sizes(length, schedule.num_chunks)
+    ),
+  ]
+  for chunk, happens in steps.items():
+    happens.sort()
+    for index, (first, last) in enumerate(
+      form.cut(ends[chunk], ends[chunk + 1])
+    ):
+      stretch = _Stretch(builder, rank, chunk, index, first, last, form)
+      for round_, arrives, peer, order in happens:
+        if not arrives:
+          stretch.send(round_, peer)
+        elif rank in order:
+          stretch.add_up(round_, order, (round_, rank, chunk) in completions)
+        else:
+          stretch.overwrite(round_, order[0])
+      stretch.finish()
   return builder.build()
-
-
-def _add_steps(
-  builder: _Builder,
-  transfers: Sequence[schedule_lib.Transfer],
-  rank: int,
-  start: int,
-  stop: int,
-  index: int,
-) -> None:
-  """The life of one stretch of bytes on one rank."""
-  writer: tuple[int, ...] = ()  # The last piece that wrote it.
-  readers: list[int] = []  # Sends of OUT since then: not to be overwritten.
-  for t in transfers:
-    order = (t.round, t.chunk, index)
-    if t.src == rank:
-      buffer = OUT if writer else ARRAY
-      number = builder.add(
-        Piece(SEND, t.dst, start, stop, buffer), order, writer
-      )
-      if buffer == OUT:
-        readers.append(number)
-      continue
-    if not t.reduce:
-      kind = COPY
-    else:
-      kind = ADD if writer else ADD_TO_ARRAY
-    piece = Piece(kind, t.src, start, stop, OUT)
-    writer = (builder.add(piece, order, (*writer, *readers)),)
-    readers = []
-
-
-@functools.lru_cache(maxsize=256)
-def to_everyone(world_size: int, rank: int, num_bytes: int) -> Plan:
-  """Everyone sends everything to everyone, and combines it in rank order.
-
-  One round, (N - 1) L bytes sent: for small buffers. STAGE holds one row for
-  each rank; the own row stays empty.
-  """
-  builder = _Builder()
-  received = []
-  for peer in range(world_size):
-    if peer == rank:
-      continue
-    builder.link(True, peer)
-    builder.link(False, peer)
-    if num_bytes:
-      builder.add(Piece(SEND, peer, 0, num_bytes, ARRAY), (0,))
-      row = Piece(COPY, peer, peer * num_bytes, (peer + 1) * num_bytes, STAGE)
-      received.append(builder.add(row, (0,)))
-  if num_bytes:
-    builder.add(Piece(COMBINE, -1, 0, num_bytes, OUT), (), received)
-  return builder.build(world_size * num_bytes)
-
-
-@functools.lru_cache(maxsize=256)
-def owners_combine(
-  world_size: int,
-  rank: int,
-  length: int,
-  itemsize: int,
-  sub_chunk_bytes: int,
-) -> Plan:
-  """Each rank combines one chunk in rank order and sends it to all.
-
-  2 (N - 1) / N L bytes sent, in two rounds. STAGE holds one row of this rank's
-  chunk for each rank; the own row stays empty.
-  """
-  builder = _Builder()
-  bounds = _bounds(length, itemsize, world_size)
-  low, high = bounds[rank]
-  peers = [peer for peer in range(world_size) if peer != rank]
-  for peer in peers:
-    builder.link(True, peer)
-    builder.link(False, peer)
-    theirs = _cut(*bounds[peer], itemsize, sub_chunk_bytes)
-    for index, (start, stop) in enumerate(theirs):
-      builder.add(Piece(SEND, peer, start, stop, ARRAY), (0, index))
-      builder.add(Piece(COPY, peer, start, stop, OUT), (1, index))
-  for index, (start, stop) in enumerate(
-    _cut(low, high, itemsize, sub_chunk_bytes)
-  ):
-    received = []
-    for peer in peers:
-      shift = peer * (high - low) - low
-      row = Piece(COPY, peer, start + shift, stop + shift, STAGE)
-      received.append(builder.add(row, (0, index)))
-    combined = builder.add(Piece(COMBINE, -1, start, stop, OUT), (), received)
-    for peer in peers:
-      builder.add(Piece(SEND, peer, start, stop, OUT), (1, index), [combined])
-  return builder.build(world_size * (high - low))
 
 
 @functools.lru_cache(maxsize=256)
 def chain(
-  world_size: int, rank: int, root: int, num_bytes: int, sub_chunk_bytes: int
+  world_size: int, rank: int, root: int, num_bytes: int, piece_bytes: int
 ) -> Plan:
   """A broadcast along a chain: each rank passes on what it has received.
 
@@ -286,13 +409,13 @@ def chain(
     builder.link(False, before)
   if position < world_size - 1:
     builder.link(True, after)
-  for index, (start, stop) in enumerate(_cut(0, num_bytes, 1, sub_chunk_bytes)):
+  for index, (start, stop) in enumerate(_cut_bytes(piece_bytes, 0, num_bytes)):
     got = []
     if position > 0:
-      got = [builder.add(Piece(COPY, before, start, stop, OUT), (index,))]
+      got = [builder.add(Piece(RECEIVE, before, OUT, start, stop), (index,))]
     if position < world_size - 1:
       builder.add(
-        Piece(SEND, after, start, stop, OUT if got else ARRAY), (index,), got
+        Piece(SEND, after, OUT if got else ARRAY, start, stop), (index,), got
       )
   return builder.build()
 
@@ -305,20 +428,20 @@ def star(world_size: int, rank: int, root: int, num_bytes: int) -> Plan:
   for peer in peers if rank == root else [root]:
     builder.link(rank == root, peer)
     if num_bytes and rank == root:
-      builder.add(Piece(SEND, peer, 0, num_bytes, ARRAY), (0,))
+      builder.add(Piece(SEND, peer, ARRAY, 0, num_bytes), (0,))
     elif num_bytes:
-      builder.add(Piece(COPY, peer, 0, num_bytes, OUT), (0,))
+      builder.add(Piece(RECEIVE, peer, OUT, 0, num_bytes), (0,))
   return builder.build()
 
 
 @functools.lru_cache(maxsize=64)
-def gather(rank: int, sizes: tuple[int, ...], sub_chunk_bytes: int) -> Plan:
+def gather(rank: int, sizes: tuple[int, ...], piece_bytes: int) -> Plan:
   """Everyone's bytes to everyone, one after the other in OUT.
 
   Args:
     rank: whose plan.
     sizes: bytes of each rank.
-    sub_chunk_bytes: the most bytes of a piece.
+    piece_bytes: the most bytes of a piece.
   """
   builder = _Builder()
   starts = [0, *itertools.accumulate(sizes)]
@@ -328,29 +451,17 @@ def gather(rank: int, sizes: tuple[int, ...], sub_chunk_bytes: int) -> Plan:
     builder.link(True, peer)
     builder.link(False, peer)
     for index, (start, stop) in enumerate(
-      _cut(0, sizes[rank], 1, sub_chunk_bytes)
+      _cut_bytes(piece_bytes, 0, sizes[rank])
     ):
-      builder.add(Piece(SEND, peer, start, stop, ARRAY), (index,))
+      builder.add(Piece(SEND, peer, ARRAY, start, stop), (index,))
     for index, (start, stop) in enumerate(
-      _cut(starts[peer], starts[peer] + size, 1, sub_chunk_bytes)
+      _cut_bytes(piece_bytes, starts[peer], starts[peer] + size)
     ):
-      builder.add(Piece(COPY, peer, start, stop, OUT), (index,))
+      builder.add(Piece(RECEIVE, peer, OUT, start, stop), (index,))
   return builder.build()
 
 
-def _bounds(
-  length: int, itemsize: int, num_chunks: int
-) -> list[tuple[int, int]]:
-  """First and last byte (exclusive) of each chunk."""
-  sizes = schedule_lib.chunk_sizes(length, num_chunks)
-  ends = [end * itemsize for end in itertools.accumulate(sizes)]
-  return list(zip([0, *ends[:-1]], ends, strict=True))
-
-
-def _cut(
-  start: int, stop: int, itemsize: int, sub_chunk_bytes: int
+def _cut_bytes(
+  piece_bytes: int, start: int, stop: int
 ) -> Iterator[tuple[int, int]]:
-  """Cuts a stretch into pieces of whole elements."""
-  step = max(sub_chunk_bytes // itemsize, 1) * itemsize
-  for first in range(start, stop, step):
-    yield first, min(first + step, stop)
+  return Format(1, piece_bytes=piece_bytes).cut(start, stop)

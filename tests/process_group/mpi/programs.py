@@ -10,6 +10,7 @@ import time
 import ml_dtypes
 import numpy as np
 
+from tests.process_group import conformance
 from tf_strategies import errors, process_group
 from tf_strategies.process_group.mpi import control as mpi_control
 from tf_strategies.process_group.mpi import links
@@ -26,7 +27,6 @@ DTYPES = (
   np.complex64,
 )
 SIZES = (0, 1, 2, 3, 17, 1000, 20011)
-WIRES = {'bfloat16': ml_dtypes.bfloat16, 'float16': np.float16}
 # Everything at once, and everything in chunks of its own.
 SMALL = (1 << 15, 0)
 
@@ -76,15 +76,15 @@ def reduce(note):
             assert same is out
             note[key] = raw(out)
           assert raw(given) == raw(numbers(rank, size, dtype))
-      for wire, dtype in WIRES.items():
-        for size in SIZES:
-          given = numbers(rank, size, dtype).view(np.uint16)
-          key = (small, 'wire', wire, size)
-          note[key] = raw(group.all_reduce(given, wire=wire))
       for op in ('sum', 'min', 'max'):
         taken = group.all_reduce(odd_numbers(rank, 999), op=op)
         assert taken.ctypes.data % 64 == 0
         note[small, 'odd', op] = raw(taken)
+
+
+def table(note):
+  with _group(**conformance.OPTIONS) as group:
+    note['table'] = group.rank, conformance.run(group)
 
 
 def move(note):

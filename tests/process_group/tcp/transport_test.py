@@ -2,16 +2,20 @@
 
 import socket
 import threading
+from unittest import mock
 
 import numpy as np
 from absl.testing import absltest, parameterized
 
 from tf_strategies import collectives
+from tf_strategies.collectives import codec, codecs
+from tf_strategies.process_group import buffers, execution
 from tf_strategies.process_group import plan as plan_lib
 from tf_strategies.process_group.network import protocol as wire
 from tf_strategies.process_group.tcp import transport
 
 _DEADLINE_SECONDS = 60
+_FLOAT32 = plan_lib.Format(4)
 
 
 def _mesh(world_size):
@@ -24,6 +28,10 @@ def _mesh(world_size):
 
 def _header(sequence, size=0):
   return wire.DataHeader('all_reduce', 1, sequence, 'x', 'sum', '', size, 0, 0)
+
+
+def _execution(plan, array, out, form=_FLOAT32, **kwargs):
+  return execution.Execution(plan, array, out, buffers.Pool(), form, **kwargs)
 
 
 class _Rank(threading.Thread):
@@ -63,14 +71,21 @@ def _run(world_size, functions):
 
 class SchedulesTest(parameterized.TestCase):
   @parameterized.product(
-    algorithm=tuple(collectives.BUILDERS), world_size=(1, 2, 3, 4, 5)
+    algorithm=tuple(collectives.ALGORITHMS),
+    world_size=(1, 2, 3, 4, 5),
+    compression=tuple(collectives.CODECS),
+    dtype=('float32', 'float16'),
   )
-  def test_equals_the_simulator(self, algorithm, world_size):
-    schedule = collectives.BUILDERS[algorithm](world_size)
+  def test_equals_the_simulator(
+    self, algorithm, world_size, compression, dtype
+  ):
+    schedule = collectives.ALGORITHMS[algorithm](world_size)
     sizes = (0, 1, world_size + 1, 1009)
     inputs = {
       size: [
-        np.random.RandomState(100 * size + r).standard_normal(size).astype('f4')
+        np.random.RandomState(100 * size + r)
+        .standard_normal(size)
+        .astype(dtype)
         for r in range(world_size)
       ]
       for size in sizes
@@ -83,9 +98,11 @@ class SchedulesTest(parameterized.TestCase):
         for sequence, size in enumerate(sizes, 1):
           array = inputs[size][rank]
           out = array.copy() if world_size == 1 else np.full_like(array, -9)
-          plan = plan_lib.from_schedule(schedule, rank, size, 4, 100)
+          form = plan_lib.Format.of(array.dtype, compression, 100)
+          plan = plan_lib.from_schedule(schedule, rank, size, form)
           before = links.bytes_sent
-          links.run(plan, _header(sequence, size), [array, out], np.add)
+          run = _execution(plan, array, out, form)
+          links.run(run, _header(sequence, size))
           sent[rank][size] = links.bytes_sent - before
           outputs[size][rank] = out
 
@@ -94,7 +111,7 @@ class SchedulesTest(parameterized.TestCase):
     errors = _run(world_size, [work(rank) for rank in range(world_size)])
     self.assertEqual(errors, [None] * world_size)
     for size in sizes:
-      expected = collectives.simulate(schedule, inputs[size])
+      expected = collectives.simulate(schedule, inputs[size], compression)
       for rank in range(world_size):
         self.assertEqual(
           outputs[size][rank].tobytes(), expected.outputs[rank].tobytes()
@@ -119,13 +136,103 @@ class SchedulesTest(parameterized.TestCase):
     outputs = [np.empty_like(a) for a in arrays]
 
     def work(rank):
-      plan = plan_lib.from_schedule(schedule, rank, size, 8, 1 << 16)
-      views = [arrays[rank], outputs[rank]]
-      return lambda links: links.run(plan, _header(1), views, np.add)
+      form = plan_lib.Format(8, piece_bytes=1 << 16)
+      plan = plan_lib.from_schedule(schedule, rank, size, form)
+      run = _execution(plan, arrays[rank], outputs[rank], form)
+      return lambda links: links.run(run, _header(1))
 
     self.assertEqual(_run(4, [work(r) for r in range(4)]), [None] * 4)
     for out in outputs:
       np.testing.assert_array_equal(out, np.arange(size) * 10)
+
+
+class Blocks(codec.Codec):
+  """Eight bits a value, a scale for four values, and a residual."""
+
+  name = 'blocks'
+  block_length = 4
+
+  def data_format(self, length):
+    return 'int8', length
+
+  def metadata_format(self, length):
+    return 'float32', -(-length // 4)
+
+  def make_state(self, length):
+    return np.zeros(length, np.float32)
+
+  def _encode(self, values, payload, state):
+    wanted = values.astype(np.float32)
+    if state is not None:
+      wanted += state
+    padded = np.zeros(4 * payload.metadata.size, np.float32)
+    padded[: wanted.size] = wanted
+    payload.metadata[:] = np.abs(padded.reshape(-1, 4)).max(1) / 127
+    scales = np.repeat(np.maximum(payload.metadata, 1e-30), 4)[: wanted.size]
+    payload.data[:] = np.rint(wanted / scales)
+    if state is not None:
+      state[:] = wanted - self.decode(payload)
+
+  def _decode(self, payload, out):
+    scales = np.repeat(payload.metadata, 4)[: payload.length]
+    np.multiply(payload.data, scales, out=out)
+
+
+class Whole(Blocks):
+  """The same, of which nothing may be cut."""
+
+  block_length = None
+
+
+class ResidualTest(parameterized.TestCase):
+  @parameterized.product(
+    algorithm=tuple(collectives.ALGORITHMS),
+    world_size=(2, 3, 4),
+    blocks=(Blocks(), Whole()),
+  )
+  def test_equals_the_simulator(self, algorithm, world_size, blocks):
+    schedule = collectives.ALGORITHMS[algorithm](world_size)
+    length, num_calls = 203, 3
+    inputs = [
+      np.random.RandomState(r).standard_normal(length).astype(np.float32)
+      for r in range(world_size)
+    ]
+    states = [blocks.make_state(length) for _ in inputs]
+    outputs = [[] for _ in inputs]
+
+    def work(rank):
+      def function(links):
+        form = plan_lib.Format(4, blocks, piece_bytes=80)
+        plan = plan_lib.from_schedule(schedule, rank, length, form)
+        for call in range(num_calls):
+          out = np.empty(length, np.float32)
+          run = _execution(plan, inputs[rank], out, form, state=states[rank])
+          links.run(run, _header(call + 1))
+          outputs[rank].append(out.tobytes())
+
+      return function
+
+    self.assertEqual(
+      _run(world_size, [work(r) for r in range(world_size)]),
+      [None] * world_size,
+    )
+    known = {**codecs.CODECS, 'blocks': blocks}
+    simulated = [blocks.make_state(length) for _ in inputs]
+    without = []
+    with mock.patch.object(codecs, 'CODECS', known):
+      for call in range(num_calls):
+        expected = collectives.simulate(
+          schedule, inputs, 'blocks', states=simulated
+        ).outputs
+        without.append(collectives.simulate(schedule, inputs, 'blocks').outputs)
+        for rank in range(world_size):
+          self.assertEqual(outputs[rank][call], expected[0].tobytes())
+    # What was lost in one call is made good in the next.
+    self.assertNotEqual(outputs[0][0], outputs[0][1])
+    self.assertEqual(without[0][0].tobytes(), without[1][0].tobytes())
+    for mine, other in zip(states, simulated, strict=True):
+      np.testing.assert_array_equal(mine, other)
+      self.assertGreater(np.abs(mine).max(), 0)
 
 
 class FailuresTest(parameterized.TestCase):
@@ -133,12 +240,12 @@ class FailuresTest(parameterized.TestCase):
     array = np.zeros(8, np.float32)
 
     def work(rank, size):
-      plan = plan_lib.by_name('ring', 3, rank, 8, 4, 64)
-      views = [array, array.copy()]
-      return lambda links: links.run(plan, _header(1, size), views, np.add)
+      plan = plan_lib.by_name('ring', 3, rank, 8, plan_lib.Format(4))
+      run = _execution(plan, array, array.copy())
+      return lambda links: links.run(run, _header(1, size))
 
     ranks = _run_to_first_error(3, [work(0, 8), work(1, 9), work(2, 8)])
-    found = [e for e in ranks if isinstance(e, transport.HeaderMismatchError)]
+    found = [e for e in ranks if isinstance(e, execution.MismatchError)]
     self.assertNotEmpty(found)
     self.assertLessEqual({e.rank for e in found}, {0, 1})
 
@@ -147,21 +254,19 @@ class FailuresTest(parameterized.TestCase):
     links = transport.Transport({1: mine}, 0, lambda: None)
     other.close()
     array = np.zeros(8, np.float32)
-    with self.assertRaises(transport.LinkClosedError) as raised:
-      links.run(
-        plan_lib.by_name('ring', 2, 0, 8, 4, 64),
-        _header(1),
-        [array, array.copy()],
-        np.add,
-      )
+    with self.assertRaises(execution.LinkClosedError) as raised:
+      plan = plan_lib.by_name('ring', 2, 0, 8, plan_lib.Format(4))
+      links.run(_execution(plan, array, array.copy()), _header(1))
     self.assertEqual(raised.exception.rank, 1)
     links.close()
 
   def test_deadline_names_who_is_missing(self):
     mine, other = socket.socketpair()
     links = transport.Transport({1: mine}, 0, lambda: None)
-    with self.assertRaises(transport.DeadlineError) as raised:
-      links.run(plan_lib.to_everyone(2, 0, 0), _header(1), [], deadline=0.0)
+    with self.assertRaises(execution.DeadlineError) as raised:
+      nothing = np.empty(0, np.uint8)
+      run = _execution(plan_lib.gather(0, (0, 0), 1), nothing, nothing)
+      links.run(run, _header(1), deadline=0.0)
     self.assertEqual(raised.exception.waiting, (1,))
     links.close()
     other.close()

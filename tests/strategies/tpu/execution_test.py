@@ -13,7 +13,7 @@ from absl.testing import parameterized
 
 from tests import tiers
 from tests.strategies.tpu import double, program
-from tf_strategies.collectives import BUILDERS, ring_all_reduce
+from tf_strategies.collectives import ALGORITHMS, ring_all_reduce
 
 SUM = tf.distribute.ReduceOp.SUM
 MEAN = tf.distribute.ReduceOp.MEAN
@@ -223,11 +223,12 @@ class ExecutionTest(tf.test.TestCase, parameterized.TestCase):
   @tiers.named_parameters(
     *[
       (tiers.quick if name == 'ring' else tiers.full)(name, name)
-      for name in BUILDERS
+      for name, build in ALGORITHMS.items()
+      if build(4).adds_up_once()
     ]
   )
   def test_a_wrong_schedule_gives_a_wrong_sum(self, name):
-    schedule = BUILDERS[name](4)
+    schedule = ALGORITHMS[name](4)
     for lost in (0, len(schedule.transfers) - 1):
       transfers = list(schedule.transfers)
       del transfers[lost]

@@ -9,7 +9,7 @@ from absl.testing import parameterized
 import tf_strategies as tfs
 from tests import tiers
 from tests.strategies.tpu import double, program
-from tf_strategies.collectives import BUILDERS, ring_all_reduce
+from tf_strategies.collectives import ALGORITHMS, ring_all_reduce
 
 _REPLICAS = 4
 _RING = 2 * (_REPLICAS - 1)
@@ -132,7 +132,7 @@ class KerasTest(tf.test.TestCase, parameterized.TestCase):
   @pytest.mark.full
   def test_another_schedule(self):
     replicas = self.check_equals_one_device(sgd, all_reduce='tree')
-    self.assertIsNone(replicas.step.mismatch(BUILDERS['tree'](_REPLICAS)))
+    self.assertIsNone(replicas.step.mismatch(ALGORITHMS['tree'](_REPLICAS)))
 
   @pytest.mark.full
   def test_unwrapped(self):

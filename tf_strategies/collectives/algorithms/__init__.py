@@ -1,1 +1,74 @@
-"""All-reduce algorithms, one file each: functions that return a `Schedule`."""
+"""All-reduce algorithms by name, one file each.
+
+Every module here is an algorithm: `name.py` defines `name_all_reduce`, a
+function of the world size that returns a `Schedule`. A new file is found by
+itself. It does not change what `cost_model.choose` picks: its candidates are
+listed there.
+
+Example:
+
+  >>> build('ring', 4).num_rounds
+  6
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import types
+from collections.abc import Callable, Mapping
+
+from tf_strategies import errors
+from tf_strategies.collectives import schedule
+
+ALGORITHMS: Mapping[str, Callable[[int], schedule.Schedule]] = (
+  types.MappingProxyType(
+    {
+      module.name: getattr(
+        importlib.import_module(f'{__name__}.{module.name}'),
+        f'{module.name}_all_reduce',
+      )
+      for module in pkgutil.iter_modules(__path__)
+    }
+  )
+)
+
+
+def build(name: str, world_size: int) -> schedule.Schedule:
+  """The schedule of an algorithm.
+
+  Args:
+    name: of a module in this package.
+    world_size: number of ranks.
+
+  Returns:
+    The schedule, with the algorithm's defaults.
+
+  Raises:
+    UnsupportedOptionError: there is no algorithm of that name.
+    ScheduleError: `world_size` is not a positive integer.
+  """
+  return ALGORITHMS[check(name)](world_size)
+
+
+def check(name: str, *others: str) -> str:
+  """Checks the name of an algorithm.
+
+  Args:
+    name: what to check.
+    *others: names that are allowed besides, for instance 'auto'.
+
+  Returns:
+    The name.
+
+  Raises:
+    UnsupportedOptionError: there is no algorithm of that name.
+  """
+  allowed = (*others, *ALGORITHMS)
+  if not isinstance(name, str) or name not in allowed:
+    raise errors.UnsupportedOptionError(
+      f'algorithm {name!r}',
+      f'one of {", ".join(map(repr, allowed))}',
+      'use one of these names, or pass a Schedule where one is accepted',
+    )
+  return name

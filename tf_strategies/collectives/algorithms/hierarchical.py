@@ -10,7 +10,7 @@ from tf_strategies.collectives import schedule
 from tf_strategies.collectives.algorithms import ring
 
 
-def hierarchical_ring_all_reduce(
+def hierarchical_all_reduce(
   world_size: int, group_size: int | None = None
 ) -> schedule.Schedule:
   """Rings inside groups of ranks, and rings across the groups.
@@ -31,9 +31,9 @@ def hierarchical_ring_all_reduce(
 
   Example:
 
-    >>> hierarchical_ring_all_reduce(8, group_size=4).num_rounds
+    >>> hierarchical_all_reduce(8, group_size=4).num_rounds
     8
-    >>> hierarchical_ring_all_reduce(8).name
+    >>> hierarchical_all_reduce(8).name
     'hierarchical'
 
   Args:

@@ -9,6 +9,7 @@ which yields, looks at the clock and notices that the group has failed.
 from __future__ import annotations
 
 import atexit
+import collections
 import faulthandler
 import json
 import os
@@ -20,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from tf_strategies import errors
+from tf_strategies.process_group import execution as execution_lib
 
 # How long a wait only yields before it sleeps: for ranks that are not there
 # yet, and for bytes, which in shared memory move only while MPI is called.
@@ -29,12 +31,10 @@ _SLEEP_SECONDS = 0.0001
 # Looks at the clock after this many yields: a microsecond each or less.
 _YIELDS = 16
 _FINALIZE_SECONDS = 10.0
+# Messages that are under way between two ranks in one direction.
+_UNDER_WAY = 2
 
 _yield = getattr(os, 'sched_yield', lambda: time.sleep(0))
-
-
-class DeadlineError(Exception):
-  """Something did not finish in time; never leaves the room."""
 
 
 def load() -> Any:
@@ -112,56 +112,31 @@ class Communicator:
     request = self._comm.Iallgather([part, byte], [parts, byte])
     self.wait(request, (part, parts), *how, moving=moving)
 
-  def gather(
-    self, part: np.ndarray, parts: np.ndarray, sizes: Sequence[int], *how: Any
+  def run(
+    self,
+    execution: execution_lib.Execution,
+    deadline: float,
+    check: Callable[[], None],
   ) -> None:
-    """As `gather_equal`, with `sizes[rank]` bytes of each rank."""
-    self._check_counts(parts)
-    byte = self._mpi.BYTE
-    request = self._comm.Iallgatherv(
-      [part, byte], [parts, sizes, _starts(sizes), byte]
-    )
-    self.wait(request, (part, parts), *how)
-
-  def gather_own(
-    self, parts: np.ndarray, sizes: Sequence[int], *how: Any
-  ) -> None:
-    """As `gather`; what this rank brings lies in `parts` already."""
-    self._check_counts(parts)
-    byte = self._mpi.BYTE
-    request = self._comm.Iallgatherv(
-      self._mpi.IN_PLACE, [parts, sizes, _starts(sizes), byte]
-    )
-    self.wait(request, (parts,), *how)
-
-  def scatter_all(
-    self, data: np.ndarray, sizes: Sequence[int], rows: np.ndarray, *how: Any
-  ) -> None:
-    """Brings this rank's chunk of every other rank's data here.
+    """Runs a plan, which every rank does at the same time.
 
     Args:
-      data: uint8; `sizes[rank]` bytes for each rank, in order.
-      sizes: of the chunks.
-      rows: uint8, `size` rows of `sizes[self.rank]`; this rank's own row stays
-        as it is.
-      *how: the deadline and the check of `wait`.
-    """
-    self._check_counts(data, rows)
-    starts, own, rank = _starts(sizes), sizes[self.rank], self.rank
-    send = [0 if r == rank else n for r, n in enumerate(sizes)]
-    receive = [0 if r == rank else own for r in range(self.size)]
-    places = [own * r for r in range(self.size)]
-    byte = self._mpi.BYTE
-    request = self._comm.Ialltoallv(
-      [data, send, starts, byte], [rows, receive, places, byte]
-    )
-    self.wait(request, (data, rows), *how)
+      execution: what this rank does.
+      deadline: in seconds of the monotonic clock.
+      check: raises if it is no use to wait any more.
 
-  def broadcast(self, data: np.ndarray, root: int, *how: Any) -> None:
-    """Brings the root's bytes to everyone; uint8."""
-    self._check_counts(data)
-    request = self._comm.Ibcast([data, self._mpi.BYTE], root)
-    self.wait(request, (data,), *how)
+    Raises:
+      DeadlineError: it took longer.
+    """
+    run = _Run(self._mpi, self._comm, execution)
+    try:
+      _wait(run.work, deadline, check, _PATIENCE_MOVING)
+    except execution_lib.DeadlineError:
+      raise execution_lib.DeadlineError(run.waiting()) from None
+    finally:
+      if run.requests:
+        # They cannot be cancelled for sure: MPI may still use this memory.
+        _left.append(run)
 
   def gather_values(self, value: Any, deadline: float) -> list[Any]:
     """Brings a value of every rank, as JSON can say it, to every rank.
@@ -177,10 +152,14 @@ class Communicator:
       deadline,
       moving=False,
     )
-    parts = np.empty(int(sizes.sum()), np.uint8)
-    self.gather(part, parts, sizes.tolist(), deadline)
-    pieces = np.split(parts, np.cumsum(sizes)[:-1])
-    return [json.loads(piece.tobytes()) for piece in pieces]
+    padded = np.zeros(int(sizes.max()), np.uint8)
+    padded[: part.size] = part
+    parts = np.empty((self.size, padded.size), np.uint8)
+    self.gather_equal(padded, parts.reshape(-1), deadline)
+    return [
+      json.loads(row[:size].tobytes())
+      for row, size in zip(parts, sizes.tolist(), strict=True)
+    ]
 
   def wait(
     self,
@@ -202,41 +181,129 @@ class Communicator:
     Raises:
       DeadlineError: it took longer.
     """
-    test = request.Test
-    if test():
-      return
+    patience = _PATIENCE_MOVING if moving else _PATIENCE_WAITING
     try:
-      start = time.monotonic()
-      patience = _PATIENCE_MOVING if moving else _PATIENCE_WAITING
-      while True:
-        for _ in range(_YIELDS):
-          _yield()
-          if test():
-            return
-        check()
-        now = time.monotonic()
-        if now > deadline:
-          raise DeadlineError
-        if now - start > patience:
-          time.sleep(_SLEEP_SECONDS)
+      _wait(request.Test, deadline, check, patience)
     except BaseException:
       # Collectives cannot be cancelled: MPI may still use this memory.
       _left.append((request, buffers))
       raise
 
-  def _check_counts(self, *arrays: np.ndarray) -> None:
-    # Before version 4 lengths in MPI are 32-bit integers.
-    largest = max(array.nbytes for array in arrays)
-    if largest >= 1 << 31 and self._mpi.Get_version() < (4, 0):
-      raise errors.UnsupportedOptionError(
-        f'{largest} bytes at once with MPI {self._mpi.Get_version()}',
-        'less than 2 GiB, or an MPI library of version 4',
-        'pass smaller arrays',
-      )
+
+def _wait(
+  test: Callable[[], bool],
+  deadline: float,
+  check: Callable[[], None],
+  patience: float,
+) -> None:
+  """Calls `test` until it is true; yields, and sleeps after `patience`."""
+  if test():
+    return
+  start = time.monotonic()
+  while True:
+    for _ in range(_YIELDS):
+      _yield()
+      if test():
+        return
+    check()
+    now = time.monotonic()
+    if now > deadline:
+      raise execution_lib.DeadlineError
+    if now - start > patience:
+      time.sleep(_SLEEP_SECONDS)
+
+
+class _Run:
+  """A plan whose pieces are messages of MPI.
+
+  Messages between two ranks arrive in the order in which they were sent, which
+  is the plan's. Some are under way at a time, in each direction.
+  """
+
+  def __init__(self, mpi: Any, comm: Any, execution: execution_lib.Execution):
+    self._mpi, self._comm = mpi, comm
+    self._execution = execution
+    plan = execution.plan
+    self._sends = {p: collections.deque(n) for p, n in plan.sends.items()}
+    self._receives = {p: collections.deque(n) for p, n in plan.receives.items()}
+    self._under_way: collections.Counter[tuple[bool, int]] = (
+      collections.Counter()
+    )
+    # What came before it may be applied.
+    self._early: dict[int, np.ndarray] = {}
+    self.requests: list[Any] = []
+    # For each request: is it a send, the peer, the piece, its own memory.
+    self._about: list[tuple[bool, int, int, np.ndarray | None]] = []
+    for peer in self._receives:
+      self._post_receives(peer)
+    for peer in self._sends:
+      self._post_sends(peer)
+
+  def work(self) -> bool:
+    """Does what can be done now; whether everything is done."""
+    execution = self._execution
+    while execution.remaining:
+      done = self._mpi.Request.Testsome(self.requests) if self.requests else ()
+      for index in sorted(done or (), reverse=True):
+        self.requests.pop(index)
+        self._finish(*self._about.pop(index))
+      if not done and not execution.compute_next(self._wake):
+        return False
+    return True
+
+  def waiting(self) -> list[int]:
+    """The ranks whose messages, or whose readiness, are missing."""
+    return sorted({peer for _, peer, _, _ in self._about})
+
+  def _finish(self, is_send, peer, number, received) -> None:
+    self._under_way[is_send, peer] -= 1
+    if is_send:
+      self._execution.done(number, self._wake)
+      self._post_sends(peer)
+      return
+    if received is not None and self._execution.needs[number]:
+      self._early[number] = received
+    else:
+      self._execution.receive(number, received, self._wake)
+    self._post_receives(peer)
+
+  def _wake(self, number: int) -> None:
+    piece = self._execution.plan.pieces[number]
+    if number in self._early:
+      self._execution.receive(number, self._early.pop(number), self._wake)
+    elif piece.peer in self._sends:
+      self._post_sends(piece.peer)
+
+  def _post_sends(self, peer: int) -> None:
+    waiting = self._sends[peer]
+    while (
+      waiting
+      and not self._execution.needs[waiting[0]]
+      and self._under_way[True, peer] < _UNDER_WAY
+    ):
+      number = waiting.popleft()
+      self._post(True, peer, number, self._execution.memory(number), None)
+
+  def _post_receives(self, peer: int) -> None:
+    waiting = self._receives[peer]
+    while waiting and self._under_way[False, peer] < _UNDER_WAY:
+      number = waiting.popleft()
+      received = None
+      if not self._execution.is_direct(number):
+        piece = self._execution.plan.pieces[number]
+        received = self._execution.take(piece.stop - piece.start)
+      memory = self._execution.memory(number) if received is None else received
+      self._post(False, peer, number, memory, received)
+
+  def _post(self, is_send, peer, number, memory, received) -> None:
+    start = self._comm.Isend if is_send else self._comm.Irecv
+    self.requests.append(start([memory, self._mpi.BYTE], peer))
+    self._about.append((is_send, peer, number, received))
+    self._under_way[is_send, peer] += 1
 
 
 # Requests that MPI still works on, with their memory.
-_left: list[tuple[Any, Sequence[np.ndarray]]] = []
+_left: list[Any] = []
 
 
 def _finalize(mpi: Any) -> None:
@@ -253,11 +320,3 @@ def _finalize(mpi: Any) -> None:
   faulthandler.dump_traceback_later(_FINALIZE_SECONDS, exit=True, file=2)
   mpi.Finalize()
   faulthandler.cancel_dump_traceback_later()
-
-
-def _starts(sizes: Sequence[int]) -> list[int]:
-  starts, end = [], 0
-  for size in sizes:
-    starts.append(end)
-    end += size
-  return starts

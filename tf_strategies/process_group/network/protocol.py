@@ -42,7 +42,8 @@ class DataHeader:
   Two ranks that are at the same collective have equal headers.
 
   Attributes:
-    kind: 'all_reduce', 'all_gather', 'broadcast' or 'barrier'.
+    kind: 'all_reduce', 'reduce_scatter', 'all_gather', 'broadcast' or
+      'barrier'.
     generation: of the group.
     sequence: counts the collectives of the group, from 1.
     algorithm: how the bytes move.
@@ -62,6 +63,13 @@ class DataHeader:
   num_bytes: int
   extra: int
   checksum: int
+
+  def __str__(self):
+    return (
+      f'{self.kind}({self.op}) of {self.num_bytes} bytes of {self.dtype} by '
+      f'{self.algorithm}, sequence {self.sequence} of generation '
+      f'{self.generation}'
+    )
 
   def pack(self) -> bytes:
     """The header as `DATA_HEADER_BYTES` bytes."""

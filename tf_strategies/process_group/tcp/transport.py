@@ -16,8 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from tf_strategies.process_group import buffers
-from tf_strategies.process_group import combine as combine_lib
-from tf_strategies.process_group import plan as plan_lib
+from tf_strategies.process_group import execution as execution_lib
 from tf_strategies.process_group.network import protocol as wire
 
 # How long `poll` sleeps at most: the loop looks at the clock and at the state
@@ -27,31 +26,6 @@ _POLL_SECONDS = 1.0
 _LEAST_READ_BYTES = 1 << 19
 _READ = select.POLLIN
 _WRITE = select.POLLOUT
-
-
-class LinkClosedError(Exception):
-  """A peer's end of a data link is closed; never leaves the room."""
-
-  def __init__(self, rank: int):
-    super().__init__(f'rank {rank} closed its data link')
-    self.rank = rank
-
-
-class HeaderMismatchError(Exception):
-  """A peer is at another collective; never leaves the room."""
-
-  def __init__(self, rank: int, received: wire.DataHeader | None):
-    super().__init__(f'rank {rank} sent {received}')
-    self.rank = rank
-    self.received = received
-
-
-class DeadlineError(Exception):
-  """A collective took too long; never leaves the room."""
-
-  def __init__(self, waiting: Sequence[int]):
-    super().__init__(f'waiting for ranks {waiting}')
-    self.waiting = tuple(waiting)
 
 
 class Link:
@@ -145,39 +119,34 @@ class Transport:
 
   def run(
     self,
-    plan: plan_lib.Plan,
+    execution: execution_lib.Execution,
     header: wire.DataHeader,
-    views: Sequence[np.ndarray],
-    ufunc: np.ufunc | None = None,
-    combine: combine_lib.Combine | None = None,
     deadline: float = float('inf'),
   ) -> None:
     """Runs a plan.
 
     Args:
-      plan: what this rank does.
+      execution: what this rank does.
       header: what every peer must send too.
-      views: the buffers ARRAY, OUT and STAGE, flat; the dtype counts where
-        something is added.
-      ufunc: adds what is received.
-      combine: makes a stretch of bytes of OUT from STAGE.
       deadline: of `time.monotonic()`.
 
     Raises:
       LinkClosedError: a peer is gone, whose bytes are still needed.
-      HeaderMismatchError: a peer is at another collective.
+      MismatchError: a peer is at another collective.
       DeadlineError: it is late.
       Error: whatever `check` raises.
     """
     for link in self._links.values():
       link.reset()
-    run = _Run(self._links, plan, header, views, ufunc, combine)
+    run = _Run(self._links, execution, header)
     while True:
       run.work()
+      # While links have nothing to do, a piece is computed between two looks.
+      has_computed = execution.compute_next(run.wake)
       if not run.remaining:
         break
-      self._wait(run, deadline)
-    self.bytes_sent += plan.bytes_sent
+      self._wait(run, deadline, has_computed)
+    self.bytes_sent += execution.plan.bytes_sent
 
   def shut_down(self) -> None:
     """Ends all links in both directions; wakes a running collective."""
@@ -192,7 +161,7 @@ class Transport:
     for link in self._links.values():
       link.sock.close()
 
-  def _wait(self, run: _Run, deadline: float) -> None:
+  def _wait(self, run: _Run, deadline: float, only_look: bool) -> None:
     for link in self._links.values():
       mask = run.mask(link)
       if mask & _READ:
@@ -200,9 +169,11 @@ class Transport:
       self._watch(link, mask)
     left = deadline - time.monotonic()
     if left <= 0:
-      raise DeadlineError(run.waiting())
-    events = self._poll.poll(1000 * min(left, _POLL_SECONDS))
-    if not events:
+      raise execution_lib.DeadlineError(run.waiting())
+    events = self._poll.poll(
+      0 if only_look else 1000 * min(left, _POLL_SECONDS)
+    )
+    if not events and not only_look:
       self._check()
     for fd, _ in events:
       link = self._by_fd[fd]
@@ -238,24 +209,15 @@ class _Run:
   def __init__(
     self,
     links: Mapping[int, Link],
-    plan: plan_lib.Plan,
+    execution: execution_lib.Execution,
     header: wire.DataHeader,
-    views: Sequence[np.ndarray],
-    ufunc: np.ufunc | None,
-    combine: combine_lib.Combine | None,
   ):
     self._links = links
-    self._pieces = plan.pieces
-    self._unlocks = plan.unlocks
-    self._needs = list(plan.needs)
+    self._execution = execution
     self._header = header
-    self._views = views
-    self._memory = [memoryview(view.view(np.uint8)) for view in views]
-    self._ufunc = ufunc
-    self._combine = combine
     self._active: collections.deque[Link] = collections.deque()
-    # Every piece, and every header in either direction.
-    self.remaining = len(plan.pieces) + len(plan.sends) + len(plan.receives)
+    plan = execution.plan
+    self._headers = len(plan.sends) + len(plan.receives)
     packed = memoryview(header.pack())
     for rank, numbers in plan.sends.items():
       link = links[rank]
@@ -265,6 +227,11 @@ class _Run:
       link.receives, link.planned, link.expects = numbers, True, True
     for link in links.values():
       self.enqueue(link)
+
+  @property
+  def remaining(self) -> int:
+    """Every piece, and every header in either direction."""
+    return self._headers + self._execution.remaining
 
   def enqueue(self, link: Link) -> None:
     """Has a link looked at."""
@@ -306,11 +273,11 @@ class _Run:
       return False
     number = link.receives[link.receive_index]
     if link.incoming is None:
-      link.incoming = self._target(link, number)
+      link.incoming = memoryview(self._target(link, number))
     count = self._recv(link, link.incoming)
     if count == len(link.incoming):
       link.incoming = None
-      if link.in_scratch and self._needs[number]:
+      if link.in_scratch and self._execution.needs[number]:
         link.full = True
       else:
         self._apply(link, number)
@@ -321,7 +288,7 @@ class _Run:
   def _receive_header(self, link: Link) -> bool:
     if link.closed:
       if link.expects:
-        raise LinkClosedError(link.rank)
+        raise execution_lib.LinkClosedError(link.rank)
       return False
     # It may have come while this rank was at an earlier collective.
     is_new = not link.header_is_there
@@ -337,12 +304,16 @@ class _Run:
       received = None
     if link.expects:
       if received != self._header:
-        raise HeaderMismatchError(link.rank, received)
+        raise execution_lib.MismatchError(
+          link.rank, None if received is None else str(received)
+        )
       link.expects = False
       link.header_got = 0
-      self.remaining -= 1
+      self._headers -= 1
     elif received is None or received.sequence <= self._header.sequence:
-      raise HeaderMismatchError(link.rank, received)
+      raise execution_lib.MismatchError(
+        link.rank, None if received is None else str(received)
+      )
     return link.planned or is_new
 
   def _recv(self, link: Link, view: memoryview) -> int:
@@ -356,53 +327,33 @@ class _Run:
     if count == 0:
       link.closed = True
       if link.receiving:
-        raise LinkClosedError(link.rank)
+        raise execution_lib.LinkClosedError(link.rank)
     return count
 
-  def _target(self, link: Link, number: int) -> memoryview:
+  def _target(self, link: Link, number: int) -> np.ndarray:
     """Where a piece is received: in its place, if that is free already."""
-    piece = self._pieces[number]
-    link.in_scratch = piece.kind != plan_lib.COPY or self._needs[number] > 0
-    if link.in_scratch:
-      return memoryview(link.scratch_of(piece.stop - piece.start))
-    return self._memory[piece.buffer][piece.start : piece.stop]
+    link.in_scratch = not self._execution.is_direct(number)
+    if not link.in_scratch:
+      return self._execution.memory(number)
+    piece = self._execution.plan.pieces[number]
+    return link.scratch_of(piece.stop - piece.start)
 
   def _apply(self, link: Link, number: int) -> None:
     """Puts a received piece where it belongs."""
-    kind, _, start, stop, buffer = self._pieces[number]
-    if kind == plan_lib.COPY:
-      if link.in_scratch:
-        received = link.scratch_of(stop - start)
-        self._memory[buffer][start:stop] = memoryview(received)
-    else:
-      out = self._views[plan_lib.OUT]
-      place = slice(start // out.itemsize, stop // out.itemsize)
-      source = plan_lib.ARRAY if kind == plan_lib.ADD_TO_ARRAY else plan_lib.OUT
-      self._ufunc(
-        self._views[source][place],
-        link.scratch_of(stop - start).view(out.dtype),
-        out=out[place],
-      )
+    received = None
+    if link.in_scratch:
+      piece = self._execution.plan.pieces[number]
+      received = link.scratch_of(piece.stop - piece.start)
     link.full = False
     link.receive_index += 1
-    self._done(number)
+    self._execution.receive(number, received, self.wake)
 
-  def _done(self, number: int) -> None:
-    """Lets go what waited for a piece."""
-    self.remaining -= 1
-    for other in self._unlocks[number]:
-      self._needs[other] -= 1
-      if self._needs[other]:
-        continue
-      kind, peer, start, stop, _ = self._pieces[other]
-      if kind == plan_lib.COMBINE:
-        self._combine(start, stop)
-        self._done(other)
-        continue
-      link = self._links[peer]
-      if link.full and link.receives[link.receive_index] == other:
-        self._apply(link, other)
-      self.enqueue(link)
+  def wake(self, number: int) -> None:
+    """Has the link of a piece looked at, which may move from now on."""
+    link = self._links[self._execution.plan.pieces[number].peer]
+    if link.full and link.receives[link.receive_index] == number:
+      self._apply(link, number)
+    self.enqueue(link)
 
   def _send(self, link: Link) -> bool:
     """Sends once; whether that brought anything on."""
@@ -418,19 +369,20 @@ class _Run:
       link.blocked = True
       return False
     except OSError as e:
-      raise LinkClosedError(link.rank) from e
+      raise execution_lib.LinkClosedError(link.rank) from e
     if link.header_out is not None:
       taken = min(count, len(link.header_out))
       link.header_out = link.header_out[taken:] or None
       count -= taken
       if link.header_out is not None:
         return True
-      self.remaining -= 1
+      self._headers -= 1
     if link.outgoing is not None:
       if count == len(link.outgoing):
         link.outgoing = None
         link.send_index += 1
-        self._done(link.sends[link.send_index - 1])
+        number = link.sends[link.send_index - 1]
+        self._execution.done(number, self.wake)
       else:
         link.outgoing = link.outgoing[count:]
     return True
@@ -439,7 +391,5 @@ class _Run:
     """Takes up the next piece, if what it needs is there."""
     if link.outgoing is None and link.send_index < len(link.sends):
       number = link.sends[link.send_index]
-      if not self._needs[number]:
-        piece = self._pieces[number]
-        memory = self._memory[piece.buffer]
-        link.outgoing = memory[piece.start : piece.stop]
+      if not self._execution.needs[number]:
+        link.outgoing = memoryview(self._execution.memory(number))

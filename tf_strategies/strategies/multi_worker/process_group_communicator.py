@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tf_strategies import errors, process_group
+from tf_strategies import collectives, errors, process_group
 from tf_strategies.strategies import communicator
 from tf_strategies.strategies.mirrored import reducer
 from tf_strategies.strategies.multi_worker import buckets as buckets_lib
@@ -26,7 +26,8 @@ class ProcessGroupCommunicator(communicator.Communicator):
     group: the process group.
     local: what adds up tensors of the local devices.
     bucket_bytes: the most that a bucket of small tensors holds.
-    compression: 'none', or the 16-bit type in which float32 travels.
+    all_reduce: name of the algorithm between workers, or 'auto'.
+    compression: name of the codec in which gradients travel.
   """
 
   def __init__(
@@ -34,12 +35,15 @@ class ProcessGroupCommunicator(communicator.Communicator):
     group: process_group.ProcessGroup,
     local: reducer.DeviceReducer,
     bucket_bytes: int,
+    all_reduce: str = 'auto',
     compression: str = 'none',
   ):
     self._ring = collective_queue.CollectiveQueue(group)
     self._local = local
     self._bucket_bytes = bucket_bytes
-    self._compression = compression
+    self._how = {'algorithm': all_reduce, 'compression': compression}
+    # Where a codec is a cast, TensorFlow makes it on all cores.
+    self._cast_dtype = collectives.CODECS[compression].cast_dtype
 
   @property
   def group(self) -> process_group.ProcessGroup:
@@ -61,7 +65,7 @@ class ProcessGroupCommunicator(communicator.Communicator):
     self._ring.reset(group)
 
   def all_reduce(self, columns, name):
-    """See base class; float32 travels in 16 bits if compression says so."""
+    """See base class."""
     several = len(columns) > 1
     tensors = self._local.sum_on_first(columns) if several else columns[0]
     summed = self._all_reduce_host(tensors, 'all_reduce', name)
@@ -89,25 +93,29 @@ class ProcessGroupCommunicator(communicator.Communicator):
 
   def _all_reduce_host(self, tensors, kind, name):
     with tf.device('CPU:0'):
-      encoded = [_encode(t, self._compression) for t in tensors]
+      sent = [self._cast(t) for t in tensors]
       packed = buckets_lib.pack(
-        [e.tensor for e in encoded],
-        [f'{e.tensor.dtype.name} {e.wire}' for e in encoded],
-        self._bucket_bytes,
-        _ALONE_BYTES,
+        sent, [t.dtype.name for t in sent], self._bucket_bytes, _ALONE_BYTES
       )
-      wires = [encoded[members[0]].wire for members in packed.members]
 
       def reduce(group, index, array):
         return group.all_reduce(
-          array, name=f'{name}/bucket_{index}', wire=wires[index]
+          array, name=f'{name}/bucket_{index}', **self._how
         )
 
       contents = [_names(tensors, members) for members in packed.members]
       summed = packed.unpack(
         self._ring.call_all(kind, reduce, packed.buckets, contents)
       )
-      return [e.decode(t) for e, t in zip(encoded, summed, strict=True)]
+      return [tf.cast(s, t.dtype) for s, t in zip(summed, tensors, strict=True)]
+
+  def _cast(self, tensor):
+    """A tensor in the dtype in which the group gets it."""
+    if tensor.dtype == tf.bool:
+      return tf.cast(tensor, tf.uint8)
+    if tensor.dtype == tf.float32 and self._cast_dtype is not None:
+      return tf.cast(tensor, self._cast_dtype)
+    return tensor
 
   def combine(self, tensor, op, name, is_report=False):
     """See base class."""
@@ -132,10 +140,7 @@ class ProcessGroupCommunicator(communicator.Communicator):
 
     shape = tf.TensorShape([None]).concatenate(tensor.shape[1:])
     with tf.device('CPU:0'):
-      encoded = _encode(tensor, 'none')
-      return encoded.decode(
-        self._ring.call('all_gather', gather, encoded.tensor, shape)
-      )
+      return self._ring.call('all_gather', gather, tensor, shape)
 
   def broadcast(self, tensor, root, name):
     """See base class."""
@@ -145,10 +150,7 @@ class ProcessGroupCommunicator(communicator.Communicator):
       return np.reshape(group.broadcast(flat, root, name=name), array.shape)
 
     with tf.device('CPU:0'):
-      encoded = _encode(tensor, 'none')
-      return encoded.decode(
-        self._ring.call('broadcast', send, encoded.tensor, tensor.shape)
-      )
+      return self._ring.call('broadcast', send, tensor, tensor.shape)
 
   def exchange(self, tag, payload):
     """See base class."""
@@ -189,36 +191,3 @@ def _source(op):
   while op.type in ('Identity', 'Cast', 'Reshape'):
     op = op.inputs[0].op
   return op
-
-
-class _Encoded:
-  """A tensor as it travels: NumPy has no bfloat16, and 16 bits may be asked."""
-
-  def __init__(self, tensor, wire, dtype):
-    self.tensor = tensor
-    self.wire = wire
-    self._dtype = dtype
-
-  def decode(self, tensor: tf.Tensor) -> tf.Tensor:
-    """Returns what came back in the dtype that was sent."""
-    if self.wire != 'none':
-      tensor = tf.bitcast(tensor, tf.as_dtype(self.wire))
-    if tensor.dtype != self._dtype:
-      tensor = tf.cast(tensor, self._dtype)
-    return tensor
-
-
-def _encode(tensor: tf.Tensor, compression: str) -> _Encoded:
-  dtype = tensor.dtype
-  if dtype == tf.bool:
-    return _Encoded(tf.cast(tensor, tf.uint8), 'none', dtype)
-  wire = 'none'
-  if dtype in (tf.bfloat16, tf.float16):
-    # The sum of 16-bit floats is made in float32 and rounded once.
-    wire = dtype.name
-  elif dtype == tf.float32 and compression != 'none':
-    wire = compression
-    tensor = tf.cast(tensor, tf.as_dtype(wire))
-  if wire != 'none':
-    tensor = tf.bitcast(tensor, tf.uint16)
-  return _Encoded(tensor, wire, dtype)

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tf_strategies import cluster as cluster_lib
 from tf_strategies import cross_device, errors, process_group
-from tf_strategies.collectives import compression as compression_lib
+from tf_strategies.collectives import algorithms, codecs
 from tf_strategies.strategies.mirrored import devices as devices_lib
 from tf_strategies.strategies.mirrored import extended as mirrored_extended
 from tf_strategies.strategies.multi_worker import extended as extended_lib
@@ -27,18 +27,23 @@ class RingOptions:
     link: 'tcp', or 'mpi' for a job that `mpiexec` started.
     bucket_bytes: the most that a bucket of gradients holds. Buckets travel while
       the backward pass computes the next one.
-    compression: 'none', 'bfloat16' or 'float16': what float32 gradients travel
-      as. Sums are made in float32. Halves the bytes where the network is the
-      limit, and costs precision (8 or 11 bits).
+    all_reduce: the algorithm between workers, a name in
+      `tfs.collectives.ALGORITHMS`; 'auto' picks it by the size of a bucket.
+    compression: what float gradients travel as, a name in
+      `tfs.collectives.CODECS`. Sums are made in float32. 'bfloat16' and
+      'float16' halve the bytes where the network is the limit, and cost
+      precision (8 or 11 bits).
     group: rendezvous, secret and deadlines; None takes the secret from the
       environment.
 
   Raises:
-    UnsupportedOptionError: an unknown link or compression, or no bytes.
+    UnsupportedOptionError: an unknown link, algorithm or compression, or no
+      bytes.
   """
 
   link: str = 'tcp'
   bucket_bytes: int = 8 << 20
+  all_reduce: str = 'auto'
   compression: str = 'none'
   group: process_group.GroupOptions | None = None
 
@@ -53,7 +58,8 @@ class RingOptions:
         'a positive number of bytes',
         'leave it out for 8 MiB',
       )
-    compression_lib.by_name(self.compression)
+    algorithms.check(self.all_reduce, 'auto')
+    codecs.get(self.compression)
 
 
 class MultiWorkerRingStrategy(strategy.MultiWorkerStrategy):
@@ -139,6 +145,7 @@ class MultiWorkerRingStrategy(strategy.MultiWorkerStrategy):
         group,
         local,
         options.bucket_bytes,
+        options.all_reduce,
         options.compression,
       )
 
@@ -155,6 +162,7 @@ class MultiWorkerRingStrategy(strategy.MultiWorkerStrategy):
       {
         'devices of a worker': len(devices),
         'bucket_bytes': options.bucket_bytes,
+        'all_reduce': options.all_reduce,
         'compression': options.compression,
       }
     )

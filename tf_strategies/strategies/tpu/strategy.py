@@ -7,7 +7,7 @@ from collections.abc import Callable
 import tensorflow as tf
 
 from tf_strategies import errors
-from tf_strategies.collectives import registry
+from tf_strategies.collectives import algorithms
 from tf_strategies.collectives import schedule as schedule_lib
 from tf_strategies.strategies.tpu import extended, permute, system
 
@@ -56,7 +56,7 @@ class TPURingStrategy(tf.distribute.TPUStrategy):
     resolver: of a TPU that this process is connected to and that
       `tf.tpu.experimental.initialize_tpu_system` has made ready; None for the
       one that the environment names.
-    all_reduce: a name in `tfs.collectives.BUILDERS`; a function that returns a
+    all_reduce: a name in `tfs.collectives.ALGORITHMS`; a function that returns a
       schedule for a number of replicas; or 'builtin' for TensorFlow's own
       CrossReplicaSum.
     device_assignment: a `tf.tpu.experimental.DeviceAssignment` with one core a
@@ -99,7 +99,7 @@ class TPURingStrategy(tf.distribute.TPUStrategy):
 
 
 def _check_all_reduce(all_reduce) -> None:
-  known = (*registry.BUILDERS, _BUILTIN)
+  known = (*algorithms.ALGORITHMS, _BUILTIN)
   if callable(all_reduce) or (
     isinstance(all_reduce, str) and all_reduce in known
   ):
@@ -116,7 +116,7 @@ def _build_schedule(all_reduce, num_replicas) -> schedule_lib.Schedule | None:
   if all_reduce == _BUILTIN:
     return None
   builder = (
-    registry.BUILDERS[all_reduce]
+    algorithms.ALGORITHMS[all_reduce]
     if isinstance(all_reduce, str)
     else (all_reduce)
   )
@@ -132,4 +132,11 @@ def _build_schedule(all_reduce, num_replicas) -> schedule_lib.Schedule | None:
       f'{schedule.world_size} ranks for {num_replicas} replicas. Build it for '
       'the world_size that it is called with.'
     )
-  return schedule.validate()
+  schedule.validate()
+  if not schedule.adds_up_once():
+    raise errors.ScheduleError(
+      f'Expected a schedule that adds up each chunk on one replica, got '
+      f'{schedule.name!r}, of which all replicas add up the same chunks. A TPU '
+      "program adds in another order on each of them. Fix: all_reduce='ring'."
+    )
+  return schedule

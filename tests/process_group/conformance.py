@@ -1,0 +1,135 @@
+"""The table of a group's reductions: algorithm x codec x op x size x dtype.
+
+It goes over the registries, so a new algorithm or codec is in it by itself. The
+expected bits are the simulator's.
+"""
+
+import collections
+import itertools
+
+import numpy as np
+
+from tf_strategies import collectives, errors
+from tf_strategies.collectives import simulator
+
+# Nothing, fewer elements than ranks, and chunks of several pieces.
+SIZES = (0, 1, 3, 64, 1009)
+DTYPES = ('float32', 'float64', 'float16', 'int32')
+OPTIONS = {'small_message_bytes': 256, 'sub_chunk_bytes': 192}
+
+Case = collections.namedtuple(
+  'Case', 'kind algorithm compression op size dtype'
+)
+
+
+def cases(world_size: int) -> list[Case]:
+  """All cases between so many processes."""
+  kinds = {
+    'all_reduce': ('auto', *collectives.ALGORITHMS),
+    'reduce_scatter': (
+      'auto',
+      *(n for n in collectives.ALGORITHMS if half(n, world_size) is not None),
+    ),
+  }
+  found = []
+  for kind, names in kinds.items():
+    for case in itertools.product(
+      names,
+      collectives.CODECS,
+      simulator.REDUCTIONS,
+      SIZES,
+      DTYPES,
+    ):
+      case = Case(kind, *case)
+      # The other dtypes with one op: what they add is independent of it.
+      if case.dtype == 'float32' or case.op == 'sum':
+        found.append(case)
+  return found
+
+
+def half(algorithm: str, world_size: int):
+  """The reduce-scatter half of an algorithm; None if it has none."""
+  try:
+    return collectives.ALGORITHMS[algorithm](world_size).reduce_scatter()
+  except errors.ScheduleError:
+    return None
+
+
+def values(rank: int, case: Case) -> np.ndarray:
+  """Tells ranks and positions apart; sums of floats depend on their order."""
+  noise = np.random.RandomState([rank, case.size]).uniform(-9, 9, case.size)
+  return (noise + rank + np.arange(case.size) % 7).astype(case.dtype)
+
+
+def run(group) -> dict[Case, list[bytes]]:
+  """What a rank gets in each case, called twice: residuals add up."""
+  results = {}
+  for case in cases(group.world_size):
+    array = values(group.rank, case)
+    before = array.tobytes()
+    how = case._asdict()
+    reduce = getattr(group, how.pop('kind'))
+    del how['size'], how['dtype']
+    outputs = [reduce(array, name=str(case), **how) for _ in range(2)]
+    assert array.tobytes() == before
+    assert all(out.dtype == array.dtype for out in outputs)
+    results[case] = [out.tobytes() for out in outputs]
+  return results
+
+
+def expected(
+  case: Case, world_size: int, large: str = 'ring'
+) -> list[list[bytes]]:
+  """What every rank must get, by the simulator.
+
+  Args:
+    case: of the table.
+    world_size: number of processes.
+    large: what 'auto' is for large arrays that travel as they are.
+  """
+  inputs = [values(rank, case) for rank in range(world_size)]
+  if world_size == 1:
+    return [[inputs[0].tobytes()] * 2]
+  schedule = _schedule(case, world_size, large)
+  codec = collectives.CODECS[case.compression]
+  states = [codec.make_state(case.size) for _ in inputs]
+  sizes = collectives.chunk_sizes(case.size, world_size)
+  starts = np.cumsum((0, *sizes))
+  calls = []
+  for _ in range(2):
+    outputs = collectives.simulate(
+      schedule, inputs, case.compression, case.op, states
+    ).outputs
+    if case.kind == 'reduce_scatter':
+      outputs = [
+        out[starts[rank] : starts[rank + 1]] for rank, out in enumerate(outputs)
+      ]
+    calls.append([out.tobytes() for out in outputs])
+  return [list(rank) for rank in zip(*calls, strict=True)]
+
+
+def _schedule(case: Case, world_size: int, large: str):
+  algorithm = case.algorithm
+  if algorithm == 'auto':
+    # A float travels encoded, and 16-bit floats always.
+    is_small = case.size * np.dtype(case.dtype).itemsize <= 256
+    is_coded = case.dtype == 'float16' or (
+      case.compression != 'none' and case.dtype != 'int32'
+    )
+    algorithm = 'direct' if is_coded else large
+    if is_small:
+      algorithm = 'one_shot' if case.kind == 'all_reduce' else 'direct'
+  if case.kind == 'reduce_scatter':
+    return half(algorithm, world_size)
+  return collectives.ALGORITHMS[algorithm](world_size)
+
+
+def check(test, results: list[dict], large: str = 'ring') -> None:
+  """Compares what all ranks got, bit by bit, with each other too."""
+  world_size = len(results)
+  for case in cases(world_size):
+    want = expected(case, world_size, large)
+    for rank, result in enumerate(results):
+      test.assertEqual(result[case], want[rank], (case, rank))
+      if case.kind == 'all_reduce':
+        test.assertEqual(result[case], results[0][case], (case, rank))

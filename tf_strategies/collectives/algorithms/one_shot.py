@@ -1,0 +1,48 @@
+"""One-shot all-reduce: everything to everyone at once, for small buffers."""
+
+from __future__ import annotations
+
+import functools
+
+from tf_strategies.collectives import schedule
+
+
+def one_shot_all_reduce(world_size: int) -> schedule.Schedule:
+  """Every rank sends its whole buffer to all others and adds what it gets.
+
+  A single round, the least latency there can be, but each rank sends
+  (N - 1) L bytes of a buffer of L. All ranks add in rank order, so that they
+  end with the same bits.
+
+  Example:
+
+    >>> one_shot = one_shot_all_reduce(4)
+    >>> one_shot.num_rounds, one_shot.bytes_out([10])
+    (1, (30, 30, 30, 30))
+
+  Args:
+    world_size: number of ranks N.
+
+  Returns:
+    A schedule of one chunk with N (N - 1) transfers.
+
+  Raises:
+    ScheduleError: `world_size` is not a positive integer.
+  """
+  return _build(schedule.check_world_size(world_size))
+
+
+@functools.lru_cache(maxsize=32)
+def _build(world_size: int) -> schedule.Schedule:
+  ranks = range(world_size)
+  return schedule.Schedule(
+    'one_shot',
+    world_size,
+    1,
+    tuple(
+      schedule.Transfer(0, src, dst, 0, True)
+      for src in ranks
+      for dst in ranks
+      if src != dst
+    ),
+  )

@@ -1,0 +1,164 @@
+"""What a codec is: how a stretch of an array looks while it travels.
+
+Sums are never made on payloads: a receiver decodes first and adds in float32
+(float64 for float64 arrays). In every all-reduce with a codec, whatever the
+algorithm and wherever it runs:
+
+* A rank encodes its value of a chunk when it sends it, and goes on with what
+  the others decode, not with its own more precise value.
+* A sum that is complete is encoded once. All ranks, the one that added it up
+  among them, use what that payload decodes to; it is forwarded as it is.
+* The residual of a codec that keeps one goes into a rank's first payload of a
+  stretch. Later ones, of sums that other ranks may hold too, do without.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Payload:
+  """What travels for a stretch of an array.
+
+  Attributes:
+    data: one dimension, contiguous.
+    metadata: the same, what it takes to decode `data`: scales, say; may be
+      empty.
+    length: elements of the stretch.
+    memory: the bytes of both, as they travel.
+  """
+
+  data: np.ndarray
+  metadata: np.ndarray
+  length: int
+  memory: np.ndarray
+
+
+class Codec(abc.ABC):
+  """Encodes stretches of a float array, and decodes them again.
+
+  A codec is a file in `collectives/codecs`. It says what a payload consists of
+  (`data_format`, `metadata_format`) and fills and reads one (`_encode`,
+  `_decode`). Both ends of a link derive the size of a payload from the number
+  of elements.
+
+  Attributes:
+    name: what `compression=` calls it: the name of its file.
+    lossy: whether decoding can give other values than were encoded.
+    block_length: elements that are encoded independently of others, so that an
+      array may be cut after any multiple of them without changing what is
+      decoded. None if it must not be cut.
+    cast_dtype: name of a dtype whose arrays are payloads already, None if
+      there is none.
+  """
+
+  name: str
+  lossy: bool = True
+  block_length: int | None = 1
+  cast_dtype: str | None = None
+
+  @abc.abstractmethod
+  def data_format(self, length: int) -> tuple[str, int]:
+    """NumPy dtype and length of `Payload.data` for so many elements."""
+
+  def metadata_format(self, length: int) -> tuple[str, int]:
+    """The same for `Payload.metadata`; by default there is none."""
+    del length
+    return 'uint8', 0
+
+  def payload_bytes(self, length: int) -> int:
+    """Bytes that `length` elements travel as."""
+    (data, n), (metadata, m) = (
+      self.data_format(length),
+      self.metadata_format(length),
+    )
+    return n * np.dtype(data).itemsize + m * np.dtype(metadata).itemsize
+
+  def make_state(self, length: int) -> np.ndarray | None:
+    """The residual of a tensor before its first all-reduce.
+
+    Args:
+      length: elements of the tensor.
+
+    Returns:
+      An array of as many rows, of which `encode` gets and changes those of its
+      stretch; None for a codec without a state.
+    """
+    del length
+
+  def payload(self, length: int, memory: np.ndarray | None = None) -> Payload:
+    """A payload to fill or to read.
+
+    Args:
+      length: elements of the stretch.
+      memory: uint8, `payload_bytes(length)`; None for new memory.
+
+    Returns:
+      Views of the memory: metadata first, then data.
+    """
+    if memory is None:
+      memory = np.empty(self.payload_bytes(length), np.uint8)
+    dtype, count = self.metadata_format(length)
+    end = count * np.dtype(dtype).itemsize
+    data_dtype, _ = self.data_format(length)
+    return Payload(
+      memory[end:].view(data_dtype), memory[:end].view(dtype), length, memory
+    )
+
+  def encode(
+    self,
+    values: np.ndarray,
+    state: np.ndarray | None = None,
+    memory: np.ndarray | None = None,
+  ) -> Payload:
+    """Encodes a stretch.
+
+    Args:
+      values: floats, one dimension, contiguous; not changed.
+      state: this stretch's rows of what `make_state` returned, which are
+        changed; None to encode without.
+      memory: where the payload goes; None for new memory.
+
+    Returns:
+      The payload.
+    """
+    payload = self.payload(len(values), memory)
+    if len(values):
+      self._encode(values, payload, state)
+    return payload
+
+  def decode(
+    self, payload: Payload, out: np.ndarray | None = None
+  ) -> np.ndarray:
+    """Decodes a payload into `out`, floats of its length; float32 if None."""
+    if out is None:
+      out = np.empty(payload.length, np.float32)
+    if payload.length:
+      self._decode(payload, out)
+    return out
+
+  @abc.abstractmethod
+  def _encode(
+    self, values: np.ndarray, payload: Payload, state: np.ndarray | None
+  ) -> None:
+    """Fills the payload; there is one value at least."""
+
+  @abc.abstractmethod
+  def _decode(self, payload: Payload, out: np.ndarray) -> None:
+    """Fills `out`, whatever float dtype it has."""
+
+
+def sum_dtype(dtype: np.dtype) -> np.dtype:
+  """The dtype in which decoded arrays of `dtype` are added up.
+
+  Example:
+
+    >>> [sum_dtype(dtype).name for dtype in ('float16', 'float64')]
+    ['float32', 'float64']
+  """
+  dtype = np.dtype(dtype)
+  return np.dtype(np.float64 if dtype == np.float64 else np.float32)

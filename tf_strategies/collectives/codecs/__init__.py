@@ -1,0 +1,117 @@
+"""Codecs by name, one file each.
+
+Every module here defines one subclass of `codec.Codec`, whose `name` is the
+name of its file. A new file is found by itself, and `compression=` knows it.
+
+Example:
+
+  >>> get('bfloat16').payload_bytes(10)
+  20
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import types
+from collections.abc import Mapping
+
+import numpy as np
+
+from tf_strategies import errors
+from tf_strategies.collectives import codec as codec_lib
+
+# Elements over which the sizes of payloads are compared.
+_MANY = 1 << 16
+
+
+def _find(module: types.ModuleType) -> codec_lib.Codec:
+  [found] = [
+    value
+    for value in vars(module).values()
+    if inspect.isclass(value) and value.__module__ == module.__name__
+    if issubclass(value, codec_lib.Codec)
+  ]
+  return found()
+
+
+CODECS: Mapping[str, codec_lib.Codec] = types.MappingProxyType(
+  {
+    module.name: _find(importlib.import_module(f'{__name__}.{module.name}'))
+    for module in pkgutil.iter_modules(__path__)
+  }
+)
+NONE = CODECS['none']
+
+
+def get(name: str) -> codec_lib.Codec:
+  """The codec of a name.
+
+  Args:
+    name: of a module in this package.
+
+  Returns:
+    The codec; one serves all tensors, their states are apart.
+
+  Raises:
+    UnsupportedOptionError: there is no codec of that name.
+  """
+  if not isinstance(name, str) or name not in CODECS:
+    raise errors.UnsupportedOptionError(
+      f'compression={name!r}',
+      f'one of {", ".join(map(repr, CODECS))}',
+      "write compression='none' to send arrays as they are",
+    )
+  return CODECS[name]
+
+
+def ratio(name: str) -> float:
+  """Bytes on the wire for each byte of a float32 array, for the cost model."""
+  return get(name).payload_bytes(_MANY) / (4 * _MANY)
+
+
+def wire_bytes(name: str, dtype: np.dtype, length: int) -> int:
+  """Bytes that an array of `length` elements travels as; see `for_array`."""
+  dtype = np.dtype(dtype)
+  codec = for_array(name, dtype)
+  if codec is NONE:
+    return length * dtype.itemsize
+  return codec.payload_bytes(length)
+
+
+def for_array(name: str, dtype: np.dtype) -> codec_lib.Codec:
+  """What arrays of a dtype travel as when a codec is asked for.
+
+  A codec is for floats, and where its payload is smaller than the array.
+  Integers and complex numbers travel as they are, exactly. 16-bit floats are
+  payloads already: they travel as they are too, but are added in float32 and
+  rounded once a hop.
+
+  Example:
+
+    >>> [for_array('float16', np.dtype(d)).name for d in ('f4', 'f2', 'i4')]
+    ['float16', 'float16', 'none']
+    >>> for_array('none', np.dtype('f2')).name
+    'float16'
+
+  Args:
+    name: of the codec that is asked for.
+    dtype: of the array, in the byte order of this machine.
+
+  Returns:
+    The codec that is used.
+
+  Raises:
+    UnsupportedOptionError: there is no codec of that name.
+  """
+  wanted = get(name)
+  own = NONE
+  for codec in CODECS.values():
+    if codec.cast_dtype == dtype.name and dtype.isnative:
+      own = codec
+  if wanted is NONE or (own is NONE and dtype.kind != 'f'):
+    return own
+  if wanted.payload_bytes(_MANY) < _MANY * dtype.itemsize:
+    return wanted
+  return own

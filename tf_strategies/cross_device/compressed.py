@@ -1,0 +1,71 @@
+"""An all-reduce through a codec, between devices of one process.
+
+Runs the simulator in a host call: the same bits as between processes.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from tf_strategies import collectives
+from tf_strategies.collectives import schedule as schedule_lib
+from tf_strategies.cross_device import executor
+
+
+def execute(
+  schedule: schedule_lib.Schedule,
+  values: Sequence[Sequence[tf.Tensor]],
+  devices: Sequence[str],
+  divide_by: int,
+  compression: str,
+  residuals: dict,
+) -> list[list[tf.Tensor]]:
+  """Runs `schedule` over each tensor and returns every rank's results.
+
+  Args:
+    schedule: an all-reduce schedule for `len(devices)` ranks.
+    values: `values[rank][i]` is tensor `i` of that rank.
+    devices: the device of each rank.
+    divide_by: floats are divided by it before the sum, so that it cannot
+      overflow; integers after it.
+    compression: the codec's name.
+    residuals: of the codec, by tensor; it is filled and changed.
+
+  Returns:
+    `results[rank][i]`: the reduced tensor `i` on that rank's device.
+  """
+  results = [[] for _ in devices]
+  for index, tensors in enumerate(zip(*values, strict=True)):
+    dtype, shape = tensors[0].dtype, tensors[0].shape
+    if divide_by > 1 and not dtype.is_integer:
+      tensors = [executor.divide(t, divide_by) for t in tensors]
+    key = (index, '' if tf.executing_eagerly() else tensors[0].name)
+    with tf.device('CPU:0'):
+      reduced = tf.numpy_function(
+        _host_call(schedule, compression, residuals, key),
+        tensors,
+        [dtype] * len(devices),
+      )
+    for rank, (tensor, device) in enumerate(zip(reduced, devices, strict=True)):
+      with tf.device(device):
+        tensor.set_shape(shape)
+        if divide_by > 1 and dtype.is_integer:
+          tensor = executor.divide(tensor, divide_by)
+        results[rank].append(tf.identity(tensor))
+  return results
+
+
+def _host_call(schedule, compression, residuals, key):
+  codec = collectives.CODECS[compression]
+
+  def run(*arrays):
+    length = np.size(arrays[0])
+    states = residuals.setdefault(
+      (*key, length), [codec.make_state(length) for _ in arrays]
+    )
+    return collectives.simulate(
+      schedule, arrays, compression, states=states
+    ).outputs
+
+  return run

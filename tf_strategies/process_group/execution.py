@@ -1,0 +1,233 @@
+"""Runs what a plan computes: sums, encoding and decoding, in memory.
+
+What moves bytes, TCP or MPI, asks where a piece goes or comes from, says when
+it has moved, and learns which pieces can move next.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from tf_strategies.collectives import codec as codec_lib
+from tf_strategies.collectives import codecs
+from tf_strategies.process_group import buffers
+from tf_strategies.process_group import plan as plan_lib
+
+_NOTHING = np.empty(0, np.uint8)
+
+
+class LinkClosedError(Exception):
+  """A peer's end of a data link is closed; internal to `process_group`."""
+
+  def __init__(self, rank: int):
+    super().__init__(f'rank {rank} closed its data link')
+    self.rank = rank
+
+
+class MismatchError(Exception):
+  """A peer is at another collective; internal to `process_group`."""
+
+  def __init__(self, rank: int, received: str | None):
+    super().__init__(f'rank {rank} sent {received}')
+    self.rank = rank
+    self.received = received
+
+
+class DeadlineError(Exception):
+  """A collective took too long; internal to `process_group`."""
+
+  def __init__(self, waiting: Sequence[int] = ()):
+    super().__init__(f'waiting for ranks {waiting}')
+    self.waiting = tuple(waiting)
+
+
+class Execution:
+  """One run of a plan on the arrays of one rank.
+
+  Args:
+    plan: what this rank does.
+    array: what it contributes: flat, contiguous.
+    out: where the result goes: as `array`, or of any length where the plan
+      only moves bytes.
+    pool: gives the memory that the plan needs.
+    form: how elements travel and are added.
+    ufunc: what combines two arrays.
+    state: of the codec, a row for each element; None to encode without.
+  """
+
+  def __init__(
+    self,
+    plan: plan_lib.Plan,
+    array: np.ndarray,
+    out: np.ndarray,
+    pool: buffers.Pool,
+    form: plan_lib.Format = plan_lib.BYTES,
+    ufunc: np.ufunc = np.add,
+    state: np.ndarray | None = None,
+  ):
+    self.plan = plan
+    self.needs = list(plan.needs)
+    self.remaining = len(plan.pieces)
+    self._form, self._ufunc, self._state = form, ufunc, state
+    self._pool = pool
+    self._is_coded = form.codec is not codecs.NONE
+    values = out
+    if form.is_wide:
+      values = pool.take(array.shape, codec_lib.sum_dtype(array.dtype))
+    self._values = values
+    self._arrays = {
+      plan_lib.ARRAY: array,
+      plan_lib.OUT: out,
+      plan_lib.VALUES: values,
+    }
+    wire = out
+    if self._is_coded and not form.is_payload:
+      wire = pool.take(plan.wire_bytes, np.uint8)
+    self._bytes = {
+      plan_lib.ARRAY: array.view(np.uint8),
+      plan_lib.OUT: out.view(np.uint8),
+      plan_lib.STAGE: (
+        pool.take(plan.stage_bytes, np.uint8) if plan.stage_bytes else _NOTHING
+      ),
+      plan_lib.WIRE: wire.view(np.uint8),
+    }
+    self._temporary: dict[int, np.ndarray] = {}
+    # Local pieces that nothing waits for in a hurry.
+    self._later = collections.deque(
+      number
+      for number, piece in enumerate(plan.pieces)
+      if piece.peer < 0 and not plan.needs[number]
+    )
+
+  def memory(self, number: int) -> np.ndarray:
+    """The bytes that are sent, or into which is received."""
+    piece = self.plan.pieces[number]
+    return self._bytes[piece.buffer][piece.start : piece.stop]
+
+  def is_direct(self, number: int) -> bool:
+    """Whether a piece may be received into its `memory` now."""
+    kind = self.plan.pieces[number].kind
+    return kind == plan_lib.RECEIVE and not self.needs[number]
+
+  def take(self, num_bytes: int) -> np.ndarray:
+    """Memory for a piece that may not go into its place yet."""
+    return self._pool.take(num_bytes, np.uint8)
+
+  def receive(
+    self,
+    number: int,
+    received: np.ndarray | None,
+    wake: Callable[[int], None],
+  ) -> None:
+    """Takes a piece that has come and that needs nothing else.
+
+    Args:
+      number: of the piece.
+      received: its bytes; None if they are in `memory` already.
+      wake: called for each piece that may move from now on.
+    """
+    if received is not None:
+      if self.plan.pieces[number].kind == plan_lib.RECEIVE:
+        self.memory(number)[:] = received
+      else:
+        self._combine(self.plan.pieces[number], received)
+    self.done(number, wake)
+
+  def done(self, number: int, wake: Callable[[int], None]) -> None:
+    """Lets go what waited for a piece, and computes what can be computed."""
+    self.remaining -= 1
+    for other in self.plan.unlocks[number]:
+      self.needs[other] -= 1
+      if self.needs[other]:
+        continue
+      piece = self.plan.pieces[other]
+      if piece.peer >= 0:
+        wake(other)
+      elif piece.kind == plan_lib.DECODE:
+        self._later.append(other)
+      else:
+        self._compute(piece)
+        self.done(other, wake)
+
+  def compute_next(self, wake: Callable[[int], None]) -> bool:
+    """Computes a piece while nothing can move; False if there is none."""
+    if not self._later:
+      return False
+    number = self._later.popleft()
+    self._compute(self.plan.pieces[number])
+    self.done(number, wake)
+    return True
+
+  def _compute(self, piece: plan_lib.Piece) -> None:
+    if piece.kind == plan_lib.COMBINE:
+      self._combine(piece, None)
+      return
+    codec, length = self._form.codec, piece.last - piece.first
+    memory = self._bytes[piece.buffer][piece.start : piece.stop]
+    array = self._arrays[piece.terms[0][0]][piece.first : piece.last]
+    is_wide = array.dtype != codec_lib.sum_dtype(array.dtype)
+    if piece.kind == plan_lib.DECODE:
+      payload = codec.payload(length, memory)
+      if is_wide:
+        np.copyto(array, codec.decode(payload), casting='unsafe')
+      else:
+        codec.decode(payload, array)
+      return
+    state = None
+    if self._state is not None and piece.kind == plan_lib.ENCODE:
+      state = self._state[piece.first : piece.last]
+    if is_wide:
+      array = array.astype(np.float32)
+    codec.encode(array, state, memory)
+
+  def _combine(
+    self, piece: plan_lib.Piece, received: np.ndarray | None
+  ) -> None:
+    """Combines a piece's terms, in their order, into the sum of that stretch."""
+    target = total = self._values[piece.first : piece.last]
+    own = plan_lib.VALUES if self._form.is_wide else plan_lib.OUT
+    overwrites = any(buffer == own for buffer, _ in piece.terms[2:])
+    if overwrites:
+      # A term of which the target is the memory comes after the first sum.
+      total = self._take(2, len(target))
+    so_far = self._term(piece, 0, received)
+    for index in range(1, len(piece.terms)):
+      self._ufunc(so_far, self._term(piece, index, received), out=total)
+      so_far = total
+    if overwrites:
+      np.copyto(target, total)
+
+  def _term(
+    self, piece: plan_lib.Piece, index: int, received: np.ndarray | None
+  ) -> np.ndarray:
+    """The values of a term."""
+    buffer, start = piece.terms[index]
+    length = piece.last - piece.first
+    if buffer in self._arrays and not (
+      buffer == plan_lib.ARRAY and self._form.is_payload
+    ):
+      return self._arrays[buffer][piece.first : piece.last]
+    if not self._is_coded:
+      num_bytes = length * self._form.itemsize
+    else:
+      num_bytes = self._form.codec.payload_bytes(length)
+    memory = received
+    if buffer != plan_lib.RECEIVED:
+      memory = self._bytes[buffer][start : start + num_bytes]
+    if not self._is_coded:
+      return memory.view(self._values.dtype)
+    return self._form.codec.decode(
+      self._form.codec.payload(length, memory),
+      self._take(min(index, 1), length),
+    )
+
+  def _take(self, slot: int, length: int) -> np.ndarray:
+    """Memory for the values of a piece, the same for each piece."""
+    memory = self._temporary.get(slot)
+    if memory is None or len(memory) < length:
+      memory = self._pool.take(length, self._values.dtype)
+      self._temporary[slot] = memory
+    return memory[:length]

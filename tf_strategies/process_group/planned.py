@@ -1,0 +1,359 @@
+"""The collectives of a group, as plans; TCP or MPI moves their bytes."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+
+from tf_strategies import errors
+from tf_strategies.collectives import algorithms, codecs, cost_model, simulator
+from tf_strategies.collectives import schedule as schedule_lib
+from tf_strategies.process_group import checks, failure_detection
+from tf_strategies.process_group import execution as execution_lib
+from tf_strategies.process_group import group as group_lib
+from tf_strategies.process_group import plan as plan_lib
+from tf_strategies.process_group import state as state_lib
+
+# When a data link breaks, the control plane most likely knows who died.
+_REPORT_SECONDS = 0.3
+# Two roundings, however many ranks there are.
+_LOSSY_CANDIDATES = ('direct',)
+# Sockets between hosts: 50 us and 1 GB/s.
+_LINK = cost_model.Link(alpha_seconds=5e-5, beta_seconds_per_byte=1e-9)
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+  """What all ranks must have in common in one collective."""
+
+  kind: str
+  name: str
+  dtype: str
+  shape: str
+  num_bytes: int
+  algorithm: str
+  op: str = ''
+  root: int = 0
+  # Of payloads: both ends must cut an array at the same elements.
+  piece_bytes: int = 0
+
+  @property
+  def text(self) -> str:
+    """For messages."""
+    how = f'({self.op})' if self.op else ''
+    root = f' from rank {self.root}' if self.kind == 'broadcast' else ''
+    array = f' of {self.dtype}{self.shape}' if self.dtype else ''
+    return f'{self.kind}{how} {self.name!r}{array}{root}'
+
+
+class PlannedGroup(group_lib.ProcessGroup):
+  """A group that runs plans; how bytes move is the subclass's.
+
+  Attributes:
+    candidates: what 'auto' chooses from for large buffers, the preferred first.
+  """
+
+  candidates: tuple[str, ...]
+
+  def __init__(self, *args):
+    super().__init__(*args)
+    # Residuals of codecs, by codec, tensor and length.
+    self._codec_states: dict[tuple, np.ndarray | None] = {}
+
+  @abc.abstractmethod
+  def _move(
+    self,
+    execution: execution_lib.Execution,
+    collective: Collective,
+    operation: state_lib.Operation,
+    deadline: float,
+  ) -> None:
+    """Runs a plan with the other ranks.
+
+    Raises:
+      LinkClosedError: a peer is gone, whose bytes are still needed.
+      MismatchError: a peer is at another collective.
+      DeadlineError: it is late.
+    """
+
+  def all_reduce(
+    self,
+    array: np.ndarray,
+    *,
+    op: str = 'sum',
+    out: np.ndarray | None = None,
+    name: str = '',
+    algorithm: str = 'auto',
+    compression: str = 'none',
+  ) -> np.ndarray:
+    """See base class."""
+    checks.check_reduced(array, op, 'all_reduce')
+    checks.check_out(out, array)
+    algorithms.check(algorithm, 'auto')
+    codecs.get(compression)
+    with self._lock:
+      if out is None:
+        out = self._pool.take(array.shape, array.dtype)
+      if self.world_size == 1:
+        self._check()
+        np.copyto(out, array)
+        return out
+      form = self._form(array, compression)
+      if algorithm == 'auto':
+        algorithm = 'one_shot'
+        if array.nbytes > self._options.small_message_bytes:
+          algorithm = self._choose(array, form)
+      how = (self.world_size, self.rank, array.size, form)
+      self._reduce(
+        'all_reduce',
+        plan_lib.by_name(algorithm, *how),
+        (array, out, form, op, name, algorithm, compression),
+      )
+    return out
+
+  def reduce_scatter(
+    self,
+    array: np.ndarray,
+    *,
+    op: str = 'sum',
+    name: str = '',
+    algorithm: str = 'auto',
+    compression: str = 'none',
+  ) -> np.ndarray:
+    """See base class."""
+    checks.check_reduced(array, op, 'reduce_scatter')
+    algorithms.check(algorithm, 'auto')
+    codecs.get(compression)
+    size = self.world_size
+    if algorithm != 'auto':
+      _check_half(algorithm, size)
+    with self._lock:
+      if size == 1:
+        self._check()
+        return array.copy()
+      form = self._form(array, compression)
+      if algorithm == 'auto':
+        algorithm = 'direct'
+        if array.nbytes > self._options.small_message_bytes:
+          algorithm = self._choose(array, form)
+      out = self._pool.take(array.shape, array.dtype)
+      self._reduce(
+        'reduce_scatter',
+        plan_lib.half_by_name(algorithm, size, self.rank, array.size, form),
+        (array, out, form, op, name, algorithm, compression),
+      )
+    sizes = schedule_lib.chunk_sizes(array.size, size)
+    first = sum(sizes[: self.rank])
+    return out[first : first + sizes[self.rank]].copy()
+
+  def _form(self, array: np.ndarray, compression: str) -> plan_lib.Format:
+    return plan_lib.Format.of(
+      array.dtype, compression, self._options.sub_chunk_bytes
+    )
+
+  def _choose(self, array: np.ndarray, form: plan_lib.Format) -> str:
+    is_lossy = form.codec is not codecs.NONE
+    candidates = _LOSSY_CANDIDATES if is_lossy else self.candidates
+    return _cheapest(self.world_size, array.nbytes, candidates)
+
+  def _reduce(self, kind: str, plan: plan_lib.Plan, about: tuple) -> None:
+    array, out, form, op, name, algorithm, compression = about
+    is_coded = form.codec is not codecs.NONE
+    self._run(
+      Collective(
+        kind,
+        name,
+        checks.dtype_text(array.dtype),
+        str([array.size]),
+        array.nbytes,
+        algorithm,
+        op if compression == 'none' else f'{op} {compression}',
+        piece_bytes=form.piece_bytes if is_coded else 0,
+      ),
+      plan,
+      array,
+      out,
+      form,
+      simulator.REDUCTIONS[op],
+      self._codec_state(kind, form.codec, name, array.size),
+    )
+
+  def _codec_state(self, kind, codec, name, length) -> np.ndarray | None:
+    key = (kind, codec.name, name, length)
+    if key not in self._codec_states:
+      state = codec.make_state(length)
+      if state is not None and not name:
+        raise errors.UnsupportedOptionError(
+          f'compression={codec.name!r} without a name',
+          'the name of a tensor, which tells whose residual it is',
+          f"call {kind}(array, name='...')",
+        )
+      self._codec_states[key] = state
+    return self._codec_states[key]
+
+  def all_gather(
+    self, array: np.ndarray, *, name: str = ''
+  ) -> list[np.ndarray]:
+    """See base class."""
+    checks.check_gathered(array)
+    with self._lock:
+      data = np.ascontiguousarray(array).reshape(-1)
+      lengths = self._gather_lengths(array, name)
+      row_bytes = checks.row_bytes(array)
+      sizes = tuple(length * row_bytes for length in lengths)
+      flat = self._pool.take(sum(sizes), np.uint8)
+      plan = plan_lib.gather(self.rank, sizes, self._options.sub_chunk_bytes)
+      self._gather(data, flat, plan, 'gather', name, array.dtype, str(lengths))
+    ends = np.cumsum(sizes)
+    own = ends[self.rank] - sizes[self.rank]
+    flat[own : ends[self.rank]] = data.view(np.uint8)
+    return [
+      flat[end - size : end].view(array.dtype).reshape(n, *array.shape[1:])
+      for end, size, n in zip(ends, sizes, lengths, strict=True)
+    ]
+
+  def _gather_lengths(self, array: np.ndarray, name: str) -> list[int]:
+    """The leading dimension of every rank's array."""
+    size = self.world_size
+    lengths = np.zeros(size, np.int64)
+    shape = str(['any', *array.shape[1:]])
+    plan = plan_lib.gather(self.rank, (8,) * size, 64)
+    mine = np.int64([len(array)])
+    self._gather(mine, lengths, plan, 'lengths', name, array.dtype, shape)
+    lengths[self.rank] = len(array)
+    return lengths.tolist()
+
+  def _gather(self, data, flat, plan, algorithm, name, dtype, shape) -> None:
+    dtype_text = checks.dtype_text(dtype)
+    self._run(
+      Collective('all_gather', name, dtype_text, shape, 0, algorithm),
+      plan,
+      data,
+      flat,
+    )
+
+  def broadcast(
+    self, array: np.ndarray, root: int, *, name: str = ''
+  ) -> np.ndarray:
+    """See base class."""
+    checks.check_dtype(array, 'broadcast')
+    size, rank = self.world_size, self.rank
+    checks.check_root(root, size)
+    with self._lock:
+      data = np.ascontiguousarray(array).reshape(-1)
+      out = self._pool.take(data.shape, array.dtype)
+      how = (size, rank, root, data.nbytes)
+      if data.nbytes <= self._options.small_message_bytes:
+        algorithm, plan = 'star', plan_lib.star(*how)
+      else:
+        algorithm = 'chain'
+        plan = plan_lib.chain(*how, self._options.sub_chunk_bytes)
+      self._run(
+        Collective(
+          'broadcast',
+          name,
+          checks.dtype_text(array.dtype),
+          str(list(array.shape)),
+          data.nbytes,
+          algorithm,
+          root=root,
+        ),
+        plan,
+        data,
+        out,
+      )
+    if rank == root:
+      np.copyto(out, data)
+    return out.reshape(array.shape)
+
+  def barrier(self, *, name: str = '') -> None:
+    """See base class."""
+    with self._lock:
+      nothing = np.empty(0, np.uint8)
+      plan = plan_lib.gather(self.rank, (0,) * self.world_size, 1)
+      collective = Collective('barrier', name, '', '', 0, 'gather')
+      self._run(collective, plan, nothing, nothing)
+
+  def _run(
+    self,
+    collective: Collective,
+    plan: plan_lib.Plan,
+    array: np.ndarray,
+    out: np.ndarray,
+    *how,
+  ) -> None:
+    """Runs a plan; whatever goes wrong makes the whole group fail."""
+    self._check()
+    if self.world_size == 1:
+      return
+    execution = execution_lib.Execution(plan, array, out, self._pool, *how)
+    operation = self._state.begin(collective.text, collective.name)
+    seconds = self._options.collective_timeout_seconds
+    try:
+      # After `begin`: a goodbye that comes now sees a collective to end.
+      for rank, last in list(self._state.departed.items()):
+        # What it sent before it left is on its way.
+        if last < operation.sequence:
+          self._state.fail(self._state.left(rank))
+      self._state.check()
+      self._move(execution, collective, operation, operation.since + seconds)
+    except errors.Error:
+      raise
+    except execution_lib.LinkClosedError as e:
+      self._raise_lost(e.rank)
+    except execution_lib.MismatchError as e:
+      received = e.received or 'something else'
+      self._control.report(
+        failure_detection.mismatch(operation, e.rank, received)
+      )
+      self._state.check()
+    except execution_lib.DeadlineError as e:
+      self._control.report(
+        failure_detection.timeout(operation, seconds, e.waiting)
+      )
+      self._state.check()
+    except BaseException as e:
+      # An interrupt, say: bytes are in the middle of something.
+      self.abort(f'{type(e).__name__} during a collective')
+      raise
+    finally:
+      self._state.end()
+
+  def _raise_lost(self, rank: int) -> None:
+    if not self._closed and not self._state.failed.wait(_REPORT_SECONDS):
+      self._control.declare_failed(
+        self._state.lost(
+          rank, 'died or was disconnected (its data link is closed)'
+        )
+      )
+    self._check()
+
+
+@functools.lru_cache(maxsize=256)
+def _cheapest(
+  world_size: int, num_bytes: int, candidates: tuple[str, ...]
+) -> str:
+  topology = cost_model.Topology(world_size, _LINK)
+  return cost_model.choose(num_bytes, topology, candidates).name
+
+
+def _check_half(algorithm: str, world_size: int) -> None:
+  """Checks that an algorithm has a reduce-scatter half."""
+
+  def has_half(name):
+    try:
+      return bool(algorithms.build(name, world_size).reduce_scatter())
+    except errors.ScheduleError:
+      return False
+
+  if not has_half(algorithm):
+    names: Sequence[str] = [n for n in algorithms.ALGORITHMS if has_half(n)]
+    raise errors.UnsupportedOptionError(
+      f'reduce_scatter by {algorithm!r} between {world_size} processes',
+      f'one of {", ".join(map(repr, names))}',
+      "leave it out for 'auto'",
+    )
