@@ -5,7 +5,6 @@ from absl.testing import absltest, parameterized
 
 from tf_strategies.checkpoint.position import Position
 
-
 # Functions that make data sets, in the tests: an op that runs when a module is
 # imported fixes the devices of the process, of which other modules want eight.
 
