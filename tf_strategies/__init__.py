@@ -40,15 +40,13 @@ _ROOMS = (
 
 
 def __getattr__(name: str) -> Any:
-  # `from tf_strategies import cross_device` inside the package asks here first,
-  # while the table of public names may still be loading.
-  if name in _ROOMS or importlib.util.find_spec(f'{__name__}.{name}'):
+  # Also internal rooms: `from tf_strategies import cross_device` asks here
+  # first, and the public table would import that room's users before it.
+  if name in _ROOMS or (
+    not name.startswith('__') and importlib.util.find_spec(f'{__name__}.{name}')
+  ):
     return importlib.import_module(f'{__name__}.{name}')
   if name.startswith('_') and name != '__all__':
-    raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
-  if importlib.util.find_spec(f'tf_strategies.{name}') is not None:
-    # `from tf_strategies import name` of an internal room: Python imports it
-    # now. The public table would import that room's users first.
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
   public = importlib.import_module('tf_strategies._public')
   if name == '__all__':
