@@ -5,28 +5,38 @@ from absl.testing import absltest, parameterized
 
 from tf_strategies.checkpoint.position import Position
 
+# Functions that make data sets, in the tests: an op that runs when a module is
+# imported fixes the devices of the process, of which other modules want eight.
+
+
+def _range(count):
+  return lambda: tf.data.Dataset.range(count)
+
 
 def _unknown(count):
-  """A data set whose length TensorFlow does not know."""
-  return tf.data.Dataset.range(count).filter(lambda x: x >= 0)
+  """Of a length that TensorFlow does not know."""
+  return lambda: tf.data.Dataset.range(count).filter(lambda x: x >= 0)
 
 
 class PositionTest(parameterized.TestCase):
   @parameterized.named_parameters(
-    ('pass', tf.data.Dataset.range(10), Position(4, 3), None, 3),
-    ('epochs', tf.data.Dataset.range(40), Position(2, 3), 10, 23),
-    ('one_epoch', tf.data.Dataset.range(10), Position(2, 3), 10, 3),
-    ('infinite', tf.data.Dataset.counter(), Position(2, 3), 10, 23),
+    ('pass', _range(10), Position(4, 3), None, 3),
+    ('epochs', _range(40), Position(2, 3), 10, 23),
+    ('one_epoch', _range(10), Position(2, 3), 10, 3),
+    ('infinite', tf.data.Dataset.counter, Position(2, 3), 10, 23),
     ('unknown', _unknown(40), Position(2, 3), 10, 23),
     # Two passes and three batches.
     ('unknown_passes', _unknown(10), Position(2, 3), 10, 3),
     ('start', _unknown(10), Position(), 10, 0),
   )
-  def test_iterates_from_there(self, dataset, position, steps, expected):
-    self.assertEqual(int(next(position.iterate(dataset, steps))), expected)
+  def test_iterates_from_there(self, make, position, steps, expected):
+    self.assertEqual(int(next(position.iterate(make(), steps))), expected)
 
   def test_data_of_which_nothing_is_there(self):
-    self.assertEmpty(list(Position(0, 3).iterate(_unknown(0))))
+    self.assertEmpty(list(Position(0, 3).iterate(_unknown(0)())))
+
+  def test_logs_say_it_in_words(self):
+    self.assertEqual(str(Position(1, 2, (3, 4))), 'epoch 1, step 2')
 
   def test_order_and_json(self):
     positions = [Position(), Position(0, 7), Position(1), Position(1, 2)]

@@ -37,6 +37,9 @@ class Position:
   def __iter__(self) -> Iterator[int]:
     return iter((self.epoch, self.step))
 
+  def __str__(self) -> str:
+    return f'epoch {self.epoch}, step {self.step}'
+
   def to_json(self) -> dict[str, Any]:
     """Returns what JSON can hold."""
     return dataclasses.asdict(self)

@@ -46,8 +46,7 @@ class Codec(abc.ABC):
   `_decode`). Both ends of a link derive the size of a payload from the number
   of elements.
 
-  What is not finite must not decode to something finite. Encoding what was
-  decoded must change nothing, and an array of ones comes back as it was.
+  What is not finite must not decode to something finite.
 
   Attributes:
     name: what `compression=` calls it: the name of its file.
