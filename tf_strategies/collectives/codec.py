@@ -46,6 +46,8 @@ class Codec(abc.ABC):
   `_decode`). Both ends of a link derive the size of a payload from the number
   of elements.
 
+  What is not finite must not decode to something finite.
+
   Attributes:
     name: what `compression=` calls it: the name of its file.
     lossy: whether decoding can give other values than were encoded.

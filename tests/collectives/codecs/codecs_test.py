@@ -128,6 +128,16 @@ class EveryCodecTest(parameterized.TestCase):
     np.testing.assert_array_equal(array, np.ones(length, dtype))
     self.assertIsInstance(codec.block_length, int | None)
 
+  @parameterized.product(codec=CODECS, odd=(np.inf, -np.inf, np.nan))
+  def test_what_is_not_finite_does_not_become_finite(self, codec, odd):
+    values = np.ones(1000, np.float32)
+    values[300] = odd
+    with warnings.catch_warnings():
+      warnings.simplefilter('error')
+      decoded = round_trip(codec, values)
+    self.assertFalse(np.isfinite(decoded[300]))
+    self.assertTrue(np.isnan(decoded[300]) or not np.isnan(odd))
+
   @parameterized.parameters(*CASTS)
   def test_special_values(self, codec):
     special = np.float32([np.inf, -np.inf, np.nan, 0.0, -0.0])

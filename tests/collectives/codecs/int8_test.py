@@ -1,0 +1,231 @@
+"""The int8 codec: error bounds, sizes, special blocks, tails, equal ranks."""
+
+import warnings
+
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from tf_strategies.collectives import (
+  ALGORITHMS,
+  CODECS,
+  Link,
+  Topology,
+  codecs,
+  cost,
+  simulate,
+)
+from tf_strategies.collectives import codec as codec_lib
+from tf_strategies.collectives.codecs import int8
+
+INT8 = int8.Int8()
+BLOCK = 256
+# Around one block, and around what is encoded at once.
+LENGTHS = (1, 2, 255, 256, 257, 511, 513, 5000, 2**15 - 1, 2**15, 2**15 + 300)
+
+
+def noise(length, dtype='float32', rank=0):
+  """Blocks whose largest values differ by powers of ten."""
+  random = np.random.default_rng([length, rank])
+  scales = 10.0 ** (np.arange(length) // BLOCK % 9 - 4)
+  return (random.uniform(-1, 1, length) * scales).astype(dtype)
+
+
+def round_trip(codec, values):
+  with warnings.catch_warnings():
+    warnings.simplefilter('error')
+    payload = codec.encode(values)
+    return codec.decode(payload, np.empty_like(values))
+
+
+def assert_within_bound(codec, values):
+  """Each error is at most half a step, M / 254, of its own block."""
+  decoded = round_trip(codec, values)
+  for start in range(0, len(values), BLOCK):
+    block = values[start : start + BLOCK].astype(np.float64)
+    error = np.abs(decoded[start : start + BLOCK] - block)
+    # And the result is rounded to float32, as is the M of float64.
+    bound = np.max(np.abs(block)) / 254 * (1 + 2.0**-15) + 2.0**-149
+    np.testing.assert_array_less(error, np.nextafter(bound, np.inf))
+
+
+class _StepsTooSmall(int8.Int8):
+  """Decodes as if there were 128 steps."""
+
+  def _decode(self, payload, out):
+    super()._decode(payload, out)
+    out *= out.dtype.type(127 / 128)
+
+
+class _FirstScaleForAll(int8.Int8):
+  """Forgets that each block has its own scale."""
+
+  def _decode(self, payload, out):
+    payload.metadata[:] = payload.metadata[0]
+    super()._decode(payload, out)
+
+
+class _LosesTheTail(int8.Int8):
+  def _decode(self, payload, out):
+    super()._decode(payload, out)
+    out[len(out) - len(out) % BLOCK :] = 0
+
+
+class Int8Test(parameterized.TestCase):
+  def test_is_found_by_name(self):
+    self.assertIs(type(CODECS['int8']), int8.Int8)
+    self.assertTrue(INT8.lossy)
+
+  @parameterized.product(length=LENGTHS, dtype=('float32', 'float64'))
+  def test_error_of_each_block_is_bounded(self, length, dtype):
+    assert_within_bound(INT8, noise(length, dtype))
+
+  @parameterized.parameters(_StepsTooSmall, _FirstScaleForAll, _LosesTheTail)
+  def test_a_mutant_exceeds_the_bound(self, mutant):
+    with self.assertRaises(AssertionError):
+      assert_within_bound(mutant(), noise(5000))
+
+  def test_literal(self):
+    payload = INT8.encode(np.float32([127, -127, 0, 1, 0.4, -2.6, 63.5, 64.5]))
+    np.testing.assert_array_equal(payload.metadata, np.float32([127]))
+    np.testing.assert_array_equal(
+      payload.data, np.int8([127, -127, 0, 1, 0, -3, 64, 64])
+    )
+    np.testing.assert_array_equal(
+      INT8.decode(payload), np.float32([127, -127, 0, 1, 0, -3, 64, 64])
+    )
+
+  @parameterized.parameters(*LENGTHS, 0)
+  def test_sizes(self, length):
+    expected = length + 4 * -(-length // BLOCK)
+    self.assertEqual(INT8.payload_bytes(length), expected)
+    payload = INT8.encode(np.ones(length, np.float32))
+    self.assertEqual(payload.memory.nbytes, expected)
+    self.assertEqual(payload.data.dtype, np.int8)
+    self.assertEqual(payload.metadata.dtype, np.float32)
+
+  @parameterized.parameters(*LENGTHS)
+  def test_largest_is_exact_and_encoding_again_changes_nothing(self, length):
+    for dtype in ('float32', 'float64'):
+      values = noise(length, 'float32').astype(dtype)
+      once = round_trip(INT8, values)
+      np.testing.assert_array_equal(round_trip(INT8, once), once)
+      for start in range(0, length, BLOCK):
+        block = slice(start, start + BLOCK)
+        largest = np.argmax(np.abs(values[block]))
+        self.assertEqual(once[block][largest], values[block][largest])
+
+  @parameterized.parameters(1, 3, 255)
+  def test_a_tail_is_a_block_of_its_own(self, tail):
+    values = noise(2 * BLOCK + tail)
+    values[-tail:] = np.float32(1e-20) * np.arange(1, tail + 1)
+    decoded = round_trip(INT8, values)
+    np.testing.assert_array_equal(
+      decoded[-tail:], round_trip(INT8, values[-tail:])
+    )
+    self.assertEqual(decoded[-1], values[-1])
+    assert_within_bound(INT8, values)
+
+  def test_may_be_cut_after_any_block(self):
+    values = noise(5000)
+    whole = round_trip(INT8, values)
+    for cut in (BLOCK, 7 * BLOCK):
+      parts = [round_trip(INT8, part) for part in np.split(values, [cut])]
+      np.testing.assert_array_equal(np.concatenate(parts), whole)
+
+  @parameterized.product(
+    odd=(np.nan, np.inf, -np.inf),
+    place=(0, 255, 256, 700, 769),
+    dtype=('float32', 'float64'),
+  )
+  def test_what_is_not_finite_makes_its_block_nan(self, odd, place, dtype):
+    values = noise(770, dtype)  # Three blocks and a tail of two.
+    finite = round_trip(INT8, values)
+    values[place] = odd
+    decoded = round_trip(INT8, values)
+    in_block = np.arange(770) // BLOCK == place // BLOCK
+    self.assertTrue(np.isnan(decoded[in_block]).all())
+    np.testing.assert_array_equal(decoded[~in_block], finite[~in_block])
+
+  def test_float64_beyond_float32_is_nan_and_below_it_zero(self):
+    beyond = round_trip(INT8, np.float64([1e300, 1.0]))
+    self.assertTrue(np.isnan(beyond).all())
+    below = round_trip(INT8, np.float64([1e-300, -1e-310, 0.0]))
+    np.testing.assert_array_equal(below, [0.0, 0.0, 0.0])
+
+  @parameterized.parameters('float32', 'float64')
+  def test_zeros(self, dtype):
+    values = noise(600, dtype)
+    values[256:512] = 0
+    values[256] = -0.0
+    decoded = round_trip(INT8, values)
+    np.testing.assert_array_equal(decoded[256:512], np.zeros(256))
+    self.assertFalse(np.signbit(decoded[256:512]).any())
+
+  @parameterized.parameters('float32', 'float64')
+  def test_subnormals_and_the_largest_floats(self, dtype):
+    smallest = np.finfo(np.float32).smallest_subnormal
+    units = np.array([1, -1, 0, 1, 300, -299, 12], dtype)
+    for values in (units * smallest, units[:4] * smallest):
+      values = values.astype(dtype)
+      assert_within_bound(INT8, values)
+      self.assertTrue(np.any(round_trip(INT8, values)))
+    top = np.finfo(np.float32).max
+    extremes = np.array([top, -top, top / 2, 1], dtype)
+    np.testing.assert_array_equal(
+      round_trip(INT8, extremes)[[0, 1, 3]], np.array([top, -top, 0], dtype)
+    )
+
+  def test_rounding_down_of_float64_does_not_wrap_around(self):
+    # Its M in float32 is smaller by a third: 127 times 1.4 is no int8.
+    values = np.float64([1.4, -1.4, 0.1]) * 2.0**-149
+    decoded = round_trip(INT8, values)
+    np.testing.assert_array_equal(np.sign(decoded), [1, -1, 1])
+    assert_within_bound(INT8, values)
+
+  @parameterized.parameters(*ALGORITHMS)
+  def test_ranks_end_bit_equal_and_near_the_sum(self, algorithm):
+    for world_size in (2, 3, 5):
+      schedule = ALGORITHMS[algorithm](world_size)
+      for dtype in ('float32', 'float64'):
+        inputs = [noise(3000, dtype, rank) for rank in range(world_size)]
+        outputs = simulate(schedule, inputs, 'int8').outputs
+        for output in outputs:
+          self.assertEqual(output.dtype, dtype)
+          self.assertEqual(output.tobytes(), outputs[0].tobytes())
+        # What makes up a sum is encoded once for each rank, and the sum
+        # itself once more, each with an error of 1/254 of what is largest.
+        largest = world_size * max(np.max(np.abs(x)) for x in inputs)
+        error = np.abs(outputs[0] - np.sum(inputs, axis=0, dtype=np.float64))
+        self.assertLess(np.max(error), (world_size + 1) * largest / 254)
+
+  def test_nan_of_one_rank_reaches_all(self):
+    inputs = [noise(600, rank=rank) for rank in range(3)]
+    inputs[1][300] = np.inf
+    for output in simulate(ALGORITHMS['tree'](3), inputs, 'int8').outputs:
+      self.assertTrue(np.isnan(output[256:512]).all())
+      self.assertTrue(np.isfinite(output[:256]).all())
+
+  def test_integers_travel_as_they_are(self):
+    for dtype in ('int8', 'int32', 'uint8', 'int64'):
+      self.assertIs(codecs.for_array('int8', np.dtype(dtype)), codecs.NONE)
+      inputs = [np.arange(9).astype(dtype) + rank for rank in range(3)]
+      for output in simulate(ALGORITHMS['ring'](3), inputs, 'int8').outputs:
+        np.testing.assert_array_equal(output, sum(inputs), strict=True)
+
+  @parameterized.parameters('float32', 'float64')
+  def test_floats_are_encoded(self, dtype):
+    self.assertEqual(codecs.for_array('int8', np.dtype(dtype)).name, 'int8')
+    self.assertEqual(codec_lib.sum_dtype(dtype), dtype)
+
+  def test_bytes_on_the_links_and_in_the_cost_model(self):
+    inputs = [noise(1024, rank=rank) for rank in range(2)]
+    tree = ALGORITHMS['tree'](2)
+    moved = simulate(tree, inputs, 'int8').bytes_per_link
+    self.assertEqual(moved, {(0, 1): 1040, (1, 0): 1040})
+    self.assertEqual(codecs.ratio('int8'), (1 + 4 / 256) / 4)
+    mesh = Topology(2, Link(0.0, 1.0))
+    self.assertEqual(cost(tree, 4096, mesh, 'int8'), 2 * 1040)
+
+
+if __name__ == '__main__':
+  absltest.main()
