@@ -19,6 +19,9 @@ _DOCUMENTS = (
 )
 _DEFINED_FLAG = re.compile(r"DEFINE_\w+\(\s*'(\w+)'")
 _ARGUMENT = re.compile(r"add_argument\(\s*'--([\w-]+)'")
+# Flags as rows of a table for `tf_strategies.cluster.command_line`.
+_TABLE = 'command_line.main('
+_ROW = re.compile(r"^  (?:\(\s*'(\w+)',|'(\w+)': ')", re.MULTILINE)
 
 
 def _blocks(text: str, *languages: str) -> Iterator[str]:
@@ -46,6 +49,8 @@ def _flags(files: dict[str, str]) -> set[str]:
     if path.endswith('.py'):
       defined.update(_DEFINED_FLAG.findall(text))
       defined.update(_ARGUMENT.findall(text))
+      if _TABLE in text:
+        defined.update(a or b for a, b in _ROW.findall(text))
   return defined
 
 
