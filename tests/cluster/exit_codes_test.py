@@ -10,6 +10,7 @@ from tf_strategies.cluster import exit_codes
 
 _PERMANENT = (
   errors.UnsupportedOptionError('x'),
+  errors.UnsupportedVersionError('x'),
   errors.ClusterConfigError('x'),
   errors.DataError('x'),
   errors.CheckpointMismatchError('x'),
