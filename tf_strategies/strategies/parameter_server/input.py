@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -24,17 +24,9 @@ from tf_strategies.checkpoint import position as position_lib
 _PREFETCH = 2
 
 
-@dataclasses.dataclass(frozen=True)
-class Resumed:
-  """Where a restarted run continues in its data.
-
-  Attributes:
-    position: of the checkpoint.
-    steps_per_epoch: where the caller gave it; None if an epoch is one pass.
-  """
-
-  position: position_lib.Position
-  steps_per_epoch: int | None = None
+# Where a restarted run continues in its data, and the steps of its epochs; None
+# if an epoch is one pass.
+Resumed = tuple[position_lib.Position, int | None]
 
 
 @dataclasses.dataclass(eq=False)
@@ -77,11 +69,17 @@ class Source:
 
   Args:
     dataset: whose epoch this is.
-    done: elements of each split that a run before a restart has trained on.
+    start: where a restarted run continues. The steps of its epoch that are done
+      are handed out once more, and dropped.
   """
 
-  def __init__(self, dataset: WorkerDataset, done: Sequence[int] = ()):
+  def __init__(
+    self,
+    dataset: WorkerDataset,
+    start: position_lib.Position = position_lib.Position(),  # noqa: B008
+  ):
     self.dataset = dataset
+    done = start.splits
     self._lock = threading.Lock()
     self._free = [Split(i, next(_keys)) for i in range(dataset.num_splits)]
     self.splits = tuple(self._free)
@@ -94,7 +92,7 @@ class Source:
       )
     for split, count in zip(self.splits, done, strict=False):
       split.done = count
-    self._handed_out = sum(done)
+    self._handed_out = sum(done) - start.step if done else 0
     self._readers: dict[int, list[Reader]] = {}
     self._turn = itertools.count()
     self._opening = 0
@@ -267,9 +265,7 @@ class WorkerIterator:
   def __next__(self):
     resumed = self._dataset.take_resumed()
     if self._source is None or resumed is not None:
-      self._source = Source(
-        self._dataset, resumed.position.splits if resumed else ()
-      )
+      self._source = Source(self._dataset, *(resumed or ())[:1])
       # One structure for all steps: Keras traces it as a constant.
       self._step = tf.nest.map_structure(
         lambda s: WorkerTensor(s.shape, s.dtype, self._source),
@@ -319,7 +315,10 @@ class FedDataset(_tf_internal.DistributedDataset):
     if resumed is None:
       yield from self.dataset
     else:
-      yield from resumed.position.iterate(self.dataset, resumed.steps_per_epoch)
+      # Of the epoch's steps, `fit` reads and drops those that are done.
+      position, steps_per_epoch = resumed
+      start = position_lib.Position(position.epoch)
+      yield from start.iterate(self.dataset, steps_per_epoch)
 
   def __call__(self) -> Any:
     """TensorFlow's own distributed data set."""

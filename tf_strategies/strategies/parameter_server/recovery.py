@@ -76,7 +76,6 @@ class Recovery:
     self._epoch_began = 0
     self._source: input.Source | None = None
     self._resumed: input.Resumed | None = None
-    self._steps_done = 0
     self.history: list[dict[str, Any]] = []
 
   @property
@@ -116,7 +115,7 @@ class Recovery:
 
   def begin_epoch(self, epoch: int) -> None:
     """Says which epoch begins; that of a resumed run began before."""
-    done = self._resumed.position.step if self._resumed else 0
+    done = self._resumed[0].step if self._resumed else 0
     self._epoch = epoch
     self._epoch_began = self._begun - done
 
@@ -124,16 +123,7 @@ class Recovery:
     self, position: position_lib.Position, steps_per_epoch: int | None
   ) -> None:
     """The next data set that is read is read from there on."""
-    self._resumed = input.Resumed(position, steps_per_epoch)
-    self._steps_done = position.step
-
-  def take_steps_done(self) -> int:
-    """Steps of the resumed epoch that Keras must not do again; tells it once.
-
-    The first step of an epoch is always done.
-    """
-    taken, self._steps_done = self._steps_done, 0
-    return taken
+    self._resumed = position, steps_per_epoch
 
   def take_resumed(self) -> input.Resumed | None:
     """Where the data set that is being opened continues; tells it once."""
@@ -150,6 +140,11 @@ class Recovery:
     self._source = source
     every = self._options.checkpoint_steps
     return self.is_enabled and self._begun - self._begun_at_save >= every
+
+  def mark_finished(self, is_finished: bool) -> None:
+    """Tells those who read checkpoints whether more will follow."""
+    if self.is_enabled:
+      self._checkpointer.mark_finished(is_finished)
 
   def write(self) -> str | None:
     """Writes a checkpoint; all steps must be done. Returns its path."""
@@ -201,6 +196,12 @@ class Recovery:
     found = self._checkpointer.newest()
     if found is None:
       return None
+    if 'steps' not in found.metadata:
+      raise errors.CheckpointMismatchError(
+        f'{found.path} was written by another strategy (tfs.RunCheckpoint). '
+        'Expected a checkpoint of a ParameterServerStrategy. Fix: pass another '
+        'checkpoint_dir.'
+      )
     named = model_state.name_objects(self._objects)
     names = model_state.match_names(list(named), list(found.arrays))
     arrays = found.arrays.renamed(names)

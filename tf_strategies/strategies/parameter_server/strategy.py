@@ -310,6 +310,14 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
       self._with_recovery(drain_and_write) if recovers else drain_and_write()
     )
 
+  def mark_finished(self, is_finished: bool = True) -> None:
+    """Tells a `SidecarEvaluator` whether more checkpoints will follow.
+
+    For a custom loop; `tfs.ResumeFit` does it for `fit`. Does nothing without
+    `checkpoint_dir`.
+    """
+    self.recovery.mark_finished(is_finished)
+
   def distribute_datasets_from_function(self, dataset_fn, options=None):
     """Makes a data set that the workers read themselves.
 

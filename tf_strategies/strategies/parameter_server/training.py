@@ -27,11 +27,8 @@ class StepFunction:
     self._predicts = keras_step.kind == 'predict'
     self._trains = keras_step.kind == 'train'
     self._report = None
-    # Keras counts the steps of an epoch, those before a restart too.
-    self._steps_done = 0
     optimizer = None
     if self._trains:
-      self._steps_done = strategy.recovery.take_steps_done()
       with strategy.scope():
         optimizer = optimizer_checks.built_optimizer(self._model)
     self._step = step_task.Step(
@@ -54,9 +51,6 @@ class StepFunction:
         lambda *parts: tf.constant(np.concatenate(parts, 0)), *results
       )
     steps = self._model.steps_per_execution
-    if self._steps_done > 0:
-      self._steps_done -= steps
-      return self._report
     data = list(itertools.islice(iterator, steps))
     if not data:
       raise StopIteration
