@@ -1,6 +1,7 @@
 """Recovery restores whole checkpoints of variables, or raises a typed error."""
 
 import os
+import weakref
 from unittest import mock
 
 import numpy as np
@@ -15,7 +16,6 @@ from tf_strategies.strategies.parameter_server import (
   input,
   options,
   recovery,
-  variables,
   worker_function,
 )
 
@@ -26,7 +26,7 @@ class RecoveryTest(tf.test.TestCase, parameterized.TestCase):
     self.enter_context(local_servers.on_local_devices())
     self.directory = self.create_tempdir().full_path
     self.liveness = fakes.Liveness()
-    self.registry = variables.Registry()
+    self.registry = weakref.WeakValueDictionary()
     self.restored = []
 
   def make(self, has_checkpoints=True):
@@ -36,14 +36,14 @@ class RecoveryTest(tf.test.TestCase, parameterized.TestCase):
       self.liveness,
       mock.Mock(),
       self.registry,
-      worker_function.CompletionMarkers.create(),
+      worker_function.CompletionMarkers(),
     )
-    found.on_restored(lambda: self.restored.append(True))
+    found.on_restored = lambda: self.restored.append(True)
     return found
 
   def variable(self, value):
     made = local_servers.variable(0, value)
-    self.registry.add(made)
+    self.registry[id(made)] = made
     return made
 
   def die_once(self, *lost):

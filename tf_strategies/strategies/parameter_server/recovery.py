@@ -47,7 +47,7 @@ class Recovery:
     options: options_lib.ParameterServerOptions,
     liveness: connection.Liveness,
     pool: worker_pool.WorkerPool,
-    server_variables: variables.Registry,
+    server_variables: Mapping[int, variables.ServerVariable],
     markers: worker_function.CompletionMarkers,
   ):
     self._options = options
@@ -55,7 +55,8 @@ class Recovery:
     self._pool = pool
     self._variables = server_variables
     self._markers = markers
-    self._on_restored: list[Callable[[], None]] = []
+    # When servers have new variables, before they are read.
+    self.on_restored: Callable[[], None] = lambda: None
     self._checkpointer: checkpointer.Checkpointer | None = None
     if options.checkpoint_dir is not None:
       self._checkpointer = checkpointer.Checkpointer(
@@ -87,10 +88,6 @@ class Recovery:
   def is_open(self) -> bool:
     """Whether it is known what checkpoints hold."""
     return self._objects is not None
-
-  def on_restored(self, action: Callable[[], None]) -> None:
-    """Does something when servers have new variables, before they are read."""
-    self._on_restored.append(action)
 
   def track(self, objects: Mapping[str, Any]) -> bool:
     """Says what checkpoints hold, once.
@@ -236,10 +233,10 @@ class Recovery:
           return action()
         except errors.ParameterServerUnavailableError as e:
           error = e
-        except tf.errors.OpError as e:
+        except tf.errors.OpError:
           _tf_internal.clear_errors()
-          error = self._liveness.explain(e)
-          if error is e:
+          error = self._liveness.server_error()
+          if error is None:
             if not self._liveness.changed_recently():
               raise
             time.sleep(_RETRY_SECONDS)
@@ -283,10 +280,9 @@ class Recovery:
     """Waits for the servers, recreates the variables and restores them."""
     self._pool.forget()
     self._liveness.wait_for_all(self._options.recovery_timeout)
-    self._variables.recreate_dead()
-    self._markers.recreate_if_dead()
-    for action in self._on_restored:
-      action()
+    for variable in [*self._variables.values(), self._markers.variable]:
+      variable.recreate_if_dead()
+    self.on_restored()
     found = self._read_newest()
     if found is None:
       raise errors.DataError(
@@ -294,7 +290,7 @@ class Recovery:
         'the variables of a server that died, got none: were they deleted? '
         'Fix: restart the job from scratch.'
       )
-    names = [v.name for v in self._variables if v.is_lost]
+    names = [v.name for v in self._variables.values() if v.is_lost]
     if names:
       logging.warning(
         'not in the checkpoint, and zero from now on: %s', ', '.join(names)
