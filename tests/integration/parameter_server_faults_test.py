@@ -274,7 +274,9 @@ class ParameterServerFaultsTest(parameterized.TestCase, tf.test.TestCase):
     with parameter_servers.Job() as job:
       run = self._kill_and_resume(job, self.arguments(True, **options))
     self.assertEqual(run.report['steps'], _STEPS - 120)
-    self.check_whole(run)
+    self.assertEqual(run.batches, _STEPS - programs.STEPS_PER_EPOCH)
+    self.assertEqual(run.iterations, _STEPS)
+    self.assertEqual(run.rows_counted, programs.ROWS)
 
   def _kill_and_resume(self, job, arguments):
     job.start_chief(programs.train, arguments)
