@@ -2,8 +2,6 @@
 
 import fcntl
 import os
-import signal
-import subprocess
 import sys
 
 import numpy as np
@@ -12,6 +10,7 @@ import tensorflow as tf
 from absl import logging
 from absl.testing import parameterized
 
+from benchmarks import processes
 from examples import datasets
 from tests import tiers
 from tests.data import formula
@@ -228,26 +227,14 @@ class StaleTest(CacheTestCase):
 @pytest.mark.full
 class KillTest(CacheTestCase):
   def start_writer(self):
-    process = subprocess.Popen(
+    writer = processes.Command(
       [sys.executable, '-c', _WRITER, self.shards, self.prefix],
-      env={
-        **os.environ,
-        'PYTHONPATH': os.pathsep.join(sys.path),
-        'TF_CPP_MIN_LOG_LEVEL': '3',
-      },
-      stdout=subprocess.PIPE,
-      text=True,
+      env=processes.python_environment(),
+      deadline_seconds=_DEADLINE_SECONDS,
     )
-
-    def end():
-      process.kill()
-      process.wait(_DEADLINE_SECONDS)
-      process.stdout.close()
-
-    self.addCleanup(end)
-    # A test that hangs is ended by pytest; the writer sleeps 100 s at most.
-    self.assertEqual(process.stdout.readline(), 'begun\n')
-    return process
+    self.addCleanup(writer.close)
+    writer.wait_until(lambda: 'begun\n' in writer.output())
+    return writer
 
   def test_leftovers_of_a_killed_process_are_removed(self):
     writer = self.start_writer()
@@ -259,8 +246,7 @@ class KillTest(CacheTestCase):
     ):
       self.make()
     self.assertEqual(self.files(), before)
-    writer.send_signal(signal.SIGKILL)
-    writer.wait(_DEADLINE_SECONDS)
+    writer.kill()
     self.assertLen(self.files('.lockfile'), 1)
     with self.assertLogs(logging.get_absl_logger(), 'WARNING') as logs:
       dataset = self.make()

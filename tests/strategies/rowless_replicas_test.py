@@ -1,15 +1,12 @@
 """A replica without rows contributes nothing, whatever the step computes."""
 
-import os
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_strategies as tfs
+from benchmarks import processes
 from tests import tiers, virtual_devices
 
 virtual_devices.configure_logical_cpus()
@@ -178,13 +175,7 @@ class RowlessReplicasTest(tf.test.TestCase, parameterized.TestCase):
   def test_unwrapped_accumulation_fails_loudly(self):
     # In a process of its own: TensorFlow's collectives, which accumulation
     # without the wrapper uses, stay aborted after an error.
-    result = subprocess.run(
-      [sys.executable, '-c', _UNWRAPPED_ACCUMULATION],
-      capture_output=True,
-      text=True,
-      timeout=200,
-      env={**os.environ, 'PYTHONPATH': os.pathsep.join(filter(None, sys.path))},
-    )
+    result = processes.run_python('-c', _UNWRAPPED_ACCUMULATION)
     self.assertNotEqual(result.returncode, 0)
     self.assertRegex(
       result.stderr, r'gradient_accumulation_steps=2[^\n]*DistributedOptimizer'
