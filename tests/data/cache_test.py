@@ -96,7 +96,7 @@ class DamageTest(CacheTestCase):
       ('one_byte', lambda content: content[:-1]),
       tiers.full(('half', lambda content: content[: len(content) // 2])),
       tiers.full(('all', lambda content: b'')),
-      ('zeros', lambda content: content[:-100] + bytes(100)),
+      tiers.full(('zeros', lambda content: content[:-100] + bytes(100))),
     ),
   )
   def test_is_found_before_the_first_step(self, suffix, change):
@@ -110,6 +110,7 @@ class DamageTest(CacheTestCase):
     with self.assertNoLogs(logging.get_absl_logger(), 'WARNING'):
       self.make()
 
+  @pytest.mark.full
   def test_missing_part_is_written_again(self):
     for suffix in ('.data-', '.index'):
       (path,) = self.files(suffix)
@@ -152,6 +153,7 @@ class StaleTest(CacheTestCase):
     # That of the other split is removed when that one is made.
     self.assertContainsSubset(kept, self.files())
 
+  @pytest.mark.full
   def test_another_version_that_is_being_filled_is_left_alone(self):
     first = iter(self.make(prefetch=0, shuffle_buffer=1))
     next(first)
@@ -177,6 +179,7 @@ class StaleTest(CacheTestCase):
     self.make()
     self.assertEqual(self.files(), [owner])
 
+  @pytest.mark.full
   def test_file_sets_of_one_directory_keep_their_caches(self):
     options = data_lib.PipelineOptions(
       8, cache='disk', cache_path=self.prefix, shuffle_buffer=0
@@ -200,6 +203,7 @@ class StaleTest(CacheTestCase):
         self.assertLen(list(dataset.unbatch()), _N if paths is sets[0] else 3)
     self.assertLen(self.files('.index'), 4)
 
+  @pytest.mark.full
   def test_another_prepare_fn_is_another_cache(self):
     def make(shift):
       return self.make(prepare_fn=lambda x, y: (x, y + shift))
