@@ -61,11 +61,11 @@ class ElementsTest(TFRecordTestCase):
     split_and_count=(('train', _TRAIN), tiers.full(('test', _TEST))),
     training=(True, False),
     changes=(
-      tiers.full({}),
-      tiers.full({'shuffle_buffer': 0}),
       {'shuffle_buffer': 5, 'num_parallel_calls': 1, 'prefetch': 0},
       {'cache': 'memory', 'num_parallel_calls': 9},
-      tiers.full({'deterministic': False}),
+      *tiers.every(
+        tiers.full, ({}, {'shuffle_buffer': 0}, {'deterministic': False})
+      ),
     ),
   )
   def test_every_example_once_with_its_own_pixels(
@@ -145,7 +145,7 @@ class ElementsTest(TFRecordTestCase):
 
 class OrderTest(TFRecordTestCase):
   @tiers.product(
-    cache=('none', 'memory'), shuffle_buffer=(tiers.full(None), 10)
+    cache=('none', tiers.full('memory')), shuffle_buffer=(None, 10)
   )
   def test_seed_decides_whatever_the_parallelism(self, cache, shuffle_buffer):
     fixed = {'cache': cache, 'shuffle_buffer': shuffle_buffer}
@@ -380,9 +380,8 @@ class FilesOfAnySchemaTest(tf.test.TestCase, parameterized.TestCase):
     self.assertNotEqual(order, list(range(n)))
 
   @tiers.parameters(
-    tiers.full({'training': True}),
     {'training': True, 'cache': 'memory', 'shuffle_buffer': 7},
-    tiers.full({'training': False}),
+    *tiers.every(tiers.full, ({'training': True}, {'training': False})),
   )
   def test_same_order_whichever_file_is_late(self, training, **changes):
     expected = self.keys(training, num_parallel_calls=1, **changes)
