@@ -144,9 +144,7 @@ class ElementsTest(TFRecordTestCase):
 
 
 class OrderTest(TFRecordTestCase):
-  @tiers.product(
-    cache=('none', tiers.full('memory')), shuffle_buffer=(None, 10)
-  )
+  @parameterized.product(cache=('none', 'memory'), shuffle_buffer=(None, 10))
   def test_seed_decides_whatever_the_parallelism(self, cache, shuffle_buffer):
     fixed = {'cache': cache, 'shuffle_buffer': shuffle_buffer}
     one = self.make(seed=3, num_parallel_calls=1, **fixed)
