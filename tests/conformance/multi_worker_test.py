@@ -48,7 +48,7 @@ class MultiWorkerTest(
     self.check_features(case, SOME)
 
   @tiers.named_parameters(
-    ('collective_2x1', LIKE_THEM[0]),
+    tiers.full('collective_2x1', LIKE_THEM[0]),
     *tiers.every(tiers.soak, [(c.name, c) for c in LIKE_THEM[1:]]),
   )
   def test_few_equal_one_device(self, case):

@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 
+import pytest
 import tensorflow as tf
 from absl import logging
 from absl.testing import parameterized
@@ -398,6 +399,7 @@ class KillTest(ExtractTestCase):
       manifest_lib.read(undisturbed).entries,
     )
 
+  @pytest.mark.full
   def test_command_and_another_one_at_the_same_time(self):
     command = self.start(sleep=0.05)
     command.wait_until(lambda: manifest_lib.is_extracted(self.out))
