@@ -328,6 +328,7 @@ class DevicesTest(tf.test.TestCase, parameterized.TestCase):
     with self.assertRaisesRegex(tfs.errors.UnsupportedOptionError, message):
       tfs.CentralStorageStrategy(**options)
 
+  @pytest.mark.full
   def test_a_single_replica(self):
     strategy = tfs.CentralStorageStrategy(['CPU:2'], 'CPU:1')
     with strategy.scope():

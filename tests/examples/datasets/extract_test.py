@@ -375,6 +375,7 @@ class KillTest(ExtractTestCase):
     self.addCleanup(command.close)
     return command
 
+  @pytest.mark.full
   def test_kill_at_any_point_then_the_next_run_completes_to_the_same(self):
     undisturbed = os.path.join(self.new_dir(), 'undisturbed')
     datasets.extract(
