@@ -66,13 +66,7 @@ class Staleness:
 
 
 class Engine:
-  """Runs steps; each worker applies its gradient as soon as it has it.
-
-  Args:
-    pool: the workers.
-    markers: where steps that are done are marked.
-    recovery: repeats what a dead server ended; tells when it has restored one.
-  """
+  """Runs steps; each worker applies its gradient as soon as it has it."""
 
   def __init__(
     self,
@@ -94,11 +88,7 @@ class Engine:
     recovery.on_restored = self.forget
 
   def begin(self, step: Step, work: Work) -> Any:
-    """Begins steps; waits while too many are running.
-
-    Returns:
-      The report of the newest step that is done, when it is read.
-    """
+    """Begins steps, or waits while too many run; returns the newest report."""
     return (self.train if step.trains else self.run)(step, work)
 
   def train(self, step: Step, work: Work) -> Any:

@@ -44,28 +44,19 @@ class Step:
 
 
 class _StepsTask(worker_pool.Task):
-  """Steps that an engine counts, and that begin when the mode allows it.
-
-  Attributes:
-    step: what it runs.
-    steps: how many, and in the end how many were done.
-    reported: by the last one.
-    is_finished: whether they are done.
-  """
+  """Steps that an engine counts, and that begin when the mode allows it."""
 
   def __init__(self, engine, step: Step, steps: int):
     self.step = step
-    self.steps = steps
-    self.reported = None
+    self.steps = steps  # In the end, how many were done.
+    self.reported = None  # By the last one.
     self.is_finished = False
     self._engine = engine
 
   def may_begin(self, worker: int) -> bool:
-    """Whether the mode lets the worker begin."""
     return self._engine.may_begin(worker)
 
   def finish(self, worker: int) -> None:
-    """Counts what was done."""
     self.is_finished = True
     self._engine.finished(self, worker)
 
@@ -198,11 +189,7 @@ class Reports:
       self._numbers.clear()
 
   def of(self, task) -> Any:
-    """What a step returned, in its structure.
-
-    Numbers are `LatestNumber`s. A step that returns other tensors is waited
-    for.
-    """
+    """What a step returned: `LatestNumber`s; other tensors are waited for."""
     outputs = task.discovery.outputs
     if not task.discovery.are_numbers:
       return task.result()
