@@ -72,11 +72,7 @@ class Placement:
 
 
 class ReplicaContext(tf.distribute.ReplicaContext):
-  """The context of the one replica that a worker is.
-
-  Gradients that an optimizer is about to apply go to the servers here, small
-  ones in one message a server.
-  """
+  """The context of the one replica that a worker is; sends its gradients."""
 
   def all_reduce(self, reduce_op, value, options=None):
     """The value itself: each worker is the only replica of its step."""

@@ -50,8 +50,8 @@ _view = _View()
 def seen_as_part(part: int) -> Iterator[None]:
   """Makes every partitioned variable of this thread act as one of its parts.
 
-  An optimizer knows its slots by the whole variable. So its update runs once a
-  part, on the part's server, with variable and slots reduced to that part.
+  An optimizer knows its slots by the whole variable: variable and slots are
+  reduced together, for an update on the part's server.
   """
   before, _view.part = _view.part, part
   try:

@@ -24,22 +24,15 @@ _FRESH_SECONDS = 0.1
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Step:
-  """A step that workers run.
-
-  Attributes:
-    run: takes a batch in replica context; traced, never called eagerly.
-    trains: whether it counts as a step of training.
-    optimizers: those that it applies, where the mode must know them.
-    capture: makes `apply` of the optimizers record its arguments, as a context
-      manager that yields the list of calls.
-    results: what the step reports, computed from variables alone (metrics);
-      None if only the step knows.
-  """
+  """A step that workers run: takes a batch in replica context; only traced."""
 
   run: Callable[[Any], Any]
   trains: bool = False
-  optimizers: tuple[Any, ...] = ()
+  optimizers: tuple[Any, ...] = ()  # Those that it applies.
+  # Makes `apply` of the optimizers record its arguments, as a context manager
+  # that yields the list of calls.
   capture: Callable[[Sequence[Any]], Any] | None = None
+  # What it reports, computed from variables alone; None if only it knows.
   results: Callable[[], Any] | None = None
 
 
@@ -205,8 +198,7 @@ class Reports:
     """The numbers of the newest task that is done, float64 [count].
 
     Waits for one if none is done since the coordinator last wrote a variable,
-    which is how Keras begins an epoch. Asked again within a tenth of a second,
-    it answers the same.
+    which is how Keras begins an epoch.
     """
     if step not in self._newest:
       self._with_recovery(

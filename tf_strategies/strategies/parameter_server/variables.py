@@ -12,11 +12,7 @@ from tf_strategies.strategies.parameter_server import traced_step
 
 
 def server_device(server: int) -> str:
-  """The device of a parameter server.
-
-  >>> server_device(1)
-  '/job:ps/replica:0/task:1/device:CPU:0'
-  """
+  """The device of a parameter server."""
   return f'/job:ps/replica:0/task:{server}/device:CPU:0'
 
 
@@ -161,10 +157,9 @@ class ServerVariable(_tf_internal.ResourceVariable):
       return False
 
   def recreate_if_dead(self) -> None:
-    """Makes the variable anew on its server, if that was restarted.
+    """Makes it anew, as zero, on a server that was restarted.
 
-    Its value is zero until it is restored. Functions that were traced before
-    still mean the old one.
+    Functions that were traced before still mean the old one.
     """
     if self.is_alive():
       return
