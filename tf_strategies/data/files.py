@@ -1,21 +1,4 @@
-"""Sources of examples that are in files, read in parallel in a fixed order.
-
-Example:
-
-  >>> import os, tempfile
-  >>> import tensorflow as tf
-  >>> from tf_strategies.data import files
-  >>> with tempfile.TemporaryDirectory() as directory:
-  ...   for i in range(3):
-  ...     path = os.path.join(directory, f'{i}.tfrecord')
-  ...     with tf.io.TFRecordWriter(path) as writer:
-  ...       for j in range(2):
-  ...         writer.write(b'%d%d' % (i, j))
-  ...   source = files.TFRecords(
-  ...     os.path.join(directory, '*.tfrecord'), tf.strings.length)
-  ...   source.num_examples, source.counts
-  (6, (2, 2, 2))
-"""
+"""Sources of examples that are in files, read in parallel in a fixed order."""
 
 from __future__ import annotations
 
@@ -135,8 +118,7 @@ class Files:
 
     Args:
       plan: of the pipeline.
-      number: of the pass, which decides the order of files together with the
-        seed; None draws another order in each iteration.
+      number: of the pass; None draws another order in each iteration.
       is_cached: whether a cache follows, which keeps the first order.
     """
     n = self.num_examples
@@ -155,13 +137,11 @@ class Files:
     )
 
   def _interleave(self, paths, plan):
-    in_order = not plan.training
-    cycle = min(len(self.paths), MAX_OPEN_FILES)
-    block = _BLOCK_LENGTH
-    if in_order and self._is_round_robin:
+    cycle, block = min(len(self.paths), MAX_OPEN_FILES), _BLOCK_LENGTH
+    if not plan.training and self._is_round_robin:
       # One record of each file in turn, if all of them are open.
       cycle, block = len(self.paths), 1
-    elif in_order:
+    elif not plan.training:
       # One file at a time; those that follow are opened ahead.
       block = max(1, *self.counts)
     calls = plan.options.num_parallel_calls
@@ -182,6 +162,17 @@ class Files:
 
 class TFRecords(Files):
   """Records in TFRecord files.
+
+  Example:
+
+    >>> import os, tempfile
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...   for i in range(3):
+    ...     path = os.path.join(directory, f'{i}.tfrecord')
+    ...     with tf.io.TFRecordWriter(path) as writer:
+    ...       writer.write(b'%d' % i)
+    ...   TFRecords(f'{directory}/*.tfrecord', tf.strings.length).counts
+    (1, 1, 1)
 
   Args:
     paths: as in `Files`.
@@ -221,17 +212,14 @@ def count_records(
 ) -> int:
   """Counts the records of a TFRecord file, and checks its framing.
 
-  Only the 12 bytes before each record are looked at. TensorFlow verifies the
-  checksums when it reads. The framing is that of
+  Only the 12 bytes before each record are looked at: O(records) time. TensorFlow
+  verifies the checksums when it reads. The framing is that of
   tensorflow/core/lib/io/record_writer.h.
 
   Args:
     path: the file, on this machine or on storage that TensorFlow can read.
     check: called with the path and the first record.
     limit: after how many records to stop; None for all of them.
-
-  Returns:
-    The number of records; 0 for an empty file. O(records) time, O(1) memory.
 
   Raises:
     DataError: the file ends inside a record or cannot be read.

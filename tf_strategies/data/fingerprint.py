@@ -1,15 +1,4 @@
-"""Fingerprints of functions, the same in every process.
-
-Example:
-
-  >>> from tf_strategies.data import fingerprint
-  >>> def double(x):
-  ...   return 2 * x
-  >>> fingerprint.of_function(double) == fingerprint.of_function(double)
-  True
-  >>> fingerprint.of_function(double) == fingerprint.of_function(abs)
-  False
-"""
+"""Fingerprints of functions, the same in every process."""
 
 from __future__ import annotations
 

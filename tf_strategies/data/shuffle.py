@@ -2,16 +2,6 @@
 
 `Dataset.shuffle(seed=...)` also looks at `tf.random.set_seed`: two workers that
 called it with different numbers would share examples out of different orders.
-
-Example:
-
-  >>> import tensorflow as tf
-  >>> from tf_strategies.data import shuffle
-  >>> numbers = tf.data.Dataset.range(5)
-  >>> one = [int(i) for i in shuffle.shuffle_pass(numbers, 5, seed=3, number=1)]
-  >>> tf.random.set_seed(7)
-  >>> one == [int(i) for i in shuffle.shuffle_pass(numbers, 5, seed=3, number=1)]
-  True
 """
 
 from __future__ import annotations
@@ -31,13 +21,7 @@ _NO_SEED = (0, 0)
 def shuffle(
   dataset: tf.data.Dataset, buffer_size: int, seed: int | None
 ) -> tf.data.Dataset:
-  """Shuffles anew in each iteration.
-
-  Args:
-    dataset: what to shuffle.
-    buffer_size: elements that each next one is drawn from.
-    seed: decides the sequence of orders; None differs from run to run.
-  """
+  """Shuffles anew in each iteration; without a seed also in each run."""
   first, second = _NO_SEED if seed is None else (_GLOBAL_SEED, seed)
   variant = tf.raw_ops.ShuffleDatasetV3(
     input_dataset=tf.data.experimental.to_variant(dataset),
@@ -57,14 +41,7 @@ def shuffle_pass(
   seed: int,
   number: int | tf.Tensor,
 ) -> tf.data.Dataset:
-  """Shuffles in the order of one pass, the same in each iteration.
-
-  Args:
-    dataset: what to shuffle.
-    buffer_size: elements that each next one is drawn from.
-    seed: decides the order, together with `number`.
-    number: of the pass; may be a tensor.
-  """
+  """Shuffles in the order of pass `number`, the same in each iteration."""
   # Never _NO_SEED.
   seeds = tf.random.stateless_uniform(
     [2], pass_seed(seed, number), 1, 2**62, tf.int64
@@ -90,7 +67,7 @@ def permutations(
 
   Args:
     n: how many numbers.
-    seed: decides the sequence of orders; None differs from run to run.
+    seed: None differs from run to run.
     places: which places of the common order are wanted.
     batch: makes a data set of batches of a vector, int64.
   """
@@ -107,14 +84,7 @@ def permutations(
 def batches_of(
   indices: tf.Tensor, size: int, drop_remainder: bool
 ) -> tf.data.Dataset:
-  """Batches of a vector of static length, without a step for each element.
-
-  Example:
-
-    >>> batches = batches_of(tf.range(5), 2, drop_remainder=False)
-    >>> [batch.tolist() for batch in batches.as_numpy_iterator()]
-    [[0, 1], [2, 3], [4]]
-  """
+  """Batches of a vector of static length, without a step for each element."""
   num_full, rest = divmod(indices.shape[0], size)
   end = num_full * size
   full = tf.reshape(indices[:end], [num_full, size])
@@ -148,12 +118,7 @@ def pass_seed(seed: int, number: int | tf.Tensor) -> tf.Tensor:
 
 
 def batch_seeds(seed: int | None, pipeline: int) -> tf.data.Dataset:
-  """A seed for each batch of an epoch, without an end; int64 [2].
-
-  Args:
-    seed: of the run; None differs from run to run.
-    pipeline: the number of the input pipeline, each of which has other seeds.
-  """
+  """Other seeds for each batch, epoch and pipeline, without an end; int64 [2]."""
   pairs = random_numbers(seed).batch(2, drop_remainder=True)
   return pairs.map(
     lambda pair: tf.random.stateless_uniform(
@@ -162,16 +127,16 @@ def batch_seeds(seed: int | None, pipeline: int) -> tf.data.Dataset:
   )
 
 
-def stream_seed(seed: int, number: tf.Tensor) -> tf.Tensor:
-  """The seed of a batch of a stream for stateless random ops, int64 [2].
+def stream_seeds(seed: int, first: int, count: int) -> tf.data.Dataset:
+  """Seeds of a stream's batches, counted from the run's beginning; int64 [2]."""
 
-  Args:
-    seed: of the whole run.
-    number: of the batch, counted from the run's beginning.
-  """
-  # Not the seed of pass `number`, which the examples are shuffled with.
-  seeds = pass_seed(seed, -1 - tf.cast(number, tf.int64))
-  return tf.random.stateless_uniform([2], seeds, 0, 2**62, tf.int64)
+  def seed_of(number):
+    # Not the seed of pass `number`, which the examples are shuffled with.
+    return tf.random.stateless_uniform(
+      [2], pass_seed(seed, -1 - number), 0, 2**62, tf.int64
+    )
+
+  return tf.data.Dataset.range(first, first + count).map(seed_of)
 
 
 def _types(dataset: tf.data.Dataset) -> dict[str, list]:
