@@ -89,9 +89,7 @@ class Plan:
     """Shuffles if the plan says so, in each iteration anew or as pass `number`."""
     if not self.is_shuffled:
       return dataset
-    if number is None:
-      return shuffle.shuffle(dataset, buffer, self.options.seed)
-    return shuffle.shuffle_pass(dataset, buffer, self.options.seed, number)
+    return shuffle.shuffle(dataset, buffer, self.options.seed, number)
 
   def batch(self, examples: tf.data.Dataset) -> tf.data.Dataset:
     """Returns the batches of examples."""
@@ -125,22 +123,25 @@ def make(
   """
   if not num_files:
     _check_array_options(options)
-  plan = Plan(options, training, int(options.global_batch_size))
+  size = int(options.global_batch_size)
   if context is None:
-    return plan
-  replicas = context.num_replicas_in_sync
-  if plan.batch_size % replicas:
+    return Plan(options, training, size)
+  replicas, pipelines = (
+    context.num_replicas_in_sync,
+    context.num_input_pipelines,
+  )
+  if size % replicas:
     raise errors.UnsupportedOptionError(
-      f'global_batch_size={plan.batch_size} with {replicas} replicas',
+      f'global_batch_size={size} with {replicas} replicas',
       'a multiple of the number of replicas',
-      f'pass {-(-plan.batch_size // replicas) * replicas}',
+      f'pass {-(-size // replicas) * replicas}',
     )
-  plan = dataclasses.replace(
-    plan,
-    batch_size=plan.batch_size // replicas,
+  plan = Plan(
+    options,
+    training,
+    size // replicas,
     context_pipeline=context.input_pipeline_id,
   )
-  pipelines = context.num_input_pipelines
   if options.autoshard == 'off' or pipelines == 1:
     return plan
   if options.autoshard == 'file' and num_files < pipelines:

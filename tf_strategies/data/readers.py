@@ -58,9 +58,9 @@ class ArrayReader:
 
   def batches(self, number: tf.Tensor | None = None) -> tf.data.Dataset:
     """Returns batches of the indices of a pass; None shuffles them anew."""
+    plan, n = self._plan, self.num_examples
     if number is not None:
       return self._cut(self._order(number))
-    plan, n = self._plan, self.num_examples
     in_part = plan.is_shuffled and plan.buffer_for(n) < n
     if in_part or plan.options.service is not None:
       # The workers of a service share the numbers of a range.
@@ -70,8 +70,9 @@ class ArrayReader:
         indices = indices.shard(plan.num_pipelines, plan.pipeline)
       return plan.batch(indices)
     if not plan.is_shuffled:
-      return self._cut(tf.range(n, dtype=tf.int64)[plan.places])
-    batches = shuffle.permutations(n, plan.options.seed, plan.places, self._cut)
+      return self._cut(self._order(0))
+    seeds = shuffle.random_numbers(plan.options.seed).take(1)
+    batches = seeds.flat_map(lambda seed: self._cut(self._order(0, seed)))
     count = plan.num_batches(plan.share_of(n))
     return batches.apply(tf.data.experimental.assert_cardinality(count))
 
@@ -86,17 +87,30 @@ class ArrayReader:
     )
     return call(self._decode_fn, call(self._prepare_fn, batch))
 
-  def _order(self, number: tf.Tensor) -> tf.Tensor:
+  def _order(
+    self, number: int | tf.Tensor, seed: tf.Tensor | None = None
+  ) -> tf.Tensor:
+    """The indices of a pass, shuffled if the plan says so, that are taken here."""
     indices = tf.range(self.num_examples, dtype=tf.int64)
-    if not self._plan.is_shuffled:
-      return indices
-    return tf.random.experimental.stateless_shuffle(
-      indices, seed=shuffle.pass_seed(self._plan.options.seed, number)
-    )
+    if self._plan.is_shuffled:
+      seed = self._plan.options.seed if seed is None else seed
+      indices = tf.random.experimental.stateless_shuffle(
+        indices, seed=shuffle.pass_seed(seed, number)
+      )
+    return indices[self._plan.places]
 
   def _cut(self, indices: tf.Tensor) -> tf.data.Dataset:
-    plan = self._plan
-    return shuffle.batches_of(indices, plan.batch_size, plan.drop_remainder)
+    """Batches of a vector of static length, without a step for each element."""
+    num_full, rest = divmod(indices.shape[0], self._plan.batch_size)
+    end = indices.shape[0] - rest
+    full = tf.reshape(indices[:end], [num_full, self._plan.batch_size])
+    batches = tf.data.Dataset.from_tensor_slices(full)
+    if self._plan.drop_remainder:
+      return batches
+    # Also where nothing remains: batches of a static shape would tell strategies
+    # that no replica ever gets fewer rows.
+    last = tf.data.Dataset.from_tensors(indices[end:])
+    return batches.concatenate(last.take(min(rest, 1)))
 
   def _prepare_all(self):
     """Prepares all examples, in batches, into tensors of their own."""
