@@ -9,6 +9,7 @@ checkpoints; checksums detect damage that happens later.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -221,10 +222,10 @@ class Checkpointer:
     path = os.path.join(self.directory, FINISHED_FILE)
     if is_finished:
       os.makedirs(self.directory, exist_ok=True)
-      with open(path, 'w', encoding='utf-8') as f:
-        f.write('Training is over.\n')
-    elif os.path.exists(path):
-      os.remove(path)
+      open(path, 'w').close()
+    else:
+      with contextlib.suppress(FileNotFoundError):
+        os.remove(path)
 
   def _path(self, number: int) -> str:
     return os.path.join(self.directory, f'checkpoint-{number:08d}')
@@ -242,7 +243,7 @@ class Checkpointer:
 def _write_arrays(
   path: str, arrays: Iterable[tuple[str, np.ndarray]]
 ) -> dict[str, Any]:
-  """Writes all bytes in a row; returns the manifest's part about them."""
+  """Writes all bytes in a row; returns what the manifest says of them."""
   digest = hashlib.sha256()
   entries = []
   size = 0

@@ -90,13 +90,11 @@ def has_parts(variable: Any) -> bool:
 
 def reductions(variables: Mapping[str, Any]) -> dict[str, str]:
   """Returns 'mean' or 'sum' for each variable of which replicas have parts."""
+  parts = {k: _value(v) for k, v in variables.items() if has_parts(v)}
+  mean = tf.VariableAggregation.MEAN
   return {
-    name: 'mean'
-    if getattr(_value(variable), 'aggregation', None)
-    == tf.VariableAggregation.MEAN
-    else 'sum'
-    for name, variable in variables.items()
-    if has_parts(variable)
+    k: 'mean' if getattr(v, 'aggregation', None) == mean else 'sum'
+    for k, v in parts.items()
   }
 
 

@@ -66,11 +66,8 @@ def name_of(
 ) -> Name:
   """Names the cache of some data.
 
-  Args:
-    prefix: the user's `cache_path`.
-    data: the name of the data.
-    key: what tells this pipeline from others with the same prefix.
-    content: what changes when the examples do.
+  `key` tells this pipeline from others with the same prefix; `content` changes
+  when the examples do.
   """
   stem = f'{os.path.abspath(prefix)}-{data}-{_digest(key)[:8]}'
   return Name(stem, _digest(content)[:12])
@@ -79,13 +76,7 @@ def name_of(
 def on_disk(
   examples: tf.data.Dataset, name: Name, num_examples: int
 ) -> tf.data.Dataset:
-  """Caches `num_examples` in their order, after removing files of no use.
-
-  Raises:
-    UnsupportedOptionError: another process fills this cache at the moment; or
-      there are more examples than TensorFlow's cache holds.
-    DataError: the directory cannot be written.
-  """
+  """Caches `num_examples` in their order, after removing files of no use."""
   if num_examples > MAX_EXAMPLES:
     raise errors.UnsupportedOptionError(
       f"cache='disk' with {num_examples} examples",

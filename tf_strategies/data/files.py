@@ -13,9 +13,7 @@ import tensorflow as tf
 from tf_strategies import errors
 from tf_strategies.data import plan as plan_lib
 
-# A path (scalar string tensor) -> a dataset of the records in that file.
 ReadFn = Callable[[tf.Tensor], tf.data.Dataset]
-# A batch of records -> a structure of tensors with one row for each record.
 ParseFn = Callable[[Any], Any]
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -37,22 +35,16 @@ class Files:
     paths: a list of files, or a pattern such as 'gs://bucket/logs-*.csv'.
     read_fn: called with the path of a file, returns a dataset of its records.
     parse_fn: called with a batch of records, returns a structure of tensors
-      with one row for each record. It is deterministic, and with a cache sees
-      each record once.
+      with one row for each record; deterministic.
     counts: the number of records of each file, in the order of the sorted
       paths of a pattern, or of `paths` as given. The lengths of epochs and
       shares follow from it.
     decode_fn: called with the components of each batch after the cache.
-    name: of the data, part of the names of caches; by default caches are told
-      apart by `paths`.
+    name: of the data, part of the names of caches, instead of `paths`.
     fingerprints: one value for each file that changes when its content does;
       by default its size and modification time.
     is_round_robin: whether record i is in file i % len(paths). Otherwise the
       first file holds the first records. Evaluation restores this order.
-
-  Attributes:
-    paths: the files, in order.
-    counts: the number of records of each.
 
   Raises:
     DataError: a file is missing.
@@ -114,12 +106,9 @@ class Files:
     number: int | tf.Tensor | None = None,
     is_cached: bool = False,
   ) -> tf.data.Dataset:
-    """Returns the records in the order that training or evaluation wants.
+    """Returns the records of pass `number`, or in another order each time.
 
-    Args:
-      plan: of the pipeline.
-      number: of the pass; None draws another order in each iteration.
-      is_cached: whether a cache follows, which keeps the first order.
+    A cache, if one follows, keeps the first order.
     """
     n = self.num_examples
     paths = tf.data.Dataset.from_tensor_slices(list(self.paths))

@@ -15,11 +15,10 @@ _SIMPLE = (bool, int, float, complex, str, bytes, type(None))
 
 
 def of_function(function: Callable[..., Any] | None) -> str:
-  """A name for what a function does: its source, defaults and simple closures.
+  """A name for a function's source, defaults, simple closures and arguments.
 
-  Of a `functools.partial` also its arguments. What a function calls is not
-  looked at, nor are objects that have no value that is the same in all
-  processes.
+  What it calls is not looked at, nor objects without a value that is the same in
+  all processes.
   """
   return hashlib.sha256(repr(_parts(function)).encode()).hexdigest()[:16]
 

@@ -58,11 +58,7 @@ def distribute(
 
 
 def check(address: str, timeout: float) -> None:
-  """Waits until a dispatcher answers that has a worker.
-
-  Raises:
-    WorkerUnavailableError: nobody answers, or no worker has registered.
-  """
+  """Waits until a dispatcher answers that has a worker, or raises an error."""
   host_and_port = address.removeprefix('grpc://')
   ask = _connect if grpc is None else _get_workers
   problem = ask(host_and_port, timeout)

@@ -132,10 +132,9 @@ def _check_begin(group, job, num_tasks: int) -> None:
   if restarts != '0' and is_alone and not job.progress:
     raise errors.RendezvousError(
       f'This worker was started again (TFS_RESTART_COUNT={restarts}) and none '
-      f'of the other '
-      f'{num_tasks - 1} is there: they may have finished, and it has no state '
-      'to go on from. Fix: start the whole job again, or this worker '
-      'without TFS_RESTART_COUNT to train from the beginning.'
+      f'of the other {num_tasks - 1} is there: they may have finished, and it '
+      'has no state to go on from. Fix: start the whole job again, or this '
+      'worker without TFS_RESTART_COUNT to train from the beginning.'
     )
 
 

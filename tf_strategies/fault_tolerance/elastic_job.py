@@ -235,7 +235,7 @@ class Job:
     self._record(epoch, step)
 
   def callback(self) -> ElasticCallback:
-    """Returns a callback for a `fit` of the rest of an epoch, and more."""
+    """Returns a callback for a `fit` that counts from this position on."""
     return ElasticCallback(self, self.step)
 
   def fit(
