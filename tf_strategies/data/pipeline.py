@@ -149,7 +149,7 @@ def make_dataset(
     batches = batches.shard(
       input_context.num_input_pipelines, input_context.input_pipeline_id
     )
-  return _in_parallel(batches, load, plan, repeats=epochs is None)
+  return _in_parallel(batches, load, plan)
 
 
 def _check_no_start(start, steps_per_epoch):
@@ -177,7 +177,7 @@ def _check_span(epochs, epoch, step, steps_per_epoch):
 
 
 def _in_a_row(reader, plan) -> tf.data.Dataset:
-  """Returns the batches of an epoch, or of one after the other."""
+  """Returns the batches of an epoch, or of one after the other without end."""
   batches = reader.batches()
   # After the batch, so that no batch mixes two epochs; before the map, so that it
   # runs on into the next epoch. Not in a service, whose workers would never end
@@ -217,12 +217,7 @@ def _load_fn(reader, augment_fn, map_fn, batch_spec) -> BatchFn:
   return lambda *batch: load(batch)  # A map unpacks a tuple.
 
 
-def _in_parallel(
-  batches: tf.data.Dataset,
-  load: Callable[..., Any],
-  plan: plan_lib.Plan,
-  repeats: bool,
-) -> tf.data.Dataset:
+def _in_parallel(batches, load, plan) -> tf.data.Dataset:
   """Maps `load` over batches, here or in a service, ahead of the step."""
   options = plan.options
   dataset = batches.map(
@@ -234,7 +229,7 @@ def _in_parallel(
     dataset = service.distribute(
       dataset, options.service, options.service_timeout
     )
-    if repeats and plan.repeats:
+    if plan.repeats:
       dataset = dataset.repeat()
   if options.prefetch:
     dataset = dataset.prefetch(options.prefetch)
