@@ -148,6 +148,8 @@ def train():
     )
     start = tuple(saver.restore())
 
+  if saver:
+    saver.mark_finished(False)  # An evaluator waits for checkpoints.
   run = reporting.Run('mnist_custom_loop', strategy, data, start)
   train, test = on_replicas(train_step, [optimizer]), on_replicas(test_step)
   trained = tested = None
@@ -169,6 +171,8 @@ def train():
       run.log_epoch(epoch, trained, tested)
       if checkpoint:
         checkpoint.save(epoch + 1)
+  if saver:
+    saver.mark_finished()
   return run.report(model, optimizer, metrics, trained, tested or evaluate())
 
 

@@ -18,7 +18,7 @@ from absl import flags
 
 import tf_strategies as tfs
 from examples import common
-from tf_strategies.checkpoint import checkpointer, model_state
+from tf_strategies.checkpoint import model_state
 
 FLAGS = flags.FLAGS
 
@@ -26,8 +26,7 @@ FLAGS = flags.FLAGS
 class Run:
   """Measures a run, and reports it; make it before data are distributed.
 
-  It starts at `start`. A custom loop runs in its context, which tells an evaluator
-  whether there will be more checkpoints.
+  It starts at `start`. A custom loop runs in its context.
   """
 
   def __init__(self, example: str, strategy, data, start=(0, 0)):
@@ -50,23 +49,14 @@ class Run:
       print(f'Training on {_describe(strategy, data)}.', flush=True)
 
   def __enter__(self) -> Run:
-    self._tell_evaluator(is_finished=False)
     if self.monitor:
       epoch, step = self._start
       self.monitor.start(self._strategy, epoch * self._steps + step)
     return self
 
-  def __exit__(self, error_type, *unused) -> None:
+  def __exit__(self, *unused) -> None:
     if self.monitor:
       self.monitor.close()
-    if error_type is None:
-      self._tell_evaluator(is_finished=True)
-
-  def _tell_evaluator(self, is_finished: bool) -> None:
-    """Says whether a custom loop will write more checkpoints."""
-    if FLAGS.checkpoint_dir and common.is_chief(self._strategy):
-      store = checkpointer.Checkpointer(FLAGS.checkpoint_dir)
-      store.mark_finished(is_finished)
 
   @contextlib.contextmanager
   def step(self, step: int) -> Iterator[None]:

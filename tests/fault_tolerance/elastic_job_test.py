@@ -6,6 +6,7 @@ from unittest import mock
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
 import tf_strategies as tfs
@@ -132,6 +133,7 @@ class JobTest(tf.test.TestCase):
     self.assertEqual(int(self.model.optimizer.iterations.numpy()), 2 + _STEPS)
     self.assertEqual(self.job.position, Position(3))
 
+  @pytest.mark.full
   def test_fit_that_is_stopped_in_its_first_part_ends(self):
     self.job.restore(self.model)
     self.job.update(0, 1)
