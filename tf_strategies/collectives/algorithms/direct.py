@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-
 from tf_strategies.collectives import schedule
 
 
+@schedule.algorithm
 def direct_all_reduce(world_size: int) -> schedule.Schedule:
   """Every rank owns one chunk, adds it up, and sends the sum to all.
 
@@ -34,11 +33,6 @@ def direct_all_reduce(world_size: int) -> schedule.Schedule:
   Raises:
     ScheduleError: `world_size` is not a positive integer.
   """
-  return _build(schedule.check_world_size(world_size))
-
-
-@functools.lru_cache(maxsize=32)
-def _build(world_size: int) -> schedule.Schedule:
   transfers = []
   for owner in range(world_size):
     for rank in range(world_size):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-
 from tf_strategies.collectives import schedule
 
 
+@schedule.algorithm
 def halving_doubling_all_reduce(world_size: int) -> schedule.Schedule:
   """Recursive vector halving with distance doubling, and back.
 
@@ -43,11 +42,6 @@ def halving_doubling_all_reduce(world_size: int) -> schedule.Schedule:
   Raises:
     ScheduleError: `world_size` is not a positive integer.
   """
-  return _build(schedule.check_world_size(world_size))
-
-
-@functools.lru_cache(maxsize=32)
-def _build(world_size: int) -> schedule.Schedule:
   num_chunks = 1 << (world_size.bit_length() - 1)
   folded = world_size - num_chunks
   # Position -> rank: of each folded pair the odd rank stays in the game.

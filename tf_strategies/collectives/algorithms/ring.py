@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 
 from tf_strategies.collectives import schedule
 
 
+@schedule.algorithm
 def ring_all_reduce(world_size: int) -> schedule.Schedule:
   """Reduce-scatter around a ring, then all-gather around the same ring.
 
@@ -37,11 +37,6 @@ def ring_all_reduce(world_size: int) -> schedule.Schedule:
   Raises:
     ScheduleError: `world_size` is not a positive integer.
   """
-  return _build(schedule.check_world_size(world_size))
-
-
-@functools.lru_cache(maxsize=32)
-def _build(world_size: int) -> schedule.Schedule:
   ranks = range(world_size)
   chunks = [(chunk,) for chunk in range(world_size)]
   return schedule.Schedule(
