@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 import numbers
 from collections.abc import Callable, Iterable, Sequence
 
@@ -448,10 +449,25 @@ def check_int(
   )
 
 
+def check_ints(name: str, values: Sequence[int], least: int) -> list[int]:
+  """As `check_int`, for each of several."""
+  return [check_int(f'{name}[{i}]', v, least) for i, v in enumerate(values)]
+
+
 def is_int(value: object) -> bool:
   """Whether the value is an integer, NumPy's included, and not a bool."""
   # True == 1 would silently pass for a world of one rank.
   return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def is_number(value: object, least: float = 0, most: float = math.inf) -> bool:
+  """Whether the value is a finite real number in a range, and not a bool."""
+  return (
+    isinstance(value, numbers.Real)
+    and not isinstance(value, bool)
+    and math.isfinite(value)
+    and least <= value <= most
+  )
 
 
 def _ranks_in(contributions: int) -> list[int]:

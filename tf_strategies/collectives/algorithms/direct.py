@@ -13,10 +13,9 @@ def direct_all_reduce(world_size: int) -> schedule.Schedule:
   in 2 rounds and over all N (N - 1) links: good where every pair of ranks has
   its own link or copies are free, poor where they share a switch port.
 
-  Source: the pairwise exchange of Thakur, Rabenseifner and Gropp,
-  "Optimization of collective communication operations in MPICH",
-  International Journal of High Performance Computing Applications 19, 2005,
-  with all its steps in one round.
+  Source: the pairwise exchange of Thakur, Rabenseifner and Gropp, "Optimization
+  of collective communication operations in MPICH", IJHPCA 19, 2005, with all
+  its steps in one round.
 
   Example:
 

@@ -23,8 +23,7 @@ def halving_doubling_all_reduce(world_size: int) -> schedule.Schedule:
 
   Source: Rabenseifner, "Optimization of collective reduction operations",
   ICCS 2004; Thakur, Rabenseifner and Gropp, "Optimization of collective
-  communication operations in MPICH", International Journal of High
-  Performance Computing Applications 19, 2005.
+  communication operations in MPICH", IJHPCA 19, 2005.
 
   Example:
 

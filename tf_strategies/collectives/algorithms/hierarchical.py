@@ -25,9 +25,8 @@ def hierarchical_all_reduce(
   2 (g - 1) + 2 (G - 1) rounds instead of a flat ring's 2 (N - 1).
 
   Source: Jia et al., "Highly scalable deep learning training system with
-  mixed-precision: training ImageNet in four minutes", 2018 (hierarchical
-  all-reduce); Ueno and Yokota, "Exhaustive study of hierarchical AllReduce
-  patterns for large messages between GPUs", CCGRID 2019.
+  mixed-precision: training ImageNet in four minutes", 2018; Ueno and Yokota,
+  "Exhaustive study of hierarchical AllReduce patterns", CCGRID 2019.
 
   Example:
 
@@ -68,13 +67,13 @@ def hierarchical_all_reduce(
   transfers: list[schedule.Transfer] = []
   for group in range(num_groups):
     members = range(group * group_size, (group + 1) * group_size)
-    transfers += ring.ring_reduce_scatter(members, blocks, 0)
-    transfers += ring.ring_all_gather(members, blocks, gather)
+    transfers += ring.ring_half(members, blocks, 0, True)
+    transfers += ring.ring_half(members, blocks, gather, False)
   for place in range(group_size):
     peers = range(place, world_size, group_size)
     chunks = [(chunk,) for chunk in blocks[(place + 1) % group_size]]
-    transfers += ring.ring_reduce_scatter(peers, chunks, across)
-    transfers += ring.ring_all_gather(peers, chunks, across + num_groups - 1)
+    transfers += ring.ring_half(peers, chunks, across, True)
+    transfers += ring.ring_half(peers, chunks, across + num_groups - 1, False)
   return schedule.Schedule(
     'hierarchical', world_size, world_size, tuple(transfers)
   )

@@ -13,8 +13,7 @@ def tree_all_reduce(world_size: int, root: int = 0) -> schedule.Schedule:
   latency outweighs bandwidth.
 
   Source: Thakur, Rabenseifner and Gropp, "Optimization of collective
-  communication operations in MPICH", International Journal of High
-  Performance Computing Applications 19, 2005 (binomial reduce and broadcast).
+  communication operations in MPICH", IJHPCA 19, 2005.
 
   Example:
 

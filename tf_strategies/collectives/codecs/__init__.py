@@ -46,13 +46,7 @@ NONE = CODECS['none']
 
 
 def get(name: str) -> codec_lib.Codec:
-  """The codec of a name.
-
-  Args:
-    name: of a module in this package.
-
-  Returns:
-    The codec; one serves all tensors, their states are apart.
+  """The codec of a name; one serves all tensors, their states are apart.
 
   Raises:
     UnsupportedOptionError: there is no codec of that name.
@@ -83,10 +77,9 @@ def wire_bytes(name: str, dtype: np.dtype, length: int) -> int:
 def for_array(name: str, dtype: np.dtype) -> codec_lib.Codec:
   """What arrays of a dtype travel as when a codec is asked for.
 
-  A codec is for floats, and where its payload is smaller than the array.
-  Integers and complex numbers travel as they are, exactly. 16-bit floats are
-  payloads already: they travel as they are too, but are added in float32 and
-  rounded once a hop.
+  A codec is for floats, and where its payload is smaller than the array. All
+  else travels as it is; but 16-bit floats, which are payloads already, are added
+  in float32 and rounded once a hop.
 
   Example:
 
@@ -94,13 +87,6 @@ def for_array(name: str, dtype: np.dtype) -> codec_lib.Codec:
     ['float16', 'float16', 'none']
     >>> for_array('none', np.dtype('f2')).name
     'float16'
-
-  Args:
-    name: of the codec that is asked for.
-    dtype: of the array, in the byte order of this machine.
-
-  Returns:
-    The codec that is used.
 
   Raises:
     UnsupportedOptionError: there is no codec of that name.
