@@ -1,10 +1,9 @@
 """`tf.IndexedSlices` across devices: gathered, never summed by index.
 
 The gradient of an embedding is a list of (row, value) pairs in which a row may
-stand several times. One device hands such a list to the optimizer as it is, so
-the all-reduce of N replicas' lists is their concatenation: the optimizer (and
-gradient clipping, which looks at the values) then sees the pairs that one
-device would have seen.
+stand several times. The all-reduce of N replicas' lists is their concatenation:
+the optimizer (and gradient clipping, which looks at the values) then sees the
+pairs that one device would have seen.
 """
 
 from collections.abc import Sequence
@@ -21,11 +20,9 @@ def is_sparse(value) -> bool:
 
 
 def densify_if_mixed(value):
-  """Returns `value` with equal component types.
+  """Returns `value`, dense if only some replicas have slices.
 
-  A replica may produce a dense gradient where another produces slices, for
-  instance when a variable is used densely in one branch only. Their sum is
-  dense.
+  For instance when a variable is used densely in one branch only.
   """
   kinds = {isinstance(v, tf.IndexedSlices) for v in value.values}
   if len(kinds) == 1:
