@@ -192,7 +192,7 @@ class Rendezvous:
     connection = await self._dial(task, _Purpose.POLL)
     try:
       while True:
-        await connection.send(_Kind.HELLO, self._membership.hello())
+        connection.send(_Kind.HELLO, self._membership.hello())
         _, message = await connection_lib.within(
           authentication.HANDSHAKE_SECONDS, connection.expect(_Kind.HELLO)
         )
@@ -204,7 +204,7 @@ class Rendezvous:
   async def _answer(self, connection, request) -> None:
     """Tells a worker that polls what this one is doing."""
     try:
-      while True:
+      while not connection.pending:  # Else it does not read its answers.
         _, message = await connection_lib.within(
           _IDLE_SECONDS, connection.expect(_Kind.HELLO)
         )
@@ -212,7 +212,7 @@ class Rendezvous:
           self._membership.heard(message, time.monotonic(), reached=False)
         except errors.Error as e:
           self._refuse(e)
-        await connection.send(_Kind.HELLO, self._membership.hello())
+        connection.send(_Kind.HELLO, self._membership.hello())
     except OSError:
       return  # It has what it wanted, or is gone.
     except _MALFORMED as e:
@@ -246,7 +246,7 @@ class Rendezvous:
       if self._proposal is not None:
         objection = 'it takes part in another proposal'
       if objection:
-        await connection.send(_Kind.REJECT, objection)
+        connection.send(_Kind.REJECT, objection)
         connection.close()
         return
     except (OSError, *_MALFORMED):
@@ -281,7 +281,7 @@ class Rendezvous:
       proposal, rank = self._proposal, message['rank']
       if proposal is None or not proposal.expects(rank, message):
         raise protocol.ProtocolError('a data link belongs to no proposal')
-      await connection.send(_Kind.ACCEPT)
+      connection.send(_Kind.ACCEPT)
       proposal.add(rank, connection.detach())
     except (OSError, *_MALFORMED) as e:
       connection.close()
