@@ -34,7 +34,7 @@ class Member:
     rank: its place in the group, from 0.
     task: its number in the cluster, which stays when groups form again.
     address: 'host:port'.
-    progress: what it passed to `form`: how far it has come, in steps, say.
+    progress: how far it has come: what it passed to `form`.
   """
 
   rank: int
@@ -50,14 +50,7 @@ class Member:
 class FailureReport:
   """Why a group failed, in a form that travels.
 
-  Attributes:
-    error: the name of the error's class.
-    message: of the error.
-    rank: the rank at fault, where there is one.
-    address: of that rank.
-    tensor: name of what was moved.
-    step: the sequence number of the collective.
-    ranks: those that differ from the lowest rank.
+  All but `message` become attributes of the exception, of the class `error`.
   """
 
   error: str
@@ -67,6 +60,21 @@ class FailureReport:
   tensor: str | None = None
   step: int | None = None
   ranks: tuple[int, ...] = ()
+
+  @classmethod
+  def at(
+    cls,
+    error: str,
+    message: str,
+    member: Member,
+    operation: tuple[str, int],
+    ranks: tuple[int, ...] = (),
+  ) -> FailureReport:
+    """The fault of a member in an operation: a tensor's name and a sequence."""
+    name, sequence = operation
+    return cls(
+      error, message, member.rank, member.address, name or None, sequence, ranks
+    )
 
   def to_json(self) -> dict[str, Any]:
     """As a dictionary that JSON can express."""
@@ -86,21 +94,13 @@ class FailureReport:
 
 
 class Operation(NamedTuple):
-  """A collective, as messages describe it.
+  """A collective, as messages describe it."""
 
-  Attributes:
-    sequence: its number, from 1; 0 before the first.
-    text: kind, name, dtype and size.
-    name: of the tensor.
-    busy: whether it is still running.
-    since: when it began, in seconds of the monotonic clock.
-  """
-
-  sequence: int = 0
+  sequence: int = 0  # From 1; 0 before the first.
   text: str = 'nothing yet'
-  name: str = ''
-  busy: bool = False
-  since: float = 0.0
+  name: str = ''  # Of the tensor.
+  busy: bool = False  # Whether it is still running.
+  since: float = 0.0  # Of the monotonic clock.
 
   def __str__(self):
     return f'{self.text} (sequence {self.sequence})'
@@ -215,21 +215,13 @@ class GroupState:
     how: str,
     fix: str = 'Look at its log; then form the group again or restart.',
   ) -> FailureReport:
-    """The report on a rank that is gone.
-
-    Args:
-      rank: that rank.
-      how: the end of a sentence that begins with the rank.
-      fix: what follows, as whole sentences.
-    """
+    """The report on a rank that is gone: a sentence about it, and the fix."""
     operation = self.operation
     when = 'during' if operation.busy else 'after'
     member = self.members[rank]
-    return FailureReport(
+    return FailureReport.at(
       'WorkerUnavailableError',
       f'R{str(member)[1:]} {how} {when} {operation}. {fix}',
-      rank=rank,
-      address=member.address,
-      tensor=operation.name or None,
-      step=operation.sequence,
+      member,
+      (operation.name, operation.sequence),
     )
