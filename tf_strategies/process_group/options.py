@@ -67,7 +67,12 @@ class GroupOptions:
     for field in dataclasses.fields(self):
       name, value = field.name, getattr(self, field.name)
       if name == 'window_seconds':
-        _check(name, value, schedule.is_number(value), 'a non-negative number of seconds')
+        _check(
+          name,
+          value,
+          schedule.is_number(value),
+          'a non-negative number of seconds',
+        )
       elif name.endswith('_seconds'):
         is_positive = schedule.is_number(value) and value > 0
         _check(name, value, is_positive, 'a positive number of seconds')

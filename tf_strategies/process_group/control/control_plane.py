@@ -35,14 +35,9 @@ _DECISION_SECONDS = _DESCRIBE_SECONDS + 2.0
 
 
 class ControlPlane:
-  """Links to rank 0, or on rank 0 to all other ranks.
+  """Links to rank 0, or on rank 0 to all other ranks; owns its connections.
 
-  Args:
-    host: whose event loop and thread all of this runs in.
-    state: of the group.
-    connections: by rank; owned from here on.
-    options: of the group.
-    own_joiners: the tasks that asked this process for a new group.
+  `own_joiners` are the tasks that asked this process for a new group.
   """
 
   def __init__(

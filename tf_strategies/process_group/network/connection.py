@@ -227,13 +227,7 @@ async def _resolve(host: str, port: int) -> list[tuple[int, tuple]]:
 async def accept(
   connection: Connection, task: int, secret: bytes | None
 ) -> authentication.Request:
-  """The server's side of the handshake; returns the client's request.
-
-  Raises:
-    OSError: it closed the connection.
-    ProtocolError: it is another program, or looks for another task.
-    AuthenticationError: it does not know the secret.
-  """
+  """The server's side of the handshake; returns the client's request."""
   data = await connection.read(authentication.REQUEST_BYTES)
   request = authentication.Request.unpack(data)
   if request.server != task:

@@ -34,14 +34,7 @@ class ProposalFailedError(Exception):
 
 
 class Proposal:
-  """A group in the making, seen by one member.
-
-  Args:
-    generation: of the group.
-    seats: by rank.
-    task: this process's.
-    dial: opens an authenticated connection to a task.
-  """
+  """A group in the making, seen by one member."""
 
   def __init__(
     self,

@@ -94,13 +94,8 @@ class Rendezvous:
 
     May be called again after a failure, or to let joiners in: a group that
     still runs is closed first. The new group has all workers that are there, at
-    least `min_workers`, and a higher generation; ranks follow the tasks.
-
-    Args:
-      progress: how far this worker has come; all see it in `members`.
-
-    Returns:
-      The group.
+    least `min_workers`, and a higher generation; ranks follow the tasks. All see
+    in `members` how far each has come: its `progress`.
 
     Raises:
       RendezvousError: workers are missing at the deadline, run another
