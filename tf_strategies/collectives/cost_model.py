@@ -8,6 +8,7 @@ a time, both at once (full duplex).
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 from collections.abc import Iterable
@@ -219,22 +220,19 @@ def _round_seconds(
   topology: Topology,
   ratio: float,
 ) -> float:
-  messages: dict[tuple[int, int], int] = {}
-  additions: dict[int, int] = {}
+  messages: collections.Counter = collections.Counter()
+  sends: collections.Counter = collections.Counter()
+  receives: collections.Counter = collections.Counter()
   for t in transfers:
-    link = (t.src, t.dst)
-    messages[link] = messages.get(link, 0) + sizes[t.chunk]
+    messages[t.src, t.dst] += sizes[t.chunk]
     if t.reduce:
-      additions[t.dst] = additions.get(t.dst, 0) + sizes[t.chunk]
-  sends: dict[int, float] = {}
-  receives: dict[int, float] = {
-    rank: num_bytes * topology.gamma_seconds_per_byte
-    for rank, num_bytes in additions.items()
-  }
+      receives[t.dst] += sizes[t.chunk]
+  for rank in receives:
+    receives[rank] *= topology.gamma_seconds_per_byte
   for (src, dst), num_bytes in messages.items():
     seconds = topology.link(src, dst).seconds(num_bytes * ratio)
-    sends[src] = sends.get(src, 0.0) + seconds
-    receives[dst] = receives.get(dst, 0.0) + seconds
+    sends[src] += seconds
+    receives[dst] += seconds
   return max([*sends.values(), *receives.values()], default=0.0)
 
 

@@ -44,9 +44,9 @@ def plan_layout(
   """Assigns every element of every tensor to one chunk.
 
   Whole tensors go, the largest first, to the chunk with the fewest bytes so
-  far. With `split_above`, tensors of more than that fraction of all bytes come
-  after the others and fill each chunk up to the mean load, the emptiest first,
-  so that the busiest chunk has at most
+  far. Tensors of more than the fraction `split_above` of all bytes come last and
+  fill each chunk up to the mean load, the emptiest first, so that the busiest
+  has at most
 
       total / num_chunks + largest unsplit tensor + 16 elements
 
@@ -68,14 +68,14 @@ def plan_layout(
     num_elements: the size of each tensor in elements, 0 or more.
     itemsizes: bytes of one element of each tensor.
     num_chunks: chunks of the schedule.
-    split_above: the fraction of the total bytes, from 0 to 1, above which a
-      tensor is split, for instance `1 / (2 * num_chunks)`; None to split none.
+    split_above: from 0 to 1, for instance `1 / (2 * num_chunks)`; None to split
+      no tensor.
 
   Returns:
-    Pieces sorted by tensor and start. A tensor without elements has one empty
-    piece; one that is not split has one piece; any other at most `num_chunks`,
-    which start at multiples of 16 elements. O(n log n) for n tensors, plus
-    O(num_chunks log num_chunks) for each large one.
+    Pieces sorted by tensor and start: one of a tensor that is not split (empty,
+    if that is), at most `num_chunks` of another, which start at multiples of 16
+    elements. O(n log n) for n tensors, plus O(num_chunks log num_chunks) for
+    each large one.
 
   Raises:
     ScheduleError: the lists differ in length or hold impossible sizes, or

@@ -172,8 +172,10 @@ class ControlPlane:
         self._monitor.heard(rank, time.monotonic())
         if frame.generation != self._state.generation:
           raise protocol.ProtocolError('a frame is of another generation')
-        self._handlers[frame.kind](rank, frame)
-    except (OSError, protocol.ProtocolError, KeyError) as e:
+        is_binary = frame.kind in exchange_lib.KINDS
+        message = frame if is_binary else connection_lib.decode(frame)
+        self._handlers[frame.kind](rank, message)
+    except (OSError, *protocol.MALFORMED) as e:
       link.shut_down()
       closed = isinstance(e, ConnectionError)
       why = 'its connection is closed' if closed else str(e) or type(e).__name__
@@ -256,31 +258,27 @@ class ControlPlane:
       self._inquiries = [i for i in self._inquiries if i is not said]
     return dict(sorted(said.items()))
 
-  def _on_report(self, rank: int, frame: protocol.Frame) -> None:
-    report = connection_lib.decode(frame)
+  def _on_report(self, rank: int, report: dict[str, Any]) -> None:
     if 'failure' in report:
       failure = state_lib.FailureReport.from_json(report['failure'])
       self._declare_failed(failure)
     else:
       self._report(report)
 
-  def _on_failed(self, rank: int, frame: protocol.Frame) -> None:
-    message = connection_lib.decode(frame)
+  def _on_failed(self, rank: int, message: dict[str, Any]) -> None:
     self._state.fail(state_lib.FailureReport.from_json(message))
 
-  def _on_describe(self, rank: int, frame: protocol.Frame) -> None:
+  def _on_describe(self, rank: int, message: None) -> None:
     self._links[rank].send(_Kind.DESCRIPTION, self._state.describe())
 
-  def _on_description(self, rank: int, frame: protocol.Frame) -> None:
-    description = connection_lib.decode(frame)
+  def _on_description(self, rank: int, description: dict[str, Any]) -> None:
     for said in self._inquiries:
       said[rank] = description
 
-  def _on_heartbeat(self, rank: int, frame: protocol.Frame) -> None:
-    self._joiners[rank] = set(connection_lib.decode(frame)['joiners'])
+  def _on_heartbeat(self, rank: int, message: dict[str, Any]) -> None:
+    self._joiners[rank] = set(message['joiners'])
 
-  def _on_goodbye(self, rank: int, frame: protocol.Frame) -> None:
-    message = connection_lib.decode(frame)
+  def _on_goodbye(self, rank: int, message: dict[str, Any]) -> None:
     leaver, last = message['rank'], message['last']
     self._state.departed[leaver] = last
     if self._state.rank == 0:

@@ -15,6 +15,8 @@ from tf_strategies.process_group.network import connection as connection_lib
 from tf_strategies.process_group.network import protocol
 
 _Kind = protocol.Kind
+# The kinds of frames of exchanges.
+KINDS = (_Kind.EXCHANGE, _Kind.RESULT, _Kind.LATE)
 _SECONDS = struct.Struct('!d')
 _LENGTH = struct.Struct('!Q')
 

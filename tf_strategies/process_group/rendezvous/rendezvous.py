@@ -31,8 +31,6 @@ _POLL_SECONDS_PER_WORKER = 0.005
 _REFUSAL_SECONDS = 1.0
 # Silence after which a connection that only polls is given up.
 _IDLE_SECONDS = 30.0
-# What decoding a message of another or a broken program raises.
-_MALFORMED = (protocol.ProtocolError, KeyError, TypeError, ValueError)
 
 
 class Rendezvous:
@@ -179,7 +177,7 @@ class Rendezvous:
         self._refuse(e)
       except OSError as e:
         self._membership.lost(task, _why(e))
-      except _MALFORMED as e:
+      except protocol.MALFORMED as e:
         self._membership.lost(task, f'something else is there: {e}')
       await asyncio.sleep(pause)
 
@@ -210,7 +208,7 @@ class Rendezvous:
         connection.send(_Kind.HELLO, self._membership.hello())
     except OSError:
       return  # It has what it wanted, or is gone.
-    except _MALFORMED as e:
+    except protocol.MALFORMED as e:
       logging.log_every_n_seconds(
         logging.WARNING, 'Task %d sent nonsense: %s', 10, request.client, e
       )
@@ -244,7 +242,7 @@ class Rendezvous:
         connection.send(_Kind.REJECT, objection)
         connection.close()
         return
-    except (OSError, *_MALFORMED):
+    except (OSError, *protocol.MALFORMED):
       connection.close()
       return
     await self._take_part(generation, seats, connection)
@@ -278,7 +276,7 @@ class Rendezvous:
         raise protocol.ProtocolError('a data link belongs to no proposal')
       connection.send(_Kind.ACCEPT)
       proposal.add(rank, connection.detach())
-    except (OSError, *_MALFORMED) as e:
+    except (OSError, *protocol.MALFORMED) as e:
       connection.close()
       logging.info('Task %d refused a data link: %s', self._task, e)
 
