@@ -1,8 +1,7 @@
 """What a codec is: how a stretch of an array looks while it travels.
 
-Sums are never made on payloads: a receiver decodes first and adds in float32
-(float64 for float64 arrays). In every all-reduce with a codec, whatever the
-algorithm and wherever it runs:
+A receiver decodes first and adds in float32 (float64 for float64 arrays). In
+every all-reduce with a codec, whatever the algorithm and wherever it runs:
 
 * A rank encodes its value of a chunk when it sends it, and goes on with what
   the others decode, not with its own more precise value.

@@ -72,8 +72,7 @@ class Topology:
 
   Attributes:
     world_size: number of ranks.
-    intra: the link between ranks of one group; between all ranks if there are
-      no groups.
+    intra: the link between ranks of one group; between all without groups.
     inter: the link between ranks of different groups, None without groups.
     group_size: consecutive ranks in a group (the last group may be smaller),
       None without groups.

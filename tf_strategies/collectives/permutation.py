@@ -1,8 +1,7 @@
 """A `Schedule` as permutations, for machines on which all ranks run one program.
 
-Where every rank executes the same graph, a message is a collective of all of
-them: in one step each rank sends at most one chunk and receives at most one
-(XLA's CollectivePermute). What differs between ranks, which chunk that is, is
+There a message is a collective of all ranks: in one step each sends at most one
+chunk and receives at most one (XLA's CollectivePermute). Which chunk that is, is
 looked up by rank in tables.
 """
 

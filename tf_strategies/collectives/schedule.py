@@ -172,8 +172,8 @@ class Schedule:
   def adds_up_once(self) -> bool:
     """Whether each chunk is completed on one rank, which the others copy.
 
-    Executors that add in another order than that of the ranks keep the ranks
-    bit-equal with such a schedule only.
+    Only then do executors that add in another order than that of the ranks keep
+    the ranks bit-equal.
     """
     return len(self.completions()) <= self.num_chunks
 
@@ -244,15 +244,12 @@ class Schedule:
   ) -> dict[tuple[int, int], int]:
     """Bytes that each directed link carries in the whole schedule.
 
-    Args:
-      chunk_bytes: the size of each chunk in bytes.
-
     Returns:
       {(src, dst): bytes} for every link in use, sorted; a link that only
       carries empty chunks is there with 0.
 
     Raises:
-      ScheduleError: not one size for each chunk.
+      ScheduleError: `chunk_bytes` has not one size for each chunk.
     """
     return self._bytes_by(chunk_bytes, lambda t: (t.src, t.dst))
 
@@ -366,12 +363,9 @@ def rank_order(rank: int, transfers: Iterable[Transfer]) -> list[int]:
     >>> rank_order(1, [Transfer(0, 2, 1, 0, True), Transfer(0, 0, 1, 0, True)])
     [0, 1, 2]
 
-  Args:
-    rank: the rank that receives.
-    transfers: what it receives in one round for one chunk, sorted.
-
   Returns:
-    The senders and, unless one of them overwrites, `rank` itself.
+    The senders of what `rank` receives in one round for one chunk and, unless
+    one of them overwrites, `rank` itself.
   """
   order = [rank]
   for t in transfers:

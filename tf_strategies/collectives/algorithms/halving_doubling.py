@@ -14,12 +14,10 @@ def halving_doubling_all_reduce(world_size: int) -> schedule.Schedule:
   rank sends `2 (N - 1) / N * L` bytes of a buffer of L, as in a ring, in
   2 log2 N rounds.
 
-  With P < N ranks, P the largest power of two, the first N - P even ranks
-  fold their buffers into their right neighbours before, and get the sum back
-  from them after: two rounds of L bytes more.
-
-  Chunks that one rank sends to another in one round are neighbours in the
-  buffer, so that an executor can send them as one piece.
+  Where the largest power of two P is below N, the first N - P even ranks fold
+  their buffers into their right neighbours before, and get the sum back after:
+  two rounds of L bytes more. What a rank sends to another in one round are
+  neighbours in the buffer.
 
   Source: Rabenseifner, "Optimization of collective reduction operations",
   ICCS 2004; Thakur, Rabenseifner and Gropp, "Optimization of collective

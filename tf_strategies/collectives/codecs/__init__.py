@@ -96,8 +96,6 @@ def for_array(name: str, dtype: np.dtype) -> codec_lib.Codec:
   for codec in CODECS.values():
     if codec.cast_dtype == dtype.name and dtype.isnative:
       own = codec
-  if wanted is NONE or (own is NONE and dtype.kind != 'f'):
-    return own
-  if wanted.payload_bytes(_MANY) < _MANY * dtype.itemsize:
-    return wanted
-  return own
+  is_float = own is not NONE or dtype.kind == 'f'
+  is_smaller = wanted.payload_bytes(_MANY) < _MANY * dtype.itemsize
+  return wanted if is_float and is_smaller and wanted is not NONE else own
