@@ -1,5 +1,6 @@
 """The template of every cross-device op: what to move where, counted."""
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 
@@ -10,7 +11,7 @@ from tf_strategies import _tf_internal, errors
 from tf_strategies.collectives import algorithms, codecs
 from tf_strategies.collectives import layout as layout_lib
 from tf_strategies.collectives import schedule as schedule_lib
-from tf_strategies.cross_device import compressed, executor, sparse, statistics
+from tf_strategies.cross_device import compressed, executor, statistics
 
 # A tensor whose size is unknown while the graph is built weighs this many
 # elements when chunks are balanced.
@@ -138,14 +139,11 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
     groups = {}
     for i, (value, destination) in enumerate(value_destination_pairs):
       given, value = value, _as_tensors(value)
-      has_slices = any(isinstance(v, tf.IndexedSlices) for v in value.values)
-      if has_slices:
-        value = sparse.densify_if_mixed(value)
       devices = tuple(_tf_internal.get_devices_from(destination))
-      holders = _holders(value)
-      if has_slices and sparse.is_sparse(value):
-        results[i] = self._reduce_sparse(reduce_op, value, devices)
+      if isinstance(value.values[0], tf.IndexedSlices):
+        results[i] = self._reduce_slices(reduce_op, value.values, devices)
       else:
+        holders = _holders(value)
         if destination is given:
           devices = holders
         groups.setdefault((holders, devices), []).append((i, value))
@@ -250,16 +248,32 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
       results.append(_wrap([reduced, *copies]))
     return results
 
-  def _reduce_sparse(self, reduce_op, value, devices):
-    """Gathers `tf.IndexedSlices` on every destination device."""
-    slices = list(value.values)
-    if _is_mean(reduce_op):
-      slices = [sparse.divide(s, len(slices)) for s in slices]
-    parts = [part for s in slices for part in (s.values, s.indices)]
+  def _reduce_slices(self, reduce_op, slices, devices):
+    """Gathers `tf.IndexedSlices` on every destination device.
+
+    The gradient of an embedding is a list of rows, in which a row may stand
+    several times. Concatenated, the optimizer (and gradient clipping, which
+    looks at the values) sees what one device would have seen.
+    """
+    rows = [s.values for s in slices]
+    indices = [s.indices for s in slices]
     self._statistics['all_reduce'].record(
-      devices, [_bytes_from_others(parts, d) for d in devices]
+      devices, [_bytes_from_others([*rows, *indices], d) for d in devices]
     )
-    return _wrap(_on_each(devices, lambda: sparse.concat(slices)))
+    if _is_mean(reduce_op):
+      for i, part in enumerate(rows):
+        with tf.device(part.device):
+          rows[i] = executor.divide(part, len(rows))
+    shape = slices[0].dense_shape
+
+    def concat():
+      return tf.IndexedSlices(
+        tf.concat(rows, 0),
+        tf.concat(indices, 0),
+        None if shape is None else tf.identity(shape),
+      )
+
+    return _wrap(_on_each(devices, concat))
 
 
 def _on_each(devices, make):
@@ -281,12 +295,19 @@ def _wrap(values, always=False):
 
 
 def _as_tensors(value):
-  """`value` with NumPy components, which have no device, converted."""
-  if all(tf.is_tensor(v) for v in value.values):
+  """`value` with tensors as components, or with slices on all replicas.
+
+  NumPy arrays have no device. Slices become dense where another replica has a
+  dense gradient, for instance of a variable used densely in one branch only.
+  """
+  slices = [isinstance(v, tf.IndexedSlices) for v in value.values]
+  if all(slices) or (not any(slices) and all(map(tf.is_tensor, value.values))):
     return value
-  return _tf_internal.PerReplica(
-    [v if tf.is_tensor(v) else tf.convert_to_tensor(v) for v in value.values]
-  )
+  tensors = []
+  for v in value.values:
+    with tf.device(v.device) if tf.is_tensor(v) else contextlib.nullcontext():
+      tensors.append(tf.convert_to_tensor(v))
+  return _tf_internal.PerReplica(tensors)
 
 
 def _holders(value) -> tuple[str, ...]:
