@@ -197,10 +197,12 @@ class Rendezvous:
   async def _answer(self, connection, request) -> None:
     """Tells a worker that polls what this one is doing."""
     try:
-      while not connection.pending:  # Else it does not read its answers.
+      while True:
         _, message = await connection_lib.within(
           _IDLE_SECONDS, connection.expect(_Kind.HELLO)
         )
+        if connection.pending:
+          return  # It does not read its answers.
         try:
           self._membership.heard(message, time.monotonic(), reached=False)
         except errors.Error as e:
