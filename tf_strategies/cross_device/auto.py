@@ -38,8 +38,12 @@ class AutoAllReduce(base.ScheduledAllReduce):
     self._nccl = tf.distribute.NcclAllReduce()
 
   def schedule(self, devices, num_bytes) -> schedule_lib.Schedule:
-    """The schedule that `choose_schedule` picks."""
-    return choose_schedule(devices, num_bytes)
+    """Direct on CPUs; elsewhere the cheapest by the cost model."""
+    world_size = len(devices)
+    if executor.share_memory(devices) or world_size == 1:
+      return collectives.direct_all_reduce(world_size)
+    topology = collectives.Topology(world_size, _GPU_LINK)
+    return collectives.choose(num_bytes, topology)
 
   def _reduce_everywhere(self, reduce_op, values, devices):
     if tf.executing_eagerly() or not nccl_is_usable(devices):
@@ -50,18 +54,6 @@ class AutoAllReduce(base.ScheduledAllReduce):
     chunks = collectives.chunk_sizes(num_bytes, ring.num_chunks)
     self._statistics['all_reduce'].record(devices, ring.bytes_in(chunks))
     return self._nccl.batch_reduce(reduce_op, [(v, v) for v in values])
-
-
-def choose_schedule(
-  devices: Sequence[str], num_bytes: int
-) -> schedule_lib.Schedule:
-  """Direct on CPUs; elsewhere the cheapest by the cost model."""
-  world_size = len(devices)
-  if executor.share_memory(devices) or world_size == 1:
-    return collectives.direct_all_reduce(world_size)
-  return collectives.choose(
-    num_bytes, collectives.Topology(world_size, _GPU_LINK)
-  )
 
 
 def nccl_is_usable(devices: Sequence[str]) -> bool:

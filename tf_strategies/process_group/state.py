@@ -107,33 +107,23 @@ class Operation(NamedTuple):
 
 
 class GroupState:
-  """Shared by the thread of the collectives and the control plane's.
-
-  Args:
-    members: of the group, by rank.
-    rank: this process.
-    generation: of the group.
-
-  Attributes:
-    operation: the newest collective.
-    note: what the program says of itself, its step, say.
-    failure: why the group failed; None while it works.
-    failed: set once the group has failed.
-    departed: the last collective of each rank that has left.
-  """
+  """Shared by the thread of the collectives and the control plane's."""
 
   def __init__(self, members: Sequence[Member], rank: int, generation: int):
     self.members = tuple(members)
     self.rank = rank
     self.generation = generation
-    self.operation = Operation()
-    self.note = ''
+    self.operation = Operation()  # The newest collective.
+    self.note = ''  # What the program says of itself, its step, say.
     self.failure: FailureReport | None = None
     self.failed = threading.Event()
+    # The last collective of each rank that has left.
     self.departed: dict[int, int] = {}
     # Tag -> when this rank began to wait there.
     self._exchanges: dict[str, float] = {}
-    self._recent: collections.OrderedDict[int, str] = collections.OrderedDict()
+    self._recent: collections.deque[tuple[int, str]] = collections.deque(
+      maxlen=_REMEMBERED
+    )
     self._lock = threading.Lock()
     self._on_failure: list[Callable[[], None]] = []
 
@@ -167,9 +157,7 @@ class GroupState:
     operation = Operation(
       self.operation.sequence + 1, text, name, True, time.monotonic()
     )
-    self._recent[operation.sequence] = text
-    while len(self._recent) > _REMEMBERED:
-      self._recent.popitem(last=False)
+    self._recent.append((operation.sequence, text))
     self.operation = operation
     return operation
 
@@ -197,7 +185,7 @@ class GroupState:
       'seconds': now - operation.since if operation.busy else 0.0,
       'exchanges': {t: now - s for t, s in list(self._exchanges.items())},
       'note': self.note,
-      'recent': {str(k): v for k, v in list(self._recent.items())},
+      'recent': {str(k): v for k, v in list(self._recent)},
     }
 
   def left(self, rank: int) -> FailureReport:
