@@ -4,6 +4,7 @@ import dataclasses
 import socket
 import time
 
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -103,6 +104,7 @@ class ServiceTest(tf.test.TestCase, parameterized.TestCase):
         input_context=tf.distribute.InputContext(2, 0, 2),
       )
 
+  @pytest.mark.full
   def test_repeats_epoch_by_epoch(self):
     self.start_workers(1)
     dataset = self.make_arrays(self.options(repeat=True))

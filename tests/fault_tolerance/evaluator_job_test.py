@@ -118,7 +118,6 @@ def train_by_loop(directory: str, mode: str) -> list[dict[str, float]]:
   import keras
 
   import tf_strategies as tfs
-  from tf_strategies.checkpoint import checkpointer
 
   partitioner = tf.distribute.experimental.partitioners.FixedShardsPartitioner
   checkpoints = os.path.join(directory, 'checkpoints')
@@ -157,7 +156,7 @@ def train_by_loop(directory: str, mode: str) -> list[dict[str, float]]:
     strategy.save()
     evaluate()
     _wait_for(directory, len(found))
-  checkpointer.Checkpointer(checkpoints).mark_finished()
+  strategy.mark_finished()
   strategy.close()
   return found
 

@@ -194,6 +194,7 @@ class RunCheckpointTest(tf.test.TestCase, parameterized.TestCase):
     ):
       checkpoint.restore()
 
+  @pytest.mark.full
   def test_other_workers_hear_that_the_chief_cannot_read(self):
     checkpoint = tfs.RunCheckpoint(self.directory, _model())
     checkpoint.save(epoch=1)

@@ -93,4 +93,6 @@ class Position:
         iterator = iter(dataset)
         if not skipped:
           break
-    return iterator
+    for first in iterator:
+      return itertools.chain([first], iterator)
+    return iter(dataset)  # Its end was reached, and the next pass begins.

@@ -7,7 +7,6 @@ import tensorflow as tf
 from absl import logging
 
 from tf_strategies import _keras_internal, errors
-from tf_strategies.checkpoint import checkpointer
 from tf_strategies.checkpoint import position as position_lib
 from tf_strategies.fault_tolerance import run_checkpoint
 
@@ -60,6 +59,7 @@ class ResumeFit(keras.callbacks.Callback):
   def on_train_begin(self, logs=None):
     """Restores, and tells Keras and the data set where to continue."""
     if self._recovery is not None:
+      self._strategy.mark_finished(False)
       self._restore_servers()
     elif self._checkpoint is not None:
       self._checkpoint.mark_finished(False)
@@ -75,7 +75,6 @@ class ResumeFit(keras.callbacks.Callback):
         self._is_first_epoch = True
 
   def _restore_servers(self):
-    self._mark_finished(False)
     with self._strategy.scope():
       if not self.model.optimizer.built:
         self.model.optimizer.build(self.model.trainable_variables)
@@ -91,16 +90,18 @@ class ResumeFit(keras.callbacks.Callback):
     # As Keras's own BackupAndRestore does.
     _keras_internal.set_initial_epoch(self.model, position.epoch)
     self._recovery.resume(position, steps_per_epoch)
+    self._resumed_from, self._is_first_epoch = position, True
 
   def on_epoch_begin(self, epoch, logs=None):
     """Skips the completed steps of an interrupted epoch."""
     if self._recovery is not None:
       self._recovery.begin_epoch(epoch)
-    elif self._is_first_epoch:
+    if self._is_first_epoch:
       self._check_start(epoch)
       self._is_first_epoch = False
       if self._resumed_from.step:
-        self._checkpoint.restore_metrics()
+        if self._checkpoint is not None:
+          self._checkpoint.restore_metrics()
         skip_steps(self.model, self._resumed_from.step)
 
   def _check_start(self, epoch):
@@ -138,13 +139,9 @@ class ResumeFit(keras.callbacks.Callback):
       # Otherwise the next `fit` starts in that epoch too.
       _keras_internal.set_initial_epoch(self.model, 0)
       self._strategy.save()
-      self._mark_finished(True)
+      self._strategy.mark_finished()
     elif self._checkpoint is not None:
       self._checkpoint.mark_finished()
-
-  def _mark_finished(self, is_finished):
-    directory = self._strategy.options.checkpoint_dir
-    checkpointer.Checkpointer(directory).mark_finished(is_finished)
 
 
 def skip_steps(model: keras.Model, steps: int) -> None:

@@ -92,6 +92,7 @@ class ExecutionTest(tf.test.TestCase, parameterized.TestCase):
       np.testing.assert_array_equal(total, value.sum(0, dtype=np.int32))
 
   @tiers.parameters('ring', tiers.soak('direct'))
+  @pytest.mark.full
   def test_mean(self, name):
     strategy = double.create_strategy(4, all_reduce=name)
     floats = distinct(4, 6, dtype=np.float32)
@@ -121,6 +122,7 @@ class ExecutionTest(tf.test.TestCase, parameterized.TestCase):
     for (total,) in results:
       np.testing.assert_array_equal(total, expected)
 
+  @pytest.mark.full
   def test_odd_shapes(self):
     empty = np.zeros([4, 0, 3], np.float32)
     scalar = distinct(4, dtype=np.float32)

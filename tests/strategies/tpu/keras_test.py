@@ -252,6 +252,7 @@ class FitTest(tf.test.TestCase, parameterized.TestCase):
     model.fit(*data, verbose=0, **options)
 
   @tiers.parameters('arrays', tiers.full('data set'))
+  @pytest.mark.full
   def test_a_step_is_built(self, kind):
     data = (np.ones([32, 3], np.float32), np.ones([32, 1], np.float32))
     with self.assertRaisesRegex(
