@@ -184,6 +184,7 @@ class EvaluatorJobTest(tf.test.TestCase, parameterized.TestCase):
     tiers.full(train_by_fit, 'sync', 1),
     tiers.full(train_by_loop, 'async', 1),
   )
+  @pytest.mark.full
   def test_every_checkpoint(self, train, mode, num_workers):
     with (
       tempfile.TemporaryDirectory() as directory,
