@@ -101,11 +101,15 @@ class ReplicaContext(tf.distribute.ReplicaContext):
 
 def _are_gradients(value) -> bool:
   """Whether this is a list of (gradient, variable of a server)."""
-  return bool(value and isinstance(value, list)) and all(
-    isinstance(pair, tuple)
-    and len(pair) == 2
-    and isinstance(pair[1], variables.ServerVariable)
-    for pair in value
+  return (
+    isinstance(value, list)
+    and len(value) > 0
+    and all(
+      isinstance(pair, tuple)
+      and len(pair) == 2
+      and isinstance(pair[1], variables.ServerVariable)
+      for pair in value
+    )
   )
 
 
