@@ -16,6 +16,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tf_strategies.cluster import workers as workers_lib
+
 
 class Spec(Protocol):
   """What is known of a saved array."""
@@ -181,7 +183,7 @@ class VariableAccess:
 
   def __init__(self, strategy: tf.distribute.Strategy):
     self._strategy = strategy
-    self.workers = getattr(strategy.extended, 'communicator', None)
+    self.workers = workers_lib.link_of(strategy)
 
   @property
   def is_chief(self) -> bool:

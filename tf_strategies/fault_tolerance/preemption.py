@@ -23,6 +23,7 @@ from absl import logging
 
 from tf_strategies import errors
 from tf_strategies.cluster import exit_codes
+from tf_strategies.cluster import workers as workers_lib
 from tf_strategies.fault_tolerance import resume_fit, run_checkpoint
 
 # Steps between two exchanges, at most: a worker may become slow suddenly.
@@ -92,8 +93,7 @@ class Preemption:
     self._signal: int | None = None
     self._signalled_at = 0.0
     self._was_seen = False
-    extended = checkpoint.strategy.extended
-    workers = getattr(extended, 'communicator', None)
+    workers = workers_lib.link_of(checkpoint.strategy)
     several = workers is not None and workers.world_size > 1
     self._question = _Question(workers, check_seconds) if several else None
     # Its batches take a different time than training steps.

@@ -16,7 +16,7 @@ import keras
 import tensorflow as tf
 
 from tf_strategies import _keras_internal, errors
-from tf_strategies.keras import gradient_reducer
+from tf_strategies.keras import gradient_reducer, optimizer_checks
 
 _WEIGHTINGS = ('rows', 'none')
 
@@ -78,17 +78,12 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
     _keras_internal.allow_attributes(self)
     self.inner_optimizer = optimizer
     super().__init__(learning_rate=0.0, name=name or 'distributed_optimizer')
-    self._weighting = weighting
+    self.weighting = weighting
 
   @property
   def variables(self):
     """The inner optimizer's variables; the wrapper has no state."""
     return self.inner_optimizer.variables
-
-  @property
-  def weighting(self) -> str:
-    """How each replica's gradient is weighted: 'rows' or 'none'."""
-    return self._weighting
 
   @property
   def iterations(self):
@@ -111,7 +106,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
 
   @loss_scale_factor.setter
   def loss_scale_factor(self, factor):
-    if not hasattr(self, '_weighting'):
+    if not hasattr(self, 'weighting'):
       return  # The base class's __init__ resets what is the inner one's.
     self.inner_optimizer.loss_scale_factor = factor
 
@@ -125,13 +120,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
     super().build(variables)
 
   def apply(self, grads, trainable_variables=None):
-    """Reduces the gradients over replicas and applies them.
-
-    Args:
-      grads: one gradient a variable (`tf.Tensor`, `tf.IndexedSlices` or None),
-        this replica's.
-      trainable_variables: the variables; None means those that the optimizer
-        was built with.
+    """Reduces this replica's gradients over replicas and applies them.
 
     Raises:
       UnsupportedOptionError: called outside of replica context, or under a
@@ -175,7 +164,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         )
     present = [i for i, g in enumerate(grads) if g is not None]
     parts = [self._lighter(reducer, grads[i]) for i in present]
-    if parts and not self._pop_loss_weighed() and self._weighting == 'rows':
+    if parts and not self._pop_loss_weighed() and self.weighting == 'rows':
       weight = reducer.row_weight()
       if weight is not None:
         parts = [_multiply(p, weight) for p in parts]
@@ -192,7 +181,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
     inner = self.inner_optimizer
     clips = any(
       getattr(inner, option, None) is not None
-      for option in ('clipnorm', 'global_clipnorm', 'clipvalue')
+      for option in optimizer_checks.CLIPPING
     )
     if clips and reducer.sums_sparse_as_dense:
       strategy = type(tf.distribute.get_strategy()).__name__
@@ -218,7 +207,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
     """
     loss = self.inner_optimizer.scale_loss(loss)
     in_replica = not tf.distribute.in_cross_replica_context()
-    if self._weighting == 'rows' and in_replica:
+    if self.weighting == 'rows' and in_replica:
       weight = gradient_reducer.current().row_weight()
       if weight is not None:
         loss = loss * tf.cast(weight, loss.dtype)
@@ -248,11 +237,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
     self.inner_optimizer.set_weights(weights)
 
   def save_own_variables(self, store):
-    """Saves what the inner optimizer saves, in the same place of the file.
-
-    A file that was saved with the wrapper loads without it, and the other way
-    round.
-    """
+    """Saves what the inner one saves, so that it loads with and without this."""
     self.inner_optimizer.save_own_variables(store)
 
   def load_own_variables(self, store):
@@ -268,7 +253,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
     return {
       'name': self.name,
       'optimizer': keras.saving.serialize_keras_object(self.inner_optimizer),
-      'weighting': self._weighting,
+      'weighting': self.weighting,
     }
 
   @classmethod
@@ -293,7 +278,7 @@ _weighed = _Weighed()
 def _multiply(gradient, weight):
   if isinstance(gradient, tf.IndexedSlices):
     return tf.IndexedSlices(
-      gradient.values * tf.cast(weight, gradient.values.dtype),
+      _multiply(gradient.values, weight),
       gradient.indices,
       gradient.dense_shape,
     )

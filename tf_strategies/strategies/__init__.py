@@ -3,6 +3,7 @@
 from tf_strategies.strategies.central_storage import CentralStorageStrategy
 from tf_strategies.strategies.mirrored import RingMirroredStrategy
 from tf_strategies.strategies.multi_worker import (
+  CollectiveOptions,
   MultiWorkerCollectiveStrategy,
   MultiWorkerRingStrategy,
   RingOptions,
@@ -14,6 +15,7 @@ from tf_strategies.strategies.tpu import TPURingStrategy
 __all__ = [
   'STRATEGY_NAMES',
   'CentralStorageStrategy',
+  'CollectiveOptions',
   'MultiWorkerCollectiveStrategy',
   'MultiWorkerRingStrategy',
   'ParameterServerStrategy',

@@ -2,9 +2,8 @@
 
 A global batch does not always divide by the number of replicas. Which replica
 has how many rows decides how much its gradient counts, and whether it takes
-part at all. `ReplicaRun` holds that for the time of one `run`, for code in
-replica context (gradients, metrics) and in cross-replica context (merge calls)
-alike.
+part at all. Code in replica context (gradients, metrics) and in cross-replica
+context (merge calls) finds that in the `ReplicaRun` of its thread.
 
 Rows are Python integers where shapes are known (always in eager mode) and
 scalar tensors where a graph is built for batches of any size.
@@ -21,6 +20,8 @@ from typing import Any
 import tensorflow as tf
 
 from tf_strategies import _tf_internal
+
+_Rows = tuple[Any, ...]
 
 
 @dataclasses.dataclass(eq=False)
@@ -41,9 +42,9 @@ class ReplicaRun:
     reads: the shared variables that replicas have read, by replica and `id`.
   """
 
-  rows: tuple[Any, ...] | None
-  all_rows: tuple[Any, ...] | None
-  has_rows: tuple[Any, ...] | None
+  rows: _Rows | None
+  all_rows: _Rows | None
+  has_rows: _Rows | None
   is_even: Any
   is_keras_step: bool = False
   warning_is_built: bool = False
@@ -58,24 +59,18 @@ class ReplicaRun:
     args: Any,
     num_replicas: int,
     is_keras_step: bool,
-    share: Callable[[tuple[Any, ...]], tuple[Any, ...]] | None = None,
+    share: Callable[[_Rows], _Rows] | None = None,
   ) -> ReplicaRun:
     """Reads the rows from the first batched distributed value in `args`.
 
-    Args:
-      args: what the replicas get.
-      num_replicas: of this process.
-      is_keras_step: see the attribute.
-      share: turns the rows of this process's replicas into those of all
-        processes' replicas, where the batch does not tell; None if there are no
-        others.
+    `share` turns the rows of this process's replicas into those of all
+    processes', where the batch does not tell; None if there are no others.
     """
     batch = _first_batched(args, num_replicas)
     if batch is None:
       return cls(None, None, None, True, is_keras_step)
-    rows = tuple(num_rows(t) for t in batch.values)
+    rows = all_rows = tuple(num_rows(t) for t in batch.values)
     counted = getattr(batch, 'all_rows', None)
-    all_rows = rows
     if counted is not None:
       all_rows = _unstack(counted)
     elif share is not None:
@@ -103,10 +98,6 @@ class ReplicaRun:
     with tf.device('CPU:0'):
       has_rows = tf.stack(self.all_rows) > 0
       return tf.maximum(tf.reduce_sum(tf.cast(has_rows, tf.float32)), 1.0)
-
-  def reads_of(self, replica_id: int) -> list[tf.Variable]:
-    """The shared variables that a replica has read, each once."""
-    return list(self.reads.get(replica_id, {}).values())
 
   def select(self, replica_id: int, if_rows, if_empty):
     """Calls `if_rows()` where the replica has rows, else `if_empty()`."""
@@ -149,8 +140,6 @@ def num_rows(tensor):
 
 
 class _ThreadState(threading.local):
-  """The run that this thread works for."""
-
   run: ReplicaRun | None = None
 
 
@@ -160,6 +149,17 @@ _state = _ThreadState()
 def current() -> ReplicaRun | None:
   """The run that the calling thread works for, if any."""
   return _state.run
+
+
+@contextlib.contextmanager
+def active(run: ReplicaRun):
+  """Makes `run` the current one of this thread."""
+  before = _state.run
+  _state.run = run
+  try:
+    yield
+  finally:
+    _state.run = before
 
 
 def current_replica_id() -> int | None:
@@ -190,14 +190,3 @@ def in_branch_of_replica() -> bool:
     and not tf.executing_eagerly()
     and tf.compat.v1.get_default_graph() is not thread.graph
   )
-
-
-@contextlib.contextmanager
-def active(run: ReplicaRun):
-  """Makes `run` the current one of this thread."""
-  before = _state.run
-  _state.run = run
-  try:
-    yield
-  finally:
-    _state.run = before

@@ -3,12 +3,16 @@
 from tf_strategies.strategies.multi_worker.collective_strategy import (
   MultiWorkerCollectiveStrategy,
 )
+from tf_strategies.strategies.multi_worker.options import (
+  CollectiveOptions,
+  RingOptions,
+)
 from tf_strategies.strategies.multi_worker.ring_strategy import (
   MultiWorkerRingStrategy,
-  RingOptions,
 )
 
 __all__ = [
+  'CollectiveOptions',
   'MultiWorkerCollectiveStrategy',
   'MultiWorkerRingStrategy',
   'RingOptions',

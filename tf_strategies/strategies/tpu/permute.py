@@ -51,25 +51,13 @@ class PermutingAllReduce:
       np.array(columns, np.int32).reshape(len(columns), schedule.world_size).T
     )
 
-  @property
-  def schedule(self) -> schedule_lib.Schedule:
-    """What is executed."""
-    return self._schedule
-
   def __call__(
     self, reduce_op: tf.distribute.ReduceOp, tensors: Sequence[tf.Tensor]
   ) -> list[tf.Tensor]:
     """All-reduces this replica's tensors, all in as few permutes as one.
 
-    Args:
-      reduce_op: SUM or MEAN.
-      tensors: dense ones of static shape, the same on all replicas.
-
-    Returns:
-      One tensor for each, of its shape and dtype.
-
     Raises:
-      UnsupportedOptionError: another `reduce_op`; a tensor whose shape is not
+      UnsupportedOptionError: neither SUM nor MEAN; a tensor whose shape is not
         known or whose dtype has no sum, by name.
     """
     if reduce_op not in (
@@ -139,13 +127,9 @@ class PermutingAllReduce:
 
 
 def _play_round(state, steps, entries):
-  """What this replica holds after one round.
+  """What this replica holds after one round, of chunks, one a row, before it.
 
-  Args:
-    state: the chunks before the round, one a row.
-    steps: of the round.
-    entries: for each step the chunk to send and the one to receive into,
-      scalars of the graph.
+  `entries` are for each step the chunk to send and the one to receive into.
   """
   came = [
     tf.raw_ops.CollectivePermute(
