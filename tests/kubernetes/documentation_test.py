@@ -15,7 +15,7 @@ class DocumentationTest(parameterized.TestCase):
       docstrings.check_examples(self, name)
 
   def test_every_module_is_found(self):
-    self.assertIn('tf_strategies.kubernetes.jobset', _MODULES)
+    self.assertIn('tf_strategies.kubernetes.manifests', _MODULES)
 
   def test_public_names_exist_and_are_documented(self):
     docstrings.check_public_names(self, kubernetes)

@@ -1,8 +1,7 @@
-"""What a cluster description may hold; everything else is an error at once.
+"""Checks of the values of a cluster description.
 
-TensorFlow's own strategies hang on some of these values (a duplicate address, a
-missing task), so they are rejected here, by a ClusterConfigError
-that names the value.
+TensorFlow's own strategies hang on some wrong values. Here each is an error at
+once, which names the variable and the value.
 
 Example:
 
@@ -15,7 +14,7 @@ import contextlib
 import contextvars
 import ipaddress
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tf_strategies import errors
@@ -25,7 +24,6 @@ JOB_TYPES = ('chief', 'worker', 'ps', 'evaluator')
 TRAINING_JOB_TYPES = ('chief', 'worker')
 MAX_TASKS = 100_000
 
-_ALLOWED_TYPES = 'chief, master, worker, ps or evaluator'
 _ADDRESS_FIX = "write it as 'host:port', such as 'worker-0.job.svc:2222'"
 _HOST = re.compile(r'[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_.])?')
 _BRACKETS = re.compile(r'\[[0-9A-Za-z:.%_-]+\]')
@@ -68,20 +66,18 @@ def show(value: Any) -> str:
 def bad(
   what: str, value: Any, allowed: str, fix: str
 ) -> errors.ClusterConfigError:
-  """The error for one value of a cluster description.
-
-  Args:
-    what: where the value is, such as `task.index`.
-    value: what was found there.
-    allowed: what may be there.
-    fix: what to write instead.
-
-  Returns:
-    The error, to be raised by the caller.
-  """
+  """The error for the value of `what`, such as `task.index`; not raised."""
   return errors.ClusterConfigError(
     f'{variable()}: {what} is {show(value)}. Expected {allowed}. Fix: {fix}.'
   )
+
+
+def bad_variable(
+  name: str, value: Any, allowed: str, fix: str
+) -> errors.ClusterConfigError:
+  """The error for the value of another variable; not raised."""
+  with reading(name):
+    return bad('its value', value, allowed, fix)
 
 
 def integer_variable(
@@ -91,37 +87,21 @@ def integer_variable(
   most: int,
   default: int | None = None,
 ) -> int:
-  """The number that a variable holds.
-
-  Args:
-    environ: the environment.
-    name: of the variable.
-    least: the least number that is allowed.
-    most: the greatest.
-    default: what an absent variable means; None if it must be there.
-  """
-  text = environ.get(name)
-  if text is None and default is not None:
+  """The number that a variable holds; it may be absent if there is a default."""
+  text = environ.get(name, MISSING)
+  if text is MISSING and default is not None:
     return default
-  if text is not None and _LONG_NUMBER.fullmatch(text):
+  if text is not MISSING and _LONG_NUMBER.fullmatch(text):
     number = int(text)
     if least <= number <= most:
       return number
   raise bad_variable(
     name,
-    MISSING if text is None else text,
+    text,
     f'an integer from {least} to {most}',
     f'set {name}={least if default is None else default}, or another number '
     'of this range',
   )
-
-
-def bad_variable(
-  name: str, value: object, allowed: str, fix: str
-) -> errors.ClusterConfigError:
-  """The error for the value of a variable, to be raised by the caller."""
-  with reading(name):
-    return bad('its value', value, allowed, fix)
 
 
 def checked_type(value: Any, what: str) -> str:
@@ -131,7 +111,10 @@ def checked_type(value: Any, what: str) -> str:
   if isinstance(value, str) and value in JOB_TYPES:
     return value
   raise bad(
-    what, value, _ALLOWED_TYPES, 'use one of these names, in lower case'
+    what,
+    value,
+    'chief, master, worker, ps or evaluator',
+    'use one of these names, in lower case',
   )
 
 
@@ -157,30 +140,28 @@ def checked_index(value: Any, what: str) -> int:
 def split_address(
   value: Any, what: str, least_port: int = 1
 ) -> tuple[str, int]:
-  """Host and port of an address; the host in lower case, for comparisons.
+  """Host, in one spelling of all, and port of 'host:port' or '[IPv6]:port'.
 
   Args:
-    value: 'host:port' or '[IPv6]:port'.
+    value: the address.
     what: where it was found, for the error.
     least_port: 0 where the operating system may choose the port.
   """
-  if not isinstance(value, str):
-    raise bad(what, value, 'a string host:port', _ADDRESS_FIX)
-  host, colon, port = value.rpartition(':')
-  if not colon:
-    raise bad(what, value, 'host:port, with a port', _ADDRESS_FIX)
-  if not _NUMBER.fullmatch(port) or not least_port <= int(port) <= 65535:
-    raise bad(what, value, f'a port from {least_port} to 65535', _ADDRESS_FIX)
+  text = value if isinstance(value, str) else ''
+  host, colon, port = text.rpartition(':')
   normal = _normal_host(host)
-  if normal is None:
-    raise bad(
-      what,
-      value,
+  if not colon:
+    expected = 'a string host:port, with a port'
+  elif not _NUMBER.fullmatch(port) or not least_port <= int(port) <= 65535:
+    expected = f'a port from {least_port} to 65535'
+  elif normal is None:
+    expected = (
       'host:port with a host name, an IPv4 address or an IPv6 address in '
-      'brackets, without a scheme and without spaces',
-      _ADDRESS_FIX,
+      'brackets, without a scheme and without spaces'
     )
-  return normal, int(port)
+  else:
+    return normal, int(port)
+  raise bad(what, value, expected, _ADDRESS_FIX)
 
 
 def _normal_host(host: str) -> str | None:
@@ -193,83 +174,3 @@ def _normal_host(host: str) -> str | None:
     return str(ipaddress.IPv6Address(host[1:-1]))
   except ValueError:
     return None
-
-
-def check_addresses(jobs: Mapping[str, Mapping[int, str]]) -> None:
-  """Every address is well-formed, and no two tasks have the same.
-
-  O(number of tasks).
-  """
-  owners: dict[tuple[str, int], str] = {}
-  for job, tasks in jobs.items():
-    for index, address in tasks.items():
-      what = f'cluster.{job}[{index}]'
-      key = split_address(address, what)
-      if key in owners:
-        raise bad(
-          what,
-          address,
-          f'an address that no other task has, but {owners[key]} has it',
-          'give every task a host or a port of its own',
-        )
-      owners[key] = what
-
-
-def check_jobs(jobs: Mapping[str, Mapping[int, str]]) -> None:
-  """There are tasks, at most one of them a chief, and all can be told apart."""
-  if not jobs:
-    raise bad(
-      'cluster',
-      {},
-      'at least one job with at least one address',
-      f'list the addresses of the tasks, or unset {variable()} to train in a '
-      'single process',
-    )
-  for job, tasks in jobs.items():
-    if not tasks:
-      raise bad(
-        f'cluster.{job}',
-        [],
-        'a list of at least one address',
-        f'list the addresses of its tasks, or leave {job} out',
-      )
-  chiefs = sorted(jobs.get('chief', {}))
-  if chiefs not in ([], [0]):
-    raise bad(
-      'cluster.chief',
-      dict(jobs['chief']),
-      'one chief, of index 0',
-      'keep one address and list the others as workers',
-    )
-  check_addresses(jobs)
-
-
-def check_task(
-  jobs: Mapping[str, Mapping[int, str]], task_type: str, task_index: int
-) -> None:
-  """The task is one of the cluster's, or an evaluator beside it."""
-  if task_type not in jobs:
-    if task_type == 'evaluator':
-      return
-    raise bad(
-      'task.type',
-      task_type,
-      f'a job of the cluster ({", ".join(jobs)}), or evaluator',
-      f'list the addresses of {task_type} in cluster as well',
-    )
-  if task_index not in jobs[task_type]:
-    raise bad(
-      'task.index',
-      task_index,
-      f'{_ranges(jobs[task_type])}, the tasks of {task_type} in cluster',
-      'count from 0, or add the address of this task to cluster',
-    )
-
-
-def _ranges(indices: Iterable[int]) -> str:
-  """Indices as a person writes them: `0`, `0 to 3`, `1, 4, 7`."""
-  numbers = sorted(indices)
-  if len(numbers) > 1 and numbers == list(range(len(numbers))):
-    return f'0 to {numbers[-1]}'
-  text = ', '.join(map(str, numbers[:10]))
-  return text if len(numbers) <= 10 else f'{text} and {len(numbers) - 10} more'

@@ -16,7 +16,6 @@ from absl import flags
 
 from tf_strategies import errors
 
-_USAGE_STATUS = 2
 _DEFINE = {
   bool: flags.DEFINE_bool,
   int: flags.DEFINE_integer,
@@ -37,13 +36,12 @@ def main(
     argv: the program's name, its flags, `--` and the command.
     module: the name after `python -m`.
     doc: of the module; --help shows it up to its 'Example:'.
-    rows: name, default and help of each flag, which has its default's type, or
-      is a string.
-    run: called with the flags and the command; returns the exit status.
+    rows: name, default and help of each flag, of its default's type or a string.
+    run: called with the flags and the command.
 
   Returns:
-    What `run` returned, or 2 for a wrong command line, which is explained on
-    stderr.
+    The exit status: what `run` returned, or 2 for a wrong command line, which
+    is explained on stderr.
   """
   # Apart from absl's global flags, among which is a --log_dir too.
   values = flags.FlagValues()
@@ -64,4 +62,4 @@ def main(
   except (flags.Error, errors.UnsupportedOptionError) as e:
     usage = f'python -m {module} [flags] -- command [arguments]'
     print(f'{module}: {e}\nUsage: {usage}', file=sys.stderr)
-    return _USAGE_STATUS
+    return 2

@@ -54,33 +54,22 @@ class ClusterConfig:
   is_sparse: bool = False
 
   def __post_init__(self):
-    if not isinstance(self.jobs, Mapping):
-      raise checks.bad(
-        'cluster', self.jobs, 'a mapping of jobs', 'use ClusterConfig.from_dict'
-      )
-    if not isinstance(self.environment, str | None):
-      raise checks.bad(
-        'environment', self.environment, 'a string', 'leave it out'
-      )
-    found = tf_config.read_jobs(self.jobs)
-    task_type = checks.checked_type(self.task_type, 'task.type')
-    task_index = checks.checked_index(self.task_index, 'task.index')
-    checks.check_jobs(found)
-    checks.check_task(found, task_type, task_index)
+    parts = tf_config.checked(tf_config.Parts(*self._fields()))
     jobs = {
-      job: types.MappingProxyType(dict(sorted(found[job].items())))
+      job: types.MappingProxyType(dict(sorted(parts.jobs[job].items())))
       for job in checks.JOB_TYPES
-      if job in found
+      if job in parts.jobs
     }
     has_gaps = any(list(t) != list(range(len(t))) for t in jobs.values())
-    checked = {
-      'jobs': types.MappingProxyType(jobs),
-      'task_type': task_type,
-      'task_index': task_index,
-      'is_sparse': bool(self.is_sparse) or has_gaps,
-    }
-    for name, value in checked.items():
+    checked = parts._replace(
+      jobs=types.MappingProxyType(jobs),
+      is_sparse=bool(parts.is_sparse) or has_gaps,
+    )
+    for name, value in checked._asdict().items():
       object.__setattr__(self, name, value)
+
+  def _fields(self) -> tuple[Any, ...]:
+    return tuple(getattr(self, f.name) for f in dataclasses.fields(self))
 
   def __hash__(self):
     # A mapping proxy has no hash before Python 3.12.
@@ -89,8 +78,7 @@ class ClusterConfig:
   def __reduce__(self):
     # A mapping proxy cannot be pickled.
     jobs = {job: dict(tasks) for job, tasks in self.jobs.items()}
-    fields = (self.task_type, self.task_index, self.environment, self.is_sparse)
-    return type(self), (jobs, *fields)
+    return type(self), (jobs, *self._fields()[1:])
 
   @classmethod
   def from_env(
@@ -101,9 +89,6 @@ class ClusterConfig:
     TF_CONFIG comes first, then Vertex AI, Kubernetes, SageMaker and Slurm
     (`tf_strategies.cluster.sources`). A later one that contradicts the first is
     logged and ignored.
-
-    Args:
-      environ: the environment.
 
     Returns:
       The cluster; None for a single process: there is no description, or one of
@@ -128,21 +113,21 @@ class ClusterConfig:
       >>> config.address
       'node08:16200'
     """
-    text = environ.get('TF_CONFIG')
-    if text is None:
-      found = sources.first(environ)
-      if found is None:
+    if 'TF_CONFIG' in environ:
+      described = tf_config.parse(environ['TF_CONFIG'])
+      if tf_config.says_nothing(described):
         return None
-      with checks.reading(found.variable):
-        config = cls(*found.parts)
-      _compare(found.variable, config, environ)
-      return config
-    described = tf_config.parse(text)
-    if tf_config.says_nothing(described):
-      return None
-    config = cls.from_dict(described)
-    _compare('TF_CONFIG', config, environ)
-    return None if config._is_alone else config
+      variable, parts = 'TF_CONFIG', tf_config.read(described)
+    else:
+      variable, parts = sources.first(environ)
+      if parts is None:
+        return None
+    with checks.reading(variable):
+      config = cls(*parts)
+    _compare(variable, config, environ)
+    count = sum(map(len, config.jobs.values()))
+    is_alone = count == 1 and config.training_index == 0
+    return None if is_alone and not config.is_sparse else config
 
   @classmethod
   def from_dict(cls, config: Mapping[str, Any]) -> 'ClusterConfig':
@@ -188,23 +173,15 @@ class ClusterConfig:
   def training_index(self) -> int | None:
     """This task's place in `training_tasks`; None for ps and evaluator."""
     for place, task in enumerate(self.training_tasks):
-      if (task.type, task.index) == (self.task_type, self.task_index):
+      if task[:2] == (self.task_type, self.task_index):
         return place
     return None
 
   @property
   def is_chief(self) -> bool:
     """Whether this task writes checkpoints and logs: the chief, or worker 0."""
-    if self.task_type == 'chief':
-      return True
-    is_first = self.task_type == 'worker' and self.task_index == 0
-    return is_first and 'chief' not in self.jobs
-
-  @property
-  def _is_alone(self) -> bool:
-    """Whether this task trains and no other task can take part."""
-    count = sum(map(len, self.jobs.values()))
-    return count == 1 and self.training_index == 0 and not self.is_sparse
+    first = 'chief' if 'chief' in self.jobs else 'worker'
+    return (self.task_type, self.task_index) == (first, 0)
 
   @property
   def has_evaluator(self) -> bool:
@@ -216,18 +193,14 @@ def _compare(
   variable: str, config: ClusterConfig, environ: Mapping[str, str]
 ) -> None:
   """Logs the schedulers whose descriptions contradict the one in use."""
-
-  def essence(config: ClusterConfig):
-    return config.jobs, config.task_type, config.task_index
-
   try:
-    for found in sources.every(environ):
-      with checks.reading(found.variable):
-        other = ClusterConfig(*found.parts)
-      if essence(other) != essence(config):
+    for name, parts in sources.every(environ):
+      with checks.reading(name):
+        other = ClusterConfig(*parts)
+      if other._fields()[:3] != config._fields()[:3]:
         logging.warning(
           '%s contradicts %s, which counts. It says: %s',
-          found.variable,
+          name,
           variable,
           checks.show(other.to_tf_config()),
         )

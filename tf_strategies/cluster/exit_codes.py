@@ -11,15 +11,6 @@
 
 An evicted task and one that lost its peers are both started again. `exiting()`
 gives a program these statuses.
-
-Example:
-
-  >>> from tf_strategies import errors
-  >>> from tf_strategies.cluster import exit_codes
-  >>> exit_codes.exit_code(errors.WorkerUnavailableError('worker 1 died'))
-  143
-  >>> exit_codes.exit_code(errors.DataError('shard 3 is truncated'))
-  1
 """
 
 import contextlib
@@ -47,9 +38,12 @@ TERMINATED_VARIABLE = 'TFS_TERMINATED_EXIT_CODE'
 def exit_code(error: BaseException) -> int:
   """The exit status of a process after `error`.
 
-  Returns:
-    `RESTARTABLE_EXIT_CODE` for our errors that report a lost peer or a missed
-    deadline; 1 for all others.
+  Example:
+
+    >>> exit_code(errors.WorkerUnavailableError('worker 1 died'))
+    143
+    >>> exit_code(errors.DataError('shard 3 is truncated'))
+    1
   """
   # A wrong secret stays wrong, and workers that disagree would do so again.
   lasting = (errors.AuthenticationError, errors.CollectiveMismatchError)
@@ -60,14 +54,7 @@ def exit_code(error: BaseException) -> int:
 
 
 def is_restarted(status: int) -> bool:
-  """Whether a scheduler starts a task again that ended with `status`.
-
-  Example:
-
-    >>> is_restarted(RESTARTABLE_EXIT_CODE), is_restarted(1)
-    (True, False)
-  """
-  # As TFJobs of the policy ExitCode do.
+  """Whether a scheduler starts a task again, as TFJobs of ExitCode do."""
   return status >= 128
 
 
@@ -76,11 +63,6 @@ def terminated_exit_code(environ: Mapping[str, str] = os.environ) -> int:
 
   Raises:
     UnsupportedOptionError: TFS_TERMINATED_EXIT_CODE is no exit status.
-
-  Example:
-
-    >>> terminated_exit_code({})
-    0
   """
   text = environ.get(TERMINATED_VARIABLE, '0')
   if not re.fullmatch('[0-9]{1,3}', text) or int(text) > 255:
@@ -97,11 +79,6 @@ def exiting() -> Iterator[None]:
   """Context that ends the process with `exit_code(error)` after an error.
 
   The traceback appears on stderr as usual. Wrap a program's whole `main` in it.
-
-  Example:
-
-    >>> with exiting():
-    ...   result = 'trained'
   """
   try:
     yield

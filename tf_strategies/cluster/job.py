@@ -1,11 +1,4 @@
-"""How many tasks of which type a job has, for the launcher and Kubernetes.
-
-Example:
-
-  >>> from tf_strategies.cluster import job
-  >>> job.Job(num_workers=2, evaluator=True).all_counts
-  {'chief': 0, 'worker': 2, 'ps': 0, 'evaluator': 1}
-"""
+"""How many tasks of which type a job has, for the launcher and Kubernetes."""
 
 import dataclasses
 
@@ -19,8 +12,8 @@ class Job:
   """How many tasks of which type.
 
   Args:
-    num_workers: tasks of type worker, 0 or more.
-    num_ps: parameter servers, 0 or more.
+    num_workers: tasks of type worker.
+    num_ps: parameter servers.
     chief: whether there is a chief beside the workers.
     evaluator: whether there is an evaluator; it is not part of the cluster.
 
@@ -55,12 +48,9 @@ class Job:
 
   @property
   def counts(self) -> dict[str, int]:
-    """The number of addresses by job type."""
-    return {
-      'chief': int(self.chief),
-      'worker': self.num_workers,
-      'ps': self.num_ps,
-    }
+    """The number of addresses by type."""
+    chief = int(self.chief)
+    return {'chief': chief, 'worker': self.num_workers, 'ps': self.num_ps}
 
   @property
   def all_counts(self) -> dict[str, int]:
@@ -69,8 +59,6 @@ class Job:
 
   @property
   def training_types(self) -> tuple[str, ...]:
-    """The types of the tasks whose end is the end of the job.
-
-    With parameter servers the chief trains alone: the workers are servers too.
-    """
+    """The types of the tasks whose end is the end of the job."""
+    # With parameter servers the chief trains alone: workers are servers too.
     return ('chief',) if self.chief and self.num_ps else ('chief', 'worker')

@@ -1,11 +1,4 @@
-"""Which tasks of a job accept connections, and waiting until all of them do.
-
-Example:
-
-  >>> from tf_strategies.cluster import reachability
-  >>> reachability.unreachable({'worker 1': 'no-such-host.invalid:2222'})
-  {'worker 1': 'no-such-host.invalid:2222'}
-"""
+"""Which tasks of a job accept connections, and waiting until all of them do."""
 
 import math
 import socket
@@ -28,18 +21,18 @@ def unreachable(
 ) -> dict[str, str]:
   """The tasks whose port does not accept a TCP connection.
 
-  Each is probed by a thread of its own.
-
   Args:
     tasks: 'host:port' of each by its name, such as 'worker 1'.
     timeout: seconds to wait for the answers, name look-up included.
 
-  Returns:
-    The same names and addresses, without those that answer.
-
   Raises:
     ClusterConfigError: an address is malformed.
     UnsupportedOptionError: `timeout` is no positive, finite number.
+
+  Example:
+
+    >>> unreachable({'worker 1': 'no-such-host.invalid:2222'})
+    {'worker 1': 'no-such-host.invalid:2222'}
   """
   _check_seconds('timeout', timeout, least=1e-9)
   return {name: tasks[name] for name in _ask(tasks, timeout, {})}
@@ -53,18 +46,13 @@ def wait_for_tasks(
   Args:
     tasks: 'host:port' of each by its name.
     deadline_seconds: how long to wait at most; 0 asks once.
-    what_for: what they are needed for, such as 'to train'; part of the
-      messages.
+    what_for: a part of the messages, such as 'to train'.
 
   Raises:
     RendezvousError: some do not answer at the deadline; names each, its address
       and the outcome of the last attempt.
     ClusterConfigError: an address is malformed.
     UnsupportedOptionError: `deadline_seconds` is negative or not finite.
-
-  Example:
-
-    >>> wait_for_tasks({}, deadline_seconds=0)
   """
   _check_seconds('deadline_seconds', deadline_seconds, least=0)
   purpose = f' {what_for}' if what_for else ''
@@ -80,7 +68,15 @@ def wait_for_tasks(
       return
     now = time.monotonic()
     if now >= ends_at:
-      raise _missing_error(tasks, missing, deadline_seconds, purpose)
+      each = ', '.join(
+        f'{name} at {tasks[name]} ({outcome})'
+        for name, outcome in missing.items()
+      )
+      raise errors.RendezvousError(
+        f'Waited {deadline_seconds:g} s{purpose} for tasks that do not accept '
+        f'connections: {each}. Start those tasks, look at their logs and '
+        'addresses, or raise deadline_seconds.'
+      )
     if now >= log_at:
       logging.warning(
         'Waiting%s for %s (%.0f s of %g s).',
@@ -94,16 +90,10 @@ def wait_for_tasks(
 
 
 class _Probe(threading.Thread):
-  """One attempt to connect.
-
-  A daemon: a look-up of a name cannot be interrupted, and the process must be
-  able to end meanwhile.
-
-  Attributes:
-    outcome: what came of it so far; empty for a connection.
-  """
+  """One attempt to connect; `outcome` is why it failed, empty if it did not."""
 
   def __init__(self, name: str, address: str, timeout: float):
+    # A daemon: the look-up of a name cannot be interrupted.
     super().__init__(name=f'probe of {name}', daemon=True)
     self._address = checks.split_address(address, name)
     self._timeout = timeout
@@ -126,11 +116,7 @@ def _ask(
 ) -> dict[str, str]:
   """Asks each task once; returns the outcomes of those that do not answer.
 
-  Args:
-    tasks: 'host:port' by name.
-    timeout: seconds for all of them.
-    probes: the last attempt of each task; one that still runs is used again, so
-      that threads do not pile up.
+  A probe of the last call that still runs is used again: threads do not pile up.
   """
   for name, address in tasks.items():
     if name not in probes or not probes[name].is_alive():
@@ -141,22 +127,6 @@ def _ask(
     probes[name].join(max(0.0, ends_at - time.monotonic()))
   outcomes = {name: probes[name].outcome for name in tasks}
   return {name: outcome for name, outcome in outcomes.items() if outcome}
-
-
-def _missing_error(
-  tasks: Mapping[str, str],
-  missing: Mapping[str, str],
-  seconds: float,
-  purpose: str,
-) -> errors.RendezvousError:
-  each = ', '.join(
-    f'{name} at {tasks[name]} ({outcome})' for name, outcome in missing.items()
-  )
-  return errors.RendezvousError(
-    f'Waited {seconds:g} s{purpose} for tasks that do not accept connections: '
-    f'{each}. Start those tasks, look at their logs and addresses, or raise '
-    'deadline_seconds.'
-  )
 
 
 def _check_seconds(name: str, seconds: float, least: float) -> None:

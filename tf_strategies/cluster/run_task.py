@@ -1,11 +1,4 @@
-"""Runs a process's part of a job: it trains, evaluates or serves variables.
-
-Example:
-
-  >>> from tf_strategies import cluster
-  >>> cluster.run_task(train=lambda: 'trained')
-  'trained'
-"""
+"""Runs a process's part of a job: it trains, evaluates or serves variables."""
 
 import contextlib
 import os
@@ -19,12 +12,7 @@ from typing import Any, NoReturn, TypeVar
 from absl import logging
 
 from tf_strategies import errors
-from tf_strategies.cluster import (
-  checks,
-  config,
-  exit_codes,
-  reachability,
-)
+from tf_strategies.cluster import checks, config, exit_codes, reachability
 
 _Result = TypeVar('_Result')
 
@@ -48,9 +36,9 @@ def run_task(
   In a job with parameter servers only the chief trains: `ps` and `worker` start
   a TensorFlow server and run what the chief sends them, until SIGTERM or SIGINT
   ends the process with status 0, or that of TFS_TERMINATED_EXIT_CODE. After
-  SIGTERM they stay until the chief has gone, for 20 seconds at most, since the
-  chief may need them to save. A second signal ends them at once. In every other
-  job each chief and worker trains, and its strategy finds the others.
+  SIGTERM they stay for a chief that may want to save, until it has gone, for 20
+  seconds at most; a second signal ends them at once. In every other job each
+  chief and worker trains, and its strategy finds the others.
 
   An evaluator gets SIGTERM right after the last checkpoint was written. It goes
   on for 20 seconds at most and ends when `evaluate` returns; cut short, it ends
@@ -83,21 +71,34 @@ def run_task(
   Example:
 
     >>> from tf_strategies import cluster
+    >>> cluster.run_task(train=lambda: 'trained')
+    'trained'
     >>> jobs = {'chief': {0: 'a:1'}, 'worker': {0: 'b:1'}, 'ps': {0: 'c:1'}}
     >>> evaluator = cluster.ClusterConfig(jobs, 'evaluator', 0)
     >>> cluster.run_task(train=lambda: 'trained', evaluate=lambda: 'evaluated',
     ...                  cluster=evaluator)
     'evaluated'
   """
-  if cluster is None:
-    cluster = config.ClusterConfig.from_env()
+  cluster = cluster or config.ClusterConfig.from_env()
   if cluster is None:
     return train()
   has_servers = 'ps' in cluster.jobs
-  if has_servers:
-    _check_chief(cluster)
+  # A sparse description lists what its task needs to know, and a server need
+  # not know the chief.
+  if has_servers and 'chief' not in cluster.jobs and not cluster.is_sparse:
+    raise checks.bad(
+      'cluster',
+      sorted(cluster.jobs),
+      'ps together with a chief, which trains with them',
+      'add "chief": ["host:2222"], and start this program there with "task": '
+      '{"type": "chief", "index": 0}; or leave ps out',
+    )
   if cluster.task_type == 'evaluator':
-    return _evaluate(evaluate)
+    if evaluate is None:
+      logging.warning('This evaluator has nothing to do: evaluate is None.')
+      return None
+    with _staying():
+      return evaluate()
   if not has_servers:
     return train()
   # A call to a dead task then fails at once; otherwise gRPC may keep it until the
@@ -105,32 +106,13 @@ def run_task(
   os.environ.setdefault('GRPC_FAIL_FAST', 'use_caller')
   if cluster.task_type in _SERVER_JOBS:
     return _serve(cluster)
-  reachability.wait_for_tasks(
-    _servers(cluster), deadline_seconds, 'to begin training'
-  )
+  servers = {
+    f'{job} {index}': address
+    for job in _SERVER_JOBS
+    for index, address in cluster.jobs.get(job, {}).items()
+  }
+  reachability.wait_for_tasks(servers, deadline_seconds, 'to begin training')
   return train()
-
-
-def _check_chief(cluster: config.ClusterConfig) -> None:
-  # A sparse description lists what its task needs to know, and a server need
-  # not know the chief.
-  if 'chief' in cluster.jobs or cluster.is_sparse:
-    return
-  raise checks.bad(
-    'cluster',
-    sorted(cluster.jobs),
-    'ps together with a chief, which trains with them',
-    'add "chief": ["host:2222"], and start this program there with "task": '
-    '{"type": "chief", "index": 0}; or leave ps out',
-  )
-
-
-def _evaluate(evaluate: Callable[[], Any] | None) -> Any:
-  if evaluate is None:
-    logging.warning('This evaluator has nothing to do: evaluate is None.')
-    return None
-  with _staying():
-    return evaluate()
 
 
 @contextlib.contextmanager
@@ -147,8 +129,7 @@ def _staying() -> Iterator[None]:
   end = threading.Timer(_STAY_SECONDS, _leave, [status])
   end.daemon = True
 
-  def on_signal(number: int, frame: Any) -> None:
-    del number, frame
+  def on_signal(*_) -> None:
     if end.ident is not None:
       _leave(status)
     end.start()
@@ -161,14 +142,6 @@ def _staying() -> Iterator[None]:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _servers(cluster: config.ClusterConfig) -> dict[str, str]:
-  return {
-    f'{job} {index}': address
-    for job in _SERVER_JOBS
-    for index, address in cluster.jobs.get(job, {}).items()
-  }
-
-
 def _serve(cluster: config.ClusterConfig) -> None:
   """Runs a TensorFlow server at this task's address until a signal comes."""
   status = exit_codes.terminated_exit_code()
@@ -179,17 +152,13 @@ def _serve(cluster: config.ClusterConfig) -> None:
       signal.signal(number, leaving.on_signal)
   import tensorflow as tf
 
-  jobs = {
-    job: dict(tasks)
-    for job, tasks in cluster.jobs.items()
-    if job != 'evaluator'
-  }
+  task = f'{cluster.task_type} {cluster.task_index}'
+  jobs = {j: dict(t) for j, t in cluster.jobs.items() if j != 'evaluator'}
   # Its port answers before the server is returned, and a signal that comes
   # meanwhile is handled as soon as it is.
   leaving.may_serve = True
   try:
-    # Without a config: how many inter-op threads there are is left to
-    # TensorFlow.
+    # No config: TensorFlow says how many inter-op threads there are.
     server = tf.distribute.Server(
       tf.train.ClusterSpec(jobs),
       job_name=cluster.task_type,
@@ -198,16 +167,10 @@ def _serve(cluster: config.ClusterConfig) -> None:
     )
   except tf.errors.OpError as e:
     raise errors.RendezvousError(
-      f'{cluster.task_type} {cluster.task_index} cannot serve at '
-      f'{cluster.address}: {e.message}. If another process listens at that '
-      'port, end it or give this task another port.'
+      f'{task} cannot serve at {cluster.address}: {e.message}. If another '
+      'process listens at that port, end it or give this task another port.'
     ) from e
-  logging.info(
-    '%s %d serves at %s.',
-    cluster.task_type,
-    cluster.task_index,
-    cluster.address,
-  )
+  logging.info('%s serves at %s.', task, cluster.address)
   # In another thread: while the main thread is in C++, Python sees no signal.
   joining = threading.Thread(target=server.join, name='server', daemon=True)
   joining.start()
@@ -219,12 +182,7 @@ def _serve(cluster: config.ClusterConfig) -> None:
 
 
 class _Leaving:
-  """When a server ends after a signal.
-
-  Args:
-    status: to end with.
-    chief: where the chief listens; None if that is not known.
-  """
+  """When a server ends after a signal: for a chief it stays until that has gone."""
 
   def __init__(self, status: int, chief: str | None):
     self.may_serve = False
@@ -233,16 +191,13 @@ class _Leaving:
     self._leaves_at: float | None = None
     self._unanswered = 0
 
-  def on_signal(self, number: int, frame: Any) -> None:
-    """Leaves, or stays for a chief that may want to save."""
-    del frame
+  def on_signal(self, number: int, _: Any) -> None:
     stays = number == signal.SIGTERM and self.may_serve and self._chief
     if not stays or self._leaves_at is not None:
       _leave(self._status)
     self._leaves_at = time.monotonic() + _STAY_SECONDS
 
   def leave_if_due(self) -> None:
-    """Leaves after a signal, once the chief has gone."""
     if self._leaves_at is None:
       return
     is_silent = reachability.unreachable({'chief 0': self._chief})

@@ -1,4 +1,4 @@
-"""Reads the text of TF_CONFIG into checked parts.
+"""Reads a TF_CONFIG, and checks that its parts fit together.
 
 Who writes TF_CONFIG differs in what is written: Kubeflow's TFJob lists the
 evaluator inside the cluster, writes `"environment": "cloud"`, gives sparse
@@ -8,10 +8,10 @@ nothing for a job of one replica.
 Example:
 
   >>> from tf_strategies.cluster import tf_config
-  >>> parts = tf_config.read({'cluster': {'worker': {'1': 'b:2222'}},
-  ...                         'task': {'type': 'worker', 'index': '1'}})
-  >>> parts.jobs, parts.is_sparse
-  ({'worker': {1: 'b:2222'}}, True)
+  >>> parts = tf_config.read({'cluster': {'master': ['b:2222']},
+  ...                         'task': {'type': 'master', 'index': '0'}})
+  >>> tf_config.checked(parts)[:3]
+  ({'chief': {0: 'b:2222'}}, 'chief', 0)
 """
 
 import collections
@@ -31,13 +31,13 @@ def _example() -> str:
 
 
 class Parts(NamedTuple):
-  """What a TF_CONFIG says, in the types of `ClusterConfig`."""
+  """The fields of a `ClusterConfig`, as they were found: see `checked()`."""
 
-  jobs: dict[str, dict[int, str]]
+  jobs: Mapping[str, Any]
   task_type: str
   task_index: int
-  environment: str | None
-  is_sparse: bool
+  environment: str | None = None
+  is_sparse: bool = False
 
 
 def parse(text: str) -> dict[str, Any]:
@@ -49,13 +49,7 @@ def parse(text: str) -> dict[str, Any]:
 
 
 def parse_json(text: str, allowed: str, fix: str) -> Any:
-  """The value that the text is.
-
-  Args:
-    text: JSON.
-    allowed: what should be there, for the error.
-    fix: what to write instead, for the error.
-  """
+  """The value that the text is; `allowed` and `fix` are for the error."""
   try:
     return json.loads(text, object_pairs_hook=_without_duplicates)
   # Beside JSONDecodeError: a number of more digits than Python converts, and
@@ -74,12 +68,11 @@ class _DuplicateKeyError(Exception):
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-  found = dict(pairs)
-  if len(found) != len(pairs):
-    counts = collections.Counter(key for key, _ in pairs)
-    twice = next(key for key, count in counts.items() if count > 1)
-    raise _DuplicateKeyError(f'the key {checks.show(twice)} is there twice')
-  return found
+  counts = collections.Counter(key for key, _ in pairs)
+  for key, count in counts.items():
+    if count > 1:
+      raise _DuplicateKeyError(f'the key {checks.show(key)} is there twice')
+  return dict(pairs)
 
 
 def says_nothing(config: Mapping[str, Any]) -> bool:
@@ -94,66 +87,66 @@ def says_nothing(config: Mapping[str, Any]) -> bool:
 
 
 def read(config: Mapping[str, Any]) -> Parts:
-  """Takes a TF_CONFIG apart; `ClusterConfig` checks what the parts hold.
-
-  Args:
-    config: what the JSON says.
-  """
+  """Takes the object of a TF_CONFIG apart."""
   if not isinstance(config, Mapping):
     raise checks.bad('its value', config, 'a JSON object', _example())
-  jobs, is_sparse = _read_cluster(config)
-  task = config.get('task', checks.MISSING)
-  if not isinstance(task, Mapping):
-    raise checks.bad('task', task, 'an object with type and index', _example())
-  task_type = checks.checked_type(task.get('type', checks.MISSING), 'task.type')
-  task_index = checks.checked_index(
-    task.get('index', checks.MISSING), 'task.index'
-  )
-  return Parts(
-    jobs, task_type, task_index, config.get('environment'), is_sparse
-  )
-
-
-def _read_cluster(
-  config: Mapping[str, Any],
-) -> tuple[dict[str, dict[int, str]], bool]:
   # Releases of the TFJob operator up to 1.4 say sparseCluster.
-  key = 'cluster'
-  if key not in config and 'sparseCluster' in config:
-    key = 'sparseCluster'
-  raw = config.get(key, checks.MISSING)
-  if not isinstance(raw, Mapping):
-    raise checks.bad(key, raw, 'an object of lists of addresses', _example())
-  is_sparse = any(isinstance(tasks, Mapping) for tasks in raw.values())
+  is_old = 'sparseCluster' in config and 'cluster' not in config
+  key = 'sparseCluster' if is_old else 'cluster'
+  jobs = config.get(key, checks.MISSING)
+  task = config.get('task', checks.MISSING)
+  for name, value, allowed in (
+    (key, jobs, 'an object of lists of addresses'),
+    ('task', task, 'an object with type and index'),
+  ):
+    if not isinstance(value, Mapping):
+      raise checks.bad(name, value, allowed, _example())
+  is_sparse = any(isinstance(tasks, Mapping) for tasks in jobs.values())
   if is_sparse:
     # A job that this task need not know is {}, [], or null for a nil list of Go.
-    raw = {
-      job: t for job, t in raw.items() if t is not None and t not in ([], {})
-    }
-  return read_jobs(raw), is_sparse
+    jobs = {job: t for job, t in jobs.items() if t not in (None, [], {})}
+  return Parts(
+    jobs,
+    task.get('type', checks.MISSING),
+    task.get('index', checks.MISSING),
+    config.get('environment'),
+    is_sparse,
+  )
 
 
-def read_jobs(jobs: Mapping[str, Any]) -> dict[str, dict[int, str]]:
-  """The addresses of each job by type and index; not yet the addresses.
+def checked(parts: Parts) -> Parts:
+  """The parts in the types of `ClusterConfig`. O(number of tasks).
 
-  Args:
-    jobs: by type a list of addresses, or an object of indices and addresses.
+  There are tasks, at most one of them a chief; their addresses are well-formed
+  and all different; the task is one of them, or an evaluator beside them.
   """
-  found: dict[str, dict[int, str]] = {}
-  for name, tasks in jobs.items():
+  if not isinstance(parts.jobs, Mapping):
+    raise checks.bad(
+      'cluster', parts.jobs, 'a mapping of jobs', 'use ClusterConfig.from_dict'
+    )
+  jobs: dict[str, dict[int, str]] = {}
+  for name, tasks in parts.jobs.items():
     job = checks.checked_type(name, 'a job of cluster')
-    if job in found:
+    if job in jobs:
       raise checks.bad(
         'cluster',
-        sorted(jobs),
+        sorted(parts.jobs),
         'a chief or a master, which are two names for one task',
         'leave master out and list it among the workers',
       )
-    found[job] = _read_tasks(f'cluster.{name}', tasks)
-  return found
+    jobs[job] = _indexed(f'cluster.{name}', tasks)
+  task_type = checks.checked_type(parts.task_type, 'task.type')
+  task_index = checks.checked_index(parts.task_index, 'task.index')
+  if not isinstance(parts.environment, str | None):
+    raise checks.bad(
+      'environment', parts.environment, 'a string', 'leave it out'
+    )
+  _check_jobs(jobs)
+  _check_task(jobs, task_type, task_index)
+  return Parts(jobs, task_type, task_index, parts.environment, parts.is_sparse)
 
 
-def _read_tasks(what: str, tasks: Any) -> dict[int, str]:
+def _indexed(what: str, tasks: Any) -> dict[int, str]:
   if isinstance(tasks, list | tuple):
     return dict(enumerate(tasks))
   if not isinstance(tasks, Mapping):
@@ -172,3 +165,70 @@ def _read_tasks(what: str, tasks: Any) -> dict[int, str]:
       )
     found[number] = address
   return found
+
+
+def _check_jobs(jobs: Mapping[str, Mapping[int, str]]) -> None:
+  if not jobs:
+    raise checks.bad(
+      'cluster',
+      {},
+      'at least one job with at least one address',
+      f'list the addresses of the tasks, or unset {checks.variable()} to train '
+      'in a single process',
+    )
+  for job, tasks in jobs.items():
+    if not tasks:
+      raise checks.bad(
+        f'cluster.{job}',
+        [],
+        'a list of at least one address',
+        f'list the addresses of its tasks, or leave {job} out',
+      )
+  if sorted(jobs.get('chief', [0])) != [0]:
+    raise checks.bad(
+      'cluster.chief',
+      jobs['chief'],
+      'one chief, of index 0',
+      'keep one address and list the others as workers',
+    )
+  owners: dict[tuple[str, int], str] = {}
+  for job, tasks in jobs.items():
+    for index, address in tasks.items():
+      what = f'cluster.{job}[{index}]'
+      owner = owners.setdefault(checks.split_address(address, what), what)
+      if owner != what:
+        raise checks.bad(
+          what,
+          address,
+          f'an address that no other task has, but {owner} has it',
+          'give every task a host or a port of its own',
+        )
+
+
+def _check_task(
+  jobs: Mapping[str, Mapping[int, str]], task_type: str, task_index: int
+) -> None:
+  if task_type not in jobs:
+    if task_type == 'evaluator':
+      return
+    raise checks.bad(
+      'task.type',
+      task_type,
+      f'a job of the cluster ({", ".join(jobs)}), or evaluator',
+      f'list the addresses of {task_type} in cluster as well',
+    )
+  indices = sorted(jobs[task_type])
+  if task_index in indices:
+    return
+  if len(indices) > 1 and indices == list(range(len(indices))):
+    shown = f'0 to {indices[-1]}'
+  else:
+    shown = ', '.join(map(str, indices[:10]))
+    if len(indices) > 10:
+      shown += f' and {len(indices) - 10} more'
+  raise checks.bad(
+    'task.index',
+    task_index,
+    f'{shown}, the tasks of {task_type} in cluster',
+    'count from 0, or add the address of this task to cluster',
+  )

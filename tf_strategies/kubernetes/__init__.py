@@ -1,8 +1,6 @@
 """Kubernetes manifests of a job: `python -m tf_strategies.kubernetes`.
 
-`options` says what is wanted, `pods` is one task's pod, `tfjob` and `jobset` put
-pods together, `objects` adds the secret that the tasks share. Everything is plain dictionaries and lists, as YAML and JSON have
-them.
+Documents are plain dictionaries and lists, as YAML and JSON have them.
 
 Example:
 
@@ -14,8 +12,8 @@ Example:
 """
 
 from tf_strategies.kubernetes.command import main
-from tf_strategies.kubernetes.objects import KINDS, documents
+from tf_strategies.kubernetes.manifests import KINDS, documents
 from tf_strategies.kubernetes.options import Options
-from tf_strategies.kubernetes.tfjob import check_tfjob
+from tf_strategies.kubernetes.tfjob_check import check_tfjob
 
 __all__ = ['KINDS', 'Options', 'check_tfjob', 'documents', 'main']

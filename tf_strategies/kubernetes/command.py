@@ -23,6 +23,7 @@ Example:
   2
 """
 
+import dataclasses
 import importlib.util
 import pathlib
 import sys
@@ -32,34 +33,16 @@ from absl import flags
 
 from tf_strategies import errors
 from tf_strategies.cluster import command_line
-from tf_strategies.kubernetes import objects, tfjob
+from tf_strategies.kubernetes import manifests, tfjob_check
 from tf_strategies.kubernetes import options as options_lib
 
-_HELP = {
-  'image': 'Image of the container that every task runs in.',
-  'name': 'Name of the job.',
-  'num_workers': 'Tasks of type worker.',
-  'num_ps': 'Parameter servers; with any there is a chief.',
-  'chief': 'Whether there is a chief without parameter servers too.',
-  'evaluator': 'Whether there is an evaluator.',
-  'gpus_per_worker': 'GPUs of each task that computes gradients.',
-  'checkpoint_pvc': 'PersistentVolumeClaim for checkpoints, which the evaluator '
-  'and the tasks that train mount: with parameter servers the chief alone. Tasks '
-  'on several nodes need ReadWriteMany.',
-  'checkpoint_path': 'Where it is mounted.',
-  'secret_name': 'Secret that exists, with the key `secret`; default a new one.',
-  'namespace': 'Namespace of the job; default that of kubectl.',
-  'max_restarts': 'How often each task is started again, on average.',
-  'restart_policy': 'Of each task of a TFJob: ExitCode, OnFailure, Always or '
-  'Never.',
-  'grace_period': 'Seconds between SIGTERM and SIGKILL.',
-}
 _FLAGS = (
   ('kind', 'jobset', 'jobset or tfjob.'),
-  # Its default, where it has none, becomes None: `image` must be given.
+  # `image` must be given, and has no default.
   *(
-    (name, getattr(options_lib.Options, name, None), text)
-    for name, text in _HELP.items()
+    (field.name, getattr(options_lib.Options, field.name, None), text)
+    for field in dataclasses.fields(options_lib.Options)
+    for text in field.metadata.values()
   ),
   ('check', None, 'YAML file whose TFJobs are checked; nothing is written.'),
 )
@@ -87,7 +70,6 @@ def _yaml():
 
 
 def _check(path: str) -> None:
-  """Checks the TFJobs of a file."""
   yaml = _yaml()
   try:
     text = pathlib.Path(path).read_text(encoding='utf-8')
@@ -98,11 +80,8 @@ def _check(path: str) -> None:
       'a file of YAML documents',
       'pass the file that kubectl apply -f would take',
     ) from e
-  jobs = [
-    document
-    for document in documents
-    if isinstance(document, dict) and document.get('kind') == 'TFJob'
-  ]
+  objects = [document for document in documents if isinstance(document, dict)]
+  jobs = [document for document in objects if document.get('kind') == 'TFJob']
   if not jobs:
     raise errors.UnsupportedOptionError(
       f'--check={path}, which has no TFJob',
@@ -110,7 +89,7 @@ def _check(path: str) -> None:
       'pass another file; of a JobSet, kubectl apply --dry-run=server says more',
     )
   for job in jobs:
-    tfjob.check_tfjob(job)
+    tfjob_check.check_tfjob(job)
 
 
 def _run(values: flags.FlagValues, command: list[str]) -> int:
@@ -120,8 +99,9 @@ def _run(values: flags.FlagValues, command: list[str]) -> int:
   yaml = _yaml()
   if values.image is None:
     raise flags.Error('no --image')
-  options = options_lib.Options(**{name: values[name].value for name in _HELP})
-  documents = objects.documents(values.kind, options, command)
+  names = [field.name for field in dataclasses.fields(options_lib.Options)]
+  options = options_lib.Options(**{name: values[name].value for name in names})
+  documents = manifests.documents(values.kind, options, command)
   if values.secret_name is None:
     sys.stdout.write(_SECRET_NOTE)
   if values.kind == 'tfjob':

@@ -1,14 +1,8 @@
-"""What a manifest is made of, checked before anything is written.
-
-Example:
-
-  >>> from tf_strategies.kubernetes import options
-  >>> options.Options(image='mnist:1', num_workers=2, num_ps=1).all_counts
-  {'chief': 1, 'worker': 2, 'ps': 1, 'evaluator': 0}
-"""
+"""What a manifest is made of, checked before anything is written."""
 
 import dataclasses
 import re
+from typing import Any
 
 from tf_strategies import errors
 from tf_strategies.cluster import checks
@@ -26,52 +20,67 @@ _LONGEST_SUBDOMAIN = 253
 _RANDOM_ENDING = '-abcde'
 
 
+def check(is_right: bool, received: str, expected: str, fix: str) -> None:
+  """Raises an UnsupportedOptionError unless `is_right`."""
+  if not is_right:
+    raise errors.UnsupportedOptionError(received, expected, fix)
+
+
+def _option(help: str, default: Any = dataclasses.MISSING) -> Any:
+  return dataclasses.field(default=default, metadata={'help': help})
+
+
 @dataclasses.dataclass(frozen=True)
 class Options:
-  """A job on Kubernetes.
-
-  Args:
-    image: of the container that every task runs in.
-    name: of the job.
-    num_workers: tasks of type worker.
-    num_ps: parameter servers; with any there is a chief, which trains.
-    chief: whether there is a chief beside the workers.
-    evaluator: whether there is an evaluator.
-    gpus_per_worker: GPUs for each task that computes gradients.
-    checkpoint_pvc: a PersistentVolumeClaim that the tasks that train and the
-      evaluator mount; with parameter servers the chief alone trains.
-    checkpoint_path: where they mount it.
-    secret_name: a Secret that exists, with the key `secret`; None makes one.
-    namespace: of the job; None leaves it to kubectl.
-    max_restarts: how often each task is started again, on average.
-    restart_policy: a TFJob's, for each task; a JobSet's is always like ExitCode.
-    grace_period: seconds that a pod has between SIGTERM and SIGKILL.
+  """A job on Kubernetes; the fields are the flags of the command.
 
   Raises:
     UnsupportedOptionError: Kubernetes or the job's controller would refuse it,
       or take it for something else.
+
+  Example:
+
+    >>> Options(image='mnist:1', num_workers=2, num_ps=1).job.all_counts
+    {'chief': 1, 'worker': 2, 'ps': 1, 'evaluator': 0}
   """
 
-  image: str
-  name: str = 'tf-strategies'
-  num_workers: int = 1
-  num_ps: int = 0
-  chief: bool = False
-  evaluator: bool = False
-  gpus_per_worker: int = 0
-  checkpoint_pvc: str | None = None
-  checkpoint_path: str = '/checkpoints'
-  secret_name: str | None = None
-  namespace: str | None = None
-  max_restarts: int = 3
-  restart_policy: str = 'ExitCode'
-  grace_period: int = 30
+  image: str = _option('Image of the container that every task runs in.')
+  name: str = _option('Name of the job.', 'tf-strategies')
+  num_workers: int = _option('Tasks of type worker.', 1)
+  num_ps: int = _option(
+    'Parameter servers; with any there is a chief, which trains.', 0
+  )
+  chief: bool = _option(
+    'Whether there is a chief without parameter servers too.', False
+  )
+  evaluator: bool = _option('Whether there is an evaluator.', False)
+  gpus_per_worker: int = _option(
+    'GPUs of each task that computes gradients.', 0
+  )
+  checkpoint_pvc: str | None = _option(
+    'PersistentVolumeClaim for checkpoints, which the evaluator and the tasks '
+    'that train mount: with parameter servers the chief alone. Tasks on several '
+    'nodes need ReadWriteMany.',
+    None,
+  )
+  checkpoint_path: str = _option('Where it is mounted.', '/checkpoints')
+  secret_name: str | None = _option(
+    'Secret that exists, with the key `secret`; default a new one.', None
+  )
+  namespace: str | None = _option(
+    'Namespace of the job; default that of kubectl.', None
+  )
+  max_restarts: int = _option(
+    'How often each task is started again, on average.', 3
+  )
+  restart_policy: str = _option(
+    'Of each task of a TFJob: ExitCode, OnFailure, Always or Never. A JobSet '
+    'restarts as with ExitCode.',
+    'ExitCode',
+  )
+  grace_period: int = _option('Seconds between SIGTERM and SIGKILL.', 30)
 
   def __post_init__(self):
-    def check(is_right: bool, received: str, expected: str, fix: str) -> None:
-      if not is_right:
-        raise errors.UnsupportedOptionError(received, expected, fix)
-
     check(
       self.image and not any(c.isspace() for c in self.image),
       f'--image={self.image!r}',
@@ -85,10 +94,10 @@ class Options:
         'an integer of at least 0',
         f'pass --{flag}=1, or leave it out',
       )
-    total = sum(self.all_counts.values())
+    counts = self.job.all_counts
     check(
-      total <= checks.MAX_TASKS,
-      f'a job of {total} tasks',
+      sum(counts.values()) <= checks.MAX_TASKS,
+      f'a job of {sum(counts.values())} tasks',
       f'at most {checks.MAX_TASKS}',
       'pass smaller --num_workers and --num_ps',
     )
@@ -106,7 +115,9 @@ class Options:
       'pass --checkpoint_path=/checkpoints',
     )
     check_job_name(self.name)
-    longest = max(map(len, self.pod_names)) + len(_RANDOM_ENDING)
+    # As a JobSet names pods.
+    pods = (f'{self.name}-{t}-0-{n - 1}' for t, n in counts.items() if n)
+    longest = max(map(len, pods)) + len(_RANDOM_ENDING)
     check(
       longest <= _LONGEST_LABEL,
       f'--name={self.name}, which makes pods of {longest} letters',
@@ -114,10 +125,11 @@ class Options:
       f'pass a name that is {longest - _LONGEST_LABEL} letters shorter',
     )
     for flag in ('checkpoint_pvc', 'secret_name', 'namespace'):
-      value = getattr(self, flag)
+      name = getattr(self, flag)
       check(
-        value is None or is_dns_subdomain(value),
-        f'--{flag}={value}',
+        name is None
+        or (len(name) <= _LONGEST_SUBDOMAIN and _DNS_SUBDOMAIN.fullmatch(name)),
+        f'--{flag}={name}',
         "lower-case letters, digits, '-' and '.', with a letter or a digit at "
         'both ends',
         'pass the name that kubectl shows',
@@ -130,55 +142,14 @@ class Options:
     chief = self.chief or self.num_ps > 0
     return job_lib.Job(self.num_workers, self.num_ps, chief, self.evaluator)
 
-  @property
-  def all_counts(self) -> dict[str, int]:
-    """The number of tasks by type."""
-    return self.job.all_counts
-
-  @property
-  def pod_names(self) -> tuple[str, ...]:
-    """The longest name of a pod of each type, as a JobSet makes them."""
-    return tuple(
-      f'{self.name}-{task_type}-0-{count - 1}'
-      for task_type, count in self.all_counts.items()
-      if count
-    )
-
-  @property
-  def made_secret_name(self) -> str:
-    """The name of the Secret that holds the job's secret."""
-    return self.secret_name or f'{self.name}-secret'
-
-  @property
-  def gpu_types(self) -> tuple[str, ...]:
-    """The types of the tasks that compute gradients."""
-    # With parameter servers the chief only hands out steps.
-    return ('worker',) if self.num_ps else ('chief', 'worker')
-
-  @property
-  def checkpoint_types(self) -> tuple[str, ...]:
-    """The types of the tasks that write or read checkpoints."""
-    # A claim that one node at a time may mount would keep others from starting.
-    return (*self.job.training_types, 'evaluator')
-
 
 def check_job_name(name: object) -> None:
-  """A job's name is a label of the DNS: services are named after it.
-
-  Raises:
-    UnsupportedOptionError: it is not.
-  """
-  is_label = isinstance(name, str) and _DNS_LABEL.fullmatch(name) is not None
-  if not is_label or len(name) > _LONGEST_LABEL:
-    raise errors.UnsupportedOptionError(
-      f'--name={name}',
-      f"at most {_LONGEST_LABEL} lower-case letters, digits and '-', with a "
-      "letter first and no '-' last (DNS-1035)",
-      'pass a name such as --name=mnist-2',
-    )
-
-
-def is_dns_subdomain(name: str) -> bool:
-  """Whether Kubernetes takes this as the name of most objects."""
-  is_short = len(name) <= _LONGEST_SUBDOMAIN
-  return is_short and _DNS_SUBDOMAIN.fullmatch(name) is not None
+  """A job's name is a label of the DNS: services are named after it."""
+  is_label = isinstance(name, str) and _DNS_LABEL.fullmatch(name)
+  check(
+    is_label and len(name) <= _LONGEST_LABEL,
+    f'--name={name}',
+    f"at most {_LONGEST_LABEL} lower-case letters, digits and '-', with a "
+    "letter first and no '-' last (DNS-1035)",
+    'pass a name such as --name=mnist-2',
+  )

@@ -33,13 +33,7 @@ _COLOURS = (36, 33, 32, 35, 34, 31)
 
 
 def prefix(name: str, place: int, is_coloured: bool) -> bytes:
-  """What stands before each line of a task.
-
-  Args:
-    name: of the task.
-    place: of the task in the job; neighbours get other colours.
-    is_coloured: whether the output is a terminal's.
-  """
+  """What stands before each line of the task at a place; neighbours differ."""
   text = f'[{name}]'
   if is_coloured:
     text = f'\x1b[{_COLOURS[place % len(_COLOURS)]}m{text}\x1b[0m'
@@ -53,49 +47,38 @@ class Sink:
     fd: is left in the mode it is in: it may be a terminal that is shared.
 
   Attributes:
-    pending: bytes that wait to be written.
     is_broken: whether nobody reads any more; what is written is then dropped.
   """
 
   def __init__(self, fd: int):
     self.fd = fd
-    self.pending = 0
     self.is_broken = False
-    self._queue: collections.deque[bytes | memoryview] = collections.deque()
+    # Bytes leave at its front without a copy of the rest.
+    self._queue = bytearray()
+
+  @property
+  def pending(self) -> int:
+    """Bytes that wait to be written."""
+    return len(self._queue)
 
   def write(self, data: bytes) -> None:
     """Queues `data`; never blocks."""
-    if data and not self.is_broken:
-      self._queue.append(data)
-      self.pending += len(data)
+    if not self.is_broken:
+      self._queue += data
 
   def flush_some(self) -> None:
     """Writes as much as cannot block; call it when poll() says writable."""
-    while self._queue and self._is_writable():
-      piece = self._queue.popleft()
-      try:
-        count = os.write(self.fd, piece[:_ATOMIC])
-      except BlockingIOError:
-        count = 0
-      except OSError:
-        self._give_up()
-        return
-      self.pending -= count
-      if count < len(piece):
-        # A view: slicing bytes again and again would copy a long line often.
-        self._queue.appendleft(memoryview(piece)[count:])
-      if not count:
-        return
-
-  def _is_writable(self) -> bool:
     poller = select.poll()
     poller.register(self.fd, select.POLLOUT)
-    return bool(poller.poll(0))
-
-  def _give_up(self) -> None:
-    self.is_broken = True
-    self.pending = 0
-    self._queue.clear()
+    while self._queue and poller.poll(0):
+      try:
+        count = os.write(self.fd, self._queue[:_ATOMIC])
+      except BlockingIOError:
+        return
+      except OSError:
+        self.is_broken = True
+        count = self.pending
+      del self._queue[:count]
 
 
 class TaskOutput:
@@ -120,8 +103,7 @@ class TaskOutput:
     self._prefix = prefix
     self._write = write
     self._log = log
-    self._partial: list[bytes] = []
-    self._partial_size = 0
+    self._partial = bytearray()
     self._tail: collections.deque[bytes] = collections.deque(maxlen=TAIL_LINES)
 
   def feed(self, data: bytes) -> None:
@@ -129,12 +111,10 @@ class TaskOutput:
     self._write_log(data)
     *ends, rest = data.split(b'\n')
     for end in ends:
-      self._partial.append(end)
+      self._partial += end
       self._emit()
-    if rest:
-      self._partial.append(rest)
-      self._partial_size += len(rest)
-    if self._partial_size > _LONGEST_LINE:
+    self._partial += rest
+    if len(self._partial) > _LONGEST_LINE:
       self._emit()
 
   def end_line(self) -> None:
@@ -154,9 +134,8 @@ class TaskOutput:
     return list(self._tail)
 
   def _emit(self) -> None:
-    line = b''.join(self._partial)
-    self._partial = []
-    self._partial_size = 0
+    line = bytes(self._partial)
+    self._partial.clear()
     short = line[:_LONGEST_IN_TAIL]
     self._tail.append(short if len(short) == len(line) else short + b'...')
     self._write(self._prefix + line + b'\n')
@@ -173,11 +152,7 @@ class TaskOutput:
 
 
 def ending(status: int) -> str:
-  """How a task ended, in words.
-
-  Args:
-    status: its exit status, or minus the signal that killed it.
-  """
+  """How a task ended, in words; `status` is minus the signal that killed it."""
   if status >= 0:
     return f'exit status {status}'
   try:

@@ -17,6 +17,7 @@ _READ_BYTES = 1 << 16
 _MOST_DRAINED = 16 << 20
 _REAP_SECONDS = 10.0
 _KILL_SECONDS = 5.0
+_POLL_SECONDS = 0.01
 
 
 class TaskProcess:
@@ -31,14 +32,14 @@ class TaskProcess:
 
   Attributes:
     pid: of the command, once it runs.
+    reaper_pid: of the reaper, a child of this process.
+    channel_fd: poll it to know when to call `read_channel()`.
+    output_fd: poll it to know when to call `read_output()`; None if all was read.
     status: None until the command has ended; then its exit status, or minus
       the signal that killed it.
     ended_at: when that was, in nanoseconds of the monotonic clock.
     is_gone: whether nothing is left of it, the reaper included.
     reaper_was_killed: whether processes may be left, as the reaper was killed.
-
-  Raises:
-    OSError: no process can be started.
 
   Example:
 
@@ -67,10 +68,11 @@ class TaskProcess:
     self.reaper_was_killed = False
     self._sink = sink
     self._heard = b''
-    self._output, write_end = os.pipe()
-    os.set_blocking(self._output, False)
+    self.output_fd, write_end = os.pipe()
+    os.set_blocking(self.output_fd, False)
     self._channel, theirs = socket.socketpair()
     self._channel.setblocking(False)
+    self.channel_fd = self._channel.fileno()
     program = [sys.executable, '-I', '-S', reaper.__file__]
     try:
       self._reaper = subprocess.Popen(
@@ -89,28 +91,13 @@ class TaskProcess:
       os.close(write_end)
       theirs.close()
 
-  @property
-  def reaper_pid(self) -> int:
-    """Of the reaper, a child of this process."""
-    return self._reaper.pid
-
-  @property
-  def channel_fd(self) -> int:
-    """Poll it to know when to call `read_channel()`."""
-    return self._channel.fileno()
-
-  @property
-  def output_fd(self) -> int | None:
-    """Poll it to know when to call `read_output()`; None if all was read."""
-    return self._output
+    self.reaper_pid = self._reaper.pid
 
   def send(self, number: int) -> None:
     """Sends a signal to the process group; SIGKILL reaches all below it."""
-    try:
+    # Of a reaper that is gone, `read_channel()` will say so.
+    with contextlib.suppress(OSError):
       self._channel.send(bytes([number]))
-    except OSError:
-      # The reaper is gone, and `read_channel()` will say so.
-      return
 
   def read_channel(self) -> None:
     """Reads what the reaper reports; the end of it means that it has ended."""
@@ -135,9 +122,12 @@ class TaskProcess:
   def close(self) -> None:
     """Closes the channel; a reaper that still runs then ends the task."""
     self._channel.close()
-    if self._output is not None:
-      os.close(self._output)
-      self._output = None
+    self._close_output()
+
+  def _close_output(self) -> None:
+    if self.output_fd is not None:
+      os.close(self.output_fd)
+      self.output_fd = None
 
   def _bury(self) -> None:
     try:
@@ -159,17 +149,16 @@ class TaskProcess:
 
   def read_output(self) -> int:
     """Reads once what the command has written; the number of bytes."""
-    if self._output is None:
+    if self.output_fd is None:
       return 0
     try:
-      data = os.read(self._output, _READ_BYTES)
+      data = os.read(self.output_fd, _READ_BYTES)
     except BlockingIOError:
       return 0
     if data:
       self._sink.feed(data)
     else:
-      os.close(self._output)
-      self._output = None
+      self._close_output()
     return len(data)
 
   def _drain(self) -> None:
@@ -178,37 +167,26 @@ class TaskProcess:
       total += count
 
 
-def kill_orphans(keep: AbstractSet[int]) -> int:
-  """Kills this process's children and all below them: where a reaper was killed.
+def kill_orphans(keep: AbstractSet[int]) -> None:
+  """Kills all below this process, where a reaper was killed and Linux tells.
 
   Args:
     keep: pids of the children that stay alive, with all below them.
-
-  Returns:
-    How many were killed.
-
-  Example:
-
-    >>> import psutil
-    >>> kill_orphans(keep={c.pid for c in psutil.Process().children()})
-    0
   """
-  import psutil
-
-  killed = 0
-  # What is killed here may leave children, which are adopted in turn.
-  for _ in range(100):
-    found = []
-    for child in psutil.Process().children():
-      if child.pid not in keep:
-        found.append(child)
-        with contextlib.suppress(psutil.NoSuchProcess):
-          found += child.children(recursive=True)
-    for process in found:
-      with contextlib.suppress(psutil.NoSuchProcess):
-        process.kill()
-        killed += 1
-    _, alive = psutil.wait_procs(found, timeout=_KILL_SECONDS)
-    if alive or not found:
+  killed: set[int] = set()
+  ends_at = time.monotonic() + _KILL_SECONDS
+  while time.monotonic() < ends_at:
+    parents = reaper.parents_of_all()
+    others = {pid: parents[pid] for pid in parents.keys() - keep}
+    # What was killed may have left children, which are adopted in turn.
+    found = reaper.descendants(others, os.getpid())
+    if not found:
       break
-  return killed
+    killed.update(found)
+    for pid in found:
+      with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, signal.SIGKILL)
+    time.sleep(_POLL_SECONDS)
+  for pid in killed:
+    with contextlib.suppress(ChildProcessError):
+      os.waitpid(pid, os.WNOHANG)

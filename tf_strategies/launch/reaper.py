@@ -23,6 +23,7 @@ Example:
 
 import contextlib
 import ctypes
+import math
 import os
 import select
 import signal
@@ -34,9 +35,52 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _IS_LINUX = sys.platform == 'linux'
 _POLL_SECONDS = 0.05
-# What a shell says of a command that it cannot find, or cannot run.
-_NOT_FOUND = 127
-_NOT_RUNNABLE = 126
+# Loaded here: between fork and exec nothing should be loaded.
+_LIBC = ctypes.CDLL(None) if _IS_LINUX else None
+
+
+class Inbox:
+  """A context, in the main thread, in which some signals only arrive in a pipe.
+
+  SIGHUP is left alone where it is ignored: that is what `nohup` asks for.
+  """
+
+  def __init__(self, numbers):
+    self._numbers = numbers
+
+  def __enter__(self):
+    self._read_end, self._write_end = os.pipe()
+    for end in (self._read_end, self._write_end):
+      os.set_blocking(end, False)
+    self._wakeup = signal.set_wakeup_fd(
+      self._write_end, warn_on_full_buffer=False
+    )
+    self._handlers = {}
+    for number in self._numbers:
+      ignored = signal.getsignal(number) == signal.SIG_IGN
+      if not (ignored and number == signal.SIGHUP):
+        # The wakeup pipe is the message; the handler is there because
+        # Python fills the pipe for handled signals only.
+        self._handlers[number] = signal.signal(number, lambda *_: None)
+    return self
+
+  def __exit__(self, *_):
+    for number, handler in self._handlers.items():
+      signal.signal(number, handler)
+    signal.set_wakeup_fd(self._wakeup)
+    os.close(self._read_end)
+    os.close(self._write_end)
+
+  def fileno(self):
+    """Readable when a signal has arrived."""
+    return self._read_end
+
+  def read(self):
+    """The signals since the last call, in their order."""
+    try:
+      return [n for n in os.read(self._read_end, 512) if n in self._handlers]
+    except BlockingIOError:
+      return []
 
 
 def _prctl(option, value):
@@ -49,49 +93,34 @@ def adopt_orphans():
   _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-# Loaded here: between fork and exec nothing should be loaded.
-_LIBC = ctypes.CDLL(None) if _IS_LINUX else None
-
-
 def parents_of_all():
   """The parent of each live process by pid; empty where there is no /proc."""
   parents = {}
-  if not _IS_LINUX:
-    return parents
-  for name in os.listdir('/proc'):
-    if not name.isdigit():
-      continue
+  pids = filter(str.isdigit, os.listdir('/proc')) if _IS_LINUX else ()
+  for pid in pids:
     try:
-      with open(f'/proc/{name}/stat', 'rb') as f:
+      with open(f'/proc/{pid}/stat', 'rb') as f:
         stat = f.read()
     except OSError:
       continue
     # The name of the program, in parentheses, may hold anything.
     state, parent = stat[stat.rindex(b')') + 2 :].split()[:2]
     if state not in (b'Z', b'X'):
-      parents[int(name)] = int(parent)
+      parents[int(pid)] = int(parent)
   return parents
 
 
 def descendants(parents, ancestor):
   """The pids below `ancestor`, itself excluded, in ascending order."""
-  found = {ancestor}
-  grew = True
-  while grew:
-    more = {pid for pid, parent in parents.items() if parent in found} - found
+  found, more = set(), {ancestor}
+  while more:
     found |= more
-    grew = bool(more)
+    more = {pid for pid, parent in parents.items() if parent in found} - found
   return sorted(found - {ancestor})
 
 
 class Reaper:
-  """Runs the command and reports on it.
-
-  Args:
-    channel: file descriptor of this end of the socket pair.
-    grace_period: seconds between SIGTERM and SIGKILL.
-    command: program and arguments.
-  """
+  """Runs the command and reports on it; arguments as on the command line."""
 
   def __init__(self, channel, grace_period, command):
     self._channel = channel
@@ -100,31 +129,22 @@ class Reaper:
     self._pid = os.getpid()
     self._group = None
     self._is_running = False
-    self._kill_at = None
+    self._kill_at = math.inf
 
   def run(self):
     """Returns when neither the task nor anything below it is left."""
     os.set_inheritable(self._channel, False)
     os.set_blocking(self._channel, False)
     adopt_orphans()
-    self._wakeup = self._listen_to_signals()
-    if not self._start():
-      return
-    while self._reap() or self._is_group_left():
-      self._wait()
-      if self._kill_at is not None and time.monotonic() >= self._kill_at:
-        self._kill()
-
-  def _listen_to_signals(self):
-    read_end, write_end = os.pipe()
-    for end in (read_end, write_end):
-      os.set_blocking(end, False)
-    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-    for number in (signal.SIGCHLD, signal.SIGTERM):
-      signal.signal(number, lambda *_: None)
     for number in (signal.SIGINT, signal.SIGHUP):
       signal.signal(number, signal.SIG_IGN)
-    return read_end
+    with Inbox([signal.SIGCHLD, signal.SIGTERM]) as self._inbox:
+      if not self._start():
+        return
+      while self._reap() or self._is_group_left():
+        self._wait()
+        if time.monotonic() >= self._kill_at:
+          self._kill()
 
   def _start(self):
     try:
@@ -133,8 +153,8 @@ class Reaper:
       )
     except (OSError, subprocess.SubprocessError) as e:
       print(f'cannot start {self._command[0]!r}: {e}', file=sys.stderr)
-      is_absent = isinstance(e, FileNotFoundError)
-      self._report('ended', _NOT_FOUND if is_absent else _NOT_RUNNABLE)
+      # What a shell says of a command that it cannot find, or cannot run.
+      self._report('ended', 127 if isinstance(e, FileNotFoundError) else 126)
       return False
     # It is reaped here, with the orphans; Popen must not look for it.
     process.returncode = 0
@@ -166,16 +186,16 @@ class Reaper:
       os.write(self._channel, line)
 
   def _wait(self):
-    watched = [self._wakeup]
+    watched = [self._inbox]
     if self._channel is not None:
       watched.append(self._channel)
     timeout = None
     if not self._is_running:
       timeout = _POLL_SECONDS
-    elif self._kill_at is not None:
+    elif self._kill_at < math.inf:
       timeout = max(0.0, self._kill_at - time.monotonic())
     ready, _, _ = select.select(watched, [], [], timeout)
-    if self._wakeup in ready and signal.SIGTERM in os.read(self._wakeup, 512):
+    if signal.SIGTERM in self._inbox.read():
       self._end_softly()
     if self._channel in ready:
       self._obey()
@@ -217,7 +237,7 @@ class Reaper:
     else:
       self._signal_others(signal.SIGTERM)
     at = time.monotonic() + self._grace_period
-    self._kill_at = at if self._kill_at is None else min(at, self._kill_at)
+    self._kill_at = min(at, self._kill_at)
 
   def _kill(self):
     if self._is_running:
@@ -248,11 +268,6 @@ class Reaper:
     return True
 
 
-def main(arguments):
-  """Runs the reaper; `arguments` as in the module's docstring."""
-  channel, grace_period, _, *command = arguments
-  Reaper(int(channel), float(grace_period), command).run()
-
-
 if __name__ == '__main__':
-  main(sys.argv[1:])
+  _, channel, grace_period, _, *command = sys.argv
+  Reaper(int(channel), float(grace_period), command).run()

@@ -22,13 +22,7 @@ from collections.abc import Set as AbstractSet
 
 from tf_strategies import errors
 from tf_strategies.cluster import exit_codes
-from tf_strategies.launch import (
-  output,
-  process,
-  reaper,
-  signals,
-  tasks,
-)
+from tf_strategies.launch import output, process, reaper, tasks
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Above it the tasks wait until somebody reads what they have written.
@@ -43,10 +37,6 @@ def exit_status(status: int) -> int:
   return status if status >= 0 else 128 - status
 
 
-def _drop(line: bytes) -> None:
-  """Takes a line that is not shown."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Options:
   """How tasks are supervised.
@@ -58,9 +48,6 @@ class Options:
     is_coloured: whether prefixes are.
     shown: names of the tasks whose lines appear on stdout; None for all. The
       last lines of a task that failed first appear in any case.
-
-  Raises:
-    UnsupportedOptionError: a number is out of its range.
   """
 
   max_restarts: int = 0
@@ -86,21 +73,20 @@ class Options:
 
 @dataclasses.dataclass
 class _Task:
-  """A task and its present attempt; `status` is set when it is not tried again.
-
-  Attributes:
-    losses: how often it ended badly while all others were still at work.
-    was_told: whether it came back too late, and was told to end.
-  """
+  """A task and its present attempt."""
 
   spec: tasks.TaskSpec
   lines: output.TaskOutput
-  attempt: int = 0
-  losses: int = 0
-  was_told: bool = False
   running: process.TaskProcess | None = None
-  status: int | None = None
+  attempt: int = 0
+  # Whether the end of the attempt was noticed.
   was_noted: bool = False
+  # How often it ended badly while all others were still at work.
+  losses: int = 0
+  # Whether it came back too late, and was told to end.
+  was_told: bool = False
+  # Set when it is not tried again.
+  status: int | None = None
 
 
 class Supervisor:
@@ -121,8 +107,6 @@ class Supervisor:
   Args:
     specs: the tasks.
     options: how to run them.
-    stdout: file descriptor for the lines of the tasks.
-    stderr: file descriptor for what the launcher itself has to say.
     owns_process: whether all children of this process are tasks. Then what is
       left by a reaper that was killed can be found and ended too.
 
@@ -134,13 +118,11 @@ class Supervisor:
     self,
     specs: Sequence[tasks.TaskSpec],
     options: Options,
-    stdout: int = 1,
-    stderr: int = 2,
     owns_process: bool = False,
   ):
     self._options = options
-    self._out = output.Sink(stdout)
-    self._err = output.Sink(stderr)
+    # What the tasks write, and what the launcher itself has to say.
+    self._out, self._err = output.Sink(1), output.Sink(2)
     self._owns_process = owns_process
     self._tasks = [
       _Task(spec, self._make_output(spec, place))
@@ -148,39 +130,36 @@ class Supervisor:
     ]
     self._failure: tuple[_Task, int] | None = None
     self._signal: int | None = None
-    self._num_signals = 0
     self._is_stopping = False
-    self._kill_at: float | None = None
-    self._late_at: float | None = None
-    self._give_up_at: float | None = None
+    self._kill_at = self._late_at = self._give_up_at = math.inf
 
   def run(self) -> int:
     """Starts the tasks and waits for the end of the job.
 
     Returns:
       0 if all training tasks ended with 0, or those did that count (see the
-      class); else the status of the task that failed first, or 128 + N if
-      signal N ended the job. For a task that signal N killed it is 128 + N, too.
+      class); else the status of the task that failed first (128 + N if signal N
+      killed it), or 128 + N if signal N ended the job.
 
     Raises:
       OSError: no process can be started; those that were are ended.
     """
     if self._owns_process:
       reaper.adopt_orphans()
-    with signals.Inbox(_FORWARDED) as self._inbox:
+    with reaper.Inbox(_FORWARDED) as self._inbox:
       try:
         for task in self._tasks:
           self._start(task)
         while not self._is_over():
           self._step()
         if self._owns_process:
-          process.kill_orphans(keep=set())
+          process.kill_orphans(keep=frozenset())
         self._report_failure()
         self._write_the_rest()
       finally:
         # Without its channel a reaper ends its task: none outlives an error.
         for task in self._tasks:
-          if task.running is not None:
+          if task.running:
             task.running.close()
           task.lines.close()
     if self._failure is not None:
@@ -204,7 +183,8 @@ class Supervisor:
     start = output.prefix(spec.name, place, self._options.is_coloured)
     shown = self._options.shown
     is_shown = shown is None or spec.name in shown
-    return output.TaskOutput(start, self._out.write if is_shown else _drop, log)
+    write = self._out.write if is_shown else lambda line: None
+    return output.TaskOutput(start, write, log)
 
   def _start(self, task: _Task) -> None:
     task.was_noted = False
@@ -216,31 +196,29 @@ class Supervisor:
     )
 
   def _is_over(self) -> bool:
-    if self._give_up_at is not None and time.monotonic() > self._give_up_at:
+    if time.monotonic() > self._give_up_at:
       self._say('Some processes outlive SIGKILL; they hang in the kernel.')
       return True
-    return all(task.running is None for task in self._tasks)
+    return not self._running()
+
+  def _running(self) -> list[_Task]:
+    return [task for task in self._tasks if task.running is not None]
 
   def _step(self) -> None:
     self._poll()
     for number in self._inbox.read():
       self._on_signal(number)
-    if self._out.is_broken and self._num_signals == 0:
+    if self._out.is_broken and self._signal is None:
       self._on_signal(signal.SIGPIPE)
     # The reapers' clock tells who was first, whatever the order of hearing.
-    running = [task for task in self._tasks if task.running is not None]
-    ended = [
-      task
-      for task in running
-      if task.running.status is not None and not task.was_noted
-    ]
-    for task in sorted(ended, key=lambda task: task.running.ended_at):
-      self._on_end(task)
-    for task in running:
+    for task in sorted(self._running(), key=lambda task: task.running.ended_at):
+      if task.running.status is not None and not task.was_noted:
+        self._on_end(task)
+    for task in self._running():
       if task.running.is_gone:
         self._on_gone(task)
     self._end_late()
-    if self._kill_at is not None and time.monotonic() >= self._kill_at:
+    if time.monotonic() >= self._kill_at:
       self._kill_all()
 
   def _poll(self) -> None:
@@ -252,18 +230,15 @@ class Supervisor:
       if sink.pending:
         poller.register(sink.fd, select.POLLOUT)
         reactions[sink.fd] = sink.flush_some
-    for task in self._tasks:
+    for task in self._running():
       running = task.running
-      if running is None:
-        continue
       poller.register(running.channel_fd, select.POLLIN)
       reactions[running.channel_fd] = running.read_channel
       if running.output_fd is not None and self._out.pending < _MOST_PENDING:
         poller.register(running.output_fd, select.POLLIN)
         reactions[running.output_fd] = running.read_output
-    timeout = _LONGEST_POLL_SECONDS
-    if self._kill_at is not None:
-      timeout = min(timeout, max(0.0, self._kill_at - time.monotonic()))
+    left = max(0.0, self._kill_at - time.monotonic())
+    timeout = min(left, _LONGEST_POLL_SECONDS)
     for fd, _ in poller.poll(math.ceil(timeout * 1000)):
       if reactions[fd] is not None:
         reactions[fd]()
@@ -272,15 +247,13 @@ class Supervisor:
     task.was_noted = True
     status = task.running.status
     if task.running.reaper_was_killed and self._owns_process:
-      process.kill_orphans(
-        keep={t.running.reaper_pid for t in self._tasks if t.running}
-      )
+      process.kill_orphans({t.running.reaper_pid for t in self._running()})
     if self._is_stopping:
       task.status = status
     elif status == 0:
       task.status = 0
-      if task.spec.is_training and self._late_at is None:
-        self._late_at = time.monotonic() + self._options.grace_period
+      if task.spec.is_training:
+        self._late_at = min(self._late_at, self._after_grace())
       self._stop_if_done()
     elif self._finisher(task) is not None:
       self._on_late_loss(task, status)
@@ -312,10 +285,9 @@ class Supervisor:
 
   def _finisher(self, task: _Task) -> _Task | None:
     """Of the tasks that ended well and leave `task` alone the least lost one."""
-    types = {task.spec.type for task in self._tasks}
-    if not task.spec.is_training or 'ps' in types:
-      return None
-    if not self._options.max_restarts:
+    has_servers = any(task.spec.type == 'ps' for task in self._tasks)
+    can_restart = self._options.max_restarts and not has_servers
+    if not can_restart or not task.spec.is_training:
       return None
     ended_well = [task for task in self._training() if task.status == 0]
     return min(ended_well, key=lambda task: task.losses, default=None)
@@ -340,10 +312,9 @@ class Supervisor:
 
   def _end_late(self) -> None:
     """Ends those that came back and go on after the end of another."""
-    now = time.monotonic()
-    if self._is_stopping or self._late_at is None or now < self._late_at:
+    if self._is_stopping or time.monotonic() < self._late_at:
       return
-    self._late_at = now + self._options.grace_period
+    self._late_at = self._after_grace()
     for task in self._training():
       finisher = self._finisher(task)
       if finisher is None or task.status is not None or task.running is None:
@@ -376,8 +347,7 @@ class Supervisor:
       task.lines.log_error = None
 
   def _on_signal(self, number: int) -> None:
-    self._num_signals += 1
-    if self._num_signals > 1:
+    if self._signal is not None:
       self._say('A second signal: SIGKILL.')
       self._kill_all()
       return
@@ -391,22 +361,23 @@ class Supervisor:
 
   def _stop(self, number: int) -> None:
     self._is_stopping = True
-    at = time.monotonic() + self._options.grace_period
-    self._kill_at = at if self._kill_at is None else min(at, self._kill_at)
+    self._kill_at = min(self._kill_at, self._after_grace())
     self._send(number)
+
+  def _after_grace(self) -> float:
+    return time.monotonic() + self._options.grace_period
 
   def _kill_all(self) -> None:
     self._is_stopping = True
-    if self._give_up_at is None:
-      self._give_up_at = time.monotonic() + _GIVE_UP_SECONDS
+    now = time.monotonic()
+    self._give_up_at = min(self._give_up_at, now + _GIVE_UP_SECONDS)
     # A task may have been started while the first round was on its way.
-    self._kill_at = time.monotonic() + _LONGEST_POLL_SECONDS
+    self._kill_at = now + _LONGEST_POLL_SECONDS
     self._send(signal.SIGKILL)
 
   def _send(self, number: int) -> None:
-    for task in self._tasks:
-      if task.running is not None:
-        task.running.send(number)
+    for task in self._running():
+      task.running.send(number)
 
   def _say(self, text: str) -> None:
     self._err.write(f'[launch] {text}\n'.encode())

@@ -1,14 +1,4 @@
-"""Plans the tasks of a job: what each one's environment says. Starts nothing.
-
-Example:
-
-  >>> from tf_strategies.cluster import job
-  >>> from tf_strategies.launch import tasks
-  >>> specs = tasks.plan_tasks(job.Job(num_workers=1, num_ps=1), ['train'],
-  ...                          ports=[1111, 2222], secret='5ec7e7')
-  >>> specs[1].environment['TF_CONFIG']
-  '{"cluster": {"worker": ["127.0.0.1:1111"], "ps": ["127.0.0.1:2222"]}, "task": {"type": "ps", "index": 0}}'
-"""
+"""Plans the tasks of a job: what each one's environment says. Starts nothing."""
 
 import dataclasses
 import re
@@ -36,21 +26,15 @@ _NOT_INHERITED = (
 
 @dataclasses.dataclass(frozen=True)
 class TaskSpec:
-  """One task to start.
-
-  Attributes:
-    type: its job: chief, worker, ps or evaluator.
-    index: of the task in its job.
-    command: program and arguments.
-    environment: what is set for it beyond what the launcher inherited.
-    is_training: whether the job is over when this task and its like have ended.
-  """
+  """One task to start."""
 
   type: str
   index: int
   command: tuple[str, ...]
-  # The secret is in it, and a traceback may show the repr.
+  # Beyond what the launcher inherited. The secret is in it, and a traceback may
+  # show the repr.
   environment: Mapping[str, str] = dataclasses.field(repr=False)
+  # Whether the job is over when this task and its like have ended.
   is_training: bool = True
 
   @property
@@ -60,11 +44,7 @@ class TaskSpec:
 
 
 def pick_ports(count: int) -> list[int]:
-  """Free ports of this host, all different.
-
-  Raises:
-    portpicker.NoFreePortFoundError: the host has no more.
-  """
+  """Free ports of this host, all different."""
   import portpicker
 
   ports: dict[int, None] = {}
@@ -76,7 +56,10 @@ def pick_ports(count: int) -> list[int]:
 def plan_tasks(
   job: job_lib.Job, command: Sequence[str], ports: Sequence[int], secret: str
 ) -> list[TaskSpec]:
-  """What to start, without starting it: no randomness, no input, no output.
+  """The tasks in the order chief, workers, ps, evaluator.
+
+  A job of one task gets no TF_CONFIG: it trains in a single process, as a TFJob
+  of one does. O(tasks squared), since each TF_CONFIG lists all tasks.
 
   Args:
     job: how many tasks of which type.
@@ -84,31 +67,30 @@ def plan_tasks(
     ports: one for each address of `job.counts`.
     secret: what the tasks prove to each other that they know; hexadecimal.
 
-  Returns:
-    The tasks in the order chief, workers, ps, evaluator. A job of one task
-    gets no TF_CONFIG: it trains in a single process, as a TFJob of one does.
-    O(tasks squared), since each TF_CONFIG lists all tasks.
-
   Raises:
     ValueError: `ports` are too few or too many.
+
+  Example:
+
+    >>> specs = plan_tasks(job_lib.Job(num_workers=1, num_ps=1), ['train'],
+    ...                    ports=[1111, 2222], secret='5ec7e7')
+    >>> specs[1].environment['TF_CONFIG']
+    '{"cluster": {"worker": ["127.0.0.1:1111"], "ps": ["127.0.0.1:2222"]}, "task": {"type": "ps", "index": 0}}'
   """
-  remaining = iter(ports)
-  jobs: dict[str, dict[int, str]] = {}
-  for task_type, count in job.counts.items():
-    if count:
-      taken = [next(remaining, None) for _ in range(count)]
-      jobs[task_type] = {i: f'{_HOST}:{p}' for i, p in enumerate(taken)}
-  if len(ports) != sum(job.counts.values()):
+  names = [(t, index) for t, n in job.counts.items() for index in range(n)]
+  if len(names) != len(ports):
     raise ValueError(
       f'ports ({len(ports)}) must be as many as the addresses of {job}.'
     )
-  named = [(job_type, i) for job_type, tasks in jobs.items() for i in tasks]
+  jobs: dict[str, dict[int, str]] = {}
+  for (task_type, index), port in zip(names, ports, strict=True):
+    jobs.setdefault(task_type, {})[index] = f'{_HOST}:{port}'
   if job.evaluator:
-    named.append(('evaluator', 0))
+    names.append(('evaluator', 0))
   specs = []
-  for task_type, index in named:
+  for task_type, index in names:
     environment = {'PYTHONUNBUFFERED': '1', 'TFS_SECRET': secret}
-    if len(named) > 1:
+    if len(names) > 1:
       cluster = config.ClusterConfig(jobs, task_type, index)
       environment['TF_CONFIG'] = cluster.to_tf_config()
     is_training = task_type in job.training_types
@@ -125,13 +107,11 @@ def full_environment(
   kept = {k: v for k, v in inherited.items() if k not in _NOT_INHERITED}
   # A server that someone else ended has not done its work. What it ends with
   # once the launcher ends the job, nobody asks.
-  terminated = str(exit_codes.RESTARTABLE_EXIT_CODE)
+  name = exit_codes.TERMINATED_VARIABLE
   return {
     **kept,
     **spec.environment,
-    exit_codes.TERMINATED_VARIABLE: kept.get(
-      exit_codes.TERMINATED_VARIABLE, terminated
-    ),
+    name: kept.get(name, str(exit_codes.RESTARTABLE_EXIT_CODE)),
     'TFS_RESTART_COUNT': str(restart_count),
   }
 
@@ -145,12 +125,7 @@ def describe(spec: TaskSpec) -> str:
 
 
 def parse_filter(text: str, counts: Mapping[str, int]) -> frozenset[str]:
-  """The names of the tasks that a filter lets through.
-
-  Args:
-    text: types, each perhaps with an index or a range of indices, separated by
-      commas.
-    counts: how many tasks of each type the job has.
+  """The names of the tasks that a filter such as `chief,worker:0-1` names.
 
   Raises:
     UnsupportedOptionError: it is no such list, or names a task that the job

@@ -5,21 +5,26 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
+import hashlib
+import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from tf_strategies import errors
 from tf_strategies.collectives import algorithms, codecs, cost_model, simulator
+from tf_strategies.collectives import codec as codec_lib
 from tf_strategies.collectives import schedule as schedule_lib
-from tf_strategies.process_group import checks, failure_detection
 from tf_strategies.process_group import execution as execution_lib
+from tf_strategies.process_group import failure_detection
 from tf_strategies.process_group import group as group_lib
 from tf_strategies.process_group import plan as plan_lib
 from tf_strategies.process_group import state as state_lib
 
 # When a data link breaks, the control plane most likely knows who died.
 _REPORT_SECONDS = 0.3
+_MAX_DIMENSIONS = 32
 # Two roundings, however many ranks there are.
 _LOSSY_CANDIDATES = ('direct',)
 # Sockets between hosts: 50 us and 1 GB/s.
@@ -41,13 +46,28 @@ class Collective:
   # Of payloads: both ends must cut an array at the same elements.
   piece_bytes: int = 0
 
-  @property
+  @functools.cached_property
   def text(self) -> str:
     """For messages."""
     how = f'({self.op})' if self.op else ''
     root = f' from rank {self.root}' if self.kind == 'broadcast' else ''
     array = f' of {self.dtype}{self.shape}' if self.dtype else ''
     return f'{self.kind}{how} {self.name!r}{array}{root}'
+
+  @functools.cached_property
+  def digest(self) -> int:
+    """64 bits that tell collectives apart."""
+    data = hashlib.blake2b(repr(self).encode(), digest_size=8).digest()
+    return int.from_bytes(data, 'little')
+
+
+class _Reduction(NamedTuple):
+  """What is the same each time that a tensor is reduced."""
+
+  collective: Collective
+  plan: plan_lib.Plan
+  form: plan_lib.Format
+  ufunc: np.ufunc
 
 
 class PlannedGroup(group_lib.ProcessGroup):
@@ -91,28 +111,17 @@ class PlannedGroup(group_lib.ProcessGroup):
     compression: str = 'none',
   ) -> np.ndarray:
     """See base class."""
-    checks.check_reduced(array, op, 'all_reduce')
-    checks.check_out(out, array)
-    algorithms.check(algorithm, 'auto')
-    codecs.get(compression)
+    how = (op, name, algorithm, compression)
+    reduction = self._reduction('all_reduce', array, how)
+    _check_out(out, array)
     with self._lock:
       if out is None:
         out = self._pool.take(array.shape, array.dtype)
       if self.world_size == 1:
         self._check()
         np.copyto(out, array)
-        return out
-      form = self._form(array, compression)
-      if algorithm == 'auto':
-        algorithm = 'one_shot'
-        if array.nbytes > self._options.small_message_bytes:
-          algorithm = self._choose(array, form)
-      how = (self.world_size, self.rank, array.size, form)
-      self._reduce(
-        'all_reduce',
-        plan_lib.by_name(algorithm, *how),
-        (array, out, form, op, name, algorithm, compression),
-      )
+      else:
+        self._reduce(reduction, array, out)
     return out
 
   def reduce_scatter(
@@ -125,64 +134,52 @@ class PlannedGroup(group_lib.ProcessGroup):
     compression: str = 'none',
   ) -> np.ndarray:
     """See base class."""
-    checks.check_reduced(array, op, 'reduce_scatter')
-    algorithms.check(algorithm, 'auto')
-    codecs.get(compression)
-    size = self.world_size
-    if algorithm != 'auto':
-      _check_half(algorithm, size)
+    how = (op, name, algorithm, compression)
+    reduction = self._reduction('reduce_scatter', array, how)
     with self._lock:
-      if size == 1:
+      if self.world_size == 1:
         self._check()
         return array.copy()
-      form = self._form(array, compression)
-      if algorithm == 'auto':
-        algorithm = 'direct'
-        if array.nbytes > self._options.small_message_bytes:
-          algorithm = self._choose(array, form)
       out = self._pool.take(array.shape, array.dtype)
-      self._reduce(
-        'reduce_scatter',
-        plan_lib.half_by_name(algorithm, size, self.rank, array.size, form),
-        (array, out, form, op, name, algorithm, compression),
-      )
-    sizes = schedule_lib.chunk_sizes(array.size, size)
+      self._reduce(reduction, array, out)
+    sizes = schedule_lib.chunk_sizes(array.size, self.world_size)
     first = sum(sizes[: self.rank])
     return out[first : first + sizes[self.rank]].copy()
 
-  def _form(self, array: np.ndarray, compression: str) -> plan_lib.Format:
-    return plan_lib.Format.of(
-      array.dtype, compression, self._options.sub_chunk_bytes
+  def _reduction(self, kind: str, array: np.ndarray, how: tuple) -> _Reduction:
+    """Checks the arguments; what is not of this array is done once."""
+    _check_dtype(array, kind)
+    if array.ndim != 1 or not array.flags.c_contiguous:
+      raise errors.UnsupportedOptionError(
+        f'{kind} of an array of shape {array.shape} and strides '
+        f'{array.strides}',
+        'one dimension, contiguous',
+        'pass np.ascontiguousarray(array).reshape(-1)',
+      )
+    if not all(isinstance(value, str) for value in how):
+      raise errors.UnsupportedOptionError(
+        f'{kind} with op, name, algorithm, compression = {how}',
+        'strings',
+        'pass their names',
+      )
+    rank = (self.world_size, self.rank)
+    options = self._options
+    sizes = (options.small_message_bytes, options.sub_chunk_bytes)
+    return _reduction(
+      kind, *rank, array.size, array.dtype, *how, self.candidates, *sizes
     )
 
-  def _choose(self, array: np.ndarray, form: plan_lib.Format) -> str:
-    is_lossy = form.codec is not codecs.NONE
-    candidates = _LOSSY_CANDIDATES if is_lossy else self.candidates
-    return _cheapest(self.world_size, array.nbytes, candidates)
+  def _reduce(
+    self, reduction: _Reduction, array: np.ndarray, out: np.ndarray
+  ) -> None:
+    collective, plan, form, ufunc = reduction
+    state = self._codec_state(collective, form.codec, array.size)
+    self._run(collective, plan, array, out, form, ufunc, state)
 
-  def _reduce(self, kind: str, plan: plan_lib.Plan, about: tuple) -> None:
-    array, out, form, op, name, algorithm, compression = about
-    is_coded = form.codec is not codecs.NONE
-    self._run(
-      Collective(
-        kind,
-        name,
-        checks.dtype_text(array.dtype),
-        str([array.size]),
-        array.nbytes,
-        algorithm,
-        op if compression == 'none' else f'{op} {compression}',
-        piece_bytes=form.piece_bytes if is_coded else 0,
-      ),
-      plan,
-      array,
-      out,
-      form,
-      simulator.REDUCTIONS[op],
-      self._codec_state(kind, form.codec, name, array.size),
-    )
-
-  def _codec_state(self, kind, codec, name, length) -> np.ndarray | None:
+  def _codec_state(
+    self, collective: Collective, codec: codec_lib.Codec, length: int
+  ) -> np.ndarray | None:
+    kind, name = collective.kind, collective.name
     key = (kind, codec.name, name, length)
     if key not in self._codec_states:
       state = codec.make_state(length)
@@ -199,11 +196,11 @@ class PlannedGroup(group_lib.ProcessGroup):
     self, array: np.ndarray, *, name: str = ''
   ) -> list[np.ndarray]:
     """See base class."""
-    checks.check_gathered(array)
+    _check_gathered(array)
     with self._lock:
       data = np.ascontiguousarray(array).reshape(-1)
       lengths = self._gather_lengths(array, name)
-      row_bytes = checks.row_bytes(array)
+      row_bytes = array.itemsize * math.prod(array.shape[1:])
       sizes = tuple(length * row_bytes for length in lengths)
       flat = self._pool.take(sum(sizes), np.uint8)
       plan = plan_lib.gather(self.rank, sizes, self._options.sub_chunk_bytes)
@@ -228,7 +225,7 @@ class PlannedGroup(group_lib.ProcessGroup):
     return lengths.tolist()
 
   def _gather(self, data, flat, plan, algorithm, name, dtype, shape) -> None:
-    dtype_text = checks.dtype_text(dtype)
+    dtype_text = _dtype_text(dtype)
     self._run(
       Collective('all_gather', name, dtype_text, shape, 0, algorithm),
       plan,
@@ -240,9 +237,9 @@ class PlannedGroup(group_lib.ProcessGroup):
     self, array: np.ndarray, root: int, *, name: str = ''
   ) -> np.ndarray:
     """See base class."""
-    checks.check_dtype(array, 'broadcast')
+    _check_dtype(array, 'broadcast')
     size, rank = self.world_size, self.rank
-    checks.check_root(root, size)
+    _check_root(root, size)
     with self._lock:
       data = np.ascontiguousarray(array).reshape(-1)
       out = self._pool.take(data.shape, array.dtype)
@@ -256,7 +253,7 @@ class PlannedGroup(group_lib.ProcessGroup):
         Collective(
           'broadcast',
           name,
-          checks.dtype_text(array.dtype),
+          _dtype_text(array.dtype),
           str(list(array.shape)),
           data.nbytes,
           algorithm,
@@ -333,12 +330,61 @@ class PlannedGroup(group_lib.ProcessGroup):
     self._check()
 
 
-@functools.lru_cache(maxsize=256)
-def _cheapest(
-  world_size: int, num_bytes: int, candidates: tuple[str, ...]
-) -> str:
-  topology = cost_model.Topology(world_size, _LINK)
-  return cost_model.choose(num_bytes, topology, candidates).name
+@functools.lru_cache(maxsize=1024)
+def _reduction(
+  kind: str,
+  world_size: int,
+  rank: int,
+  length: int,
+  dtype: np.dtype,
+  op: str,
+  name: str,
+  algorithm: str,
+  compression: str,
+  candidates: tuple[str, ...],
+  small_bytes: int,
+  piece_bytes: int,
+) -> _Reduction:
+  # bfloat16 and its like are of kind V, with additions of their own.
+  if dtype.kind not in 'iufcV' or dtype.names:
+    raise errors.UnsupportedOptionError(
+      f'{kind} of dtype {dtype}',
+      'integers, floats and complex numbers',
+      'cast it to a numeric dtype first',
+    )
+  if op not in simulator.REDUCTIONS:
+    raise errors.UnsupportedOptionError(
+      f'op={op!r}',
+      f'one of {", ".join(map(repr, simulator.REDUCTIONS))}',
+      "leave it out for 'sum'",
+    )
+  algorithms.check(algorithm, 'auto')
+  form = plan_lib.Format.of(dtype, compression, piece_bytes)
+  is_coded = form.codec is not codecs.NONE
+  num_bytes = length * dtype.itemsize
+  is_whole = kind == 'all_reduce'
+  if algorithm != 'auto':
+    if not is_whole:
+      _check_half(algorithm, world_size)
+  elif num_bytes <= small_bytes:
+    algorithm = 'one_shot' if is_whole else 'direct'
+  else:
+    topology = cost_model.Topology(world_size, _LINK)
+    names = _LOSSY_CANDIDATES if is_coded else candidates
+    algorithm = cost_model.choose(num_bytes, topology, names).name
+  compile_plan = plan_lib.by_name if is_whole else plan_lib.half_by_name
+  collective = Collective(
+    kind,
+    name,
+    _dtype_text(dtype),
+    str([length]),
+    num_bytes,
+    algorithm,
+    op if compression == 'none' else f'{op} {compression}',
+    piece_bytes=piece_bytes if is_coded else 0,
+  )
+  plan = compile_plan(algorithm, world_size, rank, length, form)
+  return _Reduction(collective, plan, form, simulator.REDUCTIONS[op])
 
 
 def _check_half(algorithm: str, world_size: int) -> None:
@@ -357,3 +403,60 @@ def _check_half(algorithm: str, world_size: int) -> None:
       f'one of {", ".join(map(repr, names))}',
       "leave it out for 'auto'",
     )
+
+
+def _check_dtype(array: np.ndarray, what: str) -> None:
+  """Refuses what is no array, or one of Python objects."""
+  if not isinstance(array, np.ndarray) or array.dtype.hasobject:
+    raise errors.UnsupportedOptionError(
+      f'{what} of {type(array).__name__}',
+      'NumPy arrays of numbers',
+      'convert it with np.asarray',
+    )
+
+
+def _check_gathered(array: np.ndarray) -> None:
+  """Refuses what `all_gather` cannot take."""
+  _check_dtype(array, 'all_gather')
+  if not 1 <= array.ndim <= _MAX_DIMENSIONS:
+    raise errors.UnsupportedOptionError(
+      f'all_gather of an array of shape {array.shape}',
+      'one dimension or more',
+      'pass array.reshape(1) for a scalar',
+    )
+
+
+def _check_root(root: int, world_size: int) -> None:
+  """Refuses a root that is no rank."""
+  if not schedule_lib.is_int(root) or not 0 <= root < world_size:
+    raise errors.UnsupportedOptionError(
+      f'root={root!r}',
+      f'a rank from 0 to {world_size - 1}',
+      'pass the rank whose values all are to get',
+    )
+
+
+def _check_out(out: np.ndarray | None, array: np.ndarray) -> None:
+  """Refuses an `out` that does not fit the array."""
+  if out is None:
+    return
+  if (
+    not isinstance(out, np.ndarray)
+    or out.shape != array.shape
+    or out.dtype != array.dtype
+    or not out.flags.c_contiguous
+    or not out.flags.writeable
+    or np.may_share_memory(out, array)
+  ):
+    raise errors.UnsupportedOptionError(
+      f'out of {getattr(out, "dtype", type(out))}'
+      f'{list(getattr(out, "shape", ()))}',
+      f'a writable, contiguous {array.dtype}{list(array.shape)} that does not '
+      'overlap the input',
+      'leave it out to get a new array',
+    )
+
+
+def _dtype_text(dtype: np.dtype) -> str:
+  """A dtype's name, with its byte order where that is foreign."""
+  return dtype.name if dtype.isnative else dtype.str

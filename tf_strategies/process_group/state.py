@@ -8,7 +8,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from tf_strategies import errors
 
@@ -85,8 +85,7 @@ class FailureReport:
     return error
 
 
-@dataclasses.dataclass(frozen=True)
-class Operation:
+class Operation(NamedTuple):
   """A collective, as messages describe it.
 
   Attributes:
@@ -176,7 +175,7 @@ class GroupState:
 
   def end(self) -> None:
     """Notes that the collective is over."""
-    self.operation = dataclasses.replace(self.operation, busy=False)
+    self.operation = self.operation._replace(busy=False)
 
   @contextlib.contextmanager
   def exchanging(self, tag: str) -> Iterator[None]:

@@ -12,20 +12,18 @@ silently train a model of its own.
 | `sagemaker` | SageMaker | SM_HOSTS lists several hosts |
 | `slurm` | Slurm | SLURM_PROCID, and SLURM_NTASKS of 2 or more |
 
-`roles` reads the types of a scheduler's tasks: TFS_NUM_WORKERS, TFS_NUM_PS,
-TFS_CHIEF, TFS_EVALUATOR and TFS_PORT.
+`roles` says which of a scheduler's equal tasks trains, serves or evaluates.
 
 Example:
 
   >>> from tf_strategies.cluster import sources
   >>> environ = {'SM_HOSTS': '["algo-1", "algo-2"]', 'SM_CURRENT_HOST': 'algo-2'}
-  >>> found = sources.first(environ)
-  >>> found.variable, found.parts.jobs
-  ('SM_HOSTS', {'worker': {0: 'algo-1:2222', 1: 'algo-2:2222'}})
+  >>> variable, parts = sources.first(environ)
+  >>> variable, parts.jobs
+  ('SM_HOSTS', {'worker': ['algo-1:2222', 'algo-2:2222']})
 """
 
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
 
 from tf_strategies.cluster import checks, tf_config
 from tf_strategies.cluster.sources import (
@@ -47,30 +45,25 @@ VARIABLES = (
 )
 
 
-class Found(NamedTuple):
-  """The description of one scheduler, and the variable that names it."""
-
-  variable: str
-  parts: tf_config.Parts
-
-
-def first(environ: Mapping[str, str]) -> Found | None:
-  """The first scheduler's description; None if there is none.
+def first(environ: Mapping[str, str]) -> tuple[str, tf_config.Parts | None]:
+  """The first that `every` finds; the description is None if there is none.
 
   Raises:
     ClusterConfigError: it is malformed; or TFS_NUM_WORKERS or TFS_NUM_PS ask
       for several tasks, and no scheduler numbers this one.
   """
-  for found in every(environ):
-    return found
+  for variable, parts in every(environ):
+    return variable, parts
   # What a batch script exports is for the steps that it starts.
   if not slurm.is_batch_script(environ):
     roles.check_alone(environ)
-  return None
+  return '', None
 
 
-def every(environ: Mapping[str, str]) -> Iterator[Found]:
-  """The description of each scheduler that has one, in order.
+def every(
+  environ: Mapping[str, str],
+) -> Iterator[tuple[str, tf_config.Parts]]:
+  """Each scheduler's description, and the variable that names it, in order.
 
   Raises:
     ClusterConfigError: on reaching a malformed one.
@@ -79,4 +72,4 @@ def every(environ: Mapping[str, str]) -> Iterator[Found]:
     with checks.reading(source.VARIABLE):
       parts = source.read(environ)
     if parts is not None:
-      yield Found(source.VARIABLE, parts)
+      yield source.VARIABLE, parts

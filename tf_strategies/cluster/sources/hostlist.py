@@ -27,24 +27,18 @@ _COUNT = re.compile(r'([0-9]{1,9})(?:\(x([0-9]{1,9})\))?')
 _MOST = checks.MAX_TASKS
 # Of the DNS.
 _LONGEST_NAME = 253
+_HOSTS = 'hosts such as node[001-003,7],gpu1'
 _FIX = 'leave it as Slurm sets it'
 
 
 def hosts(text: str) -> list[str]:
-  """The hosts of a list, in its order.
-
-  Args:
-    text: hosts, separated by commas, with sets of numbers in brackets.
-
-  Returns:
-    Their names. Leading zeros are kept, as Slurm does. O(len(text) + hosts).
-  """
+  """The hosts of a list, leading zeros kept. O(len(text) + hosts)."""
   found: list[str] = []
   at = 0
   while True:
     match = _HOST.match(text, at)
     if match is None or text[match.end() : match.end() + 1] not in ('', ','):
-      raise _bad(text, text[at : at + 40])
+      raise _bad(text, text[at : at + 40], _HOSTS)
     found += _expanded(match[0], text, _MOST - len(found))
     if match.end() == len(text):
       return found
@@ -52,18 +46,12 @@ def hosts(text: str) -> list[str]:
 
 
 def numbers(text: str) -> list[int]:
-  """The numbers of a list in which repetitions are written `2(x3)`.
-
-  Args:
-    text: numbers, separated by commas.
-  """
+  """The numbers of a list in which repetitions are written `2(x3)`."""
   found: list[int] = []
   for item in text.split(','):
     match = _COUNT.fullmatch(item)
     if match is None:
-      raise checks.bad(
-        f'its part {checks.show(item)}', text, 'such as 2(x3),1', _FIX
-      )
+      raise _bad(text, item, 'such as 2(x3),1')
     repetitions = int(match[2] or 1)
     if len(found) + repetitions > _MOST:
       raise _too_many(text)
@@ -83,7 +71,7 @@ def _expanded(item: str, text: str, most: int) -> list[str]:
   if math.prod(map(len, sets)) > most:
     raise _too_many(text)
   if sum(max(map(len, made)) for made in sets) > _LONGEST_NAME:
-    raise _bad(text, item)
+    raise _bad(text, item, _HOSTS)
   return list(map(''.join, itertools.product(*sets)))
 
 
@@ -92,11 +80,9 @@ def _numbers_of(in_brackets: str, text: str, most: int) -> list[str]:
   found: list[str] = []
   for item in in_brackets.split(','):
     match = _RANGE.fullmatch(item)
-    if match is None:
-      raise _bad(text, item)
-    first, last = match[1], match[2] or match[1]
+    first, last = (match[1], match[2] or match[1]) if match else ('1', '0')
     if int(last) < int(first):
-      raise _bad(text, item)
+      raise _bad(text, item, _HOSTS)
     if len(found) + int(last) - int(first) + 1 > most:
       raise _too_many(text)
     found += [
@@ -105,13 +91,8 @@ def _numbers_of(in_brackets: str, text: str, most: int) -> list[str]:
   return found
 
 
-def _bad(text: str, item: str) -> errors.ClusterConfigError:
-  return checks.bad(
-    f'its part {checks.show(item)}',
-    text,
-    'hosts such as node[001-003,7],gpu1',
-    _FIX,
-  )
+def _bad(text: str, item: str, allowed: str) -> errors.ClusterConfigError:
+  return checks.bad(f'its part {checks.show(item)}', text, allowed, _FIX)
 
 
 def _too_many(text: str) -> errors.ClusterConfigError:

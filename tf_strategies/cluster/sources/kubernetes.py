@@ -54,7 +54,7 @@ def read(environ: Mapping[str, str]) -> tf_config.Parts | None:
   if _JOBSET in environ or _REPLICATED_JOB in environ:
     parts = _read_jobset(environ, counts)
   else:
-    parts = _read_indexed_job(environ, counts, total)
+    parts = _read_indexed_job(environ, total)
   return None if total == 1 else parts
 
 
@@ -77,18 +77,15 @@ def _read_jobset(
   index = checks.integer_variable(environ, VARIABLE, 0, counts[own] - 1)
   subdomain = environ.get('TFS_SUBDOMAIN', name)
   port = roles.port(environ)
-
   jobs = {
-    job: {
-      i: f'{name}-{job}-0-{i}.{subdomain}:{port}' for i in range(counts[job])
-    }
+    job: [f'{name}-{job}-0-{i}.{subdomain}:{port}' for i in range(counts[job])]
     for job in present
   }
-  return tf_config.Parts(jobs, own, index, None, False)
+  return tf_config.Parts(jobs, own, index)
 
 
 def _read_indexed_job(
-  environ: Mapping[str, str], counts: Mapping[str, int], total: int
+  environ: Mapping[str, str], total: int
 ) -> tf_config.Parts:
   place = checks.integer_variable(environ, VARIABLE, 0, total - 1)
   subdomain = _name(environ, 'TFS_SUBDOMAIN', 'the name of a headless service')
@@ -114,13 +111,12 @@ def _job_name(environ: Mapping[str, str], place: int) -> str:
 
 
 def _name(environ: Mapping[str, str], variable: str, allowed: str) -> str:
-  value = environ.get(variable, checks.MISSING)
-  if value is checks.MISSING or not value:
-    raise checks.bad_variable(
-      variable,
-      value,
-      allowed,
-      f'set it, as python -m tf_strategies.kubernetes does, or unset '
-      f'{VARIABLE} to train in a single process',
-    )
-  return value
+  if environ.get(variable):
+    return environ[variable]
+  raise checks.bad_variable(
+    variable,
+    environ.get(variable, checks.MISSING),
+    allowed,
+    'set it, as python -m tf_strategies.kubernetes does, or unset '
+    f'{VARIABLE} to train in a single process',
+  )

@@ -15,11 +15,8 @@ servers, evaluator:
 Example:
 
   >>> from tf_strategies.cluster.sources import roles
-  >>> counts = roles.counts({'TFS_NUM_PS': '1'}, total=4)
-  >>> counts
+  >>> roles.counts({'TFS_NUM_PS': '1'}, total=4)
   {'chief': 1, 'worker': 2, 'ps': 1, 'evaluator': 0}
-  >>> roles.task_at(counts, 3)
-  ('ps', 0)
 """
 
 from collections.abc import Mapping, Sequence
@@ -50,13 +47,16 @@ def counts(
     environ: the environment.
     total: of all tasks, where the scheduler says it; else TFS_NUM_WORKERS must.
   """
-  most = checks.MAX_TASKS
-  num_ps = checks.integer_variable(environ, 'TFS_NUM_PS', 0, most, 0)
-  chief = checks.integer_variable(environ, 'TFS_CHIEF', 0, 1, int(num_ps > 0))
-  evaluator = checks.integer_variable(environ, 'TFS_EVALUATOR', 0, 1, 0)
+
+  def number(name: str, most: int, default: int | None) -> int:
+    return checks.integer_variable(environ, name, 0, most, default)
+
+  num_ps = number('TFS_NUM_PS', checks.MAX_TASKS, 0)
+  chief = number('TFS_CHIEF', 1, int(num_ps > 0))
+  evaluator = number('TFS_EVALUATOR', 1, 0)
   others = num_ps + chief + evaluator
   rest = None if total is None else max(total - others, 0)
-  workers = checks.integer_variable(environ, 'TFS_NUM_WORKERS', 0, most, rest)
+  workers = number('TFS_NUM_WORKERS', checks.MAX_TASKS, rest)
   if total is not None and others + workers != total:
     raise checks.bad(
       'the number of tasks',
@@ -73,26 +73,8 @@ def counts(
       'at least 1, since another type does not train',
       'set TFS_NUM_WORKERS=1 or more, or TFS_CHIEF=1',
     )
-  return {
-    'chief': chief,
-    'worker': workers,
-    'ps': num_ps,
-    'evaluator': evaluator,
-  }
-
-
-def task_at(counts: Mapping[str, int], place: int) -> tuple[str, int]:
-  """Type and index of the task at a place among all tasks.
-
-  Raises:
-    IndexError: there are fewer tasks.
-  """
-  index = place
-  for task_type, count in counts.items():
-    if index < count:
-      return task_type, index
-    index -= count
-  raise IndexError(place)
+  numbers = chief, workers, num_ps, evaluator
+  return dict(zip(checks.JOB_TYPES, numbers, strict=True))
 
 
 def assign(
@@ -107,13 +89,9 @@ def assign(
   """
   found = counts(environ, len(addresses))
   remaining = iter(addresses)
-  jobs = {
-    task_type: {index: next(remaining) for index in range(count)}
-    for task_type, count in found.items()
-    if count
-  }
-  task_type, index = task_at(found, place)
-  return tf_config.Parts(jobs, task_type, index, None, False)
+  jobs = {t: [next(remaining) for _ in range(n)] for t, n in found.items() if n}
+  tasks = [(t, index) for t, n in found.items() for index in range(n)]
+  return tf_config.Parts(jobs, *tasks[place])
 
 
 def check_alone(environ: Mapping[str, str]) -> None:

@@ -9,7 +9,7 @@ Example:
   >>> parts = sagemaker.read({'SM_HOSTS': '["algo-1", "algo-2", "algo-3"]',
   ...                         'SM_CURRENT_HOST': 'algo-3', 'TFS_NUM_PS': '1'})
   >>> parts.jobs['chief'], parts.task_type
-  ({0: 'algo-1:2222'}, 'ps')
+  (['algo-1:2222'], 'ps')
 """
 
 from collections.abc import Mapping
@@ -29,17 +29,17 @@ _FIX = (
 
 def read(environ: Mapping[str, str]) -> tf_config.Parts | None:
   """The cluster of SM_HOSTS; None if it lists a single host."""
-  text = environ.get(VARIABLE)
-  if text is None:
+  if VARIABLE not in environ:
     return None
-  hosts = tf_config.parse_json(text, _ALLOWED, _FIX)
+  hosts = tf_config.parse_json(environ[VARIABLE], _ALLOWED, _FIX)
   if not isinstance(hosts, list) or not hosts:
     raise checks.bad('its value', hosts, _ALLOWED, _FIX)
   port = roles.port(environ)
+  addresses = [f'{host}:{port}' for host in hosts]
   for place, host in enumerate(hosts):
     if not isinstance(host, str):
       raise checks.bad(f'host {place}', host, 'the name of a host', _FIX)
-    checks.split_address(f'{host}:{port}', f'host {place} with its port')
+    checks.split_address(addresses[place], f'host {place} with its port')
   current = environ.get(_CURRENT, checks.MISSING)
   if current not in hosts:
     raise checks.bad_variable(
@@ -50,5 +50,4 @@ def read(environ: Mapping[str, str]) -> tf_config.Parts | None:
     )
   if len(hosts) == 1:
     return None
-  addresses = [f'{host}:{port}' for host in hosts]
   return roles.assign(environ, addresses, hosts.index(current))

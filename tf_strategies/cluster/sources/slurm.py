@@ -13,9 +13,9 @@ Only the step's own variables are right for a step that uses a part of a job,
 so they come first. A shell with one task, and the batch script itself, which
 Slurm numbers as task 0 of all, are no part of a cluster.
 
-Tasks on one host listen at ports that follow each other. The first is TFS_PORT,
-or follows from the job's number: jobs that share a host then hardly collide,
-and all are below the ports that Linux gives to outgoing connections.
+Tasks on one host listen at consecutive ports. The first is TFS_PORT, or follows
+from the job's number: jobs that share a host then hardly collide, and all are
+below the ports that Linux gives to outgoing connections.
 
 Example:
 
@@ -24,7 +24,7 @@ Example:
   ...   'SLURM_PROCID': '2', 'SLURM_NTASKS': '3', 'TFS_PORT': '5000',
   ...   'SLURM_JOB_NODELIST': 'n[1-2]', 'SLURM_TASKS_PER_NODE': '2,1'})
   >>> parts.jobs, parts.task_index
-  ({'worker': {0: 'n1:5000', 1: 'n1:5001', 2: 'n2:5000'}}, 2)
+  ({'worker': ['n1:5000', 'n1:5001', 'n2:5000']}, 2)
 """
 
 from collections.abc import Mapping
@@ -34,22 +34,19 @@ from tf_strategies.cluster.sources import hostlist, roles
 
 VARIABLE = 'SLURM_PROCID'
 
-_NUM_TASKS = 'SLURM_NTASKS'
 _FIRST_PORT = 12_000
 _PORTS_OF_A_JOB = 100
 _NUM_PORT_RANGES = 200
-_MOST_JOB_ID = 10**12
 
 
 def read(environ: Mapping[str, str]) -> tf_config.Parts | None:
   """The cluster of the step; None outside of a step of several tasks."""
-  if VARIABLE not in environ or _NUM_TASKS not in environ:
+  if VARIABLE not in environ or 'SLURM_NTASKS' not in environ:
     return None
   if is_batch_script(environ):
     return None
-  most = checks.MAX_TASKS
-  count_name = _first_of(environ, 'SLURM_STEP_NUM_TASKS', _NUM_TASKS)
-  total = checks.integer_variable(environ, count_name, 1, most)
+  count_name = _first_of(environ, 'SLURM_STEP_NUM_TASKS', 'SLURM_NTASKS')
+  total = checks.integer_variable(environ, count_name, 1, checks.MAX_TASKS)
   place = checks.integer_variable(environ, VARIABLE, 0, total - 1)
   if total == 1:
     return None
@@ -90,13 +87,12 @@ def _hosts(environ: Mapping[str, str]) -> list[str]:
   name = _first_of(
     environ, 'SLURM_STEP_NODELIST', 'SLURM_NODELIST', 'SLURM_JOB_NODELIST'
   )
-  text = environ.get(name)
-  if text is None:
+  if name not in environ:
     raise checks.bad_variable(
       name, checks.MISSING, 'the hosts of the step', 'start the tasks by srun'
     )
   with checks.reading(name):
-    hosts = hostlist.hosts(text)
+    hosts = hostlist.hosts(environ[name])
     for host in hosts:
       checks.split_address(f'{host}:1', 'a host with a port')
   return hosts
@@ -137,11 +133,9 @@ def _check_distribution(
   told = environ.get('SLURM_DISTRIBUTION', 'block')
   if not told.startswith(('block', 'unknown')):
     raise checks.bad_variable('SLURM_DISTRIBUTION', told, allowed, fix)
-  host, local = 0, place
-  while local >= tasks[host]:
-    local -= tasks[host]
-    host += 1
-  for name, expected in (('SLURM_NODEID', host), ('SLURM_LOCALID', local)):
+  places = [(host, i) for host, n in enumerate(tasks) for i in range(n)]
+  names = 'SLURM_NODEID', 'SLURM_LOCALID'
+  for name, expected in zip(names, places[place], strict=True):
     found = checks.integer_variable(
       environ, name, 0, checks.MAX_TASKS, expected
     )
@@ -155,5 +149,5 @@ def _port_of_job(environ: Mapping[str, str]) -> int:
   name = _first_of(environ, 'SLURM_JOB_ID', 'SLURM_JOBID')
   if name not in environ:
     return roles.DEFAULT_PORT
-  job = checks.integer_variable(environ, name, 0, _MOST_JOB_ID)
+  job = checks.integer_variable(environ, name, 0, 10**12)
   return _FIRST_PORT + job % _NUM_PORT_RANGES * _PORTS_OF_A_JOB

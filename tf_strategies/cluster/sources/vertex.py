@@ -32,19 +32,14 @@ _TYPES = {
 
 def read(environ: Mapping[str, str]) -> tf_config.Parts | None:
   """The cluster of CLUSTER_SPEC; None if it lists a single task."""
-  text = environ.get(VARIABLE)
-  if text is None:
+  if VARIABLE not in environ:
     return None
-  spec = tf_config.parse(text)
+  spec = tf_config.parse(environ[VARIABLE])
   if tf_config.says_nothing(spec):
     return None
-  parts = tf_config.read(_translated(spec))
   # Also where it is one task: nobody else would find what is malformed.
-  checks.check_jobs(parts.jobs)
-  checks.check_task(parts.jobs, parts.task_type, parts.task_index)
-  if sum(map(len, parts.jobs.values())) == 1:
-    return None
-  return parts
+  parts = tf_config.checked(tf_config.read(_translated(spec)))
+  return None if sum(map(len, parts.jobs.values())) == 1 else parts
 
 
 def _translated(spec: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,6 @@ becomes a typed error on the others, as over TCP.
 from __future__ import annotations
 
 import atexit
-import hashlib
 import time
 
 import numpy as np
@@ -100,7 +99,7 @@ class MpiProcessGroup(planned.PlannedGroup):
     self._comm = comm
     self._host = host
     self._bytes_sent = 0
-    self._digests = np.empty(comm.size, np.uint64)
+    self._headers = np.empty((comm.size, 2), np.uint64)
     # A process that ends without it would leave the others to their deadlines,
     # as MPI keeps it alive until they end too.
     atexit.register(self.close)
@@ -122,19 +121,17 @@ class MpiProcessGroup(planned.PlannedGroup):
 
   def _move(self, execution, collective, operation, deadline) -> None:
     """See base class: waits for all ranks, which must be about to do the same."""
-    digest = hashlib.blake2b(
-      f'{operation.sequence} {collective}'.encode(), digest_size=8
-    ).digest()
+    mine = np.array([operation.sequence, collective.digest], np.uint64)
     self._comm.gather_equal(
-      np.frombuffer(digest, np.uint8),
-      self._digests.view(np.uint8),
+      mine.view(np.uint8),
+      self._headers.view(np.uint8).reshape(-1),
       deadline,
       self._check,
       moving=False,
     )
-    digests = self._digests.tolist()
-    for rank, other in enumerate(digests):
-      if other != digests[self.rank]:
+    headers = self._headers.tolist()
+    for rank, other in enumerate(headers):
+      if other != headers[self.rank]:
         raise execution_lib.MismatchError(rank, None)
     self._comm.run(execution, deadline, self._check)
     self._bytes_sent += execution.plan.bytes_sent

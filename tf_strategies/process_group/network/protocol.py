@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 import struct
-import zlib
 
 PROTOCOL_VERSION = 1
 
@@ -51,7 +50,7 @@ class DataHeader:
     dtype: of the array, as NumPy spells it.
     num_bytes: of the array.
     extra: the root of a broadcast.
-    checksum: of the name and of the dimensions that must agree.
+    checksum: of all that must agree.
   """
 
   kind: str
@@ -95,11 +94,6 @@ class DataHeader:
         for v in values
       )
     )
-
-
-def checksum(text: str) -> int:
-  """32 bits that tell texts apart."""
-  return zlib.crc32(text.encode('utf-8'))
 
 
 class Kind(enum.IntEnum):

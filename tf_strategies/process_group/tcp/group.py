@@ -68,8 +68,6 @@ class TcpProcessGroup(planned.PlannedGroup):
       collective.dtype[:15],
       collective.num_bytes,
       collective.root,
-      protocol.checksum(
-        f'{collective.text} {collective.algorithm} {collective.piece_bytes}'
-      ),
+      collective.digest & 0xFFFFFFFF,
     )
     self._transport.run(execution, header, deadline)
