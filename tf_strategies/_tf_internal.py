@@ -84,8 +84,8 @@ _CheckpointInitialValue = _load(
   'trackable.base.CheckpointInitialValue',
   'a variable that is created while a checkpoint is being restored',
 )
-_AutoShardDataset = _load(
-  'data.experimental.ops.distribute._AutoShardDataset', 'files for each worker'
+shard_files = _load(
+  'data.experimental.ops.distribute._AutoShardDataset', 'every n-th file'
 )
 _compute_batch_size = _load(
   'data.experimental.ops.distribute.compute_batch_size',
@@ -270,11 +270,6 @@ def exchange_config_values(
     context.get_config_key_value(f'{tag}/{r}', int(timeout_seconds * 1000))
     for r in range(num_workers)
   ]
-
-
-def shard_files(dataset, num_workers: int, index: int):
-  """Returns `dataset` reading every `num_workers`-th of its files."""
-  return _AutoShardDataset(dataset, num_workers, index)
 
 
 def batch_size_of(dataset) -> int | None:

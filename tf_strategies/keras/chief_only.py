@@ -12,14 +12,11 @@ from tf_strategies.cluster import workers as workers_lib
 class ChiefOnly(keras.callbacks.Callback):
   """Calls a callback on the chief and nowhere else.
 
-  Keras lets every worker run every callback, so all of them would write the
-  same `ModelCheckpoint`. The callback must do without the other workers: saving
-  and reading weights do, `model.evaluate` and metric results do not.
-
-  With `BackupAndRestore` the other workers get the chief's state and epoch when
+  Keras lets every worker run every callback, so all would write the same
+  `ModelCheckpoint`. The callback must do without the other workers: saving and
+  reading weights do, `model.evaluate` and metric results do not. With
+  `BackupAndRestore` the other workers get the chief's state and epoch when
   training begins, so that only the chief needs to see the files.
-
-  Outside of several workers it calls the callback as it is.
 
   Example:
 

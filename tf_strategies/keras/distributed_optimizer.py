@@ -2,14 +2,14 @@
 
 Keras 3 clips, accumulates and unscales the gradient of one replica and only
 then sums over replicas. The norm of a part is not the norm of the whole, and a
-replica with five rows counts as much as one with sixteen. The wrapper turns
-the order round, as Horovod's optimizer of the same name does: all-reduce,
-weighted by rows; then the inner optimizer sees on every replica the gradient
+replica with five rows counts as much as one with sixteen. The wrapper turns the
+order round, as Horovod's does: every replica's inner optimizer sees the gradient
 that one device would have seen.
 """
 
 from __future__ import annotations
 
+import operator
 import threading
 
 import keras
@@ -19,6 +19,17 @@ from tf_strategies import _keras_internal, errors
 from tf_strategies.keras import gradient_reducer, optimizer_checks
 
 _WEIGHTINGS = ('rows', 'none')
+
+
+def _inner(name):
+  """A method that is the inner optimizer's."""
+
+  def method(self, *args, **kwargs):
+    return getattr(self.inner_optimizer, name)(*args, **kwargs)
+
+  method.__name__ = name
+  method.__doc__ = f"The inner optimizer's `{name}`."
+  return method
 
 
 @keras.saving.register_keras_serializable(package='tf_strategies')
@@ -43,11 +54,11 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
 
   Args:
     optimizer: the Keras optimizer to wrap; also its name or its configuration.
-    weighting: what each replica's loss is. 'rows' (default): a mean over its
-      own rows divided by the number of replicas, as `fit` computes it; the
-      gradient of a replica with n_i rows then counts N * n_i / sum(n). 'none':
-      a sum over its rows divided by the global batch size, as
-      `tf.nn.compute_average_loss` computes it; gradients are just added.
+    weighting: what each replica's loss is. 'rows': a mean over its own rows
+      divided by the number of replicas, as `fit` computes it; the gradient of a
+      replica with n_i rows then counts N * n_i / sum(n). 'none': a sum over its
+      rows divided by the global batch size, as `tf.nn.compute_average_loss`
+      computes it; gradients are just added.
     name: of this optimizer.
 
   Raises:
@@ -80,15 +91,9 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
     super().__init__(learning_rate=0.0, name=name or 'distributed_optimizer')
     self.weighting = weighting
 
-  @property
-  def variables(self):
-    """The inner optimizer's variables; the wrapper has no state."""
-    return self.inner_optimizer.variables
-
-  @property
-  def iterations(self):
-    """Number of steps of the inner optimizer."""
-    return self.inner_optimizer.iterations
+  # The wrapper has no state: this is the inner optimizer's.
+  variables = property(operator.attrgetter('inner_optimizer.variables'))
+  iterations = property(operator.attrgetter('inner_optimizer.iterations'))
 
   @property
   def learning_rate(self):
@@ -142,19 +147,18 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
       return
     reducer = gradient_reducer.current()
     variables = trainable_variables or _keras_internal.trainable_variables(self)
-    present, parts = self._parts(reducer, grads, variables)
+    parts = self._parts(reducer, grads, variables)
 
     def apply(summed):
-      reduced = list(grads)
-      for i, total in zip(present, summed, strict=True):
-        reduced[i] = total
+      summed = iter(summed)
+      reduced = [None if g is None else next(summed) for g in grads]
       with reducer.gradients_reduced(reduced):
         self.inner_optimizer.apply(reduced, trainable_variables)
 
     reducer.reduce_and_apply(parts, apply)
 
   def _parts(self, reducer, grads, variables):
-    """This replica's part of each gradient that is there, and their indices."""
+    """This replica's part of each gradient that is there."""
     for variable in variables:
       if _keras_internal.overwrites_with_gradient(variable):
         raise errors.UnsupportedOptionError(
@@ -162,13 +166,12 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
           'variables that are updated by gradients',
           'train without quantize("float8")',
         )
-    present = [i for i, g in enumerate(grads) if g is not None]
-    parts = [self._lighter(reducer, grads[i]) for i in present]
+    parts = [self._lighter(reducer, g) for g in grads if g is not None]
     if parts and not self._pop_loss_weighed() and self.weighting == 'rows':
       weight = reducer.row_weight()
       if weight is not None:
         parts = [_multiply(p, weight) for p in parts]
-    return present, parts
+    return parts
 
   def _lighter(self, reducer, gradient):
     """A sparse gradient as a dense one, where that is less to send.
@@ -199,11 +202,10 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
   def scale_loss(self, loss):
     """Weighs the loss by this replica's rows, and scales it as the inner does.
 
-    `fit` calls this before it takes gradients; call it in a loop of your own
-    as well. Without it `apply` weighs the gradients instead, which costs a
-    multiplication each and is inexact in one case: layers that synchronise in
-    the forward pass (`BatchNormalization(synchronized=True)`) carry gradients
-    from replica to replica before `apply` sees them.
+    `fit` calls this before it takes gradients; call it in a loop of your own as
+    well. Otherwise `apply` weighs the gradients, which is inexact for layers that
+    synchronise in the forward pass (`BatchNormalization(synchronized=True)`):
+    they carry gradients from replica to replica before `apply` sees them.
     """
     loss = self.inner_optimizer.scale_loss(loss)
     in_replica = not tf.distribute.in_cross_replica_context()
@@ -216,33 +218,17 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
 
   def _pop_loss_weighed(self) -> bool:
     """Whether `scale_loss` weighed the loss that these gradients come from."""
-    was_weighed = id(self) in _weighed.optimizers
-    _weighed.optimizers = _weighed.optimizers - {id(self)}
-    return was_weighed
+    before = _weighed.optimizers
+    _weighed.optimizers = before - {id(self)}
+    return id(self) in before
 
-  def update_step(self, gradient, variable, learning_rate):
-    """Updates one variable as the inner optimizer does."""
-    self.inner_optimizer.update_step(gradient, variable, learning_rate)
-
-  def finalize_variable_values(self, var_list):
-    """Lets the inner optimizer put its averages (EMA) in place."""
-    self.inner_optimizer.finalize_variable_values(var_list)
-
-  def exclude_from_weight_decay(self, var_list=None, var_names=None):
-    """Excludes variables from the inner optimizer's weight decay."""
-    self.inner_optimizer.exclude_from_weight_decay(var_list, var_names)
-
-  def set_weights(self, weights):
-    """Sets the inner optimizer's variables."""
-    self.inner_optimizer.set_weights(weights)
-
-  def save_own_variables(self, store):
-    """Saves what the inner one saves, so that it loads with and without this."""
-    self.inner_optimizer.save_own_variables(store)
-
-  def load_own_variables(self, store):
-    """Loads what an optimizer saved, wrapped or not."""
-    self.inner_optimizer.load_own_variables(store)
+  update_step = _inner('update_step')
+  finalize_variable_values = _inner('finalize_variable_values')
+  exclude_from_weight_decay = _inner('exclude_from_weight_decay')
+  set_weights = _inner('set_weights')
+  # A file that was saved with the wrapper loads without it, and the other way.
+  save_own_variables = _inner('save_own_variables')
+  load_own_variables = _inner('load_own_variables')
 
   def __dir__(self):
     # Keras saves what it finds here: the inner optimizer is saved already.

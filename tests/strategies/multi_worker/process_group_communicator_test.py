@@ -7,8 +7,9 @@ import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
+import tf_strategies as tfs
 from tests import virtual_devices
-from tf_strategies import _graph_errors, errors
+from tf_strategies import _graph_errors, collectives, errors
 from tf_strategies.strategies.multi_worker import process_group_communicator
 
 virtual_devices.configure_logical_cpus()
@@ -26,6 +27,20 @@ class _RecordingGroup:
     time.sleep(seconds)
     self.record.append(name)
     return array + np.asarray(self._more, array.dtype)
+
+
+class _CodedGroup:
+  """Stands for a group of three: does to an array what a codec does to a chunk."""
+
+  rank, world_size, failure = 0, 3, None
+
+  def all_reduce(self, array, *, name, algorithm, compression):
+    del name, algorithm
+    codec = collectives.CODECS[compression]
+    ends = np.cumsum(collectives.chunk_sizes(len(array), self.world_size))
+    return np.concatenate(
+      [codec.decode(codec.encode(c)) for c in np.split(array, ends[:-1])]
+    )
 
 
 class _Unordered(process_group_communicator.CollectiveQueue):
@@ -215,6 +230,33 @@ class ResultsTest(tf.test.TestCase, parameterized.TestCase):
         errors.UnsupportedOptionError, 'jit_compile=False'
       ):
         tf.function(call, jit_compile=True)(x)
+
+
+class BucketsTest(tf.test.TestCase, parameterized.TestCase):
+  @parameterized.product(eagerly=(True, False))
+  def test_small_gradients_keep_their_precision_beside_large_ones(
+    self, eagerly
+  ):
+    communicator = process_group_communicator.ProcessGroupCommunicator(
+      _CodedGroup(), None, tfs.RingOptions(compression='int8')
+    )
+    gradients = [
+      scale * np.arange(1, size + 1, dtype=np.float32)
+      for scale, size in ((1e-6, 10), (1e3, 700), (1e-3, 300), (1.0, 3))
+    ]
+
+    def step():
+      [reduced] = communicator.all_reduce(
+        [list(map(tf.constant, gradients))], 'x'
+      )
+      return reduced
+
+    reduced = step() if eagerly else tf.function(step)()
+    for want, got in zip(gradients, reduced, strict=True):
+      # Half a step of 127, of the largest of the gradient itself.
+      self.assertAllClose(want, got, rtol=0, atol=want.max() / 250)
+    # All travelled together.
+    self.assertEqual(communicator._queue.calls, {'all_reduce': 1})
 
 
 _DTYPES = (tf.float32, tf.int32, tf.uint16)

@@ -271,25 +271,32 @@ class WorkerReducer:
     """For each value its sum (or mean) over all replicas, by local device."""
     if not values:
       return []
-    _check_summable(values)
-    count = self.num_replicas
-    # 16-bit floats may overflow in a sum whose mean is well in range.
-    halves = [is_mean and executor.is_half(v[0].dtype) for v in values]
-    columns = []
-    for i, device in enumerate(self.devices):
-      with tf.device(device):
-        columns.append(
-          [
-            executor.divide(v[i], count) if half else v[i]
-            for v, half in zip(values, halves, strict=True)
-          ]
+    for value in values:
+      # What one worker would send as numbers, and several cannot add.
+      if value[0].dtype in (tf.bool, tf.string):
+        raise errors.UnsupportedOptionError(
+          f'a reduction of {value[0].dtype.name} values over replicas',
+          'numbers',
+          'convert them first: tf.cast(value, tf.int32)',
         )
+
+    def shares(tensors, halves):
+      # 16-bit floats may overflow in a sum whose mean is well in range.
+      return [
+        executor.divide(t, self.num_replicas)
+        if is_mean and executor.is_half(t.dtype) == halves
+        else t
+        for t in tensors
+      ]
+
+    columns = []
+    for device, column in zip(
+      self.devices, zip(*values, strict=True), strict=True
+    ):
+      with tf.device(device):
+        columns.append(shares(column, halves=True))
     columns = self._communicator.all_reduce(columns, 'reduce')
-    rows = [list(row) for row in zip(*columns, strict=True)]
-    return [
-      [executor.divide(t, count) for t in row] if is_mean and not half else row
-      for row, half in zip(rows, halves, strict=True)
-    ]
+    return [shares(row, halves=False) for row in zip(*columns, strict=True)]
 
   def _gather_slices(self, slices, is_mean):
     """Concatenates `tf.IndexedSlices` of all replicas of all workers."""
@@ -330,18 +337,6 @@ def _components(value):
       for v in value.values
     ]
   return [tf.convert_to_tensor(value)]
-
-
-def _check_summable(values):
-  """Rejects what one worker would send as numbers, and several cannot add."""
-  for value in values:
-    dtype = value[0].dtype
-    if dtype in (tf.bool, tf.string):
-      raise errors.UnsupportedOptionError(
-        f'a reduction of {dtype.name} values over replicas',
-        'numbers',
-        'convert them first: tf.cast(value, tf.int32)',
-      )
 
 
 @dataclasses.dataclass(frozen=True)
