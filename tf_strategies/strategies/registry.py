@@ -7,15 +7,19 @@ from absl import logging
 
 from tf_strategies import cluster as cluster_lib
 from tf_strategies import cross_device, errors
-from tf_strategies.strategies.central_storage import CentralStorageStrategy
-from tf_strategies.strategies.mirrored import RingMirroredStrategy
+from tf_strategies.strategies.central_storage.strategy import (
+  CentralStorageStrategy,
+)
 from tf_strategies.strategies.mirrored import devices as devices_lib
-from tf_strategies.strategies.multi_worker import (
+from tf_strategies.strategies.mirrored.strategy import RingMirroredStrategy
+from tf_strategies.strategies.multi_worker.collective_strategy import (
   MultiWorkerCollectiveStrategy,
+)
+from tf_strategies.strategies.multi_worker.ring_strategy import (
   MultiWorkerRingStrategy,
 )
 from tf_strategies.strategies.parameter_server import ParameterServerStrategy
-from tf_strategies.strategies.tpu import TPURingStrategy
+from tf_strategies.strategies.tpu.strategy import TPURingStrategy
 
 
 def _one_device(devices=None) -> tf.distribute.Strategy:

@@ -34,14 +34,7 @@ _collective_key_bases = itertools.count(1_000_000, 1_000)
 class ExactMirroredExtended(
   _tf_internal.MirroredExtended, gradient_reducer.GradientReducer
 ):
-  """TensorFlow's mirrored implementation, exact for every Keras option.
-
-  Args:
-    container_strategy: the strategy that this implements.
-    devices: full names of the devices, one a replica.
-    cross_device_ops: what every reduction, broadcast and gather goes through.
-    make_local: makes what reduces between these devices.
-  """
+  """TensorFlow's mirrored implementation, exact for every Keras option."""
 
   # Makes the rows of all workers' replicas of this worker's, if there are more.
   _share_rows = None

@@ -103,11 +103,8 @@ class Reducer:
 class DeviceReducer:
   """Adds up values of the devices of this process, by a cross-device op.
 
-  Args:
-    devices: full names, one a replica.
-    choose_ops: returns the `tf.distribute.CrossDeviceOps` for a value.
-    options: `CommunicationOptions` that those of a call are merged into.
-    collective_ops: what can all-reduce inside a branch.
+  `choose_ops` returns that for a value, `collective_ops` can all-reduce inside a
+  branch. The options of a call are merged into `options`.
   """
 
   def __init__(

@@ -7,6 +7,7 @@ import tensorflow as tf
 from tf_strategies import _tf_internal, cross_device, errors
 from tf_strategies.strategies.mirrored import devices as devices_lib
 from tf_strategies.strategies.mirrored import extended as extended_lib
+from tf_strategies.strategies.mirrored import host_input
 
 
 class ExactStrategy:
@@ -43,7 +44,8 @@ class ExactStrategy:
     Keras takes the mean of the first batch, a whole structure, to learn its
     shapes. If replicas have unequal rows it gets the first one's part.
     """
-    if axis is None and _is_uneven_structure(value):
+    is_batch = host_input.is_counted(value)
+    if is_batch or (axis is None and _is_uneven_structure(value)):
       return tf.nest.map_structure(
         lambda v: self.experimental_local_results(v)[0], value
       )

@@ -19,12 +19,8 @@ from tf_strategies.strategies.multi_worker import input as input_lib
 class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
   """Mirrored replicas on this worker's devices, in step with other workers.
 
-  Args:
-    container_strategy: the strategy that this implements.
-    devices: full names of this worker's devices.
-    cross_device_ops: what reductions between them go through.
-    make_communicator: called with what reduces between these devices, returns
-      the link to the other workers.
+  `make_communicator`, called with what reduces between these devices, returns
+  the link to the other workers.
   """
 
   communicator: communicator_lib.Communicator

@@ -37,11 +37,7 @@ _SAME_BATCHES = (
 
 
 class WorkerInput:
-  """Distributes data sets to the replicas of one worker.
-
-  Args:
-    extended: of the strategy; tells the number of replicas, and the link.
-  """
+  """Distributes data sets to the replicas of one worker."""
 
   def __init__(self, extended):
     self._extended = extended
@@ -178,11 +174,7 @@ class WorkerInput:
     )
 
   def _own_data(self, dataset):
-    """Goes on, without rows, until every worker has run out of data.
-
-    Args:
-      dataset: its elements are tuples of one batch a local replica.
-    """
+    """Of tuples of a batch a local replica; goes on until all have run out."""
     nothing = _without_rows(dataset.element_spec)
     dataset_id = next(self._datasets)
     iterators = itertools.count()

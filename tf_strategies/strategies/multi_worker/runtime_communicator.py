@@ -21,12 +21,7 @@ _EXCHANGE_SECONDS = 600.0
 class RuntimeCommunicator(communicator.Communicator):
   """Every device of every worker takes part in TensorFlow's collectives.
 
-  Args:
-    rank: of this worker.
-    world_size: number of workers.
-    devices: full names of this worker's devices.
-    collective_key_base: where group keys start.
-    options: how they talk.
+  `devices` are this worker's; group keys start at `collective_key_base`.
   """
 
   def __init__(

@@ -11,14 +11,16 @@ from absl import logging
 from tf_strategies import _tf_internal, errors
 from tf_strategies import cluster as cluster_lib
 from tf_strategies.strategies.mirrored import devices as devices_lib
-from tf_strategies.strategies.mirrored import host_input
+from tf_strategies.strategies.mirrored import strategy as mirrored_strategy
 from tf_strategies.strategies.multi_worker import extended as extended_lib
 
 # The random seed that a strategy, not the user, gave to this process.
 _agreed: dict[str, int] = {}
 
 
-class MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
+class MultiWorkerStrategy(
+  mirrored_strategy.ExactStrategy, tf.distribute.MultiWorkerMirroredStrategy
+):
   """Replicas on several workers, each of which runs the same program.
 
   It is a `tf.distribute.MultiWorkerMirroredStrategy` so that Keras averages its
@@ -88,16 +90,7 @@ class MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     return self.extended.communicator.report()
 
   def reduce(self, reduce_op, value, axis):
-    """Reduces `value` across all replicas; `tf.distribute.Strategy.reduce`.
-
-    Keras does two things with it that need care: it takes the mean of the first
-    batch to learn its shapes, which gives the first local replica's part here,
-    and it reduces the scalars of its logs along axis 0.
-    """
-    if host_input.is_counted(value):
-      return tf.nest.map_structure(
-        lambda v: self.experimental_local_results(v)[0], value
-      )
+    """See base class; Keras reduces the scalars of its logs along axis 0."""
     if axis == 0 and _is_scalar(value):
       return tf.nest.map_structure(
         lambda v: self.extended.reduce_report(reduce_op, v), value
