@@ -257,10 +257,10 @@ def check() -> None:
   )
   for kind in _KINDS.values():
     why = 'parameter servers run the steps of fit'
-    method(tf_trainer, f'make_{kind}_function', ['force'], why)
+    method(tf_trainer, f'make_{kind}_function(force)', why)
     make = getattr(tf_trainer, f'make_{kind}_function')
     mention(make, [f'{kind}_function', f'{kind}_step'], why)
-    method(tf_trainer, f'{kind}_step', ['data'], why)
+    method(tf_trainer, f'{kind}_step(data)', why)
   mention(tf_trainer.fit, ['train_function'], why)
   mention(
     tf_trainer.make_predict_function, ['self'], 'finds the model of predict'
@@ -282,29 +282,23 @@ def check() -> None:
   )
   why = 'finds the optimizer of an update'
   tf_optimizer = optimizer.TFOptimizer
-  method(
-    tf_optimizer,
-    '_distributed_tf_update_step',
-    ['distribution', 'grads_and_vars', 'learning_rate'],
-    why,
-  )
-  mention(
-    tf_optimizer._distributed_tf_update_step,
-    ['apply_grad_to_update_var', 'self'],
-    why,
-  )
+  update = '_distributed_tf_update_step'
+  parameters = 'distribution, grads_and_vars, learning_rate'
+  method(tf_optimizer, f'{update}({parameters})', why)
+  update = getattr(tf_optimizer, update)
+  mention(update, ['apply_grad_to_update_var', 'self'], why)
   why = 'DistributedOptimizer wraps an optimizer, parameter servers record it'
   base = base_optimizer.BaseOptimizer
-  method(base, 'apply', ['grads', 'trainable_variables'], why)
-  method(base, 'build', ['variables'], why)
-  method(base, 'scale_loss', ['loss'], why)
-  method(base, 'update_step', ['gradient', 'variable', 'learning_rate'], why)
-  method(base, 'finalize_variable_values', ['var_list'], why)
+  method(base, 'apply(grads, trainable_variables)', why)
+  method(base, 'build(variables)', why)
+  method(base, 'scale_loss(loss)', why)
+  method(base, 'update_step(gradient, variable, learning_rate)', why)
+  method(base, 'finalize_variable_values(var_list)', why)
   mention(base.__init__, ['_lock', '_trainable_variables'], why)
   mention(base.build, ['_trainable_variables', 'gradient_accumulator'], why)
   scale = keras.optimizers.LossScaleOptimizer
   why = 'all replicas agree whether gradients are finite'
-  method(scale, 'check_finite', ['grads'], why)
+  method(scale, 'check_finite(grads)', why)
   mention(scale._tf_apply, ['check_finite', 'call_for_each_replica'], why)
   mention(scale.build, ['dynamic_scale'], why)
   mention(

@@ -39,15 +39,15 @@ def attribute(owner: Any, name: str, why: str) -> Any:
     raise missing(f'{_name(owner)}.{name}', why) from None
 
 
-def method(owner: Any, name: str, parameters: Sequence[str], why: str) -> None:
-  """Checks the names of all parameters of a method, in order, without `self`."""
+def method(owner: Any, signature: str, why: str) -> None:
+  """Checks for a method such as 'run(fn, args)', or a property such as 'name'."""
+  name, _, parameters = signature.rstrip(')').partition('(')
   function = attribute(owner, name, why)
   found = []
   if not isinstance(function, property):
-    signature = inspect.signature(inspect.unwrap(function))
-    found = [p for p in signature.parameters if p != 'self']
-  if found != list(parameters):
-    raise missing(f'{_name(owner)}.{name}({", ".join(parameters)})', why)
+    found = inspect.signature(inspect.unwrap(function)).parameters
+  if ', '.join(p for p in found if p != 'self') != parameters:
+    raise missing(f'{_name(owner)}.{signature}', why)
 
 
 def mention(function: Any, names: Sequence[str], why: str) -> None:

@@ -427,13 +427,7 @@ def check_overridden() -> None:
   """Raises UnsupportedVersionError for a method that is gone, or has changed."""
   for owner, methods in _OVERRIDDEN.items():
     for method in methods:
-      name, _, parameters = method.rstrip(')').partition('(')
-      _requirements.method(
-        owner,
-        name,
-        [p for p in parameters.split(', ') if p],
-        'tf_strategies overrides it',
-      )
+      _requirements.method(owner, method, 'tf_strategies overrides it')
 
 
 check_overridden()

@@ -142,10 +142,7 @@ class CentralStorageExtended(mirrored_extended.ExactMirroredExtended):
     return (self._parameter_device,)
 
   def reduce_and_apply(self, gradients, apply) -> None:
-    """Adds up the replicas' gradients on the parameter device, and applies.
-
-    `apply` runs once, for all replicas: each would update the same variables.
-    """
+    """Adds gradients up on the parameter device, and applies them once."""
 
     def merge(strategy, gradients):
       reduced = strategy.extended.batch_reduce_to(

@@ -55,10 +55,7 @@ class CentralVariable(mirrored_variables.MirroredVariable):
 
 
 def rewrap(variable):
-  """Returns TensorFlow's distributed variable as one of ours.
-
-  What is mirrored and is not the state of a seed generator has one copy.
-  """
+  """Gives what is mirrored, but not the state of a seed generator, one copy."""
   variable = mirrored_variables.rewrap(variable)
   if type(variable) is not mirrored_variables.MirroredVariable:
     return variable
@@ -68,11 +65,7 @@ def rewrap(variable):
 
 
 def has_copies(kwargs: dict) -> bool:
-  """Whether each replica needs a copy of its own of a variable to be created.
-
-  Metrics do, and whatever else is reduced when it is read; so does the state
-  of a seed generator, from which each replica draws other numbers.
-  """
+  """Whether each replica needs a copy: what is reduced when read, and seeds."""
   on_read = tf.VariableSynchronization.ON_READ
   return kwargs.get('synchronization') == on_read or (
     _keras_internal.is_seed_state(kwargs.get('name'), kwargs.get('dtype'))

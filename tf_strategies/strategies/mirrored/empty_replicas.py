@@ -55,9 +55,8 @@ def trim(run: replica_run.ReplicaRun, outputs, devices):
 def check_allowed(run: replica_run.ReplicaRun) -> None:
   """Fails a step in which an option meets a replica without rows.
 
-  Raises:
-    UnsupportedOptionError: in eager mode; a graph fails with
-      `tf.errors.InvalidArgumentError` and the same message when it runs.
+  In eager mode with UnsupportedOptionError; a graph with InvalidArgumentError and
+  the same message, when it runs.
   """
   if run.needs_rows_everywhere is None or run.has_rows is None:
     return

@@ -52,18 +52,13 @@ class ExactMirroredExtended(
     )
     self._functions = weakref.WeakKeyDictionary()
     self._warned_uneven = False
-    self._local = make_local(
+    self.local = make_local(
       self._devices,
       self._get_cross_device_ops,
       self._communication_options,
       self._collective_ops,
     )
-    self._reducer = reducer_lib.Reducer(self._local)
-
-  @property
-  def all_reduces_in_control_flow(self) -> int:
-    """How many all-reduces TensorFlow's collectives did inside a branch."""
-    return self._local.in_control_flow.calls
+    self._reducer = reducer_lib.Reducer(self.local)
 
   def row_weight(self) -> tf.Tensor | None:
     """See `GradientReducer`. Exactly 1.0 for a batch that proves even."""

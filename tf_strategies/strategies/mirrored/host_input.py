@@ -21,11 +21,9 @@ from tf_strategies.strategies.mirrored import replica_run
 
 
 class CountedBatch(_tf_internal.PerReplica):
-  """One component of a batch, split over this worker's replicas.
+  """One component of a batch, a tensor a local replica.
 
-  Args:
-    values: one tensor a local replica.
-    all_rows: int32 [N], rows of every replica of every worker.
+  `all_rows`, int32 [N], are the rows of every replica of every worker.
   """
 
   def __init__(self, values, all_rows):

@@ -338,18 +338,13 @@ def _components(value):
 
 @dataclasses.dataclass(frozen=True)
 class Packed:
-  """Flat tensors that hold others, and what is needed to unpack them.
-
-  Attributes:
-    buckets: the flat tensors, in the order in which they become ready.
-    members: for each bucket the positions of the tensors in it.
-    lengths: for each bucket the lengths that its tensors take.
-    shapes: the shape of each tensor; a tensor where it is not static.
-  """
+  """Flat tensors that hold others, in the order in which they become ready."""
 
   buckets: tuple[tf.Tensor, ...]
+  # For each bucket the positions of the tensors in it, and the lengths they take.
   members: tuple[tuple[int, ...], ...]
   lengths: tuple[tuple[int | None, ...], ...]
+  # Of each tensor; a tensor where it is not static.
   shapes: tuple[tf.TensorShape | tf.Tensor, ...]
 
   def unpack(self, buckets: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -378,17 +373,12 @@ def pack(
 ) -> Packed:
   """Packs tensors, those that become ready first (the last ones) in front.
 
-  Args:
-    tensors: of any shapes and dtypes; one of unknown size travels alone.
-    bucket_bytes: the most that a packed bucket holds.
-    alone_bytes: a tensor of at least so many bytes is not copied into one.
-    block: elements that a codec encodes together. No two tensors share a block,
-      or small values would get the precision of large ones.
-    num_chunks: into how many equal parts a bucket may be cut, each of which has
-      blocks of its own.
+  Buckets hold `bucket_bytes` of one dtype at most. What is packed is copied once;
+  a tensor of `alone_bytes`, or of unknown size, is not copied and travels alone.
 
-  Returns:
-    Buckets of one dtype each. What is packed is copied once.
+  A codec encodes `block` elements together, in each of `num_chunks` equal chunks
+  of a bucket. No two tensors share a block, or small values would get the
+  precision of large ones.
   """
   sizes = []
   for tensor in tensors:

@@ -26,29 +26,21 @@ _Rows = tuple[Any, ...]
 
 @dataclasses.dataclass(eq=False)
 class ReplicaRun:
-  """One `strategy.run` over replicas that hold `rows` rows each.
+  """One `strategy.run` over replicas that hold `rows` rows each."""
 
-  Attributes:
-    rows: rows of each replica of this process, int or scalar int32 tensor; None
-      if no argument is batched.
-    all_rows: the same of all replicas of all processes.
-    has_rows: whether each replica of this process has rows, bool or scalar bool
-      tensor; None if every replica of every process surely has.
-    is_even: whether all replicas have equally many, bool or scalar tensor.
-    is_keras_step: whether Keras passed its own train, test or predict step.
-    warning_is_built: whether the graph already has its uneven-batch warning.
-    needs_rows_everywhere: an option that is wrong on a replica without rows,
-      found while the run was built.
-    reads: the shared variables that replicas have read, by replica and `id`.
-  """
-
+  # Of this process's replicas, int or int32; None if no argument is batched.
   rows: _Rows | None
+  # The same of all replicas of all processes.
   all_rows: _Rows | None
+  # Of this process's, bool; None if every replica of every process surely has.
   has_rows: _Rows | None
-  is_even: Any
+  is_even: bool | tf.Tensor
+  # Whether Keras passed its own train, test or predict step.
   is_keras_step: bool = False
+  # Found or made while the run is built.
   warning_is_built: bool = False
   needs_rows_everywhere: str | None = None
+  # The shared variables that replicas have read, by replica and `id`.
   reads: dict[int, dict[int, tf.Variable]] = dataclasses.field(
     default_factory=dict
   )
@@ -63,8 +55,7 @@ class ReplicaRun:
   ) -> ReplicaRun:
     """Reads the rows from the first batched distributed value in `args`.
 
-    `share` turns the rows of this process's replicas into those of all
-    processes', where the batch does not tell; None if there are no others.
+    Where the batch does not tell, `share` gets those of other processes.
     """
     batch = _first_batched(args, num_replicas)
     if batch is None:

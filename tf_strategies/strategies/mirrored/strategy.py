@@ -21,20 +21,17 @@ class ExactStrategy:
   def communication_report(self) -> dict[str, object]:
     """What was communicated so far, counted by the graph as it ran.
 
-    Returns:
-      `cross_device_ops` (its class), `calls` of each kind, among them
-      `all_reduce_in_control_flow` for those that TensorFlow's collectives did
-      inside a branch, and `all_reduce_bytes_in` and `reduce_bytes_in`, bytes
-      received by each device.
+    `cross_device_ops` (its class), `calls` of each kind, with those that
+    TensorFlow's collectives did in a branch (`all_reduce_in_control_flow`), and
+    `all_reduce_bytes_in` and `reduce_bytes_in`, bytes received by each device.
     """
     ops = self.cross_device_ops
     report = {'cross_device_ops': type(ops).__name__}
     if isinstance(ops, cross_device.ScheduledAllReduce):
       report = ops.report()
-    in_branches = self.extended.all_reduces_in_control_flow
     calls = {
       **report.get('calls', {}),
-      'all_reduce_in_control_flow': in_branches,
+      'all_reduce_in_control_flow': self.extended.local.in_control_flow.calls,
     }
     return {**report, 'calls': calls}
 

@@ -30,8 +30,8 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
   ):
     super().__init__(container_strategy, devices, cross_device_ops)
     self._input = input_lib.WorkerInput(self)
-    self.communicator = make_communicator(self._local)
-    self._workers = reducer_lib.WorkerReducer(self._local, self.communicator)
+    self.communicator = make_communicator(self.local)
+    self._workers = reducer_lib.WorkerReducer(self.local, self.communicator)
     self._reducer = reducer_lib.Reducer(self._workers)
 
   # Who is who. Replicas are numbered over workers: rank * local + local id.

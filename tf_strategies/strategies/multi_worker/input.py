@@ -302,6 +302,8 @@ def _without_rows(spec):
 
 def _group_by_replicas(dataset, num_local: int):
   """Tuples of one element of `dataset` a local replica; the last without rows."""
+  if num_local == 1:
+    return dataset.map(lambda *batch: (host_input.unwrap(batch),))
   nothing = tf.data.Dataset.from_tensors(_without_rows(dataset.element_spec))
 
   def group(*window):

@@ -37,12 +37,6 @@ def find(
 
   None stands for the TPU that the environment names (`TPU_NAME` or
   `KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS`).
-
-  Raises:
-    UnsupportedOptionError: not a resolver, no TPU in the environment, no cores,
-      a TPU system that was not initialised, or a graph is being built.
-    ClusterConfigError: the resolver fails, does not answer in time, or names
-      other devices than it counts.
   """
   if (
     isinstance(timeout_seconds, bool)
