@@ -4,6 +4,7 @@ import dataclasses
 import socket
 import time
 
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -80,7 +81,9 @@ class ServiceTest(tf.test.TestCase, parameterized.TestCase):
     for _ in range(2):
       self.assertEqual(self.labels(dataset), list(range(_N)))
 
-  @tiers.parameters('make_files', tiers.soak('make_arrays'), 'make_seeds')
+  @tiers.parameters(
+    tiers.full('make_files'), tiers.soak('make_arrays'), 'make_seeds'
+  )
   def test_each_epoch_has_an_order_and_seeds_of_its_own(self, make):
     # Each epoch is a new job, whose random numbers begin anew.
     self.start_workers(1)
@@ -101,6 +104,7 @@ class ServiceTest(tf.test.TestCase, parameterized.TestCase):
         input_context=tf.distribute.InputContext(2, 0, 2),
       )
 
+  @pytest.mark.full
   def test_repeats_epoch_by_epoch(self):
     self.start_workers(1)
     dataset = self.make_arrays(self.options(repeat=True))

@@ -140,7 +140,7 @@ class ParameterServerFaultsTest(parameterized.TestCase, tf.test.TestCase):
     self.assertEqual(run.iterations, _STEPS - lost)
 
   @tiers.parameters(
-    ('arrays.bin', 'truncate', 1),
+    tiers.full('arrays.bin', 'truncate', 1),
     tiers.full('arrays.bin', 'flip', 1),
     tiers.soak('arrays.bin', 'delete', 2),
     tiers.full('manifest.json', 'empty', 2),
@@ -177,7 +177,7 @@ class ParameterServerFaultsTest(parameterized.TestCase, tf.test.TestCase):
     self.assertEqual(run.iterations, _STEPS - lost)
 
   @tiers.parameters(
-    ('arrays.bin', 'truncate'),
+    tiers.full('arrays.bin', 'truncate'),
     tiers.full('manifest.json', 'empty'),
     tiers.soak('manifest.json', 'delete'),
   )

@@ -4,13 +4,14 @@ import os
 import pathlib
 import pty
 import select
-import subprocess
 import sys
 import time
 
 import pytest
 from absl.testing import absltest, parameterized
 
+from benchmarks import processes
+from tests import tiers
 from tests.launch import programs
 
 _SPEAK = "print('from', name, flush=True)\n"
@@ -71,7 +72,7 @@ class ShownTest(parameterized.TestCase):
       {f'worker_{i}.log': f'from worker_{i}\n' for i in range(2)},
     )
 
-  @parameterized.parameters('--rank_filter=worker:0', '--notee')
+  @tiers.parameters('--rank_filter=worker:0', tiers.full('--notee'))
   def test_last_lines_of_a_failure_appear_in_any_case(self, flag):
     code = """
 if name == 'worker_1':
@@ -111,20 +112,17 @@ class ColourTest(parameterized.TestCase):
     """What the launcher writes to a terminal."""
     ours, theirs = pty.openpty()
     self.addCleanup(os.close, ours)
-    directory = self.create_tempdir().full_path
-    kept = {k: v for k, v in os.environ.items() if k != 'NO_COLOR'}
-    process = subprocess.Popen(
+    command = processes.Command(
       [sys.executable, '-c', programs.PAST_THE_DOOR, '--', 'echo', 'hello'],
-      stdin=subprocess.DEVNULL,
       stdout=theirs,
-      stderr=subprocess.DEVNULL,
-      env={**kept, **environment},
-      cwd=directory,
+      env=processes.environment(environment, without=['NO_COLOR']),
+      cwd=self.create_tempdir().full_path,
+      deadline_seconds=programs.DEADLINE_SECONDS,
     )
     os.close(theirs)
     written = b''
     ends_at = time.monotonic() + programs.DEADLINE_SECONDS
-    try:
+    with command:
       while select.select([ours], [], [], ends_at - time.monotonic())[0]:
         try:
           data = os.read(ours, 4096)
@@ -134,10 +132,7 @@ class ColourTest(parameterized.TestCase):
         if not data:
           break
         written += data
-      self.assertEqual(process.wait(programs.DEADLINE_SECONDS), 0)
-    finally:
-      process.kill()
-      process.wait()
+      self.assertEqual(command.wait(), 0)
     return written.replace(b'\r', b'')
 
   @parameterized.parameters({}, {'NO_COLOR': ''})
@@ -146,6 +141,7 @@ class ColourTest(parameterized.TestCase):
       self._on_terminal(**environment), b'\x1b[36m[worker 0]\x1b[0m hello\n'
     )
 
+  @pytest.mark.full
   def test_not_where_they_are_not_wanted(self):
     self.assertEqual(self._on_terminal(NO_COLOR='1'), b'[worker 0] hello\n')
 

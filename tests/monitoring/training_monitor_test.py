@@ -260,6 +260,7 @@ class MonitorTest(tf.test.TestCase, parameterized.TestCase):
     monitor.close()  # The step that failed is none.
     self.assertEmpty(_read_lines(self._path('logs/metrics-0.jsonl')))
 
+  @pytest.mark.full
   def test_watchdog_is_silent_after_a_fit_that_raised(self):
     def fail(batch, logs):
       raise KeyboardInterrupt

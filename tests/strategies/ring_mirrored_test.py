@@ -2,12 +2,13 @@
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl import logging
 from absl.testing import parameterized
 
 import tf_strategies as tfs
-from tests import virtual_devices
+from tests import tiers, virtual_devices
 
 virtual_devices.configure_logical_cpus()
 
@@ -184,15 +185,15 @@ class RoutingTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class AnyCrossDeviceOpsTest(tf.test.TestCase, parameterized.TestCase):
-  @parameterized.parameters(
+  @tiers.parameters(
     tfs.RingAllReduce,
-    tfs.NaiveAllReduce,
-    tfs.TreeAllReduce,
-    tfs.HalvingDoublingAllReduce,
+    tiers.full(tfs.NaiveAllReduce),
+    tiers.full(tfs.TreeAllReduce),
+    tiers.full(tfs.HalvingDoublingAllReduce),
     tfs.HierarchicalRingAllReduce,
-    tfs.DirectAllReduce,
-    tfs.AutoAllReduce,
-    tf.distribute.ReductionToOneDevice,
+    tiers.full(tfs.DirectAllReduce),
+    tiers.full(tfs.AutoAllReduce),
+    tiers.full(tf.distribute.ReductionToOneDevice),
   )
   def test_trains_to_the_same_weights(self, op):
     weights = []
@@ -290,6 +291,7 @@ class UnevenBatchTest(tf.test.TestCase, parameterized.TestCase):
   def test_unwrapped_uneven_batch_warns_once(self):
     self.assertLen(self._fit(_strategy(), rows=13, wrap=False), 1)
 
+  @pytest.mark.full
   def test_wrapped_or_even_batches_do_not_warn(self):
     self.assertEmpty(self._fit(_strategy(), rows=13, wrap=True))
     self.assertEmpty(self._fit(_strategy(), rows=16, wrap=False))
