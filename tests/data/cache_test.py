@@ -91,7 +91,7 @@ class DamageTest(CacheTestCase):
       f.write(change(content))
 
   @tiers.product(
-    suffix=('.data-', '.index'),
+    suffix=('.data-', tiers.full('.index')),
     change=(
       ('one_byte', lambda content: content[:-1]),
       tiers.full(('half', lambda content: content[: len(content) // 2])),

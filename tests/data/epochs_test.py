@@ -3,6 +3,7 @@
 import os
 
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -280,6 +281,7 @@ class FileEpochsTest(tf.test.TestCase, parameterized.TestCase):
     others = np.concatenate([y for _, y in self.stream(0, 1, None, seed=4)])
     self.assertNotAllEqual(others, labels[0])
 
+  @pytest.mark.full
   def test_files_take_turns_where_the_buffer_is_small(self):
     first = {
       self.stream(epoch, epoch + 1, None, shuffle_buffer=1)[0][1][0] % 5

@@ -99,6 +99,7 @@ class RefusalTest(tf.test.TestCase, parameterized.TestCase):
       with self.assertRaisesRegex(tfs.errors.UnsupportedOptionError, message):
         DistributedOptimizer(*args, **kwargs)
 
+  @pytest.mark.full
   def test_foreign_strategy_is_refused(self):
     strategy = tf.distribute.MirroredStrategy(['CPU:0', 'CPU:1'])
     with self.assertRaisesRegex(

@@ -273,6 +273,7 @@ class MonitorTest(tf.test.TestCase, parameterized.TestCase):
       self._fit(tfs.RingMirroredStrategy(['CPU:0']), callbacks)
     self._assert_silent(monitor)
 
+  @pytest.mark.full
   def test_watchdog_barks_within_fit(self):
     def wait(batch, logs):
       path = self._path('logs/watchdog-0.log')

@@ -231,6 +231,7 @@ class ExecutionTest(tf.test.TestCase, parameterized.TestCase):
       if build(4).adds_up_once()
     ]
   )
+  @pytest.mark.full
   def test_a_wrong_schedule_gives_a_wrong_sum(self, name):
     schedule = ALGORITHMS[name](4)
     for lost in (0, len(schedule.transfers) - 1):

@@ -109,9 +109,9 @@ class KerasTest(tf.test.TestCase, parameterized.TestCase):
     return replicas
 
   @tiers.named_parameters(
-    tiers.soak('sgd', sgd, {}),
+    ('sgd', sgd, {}),
     tiers.soak('adam', adam, {}),
-    ('global_clipnorm', adam, {'global_clipnorm': 0.1}),
+    tiers.full('global_clipnorm', adam, {'global_clipnorm': 0.1}),
     tiers.soak('clipnorm', sgd, {'clipnorm': 0.1}),
     tiers.soak('ema', adam, {'use_ema': True, 'ema_overwrite_frequency': 1}),
     tiers.full('weight_decay', adam, {'weight_decay': 0.1}),
