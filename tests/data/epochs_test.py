@@ -90,11 +90,14 @@ class EpochsTest(tf.test.TestCase, parameterized.TestCase):
 
   def test_labels_belong_to_their_images(self):
     options = data_lib.PipelineOptions(5, seed=1)
+    seen = 0
     for images, labels in data_lib.make_dataset(
       _arrays(), options, training=True, epochs=1, start=(0, 0)
     ):
       positions = _positions(images.numpy().reshape([-1, 784]))
       np.testing.assert_array_equal(_arrays().labels[positions], labels)
+      seen += len(positions)
+    self.assertLen(_arrays().labels, seen)
 
   def test_options(self):
     self.assertLen(_images(0, 2, drop_remainder=True), 2 * 20)

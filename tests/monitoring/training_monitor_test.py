@@ -210,7 +210,9 @@ class MonitorTest(tf.test.TestCase, parameterized.TestCase):
     )
     x = np.ones([16, 3], np.float32)
     model.fit(x, x[:, :2], batch_size=8, verbose=0, callbacks=[callback])
-    for line in _read_lines(self._path('m-0.jsonl')):
+    lines = _read_lines(self._path('m-0.jsonl'))
+    self.assertLen(lines, 2)
+    for line in lines:
       self.assertIsNone(line['input_share'])
       self.assertAlmostEqual(
         line['global_examples_per_second'] * line['step_seconds'], 8
