@@ -23,12 +23,8 @@ _POLL_SECONDS = 0.01
 class TaskProcess:
   """A command under its reaper, in a session of its own.
 
-  Args:
-    command: program and arguments.
-    environment: all of its environment variables.
-    grace_period: seconds that the reaper leaves between SIGTERM and SIGKILL
-      when it has to end the task without the launcher.
-    sink: takes what the command writes to stdout and stderr.
+  `grace_period` is what the reaper leaves between SIGTERM and SIGKILL when it
+  has to end the task without the launcher.
 
   Attributes:
     pid: of the command, once it runs.

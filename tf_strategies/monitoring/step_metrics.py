@@ -1,9 +1,9 @@
 """Metrics of a run: step time, rates, and shares of the step time.
 
-`Totals` adds up steps; `record` returns one line of JSON. `communication_share`
-is the time in which collectives were in progress, most of it hidden behind the
-backward pass; `exposed_communication_share` is the time in which the step waited
-for them. Input, exposed communication and compute add up to 1.
+`communication_share` is the time in which collectives were in progress, most of
+it hidden behind the backward pass; `exposed_communication_share` is the time in
+which the step waited for them. Input, exposed communication and compute add up
+to 1.
 
 Example:
 
@@ -15,9 +15,7 @@ Example:
   (2.0, 32.0)
 """
 
-from __future__ import annotations
-
-import json
+import collections
 import os
 import time
 from collections.abc import Mapping
@@ -30,32 +28,17 @@ class Totals:
   """Sums over the steps since the last line."""
 
   def __init__(self):
-    self.reset()
-
-  def reset(self) -> None:
-    """Resets all sums to zero."""
     self.steps = 0
-    self._ns = {
-      'step': 0,
-      'input': 0,
-      'communication': 0,
-      'exposed_communication': 0,
-      'compute': 0,
-    }
-    self._sent_by_kind: dict[str, int] = {}
+    self._ns = collections.Counter()
+    self._sent_by_kind = collections.Counter()
     self._rows: int | None = 0
     self._all_rows: int | None = 0
 
   def add(self, step: step_breakdown.Breakdown, num_steps: int) -> None:
     """Adds `num_steps` steps that were measured together."""
     self.steps += num_steps
-    self._ns['step'] += step.step_ns
-    self._ns['input'] += step.input_ns
-    self._ns['communication'] += step.communication_ns
-    self._ns['exposed_communication'] += step.wait_ns
-    self._ns['compute'] += step.compute_ns
-    for kind, sent in step.sent_by_kind.items():
-      self._sent_by_kind[kind] = self._sent_by_kind.get(kind, 0) + sent
+    self._ns.update(step.nanoseconds())
+    self._sent_by_kind.update(step.sent_by_kind)
     self._rows = _plus(self._rows, step.rows)
     self._all_rows = _plus(self._all_rows, step.all_rows)
 
@@ -66,16 +49,13 @@ class Totals:
     global_batch_size: int | None,
     sees_communication: bool = True,
   ) -> dict[str, Any]:
-    """Returns the values of a line.
+    """The values of a line by name; None for what could not be measured.
 
     Args:
       step: the last one.
       world_size: number of workers.
       global_batch_size: for input that was not visible; None if unknown.
       sees_communication: whether collectives are recorded.
-
-    Returns:
-      Values by name; None for what could not be measured.
     """
     seconds = self._ns['step'] / 1e9
     all_rows, rows = self._all_rows, self._rows
@@ -112,12 +92,12 @@ class Totals:
 
 
 def _plus(total: int | None, more: int | None) -> int | None:
-  """Returns the sum; unknown if one part is."""
+  """The sum; unknown if one part is."""
   return None if total is None or more is None else total + more
 
 
 def resident_bytes() -> int | None:
-  """Returns the resident memory of this process; None if unknown."""
+  """The resident memory of this process; None if unknown."""
   try:
     with open('/proc/self/statm', encoding='ascii') as f:
       return int(f.read().split()[1]) * os.sysconf('SC_PAGE_SIZE')
@@ -128,27 +108,6 @@ def resident_bytes() -> int | None:
   except ImportError:
     return None
   return psutil.Process().memory_info().rss
-
-
-class JsonLines:
-  """Appends dictionaries to a file, a line each.
-
-  Args:
-    path: of the file; existing lines stay.
-  """
-
-  def __init__(self, path: str):
-    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-    # Closed by `close`.
-    self._file = open(path, 'a', 1, encoding='utf-8')  # noqa: SIM115
-
-  def write(self, record: Mapping[str, Any]) -> None:
-    """Appends a line, unbuffered: the process may be killed before the next."""
-    self._file.write(json.dumps(record) + '\n')
-
-  def close(self) -> None:
-    """Closes the file."""
-    self._file.close()
 
 
 def progress_line(record: Mapping[str, Any]) -> str:
