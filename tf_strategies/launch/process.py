@@ -164,24 +164,18 @@ class TaskProcess:
 
 
 def kill_orphans(keep: AbstractSet[int]) -> None:
-  """Kills all below this process, where a reaper was killed and Linux tells.
+  """Kills what killed reapers left below this process, where Linux tells.
 
   Args:
     keep: pids of the children that stay alive, with all below them.
   """
   killed: set[int] = set()
   ends_at = time.monotonic() + _KILL_SECONDS
-  while time.monotonic() < ends_at:
-    parents = reaper.parents_of_all()
-    others = {pid: parents[pid] for pid in parents.keys() - keep}
-    # What was killed may have left children, which are adopted in turn.
-    found = reaper.descendants(others, os.getpid())
-    if not found:
-      break
+  # What was killed may have left children, which are adopted in turn.
+  while found := reaper.signal_below(os.getpid(), signal.SIGKILL, keep):
     killed.update(found)
-    for pid in found:
-      with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, signal.SIGKILL)
+    if time.monotonic() > ends_at:
+      break
     time.sleep(_POLL_SECONDS)
   for pid in killed:
     with contextlib.suppress(ChildProcessError):

@@ -8,9 +8,9 @@ to 1.
 Example:
 
   >>> from tf_strategies.monitoring import step_breakdown, step_metrics
-  >>> totals = step_metrics.Totals()
+  >>> totals = step_metrics.Totals(world_size=2, global_batch_size=64)
   >>> totals.add(step_breakdown.break_down((0, 2 * 10**9), []), 1)
-  >>> line = totals.record(step=1, world_size=2, global_batch_size=64)
+  >>> line = totals.record(step=1)
   >>> line['step_seconds'], line['global_examples_per_second']
   (2.0, 32.0)
 """
@@ -25,14 +25,32 @@ from tf_strategies.monitoring import step_breakdown
 
 
 class Totals:
-  """Sums over the steps since the last line."""
+  """Sums over the steps since the last line.
 
-  def __init__(self):
+  Args:
+    world_size: number of workers.
+    global_batch_size: for input that was not visible; None if unknown.
+    group: counts the bytes sent; None where collectives are not recorded.
+  """
+
+  def __init__(
+    self, world_size: int, global_batch_size: int | None, group: Any = None
+  ):
+    self._world_size = world_size
+    self._global_batch_size = global_batch_size
+    self._group = group
+    self._reset(self._bytes_sent())
+
+  def _reset(self, bytes_sent: int | None) -> None:
     self.steps = 0
+    self._sent_before = bytes_sent
     self._ns = collections.Counter()
     self._sent_by_kind = collections.Counter()
     self._rows: int | None = 0
     self._all_rows: int | None = 0
+
+  def _bytes_sent(self) -> int | None:
+    return None if self._group is None else self._group.bytes_sent
 
   def add(self, step: step_breakdown.Breakdown, num_steps: int) -> None:
     """Adds `num_steps` steps that were measured together."""
@@ -42,27 +60,14 @@ class Totals:
     self._rows = _plus(self._rows, step.rows)
     self._all_rows = _plus(self._all_rows, step.all_rows)
 
-  def record(
-    self,
-    step: int,
-    world_size: int,
-    global_batch_size: int | None,
-    sees_communication: bool = True,
-  ) -> dict[str, Any]:
-    """The values of a line by name; None for what could not be measured.
-
-    Args:
-      step: the last one.
-      world_size: number of workers.
-      global_batch_size: for input that was not visible; None if unknown.
-      sees_communication: whether collectives are recorded.
-    """
+  def record(self, step: int) -> dict[str, Any]:
+    """The values of a line, None where not measured; all sums begin anew."""
     seconds = self._ns['step'] / 1e9
     all_rows, rows = self._all_rows, self._rows
-    if all_rows is None and global_batch_size is not None:
-      all_rows = global_batch_size * self.steps
+    if all_rows is None and self._global_batch_size is not None:
+      all_rows = self._global_batch_size * self.steps
     if rows is None and all_rows is not None:
-      rows = all_rows / world_size
+      rows = all_rows / self._world_size
     shares = {
       f'{name}_share': ns / self._ns['step']
       for name, ns in self._ns.items()
@@ -71,10 +76,11 @@ class Totals:
     # Unknown: it is part of compute.
     if self._rows is None:
       shares['input_share'] = None
-    if not sees_communication:
+    if self._group is None:
       shares['communication_share'] = None
       shares['exposed_communication_share'] = None
-    return {
+    sent = self._bytes_sent()
+    line = {
       'time': time.time(),
       'step': step,
       'steps': self.steps,
@@ -87,8 +93,13 @@ class Totals:
       ),
       **shares,
       'sent_by_kind': dict(self._sent_by_kind),
+      # Since the last line, so that bytes between two steps count as well.
+      'bytes_sent': None if sent is None else sent - self._sent_before,
+      'bytes_sent_total': sent,
       'rss_bytes': resident_bytes(),
     }
+    self._reset(sent)
+    return line
 
 
 def _plus(total: int | None, more: int | None) -> int | None:
@@ -135,7 +146,7 @@ def progress_line(record: Mapping[str, Any]) -> str:
     )
   if record['input_share'] is not None:
     parts.append(f'input {record["input_share"]:.0%}')
-  if record.get('bytes_sent') is not None:
+  if record['bytes_sent'] is not None:
     sent = record['bytes_sent'] / record['steps']
     parts.append(f'{sent / 1e6:,.2f} MB sent a step')
   if record['rss_bytes'] is not None:

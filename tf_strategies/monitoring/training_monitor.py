@@ -201,7 +201,6 @@ class TrainingMonitor:
     self._group = getattr(strategy, 'process_group', None)
     self._rank = getattr(strategy, 'rank', 0)
     self._world_size = getattr(strategy, 'num_workers', 1)
-    self._is_chief = self._rank == 0
     if self._group is not None:
       self._generation = self._group.generation
     path = self._path('metrics')
@@ -213,9 +212,8 @@ class TrainingMonitor:
     if path is not None and importlib.util.find_spec('tensorboard') is not None:
       self._summaries = _Summaries(path)
     self._told = time.monotonic()
-    self._progress = step_metrics.Totals()
-    self._totals = step_metrics.Totals()
-    self._sent = self._sent_shown = self._bytes_sent()
+    self._progress = self._make_totals()
+    self._totals = self._make_totals()
     if self.options.watchdog_seconds:
       self._watchdog = watchdog.Watchdog(
         self.options.watchdog_seconds, self._describe, self._path('watchdog')
@@ -278,7 +276,7 @@ class TrainingMonitor:
     if self._steps > num_steps:
       self._progress.add(found, num_steps)
     else:  # The first step traces the graph.
-      self._sent_shown = self._bytes_sent()
+      self._progress = self._make_totals()
     self._tell(number)
 
   def still_alive(self) -> None:
@@ -323,8 +321,10 @@ class TrainingMonitor:
   def _path(self, kind: str) -> str | None:
     return self.options.path(kind, self._rank, self._generation)
 
-  def _bytes_sent(self) -> int:
-    return 0 if self._group is None else self._group.bytes_sent
+  def _make_totals(self) -> step_metrics.Totals:
+    return step_metrics.Totals(
+      self._world_size, self.options.global_batch_size, self._group
+    )
 
   def _describe(self) -> str | None:
     if not self.is_running():
@@ -342,28 +342,13 @@ class TrainingMonitor:
       self._write_line(number)
     seconds = self.options.progress_seconds
     due = seconds and time.monotonic() - self._told >= seconds
-    if self._is_chief and due and self._progress.steps:
+    if self._rank == 0 and due and self._progress.steps:
       self._told = time.monotonic()
-      record = self._record(self._progress, number, self._sent_shown)
-      print(step_metrics.progress_line(record), flush=True)
-      self._progress = step_metrics.Totals()
-      self._sent_shown = record['bytes_sent_total'] or 0
-
-  def _record(self, totals: step_metrics.Totals, number: int, sent_before: int):
-    has_group = self._group is not None
-    record = totals.record(
-      number, self._world_size, self.options.global_batch_size, has_group
-    )
-    # Since the last line, so that bytes between two steps count as well.
-    sent = self._bytes_sent()
-    record['bytes_sent'] = sent - sent_before if has_group else None
-    record['bytes_sent_total'] = sent if has_group else None
-    return record
+      line = step_metrics.progress_line(self._progress.record(number))
+      print(line, flush=True)
 
   def _write_line(self, number: int) -> None:
-    record = self._record(self._totals, number, self._sent)
-    self._totals = step_metrics.Totals()
-    self._sent = record['bytes_sent_total'] or 0
+    record = self._totals.record(number)
     record.update(
       rank=self._rank,
       world_size=self._world_size,
