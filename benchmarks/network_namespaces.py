@@ -22,6 +22,7 @@ import signal
 import subprocess
 from collections.abc import Sequence
 
+from benchmarks import processes
 from tf_strategies import errors
 
 # The network interface of each host.
@@ -185,14 +186,10 @@ class NetworkNamespaces:
       timeout: seconds until it is killed.
 
     Raises:
-      subprocess.TimeoutExpired: it took longer.
+      WorkerUnavailableError: it took longer.
     """
-    return subprocess.run(
-      self.command(host, arguments),
-      capture_output=True,
-      text=True,
-      timeout=timeout,
-      check=False,
+    return processes.run(
+      self.command(host, arguments), deadline_seconds=timeout
     )
 
   def cut_link(self, host: int) -> None:
@@ -261,9 +258,7 @@ def _netem(delay_ms: float) -> tuple[str, ...]:
 
 def _call(*arguments: str) -> str:
   """Runs a tool and returns what it prints."""
-  done = subprocess.run(
-    arguments, capture_output=True, text=True, timeout=_SECONDS, check=False
-  )
+  done = processes.run(arguments, deadline_seconds=_SECONDS)
   if done.returncode:
     raise errors.UnsupportedOptionError(
       f'`{" ".join(arguments)}`: {_last_words(done)}. '
@@ -278,21 +273,11 @@ def _last_words(done: subprocess.CompletedProcess) -> str:
 
 def _delete(name: str) -> None:
   """Removes a namespace with all that runs and all links that end in it."""
-  pids = subprocess.run(
-    ('ip', 'netns', 'pids', name),
-    capture_output=True,
-    text=True,
-    timeout=_SECONDS,
-    check=False,
-  )
+  words = ('ip', 'netns', 'pids', name)
+  pids = processes.run(words, deadline_seconds=_SECONDS)
   for pid in pids.stdout.split():
     try:
       os.kill(int(pid), signal.SIGKILL)
     except ProcessLookupError:
       continue  # It was faster.
-  subprocess.run(
-    ('ip', 'netns', 'delete', name),
-    capture_output=True,
-    timeout=_SECONDS,
-    check=False,
-  )
+  processes.run(('ip', 'netns', 'delete', name), deadline_seconds=_SECONDS)

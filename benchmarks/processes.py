@@ -1,7 +1,9 @@
 """Runs programs in processes: each has a deadline, and each is ended by its id.
 
-Benchmarks and tests start every program with `Command`. `worker_pool` adds
-workers that answer commands, `tests/processes.py` workers that call a function.
+Benchmarks and tests start every program with `Command`, or with `run` where
+they only wait for its end; `tests/architecture/runner_test.py` holds them to it.
+`worker_pool` adds workers that answer commands, `tests/processes.py` workers
+that call a function.
 
 Example:
 
@@ -19,6 +21,7 @@ import os
 import pathlib
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -68,6 +71,14 @@ def environment(
   return {**kept, 'TF_CPP_MIN_LOG_LEVEL': '2', **(changes or {})}
 
 
+def python_environment(
+  changes: Mapping[str, str] | None = None, without: Sequence[str] = ()
+) -> dict[str, str]:
+  """`environment` for a program that imports what this process can."""
+  paths = os.pathsep.join(filter(None, sys.path))
+  return environment({'PYTHONPATH': paths, **(changes or {})}, without)
+
+
 class Command:
   """A program that runs in a process of its own; a context that ends it.
 
@@ -114,6 +125,7 @@ class Command:
       directory = self._stack.enter_context(tempfile.TemporaryDirectory())
       log = pathlib.Path(directory, 'log')
     self._log = pathlib.Path(log)
+    self._error_log = pathlib.Path(error_log) if error_log else None
     self._last_output: bytes | None = None
     try:
       with contextlib.ExitStack() as files:
@@ -232,8 +244,12 @@ class Command:
     Raises:
       WorkerUnavailableError: always.
     """
+    last = self.tail()
+    if self._error_log:
+      written = self._error_log.read_bytes()[-_TAIL_BYTES:]
+      last = f'{last}\n{written.decode("utf-8", "replace")}'.strip()
     raise errors.WorkerUnavailableError(
-      f'{self.name} {what}. It wrote last:\n{self.tail() or "nothing"}'
+      f'{self.name} {what}. It wrote last:\n{last or "nothing"}'
     )
 
   def __enter__(self):
@@ -246,3 +262,45 @@ class Command:
     if self._last_output is not None:
       return self._last_output
     return self._log.read_bytes() if self._log.exists() else b''
+
+
+def run(
+  words: Sequence[str], *, is_checked: bool = False, **options
+) -> subprocess.CompletedProcess[str]:
+  """Runs a program to its end; its status, stdout and stderr, as text.
+
+  Args:
+    words: the program and its arguments.
+    is_checked: whether a status other than 0 is an error.
+    **options: of `Command`, but for `log` and `error_log`.
+
+  Raises:
+    WorkerUnavailableError: it cannot be started, did not end before the
+      deadline, or failed where that is checked.
+  """
+  with tempfile.TemporaryDirectory() as directory:
+    out, err = (pathlib.Path(directory, name) for name in ('out', 'err'))
+    with Command(words, log=out, error_log=err, **options) as command:
+      status = command.wait()
+      if is_checked and status:
+        command.fail(f'ended with status {status}')
+    return subprocess.CompletedProcess(
+      words,
+      status,
+      out.read_text(encoding='utf-8', errors='replace'),
+      err.read_text(encoding='utf-8', errors='replace'),
+    )
+
+
+def run_python(
+  *arguments: str, env: Mapping[str, str] | None = None, **options
+) -> subprocess.CompletedProcess[str]:
+  """`run` with this interpreter, as `run_python('-c', program)`.
+
+  Args:
+    *arguments: of the interpreter.
+    env: variables to set beside those of `python_environment()`.
+    **options: of `run`.
+  """
+  words = [sys.executable, *arguments]
+  return run(words, env=python_environment(env), **options)

@@ -3,14 +3,13 @@
 import doctest
 import importlib
 import inspect
-import os
 import pkgutil
-import subprocess
-import sys
 import types
 from collections.abc import Iterable
 
 from absl.testing import absltest
+
+from benchmarks import processes
 
 _OPTIONS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
 _DEADLINE_SECONDS = 120
@@ -48,11 +47,7 @@ for name in {list(modules)!r}:
   importlib.import_module(name)
 print(sorted(set({list(unwanted)!r}) & set(sys.modules)))
 """
-  done = subprocess.run(
-    [sys.executable, '-c', code],
-    stdout=subprocess.PIPE,
-    timeout=_DEADLINE_SECONDS,
-    env={**os.environ, 'PYTHONPATH': os.pathsep.join(filter(None, sys.path))},
-    check=True,
+  done = processes.run_python(
+    '-c', code, deadline_seconds=_DEADLINE_SECONDS, is_checked=True
   )
-  test.assertEqual(done.stdout, b'[]\n')
+  test.assertEqual(done.stdout, '[]\n')

@@ -1,7 +1,8 @@
 """Runs functions in processes: the workers of a cluster, or a single task.
 
 Real processes with a deadline: whatever a test does to its workers, none of
-them outlives it. Programs are started with `benchmarks/processes.py`.
+them outlives it. Programs are started with `benchmarks/processes.py`, which this
+file does not import: some workers do without TensorFlow.
 
   results = processes.run_workers(train, 2, args=(3,))   # train(rank, 3)
   with processes.Workers(train, 3, args=(3,)) as workers:

@@ -13,7 +13,7 @@ from benchmarks import processes as commands
 from tests import processes
 from tf_strategies import errors
 
-_SECONDS = 60.0
+_SECONDS = 120.0
 
 
 def _answer(rank, text):
@@ -151,6 +151,33 @@ class CommandTest(absltest.TestCase):
       found = commands.environment({'NEW': 'z'}, without=['PATH'])
     self.assertContainsSubset({'KEPT': 'y', 'NEW': 'z'}.items(), found.items())
     self.assertNoCommonElements(found, ['TF_CONFIG', 'HTTPS_PROXY', 'PATH'])
+
+
+class RunTest(absltest.TestCase):
+  def test_status_and_both_outputs(self):
+    code = 'import sys; print("out"); sys.exit("err")'
+    done = commands.run([sys.executable, '-I', '-S', '-c', code])
+    self.assertEqual(
+      (done.returncode, done.stdout, done.stderr), (1, 'out\n', 'err\n')
+    )
+
+  def test_failure_shows_both_outputs(self):
+    code = 'import sys; print("out"); sys.exit("err")'
+    with self.assertRaisesRegex(
+      errors.WorkerUnavailableError, r'ended with status 1\.(?s:.*)out\s*err'
+    ):
+      commands.run([sys.executable, '-c', code], is_checked=True)
+
+  def test_deadline(self):
+    start = time.monotonic()
+    with self.assertRaisesRegex(errors.WorkerUnavailableError, 'within 0.2 s'):
+      commands.run(['sleep', '600'], deadline_seconds=0.2)
+    self.assertLess(time.monotonic() - start, _SECONDS)
+
+  def test_interpreter_imports_what_this_one_can(self):
+    code = 'import os, tests.tiers; print(os.environ["SET"])'
+    done = commands.run_python('-c', code, env={'SET': 'x'}, is_checked=True)
+    self.assertEqual(done.stdout, 'x\n')
 
 
 if __name__ == '__main__':

@@ -17,6 +17,9 @@ marks; a single row takes a mark here:
   @tiers.product(case=[CASES[0], tiers.full(CASES[1])], rows=(96, 65))
   def test_rows(self, case, rows): ...
 
+  @tiers.named_parameters(*tiers.few(TABLE, 'ring', 'tree'))
+  def test_of_a_table(self, case): ...
+
 The decorators are absl's and name the tests as absl does. `tests/conftest.py`
 adds the marks.
 """
@@ -63,6 +66,26 @@ def quick(*values: Any) -> Any:
 def every(mark: Any, rows: Iterable[Any]) -> list[Any]:
   """Marks each of several rows with `full` or `soak`."""
   return [mark(row) for row in rows]
+
+
+def few(rows: Iterable[Any], *names: str) -> list[Any]:
+  """Marks rows with `full`, but for those of these names.
+
+  Args:
+    rows: names, or rows that begin with one.
+    *names: of the rows that stay as they are.
+
+  Raises:
+    ValueError: a name is of no row.
+  """
+  rows = list(rows)
+  found = [row if isinstance(row, str) else _row(row)[0] for row in rows]
+  if missing := set(names) - set(found):
+    raise ValueError(f'Expected names of rows, got {sorted(missing)}.')
+  return [
+    row if name in names else full(row)
+    for row, name in zip(rows, found, strict=True)
+  ]
 
 
 def parameters(*rows: Any) -> Any:

@@ -26,6 +26,12 @@ def _make_cases():
     def test_product(self, kind, size):
       self.seen = (kind, size)
 
+    @tiers.named_parameters(
+      *tiers.few([('a', 1), ('b', 2), tiers.soak('c', 3)], 'b')
+    )
+    def test_few(self, value):
+      pass
+
     @parameterized.parameters(1, 2)
     def test_unmarked(self, value):
       pass
@@ -59,6 +65,15 @@ class TiersTest(parameterized.TestCase):
       _marks('test_product'),
       {'0': None, '1': 'soak', '2': 'full', '3': 'soak'},
     )
+
+  def test_few_of_a_table(self):
+    self.assertEqual(
+      _marks('test_few'), {'_a': 'full', '_b': None, '_c': 'soak'}
+    )
+
+  def test_name_that_is_in_no_row(self):
+    with self.assertRaisesRegex(ValueError, 'rung'):
+      tiers.few(['ring', 'tree'], 'ring', 'rung')
 
   def test_rows_are_passed_as_they_are(self):
     case = _make_cases()('test_product2')

@@ -6,10 +6,10 @@ import dataclasses
 import importlib.util
 import os
 import shutil
-import subprocess
 import sys
 
-from tf_strategies import process_group
+from benchmarks import processes
+from tf_strategies import errors, process_group
 
 OURS = 'ours'
 OTHER = 'other'
@@ -92,15 +92,13 @@ def why_not(entry: Entry, torch_python: str, over_links: bool) -> str | None:
 
 def _why_no_torch(torch_python: str) -> str | None:
   try:
-    done = subprocess.run(
+    done = processes.run(
       [torch_python, '-c', 'import torch.distributed'],
-      env={k: v for k, v in os.environ.items() if k != 'PYTHONPATH'},
-      capture_output=True,
-      timeout=_SECONDS,
-      check=False,
+      env=processes.environment(without=['PYTHONPATH']),
+      deadline_seconds=_SECONDS,
     )
-  except (OSError, subprocess.TimeoutExpired) as e:
-    return f'--torch_python does not run: {e}.'
+  except errors.WorkerUnavailableError as e:
+    return f'--torch_python does not run: {e}'
   if done.returncode:
     return (
       'torch is not importable: install it, or name an interpreter that has '

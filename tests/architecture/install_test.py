@@ -3,12 +3,12 @@
 import os
 import pathlib
 import shutil
-import subprocess
 import sys
 import unittest
 
 from absl.testing import absltest, parameterized
 
+from benchmarks import processes
 from tests.architecture import project
 
 _NO_VENV = """#!/bin/bash
@@ -38,13 +38,13 @@ class DefaultsTest(parameterized.TestCase):
     directory = pathlib.Path(self.create_tempdir().full_path)
     _write(directory / 'uname', f'#!/bin/sh\necho {system} {machine}\n')
     unset = ('TF_PACKAGE', 'VENV', 'MAKEFLAGS', 'MAKELEVEL')
-    environ = {k: v for k, v in os.environ.items() if k not in unset}
-    environ['PATH'] = f'{directory}:{environ["PATH"]}'
-    done = subprocess.run(
+    path = f'{directory}:{os.environ["PATH"]}'
+    done = processes.run(
       ['make', '-n', 'demo', 'TF_VERSION=9.9'],
-      cwd=project.root(), env=environ, text=True, timeout=60, check=True,
-      capture_output=True,
-    )  # fmt: skip
+      cwd=project.root(),
+      env=processes.environment({'PATH': path}, unset),
+      is_checked=True,
+    )
     self.assertIn(f'tools/install.sh {venv} examples', done.stdout)
 
 
@@ -58,12 +58,13 @@ class InstallTest(absltest.TestCase):
     """Installing fails in a sentence with these words, and leaves nothing."""
     path = self._directory / 'python'
     _write(path, python)
-    done = subprocess.run(
-      ['bash', str(project.root() / 'tools' / 'install.sh'), str(self._venv),
-       'dev'],
-      env={**os.environ, 'PYTHON': str(path), 'TF_PACKAGE': 'tensorflow-cpu'},
-      text=True, timeout=60, capture_output=True,
-    )  # fmt: skip
+    script = project.root() / 'tools' / 'install.sh'
+    done = processes.run(
+      ['bash', str(script), str(self._venv), 'dev'],
+      env=processes.environment(
+        {'PYTHON': str(path), 'TF_PACKAGE': 'tensorflow-cpu'}
+      ),
+    )
     self.assertEqual(done.returncode, 1, done.stderr)
     for word in (str(path), *words):
       self.assertIn(word, done.stderr)

@@ -3,12 +3,10 @@
 In a process of its own each, because TensorFlow fixes its devices for good.
 """
 
-import os
-import subprocess
-import sys
-
 import pytest
 from absl.testing import absltest
+
+from benchmarks import processes
 
 _PREAMBLE = """
 import tensorflow as tf
@@ -16,14 +14,8 @@ from tests.virtual_devices import configure_logical_cpus
 """
 
 
-def _run(script: str) -> subprocess.CompletedProcess:
-  return subprocess.run(
-    [sys.executable, '-c', _PREAMBLE + script],
-    capture_output=True,
-    text=True,
-    timeout=120,
-    env={**os.environ, 'PYTHONPATH': os.pathsep.join(filter(None, sys.path))},
-  )
+def _run(script):
+  return processes.run_python('-c', _PREAMBLE + script)
 
 
 @pytest.mark.multi_process

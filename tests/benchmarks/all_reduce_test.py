@@ -3,18 +3,16 @@
 import itertools
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
 from benchmarks import measure, peers, report, tensor_sets
+from tests.benchmarks import running
 from tf_strategies import errors
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
-DEADLINE_SECONDS = 240
 
 OURS = {
   f'{name}AllReduce'
@@ -31,25 +29,13 @@ OURS = {
 BUILT_IN = {'ReductionToOneDevice', 'HierarchicalCopyAllReduce', 'default'}
 
 
-def run_benchmark(*flags):
-  """Runs the benchmark as a user would; returns the finished process."""
-  return subprocess.run(
-    [sys.executable, '-m', 'benchmarks.all_reduce', *flags],
-    cwd=ROOT,
-    env={**os.environ, 'PYTHONPATH': os.pathsep.join([ROOT, *sys.path])},
-    capture_output=True,
-    text=True,
-    timeout=DEADLINE_SECONDS,
-    check=False,
-  )
-
-
 @pytest.mark.multi_process
 class AllReduceBenchmarkTest(tf.test.TestCase):
   @pytest.mark.full
   def test_quick(self):
     path = os.path.join(self.create_tempdir().full_path, 'report.json')
-    done = run_benchmark(
+    done = running.run_benchmark(
+      'all_reduce',
       '--quick',
       '--num_devices=2,4',
       '--sets=4x4KB',
@@ -113,7 +99,7 @@ class AllReduceBenchmarkTest(tf.test.TestCase):
   @pytest.mark.full
   def test_bad_flags(self):
     # That names of sets are refused is tested below, without a process.
-    done = run_benchmark('--quick', '--num_devices=1')
+    done = running.run_benchmark('all_reduce', '--quick', '--num_devices=1')
     self.assertNotEqual(done.returncode, 0)
     self.assertIn('integers of 2 or more', done.stdout + done.stderr)
 

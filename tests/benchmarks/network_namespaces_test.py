@@ -2,14 +2,13 @@
 
 import contextlib
 import os
-import subprocess
 import sys
 import time
 
 import pytest
 from absl.testing import absltest, parameterized
 
-from benchmarks import network_namespaces
+from benchmarks import network_namespaces, processes
 from tf_strategies import errors
 
 PORT = 20077
@@ -52,13 +51,7 @@ with socket.create_connection((sys.argv[1], {PORT}), 30) as s:
 
 
 def namespaces():
-  listed = subprocess.run(
-    ['ip', 'netns', 'list'],
-    capture_output=True,
-    text=True,
-    timeout=SECONDS,
-    check=True,
-  )
+  listed = processes.run(['ip', 'netns', 'list'], is_checked=True)
   return [line.split()[0] for line in listed.stdout.splitlines()]
 
 
@@ -67,18 +60,13 @@ def servers(hosts):
   """A server on each host."""
   with contextlib.ExitStack() as stack:
     for index, address in enumerate(hosts.addresses):
+      words = [sys.executable, '-c', SERVER, address, f'host {index}']
       server = stack.enter_context(
-        subprocess.Popen(
-          hosts.command(
-            index, [sys.executable, '-c', SERVER, address, f'host {index}']
-          ),
-          stdout=subprocess.PIPE,
-          text=True,
+        processes.Command(
+          hosts.command(index, words), name=f'the server of host {index}'
         )
       )
-      stack.callback(server.kill)
-      if server.stdout.readline() != 'ready\n':
-        raise AssertionError(f'the server of host {index} did not start')
+      server.wait_until(lambda s=server: 'ready\n' in s.output())
     yield
 
 
@@ -170,40 +158,32 @@ class NetworkNamespacesTest(absltest.TestCase):
     with network_namespaces.NetworkNamespaces(2) as hosts:
       names = [n for n in namespaces() if f'-{os.getpid()}-' in n]
       self.assertLen(names, 3)
-      sleeper = subprocess.Popen(hosts.command(1, ['sleep', '3600']))
+      sleeper = self.enter_context(
+        processes.Command(hosts.command(1, ['sleep', '3600']))
+      )
       # Inside of the host only once `ip` has become the program.
       ends_at = time.monotonic() + SECONDS
       while time.monotonic() < ends_at:
         other = hosts.command(0, [])[-1]
         inside = hosts.run(0, ['ip', 'netns', 'pids', other]).stdout
-        found = subprocess.run(
-          ['ip', 'netns', 'pids', f'{hosts.command(1, [])[-1]}'],
-          capture_output=True,
-          text=True,
-          timeout=SECONDS,
-          check=True,
+        found = processes.run(
+          ['ip', 'netns', 'pids', hosts.command(1, [])[-1]], is_checked=True
         ).stdout
         if str(sleeper.pid) in found.split():
           break
       self.assertNotIn(str(sleeper.pid), inside.split())
-    self.assertEqual(sleeper.wait(SECONDS), -9)
+    self.assertEqual(sleeper.wait(), -9)
     self.assertEmpty(set(names) & set(namespaces()))
 
   def test_leftovers_of_killed_runs_are_removed(self):
-    gone = subprocess.Popen(['true'])
-    gone.wait(SECONDS)
+    with processes.Command(['true']) as gone:
+      gone.wait()
     dead = f'tfs-bench-{gone.pid}-host0'
     living = f'tfs-bench-{os.getpid()}-host7'
     foreign = f'tfs-other-{gone.pid}'
     for name in (dead, living, foreign):
-      subprocess.run(['ip', 'netns', 'add', name], timeout=SECONDS, check=True)
-      self.addCleanup(
-        subprocess.run,
-        ['ip', 'netns', 'delete', name],
-        capture_output=True,
-        timeout=SECONDS,
-        check=False,
-      )
+      processes.run(['ip', 'netns', 'add', name], is_checked=True)
+      self.addCleanup(processes.run, ['ip', 'netns', 'delete', name])
     self.assertIn(dead, network_namespaces.remove_leftovers())
     found = namespaces()
     self.assertNotIn(dead, found)

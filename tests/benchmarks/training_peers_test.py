@@ -15,7 +15,7 @@ RIGHT = {
 
 class CheckLossesTest(parameterized.TestCase):
   def test_equal_losses(self):
-    training_peers.check_losses(RIGHT)
+    self.assertIsNone(training_peers.check_losses(RIGHT))
 
   @parameterized.parameters(
     ('ring_8mb', [0.5, 0.51], 'ring_8mb: rank 1 has a loss of 0.51, not 0.5'),

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 
@@ -114,20 +113,19 @@ class WorkerPoolTest(parameterized.TestCase):
     tiers.soak(signal.SIGINT), tiers.full(signal.SIGTERM), signal.SIGKILL
   )
   def test_no_worker_outlives_the_program(self, number):
-    program = subprocess.Popen(
+    program = processes.Command(
       [sys.executable, '-c', PROGRAM],
+      error_log=os.path.join(self.create_tempdir().full_path, 'errors'),
       cwd=running.ROOT,
-      env=running.environment(),
-      stdout=subprocess.PIPE,
-      stderr=subprocess.DEVNULL,
+      env=processes.python_environment(),
+      deadline_seconds=SECONDS,
     )
-    self.addCleanup(program.stdout.close)
-    self.addCleanup(program.wait, SECONDS)
-    self.addCleanup(program.kill)
-    pids = [answer[1] for answer in json.loads(program.stdout.readline())]
+    self.addCleanup(program.close)
+    program.wait_until(lambda: '\n' in program.output())
+    pids = [answer[1] for answer in json.loads(program.output())]
     self.assertLen(set(pids), 2)
     self.assertTrue(all(map(is_running, pids)))
-    program.send_signal(number)
+    program.signal(number)
     self.assertEmpty(wait_until_gone([*pids, program.pid]))
 
 

@@ -5,7 +5,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -17,6 +16,7 @@ import pytest
 import tensorflow as tf
 from absl.testing import absltest, parameterized
 
+from benchmarks import processes
 from tf_strategies import errors
 from tf_strategies.checkpoint import checkpointer
 
@@ -332,13 +332,12 @@ class KilledAtEachStepTest(absltest.TestCase):
 
   def test_what_is_there_is_whole(self):
     with tempfile.TemporaryDirectory() as directory:
-      environment = {**os.environ, 'PYTHONPATH': os.pathsep.join(sys.path)}
-      done = subprocess.run(
-        [sys.executable, '-c', _KILLED_AT_EACH_STEP, directory],
-        env=environment,
-        stdout=subprocess.PIPE,
-        timeout=_DEADLINE_SECONDS,
-        check=True,
+      done = processes.run_python(
+        '-c',
+        _KILLED_AT_EACH_STEP,
+        directory,
+        deadline_seconds=_DEADLINE_SECONDS,
+        is_checked=True,
       )
     rounds = [json.loads(line) for line in done.stdout.splitlines()]
     self.assertGreater(len(rounds), 12)
@@ -366,17 +365,14 @@ class KilledWriterTest(absltest.TestCase):
       store = checkpointer.Checkpointer(directory)
       for _ in range(count):
         before = store.paths()
-        environment = {**os.environ, 'PYTHONPATH': os.pathsep.join(sys.path)}
-        writer = subprocess.Popen(
-          [sys.executable, '-c', _WRITER, directory], env=environment
-        )
-        try:
-          self._wait_until(lambda b=before: store.paths()[-1:] != b[-1:])
+        with processes.Command(
+          [sys.executable, '-c', _WRITER, directory],
+          env=processes.python_environment(),
+          deadline_seconds=_DEADLINE_SECONDS,
+        ) as writer:
+          writer.wait_until(lambda b=before: store.paths()[-1:] != b[-1:])
           time.sleep(rng.uniform(0, 0.05))
-        finally:
-          writer.kill()
-          writer.wait(_DEADLINE_SECONDS)
-        self.assertEqual(writer.returncode, -signal.SIGKILL)
+          self.assertEqual(writer.kill(), -signal.SIGKILL)
         with self.assertNoLogs(level='WARNING'):
           found = store.newest()
         self.assertGreater(found.metadata['number'], number)
@@ -384,12 +380,6 @@ class KilledWriterTest(absltest.TestCase):
         for array in found.arrays.values():
           np.testing.assert_array_equal(array, number)
         self.assertBetween(len(store.paths()), 1, 3)
-
-  def _wait_until(self, condition):
-    ends_at = time.monotonic() + _DEADLINE_SECONDS
-    while not condition():
-      self.assertLess(time.monotonic(), ends_at, 'nothing was saved')
-      time.sleep(0.002)
 
   def test_killed_while_it_saves(self):
     self._kill_writers(3)

@@ -1,10 +1,8 @@
-import os
 import signal
-import subprocess
-import sys
 
 from absl.testing import absltest, parameterized
 
+from benchmarks import processes
 from tf_strategies import errors
 from tf_strategies.cluster import exit_codes
 
@@ -81,13 +79,7 @@ from tf_strategies.cluster import exit_codes
 with exit_codes.exiting():
   raise {error}
 """
-    done = subprocess.run(
-      [sys.executable, '-c', code],
-      stderr=subprocess.PIPE,
-      timeout=120,
-      env={**os.environ, 'PYTHONPATH': os.pathsep.join(filter(None, sys.path))},
-      text=True,
-    )
+    done = processes.run_python('-c', code)
     self.assertEqual(done.returncode, status)
     if status in (1, 143):
       self.assertIn('Traceback', done.stderr)

@@ -3,8 +3,6 @@
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from unittest import mock
 
@@ -12,6 +10,7 @@ import portpicker
 import pytest
 from absl.testing import absltest, parameterized
 
+from benchmarks import processes
 from tests import tiers
 from tests.cluster import task_program
 from tf_strategies import cluster, errors
@@ -181,12 +180,8 @@ class EvaluatorTest(parameterized.TestCase):
     code = _EVALUATOR.format(
       body=body, stay_seconds=stay_seconds, before=before
     )
-    done = subprocess.run(
-      [sys.executable, '-c', code],
-      stdout=subprocess.PIPE,
-      env={**os.environ, 'PYTHONPATH': os.pathsep.join(filter(None, sys.path))},
-      text=True,
-      timeout=task_program.DEADLINE_SECONDS,
+    done = processes.run_python(
+      '-c', code, deadline_seconds=task_program.DEADLINE_SECONDS
     )
     return done.returncode, done.stdout.split()
 

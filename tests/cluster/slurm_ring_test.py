@@ -1,13 +1,13 @@
 """Two processes, started as `srun` starts tasks, form a ring and add up."""
 
 import os
-import subprocess
 import sys
 
 import portpicker
 import pytest
 from absl.testing import absltest
 
+from benchmarks import processes
 from tests.cluster import schedulers
 
 _DEADLINE_SECONDS = 120.0
@@ -40,31 +40,23 @@ class SlurmRingTest(absltest.TestCase):
       'SLURM_LOCALID': str(place),
       'TFS_PORT': str(port),
       'TFS_SECRET': 'ab' * 32,
-      'PYTHONPATH': os.pathsep.join(filter(None, sys.path)),
     }
-    kept = {
-      k: v
-      for k, v in os.environ.items()
-      if k not in ('TF_CONFIG', 'TFS_SECRET_FILE')
-    }
-    process = subprocess.Popen(
+    kept = processes.python_environment(without=['TFS_SECRET_FILE'])
+    command = processes.Command(
       [sys.executable, '-c', _PROGRAM],
-      stdout=subprocess.PIPE,
-      stderr=subprocess.PIPE,
+      name=f'task {place}',
+      error_log=os.path.join(self.create_tempdir().full_path, 'errors'),
       env=schedulers.changed(kept, **variables),
-      text=True,
+      deadline_seconds=_DEADLINE_SECONDS,
     )
-    self.addCleanup(process.communicate)
-    self.addCleanup(process.kill)
-    return process
+    return self.enter_context(command)
 
   def test_tasks_of_one_step_form_a_ring(self):
     port = _free_pair()
-    processes = [self._start(place, port) for place in range(2)]
-    for process in processes:
-      out, err = process.communicate(timeout=_DEADLINE_SECONDS)
-      self.assertEqual(process.returncode, 0, err)
-      self.assertEqual(out, '[1000.0, 1002.0, 1004.0, 1006.0]\n')
+    for task in [self._start(place, port) for place in range(2)]:
+      if task.wait():
+        task.fail('failed')
+      self.assertEqual(task.output(), '[1000.0, 1002.0, 1004.0, 1006.0]\n')
 
 
 def _free_pair() -> int:

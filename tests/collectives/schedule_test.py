@@ -105,7 +105,7 @@ class ScheduleTest(parameterized.TestCase):
         make(3, 1, other, copy).validate()
 
   def test_two_additions_in_one_round_do_not_race(self):
-    make(
+    schedule = make(
       3,
       1,
       T(0, 1, 0, 0, True),
@@ -113,6 +113,7 @@ class ScheduleTest(parameterized.TestCase):
       T(1, 0, 1, 0, False),
       T(1, 0, 2, 0, False),
     ).validate()
+    self.assertEqual(schedule.completions(), {(0, 0, 0)})
 
   def test_destroyed_only_holder(self):
     with self.assertRaisesRegex(
@@ -132,7 +133,8 @@ class ScheduleTest(parameterized.TestCase):
 
   def test_a_round_reads_the_state_from_before_it(self):
     # One after the other, these would add rank 0's contribution twice.
-    make(2, 1, T(0, 0, 1, 0, True), T(0, 1, 0, 0, True)).validate()
+    swap = make(2, 1, T(0, 0, 1, 0, True), T(0, 1, 0, 0, True)).validate()
+    self.assertEqual(swap.num_rounds, 1)
 
   def test_completions_and_owners(self):
     swap = make(2, 1, T(0, 0, 1, 0, True), T(0, 1, 0, 0, True))

@@ -81,7 +81,7 @@ FEATURES = (
     'sync_batch_normalization_1_row',
     rows=65,
     model=_sync_bn_model,
-    mark_of_others=tiers.quick,
+    mark_of_others=tiers.full,
   ),
   Feature(
     'regularizers_and_constraint',
@@ -111,6 +111,7 @@ FEATURES = (
     model=_embedding_model,
     data=_tokens,
     optimizer=lambda: optimizers.SGD(0.1, clipnorm=0.05),
+    mark=tiers.full,
     mark_of_others=tiers.quick,
   ),
   Feature('steps_per_execution', rows=133, compile={'steps_per_execution': 3}),

@@ -12,7 +12,6 @@ import importlib.util
 import os
 import pickle
 import shutil
-import subprocess
 import sys
 import tempfile
 import traceback
@@ -22,6 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 import tf_strategies as tfs
+from benchmarks import processes as commands
 from tests import processes
 from tests.conformance import harness
 
@@ -99,15 +99,7 @@ def _run_under_mpiexec(case, names, deadline):
       pickle.dump((case, tuple(names)), f)
     command = [mpiexec(), '-n', str(case.workers), sys.executable]
     command += ['-m', 'tests.conformance.mpi_worker', request]
-    done = subprocess.run(
-      command,
-      env={**os.environ, 'TF_CPP_MIN_LOG_LEVEL': '2'},
-      capture_output=True,
-      text=True,
-      timeout=deadline,
-    )
-    if done.returncode:
-      raise AssertionError(f'mpiexec: {done.returncode}\n{done.stderr[-4000:]}')
+    commands.run(command, deadline_seconds=deadline, is_checked=True)
     results = []
     for rank in range(case.workers):
       with open(f'{request}.{rank}', 'rb') as f:

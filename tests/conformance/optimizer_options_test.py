@@ -59,7 +59,7 @@ FEATURES = (
     rows=133,
     optimizer=_accumulating(use_ema=True, ema_overwrite_frequency=2),
     compile={'steps_per_execution': 2},
-    mark_of_others=tiers.quick,
+    mark_of_others=tiers.full,
   ),
   Feature(
     'mixed_float16',
@@ -135,7 +135,7 @@ class LossScaleTest(harness.ConformanceTest, parameterized.TestCase):
 
   @tiers.product(
     [{'case': c} for c in harness.STRATEGIES],
-    wrap=(True, False),
+    wrap=(True, tiers.full(False)),
     bad_replica=(tiers.full(0), 1, tiers.full(3)),
   )
   def test_overflow_on_one_replica_skips_the_step_everywhere(

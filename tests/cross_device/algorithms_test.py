@@ -4,7 +4,7 @@ import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
-from tests import virtual_devices
+from tests import tiers, virtual_devices
 from tests.cross_device import replicas
 from tests.cross_device.replicas import MEAN, SUM
 from tf_strategies import collectives, cross_device
@@ -39,8 +39,10 @@ class EveryOpTest(tf.test.TestCase, parameterized.TestCase):
       for simulated in collectives.simulate(schedule, ranks).outputs:
         np.testing.assert_array_equal(simulated, replicas.exact(ranks))
 
-  @parameterized.product(
-    op=list(replicas.OPS), world_size=(2, 3, 4, 8), reduce_op=(SUM, MEAN)
+  @tiers.product(
+    op=list(replicas.OPS),
+    world_size=(tiers.full(2), 3, tiers.full(4), tiers.full(8)),
+    reduce_op=(tiers.full(SUM), MEAN),
   )
   def test_every_dtype_and_shape_in_one_call(self, op, world_size, reduce_op):
     cases = [
@@ -49,11 +51,11 @@ class EveryOpTest(tf.test.TestCase, parameterized.TestCase):
     cases.append(('float32', SHAPES[-1]))
     self.check(replicas.OPS[op](), world_size, reduce_op, cases)
 
-  @parameterized.product(
-    op=list(replicas.OPS),
-    world_size=(3, 4),
+  @tiers.product(
+    op=tiers.few(replicas.OPS, 'ring'),
+    world_size=(tiers.full(3), 4),
     shape=SHAPES,
-    reduce_op=(SUM, MEAN),
+    reduce_op=(SUM, tiers.full(MEAN)),
   )
   def test_a_tensor_alone(self, op, world_size, shape, reduce_op):
     for dtype in ('float32', 'bfloat16', 'int64', 'complex64'):
@@ -92,7 +94,7 @@ class EveryOpTest(tf.test.TestCase, parameterized.TestCase):
         [d.rpartition('device:')[2] for d in placed], list(names)
       )
 
-  @parameterized.product(op=list(replicas.OPS), world_size=(3, 8))
+  @tiers.product(op=list(replicas.OPS), world_size=(3, tiers.full(8)))
   def test_replicas_are_equal_to_the_last_bit(self, op, world_size):
     names = replicas.devices(world_size)
     random = np.random.default_rng(0)
@@ -174,7 +176,9 @@ class PrecisionTest(tf.test.TestCase, parameterized.TestCase):
     alone = make_op().reduce(SUM, value, 'CPU:6')
     np.testing.assert_array_equal(alone.numpy(), expected, strict=True)
 
-  @parameterized.product(op=list(replicas.OPS), world_size=(2, 4, 8))
+  @tiers.product(
+    op=list(replicas.OPS), world_size=(4, tiers.full(2), tiers.full(8))
+  )
   def test_mean_of_large_float16(self, op, world_size):
     names = replicas.devices(world_size)
     ranks = [np.full([99], 61440, np.float16) for _ in names]

@@ -4,7 +4,7 @@ import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
-from tests import virtual_devices
+from tests import tiers, virtual_devices
 from tests.cross_device import replicas
 from tests.cross_device.replicas import MEAN, SUM
 from tf_strategies import _tf_internal, cross_device
@@ -38,8 +38,10 @@ class ReduceTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(op.report()['calls']['reduce'], 1)
     self.assertEqual(op.calls, 0)
 
-  @parameterized.product(
-    dtype=replicas.DTYPES, shape=((), (0,), (6, 7)), reduce_op=(SUM, MEAN)
+  @tiers.product(
+    dtype=replicas.DTYPES,
+    shape=(tiers.full(()), tiers.full((0,)), (6, 7)),
+    reduce_op=(tiers.full(SUM), MEAN),
   )
   def test_dtypes(self, dtype, shape, reduce_op):
     ranks = replicas.inputs(dtype, shape, 4, reduce_op)
@@ -108,7 +110,7 @@ class ReduceTest(tf.test.TestCase, parameterized.TestCase):
     replicas.assert_equal(results[1], SUM_OF_RANKS, NAMES)
     self.assertEqual(op.calls, 2)
 
-  @parameterized.product(op=list(replicas.OPS), reduce_op=(SUM, MEAN))
+  @tiers.product(op=list(replicas.OPS), reduce_op=(tiers.full(SUM), MEAN))
   def test_one_replica(self, op, reduce_op):
     op = replicas.OPS[op]()
     value = replicas.on_devices(RANKS[2:3], ['CPU:2'])

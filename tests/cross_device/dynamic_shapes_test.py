@@ -4,7 +4,7 @@ import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
-from tests import virtual_devices
+from tests import tiers, virtual_devices
 from tests.cross_device import replicas
 from tests.cross_device.replicas import MEAN, SUM
 from tf_strategies import cross_device
@@ -42,7 +42,7 @@ class DynamicShapesTest(tf.test.TestCase, parameterized.TestCase):
           component.numpy(), replicas.exact(ranks, reduce_op), strict=True
         )
 
-  @parameterized.product(op=list(replicas.OPS), reduce_op=(SUM, MEAN))
+  @tiers.product(op=list(replicas.OPS), reduce_op=(tiers.full(SUM), MEAN))
   def test_one_graph_for_every_length(self, op, reduce_op):
     op = replicas.OPS[op]()
     step = function_of(op, reduce_op, [([None], tf.float32)], 4)
@@ -73,7 +73,9 @@ class DynamicShapesTest(tf.test.TestCase, parameterized.TestCase):
     step = function_of(make_op(), MEAN, [([None], tf.float32)], 8)
     self.check(step, MEAN, [(1009,)], ['float32'], world_size=8)
 
-  @parameterized.product(op=list(replicas.OPS), static_rank=(0, 1, 3))
+  @tiers.product(
+    op=list(replicas.OPS), static_rank=(1, *tiers.every(tiers.full, (0, 3)))
+  )
   def test_one_replica_knows_its_shape(self, op, static_rank):
     op = replicas.OPS[op]()
     names = replicas.devices(4)

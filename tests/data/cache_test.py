@@ -2,8 +2,6 @@
 
 import fcntl
 import os
-import signal
-import subprocess
 import sys
 
 import numpy as np
@@ -12,6 +10,7 @@ import tensorflow as tf
 from absl import logging
 from absl.testing import parameterized
 
+from benchmarks import processes
 from examples import datasets
 from tests import tiers
 from tests.data import formula
@@ -97,7 +96,7 @@ class DamageTest(CacheTestCase):
       ('one_byte', lambda content: content[:-1]),
       tiers.full(('half', lambda content: content[: len(content) // 2])),
       tiers.full(('all', lambda content: b'')),
-      ('zeros', lambda content: content[:-100] + bytes(100)),
+      tiers.full(('zeros', lambda content: content[:-100] + bytes(100))),
     ),
   )
   def test_is_found_before_the_first_step(self, suffix, change):
@@ -111,6 +110,7 @@ class DamageTest(CacheTestCase):
     with self.assertNoLogs(logging.get_absl_logger(), 'WARNING'):
       self.make()
 
+  @pytest.mark.full
   def test_missing_part_is_written_again(self):
     for suffix in ('.data-', '.index'):
       (path,) = self.files(suffix)
@@ -153,6 +153,7 @@ class StaleTest(CacheTestCase):
     # That of the other split is removed when that one is made.
     self.assertContainsSubset(kept, self.files())
 
+  @pytest.mark.full
   def test_another_version_that_is_being_filled_is_left_alone(self):
     first = iter(self.make(prefetch=0, shuffle_buffer=1))
     next(first)
@@ -178,6 +179,7 @@ class StaleTest(CacheTestCase):
     self.make()
     self.assertEqual(self.files(), [owner])
 
+  @pytest.mark.full
   def test_file_sets_of_one_directory_keep_their_caches(self):
     options = data_lib.PipelineOptions(
       8, cache='disk', cache_path=self.prefix, shuffle_buffer=0
@@ -201,6 +203,7 @@ class StaleTest(CacheTestCase):
         self.assertLen(list(dataset.unbatch()), _N if paths is sets[0] else 3)
     self.assertLen(self.files('.index'), 4)
 
+  @pytest.mark.full
   def test_another_prepare_fn_is_another_cache(self):
     def make(shift):
       return self.make(prepare_fn=lambda x, y: (x, y + shift))
@@ -228,26 +231,14 @@ class StaleTest(CacheTestCase):
 @pytest.mark.full
 class KillTest(CacheTestCase):
   def start_writer(self):
-    process = subprocess.Popen(
+    writer = processes.Command(
       [sys.executable, '-c', _WRITER, self.shards, self.prefix],
-      env={
-        **os.environ,
-        'PYTHONPATH': os.pathsep.join(sys.path),
-        'TF_CPP_MIN_LOG_LEVEL': '3',
-      },
-      stdout=subprocess.PIPE,
-      text=True,
+      env=processes.python_environment(),
+      deadline_seconds=_DEADLINE_SECONDS,
     )
-
-    def end():
-      process.kill()
-      process.wait(_DEADLINE_SECONDS)
-      process.stdout.close()
-
-    self.addCleanup(end)
-    # A test that hangs is ended by pytest; the writer sleeps 100 s at most.
-    self.assertEqual(process.stdout.readline(), 'begun\n')
-    return process
+    self.addCleanup(writer.close)
+    writer.wait_until(lambda: 'begun\n' in writer.output())
+    return writer
 
   def test_leftovers_of_a_killed_process_are_removed(self):
     writer = self.start_writer()
@@ -259,8 +250,7 @@ class KillTest(CacheTestCase):
     ):
       self.make()
     self.assertEqual(self.files(), before)
-    writer.send_signal(signal.SIGKILL)
-    writer.wait(_DEADLINE_SECONDS)
+    writer.kill()
     self.assertLen(self.files('.lockfile'), 1)
     with self.assertLogs(logging.get_absl_logger(), 'WARNING') as logs:
       dataset = self.make()

@@ -7,6 +7,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 from examples import datasets
+from tests import tiers
 from tests.data import formula
 from tf_strategies import data as data_lib
 from tf_strategies import errors
@@ -166,7 +167,9 @@ class VirtualEpochsTest(tf.test.TestCase, parameterized.TestCase):
       )
     )
 
-  @parameterized.product(steps=(2, 7, 13), drop_remainder=(False, True))
+  @tiers.product(
+    steps=(tiers.full(2), 7, tiers.full(13)), drop_remainder=(False, True)
+  )
   def test_every_example_as_often_as_any_other(self, steps, drop_remainder):
     changes = {'steps_per_epoch': steps, 'drop_remainder': drop_remainder}
     for epochs in (1, 3, 8):
@@ -248,11 +251,11 @@ class FileEpochsTest(tf.test.TestCase, parameterized.TestCase):
     )
     return list(dataset.as_numpy_iterator())
 
-  @parameterized.parameters(
-    {},
+  @tiers.parameters(
+    tiers.full({}),
     {'shuffle_buffer': 6, 'drop_remainder': True},
-    {'shuffle_buffer': 0, 'cache': 'memory'},
-    {'shuffle_buffer': 6, 'cache': 'memory'},
+    tiers.full({'shuffle_buffer': 0, 'cache': 'memory'}),
+    tiers.full({'shuffle_buffer': 6, 'cache': 'memory'}),
     {'cache': 'disk', 'drop_remainder': True},
   )
   def test_resumed_run_sees_and_augments_the_same(self, **changes):

@@ -9,6 +9,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 from examples import datasets
+from tests import tiers
 from tests.data import formula
 from tf_strategies import data as data_lib
 from tf_strategies import errors
@@ -56,15 +57,15 @@ class TFRecordTestCase(formula.DataTestCase, parameterized.TestCase):
 
 
 class ElementsTest(TFRecordTestCase):
-  @parameterized.product(
-    split_and_count=(('train', _TRAIN), ('test', _TEST)),
+  @tiers.product(
+    split_and_count=(('train', _TRAIN), tiers.full(('test', _TEST))),
     training=(True, False),
     changes=(
-      {},
-      {'shuffle_buffer': 0},
       {'shuffle_buffer': 5, 'num_parallel_calls': 1, 'prefetch': 0},
       {'cache': 'memory', 'num_parallel_calls': 9},
-      {'deterministic': False},
+      *tiers.every(
+        tiers.full, ({}, {'shuffle_buffer': 0}, {'deterministic': False})
+      ),
     ),
   )
   def test_every_example_once_with_its_own_pixels(
@@ -261,7 +262,7 @@ class PipelinesTest(TFRecordTestCase):
       for i in range(num_pipelines)
     ]
 
-  @parameterized.parameters(('auto', 2), ('file', 2), ('file', 3))
+  @tiers.parameters(tiers.full('auto', 2), tiers.full('file', 2), ('file', 3))
   def test_files(self, autoshard, num_pipelines):
     for i, share in enumerate(self.shares(num_pipelines, autoshard=autoshard)):
       files = set(range(i, 4, num_pipelines))
@@ -272,8 +273,8 @@ class PipelinesTest(TFRecordTestCase):
         int(share.cardinality()), -(-len(expected) // per_replica)
       )
 
-  @parameterized.parameters(
-    ('auto', 3, 'none'), ('data', 2, 'none'), ('data', 2, 'memory')
+  @tiers.parameters(
+    ('auto', 3, 'none'), tiers.full('data', 2, 'none'), ('data', 2, 'memory')
   )
   def test_examples(self, autoshard, num_pipelines, cache):
     shares = self.shares(
@@ -304,7 +305,7 @@ class PipelinesTest(TFRecordTestCase):
       self.shares(2, autoshard='data')
     self.shares(2, autoshard='file')
 
-  @parameterized.parameters('auto', 'file', 'data')
+  @tiers.parameters(tiers.full('auto'), 'file', 'data')
   def test_shard_by_tensorflow(self, autoshard):
     orders = []
     for index in range(2):
@@ -376,10 +377,9 @@ class FilesOfAnySchemaTest(tf.test.TestCase, parameterized.TestCase):
     self.assertCountEqual(order, range(n))
     self.assertNotEqual(order, list(range(n)))
 
-  @parameterized.parameters(
-    {'training': True},
+  @tiers.parameters(
     {'training': True, 'cache': 'memory', 'shuffle_buffer': 7},
-    {'training': False},
+    *tiers.every(tiers.full, ({'training': True}, {'training': False})),
   )
   def test_same_order_whichever_file_is_late(self, training, **changes):
     expected = self.keys(training, num_parallel_calls=1, **changes)

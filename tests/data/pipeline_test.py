@@ -5,7 +5,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 from examples import datasets
-from tests import virtual_devices
+from tests import tiers, virtual_devices
 from tests.data import formula
 from tf_strategies import data as data_lib
 from tf_strategies import errors
@@ -31,14 +31,14 @@ def _context(pipeline, num_pipelines, replicas=None):
 
 
 class ElementsTest(tf.test.TestCase, parameterized.TestCase):
-  @parameterized.product(
+  @tiers.product(
     training=(True, False),
-    n=(7, 8, 61),
+    n=(tiers.full(7), tiers.full(8), 61),
     changes=(
-      {},
-      {'shuffle_buffer': 0},
+      tiers.full({}),
+      tiers.full({'shuffle_buffer': 0}),
       {'shuffle_buffer': 5},
-      {'num_parallel_calls': 1, 'prefetch': 0},
+      tiers.full({'num_parallel_calls': 1, 'prefetch': 0}),
       {'num_parallel_calls': 3, 'prefetch': 4, 'deterministic': False},
       {'cache': 'memory', 'autoshard': 'off'},
     ),

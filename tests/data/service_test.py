@@ -80,7 +80,9 @@ class ServiceTest(tf.test.TestCase, parameterized.TestCase):
     for _ in range(2):
       self.assertEqual(self.labels(dataset), list(range(_N)))
 
-  @tiers.parameters('make_files', tiers.soak('make_arrays'), 'make_seeds')
+  @tiers.parameters(
+    tiers.full('make_files'), tiers.soak('make_arrays'), 'make_seeds'
+  )
   def test_each_epoch_has_an_order_and_seeds_of_its_own(self, make):
     # Each epoch is a new job, whose random numbers begin anew.
     self.start_workers(1)

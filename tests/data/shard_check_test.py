@@ -7,6 +7,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 from examples import datasets
+from tests import tiers
 from tests.data import formula
 from tf_strategies import data as data_lib
 from tf_strategies import errors
@@ -46,8 +47,9 @@ def _delayed(path):
 
 
 class SharesTest(tf.test.TestCase, parameterized.TestCase):
-  @parameterized.product(
-    num_files=tuple(range(1, 8)), autoshard=('auto', 'data', 'file')
+  @tiers.product(
+    num_files=(*tiers.every(tiers.full, (1, 2, 3, 4, 6)), 5, 7),
+    autoshard=('auto', 'data', 'file'),
   )
   def test_arithmetic_of_shares(self, num_files, autoshard):
     paths = tuple(map(str, range(num_files)))
@@ -74,8 +76,15 @@ class SharesTest(tf.test.TestCase, parameterized.TestCase):
         taken += mine
       self.assertCountEqual(taken, [(p, i) for p in paths for i in range(9)])
 
-  @parameterized.product(
-    sizes=((1, 3), (2, 1), (2, 4), (3, 7), (4, 2), (5, 5)),
+  @tiers.product(
+    sizes=(
+      tiers.full((1, 3)),
+      tiers.full((2, 1)),
+      (2, 4),
+      (3, 7),
+      tiers.full((4, 2)),
+      tiers.full((5, 5)),
+    ),
     autoshard=('auto', 'data', 'file'),
   )
   def test_files(self, sizes, autoshard):
@@ -114,7 +123,7 @@ class SharesTest(tf.test.TestCase, parameterized.TestCase):
     with self.assertRaisesRegex(errors.DataError, f'{_N} examples too often'):
       data_lib.check_shards(shards, shards[0])
 
-  @parameterized.parameters('auto', 'data')
+  @tiers.parameters(tiers.full('auto'), 'data')
   def test_arrays(self, autoshard):
     options = data_lib.PipelineOptions(60, seed=2, autoshard=autoshard)
     arrays = formula.arrays(_N)

@@ -5,6 +5,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 from examples import datasets
+from tests import tiers
 from tests.data import formula
 from tf_strategies import data as data_lib
 
@@ -65,12 +66,12 @@ class TransformTestCase(tf.test.TestCase, parameterized.TestCase):
 
 
 class CallsTest(TransformTestCase):
-  @parameterized.parameters(
+  @tiers.parameters(
     ('arrays', 'none', True),
-    ('arrays', 'memory', True),
-    ('arrays', 'memory', False),
-    ('files', 'none', True),
-    ('files', 'memory', True),
+    tiers.full('arrays', 'memory', True),
+    tiers.full('arrays', 'memory', False),
+    tiers.full('files', 'none', True),
+    tiers.full('files', 'memory', True),
     ('files', 'disk', False),
   )
   def test_what_runs_how_often(self, source, cache, training):
@@ -99,7 +100,7 @@ class CallsTest(TransformTestCase):
     if training:
       self.assertEqual(calls.seed_spec, (tf.int64, (2,)))
 
-  @parameterized.parameters(('arrays', 'none'), ('files', 'memory'))
+  @tiers.parameters(tiers.full('arrays', 'none'), ('files', 'memory'))
   def test_order_of_the_functions(self, source, cache):
     seen = {}
 

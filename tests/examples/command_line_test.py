@@ -5,8 +5,6 @@ import os
 import pathlib
 import re
 import signal
-import subprocess
-import sys
 import time
 
 import numpy as np
@@ -15,6 +13,7 @@ import tensorflow as tf
 from absl import flags
 from absl.testing import parameterized
 
+from benchmarks import processes
 from examples import common, compare_weights
 from tests import tiers, virtual_devices
 from tests.examples import pages, programs
@@ -80,14 +79,10 @@ class HelpTest(parameterized.TestCase):
   @parameterized.product(name=pages.NAMES, as_file=[True, False])
   def test_help_shows_all_flags_at_once(self, name, as_file):
     program = [f'examples/{name}.py'] if as_file else ['-m', f'examples.{name}']
-    paths = filter(None, sys.path)
-    shown = subprocess.run(
-      [sys.executable, '-X', 'importtime', *program, '--help'],
+    shown = processes.run_python(
+      *('-X', 'importtime', *program, '--help'),
       cwd=programs.ROOT,
-      capture_output=True,
-      text=True,
-      timeout=_HELP_SECONDS,
-      env={**os.environ, 'PYTHONPATH': os.pathsep.join(paths)},
+      deadline_seconds=_HELP_SECONDS,
     )
     with pages.parsed(name) as example:
       defined = {

@@ -2,13 +2,12 @@
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
+from benchmarks import processes
 from examples import common
 from tests import tiers, virtual_devices
 from tests.examples import pages, programs
@@ -16,7 +15,6 @@ from tf_strategies.monitoring import merge
 
 virtual_devices.configure_logical_cpus()
 
-_DEADLINE_SECONDS = 60
 # 1,437 digits make 15 steps.
 _BATCH_SIZE, _STEPS = 100, 15
 
@@ -79,19 +77,12 @@ class TwoWorkersTest(tf.test.TestCase):
     self.addCleanup(program.kill)
     self.assertEqual(program.wait(), 0, program.output())
     parts = [os.path.join(directory, f'run-{rank}.json') for rank in range(2)]
-    merged = subprocess.run(
-      [
-        sys.executable,
-        '-m',
-        'tf_strategies.monitoring.merge',
-        *parts,
-        f'--output={path}',
-      ],
-      check=True,
-      capture_output=True,
-      text=True,
-      timeout=_DEADLINE_SECONDS,
-      env={**os.environ, 'PYTHONPATH': os.pathsep.join(sys.path)},
+    merged = processes.run_python(
+      '-m',
+      'tf_strategies.monitoring.merge',
+      *parts,
+      f'--output={path}',
+      is_checked=True,
     )
     self.assertRegex(merged.stdout, r'rank 1 .*: ahead by .* us, within')
     events = merge.load(path)['traceEvents']

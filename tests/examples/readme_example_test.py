@@ -1,13 +1,11 @@
 """The program in the README runs as it stands, and is as short as it says."""
 
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 from absl.testing import absltest
 
+from benchmarks import processes
 from tests.architecture import project
 
 _PREAMBLE = """
@@ -24,13 +22,7 @@ def _program() -> str:
 @pytest.mark.multi_process
 class ReadmeExampleTest(absltest.TestCase):
   def test_program_runs_on_four_replicas(self):
-    result = subprocess.run(
-      [sys.executable, '-c', _PREAMBLE + _program()],
-      capture_output=True,
-      text=True,
-      timeout=200,
-      env={**os.environ, 'PYTHONPATH': os.pathsep.join(filter(None, sys.path))},
-    )
+    result = processes.run_python('-c', _PREAMBLE + _program())
     self.assertEqual(result.returncode, 0, result.stderr[-2000:])
     report = result.stdout.splitlines()[-1]
     # 1,437 digits in batches of 64 are 23 steps an epoch.

@@ -117,6 +117,7 @@ class RunTest(_EvaluatorTest):
     self.assertFalse(thread.is_alive())
     self.check_evaluations(results, training)
 
+  @pytest.mark.full
   def test_ends_after_so_many_and_goes_on_with_the_next(self):
     training = Training(self.directory)
     paths = [training.step() for _ in range(3)]
@@ -125,6 +126,7 @@ class RunTest(_EvaluatorTest):
     training.finish()
     self.check_evaluations(evaluator.run(), training, paths[2:])
 
+  @pytest.mark.full
   def test_ends_when_nothing_new_has_come(self):
     training = Training(self.directory)
     training.step()
@@ -137,6 +139,7 @@ class RunTest(_EvaluatorTest):
     self.directory = os.path.join(self.directory, 'missing')
     self.assertEmpty(self.evaluator(idle_timeout_seconds=0.2).run())
 
+  @pytest.mark.full
   def test_deleted_checkpoint_is_skipped(self):
     training = Training(self.directory)
     paths = [training.step() for _ in range(3)]
@@ -151,7 +154,7 @@ class RunTest(_EvaluatorTest):
 
   @tiers.parameters(
     tiers.soak('data-00000-of-00001', lambda raw: raw[: len(raw) // 2]),
-    ('data-00000-of-00001', lambda raw: b''),
+    tiers.full('data-00000-of-00001', lambda raw: b''),
     tiers.soak('data-00000-of-00001', lambda raw: bytes(b ^ 255 for b in raw)),
     ('index', lambda raw: raw[:30]),
     tiers.soak('index', lambda raw: b'x' * len(raw)),
@@ -167,6 +170,7 @@ class RunTest(_EvaluatorTest):
     self.check_evaluations(evaluations, training, paths[1:])
     self.assertIn(f'Skipped {paths[0]}, which cannot be read', logs.output[0])
 
+  @pytest.mark.full
   def test_checkpoint_that_is_written_again(self):
     training = Training(self.directory)
     evaluator = self.evaluator(max_evaluations=1)
@@ -177,6 +181,7 @@ class RunTest(_EvaluatorTest):
     (again,) = evaluator.run()
     self.assertEqual((again.path, again.iterations), (path, 8))
 
+  @pytest.mark.full
   def test_steps(self):
     Training(self.directory).step()
     options = {'max_evaluations': 1}
@@ -228,7 +233,9 @@ class RunCheckpointTest(_EvaluatorTest):
     training.finish()
     self.check_evaluations(self.evaluator().run(), training)
 
-  @parameterized.parameters('truncate', 'flip', 'empty', 'delete')
+  @tiers.parameters(
+    'truncate', tiers.full('flip'), tiers.full('empty'), 'delete'
+  )
   def test_damaged_checkpoint_is_skipped(self, damage):
     training = RunTraining(self.directory)
     paths = [training.step() for _ in range(3)]

@@ -315,6 +315,7 @@ class SignalsTest(tf.test.TestCase, parameterized.TestCase):
         self.small.fit(callback, epochs=4, **options)
       self.assertIs(signal.getsignal(signal.SIGTERM), before)
 
+  @pytest.mark.full
   def test_groups_of_steps_that_do_not_end_where_it_was_saved(self):
     self.small.checkpoint.save(epoch=2, step=3)
     self.small.checkpoint.restore()
@@ -361,6 +362,7 @@ class SignalsTest(tf.test.TestCase, parameterized.TestCase):
       self.assertTrue(preemption.requested)
     self.assertEmpty(self.heard)
 
+  @pytest.mark.full
   def test_one_within_the_other(self):
     before = signal.getsignal(signal.SIGTERM)
     with tfs.Preemption(self.small.checkpoint):
@@ -374,6 +376,7 @@ class SignalsTest(tf.test.TestCase, parameterized.TestCase):
       self.assertEqual(signal.getsignal(signal.SIGTERM), outer)
     self.assertIs(signal.getsignal(signal.SIGTERM), before)
 
+  @pytest.mark.full
   def test_each_epoch_is_saved_or_not(self):
     position = self.small.checkpoint.restore()
     self.assertEqual(position, Position())

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 import time
 
@@ -10,6 +9,7 @@ import pytest
 from absl.testing import absltest
 
 from benchmarks import network_namespaces
+from benchmarks import processes as commands
 from tests import processes
 from tests.integration import worker_on_host
 
@@ -37,19 +37,15 @@ class CutLinkTest(absltest.TestCase):
     with network_namespaces.NetworkNamespaces(3, '1gbit') as hosts:
       workers = [f'{address}:{_PORT}' for address in hosts.addresses]
       started = [
-        self._start(hosts, rank, workers, path)
+        self.enter_context(self._start(hosts, rank, workers, path))
         for rank, path in enumerate(paths)
       ]
-      try:
-        self._wait_for(lambda: all(len(_lines(p)) > 5 for p in paths))
-        hosts.cut_link(1)
-        cut = time.time()
-        for process in started:
-          process.wait(timeout=_SECONDS)
-      finally:
-        for process in started:
-          process.kill()
-          process.wait(timeout=10)
+      for command, path in zip(started, paths, strict=True):
+        command.wait_until(lambda p=path: len(_lines(p)) > 5)
+      hosts.cut_link(1)
+      cut = time.time()
+      for command in started:
+        command.wait()
     ends = [_lines(path)[-1] for path in paths]
     for end in ends:
       self.assertTrue(end.get('is_typed'), end)
@@ -63,24 +59,18 @@ class CutLinkTest(absltest.TestCase):
     print('named after', [round(end['time'] - cut, 1) for end in ends], 's')
 
   def _start(self, hosts, rank, workers, path):
-    environment = {
-      **os.environ,
-      'TF_CONFIG': processes.tf_config({'worker': workers}, rank),
-      'TFS_SECRET': 'a secret of the hosts',
-      'TF_CPP_MIN_LOG_LEVEL': '2',
-    }
-    command = [sys.executable, '-m', 'tests.integration.worker_on_host', path]
-    return subprocess.Popen(
-      hosts.command(rank, [*command, str(_SECONDS)]),
-      env=environment,
-      stderr=subprocess.DEVNULL,
+    words = [sys.executable, '-m', 'tests.integration.worker_on_host', path]
+    return commands.Command(
+      hosts.command(rank, [*words, str(_SECONDS)]),
+      name=f'worker {rank}',
+      env=commands.python_environment(
+        {
+          'TF_CONFIG': processes.tf_config({'worker': workers}, rank),
+          'TFS_SECRET': 'a secret of the hosts',
+        }
+      ),
+      deadline_seconds=2 * _SECONDS,
     )
-
-  def _wait_for(self, condition):
-    ends_at = time.monotonic() + _SECONDS
-    while not condition():
-      self.assertLess(time.monotonic(), ends_at, 'training did not begin')
-      time.sleep(0.05)
 
 
 if __name__ == '__main__':

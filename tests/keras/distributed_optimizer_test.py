@@ -8,7 +8,7 @@ from absl import logging
 from absl.testing import parameterized
 
 import tf_strategies as tfs
-from tests import virtual_devices
+from tests import tiers, virtual_devices
 
 virtual_devices.configure_logical_cpus()
 
@@ -35,11 +35,11 @@ def _fit(strategy, optimizer, rows=16, **compile_options):
 
 
 class RefusalTest(tf.test.TestCase, parameterized.TestCase):
-  @parameterized.named_parameters(
-    ('clipnorm', {'clipnorm': 0.25}, 'clipnorm=0.25'),
-    ('clipvalue', {'clipvalue': 0.5}, 'clipvalue=0.5'),
+  @tiers.named_parameters(
+    tiers.full('clipnorm', {'clipnorm': 0.25}, 'clipnorm=0.25'),
+    tiers.full('clipvalue', {'clipvalue': 0.5}, 'clipvalue=0.5'),
     ('global_clipnorm', {'global_clipnorm': 1.5}, 'global_clipnorm=1.5'),
-    (
+    tiers.full(
       'accumulated',
       {'clipnorm': 0.25, 'gradient_accumulation_steps': 2},
       'clipnorm=0.25',
@@ -56,6 +56,7 @@ class RefusalTest(tf.test.TestCase, parameterized.TestCase):
       self.assertIn(named, str(caught.exception))
       self.assertIn('tfs.keras.DistributedOptimizer', str(caught.exception))
 
+  @pytest.mark.full
   def test_clipping_inside_a_loss_scale_is_refused(self):
     with self.assertRaisesRegex(
       tfs.errors.UnsupportedOptionError, 'clipnorm=0.25'
@@ -83,6 +84,7 @@ class RefusalTest(tf.test.TestCase, parameterized.TestCase):
       step()
     self.assertAllEqual(variable.numpy(), 2.0)
 
+  @pytest.mark.full
   def test_one_replica_may_clip_without_the_wrapper(self):
     model = _fit(_strategy(1), lambda: optimizers.SGD(0.1, clipnorm=0.25))
     self.assertEqual(model.optimizer.iterations.numpy(), 2)
@@ -114,7 +116,7 @@ class RefusalTest(tf.test.TestCase, parameterized.TestCase):
       ):
         optimizer.apply([tf.constant(1.0)], [variable])
 
-  @parameterized.parameters('sum', 'mean_with_sample_weight')
+  @tiers.parameters('sum', tiers.full('mean_with_sample_weight'))
   def test_loss_reductions_that_rows_cannot_weigh_are_refused(self, reduction):
     strategy = _strategy()
     with strategy.scope():
@@ -126,6 +128,7 @@ class RefusalTest(tf.test.TestCase, parameterized.TestCase):
     with self.assertRaisesRegex(tfs.errors.UnsupportedOptionError, reduction):
       model.fit(np.ones([8, 3]), np.ones([8, 2]), batch_size=8, verbose=0)
 
+  @pytest.mark.full
   def test_sum_reduction_with_weighting_none_equals_one_device(self):
     weights = []
     for strategy in (_strategy(), None):

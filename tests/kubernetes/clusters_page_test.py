@@ -5,11 +5,11 @@ import importlib.util
 import io
 import re
 import shlex
-import subprocess
 
 import pytest
 from absl.testing import absltest
 
+from benchmarks import processes
 from tests.architecture import project
 from tf_strategies import cluster, kubernetes, launch
 from tf_strategies.cluster import sources
@@ -63,9 +63,7 @@ class ClustersPageTest(absltest.TestCase):
     blocks = _blocks('bash')
     self.assertNotEmpty(blocks)
     for block in blocks:
-      done = subprocess.run(
-        ['bash', '-n'], input=block, text=True, timeout=60, capture_output=True
-      )
+      done = processes.run(['bash', '-n', '-c', block])
       self.assertEqual((done.returncode, done.stderr), (0, ''), block)
 
   @_needs_yaml

@@ -3,14 +3,12 @@
 import contextlib
 import importlib.util
 import io
-import os
-import subprocess
-import sys
 from unittest import mock
 
 import pytest
 from absl.testing import absltest, parameterized
 
+from benchmarks import processes
 from tf_strategies import kubernetes
 
 _JOB = ['--num_workers=2', '--num_ps=1', '--image=mnist:1', '--name=mnist']
@@ -62,12 +60,8 @@ class WriteTest(parameterized.TestCase):
     self.assertNotIn('version control', out)
 
   def test_runs_as_a_module(self):
-    done = subprocess.run(
-      [sys.executable, '-m', 'tf_strategies.kubernetes', *_JOB, *_COMMAND],
-      stdout=subprocess.PIPE,
-      timeout=120,
-      env={**os.environ, 'PYTHONPATH': os.pathsep.join(filter(None, sys.path))},
-      check=True,
+    done = processes.run_python(
+      *('-m', 'tf_strategies.kubernetes', *_JOB, *_COMMAND), is_checked=True
     )
     self.assertEqual(_documents(done.stdout)[1]['kind'], 'JobSet')
 

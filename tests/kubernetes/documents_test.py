@@ -1,11 +1,9 @@
 import copy
-import os
 import re
-import subprocess
-import sys
 
 from absl.testing import absltest, parameterized
 
+from tests import docstrings
 from tf_strategies import cluster, errors, kubernetes
 from tf_strategies.cluster import exit_codes
 
@@ -348,24 +346,14 @@ class CheckTFJobTest(parameterized.TestCase):
     worker = job['spec']['tfReplicaSpecs']['Worker']
     del worker['replicas'], worker['restartPolicy']
     del worker['template']['spec']['containers'][0]['ports']
-    kubernetes.check_tfjob(job)
+    self.assertIsNone(kubernetes.check_tfjob(job))
 
 
 class ImportTest(absltest.TestCase):
   def test_needs_neither_yaml_nor_tensorflow(self):
-    code = """
-import sys
-import tf_strategies.kubernetes
-print([name for name in ('yaml', 'tensorflow', 'keras') if name in sys.modules])
-"""
-    done = subprocess.run(
-      [sys.executable, '-c', code],
-      stdout=subprocess.PIPE,
-      timeout=120,
-      env={**os.environ, 'PYTHONPATH': os.pathsep.join(filter(None, sys.path))},
-      check=True,
+    docstrings.check_imports_load_none(
+      self, ['tf_strategies.kubernetes'], ['yaml', 'tensorflow', 'keras']
     )
-    self.assertEqual(done.stdout, b'[]\n')
 
 
 if __name__ == '__main__':

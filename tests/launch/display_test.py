@@ -4,13 +4,13 @@ import os
 import pathlib
 import pty
 import select
-import subprocess
 import sys
 import time
 
 import pytest
 from absl.testing import absltest, parameterized
 
+from benchmarks import processes
 from tests.launch import programs
 
 _SPEAK = "print('from', name, flush=True)\n"
@@ -111,20 +111,17 @@ class ColourTest(parameterized.TestCase):
     """What the launcher writes to a terminal."""
     ours, theirs = pty.openpty()
     self.addCleanup(os.close, ours)
-    directory = self.create_tempdir().full_path
-    kept = {k: v for k, v in os.environ.items() if k != 'NO_COLOR'}
-    process = subprocess.Popen(
+    command = processes.Command(
       [sys.executable, '-c', programs.PAST_THE_DOOR, '--', 'echo', 'hello'],
-      stdin=subprocess.DEVNULL,
       stdout=theirs,
-      stderr=subprocess.DEVNULL,
-      env={**kept, **environment},
-      cwd=directory,
+      env=processes.environment(environment, without=['NO_COLOR']),
+      cwd=self.create_tempdir().full_path,
+      deadline_seconds=programs.DEADLINE_SECONDS,
     )
     os.close(theirs)
     written = b''
     ends_at = time.monotonic() + programs.DEADLINE_SECONDS
-    try:
+    with command:
       while select.select([ours], [], [], ends_at - time.monotonic())[0]:
         try:
           data = os.read(ours, 4096)
@@ -134,10 +131,7 @@ class ColourTest(parameterized.TestCase):
         if not data:
           break
         written += data
-      self.assertEqual(process.wait(programs.DEADLINE_SECONDS), 0)
-    finally:
-      process.kill()
-      process.wait()
+      self.assertEqual(command.wait(), 0)
     return written.replace(b'\r', b'')
 
   @parameterized.parameters({}, {'NO_COLOR': ''})

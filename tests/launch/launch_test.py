@@ -2,13 +2,13 @@
 
 import json
 import os
-import subprocess
 import sys
 
 import psutil
 import pytest
 from absl.testing import absltest, parameterized
 
+from benchmarks import processes
 from tests.launch import programs
 from tf_strategies import cluster
 
@@ -153,18 +153,15 @@ class CommandLineTest(parameterized.TestCase):
 
   def test_runs_as_a_module(self):
     code = "import os; print('attempt', os.environ['TFS_RESTART_COUNT'])"
-    environment = {**os.environ, 'PYTHONPATH': os.pathsep.join(sys.path)}
-    done = subprocess.run(
-      [sys.executable, '-m', 'tf_strategies.launch', '--num_workers=2', '--',
-       sys.executable, '-I', '-S', '-c', code],
-      stdout=subprocess.PIPE,
-      timeout=programs.DEADLINE_SECONDS,
-      env=environment,
-      check=True,
-    )  # fmt: skip
+    done = processes.run_python(
+      *('-m', 'tf_strategies.launch', '--num_workers=2', '--'),
+      *(sys.executable, '-I', '-S', '-c', code),
+      deadline_seconds=programs.DEADLINE_SECONDS,
+      is_checked=True,
+    )
     self.assertEqual(
       sorted(done.stdout.splitlines()),
-      [b'[worker 0] attempt 0', b'[worker 1] attempt 0'],
+      ['[worker 0] attempt 0', '[worker 1] attempt 0'],
     )
 
 

@@ -5,6 +5,7 @@ import signal
 import pytest
 from absl.testing import absltest, parameterized
 
+from tests import tiers
 from tests.launch import programs
 
 _HELPERS = """
@@ -54,7 +55,7 @@ if name == 'worker_1':
       'has ended well, so it would train alone, from the beginning.',
     )
 
-  @parameterized.parameters('worker_0', 'worker_1')
+  @tiers.parameters(tiers.full('worker_0'), 'worker_1')
   def test_task_that_came_back_is_ended(self, victim):
     self.check_returned(victim, 'pass')
 

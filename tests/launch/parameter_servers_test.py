@@ -5,6 +5,7 @@ import signal
 import pytest
 from absl.testing import absltest, parameterized
 
+from tests import tiers
 from tests.launch import programs
 
 # A server that says which signal ended it.
@@ -59,7 +60,7 @@ time.sleep(600)
     self.assertEqual(launcher.wait(), 0, launcher.stderr())
     self.assertEmpty(launcher.alive())
 
-  @parameterized.parameters('worker_1', 'ps_0')
+  @tiers.parameters(tiers.full('worker_1'), 'ps_0')
   def test_killed_server_is_started_again(self, victim):
     code = f"""
 if name == 'chief_0':
@@ -97,7 +98,7 @@ time.sleep(600)
     self.assertEqual(launcher.wait(), 0, launcher.stderr())
     self.assertIn('ps 0: exit status 143. Starting it', launcher.stderr())
 
-  @parameterized.parameters('worker_1', 'ps_0')
+  @tiers.parameters('worker_1', tiers.full('ps_0'))
   def test_server_that_dies_for_good_fails_the_job(self, victim):
     code = f"""
 if name == {victim!r}:

@@ -153,18 +153,10 @@ def _words(arguments):
 
 def run(arguments, directory, environment=None) -> tuple[int, str, str]:
   """Runs the launcher to its end: exit status, stdout and stderr."""
-  directory = pathlib.Path(directory)
-  with processes.Command(
+  done = processes.run(
     _words(arguments),
     name='launch',
-    log=directory / 'stdout',
-    error_log=directory / 'stderr',
     env={**os.environ, **(environment or {})},
     deadline_seconds=DEADLINE_SECONDS,
-  ) as command:
-    status = command.wait()
-  return (
-    status,
-    (directory / 'stdout').read_text(encoding='utf-8'),
-    (directory / 'stderr').read_text(encoding='utf-8'),
   )
+  return done.returncode, done.stdout, done.stderr

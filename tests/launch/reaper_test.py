@@ -4,13 +4,13 @@ import contextlib
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 
 import pytest
 from absl.testing import absltest, parameterized
 
+from benchmarks import processes
 from tests.launch import programs
 from tf_strategies.launch import reaper
 
@@ -39,9 +39,10 @@ class _Reaped:
     for end in (self.channel, self._output):
       end.settimeout(programs.DEADLINE_SECONDS)
     with theirs, written:
-      self.process = subprocess.Popen(
+      self.process = processes.Command(
         [sys.executable, '-I', '-S', reaper.__file__, str(theirs.fileno()),
          grace_period, '--', 'sh', '-c', script],
+        deadline_seconds=programs.DEADLINE_SECONDS,
         pass_fds=[theirs.fileno()],
         stdout=written,
         start_new_session=True,
@@ -70,8 +71,7 @@ class _Reaped:
 class GuardTest(parameterized.TestCase):
   def _start(self, *arguments):
     reaped = _Reaped(*arguments)
-    self.addCleanup(reaped.process.wait)
-    self.addCleanup(reaped.process.kill)
+    self.addCleanup(reaped.process.close)
     self.addCleanup(reaped.close)
     return reaped
 
@@ -82,7 +82,7 @@ class GuardTest(parameterized.TestCase):
     reaped = self._start(script)
     self.assertEqual(reaped.report()[0], 'started')
     self.assertEqual(reaped.report(), ('ended', status))
-    self.assertEqual(reaped.process.wait(programs.DEADLINE_SECONDS), 0)
+    self.assertEqual(reaped.process.wait(), 0)
 
   def test_task_leads_a_group_and_has_the_usual_signals(self):
     script = 'echo $$; ps -o pgid= -p $$; grep SigIgn /proc/$$/status; kill $$'
@@ -111,7 +111,7 @@ class GuardTest(parameterized.TestCase):
     _, pid = reaped.report()
     self.assertEqual(reaped.output.readline(), b'ready\n')
     reaped.hang_up()
-    self.assertEqual(reaped.process.wait(programs.DEADLINE_SECONDS), 0)
+    self.assertEqual(reaped.process.wait(), 0)
     self.assertFalse(programs.is_running(pid))
 
   @pytest.mark.skipif(sys.platform != 'linux', reason='prctl is of Linux')
@@ -121,7 +121,7 @@ class GuardTest(parameterized.TestCase):
     reaped.report()
     stray = int(reaped.output.readline())
     self.assertEqual(reaped.report(), ('ended', 6))
-    self.assertEqual(reaped.process.wait(programs.DEADLINE_SECONDS), 0)
+    self.assertEqual(reaped.process.wait(), 0)
     with contextlib.suppress(ProcessLookupError):
       os.kill(stray, 0)
       self.fail(f'{stray} is left')
@@ -132,7 +132,7 @@ class GuardTest(parameterized.TestCase):
     _, pid = reaped.report()
     self.assertEqual(reaped.output.readline(), b'ready\n')
     reaped.process.kill()
-    reaped.process.wait(programs.DEADLINE_SECONDS)
+    reaped.process.wait()
     # The output ends when the task, which holds its other end, has ended.
     self.assertEqual(reaped.output.read(), b'')
     # Its files are closed a moment before it is gone.

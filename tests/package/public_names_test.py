@@ -1,11 +1,9 @@
 """The package's door: what it offers, and what it loads for that."""
 
-import subprocess
-import sys
-
 from absl.testing import absltest, parameterized
 
 import tf_strategies as tfs
+from benchmarks import processes
 from tf_strategies import _public
 
 _LIGHT = ('cluster', 'collectives', 'errors', 'process_group')
@@ -34,7 +32,8 @@ class PublicNamesTest(parameterized.TestCase):
       f'import sys, tf_strategies as tfs; tfs.{room}; '
       'assert "tensorflow" not in sys.modules and "keras" not in sys.modules'
     )
-    subprocess.run([sys.executable, '-c', program], check=True, timeout=60)
+    done = processes.run_python('-c', program)
+    self.assertEqual(done.returncode, 0, done.stderr)
 
 
 if __name__ == '__main__':

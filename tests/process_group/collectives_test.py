@@ -109,7 +109,7 @@ def _large(rank):
 
 @pytest.mark.multi_process
 class CollectivesTest(parameterized.TestCase):
-  @tiers.parameters(1, tiers.full(2), 3, 4, tiers.full(5))
+  @tiers.parameters(*tiers.every(tiers.full, (1, 2, 4, 5)), 3)
   def test_all_reduce(self, world_size):
     results = processes.run_workers(_all_reduce, world_size, is_fresh=True)
     for dtype in _DTYPES:
@@ -148,7 +148,7 @@ class CollectivesTest(parameterized.TestCase):
     with self.assertRaises(AssertionError):
       conformance.check(self, results)
 
-  @parameterized.parameters(1, 2, 3, 5)
+  @tiers.parameters(tiers.full(1), tiers.full(2), 3, tiers.full(5))
   def test_broadcast_and_all_gather(self, world_size):
     for result in processes.run_workers(_moves, world_size):
       for size in (0, 3, 500):
@@ -164,7 +164,9 @@ class CollectivesTest(parameterized.TestCase):
       self.assertEqual(result['scalar'], 7.5)
       self.assertEqual(result['scalar'].shape, ())
 
-  @parameterized.product(world_size=(2, 3), name=('bfloat16', 'float16'))
+  @tiers.product(
+    world_size=(tiers.full(2), 3), name=('bfloat16', tiers.full('float16'))
+  )
   def test_encoded_sums_are_made_in_float32_and_encoded_once(
     self, world_size, name
   ):
@@ -181,7 +183,7 @@ class CollectivesTest(parameterized.TestCase):
       sent, [2 * (world_size - 1) * 6000 // world_size] * len(sent)
     )
 
-  @parameterized.parameters(2, 3)
+  @tiers.parameters(2, tiers.full(3))
   def test_large_arrays(self, world_size):
     for result in processes.run_workers(_large, world_size):
       self.assertEqual([result[i] for i in (0, 1, 3, 4)], [True] * 4)

@@ -178,6 +178,7 @@ class LeavingTest(parameterized.TestCase):
       self.assertStartsWith(result, 'Rank 1 (task 1 at ')
       self.assertIn('KeyboardInterrupt during a collective', result)
 
+  @pytest.mark.full
   def test_ranks_that_are_done_do_not_disturb_the_others(self):
     for low, high in processes.run_workers(_finish, 4):
       self.assertEqual((low, high), (6.0, 6.0))
@@ -208,9 +209,11 @@ class MismatchTest(parameterized.TestCase):
     tiers.full(
       'dtype', ('all_reduce', (np.zeros(100, np.int32),), {'name': 'x'})
     ),
-    ('name', ('all_reduce', (_FLOATS,), {'name': 'y'})),
+    tiers.full('name', ('all_reduce', (_FLOATS,), {'name': 'y'})),
     tiers.full('op', ('all_reduce', (_FLOATS,), {'name': 'x', 'op': 'max'})),
-    ('algorithm', ('all_reduce', (np.zeros(10**5, 'f4'),), {'name': 'x'})),
+    tiers.full(
+      'algorithm', ('all_reduce', (np.zeros(10**5, 'f4'),), {'name': 'x'})
+    ),
     ('barrier', ('barrier', (), {'name': 'x'})),
     tiers.full('broadcast', ('broadcast', (_FLOATS, 0), {'name': 'x'})),
     tiers.full('gather', ('all_gather', (_FLOATS,), {'name': 'x'})),
@@ -229,6 +232,7 @@ class MismatchTest(parameterized.TestCase):
       self.assertRegex(message, r'rank [01] \(task [01] at .*rank 2 \(task 2')
       self.assertIn("all_reduce(sum) 'x' of float32[100]", message)
 
+  @pytest.mark.full
   def test_shapes_of_broadcasts_and_rows_of_gathers(self):
     for method, args in (('broadcast', (1,)), ('all_gather', ())):
       calls = [

@@ -7,7 +7,7 @@ from absl import logging
 from absl.testing import parameterized
 
 import tf_strategies as tfs
-from tests import virtual_devices
+from tests import tiers, virtual_devices
 
 virtual_devices.configure_logical_cpus()
 
@@ -184,15 +184,15 @@ class RoutingTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class AnyCrossDeviceOpsTest(tf.test.TestCase, parameterized.TestCase):
-  @parameterized.parameters(
+  @tiers.parameters(
     tfs.RingAllReduce,
-    tfs.NaiveAllReduce,
-    tfs.TreeAllReduce,
-    tfs.HalvingDoublingAllReduce,
+    tiers.full(tfs.NaiveAllReduce),
+    tiers.full(tfs.TreeAllReduce),
+    tiers.full(tfs.HalvingDoublingAllReduce),
     tfs.HierarchicalRingAllReduce,
-    tfs.DirectAllReduce,
-    tfs.AutoAllReduce,
-    tf.distribute.ReductionToOneDevice,
+    tiers.full(tfs.DirectAllReduce),
+    tiers.full(tfs.AutoAllReduce),
+    tiers.full(tf.distribute.ReductionToOneDevice),
   )
   def test_trains_to_the_same_weights(self, op):
     weights = []

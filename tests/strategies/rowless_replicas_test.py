@@ -1,15 +1,12 @@
 """A replica without rows contributes nothing, whatever the step computes."""
 
-import os
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_strategies as tfs
+from benchmarks import processes
 from tests import tiers, virtual_devices
 
 virtual_devices.configure_logical_cpus()
@@ -45,7 +42,10 @@ MODES = ('outside', 'inside', 'eager')
 
 
 class RowlessReplicasTest(tf.test.TestCase, parameterized.TestCase):
-  @parameterized.product(mode=MODES, rows=(1, 2, 3))
+  @tiers.product(
+    mode=tiers.few(MODES, 'outside', 'inside'),
+    rows=(1, *tiers.every(tiers.full, (2, 3))),
+  )
   def test_reductions_leave_them_out(self, mode, rows):
     strategy = _strategy()
     values = np.arange(1.0, rows + 1)
@@ -64,7 +64,7 @@ class RowlessReplicasTest(tf.test.TestCase, parameterized.TestCase):
     expected = [np.mean(7.0 + values)] * rows + [0.0] * (4 - rows)
     self.assertAllClose([v.numpy() for v in mean.values], expected)
 
-  @parameterized.product(mode=MODES)
+  @tiers.product(mode=tiers.few(MODES, 'inside'))
   def test_indexed_slices_leave_them_out(self, mode):
     strategy = _strategy()
 
@@ -90,7 +90,7 @@ class RowlessReplicasTest(tf.test.TestCase, parameterized.TestCase):
     result = _run(strategy, replica_fn, 3, mode)
     self.assertAllClose(result.values[0], [1.0, 2.0, 3.0])
 
-  @parameterized.product(mode=MODES)
+  @tiers.product(mode=tiers.few(MODES, 'outside'))
   def test_outputs_are_trimmed(self, mode):
     strategy = _strategy()
 
@@ -103,7 +103,7 @@ class RowlessReplicasTest(tf.test.TestCase, parameterized.TestCase):
       [v.numpy() for v in result['sum'].values], [8.0, 9.0, 0.0, 0.0]
     )
 
-  @parameterized.product(mode=MODES)
+  @tiers.product(mode=tiers.few(MODES, 'outside'))
   def test_metric_variables_are_untouched(self, mode):
     strategy = _strategy()
     with strategy.scope():
@@ -178,13 +178,7 @@ class RowlessReplicasTest(tf.test.TestCase, parameterized.TestCase):
   def test_unwrapped_accumulation_fails_loudly(self):
     # In a process of its own: TensorFlow's collectives, which accumulation
     # without the wrapper uses, stay aborted after an error.
-    result = subprocess.run(
-      [sys.executable, '-c', _UNWRAPPED_ACCUMULATION],
-      capture_output=True,
-      text=True,
-      timeout=200,
-      env={**os.environ, 'PYTHONPATH': os.pathsep.join(filter(None, sys.path))},
-    )
+    result = processes.run_python('-c', _UNWRAPPED_ACCUMULATION)
     self.assertNotEqual(result.returncode, 0)
     self.assertRegex(
       result.stderr, r'gradient_accumulation_steps=2[^\n]*DistributedOptimizer'

@@ -5,7 +5,6 @@ import importlib.util
 import io
 import json
 import os
-import subprocess
 import sys
 from unittest import mock
 
@@ -14,6 +13,7 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from benchmarks.input_pipeline import children, command, torch_peer
+from tests.benchmarks import running
 from tests.data import formula
 from tf_strategies import errors
 
@@ -25,16 +25,7 @@ _HAS_SKLEARN = importlib.util.find_spec('sklearn') is not None
 
 
 def _run(*flags):
-  path = os.pathsep.join([_ROOT, *filter(None, sys.path)])
-  return subprocess.run(
-    [sys.executable, '-m', 'benchmarks.input_pipeline', *flags],
-    cwd=_ROOT,
-    env={**os.environ, 'PYTHONPATH': path},
-    capture_output=True,
-    text=True,
-    timeout=_DEADLINE_S,
-    check=False,
-  )
+  return running.run_benchmark('input_pipeline', *flags)
 
 
 class CommandTest(formula.DataTestCase):

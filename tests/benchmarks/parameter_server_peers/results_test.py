@@ -30,7 +30,8 @@ RACE = {
 
 class CheckTurnTest(parameterized.TestCase):
   def test_right(self):
-    results.check_turn('ours', {'iterations': 30, 'loss': 1.0}, 30, 2.3)
+    turn = {'iterations': 30, 'loss': 1.0}
+    self.assertIsNone(results.check_turn('ours', turn, 30, 2.3))
 
   def test_reference_may_miss_steps_but_not_add_any(self):
     results.check_turn('stock', {'iterations': 17, 'loss': 1.0}, 30, 2.3)

@@ -6,7 +6,6 @@ import os
 import pathlib
 import random
 import signal
-import subprocess
 import sys
 import time
 
@@ -14,6 +13,7 @@ import tensorflow as tf
 from absl import logging
 from absl.testing import parameterized
 
+from benchmarks import processes
 from examples import datasets
 from examples.datasets import manifest as manifest_lib
 from tests.data import formula
@@ -356,7 +356,7 @@ class MnistTest(ExtractTestCase):
 
 class KillTest(ExtractTestCase):
   def start(self, sleep):
-    return subprocess.Popen(
+    command = processes.Command(
       [
         sys.executable,
         '-m',
@@ -367,15 +367,12 @@ class KillTest(ExtractTestCase):
         '--name=words',
         '--examples_per_shard=3',
       ],
-      env={
-        **os.environ,
-        'PYTHONPATH': os.pathsep.join(sys.path),
-        'TEST_SLEEP': str(sleep),
-        'TF_CPP_MIN_LOG_LEVEL': '3',
-      },
-      stdout=subprocess.PIPE,
-      text=True,
+      error_log=os.path.join(self.new_dir(), 'errors'),
+      env=processes.python_environment({'TEST_SLEEP': str(sleep)}),
+      deadline_seconds=_DEADLINE_SECONDS,
     )
+    self.addCleanup(command.close)
+    return command
 
   def test_kill_at_any_point_then_the_next_run_completes_to_the_same(self):
     undisturbed = os.path.join(self.new_dir(), 'undisturbed')
@@ -388,17 +385,10 @@ class KillTest(ExtractTestCase):
     self.write_source(7, 'gone')
     # Each line takes 100 ms: what changed takes 1.4 s from the moment on at which
     # the manifest says that the shards are in motion.
-    process = self.start(sleep=0.1)
-    self.addCleanup(process.stdout.close)
-    self.addCleanup(process.kill)
-    deadline = time.monotonic() + _DEADLINE_SECONDS
-    manifest = os.path.join(self.out, 'manifest.json')
-    while manifest_lib.read(self.out).is_complete:
-      self.assertLess(time.monotonic(), deadline, manifest)
-      time.sleep(0.005)
+    command = self.start(sleep=0.1)
+    command.wait_until(lambda: not manifest_lib.read(self.out).is_complete)
     time.sleep(random.Random().uniform(0, 0.7))
-    process.send_signal(signal.SIGKILL)
-    process.wait(_DEADLINE_SECONDS)
+    self.assertEqual(command.kill(), -signal.SIGKILL)
     self.assert_data_error([self.out, 'interrupted'], self.words)
     os.remove(self.source(7))
     self.extract()
@@ -409,17 +399,11 @@ class KillTest(ExtractTestCase):
     )
 
   def test_command_and_another_one_at_the_same_time(self):
-    process = self.start(sleep=0.05)
-    self.addCleanup(process.stdout.close)
-    self.addCleanup(process.kill)
-    deadline = time.monotonic() + _DEADLINE_SECONDS
-    while not manifest_lib.is_extracted(self.out):
-      self.assertLess(time.monotonic(), deadline)
-      time.sleep(0.005)
+    command = self.start(sleep=0.05)
+    command.wait_until(lambda: manifest_lib.is_extracted(self.out))
     self.assert_data_error(['another process'], self.extract)
-    output, _ = process.communicate(timeout=_DEADLINE_SECONDS)
-    self.assertEqual(process.returncode, 0)
-    *lines, summary = output.splitlines()
+    self.assertEqual(command.wait(), 0)
+    *lines, summary = command.output().splitlines()
     self.assertEqual(
       lines,
       [

@@ -4,8 +4,6 @@ import io
 import os
 import pathlib
 import runpy
-import subprocess
-import sys
 import types
 from unittest import mock
 
@@ -14,6 +12,7 @@ import tensorflow as tf
 from absl import flags
 from absl.testing import parameterized
 
+from benchmarks import processes
 from examples import datasets
 from examples.datasets import tfrecord
 from tests.data import formula
@@ -289,13 +288,8 @@ class DamageTest(formula.DataTestCase, parameterized.TestCase):
 
 class CommandTest(formula.DataTestCase):
   def run_command(self, *arguments):
-    root = os.path.dirname(os.path.dirname(errors.__file__))
-    return subprocess.run(
-      [sys.executable, '-m', 'examples.datasets.write_tfrecords', *arguments],
-      capture_output=True,
-      text=True,
-      timeout=120,
-      env=os.environ | {'PYTHONPATH': root, 'TF_CPP_MIN_LOG_LEVEL': '3'},
+    return processes.run_python(
+      '-m', 'examples.datasets.write_tfrecords', *arguments
     )
 
   def test_writes_what_load_reads(self):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 
-from tests import processes
+from tests import processes, tiers
 from tests.process_group import meetings
 from tf_strategies import errors, process_group
 
@@ -62,7 +62,7 @@ def _alone(rank):
 
 @pytest.mark.multi_process
 class ExchangeTest(parameterized.TestCase):
-  @parameterized.parameters(1, 2, 4)
+  @tiers.parameters(tiers.full(1), 2, tiers.full(4))
   def test_calls_meet_by_tag_whatever_their_order(self, world_size):
     results = processes.run_workers(_many, world_size)
     for payloads, sums, large in results:

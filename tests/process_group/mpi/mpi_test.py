@@ -113,6 +113,7 @@ class CollectivesTest(_RanksTestCase):
     conformance.check(self, results, large='direct')
 
   @tiers.parameters(tiers.full(2), 3, tiers.soak(4))
+  @pytest.mark.full
   def test_odd_numbers_are_the_same_bits_everywhere(self, count):
     notes = self.run_ranks('reduce', count)
     for small in programs.SMALL:
@@ -148,6 +149,7 @@ class CollectivesTest(_RanksTestCase):
       self.assertGreaterEqual(note['barrier'][1], latest)
 
   @tiers.parameters(tiers.full(2), 3)
+  @pytest.mark.full
   def test_exchanges_of_threads_meet_beside_collectives(self, count):
     notes = self.run_ranks('talk', count)
     for rank, note in enumerate(notes):
@@ -166,6 +168,7 @@ class CollectivesTest(_RanksTestCase):
     self.assertEqual(culprit, 1)
     self.assertIn("exchange 'alone': rank 1 (task 1 at ", message)
 
+  @pytest.mark.full
   def test_ranks_on_several_hosts_find_rank_0(self):
     notes = self.run_ranks('far', 3)
     for note in notes:
@@ -207,6 +210,7 @@ class FailuresTest(_RanksTestCase):
       self.assertIn('rank 1 (task 1 at ', message)
     self.assertIsInstance(status, int)
 
+  @pytest.mark.full
   def test_abort_reaches_every_rank(self):
     _, notes, log = self.run_failing('abort', 3)
     self.assertEqual(sorted(notes), [0, 1, 2], log)
@@ -215,6 +219,7 @@ class FailuresTest(_RanksTestCase):
       self.assertEqual((name, rank), ('WorkerUnavailableError', 1), message)
       self.assertIn('aborted the group (the disk is full)', message)
 
+  @pytest.mark.full
   def test_process_that_ends_is_named_at_once(self):
     _, notes, log = self.run_failing('leave', 3)
     self.assertContainsSubset([0, 2], sorted(notes), log)
@@ -225,6 +230,7 @@ class FailuresTest(_RanksTestCase):
       # Long before any deadline of the group.
       self.assertLess(seconds, 60)
 
+  @pytest.mark.full
   def test_stopped_process_is_named_and_the_job_ends(self):
     status, notes, log = self.run_failing('stop', 3)
     self.assertNotEqual(status, 0, log)
@@ -239,6 +245,7 @@ class FailuresTest(_RanksTestCase):
     self.assertNotEqual(status, 0, log)
     self.assertNotIn(1, notes)
 
+  @pytest.mark.full
   def test_rank_that_never_comes_ends_the_rendezvous(self):
     _, notes, log = self.run_failing('stay_away', 2)
     self.assertIn(0, notes, log)

@@ -10,7 +10,7 @@ import portpicker
 import pytest
 from absl.testing import absltest, parameterized
 
-from tests import processes
+from tests import processes, tiers
 from tests.process_group import meetings
 from tf_strategies import errors, process_group
 
@@ -61,7 +61,7 @@ def _attempt(rank, per_rank):
 
 @pytest.mark.multi_process
 class FormTest(parameterized.TestCase):
-  @parameterized.parameters(1, 2, 5)
+  @tiers.parameters(tiers.full(1), 2, tiers.full(5))
   def test_ranks_follow_tasks(self, count):
     results = processes.run_workers(_attempt, count, args=({},))
     tasks = [(r, r, 100 * r) for r in range(count)]
@@ -91,6 +91,7 @@ class FormTest(parameterized.TestCase):
       self.assertEqual(outcome.error_text, '')
       self.assertEqual(outcome.value, (1, rank, [(0, 0, 0), (1, 1, 100)], 11))
 
+  @pytest.mark.full
   def test_max_workers_leaves_the_others_waiting(self):
     options = {
       'max_workers': 2,
@@ -126,6 +127,7 @@ class RefusalTest(parameterized.TestCase):
     self.assertIn('TFS_SECRET', message)
     self.assertLess(seconds, 30)
 
+  @pytest.mark.full
   def test_no_secret_where_others_have_one(self):
     per_rank = {1: {'secret': None}}
     for kind, message, seconds in processes.run_workers(
@@ -135,6 +137,7 @@ class RefusalTest(parameterized.TestCase):
       self.assertIn('does not know the secret', message)
       self.assertLess(seconds, 30)
 
+  @pytest.mark.full
   def test_other_addresses_are_named_on_every_worker(self):
     per_rank = {1: {'addresses': {7: '127.0.0.1:7777'}}}
     for kind, message, seconds in processes.run_workers(
@@ -272,7 +275,7 @@ def _worker(rank, directory, victim):
 
 @pytest.mark.multi_process
 class AgainTest(parameterized.TestCase):
-  @parameterized.parameters(0, 1, 2)
+  @tiers.parameters(0, tiers.full(1), tiers.full(2))
   def test_survivors_form_a_group_of_their_own(self, victim):
     directory = self.create_tempdir().full_path
     with processes.Workers(_survive, 3, args=(directory, victim)) as workers:
@@ -291,7 +294,7 @@ class AgainTest(parameterized.TestCase):
       self.assertEqual(second[2], tasks)
       self.assertEqual(second[3], 11)
 
-  @parameterized.parameters(0, 2)
+  @tiers.parameters(tiers.full(0), 2)
   def test_restarted_worker_joins_the_survivors(self, victim):
     directory = self.create_tempdir().full_path
     with processes.Workers(_worker, 3, args=(directory, victim)) as workers:

@@ -7,6 +7,7 @@ from unittest import mock
 import numpy as np
 from absl.testing import absltest, parameterized
 
+from tests import tiers
 from tf_strategies import collectives
 from tf_strategies.collectives import codec, codecs
 from tf_strategies.process_group import buffers, execution
@@ -70,11 +71,11 @@ def _run(world_size, functions):
 
 
 class SchedulesTest(parameterized.TestCase):
-  @parameterized.product(
+  @tiers.product(
     algorithm=tuple(collectives.ALGORITHMS),
-    world_size=(1, 2, 3, 4, 5),
+    world_size=(*tiers.every(tiers.full, (1, 2, 4)), 3, tiers.full(5)),
     compression=tuple(collectives.CODECS),
-    dtype=('float32', 'float16'),
+    dtype=('float32', tiers.full('float16')),
   )
   def test_equals_the_simulator(
     self, algorithm, world_size, compression, dtype

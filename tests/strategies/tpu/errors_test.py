@@ -2,8 +2,6 @@
 
 import os
 import socket
-import subprocess
-import sys
 import threading
 import time
 from unittest import mock
@@ -13,6 +11,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_strategies as tfs
+from benchmarks import processes
 from tests.strategies.tpu import double, program
 from tf_strategies.collectives import Schedule, Transfer, ring_all_reduce
 
@@ -112,10 +111,8 @@ class NoTPUTest(tf.test.TestCase, parameterized.TestCase):
       "sys.exit('googleapiclient' in sys.modules)"
     )
     with environment(TPU_NAME='nowhere', GCE_METADATA_IP='192.0.2.1'):
-      done = subprocess.run(
-        [sys.executable, '-c', code], timeout=120, check=False
-      )
-    self.assertEqual(done.returncode, 0)
+      done = processes.run_python('-c', code)
+    self.assertEqual(done.returncode, 0, done.stderr)
 
 
 class MisconfiguredTest(tf.test.TestCase, parameterized.TestCase):

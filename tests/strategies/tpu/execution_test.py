@@ -44,13 +44,13 @@ class ExecutionTest(tf.test.TestCase, parameterized.TestCase):
     tiers.full('ring', 2),
     ('ring', 4),
     tiers.soak('ring', 8),
-    ('tree', 4),
-    ('halving_doubling', 4),
+    tiers.full('tree', 4),
+    tiers.full('halving_doubling', 4),
     tiers.soak('halving_doubling', 8),
     tiers.full('direct', 4),
-    ('hierarchical', 4),
+    tiers.full('hierarchical', 4),
     tiers.full('naive', 4),
-    ('tree', 3),
+    tiers.full('tree', 3),
     ('halving_doubling', 3),
     tiers.full('direct', 3),
   )
@@ -135,6 +135,7 @@ class ExecutionTest(tf.test.TestCase, parameterized.TestCase):
       self.assertEqual(none.shape, (0,))
       self.assertEqual(total, 6000)
 
+  @pytest.mark.full
   def test_negative_zero_survives_where_nothing_comes(self):
     """Who is nobody's target gets zeros, and must not add them."""
     values = np.full([3, 7], -0.0, np.float32)
@@ -165,6 +166,7 @@ class ExecutionTest(tf.test.TestCase, parameterized.TestCase):
       np.testing.assert_array_equal(gradient, weight.sum(0) / divisor)
 
   @tiers.parameters(tiers.full(SUM, 1), (MEAN, 2))
+  @pytest.mark.full
   def test_gradient_through_reduce_to(self, reduce_op, divisor):
     strategy = double.create_strategy(2)
     x, weight = (distinct(2, 5, dtype=np.float32) for _ in range(2))

@@ -7,6 +7,7 @@ import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
+from tests import tiers
 from tests.strategies.tpu import double, program
 from tf_strategies.collectives import (
   ALGORITHMS,
@@ -66,7 +67,7 @@ def traced_sum(strategy, value, reduce_op=tf.distribute.ReduceOp.SUM):
 
 
 class GraphTest(tf.test.TestCase, parameterized.TestCase):
-  @parameterized.parameters(2, 4, 8, 32)
+  @tiers.parameters(tiers.full(2), 4, 8, tiers.full(32))
   def test_a_step_is_a_ring_a_dtype(self, num_replicas):
     strategy = double.create_strategy(num_replicas)
     step = traced_step(strategy)
@@ -80,7 +81,7 @@ class GraphTest(tf.test.TestCase, parameterized.TestCase):
     for permute in step.permutes:
       self.assertEqual(step.pairs(permute), neighbours)
 
-  @parameterized.named_parameters(*_NAMED)
+  @tiers.named_parameters(*tiers.few(_NAMED, 'hierarchical'))
   def test_a_step_is_the_named_schedule(self, name):
     for num_replicas in (2, 6, 8):
       strategy = double.create_strategy(num_replicas, all_reduce=name)
@@ -233,7 +234,7 @@ class MutationTest(tf.test.TestCase, parameterized.TestCase):
     step = traced_sum(strategy, np.ones([8], np.float32))
     self.assertIsNone(step.mismatch(schedule))
 
-  @parameterized.named_parameters(*_NAMED)
+  @tiers.named_parameters(*tiers.few(_NAMED, 'ring', 'tree'))
   def test_altered_target(self, name):
     schedule = ALGORITHMS[name](4)
     *others, last = schedule.transfers
@@ -251,7 +252,7 @@ class MutationTest(tf.test.TestCase, parameterized.TestCase):
       f'src={last.src}', self.mismatch_of(schedule, [*others, altered])
     )
 
-  @parameterized.named_parameters(*_NAMED)
+  @tiers.named_parameters(*tiers.few(_NAMED, 'ring', 'tree'))
   def test_swapped_rounds(self, name):
     schedule = ALGORITHMS[name](4)
     other = {0: 1, 1: 0}
@@ -261,7 +262,7 @@ class MutationTest(tf.test.TestCase, parameterized.TestCase):
     ]
     self.assertIsNotNone(self.mismatch_of(schedule, swapped))
 
-  @parameterized.named_parameters(*_NAMED)
+  @tiers.named_parameters(*tiers.few(_NAMED, 'ring', 'tree'))
   def test_dropped_transfer(self, name):
     schedule = ALGORITHMS[name](4)
     for dropped in (0, len(schedule.transfers) - 1):

@@ -164,6 +164,7 @@ class KerasTest(tf.test.TestCase, parameterized.TestCase):
         value.tobytes(), values[norm.moving_mean.path][0].tobytes()
       )
 
+  @pytest.mark.full
   def test_builtin_sums_once_too(self):
     replicas = Replicas(
       lambda: tfs.keras.DistributedOptimizer(sgd()), all_reduce='builtin'
@@ -186,6 +187,7 @@ class KerasTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEmpty(step.sums)
     self.assertLen(step.permutes, _RING)
 
+  @pytest.mark.full
   def test_clipping_of_sparse_gradients_is_refused(self):
     strategy = double.create_strategy(_REPLICAS)
     with strategy.scope():
@@ -262,6 +264,7 @@ class FitTest(tf.test.TestCase, parameterized.TestCase):
         self.fit(data_set.batch(16, drop_remainder=True))
 
   @tiers.parameters('arrays', tiers.full('data set'))
+  @pytest.mark.full
   def test_a_remainder_is_refused(self, kind):
     data = (np.ones([33, 3], np.float32), np.ones([33, 1], np.float32))
     with self.assertRaisesRegex(
@@ -274,7 +277,9 @@ class FitTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class RefusalsTest(tf.test.TestCase, parameterized.TestCase):
-  @parameterized.parameters('clipnorm', 'global_clipnorm', 'clipvalue')
+  @tiers.parameters(
+    tiers.full('clipnorm'), 'global_clipnorm', tiers.full('clipvalue')
+  )
   def test_clipping_without_the_wrapper(self, option):
     with self.assertRaisesRegex(
       tfs.errors.UnsupportedOptionError,
@@ -327,6 +332,7 @@ class RefusalsTest(tf.test.TestCase, parameterized.TestCase):
     ):
       self.trace_with_any_batch('rows')
 
+  @pytest.mark.full
   def test_a_batch_of_any_size_without_weighting(self):
     step = self.trace_with_any_batch('none')
     self.assertIsNone(step.mismatch(ring_all_reduce(_REPLICAS)))

@@ -1,0 +1,98 @@
+"""Tests and benchmarks start processes with the one runner.
+
+`benchmarks/processes.py` starts programs and `tests/processes.py` functions:
+what they start has a deadline and is ended by its own process id.
+"""
+
+import ast
+import re
+
+from absl.testing import absltest, parameterized
+
+from tests.architecture import project
+
+_STARTS = re.compile(
+  r'subprocess\.(Popen|run|call|check_call|check_output|get(status)?output)'
+  r'|os\.(fork|forkpty|popen|system|(posix_)?spawn\w*|startfile)'
+  r'|pty\.(fork|spawn)'
+  r'|multiprocessing\.(\w+\.)?(Process|Pool|get_context)'
+  r'|concurrent\.futures\.ProcessPoolExecutor'
+  r'|asyncio\.create_subprocess_\w+'
+  r'|psutil\.Popen'
+)
+_EXCEPTIONS = {
+  'benchmarks/processes.py': 'the runner of programs',
+  'tests/processes.py': 'the runner of functions',
+  'benchmarks/all_reduce.py': (
+    'one process at a time takes the devices of one set; it ends with its '
+    'executor, and how long it takes is up to the flags'
+  ),
+}
+
+
+def _starts(source: str) -> set[str]:
+  """What starts a process in a file, such as `subprocess.run`."""
+  tree = ast.parse(source)
+  names = {}
+  for node in ast.walk(tree):
+    if isinstance(node, ast.Import):
+      for alias in node.names:
+        name = alias.asname or alias.name.partition('.')[0]
+        names[name] = alias.name if alias.asname else name
+    elif isinstance(node, ast.ImportFrom) and node.module:
+      for alias in node.names:
+        names[alias.asname or alias.name] = f'{node.module}.{alias.name}'
+  found = set()
+  for node in ast.walk(tree):
+    if isinstance(node, ast.Attribute | ast.Name):
+      name, dot, rest = ast.unparse(node).partition('.')
+      full = names.get(name, '') + dot + rest
+      if _STARTS.fullmatch(full):
+        found.add(full)
+  return found
+
+
+class RunnerTest(parameterized.TestCase):
+  def test_starts_every_process(self):
+    files = project.python_files('tests', 'benchmarks')
+    found = {path: _starts(text) for path, text in files.items()}
+    found = {path: starts for path, starts in found.items() if starts}
+    others = {p: s for p, s in found.items() if p not in _EXCEPTIONS}
+    self.assertEmpty(
+      others,
+      'Start programs with benchmarks.processes (Command, run, run_python) and '
+      'functions with tests.processes.',
+    )
+    # An exception that no longer is one goes.
+    self.assertCountEqual(found, _EXCEPTIONS)
+
+  @parameterized.parameters(
+    ('import subprocess\nsubprocess.run(["true"])', 'subprocess.run'),
+    ('import subprocess as s\nwith s.Popen([]): pass', 'subprocess.Popen'),
+    ('from subprocess import run as go\ngo([])', 'subprocess.run'),
+    ('import os\nos.spawnlp(0, "a")', 'os.spawnlp'),
+    (
+      'import multiprocessing\nmultiprocessing.Process()',
+      'multiprocessing.Process',
+    ),
+    (
+      'from concurrent import futures\nfutures.ProcessPoolExecutor(1)',
+      'concurrent.futures.ProcessPoolExecutor',
+    ),
+  )
+  def test_other_means_are_found(self, source, name):
+    self.assertEqual(_starts(source), {name})
+
+  def test_what_starts_nothing_is_not_reported(self):
+    source = """
+import multiprocessing, subprocess
+from benchmarks import processes
+done: subprocess.CompletedProcess = processes.run(['true'])
+a, b = multiprocessing.Pipe(duplex=False)
+code = 'subprocess.run([])'
+"""
+    self.assertEmpty(_starts(source))
+
+
+if __name__ == '__main__':
+  absltest.main()
