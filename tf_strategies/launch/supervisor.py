@@ -39,15 +39,10 @@ def exit_status(status: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-  """How tasks are supervised.
+  """How tasks are supervised: see the launcher's flags.
 
-  Args:
-    max_restarts: how often each task that fails is started again.
-    grace_period: seconds between SIGTERM and SIGKILL.
-    log_dir: where each task's output goes as well, a file a task; created.
-    is_coloured: whether prefixes are.
-    shown: names of the tasks whose lines appear on stdout; None for all. The
-      last lines of a task that failed first appear in any case.
+  `shown` names the tasks whose lines appear on stdout; None for all. The last
+  lines of a task that failed first appear in any case.
   """
 
   max_restarts: int = 0

@@ -72,28 +72,17 @@ def is_on() -> bool:
   return bool(_sinks)
 
 
-def connect(sink: Sink) -> None:
-  """Sends all further events to `sink`."""
+@contextlib.contextmanager
+def listening(sink: Sink) -> Iterator[Sink]:
+  """Context in which all events go to `sink`."""
   global _sinks
   with _lock:
     _sinks = (*_sinks, sink)
-
-
-def disconnect(sink: Sink) -> None:
-  """Sends no more to `sink`, if it is connected."""
-  global _sinks
-  with _lock:
-    _sinks = tuple(s for s in _sinks if s is not sink)
-
-
-@contextlib.contextmanager
-def listening(sink: Sink) -> Iterator[Sink]:
-  """Context in which `sink` is connected."""
-  connect(sink)
   try:
     yield sink
   finally:
-    disconnect(sink)
+    with _lock:
+      _sinks = tuple(s for s in _sinks if s is not sink)
 
 
 def set_step(step: int) -> None:

@@ -121,17 +121,16 @@ class MonitorOptions:
       rank: of the task.
       generation: of its group: each has its own timeline; lines are appended.
     """
-    in_log_dir = {
-      'metrics': 'metrics-{rank}.jsonl',
-      'watchdog': 'watchdog-{rank}.log',
-      'tensorboard': 'rank-{rank}',
-    }
+    name = {
+      'metrics': f'metrics-{rank}.jsonl',
+      'watchdog': f'watchdog-{rank}.log',
+      'tensorboard': f'rank-{rank}',
+    }.get(kind)
     which = str(rank)
     path = {'timeline': self.timeline, 'metrics': self.metrics_jsonl}.get(kind)
     if kind == 'timeline' and generation > 1:
       which += f'-generation-{generation}'
-    if path is None and kind in in_log_dir and self.log_dir is not None:
-      name = in_log_dir[kind].replace('{rank}', which)
+    if path is None and name is not None and self.log_dir is not None:
       return os.path.join(self.log_dir, name)
     if path is None:
       return None
@@ -153,7 +152,8 @@ class TrainingMonitor:
 
   Attributes:
     options: what is measured.
-    is_running: asked before the watchdog reports, which otherwise pauses.
+    is_running: asked before the watchdog reports; if False, it pauses until
+      another step begins.
   """
 
   _running: 'TrainingMonitor | None' = None
@@ -166,11 +166,11 @@ class TrainingMonitor:
     self.is_running: Callable[[], bool] = lambda: True
     # What the running step has recorded.
     self._events: list[recorder.Event] = []
-    recorder.connect(self)
-    self._log = None
+    self._log = timeline.Log(self.options.timeline_events)
+    self._listening = contextlib.ExitStack()
+    self._listening.enter_context(recorder.listening(self))
     if self.options.timeline is not None:
-      self._log = timeline.Log(self.options.timeline_events)
-      recorder.connect(self._log)
+      self._listening.enter_context(recorder.listening(self._log))
     self._group = self._watchdog = self._json = self._summaries = None
     self._rank, self._world_size, self._generation = 0, 1, 1
     self._is_started = self._is_closed = False
@@ -290,7 +290,7 @@ class TrainingMonitor:
       return
     self._is_closed = True
     atexit.unregister(self.close)
-    recorder.disconnect(self)
+    self._listening.close()
     if TrainingMonitor._running is self:
       TrainingMonitor._running = None
     if self._watchdog is not None:
@@ -309,14 +309,11 @@ class TrainingMonitor:
     for file in (self._json, self._summaries):
       if file is not None:
         file.close()
-    if self._log is not None:
-      recorder.disconnect(self._log)
-      if self._is_started:
-        log = self._log
-        trace = timeline.build(
-          log.events, self._rank, self._world_size, log.forgotten
-        )
-        timeline.write(trace, self._path('timeline'))
+    if self._is_started and self.options.timeline is not None:
+      trace = timeline.build(
+        self._log.events, self._rank, self._world_size, self._log.forgotten
+      )
+      timeline.write(trace, self._path('timeline'))
 
   def _path(self, kind: str) -> str | None:
     return self.options.path(kind, self._rank, self._generation)
