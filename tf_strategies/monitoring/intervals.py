@@ -10,7 +10,7 @@ Example:
   [(6, 8), (9, 10)]
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 Interval = tuple[int, int]
 
@@ -47,11 +47,11 @@ def subtract(whole: Interval, parts: Iterable[Interval]) -> list[Interval]:
   return left
 
 
-def cut(parts: Iterable[Interval], at: Sequence[int]) -> list[Interval]:
+def cut(parts: Iterable[Interval], at: Iterable[int]) -> list[Interval]:
   """The same times, split at the moments `at`."""
   pieces = []
   for begin, end in parts:
-    ends = [t for t in sorted(at) if begin < t < end]
+    ends = [t for t in sorted(set(at)) if begin < t < end]
     pieces += zip([begin, *ends], [*ends, end], strict=True)
   return pieces
 
