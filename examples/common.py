@@ -1,8 +1,7 @@
 """What the examples share: flags, and what follows from them.
 
-Each example declares the flags that its page is about; those here are for all
-of them. TensorFlow is imported inside functions, so that `--help` and a wrong
-flag answer at once.
+Flags that only one example has are on its page. TensorFlow is imported inside
+functions, so that `--help` and a wrong flag answer at once.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ import tf_strategies as tfs
 from tf_strategies.cluster import exit_codes
 
 FLAGS = flags.FLAGS
-DATASETS = ('mnist', 'digits', 'synthetic')
 STRATEGIES = (
   'one_device',
   'mirrored',
@@ -31,7 +29,10 @@ STRATEGIES = (
   'central_storage',
   'tpu_ring',
 )
-
+_DATASETS = ('mnist', 'digits', 'synthetic')
+# Enough for 97% on digits and 98.5% on MNIST; synthetic images show the speed.
+_EPOCHS = {'mnist': 3, 'digits': 12, 'synthetic': 1}
+_LEARNING_RATES = {'sgd': 0.02, 'adam': 1e-3}
 # Classes of `tfs`; builtin is TensorFlow's own.
 _ALL_REDUCES = {
   'ring': 'RingAllReduce',
@@ -43,33 +44,33 @@ _ALL_REDUCES = {
   'naive': 'NaiveAllReduce',
   'builtin': None,
 }
-# Enough for 97% on digits and 98.5% on MNIST; synthetic images show the speed.
-_EPOCHS = {'mnist': 3, 'digits': 12, 'synthetic': 1}
-_LEARNING_RATES = {'sgd': 0.02, 'adam': 1e-3}
-# TensorFlow requires a limit for each virtual GPU. Two gigabytes are many times
-# what these models need, and eight such devices fit on a 16 GB card.
-_VIRTUAL_GPU_MEGABYTES = 2048
+_POLICIES = ('float32', 'mixed_float16', 'mixed_bfloat16')
+_MODES = ('async', 'sync', 'bounded')
+# Arguments of `tfs.ParameterServerStrategy` that have a flag.
+_SERVER_FLAGS = (
+  *('mode', 'backup_workers', 'max_staleness', 'local_steps'),
+  *('checkpoint_dir', 'checkpoint_steps'),
+)
 # Splitting a variable costs a message for each part. Of the models here, only
 # the kernel of the hidden layer (256 KiB) is worth it.
 _MIN_PART_BYTES = 64 << 10
-# Arguments of `tfs.ParameterServerStrategy` that have a flag.
-_SERVER_FLAGS = (
-  'mode',
-  'backup_workers',
-  'max_staleness',
-  'local_steps',
-  'checkpoint_dir',
-  'checkpoint_steps',
-)
+# TensorFlow requires a limit for each virtual GPU. Two gigabytes are many times
+# what these models need, and eight such devices fit on a 16 GB card.
+_VIRTUAL_GPU_MEGABYTES = 2048
 
-# The model and how it is trained.
+# What is trained.
+flags.DEFINE_enum('dataset', 'mnist', _DATASETS, 'What to train on.')
+flags.DEFINE_string('data_path', None, 'MNIST: .npz file, IDX or TFRecord dir.')
 flags.DEFINE_enum('model', 'cnn', ['cnn', 'mlp'], 'Or 784-16-16-10.')
 flags.DEFINE_float('dropout', 0, 'Of the last hidden layer.', 0, 0.99)
 flags.DEFINE_enum('optimizer', 'sgd', ['sgd', 'adam'], 'SGD: momentum 0.9.')
+flags.DEFINE_float('learning_rate', None, 'Default: by optimizer.', 1e-12)
 flags.DEFINE_bool('scale_learning_rate', False, 'By the number of replicas.')
 flags.DEFINE_integer('warmup_steps', 0, 'Of a linear warm-up of the rate.', 0)
-_POLICIES = ['float32', 'mixed_float16', 'mixed_bfloat16']
 flags.DEFINE_enum('mixed_precision', 'float32', _POLICIES, 'Dtype policy.')
+flags.DEFINE_integer('seed', 0, 'Of weights and shuffling.', 0, 2**31 - 1)
+flags.DEFINE_integer('global_batch_size', 64, 'Images in a step.', 1)
+flags.DEFINE_integer('epochs', None, 'Default: 3 of MNIST, 12 of digits.', 0)
 flags.DEFINE_integer(
   'steps_per_epoch',
   None,
@@ -77,7 +78,10 @@ flags.DEFINE_integer(
   'continues where this one ended.',
   1,
 )
+flags.DEFINE_string('checkpoint_dir', None, 'Save here, resume from here.')
+flags.DEFINE_integer('checkpoint_steps', None, 'Between two checkpoints.', 1)
 # The strategy.
+flags.DEFINE_enum('strategy', 'ring_mirrored', STRATEGIES, 'By name.')
 flags.DEFINE_integer(
   'num_virtual_devices',
   0,
@@ -91,25 +95,15 @@ flags.DEFINE_enum(
   list(_ALL_REDUCES),
   "Of ring_mirrored and mirrored; builtin (mirrored only) is TensorFlow's.",
 )
+flags.DEFINE_bool('worker_input', False, 'Workers read their training data.')
 # Parameter servers.
-_MODES = ['async', 'sync', 'bounded']
 flags.DEFINE_enum('mode', 'async', _MODES, 'When a gradient is applied.')
 flags.DEFINE_integer('backup_workers', 0, '--mode=sync: may be late.', 0)
 flags.DEFINE_integer(
-  'max_staleness',
-  None,
-  '--mode=bounded: steps that a worker may be ahead of the slowest; default 1.',
-  0,
+  'max_staleness', None, '--mode=bounded: steps ahead of the slowest, or 1.', 0
 )
 flags.DEFINE_integer('local_steps', 1, '--mode=async: steps of local SGD.', 1)
 flags.DEFINE_integer('variable_partitions', 0, 'Of a large variable.', 0)
-flags.DEFINE_integer('checkpoint_steps', None, 'Between two checkpoints.', 1)
-flags.DEFINE_bool(
-  'worker_input',
-  False,
-  'Each worker reads its part of the training data itself; without it, the '
-  'chief sends out batches.',
-)
 # What is written.
 flags.DEFINE_bool('verbose', True, 'Show progress.')
 flags.DEFINE_string('report_json', None, 'Write the report of the run here.')
@@ -119,9 +113,7 @@ flags.DEFINE_string(
   'Write the final weights to this .npz file, for examples.compare_weights. '
   'With {rank} in its name, every worker writes one.',
 )
-flags.DEFINE_float(
-  'min_accuracy', None, 'Exit with status 2 below this test accuracy.', 0, 1
-)
+flags.DEFINE_float('min_accuracy', None, 'Below it, exit with status 2.', 0, 1)
 flags.DEFINE_string(
   'log_dir',
   None,
@@ -129,12 +121,7 @@ flags.DEFINE_string(
   # absl.logging has a flag of this name, for log files that nobody writes here.
   allow_override=True,
 )
-flags.DEFINE_string(
-  'metrics_jsonl',
-  None,
-  'Write the metrics of each step to this file, one for each rank: time, '
-  'examples per second, communication and input share, bytes sent, memory.',
-)
+flags.DEFINE_string('metrics_jsonl', None, 'Write metrics of each step here.')
 flags.DEFINE_string(
   'timeline',
   None,
@@ -142,15 +129,13 @@ flags.DEFINE_string(
   'with python -m tf_strategies.monitoring.merge.',
 )
 flags.DEFINE_list(
-  'profile_steps',
-  None,
-  "First and last step, from 1, of TensorFlow's profile in --log_dir.",
+  'profile_steps', None, 'First and last step of a profile in --log_dir.'
 )
 flags.DEFINE_float(
   'watchdog_seconds',
   None,
-  'Name the stalled rank, with the stacks of all threads, when a step takes '
-  'longer; 0 never does. Default: 120 with any of the flags above.',
+  'Name the stalled rank when a step takes longer; 0 never does. Default: 120 '
+  'with any of the flags above.',
   0,
 )
 
@@ -175,16 +160,17 @@ def _run(argv, main) -> int:
     # Meant for the user, who needs no traceback to understand it.
     print(f'{type(e).__name__}: {e}', file=sys.stderr)
     return exit_codes.exit_code(e)
-  if report is None or not report['is_chief']:
+  least = FLAGS.min_accuracy
+  if report is None or not report['is_chief'] or least is None:
     return 0
-  accuracy, least = report['test']['accuracy'], FLAGS.min_accuracy
-  if least is not None and accuracy < least:
-    print(
-      f'Test accuracy {accuracy:.4f} is below --min_accuracy={least}.',
-      file=sys.stderr,
-    )
-    return 2
-  return 0
+  accuracy = report['test']['accuracy']
+  if accuracy >= least:
+    return 0
+  print(
+    f'Test accuracy {accuracy:.4f} is below --min_accuracy={least}.',
+    file=sys.stderr,
+  )
+  return 2
 
 
 def prepare_flags() -> None:
@@ -199,23 +185,23 @@ def prepare_flags() -> None:
       "TensorFlow's own all-reduce with --strategy=mirrored only",
       'write --strategy=mirrored, or choose another --all_reduce',
     )
-  if _optional_flag('elastic'):
-    if FLAGS.strategy != 'multi_worker_ring':
-      raise tfs.errors.UnsupportedOptionError(
-        f'--elastic with --strategy={FLAGS.strategy}',
-        '--strategy=multi_worker_ring, whose ring can form again',
-        'write --strategy=multi_worker_ring, or leave --elastic out',
-      )
-    if FLAGS.checkpoint_dir:
-      raise tfs.errors.UnsupportedOptionError(
-        '--elastic with --checkpoint_dir',
-        'one of them: an elastic job keeps its state in its workers',
-        'leave one out',
-      )
+  is_elastic = _optional_flag('elastic')
+  if is_elastic and FLAGS.strategy != 'multi_worker_ring':
+    raise tfs.errors.UnsupportedOptionError(
+      f'--elastic with --strategy={FLAGS.strategy}',
+      '--strategy=multi_worker_ring, whose ring can form again',
+      'write --strategy=multi_worker_ring, or leave --elastic out',
+    )
+  if is_elastic and FLAGS.checkpoint_dir:
+    raise tfs.errors.UnsupportedOptionError(
+      '--elastic with --checkpoint_dir',
+      'one of them: an elastic job keeps its state in its workers',
+      'leave one out',
+    )
   FLAGS.epochs = FLAGS.epochs or _EPOCHS[FLAGS.dataset]
   if FLAGS.learning_rate is None:
     FLAGS.learning_rate = _LEARNING_RATES[FLAGS.optimizer]
-  _monitor_options()
+  monitor_options()
 
 
 def _optional_flag(name: str) -> Any:
@@ -280,14 +266,23 @@ def split_device(count: int) -> list[str]:
   return [f'{physical.device_type}:{i}' for i in range(count)]
 
 
-def mlp_layers():
-  """Returns the hidden layers of --model=mlp, which is small and fast."""
+def hidden_layers() -> list:
+  """Returns the layers of --model between the images and the logits."""
   from keras import layers
 
+  if FLAGS.model == 'mlp':  # Small and fast.
+    return [
+      layers.Flatten(),
+      layers.Dense(16, activation='relu', name='hidden_1'),
+      layers.Dense(16, activation='relu', name='hidden_2'),
+    ]
   return [
+    layers.Conv2D(16, 5, activation='relu', name='conv_1'),
+    layers.MaxPooling2D(2),
+    layers.Conv2D(32, 5, activation='relu', name='conv_2'),
+    layers.MaxPooling2D(2),
     layers.Flatten(),
-    layers.Dense(16, activation='relu', name='hidden_1'),
-    layers.Dense(16, activation='relu', name='hidden_2'),
+    layers.Dense(128, activation='relu', name='hidden'),
   ]
 
 
@@ -415,13 +410,8 @@ def evaluate_checkpoints(build_model: Callable, test_batches: Callable) -> None:
   ).run()
 
 
-def create_monitor() -> tfs.monitoring.TrainingMonitor | None:
-  """Returns what measures the steps; call it before data are distributed."""
-  options = _monitor_options()
-  return None if options is None else tfs.monitoring.TrainingMonitor(options)
-
-
-def _monitor_options() -> tfs.monitoring.MonitorOptions | None:
+def monitor_options() -> tfs.monitoring.MonitorOptions | None:
+  """Returns what the flags say of a monitor; None if they ask for none."""
   steps = tfs.monitoring.parse_steps(FLAGS.profile_steps)
   paths = (FLAGS.log_dir, FLAGS.metrics_jsonl, FLAGS.timeline)
   if not (any(paths) or steps or FLAGS.watchdog_seconds):

@@ -29,37 +29,24 @@ from examples import common
 
 FLAGS = flags.FLAGS
 flags.adopt_module_key_flags(common)  # `--help` shows them too.
-flags.DEFINE_enum('strategy', 'ring_mirrored', common.STRATEGIES, 'By name.')
-flags.DEFINE_enum('dataset', 'mnist', common.DATASETS, 'What to train on.')
-flags.DEFINE_string('data_path', None, 'MNIST: .npz file, IDX or TFRecord dir.')
-flags.DEFINE_integer('global_batch_size', 64, 'Images in a step.', 1)
-flags.DEFINE_integer('epochs', None, 'Default: 3 of MNIST, 12 of digits.', 0)
-flags.DEFINE_float('learning_rate', None, 'Default: by optimizer.', 1e-12)
-flags.DEFINE_integer('seed', 0, 'Of weights and shuffling.', 0, 2**31 - 1)
-flags.DEFINE_string('checkpoint_dir', None, 'Save here, resume from here.')
 
 
 def build_model(num_classes):
   """Returns the model, which ends in logits."""
   import keras
-  from keras import layers
 
   keras.utils.set_random_seed(FLAGS.seed)
   keras.config.set_dtype_policy(FLAGS.mixed_precision)
-  hidden = [
-    layers.Conv2D(16, 5, activation='relu', name='conv_1'),
-    layers.MaxPooling2D(2),
-    layers.Conv2D(32, 5, activation='relu', name='conv_2'),
-    layers.MaxPooling2D(2),
-    layers.Flatten(),
-    layers.Dense(128, activation='relu', name='hidden'),
-  ]
-  if FLAGS.model == 'mlp':
-    hidden = common.mlp_layers()
-  # Logits stay float32 in mixed precision: a 16-bit softmax loses the tail.
-  logits = layers.Dense(num_classes, dtype='float32', name='logits')
-  hidden += [layers.Dropout(FLAGS.dropout), logits]
-  return keras.Sequential([keras.Input([28, 28, 1]), *hidden], name=FLAGS.model)
+  return keras.Sequential(
+    [
+      keras.Input([28, 28, 1]),
+      *common.hidden_layers(),
+      keras.layers.Dropout(FLAGS.dropout),
+      # Float32 in mixed precision too: a 16-bit softmax loses the tail.
+      keras.layers.Dense(num_classes, dtype='float32', name='logits'),
+    ],
+    name=FLAGS.model,
+  )
 
 
 def train_batches(strategy, data, start):
@@ -161,6 +148,8 @@ def train():
     )
     start = tuple(saver.restore())
 
+  if saver:
+    saver.mark_finished(False)  # An evaluator waits for checkpoints.
   run = reporting.Run('mnist_custom_loop', strategy, data, start)
   train, test = on_replicas(train_step, [optimizer]), on_replicas(test_step)
   trained = tested = None
@@ -182,6 +171,8 @@ def train():
       run.log_epoch(epoch, trained, tested)
       if checkpoint:
         checkpoint.save(epoch + 1)
+  if saver:
+    saver.mark_finished()
   return run.report(model, optimizer, metrics, trained, tested or evaluate())
 
 

@@ -33,42 +33,27 @@ from examples import common
 
 FLAGS = flags.FLAGS
 flags.adopt_module_key_flags(common)  # `--help` shows them too.
-flags.DEFINE_enum('strategy', 'ring_mirrored', common.STRATEGIES, 'By name.')
 flags.DEFINE_bool('elastic', False, 'multi_worker_ring: survive lost workers.')
 flags.DEFINE_integer('min_workers', 1, 'With --elastic: the fewest workers.', 1)
-flags.DEFINE_enum('dataset', 'mnist', common.DATASETS, 'What to train on.')
-flags.DEFINE_string('data_path', None, 'MNIST: .npz file, IDX or TFRecord dir.')
-flags.DEFINE_integer('global_batch_size', 64, 'Images in a step.', 1)
 flags.DEFINE_integer('steps_per_execution', 1, 'Steps in a call of Keras.', 1)
-flags.DEFINE_integer('epochs', None, 'Default: 3 of MNIST, 12 of digits.', 0)
-flags.DEFINE_float('learning_rate', None, 'Default: by optimizer.', 1e-12)
-flags.DEFINE_integer('seed', 0, 'Of weights and shuffling.', 0, 2**31 - 1)
-flags.DEFINE_string('checkpoint_dir', None, 'Save here, resume from here.')
 
 
 def build_model(strategy, num_classes):
   """Returns the compiled model, with its variables placed by the strategy."""
   import keras
-  from keras import layers
 
   keras.utils.set_random_seed(FLAGS.seed)
   keras.config.set_dtype_policy(FLAGS.mixed_precision)
-  hidden = [
-    layers.Conv2D(16, 5, activation='relu', name='conv_1'),
-    layers.MaxPooling2D(2),
-    layers.Conv2D(32, 5, activation='relu', name='conv_2'),
-    layers.MaxPooling2D(2),
-    layers.Flatten(),
-    layers.Dense(128, activation='relu', name='hidden'),
-  ]
-  if FLAGS.model == 'mlp':
-    hidden = common.mlp_layers()
-  # Logits stay float32 in mixed precision: a 16-bit softmax loses the tail.
-  logits = layers.Dense(num_classes, dtype='float32', name='logits')
-  hidden += [layers.Dropout(FLAGS.dropout), logits]
   with strategy.scope():
     model = keras.Sequential(
-      [keras.Input([28, 28, 1]), *hidden], name=FLAGS.model
+      [
+        keras.Input([28, 28, 1]),
+        *common.hidden_layers(),
+        keras.layers.Dropout(FLAGS.dropout),
+        # Float32 in mixed precision too: a 16-bit softmax loses the tail.
+        keras.layers.Dense(num_classes, dtype='float32', name='logits'),
+      ],
+      name=FLAGS.model,
     )
     model.compile(
       common.build_optimizer(strategy),
@@ -110,48 +95,46 @@ def test_batches(data):
 
 def train(job=None):
   """Trains in this task, or in an elastic job; returns the report."""
-  import keras
-
   from examples import datasets, reporting
 
   strategy = job.strategy if job else common.create_strategy()
   data = datasets.load(FLAGS.dataset, FLAGS.data_path)
   model = build_model(strategy, data.num_classes)
-  start, saver = (0, 0), None
+  start, checkpoint = (0, 0), None
   if job:
     job.restore(model)
-    start = (job.epoch, 0)
+    start = tuple(job.position)
   elif FLAGS.checkpoint_dir and common.has_servers(strategy):
-    saver = strategy  # It saves by itself, and ResumeFit restores.
+    checkpoint = strategy  # It saves by itself, and ResumeFit restores.
   elif FLAGS.checkpoint_dir:
     settings = common.checkpoint_settings(strategy, data)
-    saver = tfs.RunCheckpoint(FLAGS.checkpoint_dir, model, settings=settings)
-    start = tuple(saver.restore())
+    checkpoint = tfs.RunCheckpoint(
+      FLAGS.checkpoint_dir, model, settings=settings
+    )
+    start = tuple(checkpoint.restore())
 
   run = reporting.Run('mnist_keras_fit', strategy, data, start)
-  callbacks = [run.callback(), tfs.ResumeFit(strategy)]
-  if common.can_log(strategy):
-    callbacks.append(keras.callbacks.TensorBoard(FLAGS.log_dir))
-  if run.monitor:
-    callbacks.append(tfs.MonitorCallback(run.monitor))
-  if saver:  # The last one: the others see the step after which it exits.
-    callbacks.append(tfs.PreemptionCheckpoint(saver))
-  arguments = {
+  callbacks = [*run.callbacks(), tfs.ResumeFit(strategy)]
+  if checkpoint:  # The last one: the others see the step after which it exits.
+    callbacks.append(tfs.PreemptionCheckpoint(checkpoint))
+  options = {
     'epochs': FLAGS.epochs,
     'steps_per_epoch': common.steps_per_epoch(data),
     'validation_data': test_batches(data),
     'callbacks': callbacks,
     'shuffle': False,  # The pipeline does it.
-    'verbose': 2 if FLAGS.verbose and common.is_chief(strategy) else 0,
+    'verbose': 2 if run.is_shown else 0,
   }
   history = None
   if job:
     history = job.fit(
-      model, lambda *start: train_batches(strategy, data, start), **arguments
+      model, lambda *start: train_batches(strategy, data, start), **options
     )
-  elif start[0] < FLAGS.epochs:
+  elif start[0] < FLAGS.epochs:  # PreemptionCheckpoint skips completed steps.
     batches = train_batches(strategy, data, (start[0], 0))
-    history = model.fit(batches, initial_epoch=start[0], **arguments)
+    history = model.fit(batches, initial_epoch=start[0], **options)
+  else:  # An evaluator may still wait for it.
+    checkpoint.mark_finished()
 
   trained, tested = reporting.last_results(history)
   if not tested:  # Every epoch had been done before.

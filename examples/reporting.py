@@ -18,7 +18,7 @@ from absl import flags
 
 import tf_strategies as tfs
 from examples import common
-from tf_strategies.checkpoint import checkpointer
+from tf_strategies.checkpoint import model_state
 
 FLAGS = flags.FLAGS
 
@@ -26,14 +26,7 @@ FLAGS = flags.FLAGS
 class Run:
   """Measures a run, and reports it; make it before data are distributed.
 
-  Args:
-    example: its name.
-    strategy: that trains.
-    data: that it trains on.
-    start: (epoch, step) where the run starts.
-
-  Attributes:
-    monitor: the monitor that the flags ask for; None if they ask for none.
+  It starts at `start`. A custom loop runs in its context.
   """
 
   def __init__(self, example: str, strategy, data, start=(0, 0)):
@@ -42,7 +35,8 @@ class Run:
     self._data = data
     self._start = tuple(start)
     self._steps = common.steps_per_epoch(data)
-    self.monitor = common.create_monitor()
+    options = common.monitor_options()
+    self.monitor = tfs.monitoring.TrainingMonitor(options) if options else None
     self._rates: list[float] = []
     self._epoch = 0
     # When the clock started, and the images before; None before the first
@@ -50,9 +44,8 @@ class Run:
     self._began: tuple[float, int] | None = None
     self.images_per_second: float | None = None  # In this epoch so far.
     self._writers: dict[str, Any] = {}
-    _tell_evaluator(strategy, is_finished=False)
-    self._is_shown = FLAGS.verbose and common.is_chief(strategy)
-    if self._is_shown:
+    self.is_shown = FLAGS.verbose and common.is_chief(strategy)
+    if self.is_shown:
       print(f'Training on {_describe(strategy, data)}.', flush=True)
 
   def __enter__(self) -> Run:
@@ -114,7 +107,7 @@ class Run:
     self, epoch: int, train: Mapping[str, float], test: Mapping[str, float]
   ) -> None:
     """Shows the results of an epoch of a custom loop, and logs their curves."""
-    if self._is_shown:
+    if self.is_shown:
       results = '; '.join(
         f'{split} loss {found["loss"]:.4f}, accuracy {found["accuracy"]:.4f}'
         for split, found in (('train', train), ('test', test))
@@ -135,27 +128,26 @@ class Run:
           tf.summary.scalar(f'epoch_{name}', value)
       self._writers[split].flush()
 
-  def callback(self) -> keras.callbacks.Callback:
-    """Returns the callback of `fit` that measures."""
-    return _RunCallback(self)
+  def callbacks(self) -> list[keras.callbacks.Callback]:
+    """Returns the callbacks of `fit` that measure and log."""
+    callbacks = [_RunCallback(self)]
+    if common.can_log(self._strategy):
+      callbacks.append(keras.callbacks.TensorBoard(FLAGS.log_dir))
+    if self.monitor:
+      callbacks.append(tfs.MonitorCallback(self.monitor))
+    return callbacks
 
   def report(self, model, optimizer, metrics, train, test) -> dict[str, Any]:
     """Shows and returns the report; writes --report_json and --save_weights.
 
-    Args:
-      model: that was trained.
-      optimizer: that trained it.
-      metrics: Keras metrics that were used.
-      train: loss and accuracy of the last epoch as it was trained; None if
-        every epoch had been done before.
-      test: loss and accuracy on the test split.
+    `train` has the loss and accuracy of the last epoch as it was trained, or is
+    None if every epoch had been done before; `test` those on the test split.
     """
     strategy, data = self._strategy, self._data
-    _save_weights(strategy, model, optimizer)
-    _tell_evaluator(strategy, is_finished=True)
-    epochs = max(FLAGS.epochs, self._start[0])
     first, step = self._start
+    epochs = max(FLAGS.epochs, first)
     steps = (epochs - first) * self._steps - step
+    _save_weights(strategy, model, optimizer)
     all_reduce = _all_reduce(strategy)
     variables = [*model.variables, *optimizer.variables]
     variables += [v for metric in metrics for v in metric.variables]
@@ -200,10 +192,7 @@ class Run:
 
 
 def last_results(history: keras.callbacks.History | None):
-  """Returns loss and accuracy in the last epoch of a `fit`, and on the test set.
-
-  Both are None where no epoch was trained.
-  """
+  """Returns loss and accuracy in the last epoch, if any, and on the test set."""
   if history is None or not history.history:
     return None, None
   last = {name: values[-1] for name, values in history.history.items()}
@@ -350,11 +339,7 @@ def bytes_per_step(
 
 
 def variable_bytes(strategy, variables: Iterable[Any]) -> dict[str, int]:
-  """Returns the bytes of variables on each device of this process.
-
-  Every replica's copy counts, and every part of a variable that is split over
-  parameter servers.
-  """
+  """Returns the bytes of all copies and parts of variables, by device."""
   total = {}
   for variable in {id(v): v for v in variables}.values():
     parts = getattr(variable.value, 'parts', None)
@@ -362,19 +347,6 @@ def variable_bytes(strategy, variables: Iterable[Any]) -> dict[str, int]:
       size = part.shape.num_elements() * part.dtype.size
       total[part.device] = total.get(part.device, 0) + size
   return total
-
-
-def _tell_evaluator(strategy, is_finished: bool) -> None:
-  """Says whether there will be more checkpoints."""
-  if not FLAGS.checkpoint_dir or not common.is_chief(strategy):
-    return
-  path = os.path.join(FLAGS.checkpoint_dir, checkpointer.FINISHED_FILE)
-  if is_finished:
-    tf.io.gfile.makedirs(FLAGS.checkpoint_dir)
-    with tf.io.gfile.GFile(path, 'w') as f:
-      f.write('Training is over.\n')
-  elif tf.io.gfile.exists(path):
-    tf.io.gfile.remove(path)
 
 
 def write_json(report: Mapping[str, Any], path: str) -> None:
@@ -393,12 +365,7 @@ def _save_weights(strategy, model, optimizer) -> None:
     path = path.replace('{rank}', str(getattr(strategy, 'rank', 0)))
   elif not path or not common.is_chief(strategy):
     return
-  known = {id(v) for v in [*model.weights, *model.metrics_variables]}
-  random = [v for v in model.variables if id(v) not in known]
-  named = {f'model/{v.path}': v for v in model.weights}
-  # Keras numbers seed generators per process: their place in the model lasts.
-  named |= {f'model/random/{i}': v for i, v in enumerate(random)}
-  named |= {f'optimizer/{v.path}': v for v in optimizer.variables}
+  named = model_state.name_variables(model, optimizer)
   os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
   with open(path, 'wb') as f:
     np.savez(f, **{name: v.value.numpy() for name, v in named.items()})

@@ -23,9 +23,18 @@ def modules_of(package: types.ModuleType) -> list[str]:
 
 def check_examples(test: absltest.TestCase, name: str, least: int = 1) -> None:
   """Runs the examples of a module, of which there must be at least so many."""
-  result = doctest.testmod(importlib.import_module(name), optionflags=_OPTIONS)
-  test.assertEqual(result.failed, 0, name)
-  test.assertGreaterEqual(result.attempted, least, name)
+  runner = doctest.DocTestRunner(optionflags=_OPTIONS)
+  for example in _Finder().find(importlib.import_module(name)):
+    runner.run(example)
+  test.assertEqual(runner.failures, 0, name)
+  test.assertGreaterEqual(runner.tries, least, name)
+
+
+class _Finder(doctest.DocTestFinder):
+  """Finds examples of decorated functions too."""
+
+  def _from_module(self, module, value):
+    return super()._from_module(module, inspect.unwrap(value))
 
 
 def check_public_names(

@@ -22,6 +22,8 @@ _ARGUMENT = re.compile(r"add_argument\(\s*'--([\w-]+)'")
 # Flags as rows of a table for `tf_strategies.cluster.command_line`.
 _TABLE = 'command_line.main('
 _ROW = re.compile(r"^  (?:\(\s*'(\w+)',|'(\w+)': ')", re.MULTILINE)
+# Flags as fields of options, with a helper that takes their help.
+_FIELD = re.compile(r'^  (\w+): [^\n=]+ = _option\(', re.MULTILINE)
 
 
 def _blocks(text: str, *languages: str) -> Iterator[str]:
@@ -49,6 +51,7 @@ def _flags(files: dict[str, str]) -> set[str]:
     if path.endswith('.py'):
       defined.update(_DEFINED_FLAG.findall(text))
       defined.update(_ARGUMENT.findall(text))
+      defined.update(_FIELD.findall(text))
       if _TABLE in text:
         defined.update(a or b for a, b in _ROW.findall(text))
   return defined

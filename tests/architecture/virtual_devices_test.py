@@ -34,6 +34,7 @@ with tf.device('CPU:7'):
     self.assertEqual(result.returncode, 0, result.stderr)
     self.assertEqual(result.stdout.split(), ['8', '7.0'])
 
+  @pytest.mark.full
   def test_too_late_is_an_error_that_says_so(self):
     result = _run("""
 configure_logical_cpus(2)

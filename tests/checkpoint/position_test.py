@@ -27,6 +27,7 @@ class PositionTest(parameterized.TestCase):
     ('unknown', _unknown(40), Position(2, 3), 10, 23),
     # Two passes and three batches.
     ('unknown_passes', _unknown(10), Position(2, 3), 10, 3),
+    ('unknown_end_of_a_pass', _unknown(10), Position(2), 10, 0),
     ('start', _unknown(10), Position(), 10, 0),
   )
   def test_iterates_from_there(self, make, position, steps, expected):

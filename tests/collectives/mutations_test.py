@@ -14,6 +14,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 from hypothesis import strategies as st
 
+from tests import tiers
 from tf_strategies import errors
 from tf_strategies.collectives import ALGORITHMS, schedule, simulate
 
@@ -95,7 +96,7 @@ ALL = [(name, name) for name in ALGORITHMS]
 
 
 class SingleMutationTest(parameterized.TestCase):
-  @parameterized.named_parameters(*ALL)
+  @tiers.named_parameters(*tiers.few(ALL, 'ring', 'tree'))
   def test_every_mutant_of_small_worlds(self, name):
     rejected = collections.Counter()
     accepted = collections.Counter()

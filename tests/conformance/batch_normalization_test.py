@@ -56,6 +56,7 @@ class BatchNormalizationTest(harness.ConformanceTest, parameterized.TestCase):
     self.check_replicas_equal(result.model)
 
   @tiers.named_parameters(*harness.every(tiers.full))
+  @pytest.mark.full
   def test_moving_statistics_are_the_mean_over_replicas(self, case):
     strategy = case.create()
     model = harness.build(
@@ -81,6 +82,7 @@ class BatchNormalizationTest(harness.ConformanceTest, parameterized.TestCase):
       self.assertAllClose(copy.numpy(), [want_variance], 1e-5)
 
   @tiers.named_parameters(*harness.every(tiers.full))
+  @pytest.mark.full
   def test_rowless_replicas_do_not_move_the_statistics(self, case):
     model = harness.build(
       Feature(

@@ -114,7 +114,12 @@ FEATURES = (
     mark=tiers.full,
     mark_of_others=tiers.quick,
   ),
-  Feature('steps_per_execution', rows=133, compile={'steps_per_execution': 3}),
+  Feature(
+    'steps_per_execution',
+    rows=133,
+    compile={'steps_per_execution': 3},
+    mark=tiers.full,
+  ),
   Feature(
     'run_eagerly', rows=69, compile={'run_eagerly': True}, mark=tiers.soak
   ),

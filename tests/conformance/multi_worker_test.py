@@ -44,11 +44,13 @@ class MultiWorkerTest(
   multi_worker.MultiWorkerConformanceTest, parameterized.TestCase
 ):
   @parameterized.named_parameters(*[(c.name, c) for c in CASES])
+  @pytest.mark.full
   def test_some_equal_one_device(self, case):
     self.check_features(case, SOME)
 
   @tiers.named_parameters(
-    ('collective_2x1', LIKE_THEM[0]),
+    *[(c.name, c) for c in CASES],
+    tiers.full('collective_2x1', LIKE_THEM[0]),
     *tiers.every(tiers.soak, [(c.name, c) for c in LIKE_THEM[1:]]),
   )
   def test_few_equal_one_device(self, case):

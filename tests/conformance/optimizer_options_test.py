@@ -83,6 +83,7 @@ FEATURES = (
     optimizer=lambda: optimizers.SGD(0.1, global_clipnorm=0.05),
     policy='mixed_float16',
     tolerance=2e-3,
+    mark=tiers.full,
   ),
   Feature(
     'mixed_bfloat16',

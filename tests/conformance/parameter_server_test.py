@@ -47,11 +47,10 @@ INEXACT_PROGRAMS_WITH_SHARES = (
   'custom_train_step',
   'two_inputs_and_two_outputs',
 )
+FEW_WITH_SHARES = ('embedding', 'last_batch_of_1_row')
 SOME_WITH_SHARES = (
   'class_weight',
   'ema_overwrite_accumulation_steps_per_execution',
-  'embedding',
-  'last_batch_of_1_row',
 )
 
 
@@ -104,13 +103,21 @@ class TwoWorkersTest(
     cls.job = parameter_servers.Job(num_workers=2, num_ps=2)
     cls.addClassCleanup(cls.job.__exit__)
 
+  def test_few_equal_one_device(self):
+    self.check_features(self.job, FEW_WITH_SHARES, {'mode': 'sync'})
+
+  @pytest.mark.full
   def test_some_equal_one_device(self):
     self.check_features(self.job, SOME_WITH_SHARES, {'mode': 'sync'})
 
   @parameterized.product(part=tuple(range(_PARTS)))
   @pytest.mark.soak
   def test_the_rest_equals_one_device(self, part):
-    left_out = {*SOME_WITH_SHARES, *INEXACT_WITH_SHARES}
+    left_out = {
+      *FEW_WITH_SHARES,
+      *SOME_WITH_SHARES,
+      *INEXACT_WITH_SHARES,
+    }
     rest = sorted(set(parameter_server.features()) - left_out)
     self.check_features(self.job, rest[part::_PARTS], {'mode': 'sync'})
 

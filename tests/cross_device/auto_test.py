@@ -25,14 +25,16 @@ def gpus(count):
 class ChooseScheduleTest(tf.test.TestCase, parameterized.TestCase):
   @parameterized.product(world_size=(1, 2, 3, 8), num_bytes=(0, 4, 10**9))
   def test_direct_on_cpus(self, world_size, num_bytes):
-    schedule = auto.choose_schedule(replicas.devices(world_size), num_bytes)
+    schedule = auto.AutoAllReduce().schedule(
+      replicas.devices(world_size), num_bytes
+    )
     self.assertEqual(schedule.name, 'direct')
     self.assertEqual(schedule.world_size, world_size)
     schedule.validate()
 
   @parameterized.product(world_size=(4, 8, 16), num_bytes=(10**8, 10**9))
   def test_bandwidth_on_gpus_with_many_bytes(self, world_size, num_bytes):
-    schedule = auto.choose_schedule(gpus(world_size), num_bytes)
+    schedule = auto.AutoAllReduce().schedule(gpus(world_size), num_bytes)
     self.assertIn(schedule.name, BANDWIDTH)
     chunk_bytes = collectives.chunk_sizes(num_bytes, schedule.num_chunks)
     least = 2 * (world_size - 1) * num_bytes / world_size
@@ -40,7 +42,7 @@ class ChooseScheduleTest(tf.test.TestCase, parameterized.TestCase):
 
   @parameterized.product(world_size=(4, 8, 16), num_bytes=(0, 4, 100))
   def test_few_rounds_on_gpus_with_few_bytes(self, world_size, num_bytes):
-    schedule = auto.choose_schedule(gpus(world_size), num_bytes)
+    schedule = auto.AutoAllReduce().schedule(gpus(world_size), num_bytes)
     ring = collectives.ring_all_reduce(world_size)
     self.assertLess(schedule.num_rounds, ring.num_rounds)
 
@@ -48,7 +50,7 @@ class ChooseScheduleTest(tf.test.TestCase, parameterized.TestCase):
   def test_no_other_candidate_would_be_cheaper(self, world_size):
     topology = collectives.Topology(world_size, auto._GPU_LINK)
     for num_bytes in (4, 10**4, 10**6, 10**8):
-      chosen = auto.choose_schedule(gpus(world_size), num_bytes)
+      chosen = auto.AutoAllReduce().schedule(gpus(world_size), num_bytes)
       cheapest = min(
         collectives.cost(
           collectives.ALGORITHMS[name](world_size), num_bytes, topology
@@ -60,13 +62,13 @@ class ChooseScheduleTest(tf.test.TestCase, parameterized.TestCase):
       )
 
   def test_one_gpu(self):
-    schedule = auto.choose_schedule(gpus(1), 10**6)
+    schedule = auto.AutoAllReduce().schedule(gpus(1), 10**6)
     self.assertEqual((schedule.world_size, schedule.transfers), (1, ()))
 
   def test_mixed_devices_have_links(self):
     mixed = [*gpus(3), 'CPU:0']
     self.assertFalse(executor.share_memory(mixed))
-    self.assertEqual(auto.choose_schedule(mixed, 10**8).world_size, 4)
+    self.assertEqual(auto.AutoAllReduce().schedule(mixed, 10**8).world_size, 4)
 
   def test_tensors_are_cut_between_gpus_only(self):
     for make_op in (cross_device.AutoAllReduce, cross_device.DirectAllReduce):

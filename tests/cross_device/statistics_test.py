@@ -22,7 +22,7 @@ def value_of(shape, world_size=4, dtype='float32'):
 
 class CallStatisticsTest(tf.test.TestCase):
   def test_adds_up(self):
-    counted = statistics.CallStatistics('all_reduce')
+    counted = statistics.CallStatistics()
     self.assertEqual((counted.calls, counted.bytes_in()), (0, {}))
     counted.record(['CPU:0', 'CPU:1'], [8, 16])
     counted.record(['CPU:0', 'CPU:1'], [1, 2])
@@ -31,13 +31,13 @@ class CallStatisticsTest(tf.test.TestCase):
     self.assertEqual(counted.bytes_in(), {'CPU:0': 9, 'CPU:1': 118})
 
   def test_more_bytes_than_32_bits_count(self):
-    counted = statistics.CallStatistics('all_reduce')
+    counted = statistics.CallStatistics()
     counted.record(['CPU:0'], [3 << 32])
     counted.record(['CPU:0'], [3 << 32])
     self.assertEqual(counted.bytes_in(), {'CPU:0': 6 << 32})
 
   def test_executions_and_not_traces(self):
-    counted = statistics.CallStatistics('all_reduce')
+    counted = statistics.CallStatistics()
 
     @tf.function
     def step(times):
@@ -55,7 +55,7 @@ class CallStatisticsTest(tf.test.TestCase):
 
   def test_counter_made_in_a_scope_is_not_mirrored(self):
     strategy = tf.distribute.MirroredStrategy(['CPU:1', 'CPU:2'])
-    counted = statistics.CallStatistics('all_reduce')
+    counted = statistics.CallStatistics()
     created = []
 
     def creator(next_creator, **kwargs):

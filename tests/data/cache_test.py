@@ -91,7 +91,7 @@ class DamageTest(CacheTestCase):
       f.write(change(content))
 
   @tiers.product(
-    suffix=('.data-', '.index'),
+    suffix=('.data-', tiers.full('.index')),
     change=(
       ('one_byte', lambda content: content[:-1]),
       tiers.full(('half', lambda content: content[: len(content) // 2])),
@@ -164,6 +164,7 @@ class StaleTest(CacheTestCase):
       pass
     self.assertLen(self.files('.index'), 2)
 
+  @pytest.mark.full
   def test_another_version_of_a_process_that_lives_is_left_alone(self):
     self.make()
     (owner,) = self.files('.owner')
@@ -214,6 +215,7 @@ class StaleTest(CacheTestCase):
     self.assertEqual(self.files('.index'), before)
     self.assertEqual(self.labels(make(200)), list(range(200, 200 + _N)))
 
+  @pytest.mark.full
   def test_what_a_prepare_fn_calls_counts(self):
     factor = 2
 

@@ -3,6 +3,7 @@
 import os
 
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -89,11 +90,14 @@ class EpochsTest(tf.test.TestCase, parameterized.TestCase):
 
   def test_labels_belong_to_their_images(self):
     options = data_lib.PipelineOptions(5, seed=1)
+    seen = 0
     for images, labels in data_lib.make_dataset(
       _arrays(), options, training=True, epochs=1, start=(0, 0)
     ):
       positions = _positions(images.numpy().reshape([-1, 784]))
       np.testing.assert_array_equal(_arrays().labels[positions], labels)
+      seen += len(positions)
+    self.assertLen(_arrays().labels, seen)
 
   def test_options(self):
     self.assertLen(_images(0, 2, drop_remainder=True), 2 * 20)
@@ -280,6 +284,7 @@ class FileEpochsTest(tf.test.TestCase, parameterized.TestCase):
     others = np.concatenate([y for _, y in self.stream(0, 1, None, seed=4)])
     self.assertNotAllEqual(others, labels[0])
 
+  @pytest.mark.full
   def test_files_take_turns_where_the_buffer_is_small(self):
     first = {
       self.stream(epoch, epoch + 1, None, shuffle_buffer=1)[0][1][0] % 5

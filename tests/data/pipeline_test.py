@@ -1,6 +1,7 @@
 import dataclasses
 
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -368,6 +369,7 @@ class PlacementTest(tf.test.TestCase):
     self.assertEqual(sizes, [[4, 4], [4, 4], [4, 0]])
     self.assertEqual(order, list(range(20)))
 
+  @pytest.mark.full
   def test_pixels_are_no_constant_of_a_graph(self):
     arrays = formula.arrays(200)
 

@@ -3,6 +3,7 @@
 import random
 import time
 
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -166,6 +167,7 @@ class SharesTest(tf.test.TestCase, parameterized.TestCase):
     whole = tf.data.Dataset.range(_N).batch(_N)
     self.assertEqual(data_lib.check_shards(shards, whole), (15, 15, 15))
 
+  @pytest.mark.full
   def test_global_seeds_that_differ_do_not_matter(self):
     options = data_lib.PipelineOptions(60, seed=2, autoshard='data')
     arrays = formula.arrays(_N)

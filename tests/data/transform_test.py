@@ -137,7 +137,7 @@ class SeedsTest(TransformTestCase):
       tuple(seed) for _ in range(epochs) for seed in dataset.as_numpy_iterator()
     ]
 
-  @parameterized.parameters(*_SOURCES)
+  @tiers.parameters(*tiers.few(_SOURCES, 'files'))
   def test_one_a_batch_and_epoch_from_the_seed_alone(self, source):
     one = self.seeds(source)
     self.assertLen(set(one), 2 * 3)

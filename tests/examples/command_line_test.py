@@ -145,6 +145,7 @@ class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(program.wait(), 1)
     self.assertIn('unexpected arguments: digits', program.output())
 
+  @pytest.mark.full
   def test_loop_runs_as_a_file(self):
     program = self._start(
       'mnist_custom_loop',

@@ -42,7 +42,9 @@ class DocumentationTest(tf.test.TestCase, parameterized.TestCase):
 
   @parameterized.parameters(*pages.NAMES)
   def test_launch_commands_of_jobs_parse(self, name):
-    for launcher, arguments in list(self._commands(name))[1:]:
+    jobs = list(self._commands(name))[1:]
+    self.assertNotEmpty(jobs)
+    for launcher, arguments in jobs:
       self.assertIn('--num_workers=2', launcher)
       with pages.parsed(name, *arguments):
         self.assertEqual(flags.FLAGS.dataset, 'digits')

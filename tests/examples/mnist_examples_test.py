@@ -49,6 +49,7 @@ class MnistExamplesTest(tf.test.TestCase, parameterized.TestCase):
     return compare_weights.read(path), report
 
   @tiers.named_parameters(_EXAMPLES[0], tiers.full(_EXAMPLES[1]))
+  @pytest.mark.full
   def test_twenty_steps_equal_one_device(self, name):
     one, one_report = self._train(name, _TWENTY_STEPS, strategy='one_device')
     four, report = self._train(name, _TWENTY_STEPS, devices=4)
@@ -105,6 +106,7 @@ class MnistExamplesTest(tf.test.TestCase, parameterized.TestCase):
     self.assertIsNone(report['train'])
     self.assertGreater(report['test']['accuracy'], 0)
 
+  @pytest.mark.full
   def test_checkpoint_of_another_run_is_refused(self):
     directory = self.create_tempdir().full_path
     options = {

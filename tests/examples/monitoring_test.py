@@ -51,7 +51,7 @@ class MonitoringTest(tf.test.TestCase, parameterized.TestCase):
   @pytest.mark.full
   def test_nothing_without_a_flag(self):
     with pages.parsed('mnist_keras_fit', *self._flags, '--epochs=1') as example:
-      self.assertIsNone(common.create_monitor())
+      self.assertIsNone(common.monitor_options())
       example.main()
     self.assertEmpty(os.listdir(self._directory))
 

@@ -21,6 +21,7 @@ def _program() -> str:
 
 @pytest.mark.multi_process
 class ReadmeExampleTest(absltest.TestCase):
+  @pytest.mark.full
   def test_program_runs_on_four_replicas(self):
     result = processes.run_python('-c', _PREAMBLE + _program())
     self.assertEqual(result.returncode, 0, result.stderr[-2000:])

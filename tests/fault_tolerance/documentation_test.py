@@ -10,7 +10,6 @@ virtual_devices.configure_logical_cpus()
 # Modules of which at least one docstring has an example.
 _MODULES = (
   'checkpoint.position',
-  'checkpoint.checkpointer',
   'fault_tolerance.preemption',
   'fault_tolerance.run_checkpoint',
 )

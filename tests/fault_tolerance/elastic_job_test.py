@@ -6,13 +6,14 @@ from unittest import mock
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
 import tf_strategies as tfs
 from tests import processes, virtual_devices
 from tf_strategies import errors
 from tf_strategies.checkpoint.position import Position
-from tf_strategies.fault_tolerance import elastic_job, elastic_options
+from tf_strategies.fault_tolerance import elastic_job
 
 virtual_devices.configure_logical_cpus()
 
@@ -50,7 +51,7 @@ class JobTest(tf.test.TestCase):
     super().setUp()
     strategy = tfs.MultiWorkerRingStrategy(devices=['CPU:0'])
     self.addCleanup(strategy.close)
-    self.job = elastic_job.Job(elastic_options.ElasticOptions())
+    self.job = elastic_job.Job(tfs.ElasticOptions())
     self.job.begin(strategy)
     with strategy.scope():
       self.model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
@@ -98,6 +99,41 @@ class JobTest(tf.test.TestCase):
     self.assertNotIn(None, [line['input_share'] for line in lines])
     self.assertEqual(self.job.position, Position(3))
 
+  def test_fit_after_a_death_is_one(self):
+    self.job.restore(self.model)
+    self.job.update(1, 3)
+    with mock.patch.object(
+      self.model, 'fit', side_effect=self.model.fit
+    ) as fit:
+      history = self.job.fit(self.model, _make_batches, 3, _STEPS, verbose=0)
+    fit.assert_called_once()
+    self.assertEqual(history.epoch, [1, 2])
+    # Neither more nor less than what was left.
+    self.assertEqual(int(self.model.optimizer.iterations.numpy()), 1 + _STEPS)
+    self.assertEqual(self.job.position, Position(3))
+
+  def test_batches_that_a_strategy_distributed(self):
+    self.job.restore(self.model)
+    self.job.update(1, 3)
+
+    def make_batches(epoch, step):
+      return self.job.strategy.experimental_distribute_dataset(
+        _make_batches(epoch, step)
+      )
+
+    self.job.fit(self.model, make_batches, 3, _STEPS, verbose=0)
+    self.assertEqual(int(self.model.optimizer.iterations.numpy()), 1 + _STEPS)
+    self.assertEqual(self.job.position, Position(3))
+
+  def test_groups_of_steps_begin_alike(self):
+    self.model.steps_per_execution = 2
+    self.job.restore(self.model)
+    self.job.update(1, 3)  # One of them is done again.
+    self.job.fit(self.model, _make_batches, 3, _STEPS, verbose=0)
+    self.assertEqual(int(self.model.optimizer.iterations.numpy()), 2 + _STEPS)
+    self.assertEqual(self.job.position, Position(3))
+
+  @pytest.mark.full
   def test_fit_that_is_stopped_in_its_first_part_ends(self):
     self.job.restore(self.model)
     self.job.update(0, 1)
@@ -122,7 +158,7 @@ class BeginTest(tf.test.TestCase):
     cluster = tfs.cluster.ClusterConfig(
       {'worker': dict(enumerate(processes.addresses(2)))}, 'worker', 1
     )
-    options = elastic_options.ElasticOptions(min_workers=1, window_seconds=0.2)
+    options = tfs.ElasticOptions(min_workers=1, window_seconds=0.2)
     with mock.patch.dict(os.environ, {'TFS_RESTART_COUNT': restarts}):
       return tfs.elastic.run(
         lambda job: job.progress, options, cluster, devices=['CPU:0']

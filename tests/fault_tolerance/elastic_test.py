@@ -18,7 +18,6 @@ from absl.testing import parameterized
 import tf_strategies as tfs
 from tests import processes
 from tests.fault_tolerance import elastic_program
-from tf_strategies.fault_tolerance import elastic_options
 from tf_strategies.monitoring import merge
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
@@ -134,7 +133,7 @@ class ElasticTest(tf.test.TestCase, parameterized.TestCase):
 
   def test_survivors_go_on_without_the_chief(self):
     victim, steps = 0, 7
-    options = elastic_options.ElasticOptions(min_workers=2, window_seconds=1)
+    options = tfs.ElasticOptions(min_workers=2, window_seconds=1)
     with Kill(options) as kill:
       killed = kill.after(victim, steps)
       survivors = [rank for rank in range(3) if rank != victim]
@@ -148,7 +147,7 @@ class ElasticTest(tf.test.TestCase, parameterized.TestCase):
   @pytest.mark.full
   def test_restarted_worker_is_let_in(self):
     victim = 1
-    options = elastic_options.ElasticOptions(min_workers=2, window_seconds=0.5)
+    options = tfs.ElasticOptions(min_workers=2, window_seconds=0.5)
     log_dir = self.create_tempdir().full_path
     with Kill(options, _SECONDS_A_STEP, log_dir=log_dir) as kill:
       killed = kill.after(victim, 5)
@@ -161,7 +160,7 @@ class ElasticTest(tf.test.TestCase, parameterized.TestCase):
 
   @pytest.mark.soak
   def test_batch_and_learning_rate_follow_the_workers(self):
-    options = elastic_options.ElasticOptions(
+    options = tfs.ElasticOptions(
       min_workers=2,
       window_seconds=8,
       batch='per_replica',
@@ -185,7 +184,7 @@ class ElasticTest(tf.test.TestCase, parameterized.TestCase):
 
   @pytest.mark.soak
   def test_two_deaths_one_after_the_other(self):
-    options = elastic_options.ElasticOptions(min_workers=1, window_seconds=8)
+    options = tfs.ElasticOptions(min_workers=1, window_seconds=8)
     with Kill(options) as kill:
       kill.after(0, 10)
       kill.after(1, 30)
@@ -201,9 +200,7 @@ class ElasticTest(tf.test.TestCase, parameterized.TestCase):
     seed = int(os.environ.get('TFS_SEED', random.randrange(10**6))) + part
     print(f'TFS_SEED={seed - part}, part {part}')
     chance = random.Random(seed)
-    options = elastic_options.ElasticOptions(
-      min_workers=2, window_seconds=0.5, join='step'
-    )
+    options = tfs.ElasticOptions(min_workers=2, window_seconds=0.5, join='step')
     epochs = 75
     with Kill(options, 0.06, epochs=epochs, deadline=290) as kill:
       kills = []
@@ -234,7 +231,7 @@ class OptionsTest(tf.test.TestCase, parameterized.TestCase):
   )
   def test_what_cannot_be_is_refused(self, options, message):
     with self.assertRaisesRegex(tfs.errors.UnsupportedOptionError, message):
-      elastic_options.ElasticOptions(**options)
+      tfs.ElasticOptions(**options)
 
   def test_mpi_cannot_form_again(self):
     with self.assertRaisesRegex(tfs.errors.UnsupportedOptionError, 'tcp'):

@@ -118,7 +118,6 @@ def train_by_loop(directory: str, mode: str) -> list[dict[str, float]]:
   import keras
 
   import tf_strategies as tfs
-  from tf_strategies.checkpoint import checkpointer
 
   partitioner = tf.distribute.experimental.partitioners.FixedShardsPartitioner
   checkpoints = os.path.join(directory, 'checkpoints')
@@ -157,7 +156,7 @@ def train_by_loop(directory: str, mode: str) -> list[dict[str, float]]:
     strategy.save()
     evaluate()
     _wait_for(directory, len(found))
-  checkpointer.Checkpointer(checkpoints).mark_finished()
+  strategy.mark_finished()
   strategy.close()
   return found
 
@@ -185,6 +184,7 @@ class EvaluatorJobTest(tf.test.TestCase, parameterized.TestCase):
     tiers.full(train_by_fit, 'sync', 1),
     tiers.full(train_by_loop, 'async', 1),
   )
+  @pytest.mark.full
   def test_every_checkpoint(self, train, mode, num_workers):
     with (
       tempfile.TemporaryDirectory() as directory,

@@ -330,6 +330,7 @@ class SignalsTest(tf.test.TestCase, parameterized.TestCase):
         steps_per_epoch=8,
       )
 
+  @pytest.mark.full
   def test_fit_that_raised_leaves_the_handler(self):
     before = signal.getsignal(signal.SIGTERM)
     self.small.checkpoint.restore()

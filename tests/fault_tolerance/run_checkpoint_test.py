@@ -189,11 +189,12 @@ class RunCheckpointTest(tf.test.TestCase, parameterized.TestCase):
     checkpoint.save(epoch=1)
     error = PermissionError(13, 'Permission denied', 'arrays.bin')
     with (
-      mock.patch.object(checkpointer, '_open', side_effect=error),
+      mock.patch.object(checkpointer.Checkpointer, 'open', side_effect=error),
       self.assertRaisesRegex(PermissionError, 'arrays.bin'),
     ):
       checkpoint.restore()
 
+  @pytest.mark.full
   def test_other_workers_hear_that_the_chief_cannot_read(self):
     checkpoint = tfs.RunCheckpoint(self.directory, _model())
     checkpoint.save(epoch=1)
@@ -201,7 +202,9 @@ class RunCheckpointTest(tf.test.TestCase, parameterized.TestCase):
     workers.exchange = lambda tag, payload: [payload]
     checkpoint._access.workers = workers
     error = OSError(5, 'Input/output error', 'arrays.bin')
-    with mock.patch.object(checkpointer, '_open', side_effect=error):
+    with mock.patch.object(
+      checkpointer.Checkpointer, 'open', side_effect=error
+    ):
       with self.assertRaises(OSError) as caught:
         checkpoint.restore()
       self.assertIs(caught.exception, error)

@@ -140,7 +140,7 @@ class ParameterServerFaultsTest(parameterized.TestCase, tf.test.TestCase):
     self.assertEqual(run.iterations, _STEPS - lost)
 
   @tiers.parameters(
-    ('arrays.bin', 'truncate', 1),
+    tiers.full('arrays.bin', 'truncate', 1),
     tiers.full('arrays.bin', 'flip', 1),
     tiers.soak('arrays.bin', 'delete', 2),
     tiers.full('manifest.json', 'empty', 2),
@@ -177,7 +177,7 @@ class ParameterServerFaultsTest(parameterized.TestCase, tf.test.TestCase):
     self.assertEqual(run.iterations, _STEPS - lost)
 
   @tiers.parameters(
-    ('arrays.bin', 'truncate'),
+    tiers.full('arrays.bin', 'truncate'),
     tiers.full('manifest.json', 'empty'),
     tiers.soak('manifest.json', 'delete'),
   )
@@ -259,19 +259,31 @@ class ParameterServerFaultsTest(parameterized.TestCase, tf.test.TestCase):
       'checkpoint_steps': 60,
     }
     with parameter_servers.Job() as job:
-      job.start_chief(programs.train, self.arguments(**options))
-      self.wait_for_batch(job, 170)
-      job.kill('chief')
-      job.start_chief(programs.train, self.arguments(**options))
-      resumed = self.finish(job)
-      # The first batch of the resumed epoch is Keras's own call, the others
-      # of those that were done before count but do nothing.
+      resumed = self._kill_and_resume(job, self.arguments(**options))
+      # Batches that were done before count but do nothing.
       self.assertEqual(resumed.report['steps'], _STEPS - 120)
       whole = job.run(programs.train, self.arguments(mode='sync'))
     self.assertEqual(resumed.iterations, _STEPS)
     self.assertEqual(whole.iterations, _STEPS)
     for a, b in zip(resumed.weights, whole.weights, strict=True):
       np.testing.assert_array_equal(a, b)
+
+  @pytest.mark.soak
+  def test_coordinator_of_workers_that_read(self):
+    options = {'checkpoint_dir': self.checkpoints, 'checkpoint_steps': 60}
+    with parameter_servers.Job() as job:
+      run = self._kill_and_resume(job, self.arguments(True, **options))
+    self.assertEqual(run.report['steps'], _STEPS - 120)
+    self.assertEqual(run.batches, _STEPS - programs.STEPS_PER_EPOCH)
+    self.assertEqual(run.iterations, _STEPS)
+    self.assertEqual(run.rows_counted, programs.ROWS)
+
+  def _kill_and_resume(self, job, arguments):
+    job.start_chief(programs.train, arguments)
+    self.wait_for_batch(job, 170)
+    job.kill('chief')
+    job.start_chief(programs.train, arguments)
+    return self.finish(job)
 
   @pytest.mark.soak
   def test_stopped_server(self):

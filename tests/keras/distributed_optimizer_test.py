@@ -99,6 +99,7 @@ class RefusalTest(tf.test.TestCase, parameterized.TestCase):
       with self.assertRaisesRegex(tfs.errors.UnsupportedOptionError, message):
         DistributedOptimizer(*args, **kwargs)
 
+  @pytest.mark.full
   def test_foreign_strategy_is_refused(self):
     strategy = tf.distribute.MirroredStrategy(['CPU:0', 'CPU:1'])
     with self.assertRaisesRegex(
@@ -185,6 +186,7 @@ class MutationTest(tf.test.TestCase):
     self.assertAllClose(one, rows, 0, 1e-6)
     self.assertGreater(np.abs(one - none).max(), 1e-3)
 
+  @pytest.mark.full
   def test_unwrapped_uneven_rows_are_another_result(self):
     one = self._weights(lambda: optimizers.SGD(0.1), 13, 1)
     unwrapped = self._weights(lambda: optimizers.SGD(0.1), 13, 4)

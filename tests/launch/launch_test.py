@@ -9,6 +9,7 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from benchmarks import processes
+from tests import tiers
 from tests.launch import programs
 from tf_strategies import cluster
 
@@ -103,20 +104,20 @@ wait_for('end', 'test')
 
 @pytest.mark.multi_process
 class CommandLineTest(parameterized.TestCase):
-  @parameterized.named_parameters(
+  @tiers.named_parameters(
     ('no_command', ['--num_workers=2'], 'no command'),
-    ('no_command_after', ['--num_workers=2', '--'], 'no command'),
+    tiers.full('no_command_after', ['--num_workers=2', '--'], 'no command'),
     ('no_dashes', ['--num_workers=2', 'true'], "'true'"),
-    ('unknown', ['--num_worker=2', '--', 'true'], 'num_worker'),
-    ('no_number', ['--num_workers=two', '--', 'true'], 'two'),
-    ('workers', ['--num_workers=-1', '--', 'true'], '--num_workers=-1'),
+    tiers.full('unknown', ['--num_worker=2', '--', 'true'], 'num_worker'),
+    tiers.full('no_number', ['--num_workers=two', '--', 'true'], 'two'),
+    tiers.full('workers', ['--num_workers=-1', '--', 'true'], '--num_workers=-1'),
     ('ps', ['--num_ps=-2', '--', 'true'], '--num_ps=-2'),
-    ('no_task', ['--num_workers=0', '--', 'true'], '--num_workers=0'),
-    ('ps_alone', ['--num_workers=0', '--num_ps=1', '--', 'true'], '--chief'),
-    ('restarts', ['--max_restarts=-1', '--', 'true'], '--max_restarts=-1'),
-    ('grace', ['--grace_period=-1', '--', 'true'], '--grace_period=-1.0'),
-    ('grace_nan', ['--grace_period=nan', '--', 'true'], '--grace_period=nan'),
-    ('log_dir', ['--log_dir=/dev/null/a', '--', 'true'], '--log_dir=/dev/null'),
+    tiers.full('no_task', ['--num_workers=0', '--', 'true'], '--num_workers=0'),
+    tiers.full('ps_alone', ['--num_workers=0', '--num_ps=1', '--', 'true'], '--chief'),
+    tiers.full('restarts', ['--max_restarts=-1', '--', 'true'], '--max_restarts=-1'),
+    tiers.full('grace', ['--grace_period=-1', '--', 'true'], '--grace_period=-1.0'),
+    tiers.full('grace_nan', ['--grace_period=nan', '--', 'true'], '--grace_period=nan'),
+    tiers.full('log_dir', ['--log_dir=/dev/null/a', '--', 'true'], '--log_dir=/dev/null'),
   )  # fmt: skip
   def test_wrong_command_line_is_explained(self, arguments, words):
     directory = self.create_tempdir().full_path

@@ -90,7 +90,9 @@ class PlanTasksTest(parameterized.TestCase):
       tasks.plan_tasks(_ALL, ['run'], list(range(1000, 1000 + count)), 'abcd')
 
   def test_secret_is_not_shown(self):
-    for spec in _plan(_ALL):
+    specs = _plan(_ALL)
+    self.assertNotEmpty(specs)
+    for spec in specs:
       self.assertNotIn('abcd', repr(spec))
       self.assertNotIn('abcd', tasks.describe(spec))
       self.assertIn('run --a', tasks.describe(spec))

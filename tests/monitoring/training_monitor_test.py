@@ -210,7 +210,9 @@ class MonitorTest(tf.test.TestCase, parameterized.TestCase):
     )
     x = np.ones([16, 3], np.float32)
     model.fit(x, x[:, :2], batch_size=8, verbose=0, callbacks=[callback])
-    for line in _read_lines(self._path('m-0.jsonl')):
+    lines = _read_lines(self._path('m-0.jsonl'))
+    self.assertLen(lines, 2)
+    for line in lines:
       self.assertIsNone(line['input_share'])
       self.assertAlmostEqual(
         line['global_examples_per_second'] * line['step_seconds'], 8
@@ -260,6 +262,7 @@ class MonitorTest(tf.test.TestCase, parameterized.TestCase):
     monitor.close()  # The step that failed is none.
     self.assertEmpty(_read_lines(self._path('logs/metrics-0.jsonl')))
 
+  @pytest.mark.full
   def test_watchdog_is_silent_after_a_fit_that_raised(self):
     def fail(batch, logs):
       raise KeyboardInterrupt
@@ -272,6 +275,7 @@ class MonitorTest(tf.test.TestCase, parameterized.TestCase):
       self._fit(tfs.RingMirroredStrategy(['CPU:0']), callbacks)
     self._assert_silent(monitor)
 
+  @pytest.mark.full
   def test_watchdog_barks_within_fit(self):
     def wait(batch, logs):
       path = self._path('logs/watchdog-0.log')

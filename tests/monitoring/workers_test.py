@@ -239,6 +239,7 @@ class MeasuredRunTest(absltest.TestCase):
 
 
 @pytest.mark.multi_process
+@pytest.mark.full
 class StuckWorkerTest(absltest.TestCase):
   def test_worker_that_is_waited_for_is_named(self):
     with (

@@ -135,6 +135,7 @@ class CollectivesTest(parameterized.TestCase):
   def test_table_of_algorithms_and_codecs(self, world_size):
     conformance.check(self, processes.run_workers(_table, world_size))
 
+  @pytest.mark.full
   def test_one_bit_on_one_rank_is_seen(self):
     results = [
       {case: conformance.expected(case, 2)[r] for case in conformance.cases(2)}

@@ -85,6 +85,7 @@ class PlanTest(parameterized.TestCase):
 
   def test_pieces_are_whole_elements(self):
     made = plan.by_name('ring', 3, 0, 50, plan.Format(8, piece_bytes=20))
+    self.assertNotEmpty(made.pieces)
     for piece in made.pieces:
       self.assertEqual((piece.start % 8, piece.stop % 8), (0, 0))
       self.assertLessEqual(piece.stop - piece.start, 16)

@@ -2,6 +2,7 @@
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -262,6 +263,7 @@ class OptimizerTest(tf.test.TestCase, parameterized.TestCase):
       steps * len(COMPUTE) * num_bytes,
     )
 
+  @pytest.mark.full
   def test_nothing_is_read_over_a_link_on_the_parameter_device_itself(self):
     strategy = tfs.CentralStorageStrategy(['CPU:0', 'CPU:1'], 'CPU:0')
     model = self._train(strategy, steps=2)
@@ -326,6 +328,7 @@ class DevicesTest(tf.test.TestCase, parameterized.TestCase):
     with self.assertRaisesRegex(tfs.errors.UnsupportedOptionError, message):
       tfs.CentralStorageStrategy(**options)
 
+  @pytest.mark.full
   def test_a_single_replica(self):
     strategy = tfs.CentralStorageStrategy(['CPU:2'], 'CPU:1')
     with strategy.scope():

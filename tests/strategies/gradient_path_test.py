@@ -10,6 +10,7 @@ import threading
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
 import tf_strategies as tfs
@@ -118,6 +119,7 @@ def _train(rank):
 
 
 class GradientPathTest(tf.test.TestCase):
+  @pytest.mark.full
   def test_path_is_short(self):
     for files, values in processes.run_workers(_train, 2):
       self.assertIn('keras/distributed_optimizer.py', files)

@@ -2,6 +2,7 @@
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl import logging
 from absl.testing import parameterized
@@ -290,6 +291,7 @@ class UnevenBatchTest(tf.test.TestCase, parameterized.TestCase):
   def test_unwrapped_uneven_batch_warns_once(self):
     self.assertLen(self._fit(_strategy(), rows=13, wrap=False), 1)
 
+  @pytest.mark.full
   def test_wrapped_or_even_batches_do_not_warn(self):
     self.assertEmpty(self._fit(_strategy(), rows=13, wrap=True))
     self.assertEmpty(self._fit(_strategy(), rows=16, wrap=False))

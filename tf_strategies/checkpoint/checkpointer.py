@@ -5,22 +5,11 @@ arrays in a row, and `manifest.json`, their names, dtypes, shapes and checksums
 with the caller's metadata. It is written under a temporary name, synced to the
 disk and renamed last. A process that is killed at any point leaves the previous
 checkpoints; checksums detect damage that happens later.
-
-Example:
-
-  >>> import tempfile
-  >>> import numpy as np
-  >>> from tf_strategies.checkpoint import checkpointer
-  >>> with tempfile.TemporaryDirectory() as directory:
-  ...   saver = checkpointer.Checkpointer(directory)
-  ...   path = saver.save({'weights': np.arange(3)}, {'epoch': 1})
-  ...   found = saver.newest()
-  ...   found.metadata, found.arrays['weights'].tolist()
-  ({'epoch': 1}, [0, 1, 2])
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -49,13 +38,7 @@ _BLOCK_BYTES = 1 << 24
 
 
 class ArraySpec(NamedTuple):
-  """Type and place of an array in the file.
-
-  Attributes:
-    dtype: its name.
-    shape: of the array.
-    offset: of its first byte.
-  """
+  """Type and place of an array in the file."""
 
   dtype: str
   shape: tuple[int, ...]
@@ -65,11 +48,8 @@ class ArraySpec(NamedTuple):
 class StoredArrays(Mapping[str, np.ndarray]):
   """Arrays by name; each access reads one of them from the file.
 
-  The file stays open, so that the arrays outlive the deletion of their
-  checkpoint.
-
-  Attributes:
-    specs: what is known without reading.
+  The file stays open: the arrays outlive the deletion of their checkpoint.
+  What is known without reading is in `specs`.
   """
 
   def __init__(self, file: BinaryIO, specs: Mapping[str, ArraySpec]):
@@ -88,11 +68,7 @@ class StoredArrays(Mapping[str, np.ndarray]):
     return array
 
   def renamed(self, names: Mapping[str, str]) -> StoredArrays:
-    """Returns the same arrays, some under other names.
-
-    Args:
-      names: the new name by the present one.
-    """
+    """Returns the same arrays, with new names by the present ones."""
     specs = {names.get(name, name): spec for name, spec in self.specs.items()}
     return StoredArrays(self._file, specs)
 
@@ -105,32 +81,19 @@ class StoredArrays(Mapping[str, np.ndarray]):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Checkpoint:
-  """A checkpoint whose checksums were verified.
-
-  Attributes:
-    path: of its directory.
-    metadata: as it was saved.
-    arrays: by name, read on access.
-    skipped: reasons by path, of newer checkpoints that are damaged.
-  """
+  """A checkpoint whose checksums were verified."""
 
   path: str
   metadata: dict[str, Any]
   arrays: StoredArrays
+  # Reasons by path, of newer checkpoints that are damaged.
   skipped: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 class Checkpointer:
   """Keeps the newest checkpoints of a directory; for one writer at a time.
 
-  Args:
-    directory: in a file system with an atomic rename, as POSIX requires;
-      created by the first `save`.
-    max_to_keep: `save` deletes older checkpoints once the new one is on disk.
-
-  Raises:
-    UnsupportedOptionError: `max_to_keep` is not a positive integer, or the
-      directory is a URL.
+  The first `save` creates the directory, in a POSIX file system.
   """
 
   def __init__(self, directory: str | os.PathLike[str], max_to_keep: int = 2):
@@ -165,15 +128,12 @@ class Checkpointer:
     arrays: Mapping[str, np.ndarray] | Iterable[tuple[str, np.ndarray]],
     metadata: Mapping[str, Any],
   ) -> str:
-    """Writes a checkpoint, then deletes those beyond `max_to_keep`.
+    """Writes a checkpoint, deletes those beyond `max_to_keep`; returns its path.
 
     Args:
       arrays: by name; or pairs of name and array, which are written one after
         the other: only one needs to be in memory.
-      metadata: JSON values by name.
-
-    Returns:
-      The path of the checkpoint.
+      metadata: for JSON.
 
     Raises:
       OSError: it cannot be written; the previous checkpoints are untouched.
@@ -181,8 +141,8 @@ class Checkpointer:
     os.makedirs(self.directory, exist_ok=True)
     self._delete_unfinished()
     before = self.paths()
-    number = 1 + (_number(before[-1]) if before else 0)
-    path = self._path(number)
+    newest = _NAME.fullmatch(os.path.basename(before[-1])) if before else None
+    path = self._path(1 + (int(newest[1]) if newest else 0))
     temporary = self._unfinished(path)
     os.mkdir(temporary)
     pairs = arrays.items() if isinstance(arrays, Mapping) else arrays
@@ -191,7 +151,10 @@ class Checkpointer:
       'metadata': dict(metadata),
       **_write_arrays(os.path.join(temporary, _ARRAYS), pairs),
     }
-    _write_manifest(os.path.join(temporary, _MANIFEST), contents)
+    with open(os.path.join(temporary, _MANIFEST), 'w', encoding='utf-8') as f:
+      json.dump({'contents': contents, 'sha256': _digest(contents)}, f)
+      f.flush()
+      os.fsync(f.fileno())
     _sync(temporary)
     os.rename(temporary, path)
     _sync(self.directory)
@@ -205,12 +168,9 @@ class Checkpointer:
     return path
 
   def newest(self) -> Checkpoint | None:
-    """Opens the newest checkpoint that is whole.
+    """Opens the newest checkpoint that is whole; None if there is none at all.
 
     Logs a warning for each newer one that is damaged, and deletes nothing.
-
-    Returns:
-      The checkpoint; None if the directory has none.
 
     Raises:
       DataError: there are checkpoints and all are damaged.
@@ -237,13 +197,20 @@ class Checkpointer:
     )
 
   def open(self, path: str) -> Checkpoint:
-    """Opens one of `paths()` and verifies its checksums.
-
-    Raises:
-      DataError: it is damaged; says which file, and how.
-      OSError: a file is missing or cannot be read.
-    """
-    return _open(path)
+    """Opens one of `paths()`, or raises a DataError that says what is damaged."""
+    contents = _read_manifest(os.path.join(path, _MANIFEST))
+    file = open(os.path.join(path, _ARRAYS), 'rb')  # noqa: SIM115
+    try:
+      _verify(file, contents)
+    except BaseException:
+      file.close()
+      raise
+    specs = {}
+    offset = 0
+    for name, dtype, shape in contents['arrays']:
+      specs[name] = ArraySpec(dtype, tuple(shape), offset)
+      offset += _dtype(dtype).itemsize * math.prod(shape)
+    return Checkpoint(path, contents['metadata'], StoredArrays(file, specs))
 
   @property
   def is_finished(self) -> bool:
@@ -255,10 +222,10 @@ class Checkpointer:
     path = os.path.join(self.directory, FINISHED_FILE)
     if is_finished:
       os.makedirs(self.directory, exist_ok=True)
-      with open(path, 'w', encoding='utf-8') as f:
-        f.write('Training is over.\n')
-    elif os.path.exists(path):
-      os.remove(path)
+      open(path, 'w').close()
+    else:
+      with contextlib.suppress(FileNotFoundError):
+        os.remove(path)
 
   def _path(self, number: int) -> str:
     return os.path.join(self.directory, f'checkpoint-{number:08d}')
@@ -273,14 +240,10 @@ class Checkpointer:
         shutil.rmtree(os.path.join(self.directory, name), ignore_errors=True)
 
 
-def _number(path: str) -> int:
-  return int(_NAME.fullmatch(os.path.basename(path))[1])
-
-
 def _write_arrays(
   path: str, arrays: Iterable[tuple[str, np.ndarray]]
 ) -> dict[str, Any]:
-  """Writes all bytes in a row; returns the manifest's part about them."""
+  """Writes all bytes in a row; returns what the manifest says of them."""
   digest = hashlib.sha256()
   entries = []
   size = 0
@@ -294,13 +257,6 @@ def _write_arrays(
     f.flush()
     os.fsync(f.fileno())
   return {'arrays': entries, 'bytes': size, 'sha256': digest.hexdigest()}
-
-
-def _write_manifest(path: str, contents: Mapping[str, Any]) -> None:
-  with open(path, 'w', encoding='utf-8') as f:
-    json.dump({'contents': contents, 'sha256': _digest(contents)}, f)
-    f.flush()
-    os.fsync(f.fileno())
 
 
 def _digest(contents: Mapping[str, Any]) -> str:
@@ -318,20 +274,21 @@ def _sync(directory: str) -> None:
     os.close(descriptor)
 
 
-def _open(path: str) -> Checkpoint:
-  contents = _read_manifest(os.path.join(path, _MANIFEST))
-  file = open(os.path.join(path, _ARRAYS), 'rb')  # noqa: SIM115
+def _read_manifest(path: str) -> dict[str, Any]:
   try:
-    _verify(file, contents)
-  except BaseException:
-    file.close()
-    raise
-  specs = {}
-  offset = 0
-  for name, dtype, shape in contents['arrays']:
-    specs[name] = ArraySpec(dtype, tuple(shape), offset)
-    offset += _dtype(dtype).itemsize * math.prod(shape)
-  return Checkpoint(path, contents['metadata'], StoredArrays(file, specs))
+    with open(path, encoding='utf-8') as f:
+      manifest = json.load(f)
+    contents = manifest['contents']
+    is_whole = manifest['sha256'] == _digest(contents)
+  except (ValueError, KeyError, TypeError) as e:
+    raise errors.DataError(f'{_MANIFEST} cannot be read ({e})') from e
+  if not is_whole:
+    raise errors.DataError(f'{_MANIFEST} differs from its own checksum')
+  if contents['format'] != _FORMAT:
+    raise errors.DataError(
+      f'{_MANIFEST} has format {contents["format"]}, expected {_FORMAT}'
+    )
+  return contents
 
 
 def _verify(file: BinaryIO, contents: Mapping[str, Any]) -> None:
@@ -357,20 +314,3 @@ def _dtype(name: str) -> np.dtype:
 
     return np.dtype(tf.bfloat16.as_numpy_dtype)
   return np.dtype(name)
-
-
-def _read_manifest(path: str) -> dict[str, Any]:
-  try:
-    with open(path, encoding='utf-8') as f:
-      manifest = json.load(f)
-    contents = manifest['contents']
-    is_whole = manifest['sha256'] == _digest(contents)
-  except (ValueError, KeyError, TypeError) as e:
-    raise errors.DataError(f'{_MANIFEST} cannot be read ({e})') from e
-  if not is_whole:
-    raise errors.DataError(f'{_MANIFEST} differs from its own checksum')
-  if contents['format'] != _FORMAT:
-    raise errors.DataError(
-      f'{_MANIFEST} has format {contents["format"]}, expected {_FORMAT}'
-    )
-  return contents

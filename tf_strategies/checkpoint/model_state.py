@@ -10,25 +10,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
-
-
-class Spec(Protocol):
-  """What is known of a saved array."""
-
-  dtype: str
-  shape: Sequence[int]
-
-
-class ArraySpec(NamedTuple):
-  """A `Spec` of an array in memory."""
-
-  dtype: str
-  shape: Sequence[int]
 
 
 def name_variables(
@@ -43,12 +29,7 @@ def name_variables(
 
 
 def name_objects(objects: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns the variables of several objects by name, as `name_variables`.
-
-  Args:
-    objects: models, optimizers, metrics or single variables, by the first part
-      of their names.
-  """
+  """Returns the variables of models, optimizers and metrics, or single ones."""
   variables: dict[str, Any] = {}
   for prefix, item in objects.items():
     for name, variable in _named(item):
@@ -75,18 +56,11 @@ def _named(item) -> list[tuple[str, Any]]:
 
 
 def match_names(names: Sequence[str], saved: Sequence[str]) -> dict[str, str]:
-  """Finds which saved variable is which of this run.
+  """Returns this run's names by the saved ones, without those that have none.
 
   Keras counts the models and layers of a process in their names, so the second
   model built by the same code has other names. If names differ only in such
   numbers, their order decides.
-
-  Args:
-    names: of this run's variables, in order.
-    saved: those of a checkpoint, in order.
-
-  Returns:
-    This run's name by the saved one; without those that have none.
   """
   if set(names) != set(saved):
     here, there = ([_uncounted(n) for n in ns] for ns in (names, saved))
@@ -116,13 +90,11 @@ def has_parts(variable: Any) -> bool:
 
 def reductions(variables: Mapping[str, Any]) -> dict[str, str]:
   """Returns 'mean' or 'sum' for each variable of which replicas have parts."""
+  parts = {k: _value(v) for k, v in variables.items() if has_parts(v)}
+  mean = tf.VariableAggregation.MEAN
   return {
-    name: 'mean'
-    if getattr(_value(variable), 'aggregation', None)
-    == tf.VariableAggregation.MEAN
-    else 'sum'
-    for name, variable in variables.items()
-    if has_parts(variable)
+    k: 'mean' if getattr(v, 'aggregation', None) == mean else 'sum'
+    for k, v in parts.items()
   }
 
 
@@ -132,11 +104,6 @@ def reduce_parts(array: np.ndarray, reduction: str) -> np.ndarray:
   return reduce(0, dtype=array.dtype)
 
 
-def specs(arrays: Mapping[str, np.ndarray]) -> dict[str, Spec]:
-  """Returns the dtypes and shapes of arrays, for `differences`."""
-  return {k: ArraySpec(v.dtype.name, v.shape) for k, v in arrays.items()}
-
-
 def _value(variable: Any) -> Any:
   """The variable of TensorFlow that Keras's one holds."""
   is_keras = isinstance(variable, keras.Variable)
@@ -144,14 +111,9 @@ def _value(variable: Any) -> Any:
 
 
 def differences(
-  variables: Mapping[str, keras.Variable], specs: Mapping[str, Spec]
+  variables: Mapping[str, keras.Variable], specs: Mapping[str, Any]
 ) -> list[str]:
-  """Returns how saved arrays differ from variables, a clause each.
-
-  Args:
-    variables: of this run, by name.
-    specs: dtypes and shapes of the saved arrays, by name.
-  """
+  """Returns how saved arrays, or their specs, differ from variables."""
   found = []
   for name, variable in variables.items():
     if name not in specs:
@@ -163,7 +125,7 @@ def differences(
       there = there and [None, *there[1:]]
     if here != there:
       found.append(f'variable {name} has shape {there} there and {here} here')
-    dtype, here = specs[name].dtype, tf.as_dtype(variable.dtype).name
+    dtype, here = str(specs[name].dtype), tf.as_dtype(variable.dtype).name
     if here != dtype:
       found.append(f'variable {name} is {dtype} there and {here} here')
   return found + [
@@ -173,11 +135,7 @@ def differences(
 
 
 class VariableAccess:
-  """Reads and writes the variables of a strategy.
-
-  Args:
-    strategy: in whose scope they were created.
-  """
+  """Reads and writes the variables of a strategy, on one worker or several."""
 
   def __init__(self, strategy: tf.distribute.Strategy):
     self._strategy = strategy
@@ -226,51 +184,48 @@ class VariableAccess:
       if has_parts(variable):
         self._write_parts(variable, arrays[name])
 
+  def restore(
+    self,
+    variables: Mapping[str, keras.Variable],
+    arrays: Mapping[str, np.ndarray],
+    specs: Iterable[tuple[str, str, list[int]]],
+  ) -> dict[str, np.ndarray]:
+    """Assigns the variables of all workers what the chief has read.
+
+    Returns the arrays of which replicas have parts, on every worker: `specs` are
+    their names, dtypes and shapes.
+    """
+    shared = {k: v for k, v in variables.items() if not has_parts(v)}
+    if self.is_chief:
+      self.write(shared, arrays)
+    if self.workers is not None:
+      self._strategy.extended.share_from_chief(list(shared.values()))
+    parts = {
+      name: self._share(arrays.get(name), *spec) for name, *spec in specs
+    }
+    own = {k: v for k, v in variables.items() if k not in shared}
+    self.write(own, parts)
+    return parts
+
+  def _share(self, array, dtype, shape) -> np.ndarray:
+    if self.workers is None:
+      return array
+    tensor = tf.zeros(shape, dtype) if array is None else tf.constant(array)
+    return self.workers.broadcast(tensor, 0, 'checkpoint/parts').numpy()
+
   def _write_parts(self, variable, array) -> None:
     parts = self._parts(variable)
     rank, world_size = 0, 1
     if self.workers is not None:
       rank, world_size = self.workers.rank, self.workers.world_size
-    if len(array) != len(parts) * world_size:
-      array = _share_out(variable, array, len(parts) * world_size)
-    for i, part in enumerate(parts):
-      part.assign(array[rank * len(parts) + i])
+    count = len(parts) * world_size
+    if len(array) != count:  # Of another number of replicas.
+      (reduction,) = reductions({'': variable}).values()
+      value = reduce_parts(array, reduction)
+      array = np.zeros([count, *value.shape], value.dtype)
+      array[: count if reduction == 'mean' else 1] = value
+    for part, value in zip(parts, array[rank * len(parts) :], strict=False):
+      part.assign(value)
 
   def _parts(self, variable):
     return self._strategy.experimental_local_results(_value(variable))
-
-  def share(
-    self,
-    variables: Iterable[keras.Variable],
-    arrays: Mapping[str, np.ndarray],
-    specs: Iterable[tuple[str, str, list[int]]],
-  ) -> dict[str, np.ndarray]:
-    """Broadcasts the chief's values and arrays to all workers.
-
-    Args:
-      variables: that replicas share; the chief has assigned its own already.
-      arrays: on the chief, arrays to broadcast as well.
-      specs: their names, dtypes and shapes, the same on every worker.
-
-    Returns:
-      The arrays, on every worker.
-    """
-    self._strategy.extended.share_from_chief(list(variables))
-    shared = {}
-    for name, dtype, shape in specs:
-      array = arrays.get(name) if self.is_chief else None
-      tensor = (
-        tf.zeros(shape, dtype) if array is None else tf.constant(array, dtype)
-      )
-      shared[name] = self.workers.broadcast(
-        tensor, 0, 'checkpoint/parts'
-      ).numpy()
-    return shared
-
-
-def _share_out(variable, array, count):
-  """Distributes the parts of another number of replicas to `count`."""
-  (reduction,) = reductions({'': variable}).values()
-  shared = np.zeros([count, *array.shape[1:]], array.dtype)
-  shared[: count if reduction == 'mean' else 1] = reduce_parts(array, reduction)
-  return shared

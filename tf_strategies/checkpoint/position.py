@@ -13,15 +13,7 @@ _INFINITE, _UNKNOWN = -1, -2
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Position:
-  """How far a run has come.
-
-  Unpacks as `epoch, step = position`.
-
-  Example:
-
-    >>> epoch, step = Position(epoch=2, step=5)
-    >>> Position.from_json(Position(2, 5).to_json()) == Position(2, 5)
-    True
+  """How far a run has come; unpacks as `epoch, step = position`.
 
   Attributes:
     epoch: completed epochs.
@@ -54,9 +46,7 @@ class Position:
   ) -> int:
     """Returns how many batches of a data set this run has consumed.
 
-    Args:
-      cardinality: number of batches, as `tf.data.Dataset.cardinality`.
-      steps_per_epoch: None if each epoch is one pass over the data.
+    Without `steps_per_epoch` each epoch is one pass over the data.
 
     Example:
 
@@ -76,10 +66,8 @@ class Position:
   ) -> Iterator[Any]:
     """Returns an iterator that starts after the consumed batches.
 
-    Args:
-      dataset: a `tf.data.Dataset`; if its length is unknown and it ends early,
-        skipping continues with the next pass.
-      steps_per_epoch: None if each epoch is one pass over the data.
+    If the length of the data is unknown and they end early, skipping continues
+    with the next pass.
     """
     cardinality = int(dataset.cardinality())
     count = self.batches_done(cardinality, steps_per_epoch)
@@ -93,4 +81,6 @@ class Position:
         iterator = iter(dataset)
         if not skipped:
           break
-    return iterator
+    for first in iterator:
+      return itertools.chain([first], iterator)
+    return iter(dataset)  # Its end was reached, and the next pass begins.

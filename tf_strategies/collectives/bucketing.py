@@ -32,11 +32,10 @@ def plan_buckets(
 ) -> tuple[Bucket, ...]:
   """Packs gradients into buckets that become ready one after the other.
 
-  The backward pass makes the gradients of the last layers first, so that a
-  bucket of these can travel while the rest is still being computed. One bucket
-  for each dtype is open at a time; a tensor that does not fit closes it. The
-  plan is a function of the arguments alone: ranks that plan for themselves
-  agree.
+  The backward pass makes the gradients of the last layers first, so that these
+  can travel while the rest is computed. One bucket for each dtype is open at a
+  time; a tensor that does not fit closes it. Ranks that plan for themselves
+  agree, as only the arguments count.
 
   Source: Li et al., "PyTorch Distributed: experiences on accelerating data
   parallel training", VLDB 2020.
@@ -72,55 +71,12 @@ def plan_buckets(
       'a positive integer of bytes',
       'write 8 * 2**20 for buckets of 8 MiB',
     )
-  names = _checked_names(sizes_bytes, dtypes)
-  # Plain integers: NumPy's 32-bit ones would overflow in the sums.
-  sizes_bytes = [int(size) for size in sizes_bytes]
-  ready = list(range(len(names)))
-  if reverse:
-    ready.reverse()
-  buckets = _pack([(names[i], sizes_bytes[i]) for i in ready], bucket_bytes)
-  return tuple(
-    Bucket(
-      tuple(ready[position] for position in positions),
-      names[ready[positions[0]]],
-      sum(sizes_bytes[ready[position]] for position in positions),
-    )
-    for positions in buckets
-  )
-
-
-def _pack(
-  ready: Sequence[tuple[str, int]], bucket_bytes: int
-) -> list[list[int]]:
-  """Buckets of positions in a list of (dtype, bytes) in order of readiness."""
-  buckets: list[list[int]] = []
-  newest: dict[str, list[int]] = {}
-  filled: dict[str, int] = {}
-  for position, (name, size) in enumerate(ready):
-    if name not in newest or filled[name] + size > bucket_bytes:
-      newest[name], filled[name] = [], 0
-      buckets.append(newest[name])
-    newest[name].append(position)
-    filled[name] += size
-  # A bucket can go when its last tensor is there, however much earlier than
-  # another dtype's it was begun.
-  buckets.sort(key=lambda positions: positions[-1])
-  return buckets
-
-
-def _checked_names(
-  sizes_bytes: Sequence[int], dtypes: Sequence[str]
-) -> list[str]:
   if len(sizes_bytes) != len(dtypes):
     raise errors.ScheduleError(
       f'sizes_bytes has {len(sizes_bytes)} entries, dtypes {len(dtypes)}. '
       'Pass one of each for every tensor.'
     )
-  for index, size in enumerate(sizes_bytes):
-    if not schedule.is_int(size) or size < 0:
-      raise errors.ScheduleError(
-        f'sizes_bytes[{index}] ({size!r}) must be an integer of 0 or more.'
-      )
+  sizes_bytes = schedule.check_ints('sizes_bytes', sizes_bytes, 0)
   names = [getattr(dtype, 'name', dtype) for dtype in dtypes]
   for index, name in enumerate(names):
     if not isinstance(name, str):
@@ -128,4 +84,20 @@ def _checked_names(
         f'dtypes[{index}] ({name!r}) must be a name such as "float32", or '
         'have one.'
       )
-  return names
+  buckets: list[list[int]] = []
+  newest: dict[str, list[int]] = {}
+  filled: dict[str, int] = {}
+  for i in reversed(range(len(names))) if reverse else range(len(names)):
+    name, size = names[i], sizes_bytes[i]
+    if name not in newest or filled[name] + size > bucket_bytes:
+      newest[name], filled[name] = [], 0
+      buckets.append(newest[name])
+    newest[name].append(i)
+    filled[name] += size
+  # A bucket can go when its last tensor is there, however much earlier than
+  # another dtype's it was begun.
+  buckets.sort(key=lambda indices: indices[-1], reverse=reverse)
+  return tuple(
+    Bucket(tuple(b), names[b[0]], sum(sizes_bytes[i] for i in b))
+    for b in buckets
+  )

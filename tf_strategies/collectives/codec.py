@@ -1,8 +1,7 @@
 """What a codec is: how a stretch of an array looks while it travels.
 
-Sums are never made on payloads: a receiver decodes first and adds in float32
-(float64 for float64 arrays). In every all-reduce with a codec, whatever the
-algorithm and wherever it runs:
+A receiver decodes first and adds in float32 (float64 for float64 arrays). In
+every all-reduce with a codec, whatever the algorithm and wherever it runs:
 
 * A rank encodes its value of a chunk when it sends it, and goes on with what
   the others decode, not with its own more precise value.
@@ -41,12 +40,9 @@ class Payload:
 class Codec(abc.ABC):
   """Encodes stretches of a float array, and decodes them again.
 
-  A codec is a file in `collectives/codecs`. It says what a payload consists of
-  (`data_format`, `metadata_format`) and fills and reads one (`_encode`,
-  `_decode`). Both ends of a link derive the size of a payload from the number
-  of elements.
-
-  What is not finite must not decode to something finite.
+  It says what a payload consists of (`data_format`, `metadata_format`), from
+  which both ends of a link derive its size, and fills and reads one (`_encode`,
+  `_decode`). What is not finite must not decode to something finite.
 
   Attributes:
     name: what `compression=` calls it: the name of its file.
@@ -74,33 +70,21 @@ class Codec(abc.ABC):
 
   def payload_bytes(self, length: int) -> int:
     """Bytes that `length` elements travel as."""
-    (data, n), (metadata, m) = (
-      self.data_format(length),
-      self.metadata_format(length),
-    )
-    return n * np.dtype(data).itemsize + m * np.dtype(metadata).itemsize
+    formats = self.data_format(length), self.metadata_format(length)
+    return sum(np.dtype(dtype).itemsize * count for dtype, count in formats)
 
   def make_state(self, length: int) -> np.ndarray | None:
-    """The residual of a tensor before its first all-reduce.
+    """The residual of a tensor before its first all-reduce, if there is one.
 
-    Args:
-      length: elements of the tensor.
-
-    Returns:
-      An array of as many rows, of which `encode` gets and changes those of its
-      stretch; None for a codec without a state.
+    An array of `length` rows, of which `encode` changes those of its stretch.
     """
     del length
 
   def payload(self, length: int, memory: np.ndarray | None = None) -> Payload:
-    """A payload to fill or to read.
+    """A payload of `length` elements, to fill or to read.
 
-    Args:
-      length: elements of the stretch.
-      memory: uint8, `payload_bytes(length)`; None for new memory.
-
-    Returns:
-      Views of the memory: metadata first, then data.
+    Its parts are views of `memory`: uint8, `payload_bytes(length)`, new if None;
+    metadata first, then data.
     """
     if memory is None:
       memory = np.empty(self.payload_bytes(length), np.uint8)
@@ -124,9 +108,6 @@ class Codec(abc.ABC):
       state: this stretch's rows of what `make_state` returned, which are
         changed; None to encode without.
       memory: where the payload goes; None for new memory.
-
-    Returns:
-      The payload.
     """
     payload = self.payload(len(values), memory)
     if len(values):

@@ -8,10 +8,10 @@ a time, both at once (full duplex).
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
-import numbers
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from tf_strategies import errors
 from tf_strategies.collectives import algorithms, codecs
@@ -72,8 +72,7 @@ class Topology:
 
   Attributes:
     world_size: number of ranks.
-    intra: the link between ranks of one group; between all ranks if there are
-      no groups.
+    intra: the link between ranks of one group; between all without groups.
     inter: the link between ranks of different groups, None without groups.
     group_size: consecutive ranks in a group (the last group may be smaller),
       None without groups.
@@ -106,15 +105,7 @@ class Topology:
       )
 
   def link(self, src: int, dst: int) -> Link:
-    """The link between two ranks.
-
-    Args:
-      src: the sending rank.
-      dst: the receiving rank.
-
-    Returns:
-      `intra` if both are in one group or there are no groups, else `inter`.
-    """
+    """`intra` if both are in one group or there are no groups, else `inter`."""
     if self.inter is None or self.group_size is None:
       return self.intra
     near = src // self.group_size == dst // self.group_size
@@ -130,8 +121,8 @@ def cost(
   """Modelled time of one all-reduce.
 
   Chunks that one rank sends to another in the same round are one message. A
-  round takes as long as its busiest rank: the sum of its sends, or the sum of
-  its receives and additions, whichever is longer. Rounds follow each other.
+  round takes as long as its busiest rank: the sum of its sends, or that of its
+  receives and additions, whichever is longer.
 
   Example:
 
@@ -174,10 +165,9 @@ def choose(
 ) -> schedule_lib.Schedule:
   """The cheapest schedule for a buffer.
 
-  The answer is a function of the arguments alone, so that ranks that ask for
-  themselves agree. On a tie the first candidate wins; the default order puts
-  the ring first, which keeps to neighbours and suffers least where links are
-  shared, something that the model does not see.
+  Only the arguments count, so that ranks that ask for themselves agree. On a tie
+  the first candidate wins: by default the ring, which suffers least where links
+  are shared, something that the model does not see.
 
   Example:
 
@@ -204,14 +194,10 @@ def choose(
     raise errors.ScheduleError(
       'candidates is empty: pass at least one schedule, or leave it out.'
     )
-  costs = [
-    cost(schedule, num_bytes, topology, compression) for schedule in schedules
-  ]
+  costs = [cost(s, num_bytes, topology, compression) for s in schedules]
   good_enough = min(costs) * (1 + _TIE)
   return next(
-    schedule
-    for schedule, seconds in zip(schedules, costs, strict=True)
-    if seconds <= good_enough
+    s for s, t in zip(schedules, costs, strict=True) if t <= good_enough
   )
 
 
@@ -233,36 +219,24 @@ def _round_seconds(
   topology: Topology,
   ratio: float,
 ) -> float:
-  messages: dict[tuple[int, int], int] = {}
-  additions: dict[int, int] = {}
+  messages: collections.Counter = collections.Counter()
+  sends: collections.Counter = collections.Counter()
+  receives: collections.Counter = collections.Counter()
   for t in transfers:
-    link = (t.src, t.dst)
-    messages[link] = messages.get(link, 0) + sizes[t.chunk]
+    messages[t.src, t.dst] += sizes[t.chunk]
     if t.reduce:
-      additions[t.dst] = additions.get(t.dst, 0) + sizes[t.chunk]
-  sends: dict[int, float] = {}
-  receives: dict[int, float] = {
-    rank: num_bytes * topology.gamma_seconds_per_byte
-    for rank, num_bytes in additions.items()
-  }
+      receives[t.dst] += sizes[t.chunk]
+  for rank in receives:
+    receives[rank] *= topology.gamma_seconds_per_byte
   for (src, dst), num_bytes in messages.items():
     seconds = topology.link(src, dst).seconds(num_bytes * ratio)
-    sends[src] = sends.get(src, 0.0) + seconds
-    receives[dst] = receives.get(dst, 0.0) + seconds
-  return max(_longest(sends), _longest(receives))
-
-
-def _longest(seconds_by_rank: Mapping[int, float]) -> float:
-  return max(seconds_by_rank.values(), default=0.0)
+    sends[src] += seconds
+    receives[dst] += seconds
+  return max([*sends.values(), *receives.values()], default=0.0)
 
 
 def _check_seconds(field: str, value: float):
-  if (
-    isinstance(value, bool)
-    or not isinstance(value, numbers.Real)
-    or not math.isfinite(value)
-    or value < 0
-  ):
+  if not schedule_lib.is_number(value):
     raise errors.UnsupportedOptionError(
       f'{field}={value!r}',
       'a finite number of 0 or more',

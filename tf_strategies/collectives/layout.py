@@ -1,24 +1,20 @@
 """Tensors onto the chunks of a schedule, copying no more than pays.
 
-Packing all tensors into one buffer and cutting it into equal chunks balances
-the links, but copies every byte twice. A whole tensor as (part of) a chunk
-costs no copy, but may leave the chunks unequal. A plan here cuts only those
-tensors that would.
+Equal chunks of one packed buffer balance the links, but copy every byte twice.
+Whole tensors cost no copy, but may leave the chunks unequal: a plan cuts only
+those that would.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import heapq
-import math
-import numbers
 from collections.abc import Iterable, Sequence
 
 from tf_strategies import errors
 from tf_strategies.collectives import schedule
 
-# 16 elements of 4 bytes are a cache line: a slice that starts at a multiple of
-# that is as well aligned as its tensor.
+# 16 elements of 4 bytes are a cache line.
 ALIGNMENT_ELEMENTS = 16
 
 
@@ -27,7 +23,7 @@ class Piece:
   """A range of a flattened tensor that belongs to one chunk.
 
   Attributes:
-    tensor: index of the tensor.
+    tensor: its index.
     start: first element.
     stop: element after the last one.
     chunk: the chunk that it is part of.
@@ -48,9 +44,9 @@ def plan_layout(
   """Assigns every element of every tensor to one chunk.
 
   Whole tensors go, the largest first, to the chunk with the fewest bytes so
-  far. With `split_above`, tensors of more than that fraction of all bytes come
-  after the others and fill each chunk up to the mean load, the emptiest first,
-  so that the busiest chunk has at most
+  far. Tensors of more than the fraction `split_above` of all bytes come last and
+  fill each chunk up to the mean load, the emptiest first, so that the busiest
+  has at most
 
       total / num_chunks + largest unsplit tensor + 16 elements
 
@@ -72,28 +68,37 @@ def plan_layout(
     num_elements: the size of each tensor in elements, 0 or more.
     itemsizes: bytes of one element of each tensor.
     num_chunks: chunks of the schedule.
-    split_above: the fraction of the total bytes, from 0 to 1, above which a
-      tensor is split, for instance `1 / (2 * num_chunks)`; None to split none.
+    split_above: from 0 to 1, for instance `1 / (2 * num_chunks)`; None to split
+      no tensor.
 
   Returns:
-    Pieces sorted by tensor and start. A tensor without elements has one empty
-    piece; one that is not split has one piece; any other at most `num_chunks`,
-    which start at multiples of 16 elements. O(n log n) for n tensors, plus
-    O(num_chunks log num_chunks) for each large one.
+    Pieces sorted by tensor and start: one of a tensor that is not split (empty,
+    if that is), at most `num_chunks` of another, which start at multiples of 16
+    elements. O(n log n) for n tensors, plus O(num_chunks log num_chunks) for
+    each large one.
 
   Raises:
     ScheduleError: the lists differ in length or hold impossible sizes, or
       `num_chunks` is not a positive integer.
     UnsupportedOptionError: `split_above` is not a number from 0 to 1.
   """
-  _check_tensors(num_elements, itemsizes)
-  # Plain integers: NumPy's 32-bit ones would overflow in the products.
-  num_elements = [int(n) for n in num_elements]
-  itemsizes = [int(i) for i in itemsizes]
+  if len(num_elements) != len(itemsizes):
+    raise errors.ScheduleError(
+      f'num_elements has {len(num_elements)} entries, itemsizes '
+      f'{len(itemsizes)}. Pass one of each for every tensor.'
+    )
+  num_elements = schedule.check_ints('num_elements', num_elements, 0)
+  itemsizes = schedule.check_ints('itemsizes', itemsizes, 1)
+  if split_above is not None and not schedule.is_number(split_above, most=1):
+    raise errors.UnsupportedOptionError(
+      f'split_above={split_above!r}',
+      'a fraction of the total bytes from 0 to 1, or None',
+      'write 1 / (2 * num_chunks), or None to split no tensor',
+    )
   loads = [0] * len(schedule.chunk_sizes(0, num_chunks))
   sizes = [n * i for n, i in zip(num_elements, itemsizes, strict=True)]
   total = sum(sizes)
-  limit = total if split_above is None else _fraction(split_above) * total
+  limit = total if split_above is None else float(split_above) * total
   # Ties by index: every rank must come to the same plan.
   largest_first = sorted(range(len(sizes)), key=lambda t: (-sizes[t], t))
   whole = [t for t in largest_first if sizes[t] <= limit]
@@ -133,16 +138,15 @@ def chunk_loads(
   """
   loads = [0] * len(schedule.chunk_sizes(0, num_chunks))
   for piece in pieces:
-    if not 0 <= piece.chunk < num_chunks:
-      raise errors.ScheduleError(
-        f'{piece}: chunk must be from 0 to {num_chunks - 1}. Pass the '
-        'num_chunks that the layout was planned with.'
-      )
-    if not 0 <= piece.tensor < len(itemsizes):
-      raise errors.ScheduleError(
-        f'{piece}: tensor must be from 0 to {len(itemsizes) - 1}. Pass the '
-        'itemsizes that the layout was planned with.'
-      )
+    for field, count, given in (
+      ('chunk', num_chunks, 'num_chunks'),
+      ('tensor', len(itemsizes), 'itemsizes'),
+    ):
+      if not 0 <= getattr(piece, field) < count:
+        raise errors.ScheduleError(
+          f'{piece}: {field} must be from 0 to {count - 1}. Pass the {given} '
+          'that the layout was planned with.'
+        )
     loads[piece.chunk] += (piece.stop - piece.start) * itemsizes[piece.tensor]
   return tuple(loads)
 
@@ -183,35 +187,3 @@ def _split(
     if start == length:
       break
   return pieces
-
-
-def _check_tensors(num_elements: Sequence[int], itemsizes: Sequence[int]):
-  if len(num_elements) != len(itemsizes):
-    raise errors.ScheduleError(
-      f'num_elements has {len(num_elements)} entries, itemsizes '
-      f'{len(itemsizes)}. Pass one of each for every tensor.'
-    )
-  for field, values, least in (
-    ('num_elements', num_elements, 0),
-    ('itemsizes', itemsizes, 1),
-  ):
-    for index, value in enumerate(values):
-      if not schedule.is_int(value) or value < least:
-        raise errors.ScheduleError(
-          f'{field}[{index}] ({value!r}) must be an integer of {least} or more.'
-        )
-
-
-def _fraction(split_above: float) -> float:
-  if (
-    isinstance(split_above, bool)
-    or not isinstance(split_above, numbers.Real)
-    or not math.isfinite(split_above)
-    or not 0 <= split_above <= 1
-  ):
-    raise errors.UnsupportedOptionError(
-      f'split_above={split_above!r}',
-      'a fraction of the total bytes from 0 to 1, or None',
-      'write 1 / (2 * num_chunks), or None to split no tensor',
-    )
-  return float(split_above)

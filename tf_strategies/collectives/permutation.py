@@ -1,15 +1,13 @@
 """A `Schedule` as permutations, for machines on which all ranks run one program.
 
-Where every rank executes the same graph, a message is a collective of all of
-them: in one step each rank sends at most one chunk and receives at most one
-(XLA's CollectivePermute). What differs between ranks, which chunk that is, is
+There a message is a collective of all ranks: in one step each sends at most one
+chunk and receives at most one (XLA's CollectivePermute). Which chunk that is, is
 looked up by rank in tables.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 
 from tf_strategies import errors
@@ -50,9 +48,9 @@ def permutation_rounds(
   Transfers over the same distance (dst - src, modulo the number of ranks) make
   a rotation together. In order of distance, each goes into the first step of
   its round in which its sender and its receiver are free. A rank that sends or
-  receives k chunks in a round needs k steps at least, which is what this takes
-  for every schedule of this package. For any other it takes fewer than twice as
-  many, where additions and overwriting, which never share a step, count apart.
+  receives k chunks in a round needs k steps at least: what this takes for every
+  schedule of this package, and less than twice of for any other, where
+  additions and overwriting, which never share a step, count apart.
 
   All steps of a round read the state from before the round, and are applied in
   the order of the result, which fixes the order of additions.
@@ -69,8 +67,7 @@ def permutation_rounds(
     [1, 1, 1, 1]
 
   Args:
-    schedule: what to decompose. It need not be a correct all-reduce, but its
-      ranks and chunks must be in range.
+    schedule: an all-reduce, correct or not.
 
   Returns:
     One tuple of steps for each round. O(T s) for T transfers and s steps a
@@ -78,8 +75,7 @@ def permutation_rounds(
 
   Raises:
     ScheduleError: not a schedule, a rank or chunk out of range, or a chunk
-      that is overwritten in a round in which something else is written there,
-      so that the result would hang on the order of steps.
+      that has two writers in a round of which one overwrites.
   """
   if not isinstance(schedule, schedule_lib.Schedule):
     raise errors.ScheduleError(
@@ -92,14 +88,10 @@ def permutation_rounds(
   for transfers in schedule.rounds():
     _check_writers(schedule, transfers)
     groups: list[list[schedule_lib.Transfer]] = []
-    for transfer in sorted(transfers, key=functools.partial(_distance, n)):
+    for transfer in sorted(transfers, key=lambda t: (t.dst - t.src) % n):
       _first_fit(groups, transfer).append(transfer)
     rounds.append(tuple(_step(group, n) for group in groups))
   return tuple(rounds)
-
-
-def _distance(world_size: int, transfer: schedule_lib.Transfer) -> int:
-  return (transfer.dst - transfer.src) % world_size
 
 
 def _check_writers(

@@ -1,8 +1,8 @@
 """What an all-reduce moves, as integers: transfers, rounds and their check.
 
 An algorithm is a function that returns a `Schedule`. The simulator, the
-executors and the cost model take any Schedule, so that a new algorithm is one
-file of integers and cannot be right in one place and wrong in another.
+executors and the cost model take any Schedule, so that an algorithm cannot be
+right in one place and wrong in another.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 import numbers
 from collections.abc import Callable, Iterable, Sequence
 
@@ -26,10 +27,8 @@ class Transfer:
     src: the rank that sends its current value of the chunk.
     dst: the rank that receives it.
     chunk: which chunk of the buffer.
-    reduce: True if `dst` adds what it receives to its own chunk, False if it
-      overwrites its own chunk. Terms that arrive in one round are added to
-      the rank's own in the order of their ranks, own among them: see
-      `rank_order`.
+    reduce: True if `dst` adds what it receives to its own chunk, in the order
+      of `rank_order`; False if it overwrites its own chunk.
   """
 
   round: int
@@ -86,19 +85,18 @@ class Schedule:
     """Proves that this schedule computes an all-reduce.
 
     Follows which ranks' contributions each rank holds of each chunk, and in
-    which order they were added. This is a proof for all inputs, not a test
-    with some: the data only ever gets copied and added.
+    which order they were added. As data only gets copied and added, this is a
+    proof for all inputs.
 
     Returns:
-      The schedule itself, for chaining. Takes O(T) set operations on N bits
-      for T transfers and N ranks.
+      The schedule itself. Takes O(T) set operations on N bits for T transfers
+      and N ranks.
 
     Raises:
-      ScheduleError: naming the offending transfer: a rank or chunk out of
-        range, a transfer to itself, a contribution added twice, two writers
-        of one chunk of which one overwrites, a gap between rounds; or naming
-        the rank, the chunk and the contributions that are missing at the end,
-        or two ranks that add in different orders and so round differently.
+      ScheduleError: names the transfer that is out of range, goes to its own
+        sender, adds a contribution twice, overwrites what another writes in
+        that round or follows a gap between rounds; or the rank that lacks
+        contributions at the end; or two that add, and so round, differently.
     """
     self.check_ranges()
     for index, transfers in enumerate(self.rounds()):
@@ -107,18 +105,19 @@ class Schedule:
           f'{self._label}: round {index} is empty, next is {transfers[0]}. '
           'Number the rounds 0, 1, 2, ... without gaps.'
         )
-    for rank, chunks in enumerate(self._replay.held):
-      for chunk, held in enumerate(chunks):
-        if held != self._everyone:
-          missing = _ranks_in(self._everyone & ~held)
+    held, sums, _ = self._replay
+    for rank, chunks in enumerate(held):
+      for chunk, contributions in enumerate(chunks):
+        if contributions != self._everyone:
+          missing = _ranks_in(self._everyone & ~contributions)
           raise errors.ScheduleError(
             f'{self._label}: at the end rank {rank} lacks the contributions '
             f'of ranks {missing} to chunk {chunk}. Add transfers that bring '
             'them, or do not overwrite their only holder.'
           )
-    for rank, sums in enumerate(self._replay.sums):
-      for chunk, summed in enumerate(sums):
-        if summed != self._replay.sums[0][chunk]:
+    for rank, chunks in enumerate(sums):
+      for chunk, summed in enumerate(chunks):
+        if summed != sums[0][chunk]:
           raise errors.ScheduleError(
             f'{self._label}: ranks 0 and {rank} add up chunk {chunk} in '
             'different orders, which rounds differently. Add it up on one '
@@ -129,8 +128,7 @@ class Schedule:
   def reduce_scatter(self) -> Schedule:
     """The half of this all-reduce after which rank r holds the sum of chunk r.
 
-    Chunks are renumbered so that each rank owns the one with its own number,
-    and only the transfers that lead to these sums stay.
+    Only the transfers that lead to these sums stay, with chunks renumbered.
 
     Example:
 
@@ -140,8 +138,7 @@ class Schedule:
       (2, (0, 1, 2))
 
     Returns:
-      A schedule that is no all-reduce: `validate()` rejects it. O(T) for T
-      transfers.
+      A schedule that `validate()` rejects. O(T) for T transfers.
 
     Raises:
       ScheduleError: the ranks do not own one chunk each.
@@ -175,8 +172,8 @@ class Schedule:
   def adds_up_once(self) -> bool:
     """Whether each chunk is completed on one rank, which the others copy.
 
-    Executors that add in another order than that of the ranks keep the ranks
-    bit-equal with such a schedule only.
+    Only then do executors that add in another order than that of the ranks keep
+    the ranks bit-equal.
     """
     return len(self.completions()) <= self.num_chunks
 
@@ -189,24 +186,31 @@ class Schedule:
   def check_ranges(self) -> Schedule:
     """Checks that every number is usable as an index, and nothing more."""
     check_world_size(self.world_size)
-    if not is_int(self.num_chunks) or self.num_chunks < 1:
-      raise errors.ScheduleError(
-        f'{self._label}: num_chunks ({self.num_chunks!r}) must be a positive '
-        'integer.'
-      )
-    for transfer in self.transfers:
-      problem = self._range_problem(transfer)
-      if problem:
-        raise errors.ScheduleError(f'{self._label}: {transfer}: {problem}.')
+    check_int(f'{self._label}: num_chunks', self.num_chunks, 1)
+    limits = {
+      'round': None,
+      'src': self.world_size - 1,
+      'dst': self.world_size - 1,
+      'chunk': self.num_chunks - 1,
+    }
+    for t in self.transfers:
+      try:
+        for field, most in limits.items():
+          check_int(field, getattr(t, field), 0, most)
+        if t.src == t.dst:
+          raise errors.ScheduleError(
+            'a rank cannot send to itself; leave the transfer out.'
+          )
+      except errors.ScheduleError as e:
+        raise errors.ScheduleError(f'{self._label}: {t}: {e}') from None
     return self
 
   def completions(self) -> frozenset[tuple[int, int, int]]:
     """Where and when an addition makes a chunk complete.
 
-    An executor that scales a chunk (the 1/N of a mean) or rounds it (a 16-bit
-    wire) does so at exactly these places, after all additions of the round.
-    Every other complete chunk is a copy of one of these, and no complete chunk
-    is ever added to another, so each value is scaled once.
+    Executors scale (the 1/N of a mean) and round (a 16-bit wire) at exactly
+    these places, after all additions of the round. Every other complete chunk
+    is a copy of one of these, so each value is scaled once.
 
     Returns:
       A set of (round, rank, chunk); empty for a world of one rank.
@@ -214,13 +218,10 @@ class Schedule:
     Raises:
       ScheduleError: a contribution is added twice or writers race.
     """
-    return self._replay.completions
+    return self._replay[2]
 
   def owners(self) -> tuple[int, ...]:
     """For each chunk, the lowest rank among the first that complete it.
-
-    Returns:
-      One rank for each chunk.
 
     Raises:
       ScheduleError: no rank ever holds the complete sum of some chunk.
@@ -243,15 +244,12 @@ class Schedule:
   ) -> dict[tuple[int, int], int]:
     """Bytes that each directed link carries in the whole schedule.
 
-    Args:
-      chunk_bytes: the size of each chunk in bytes.
-
     Returns:
       {(src, dst): bytes} for every link in use, sorted; a link that only
       carries empty chunks is there with 0.
 
     Raises:
-      ScheduleError: not one size for each chunk.
+      ScheduleError: `chunk_bytes` has not one size for each chunk.
     """
     return self._bytes_by(chunk_bytes, lambda t: (t.src, t.dst))
 
@@ -280,22 +278,6 @@ class Schedule:
       total[place] = total.get(place, 0) + chunk_bytes[transfer.chunk]
     return dict(sorted(total.items()))
 
-  def _range_problem(self, transfer: Transfer) -> str | None:
-    limits = {
-      'src': self.world_size,
-      'dst': self.world_size,
-      'chunk': self.num_chunks,
-    }
-    for field, limit in limits.items():
-      value = getattr(transfer, field)
-      if not is_int(value) or not 0 <= value < limit:
-        return f'{field} ({value!r}) must be an integer from 0 to {limit - 1}'
-    if not is_int(transfer.round) or transfer.round < 0:
-      return f'round ({transfer.round!r}) must be an integer from 0 up'
-    if transfer.src == transfer.dst:
-      return 'a rank cannot send to itself; leave the transfer out'
-    return None
-
   @property
   def _label(self) -> str:
     return f'schedule {self.name!r} of {self.world_size} ranks'
@@ -320,8 +302,8 @@ class Schedule:
     return tuple(arrivals)
 
   @functools.cached_property
-  def _replay(self) -> _Replay:
-    """Runs the schedule on sets of contributions instead of on numbers."""
+  def _replay(self):
+    """Contributions held, sums, and completions at the end of a symbolic run."""
     self.check_ranges()
     # Bit r of held[rank][chunk]: the contribution of rank r is in there.
     held = [[1 << r] * self.num_chunks for r in range(self.world_size)]
@@ -346,7 +328,7 @@ class Schedule:
           completions.add((transfers[0].round, rank, chunk))
       for rank, chunk, now_held, summed in changed:
         held[rank][chunk], sums[rank][chunk] = now_held, summed
-    return _Replay(held, sums, frozenset(completions))
+    return held, sums, frozenset(completions)
 
   def _receive(self, held: int, received: list[tuple[Transfer, int]]) -> int:
     """What a rank holds of a chunk after the arrivals of one round."""
@@ -370,32 +352,20 @@ class Schedule:
     return held
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Replay:
-  """Result of the symbolic run: contributions, sums, and completions."""
-
-  held: list[list[int]]
-  sums: list[list[int]]
-  completions: frozenset[tuple[int, int, int]]
-
-
 def rank_order(rank: int, transfers: Iterable[Transfer]) -> list[int]:
   """The ranks whose values make up a chunk after a round, in order.
 
-  The order of a floating point sum decides its bits. Ranks that add up the
-  same terms for themselves get the same bits, because all go by rank.
+  The order of a floating point sum decides its bits: ranks that add up the same
+  terms for themselves get the same bits, because all go by rank.
 
   Example:
 
     >>> rank_order(1, [Transfer(0, 2, 1, 0, True), Transfer(0, 0, 1, 0, True)])
     [0, 1, 2]
 
-  Args:
-    rank: the rank that receives.
-    transfers: what it receives in one round for one chunk, sorted.
-
   Returns:
-    The senders and, unless one of them overwrites, `rank` itself.
+    The senders of what `rank` receives in one round for one chunk and, unless
+    one of them overwrites, `rank` itself.
   """
   order = [rank]
   for t in transfers:
@@ -416,54 +386,66 @@ def chunk_sizes(length: int, num_chunks: int) -> tuple[int, ...]:
     num_chunks: number of parts, 1 or more.
 
   Returns:
-    `num_chunks` sizes that add up to `length`; the first
-    `length % num_chunks` are one larger than the rest. O(num_chunks).
+    `num_chunks` sizes that add up to `length`. O(num_chunks).
 
   Raises:
     ScheduleError: `length` is negative or `num_chunks` is not positive.
   """
-  if not is_int(length) or length < 0:
-    raise errors.ScheduleError(
-      f'length ({length!r}) must be an integer of 0 or more.'
-    )
-  if not is_int(num_chunks) or num_chunks < 1:
-    raise errors.ScheduleError(
-      f'num_chunks ({num_chunks!r}) must be a positive integer.'
-    )
-  size, larger = divmod(int(length), int(num_chunks))
-  return (size + 1,) * larger + (size,) * (int(num_chunks) - larger)
+  length = check_int('length', length, 0)
+  num_chunks = check_int('num_chunks', num_chunks, 1)
+  size, larger = divmod(length, num_chunks)
+  return (size + 1,) * larger + (size,) * (num_chunks - larger)
+
+
+def algorithm(build: Callable[..., Schedule]) -> Callable[..., Schedule]:
+  """Decorates an algorithm: checks its world size, keeps its newest schedules."""
+  # With types, as True == 1, which must be rejected.
+  kept = functools.lru_cache(maxsize=32, typed=True)(build)
+
+  @functools.wraps(build)
+  def checked(world_size, *args, **options):
+    world_size = check_world_size(world_size)
+    try:
+      return kept(world_size, *args, **options)
+    except TypeError:  # An option that has no hash, which `build` rejects.
+      return build(world_size, *args, **options)
+
+  return checked
 
 
 def check_world_size(world_size: int) -> int:
-  """Returns a number of ranks as a plain int; raises ScheduleError for others.
-
-  Example:
-
-    >>> check_world_size(4)
-    4
-  """
-  if not is_int(world_size) or world_size < 1:
-    raise errors.ScheduleError(
-      f'world_size ({world_size!r}) must be a positive integer: the number of '
-      'ranks that take part, this one included.'
-    )
-  return int(world_size)
+  """Returns a number of ranks as a plain int; raises ScheduleError for others."""
+  ranks = 'Pass the number of ranks that take part, this one included.'
+  return check_int('world_size', world_size, 1, fix=ranks)
 
 
 def check_root(root: int, world_size: int) -> int:
-  """Returns a rank as a plain int; raises ScheduleError if there is none.
+  """Returns a rank as a plain int; raises ScheduleError if there is none."""
+  return check_int('root', root, 0, world_size - 1, fix='Pass a rank.')
+
+
+def check_int(
+  name: str, value: object, least: int, most: int | None = None, fix: str = ''
+) -> int:
+  """Returns an integer as a plain int; raises ScheduleError for others.
 
   Example:
 
-    >>> check_root(3, world_size=4)
+    >>> check_int('root', 3, least=0, most=3)
     3
   """
-  if not is_int(root) or not 0 <= root < world_size:
-    raise errors.ScheduleError(
-      f'root ({root!r}) must be an integer from 0 to {world_size - 1}, the '
-      f'ranks of a world of {world_size}.'
-    )
-  return int(root)
+  if is_int(value) and least <= value and (most is None or value <= most):
+    # NumPy's integers of 32 bits would overflow in sums and products.
+    return int(value)
+  allowed = f'of {least} or more' if most is None else f'from {least} to {most}'
+  raise errors.ScheduleError(
+    f'{name} ({value!r}) must be an integer {allowed}. {fix}'.rstrip()
+  )
+
+
+def check_ints(name: str, values: Sequence[int], least: int) -> list[int]:
+  """As `check_int`, for each of several."""
+  return [check_int(f'{name}[{i}]', v, least) for i, v in enumerate(values)]
 
 
 def is_int(value: object) -> bool:
@@ -472,6 +454,16 @@ def is_int(value: object) -> bool:
   return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
+def is_number(value: object, least: float = 0, most: float = math.inf) -> bool:
+  """Whether the value is a finite real number in a range, and not a bool."""
+  return (
+    isinstance(value, numbers.Real)
+    and not isinstance(value, bool)
+    and math.isfinite(value)
+    and least <= value <= most
+  )
+
+
 def _ranks_in(contributions: int) -> list[int]:
-  ranks: Iterable[int] = range(contributions.bit_length())
+  ranks = range(contributions.bit_length())
   return [rank for rank in ranks if contributions >> rank & 1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import types
@@ -43,8 +44,7 @@ def simulate(
   """Runs any schedule, right or wrong, on one array for each rank.
 
   The array is flattened and cut with `chunk_sizes`. In a round all sends read
-  the state from before it; what arrives is added in rank order. A codec is
-  used as `codec` describes.
+  the state from before it; what arrives is added in rank order.
 
   Example:
 
@@ -54,12 +54,10 @@ def simulate(
     [array([10, 12, 14]), array([10, 12, 14])]
 
   Args:
-    schedule: what to run. It need not be a correct all-reduce, but its ranks
-      and chunks must be in range; with a codec it must be correct as far as
-      `Schedule.completions` can tell.
+    schedule: with a codec, correct as far as `Schedule.completions` can tell.
     inputs: one numeric array for each rank, all of one shape (any, also 0-d
       and empty) and one dtype. They are not changed.
-    compression: name of a codec.
+    compression: name of a codec, used as `codec` describes.
     op: a name in `REDUCTIONS`.
     states: of the codec, one for each rank; they are changed. None to encode
       without.
@@ -81,21 +79,24 @@ def simulate(
     )
   shape, dtype = arrays[0].shape, arrays[0].dtype
   codec = codecs.for_array(compression, dtype)
-  is_encoded = codec is not codecs.NONE
-  completions = schedule.completions() if is_encoded else frozenset()
-  state_dtype = codec_lib.sum_dtype(dtype) if is_encoded else dtype
-  slices = _slices(arrays[0].size, schedule.num_chunks)
+  if codec is codecs.NONE:
+    codec, sum_dtype, completions = None, dtype, frozenset()
+  else:
+    sum_dtype, completions = codec_lib.sum_dtype(dtype), schedule.completions()
+  sizes = schedule_lib.chunk_sizes(arrays[0].size, schedule.num_chunks)
+  ends = list(itertools.accumulate(sizes))
+  slices = [slice(e - size, e) for e, size in zip(ends, sizes, strict=True)]
   ranks = [
     _Rank(
       # A copy even where the dtype stays: the inputs are the caller's.
-      np.array(array, dtype=state_dtype).reshape(-1),
+      np.array(array, dtype=sum_dtype).reshape(-1),
       slices,
-      codec if is_encoded else None,
+      codec,
       None if states is None else states[rank],
     )
     for rank, array in enumerate(arrays)
   ]
-  moved: dict[tuple[int, int], int] = {}
+  moved: collections.Counter[tuple[int, int]] = collections.Counter()
   for arrivals in schedule.arrivals():
     # Everything is sent before anything is received: a round is simultaneous.
     sent = {
@@ -105,17 +106,11 @@ def simulate(
     }
     for (dst, chunk), transfers in arrivals.items():
       for t in transfers:
-        num_bytes = moved.get((t.src, dst), 0)
-        moved[t.src, dst] = num_bytes + _num_bytes(sent[t.src, chunk])
-      ranks[dst].receive(
-        chunk,
-        [
-          (rank, sent[rank, chunk] if rank != dst else None)
-          for rank in schedule_lib.rank_order(dst, transfers)
-        ],
-        transfers[-1].reduce,
-        REDUCTIONS[op],
-      )
+        came = sent[t.src, chunk]
+        moved[t.src, dst] += getattr(came, 'memory', came).nbytes
+      order = schedule_lib.rank_order(dst, transfers)
+      terms = [None if r == dst else sent[r, chunk] for r in order]
+      ranks[dst].receive(chunk, terms, transfers[-1].reduce, REDUCTIONS[op])
       if (transfers[0].round, dst, chunk) in completions:
         ranks[dst].send(chunk)
   outputs = [rank.values.astype(dtype).reshape(shape) for rank in ranks]
@@ -123,7 +118,7 @@ def simulate(
 
 
 class _Rank:
-  """What one rank holds."""
+  """What one rank holds; without a codec, if that is None."""
 
   def __init__(self, values, slices, codec, state):
     self.values = values
@@ -149,28 +144,20 @@ class _Rank:
     return self._payloads[chunk]
 
   def receive(self, chunk, terms, reduce, ufunc) -> None:
-    """Takes what comes in one round: (rank, sent) by rank, None for its own."""
+    """Takes what comes in one round, in the order of ranks; None is its own."""
     place = self._slices[chunk]
-    if self._codec is not None:
-      # An addition makes a new value; what is copied is forwarded as it is.
-      self._payloads.pop(chunk, None)
-      if not reduce:
-        self._payloads[chunk] = terms[-1][1]
+    # An addition makes a new value; what is copied is forwarded as it is.
+    self._payloads.pop(chunk, None)
+    if self._codec is not None and not reduce:
+      self._payloads[chunk] = terms[-1]
     total = None
-    for _, sent in terms:
-      value = self.values[place] if sent is None else self._decoded(sent)
+    for sent in terms:
+      value = self.values[place] if sent is None else sent
+      if isinstance(sent, codec_lib.Payload):
+        out = np.empty(sent.length, self.values.dtype)
+        value = self._codec.decode(sent, out)
       total = value.copy() if total is None else ufunc(total, value)
     self.values[place] = total
-
-  def _decoded(self, sent):
-    if self._codec is None:
-      return sent
-    out = np.empty(sent.length, self.values.dtype)
-    return self._codec.decode(sent, out)
-
-
-def _num_bytes(sent: codec_lib.Payload | np.ndarray) -> int:
-  return getattr(sent, 'memory', sent).nbytes
 
 
 def _checked(inputs: Sequence[np.ndarray], world_size: int) -> list[np.ndarray]:
@@ -195,9 +182,3 @@ def _checked(inputs: Sequence[np.ndarray], world_size: int) -> list[np.ndarray]:
       'cast them to a numeric dtype first',
     )
   return arrays
-
-
-def _slices(length: int, num_chunks: int) -> list[slice]:
-  sizes = schedule_lib.chunk_sizes(length, num_chunks)
-  ends = itertools.accumulate(sizes)
-  return [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]

@@ -1,6 +1,6 @@
 """The cross-device ops of well-known algorithms, by name."""
 
-from tf_strategies.cross_device import base, executor
+from tf_strategies.cross_device import base
 
 
 class RingAllReduce(base.ScheduledAllReduce):
@@ -83,9 +83,7 @@ class DirectAllReduce(base.ScheduledAllReduce):
   and each sum is one fused addition: the fastest way there.
   """
 
+  _cuts_shared_memory = False
+
   def __init__(self):
     super().__init__('direct')
-
-  def split_above(self, devices) -> float | None:
-    """Cuts nothing where copies are free."""
-    return None if executor.share_memory(devices) else 0.5 / len(devices)

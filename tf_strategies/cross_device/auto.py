@@ -21,9 +21,8 @@ class AutoAllReduce(base.ScheduledAllReduce):
 
   * CPUs share memory: `DirectAllReduce` by whole tensors, which copies nothing.
   * Other devices: the cheapest of `cost_model.CANDIDATES` by the alpha-beta
-    model, for the bytes of the call. Tensors are cut so that
-    the busiest link carries 2(N-1)/N of them.
-
+    model, for the bytes of the call. Tensors are cut so that the busiest link
+    carries 2(N-1)/N of them.
   * Physical GPUs, in a graph: TensorFlow's `tf.distribute.NcclAllReduce`, which
     is ahead of any ring of copies. NCCL refuses virtual GPUs; those get the
     schedules above.
@@ -32,19 +31,19 @@ class AutoAllReduce(base.ScheduledAllReduce):
   checked on CPUs.
   """
 
+  _cuts_shared_memory = False
+
   def __init__(self):
     super().__init__('direct')
     self._nccl = tf.distribute.NcclAllReduce()
 
   def schedule(self, devices, num_bytes) -> schedule_lib.Schedule:
-    """The schedule that `choose_schedule` picks."""
-    return choose_schedule(devices, num_bytes)
-
-  def split_above(self, devices) -> float | None:
-    """Cuts nothing where copies are free."""
-    if executor.share_memory(devices):
-      return None
-    return 0.5 / len(devices)
+    """Direct on CPUs; elsewhere the cheapest by the cost model."""
+    world_size = len(devices)
+    if executor.share_memory(devices) or world_size == 1:
+      return collectives.direct_all_reduce(world_size)
+    topology = collectives.Topology(world_size, _GPU_LINK)
+    return collectives.choose(num_bytes, topology)
 
   def _reduce_everywhere(self, reduce_op, values, devices):
     if tf.executing_eagerly() or not nccl_is_usable(devices):
@@ -55,26 +54,6 @@ class AutoAllReduce(base.ScheduledAllReduce):
     chunks = collectives.chunk_sizes(num_bytes, ring.num_chunks)
     self._statistics['all_reduce'].record(devices, ring.bytes_in(chunks))
     return self._nccl.batch_reduce(reduce_op, [(v, v) for v in values])
-
-
-def choose_schedule(
-  devices: Sequence[str], num_bytes: int
-) -> schedule_lib.Schedule:
-  """Returns the all-reduce schedule for `num_bytes` over `devices`.
-
-  Args:
-    devices: device names; only their type counts.
-    num_bytes: bytes of one device's tensors.
-
-  Returns:
-    Direct on CPUs; elsewhere the cheapest by the cost model.
-  """
-  world_size = len(devices)
-  if executor.share_memory(devices) or world_size == 1:
-    return collectives.direct_all_reduce(world_size)
-  return collectives.choose(
-    num_bytes, collectives.Topology(world_size, _GPU_LINK)
-  )
 
 
 def nccl_is_usable(devices: Sequence[str]) -> bool:

@@ -1,11 +1,6 @@
-"""The template of every cross-device op: what to move where, counted.
+"""The template of every cross-device op: what to move where, counted."""
 
-`ScheduledAllReduce` does what all of them share: it sorts the values of a call
-into dense and sparse, all-reduces the dense ones in one plan, and falls back
-to a plain reduction where the destination is not the devices that hold the
-values.
-"""
-
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 
@@ -16,12 +11,7 @@ from tf_strategies import _tf_internal, errors
 from tf_strategies.collectives import algorithms, codecs
 from tf_strategies.collectives import layout as layout_lib
 from tf_strategies.collectives import schedule as schedule_lib
-from tf_strategies.cross_device import (
-  compressed,
-  executor,
-  sparse,
-  statistics,
-)
+from tf_strategies.cross_device import compressed, executor, statistics
 
 # A tensor whose size is unknown while the graph is built weighs this many
 # elements when chunks are balanced.
@@ -61,17 +51,16 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
 
   * SUM and MEAN of every float, complex and integer dtype. 16-bit floats are
     accumulated in float32 and rounded once a hop. MEAN keeps the dtype: the
-    mean of integers is the sum floor-divided by the number of replicas.
-  * Integer sums wrap around where their dtype ends, as `tf.add` does; this
-    includes the sum of which a MEAN of integers is made.
+    mean of integers is their sum floor-divided by the number of replicas.
+  * Integer sums, those of a MEAN too, wrap around as `tf.add` does.
   * All replicas end with bit-equal results.
   * `tf.IndexedSlices` are gathered, duplicates kept, as TensorFlow does.
   * Gradients flow through: the ops are differentiable TensorFlow ops.
 
   With a `compression`, floats go through that codec on every hop, with the same
   bits as between processes. It runs in NumPy, in a host call, through which no
-  gradients flow: it shows on one machine what a codec does to a training, and
-  makes nothing faster.
+  gradients flow: it shows what a codec does to a training, and makes nothing
+  faster.
 
   Args:
     algorithm: a name in `collectives.ALGORITHMS`.
@@ -84,6 +73,9 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
       differ.
   """
 
+  # Whether tensors are cut where copies are free.
+  _cuts_shared_memory = True
+
   def __init__(
     self, algorithm: str, compression: str = 'none', **options: object
   ):
@@ -92,11 +84,9 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
     self._options = options
     self._codec = codecs.get(compression)
     self._residuals = {}
-    self._statistics = {k: statistics.CallStatistics(k) for k in _KINDS}
+    self._statistics = {k: statistics.CallStatistics() for k in _KINDS}
     self._last_plan = None
     self._logged = set()
-
-  # What a subclass may say otherwise.
 
   def schedule(
     self, devices: Sequence[str], num_bytes: int
@@ -108,9 +98,9 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
 
   def split_above(self, devices: Sequence[str]) -> float | None:
     """Tensors above this share of all bytes are cut; None cuts nothing."""
-    return (1.0 if executor.share_memory(devices) else 0.5) / len(devices)
-
-  # What was done.
+    if executor.share_memory(devices):
+      return 1.0 / len(devices) if self._cuts_shared_memory else None
+    return 0.5 / len(devices)
 
   @property
   def calls(self) -> int:
@@ -131,8 +121,6 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
       'reduce_bytes_in': self._statistics['reduce'].bytes_in(),
     }
 
-  # The template.
-
   def reduce_implementation(
     self, reduce_op, per_replica_value, destinations, options
   ):
@@ -148,34 +136,34 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
     del options
     _check_reduce_op(reduce_op)
     results = [None] * len(value_destination_pairs)
-    groups, elsewhere = {}, {}
+    groups = {}
     for i, (value, destination) in enumerate(value_destination_pairs):
       given, value = value, _as_tensors(value)
-      has_slices = any(isinstance(v, tf.IndexedSlices) for v in value.values)
-      if has_slices:
-        value = sparse.densify_if_mixed(value)
       devices = tuple(_tf_internal.get_devices_from(destination))
-      holders = _holders(value)
-      if has_slices and sparse.is_sparse(value):
-        results[i] = self._reduce_sparse(reduce_op, value, devices)
-      elif destination is given or devices == holders:
-        groups.setdefault(holders, []).append((i, value))
+      if isinstance(value.values[0], tf.IndexedSlices):
+        results[i] = self._reduce_slices(reduce_op, value.values, devices)
       else:
-        elsewhere.setdefault((holders, devices), []).append((i, value))
-    for devices, members in groups.items():
-      reduced = self._reduce_everywhere(
-        reduce_op, [v for _, v in members], devices
-      )
-      _put(results, members, reduced)
-    for (_, devices), members in elsewhere.items():
-      reduced = self._reduce_to(reduce_op, [v for _, v in members], devices)
-      _put(results, members, reduced)
+        holders = _holders(value)
+        if destination is given:
+          devices = holders
+        groups.setdefault((holders, devices), []).append((i, value))
+    for (holders, devices), members in groups.items():
+      reduce = self._reduce_to
+      if devices == holders:
+        reduce = self._reduce_everywhere
+      reduced = reduce(reduce_op, [value for _, value in members], devices)
+      for (i, _), result in zip(members, reduced, strict=True):
+        results[i] = result
     return results
 
   def broadcast_implementation(self, tensor, destinations):
     """Copies `tensor` to every destination device."""
     devices = tuple(_tf_internal.get_devices_from(destinations))
-    return self._broadcast(tf.convert_to_tensor(tensor), devices)
+    tensor = tf.convert_to_tensor(tensor)
+    self._statistics['broadcast'].record(
+      devices, [bytes_of(tensor)] * len(devices)
+    )
+    return _wrap(_on_each(devices, lambda: tf.identity(tensor)))
 
   def _gather_implementation(
     self, per_replica_value, destinations, axis, options
@@ -187,13 +175,7 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
     self._statistics['gather'].record(
       devices, [_bytes_from_others(values, d) for d in devices]
     )
-    gathered = []
-    for device in devices:
-      with tf.device(device):
-        gathered.append(tf.concat(values, axis))
-    return _wrap(gathered)
-
-  # The work.
+    return _wrap(_on_each(devices, lambda: tf.concat(values, axis)))
 
   def _reduce_everywhere(self, reduce_op, values, devices):
     """All-reduces dense values that live on `devices`, in one plan."""
@@ -209,16 +191,12 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
     )
     self._record_plan(schedule, layout, tensors[0], devices, num_bytes)
     divide_by = len(devices) if _is_mean(reduce_op) else 1
+    how = (tensors, devices, divide_by)
     if self._codec is codecs.NONE:
-      results = executor.execute(schedule, layout, tensors, devices, divide_by)
+      results = executor.execute(schedule, layout, *how)
     else:
       results = compressed.execute(
-        schedule,
-        tensors,
-        devices,
-        divide_by,
-        self._codec.name,
-        self._residuals,
+        schedule, *how, self._codec.name, self._residuals
       )
     return [
       _wrap([results[r][i] for r in range(len(devices))], always=True)
@@ -259,55 +237,52 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
     self._statistics['reduce'].record(
       devices, [received] + [copied] * (len(devices) - 1)
     )
-    return [self._reduce_one_to(reduce_op, value, devices) for value in values]
+    results = []
+    for parts, value in zip(tensors, values, strict=True):
+      away = executor.elsewhere(_holders(value), devices[0])
+      with tf.device(devices[0]):
+        reduced = executor.add(
+          parts, away, len(parts) if _is_mean(reduce_op) else 1
+        )
+      copies = _on_each(devices[1:], lambda r=reduced: tf.identity(r))
+      results.append(_wrap([reduced, *copies]))
+    return results
 
-  def _reduce_one_to(self, reduce_op, value, devices):
-    tensors = list(value.values)
-    away = executor.elsewhere(_holders(value), devices[0])
-    with tf.device(devices[0]):
-      if _is_mean(reduce_op) and executor.is_half(tensors[0].dtype):
-        tensors = [executor.divide(t, len(tensors)) for t in tensors]
-        reduced = executor.add(tensors, away)
-      else:
-        reduced = executor.add(tensors, away)
-        if _is_mean(reduce_op):
-          reduced = executor.divide(reduced, len(tensors))
-    copies = [reduced]
-    for device in devices[1:]:
-      with tf.device(device):
-        copies.append(tf.identity(reduced))
-    return _wrap(copies)
+  def _reduce_slices(self, reduce_op, slices, devices):
+    """Gathers `tf.IndexedSlices` on every destination device.
 
-  def _reduce_sparse(self, reduce_op, value, devices):
-    """Gathers `tf.IndexedSlices` on every destination device."""
-    slices = list(value.values)
-    if _is_mean(reduce_op):
-      slices = [sparse.divide(s, len(slices)) for s in slices]
-    parts = [part for s in slices for part in (s.values, s.indices)]
+    The gradient of an embedding is a list of rows, in which a row may stand
+    several times. Concatenated, the optimizer (and gradient clipping, which
+    looks at the values) sees what one device would have seen.
+    """
+    rows = [s.values for s in slices]
+    indices = [s.indices for s in slices]
     self._statistics['all_reduce'].record(
-      devices, [_bytes_from_others(parts, d) for d in devices]
+      devices, [_bytes_from_others([*rows, *indices], d) for d in devices]
     )
-    gathered = []
-    for device in devices:
-      with tf.device(device):
-        gathered.append(sparse.concat(slices))
-    return _wrap(gathered)
+    if _is_mean(reduce_op):
+      for i, part in enumerate(rows):
+        with tf.device(part.device):
+          rows[i] = executor.divide(part, len(rows))
+    shape = slices[0].dense_shape
 
-  def _broadcast(self, tensor, devices):
-    self._statistics['broadcast'].record(
-      devices, [bytes_of(tensor)] * len(devices)
-    )
-    copies = []
-    for device in devices:
-      with tf.device(device):
-        copies.append(tf.identity(tensor))
-    return _wrap(copies)
+    def concat():
+      return tf.IndexedSlices(
+        tf.concat(rows, 0),
+        tf.concat(indices, 0),
+        None if shape is None else tf.identity(shape),
+      )
+
+    return _wrap(_on_each(devices, concat))
 
 
-def _put(results, members, reduced):
-  """Puts what `members` were reduced to in their places of `results`."""
-  for (i, _), result in zip(members, reduced, strict=True):
-    results[i] = result
+def _on_each(devices, make):
+  """What `make` returns on each device."""
+  values = []
+  for device in devices:
+    with tf.device(device):
+      values.append(make())
+  return values
 
 
 def _wrap(values, always=False):
@@ -320,20 +295,27 @@ def _wrap(values, always=False):
 
 
 def _as_tensors(value):
-  """Returns `value` with NumPy components, which have no device, converted."""
-  if all(tf.is_tensor(v) for v in value.values):
+  """`value` with tensors as components, or with slices on all replicas.
+
+  NumPy arrays have no device. Slices become dense where another replica has a
+  dense gradient, for instance of a variable used densely in one branch only.
+  """
+  slices = [isinstance(v, tf.IndexedSlices) for v in value.values]
+  if all(slices) or (not any(slices) and all(map(tf.is_tensor, value.values))):
     return value
-  return _tf_internal.PerReplica(
-    [v if tf.is_tensor(v) else tf.convert_to_tensor(v) for v in value.values]
-  )
+  tensors = []
+  for v in value.values:
+    with tf.device(v.device) if tf.is_tensor(v) else contextlib.nullcontext():
+      tensors.append(tf.convert_to_tensor(v))
+  return _tf_internal.PerReplica(tensors)
 
 
 def _holders(value) -> tuple[str, ...]:
   """The full names of the devices that hold a distributed value.
 
-  In a graph, what comes from a function's argument or a variable may have no
-  device yet. A value of a strategy's replicas lives where they run; any other
-  keeps an empty name, and TensorFlow places what is computed from it.
+  In a graph, what comes from an argument or a variable may have no device yet. A
+  value of a strategy's replicas lives where they run; any other keeps an empty
+  name, and TensorFlow places what is computed from it.
   """
   devices = [v.device for v in value.values]
   if not all(devices) and tf.distribute.has_strategy():
@@ -358,10 +340,7 @@ def _is_mean(reduce_op) -> bool:
 
 
 def _check_reduce_op(reduce_op) -> None:
-  if reduce_op not in (
-    tf.distribute.ReduceOp.SUM,
-    tf.distribute.ReduceOp.MEAN,
-  ):
+  if not _is_mean(reduce_op) and reduce_op != tf.distribute.ReduceOp.SUM:
     raise errors.UnsupportedOptionError(
       f'reduce_op={reduce_op!r}',
       'tf.distribute.ReduceOp.SUM or MEAN',

@@ -21,19 +21,10 @@ def execute(
   compression: str,
   residuals: dict,
 ) -> list[list[tf.Tensor]]:
-  """Runs `schedule` over each tensor and returns every rank's results.
+  """As `executor.execute`, over one tensor after the other.
 
-  Args:
-    schedule: an all-reduce schedule for `len(devices)` ranks.
-    values: `values[rank][i]` is tensor `i` of that rank.
-    devices: the device of each rank.
-    divide_by: floats are divided by it before the sum, so that it cannot
-      overflow; integers after it.
-    compression: the codec's name.
-    residuals: of the codec, by tensor; it is filled and changed.
-
-  Returns:
-    `results[rank][i]`: the reduced tensor `i` on that rank's device.
+  Floats are divided before the sum, so that it cannot overflow; integers after.
+  `residuals`, of the codec by tensor, are filled and changed.
   """
   results = [[] for _ in devices]
   for index, tensors in enumerate(zip(*values, strict=True)):

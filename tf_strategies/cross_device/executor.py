@@ -23,11 +23,10 @@ def is_half(dtype: tf.DType) -> bool:
 
 
 def share_memory(devices: Sequence[str]) -> bool:
-  """Whether copies between `devices` cost nothing: all of them are CPUs.
+  """Whether copies between devices cost nothing: all of them are CPUs.
 
-  Args:
-    devices: device names. A tensor that TensorFlow has yet to place has an
-      empty one; it is on a CPU where there is nothing else.
+  An empty name, of a tensor that TensorFlow has yet to place, is a CPU's where
+  there is nothing else.
   """
   return all('cpu' in (d.lower() or _only_device_type()) for d in devices)
 
@@ -40,12 +39,7 @@ def _only_device_type() -> str:
 def elsewhere(devices: Sequence[str], here: str) -> list[str] | None:
   """Returns `devices` with another one of them for `here`; see `add`.
 
-  Args:
-    devices: where the terms of a sum are.
-    here: where they are added.
-
-  Returns:
-    None if there is no other, or a copy between the devices is not free.
+  None if there is no other, or a copy between the devices is not free.
   """
   others = [d for d in devices if d != here]
   if not others or not share_memory([here, *devices]):
@@ -54,7 +48,9 @@ def elsewhere(devices: Sequence[str], here: str) -> list[str] | None:
 
 
 def add(
-  tensors: Sequence[tf.Tensor], away: Sequence[str] | None = None
+  tensors: Sequence[tf.Tensor],
+  away: Sequence[str] | None = None,
+  divide_by: int = 1,
 ) -> tf.Tensor:
   """Returns the sum of tensors of one dtype, 16-bit floats through float32.
 
@@ -68,10 +64,15 @@ def add(
     tensors: what to add.
     away: for each tensor a device other than the current one, through which it
       comes; for devices that share memory, where that costs nothing.
+    divide_by: divides the sum; 16-bit floats before, so that it cannot overflow.
   """
+  dtype = tensors[0].dtype
+  if divide_by > 1 and not is_half(dtype):
+    return divide(add(tensors, away), divide_by)
+  if divide_by > 1:
+    tensors = [divide(t, divide_by) for t in tensors]
   if len(tensors) == 1:
     return tf.identity(tensors[0])
-  dtype = tensors[0].dtype
   if away is None or len(tensors) == 2 or tf.executing_eagerly():
     terms = [_widen(t) for t in tensors]
   else:
@@ -111,15 +112,14 @@ def execute(
   """Runs `schedule` over `values` and returns every rank's results.
 
   Args:
-    schedule: an all-reduce schedule for `len(devices)` ranks.
-    layout: the pieces of the tensors and the chunk that each belongs to. Where
-      a tensor's size is unknown or another than the layout's, the pieces
-      stand for the same fractions of it.
+    schedule: an all-reduce of `len(devices)` ranks.
+    layout: the pieces of the tensors. Where a tensor's size is unknown or
+      another than the layout's, they stand for the same fractions of it.
     values: `values[rank][i]` is tensor `i` of that rank; shapes and dtypes
       agree between ranks.
     devices: the device of each rank, on which its additions run.
-    divide_by: divides the complete sum, once a chunk, where it is complete.
-      16-bit floats are divided before the sum, so that it cannot overflow.
+    divide_by: divides each chunk once, where its sum is complete; 16-bit floats
+      before the sum, so that it cannot overflow.
 
   Returns:
     `results[rank][i]`: the reduced tensor `i` on that rank's device. Bit-equal
@@ -139,11 +139,13 @@ def execute(
     received = {}
     for (dst, chunk), sources in arrivals.items():
       with tf.device(devices[dst]):
-        pieces = _receive(state, dst, chunk, sources, devices)
+        ranks = schedule_lib.rank_order(dst, sources)
+        away = elsewhere([devices[rank] for rank in ranks], devices[dst])
+        terms = zip(*(state[rank][chunk] for rank in ranks), strict=True)
+        pieces = [add(term, away) for term in terms]
         if (round_index, dst, chunk) in completions:
           pieces = [
-            t if t.dtype in _ACCUMULATION_DTYPE else divide(t, divide_by)
-            for t in pieces
+            t if is_half(t.dtype) else divide(t, divide_by) for t in pieces
           ]
       received[dst, chunk] = pieces
     # Only now: every transfer of a round reads the state before the round.
@@ -157,21 +159,10 @@ def execute(
   return results
 
 
-def _receive(state, dst, chunk, transfers, devices):
-  """The pieces of `chunk` on `dst` after `transfers` have arrived."""
-  ranks = schedule_lib.rank_order(dst, transfers)
-  terms = [state[rank][chunk] for rank in ranks]
-  away = elsewhere([devices[rank] for rank in ranks], devices[dst])
-  return [add(pieces, away) for pieces in zip(*terms, strict=True)]
-
-
 def _cut(tensors, chunks, planned, divide_by):
   """Cuts one rank's tensors, of `planned` sizes, into each chunk's pieces."""
   if divide_by > 1:
-    tensors = [
-      divide(t, divide_by) if t.dtype in _ACCUMULATION_DTYPE else t
-      for t in tensors
-    ]
+    tensors = [divide(t, divide_by) if is_half(t.dtype) else t for t in tensors]
   flat = {}
 
   def piece(p):
@@ -179,34 +170,29 @@ def _cut(tensors, chunks, planned, divide_by):
       return tensors[p.tensor]
     if p.tensor not in flat:
       flat[p.tensor] = tf.reshape(tensors[p.tensor], [-1])
-    start, stop = _bounds(p, flat[p.tensor], planned[p.tensor])
+    start, stop, length = p.start, p.stop, planned[p.tensor]
+    if flat[p.tensor].shape[0] != length:
+      size = tf.size(flat[p.tensor], tf.int64)
+      # The end of one piece and the start of the next are the same expression.
+      start, stop = size * start // length, size * stop // length
     # A slice whose start and length are multiples of 64 bytes is a view.
     return tf.slice(flat[p.tensor], [start], [stop - start])
 
   return [[piece(p) for p in pieces] for pieces in chunks]
 
 
-def _bounds(piece, flat, planned):
-  """First element and end of `piece` in `flat`, planned for another size."""
-  if flat.shape[0] == planned:
-    return piece.start, piece.stop
-  size = tf.size(flat, tf.int64)
-  # The end of one piece and the start of the next are the same expression.
-  return size * piece.start // planned, size * piece.stop // planned
-
-
 def _join(state, chunks, like):
   """Puts one rank's pieces together again, in the shapes of `like`."""
-  parts = [[] for _ in like]
-  for chunk, pieces in enumerate(chunks):
-    for index, p in enumerate(pieces):
-      parts[p.tensor].append((p.start, state[chunk][index]))
+  parts = [{} for _ in like]
+  for pieces, tensors in zip(chunks, state, strict=True):
+    for p, part in zip(pieces, tensors, strict=True):
+      parts[p.tensor][p.start] = part
   results = []
   for tensor, found in zip(like, parts, strict=True):
-    if len(found) == 1:
-      results.append(found[0][1])
+    ordered = [found[start] for start in sorted(found)]
+    if len(ordered) == 1:
+      results.append(ordered[0])
       continue
-    ordered = [part for _, part in sorted(found, key=lambda item: item[0])]
     shape = tensor.shape
     if not shape.is_fully_defined():
       shape = tf.shape(tensor)

@@ -1,10 +1,8 @@
 """Counts what a cross-device op really did, inside the graph.
 
-A `tf.function` runs its Python once, at tracing, and its graph a thousand
-times. A Python counter would therefore count traces. These counters are
-variables that the graph itself adds to, so they count executions: the proof
-that an all-reduce of ours ran, how often, and how many bytes each device took
-in.
+A Python counter would count the traces of a `tf.function`. These are variables
+that the graph itself adds to, so they count executions: the proof that an
+all-reduce of ours ran, how often, and how many bytes each device took in.
 """
 
 from collections.abc import Sequence
@@ -21,29 +19,22 @@ class CallStatistics:
 
   Example:
 
-    >>> statistics = CallStatistics('all_reduce')
+    >>> statistics = CallStatistics()
     >>> statistics.record(['CPU:0', 'CPU:1'], bytes_in=[8, 8])
     >>> statistics.calls, statistics.bytes_in()
     (1, {'CPU:0': 8, 'CPU:1': 8})
   """
 
-  def __init__(self, kind: str):
-    self.kind = kind
+  def __init__(self):
     self._counters = {}
 
   def record(self, devices: Sequence[str], bytes_in: Sequence[int]) -> None:
     """Adds one execution to the counters, in the graph being built or now.
 
-    Args:
-      devices: the devices that take part.
-      bytes_in: bytes that each of them receives from the others; where a
-        shape is unknown when the graph is built, its tensor counts as zero.
+    `bytes_in` is what each device receives from the others; tensors whose shape
+    is unknown when the graph is built count as zero.
     """
-    counter = self._counter(tuple(devices))
-    with tf.device('CPU:0'):
-      counter.assign_add(tf.constant([1, *bytes_in], tf.int64))
-
-  def _counter(self, devices: tuple[str, ...]) -> tf.Variable:
+    devices = tuple(devices)
     if devices not in self._counters:
       # Lifted out of any function being traced, and not `tf.Variable`, whose
       # creator a strategy scope would replace by a mirrored one.
@@ -51,7 +42,8 @@ class CallStatistics:
         self._counters[devices] = _tf_internal.ResourceVariable(
           [0] * (1 + len(devices)), dtype=tf.int64, trainable=False
         )
-    return self._counters[devices]
+    with tf.device('CPU:0'):
+      self._counters[devices].assign_add(tf.constant([1, *bytes_in], tf.int64))
 
   @property
   def calls(self) -> int:

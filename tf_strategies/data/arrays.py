@@ -1,13 +1,4 @@
-"""A source of examples that are in memory: NumPy arrays.
-
-Example:
-
-  >>> import numpy as np
-  >>> from tf_strategies.data import arrays
-  >>> source = arrays.Arrays((np.zeros([3, 4]), np.array([0, 1, 1])))
-  >>> source.num_examples
-  3
-"""
+"""A source of examples that are in memory: NumPy arrays."""
 
 from __future__ import annotations
 
@@ -25,8 +16,13 @@ from tf_strategies import errors
 class Arrays:
   """Examples in memory, one row each.
 
-  The components become views of what is passed (no copy). The views are
-  read-only, because pipelines and TensorFlow may share their memory.
+  The components become views of what is passed (no copy), which are read-only,
+  because pipelines and TensorFlow may share their memory.
+
+  Example:
+
+    >>> Arrays((np.zeros([3, 4]), np.array([0, 1, 1]))).num_examples
+    3
 
   Attributes:
     components: an array, or a tuple or dict of arrays of equal length.

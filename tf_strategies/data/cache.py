@@ -10,24 +10,12 @@ checked when a dataset is made, and removed if they are of no use.
 The name of a cache says what it holds: <prefix>-<data>-<key>-<version>. Another
 key belongs to another pipeline and stays. Another version of the same key holds
 sources that have changed since, and is removed unless a process fills it.
-
-Example:
-
-  >>> import os, tempfile
-  >>> import tensorflow as tf
-  >>> from tf_strategies.data import cache
-  >>> with tempfile.TemporaryDirectory() as directory:
-  ...   name = cache.name_of(os.path.join(directory, 'c'), 'digits', ['a'], [1])
-  ...   numbers = tf.data.Dataset.range(3)
-  ...   for _ in range(2):
-  ...     print([int(i) for i in cache.on_disk(numbers, name, 3)])
-  [0, 1, 2]
-  [0, 1, 2]
 """
 
 from __future__ import annotations
 
-import dataclasses
+import collections
+import contextlib
 import fcntl
 import glob
 import hashlib
@@ -35,6 +23,7 @@ import os
 import re
 import threading
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import tensorflow as tf
 from absl import logging
@@ -57,17 +46,11 @@ _owned: dict[str, int] = {}
 _owned_lock = threading.Lock()
 
 
-@dataclasses.dataclass(frozen=True)
-class Name:
-  """Where a cache is, in parts.
-
-  Attributes:
-    stem: everything but the version.
-    version: changes with what is cached.
-  """
+class Name(NamedTuple):
+  """Where a cache is, in parts."""
 
   stem: str
-  version: str
+  version: str  # Changes with what is cached.
 
   @property
   def path(self) -> str:
@@ -81,13 +64,10 @@ def name_of(
   key: Sequence[object],
   content: Sequence[object],
 ) -> Name:
-  """Names the cache of some examples.
+  """Names the cache of some data.
 
-  Args:
-    prefix: the user's `cache_path`.
-    data: the name of the data.
-    key: what tells this pipeline from others with the same prefix.
-    content: what changes when the examples do.
+  `key` tells this pipeline from others with the same prefix; `content` changes
+  when the examples do.
   """
   stem = f'{os.path.abspath(prefix)}-{data}-{_digest(key)[:8]}'
   return Name(stem, _digest(content)[:12])
@@ -96,18 +76,7 @@ def name_of(
 def on_disk(
   examples: tf.data.Dataset, name: Name, num_examples: int
 ) -> tf.data.Dataset:
-  """Caches examples in files, after removing those of no use.
-
-  Args:
-    examples: exactly `num_examples`, always in the same order.
-    name: of the cache.
-    num_examples: how many there are.
-
-  Raises:
-    UnsupportedOptionError: another process fills this cache at the moment; or
-      there are more examples than TensorFlow's cache holds.
-    DataError: the directory cannot be written.
-  """
+  """Caches `num_examples` in their order, after removing files of no use."""
   if num_examples > MAX_EXAMPLES:
     raise errors.UnsupportedOptionError(
       f"cache='disk' with {num_examples} examples",
@@ -202,12 +171,7 @@ def _take(name: Name) -> bool:
 
 
 def _remove_unfinished(name: Name, is_ours: bool) -> None:
-  """Removes what a killed process left, or a cache that cannot be read.
-
-  Args:
-    name: of the cache.
-    is_ours: whether what is there was written since this process took it.
-  """
+  """Removes what a killed process left, or a cache that cannot be read."""
   found = _unfinished(name)
   if _has_lockfile(found):
     if is_ours:  # An iterator of this process is at it.
@@ -217,26 +181,17 @@ def _remove_unfinished(name: Name, is_ours: bool) -> None:
       'removed, and the next epoch writes it again.',
       name.path,
     )
-  for path in found:
-    _remove(path)
+  _remove(found)
 
 
 def _remove_stale(name: Name) -> None:
   """Removes caches of what the sources were before they changed."""
-  stem = os.path.basename(name.stem) + '-'
-  directory = os.path.dirname(name.stem)
-  versions: dict[str, list[str]] = {}
-  for entry in os.listdir(directory):
-    if not entry.startswith(stem):
-      continue
-    version, suffix = entry[len(stem) :][:12], entry[len(stem) + 12 :]
-    if (
-      version != name.version
-      and _VERSION.fullmatch(version)
-      and _SUFFIX.fullmatch(suffix)
-    ):
-      path = os.path.join(directory, entry)
-      versions.setdefault(version, []).append(path)
+  versions = collections.defaultdict(list)
+  for path in glob.glob(glob.escape(name.stem) + '-*'):
+    rest = path[len(name.stem) + 1 :]
+    if _VERSION.fullmatch(rest[:12]) and _SUFFIX.fullmatch(rest[12:]):
+      versions[rest[:12]].append(path)
+  versions.pop(name.version, None)
   for version, paths in versions.items():
     _remove_version(Name(name.stem, version), paths)
 
@@ -275,8 +230,7 @@ def _remove_files(old: Name, paths: Sequence[str]) -> None:
     logging.warning(
       'The cache %s is of sources that have changed. It is removed.', old.path
     )
-  for path in paths:
-    _remove(path)
+  _remove(paths)
 
 
 def _has_lockfile(paths: Sequence[str]) -> bool:
@@ -293,11 +247,10 @@ def _unfinished(name: Name) -> list[str]:
   ]
 
 
-def _remove(path: str) -> None:
-  try:
-    os.remove(path)
-  except FileNotFoundError:
-    return
+def _remove(paths: Sequence[str]) -> None:
+  for path in paths:
+    with contextlib.suppress(FileNotFoundError):
+      os.remove(path)
 
 
 def _digest(parts: Sequence[object]) -> str:

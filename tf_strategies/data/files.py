@@ -1,21 +1,4 @@
-"""Sources of examples that are in files, read in parallel in a fixed order.
-
-Example:
-
-  >>> import os, tempfile
-  >>> import tensorflow as tf
-  >>> from tf_strategies.data import files
-  >>> with tempfile.TemporaryDirectory() as directory:
-  ...   for i in range(3):
-  ...     path = os.path.join(directory, f'{i}.tfrecord')
-  ...     with tf.io.TFRecordWriter(path) as writer:
-  ...       for j in range(2):
-  ...         writer.write(b'%d%d' % (i, j))
-  ...   source = files.TFRecords(
-  ...     os.path.join(directory, '*.tfrecord'), tf.strings.length)
-  ...   source.num_examples, source.counts
-  (6, (2, 2, 2))
-"""
+"""Sources of examples that are in files, read in parallel in a fixed order."""
 
 from __future__ import annotations
 
@@ -30,9 +13,7 @@ import tensorflow as tf
 from tf_strategies import errors
 from tf_strategies.data import plan as plan_lib
 
-# A path (scalar string tensor) -> a dataset of the records in that file.
 ReadFn = Callable[[tf.Tensor], tf.data.Dataset]
-# A batch of records -> a structure of tensors with one row for each record.
 ParseFn = Callable[[Any], Any]
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -54,22 +35,16 @@ class Files:
     paths: a list of files, or a pattern such as 'gs://bucket/logs-*.csv'.
     read_fn: called with the path of a file, returns a dataset of its records.
     parse_fn: called with a batch of records, returns a structure of tensors
-      with one row for each record. It is deterministic, and with a cache sees
-      each record once.
+      with one row for each record; deterministic.
     counts: the number of records of each file, in the order of the sorted
       paths of a pattern, or of `paths` as given. The lengths of epochs and
       shares follow from it.
     decode_fn: called with the components of each batch after the cache.
-    name: of the data, part of the names of caches; by default caches are told
-      apart by `paths`.
+    name: of the data, part of the names of caches, instead of `paths`.
     fingerprints: one value for each file that changes when its content does;
       by default its size and modification time.
     is_round_robin: whether record i is in file i % len(paths). Otherwise the
       first file holds the first records. Evaluation restores this order.
-
-  Attributes:
-    paths: the files, in order.
-    counts: the number of records of each.
 
   Raises:
     DataError: a file is missing.
@@ -131,13 +106,9 @@ class Files:
     number: int | tf.Tensor | None = None,
     is_cached: bool = False,
   ) -> tf.data.Dataset:
-    """Returns the records in the order that training or evaluation wants.
+    """Returns the records of pass `number`, or in another order each time.
 
-    Args:
-      plan: of the pipeline.
-      number: of the pass, which decides the order of files together with the
-        seed; None draws another order in each iteration.
-      is_cached: whether a cache follows, which keeps the first order.
+    A cache, if one follows, keeps the first order.
     """
     n = self.num_examples
     paths = tf.data.Dataset.from_tensor_slices(list(self.paths))
@@ -155,13 +126,11 @@ class Files:
     )
 
   def _interleave(self, paths, plan):
-    in_order = not plan.training
-    cycle = min(len(self.paths), MAX_OPEN_FILES)
-    block = _BLOCK_LENGTH
-    if in_order and self._is_round_robin:
+    cycle, block = min(len(self.paths), MAX_OPEN_FILES), _BLOCK_LENGTH
+    if not plan.training and self._is_round_robin:
       # One record of each file in turn, if all of them are open.
       cycle, block = len(self.paths), 1
-    elif in_order:
+    elif not plan.training:
       # One file at a time; those that follow are opened ahead.
       block = max(1, *self.counts)
     calls = plan.options.num_parallel_calls
@@ -182,6 +151,17 @@ class Files:
 
 class TFRecords(Files):
   """Records in TFRecord files.
+
+  Example:
+
+    >>> import os, tempfile
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...   for i in range(3):
+    ...     path = os.path.join(directory, f'{i}.tfrecord')
+    ...     with tf.io.TFRecordWriter(path) as writer:
+    ...       writer.write(b'%d' % i)
+    ...   TFRecords(f'{directory}/*.tfrecord', tf.strings.length).counts
+    (1, 1, 1)
 
   Args:
     paths: as in `Files`.
@@ -221,17 +201,14 @@ def count_records(
 ) -> int:
   """Counts the records of a TFRecord file, and checks its framing.
 
-  Only the 12 bytes before each record are looked at. TensorFlow verifies the
-  checksums when it reads. The framing is that of
+  Only the 12 bytes before each record are looked at: O(records) time. TensorFlow
+  verifies the checksums when it reads. The framing is that of
   tensorflow/core/lib/io/record_writer.h.
 
   Args:
     path: the file, on this machine or on storage that TensorFlow can read.
     check: called with the path and the first record.
     limit: after how many records to stop; None for all of them.
-
-  Returns:
-    The number of records; 0 for an empty file. O(records) time, O(1) memory.
 
   Raises:
     DataError: the file ends inside a record or cannot be read.

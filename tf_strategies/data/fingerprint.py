@@ -1,15 +1,4 @@
-"""Fingerprints of functions, the same in every process.
-
-Example:
-
-  >>> from tf_strategies.data import fingerprint
-  >>> def double(x):
-  ...   return 2 * x
-  >>> fingerprint.of_function(double) == fingerprint.of_function(double)
-  True
-  >>> fingerprint.of_function(double) == fingerprint.of_function(abs)
-  False
-"""
+"""Fingerprints of functions, the same in every process."""
 
 from __future__ import annotations
 
@@ -26,11 +15,10 @@ _SIMPLE = (bool, int, float, complex, str, bytes, type(None))
 
 
 def of_function(function: Callable[..., Any] | None) -> str:
-  """A name for what a function does: its source, defaults and simple closures.
+  """A name for a function's source, defaults, simple closures and arguments.
 
-  Of a `functools.partial` also its arguments. What a function calls is not
-  looked at, nor are objects that have no value that is the same in all
-  processes.
+  What it calls is not looked at, nor objects without a value that is the same in
+  all processes.
   """
   return hashlib.sha256(repr(_parts(function)).encode()).hexdigest()[:16]
 

@@ -1,15 +1,4 @@
-"""One frozen options object for every input pipeline.
-
-Example:
-
-  >>> from tf_strategies.data import options
-  >>> options.PipelineOptions(global_batch_size=256, seed=7).cache
-  'none'
-  >>> options.PipelineOptions(global_batch_size=0)
-  Traceback (most recent call last):
-    ...
-  tf_strategies.errors.UnsupportedOptionError: global_batch_size=0 is not supported. Expected an integer of at least 1. Fix: pass the number of examples of one training step over all replicas, such as 256.
-"""
+"""One frozen options object for every input pipeline."""
 
 import dataclasses
 import math
@@ -37,6 +26,11 @@ _MAX_SEED = 2**63 - 1
 class PipelineOptions:
   """How an input pipeline shuffles, batches, parallelises and caches.
 
+  Example:
+
+    >>> PipelineOptions(global_batch_size=256, seed=7).cache
+    'none'
+
   Attributes:
     global_batch_size: examples in one step, summed over all replicas.
     shuffle_buffer: examples that the shuffle chooses from; None is the whole
@@ -49,20 +43,16 @@ class PipelineOptions:
       share one dataset need the same seed. A service takes none.
     num_parallel_calls: parallel calls of a map or an interleave, or AUTOTUNE.
     prefetch: batches prepared ahead of the step; 0 for none, or AUTOTUNE. A
-      strategy adds its own, per replica: ours hold one more batch, split for
-      the replicas, where these are on CPUs; on GPUs TensorFlow copies ahead
-      as many batches as `experimental_per_replica_buffer_size` of
-      `tf.distribute.InputOptions` says, one unless it is set.
+      strategy adds its own: ours hold one more batch, split for the replicas,
+      where these are on CPUs; for GPUs see `tf.distribute.InputOptions`.
     cache: where parsed and prepared examples stay after the first epoch:
       'none', 'memory' or 'disk'. The cache stands before the shuffle, so that
       every epoch has another order. For arrays, 'memory' keeps what
       `prepare_fn` returns.
-    cache_path: prefix of the cache's files, only with 'disk'. The name and a
-      fingerprint of the source files follow it, so that one options object
-      serves train and test, and changed data are read again. Making a dataset
-      removes unfinished caches of killed runs, damaged ones, and those of files
-      that have changed. Processes that fill caches at the same time need a
-      prefix each.
+    cache_path: prefix of the cache's files, only with 'disk'; the name and a
+      fingerprint of the source files follow it. Making a dataset removes
+      unfinished caches of killed runs, damaged ones, and those of files that have
+      changed. Processes that fill caches at the same time need a prefix each.
     autoshard: how several input pipelines share the data: 'off' gives each
       everything, 'data' splits the examples, 'file' the files, 'auto' the
       files if they divide evenly and otherwise the examples.
@@ -101,40 +91,42 @@ class PipelineOptions:
   def __post_init__(self):
     self._check(
       'global_batch_size',
-      _is_int(self.global_batch_size) and self.global_batch_size >= 1,
+      _is_int(self.global_batch_size, 1),
       'an integer of at least 1',
       'pass the number of examples of one training step over all replicas, '
       'such as 256',
     )
     self._check(
       'shuffle_buffer',
-      self.shuffle_buffer is None
-      or (_is_int(self.shuffle_buffer) and self.shuffle_buffer >= 0),
+      self.shuffle_buffer is None or _is_int(self.shuffle_buffer, 0),
       'None (the whole split) or an integer of at least 0 (0: no shuffle)',
       'leave it out to shuffle the whole split',
     )
     self._check(
       'seed',
-      self.seed is None or (_is_int(self.seed) and 0 <= self.seed <= _MAX_SEED),
+      self.seed is None or (_is_int(self.seed, 0) and self.seed <= _MAX_SEED),
       'None or an integer from 0 to 2**63 - 1',
       'pass seed=0 for a repeatable order, None for a new one in each run',
     )
     self._check(
       'num_parallel_calls',
-      _is_int(self.num_parallel_calls)
-      and (self.num_parallel_calls >= 1 or self.num_parallel_calls == AUTOTUNE),
+      _is_int(self.num_parallel_calls, AUTOTUNE) and self.num_parallel_calls,
       'an integer of at least 1, or tf.data.AUTOTUNE (-1)',
       'leave it out to let tf.data choose',
     )
     self._check(
       'prefetch',
-      _is_int(self.prefetch) and self.prefetch >= AUTOTUNE,
+      _is_int(self.prefetch, AUTOTUNE),
       'an integer of at least 0 (0: none), or tf.data.AUTOTUNE (-1)',
       'leave it out to let tf.data choose',
     )
-    self._check_choice('cache', CACHES)
-    self._check_choice('autoshard', AUTOSHARDS)
-    self._check_cache_path()
+    for name, choices in (('cache', CACHES), ('autoshard', AUTOSHARDS)):
+      self._check(
+        name,
+        getattr(self, name) in choices,
+        'one of ' + ', '.join(map(repr, choices)),
+        f'write {name}={choices[0]!r}, or leave it out',
+      )
     for name in ('deterministic', 'drop_remainder', 'repeat'):
       self._check(
         name,
@@ -142,12 +134,14 @@ class PipelineOptions:
         'True or False',
         f'write {name}=True or {name}=False',
       )
+    self._check_cache_path()
     self._check_service()
 
   def _check_service(self):
     self._check(
       'service_timeout',
-      _is_number(self.service_timeout) and 0 < self.service_timeout < math.inf,
+      _is_a(numbers.Real, self.service_timeout)
+      and 0 < self.service_timeout < math.inf,
       'a positive number of seconds',
       'leave it out for 10 seconds',
     )
@@ -174,30 +168,20 @@ class PipelineOptions:
       )
 
   def _check_cache_path(self):
-    if self.cache == 'disk':
-      self._check(
-        'cache_path',
-        isinstance(self.cache_path, str | os.PathLike)
-        and bool(os.fspath(self.cache_path)),
-        "a path when cache='disk'",
-        "pass cache_path='<directory>/<prefix>' on a disk with room for the "
-        "decoded examples, or cache='memory'",
-      )
-    else:
-      self._check(
-        'cache_path',
-        self.cache_path is None,
-        f'None when cache={self.cache!r}',
-        "pass cache='disk' as well, or leave cache_path out",
-      )
-
-  def _check_choice(self, name: str, choices: tuple[str, ...]):
-    value = getattr(self, name)
+    path = self.cache_path
     self._check(
-      name,
-      isinstance(value, str) and value in choices,
-      'one of ' + ', '.join(repr(c) for c in choices),
-      f'write {name}={choices[0]!r}, or leave it out',
+      'cache_path',
+      self.cache == 'disk' or path is None,
+      f'None when cache={self.cache!r}',
+      "pass cache='disk' as well, or leave cache_path out",
+    )
+    is_path = isinstance(path, str | os.PathLike) and bool(os.fspath(path))
+    self._check(
+      'cache_path',
+      self.cache != 'disk' or is_path,
+      "a path when cache='disk'",
+      "pass cache_path='<directory>/<prefix>' on a disk with room for the "
+      "decoded examples, or cache='memory'",
     )
 
   def _check(self, name: str, is_good: bool, allowed: str, fix: str):
@@ -207,10 +191,10 @@ class PipelineOptions:
       )
 
 
-def _is_number(value: Any) -> bool:
-  return isinstance(value, numbers.Real) and not isinstance(value, bool)
-
-
-def _is_int(value: Any) -> bool:
+def _is_a(kind: type, value: Any) -> bool:
   # bool is an int to Python; `seed=True` is a slip of the pen nonetheless.
-  return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+  return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _is_int(value: Any, least: int) -> bool:
+  return _is_a(numbers.Integral, value) and value >= least

@@ -4,27 +4,13 @@ Every stage works on whole batches, because a call of a map function costs more
 than the work on one 28x28 image. On MNIST with batches of 256, a gather for each
 batch of shuffled indices is more than ten times as fast as a map for each image.
 
-A batch goes through, in this order:
-
-  prepare_fn   before the cache, deterministic: once an example with a cache
-  the cache
-  decode_fn    of the source, such as a cast
-  augment_fn   in training only, with a seed of its own for each batch
-  map_fn       last; what it returns is the element
-
-Example:
-
-  >>> import numpy as np
-  >>> from tf_strategies import data
-  >>> examples = np.arange(6) * 10, np.arange(6)
-  >>> options = data.PipelineOptions(global_batch_size=4, seed=1)
-  >>> [y.tolist() for _, y in data.make_dataset(
-  ...   examples, options, training=False).as_numpy_iterator()]
-  [[0, 1, 2, 3], [4, 5]]
+A batch goes through `prepare_fn`, the cache, `decode_fn` of the source,
+`augment_fn` and `map_fn`, in this order.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -38,7 +24,6 @@ from tf_strategies.data import options as options_lib
 from tf_strategies.data import plan as plan_lib
 from tf_strategies.data import readers, service, shuffle
 
-_POLICIES = {'off': 'OFF', 'auto': 'AUTO', 'data': 'DATA', 'file': 'FILE'}
 _START = (0, 0)
 
 BatchFn = Callable[..., Any]
@@ -60,16 +45,16 @@ def make_dataset(
   """Makes the batches of a source.
 
   Each iteration is one epoch, in another order. With `epochs`, one iteration is
-  a whole training run that can be resumed: an endless stream of passes over the
-  data, in which the order of pass p is a function of (seed, p) alone, cut at
-  `start`. (The order of `Dataset.shuffle` depends on how many iterators its
-  dataset had before, and Keras makes one to look at the first batch.)
+  a whole training run that can be resumed: a stream of passes over the data, in
+  which the order of pass p is a function of (seed, p) alone, cut at `start`. (The
+  order of `Dataset.shuffle` depends on how many iterators its dataset had before,
+  and Keras makes one to look at the first batch.)
 
   With `steps_per_epoch`, an epoch of the stream is that many batches, however
-  many passes that is. The next epoch continues where the last one ended, so each
-  example is seen as often as any other, give or take one. No batch mixes two
-  passes, unless `drop_remainder` asks for full batches alone: these are cut out
-  of the stream without regard to passes, and nothing is dropped.
+  many passes that is, and the next epoch continues where it ended: each example
+  is seen as often as any other, give or take one. No batch mixes two passes,
+  unless `drop_remainder` asks for full batches alone: these are cut out of the
+  stream without regard to passes, and nothing is dropped.
 
   Args:
     source: `Arrays`, `TFRecords` or `Files`; or an array, or a tuple or dict of
@@ -85,7 +70,7 @@ def make_dataset(
       data make; None for one pass over the data.
     prepare_fn: called with the components of a batch as they are stored (in
       arrays, or as `parse_fn` returns them), returns a batch; deterministic.
-      With a cache it sees each example once. A cache on disk is made again when
+      With a cache it sees each example once; a cache on disk is made again when
       the function changes.
     augment_fn: called with the components of a batch and a seed, in training,
       again in each epoch; returns the batch. The seed, int64 [2], is for
@@ -96,11 +81,11 @@ def make_dataset(
     map_fn: called last with the components of a batch; what it returns is the
       element. A random one should be an `augment_fn`.
     input_context: as `strategy.distribute_datasets_from_function` passes it.
-      Each pipeline then yields per-replica batches of its share. Where examples
-      are shared, with a common seed, one step's batches together are exactly
-      one process's global batch. With `epochs`, of k pipelines each yields
-      every k-th batch of the stream, whole: for workers that train on batches
-      of their own, as with parameter servers.
+      Each pipeline then yields per-replica batches of its share; of examples
+      shared with a common seed, one step's batches together are exactly one
+      process's global batch. With `epochs`, of k pipelines each yields every
+      k-th batch of the stream, whole: for workers that train on batches of their
+      own, as with parameter servers.
 
   Returns:
     A dataset of known cardinality, except from a service. A start in the middle
@@ -126,74 +111,54 @@ def make_dataset(
   """
   if not isinstance(source, arrays_lib.Arrays | files_lib.Files):
     source = arrays_lib.Arrays(source)
-  is_in_memory = isinstance(source, arrays_lib.Arrays)
-  epoch, step = start
-  if epochs is not None:
-    plan_lib.check_stream(options, training, input_context, is_in_memory)
-    _check_span(epochs, epoch, step, steps_per_epoch)
-  elif (epoch, step) != _START or steps_per_epoch is not None:
-    raise errors.UnsupportedOptionError(
-      f'start={(epoch, step)} and steps_per_epoch={steps_per_epoch} without '
-      'epochs',
-      'epochs, the length of the whole run, beside them',
-      'pass epochs=...',
-    )
-  plan = plan_lib.make(
-    options,
-    training,
-    None if epochs is not None else input_context,
-    0 if is_in_memory else len(source.paths),
-  )
-  if is_in_memory:
-    make_reader = readers.ArrayReader
+  num_files = 0 if isinstance(source, arrays_lib.Arrays) else len(source.paths)
+  start = tuple(start)
+  augment_fn = augment_fn if training else None
+  if epochs is None:
+    _check_no_start(start, steps_per_epoch)
+    plan = plan_lib.make(options, training, input_context, num_files)
   else:
-    make_reader, source = readers.FileReader, source.share(plan)
-  n = source.num_examples
+    plan_lib.check_stream(options, training, input_context, not num_files)
+    _check_span(epochs, *start, steps_per_epoch)
+    plan = plan_lib.make(options, training, None, num_files)
+  if num_files:
+    source = source.share(plan)
   # Full batches can be cut out of several passes.
   across_passes = options.drop_remainder and steps_per_epoch is not None
-  if not (across_passes and n):
-    plan.check_share(plan.share_of(n))
+  if not (across_passes and source.num_examples):
+    plan.check_share(plan.share_of(source.num_examples))
+  make_reader = readers.FileReader if num_files else readers.ArrayReader
   reader = make_reader(source, plan, prepare_fn)
-  seeds = None
-  repeats = False
   if epochs is None:
-    batches = reader.epoch()
-    # After the batch, so that no batch mixes two epochs; before the map, so
-    # that it runs on into the next epoch. Not in a service, whose workers would
-    # never end an epoch in which the others have examples left.
-    repeats = training and options.repeat
-    if repeats and options.service is None:
-      batches = batches.repeat()
-    if training and augment_fn:
-      seeds = shuffle.batch_seeds(options.seed, plan.context_pipeline)
+    batches = _in_a_row(reader, plan)
+    make_seeds = functools.partial(
+      shuffle.batch_seeds, options.seed, plan.context_pipeline
+    )
   else:
-    per_epoch = steps_per_epoch or plan.num_batches(n)
-    first = epoch * per_epoch + step
+    per_epoch = steps_per_epoch or plan.num_batches(source.num_examples)
+    first = start[0] * per_epoch + start[1]
     count = max(0, epochs * per_epoch - first)
-    batches = _stream(reader, plan, n, first, count, across_passes)
-    if augment_fn:
-      seeds = tf.data.Dataset.range(first, first + count).map(
-        lambda number: shuffle.stream_seed(options.seed, number)
-      )
-
-  def load(batch, seed=None):
-    batch = reader.decode(batch)
-    if seed is not None:
-      batch = readers.call(augment_fn, batch, seed)
-    return readers.call(map_fn, batch)
-
-  if seeds is not None:
-    batches = tf.data.Dataset.zip((batches, seeds))
-    load_element = load
-  elif isinstance(batches.element_spec, tuple):
-    load_element = lambda *batch: load(batch)  # noqa: E731
-  else:
-    load_element = load
+    batches = _stream(reader, plan, first, count, across_passes)
+    make_seeds = functools.partial(
+      shuffle.stream_seeds, options.seed, first, count
+    )
+  load = _load_fn(reader, augment_fn, map_fn, batches.element_spec)
+  if augment_fn:
+    batches = tf.data.Dataset.zip((batches, make_seeds()))
   if epochs is not None and input_context is not None:
     batches = batches.shard(
       input_context.num_input_pipelines, input_context.input_pipeline_id
     )
-  return _in_parallel(batches, load_element, options, repeats)
+  return _in_parallel(batches, load, plan)
+
+
+def _check_no_start(start, steps_per_epoch):
+  if start != _START or steps_per_epoch is not None:
+    raise errors.UnsupportedOptionError(
+      f'start={start} and steps_per_epoch={steps_per_epoch} without epochs',
+      'epochs, the length of the whole run, beside them',
+      'pass epochs=...',
+    )
 
 
 def _check_span(epochs, epoch, step, steps_per_epoch):
@@ -211,33 +176,50 @@ def _check_span(epochs, epoch, step, steps_per_epoch):
       )
 
 
-def _stream(reader, plan, n, first, count, across_passes) -> tf.data.Dataset:
+def _in_a_row(reader, plan) -> tf.data.Dataset:
+  """Returns the batches of an epoch, or of one after the other without end."""
+  batches = reader.batches()
+  # After the batch, so that no batch mixes two epochs; before the map, so that it
+  # runs on into the next epoch. Not in a service, whose workers would never end
+  # an epoch in which the others have examples left.
+  if plan.repeats and plan.options.service is None:
+    batches = batches.repeat()
+  return batches
+
+
+def _stream(reader, plan, first, count, across_passes) -> tf.data.Dataset:
   """Returns batches first, ..., first + count - 1 of the passes in a row."""
   if across_passes:
-    size = plan.batch_size
-    first_pass, skipped = divmod(first * size, n)
-    num_passes = math.ceil((skipped + count * size) / n)
+    n, size, each = reader.num_examples, plan.batch_size, reader.examples
   else:
-    steps = plan.num_batches(n)
-    first_pass, skipped = divmod(first, steps)
-    num_passes = math.ceil((skipped + count) / steps)
+    n, size, each = plan.num_batches(reader.num_examples), 1, reader.batches
+  first_pass, skipped = divmod(first * size, n)
+  num_passes = math.ceil((skipped + count * size) / n)
   passes = tf.data.Dataset.range(first_pass, first_pass + num_passes)
+  batches = passes.flat_map(each).skip(skipped)
   if across_passes:
-    examples = passes.flat_map(reader.examples_of_pass).skip(skipped)
-    batches = examples.batch(plan.batch_size, drop_remainder=True)
-  else:
-    batches = passes.flat_map(reader.batches_of_pass).skip(skipped)
+    batches = batches.batch(size, drop_remainder=True)
   batches = batches.take(count)
   return batches.apply(tf.data.experimental.assert_cardinality(count))
 
 
-def _in_parallel(
-  batches: tf.data.Dataset,
-  load: Callable[..., Any],
-  options: options_lib.PipelineOptions,
-  repeats: bool,
-) -> tf.data.Dataset:
+def _load_fn(reader, augment_fn, map_fn, batch_spec) -> BatchFn:
+  """Returns what makes an element of what a reader yields, and of a seed."""
+
+  def load(batch, seed=None):
+    batch = reader.decode(batch)
+    if augment_fn:
+      batch = readers.call(augment_fn, batch, seed)
+    return readers.call(map_fn, batch)
+
+  if augment_fn or not isinstance(batch_spec, tuple):
+    return load
+  return lambda *batch: load(batch)  # A map unpacks a tuple.
+
+
+def _in_parallel(batches, load, plan) -> tf.data.Dataset:
   """Maps `load` over batches, here or in a service, ahead of the step."""
+  options = plan.options
   dataset = batches.map(
     load,
     num_parallel_calls=options.num_parallel_calls,
@@ -247,13 +229,13 @@ def _in_parallel(
     dataset = service.distribute(
       dataset, options.service, options.service_timeout
     )
-    if repeats:
+    if plan.repeats:
       dataset = dataset.repeat()
   if options.prefetch:
     dataset = dataset.prefetch(options.prefetch)
   chosen = tf.data.Options()
   chosen.deterministic = options.deterministic
   chosen.experimental_distribute.auto_shard_policy = getattr(
-    tf.data.experimental.AutoShardPolicy, _POLICIES[options.autoshard]
+    tf.data.experimental.AutoShardPolicy, options.autoshard.upper()
   )
   return dataset.with_options(chosen)

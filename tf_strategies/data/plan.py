@@ -1,12 +1,4 @@
-"""What the options mean for one split of one input pipeline.
-
-Example:
-
-  >>> from tf_strategies.data import options, plan
-  >>> chosen = options.PipelineOptions(global_batch_size=8, shuffle_buffer=0)
-  >>> plan.make(chosen, training=True, context=None).share_of(10)
-  10
-"""
+"""What the options mean for one split of one input pipeline."""
 
 from __future__ import annotations
 
@@ -21,25 +13,15 @@ from tf_strategies.data import shuffle
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-  """The options, resolved for one split of one input pipeline.
-
-  Attributes:
-    options: as the user gave them.
-    training: whether to shuffle, repeat, augment and drop the remainder.
-    batch_size: examples in a batch of this pipeline.
-    num_pipelines: how many pipelines share the examples.
-    pipeline: the number of this one.
-    shard_files: whether pipelines share files instead of examples.
-    context_pipeline: the number of this pipeline, whether or not it shares.
-  """
+  """The options, resolved for one split of one input pipeline."""
 
   options: options_lib.PipelineOptions
   training: bool
-  batch_size: int
-  num_pipelines: int = 1
-  pipeline: int = 0
-  shard_files: bool = False
-  context_pipeline: int = 0
+  batch_size: int  # Of this pipeline.
+  num_pipelines: int = 1  # That share the examples.
+  pipeline: int = 0  # The number of this one among them.
+  shard_files: bool = False  # Whether they share files instead of examples.
+  context_pipeline: int = 0  # The number of this one, whether or not it shares.
 
   @property
   def is_shuffled(self) -> bool:
@@ -50,6 +32,11 @@ class Plan:
   def drop_remainder(self) -> bool:
     """Whether a last, partial batch is left out."""
     return self.training and self.options.drop_remainder
+
+  @property
+  def repeats(self) -> bool:
+    """Whether epochs follow each other without end."""
+    return self.training and self.options.repeat
 
   @property
   def shares_examples(self) -> bool:
@@ -99,30 +86,17 @@ class Plan:
     number: int | tf.Tensor | None,
     buffer: int,
   ) -> tf.data.Dataset:
-    """Shuffles if the plan says so.
-
-    Args:
-      dataset: what to shuffle.
-      number: of the pass, which decides the order together with the seed; None
-        draws another order in each iteration.
-      buffer: elements that each next one is drawn from.
-    """
+    """Shuffles if the plan says so, in each iteration anew or as pass `number`."""
     if not self.is_shuffled:
       return dataset
-    if number is None:
-      return shuffle.shuffle(dataset, buffer, self.options.seed)
-    return shuffle.shuffle_pass(dataset, buffer, self.options.seed, number)
+    return shuffle.shuffle(dataset, buffer, self.options.seed, number)
 
   def batch(self, examples: tf.data.Dataset) -> tf.data.Dataset:
     """Returns the batches of examples."""
     return examples.batch(self.batch_size, drop_remainder=self.drop_remainder)
 
   def check_share(self, n: int) -> None:
-    """Checks that this pipeline's `n` examples make a batch.
-
-    Raises:
-      DataError: no example, or no full batch where only these are wanted.
-    """
+    """Raises a DataError if `n` examples make no batch of this pipeline."""
     if not n:
       raise errors.DataError(
         f'Input pipeline {self.pipeline} of {self.num_pipelines}: Expected at '
@@ -144,34 +118,30 @@ def make(
 ) -> Plan:
   """Resolves the batch size and the share of this input pipeline.
 
-  Args:
-    options: as the user gave them.
-    training: whether the split is trained on.
-    context: as `strategy.distribute_datasets_from_function` passes it.
-    num_files: how many files there are; 0 for arrays.
-
-  Raises:
-    UnsupportedOptionError: options for files with arrays; batches or shares
-      that do not fit `context`.
+  Raises an UnsupportedOptionError for options that do not fit arrays, which have
+  no files, and for batches or shares that do not fit `context`.
   """
   if not num_files:
     _check_array_options(options)
-  plan = Plan(options, training, int(options.global_batch_size))
+  size = int(options.global_batch_size)
   if context is None:
-    return plan
-  replicas = context.num_replicas_in_sync
-  if plan.batch_size % replicas:
+    return Plan(options, training, size)
+  replicas, pipelines = (
+    context.num_replicas_in_sync,
+    context.num_input_pipelines,
+  )
+  if size % replicas:
     raise errors.UnsupportedOptionError(
-      f'global_batch_size={plan.batch_size} with {replicas} replicas',
+      f'global_batch_size={size} with {replicas} replicas',
       'a multiple of the number of replicas',
-      f'pass {-(-plan.batch_size // replicas) * replicas}',
+      f'pass {-(-size // replicas) * replicas}',
     )
-  plan = dataclasses.replace(
-    plan,
-    batch_size=plan.batch_size // replicas,
+  plan = Plan(
+    options,
+    training,
+    size // replicas,
     context_pipeline=context.input_pipeline_id,
   )
-  pipelines = context.num_input_pipelines
   if options.autoshard == 'off' or pipelines == 1:
     return plan
   if options.autoshard == 'file' and num_files < pipelines:
@@ -230,51 +200,33 @@ def check_stream(
   context: tf.distribute.InputContext | None,
   is_in_memory: bool,
 ) -> None:
-  """Checks that epochs can be computed again, batch by batch.
-
-  Args:
-    options: as the user gave them.
-    training: whether the split is trained on.
-    context: of the pipeline that takes whole batches in turn with others.
-    is_in_memory: whether the source is arrays.
-
-  Raises:
-    UnsupportedOptionError: evaluation, a service, no seed,
-      `deterministic=False`, a shuffle buffer of part of some arrays, or a
-      `context` of several replicas.
-  """
+  """Raises if epochs cannot be computed again, batch by batch."""
   whole = 'leave epochs and start out'
-  for is_bad, value, allowed, fix in (
-    (not training, 'training=False', 'training=True', whole),
-    (
-      options.service is not None,
-      f'service={options.service!r}',
-      'no service: its workers decide the order as they go',
-      f'leave service out, or {whole}',
-    ),
-    (
-      options.seed is None,
-      'seed=None',
-      'an integer',
-      f'pass PipelineOptions(seed=...), or {whole}',
-    ),
-    (
-      not options.deterministic,
-      'deterministic=False',
-      'True, because the order of arrival differs from run to run',
-      f'leave deterministic out, or {whole}',
-    ),
-    (
-      is_in_memory and options.shuffle_buffer not in (None, 0),
-      f'shuffle_buffer={options.shuffle_buffer}',
-      'None (a uniform shuffle) or 0 (none) with arrays',
-      f'leave shuffle_buffer out, or {whole}',
-    ),
-  ):
-    if is_bad:
-      raise errors.UnsupportedOptionError(
-        f'{value} for epochs that can be resumed', allowed, fix
-      )
+  _check_one(training, 'training=False', 'training=True', whole)
+  _check_one(
+    options.service is None,
+    f'service={options.service!r}',
+    'no service: its workers decide the order as they go',
+    f'leave service out, or {whole}',
+  )
+  _check_one(
+    options.seed is not None,
+    'seed=None',
+    'an integer',
+    f'pass PipelineOptions(seed=...), or {whole}',
+  )
+  _check_one(
+    options.deterministic,
+    'deterministic=False',
+    'True, because the order of arrival differs from run to run',
+    f'leave deterministic out, or {whole}',
+  )
+  _check_one(
+    not is_in_memory or options.shuffle_buffer in (None, 0),
+    f'shuffle_buffer={options.shuffle_buffer}',
+    'None (a uniform shuffle) or 0 (none) with arrays',
+    f'leave shuffle_buffer out, or {whole}',
+  )
   if context is not None and context.num_replicas_in_sync != 1:
     # A batch of the stream is one step of all replicas, not a part of one.
     raise errors.UnsupportedOptionError(
@@ -283,4 +235,11 @@ def check_stream(
       '1, for workers that train on whole batches of their own',
       'write strategy.experimental_distribute_dataset(make_dataset(...)) '
       'without an input_context, which splits each batch for the replicas',
+    )
+
+
+def _check_one(is_good: bool, value: str, allowed: str, fix: str) -> None:
+  if not is_good:
+    raise errors.UnsupportedOptionError(
+      f'{value} for epochs that can be resumed', allowed, fix
     )

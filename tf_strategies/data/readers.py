@@ -1,17 +1,8 @@
 """Reads batches of examples, in the order of an epoch, from each kind of source.
 
-A reader has the batches of an epoch, which differ in each iteration, and those
-of a pass, whose order is a function of (seed, number of the pass) alone.
-
-Example:
-
-  >>> import numpy as np
-  >>> from tf_strategies.data import arrays, options, plan, readers
-  >>> chosen = options.PipelineOptions(global_batch_size=2)
-  >>> here = plan.make(chosen, training=False, context=None)
-  >>> reader = readers.ArrayReader(arrays.Arrays(np.arange(3) * 10), here, None)
-  >>> [reader.decode(batch).numpy().tolist() for batch in reader.epoch()]
-  [[0, 10], [20]]
+A reader yields the batches of an epoch, which differ in each iteration, and
+those of a pass, whose order is a function of (seed, number of the pass) alone.
+`decode` makes examples of them.
 """
 
 from __future__ import annotations
@@ -52,7 +43,7 @@ class ArrayReader:
     plan: plan_lib.Plan,
     prepare_fn: Callable[..., Any] | None,
   ):
-    self._n = source.num_examples
+    self.num_examples = source.num_examples
     self._plan = plan
     self._decode_fn = source.decode_fn
     self._prepare_fn = prepare_fn
@@ -65,9 +56,11 @@ class ArrayReader:
         self._examples = self._prepare_all()
         self._prepare_fn = None
 
-  def epoch(self) -> tf.data.Dataset:
-    """Returns batches of indices, shuffled again in each iteration."""
-    plan, n = self._plan, self._n
+  def batches(self, number: tf.Tensor | None = None) -> tf.data.Dataset:
+    """Returns batches of the indices of a pass; None shuffles them anew."""
+    plan, n = self._plan, self.num_examples
+    if number is not None:
+      return self._cut(self._order(number))
     in_part = plan.is_shuffled and plan.buffer_for(n) < n
     if in_part or plan.options.service is not None:
       # The workers of a service share the numbers of a range.
@@ -77,18 +70,15 @@ class ArrayReader:
         indices = indices.shard(plan.num_pipelines, plan.pipeline)
       return plan.batch(indices)
     if not plan.is_shuffled:
-      return self._cut(tf.range(n, dtype=tf.int64)[plan.places])
-    batches = shuffle.permutations(n, plan.options.seed, plan.places, self._cut)
+      return self._cut(self._order(0))
+    seeds = shuffle.random_numbers(plan.options.seed).take(1)
+    batches = seeds.flat_map(lambda seed: self._cut(self._order(0, seed)))
     count = plan.num_batches(plan.share_of(n))
     return batches.apply(tf.data.experimental.assert_cardinality(count))
 
-  def examples_of_pass(self, number: tf.Tensor) -> tf.data.Dataset:
+  def examples(self, number: tf.Tensor) -> tf.data.Dataset:
     """Returns the indices of a pass."""
     return tf.data.Dataset.from_tensor_slices(self._order(number))
-
-  def batches_of_pass(self, number: tf.Tensor) -> tf.data.Dataset:
-    """Returns batches of the indices of a pass."""
-    return self._cut(self._order(number))
 
   def decode(self, indices: tf.Tensor) -> Any:
     """Returns the examples that a batch of indices points to."""
@@ -97,22 +87,35 @@ class ArrayReader:
     )
     return call(self._decode_fn, call(self._prepare_fn, batch))
 
-  def _order(self, number: tf.Tensor) -> tf.Tensor:
-    indices = tf.range(self._n, dtype=tf.int64)
-    if not self._plan.is_shuffled:
-      return indices
-    return tf.random.experimental.stateless_shuffle(
-      indices, seed=shuffle.pass_seed(self._plan.options.seed, number)
-    )
+  def _order(
+    self, number: int | tf.Tensor, seed: tf.Tensor | None = None
+  ) -> tf.Tensor:
+    """The indices of a pass, shuffled if the plan says so, that are taken here."""
+    indices = tf.range(self.num_examples, dtype=tf.int64)
+    if self._plan.is_shuffled:
+      seed = self._plan.options.seed if seed is None else seed
+      indices = tf.random.experimental.stateless_shuffle(
+        indices, seed=shuffle.pass_seed(seed, number)
+      )
+    return indices[self._plan.places]
 
   def _cut(self, indices: tf.Tensor) -> tf.data.Dataset:
-    plan = self._plan
-    return shuffle.batches_of(indices, plan.batch_size, plan.drop_remainder)
+    """Batches of a vector of static length, without a step for each element."""
+    num_full, rest = divmod(indices.shape[0], self._plan.batch_size)
+    end = indices.shape[0] - rest
+    full = tf.reshape(indices[:end], [num_full, self._plan.batch_size])
+    batches = tf.data.Dataset.from_tensor_slices(full)
+    if self._plan.drop_remainder:
+      return batches
+    # Also where nothing remains: batches of a static shape would tell strategies
+    # that no replica ever gets fewer rows.
+    last = tf.data.Dataset.from_tensors(indices[end:])
+    return batches.concatenate(last.take(min(rest, 1)))
 
   def _prepare_all(self):
     """Prepares all examples, in batches, into tensors of their own."""
     parts = []
-    for i in range(0, self._n, _PREPARE_BATCH):
+    for i in range(0, self.num_examples, _PREPARE_BATCH):
       rows = slice(i, i + _PREPARE_BATCH)
       batch = tf.nest.map_structure(lambda v, r=rows: v[r], self._examples)
       parts.append(call(self._prepare_fn, batch))
@@ -132,8 +135,8 @@ class FileReader:
     plan: plan_lib.Plan,
     prepare_fn: Callable[..., Any] | None,
   ):
+    self.num_examples = source.num_examples
     self._files = source
-    self._n = source.num_examples
     self._plan = plan
     self._parse_fn = source.parse_fn
     if prepare_fn is not None:
@@ -145,32 +148,27 @@ class FileReader:
       # Made once: all passes read it.
       self._cached = self._cache(prepare_fn)
 
-  def epoch(self) -> tf.data.Dataset:
-    """Returns batches of records, shuffled again in each iteration."""
-    examples = self._shuffled(None)
+  def batches(self, number: tf.Tensor | None = None) -> tf.data.Dataset:
+    """Returns batches of the records of a pass; None shuffles them anew."""
+    examples = self.examples(number)
     if self._plan.shares_examples:
       examples = examples.shard(self._plan.num_pipelines, self._plan.pipeline)
     return self._plan.batch(examples)
 
-  def examples_of_pass(self, number: tf.Tensor) -> tf.data.Dataset:
-    """Returns the records of a pass."""
-    return self._shuffled(number)
-
-  def batches_of_pass(self, number: tf.Tensor) -> tf.data.Dataset:
-    """Returns batches of the records of a pass."""
-    return self._plan.batch(self._shuffled(number))
+  def examples(self, number: tf.Tensor | None) -> tf.data.Dataset:
+    """Returns the records of a pass; None shuffles them anew."""
+    examples = self._cached
+    if examples is None:
+      examples = self._files.read(self._plan, number=number)
+    return self._plan.shuffle(
+      examples, number, self._plan.buffer_for(self.num_examples)
+    )
 
   def decode(self, batch: Any) -> Any:
     """Returns the examples of a batch of records, or of parsed examples."""
     if self._cached is None:
       batch = self._parse_fn(batch)
     return call(self._files.decode_fn, batch)
-
-  def _shuffled(self, number: tf.Tensor | None) -> tf.data.Dataset:
-    examples = self._cached
-    if examples is None:
-      examples = self._files.read(self._plan, number=number)
-    return self._plan.shuffle(examples, number, self._plan.buffer_for(self._n))
 
   def _cache(self, prepare_fn) -> tf.data.Dataset:
     files, plan = self._files, self._plan

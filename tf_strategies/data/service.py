@@ -9,14 +9,6 @@
 
 TensorFlow's client tries for an hour to reach a missing dispatcher. Here a
 dispatcher with at least one worker must answer before a deadline.
-
-Example:
-
-  >>> from tf_strategies.data import service
-  >>> service.check('grpc://127.0.0.1:9', timeout=0.2)
-  Traceback (most recent call last):
-    ...
-  tf_strategies.errors.WorkerUnavailableError: service='grpc://127.0.0.1:9': no tf.data dispatcher answered within 0.2 s. Fix: start a tf.data.experimental.service.DispatchServer there, or correct the address
 """
 
 from __future__ import annotations
@@ -36,6 +28,17 @@ except ImportError:  # Then all we can see is whether anybody listens.
 # Asks for the workers; the request is empty, and so is the answer without any.
 _GET_WORKERS = '/tensorflow.data.DispatcherService/GetWorkers'
 _POLL_SECONDS = 0.1
+# What may be missing, and what helps.
+_NOBODY = (
+  'tf.data dispatcher answered',
+  'start a tf.data.experimental.service.DispatchServer there, or correct the '
+  'address',
+)
+_NO_WORKER = (
+  'worker registered with the dispatcher',
+  'start a tf.data.experimental.service.WorkerServer with the '
+  'dispatcher_address of this service',
+)
 
 
 def distribute(
@@ -45,14 +48,6 @@ def distribute(
 
   The workers share the data out as they go (`ShardingPolicy.DYNAMIC`): by files
   where a data set begins with files, by examples where it begins with these.
-
-  Args:
-    dataset: that ends; each worker runs it on its part of the source.
-    address: 'grpc://host:port' of the dispatcher.
-    timeout: seconds in which it must answer.
-
-  Raises:
-    WorkerUnavailableError: as `check`.
   """
   check(address, timeout)
   return dataset.apply(
@@ -63,61 +58,41 @@ def distribute(
 
 
 def check(address: str, timeout: float) -> None:
-  """Waits until a dispatcher answers that has a worker.
-
-  Args:
-    address: 'grpc://host:port'.
-    timeout: seconds to wait at most.
-
-  Raises:
-    WorkerUnavailableError: nobody answers, or no worker has registered.
-  """
-  deadline = time.monotonic() + timeout
+  """Waits until a dispatcher answers that has a worker, or raises an error."""
   host_and_port = address.removeprefix('grpc://')
-  if grpc is None:
-    return _check_connection(address, host_and_port, timeout)
+  ask = _connect if grpc is None else _get_workers
+  problem = ask(host_and_port, timeout)
+  if problem:
+    error = errors.WorkerUnavailableError(
+      f'service={address!r}: no {problem[0]} within {timeout:g} s. Fix: '
+      f'{problem[1]}'
+    )
+    error.address = host_and_port
+    raise error
+
+
+def _get_workers(host_and_port, timeout) -> tuple[str, str] | None:
+  """Returns what was missing until the deadline, and what helps."""
+  deadline = time.monotonic() + timeout
+  problem = _NOBODY
   with grpc.insecure_channel(host_and_port) as channel:
     get_workers = channel.unary_unary(_GET_WORKERS)
-    has_answered = False
-    while True:
-      left = deadline - time.monotonic()
-      if left <= 0:
-        break
+    while (left := deadline - time.monotonic()) > 0:
       try:
         if get_workers(b'', timeout=left, wait_for_ready=True):
           return None
-        has_answered = True
+        problem = _NO_WORKER
       except grpc.RpcError as e:
         if e.code() == grpc.StatusCode.UNIMPLEMENTED:
           break  # Some other service: waiting does not make it ours.
       time.sleep(min(_POLL_SECONDS, max(0.0, deadline - time.monotonic())))
-  if has_answered:
-    _raise_unavailable(
-      address,
-      f'no worker registered with the dispatcher within {timeout:g} s. Fix: '
-      'start a tf.data.experimental.service.WorkerServer with the '
-      'dispatcher_address of this service',
-    )
-  _raise_nobody(address, timeout)
+  return problem
 
 
-def _check_connection(address, host_and_port, timeout):
+def _connect(host_and_port, timeout) -> tuple[str, str] | None:
   host, _, port = host_and_port.rpartition(':')
   try:
     socket.create_connection((host, int(port)), timeout).close()
   except OSError:
-    _raise_nobody(address, timeout)
-
-
-def _raise_nobody(address: str, timeout: float):
-  _raise_unavailable(
-    address,
-    f'no tf.data dispatcher answered within {timeout:g} s. Fix: start a '
-    'tf.data.experimental.service.DispatchServer there, or correct the address',
-  )
-
-
-def _raise_unavailable(address: str, what: str):
-  error = errors.WorkerUnavailableError(f'service={address!r}: {what}')
-  error.address = address.removeprefix('grpc://')
-  raise error
+    return _NOBODY
+  return None

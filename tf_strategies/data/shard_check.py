@@ -1,19 +1,4 @@
-"""Proves that input pipelines shard the data: each example is in exactly one.
-
-Example:
-
-  >>> import tensorflow as tf
-  >>> from tf_strategies.data import shard_check
-  >>> whole = tf.data.Dataset.range(10).batch(4)
-  >>> even = tf.data.Dataset.range(0, 10, 2).batch(4)
-  >>> odd = tf.data.Dataset.range(1, 10, 2).batch(4)
-  >>> shard_check.check_shards([even, odd], whole)
-  (5, 5)
-  >>> shard_check.check_shards([even, even], whole)
-  Traceback (most recent call last):
-    ...
-  tf_strategies.errors.DataError: Expected each example in exactly one of 2 input pipelines, got 5 examples too often (0 in pipelines [0, 1], 2 in pipelines [0, 1], 4 in pipelines [0, 1], ...), 5 in no pipeline (1, 3, 5, ...). Fix: use the same seed and files in all pipelines, and another input_pipeline_id in each
-"""
+"""Proves that input pipelines shard the data: each example is in exactly one."""
 
 from __future__ import annotations
 
@@ -41,6 +26,17 @@ def check_shards(
   before a long run. All pipelines must be made as their workers make them: with
   the options of the run, the same `seed`, no `repeat`, no `drop_remainder`, and
   an `input_context` each.
+
+  Example:
+
+    >>> whole = tf.data.Dataset.range(10).batch(4)
+    >>> even, odd = whole.unbatch().shard(2, 0), whole.unbatch().shard(2, 1)
+    >>> check_shards([even.batch(4), odd.batch(4)], whole)
+    (5, 5)
+    >>> check_shards([even.batch(4)] * 2, whole)
+    Traceback (most recent call last):
+      ...
+    tf_strategies.errors.DataError: Expected each example in exactly one of 2 input pipelines, got 5 examples too often (0 in pipelines [0, 1], 2 in pipelines [0, 1], 4 in pipelines [0, 1], ...), 5 in no pipeline (1, 3, 5, ...). Fix: use the same seed and files in all pipelines, and another input_pipeline_id in each
 
   Args:
     shards: the data set of each input pipeline, of batches.

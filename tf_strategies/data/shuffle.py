@@ -2,22 +2,9 @@
 
 `Dataset.shuffle(seed=...)` also looks at `tf.random.set_seed`: two workers that
 called it with different numbers would share examples out of different orders.
-
-Example:
-
-  >>> import tensorflow as tf
-  >>> from tf_strategies.data import shuffle
-  >>> numbers = tf.data.Dataset.range(5)
-  >>> one = [int(i) for i in shuffle.shuffle_pass(numbers, 5, seed=3, number=1)]
-  >>> tf.random.set_seed(7)
-  >>> one == [int(i) for i in shuffle.shuffle_pass(numbers, 5, seed=3, number=1)]
-  True
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
 
 import tensorflow as tf
 
@@ -29,102 +16,41 @@ _NO_SEED = (0, 0)
 
 
 def shuffle(
-  dataset: tf.data.Dataset, buffer_size: int, seed: int | None
-) -> tf.data.Dataset:
-  """Shuffles anew in each iteration.
-
-  Args:
-    dataset: what to shuffle.
-    buffer_size: elements that each next one is drawn from.
-    seed: decides the sequence of orders; None differs from run to run.
-  """
-  first, second = _NO_SEED if seed is None else (_GLOBAL_SEED, seed)
-  variant = tf.raw_ops.ShuffleDatasetV3(
-    input_dataset=tf.data.experimental.to_variant(dataset),
-    buffer_size=buffer_size,
-    seed=first,
-    seed2=second,
-    seed_generator=tf.raw_ops.DummySeedGenerator(),
-    reshuffle_each_iteration=True,
-    **_types(dataset),
-  )
-  return tf.data.experimental.from_variant(variant, dataset.element_spec)
-
-
-def shuffle_pass(
   dataset: tf.data.Dataset,
   buffer_size: int,
-  seed: int,
-  number: int | tf.Tensor,
+  seed: int | None,
+  number: int | tf.Tensor | None = None,
 ) -> tf.data.Dataset:
-  """Shuffles in the order of one pass, the same in each iteration.
+  """Shuffles in the order of pass `number`, or anew in each iteration.
 
-  Args:
-    dataset: what to shuffle.
-    buffer_size: elements that each next one is drawn from.
-    seed: decides the order, together with `number`.
-    number: of the pass; may be a tensor.
+  Without a seed the order differs from run to run, too.
   """
-  # Never _NO_SEED.
-  seeds = tf.random.stateless_uniform(
-    [2], pass_seed(seed, number), 1, 2**62, tf.int64
-  )
-  variant = tf.raw_ops.ShuffleDataset(
-    input_dataset=tf.data.experimental.to_variant(dataset),
-    buffer_size=tf.cast(buffer_size, tf.int64),
-    seed=seeds[0],
-    seed2=seeds[1],
-    reshuffle_each_iteration=False,
-    **_types(dataset),
-  )
-  return tf.data.experimental.from_variant(variant, dataset.element_spec)
-
-
-def permutations(
-  n: int, seed: int | None, places: slice, batch: Callable[[tf.Tensor], Any]
-) -> tf.data.Dataset:
-  """Batches of the numbers below n, shuffled anew in each iteration.
-
-  The whole order is drawn by one op and cut into batches: a shuffle takes a
-  step for each element, which costs more than to gather small images.
-
-  Args:
-    n: how many numbers.
-    seed: decides the sequence of orders; None differs from run to run.
-    places: which places of the common order are wanted.
-    batch: makes a data set of batches of a vector, int64.
-  """
-
-  def one_pass(number):
-    indices = tf.random.experimental.stateless_shuffle(
-      tf.range(n, dtype=tf.int64), seed=tf.stack([number, 0])
+  variant = tf.data.experimental.to_variant(dataset)
+  if number is None:
+    first, second = _NO_SEED if seed is None else (_GLOBAL_SEED, seed)
+    variant = tf.raw_ops.ShuffleDatasetV3(
+      input_dataset=variant,
+      buffer_size=buffer_size,
+      seed=first,
+      seed2=second,
+      seed_generator=tf.raw_ops.DummySeedGenerator(),
+      reshuffle_each_iteration=True,
+      **_types(dataset),
     )
-    return batch(indices[places])
-
-  return random_numbers(seed).take(1).flat_map(one_pass)
-
-
-def batches_of(
-  indices: tf.Tensor, size: int, drop_remainder: bool
-) -> tf.data.Dataset:
-  """Batches of a vector of static length, without a step for each element.
-
-  Example:
-
-    >>> batches = batches_of(tf.range(5), 2, drop_remainder=False)
-    >>> [batch.tolist() for batch in batches.as_numpy_iterator()]
-    [[0, 1], [2, 3], [4]]
-  """
-  num_full, rest = divmod(indices.shape[0], size)
-  end = num_full * size
-  full = tf.reshape(indices[:end], [num_full, size])
-  batches = tf.data.Dataset.from_tensor_slices(full)
-  if drop_remainder:
-    return batches
-  # Also where nothing remains: batches of a static shape would tell strategies
-  # that no replica ever gets fewer rows.
-  last = tf.data.Dataset.from_tensors(indices[end:])
-  return batches.concatenate(last.take(min(rest, 1)))
+  else:
+    # Never _NO_SEED.
+    seeds = tf.random.stateless_uniform(
+      [2], pass_seed(seed, number), 1, 2**62, tf.int64
+    )
+    variant = tf.raw_ops.ShuffleDataset(
+      input_dataset=variant,
+      buffer_size=tf.cast(buffer_size, tf.int64),
+      seed=seeds[0],
+      seed2=seeds[1],
+      reshuffle_each_iteration=False,
+      **_types(dataset),
+    )
+  return tf.data.experimental.from_variant(variant, dataset.element_spec)
 
 
 def random_numbers(seed: int | None) -> tf.data.Dataset:
@@ -142,18 +68,14 @@ def random_numbers(seed: int | None) -> tf.data.Dataset:
   return tf.data.experimental.from_variant(variant, spec)
 
 
-def pass_seed(seed: int, number: int | tf.Tensor) -> tf.Tensor:
+def pass_seed(seed: int | tf.Tensor, number: int | tf.Tensor) -> tf.Tensor:
   """The seed of a stateless random op for one pass, int64 [2]."""
-  return tf.stack([tf.constant(seed, tf.int64), tf.cast(number, tf.int64)])
+  seed = tf.convert_to_tensor(seed, tf.int64)
+  return tf.stack([seed, tf.cast(number, tf.int64)])
 
 
 def batch_seeds(seed: int | None, pipeline: int) -> tf.data.Dataset:
-  """A seed for each batch of an epoch, without an end; int64 [2].
-
-  Args:
-    seed: of the run; None differs from run to run.
-    pipeline: the number of the input pipeline, each of which has other seeds.
-  """
+  """Other seeds for each batch, epoch and pipeline, without an end; int64 [2]."""
   pairs = random_numbers(seed).batch(2, drop_remainder=True)
   return pairs.map(
     lambda pair: tf.random.stateless_uniform(
@@ -162,16 +84,16 @@ def batch_seeds(seed: int | None, pipeline: int) -> tf.data.Dataset:
   )
 
 
-def stream_seed(seed: int, number: tf.Tensor) -> tf.Tensor:
-  """The seed of a batch of a stream for stateless random ops, int64 [2].
+def stream_seeds(seed: int, first: int, count: int) -> tf.data.Dataset:
+  """Seeds of a stream's batches, counted from the run's beginning; int64 [2]."""
 
-  Args:
-    seed: of the whole run.
-    number: of the batch, counted from the run's beginning.
-  """
-  # Not the seed of pass `number`, which the examples are shuffled with.
-  seeds = pass_seed(seed, -1 - tf.cast(number, tf.int64))
-  return tf.random.stateless_uniform([2], seeds, 0, 2**62, tf.int64)
+  def seed_of(number):
+    # Not the seed of pass `number`, which the examples are shuffled with.
+    return tf.random.stateless_uniform(
+      [2], pass_seed(seed, -1 - number), 0, 2**62, tf.int64
+    )
+
+  return tf.data.Dataset.range(first, first + count).map(seed_of)
 
 
 def _types(dataset: tf.data.Dataset) -> dict[str, list]:

@@ -23,6 +23,7 @@ without a driver process.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -31,10 +32,10 @@ from absl import logging
 
 from tf_strategies import cluster as cluster_lib
 from tf_strategies import errors, process_group
-from tf_strategies.fault_tolerance import elastic_job, elastic_options
+from tf_strategies.fault_tolerance import elastic_job
 from tf_strategies.strategies import MultiWorkerRingStrategy, RingOptions
 
-ElasticOptions = elastic_options.ElasticOptions
+ElasticOptions = elastic_job.ElasticOptions
 Job = elastic_job.Job
 ElasticCallback = elastic_job.ElasticCallback
 
@@ -55,7 +56,7 @@ def run(
   ring: RingOptions | None = None,
   devices: Sequence[str] | None = None,
 ) -> _Result:
-  """Calls `train_fn(job)` until it returns without a change of the workers.
+  """Calls `train_fn(job)` until it returns, and returns its result.
 
   A worker that the launcher restarted and that finds no other does not restart
   from scratch: the others may have finished.
@@ -68,9 +69,6 @@ def run(
       this process is alone.
     ring: options of the communication; its `link` must be 'tcp'.
     devices: of this worker, as for `MultiWorkerRingStrategy`.
-
-  Returns:
-    The result of `train_fn`.
 
   Raises:
     RendezvousError: fewer than `min_workers` by the deadline; or this worker was
@@ -88,7 +86,18 @@ def run(
       "'tcp', which can form again",
       "write RingOptions(link='tcp'), or train without tfs.elastic",
     )
-  rendezvous, num_tasks = _open(cluster, ring, options)
+  if cluster is None:
+    cluster = cluster_lib.ClusterConfig.from_env()
+  rank, addresses = MultiWorkerRingStrategy.place_in(cluster)
+  group_options = dataclasses.replace(
+    ring.group or process_group.GroupOptions.from_env(),
+    min_workers=options.min_workers,
+    max_workers=options.max_workers,
+    window_seconds=options.window_seconds,
+  )
+  rendezvous = process_group.Rendezvous(
+    dict(enumerate(addresses)), rank, group_options
+  )
   job = elastic_job.Job(options)
   failures = 0
   try:
@@ -96,7 +105,7 @@ def run(
       before = job.state
       group = rendezvous.form(progress=job.progress)
       try:
-        _check_begin(group, job, num_tasks)
+        _check_begin(group, job, len(addresses))
         return _run_once(train_fn, job, group, ring, devices)
       except _RECOVERABLE as e:
         job.end(str(e))
@@ -105,10 +114,9 @@ def run(
         if failures > options.max_failures:
           raise
         logging.warning(
-          'Generation %d ended at epoch %d, step %d: %s Forming again.',
+          'Generation %d ended at %s: %s Forming again.',
           group.generation,
-          job.epoch,
-          job.step,
+          job.position,
           e,
         )
       finally:
@@ -117,28 +125,16 @@ def run(
     rendezvous.close()
 
 
-def _open(cluster, ring, options) -> tuple[process_group.Rendezvous, int]:
-  if cluster is None:
-    cluster = cluster_lib.ClusterConfig.from_env()
-  rank, addresses = MultiWorkerRingStrategy.place_in(cluster)
-  group_options = ring.group or process_group.GroupOptions.from_env()
-  rendezvous = process_group.Rendezvous(
-    dict(enumerate(addresses)), rank, options.apply_to(group_options)
-  )
-  return rendezvous, len(addresses)
-
-
 def _check_begin(group, job, num_tasks: int) -> None:
   """Raises rather than repeat a training that others may have finished."""
-  was_restarted = os.environ.get('TFS_RESTART_COUNT', '0') != '0'
+  restarts = os.environ.get('TFS_RESTART_COUNT', '0')
   is_alone = len(group.members) == 1 < num_tasks
-  if was_restarted and is_alone and not job.progress:
+  if restarts != '0' and is_alone and not job.progress:
     raise errors.RendezvousError(
-      f'This worker was started again (TFS_RESTART_COUNT='
-      f'{os.environ["TFS_RESTART_COUNT"]}) and none of the other '
-      f'{num_tasks - 1} is there: they may have finished, and it has no state '
-      'to go on from. Fix: start the whole job again, or this worker '
-      'without TFS_RESTART_COUNT to train from the beginning.'
+      f'This worker was started again (TFS_RESTART_COUNT={restarts}) and none '
+      f'of the other {num_tasks - 1} is there: they may have finished, and it '
+      'has no state to go on from. Fix: start the whole job again, or this '
+      'worker without TFS_RESTART_COUNT to train from the beginning.'
     )
 
 

@@ -7,7 +7,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -16,73 +16,96 @@ import tensorflow as tf
 from tf_strategies import errors
 from tf_strategies.checkpoint import model_state
 from tf_strategies.checkpoint.position import Position
-from tf_strategies.fault_tolerance import elastic_options
+from tf_strategies.fault_tolerance import resume_fit
 
 MakeBatches = Callable[[int, int], tf.data.Dataset]
+
+_CHOICES = {
+  'batch': ('global', 'per_replica'),
+  'learning_rate': ('keep', 'linear', 'sqrt'),
+  'join': ('epoch', 'step', 'never'),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class ElasticOptions:
+  """Number of workers of an elastic job, and what follows from it.
+
+  Attributes:
+    min_workers: with fewer, all wait until the rendezvous' deadline. More than
+      half of the cluster prevents that both halves of a split network continue.
+    max_workers: at most; None for all of the cluster.
+    window_seconds: how long to wait for more than `min_workers`.
+    batch: 'global' keeps the global batch, so that the result does not depend
+      on the number of workers; 'per_replica' keeps each replica's.
+    learning_rate: 'keep', or 'linear' or 'sqrt' in the global batch, for
+      batch='per_replica'.
+    join: when new workers join: at the end of an 'epoch', after a 'step' (costs
+      a small collective in each), or 'never' (only after a failure).
+    max_failures: how many consecutive failures without progress end the job.
+
+  Raises:
+    UnsupportedOptionError: a value that is not allowed.
+  """
+
+  min_workers: int = 1
+  max_workers: int | None = None
+  window_seconds: float = 5.0
+  batch: str = 'global'
+  learning_rate: str = 'keep'
+  join: str = 'epoch'
+  max_failures: int = 10
+
+  def __post_init__(self):
+    for field, allowed in _CHOICES.items():
+      if getattr(self, field) not in allowed:
+        raise errors.UnsupportedOptionError(
+          f'{field}={getattr(self, field)!r}', f'one of {allowed}', 'choose one'
+        )
+    if self.learning_rate != 'keep' and self.batch == 'global':
+      raise errors.UnsupportedOptionError(
+        f"learning_rate={self.learning_rate!r} with batch='global'",
+        "learning_rate='keep': the global batch stays what it was",
+        "write batch='per_replica' as well",
+      )
+    if not isinstance(self.max_failures, int) or self.max_failures < 0:
+      raise errors.UnsupportedOptionError(
+        f'max_failures={self.max_failures!r}',
+        'an integer of 0 or more',
+        'leave it out for 10',
+      )
 
 
 class MembershipChange(errors.Error):
   """Other workers wait to join: the group forms again."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Progress:
-  """How far a job has come, comparable across global batch sizes.
+class Progress(NamedTuple):
+  """How far a job has come, comparable across global batch sizes."""
 
-  Attributes:
-    position: completed epochs, and steps of the next one.
-    batch_size: rows of these steps; 1 if the job does not know it.
-    first_world: workers of the first generation.
-    world: workers of the generation that trained these steps.
-  """
-
-  position: Position = dataclasses.field(default_factory=Position)
-  batch_size: int = 1
-  first_world: int = 0
-  world: int = 0
+  epoch: int = 0
+  step: int = 0
+  batch_size: int = 1  # Of these steps; 1 if the job does not know it.
+  first_world: int = 0  # Workers of the first generation.
+  world: int = 0  # Workers of the generation that trained these steps.
 
   @property
   def rows(self) -> int:
     """Completed rows of the next epoch."""
-    return self.position.step * self.batch_size
-
-  @property
-  def order(self) -> int:
-    """One number that is larger for the more advanced worker."""
-    return (self.position.epoch << 40) + self.rows
-
-  def to_json(self) -> bytes:
-    """Returns what `from_json` reads."""
-    return json.dumps(dataclasses.asdict(self)).encode()
-
-  @classmethod
-  def from_json(cls, data: bytes) -> Progress:
-    """Returns the progress of another worker."""
-    fields = json.loads(data)
-    return cls(**{**fields, 'position': Position.from_json(fields['position'])})
+    return self.step * self.batch_size
 
 
 @dataclasses.dataclass
 class Generation:
-  """One group of workers, as seen by one of them; times are `time.time()`.
-
-  Attributes:
-    number: of the generation.
-    world_size: workers in it.
-    rank: this worker's.
-    began: when the group formed.
-    first_step: when its first step ended; None before that.
-    ended: when it ended; None while it runs.
-    reason: why it ended; empty at the end of training.
-  """
+  """One group of workers, as seen by one of them; times are `time.time()`."""
 
   number: int
   world_size: int
   rank: int
   began: float
-  first_step: float | None = None
+  first_step: float | None = None  # When its first step ended.
   ended: float | None = None
-  reason: str = ''
+  reason: str = ''  # Why it ended; empty at the end of training.
 
 
 class Job:
@@ -91,26 +114,22 @@ class Job:
   Attributes:
     strategy: of this generation; build the model in its scope.
     generations: in which this worker took part.
+    state: progress of this worker, whatever the batch of this generation.
   """
 
-  def __init__(self, options: elastic_options.ElasticOptions):
+  def __init__(self, options: ElasticOptions):
     self._options = options
     self.strategy: Any = None
     self.generations: list[Generation] = []
-    self._progress = Progress()
+    self.state = Progress()
     self._held: list[np.ndarray] | None = None
     self._variables: list[keras.Variable] | None = None
     self._optimizer = None
-    self._batch = 0
+    self._batch = 1
     self._epochs: int | None = None
     # Batches that a callback counted, and the optimizer's count before them.
     self._counted = 0
     self._iterations_at_start = 0
-
-  @property
-  def state(self) -> Progress:
-    """Progress of this worker, independent of the batch of this generation."""
-    return self._progress
 
   @property
   def position(self) -> Position:
@@ -120,17 +139,19 @@ class Job:
   @property
   def progress(self) -> int:
     """What workers compare: 0 for one that has no state."""
-    return 0 if self._held is None else 1 + self._progress.order
+    if self._held is None:
+      return 0
+    return 1 + (self.epoch << 40) + self.state.rows
 
   @property
   def epoch(self) -> int:
     """Completed epochs."""
-    return self._progress.position.epoch
+    return self.state.epoch
 
   @property
   def step(self) -> int:
     """Completed batches of the current epoch."""
-    return self._progress.rows // (self._batch or 1)
+    return self.state.rows // self._batch
 
   def begin(self, strategy) -> None:
     """Starts a generation."""
@@ -140,7 +161,7 @@ class Job:
       Generation(group.generation, group.world_size, group.rank, time.time())
     )
     self._variables = None
-    self._batch = 0
+    self._batch = 1
 
   def end(self, reason: str) -> None:
     """Ends a generation."""
@@ -152,16 +173,15 @@ class Job:
     """Copies this worker's state to memory, for the next generation."""
     if self._variables is None:
       return  # Not restored yet: the copy of before is still valid.
-    self._count_unreported()
+    # Steps may have been applied before a callback could record them.
+    applied = self._iterations() - self._iterations_at_start
+    if applied > self._counted:
+      self._set(self.epoch, self.step + applied - self._counted)
     self._held = [_read(v) for v in self._variables]
     self._variables = None
 
   def restore(self, model: keras.Model, optimizer=None) -> None:
-    """Assigns the model the state of the most advanced worker.
-
-    Args:
-      model: built; unchanged in the first generation.
-      optimizer: of the model, if it is not compiled.
+    """Assigns a built model the state of the most advanced worker, if any.
 
     Raises:
       CheckpointMismatchError: the model has other variables than before.
@@ -173,16 +193,16 @@ class Job:
     variables = _state_of(model, optimizer)
     group = self.strategy.process_group
     best = max(group.members, key=lambda m: (m.progress, -m.rank))
-    answers = group.exchange('elastic/position', self._progress.to_json())
-    progress = Progress.from_json(answers[best.rank])
+    answers = group.exchange(
+      'elastic/position', json.dumps(self.state).encode()
+    )
+    state = Progress(*json.loads(answers[best.rank]))
     if best.progress:
       self._receive(group, best.rank, variables)
-      self._scale_learning_rate(optimizer, progress.world, group.world_size)
+      self._scale_learning_rate(optimizer, state.world, group.world_size)
       self._held = [_read(v) for v in variables]
-    self._progress = dataclasses.replace(
-      progress,
-      first_world=progress.first_world or group.world_size,
-      world=group.world_size,
+    self.state = state._replace(
+      first_world=state.first_world or group.world_size, world=group.world_size
     )
     self._optimizer = optimizer
     self._start_counting()
@@ -191,43 +211,31 @@ class Job:
   def global_batch_size(self, size: int) -> int:
     """Returns the global batch of this generation; call it after `restore`.
 
-    Args:
-      size: the global batch of the first generation.
-
-    Returns:
-      `size`; with batch='per_replica', in proportion to the number of workers.
+    That is `size`, the one of the first generation; with batch='per_replica', in
+    proportion to the number of workers.
     """
-    if not self._progress.first_world:
+    if not self.state.first_world:
       raise errors.UnsupportedOptionError(
         'job.global_batch_size before job.restore',
         'a job that knows how many workers it started with',
         'call job.restore(model) first',
       )
     if self._options.batch == 'per_replica':
-      size = size * self._progress.world // self._progress.first_world
+      size = size * self.state.world // self.state.first_world
     self._batch = size
     return size
 
   def update(self, epoch: int, step: int) -> None:
-    """Records the progress of a custom loop; call it after each step.
-
-    Args:
-      epoch: completed epochs.
-      step: completed batches of the next one.
+    """Records the position of a custom loop; call it after each step.
 
     Raises:
       MembershipChange: other workers wait to join; `run` handles it.
     """
-    is_new_epoch = epoch != self.epoch
-    self._set(epoch, step)
     self._start_counting()
-    if self._options.join == 'step' or (
-      is_new_epoch and self._options.join == 'epoch'
-    ):
-      self._let_in()
+    self._record(epoch, step)
 
   def callback(self) -> ElasticCallback:
-    """Returns a callback for `fit` that records the job's position."""
+    """Returns a callback for a `fit` that counts from this position on."""
     return ElasticCallback(self, self.step)
 
   def fit(
@@ -239,7 +247,10 @@ class Job:
     callbacks: Sequence[keras.callbacks.Callback] = (),
     **options,
   ) -> keras.callbacks.History | None:
-    """Calls `model.fit` for the rest of the job.
+    """Calls `model.fit` for the rest of the job; returns its history, if any.
+
+    Callbacks see the completed steps of an interrupted epoch, which are skipped;
+    its metrics cover the other ones.
 
     Args:
       model: restored.
@@ -247,59 +258,53 @@ class Job:
         there to the end of the job.
       epochs: of the whole job.
       steps_per_epoch: of a whole epoch.
-      callbacks: see a single `fit`. Metrics of an interrupted epoch cover its
-        last part.
+      callbacks: as of `fit`.
       **options: of `fit`, such as `validation_data`.
-
-    Returns:
-      The last history; None if nothing was left to do.
     """
-    epoch, step = self.epoch, self.step
+    epoch, step = self.position
     if step >= steps_per_epoch:
       epoch, step = epoch + 1, 0
-      self._set(epoch, 0)
+    step -= step % model.steps_per_execution
+    if Position(epoch, step) != self.position:
+      self._set(epoch, step)
+    if epoch >= epochs:
+      return None
     self._epochs = epochs
-    parts = _Parts([*callbacks, self.callback()])
-    history = None
-    while epoch < epochs:
-      # The rest of an interrupted epoch, then all the others at once.
-      last = epoch + 1 if step else epochs
-      history = model.fit(
-        make_batches(epoch, step),
-        initial_epoch=epoch,
-        epochs=last,
-        steps_per_epoch=steps_per_epoch - step,
-        callbacks=[parts],
-        **options,
-      )
-      if model.stop_training:
-        break
-      epoch, step = last, 0
-    parts.finish()
-    return history
-
-  def finish_epoch(self, epoch: int) -> None:
-    """Records a completed epoch, and lets waiting workers join."""
-    self._set(epoch + 1, 0)
-    self._start_counting()
-    is_last = self._epochs is not None and epoch + 1 >= self._epochs
-    if self._options.join != 'never' and not is_last:
-      self._let_in()
+    batches = make_batches(epoch, step)
+    reads = not isinstance(batches, tf.data.Dataset)
+    # Keras counts skipped batches, and begins again after as many as it knows of:
+    # so the data have them too, or an unknown length.
+    if step and reads:
+      batches = make_batches(epoch, 0)
+    elif step:
+      batches = batches.filter(lambda *_: True)
+    return model.fit(
+      batches,
+      initial_epoch=epoch,
+      epochs=epochs,
+      steps_per_epoch=steps_per_epoch,
+      callbacks=[*callbacks, ElasticCallback(self, 0, step, reads)],
+      **options,
+    )
 
   def finish_batch(self, step: int) -> None:
-    """Records the completed batches of an epoch."""
+    """Records the completed batches of an epoch of `fit`."""
     self._counted += step - self.step
-    self._set(self.epoch, step)
-    if self._options.join == 'step':
+    self._record(self.epoch, step)
+
+  def _record(self, epoch, step):
+    is_new_epoch = epoch != self.epoch
+    self._set(epoch, step)
+    join = self._options.join
+    is_last = self._epochs is not None and epoch >= self._epochs
+    if not is_last and (join == 'step' or (is_new_epoch and join == 'epoch')):
       self._let_in()
 
   def _set(self, epoch, step):
     if self.generations and self.generations[-1].first_step is None:
       self.generations[-1].first_step = time.time()
-    self._progress = dataclasses.replace(
-      self._progress,
-      position=Position(epoch, step),
-      batch_size=self._batch or 1,
+    self.state = self.state._replace(
+      epoch=epoch, step=step, batch_size=self._batch
     )
 
   def _let_in(self):
@@ -316,12 +321,6 @@ class Job:
   def _start_counting(self):
     self._counted = 0
     self._iterations_at_start = self._iterations()
-
-  def _count_unreported(self):
-    """Counts steps that were applied before a callback could record them."""
-    applied = self._iterations() - self._iterations_at_start
-    if applied > self._counted:
-      self._set(self.epoch, self.step + applied - self._counted)
 
   def _iterations(self) -> int:
     if self._optimizer is None:  # Before `restore`.
@@ -368,44 +367,34 @@ class Job:
 class ElasticCallback(keras.callbacks.Callback):
   """Records the progress of `fit` in a job.
 
-  Args:
-    job: of this process.
-    first_step: completed batches of the first epoch.
+  Of the first epoch `first_step` batches are done, which this `fit` does not
+  count, or `skipped`, which it counts and skips.
   """
 
-  def __init__(self, job: Job, first_step: int = 0):
+  def __init__(
+    self, job: Job, first_step: int = 0, skipped: int = 0, reads: bool = True
+  ):
     super().__init__()
     self._job = job
     self._first_step = first_step
+    self._skipped = skipped
+    self._reads = reads
+
+  def on_epoch_begin(self, epoch, logs=None):
+    """Skips what was done."""
+    if self._skipped:
+      resume_fit.skip_steps(self.model, self._skipped, self._reads)
+      self._skipped = 0
 
   def on_train_batch_end(self, batch, logs=None):
     """Counts a batch."""
-    self._job.finish_batch(self._first_step + batch + 1)
+    if not resume_fit.is_skipped(self.model, batch):
+      self._job.finish_batch(self._first_step + batch + 1)
 
   def on_epoch_end(self, epoch, logs=None):
     """Counts an epoch."""
     self._first_step = 0
-    self._job.finish_epoch(epoch)
-
-
-class _Parts(keras.callbacks.CallbackList):
-  """Callbacks that see several calls of `fit` as one."""
-
-  _has_begun = False
-  _last_logs = None
-
-  def on_train_begin(self, logs=None):
-    if not self._has_begun:
-      self._has_begun = True
-      super().on_train_begin(logs)
-
-  def on_train_end(self, logs=None):
-    self._last_logs = logs
-
-  def finish(self) -> None:
-    """Ends the training, if it began."""
-    if self._has_begun:
-      super().on_train_end(self._last_logs)
+    self._job.update(epoch + 1, 0)
 
 
 def _state_of(model, optimizer) -> list[keras.Variable]:

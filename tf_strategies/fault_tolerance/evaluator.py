@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import itertools
@@ -27,13 +28,7 @@ _MISSING = (tf.errors.NotFoundError, FileNotFoundError)
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-  """What the evaluation of one checkpoint came to.
-
-  Attributes:
-    path: of the checkpoint.
-    iterations: of the optimizer, when it was written.
-    results: loss and metrics by name.
-  """
+  """Loss and metrics by name, for a checkpoint at so many `iterations`."""
 
   path: str
   iterations: int
@@ -43,11 +38,11 @@ class Evaluation:
 class SidecarEvaluator:
   """Evaluates every new checkpoint of a directory, in the order of writing.
 
-  For the evaluator of a job: training does not wait for evaluation. Reads the
-  checkpoints of `RunCheckpoint` and of `ParameterServerStrategy`, and those of
-  `tf.train.Checkpoint(model=model, optimizer=optimizer)`, as a
-  `tf.train.CheckpointManager` keeps them. One that is deleted or damaged before
-  its turn is skipped with a warning.
+  For the evaluator of a job: training does not wait for it. Reads checkpoints of
+  `RunCheckpoint` and `ParameterServerStrategy`, and those that a
+  `tf.train.CheckpointManager` keeps of `tf.train.Checkpoint(model=model,
+  optimizer=optimizer)`. One that is deleted or damaged before its turn is skipped
+  with a warning.
 
   Args:
     model: built and compiled as the model that is trained, with an optimizer of
@@ -55,12 +50,12 @@ class SidecarEvaluator:
     data: as for `model.evaluate`; read again for each checkpoint.
     checkpoint_dir: of the checkpoints; may not exist yet.
     log_dir: where to write `evaluation_<metric>` for TensorBoard, at the step
-      of the optimizer; None writes nothing.
+      of the optimizer.
     steps: batches of an evaluation; None for all.
     poll_seconds: how often to look for a checkpoint.
     max_evaluations: how many to evaluate; None for all.
-    idle_timeout_seconds: how long to wait for another checkpoint. None waits
-      until training is over, or until a signal ends the process.
+    idle_timeout_seconds: how long to wait for another checkpoint; None until
+      training is over.
 
   Raises:
     UnsupportedOptionError: the model is not built or not compiled, the data is
@@ -74,12 +69,11 @@ class SidecarEvaluator:
     >>> model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
     >>> model.compile('sgd', 'mse')
     >>> data = tf.data.Dataset.from_tensors((tf.ones([4, 3]), tf.zeros([4, 1])))
-    >>> with tempfile.TemporaryDirectory() as directory:
-    ...   checkpoint = run_checkpoint.RunCheckpoint(directory, model)
-    ...   _ = checkpoint.save(epoch=1)
-    ...   checkpoint.mark_finished()
-    ...   evaluations = SidecarEvaluator(model, data, directory).run()
-    >>> [evaluation.iterations for evaluation in evaluations]
+    >>> checkpoint = run_checkpoint.RunCheckpoint(tempfile.mkdtemp(), model)
+    >>> path = checkpoint.save(epoch=1)
+    >>> evaluator = SidecarEvaluator(
+    ...   model, data, os.path.dirname(path), max_evaluations=1)
+    >>> [evaluation.iterations for evaluation in evaluator.run()]
     [0]
   """
 
@@ -95,34 +89,40 @@ class SidecarEvaluator:
     idle_timeout_seconds: float | None = None,
   ):
     _check_model(model)
-    _check_count('steps', steps)
-    _check_count('max_evaluations', max_evaluations)
-    _check_seconds('poll_seconds', poll_seconds)
-    if idle_timeout_seconds is not None:
-      _check_seconds('idle_timeout_seconds', idle_timeout_seconds)
+    _check_counts(steps=steps, max_evaluations=max_evaluations)
+    _check_seconds(
+      poll_seconds=poll_seconds, idle_timeout_seconds=idle_timeout_seconds
+    )
     _check_data(data, steps)
-    _check_log_dir(log_dir)
+    # tf.summary writes with TensorBoard, which TensorFlow 2.21 does not bring.
+    if log_dir is not None and importlib.util.find_spec('tensorboard') is None:
+      raise errors.UnsupportedOptionError(
+        f'log_dir={os.fspath(log_dir)!r} without TensorBoard',
+        'log_dir=None, or an environment that has TensorBoard',
+        'run `pip install tensorboard`',
+      )
     self._model = model
     self._data = data
     self._directory = os.fspath(checkpoint_dir)
-    self._log_dir = None if log_dir is None else os.fspath(log_dir)
     self._steps = steps
     self._poll_seconds = poll_seconds
     self._max_evaluations = max_evaluations
-    self._idle_timeout_seconds = idle_timeout_seconds
+    self._idle_timeout_seconds = (
+      math.inf if idle_timeout_seconds is None else idle_timeout_seconds
+    )
     self._readers = [_TensorFlowReader(model, self._directory)]
     if '://' not in self._directory:
       self._readers.insert(0, _CheckpointerReader(model, self._directory))
     self._seen: set[tuple[str, float | None]] = set()
     self._writer = None
+    if log_dir is not None:
+      self._writer = tf.summary.create_file_writer(os.fspath(log_dir))
 
   def run(self) -> list[Evaluation]:
     """Evaluates checkpoints until there is nothing more to wait for.
 
-    Returns after `max_evaluations`, after `idle_timeout_seconds` without a new
-    checkpoint, or when the directory has a file `FINISHED_FILE` and no
-    checkpoint is left. Whoever continues training in the same directory removes
-    that file first.
+    Ends after `max_evaluations`, after `idle_timeout_seconds` without a new
+    checkpoint, or when training is over and no checkpoint is left.
 
     Returns:
       The evaluations of this call, in order. A second call continues with
@@ -133,7 +133,7 @@ class SidecarEvaluator:
         written without the optimizer.
     """
     done: list[Evaluation] = []
-    waits_since = time.monotonic()
+    ends_at = time.monotonic() + self._idle_timeout_seconds
     while True:
       # Read before the list, which then has all that was written before.
       is_finished = tf.io.gfile.exists(
@@ -141,22 +141,16 @@ class SidecarEvaluator:
       )
       reader, path = self._next()
       if path is not None:
-        evaluation = self._evaluate(reader, path)
-        if evaluation is not None:
-          done.append(evaluation)
+        done += self._evaluate(reader, path)
         if len(done) == self._max_evaluations:
           return done
-        waits_since = time.monotonic()
+        ends_at = time.monotonic() + self._idle_timeout_seconds
         continue
-      left = math.inf
-      if self._idle_timeout_seconds is not None:
-        left = waits_since + self._idle_timeout_seconds - time.monotonic()
+      left = ends_at - time.monotonic()
       if is_finished or left <= 0:
+        why = 'training is over' if is_finished else 'there is no new one'
         logging.info(
-          'Evaluated %d checkpoints of %s: %s.',
-          len(done),
-          self._directory,
-          'training is over' if is_finished else 'there is no new one',
+          'Evaluated %d checkpoints of %s: %s.', len(done), self._directory, why
         )
         return done
       time.sleep(min(self._poll_seconds, left))
@@ -170,15 +164,14 @@ class SidecarEvaluator:
           return reader, found[0]
     return None, None
 
-  def _evaluate(self, reader, path: str) -> Evaluation | None:
+  def _evaluate(self, reader, path: str) -> list[Evaluation]:
+    """Evaluates a checkpoint; returns none if it cannot be read."""
     try:
       reader.restore(path)
     except _UNREADABLE as e:
-      if isinstance(e, _MISSING):
-        logging.warning('Skipped %s, which was deleted: %s', path, e)
-      else:
-        logging.warning('Skipped %s, which cannot be read: %s', path, e)
-      return None
+      why = 'was deleted' if isinstance(e, _MISSING) else 'cannot be read'
+      logging.warning('Skipped %s, which %s: %s', path, why, e)
+      return []
     except ValueError as e:
       raise errors.CheckpointMismatchError(
         f'{path} is not a checkpoint of this model: {e}. Fix: build the model '
@@ -188,70 +181,48 @@ class SidecarEvaluator:
     results = self._model.evaluate(
       self._data, steps=self._steps, return_dict=True, verbose=0
     )
-    evaluation = Evaluation(
-      path,
-      int(self._model.optimizer.iterations.numpy()),
-      {name: float(value) for name, value in results.items()},
-    )
-    logging.info(
-      'Evaluated %s, step %d: %s',
-      path,
-      evaluation.iterations,
-      ', '.join(f'{k} {v:.6g}' for k, v in evaluation.results.items()),
-    )
-    self._write(evaluation)
-    return evaluation
-
-  def _write(self, evaluation: Evaluation) -> None:
-    if self._log_dir is None:
-      return
-    if self._writer is None:
-      self._writer = tf.summary.create_file_writer(self._log_dir)
-    with self._writer.as_default(evaluation.iterations):
-      for name, value in evaluation.results.items():
-        tf.summary.scalar(f'evaluation_{name}', value)
-    self._writer.flush()
+    results = {name: float(value) for name, value in results.items()}
+    step = int(self._model.optimizer.iterations.numpy())
+    shown = ', '.join(f'{k} {v:.6g}' for k, v in results.items())
+    logging.info('Evaluated %s, step %d: %s', path, step, shown)
+    if self._writer is not None:
+      with self._writer.as_default(step):
+        for name, value in results.items():
+          tf.summary.scalar(f'evaluation_{name}', value)
+      self._writer.flush()
+    return [Evaluation(path, step, results)]
 
 
 class _CheckpointerReader:
-  """Reads the checkpoints of a `Checkpointer`."""
+  """Reads the checkpoints of a `Checkpointer`: weights, and the step."""
 
   def __init__(self, model: keras.Model, directory: str):
     self._model = model
     self._checkpointer = checkpointer.Checkpointer(directory)
 
   def list(self) -> Iterator[tuple[str, float | None]]:
-    """Yields paths and times of writing, oldest first.
-
-    The time tells a checkpoint from an older one of the same name, if training
-    restarted and wrote it again.
-    """
+    # The time tells it from an older one of the same name, if training restarted
+    # and wrote it again.
     for path in self._checkpointer.paths():
-      try:
+      with contextlib.suppress(FileNotFoundError):
         yield path, os.stat(path).st_mtime
-      except FileNotFoundError:
-        continue
 
   def restore(self, path: str) -> None:
-    """Assigns the weights and the optimizer's step."""
     found = self._checkpointer.open(path)
-    variables = model_state.name_objects({'model': self._model})
-    variables = {k: v for k, v in variables.items() if not _is_random(k)}
-    names = [
-      k for k in found.arrays if k.startswith('model/') and not _is_random(k)
-    ]
-    arrays = {k: found.arrays[k] for k in names}
+    named = model_state.name_objects({'model': self._model})
+    variables = {k: v for k, v in named.items() if _is_weight(k)}
+    saved = {k: found.arrays[k] for k in found.arrays if _is_weight(k)}
     for name, reduction in found.metadata.get('parts', {}).items():
-      if name in arrays:
-        arrays[name] = model_state.reduce_parts(arrays[name], reduction)
-    renamed = model_state.match_names(list(variables), names)
-    arrays = {renamed.get(k, k): v for k, v in arrays.items()}
+      if name in saved:
+        saved[name] = model_state.reduce_parts(saved[name], reduction)
+    renamed = model_state.match_names(list(variables), list(saved))
+    arrays = {renamed.get(k, k): v for k, v in saved.items()}
     steps = [
       k
       for k in found.arrays
       if k.startswith('optimizer/') and k.endswith('/iteration')
     ]
-    different = model_state.differences(variables, model_state.specs(arrays))
+    different = model_state.differences(variables, arrays)
     if not steps:
       different.append("it lacks the optimizer's variable iteration")
     if different:
@@ -261,12 +232,12 @@ class _CheckpointerReader:
     self._model.optimizer.iterations.assign(found.arrays[steps[0]])
 
 
-def _is_random(name: str) -> bool:
-  return name.startswith('model/random/')
+def _is_weight(name: str) -> bool:
+  return name.startswith('model/') and not name.startswith('model/random/')
 
 
 class _TensorFlowReader:
-  """Reads the checkpoints of a `tf.train.CheckpointManager`."""
+  """Reads the same of those of a `tf.train.CheckpointManager`."""
 
   def __init__(self, model: keras.Model, directory: str):
     self._model = model
@@ -277,16 +248,15 @@ class _TensorFlowReader:
     self._is_compatible = False
 
   def list(self) -> Iterator[tuple[str, float | None]]:
-    """Yields paths and times of writing; a single `Checkpoint.save` has none."""
     state = tf.train.get_checkpoint_state(self._directory)
     if state is None:
       return iter(())
     paths = state.all_model_checkpoint_paths
+    # A single `Checkpoint.save` has none.
     times = state.all_model_checkpoint_timestamps[: len(paths)]
     return itertools.zip_longest(paths, times)
 
   def restore(self, path: str) -> None:
-    """Assigns the weights and the optimizer's step."""
     self._checkpoint.restore(path).expect_partial()
     if not self._is_compatible:
       self._check_restores_everything(path)
@@ -299,12 +269,10 @@ class _TensorFlowReader:
     optimizer, such as slots, which are not needed here.
     """
     variables = [*self._model.weights, self._model.optimizer.iterations]
-    fills = []
-    for variable in variables:
-      value = np.asarray(variable)
-      fill = np.zeros_like if np.any(value) else np.ones_like
-      fills.append(fill(value))
-      variable.assign(fills[-1])
+    values = [np.asarray(variable) for variable in variables]
+    fills = [(np.zeros_like if v.any() else np.ones_like)(v) for v in values]
+    for variable, fill in zip(variables, fills, strict=True):
+      variable.assign(fill)
     self._checkpoint.restore(path).expect_partial()
     missing = [
       variable.path
@@ -341,29 +309,20 @@ def _check_data(data: Any, steps: int | None) -> None:
     )
 
 
-def _check_log_dir(log_dir: str | os.PathLike[str] | None) -> None:
-  # tf.summary writes with TensorBoard, which TensorFlow 2.21 does not bring.
-  if log_dir is None or importlib.util.find_spec('tensorboard') is not None:
-    return
-  raise errors.UnsupportedOptionError(
-    f'log_dir={os.fspath(log_dir)!r} without TensorBoard',
-    'log_dir=None, or an environment that has TensorBoard',
-    'run `pip install tensorboard`',
-  )
+def _check_counts(**counts: int | None) -> None:
+  for name, value in counts.items():
+    is_count = isinstance(value, int) and not isinstance(value, bool)
+    if value is not None and not (is_count and value > 0):
+      raise errors.UnsupportedOptionError(
+        f'{name}={value!r}', 'an integer of at least 1, or None', 'leave it out'
+      )
 
 
-def _check_count(name: str, value: int | None) -> None:
-  is_count = isinstance(value, int) and not isinstance(value, bool)
-  if value is not None and not (is_count and value > 0):
-    raise errors.UnsupportedOptionError(
-      f'{name}={value!r}', 'an integer of at least 1, or None', 'leave it out'
-    )
-
-
-def _check_seconds(name: str, value: float) -> None:
-  if not 0 < value < math.inf:
-    raise errors.UnsupportedOptionError(
-      f'{name}={value!r}',
-      'a finite number of seconds, more than 0',
-      f'write {name}=1.0, or leave it out',
-    )
+def _check_seconds(**seconds: float | None) -> None:
+  for name, value in seconds.items():
+    if value is not None and not 0 < value < math.inf:
+      raise errors.UnsupportedOptionError(
+        f'{name}={value!r}',
+        'a finite number of seconds, more than 0',
+        f'write {name}=1.0, or leave it out',
+      )

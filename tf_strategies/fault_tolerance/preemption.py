@@ -1,12 +1,9 @@
 """Preemption: on SIGTERM all workers save after the same step, and exit.
 
-A scheduler that preempts a process sends SIGTERM and, half a minute later,
-SIGKILL. The signal sets a flag here. After a step the workers exchange their
-flags, the chief saves, and all exit with `RESTARTABLE_EXIT_CODE`, on which
-`python -m tf_strategies.launch --max_restarts=3`, Kubernetes and others restart
-them.
-
-SIGINT is not handled: Ctrl-C should end the run.
+A scheduler sends SIGTERM and, half a minute later, SIGKILL. The signal sets a
+flag. After a step the workers exchange their flags, the chief saves, and all exit
+with `RESTARTABLE_EXIT_CODE`, on which launchers restart them. SIGINT is not
+handled: Ctrl-C should end the run.
 """
 
 from __future__ import annotations
@@ -38,24 +35,20 @@ class Preemption:
 
   Example:
 
-    >>> import signal, tempfile
-    >>> import keras
+    >>> import keras, tempfile
     >>> model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
     >>> model.compile('adam', 'mse')
-    >>> with tempfile.TemporaryDirectory() as directory:
-    ...   checkpoint = run_checkpoint.RunCheckpoint(directory, model)
-    ...   epoch, step = checkpoint.restore()
-    ...   try:
-    ...     with Preemption(checkpoint) as preemption:
-    ...       while True:
-    ...         step += 1    # Train here.
-    ...         if step == 3:
-    ...           signal.raise_signal(signal.SIGTERM)
-    ...         if preemption.requested:
-    ...           preemption.save_and_exit(epoch, step)
-    ...   except SystemExit as e:
-    ...     print(e.code, *checkpoint.restore())
-    143 0 3
+    >>> checkpoint = run_checkpoint.RunCheckpoint(tempfile.mkdtemp(), model)
+    >>> epoch, first = checkpoint.restore()
+    >>> with Preemption(checkpoint) as preemption:
+    ...   for step in range(first, 9):  # Train here; a signal comes.
+    ...     signal.raise_signal(signal.SIGTERM)
+    ...     if preemption.requested:
+    ...       preemption.save_and_exit(epoch, step + 1)
+    Traceback (most recent call last):
+    SystemExit: 143
+    >>> tuple(checkpoint.restore())
+    (0, 1)
 
   Args:
     checkpoint: a `RunCheckpoint`; or a `ParameterServerStrategy` with a
@@ -64,8 +57,7 @@ class Preemption:
     check_seconds: approximate time between two exchanges; 0 for each step.
 
   Raises:
-    UnsupportedOptionError: a strategy that saves nothing, or not the main
-      thread, the only one that receives signals in Python.
+    UnsupportedOptionError: a strategy that saves nothing, or not the main thread.
   """
 
   # Of a `fit` that has not ended: Keras does not report one that raised.
@@ -83,9 +75,8 @@ class Preemption:
         'a number of seconds, 0 or more',
         'leave it out for 0.2',
       )
-    self._server_checkpoint = None
     if isinstance(checkpoint, tf.distribute.Strategy):
-      self._server_checkpoint = checkpoint = _ServerCheckpoint(checkpoint)
+      checkpoint = _ServerCheckpoint(checkpoint)
     self._checkpoint = checkpoint
     self._signals = tuple(signals)
     self._handlers: dict[int, Any] = {}
@@ -93,11 +84,12 @@ class Preemption:
     self._signalled_at = 0.0
     self._was_seen = False
     extended = checkpoint.strategy.extended
-    workers = getattr(extended, 'communicator', None)
-    several = workers is not None and workers.world_size > 1
-    self._question = _Question(workers, check_seconds) if several else None
-    # Its batches take a different time than training steps.
-    self._evaluation = _Question(workers, check_seconds) if several else None
+    self._workers = getattr(extended, 'communicator', None)
+    self._question = self._evaluation = None
+    if self._workers is not None and self._workers.world_size > 1:
+      self._question = _Question(self._workers, check_seconds)
+      # Its batches take a different time than training steps.
+      self._evaluation = _Question(self._workers, check_seconds)
 
   def __enter__(self) -> Preemption:
     if threading.current_thread() is not threading.main_thread():
@@ -108,7 +100,7 @@ class Preemption:
       )
     # Otherwise its handlers would be restored later.
     abandoned, Preemption._in_fit = Preemption._in_fit, None
-    unseen = None if abandoned is None else abandoned._put_back()
+    unseen = abandoned._put_back() if abandoned else None
     self._signal, self._was_seen = None, False
     for number in self._signals:
       self._handlers[number] = signal.signal(number, self._on_signal)
@@ -148,27 +140,21 @@ class Preemption:
     All workers get the same answer after the same step.
 
     Raises:
-      UnsupportedOptionError: a strategy with parameter servers that does not
-        know what to save.
+      UnsupportedOptionError: parameter servers that do not know what to save.
     """
     return self.is_requested()
 
-  def is_requested(self, at_once: bool = False) -> bool:
-    """As `requested`.
+  def is_requested(
+    self, at_once: bool = False, in_evaluation: bool = False
+  ) -> bool:
+    """As `requested`, after a step, or after a batch `in_evaluation`.
 
-    Args:
-      at_once: whether to exchange flags regardless of the time, as at the end
-        of training; the same on all workers.
+    With `at_once`, the same on all workers, they exchange flags regardless of the
+    time, as at the end of training.
     """
-    return self._ask(self._question, at_once)
-
-  def is_requested_in_evaluation(self) -> bool:
-    """As `requested`, after each batch of an evaluation."""
-    return self._ask(self._evaluation, False)
-
-  def _ask(self, question: _Question | None, at_once: bool) -> bool:
-    if self._server_checkpoint is not None:
-      self._server_checkpoint.check_open()
+    question = self._evaluation if in_evaluation else self._question
+    if isinstance(self._checkpoint, _ServerCheckpoint):
+      self._checkpoint.check_open()
     is_signalled = self._signal is not None
     if question is not None:
       is_signalled = question.ask(is_signalled, at_once)
@@ -176,11 +162,7 @@ class Preemption:
     return is_signalled
 
   def save_and_exit(self, epoch: int, step: int) -> NoReturn:
-    """Saves on the chief, closes the strategy and exits, on all workers.
-
-    Args:
-      epoch: completed epochs.
-      step: completed steps of the next one.
+    """Saves, closes the strategy and exits, at that position on all workers.
 
     Raises:
       SystemExit: with RESTARTABLE_EXIT_CODE, so that `with` and `finally` run.
@@ -194,37 +176,29 @@ class Preemption:
       logging.exception('The checkpoint could not be saved.')
       is_saved = False
     if self._question is not None:
-      is_saved = self._question.is_saved_everywhere(is_saved)
+      flag = tf.constant(int(is_saved), tf.int64)
+      is_saved = self._workers.combine(flag, 'min', 'preemption/saved').numpy()
       # Without it, the others would take the exit for a failure.
       self._checkpoint.strategy.close()
     now = time.monotonic()
+    after = ''
+    if self._signal is not None:
+      after = f', {now - self._signalled_at:.2f} s after the signal'
     logging.warning(
       'Preempted at epoch %d, step %d: %s in %.2f s%s. Exiting with status %d.',
-      epoch,
-      step,
-      'saved' if is_saved else 'NOT saved',
-      now - began,
-      ''
-      if self._signal is None
-      else f', {now - self._signalled_at:.2f} s after the signal',
+      *(epoch, step, 'saved' if is_saved else 'NOT saved', now - began, after),
       exit_codes.RESTARTABLE_EXIT_CODE,
     )
     raise SystemExit(exit_codes.RESTARTABLE_EXIT_CODE)
 
 
 class _Question:
-  """Exchanges between workers whether one of them was signalled.
-
-  Args:
-    workers: their communicator.
-    check_seconds: time between two exchanges.
-  """
+  """Exchanges between workers whether one of them was signalled."""
 
   def __init__(self, workers, check_seconds: float):
     self._workers = workers
     self._check_seconds = check_seconds
-    # From one exchange to the next, and those completed since.
-    self._steps = 1
+    self._steps = 1  # From one exchange to the next.
     self._steps_done = 0
     self._seconds_a_step = check_seconds
     self._asked_at = time.monotonic()
@@ -252,18 +226,12 @@ class _Question:
     steps = self._check_seconds / max(self._seconds_a_step, 1e-6)
     return int(min(max(steps, 1), _MOST_STEPS))
 
-  def is_saved_everywhere(self, is_saved: bool) -> bool:
-    """Waits for all workers; returns whether all could save."""
-    flag = tf.constant(int(is_saved), tf.int64)
-    return bool(self._workers.combine(flag, 'min', 'preemption/saved').numpy())
-
 
 class _ServerCheckpoint:
-  """The checkpoints of a `ParameterServerStrategy`."""
+  """A `ParameterServerStrategy`, as Preemption sees a `RunCheckpoint`."""
 
   def __init__(self, strategy: tf.distribute.Strategy):
-    recovery = getattr(strategy, 'recovery', None)
-    if recovery is None or not recovery.is_enabled:
+    if not (hasattr(strategy, 'recovery') and strategy.recovery.is_enabled):
       raise errors.UnsupportedOptionError(
         f'{type(strategy).__name__} as checkpoint',
         'a RunCheckpoint, or a ParameterServerStrategy that has a '
@@ -299,17 +267,15 @@ class PreemptionCheckpoint(resume_fit.ResumeFit):
 
   Make it the last callback: after a signal, callbacks behind it do not see the
   last step. It also resumes as `ResumeFit(checkpoint)`, which says what data
-  `fit` needs. If the signal arrives in or after the last step of an epoch, that
-  epoch is not evaluated.
+  `fit` needs. An epoch in whose last step the signal arrives, or after it, is not
+  evaluated. After a `fit` that raised, a SIGTERM is kept for the next `fit` or
+  `Preemption`.
 
   With parameter servers the strategy saves and restores by itself: pass the
   strategy, next to `tfs.ResumeFit(strategy)`.
 
-  After a `fit` that raised, a SIGTERM is kept for the next `fit` or `Preemption`.
-
   Example:
 
-    checkpoint = tfs.RunCheckpoint('checkpoints', model, settings={'seed': 1})
     epoch, _ = checkpoint.restore()
     model.fit(
       tfs.data.make_dataset(
@@ -319,11 +285,9 @@ class PreemptionCheckpoint(resume_fit.ResumeFit):
       callbacks=[tfs.PreemptionCheckpoint(checkpoint)])
 
   Args:
-    checkpoint: as in `Preemption`; `restore` was called.
-    save_each_epoch: whether to save without a signal, too. A strategy with
-      parameter servers does so by itself.
-    signals: as in `Preemption`.
-    check_seconds: as in `Preemption`.
+    checkpoint: as in `Preemption`, like `signals` and `check_seconds`;
+      `restore` was called.
+    save_each_epoch: whether to save without a signal, too.
 
   Raises:
     UnsupportedOptionError: as `Preemption` and `ResumeFit`.
@@ -375,7 +339,7 @@ class PreemptionCheckpoint(resume_fit.ResumeFit):
 
   def on_test_batch_end(self, batch, logs=None):
     """Saves and exits during an evaluation by `fit`, too."""
-    if self._preemption.is_requested_in_evaluation():
+    if self._preemption.is_requested(in_evaluation=True):
       self._preemption.save_and_exit(self._epoch + 1, 0)
 
   def on_epoch_end(self, epoch, logs=None):

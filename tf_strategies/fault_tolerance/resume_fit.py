@@ -7,8 +7,7 @@ import tensorflow as tf
 from absl import logging
 
 from tf_strategies import _keras_internal, errors
-from tf_strategies.checkpoint import checkpointer
-from tf_strategies.checkpoint import position as position_lib
+from tf_strategies.checkpoint.position import Position
 from tf_strategies.fault_tolerance import run_checkpoint
 
 
@@ -17,9 +16,8 @@ class ResumeFit(keras.callbacks.Callback):
 
   * With a `ParameterServerStrategy(checkpoint_dir=...)`, which writes a
     checkpoint every `checkpoint_steps` steps by itself: restores the newest one
-    when `fit` starts; later steps are computed again. The data set skips what
-    was done. When `fit` ends, writes a last checkpoint. Without
-    `checkpoint_dir`, or on another strategy, it does nothing.
+    when `fit` starts; the data set skips what was done. When `fit` ends, writes a
+    last one. Without `checkpoint_dir`, or on another strategy, it does nothing.
   * With a `RunCheckpoint` that was restored: give `fit` the batches of whole
     epochs, from the restored epoch on. Those of completed steps are read and
     dropped, though callbacks see them, and metrics continue from their values.
@@ -29,12 +27,7 @@ class ResumeFit(keras.callbacks.Callback):
 
   Example:
 
-    with strategy.scope():
-      model = build_model()
     model.fit(dataset, epochs=3, callbacks=[tfs.ResumeFit(strategy)])
-
-  Args:
-    checkpoint: a strategy, or a `RunCheckpoint`.
 
   Raises:
     UnsupportedOptionError: when `fit` starts: a run that was not restored, does
@@ -46,20 +39,18 @@ class ResumeFit(keras.callbacks.Callback):
     self, checkpoint: run_checkpoint.RunCheckpoint | tf.distribute.Strategy
   ):
     super().__init__()
-    self._checkpoint = self._recovery = None
+    self._checkpoint = self._strategy = None
     if isinstance(checkpoint, run_checkpoint.RunCheckpoint):
       self._checkpoint = checkpoint
-    else:
+    elif hasattr(checkpoint, 'recovery') and checkpoint.recovery.is_enabled:
       self._strategy = checkpoint
-      recovery = getattr(checkpoint, 'recovery', None)
-      if recovery is not None and recovery.is_enabled:
-        self._recovery = recovery
-    self._resumed_from: position_lib.Position | None = None
+    self._resumed_from: Position | None = None
     self._is_first_epoch = False
 
   def on_train_begin(self, logs=None):
     """Restores, and tells Keras and the data set where to continue."""
-    if self._recovery is not None:
+    if self._strategy is not None:
+      self._strategy.mark_finished(False)
       self._restore_servers()
     elif self._checkpoint is not None:
       self._checkpoint.mark_finished(False)
@@ -75,36 +66,39 @@ class ResumeFit(keras.callbacks.Callback):
         self._is_first_epoch = True
 
   def _restore_servers(self):
-    self._mark_finished(False)
     with self._strategy.scope():
       if not self.model.optimizer.built:
         self.model.optimizer.build(self.model.trainable_variables)
-    position = self._recovery.restore(
+    position = self._strategy.recovery.restore(
       {'model': self.model, 'optimizer': self.model.optimizer}
     )
     if position is None:
       return
     steps_per_epoch = self.params.get('steps')
     if position.step == steps_per_epoch:  # It was written at the very end.
-      position = position_lib.Position(position.epoch + 1)
+      position = Position(position.epoch + 1)
     logging.info('fit continues at %s', position)
     # As Keras's own BackupAndRestore does.
     _keras_internal.set_initial_epoch(self.model, position.epoch)
-    self._recovery.resume(position, steps_per_epoch)
+    self._strategy.recovery.resume(position, steps_per_epoch)
+    self._resumed_from, self._is_first_epoch = position, True
 
   def on_epoch_begin(self, epoch, logs=None):
     """Skips the completed steps of an interrupted epoch."""
-    if self._recovery is not None:
-      self._recovery.begin_epoch(epoch)
-    elif self._is_first_epoch:
+    if self._strategy is not None:
+      self._strategy.recovery.begin_epoch(epoch)
+    if self._is_first_epoch:
       self._check_start(epoch)
       self._is_first_epoch = False
       if self._resumed_from.step:
-        self._checkpoint.restore_metrics()
+        if self._checkpoint is not None:
+          self._checkpoint.restore_metrics()
         skip_steps(self.model, self._resumed_from.step)
 
   def _check_start(self, epoch):
     position, steps = self._resumed_from, self.params.get('steps')
+    group = self.model.steps_per_execution
+    done = f'after {position.step} steps of an epoch were restored'
     if epoch != position.epoch:
       raise errors.UnsupportedOptionError(
         f'initial_epoch={epoch} after {position} was restored',
@@ -113,48 +107,38 @@ class ResumeFit(keras.callbacks.Callback):
       )
     if steps is not None and steps <= position.step:
       raise errors.UnsupportedOptionError(
-        f'steps_per_epoch={steps} after {position.step} steps of an epoch were '
-        'restored',
+        f'steps_per_epoch={steps} {done}',
         'the steps of a whole epoch',
         'pass to steps_per_epoch what the run started with',
       )
-    group = self.model.steps_per_execution
     if position.step % group:
       raise errors.UnsupportedOptionError(
-        f'steps_per_execution={group} after {position.step} steps of an epoch '
-        'were restored',
+        f'steps_per_execution={group} {done}',
         f'a divisor of {position.step}',
         'pass to compile the steps_per_execution that the run started with',
       )
 
   def on_epoch_end(self, epoch, logs=None):
     """A checkpoint from now on belongs to the next epoch."""
-    if self._recovery is not None:
-      self._recovery.begin_epoch(epoch + 1)
+    if self._strategy is not None:
+      self._strategy.recovery.begin_epoch(epoch + 1)
 
   def on_train_end(self, logs=None):
     """Writes the last checkpoint, where the strategy does so."""
-    if self._recovery is not None:
+    if self._strategy is not None:
       # Otherwise the next `fit` starts in that epoch too.
       _keras_internal.set_initial_epoch(self.model, 0)
       self._strategy.save()
-      self._mark_finished(True)
+      self._strategy.mark_finished()
     elif self._checkpoint is not None:
       self._checkpoint.mark_finished()
 
-  def _mark_finished(self, is_finished):
-    directory = self._strategy.options.checkpoint_dir
-    checkpointer.Checkpointer(directory).mark_finished(is_finished)
 
+def skip_steps(model: keras.Model, steps: int, reads: bool = True) -> None:
+  """Makes `fit` leave out the completed steps of an epoch that has just begun.
 
-def skip_steps(model: keras.Model, steps: int) -> None:
-  """Makes `fit` read and drop the batches of completed steps.
-
-  Keras counts the batches of a data set, and would end early with fewer.
-
-  Args:
-    model: whose epoch has just begun.
-    steps: completed steps of that epoch.
+  Keras counts the batches of a data set, and would end early with fewer. They are
+  read and dropped, unless the data set begins after them.
   """
   if is_skipped(model, 0):
     return  # Another callback has done it.
@@ -165,7 +149,7 @@ def skip_steps(model: keras.Model, steps: int) -> None:
     nonlocal done
     if done < steps:
       done += model.steps_per_execution
-      for _ in range(model.steps_per_execution):
+      for _ in range(model.steps_per_execution if reads else 0):
         next(iterator)
       return results
     _keras_internal.swap_train_function(model, function)
@@ -176,6 +160,6 @@ def skip_steps(model: keras.Model, steps: int) -> None:
 
 
 def is_skipped(model: keras.Model, batch: int) -> bool:
-  """Returns whether `fit` skips this batch of the epoch."""
+  """Whether `fit` skips this batch of the epoch."""
   skips = getattr(model.train_function, 'skips', None)
   return skips is not None and skips(batch)

@@ -21,23 +21,22 @@ from tf_strategies.checkpoint.position import Position
 # restore in the same order. Each generation of an elastic job is a new group.
 _restores: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
+# A checkpoint, where it was read, and what other workers need to know of it.
+_Found = tuple[checkpointer.Checkpoint | None, dict[str, Any]]
+
 
 class RunCheckpoint:
   """The state of a run in one directory: the same weights at its end.
 
   Saves the variables of the model and the optimizer, the state of random
   layers, the metrics of an epoch in progress, and the position from which the
-  data continue: `make_dataset(..., start=...)` starts anywhere. Settings that make
-  two runs different are saved too, and compared by `restore`. Not saved is what has
-  no variable in the model: random ops outside of Keras layers, the state of
+  data continue: `make_dataset(..., start=...)` starts anywhere. Not saved is what
+  has no variable in the model: random ops outside of Keras layers, the state of
   other callbacks.
 
-  Checkpoints are atomic, see `Checkpointer`. A damaged one is skipped with a
-  warning, and an older one is used; if all are damaged, `restore` raises an
-  error instead of restarting from scratch.
-
-  On several workers all of them call `restore` and `save`; the chief alone
-  reads and writes files.
+  Checkpoints are atomic. A damaged one is skipped with a warning, and an older
+  one is used. On several workers all of them call `restore` and `save`; the
+  chief alone reads and writes files.
 
   Example:
 
@@ -53,12 +52,15 @@ class RunCheckpoint:
     >>> tuple(before), tuple(after)
     ((0, 0), (2, 5))
 
+  Attributes:
+    position: what `restore` returned last; None before.
+
   Args:
     directory: of the checkpoints; created by the first `save`.
     model: a built model.
     optimizer: its optimizer; None for the one it is compiled with.
-    settings: whatever makes two runs different, such as the seed. A run with
-      other settings cannot continue from this directory.
+    settings: whatever makes two runs different, such as the seed; saved, and
+      compared by `restore`.
     metrics: whose values belong to an epoch in progress; None for the model's.
     max_to_keep: how many checkpoints are kept.
 
@@ -90,65 +92,45 @@ class RunCheckpoint:
     # As JSON returns it, so that what was written compares equal.
     self._settings = json.loads(json.dumps(dict(settings or {})))
     self._metric_arrays: dict[str, Any] = {}
-    self._position: Position | None = None
-
-  @property
-  def position(self) -> Position | None:
-    """What `restore` returned last; None before."""
-    return self._position
+    self.position: Position | None = None
 
   def restore(self) -> Position:
     """Restores the newest checkpoint that is whole, if any.
 
     Returns:
-      The completed epochs and the completed steps of the next one; (0, 0) in an
-      empty directory.
+      The position; (0, 0) in an empty directory.
 
     Raises:
       CheckpointMismatchError: it belongs to another model or another run; the
-        message names every difference. (Numbers that Keras gives to models and
-        layers of a process are not compared.)
+        message names every difference.
       DataError: there are checkpoints and all are damaged.
       OSError: the chief cannot read a file.
     """
-    found, header, error = None, None, None
-    if self._access.is_chief:
-      try:
-        found = self._find()
-        header = self._describe(found)
-      except (OSError, errors.Error) as e:
-        error = e
-        header = {'error': str(e), 'type': type(e).__name__}
-    if self._access.workers is not None:
-      header = self._receive_from_chief(header)
-    if error is not None:
-      raise error
-    if 'error' in header:
-      error_type = getattr(errors, header['type'], OSError)
-      raise error_type(f'The chief cannot restore: {header["error"]}')
+    found, header = self._find_on_all_workers()
     self._metric_arrays = {}
-    self._position = Position.from_json(header['position'])
+    self.position = Position.from_json(header)
     if not header['is_found']:
-      return self._position
-    self._write(found.arrays if found else {}, header['parts'])
+      return self.position
+    parts = self._access.restore(
+      self._variables, found.arrays if found else {}, header['parts']
+    )
+    self._metric_arrays = {k: v for k, v in parts.items() if _is_metric(k)}
     if self._metrics is not None:  # Otherwise `fit` creates them later.
       self.restore_metrics()
     if self._access.is_chief:
-      logging.info('Restored %s: %s.', found.path, self._position)
-    return self._position
+      logging.info('Restored %s: %s.', found.path, self.position)
+    return self.position
 
   def restore_metrics(self) -> None:
-    """Assigns metrics the values of the epoch in progress.
+    """Assigns metrics the values of the epoch in progress, if there is one.
 
-    For `fit`, which creates metrics late and resets them at the start of each
-    epoch; what was passed as `metrics` is restored by `restore` too. Does
-    nothing after a checkpoint at the end of an epoch.
+    For `fit`, which creates metrics late and resets them in each epoch; `restore`
+    does it too for what was passed as `metrics`.
     """
     if not self._metric_arrays:
       return
     variables = self._metric_variables()
-    specs = model_state.specs(self._metric_arrays)
-    differences = model_state.differences(variables, specs)
+    differences = model_state.differences(variables, self._metric_arrays)
     if differences:
       logging.warning(
         'Metrics of the interrupted epoch cover only its last part: %s',
@@ -165,7 +147,7 @@ class RunCheckpoint:
       step: completed steps of the next one.
 
     Returns:
-      The path of the checkpoint; None on workers that write none.
+      The path of the checkpoint, on the chief.
 
     Raises:
       OSError: it cannot be written; the previous checkpoints are untouched.
@@ -201,24 +183,40 @@ class RunCheckpoint:
     variables = [v for metric in metrics for v in metric.variables]
     return {f'metrics/{i}': v for i, v in enumerate(variables)}
 
-  def _find(self) -> checkpointer.Checkpoint | None:
-    """The newest checkpoint, with this run's names."""
+  def _find_on_all_workers(self) -> _Found:
+    """The newest checkpoint, on the chief; what it is, on all workers."""
+    found, header, error = None, None, None
+    if self._access.is_chief:
+      try:
+        found, header = self._find()
+      except (OSError, errors.Error) as e:
+        error = e
+        header = {'error': str(e), 'type': type(e).__name__}
+    workers = self._access.workers
+    if workers is not None:
+      number = _restores.get(workers, 0)
+      _restores[workers] = number + 1
+      # Not a collective of the graph: an error must reach all workers, too.
+      answers = workers.exchange(
+        f'checkpoint/{number}', json.dumps(header).encode()
+      )
+      header = json.loads(answers[0])
+    if error is not None:
+      raise error
+    if 'error' in header:
+      error_type = getattr(errors, header['type'], OSError)
+      raise error_type(f'The chief cannot restore: {header["error"]}')
+    return found, header
+
+  def _find(self) -> _Found:
+    """The newest checkpoint, with this run's names; raises if it is another's."""
     found = self._checkpointer.newest()
     if found is None:
-      return None
+      return None, {'is_found': False, **Position().to_json()}
     names = model_state.match_names(
       list(self._variables), [k for k in found.arrays if not _is_metric(k)]
     )
-    return dataclasses.replace(found, arrays=found.arrays.renamed(names))
-
-  def _describe(self, found) -> dict[str, Any]:
-    """What the chief sends the others about a checkpoint.
-
-    Raises:
-      CheckpointMismatchError: it is another run's.
-    """
-    if found is None:
-      return {'is_found': False, 'position': Position().to_json()}
+    found = dataclasses.replace(found, arrays=found.arrays.renamed(names))
     specs = found.arrays.specs
     different = self._different_settings(found.metadata['settings'])
     different += model_state.differences(
@@ -235,36 +233,8 @@ class RunCheckpoint:
       for name, spec in specs.items()
       if _is_metric(name) or model_state.has_parts(self._variables[name])
     ]
-    return {
-      'is_found': True,
-      'position': Position.from_json(found.metadata).to_json(),
-      'parts': parts,
-    }
-
-  def _receive_from_chief(self, header) -> dict[str, Any]:
-    # Not a collective of the graph: an error must reach all workers, too.
-    workers = self._access.workers
-    number = _restores.get(workers, 0)
-    _restores[workers] = number + 1
-    answers = workers.exchange(
-      f'checkpoint/{number}', json.dumps(header).encode()
-    )
-    return json.loads(answers[0])
-
-  def _write(self, arrays, specs) -> None:
-    variables = self._variables
-    shared = {
-      k: v for k, v in variables.items() if not model_state.has_parts(v)
-    }
-    if self._access.is_chief:
-      self._access.write(shared, arrays)
-    parts = {name: arrays[name] for name, _, _ in specs if name in arrays}
-    if self._access.workers is not None:
-      parts = self._access.share(shared.values(), parts, specs)
-    self._access.write(
-      {k: v for k, v in variables.items() if k not in shared}, parts
-    )
-    self._metric_arrays = {k: v for k, v in parts.items() if _is_metric(k)}
+    position = Position.from_json(found.metadata).to_json()
+    return found, {'is_found': True, **position, 'parts': parts}
 
   def _different_settings(self, saved) -> list[str]:
     return [

@@ -15,13 +15,9 @@ _NAMED = 4
 
 
 class HeartbeatMonitor:
-  """Notices ranks that have been silent for too long.
+  """Notices ranks that are silent for longer than `timeout_seconds`.
 
-  Args:
-    ranks: to watch.
-    interval_seconds: between two calls of `overdue`.
-    timeout_seconds: the silence after which a rank counts as lost.
-    now: the time.
+  `overdue` is called every `interval_seconds`.
   """
 
   def __init__(
@@ -56,12 +52,9 @@ def diagnose(
   suspicion: Mapping[str, Any],
   said: Mapping[int, Mapping[str, Any]],
 ) -> state_lib.FailureReport:
-  """Why a collective failed.
+  """Why a collective failed, from the suspicion of a rank.
 
-  Args:
-    members: of the group.
-    suspicion: what a rank reported: `mismatch` or `timeout`.
-    said: for each rank that answered, `GroupState.describe()`.
+  `said` is what each rank that answered says of itself: `GroupState.describe()`.
   """
   decide = {'mismatch': _diagnose_mismatch, 'timeout': _diagnose_timeout}
   return decide[suspicion['kind']](members, suspicion, said)
@@ -70,13 +63,7 @@ def diagnose(
 def mismatch(
   operation: state_lib.Operation, peer: int, received: str = 'something else'
 ) -> dict[str, Any]:
-  """The suspicion of a rank whose peer is at another collective.
-
-  Args:
-    operation: where the rank is.
-    peer: the other rank.
-    received: what came from there.
-  """
+  """The suspicion of a rank whose peer is at another collective."""
   return {
     'kind': 'mismatch',
     'peer': peer,
@@ -90,13 +77,7 @@ def mismatch(
 def timeout(
   operation: state_lib.Operation, seconds: float, waiting: Iterable[int]
 ) -> dict[str, Any]:
-  """The suspicion of a rank whose collective did not finish in time.
-
-  Args:
-    operation: the collective.
-    seconds: how long the rank waited.
-    waiting: the ranks that it waited for directly.
-  """
+  """The suspicion of a rank that waited in vain for others."""
   return {
     'kind': 'timeout',
     'text': operation.text,
@@ -127,16 +108,14 @@ def _diagnose_mismatch(members, suspicion, said) -> state_lib.FailureReport:
       f'{members[reporter]} does {suspicion["expected"]}; '
       f'{members[peer]} sent {suspicion["received"]}'
     )
-  return state_lib.FailureReport(
+  return state_lib.FailureReport.at(
     'CollectiveMismatchError',
     f'The ranks disagree on collective {sequence}: {told}. All ranks must '
     'call the same collectives in the same order, with the same names, dtypes '
     'and sizes.',
-    rank=differing[0],
-    address=members[differing[0]].address,
-    tensor=suspicion['name'] or None,
-    step=sequence,
-    ranks=differing,
+    members[differing[0]],
+    (suspicion['name'], sequence),
+    differing,
   )
 
 
@@ -154,15 +133,13 @@ def _diagnose_timeout(members, suspicion, said) -> state_lib.FailureReport:
     why = 'all ranks are there, but the bytes do not move: waiting for ' + (
       ', '.join(str(members[rank]) for rank in late[:_NAMED])
     )
-  return state_lib.FailureReport(
+  return state_lib.FailureReport.at(
     'CollectiveTimeoutError',
     f'{suspicion["text"]} (sequence {sequence}) did not finish within '
     f'{suspicion["seconds"]:g} s, though all workers are alive: {why}. Look '
     'at what that worker does, or raise collective_timeout_seconds.',
-    rank=late[0],
-    address=members[late[0]].address,
-    tensor=suspicion['name'] or None,
-    step=sequence,
+    members[late[0]],
+    (suspicion['name'], sequence),
   )
 
 

@@ -22,15 +22,10 @@ class ProcessGroup(abc.ABC):
   """Processes that move arrays between each other.
 
   `all_reduce`, `reduce_scatter`, `all_gather`, `broadcast` and `barrier` are
-  collectives: every rank calls them in the same order with matching arguments, one at a time.
-  `exchange` and `agree` run beside them, from any thread.
+  collectives: every rank calls them in the same order with matching arguments,
+  one at a time. `exchange` and `agree` run beside them, from any thread.
 
   Once a group has failed, every call raises what it failed with.
-
-  Args:
-    state: what the group's threads share.
-    plane: the control plane; None in a group of one that has none.
-    options: of the group.
 
   Attributes:
     name: 'tcp' or 'mpi'.
@@ -109,8 +104,8 @@ class ProcessGroup(abc.ABC):
         residual keeps one for each name and length.
       algorithm: a name in `collectives.ALGORITHMS`, or 'auto' for the fastest
         by the size of the array.
-      compression: a name in `collectives.CODECS`: what floats travel as. They
-        are added in float32, whatever they travel as; 16-bit floats always.
+      compression: a name in `collectives.CODECS`: what floats travel as. They,
+        and 16-bit floats always, are added in float32.
 
     Returns:
       `out`, or a new array that is aligned to 64 bytes. Each rank sends and
@@ -135,29 +130,20 @@ class ProcessGroup(abc.ABC):
   ) -> np.ndarray:
     """Combines the arrays of all ranks; each rank gets one part of the result.
 
-    Args:
-      array: as for `all_reduce`.
-      op: 'sum', 'min' or 'max'.
-      name: as for `all_reduce`.
-      algorithm: one whose first half leaves each rank with one chunk, or
-        'auto'.
-      compression: as for `all_reduce`.
+    Arguments and errors are those of `all_reduce`, with an algorithm whose first
+    half leaves each rank with one chunk.
 
     Returns:
       This rank's chunk: that of `collectives.chunk_sizes(len(array),
       world_size)`, in the order of ranks. Each rank sends and receives
       (N - 1) / N of the buffer.
-
-    Raises:
-      UnsupportedOptionError: also an algorithm without such a half.
-      Error: as `all_reduce`.
     """
 
   @abc.abstractmethod
   def all_gather(
     self, array: np.ndarray, *, name: str = ''
   ) -> list[np.ndarray]:
-    """Brings every rank's array to every rank.
+    """Brings every rank's array to every rank; raises as `all_reduce`.
 
     Args:
       array: of one dimension or more. The first may differ between ranks; the
@@ -166,16 +152,13 @@ class ProcessGroup(abc.ABC):
 
     Returns:
       One array for each rank.
-
-    Raises:
-      Error: as `all_reduce`.
     """
 
   @abc.abstractmethod
   def broadcast(
     self, array: np.ndarray, root: int, *, name: str = ''
   ) -> np.ndarray:
-    """Brings one rank's array to every rank.
+    """Brings one rank's array to every rank; raises as `all_reduce`.
 
     Args:
       array: of the same shape and dtype on all ranks; read only on the root.
@@ -184,9 +167,6 @@ class ProcessGroup(abc.ABC):
 
     Returns:
       A new array; on the root a copy too.
-
-    Raises:
-      Error: as `all_reduce`.
     """
 
   @abc.abstractmethod
@@ -244,14 +224,11 @@ class ProcessGroup(abc.ABC):
   ) -> dict[int, dict[str, Any]]:
     """Asks the other ranks where they are, beside all that is running.
 
-    They answer from a thread of the group, whatever the program does there.
-
-    Args:
-      timeout_seconds: how long to wait for answers.
+    A thread of their group answers, whatever the program does there.
 
     Returns:
-      What `describe` says, by rank. Rank 0 asks all ranks; another rank has
-      a connection to rank 0 alone. A rank that does not answer is missing.
+      What `describe` says, by rank, of those that answer in time. Rank 0 asks
+      all ranks; another rank has a connection to rank 0 alone.
     """
     if self._control is None or self._closed:
       return {self.rank: self.describe()}

@@ -10,13 +10,12 @@ Example:
 from __future__ import annotations
 
 import dataclasses
-import math
-import numbers
 import os
 import pathlib
 from typing import Any
 
 from tf_strategies import errors
+from tf_strategies.collectives import schedule
 
 SECRET_VARIABLE = 'TFS_SECRET'
 SECRET_FILE_VARIABLE = 'TFS_SECRET_FILE'
@@ -65,14 +64,18 @@ class GroupOptions:
   socket_buffer_bytes: int = 0
 
   def __post_init__(self):
-    for name in (
-      'rendezvous_timeout_seconds',
-      'collective_timeout_seconds',
-      'heartbeat_interval_seconds',
-      'heartbeat_timeout_seconds',
-      'window_seconds',
-    ):
-      _check_seconds(name, getattr(self, name), name == 'window_seconds')
+    for field in dataclasses.fields(self):
+      name, value = field.name, getattr(self, field.name)
+      if name == 'window_seconds':
+        _check(
+          name,
+          value,
+          schedule.is_number(value),
+          'a non-negative number of seconds',
+        )
+      elif name.endswith('_seconds'):
+        is_positive = schedule.is_number(value) and value > 0
+        _check(name, value, is_positive, 'a positive number of seconds')
     for name, least in (
       ('min_workers', 1),
       ('max_workers', 1),
@@ -81,8 +84,10 @@ class GroupOptions:
       ('socket_buffer_bytes', 0),
     ):
       value = getattr(self, name)
-      if value is not None or not name.endswith('_workers'):
-        _check_integer(name, value, least)
+      is_left_out = value is None and name.endswith('_workers')
+      is_enough = schedule.is_int(value) and value >= least
+      allowed = f'an integer of at least {least}'
+      _check(name, value, is_left_out or is_enough, allowed)
     if self.heartbeat_timeout_seconds < 2 * self.heartbeat_interval_seconds:
       raise errors.UnsupportedOptionError(
         f'heartbeat_timeout_seconds={self.heartbeat_timeout_seconds!r} with '
@@ -157,29 +162,8 @@ def _secret_from_env() -> bytes | None:
     ) from e
 
 
-def _check_seconds(name: str, value: object, may_be_zero: bool) -> None:
-  if (
-    not isinstance(value, numbers.Real)
-    or isinstance(value, bool)
-    or not math.isfinite(value)
-    or value < 0
-    or (value == 0 and not may_be_zero)
-  ):
+def _check(name: str, value: object, is_allowed: bool, expected: str) -> None:
+  if not is_allowed:
     raise errors.UnsupportedOptionError(
-      f'{name}={value!r}',
-      f'a {"non-negative" if may_be_zero else "positive"} number of seconds',
-      'leave it out for the default',
-    )
-
-
-def _check_integer(name: str, value: object, least: int) -> None:
-  if (
-    not isinstance(value, numbers.Integral)
-    or isinstance(value, bool)
-    or value < least
-  ):
-    raise errors.UnsupportedOptionError(
-      f'{name}={value!r}',
-      f'an integer of at least {least}',
-      'leave it out for the default',
+      f'{name}={value!r}', expected, 'leave it out for the default'
     )

@@ -34,7 +34,7 @@ class Member:
     rank: its place in the group, from 0.
     task: its number in the cluster, which stays when groups form again.
     address: 'host:port'.
-    progress: what it passed to `form`: how far it has come, in steps, say.
+    progress: how far it has come: what it passed to `form`.
   """
 
   rank: int
@@ -50,14 +50,7 @@ class Member:
 class FailureReport:
   """Why a group failed, in a form that travels.
 
-  Attributes:
-    error: the name of the error's class.
-    message: of the error.
-    rank: the rank at fault, where there is one.
-    address: of that rank.
-    tensor: name of what was moved.
-    step: the sequence number of the collective.
-    ranks: those that differ from the lowest rank.
+  All but `message` become attributes of the exception, of the class `error`.
   """
 
   error: str
@@ -67,6 +60,21 @@ class FailureReport:
   tensor: str | None = None
   step: int | None = None
   ranks: tuple[int, ...] = ()
+
+  @classmethod
+  def at(
+    cls,
+    error: str,
+    message: str,
+    member: Member,
+    operation: tuple[str, int],
+    ranks: tuple[int, ...] = (),
+  ) -> FailureReport:
+    """The fault of a member in an operation: a tensor's name and a sequence."""
+    name, sequence = operation
+    return cls(
+      error, message, member.rank, member.address, name or None, sequence, ranks
+    )
 
   def to_json(self) -> dict[str, Any]:
     """As a dictionary that JSON can express."""
@@ -86,54 +94,36 @@ class FailureReport:
 
 
 class Operation(NamedTuple):
-  """A collective, as messages describe it.
+  """A collective, as messages describe it."""
 
-  Attributes:
-    sequence: its number, from 1; 0 before the first.
-    text: kind, name, dtype and size.
-    name: of the tensor.
-    busy: whether it is still running.
-    since: when it began, in seconds of the monotonic clock.
-  """
-
-  sequence: int = 0
+  sequence: int = 0  # From 1; 0 before the first.
   text: str = 'nothing yet'
-  name: str = ''
-  busy: bool = False
-  since: float = 0.0
+  name: str = ''  # Of the tensor.
+  busy: bool = False  # Whether it is still running.
+  since: float = 0.0  # Of the monotonic clock.
 
   def __str__(self):
     return f'{self.text} (sequence {self.sequence})'
 
 
 class GroupState:
-  """Shared by the thread of the collectives and the control plane's.
-
-  Args:
-    members: of the group, by rank.
-    rank: this process.
-    generation: of the group.
-
-  Attributes:
-    operation: the newest collective.
-    note: what the program says of itself, its step, say.
-    failure: why the group failed; None while it works.
-    failed: set once the group has failed.
-    departed: the last collective of each rank that has left.
-  """
+  """Shared by the thread of the collectives and the control plane's."""
 
   def __init__(self, members: Sequence[Member], rank: int, generation: int):
     self.members = tuple(members)
     self.rank = rank
     self.generation = generation
-    self.operation = Operation()
-    self.note = ''
+    self.operation = Operation()  # The newest collective.
+    self.note = ''  # What the program says of itself, its step, say.
     self.failure: FailureReport | None = None
     self.failed = threading.Event()
+    # The last collective of each rank that has left.
     self.departed: dict[int, int] = {}
     # Tag -> when this rank began to wait there.
     self._exchanges: dict[str, float] = {}
-    self._recent: collections.OrderedDict[int, str] = collections.OrderedDict()
+    self._recent: collections.deque[tuple[int, str]] = collections.deque(
+      maxlen=_REMEMBERED
+    )
     self._lock = threading.Lock()
     self._on_failure: list[Callable[[], None]] = []
 
@@ -167,9 +157,7 @@ class GroupState:
     operation = Operation(
       self.operation.sequence + 1, text, name, True, time.monotonic()
     )
-    self._recent[operation.sequence] = text
-    while len(self._recent) > _REMEMBERED:
-      self._recent.popitem(last=False)
+    self._recent.append((operation.sequence, text))
     self.operation = operation
     return operation
 
@@ -197,7 +185,7 @@ class GroupState:
       'seconds': now - operation.since if operation.busy else 0.0,
       'exchanges': {t: now - s for t, s in list(self._exchanges.items())},
       'note': self.note,
-      'recent': {str(k): v for k, v in list(self._recent.items())},
+      'recent': {str(k): v for k, v in list(self._recent)},
     }
 
   def left(self, rank: int) -> FailureReport:
@@ -215,21 +203,13 @@ class GroupState:
     how: str,
     fix: str = 'Look at its log; then form the group again or restart.',
   ) -> FailureReport:
-    """The report on a rank that is gone.
-
-    Args:
-      rank: that rank.
-      how: the end of a sentence that begins with the rank.
-      fix: what follows, as whole sentences.
-    """
+    """The report on a rank that is gone: a sentence about it, and the fix."""
     operation = self.operation
     when = 'during' if operation.busy else 'after'
     member = self.members[rank]
-    return FailureReport(
+    return FailureReport.at(
       'WorkerUnavailableError',
       f'R{str(member)[1:]} {how} {when} {operation}. {fix}',
-      rank=rank,
-      address=member.address,
-      tensor=operation.name or None,
-      step=operation.sequence,
+      member,
+      (operation.name, operation.sequence),
     )

@@ -136,7 +136,7 @@ class EveryBuilderTest(parameterized.TestCase):
     self.assertIs(ALGORITHMS[name](6), ALGORITHMS[name](6))
 
   @parameterized.product(
-    builder=(naive_all_reduce, tree_all_reduce), root=(-1, 3, True, 1.0)
+    builder=(naive_all_reduce, tree_all_reduce), root=(-1, 3, True, 1.0, [0])
   )
   def test_bad_root(self, builder, root):
     with self.assertRaisesRegex(errors.ScheduleError, 'root'):

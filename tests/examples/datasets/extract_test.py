@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 
+import pytest
 import tensorflow as tf
 from absl import logging
 from absl.testing import parameterized
@@ -374,6 +375,7 @@ class KillTest(ExtractTestCase):
     self.addCleanup(command.close)
     return command
 
+  @pytest.mark.full
   def test_kill_at_any_point_then_the_next_run_completes_to_the_same(self):
     undisturbed = os.path.join(self.new_dir(), 'undisturbed')
     datasets.extract(
@@ -398,6 +400,7 @@ class KillTest(ExtractTestCase):
       manifest_lib.read(undisturbed).entries,
     )
 
+  @pytest.mark.full
   def test_command_and_another_one_at_the_same_time(self):
     command = self.start(sleep=0.05)
     command.wait_until(lambda: manifest_lib.is_extracted(self.out))

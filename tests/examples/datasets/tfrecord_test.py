@@ -8,6 +8,7 @@ import types
 from unittest import mock
 
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl import flags
 from absl.testing import parameterized
@@ -292,6 +293,7 @@ class CommandTest(formula.DataTestCase):
       '-m', 'examples.datasets.write_tfrecords', *arguments
     )
 
+  @pytest.mark.full
   def test_writes_what_load_reads(self):
     source, target = self.new_dir(), self.new_dir()
     path = formula.write_npz(os.path.join(source, 'mnist.npz'))

@@ -106,7 +106,7 @@ class CollectivesTest(_RanksTestCase):
               compared += 1
     self.assertEqual(compared, 2 * 9 * 7 * 3 * count)
 
-  @tiers.parameters(2, tiers.full(3), tiers.soak(4))
+  @tiers.parameters(tiers.full(2), tiers.full(3), tiers.soak(4))
   def test_table_of_algorithms_and_codecs(self, count):
     notes = dict(note['table'] for note in self.run_ranks('table', count))
     results = [notes[rank] for rank in range(count)]
@@ -176,6 +176,7 @@ class CollectivesTest(_RanksTestCase):
       self.assertEqual(note['hosts'], ['host-0', 'host-1', 'host-2'])
       self.assertEqual(note['sum'], 0 + 1 + 2)
 
+  @pytest.mark.full
   def test_process_without_mpiexec_is_a_group_of_one(self):
     (note,) = self.run_ranks('move', None)
     self.assertEqual(note['who'], (0, 1, 'mpi', False, 1))
@@ -186,6 +187,7 @@ class CollectivesTest(_RanksTestCase):
 @_needs_mpi
 class FailuresTest(_RanksTestCase):
   @tiers.parameters(tiers.full(2), 3)
+  @pytest.mark.full
   def test_disagreement_is_named_on_every_rank(self, count):
     notes = self.run_ranks('disagree', count)
     last = count - 1

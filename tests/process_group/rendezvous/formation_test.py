@@ -59,11 +59,11 @@ class _Job:
   async def _follow(self, task, link):
     _, message = await link.expect(_Kind.PROPOSE)
     if task in self._objections:
-      await link.send(_Kind.REJECT, self._objections[task])
+      link.send(_Kind.REJECT, self._objections[task])
       link.close()
       return
     if task == self._leaves:
-      await link.send(_Kind.ACCEPT)
+      link.send(_Kind.ACCEPT)
       await link.expect(_Kind.MESH)
       link.close()
       return
@@ -77,7 +77,7 @@ class _Job:
     proposal = self.proposals[task]
     if not proposal.expects(message['rank'], message):
       raise AssertionError(message)
-    await link.send(_Kind.ACCEPT)
+    link.send(_Kind.ACCEPT)
     proposal.add(message['rank'], link.detach())
 
 

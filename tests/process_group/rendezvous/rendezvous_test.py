@@ -82,6 +82,7 @@ class FormTest(parameterized.TestCase):
       self.assertIn(f'task 2 at {absent} (nobody listens there)', message)
       self.assertBetween(seconds, 1.9, 30)
 
+  @pytest.mark.full
   def test_fewer_are_enough_if_the_options_say_so(self):
     with processes.Workers(
       _attempt, 2, args=({0: _ELASTIC, 1: _ELASTIC},), ports=_with_absent(2)

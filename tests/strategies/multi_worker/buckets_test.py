@@ -2,6 +2,7 @@
 
 import hypothesis
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 from hypothesis import strategies as st
@@ -87,6 +88,7 @@ class BucketsTest(tf.test.TestCase, parameterized.TestCase):
     [((2,), np.float32, True), ((0,), np.float32, False)], 100, 40
   )
   @hypothesis.example([((), np.float32, False), ((), np.float32, True)], 8, 40)
+  @pytest.mark.full
   def test_round_trip(self, described, bucket_bytes, alone_bytes):
     arrays = _arrays(described)
     is_unknown = [unknown and shape != () for shape, _, unknown in described]

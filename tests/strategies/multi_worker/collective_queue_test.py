@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
-from tests import virtual_devices
+from tests import tiers, virtual_devices
 from tf_strategies import _graph_errors, errors
 from tf_strategies.strategies.multi_worker import collective_queue
 
@@ -275,7 +275,7 @@ class FailuresTest(tf.test.TestCase, parameterized.TestCase):
       _PLACES[place](lambda x: _fail(ring, error, x))
     return caught.exception
 
-  @parameterized.parameters(*_PLACES)
+  @tiers.parameters(*tiers.few(_PLACES, 'nested'))
   def test_typed_errors_leave_with_all_they_know(self, place):
     raised = self._raised(place, _lost())
     self.assertEqual(type(raised).__name__, 'WorkerUnavailableError')
@@ -313,7 +313,7 @@ class FailuresTest(tf.test.TestCase, parameterized.TestCase):
         step(tf.constant(1.0))
       self.assertEqual(caught.exception.rank, rank)
 
-  @parameterized.parameters('function', 'while', 'cond')
+  @tiers.parameters(tiers.full('function'), 'while', tiers.full('cond'))
   def test_other_exceptions_stay_what_tensorflow_makes_of_them(self, place):
     for error in (RuntimeError('plain'), ZeroDivisionError('by nothing')):
       ring = collective_queue.CollectiveQueue(_RecordingGroup())

@@ -97,6 +97,7 @@ class DisagreementTest(parameterized.TestCase):
       self.assertIn('secret', result['secret']['message'])
 
 
+@pytest.mark.full
 class LossTest(parameterized.TestCase):
   """Three workers that lose one after the other, in the middle of `fit`."""
 

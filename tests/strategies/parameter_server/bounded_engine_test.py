@@ -22,7 +22,7 @@ class _Part(worker_pool.Task):
 
   steps = 1
   step = step_task.Step(run=None)
-  result = None
+  reported = None
 
   def __init__(self, left, done, engine):
     self._left = left

@@ -57,10 +57,10 @@ class LivenessTest(parameterized.TestCase):
     self.restart(('worker', 1))
     self.assertFalse(self.liveness.is_worker_alive(1))
     self.assertTrue(self.liveness.is_worker_alive(0))
-    self.assertIsNone(self.liveness.dead_server())
+    self.assertIsNone(self.liveness.server_error())
     self.assertTrue(self.liveness.rejoin(1, lost_in))
     self.assertTrue(self.liveness.is_worker_alive(1))
-    self.assertIsNone(self.liveness.dead_server())
+    self.assertIsNone(self.liveness.server_error())
 
   def test_server_that_a_worker_came_back_with_is_dead_until_it_is_restored(
     self,
@@ -69,12 +69,11 @@ class LivenessTest(parameterized.TestCase):
     lost_in = self.liveness.generation
     self.restart(('worker', 1), ('ps', 1))
     self.assertTrue(self.liveness.rejoin(1, lost_in))
-    self.assertEqual(self.liveness.dead_server(), 1)
-    error = ValueError('no such variable')
-    self.assertIn('ps 1 at ps-1:1', str(self.liveness.explain(error)))
+    error = self.liveness.server_error()
+    self.assertEqual((error.server, error.address), (1, 'ps-1:1'))
+    self.assertIn('ps 1 at ps-1:1', str(error))
     self.liveness.wait_for_all(10.0)
-    self.assertIsNone(self.liveness.dead_server())
-    self.assertIs(self.liveness.explain(error), error)
+    self.assertIsNone(self.liveness.server_error())
 
 
 if __name__ == '__main__':

@@ -14,17 +14,13 @@ class Liveness:
   def address(self, job, index):
     return f'{job}-{index}:1'
 
-  def dead_server(self):
-    return min(self.dead_servers, default=None)
-
-  def server_error(self, server):
+  def server_error(self):
+    if not self.dead_servers:
+      return None
+    server = min(self.dead_servers)
     error = errors.ParameterServerUnavailableError(f'ps {server} died')
     error.server = server
     return error
-
-  def explain(self, error):
-    server = self.dead_server()
-    return error if server is None else self.server_error(server)
 
   def wait_for_all(self, deadline_seconds):
     del deadline_seconds
@@ -52,6 +48,3 @@ class Recovery:
 
   def with_recovery(self, action):
     return action()
-
-  def on_restored(self, action):
-    del action

@@ -1,6 +1,7 @@
 """Recovery restores whole checkpoints of variables, or raises a typed error."""
 
 import os
+import weakref
 from unittest import mock
 
 import numpy as np
@@ -9,12 +10,12 @@ from absl.testing import parameterized
 
 from tests.strategies.parameter_server import fakes, local_servers
 from tf_strategies import errors
+from tf_strategies.checkpoint import checkpointer
 from tf_strategies.checkpoint.position import Position
 from tf_strategies.strategies.parameter_server import (
   input,
   options,
   recovery,
-  variables,
   worker_function,
 )
 
@@ -25,7 +26,7 @@ class RecoveryTest(tf.test.TestCase, parameterized.TestCase):
     self.enter_context(local_servers.on_local_devices())
     self.directory = self.create_tempdir().full_path
     self.liveness = fakes.Liveness()
-    self.registry = variables.Registry()
+    self.registry = weakref.WeakValueDictionary()
     self.restored = []
 
   def make(self, has_checkpoints=True):
@@ -35,14 +36,14 @@ class RecoveryTest(tf.test.TestCase, parameterized.TestCase):
       self.liveness,
       mock.Mock(),
       self.registry,
-      worker_function.CompletionMarkers.create(),
+      worker_function.CompletionMarkers(),
     )
-    found.on_restored(lambda: self.restored.append(True))
+    found.on_restored = lambda: self.restored.append(True)
     return found
 
   def variable(self, value):
     made = local_servers.variable(0, value)
-    self.registry.add(made)
+    self.registry[id(made)] = made
     return made
 
   def die_once(self, *lost):
@@ -144,6 +145,26 @@ class RecoveryTest(tf.test.TestCase, parameterized.TestCase):
       self.make().restore({name: other})
     self.assertAllEqual(other, np.zeros_like(value))
 
+  def test_checkpoint_of_another_strategy(self):
+    weight = self.variable([1.0, 2.0])
+    checkpointer.Checkpointer(self.directory).save(
+      {'weight': np.array([3.0, 4.0], np.float32)},
+      {**Position(1).to_json(), 'settings': {}, 'parts': {}},
+    )
+    with self.assertRaisesRegex(
+      errors.CheckpointMismatchError, 'Expected a checkpoint of a Param.*Fix'
+    ):
+      self.make().restore({'weight': weight})
+    self.assertAllEqual(weight, [1.0, 2.0])
+
+  def test_a_loop_says_that_it_is_finished(self):
+    self.make().mark_finished(True)
+    seen = checkpointer.Checkpointer(self.directory)
+    self.assertTrue(seen.is_finished)
+    self.make().mark_finished(False)
+    self.assertFalse(seen.is_finished)
+    self.make(has_checkpoints=False).mark_finished(True)  # Nobody reads any.
+
   def test_partitioned_variables_are_saved_whole(self):
     rows = np.arange(10.0).reshape(5, 2)
     found = self.make()
@@ -162,9 +183,9 @@ class RecoveryTest(tf.test.TestCase, parameterized.TestCase):
 
   def test_data_of_another_number_of_workers_is_refused(self):
     dataset = mock.Mock(num_splits=3)
-    input.Source(dataset, (4, 5, 6))
+    input.Source(dataset, Position(1, 15, (4, 5, 6)))
     with self.assertRaisesRegex(errors.UnsupportedOptionError, 'start 2 work'):
-      input.Source(dataset, (4, 5))
+      input.Source(dataset, Position(1, 9, (4, 5)))
 
 
 if __name__ == '__main__':

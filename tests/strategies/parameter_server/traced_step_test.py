@@ -5,6 +5,7 @@ from absl.testing import parameterized
 
 from tests.strategies.parameter_server import local_servers
 from tf_strategies.strategies.parameter_server import (
+  batch_message,
   traced_step,
   worker_function,
 )
@@ -178,10 +179,6 @@ PROGRAMS = (
 )
 
 
-def _make_markers():
-  return worker_function.CompletionMarkers.create()
-
-
 def _traced(program, variables, marks, *specs):
   """A function that does a program as a worker does a step."""
 
@@ -196,7 +193,7 @@ def _traced(program, variables, marks, *specs):
     with traced.tracing():
       outputs = run(batch)
     key, one = tf.constant(_KEY, tf.int64), tf.constant(1)
-    done = traced.commit(marks.mark(marks.TASKS, key, one))
+    done = traced.commit(marks.mark(batch_message.TASKS, key, one))
     with tf.control_dependencies(done):
       return tf.identity(outputs)
 
@@ -210,7 +207,7 @@ class TracedStepTest(tf.test.TestCase, parameterized.TestCase):
   def setUp(self):
     super().setUp()
     self.enter_context(local_servers.on_local_devices())
-    self.markers = _make_markers()
+    self.markers = worker_function.CompletionMarkers()
 
   def trace(self, program, variables, *specs):
     return _traced(program, variables, self.markers, *(specs or [_SPEC]))
@@ -229,9 +226,9 @@ class TracedStepTest(tf.test.TestCase, parameterized.TestCase):
       self.assertAllClose(expected_step(*plain, x), step(x), 1e-6, 1e-6)
       for want, got in zip(plain, ours, strict=True):
         self.assertAllClose(want, got, 1e-6, 1e-6)
-    self.assertEqual(self.markers.done(self.markers.TASKS, _KEY), 1)
-    self.assertEqual(self.markers.done(self.markers.TASKS, _KEY + 1), 0)
-    self.assertEqual(self.markers.done(self.markers.SPLITS, _KEY), 0)
+    self.assertEqual(self.markers.done(batch_message.TASKS, _KEY), 1)
+    self.assertEqual(self.markers.done(batch_message.TASKS, _KEY + 1), 0)
+    self.assertEqual(self.markers.done(batch_message.SPLITS, _KEY), 0)
 
   @parameterized.parameters(tf.int64, tf.int32, tf.float64, tf.bfloat16)
   def test_counters_of_other_types(self, dtype):

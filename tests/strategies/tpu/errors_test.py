@@ -7,6 +7,7 @@ import time
 from unittest import mock
 
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -104,6 +105,7 @@ class NoTPUTest(tf.test.TestCase, parameterized.TestCase):
     ):
       tfs.TPURingStrategy(double.ResolverDouble(8, is_initialized=False))
 
+  @pytest.mark.full
   def test_importing_looks_for_no_tpu(self):
     """Not even where the environment names one that does not answer."""
     code = (

@@ -92,6 +92,7 @@ class ExecutionTest(tf.test.TestCase, parameterized.TestCase):
       np.testing.assert_array_equal(total, value.sum(0, dtype=np.int32))
 
   @tiers.parameters('ring', tiers.soak('direct'))
+  @pytest.mark.full
   def test_mean(self, name):
     strategy = double.create_strategy(4, all_reduce=name)
     floats = distinct(4, 6, dtype=np.float32)
@@ -121,6 +122,7 @@ class ExecutionTest(tf.test.TestCase, parameterized.TestCase):
     for (total,) in results:
       np.testing.assert_array_equal(total, expected)
 
+  @pytest.mark.full
   def test_odd_shapes(self):
     empty = np.zeros([4, 0, 3], np.float32)
     scalar = distinct(4, dtype=np.float32)
@@ -229,6 +231,7 @@ class ExecutionTest(tf.test.TestCase, parameterized.TestCase):
       if build(4).adds_up_once()
     ]
   )
+  @pytest.mark.full
   def test_a_wrong_schedule_gives_a_wrong_sum(self, name):
     schedule = ALGORITHMS[name](4)
     for lost in (0, len(schedule.transfers) - 1):

@@ -109,9 +109,9 @@ class KerasTest(tf.test.TestCase, parameterized.TestCase):
     return replicas
 
   @tiers.named_parameters(
-    tiers.soak('sgd', sgd, {}),
+    ('sgd', sgd, {}),
     tiers.soak('adam', adam, {}),
-    ('global_clipnorm', adam, {'global_clipnorm': 0.1}),
+    tiers.full('global_clipnorm', adam, {'global_clipnorm': 0.1}),
     tiers.soak('clipnorm', sgd, {'clipnorm': 0.1}),
     tiers.soak('ema', adam, {'use_ema': True, 'ema_overwrite_frequency': 1}),
     tiers.full('weight_decay', adam, {'weight_decay': 0.1}),
@@ -252,6 +252,7 @@ class FitTest(tf.test.TestCase, parameterized.TestCase):
     model.fit(*data, verbose=0, **options)
 
   @tiers.parameters('arrays', tiers.full('data set'))
+  @pytest.mark.full
   def test_a_step_is_built(self, kind):
     data = (np.ones([32, 3], np.float32), np.ones([32, 1], np.float32))
     with self.assertRaisesRegex(

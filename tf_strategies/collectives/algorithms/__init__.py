@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from tf_strategies import errors
 from tf_strategies.collectives import schedule
 
-ALGORITHMS: Mapping[str, Callable[[int], schedule.Schedule]] = (
+ALGORITHMS: Mapping[str, Callable[..., schedule.Schedule]] = (
   types.MappingProxyType(
     {
       module.name: getattr(
@@ -35,31 +35,12 @@ ALGORITHMS: Mapping[str, Callable[[int], schedule.Schedule]] = (
 
 
 def build(name: str, world_size: int) -> schedule.Schedule:
-  """The schedule of an algorithm.
-
-  Args:
-    name: of a module in this package.
-    world_size: number of ranks.
-
-  Returns:
-    The schedule, with the algorithm's defaults.
-
-  Raises:
-    UnsupportedOptionError: there is no algorithm of that name.
-    ScheduleError: `world_size` is not a positive integer.
-  """
+  """The schedule of an algorithm with its defaults; see `check`."""
   return ALGORITHMS[check(name)](world_size)
 
 
 def check(name: str, *others: str) -> str:
-  """Checks the name of an algorithm.
-
-  Args:
-    name: what to check.
-    *others: names that are allowed besides, for instance 'auto'.
-
-  Returns:
-    The name.
+  """Returns the name of an algorithm, or one of `others` such as 'auto'.
 
   Raises:
     UnsupportedOptionError: there is no algorithm of that name.

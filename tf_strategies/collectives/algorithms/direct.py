@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-
 from tf_strategies.collectives import schedule
 
 
+@schedule.algorithm
 def direct_all_reduce(world_size: int) -> schedule.Schedule:
   """Every rank owns one chunk, adds it up, and sends the sum to all.
 
@@ -14,10 +13,9 @@ def direct_all_reduce(world_size: int) -> schedule.Schedule:
   in 2 rounds and over all N (N - 1) links: good where every pair of ranks has
   its own link or copies are free, poor where they share a switch port.
 
-  Source: the pairwise exchange of Thakur, Rabenseifner and Gropp,
-  "Optimization of collective communication operations in MPICH",
-  International Journal of High Performance Computing Applications 19, 2005,
-  with all its steps in one round.
+  Source: the pairwise exchange of Thakur, Rabenseifner and Gropp, "Optimization
+  of collective communication operations in MPICH", IJHPCA 19, 2005, with all
+  its steps in one round.
 
   Example:
 
@@ -34,11 +32,6 @@ def direct_all_reduce(world_size: int) -> schedule.Schedule:
   Raises:
     ScheduleError: `world_size` is not a positive integer.
   """
-  return _build(schedule.check_world_size(world_size))
-
-
-@functools.lru_cache(maxsize=32)
-def _build(world_size: int) -> schedule.Schedule:
   transfers = []
   for owner in range(world_size):
     for rank in range(world_size):

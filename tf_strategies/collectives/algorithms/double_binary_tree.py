@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-
-from tf_strategies import errors
 from tf_strategies.collectives import schedule
 
 
+@schedule.algorithm
 def double_binary_tree_all_reduce(
   world_size: int, segments: int = 1
 ) -> schedule.Schedule:
@@ -43,17 +41,8 @@ def double_binary_tree_all_reduce(
   Raises:
     ScheduleError: `world_size` or `segments` is not a positive integer.
   """
-  world_size = schedule.check_world_size(world_size)
-  if not schedule.is_int(segments) or segments < 1:
-    raise errors.ScheduleError(
-      f'Expected segments to be a positive integer, got {segments!r}. Fix: '
-      'leave it out for one chunk in each half.'
-    )
-  return _build(world_size, int(segments))
-
-
-@functools.lru_cache(maxsize=32)
-def _build(world_size: int, segments: int) -> schedule.Schedule:
+  fix = 'Fix: leave it out for one chunk in each half.'
+  segments = schedule.check_int('segments', segments, 1, fix=fix)
   if world_size == 1:
     return schedule.Schedule('double_binary_tree', 1, 1, ())
   height = world_size.bit_length() - 1

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-
 from tf_strategies.collectives import schedule
 
 
+@schedule.algorithm
 def halving_doubling_all_reduce(world_size: int) -> schedule.Schedule:
   """Recursive vector halving with distance doubling, and back.
 
@@ -15,17 +14,14 @@ def halving_doubling_all_reduce(world_size: int) -> schedule.Schedule:
   rank sends `2 (N - 1) / N * L` bytes of a buffer of L, as in a ring, in
   2 log2 N rounds.
 
-  With P < N ranks, P the largest power of two, the first N - P even ranks
-  fold their buffers into their right neighbours before, and get the sum back
-  from them after: two rounds of L bytes more.
-
-  Chunks that one rank sends to another in one round are neighbours in the
-  buffer, so that an executor can send them as one piece.
+  Where the largest power of two P is below N, the first N - P even ranks fold
+  their buffers into their right neighbours before, and get the sum back after:
+  two rounds of L bytes more. What a rank sends to another in one round are
+  neighbours in the buffer.
 
   Source: Rabenseifner, "Optimization of collective reduction operations",
   ICCS 2004; Thakur, Rabenseifner and Gropp, "Optimization of collective
-  communication operations in MPICH", International Journal of High
-  Performance Computing Applications 19, 2005.
+  communication operations in MPICH", IJHPCA 19, 2005.
 
   Example:
 
@@ -43,11 +39,6 @@ def halving_doubling_all_reduce(world_size: int) -> schedule.Schedule:
   Raises:
     ScheduleError: `world_size` is not a positive integer.
   """
-  return _build(schedule.check_world_size(world_size))
-
-
-@functools.lru_cache(maxsize=32)
-def _build(world_size: int) -> schedule.Schedule:
   num_chunks = 1 << (world_size.bit_length() - 1)
   folded = world_size - num_chunks
   # Position -> rank: of each folded pair the odd rank stays in the game.

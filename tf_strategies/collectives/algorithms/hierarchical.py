@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
 from tf_strategies import errors
@@ -10,6 +9,7 @@ from tf_strategies.collectives import schedule
 from tf_strategies.collectives.algorithms import ring
 
 
+@schedule.algorithm
 def hierarchical_all_reduce(
   world_size: int, group_size: int | None = None
 ) -> schedule.Schedule:
@@ -25,9 +25,8 @@ def hierarchical_all_reduce(
   2 (g - 1) + 2 (G - 1) rounds instead of a flat ring's 2 (N - 1).
 
   Source: Jia et al., "Highly scalable deep learning training system with
-  mixed-precision: training ImageNet in four minutes", 2018 (hierarchical
-  all-reduce); Ueno and Yokota, "Exhaustive study of hierarchical AllReduce
-  patterns for large messages between GPUs", CCGRID 2019.
+  mixed-precision: training ImageNet in four minutes", 2018; Ueno and Yokota,
+  "Exhaustive study of hierarchical AllReduce patterns", CCGRID 2019.
 
   Example:
 
@@ -47,9 +46,8 @@ def hierarchical_all_reduce(
     ScheduleError: `world_size` is not a positive integer, or `group_size` is
       not one that divides it.
   """
-  world_size = schedule.check_world_size(world_size)
   if group_size is None:
-    return _build(world_size, default_group_size(world_size))
+    group_size = default_group_size(world_size)
   if (
     not schedule.is_int(group_size) or group_size < 1 or world_size % group_size
   ):
@@ -58,7 +56,27 @@ def hierarchical_all_reduce(
       f'group_size ({group_size!r}) must divide world_size ({world_size}): '
       f'use one of {divisors}.'
     )
-  return _build(world_size, int(group_size))
+  group_size = int(group_size)
+  num_groups = world_size // group_size
+  # Block b is what place b - 1 of every group sums up across the groups.
+  blocks = [
+    range(b * num_groups, (b + 1) * num_groups) for b in range(group_size)
+  ]
+  across = group_size - 1  # The round in which the rings across groups start.
+  gather = across + 2 * (num_groups - 1)
+  transfers: list[schedule.Transfer] = []
+  for group in range(num_groups):
+    members = range(group * group_size, (group + 1) * group_size)
+    transfers += ring.ring_half(members, blocks, 0, True)
+    transfers += ring.ring_half(members, blocks, gather, False)
+  for place in range(group_size):
+    peers = range(place, world_size, group_size)
+    chunks = [(chunk,) for chunk in blocks[(place + 1) % group_size]]
+    transfers += ring.ring_half(peers, chunks, across, True)
+    transfers += ring.ring_half(peers, chunks, across + num_groups - 1, False)
+  return schedule.Schedule(
+    'hierarchical', world_size, world_size, tuple(transfers)
+  )
 
 
 def default_group_size(world_size: int) -> int:
@@ -85,28 +103,4 @@ def default_group_size(world_size: int) -> int:
   # below, and d + N / d >= 2 sqrt(N) puts N / d farther away.
   return max(
     d for d in range(1, math.isqrt(world_size) + 1) if world_size % d == 0
-  )
-
-
-@functools.lru_cache(maxsize=32)
-def _build(world_size: int, group_size: int) -> schedule.Schedule:
-  num_groups = world_size // group_size
-  # Block b is what place b - 1 of every group sums up across the groups.
-  blocks = [
-    range(b * num_groups, (b + 1) * num_groups) for b in range(group_size)
-  ]
-  across = group_size - 1  # The round in which the rings across groups start.
-  gather = across + 2 * (num_groups - 1)
-  transfers: list[schedule.Transfer] = []
-  for group in range(num_groups):
-    members = range(group * group_size, (group + 1) * group_size)
-    transfers += ring.ring_reduce_scatter(members, blocks, 0)
-    transfers += ring.ring_all_gather(members, blocks, gather)
-  for place in range(group_size):
-    peers = range(place, world_size, group_size)
-    chunks = [(chunk,) for chunk in blocks[(place + 1) % group_size]]
-    transfers += ring.ring_reduce_scatter(peers, chunks, across)
-    transfers += ring.ring_all_gather(peers, chunks, across + num_groups - 1)
-  return schedule.Schedule(
-    'hierarchical', world_size, world_size, tuple(transfers)
   )

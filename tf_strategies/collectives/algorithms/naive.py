@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-
 from tf_strategies.collectives import schedule
 
 
+@schedule.algorithm
 def naive_all_reduce(world_size: int, root: int = 0) -> schedule.Schedule:
   """Every rank sends all it has to the root, which sends the sum to all.
 
@@ -29,12 +28,7 @@ def naive_all_reduce(world_size: int, root: int = 0) -> schedule.Schedule:
     ScheduleError: `world_size` is not a positive integer, or `root` is not a
       rank.
   """
-  world_size = schedule.check_world_size(world_size)
-  return _build(world_size, schedule.check_root(root, world_size))
-
-
-@functools.lru_cache(maxsize=32)
-def _build(world_size: int, root: int) -> schedule.Schedule:
+  root = schedule.check_root(root, world_size)
   others = [rank for rank in range(world_size) if rank != root]
   gather = [schedule.Transfer(0, rank, root, 0, True) for rank in others]
   broadcast = [schedule.Transfer(1, root, rank, 0, False) for rank in others]

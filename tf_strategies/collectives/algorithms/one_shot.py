@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-
 from tf_strategies.collectives import schedule
 
 
+@schedule.algorithm
 def one_shot_all_reduce(world_size: int) -> schedule.Schedule:
   """Every rank sends its whole buffer to all others and adds what it gets.
 
@@ -29,11 +28,6 @@ def one_shot_all_reduce(world_size: int) -> schedule.Schedule:
   Raises:
     ScheduleError: `world_size` is not a positive integer.
   """
-  return _build(schedule.check_world_size(world_size))
-
-
-@functools.lru_cache(maxsize=32)
-def _build(world_size: int) -> schedule.Schedule:
   ranks = range(world_size)
   return schedule.Schedule(
     'one_shot',

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 
 from tf_strategies.collectives import schedule
 
 
+@schedule.algorithm
 def ring_all_reduce(world_size: int) -> schedule.Schedule:
   """Reduce-scatter around a ring, then all-gather around the same ring.
 
@@ -17,8 +17,7 @@ def ring_all_reduce(world_size: int) -> schedule.Schedule:
   of any all-reduce, reached in 2 (N - 1) rounds.
 
   Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for
-  clusters of workstations", Journal of Parallel and Distributed Computing 69,
-  2009.
+  clusters of workstations", JPDC 69, 2009.
 
   Example:
 
@@ -37,32 +36,27 @@ def ring_all_reduce(world_size: int) -> schedule.Schedule:
   Raises:
     ScheduleError: `world_size` is not a positive integer.
   """
-  return _build(schedule.check_world_size(world_size))
-
-
-@functools.lru_cache(maxsize=32)
-def _build(world_size: int) -> schedule.Schedule:
   ranks = range(world_size)
-  chunks = [(chunk,) for chunk in range(world_size)]
-  return schedule.Schedule(
-    'ring',
-    world_size,
-    world_size,
-    (
-      *ring_reduce_scatter(ranks, chunks, first_round=0),
-      *ring_all_gather(ranks, chunks, first_round=world_size - 1),
-    ),
+  chunks = [(chunk,) for chunk in ranks]
+  halves = (
+    *ring_half(ranks, chunks, first_round=0, reduce=True),
+    *ring_half(ranks, chunks, first_round=world_size - 1, reduce=False),
   )
+  return schedule.Schedule('ring', world_size, world_size, halves)
 
 
-def ring_reduce_scatter(
-  ranks: Sequence[int], blocks: Sequence[Sequence[int]], first_round: int
+def ring_half(
+  ranks: Sequence[int],
+  blocks: Sequence[Sequence[int]],
+  first_round: int,
+  reduce: bool,
 ) -> Iterator[schedule.Transfer]:
-  """The first half of a ring: position i ends up with block i + 1 complete.
+  """Yields a reduce-scatter or an all-gather, over `len(ranks) - 1` rounds.
 
   Example:
 
-    >>> [(t.src, t.chunk) for t in ring_reduce_scatter([5, 7], [[0], [1]], 0)]
+    >>> half = ring_half([5, 7], [[0], [1]], first_round=0, reduce=True)
+    >>> [(t.src, t.chunk) for t in half]
     [(5, 0), (7, 1)]
 
   Args:
@@ -70,39 +64,12 @@ def ring_reduce_scatter(
     blocks: as many groups of chunks as there are members; a block travels as
       one.
     first_round: the round of the first transfers.
-
-  Yields:
-    Transfers over `len(ranks) - 1` rounds.
+    reduce: True for the reduce-scatter, after which position i holds block
+      i + 1 complete; False for the all-gather, which begins there.
   """
   size = len(ranks)
   for step in range(size - 1):
     for position, src in enumerate(ranks):
-      for chunk in blocks[(position - step) % size]:
+      for chunk in blocks[(position - step + (not reduce)) % size]:
         dst = ranks[(position + 1) % size]
-        yield schedule.Transfer(first_round + step, src, dst, chunk, True)
-
-
-def ring_all_gather(
-  ranks: Sequence[int], blocks: Sequence[Sequence[int]], first_round: int
-) -> Iterator[schedule.Transfer]:
-  """The second half: starts where position i holds block i + 1 complete.
-
-  Example:
-
-    >>> [(t.src, t.chunk) for t in ring_all_gather([5, 7], [[0], [1]], 1)]
-    [(5, 1), (7, 0)]
-
-  Args:
-    ranks: the members of the ring, in order.
-    blocks: as for `ring_reduce_scatter`.
-    first_round: the round of the first transfers.
-
-  Yields:
-    Transfers over `len(ranks) - 1` rounds.
-  """
-  size = len(ranks)
-  for step in range(size - 1):
-    for position, src in enumerate(ranks):
-      for chunk in blocks[(position + 1 - step) % size]:
-        dst = ranks[(position + 1) % size]
-        yield schedule.Transfer(first_round + step, src, dst, chunk, False)
+        yield schedule.Transfer(first_round + step, src, dst, chunk, reduce)

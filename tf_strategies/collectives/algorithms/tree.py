@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-
 from tf_strategies.collectives import schedule
 
 
+@schedule.algorithm
 def tree_all_reduce(world_size: int, root: int = 0) -> schedule.Schedule:
   """Reduces along a binomial tree to the root, and broadcasts back along it.
 
@@ -14,8 +13,7 @@ def tree_all_reduce(world_size: int, root: int = 0) -> schedule.Schedule:
   latency outweighs bandwidth.
 
   Source: Thakur, Rabenseifner and Gropp, "Optimization of collective
-  communication operations in MPICH", International Journal of High
-  Performance Computing Applications 19, 2005 (binomial reduce and broadcast).
+  communication operations in MPICH", IJHPCA 19, 2005.
 
   Example:
 
@@ -34,12 +32,7 @@ def tree_all_reduce(world_size: int, root: int = 0) -> schedule.Schedule:
     ScheduleError: `world_size` is not a positive integer, or `root` is not a
       rank.
   """
-  world_size = schedule.check_world_size(world_size)
-  return _build(world_size, schedule.check_root(root, world_size))
-
-
-@functools.lru_cache(maxsize=32)
-def _build(world_size: int, root: int) -> schedule.Schedule:
+  root = schedule.check_root(root, world_size)
   depth = (world_size - 1).bit_length()
   transfers = []
   for level in range(depth):

@@ -46,13 +46,7 @@ NONE = CODECS['none']
 
 
 def get(name: str) -> codec_lib.Codec:
-  """The codec of a name.
-
-  Args:
-    name: of a module in this package.
-
-  Returns:
-    The codec; one serves all tensors, their states are apart.
+  """The codec of a name; one serves all tensors, their states are apart.
 
   Raises:
     UnsupportedOptionError: there is no codec of that name.
@@ -83,10 +77,9 @@ def wire_bytes(name: str, dtype: np.dtype, length: int) -> int:
 def for_array(name: str, dtype: np.dtype) -> codec_lib.Codec:
   """What arrays of a dtype travel as when a codec is asked for.
 
-  A codec is for floats, and where its payload is smaller than the array.
-  Integers and complex numbers travel as they are, exactly. 16-bit floats are
-  payloads already: they travel as they are too, but are added in float32 and
-  rounded once a hop.
+  A codec is for floats, and where its payload is smaller than the array. All
+  else travels as it is; but 16-bit floats, which are payloads already, are added
+  in float32 and rounded once a hop.
 
   Example:
 
@@ -94,13 +87,6 @@ def for_array(name: str, dtype: np.dtype) -> codec_lib.Codec:
     ['float16', 'float16', 'none']
     >>> for_array('none', np.dtype('f2')).name
     'float16'
-
-  Args:
-    name: of the codec that is asked for.
-    dtype: of the array, in the byte order of this machine.
-
-  Returns:
-    The codec that is used.
 
   Raises:
     UnsupportedOptionError: there is no codec of that name.
@@ -110,8 +96,6 @@ def for_array(name: str, dtype: np.dtype) -> codec_lib.Codec:
   for codec in CODECS.values():
     if codec.cast_dtype == dtype.name and dtype.isnative:
       own = codec
-  if wanted is NONE or (own is NONE and dtype.kind != 'f'):
-    return own
-  if wanted.payload_bytes(_MANY) < _MANY * dtype.itemsize:
-    return wanted
-  return own
+  is_float = own is not NONE or dtype.kind == 'f'
+  is_smaller = wanted.payload_bytes(_MANY) < _MANY * dtype.itemsize
+  return wanted if is_float and is_smaller and wanted is not NONE else own

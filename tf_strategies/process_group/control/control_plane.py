@@ -13,11 +13,11 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import json
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from tf_strategies import errors
 from tf_strategies.process_group import failure_detection
 from tf_strategies.process_group import options as options_lib
 from tf_strategies.process_group import state as state_lib
@@ -28,19 +28,16 @@ from tf_strategies.process_group.network import protocol, server
 _Kind = protocol.Kind
 _DESCRIBE_SECONDS = 1.0
 _FLUSH_SECONDS = 1.0
+# A rank gives up an exchange by itself if rank 0 does not even say who is late.
+_SLACK_SECONDS = 5.0
 # If no decision comes in this time, rank 0 is in trouble itself.
 _DECISION_SECONDS = _DESCRIBE_SECONDS + 2.0
 
 
 class ControlPlane:
-  """Links to rank 0, or on rank 0 to all other ranks.
+  """Links to rank 0, or on rank 0 to all other ranks; owns its connections.
 
-  Args:
-    host: whose event loop and thread all of this runs in.
-    state: of the group.
-    connections: by rank; owned from here on.
-    options: of the group.
-    own_joiners: the tasks that asked this process for a new group.
+  `own_joiners` are the tasks that asked this process for a new group.
   """
 
   def __init__(
@@ -55,17 +52,14 @@ class ControlPlane:
     self._state = state
     self._interval = options.heartbeat_interval_seconds
     self._own_joiners = own_joiners
-    self._links = {
-      rank: Outbox(connection, state.generation)
-      for rank, connection in connections.items()
-    }
+    self._links = dict(connections)
     self._monitor = failure_detection.HeartbeatMonitor(
       self._links,
       options.heartbeat_interval_seconds,
       options.heartbeat_timeout_seconds,
       time.monotonic(),
     )
-    self._joiners: dict[int, frozenset[int]] = {}
+    self._joiners: dict[int, set[int]] = {}
     # The descriptions that have come for each inquiry that waits for some.
     self._inquiries: list[dict[int, Any]] = []
     self._diagnosing = False
@@ -88,8 +82,8 @@ class ControlPlane:
     limit = len(self._state.members) * (protocol.MAX_PAYLOAD_BYTES + 8)
     self._tasks = [self._host.spawn(self._beat())]
     for rank, link in self._links.items():
-      link.connection.max_payload = limit
-      self._tasks.append(self._host.spawn(self._read(rank, link.connection)))
+      link.max_payload, link.generation = limit, self._state.generation
+      self._tasks.append(self._host.spawn(self._read(rank, link)))
     self._state.on_failure(lambda: self._post(self._exchanges.fail))
 
   # From any thread.
@@ -112,9 +106,15 @@ class ControlPlane:
     self, tag: str, payload: bytes, timeout_seconds: float
   ) -> list[bytes]:
     """See `ProcessGroup.exchange`."""
-    call = exchange_lib.Call(tag, payload, timeout_seconds)
-    self._post(self._exchanges.begin, call)
-    return call.result()
+    future: concurrent.futures.Future = concurrent.futures.Future()
+    self._post(self._exchanges.begin, tag, payload, timeout_seconds, future)
+    try:
+      return future.result(timeout_seconds + _SLACK_SECONDS)
+    except concurrent.futures.TimeoutError:
+      raise errors.CollectiveTimeoutError(
+        f'exchange {tag!r} got no answer from rank 0 within '
+        f'{timeout_seconds:g} s.'
+      ) from None
 
   def describe_ranks(self, timeout_seconds: float) -> dict[int, Any]:
     """See `ProcessGroup.describe_ranks`."""
@@ -130,8 +130,8 @@ class ControlPlane:
 
   def joiners(self) -> tuple[int, ...]:
     """Tasks that wait for a new group, as far as this rank knows."""
-    heard = frozenset().union(self._own_joiners(), *self._joiners.values())
-    return tuple(sorted(heard))
+    heard = list(self._joiners.values())
+    return tuple(sorted({*self._own_joiners()}.union(*heard)))
 
   def close(self) -> None:
     """Says goodbye, waits until it is sent, and closes the connections."""
@@ -165,18 +165,18 @@ class ControlPlane:
       link.close()
     self._exchanges.fail()
 
-  async def _read(
-    self, rank: int, connection: connection_lib.Connection
-  ) -> None:
+  async def _read(self, rank: int, link: connection_lib.Connection) -> None:
     try:
       while True:
-        frame = await connection.receive()
+        frame = await link.receive()
         self._monitor.heard(rank, time.monotonic())
         if frame.generation != self._state.generation:
           raise protocol.ProtocolError('a frame is of another generation')
-        self._handlers[frame.kind](rank, frame)
-    except (OSError, protocol.ProtocolError, KeyError) as e:
-      connection.shut_down()
+        is_binary = frame.kind in exchange_lib.KINDS
+        message = frame if is_binary else connection_lib.decode(frame)
+        self._handlers[frame.kind](rank, message)
+    except (OSError, *protocol.MALFORMED) as e:
+      link.shut_down()
       closed = isinstance(e, ConnectionError)
       why = 'its connection is closed' if closed else str(e) or type(e).__name__
       self._lose(rank, f'died or was disconnected ({why})')
@@ -202,7 +202,7 @@ class ControlPlane:
   def _send_all(self, kind: protocol.Kind, message: Any) -> None:
     for rank, link in self._links.items():
       if rank not in self._state.departed:
-        link.put(kind, message)
+        link.send(kind, message)
 
   def _declare_failed(self, report: state_lib.FailureReport) -> None:
     if self._state.failure is not None:
@@ -215,14 +215,14 @@ class ControlPlane:
     elif 0 in self._state.departed:
       self._state.fail(report)
     else:
-      center.put(_Kind.REPORT, {'failure': report.to_json()})
+      center.send(_Kind.REPORT, {'failure': report.to_json()})
 
   def _report(self, suspicion: dict[str, Any]) -> None:
     center = self._links.get(0)
     if center is None:
       self._host.spawn(self._decide(suspicion))
     else:
-      center.put(_Kind.REPORT, suspicion)
+      center.send(_Kind.REPORT, suspicion)
 
   async def _decide(self, suspicion: dict[str, Any]) -> None:
     if self._diagnosing or self._state.failure is not None:
@@ -258,32 +258,27 @@ class ControlPlane:
       self._inquiries = [i for i in self._inquiries if i is not said]
     return dict(sorted(said.items()))
 
-  def _on_report(self, rank: int, frame: protocol.Frame) -> None:
-    report = connection_lib.decode(frame)
+  def _on_report(self, rank: int, report: dict[str, Any]) -> None:
     if 'failure' in report:
       failure = state_lib.FailureReport.from_json(report['failure'])
       self._declare_failed(failure)
     else:
       self._report(report)
 
-  def _on_failed(self, rank: int, frame: protocol.Frame) -> None:
-    message = connection_lib.decode(frame)
+  def _on_failed(self, rank: int, message: dict[str, Any]) -> None:
     self._state.fail(state_lib.FailureReport.from_json(message))
 
-  def _on_describe(self, rank: int, frame: protocol.Frame) -> None:
-    self._links[rank].put(_Kind.DESCRIPTION, self._state.describe())
+  def _on_describe(self, rank: int, message: None) -> None:
+    self._links[rank].send(_Kind.DESCRIPTION, self._state.describe())
 
-  def _on_description(self, rank: int, frame: protocol.Frame) -> None:
-    description = connection_lib.decode(frame)
+  def _on_description(self, rank: int, description: dict[str, Any]) -> None:
     for said in self._inquiries:
       said[rank] = description
 
-  def _on_heartbeat(self, rank: int, frame: protocol.Frame) -> None:
-    message = connection_lib.decode(frame)
-    self._joiners[rank] = frozenset(message['joiners'])
+  def _on_heartbeat(self, rank: int, message: dict[str, Any]) -> None:
+    self._joiners[rank] = set(message['joiners'])
 
-  def _on_goodbye(self, rank: int, frame: protocol.Frame) -> None:
-    message = connection_lib.decode(frame)
+  def _on_goodbye(self, rank: int, message: dict[str, Any]) -> None:
     leaver, last = message['rank'], message['last']
     self._state.departed[leaver] = last
     if self._state.rank == 0:
@@ -292,63 +287,3 @@ class ControlPlane:
     operation = self._state.operation
     if operation.busy and operation.sequence > last:
       self._state.fail(self._state.left(leaver))
-
-
-class Outbox:
-  """Sends frames without waiting; what does not fit is sent later.
-
-  Args:
-    connection: owned from here on.
-    generation: of the group.
-  """
-
-  def __init__(self, connection: connection_lib.Connection, generation: int):
-    self.connection = connection
-    self._generation = generation
-    self._sock = connection.detach()
-    self._loop = asyncio.get_running_loop()
-    self._data = bytearray()
-    self._closed = False
-
-  @property
-  def pending(self) -> bool:
-    """Whether something is still to be sent."""
-    return bool(self._data)
-
-  def put(self, kind: protocol.Kind, message: Any = None) -> None:
-    """Sends a frame that holds a JSON value."""
-    self.put_frame(kind, '', json.dumps(message).encode('utf-8'))
-
-  def put_frame(self, kind: protocol.Kind, tag: str, payload: bytes) -> None:
-    """Sends a frame."""
-    if self._closed:
-      return
-    idle = not self._data
-    self._data += protocol.Frame(kind, self._generation, tag, payload).pack()
-    if idle:
-      self._flush()
-      if self._data:
-        self._loop.add_writer(self._sock, self._flush)
-
-  def close(self) -> None:
-    """Closes the connection; its reader must have ended."""
-    self._stop()
-    self.connection.shut_down()
-    self.connection.close()
-
-  def _flush(self) -> None:
-    try:
-      del self._data[: self._sock.send(self._data)]
-    except (BlockingIOError, InterruptedError):
-      return
-    except OSError:
-      # Whoever reads from this connection notices, and reports it.
-      self._stop()
-    if not self._data:
-      self._loop.remove_writer(self._sock)
-
-  def _stop(self) -> None:
-    if not self._closed:
-      self._closed = True
-      self._data.clear()
-      self._loop.remove_writer(self._sock)

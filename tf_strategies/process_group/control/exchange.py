@@ -4,62 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import dataclasses
 import json
 import struct
 from collections.abc import Mapping
-from typing import Any
+from typing import NamedTuple
 
 from tf_strategies import errors
 from tf_strategies.process_group import state as state_lib
+from tf_strategies.process_group.network import connection as connection_lib
 from tf_strategies.process_group.network import protocol
 
 _Kind = protocol.Kind
+# The kinds of frames of exchanges.
+KINDS = (_Kind.EXCHANGE, _Kind.RESULT, _Kind.LATE)
 _SECONDS = struct.Struct('!d')
 _LENGTH = struct.Struct('!Q')
-# A rank gives up by itself if rank 0 does not even say who is late.
-_SLACK_SECONDS = 5.0
 
 
-@dataclasses.dataclass(eq=False)
-class Call:
-  """One rank's call of `exchange`.
+class _Call(NamedTuple):
+  """This rank's call for one tag."""
 
-  Attributes:
-    tag: where the calls of all ranks meet.
-    payload: of this rank.
-    timeout_seconds: how long to wait for the others.
-    future: gets the payloads of all ranks, or an error.
-  """
-
-  tag: str
-  payload: bytes
   timeout_seconds: float
-  future: concurrent.futures.Future = dataclasses.field(
-    default_factory=concurrent.futures.Future
-  )
-
-  def result(self) -> list[bytes]:
-    """Waits for the payloads of all ranks."""
-    try:
-      return self.future.result(self.timeout_seconds + _SLACK_SECONDS)
-    except concurrent.futures.TimeoutError:
-      raise errors.CollectiveTimeoutError(
-        f'exchange {self.tag!r} got no answer from rank 0 within '
-        f'{self.timeout_seconds:g} s.'
-      ) from None
+  future: concurrent.futures.Future
 
 
-@dataclasses.dataclass
-class _Meeting:
+class _Meeting(NamedTuple):
   """On rank 0: what has come for one tag."""
 
-  payloads: dict[int, bytes] = dataclasses.field(default_factory=dict)
-  timers: list[asyncio.TimerHandle] = dataclasses.field(default_factory=list)
-
-  def cancel_timers(self) -> None:
-    for timer in self.timers:
-      timer.cancel()
+  payloads: dict[int, bytes]
+  timers: list[asyncio.TimerHandle]
 
 
 class Exchanges:
@@ -69,44 +42,53 @@ class Exchanges:
 
   Args:
     state: of the group.
-    links: outboxes by rank; of rank 0 alone on the others.
+    links: connections by rank; to rank 0 alone on the others.
   """
 
-  def __init__(self, state: state_lib.GroupState, links: Mapping[int, Any]):
+  def __init__(
+    self,
+    state: state_lib.GroupState,
+    links: Mapping[int, connection_lib.Connection],
+  ):
     self._state = state
     self._links = links
     self._loop = asyncio.get_running_loop()
-    self._calls: dict[str, Call] = {}
+    self._calls: dict[str, _Call] = {}
     self._meetings: dict[str, _Meeting] = {}
 
-  def begin(self, call: Call) -> None:
-    """Sends this rank's payload to rank 0."""
+  def begin(
+    self,
+    tag: str,
+    payload: bytes,
+    timeout_seconds: float,
+    future: concurrent.futures.Future,
+  ) -> None:
+    """Sends this rank's payload; `future` gets all ranks', or an error."""
     if self._state.failure is not None or self._state.departed:
-      call.future.set_exception(self._failure())
-    elif call.tag in self._calls:
-      call.future.set_exception(
+      future.set_exception(self._failure())
+    elif tag in self._calls:
+      future.set_exception(
         errors.UnsupportedOptionError(
-          f'exchange with tag={call.tag!r} twice at the same time',
+          f'exchange with tag={tag!r} twice at the same time',
           'one call for each tag until all ranks have their answers',
           'use a tag of its own for each meeting, with a counter, say',
         )
       )
     else:
-      self._calls[call.tag] = call
+      self._calls[tag] = _Call(timeout_seconds, future)
       if self._state.rank == 0:
-        self._contribute(0, call.tag, call.payload, call.timeout_seconds)
+        self._contribute(0, tag, payload, timeout_seconds)
       else:
-        payload = _SECONDS.pack(call.timeout_seconds) + call.payload
-        self._links[0].put_frame(_Kind.EXCHANGE, call.tag, payload)
+        payload = _SECONDS.pack(timeout_seconds) + payload
+        self._links[0].send_frame(_Kind.EXCHANGE, tag, payload)
 
   def fail(self) -> None:
     """Ends what cannot complete any more: the group failed or a rank left."""
     calls, self._calls = self._calls, {}
     for call in calls.values():
       call.future.set_exception(self._failure())
-    for meeting in self._meetings.values():
-      meeting.cancel_timers()
-    self._meetings.clear()
+    for tag in list(self._meetings):
+      self._end(tag)
 
   def on_contribution(self, rank: int, frame: protocol.Frame) -> None:
     """On rank 0: another rank's payload."""
@@ -121,24 +103,27 @@ class Exchanges:
 
   def on_late(self, rank: int, frame: protocol.Frame) -> None:
     """On the others: the ranks that did not come in time."""
-    self._give_up(frame.tag, json.loads(frame.payload))
+    self._give_up(frame.tag, connection_lib.decode(frame))
 
   def _contribute(
     self, rank: int, tag: str, payload: bytes, seconds: float
   ) -> None:
-    meeting = self._meetings.setdefault(tag, _Meeting())
+    meeting = self._meetings.setdefault(tag, _Meeting({}, []))
     meeting.payloads[rank] = payload
     if len(meeting.payloads) < len(self._state.members):
       timer = self._loop.call_later(seconds, self._late, rank, tag, meeting)
       meeting.timers.append(timer)
       return
-    meeting.cancel_timers()
-    del self._meetings[tag]
+    self._end(tag)
     payloads = [meeting.payloads[r] for r in range(len(self._state.members))]
     packed = b''.join(_LENGTH.pack(len(p)) + p for p in payloads)
     for link in self._links.values():
-      link.put_frame(_Kind.RESULT, tag, packed)
+      link.send_frame(_Kind.RESULT, tag, packed)
     self._finish(tag, payloads)
+
+  def _end(self, tag: str) -> None:
+    for timer in self._meetings.pop(tag).timers:
+      timer.cancel()
 
   def _late(self, rank: int, tag: str, meeting: _Meeting) -> None:
     ranks = range(len(self._state.members))
@@ -146,7 +131,9 @@ class Exchanges:
     if rank == 0:
       self._give_up(tag, missing)
     else:
-      self._links[rank].put_frame(_Kind.LATE, tag, json.dumps(missing).encode())
+      self._links[rank].send_frame(
+        _Kind.LATE, tag, json.dumps(missing).encode()
+      )
 
   def _give_up(self, tag: str, missing: list[int]) -> None:
     call = self._calls.pop(tag, None)

@@ -59,11 +59,7 @@ class Request:
 
   @classmethod
   def unpack(cls, data: bytes) -> Request:
-    """The request of `REQUEST_BYTES` bytes.
-
-    Raises:
-      ProtocolError: they are none, or of another version.
-    """
+    """The request of `REQUEST_BYTES` bytes; ProtocolError if they are none."""
     magic, version, purpose, *rest = _REQUEST.unpack(data)
     if magic != _MAGIC or version != protocol.PROTOCOL_VERSION:
       raise protocol.ProtocolError(f'it began with {data[:6]!r}')
@@ -74,12 +70,7 @@ class Request:
 
 
 class Handshake:
-  """The hashes of one connection, for either side.
-
-  Args:
-    secret: of the job; None where none is used.
-    request: how the connection begins.
-  """
+  """The hashes of one connection, for either side."""
 
   def __init__(self, secret: bytes | None, request: Request):
     self._secret = secret or b''
@@ -95,10 +86,6 @@ class Handshake:
 
   def prove(self, answer: bytes, server: str) -> bytes:
     """Checks the server's answer and returns the client's proof.
-
-    Args:
-      answer: `ANSWER_BYTES` bytes.
-      server: names it in messages.
 
     Raises:
       ProtocolError: the bytes are no answer.

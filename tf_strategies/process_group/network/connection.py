@@ -22,29 +22,53 @@ class Connection:
   """A non-blocking socket that carries frames.
 
   Reads exactly what a frame needs, so that the socket can change hands between
-  two frames. One task at a time may send, and one may receive.
+  two frames. One task at a time may receive. Sends never wait: what does not fit
+  is sent later, and whoever receives notices that a connection is broken.
 
   Args:
     sock: connected and non-blocking; owned from here on.
+
+  Attributes:
+    max_payload: the most bytes that a frame may announce.
+    generation: of the group, in each frame that is sent.
   """
 
   def __init__(self, sock: socket.socket):
     self._loop = asyncio.get_running_loop()
     self._sock = sock
+    self._unsent = bytearray()
+    self._broken = False
     self.max_payload = protocol.MAX_PAYLOAD_BYTES
+    self.generation = 0
     with contextlib.suppress(OSError):
       sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-  async def write(self, data: bytes) -> None:
+  @property
+  def pending(self) -> bool:
+    """Whether something is still to be sent."""
+    return bool(self._unsent)
+
+  def write(self, data: bytes) -> None:
     """Sends bytes."""
-    await self._loop.sock_sendall(self._sock, data)
+    if self._broken:
+      return
+    idle = not self._unsent
+    self._unsent += data
+    if idle:
+      self._flush()
+      if self._unsent:
+        self._loop.add_writer(self._sock, self._flush)
+
+  def send(self, kind: protocol.Kind, message: Any = None) -> None:
+    """Sends a frame that holds a JSON value."""
+    self.send_frame(kind, '', json.dumps(message).encode('utf-8'))
+
+  def send_frame(self, kind: protocol.Kind, tag: str, payload: bytes) -> None:
+    """Sends a frame."""
+    self.write(protocol.Frame(kind, self.generation, tag, payload).pack())
 
   async def read(self, size: int) -> bytes:
-    """Receives exactly `size` bytes.
-
-    Raises:
-      ConnectionError: the peer closed before.
-    """
+    """Receives exactly `size` bytes; ConnectionError if the peer closed before."""
     data = bytearray(size)
     view = memoryview(data)
     while view:
@@ -53,13 +77,6 @@ class Connection:
         raise ConnectionResetError('the peer closed the connection')
       view = view[count:]
     return bytes(data)
-
-  async def send(
-    self, kind: protocol.Kind, message: Any = None, generation: int = 0
-  ) -> None:
-    """Sends a frame that holds a JSON value."""
-    payload = json.dumps(message).encode('utf-8')
-    await self.write(protocol.Frame(kind, generation, payload=payload).pack())
 
   async def receive(self) -> protocol.Frame:
     """Receives a frame."""
@@ -72,11 +89,7 @@ class Connection:
     return protocol.Frame(kind, generation, name, payload)
 
   async def expect(self, *kinds: protocol.Kind) -> tuple[protocol.Kind, Any]:
-    """Receives a frame of one of the kinds; its kind and JSON value.
-
-    Raises:
-      ProtocolError: it is of another kind, or not JSON.
-    """
+    """Receives a frame of one of the kinds, else ProtocolError; its JSON value."""
     frame = await self.receive()
     if frame.kind not in kinds:
       raise protocol.ProtocolError(f'the peer sent {frame.kind.name}')
@@ -89,11 +102,30 @@ class Connection:
 
   def close(self) -> None:
     """Closes the socket; only where no task waits for it."""
+    self._give_up()
+    self.shut_down()
     self._sock.close()
 
   def detach(self) -> socket.socket:
     """Hands the socket over."""
     return self._sock
+
+  def _flush(self) -> None:
+    try:
+      del self._unsent[: self._sock.send(self._unsent)]
+    except (BlockingIOError, InterruptedError):
+      return
+    except OSError:
+      self._give_up()
+    if not self._unsent:
+      self._loop.remove_writer(self._sock)
+
+  def _give_up(self) -> None:
+    self._broken = True
+    if self._unsent:
+      self._unsent.clear()
+      if not self._loop.is_closed():
+        self._loop.remove_writer(self._sock)
 
 
 def decode(frame: protocol.Frame) -> Any:
@@ -148,10 +180,10 @@ async def _dial(address, request, secret) -> Connection:
   connection = await _connect(address)
   try:
     handshake = authentication.Handshake(secret, request)
-    await connection.write(request.pack())
+    connection.write(request.pack())
     answer = await connection.read(authentication.ANSWER_BYTES)
     proof = handshake.prove(answer, f'task {request.server} at {address}')
-    await connection.write(proof)
+    connection.write(proof)
     # The server's last word, so that a refusal is not taken for a breakdown.
     if await connection.read(1) != b'\1':
       raise errors.AuthenticationError(
@@ -195,22 +227,16 @@ async def _resolve(host: str, port: int) -> list[tuple[int, tuple]]:
 async def accept(
   connection: Connection, task: int, secret: bytes | None
 ) -> authentication.Request:
-  """The server's side of the handshake; returns the client's request.
-
-  Raises:
-    OSError: it closed the connection.
-    ProtocolError: it is another program, or looks for another task.
-    AuthenticationError: it does not know the secret.
-  """
+  """The server's side of the handshake; returns the client's request."""
   data = await connection.read(authentication.REQUEST_BYTES)
   request = authentication.Request.unpack(data)
   if request.server != task:
     raise protocol.ProtocolError(f'it looks for task {request.server}')
   answer, expected = authentication.Handshake(secret, request).answer()
-  await connection.write(answer)
+  connection.write(answer)
   proof = await connection.read(authentication.PROOF_BYTES)
   if not hmac.compare_digest(proof, expected):
-    await connection.write(b'\0')
+    connection.write(b'\0')
     raise errors.AuthenticationError('its proof is wrong')
-  await connection.write(b'\1')
+  connection.write(b'\1')
   return request

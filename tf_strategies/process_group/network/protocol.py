@@ -34,23 +34,16 @@ class ProtocolError(Exception):
   """Bytes that are not of this protocol; internal."""
 
 
+# What decoding a message of another or a broken program raises.
+MALFORMED = (ProtocolError, KeyError, TypeError, ValueError)
+
+
 @dataclasses.dataclass(frozen=True)
 class DataHeader:
   """Comes before the bytes of one collective on each link that it uses.
 
-  Two ranks that are at the same collective have equal headers.
-
-  Attributes:
-    kind: 'all_reduce', 'reduce_scatter', 'all_gather', 'broadcast' or
-      'barrier'.
-    generation: of the group.
-    sequence: counts the collectives of the group, from 1.
-    algorithm: how the bytes move.
-    op: what combines them, and their encoding.
-    dtype: of the array, as NumPy spells it.
-    num_bytes: of the array.
-    extra: the root of a broadcast.
-    checksum: of all that must agree.
+  Two ranks that are at the same collective have equal headers: `checksum` is of
+  everything that must agree, the rest tells people.
   """
 
   kind: str
@@ -78,11 +71,7 @@ class DataHeader:
 
   @classmethod
   def unpack(cls, data: bytes) -> DataHeader:
-    """The header of `DATA_HEADER_BYTES` bytes.
-
-    Raises:
-      ProtocolError: the bytes are none.
-    """
+    """The header of `DATA_HEADER_BYTES` bytes; ProtocolError if they are none."""
     magic, version, *values = _DATA.unpack(data)
     if magic != _DATA_MAGIC or version != PROTOCOL_VERSION:
       raise ProtocolError(f'a data header begins with {bytes(data[:5])!r}')
@@ -146,10 +135,7 @@ class Frame:
 def frame_lengths(
   header: bytes, max_payload: int = MAX_PAYLOAD_BYTES
 ) -> tuple[Kind, int, int, int]:
-  """Reads the header of a frame.
-
-  Returns:
-    Its kind, its generation, and the lengths of tag and payload.
+  """Kind and generation of a frame, and the lengths of its tag and payload.
 
   Raises:
     ProtocolError: it is none, or announces more than the limits allow.

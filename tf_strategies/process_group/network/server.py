@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import collections
 import errno
 import socket
 import threading
@@ -34,15 +33,7 @@ Handler = Callable[
 class Server:
   """One thread with an event loop for all connections but data links.
 
-  Args:
-    address: 'host:port' to listen at.
-    task: this process's.
-    secret: of the job.
-    handlers: for each purpose a coroutine that gets an authenticated
-      connection, and owns it.
-
-  Raises:
-    RendezvousError: the address cannot be listened at.
+  The handler of its purpose gets, and then owns, an authenticated connection.
   """
 
   def __init__(
@@ -55,9 +46,7 @@ class Server:
     self._task = task
     self._secret = secret
     self._handlers = dict(handlers)
-    self._unauthenticated: collections.OrderedDict[asyncio.Task, None] = (
-      collections.OrderedDict()
-    )
+    self._unauthenticated: dict[asyncio.Task, None] = {}  # The oldest first.
     self._tasks: set[asyncio.Task] = set()
     self._listener = _listen(address, task)
     self.loop = asyncio.new_event_loop()
@@ -124,7 +113,7 @@ class Server:
       self._unauthenticated[task] = None
       task.add_done_callback(lambda t: self._unauthenticated.pop(t, None))
       if len(self._unauthenticated) > _MAX_UNAUTHENTICATED:
-        oldest, _ = self._unauthenticated.popitem(last=False)
+        oldest = next(iter(self._unauthenticated))
         oldest.cancel()
         # Until it has closed its socket: else they could pile up.
         await asyncio.gather(oldest, return_exceptions=True)
@@ -138,11 +127,7 @@ class Server:
     except asyncio.CancelledError:
       connection.close()
       raise
-    except (
-      OSError,
-      protocol.ProtocolError,
-      errors.AuthenticationError,
-    ) as e:
+    except (OSError, protocol.ProtocolError, errors.AuthenticationError) as e:
       connection.close()
       logging.log_every_n_seconds(
         logging.WARNING,

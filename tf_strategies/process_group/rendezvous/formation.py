@@ -34,14 +34,7 @@ class ProposalFailedError(Exception):
 
 
 class Proposal:
-  """A group in the making, seen by one member.
-
-  Args:
-    generation: of the group.
-    seats: by rank.
-    task: this process's.
-    dial: opens an authenticated connection to a task.
-  """
+  """A group in the making, seen by one member."""
 
   def __init__(
     self,
@@ -68,34 +61,26 @@ class Proposal:
     )
 
   async def lead(self) -> None:
-    """The leader's part.
-
-    Raises:
-      ProposalFailedError: a member did not take part.
-    """
+    """The leader's part; ProposalFailedError if a member did not take part."""
     try:
       await together(self._invite(rank) for rank in range(1, len(self.seats)))
-      await self._tell(_Kind.MESH)
+      self._tell(_Kind.MESH)
       await together(
         [
           self._meshed.wait(),
           *(c.expect(_Kind.READY) for c in self.connections.values()),
         ]
       )
-      await self._tell(_Kind.COMMIT)
+      self._tell(_Kind.COMMIT)
     except BaseException:
       self.close()
       raise
 
   async def follow(self, leader: connection_lib.Connection) -> None:
-    """A member's part, after it has accepted.
-
-    Raises:
-      ProposalFailedError: the leader or another member gave up.
-    """
+    """A member's part; ProposalFailedError if another one gave up."""
     self.connections[0] = leader
     try:
-      await leader.send(_Kind.ACCEPT)
+      leader.send(_Kind.ACCEPT)
       await together([leader.expect(_Kind.MESH)])
       # Both at once: the leader may die before the mesh is complete.
       await together([self._mesh(leader), leader.expect(_Kind.COMMIT)])
@@ -122,7 +107,6 @@ class Proposal:
     for sock in self.sockets.values():
       sock.close()
     for connection in self.connections.values():
-      connection.shut_down()
       connection.close()
 
   def _check_meshed(self) -> None:
@@ -136,49 +120,42 @@ class Proposal:
     self.connections[rank] = connection
     seats = [dataclasses.astuple(seat) for seat in self.seats]
     message = {'generation': self.generation, 'seats': seats}
-    await connection.send(_Kind.PROPOSE, message, self.generation)
+    connection.send(_Kind.PROPOSE, message)
     kind, reason = await connection.expect(_Kind.ACCEPT, _Kind.REJECT)
     if kind is _Kind.REJECT:
       raise ProposalFailedError(
         f'task {self.seats[rank].task} declined: {reason}'
       )
 
-  async def _tell(self, kind: protocol.Kind) -> None:
-    await together(
-      connection.send(kind, None, self.generation)
-      for connection in self.connections.values()
-    )
+  def _tell(self, kind: protocol.Kind) -> None:
+    for connection in self.connections.values():
+      connection.send(kind)
 
   async def _mesh(self, leader: connection_lib.Connection) -> None:
     await together(self._join(rank) for rank in range(self.rank))
     self._lower_done = True
     self._check_meshed()
     await self._meshed.wait()
-    await leader.send(_Kind.READY, None, self.generation)
+    leader.send(_Kind.READY)
 
   async def _join(self, rank: int) -> None:
     connection = await self._dial(
       self.seats[rank].task, authentication.Purpose.DATA
     )
     self.sockets[rank] = connection.detach()
-    await connection.send(
+    connection.send(
       _Kind.JOIN,
       {
         'rank': self.rank,
         'generation': self.generation,
         'incarnation': self.seats[self.rank].incarnation,
       },
-      self.generation,
     )
     await connection.expect(_Kind.ACCEPT)
 
 
 async def together(coroutines: Iterable[Awaitable[Any]]) -> None:
-  """Runs coroutines at once; the first failure ends the others.
-
-  Raises:
-    ProposalFailedError: one failed, or they took too long.
-  """
+  """Runs coroutines at once; ProposalFailedError if one fails or is too slow."""
   tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
   if not tasks:
     return

@@ -38,27 +38,16 @@ class Seat:
 
 @dataclasses.dataclass
 class View:
-  """What is known of one other task.
+  """What is known of one other task."""
 
-  Attributes:
-    incarnation: tells a restarted process from its predecessor.
-    state: what it said last.
-    generation: the highest that it has seen.
-    progress: how far it has come.
-    idle_since: since when it has been between groups; None while it is not.
-    reached_at: when it last answered at its address; None for never.
-    problem: why it does not answer.
-    refused: whether the problem is the secret.
-  """
-
-  incarnation: str = ''
-  state: State = State.IDLE
-  generation: int = 0
+  incarnation: str = ''  # Tells a restarted process from its predecessor.
+  state: State = State.IDLE  # What it said last.
+  generation: int = 0  # The highest that it has seen.
   progress: int = 0
-  idle_since: float | None = None
-  reached_at: float | None = None
-  problem: str = 'it was never reached'
-  refused: bool = False
+  idle_since: float | None = None  # Since when it has been between groups.
+  reached_at: float | None = None  # When it last answered at its address.
+  problem: str = 'it was never reached'  # Why it does not answer.
+  refused: bool = False  # Whether the problem is the secret.
 
   def is_fresh(self, now: float) -> bool:
     """Whether it has answered just now."""
@@ -66,14 +55,7 @@ class View:
 
 
 class Membership:
-  """The state of every task, and what follows from it.
-
-  Args:
-    addresses: of all tasks.
-    task: this process's.
-    incarnation: of this process.
-    options: how many members a group needs.
-  """
+  """The state of every task, and what follows from it."""
 
   def __init__(
     self,
@@ -121,17 +103,12 @@ class Membership:
     self._rivals.clear()
     for view in self.views.values():
       view.reached_at = view.idle_since = None
-      view.problem, view.refused = 'it was never reached', False
+      view.problem, view.refused = View.problem, False
 
   def heard(
     self, message: Mapping[str, Any], now: float, reached: bool
   ) -> None:
-    """Notes the `hello()` of another task.
-
-    Args:
-      message: the hello.
-      now: the time.
-      reached: whether it came from the task's address, rather than from a call.
+    """Notes the `hello()` of a task, `reached` at its address or calling here.
 
     Raises:
       RendezvousError, ClusterConfigError: the two can never form a group.
@@ -203,13 +180,11 @@ class Membership:
     forming = [t for t, v in fresh.items() if v.state is State.FORMING]
     # A lower task leads; or a group runs, which will form again; or a worker
     # has just left one, perhaps with the only state that there is.
-    waits = (
-      any(t < self.task for t in forming)
-      or any(v.state is State.RUNNING for v in fresh.values())
-      or any(
-        v.idle_since is not None and now - v.idle_since < self._patience
-        for v in fresh.values()
-      )
+    waits = any(
+      (v.state is State.FORMING and t < self.task)
+      or v.state is State.RUNNING
+      or (v.idle_since is not None and now - v.idle_since < self._patience)
+      for t, v in fresh.items()
     )
     there = sorted([self.task, *forming])
     if waits or len(there) < self._minimum:

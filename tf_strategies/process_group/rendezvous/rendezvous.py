@@ -31,8 +31,6 @@ _POLL_SECONDS_PER_WORKER = 0.005
 _REFUSAL_SECONDS = 1.0
 # Silence after which a connection that only polls is given up.
 _IDLE_SECONDS = 30.0
-# What decoding a message of another or a broken program raises.
-_MALFORMED = (protocol.ProtocolError, KeyError, TypeError, ValueError)
 
 
 class Rendezvous:
@@ -94,13 +92,8 @@ class Rendezvous:
 
     May be called again after a failure, or to let joiners in: a group that
     still runs is closed first. The new group has all workers that are there, at
-    least `min_workers`, and a higher generation; ranks follow the tasks.
-
-    Args:
-      progress: how far this worker has come; all see it in `members`.
-
-    Returns:
-      The group.
+    least `min_workers`, and a higher generation; ranks follow the tasks. All see
+    in `members` how far each has come: its `progress`.
 
     Raises:
       RendezvousError: workers are missing at the deadline, run another
@@ -184,7 +177,7 @@ class Rendezvous:
         self._refuse(e)
       except OSError as e:
         self._membership.lost(task, _why(e))
-      except _MALFORMED as e:
+      except protocol.MALFORMED as e:
         self._membership.lost(task, f'something else is there: {e}')
       await asyncio.sleep(pause)
 
@@ -192,7 +185,7 @@ class Rendezvous:
     connection = await self._dial(task, _Purpose.POLL)
     try:
       while True:
-        await connection.send(_Kind.HELLO, self._membership.hello())
+        connection.send(_Kind.HELLO, self._membership.hello())
         _, message = await connection_lib.within(
           authentication.HANDSHAKE_SECONDS, connection.expect(_Kind.HELLO)
         )
@@ -208,14 +201,16 @@ class Rendezvous:
         _, message = await connection_lib.within(
           _IDLE_SECONDS, connection.expect(_Kind.HELLO)
         )
+        if connection.pending:
+          return  # It does not read its answers.
         try:
           self._membership.heard(message, time.monotonic(), reached=False)
         except errors.Error as e:
           self._refuse(e)
-        await connection.send(_Kind.HELLO, self._membership.hello())
+        connection.send(_Kind.HELLO, self._membership.hello())
     except OSError:
       return  # It has what it wanted, or is gone.
-    except _MALFORMED as e:
+    except protocol.MALFORMED as e:
       logging.log_every_n_seconds(
         logging.WARNING, 'Task %d sent nonsense: %s', 10, request.client, e
       )
@@ -246,10 +241,10 @@ class Rendezvous:
       if self._proposal is not None:
         objection = 'it takes part in another proposal'
       if objection:
-        await connection.send(_Kind.REJECT, objection)
+        connection.send(_Kind.REJECT, objection)
         connection.close()
         return
-    except (OSError, *_MALFORMED):
+    except (OSError, *protocol.MALFORMED):
       connection.close()
       return
     await self._take_part(generation, seats, connection)
@@ -281,9 +276,9 @@ class Rendezvous:
       proposal, rank = self._proposal, message['rank']
       if proposal is None or not proposal.expects(rank, message):
         raise protocol.ProtocolError('a data link belongs to no proposal')
-      await connection.send(_Kind.ACCEPT)
+      connection.send(_Kind.ACCEPT)
       proposal.add(rank, connection.detach())
-    except (OSError, *_MALFORMED) as e:
+    except (OSError, *protocol.MALFORMED) as e:
       connection.close()
       logging.info('Task %d refused a data link: %s', self._task, e)
 

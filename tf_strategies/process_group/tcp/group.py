@@ -13,15 +13,7 @@ from tf_strategies.process_group.tcp import transport as transport_lib
 
 
 class TcpProcessGroup(planned.PlannedGroup):
-  """See the base class; made by `Rendezvous.form`.
-
-  Args:
-    state: what the group's threads share.
-    transport: the data links.
-    control: the control plane.
-    options: of the group.
-    on_end: called once the group is closed.
-  """
+  """See the base class; made by `Rendezvous.form`."""
 
   name = 'tcp'
   elastic = True

@@ -149,7 +149,7 @@ class CentralStorageExtended(mirrored_extended.ExactMirroredExtended):
       container_strategy, devices, cross_device_ops, _CentralReducer
     )
     self._parameter_device = parameter_device
-    self._reads = statistics.CallStatistics('read')
+    self._reads = statistics.CallStatistics()
 
   @property
   def parameter_devices(self):

@@ -120,7 +120,7 @@ class DeviceReducer:
     collective_ops,
   ):
     self.devices = tuple(devices)
-    self.in_control_flow = statistics.CallStatistics('all_reduce')
+    self.in_control_flow = statistics.CallStatistics()
     self._choose_ops = choose_ops
     self._options = options
     self._collective_ops = collective_ops

@@ -197,7 +197,7 @@ class RuntimeCommunicator(communicator.Communicator):
 
   def _count(self, kind):
     if kind not in self._statistics:
-      self._statistics[kind] = statistics.CallStatistics(kind)
+      self._statistics[kind] = statistics.CallStatistics()
     self._statistics[kind].record([self._host], [0])
 
   def _reduce(self, launcher, tensor, merge_op):

@@ -19,8 +19,11 @@ import tensorflow as tf
 
 from tf_strategies import errors
 
+# What completion markers count the steps of: tasks, or splits of the data.
+TASKS, SPLITS = 0, 1
+
 _ALIGNMENT = 64
-HEADER = 2  # int64: number of the task, first step to do.
+_HEADER_BYTES = 16  # int64: number of the task, first step to do.
 _FIX_SPARSE = (
   'in the input pipeline, or let the workers read the data: '
   'strategy.distribute_datasets_from_function'
@@ -42,6 +45,8 @@ class Layout:
   steps: int
   hides_rows: bool = False
 
+  kind = TASKS
+
   @functools.cached_property
   def specs(self) -> list[tf.TensorSpec]:
     """Of the arrays of a batch."""
@@ -58,29 +63,27 @@ class Layout:
   @functools.cached_property
   def sizes(self) -> list[int]:
     """Bytes of each array of one batch, padded."""
-    return [
-      _padded(math.prod(s.shape.as_list()) * s.dtype.size) for s in self.specs
-    ]
+    return [-(-_size(s) // _ALIGNMENT) * _ALIGNMENT for s in self.specs]
 
   @property
   def num_bytes(self) -> int:
     """Of a message."""
-    return _padded(8 * HEADER) + self.steps * sum(self.sizes)
+    return _ALIGNMENT + self.steps * sum(self.sizes)
 
   @functools.cached_property
   def key(self) -> Any:
     """Equal for equal layouts."""
     specs = tuple((tuple(s.shape), s.dtype) for s in self.specs)
     names = tf.nest.map_structure(lambda s: s is not None, self.structure)
-    return repr(names), specs, self.steps, self.hides_rows
+    return self.kind, repr(names), specs, self.steps, self.hides_rows
 
   def encode(
     self, task: int, first: int, batches: Sequence[Sequence[np.ndarray]]
   ) -> np.ndarray:
     """The message of a task, as uint8."""
     message = np.empty(self.num_bytes, np.uint8)
-    message[: 8 * HEADER].view(np.int64)[:] = task, first
-    position = _padded(8 * HEADER)
+    message[:_HEADER_BYTES].view(np.int64)[:] = task, first
+    position = _ALIGNMENT
     for arrays in batches:
       for array, size in zip(arrays, self.sizes, strict=True):
         flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
@@ -90,21 +93,16 @@ class Layout:
 
   def decode_header(self, message: tf.Tensor) -> tf.Tensor:
     """Task, first step: int64 [2]."""
-    header = tf.reshape(message[: 8 * HEADER], [HEADER, 8])
-    return tf.bitcast(header, tf.int64)
+    return tf.bitcast(tf.reshape(message[:_HEADER_BYTES], [2, 8]), tf.int64)
 
   def decode_batch(self, message: tf.Tensor, step: tf.Tensor | int) -> Any:
     """The batch of one step."""
-    start = _padded(8 * HEADER)
-    if self.steps == 1:
-      row = message[start:]
-    else:
-      rows = tf.reshape(message[start:], [self.steps, sum(self.sizes)])
-      row = tf.gather(rows, step)
+    row = message[_ALIGNMENT:]
+    if self.steps > 1:
+      row = tf.gather(tf.reshape(row, [self.steps, sum(self.sizes)]), step)
     found, position = [], 0
     for spec, size in zip(self.specs, self.sizes, strict=True):
-      used = math.prod(spec.shape.as_list()) * spec.dtype.size
-      tensor = _from_bytes(row[position : position + used], spec)
+      tensor = _from_bytes(row[position : position + _size(spec)], spec)
       if self.hides_rows:
         # A reshape would not do: TensorFlow infers rows from the elements.
         tensor = tf.raw_ops.PlaceholderWithDefault(
@@ -114,14 +112,25 @@ class Layout:
       position += size
     return pack(self.structure, found)
 
+  # What a worker's function takes its batches from.
+
+  @property
+  def argument(self) -> tf.TensorSpec:
+    """Of what the function is given."""
+    return tf.TensorSpec([self.num_bytes], tf.uint8)
+
+  def first_step(self, argument: tf.Tensor) -> tf.Tensor:
+    """The first step to do, int64."""
+    return self.decode_header(argument)[1]
+
+  def read(self, argument: tf.Tensor, step: tf.Tensor) -> tuple[Any, Any, Any]:
+    """The batch of a step; whose marker, and to which count, it then sets."""
+    key = self.decode_header(argument)[0]
+    return self.decode_batch(argument, step), key, step + 1
+
 
 class Batch:
-  """A batch as its arrays.
-
-  Args:
-    data: structure of tensors or arrays.
-    hides_rows: as of `Layout`.
-  """
+  """A structure of tensors or arrays, as its arrays."""
 
   def __init__(self, data: Any, hides_rows: bool = False):
     self.structure = tf.nest.map_structure(_spec, data)
@@ -140,10 +149,6 @@ class Batch:
     rows = {a.shape[:1] for a in self.arrays}
     self.hides_rows = hides_rows and len(rows) == 1 and () not in rows
 
-  def part(self, arrays: Sequence[np.ndarray]) -> Batch:
-    """A batch of some of the rows."""
-    return Batch(pack(self.structure, arrays), self.hides_rows)
-
   def microbatches(self, count: int) -> list[Batch]:
     """The rows in `count` parts, as even as can be, none empty."""
     rows = {a.shape[0] if a.ndim else None for a in self.arrays}
@@ -157,7 +162,10 @@ class Batch:
     count = max(1, min(count, total))
     starts = [total * i // count for i in range(count + 1)]
     return [
-      self.part([a[first:last] for a in self.arrays])
+      Batch(
+        pack(self.structure, [a[first:last] for a in self.arrays]),
+        self.hides_rows,
+      )
       for first, last in itertools.pairwise(starts)
     ]
 
@@ -180,19 +188,18 @@ def pack(structure: Any, tensors: Sequence[Any]) -> Any:
   )
 
 
-def _padded(size: int) -> int:
-  return -(-size // _ALIGNMENT) * _ALIGNMENT
+def _size(spec) -> int:
+  return math.prod(spec.shape.as_list()) * spec.dtype.size
 
 
 def _from_bytes(part, spec):
-  shape = spec.shape.as_list()
   if spec.dtype == tf.bool:
-    return tf.reshape(tf.not_equal(part, 0), shape)
-  if spec.dtype == tf.uint8:
-    return tf.reshape(part, shape)
-  if spec.dtype.size > 1:
-    part = tf.reshape(part, [-1, spec.dtype.size])
-  return tf.reshape(tf.bitcast(part, spec.dtype), shape)
+    part = tf.not_equal(part, 0)
+  elif spec.dtype != tf.uint8:
+    if spec.dtype.size > 1:
+      part = tf.reshape(part, [-1, spec.dtype.size])
+    part = tf.bitcast(part, spec.dtype)
+  return tf.reshape(part, spec.shape.as_list())
 
 
 def _spec(tensor) -> tf.TensorSpec | None:

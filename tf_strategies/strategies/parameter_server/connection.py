@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import enum
 import math
 import os
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import tensorflow as tf
 
@@ -26,6 +25,8 @@ _SETTLE_SECONDS = 0.3
 _UNSETTLED_SECONDS = 5.0
 # Connecting waits for tasks that have died since they were looked for.
 _CONNECT_SECONDS = 60.0
+
+_HELLO = keepalive.Answer.HELLO
 
 Task = tuple[str, int]
 
@@ -117,16 +118,6 @@ def wait_for_tasks(
   reachability.wait_for_tasks(by_name, deadline_seconds, what_for)
 
 
-class State(enum.Enum):
-  """What a task is to this process."""
-
-  CONNECTED = 'connected'
-  # Gone; or restarted, so that it knows nothing of this process.
-  DEAD = 'dead'
-  # Stopped or unreachable: an answer may never come.
-  SILENT = 'silent'
-
-
 class Liveness:
   """Tells dead tasks from living ones, and connects to restarted ones.
 
@@ -140,61 +131,51 @@ class Liveness:
   TensorFlow's own `check_alive` says yes for a restarted task, and a stopped
   one blocks it, and with it all threads of Python, forever.
 
-  Args:
-    cluster: with the jobs ps and worker.
-    keepalive_timeout: seconds without any answer after which calls to a task
-      are ended, so that it counts as dead.
+  Calls to a task that answers nothing for `keepalive_timeout` seconds are ended,
+  so that it counts as dead.
   """
 
   def __init__(
     self, cluster: config_lib.ClusterConfig, keepalive_timeout: float = 60.0
   ):
     self._addresses = addresses(cluster)
+    self._servers = {task for task in self._addresses if task[0] == 'ps'}
     self._lock = threading.Lock()
     # While it reconnects, tasks cannot be told apart.
     self._is_settled = threading.Event()
     self._is_settled.set()
     self._changed_at = -math.inf
-    self._generation = 0
+    # Counts the reconnections to all tasks.
+    self.generation = 0
     # Servers that were connected to again before anybody noticed their death.
     self._unrestored: set[Task] = set()
     self._keepalive = keepalive.Keepalive(self._addresses, keepalive_timeout)
 
-  @property
-  def generation(self) -> int:
-    """Counts the reconnections to all tasks."""
-    return self._generation
-
   def address(self, job: str, index: int) -> str:
     """Where a task listens."""
     return self._addresses[job, index]
-
-  def dead_server(self) -> int | None:
-    """Index of the first parameter server whose variables are gone."""
-    for task, state in self._states(self._servers()).items():
-      if task in self._unrestored or self._is_gone(task, state):
-        return task[1]
-    return None
 
   def is_worker_alive(self, worker: int) -> bool:
     """Whether a worker is still the process that this one connected to.
 
     A silent one may be, until `keepalive_timeout`.
     """
-    task = 'worker', worker
-    return not self._is_gone(task, self._states([task])[task])
+    return not self._gone([('worker', worker)])
 
   def silent_tasks(self) -> list[str]:
     """Names of the tasks that do not answer."""
-    states = self._states(self._addresses)
     return [
       f'{job} {index} at {self.address(job, index)}'
-      for (job, index), state in states.items()
-      if state is not State.CONNECTED
+      for (job, index), answer in self._ask(self._addresses).items()
+      if answer is not _HELLO
     ]
 
-  def server_error(self, server: int) -> errors.ParameterServerUnavailableError:
-    """The error that names a dead parameter server."""
+  def server_error(self) -> errors.ParameterServerUnavailableError | None:
+    """The error that names a server whose variables are gone, if there is one."""
+    gone = self._unrestored | self._gone(self._servers)
+    if not gone:
+      return None
+    _, server = min(gone)
     address = self.address('ps', server)
     error = errors.ParameterServerUnavailableError(
       f'parameter server ps {server} at {address} died or was restarted: its '
@@ -205,15 +186,9 @@ class Liveness:
     error.server, error.address = server, address
     return error
 
-  def explain(self, error: Exception) -> Exception:
-    """The error to raise for one that the coordinator itself has met."""
-    server = self.dead_server()
-    return error if server is None else self.server_error(server)
-
   def is_complete(self) -> bool:
     """Whether every task answers, for which connecting to one waits."""
-    answers = keepalive.ask_all(self._addresses).values()
-    return all(a is keepalive.Answer.HELLO for a in answers)
+    return set(keepalive.ask_all(self._addresses).values()) == {_HELLO}
 
   def changed_recently(self) -> bool:
     """Whether it has just reconnected.
@@ -224,24 +199,18 @@ class Liveness:
     return time.monotonic() - self._changed_at < _UNSETTLED_SECONDS
 
   def rejoin(self, worker: int, lost_in: int) -> bool:
-    """Connects to a worker that was restarted.
-
-    Returns:
-      Whether it can be used.
-    """
+    """Connects to a worker that was restarted; returns whether it can be used."""
     task = 'worker', worker
     with self._lock:
       # Another thread may have connected to all of them.
-      states = self._states(self._addresses)
-      if self._generation == lost_in or states[task] is not State.CONNECTED:
-        if State.SILENT in states.values():
+      answers = self._ask(self._addresses)
+      if self.generation == lost_in or answers[task] is not _HELLO:
+        if keepalive.Answer.NOTHING in answers.values():
           return False
-        self._unrestored.update(
-          t for t in self._servers() if self._is_gone(t, states[t])
-        )
+        self._unrestored |= self._gone_of(answers) & self._servers
         self._connect_again()
-        states = self._states([task])
-      return states[task] is State.CONNECTED
+        answers = self._ask([task])
+      return answers[task] is _HELLO
 
   def wait_for_all(self, deadline_seconds: float) -> None:
     """Waits until every task listens, and connects to all of them.
@@ -255,8 +224,10 @@ class Liveness:
     wait_for_tasks(self._addresses, deadline_seconds, 'to continue training')
     with self._lock:
       while True:
-        states = self._states(self._addresses)
-        silent = [t for t, state in states.items() if state is State.SILENT]
+        answers = self._ask(self._addresses)
+        silent = [
+          t for t, a in answers.items() if a is keepalive.Answer.NOTHING
+        ]
         if not silent:
           break
         if time.monotonic() > ends_at:
@@ -273,37 +244,39 @@ class Liveness:
     """Ends the keepalive thread."""
     self._keepalive.close()
 
-  def _servers(self) -> list[Task]:
-    return [task for task in self._addresses if task[0] == 'ps']
+  def _gone(self, tasks: Iterable[Task]) -> set[Task]:
+    return self._gone_of(self._ask(tasks))
 
-  def _is_gone(self, task: Task, state: State) -> bool:
-    return state is State.DEAD or self._keepalive.is_disconnected(task)
+  def _gone_of(self, answers: Mapping[Task, keepalive.Answer]) -> set[Task]:
+    """Those that are dead; or restarted, so that they know nothing of us."""
+    return {
+      task
+      for task, answer in answers.items()
+      if answer is keepalive.Answer.REFUSED
+      or self._keepalive.is_disconnected(task)
+    }
 
-  def _states(self, tasks: Iterable[Task]) -> dict[Task, State]:
-    """Asks tasks, all at the same time."""
+  def _ask(self, tasks: Iterable[Task]) -> dict[Task, keepalive.Answer]:
+    """Asks tasks, all at the same time; another process refuses."""
     ends_at = time.monotonic() + _CONNECT_SECONDS
     while True:
       self._is_settled.wait(max(0.0, ends_at - time.monotonic()))
-      generation = self._generation
+      generation = self.generation
       found = keepalive.concurrently(
-        self._state, tasks, State.SILENT, _PROBE_SECONDS
+        self._ask_one, tasks, keepalive.Answer.NOTHING, _PROBE_SECONDS
       )
       # Tasks may seem dead while they are connected to.
-      is_sure = self._generation == generation and self._is_settled.is_set()
+      is_sure = self.generation == generation and self._is_settled.is_set()
       if is_sure or time.monotonic() > ends_at:
         return found
 
-  def _state(self, task: Task) -> State:
+  def _ask_one(self, task: Task) -> keepalive.Answer:
     answer = keepalive.ask(self._addresses[task])
-    if answer is keepalive.Answer.NOTHING:
-      return State.SILENT
     # No op is run where nobody answers: it might not return.
-    is_known = (
-      answer is keepalive.Answer.HELLO
-      and not self._keepalive.is_disconnected(task)
-      and _runs_ops(*task)
+    is_known = answer is not _HELLO or (
+      not self._keepalive.is_disconnected(task) and _runs_ops(*task)
     )
-    return State.CONNECTED if is_known else State.DEAD
+    return answer if is_known else keepalive.Answer.REFUSED
 
   def _connect_again(self):
     """Connects to every task, for which it waits: none may be silent."""
@@ -313,7 +286,7 @@ class Liveness:
       time.sleep(_SETTLE_SECONDS)
       _tf_internal.connect_again()
       self._keepalive.reset()
-      self._generation += 1
+      self.generation += 1
     finally:
       self._changed_at = time.monotonic()
       self._is_settled.set()

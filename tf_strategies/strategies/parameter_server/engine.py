@@ -7,28 +7,25 @@ gradient reaches the variables.
 
 from __future__ import annotations
 
-import abc
 import collections
+import functools
 import itertools
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
-
-import tensorflow as tf
 
 from tf_strategies import errors
 from tf_strategies.strategies.parameter_server import (
   batch_message,
   input,
   step_task,
-  traced_step,
   worker_function,
   worker_pool,
 )
 
 Step = step_task.Step
-Batch = batch_message.Batch
+Work = Sequence[batch_message.Batch] | input.Elements
 
 
 class Staleness:
@@ -68,8 +65,8 @@ class Staleness:
     self._applied += steps
 
 
-class Engine(abc.ABC):
-  """Runs steps in one mode.
+class Engine:
+  """Runs steps; each worker applies its gradient as soon as it has it.
 
   Args:
     pool: the workers.
@@ -85,44 +82,44 @@ class Engine(abc.ABC):
   ):
     self.markers = markers
     self.staleness = Staleness()
+    self.reports = step_task.Reports(pool, recovery.with_recovery)
     self._pool = pool
     self._steps_done = 0
     self._dropped = 0
     self._numbers = itertools.count(1)
-    self._lock = threading.Lock()
+    # What was traced for steps, and the data that workers read.
+    self._lock = threading.RLock()
     self._functions: dict[Any, Any] = {}
     self._sources = weakref.WeakSet()
-    self._reports = step_task.Reports(pool, recovery.with_recovery)
-    recovery.on_restored(self.forget)
+    recovery.on_restored = self.forget
 
-  @abc.abstractmethod
-  def train(self, step: Step, batches: Sequence[Batch]) -> Any:
-    """Begins the steps of these batches; waits while too many are running.
+  def begin(self, step: Step, work: Work) -> Any:
+    """Begins steps; waits while too many are running.
 
     Returns:
       The report of the newest step that is done, when it is read.
     """
+    return (self.train if step.trains else self.run)(step, work)
 
-  def run(self, step: Step, batches: Sequence[Batch]) -> Any:
-    """Runs steps without an optimizer (evaluation), as `train` does."""
-    for group in batch_message.alike(batches):
-      task = self._submit(step, group)
-    return self._reports.of(task)
+  def train(self, step: Step, work: Work) -> Any:
+    """Begins steps of training, as the mode does."""
+    return self.run(step, work)
 
-  def run_on_worker_input(
-    self, step: Step, source: input.Source, steps: int
-  ) -> Any:
-    """Begins steps on data that the workers read themselves."""
-    with self._lock:
-      self._sources.add(source)
-    task = step_task.InputTask(self, step, source, steps)
-    self._pool.submit(task)
-    return self._reports.of(task)
+  def run(self, step: Step, work: Work) -> Any:
+    """Begins steps, each on the first worker that is free."""
+    if isinstance(work, input.Elements):
+      with self._lock:
+        self._sources.add(work.source)
+      task = step_task.InputTask(self, step, work)
+      self._pool.submit(task)
+    else:
+      for batches in batch_message.alike(work):
+        task = self._submit(step, batches)
+    return self.reports.of(task)
 
-  def call(self, step: Step, batch: Batch) -> step_task.PendingCall:
+  def call(self, step: Step, batch: batch_message.Batch) -> step_task.StepTask:
     """Begins one step whose result is wanted (prediction)."""
-    task = self._submit(step, [batch], is_result_wanted=True)
-    return step_task.PendingCall(self._pool, task)
+    return self._submit(step, [batch], is_result_wanted=True)
 
   def _submit(self, step, batches, is_result_wanted=False):
     task = step_task.StepTask(
@@ -132,26 +129,20 @@ class Engine(abc.ABC):
     return task
 
   def drain(self) -> None:
-    """Waits until all steps are done.
+    """Waits until all steps are done, or raises what one failed with."""
+    self._pool.wait()
 
-    Raises:
-      ParameterServerUnavailableError: a server died.
-      WorkerUnavailableError: nothing happened for `step_timeout`.
-    """
-    if not self._pool.is_idle:
-      self._pool.wait()
-
-  def forget_reports(self) -> None:
-    """The coordinator writes variables: earlier reports are out of date."""
-    self._reports.forget()
+  def wait(self, until: Callable[[], bool]) -> None:
+    """Waits until a condition holds that the end of a task may change."""
+    self._pool.wait(until)
 
   def forget(self) -> None:
     """Servers were restored: variables have new handles, workers lost splits."""
     with self._lock:
       self._functions.clear()
-    self._reports.forget(keeps_numbers=True)
+    self.reports.forget(keeps_numbers=True)
     for worker in self._pool.workers:
-      self.lose_readers(worker)
+      self.lose_splits(worker)
 
   def report(self) -> dict[str, Any]:
     """Counters of this engine."""
@@ -178,87 +169,55 @@ class Engine(abc.ABC):
     if task.step.optimizers:
       self.staleness.end(worker, task.steps)
       self._steps_done += task.steps
-    self._reports.add(task)
+    self.reports.add(task)
 
   def others(self, worker: int) -> list[int]:
     """The other workers that are alive."""
     lost = self._pool.lost
     return [w for w in self._pool.workers if w != worker and w not in lost]
 
-  def lose_readers(self, worker: int) -> None:
+  def lose_splits(self, worker: int) -> None:
     """The splits that a worker was reading go to others."""
     with self._lock:
       sources = list(self._sources)
     for source in sources:
       source.lose(worker)
 
+  def discover(self, step: Step, structure: Any) -> worker_function.Discovery:
+    """What the step does with such batches."""
+    key = step, batch_message.Layout(structure, 1).key
+    return self._cached(key, lambda: self._discover(step, structure))
+
   def function(self, step: Step, layout: batch_message.Layout):
-    """The function for batches that are sent, and its discovery."""
-    return self._traced(
-      (step, 'message', layout.key),
-      layout.traced_structure,
-      lambda discovery: self._batch_function(step, layout, discovery),
-    )
+    """The function for batches of such messages or data, and its discovery."""
+    discovery = self.discover(step, layout.traced_structure)
+    arguments = step.run, layout, discovery, self.markers
+    return self._cached(
+      (step, 'function', layout.key),
+      lambda: self._function(step)(*arguments),
+    ), discovery
 
-  def input_function(self, step: Step, element_spec: Any, steps: int):
-    """The function for data that workers read, and its discovery."""
-    layout = batch_message.Layout(element_spec, steps)
-    return self._traced(
-      (step, 'input', layout.key),
-      element_spec,
-      lambda discovery: worker_function.InputFunction(
-        step.run, element_spec, steps, discovery, self.markers
-      ),
-    )
-
-  def outputs(self, step: Step, structure: Any) -> Any:
-    """What a step returns for such a batch: specs in its structure."""
+  def _cached(self, key, make):
     with self._lock:
-      return self._discover(step, structure).outputs
-
-  def _traced(self, key, structure, make):
-    """A function, made once a key, and the discovery of its step."""
-    with self._lock:
-      discovery = self._discover(key[0], structure)
       if key not in self._functions:
-        self._functions[key] = make(discovery)
-      return self._functions[key], discovery
+        self._functions[key] = make()
+      return self._functions[key]
 
-  def _discover(self, step, structure) -> worker_function.Discovery:
-    """Looks once a step and structure of batch."""
-    key = (step, 'discovery', batch_message.Layout(structure, 1).key)
-    if key not in self._functions:
-      self._functions[key] = self._look(step, structure)
-    return self._functions[key]
-
-  def _look(self, step, structure) -> worker_function.Discovery:
+  def _discover(self, step, structure):
     return worker_function.discover(step.run, structure)
 
-  def _batch_function(self, step, layout, discovery):
-    return worker_function.BatchFunction(
-      step.run, layout, discovery, self.markers
-    )
+  def _function(self, step) -> Callable:
+    """What makes the function of a step."""
+    del step
+    return worker_function.WorkerFunction
 
 
-class AsyncEngine(Engine):
-  """Each worker applies its gradient as soon as it has it."""
+class BoundedEngine(Engine):
+  """As `Engine`, but no worker is far ahead of the slowest (SSP, Ho et al. 2013).
 
-  def train(self, step: Step, batches: Sequence[Batch]) -> Any:
-    """Begins the steps of these batches."""
-    return self.run(step, batches)
-
-
-class BoundedEngine(AsyncEngine):
-  """As `AsyncEngine`, but no worker is far ahead of the slowest (SSP).
-
-  Ho et al. 2013, "More Effective Distributed ML via a Stale Synchronous
-  Parallel Parameter Server".
-
-  Args:
-    *args: as `Engine`.
-    max_staleness: steps that a worker may be ahead of the slowest one; 0 makes
-      all begin each step together. A worker that was lost does not count, nor
-      one that has read all of its data.
+  A worker may be `max_staleness` steps ahead; 0 makes all begin each step
+  together. One that was lost does not count, nor one that has read all of its
+  data.
   """
 
   def __init__(self, *args, max_staleness: int):
@@ -282,7 +241,7 @@ class BoundedEngine(AsyncEngine):
     self._clocks[worker] += task.steps
 
 
-class LocalSgdEngine(AsyncEngine):
+class LocalSgdEngine(Engine):
   """Local SGD: a worker trains `local_steps` steps, then sends the difference.
 
   The variables are read once, the steps are done on that copy, and the
@@ -291,49 +250,36 @@ class LocalSgdEngine(AsyncEngine):
   models that trained apart for a while (Stich 2019, "Local SGD Converges Fast
   and Communicates Little"), without waiting for each other. With one worker it
   is exact.
-
-  Args:
-    *args: as `Engine`.
-    local_steps: steps between reading and sending.
   """
 
   def __init__(self, *args, local_steps: int):
     super().__init__(*args)
     self._local_steps = local_steps
     # Batches of training steps that wait until there are enough of them.
-    self._waiting: list[Batch] = []
+    self._waiting: list[batch_message.Batch] = []
     self._waiting_step: Step | None = None
     self._newest_report: Any = None
 
-  def train(self, step: Step, batches: Sequence[Batch]) -> Any:
+  def train(self, step: Step, work: Work) -> Any:
     """Collects batches, and begins a task when there are enough."""
+    check_is_sent(
+      work, f'local_steps={self._local_steps}', 'leave out local_steps'
+    )
     if step is not self._waiting_step:
       self._flush()
       self._waiting_step = step
       self._newest_report = None
-    for batch in batches:
+    for batch in work:
       self._waiting.append(batch)
       # The first ones go at once: Keras wants a report.
       if len(self._waiting) == self._local_steps or not self._newest_report:
         self._flush()
     return self._newest_report
 
-  def run_on_worker_input(self, step, source, steps):
-    """As `Engine.run_on_worker_input`, for steps without an optimizer."""
-    if step.optimizers:
-      raise errors.UnsupportedOptionError(
-        f'distribute_datasets_from_function with local_steps='
-        f'{self._local_steps}',
-        'batches that the coordinator sends',
-        'pass the tf.data.Dataset to fit, or leave out local_steps',
-      )
-    self._flush()
-    return super().run_on_worker_input(step, source, steps)
-
-  def run(self, step, batches):
+  def run(self, step, work):
     """Evaluation sees what was trained before."""
     self._flush()
-    return super().run(step, batches)
+    return super().run(step, work)
 
   def drain(self) -> None:
     """Waits until all steps are done, the collected ones too."""
@@ -345,37 +291,23 @@ class LocalSgdEngine(AsyncEngine):
     if batches:
       self._newest_report = super().run(self._waiting_step, batches)
 
-  def _look(self, step, structure):
+  def _discover(self, step, structure):
     return worker_function.discover(
       step.run, structure, holds_updates=bool(step.optimizers)
     )
 
-  def _batch_function(self, step, layout, discovery):
+  def _function(self, step):
     if not step.optimizers:
-      return super()._batch_function(step, layout, discovery)
+      return super()._function(step)
     fraction = 1.0 / len(self._pool.workers)
-    return _LocalSgdFunction(
-      fraction, step.run, layout, discovery, self.markers
+    return functools.partial(worker_function.LocalSgdFunction, fraction)
+
+
+def check_is_sent(work: Work, option: str, fix: str) -> None:
+  """Raises an error for data that workers read, where an option forbids it."""
+  if isinstance(work, input.Elements):
+    raise errors.UnsupportedOptionError(
+      f'distribute_datasets_from_function with {option}',
+      'batches that the coordinator sends',
+      f'pass the tf.data.Dataset to fit, or {fix}',
     )
-
-
-class _LocalSgdFunction(worker_function.BatchFunction):
-  """All steps of a message on one copy of the variables."""
-
-  def __init__(self, fraction: float, *args):
-    self._fraction = fraction
-    super().__init__(*args)
-
-  def _trace(self, argument):
-    traced = traced_step.TracedStep(self._discovery.access, holds_updates=True)
-    with traced.tracing():
-      for step in range(self._steps):
-        batch, _ = self._batch_and_marker(argument, step)
-        outputs = self._run_step(batch)
-      reported = worker_function.report(outputs, self._discovery.are_numbers)
-    _, marker = self._batch_and_marker(
-      argument, tf.constant(self._steps - 1, tf.int64)
-    )
-    traced.write_as_sums(self._fraction)
-    traced.commit(marker)
-    return reported

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import numpy as np
@@ -156,7 +156,7 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
     strategy: tf.distribute.Strategy,
     resolver: tf.distribute.cluster_resolver.ClusterResolver,
     partitioner: Callable | None,
-    registry: variables.Registry,
+    registry: MutableMapping[int, variables.ServerVariable],
     drained: Callable[[Callable], Any],
     on_write: Callable[[], None],
   ):
@@ -203,7 +203,7 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
         on_write=self._on_write,
         **arguments,
       )
-    self._registry.add(variable)
+    self._registry[id(variable)] = variable
     return variable
 
   def _create_parts(self, arguments, shape, sizes, servers=None):

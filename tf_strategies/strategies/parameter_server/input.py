@@ -20,21 +20,13 @@ import tensorflow as tf
 
 from tf_strategies import _tf_internal, errors
 from tf_strategies.checkpoint import position as position_lib
+from tf_strategies.strategies.parameter_server import batch_message
 
 _PREFETCH = 2
 
-
-@dataclasses.dataclass(frozen=True)
-class Resumed:
-  """Where a restarted run continues in its data.
-
-  Attributes:
-    position: of the checkpoint.
-    steps_per_epoch: where the caller gave it; None if an epoch is one pass.
-  """
-
-  position: position_lib.Position
-  steps_per_epoch: int | None = None
+# Where a restarted run continues in its data, and the steps of its epochs; None
+# if an epoch is one pass.
+Resumed = tuple[position_lib.Position, int | None]
 
 
 @dataclasses.dataclass(eq=False)
@@ -46,7 +38,7 @@ class WorkerTensor:
   source: Source
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Split:
   """A part of an epoch's data.
 
@@ -54,19 +46,13 @@ class Split:
     index: of the split.
     key: number of this reading of it, unique in the process.
     done: elements that have been trained on.
+    handle: of the iterator of the worker that reads it.
   """
 
   index: int
   key: int
   done: int = 0
-
-
-@dataclasses.dataclass(eq=False)
-class Reader:
-  """A split that is open on a worker."""
-
-  split: Split
-  handle: tf.Tensor
+  handle: tf.Tensor | None = None
 
 
 _keys = itertools.count(1)
@@ -77,11 +63,17 @@ class Source:
 
   Args:
     dataset: whose epoch this is.
-    done: elements of each split that a run before a restart has trained on.
+    start: where a restarted run continues. The steps of its epoch that are done
+      are handed out once more, and dropped.
   """
 
-  def __init__(self, dataset: WorkerDataset, done: Sequence[int] = ()):
+  def __init__(
+    self,
+    dataset: WorkerDataset,
+    start: position_lib.Position = position_lib.Position(),  # noqa: B008
+  ):
     self.dataset = dataset
+    done = start.splits
     self._lock = threading.Lock()
     self._free = [Split(i, next(_keys)) for i in range(dataset.num_splits)]
     self.splits = tuple(self._free)
@@ -94,8 +86,8 @@ class Source:
       )
     for split, count in zip(self.splits, done, strict=False):
       split.done = count
-    self._handed_out = sum(done)
-    self._readers: dict[int, list[Reader]] = {}
+    self._handed_out = sum(done) - start.step if done else 0
+    self._splits_of: dict[int, list[Split]] = {}
     self._turn = itertools.count()
     self._opening = 0
 
@@ -119,64 +111,58 @@ class Source:
   def has_work_for(self, worker: int) -> bool:
     """Whether a worker has anything to read, or nobody ever will."""
     with self._lock:
-      if self._free or self._readers.get(worker):
+      if self._free or self._splits_of.get(worker):
         return True
       return self._is_empty()
 
   def _is_empty(self) -> bool:
-    if self._free or self._opening:
-      return False
-    return not any(self._readers.values())
+    return not (self._free or self._opening or any(self._splits_of.values()))
 
-  def reader(self, worker: int, others: Iterable[int]) -> Reader | None:
-    """What a worker reads next; opens a split if it has none.
-
-    Returns:
-      None if nothing is left to open.
-    """
+  def split_for(self, worker: int, others: Iterable[int]) -> Split | None:
+    """What a worker reads next, opened if it has none; None if none is left."""
     with self._lock:
-      mine = self._readers.setdefault(worker, [])
-      others_need = any(not self._readers.get(w) for w in others)
+      mine = self._splits_of.setdefault(worker, [])
+      others_need = any(not self._splits_of.get(w) for w in others)
       if len(mine) > 1 and others_need:
         # Taken over from a worker that was lost, and is back.
-        self._free.append(mine.pop().split)
+        self._free.append(mine.pop())
       is_needed = not mine or not others_need
       split = self._free.pop(0) if self._free and is_needed else None
       self._opening += split is not None
     if split is not None:
       self._open(split, worker)
     with self._lock:
-      mine = self._readers.setdefault(worker, [])
+      mine = self._splits_of.setdefault(worker, [])
       return mine[next(self._turn) % len(mine)] if mine else None
 
   def _open(self, split: Split, worker: int) -> None:
     """Opens a split; it is nobody's while this lasts."""
-    opened = None
+    is_open = False
     try:
-      opened = Reader(split, self.dataset.open(split, worker))
+      split.handle = self.dataset.open(split, worker)
+      is_open = True
     finally:
       with self._lock:
         self._opening -= 1
-        if opened is None:
-          self._free.append(split)
-        else:
-          self._readers.setdefault(worker, []).append(opened)
+        mine = self._splits_of.setdefault(worker, [])
+        (mine if is_open else self._free).append(split)
 
-  def close(self, worker: int, reader: Reader) -> None:
+  def close(self, worker: int, split: Split) -> None:
     """A split was read to its end."""
     with self._lock:
-      self._readers[worker].remove(reader)
+      self._splits_of[worker].remove(split)
 
-  def lose(self, worker: int) -> list[Split]:
+  def lose(self, worker: int) -> None:
     """Takes back the splits of a worker that was lost."""
     with self._lock:
-      splits = [r.split for r in self._readers.pop(worker, [])]
-      self._free += splits
-      return splits
+      self._free += self._splits_of.pop(worker, [])
 
 
 class WorkerDataset(_tf_internal.DistributedDataset):
-  """What `distribute_datasets_from_function` returns outside of functions."""
+  """What `distribute_datasets_from_function` returns outside of functions.
+
+  Iterating yields one structure of `WorkerTensor`s for each step.
+  """
 
   # pylint: disable-next=super-init-not-called
   def __init__(
@@ -187,7 +173,7 @@ class WorkerDataset(_tf_internal.DistributedDataset):
   ):
     self.num_splits = num_splits
     self._dataset_fn = dataset_fn
-    self.take_resumed = take_resumed
+    self._take_resumed = take_resumed
     self._openers: dict[int, Any] = {}
     self._lock = threading.Lock()
     with tf.device('/device:CPU:0'):
@@ -206,7 +192,19 @@ class WorkerDataset(_tf_internal.DistributedDataset):
     return self._cardinality
 
   def __iter__(self) -> Iterator[Any]:
-    return WorkerIterator(self)
+    source = None
+    while True:
+      resumed = self._take_resumed()
+      if source is None or resumed is not None:
+        source = Source(self, *(resumed or ())[:1])
+        # One structure for all steps: Keras traces it as a constant.
+        step = tf.nest.map_structure(
+          lambda s, source=source: WorkerTensor(s.shape, s.dtype, source),
+          self.element_spec,
+        )
+      if not source.may_begin_step():
+        return
+      yield step
 
   def _make(self, index: int) -> tf.data.Dataset:
     return self._dataset_fn(
@@ -220,16 +218,12 @@ class WorkerDataset(_tf_internal.DistributedDataset):
   def open(self, split: Split, worker: int) -> tf.Tensor:
     """Begins to read a split on a worker; returns the iterator's handle."""
     opener = self._opener(split.index)
-    specs = tf.nest.flatten(self.element_spec)
     with tf.device('/device:CPU:0'):
       key = tf.constant(split.key, tf.int64)
       done = tf.constant(split.done, tf.int64)
     with tf.device(f'/job:worker/replica:0/task:{worker}/device:CPU:0'):
       variant = opener(key, done)
-      handle = tf.raw_ops.AnonymousIteratorV3(
-        output_types=[tf.int64, tf.int64, *(s.dtype for s in specs)],
-        output_shapes=[[], [], *(s.shape for s in specs)],
-      )
+      handle = tf.raw_ops.AnonymousIteratorV3(**_numbered(self.element_spec))
       tf.raw_ops.MakeIterator(dataset=variant, iterator=handle)
     return handle
 
@@ -253,37 +247,58 @@ class WorkerDataset(_tf_internal.DistributedDataset):
       return self._openers[index]
 
 
-class WorkerIterator:
-  """Yields one structure of `WorkerTensor`s for each step."""
+def _numbered(element_spec) -> dict[str, list]:
+  """Of what an open split yields: its key, the element's number, the batch."""
+  specs = tf.nest.flatten(element_spec)
+  return {
+    'output_types': [tf.int64, tf.int64, *(s.dtype for s in specs)],
+    'output_shapes': [[], [], *(s.shape for s in specs)],
+  }
 
-  def __init__(self, dataset: WorkerDataset):
-    self._dataset = dataset
-    self._source: Source | None = None
-    self._step = None
 
-  def __iter__(self):
-    return self
+class Layout(batch_message.Layout):
+  """Steps whose batches a worker reads from the iterator of a split."""
 
-  def __next__(self):
-    resumed = self._dataset.take_resumed()
-    if self._source is None or resumed is not None:
-      self._source = Source(
-        self._dataset, resumed.position.splits if resumed else ()
-      )
-      # One structure for all steps: Keras traces it as a constant.
-      self._step = tf.nest.map_structure(
-        lambda s: WorkerTensor(s.shape, s.dtype, self._source),
-        self._dataset.element_spec,
-      )
-    if not self._source.may_begin_step():
-      raise StopIteration
-    return self._step
+  kind = batch_message.SPLITS
+  argument = tf.TensorSpec([], tf.resource)
+
+  def first_step(self, argument: tf.Tensor) -> tf.Tensor:
+    """The iterator is where the steps continue."""
+    return tf.constant(0, tf.int64)
+
+  def read(self, argument: tf.Tensor, step: tf.Tensor) -> tuple[Any, Any, Any]:
+    """The next batch, whatever the step; its split, and its number from 1."""
+    key, index, *flat = tf.raw_ops.IteratorGetNext(
+      iterator=argument, **_numbered(self.structure)
+    )
+    return batch_message.pack(self.structure, flat), key, index + 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Elements:
+  """Some steps on what the workers read from a source."""
+
+  source: Source
+  count: int
+
+  def __len__(self) -> int:
+    return self.count
 
 
 def source_of(data: Any) -> Source | None:
   """The source of a batch that workers read; None for a batch of arrays."""
   first = next(iter(tf.nest.flatten(data)), None)
   return first.source if isinstance(first, WorkerTensor) else None
+
+
+def steps_on(
+  data: Sequence[Any], hides_rows: bool = False
+) -> Elements | list[batch_message.Batch]:
+  """What an engine begins steps with, from batches of a user's iterator."""
+  source = source_of(data)
+  if source is not None:
+    return Elements(source, len(data))
+  return [batch_message.Batch(batch, hides_rows) for batch in data]
 
 
 class FedDataset(_tf_internal.DistributedDataset):
@@ -299,6 +314,12 @@ class FedDataset(_tf_internal.DistributedDataset):
     stock: Callable[[tf.data.Dataset], Any],
     take_resumed: Callable[[], Resumed | None],
   ):
+    if not isinstance(dataset, tf.data.Dataset):
+      raise errors.UnsupportedOptionError(
+        f'a {type(dataset).__name__} to distribute',
+        'a tf.data.Dataset',
+        'wrap a generator: tf.data.Dataset.from_generator',
+      )
     self.dataset = dataset
     self._stock = stock
     self._take_resumed = take_resumed
@@ -319,25 +340,11 @@ class FedDataset(_tf_internal.DistributedDataset):
     if resumed is None:
       yield from self.dataset
     else:
-      yield from resumed.position.iterate(self.dataset, resumed.steps_per_epoch)
+      # Of the epoch's steps, `fit` reads and drops those that are done.
+      position, steps_per_epoch = resumed
+      start = position_lib.Position(position.epoch)
+      yield from start.iterate(self.dataset, steps_per_epoch)
 
   def __call__(self) -> Any:
     """TensorFlow's own distributed data set."""
     return self._stock(self.dataset)
-
-
-def feed(dataset, stock, take_resumed) -> FedDataset | WorkerDataset:
-  """Wraps what `experimental_distribute_dataset` is given.
-
-  Raises:
-    UnsupportedOptionError: it is no data set.
-  """
-  if isinstance(dataset, FedDataset | WorkerDataset):
-    return dataset
-  if not isinstance(dataset, tf.data.Dataset):
-    raise errors.UnsupportedOptionError(
-      f'a {type(dataset).__name__} to distribute',
-      'a tf.data.Dataset',
-      'wrap a generator: tf.data.Dataset.from_generator',
-    )
-  return FedDataset(dataset, stock, take_resumed)

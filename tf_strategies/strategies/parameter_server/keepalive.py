@@ -8,7 +8,6 @@ fail as they do when a task dies.
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import math
 import os
@@ -46,9 +45,8 @@ class Answer(enum.Enum):
 
 def ask(address: str, seconds: float = _ANSWER_SECONDS) -> Answer:
   """Whether a gRPC server answers at an address; runs nothing there."""
-  host, port = _split(address)
   try:
-    with socket.create_connection((host, port), seconds) as connection:
+    with socket.create_connection(_split(address), seconds) as connection:
       connection.settimeout(seconds)
       connection.sendall(_HTTP2_HELLO)
       return Answer.HELLO if connection.recv(1) else Answer.REFUSED
@@ -76,13 +74,10 @@ def concurrently(
   default: Any,
   seconds: float,
 ) -> dict[Hashable, Any]:
-  """Calls a function for each key in a thread of its own.
+  """Calls a function for each key in a thread of its own, for so long at most.
 
-  Args:
-    function: takes a key.
-    keys: as many threads.
-    default: the result of a call that has not returned in time.
-    seconds: how long to wait for all.
+  The process does not wait for its threads at its end, as it does for those of
+  `concurrent.futures`. A call that has not returned in time counts as `default`.
   """
   found = dict.fromkeys(keys, default)
 
@@ -102,23 +97,23 @@ def concurrently(
 
 def peers_of(address: str) -> frozenset[Peer]:
   """The hosts and ports that an address stands for now; none if unknown."""
-  host, port = _split(address)
   try:
-    known = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    known = socket.getaddrinfo(*_split(address), type=socket.SOCK_STREAM)
   except OSError:
     return frozenset()
-  return frozenset((_plain(where[0]), where[1]) for *_, where in known)
+  return frozenset(_peer(where) for *_, where in known)
 
 
 def disconnect(peers: Collection[Peer]) -> int:
-  """Shuts down this process's TCP connections to some peers.
+  """Shuts down this process's TCP connections to some peers; counts them.
 
   Reads and writes on them fail at once; their owner closes them.
-
-  Returns:
-    How many there were.
   """
-  return sum(_shut_down(number, peers) for number in _descriptors())
+  try:
+    numbers = [int(name) for name in os.listdir('/dev/fd')]
+  except OSError:
+    numbers = range(os.sysconf('SC_OPEN_MAX'))
+  return sum(_shut_down(number, peers) for number in numbers)
 
 
 def _split(address: str) -> tuple[str, int]:
@@ -126,34 +121,23 @@ def _split(address: str) -> tuple[str, int]:
   return host.strip('[]'), int(port)
 
 
-def _plain(host: str) -> str:
+def _peer(address: tuple) -> Peer:
   """Without the prefix of an IPv4 address that is written as IPv6."""
-  return host.removeprefix('::ffff:')
-
-
-def _descriptors() -> Iterable[int]:
-  """The sockets of this process."""
-  try:
-    numbers = [int(name) for name in os.listdir('/dev/fd')]
-  except OSError:
-    numbers = range(os.sysconf('SC_OPEN_MAX'))
-  for number in numbers:
-    with contextlib.suppress(OSError):
-      if stat.S_ISSOCK(os.fstat(number).st_mode):
-        yield number
+  return address[0].removeprefix('::ffff:'), address[1]
 
 
 def _shut_down(number: int, peers: Collection[Peer]) -> bool:
-  """Shuts a socket down if it leads to one of the peers."""
+  """Shuts a descriptor down if it is a connection to one of the peers."""
   try:
+    if not stat.S_ISSOCK(os.fstat(number).st_mode):
+      return False
     # A copy: the descriptor itself is its owner's to close.
     with socket.socket(fileno=os.dup(number)) as connection:
-      if connection.type != socket.SOCK_STREAM:
-        return False
-      peer = connection.getpeername()
-      if isinstance(peer, str | bytes):  # A Unix socket.
-        return False
-      if (_plain(peer[0]), peer[1]) not in peers:
+      if (
+        connection.type != socket.SOCK_STREAM
+        or connection.family not in (socket.AF_INET, socket.AF_INET6)
+        or _peer(connection.getpeername()) not in peers
+      ):
         return False
       connection.shutdown(socket.SHUT_RDWR)
       return True
@@ -162,7 +146,7 @@ def _shut_down(number: int, peers: Collection[Peer]) -> bool:
 
 
 class Keepalive:
-  """Disconnects tasks that have not answered for some time.
+  """Disconnects tasks that have not answered for `timeout` seconds.
 
   It asks the host that a task had when it was connected to, not the task's
   name: the name may move to another host, with a new task, while calls still
@@ -171,13 +155,9 @@ class Keepalive:
   A disconnected task stays so until `reset`, since calls to it were lost. If
   none were, nobody resets it: then it counts as connected again when it has
   answered for half a minute.
-
-  Args:
-    addresses: 'host:port' by task.
-    timeout: seconds without an answer after which a task is disconnected.
   """
 
-  def __init__(self, addresses: Mapping[Hashable, str], timeout: float):
+  def __init__(self, addresses: Mapping[tuple[str, int], str], timeout: float):
     self._addresses = dict(addresses)
     self._timeout = timeout
     self._peers: dict[Hashable, frozenset[Peer]] = {}
@@ -219,7 +199,9 @@ class Keepalive:
         for task, answered_at in answered.items():
           if task in answering:
             answered[task] = asked_at
-            self._forgive(task)
+            since = asked_at - self._disconnected.get(task, math.inf)
+            if since > _FORGIVEN_SECONDS:
+              del self._disconnected[task]
           elif asked_at - answered_at > self._timeout:
             self._disconnect(task)
 
@@ -233,19 +215,14 @@ class Keepalive:
     answers = ask_all(places, seconds).items()
     return {task for (task, _), a in answers if a is Answer.HELLO}
 
-  def _disconnect(self, task: Hashable) -> None:
+  def _disconnect(self, task: tuple[str, int]) -> None:
     """Repeatedly while it is silent: gRPC connects again by itself."""
     if task not in self._disconnected:
       logging.warning(
-        '%s at %s has not answered for %.1f s: calls to it are given up',
-        ' '.join(map(str, task)) if isinstance(task, tuple) else task,
+        '%s %d at %s has not answered for %.1f s: calls to it are given up',
+        *task,
         self._addresses[task],
         time.monotonic() - self._answered_at[task],
       )
     self._disconnected[task] = time.monotonic()
     disconnect(self._peers[task])
-
-  def _forgive(self, task: Hashable) -> None:
-    disconnected_at = self._disconnected.get(task, math.inf)
-    if time.monotonic() - disconnected_at > _FORGIVEN_SECONDS:
-      del self._disconnected[task]

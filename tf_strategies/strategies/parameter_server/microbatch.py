@@ -14,7 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_strategies import _tf_internal
+from tf_strategies import _keras_internal, _tf_internal
 from tf_strategies.strategies.parameter_server import (
   batch_message,
   packing,
@@ -22,24 +22,6 @@ from tf_strategies.strategies.parameter_server import (
   variables,
   worker_function,
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class Part:
-  """One tensor of a microbatch.
-
-  Attributes:
-    server: where it goes.
-    spec: its shape and dtype.
-  """
-
-  server: int
-  spec: tf.TensorSpec
-
-  @property
-  def is_small(self) -> bool:
-    """Whether it travels with others."""
-    return packing.is_small(self.spec.shape, self.spec.dtype)
 
 
 @dataclasses.dataclass
@@ -58,76 +40,96 @@ class Contents:
   numbers: tf.Tensor
   rows: tf.Tensor
 
-  def parts_and_tensors(self) -> list[tuple[Part, tf.Tensor]]:
-    """All tensors, in the order in which `ApplyFunction` reads them."""
+  def tensors(self) -> list[tuple[int, tf.Tensor, bool]]:
+    """All, in the order in which `ApplyFunction` reads them.
+
+    Each with its server, and whether another microbatch may have more rows.
+    """
     found = []
     for _, gradients, targets in self.calls:
       for gradient, variable in zip(gradients, targets, strict=True):
         server = getattr(variable, 'value', variable).server
         if isinstance(gradient, tf.IndexedSlices):
-          # Another microbatch may have more or fewer rows.
-          for tensor in (gradient.values, gradient.indices):
-            spec = tf.TensorSpec([None, *tensor.shape[1:]], tensor.dtype)
-            found.append((Part(server, spec), tensor))
+          found.append((server, gradient.values, True))
+          found.append((server, gradient.indices, True))
         elif gradient is not None:
-          found.append(_part_and_tensor(server, tf.convert_to_tensor(gradient)))
+          found.append((server, tf.convert_to_tensor(gradient), False))
     for write in self.writes:
       variable = write.variable
       value = write.value if write.delta is None else write.delta
       value = tf.broadcast_to(tf.cast(value, variable.dtype), variable.shape)
-      found.append(_part_and_tensor(variable.server, value))
-    return [*found, _part_and_tensor(0, self.numbers)]
-
-
-def _part_and_tensor(server, tensor):
-  return Part(server, tf.TensorSpec(tensor.shape, tensor.dtype)), tensor
+      found.append((variable.server, value, False))
+    return [*found, (0, self.numbers, False)]
 
 
 class Layout:
-  """Which tensors of a microbatch are where; made of the first trace."""
+  """Which tensors of a microbatch are where; made in its first trace.
+
+  Attributes:
+    contents: of that trace.
+    parts: server, shape and dtype of each tensor.
+    specs: of the messages to each server.
+  """
 
   def __init__(self, contents: Contents):
     self.contents = contents
-    self.parts = [part for part, _ in contents.parts_and_tensors()]
-    self.servers = sorted({p.server for p in self.parts})
-    self.specs = {s: self._specs(s) for s in self.servers}
+    tensors = []
+    self.parts = []
+    for server, tensor, rows_vary in contents.tensors():
+      shape = [None, *tensor.shape[1:]] if rows_vary else tensor.shape
+      tensors.append(tensor)
+      self.parts.append((server, tf.TensorSpec(shape, tensor.dtype)))
+    self.specs = {}
+    for server in sorted({server for server, _ in self.parts}):
+      _, large = self._small_and_large(server)
+      messages = self.messages(server, tensors, contents.rows)
+      packed = messages[: len(messages) - len(large)]
+      self.specs[server] = [
+        *(tf.TensorSpec(t.shape, t.dtype) for t in packed),
+        *(self.parts[i][1] for i in large),
+      ]
     self.key = str(self.specs)
 
-  def _indices(self, server: int, is_small: bool) -> list[int]:
-    """Of the parts of a server that travel together, or of the others."""
-    return [
-      i
-      for i, p in enumerate(self.parts)
-      if p.server == server and p.is_small == is_small
-    ]
+  def _small_and_large(self, server: int) -> tuple[list[int], list[int]]:
+    """Parts of a server that travel together, and those that travel alone."""
+    found = [], []
+    for i, (place, spec) in enumerate(self.parts):
+      if place == server:
+        found[not packing.is_small(spec.shape, spec.dtype)].append(i)
+    return found
 
   def messages(self, server: int, tensors, rows) -> list[tf.Tensor]:
     """What goes to a server: packed tensors with the rows, and large ones."""
-    small = [tensors[i] for i in self._indices(server, is_small=True)]
-    large = [tensors[i] for i in self._indices(server, is_small=False)]
-    return [*packing.pack([*small, rows]), *large]
+    small, large = self._small_and_large(server)
+    return [
+      *packing.pack([*(tensors[i] for i in small), rows]),
+      *(tensors[i] for i in large),
+    ]
 
-  def _specs(self, server: int) -> list[tf.TensorSpec]:
-    """Of the messages to a server."""
-    traced = tf.function(
-      lambda *flat: self.messages(server, flat[:-1], flat[-1]), autograph=False
-    ).get_concrete_function(
-      *(p.spec for p in self.parts), tf.TensorSpec([], tf.float32)
-    )
-    return [tf.TensorSpec(t.shape, t.dtype) for t in traced.outputs]
-
-  def read(self, server: int, messages) -> tuple[dict[int, tf.Tensor], Any]:
-    """The parts by index, and the rows, from the messages on a server."""
-    small = self._indices(server, is_small=True)
-    large = self._indices(server, is_small=False)
+  def read(self, server: int, handles) -> tuple[dict[int, tf.Tensor], Any]:
+    """On a server: the parts by index, and the rows, from what slots hold."""
+    messages = []
+    for spec in self.specs[server]:
+      message = tf.raw_ops.ReadVariableOp(
+        resource=next(handles), dtype=spec.dtype
+      )
+      message.set_shape(spec.shape)
+      messages.append(message)
+    small, large = self._small_and_large(server)
     count = len(messages) - len(large)
-    specs = [self.parts[i].spec for i in small]
     *found, rows = packing.unpack(
-      messages[:count], [*specs, tf.TensorSpec([], tf.float32)]
+      messages[:count],
+      [*(self.parts[i][1] for i in small), tf.TensorSpec([], tf.float32)],
     )
-    parts = dict(zip(small, found, strict=True))
-    parts.update(zip(large, messages[count:], strict=True))
-    return parts, rows
+    return {
+      **dict(zip(small, found, strict=True)),
+      **dict(zip(large, messages[count:], strict=True)),
+    }, rows
+
+  def handle_specs(self, microbatches: int) -> list[tf.TensorSpec]:
+    """Of the handles of the slots of some microbatches."""
+    count = microbatches * sum(map(len, self.specs.values()))
+    return [tf.TensorSpec([], tf.resource)] * count
 
 
 class Slots:
@@ -164,20 +166,16 @@ class MicrobatchFunction:
     self._step = step
     self._message = message
     self._discovery = discovery
-    argument = tf.TensorSpec([message.num_bytes], tf.uint8)
-    with worker_function.outside_of_graphs():
-      # What is in a microbatch is known when it has been traced once.
-      found = []
-      tf.function(
-        lambda a: found.append(Layout(self._compute(a))), autograph=False
-      ).get_concrete_function(argument)
-      self.layout = found[0]
-      count = sum(map(len, self.layout.specs.values()))
-      self._function = tf.function(
-        self._trace, autograph=False
-      ).get_concrete_function(
-        argument, *[tf.TensorSpec([], tf.resource)] * count
-      )
+    # What is in a microbatch is known when it has been traced once.
+    found = []
+    worker_function.concrete(
+      lambda argument: found.append(Layout(self._compute(argument))),
+      message.argument,
+    )
+    self.layout = found[0]
+    self._function = worker_function.concrete(
+      self._trace, message.argument, *self.layout.handle_specs(1)
+    )
 
   def __call__(self, worker: int, message: Any, slots: Slots) -> None:
     """Runs it on a worker."""
@@ -191,9 +189,12 @@ class MicrobatchFunction:
       outputs = self._step.run(self._message.decode_batch(argument, 0))
       numbers = tf.zeros([0], tf.float64)
       if self._discovery.are_numbers:
-        numbers = worker_function.report(outputs, True)
+        numbers = self._discovery.report(outputs)
     return Contents(
-      [(o, g, _without_default(v, o)) for o, g, v in calls],
+      [
+        (o, g, _keras_internal.trainable_variables(o) if v is None else v)
+        for o, g, v in calls
+      ],
       traced.held_writes(),
       numbers,
       tf.constant(float(self._message.specs[0].shape[0]), tf.float32),
@@ -201,19 +202,13 @@ class MicrobatchFunction:
 
   def _trace(self, argument, *handles):
     contents = self._compute(argument)
-    tensors = [tensor for _, tensor in contents.parts_and_tensors()]
+    tensors = [tensor for _, tensor, _ in contents.tensors()]
     remaining = iter(handles)
-    for server in self.layout.servers:
+    for server in self.layout.specs:
       messages = self.layout.messages(server, tensors, contents.rows)
       with tf.device(variables.server_device(server)):
         for message in messages:
           tf.raw_ops.AssignVariableOp(resource=next(remaining), value=message)
-
-
-def _without_default(variables_or_none, optimizer):
-  if variables_or_none is not None:
-    return variables_or_none
-  return list(optimizer._trainable_variables)  # pylint: disable=protected-access
 
 
 class ApplyFunction:
@@ -224,98 +219,73 @@ class ApplyFunction:
     step,
     layout: Layout,
     count: int,
+    discovery: worker_function.Discovery,
     in_replica: Callable[[Callable], Callable],
   ):
     self._step = step
     self._layout = layout
     self._count = count
+    self._discovery = discovery
     self._in_replica = in_replica
-    handles = sum(map(len, layout.specs.values()))
-    with worker_function.outside_of_graphs():
-      self._function = tf.function(
-        self._trace, autograph=False
-      ).get_concrete_function(
-        *[tf.TensorSpec([], tf.resource)] * (handles * count)
-      )
+    self._function = worker_function.concrete(
+      self._trace, *layout.handle_specs(count)
+    )
 
   def __call__(self, microbatches: Sequence[Slots]) -> tf.Tensor:
     """Applies what is in these slots; returns the numbers to report."""
     return self._function(*(h for slots in microbatches for h in slots.handles))
 
   def _trace(self, *handles):
-    values: dict[int, list[tf.Tensor]] = {}
-    weights: dict[int, list] = {}
+    # Of each part, its values in the microbatches and their weights.
+    parts: dict[int, tuple[list, list]] = {}
     each = len(handles) // self._count
     microbatches = [
-      handles[i * each : (i + 1) * each] for i in range(self._count)
+      iter(handles[i * each : (i + 1) * each]) for i in range(self._count)
     ]
-    position = 0
-    for server in self._layout.servers:
-      specs = self._layout.specs[server]
+    for server in self._layout.specs:
       with tf.device(variables.server_device(server)):
-        read = [
-          self._layout.read(
-            server, _read(found[position : position + len(specs)], specs)
-          )
-          for found in microbatches
-        ]
-        weights_here = _weights([rows for _, rows in read])
+        read = [self._layout.read(server, slots) for slots in microbatches]
+        weights = _weights([rows for _, rows in read])
         for index in read[0][0]:
-          values[index] = [parts[index] for parts, _ in read]
-          weights[index] = weights_here
-      position += len(specs)
+          parts[index] = [found[index] for found, _ in read], weights
     with tf.device(variables.server_device(0)):
-      return self._apply(values, weights)
+      return self._apply(iter([parts[i] for i in sorted(parts)]))
 
-  def _apply(self, values, weights):
-    indices = iter(range(len(self._layout.parts)))
+  def _apply(self, parts):
     contents = self._layout.contents
     for optimizer, gradients, targets in contents.calls:
       combined = [
-        self._gradient(g, v, indices, values, weights)
+        None if g is None else self._gradient(g, v, parts)
         for g, v in zip(gradients, targets, strict=True)
       ]
       self._in_replica(
         lambda _, o=optimizer, g=combined, t=targets: o.apply(g, t)
       )(None)
     for write in contents.writes:
-      index = next(indices)
+      values, weights = next(parts)
       with tf.device(write.variable.device):
         if write.delta is not None:
-          write.variable.write_directly(None, tf.add_n(values[index]))
+          write.variable.write_directly(None, tf.add_n(values))
         else:
-          mean = _mean(values[index], weights[index])
-          write.variable.write_directly(mean, None)
-    index = next(indices)
-    numbers = _mean(values[index], weights[index])
+          write.variable.write_directly(_mean(values, weights), None)
+    numbers = _mean(*next(parts))
     if self._step.results is None:
       return numbers
-    return worker_function.report(self._step.results(), True)
+    return self._discovery.report(self._step.results())
 
-  def _gradient(self, gradient, variable, indices, values, weights):
+  def _gradient(self, gradient, variable, parts):
     """The gradient of the step, from those of the microbatches."""
-    if gradient is None:
-      return None
-    index = next(indices)
-    server = self._layout.parts[index].server
+    values, weights = next(parts)
+    server = getattr(variable, 'value', variable).server
     with tf.device(variables.server_device(server)):
       if not isinstance(gradient, tf.IndexedSlices):
-        return _mean(values[index], weights[index])
-      rows = next(indices)
-      weighted = map(_scaled, values[index], weights[index])
+        return _mean(values, weights)
+      indices, _ = next(parts)
+      weighted = map(_scaled, values, weights)
       shape = tf.constant(variable.shape.as_list(), gradient.indices.dtype)
       return tf.IndexedSlices(
-        tf.concat(list(weighted), 0), tf.concat(values[rows], 0), shape
+        tf.concat(list(weighted), 0), tf.concat(indices, 0), shape
       )
-
-
-def _read(handles, specs) -> list[tf.Tensor]:
-  messages = []
-  for handle, spec in zip(handles, specs, strict=True):
-    message = tf.raw_ops.ReadVariableOp(resource=handle, dtype=spec.dtype)
-    message.set_shape(spec.shape)
-    messages.append(message)
-  return messages
 
 
 def _weights(rows) -> list[tf.Tensor | None]:

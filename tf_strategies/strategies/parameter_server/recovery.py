@@ -47,7 +47,7 @@ class Recovery:
     options: options_lib.ParameterServerOptions,
     liveness: connection.Liveness,
     pool: worker_pool.WorkerPool,
-    server_variables: variables.Registry,
+    server_variables: Mapping[int, variables.ServerVariable],
     markers: worker_function.CompletionMarkers,
   ):
     self._options = options
@@ -55,7 +55,8 @@ class Recovery:
     self._pool = pool
     self._variables = server_variables
     self._markers = markers
-    self._on_restored: list[Callable[[], None]] = []
+    # When servers have new variables, before they are read.
+    self.on_restored: Callable[[], None] = lambda: None
     self._checkpointer: checkpointer.Checkpointer | None = None
     if options.checkpoint_dir is not None:
       self._checkpointer = checkpointer.Checkpointer(
@@ -76,7 +77,6 @@ class Recovery:
     self._epoch_began = 0
     self._source: input.Source | None = None
     self._resumed: input.Resumed | None = None
-    self._steps_done = 0
     self.history: list[dict[str, Any]] = []
 
   @property
@@ -88,10 +88,6 @@ class Recovery:
   def is_open(self) -> bool:
     """Whether it is known what checkpoints hold."""
     return self._objects is not None
-
-  def on_restored(self, action: Callable[[], None]) -> None:
-    """Does something when servers have new variables, before they are read."""
-    self._on_restored.append(action)
 
   def track(self, objects: Mapping[str, Any]) -> bool:
     """Says what checkpoints hold, once.
@@ -116,7 +112,7 @@ class Recovery:
 
   def begin_epoch(self, epoch: int) -> None:
     """Says which epoch begins; that of a resumed run began before."""
-    done = self._resumed.position.step if self._resumed else 0
+    done = self._resumed[0].step if self._resumed else 0
     self._epoch = epoch
     self._epoch_began = self._begun - done
 
@@ -124,16 +120,7 @@ class Recovery:
     self, position: position_lib.Position, steps_per_epoch: int | None
   ) -> None:
     """The next data set that is read is read from there on."""
-    self._resumed = input.Resumed(position, steps_per_epoch)
-    self._steps_done = position.step
-
-  def take_steps_done(self) -> int:
-    """Steps of the resumed epoch that Keras must not do again; tells it once.
-
-    The first step of an epoch is always done.
-    """
-    taken, self._steps_done = self._steps_done, 0
-    return taken
+    self._resumed = position, steps_per_epoch
 
   def take_resumed(self) -> input.Resumed | None:
     """Where the data set that is being opened continues; tells it once."""
@@ -150,6 +137,11 @@ class Recovery:
     self._source = source
     every = self._options.checkpoint_steps
     return self.is_enabled and self._begun - self._begun_at_save >= every
+
+  def mark_finished(self, is_finished: bool) -> None:
+    """Tells those who read checkpoints whether more will follow."""
+    if self.is_enabled:
+      self._checkpointer.mark_finished(is_finished)
 
   def write(self) -> str | None:
     """Writes a checkpoint; all steps must be done. Returns its path."""
@@ -201,6 +193,12 @@ class Recovery:
     found = self._checkpointer.newest()
     if found is None:
       return None
+    if 'steps' not in found.metadata:
+      raise errors.CheckpointMismatchError(
+        f'{found.path} was written by another strategy (tfs.RunCheckpoint). '
+        'Expected a checkpoint of a ParameterServerStrategy. Fix: pass another '
+        'checkpoint_dir.'
+      )
     named = model_state.name_objects(self._objects)
     names = model_state.match_names(list(named), list(found.arrays))
     arrays = found.arrays.renamed(names)
@@ -235,10 +233,10 @@ class Recovery:
           return action()
         except errors.ParameterServerUnavailableError as e:
           error = e
-        except tf.errors.OpError as e:
+        except tf.errors.OpError:
           _tf_internal.clear_errors()
-          error = self._liveness.explain(e)
-          if error is e:
+          error = self._liveness.server_error()
+          if error is None:
             if not self._liveness.changed_recently():
               raise
             time.sleep(_RETRY_SECONDS)
@@ -282,10 +280,9 @@ class Recovery:
     """Waits for the servers, recreates the variables and restores them."""
     self._pool.forget()
     self._liveness.wait_for_all(self._options.recovery_timeout)
-    self._variables.recreate_dead()
-    self._markers.recreate_if_dead()
-    for action in self._on_restored:
-      action()
+    for variable in [*self._variables.values(), self._markers.variable]:
+      variable.recreate_if_dead()
+    self.on_restored()
     found = self._read_newest()
     if found is None:
       raise errors.DataError(
@@ -293,7 +290,7 @@ class Recovery:
         'the variables of a server that died, got none: were they deleted? '
         'Fix: restart the job from scratch.'
       )
-    names = [v.name for v in self._variables if v.is_lost]
+    names = [v.name for v in self._variables.values() if v.is_lost]
     if names:
       logging.warning(
         'not in the checkpoint, and zero from now on: %s', ', '.join(names)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +15,6 @@ from tf_strategies import _tf_internal
 from tf_strategies.strategies.parameter_server import (
   batch_message,
   input,
-  worker_function,
   worker_pool,
 )
 
@@ -28,6 +28,7 @@ class Step:
 
   Attributes:
     run: takes a batch in replica context; traced, never called eagerly.
+    trains: whether it counts as a step of training.
     optimizers: those that it applies, where the mode must know them.
     capture: makes `apply` of the optimizers record its arguments, as a context
       manager that yields the list of calls.
@@ -36,25 +37,26 @@ class Step:
   """
 
   run: Callable[[Any], Any]
+  trains: bool = False
   optimizers: tuple[Any, ...] = ()
   capture: Callable[[Sequence[Any]], Any] | None = None
   results: Callable[[], Any] | None = None
 
 
-class _CountedTask(worker_pool.Task):
-  """A task that its engine counts, and that begins when the mode allows it.
+class _StepsTask(worker_pool.Task):
+  """Steps that an engine counts, and that begin when the mode allows it.
 
   Attributes:
     step: what it runs.
     steps: how many, and in the end how many were done.
-    result: what they reported.
+    reported: by the last one.
     is_finished: whether they are done.
   """
 
   def __init__(self, engine, step: Step, steps: int):
     self.step = step
     self.steps = steps
-    self.result = None
+    self.reported = None
     self.is_finished = False
     self._engine = engine
 
@@ -67,16 +69,16 @@ class _CountedTask(worker_pool.Task):
     self.is_finished = True
     self._engine.finished(self, worker)
 
+  def result(self) -> Any:
+    """What the step returned, as NumPy arrays; waits for it."""
+    self._engine.wait(lambda: self.is_finished)
+    return self.discovery.unreport(self.reported)
 
-class StepTask(_CountedTask):
-  """One or more steps on one worker, on batches of one layout.
 
-  Args:
-    engine: that counts it.
-    number: of the task.
-    step: what to run.
-    batches: that are sent to the worker.
-    is_result_wanted: whether it must be done again if its result is lost.
+class StepTask(_StepsTask):
+  """Steps on batches of one layout, which are sent to the worker.
+
+  One whose result is wanted is done again if the worker is lost with it.
   """
 
   def __init__(
@@ -102,15 +104,14 @@ class StepTask(_CountedTask):
     message = self._layout.encode(
       self._number, self._first, [b.arrays for b in self._batches]
     )
-    self.result = self._function(worker, message)
+    self.reported = self._function(worker, message)
 
   def survive(self, worker: int) -> bool:
     """Notes how far it had come; the worker's splits go to others."""
-    self._engine.lose_readers(worker)
+    self._engine.lose_splits(worker)
     if self._is_result_wanted:
       return False
-    kind = worker_function.CompletionMarkers.TASKS
-    self._first = self._engine.markers.done(kind, self._number)
+    self._first = self._engine.markers.done(batch_message.TASKS, self._number)
     return self._first == self.steps
 
   def finish(self, worker: int) -> None:
@@ -119,17 +120,17 @@ class StepTask(_CountedTask):
     self._batches = ()
 
 
-class InputTask(_CountedTask):
-  """One or more steps on data of a source, which the worker reads itself."""
+class InputTask(_StepsTask):
+  """Steps on data of a source, which the worker reads itself."""
 
-  def __init__(self, engine, step: Step, source: input.Source, steps: int):
-    super().__init__(engine, step, steps)
-    self._source = source
+  def __init__(self, engine, step: Step, work: input.Elements):
+    super().__init__(engine, step, len(work))
+    self._source = work.source
     self._done = 0
-    self._reader = None
-    spec = source.dataset.element_spec
-    self._one, self.discovery = engine.input_function(step, spec, 1)
-    self._all, _ = engine.input_function(step, spec, steps)
+    self._split: input.Split | None = None
+    spec = work.source.dataset.element_spec
+    self._one, self.discovery = engine.function(step, input.Layout(spec, 1))
+    self._all, _ = engine.function(step, input.Layout(spec, self.steps))
 
   def has_work_for(self, worker: int) -> bool:
     """Whether there is anything for this worker to read."""
@@ -140,52 +141,38 @@ class InputTask(_CountedTask):
     self._engine.started(self.step, worker)
     while self._done < self.steps:
       others = self._engine.others(worker)
-      reader = self._reader = self._source.reader(worker, others)
-      if reader is None and not self._source.is_exhausted:
+      split = self._split = self._source.split_for(worker, others)
+      if split is None:
+        if self._source.is_exhausted:
+          break
         raise worker_pool.NotHereError
-      if reader is None:
-        break
       steps = self.steps if self._done == 0 else 1
       function = self._one if steps == 1 else self._all
       try:
-        self.result = function(worker, reader.handle)
+        self.reported = function(worker, split.handle)
       except tf.errors.OutOfRangeError:
         self._note_marked()
-        self._source.close(worker, reader)
+        self._source.close(worker, split)
       else:
-        reader.split.done += steps
+        split.done += steps
         self._done += steps
     # What was not done, since the data ended, is not a step.
     self.steps = self._done
 
   def _note_marked(self) -> None:
     """Counts what was done of a call that did not come to its end."""
-    split = self._reader.split
-    kind = worker_function.CompletionMarkers.SPLITS
-    marked = self._engine.markers.done(kind, split.key)
+    split = self._split
+    marked = self._engine.markers.done(batch_message.SPLITS, split.key)
     if marked > split.done:
       self._done += marked - split.done
       split.done = marked
 
   def survive(self, worker: int) -> bool:
     """Notes how far it had come; the worker's splits go to others."""
-    if self._reader is not None:
+    if self._split is not None:
       self._note_marked()
-    self._engine.lose_readers(worker)
+    self._engine.lose_splits(worker)
     return self._done >= self.steps
-
-
-class PendingCall:
-  """A step that has begun, and its result."""
-
-  def __init__(self, pool: worker_pool.WorkerPool, task: StepTask):
-    self._pool = pool
-    self._task = task
-
-  def result(self) -> Any:
-    """What the step returned, as NumPy arrays; waits for it."""
-    self._pool.wait(lambda: self._task.is_finished)
-    return worker_function.unreport(self._task.result, self._task.discovery)
 
 
 class Reports:
@@ -201,7 +188,7 @@ class Reports:
 
   def add(self, task) -> None:
     """Called under the pool's lock: a task is done."""
-    if task.result is not None:
+    if task.reported is not None:
       self._newest[task.step] = task
 
   def forget(self, keeps_numbers: bool = False) -> None:
@@ -218,14 +205,16 @@ class Reports:
     """
     outputs = task.discovery.outputs
     if not task.discovery.are_numbers:
-      self._pool.wait(lambda: task.is_finished)
-      return worker_function.unreport(task.result, task.discovery)
-    count = len(tf.nest.flatten(outputs))
+      return task.result()
     return tf.nest.pack_sequence_as(
-      outputs, [LatestNumber(self, task.step, count, i) for i in range(count)]
+      outputs,
+      [
+        LatestNumber(self, task.step, i)
+        for i in range(len(tf.nest.flatten(outputs)))
+      ],
     )
 
-  def numbers(self, step: Step, count: int) -> np.ndarray:
+  def numbers(self, step: Step) -> np.ndarray | None:
     """The numbers of the newest task that is done, float64 [count].
 
     Waits for one if none is done since the coordinator last wrote a variable,
@@ -235,20 +224,19 @@ class Reports:
     if step not in self._newest:
       self._with_recovery(
         lambda: self._pool.wait(
-          lambda: step in self._newest or not self._pool.is_busy
+          lambda: step in self._newest or not self._pool.is_busy()
         )
       )
-    missing = np.full([count], np.nan), 0.0, None
-    numbers, read_at, read_from = self._numbers.get(step, missing)
+    nothing = None, -math.inf, None
+    numbers, read_at, read_from = self._numbers.get(step, nothing)
     task = self._newest.get(step)
-    if task is None:  # A worker did it that was lost before it told.
-      return numbers
     now = time.monotonic()
-    is_fresh = now - read_at < _FRESH_SECONDS and self._pool.is_busy
-    if read_from is task or (is_fresh and read_from is not None):
+    is_fresh = now - read_at < _FRESH_SECONDS and self._pool.is_busy()
+    # Without a task, a worker did it that was lost before it told.
+    if task is None or task is read_from or is_fresh:
       return numbers
     try:
-      read = task.result.numpy()
+      read = task.reported.numpy()
     except tf.errors.OpError:  # The worker that has it was lost.
       _tf_internal.clear_errors()
       return numbers
@@ -259,14 +247,14 @@ class Reports:
 class LatestNumber:
   """One number of the newest step that is done, to be read as a float."""
 
-  def __init__(self, reports: Reports, step: Step, count: int, index: int):
+  def __init__(self, reports: Reports, step: Step, index: int):
     self._reports = reports
     self._step = step
-    self._count = count
     self._index = index
 
   def __float__(self) -> float:
-    return float(self._reports.numbers(self._step, self._count)[self._index])
+    numbers = self._reports.numbers(self._step)
+    return math.nan if numbers is None else float(numbers[self._index])
 
   def __int__(self) -> int:
     return int(float(self))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,14 +11,12 @@ import tensorflow as tf
 from tf_strategies import _keras_internal, errors
 from tf_strategies.cluster import config as config_lib
 from tf_strategies.strategies.parameter_server import (
-  batch_message,
   connection,
   extended,
   input,
   recovery,
   sync_engine,
   training,
-  variables,
   worker_function,
   worker_pool,
 )
@@ -121,19 +120,19 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
       max_waiting=len(workers) * (2 if self.options.mode == 'sync' else 1),
       timeout_seconds=self.options.step_timeout,
     )
-    registry = variables.Registry()
-    markers = worker_function.CompletionMarkers.create()
+    registry = weakref.WeakValueDictionary()
+    markers = worker_function.CompletionMarkers()
     self.recovery = recovery.Recovery(
       self.options, self.liveness, self._pool, registry, markers
     )
-    self._engine = self._make_engine(markers)
+    self.engine = self._make_engine(markers)
     implementation = extended.ParameterServerExtended(
       self,
       self._cluster_resolver,
       variable_partitioner,
       registry,
       self._drained,
-      self._engine.forget_reports,
+      self.engine.reports.forget,
     )
     tf.distribute.Strategy.__init__(self, implementation)
     self._should_use_with_coordinator = True
@@ -175,7 +174,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
       return engine_lib.LocalSgdEngine(
         *arguments, local_steps=self.options.local_steps
       )
-    return engine_lib.AsyncEngine(*arguments)
+    return engine_lib.Engine(*arguments)
 
   def run(self, fn, args=(), kwargs=None, options=None):
     """As `tf.distribute.Strategy.run`; Keras's steps go to the workers."""
@@ -207,7 +206,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
       ParameterServerUnavailableError: a server died.
       WorkerUnavailableError: nothing happened for `step_timeout`.
     """
-    self.recovery.with_recovery(self._engine.drain)
+    self._drained(lambda: None)
 
   def report(self) -> dict[str, Any]:
     """What happened so far: steps, staleness, dropped gradients, load.
@@ -220,56 +219,25 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     """
     return {
       'mode': self.options.mode,
-      **self._engine.report(),
+      **self.engine.report(),
       'bytes_per_server': list(self.extended.placement.load),
       'recoveries': list(self.recovery.history),
     }
 
-  def begin(self, step, batches, trains, model=None) -> Any:
-    """Begins the steps of some batches.
-
-    Args:
-      step: what workers run.
-      batches: a `batch_message.Batch` for each step.
-      trains: whether these are steps of training.
-      model: that is trained, if it is one of Keras's.
+  def begin(self, step, work: engine_lib.Work, model=None) -> Any:
+    """Begins steps, of training of a Keras model if it is given.
 
     Returns:
       What the newest step that is done reports.
     """
-    if not trains:
-      return self._with_recovery(lambda: self._engine.run(step, batches))
-    return self._train(
-      lambda: self._engine.train(step, batches), len(batches), None, model
-    )
-
-  def begin_on_worker_input(
-    self, step, source, steps, trains, model=None
-  ) -> Any:
-    """As `begin`, for a number of steps on data that workers read."""
-
-    def begin():
-      return self._engine.run_on_worker_input(step, source, steps)
-
-    if not trains:
-      return self._with_recovery(begin)
-    return self._train(begin, steps, source, model)
-
-  def _train(self, begin, steps, source, model):
-    if model is not None:
+    if step.trains and model is not None:
       self.track(model=model, optimizer=model.optimizer)
-    report = self._with_recovery(begin)
-    if self.recovery.note_begun(steps, source):
-      self.save()
+    report = self.recovery.with_recovery(lambda: self.engine.begin(step, work))
+    if step.trains:
+      source = getattr(work, 'source', None)
+      if self.recovery.note_begun(len(work), source):
+        self.save()
     return report
-
-  def call(self, step, batches: Sequence[batch_message.Batch]) -> list:
-    """Begins a step for each batch; their results, when they are awaited."""
-    return [self._engine.call(step, b) for b in batches]
-
-  def step_outputs(self, step, structure: Any) -> Any:
-    """What a step returns for such a batch: specs in its structure."""
-    return self._engine.outputs(step, structure)
 
   def track(self, **objects: Any) -> None:
     """Says what checkpoints hold, for a custom loop; `fit` says it by itself.
@@ -302,13 +270,18 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
       recovers: whether to wait for a server that died, instead of raising.
     """
 
-    def drain_and_write():
-      self._engine.drain()
-      return self.recovery.write()
+    if recovers:
+      return self._drained(self.recovery.write)
+    self.engine.drain()
+    return self.recovery.write()
 
-    return (
-      self._with_recovery(drain_and_write) if recovers else drain_and_write()
-    )
+  def mark_finished(self, is_finished: bool = True) -> None:
+    """Tells a `SidecarEvaluator` whether more checkpoints will follow.
+
+    For a custom loop; `tfs.ResumeFit` does it for `fit`. Does nothing without
+    `checkpoint_dir`.
+    """
+    self.recovery.mark_finished(is_finished)
 
   def distribute_datasets_from_function(self, dataset_fn, options=None):
     """Makes a data set that the workers read themselves.
@@ -329,23 +302,22 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
       self.recovery.take_resumed,
     )
 
-  def _with_recovery(self, action):
-    return self.recovery.with_recovery(action)
-
   def _drained(self, action):
-    """Does something with a variable when all steps are done."""
+    """Does something when all steps are done."""
 
     def drain_and_act():
-      self._engine.drain()
+      self.engine.drain()
       return action()
 
-    return self._with_recovery(drain_and_act)
+    return self.recovery.with_recovery(drain_and_act)
 
   def experimental_distribute_dataset(self, dataset, options=None):
     """Makes a data set whose batches this process hands to the workers."""
     if not tf.executing_eagerly():
       return super().experimental_distribute_dataset(dataset, options)
-    return input.feed(
+    if isinstance(dataset, input.FedDataset | input.WorkerDataset):
+      return dataset
+    return input.FedDataset(
       dataset,
       lambda d: super(
         ParameterServerStrategy, self

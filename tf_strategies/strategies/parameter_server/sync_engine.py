@@ -11,21 +11,20 @@ from collections.abc import Callable
 from typing import Any
 
 from tf_strategies import errors
-from tf_strategies.strategies.parameter_server import engine as engine_lib
 from tf_strategies.strategies.parameter_server import (
+  batch_message,
   microbatch,
   worker_function,
   worker_pool,
 )
+from tf_strategies.strategies.parameter_server import engine as engine_lib
 
 
 class SyncEngine(engine_lib.Engine):
   """Applies the mean gradient of a batch's microbatches, weighted by rows.
 
-  Args:
-    *args: as `Engine`.
-    backup_workers: microbatches of a step that are not waited for.
-    in_replica: runs a function in the strategy's replica context.
+  `backup_workers` microbatches of a step are not waited for; `in_replica` makes
+  a function run in the strategy's replica context.
   """
 
   def __init__(
@@ -39,21 +38,14 @@ class SyncEngine(engine_lib.Engine):
     self._in_replica = in_replica
     self._free_slots: dict[str, list[microbatch.Slots]] = {}
 
-  def train(self, step: engine_lib.Step, batches) -> Any:
+  def train(self, step: engine_lib.Step, work: engine_lib.Work) -> Any:
     """Runs the steps, one after the other."""
-    for batch in batches:
+    engine_lib.check_is_sent(
+      work, "mode='sync'", "use mode='async' or 'bounded'"
+    )
+    for batch in work:
       discovery, numbers = self._train(step, batch)
-    return worker_function.unreport(numbers, discovery)
-
-  def run_on_worker_input(self, step, source, steps):
-    """As `Engine.run_on_worker_input`, for steps without an optimizer."""
-    if step.optimizers:
-      raise errors.UnsupportedOptionError(
-        "distribute_datasets_from_function with mode='sync'",
-        'batches that the coordinator splits among the workers',
-        "pass the tf.data.Dataset to fit, or use mode='async' or 'bounded'",
-      )
-    return super().run_on_worker_input(step, source, steps)
+    return discovery.unreport(numbers)
 
   def forget(self) -> None:
     """As `Engine.forget`; slots are gone too."""
@@ -61,14 +53,14 @@ class SyncEngine(engine_lib.Engine):
     self._free_slots.clear()
 
   def _train(self, step, batch):
-    if self._pool.has(lambda task: not isinstance(task, MicrobatchTask)):
+    if self._pool.is_busy(lambda task: not isinstance(task, MicrobatchTask)):
       # Evaluation must be done before variables change.
       self.drain()
     parts = batch.microbatches(len(self._pool.workers))
     quorum = Quorum(max(1, len(parts) - self._backup_workers))
     for index, part in enumerate(parts):
       self._pool.submit(MicrobatchTask(self, step, part, index, quorum))
-    self._pool.wait(lambda: quorum.is_complete)
+    self.wait(lambda: quorum.is_complete)
     chosen = sorted(quorum.chosen, key=lambda task: task.index)
     function = self._apply_function(step, chosen)
     numbers = function([task.slots for task in chosen])
@@ -77,17 +69,9 @@ class SyncEngine(engine_lib.Engine):
       self.release(task)
     return chosen[0].discovery, numbers
 
-  def microbatch_function(self, step, layout):
-    """The function for a microbatch, and its discovery."""
-    return self._traced(
-      (step, 'microbatch', layout.key),
-      layout.traced_structure,
-      lambda found: microbatch.MicrobatchFunction(step, layout, found),
-    )
-
-  def _look(self, step, structure):
+  def _discover(self, step, structure):
     if not step.optimizers:
-      return super()._look(step, structure)
+      return super()._discover(step, structure)
 
     def run(batch):
       with step.capture(step.optimizers):
@@ -104,15 +88,23 @@ class SyncEngine(engine_lib.Engine):
         'the same variables updated by every microbatch',
         "use mode='async'",
       )
-    key = (step, 'apply', layouts[0].key, len(chosen))
-    with self._lock:
-      if key not in self._functions:
-        self._functions[key] = microbatch.ApplyFunction(
-          step, layouts[0], len(chosen), self._in_replica
-        )
-      return self._functions[key]
+    count, discovery = len(chosen), chosen[0].discovery
+    return self._cached(
+      (step, 'apply', layouts[0].key, count),
+      lambda: microbatch.ApplyFunction(
+        step, layouts[0], count, discovery, self._in_replica
+      ),
+    )
 
   # What tasks call.
+
+  def microbatch_function(self, step, layout):
+    """The function for a microbatch, and its discovery."""
+    discovery = self.discover(step, layout.traced_structure)
+    return self._cached(
+      (step, 'microbatch', layout.key),
+      lambda: microbatch.MicrobatchFunction(step, layout, discovery),
+    ), discovery
 
   def take_slots(self, layout: microbatch.Layout) -> microbatch.Slots:
     """Slots that nobody writes into."""
@@ -164,7 +156,7 @@ class MicrobatchTask(worker_pool.Task):
     self,
     engine: SyncEngine,
     step: engine_lib.Step,
-    batch: engine_lib.Batch,
+    batch: batch_message.Batch,
     index: int,
     quorum: Quorum,
   ):

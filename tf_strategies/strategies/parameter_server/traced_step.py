@@ -407,18 +407,18 @@ def additive_delta(value: tf.Tensor, old: tf.Tensor) -> tf.Tensor | None:
   Keras writes `assign(self + delta)`. Two workers that do so overwrite each
   other's addition; two that add do not.
   """
-  value, old = _origin(value), _origin(old)
+  value, old = origin(value), origin(old)
   if value.op.type not in ('AddV2', 'Add', 'Sub'):
     return None
   left, right = value.op.inputs
-  if _origin(left) is old:
+  if origin(left) is old:
     return -right if value.op.type == 'Sub' else right
-  if _origin(right) is old and value.op.type != 'Sub':
+  if origin(right) is old and value.op.type != 'Sub':
     return left
   return None
 
 
-def _origin(tensor):
+def origin(tensor):
   """The tensor that identities lead back to."""
   while tensor.op.type == 'Identity':
     tensor = tensor.op.inputs[0]

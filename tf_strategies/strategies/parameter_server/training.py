@@ -25,17 +25,14 @@ class StepFunction:
     self._strategy = strategy
     self._model = keras_step.model
     self._predicts = keras_step.kind == 'predict'
-    self._trains = keras_step.kind == 'train'
-    self._report = None
-    # Keras counts the steps of an epoch, those before a restart too.
-    self._steps_done = 0
+    trains = keras_step.kind == 'train'
     optimizer = None
-    if self._trains:
-      self._steps_done = strategy.recovery.take_steps_done()
+    if trains:
       with strategy.scope():
         optimizer = optimizer_checks.built_optimizer(self._model)
     self._step = step_task.Step(
       run=in_replica(strategy, keras_step.run),
+      trains=trains,
       optimizers=() if optimizer is None else (optimizer,),
       capture=_keras_internal.capture_apply,
       results=_keras_internal.results_of(self._model, keras_step.kind),
@@ -44,59 +41,47 @@ class StepFunction:
   def __call__(self, iterator: Any) -> Any:
     """Begins the next steps.
 
-    Returns:
-      What the newest step that is done reported; for prediction, the outputs of
-      these batches.
+    Returns what the newest step that is done reported; for prediction, the
+    outputs of these batches.
     """
     if self._predicts:
-      results = self._predict([_batch(d) for d in iterator])
+      results = self._predict(iterator)
       return tf.nest.map_structure(
         lambda *parts: tf.constant(np.concatenate(parts, 0)), *results
       )
-    steps = self._model.steps_per_execution
-    if self._steps_done > 0:
-      self._steps_done -= steps
-      return self._report
-    data = list(itertools.islice(iterator, steps))
+    data = [
+      _keras_internal.without_optionals(batch)
+      for batch in itertools.islice(iterator, self._model.steps_per_execution)
+    ]
     if not data:
       raise StopIteration
-    source = input.source_of(data)
-    if source is not None:
-      return self._begin_on_worker_input(source, len(data))
-    return self._begin([_batch(d) for d in data])
+    return self._begin(input.steps_on(data, hides_rows=True))
 
-  def _begin(self, batches):
-    self._report = self._strategy.begin(
-      self._step, batches, self._trains, self._model
-    )
-    return self._report
+  def _begin(self, work):
+    return self._strategy.begin(self._step, work, self._model)
 
-  def _begin_on_worker_input(self, source, steps):
-    self._report = self._strategy.begin_on_worker_input(
-      self._step, source, steps, self._trains, self._model
-    )
-    return self._report
+  def _predict(self, data):
+    batches = [
+      batch_message.Batch(_keras_internal.without_optionals(d), hides_rows=True)
+      for d in data
+    ]
 
-  def _predict(self, batches):
     def call_and_wait():
-      calls = self._strategy.call(self._step, batches)
-      return [call.result() for call in calls]
+      tasks = [self._strategy.engine.call(self._step, b) for b in batches]
+      return [task.result() for task in tasks]
 
     return self._strategy.recovery.with_recovery(call_and_wait)
 
-  def in_graph(self, data) -> Any:
+  def in_graph(self, data: Any) -> Any:
     """The first call of all, which comes from inside a function of Keras's.
 
-    Runs the step by a call back to Python, and installs this object for the
-    next ones.
+    Runs the step by a call back to Python.
     """
     source = input.source_of(data)
     if source is not None:
-      return self._host_call(
-        [],
-        source.dataset.element_spec,
-        lambda: self._begin_on_worker_input(source, 1),
-      )
+      work = input.Elements(source, 1)
+      spec = source.dataset.element_spec
+      return self._host_call([], spec, lambda: self._begin(work))
     data = _keras_internal.without_optionals(data)
     flat = [t for t in tf.nest.flatten(data) if t is not None]
     structure = tf.nest.map_structure(
@@ -105,17 +90,16 @@ class StepFunction:
 
     def run_batch(*arrays):
       # Copies: what TensorFlow passes is its own memory, for this call only.
-      data = batch_message.pack(structure, [np.array(a) for a in arrays])
-      batches = [batch_message.Batch(data, hides_rows=True)]
-      return (
-        self._predict(batches)[0] if self._predicts else self._begin(batches)
-      )
+      data = [batch_message.pack(structure, [np.array(a) for a in arrays])]
+      if self._predicts:
+        return self._predict(data)[0]
+      return self._begin(input.steps_on(data, hides_rows=True))
 
     return self._host_call(flat, structure, run_batch)
 
   def _host_call(self, flat, structure, run):
     """Tensors in a graph that a call of `run` makes."""
-    outputs = self._strategy.step_outputs(self._step, structure)
+    outputs = self._strategy.engine.discover(self._step, structure).outputs
     specs = tf.nest.flatten(outputs)
 
     def call(*arrays):
@@ -134,12 +118,6 @@ class StepFunction:
     for result, spec in zip(results, specs, strict=True):
       result.set_shape(spec.shape)
     return tf.nest.pack_sequence_as(outputs, results)
-
-
-def _batch(data) -> batch_message.Batch:
-  return batch_message.Batch(
-    _keras_internal.without_optionals(data), hides_rows=True
-  )
 
 
 def in_replica(strategy, run: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -167,9 +145,9 @@ class RemoteStep:
     self, strategy, fn: Callable[[Any], Any], optimizers: Sequence[Any] = ()
   ):
     self._strategy = strategy
-    self._trains = bool(optimizers)
     self._step = step_task.Step(
       run=in_replica(strategy, fn),
+      trains=bool(optimizers),
       optimizers=tuple(optimizers),
       capture=_keras_internal.capture_apply,
     )
@@ -185,14 +163,9 @@ class RemoteStep:
       What the newest step that is done returned, read when it is used as a
       float: of this step after `strategy.join()`.
     """
-    source = input.source_of(batch)
-    if source is not None:
-      return self._strategy.begin_on_worker_input(
-        self._step, source, 1, self._trains
-      )
-    batches = [batch_message.Batch(batch)]
-    return self._strategy.begin(self._step, batches, self._trains)
+    return self._strategy.begin(self._step, input.steps_on([batch]))
 
-  def call(self, batch: Any) -> step_task.PendingCall:
+  def call(self, batch: Any) -> step_task.StepTask:
     """Begins a step whose result is wanted: `.result()` waits for it."""
-    return self._strategy.call(self._step, [batch_message.Batch(batch)])[0]
+    batch = batch_message.Batch(batch)
+    return self._strategy.engine.call(self._step, batch)

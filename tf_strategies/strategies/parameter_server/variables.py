@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -109,9 +108,7 @@ class ServerVariable(_tf_internal.ResourceVariable):
     if value.op.type not in ('AddV2', 'Add', 'Sub'):
       return None
     for old in value.op.inputs:
-      read = old
-      while read.op.type == 'Identity':
-        read = read.op.inputs[0]
+      read = traced_step.origin(old)
       if read.op.type != 'ReadVariableOp':
         continue
       handle = tf.compat.v1.get_default_graph().capture(self.handle)
@@ -170,12 +167,14 @@ class ServerVariable(_tf_internal.ResourceVariable):
     except tf.errors.OpError:
       return False
 
-  def recreate(self) -> None:
-    """Recreates the variable on its server, which was restarted.
+  def recreate_if_dead(self) -> None:
+    """Makes the variable anew on its server, if that was restarted.
 
     Its value is zero until it is restored. Functions that were traced before
     still mean the old one.
     """
+    if self.is_alive():
+      return
     with tf.device(server_device(self.server)):
       fresh = _tf_internal.ResourceVariable(
         tf.zeros(self.shape, self.dtype), trainable=False, dtype=self.dtype
@@ -184,27 +183,6 @@ class ServerVariable(_tf_internal.ResourceVariable):
     self._handle = fresh.handle
     self._handle_owner = fresh
     self.is_lost = True
-
-
-class Registry:
-  """The variables on servers that are still in use, in order of creation."""
-
-  def __init__(self):
-    self._references: list[weakref.ref] = []
-
-  def add(self, variable: ServerVariable) -> None:
-    """Notes a variable that was created."""
-    self._references.append(weakref.ref(variable))
-
-  def __iter__(self) -> Iterator[ServerVariable]:
-    found = [reference() for reference in self._references]
-    return iter([v for v in found if v is not None])
-
-  def recreate_dead(self) -> None:
-    """Recreates variables whose server was restarted."""
-    for variable in self:
-      if not variable.is_alive():
-        variable.recreate()
 
 
 def _sparse_write(name: str):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +16,7 @@ from tf_strategies.strategies.parameter_server import (
 )
 
 # Markers of tasks, by number modulo this; far more than run at the same time.
-NUM_MARKERS = 1024
+_NUM_MARKERS = 1024
 _COUNT_BITS = 32
 
 
@@ -43,6 +42,29 @@ class Discovery:
       for s in tf.nest.flatten(self.outputs)
     )
 
+  def report(self, outputs: Any) -> Any:
+    """What a step reports: its numbers as float64 [count], or its tensors."""
+    outputs = () if outputs is None else outputs
+    flat = [tf.convert_to_tensor(t) for t in tf.nest.flatten(outputs)]
+    if not self.are_numbers:
+      return [tf.identity(t) for t in flat]
+    if not flat:
+      return tf.zeros([0], tf.float64)
+    return tf.stack([tf.cast(t, tf.float64) for t in flat])
+
+  def unreport(self, reported: Any) -> Any:
+    """What the step returned, as NumPy values, from what it reported."""
+    if self.are_numbers:
+      flat = [
+        np.asarray(number, spec.dtype.as_numpy_dtype)
+        for number, spec in zip(
+          reported.numpy(), tf.nest.flatten(self.outputs), strict=True
+        )
+      ]
+    else:
+      flat = [t.numpy() for t in reported]
+    return tf.nest.pack_sequence_as(self.outputs, flat)
+
 
 def discover(
   run_step: Callable[[Any], Any],
@@ -62,19 +84,17 @@ def discover(
       lambda t: tf.TensorSpec(t.shape, t.dtype), outputs
     )
 
-  with outside_of_graphs():
-    tf.function(trace, autograph=False).get_concrete_function(
-      *batch_message.Layout(structure, 1).specs
-    )
+  concrete(trace, *batch_message.Layout(structure, 1).specs)
   return Discovery(look.access, found['outputs'])
 
 
-def outside_of_graphs():
-  """Lets a function be traced from inside of another one that is being traced.
+def concrete(function: Callable, *specs: tf.TensorSpec) -> Callable:
+  """Traces a function, maybe while another one is being traced.
 
   `tf.init_scope` would do, but that it stops gradient tapes.
   """
-  return tf.__internal__.eager_context.eager_mode()
+  with tf.__internal__.eager_context.eager_mode():
+    return tf.function(function, autograph=False).get_concrete_function(*specs)
 
 
 class CompletionMarkers:
@@ -85,86 +105,64 @@ class CompletionMarkers:
   done, so that it counts once.
   """
 
-  TASKS = 0
-  SPLITS = 1
-
-  def __init__(self, variable: variables.ServerVariable):
-    self.variable = variable
-
-  @classmethod
-  def create(cls) -> CompletionMarkers:
-    """Makes the variable on server 0."""
-    return cls(
-      variables.ServerVariable(
-        server=0,
-        initial_value=lambda: tf.zeros([2, NUM_MARKERS], tf.int64),
-        trainable=False,
-        name='completion_markers',
-      )
+  def __init__(self):
+    self.variable = variables.ServerVariable(
+      server=0,
+      initial_value=lambda: tf.zeros([2, _NUM_MARKERS], tf.int64),
+      trainable=False,
+      name='completion_markers',
     )
 
-  def recreate_if_dead(self) -> None:
-    """Recreates the variable if its server was restarted."""
-    if not self.variable.is_alive():
-      self.variable.recreate()
-
-  def mark(self, kind: int, key: tf.Tensor, done: tf.Tensor):
+  def mark(
+    self, kind: int, key: tf.Tensor, done: tf.Tensor
+  ) -> traced_step.Marker:
     """In a worker's graph: marks how much of task or split `key` is done."""
     mark = key * (1 << _COUNT_BITS) + tf.cast(done, tf.int64)
-    return traced_step.Marker(
-      self.variable, mark, lambda sent: self._write(kind, sent)
-    )
 
-  def _write(self, kind, mark):
-    key = tf.bitwise.right_shift(mark, _COUNT_BITS)
-    return tf.raw_ops.ResourceScatterNdUpdate(
-      ref=self.variable.handle,
-      indices=[[kind, key % NUM_MARKERS]],
-      updates=[mark],
-    )
+    def write(mark):
+      key = tf.bitwise.right_shift(mark, _COUNT_BITS)
+      return tf.raw_ops.ResourceScatterNdUpdate(
+        ref=self.variable.handle,
+        indices=[[kind, key % _NUM_MARKERS]],
+        updates=[mark],
+      )
+
+    return traced_step.Marker(self.variable, mark, write)
 
   def done(self, kind: int, key: int) -> int:
     """On the coordinator: how much of the task or split `key` is done."""
     with tf.device(self.variable.device):
-      mark = int(self.variable.read_directly()[kind, key % NUM_MARKERS])
+      mark = int(self.variable.read_directly()[kind, key % _NUM_MARKERS])
     is_of_key = mark >> _COUNT_BITS == key
     return mark & ((1 << _COUNT_BITS) - 1) if is_of_key else 0
 
 
-class WorkerFunction(abc.ABC):
+class WorkerFunction:
   """A step, or several one after the other, as one function for workers."""
 
   def __init__(
     self,
     run_step: Callable[[Any], Any],
-    steps: int,
+    layout: batch_message.Layout,
     discovery: Discovery,
     markers: CompletionMarkers,
-    spec: tf.TensorSpec,
   ):
     self._run_step = run_step
-    self._steps = steps
+    self._layout = layout
     self._discovery = discovery
     self._markers = markers
-    with outside_of_graphs():
-      self._function = tf.function(
-        self._trace, autograph=False
-      ).get_concrete_function(spec)
+    self._function = concrete(self._trace, layout.argument)
 
   def __call__(self, worker: int, argument: Any) -> Any:
     """Runs it on a worker; the result stays there until it is read."""
     return run_on_worker(self._function, worker, argument)
 
-  @abc.abstractmethod
-  def _first_step(self, argument) -> tf.Tensor:
-    """The first step to do, int64."""
-
-  @abc.abstractmethod
   def _batch_and_marker(self, argument, step) -> tuple[Any, traced_step.Marker]:
-    """The batch of a step, and what marks the step as done."""
+    batch, key, done = self._layout.read(argument, step)
+    return batch, self._markers.mark(self._layout.kind, key, done)
 
   def _trace(self, argument):
-    if self._steps == 1:
+    if self._layout.steps == 1:
       return self._one_step(argument, tf.constant(0, tf.int64))
     numbers = len(tf.nest.flatten(self._discovery.outputs))
 
@@ -175,9 +173,9 @@ class WorkerFunction(abc.ABC):
         return step + 1, result
 
     _, result = tf.while_loop(
-      lambda step, _: step < self._steps,
+      lambda step, _: step < self._layout.steps,
       body,
-      [self._first_step(argument), tf.zeros([numbers], tf.float64)],
+      [self._layout.first_step(argument), tf.zeros([numbers], tf.float64)],
       parallel_iterations=1,
     )
     return result
@@ -188,54 +186,37 @@ class WorkerFunction(abc.ABC):
       with tf.control_dependencies(list(after)):
         batch, marker = self._batch_and_marker(argument, step)
       # Inside: a step may return a variable, whose value only it knows.
-      reported = report(self._run_step(batch), self._discovery.are_numbers)
+      reported = self._discovery.report(self._run_step(batch))
     done = traced.commit(marker)
-    if self._steps == 1:
+    if self._layout.steps == 1:
       # The call ends when all tasks have done their part of it.
       return reported
     with tf.control_dependencies(done):
       return tf.nest.map_structure(tf.identity, reported)
 
 
-class BatchFunction(WorkerFunction):
-  """For batches that the coordinator sends; `layout` is of the messages."""
+class LocalSgdFunction(WorkerFunction):
+  """All steps of a message on one copy of the variables.
 
-  def __init__(
-    self, run_step, layout: batch_message.Layout, discovery, markers
-  ):
-    self._layout = layout
-    spec = tf.TensorSpec([layout.num_bytes], tf.uint8)
-    super().__init__(run_step, layout.steps, discovery, markers, spec)
+  What they changed, times `fraction`, is added to the servers' variables.
+  """
 
-  def _first_step(self, argument):
-    return self._layout.decode_header(argument)[1]
+  def __init__(self, fraction: float, *args):
+    self._fraction = fraction
+    super().__init__(*args)
 
-  def _batch_and_marker(self, argument, step):
-    task = self._layout.decode_header(argument)[0]
-    batch = self._layout.decode_batch(argument, step)
-    return batch, self._markers.mark(CompletionMarkers.TASKS, task, step + 1)
-
-
-class InputFunction(WorkerFunction):
-  """For batches with `element_spec` that the worker reads itself."""
-
-  def __init__(self, run_step, element_spec: Any, steps, discovery, markers):
-    self._element_spec = element_spec
-    spec = tf.TensorSpec([], tf.resource)
-    super().__init__(run_step, steps, discovery, markers, spec)
-
-  def _first_step(self, argument):
-    return tf.constant(0, tf.int64)
-
-  def _batch_and_marker(self, argument, step):
-    specs = tf.nest.flatten(self._element_spec)
-    key, index, *flat = tf.raw_ops.IteratorGetNext(
-      iterator=argument,
-      output_types=[tf.int64, tf.int64, *(s.dtype for s in specs)],
-      output_shapes=[[], [], *(s.shape for s in specs)],
-    )
-    batch = batch_message.pack(self._element_spec, flat)
-    return batch, self._markers.mark(CompletionMarkers.SPLITS, key, index + 1)
+  def _trace(self, argument):
+    traced = traced_step.TracedStep(self._discovery.access, holds_updates=True)
+    with traced.tracing():
+      for step in range(self._layout.steps):
+        batch, _ = self._batch_and_marker(argument, step)
+        outputs = self._run_step(batch)
+      reported = self._discovery.report(outputs)
+    last = tf.constant(self._layout.steps - 1, tf.int64)
+    _, marker = self._batch_and_marker(argument, last)
+    traced.write_as_sums(self._fraction)
+    traced.commit(marker)
+    return reported
 
 
 def run_on_worker(function: Callable, worker: int, argument: Any, *handles):
@@ -245,28 +226,3 @@ def run_on_worker(function: Callable, worker: int, argument: Any, *handles):
       argument = tf.constant(argument)
   with tf.device(f'/job:worker/replica:0/task:{worker}'):
     return function(argument, *handles)
-
-
-def report(outputs: Any, are_numbers: bool) -> Any:
-  """What a step reports: its numbers as float64 [count], else its tensors."""
-  outputs = () if outputs is None else outputs
-  flat = [tf.convert_to_tensor(t) for t in tf.nest.flatten(outputs)]
-  if not are_numbers:
-    return [tf.identity(t) for t in flat]
-  if not flat:
-    return tf.zeros([0], tf.float64)
-  return tf.stack([tf.cast(t, tf.float64) for t in flat])
-
-
-def unreport(reported: Any, discovery: Discovery) -> Any:
-  """What the step returned, as NumPy values, from what it reported."""
-  specs = tf.nest.flatten(discovery.outputs)
-  if discovery.are_numbers:
-    numbers = reported.numpy()
-    flat = [
-      np.asarray(n, s.dtype.as_numpy_dtype)
-      for n, s in zip(numbers, specs, strict=True)
-    ]
-  else:
-    flat = [t.numpy() for t in reported]
-  return tf.nest.pack_sequence_as(discovery.outputs, flat)

@@ -78,10 +78,7 @@ class Task(abc.ABC):
   def survive(self, worker: int) -> bool:
     """Called when it failed on a worker through no fault of its own.
 
-    Notes what is left to do.
-
-    Returns:
-      Whether nothing is.
+    Notes what is left to do; returns whether nothing is.
     """
     del worker
     return False
@@ -96,13 +93,9 @@ class WorkerPool:
 
   A task of a worker that dies goes to another one; a restarted worker is used
   again. Whatever exception a worker's thread meets is raised by `wait` and
-  `submit`, and the thread continues with the next task.
-
-  Args:
-    workers: their indices.
-    liveness: tells who is alive.
-    max_waiting: tasks that may wait in the queue before `submit` waits too.
-    timeout_seconds: without any progress for so long, waiting raises an error.
+  `submit`, and the thread continues with the next task. `submit` waits while
+  `max_waiting` tasks are in the queue. Waiting without any progress for
+  `timeout_seconds` raises an error.
   """
 
   def __init__(
@@ -136,12 +129,7 @@ class WorkerPool:
       ).start()
 
   def submit(self, task: Task) -> None:
-    """Adds a task; waits while too many are waiting.
-
-    Raises:
-      BaseException: what an earlier task failed with.
-      UnsupportedOptionError: the pool is closed.
-    """
+    """Adds a task, or raises what an earlier one failed with."""
     with self.lock:
       self._wait(
         lambda: len(self._queue) < self._max_waiting or not self._is_open
@@ -160,9 +148,8 @@ class WorkerPool:
   def wait(self, until: Callable[[], bool] | None = None) -> None:
     """Waits until all tasks are done, or until a condition holds.
 
-    Raises:
-      BaseException: what a task failed with.
-      WorkerUnavailableError: nothing happened for `timeout_seconds`.
+    Raises what a task failed with, or `WorkerUnavailableError` if nothing
+    happened for `timeout_seconds`.
     """
     with self.lock:
       self._wait(until or (lambda: not self._queue and not self._running))
@@ -177,23 +164,11 @@ class WorkerPool:
       and (w in self._running or (waiting and waiting.has_work_for(w)))
     ]
 
-  @property
-  def is_idle(self) -> bool:
-    """Whether nothing waits or runs, and no error is to be raised."""
+  def is_busy(self, counts: Callable[[Task], bool] = lambda task: True) -> bool:
+    """Whether any task that counts waits or runs."""
     # Under the lock: a task that a worker takes is for a moment in neither.
     with self.lock:
-      return not self._queue and not self._running and self._error is None
-
-  @property
-  def is_busy(self) -> bool:
-    """Whether anything waits or runs."""
-    with self.lock:
-      return bool(self._queue or self._running)
-
-  def has(self, wanted: Callable[[Task], bool]) -> bool:
-    """Whether a task of some kind waits or runs."""
-    with self.lock:
-      return any(map(wanted, [*self._queue, *self._running.values()]))
+      return any(map(counts, [*self._queue, *self._running.values()]))
 
   def close(self) -> None:
     """Ends the threads; tasks that run are left to themselves."""
@@ -206,10 +181,14 @@ class WorkerPool:
     """Drops the error and all waiting tasks, and waits for those that run."""
     with self.lock:
       self._drop_waiting()
-      ends_at = time.monotonic() + self._timeout
-      while self._running and time.monotonic() < ends_at:
-        self.lock.wait(_WAKE_SECONDS)
+      self._wait_for_running(self._timeout)
       self._error = None
+
+  def _wait_for_running(self, seconds) -> None:
+    """Under the lock: waits for the tasks that run, but no longer."""
+    ends_at = time.monotonic() + seconds
+    while self._running and time.monotonic() < ends_at:
+      self.lock.wait(_WAKE_SECONDS)
 
   def _wait(self, condition) -> None:
     self._progress_at = time.monotonic()
@@ -258,7 +237,7 @@ class WorkerPool:
     """The next task for a worker; None when the pool is closed."""
     with self.lock:
       while self._is_open:
-        if self._queue and not self._error and self._may_begin(worker):
+        if self._may_begin(worker):
           task = self._queue.popleft()
           self._running[worker] = task
           task.begin(worker)
@@ -268,10 +247,10 @@ class WorkerPool:
       return None
 
   def _may_begin(self, worker: int) -> bool:
+    if not self._queue or self._error or self._pauses:
+      return False
     task = self._queue[0]
-    return (
-      not self._pauses and task.has_work_for(worker) and task.may_begin(worker)
-    )
+    return task.has_work_for(worker) and task.may_begin(worker)
 
   def _run(self, worker: int, task: Task) -> None:
     try:
@@ -313,14 +292,11 @@ class WorkerPool:
 
   def _handle(self, worker: int, task: Task, error: Exception) -> None:
     """Decides who is to blame: a server, the worker, a moment, or the step."""
-    server = self._liveness.dead_server()
-    if server is not None:
-      raise self._liveness.server_error(server) from error
+    self._check_servers(error)
     if not self._liveness.is_worker_alive(worker):
       self._lose(worker, task, error)
-    elif task.retries < _MAX_RETRIES and self._is_transient(error):
-      logging.warning('worker %d: %s; retrying', worker, _first_line(error))
-      time.sleep(_REJOIN_SECONDS)
+    elif task.retries < _MAX_RETRIES:
+      self._wait_to_retry(worker, error)
     else:
       raise error
     # The servers may still be at it: what they got before the failure.
@@ -334,21 +310,24 @@ class WorkerPool:
       try:
         return task.survive(worker)
       except tf.errors.OpError as e:
-        server = self._liveness.dead_server()
-        if server is not None:
-          raise self._liveness.server_error(server) from e
-        if not self._is_transient(e):
-          raise
-        logging.warning('worker %d: %s; retrying', worker, _first_line(e))
-        time.sleep(_REJOIN_SECONDS)
+        self._check_servers(e)
+        self._wait_to_retry(worker, e)
     return task.survive(worker)
 
-  def _is_transient(self, error: Exception) -> bool:
-    if isinstance(error, _TRANSIENT):
-      return True
-    return (
+  def _check_servers(self, error: Exception) -> None:
+    dead = self._liveness.server_error()
+    if dead is not None:
+      raise dead from error
+
+  def _wait_to_retry(self, worker: int, error: Exception) -> None:
+    """Raises the error if a retry cannot cure it."""
+    is_transient = isinstance(error, _TRANSIENT) or (
       isinstance(error, tf.errors.OpError) and self._liveness.changed_recently()
     )
+    if not is_transient:
+      raise error
+    logging.warning('worker %d: %s; retrying', worker, _first_line(error))
+    time.sleep(_REJOIN_SECONDS)
 
   def _lose(self, worker: int, task: Task, error: Exception) -> None:
     """Notes that a worker is lost: its task goes to others."""
@@ -402,9 +381,7 @@ class WorkerPool:
     """
     with self.lock:
       self._pauses += 1
-      ends_at = time.monotonic() + _PAUSE_SECONDS
-      while self._running and time.monotonic() < ends_at:
-        self.lock.wait(_WAKE_SECONDS)
+      self._wait_for_running(_PAUSE_SECONDS)
     try:
       yield
     finally:

@@ -1,0 +1,116 @@
+"""Connections alone, over socket pairs: sends never wait, nothing gets lost."""
+
+import asyncio
+import socket
+import types
+
+from absl.testing import absltest
+
+from tf_strategies.process_group import options, state
+from tf_strategies.process_group.control import control_plane
+from tf_strategies.process_group.network import connection, protocol
+
+_Kind = protocol.Kind
+
+
+def _pair():
+  ends = socket.socketpair()
+  for end in ends:
+    end.setblocking(False)
+  return [connection.Connection(end) for end in ends]
+
+
+class ConnectionTest(absltest.TestCase):
+  def test_what_does_not_fit_is_sent_later_and_in_order(self):
+    async def run():
+      first, second = _pair()
+      large = 'x' * 900_000
+      for i in range(3):
+        first.send(_Kind.HELLO, [i, large])
+      self.assertTrue(first.pending)
+      got = [(await second.expect(_Kind.HELLO))[1] for _ in range(3)]
+      self.assertEqual(got, [[i, large] for i in range(3)])
+      self.assertFalse(first.pending)
+      # In the other direction meanwhile nothing was lost either.
+      second.send(_Kind.READY)
+      self.assertEqual(await first.expect(_Kind.READY), (_Kind.READY, None))
+      first.close()
+      second.close()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+  def test_send_to_a_peer_that_is_gone_is_noticed_by_who_receives(self):
+    async def run():
+      first, second = _pair()
+      first.send(_Kind.HELLO, 'x' * 900_000)
+      second.close()
+      for _ in range(3):
+        first.send(_Kind.HELLO, 'x')
+      with self.assertRaises(ConnectionError):
+        await first.receive()
+      while first.pending:
+        await asyncio.sleep(0.01)
+      first.send(_Kind.HELLO, 'x')
+      self.assertFalse(first.pending)
+      first.close()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+  def test_can_be_closed_after_its_loop(self):
+    async def run():
+      first, second = _pair()
+      first.send(_Kind.HELLO, 'x' * 900_000)
+      self.assertTrue(first.pending)
+      return first, second
+
+    for one in asyncio.run(run()):
+      one.close()
+      self.assertEqual(one.detach().fileno(), -1)
+
+  def test_other_kinds_and_other_bytes_are_refused(self):
+    async def run():
+      first, second = _pair()
+      first.send(_Kind.HELLO)
+      with self.assertRaisesRegex(protocol.ProtocolError, 'sent HELLO'):
+        await second.expect(_Kind.PROPOSE)
+      first.send_frame(_Kind.HELLO, '', b'{')
+      with self.assertRaisesRegex(protocol.ProtocolError, 'not JSON'):
+        await second.expect(_Kind.HELLO)
+      first.close()
+      second.close()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+class MalformedMessageTest(absltest.TestCase):
+  def test_rank_that_sends_nonsense_counts_as_lost(self):
+    async def run(message):
+      ours, theirs = _pair()
+      members = [state.Member(r, r, f'host-{r}:1') for r in range(2)]
+      shared = state.GroupState(members, 0, 1)
+      host = types.SimpleNamespace(
+        loop=asyncio.get_running_loop(), spawn=asyncio.ensure_future
+      )
+      plane = control_plane.ControlPlane(
+        host, shared, {1: ours}, options.GroupOptions()
+      )
+      plane.start()
+      theirs.generation = 1
+      theirs.send(_Kind.HEARTBEAT, message)
+      while shared.failure is None:
+        await asyncio.sleep(0.01)
+      for task in plane._tasks:
+        task.cancel()
+      await asyncio.gather(*plane._tasks, return_exceptions=True)
+      ours.close()
+      theirs.close()
+      return shared.failure
+
+    for message in (5, {}, {'joiners': 5}):
+      failure = asyncio.run(asyncio.wait_for(run(message), 60))
+      self.assertEqual(failure.error, 'WorkerUnavailableError')
+      self.assertEqual(failure.rank, 1)
+
+
+if __name__ == '__main__':
+  absltest.main()
