@@ -16,6 +16,18 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tf_strategies import errors
+
+
+def check_built(model: keras.Model) -> None:
+  """Raises an error for a model that has no variables to save or restore."""
+  if not model.built:
+    raise errors.UnsupportedOptionError(
+      f'model={model.name!r}, which has no variables yet',
+      'a built model',
+      'begin it with keras.Input(shape), or call model.build(shape)',
+    )
+
 
 def name_variables(
   model: keras.Model, optimizer: keras.optimizers.Optimizer

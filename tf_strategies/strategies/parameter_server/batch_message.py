@@ -32,17 +32,12 @@ _FIX_SPARSE = (
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-  """What is in a batch message; equal layouts can use one traced function.
+  """What is in a batch message; equal layouts can use one traced function."""
 
-  Attributes:
-    structure: of a batch, with a `tf.TensorSpec` for each array.
-    steps: number of batches.
-    hides_rows: whether the step must not know the number of rows while it is
-      traced, as under Keras on one device.
-  """
-
-  structure: Any
+  structure: Any  # Of a batch, with a `tf.TensorSpec` for each array.
   steps: int
+  # Whether the step must not know the number of rows while it is traced, as
+  # under Keras on one device.
   hides_rows: bool = False
 
   kind = TASKS

@@ -26,7 +26,7 @@ _UNSETTLED_SECONDS = 5.0
 # Connecting waits for tasks that have died since they were looked for.
 _CONNECT_SECONDS = 60.0
 
-_HELLO = keepalive.Answer.HELLO
+_HELLO, _NOTHING = keepalive.Answer.HELLO, keepalive.Answer.NOTHING
 
 Task = tuple[str, int]
 
@@ -34,12 +34,7 @@ Task = tuple[str, int]
 def checked_cluster(
   cluster: config_lib.ClusterConfig | None,
 ) -> config_lib.ClusterConfig:
-  """The cluster that this process coordinates.
-
-  Raises:
-    ClusterConfigError: there is none, it has no parameter server or no worker,
-      or this process is not its coordinator.
-  """
+  """The cluster that this process coordinates, which must be complete."""
   if cluster is None:
     cluster = config_lib.ClusterConfig.from_env()
   if cluster is None:
@@ -84,10 +79,7 @@ def resolver(
 
 
 def is_connected(cluster: config_lib.ClusterConfig) -> bool:
-  """Whether this process is connected to the same servers and workers.
-
-  A second connection would cut off the variables of the first.
-  """
+  """Whether this process is connected to it: again would cut off variables."""
   # Without it a call to a dead task waits for it to come back.
   os.environ.setdefault('GRPC_FAIL_FAST', 'use_caller')
   connected = _tf_internal.connected_cluster()
@@ -109,11 +101,7 @@ def addresses(cluster: config_lib.ClusterConfig) -> dict[Task, str]:
 def wait_for_tasks(
   tasks: dict[Task, str], deadline_seconds: float, what_for: str
 ) -> None:
-  """Waits until every task listens.
-
-  Raises:
-    RendezvousError: at the deadline; names the tasks that are missing.
-  """
+  """Waits until every task listens; at the deadline, names those that do not."""
   by_name = {f'{job} {i}': address for (job, i), address in tasks.items()}
   reachability.wait_for_tasks(by_name, deadline_seconds, what_for)
 
@@ -156,10 +144,7 @@ class Liveness:
     return self._addresses[job, index]
 
   def is_worker_alive(self, worker: int) -> bool:
-    """Whether a worker is still the process that this one connected to.
-
-    A silent one may be, until `keepalive_timeout`.
-    """
+    """Whether it is the process that was connected to; maybe a silent one."""
     return not self._gone([('worker', worker)])
 
   def silent_tasks(self) -> list[str]:
@@ -191,11 +176,7 @@ class Liveness:
     return set(keepalive.ask_all(self._addresses).values()) == {_HELLO}
 
   def changed_recently(self) -> bool:
-    """Whether it has just reconnected.
-
-    TensorFlow may fail an op meanwhile, in ways that have nothing to do with
-    it.
-    """
+    """Whether it has just reconnected, while which any op may fail."""
     return time.monotonic() - self._changed_at < _UNSETTLED_SECONDS
 
   def rejoin(self, worker: int, lost_in: int) -> bool:
@@ -205,7 +186,7 @@ class Liveness:
       # Another thread may have connected to all of them.
       answers = self._ask(self._addresses)
       if self.generation == lost_in or answers[task] is not _HELLO:
-        if keepalive.Answer.NOTHING in answers.values():
+        if _NOTHING in answers.values():
           return False
         self._unrestored |= self._gone_of(answers) & self._servers
         self._connect_again()
@@ -213,21 +194,16 @@ class Liveness:
       return answers[task] is _HELLO
 
   def wait_for_all(self, deadline_seconds: float) -> None:
-    """Waits until every task listens, and connects to all of them.
+    """Waits until every task answers, and connects to all of them.
 
     The caller restores the variables of all servers afterwards.
-
-    Raises:
-      RendezvousError: at the deadline; names the tasks that are missing.
     """
     ends_at = time.monotonic() + deadline_seconds
     wait_for_tasks(self._addresses, deadline_seconds, 'to continue training')
     with self._lock:
       while True:
         answers = self._ask(self._addresses)
-        silent = [
-          t for t, a in answers.items() if a is keepalive.Answer.NOTHING
-        ]
+        silent = [t for t, a in answers.items() if a is _NOTHING]
         if not silent:
           break
         if time.monotonic() > ends_at:
@@ -263,7 +239,7 @@ class Liveness:
       self._is_settled.wait(max(0.0, ends_at - time.monotonic()))
       generation = self.generation
       found = keepalive.concurrently(
-        self._ask_one, tasks, keepalive.Answer.NOTHING, _PROBE_SECONDS
+        self._ask_one, tasks, _NOTHING, _PROBE_SECONDS
       )
       # Tasks may seem dead while they are connected to.
       is_sure = self.generation == generation and self._is_settled.is_set()

@@ -29,11 +29,10 @@ Work = Sequence[batch_message.Batch] | input.Elements
 
 
 class Staleness:
-  """Counts updates between the start and the end of each step.
+  """Counts the steps that were applied while each step was computed.
 
-  A step's staleness is the number of other steps that were applied while it was
-  computed (Ho et al. 2013, "More Effective Distributed ML via a Stale
-  Synchronous Parallel Parameter Server"). Zero for a single worker.
+  Ho et al. 2013, "More Effective Distributed ML via a Stale Synchronous Parallel
+  Parameter Server". Zero for a single worker.
 
   Example:
 
@@ -66,13 +65,7 @@ class Staleness:
 
 
 class Engine:
-  """Runs steps; each worker applies its gradient as soon as it has it.
-
-  Args:
-    pool: the workers.
-    markers: where steps that are done are marked.
-    recovery: repeats what a dead server ended; tells when it has restored one.
-  """
+  """Runs steps; each worker applies its gradient as soon as it has it."""
 
   def __init__(
     self,
@@ -94,11 +87,7 @@ class Engine:
     recovery.on_restored = self.forget
 
   def begin(self, step: Step, work: Work) -> Any:
-    """Begins steps; waits while too many are running.
-
-    Returns:
-      The report of the newest step that is done, when it is read.
-    """
+    """Begins steps, or waits while too many run; returns the newest report."""
     return (self.train if step.trains else self.run)(step, work)
 
   def train(self, step: Step, work: Work) -> Any:
@@ -244,12 +233,10 @@ class BoundedEngine(Engine):
 class LocalSgdEngine(Engine):
   """Local SGD: a worker trains `local_steps` steps, then sends the difference.
 
-  The variables are read once, the steps are done on that copy, and the
-  difference, divided by the number of workers, is added to the servers'
-  variables. That is another algorithm than one step at a time: the mean of
-  models that trained apart for a while (Stich 2019, "Local SGD Converges Fast
-  and Communicates Little"), without waiting for each other. With one worker it
-  is exact.
+  The variables are read once, and the difference, divided by the number of
+  workers, is added to the servers' variables: the mean of models that trained
+  apart for a while (Stich 2019, "Local SGD Converges Fast and Communicates
+  Little"), without waiting for each other. With one worker it is exact.
   """
 
   def __init__(self, *args, local_steps: int):

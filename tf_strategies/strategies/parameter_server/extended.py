@@ -44,10 +44,7 @@ class Placement:
   the largest variable). TensorFlow counts variables instead: with kernel, bias,
   kernel, bias and two servers, every kernel lands on server 0. Scalars go to
   server 0, which counts steps and metrics: what a step adds there is one
-  message.
-
-  Args:
-    num_servers: number of parameter servers.
+  message. `load` is the bytes on each server.
 
   Example:
 
@@ -59,33 +56,23 @@ class Placement:
   """
 
   def __init__(self, num_servers: int):
-    self._load = [0] * num_servers
-
-  @property
-  def load(self) -> tuple[int, ...]:
-    """Bytes on each server."""
-    return tuple(self._load)
+    self.load = (0,) * num_servers
 
   def place(self, num_bytes: int, is_scalar: bool = False) -> int:
     """Returns the server of a new variable. O(servers)."""
-    server = 0 if is_scalar else min(range(len(self._load)), key=self._key)
-    self._load[server] += num_bytes
+    server = 0 if is_scalar else self.load.index(min(self.load))
+    self.add(server, num_bytes)
     return server
 
   def add(self, server: int, num_bytes: int) -> None:
     """Counts a variable that must be where another one is."""
-    self._load[server] += num_bytes
-
-  def _key(self, server: int) -> tuple[int, int]:
-    return self._load[server], server
+    load = list(self.load)
+    load[server] += num_bytes
+    self.load = tuple(load)
 
 
 class ReplicaContext(tf.distribute.ReplicaContext):
-  """The context of the one replica that a worker is.
-
-  Gradients that an optimizer is about to apply go to the servers here, small
-  ones in one message a server.
-  """
+  """The context of the one replica that a worker is; sends its gradients."""
 
   def all_reduce(self, reduce_op, value, options=None):
     """The value itself: each worker is the only replica of its step."""
@@ -114,15 +101,11 @@ class ReplicaContext(tf.distribute.ReplicaContext):
 
 def _are_gradients(value) -> bool:
   """Whether this is a list of (gradient, variable of a server)."""
-  return (
-    isinstance(value, list)
-    and bool(value)
-    and all(
-      isinstance(pair, tuple)
-      and len(pair) == 2
-      and isinstance(pair[1], variables.ServerVariable)
-      for pair in value
-    )
+  return bool(value and isinstance(value, list)) and all(
+    isinstance(pair, tuple)
+    and len(pair) == 2
+    and isinstance(pair[1], variables.ServerVariable)
+    for pair in value
   )
 
 
@@ -173,26 +156,25 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
     if kwargs.get('per_worker_variable') or kwargs.get('initial_value') is None:
       return super()._create_variable(next_creator, **kwargs)
     reference = kwargs.get('colocate_with')
+    name = kwargs.get('name')
     arguments = {k: kwargs[k] for k in _ARGUMENTS if kwargs.get(k) is not None}
     shape, dtype = _shape_and_dtype(arguments)
     if isinstance(reference, partitioned.PartitionedVariable):
-      if tuple(shape) == tuple(reference.shape):
+      if shape == tuple(reference.shape):
         servers = [p.server for p in reference.parts]
         return self._create_parts(arguments, shape, reference.sizes, servers)
       reference = reference.parts[0]
+    num_bytes = math.prod(shape) * dtype.size
     if isinstance(reference, variables.ServerVariable):
       server = reference.server
-      self.placement.add(server, _num_bytes(shape, dtype))
-      return self._create_on(server, arguments)
-    parts = self._num_parts(shape, dtype, kwargs.get('name'))
-    if parts > 1:
-      sizes = partitioned.partition_sizes(shape[0], parts)
-      return self._create_parts(arguments, shape, sizes)
-    num_bytes = _num_bytes(shape, dtype)
-    server = self.placement.place(num_bytes, is_scalar=not tuple(shape))
-    logging.debug(
-      'variable %s: %d bytes on ps %d', kwargs.get('name'), num_bytes, server
-    )
+      self.placement.add(server, num_bytes)
+    else:
+      parts = self._num_parts(shape, dtype, name)
+      if parts > 1:
+        sizes = partitioned.partition_sizes(shape[0], parts)
+        return self._create_parts(arguments, shape, sizes)
+      server = self.placement.place(num_bytes, is_scalar=not shape)
+    logging.debug('variable %s: %d bytes on ps %d', name, num_bytes, server)
     return self._create_on(server, arguments)
 
   def _create_on(self, server: int, arguments) -> variables.ServerVariable:
@@ -218,15 +200,14 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
     }
     arguments.pop('shape', None)
     parts = []
-    row_bytes = _num_bytes(shape[1:], whole.dtype)
-    for i, (size, rows) in enumerate(
-      zip(sizes, tf.split(whole, sizes), strict=True)
-    ):
+    row_bytes = math.prod(shape[1:]) * whole.dtype.size
+    for i, rows in enumerate(tf.split(whole, sizes)):
+      num_bytes = sizes[i] * row_bytes
       if servers is None:
-        server = self.placement.place(size * row_bytes)
+        server = self.placement.place(num_bytes)
       else:
         server = servers[i]
-        self.placement.add(server, size * row_bytes)
+        self.placement.add(server, num_bytes)
       part = {
         **arguments,
         'initial_value': rows,
@@ -238,7 +219,7 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
 
   def _num_parts(self, shape, dtype, name) -> int:
     """Into how many parts a variable is cut."""
-    if self._partitioner is None or not tuple(shape):
+    if self._partitioner is None or not shape:
       return 1
     found = self._partitioner(shape=tf.TensorShape(shape), dtype=dtype)
     if (
@@ -249,7 +230,7 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
     ):
       raise errors.UnsupportedOptionError(
         f'variable_partitioner that returns {found!r} for variable {name!r} of '
-        f'shape {tuple(shape)}',
+        f'shape {shape}',
         'a list of one number of parts an axis, above 1 on the first axis only',
         'use one of tf.distribute.experimental.partitioners',
       )
@@ -268,10 +249,10 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
 
   def _update(self, var, fn, args, kwargs, group):
     if not isinstance(var, partitioned.PartitionedVariable):
-      return self._update_on_server(var, fn, args, kwargs)
+      return self._update_on_server(var, var, fn, args, kwargs)
     step = traced_step.current()
     if step is not None and step.holds_updates:
-      return self._update_on_server(var, fn, args, kwargs)
+      return self._update_on_server(var, var, fn, args, kwargs)
     optimizer_checks.check_partitioned_update(fn, var.name)
     split = [
       var.split_gradient(a) if _is_like(a, var) else [a] * len(var.parts)
@@ -280,13 +261,12 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
     result = None
     for i, part in enumerate(var.parts):
       with partitioned.seen_as_part(i):
-        result = self._update_on_server(
-          var, fn, tuple(a[i] for a in split), kwargs, part
-        )
+        args = tuple(a[i] for a in split)
+        result = self._update_on_server(part, var, fn, args, kwargs)
     return result
 
-  def _update_on_server(self, var, fn, args, kwargs, target=None):
-    target = var if target is None else target
+  def _update_on_server(self, target, var, fn, args, kwargs):
+    """Updates a variable, or the part of it that it is reduced to."""
     step = traced_step.current()
     if step is None:
       with (
@@ -296,13 +276,10 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
         return fn(var, *args, **kwargs)
     with step.updating(target):
       device = None if step.holds_updates else target.device
+      # Where an argument has a copy on the server, that.
+      args = (step.here(a) if isinstance(a, tf.Tensor) else a for a in args)
       with tf.device(device), _tf_internal.UpdateContext(device):
-        return fn(var, *(_here(step, a) for a in args), **kwargs)
-
-
-def _here(step, argument):
-  """An argument of an update, or its copy on the server."""
-  return step.here(argument) if isinstance(argument, tf.Tensor) else argument
+        return fn(var, *args, **kwargs)
 
 
 def _is_like(value, variable) -> bool:
@@ -318,21 +295,14 @@ def _shape_and_dtype(arguments) -> tuple[tuple[int, ...], tf.DType]:
   """Of a variable to be made, without making its value where possible."""
   value = arguments['initial_value']
   dtype = arguments.get('dtype')
-  if not callable(value):
-    value = tf.convert_to_tensor(value, dtype)
-    arguments['initial_value'] = value
-    return tuple(value.shape), value.dtype
-  shape = arguments.get('shape')
-  if shape is None:
-    shape = _keras_internal.initial_shape(value)
-  if shape is None or dtype is None:
+  if callable(value):
+    shape = arguments.get('shape')
+    if shape is None:
+      shape = _keras_internal.initial_shape(value)
+    if shape is not None and dtype is not None:
+      return tuple(tf.TensorShape(shape)), tf.as_dtype(dtype)
     # Nothing tells the size: the value is made here, and sent.
     with tf.init_scope():
       value = tf.convert_to_tensor(value(), dtype)
-    arguments['initial_value'] = value
-    return tuple(value.shape), value.dtype
-  return tuple(tf.TensorShape(shape)), tf.as_dtype(dtype)
-
-
-def _num_bytes(shape, dtype) -> int:
-  return math.prod(shape) * dtype.size
+  value = arguments['initial_value'] = tf.convert_to_tensor(value, dtype)
+  return tuple(value.shape), value.dtype

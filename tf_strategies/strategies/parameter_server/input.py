@@ -40,19 +40,14 @@ class WorkerTensor:
 
 @dataclasses.dataclass(eq=False)
 class Split:
-  """A part of an epoch's data.
-
-  Attributes:
-    index: of the split.
-    key: number of this reading of it, unique in the process.
-    done: elements that have been trained on.
-    handle: of the iterator of the worker that reads it.
-  """
+  """A part of an epoch's data."""
 
   index: int
-  key: int
-  done: int = 0
-  handle: tf.Tensor | None = None
+  key: int  # Number of this reading of it, unique in the process.
+  done: int = 0  # Elements that have been trained on.
+  handle: tf.Tensor | None = (
+    None  # Of the iterator on the worker that reads it.
+  )
 
 
 _keys = itertools.count(1)
@@ -61,10 +56,8 @@ _keys = itertools.count(1)
 class Source:
   """One epoch of data: hands its splits to the workers.
 
-  Args:
-    dataset: whose epoch this is.
-    start: where a restarted run continues. The steps of its epoch that are done
-      are handed out once more, and dropped.
+  A restarted run continues at `start`. The steps of its epoch that are done are
+  handed out once more, and dropped.
   """
 
   def __init__(
@@ -302,10 +295,7 @@ def steps_on(
 
 
 class FedDataset(_tf_internal.DistributedDataset):
-  """A data set whose batches the coordinator reads and sends to workers.
-
-  Keras iterates over it as over any iterable.
-  """
+  """A data set whose batches the coordinator reads and sends to workers."""
 
   # pylint: disable-next=super-init-not-called
   def __init__(

@@ -26,19 +26,12 @@ from tf_strategies.strategies.parameter_server import (
 
 @dataclasses.dataclass
 class Contents:
-  """Everything that a traced microbatch has.
+  """Everything that a traced microbatch has."""
 
-  Attributes:
-    calls: of `optimizer.apply`, as (optimizer, gradients, variables).
-    writes: that the step held back.
-    numbers: what it reports, float64 [count].
-    rows: of its batch, float32 scalar.
-  """
-
-  calls: list
-  writes: list[traced_step.Write]
-  numbers: tf.Tensor
-  rows: tf.Tensor
+  calls: list  # Of `optimizer.apply`: (optimizer, gradients, variables).
+  writes: list[traced_step.Write]  # That the step held back.
+  numbers: tf.Tensor  # What it reports, float64 [count].
+  rows: tf.Tensor  # Of its batch, float32 scalar.
 
   def tensors(self) -> list[tuple[int, tf.Tensor, bool]]:
     """All, in the order in which `ApplyFunction` reads them.
@@ -63,23 +56,18 @@ class Contents:
 
 
 class Layout:
-  """Which tensors of a microbatch are where; made in its first trace.
-
-  Attributes:
-    contents: of that trace.
-    parts: server, shape and dtype of each tensor.
-    specs: of the messages to each server.
-  """
+  """Which tensors of a microbatch are where; made in its first trace."""
 
   def __init__(self, contents: Contents):
     self.contents = contents
     tensors = []
-    self.parts = []
+    # Server, shape and dtype of each tensor; those of the messages to a server.
+    self.parts: list[tuple[int, tf.TensorSpec]] = []
     for server, tensor, rows_vary in contents.tensors():
       shape = [None, *tensor.shape[1:]] if rows_vary else tensor.shape
       tensors.append(tensor)
       self.parts.append((server, tf.TensorSpec(shape, tensor.dtype)))
-    self.specs = {}
+    self.specs: dict[int, list[tf.TensorSpec]] = {}
     for server in sorted({server for server, _ in self.parts}):
       _, large = self._small_and_large(server)
       messages = self.messages(server, tensors, contents.rows)

@@ -19,12 +19,7 @@ _TIMEOUTS = (
 
 @dataclasses.dataclass(frozen=True)
 class ParameterServerOptions:
-  """How a parameter server job trains; see `ParameterServerStrategy`.
-
-  Raises:
-    UnsupportedOptionError: a value that is not allowed, or an option of another
-      mode.
-  """
+  """How a parameter server job trains; see `ParameterServerStrategy`."""
 
   mode: str = 'async'
   backup_workers: int = 0
@@ -42,19 +37,27 @@ class ParameterServerOptions:
       raise errors.UnsupportedOptionError(
         f'mode={self.mode!r}', f'one of {MODES}', "write mode='async'"
       )
-    self._check_int('backup_workers', 0)
-    self._check_int('local_steps', 1)
-    self._check_belongs('backup_workers', self.backup_workers > 0, 'sync')
-    self._check_belongs('local_steps', self.local_steps > 1, 'async')
-    is_given = self.max_staleness is not None
-    self._check_belongs('max_staleness', is_given, 'bounded')
+    for name, mode, default in (
+      ('backup_workers', 'sync', 0),
+      ('local_steps', 'async', 1),
+      ('max_staleness', 'bounded', None),
+    ):
+      if default is not None:
+        self._check_int(name, default)
+      if getattr(self, name) != default and self.mode != mode:
+        raise errors.UnsupportedOptionError(
+          f'{name}={getattr(self, name)!r} with mode={self.mode!r}',
+          f'{name} with mode={mode!r}',
+          f'write mode={mode!r}, or leave out {name}',
+        )
     if self.mode == 'bounded':
       self._set_default('max_staleness', 1)
       self._check_int('max_staleness', 0)
     self._check_checkpoints()
     for name in _TIMEOUTS:
       value = getattr(self, name)
-      if not _is_number(value) or not 0 < value < math.inf:
+      is_number = isinstance(value, int | float) and value is not True
+      if not is_number or not 0 < value < math.inf:
         raise errors.UnsupportedOptionError(
           f'{name}={value!r}', 'finite seconds above 0', f'leave out {name}'
         )
@@ -73,14 +76,6 @@ class ParameterServerOptions:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
       raise errors.UnsupportedOptionError(
         f'{name}={value!r}', f'an integer of at least {least}', 'leave it out'
-      )
-
-  def _check_belongs(self, name: str, is_given: bool, mode: str) -> None:
-    if is_given and self.mode != mode:
-      raise errors.UnsupportedOptionError(
-        f'{name}={getattr(self, name)!r} with mode={self.mode!r}',
-        f'{name} with mode={mode!r}',
-        f'write mode={mode!r}, or leave out {name}',
       )
 
   def _check_checkpoints(self) -> None:
@@ -107,16 +102,8 @@ class ParameterServerOptions:
       object.__setattr__(self, name, value)
 
 
-def _is_number(value) -> bool:
-  return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def make(mode: str, options: dict) -> ParameterServerOptions:
-  """The options from a strategy's arguments.
-
-  Raises:
-    UnsupportedOptionError: as `ParameterServerOptions`, or an unknown name.
-  """
+  """The options from a strategy's arguments."""
   known = {f.name for f in dataclasses.fields(ParameterServerOptions)}
   unknown = sorted(set(options) - known)
   if unknown:

@@ -27,10 +27,9 @@ def is_small(shape: tf.TensorShape, dtype: tf.DType) -> bool:
 
 
 def pack(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-  """Few tensors with the bits of all.
+  """Few tensors with the bits of all: one of words, and one a smaller type.
 
-  Types of four and eight bytes travel as float32, which nobody computes with;
-  each other type travels by itself.
+  Words of four and eight bytes travel as float32, which nobody computes with.
   """
   carried = collections.defaultdict(list)
   for tensor in tensors:
@@ -47,7 +46,10 @@ def unpack(
     carried[_carrier(spec.dtype)].append(i)
   result = [None] * len(specs)
   for message, indices in zip(packed, carried.values(), strict=True):
-    sizes = [_carried_size(specs[i]) for i in indices]
+    sizes = [
+      specs[i].shape.num_elements() * specs[i].dtype.size // message.dtype.size
+      for i in indices
+    ]
     parts = tf.split(message, sizes) if len(sizes) > 1 else [message]
     for i, part in zip(indices, parts, strict=True):
       result[i] = _from_carrier(part, specs[i])
@@ -56,11 +58,6 @@ def unpack(
 
 def _carrier(dtype: tf.DType) -> tf.DType:
   return tf.float32 if dtype.size in (4, 8) else dtype
-
-
-def _carried_size(spec) -> int:
-  size = spec.shape.num_elements()
-  return size * spec.dtype.size // _carrier(spec.dtype).size
 
 
 def _to_carrier(tensor):
@@ -80,23 +77,22 @@ def _from_carrier(part, spec):
   return tf.bitcast(part, spec.dtype)
 
 
-def send(tensors: Sequence[tf.Tensor], device: str | None) -> list[tf.Tensor]:
-  """Brings tensors of this task to another one, small ones in one message.
+def send(
+  tensors: Sequence[tf.Tensor], to: str | None, by: str | None = None
+) -> list[tf.Tensor]:
+  """Brings tensors to another task, small ones in one message.
 
-  Args:
-    tensors: of static shape, or such that travel alone.
-    device: where they are wanted.
-
-  Returns:
-    The tensors, in order; the packed ones are on `device`.
+  They are packed on the device `by`, None for where the step runs. Returns all,
+  in order; those that were packed are on the device `to`.
   """
   result = list(tensors)
   packed = [i for i, t in enumerate(result) if is_small(t.shape, t.dtype)]
   if len(packed) < 2:
     return result
   specs = [tf.TensorSpec(result[i].shape, result[i].dtype) for i in packed]
-  message = pack([result[i] for i in packed])
-  with tf.device(device):
+  with tf.device(by):
+    message = pack([result[i] for i in packed])
+  with tf.device(to):
     for i, tensor in zip(packed, unpack(message, specs), strict=True):
       result[i] = tensor
   return result

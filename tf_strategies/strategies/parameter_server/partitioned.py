@@ -50,8 +50,8 @@ _view = _View()
 def seen_as_part(part: int) -> Iterator[None]:
   """Makes every partitioned variable of this thread act as one of its parts.
 
-  An optimizer knows its slots by the whole variable. So its update runs once a
-  part, on the part's server, with variable and slots reduced to that part.
+  An optimizer knows its slots by the whole variable: variable and slots are
+  reduced together, for an update on the part's server.
   """
   before, _view.part = _view.part, part
   try:
@@ -67,12 +67,7 @@ class PartitionedVariable(_tf_internal.BaseResourceVariable):
   that it can be loaded onto another number of servers.
 
   TensorFlow's own `ShardedVariable` has no handle, and Keras 3 fails on it.
-
-  Args:
-    parts: one variable a part, in order of rows; not trainable, since gradients
-      are those of the whole.
-    name: of the whole.
-    **kwargs: trainable, constraint, aggregation, synchronization.
+  The parts, in order of rows, are not trainable: gradients are of the whole.
   """
 
   def __init__(
@@ -103,27 +98,24 @@ class PartitionedVariable(_tf_internal.BaseResourceVariable):
     return self.parts[0].handle
 
   @property
-  def shape(self):
-    """Of the variable, or of the part that it is reduced to."""
-    part = self._part
-    return super().shape if part is None else part.shape
-
-  @property
   def _part(self):
     """The part that this thread's view reduces the variable to."""
     return None if _view.part is None else self.parts[_view.part]
 
   @property
+  def shape(self):
+    """Of the variable, or of the part that it is reduced to."""
+    return super().shape if self._part is None else self._part.shape
+
+  @property
   def device(self):
     """Of the first part, or of the part that it is reduced to."""
-    part = self._part
-    return (self.parts[0] if part is None else part).device
+    return self.parts[_view.part or 0].device
 
   @property
   def server(self) -> int:
     """Of the first part, or of the part that it is reduced to."""
-    part = self._part
-    return (self.parts[0] if part is None else part).server
+    return self.parts[_view.part or 0].server
 
   def is_initialized(self, name=None):
     """Whether every part is."""
@@ -133,8 +125,9 @@ class PartitionedVariable(_tf_internal.BaseResourceVariable):
     if self._part is not None:
       return self._part.read_value()
     step = traced_step.current()
-    if step is not None and step.reads_at_home(self.parts):
-      with step.graph.as_default():
+    home = None if step is None else step.home_of(self.parts)
+    if home is not None:
+      with home.as_default():
         return self._read_variable_op(no_copy)
     with _tf_internal.stop_recording():
       value = tf.concat([p.read_value() for p in self.parts], 0)
@@ -170,7 +163,7 @@ class PartitionedVariable(_tf_internal.BaseResourceVariable):
       return self._part.sparse_read(indices)
     indices = tf.convert_to_tensor(indices)
     step = traced_step.current()
-    if step is not None and step.reads_at_home(self.parts):
+    if step is not None and step.home_of(self.parts):
       # The gradient of a loop is that of what it takes from outside, where
       # these indices are not known: so it takes the whole.
       return tf.gather(self._read_variable_op(), indices)

@@ -33,13 +33,6 @@ class Recovery:
   """Saves what a strategy trains, and restores it when a server died.
 
   The coordinator writes the files, so servers need no common file system.
-
-  Args:
-    options: of the strategy.
-    liveness: tells which server died, and connects to it again.
-    pool: whose tasks end when a server dies.
-    server_variables: recreated on a restarted server.
-    markers: recreated as well.
   """
 
   def __init__(
@@ -90,11 +83,7 @@ class Recovery:
     return self._objects is not None
 
   def track(self, objects: Mapping[str, Any]) -> bool:
-    """Says what checkpoints hold, once.
-
-    Returns:
-      Whether a first checkpoint must be written.
-    """
+    """Says what checkpoints hold, once; returns whether one must be written."""
     if not self.is_enabled or self._is_tracking:
       return False
     self._is_tracking = True
@@ -128,11 +117,7 @@ class Recovery:
     return taken
 
   def note_begun(self, steps: int, source: input.Source | None = None) -> bool:
-    """Counts steps that were begun.
-
-    Returns:
-      Whether it is time for a checkpoint.
-    """
+    """Counts steps that were begun; returns whether a checkpoint is due."""
     self._begun += steps
     self._source = source
     every = self._options.checkpoint_steps
@@ -165,17 +150,9 @@ class Recovery:
     return path
 
   def restore(self, objects: Mapping[str, Any]) -> position_lib.Position | None:
-    """Restores the newest whole checkpoint of an earlier run.
+    """Restores the newest whole checkpoint of an earlier run, if there is one.
 
-    Args:
-      objects: what checkpoints hold, with all variables made.
-
-    Returns:
-      Its position; None if there is no checkpoint.
-
-    Raises:
-      CheckpointMismatchError: the checkpoint is another model's.
-      DataError: there are checkpoints, and all are damaged.
+    Returns its position. All variables of the objects must have been made.
     """
     if not self.is_enabled:
       return None
@@ -219,10 +196,6 @@ class Recovery:
     """Does something; if a server died, recovers and does it again.
 
     Within another call it just does it: the outermost is what is repeated.
-
-    Raises:
-      ParameterServerUnavailableError: a server died and there is no checkpoint.
-      RendezvousError: it did not come back within `recovery_timeout`.
     """
     if self._is_guarding:
       return action()

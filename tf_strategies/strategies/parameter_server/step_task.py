@@ -24,48 +24,32 @@ _FRESH_SECONDS = 0.1
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Step:
-  """A step that workers run.
-
-  Attributes:
-    run: takes a batch in replica context; traced, never called eagerly.
-    trains: whether it counts as a step of training.
-    optimizers: those that it applies, where the mode must know them.
-    capture: makes `apply` of the optimizers record its arguments, as a context
-      manager that yields the list of calls.
-    results: what the step reports, computed from variables alone (metrics);
-      None if only the step knows.
-  """
+  """A step that workers run: takes a batch in replica context; only traced."""
 
   run: Callable[[Any], Any]
   trains: bool = False
-  optimizers: tuple[Any, ...] = ()
+  optimizers: tuple[Any, ...] = ()  # Those that it applies.
+  # Makes `apply` of the optimizers record its arguments, as a context manager
+  # that yields the list of calls.
   capture: Callable[[Sequence[Any]], Any] | None = None
+  # What it reports, computed from variables alone; None if only it knows.
   results: Callable[[], Any] | None = None
 
 
 class _StepsTask(worker_pool.Task):
-  """Steps that an engine counts, and that begin when the mode allows it.
-
-  Attributes:
-    step: what it runs.
-    steps: how many, and in the end how many were done.
-    reported: by the last one.
-    is_finished: whether they are done.
-  """
+  """Steps that an engine counts, and that begin when the mode allows it."""
 
   def __init__(self, engine, step: Step, steps: int):
     self.step = step
-    self.steps = steps
-    self.reported = None
+    self.steps = steps  # In the end, how many were done.
+    self.reported = None  # By the last one.
     self.is_finished = False
     self._engine = engine
 
   def may_begin(self, worker: int) -> bool:
-    """Whether the mode lets the worker begin."""
     return self._engine.may_begin(worker)
 
   def finish(self, worker: int) -> None:
-    """Counts what was done."""
     self.is_finished = True
     self._engine.finished(self, worker)
 
@@ -198,11 +182,7 @@ class Reports:
       self._numbers.clear()
 
   def of(self, task) -> Any:
-    """What a step returned, in its structure.
-
-    Numbers are `LatestNumber`s. A step that returns other tensors is waited
-    for.
-    """
+    """What a step returned: `LatestNumber`s; other tensors are waited for."""
     outputs = task.discovery.outputs
     if not task.discovery.are_numbers:
       return task.result()
@@ -218,8 +198,7 @@ class Reports:
     """The numbers of the newest task that is done, float64 [count].
 
     Waits for one if none is done since the coordinator last wrote a variable,
-    which is how Keras begins an epoch. Asked again within a tenth of a second,
-    it answers the same.
+    which is how Keras begins an epoch.
     """
     if step not in self._newest:
       self._with_recovery(

@@ -29,7 +29,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
 
   The process that makes it is the coordinator (task `chief`). Tasks `ps` and
   `worker` run a `tf.distribute.Server`, as `tfs.cluster.run_task` does. `fit`,
-  `evaluate` and `predict` of Keras 3 then run their steps on the workers:
+  `evaluate` and `predict` of Keras 3 run their steps on the workers:
 
     def train():
       strategy = tfs.ParameterServerStrategy()
@@ -55,9 +55,8 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     `max_staleness` steps ahead of the slowest (Ho et al. 2013, "More Effective
     Distributed ML via a Stale Synchronous Parallel Parameter Server").
 
-  Variables are placed by bytes. What a step reads, and what it adds to metrics
-  and counters, crosses in one message a server. The optimizer's update runs
-  where its variable is; additions are atomic.
+  Variables are placed by bytes. The optimizer's update runs where its variable
+  is; additions are atomic.
 
   A worker that dies loses no step, and is used again when it is back. When a
   server dies and `checkpoint_dir` is given, training waits for it, restores the
@@ -72,7 +71,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     variable_partitioner: into how many parts a variable is cut along its first
       axis, as `tf.distribute.experimental.partitioners`; None cuts none.
       Scalars are never cut.
-    mode: 'async', 'sync' or 'bounded'.
+    mode: see above.
     **options: `backup_workers` (0) with 'sync'; `max_staleness` (1) with
       'bounded'; `local_steps` (1) with 'async': a worker reads the variables
       once, trains that many steps on its copy, and adds the difference divided
@@ -108,7 +107,15 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     # What TensorFlow's __init__ does, with an implementation of our own.
     self._cluster_coordinator = None
     self._cluster_resolver = connection.resolver(self.cluster)
-    self._connect()
+    self._num_workers = len(workers)
+    self._num_ps = len(self.cluster.jobs['ps'])
+    if not connection.is_connected(self.cluster):
+      connection.wait_for_tasks(
+        connection.addresses(self.cluster),
+        self.options.start_timeout,
+        'to train',
+      )
+      self._connect_to_cluster(coordinator_name='chief')
     # Each of these uses those before it, and none of those after it.
     self.liveness = connection.Liveness(
       self.cluster, self.options.keepalive_timeout
@@ -139,24 +146,10 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     self._canonicalize_devices = False
     self._is_parameter_server_strategy_v2 = True
 
-  def _connect(self) -> None:
-    """Connects TensorFlow's runtime to the cluster, once a process."""
-    if connection.is_connected(self.cluster):
-      self._num_workers = len(self.cluster.jobs['worker'])
-      self._num_ps = len(self.cluster.jobs['ps'])
-    else:
-      connection.wait_for_tasks(
-        connection.addresses(self.cluster),
-        self.options.start_timeout,
-        'to train',
-      )
-      self._connect_to_cluster(coordinator_name='chief')
-
   @property
   def shares_batches(self) -> bool:
     """Whether each batch is split among several workers."""
-    several = len(self.cluster.jobs['worker']) > 1
-    return self.options.mode == 'sync' and several
+    return self.options.mode == 'sync' and self._num_workers > 1
 
   def _make_engine(self, markers) -> engine_lib.Engine:
     arguments = (self._pool, markers, self.recovery)
@@ -298,7 +291,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
       return super().distribute_datasets_from_function(dataset_fn, options)
     return input.WorkerDataset(
       dataset_fn,
-      len(self.cluster.jobs['worker']),
+      self._num_workers,
       self.recovery.take_resumed,
     )
 
@@ -317,12 +310,9 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
       return super().experimental_distribute_dataset(dataset, options)
     if isinstance(dataset, input.FedDataset | input.WorkerDataset):
       return dataset
+    stock = super().experimental_distribute_dataset
     return input.FedDataset(
-      dataset,
-      lambda d: super(
-        ParameterServerStrategy, self
-      ).experimental_distribute_dataset(d, options),
-      self.recovery.take_resumed,
+      dataset, lambda d: stock(d, options), self.recovery.take_resumed
     )
 
   def close(self) -> None:

@@ -53,13 +53,13 @@ class SyncEngine(engine_lib.Engine):
     self._free_slots.clear()
 
   def _train(self, step, batch):
-    if self._pool.is_busy(lambda task: not isinstance(task, MicrobatchTask)):
+    if self._pool.is_busy(lambda task: not isinstance(task, _MicrobatchTask)):
       # Evaluation must be done before variables change.
       self.drain()
     parts = batch.microbatches(len(self._pool.workers))
-    quorum = Quorum(max(1, len(parts) - self._backup_workers))
+    quorum = _Quorum(max(1, len(parts) - self._backup_workers))
     for index, part in enumerate(parts):
-      self._pool.submit(MicrobatchTask(self, step, part, index, quorum))
+      self._pool.submit(_MicrobatchTask(self, step, part, index, quorum))
     self.wait(lambda: quorum.is_complete)
     chosen = sorted(quorum.chosen, key=lambda task: task.index)
     function = self._apply_function(step, chosen)
@@ -96,8 +96,6 @@ class SyncEngine(engine_lib.Engine):
       ),
     )
 
-  # What tasks call.
-
   def microbatch_function(self, step, layout):
     """The function for a microbatch, and its discovery."""
     discovery = self.discover(step, layout.traced_structure)
@@ -112,7 +110,7 @@ class SyncEngine(engine_lib.Engine):
       free = self._free_slots.get(layout.key)
       return free.pop() if free else microbatch.Slots(layout.specs)
 
-  def release(self, task: MicrobatchTask) -> None:
+  def release(self, task: _MicrobatchTask) -> None:
     """The slots of a task can be used again."""
     with self._lock:
       key = task.function.layout.key
@@ -123,33 +121,31 @@ class SyncEngine(engine_lib.Engine):
     self._dropped += 1
 
 
-class Quorum:
+class _Quorum:
   """The microbatches of a step that count: the first ones to be done."""
 
   def __init__(self, needed: int):
-    self.chosen: list[MicrobatchTask] = []
+    self.chosen: list[_MicrobatchTask] = []
     # Microbatches that somebody computes or has computed, and those who did.
-    self.begun: set[MicrobatchTask] = set()
+    self.begun: set[_MicrobatchTask] = set()
     self.takers: set[int] = set()
     self._needed = needed
 
   @property
   def is_complete(self) -> bool:
-    """Whether enough are done."""
     return len(self.chosen) >= self._needed
 
-  def may_take(self, worker: int, task: MicrobatchTask) -> bool:
-    """Whether a worker may take a microbatch; called under the pool's lock.
+  def may_take(self, worker: int, task: _MicrobatchTask) -> bool:
+    """Whether a worker may take a microbatch; under the pool's lock.
 
-    Each takes one. A second one, which a worker that is done early could take,
-    would not count, and keep it from the next step; only where workers were
-    lost do others take theirs.
+    Each takes one: a second one would not count, and keep it from the next
+    step. Only where workers were lost do others take theirs.
     """
     were_lost = task.retries > 0 or len(self.begun) < self._needed
     return worker not in self.takers or were_lost
 
 
-class MicrobatchTask(worker_pool.Task):
+class _MicrobatchTask(worker_pool.Task):
   """Microbatch number `index` of a synchronous step, whose rows are `batch`."""
 
   def __init__(
@@ -158,7 +154,7 @@ class MicrobatchTask(worker_pool.Task):
     step: engine_lib.Step,
     batch: batch_message.Batch,
     index: int,
-    quorum: Quorum,
+    quorum: _Quorum,
   ):
     self.index = index
     self.slots = None
@@ -171,29 +167,24 @@ class MicrobatchTask(worker_pool.Task):
     )
 
   def is_wanted(self) -> bool:
-    """Whether the step still waits for microbatches."""
     return not self._quorum.is_complete
 
   def discard(self) -> None:
-    """Counts it as dropped. A lost worker may still write its slots."""
+    # Its slots are not used again: a lost worker may still write them.
     self._engine.drop()
 
   def has_work_for(self, worker: int) -> bool:
-    """Whether this worker may take it."""
     return self._quorum.may_take(worker, self)
 
   def begin(self, worker: int) -> None:
-    """Notes who computes it."""
     self._quorum.begun.add(self)
     self._quorum.takers.add(worker)
 
   def survive(self, worker: int) -> bool:
-    """Lets another worker compute it."""
     self._quorum.begun.discard(self)
     return super().survive(worker)
 
   def run(self, worker: int) -> None:
-    """Computes the microbatch and leaves it in slots."""
     # New ones each time: a worker that was lost may still write the old ones.
     self.slots = self._engine.take_slots(self.function.layout)
     message = self._layout.encode(0, 0, [self._batch.arrays])
@@ -201,7 +192,6 @@ class MicrobatchTask(worker_pool.Task):
     self.function(worker, message, self.slots)
 
   def finish(self, worker: int) -> None:
-    """Counts the microbatch, or drops it."""
     self._engine.staleness.end(worker, 0)
     if self._quorum.is_complete:
       self._engine.drop()

@@ -24,6 +24,7 @@ import contextlib
 import dataclasses
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import tensorflow as tf
 
@@ -43,48 +44,33 @@ def current() -> TracedStep | None:
   return None if tf.executing_eagerly() else _current.step
 
 
+_Variables = dict[int, tf.Variable]
+
+
 @dataclasses.dataclass
 class Access:
-  """What the first trace found, by variable in order of first use.
+  """What the first trace found: variables by id, in order of first use."""
 
-  Attributes:
-    reads: variables that are read outside of updates on their own server.
-    update_reads: those of them that updates on another server read.
-    nested_writes: variables written inside of a branch or a loop, where no
-      state of the step can be carried along: these are never held in it.
-  """
-
-  reads: dict[int, tf.Variable] = dataclasses.field(default_factory=dict)
-  update_reads: dict[int, tf.Variable] = dataclasses.field(default_factory=dict)
-  nested_writes: dict[int, tf.Variable] = dataclasses.field(
-    default_factory=dict
-  )
+  # Read outside of updates on their own server; those of them that updates on
+  # another server read.
+  reads: _Variables = dataclasses.field(default_factory=dict)
+  update_reads: _Variables = dataclasses.field(default_factory=dict)
+  # Written inside of a branch or a loop, where no state of the step can be
+  # carried along: these are never held in it.
+  nested_writes: _Variables = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
 class Write:
-  """A write that the step holds back.
-
-  Attributes:
-    variable: to be written.
-    value: of the variable after all writes so far.
-    delta: what was added to it in all; None if it was overwritten.
-  """
+  """A write that the step holds back."""
 
   variable: tf.Variable
-  value: tf.Tensor
-  delta: tf.Tensor | None
+  value: tf.Tensor  # After all writes so far.
+  delta: tf.Tensor | None  # Added in all; None if it was overwritten.
 
 
-@dataclasses.dataclass
-class Marker:
-  """What a step writes last, to tell that it is done.
-
-  Attributes:
-    variable: where it is written, on server 0.
-    value: what says which step, a small tensor.
-    write: makes the op that writes it there.
-  """
+class Marker(NamedTuple):
+  """What a step writes last, to a variable on server 0, to tell that it is done."""
 
   variable: tf.Variable
   value: tf.Tensor
@@ -94,10 +80,8 @@ class Marker:
 class TracedStep:
   """Answers the variables' reads and writes while one step is traced.
 
-  Args:
-    access: of the first trace; None makes this the first trace.
-    holds_updates: whether the optimizer's writes are held back too, so that
-      the step touches no variable at all.
+  Without `access` this is the first trace. With `holds_updates` the optimizer's
+  writes are held back too, so that the step touches no variable at all.
   """
 
   def __init__(self, access: Access | None = None, holds_updates: bool = False):
@@ -140,21 +124,10 @@ class TracedStep:
         by_server[variable.server].append((key, variable))
     found = {}
     for variables in by_server.values():
-      device = variables[0][1].device
-      with tf.device(device):
+      with tf.device(variables[0][1].device):
         values = [v.read_value() for _, v in variables]
-        small = [
-          i for i, v in enumerate(values) if packing.is_small(v.shape, v.dtype)
-        ]
-        message = packing.pack([values[i] for i in small]) if small else None
-      if message is not None:
-        specs = [tf.TensorSpec(values[i].shape, values[i].dtype) for i in small]
-        for i, tensor in zip(
-          small, packing.unpack(message, specs), strict=True
-        ):
-          values[i] = tensor
-      for (key, _), value in zip(variables, values, strict=True):
-        found[key] = value
+      values = packing.send(values, None, variables[0][1].device)
+      found.update(zip([key for key, _ in variables], values, strict=True))
     return found
 
   def is_nested(self) -> bool:
@@ -189,16 +162,10 @@ class TracedStep:
     else:
       yield
 
-  def reads_at_home(self, variables: Sequence[tf.Variable]) -> bool:
-    """Whether variables can be read outside of the branch being traced."""
-    return self.is_nested() and not any(
-      id(v) in self.access.nested_writes for v in variables
-    )
-
-  @property
-  def graph(self) -> tf.Graph:
-    """The step's own graph."""
-    return self._graph
+  def home_of(self, variables: Sequence[tf.Variable]) -> tf.Graph | None:
+    """The step's own graph, if they can be read there, outside of this branch."""
+    is_written = any(id(v) in self.access.nested_writes for v in variables)
+    return self._graph if self.is_nested() and not is_written else None
 
   def here(self, tensor: tf.Tensor | None) -> tf.Tensor | None:
     """The copy of a tensor on the server that an update runs on, if any."""
@@ -251,8 +218,7 @@ class TracedStep:
   def touch_rows(self, variable, writes: bool) -> tf.Tensor | None:
     """Before an op on some rows of a variable, which runs on its server.
 
-    Returns:
-      The variable's value if only the step has it: then a read must use that.
+    Returns the variable's value if only the step has it: a read must use that.
     """
     key = id(variable)
     if self._looks_only:
@@ -311,10 +277,7 @@ class TracedStep:
       self.update_server = before
 
   def write_as_sums(self, fraction: float) -> None:
-    """Turns held writes into what they change, where that is known.
-
-    What several workers change then adds up, whatever each wrote.
-    """
+    """Turns held writes into what they change, which adds up, if it is known."""
     for key, write in self._held.items():
       if write.delta is None and key in self._snapshot:
         write.delta = write.value - self._snapshot[key]
@@ -328,11 +291,7 @@ class TracedStep:
     return list(self._held.values())
 
   def commit(self, marker: Marker) -> list[tf.Operation]:
-    """Sends the writes that were held back, then marks the step as done.
-
-    Returns:
-      The ops after which everything is done.
-    """
+    """Sends what was held back, then marks the step; returns the last ops."""
     done = self._writes_done()
     by_server = collections.defaultdict(list)
     for write in self._held.values():
@@ -374,21 +333,17 @@ def _send_writes(
   writes: Sequence[Write], after, marker: Marker | None = None
 ) -> tf.Operation:
   """Sends writes of variables on one server, small ones in one message."""
-  variable = marker.variable if marker else writes[0].variable
+  device = (marker or writes[0]).variable.device
   tensors = [_value_to_send(write) for write in writes]
   if marker is not None:
     tensors.append(marker.value)
-  tensors = packing.send(tensors, variable.device)
+  tensors = packing.send(tensors, device)
   done = []
-  with tf.device(variable.device):
+  with tf.device(device):
     with tf.control_dependencies(after):
       for write, tensor in zip(writes, tensors, strict=False):
-        is_sum = write.delta is not None
-        done.append(
-          write.variable.write_directly(
-            None if is_sum else tensor, tensor if is_sum else None
-          )
-        )
+        value = (tensor, None) if write.delta is None else (None, tensor)
+        done.append(write.variable.write_directly(*value))
     with tf.control_dependencies([*after, *done]):
       return marker.write(tensors[-1]) if marker else tf.group(*done)
 

@@ -73,10 +73,7 @@ class StepFunction:
     return self._strategy.recovery.with_recovery(call_and_wait)
 
   def in_graph(self, data: Any) -> Any:
-    """The first call of all, which comes from inside a function of Keras's.
-
-    Runs the step by a call back to Python.
-    """
+    """As a call, from inside a function of Keras's: the first one of all."""
     source = input.source_of(data)
     if source is not None:
       work = input.Elements(source, 1)

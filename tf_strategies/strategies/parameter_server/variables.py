@@ -12,11 +12,7 @@ from tf_strategies.strategies.parameter_server import traced_step
 
 
 def server_device(server: int) -> str:
-  """The device of a parameter server.
-
-  >>> server_device(1)
-  '/job:ps/replica:0/task:1/device:CPU:0'
-  """
+  """The device of a parameter server."""
   return f'/job:ps/replica:0/task:{server}/device:CPU:0'
 
 
@@ -25,15 +21,9 @@ class ServerVariable(_tf_internal.ResourceVariable):
 
   In a step that is being traced it answers as `TracedStep` says. Elsewhere in a
   graph, `assign(self + delta)` becomes an atomic addition. The coordinator's
-  own reads and writes wait until the steps that it has scheduled are done, so
-  that it sees what they made.
-
-  Args:
-    server: index of the parameter server.
-    drained: does something when the scheduled steps are done; None does it at
-      once.
-    on_write: called before the coordinator writes; None calls nothing.
-    **kwargs: of a variable.
+  own reads and writes are `drained`: they wait until the steps that it has
+  scheduled are done, so that it sees what they made. Before it writes,
+  `on_write` is called.
   """
 
   def __init__(
@@ -118,23 +108,22 @@ class ServerVariable(_tf_internal.ResourceVariable):
 
   def assign_add(self, delta, use_locking=None, name=None, read_value=True):
     """As `tf.Variable.assign_add`; atomic on a server."""
-    arguments = (use_locking, name, read_value)
-    return self._add(super().assign_add, delta, 1, arguments)
+    return self._add(super().assign_add, delta, 1, name, read_value)
 
   def assign_sub(self, delta, use_locking=None, name=None, read_value=True):
     """As `tf.Variable.assign_sub`; atomic on a server."""
-    arguments = (use_locking, name, read_value)
-    return self._add(super().assign_sub, delta, -1, arguments)
+    return self._add(super().assign_sub, delta, -1, name, read_value)
 
-  def _add(self, write, delta, sign, arguments):
+  def _add(self, write, delta, sign, name, read_value):
+    options = {'name': name, 'read_value': read_value}
     step = traced_step.current()
     if step is not None:
       delta = tf.convert_to_tensor(delta, self.dtype)
       if step.write(self, None, sign * delta):
         return step.read(self)
     elif tf.executing_eagerly():
-      return self._write_drained(lambda: write(delta, *arguments))
-    return write(delta, *arguments)
+      return self._write_drained(lambda: write(delta, **options))
+    return write(delta, **options)
 
   def sparse_read(self, indices, name=None):
     """As `tf.gather`, on the server that has the rows."""
@@ -168,10 +157,9 @@ class ServerVariable(_tf_internal.ResourceVariable):
       return False
 
   def recreate_if_dead(self) -> None:
-    """Makes the variable anew on its server, if that was restarted.
+    """Makes it anew, as zero, on a server that was restarted.
 
-    Its value is zero until it is restored. Functions that were traced before
-    still mean the old one.
+    Functions that were traced before still mean the old one.
     """
     if self.is_alive():
       return

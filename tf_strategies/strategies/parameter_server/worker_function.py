@@ -22,15 +22,10 @@ _COUNT_BITS = 32
 
 @dataclasses.dataclass
 class Discovery:
-  """What the first trace of a step found.
-
-  Attributes:
-    access: which variables it reads and writes, and how.
-    outputs: specs of what it returns, in its structure.
-  """
+  """What the first trace of a step found."""
 
   access: traced_step.Access
-  outputs: Any
+  outputs: Any  # Specs of what it returns, in its structure.
 
   @property
   def are_numbers(self) -> bool:

@@ -37,17 +37,11 @@ class NotHereError(Exception):
 
 
 class Task(abc.ABC):
-  """Something to be done once, on any worker.
+  """Something to be done once, on any worker."""
 
-  Attributes:
-    retries: how often it failed and was put back.
-    losses: how many workers were lost while they ran it.
-    attempt: the attempt of the pool that it belongs to.
-  """
-
-  retries = 0
-  losses = 0
-  attempt = 0
+  retries = 0  # How often it failed and was put back.
+  losses = 0  # How many workers were lost while they ran it.
+  attempt = 0  # Of the pool, that it belongs to.
 
   @abc.abstractmethod
   def run(self, worker: int) -> None:
@@ -280,11 +274,7 @@ class WorkerPool:
     self.lock.notify_all()
 
   def _discard_unwanted(self) -> None:
-    """Under the lock, after each change of the queue and end of a task.
-
-    An unwanted task that stayed at the head of the queue would block all that
-    are behind it.
-    """
+    """Under the lock: at the head of the queue they would block the others."""
     unwanted = [t for t in self._queue if not t.is_wanted()]
     for task in unwanted:
       self._queue.remove(task)
@@ -376,8 +366,7 @@ class WorkerPool:
   def _pause(self) -> Iterator[None]:
     """Lets no task begin, and waits for those that run, but not for long.
 
-    While TensorFlow connects again, functions fail that have nothing to do
-    with it.
+    Any function may fail while TensorFlow connects again.
     """
     with self.lock:
       self._pauses += 1
