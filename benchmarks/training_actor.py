@@ -128,10 +128,12 @@ class Actor:
     if name == 'collective':
       return tfs.MultiWorkerCollectiveStrategy(
         cluster,
-        communication='ring',
+        tfs.CollectiveOptions(
+          communication='ring',
+          start_timeout_seconds=timeout_seconds,
+          **options,
+        ),
         devices=['CPU:0'],
-        start_timeout_seconds=timeout_seconds,
-        **options,
       )
     group = process_group.GroupOptions.from_env(
       rendezvous_timeout_seconds=timeout_seconds,

@@ -1,34 +1,43 @@
-"""Errors that leave a graph as what they were raised as."""
+"""Errors that leave a graph as what they were raised as.
+
+TensorFlow turns whatever Python code raises inside a graph into an
+`UnknownError` that holds its text. C++ makes that object, by the class that it
+was given when TensorFlow was loaded, so the one place where the type can be kept
+is that class's `__new__`: it returns the original error if, and only if, the
+message carries the mark that `raise_through_graph` put there.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
+from typing import NoReturn
 
 import tensorflow as tf
 
-from tf_strategies import _tf_internal
+from tf_strategies import _tf_internal, errors
 
-# Failures of host calls, by the number that stands in the message that
-# TensorFlow carries through a graph.
+# By the number that stands in the message; the newest.
 _host_failures: dict[str, BaseException] = {}
 _MAX_HOST_FAILURES = 1000
 _host_failure_numbers = itertools.count()
 _HOST_FAILURE = re.compile(r'\[host failure (\d+)\]')
 
 
-def raise_through_graph(error: Exception):
+@contextlib.contextmanager
+def typed():
+  """Lets an error of this package leave the host call, and the graph, as it is."""
+  try:
+    yield
+  except errors.Error as e:
+    raise_through_graph(e)
+
+
+def raise_through_graph(error: Exception) -> NoReturn:
   """Raises `error` in a host call so that it leaves the graph as what it is.
 
-  TensorFlow turns whatever Python code raises inside a graph into an
-  `UnknownError` that holds its text. C++ makes that object, by the class that
-  it was given when TensorFlow was loaded, so the one place where the type can
-  be kept is that class's `__new__`: it returns the original error if, and only
-  if, the message carries the mark that this function put there.
-
-  Args:
-    error: what the caller of the graph is to get. It becomes an instance of
-      `tf.errors.UnknownError` as well, since C++ insists on that.
+  It becomes a `tf.errors.UnknownError` as well, since C++ insists on that.
   """
   number = str(next(_host_failure_numbers))
   _host_failures[number] = _as_unknown_error(error)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import sys
 import threading
@@ -27,11 +28,7 @@ from tf_strategies import _requirements, _tf_internal
 # Where the local functions of Keras's trainer come from.
 _TRAINER_MODULE = 'keras.src.backend.tensorflow'
 
-_KINDS = {
-  'train_step': 'train',
-  'test_step': 'test',
-  'predict_step': 'predict',
-}
+_KINDS = {f'{kind}_step': kind for kind in ('train', 'test', 'predict')}
 
 
 # Steps: Keras calls `strategy.run(model.train_step, ...)` inside a function
@@ -41,13 +38,7 @@ _KINDS = {
 
 @dataclasses.dataclass(frozen=True)
 class KerasStep:
-  """A model's own step.
-
-  Attributes:
-    model: whose step it is.
-    kind: 'train', 'test' or 'predict'.
-    run: the step, as Keras passed it.
-  """
+  """A model's own step, as Keras passed it: of 'train', 'test' or 'predict'."""
 
   model: keras.Model
   kind: str
@@ -135,35 +126,27 @@ def running_fit() -> Callable[[], bool]:
   Keras tells no callback of a `fit` that raises, so its frame is looked for.
   """
   thread = threading.get_ident()
-  found = None
-  frame = sys._getframe()
-  while frame is not None:
-    if frame.f_code.co_name == 'fit':  # The outermost: one may call another.
-      # Not the frame itself, which keeps alive what `fit` has.
-      found = (id(frame), frame.f_code)
-    frame = frame.f_back
 
-  def is_running() -> bool:
-    frame = sys._current_frames().get(thread)
+  def fits() -> list[tuple]:
+    """Those that the thread is in; not frames, which keep alive what `fit` has."""
+    frame, found = sys._current_frames().get(thread), []
     while frame is not None:
-      if (id(frame), frame.f_code) == found:
-        return True
+      if frame.f_code.co_name == 'fit':
+        found.append((id(frame), frame.f_code))
       frame = frame.f_back
-    return found is None  # A loop that calls its callbacks itself.
+    return found
 
-  return is_running
+  # The outermost: one may call another. None in a loop that calls its callbacks
+  # itself.
+  found = fits()[-1:]
+  return lambda: not found or found[0] in fits()
 
 
 # Optimizers.
 
 
 def optimizer_of(fn: Callable) -> keras.optimizers.Optimizer | None:
-  """The optimizer whose update function `fn` is, or None.
-
-  Args:
-    fn: what Keras passes to `strategy.extended.update`: a closure over the
-      optimizer.
-  """
+  """The optimizer over which Keras's update function is a closure, or None."""
   for content in _closure(_tf_internal.unwrap(fn)):
     if isinstance(content, keras.optimizers.Optimizer):
       return content
@@ -200,28 +183,22 @@ def overwrites_with_gradient(variable: Any) -> bool:
 def capture_apply(
   optimizers: Sequence[keras.optimizers.Optimizer],
 ) -> Iterator[list[tuple[keras.optimizers.Optimizer, list, list | None]]]:
-  """Makes `apply` of some optimizers record what it is given, for a while.
+  """Makes `apply` add (optimizer, gradients, variables) to the list it yields.
 
   For steps that are traced on a worker while their gradients are applied
   elsewhere. Clipping, accumulation and loss scaling all happen in `apply`, so
   they see the gradients that are applied, not one worker's.
-
-  Yields:
-    A list to which each call adds (optimizer, gradients, variables).
   """
   calls = []
 
-  def recorder(optimizer):
-    def apply(grads, trainable_variables=None):
-      variables = trainable_variables
-      if variables is not None:
-        variables = list(variables)
-      calls.append((optimizer, list(grads), variables))
-
-    return apply
+  def apply(optimizer, grads, trainable_variables=None):
+    variables = trainable_variables
+    if variables is not None:
+      variables = list(variables)
+    calls.append((optimizer, list(grads), variables))
 
   for each in optimizers:
-    object.__setattr__(each, 'apply', recorder(each))
+    object.__setattr__(each, 'apply', functools.partial(apply, each))
   try:
     yield calls
   finally:
@@ -250,9 +227,7 @@ def is_loss_scale(name: str | None) -> bool:
 def initial_shape(initial_value: Callable) -> tuple[int, ...] | None:
   """The shape of the variable that Keras is about to make, if it is Keras.
 
-  Args:
-    initial_value: what it passes to `tf.Variable`: a closure over its own
-      variable.
+  What it passes to `tf.Variable` is a closure over its own variable.
   """
   for content in _closure(initial_value):
     if isinstance(content, keras.Variable):
@@ -275,21 +250,17 @@ def _closure(fn) -> Iterator[Any]:
 
 
 def check() -> None:
-  """Checks that Keras still has what the functions above rely on.
-
-  Raises:
-    UnsupportedVersionError: naming what is missing, and the tested versions.
-  """
+  """Raises UnsupportedVersionError for what the functions above would miss."""
   mention, method = _requirements.mention, _requirements.method
   tf_trainer = _requirements.attribute(
     trainer, 'TensorFlowTrainer', 'trains models under a strategy'
   )
   for kind in _KINDS.values():
     why = 'parameter servers run the steps of fit'
-    method(tf_trainer, f'make_{kind}_function', ['force'], why)
+    method(tf_trainer, f'make_{kind}_function(force)', why)
     make = getattr(tf_trainer, f'make_{kind}_function')
     mention(make, [f'{kind}_function', f'{kind}_step'], why)
-    method(tf_trainer, f'{kind}_step', ['data'], why)
+    method(tf_trainer, f'{kind}_step(data)', why)
   mention(tf_trainer.fit, ['train_function'], why)
   mention(
     tf_trainer.make_predict_function, ['self'], 'finds the model of predict'
@@ -311,29 +282,23 @@ def check() -> None:
   )
   why = 'finds the optimizer of an update'
   tf_optimizer = optimizer.TFOptimizer
-  method(
-    tf_optimizer,
-    '_distributed_tf_update_step',
-    ['distribution', 'grads_and_vars', 'learning_rate'],
-    why,
-  )
-  mention(
-    tf_optimizer._distributed_tf_update_step,
-    ['apply_grad_to_update_var', 'self'],
-    why,
-  )
+  update = '_distributed_tf_update_step'
+  parameters = 'distribution, grads_and_vars, learning_rate'
+  method(tf_optimizer, f'{update}({parameters})', why)
+  update = getattr(tf_optimizer, update)
+  mention(update, ['apply_grad_to_update_var', 'self'], why)
   why = 'DistributedOptimizer wraps an optimizer, parameter servers record it'
   base = base_optimizer.BaseOptimizer
-  method(base, 'apply', ['grads', 'trainable_variables'], why)
-  method(base, 'build', ['variables'], why)
-  method(base, 'scale_loss', ['loss'], why)
-  method(base, 'update_step', ['gradient', 'variable', 'learning_rate'], why)
-  method(base, 'finalize_variable_values', ['var_list'], why)
+  method(base, 'apply(grads, trainable_variables)', why)
+  method(base, 'build(variables)', why)
+  method(base, 'scale_loss(loss)', why)
+  method(base, 'update_step(gradient, variable, learning_rate)', why)
+  method(base, 'finalize_variable_values(var_list)', why)
   mention(base.__init__, ['_lock', '_trainable_variables'], why)
   mention(base.build, ['_trainable_variables', 'gradient_accumulator'], why)
   scale = keras.optimizers.LossScaleOptimizer
   why = 'all replicas agree whether gradients are finite'
-  method(scale, 'check_finite', ['grads'], why)
+  method(scale, 'check_finite(grads)', why)
   mention(scale._tf_apply, ['check_finite', 'call_for_each_replica'], why)
   mention(scale.build, ['dynamic_scale'], why)
   mention(

@@ -28,6 +28,7 @@ from tf_strategies.monitoring.keras_callback import MonitorCallback
 from tf_strategies.strategies import (
   STRATEGY_NAMES,
   CentralStorageStrategy,
+  CollectiveOptions,
   MultiWorkerCollectiveStrategy,
   MultiWorkerRingStrategy,
   ParameterServerStrategy,
@@ -41,6 +42,7 @@ __all__ = [
   'STRATEGY_NAMES',
   'AutoAllReduce',
   'CentralStorageStrategy',
+  'CollectiveOptions',
   'DirectAllReduce',
   'ElasticOptions',
   'HalvingDoublingAllReduce',

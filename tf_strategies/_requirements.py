@@ -1,9 +1,9 @@
 """Checks at import that what we use of another package's insides is there.
 
-`_tf_internal` and `_keras_internal` list what this package relies on beyond
-public interfaces. A release that lacks one of them ends in one sentence that
-names it and the versions that were tested, not in a wrong result or in a
-traceback from the depths.
+A release that lacks something of what `_tf_internal` and `_keras_internal` list
+ends in one sentence that names it and the versions that were tested, not in a
+wrong result or in a traceback from the depths. All functions here raise
+UnsupportedVersionError; `why` is what this package needs it for.
 """
 
 from __future__ import annotations
@@ -32,50 +32,26 @@ def missing(what: str, why: str) -> errors.UnsupportedVersionError:
 
 
 def attribute(owner: Any, name: str, why: str) -> Any:
-  """Returns `owner.<name>`.
-
-  Raises:
-    UnsupportedVersionError: `owner` has no such attribute.
-  """
+  """Returns `owner.<name>`."""
   try:
     return inspect.getattr_static(owner, name)
   except AttributeError:
     raise missing(f'{_name(owner)}.{name}', why) from None
 
 
-def method(owner: Any, name: str, parameters: Sequence[str], why: str) -> None:
-  """Checks that a method takes what we pass to it, or override it with.
-
-  Args:
-    owner: a class or a module.
-    name: of the method.
-    parameters: names of all its parameters, in order, without `self`.
-    why: what this package does with it; part of the error.
-
-  Raises:
-    UnsupportedVersionError: no such method, or other parameters.
-  """
+def method(owner: Any, signature: str, why: str) -> None:
+  """Checks for a method such as 'run(fn, args)', or a property such as 'name'."""
+  name, _, parameters = signature.rstrip(')').partition('(')
   function = attribute(owner, name, why)
-  if isinstance(function, property):
-    found = []
-  else:
-    signature = inspect.signature(inspect.unwrap(function))
-    found = [p for p in signature.parameters if p != 'self']
-  if found != list(parameters):
-    raise missing(f'{_name(owner)}.{name}({", ".join(parameters)})', why)
+  found = []
+  if not isinstance(function, property):
+    found = inspect.signature(inspect.unwrap(function)).parameters
+  if ', '.join(p for p in found if p != 'self') != parameters:
+    raise missing(f'{_name(owner)}.{signature}', why)
 
 
 def mention(function: Any, names: Sequence[str], why: str) -> None:
-  """Checks that a function's code still names what we rely on.
-
-  Args:
-    function: a Python function; functions inside of it count.
-    names: variables, attributes or string constants.
-    why: what this package relies on; part of the error.
-
-  Raises:
-    UnsupportedVersionError: one of the names does not occur.
-  """
+  """Checks that a function, or one inside of it, names variables or strings."""
   function = inspect.unwrap(function)
   found = _names_in(function.__code__)
   for name in names:

@@ -1,11 +1,9 @@
 """The only importer of `tensorflow.python`: each symbol with why it is needed.
 
 TensorFlow exports the classes that *use* a strategy, not those that one is
-made of. Everything private that this package leans on is loaded here, under
-one roof, so that a new TensorFlow release is checked in one place: a missing
-symbol ends in one sentence that names it, not in a traceback from the depths.
-The end of this file lists the methods of TensorFlow's classes that this
-package overrides or calls; they are checked when it is imported.
+made of. What this package leans on is checked when this file is imported: a
+missing symbol ends in one sentence that names it. The end of this file lists the
+methods of TensorFlow's classes that this package overrides.
 """
 
 import contextlib
@@ -18,15 +16,7 @@ from tf_strategies import _requirements
 
 
 def _load(path: str, why: str) -> Any:
-  """Returns `tensorflow.python.<path>`, or says what is missing.
-
-  Args:
-    path: module and name of a symbol, below `tensorflow.python`.
-    why: what this package needs it for; part of the error.
-
-  Raises:
-    UnsupportedVersionError: this TensorFlow has no such module or symbol.
-  """
+  """Returns `tensorflow.python.<path>`, or raises UnsupportedVersionError."""
   path = f'tensorflow.python.{path}'
   module, _, name = path.rpartition('.')
   try:
@@ -36,16 +26,13 @@ def _load(path: str, why: str) -> Any:
 
 
 MirroredExtended = _load(
-  'distribute.mirrored_strategy.MirroredExtended',
-  'the base of every strategy that mirrors variables',
+  'distribute.mirrored_strategy.MirroredExtended', 'the base of strategies'
 )
 call_for_each_replica = _load(
-  'distribute.mirrored_run.call_for_each_replica',
-  'runs a function once per replica, one thread each',
+  'distribute.mirrored_run.call_for_each_replica', 'a thread a replica'
 )
 MirroredReplicaThread = _load(
-  'distribute.mirrored_run._MirroredReplicaThread',
-  'to know the graph that a replica was started in',
+  'distribute.mirrored_run._MirroredReplicaThread', 'the graph of a replica'
 )
 PerReplica = _load('distribute.values.PerReplica', 'one value a replica')
 Mirrored = _load('distribute.values.Mirrored', 'equal values everywhere')
@@ -56,16 +43,14 @@ SyncOnReadVariable = _load(
   'distribute.values.SyncOnReadVariable', 'metrics, reduced when read'
 )
 is_mirrored = _load(
-  'distribute.distribute_utils.is_mirrored',
-  'a mean over equal values is the value',
+  'distribute.distribute_utils.is_mirrored', 'a mean of equal values'
 )
 regroup = _load(
-  'distribute.distribute_utils.regroup',
-  'makes one distributed value of its components',
+  'distribute.distribute_utils.regroup', 'makes a distributed value'
 )
 get_devices_from = _load(
   'distribute.cross_device_ops.get_devices_from',
-  'the devices that a destination stands for',
+  'what a destination stands for',
 )
 reduce_non_distributed_value = _load(
   'distribute.cross_device_ops.reduce_non_distributed_value',
@@ -83,16 +68,13 @@ Function = _load(
   'to see that strategy.run got a tf.function',
 )
 _graph_or_parents_in_xla = _load(
-  'ops.control_flow_util.GraphOrParentsInXlaContext',
-  'XLA cannot call back into Python',
+  'ops.control_flow_util.GraphOrParentsInXlaContext', 'XLA calls no Python'
 )
 _control_status_ctx = _load(
-  'autograph.core.ag_ctx.control_status_ctx',
-  'converts the user function as stock strategies do',
+  'autograph.core.ag_ctx.control_status_ctx', 'as stock strategies convert'
 )
 _tf_convert = _load(
-  'autograph.impl.api.tf_convert',
-  'converts the user function as stock strategies do',
+  'autograph.impl.api.tf_convert', 'as stock strategies convert'
 )
 _unwrap_decorators = _load(
   'util.tf_decorator.unwrap', 'to reach the function that Keras passed'
@@ -102,9 +84,8 @@ _CheckpointInitialValue = _load(
   'trackable.base.CheckpointInitialValue',
   'a variable that is created while a checkpoint is being restored',
 )
-_AutoShardDataset = _load(
-  'data.experimental.ops.distribute._AutoShardDataset',
-  'gives each worker files of its own',
+shard_files = _load(
+  'data.experimental.ops.distribute._AutoShardDataset', 'every n-th file'
 )
 _compute_batch_size = _load(
   'data.experimental.ops.distribute.compute_batch_size',
@@ -118,39 +99,32 @@ ParameterServerExtended = _load(
   'the base of the parameter server strategy',
 )
 UpdateContext = _load(
-  'distribute.distribute_lib.UpdateContext',
-  'to run an update on the device of its variable',
+  'distribute.distribute_lib.UpdateContext', "updates on a variable's device"
 )
 DistributedDataset = _load(
-  'distribute.input_lib.DistributedDataset',
-  'Keras takes data sets by the name of this class',
+  'distribute.input_lib.DistributedDataset', 'Keras knows it by name'
 )
 UninitializedVariable = _load(
-  'ops.resource_variable_ops.UninitializedVariable',
-  'what a loader makes in place of a variable',
+  'ops.resource_variable_ops.UninitializedVariable', 'what loaders make instead'
 )
 BaseResourceVariable = _load(
-  'ops.resource_variable_ops.BaseResourceVariable',
-  'a variable that is made of others',
+  'ops.resource_variable_ops.BaseResourceVariable', 'a variable made of others'
 )
 _colocate_with = _load(
   'framework.ops.colocate_with', 'to place a variable wherever we want'
 )
 _variable_accessed = _load(
-  'ops.resource_variable_ops.variable_accessed',
-  'tells gradient tapes that a variable is read',
+  'ops.resource_variable_ops.variable_accessed', 'lets tapes watch a read'
 )
 _record_operation = _load(
   'eager.record.record_operation',
   'a read from a copy has the gradient of a read from the variable',
 )
 stop_recording = _load(
-  'eager.record.stop_recording',
-  'what makes the copy is not part of the gradient',
+  'eager.record.stop_recording', 'a copy is no part of a gradient'
 )
 _new_executor = _load(
-  'eager.executor.new_executor',
-  "one thread's failure must not become another thread's",
+  'eager.executor.new_executor', "keeps threads' failures apart"
 )
 _executor_scope = _load(
   'eager.context.executor_scope', 'runs ops by an executor of our own'
@@ -167,27 +141,23 @@ _CollectiveReplicaLauncher = _load(
   'keys of collectives that stay right when a worker retraces',
 )
 _all_reduce_v2 = _load(
-  'ops.collective_ops.all_reduce_v2',
-  'the public wrapper never passes max_subdivs_per_device',
+  'ops.collective_ops.all_reduce_v2', 'takes max_subdivs_per_device'
 )
 host_of = _load(
-  'distribute.device_util.get_host_for_device',
-  'where the host memory of a device is',
+  'distribute.device_util.get_host_for_device', 'the host of a device'
 )
 _coordination_config = _load(
   'distribute.collective_all_reduce_strategy.coordination_config_pb2',
   'a deadline for workers that do not come',
 )
 UnknownError = _load(
-  'framework.errors_impl.UnknownError',
-  'what TensorFlow makes of an exception that a host call raises',
+  'framework.errors_impl.UnknownError', 'what a failed host call raises'
 )
 TPUExtended = _load(
   'distribute.tpu_strategy.TPUExtended', 'the base of the TPU strategy'
 )
 enclosing_tpu_context = _load(
-  'distribute.tpu_util.enclosing_tpu_context',
-  'to know a program for TPUs that is being built',
+  'distribute.tpu_util.enclosing_tpu_context', 'a TPU program is being built'
 )
 initialized_tpu_systems = _load(
   'tpu.tpu_strategy_util.get_initialized_tpu_systems',
@@ -219,13 +189,7 @@ def unwrap_checkpoint_value(value):
 
 
 class CollectiveLaunchers:
-  """Makes what launches TensorFlow's collectives, one for each device.
-
-  Args:
-    key_base: where the keys of groups start.
-    hint: 'ring', 'nccl' or 'auto'.
-    timeout_seconds: of each collective; 0 for none.
-  """
+  """Makes what launches TensorFlow's collectives, one for each device."""
 
   def __init__(self, key_base: int, hint: str, timeout_seconds: float):
     self._keys = _CollectiveKeys(group_key_start=1 + key_base)
@@ -285,13 +249,7 @@ def _instance_key(launcher):
 def configure_coordination(
   leader: str, num_workers: int, timeout_seconds: float
 ) -> None:
-  """Sets up TensorFlow's coordination service, with a deadline for the start.
-
-  Args:
-    leader: the task that runs it, such as '/job:worker/replica:0/task:0'.
-    num_workers: tasks of job 'worker'.
-    timeout_seconds: how long to wait for all of them.
-  """
+  """Sets up TensorFlow's coordination service, with a deadline for the start."""
   _eager_context().configure_coordination_service(
     service_type='standalone',
     service_leader=leader,
@@ -312,11 +270,6 @@ def exchange_config_values(
     context.get_config_key_value(f'{tag}/{r}', int(timeout_seconds * 1000))
     for r in range(num_workers)
   ]
-
-
-def shard_files(dataset, num_workers: int, index: int):
-  """Returns `dataset` reading every `num_workers`-th of its files."""
-  return _AutoShardDataset(dataset, num_workers, index)
 
 
 def batch_size_of(dataset) -> int | None:
@@ -349,13 +302,7 @@ def read_from_copy(variable, copy):
 
 
 def record_read(variable, value, gradient) -> None:
-  """Tells gradient tapes that `value` was read from `variable`.
-
-  Args:
-    variable: with a handle.
-    value: a tensor.
-    gradient: the variable's gradient, from the value's.
-  """
+  """Tells tapes that `value` was read from `variable`, with this gradient."""
   _variable_accessed(variable)
   _record_operation(
     'ReadVariableOp',
@@ -477,20 +424,10 @@ _OVERRIDDEN = {
 
 
 def check_overridden() -> None:
-  """Checks that what this package overrides in TensorFlow is still called so.
-
-  Raises:
-    UnsupportedVersionError: a method is gone, or takes other parameters.
-  """
+  """Raises UnsupportedVersionError for a method that is gone, or has changed."""
   for owner, methods in _OVERRIDDEN.items():
     for method in methods:
-      name, _, parameters = method.rstrip(')').partition('(')
-      _requirements.method(
-        owner,
-        name,
-        [p for p in parameters.split(', ') if p],
-        'tf_strategies overrides it',
-      )
+      _requirements.method(owner, method, 'tf_strategies overrides it')
 
 
 check_overridden()

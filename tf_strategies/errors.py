@@ -1,10 +1,9 @@
 """Typed failures: each names the value, what was expected and the fix.
 
-Every error of this package derives from `Error`, so that `except tfs.errors.Error`
-catches what the package itself raises and nothing else. Those that reject
-a user's argument are `ValueError`s too, those that report the world outside
-(a lost peer, a missed deadline) are `RuntimeError`s, so that code written
-against the standard types keeps working.
+`except tfs.errors.Error` catches what the package itself raises and nothing else.
+Those that reject a user's argument are `ValueError`s too, those that report the
+world outside (a lost peer, a missed deadline) are `RuntimeError`s, so that code
+written against the standard types keeps working.
 
 Example:
 

@@ -39,7 +39,6 @@ class Subdivisions(ours.Replicated):
     """See base class."""
     return tfs.MultiWorkerCollectiveStrategy(
       self.cluster(),
-      communication='ring',
-      max_subdivs_per_device=8,
+      tfs.CollectiveOptions(communication='ring', max_subdivs_per_device=8),
       devices=['CPU:0'],
     )

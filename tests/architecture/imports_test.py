@@ -35,7 +35,7 @@ _GROUND = {
   '_requirements': ('errors',),
   '_tf_internal': ('errors', '_requirements'),
   '_keras_internal': ('_requirements', '_tf_internal'),
-  '_graph_errors': ('_tf_internal',),
+  '_graph_errors': ('errors', '_tf_internal'),
 }
 # `tf_strategies/__init__.py` and the files beside it that are commands.
 _DOOR = 'tf_strategies'

@@ -12,14 +12,7 @@ from examples import common
 NAMES = ('mnist_keras_fit', 'mnist_custom_loop')
 
 
-def _import(name):
-  # A program is one example. Here both declare flags, of the same names.
-  for flag in flags.FLAGS:
-    flags.FLAGS[flag].allow_override = True
-  return importlib.import_module(f'examples.{name}')
-
-
-_MODULES = {name: _import(name) for name in NAMES}
+_MODULES = {name: importlib.import_module(f'examples.{name}') for name in NAMES}
 
 
 @contextlib.contextmanager

@@ -83,7 +83,7 @@ class IntervalsTest(parameterized.TestCase):
     self.assertEqual(intervals.subtract((0, 10), parts), expected)
 
   def test_cut_keeps_the_time(self):
-    cut = intervals.cut([(0, 4), (6, 9)], [7, 2, 4, 20])
+    cut = intervals.cut([(0, 4), (6, 9)], [7, 2, 4, 20, 2])
     self.assertEqual(cut, [(0, 2), (2, 4), (6, 7), (7, 9)])
 
 

@@ -16,6 +16,19 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tf_strategies import errors
+from tf_strategies.cluster import workers as workers_lib
+
+
+def check_built(model: keras.Model) -> None:
+  """Raises an error for a model that has no variables to save or restore."""
+  if not model.built:
+    raise errors.UnsupportedOptionError(
+      f'model={model.name!r}, which has no variables yet',
+      'a built model',
+      'begin it with keras.Input(shape), or call model.build(shape)',
+    )
+
 
 def name_variables(
   model: keras.Model, optimizer: keras.optimizers.Optimizer
@@ -139,7 +152,7 @@ class VariableAccess:
 
   def __init__(self, strategy: tf.distribute.Strategy):
     self._strategy = strategy
-    self.workers = getattr(strategy.extended, 'communicator', None)
+    self.workers = workers_lib.link_of(strategy)
 
   @property
   def is_chief(self) -> bool:

@@ -131,11 +131,7 @@ class ClusterConfig:
 
   @classmethod
   def from_dict(cls, config: Mapping[str, Any]) -> 'ClusterConfig':
-    """Reads the JSON object of a TF_CONFIG.
-
-    Args:
-      config: with the keys cluster and task, and perhaps environment. Other
-        keys are ignored.
+    """Reads the object of a TF_CONFIG: cluster, task, perhaps environment.
 
     Raises:
       ClusterConfigError: a value is missing or malformed.

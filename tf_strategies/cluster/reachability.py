@@ -23,11 +23,7 @@ def unreachable(
 
   Args:
     tasks: 'host:port' of each by its name, such as 'worker 1'.
-    timeout: seconds to wait for the answers, name look-up included.
-
-  Raises:
-    ClusterConfigError: an address is malformed.
-    UnsupportedOptionError: `timeout` is no positive, finite number.
+    timeout: seconds to wait for all answers, name look-up included.
 
   Example:
 
@@ -41,16 +37,11 @@ def unreachable(
 def wait_for_tasks(
   tasks: Mapping[str, str], deadline_seconds: float, what_for: str = ''
 ) -> None:
-  """Returns when all tasks accept connections.
-
-  Args:
-    tasks: 'host:port' of each by its name.
-    deadline_seconds: how long to wait at most; 0 asks once.
-    what_for: a part of the messages, such as 'to train'.
+  """Returns when all tasks accept connections; a deadline of 0 asks once.
 
   Raises:
     RendezvousError: some do not answer at the deadline; names each, its address
-      and the outcome of the last attempt.
+      and the outcome of the last attempt, and `what_for` ('to train').
     ClusterConfigError: an address is malformed.
     UnsupportedOptionError: `deadline_seconds` is negative or not finite.
   """

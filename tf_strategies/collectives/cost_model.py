@@ -1,9 +1,8 @@
 """Time of a schedule on a topology, and the cheapest schedule for a size.
 
-The alpha-beta-gamma model of Thakur, Rabenseifner and Gropp (2005), after
-Hockney (1994): a message of m bytes takes `alpha + m beta` seconds, and adding
-m bytes takes `m gamma`. A rank sends one message at a time and receives one at
-a time, both at once (full duplex).
+The alpha-beta-gamma model of Thakur, Rabenseifner and Gropp (2005): a message
+of m bytes takes `alpha + m beta` seconds, adding them `m gamma`. A rank sends
+one message and receives one at a time, both at once (full duplex).
 """
 
 from __future__ import annotations

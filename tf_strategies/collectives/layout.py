@@ -105,7 +105,11 @@ def plan_layout(
   large = [t for t in largest_first if sizes[t] > limit]
 
   pieces = []
-  for tensor, chunk in zip(whole, _place(whole, sizes, loads), strict=True):
+  heap = [(0, chunk) for chunk in range(len(loads))]
+  for tensor in whole:
+    load, chunk = heap[0]
+    loads[chunk] = load + sizes[tensor]
+    heapq.heapreplace(heap, (loads[chunk], chunk))
     pieces.append(Piece(tensor, 0, num_elements[tensor], chunk))
   for tensor in large:
     pieces += _split(
@@ -149,21 +153,6 @@ def chunk_loads(
         )
     loads[piece.chunk] += (piece.stop - piece.start) * itemsizes[piece.tensor]
   return tuple(loads)
-
-
-def _place(
-  tensors: Sequence[int], sizes: Sequence[int], loads: list[int]
-) -> list[int]:
-  """The least loaded chunk for each tensor in turn; updates `loads`."""
-  heap = [(load, chunk) for chunk, load in enumerate(loads)]
-  heapq.heapify(heap)
-  chunks = []
-  for tensor in tensors:
-    load, chunk = heap[0]
-    heapq.heapreplace(heap, (load + sizes[tensor], chunk))
-    loads[chunk] = load + sizes[tensor]
-    chunks.append(chunk)
-  return chunks
 
 
 def _split(

@@ -89,7 +89,11 @@ def permutation_rounds(
     _check_writers(schedule, transfers)
     groups: list[list[schedule_lib.Transfer]] = []
     for transfer in sorted(transfers, key=lambda t: (t.dst - t.src) % n):
-      _first_fit(groups, transfer).append(transfer)
+      free = (group for group in groups if _fits(group, transfer))
+      group = next(free, None)
+      if group is None:
+        groups.append(group := [])
+      group.append(transfer)
     rounds.append(tuple(_step(group, n) for group in groups))
   return tuple(rounds)
 
@@ -109,17 +113,16 @@ def _check_writers(
       )
 
 
-def _first_fit(
-  groups: list[list[schedule_lib.Transfer]], transfer: schedule_lib.Transfer
-) -> list[schedule_lib.Transfer]:
-  """The first group that can take `transfer`, a new one if there is none."""
-  for group in groups:
-    if group[0].reduce == transfer.reduce and all(
-      t.src != transfer.src and t.dst != transfer.dst for t in group
-    ):
-      return group
-  groups.append([])
-  return groups[-1]
+def _fits(
+  group: Sequence[schedule_lib.Transfer], transfer: schedule_lib.Transfer
+) -> bool:
+  """Whether sender and receiver are free in a group of the same kind."""
+  return all(
+    t.src != transfer.src
+    and t.dst != transfer.dst
+    and t.reduce == transfer.reduce
+    for t in group
+  )
 
 
 def _step(

@@ -68,8 +68,7 @@ def simulate(
   Raises:
     ScheduleError: not one input for each rank, inputs that disagree in shape
       or dtype, or a rank or chunk of the schedule out of range.
-    UnsupportedOptionError: no such codec or op, or a dtype that cannot be
-      added up (bool, strings, objects, dates).
+    UnsupportedOptionError: no such codec or op, or a dtype that has no sum.
   """
   schedule.check_ranges()
   arrays = _checked(inputs, schedule.world_size)

@@ -116,16 +116,6 @@ class Files:
       # A buffer that is smaller than the split mixes neighbours only, so the
       # files take turns in being neighbours.
       paths = plan.shuffle(paths, number, buffer=len(self.paths))
-    return self._interleave(paths, plan)
-
-  def _count(self) -> list[int]:
-    raise errors.UnsupportedOptionError(
-      'read_fn without counts',
-      'the number of records of each file beside a read_fn',
-      'pass counts=[...]: lengths of epochs and shares follow from it',
-    )
-
-  def _interleave(self, paths, plan):
     cycle, block = min(len(self.paths), MAX_OPEN_FILES), _BLOCK_LENGTH
     if not plan.training and self._is_round_robin:
       # One record of each file in turn, if all of them are open.
@@ -144,8 +134,13 @@ class Files:
     )
     if plan.options.service is not None:
       return records  # Each worker of a service sees some of them only.
-    return records.apply(
-      tf.data.experimental.assert_cardinality(self.num_examples)
+    return records.apply(tf.data.experimental.assert_cardinality(n))
+
+  def _count(self) -> list[int]:
+    raise errors.UnsupportedOptionError(
+      'read_fn without counts',
+      'the number of records of each file beside a read_fn',
+      'pass counts=[...]: lengths of epochs and shares follow from it',
     )
 
 

@@ -290,12 +290,7 @@ def _check_model(model: keras.Model) -> None:
       'a compiled model',
       'call model.compile with the loss and metrics to evaluate',
     )
-  if not model.built:
-    raise errors.UnsupportedOptionError(
-      f'model={model.name!r}, which has no variables yet',
-      'a built model, into which a checkpoint can be read',
-      'begin it with keras.Input(shape), or call model.build(shape)',
-    )
+  model_state.check_built(model)
 
 
 def _check_data(data: Any, steps: int | None) -> None:

@@ -20,6 +20,7 @@ from absl import logging
 
 from tf_strategies import errors
 from tf_strategies.cluster import exit_codes
+from tf_strategies.cluster import workers as workers_lib
 from tf_strategies.fault_tolerance import resume_fit, run_checkpoint
 
 # Steps between two exchanges, at most: a worker may become slow suddenly.
@@ -83,13 +84,12 @@ class Preemption:
     self._signal: int | None = None
     self._signalled_at = 0.0
     self._was_seen = False
-    extended = checkpoint.strategy.extended
-    self._workers = getattr(extended, 'communicator', None)
-    self._question = self._evaluation = None
-    if self._workers is not None and self._workers.world_size > 1:
-      self._question = _Question(self._workers, check_seconds)
-      # Its batches take a different time than training steps.
-      self._evaluation = _Question(self._workers, check_seconds)
+    workers = workers_lib.link_of(checkpoint.strategy)
+    is_alone = workers is None or workers.world_size == 1
+    self._workers = None if is_alone else workers
+    self._question = _Question(self._workers, check_seconds)
+    # Its batches take a different time than training steps.
+    self._evaluation = _Question(self._workers, check_seconds)
 
   def __enter__(self) -> Preemption:
     if threading.current_thread() is not threading.main_thread():
@@ -152,12 +152,10 @@ class Preemption:
     With `at_once`, the same on all workers, they exchange flags regardless of the
     time, as at the end of training.
     """
-    question = self._evaluation if in_evaluation else self._question
     if isinstance(self._checkpoint, _ServerCheckpoint):
       self._checkpoint.check_open()
-    is_signalled = self._signal is not None
-    if question is not None:
-      is_signalled = question.ask(is_signalled, at_once)
+    question = self._evaluation if in_evaluation else self._question
+    is_signalled = question.ask(self._signal is not None, at_once)
     self._was_seen = self._was_seen or is_signalled
     return is_signalled
 
@@ -175,7 +173,7 @@ class Preemption:
     except OSError:
       logging.exception('The checkpoint could not be saved.')
       is_saved = False
-    if self._question is not None:
+    if self._workers is not None:
       flag = tf.constant(int(is_saved), tf.int64)
       is_saved = self._workers.combine(flag, 'min', 'preemption/saved').numpy()
       # Without it, the others would take the exit for a failure.
@@ -206,6 +204,8 @@ class _Question:
 
   def ask(self, is_signalled: bool, at_once: bool) -> bool:
     """Returns whether any worker is signalled; the same on all."""
+    if self._workers is None:
+      return is_signalled
     if not at_once:  # Otherwise there may have been no step.
       self._steps_done += 1
     if self._answer or (self._steps_done < self._steps and not at_once):

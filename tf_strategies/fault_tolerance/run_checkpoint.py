@@ -256,12 +256,7 @@ def _check(strategy, model, optimizer) -> None:
       'pass checkpoint_dir to the strategy, and callbacks=[tfs.ResumeFit('
       'strategy), tfs.PreemptionCheckpoint(strategy)] to fit',
     )
-  if not model.built:
-    raise errors.UnsupportedOptionError(
-      f'model={model.name!r}, which has no variables yet',
-      'a built model',
-      'begin it with keras.Input(shape), or call model.build(shape)',
-    )
+  model_state.check_built(model)
   if optimizer is None:
     raise errors.UnsupportedOptionError(
       f'optimizer=None with model={model.name!r}, which is not compiled',

@@ -6,19 +6,17 @@ import keras
 import tensorflow as tf
 
 from tf_strategies import _keras_internal
+from tf_strategies.cluster import workers as workers_lib
 
 
 class ChiefOnly(keras.callbacks.Callback):
   """Calls a callback on the chief and nowhere else.
 
-  Keras lets every worker run every callback, so all of them would write the
-  same `ModelCheckpoint`. The callback must do without the other workers: saving
-  and reading weights do, `model.evaluate` and metric results do not.
-
-  With `BackupAndRestore` the other workers get the chief's state and epoch when
+  Keras lets every worker run every callback, so all would write the same
+  `ModelCheckpoint`. The callback must do without the other workers: saving and
+  reading weights do, `model.evaluate` and metric results do not. With
+  `BackupAndRestore` the other workers get the chief's state and epoch when
   training begins, so that only the chief needs to see the files.
-
-  Outside of several workers it calls the callback as it is.
 
   Example:
 
@@ -57,16 +55,16 @@ class ChiefOnly(keras.callbacks.Callback):
       self._share_state()
 
   def _share_state(self):
-    extended = self._strategy().extended
-    if not hasattr(extended, 'share_from_chief'):
+    workers = workers_lib.link_of(self._strategy())
+    if workers is None:
       return
     variables = [*self.model.variables]
     if self.model.optimizer is not None:
       variables += self.model.optimizer.variables
-    extended.share_from_chief(variables)
+    self._strategy().extended.share_from_chief(variables)
     # What Keras reads after this call to know where to go on.
     epoch = tf.constant(_keras_internal.initial_epoch(self.model), tf.int64)
-    epoch = int(extended.communicator.broadcast(epoch, 0, 'initial_epoch'))
+    epoch = int(workers.broadcast(epoch, 0, 'initial_epoch'))
     _keras_internal.set_initial_epoch(self.model, epoch)
 
   def _strategy(self):
@@ -86,19 +84,8 @@ def _forward(event):
   return method
 
 
-for _event in (
-  'on_train_end',
-  'on_epoch_begin',
-  'on_epoch_end',
-  'on_train_batch_begin',
-  'on_train_batch_end',
-  'on_test_begin',
-  'on_test_end',
-  'on_test_batch_begin',
-  'on_test_batch_end',
-  'on_predict_begin',
-  'on_predict_end',
-  'on_predict_batch_begin',
-  'on_predict_batch_end',
-):
-  setattr(ChiefOnly, _event, _forward(_event))
+for _event in dir(keras.callbacks.Callback):
+  # Those of every batch are called by Keras's own `on_train_batch_begin`.
+  is_event = _event.startswith('on_') and not _event.startswith('on_batch_')
+  if is_event and _event not in vars(ChiefOnly):
+    setattr(ChiefOnly, _event, _forward(_event))

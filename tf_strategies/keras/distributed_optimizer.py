@@ -2,23 +2,34 @@
 
 Keras 3 clips, accumulates and unscales the gradient of one replica and only
 then sums over replicas. The norm of a part is not the norm of the whole, and a
-replica with five rows counts as much as one with sixteen. The wrapper turns
-the order round, as Horovod's optimizer of the same name does: all-reduce,
-weighted by rows; then the inner optimizer sees on every replica the gradient
+replica with five rows counts as much as one with sixteen. The wrapper turns the
+order round, as Horovod's does: every replica's inner optimizer sees the gradient
 that one device would have seen.
 """
 
 from __future__ import annotations
 
+import operator
 import threading
 
 import keras
 import tensorflow as tf
 
 from tf_strategies import _keras_internal, errors
-from tf_strategies.keras import gradient_reducer
+from tf_strategies.keras import gradient_reducer, optimizer_checks
 
 _WEIGHTINGS = ('rows', 'none')
+
+
+def _inner(name):
+  """A method that is the inner optimizer's."""
+
+  def method(self, *args, **kwargs):
+    return getattr(self.inner_optimizer, name)(*args, **kwargs)
+
+  method.__name__ = name
+  method.__doc__ = f"The inner optimizer's `{name}`."
+  return method
 
 
 @keras.saving.register_keras_serializable(package='tf_strategies')
@@ -43,11 +54,11 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
 
   Args:
     optimizer: the Keras optimizer to wrap; also its name or its configuration.
-    weighting: what each replica's loss is. 'rows' (default): a mean over its
-      own rows divided by the number of replicas, as `fit` computes it; the
-      gradient of a replica with n_i rows then counts N * n_i / sum(n). 'none':
-      a sum over its rows divided by the global batch size, as
-      `tf.nn.compute_average_loss` computes it; gradients are just added.
+    weighting: what each replica's loss is. 'rows': a mean over its own rows
+      divided by the number of replicas, as `fit` computes it; the gradient of a
+      replica with n_i rows then counts N * n_i / sum(n). 'none': a sum over its
+      rows divided by the global batch size, as `tf.nn.compute_average_loss`
+      computes it; gradients are just added.
     name: of this optimizer.
 
   Raises:
@@ -78,22 +89,11 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
     _keras_internal.allow_attributes(self)
     self.inner_optimizer = optimizer
     super().__init__(learning_rate=0.0, name=name or 'distributed_optimizer')
-    self._weighting = weighting
+    self.weighting = weighting
 
-  @property
-  def variables(self):
-    """The inner optimizer's variables; the wrapper has no state."""
-    return self.inner_optimizer.variables
-
-  @property
-  def weighting(self) -> str:
-    """How each replica's gradient is weighted: 'rows' or 'none'."""
-    return self._weighting
-
-  @property
-  def iterations(self):
-    """Number of steps of the inner optimizer."""
-    return self.inner_optimizer.iterations
+  # The wrapper has no state: this is the inner optimizer's.
+  variables = property(operator.attrgetter('inner_optimizer.variables'))
+  iterations = property(operator.attrgetter('inner_optimizer.iterations'))
 
   @property
   def learning_rate(self):
@@ -111,7 +111,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
 
   @loss_scale_factor.setter
   def loss_scale_factor(self, factor):
-    if not hasattr(self, '_weighting'):
+    if not hasattr(self, 'weighting'):
       return  # The base class's __init__ resets what is the inner one's.
     self.inner_optimizer.loss_scale_factor = factor
 
@@ -125,13 +125,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
     super().build(variables)
 
   def apply(self, grads, trainable_variables=None):
-    """Reduces the gradients over replicas and applies them.
-
-    Args:
-      grads: one gradient a variable (`tf.Tensor`, `tf.IndexedSlices` or None),
-        this replica's.
-      trainable_variables: the variables; None means those that the optimizer
-        was built with.
+    """Reduces this replica's gradients over replicas and applies them.
 
     Raises:
       UnsupportedOptionError: called outside of replica context, or under a
@@ -153,19 +147,18 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
       return
     reducer = gradient_reducer.current()
     variables = trainable_variables or _keras_internal.trainable_variables(self)
-    present, parts = self._parts(reducer, grads, variables)
+    parts = self._parts(reducer, grads, variables)
 
     def apply(summed):
-      reduced = list(grads)
-      for i, total in zip(present, summed, strict=True):
-        reduced[i] = total
+      summed = iter(summed)
+      reduced = [None if g is None else next(summed) for g in grads]
       with reducer.gradients_reduced(reduced):
         self.inner_optimizer.apply(reduced, trainable_variables)
 
     reducer.reduce_and_apply(parts, apply)
 
   def _parts(self, reducer, grads, variables):
-    """This replica's part of each gradient that is there, and their indices."""
+    """This replica's part of each gradient that is there."""
     for variable in variables:
       if _keras_internal.overwrites_with_gradient(variable):
         raise errors.UnsupportedOptionError(
@@ -173,13 +166,12 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
           'variables that are updated by gradients',
           'train without quantize("float8")',
         )
-    present = [i for i, g in enumerate(grads) if g is not None]
-    parts = [self._lighter(reducer, grads[i]) for i in present]
-    if parts and not self._pop_loss_weighed() and self._weighting == 'rows':
+    parts = [self._lighter(reducer, g) for g in grads if g is not None]
+    if parts and not self._pop_loss_weighed() and self.weighting == 'rows':
       weight = reducer.row_weight()
       if weight is not None:
         parts = [_multiply(p, weight) for p in parts]
-    return present, parts
+    return parts
 
   def _lighter(self, reducer, gradient):
     """A sparse gradient as a dense one, where that is less to send.
@@ -192,7 +184,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
     inner = self.inner_optimizer
     clips = any(
       getattr(inner, option, None) is not None
-      for option in ('clipnorm', 'global_clipnorm', 'clipvalue')
+      for option in optimizer_checks.CLIPPING
     )
     if clips and reducer.sums_sparse_as_dense:
       strategy = type(tf.distribute.get_strategy()).__name__
@@ -210,15 +202,14 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
   def scale_loss(self, loss):
     """Weighs the loss by this replica's rows, and scales it as the inner does.
 
-    `fit` calls this before it takes gradients; call it in a loop of your own
-    as well. Without it `apply` weighs the gradients instead, which costs a
-    multiplication each and is inexact in one case: layers that synchronise in
-    the forward pass (`BatchNormalization(synchronized=True)`) carry gradients
-    from replica to replica before `apply` sees them.
+    `fit` calls this before it takes gradients; call it in a loop of your own as
+    well. Otherwise `apply` weighs the gradients, which is inexact for layers that
+    synchronise in the forward pass (`BatchNormalization(synchronized=True)`):
+    they carry gradients from replica to replica before `apply` sees them.
     """
     loss = self.inner_optimizer.scale_loss(loss)
     in_replica = not tf.distribute.in_cross_replica_context()
-    if self._weighting == 'rows' and in_replica:
+    if self.weighting == 'rows' and in_replica:
       weight = gradient_reducer.current().row_weight()
       if weight is not None:
         loss = loss * tf.cast(weight, loss.dtype)
@@ -227,37 +218,17 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
 
   def _pop_loss_weighed(self) -> bool:
     """Whether `scale_loss` weighed the loss that these gradients come from."""
-    was_weighed = id(self) in _weighed.optimizers
-    _weighed.optimizers = _weighed.optimizers - {id(self)}
-    return was_weighed
+    before = _weighed.optimizers
+    _weighed.optimizers = before - {id(self)}
+    return id(self) in before
 
-  def update_step(self, gradient, variable, learning_rate):
-    """Updates one variable as the inner optimizer does."""
-    self.inner_optimizer.update_step(gradient, variable, learning_rate)
-
-  def finalize_variable_values(self, var_list):
-    """Lets the inner optimizer put its averages (EMA) in place."""
-    self.inner_optimizer.finalize_variable_values(var_list)
-
-  def exclude_from_weight_decay(self, var_list=None, var_names=None):
-    """Excludes variables from the inner optimizer's weight decay."""
-    self.inner_optimizer.exclude_from_weight_decay(var_list, var_names)
-
-  def set_weights(self, weights):
-    """Sets the inner optimizer's variables."""
-    self.inner_optimizer.set_weights(weights)
-
-  def save_own_variables(self, store):
-    """Saves what the inner optimizer saves, in the same place of the file.
-
-    A file that was saved with the wrapper loads without it, and the other way
-    round.
-    """
-    self.inner_optimizer.save_own_variables(store)
-
-  def load_own_variables(self, store):
-    """Loads what an optimizer saved, wrapped or not."""
-    self.inner_optimizer.load_own_variables(store)
+  update_step = _inner('update_step')
+  finalize_variable_values = _inner('finalize_variable_values')
+  exclude_from_weight_decay = _inner('exclude_from_weight_decay')
+  set_weights = _inner('set_weights')
+  # A file that was saved with the wrapper loads without it, and the other way.
+  save_own_variables = _inner('save_own_variables')
+  load_own_variables = _inner('load_own_variables')
 
   def __dir__(self):
     # Keras saves what it finds here: the inner optimizer is saved already.
@@ -268,7 +239,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
     return {
       'name': self.name,
       'optimizer': keras.saving.serialize_keras_object(self.inner_optimizer),
-      'weighting': self._weighting,
+      'weighting': self.weighting,
     }
 
   @classmethod
@@ -293,7 +264,7 @@ _weighed = _Weighed()
 def _multiply(gradient, weight):
   if isinstance(gradient, tf.IndexedSlices):
     return tf.IndexedSlices(
-      gradient.values * tf.cast(weight, gradient.values.dtype),
+      _multiply(gradient.values, weight),
       gradient.indices,
       gradient.dense_shape,
     )

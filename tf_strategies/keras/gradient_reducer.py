@@ -42,15 +42,17 @@ class GradientReducer(Protocol):
   ) -> Iterator[None]:
     """Context in which an optimizer's own reductions do nothing.
 
-    Args:
-      gradients: the reduced ones, where there are any yet.
+    `gradients` are the reduced ones, where there are any yet.
     """
-    with _reduced(), contextlib.ExitStack() as stack:
-      if self.applies_all_or_none and not tf.executing_eagerly():
-        parts = tf.nest.flatten(list(gradients), expand_composites=True)
-        parts = [part for part in parts if part is not None]
-        stack.enter_context(tf.control_dependencies(parts))
-      yield
+    before, _state.are_reduced = _state.are_reduced, True
+    parts = []
+    if self.applies_all_or_none and not tf.executing_eagerly():
+      parts = tf.nest.flatten(list(gradients), expand_composites=True)
+    try:
+      with tf.control_dependencies([p for p in parts if p is not None]):
+        yield
+    finally:
+      _state.are_reduced = before
 
   def row_weight(self) -> tf.Tensor | None:
     """N * n_i / sum(n) for this replica's n_i rows; None if all are equal."""
@@ -66,12 +68,7 @@ class GradientReducer(Protocol):
     gradients: Sequence[Gradient],
     apply: Callable[[Sequence[Gradient]], None],
   ) -> None:
-    """Sums gradients over replicas and applies them; in replica context.
-
-    Args:
-      gradients: this replica's.
-      apply: takes the sums, in the order of `gradients`.
-    """
+    """Sums this replica's gradients over replicas and passes them to `apply`."""
     context = tf.distribute.get_replica_context()
     reduced = list(gradients)
     if reduced:
@@ -80,11 +77,7 @@ class GradientReducer(Protocol):
 
 
 class Unsupported(GradientReducer):
-  """Stands for a strategy that is not one of this package's.
-
-  Args:
-    strategy: that one.
-  """
+  """Stands for a strategy that is not one of this package's."""
 
   def __init__(self, strategy: tf.distribute.Strategy):
     self._name = type(strategy).__name__
@@ -118,16 +111,6 @@ class _ThreadState(threading.local):
 
 
 _state = _ThreadState()
-
-
-@contextlib.contextmanager
-def _reduced():
-  before = _state.are_reduced
-  _state.are_reduced = True
-  try:
-    yield
-  finally:
-    _state.are_reduced = before
 
 
 def are_gradients_reduced() -> bool:

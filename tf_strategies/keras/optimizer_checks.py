@@ -6,40 +6,43 @@ import weakref
 from collections.abc import Callable
 
 import keras
+import tensorflow as tf
 from absl import logging
 
 from tf_strategies import _keras_internal, errors
 
-_WAY_OUT = (
-  'wrap the optimizer: tfs.keras.DistributedOptimizer(optimizer), which '
-  'reduces the gradients before Keras clips them'
-)
-
 _warned_of_masks = weakref.WeakSet()
 
 # Keras applies these to the gradient of one replica, before the all-reduce.
-_LOCAL_OPTIONS = ('clipnorm', 'clipvalue', 'global_clipnorm')
+CLIPPING = ('clipnorm', 'clipvalue', 'global_clipnorm')
+# These look at a variable as a whole, which a part is not.
+_WHOLE_VARIABLE_OPTIMIZERS = ('Adafactor', 'Lamb', 'Muon')
 
 
-def check_without_wrapper(optimizer, strategy_name: str) -> None:
-  """Rejects options that are wrong unless gradients are reduced first.
-
-  Args:
-    optimizer: a Keras optimizer that is about to update variables.
-    strategy_name: for the message.
+def check_update(
+  fn: Callable, strategy: tf.distribute.Strategy
+) -> keras.optimizers.Optimizer | None:
+  """The optimizer of which `fn` updates a variable; None on one replica.
 
   Raises:
-    UnsupportedOptionError: naming the option, its value and the wrapper.
+    UnsupportedOptionError: it has an option that is wrong unless gradients are
+      reduced first; names its value and the wrapper.
   """
-  for option in _LOCAL_OPTIONS:
+  optimizer = _keras_internal.optimizer_of(fn)
+  if optimizer is None or strategy.num_replicas_in_sync == 1:
+    return None
+  for option in CLIPPING:
     value = getattr(optimizer, option, None)
     if value is not None:
       raise errors.UnsupportedOptionError(
-        f'{type(optimizer).__name__}({option}={value!r}) under {strategy_name}',
+        f'{type(optimizer).__name__}({option}={value!r}) under '
+        f'{type(strategy).__name__}',
         f'{option} of the whole gradient; Keras would clip the gradient of '
         'each replica, and the sum of clipped gradients is another one',
-        _WAY_OUT,
+        'wrap the optimizer: tfs.keras.DistributedOptimizer(optimizer), which '
+        'reduces the gradients before Keras clips them',
       )
+  return optimizer
 
 
 def needs_rows_everywhere(optimizer) -> str | None:
@@ -54,18 +57,20 @@ def needs_rows_everywhere(optimizer) -> str | None:
   return f'{type(optimizer).__name__}(gradient_accumulation_steps={steps})'
 
 
-def check_model(fn, strategy_name: str) -> None:
-  """Rejects a model whose loss or optimizer is wrong under the wrapper.
+def check_model(fn: Callable, strategy: tf.distribute.Strategy) -> None:
+  """Rejects a model whose loss or optimizer is wrong on several replicas.
 
-  Args:
-    fn: what runs on each replica; only a model's train step is looked at.
-    strategy_name: for the message.
+  Of what runs on each replica, only a model's train step is looked at.
 
   Raises:
     UnsupportedOptionError: naming the loss's reduction, or two loss scales.
   """
   model = getattr(fn, '__self__', None)
-  if not isinstance(model, keras.Model) or fn.__name__ != 'train_step':
+  if (
+    strategy.num_replicas_in_sync == 1
+    or not isinstance(model, keras.Model)
+    or fn.__name__ != 'train_step'
+  ):
     return
   optimizer = model.optimizer
   scale = keras.optimizers.LossScaleOptimizer
@@ -82,7 +87,7 @@ def check_model(fn, strategy_name: str) -> None:
       )
   weighting = getattr(optimizer, 'weighting', None)
   for loss in keras.tree.flatten(getattr(model, 'loss', None)):
-    _check_reduction(loss, weighting, strategy_name)
+    _check_reduction(loss, weighting, type(strategy).__name__)
   _warn_of_masks(model)
 
 
@@ -123,23 +128,13 @@ def _check_reduction(loss, weighting: str | None, strategy_name: str) -> None:
 def built_optimizer(model: keras.Model) -> keras.optimizers.Optimizer | None:
   """The optimizer of a compiled model, with its variables made."""
   optimizer = getattr(model, 'optimizer', None)
-  if optimizer is None:
-    return None
-  if not optimizer.built:
+  if optimizer is not None and not optimizer.built:
     optimizer.build(model.trainable_variables)
   return optimizer
 
 
-# These look at a variable as a whole, which a part is not.
-_WHOLE_VARIABLE_OPTIMIZERS = ('Adafactor', 'Lamb', 'Muon')
-
-
 def check_partitioned_update(fn: Callable, name: str) -> None:
   """Rejects optimizers that cannot update a part of a variable by itself.
-
-  Args:
-    fn: what Keras passes to `strategy.extended.update`.
-    name: of the partitioned variable.
 
   Raises:
     UnsupportedOptionError: naming the optimizer and the variable.

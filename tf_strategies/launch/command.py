@@ -148,7 +148,7 @@ def _run(values: flags.FlagValues, command: list[str]) -> int:
       print(tasks.describe(spec))
     return 0
   sys.stdout.flush()
-  return supervisor.Supervisor(specs, options, owns_process=True).run()
+  return supervisor.Supervisor(specs, options).run()
 
 
 def main(argv: Sequence[str]) -> int:

@@ -23,12 +23,8 @@ _POLL_SECONDS = 0.01
 class TaskProcess:
   """A command under its reaper, in a session of its own.
 
-  Args:
-    command: program and arguments.
-    environment: all of its environment variables.
-    grace_period: seconds that the reaper leaves between SIGTERM and SIGKILL
-      when it has to end the task without the launcher.
-    sink: takes what the command writes to stdout and stderr.
+  `grace_period` is what the reaper leaves between SIGTERM and SIGKILL when it
+  has to end the task without the launcher.
 
   Attributes:
     pid: of the command, once it runs.
@@ -168,24 +164,18 @@ class TaskProcess:
 
 
 def kill_orphans(keep: AbstractSet[int]) -> None:
-  """Kills all below this process, where a reaper was killed and Linux tells.
+  """Kills what killed reapers left below this process, where Linux tells.
 
   Args:
     keep: pids of the children that stay alive, with all below them.
   """
   killed: set[int] = set()
   ends_at = time.monotonic() + _KILL_SECONDS
-  while time.monotonic() < ends_at:
-    parents = reaper.parents_of_all()
-    others = {pid: parents[pid] for pid in parents.keys() - keep}
-    # What was killed may have left children, which are adopted in turn.
-    found = reaper.descendants(others, os.getpid())
-    if not found:
-      break
+  # What was killed may have left children, which are adopted in turn.
+  while found := reaper.signal_below(os.getpid(), signal.SIGKILL, keep):
     killed.update(found)
-    for pid in found:
-      with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, signal.SIGKILL)
+    if time.monotonic() > ends_at:
+      break
     time.sleep(_POLL_SECONDS)
   for pid in killed:
     with contextlib.suppress(ChildProcessError):

@@ -119,6 +119,18 @@ def descendants(parents, ancestor):
   return sorted(found - {ancestor})
 
 
+def signal_below(ancestor, number, keep=()):
+  """Signals all below `ancestor` but `keep` and what is below them; their pids."""
+  parents = parents_of_all()
+  for pid in keep:
+    parents.pop(pid, None)
+  pids = descendants(parents, ancestor)
+  for pid in pids:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+      os.kill(pid, number)
+  return pids
+
+
 class Reaper:
   """Runs the command and reports on it; arguments as on the command line."""
 
@@ -253,9 +265,7 @@ class Reaper:
   def _signal_others(self, number):
     if not _IS_LINUX:
       self._signal_group(number)
-    for pid in descendants(parents_of_all(), self._pid):
-      with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, number)
+    signal_below(self._pid, number)
 
   def _is_group_left(self):
     """Whether orphans that nobody adopts here are left in the group."""

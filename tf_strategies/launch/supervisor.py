@@ -39,15 +39,10 @@ def exit_status(status: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-  """How tasks are supervised.
+  """How tasks are supervised: see the launcher's flags.
 
-  Args:
-    max_restarts: how often each task that fails is started again.
-    grace_period: seconds between SIGTERM and SIGKILL.
-    log_dir: where each task's output goes as well, a file a task; created.
-    is_coloured: whether prefixes are.
-    shown: names of the tasks whose lines appear on stdout; None for all. The
-      last lines of a task that failed first appear in any case.
+  `shown` names the tasks whose lines appear on stdout; None for all. The last
+  lines of a task that failed first appear in any case.
   """
 
   max_restarts: int = 0
@@ -90,7 +85,7 @@ class _Task:
 
 
 class Supervisor:
-  """Runs a job; needs the main thread, since it receives signals.
+  """Runs a job: in the main thread, of a process without other children.
 
   A training task of an elastic job that is lost near the end must not repeat
   alone what the others have finished. So, with restarts and without parameter
@@ -104,31 +99,19 @@ class Supervisor:
     either, unless it is the first of those that the job never lost. That one
     writes the results, as the lowest rank of a ring does, and they may be lost.
 
-  Args:
-    specs: the tasks.
-    options: how to run them.
-    owns_process: whether all children of this process are tasks. Then what is
-      left by a reaper that was killed can be found and ended too.
-
   Raises:
     UnsupportedOptionError: `options.log_dir` cannot be written.
   """
 
-  def __init__(
-    self,
-    specs: Sequence[tasks.TaskSpec],
-    options: Options,
-    owns_process: bool = False,
-  ):
+  def __init__(self, specs: Sequence[tasks.TaskSpec], options: Options):
     self._options = options
     # What the tasks write, and what the launcher itself has to say.
     self._out, self._err = output.Sink(1), output.Sink(2)
-    self._owns_process = owns_process
     self._tasks = [
       _Task(spec, self._make_output(spec, place))
       for place, spec in enumerate(specs)
     ]
-    self._failure: tuple[_Task, int] | None = None
+    self._failure: _Task | None = None
     self._signal: int | None = None
     self._is_stopping = False
     self._kill_at = self._late_at = self._give_up_at = math.inf
@@ -144,16 +127,14 @@ class Supervisor:
     Raises:
       OSError: no process can be started; those that were are ended.
     """
-    if self._owns_process:
-      reaper.adopt_orphans()
+    reaper.adopt_orphans()
     with reaper.Inbox(_FORWARDED) as self._inbox:
       try:
         for task in self._tasks:
           self._start(task)
         while not self._is_over():
           self._step()
-        if self._owns_process:
-          process.kill_orphans(keep=frozenset())
+        process.kill_orphans(keep=frozenset())
         self._report_failure()
         self._write_the_rest()
       finally:
@@ -163,7 +144,7 @@ class Supervisor:
             task.running.close()
           task.lines.close()
     if self._failure is not None:
-      return exit_status(self._failure[1])
+      return exit_status(self._failure.status)
     return 0 if self._signal is None else 128 + self._signal
 
   def _make_output(self, spec: tasks.TaskSpec, place: int) -> output.TaskOutput:
@@ -223,7 +204,7 @@ class Supervisor:
 
   def _poll(self) -> None:
     """Waits for whatever comes first, and lets it be read or written."""
-    reactions = {self._inbox.fileno(): None}
+    reactions = {}
     poller = select.poll()
     poller.register(self._inbox, select.POLLIN)
     for sink in (self._out, self._err):
@@ -240,13 +221,12 @@ class Supervisor:
     left = max(0.0, self._kill_at - time.monotonic())
     timeout = min(left, _LONGEST_POLL_SECONDS)
     for fd, _ in poller.poll(math.ceil(timeout * 1000)):
-      if reactions[fd] is not None:
-        reactions[fd]()
+      reactions.get(fd, lambda: None)()
 
   def _on_end(self, task: _Task) -> None:
     task.was_noted = True
     status = task.running.status
-    if task.running.reaper_was_killed and self._owns_process:
+    if task.running.reaper_was_killed:
       process.kill_orphans({t.running.reaper_pid for t in self._running()})
     if self._is_stopping:
       task.status = status
@@ -268,7 +248,7 @@ class Supervisor:
 
   def _fail(self, task: _Task, status: int) -> None:
     task.status = status
-    self._failure = task, status
+    self._failure = task
     self._say(
       f'{task.spec.name} failed: {output.ending(status)}. Ending the other '
       f'tasks (SIGTERM, after {self._options.grace_period:g} s SIGKILL).'
@@ -317,9 +297,9 @@ class Supervisor:
     self._late_at = self._after_grace()
     for task in self._training():
       finisher = self._finisher(task)
-      if finisher is None or task.status is not None or task.running is None:
+      if finisher is None or task.losses <= finisher.losses:
         continue
-      if task.losses <= finisher.losses:
+      if task.status is not None or task.running is None:
         continue
       if not task.was_told:
         self._say(
@@ -383,14 +363,15 @@ class Supervisor:
     self._err.write(f'[launch] {text}\n'.encode())
 
   def _report_failure(self) -> None:
-    if self._failure is None:
+    task = self._failure
+    if task is None:
       return
-    task, status = self._failure
     again = f' (restarts: {task.attempt})' if task.attempt else ''
     tail = task.lines.tail()
     what = 'Its last lines:' if tail else 'It wrote nothing.'
     self._say(
-      f'{task.spec.name} failed first: {output.ending(status)}{again}. {what}'
+      f'{task.spec.name} failed first: {output.ending(task.status)}{again}. '
+      f'{what}'
     )
     for line in tail:
       self._err.write(b'  ' + line + b'\n')

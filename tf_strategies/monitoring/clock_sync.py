@@ -24,8 +24,6 @@ Example:
   (101.0, 4.0, 2)
 """
 
-from __future__ import annotations
-
 import dataclasses
 import statistics
 from collections.abc import Hashable, Mapping
@@ -35,55 +33,44 @@ Span = tuple[float, float]
 
 @dataclasses.dataclass(frozen=True)
 class ClockOffset:
-  """How far a clock is ahead of a reference.
+  """How far a clock is ahead of a reference."""
 
-  Attributes:
-    offset: at time 0 of the clock.
-    drift: change of the offset per unit of the clock.
-    accuracy: largest possible error; None if unknown.
-    collectives: number of them that it was estimated from.
-  """
-
+  # At time 0 of the clock, and its change per unit of the clock.
   offset: float
   drift: float = 0.0
+  # The largest possible error; None if unknown.
   accuracy: float | None = None
+  # How many it was estimated from.
   collectives: int = 0
 
   def ahead_by(self, time: float) -> float:
-    """Returns the offset when the clock shows `time`."""
+    """The offset when the clock shows `time`."""
     return self.offset + self.drift * time
 
 
 def estimate(
   reference: Mapping[Hashable, Span], other: Mapping[Hashable, Span]
 ) -> ClockOffset | None:
-  """Compares two clocks.
+  """The offset of the other's clock; None without a common collective.
 
   Args:
     reference: begin and end of each collective, by its key.
     other: the same of another task, by its own clock.
-
-  Returns:
-    The offset of the other's clock; None without a common collective.
   """
   common = [(reference[key], other[key]) for key in other if key in reference]
   if not common:
     return None
-  low, high = _bounds(common, ClockOffset(0.0))
-  if low <= high:
-    return ClockOffset((low + high) / 2, 0.0, (high - low) / 2, len(common))
-  line = _line(common)
+  line = ClockOffset(0.0)
   low, high = _bounds(common, line)
-  return ClockOffset(
-    line.offset + (low + high) / 2,
-    line.drift,
-    abs(high - low) / 2,
-    len(common),
-  )
+  if low > high:
+    line = _line(common)
+    low, high = _bounds(common, line)
+  offset = line.offset + (low + high) / 2
+  return ClockOffset(offset, line.drift, abs(high - low) / 2, len(common))
 
 
 def _bounds(common, line: ClockOffset) -> tuple[float, float]:
-  """Returns the least and the most that must be added to `line`."""
+  """The least and the most that must be added to `line`."""
   low = max(b[0] - line.ahead_by(b[0]) - a[1] for a, b in common)
   high = min(b[1] - line.ahead_by(b[1]) - a[0] for a, b in common)
   return low, high

@@ -16,8 +16,6 @@ Example:
   ([[0, 1, 2, 3], [4, 5]], [4, 2])
 """
 
-from __future__ import annotations
-
 import time
 
 import numpy as np
@@ -29,7 +27,7 @@ _UNKNOWN = -1
 
 
 def watch(dataset: tf.data.Dataset) -> tf.data.Dataset:
-  """Returns the data set with recording; `dataset` itself if the recorder is off.
+  """The data set with recording; `dataset` itself if the recorder is off.
 
   Args:
     dataset: of plain or distributed batches; work ahead of its consumer, such
@@ -59,34 +57,20 @@ def watch(dataset: tf.data.Dataset) -> tf.data.Dataset:
 def _note(began, ended, rows, all_rows):
   # TensorFlow has only the wall clock: both are read now, to convert.
   now, wall = recorder.now(), time.time()
-  recorder.add(
-    'next',
-    recorder.INPUT,
-    now - int((wall - began) * 1e9),
-    now - int((wall - ended) * 1e9),
-    rows=_known(rows),
-    all_rows=_known(all_rows),
-  )
+  times = (now - int((wall - moment) * 1e9) for moment in (began, ended))
+  counts = {'rows': rows, 'all_rows': all_rows}
+  known = {k: None if n == _UNKNOWN else int(n) for k, n in counts.items()}
+  recorder.add('next', recorder.INPUT, *times, **known)
   return np.int64(0)
 
 
-def _known(number) -> int | None:
-  return None if number == _UNKNOWN else int(number)
-
-
 def _rows(batch):
-  """Returns the rows of this worker and of all, if known."""
-  leaves = tf.nest.flatten(batch)
-  unknown = tf.constant(_UNKNOWN, tf.int64)
-  if not leaves:
-    return unknown, unknown
-  leaf = leaves[0]
-  values = [leaf]
-  if isinstance(leaf, tf.distribute.DistributedValues):
-    values = leaf.values
-  counts = [_leading(value) for value in values]
+  """The rows of this worker and of all, if known."""
+  leaf = next(iter(tf.nest.flatten(batch)), None)
+  is_distributed = isinstance(leaf, tf.distribute.DistributedValues)
+  counts = [_leading(v) for v in (leaf.values if is_distributed else [leaf])]
   if any(count is None for count in counts):
-    return unknown, unknown
+    return (tf.constant(_UNKNOWN, tf.int64),) * 2
   rows = tf.add_n(counts)
   # Batches of several workers carry the rows of all of their replicas.
   all_rows = getattr(leaf, 'all_rows', None)

@@ -10,15 +10,13 @@ Example:
   [(6, 8), (9, 10)]
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 Interval = tuple[int, int]
 
 
 def union(parts: Iterable[Interval]) -> list[Interval]:
-  """Returns the same times as disjoint intervals, in order."""
+  """The same times as disjoint intervals, in order."""
   merged: list[Interval] = []
   for begin, end in sorted(parts):
     if end <= begin:
@@ -31,14 +29,14 @@ def union(parts: Iterable[Interval]) -> list[Interval]:
 
 
 def clip(parts: Iterable[Interval], whole: Interval) -> list[Interval]:
-  """Returns what of `parts` lies inside `whole`."""
+  """What of `parts` lies inside `whole`."""
   begin, end = whole
   clipped = [(max(b, begin), min(e, end)) for b, e in parts]
   return [(b, e) for b, e in clipped if b < e]
 
 
 def subtract(whole: Interval, parts: Iterable[Interval]) -> list[Interval]:
-  """Returns what of `whole` lies in none of `parts`."""
+  """What of `whole` lies in none of `parts`."""
   left, at = [], whole[0]
   for begin, end in union(clip(parts, whole)):
     if at < begin:
@@ -49,15 +47,15 @@ def subtract(whole: Interval, parts: Iterable[Interval]) -> list[Interval]:
   return left
 
 
-def cut(parts: Iterable[Interval], at: Sequence[int]) -> list[Interval]:
-  """Returns the same times, split at the moments `at`."""
+def cut(parts: Iterable[Interval], at: Iterable[int]) -> list[Interval]:
+  """The same times, split at the moments `at`."""
   pieces = []
   for begin, end in parts:
-    ends = [t for t in sorted(at) if begin < t < end]
+    ends = [t for t in sorted(set(at)) if begin < t < end]
     pieces += zip([begin, *ends], [*ends, end], strict=True)
   return pieces
 
 
 def length(parts: Iterable[Interval]) -> int:
-  """Returns the total length of disjoint intervals."""
+  """The total length of disjoint intervals."""
   return sum(end - begin for begin, end in parts)

@@ -1,8 +1,6 @@
 """`MonitorCallback`: a Keras callback that measures a run."""
 
-from __future__ import annotations
-
-import inspect
+import dataclasses
 from typing import Any
 
 import keras
@@ -58,19 +56,18 @@ class MonitorCallback(keras.callbacks.Callback):
         'a monitor (which has its options) or options',
         'leave out one of them',
       )
-    known = inspect.signature(training_monitor.MonitorOptions).parameters
+    fields = dataclasses.fields(training_monitor.MonitorOptions)
+    known = [field.name for field in fields]
     for name in options:
       if name not in known:
         raise errors.UnsupportedOptionError(
           f'MonitorCallback({name}=...)',
-          f'{", ".join(known)}',
+          ', '.join(known),
           'write one of these names',
         )
-    if monitor is None:
-      monitor = training_monitor.TrainingMonitor(
-        training_monitor.MonitorOptions(**options)
-      )
-    self._monitor = monitor
+    self._monitor = monitor or training_monitor.TrainingMonitor(
+      training_monitor.MonitorOptions(**options)
+    )
     self._first = 0
 
   def on_train_begin(self, logs=None):

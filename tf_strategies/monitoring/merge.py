@@ -8,8 +8,6 @@ which the command prints with their accuracy. Tasks without a common collective
 (parameter servers, for example) are merged by their wall clocks.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -26,24 +24,21 @@ _ONE_WAY = ('broadcast',)
 
 
 def merge(traces: Sequence[dict[str, Any]]) -> dict[str, Any]:
-  """Returns one trace of all tasks.
-
-  Args:
-    traces: of `timeline.build`; the clock is the first one's. Not modified.
+  """One trace of all tasks, on the clock of the first.
 
   Raises:
-    DataError: there is none, or one is not a timeline of this package.
+    DataError: there is none.
   """
   if not traces:
     raise errors.DataError('nothing to merge; expected at least one timeline')
   clocks = [_align(traces[0], trace) for trace in traces]
-  processes = _processes(traces)
-  origin = min(
-    _first(trace, clock) for trace, clock in zip(traces, clocks, strict=True)
-  )
+  starts = [_start(trace) for trace in traces]
+  pairs = list(zip(starts, clocks, strict=True))
+  origin = min(start - clock.ahead_by(start) for start, clock in pairs)
   events, tasks = [], []
-  for trace, clock, pid in zip(traces, clocks, processes, strict=True):
-    start = trace['otherData']['origin_ns'] / 1e3
+  for trace, (start, clock), pid in zip(
+    traces, pairs, _processes(traces), strict=True
+  ):
     for event in trace['traceEvents']:
       event = {**event, 'pid': pid}
       if 'ts' in event:
@@ -74,12 +69,17 @@ def _align(reference, trace) -> clock_sync.ClockOffset:
   about, ours = trace['otherData'], reference['otherData']
   # What both clocks show at one moment of the wall clock.
   apart = about['origin_unix_seconds'] - ours['origin_unix_seconds']
-  ahead = (about['origin_ns'] - ours['origin_ns']) / 1e3 - apart * 1e6
+  ahead = _start(trace) - _start(reference) - apart * 1e6
   return clock_sync.ClockOffset(ahead)
 
 
+def _start(trace) -> float:
+  """The origin of a trace, by its own clock in microseconds."""
+  return trace['otherData']['origin_ns'] / 1e3
+
+
 def _collectives(trace) -> dict[tuple[int, int], clock_sync.Span]:
-  start = trace['otherData']['origin_ns'] / 1e3
+  start = _start(trace)
   spans = {}
   for event in trace['traceEvents']:
     about = event['args']
@@ -92,13 +92,8 @@ def _collectives(trace) -> dict[tuple[int, int], clock_sync.Span]:
   return spans
 
 
-def _first(trace, clock) -> float:
-  start = trace['otherData']['origin_ns'] / 1e3
-  return start - clock.ahead_by(start)
-
-
 def _processes(traces) -> list[int]:
-  """Returns a number for each task: its rank, unless another has it."""
+  """A number for each task: its rank, unless another has it."""
   taken: list[int] = []
   for trace in traces:
     number = trace['otherData']['rank']
@@ -133,7 +128,7 @@ def define_flags() -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-  """Merges, and prints the accuracy."""
+  """Merges the files, and prints the accuracy."""
   if len(argv) < 2:
     raise app.UsageError('Expected one file of each task.')
   try:

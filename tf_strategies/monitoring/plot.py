@@ -6,8 +6,6 @@ Two rows for each task: the step (input, compute, waiting) and below it the
 collectives, one bar for each bucket. Without --step, a step of the middle.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from collections.abc import Sequence
@@ -30,14 +28,21 @@ _COLOURS = {
   step_breakdown.COMPUTE: '#2f6db3',
   recorder.WAIT: '#e8b4b4',
 }
-_LEGEND = {
-  recorder.INPUT: 'input: waiting for the batch',
-  step_breakdown.FORWARD: 'compute: forward, and backward to the first bucket',
-  step_breakdown.BACKWARD: 'compute: backward, first bucket to last',
-  step_breakdown.UPDATE: 'compute: update and the rest',
-  recorder.WAIT: 'waiting for collectives',
-}
 _BUCKET, _OTHER = '#d98324', '#b9b9b9'
+_LEGEND = (
+  (_COLOURS[recorder.INPUT], 'input: waiting for the batch'),
+  *(
+    (_COLOURS[part], f'compute: {part}')
+    for part in (
+      step_breakdown.FORWARD,
+      step_breakdown.BACKWARD,
+      step_breakdown.UPDATE,
+    )
+  ),
+  (_COLOURS[recorder.WAIT], 'waiting for collectives'),
+  (_BUCKET, 'bucket of gradients on its way'),
+  (_OTHER, 'another collective'),
+)
 # Narrower bars, as a share of the figure, have no room for a number.
 _NUMBERED = 0.012
 
@@ -45,13 +50,7 @@ _NUMBERED = 0.012
 def draw(
   trace: dict[str, Any], path: str, step: int | None = None, steps: int = 1
 ) -> None:
-  """Draws steps of all tasks.
-
-  Args:
-    trace: of one task, or merged.
-    path: of the PNG.
-    step: the first; None for one of the middle.
-    steps: how many.
+  """Draws so many steps of all tasks, from `step` or in the middle, as a PNG.
 
   Raises:
     UnsupportedOptionError: matplotlib is not installed.
@@ -64,7 +63,7 @@ def draw(
       "in the checkout run: pip install '.[benchmarks]'",
     )
   # Only here: it is an extra of this one command.
-  from matplotlib import figure
+  from matplotlib import figure, patches
 
   spans = [e for e in trace['traceEvents'] if e['ph'] == 'X']
   shown, (begin, end) = _window(spans, step, steps)
@@ -72,12 +71,8 @@ def draw(
   size = (_INCHES_WIDE, 1.6 + _INCHES_A_TASK * len(tasks))
   plot = figure.Figure(figsize=size, dpi=_DOTS_PER_INCH)
   plot.set_layout_engine('constrained')
-  plot.suptitle(
-    f'Step {shown[0]}'
-    + (f' to {shown[-1]}' if len(shown) > 1 else '')
-    + f' of {len(tasks)} tasks',
-    fontsize=11,
-  )
+  until = f' to {shown[-1]}' if len(shown) > 1 else ''
+  plot.suptitle(f'Step {shown[0]}{until} of {len(tasks)} tasks', fontsize=11)
   panels = plot.subplots(len(tasks), 1, sharex=True, squeeze=False)[:, 0]
   for axes, task in zip(panels, tasks, strict=True):
     mine = [
@@ -88,12 +83,18 @@ def draw(
     _draw_task(axes, mine, begin, end)
     axes.set_title(f'rank {task}', loc='left', fontsize=10)
   panels[-1].set_xlabel('time (ms)')
-  _add_legend(plot)
+  plot.legend(
+    handles=[patches.Patch(color=c, label=text) for c, text in _LEGEND],
+    loc='outside lower center',
+    ncols=3,
+    fontsize=8,
+    frameon=False,
+  )
   plot.savefig(path, format='png')
 
 
 def _window(spans, step, steps):
-  """Returns the steps to show, and their begin and end."""
+  """The steps to show, and their begin and end."""
   whole = [e for e in spans if e['cat'] == recorder.STEP]
   numbers = sorted({e['args']['step'] for e in whole})
   if not numbers:
@@ -144,26 +145,6 @@ def _draw_task(axes, spans, begin, end):
   axes.set_xlim(0, (end - begin) / 1e3)
   axes.grid(axis='x', alpha=0.3)
   axes.set_axisbelow(True)
-
-
-def _add_legend(plot):
-  from matplotlib import patches
-
-  handles = [
-    patches.Patch(color=_COLOURS[key], label=text)
-    for key, text in _LEGEND.items()
-  ]
-  handles += [
-    patches.Patch(color=_BUCKET, label='bucket of gradients on its way'),
-    patches.Patch(color=_OTHER, label='another collective'),
-  ]
-  plot.legend(
-    handles=handles,
-    loc='outside lower center',
-    ncols=3,
-    fontsize=8,
-    frameon=False,
-  )
 
 
 def define_flags() -> None:

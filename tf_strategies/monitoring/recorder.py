@@ -1,9 +1,6 @@
 """Spans of time in this process, for any number of listeners.
 
-One recorder per process. Without listeners it is off, and recording costs one
-call of `is_on()`. Events go to the sinks in the thread that
-records them, so a sink's `append` must be safe from any thread, as that of
-a list or a deque is.
+Without listeners the recorder is off, and recording costs one call of `is_on()`.
 
 Example:
 
@@ -17,8 +14,6 @@ Example:
   >>> recorder.is_on()
   False
 """
-
-from __future__ import annotations
 
 import contextlib
 import threading
@@ -40,7 +35,7 @@ class Event(NamedTuple):
   Attributes:
     name: what.
     category: one of this module's constants, or another word.
-    begin_ns: nanoseconds of `time.perf_counter_ns()`.
+    begin_ns: by the recorder's clock, `now()`.
     end_ns: the same.
     thread: id of the thread that recorded it.
     step: the current step when it was recorded.
@@ -57,7 +52,7 @@ class Event(NamedTuple):
 
 
 class Sink(Protocol):
-  """Takes events from any thread."""
+  """Takes events in the threads that record them, as a list or a deque can."""
 
   def append(self, event: Event, /) -> None:
     """Takes one."""
@@ -73,32 +68,21 @@ now = time.perf_counter_ns
 
 
 def is_on() -> bool:
-  """Returns whether anything listens; check before computing an event."""
+  """Whether anything listens; check before computing an event."""
   return bool(_sinks)
-
-
-def connect(sink: Sink) -> None:
-  """Sends all further events to `sink`."""
-  global _sinks
-  with _lock:
-    _sinks = (*_sinks, sink)
-
-
-def disconnect(sink: Sink) -> None:
-  """Sends no more to `sink`, if it is connected."""
-  global _sinks
-  with _lock:
-    _sinks = tuple(s for s in _sinks if s is not sink)
 
 
 @contextlib.contextmanager
 def listening(sink: Sink) -> Iterator[Sink]:
-  """Context in which `sink` is connected."""
-  connect(sink)
+  """Context in which all events go to `sink`."""
+  global _sinks
+  with _lock:
+    _sinks = (*_sinks, sink)
   try:
     yield sink
   finally:
-    disconnect(sink)
+    with _lock:
+      _sinks = tuple(s for s in _sinks if s is not sink)
 
 
 def set_step(step: int) -> None:
@@ -108,7 +92,7 @@ def set_step(step: int) -> None:
 
 
 def step() -> int:
-  """Returns the current step."""
+  """The current step."""
   return _step
 
 
@@ -129,22 +113,17 @@ def add(
 def span(
   name: str, category: str, **args: Any
 ) -> contextlib.AbstractContextManager[None]:
-  """Returns a context that is recorded as an event, also if it raises."""
-  return _Span(name, category, args) if _sinks else _NOTHING
+  """A context that is recorded as an event, also if it raises."""
+  return _timed(name, category, args) if _sinks else _NOTHING
 
 
-class _Span:
-  """Records the time from its beginning to its end."""
-
-  def __init__(self, name, category, args):
-    self._about = name, category
-    self._args = args
-
-  def __enter__(self):
-    self._began = now()
-
-  def __exit__(self, *exc_info):
-    add(*self._about, self._began, now(), **self._args)
+@contextlib.contextmanager
+def _timed(name, category, args):
+  began = now()
+  try:
+    yield
+  finally:
+    add(name, category, began, now(), **args)
 
 
 _NOTHING = contextlib.nullcontext()

@@ -19,16 +19,15 @@ Example:
   ...   recorder.Event('wait', 'wait', 70, 80, 1, 1, {}),
   ... ]
   >>> found = step_breakdown.break_down((0, 100), events)
-  >>> found.input_ns, found.wait_ns, found.compute_ns, found.communication_ns
-  (10, 10, 80, 30)
+  >>> found.nanoseconds()
+  {'step': 100, 'input': 10, 'communication': 30, 'exposed_communication': 10, 'compute': 80}
   >>> found.rows, found.all_rows, found.sent_by_kind
   (4, 8, {'all_reduce': 64})
 """
 
-from __future__ import annotations
-
+import collections
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from tf_strategies.monitoring import intervals, recorder
 
@@ -61,61 +60,37 @@ class Breakdown:
   compute: list[tuple[str, intervals.Interval]]
   backward: list[intervals.Interval]
   communication: list[intervals.Interval]
-  sent_by_kind: dict[str, int]
+  sent_by_kind: Mapping[str, int]
   rows: int | None
   all_rows: int | None
 
-  @property
-  def step_ns(self) -> int:
-    """Its duration."""
-    return self.whole[1] - self.whole[0]
-
-  @property
-  def input_ns(self) -> int:
-    """Time waiting for batches."""
-    return intervals.length(self.input)
-
-  @property
-  def wait_ns(self) -> int:
-    """Time waiting for collectives."""
-    return intervals.length(self.wait)
-
-  @property
-  def compute_ns(self) -> int:
-    """All other time."""
-    return sum(end - begin for _, (begin, end) in self.compute)
-
-  @property
-  def communication_ns(self) -> int:
-    """Time in which collectives were in progress, hidden or not."""
-    return intervals.length(self.communication)
+  def nanoseconds(self) -> dict[str, int]:
+    """The length of the step and of its parts; communication hidden or not."""
+    parts = {
+      'step': [self.whole],
+      'input': self.input,
+      'communication': self.communication,
+      'exposed_communication': self.wait,
+      'compute': [interval for _, interval in self.compute],
+    }
+    return {name: intervals.length(part) for name, part in parts.items()}
 
 
 def break_down(
   whole: intervals.Interval, events: Sequence[recorder.Event]
 ) -> Breakdown:
-  """Divides a step into its parts.
-
-  Args:
-    whole: its begin and end.
-    events: those recorded meanwhile, and possibly others.
-  """
+  """Divides a step, `whole`, by the events among which are all of its own."""
   begin, end = whole
   events = [e for e in events if e.end_ns >= begin and e.begin_ns <= end]
 
   def times(category):
-    return intervals.union(
-      intervals.clip(
-        # A submitted collective is in progress, also while it waits for its
-        # thread.
-        [
-          (e.args.get('handed_ns', e.begin_ns), e.end_ns)
-          for e in events
-          if e.category == category
-        ],
-        whole,
-      )
-    )
+    # A submitted collective is in progress, also while it waits for its thread.
+    spans = [
+      (e.args.get('handed_ns', e.begin_ns), e.end_ns)
+      for e in events
+      if e.category == category
+    ]
+    return intervals.union(intervals.clip(spans, whole))
 
   waits_for_input = times(recorder.INPUT)
   # Time that is both counts once.
@@ -125,10 +100,9 @@ def break_down(
     for piece in intervals.subtract(interval, waits_for_input)
   ]
   collectives = [e for e in events if e.category == recorder.COMMUNICATION]
-  sent: dict[str, int] = {}
+  sent = collections.Counter()
   for event in collectives:
-    kind = event.args.get('kind', '')
-    sent[kind] = sent.get(kind, 0) + event.args.get('sent', 0)
+    sent[event.args.get('kind', '')] += event.args.get('sent', 0)
   batches = [e.args for e in events if e.category == recorder.INPUT]
   free = intervals.subtract(whole, [*waits_for_input, *wait])
   backward = _backward(collectives)
@@ -139,7 +113,7 @@ def break_down(
     _named(free, backward),
     backward,
     times(recorder.COMMUNICATION),
-    sent,
+    dict(sent),
     _total(batches, 'rows'),
     _total(batches, 'all_rows'),
   )
@@ -156,8 +130,6 @@ def _backward(events: Iterable[recorder.Event]) -> list[intervals.Interval]:
 
 
 def _named(free, backward):
-  moments = sorted({moment for interval in backward for moment in interval})
-
   def name(begin):
     if any(first <= begin < last for first, last in backward):
       return BACKWARD
@@ -166,6 +138,7 @@ def _named(free, backward):
       return COMPUTE
     return FORWARD if begin < backward[0][0] else UPDATE
 
+  moments = [moment for interval in backward for moment in interval]
   pieces = intervals.cut(free, moments)
   return [(name(begin), (begin, end)) for begin, end in pieces]
 

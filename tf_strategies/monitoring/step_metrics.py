@@ -1,23 +1,21 @@
 """Metrics of a run: step time, rates, and shares of the step time.
 
-`Totals` adds up steps; `record` returns one line of JSON. `communication_share`
-is the time in which collectives were in progress, most of it hidden behind the
-backward pass; `exposed_communication_share` is the time in which the step waited
-for them. Input, exposed communication and compute add up to 1.
+`communication_share` is the time in which collectives were in progress, most of
+it hidden behind the backward pass; `exposed_communication_share` is the time in
+which the step waited for them. Input, exposed communication and compute add up
+to 1.
 
 Example:
 
   >>> from tf_strategies.monitoring import step_breakdown, step_metrics
-  >>> totals = step_metrics.Totals()
+  >>> totals = step_metrics.Totals(world_size=2, global_batch_size=64)
   >>> totals.add(step_breakdown.break_down((0, 2 * 10**9), []), 1)
-  >>> line = totals.record(step=1, world_size=2, global_batch_size=64)
+  >>> line = totals.record(step=1)
   >>> line['step_seconds'], line['global_examples_per_second']
   (2.0, 32.0)
 """
 
-from __future__ import annotations
-
-import json
+import collections
 import os
 import time
 from collections.abc import Mapping
@@ -27,62 +25,49 @@ from tf_strategies.monitoring import step_breakdown
 
 
 class Totals:
-  """Sums over the steps since the last line."""
+  """Sums over the steps since the last line.
 
-  def __init__(self):
-    self.reset()
+  Args:
+    world_size: number of workers.
+    global_batch_size: for input that was not visible; None if unknown.
+    group: counts the bytes sent; None where collectives are not recorded.
+  """
 
-  def reset(self) -> None:
-    """Resets all sums to zero."""
+  def __init__(
+    self, world_size: int, global_batch_size: int | None, group: Any = None
+  ):
+    self._world_size = world_size
+    self._global_batch_size = global_batch_size
+    self._group = group
+    self._reset(self._bytes_sent())
+
+  def _reset(self, bytes_sent: int | None) -> None:
     self.steps = 0
-    self._ns = {
-      'step': 0,
-      'input': 0,
-      'communication': 0,
-      'exposed_communication': 0,
-      'compute': 0,
-    }
-    self._sent_by_kind: dict[str, int] = {}
+    self._sent_before = bytes_sent
+    self._ns = collections.Counter()
+    self._sent_by_kind = collections.Counter()
     self._rows: int | None = 0
     self._all_rows: int | None = 0
+
+  def _bytes_sent(self) -> int | None:
+    return None if self._group is None else self._group.bytes_sent
 
   def add(self, step: step_breakdown.Breakdown, num_steps: int) -> None:
     """Adds `num_steps` steps that were measured together."""
     self.steps += num_steps
-    self._ns['step'] += step.step_ns
-    self._ns['input'] += step.input_ns
-    self._ns['communication'] += step.communication_ns
-    self._ns['exposed_communication'] += step.wait_ns
-    self._ns['compute'] += step.compute_ns
-    for kind, sent in step.sent_by_kind.items():
-      self._sent_by_kind[kind] = self._sent_by_kind.get(kind, 0) + sent
+    self._ns.update(step.nanoseconds())
+    self._sent_by_kind.update(step.sent_by_kind)
     self._rows = _plus(self._rows, step.rows)
     self._all_rows = _plus(self._all_rows, step.all_rows)
 
-  def record(
-    self,
-    step: int,
-    world_size: int,
-    global_batch_size: int | None,
-    sees_communication: bool = True,
-  ) -> dict[str, Any]:
-    """Returns the values of a line.
-
-    Args:
-      step: the last one.
-      world_size: number of workers.
-      global_batch_size: for input that was not visible; None if unknown.
-      sees_communication: whether collectives are recorded.
-
-    Returns:
-      Values by name; None for what could not be measured.
-    """
+  def record(self, step: int) -> dict[str, Any]:
+    """The values of a line, None where not measured; all sums begin anew."""
     seconds = self._ns['step'] / 1e9
     all_rows, rows = self._all_rows, self._rows
-    if all_rows is None and global_batch_size is not None:
-      all_rows = global_batch_size * self.steps
+    if all_rows is None and self._global_batch_size is not None:
+      all_rows = self._global_batch_size * self.steps
     if rows is None and all_rows is not None:
-      rows = all_rows / world_size
+      rows = all_rows / self._world_size
     shares = {
       f'{name}_share': ns / self._ns['step']
       for name, ns in self._ns.items()
@@ -91,10 +76,11 @@ class Totals:
     # Unknown: it is part of compute.
     if self._rows is None:
       shares['input_share'] = None
-    if not sees_communication:
+    if self._group is None:
       shares['communication_share'] = None
       shares['exposed_communication_share'] = None
-    return {
+    sent = self._bytes_sent()
+    line = {
       'time': time.time(),
       'step': step,
       'steps': self.steps,
@@ -107,17 +93,22 @@ class Totals:
       ),
       **shares,
       'sent_by_kind': dict(self._sent_by_kind),
+      # Since the last line, so that bytes between two steps count as well.
+      'bytes_sent': None if sent is None else sent - self._sent_before,
+      'bytes_sent_total': sent,
       'rss_bytes': resident_bytes(),
     }
+    self._reset(sent)
+    return line
 
 
 def _plus(total: int | None, more: int | None) -> int | None:
-  """Returns the sum; unknown if one part is."""
+  """The sum; unknown if one part is."""
   return None if total is None or more is None else total + more
 
 
 def resident_bytes() -> int | None:
-  """Returns the resident memory of this process; None if unknown."""
+  """The resident memory of this process; None if unknown."""
   try:
     with open('/proc/self/statm', encoding='ascii') as f:
       return int(f.read().split()[1]) * os.sysconf('SC_PAGE_SIZE')
@@ -128,27 +119,6 @@ def resident_bytes() -> int | None:
   except ImportError:
     return None
   return psutil.Process().memory_info().rss
-
-
-class JsonLines:
-  """Appends dictionaries to a file, a line each.
-
-  Args:
-    path: of the file; existing lines stay.
-  """
-
-  def __init__(self, path: str):
-    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-    # Closed by `close`.
-    self._file = open(path, 'a', 1, encoding='utf-8')  # noqa: SIM115
-
-  def write(self, record: Mapping[str, Any]) -> None:
-    """Appends a line, unbuffered: the process may be killed before the next."""
-    self._file.write(json.dumps(record) + '\n')
-
-  def close(self) -> None:
-    """Closes the file."""
-    self._file.close()
 
 
 def progress_line(record: Mapping[str, Any]) -> str:
@@ -176,7 +146,7 @@ def progress_line(record: Mapping[str, Any]) -> str:
     )
   if record['input_share'] is not None:
     parts.append(f'input {record["input_share"]:.0%}')
-  if record.get('bytes_sent') is not None:
+  if record['bytes_sent'] is not None:
     sent = record['bytes_sent'] / record['steps']
     parts.append(f'{sent / 1e6:,.2f} MB sent a step')
   if record['rss_bytes'] is not None:

@@ -3,14 +3,11 @@
 Each task is a process of the trace with four lanes:
 
 * `step`: steps, and inside of each the input, the compute and the waits for
-  collectives. `step_breakdown` explains how compute is divided, and what of the backward
-  pass is visible.
+  collectives, as `step_breakdown` divides them.
 * `collectives`: each bucket of gradients, and every other collective, with the
   bytes, the sequence number and the tensors.
-* `gradients`: from the first submitted bucket of an update to the last: the
-  backward pass without its start.
-* `other`: input and waits outside steps, and custom spans
-  (`recorder.span`).
+* `gradients`: the backward pass without its start.
+* `other`: input and waits outside steps, and custom spans (`recorder.span`).
 
 Times are microseconds from `otherData.origin_ns`, of the task's own clock.
 
@@ -24,13 +21,11 @@ Example:
   [('step 1', 0.0, 4.0), ('compute', 0.0, 4.0)]
 """
 
-from __future__ import annotations
-
 import collections
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from tf_strategies.monitoring import recorder, step_breakdown
@@ -40,39 +35,30 @@ _IN_STEP = (recorder.INPUT, recorder.WAIT)
 
 
 class Log:
-  """Keeps the newest events of a run.
-
-  Args:
-    max_events: how many, at about 500 bytes each.
-  """
+  """Keeps the newest events of a run, at about 500 bytes each."""
 
   def __init__(self, max_events: int):
-    self._events: collections.deque = collections.deque(maxlen=max_events)
+    self.events: collections.deque = collections.deque(maxlen=max_events)
     self._count = 0
 
   def append(self, event: recorder.Event) -> None:
     """Takes an event."""
     self._count += 1
-    self._events.append(event)
-
-  @property
-  def events(self) -> list[recorder.Event]:
-    """The events that are kept."""
-    return list(self._events)
+    self.events.append(event)
 
   @property
   def forgotten(self) -> int:
     """Number of dropped events."""
-    return max(0, self._count - len(self._events))
+    return max(0, self._count - len(self.events))
 
 
 def build(
-  events: Sequence[recorder.Event],
+  events: Iterable[recorder.Event],
   rank: int,
   world_size: int,
   forgotten: int = 0,
 ) -> dict[str, Any]:
-  """Returns the trace of one task.
+  """The trace of one task.
 
   Args:
     events: of the recorder, steps among them.
@@ -80,18 +66,41 @@ def build(
     world_size: number of tasks.
     forgotten: number of earlier events that were dropped.
   """
+  events = list(events)
   origin = min((e.begin_ns for e in events), default=recorder.now())
-  trace = _Trace(rank, origin)
+  trace: list[dict[str, Any]] = []
+
+  def name(what, lane, text):
+    args = {'name': text}
+    trace.append(
+      {'ph': 'M', 'name': what, 'pid': rank, 'tid': lane, 'args': args}
+    )
+
+  def add(lane, name, category, interval, args):
+    begin, end = interval
+    trace.append(
+      {
+        'ph': 'X',
+        'name': name,
+        'cat': category,
+        'pid': rank,
+        'tid': LANES.index(lane),
+        'ts': (begin - origin) / 1e3,
+        'dur': (end - begin) / 1e3,
+        'args': args,
+      }
+    )
+
+  name('process_name', 0, f'rank {rank}')
+  for number, lane in enumerate(LANES):
+    name('thread_name', number, lane)
   by_step: dict[int, list[recorder.Event]] = {}
   for event in events:
     by_step.setdefault(event.step, []).append(event)
   steps = [e for e in events if e.category == recorder.STEP]
   for step in steps:
-    found = step_breakdown.break_down(
-      (step.begin_ns, step.end_ns), by_step[step.step]
-    )
-    _add_step(trace, step, found)
-  _add_events(trace, events, steps)
+    _add_step(add, step, by_step[step.step])
+  _add_events(add, events, steps)
   return {
     'displayTimeUnit': 'ms',
     'otherData': {
@@ -102,7 +111,7 @@ def build(
       'origin_unix_seconds': time.time() - (recorder.now() - origin) / 1e9,
       'forgotten_events': forgotten,
     },
-    'traceEvents': trace.events,
+    'traceEvents': trace,
   }
 
 
@@ -114,75 +123,39 @@ def write(trace: dict[str, Any], path: str) -> None:
   os.replace(f'{path}.new', path)
 
 
-class _Trace:
-  """Collects events in Chrome's format."""
-
-  def __init__(self, rank, origin):
-    self._rank = rank
-    self._origin = origin
-    self.events: list[dict[str, Any]] = []
-    self._name('process_name', 0, f'rank {rank}')
-    for lane, name in enumerate(LANES):
-      self._name('thread_name', lane, name)
-
-  def _name(self, what, lane, name):
-    self.events.append(
-      {
-        'ph': 'M',
-        'name': what,
-        'pid': self._rank,
-        'tid': lane,
-        'args': {'name': name},
-      }
-    )
-
-  def add(self, lane, name, category, interval, args):
-    begin, end = interval
-    self.events.append(
-      {
-        'ph': 'X',
-        'name': name,
-        'cat': category,
-        'pid': self._rank,
-        'tid': LANES.index(lane),
-        'ts': (begin - self._origin) / 1e3,
-        'dur': (end - begin) / 1e3,
-        'args': args,
-      }
-    )
-
-
-def _add_step(trace, step, found):
+def _add_step(add, step, events):
   whole = (step.begin_ns, step.end_ns)
   about = {'step': step.step}
-  trace.add('step', step.name, recorder.STEP, whole, {**step.args, **about})
+  found = step_breakdown.break_down(whole, events)
+  add('step', step.name, recorder.STEP, whole, {**step.args, **about})
   parts = [('input', recorder.INPUT, i) for i in found.input]
   parts += [('wait for collectives', recorder.WAIT, i) for i in found.wait]
   parts += [(name, 'compute', i) for name, i in found.compute]
   for name, category, interval in sorted(parts, key=lambda part: part[2]):
-    trace.add('step', name, category, interval, about)
-  for interval in found.backward:
-    if interval[0] < interval[1]:
-      trace.add(
-        'gradients', step_breakdown.BACKWARD, 'backward', interval, about
-      )
+    add('step', name, category, interval, about)
+  for begin, end in found.backward:
+    if begin < end:
+      name = step_breakdown.BACKWARD
+      add('gradients', name, 'backward', (begin, end), about)
 
 
-def _add_events(trace, events, steps):
+def _add_events(add, events, steps):
   """Adds everything that is not part of a step."""
   ends = {step.step: (step.begin_ns, step.end_ns) for step in steps}
   for event in sorted(events, key=lambda e: e.begin_ns):
-    interval = (event.begin_ns, event.end_ns)
     args = {**event.args, 'step': event.step}
+    lane = 'other'
     if event.category == recorder.COMMUNICATION:
+      lane = 'collectives'
       # In the unit of the trace.
       handed = args.pop('handed_ns', event.begin_ns)
       args['waited_in_queue_us'] = (event.begin_ns - handed) / 1e3
-      trace.add('collectives', event.name, event.category, interval, args)
     elif event.category in _IN_STEP:
       begin, end = ends.get(event.step, (0, 0))
-      if not (event.end_ns >= begin and event.begin_ns <= end):
-        # Of an evaluation, for example.
-        trace.add('other', event.name, event.category, interval, args)
-    elif event.category != recorder.STEP:
-      trace.add('other', event.name, event.category, interval, args)
+      if event.end_ns >= begin and event.begin_ns <= end:
+        continue
+      # Of an evaluation, for example.
+    elif event.category == recorder.STEP:
+      continue
+    interval = (event.begin_ns, event.end_ns)
+    add(lane, event.name, event.category, interval, args)

@@ -15,12 +15,11 @@
 While a loop evaluates, it calls `monitor.still_alive()` after each batch.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import dataclasses
 import importlib.util
+import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -93,12 +92,14 @@ class MonitorOptions:
   timeline_events: int = 100_000
 
   def __post_init__(self):
-    for name in ('progress_seconds', 'watchdog_seconds'):
-      if not getattr(self, name) >= 0:
-        _refuse(f'{name}={getattr(self, name)!r}', '0 (off) or more', 'write 0')
-    for name in ('metrics_every_steps', 'timeline_events'):
-      if not getattr(self, name) >= 1:
-        _refuse(f'{name}={getattr(self, name)!r}', '1 or more', 'leave it out')
+    for name, least, allowed in (
+      ('progress_seconds', 0, '0 (off) or more'),
+      ('watchdog_seconds', 0, '0 (off) or more'),
+      ('metrics_every_steps', 1, '1 or more'),
+      ('timeline_events', 1, '1 or more'),
+    ):
+      if not getattr(self, name) >= least:
+        _refuse(f'{name}={getattr(self, name)!r}', allowed, f'write {least}')
     if self.profile_steps is None:
       return
     steps = tuple(self.profile_steps)
@@ -113,35 +114,30 @@ class MonitorOptions:
     object.__setattr__(self, 'profile_steps', steps)
 
   def path(self, kind: str, rank: int, generation: int = 1) -> str | None:
-    """Returns the path of a task's file; None if it is not written.
+    """The path of a task's file; None if it is not written.
 
     Args:
       kind: 'metrics', 'timeline', 'watchdog' or 'tensorboard'.
       rank: of the task.
       generation: of its group: each has its own timeline; lines are appended.
     """
-    if kind == 'timeline':
-      if self.timeline is None:
-        return None
-      again = f'-generation-{generation}' if generation > 1 else ''
-      return _of_rank(self.timeline, f'{rank}{again}')
-    if kind == 'metrics' and self.metrics_jsonl is not None:
-      return _of_rank(self.metrics_jsonl, str(rank))
-    if self.log_dir is None:
-      return None
     name = {
       'metrics': f'metrics-{rank}.jsonl',
       'watchdog': f'watchdog-{rank}.log',
       'tensorboard': f'rank-{rank}',
-    }[kind]
-    return os.path.join(self.log_dir, name)
-
-
-def _of_rank(path: str, which: str) -> str:
-  if '{rank}' in path:
-    return path.replace('{rank}', which)
-  root, extension = os.path.splitext(path)
-  return f'{root}-{which}{extension}'
+    }.get(kind)
+    which = str(rank)
+    path = {'timeline': self.timeline, 'metrics': self.metrics_jsonl}.get(kind)
+    if kind == 'timeline' and generation > 1:
+      which += f'-generation-{generation}'
+    if path is None and name is not None and self.log_dir is not None:
+      return os.path.join(self.log_dir, name)
+    if path is None:
+      return None
+    if '{rank}' in path:
+      return path.replace('{rank}', which)
+    root, extension = os.path.splitext(path)
+    return f'{root}-{which}{extension}'
 
 
 def _refuse(received: str, allowed: str, fix: str) -> None:
@@ -154,16 +150,13 @@ class TrainingMonitor:
   Turns the recorder on: create it before data sets are distributed, or the time
   in `next()` is not measured. One at a time: a new one closes the previous.
 
-  Args:
-    options: what is measured.
-
   Attributes:
     options: what is measured.
-    is_running: called before the watchdog reports; if False, the watchdog pauses
-      until another step begins.
+    is_running: asked before the watchdog reports; if False, it pauses until
+      another step begins.
   """
 
-  _running: TrainingMonitor | None = None
+  _running: 'TrainingMonitor | None' = None
 
   def __init__(self, options: MonitorOptions | None = None):
     if TrainingMonitor._running is not None:
@@ -173,17 +166,18 @@ class TrainingMonitor:
     self.is_running: Callable[[], bool] = lambda: True
     # What the running step has recorded.
     self._events: list[recorder.Event] = []
-    recorder.connect(self)
-    self._log = None
+    self._log = timeline.Log(self.options.timeline_events)
+    self._listening = contextlib.ExitStack()
+    self._listening.enter_context(recorder.listening(self))
     if self.options.timeline is not None:
-      self._log = timeline.Log(self.options.timeline_events)
-      recorder.connect(self._log)
+      self._listening.enter_context(recorder.listening(self._log))
     self._group = self._watchdog = self._json = self._summaries = None
     self._rank, self._world_size, self._generation = 0, 1, 1
     self._is_started = self._is_closed = False
     self._steps = self._first_step = 0
     self._began: int | None = None
-    self._profiles = self._has_profiled = False
+    # None before it, True while the profiler records, False after it.
+    self._profiles: bool | None = None
     self._is_first_line = True
     atexit.register(self.close)
 
@@ -207,19 +201,19 @@ class TrainingMonitor:
     self._group = getattr(strategy, 'process_group', None)
     self._rank = getattr(strategy, 'rank', 0)
     self._world_size = getattr(strategy, 'num_workers', 1)
-    self._is_chief = self._rank == 0
     if self._group is not None:
       self._generation = self._group.generation
     path = self._path('metrics')
     if path is not None:
-      self._json = step_metrics.JsonLines(path)
+      os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+      # Line by line: the process may be killed before the next.
+      self._json = open(path, 'a', 1, encoding='utf-8')  # noqa: SIM115
     path = self._path('tensorboard')
     if path is not None and importlib.util.find_spec('tensorboard') is not None:
       self._summaries = _Summaries(path)
     self._told = time.monotonic()
-    self._progress = step_metrics.Totals()
-    self._totals = step_metrics.Totals()
-    self._sent = self._sent_shown = self._bytes_sent()
+    self._progress = self._make_totals()
+    self._totals = self._make_totals()
     if self.options.watchdog_seconds:
       self._watchdog = watchdog.Watchdog(
         self.options.watchdog_seconds, self._describe, self._path('watchdog')
@@ -248,9 +242,12 @@ class TrainingMonitor:
     recorder.set_step(number)
     if self._group is not None:
       self._group.annotate(f'step {number}')
-    profile = self.options.profile_steps
-    if profile and profile[0] <= self._steps + 1 <= profile[1]:
-      self._start_profile()
+    first, last = self.options.profile_steps or (0, 0)
+    if first <= self._steps + 1 <= last and self._profiles is None:
+      import tensorflow as tf
+
+      self._profiles = True
+      tf.profiler.experimental.start(self._path('tensorboard'))
     self._events.clear()
     self._began = recorder.now()
 
@@ -279,7 +276,7 @@ class TrainingMonitor:
     if self._steps > num_steps:
       self._progress.add(found, num_steps)
     else:  # The first step traces the graph.
-      self._sent_shown = self._bytes_sent()
+      self._progress = self._make_totals()
     self._tell(number)
 
   def still_alive(self) -> None:
@@ -293,14 +290,14 @@ class TrainingMonitor:
       return
     self._is_closed = True
     atexit.unregister(self.close)
-    recorder.disconnect(self)
+    self._listening.close()
     if TrainingMonitor._running is self:
       TrainingMonitor._running = None
     if self._watchdog is not None:
       self._watchdog.close()
     if self._profiles:
       self._stop_profile()
-    elif self.options.profile_steps and not self._has_profiled:
+    elif self.options.profile_steps and self._profiles is None:
       logging.warning(
         'profile_steps=%s: no profile. This run did %d steps, and no call of '
         'them began there.',
@@ -312,16 +309,19 @@ class TrainingMonitor:
     for file in (self._json, self._summaries):
       if file is not None:
         file.close()
-    if self._log is not None:
-      recorder.disconnect(self._log)
-      if self._is_started:
-        self._write_timeline()
+    if self._is_started and self.options.timeline is not None:
+      trace = timeline.build(
+        self._log.events, self._rank, self._world_size, self._log.forgotten
+      )
+      timeline.write(trace, self._path('timeline'))
 
   def _path(self, kind: str) -> str | None:
     return self.options.path(kind, self._rank, self._generation)
 
-  def _bytes_sent(self) -> int | None:
-    return None if self._group is None else self._group.bytes_sent
+  def _make_totals(self) -> step_metrics.Totals:
+    return step_metrics.Totals(
+      self._world_size, self.options.global_batch_size, self._group
+    )
 
   def _describe(self) -> str | None:
     if not self.is_running():
@@ -339,31 +339,13 @@ class TrainingMonitor:
       self._write_line(number)
     seconds = self.options.progress_seconds
     due = seconds and time.monotonic() - self._told >= seconds
-    if self._is_chief and due and self._progress.steps:
+    if self._rank == 0 and due and self._progress.steps:
       self._told = time.monotonic()
-      record = self._record(self._progress, number)
-      sent = self._bytes_sent()
-      if sent is not None:
-        record['bytes_sent'] = sent - self._sent_shown
-        self._sent_shown = sent
-      print(step_metrics.progress_line(record), flush=True)
-      self._progress.reset()
-
-  def _record(self, totals: step_metrics.Totals, number: int):
-    return totals.record(
-      number,
-      self._world_size,
-      self.options.global_batch_size,
-      self._group is not None,
-    )
+      line = step_metrics.progress_line(self._progress.record(number))
+      print(line, flush=True)
 
   def _write_line(self, number: int) -> None:
-    record = self._record(self._totals, number)
-    self._totals.reset()
-    sent = self._bytes_sent()
-    # Since the last line, so that bytes between two steps count as well.
-    record['bytes_sent'] = None if sent is None else sent - self._sent
-    record['bytes_sent_total'] = self._sent = sent
+    record = self._totals.record(number)
     record.update(
       rank=self._rank,
       world_size=self._world_size,
@@ -372,22 +354,9 @@ class TrainingMonitor:
     )
     self._is_first_line = False
     if self._json is not None:
-      self._json.write(record)
+      self._json.write(json.dumps(record) + '\n')
     if self._summaries is not None:
       self._summaries.write(record)
-
-  def _write_timeline(self) -> None:
-    trace = timeline.build(
-      self._log.events, self._rank, self._world_size, self._log.forgotten
-    )
-    timeline.write(trace, self._path('timeline'))
-
-  def _start_profile(self) -> None:
-    import tensorflow as tf
-
-    if not self._profiles:
-      self._profiles = self._has_profiled = True
-      tf.profiler.experimental.start(self._path('tensorboard'))
 
   def _stop_profile(self) -> None:
     import tensorflow as tf
@@ -397,11 +366,7 @@ class TrainingMonitor:
 
 
 class _Summaries:
-  """Scalars for TensorBoard, at most one set a second.
-
-  Args:
-    directory: where.
-  """
+  """Scalars for TensorBoard, at most one set a second."""
 
   def __init__(self, directory: str):
     # Not at the top: this room's commands need no TensorFlow.
@@ -412,7 +377,6 @@ class _Summaries:
     self._written = 0.0
 
   def write(self, record: dict[str, Any]) -> None:
-    """Writes the values of a record."""
     if time.monotonic() - self._written < _SUMMARY_SECONDS:
       return
     self._written = time.monotonic()
@@ -422,7 +386,6 @@ class _Summaries:
           self._tf.summary.scalar(f'monitoring/{name}', record[name])
 
   def close(self) -> None:
-    """Writes what is left."""
     self._writer.close()
 
 

@@ -20,8 +20,6 @@ Example:
   stalled: rank 1
 """
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import sys
@@ -42,7 +40,7 @@ class Watchdog:
     seconds: how long a step may take before the first report.
     describe: returns the report's text about the ranks; None to pause until
       another step begins.
-    path: a file for the reports; None for standard error alone.
+    path: a file for the reports beside standard error.
   """
 
   def __init__(
@@ -106,7 +104,6 @@ class Watchdog:
         self._report(finished, late)
 
   def _report(self, finished: float, late: float) -> None:
-    """Reports a late step."""
     try:
       said = self._describe()
     except Exception as e:
@@ -152,7 +149,7 @@ class Watchdog:
 def explain(
   rank: int, names: Sequence[str], said: Mapping[int, Mapping[str, Any]]
 ) -> str:
-  """Returns a line about each rank, and the stalled ones.
+  """A line about each rank, and the stalled ones.
 
   Args:
     rank: of this process.

@@ -122,13 +122,9 @@ class GroupOptions:
   def from_env(cls, **overrides: Any) -> GroupOptions:
     """Options with the secret that the environment names.
 
-    Args:
-      **overrides: attributes of this class; a `secret` among them wins.
-
-    Returns:
-      Options whose secret is the value of TFS_SECRET, or the contents of the
-      file that TFS_SECRET_FILE names (without surrounding white space), or
-      None if neither is set.
+    It is the value of TFS_SECRET, or the contents of the file that
+    TFS_SECRET_FILE names (without surrounding white space), or None if neither
+    is set. `overrides` are attributes; a `secret` among them wins.
 
     Raises:
       UnsupportedOptionError: both are set, a secret is too short, or the file

@@ -1,19 +1,24 @@
 """The strategies, one file each, and `create_strategy`, which takes a name."""
 
-from tf_strategies.strategies.central_storage import CentralStorageStrategy
-from tf_strategies.strategies.mirrored import RingMirroredStrategy
-from tf_strategies.strategies.multi_worker import (
-  MultiWorkerCollectiveStrategy,
-  MultiWorkerRingStrategy,
+from tf_strategies.strategies.multi_worker.options import (
+  CollectiveOptions,
   RingOptions,
 )
-from tf_strategies.strategies.parameter_server import ParameterServerStrategy
-from tf_strategies.strategies.registry import STRATEGY_NAMES, create_strategy
-from tf_strategies.strategies.tpu import TPURingStrategy
+from tf_strategies.strategies.registry import (
+  STRATEGY_NAMES,
+  CentralStorageStrategy,
+  MultiWorkerCollectiveStrategy,
+  MultiWorkerRingStrategy,
+  ParameterServerStrategy,
+  RingMirroredStrategy,
+  TPURingStrategy,
+  create_strategy,
+)
 
 __all__ = [
   'STRATEGY_NAMES',
   'CentralStorageStrategy',
+  'CollectiveOptions',
   'MultiWorkerCollectiveStrategy',
   'MultiWorkerRingStrategy',
   'ParameterServerStrategy',

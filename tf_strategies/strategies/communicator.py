@@ -1,8 +1,4 @@
-"""What a multi-worker strategy asks of the link between its workers.
-
-Two kinds exist: `ProcessGroupCommunicator` (a process group of ours, called from the graph)
-and `RuntimeCommunicator` (TensorFlow's collective runtime).
-"""
+"""What a multi-worker strategy asks of the link between its workers."""
 
 from __future__ import annotations
 
@@ -12,24 +8,23 @@ from typing import Any
 
 import tensorflow as tf
 
+from tf_strategies import errors
+
 
 class Communicator(abc.ABC):
   """The workers of a job, as seen by one of them.
 
   Every method that takes tensors works in a graph and eagerly, and is a
   collective: all workers call it in the same order with tensors of the same
-  dtypes and, unless said otherwise, the same shapes.
+  dtypes and, unless said otherwise, the same shapes. `name` is for messages.
+
+  Attributes:
+    rank: this worker's place, from 0; 0 is the chief.
+    world_size: number of workers.
   """
 
-  @property
-  @abc.abstractmethod
-  def rank(self) -> int:
-    """This worker's place, from 0; 0 is the chief."""
-
-  @property
-  @abc.abstractmethod
-  def world_size(self) -> int:
-    """Number of workers."""
+  rank: int
+  world_size: int
 
   @abc.abstractmethod
   def all_reduce(
@@ -39,7 +34,7 @@ class Communicator(abc.ABC):
 
     Args:
       columns: for each local device its tensors.
-      name: of the collective, for messages and statistics.
+      name: of the collective.
 
     Returns:
       As `columns`, the sums; on one worker they may be on the first device.
@@ -56,25 +51,16 @@ class Communicator(abc.ABC):
   def combine(
     self, tensor: tf.Tensor, op: str, name: str, is_report: bool = False
   ) -> tf.Tensor:
-    """Combines one small host tensor of each worker.
+    """Combines one small host tensor of each worker by 'sum', 'min' or 'max'.
 
-    Args:
-      tensor: this worker's.
-      op: 'sum', 'min' or 'max'.
-      name: of the collective.
-      is_report: whether the result is only for people to read. It then is this
-        worker's own where a worker has died, and the next collective fails: a
-        step that was applied everywhere is not reported as failed.
+    If it `is_report`, only people read the result. It then is this worker's own
+    where a worker has died, and the next collective fails: a step that was
+    applied everywhere is not reported as failed.
     """
 
   @abc.abstractmethod
   def all_gather(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
-    """Concatenates the workers' tensors along axis 0, of which lengths differ.
-
-    Args:
-      tensor: of rank 1 or more, one a worker; other dimensions are the same.
-      name: of the collective.
-    """
+    """Concatenates tensors along axis 0, of which the lengths may differ."""
 
   @abc.abstractmethod
   def broadcast(self, tensor: tf.Tensor, root: int, name: str) -> tf.Tensor:
@@ -86,11 +72,7 @@ class Communicator(abc.ABC):
 
   @abc.abstractmethod
   def agree(self, value: Any, what: str) -> Any:
-    """Returns `value` if all workers have the same, else raises.
-
-    Raises:
-      CollectiveMismatchError: names what, and the ranks that differ.
-    """
+    """Returns `value` if all workers have the same; else raises as `check_same`."""
 
   @abc.abstractmethod
   def report(self) -> dict[str, Any]:
@@ -99,3 +81,15 @@ class Communicator(abc.ABC):
   @abc.abstractmethod
   def close(self) -> None:
     """Leaves the other workers."""
+
+
+def check_same(answers: Sequence[bytes], what: str, fix: str) -> None:
+  """Raises CollectiveMismatchError, with the ranks, unless all answers agree."""
+  different = tuple(r for r, a in enumerate(answers) if a != answers[0])
+  if different:
+    said = [f'rank {r} has {answers[r].decode()}' for r in (0, *different)]
+    error = errors.CollectiveMismatchError(
+      f'{what} is not the same on all workers: {", ".join(said)}. Fix: {fix}.'
+    )
+    error.ranks = different
+    raise error

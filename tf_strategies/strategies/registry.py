@@ -6,16 +6,20 @@ import tensorflow as tf
 from absl import logging
 
 from tf_strategies import cluster as cluster_lib
-from tf_strategies import errors
-from tf_strategies.strategies.central_storage import CentralStorageStrategy
-from tf_strategies.strategies.mirrored import RingMirroredStrategy
+from tf_strategies import cross_device, errors
+from tf_strategies.strategies.central_storage.strategy import (
+  CentralStorageStrategy,
+)
 from tf_strategies.strategies.mirrored import devices as devices_lib
-from tf_strategies.strategies.multi_worker import (
+from tf_strategies.strategies.mirrored.strategy import RingMirroredStrategy
+from tf_strategies.strategies.multi_worker.collective_strategy import (
   MultiWorkerCollectiveStrategy,
+)
+from tf_strategies.strategies.multi_worker.ring_strategy import (
   MultiWorkerRingStrategy,
 )
 from tf_strategies.strategies.parameter_server import ParameterServerStrategy
-from tf_strategies.strategies.tpu import TPURingStrategy
+from tf_strategies.strategies.tpu.strategy import TPURingStrategy
 
 
 def _one_device(devices=None) -> tf.distribute.Strategy:
@@ -30,25 +34,24 @@ def _mirrored(devices=None, cross_device_ops=None) -> tf.distribute.Strategy:
   strategy = tf.distribute.MirroredStrategy(
     list(devices_lib.resolve_devices(devices)), cross_device_ops
   )
-  if hasattr(cross_device_ops, 'report'):  # Ours, which counts.
+  if isinstance(cross_device_ops, cross_device.ScheduledAllReduce):
     strategy.communication_report = cross_device_ops.report
   return strategy
 
 
-def _parameter_server(**options) -> tf.distribute.Strategy:
+def _parameter_server(cluster=None, **options) -> tf.distribute.Strategy:
   """Ours; without a cluster, the same program trains on one device."""
-  given = options.get('cluster')
-  if given is None and cluster_lib.ClusterConfig.from_env() is None:
+  if cluster is None and cluster_lib.ClusterConfig.from_env() is None:
     logging.info('No TF_CONFIG: parameter_server trains on one device.')
     return _one_device()
-  return ParameterServerStrategy(**options)
+  return ParameterServerStrategy(cluster, **options)
 
 
 def _central_storage(devices=None, **options) -> tf.distribute.Strategy:
   """Ours; `devices` are the compute devices, as for the other strategies."""
-  if devices is not None:
-    options['compute_devices'] = devices
-  return CentralStorageStrategy(**options)
+  return CentralStorageStrategy(
+    options.pop('compute_devices', devices), **options
+  )
 
 
 def _tpu_ring(devices=None, **options) -> tf.distribute.Strategy:
@@ -79,14 +82,11 @@ STRATEGY_NAMES = tuple(_FACTORIES)
 def create_strategy(name: str, **options) -> tf.distribute.Strategy:
   """Returns the strategy called `name`.
 
-  Args:
-    name: one of `STRATEGY_NAMES`.
-    **options: arguments of that strategy, such as `devices` or
-      `cross_device_ops`.
+  Options are the arguments of that strategy, such as `devices`.
 
   Raises:
-    UnsupportedOptionError: an unknown name, or an option that the strategy
-      does not have.
+    UnsupportedOptionError: a name that is none of `STRATEGY_NAMES`, or an option
+      that the strategy does not have.
 
   Example:
 
@@ -107,7 +107,8 @@ def create_strategy(name: str, **options) -> tf.distribute.Strategy:
       f'strategy={name!r} with options {sorted(options)}',
       'devices, except for parameter_server and tpu_ring; cross_device_ops, '
       'except for these and one_device; parameter_device for central_storage; '
-      'cluster and options for multi_worker_ring; cluster and the options of '
+      'cluster and options for multi_worker_ring and multi_worker_collective; '
+      'cluster and the options of '
       'ParameterServerStrategy for parameter_server; the arguments of '
       'TPURingStrategy for tpu_ring',
       'remove the other options',

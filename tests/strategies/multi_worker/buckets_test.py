@@ -8,7 +8,7 @@ from absl.testing import parameterized
 from hypothesis import strategies as st
 
 from tests import virtual_devices
-from tf_strategies.strategies.multi_worker import buckets
+from tf_strategies.strategies.mirrored import reducer
 
 virtual_devices.configure_logical_cpus()
 
@@ -32,8 +32,7 @@ def _arrays(described):
 
 
 def _pack(tensors, bucket_bytes, alone_bytes):
-  kinds = [t.dtype.name for t in tensors]
-  return buckets.pack(tensors, kinds, bucket_bytes, alone_bytes)
+  return reducer.pack(tensors, bucket_bytes, alone_bytes)
 
 
 def _round_trip(arrays, is_unknown, bucket_bytes, alone_bytes):
@@ -118,13 +117,36 @@ class BucketsTest(tf.test.TestCase, parameterized.TestCase):
       packed.buckets[0], [500, 501, 502, 400, 401, 402, 300, 301, 302]
     )
 
-  def test_kinds_are_apart_though_dtypes_are_alike(self):
-    tensors = [tf.constant([i, i], tf.uint16) for i in range(4)]
-    kinds = ['uint16 bfloat16', 'uint16 float16'] * 2
-    packed = buckets.pack(tensors, kinds, 1000, 1000)
+  def test_dtypes_are_apart(self):
+    tensors = [
+      tf.constant([i, i], (tf.uint16, tf.float16)[i % 2]) for i in range(4)
+    ]
+    packed = _pack(tensors, 1000, 1000)
     self.assertEqual(packed.members, ((3, 1), (2, 0)))
     back = packed.unpack([b + 10 for b in packed.buckets])
-    self.assertAllEqual(back, [[10, 10], [11, 11], [12, 12], [13, 13]])
+    self.assertAllEqual(
+      [tf.cast(t, tf.int32) for t in back],
+      [[10, 10], [11, 11], [12, 12], [13, 13]],
+    )
+
+  def test_tensors_begin_at_blocks_of_their_own(self):
+    sizes = [3, 5, 0, 4]
+    arrays = [
+      np.arange(s, dtype=np.float32) + 100 * i for i, s in enumerate(sizes)
+    ]
+    tensors = [tf.constant(a) for a in arrays]
+    packed = reducer.pack(tensors, 1000, 1000, block=4, num_chunks=3)
+    self.assertEqual(packed.members, ((3, 2, 1, 0),))
+    # 4, 0, 8 and 4 elements, and then a whole number of blocks a chunk.
+    [bucket] = packed.buckets
+    self.assertLen(bucket, 24)
+    np.testing.assert_array_equal(
+      bucket[:16],
+      [*arrays[3], *arrays[1], 0, 0, 0, *arrays[0], 0],
+    )
+    np.testing.assert_array_equal(bucket[16:], np.zeros(8))
+    for want, got in zip(arrays, packed.unpack(packed.buckets), strict=True):
+      np.testing.assert_array_equal(want, got)
 
   def test_eager_tensors_need_no_graph(self):
     arrays = _arrays([((2, 3), np.float32, False), ((), np.float32, False)])
@@ -134,7 +156,7 @@ class BucketsTest(tf.test.TestCase, parameterized.TestCase):
       np.testing.assert_array_equal(want, got)
 
   def test_nothing_to_pack(self):
-    packed = buckets.pack([], [], 10, 10)
+    packed = _pack([], 10, 10)
     self.assertEqual((packed.buckets, packed.members), ((), ()))
     self.assertEqual(packed.unpack([]), [])
 

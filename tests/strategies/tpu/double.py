@@ -47,4 +47,4 @@ def create_strategy(num_replicas, **options):
 
 def use_schedule(strategy, schedule):
   """Lets a strategy execute any schedule, also one that is wrong."""
-  strategy.extended.use_all_reduce(permute.PermutingAllReduce(schedule))
+  strategy.extended.all_reduce = permute.PermutingAllReduce(schedule)

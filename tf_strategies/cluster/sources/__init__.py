@@ -1,18 +1,9 @@
-"""Descriptions of a cluster: one module a scheduler.
+"""Descriptions of a cluster: one module a scheduler (examples/CLUSTERS.md).
 
 Each has `read(environ)`, which returns the description, or None where the
 scheduler does not run this process as one task of several. A malformed
 description raises `ClusterConfigError`: as a single process each task would
 silently train a model of its own.
-
-| module | scheduler | is there if |
-|---|---|---|
-| `vertex` | Vertex AI | CLUSTER_SPEC lists several tasks |
-| `kubernetes` | JobSet, Indexed Job | JOB_COMPLETION_INDEX and TFS_NUM_WORKERS |
-| `sagemaker` | SageMaker | SM_HOSTS lists several hosts |
-| `slurm` | Slurm | SLURM_PROCID, and SLURM_NTASKS of 2 or more |
-
-`roles` says which of a scheduler's equal tasks trains, serves or evaluates.
 
 Example:
 

@@ -80,9 +80,9 @@ def _numbers_of(in_brackets: str, text: str, most: int) -> list[str]:
   found: list[str] = []
   for item in in_brackets.split(','):
     match = _RANGE.fullmatch(item)
-    first, last = (match[1], match[2] or match[1]) if match else ('1', '0')
-    if int(last) < int(first):
+    if match is None or int(match[2] or match[1]) < int(match[1]):
       raise _bad(text, item, _HOSTS)
+    first, last = match[1], match[2] or match[1]
     if len(found) + int(last) - int(first) + 1 > most:
       raise _too_many(text)
     found += [

@@ -1,16 +1,10 @@
 """Kubernetes: the pods of a JobSet, or of an Indexed Job.
 
-Kubernetes gives each pod JOB_COMPLETION_INDEX and, through a headless service,
-a name that follows from it. How many pods there are it does not say; the
-manifests that `python -m tf_strategies.kubernetes` writes do (TFS_NUM_WORKERS
-and what else `roles` reads). Without TFS_NUM_WORKERS the pods of an Indexed Job
-work each for itself.
-
-| variable | meaning |
-|---|---|
-| TFS_SUBDOMAIN | the headless service; JobSet: its name unless set |
-| JOBSET_NAME, REPLICATED_JOB_NAME, JOB_INDEX | a JobSet's labels of the pod |
-| TFS_JOB_NAME | an Indexed Job's name; HOSTNAME without the index unless set |
+Kubernetes gives each pod JOB_COMPLETION_INDEX and, through a headless service
+(TFS_SUBDOMAIN), a name that follows from it. How many pods there are it does not
+say; the manifests that `python -m tf_strategies.kubernetes` writes do
+(TFS_NUM_WORKERS and what else `roles` reads), as they name a JobSet's labels.
+Without TFS_NUM_WORKERS the pods of an Indexed Job work each for itself.
 
 The jobs of a JobSet are called chief, worker, ps and evaluator, have one
 replica each and as many completions as tasks. The tasks of an Indexed Job are

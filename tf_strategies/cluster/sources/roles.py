@@ -1,16 +1,7 @@
 """Which of a scheduler's equal tasks trains, serves variables or evaluates.
 
-Slurm, SageMaker and an Indexed Job number their tasks and know no types. These
-variables say what the tasks are, in the order chief, workers, parameter
-servers, evaluator:
-
-| variable | meaning | default |
-|---|---|---|
-| TFS_NUM_WORKERS | tasks of type worker | all that are not something else |
-| TFS_NUM_PS | parameter servers | 0 |
-| TFS_CHIEF | 1 for a chief beside the workers, else 0 | 1 with TFS_NUM_PS |
-| TFS_EVALUATOR | 1 for an evaluator, else 0 | 0 |
-| TFS_PORT | where every task listens | 2222; Slurm derives it from the job |
+Slurm, SageMaker and an Indexed Job number their tasks and know no types. `VARIABLES`
+say what the tasks are, in the order chief, workers, parameter servers, evaluator.
 
 Example:
 
@@ -43,9 +34,7 @@ def counts(
 ) -> dict[str, int]:
   """The number of tasks of each type.
 
-  Args:
-    environ: the environment.
-    total: of all tasks, where the scheduler says it; else TFS_NUM_WORKERS must.
+  Where the scheduler does not say how many there are, TFS_NUM_WORKERS must.
   """
 
   def number(name: str, most: int, default: int | None) -> int:
@@ -80,13 +69,7 @@ def counts(
 def assign(
   environ: Mapping[str, str], addresses: Sequence[str], place: int
 ) -> tf_config.Parts:
-  """Gives the tasks of a scheduler that knows no types their types.
-
-  Args:
-    environ: the environment.
-    addresses: 'host:port' of each task in the scheduler's order.
-    place: of this process among them.
-  """
+  """Gives tasks, in the scheduler's order, their types; this one's by its place."""
   found = counts(environ, len(addresses))
   remaining = iter(addresses)
   jobs = {t: [next(remaining) for _ in range(n)] for t, n in found.items() if n}

@@ -1,14 +1,5 @@
 """Slurm: the tasks of the step that `srun` started.
 
-| variable | used for |
-|---|---|
-| SLURM_PROCID | this task's place among all |
-| SLURM_NTASKS | how many there are |
-| SLURM_STEP_NODELIST, SLURM_JOB_NODELIST, SLURM_NODELIST | their hosts |
-| SLURM_STEP_TASKS_PER_NODE, SLURM_TASKS_PER_NODE | how many on each |
-| SLURM_NODEID, SLURM_LOCALID, SLURM_DISTRIBUTION | whether in blocks |
-| SLURM_JOB_ID | ports, unless TFS_PORT is set |
-
 Only the step's own variables are right for a step that uses a part of a job,
 so they come first. A shell with one task, and the batch script itself, which
 Slurm numbers as task 0 of all, are no part of a cluster.

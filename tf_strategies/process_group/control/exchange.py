@@ -38,11 +38,8 @@ class _Meeting(NamedTuple):
 class Exchanges:
   """The open exchanges of this rank; on rank 0 those of all ranks.
 
-  Everything runs in the event loop.
-
-  Args:
-    state: of the group.
-    links: connections by rank; to rank 0 alone on the others.
+  Everything runs in the event loop. `links` are connections by rank; to rank 0
+  alone on the others.
   """
 
   def __init__(

@@ -21,20 +21,18 @@ class CentralStorageStrategy(
 ):
   """Synchronous replicas that share one copy of each variable.
 
-  Variables and the optimizer's state are on the parameter device; replicas run
-  on the compute devices and read them from there. A step brings each replica's
-  gradient to the parameter device, once, where the optimizer updates each
-  variable, once. So N replicas hold one copy of the model and of the
-  optimizer's state instead of N, and the parameter device does all updates:
-  for models whose state does not fit beside the activations, or whose
-  optimizer is cheap. Variables travel to each compute device in each step, and
-  the parameter device's link carries all of it.
+  Variables and the optimizer's state are on the parameter device, from which
+  replicas on the compute devices read. A step brings each replica's gradient
+  there, once, and the optimizer updates each variable, once: for models whose
+  state does not fit beside the activations, or whose optimizer is cheap.
+  Variables travel to each compute device in each step, and the parameter
+  device's link carries all of it.
 
-  What it changes beside `tf.distribute.experimental.CentralStorageStrategy`,
-  whose metrics are wrong under Keras 3 and which fails on BatchNormalization,
-  EMA and loss scaling: metrics have a copy on each replica and are reduced when
-  they are read; moving statistics are the mean over replicas; and everything
-  that `RingMirroredStrategy` says of rows, clipping and accumulation.
+  `tf.distribute.experimental.CentralStorageStrategy` has wrong metrics under
+  Keras 3 and fails on BatchNormalization, EMA and loss scaling. Here metrics
+  have a copy on each replica and are reduced when they are read; moving
+  statistics are the mean over replicas; and everything that
+  `RingMirroredStrategy` says of rows, clipping and accumulation holds.
 
   Example:
 
@@ -46,13 +44,13 @@ class CentralStorageStrategy(
     1
 
   Args:
-    compute_devices: names such as 'GPU:0'; None means all GPUs, or all logical
-      CPUs where there is no GPU.
+    compute_devices: such as ['GPU:0']; None means all GPUs, or else all logical
+      CPUs.
     parameter_device: where the variables are; None means the host's CPU, or the
       GPU itself if there is one compute device and it is a GPU.
-    cross_device_ops: how values are reduced between devices; default
-      `NaiveAllReduce()`, which gathers and adds on the first device. Gradients
-      of a `tfs.keras.DistributedOptimizer` go to the parameter device only.
+    cross_device_ops: how values are reduced; default `NaiveAllReduce()`, which
+      adds on the first device. Gradients of a `tfs.keras.DistributedOptimizer`
+      go to the parameter device only.
 
   Raises:
     UnsupportedOptionError: a device that is not there or listed twice, or a
@@ -70,8 +68,6 @@ class CentralStorageStrategy(
       cross_device_ops = cross_device.NaiveAllReduce()
     mirrored_strategy.check_cross_device_ops(cross_device_ops)
     devices = devices_lib.resolve_devices(compute_devices)
-    # The base class numbers its collectives from here.
-    self._collective_key_base = mirrored_extended.new_collective_key_base()
     super().__init__(
       CentralStorageExtended(
         self,
@@ -87,16 +83,13 @@ class CentralStorageStrategy(
     return self.extended.parameter_devices[0]
 
   def communication_report(self) -> dict[str, object]:
-    """What was communicated so far, counted by the graph as it ran.
+    """As `RingMirroredStrategy`'s, with `read_bytes_in`.
 
-    Returns:
-      `cross_device_ops` (its class) and `calls` of each kind; `reduce_bytes_in`,
-      bytes of gradients and other values that came to each device;
-      `read_bytes_in`, bytes of variables that each compute device read from
-      another one, each variable once a step.
+    Those are the bytes of variables that each compute device read from another
+    one, each variable once a step.
     """
     report = super().communication_report()
-    return {**report, 'read_bytes_in': self.extended.read_bytes_in()}
+    return {**report, 'read_bytes_in': self.extended.reads.bytes_in()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,10 +111,9 @@ class _CentralReducer(reducer.DeviceReducer):
     )
 
   def all_reduce_in_branch(self, reduce_op, tensors, replica_id, options):
-    """Raises: the branches share variables, and would wait for each other.
+    """Raises: TensorFlow runs ops that use one variable one after the other.
 
-    TensorFlow runs ops that use one variable one after the other; a branch
-    that waits inside for the next one would wait forever.
+    A branch that waits inside for the next one would wait forever.
     """
     del reduce_op, tensors, replica_id, options
     raise errors.UnsupportedOptionError(
@@ -133,14 +125,7 @@ class _CentralReducer(reducer.DeviceReducer):
 
 
 class CentralStorageExtended(mirrored_extended.ExactMirroredExtended):
-  """The exact mirrored implementation, with one copy of each variable.
-
-  Args:
-    container_strategy: the strategy that this implements.
-    devices: full names of the compute devices, one a replica.
-    parameter_device: full name of the device with the variables.
-    cross_device_ops: what every reduction, broadcast and gather goes through.
-  """
+  """The exact mirrored implementation, with one copy of each variable."""
 
   def __init__(
     self, container_strategy, devices, parameter_device, cross_device_ops
@@ -149,27 +134,15 @@ class CentralStorageExtended(mirrored_extended.ExactMirroredExtended):
       container_strategy, devices, cross_device_ops, _CentralReducer
     )
     self._parameter_device = parameter_device
-    self._reads = statistics.CallStatistics()
+    self.reads = statistics.CallStatistics()
 
   @property
   def parameter_devices(self):
     """The device with the variables, as a tuple of one."""
     return (self._parameter_device,)
 
-  def read_bytes_in(self) -> dict[str, int]:
-    """Bytes of variables that came to each compute device."""
-    return self._reads.bytes_in()
-
   def reduce_and_apply(self, gradients, apply) -> None:
-    """Adds up the replicas' gradients on the parameter device, and applies.
-
-    Called in replica context. `apply` runs once, for all replicas: each would
-    update the same variables.
-
-    Args:
-      gradients: this replica's, dense or sparse.
-      apply: takes the sums, in the order of `gradients`.
-    """
+    """Adds gradients up on the parameter device, and applies them once."""
 
     def merge(strategy, gradients):
       reduced = strategy.extended.batch_reduce_to(
@@ -189,20 +162,19 @@ class CentralStorageExtended(mirrored_extended.ExactMirroredExtended):
   def _call_in_run(self, run, fn, args, kwargs):
     outputs = super()._call_in_run(run, fn, args, kwargs)
     if replica_run.current() is None:  # Else the run around it counts.
-      self._record_reads(run)
+      received = [
+        sum(map(cross_device_base.bytes_of, run.reads.get(i, {}).values()))
+        if device != self._parameter_device
+        else 0
+        for i, device in enumerate(self._devices)
+      ]
+      if any(received):
+        self.reads.record(self._devices, received)
     return outputs
 
-  def _record_reads(self, run):
-    received = [
-      sum(map(cross_device_base.bytes_of, run.reads_of(replica_id)))
-      if device != self._parameter_device
-      else 0
-      for replica_id, device in enumerate(self._devices)
-    ]
-    if any(received):
-      self._reads.record(self._devices, received)
-
   # How variables are created.
+
+  _rewrap = staticmethod(variables.rewrap)
 
   def _creation_policy(self, kwargs, is_slot):
     kwargs = variables.creation_policy(kwargs, is_slot)
@@ -212,12 +184,9 @@ class CentralStorageExtended(mirrored_extended.ExactMirroredExtended):
     has_copies = variables.has_copies(kwargs)
     return {**kwargs, 'colocate_with': None if has_copies else central}
 
-  def _rewrap(self, variable):
-    return variables.rewrap(variable)
-
 
 def _resolve_parameter_device(device: str | None, compute_devices) -> str:
-  if device is not None and not isinstance(device, str):
+  if not isinstance(device, str | None):
     raise errors.UnsupportedOptionError(
       f'parameter_device={device!r}',
       "the name of one device, such as 'CPU:0'",

@@ -55,12 +55,7 @@ class CentralVariable(mirrored_variables.MirroredVariable):
 
 
 def rewrap(variable):
-  """Returns TensorFlow's distributed variable as one of ours.
-
-  Args:
-    variable: as the creator returned it. What is mirrored and is not the state
-      of a seed generator has one copy.
-  """
+  """Gives what is mirrored, but not the state of a seed generator, one copy."""
   variable = mirrored_variables.rewrap(variable)
   if type(variable) is not mirrored_variables.MirroredVariable:
     return variable
@@ -70,15 +65,10 @@ def rewrap(variable):
 
 
 def has_copies(kwargs: dict) -> bool:
-  """Whether each replica needs a copy of its own of a variable to be created.
-
-  Metrics do, and whatever else is reduced when it is read; so does the state
-  of a seed generator, from which each replica draws other numbers.
-  """
-  return kwargs.get(
-    'synchronization'
-  ) == tf.VariableSynchronization.ON_READ or _keras_internal.is_seed_state(
-    kwargs.get('name'), kwargs.get('dtype')
+  """Whether each replica needs a copy: what is reduced when read, and seeds."""
+  on_read = tf.VariableSynchronization.ON_READ
+  return kwargs.get('synchronization') == on_read or (
+    _keras_internal.is_seed_state(kwargs.get('name'), kwargs.get('dtype'))
   )
 
 
@@ -90,17 +80,11 @@ def creation_policy(kwargs: dict, is_slot: bool) -> dict:
   counter), so the first one's value is taken when all have come to the write.
   The scale of a `LossScaleOptimizer` is written in a `tf.cond`, where no mean
   can be formed, and is the same everywhere as well.
-
-  Args:
-    kwargs: arguments of the variable creator.
-    is_slot: whether an optimizer creates it beside a model variable.
   """
   if _keras_internal.is_loss_scale(kwargs.get('name')):
     return {**kwargs, 'aggregation': _ON_FIRST}
   kwargs = mirrored_variables.creation_policy(kwargs, is_slot)
-  if has_copies(kwargs) or kwargs.get('aggregation') not in (
-    None,
-    tf.VariableAggregation.NONE,
-  ):
+  is_free = kwargs.get('aggregation') in (None, tf.VariableAggregation.NONE)
+  if has_copies(kwargs) or not is_free:
     return kwargs
   return {**kwargs, 'aggregation': _ON_FIRST}

@@ -12,12 +12,7 @@ from tf_strategies import _tf_internal, errors
 def resolve_devices(devices: Sequence[str] | None) -> tuple[str, ...]:
   """Returns the full names of `devices`.
 
-  Args:
-    devices: names such as 'GPU:0' or '/device:CPU:1'; None means all GPUs, or
-      all CPUs where there is no GPU.
-
-  Returns:
-    One full name a device, in the given order.
+  None means all GPUs, or all CPUs where there is no GPU.
 
   Raises:
     UnsupportedOptionError: not a list of names, empty, a name that does not
@@ -54,12 +49,6 @@ def resolve_devices(devices: Sequence[str] | None) -> tuple[str, ...]:
       raise _unsupported(devices, f'each device once, not {device!r} twice')
     resolved.append(name)
   return tuple(resolved)
-
-
-def default_devices() -> list[str]:
-  """What one of several workers trains on: all GPUs, or the first CPU."""
-  gpus = tf.config.list_logical_devices('GPU')
-  return [d.name for d in gpus] or ['CPU:0']
 
 
 def _canonical(device: str) -> str | None:

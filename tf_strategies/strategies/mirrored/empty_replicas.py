@@ -29,11 +29,7 @@ def fill(run: replica_run.ReplicaRun, args, devices):
   def fill_value(value):
     if not _is_batched(value, len(devices)):
       return value
-    filled = []
-    for tensor, device in zip(value.values, devices, strict=True):
-      with tf.device(device):
-        filled.append(_one_row_if_empty(tensor))
-    return _tf_internal.PerReplica(filled)
+    return _map(lambda _, tensor: _one_row_if_empty(tensor), value, devices)
 
   return tf.nest.map_structure(fill_value, args)
 
@@ -51,51 +47,16 @@ def trim(run: replica_run.ReplicaRun, outputs, devices):
   def trim_value(value):
     if not isinstance(value, _tf_internal.PerReplica):
       return value
-    trimmed = []
-    for i, (tensor, device) in enumerate(
-      zip(value.values, devices, strict=True)
-    ):
-      with tf.device(device):
-        trimmed.append(_trim_tensor(run, i, tensor))
-    return _tf_internal.PerReplica(trimmed)
+    return _map(functools.partial(_trim_tensor, run), value, devices)
 
   return tf.nest.map_structure(trim_value, outputs)
-
-
-def mask(run: replica_run.ReplicaRun | None, values, devices):
-  """Returns distributed values that are zero on replicas without rows.
-
-  Args:
-    run: the current run, or None outside of one.
-    values: distributed values of dense tensors or `tf.IndexedSlices`.
-    devices: the device of each replica.
-
-  Returns:
-    The values themselves where every replica surely has rows; else new ones,
-    in which a replica without rows holds zeros (slices: no rows).
-  """
-  if run is None or run.has_rows is None:
-    return values
-  maskable = [
-    i for i, v in enumerate(values) if isinstance(v, _tf_internal.PerReplica)
-  ]
-  columns = []
-  for replica_id, device in enumerate(devices):
-    tensors = [values[i].values[replica_id] for i in maskable]
-    with tf.device(device):
-      columns.append(mask_tensors(run, replica_id, tensors))
-  masked = list(values)
-  for position, i in enumerate(maskable):
-    masked[i] = _tf_internal.PerReplica([c[position] for c in columns])
-  return masked
 
 
 def check_allowed(run: replica_run.ReplicaRun) -> None:
   """Fails a step in which an option meets a replica without rows.
 
-  Raises:
-    UnsupportedOptionError: in eager mode; a graph fails with
-      `tf.errors.InvalidArgumentError` and the same message when it runs.
+  In eager mode with UnsupportedOptionError; a graph with InvalidArgumentError and
+  the same message, when it runs.
   """
   if run.needs_rows_everywhere is None or run.has_rows is None:
     return
@@ -113,36 +74,20 @@ def check_allowed(run: replica_run.ReplicaRun) -> None:
     )
 
 
-def drop_rows(run, value, axis, devices):
-  """Returns `value`, of length zero along `axis` where a replica is empty."""
-
-  def drop(tensor):
-    size = tf.shape(tensor)
-    size = tf.tensor_scatter_nd_update(size, [[axis % tensor.shape.rank]], [0])
-    return tf.slice(tensor, tf.zeros_like(size), size)
-
-  kept = []
-  for i, (tensor, device) in enumerate(zip(value.values, devices, strict=True)):
+def mask(run: replica_run.ReplicaRun, values, devices):
+  """Returns values of which replicas without rows hold zeros (slices: no rows)."""
+  masked = list(values)
+  maskable = [
+    i for i, v in enumerate(values) if isinstance(v, _tf_internal.PerReplica)
+  ]
+  columns = []
+  for replica_id, device in enumerate(devices):
+    tensors = [values[i].values[replica_id] for i in maskable]
     with tf.device(device):
-      kept.append(
-        run.select(
-          i,
-          functools.partial(tf.identity, tensor),
-          functools.partial(drop, tensor),
-        )
-      )
-  return _tf_internal.PerReplica(kept)
-
-
-def divide(value, count: tf.Tensor):
-  """Returns a tensor or mirrored value divided by `count`, in its dtype."""
-  if not isinstance(value, tf.distribute.DistributedValues):
-    return value / tf.cast(count, value.dtype)
-  divided = []
-  for tensor in value.values:
-    with tf.device(tensor.device):
-      divided.append(divide(tensor, count))
-  return _tf_internal.Mirrored(divided)
+      columns.append(mask_tensors(run, replica_id, tensors))
+  for i, *parts in zip(maskable, *columns, strict=True):
+    masked[i] = _tf_internal.PerReplica(parts)
+  return masked
 
 
 def mask_tensors(run, replica_id, tensors):
@@ -160,6 +105,43 @@ def mask_tensors(run, replica_id, tensors):
     if isinstance(before, tf.Tensor):
       after.set_shape(before.shape)
   return masked
+
+
+def drop_rows(run, value, axis, devices):
+  """Returns `value`, of length zero along `axis` where a replica is empty."""
+
+  def drop(tensor):
+    size = tf.shape(tensor)
+    size = tf.tensor_scatter_nd_update(size, [[axis % tensor.shape.rank]], [0])
+    return tf.slice(tensor, tf.zeros_like(size), size)
+
+  return _map(
+    lambda i, tensor: run.select(
+      i, lambda: tf.identity(tensor), lambda: drop(tensor)
+    ),
+    value,
+    devices,
+  )
+
+
+def divide(value, count: tf.Tensor):
+  """Returns a tensor or mirrored value divided by `count`, in its dtype."""
+  if not isinstance(value, tf.distribute.DistributedValues):
+    return value / tf.cast(count, value.dtype)
+  divided = []
+  for tensor in value.values:
+    with tf.device(tensor.device):
+      divided.append(divide(tensor, count))
+  return _tf_internal.Mirrored(divided)
+
+
+def _map(fn, value, devices):
+  """Maps each replica's number and tensor, on its device."""
+  mapped = []
+  for i, (tensor, device) in enumerate(zip(value.values, devices, strict=True)):
+    with tf.device(device):
+      mapped.append(fn(i, tensor))
+  return _tf_internal.PerReplica(mapped)
 
 
 def _nothing_like(tensor):
@@ -190,16 +172,13 @@ def _is_batched(value, num_replicas) -> bool:
 
 
 def _one_row_if_empty(tensor):
+  def one_row():
+    return tf.zeros(tf.concat([[1], tf.shape(tensor)[1:]], 0), tensor.dtype)
+
   shape = tensor.shape
   if shape.rank and shape[0] is not None:
-    if shape[0] > 0:
-      return tensor
-    return tf.zeros(tf.concat([[1], tf.shape(tensor)[1:]], 0), tensor.dtype)
-  filled = tf.cond(
-    tf.shape(tensor)[0] > 0,
-    lambda: tensor,
-    lambda: tf.zeros(tf.concat([[1], tf.shape(tensor)[1:]], 0), tensor.dtype),
-  )
+    return tensor if shape[0] > 0 else one_row()
+  filled = tf.cond(tf.shape(tensor)[0] > 0, lambda: tensor, one_row)
   if shape.rank:
     filled.set_shape(tf.TensorShape([None]).concatenate(shape[1:]))
   return filled

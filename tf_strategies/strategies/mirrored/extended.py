@@ -26,30 +26,18 @@ from tf_strategies.strategies.mirrored import (
 )
 from tf_strategies.strategies.mirrored import reducer as reducer_lib
 
-# TensorFlow's own strategies count from 0.
+# Every strategy of a process needs a range of its own for its collectives, or
+# they meet in each other's. TensorFlow's own strategies count from 0.
 _collective_key_bases = itertools.count(1_000_000, 1_000)
-
-
-def new_collective_key_base() -> int:
-  """Where a strategy may number its collectives from.
-
-  Every strategy of a process needs a range of its own, or they meet in each
-  other's collectives.
-  """
-  return next(_collective_key_bases)
 
 
 class ExactMirroredExtended(
   _tf_internal.MirroredExtended, gradient_reducer.GradientReducer
 ):
-  """TensorFlow's mirrored implementation, exact for every Keras option.
+  """TensorFlow's mirrored implementation, exact for every Keras option."""
 
-  Args:
-    container_strategy: the strategy that this implements.
-    devices: full names of the devices, one a replica.
-    cross_device_ops: what every reduction, broadcast and gather goes through.
-    make_local: makes what reduces between these devices.
-  """
+  # Makes the rows of all workers' replicas of this worker's, if there are more.
+  _share_rows = None
 
   def __init__(
     self,
@@ -58,28 +46,19 @@ class ExactMirroredExtended(
     cross_device_ops,
     make_local=reducer_lib.DeviceReducer,
   ):
+    container_strategy._collective_key_base = next(_collective_key_bases)
     super().__init__(
       container_strategy, devices=devices, cross_device_ops=cross_device_ops
     )
     self._functions = weakref.WeakKeyDictionary()
     self._warned_uneven = False
-    self._local = make_local(
+    self.local = make_local(
       self._devices,
       self._get_cross_device_ops,
       self._communication_options,
       self._collective_ops,
     )
-    self._reducer = reducer_lib.Reducer(self._local)
-
-  @property
-  def cross_device_ops(self):
-    """The op that every reduction goes through."""
-    return self._cross_device_ops
-
-  @property
-  def all_reduces_in_control_flow(self) -> int:
-    """How many all-reduces TensorFlow's collectives did inside a branch."""
-    return self._local.in_control_flow.calls
+    self._reducer = reducer_lib.Reducer(self.local)
 
   def row_weight(self) -> tf.Tensor | None:
     """See `GradientReducer`. Exactly 1.0 for a batch that proves even."""
@@ -101,14 +80,21 @@ class ExactMirroredExtended(
   def _call_for_each_replica(self, fn, args, kwargs):
     if isinstance(fn, _tf_internal.Function):
       return self._call_function(fn, args, kwargs)
-    if replica_run.current() is not None:
-      return self._call_nested(fn, args, kwargs)
+    run = replica_run.current()
     function = _tf_internal.unwrap(fn)
-    if self._num_replicas_in_sync > 1:
-      optimizer_checks.check_model(
-        function, type(self._container_strategy()).__name__
-      )
-    run = self._make_run((args, kwargs), _keras_internal.is_step(function))
+    if run is not None:
+      # Inside a merge call of a run: the rows are that run's.
+      outputs = self._call_in_run(run, fn, args, kwargs)
+      if _keras_internal.is_check_finite(function):
+        return self._agree_on_finite(run, outputs)
+      return outputs
+    optimizer_checks.check_model(function, self._container_strategy())
+    run = replica_run.ReplicaRun.of(
+      (args, kwargs),
+      len(self._devices),
+      _keras_internal.is_step(function),
+      self._share_rows,
+    )
     args, kwargs = empty_replicas.fill(run, (args, kwargs), self._devices)
     outputs = self._call_in_run(run, fn, args, kwargs)
     empty_replicas.check_allowed(run)
@@ -116,9 +102,6 @@ class ExactMirroredExtended(
 
   def _trim(self, run, outputs):
     return empty_replicas.trim(run, outputs, self._devices)
-
-  def _make_run(self, args, is_keras_step):
-    return replica_run.ReplicaRun.of(args, len(self._devices), is_keras_step)
 
   def _call_function(self, function, args, kwargs):
     """Runs a `tf.function`: the rows are read inside it, not baked in."""
@@ -138,14 +121,6 @@ class ExactMirroredExtended(
 
       self._functions[function] = _tf_internal.clone_function(function, call)
     return self._functions[function](*args, **kwargs)
-
-  def _call_nested(self, fn, args, kwargs):
-    """Runs `fn` inside a merge call of a run: its rows are that run's."""
-    run = replica_run.current()
-    outputs = self._call_in_run(run, fn, args, kwargs)
-    if _keras_internal.is_check_finite(_tf_internal.unwrap(fn)):
-      return self._agree_on_finite(run, outputs)
-    return outputs
 
   def _call_in_run(self, run, fn, args, kwargs):
     if not tf.executing_eagerly():
@@ -176,12 +151,10 @@ class ExactMirroredExtended(
 
   def _experimental_distribute_dataset(self, dataset, options):
     is_plain = isinstance(dataset, tf.data.Dataset) and options is None
-    if is_plain and len(self._devices) > 1 and self._is_on_host():
+    on_host = all('cpu' in device.lower() for device in self._devices)
+    if is_plain and on_host and len(self._devices) > 1:
       return host_input.distribute(dataset, len(self._devices))
     return super()._experimental_distribute_dataset(dataset, options)
-
-  def _is_on_host(self) -> bool:
-    return all('cpu' in device.lower() for device in self._devices)
 
   # How values are reduced.
 
@@ -211,16 +184,13 @@ class ExactMirroredExtended(
 
   # How variables are created and updated.
 
+  _creation_policy = staticmethod(variables.creation_policy)
+  _rewrap = staticmethod(variables.rewrap)
+
   def _create_variable(self, next_creator, **kwargs):
     is_slot = kwargs.get('colocate_with') is not None
     kwargs = self._creation_policy(kwargs, is_slot)
     return self._rewrap(super()._create_variable(next_creator, **kwargs))
-
-  def _creation_policy(self, kwargs, is_slot):
-    return variables.creation_policy(kwargs, is_slot)
-
-  def _rewrap(self, variable):
-    return variables.rewrap(variable)
 
   def _update(self, var, fn, args, kwargs, group):
     self._check_update(fn)
@@ -233,29 +203,21 @@ class ExactMirroredExtended(
 
   def _check_update(self, fn):
     """Rejects an optimizer that would be wrong; warns of uneven batches."""
-    optimizer = _keras_internal.optimizer_of(fn)
-    if optimizer is None or self._num_replicas_in_sync == 1:
+    optimizer = optimizer_checks.check_update(fn, self._container_strategy())
+    run = replica_run.current()
+    if optimizer is None or run is None:
       return
-    optimizer_checks.check_without_wrapper(
-      optimizer, type(self._container_strategy()).__name__
+    run.needs_rows_everywhere = (
+      run.needs_rows_everywhere
+      or optimizer_checks.needs_rows_everywhere(optimizer)
     )
-    run = replica_run.current()
-    if run is not None:
-      run.needs_rows_everywhere = (
-        run.needs_rows_everywhere
-        or optimizer_checks.needs_rows_everywhere(optimizer)
-      )
-    self._warn_if_uneven()
-
-  def _warn_if_uneven(self):
-    """Warns once, when a batch with uneven replicas really comes."""
-    run = replica_run.current()
-    if run is None or run.is_even is True or run.warning_is_built:
+    if run.is_even is True or run.warning_is_built:
       return
     run.warning_is_built = True
     if run.is_even is False:
       self._warn_uneven()
     elif not _tf_internal.in_xla_context():
+      # When a batch with uneven replicas really comes.
       tf.cond(
         run.is_even,
         lambda: tf.constant(0, tf.int64),

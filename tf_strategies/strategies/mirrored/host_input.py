@@ -4,11 +4,14 @@ TensorFlow hands batches to replicas through one prefetching iterator a device.
 On logical CPUs that gains nothing, and deleting such an iterator waits until
 its tuner wakes up, which after a `fit` may take a minute. Here one pipeline
 yields the parts of all replicas together.
+
+On several workers a batch also carries how many rows every replica of the job
+has: a worker sees its own rows only, but the weight of its loss depends on all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import tensorflow as tf
 
@@ -17,43 +20,74 @@ from tf_strategies.monitoring import input_watch
 from tf_strategies.strategies.mirrored import replica_run
 
 
-def distribute(dataset: tf.data.Dataset, num_replicas: int) -> tf.data.Dataset:
-  """Returns a data set of distributed values, split evenly by rows.
+class CountedBatch(_tf_internal.PerReplica):
+  """One component of a batch, a tensor a local replica.
 
-  Args:
-    dataset: of global batches; every component has a leading batch dimension.
-    num_replicas: into how many parts each batch is split.
-
-  Returns:
-    A data set in whose elements each component is a `PerReplica`. Of n rows,
-    the first n % num_replicas replicas get one more than the others; with fewer
-    rows than replicas the last replicas get none. Static batch sizes stay
-    static.
-
-  Raises:
-    UnsupportedOptionError: a component without a batch dimension.
+  `all_rows`, int32 [N], are the rows of every replica of every worker.
   """
+
+  def __init__(self, values, all_rows):
+    super().__init__(tuple(values))
+    self.all_rows = all_rows
+
+  @property
+  def _type_spec(self):
+    return _CountedBatchSpec(
+      [tf.type_spec_from_value(v) for v in self.values],
+      tf.type_spec_from_value(self.all_rows),
+    )
+
+
+class _CountedBatchSpec(tf.TypeSpec):
+  """Type of a `CountedBatch`; TensorFlow's data sets and functions need it."""
+
+  __slots__ = ('_rows_spec', '_value_specs')
+
+  value_type = property(lambda self: CountedBatch)
+
+  def __init__(self, value_specs, rows_spec):
+    self._value_specs = tuple(value_specs)
+    self._rows_spec = rows_spec
+
+  def _serialize(self):
+    return self._value_specs, self._rows_spec
+
+  @property
+  def _component_specs(self):
+    return (*self._value_specs, self._rows_spec)
+
+  def _to_components(self, value):
+    return (*value.values, value.all_rows)
+
+  def _from_components(self, components):
+    *values, all_rows = components
+    return CountedBatch(values, all_rows)
+
+
+def distribute(dataset: tf.data.Dataset, num_replicas: int) -> tf.data.Dataset:
+  """A data set of distributed values of one of global batches; see `split`."""
   if is_distributed(dataset):
     return dataset
 
   def split_batch(*batch):
-    batch = batch if len(batch) > 1 else batch[0]
-    return regroup(split(batch, num_replicas, range(num_replicas)))
+    parts = split(unwrap(batch), num_replicas, range(num_replicas))
+    return tf.nest.map_structure(
+      lambda *values: _tf_internal.PerReplica(values), *parts
+    )
 
   return input_watch.watch(dataset.map(split_batch).prefetch(1))
 
 
+def unwrap(batch: tuple):
+  """What a data set yields, of the arguments that its functions get."""
+  return batch if len(batch) > 1 else batch[0]
+
+
 def split(batch, num_parts: int, parts: Iterable[int]) -> tuple:
-  """Cuts a batch into even parts of its rows.
+  """Cuts a batch evenly by its rows, and returns those of `parts`.
 
-  Args:
-    batch: a structure of tensors, each with a leading batch dimension.
-    num_parts: how many parts there are; the first n % num_parts of them get one
-      row more than the others.
-    parts: the numbers of those that are wanted.
-
-  Returns:
-    One structure for each of `parts`.
+  Of n rows, the first n % num_parts parts get one more than the others; with
+  fewer rows than parts the last get none. Static sizes stay static.
 
   Raises:
     UnsupportedOptionError: a component without a batch dimension.
@@ -64,11 +98,24 @@ def split(batch, num_parts: int, parts: Iterable[int]) -> tuple:
   )
 
 
-def regroup(batches: Sequence):
-  """Makes one structure of distributed values of one structure a replica."""
+def part_sizes(rows, num_parts: int) -> tf.Tensor:
+  """How many of `rows` rows each part of `split` gets, int32 [num_parts]."""
+  rows = tf.cast(rows, tf.int32)
+  extra = tf.cast(tf.range(num_parts) < rows % num_parts, tf.int32)
+  return rows // num_parts + extra
+
+
+def with_rows(batches, all_rows):
+  """Makes counted batches of one structure of tensors a local replica."""
   return tf.nest.map_structure(
-    lambda *values: _tf_internal.PerReplica(values), *batches
+    lambda *values: CountedBatch(values, all_rows), *batches
   )
+
+
+def is_counted(structure) -> bool:
+  """Whether `structure` is what an input pipeline of workers yields."""
+  leaves = tf.nest.flatten(structure)
+  return bool(leaves) and all(isinstance(v, CountedBatch) for v in leaves)
 
 
 def is_distributed(dataset: tf.data.Dataset) -> bool:
@@ -88,20 +135,12 @@ def _part(value, num_parts: int, part: int):
       'call dataset.batch(global_batch_size)',
     )
   rows = replica_run.num_rows(value)
-  # The first rows % num_parts parts get the rows that are left over.
   size, left_over = rows // num_parts, rows % num_parts
   if isinstance(rows, int):
     start = part * size + min(part, left_over)
     return _rows(value, start, size + (part < left_over))
   start = part * size + tf.minimum(part, left_over)
   return _rows(value, start, size + tf.cast(part < left_over, size.dtype))
-
-
-def part_sizes(rows, num_parts: int) -> tf.Tensor:
-  """How many of `rows` rows each part of `split` gets, int32 [num_parts]."""
-  rows = tf.cast(rows, tf.int32)
-  extra = tf.cast(tf.range(num_parts) < rows % num_parts, tf.int32)
-  return rows // num_parts + extra
 
 
 def _rows(value, start, size):

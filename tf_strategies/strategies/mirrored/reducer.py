@@ -4,21 +4,26 @@ A strategy has one `Reducer`, which all of TensorFlow's hooks call. It leaves
 out what replicas without rows would contribute, and passes the rest to a link:
 `DeviceReducer` (the devices of this process, by a cross-device op) or
 `WorkerReducer` (a `DeviceReducer` and a `Communicator` between processes).
+Communicators `pack` tensors into few flat buckets.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
 from tf_strategies import _tf_internal, errors
+from tf_strategies.collectives import bucketing
 from tf_strategies.cross_device import executor, statistics
 from tf_strategies.strategies import communicator as communicator_lib
 from tf_strategies.strategies.mirrored import empty_replicas, replica_run
 
 _SUM = tf.distribute.ReduceOp.SUM
 _MEAN = tf.distribute.ReduceOp.MEAN
+# A message costs about as much as copying so many bytes into a bucket.
+_ALONE_BYTES = 1 << 20
 
 
 class Reducer:
@@ -26,17 +31,10 @@ class Reducer:
 
   Replicas without rows contribute nothing: their part of a sum is zero, and a
   mean is taken over the replicas that have rows.
-
-  Args:
-    link: what adds up the parts.
   """
 
-  def __init__(self, link: DeviceReducer):
+  def __init__(self, link: DeviceReducer | WorkerReducer):
     self._link = link
-
-  def per_replica(self, value):
-    """`value` as the distributed value that it stands for, if it does."""
-    return self._link.per_replica(value)
 
   def reduce(self, reduce_op, value, destinations, options):
     """Reduces each value of a structure; `StrategyExtended.reduce_to`."""
@@ -105,11 +103,8 @@ class Reducer:
 class DeviceReducer:
   """Adds up values of the devices of this process, by a cross-device op.
 
-  Args:
-    devices: full names, one a replica.
-    choose_ops: returns the `tf.distribute.CrossDeviceOps` for a value.
-    options: `CommunicationOptions` that those of a call are merged into.
-    collective_ops: what can all-reduce inside a branch.
+  `choose_ops` returns that for a value, `collective_ops` can all-reduce inside a
+  branch. The options of a call are merged into `options`.
   """
 
   def __init__(
@@ -120,18 +115,14 @@ class DeviceReducer:
     collective_ops,
   ):
     self.devices = tuple(devices)
+    self.num_replicas = len(self.devices)
     self.in_control_flow = statistics.CallStatistics()
     self._choose_ops = choose_ops
     self._options = options
     self._collective_ops = collective_ops
 
-  @property
-  def num_replicas(self) -> int:
-    """Over how many replicas a mean is taken."""
-    return len(self.devices)
-
   def per_replica(self, value):
-    """See `Reducer`."""
+    """`value` as the distributed value that it stands for, if it does."""
     return value
 
   def reduce(self, reduce_op, pairs, options):
@@ -161,7 +152,7 @@ class DeviceReducer:
     return value
 
   def all_reduce_in_branch(self, reduce_op, tensors, replica_id, options):
-    """See `Reducer`; counts the call."""
+    """Counts the call, and all-reduces."""
     if replica_id == 0:
       self.in_control_flow.record(self.devices, [0] * len(self.devices))
     return self.all_reduce_replica(reduce_op, tensors, replica_id, options)
@@ -188,29 +179,22 @@ class DeviceReducer:
 
 
 class WorkerReducer:
-  """Adds up values of the devices of all workers.
-
-  Args:
-    local: the devices of this worker.
-    communicator: the link to the other workers.
-  """
+  """Adds up values of the devices of all workers."""
 
   def __init__(
     self, local: DeviceReducer, communicator: communicator_lib.Communicator
   ):
     self.devices = local.devices
+    self.num_replicas = len(self.devices) * communicator.world_size
     self._communicator = communicator
-
-  @property
-  def num_replicas(self) -> int:
-    """Over how many replicas a mean is taken."""
-    return len(self.devices) * self._communicator.world_size
 
   def per_replica(self, value):
     """A tensor of the only local replica as a distributed value."""
-    if len(self.devices) > 1 or not tf.is_tensor(value):
-      return value
-    if isinstance(value, tf.distribute.DistributedValues):
+    if (
+      len(self.devices) > 1
+      or not tf.is_tensor(value)
+      or isinstance(value, tf.distribute.DistributedValues)
+    ):
       return value
     return _tf_internal.PerReplica((value,))
 
@@ -272,7 +256,7 @@ class WorkerReducer:
     return self.gather(value, destinations, axis, None)
 
   def all_reduce_in_branch(self, reduce_op, tensors, replica_id, options):
-    """See `Reducer`."""
+    """All-reduces one replica's tensors."""
     reduced = self._communicator.all_reduce_replica(
       tensors, replica_id, options
     )
@@ -284,25 +268,32 @@ class WorkerReducer:
     """For each value its sum (or mean) over all replicas, by local device."""
     if not values:
       return []
-    _check_summable(values)
-    count = self.num_replicas
-    # 16-bit floats may overflow in a sum whose mean is well in range.
-    halves = [is_mean and executor.is_half(v[0].dtype) for v in values]
-    columns = []
-    for i, device in enumerate(self.devices):
-      with tf.device(device):
-        columns.append(
-          [
-            executor.divide(v[i], count) if half else v[i]
-            for v, half in zip(values, halves, strict=True)
-          ]
+    for value in values:
+      # What one worker would send as numbers, and several cannot add.
+      if value[0].dtype in (tf.bool, tf.string):
+        raise errors.UnsupportedOptionError(
+          f'a reduction of {value[0].dtype.name} values over replicas',
+          'numbers',
+          'convert them first: tf.cast(value, tf.int32)',
         )
+
+    def shares(tensors, halves):
+      # 16-bit floats may overflow in a sum whose mean is well in range.
+      return [
+        executor.divide(t, self.num_replicas)
+        if is_mean and executor.is_half(t.dtype) == halves
+        else t
+        for t in tensors
+      ]
+
+    columns = []
+    for device, column in zip(
+      self.devices, zip(*values, strict=True), strict=True
+    ):
+      with tf.device(device):
+        columns.append(shares(column, halves=True))
     columns = self._communicator.all_reduce(columns, 'reduce')
-    rows = [list(row) for row in zip(*columns, strict=True)]
-    return [
-      [executor.divide(t, count) for t in row] if is_mean and not half else row
-      for row, half in zip(rows, halves, strict=True)
-    ]
+    return [shares(row, halves=False) for row in zip(*columns, strict=True)]
 
   def _gather_slices(self, slices, is_mean):
     """Concatenates `tf.IndexedSlices` of all replicas of all workers."""
@@ -345,13 +336,82 @@ def _components(value):
   return [tf.convert_to_tensor(value)]
 
 
-def _check_summable(values):
-  """Rejects what one worker would send as numbers, and several cannot add."""
-  for value in values:
-    dtype = value[0].dtype
-    if dtype in (tf.bool, tf.string):
-      raise errors.UnsupportedOptionError(
-        f'a reduction of {dtype.name} values over replicas',
-        'numbers',
-        'convert them first: tf.cast(value, tf.int32)',
-      )
+@dataclasses.dataclass(frozen=True)
+class Packed:
+  """Flat tensors that hold others, in the order in which they become ready."""
+
+  buckets: tuple[tf.Tensor, ...]
+  # For each bucket the positions of the tensors in it, and the lengths they take.
+  members: tuple[tuple[int, ...], ...]
+  lengths: tuple[tuple[int | None, ...], ...]
+  # Of each tensor; a tensor where it is not static.
+  shapes: tuple[tf.TensorShape | tf.Tensor, ...]
+
+  def unpack(self, buckets: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Returns the tensors that `buckets` hold, in their original order."""
+    tensors: list[tf.Tensor | None] = [None] * len(self.shapes)
+    for bucket, members, lengths in zip(
+      buckets, self.members, self.lengths, strict=True
+    ):
+      if len(members) == 1:
+        tensors[members[0]] = tf.reshape(bucket, self.shapes[members[0]])
+        continue
+      parts = tf.split(bucket, lengths)
+      for i, part, length in zip(members, parts, lengths, strict=True):
+        size = self.shapes[i].num_elements()
+        part = part if size == length else part[:size]
+        tensors[i] = tf.reshape(part, self.shapes[i])
+    return tensors
+
+
+def pack(
+  tensors: Sequence[tf.Tensor],
+  bucket_bytes: int,
+  alone_bytes: int = _ALONE_BYTES,
+  block: int = 1,
+  num_chunks: int = 1,
+) -> Packed:
+  """Packs tensors, those that become ready first (the last ones) in front.
+
+  Buckets hold `bucket_bytes` of one dtype at most. What is packed is copied once;
+  a tensor of `alone_bytes`, or of unknown size, is not copied and travels alone.
+
+  A codec encodes `block` elements together, in each of `num_chunks` equal chunks
+  of a bucket. No two tensors share a block, or small values would get the
+  precision of large ones.
+  """
+  sizes = []
+  for tensor in tensors:
+    elements = tensor.shape.num_elements()
+    # A size of the whole bucket makes the plan give it one of its own.
+    num_bytes = bucket_bytes
+    if elements is not None and elements * tensor.dtype.size < alone_bytes:
+      num_bytes = _round_up(elements, block) * tensor.dtype.size
+    # One without bytes takes room too, or it would fit into a full bucket.
+    sizes.append(min(max(num_bytes, 1), bucket_bytes))
+  plan = bucketing.plan_buckets(sizes, [t.dtype for t in tensors], bucket_bytes)
+  buckets, all_lengths = [], []
+  for bucket in plan:
+    flat = [tf.reshape(tensors[i], [-1]) for i in bucket.indices]
+    lengths = [t.shape[0] for t in flat]
+    if len(flat) > 1 and block > 1:
+      lengths = [_round_up(length, block) for length in lengths]
+      lengths[-1] += -sum(lengths) % (block * num_chunks)
+      flat = [
+        tf.pad(t, [[0, length - t.shape[0]]])
+        for t, length in zip(flat, lengths, strict=True)
+      ]
+    buckets.append(flat[0] if len(flat) == 1 else tf.concat(flat, 0))
+    all_lengths.append(tuple(lengths))
+  return Packed(
+    tuple(buckets),
+    tuple(bucket.indices for bucket in plan),
+    tuple(all_lengths),
+    tuple(
+      t.shape if t.shape.is_fully_defined() else tf.shape(t) for t in tensors
+    ),
+  )
+
+
+def _round_up(length: int, multiple: int) -> int:
+  return -(-length // multiple) * multiple

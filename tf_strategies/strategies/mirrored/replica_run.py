@@ -2,9 +2,8 @@
 
 A global batch does not always divide by the number of replicas. Which replica
 has how many rows decides how much its gradient counts, and whether it takes
-part at all. `ReplicaRun` holds that for the time of one `run`, for code in
-replica context (gradients, metrics) and in cross-replica context (merge calls)
-alike.
+part at all. Code in replica context (gradients, metrics) and in cross-replica
+context (merge calls) finds that in the `ReplicaRun` of its thread.
 
 Rows are Python integers where shapes are known (always in eager mode) and
 scalar tensors where a graph is built for batches of any size.
@@ -22,32 +21,26 @@ import tensorflow as tf
 
 from tf_strategies import _tf_internal
 
+_Rows = tuple[Any, ...]
+
 
 @dataclasses.dataclass(eq=False)
 class ReplicaRun:
-  """One `strategy.run` over replicas that hold `rows` rows each.
+  """One `strategy.run` over replicas that hold `rows` rows each."""
 
-  Attributes:
-    rows: rows of each replica of this process, int or scalar int32 tensor; None
-      if no argument is batched.
-    all_rows: the same of all replicas of all processes.
-    has_rows: whether each replica of this process has rows, bool or scalar bool
-      tensor; None if every replica of every process surely has.
-    is_even: whether all replicas have equally many, bool or scalar tensor.
-    is_keras_step: whether Keras passed its own train, test or predict step.
-    warning_is_built: whether the graph already has its uneven-batch warning.
-    needs_rows_everywhere: an option that is wrong on a replica without rows,
-      found while the run was built.
-    reads: the shared variables that replicas have read, by replica and `id`.
-  """
-
-  rows: tuple[Any, ...] | None
-  all_rows: tuple[Any, ...] | None
-  has_rows: tuple[Any, ...] | None
-  is_even: Any
+  # Of this process's replicas, int or int32; None if no argument is batched.
+  rows: _Rows | None
+  # The same of all replicas of all processes.
+  all_rows: _Rows | None
+  # Of this process's, bool; None if every replica of every process surely has.
+  has_rows: _Rows | None
+  is_even: bool | tf.Tensor
+  # Whether Keras passed its own train, test or predict step.
   is_keras_step: bool = False
+  # Found or made while the run is built.
   warning_is_built: bool = False
   needs_rows_everywhere: str | None = None
+  # The shared variables that replicas have read, by replica and `id`.
   reads: dict[int, dict[int, tf.Variable]] = dataclasses.field(
     default_factory=dict
   )
@@ -58,24 +51,17 @@ class ReplicaRun:
     args: Any,
     num_replicas: int,
     is_keras_step: bool,
-    share: Callable[[tuple[Any, ...]], tuple[Any, ...]] | None = None,
+    share: Callable[[_Rows], _Rows] | None = None,
   ) -> ReplicaRun:
     """Reads the rows from the first batched distributed value in `args`.
 
-    Args:
-      args: what the replicas get.
-      num_replicas: of this process.
-      is_keras_step: see the attribute.
-      share: turns the rows of this process's replicas into those of all
-        processes' replicas, where the batch does not tell; None if there are no
-        others.
+    Where the batch does not tell, `share` gets those of other processes.
     """
     batch = _first_batched(args, num_replicas)
     if batch is None:
       return cls(None, None, None, True, is_keras_step)
-    rows = tuple(num_rows(t) for t in batch.values)
+    rows = all_rows = tuple(num_rows(t) for t in batch.values)
     counted = getattr(batch, 'all_rows', None)
-    all_rows = rows
     if counted is not None:
       all_rows = _unstack(counted)
     elif share is not None:
@@ -103,10 +89,6 @@ class ReplicaRun:
     with tf.device('CPU:0'):
       has_rows = tf.stack(self.all_rows) > 0
       return tf.maximum(tf.reduce_sum(tf.cast(has_rows, tf.float32)), 1.0)
-
-  def reads_of(self, replica_id: int) -> list[tf.Variable]:
-    """The shared variables that a replica has read, each once."""
-    return list(self.reads.get(replica_id, {}).values())
 
   def select(self, replica_id: int, if_rows, if_empty):
     """Calls `if_rows()` where the replica has rows, else `if_empty()`."""
@@ -149,8 +131,6 @@ def num_rows(tensor):
 
 
 class _ThreadState(threading.local):
-  """The run that this thread works for."""
-
   run: ReplicaRun | None = None
 
 
@@ -160,6 +140,17 @@ _state = _ThreadState()
 def current() -> ReplicaRun | None:
   """The run that the calling thread works for, if any."""
   return _state.run
+
+
+@contextlib.contextmanager
+def active(run: ReplicaRun):
+  """Makes `run` the current one of this thread."""
+  before = _state.run
+  _state.run = run
+  try:
+    yield
+  finally:
+    _state.run = before
 
 
 def current_replica_id() -> int | None:
@@ -190,14 +181,3 @@ def in_branch_of_replica() -> bool:
     and not tf.executing_eagerly()
     and tf.compat.v1.get_default_graph() is not thread.graph
   )
-
-
-@contextlib.contextmanager
-def active(run: ReplicaRun):
-  """Makes `run` the current one of this thread."""
-  before = _state.run
-  _state.run = run
-  try:
-    yield
-  finally:
-    _state.run = before

@@ -7,6 +7,7 @@ import tensorflow as tf
 from tf_strategies import _tf_internal, cross_device, errors
 from tf_strategies.strategies.mirrored import devices as devices_lib
 from tf_strategies.strategies.mirrored import extended as extended_lib
+from tf_strategies.strategies.mirrored import host_input
 
 
 class ExactStrategy:
@@ -15,34 +16,33 @@ class ExactStrategy:
   @property
   def cross_device_ops(self) -> tf.distribute.CrossDeviceOps:
     """The op that every reduction of this strategy goes through."""
-    return self.extended.cross_device_ops
+    return self.extended._cross_device_ops  # pylint: disable=protected-access
 
   def communication_report(self) -> dict[str, object]:
     """What was communicated so far, counted by the graph as it ran.
 
-    Returns:
-      `cross_device_ops` (its class), `calls` of each kind, among them
-      `all_reduce_in_control_flow` for those that TensorFlow's collectives did
-      inside a branch, and `all_reduce_bytes_in` and `reduce_bytes_in`, bytes
-      received by each device.
+    `cross_device_ops` (its class), `calls` of each kind, with those that
+    TensorFlow's collectives did in a branch (`all_reduce_in_control_flow`), and
+    `all_reduce_bytes_in` and `reduce_bytes_in`, bytes received by each device.
     """
-    report = {'cross_device_ops': type(self.cross_device_ops).__name__}
-    if isinstance(self.cross_device_ops, cross_device.ScheduledAllReduce):
-      report = self.cross_device_ops.report()
-    calls = dict(report.get('calls', {}))
-    calls['all_reduce_in_control_flow'] = (
-      self.extended.all_reduces_in_control_flow
-    )
+    ops = self.cross_device_ops
+    report = {'cross_device_ops': type(ops).__name__}
+    if isinstance(ops, cross_device.ScheduledAllReduce):
+      report = ops.report()
+    calls = {
+      **report.get('calls', {}),
+      'all_reduce_in_control_flow': self.extended.local.in_control_flow.calls,
+    }
     return {**report, 'calls': calls}
 
   def reduce(self, reduce_op, value, axis):
     """Reduces `value` across replicas; see `tf.distribute.Strategy.reduce`.
 
-    Keras reduces the first batch, a whole structure, to learn its shapes. Its
-    replicas may have different numbers of rows, of which there is no mean: it
-    then gets the first replica's part.
+    Keras takes the mean of the first batch, a whole structure, to learn its
+    shapes. If replicas have unequal rows it gets the first one's part.
     """
-    if axis is None and is_uneven_structure(value):
+    is_batch = host_input.is_counted(value)
+    if is_batch or (axis is None and _is_uneven_structure(value)):
       return tf.nest.map_structure(
         lambda v: self.experimental_local_results(v)[0], value
       )
@@ -52,18 +52,15 @@ class ExactStrategy:
 class RingMirroredStrategy(ExactStrategy, tf.distribute.MirroredStrategy):
   """Mirrored training on the devices of one host, over a ring, exactly.
 
-  What it changes beside `tf.distribute.MirroredStrategy`:
+  Beside `tf.distribute.MirroredStrategy`:
 
-  * Every reduction, broadcast and gather goes through `cross_device_ops`: none
-    falls back to TensorFlow's own because it is int32 or its destination is a
-    CPU. Virtual GPUs work, since no NCCL is needed.
+  * Every reduction, broadcast and gather goes through `cross_device_ops`, also
+    of int32 and to a CPU. Virtual GPUs work, since no NCCL is needed.
   * `gradient_accumulation_steps`, EMA with `ema_overwrite_frequency` and
-    dynamic loss scaling work under Keras 3: synchronisation inside a
-    `tf.cond` uses TensorFlow's collectives, and all replicas agree whether
-    gradients are finite.
+    dynamic loss scaling work under Keras 3: in a `tf.cond`, TensorFlow's
+    collectives synchronise, and all replicas agree on finite gradients.
   * Moving statistics of BatchNormalization are one mean value everywhere.
-  * A replica without rows in the last batch contributes nothing, instead of
-    NaN.
+  * A replica without rows in the last batch contributes nothing, not NaN.
   * An optimizer option that is wrong without `tfs.keras.DistributedOptimizer`
     raises an error.
 
@@ -78,10 +75,8 @@ class RingMirroredStrategy(ExactStrategy, tf.distribute.MirroredStrategy):
     >>> history = model.fit(tf.ones([8, 3]), tf.ones([8, 1]), verbose=0)
 
   Args:
-    devices: device names such as 'GPU:0'; None means all GPUs, or all logical
-      CPUs where there is no GPU.
-    cross_device_ops: how values are reduced between devices; default
-      `RingAllReduce()`.
+    devices: such as ['GPU:0']; None means all GPUs, or else all logical CPUs.
+    cross_device_ops: how values are reduced; default `RingAllReduce()`.
 
   Raises:
     UnsupportedOptionError: a device that is not there or listed twice, or a
@@ -96,8 +91,6 @@ class RingMirroredStrategy(ExactStrategy, tf.distribute.MirroredStrategy):
     if cross_device_ops is None:
       cross_device_ops = cross_device.RingAllReduce()
     check_cross_device_ops(cross_device_ops)
-    # The base class numbers its collectives from here.
-    self._collective_key_base = extended_lib.new_collective_key_base()
     extended = extended_lib.ExactMirroredExtended(
       self, devices_lib.resolve_devices(devices), cross_device_ops
     )
@@ -106,11 +99,7 @@ class RingMirroredStrategy(ExactStrategy, tf.distribute.MirroredStrategy):
 
 
 def check_cross_device_ops(cross_device_ops) -> None:
-  """Rejects what is no cross-device op.
-
-  Raises:
-    UnsupportedOptionError: naming it.
-  """
+  """Raises UnsupportedOptionError for what is no cross-device op."""
   if not isinstance(cross_device_ops, tf.distribute.CrossDeviceOps):
     raise errors.UnsupportedOptionError(
       f'cross_device_ops={cross_device_ops!r}',
@@ -119,7 +108,7 @@ def check_cross_device_ops(cross_device_ops) -> None:
     )
 
 
-def is_uneven_structure(value) -> bool:
+def _is_uneven_structure(value) -> bool:
   """Whether `value` is a structure of batches with replicas of uneven rows."""
   if isinstance(value, tf.distribute.DistributedValues):
     return False

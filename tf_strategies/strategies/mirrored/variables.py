@@ -102,37 +102,31 @@ def rewrap(variable):
   Both hold the same component variables; the components point to the wrapper
   that was made last.
   """
-  for stock, ours in (
-    (_tf_internal.MirroredVariable, MirroredVariable),
-    (_tf_internal.SyncOnReadVariable, SyncOnReadVariable),
-  ):
-    if type(variable) is stock:
-      if _keras_internal.is_seed_state(variable.name, variable.dtype):
-        ours = SeedVariable
-      return ours(
-        variable.distribute_strategy, variable.values, variable.aggregation
-      )
-  return variable
+  ours = {
+    _tf_internal.MirroredVariable: MirroredVariable,
+    _tf_internal.SyncOnReadVariable: SyncOnReadVariable,
+  }.get(type(variable))
+  if ours is None:
+    return variable
+  if _keras_internal.is_seed_state(variable.name, variable.dtype):
+    ours = SeedVariable
+  return ours(
+    variable.distribute_strategy, variable.values, variable.aggregation
+  )
 
 
 def creation_policy(kwargs: dict, is_slot: bool) -> dict:
   """Returns a variable creator's arguments with the right aggregation.
 
   Keras 3 asks for no aggregation, with which each replica keeps its own value
-  and the first replica's is saved. That is right for optimizer slots, which
-  get equal updates everywhere, and wrong for two kinds of state:
+  and the first replica's is saved. That is right for optimizer slots (variables
+  beside a model's), which get equal updates everywhere, and wrong for two kinds
+  of state:
 
   * What layers compute from their rows (the moving statistics of
     BatchNormalization) must be one value: the mean over replicas.
   * A gradient accumulator, unless gradients are reduced before they reach it,
     holds one replica's part: it is summed when it is read or saved.
-
-  Args:
-    kwargs: arguments of the variable creator.
-    is_slot: whether an optimizer creates it beside a model variable.
-
-  Returns:
-    `kwargs`, or a copy with another aggregation.
   """
   if not _is_unaggregated_float(kwargs):
     return kwargs
@@ -149,16 +143,16 @@ def creation_policy(kwargs: dict, is_slot: bool) -> dict:
 
 
 def _is_unaggregated_float(kwargs: dict) -> bool:
-  writes = (
-    None,
-    tf.VariableSynchronization.AUTO,
-    tf.VariableSynchronization.ON_WRITE,
-  )
   dtype = kwargs.get('dtype')
   return (
     kwargs.get('trainable') is False
     and kwargs.get('aggregation') in (None, tf.VariableAggregation.NONE)
-    and kwargs.get('synchronization') in writes
+    and kwargs.get('synchronization')
+    in (
+      None,
+      tf.VariableSynchronization.AUTO,
+      tf.VariableSynchronization.ON_WRITE,
+    )
     and dtype is not None
     and tf.as_dtype(dtype).is_floating
   )

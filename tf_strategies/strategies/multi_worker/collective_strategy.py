@@ -8,15 +8,11 @@ import tensorflow as tf
 
 from tf_strategies import _tf_internal, cross_device, errors
 from tf_strategies import cluster as cluster_lib
-from tf_strategies.strategies.mirrored import devices as devices_lib
-from tf_strategies.strategies.mirrored import extended as mirrored_extended
-from tf_strategies.strategies.multi_worker import extended as extended_lib
+from tf_strategies.strategies.multi_worker import options as options_lib
 from tf_strategies.strategies.multi_worker import runtime_communicator, strategy
 
 # What the runtime of this process was started with; that happens only once.
 _started: dict[str, tuple[str, ...]] = {}
-
-_COMMUNICATIONS = ('auto', 'ring', 'nccl')
 
 
 class MultiWorkerCollectiveStrategy(strategy.MultiWorkerStrategy):
@@ -25,25 +21,19 @@ class MultiWorkerCollectiveStrategy(strategy.MultiWorkerStrategy):
   What `tf.distribute.MultiWorkerMirroredStrategy` is meant to be: Keras 3 `fit`,
   `evaluate` and `predict` work, uneven batches and clipping are exact (with
   `tfs.keras.DistributedOptimizer`), and large tensors travel in several parts
-  at once. The choice for clusters with NCCL. With CPUs, or where workers may
-  die, `MultiWorkerRingStrategy` is faster, and can go on.
+  at once. The choice for clusters with NCCL, which has not been run on GPUs. With
+  CPUs, or where workers may die, `MultiWorkerRingStrategy` is faster, and can go
+  on.
 
-  TensorFlow's cluster runtime is started when the strategy is made, so that
-  must come before any TensorFlow op; a second strategy of the same process uses
-  it too. It does not recover from a lost worker: restart all of them.
-
-  The code path for NCCL has not been run on GPUs.
+  TensorFlow's cluster runtime is started with the first strategy of the process,
+  which must come before any TensorFlow op. It does not recover from a lost
+  worker: restart all of them.
 
   Args:
     cluster: who takes part; None reads TF_CONFIG, and without one this process
       is alone.
-    communication: 'auto' (NCCL between GPUs, else the ring), 'ring' or 'nccl'.
-    max_subdivs_per_device: into how many parts a tensor may be cut; -1 for none,
-      0 for TensorFlow's choice.
+    options: a `CollectiveOptions`.
     devices: of this worker, such as 'CPU:0'; default all GPUs, or the first CPU.
-    start_timeout_seconds: how long to wait for the other workers.
-    timeout_seconds: how long one collective may take; 0 for no limit.
-    bucket_bytes: the most that a bucket of small gradients holds.
 
   Raises:
     ClusterConfigError: TF_CONFIG is malformed, or has no part for this process.
@@ -55,28 +45,15 @@ class MultiWorkerCollectiveStrategy(strategy.MultiWorkerStrategy):
   def __init__(
     self,
     cluster: cluster_lib.ClusterConfig | None = None,
-    communication: str = 'auto',
-    max_subdivs_per_device: int = 8,
+    options: options_lib.CollectiveOptions | None = None,
     devices: Sequence[str] | None = None,
-    start_timeout_seconds: float = 300.0,
-    timeout_seconds: float = 0.0,
-    bucket_bytes: int = 8 << 20,
   ):
-    if communication not in _COMMUNICATIONS:
-      raise errors.UnsupportedOptionError(
-        f'communication={communication!r}',
-        f'one of {_COMMUNICATIONS}',
-        "write 'auto'",
-      )
-    if cluster is None:
-      cluster = cluster_lib.ClusterConfig.from_env()
-    self._collective_key_base = mirrored_extended.new_collective_key_base()
-    rank, addresses = strategy.place_in(cluster, type(self).__name__)
-    if len(addresses) > 1:
-      _start_runtime(rank, addresses, start_timeout_seconds)
-    devices = devices_lib.resolve_devices(
-      devices or devices_lib.default_devices()
+    options = options or options_lib.CollectiveOptions()
+    rank, addresses = self.place_in(
+      cluster or cluster_lib.ClusterConfig.from_env()
     )
+    if len(addresses) > 1:
+      _start_runtime(rank, addresses, options.start_timeout_seconds)
 
     def make_communicator(local):
       return runtime_communicator.RuntimeCommunicator(
@@ -84,20 +61,14 @@ class MultiWorkerCollectiveStrategy(strategy.MultiWorkerStrategy):
         len(addresses),
         local.devices,
         self._collective_key_base,
-        communication,
-        max_subdivs_per_device,
-        timeout_seconds,
-        bucket_bytes,
+        options,
       )
 
-    tf.distribute.Strategy.__init__(
-      self,
-      extended_lib.MultiWorkerExtended(
-        self, devices, cross_device.AutoAllReduce(), make_communicator
-      ),
-    )
-    self._agree_on_start(
-      {'devices of a worker': len(devices), 'bucket_bytes': bucket_bytes}
+    self._set_up(
+      strategy.resolve_devices(devices),
+      cross_device.AutoAllReduce(),
+      make_communicator,
+      {'bucket_bytes': options.bucket_bytes},
     )
 
 

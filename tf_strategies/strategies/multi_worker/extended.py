@@ -1,7 +1,7 @@
 """What changes in the mirrored implementation when there are several workers.
 
 Each worker is a process of its own that mirrors variables on its devices. What
-crosses workers goes through `Workers`; everything else is
+crosses workers goes through a `Communicator`; everything else is
 `ExactMirroredExtended`, which sees this worker's replicas only.
 """
 
@@ -13,57 +13,42 @@ from tf_strategies import _tf_internal
 from tf_strategies.strategies import communicator as communicator_lib
 from tf_strategies.strategies.mirrored import extended as mirrored_extended
 from tf_strategies.strategies.mirrored import reducer as reducer_lib
-from tf_strategies.strategies.mirrored import replica_run
 from tf_strategies.strategies.multi_worker import input as input_lib
 
 
 class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
   """Mirrored replicas on this worker's devices, in step with other workers.
 
-  Args:
-    container_strategy: the strategy that this implements.
-    devices: full names of this worker's devices.
-    cross_device_ops: what reductions between them go through.
-    make_communicator: called with what reduces between these devices, returns
-      the link to the other workers.
-    share_initial_values: whether variables start from the chief's values.
+  `make_communicator`, called with what reduces between these devices, returns
+  the link to the other workers.
   """
 
+  communicator: communicator_lib.Communicator
+
   def __init__(
-    self,
-    container_strategy,
-    devices,
-    cross_device_ops,
-    make_communicator,
-    share_initial_values: bool = True,
+    self, container_strategy, devices, cross_device_ops, make_communicator
   ):
     super().__init__(container_strategy, devices, cross_device_ops)
-    self._share_initial_values = share_initial_values
     self._input = input_lib.WorkerInput(self)
-    self._communicator: communicator_lib.Communicator = make_communicator(
-      self._local
-    )
-    self._workers = reducer_lib.WorkerReducer(self._local, self._communicator)
+    self.communicator = make_communicator(self.local)
+    self._workers = reducer_lib.WorkerReducer(self.local, self.communicator)
     self._reducer = reducer_lib.Reducer(self._workers)
-
-  @property
-  def communicator(self) -> communicator_lib.Communicator:
-    """The link to the other workers."""
-    return self._communicator
 
   # Who is who. Replicas are numbered over workers: rank * local + local id.
 
   @property
   def _num_replicas_in_sync(self):
-    return len(self._devices) * self._communicator.world_size
+    return self._workers.num_replicas
+
+  @property
+  def _first_replica(self):
+    return self.communicator.rank * len(self._devices)
 
   def _get_replica_id_in_sync_group(self, replica_id):
-    return self._communicator.rank * len(self._devices) + replica_id
+    return self._first_replica + replica_id
 
   def _get_local_replica_id(self, replica_id_in_sync_group):
-    return replica_id_in_sync_group - self._communicator.rank * len(
-      self._devices
-    )
+    return replica_id_in_sync_group - self._first_replica
 
   def _in_multi_worker_mode(self):
     # Keras then averages its logs over workers and gathers predictions.
@@ -77,12 +62,12 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
   @property
   def should_checkpoint(self):
     """Only the chief writes checkpoints."""
-    return self._communicator.rank == 0
+    return self.communicator.rank == 0
 
   @property
   def should_save_summary(self):
     """Only the chief writes summaries."""
-    return self._communicator.rank == 0
+    return self.should_checkpoint
 
   # See `GradientReducer`: a step that fails must not have counted itself.
 
@@ -97,8 +82,7 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
     dense_shape = tf.get_static_value(slices.dense_shape)
     if rows is None or dense_shape is None or tf.executing_eagerly():
       return False
-    size = slices.values.dtype.size
-    dense_bytes = size * int(dense_shape.prod())
+    dense_bytes = slices.values.dtype.size * int(dense_shape.prod())
     row_bytes = dense_bytes // max(1, int(dense_shape[0]))
     pair_bytes = row_bytes + slices.indices.dtype.size
     # A ring sends the dense sum twice, less what is there already.
@@ -106,19 +90,14 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
 
   # Where code runs.
 
-  def _make_run(self, args, is_keras_step):
-    return replica_run.ReplicaRun.of(
-      args, len(self._devices), is_keras_step, self._share_rows
-    )
-
   def _share_rows(self, rows):
     """The rows of every replica of every worker, by replica id."""
-    before = self._communicator.rank * len(rows)
+    before = self._first_replica
     after = self._num_replicas_in_sync - before - len(rows)
     with tf.device('CPU:0'):
       local = tf.stack([tf.cast(n, tf.int32) for n in rows])
       padded = tf.pad(local, [[before, after]])
-      everyone = self._communicator.combine(padded, 'sum', 'rows')
+      everyone = self.communicator.combine(padded, 'sum', 'rows')
       if tf.executing_eagerly():
         return tuple(everyone.numpy().tolist())
       return tuple(tf.unstack(everyone))
@@ -128,16 +107,16 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
       return super()._trim(run, outputs)
     # With one device an output is a plain tensor, which the base class takes
     # for a value that belongs to no replica.
-    wrapped = tf.nest.map_structure(self._reducer.per_replica, outputs)
+    wrapped = tf.nest.map_structure(self._workers.per_replica, outputs)
     trimmed = super()._trim(run, wrapped)
     return tf.nest.map_structure(
       lambda new, old: old if new is old else new.values[0], trimmed, outputs
     )
 
   def _agree_on_finite(self, run, finite):
-    local = super()._agree_on_finite(run, self._reducer.per_replica(finite))
+    local = super()._agree_on_finite(run, self._workers.per_replica(finite))
     with tf.device('CPU:0'):
-      everywhere = self._communicator.combine(
+      everywhere = self.communicator.combine(
         tf.cast(local, tf.int32), 'min', 'finite'
       )
       return tf.cast(everywhere, tf.bool)
@@ -149,7 +128,7 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
   def share_from_chief(self, variables) -> None:
     """Gives variables the chief's values, eagerly, on every worker."""
     values = [
-      self._communicator.broadcast(tf.convert_to_tensor(v.numpy()), 0, 'share')
+      self.communicator.broadcast(tf.convert_to_tensor(v.numpy()), 0, 'share')
       for v in variables
     ]
     with self._container_strategy().scope():
@@ -161,7 +140,7 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
   def _get_variable_creator_initial_value(
     self, replica_id, device, primary_var, **kwargs
   ):
-    if replica_id > 0 or not self._share_initial_values:
+    if replica_id > 0:
       return super()._get_variable_creator_initial_value(
         replica_id, device, primary_var, **kwargs
       )
@@ -172,7 +151,7 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
       value = _tf_internal.unwrap_checkpoint_value(value)
       tensor = tf.convert_to_tensor(value, dtype=kwargs.get('dtype'))
       # Without its name, in which Keras counts the models of a process.
-      return self._communicator.broadcast(tensor, 0, 'initial_value')
+      return self.communicator.broadcast(tensor, 0, 'initial_value')
 
     return initial_value
 
@@ -184,10 +163,10 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
 
   def _experimental_distribute_values_from_function(self, value_fn):
     values = []
-    for i in range(len(self._devices)):
+    for i, device in enumerate(self._devices):
       context = tf.distribute.experimental.ValueContext(
         self._get_replica_id_in_sync_group(i), self._num_replicas_in_sync
       )
-      with tf.device(self._devices[i]):
+      with tf.device(device):
         values.append(value_fn(context))
     return _tf_internal.regroup(tuple(values), always_wrap=True)

@@ -23,25 +23,37 @@ import tensorflow as tf
 
 from tf_strategies import _graph_errors, _tf_internal, errors
 from tf_strategies.monitoring import input_watch
-from tf_strategies.strategies.mirrored import (
-  counted_batch,
-  host_input,
-  replica_run,
-)
+from tf_strategies.strategies import communicator as communicator_lib
+from tf_strategies.strategies.mirrored import host_input, replica_run
 
 _Policy = tf.data.experimental.AutoShardPolicy
+_SAME_BATCHES = (
+  'each worker takes its rows of the global batch, so call tf.random.set_seed or '
+  'keras.utils.set_random_seed with the same number on every worker before the '
+  'data are shuffled; or, if each worker has data of its own, set '
+  'options.experimental_distribute.auto_shard_policy to '
+  'tf.data.experimental.AutoShardPolicy.OFF'
+)
 
 
 class WorkerInput:
-  """Distributes data sets to the replicas of one worker.
-
-  Args:
-    extended: of the strategy; tells the number of replicas, and the link.
-  """
+  """Distributes data sets to the replicas of one worker."""
 
   def __init__(self, extended):
     self._extended = extended
     self._datasets = itertools.count()
+
+  @property
+  def _communicator(self) -> communicator_lib.Communicator:
+    return self._extended.communicator
+
+  @property
+  def _num_local(self) -> int:
+    return len(self._extended.worker_devices)
+
+  @property
+  def _num_replicas(self) -> int:
+    return self._num_local * self._communicator.world_size
 
   def distribute(self, dataset, options) -> tf.data.Dataset:
     """Returns a data set of distributed values from one of global batches."""
@@ -55,13 +67,13 @@ class WorkerInput:
     if host_input.is_distributed(dataset):
       return dataset
     policy = dataset.options().experimental_distribute.auto_shard_policy
-    if policy in (_Policy.FILE, _Policy.OFF):
-      if policy == _Policy.FILE:
-        dataset = _tf_internal.shard_files(
-          dataset, self._communicator.world_size, self._communicator.rank
-        )
-      return self._own_data(self._take_share(dataset))
-    return self._same_data(dataset)
+    if policy not in (_Policy.FILE, _Policy.OFF):
+      return self._same_data(dataset)
+    if policy == _Policy.FILE:
+      dataset = _tf_internal.shard_files(
+        dataset, self._communicator.world_size, self._communicator.rank
+      )
+    return self._own_data(self._take_share(dataset))
 
   def distribute_from_function(self, dataset_fn, options) -> tf.data.Dataset:
     """Returns a data set of distributed values from per-replica batches."""
@@ -69,18 +81,10 @@ class WorkerInput:
     context = tf.distribute.InputContext(
       num_input_pipelines=self._communicator.world_size,
       input_pipeline_id=self._communicator.rank,
-      num_replicas_in_sync=self._extended._num_replicas_in_sync,  # pylint: disable=protected-access
+      num_replicas_in_sync=self._num_replicas,
     )
     dataset = dataset_fn(context)
     return self._own_data(_group_by_replicas(dataset, self._num_local))
-
-  @property
-  def _communicator(self):
-    return self._extended.communicator
-
-  @property
-  def _num_local(self) -> int:
-    return len(self._extended.worker_devices)
 
   def _same_data(self, dataset):
     """Every worker has the same batches and takes its rows."""
@@ -96,10 +100,9 @@ class WorkerInput:
     check = self._make_check()
 
     def split(index, batch):
-      num_parts = self._num_local * world_size
-      local = host_input.split(batch, num_parts, parts)
+      local = host_input.split(batch, self._num_replicas, parts)
       rows = replica_run.num_rows(tf.nest.flatten(batch)[0])
-      sizes = host_input.part_sizes(rows, num_parts)
+      sizes = host_input.part_sizes(rows, self._num_replicas)
       all_rows = tf.gather(sizes, by_replica)
       fingerprint = tf.cond(
         _is_compared(index),
@@ -113,10 +116,10 @@ class WorkerInput:
         local, all_rows = tf.nest.map_structure(
           tf.identity, (local, all_rows), expand_composites=True
         )
-      return counted_batch.regroup(local, all_rows)
+      return host_input.with_rows(local, all_rows)
 
     distributed = (
-      dataset.map(lambda *batch: _pack(batch))
+      dataset.map(lambda *batch: host_input.unwrap(batch))
       .enumerate()
       .map(split)
       .prefetch(1)
@@ -127,18 +130,19 @@ class WorkerInput:
   def _make_check(self):
     """Returns an op that compares the workers' batches 0, 1, 2, 4, 8, ..."""
     dataset_id = next(self._datasets)
-    iterators = itertools.count()
-    state = {'iterator': -1}
+    iterator = -1
 
     def compare(index, fingerprint):
+      nonlocal iterator
       if index == 0:
-        state['iterator'] = next(iterators)
-      if self._communicator.world_size > 1:
-        tag = f'batch/{dataset_id}/{state["iterator"]}/{index}'
-        try:
-          self._compare(tag, int(index), int(fingerprint))
-        except errors.Error as e:
-          _graph_errors.raise_through_graph(e)
+        iterator += 1
+      tag = f'batch/{dataset_id}/{iterator}/{index}'
+      with _graph_errors.typed():
+        communicator_lib.check_same(
+          self._communicator.exchange(tag, str(fingerprint).encode()),
+          f'batch {index} of a data set',
+          _SAME_BATCHES,
+        )
       return np.int64(0)
 
     def check(index, fingerprint):
@@ -151,28 +155,10 @@ class WorkerInput:
 
     return check
 
-  def _compare(self, tag, index, fingerprint):
-    answers = self._communicator.exchange(tag, json.dumps(fingerprint).encode())
-    values = [json.loads(answer) for answer in answers]
-    different = [r for r, v in enumerate(values) if v != values[0]]
-    if different:
-      error = errors.CollectiveMismatchError(
-        f'batch {index} of a data set is not the same on all workers: ranks '
-        f'{different} have other data than rank 0. Each worker takes its rows '
-        'of the global batch, so all must have the same batches in the same '
-        'order. Fix: call tf.random.set_seed or '
-        'keras.utils.set_random_seed with the same number on every worker '
-        'before the data are shuffled; or, if each worker has data of its own, '
-        'set options.experimental_distribute.auto_shard_policy to '
-        'tf.data.experimental.AutoShardPolicy.OFF.'
-      )
-      error.ranks = tuple(different)
-      raise error
-
   def _take_share(self, dataset):
     """A worker's share of global batches: rows for its own replicas only."""
     size = _tf_internal.batch_size_of(dataset)
-    total = self._num_local * self._communicator.world_size
+    total = self._num_replicas
     if size is None or size % total:
       raise errors.UnsupportedOptionError(
         f'batches of {size or "unknown size"} with AutoShardPolicy.FILE or OFF '
@@ -183,16 +169,12 @@ class WorkerInput:
     rows = size // self._communicator.world_size
     return dataset.rebatch(rows).map(
       lambda *batch: host_input.split(
-        _pack(batch), self._num_local, range(self._num_local)
+        host_input.unwrap(batch), self._num_local, range(self._num_local)
       )
     )
 
   def _own_data(self, dataset):
-    """Goes on, without rows, until every worker has run out of data.
-
-    Args:
-      dataset: its elements are tuples of one batch a local replica.
-    """
+    """Of tuples of a batch a local replica; goes on until all have run out."""
     nothing = _without_rows(dataset.element_spec)
     dataset_id = next(self._datasets)
     iterators = itertools.count()
@@ -203,10 +185,8 @@ class WorkerInput:
     def share_rows(iterator, index, has_data, rows):
       tag = f'rows/{dataset_id}/{iterator}/{index}'
       mine = [bool(has_data), rows.tolist()]
-      try:
+      with _graph_errors.typed():
         answers = self._communicator.exchange(tag, json.dumps(mine).encode())
-      except errors.Error as e:
-        _graph_errors.raise_through_graph(e)
       everyone = [json.loads(answer) for answer in answers]
       all_rows = [n for _, rows in everyone for n in rows]
       return np.bool_(any(has for has, _ in everyone)), np.int32(all_rows)
@@ -223,10 +203,9 @@ class WorkerInput:
           [iterator, index, has_data, tf.stack(rows)],
           [tf.bool, tf.int32],
         )
-        total = self._num_local * self._communicator.world_size
         return (
           tf.ensure_shape(left, []),
-          tf.ensure_shape(all_rows, [total]),
+          tf.ensure_shape(all_rows, [self._num_replicas]),
           batches,
         )
 
@@ -240,7 +219,7 @@ class WorkerInput:
         .enumerate()
         .map(agree(iterator))
         .take_while(lambda left, all_rows, batches: left)
-        .map(lambda left, rows, batches: counted_batch.regroup(batches, rows))
+        .map(lambda left, rows, batches: host_input.with_rows(batches, rows))
       )
 
     numbers = tf.data.Dataset.range(1).map(
@@ -248,10 +227,6 @@ class WorkerInput:
     )
     distributed = numbers.flat_map(epoch).with_options(_on_demand())
     return input_watch.watch(distributed)
-
-
-def _pack(batch):
-  return batch if len(batch) > 1 else batch[0]
 
 
 def _check_input_options(options):
@@ -326,43 +301,17 @@ def _without_rows(spec):
 
 
 def _group_by_replicas(dataset, num_local: int):
-  """Gives each local replica one element of `dataset` in turn.
-
-  Returns:
-    A data set of tuples of `num_local` elements; in the last one some may have
-    no rows.
-  """
+  """Tuples of one element of `dataset` a local replica; the last without rows."""
   if num_local == 1:
-    return dataset.map(lambda *batch: (_pack(batch),))
-  spec = dataset.element_spec
-  nothing = tf.nest.flatten(_without_rows(spec), expand_composites=True)
-  flat = dataset.map(
-    lambda *batch: tuple(tf.nest.flatten(_pack(batch), expand_composites=True))
-  )
-  padding = tf.data.Dataset.from_tensors(tuple(nothing)).repeat(num_local - 1)
+    return dataset.map(lambda *batch: (host_input.unwrap(batch),))
+  nothing = tf.data.Dataset.from_tensors(_without_rows(dataset.element_spec))
 
-  def collect(state, element):
-    position, *held = state
-    slots = [
+  def group(*window):
+    elements = tf.data.Dataset.zip(host_input.unwrap(window))
+    return tf.data.Dataset.zip(
       tuple(
-        tf.cond(tf.equal(position, slot), lambda n=new: n, lambda o=old: o)
-        for new, old in zip(element, before, strict=True)
-      )
-      for slot, before in enumerate(held)
-    ]
-    is_last = tf.equal(position, num_local - 1)
-    following = tf.where(is_last, 0, position + 1)
-    return (following, *slots), (is_last, (*held, element))
-
-  start = (tf.constant(0), *[tuple(nothing)] * (num_local - 1))
-  return (
-    flat.concatenate(padding)
-    .scan(start, collect)
-    .filter(lambda is_last, group: is_last)
-    .map(
-      lambda is_last, group: tuple(
-        tf.nest.pack_sequence_as(spec, list(part), expand_composites=True)
-        for part in group
+        elements.skip(i).concatenate(nothing).take(1) for i in range(num_local)
       )
     )
-  )
+
+  return dataset.window(num_local).flat_map(group)

@@ -1,68 +1,73 @@
-"""Workers that are linked by a process group of ours."""
+"""Workers that are linked by a process group of ours: host calls in one order.
+
+All ranks must issue their collectives in the same order. TensorFlow keeps the
+order of host calls within one function only, so that a `tf.while_loop` or a
+`tf.cond` may overtake another. Here each call reads a token variable and
+writes it back: TensorFlow never reorders that.
+
+Calls that move gradients come in two parts. The first hands a tensor to a
+thread and returns at once; the second waits for all results. So the reduction
+of the last layers' gradients runs while the backward pass computes those of the
+first layers, and no thread of TensorFlow waits for it.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import concurrent.futures
+import functools
+import itertools
+import threading
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import tensorflow as tf
 
-from tf_strategies import collectives, errors, process_group
+from tf_strategies import _graph_errors, _tf_internal, errors, process_group
+from tf_strategies.collectives import algorithms, codecs
+from tf_strategies.monitoring import recorder
 from tf_strategies.strategies import communicator
 from tf_strategies.strategies.mirrored import reducer
-from tf_strategies.strategies.multi_worker import buckets as buckets_lib
-from tf_strategies.strategies.multi_worker import collective_queue
+from tf_strategies.strategies.multi_worker import options as options_lib
 
-# A message costs about as much as copying so many bytes into a bucket.
-_ALONE_BYTES = 1 << 20
 # How many of a bucket's tensors a timeline spells out.
 _NAMED = 6
+# Of collectives that gradients go through, for the timeline.
+_UPDATES = itertools.count()
+
+# Runs a collective on an array; returns one of its dtype.
+_Work = Callable[[process_group.ProcessGroup, np.ndarray], np.ndarray]
 
 
 class ProcessGroupCommunicator(communicator.Communicator):
-  """Local devices are reduced in the graph, workers by host calls.
-
-  Args:
-    group: the process group.
-    local: what adds up tensors of the local devices.
-    bucket_bytes: the most that a bucket of small tensors holds.
-    all_reduce: name of the algorithm between workers, or 'auto'.
-    compression: name of the codec in which gradients travel.
-  """
+  """Local devices are reduced in the graph, workers by host calls."""
 
   def __init__(
     self,
     group: process_group.ProcessGroup,
     local: reducer.DeviceReducer,
-    bucket_bytes: int,
-    all_reduce: str = 'auto',
-    compression: str = 'none',
+    options: options_lib.RingOptions,
   ):
-    self._ring = collective_queue.CollectiveQueue(group)
+    self.group = group
+    self.rank, self.world_size = group.rank, group.world_size
+    self._queue = CollectiveQueue(group)
     self._local = local
-    self._bucket_bytes = bucket_bytes
-    self._how = {'algorithm': all_reduce, 'compression': compression}
+    self._how = {
+      'algorithm': options.all_reduce,
+      'compression': options.compression,
+    }
+    codec = codecs.get(options.compression)
     # Where a codec is a cast, TensorFlow makes it on all cores.
-    self._cast_dtype = collectives.CODECS[compression].cast_dtype
-
-  @property
-  def group(self) -> process_group.ProcessGroup:
-    """The process group that links the workers now."""
-    return self._ring.group
-
-  @property
-  def rank(self) -> int:
-    """See base class."""
-    return self.group.rank
-
-  @property
-  def world_size(self) -> int:
-    """See base class."""
-    return self.group.world_size
-
-  def reset(self, group: process_group.ProcessGroup) -> None:
-    """Goes on with another group; graphs that know 1/N are stale then."""
-    self._ring.reset(group)
+    self._cast_dtype = codec.cast_dtype
+    num_chunks = self.world_size
+    if options.all_reduce != 'auto':
+      schedule = algorithms.build(options.all_reduce, self.world_size)
+      num_chunks = schedule.num_chunks
+    self._pack = functools.partial(
+      reducer.pack,
+      bucket_bytes=options.bucket_bytes,
+      block=codec.block_length or 1,
+      num_chunks=num_chunks,
+    )
 
   def all_reduce(self, columns, name):
     """See base class."""
@@ -87,25 +92,28 @@ class ProcessGroupCommunicator(communicator.Communicator):
         tensors, 'all_reduce_in_control_flow', 'branch'
       )
     else:
-      # The ring is called once a worker; this replica's share is in it.
+      # The group is called once a worker; this replica's share is in it.
       tensors = [tf.zeros_like(t) for t in tensors]
     return all_reduce_locally(tensors)
 
   def _all_reduce_host(self, tensors, kind, name):
-    with tf.device('CPU:0'):
-      sent = [self._cast(t) for t in tensors]
-      packed = buckets_lib.pack(
-        sent, [t.dtype.name for t in sent], self._bucket_bytes, _ALONE_BYTES
-      )
-
-      def reduce(group, index, array):
+    def bucket(index):
+      def work(group, array):
         return group.all_reduce(
           array, name=f'{name}/bucket_{index}', **self._how
         )
 
-      contents = [_names(tensors, members) for members in packed.members]
+      return work
+
+    with tf.device('CPU:0'):
+      packed = self._pack([self._cast(t) for t in tensors])
       summed = packed.unpack(
-        self._ring.call_all(kind, reduce, packed.buckets, contents)
+        self._queue.call_all(
+          kind,
+          [bucket(i) for i in range(len(packed.buckets))],
+          packed.buckets,
+          [_names(tensors, members) for members in packed.members],
+        )
       )
       return [tf.cast(s, t.dtype) for s, t in zip(summed, tensors, strict=True)]
 
@@ -120,7 +128,7 @@ class ProcessGroupCommunicator(communicator.Communicator):
   def combine(self, tensor, op, name, is_report=False):
     """See base class."""
 
-    def reduce(group, array):
+    def work(group, array):
       try:
         flat = group.all_reduce(np.ravel(array), op=op, name=name)
       except errors.Error:
@@ -130,33 +138,33 @@ class ProcessGroupCommunicator(communicator.Communicator):
       return np.reshape(flat, array.shape)
 
     with tf.device('CPU:0'):
-      return self._ring.call(f'combine_{op}', reduce, tensor, tensor.shape)
+      return self._queue.call(f'combine_{op}', work, tensor, tensor.shape)
 
   def all_gather(self, tensor, name):
     """See base class."""
 
-    def gather(group, array):
+    def work(group, array):
       return np.concatenate(group.all_gather(array, name=name))
 
     shape = tf.TensorShape([None]).concatenate(tensor.shape[1:])
     with tf.device('CPU:0'):
-      return self._ring.call('all_gather', gather, tensor, shape)
+      return self._queue.call('all_gather', work, tensor, shape)
 
   def broadcast(self, tensor, root, name):
     """See base class."""
 
-    def send(group, array):
+    def work(group, array):
       flat = np.ravel(array)
       return np.reshape(group.broadcast(flat, root, name=name), array.shape)
 
     with tf.device('CPU:0'):
-      return self._ring.call('broadcast', send, tensor, tensor.shape)
+      return self._queue.call('broadcast', work, tensor, tensor.shape)
 
   def exchange(self, tag, payload):
     """See base class."""
     return self.group.exchange(tag, payload)
 
-  def agree(self, value: Any, what: str) -> Any:
+  def agree(self, value, what):
     """See base class."""
     return self.group.agree(value, what=what)
 
@@ -167,14 +175,195 @@ class ProcessGroupCommunicator(communicator.Communicator):
       'rank': self.rank,
       'world_size': self.world_size,
       'generation': self.group.generation,
-      'calls': dict(self._ring.calls),
+      'calls': dict(self._queue.calls),
       'bytes_sent': self.group.bytes_sent,
     }
 
   def close(self):
     """See base class."""
     self.group.close()
-    self._ring.close()
+    self._queue.close()
+
+
+class CollectiveQueue:
+  """The collectives of a process group as TensorFlow ops, in program order."""
+
+  def __init__(self, group: process_group.ProcessGroup):
+    self._group = group
+    self._thread = concurrent.futures.ThreadPoolExecutor(1, 'collectives')
+    self._handles = itertools.count()
+    self._pending: dict[int, concurrent.futures.Future] = {}
+    self._lock = threading.Lock()
+    self._update = 0
+    self.calls: dict[str, int] = {}
+    with tf.init_scope(), tf.device('CPU:0'):
+      # Of no strategy: a mirrored variable would be updated by collectives.
+      self._token = _tf_internal.ResourceVariable(
+        np.int64(0), trainable=False, name='collective_order'
+      )
+
+  def close(self) -> None:
+    """Ends the thread; the group must have been closed or have failed."""
+    self._thread.shutdown(wait=False, cancel_futures=True)
+
+  # What graphs and eager code call. `kind` is for the statistics.
+
+  def call(
+    self, kind: str, work: _Work, tensor: tf.Tensor, shape: tf.TensorShape
+  ) -> tf.Tensor:
+    """Runs `work` in order and returns what it returns, of so known a shape."""
+    if tf.executing_eagerly():
+      result = self._run(kind, work, tensor.numpy())
+      return tf.constant(result, tensor.dtype)
+    self._check_not_compiled(kind)
+
+    def host(array, token):
+      return self._guard(lambda: (self._run(kind, work, array), token + 1))
+
+    [result] = self._in_order(host, [tensor], [tensor.dtype])
+    result.set_shape(shape)
+    return result
+
+  def call_all(
+    self,
+    kind: str,
+    works: Sequence[_Work],
+    tensors: Sequence[tf.Tensor],
+    contents: Sequence[str],
+  ) -> list[tf.Tensor]:
+    """Runs each of `works` on its tensor as soon as that is ready.
+
+    Args:
+      kind: of the collectives.
+      works: each makes an array like the one that it gets.
+      tensors: one-dimensional, in the order in which they become ready.
+      contents: what is in each of them, for the timeline.
+
+    Returns:
+      The results, none before all are there: what follows happens with all of
+      them or not at all.
+    """
+    if tf.executing_eagerly():
+      return [
+        self.call(kind, work, tensor, tensor.shape)
+        for work, tensor in zip(works, tensors, strict=True)
+      ]
+    self._check_not_compiled(kind)
+    handles = [
+      self._start(kind, work, tensor, i == 0, content)
+      for i, (work, tensor, content) in enumerate(
+        zip(works, tensors, contents, strict=True)
+      )
+    ]
+
+    def wait(handles, token):
+      return self._guard(lambda: (*self._wait(handles), token + 1))
+
+    results = self._in_order(
+      wait, [tf.stack(handles)], [t.dtype for t in tensors]
+    )
+    for result, tensor in zip(results, tensors, strict=True):
+      result.set_shape(tensor.shape)
+    return results
+
+  # The graph's side.
+
+  def _start(self, kind, work, tensor, is_first, contents):
+    """Hands a tensor to the thread; returns the number of its result."""
+
+    def host(array, token):
+      def start():
+        handle = next(self._handles)
+        if is_first:
+          self._update = next(_UPDATES)
+        self._pending[handle] = self._submit(
+          kind, work, array, update=self._update, contents=contents
+        )
+        return np.int64(handle), token + 1
+
+      return self._guard(start)
+
+    [handle] = self._in_order(host, [tensor], [tf.int64])
+    handle.set_shape([])
+    return handle
+
+  def _in_order(self, host, inputs, dtypes):
+    """A host call between a read and a write of the token."""
+    with tf.device('CPU:0'):
+      *results, token = tf.numpy_function(
+        host, [*inputs, self._token.read_value()], [*dtypes, tf.int64]
+      )
+      token.set_shape([])
+      with tf.control_dependencies([self._token.assign(token)]):
+        return [tf.identity(r) for r in results]
+
+  def _check_not_compiled(self, kind):
+    if _tf_internal.in_xla_context():
+      raise errors.UnsupportedOptionError(
+        f'jit_compile=True around a collective between workers ({kind})',
+        'steps that XLA does not compile: it cannot call the network',
+        'compile(..., jit_compile=False), or compile functions inside of the '
+        'step that do not synchronise',
+      )
+
+  # The host's side.
+
+  def _submit(self, kind, work, array, **about):
+    if recorder.is_on():
+      work = _recorded(kind, work, handed_ns=recorder.now(), **about)
+    with self._lock:
+      self.calls[kind] = self.calls.get(kind, 0) + 1
+    return self._thread.submit(work, self._group, array)
+
+  def _run(self, kind, work, array):
+    with recorder.span(f'wait for {kind}', recorder.WAIT):
+      return self._submit(kind, work, array).result()
+
+  def _wait(self, handles):
+    futures = [self._pending.pop(int(handle)) for handle in handles]
+    with recorder.span('wait for buckets', recorder.WAIT):
+      return [future.result() for future in futures]
+
+  def _guard(self, function):
+    """Lets a failure leave the graph with its type."""
+    try:
+      return function()
+    except errors.Error as e:
+      _graph_errors.raise_through_graph(e)
+    except (RuntimeError, concurrent.futures.CancelledError):
+      # The queue was closed under a graph that still ran.
+      if self._group.failure is None:
+        raise
+      _graph_errors.raise_through_graph(self._group.failure)
+
+
+def _recorded(kind, work, **about):
+  """Work that also tells the recorder when it ran, and what it sent."""
+
+  def run(group, array):
+    before, began = group.bytes_sent, recorder.now()
+    failed = True
+    try:
+      result = work(group, array)
+      failed = False
+      return result
+    finally:
+      ended, position = recorder.now(), group.describe()
+      recorder.add(
+        position['name'] or kind,
+        recorder.COMMUNICATION,
+        began,
+        ended,
+        kind=kind,
+        bytes=int(array.nbytes),
+        sent=group.bytes_sent - before,
+        generation=group.generation,
+        sequence=position['sequence'],
+        failed=failed,
+        **about,
+      )
+
+  return run
 
 
 def _names(tensors, members) -> str:

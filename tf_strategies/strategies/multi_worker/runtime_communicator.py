@@ -6,32 +6,22 @@ import base64
 import itertools
 import json
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
-from tf_strategies import _tf_internal, errors
+from tf_strategies import _tf_internal
 from tf_strategies.cross_device import statistics
 from tf_strategies.strategies import communicator
-from tf_strategies.strategies.multi_worker import buckets as buckets_lib
+from tf_strategies.strategies.mirrored import reducer
+from tf_strategies.strategies.multi_worker import options as options_lib
 
-_ALONE_BYTES = 1 << 20
 _EXCHANGE_SECONDS = 600.0
 
 
 class RuntimeCommunicator(communicator.Communicator):
   """Every device of every worker takes part in TensorFlow's collectives.
 
-  Args:
-    rank: of this worker.
-    world_size: number of workers.
-    devices: full names of this worker's devices.
-    collective_key_base: where group keys start.
-    communication_hint: 'ring', 'nccl' or 'auto'.
-    max_subdivs_per_device: into how many parts a tensor may be cut so that they
-      travel at once; -1 for none, 0 for TensorFlow's choice.
-    timeout_seconds: of each collective; 0 for none.
-    bucket_bytes: the most that a bucket of small tensors holds.
+  `devices` are this worker's; group keys start at `collective_key_base`.
   """
 
   def __init__(
@@ -40,70 +30,43 @@ class RuntimeCommunicator(communicator.Communicator):
     world_size: int,
     devices: Sequence[str],
     collective_key_base: int,
-    communication_hint: str,
-    max_subdivs_per_device: int,
-    timeout_seconds: float,
-    bucket_bytes: int,
+    options: options_lib.CollectiveOptions,
   ):
-    self._rank = rank
-    self._world_size = world_size
+    self.rank = rank
+    self.world_size = world_size
     self._devices = tuple(devices)
-    self._bucket_bytes = bucket_bytes
-    self._hint = communication_hint
+    self._options = options
     # The coordination service knows no strategies: each has names of its own.
     self._prefix = f'tf_strategies/{collective_key_base}'
     launch = _tf_internal.CollectiveLaunchers(
-      collective_key_base, communication_hint, timeout_seconds
+      collective_key_base, options.communication, options.timeout_seconds
     )
-    self._max_subdivs = max_subdivs_per_device
-    self._timeout_seconds = timeout_seconds
-    total = world_size * len(devices)
-    self._launchers = launch.of(self._devices, total)
+    self._launchers = launch.of(self._devices, world_size * len(devices))
     # One tensor a worker: sizes, flags, counts.
     self._host = _tf_internal.host_of(devices[0])
-    self._host_launcher = launch.of([self._host], world_size)[0]
+    [self._host_launcher] = launch.of([self._host], world_size)
     self._statistics: dict[str, statistics.CallStatistics] = {}
     self._agreements = itertools.count()
-
-  @property
-  def rank(self) -> int:
-    """See base class."""
-    return self._rank
-
-  @property
-  def world_size(self) -> int:
-    """See base class."""
-    return self._world_size
 
   def all_reduce(self, columns, name):
     """See base class."""
     if tf.executing_eagerly():
       # Eager ops would run one after the other, and the first would wait for
       # the second forever.
-      return tf.function(lambda c: self._all_reduce(c, 'all_reduce'))(
+      return tf.function(lambda c: self.all_reduce(c, name))(
         [list(column) for column in columns]
       )
-    return self._all_reduce(columns, 'all_reduce')
-
-  def _all_reduce(self, columns, kind):
     packed, sums = [], []
     for device, column in zip(self._devices, columns, strict=True):
       with tf.device(device):
-        packed.append(
-          buckets_lib.pack(
-            column,
-            [t.dtype.name for t in column],
-            self._bucket_bytes,
-            _ALONE_BYTES,
-          )
-        )
+        packed.append(reducer.pack(column, self._options.bucket_bytes))
     for launcher, device, pack in zip(
       self._launchers, self._devices, packed, strict=True
     ):
       with tf.device(device):
         buckets = [self._reduce(launcher, b, 'Add') for b in pack.buckets]
         sums.append(pack.unpack(buckets))
-    self._count(kind)
+    self._count('all_reduce')
     return sums
 
   def all_reduce_replica(self, tensors, replica_id, options):
@@ -118,8 +81,8 @@ class RuntimeCommunicator(communicator.Communicator):
   def combine(self, tensor, op, name, is_report=False):
     """See base class; fails in any case where a worker has died."""
     del name, is_report
-    merge = {'sum': 'Add', 'min': 'Min', 'max': 'Max'}[op]
     self._count(f'combine_{op}')
+    merge = {'sum': 'Add', 'min': 'Min', 'max': 'Max'}[op]
     with tf.device(self._host):
       return self._reduce(self._host_launcher, tensor, merge)
 
@@ -128,7 +91,7 @@ class RuntimeCommunicator(communicator.Communicator):
     with tf.device(self._host):
       mine = tf.shape(tensor)[0]
       lengths = self.combine(
-        tf.one_hot(self._rank, self._world_size, mine, 0, dtype=tf.int32),
+        tf.one_hot(self.rank, self.world_size, mine, 0, dtype=tf.int32),
         'sum',
         f'{name}/lengths',
       )
@@ -136,7 +99,7 @@ class RuntimeCommunicator(communicator.Communicator):
       padding = [[0, longest - mine]] + [[0, 0]] * (tensor.shape.rank - 1)
       # Each worker's rows in a place of their own: the sum is the gathering.
       padded = tf.pad(tensor, padding)[None]
-      before = [[self._rank, self._world_size - 1 - self._rank]]
+      before = [[self.rank, self.world_size - 1 - self.rank]]
       placed = tf.pad(padded, before + [[0, 0]] * tensor.shape.rank)
       everyone = self.combine(placed, 'sum', name)
       mask = tf.sequence_mask(lengths, longest)
@@ -147,49 +110,39 @@ class RuntimeCommunicator(communicator.Communicator):
   def broadcast(self, tensor, root, name):
     """See base class; the others add zeros."""
     with tf.device(self._host):
-      if self._rank != root:
+      if self.rank != root:
         tensor = tf.zeros_like(tensor)
       return self.combine(tensor, 'sum', name)
 
   def exchange(self, tag, payload):
     """See base class; through TensorFlow's coordination service."""
-    if self._world_size == 1:
+    if self.world_size == 1:
       return [payload]
-    text = base64.b64encode(payload).decode()
-    return [
-      base64.b64decode(answer)
-      for answer in _tf_internal.exchange_config_values(
-        f'{self._prefix}/{tag}',
-        text,
-        self._rank,
-        self._world_size,
-        _EXCHANGE_SECONDS,
-      )
-    ]
+    answers = _tf_internal.exchange_config_values(
+      f'{self._prefix}/{tag}',
+      base64.b64encode(payload).decode(),
+      self.rank,
+      self.world_size,
+      _EXCHANGE_SECONDS,
+    )
+    return [base64.b64decode(answer) for answer in answers]
 
-  def agree(self, value: Any, what: str) -> Any:
+  def agree(self, value, what):
     """See base class."""
     tag = f'agree/{next(self._agreements)}'
     answers = self.exchange(tag, json.dumps(value, sort_keys=True).encode())
-    different = [r for r, a in enumerate(answers) if a != answers[0]]
-    if different:
-      error = errors.CollectiveMismatchError(
-        f'the workers disagree on {what}: rank 0 has {answers[0].decode()}, '
-        f'rank {different[0]} has {answers[different[0]].decode()}. Start all '
-        'workers with the same program and options.'
-      )
-      error.ranks = tuple(different)
-      raise error
+    communicator.check_same(
+      answers, what, 'start all workers with the same program and options'
+    )
     return value
 
   def report(self):
     """See base class; calls are counted as graphs run."""
-    calls = {kind: s.calls for kind, s in self._statistics.items()}
     return {
-      'link': f'tensorflow/{self._hint}',
-      'rank': self._rank,
-      'world_size': self._world_size,
-      'calls': calls,
+      'link': f'tensorflow/{self._options.communication}',
+      'rank': self.rank,
+      'world_size': self.world_size,
+      'calls': {kind: s.calls for kind, s in self._statistics.items()},
     }
 
   def close(self):
@@ -209,8 +162,8 @@ class RuntimeCommunicator(communicator.Communicator):
       launcher,
       tensor,
       merge_op,
-      self._hint,
-      self._timeout_seconds,
-      self._max_subdivs,
+      self._options.communication,
+      self._options.timeout_seconds,
+      self._options.max_subdivs_per_device,
     )
-    return tf.cast(reduced, dtype) if reduced.dtype != dtype else reduced
+    return tf.cast(reduced, dtype)

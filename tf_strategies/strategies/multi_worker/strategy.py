@@ -10,18 +10,60 @@ from absl import logging
 
 from tf_strategies import _tf_internal, errors
 from tf_strategies import cluster as cluster_lib
-from tf_strategies.strategies.mirrored import counted_batch
+from tf_strategies.strategies.mirrored import devices as devices_lib
+from tf_strategies.strategies.mirrored import strategy as mirrored_strategy
+from tf_strategies.strategies.multi_worker import extended as extended_lib
 
 # The random seed that a strategy, not the user, gave to this process.
 _agreed: dict[str, int] = {}
 
 
-class MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
+class MultiWorkerStrategy(
+  mirrored_strategy.ExactStrategy, tf.distribute.MultiWorkerMirroredStrategy
+):
   """Replicas on several workers, each of which runs the same program.
 
   It is a `tf.distribute.MultiWorkerMirroredStrategy` so that Keras averages its
   logs over workers and gathers what `predict` returns.
   """
+
+  @classmethod
+  def place_in(
+    cls, cluster: cluster_lib.ClusterConfig | None
+  ) -> tuple[int, tuple[str, ...]]:
+    """Returns this process's rank in `cluster` and the addresses of all that train.
+
+    Raises:
+      ClusterConfigError: the cluster has no part for this process.
+    """
+    if cluster is None:
+      # No cluster at all: alone, at any free port.
+      return 0, ('127.0.0.1:0',)
+    index = cluster.training_index
+    if index is None:
+      raise errors.ClusterConfigError(
+        f'task {cluster.task_type!r} {cluster.task_index} does not train. '
+        'Allowed are chief and worker tasks of the cluster. Fix: run the '
+        f'evaluator or the parameter server there instead of {cls.__name__}.'
+      )
+    return index, tuple(task.address for task in cluster.training_tasks)
+
+  def _set_up(self, devices, cross_device_ops, make_communicator, setup):
+    """Becomes a strategy, if the other workers have the same `setup`.
+
+    Raises:
+      CollectiveMismatchError: workers with other devices or options.
+    """
+    extended = extended_lib.MultiWorkerExtended(
+      self, devices, cross_device_ops, make_communicator
+    )
+    # MultiWorkerMirroredStrategy's own __init__ would start its own runtime.
+    tf.distribute.Strategy.__init__(self, extended)
+    extended.communicator.agree(
+      {'devices of a worker': len(devices), **setup},
+      f'the set-up of {type(self).__name__}',
+    )
+    _agree_on_seed(extended.communicator)
 
   @property
   def cluster_resolver(self):
@@ -48,16 +90,7 @@ class MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     return self.extended.communicator.report()
 
   def reduce(self, reduce_op, value, axis):
-    """Reduces `value` across all replicas; `tf.distribute.Strategy.reduce`.
-
-    Keras does two things with it that need care: it takes the mean of the first
-    batch to learn its shapes, which gives the first local replica's part here,
-    and it reduces the scalars of its logs along axis 0.
-    """
-    if counted_batch.is_counted(value):
-      return tf.nest.map_structure(
-        lambda v: self.experimental_local_results(v)[0], value
-      )
+    """See base class; Keras reduces the scalars of its logs along axis 0."""
     if axis == 0 and _is_scalar(value):
       return tf.nest.map_structure(
         lambda v: self.extended.reduce_report(reduce_op, v), value
@@ -68,56 +101,36 @@ class MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     """Leaves the other workers; a later collective of theirs fails."""
     self.extended.communicator.close()
 
-  def _agree_on_start(self, setup: dict) -> None:
-    """Makes sure that all workers build the same, and shuffle the same.
 
-    Raises:
-      CollectiveMismatchError: workers with other devices or options.
-    """
-    communicator = self.extended.communicator
-    communicator.agree(setup, f'the set-up of {type(self).__name__}')
-    seed = _tf_internal.global_seed()
-    if seed == _agreed.get('seed'):
-      # An earlier strategy's choice, which a worker that joined since has not.
-      seed = None
-    proposal = secrets.randbits(31) if seed is None else seed
-    answers = communicator.exchange(
-      'random_seed', json.dumps(proposal).encode()
+def resolve_devices(devices) -> tuple[str, ...]:
+  """Full names of a worker's devices; by default all GPUs, or the first CPU."""
+  gpus = tf.config.list_logical_devices('GPU')
+  return devices_lib.resolve_devices(
+    devices or [d.name for d in gpus] or ['CPU:0']
+  )
+
+
+def _agree_on_seed(communicator):
+  """Makes all workers shuffle alike."""
+  seed = _tf_internal.global_seed()
+  if seed == _agreed.get('seed'):
+    # An earlier strategy's choice, which a worker that joined since has not.
+    seed = None
+  proposal = secrets.randbits(31) if seed is None else seed
+  answers = communicator.exchange('random_seed', json.dumps(proposal).encode())
+  chosen = json.loads(answers[0])
+  if seed is None:
+    # Unseeded, each worker would shuffle in another order: some elements would
+    # be taken twice, some never.
+    tf.random.set_seed(chosen)
+    _agreed['seed'] = chosen
+  elif seed != chosen:
+    logging.warning(
+      'The random seed of this worker is %d, the chief has %d. What is '
+      'shuffled must be shuffled alike: set the same seed on every worker.',
+      seed,
+      chosen,
     )
-    chosen = json.loads(answers[0])
-    if seed is None:
-      # Unseeded, each worker would shuffle in another order: some elements
-      # would be taken twice, some never.
-      tf.random.set_seed(chosen)
-      _agreed['seed'] = chosen
-    elif seed != chosen:
-      logging.warning(
-        'The random seed of this worker is %d, the chief has %d. What is '
-        'shuffled must be shuffled alike: set the same seed on every worker.',
-        seed,
-        chosen,
-      )
-
-
-def place_in(
-  cluster: cluster_lib.ClusterConfig | None, strategy_name: str
-) -> tuple[int, tuple[str, ...]]:
-  """Returns this process's rank and the addresses of all that train.
-
-  Raises:
-    ClusterConfigError: the cluster has no part for this process.
-  """
-  if cluster is None:
-    # No cluster at all: alone, at any free port.
-    return 0, ('127.0.0.1:0',)
-  index = cluster.training_index
-  if index is None:
-    raise errors.ClusterConfigError(
-      f'task {cluster.task_type!r} {cluster.task_index} does not train. Allowed '
-      'are chief and worker tasks of the cluster. Fix: run the evaluator or '
-      f'the parameter server there instead of {strategy_name}.'
-    )
-  return index, tuple(task.address for task in cluster.training_tasks)
 
 
 def _is_scalar(value) -> bool:

@@ -13,15 +13,7 @@ from tf_strategies.strategies.tpu import permute
 class PermutingTPUExtended(
   _tf_internal.TPUExtended, gradient_reducer.GradientReducer
 ):
-  """TensorFlow's TPU implementation with an all-reduce of ours.
-
-  Args:
-    container_strategy: the strategy that this implements.
-    resolver: of the TPU.
-    metadata: what the resolver said of it.
-    device_assignment: which core each replica runs on; None for TensorFlow's
-      order.
-  """
+  """TensorFlow's TPU implementation with an all-reduce of ours."""
 
   def __init__(self, container_strategy, resolver, metadata, device_assignment):
     super().__init__(
@@ -30,11 +22,8 @@ class PermutingTPUExtended(
       device_assignment=device_assignment,
     )
     self._tpu_cluster_resolver = resolver
-    self._all_reduce = None
-
-  def use_all_reduce(self, all_reduce: permute.PermutingAllReduce) -> None:
-    """Sums over replicas go through this from now on."""
-    self._all_reduce = all_reduce
+    # What sums over replicas go through; None for TensorFlow's own.
+    self.all_reduce: permute.PermutingAllReduce | None = None
 
   # TensorFlow's sum over TPU replicas adds up what one device keeps apart.
   sums_sparse_as_dense = True
@@ -60,10 +49,9 @@ class PermutingTPUExtended(
 
   def tpu_run(self, fn, args, kwargs, options=None):
     """Runs `fn` on all replicas; see `tf.distribute.TPUStrategy.run`."""
-    if self._num_replicas_in_sync > 1:
-      optimizer_checks.check_model(
-        _tf_internal.unwrap(fn), type(self._container_strategy()).__name__
-      )
+    optimizer_checks.check_model(
+      _tf_internal.unwrap(fn), self._container_strategy()
+    )
     return super().tpu_run(fn, args, kwargs, options)
 
   def _call_for_each_replica(self, fn, args, kwargs):
@@ -82,7 +70,7 @@ class PermutingTPUExtended(
 
   def _reduce_to(self, reduce_op, value, destinations, options):
     if self._is_permuted(value):
-      return self._all_reduce(reduce_op, [value])[0]
+      return self.all_reduce(reduce_op, [value])[0]
     return super()._reduce_to(reduce_op, value, destinations, options)
 
   def _batch_reduce_to(self, reduce_op, value_destination_pairs, options):
@@ -102,7 +90,7 @@ class PermutingTPUExtended(
       )
       for i, (value, destination) in enumerate(value_destination_pairs)
     ]
-    reduced = self._all_reduce(reduce_op, [values[i] for i in permuted])
+    reduced = self.all_reduce(reduce_op, [values[i] for i in permuted])
     for i, value in zip(permuted, reduced, strict=True):
       results[i] = value
     return results
@@ -113,7 +101,7 @@ class PermutingTPUExtended(
       value, tf.distribute.DistributedValues
     ) or tf.is_tensor(value)
     return (
-      self._all_reduce is not None
+      self.all_reduce is not None
       and is_dense
       and not isinstance(value, tf.IndexedSlices)
       and _in_tpu_program()
@@ -127,21 +115,9 @@ class PermutingTPUExtended(
     return super()._create_variable(next_creator, **kwargs)
 
   def _update(self, var, fn, args, kwargs, group):
-    self._check_update(fn)
+    if not gradient_reducer.are_gradients_reduced():
+      optimizer_checks.check_update(fn, self._container_strategy())
     return super()._update(var, fn, args, kwargs, group)
-
-  def _check_update(self, fn):
-    """Rejects an optimizer that would be wrong without the wrapper."""
-    if (
-      self._num_replicas_in_sync == 1
-      or gradient_reducer.are_gradients_reduced()
-    ):
-      return
-    optimizer = _keras_internal.optimizer_of(fn)
-    if optimizer is not None:
-      optimizer_checks.check_without_wrapper(
-        optimizer, type(self._container_strategy()).__name__
-      )
 
 
 class _Answered:

@@ -22,19 +22,15 @@ from tf_strategies.cross_device import executor
 class PermutingAllReduce:
   """An all-reduce over all replicas of the TPU program that is being built.
 
-  The tensors of a call are packed into one buffer a dtype, so that the number
-  of permutes depends on the schedule and not on the number of tensors. With
-  every schedule of this package all replicas end with bit-equal results: a
-  chunk's sum is made on one of them and copied.
+  The tensors of a call are packed into one buffer a dtype, so that the number of
+  permutes depends on the schedule alone, whose ranks are the replicas. A chunk's
+  sum is made on one of them and copied, so results are bit-equal.
 
   * SUM and MEAN of every float, complex and integer dtype. 16-bit floats travel
     as such, are added in float32 and rounded once a round; a mean of them is
     divided before the sum, so that it cannot overflow. The mean of integers is
-    the sum floor-divided by the number of replicas.
+    floored.
   * The gradient of an all-reduce is the same all-reduce of the gradients.
-
-  Args:
-    schedule: whose ranks are the replicas.
   """
 
   def __init__(self, schedule: schedule_lib.Schedule):
@@ -51,25 +47,13 @@ class PermutingAllReduce:
       np.array(columns, np.int32).reshape(len(columns), schedule.world_size).T
     )
 
-  @property
-  def schedule(self) -> schedule_lib.Schedule:
-    """What is executed."""
-    return self._schedule
-
   def __call__(
     self, reduce_op: tf.distribute.ReduceOp, tensors: Sequence[tf.Tensor]
   ) -> list[tf.Tensor]:
     """All-reduces this replica's tensors, all in as few permutes as one.
 
-    Args:
-      reduce_op: SUM or MEAN.
-      tensors: dense ones of static shape, the same on all replicas.
-
-    Returns:
-      One tensor for each, of its shape and dtype.
-
     Raises:
-      UnsupportedOptionError: another `reduce_op`; a tensor whose shape is not
+      UnsupportedOptionError: neither SUM nor MEAN; a tensor whose shape is not
         known or whose dtype has no sum, by name.
     """
     if reduce_op not in (
@@ -81,15 +65,13 @@ class PermutingAllReduce:
         'tf.distribute.ReduceOp.SUM or MEAN',
         'all_gather the values and combine them yourself',
       )
-    tensors = [tf.convert_to_tensor(t) for t in tensors]
+    results = [tf.convert_to_tensor(t) for t in tensors]
     groups: dict[tf.DType, list[int]] = {}
-    for i, tensor in enumerate(tensors):
+    for i, tensor in enumerate(results):
       _check(tensor)
       groups.setdefault(tensor.dtype, []).append(i)
-    results = list(tensors)
     for members in groups.values():
-      parts = [tensors[i] for i in members]
-      reduced = self._reduce_group(reduce_op, parts)
+      reduced = self._reduce_group(reduce_op, [results[i] for i in members])
       for i, tensor in zip(members, reduced, strict=True):
         results[i] = tensor
     return results
@@ -117,7 +99,9 @@ class PermutingAllReduce:
       buffer = self._permute_and_add(buffer)
     if is_mean and not executor.is_half(dtype):
       buffer = executor.divide(buffer, world_size)
-    return _unpack(buffer, [t.shape for t in tensors])
+    sizes = [t.shape.num_elements() for t in tensors]
+    parts = tf.split(tf.reshape(buffer, [-1])[: sum(sizes)], sizes)
+    return [tf.reshape(p, t.shape) for p, t in zip(parts, tensors, strict=True)]
 
   def _pack(self, tensors):
     """One row a chunk, all of one length, as every rank runs the same ops."""
@@ -130,7 +114,8 @@ class PermutingAllReduce:
   def _permute_and_add(self, state):
     if not self._rounds or state.shape.num_elements() == 0:
       return state
-    entries = tf.unstack(tf.gather(self._table, _xla_replica_id()))
+    replica = _tf_internal.apply_op('XlaReplicaId')
+    entries = tf.unstack(tf.gather(self._table, replica))
     for steps in self._rounds:
       used = 2 * len(steps)
       state = _play_round(state, steps, entries[:used])
@@ -139,13 +124,9 @@ class PermutingAllReduce:
 
 
 def _play_round(state, steps, entries):
-  """What this replica holds after one round.
+  """What this replica holds after one round, of chunks, one a row, before it.
 
-  Args:
-    state: the chunks before the round, one a row.
-    steps: of the round.
-    entries: for each step the chunk to send and the one to receive into,
-      scalars of the graph.
+  `entries` are for each step the chunk to send and the one to receive into.
   """
   came = [
     tf.raw_ops.CollectivePermute(
@@ -184,21 +165,6 @@ def _put(state, chunk, entry):
     update=chunk,
     indices=tf.stack([tf.maximum(entry, 0), 0]),
   )
-
-
-def _xla_replica_id():
-  return _tf_internal.apply_op('XlaReplicaId')
-
-
-def _unpack(buffer, shapes):
-  """Cuts what `_pack` packed into tensors again."""
-  flat = tf.reshape(buffer, [-1])
-  tensors, start = [], 0
-  for shape in shapes:
-    size = shape.num_elements()
-    tensors.append(tf.reshape(flat[start : start + size], shape))
-    start += size
-  return tensors
 
 
 def _check(tensor) -> None:

@@ -21,7 +21,7 @@ class TPURingStrategy(tf.distribute.TPUStrategy):
 
   Checked in the graph and in simulation; never run on a TPU.
 
-  What it changes beside `tf.distribute.TPUStrategy`:
+  Beside `tf.distribute.TPUStrategy`:
 
   * Sums and means over replicas inside `run` are made of CollectivePermute ops
     by the schedule that `all_reduce` names. The gradients of a step are packed
@@ -33,12 +33,11 @@ class TPURingStrategy(tf.distribute.TPUStrategy):
     costs an all-reduce of its own in every step.
   * All replicas agree whether gradients are finite.
 
-  What it leaves as it is: `tf.IndexedSlices` are made dense and summed by
-  CrossReplicaSum (`DistributedOptimizer` makes them dense first, and raises an error
-  where it clips them: one device clips what here would be added up); replicas
-  draw the same random numbers; reductions outside of `run` are made on the host;
-  without the wrapper a replica with fewer rows counts as much as the others, so
-  batch with `drop_remainder=True`.
+  As before, `tf.IndexedSlices` become dense and are summed by CrossReplicaSum
+  (where `DistributedOptimizer` clips them it raises an error); replicas draw the
+  same random numbers; reductions outside of `run` are made on the host; without
+  the wrapper a replica with fewer rows counts as much as the others, so batch
+  with `drop_remainder=True`.
 
   Whether a ring of CollectivePermute is faster than CrossReplicaSum on a given
   TPU has not been measured. Use 'builtin' where it is not.
@@ -53,12 +52,10 @@ class TPURingStrategy(tf.distribute.TPUStrategy):
     tf_strategies.errors.UnsupportedOptionError: a resolver of a TPU without ...
 
   Args:
-    resolver: of a TPU that this process is connected to and that
-      `tf.tpu.experimental.initialize_tpu_system` has made ready; None for the
-      one that the environment names.
-    all_reduce: a name in `tfs.collectives.ALGORITHMS`; a function that returns a
-      schedule for a number of replicas; or 'builtin' for TensorFlow's own
-      CrossReplicaSum.
+    resolver: of a TPU that is connected and initialised; None for the one that
+      the environment names.
+    all_reduce: a name in `tfs.collectives.ALGORITHMS`; a function from a number
+      of replicas to a schedule; or 'builtin' for CrossReplicaSum.
     device_assignment: a `tf.tpu.experimental.DeviceAssignment` with one core a
       replica; None for TensorFlow's order.
     query_timeout_seconds: how long the resolver may take to answer.
@@ -90,7 +87,7 @@ class TPURingStrategy(tf.distribute.TPUStrategy):
     self._enable_packed_variable_in_eager_mode = True
     self._schedule = _build_schedule(all_reduce, self.num_replicas_in_sync)
     if self._schedule is not None:
-      implementation.use_all_reduce(permute.PermutingAllReduce(self._schedule))
+      implementation.all_reduce = permute.PermutingAllReduce(self._schedule)
 
   @property
   def schedule(self) -> schedule_lib.Schedule | None:
@@ -100,26 +97,22 @@ class TPURingStrategy(tf.distribute.TPUStrategy):
 
 def _check_all_reduce(all_reduce) -> None:
   known = (*algorithms.ALGORITHMS, _BUILTIN)
-  if callable(all_reduce) or (
-    isinstance(all_reduce, str) and all_reduce in known
-  ):
-    return
-  raise errors.UnsupportedOptionError(
-    f'all_reduce={all_reduce!r}',
-    f'one of {sorted(known)}, or a function from world_size to a Schedule',
-    "leave it out for 'ring'",
-  )
+  is_known = isinstance(all_reduce, str) and all_reduce in known
+  if not callable(all_reduce) and not is_known:
+    raise errors.UnsupportedOptionError(
+      f'all_reduce={all_reduce!r}',
+      f'one of {sorted(known)}, or a function from world_size to a Schedule',
+      "leave it out for 'ring'",
+    )
 
 
 def _build_schedule(all_reduce, num_replicas) -> schedule_lib.Schedule | None:
   """The schedule for so many replicas, proven to be an all-reduce."""
   if all_reduce == _BUILTIN:
     return None
-  builder = (
-    algorithms.ALGORITHMS[all_reduce]
-    if isinstance(all_reduce, str)
-    else (all_reduce)
-  )
+  builder = all_reduce
+  if isinstance(all_reduce, str):
+    builder = algorithms.ALGORITHMS[all_reduce]
   schedule = builder(num_replicas)
   if not isinstance(schedule, schedule_lib.Schedule):
     raise errors.ScheduleError(

@@ -7,6 +7,7 @@ connects again for a day. What is asked here is asked in a thread with one.
 
 from __future__ import annotations
 
+import concurrent.futures
 import math
 import numbers
 import threading
@@ -34,18 +35,19 @@ def find(
 ) -> tuple[Resolver, Metadata]:
   """Returns the resolver to use and what it says of its TPUs.
 
-  Args:
-    resolver: None for the TPU that the environment names (`TPU_NAME` or
-      `KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS`).
-    timeout_seconds: how long the resolver may take to answer.
-
-  Raises:
-    UnsupportedOptionError: not a resolver, no TPU in the environment, no cores,
-      a TPU system that was not initialised, or a graph is being built.
-    ClusterConfigError: the resolver fails, does not answer in time, or names
-      other devices than it counts.
+  None stands for the TPU that the environment names (`TPU_NAME` or
+  `KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS`).
   """
-  _check_timeout(timeout_seconds)
+  if (
+    isinstance(timeout_seconds, bool)
+    or not isinstance(timeout_seconds, numbers.Real)
+    or not 0 < timeout_seconds < math.inf
+  ):
+    raise errors.UnsupportedOptionError(
+      f'query_timeout_seconds={timeout_seconds!r}',
+      'a positive number of seconds',
+      'leave it out for 60 seconds',
+    )
   if resolver is not None and not isinstance(resolver, Resolver):
     raise errors.UnsupportedOptionError(
       f'resolver={resolver!r}',
@@ -70,11 +72,7 @@ def find(
 
 
 def check_device_assignment(device_assignment) -> None:
-  """Rejects replicas of more than one core.
-
-  Raises:
-    UnsupportedOptionError: naming what was passed.
-  """
+  """Raises UnsupportedOptionError for replicas of more than one core."""
   if device_assignment is None:
     return
   cores = getattr(device_assignment, 'num_cores_per_replica', None)
@@ -85,20 +83,6 @@ def check_device_assignment(device_assignment) -> None:
       'a tf.tpu.experimental.DeviceAssignment with one core a replica',
       'build it with computation_shape=[1, 1, 1, 1], or use '
       'tf.distribute.TPUStrategy for model parallelism',
-    )
-
-
-def _check_timeout(seconds) -> None:
-  if (
-    isinstance(seconds, bool)
-    or not isinstance(seconds, numbers.Real)
-    or not math.isfinite(seconds)
-    or seconds <= 0
-  ):
-    raise errors.UnsupportedOptionError(
-      f'query_timeout_seconds={seconds!r}',
-      'a positive number of seconds',
-      'leave it out for 60 seconds',
     )
 
 
@@ -115,32 +99,31 @@ def _from_environment() -> Resolver:
 
 def _ask(what: str, call: Callable[[], Any], timeout_seconds: float) -> Any:
   """Returns `call()`, or fails in time."""
-  answer, failure = [], []
+  answer = concurrent.futures.Future()
 
   def ask():
     try:
-      answer.append(call())
+      answer.set_result(call())
     except Exception as e:  # Raised again below, in the caller's thread.
-      failure.append(e)
+      answer.set_exception(e)
 
   # A daemon: nothing can end it while it waits for a server without a deadline.
-  thread = threading.Thread(target=ask, name='tpu_query', daemon=True)
-  thread.start()
-  thread.join(timeout_seconds)
-  if answer:
-    return answer[0]
-  if failure and isinstance(failure[0], errors.Error):
-    raise failure[0]
-  if failure:
+  threading.Thread(target=ask, name='tpu_query', daemon=True).start()
+  if not concurrent.futures.wait([answer], timeout_seconds).done:
     raise errors.ClusterConfigError(
-      f'{what} failed: {type(failure[0]).__name__}: {failure[0]}. Check the '
+      f'{what} did not answer within {timeout_seconds} seconds. Check the '
+      "TPU's name, zone and address and that it runs, or allow it more with "
+      'query_timeout_seconds.'
+    )
+  try:
+    return answer.result()
+  except errors.Error:
+    raise
+  except Exception as e:
+    raise errors.ClusterConfigError(
+      f'{what} failed: {type(e).__name__}: {e}. Check the '
       "TPU's name, zone and address, and that it runs."
-    ) from failure[0]
-  raise errors.ClusterConfigError(
-    f'{what} did not answer within {timeout_seconds} seconds. Check the '
-    "TPU's name, zone and address and that it runs, or allow it more with "
-    'query_timeout_seconds.'
-  )
+    ) from e
 
 
 def _check(resolver: Resolver, metadata: Metadata) -> None:

@@ -7,9 +7,10 @@ import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
+import tf_strategies as tfs
 from tests import tiers, virtual_devices
-from tf_strategies import _graph_errors, errors
-from tf_strategies.strategies.multi_worker import collective_queue
+from tf_strategies import _graph_errors, collectives, errors
+from tf_strategies.strategies.multi_worker import process_group_communicator
 
 virtual_devices.configure_logical_cpus()
 
@@ -28,15 +29,27 @@ class _RecordingGroup:
     return array + np.asarray(self._more, array.dtype)
 
 
-class _Unordered(collective_queue.CollectiveQueue):
+class _CodedGroup:
+  """Stands for a group of three: does to an array what a codec does to a chunk."""
+
+  rank, world_size, failure = 0, 3, None
+
+  def all_reduce(self, array, *, name, algorithm, compression):
+    del name, algorithm
+    codec = collectives.CODECS[compression]
+    ends = np.cumsum(collectives.chunk_sizes(len(array), self.world_size))
+    return np.concatenate(
+      [codec.decode(codec.encode(c)) for c in np.split(array, ends[:-1])]
+    )
+
+
+class _Unordered(process_group_communicator.CollectiveQueue):
   """A mutation: host calls without the token."""
 
-  def _in_order(self, host, inputs, dtypes, shapes=None):
+  def _in_order(self, host, inputs, dtypes):
     *results, _ = tf.numpy_function(
       host, [*inputs, tf.constant(0, tf.int64)], [*dtypes, tf.int64]
     )
-    for result, shape in zip(results, shapes or (), strict=False):
-      result.set_shape(shape)
     return results
 
 
@@ -52,9 +65,11 @@ def _call(ring, x, name, seconds=0.0):
 
 
 def _call_all(ring, tensors, name, seconds=0.0):
-  return ring.call_all(
-    'kind_all', lambda g, i, a: g.add(a, f'{name}{i}', seconds), tensors
-  )
+  works = [
+    lambda g, a, i=i: g.add(a, f'{name}{i}', seconds)
+    for i in range(len(tensors))
+  ]
+  return ring.call_all('kind_all', works, tensors, [''] * len(tensors))
 
 
 def _program(ring):
@@ -123,7 +138,7 @@ class OrderTest(tf.test.TestCase):
 
   def test_program_order_across_control_flow_and_functions(self):
     self.assertEqual(
-      self._record(collective_queue.CollectiveQueue), [_EXPECTED] * 3
+      self._record(process_group_communicator.CollectiveQueue), [_EXPECTED] * 3
     )
 
   def test_without_the_token_calls_overtake_each_other(self):
@@ -134,7 +149,7 @@ class OrderTest(tf.test.TestCase):
 
   def test_order_across_functions_that_run_one_after_the_other(self):
     group = _RecordingGroup()
-    ring = collective_queue.CollectiveQueue(group)
+    ring = process_group_communicator.CollectiveQueue(group)
     functions = [
       tf.function(lambda x, i=i: _call(ring, x, i, 0.01 * (2 - i)))
       for i in range(3)
@@ -154,12 +169,13 @@ class ResultsTest(tf.test.TestCase, parameterized.TestCase):
   def _consume_first(self, work):
     """Calls for two tensors; a host function sees the first one's result."""
     group = _RecordingGroup(more=5)
-    ring = collective_queue.CollectiveQueue(group)
+    ring = process_group_communicator.CollectiveQueue(group)
 
     @tf.function
     def step():
+      works = [lambda g, a, i=i: work(g, i, a) for i in range(2)]
       first, _ = ring.call_all(
-        'kind', lambda g, i, a: work(g, i, a), [tf.constant([1, 2])] * 2
+        'kind', works, [tf.constant([1, 2])] * 2, [''] * 2
       )
       return tf.numpy_function(
         lambda a: group.add(a, f'saw {a.tolist()}'), [first], tf.int32
@@ -186,7 +202,7 @@ class ResultsTest(tf.test.TestCase, parameterized.TestCase):
   @parameterized.product(eagerly=(True, False))
   def test_values_dtypes_and_counts(self, eagerly):
     group = _RecordingGroup(more=1)
-    ring = collective_queue.CollectiveQueue(group)
+    ring = process_group_communicator.CollectiveQueue(group)
     tensors = [tf.constant([i, i + 1], t) for i, t in enumerate(_DTYPES)]
 
     def step():
@@ -202,18 +218,8 @@ class ResultsTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(group.record, ['scalar', 'x0', 'x1', 'x2'])
     self.assertEqual(ring.calls, {'kind': 1, 'kind_all': 3})
 
-  def test_graphs_go_on_with_another_group(self):
-    first, second = _RecordingGroup(more=1), _RecordingGroup(more=2)
-    ring = collective_queue.CollectiveQueue(first)
-    step = tf.function(lambda x: _call(ring, x, 'x'))
-    self.assertAllEqual(step(tf.constant(5)), 6)
-    ring.reset(second)
-    self.assertAllEqual(step(tf.constant(5)), 7)
-    self.assertEqual((first.record, second.record), (['x'], ['x']))
-    self.assertIs(ring.group, second)
-
   def test_xla_is_refused(self):
-    ring = collective_queue.CollectiveQueue(_RecordingGroup())
+    ring = process_group_communicator.CollectiveQueue(_RecordingGroup())
     x = tf.constant([1.0])
     for call in (
       lambda x: _call(ring, x, 'x'),
@@ -224,6 +230,33 @@ class ResultsTest(tf.test.TestCase, parameterized.TestCase):
         errors.UnsupportedOptionError, 'jit_compile=False'
       ):
         tf.function(call, jit_compile=True)(x)
+
+
+class BucketsTest(tf.test.TestCase, parameterized.TestCase):
+  @parameterized.product(eagerly=(True, False))
+  def test_small_gradients_keep_their_precision_beside_large_ones(
+    self, eagerly
+  ):
+    communicator = process_group_communicator.ProcessGroupCommunicator(
+      _CodedGroup(), None, tfs.RingOptions(compression='int8')
+    )
+    gradients = [
+      scale * np.arange(1, size + 1, dtype=np.float32)
+      for scale, size in ((1e-6, 10), (1e3, 700), (1e-3, 300), (1.0, 3))
+    ]
+
+    def step():
+      [reduced] = communicator.all_reduce(
+        [list(map(tf.constant, gradients))], 'x'
+      )
+      return reduced
+
+    reduced = step() if eagerly else tf.function(step)()
+    for want, got in zip(gradients, reduced, strict=True):
+      # Half a step of 127, of the largest of the gradient itself.
+      self.assertAllClose(want, got, rtol=0, atol=want.max() / 250)
+    # All travelled together.
+    self.assertEqual(communicator._queue.calls, {'all_reduce': 1})
 
 
 _DTYPES = (tf.float32, tf.int32, tf.uint16)
@@ -238,10 +271,8 @@ def _fail(ring, error, x):
 
 def _in_dataset(fail):
   def host(x):
-    try:
+    with _graph_errors.typed():
       raise _lost()
-    except errors.Error as e:
-      _graph_errors.raise_through_graph(e)
     return x
 
   del fail
@@ -270,7 +301,7 @@ _PLACES = {
 
 class FailuresTest(tf.test.TestCase, parameterized.TestCase):
   def _raised(self, place, error):
-    ring = collective_queue.CollectiveQueue(_RecordingGroup())
+    ring = process_group_communicator.CollectiveQueue(_RecordingGroup())
     with self.assertRaises(type(error)) as caught:
       _PLACES[place](lambda x: _fail(ring, error, x))
     return caught.exception
@@ -303,7 +334,7 @@ class FailuresTest(tf.test.TestCase, parameterized.TestCase):
     self.assertIsInstance(raised, error_type.__mro__[2])
 
   def test_errors_of_the_same_step_twice_are_two(self):
-    ring = collective_queue.CollectiveQueue(_RecordingGroup())
+    ring = process_group_communicator.CollectiveQueue(_RecordingGroup())
     ranks = iter((5, 6))
     step = tf.function(
       lambda x: ring.call('kind', _raise_next(ranks), x, x.shape)
@@ -316,7 +347,7 @@ class FailuresTest(tf.test.TestCase, parameterized.TestCase):
   @tiers.parameters(tiers.full('function'), 'while', tiers.full('cond'))
   def test_other_exceptions_stay_what_tensorflow_makes_of_them(self, place):
     for error in (RuntimeError('plain'), ZeroDivisionError('by nothing')):
-      ring = collective_queue.CollectiveQueue(_RecordingGroup())
+      ring = process_group_communicator.CollectiveQueue(_RecordingGroup())
       with self.assertRaises(tf.errors.UnknownError) as caught:
         _PLACES[place](lambda x, r=ring, e=error: _fail(r, e, x))
       self.assertIs(type(caught.exception), tf.errors.UnknownError)
@@ -331,7 +362,7 @@ class FailuresTest(tf.test.TestCase, parameterized.TestCase):
 
   def test_closed_ring_names_the_failure_of_its_group(self):
     group = _RecordingGroup()
-    ring = collective_queue.CollectiveQueue(group)
+    ring = process_group_communicator.CollectiveQueue(group)
     step = tf.function(lambda x: _call(ring, x, 'x'))
     step(tf.constant(1.0))
     group.failure = _lost(rank=2)
@@ -356,7 +387,7 @@ class PicklingTest(tf.test.TestCase):
   """A worker sends its failure to whoever started it."""
 
   def test_error_of_a_graph_survives(self):
-    ring = collective_queue.CollectiveQueue(_RecordingGroup())
+    ring = process_group_communicator.CollectiveQueue(_RecordingGroup())
     with self.assertRaises(errors.WorkerUnavailableError) as caught:
       tf.function(lambda x: _fail(ring, _lost(), x))(tf.constant(1.0))
     copy = pickle.loads(pickle.dumps(caught.exception))

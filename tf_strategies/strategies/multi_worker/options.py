@@ -1,0 +1,89 @@
+"""How the workers of a strategy talk: one frozen object for each kind of link."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from tf_strategies import errors, process_group
+from tf_strategies.collectives import algorithms, codecs
+
+_COMMUNICATIONS = ('auto', 'ring', 'nccl')
+
+
+@dataclasses.dataclass(frozen=True)
+class RingOptions:
+  """How the workers of a `MultiWorkerRingStrategy` talk.
+
+  Attributes:
+    link: 'tcp', or 'mpi' for a job that `mpiexec` started.
+    bucket_bytes: the most that a bucket of gradients holds. Buckets travel while
+      the backward pass computes the next one.
+    all_reduce: the algorithm between workers, a name in
+      `tfs.collectives.ALGORITHMS`; 'auto' picks it by the size of a bucket.
+    compression: what float gradients travel as, a name in
+      `tfs.collectives.CODECS`. Sums are made in float32. 'bfloat16' and
+      'float16' halve the bytes where the network is the limit, and cost
+      precision (8 or 11 bits).
+    group: rendezvous, secret and deadlines; None takes the secret from the
+      environment.
+
+  Raises:
+    UnsupportedOptionError: an unknown link, algorithm or compression, or no
+      bytes.
+  """
+
+  link: str = 'tcp'
+  bucket_bytes: int = 8 << 20
+  all_reduce: str = 'auto'
+  compression: str = 'none'
+  group: process_group.GroupOptions | None = None
+
+  def __post_init__(self):
+    if self.link not in ('tcp', 'mpi'):
+      raise errors.UnsupportedOptionError(
+        f'link={self.link!r}', "'tcp' or 'mpi'", "write link='tcp'"
+      )
+    _check_bucket_bytes(self.bucket_bytes)
+    algorithms.check(self.all_reduce, 'auto')
+    codecs.get(self.compression)
+
+
+@dataclasses.dataclass(frozen=True)
+class CollectiveOptions:
+  """How the workers of a `MultiWorkerCollectiveStrategy` talk.
+
+  Attributes:
+    communication: 'auto' (NCCL between GPUs, else the ring), 'ring' or 'nccl'.
+    max_subdivs_per_device: into how many parts a tensor may be cut so that they
+      travel at once; -1 for none, 0 for TensorFlow's choice.
+    bucket_bytes: the most that a bucket of small gradients holds.
+    start_timeout_seconds: how long to wait for the other workers.
+    timeout_seconds: how long one collective may take; 0 for no limit.
+
+  Raises:
+    UnsupportedOptionError: an unknown communication, or no bytes.
+  """
+
+  communication: str = 'auto'
+  max_subdivs_per_device: int = 8
+  bucket_bytes: int = 8 << 20
+  start_timeout_seconds: float = 300.0
+  timeout_seconds: float = 0.0
+
+  def __post_init__(self):
+    if self.communication not in _COMMUNICATIONS:
+      raise errors.UnsupportedOptionError(
+        f'communication={self.communication!r}',
+        f'one of {_COMMUNICATIONS}',
+        "write 'auto'",
+      )
+    _check_bucket_bytes(self.bucket_bytes)
+
+
+def _check_bucket_bytes(bucket_bytes) -> None:
+  if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
+    raise errors.UnsupportedOptionError(
+      f'bucket_bytes={bucket_bytes!r}',
+      'a positive number of bytes',
+      'leave it out for 8 MiB',
+    )
