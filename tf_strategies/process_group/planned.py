@@ -75,12 +75,17 @@ class PlannedGroup(group_lib.ProcessGroup):
 
   Attributes:
     candidates: what 'auto' chooses from for large buffers, the preferred first.
+    default_piece_bytes: where `GroupOptions.sub_chunk_bytes` is None.
   """
 
   candidates: tuple[str, ...]
+  default_piece_bytes: int
 
   def __init__(self, *args):
     super().__init__(*args)
+    self._piece_bytes = (
+      self._options.sub_chunk_bytes or self.default_piece_bytes
+    )
     # Residuals of codecs, by codec, tensor and length.
     self._codec_states: dict[tuple, np.ndarray | None] = {}
 
@@ -163,8 +168,7 @@ class PlannedGroup(group_lib.ProcessGroup):
         'pass their names',
       )
     rank = (self.world_size, self.rank)
-    options = self._options
-    sizes = (options.small_message_bytes, options.sub_chunk_bytes)
+    sizes = (self._options.small_message_bytes, self._piece_bytes)
     return _reduction(
       kind, *rank, array.size, array.dtype, *how, self.candidates, *sizes
     )
@@ -203,7 +207,7 @@ class PlannedGroup(group_lib.ProcessGroup):
       row_bytes = array.itemsize * math.prod(array.shape[1:])
       sizes = tuple(length * row_bytes for length in lengths)
       flat = self._pool.take(sum(sizes), np.uint8)
-      plan = plan_lib.gather(self.rank, sizes, self._options.sub_chunk_bytes)
+      plan = plan_lib.gather(self.rank, sizes, self._piece_bytes)
       self._gather(data, flat, plan, 'gather', name, array.dtype, str(lengths))
     ends = np.cumsum(sizes)
     own = ends[self.rank] - sizes[self.rank]
@@ -248,7 +252,7 @@ class PlannedGroup(group_lib.ProcessGroup):
         algorithm, plan = 'star', plan_lib.star(*how)
       else:
         algorithm = 'chain'
-        plan = plan_lib.chain(*how, self._options.sub_chunk_bytes)
+        plan = plan_lib.chain(*how, self._piece_bytes)
       self._run(
         Collective(
           'broadcast',

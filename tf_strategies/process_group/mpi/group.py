@@ -86,6 +86,7 @@ class MpiProcessGroup(planned.PlannedGroup):
   name = 'mpi'
   elastic = False
   candidates = ('direct', 'ring')
+  default_piece_bytes = 1 << 24
 
   def __init__(
     self,

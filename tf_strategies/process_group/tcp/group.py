@@ -18,6 +18,7 @@ class TcpProcessGroup(planned.PlannedGroup):
   name = 'tcp'
   elastic = True
   candidates = ('ring', 'direct')
+  default_piece_bytes = 1 << 19
 
   def __init__(
     self,
