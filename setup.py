@@ -23,14 +23,14 @@ _EXAMPLES = [
   'setuptools<81',
 ]
 
-# What `python -m tf_strategies.launch` needs: free ports, process trees.
-_LAUNCH = ['portpicker', 'psutil']
+# What `python -m tf_strategies.launch` needs: free ports.
+_LAUNCH = ['portpicker']
 
 # What `python -m tf_strategies.kubernetes` needs.
 _MANIFESTS = ['PyYAML']
 
 # What benchmarks need to start their jobs, to weigh them, and for `--plot`.
-_BENCHMARKS = [*_LAUNCH, 'matplotlib']
+_BENCHMARKS = [*_LAUNCH, 'psutil', 'matplotlib']
 
 
 def _version() -> str:
