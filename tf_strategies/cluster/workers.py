@@ -17,6 +17,15 @@ class LinkedWorkers(Protocol):
 
 
 def link_of(strategy: Any) -> Any | None:
-  """The communicator of a `tf.distribute.Strategy`; None if it has none."""
+  """The communicator of a `tf.distribute.Strategy`; None if it has none.
+
+  Example:
+
+    >>> import types
+    >>> link = types.SimpleNamespace(communicator='the link')
+    >>> link_of(types.SimpleNamespace(extended=link))
+    'the link'
+    >>> link_of(types.SimpleNamespace(extended=object()))
+  """
   extended = strategy.extended
   return extended.communicator if isinstance(extended, LinkedWorkers) else None
