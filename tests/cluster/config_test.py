@@ -3,6 +3,7 @@ import json
 import pickle
 
 import hypothesis
+import pytest
 from absl.testing import absltest, parameterized
 from hypothesis import strategies as st
 
@@ -365,6 +366,7 @@ def _almost(draw):
 
 
 class FuzzTest(absltest.TestCase):
+  @pytest.mark.full
   @hypothesis.settings(max_examples=1000)
   @hypothesis.given(_TEXT, st.integers(0, 200))
   def test_any_text_is_a_config_or_one_error(self, text, cut):

@@ -87,7 +87,7 @@ class ServersTest(_JobTest):
     self.check_report(self.start(jobs, 'chief'))
 
   @tiers.parameters(
-    ('ps', signal.SIGTERM, '143'),
+    tiers.full('ps', signal.SIGTERM, '143'),
     tiers.soak('worker', signal.SIGTERM, None),
     tiers.soak('ps', signal.SIGINT, None),
   )

@@ -7,7 +7,7 @@ import time
 import pytest
 from absl.testing import absltest, parameterized
 
-from tests import processes
+from tests import processes, tiers
 from tests.strategies.multi_worker import failing_workers
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
@@ -64,7 +64,7 @@ class DisagreementTest(parameterized.TestCase):
       for part in ('set-up of MultiWorkerRingStrategy', *parts):
         self.assertIn(part, result[name]['message'])
 
-  @parameterized.parameters('world_size', 'addresses')
+  @tiers.parameters('world_size', tiers.full('addresses'))
   def test_clusters_that_do_not_match(self, name):
     for result in self.results:
       self.assertIn(

@@ -291,6 +291,7 @@ _PROGRAMS = {
 }
 
 
+@pytest.mark.full
 class ServersTest(tf.test.TestCase, parameterized.TestCase):
   @classmethod
   def setUpClass(cls):
