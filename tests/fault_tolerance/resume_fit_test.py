@@ -10,6 +10,7 @@ import tensorflow as tf
 import tf_strategies as tfs
 from tests import virtual_devices
 from tf_strategies.checkpoint.position import Position
+from tf_strategies.fault_tolerance import resume_fit
 
 virtual_devices.configure_logical_cpus()
 
@@ -65,6 +66,24 @@ class ResumeFitTest(tf.test.TestCase):
     for expected, found in zip(straight.weights, model.weights, strict=True):
       np.testing.assert_array_equal(expected.numpy(), found.numpy())
     self.assertEqual(checkpoint.restore(), Position(3))
+
+  def test_epoch_of_which_nothing_is_left(self):
+    """Of data whose length nobody knows, as parameter servers read them."""
+    model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
+    model.compile('sgd', 'mse', steps_per_execution=2, jit_compile=False)
+    model.make_train_function()
+    x = np.ones([4, 3], np.float32)
+
+    def run(count):
+      batches = ((x, x[:, :1]) for _ in range(count))
+      resume_fit.skip_steps(model, 2)
+      model.train_function(batches)
+      model.train_function(batches)
+      return int(model.optimizer.iterations.numpy())
+
+    with self.assertRaises(StopIteration):
+      run(2)
+    self.assertEqual(run(5), 2)  # Of the three that are left, a group.
 
 
 if __name__ == '__main__':

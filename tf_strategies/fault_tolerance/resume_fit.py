@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import types
+
 import keras
 import tensorflow as tf
 from absl import logging
@@ -153,6 +156,9 @@ def skip_steps(model: keras.Model, steps: int, reads: bool = True) -> None:
         next(iterator)
       return results
     _keras_internal.swap_train_function(model, function)
+    if reads and isinstance(iterator, types.GeneratorType):
+      # Keras's function fails if it has ended: nothing else was left to do.
+      iterator = itertools.chain([next(iterator)], iterator)
     return function(iterator)
 
   skip.skips = lambda batch: batch < steps

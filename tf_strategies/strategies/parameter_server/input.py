@@ -144,6 +144,7 @@ class Source:
     """A split was read to its end."""
     with self._lock:
       self._splits_of[worker].remove(split)
+      split.handle = None  # Lets the worker forget the iterator.
 
   def lose(self, worker: int) -> None:
     """Takes back the splits of a worker that was lost."""

@@ -217,8 +217,16 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
       'recoveries': list(self.recovery.history),
     }
 
-  def begin(self, step, work: engine_lib.Work, model=None) -> Any:
+  def begin(
+    self, step, work: engine_lib.Work, model=None, may_save: bool = True
+  ) -> Any:
     """Begins steps, of training of a Keras model if it is given.
+
+    Args:
+      step: what workers run.
+      work: what the steps train on.
+      model: that Keras trains.
+      may_save: whether a run can continue after these steps.
 
     Returns:
       What the newest step that is done reports.
@@ -228,7 +236,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     report = self.recovery.with_recovery(lambda: self.engine.begin(step, work))
     if step.trains:
       source = getattr(work, 'source', None)
-      if self.recovery.note_begun(len(work), source):
+      if self.recovery.note_begun(len(work), source) and may_save:
         self.save()
     return report
 

@@ -25,6 +25,8 @@ class StepFunction:
     self._strategy = strategy
     self._model = keras_step.model
     self._predicts = keras_step.kind == 'predict'
+    # Of the first group of `steps_per_execution`, which Keras begins one by one.
+    self._begun_in_graph = 0
     trains = keras_step.kind == 'train'
     optimizer = None
     if trains:
@@ -57,8 +59,14 @@ class StepFunction:
       raise StopIteration
     return self._begin(input.steps_on(data, hides_rows=True))
 
-  def _begin(self, work):
-    return self._strategy.begin(self._step, work, self._model)
+  def _begin(self, work, may_save=True):
+    return self._strategy.begin(self._step, work, self._model, may_save)
+
+  def _begin_in_graph(self, work):
+    self._begun_in_graph += 1
+    # A `fit` cannot continue in the middle of a group.
+    is_whole = self._begun_in_graph % self._model.steps_per_execution == 0
+    return self._begin(work, is_whole)
 
   def _predict(self, data):
     batches = [
@@ -78,7 +86,7 @@ class StepFunction:
     if source is not None:
       work = input.Elements(source, 1)
       spec = source.dataset.element_spec
-      return self._host_call([], spec, lambda: self._begin(work))
+      return self._host_call([], spec, lambda: self._begin_in_graph(work))
     data = _keras_internal.without_optionals(data)
     flat = [t for t in tf.nest.flatten(data) if t is not None]
     structure = tf.nest.map_structure(
@@ -90,7 +98,7 @@ class StepFunction:
       data = [batch_message.pack(structure, [np.array(a) for a in arrays])]
       if self._predicts:
         return self._predict(data)[0]
-      return self._begin(input.steps_on(data, hides_rows=True))
+      return self._begin_in_graph(input.steps_on(data, hides_rows=True))
 
     return self._host_call(flat, structure, run_batch)
 

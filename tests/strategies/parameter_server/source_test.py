@@ -1,0 +1,39 @@
+"""What a source keeps of the splits that it hands out."""
+
+import gc
+import weakref
+
+import tensorflow as tf
+
+from tf_strategies.checkpoint.position import Position
+from tf_strategies.strategies.parameter_server import input
+
+
+class _Dataset(input.WorkerDataset):
+  """Five batches in two splits, of which handles are numbers."""
+
+  def __init__(self):
+    data = tf.data.Dataset.range(5).batch(1)
+    super().__init__(lambda c: data.shard(2, c.input_pipeline_id), 2, list)
+
+  def open(self, split, worker):
+    return tf.constant(split.key)
+
+
+class SourceTest(tf.test.TestCase):
+  def test_iterator_is_forgotten_when_it_was_read(self):
+    source = input.Source(_Dataset())
+    handle = weakref.ref(source.split_for(0, []).handle)
+    source.close(0, source.splits[0])
+    gc.collect()
+    self.assertIsNone(handle())
+
+  def test_steps_of_a_resumed_epoch(self):
+    source = input.Source(_Dataset(), Position(1, 3, (2, 1)))
+    begun = [source.may_begin_step() for _ in range(6)]
+    # Three are dropped, and two are left.
+    self.assertEqual(begun, [True] * 5 + [False])
+
+
+if __name__ == '__main__':
+  tf.test.main()
