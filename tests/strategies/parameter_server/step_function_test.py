@@ -27,8 +27,9 @@ class StepFunctionTest(tf.test.TestCase):
     for _ in range(4):
       step(tf.ones([2, 3]))
     function(iter([np.ones([2, 3], np.float32)] * 3))
+    function(iter([np.ones([2, 3], np.float32)] * 2))
     may_save = [call.args[3] for call in strategy.begin.call_args_list]
-    self.assertEqual(may_save, [False, False, True, False, True])
+    self.assertEqual(may_save, [False, False, True, False, True, False])
 
 
 if __name__ == '__main__':

@@ -25,7 +25,8 @@ class StepFunction:
     self._strategy = strategy
     self._model = keras_step.model
     self._predicts = keras_step.kind == 'predict'
-    # Of the first group of `steps_per_execution`, which Keras begins one by one.
+    # Of the first group of `steps_per_execution`, which Keras begins one by one:
+    # a `fit` cannot continue in the middle of a group.
     self._begun_in_graph = 0
     trains = keras_step.kind == 'train'
     optimizer = None
@@ -57,14 +58,15 @@ class StepFunction:
     ]
     if not data:
       raise StopIteration
-    return self._begin(input.steps_on(data, hides_rows=True))
+    # A group at the end of the data may be shorter.
+    is_whole = len(data) == self._model.steps_per_execution
+    return self._begin(input.steps_on(data, hides_rows=True), is_whole)
 
   def _begin(self, work, may_save=True):
     return self._strategy.begin(self._step, work, self._model, may_save)
 
   def _begin_in_graph(self, work):
     self._begun_in_graph += 1
-    # A `fit` cannot continue in the middle of a group.
     is_whole = self._begun_in_graph % self._model.steps_per_execution == 0
     return self._begin(work, is_whole)
 
