@@ -350,7 +350,7 @@ def _reduction(
   piece_bytes: int,
 ) -> _Reduction:
   # bfloat16 and its like are of kind V, with additions of their own.
-  if dtype.kind not in 'iufcV' or dtype.names:
+  if dtype.kind not in 'iufcV' or dtype.type is np.void:
     raise errors.UnsupportedOptionError(
       f'{kind} of dtype {dtype}',
       'integers, floats and complex numbers',
