@@ -351,6 +351,23 @@ class StructureTest(tf.test.TestCase, parameterized.TestCase):
       seen.append([part.numpy().tolist() for part in parts])
     self.assertEqual(seen, [[[0, 1], [2, 3]], [[4], []]])
 
+  @parameterized.named_parameters(
+    ('workers', tfs.MultiWorkerRingStrategy, ('SUM', 'MEAN')),
+    ('mirrored', tfs.RingMirroredStrategy, ('SUM',)),
+  )
+  def test_uneven_results_are_no_batch_of_keras(self, make, reduce_ops):
+    strategy = make(devices=['CPU:0', 'CPU:1'])
+
+    def results():
+      context = tf.distribute.get_replica_context()
+      rows = tf.get_static_value(context.replica_id_in_sync_group) + 2
+      return {'loss': tf.ones([rows]), 'count': tf.constant(3.0)}
+
+    uneven = strategy.run(results)
+    for reduce_op in reduce_ops:
+      with self.assertRaisesRegex(tfs.errors.Error, r'shape \(3,\)'):
+        strategy.reduce(reduce_op, uneven, axis=None)
+
 
 if __name__ == '__main__':
   tf.test.main()
