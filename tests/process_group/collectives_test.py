@@ -1,5 +1,7 @@
 """Every collective between real processes, against sums that are exact."""
 
+from unittest import mock
+
 import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
@@ -196,6 +198,10 @@ class ArgumentsTest(parameterized.TestCase):
     ('strided', np.zeros(8)[::2], {}),
     ('bool', np.zeros(3, bool), {}),
     ('objects', np.array([object()]), {}),
+    ('structures', np.zeros(3, [('a', 'f4')]), {}),
+    ('raw_bytes', np.zeros(3, 'V4'), {}),
+    ('name', np.zeros(3), {'name': 3}),
+    ('unhashable_op', np.zeros(3), {'op': ['sum']}),
     ('list', [1, 2], {}),
     ('op', np.zeros(3), {'op': 'mean'}),
     ('compression', np.zeros(3), {'compression': 'zip'}),
@@ -218,6 +224,19 @@ class ArgumentsTest(parameterized.TestCase):
     planned._check_half('halving_doubling', 4)
     with self.assertRaises(errors.UnsupportedOptionError):
       planned._check_half('halving_doubling', 3)
+
+  def test_a_name_of_its_own_costs_no_choice_of_an_algorithm(self):
+    planned._cheapest.cache_clear()
+    with mock.patch.object(
+      planned.cost_model, 'choose', wraps=planned.cost_model.choose
+    ) as choose:
+      for step in range(3):
+        how = ('sum', f'step_{step}', 'auto', 'none')
+        planned._reduction(
+          *('all_reduce', 2, 0, 4099, np.dtype('float32'), *how),
+          *(('ring', 'direct'), 256, 192),
+        )
+    choose.assert_called_once()
 
   def test_overlapping_output_is_refused(self):
     array = np.zeros(8)

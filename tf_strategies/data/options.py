@@ -121,9 +121,10 @@ class PipelineOptions:
       'leave it out to let tf.data choose',
     )
     for name, choices in (('cache', CACHES), ('autoshard', AUTOSHARDS)):
+      value = getattr(self, name)
       self._check(
         name,
-        getattr(self, name) in choices,
+        isinstance(value, str) and value in choices,
         'one of ' + ', '.join(map(repr, choices)),
         f'write {name}={choices[0]!r}, or leave it out',
       )

@@ -350,7 +350,7 @@ def _reduction(
   piece_bytes: int,
 ) -> _Reduction:
   # bfloat16 and its like are of kind V, with additions of their own.
-  if dtype.kind not in 'iufcV' or dtype.names:
+  if dtype.kind not in 'iufcV' or dtype.type is np.void:
     raise errors.UnsupportedOptionError(
       f'{kind} of dtype {dtype}',
       'integers, floats and complex numbers',
@@ -373,9 +373,8 @@ def _reduction(
   elif num_bytes <= small_bytes:
     algorithm = 'one_shot' if is_whole else 'direct'
   else:
-    topology = cost_model.Topology(world_size, _LINK)
     names = _LOSSY_CANDIDATES if is_coded else candidates
-    algorithm = cost_model.choose(num_bytes, topology, names).name
+    algorithm = _cheapest(world_size, num_bytes, names)
   compile_plan = plan_lib.by_name if is_whole else plan_lib.half_by_name
   collective = Collective(
     kind,
@@ -389,6 +388,15 @@ def _reduction(
   )
   plan = compile_plan(algorithm, world_size, rank, length, form)
   return _Reduction(collective, plan, form, simulator.REDUCTIONS[op])
+
+
+@functools.lru_cache(maxsize=256)
+def _cheapest(
+  world_size: int, num_bytes: int, candidates: tuple[str, ...]
+) -> str:
+  """By the cost model; kept apart from names, of which each call may have one."""
+  topology = cost_model.Topology(world_size, _LINK)
+  return cost_model.choose(num_bytes, topology, candidates).name
 
 
 def _check_half(algorithm: str, world_size: int) -> None:

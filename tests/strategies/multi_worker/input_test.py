@@ -32,6 +32,8 @@ _EVERY_WORLD = [
   for mark, (w, d) in zip(_MARKS, _WORLDS, strict=True)
 ]
 
+_Named = collections.namedtuple('_Named', 'x')
+
 # Rows and global batch: even, uneven, fewer rows than replicas at the end.
 _SAME_DATA = ((24, 12), (23, 12), (13, 12), (1, 12), (10, 10))
 _FILE_ROWS = (3, 0, 11, 1, 5, 2)
@@ -324,6 +326,47 @@ class InputTest(tf.test.TestCase, parameterized.TestCase):
       self.assertIn('batch 0 of a data set is not the same', message)
       self.assertIn('tf.random.set_seed', message)
       self.assertIn('AutoShardPolicy.OFF', message)
+
+
+@pytest.mark.full
+class StructureTest(tf.test.TestCase, parameterized.TestCase):
+  """Elements keep their structure, also where the last replicas have none."""
+
+  @parameterized.named_parameters(
+    ('tensor', lambda x: x),
+    ('tuple_of_one', lambda x: (x,)),
+    ('tuple_of_one_dict', lambda x: ({'x': x},)),
+    ('pair', lambda x: (x, x)),
+    ('dict', lambda x: {'x': x}),
+    ('named', lambda x: _Named(x)),
+  )
+  def test_of_one_function(self, make):
+    strategy = tfs.MultiWorkerRingStrategy(devices=['CPU:0', 'CPU:1'])
+    self.addCleanup(strategy.close)
+    dataset = tf.data.Dataset.from_tensor_slices(make(np.arange(5))).batch(2)
+    seen = []
+    for batch in strategy.distribute_datasets_from_function(lambda _: dataset):
+      tf.nest.assert_same_structure(batch, make(0))
+      parts = tf.nest.flatten(batch)[0].values
+      seen.append([part.numpy().tolist() for part in parts])
+    self.assertEqual(seen, [[[0, 1], [2, 3]], [[4], []]])
+
+  @parameterized.named_parameters(
+    ('workers', tfs.MultiWorkerRingStrategy, ('SUM', 'MEAN')),
+    ('mirrored', tfs.RingMirroredStrategy, ('SUM',)),
+  )
+  def test_uneven_results_are_no_batch_of_keras(self, make, reduce_ops):
+    strategy = make(devices=['CPU:0', 'CPU:1'])
+
+    def results():
+      context = tf.distribute.get_replica_context()
+      rows = tf.get_static_value(context.replica_id_in_sync_group) + 2
+      return {'loss': tf.ones([rows]), 'count': tf.constant(3.0)}
+
+    uneven = strategy.run(results)
+    for reduce_op in reduce_ops:
+      with self.assertRaisesRegex(tfs.errors.Error, r'shape \(3,\)'):
+        strategy.reduce(reduce_op, uneven, axis=None)
 
 
 if __name__ == '__main__':

@@ -7,7 +7,6 @@ import tensorflow as tf
 from tf_strategies import _tf_internal, cross_device, errors
 from tf_strategies.strategies.mirrored import devices as devices_lib
 from tf_strategies.strategies.mirrored import extended as extended_lib
-from tf_strategies.strategies.mirrored import host_input
 
 
 class ExactStrategy:
@@ -35,14 +34,25 @@ class ExactStrategy:
     }
     return {**report, 'calls': calls}
 
+  @staticmethod
+  def _is_batch(value) -> bool:
+    """Whether `value` is a structure of batches with replicas of uneven rows."""
+    if isinstance(value, tf.distribute.DistributedValues):
+      return False
+    return any(
+      len({v.shape[0] for v in leaf.values if v.shape.rank}) > 1
+      for leaf in tf.nest.flatten(value)
+      if isinstance(leaf, _tf_internal.PerReplica)
+    )
+
   def reduce(self, reduce_op, value, axis):
     """Reduces `value` across replicas; see `tf.distribute.Strategy.reduce`.
 
     Keras takes the mean of the first batch, a whole structure, to learn its
     shapes. If replicas have unequal rows it gets the first one's part.
     """
-    is_batch = host_input.is_counted(value)
-    if is_batch or (axis is None and _is_uneven_structure(value)):
+    is_mean = reduce_op in (tf.distribute.ReduceOp.MEAN, 'MEAN')
+    if is_mean and axis is None and self._is_batch(value):
       return tf.nest.map_structure(
         lambda v: self.experimental_local_results(v)[0], value
       )
@@ -106,14 +116,3 @@ def check_cross_device_ops(cross_device_ops) -> None:
       'an instance of tf.distribute.CrossDeviceOps',
       'pass for instance tfs.RingAllReduce()',
     )
-
-
-def _is_uneven_structure(value) -> bool:
-  """Whether `value` is a structure of batches with replicas of uneven rows."""
-  if isinstance(value, tf.distribute.DistributedValues):
-    return False
-  return any(
-    len({v.shape[0] for v in leaf.values if v.shape.rank}) > 1
-    for leaf in tf.nest.flatten(value)
-    if isinstance(leaf, _tf_internal.PerReplica)
-  )

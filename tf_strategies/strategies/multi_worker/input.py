@@ -306,8 +306,11 @@ def _group_by_replicas(dataset, num_local: int):
     return dataset.map(lambda *batch: (host_input.unwrap(batch),))
   nothing = tf.data.Dataset.from_tensors(_without_rows(dataset.element_spec))
 
+  is_tuple = type(dataset.element_spec) is tuple
+
   def group(*window):
-    elements = tf.data.Dataset.zip(host_input.unwrap(window))
+    # A tuple of one stays one, as `nothing` is.
+    elements = tf.data.Dataset.zip(window if is_tuple else window[0])
     return tf.data.Dataset.zip(
       tuple(
         elements.skip(i).concatenate(nothing).take(1) for i in range(num_local)

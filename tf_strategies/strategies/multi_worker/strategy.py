@@ -11,6 +11,7 @@ from absl import logging
 from tf_strategies import _tf_internal, errors
 from tf_strategies import cluster as cluster_lib
 from tf_strategies.strategies.mirrored import devices as devices_lib
+from tf_strategies.strategies.mirrored import host_input
 from tf_strategies.strategies.mirrored import strategy as mirrored_strategy
 from tf_strategies.strategies.multi_worker import extended as extended_lib
 
@@ -88,6 +89,8 @@ class MultiWorkerStrategy(
   def communication_report(self) -> dict[str, object]:
     """What was communicated so far: `calls` by kind, the link, the world."""
     return self.extended.communicator.report()
+
+  _is_batch = staticmethod(host_input.is_counted)
 
   def reduce(self, reduce_op, value, axis):
     """See base class; Keras reduces the scalars of its logs along axis 0."""
