@@ -19,7 +19,7 @@ from tests.conformance.multi_worker import WorkerCase
 pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
 
 # A minute and a half on two quiet cores.
-_DEADLINE_SECONDS = 480
+_DEADLINE_SECONDS = 280
 
 CASES = (
   WorkerCase('collective_2x1', 'multi_worker_collective', 2, devices=1),
