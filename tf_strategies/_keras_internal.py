@@ -98,6 +98,12 @@ def without_optionals(data: Any) -> Any:
   )
 
 
+def is_skipped(model: keras.Model, batch: int) -> bool:
+  """Whether a resumed `fit` skips this batch of the epoch."""
+  skips = getattr(model.train_function, 'skips', None)
+  return skips is not None and skips(batch)
+
+
 def swap_train_function(
   model: keras.Model, function: Callable[[Any], Any]
 ) -> Callable[[Any], Any]:

@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tf_strategies import errors
+from tf_strategies import _keras_internal, errors
 from tf_strategies.checkpoint import model_state
 from tf_strategies.checkpoint.position import Position
 from tf_strategies.fault_tolerance import resume_fit
@@ -388,7 +388,7 @@ class ElasticCallback(keras.callbacks.Callback):
 
   def on_train_batch_end(self, batch, logs=None):
     """Counts a batch."""
-    if not resume_fit.is_skipped(self.model, batch):
+    if not _keras_internal.is_skipped(self.model, batch):
       self._job.finish_batch(self._first_step + batch + 1)
 
   def on_epoch_end(self, epoch, logs=None):

@@ -208,6 +208,7 @@ class _CheckpointerReader:
         yield path, os.stat(path).st_mtime
 
   def restore(self, path: str) -> None:
+    """Reads weights and the step; ValueError if they do not fit the model."""
     found = self._checkpointer.open(path)
     named = model_state.name_objects({'model': self._model})
     variables = {k: v for k, v in named.items() if _is_weight(k)}

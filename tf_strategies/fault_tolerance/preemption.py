@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tf_strategies import errors
+from tf_strategies import _keras_internal, errors
 from tf_strategies.cluster import exit_codes
 from tf_strategies.cluster import workers as workers_lib
 from tf_strategies.fault_tolerance import resume_fit, run_checkpoint
@@ -328,7 +328,7 @@ class PreemptionCheckpoint(resume_fit.ResumeFit):
 
   def on_train_batch_end(self, batch, logs=None):
     """Saves and exits if a worker was signalled."""
-    if resume_fit.is_skipped(self.model, batch):
+    if _keras_internal.is_skipped(self.model, batch):
       return
     if self._preemption.requested:
       done = self._steps_before + self.model.steps_per_execution

@@ -143,7 +143,7 @@ def skip_steps(model: keras.Model, steps: int, reads: bool = True) -> None:
   Keras counts the batches of a data set, and would end early with fewer. They are
   read and dropped, unless the data set begins after them.
   """
-  if is_skipped(model, 0):
+  if _keras_internal.is_skipped(model, 0):
     return  # Another callback has done it.
   results = model.get_metrics_result()
   done = 0
@@ -163,9 +163,3 @@ def skip_steps(model: keras.Model, steps: int, reads: bool = True) -> None:
 
   skip.skips = lambda batch: batch < steps
   function = _keras_internal.swap_train_function(model, skip)
-
-
-def is_skipped(model: keras.Model, batch: int) -> bool:
-  """Whether `fit` skips this batch of the epoch."""
-  skips = getattr(model.train_function, 'skips', None)
-  return skips is not None and skips(batch)

@@ -81,18 +81,13 @@ class MonitorCallback(keras.callbacks.Callback):
   def on_train_batch_begin(self, batch, logs=None):
     """Starts a step, or a call of several steps."""
     self._first = batch
-    if not self._is_skipped(batch):
+    if not _keras_internal.is_skipped(self.model, batch):
       self._monitor.begin_step()
 
   def on_train_batch_end(self, batch, logs=None):
     """Ends it."""
-    if not self._is_skipped(self._first):
+    if not _keras_internal.is_skipped(self.model, self._first):
       self._monitor.end_step(batch - self._first + 1)
-
-  def _is_skipped(self, batch) -> bool:
-    """Whether it was completed before the run was interrupted."""
-    skips = getattr(self.model.train_function, 'skips', None)
-    return skips is not None and skips(batch)
 
   def on_test_batch_end(self, batch, logs=None):
     """Tells the watchdog that the evaluation proceeds."""

@@ -116,6 +116,7 @@ def _window(spans, step, steps):
 
 def _draw_task(axes, spans, begin, end):
   def bar(event, y, colour, number=''):
+    """Draws an event, with its number where there is room."""
     x, width = (event['ts'] - begin) / 1e3, event['dur'] / 1e3
     axes.broken_barh(
       [(x, width)], (y, _LANE), facecolor=colour, edgecolor='white', lw=0.6

@@ -77,6 +77,7 @@ def build(
     )
 
   def add(lane, name, category, interval, args):
+    """Adds an event of a lane; `interval` is in nanoseconds."""
     begin, end = interval
     trace.append(
       {

@@ -165,7 +165,8 @@ class PlannedGroup(group_lib.ProcessGroup):
       raise errors.UnsupportedOptionError(
         f'{kind} with op, name, algorithm, compression = {how}',
         'strings',
-        'pass their names',
+        "write for instance op='sum', name='', algorithm='auto', "
+        "compression='none'",
       )
     rank = (self.world_size, self.rank)
     sizes = (self._options.small_message_bytes, self._piece_bytes)

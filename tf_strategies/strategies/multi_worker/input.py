@@ -283,6 +283,7 @@ def _without_rows(spec):
   """A structure of batches of no rows that look like the elements of `spec`."""
 
   def empty(component):
+    """A batch without rows, as dense, ragged or sparse as `component`."""
     shape = component.shape
     if isinstance(component, tf.RaggedTensorSpec):
       return tf.RaggedTensor.from_row_lengths(

@@ -341,6 +341,7 @@ def _recorded(kind, work, **about):
   """Work that also tells the recorder when it ran, and what it sent."""
 
   def run(group, array):
+    """Does the work; records it also if it fails."""
     before, began = group.bytes_sent, recorder.now()
     failed = True
     try:
