@@ -12,6 +12,7 @@ from absl import flags
 from tests import tiers
 
 _SOAK = os.environ.get('TFS_SOAK') == '1'
+_terminal = None
 
 # No app.run() parses the flags under pytest, and an unparsed flag raises.
 flags.FLAGS.mark_as_parsed()
@@ -35,3 +36,18 @@ def pytest_collection_modifyitems(items):
       item.add_marker(mark)
     if 'soak' in item.keywords and not _SOAK:
       item.add_marker(skip)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config):
+  """Keeps the run's terminal, which the hook of reports is not given."""
+  global _terminal
+  _terminal = config.pluginmanager.get_plugin('terminalreporter')
+
+
+def pytest_runtest_logreport(report):
+  """Names a failure at once: a run that is cut off must not swallow it."""
+  if report.failed and _terminal is not None:
+    _terminal.write_line(
+      f'\nFAILED {report.nodeid}\n{report.longreprtext[-3000:]}'
+    )

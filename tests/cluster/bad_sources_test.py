@@ -3,6 +3,7 @@
 import json
 
 import hypothesis
+import pytest
 from absl.testing import absltest, parameterized
 from hypothesis import strategies as st
 
@@ -303,6 +304,7 @@ class FuzzTest(absltest.TestCase):
     self._check(environ)
 
   @hypothesis.given(_environments(''))
+  @pytest.mark.full
   def test_all_at_once(self, environ):
     self._check(environ)
 

@@ -39,7 +39,6 @@ FEATURES = (
     'accumulation_global_clipnorm',
     rows=133,
     optimizer=_accumulating(global_clipnorm=0.05),
-    mark=tiers.soak,
   ),
   Feature('ema', rows=69, optimizer=_averaging(), mark=tiers.soak),
   Feature(
@@ -59,6 +58,7 @@ FEATURES = (
     rows=133,
     optimizer=_accumulating(use_ema=True, ema_overwrite_frequency=2),
     compile={'steps_per_execution': 2},
+    mark=tiers.full,
     mark_of_others=tiers.full,
   ),
   Feature(

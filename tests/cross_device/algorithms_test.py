@@ -63,7 +63,7 @@ class EveryOpTest(tf.test.TestCase, parameterized.TestCase):
       self.check(op_, world_size, reduce_op, [(dtype, shape)])
       self.assertEqual(op_.calls, 1)
 
-  @parameterized.named_parameters(*replicas.NAMED_OPS)
+  @tiers.named_parameters(*tiers.few(replicas.NAMED_OPS, 'auto', 'ring'))
   def test_in_a_function(self, make_op):
     names = replicas.devices(4)
     op = make_op()

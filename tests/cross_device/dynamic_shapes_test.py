@@ -51,7 +51,7 @@ class DynamicShapesTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(op.calls, 5)
     self.assertEqual(step.experimental_get_tracing_count(), 1)
 
-  @parameterized.named_parameters(*replicas.NAMED_OPS)
+  @tiers.named_parameters(*tiers.few(replicas.NAMED_OPS, 'auto', 'ring'))
   def test_matrices_beside_known_shapes(self, make_op):
     specs = [
       ([None, None], tf.float32),
@@ -68,7 +68,7 @@ class DynamicShapesTest(tf.test.TestCase, parameterized.TestCase):
     ):
       self.check(step, SUM, shapes, dtypes)
 
-  @parameterized.named_parameters(*replicas.NAMED_OPS)
+  @tiers.named_parameters(*tiers.few(replicas.NAMED_OPS, 'auto', 'ring'))
   def test_eight_devices(self, make_op):
     step = function_of(make_op(), MEAN, [([None], tf.float32)], 8)
     self.check(step, MEAN, [(1009,)], ['float32'], world_size=8)

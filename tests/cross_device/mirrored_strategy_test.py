@@ -55,7 +55,7 @@ class MirroredStrategyTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(op.calls, 3)
     self.assertEqual(op.last_plan.num_tensors, 2)
 
-  @parameterized.named_parameters(*replicas.NAMED_OPS)
+  @tiers.named_parameters(*tiers.few(replicas.NAMED_OPS, 'auto', 'ring'))
   def test_eager_all_reduce(self, make_op):
     op = make_op()
     strategy = self.strategy_of(op)
@@ -66,7 +66,7 @@ class MirroredStrategyTest(tf.test.TestCase, parameterized.TestCase):
     replicas.assert_equal(result, replicas.exact(RANKS), NAMES)
     self.assertEqual(op.calls, 1)
 
-  @parameterized.named_parameters(*replicas.NAMED_OPS)
+  @tiers.named_parameters(*tiers.few(replicas.NAMED_OPS, 'auto', 'ring'))
   def test_values_without_a_device_are_reduced_where_replicas_run(
     self, make_op
   ):
@@ -92,7 +92,7 @@ class MirroredStrategyTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual([d.rpartition('device:')[2] for d in placed], list(NAMES))
     self.assertNotIn('', op.report()['all_reduce_bytes_in'])
 
-  @parameterized.named_parameters(*replicas.NAMED_OPS)
+  @tiers.named_parameters(*tiers.few(replicas.NAMED_OPS, 'auto', 'ring'))
   def test_values_without_a_device_and_without_a_strategy(self, make_op):
     op = make_op()
 
@@ -136,7 +136,7 @@ class MirroredStrategyTest(tf.test.TestCase, parameterized.TestCase):
     # The gradient of an all-reduce is an all-reduce.
     self.assertEqual(op.calls, 2)
 
-  @parameterized.named_parameters(*replicas.NAMED_OPS)
+  @tiers.named_parameters(*tiers.few(replicas.NAMED_OPS, 'auto', 'ring'))
   def test_reduce_and_gather(self, make_op):
     op = make_op()
     strategy = self.strategy_of(op)
@@ -152,7 +152,7 @@ class MirroredStrategyTest(tf.test.TestCase, parameterized.TestCase):
     self.assertAllEqual(gathered, np.concatenate(uneven))
     self.assertEqual(op.report()['calls']['gather'], 1)
 
-  @parameterized.named_parameters(*replicas.NAMED_OPS)
+  @tiers.named_parameters(*tiers.few(replicas.NAMED_OPS, 'auto', 'ring'))
   def test_all_gather(self, make_op):
     op = make_op()
     strategy = self.strategy_of(op)
@@ -169,7 +169,7 @@ class MirroredStrategyTest(tf.test.TestCase, parameterized.TestCase):
       self.assertAllEqual(component, np.concatenate(RANKS))
     self.assertGreater(op.report()['calls']['gather'], 0)
 
-  @parameterized.named_parameters(*replicas.NAMED_OPS)
+  @tiers.named_parameters(*tiers.few(replicas.NAMED_OPS, 'auto', 'ring'))
   def test_training_equals_one_device(self, make_op):
     op = make_op()
     strategy = self.strategy_of(op)

@@ -77,6 +77,7 @@ class EpochsTest(tf.test.TestCase, parameterized.TestCase):
       0,
     )
 
+  @pytest.mark.full
   def test_order_survives_other_iterators_and_depends_on_the_seed(self):
     options = data_lib.PipelineOptions(4, seed=5)
     dataset = data_lib.make_dataset(
@@ -184,6 +185,7 @@ class VirtualEpochsTest(tf.test.TestCase, parameterized.TestCase):
       if drop_remainder:
         self.assertEqual({len(batch) for batch in batches}, {5})
 
+  @pytest.mark.full
   def test_stream_is_that_of_whole_passes(self):
     passes = self.stream(0, 6, steps_per_epoch=None)
     self.assertLen(passes, 6 * 5)

@@ -5,6 +5,7 @@ import struct
 import time
 
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -133,7 +134,7 @@ class ElementsTest(TFRecordTestCase):
       num_classes=_TRAIN,
     )
 
-  @parameterized.parameters('auto', 'data', 'file', 'off')
+  @tiers.parameters('auto', *tiers.every(tiers.full, ('data', 'file', 'off')))
   def test_options_reach_tensorflow(self, autoshard):
     options = self.make(autoshard=autoshard, deterministic=False).options()
     self.assertEqual(
@@ -144,7 +145,9 @@ class ElementsTest(TFRecordTestCase):
 
 
 class OrderTest(TFRecordTestCase):
-  @parameterized.product(cache=('none', 'memory'), shuffle_buffer=(None, 10))
+  @tiers.product(
+    cache=(tiers.full('none'), 'memory'), shuffle_buffer=(tiers.full(None), 10)
+  )
   def test_seed_decides_whatever_the_parallelism(self, cache, shuffle_buffer):
     fixed = {'cache': cache, 'shuffle_buffer': shuffle_buffer}
     one = self.make(seed=3, num_parallel_calls=1, **fixed)
@@ -154,7 +157,7 @@ class OrderTest(TFRecordTestCase):
     self.assertLen({tuple(epoch) for epoch in epochs}, 3)
     self.assertNotEqual(_order(self.make(seed=4, **fixed)), epochs[0])
 
-  @parameterized.parameters('none', 'memory')
+  @tiers.parameters('none', tiers.full('memory'))
   def test_whole_split_is_shuffled(self, cache):
     # Training reads blocks of 16, which is all of a file here: a buffer of 20
     # would fill the first batch from two of the four files at most.
@@ -164,6 +167,7 @@ class OrderTest(TFRecordTestCase):
     ]
     self.assertEqual(max(files), 4)
 
+  @pytest.mark.full
   def test_small_buffer_shuffles_files_too(self):
     # The first example comes from the first ten of the interleaved records,
     # and over the epochs these come from every file.
@@ -171,6 +175,7 @@ class OrderTest(TFRecordTestCase):
     first = {next(iter(dataset))[1].numpy()[0] % 4 for _ in range(20)}
     self.assertEqual(first, {0, 1, 2, 3})
 
+  @pytest.mark.full
   def test_repeat(self):
     dataset = self.make(seed=3, repeat=True)
     self.assertEqual(int(dataset.cardinality()), tf.data.INFINITE_CARDINALITY)
@@ -190,6 +195,7 @@ class CacheTest(TFRecordTestCase):
       _order(dataset)
 
   @parameterized.parameters('memory', 'disk')
+  @pytest.mark.full
   def test_later_epochs_come_from_the_cache(self, cache):
     changes = self.disk() if cache == 'disk' else {'cache': 'memory'}
     dataset = self.make('test', False, **changes)
@@ -386,6 +392,7 @@ class FilesOfAnySchemaTest(tf.test.TestCase, parameterized.TestCase):
     order = self.keys(training, late=True, num_parallel_calls=7, **changes)
     self.assertEqual(order, expected)
 
+  @pytest.mark.full
   def test_same_order_whichever_batch_is_late(self):
     def parse(records):
       def wait(records):
@@ -482,6 +489,7 @@ class FramingTest(formula.DataTestCase):
     path = os.path.join(self.new_dir(), 'x')
     self.assert_data_error([path, 'cannot be read'], files.count_records, path)
 
+  @pytest.mark.full
   def test_count_equals_what_tensorflow_reads(self):
     path = os.path.join(self.new_dir(), 'other')
     with tf.io.TFRecordWriter(path) as writer:

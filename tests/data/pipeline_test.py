@@ -137,7 +137,7 @@ class OrderTest(tf.test.TestCase, parameterized.TestCase):
       formula.arrays(n), _options(**changes), training=True
     )
 
-  @parameterized.parameters(1, 4, tf.data.AUTOTUNE)
+  @tiers.parameters(*tiers.every(tiers.full, (1, 4)), tf.data.AUTOTUNE)
   def test_same_seed_same_epochs(self, num_parallel_calls):
     one = self.make(seed=3)
     other = self.make(seed=3, num_parallel_calls=num_parallel_calls, prefetch=0)
@@ -169,6 +169,7 @@ class OrderTest(tf.test.TestCase, parameterized.TestCase):
     ]
     self.assertEqual(orders[0], orders[1])
 
+  @pytest.mark.full
   def test_other_seed_other_order(self):
     orders = {tuple(_order(self.make(seed=seed))) for seed in range(5)}
     self.assertLen(orders, 5)
@@ -209,6 +210,7 @@ class OrderTest(tf.test.TestCase, parameterized.TestCase):
     )
     self.assertEqual(_order(test), list(range(20)))
 
+  @pytest.mark.full
   def test_repeated_equals_epoch_by_epoch(self):
     once = self.make(n=20, seed=2)
     repeated = self.make(n=20, seed=2, repeat=True)
@@ -218,7 +220,7 @@ class OrderTest(tf.test.TestCase, parameterized.TestCase):
 class PipelinesTest(tf.test.TestCase, parameterized.TestCase):
   """Several input pipelines share the examples."""
 
-  @parameterized.parameters('auto', 'data')
+  @tiers.parameters('auto', tiers.full('data'))
   def test_a_step_of_all_pipelines_is_one_global_batch(self, autoshard):
     options = _options(seed=6, autoshard=autoshard)
     alone = data_lib.make_dataset(formula.arrays(40), options, training=True)
@@ -334,6 +336,7 @@ class PipelinesTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class PlacementTest(tf.test.TestCase):
+  @pytest.mark.full
   def test_under_a_strategy(self):
     strategy = tf.distribute.MirroredStrategy(['CPU:0', 'CPU:1'])
     with strategy.scope():
@@ -354,6 +357,7 @@ class PlacementTest(tf.test.TestCase):
     ]
     self.assertEqual(actual, expected)
 
+  @pytest.mark.full
   def test_from_function(self):
     strategy = tf.distribute.MirroredStrategy(['CPU:0', 'CPU:1'])
     dataset = strategy.distribute_datasets_from_function(

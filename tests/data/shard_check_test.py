@@ -125,6 +125,7 @@ class SharesTest(tf.test.TestCase, parameterized.TestCase):
       data_lib.check_shards(shards, shards[0])
 
   @tiers.parameters(tiers.full('auto'), 'data')
+  @pytest.mark.full
   def test_arrays(self, autoshard):
     options = data_lib.PipelineOptions(60, seed=2, autoshard=autoshard)
     arrays = formula.arrays(_N)
@@ -141,7 +142,7 @@ class SharesTest(tf.test.TestCase, parameterized.TestCase):
       self.assertLessEqual(max(sizes) - min(sizes), 1)
       self.assertEqual(data_lib.check_shards(shards, whole, _labels), sizes)
 
-  @parameterized.parameters('none', 'memory')
+  @tiers.parameters(tiers.full('none'), 'memory')
   def test_order_of_arrival_does_not_matter(self, cache):
     # Without an order that all agree on, the k-th record is not the same one
     # for all: some would come twice and some never.

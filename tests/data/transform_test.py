@@ -1,6 +1,7 @@
 """Which function runs how often, with which seeds."""
 
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -138,6 +139,7 @@ class SeedsTest(TransformTestCase):
     ]
 
   @tiers.parameters(*tiers.few(_SOURCES, 'files'))
+  @pytest.mark.full
   def test_one_a_batch_and_epoch_from_the_seed_alone(self, source):
     one = self.seeds(source)
     self.assertLen(set(one), 2 * 3)
@@ -148,6 +150,7 @@ class SeedsTest(TransformTestCase):
     repeated = self.seeds(source, epochs=1, repeat=False)
     self.assertEqual(one[:3], repeated)
 
+  @pytest.mark.full
   def test_pipelines_draw_numbers_of_their_own(self):
     contexts = [tf.distribute.InputContext(2, i, 2) for i in range(2)]
     one, other = (self.seeds('arrays', context=c) for c in contexts)

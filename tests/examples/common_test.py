@@ -4,6 +4,7 @@ import itertools
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -82,6 +83,7 @@ class BatchesTest(tf.test.TestCase, parameterized.TestCase):
     self.assertNotAllEqual(seen, expected)
     self.assertAllClose(np.sort(seen, 0), np.sort(expected, 0))
 
+  @pytest.mark.full
   def test_later_epoch_is_the_same_without_the_earlier_ones(self):
     straight = _whole_batches('--steps_per_epoch=2', epochs=3)
     self.assertLen(straight, 6)
@@ -91,6 +93,7 @@ class BatchesTest(tf.test.TestCase, parameterized.TestCase):
     self.assertAllEqual(np.stack(straight[3:]), np.stack(within))
     self.assertNotAllEqual(straight[0], straight[2])
 
+  @pytest.mark.full
   def test_epoch_longer_than_the_data_continues_with_the_next_pass(self):
     batches = _whole_batches('--steps_per_epoch=13', epochs=2)
     rows = [len(batch) for batch in batches]
@@ -139,11 +142,13 @@ class BatchesTest(tf.test.TestCase, parameterized.TestCase):
       labels = [labels for _, labels in example.test_batches(data)]
     self.assertAllEqual(tf.concat(labels, 0), data.test.labels)
 
+  @pytest.mark.full
   def test_order_depends_on_the_seed(self):
     orders = [_whole_batches(f'--seed={seed}')[0] for seed in (0, 1, 0)]
     self.assertNotAllEqual(orders[0], orders[1])
     self.assertAllEqual(orders[0], orders[2])
 
+  @pytest.mark.full
   def test_mirrored_gets_full_batches(self):
     batches = _whole_batches('--strategy=mirrored', epochs=2)
     self.assertEqual([len(b) for b in batches], [1000] * 16)

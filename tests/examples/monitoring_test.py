@@ -39,6 +39,7 @@ class MonitoringTest(tf.test.TestCase, parameterized.TestCase):
     return os.path.join(self._directory, name)
 
   @tiers.parameters(tiers.full(pages.NAMES[0]), pages.NAMES[1])
+  @pytest.mark.full
   def test_a_line_a_step(self, name):
     path = self._path('metrics.jsonl')
     flags = ('--num_virtual_devices=2', '--epochs=2', f'--metrics_jsonl={path}')

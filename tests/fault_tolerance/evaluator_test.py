@@ -226,6 +226,7 @@ class RunCheckpointTest(_EvaluatorTest):
     self.assertEqual([e.iterations for e in evaluations], [4, 12, 16])
     self.assertLen({e.results['loss'] for e in evaluations}, 3)
 
+  @pytest.mark.full
   def test_parts_of_replicas(self):
     strategy = tfs.RingMirroredStrategy(['CPU:0', 'CPU:1'])
     training = RunTraining(self.directory, strategy=strategy)
@@ -262,6 +263,7 @@ class RunCheckpointTest(_EvaluatorTest):
     ):
       self.evaluator(_model(width=5)).run()
 
+  @pytest.mark.full
   def test_another_optimizer_is_none_of_its_business(self):
     training = RunTraining(self.directory, optimizer='sgd')
     training.step()

@@ -11,6 +11,7 @@ import psutil
 import pytest
 from absl.testing import absltest, parameterized
 
+from tests import tiers
 from tests.launch import programs
 from tf_strategies import errors
 from tf_strategies.launch import supervisor
@@ -84,7 +85,9 @@ finally:
     self.assertIn(f'worker {first} failed first', launcher.stderr())
     self.assertNotIn(f'worker {1 - first} failed', launcher.stderr())
 
-  @parameterized.parameters(signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM)
+  @tiers.parameters(
+    signal.SIGKILL, *tiers.every(tiers.full, (signal.SIGSEGV, signal.SIGTERM))
+  )
   def test_signal_gives_128_and_its_number(self, number):
     code = f"""
 if name == 'ps_0':
@@ -112,6 +115,7 @@ if name == 'worker_1':
     self.assertLen(launcher.pids(), 3)
     self.assertEmpty(launcher.alive())
 
+  @pytest.mark.full
   def test_task_may_use_the_grace_period(self):
     code = """
 def save(number, frame):
@@ -175,6 +179,7 @@ if name == 'worker_0':
       of_worker_1, [b'[worker 1] attempt %d' % i for i in range(3)]
     )
 
+  @pytest.mark.full
   def test_restarts_are_counted_for_each_task_and_run_out(self):
     code = """
 if name == 'worker_0':
@@ -216,7 +221,9 @@ except ProcessLookupError:
 
 @pytest.mark.multi_process
 class SignalTest(_JobTest):
-  @parameterized.parameters(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+  @tiers.parameters(
+    signal.SIGTERM, *tiers.every(tiers.full, (signal.SIGINT, signal.SIGHUP))
+  )
   def test_signal_is_forwarded(self, number):
     code = """
 def end(number, frame):
@@ -238,7 +245,7 @@ time.sleep(600)
     self.assertEmpty(launcher.alive())
     self.assertIn(f'{number.name}: ending all tasks', launcher.stderr())
 
-  @parameterized.parameters(signal.SIGINT, signal.SIGTERM)
+  @tiers.parameters(tiers.full(signal.SIGINT), signal.SIGTERM)
   def test_those_who_ignore_it_are_killed(self, number):
     code = _IGNORE + _GRANDCHILD + _SLEEP
     launcher = self._launch(code, '--num_workers=2', '--grace_period=0.5')
@@ -248,6 +255,7 @@ time.sleep(600)
     self.assertLen(launcher.pids(), 4)
     self.assertEmpty(launcher.alive())
 
+  @pytest.mark.full
   def test_second_signal_kills_at_once(self):
     code = _IGNORE + _GRANDCHILD + _SLEEP
     launcher = self._launch(code, '--num_workers=2', '--grace_period=3600')
@@ -269,7 +277,7 @@ time.sleep(600)
 
 @pytest.mark.multi_process
 class KilledTest(_JobTest):
-  @parameterized.parameters('', _IGNORE)
+  @tiers.parameters(tiers.full(''), _IGNORE)
   def test_launcher_that_is_killed_leaves_nothing(self, ignore):
     code = ignore + _GRANDCHILD + _SLEEP
     launcher = self._launch(code, '--num_workers=2', '--grace_period=0.5')
@@ -304,6 +312,7 @@ class KilledTest(_JobTest):
     launcher.wait_until(lambda: not launcher.alive())
 
   @pytest.mark.skipif(sys.platform != 'linux', reason='prctl is of Linux')
+  @pytest.mark.full
   def test_reaper_that_is_killed_takes_its_task_along(self):
     code = _IGNORE + _GRANDCHILD + _SLEEP
     launcher = self._launch(code, '--num_workers=2', '--grace_period=0.5')
@@ -327,6 +336,7 @@ note('found', os.path.exists(f"/proc/{{wait_for('grandchild', name)}}"))
     self.assertEqual(launcher.wait(), 0, launcher.stderr())
     self.assertEqual(launcher.notes('found'), {'worker_0-1': False})
 
+  @pytest.mark.full
   def test_task_that_ends_well_leaves_nothing_either(self):
     launcher = self._launch(
       _GRANDCHILD, '--num_workers=2', '--grace_period=0.3'
@@ -389,6 +399,7 @@ while True:
     self.assertEqual(launcher.wait(), 128 + signal.SIGPIPE)
     self.assertEmpty(launcher.alive())
 
+  @pytest.mark.full
   def test_reader_that_does_not_read_cannot_hold_a_signal_up(self):
     code = """
 signal.signal(signal.SIGTERM, signal.SIG_IGN)

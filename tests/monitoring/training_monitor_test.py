@@ -140,6 +140,7 @@ class MonitorTest(tf.test.TestCase, parameterized.TestCase):
     mine = [e for e in trace['traceEvents'] if e['name'] == 'my own']
     self.assertEqual([e['args']['step'] for e in mine], [*range(11, 16)])
 
+  @pytest.mark.full
   def test_fit_on_two_replicas(self):
     strategy = tfs.RingMirroredStrategy(devices=['CPU:0', 'CPU:1'])
     callback = keras_callback.MonitorCallback(log_dir=self._path('logs'))

@@ -24,6 +24,7 @@ class GroupOptionsTest(parameterized.TestCase):
     {'heartbeat_interval_seconds': 5, 'heartbeat_timeout_seconds': 9},
     {'window_seconds': -0.1},
     {'window_seconds': float('inf')},
+    {'window_seconds': 10**400},
     {'min_workers': 0},
     {'min_workers': 2.0},
     {'max_workers': True},

@@ -273,6 +273,7 @@ class OptimizerTest(tf.test.TestCase, parameterized.TestCase):
       {_full('CPU:0'): 0, _full('CPU:1'): 2 * num_bytes},
     )
 
+  @pytest.mark.full
   def test_takes_the_memory_of_one_copy(self):
     def num_bytes(strategy):
       model = self._train(strategy)

@@ -2,6 +2,7 @@
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -82,6 +83,7 @@ class HostInputTest(tf.test.TestCase, parameterized.TestCase):
     ):
       _strategy().experimental_distribute_dataset(tf.data.Dataset.range(3))
 
+  @pytest.mark.full
   def test_distributed_data_are_not_split_again(self):
     strategy = _strategy(2)
     x = np.arange(12.0, dtype=np.float32).reshape([6, 2])

@@ -162,6 +162,7 @@ class RoutingTest(tf.test.TestCase, parameterized.TestCase):
     self.assertIn('batch_reduce', self.ops.reached)
     self.assertIn('broadcast', self.ops.reached)
 
+  @pytest.mark.full
   def test_gradient_through_all_reduce(self):
     def replica_fn():
       context = tf.distribute.get_replica_context()

@@ -456,12 +456,13 @@ def is_int(value: object) -> bool:
 
 def is_number(value: object, least: float = 0, most: float = math.inf) -> bool:
   """Whether the value is a finite real number in a range, and not a bool."""
-  return (
-    isinstance(value, numbers.Real)
-    and not isinstance(value, bool)
-    and math.isfinite(value)
-    and least <= value <= most
-  )
+  if not isinstance(value, numbers.Real) or isinstance(value, bool):
+    return False
+  try:
+    number = float(value)
+  except OverflowError:  # An integer beyond any float.
+    return False
+  return math.isfinite(number) and least <= number <= most
 
 
 def _ranks_in(contributions: int) -> list[int]:

@@ -4,6 +4,7 @@ import sys
 import types
 
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -52,6 +53,7 @@ class VariantsTest(formula.DataTestCase, parameterized.TestCase):
       self.assertAllEqual(labels, range(8))
 
   @parameterized.parameters('naive', 'cache', 'make_dataset_tfrecords')
+  @pytest.mark.full
   def test_storage_is_slow_unless_the_name_says_otherwise(self, name):
     waited = tf.Variable(0, dtype=tf.int64)
     source = self.source(storage=slow_storage.Storage(1), waited=waited)

@@ -338,6 +338,7 @@ class MnistTest(ExtractTestCase):
     self.check(1)
 
   @parameterized.parameters(True, False)
+  @pytest.mark.full
   def test_idx_and_a_change_of_labels_alone(self, compressed):
     formula.write_idx(self.raw, compressed)
     report = self.check(4)

@@ -202,6 +202,7 @@ class FailuresTest(_RanksTestCase):
     self.assertIn("all_reduce(sum) 'a'", notes[0]['name'][1])
     self.assertIn("all_reduce(sum) 'b'", notes[0]['name'][1])
 
+  @pytest.mark.full
   def test_late_rank_is_named(self):
     status, notes, log = self.run_failing('time_out', 3)
     self.assertEqual(sorted(notes), [0, 1, 2], log)

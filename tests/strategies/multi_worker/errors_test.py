@@ -65,6 +65,7 @@ class DisagreementTest(parameterized.TestCase):
         self.assertIn(part, result[name]['message'])
 
   @tiers.parameters('world_size', tiers.full('addresses'))
+  @pytest.mark.full
   def test_clusters_that_do_not_match(self, name):
     for result in self.results:
       self.assertIn(

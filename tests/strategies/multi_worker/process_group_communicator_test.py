@@ -4,6 +4,7 @@ import pickle
 import time
 
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -141,6 +142,7 @@ class OrderTest(tf.test.TestCase):
       self._record(process_group_communicator.CollectiveQueue), [_EXPECTED] * 3
     )
 
+  @pytest.mark.full
   def test_without_the_token_calls_overtake_each_other(self):
     records = self._record(_Unordered)
     for record in records:

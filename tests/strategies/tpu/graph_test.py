@@ -4,6 +4,7 @@ import collections
 import dataclasses
 
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -67,7 +68,7 @@ def traced_sum(strategy, value, reduce_op=tf.distribute.ReduceOp.SUM):
 
 
 class GraphTest(tf.test.TestCase, parameterized.TestCase):
-  @tiers.parameters(tiers.full(2), 4, 8, tiers.full(32))
+  @tiers.parameters(4, *tiers.every(tiers.full, (2, 8, 32)))
   def test_a_step_is_a_ring_a_dtype(self, num_replicas):
     strategy = double.create_strategy(num_replicas)
     step = traced_step(strategy)
@@ -102,6 +103,7 @@ class GraphTest(tf.test.TestCase, parameterized.TestCase):
       [[(1, 0), (3, 2)], [(2, 0)], [(0, 2)], [(0, 1), (2, 3)]],
     )
 
+  @pytest.mark.full
   def test_more_variables_take_no_more_permutes(self):
     few, many = (
       traced_step(double.create_strategy(4), {'float32': [[3]] * count})
@@ -109,6 +111,7 @@ class GraphTest(tf.test.TestCase, parameterized.TestCase):
     )
     self.assertLen(many.permutes, len(few.permutes))
 
+  @pytest.mark.full
   def test_a_function_of_the_world_size(self):
     def backwards(world_size):
       ring = ring_all_reduce(world_size)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 from tf_strategies import errors, process_group
-from tf_strategies.collectives import algorithms, codecs
+from tf_strategies.collectives import algorithms, codecs, schedule
 
+_LINKS = ('tcp', 'mpi')
 _COMMUNICATIONS = ('auto', 'ring', 'nccl')
 
 
@@ -39,7 +40,7 @@ class RingOptions:
   group: process_group.GroupOptions | None = None
 
   def __post_init__(self):
-    if self.link not in ('tcp', 'mpi'):
+    if not _is_one_of(_LINKS, self.link):
       raise errors.UnsupportedOptionError(
         f'link={self.link!r}', "'tcp' or 'mpi'", "write link='tcp'"
       )
@@ -61,7 +62,7 @@ class CollectiveOptions:
     timeout_seconds: how long one collective may take; 0 for no limit.
 
   Raises:
-    UnsupportedOptionError: an unknown communication, or no bytes.
+    UnsupportedOptionError: an unknown communication, or a number out of range.
   """
 
   communication: str = 'auto'
@@ -71,17 +72,36 @@ class CollectiveOptions:
   timeout_seconds: float = 0.0
 
   def __post_init__(self):
-    if self.communication not in _COMMUNICATIONS:
+    if not _is_one_of(_COMMUNICATIONS, self.communication):
       raise errors.UnsupportedOptionError(
         f'communication={self.communication!r}',
         f'one of {_COMMUNICATIONS}',
         "write 'auto'",
       )
+    subdivs = self.max_subdivs_per_device
+    if not schedule.is_int(subdivs) or subdivs < -1:
+      raise errors.UnsupportedOptionError(
+        f'max_subdivs_per_device={subdivs!r}',
+        'an integer of at least -1',
+        'leave it out for 8',
+      )
+    for name in ('start_timeout_seconds', 'timeout_seconds'):
+      value = getattr(self, name)
+      if not schedule.is_number(value):
+        raise errors.UnsupportedOptionError(
+          f'{name}={value!r}',
+          'a non-negative number of seconds',
+          'leave it out for the default',
+        )
     _check_bucket_bytes(self.bucket_bytes)
 
 
+def _is_one_of(names, value) -> bool:
+  return isinstance(value, str) and value in names
+
+
 def _check_bucket_bytes(bucket_bytes) -> None:
-  if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
+  if not schedule.is_int(bucket_bytes) or bucket_bytes < 1:
     raise errors.UnsupportedOptionError(
       f'bucket_bytes={bucket_bytes!r}',
       'a positive number of bytes',
