@@ -26,7 +26,7 @@ adds the marks.
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from absl.testing import parameterized
@@ -68,12 +68,15 @@ def every(mark: Any, rows: Iterable[Any]) -> list[Any]:
   return [mark(row) for row in rows]
 
 
-def few(rows: Iterable[Any], *names: str) -> list[Any]:
+def few(
+  rows: Iterable[Any], *names: str, rest: Callable[..., Any] = full
+) -> list[Any]:
   """Marks rows with `full`, but for those of these names.
 
   Args:
     rows: names, or rows that begin with one.
     *names: of the rows that stay as they are.
+    rest: `full` or `soak`.
 
   Raises:
     ValueError: a name is of no row.
@@ -83,7 +86,7 @@ def few(rows: Iterable[Any], *names: str) -> list[Any]:
   if missing := set(names) - set(found):
     raise ValueError(f'Expected names of rows, got {sorted(missing)}.')
   return [
-    row if name in names else full(row)
+    row if name in names else rest(row)
     for row, name in zip(rows, found, strict=True)
   ]
 

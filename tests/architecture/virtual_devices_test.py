@@ -20,7 +20,7 @@ def _run(script):
 
 @pytest.mark.multi_process
 class VirtualDevicesTest(absltest.TestCase):
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_repeated_calls_give_the_largest_count(self):
     result = _run("""
 configure_logical_cpus(2)

@@ -31,7 +31,7 @@ BUILT_IN = {'ReductionToOneDevice', 'HierarchicalCopyAllReduce', 'default'}
 
 @pytest.mark.multi_process
 class AllReduceBenchmarkTest(tf.test.TestCase):
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_quick(self):
     path = os.path.join(self.create_tempdir().full_path, 'report.json')
     done = running.run_benchmark(
@@ -96,7 +96,7 @@ class AllReduceBenchmarkTest(tf.test.TestCase):
       {name: r['busiest_bytes_in'] for name, r in records.items()}, expected
     )
 
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_bad_flags(self):
     # That names of sets are refused is tested below, without a process.
     done = running.run_benchmark('all_reduce', '--quick', '--num_devices=1')

@@ -124,7 +124,7 @@ class ParameterServerTest(parameterized.TestCase):
     tiers.soak('--num_workers=0', 'integers of 1 or more'),
     tiers.soak('--steps=25', 'no multiple of 10'),
   )
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_bad_flags(self, flag, words):
     done = running.run_benchmark('parameter_server', flag)
     self.assertNotEqual(done.returncode, 0)

@@ -119,7 +119,7 @@ class ProcessAllReduceTest(parameterized.TestCase):
     # It pays the import of TensorFlow for another text.
     tiers.soak('--link_rate=fast', "link rate of 'fast'"),
   )
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_bad_flags(self, flag, words):
     done = running.run_benchmark('process_all_reduce', flag)
     self.assertNotEqual(done.returncode, 0)

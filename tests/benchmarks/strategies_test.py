@@ -91,7 +91,7 @@ class StrategiesTest(absltest.TestCase):
         ring['test'][metric], workers['test'][metric], places=4
       )
 
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_run_that_does_not_end(self):
     done, found = self._run(
       '--tables=costs',

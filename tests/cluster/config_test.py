@@ -366,7 +366,7 @@ def _almost(draw):
 
 
 class FuzzTest(absltest.TestCase):
-  @pytest.mark.full
+  @pytest.mark.soak
   @hypothesis.settings(max_examples=1000)
   @hypothesis.given(_TEXT, st.integers(0, 200))
   def test_any_text_is_a_config_or_one_error(self, text, cut):

@@ -100,7 +100,7 @@ class ServersTest(_JobTest):
     self.assertEqual(server.wait(), int(status or 0), server.stderr())
 
   @tiers.parameters('the chief goes', tiers.soak('a second signal'))
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_server_stays_while_the_chief_may_save(self, what_ends_it):
     jobs = _jobs()
     chief = socket.socket()
@@ -122,7 +122,7 @@ class ServersTest(_JobTest):
     # Not at the end of its patience.
     self.assertLess(time.monotonic() - began, 10)
 
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_taken_port_is_an_error_that_names_it(self):
     jobs = _jobs()
     host, _, port = jobs['ps'][0].partition(':')

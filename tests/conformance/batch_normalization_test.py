@@ -40,7 +40,7 @@ class BatchNormalizationTest(harness.ConformanceTest, parameterized.TestCase):
       tiers.soak({'rows': 96, 'wrap': True}),
       tiers.soak({'rows': 69, 'wrap': True}),
       {'rows': 65, 'wrap': True},
-      tiers.full({'rows': 65, 'wrap': False}),
+      tiers.soak({'rows': 65, 'wrap': False}),
     ],
   )
   @pytest.mark.full

@@ -45,7 +45,7 @@ def _regularized_model():
 
 FEATURES = (
   Feature('sgd', optimizer=lambda: optimizers.SGD(0.1), mark=tiers.soak),
-  Feature('adam', optimizer=lambda: optimizers.Adam(1e-2), mark=tiers.full),
+  Feature('adam', optimizer=lambda: optimizers.Adam(1e-2), mark=tiers.soak),
   Feature(
     'adamw',
     optimizer=lambda: optimizers.AdamW(1e-2, weight_decay=0.1),
@@ -87,7 +87,7 @@ FEATURES = (
     'regularizers_and_constraint',
     rows=69,
     model=_regularized_model,
-    mark=tiers.full,
+    mark=tiers.soak,
   ),
   Feature(
     'class_weight',

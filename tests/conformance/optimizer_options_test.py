@@ -59,7 +59,6 @@ FEATURES = (
     optimizer=_accumulating(use_ema=True, ema_overwrite_frequency=2),
     compile={'steps_per_execution': 2},
     mark=tiers.full,
-    mark_of_others=tiers.full,
   ),
   Feature(
     'mixed_float16',
@@ -75,7 +74,7 @@ FEATURES = (
     policy='mixed_float16',
     tolerance=2e-3,
     wrap=False,
-    mark=tiers.full,
+    mark=tiers.soak,
   ),
   Feature(
     'mixed_float16_global_clipnorm',
@@ -137,7 +136,7 @@ class LossScaleTest(harness.ConformanceTest, parameterized.TestCase):
   @tiers.product(
     [{'case': c} for c in harness.STRATEGIES],
     wrap=(True, tiers.full(False)),
-    bad_replica=(tiers.full(0), 1, tiers.full(3)),
+    bad_replica=(tiers.soak(0), 1, tiers.full(3)),
   )
   def test_overflow_on_one_replica_skips_the_step_everywhere(
     self, case, wrap, bad_replica

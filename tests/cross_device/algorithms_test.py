@@ -41,7 +41,7 @@ class EveryOpTest(tf.test.TestCase, parameterized.TestCase):
 
   @tiers.product(
     op=list(replicas.OPS),
-    world_size=(tiers.full(2), 3, tiers.full(4), tiers.full(8)),
+    world_size=(tiers.soak(2), 3, tiers.soak(4), tiers.full(8)),
     reduce_op=(tiers.full(SUM), MEAN),
   )
   def test_every_dtype_and_shape_in_one_call(self, op, world_size, reduce_op):

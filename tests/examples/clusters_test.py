@@ -22,7 +22,7 @@ _SECRET = '0123456789abcdef0123456789abcdef'
 
 
 @pytest.mark.multi_process
-@pytest.mark.full
+@pytest.mark.soak
 class SameCommandTest(tf.test.TestCase):
   def setUp(self):
     super().setUp()

@@ -132,7 +132,7 @@ class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
       'value should be one of <ring|auto|direct',
     ),
   )
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_refusal_is_a_message(self, name, argument, message):
     program = self._start(name, argument)
     code = program.wait()
@@ -161,7 +161,7 @@ class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
     self.assertIn('one_device: 1 replica', program.output())
     self.assertRegex(program.output(), r'test  loss .*, accuracy 0\.')
 
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_report_of_four_devices(self):
     path = self._path('report.json')
     program = self._start(

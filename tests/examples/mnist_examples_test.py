@@ -167,7 +167,7 @@ class MnistExamplesTest(tf.test.TestCase, parameterized.TestCase):
     tiers.soak('loop', _LOOP, 'mixed_float16'),
     ('loop_bfloat16', _LOOP, 'mixed_bfloat16'),
   )
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_mixed_precision_trains(self, name, policy):
     weights, report = self._train(
       name, _SHORT, 2, mixed_precision=policy, epochs=1
@@ -195,7 +195,7 @@ class MnistExamplesTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(list(by_device.values()), [on_one] * 4)
 
   @tiers.named_parameters(_EXAMPLES[0], tiers.soak(_EXAMPLES[1]))
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_report_tells_the_bytes_of_a_step(self, name):
     _, report = self._train(name, _SHORT, 4, epochs=1)
     # A ring brings 2(N-1)/N of the gradients into each of N devices. Whole
@@ -218,7 +218,7 @@ class MnistExamplesTest(tf.test.TestCase, parameterized.TestCase):
     # It moves something, and does not say how much.
     ('builtin', {'strategy': 'mirrored', 'all_reduce': 'builtin'}, None),
   )
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_bytes_that_nobody_counts(self, changes, expected):
     # As many devices as the other test of TensorFlow's own all-reduce has.
     _, report = self._train(_FIT, _SHORT, 2, **changes, epochs=1)

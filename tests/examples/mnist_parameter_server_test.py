@@ -140,7 +140,7 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
       ('--max_staleness=2', '--worker_input'),
     ),
   )
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_learns(self, name, mode, arguments):
     servers = self._check_learns(name, f'--mode={mode}', *arguments)
     self.assertEqual(servers['mode'], mode)

@@ -49,7 +49,7 @@ class MonitoringTest(tf.test.TestCase, parameterized.TestCase):
     sizes = [_BATCH_SIZE] * (_STEPS - 1) + [1437 - (_STEPS - 1) * _BATCH_SIZE]
     self.assertEqual([n['examples'] for n in lines], sizes * 2)
 
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_nothing_without_a_flag(self):
     with pages.parsed('mnist_keras_fit', *self._flags, '--epochs=1') as example:
       self.assertIsNone(common.monitor_options())

@@ -85,13 +85,13 @@ def train(
   import keras
 
   import tf_strategies as tfs
-  from tf_strategies.fault_tolerance import resume_fit
+  from tf_strategies import _keras_internal
 
   class Report(keras.callbacks.Callback):
     """Tells the test how far training is, by a file that it can watch."""
 
     def on_train_batch_end(self, batch, logs=None):
-      if resume_fit.is_skipped(self.model, batch):
+      if _keras_internal.is_skipped(self.model, batch):
         return
       time.sleep(seconds_a_step)
       with open(os.path.join(directory, f'steps_{rank}'), 'a') as f:

@@ -181,7 +181,7 @@ def evaluate_all(directory: str) -> list[dict[str, Any]]:
 class EvaluatorJobTest(tf.test.TestCase, parameterized.TestCase):
   @tiers.parameters(
     (train_by_fit, 'async', 2),
-    tiers.full(train_by_fit, 'sync', 1),
+    tiers.soak(train_by_fit, 'sync', 1),
     tiers.full(train_by_loop, 'async', 1),
   )
   @pytest.mark.full

@@ -186,7 +186,7 @@ class MutationTest(tf.test.TestCase):
     self.assertAllClose(one, rows, 0, 1e-6)
     self.assertGreater(np.abs(one - none).max(), 1e-3)
 
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_unwrapped_uneven_rows_are_another_result(self):
     one = self._weights(lambda: optimizers.SGD(0.1), 13, 1)
     unwrapped = self._weights(lambda: optimizers.SGD(0.1), 13, 4)

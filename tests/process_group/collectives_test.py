@@ -133,7 +133,7 @@ class CollectivesTest(parameterized.TestCase):
         self.assertEqual(out.tobytes(), results[0]['noise', size].tobytes())
         np.testing.assert_allclose(out, expected, atol=1e-5)
 
-  @tiers.parameters(tiers.full(1), tiers.full(2), 3, tiers.full(4))
+  @tiers.parameters(tiers.full(1), tiers.full(2), 3, tiers.soak(4))
   def test_table_of_algorithms_and_codecs(self, world_size):
     conformance.check(self, processes.run_workers(_table, world_size))
 

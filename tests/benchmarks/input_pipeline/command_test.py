@@ -29,7 +29,7 @@ def _run(*flags):
 
 
 class CommandTest(formula.DataTestCase):
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_variants_of_a_data_set(self):
     where = self.new_dir()
     report, picture = (os.path.join(where, n) for n in ('r.json', 'steps.html'))

@@ -401,7 +401,7 @@ class KillTest(ExtractTestCase):
       manifest_lib.read(undisturbed).entries,
     )
 
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_command_and_another_one_at_the_same_time(self):
     command = self.start(sleep=0.05)
     command.wait_until(lambda: manifest_lib.is_extracted(self.out))

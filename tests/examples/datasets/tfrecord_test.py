@@ -302,7 +302,7 @@ class CommandTest(formula.DataTestCase):
       '-m', 'examples.datasets.write_tfrecords', *arguments
     )
 
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_writes_what_load_reads(self):
     source, target = self.new_dir(), self.new_dir()
     path = formula.write_npz(os.path.join(source, 'mnist.npz'))

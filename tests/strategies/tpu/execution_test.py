@@ -41,18 +41,18 @@ def all_reduce(reduce_op, *tensors):
 
 class ExecutionTest(tf.test.TestCase, parameterized.TestCase):
   @tiers.parameters(
-    tiers.full('ring', 2),
+    tiers.soak('ring', 2),
     ('ring', 4),
     tiers.soak('ring', 8),
     tiers.full('tree', 4),
     tiers.full('halving_doubling', 4),
     tiers.soak('halving_doubling', 8),
-    tiers.full('direct', 4),
+    tiers.soak('direct', 4),
     tiers.full('hierarchical', 4),
-    tiers.full('naive', 4),
-    tiers.full('tree', 3),
+    tiers.soak('naive', 4),
+    tiers.soak('tree', 3),
     ('halving_doubling', 3),
-    tiers.full('direct', 3),
+    tiers.soak('direct', 3),
   )
   def test_sum(self, name, n):
     strategy = double.create_strategy(n, all_reduce=name)
@@ -226,7 +226,7 @@ class ExecutionTest(tf.test.TestCase, parameterized.TestCase):
 
   @tiers.named_parameters(
     *[
-      (tiers.quick if name == 'ring' else tiers.full)(name, name)
+      (tiers.full if name == 'ring' else tiers.soak)(name, name)
       for name, build in ALGORITHMS.items()
       if build(4).adds_up_once()
     ]

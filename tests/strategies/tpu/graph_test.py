@@ -68,7 +68,7 @@ def traced_sum(strategy, value, reduce_op=tf.distribute.ReduceOp.SUM):
 
 
 class GraphTest(tf.test.TestCase, parameterized.TestCase):
-  @tiers.parameters(4, *tiers.every(tiers.full, (2, 8, 32)))
+  @tiers.parameters(4, *tiers.every(tiers.full, (2, 8)), tiers.soak(32))
   def test_a_step_is_a_ring_a_dtype(self, num_replicas):
     strategy = double.create_strategy(num_replicas)
     step = traced_step(strategy)
@@ -82,7 +82,7 @@ class GraphTest(tf.test.TestCase, parameterized.TestCase):
     for permute in step.permutes:
       self.assertEqual(step.pairs(permute), neighbours)
 
-  @tiers.named_parameters(*tiers.few(_NAMED, 'hierarchical'))
+  @tiers.named_parameters(*tiers.few(_NAMED, 'hierarchical', rest=tiers.soak))
   def test_a_step_is_the_named_schedule(self, name):
     for num_replicas in (2, 6, 8):
       strategy = double.create_strategy(num_replicas, all_reduce=name)

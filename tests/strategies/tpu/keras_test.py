@@ -114,7 +114,7 @@ class KerasTest(tf.test.TestCase, parameterized.TestCase):
     tiers.full('global_clipnorm', adam, {'global_clipnorm': 0.1}),
     tiers.soak('clipnorm', sgd, {'clipnorm': 0.1}),
     tiers.soak('ema', adam, {'use_ema': True, 'ema_overwrite_frequency': 1}),
-    tiers.full('weight_decay', adam, {'weight_decay': 0.1}),
+    tiers.soak('weight_decay', adam, {'weight_decay': 0.1}),
   )
   def test_wrapped(self, create, options):
     replicas = self.check_equals_one_device(lambda: create(**options))
@@ -141,7 +141,7 @@ class KerasTest(tf.test.TestCase, parameterized.TestCase):
     )
     self.assertLen(replicas.step.permutes, _RING)
 
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_gradients_through_synchronized_batch_normalization(self):
     self.check_equals_one_device(sgd, synchronized=True)
 
