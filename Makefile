@@ -6,7 +6,8 @@ PLATFORM := $(shell uname -sm | tr ' ' -)
 TF_PACKAGE ?= $(if $(filter Linux-x86_64,$(PLATFORM)),tensorflow-cpu,tensorflow)
 TF_VERSION ?= 2.21.0
 PYTEST_ARGS ?=
-PYTEST_WORKERS ?= 2
+# Tests wait as much as they compute: more of them than cores.
+PYTEST_WORKERS ?= 3
 DEMO_ARGS ?=
 BENCHMARK ?= all_reduce
 BENCHMARK_ARGS ?=
