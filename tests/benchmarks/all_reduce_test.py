@@ -12,6 +12,8 @@ from benchmarks import measure, peers, report, tensor_sets
 from tests.benchmarks import running
 from tf_strategies import errors
 
+pytestmark = pytest.mark.full
+
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
 
 OURS = {

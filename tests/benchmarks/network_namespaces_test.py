@@ -41,6 +41,8 @@ for address in sys.argv[1:]:
 """
 SEND = f"""
 import socket, sys, time
+
+pytestmark = pytest.mark.full
 with socket.create_connection((sys.argv[1], {PORT}), 30) as s:
   s.recv(16, socket.MSG_WAITALL)
   start = time.monotonic()

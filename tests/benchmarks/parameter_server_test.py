@@ -9,6 +9,8 @@ from benchmarks.parameter_server_peers import catalogue
 from tests import tiers
 from tests.benchmarks import running
 
+pytestmark = pytest.mark.full
+
 STEPS, ROUNDS, BLOCKS, ROWS = 8, 2, 2, 4
 
 

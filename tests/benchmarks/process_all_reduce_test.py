@@ -12,6 +12,8 @@ from benchmarks.process_peers import catalogue
 from tests import tiers
 from tests.benchmarks import running
 
+pytestmark = pytest.mark.full
+
 # Torch is optional, and need not be in this environment.
 TORCH_PYTHON = os.environ.get('TFS_TORCH_PYTHON', sys.executable)
 SIZES = (4096, 65536)

@@ -8,6 +8,8 @@ from absl.testing import absltest
 from benchmarks.strategy_costs import catalogue
 from tests.benchmarks import running
 
+pytestmark = pytest.mark.full
+
 STEPS, EPOCHS, DEVICES = 3, 2, 4
 # 784-16-16-10.
 PARAMETERS = 13_002

@@ -8,6 +8,8 @@ from absl.testing import absltest
 from benchmarks import training_peers
 from tests.benchmarks import running
 
+pytestmark = pytest.mark.full
+
 WIDTH, LAYERS = 16, 3
 
 

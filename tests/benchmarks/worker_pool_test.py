@@ -23,6 +23,8 @@ SECONDS = 60.0
 PROGRAM = f"""
 import json, time
 from benchmarks import processes, worker_pool
+
+pytestmark = pytest.mark.full
 with processes.ended_by_signals():
   with worker_pool.WorkerPool('busy', {ACTOR!r}, [(), ()]) as workers:
     print(json.dumps(workers.ask('describe', text='')), flush=True)

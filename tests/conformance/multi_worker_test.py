@@ -37,7 +37,7 @@ SOME = (
   'last_batch_of_5_rows',
   'sync_batch_normalization_1_row',
 )
-FEW = ('embedding', 'sync_batch_normalization_1_row')
+FEW = ('sync_batch_normalization_1_row',)
 
 
 class MultiWorkerTest(

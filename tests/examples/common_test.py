@@ -70,6 +70,7 @@ class BatchesTest(tf.test.TestCase, parameterized.TestCase):
       counted = [common.images_in_steps(data, i) for i in range(steps + 1)]
     return [b - a for a, b in itertools.pairwise(counted)]
 
+  @pytest.mark.full
   def test_epoch_has_every_example_once(self):
     self.assertEqual(self._steps(), 9)
     batches = _whole_batches()
@@ -126,6 +127,7 @@ class BatchesTest(tf.test.TestCase, parameterized.TestCase):
     with self.assertRaisesRegex(tfs.errors.DataError, '=10 steps .* got 9'):
       self._steps('--steps_per_execution=10')
 
+  @pytest.mark.full
   def test_replicas_share_each_batch_evenly(self):
     flags = ('--dataset=digits', '--global_batch_size=359')
     whole = _whole_batches(*flags)

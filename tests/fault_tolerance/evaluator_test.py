@@ -102,6 +102,7 @@ class RunTest(_EvaluatorTest):
     self.assertLen({e.results['loss'] for e in evaluations}, 3)
     self.assertEqual(set(evaluations[0].results), {'loss', 'mae'})
 
+  @pytest.mark.full
   def test_checkpoints_that_come_later(self):
     training = Training(self.directory)
     evaluator = self.evaluator()
@@ -308,6 +309,7 @@ class MismatchTest(_EvaluatorTest):
 
 
 class TensorBoardTest(_EvaluatorTest):
+  @pytest.mark.full
   def test_scalars_at_the_steps_of_training(self):
     training = Training(self.directory)
     for _ in range(2):

@@ -17,6 +17,8 @@ from tests.benchmarks import running
 from tests.data import formula
 from tf_strategies import errors
 
+pytestmark = pytest.mark.full
+
 _ROOT = os.path.abspath(
   os.path.join(os.path.dirname(__file__), *[os.pardir] * 3)
 )

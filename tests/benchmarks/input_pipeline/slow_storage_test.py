@@ -13,6 +13,8 @@ from tests.data import formula
 from tf_strategies import data as data_lib
 from tf_strategies import errors
 
+pytestmark = pytest.mark.full
+
 _NUM_FILES = 8
 _NUM_EXAMPLES = 100
 _FIRST_BYTE_MS = 40

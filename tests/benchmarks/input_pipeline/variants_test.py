@@ -13,6 +13,8 @@ from examples import datasets
 from tests.data import formula
 from tf_strategies import errors
 
+pytestmark = pytest.mark.full
+
 _NUM_EXAMPLES = 22
 _ONCE = [
   name

@@ -3,9 +3,12 @@
 import importlib.util
 import sys
 
+import pytest
 from absl.testing import absltest
 
 from benchmarks.process_peers import catalogue
+
+pytestmark = pytest.mark.full
 
 BY_NAME = {entry.name: entry for entry in catalogue.ENTRIES}
 

@@ -8,6 +8,8 @@ from benchmarks.strategy_costs import task
 from tests import tiers, virtual_devices
 from tests.examples import pages
 
+pytestmark = pytest.mark.full
+
 virtual_devices.configure_logical_cpus()
 
 _OPTIONS = {

@@ -21,6 +21,8 @@ from tests.data import formula
 from tf_strategies import data as data_lib
 from tf_strategies import errors
 
+pytestmark = pytest.mark.full
+
 _DEADLINE_SECONDS = 120
 _LINES = 7
 

@@ -13,6 +13,8 @@ from tests.data import formula
 from tf_strategies import data as data_lib
 from tf_strategies import errors
 
+pytestmark = pytest.mark.full
+
 _URL = 'storage.googleapis.com/tensorflow/tf-keras-datasets/mnist.npz'
 
 

@@ -20,6 +20,8 @@ from tests import tiers
 from tests.data import formula
 from tf_strategies import errors
 
+pytestmark = pytest.mark.full
+
 
 def _example(**changes):
   values = {'image_raw': bytes(784), 'label': 1, 'height': 28, 'width': 28}
