@@ -11,6 +11,8 @@ from absl.testing import absltest, parameterized
 from benchmarks import network_namespaces, processes
 from tf_strategies import errors
 
+pytestmark = pytest.mark.full
+
 PORT = 20077
 SECONDS = 60.0
 SENT_BYTES = 20_000_000
@@ -41,8 +43,6 @@ for address in sys.argv[1:]:
 """
 SEND = f"""
 import socket, sys, time
-
-pytestmark = pytest.mark.full
 with socket.create_connection((sys.argv[1], {PORT}), 30) as s:
   s.recv(16, socket.MSG_WAITALL)
   start = time.monotonic()

@@ -16,6 +16,8 @@ from tests import tiers
 from tests.benchmarks import running
 from tf_strategies import errors
 
+pytestmark = pytest.mark.full
+
 ACTOR = 'tests.benchmarks.pool_actor:Actor'
 SECONDS = 60.0
 
@@ -23,8 +25,6 @@ SECONDS = 60.0
 PROGRAM = f"""
 import json, time
 from benchmarks import processes, worker_pool
-
-pytestmark = pytest.mark.full
 with processes.ended_by_signals():
   with worker_pool.WorkerPool('busy', {ACTOR!r}, [(), ()]) as workers:
     print(json.dumps(workers.ask('describe', text='')), flush=True)
