@@ -114,7 +114,7 @@ class SingleMutationTest(parameterized.TestCase):
       self.assertGreater(rejected[kind], 0)
     self.assertGreater(rejected.total(), accepted.total())
 
-  @parameterized.named_parameters(*ALL)
+  @tiers.named_parameters(*tiers.few(ALL, 'ring', 'tree'))
   def test_comparison_alone_catches_lost_and_flipped_transfers(self, name):
     for world_size in (2, 3, 4, 5):
       original = ALGORITHMS[name](world_size)
@@ -127,7 +127,7 @@ class SingleMutationTest(parameterized.TestCase):
           if kind == 'flip' and not has_race(mutant):
             self.assertFalse(is_exact(mutant), mutant)
 
-  @parameterized.named_parameters(*ALL)
+  @tiers.named_parameters(*tiers.few(ALL, 'ring', 'tree'))
   @hypothesis.settings(deadline=None)
   @hypothesis.given(data=st.data())
   def test_drawn_mutant_of_larger_worlds(self, name, data):

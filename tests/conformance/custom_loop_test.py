@@ -118,7 +118,7 @@ class CustomLoopTest(harness.ConformanceTest, parameterized.TestCase):
   @tiers.parameters(
     # Rows, weighting, scale_loss.
     tiers.soak(_RING, 69, 'rows', True),
-    (_RING, 65, 'rows', True),
+    tiers.full(_RING, 65, 'rows', True),
     tiers.full(_RING, 69, 'rows', False),
     tiers.soak(_RING, 65, 'rows', False),
     tiers.full(_RING, 69, 'none', False),

@@ -3,10 +3,11 @@
 import dataclasses
 
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
-from tests import tiers, virtual_devices
+from tests import virtual_devices
 from tests.cross_device import replicas
 from tf_strategies import collectives, errors
 from tf_strategies.cross_device import executor
@@ -177,7 +178,8 @@ class SumsInGraphsTest(tf.test.TestCase, parameterized.TestCase):
           self.assertEqual(term.op.type, 'PlaceholderWithDefault')
           self.assertNotEqual(term.device, sum_.device)
 
-  @tiers.parameters('direct', tiers.full('naive'), tiers.full('auto'))
+  @parameterized.parameters('direct', 'naive', 'auto')
+  @pytest.mark.full
   def test_large_sum_is_the_same_in_every_run(self, name):
     # More than TensorFlow thinks that a logical CPU has: the terms and the sum.
     size = 14_000_000

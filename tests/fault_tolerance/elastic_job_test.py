@@ -125,6 +125,7 @@ class JobTest(tf.test.TestCase):
     self.assertEqual(int(self.model.optimizer.iterations.numpy()), 1 + _STEPS)
     self.assertEqual(self.job.position, Position(3))
 
+  @pytest.mark.full
   def test_groups_of_steps_begin_alike(self):
     self.model.steps_per_execution = 2
     self.job.restore(self.model)

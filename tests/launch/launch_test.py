@@ -91,6 +91,7 @@ wait_for('end', 'test')
       self.assertNotIn(secret.encode(), launcher.stdout())
       self.assertNotIn(secret, launcher.stderr())
 
+  @pytest.mark.full
   def test_job_of_one_task_is_a_single_process(self):
     code = "note('environment', dict(os.environ))"
     inherited = {'TF_CONFIG': '{"cluster": {}}'}

@@ -151,7 +151,7 @@ class CollectivesTest(parameterized.TestCase):
     with self.assertRaises(AssertionError):
       conformance.check(self, results)
 
-  @tiers.parameters(tiers.full(1), tiers.full(2), 3, tiers.full(5))
+  @tiers.parameters(tiers.full(1), 2, *tiers.every(tiers.full, (3, 5)))
   def test_broadcast_and_all_gather(self, world_size):
     for result in processes.run_workers(_moves, world_size):
       for size in (0, 3, 500):

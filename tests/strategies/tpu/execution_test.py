@@ -42,7 +42,7 @@ def all_reduce(reduce_op, *tensors):
 class ExecutionTest(tf.test.TestCase, parameterized.TestCase):
   @tiers.parameters(
     tiers.soak('ring', 2),
-    ('ring', 4),
+    tiers.full('ring', 4),
     tiers.soak('ring', 8),
     tiers.full('tree', 4),
     tiers.full('halving_doubling', 4),
