@@ -51,7 +51,7 @@ FEATURES = (
     optimizer=lambda: optimizers.AdamW(1e-2, weight_decay=0.1),
     mark=tiers.soak,
   ),
-  Feature('last_batch_of_5_rows', rows=69),
+  Feature('last_batch_of_5_rows', rows=69, mark=tiers.full),
   Feature('last_batch_of_2_rows', rows=66, mark=tiers.soak),
   Feature('last_batch_of_1_row', rows=65, mark=tiers.soak),
   Feature('only_5_rows', rows=5, mark=tiers.soak),
@@ -112,7 +112,6 @@ FEATURES = (
     model=_embedding_model,
     data=_tokens,
     optimizer=lambda: optimizers.SGD(0.1, clipnorm=0.05),
-    mark=tiers.full,
     mark_of_others=tiers.quick,
   ),
   Feature(
