@@ -37,6 +37,7 @@ def _judge(dataset, **options):
   return profile, verdict.judge(profile)
 
 
+@pytest.mark.soak  # They judge by the clock.
 class RealPipelineTest(formula.DataTestCase):
   def test_slow_map(self):
     profile, found = _judge(tf.data.Dataset.range(60).map(_slow).batch(5))
@@ -48,7 +49,6 @@ class RealPipelineTest(formula.DataTestCase):
     slow = max(profile.stages, key=lambda stage: stage.work_s)
     self.assertGreaterEqual(slow.work_s, 50 * _SLOW_S)
 
-  @pytest.mark.full
   def test_slow_parallel_map(self):
     dataset = tf.data.Dataset.range(80).map(_slow, num_parallel_calls=2)
     profile, found = _judge(dataset.batch(5))
@@ -56,7 +56,6 @@ class RealPipelineTest(formula.DataTestCase):
     self.assertIn('2 threads', found.sentence)
     self.assertNotIn('num_parallel_calls', found.sentence)
 
-  @pytest.mark.soak
   def test_slow_files(self):
     directory = self.new_dir()
     small = datasets.make_synthetic(64, 16)
@@ -72,7 +71,6 @@ class RealPipelineTest(formula.DataTestCase):
     for words in ('waits', 'a file', 'one thread', 'interleave'):
       self.assertIn(words, found.sentence)
 
-  @pytest.mark.soak
   def test_slow_generator(self):
     def generate():
       for i in range(40):
@@ -90,7 +88,6 @@ class RealPipelineTest(formula.DataTestCase):
     self.assertEqual(found.bottleneck, 'train', str(profile))
     self.assertIn('the pipeline waits', found.sentence)
 
-  @pytest.mark.full
   def test_preparation_and_step_in_turns(self):
     dataset = _plain(tf.data.Dataset.range(20).map(_slow))
     profile, found = _judge(dataset, train_step_s=_SLOW_S)
@@ -104,7 +101,6 @@ class RealPipelineTest(formula.DataTestCase):
     with self.assertRaisesRegex(errors.DataError, 'autotune.enabled'):
       stages.profile(dataset)
 
-  @pytest.mark.full
   def test_endless_pipeline_is_watched_for_a_while(self):
     dataset = tf.data.Dataset.range(3).repeat()
     profile = stages.profile(dataset, max_seconds=0.2)
