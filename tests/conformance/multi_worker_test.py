@@ -15,7 +15,7 @@ from tests.conformance.multi_worker import WorkerCase
 pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
 
 _DEADLINE_SECONDS = 280
-_PARTS = 4
+_PARTS = 8
 
 CASES = (WorkerCase('ring_2x2', 'multi_worker_ring', workers=2, devices=2),)
 # The same code with another number of workers, or over another link.
