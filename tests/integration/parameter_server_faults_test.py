@@ -382,38 +382,33 @@ class ParameterServerFaultsTest(parameterized.TestCase, tf.test.TestCase):
     self.assertNotIn('worker 0', str(outcome.error))
     self.assertLess(time.monotonic() - began, 90)
 
+  @parameterized.parameters(*range(10))
   @pytest.mark.soak
-  def test_random_kills(self):
+  def test_random_kills(self, case):
     seed = int(os.environ.get('TFS_SEED', '20261121'))
-    rng = random.Random(seed)
+    rng = random.Random(f'{seed} {case}')
+    victim = rng.choice(['worker', 'worker', 'ps']), rng.randrange(2)
+    reads = rng.random() < 0.5
+    batch = rng.randrange(5, _STEPS - 60)
+    mode = 'async' if reads else rng.choice(['async', 'sync', 'bounded'])
     options = {'checkpoint_dir': self.checkpoints, 'checkpoint_steps': 50}
-    for round_ in range(10):
-      if os.path.exists(self.progress):
-        os.remove(self.progress)
-      job_type = rng.choice(['worker', 'worker', 'ps'])
-      victim = job_type, rng.randrange(2)
-      reads = rng.random() < 0.5
-      batch = rng.randrange(5, _STEPS - 60)
-      mode = 'async' if reads else rng.choice(['async', 'sync', 'bounded'])
-      with (
-        self.subTest(f'{seed} {round_} {victim} {mode} {reads} {batch}'),
-        tempfile.TemporaryDirectory() as checkpoints,
-        parameter_servers.Job() as job,
-      ):
-        options = {'checkpoint_dir': checkpoints, 'checkpoint_steps': 50}
-        job.start_chief(
-          programs.train, self.arguments(reads, mode=mode, **options)
-        )
-        self.wait_for_batch(job, batch)
-        job.kill(*victim)
-        time.sleep(rng.random() * 2)
-        job.start(*victim)
-        run = self.finish(job)
-        lost = programs.lost_steps(run)
-        self.assertEqual(run.iterations, _STEPS - lost)
-        self.assertEqual(run.batches, _STEPS)
-        if victim[0] == 'worker':
-          self.assertEqual(lost, 0)
+    with (
+      self.subTest(f'{seed} {case} {victim} {mode} {reads} {batch}'),
+      parameter_servers.Job() as job,
+    ):
+      job.start_chief(
+        programs.train, self.arguments(reads, mode=mode, **options)
+      )
+      self.wait_for_batch(job, batch)
+      job.kill(*victim)
+      time.sleep(rng.random() * 2)
+      job.start(*victim)
+      run = self.finish(job)
+      lost = programs.lost_steps(run)
+      self.assertEqual(run.iterations, _STEPS - lost)
+      self.assertEqual(run.batches, _STEPS)
+      if victim[0] == 'worker':
+        self.assertEqual(lost, 0)
 
 
 def _damage(path, kind):
