@@ -12,17 +12,20 @@ from absl import flags
 from tests import tiers
 
 _SOAK = os.environ.get('TFS_SOAK') == '1'
-_terminal = None
 
 # No app.run() parses the flags under pytest, and an unparsed flag raises.
 flags.FLAGS.mark_as_parsed()
 
-# A shared machine may stall any single example, so none has a deadline. The
-# ordinary run draws the same examples every time; the soak run draws new ones.
+# A shared machine may stall any single example, so none is judged by the clock.
+# The ordinary run draws the same examples every time; the soak run draws new ones.
+_UNTIMED = {
+  'deadline': None,
+  'suppress_health_check': [hypothesis.HealthCheck.too_slow],
+}
 hypothesis.settings.register_profile(
-  'default_run', deadline=None, derandomize=True
+  'default_run', derandomize=True, **_UNTIMED
 )
-hypothesis.settings.register_profile('soak', deadline=None, max_examples=2000)
+hypothesis.settings.register_profile('soak', max_examples=2000, **_UNTIMED)
 hypothesis.settings.load_profile('soak' if _SOAK else 'default_run')
 
 
@@ -38,16 +41,23 @@ def pytest_collection_modifyitems(items):
       item.add_marker(skip)
 
 
+class _Failures:
+  """Names a failure at once: a run that is cut off must not swallow it."""
+
+  def __init__(self, terminal):
+    self._terminal = terminal
+
+  def pytest_runtest_logreport(self, report):
+    """Prints the end of what a failed test reports."""
+    if report.failed:
+      self._terminal.write_line(
+        f'\nFAILED {report.nodeid}\n{report.longreprtext[-3000:]}'
+      )
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config):
-  """Keeps the run's terminal, which the hook of reports is not given."""
-  global _terminal
-  _terminal = config.pluginmanager.get_plugin('terminalreporter')
-
-
-def pytest_runtest_logreport(report):
-  """Names a failure at once: a run that is cut off must not swallow it."""
-  if report.failed and _terminal is not None:
-    _terminal.write_line(
-      f'\nFAILED {report.nodeid}\n{report.longreprtext[-3000:]}'
-    )
+  """Registers what needs the run's terminal: the processes of xdist have none."""
+  terminal = config.pluginmanager.get_plugin('terminalreporter')
+  if terminal is not None:
+    config.pluginmanager.register(_Failures(terminal))

@@ -71,12 +71,12 @@ def every(mark: Any, rows: Iterable[Any]) -> list[Any]:
 def few(
   rows: Iterable[Any], *names: str, rest: Callable[..., Any] = full
 ) -> list[Any]:
-  """Marks rows with `full`, but for those of these names.
+  """Marks rows with `rest`, but for those of these names.
 
   Args:
     rows: names, or rows that begin with one.
     *names: of the rows that stay as they are.
-    rest: `full` or `soak`.
+    rest: `full`, or `soak`.
 
   Raises:
     ValueError: a name is of no row.

@@ -32,6 +32,12 @@ def _make_cases():
     def test_few(self, value):
       pass
 
+    @tiers.named_parameters(
+      *tiers.few([('a', 1), ('b', 2), tiers.full('c', 3)], 'b', rest=tiers.soak)
+    )
+    def test_soaked(self, value):
+      pass
+
     @parameterized.parameters(1, 2)
     def test_unmarked(self, value):
       pass
@@ -69,6 +75,11 @@ class TiersTest(parameterized.TestCase):
   def test_few_of_a_table(self):
     self.assertEqual(
       _marks('test_few'), {'_a': 'full', '_b': None, '_c': 'soak'}
+    )
+
+  def test_few_whose_rest_is_for_the_soak(self):
+    self.assertEqual(
+      _marks('test_soaked'), {'_a': 'soak', '_b': None, '_c': 'soak'}
     )
 
   def test_name_that_is_in_no_row(self):

@@ -31,6 +31,7 @@ _DEPTH = {room: depth for depth, rooms in enumerate(_LAYERS) for room in rooms}
 # Single files that every room may import, and what they import of ours.
 _GROUND = {
   'errors': (),
+  'option_checks': ('errors',),
   'version': (),
   '_requirements': ('errors',),
   '_tf_internal': ('errors', '_requirements'),
@@ -39,7 +40,7 @@ _GROUND = {
 }
 # `tf_strategies/__init__.py` and the files beside it that are commands.
 _DOOR = 'tf_strategies'
-_PURE = frozenset({'collectives', 'errors', 'version'})
+_PURE = frozenset({'collectives', 'errors', 'option_checks', 'version'})
 
 
 def _room(module: str) -> str | None:

@@ -1,7 +1,8 @@
 """`fit`, `evaluate` and `predict` on several workers equal one device's.
 
-The rows in which several workers could differ from one process, a few of them for
-other kinds of workers; the whole table for each kind in the soak run.
+One row for every commit, the rows in which several workers could differ from one
+process for `make test_all`; other kinds of workers and the whole table in the soak
+run.
 """
 
 import pytest
@@ -37,6 +38,7 @@ SOME = (
   'last_batch_of_5_rows',
   'sync_batch_normalization_1_row',
 )
+# What every commit runs.
 FEW = ('sync_batch_normalization_1_row',)
 
 

@@ -257,7 +257,7 @@ class RefusedOptionsTest(parameterized.TestCase):
     ('gpus', {'gpus_per_worker': -1}, '--gpus_per_worker=-1'),
     ('restarts', {'max_restarts': -1}, '--max_restarts=-1'),
     ('grace', {'grace_period': -1}, '--grace_period=-1'),
-    ('policy', {'restart_policy': 'exitcode'}, '--restart_policy=exitcode'),
+    ('policy', {'restart_policy': 'exitcode'}, "--restart_policy='exitcode'"),
     ('pvc', {'checkpoint_pvc': 'Ck_1'}, '--checkpoint_pvc=Ck_1'),
     ('path', {'checkpoint_path': 'ck'}, '--checkpoint_path=ck'),
     ('secret', {'secret_name': ''}, '--secret_name='),

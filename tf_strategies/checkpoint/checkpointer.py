@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from absl import logging
 
-from tf_strategies import errors
+from tf_strategies import errors, option_checks
 
 # Beside the checkpoints, after the last one; its content does not matter.
 FINISHED_FILE = 'finished'
@@ -97,12 +97,12 @@ class Checkpointer:
   """
 
   def __init__(self, directory: str | os.PathLike[str], max_to_keep: int = 2):
-    if not isinstance(max_to_keep, int) or max_to_keep < 1:
-      raise errors.UnsupportedOptionError(
-        f'max_to_keep={max_to_keep!r}',
-        'an integer of at least 1',
-        'leave it out for 2: one is left when the newest is damaged',
-      )
+    option_checks.check_int(
+      'max_to_keep',
+      max_to_keep,
+      1,
+      fix='leave it out for 2: one is left when the newest is damaged',
+    )
     self.directory = os.fspath(directory)
     if '://' in self.directory:
       raise errors.UnsupportedOptionError(

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from tf_strategies import errors
+from tf_strategies import errors, option_checks
 
 SECRET_BYTES = 32
 
@@ -33,12 +33,7 @@ class Job:
 
   def __post_init__(self):
     for name in ('num_workers', 'num_ps'):
-      if getattr(self, name) < 0:
-        raise errors.UnsupportedOptionError(
-          f'--{name}={getattr(self, name)}',
-          'an integer of at least 0',
-          f'pass --{name}=2, or leave it out',
-        )
+      option_checks.check_int(f'--{name}', getattr(self, name), 0)
     if not self.num_workers and not self.chief:
       raise errors.UnsupportedOptionError(
         '--num_workers=0 without --chief',

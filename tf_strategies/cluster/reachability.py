@@ -1,6 +1,5 @@
 """Which tasks of a job accept connections, and waiting until all of them do."""
 
-import math
 import socket
 import threading
 import time
@@ -8,7 +7,7 @@ from collections.abc import Mapping
 
 from absl import logging
 
-from tf_strategies import errors
+from tf_strategies import errors, option_checks
 from tf_strategies.cluster import checks
 
 _POLL_SECONDS = 0.2
@@ -30,7 +29,7 @@ def unreachable(
     >>> unreachable({'worker 1': 'no-such-host.invalid:2222'})
     {'worker 1': 'no-such-host.invalid:2222'}
   """
-  _check_seconds('timeout', timeout, least=1e-9)
+  option_checks.check_seconds('timeout', timeout)
   return {name: tasks[name] for name in _ask(tasks, timeout, {})}
 
 
@@ -45,7 +44,9 @@ def wait_for_tasks(
     ClusterConfigError: an address is malformed.
     UnsupportedOptionError: `deadline_seconds` is negative or not finite.
   """
-  _check_seconds('deadline_seconds', deadline_seconds, least=0)
+  option_checks.check_seconds(
+    'deadline_seconds', deadline_seconds, or_zero=True
+  )
   purpose = f' {what_for}' if what_for else ''
   start = time.monotonic()
   ends_at = start + deadline_seconds
@@ -118,12 +119,3 @@ def _ask(
     probes[name].join(max(0.0, ends_at - time.monotonic()))
   outcomes = {name: probes[name].outcome for name in tasks}
   return {name: outcome for name, outcome in outcomes.items() if outcome}
-
-
-def _check_seconds(name: str, seconds: float, least: float) -> None:
-  if not least <= seconds < math.inf:
-    raise errors.UnsupportedOptionError(
-      f'{name}={seconds!r}',
-      f'a finite number of seconds, {"more than" if least else "at least"} 0',
-      f'write {name}=30.0',
-    )

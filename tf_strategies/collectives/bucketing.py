@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from tf_strategies import errors
+from tf_strategies import errors, option_checks
 from tf_strategies.collectives import schedule
 
 
@@ -65,12 +65,9 @@ def plan_buckets(
     ScheduleError: the lists differ in length, a size is not an integer of 0 or
       more, or a dtype has no name.
   """
-  if not schedule.is_int(bucket_bytes) or bucket_bytes < 1:
-    raise errors.UnsupportedOptionError(
-      f'bucket_bytes={bucket_bytes!r}',
-      'a positive integer of bytes',
-      'write 8 * 2**20 for buckets of 8 MiB',
-    )
+  option_checks.check_int(
+    'bucket_bytes', bucket_bytes, 1, fix='write 8 * 2**20 for buckets of 8 MiB'
+  )
   if len(sizes_bytes) != len(dtypes):
     raise errors.ScheduleError(
       f'sizes_bytes has {len(sizes_bytes)} entries, dtypes {len(dtypes)}. '

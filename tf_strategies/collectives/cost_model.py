@@ -12,7 +12,7 @@ import dataclasses
 import math
 from collections.abc import Iterable
 
-from tf_strategies import errors
+from tf_strategies import errors, option_checks
 from tf_strategies.collectives import algorithms, codecs
 from tf_strategies.collectives import schedule as schedule_lib
 from tf_strategies.collectives.algorithms import hierarchical
@@ -93,14 +93,13 @@ class Topology:
         'both or neither',
         'give inter the link between groups and group_size the ranks in one',
       )
-    if self.group_size is not None and (
-      not schedule_lib.is_int(self.group_size)
-      or not 1 <= self.group_size <= self.world_size
-    ):
-      raise errors.UnsupportedOptionError(
-        f'group_size={self.group_size!r}',
-        f'an integer from 1 to world_size ({self.world_size})',
-        'give the number of ranks that share the fast links',
+    if self.group_size is not None:
+      option_checks.check_int(
+        'group_size',
+        self.group_size,
+        1,
+        self.world_size,
+        fix='give the number of ranks that share the fast links',
       )
 
   def link(self, src: int, dst: int) -> Link:
@@ -235,10 +234,9 @@ def _round_seconds(
 
 
 def _check_seconds(field: str, value: float):
-  if not schedule_lib.is_number(value):
-    raise errors.UnsupportedOptionError(
-      f'{field}={value!r}',
-      'a finite number of 0 or more',
-      'measure it in seconds, for instance alpha 5e-5 and beta 1e-9 for '
-      'sockets at 1 GB/s',
-    )
+  option_checks.check_seconds(
+    field,
+    value,
+    or_zero=True,
+    fix='measure it, for instance alpha 5e-5 and beta 1e-9 for sockets at 1 GB/s',
+  )

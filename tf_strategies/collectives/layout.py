@@ -11,7 +11,7 @@ import dataclasses
 import heapq
 from collections.abc import Iterable, Sequence
 
-from tf_strategies import errors
+from tf_strategies import errors, option_checks
 from tf_strategies.collectives import schedule
 
 # 16 elements of 4 bytes are a cache line.
@@ -89,7 +89,9 @@ def plan_layout(
     )
   num_elements = schedule.check_ints('num_elements', num_elements, 0)
   itemsizes = schedule.check_ints('itemsizes', itemsizes, 1)
-  if split_above is not None and not schedule.is_number(split_above, most=1):
+  if split_above is not None and not option_checks.is_number(
+    split_above, most=1
+  ):
     raise errors.UnsupportedOptionError(
       f'split_above={split_above!r}',
       'a fraction of the total bytes from 0 to 1, or None',

@@ -10,11 +10,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import math
-import numbers
 from collections.abc import Callable, Iterable, Sequence
 
-from tf_strategies import errors
+from tf_strategies import errors, option_checks
 
 
 @dataclasses.dataclass(frozen=True, order=True, slots=True)
@@ -434,7 +432,11 @@ def check_int(
     >>> check_int('root', 3, least=0, most=3)
     3
   """
-  if is_int(value) and least <= value and (most is None or value <= most):
+  if (
+    option_checks.is_int(value)
+    and least <= value
+    and (most is None or value <= most)
+  ):
     # NumPy's integers of 32 bits would overflow in sums and products.
     return int(value)
   allowed = f'of {least} or more' if most is None else f'from {least} to {most}'
@@ -446,23 +448,6 @@ def check_int(
 def check_ints(name: str, values: Sequence[int], least: int) -> list[int]:
   """As `check_int`, for each of several."""
   return [check_int(f'{name}[{i}]', v, least) for i, v in enumerate(values)]
-
-
-def is_int(value: object) -> bool:
-  """Whether the value is an integer, NumPy's included, and not a bool."""
-  # True == 1 would silently pass for a world of one rank.
-  return isinstance(value, numbers.Integral) and not isinstance(value, bool)
-
-
-def is_number(value: object, least: float = 0, most: float = math.inf) -> bool:
-  """Whether the value is a finite real number in a range, and not a bool."""
-  if not isinstance(value, numbers.Real) or isinstance(value, bool):
-    return False
-  try:
-    number = float(value)
-  except OverflowError:  # An integer beyond any float.
-    return False
-  return math.isfinite(number) and least <= number <= most
 
 
 def _ranks_in(contributions: int) -> list[int]:

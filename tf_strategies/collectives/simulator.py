@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from tf_strategies import errors
+from tf_strategies import errors, option_checks
 from tf_strategies.collectives import codec as codec_lib
 from tf_strategies.collectives import codecs
 from tf_strategies.collectives import schedule as schedule_lib
@@ -72,10 +72,7 @@ def simulate(
   """
   schedule.check_ranges()
   arrays = _checked(inputs, schedule.world_size)
-  if op not in REDUCTIONS:
-    raise errors.UnsupportedOptionError(
-      f'op={op!r}', f'one of {list(REDUCTIONS)}', "leave it out for 'sum'"
-    )
+  option_checks.check_choice('op', op, REDUCTIONS)
   shape, dtype = arrays[0].shape, arrays[0].dtype
   codec = codecs.for_array(compression, dtype)
   if codec is codecs.NONE:

@@ -1,13 +1,10 @@
 """One frozen options object for every input pipeline."""
 
 import dataclasses
-import math
-import numbers
 import os
 import re
-from typing import Any
 
-from tf_strategies import errors
+from tf_strategies import option_checks
 
 # The value of tf.data.AUTOTUNE, written out so that options can be validated
 # (in a launcher, say) without the seconds that importing TensorFlow takes.
@@ -89,45 +86,33 @@ class PipelineOptions:
   service_timeout: float = 10.0
 
   def __post_init__(self):
-    self._check(
+    option_checks.check_int(
       'global_batch_size',
-      _is_int(self.global_batch_size, 1),
-      'an integer of at least 1',
-      'pass the number of examples of one training step over all replicas, '
+      self.global_batch_size,
+      1,
+      fix='pass the number of examples of one training step over all replicas, '
       'such as 256',
     )
-    self._check(
-      'shuffle_buffer',
-      self.shuffle_buffer is None or _is_int(self.shuffle_buffer, 0),
-      'None (the whole split) or an integer of at least 0 (0: no shuffle)',
-      'leave it out to shuffle the whole split',
-    )
-    self._check(
-      'seed',
-      self.seed is None or (_is_int(self.seed, 0) and self.seed <= _MAX_SEED),
-      'None or an integer from 0 to 2**63 - 1',
-      'pass seed=0 for a repeatable order, None for a new one in each run',
-    )
+    # What None and 0 stand for is in the docstring.
+    for name, most in (('shuffle_buffer', None), ('seed', _MAX_SEED)):
+      value = getattr(self, name)
+      if value is not None:
+        option_checks.check_int(name, value, 0, most)
     self._check(
       'num_parallel_calls',
-      _is_int(self.num_parallel_calls, AUTOTUNE) and self.num_parallel_calls,
+      option_checks.is_int(self.num_parallel_calls)
+      and (self.num_parallel_calls == AUTOTUNE or self.num_parallel_calls > 0),
       'an integer of at least 1, or tf.data.AUTOTUNE (-1)',
       'leave it out to let tf.data choose',
     )
-    self._check(
+    option_checks.check_int(
       'prefetch',
-      _is_int(self.prefetch, AUTOTUNE),
-      'an integer of at least 0 (0: none), or tf.data.AUTOTUNE (-1)',
-      'leave it out to let tf.data choose',
+      self.prefetch,
+      AUTOTUNE,
+      fix='write 0 for none, or leave it out for tf.data.AUTOTUNE (-1)',
     )
-    for name, choices in (('cache', CACHES), ('autoshard', AUTOSHARDS)):
-      value = getattr(self, name)
-      self._check(
-        name,
-        isinstance(value, str) and value in choices,
-        'one of ' + ', '.join(map(repr, choices)),
-        f'write {name}={choices[0]!r}, or leave it out',
-      )
+    option_checks.check_choice('cache', self.cache, CACHES)
+    option_checks.check_choice('autoshard', self.autoshard, AUTOSHARDS)
     for name in ('deterministic', 'drop_remainder', 'repeat'):
       self._check(
         name,
@@ -139,13 +124,7 @@ class PipelineOptions:
     self._check_service()
 
   def _check_service(self):
-    self._check(
-      'service_timeout',
-      _is_a(numbers.Real, self.service_timeout)
-      and 0 < self.service_timeout < math.inf,
-      'a positive number of seconds',
-      'leave it out for 10 seconds',
-    )
+    option_checks.check_seconds('service_timeout', self.service_timeout)
     if self.service is None:
       return
     self._check(
@@ -186,16 +165,6 @@ class PipelineOptions:
     )
 
   def _check(self, name: str, is_good: bool, allowed: str, fix: str):
-    if not is_good:
-      raise errors.UnsupportedOptionError(
-        f'{name}={getattr(self, name)!r}', allowed, fix
-      )
-
-
-def _is_a(kind: type, value: Any) -> bool:
-  # bool is an int to Python; `seed=True` is a slip of the pen nonetheless.
-  return isinstance(value, kind) and not isinstance(value, bool)
-
-
-def _is_int(value: Any, least: int) -> bool:
-  return _is_a(numbers.Integral, value) and value >= least
+    option_checks.check(
+      is_good, f'{name}={getattr(self, name)!r}', allowed, fix
+    )

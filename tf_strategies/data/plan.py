@@ -6,7 +6,7 @@ import dataclasses
 
 import tensorflow as tf
 
-from tf_strategies import errors
+from tf_strategies import errors, option_checks
 from tf_strategies.data import options as options_lib
 from tf_strategies.data import shuffle
 
@@ -202,31 +202,35 @@ def check_stream(
 ) -> None:
   """Raises if epochs cannot be computed again, batch by batch."""
   whole = 'leave epochs and start out'
-  _check_one(training, 'training=False', 'training=True', whole)
-  _check_one(
-    options.service is None,
-    f'service={options.service!r}',
-    'no service: its workers decide the order as they go',
-    f'leave service out, or {whole}',
-  )
-  _check_one(
-    options.seed is not None,
-    'seed=None',
-    'an integer',
-    f'pass PipelineOptions(seed=...), or {whole}',
-  )
-  _check_one(
-    options.deterministic,
-    'deterministic=False',
-    'True, because the order of arrival differs from run to run',
-    f'leave deterministic out, or {whole}',
-  )
-  _check_one(
-    not is_in_memory or options.shuffle_buffer in (None, 0),
-    f'shuffle_buffer={options.shuffle_buffer}',
-    'None (a uniform shuffle) or 0 (none) with arrays',
-    f'leave shuffle_buffer out, or {whole}',
-  )
+  for is_good, received, expected, fix in (
+    (training, 'training=False', 'training=True', ''),
+    (
+      options.service is None,
+      f'service={options.service!r}',
+      'no service: its workers decide the order as they go',
+      'leave service out, or ',
+    ),
+    (
+      options.seed is not None,
+      'seed=None',
+      'an integer',
+      'pass PipelineOptions(seed=...), or ',
+    ),
+    (
+      options.deterministic,
+      'deterministic=False',
+      'True, because the order of arrival differs from run to run',
+      'leave deterministic out, or ',
+    ),
+    (
+      not is_in_memory or options.shuffle_buffer in (None, 0),
+      f'shuffle_buffer={options.shuffle_buffer}',
+      'None (a uniform shuffle) or 0 (none) with arrays',
+      'leave shuffle_buffer out, or ',
+    ),
+  ):
+    received = f'{received} for epochs that can be resumed'
+    option_checks.check(is_good, received, expected, fix + whole)
   if context is not None and context.num_replicas_in_sync != 1:
     # A batch of the stream is one step of all replicas, not a part of one.
     raise errors.UnsupportedOptionError(
@@ -235,11 +239,4 @@ def check_stream(
       '1, for workers that train on whole batches of their own',
       'write strategy.experimental_distribute_dataset(make_dataset(...)) '
       'without an input_context, which splits each batch for the replicas',
-    )
-
-
-def _check_one(is_good: bool, value: str, allowed: str, fix: str) -> None:
-  if not is_good:
-    raise errors.UnsupportedOptionError(
-      f'{value} for epochs that can be resumed', allowed, fix
     )

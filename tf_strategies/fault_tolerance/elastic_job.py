@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tf_strategies import _keras_internal, errors
+from tf_strategies import _keras_internal, errors, option_checks
 from tf_strategies.checkpoint import model_state
 from tf_strategies.checkpoint.position import Position
 from tf_strategies.fault_tolerance import resume_fit
@@ -58,22 +58,14 @@ class ElasticOptions:
 
   def __post_init__(self):
     for field, allowed in _CHOICES.items():
-      if getattr(self, field) not in allowed:
-        raise errors.UnsupportedOptionError(
-          f'{field}={getattr(self, field)!r}', f'one of {allowed}', 'choose one'
-        )
+      option_checks.check_choice(field, getattr(self, field), allowed)
     if self.learning_rate != 'keep' and self.batch == 'global':
       raise errors.UnsupportedOptionError(
         f"learning_rate={self.learning_rate!r} with batch='global'",
         "learning_rate='keep': the global batch stays what it was",
         "write batch='per_replica' as well",
       )
-    if not isinstance(self.max_failures, int) or self.max_failures < 0:
-      raise errors.UnsupportedOptionError(
-        f'max_failures={self.max_failures!r}',
-        'an integer of 0 or more',
-        'leave it out for 10',
-      )
+    option_checks.check_int('max_failures', self.max_failures, 0)
 
 
 class MembershipChange(errors.Error):

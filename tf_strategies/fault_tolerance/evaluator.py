@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tf_strategies import errors
+from tf_strategies import errors, option_checks
 from tf_strategies.checkpoint import checkpointer, model_state
 
 # What TensorFlow raises for a checkpoint of which a part is missing: IndexError
@@ -89,10 +89,15 @@ class SidecarEvaluator:
     idle_timeout_seconds: float | None = None,
   ):
     _check_model(model)
-    _check_counts(steps=steps, max_evaluations=max_evaluations)
-    _check_seconds(
-      poll_seconds=poll_seconds, idle_timeout_seconds=idle_timeout_seconds
-    )
+    for name, count in (
+      ('steps', steps),
+      ('max_evaluations', max_evaluations),
+    ):
+      if count is not None:
+        option_checks.check_int(name, count, 1)
+    option_checks.check_seconds('poll_seconds', poll_seconds)
+    if idle_timeout_seconds is not None:
+      option_checks.check_seconds('idle_timeout_seconds', idle_timeout_seconds)
     _check_data(data, steps)
     # tf.summary writes with TensorBoard, which TensorFlow 2.21 does not bring.
     if log_dir is not None and importlib.util.find_spec('tensorboard') is None:
@@ -303,22 +308,3 @@ def _check_data(data: Any, steps: int | None) -> None:
       'the number of batches of an evaluation',
       'pass steps=100, or data without repeat()',
     )
-
-
-def _check_counts(**counts: int | None) -> None:
-  for name, value in counts.items():
-    is_count = isinstance(value, int) and not isinstance(value, bool)
-    if value is not None and not (is_count and value > 0):
-      raise errors.UnsupportedOptionError(
-        f'{name}={value!r}', 'an integer of at least 1, or None', 'leave it out'
-      )
-
-
-def _check_seconds(**seconds: float | None) -> None:
-  for name, value in seconds.items():
-    if value is not None and not 0 < value < math.inf:
-      raise errors.UnsupportedOptionError(
-        f'{name}={value!r}',
-        'a finite number of seconds, more than 0',
-        f'write {name}=1.0, or leave it out',
-      )

@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tf_strategies import _keras_internal, errors
+from tf_strategies import _keras_internal, errors, option_checks
 from tf_strategies.cluster import exit_codes
 from tf_strategies.cluster import workers as workers_lib
 from tf_strategies.fault_tolerance import resume_fit, run_checkpoint
@@ -70,12 +70,7 @@ class Preemption:
     signals: Sequence[int] = (signal.SIGTERM,),
     check_seconds: float = 0.2,
   ):
-    if not check_seconds >= 0:
-      raise errors.UnsupportedOptionError(
-        f'check_seconds={check_seconds!r}',
-        'a number of seconds, 0 or more',
-        'leave it out for 0.2',
-      )
+    option_checks.check_seconds('check_seconds', check_seconds, or_zero=True)
     if isinstance(checkpoint, tf.distribute.Strategy):
       checkpoint = _ServerCheckpoint(checkpoint)
     self._checkpoint = checkpoint

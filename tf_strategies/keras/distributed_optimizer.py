@@ -15,7 +15,7 @@ import threading
 import keras
 import tensorflow as tf
 
-from tf_strategies import _keras_internal, errors
+from tf_strategies import _keras_internal, errors, option_checks
 from tf_strategies.keras import gradient_reducer, optimizer_checks
 
 _WEIGHTINGS = ('rows', 'none')
@@ -74,12 +74,12 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         'one wrapper',
         'pass the inner optimizer',
       )
-    if weighting not in _WEIGHTINGS:
-      raise errors.UnsupportedOptionError(
-        f'weighting={weighting!r}',
-        f'one of {_WEIGHTINGS}',
-        "use 'rows' with fit, 'none' with tf.nn.compute_average_loss",
-      )
+    option_checks.check_choice(
+      'weighting',
+      weighting,
+      _WEIGHTINGS,
+      "use 'rows' with fit, 'none' with tf.nn.compute_average_loss",
+    )
     if kwargs:
       raise errors.UnsupportedOptionError(
         f'{sorted(kwargs)} of DistributedOptimizer',

@@ -19,6 +19,7 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
+from tf_strategies import option_checks
 from tf_strategies.cluster import exit_codes
 from tf_strategies.cluster import job as job_lib
 from tf_strategies.kubernetes import options as options_lib
@@ -62,19 +63,19 @@ def documents(
     >>> [document['kind'] for document in documents('tfjob', shared, ['train'])]
     ['TFJob']
   """
-  options_lib.check(
+  option_checks.check(
     kind in KINDS,
     f'--kind={kind}',
     f'one of {", ".join(KINDS)}',
     'pass --kind=jobset, or --kind=tfjob where Kubeflow runs',
   )
-  options_lib.check(
+  option_checks.check(
     bool(command),
     'an empty command',
     'a program and its arguments',
     'write it after a lone --',
   )
-  options_lib.check(
+  option_checks.check(
     kind == 'tfjob' or options.restart_policy == 'ExitCode',
     f'--restart_policy={options.restart_policy} with --kind=jobset',
     'ExitCode, by which a JobSet restarts',

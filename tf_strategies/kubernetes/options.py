@@ -4,7 +4,7 @@ import dataclasses
 import re
 from typing import Any
 
-from tf_strategies import errors
+from tf_strategies import option_checks
 from tf_strategies.cluster import checks
 from tf_strategies.cluster import job as job_lib
 
@@ -18,12 +18,6 @@ _DNS_SUBDOMAIN = re.compile(
 _LONGEST_SUBDOMAIN = 253
 # What Kubernetes adds to a pod's name.
 _RANDOM_ENDING = '-abcde'
-
-
-def check(is_right: bool, received: str, expected: str, fix: str) -> None:
-  """Raises an UnsupportedOptionError unless `is_right`."""
-  if not is_right:
-    raise errors.UnsupportedOptionError(received, expected, fix)
 
 
 def _option(help: str, default: Any = dataclasses.MISSING) -> Any:
@@ -81,34 +75,29 @@ class Options:
   grace_period: int = _option('Seconds between SIGTERM and SIGKILL.', 30)
 
   def __post_init__(self):
-    check(
+    option_checks.check(
       self.image and not any(c.isspace() for c in self.image),
       f'--image={self.image!r}',
       'the name of an image, without spaces',
       'pass --image=registry/mnist:1',
     )
     for flag in ('gpus_per_worker', 'max_restarts', 'grace_period'):
-      check(
-        getattr(self, flag) >= 0,
-        f'--{flag}={getattr(self, flag)}',
-        'an integer of at least 0',
-        f'pass --{flag}=1, or leave it out',
-      )
+      option_checks.check_int(f'--{flag}', getattr(self, flag), 0)
     counts = self.job.all_counts
-    check(
+    option_checks.check(
       sum(counts.values()) <= checks.MAX_TASKS,
       f'a job of {sum(counts.values())} tasks',
       f'at most {checks.MAX_TASKS}',
       'pass smaller --num_workers and --num_ps',
     )
-    check(
-      self.restart_policy in RESTART_POLICIES,
-      f'--restart_policy={self.restart_policy}',
-      f'one of {", ".join(RESTART_POLICIES)}',
+    option_checks.check_choice(
+      '--restart_policy',
+      self.restart_policy,
+      RESTART_POLICIES,
       'pass --restart_policy=ExitCode, which fits the exit codes of '
       'tf_strategies.cluster.exit_codes',
     )
-    check(
+    option_checks.check(
       self.checkpoint_path.startswith('/'),
       f'--checkpoint_path={self.checkpoint_path}',
       'an absolute path',
@@ -118,7 +107,7 @@ class Options:
     # As a JobSet names pods.
     pods = (f'{self.name}-{t}-0-{n - 1}' for t, n in counts.items() if n)
     longest = max(map(len, pods)) + len(_RANDOM_ENDING)
-    check(
+    option_checks.check(
       longest <= _LONGEST_LABEL,
       f'--name={self.name}, which makes pods of {longest} letters',
       f'names of pods of at most {_LONGEST_LABEL} letters',
@@ -126,7 +115,7 @@ class Options:
     )
     for flag in ('checkpoint_pvc', 'secret_name', 'namespace'):
       name = getattr(self, flag)
-      check(
+      option_checks.check(
         name is None
         or (len(name) <= _LONGEST_SUBDOMAIN and _DNS_SUBDOMAIN.fullmatch(name)),
         f'--{flag}={name}',
@@ -146,7 +135,7 @@ class Options:
 def check_job_name(name: object) -> None:
   """A job's name is a label of the DNS: services are named after it."""
   is_label = isinstance(name, str) and _DNS_LABEL.fullmatch(name)
-  check(
+  option_checks.check(
     is_label and len(name) <= _LONGEST_LABEL,
     f'--name={name}',
     f"at most {_LONGEST_LABEL} lower-case letters, digits and '-', with a "

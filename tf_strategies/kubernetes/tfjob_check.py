@@ -7,6 +7,7 @@ with them.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tf_strategies import option_checks
 from tf_strategies.cluster.sources import roles
 from tf_strategies.kubernetes import options as options_lib
 
@@ -46,14 +47,14 @@ def check_tfjob(job: Any) -> None:
   _check(run_policy, 'cleanPodPolicy', ('All', 'Running', 'None', None))
   replicas = _mapping(spec.get('tfReplicaSpecs'), 'spec.tfReplicaSpecs')
   for replica_type in replicas:
-    options_lib.check(
+    option_checks.check(
       replica_type in _REPLICA_TYPES,
       f'the replica type {replica_type!r}',
       f'one of {", ".join(_REPLICA_TYPES)}',
       'write it exactly so',
     )
   trains = {'Chief', 'Master', 'Worker'} & set(replicas)
-  options_lib.check(
+  option_checks.check(
     trains and not {'Chief', 'Master'} <= trains,
     f'a TFJob of {", ".join(replicas) or "nothing"}',
     'a Chief or a Master, but not both, or Workers, beside other tasks',
@@ -68,7 +69,7 @@ def _check_replica(replica_type: str, replica: Mapping[str, Any]) -> None:
   _check(replica, 'restartPolicy', policies, f'{replica_type}.')
   count = replica.get('replicas', 1)
   is_single = replica_type in ('Chief', 'Master', 'Evaluator')
-  options_lib.check(
+  option_checks.check(
     type(count) is int and (count == 1 if is_single else count >= 1),
     f'{replica_type}.replicas={count!r}',
     '1' if is_single else 'an integer of at least 1',
@@ -82,14 +83,14 @@ def _check_replica(replica_type: str, replica: Mapping[str, Any]) -> None:
     for container in (containers if isinstance(containers, list) else [])
     if isinstance(container, Mapping) and container.get('name') == CONTAINER
   ]
-  options_lib.check(
+  option_checks.check(
     len(named) == 1,
     f'{replica_type} with {len(named)} containers named {CONTAINER!r}',
     'one, by whose exit status the operator goes',
     f'name the container that trains {CONTAINER!r}',
   )
   image = named[0].get('image')
-  options_lib.check(
+  option_checks.check(
     bool(image),
     f'{replica_type} with image={image!r}',
     'the name of an image',
@@ -100,7 +101,7 @@ def _check_replica(replica_type: str, replica: Mapping[str, Any]) -> None:
   for port in ports if isinstance(ports, list) else [ports]:
     if isinstance(port, Mapping) and port.get('name') == PORT_NAME:
       found = port.get('containerPort')
-      options_lib.check(
+      option_checks.check(
         found == PORT,
         f'{replica_type} with {PORT_NAME}={found!r}',
         f'{PORT}, where this package listens',
@@ -109,7 +110,7 @@ def _check_replica(replica_type: str, replica: Mapping[str, Any]) -> None:
 
 
 def _mapping(value: Any, what: str) -> Mapping[str, Any]:
-  options_lib.check(
+  option_checks.check(
     isinstance(value, Mapping),
     f'{what}={value!r}',
     'an object',
@@ -126,7 +127,7 @@ def _check(
 ) -> None:
   """Whether a field has one of the values; None stands for its absence."""
   value = found.get(name)
-  options_lib.check(
+  option_checks.check(
     value in allowed,
     f'{prefix}{name}={value!r}',
     ' or '.join(repr(a) for a in allowed if a is not None),

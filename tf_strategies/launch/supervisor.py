@@ -20,7 +20,7 @@ import time
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 
-from tf_strategies import errors
+from tf_strategies import errors, option_checks
 from tf_strategies.cluster import exit_codes
 from tf_strategies.launch import output, process, reaper, tasks
 
@@ -52,18 +52,10 @@ class Options:
   shown: AbstractSet[str] | None = None
 
   def __post_init__(self):
-    if self.max_restarts < 0:
-      raise errors.UnsupportedOptionError(
-        f'--max_restarts={self.max_restarts}',
-        'an integer of at least 0',
-        'pass --max_restarts=3, or leave it out',
-      )
-    if not 0 <= self.grace_period < math.inf:
-      raise errors.UnsupportedOptionError(
-        f'--grace_period={self.grace_period}',
-        'a finite number of seconds, at least 0',
-        'pass --grace_period=10, or leave it out',
-      )
+    option_checks.check_int('--max_restarts', self.max_restarts, 0)
+    option_checks.check_seconds(
+      '--grace_period', self.grace_period, or_zero=True
+    )
 
 
 @dataclasses.dataclass

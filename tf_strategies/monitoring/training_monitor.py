@@ -27,7 +27,7 @@ from typing import Any
 
 from absl import logging
 
-from tf_strategies import errors
+from tf_strategies import errors, option_checks
 from tf_strategies.monitoring import (
   recorder,
   step_breakdown,
@@ -92,25 +92,29 @@ class MonitorOptions:
   timeline_events: int = 100_000
 
   def __post_init__(self):
-    for name, least, allowed in (
-      ('progress_seconds', 0, '0 (off) or more'),
-      ('watchdog_seconds', 0, '0 (off) or more'),
-      ('metrics_every_steps', 1, '1 or more'),
-      ('timeline_events', 1, '1 or more'),
-    ):
-      if not getattr(self, name) >= least:
-        _refuse(f'{name}={getattr(self, name)!r}', allowed, f'write {least}')
+    for name in ('progress_seconds', 'watchdog_seconds'):
+      option_checks.check_seconds(
+        name, getattr(self, name), or_zero=True, fix=f'write {name}=0 for none'
+      )
+    for name in ('metrics_every_steps', 'timeline_events'):
+      option_checks.check_int(name, getattr(self, name), 1)
     if self.profile_steps is None:
       return
     steps = tuple(self.profile_steps)
-    if len(steps) != 2 or not 1 <= steps[0] <= steps[1]:
-      _refuse(
-        f'profile_steps={self.profile_steps!r}',
-        'the first step and the last, from 1',
-        'write profile_steps=(10, 20)',
-      )
-    if self.log_dir is None:
-      _refuse('profile_steps without log_dir', 'both', "write log_dir='logs'")
+    option_checks.check(
+      len(steps) == 2
+      and all(map(option_checks.is_int, steps))
+      and 1 <= steps[0] <= steps[1],
+      f'profile_steps={self.profile_steps!r}',
+      'the first step and the last, from 1',
+      'write profile_steps=(10, 20)',
+    )
+    option_checks.check(
+      self.log_dir is not None,
+      'profile_steps without log_dir',
+      'both',
+      "write log_dir='logs'",
+    )
     object.__setattr__(self, 'profile_steps', steps)
 
   def path(self, kind: str, rank: int, generation: int = 1) -> str | None:
@@ -138,10 +142,6 @@ class MonitorOptions:
       return path.replace('{rank}', which)
     root, extension = os.path.splitext(path)
     return f'{root}-{which}{extension}'
-
-
-def _refuse(received: str, allowed: str, fix: str) -> None:
-  raise errors.UnsupportedOptionError(received, allowed, fix)
 
 
 class TrainingMonitor:

@@ -14,8 +14,7 @@ import os
 import pathlib
 from typing import Any
 
-from tf_strategies import errors
-from tf_strategies.collectives import schedule
+from tf_strategies import errors, option_checks
 
 SECRET_VARIABLE = 'TFS_SECRET'
 SECRET_FILE_VARIABLE = 'TFS_SECRET_FILE'
@@ -66,17 +65,12 @@ class GroupOptions:
 
   def __post_init__(self):
     for field in dataclasses.fields(self):
-      name, value = field.name, getattr(self, field.name)
-      if name == 'window_seconds':
-        _check(
-          name,
-          value,
-          schedule.is_number(value),
-          'a non-negative number of seconds',
+      if field.name.endswith('_seconds'):
+        option_checks.check_seconds(
+          field.name,
+          getattr(self, field.name),
+          or_zero=field.name == 'window_seconds',
         )
-      elif name.endswith('_seconds'):
-        is_positive = schedule.is_number(value) and value > 0
-        _check(name, value, is_positive, 'a positive number of seconds')
     for name, least in (
       ('min_workers', 1),
       ('max_workers', 1),
@@ -85,10 +79,8 @@ class GroupOptions:
       ('socket_buffer_bytes', 0),
     ):
       value = getattr(self, name)
-      is_left_out = value is None and getattr(type(self), name) is None
-      is_enough = schedule.is_int(value) and value >= least
-      allowed = f'an integer of at least {least}'
-      _check(name, value, is_left_out or is_enough, allowed)
+      if value is not None or getattr(type(self), name) is not None:
+        option_checks.check_int(name, value, least)
     if self.heartbeat_timeout_seconds < 2 * self.heartbeat_interval_seconds:
       raise errors.UnsupportedOptionError(
         f'heartbeat_timeout_seconds={self.heartbeat_timeout_seconds!r} with '
@@ -157,10 +149,3 @@ def _secret_from_env() -> bytes | None:
       'a file that this process can read',
       'mount the secret there, or unset the variable',
     ) from e
-
-
-def _check(name: str, value: object, is_allowed: bool, expected: str) -> None:
-  if not is_allowed:
-    raise errors.UnsupportedOptionError(
-      f'{name}={value!r}', expected, 'leave it out for the default'
-    )

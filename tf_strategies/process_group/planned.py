@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tf_strategies import errors
+from tf_strategies import errors, option_checks
 from tf_strategies.collectives import algorithms, codecs, cost_model, simulator
 from tf_strategies.collectives import codec as codec_lib
 from tf_strategies.collectives import schedule as schedule_lib
@@ -357,12 +357,7 @@ def _reduction(
       'integers, floats and complex numbers',
       'cast it to a numeric dtype first',
     )
-  if op not in simulator.REDUCTIONS:
-    raise errors.UnsupportedOptionError(
-      f'op={op!r}',
-      f'one of {", ".join(map(repr, simulator.REDUCTIONS))}',
-      "leave it out for 'sum'",
-    )
+  option_checks.check_choice('op', op, simulator.REDUCTIONS)
   algorithms.check(algorithm, 'auto')
   form = plan_lib.Format.of(dtype, compression, piece_bytes)
   is_coded = form.codec is not codecs.NONE
@@ -441,12 +436,13 @@ def _check_gathered(array: np.ndarray) -> None:
 
 def _check_root(root: int, world_size: int) -> None:
   """Refuses a root that is no rank."""
-  if not schedule_lib.is_int(root) or not 0 <= root < world_size:
-    raise errors.UnsupportedOptionError(
-      f'root={root!r}',
-      f'a rank from 0 to {world_size - 1}',
-      'pass the rank whose values all are to get',
-    )
+  option_checks.check_int(
+    'root',
+    root,
+    0,
+    world_size - 1,
+    fix='pass the rank whose values all are to get',
+  )
 
 
 def _check_out(out: np.ndarray | None, array: np.ndarray) -> None:

@@ -6,7 +6,7 @@ import tensorflow as tf
 from absl import logging
 
 from tf_strategies import cluster as cluster_lib
-from tf_strategies import cross_device, errors
+from tf_strategies import cross_device, errors, option_checks
 from tf_strategies.strategies.central_storage.strategy import (
   CentralStorageStrategy,
 )
@@ -93,11 +93,9 @@ def create_strategy(name: str, **options) -> tf.distribute.Strategy:
     >>> create_strategy('ring_mirrored', devices=['CPU:0']).num_replicas_in_sync
     1
   """
-  available = f'one of {sorted(_FACTORIES)}'
-  if name not in _FACTORIES:
-    raise errors.UnsupportedOptionError(
-      f'strategy={name!r}', available, 'check the spelling'
-    )
+  option_checks.check_choice(
+    'strategy', name, sorted(_FACTORIES), 'check the spelling'
+  )
   try:
     return _FACTORIES[name](**options)
   except TypeError as e:

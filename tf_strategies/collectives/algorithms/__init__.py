@@ -18,7 +18,7 @@ import pkgutil
 import types
 from collections.abc import Callable, Mapping
 
-from tf_strategies import errors
+from tf_strategies import option_checks
 from tf_strategies.collectives import schedule
 
 ALGORITHMS: Mapping[str, Callable[..., schedule.Schedule]] = (
@@ -46,10 +46,10 @@ def check(name: str, *others: str) -> str:
     UnsupportedOptionError: there is no algorithm of that name.
   """
   allowed = (*others, *ALGORITHMS)
-  if not isinstance(name, str) or name not in allowed:
-    raise errors.UnsupportedOptionError(
-      f'algorithm {name!r}',
-      f'one of {", ".join(map(repr, allowed))}',
-      'use one of these names, or pass a Schedule where one is accepted',
-    )
+  option_checks.check_choice(
+    'algorithm',
+    name,
+    allowed,
+    'use one of these names, or pass a Schedule where one is accepted',
+  )
   return name

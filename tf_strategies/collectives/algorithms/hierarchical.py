@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from tf_strategies import errors
+from tf_strategies import errors, option_checks
 from tf_strategies.collectives import schedule
 from tf_strategies.collectives.algorithms import ring
 
@@ -49,7 +49,9 @@ def hierarchical_all_reduce(
   if group_size is None:
     group_size = default_group_size(world_size)
   if (
-    not schedule.is_int(group_size) or group_size < 1 or world_size % group_size
+    not option_checks.is_int(group_size)
+    or group_size < 1
+    or world_size % group_size
   ):
     divisors = [d for d in range(1, world_size + 1) if world_size % d == 0]
     raise errors.ScheduleError(

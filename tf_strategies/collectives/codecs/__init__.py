@@ -19,7 +19,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from tf_strategies import errors
+from tf_strategies import option_checks
 from tf_strategies.collectives import codec as codec_lib
 
 # Elements over which the sizes of payloads are compared.
@@ -51,12 +51,12 @@ def get(name: str) -> codec_lib.Codec:
   Raises:
     UnsupportedOptionError: there is no codec of that name.
   """
-  if not isinstance(name, str) or name not in CODECS:
-    raise errors.UnsupportedOptionError(
-      f'compression={name!r}',
-      f'one of {", ".join(map(repr, CODECS))}',
-      "write compression='none' to send arrays as they are",
-    )
+  option_checks.check_choice(
+    'compression',
+    name,
+    CODECS,
+    "write compression='none' to send arrays as they are",
+  )
   return CODECS[name]
 
 

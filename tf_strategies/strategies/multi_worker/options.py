@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from tf_strategies import errors, process_group
-from tf_strategies.collectives import algorithms, codecs, schedule
+from tf_strategies import option_checks, process_group
+from tf_strategies.collectives import algorithms, codecs
 
 _LINKS = ('tcp', 'mpi')
 _COMMUNICATIONS = ('auto', 'ring', 'nccl')
@@ -40,13 +40,16 @@ class RingOptions:
   group: process_group.GroupOptions | None = None
 
   def __post_init__(self):
-    if not _is_one_of(_LINKS, self.link):
-      raise errors.UnsupportedOptionError(
-        f'link={self.link!r}', "'tcp' or 'mpi'", "write link='tcp'"
-      )
-    _check_bucket_bytes(self.bucket_bytes)
+    option_checks.check_choice('link', self.link, _LINKS)
+    option_checks.check_int('bucket_bytes', self.bucket_bytes, 1)
     algorithms.check(self.all_reduce, 'auto')
     codecs.get(self.compression)
+    option_checks.check(
+      isinstance(self.group, process_group.GroupOptions | None),
+      f'a group of type {type(self.group).__name__}',
+      'tfs.process_group.GroupOptions, or None',
+      'write group=tfs.process_group.GroupOptions(...)',
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,38 +75,12 @@ class CollectiveOptions:
   timeout_seconds: float = 0.0
 
   def __post_init__(self):
-    if not _is_one_of(_COMMUNICATIONS, self.communication):
-      raise errors.UnsupportedOptionError(
-        f'communication={self.communication!r}',
-        f'one of {_COMMUNICATIONS}',
-        "write 'auto'",
-      )
-    subdivs = self.max_subdivs_per_device
-    if not schedule.is_int(subdivs) or subdivs < -1:
-      raise errors.UnsupportedOptionError(
-        f'max_subdivs_per_device={subdivs!r}',
-        'an integer of at least -1',
-        'leave it out for 8',
-      )
-    for name in ('start_timeout_seconds', 'timeout_seconds'):
-      value = getattr(self, name)
-      if not schedule.is_number(value):
-        raise errors.UnsupportedOptionError(
-          f'{name}={value!r}',
-          'a non-negative number of seconds',
-          'leave it out for the default',
-        )
-    _check_bucket_bytes(self.bucket_bytes)
-
-
-def _is_one_of(names, value) -> bool:
-  return isinstance(value, str) and value in names
-
-
-def _check_bucket_bytes(bucket_bytes) -> None:
-  if not schedule.is_int(bucket_bytes) or bucket_bytes < 1:
-    raise errors.UnsupportedOptionError(
-      f'bucket_bytes={bucket_bytes!r}',
-      'a positive number of bytes',
-      'leave it out for 8 MiB',
+    option_checks.check_choice(
+      'communication', self.communication, _COMMUNICATIONS
     )
+    option_checks.check_int(
+      'max_subdivs_per_device', self.max_subdivs_per_device, -1
+    )
+    option_checks.check_int('bucket_bytes', self.bucket_bytes, 1)
+    for name in ('start_timeout_seconds', 'timeout_seconds'):
+      option_checks.check_seconds(name, getattr(self, name), or_zero=True)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 
-from tf_strategies import errors
+from tf_strategies import errors, option_checks
 
 MODES = ('async', 'sync', 'bounded')
 _TIMEOUTS = (
@@ -33,17 +32,14 @@ class ParameterServerOptions:
   keepalive_timeout: float = 60.0
 
   def __post_init__(self):
-    if self.mode not in MODES:
-      raise errors.UnsupportedOptionError(
-        f'mode={self.mode!r}', f'one of {MODES}', "write mode='async'"
-      )
+    option_checks.check_choice('mode', self.mode, MODES)
     for name, mode, default in (
       ('backup_workers', 'sync', 0),
       ('local_steps', 'async', 1),
       ('max_staleness', 'bounded', None),
     ):
       if default is not None:
-        self._check_int(name, default)
+        option_checks.check_int(name, getattr(self, name), default)
       if getattr(self, name) != default and self.mode != mode:
         raise errors.UnsupportedOptionError(
           f'{name}={getattr(self, name)!r} with mode={self.mode!r}',
@@ -52,15 +48,10 @@ class ParameterServerOptions:
         )
     if self.mode == 'bounded':
       self._set_default('max_staleness', 1)
-      self._check_int('max_staleness', 0)
+      option_checks.check_int('max_staleness', self.max_staleness, 0)
     self._check_checkpoints()
     for name in _TIMEOUTS:
-      value = getattr(self, name)
-      is_number = isinstance(value, int | float) and value is not True
-      if not is_number or not 0 < value < math.inf:
-        raise errors.UnsupportedOptionError(
-          f'{name}={value!r}', 'finite seconds above 0', f'leave out {name}'
-        )
+      option_checks.check_seconds(name, getattr(self, name))
 
   def check_workers(self, num_workers: int) -> None:
     """Refuses options that do not go with so many workers."""
@@ -69,13 +60,6 @@ class ParameterServerOptions:
         f'backup_workers={self.backup_workers} with {num_workers} workers',
         f'0 to {num_workers - 1}: at least one gradient of a step must count',
         'use fewer backup workers, or more workers',
-      )
-
-  def _check_int(self, name: str, least: int) -> None:
-    value = getattr(self, name)
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-      raise errors.UnsupportedOptionError(
-        f'{name}={value!r}', f'an integer of at least {least}', 'leave it out'
       )
 
   def _check_checkpoints(self) -> None:
@@ -95,7 +79,7 @@ class ParameterServerOptions:
       )
     object.__setattr__(self, 'checkpoint_dir', os.fspath(self.checkpoint_dir))
     self._set_default('checkpoint_steps', 1000)
-    self._check_int('checkpoint_steps', 1)
+    option_checks.check_int('checkpoint_steps', self.checkpoint_steps, 1)
 
   def _set_default(self, name: str, value: int) -> None:
     if getattr(self, name) is None:

@@ -8,15 +8,13 @@ connects again for a day. What is asked here is asked in a thread with one.
 from __future__ import annotations
 
 import concurrent.futures
-import math
-import numbers
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
-from tf_strategies import _tf_internal, errors
+from tf_strategies import _tf_internal, errors, option_checks
 
 Resolver = tf.distribute.cluster_resolver.TPUClusterResolver
 Metadata = tf.tpu.experimental.TPUSystemMetadata
@@ -38,16 +36,7 @@ def find(
   None stands for the TPU that the environment names (`TPU_NAME` or
   `KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS`).
   """
-  if (
-    isinstance(timeout_seconds, bool)
-    or not isinstance(timeout_seconds, numbers.Real)
-    or not 0 < timeout_seconds < math.inf
-  ):
-    raise errors.UnsupportedOptionError(
-      f'query_timeout_seconds={timeout_seconds!r}',
-      'a positive number of seconds',
-      'leave it out for 60 seconds',
-    )
+  option_checks.check_seconds('query_timeout_seconds', timeout_seconds)
   if resolver is not None and not isinstance(resolver, Resolver):
     raise errors.UnsupportedOptionError(
       f'resolver={resolver!r}',

@@ -1,0 +1,121 @@
+"""What cannot be used is refused at once, by every object of options."""
+
+import numpy as np
+from absl.testing import absltest, parameterized
+
+import tf_strategies as tfs
+from tf_strategies import option_checks
+from tf_strategies.cluster import job
+from tf_strategies.data import options as data
+from tf_strategies.fault_tolerance import elastic_job
+from tf_strategies.launch import supervisor
+from tf_strategies.monitoring import training_monitor
+from tf_strategies.process_group import options as group
+from tf_strategies.strategies.multi_worker import options as multi_worker
+from tf_strategies.strategies.parameter_server import options as servers
+
+_NAMES = np.array(['a', 'b'])
+_COLLECTIVE = multi_worker.CollectiveOptions
+_ELASTIC = elastic_job.ElasticOptions
+_GROUP = group.GroupOptions
+_JOB = job.Job
+_MONITOR = training_monitor.MonitorOptions
+_PIPELINE = data.PipelineOptions
+_RING = multi_worker.RingOptions
+_SERVERS = servers.ParameterServerOptions
+_SUPERVISOR = supervisor.Options
+# What has no default, and how a command names its flags.
+_OTHERS = {_PIPELINE: {'global_batch_size': 8}}
+_FLAGS = (_JOB, _SUPERVISOR)
+
+
+class OptionChecksTest(parameterized.TestCase):
+  @parameterized.parameters(
+    (_COLLECTIVE, 'bucket_bytes', 1.5),
+    (_COLLECTIVE, 'communication', 'tcp'),
+    (_COLLECTIVE, 'communication', ['ring']),
+    (_COLLECTIVE, 'max_subdivs_per_device', -2),
+    (_COLLECTIVE, 'max_subdivs_per_device', 2.0),
+    (_COLLECTIVE, 'start_timeout_seconds', -1),
+    (_COLLECTIVE, 'timeout_seconds', float('nan')),
+    (_COLLECTIVE, 'timeout_seconds', 10**400),
+    (_COLLECTIVE, 'timeout_seconds', None),
+    (_ELASTIC, 'batch', _NAMES),
+    (_ELASTIC, 'join', 'now'),
+    (_ELASTIC, 'max_failures', True),
+    (_GROUP, 'heartbeat_interval_seconds', 0),
+    (_GROUP, 'min_workers', 0),
+    (_GROUP, 'small_message_bytes', None),
+    (_GROUP, 'sub_chunk_bytes', 63),
+    (_GROUP, 'window_seconds', '5'),
+    (_JOB, 'num_ps', -1),
+    (_JOB, 'num_workers', 2.0),
+    (_MONITOR, 'metrics_every_steps', 0.5),
+    (_MONITOR, 'profile_steps', ('1', '2')),
+    (_MONITOR, 'profile_steps', (2, 1)),
+    (_MONITOR, 'progress_seconds', float('inf')),
+    (_MONITOR, 'timeline_events', _NAMES),
+    (_MONITOR, 'watchdog_seconds', '1'),
+    (_PIPELINE, 'autoshard', _NAMES),
+    (_PIPELINE, 'cache', None),
+    (_PIPELINE, 'global_batch_size', None),
+    (_PIPELINE, 'num_parallel_calls', 0),
+    (_PIPELINE, 'prefetch', -2),
+    (_PIPELINE, 'seed', 2**63),
+    (_PIPELINE, 'service_timeout', 10**400),
+    (_PIPELINE, 'shuffle_buffer', True),
+    (_RING, 'all_reduce', 'rings'),
+    (_RING, 'all_reduce', ['ring']),
+    (_RING, 'bucket_bytes', 0),
+    (_RING, 'bucket_bytes', True),
+    (_RING, 'compression', 'float8'),
+    (_RING, 'compression', _NAMES),
+    (_RING, 'group', 'tcp'),
+    (_RING, 'link', 'udp'),
+    (_RING, 'link', _NAMES),
+    (_SERVERS, 'backup_workers', 1.5),
+    (_SERVERS, 'mode', _NAMES),
+    (_SERVERS, 'step_timeout', 10**400),
+    (_SUPERVISOR, 'grace_period', float('nan')),
+    (_SUPERVISOR, 'max_restarts', 1.5),
+  )
+  def test_unusable_value_is_refused(self, options, name, value):
+    arguments = {**_OTHERS.get(options, {}), name: value}
+    with self.assertRaises(tfs.errors.UnsupportedOptionError) as raised:
+      options(**arguments)
+    error = raised.exception
+    names = 'algorithm' if name == 'all_reduce' else name
+    self.assertIn(names, error.received)
+    self.assertTrue(error.expected)
+    self.assertTrue(error.fix)
+    self.assertEqual('--' in error.received, options in _FLAGS)
+
+  def test_secret_in_the_wrong_place_is_not_printed(self):
+    with self.assertRaises(tfs.errors.UnsupportedOptionError) as raised:
+      _RING(group=b'do not print this secret')
+    self.assertNotIn('do not print', str(raised.exception))
+
+  def test_defaults_and_what_numpy_counts_in(self):
+    self.assertEqual(_RING(bucket_bytes=np.int64(8 << 20)), _RING())
+    self.assertEqual(
+      _COLLECTIVE(max_subdivs_per_device=-1, timeout_seconds=np.float32(2)),
+      _COLLECTIVE(max_subdivs_per_device=-1, timeout_seconds=2.0),
+    )
+    self.assertEqual(_PIPELINE(np.int32(8), seed=0, prefetch=-1).seed, 0)
+
+  def test_ends_of_ranges(self):
+    option_checks.check_int('n', 1, 1, 3)
+    option_checks.check_int('n', 3, 1, 3)
+    option_checks.check_seconds('s', 0, or_zero=True)
+    for call in (
+      lambda: option_checks.check_int('n', 0, 1, 3),
+      lambda: option_checks.check_int('n', 4, 1, 3),
+      lambda: option_checks.check_seconds('s', 0),
+      lambda: option_checks.check_seconds('s', -1e-9, or_zero=True),
+    ):
+      with self.assertRaises(tfs.errors.UnsupportedOptionError):
+        call()
+
+
+if __name__ == '__main__':
+  absltest.main()

@@ -1,0 +1,83 @@
+"""Checks of what a user passes: one typed error for each kind of value.
+
+Whatever the value is, an array or a number beyond any float among them, the answer
+is None or an `UnsupportedOptionError`.
+
+Example:
+
+  >>> from tf_strategies import option_checks
+  >>> option_checks.check_int('num_replicas', 4, least=1)
+  >>> option_checks.check_choice('link', 'udp', ('tcp', 'mpi'))
+  Traceback (most recent call last):
+  ...
+  tf_strategies.errors.UnsupportedOptionError: link='udp' is not supported. Expected one of 'tcp', 'mpi'. Fix: leave it out for the default.
+"""
+
+import math
+import numbers
+from collections.abc import Iterable
+
+from tf_strategies import errors
+
+_FIX = 'leave it out for the default'
+
+
+def check(is_allowed: object, received: str, expected: str, fix: str) -> None:
+  """Raises UnsupportedOptionError(received, expected, fix) unless allowed."""
+  if not is_allowed:
+    raise errors.UnsupportedOptionError(received, expected, fix)
+
+
+def check_choice(
+  name: str, value: object, choices: Iterable[str], fix: str = _FIX
+) -> None:
+  """Refuses what is none of several strings."""
+  choices = tuple(choices)
+  is_allowed = isinstance(value, str) and value in choices
+  expected = f'one of {", ".join(map(repr, choices))}'
+  check(is_allowed, f'{name}={value!r}', expected, fix)
+
+
+def check_int(
+  name: str,
+  value: object,
+  least: int,
+  most: int | None = None,
+  *,
+  fix: str = _FIX,
+) -> None:
+  """Refuses what is no integer, or out of a range; NumPy's integers pass."""
+  is_allowed = is_int(value) and least <= value
+  if most is None:
+    expected = f'an integer of at least {least}'
+  else:
+    expected = f'an integer from {least} to {most}'
+    is_allowed = is_allowed and value <= most
+  check(is_allowed, f'{name}={value!r}', expected, fix)
+
+
+def check_seconds(
+  name: str, value: object, *, or_zero: bool = False, fix: str = _FIX
+) -> None:
+  """Refuses what is no finite number of seconds above 0, or from 0."""
+  is_allowed = is_number(value) and (or_zero or value > 0)
+  which = 'of at least 0' if or_zero else 'above 0'
+  expected = f'a finite number of seconds {which}'
+  check(is_allowed, f'{name}={value!r}', expected, fix)
+
+
+def is_int(value: object) -> bool:
+  """Whether the value is an integer, NumPy's included, and not a bool."""
+  # True == 1 would silently pass for a world of one rank.
+  return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def is_number(value: object, least: float = 0, most: float = math.inf) -> bool:
+  """Whether the value is a finite real number in a range, and not a bool."""
+  if not isinstance(value, numbers.Real) or isinstance(value, bool):
+    return False
+  try:
+    number = float(value)
+  except OverflowError:  # An integer beyond any float.
+    return False
+  return math.isfinite(number) and least <= number <= most
