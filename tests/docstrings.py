@@ -21,7 +21,7 @@ def modules_of(package: types.ModuleType) -> list[str]:
   return [package.__name__, *sorted(info.name for info in found)]
 
 
-def check_examples(test: absltest.TestCase, name: str, least: int = 1) -> None:
+def assert_examples(test: absltest.TestCase, name: str, least: int = 1) -> None:
   """Runs the examples of a module, of which there must be at least so many."""
   runner = doctest.DocTestRunner(optionflags=_OPTIONS)
   for example in _Finder().find(importlib.import_module(name)):
@@ -37,7 +37,7 @@ class _Finder(doctest.DocTestFinder):
     return super()._from_module(module, inspect.unwrap(value))
 
 
-def check_public_names(
+def assert_public_names(
   test: absltest.TestCase, package: types.ModuleType
 ) -> None:
   """`__all__` is sorted, and each name is there and documented."""
@@ -46,7 +46,7 @@ def check_public_names(
     test.assertNotEmpty(inspect.getdoc(getattr(package, name)), name)
 
 
-def check_imports_load_none(
+def assert_imports_load_none(
   test: absltest.TestCase, modules: Iterable[str], unwanted: Iterable[str]
 ) -> None:
   """Imports modules in a process of its own, which then has none of others."""

@@ -54,7 +54,7 @@ class InstallTest(absltest.TestCase):
     self._directory = pathlib.Path(self.create_tempdir().full_path)
     self._venv = self._directory / 'venv'
 
-  def check_fails(self, python, *words):
+  def assert_fails(self, python, *words):
     """Installing fails in a sentence with these words, and leaves nothing."""
     path = self._directory / 'python'
     _write(path, python)
@@ -71,19 +71,19 @@ class InstallTest(absltest.TestCase):
     self.assertFalse(self._venv.exists())
 
   def test_python_without_tensorflow_is_refused(self):
-    self.check_fails(_OLD, '3.9.1', '3.10 to 3.13', 'PYTHON=python3.13')
+    self.assert_fails(_OLD, '3.9.1', '3.10 to 3.13', 'PYTHON=python3.13')
 
   def test_half_an_environment_is_not_left(self):
     python = _NO_VENV.format(python=sys.executable)
     for _ in range(2):
-      self.check_fails(python, 'apt install python3-venv', 'pip 22.3')
+      self.assert_fails(python, 'apt install python3-venv', 'pip 22.3')
 
   def test_half_an_environment_of_before_is_not_used(self):
     (self._venv / 'bin').mkdir(parents=True)
     (self._venv / 'pyvenv.cfg').touch()
     (self._venv / 'bin' / 'python').symlink_to('/bin/false')
     python = _NO_VENV.format(python=sys.executable)
-    self.check_fails(python, 'apt install python3-venv')
+    self.assert_fails(python, 'apt install python3-venv')
 
 
 def _write(path, text):

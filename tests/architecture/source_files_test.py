@@ -40,6 +40,26 @@ def _runs_as_script(source: str) -> bool:
   return False
 
 
+def _without_assertion(source: str) -> list[str]:
+  """Names of test methods of test classes in which nothing can fail."""
+  return [
+    method.name
+    for node in ast.parse(source).body
+    if isinstance(node, ast.ClassDef) and node.name.endswith('Test')
+    for method in node.body
+    if isinstance(method, ast.FunctionDef)
+    and method.name.startswith('test')
+    and not any(map(_may_fail, ast.walk(method)))
+  ]
+
+
+def _may_fail(node: ast.AST) -> bool:
+  if isinstance(node, ast.Call):
+    called = ast.unparse(node.func).rpartition('.')[2]
+    return called.startswith('assert') or called == 'fail'
+  return isinstance(node, ast.Assert | ast.Raise)
+
+
 class SourceFilesTest(absltest.TestCase):
   def test_no_file_names_a_path_of_one_machine(self):
     found = []
@@ -99,6 +119,20 @@ class SourceFilesTest(absltest.TestCase):
     self.assertTrue(
       _runs_as_script("if __name__ == '__main__':\n  tf.test.main()")
     )
+
+  def test_every_test_asserts(self):
+    lacking = [
+      f'{path}: {name}'
+      for path, text in project.python_files('tests').items()
+      for name in _without_assertion(text)
+    ]
+    self.assertEmpty(lacking, 'no assertion, and no helper called assert...')
+
+  def test_test_without_assertion_is_reported(self):
+    source = 'class ATest:\n  def test_a(self):\n    {}'
+    self.assertEqual(_without_assertion(source.format('a.check()')), ['test_a'])
+    for code in ('self.assert_right(a)', 'np.testing.assert_equal(a, 1)'):
+      self.assertEmpty(_without_assertion(source.format(code)))
 
   def test_tests_are_collected(self):
     # pytest collects `*_test.py`: a test class elsewhere would not run, unless

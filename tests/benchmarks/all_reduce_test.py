@@ -48,27 +48,27 @@ class AllReduceBenchmarkTest(tf.test.TestCase):
     self.assertEqual(done.returncode, 0, done.stderr[-4000:])
     with open(path, encoding='utf-8') as f:
       found = json.load(f)
-    self.check_environment(found)
+    self.assert_environment(found)
     self.assertLen(found['results'], 2 * 11)
     for world_size in (2, 4):
       records = {
         r['peer']: r for r in found['results'] if r['num_devices'] == world_size
       }
       self.assertEqual(set(records), OURS | BUILT_IN | {'identity'})
-      self.check_records(records)
-      self.check_bytes(records, world_size)
+      self.assert_records(records)
+      self.assert_bytes(records, world_size)
       for name in records:
         self.assertIn(f'| {name}', done.stdout)
       self.assertIn(f'{world_size} devices, 4x4KB', done.stderr)
 
-  def check_environment(self, found):
+  def assert_environment(self, found):
     self.assertEqual(found['benchmark'], 'all_reduce')
     self.assertEqual(found['settings'], {'rounds': 2, 'repeats': 2})
     self.assertEqual(found['versions']['tensorflow'], tf.__version__)
     self.assertGreater(found['hardware']['cpu_count'], 0)
     self.assertNotIn(os.uname().nodename, json.dumps(found))
 
-  def check_records(self, records):
+  def assert_records(self, records):
     fastest = min(records[name]['median_ms'] for name in BUILT_IN)
     for record in records.values():
       self.assertEqual(record['set'], '4x4KB')
@@ -82,7 +82,7 @@ class AllReduceBenchmarkTest(tf.test.TestCase):
         record['ratio_to_fastest_built_in'], record['median_ms'] / fastest
       )
 
-  def check_bytes(self, records, world_size):
+  def assert_bytes(self, records, world_size):
     total = 16000
     least = 2 * (world_size - 1) * total // world_size
     to_one = (world_size - 1) * total

@@ -18,7 +18,7 @@ class DocumentationTest(parameterized.TestCase):
     ('benchmarks.process_peers.base', 2),
   )
   def test_examples(self, name, least):
-    docstrings.check_examples(self, name, least)
+    docstrings.assert_examples(self, name, least)
 
 
 if __name__ == '__main__':

@@ -34,14 +34,14 @@ class ParameterServerTest(parameterized.TestCase):
   @pytest.mark.slow
   @pytest.mark.soak
   def test_beside_stock(self):
-    self._check_peers([1], [catalogue.PEERS[0].name, 'ours'])
+    self.assert_peers([1], [catalogue.PEERS[0].name, 'ours'])
 
   @pytest.mark.slow
   @pytest.mark.soak
   def test_all_peers(self):
-    self._check_peers([1, 4], [peer.name for peer in catalogue.PEERS])
+    self.assert_peers([1, 4], [peer.name for peer in catalogue.PEERS])
 
-  def _check_peers(self, steps_per_execution, names):
+  def assert_peers(self, steps_per_execution, names):
     done, found = self._run(
       '--models=cnn',
       '--num_workers=2',
@@ -58,7 +58,7 @@ class ParameterServerTest(parameterized.TestCase):
       records = {r['peer']: r for r in case['peers']}
       self.assertEqual(list(records), names)
       for record in records.values():
-        self._check_peer(record, case['loss'])
+        self.assert_peer(record, case['loss'])
         self.assertAlmostEqual(
           record['ratio_to_stock'],
           record['steps_per_s']['median']
@@ -67,7 +67,7 @@ class ParameterServerTest(parameterized.TestCase):
     for name in names:
       self.assertRegex(done.stdout, rf'cnn .* {name} ')
 
-  def _check_peer(self, record, initial_loss):
+  def assert_peer(self, record, initial_loss):
     # On the servers: of the block to warm up and of those that count.
     steps = (1 + BLOCKS) * STEPS
     self.assertEqual(record['steps_per_turn'], steps)

@@ -33,7 +33,7 @@ class ProcessAllReduceTest(parameterized.TestCase):
     self.assertEqual(done.returncode, 0, done.stderr[-4000:])
     return running.read_json(path), done.stdout
 
-  def check_record(self, record, peers, num_samples):
+  def assert_record(self, record, peers, num_samples):
     self.assertEqual(set(record['peers']), set(peers))
     for name, found in record['peers'].items():
       self.assertLen(found['seconds'], num_samples, name)
@@ -75,14 +75,14 @@ class ProcessAllReduceTest(parameterized.TestCase):
     sizes = [(r['world_size'], r['num_bytes']) for r in found['results']]
     self.assertEqual(sizes, [(2, size) for size in SIZES])
     for record in found['results']:
-      self.check_record(record, peers, num_samples=4)
+      self.assert_record(record, peers, num_samples=4)
       for name in [*peers, *record['ratios']]:
         self.assertIn(f'| {name} ', printed)
     self.assertIn('| ring predicted ', printed)
     self.assertIn('| 4.10 KB ', printed)
-    self.check_about(found)
+    self.assert_about(found)
 
-  def check_about(self, found):
+  def assert_about(self, found):
     self.assertEqual(found['benchmark'], 'process_all_reduce')
     self.assertEqual(found['settings']['rounds'], 2)
     self.assertGreater(found['hardware']['cpu_count'], 0)
@@ -110,7 +110,7 @@ class ProcessAllReduceTest(parameterized.TestCase):
     self.assertIn('ours_mpi', found['skipped'])
     (record,) = found['results']
     peers = ('ours_tcp', 'ours_tcp_bfloat16', 'memcpy_loopback')
-    self.check_record(record, peers, num_samples=2)
+    self.assert_record(record, peers, num_samples=2)
     # 40 ms at that rate; loopback, which must not be taken, needs one.
     self.assertGreater(record['peers']['ours_tcp']['median_ms'], 20)
     self.assertGreater(record['peers']['memcpy_loopback']['median_ms'], 20)

@@ -358,7 +358,7 @@ class KilledAtEachStepTest(absltest.TestCase):
 class KilledWriterTest(absltest.TestCase):
   """SIGKILL at a random moment: what is there is whole."""
 
-  def _kill_writers(self, count):
+  def assert_survives_kills(self, count):
     rng = random.Random()
     number = 0
     with tempfile.TemporaryDirectory() as directory:
@@ -382,11 +382,11 @@ class KilledWriterTest(absltest.TestCase):
         self.assertBetween(len(store.paths()), 1, 3)
 
   def test_killed_while_it_saves(self):
-    self._kill_writers(3)
+    self.assert_survives_kills(3)
 
   @pytest.mark.soak
   def test_killed_while_it_saves_many_times(self):
-    self._kill_writers(200)
+    self.assert_survives_kills(200)
 
 
 if __name__ == '__main__':

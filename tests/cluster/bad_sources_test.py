@@ -289,34 +289,34 @@ def _almost_right(draw):
 class FuzzTest(absltest.TestCase):
   @hypothesis.given(_environments('CLUSTER_SPEC'))
   def test_vertex(self, environ):
-    self._check(environ)
+    self.assert_result(environ)
 
   @hypothesis.given(_environments('SM_'))
   def test_sagemaker(self, environ):
-    self._check(environ)
+    self.assert_result(environ)
 
   @hypothesis.given(_environments('SLURM_'))
   def test_slurm(self, environ):
-    self._check(environ)
+    self.assert_result(environ)
 
   @hypothesis.given(_environments('JOB', 'REPLICATED', 'HOSTNAME'))
   def test_kubernetes(self, environ):
-    self._check(environ)
+    self.assert_result(environ)
 
   @hypothesis.given(_environments(''))
   @pytest.mark.full
   def test_all_at_once(self, environ):
-    self._check(environ)
+    self.assert_result(environ)
 
   @hypothesis.given(_almost_right())
   def test_one_change_of_a_right_one(self, environ):
-    self._check(environ)
+    self.assert_result(environ)
 
   def test_what_is_changed_was_right(self):
     for environ in _RIGHT:
       self.assertIsNotNone(schedulers.read(environ))
 
-  def _check(self, environ):
+  def assert_result(self, environ):
     """A config, or none, or one error; never another exception."""
     try:
       config = schedulers.read(environ)

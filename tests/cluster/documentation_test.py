@@ -12,17 +12,17 @@ _MODULES = docstrings.modules_of(cluster)
 class DocumentationTest(parameterized.TestCase):
   @parameterized.parameters(*_MODULES)
   def test_examples_run(self, name):
-    docstrings.check_examples(self, name)
+    docstrings.assert_examples(self, name)
 
   def test_every_module_is_found(self):
     self.assertIn('tf_strategies.cluster.config', _MODULES)
     self.assertIn('tf_strategies.cluster.checks', _MODULES)
 
   def test_public_names_exist_and_are_documented(self):
-    docstrings.check_public_names(self, cluster)
+    docstrings.assert_public_names(self, cluster)
 
   def test_no_import_loads_tensorflow(self):
-    docstrings.check_imports_load_none(self, _MODULES, ['tensorflow', 'keras'])
+    docstrings.assert_imports_load_none(self, _MODULES, ['tensorflow', 'keras'])
 
   def test_only_servers_use_tensorflow(self):
     files = {

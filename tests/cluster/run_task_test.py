@@ -45,7 +45,7 @@ class _JobTest(parameterized.TestCase):
 @pytest.mark.multi_process
 @pytest.mark.slow
 class ServersTest(_JobTest):
-  def check_report(self, chief):
+  def assert_report(self, chief):
     """The chief's steps ran, and its variable was on a parameter server."""
     self.assertEqual(chief.wait(), 0, chief.stderr())
     report = chief.last_line()
@@ -70,7 +70,7 @@ class ServersTest(_JobTest):
       self.start(jobs, 'worker', 0),
       self.start(jobs, 'worker', 1),
     ]
-    self.check_report(chief)
+    self.assert_report(chief)
     # They do not end with the chief, but when they are told to.
     for server in servers:
       self.assertIsNone(server.process.poll(), server.stderr())
@@ -84,7 +84,7 @@ class ServersTest(_JobTest):
     for index in range(2):
       known = {'ps': jobs['ps'], 'worker': {index: jobs['worker'][index]}}
       self.start(known, 'worker', index, is_sparse=True)
-    self.check_report(self.start(jobs, 'chief'))
+    self.assert_report(self.start(jobs, 'chief'))
 
   @tiers.parameters(
     tiers.full('ps', signal.SIGTERM, '143'),

@@ -31,7 +31,7 @@ def log_up(n):
 
 
 class FormulaTest(parameterized.TestCase):
-  def check(self, name, world_size, num_bytes, expected, gamma=0.0):
+  def assert_result(self, name, world_size, num_bytes, expected, gamma=0.0):
     topology = Topology(world_size, SOCKETS, gamma_seconds_per_byte=gamma)
     seconds = cost(ALGORITHMS[name](world_size), num_bytes, topology)
     self.assertAlmostEqual(seconds / expected, 1.0, delta=1e-9)
@@ -42,22 +42,26 @@ class FormulaTest(parameterized.TestCase):
     expected = 2 * (n - 1) * (ALPHA + size / n * BETA)
     adding = (n - 1) * size / n * gamma
     for name in ('ring', 'direct'):
-      self.check(name, n, size, expected)
-      self.check(name, n, size, expected + adding, gamma)
+      self.assert_result(name, n, size, expected)
+      self.assert_result(name, n, size, expected + adding, gamma)
 
   @parameterized.parameters(*WORLDS)
   def test_tree(self, n):
     size, gamma = 1000, 3e-10
     expected = 2 * log_up(n) * (ALPHA + size * BETA)
-    self.check('tree', n, size, expected)
-    self.check('tree', n, size, expected + log_up(n) * size * gamma, gamma)
+    self.assert_result('tree', n, size, expected)
+    self.assert_result(
+      'tree', n, size, expected + log_up(n) * size * gamma, gamma
+    )
 
   @parameterized.parameters(*WORLDS)
   def test_naive(self, n):
     size, gamma = 1000, 3e-10
     expected = 2 * (n - 1) * (ALPHA + size * BETA)
-    self.check('naive', n, size, expected)
-    self.check('naive', n, size, expected + (n - 1) * size * gamma, gamma)
+    self.assert_result('naive', n, size, expected)
+    self.assert_result(
+      'naive', n, size, expected + (n - 1) * size * gamma, gamma
+    )
 
   @parameterized.parameters(*WORLDS)
   def test_halving_doubling(self, n):
@@ -70,8 +74,8 @@ class FormulaTest(parameterized.TestCase):
     if n > power:  # The extra ranks fold in and out.
       expected += 2 * (ALPHA + size * BETA)
       adding += size * gamma
-    self.check('halving_doubling', n, size, expected)
-    self.check('halving_doubling', n, size, expected + adding, gamma)
+    self.assert_result('halving_doubling', n, size, expected)
+    self.assert_result('halving_doubling', n, size, expected + adding, gamma)
 
   @parameterized.parameters((4, 2), (12, 4), (12, 3), (16, 8))
   def test_hierarchical_on_two_levels(self, n, g):

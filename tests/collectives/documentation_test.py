@@ -42,10 +42,10 @@ class DocumentationTest(parameterized.TestCase):
   def test_examples_run(self, module):
     callables = public_callables(module)
     has_functions = any(inspect.isfunction(value) for value in callables)
-    docstrings.check_examples(self, module.__name__, least=has_functions)
+    docstrings.assert_examples(self, module.__name__, least=has_functions)
 
   def test_example_of_the_package_runs(self):
-    docstrings.check_examples(self, collectives.__name__)
+    docstrings.assert_examples(self, collectives.__name__)
 
   @parameterized.parameters(*collectives.__all__)
   def test_public_functions_say_all(self, name):

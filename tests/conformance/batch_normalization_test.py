@@ -53,7 +53,7 @@ class BatchNormalizationTest(harness.ConformanceTest, parameterized.TestCase):
     for weight in result.weights:
       self.assertTrue(np.isfinite(weight).all())
     self.assertTrue(np.isfinite(result.predictions).all())
-    self.check_replicas_equal(result.model)
+    self.assert_replicas_equal(result.model)
 
   @tiers.named_parameters(*harness.every(tiers.full))
   @pytest.mark.full

@@ -93,7 +93,7 @@ class CallbacksTest(harness.ConformanceTest, parameterized.TestCase):
       uninterrupted.optimizer.iterations.numpy(),
       second.optimizer.iterations.numpy(),
     )
-    self.check_replicas_equal(second)
+    self.assert_replicas_equal(second)
 
   @tiers.named_parameters(*harness.every())
   @pytest.mark.soak
@@ -164,7 +164,7 @@ class CallbacksTest(harness.ConformanceTest, parameterized.TestCase):
       again.optimizer.build(again.trainable_variables)
     again.load_weights(weights)
     self.assert_same_optimizer_state(many, again)
-    self.check_replicas_equal_after_restore(again)
+    self.assert_replicas_equal_after_restore(again)
 
     checkpoint = tf.train.Checkpoint(model=many).save(
       os.path.join(directory, 'ckpt')
@@ -172,9 +172,9 @@ class CallbacksTest(harness.ConformanceTest, parameterized.TestCase):
     other = harness.build(FEATURE, case.create())
     tf.train.Checkpoint(model=other).restore(checkpoint).expect_partial()
     self.assert_same_weights(many, other, 0)
-    self.check_replicas_equal_after_restore(other)
+    self.assert_replicas_equal_after_restore(other)
 
-  def check_replicas_equal_after_restore(self, model):
+  def assert_replicas_equal_after_restore(self, model):
     for variable in model.variables:
       for copy in getattr(variable.value, 'values', ())[1:]:
         np.testing.assert_array_equal(

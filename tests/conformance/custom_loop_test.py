@@ -100,7 +100,9 @@ _RING, _CENTRAL = harness.STRATEGIES
 
 
 class CustomLoopTest(harness.ConformanceTest, parameterized.TestCase):
-  def check(self, case, rows=_ROWS, make_model=None, make_optimizer=None, **kw):
+  def assert_result(
+    self, case, rows=_ROWS, make_model=None, make_optimizer=None, **kw
+  ):
     make_model = make_model or harness.conv_model
     make_optimizer = make_optimizer or harness.momentum
     expected, want = _one_device_loop(rows, make_model, make_optimizer)
@@ -131,26 +133,28 @@ class CustomLoopTest(harness.ConformanceTest, parameterized.TestCase):
     tiers.full(_CENTRAL, 65, 'none', False),
   )
   def test_equals_one_device(self, case, rows, weighting, scale_loss):
-    self.check(case, rows, weighting=weighting, scale_loss=scale_loss)
+    self.assert_result(case, rows, weighting=weighting, scale_loss=scale_loss)
 
   @tiers.product(
     case=(_RING, tiers.soak(_CENTRAL)), function_on=('inside', 'nowhere')
   )
   @pytest.mark.full
   def test_function_inside_run_and_eager(self, case, function_on):
-    self.check(case, weighting='rows', scale_loss=True, function_on=function_on)
+    self.assert_result(
+      case, weighting='rows', scale_loss=True, function_on=function_on
+    )
 
   @tiers.named_parameters(*harness.every(tiers.soak))
   @pytest.mark.full
   def test_synchronized_batch_normalization(self, case):
-    self.check(
+    self.assert_result(
       case, make_model=_sync_bn_model, weighting='rows', scale_loss=True
     )
 
   @tiers.named_parameters(*harness.every(tiers.soak))
   @pytest.mark.full
   def test_clipping_and_accumulation(self, case):
-    self.check(
+    self.assert_result(
       case,
       make_optimizer=lambda: keras.optimizers.Adam(
         1e-2, gradient_accumulation_steps=2, global_clipnorm=0.05

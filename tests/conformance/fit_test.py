@@ -143,7 +143,7 @@ class FitTest(harness.ConformanceTest, parameterized.TestCase):
     ),
   )
   def test_equals_one_device(self, case, feature):
-    self.check_feature(case, feature)
+    self.assert_feature(case, feature)
 
 
 if __name__ == '__main__':

@@ -199,20 +199,20 @@ def optimizer_state(model: keras.Model) -> dict[str, np.ndarray]:
 class ConformanceTest(tf.test.TestCase):
   """Compares a run under a strategy with the same run on one device."""
 
-  def check_feature(self, case: StrategyCase, feature: Feature) -> Result:
+  def assert_feature(self, case: StrategyCase, feature: Feature) -> Result:
     """Trains both, compares them, and proves that our op did the work."""
     expected = train(feature)
     strategy = case.create()
     actual = train(feature, strategy)
-    self.check_results(expected, actual, feature.tolerance)
-    self.check_replicas_equal(actual.model)
-    self.check_our_op_ran(strategy, actual.model)
+    self.assert_results(expected, actual, feature.tolerance)
+    self.assert_replicas_equal(actual.model)
+    self.assert_our_op_ran(strategy, actual.model)
     if feature.wrap:
       calls = strategy.communication_report()['calls']
       self.assertEqual(calls['all_reduce_in_control_flow'], 0)
     return actual
 
-  def check_results(self, expected, actual, tolerance):
+  def assert_results(self, expected, actual, tolerance):
     """Weights, optimizer state, history, metrics and predictions."""
     self.assertLen(actual.weights, len(expected.weights))
     moved = 0.0
@@ -243,11 +243,11 @@ class ConformanceTest(tf.test.TestCase):
       expected.predictions, actual.predictions, 10 * tolerance, 10 * tolerance
     )
 
-  def check_replicas_equal(self, model, min_copies=2):
+  def assert_replicas_equal(self, model, min_copies=2):
     """Every replica's copy of every mirrored variable is the same, bitwise."""
     strategy = model.variables[0].value.distribute_strategy
     if isinstance(strategy, tfs.CentralStorageStrategy):
-      self._check_one_copy(model, strategy)
+      self.assert_one_copy(model, strategy)
       return
     mirrored = 0
     for variable in (*model.variables, *model.optimizer.variables):
@@ -265,7 +265,7 @@ class ConformanceTest(tf.test.TestCase):
         )
     self.assertGreater(mirrored, 0)
 
-  def _check_one_copy(self, model, strategy):
+  def assert_one_copy(self, model, strategy):
     """Every variable but seeds and metrics is on the parameter device, once."""
     central = 0
     for variable in (*model.variables, *model.optimizer.variables):
@@ -288,7 +288,7 @@ class ConformanceTest(tf.test.TestCase):
       return calls['all_reduce'] + calls['reduce']
     return calls['all_reduce']
 
-  def check_our_op_ran(self, strategy, model):
+  def assert_our_op_ran(self, strategy, model):
     """The strategy's own op all-reduced once a step, and nothing beside it."""
     steps = int(model.optimizer.iterations.numpy())
     self.assertGreater(steps, 0)

@@ -135,7 +135,7 @@ def _train(case, feature):
   strategy = create(case)
   try:
     result = harness.train(feature, strategy)
-    harness.ConformanceTest().check_replicas_equal(result.model, case.devices)
+    harness.ConformanceTest().assert_replicas_equal(result.model, case.devices)
     return WorkerResult(
       result.weights,
       result.optimizer_state,
@@ -162,19 +162,19 @@ def expected(name: str) -> harness.Result:
 class MultiWorkerConformanceTest(harness.ConformanceTest):
   """Compares what workers sent home."""
 
-  def check_workers(self, name: str, results: list[WorkerResult]):
+  def assert_workers(self, name: str, results: list[WorkerResult]):
     """All workers equal each other bitwise, and one device as promised."""
     feature = features()[name]
     for result in results:
       if result.error:
         raise AssertionError(result.error)
     for result in results[1:]:
-      self.check_equal(results[0], result)
+      self.assert_equal(results[0], result)
     for result in results:
-      self.check_results(expected(name), result, feature.tolerance)
-      self.check_communication(feature, result)
+      self.assert_results(expected(name), result, feature.tolerance)
+      self.assert_communication(feature, result)
 
-  def check_equal(self, first, other):
+  def assert_equal(self, first, other):
     """Not one bit differs between two workers."""
     for a, b in zip(first.weights, other.weights, strict=True):
       np.testing.assert_array_equal(a, b)
@@ -184,7 +184,7 @@ class MultiWorkerConformanceTest(harness.ConformanceTest):
     self.assertEqual(first.history, other.history)
     self.assertEqual(first.evaluation, other.evaluation)
 
-  def check_communication(self, feature, result):
+  def assert_communication(self, feature, result):
     """Gradients crossed workers in every step."""
     self.assertGreater(result.steps, 0)
     calls = result.report['calls']

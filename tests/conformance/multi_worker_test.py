@@ -48,7 +48,7 @@ class MultiWorkerTest(
   @parameterized.named_parameters(*[(c.name, c) for c in CASES])
   @pytest.mark.full
   def test_others_equal_one_device(self, case):
-    self.check_features(case, [name for name in SOME if name not in FEW])
+    self.assert_features(case, [name for name in SOME if name not in FEW])
 
   @tiers.named_parameters(
     *[(c.name, c) for c in CASES],
@@ -56,14 +56,14 @@ class MultiWorkerTest(
     *tiers.every(tiers.soak, [(c.name, c) for c in LIKE_THEM[1:]]),
   )
   def test_few_equal_one_device(self, case):
-    self.check_features(case, FEW)
+    self.assert_features(case, FEW)
 
   @parameterized.named_parameters(
     *[(c.name, c) for c in (*LIKE_THEM, *BETWEEN)]
   )
   @pytest.mark.soak
   def test_some_between_equal_one_device(self, case):
-    self.check_features(case, SOME)
+    self.assert_features(case, SOME)
 
   @parameterized.product(
     [{'case': c} for c in (*CASES, *LIKE_THEM, *BETWEEN)],
@@ -72,9 +72,9 @@ class MultiWorkerTest(
   @pytest.mark.soak
   def test_the_rest_equals_one_device(self, case, part):
     rest = sorted(set(multi_worker.features()) - set(SOME))
-    self.check_features(case, rest[part::_PARTS])
+    self.assert_features(case, rest[part::_PARTS])
 
-  def check_features(self, case, names):
+  def assert_features(self, case, names):
     if case.link == 'mpi' and multi_worker.mpiexec() is None:
       self.skipTest("no mpi4py and mpiexec: pip install '.[mpi]'")
     if harness.GLOBAL_BATCH_SIZE % (case.workers * case.devices):
@@ -85,7 +85,7 @@ class MultiWorkerTest(
     self.assertLen(by_worker, case.workers)
     for name in names:
       with self.subTest(name):
-        self.check_workers(name, [results[name] for results in by_worker])
+        self.assert_workers(name, [results[name] for results in by_worker])
 
 
 if __name__ == '__main__':

@@ -108,7 +108,7 @@ class OptimizerOptionsTest(harness.ConformanceTest, parameterized.TestCase):
       ):
         harness.train(feature, case.create())
       return
-    self.check_feature(case, feature)
+    self.assert_feature(case, feature)
 
   @tiers.named_parameters(
     *harness.table(
@@ -118,7 +118,7 @@ class OptimizerOptionsTest(harness.ConformanceTest, parameterized.TestCase):
   )
   @pytest.mark.soak
   def test_equals_one_device_with_two(self, case, feature):
-    self.check_feature(case, feature)
+    self.assert_feature(case, feature)
 
 
 def _one_weight():

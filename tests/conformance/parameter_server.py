@@ -157,34 +157,34 @@ def servers_of(variables) -> dict[str, int]:
 class ServerConformanceTest(harness.ConformanceTest):
   """Compares what a chief sent home."""
 
-  def check_features(self, job, names, options=None):
+  def assert_features(self, job, names, options=None):
     """Trains features in a chief and compares each with one device."""
     results = job.run(train_all, (tuple(names), dict(options or {})))
     self.assertEqual(set(results), set(names))
     for name in names:
       with self.subTest(name):
-        self.check_feature_result(name, results[name])
+        self.assert_feature_result(name, results[name])
 
-  def check_feature_result(self, name: str, result: ServerResult):
+  def assert_feature_result(self, name: str, result: ServerResult):
     """The result is one device's, and workers and servers made it."""
     if result.error:
       raise AssertionError(result.error)
     feature = features()[name]
-    self.check_results(expected(name), result, feature.tolerance)
+    self.assert_results(expected(name), result, feature.tolerance)
     self.assertGreater(result.steps, 0)
     self.assertGreaterEqual(result.report['steps'], result.steps)
     self.assertContainsSubset(result.servers.values(), range(2))
     self.assertGreater(sum(result.report['bytes_per_server']), 0)
 
-  def check_programs(self, job, names, options=None):
+  def assert_programs(self, job, names, options=None):
     """Runs programs in a chief and compares each with one device."""
     results = job.run(run_programs, (tuple(names), dict(options or {})))
     self.assertEqual(set(results), set(names))
     for name in names:
       with self.subTest(name):
-        self.check_program(results[name], programs_lib.PROGRAMS[name](None))
+        self.assert_program(results[name], programs_lib.PROGRAMS[name](None))
 
-  def check_program(self, result, expected):
+  def assert_program(self, result, expected):
     if isinstance(result, str):
       raise AssertionError(result)
     report = result.pop('report')

@@ -66,31 +66,31 @@ class OneWorkerTest(
     cls.addClassCleanup(cls.job.__exit__)
 
   def test_some_equal_one_device(self):
-    self.check_features(self.job, SOME)
+    self.assert_features(self.job, SOME)
 
   @parameterized.product(part=tuple(range(_PARTS)))
   @pytest.mark.soak
   def test_the_rest_equals_one_device(self, part):
     rest = sorted(set(parameter_server.features()) - set(SOME))
-    self.check_features(self.job, rest[part::_PARTS])
+    self.assert_features(self.job, rest[part::_PARTS])
 
   @parameterized.product(part=tuple(range(_PARTS)))
   @pytest.mark.soak
   def test_synchronous_steps_equal_one_device(self, part):
     names = sorted(parameter_server.features())
-    self.check_features(self.job, names[part::_PARTS], {'mode': 'sync'})
+    self.assert_features(self.job, names[part::_PARTS], {'mode': 'sync'})
 
   def test_some_programs_do_what_they_do_on_one_device(self):
-    self.check_programs(self.job, SOME_PROGRAMS)
+    self.assert_programs(self.job, SOME_PROGRAMS)
 
   @pytest.mark.soak
   def test_the_other_programs_do_what_they_do_on_one_device(self):
     others = sorted(set(programs.PROGRAMS) - set(SOME_PROGRAMS))
-    self.check_programs(self.job, others)
+    self.assert_programs(self.job, others)
 
   @pytest.mark.soak
   def test_programs_with_synchronous_steps_do_what_they_do_on_one_device(self):
-    self.check_programs(self.job, sorted(programs.PROGRAMS), {'mode': 'sync'})
+    self.assert_programs(self.job, sorted(programs.PROGRAMS), {'mode': 'sync'})
 
 
 class TwoWorkersTest(
@@ -105,11 +105,11 @@ class TwoWorkersTest(
     cls.addClassCleanup(cls.job.__exit__)
 
   def test_few_equal_one_device(self):
-    self.check_features(self.job, FEW_WITH_SHARES, {'mode': 'sync'})
+    self.assert_features(self.job, FEW_WITH_SHARES, {'mode': 'sync'})
 
   @pytest.mark.full
   def test_some_equal_one_device(self):
-    self.check_features(self.job, SOME_WITH_SHARES, {'mode': 'sync'})
+    self.assert_features(self.job, SOME_WITH_SHARES, {'mode': 'sync'})
 
   @parameterized.product(part=tuple(range(_PARTS)))
   @pytest.mark.soak
@@ -120,13 +120,13 @@ class TwoWorkersTest(
       *INEXACT_WITH_SHARES,
     }
     rest = sorted(set(parameter_server.features()) - left_out)
-    self.check_features(self.job, rest[part::_PARTS], {'mode': 'sync'})
+    self.assert_features(self.job, rest[part::_PARTS], {'mode': 'sync'})
 
   @pytest.mark.soak
   def test_programs_do_what_they_do_on_one_device(self):
     left_out = INEXACT_PROGRAMS_WITH_SHARES
     names = sorted(set(programs.PROGRAMS) - set(left_out))
-    self.check_programs(self.job, names, {'mode': 'sync'})
+    self.assert_programs(self.job, names, {'mode': 'sync'})
 
 
 if __name__ == '__main__':

@@ -22,7 +22,7 @@ def all_reduce(op, reduce_op, values):
 
 
 class EveryOpTest(tf.test.TestCase, parameterized.TestCase):
-  def check(self, op, world_size, reduce_op, cases):
+  def assert_result(self, op, world_size, reduce_op, cases):
     names = replicas.devices(world_size)
     arrays = [
       replicas.inputs(dtype, shape, world_size, reduce_op)
@@ -49,7 +49,7 @@ class EveryOpTest(tf.test.TestCase, parameterized.TestCase):
       (dtype, shape) for dtype in replicas.DTYPES for shape in SHAPES[:-1]
     ]
     cases.append(('float32', SHAPES[-1]))
-    self.check(replicas.OPS[op](), world_size, reduce_op, cases)
+    self.assert_result(replicas.OPS[op](), world_size, reduce_op, cases)
 
   @tiers.product(
     op=tiers.few(replicas.OPS, 'ring'),
@@ -60,7 +60,7 @@ class EveryOpTest(tf.test.TestCase, parameterized.TestCase):
   def test_a_tensor_alone(self, op, world_size, shape, reduce_op):
     for dtype in ('float32', 'bfloat16', 'int64', 'complex64'):
       op_ = replicas.OPS[op]()
-      self.check(op_, world_size, reduce_op, [(dtype, shape)])
+      self.assert_result(op_, world_size, reduce_op, [(dtype, shape)])
       self.assertEqual(op_.calls, 1)
 
   @tiers.named_parameters(*tiers.few(replicas.NAMED_OPS, 'auto', 'ring'))

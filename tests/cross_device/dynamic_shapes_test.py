@@ -30,7 +30,7 @@ def function_of(op, reduce_op, specs, world_size):
 
 
 class DynamicShapesTest(tf.test.TestCase, parameterized.TestCase):
-  def check(self, step, reduce_op, shapes, dtypes, world_size=4):
+  def assert_result(self, step, reduce_op, shapes, dtypes, world_size=4):
     arrays = [
       replicas.inputs(dtype, shape, world_size, reduce_op)
       for dtype, shape in zip(dtypes, shapes, strict=True)
@@ -50,7 +50,7 @@ class DynamicShapesTest(tf.test.TestCase, parameterized.TestCase):
     op = replicas.OPS[op]()
     step = function_of(op, reduce_op, [([None], tf.float32)], 4)
     for length in (0, 1, 3, 97, 4099):
-      self.check(step, reduce_op, [(length,)], ['float32'])
+      self.assert_result(step, reduce_op, [(length,)], ['float32'])
     self.assertEqual(op.calls, 5)
     self.assertEqual(step.experimental_get_tracing_count(), 1)
 
@@ -69,12 +69,12 @@ class DynamicShapesTest(tf.test.TestCase, parameterized.TestCase):
       [(0, 7), (5, 0), (13,), ()],
       [(67, 31), (5, 211), (13,), (97,)],
     ):
-      self.check(step, SUM, shapes, dtypes)
+      self.assert_result(step, SUM, shapes, dtypes)
 
   @tiers.named_parameters(*tiers.few(replicas.NAMED_OPS, 'auto', 'ring'))
   def test_eight_devices(self, make_op):
     step = function_of(make_op(), MEAN, [([None], tf.float32)], 8)
-    self.check(step, MEAN, [(1009,)], ['float32'], world_size=8)
+    self.assert_result(step, MEAN, [(1009,)], ['float32'], world_size=8)
 
   @tiers.product(
     op=tiers.few(replicas.OPS, 'auto', 'ring'),
@@ -100,7 +100,7 @@ class DynamicShapesTest(tf.test.TestCase, parameterized.TestCase):
   def test_unknown_bytes_count_as_zero(self):
     op = cross_device.RingAllReduce()
     step = function_of(op, SUM, [([None], tf.float32), ([64], tf.float32)], 2)
-    self.check(step, SUM, [(500,), (64,)], ['float32', 'float32'], 2)
+    self.assert_result(step, SUM, [(500,), (64,)], ['float32', 'float32'], 2)
     self.assertEqual(op.last_plan.num_bytes, 256)
     self.assertEqual(op.last_plan.num_tensors, 2)
 

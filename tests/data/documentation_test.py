@@ -15,7 +15,7 @@ _MODULES = ('arrays', 'files', 'options', 'pipeline', 'shard_check')
 class DocumentationTest(tf.test.TestCase, parameterized.TestCase):
   @parameterized.parameters(*_MODULES)
   def test_examples_run(self, name):
-    docstrings.check_examples(self, f'tf_strategies.data.{name}')
+    docstrings.assert_examples(self, f'tf_strategies.data.{name}')
 
 
 class PublicNamesTest(tf.test.TestCase):

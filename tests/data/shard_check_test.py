@@ -188,7 +188,7 @@ class CheckTest(tf.test.TestCase, parameterized.TestCase):
   def batches(self, *numbers):
     return tf.data.Dataset.from_tensor_slices(list(numbers)).batch(2)
 
-  def check(self, shards, whole, fragments):
+  def assert_result(self, shards, whole, fragments):
     with self.assertRaises(errors.DataError) as caught:
       data_lib.check_shards(shards, whole)
     for fragment in fragments:
@@ -196,17 +196,19 @@ class CheckTest(tf.test.TestCase, parameterized.TestCase):
 
   def test_names_what_is_wrong(self):
     whole = self.batches(1, 2, 3, 4)
-    self.check(
+    self.assert_result(
       [self.batches(1, 2), self.batches(2, 3)],
       whole,
       ['1 examples too often (2 in pipelines [0, 1])', '1 in no pipeline (4)'],
     )
-    self.check(
+    self.assert_result(
       [self.batches(1, 1, 2), self.batches(3, 4)],
       whole,
       ['1 in pipelines [0]'],
     )
-    self.check([self.batches(1, 2, 3, 4, 9)], whole, ['9 in pipelines [0]'])
+    self.assert_result(
+      [self.batches(1, 2, 3, 4, 9)], whole, ['9 in pipelines [0]']
+    )
 
   def test_duplicates_in_the_data_are_right(self):
     whole = self.batches(1, 1, 2)
@@ -239,7 +241,7 @@ class CheckTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(
       data_lib.check_shards(shards, whole, lambda batch: batch['key']), (2, 1)
     )
-    self.check(shards[:1], whole, ['1 in no pipeline'])
+    self.assert_result(shards[:1], whole, ['1 in no pipeline'])
 
   def test_refuses_no_end_and_nothing(self):
     whole = self.batches(1)

@@ -15,7 +15,7 @@ virtual_devices.configure_logical_cpus()
 class DocumentationTest(tf.test.TestCase, parameterized.TestCase):
   @parameterized.parameters('compare_weights', 'reporting')
   def test_docstrings_show_what_happens(self, name):
-    docstrings.check_examples(self, f'examples.{name}')
+    docstrings.assert_examples(self, f'examples.{name}')
 
   def _commands(self, name):
     """What the page says: flags of the launcher, if any, and of the program."""

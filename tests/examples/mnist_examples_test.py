@@ -226,18 +226,18 @@ class MnistExamplesTest(tf.test.TestCase, parameterized.TestCase):
 
   @pytest.mark.soak
   def test_mnist_in_three_epochs(self):
-    self._check_mnist(_FIT)
+    self.assert_mnist(_FIT)
 
   @pytest.mark.soak
   def test_mnist_in_three_epochs_of_a_custom_loop(self):
-    self._check_mnist(_LOOP)
+    self.assert_mnist(_LOOP)
 
   @parameterized.named_parameters(*_EXAMPLES)
   @pytest.mark.soak
   def test_mnist_in_three_epochs_of_central_storage(self, name):
-    self._check_mnist(name, strategy='central_storage')
+    self.assert_mnist(name, strategy='central_storage')
 
-  def _check_mnist(self, name, **changes):
+  def assert_mnist(self, name, **changes):
     path = os.environ.get('TFS_MNIST_NPZ')
     if not path:
       self.skipTest('TFS_MNIST_NPZ does not name an .npz file of MNIST')

@@ -97,7 +97,7 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
     with open(report, encoding='utf-8') as f:
       return json.load(f)
 
-  def _check(self, report, steps):
+  def assert_result(self, report, steps):
     self.assertEqual(report['steps'], steps)
     self.assertEqual(report['iterations'], steps)
     servers = report['parameter_server']
@@ -121,7 +121,7 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
       self.assertBetween(report[split]['accuracy'], 0, 1)
     return servers
 
-  def _check_learns(self, name, *arguments):
+  def assert_learns(self, name, *arguments):
     """Runs six epochs; what the strategy counted."""
     report = self._run(
       name, f'--epochs={_EPOCHS}', '--min_accuracy=0.8', *arguments
@@ -129,7 +129,7 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
     self.assertRegex(
       self._output, r'\[chief 0\] .* parameter_server: 2 workers, 2 servers'
     )
-    return self._check(report, _EPOCHS * _STEPS_PER_EPOCH)
+    return self.assert_result(report, _EPOCHS * _STEPS_PER_EPOCH)
 
   @tiers.named_parameters(
     ('fit_async', _FIT, 'async', ('--variable_partitions=2',)),
@@ -142,7 +142,7 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
   )
   @pytest.mark.soak
   def test_learns(self, name, mode, arguments):
-    servers = self._check_learns(name, f'--mode={mode}', *arguments)
+    servers = self.assert_learns(name, f'--mode={mode}', *arguments)
     self.assertEqual(servers['mode'], mode)
 
   @parameterized.named_parameters(
@@ -156,7 +156,7 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
   )
   @pytest.mark.soak
   def test_learns_with(self, name, *arguments):
-    self._check_learns(name, *arguments)
+    self.assert_learns(name, *arguments)
 
   @pytest.mark.soak
   def test_groups_of_steps_learn(self):
@@ -164,7 +164,7 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
       _FIT, '--steps_per_execution=4', '--worker_input', f'--epochs={_EPOCHS}'
     )
     # 20 of 23 steps an epoch.
-    self._check(report, _EPOCHS * 20)
+    self.assert_result(report, _EPOCHS * 20)
 
   @tiers.parameters(tiers.soak(_FIT), tiers.soak(_LOOP))
   def test_synchronous_job_equals_one_device(self, name):
@@ -176,7 +176,7 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
       '--model=mlp',
       f'--save_weights={two}',
     )
-    self._check(report, _STEPS_PER_EPOCH)
+    self.assert_result(report, _STEPS_PER_EPOCH)
     changes = {'epochs': 1, 'steps_per_epoch': None, 'save_weights': one}
     pages.run(name, strategy='one_device', **{**_SHORT, **changes})
     largest, where = compare_weights.largest_difference(
@@ -193,7 +193,7 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
     )
     self._run(*arguments, '--epochs=1')
     report = self._run(*arguments, '--epochs=2')
-    self._check(report, 2 * _STEPS_PER_EPOCH)
+    self.assert_result(report, 2 * _STEPS_PER_EPOCH)
     self.assertEqual(report['steps_this_run'], 2 * _STEPS_PER_EPOCH - 15)
 
   @parameterized.parameters(_FIT, _LOOP)
@@ -273,7 +273,7 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
       '--epochs=20',
       launcher=(*_JOB, '--evaluator', '--grace_period=60'),
     )
-    self._check(report, 20 * _STEPS_PER_EPOCH)
+    self.assert_result(report, 20 * _STEPS_PER_EPOCH)
     # The last one too, though the launcher tells it to end with the chief.
     last = 20 * _STEPS_PER_EPOCH
     self.assertRegex(

@@ -18,7 +18,7 @@ _MODULES = (
 class DocumentationTest(tf.test.TestCase, parameterized.TestCase):
   @parameterized.parameters(*[(name,) for name in _MODULES])
   def test_examples_run(self, name):
-    docstrings.check_examples(self, f'tf_strategies.{name}')
+    docstrings.assert_examples(self, f'tf_strategies.{name}')
 
 
 if __name__ == '__main__':

@@ -75,7 +75,7 @@ class Kill:
 
 
 class ElasticTest(tf.test.TestCase, parameterized.TestCase):
-  def check_results(
+  def assert_results(
     self, outcomes, epochs=elastic_program.EPOCHS, tolerance=2e-6
   ):
     """Every worker ended as one device does, and all bit by bit alike."""
@@ -95,7 +95,7 @@ class ElasticTest(tf.test.TestCase, parameterized.TestCase):
       ):
         np.testing.assert_array_equal(a, b)
 
-  def check_times(self, outcomes, killed):
+  def assert_times(self, outcomes, killed):
     """Survivors heard of the death in under a second; prints the times."""
     heard, resumed = [], []
     for outcome in outcomes:
@@ -110,7 +110,7 @@ class ElasticTest(tf.test.TestCase, parameterized.TestCase):
     self.assertLess(max(heard), 1.0)
     print(f'error after {max(heard):.3f} s, next step {min(resumed):.1f} s')
 
-  def check_lines(self, log_dir, generations):
+  def assert_lines(self, log_dir, generations):
     """What the chief measured, of each generation that did steps."""
     with open(os.path.join(log_dir, 'metrics-0.jsonl'), encoding='utf-8') as f:
       lines = [json.loads(line) for line in f]
@@ -138,8 +138,8 @@ class ElasticTest(tf.test.TestCase, parameterized.TestCase):
       killed = kill.after(victim, steps)
       survivors = [rank for rank in range(3) if rank != victim]
       outcomes = kill.workers.wait(survivors)
-    self.check_results(outcomes)
-    self.check_times(outcomes, killed)
+    self.assert_results(outcomes)
+    self.assert_times(outcomes, killed)
     for outcome in outcomes:
       sizes = [g.world_size for g in outcome.value['generations']]
       self.assertEqual(sizes, [3, 2])
@@ -153,9 +153,9 @@ class ElasticTest(tf.test.TestCase, parameterized.TestCase):
       killed = kill.after(victim, 5)
       kill.workers.start(victim)
       outcomes = kill.workers.wait()
-    self.check_results(outcomes)
-    self.check_lines(log_dir, outcomes[0].value['generations'])
-    self.check_times([o for o in outcomes if o.rank != victim], killed)
+    self.assert_results(outcomes)
+    self.assert_lines(log_dir, outcomes[0].value['generations'])
+    self.assert_times([o for o in outcomes if o.rank != victim], killed)
     self.assertEqual(outcomes[victim].value['generations'][-1].world_size, 3)
 
   @pytest.mark.soak
@@ -189,7 +189,7 @@ class ElasticTest(tf.test.TestCase, parameterized.TestCase):
       kill.after(0, 10)
       kill.after(1, 30)
       outcomes = kill.workers.wait([2])
-    self.check_results(outcomes)
+    self.assert_results(outcomes)
     sizes = [g.world_size for g in outcomes[0].value['generations']]
     self.assertEqual(sizes[-1], 1)
     self.assertGreaterEqual(len(sizes), 2)
@@ -209,7 +209,7 @@ class ElasticTest(tf.test.TestCase, parameterized.TestCase):
         kills.append((kill.after(victim, chance.randrange(1, 8)), victim))
         kill.restart(victim)
       outcomes = kill.workers.wait()
-    self.check_results(outcomes, epochs, tolerance=1e-4)
+    self.assert_results(outcomes, epochs, tolerance=1e-4)
     for killed, victim in kills:
       # Of those that were not killed themselves after that.
       witnesses = [
@@ -218,7 +218,7 @@ class ElasticTest(tf.test.TestCase, parameterized.TestCase):
         if o.rank != victim and o.value['generations'][0].began < killed
       ]
       if witnesses:
-        self.check_times(witnesses, killed)
+        self.assert_times(witnesses, killed)
 
 
 class OptionsTest(tf.test.TestCase, parameterized.TestCase):

@@ -80,7 +80,7 @@ class _EvaluatorTest(tf.test.TestCase, parameterized.TestCase):
       model or _model(seed=2), data or _data(), self.directory, **options
     )
 
-  def check_evaluations(self, evaluations, training, paths=None):
+  def assert_evaluations(self, evaluations, training, paths=None):
     """They are what the trained model said of itself, in order."""
     paths = list(training.expected) if paths is None else paths
     self.assertEqual([e.path for e in evaluations], paths)
@@ -97,7 +97,7 @@ class RunTest(_EvaluatorTest):
       training.step(epochs)
     training.finish()
     evaluations = self.evaluator().run()
-    self.check_evaluations(evaluations, training)
+    self.assert_evaluations(evaluations, training)
     self.assertEqual([e.iterations for e in evaluations], [4, 12, 16])
     self.assertLen({e.results['loss'] for e in evaluations}, 3)
     self.assertEqual(set(evaluations[0].results), {'loss', 'mae'})
@@ -116,16 +116,16 @@ class RunTest(_EvaluatorTest):
     training.finish()
     thread.join(60)
     self.assertFalse(thread.is_alive())
-    self.check_evaluations(results, training)
+    self.assert_evaluations(results, training)
 
   @pytest.mark.full
   def test_ends_after_so_many_and_goes_on_with_the_next(self):
     training = Training(self.directory)
     paths = [training.step() for _ in range(3)]
     evaluator = self.evaluator(max_evaluations=2)
-    self.check_evaluations(evaluator.run(), training, paths[:2])
+    self.assert_evaluations(evaluator.run(), training, paths[:2])
     training.finish()
-    self.check_evaluations(evaluator.run(), training, paths[2:])
+    self.assert_evaluations(evaluator.run(), training, paths[2:])
 
   @pytest.mark.full
   def test_ends_when_nothing_new_has_come(self):
@@ -134,7 +134,7 @@ class RunTest(_EvaluatorTest):
     start = time.monotonic()
     evaluations = self.evaluator(idle_timeout_seconds=0.5).run()
     self.assertGreaterEqual(time.monotonic() - start, 0.5)
-    self.check_evaluations(evaluations, training)
+    self.assert_evaluations(evaluations, training)
 
   def test_directory_that_never_comes(self):
     self.directory = os.path.join(self.directory, 'missing')
@@ -149,7 +149,7 @@ class RunTest(_EvaluatorTest):
     training.finish()
     with self.assertLogs('absl', 'WARNING') as logs:
       evaluations = self.evaluator().run()
-    self.check_evaluations(evaluations, training, [paths[0], paths[2]])
+    self.assert_evaluations(evaluations, training, [paths[0], paths[2]])
     self.assertLen(logs.output, 1)
     self.assertIn(f'Skipped {paths[1]}, which was deleted', logs.output[0])
 
@@ -168,7 +168,7 @@ class RunTest(_EvaluatorTest):
     training.finish()
     with self.assertLogs('absl', 'WARNING') as logs:
       evaluations = self.evaluator().run()
-    self.check_evaluations(evaluations, training, paths[1:])
+    self.assert_evaluations(evaluations, training, paths[1:])
     self.assertIn(f'Skipped {paths[0]}, which cannot be read', logs.output[0])
 
   @pytest.mark.full
@@ -176,7 +176,7 @@ class RunTest(_EvaluatorTest):
     training = Training(self.directory)
     evaluator = self.evaluator(max_evaluations=1)
     path = training.step()
-    self.check_evaluations(evaluator.run(), training)
+    self.assert_evaluations(evaluator.run(), training)
     training.model.fit(_data(), verbose=0)
     training.manager.save(checkpoint_number=1)
     (again,) = evaluator.run()
@@ -207,11 +207,11 @@ class RunTraining(Training):
     self.checkpoint = tfs.RunCheckpoint(
       directory, self.model, max_to_keep=max_to_keep
     )
-    self.manager = mock.Mock(save=lambda: self.checkpoint.save(epoch=1))
+    self.manager = mock.Mock(save=lambda: self.assertpoint.save(epoch=1))
     self.expected = {}
 
   def finish(self):
-    self.checkpoint.mark_finished()
+    self.assertpoint.mark_finished()
 
 
 class RunCheckpointTest(_EvaluatorTest):
@@ -223,7 +223,7 @@ class RunCheckpointTest(_EvaluatorTest):
       training.step(epochs)
     training.finish()
     evaluations = self.evaluator().run()
-    self.check_evaluations(evaluations, training)
+    self.assert_evaluations(evaluations, training)
     self.assertEqual([e.iterations for e in evaluations], [4, 12, 16])
     self.assertLen({e.results['loss'] for e in evaluations}, 3)
 
@@ -233,7 +233,7 @@ class RunCheckpointTest(_EvaluatorTest):
     training = RunTraining(self.directory, strategy=strategy)
     training.step()
     training.finish()
-    self.check_evaluations(self.evaluator().run(), training)
+    self.assert_evaluations(self.evaluator().run(), training)
 
   @tiers.parameters(
     'truncate', tiers.full('flip'), tiers.full('empty'), 'delete'
@@ -253,7 +253,7 @@ class RunCheckpointTest(_EvaluatorTest):
     training.finish()
     with self.assertLogs('absl', 'WARNING') as logs:
       evaluations = self.evaluator().run()
-    self.check_evaluations(evaluations, training, paths[1:])
+    self.assert_evaluations(evaluations, training, paths[1:])
     why = 'was deleted' if damage == 'delete' else 'cannot be read'
     self.assertIn(f'Skipped {paths[0]}, which {why}', logs.output[0])
 
@@ -269,11 +269,11 @@ class RunCheckpointTest(_EvaluatorTest):
     training = RunTraining(self.directory, optimizer='sgd')
     training.step()
     evaluator = self.evaluator(_model(seed=2), max_evaluations=1)
-    self.check_evaluations(evaluator.run(), training)
+    self.assert_evaluations(evaluator.run(), training)
 
 
 class MismatchTest(_EvaluatorTest):
-  def _refuse(self, words, **options):
+  def assert_refused(self, words, **options):
     with self.assertRaises(tfs.errors.CheckpointMismatchError) as caught:
       self.evaluator(**options).run()
     self.assertIn(words, str(caught.exception))
@@ -281,18 +281,18 @@ class MismatchTest(_EvaluatorTest):
 
   def test_other_shapes_are_refused(self):
     Training(self.directory).step()
-    self._refuse('shape', model=_model(width=5))
+    self.assert_refused('shape', model=_model(width=5))
 
   def test_checkpoint_without_the_model_is_refused(self):
     model = _model()
     tf.train.Checkpoint(network=model).save(f'{self.directory}/ckpt')
-    self._refuse('hidden/kernel')
+    self.assert_refused('hidden/kernel')
 
   def test_checkpoint_without_the_optimizer_is_refused(self):
     # Without it the step is not known. A compiled model has it with it.
     model = keras.Sequential([keras.Input([3]), *_model().layers])
     tf.train.Checkpoint(model=model).save(f'{self.directory}/ckpt')
-    self._refuse('iteration')
+    self.assert_refused('iteration')
 
   @parameterized.parameters(False, True)
   @pytest.mark.full
@@ -305,7 +305,7 @@ class MismatchTest(_EvaluatorTest):
     if is_built:
       model.optimizer.build(model.trainable_variables)
     evaluations = self.evaluator(model, max_evaluations=1).run()
-    self.check_evaluations(evaluations, training)
+    self.assert_evaluations(evaluations, training)
 
 
 class TensorBoardTest(_EvaluatorTest):
@@ -375,7 +375,7 @@ class OptionsTest(_EvaluatorTest):
   def test_public_names_and_example(self):
     self.assertIs(tfs.SidecarEvaluator, evaluator.SidecarEvaluator)
     self.assertIn('SidecarEvaluator', dir(tfs))
-    docstrings.check_examples(self, evaluator.__name__)
+    docstrings.assert_examples(self, evaluator.__name__)
 
 
 if __name__ == '__main__':

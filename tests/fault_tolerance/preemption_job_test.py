@@ -110,7 +110,7 @@ class PreemptionJobTest(tf.test.TestCase, parameterized.TestCase):
       self.assertEqual(job.wait(), 0, job.output()[-5000:])
       return job.output()
 
-  def _check(self, options, workers, target, step, expected):
+  def assert_result(self, options, workers, target, step, expected):
     """Preempts a run, and compares it with one that was not interrupted."""
     output = self._preempt(options, workers, target, step)
     message = f'{options}, signal to {target} after step {step}:\n{output}'
@@ -136,7 +136,7 @@ class PreemptionJobTest(tf.test.TestCase, parameterized.TestCase):
   @pytest.mark.full
   def test_worker_of_two(self):
     expected = self._train(self._options('fit', 2), 2)
-    self._check(self._options('fit', 2), 2, 1, 25, expected)
+    self.assert_result(self._options('fit', 2), 2, 1, 25, expected)
 
   @parameterized.product(
     loop=('fit', 'custom'), workers=(0, 2), part=tuple(range(5))
@@ -151,7 +151,9 @@ class PreemptionJobTest(tf.test.TestCase, parameterized.TestCase):
       step = rng.randint(1, _STEPS - 10)
       target = rng.choice([0, 1, None]) if workers else 0
       print(f'{loop}, {workers} workers: signal to {target} after step {step}')
-      self._check(self._options(loop, workers), workers, target, step, expected)
+      self.assert_result(
+        self._options(loop, workers), workers, target, step, expected
+      )
 
   @parameterized.product(loop=('fit', 'custom'), target=(0, 1))
   @pytest.mark.soak
@@ -159,7 +161,9 @@ class PreemptionJobTest(tf.test.TestCase, parameterized.TestCase):
     strategy = 'multi_worker_collective'
     expected = self._train(self._options(loop, 2, strategy), 2)
     options = self._options(loop, 2, strategy)
-    self._check(options, 2, target, random.Random().randint(1, 50), expected)
+    self.assert_result(
+      options, 2, target, random.Random().randint(1, 50), expected
+    )
 
 
 if __name__ == '__main__':

@@ -63,7 +63,7 @@ class PreemptionTest(tf.test.TestCase, parameterized.TestCase):
       run.train(**arguments)
     self.assertEqual(caught.exception.code, exit_codes.RESTARTABLE_EXIT_CODE)
 
-  def _assert_same_state(self, expected, found):
+  def assert_same_state(self, expected, found):
     self.assertEqual(list(expected), list(found))
     for name, value in expected.items():
       np.testing.assert_array_equal(value, found[name], name)
@@ -74,7 +74,7 @@ class PreemptionTest(tf.test.TestCase, parameterized.TestCase):
   )
   @pytest.mark.full
   def test_resumes_exactly(self, options, preempted_after):
-    self._check_resumes(options, preempted_after)
+    self.assert_resumes(options, preempted_after)
 
   @parameterized.named_parameters(
     ('central_storage', {'strategy': 'central_storage'}, (25,)),
@@ -87,9 +87,9 @@ class PreemptionTest(tf.test.TestCase, parameterized.TestCase):
   )
   @pytest.mark.soak
   def test_resumes_exactly_with(self, options, preempted_after):
-    self._check_resumes(options, preempted_after)
+    self.assert_resumes(options, preempted_after)
 
-  def _check_resumes(self, options, preempted_after):
+  def assert_resumes(self, options, preempted_after):
     options = self._options(**options)
     straight = _Run(dataclasses.replace(options, directory=self._new()))
     expected, all_results = straight.train()
@@ -98,7 +98,7 @@ class PreemptionTest(tf.test.TestCase, parameterized.TestCase):
       self._preempt(run, signal_after=step)
       self.assertEqual(run.steps[-1], step)
     found, results = run.train()
-    self._assert_same_state(expected, found)
+    self.assert_same_state(expected, found)
     # No step was done twice, and none was left out.
     self.assertEqual(_training(run.steps), _training(straight.steps))
     # What was interrupted has the metrics of the whole epoch.
@@ -137,7 +137,7 @@ class PreemptionTest(tf.test.TestCase, parameterized.TestCase):
     # It stopped after the first batch of the evaluation.
     self.assertEqual(run.steps.count(20.5), 1)
     found, found_results = run.train()
-    self._assert_same_state(expected, found)
+    self.assert_same_state(expected, found)
     self.assertEqual(found_results, {k: results[k] for k in ('1', '2')})
 
   @pytest.mark.full

@@ -63,14 +63,14 @@ class ParameterServerFaultsTest(parameterized.TestCase, tf.test.TestCase):
 
   @pytest.mark.full
   def test_worker(self):
-    self._check_worker('sync', reads=False)
+    self.assert_worker('sync', reads=False)
 
   @parameterized.parameters(False, True)
   @pytest.mark.soak
   def test_worker_of_asynchronous_steps(self, reads):
-    self._check_worker('async', reads)
+    self.assert_worker('async', reads)
 
-  def _check_worker(self, mode, reads):
+  def assert_worker(self, mode, reads):
     with parameter_servers.Job() as job:
       job.start_chief(programs.train, self.arguments(reads, mode=mode))
       self.wait_for_batch(job, 130)
@@ -96,16 +96,16 @@ class ParameterServerFaultsTest(parameterized.TestCase, tf.test.TestCase):
     self.assertEqual(run.rows_counted, programs.ROWS)
 
   def test_parameter_server(self):
-    self._check_server(0, 'async')
+    self.assert_server(0, 'async')
 
   @pytest.mark.soak
   def test_parameter_server_of_synchronous_steps(self):
-    self._check_server(1, 'sync')
+    self.assert_server(1, 'sync')
 
-  def _check_server(self, server, mode):
+  def assert_server(self, server, mode):
     options = {
       'mode': mode,
-      'checkpoint_dir': self.checkpoints,
+      'checkpoint_dir': self.assertpoints,
       'checkpoint_steps': 60,
     }
     with parameter_servers.Job() as job:
@@ -126,7 +126,7 @@ class ParameterServerFaultsTest(parameterized.TestCase, tf.test.TestCase):
 
   @pytest.mark.soak
   def test_parameter_server_before_the_first_checkpoint_is_due(self):
-    options = {'checkpoint_dir': self.checkpoints, 'checkpoint_steps': 1000}
+    options = {'checkpoint_dir': self.assertpoints, 'checkpoint_steps': 1000}
     with parameter_servers.Job() as job:
       job.start_chief(programs.train, self.arguments(**options))
       self.wait_for_batch(job, 10)
@@ -150,7 +150,7 @@ class ParameterServerFaultsTest(parameterized.TestCase, tf.test.TestCase):
   def test_parameter_server_with_damaged_checkpoints(self, name, kind, count):
     """An older one that is whole is used and named; no other step is lost."""
     options = {
-      'checkpoint_dir': self.checkpoints,
+      'checkpoint_dir': self.assertpoints,
       'checkpoint_steps': _CHECKPOINT_STEPS,
     }
     with parameter_servers.Job() as job:
@@ -184,7 +184,7 @@ class ParameterServerFaultsTest(parameterized.TestCase, tf.test.TestCase):
   def test_parameter_server_with_damaged_checkpoints_only(self, name, kind):
     """The program ends with a typed error, and deletes no file."""
     options = {
-      'checkpoint_dir': self.checkpoints,
+      'checkpoint_dir': self.assertpoints,
       'checkpoint_steps': _CHECKPOINT_STEPS,
     }
     code = (
@@ -218,11 +218,11 @@ class ParameterServerFaultsTest(parameterized.TestCase, tf.test.TestCase):
 
   def kept(self):
     """The checkpoints, oldest first."""
-    return sorted(pathlib.Path(self.checkpoints).glob('checkpoint-*'))
+    return sorted(pathlib.Path(self.assertpoints).glob('checkpoint-*'))
 
   def files(self):
     """Contents of all files of checkpoints by path."""
-    paths = sorted(pathlib.Path(self.checkpoints).rglob('*'))
+    paths = sorted(pathlib.Path(self.assertpoints).rglob('*'))
     return {str(p): p.read_bytes() for p in paths if p.is_file()}
 
   @pytest.mark.soak
@@ -255,7 +255,7 @@ class ParameterServerFaultsTest(parameterized.TestCase, tf.test.TestCase):
     """One that goes on ends where one that was not killed ends, bit by bit."""
     options = {
       'mode': 'sync',
-      'checkpoint_dir': self.checkpoints,
+      'checkpoint_dir': self.assertpoints,
       'checkpoint_steps': 60,
     }
     with parameter_servers.Job() as job:
@@ -270,7 +270,7 @@ class ParameterServerFaultsTest(parameterized.TestCase, tf.test.TestCase):
 
   @pytest.mark.soak
   def test_coordinator_of_workers_that_read(self):
-    options = {'checkpoint_dir': self.checkpoints, 'checkpoint_steps': 60}
+    options = {'checkpoint_dir': self.assertpoints, 'checkpoint_steps': 60}
     with parameter_servers.Job() as job:
       run = self._kill_and_resume(job, self.arguments(True, **options))
     self.assertEqual(run.report['steps'], _STEPS - 120)
@@ -308,8 +308,8 @@ class ParameterServerFaultsTest(parameterized.TestCase, tf.test.TestCase):
       self.wait_for_batch(job, 20)
       job.signal('worker', 1, signal.SIGSTOP)
       run = self.finish(job)
-    self.check_whole(run)
-    self.check_given_up(run, 'worker 1')
+    self.assert_whole(run)
+    self.assert_given_up(run, 'worker 1')
 
   @parameterized.parameters(
     ('async', False),
@@ -333,14 +333,14 @@ class ParameterServerFaultsTest(parameterized.TestCase, tf.test.TestCase):
       time.sleep(3 + 3 * rng.random())
       job.signal('worker', 1, signal.SIGCONT)
       run = self.finish(job)
-    self.check_whole(run)
-    self.check_given_up(run, 'worker 1')
+    self.assert_whole(run)
+    self.assert_given_up(run, 'worker 1')
 
   @pytest.mark.soak
   def test_stopped_server_goes_on(self):
     """As if it had died, or, if no call of a step failed, as if nothing had."""
     options = {
-      'checkpoint_dir': self.checkpoints,
+      'checkpoint_dir': self.assertpoints,
       'checkpoint_steps': 60,
       'keepalive_timeout': 2.0,
     }
@@ -351,19 +351,19 @@ class ParameterServerFaultsTest(parameterized.TestCase, tf.test.TestCase):
       time.sleep(6)
       job.signal('ps', 1, signal.SIGCONT)
       run = self.finish(job)
-    self.check_given_up(run, 'ps 1')
+    self.assert_given_up(run, 'ps 1')
     self.assertEqual(run.batches, _STEPS)
     # It still has its variables: where no call of a step failed, none is lost.
     lost = programs.lost_steps(run) if run.report['recoveries'] else 0
     self.assertEqual(run.iterations, _STEPS - lost)
 
-  def check_given_up(self, run, task):
+  def assert_given_up(self, run, task):
     """A task was cut off, and no other one."""
     found = [text for _, text in run.logged if 'given up' in text]
     self.assertLen(found, 1)
     self.assertStartsWith(found[0], f'{task} at ')
 
-  def check_whole(self, run):
+  def assert_whole(self, run):
     """Each step was done, and each row of the last epoch counted, once."""
     self.assertEqual(run.batches, _STEPS)
     self.assertEqual(run.iterations, _STEPS)
@@ -391,7 +391,7 @@ class ParameterServerFaultsTest(parameterized.TestCase, tf.test.TestCase):
     reads = rng.random() < 0.5
     batch = rng.randrange(5, _STEPS - 60)
     mode = 'async' if reads else rng.choice(['async', 'sync', 'bounded'])
-    options = {'checkpoint_dir': self.checkpoints, 'checkpoint_steps': 50}
+    options = {'checkpoint_dir': self.assertpoints, 'checkpoint_steps': 50}
     with (
       self.subTest(f'{seed} {case} {victim} {mode} {reads} {batch}'),
       parameter_servers.Job() as job,

@@ -68,7 +68,7 @@ class WriteTest(parameterized.TestCase):
 
 @_needs_yaml
 class CheckTest(absltest.TestCase):
-  def _check(self, text):
+  def assert_result(self, text):
     path = self.create_tempfile(content=text).full_path
     status, out, err = _run(f'--check={path}')
     self.assertEqual(out, '')
@@ -76,7 +76,7 @@ class CheckTest(absltest.TestCase):
 
   def test_file_of_ours_is_right(self):
     _, text, _ = _run(*_JOB, '--kind=tfjob', *_COMMAND)
-    self.assertEqual(self._check(text), (0, ''))
+    self.assertEqual(self.assert_result(text), (0, ''))
 
   def test_mistakes_are_named(self):
     _, text, _ = _run(*_JOB, '--kind=tfjob', *_COMMAND)
@@ -91,7 +91,7 @@ class CheckTest(absltest.TestCase):
       ('\0', 'YAML'),
     ):
       with self.subTest(words):
-        status, err = self._check(changed)
+        status, err = self.assert_result(changed)
         self.assertEqual(status, 2)
         self.assertIn(words, err)
 

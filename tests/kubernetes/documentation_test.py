@@ -12,16 +12,16 @@ class DocumentationTest(parameterized.TestCase):
   @parameterized.parameters(*_MODULES)
   def test_examples_run(self, name):
     if not name.endswith('.__main__'):
-      docstrings.check_examples(self, name)
+      docstrings.assert_examples(self, name)
 
   def test_every_module_is_found(self):
     self.assertIn('tf_strategies.kubernetes.manifests', _MODULES)
 
   def test_public_names_exist_and_are_documented(self):
-    docstrings.check_public_names(self, kubernetes)
+    docstrings.assert_public_names(self, kubernetes)
 
   def test_no_import_loads_tensorflow(self):
-    docstrings.check_imports_load_none(
+    docstrings.assert_imports_load_none(
       self, _MODULES, ['tensorflow', 'keras', 'yaml']
     )
 

@@ -351,7 +351,7 @@ class CheckTFJobTest(parameterized.TestCase):
 
 class ImportTest(absltest.TestCase):
   def test_needs_neither_yaml_nor_tensorflow(self):
-    docstrings.check_imports_load_none(
+    docstrings.assert_imports_load_none(
       self, ['tf_strategies.kubernetes'], ['yaml', 'tensorflow', 'keras']
     )
 

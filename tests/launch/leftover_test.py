@@ -57,13 +57,13 @@ if name == 'worker_1':
 
   @tiers.parameters(tiers.full('worker_0'), 'worker_1')
   def test_task_that_came_back_is_ended(self, victim):
-    self.check_returned(victim, 'pass')
+    self.assert_returned(victim, 'pass')
 
   @pytest.mark.soak
   def test_task_that_came_back_and_ignores_sigterm_is_killed(self):
-    self.check_returned('worker_1', 'signal.signal(15, signal.SIG_IGN)')
+    self.assert_returned('worker_1', 'signal.signal(15, signal.SIG_IGN)')
 
-  def check_returned(self, victim, then):
+  def assert_returned(self, victim, then):
     """A victim that came back, did `then` and sleeps, is no failure."""
     code = _RETURNED.format(victim=victim, status=143, then=then)
     launcher = self._launch(code, '--grace_period=0.2')

@@ -310,6 +310,7 @@ class KilledTest(_JobTest):
     launcher.process.kill()
     launcher.wait()
     launcher.wait_until(lambda: not launcher.alive())
+    self.assertEmpty(launcher.alive())
 
   @pytest.mark.skipif(sys.platform != 'linux', reason='prctl is of Linux')
   @pytest.mark.full

@@ -17,13 +17,13 @@ _UNDOCUMENTED = (monitoring.__name__, *_COMMANDS)
 class DocumentationTest(parameterized.TestCase):
   @parameterized.parameters(*docstrings.modules_of(monitoring))
   def test_examples_run(self, name):
-    docstrings.check_examples(self, name, least=name not in _UNDOCUMENTED)
+    docstrings.assert_examples(self, name, least=name not in _UNDOCUMENTED)
 
   def test_public_names_exist_and_are_documented(self):
-    docstrings.check_public_names(self, monitoring)
+    docstrings.assert_public_names(self, monitoring)
 
   def test_commands_load_no_tensorflow(self):
-    docstrings.check_imports_load_none(
+    docstrings.assert_imports_load_none(
       self, _COMMANDS, ['tensorflow', 'matplotlib']
     )
 

@@ -246,7 +246,7 @@ class MonitorTest(tf.test.TestCase, parameterized.TestCase):
         pass
       self.assertLen(_read_lines(self._path('m-0.jsonl')), number + 1)
 
-  def _assert_silent(self, monitor):
+  def assert_silent(self, monitor):
     """The watchdog says nothing, though no step has ended for long."""
     path = self._path('logs/watchdog-0.log')
     for _ in range(2):  # What it had begun to say may come yet.
@@ -259,7 +259,7 @@ class MonitorTest(tf.test.TestCase, parameterized.TestCase):
     monitor.start()
     with self.assertRaises(KeyboardInterrupt), monitor.step():
       raise KeyboardInterrupt
-    self._assert_silent(monitor)
+    self.assert_silent(monitor)
     monitor.close()  # The step that failed is none.
     self.assertEmpty(_read_lines(self._path('logs/metrics-0.jsonl')))
 
@@ -274,7 +274,7 @@ class MonitorTest(tf.test.TestCase, parameterized.TestCase):
     callbacks = keras.callbacks.CallbackList([callback, failing])
     with self.assertRaises(KeyboardInterrupt):
       self._fit(tfs.RingMirroredStrategy(['CPU:0']), callbacks)
-    self._assert_silent(monitor)
+    self.assert_silent(monitor)
 
   @pytest.mark.full
   def test_watchdog_barks_within_fit(self):

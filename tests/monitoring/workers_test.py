@@ -212,7 +212,7 @@ class MeasuredRunTest(absltest.TestCase):
     # One host, one clock: what is found can be checked.
     self.assertLessEqual(abs(task['clock_ahead_us']), task['accuracy_us'])
     self.assertGreater(task['common_collectives'], _STEPS)
-    self._check_overlap(merged)
+    self.assert_overlap(merged)
 
   def test_clock_that_is_off_is_corrected(self):
     shifted = json.loads(json.dumps(self.traces))
@@ -220,9 +220,9 @@ class MeasuredRunTest(absltest.TestCase):
     merged = merge.merge(shifted)
     task = merged['otherData']['tasks'][1]
     self.assertLessEqual(abs(task['clock_ahead_us'] - 3e6), task['accuracy_us'])
-    self._check_overlap(merged)
+    self.assert_overlap(merged)
 
-  def _check_overlap(self, merged):
+  def assert_overlap(self, merged):
     by_sequence = collections.defaultdict(dict)
     for span in _spans(merged, 'collectives'):
       key = span['args']['generation'], span['args']['sequence']
@@ -257,8 +257,8 @@ class StuckWorkerTest(absltest.TestCase):
         self.assertEqual(outcome.exitcode, 0)
       with open(os.path.join(directory, 'watchdog-1.log')) as f:
         own = f.read()
-    self._check_sleeper(text, own)
-    self._check_stopped(text)
+    self.assert_sleeper(text, own)
+    self.assert_stopped(text)
 
   def _wait_for(self, path, text, workers):
     end = time.monotonic() + _DEADLINE_SECONDS
@@ -273,7 +273,7 @@ class StuckWorkerTest(absltest.TestCase):
           found = f.read()
     return found
 
-  def _check_sleeper(self, text, own):
+  def assert_sleeper(self, text, own):
     step = monitored_workers.SLEEPS_AFTER + 1
     match = re.search(
       r'no step has finished for ([\d.]+) s\.\n'
@@ -290,7 +290,7 @@ class StuckWorkerTest(absltest.TestCase):
     # Where it sleeps, in its own log.
     self.assertRegex(own, r'monitored_workers\.py", line \d+ in on_train_batch')
 
-  def _check_stopped(self, text):
+  def assert_stopped(self, text):
     step = monitored_workers.STOPS_AFTER + 1
     self.assertRegex(
       text,

@@ -26,7 +26,7 @@ _MODULES = (
 class DocumentationTest(tf.test.TestCase, parameterized.TestCase):
   @parameterized.parameters(*[(name,) for name in _MODULES])
   def test_examples_run(self, name):
-    docstrings.check_examples(self, name)
+    docstrings.assert_examples(self, name)
 
 
 if __name__ == '__main__':

@@ -143,7 +143,7 @@ class KerasTest(tf.test.TestCase, parameterized.TestCase):
       _keras_internal.check()
 
   def test_nothing_loads_keras_before_it_is_needed(self):
-    docstrings.check_imports_load_none(
+    docstrings.assert_imports_load_none(
       self, ['tf_strategies', 'tf_strategies._requirements'], ['keras']
     )
 

@@ -135,7 +135,7 @@ class CollectivesTest(parameterized.TestCase):
 
   @tiers.parameters(tiers.full(1), tiers.full(2), 3, tiers.soak(4))
   def test_table_of_algorithms_and_codecs(self, world_size):
-    conformance.check(self, processes.run_workers(_table, world_size))
+    conformance.assert_results(self, processes.run_workers(_table, world_size))
 
   @pytest.mark.full
   def test_one_bit_on_one_rank_is_seen(self):
@@ -143,13 +143,13 @@ class CollectivesTest(parameterized.TestCase):
       {case: conformance.expected(case, 2)[r] for case in conformance.cases(2)}
       for r in range(2)
     ]
-    conformance.check(self, results)
+    conformance.assert_results(self, results)
     case = next(c for c in results[1] if c.size == 64 and c.op == 'max')
     wrong = bytearray(results[1][case][1])
     wrong[17] ^= 1
     results[1][case] = [results[1][case][0], bytes(wrong)]
     with self.assertRaises(AssertionError):
-      conformance.check(self, results)
+      conformance.assert_results(self, results)
 
   @tiers.parameters(tiers.full(1), 2, *tiers.every(tiers.full, (3, 5)))
   def test_broadcast_and_all_gather(self, world_size):

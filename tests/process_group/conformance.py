@@ -124,7 +124,7 @@ def _schedule(case: Case, world_size: int, large: str):
   return collectives.ALGORITHMS[algorithm](world_size)
 
 
-def check(test, results: list[dict], large: str = 'ring') -> None:
+def assert_results(test, results: list[dict], large: str = 'ring') -> None:
   """Compares what all ranks got, bit by bit, with each other too."""
   world_size = len(results)
   for case in cases(world_size):

@@ -25,7 +25,7 @@ class PlanTest(parameterized.TestCase):
       )
       for rank in range(world_size)
     ]
-    self._check_links(plans)
+    self.assert_links(plans)
 
   @parameterized.parameters(1, 2, 3, 6)
   def test_patterns_agree_too(self, world_size):
@@ -36,9 +36,9 @@ class PlanTest(parameterized.TestCase):
       [plan.star(world_size, r, world_size // 2, 50) for r in ranks],
       [plan.gather(r, sizes, 3) for r in ranks],
     ):
-      self._check_links(plans)
+      self.assert_links(plans)
 
-  def _check_links(self, plans):
+  def assert_links(self, plans):
     for src, sender in enumerate(plans):
       for dst, numbers in sender.sends.items():
         sent = sum(

@@ -23,14 +23,14 @@ _MODULES = sorted(
 class DocumentationTest(tf.test.TestCase, parameterized.TestCase):
   @parameterized.parameters(_MODULES)
   def test_examples_run(self, name):
-    docstrings.check_examples(self, name)
+    docstrings.assert_examples(self, name)
 
   def test_every_module_is_found(self):
     self.assertIn('benchmarks.input_pipeline.stages', _MODULES)
     self.assertIn('benchmarks.input_pipeline.child', _MODULES)
 
   def test_public_names(self):
-    docstrings.check_public_names(self, input_pipeline)
+    docstrings.assert_public_names(self, input_pipeline)
 
 
 if __name__ == '__main__':

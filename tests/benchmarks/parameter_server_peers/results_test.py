@@ -106,7 +106,7 @@ class RecordTest(absltest.TestCase):
 class DocumentationTest(parameterized.TestCase):
   @parameterized.parameters((jobs, 1), (meter, 3), (race, 7), (results, 5))
   def test_examples(self, module, least):
-    docstrings.check_examples(self, module.__name__, least)
+    docstrings.assert_examples(self, module.__name__, least)
 
 
 if __name__ == '__main__':

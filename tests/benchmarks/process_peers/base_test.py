@@ -51,7 +51,7 @@ class InputsTest(parameterized.TestCase):
 
 class CheckTest(parameterized.TestCase):
   def test_right(self):
-    make_peer().check(base.expected_sum(4, 10_000))
+    self.assertIsNone(make_peer().check(base.expected_sum(4, 10_000)))
 
   @parameterized.parameters(0, 4321, 9999)
   def test_one_wrong_place(self, place):

@@ -44,7 +44,7 @@ class CatalogueTest(parameterized.TestCase):
 
   @parameterized.parameters((catalogue, 5), (results, 2), (watch, 3))
   def test_examples(self, module, least):
-    docstrings.check_examples(self, module.__name__, least)
+    docstrings.assert_examples(self, module.__name__, least)
 
 
 if __name__ == '__main__':

@@ -212,7 +212,7 @@ class RoundsTest(parameterized.TestCase):
 class LinkBytesTest(parameterized.TestCase):
   """Bytes on each link as formulas, for lengths that divide and that do not."""
 
-  def check(self, schedule, length, expected):
+  def assert_result(self, schedule, length, expected):
     sizes = chunk_sizes(length, schedule.num_chunks)
     expected = {link: b for link, b in expected.items() if link[0] != link[1]}
     self.assertEqual(schedule.bytes_per_link(sizes), expected)
@@ -227,7 +227,7 @@ class LinkBytesTest(parameterized.TestCase):
         (r, (r + 1) % n): 2 * length - c[(r + 1) % n] - c[(r + 2) % n]
         for r in range(n)
       }
-      self.check(ring_all_reduce(n), length, expected)
+      self.assert_result(ring_all_reduce(n), length, expected)
       if length % n == 0:
         self.assertEqual(set(expected.values()), {2 * (n - 1) * length // n})
 
@@ -236,7 +236,7 @@ class LinkBytesTest(parameterized.TestCase):
     for root in {0, n - 1}:
       to_root = {(r, root): 31 for r in range(n)}
       from_root = {(root, r): 31 for r in range(n)}
-      self.check(naive_all_reduce(n, root), 31, to_root | from_root)
+      self.assert_result(naive_all_reduce(n, root), 31, to_root | from_root)
 
   @parameterized.parameters(*range(2, MAX_WORLD_SIZE + 1))
   def test_tree(self, n):
@@ -246,14 +246,14 @@ class LinkBytesTest(parameterized.TestCase):
         child = (position + root) % n
         parent = ((position & (position - 1)) + root) % n  # Lowest bit off.
         expected |= {(child, parent): 31, (parent, child): 31}
-      self.check(tree_all_reduce(n, root), 31, expected)
+      self.assert_result(tree_all_reduce(n, root), 31, expected)
 
   @parameterized.parameters(*range(2, MAX_WORLD_SIZE + 1))
   def test_direct(self, n):
     for length in lengths(n):
       c = chunk_sizes(length, n)
       expected = {(r, s): c[r] + c[s] for r in range(n) for s in range(n)}
-      self.check(direct_all_reduce(n), length, expected)
+      self.assert_result(direct_all_reduce(n), length, expected)
 
   @parameterized.parameters(*range(2, MAX_WORLD_SIZE + 1))
   def test_halving_doubling(self, n):
@@ -275,7 +275,7 @@ class LinkBytesTest(parameterized.TestCase):
           expected[ranks[v], ranks[v ^ (1 << step)]] = held
           if length % power == 0:
             self.assertEqual(held, length >> step)
-      self.check(halving_doubling_all_reduce(n), length, expected)
+      self.assert_result(halving_doubling_all_reduce(n), length, expected)
 
   @parameterized.parameters(*range(2, MAX_WORLD_SIZE + 1))
   def test_hierarchical(self, n):
@@ -297,7 +297,7 @@ class LinkBytesTest(parameterized.TestCase):
             expected[rank, q * g + (p + 1) % g] = near
             if groups > 1:
               expected[rank, (rank + g) % n] = far
-        self.check(hierarchical_all_reduce(n, g), length, expected)
+        self.assert_result(hierarchical_all_reduce(n, g), length, expected)
 
   @parameterized.parameters(2, 4, 8, 16)
   def test_bandwidth_bound_is_reached(self, n):

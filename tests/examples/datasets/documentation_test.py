@@ -26,14 +26,14 @@ class DocumentationTest(tf.test.TestCase, parameterized.TestCase):
         import sklearn  # noqa: F401
       except ImportError:
         self.skipTest('scikit-learn is not installed')
-    docstrings.check_examples(self, name)
+    docstrings.assert_examples(self, name)
 
   def test_every_module_is_found(self):
     self.assertIn('examples.datasets.idx', _MODULES)
     self.assertIn('examples.datasets.write_tfrecords', _MODULES)
 
   def test_public_names(self):
-    docstrings.check_public_names(self, datasets)
+    docstrings.assert_public_names(self, datasets)
 
 
 if __name__ == '__main__':

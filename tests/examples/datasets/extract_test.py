@@ -318,7 +318,7 @@ class MnistTest(ExtractTestCase):
     super().setUp()
     self.raw = self.new_dir()
 
-  def check(self, num_sources):
+  def assert_result(self, num_sources):
     report = datasets.extract(self.raw, self.out, examples_per_shard=8)
     self.assertLen(report.converted, num_sources)
     self.assertEqual(report.examples, 23 + 9)
@@ -337,13 +337,13 @@ class MnistTest(ExtractTestCase):
 
   def test_npz(self):
     formula.write_npz(os.path.join(self.raw, 'mnist.npz'))
-    self.check(1)
+    self.assert_result(1)
 
   @parameterized.parameters(True, False)
   @pytest.mark.full
   def test_idx_and_a_change_of_labels_alone(self, compressed):
     formula.write_idx(self.raw, compressed)
-    report = self.check(4)
+    report = self.assert_result(4)
     self.assertLen([p for p in report.converted if 't10k-labels' in p], 1)
     other = formula.dataset().test.labels[::-1]
     content = formula.idx_bytes(other)

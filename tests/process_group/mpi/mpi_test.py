@@ -110,7 +110,7 @@ class CollectivesTest(_RanksTestCase):
   def test_table_of_algorithms_and_codecs(self, count):
     notes = dict(note['table'] for note in self.run_ranks('table', count))
     results = [notes[rank] for rank in range(count)]
-    conformance.check(self, results, large='direct')
+    conformance.assert_results(self, results, large='direct')
 
   @tiers.parameters(tiers.full(2), 3, tiers.soak(4))
   @pytest.mark.full

@@ -63,7 +63,7 @@ def _say(address, garbage, linger):
 
 @pytest.mark.multi_process
 class GarbageTest(absltest.TestCase):
-  def _disturb(self, count):
+  def assert_training_goes_on(self, count):
     directory = self.create_tempdir().full_path
     with processes.Workers(
       _train, 2, args=(directory,), deadline=600
@@ -93,11 +93,11 @@ class GarbageTest(absltest.TestCase):
       self.assertLess(files, 200)
 
   def test_training_goes_on(self):
-    self._disturb(500)
+    self.assert_training_goes_on(500)
 
   @pytest.mark.soak
   def test_training_goes_on_for_long(self):
-    self._disturb(10_000)
+    self.assert_training_goes_on(10_000)
 
 
 if __name__ == '__main__':

@@ -102,18 +102,18 @@ class ProposalTest(parameterized.TestCase):
       formation.ProposalFailedError, 'task 2 declined: it is running'
     ):
       asyncio.run(job.lead())
-    self._check_closed(job)
+    self.assert_closed(job)
 
   def test_one_that_leaves_ends_it_for_all(self):
     job = _Job(3, leaves=1)
     with self.assertRaises(formation.ProposalFailedError):
       asyncio.run(job.lead())
-    self._check_closed(job)
+    self.assert_closed(job)
     self.assertTrue(
       any(isinstance(o, formation.ProposalFailedError) for o in job.outcomes)
     )
 
-  def _check_closed(self, job):
+  def assert_closed(self, job):
     for proposal in job.proposals.values():
       for link in proposal.connections.values():
         self.assertEqual(link.detach().fileno(), -1)

@@ -58,7 +58,7 @@ def _round_trip(arrays, is_unknown, bucket_bytes, alone_bytes):
 
 
 class BucketsTest(tf.test.TestCase, parameterized.TestCase):
-  def _check_buckets(self, arrays, alone, flat, members, bucket_bytes):
+  def assert_buckets(self, arrays, alone, flat, members, bucket_bytes):
     """Every tensor in one bucket, with its own kind, within the limit."""
     self.assertCountEqual(
       [i for m in members for i in m], range(len(arrays)), 'each exactly once'
@@ -102,7 +102,7 @@ class BucketsTest(tf.test.TestCase, parameterized.TestCase):
       unknown or a.nbytes >= alone_bytes
       for a, unknown in zip(arrays, is_unknown, strict=True)
     ]
-    self._check_buckets(arrays, alone, flat, members, bucket_bytes)
+    self.assert_buckets(arrays, alone, flat, members, bucket_bytes)
 
   def test_literal_plan(self):
     # 4-byte elements: 3 of 12 bytes fit into 40, the fourth does not; 13

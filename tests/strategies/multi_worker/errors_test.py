@@ -137,7 +137,7 @@ class LossTest(parameterized.TestCase):
       pass
     workers.start(victim)
 
-  def _check_survivors(self, name, victim):
+  def assert_survivors(self, name, victim):
     """Every other worker got the error out of `fit`; their notes."""
     told = [
       self.notes.read(name, rank, 'told', 1)
@@ -157,23 +157,23 @@ class LossTest(parameterized.TestCase):
   @parameterized.parameters(0, 1, 2)
   def test_killed_worker_is_named_at_once(self, victim):
     name = f'kill_{victim}'
-    for result in self._check_survivors(name, victim):
+    for result in self.assert_survivors(name, victim):
       self.assertLess(result['at'] - self.lost_at[name], _AT_ONCE_SECONDS)
 
   def test_stopped_worker_is_named_after_the_silence(self):
-    for result in self._check_survivors('stop', 1):
+    for result in self.assert_survivors('stop', 1):
       self.assertIn('silent', result['message'])
       self.assertGreater(result['at'] - self.lost_at['stop'], 2.5)
       self.assertLess(result['at'] - self.lost_at['stop'], 30)
 
   def test_exception_of_a_callback_ends_the_others_too(self):
-    self._check_survivors('callback', 0)
+    self.assert_survivors('callback', 0)
     result = self.notes.read('callback', 0, 'told', 1)
     self.assertEqual(result['kind'], 'ValueError')
     self.assertIn('the disk of this callback is full', result['message'])
 
   def test_worker_that_finishes_early(self):
-    for result in self._check_survivors('early', 2):
+    for result in self.assert_survivors('early', 2):
       self.assertIn('left the group', result['message'])
     self.assertEqual(
       self.notes.read('early', 2, 'told', 1)['kind'], 'fit ended'

@@ -68,7 +68,7 @@ class BoundedEngineTest(parameterized.TestCase):
     engine.drain()
     return done
 
-  def _check_bound(self, done, parts, bound):
+  def assert_bound(self, done, parts, bound):
     counts = [0] * len(parts)
     for worker in done:
       # Those that have all of their part behind them are not waited for.
@@ -84,14 +84,14 @@ class BoundedEngineTest(parameterized.TestCase):
   def test_parts_of_different_size(self, parts, max_staleness):
     engine = self._engine(len(parts), max_staleness)
     done = self._run(engine, parts)
-    self._check_bound(done, parts, max_staleness)
+    self.assert_bound(done, parts, max_staleness)
 
   def test_a_worker_without_work_joins_where_the_slowest_is(self):
     engine = self._engine(2, 1)
     self._run(engine, (2, 30))
     # It has not 28 steps to make up for first.
     done = self._run(engine, (8, 8))
-    self._check_bound(done, (8, 8), 1)
+    self.assert_bound(done, (8, 8), 1)
 
 
 if __name__ == '__main__':

@@ -225,7 +225,7 @@ class _InputTest(parameterized.TestCase):
     with parameter_servers.Job(cls.num_workers, 2) as job:
       cls.found = chief.Programs(job, cls.programs, (cls.mode,))
 
-  def check_each_element_once_an_epoch(self, name):
+  def assert_each_element_once_an_epoch(self, name):
     found = self.found[name]
     np.testing.assert_array_equal(found['trained'], [_EPOCHS] * _COUNT)
     is_tested = name == validation_data.__name__
@@ -241,12 +241,12 @@ class _InputTest(parameterized.TestCase):
 class TwoWorkersTest(_InputTest):
   @parameterized.named_parameters(*[(p.__name__, p.__name__) for p in _FED])
   def test_fed(self, name):
-    found = self.check_each_element_once_an_epoch(name)
+    found = self.assert_each_element_once_an_epoch(name)
     self.assertEqual(found['iterations'], _EPOCHS * _STEPS)
 
   @parameterized.named_parameters(*[(p.__name__, p.__name__) for p in _READ])
   def test_read(self, name):
-    self.check_each_element_once_an_epoch(name)
+    self.assert_each_element_once_an_epoch(name)
 
   def test_read_and_repeated(self):
     found = self.found['read_by_workers_repeated']
@@ -272,7 +272,7 @@ class SyncTest(_InputTest):
 
   @parameterized.named_parameters(*[(p.__name__, p.__name__) for p in _FED])
   def test_fed(self, name):
-    found = self.check_each_element_once_an_epoch(name)
+    found = self.assert_each_element_once_an_epoch(name)
     self.assertEqual(found['iterations'], _EPOCHS * _STEPS)
 
 

@@ -232,15 +232,15 @@ class _TrainingTest(harness.ConformanceTest, parameterized.TestCase):
     with parameter_servers.Job(num_workers=1, num_ps=3) as job:
       cls.found = chief.Programs(job, programs, (cls.directory,))
 
-  def check_training(self, program, name, count):
+  def assert_training(self, program, name, count):
     result, devices, shapes = self.found[program][name]
     feature = _FEATURES[name]
-    self.check_results(harness.train(feature), result, feature.tolerance)
+    self.assert_results(harness.train(feature), result, feature.tolerance)
     self.assertLen(set(devices), count)
     self.assertTrue(all('/job:ps/' in d for d in devices))
     self.assertEqual(sum(rows for rows, _ in shapes), _TOKENS)
 
-  def check_loaded(self, found, then):
+  def assert_loaded(self, found, then):
     saved, continued = self.found['save']
     self.assert_same_state(saved, found, 0)
     self.assert_same_state(continued, then, 1e-6)
@@ -263,12 +263,12 @@ class OthersTest(_TrainingTest):
 
   @parameterized.parameters(*_OTHERS)
   def test_training_equals_one_device(self, name):
-    self.check_training('others_in_two_parts', name, 2)
-    self.check_training('others_in_three_parts', name, 3)
+    self.assert_training('others_in_two_parts', name, 2)
+    self.assert_training('others_in_three_parts', name, 3)
 
   @parameterized.parameters(*_OTHER_LOADS)
   def test_saved_state_loads_onto_other_numbers_of_parts(self, way, parts):
-    self.check_loaded(*self.found['load_at_the_others'][way, parts])
+    self.assert_loaded(*self.found['load_at_the_others'][way, parts])
 
 
 @pytest.mark.full
@@ -277,17 +277,17 @@ class PartitionedTrainingTest(_TrainingTest):
 
   @parameterized.parameters(*[[name] for name in _SOME])
   def test_training_equals_one_device(self, name):
-    self.check_training('two_parts', name, 2)
-    self.check_training('three_parts', name, 3)
+    self.assert_training('two_parts', name, 2)
+    self.assert_training('three_parts', name, 3)
 
   @parameterized.parameters(*_LOADS)
   def test_saved_state_loads_onto_other_numbers_of_parts(self, way, parts):
-    self.check_loaded(*self.found['load_elsewhere'][way, parts])
+    self.assert_loaded(*self.found['load_elsewhere'][way, parts])
 
   @parameterized.parameters('keras', 'weights', 'checkpoint')
   def test_saved_state_loads_onto_one_device(self, way):
     model = load(self.directory, way)
-    self.check_loaded(_state(model), _fit(model))
+    self.assert_loaded(_state(model), _fit(model))
 
   @parameterized.parameters('Adafactor', 'Lamb', 'Muon')
   def test_optimizers_of_whole_variables_are_refused(self, name):

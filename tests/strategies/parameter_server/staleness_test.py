@@ -8,7 +8,7 @@ from tf_strategies.strategies.parameter_server import engine
 
 class StalenessTest(absltest.TestCase):
   def test_examples_run(self):
-    docstrings.check_examples(self, engine.__name__)
+    docstrings.assert_examples(self, engine.__name__)
 
   def test_one_worker_is_never_stale(self):
     staleness = engine.Staleness()

@@ -33,9 +33,9 @@ class NoTPUTest(tf.test.TestCase, parameterized.TestCase):
     super().setUp()
     self.enter_context(environment())
     self._start = time.monotonic()
-    self.addCleanup(self._check_time)
+    self.addCleanup(self.assert_time)
 
-  def _check_time(self):
+  def assert_time(self):
     self.assertLess(time.monotonic() - self._start, _DEADLINE_SECONDS)
 
   def test_environment_without_a_tpu(self):

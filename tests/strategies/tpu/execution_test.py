@@ -75,13 +75,13 @@ class ExecutionTest(tf.test.TestCase, parameterized.TestCase):
   @pytest.mark.slow
   @pytest.mark.soak
   def test_sum_over_a_ring_of_32_replicas(self):
-    self.check_32_replicas('ring')
+    self.assert_32_replicas('ring')
 
   @pytest.mark.full
   def test_sum_over_a_tree_of_32_replicas(self):
-    self.check_32_replicas('tree')
+    self.assert_32_replicas('tree')
 
-  def check_32_replicas(self, name):
+  def assert_32_replicas(self, name):
     value = distinct(32, 70)
     results, _ = run(
       double.create_strategy(32, all_reduce=name),

@@ -85,7 +85,7 @@ def one_device(create_optimizer, synchronized=None, num_steps=1):
 
 
 class KerasTest(tf.test.TestCase, parameterized.TestCase):
-  def check_equals_one_device(
+  def assert_equals_one_device(
     self, create_optimizer, wrap=True, synchronized=None, num_steps=1, **options
   ):
     def create_replicas_optimizer():
@@ -117,33 +117,33 @@ class KerasTest(tf.test.TestCase, parameterized.TestCase):
     tiers.soak('weight_decay', adam, {'weight_decay': 0.1}),
   )
   def test_wrapped(self, create, options):
-    replicas = self.check_equals_one_device(lambda: create(**options))
+    replicas = self.assert_equals_one_device(lambda: create(**options))
     # One all-reduce: Keras's own is not made a second time.
     self.assertLen(replicas.step.permutes, _RING)
     self.assertIsNone(replicas.step.mismatch(ring_all_reduce(_REPLICAS)))
 
   @pytest.mark.full
   def test_gradient_accumulation(self):
-    replicas = self.check_equals_one_device(
+    replicas = self.assert_equals_one_device(
       lambda: adam(gradient_accumulation_steps=2), num_steps=2
     )
     self.assertLen(replicas.step.permutes, _RING)
 
   @pytest.mark.full
   def test_another_schedule(self):
-    replicas = self.check_equals_one_device(sgd, all_reduce='tree')
+    replicas = self.assert_equals_one_device(sgd, all_reduce='tree')
     self.assertIsNone(replicas.step.mismatch(ALGORITHMS['tree'](_REPLICAS)))
 
   @pytest.mark.full
   def test_unwrapped(self):
-    replicas = self.check_equals_one_device(
+    replicas = self.assert_equals_one_device(
       lambda: sgd(momentum=0.9), wrap=False
     )
     self.assertLen(replicas.step.permutes, _RING)
 
   @pytest.mark.soak
   def test_gradients_through_synchronized_batch_normalization(self):
-    self.check_equals_one_device(sgd, synchronized=True)
+    self.assert_equals_one_device(sgd, synchronized=True)
 
   @pytest.mark.full
   def test_statistics_of_batch_normalization_are_the_mean(self):
