@@ -262,7 +262,9 @@ def render_top(project: Project) -> str:
     '])',
     '',
     '# Everything, for the tests that read the sources.',
-    *_all_files('["*"]', None, children, testonly=True),
+    *_all_files(
+      '[\n        "*",\n        "docs/*",\n    ]', None, children, testonly=True
+    ),
   ]
   return '\n'.join(lines) + '\n'
 

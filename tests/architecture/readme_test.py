@@ -11,12 +11,7 @@ from tests.architecture import project
 
 _FENCE = re.compile(r'^```(\w*)[^\n]*\n(.*?)^```', re.MULTILINE | re.DOTALL)
 _SHELLS = ('bash', 'sh', 'shell', 'console')
-_DOCUMENTS = (
-  'README.md',
-  'CONTRIBUTING.md',
-  'benchmarks/README.md',
-  'examples/CLUSTERS.md',
-)
+_LINK = re.compile(r'\]\(([^)#]+)(?:#[^)]*)?\)')
 _DEFINED_FLAG = re.compile(r"DEFINE_\w+\(\s*'(\w+)'")
 _ARGUMENT = re.compile(r"add_argument\(\s*'--([\w-]+)'")
 # Flags as rows of a table for `tf_strategies.cluster.command_line`.
@@ -24,6 +19,10 @@ _TABLE = 'command_line.main('
 _ROW = re.compile(r"^  (?:\(\s*'(\w+)',|'(\w+)': ')", re.MULTILINE)
 # Flags as fields of options, with a helper that takes their help.
 _FIELD = re.compile(r'^  (\w+): [^\n=]+ = _option\(', re.MULTILINE)
+
+
+def _documents(files: dict[str, str]) -> list[str]:
+  return [path for path in files if path.endswith('.md')]
 
 
 def _blocks(text: str, *languages: str) -> Iterator[str]:
@@ -145,17 +144,31 @@ class ReadmeTest(absltest.TestCase):
 
   def test_documented_commands_exist(self):
     files = project.text_files()
-    for document in _DOCUMENTS:
-      if document in files:
-        with self.subTest(document):
-          found = _problems(files[document], files)
-          self.assertEmpty(found, '\n'.join(found))
+    for document in _documents(files):
+      with self.subTest(document):
+        found = _problems(files[document], files)
+        self.assertEmpty(found, '\n'.join(found))
+
+  def test_links_lead_somewhere(self):
+    files, found = project.text_files(), 0
+    for document in _documents(files):
+      directory = (project.root() / document).parent
+      for link in _LINK.findall(files[document]):
+        if '://' not in link:
+          with self.subTest(document):
+            found += 1
+            self.assertTrue((directory / link).exists(), link)
+    self.assertGreater(found, 10)
+
+  def test_readme_is_short(self):
+    readme = (project.root() / 'README.md').read_bytes()
+    self.assertLessEqual(len(readme), 7000)
 
   def test_python_blocks_are_python(self):
     files = project.text_files()
     found = 0
-    for document in _DOCUMENTS:
-      for block in _blocks(files.get(document, ''), 'python'):
+    for document in _documents(files):
+      for block in _blocks(files[document], 'python'):
         with self.subTest(block):
           ast.parse(block)
           found += 1
