@@ -53,8 +53,9 @@ test_all:
 
 soak:
 	@bash tools/install.sh $(VENV) dev,mpi
-	TFS_SOAK=1 bash tools/run_tests.sh $(VENV) -n $(PYTEST_WORKERS) \
-	  --dist loadfile -m 'slow or soak or hypothesis' $(PYTEST_ARGS)
+	TFS_SOAK=1 TFS_DEADLINE_FACTOR=3 bash tools/run_tests.sh $(VENV) \
+	  -n $(PYTEST_WORKERS) --dist loadfile -o faulthandler_timeout=900 \
+	  -m 'slow or soak or hypothesis' $(PYTEST_ARGS)
 
 benchmark:
 	@bash tools/install.sh $(VENV) dev,mpi

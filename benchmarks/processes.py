@@ -91,7 +91,8 @@ class Command:
     error_log: the file for stderr, if it is to be another one.
     env: all of its environment variables; `environment()` by default.
     cwd: its directory.
-    deadline_seconds: how long it may run before `wait` and `wait_until` fail.
+    deadline_seconds: how long it may run before `wait` and `wait_until` fail,
+      times TFS_DEADLINE_FACTOR.
     grace_seconds: how long `close` waits after SIGTERM before it kills the
       program; 0 kills it at once.
     **options: of `subprocess.Popen`, such as `stdout=` or `pass_fds=`.
@@ -119,8 +120,9 @@ class Command:
     self.name = name or os.path.basename(words[0])
     self._stack = contextlib.ExitStack()
     self._grace_seconds = grace_seconds
-    self._ends_at = time.monotonic() + deadline_seconds
-    self._deadline_seconds = deadline_seconds
+    factor = float(os.environ.get('TFS_DEADLINE_FACTOR', '1'))
+    self._deadline_seconds = deadline_seconds * factor
+    self._ends_at = time.monotonic() + self._deadline_seconds
     if log is None:
       directory = self._stack.enter_context(tempfile.TemporaryDirectory())
       log = pathlib.Path(directory, 'log')

@@ -37,7 +37,6 @@ class Job(processes.ProcessGroup):
     missing: Sequence[tuple[str, int]] = (),
   ):
     super().__init__(deadline)
-    self._deadline = deadline
     found = processes.addresses(num_workers + num_ps + 1)
     self.cluster = {
       'chief': found[:1],
