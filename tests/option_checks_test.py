@@ -43,6 +43,9 @@ class OptionChecksTest(parameterized.TestCase):
     (_ELASTIC, 'batch', _NAMES),
     (_ELASTIC, 'join', 'now'),
     (_ELASTIC, 'max_failures', True),
+    (_ELASTIC, 'min_workers', 'x'),
+    (_ELASTIC, 'window_seconds', float('nan')),
+    (_GROUP, 'allow_unauthenticated', 'no'),
     (_GROUP, 'heartbeat_interval_seconds', 0),
     (_GROUP, 'min_workers', 0),
     (_GROUP, 'small_message_bytes', None),
@@ -74,6 +77,7 @@ class OptionChecksTest(parameterized.TestCase):
     (_RING, 'link', 'udp'),
     (_RING, 'link', _NAMES),
     (_SERVERS, 'backup_workers', 1.5),
+    (_SERVERS, 'max_staleness', _NAMES),
     (_SERVERS, 'mode', _NAMES),
     (_SERVERS, 'step_timeout', 10**400),
     (_SUPERVISOR, 'grace_period', float('nan')),
@@ -89,6 +93,41 @@ class OptionChecksTest(parameterized.TestCase):
     self.assertTrue(error.expected)
     self.assertTrue(error.fix)
     self.assertEqual('--' in error.received, options in _FLAGS)
+
+  @parameterized.parameters(
+    (tfs.MultiWorkerRingStrategy, {'cluster': 'localhost:2222'}),
+    (tfs.MultiWorkerRingStrategy, {'cross_device_ops': 0}),
+    (tfs.MultiWorkerRingStrategy, {'devices': ()}),
+    (tfs.MultiWorkerRingStrategy, {'options': {}}),
+    (tfs.MultiWorkerCollectiveStrategy, {'cluster': _NAMES}),
+    (tfs.MultiWorkerCollectiveStrategy, {'options': 'ring'}),
+    (tfs.ParameterServerStrategy, {'cluster': {}}),
+    (tfs.keras.ChiefOnly, {'callback': 'checkpoint'}),
+    (tfs.keras.DistributedOptimizer, {'optimizer': None}),
+    (tfs.keras.DistributedOptimizer, {'optimizer': {}}),
+    (tfs.MonitorCallback, {'monitor': 'logs'}),
+    (tfs.monitoring.TrainingMonitor, {'options': 'logs'}),
+    (tfs.PreemptionCheckpoint, {'checkpoint': 'directory'}),
+    (tfs.ResumeFit, {'checkpoint': 'directory'}),
+    (tfs.RunCheckpoint, {'directory': 'checkpoints', 'model': 'model'}),
+    (tfs.SidecarEvaluator, {'model': 1, 'data': (), 'checkpoint_dir': 'c'}),
+    (tfs.elastic.run, {'train_fn': 'train'}),
+    (tfs.elastic.run, {'train_fn': print, 'options': 0}),
+    (tfs.elastic.run, {'train_fn': print, 'ring': ''}),
+    (tfs.data.make_dataset, {'source': (), 'options': 8, 'training': True}),
+    (
+      tfs.data.make_dataset,
+      {'source': (), 'options': _PIPELINE(8), 'training': 'yes'},
+    ),
+  )
+  def test_unusable_argument_is_refused(self, function, arguments):
+    with self.assertRaises(tfs.errors.UnsupportedOptionError):
+      function(**arguments)
+
+  def test_a_monitor_that_was_refused_is_not_in_the_way(self):
+    with self.assertRaises(tfs.errors.UnsupportedOptionError):
+      tfs.monitoring.TrainingMonitor('logs')
+    tfs.monitoring.TrainingMonitor().close()
 
   def test_secret_in_the_wrong_place_is_not_printed(self):
     with self.assertRaises(tfs.errors.UnsupportedOptionError) as raised:

@@ -15,7 +15,10 @@ Example:
 
 import math
 import numbers
+import os
 from collections.abc import Iterable
+
+import numpy as np
 
 from tf_strategies import errors
 
@@ -64,6 +67,30 @@ def check_seconds(
   which = 'of at least 0' if or_zero else 'above 0'
   expected = f'a finite number of seconds {which}'
   check(is_allowed, f'{name}={value!r}', expected, fix)
+
+
+def check_bool(name: str, value: object, fix: str = _FIX) -> None:
+  """Refuses what is neither True nor False; NumPy's pass."""
+  is_allowed = isinstance(value, bool | np.bool_)
+  check(is_allowed, f'{name}={value!r}', 'True or False', fix)
+
+
+def check_type(
+  name: str,
+  value: object,
+  types: type | tuple[type, ...],
+  expected: str,
+  fix: str = _FIX,
+) -> None:
+  """Refuses what is of other types; names the value's type, not the value."""
+  kind = type(value).__name__
+  check(isinstance(value, types), f'{name} of type {kind}', expected, fix)
+
+
+def check_path(name: str, value: object, fix: str) -> None:
+  """Refuses what is no path, such as bytes, or an empty one."""
+  is_allowed = isinstance(value, str | os.PathLike) and bool(os.fspath(value))
+  check(is_allowed, f'{name}={value!r}', 'the path of a directory', fix)
 
 
 def is_int(value: object) -> bool:

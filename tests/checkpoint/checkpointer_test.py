@@ -184,10 +184,21 @@ class CheckpointerTest(parameterized.TestCase):
     self.assertIn(before, used)
     self.assertEqual(list(found.skipped), [torn])
     self.assertIn(file, found.skipped[torn])
-    # The next one is newer than both, and takes the older one's place.
+    # Beside the next one, the older one is still the only whole one.
     path = self._save(3)
+    self.assertEqual(self.store.paths(), [before, torn, path])
     self.assertEqual(self.store.newest().path, path)
-    self.assertEqual(self.store.paths(), [torn, path])
+    newest = self._save(4)
+    self.assertEqual(self.store.paths(), [path, newest])
+
+  def test_file_in_place_of_a_checkpoint_is_skipped(self):
+    before = self._save(1)
+    path = os.path.join(self.directory, 'checkpoint-00000002')
+    open(path, 'w').close()
+    with self.assertLogs(level='WARNING'):
+      found = self.store.newest()
+    self.assertEqual(found.path, before)
+    self.assertEqual(list(found.skipped), [path])
 
   @parameterized.parameters(*_DAMAGES)
   def test_nothing_is_whole(self, damage):

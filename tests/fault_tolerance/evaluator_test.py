@@ -207,11 +207,11 @@ class RunTraining(Training):
     self.checkpoint = tfs.RunCheckpoint(
       directory, self.model, max_to_keep=max_to_keep
     )
-    self.manager = mock.Mock(save=lambda: self.assertpoint.save(epoch=1))
+    self.manager = mock.Mock(save=lambda: self.checkpoint.save(epoch=1))
     self.expected = {}
 
   def finish(self):
-    self.assertpoint.mark_finished()
+    self.checkpoint.mark_finished()
 
 
 class RunCheckpointTest(_EvaluatorTest):

@@ -106,9 +106,10 @@ class PreemptionJobTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(job.wait(), 0, job.output()[-5000:])
         return job.output()
       self.assertEqual(job.wait(), _RESTARTABLE, job.output()[-5000:])
+      before = job.output()
     with Job(options, workers) as job:
       self.assertEqual(job.wait(), 0, job.output()[-5000:])
-      return job.output()
+      return before + job.output()
 
   def assert_result(self, options, workers, target, step, expected):
     """Preempts a run, and compares it with one that was not interrupted."""

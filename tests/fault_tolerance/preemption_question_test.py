@@ -5,6 +5,7 @@ from unittest import mock
 
 from absl.testing import absltest
 
+import tf_strategies as tfs
 from tests import virtual_devices
 from tf_strategies.fault_tolerance import preemption
 
@@ -32,7 +33,8 @@ class QuestionTest(absltest.TestCase):
     clock = types.SimpleNamespace(monotonic=lambda: self.now)
     self.enterContext(mock.patch.object(preemption, 'time', clock))
     self.workers = _Workers()
-    checkpoint = mock.Mock()
+    checkpoint = mock.Mock(tfs.RunCheckpoint)
+    checkpoint.strategy = mock.Mock()
     checkpoint.strategy.extended.communicator = self.workers
     self.preemption = preemption.Preemption(checkpoint, check_seconds=2.0)
 

@@ -17,7 +17,10 @@ virtual_devices.configure_logical_cpus()
 
 class ResumeFitTest(tf.test.TestCase):
   def test_only_the_first_fit_goes_on(self):
-    strategy = mock.Mock(scope=contextlib.nullcontext)
+    strategy = mock.Mock(tf.distribute.Strategy)
+    strategy.scope = contextlib.nullcontext
+    for name in ('recovery', 'mark_finished', 'save'):
+      setattr(strategy, name, mock.Mock())
     strategy.recovery.restore.return_value = Position(2)
     model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
     model.compile('sgd', 'mse', jit_compile=False)

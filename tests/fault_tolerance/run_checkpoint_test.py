@@ -242,6 +242,26 @@ class RunCheckpointTest(tf.test.TestCase, parameterized.TestCase):
     for name, value in self._state(model).items():
       np.testing.assert_array_equal(value, before[name], name)
 
+  def test_settings_that_equal_themselves_as_json_only(self):
+    settings = {'clip': float('nan'), 'sizes': (1, 2)}
+    model = _model()
+    tfs.RunCheckpoint(self.directory, model, settings=settings).save(1)
+    checkpoint = tfs.RunCheckpoint(self.directory, model, settings=settings)
+    self.assertEqual(checkpoint.restore(), Position(1))
+
+  @parameterized.parameters(-1, 1.5, float('nan'), 'x', True, None)
+  def test_position_that_is_none_is_not_saved(self, value):
+    checkpoint = tfs.RunCheckpoint(self.directory, _model())
+    for position in ((value, 0), (0, value)):
+      with self.assertRaises(tfs.errors.UnsupportedOptionError):
+        checkpoint.save(*position)
+    self.assertEqual(checkpoint.restore(), Position())
+
+  @parameterized.parameters(({'seed': {1, 2}},), ('seed',), (1,))
+  def test_settings_that_cannot_be_saved(self, settings):
+    with self.assertRaisesRegex(tfs.errors.UnsupportedOptionError, 'settings'):
+      tfs.RunCheckpoint(self.directory, _model(), settings=settings)
+
   def test_model_that_cannot_be_saved(self):
     unbuilt = keras.Sequential([keras.layers.Dense(1)])
     with self.assertRaisesRegex(

@@ -105,7 +105,7 @@ class ParameterServerFaultsTest(parameterized.TestCase, tf.test.TestCase):
   def assert_server(self, server, mode):
     options = {
       'mode': mode,
-      'checkpoint_dir': self.assertpoints,
+      'checkpoint_dir': self.checkpoints,
       'checkpoint_steps': 60,
     }
     with parameter_servers.Job() as job:
@@ -126,7 +126,7 @@ class ParameterServerFaultsTest(parameterized.TestCase, tf.test.TestCase):
 
   @pytest.mark.soak
   def test_parameter_server_before_the_first_checkpoint_is_due(self):
-    options = {'checkpoint_dir': self.assertpoints, 'checkpoint_steps': 1000}
+    options = {'checkpoint_dir': self.checkpoints, 'checkpoint_steps': 1000}
     with parameter_servers.Job() as job:
       job.start_chief(programs.train, self.arguments(**options))
       self.wait_for_batch(job, 10)
@@ -150,7 +150,7 @@ class ParameterServerFaultsTest(parameterized.TestCase, tf.test.TestCase):
   def test_parameter_server_with_damaged_checkpoints(self, name, kind, count):
     """An older one that is whole is used and named; no other step is lost."""
     options = {
-      'checkpoint_dir': self.assertpoints,
+      'checkpoint_dir': self.checkpoints,
       'checkpoint_steps': _CHECKPOINT_STEPS,
     }
     with parameter_servers.Job() as job:
@@ -184,7 +184,7 @@ class ParameterServerFaultsTest(parameterized.TestCase, tf.test.TestCase):
   def test_parameter_server_with_damaged_checkpoints_only(self, name, kind):
     """The program ends with a typed error, and deletes no file."""
     options = {
-      'checkpoint_dir': self.assertpoints,
+      'checkpoint_dir': self.checkpoints,
       'checkpoint_steps': _CHECKPOINT_STEPS,
     }
     code = (
@@ -218,11 +218,11 @@ class ParameterServerFaultsTest(parameterized.TestCase, tf.test.TestCase):
 
   def kept(self):
     """The checkpoints, oldest first."""
-    return sorted(pathlib.Path(self.assertpoints).glob('checkpoint-*'))
+    return sorted(pathlib.Path(self.checkpoints).glob('checkpoint-*'))
 
   def files(self):
     """Contents of all files of checkpoints by path."""
-    paths = sorted(pathlib.Path(self.assertpoints).rglob('*'))
+    paths = sorted(pathlib.Path(self.checkpoints).rglob('*'))
     return {str(p): p.read_bytes() for p in paths if p.is_file()}
 
   @pytest.mark.soak
@@ -255,7 +255,7 @@ class ParameterServerFaultsTest(parameterized.TestCase, tf.test.TestCase):
     """One that goes on ends where one that was not killed ends, bit by bit."""
     options = {
       'mode': 'sync',
-      'checkpoint_dir': self.assertpoints,
+      'checkpoint_dir': self.checkpoints,
       'checkpoint_steps': 60,
     }
     with parameter_servers.Job() as job:
@@ -270,7 +270,7 @@ class ParameterServerFaultsTest(parameterized.TestCase, tf.test.TestCase):
 
   @pytest.mark.soak
   def test_coordinator_of_workers_that_read(self):
-    options = {'checkpoint_dir': self.assertpoints, 'checkpoint_steps': 60}
+    options = {'checkpoint_dir': self.checkpoints, 'checkpoint_steps': 60}
     with parameter_servers.Job() as job:
       run = self._kill_and_resume(job, self.arguments(True, **options))
     self.assertEqual(run.report['steps'], _STEPS - 120)
@@ -340,7 +340,7 @@ class ParameterServerFaultsTest(parameterized.TestCase, tf.test.TestCase):
   def test_stopped_server_goes_on(self):
     """As if it had died, or, if no call of a step failed, as if nothing had."""
     options = {
-      'checkpoint_dir': self.assertpoints,
+      'checkpoint_dir': self.checkpoints,
       'checkpoint_steps': 60,
       'keepalive_timeout': 2.0,
     }
@@ -391,7 +391,7 @@ class ParameterServerFaultsTest(parameterized.TestCase, tf.test.TestCase):
     reads = rng.random() < 0.5
     batch = rng.randrange(5, _STEPS - 60)
     mode = 'async' if reads else rng.choice(['async', 'sync', 'bounded'])
-    options = {'checkpoint_dir': self.assertpoints, 'checkpoint_steps': 50}
+    options = {'checkpoint_dir': self.checkpoints, 'checkpoint_steps': 50}
     with (
       self.subTest(f'{seed} {case} {victim} {mode} {reads} {batch}'),
       parameter_servers.Job() as job,

@@ -103,6 +103,9 @@ class Checkpointer:
       1,
       fix='leave it out for 2: one is left when the newest is damaged',
     )
+    option_checks.check_path(
+      'directory', directory, "pass a path, such as 'checkpoints'"
+    )
     self.directory = os.fspath(directory)
     if '://' in self.directory:
       raise errors.UnsupportedOptionError(
@@ -111,6 +114,7 @@ class Checkpointer:
         'mount the storage and pass the path of the mount',
       )
     self._max_to_keep = max_to_keep
+    self._damaged: set[str] = set()
 
   def paths(self) -> list[str]:
     """Returns the directories of all checkpoints, oldest first."""
@@ -129,6 +133,8 @@ class Checkpointer:
     metadata: Mapping[str, Any],
   ) -> str:
     """Writes a checkpoint, deletes those beyond `max_to_keep`; returns its path.
+
+    Those that `newest` found damaged do not count as kept.
 
     Args:
       arrays: by name; or pairs of name and array, which are written one after
@@ -159,7 +165,10 @@ class Checkpointer:
     os.rename(temporary, path)
     _sync(self.directory)
     try:
-      for old in [*before, path][: -self._max_to_keep]:
+      paths = [*before, path]
+      whole = [p for p in paths if p not in self._damaged]
+      oldest = whole[-self._max_to_keep :][0]
+      for old in paths[: paths.index(oldest)]:
         # Renamed first: a half-deleted checkpoint is not a damaged one.
         os.rename(old, self._unfinished(old))
     except OSError as e:
@@ -180,7 +189,8 @@ class Checkpointer:
     for path in reversed(self.paths()):
       try:
         found = self.open(path)
-      except (FileNotFoundError, errors.DataError) as e:
+      except (FileNotFoundError, NotADirectoryError, errors.DataError) as e:
+        self._damaged.add(path)
         logging.warning('Skipped checkpoint %s, which is damaged: %s', path, e)
         skipped[path] = str(e)
         continue

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from absl import logging
 
-from tf_strategies import errors
+from tf_strategies import errors, option_checks
 from tf_strategies.cluster import checks, sources, tf_config
 
 
@@ -202,3 +202,22 @@ def _compare(
         )
   except errors.ClusterConfigError as e:
     logging.warning('%s counts; not used, as it is malformed: %s', variable, e)
+
+
+def given_or_from_env(cluster: ClusterConfig | None) -> ClusterConfig | None:
+  """What a strategy was given, or else what the environment says.
+
+  Raises:
+    UnsupportedOptionError: it is no `ClusterConfig`.
+    ClusterConfigError: the environment is malformed.
+  """
+  if cluster is None:
+    return ClusterConfig.from_env()
+  option_checks.check_type(
+    'cluster',
+    cluster,
+    ClusterConfig,
+    'a tfs.cluster.ClusterConfig, or None for what TF_CONFIG says',
+    'leave it out',
+  )
+  return cluster

@@ -17,7 +17,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_strategies import errors
+from tf_strategies import errors, option_checks
 from tf_strategies.data import arrays as arrays_lib
 from tf_strategies.data import files as files_lib
 from tf_strategies.data import options as options_lib
@@ -109,6 +109,14 @@ def make_dataset(
     >>> bool((whole[2] == resumed[0]).numpy().all())
     True
   """
+  option_checks.check_type(
+    'options',
+    options,
+    options_lib.PipelineOptions,
+    'tfs.data.PipelineOptions',
+    'write tfs.data.PipelineOptions(global_batch_size=256)',
+  )
+  option_checks.check_bool('training', training, 'write True or False')
   if not isinstance(source, arrays_lib.Arrays | files_lib.Files):
     source = arrays_lib.Arrays(source)
   num_files = 0 if isinstance(source, arrays_lib.Arrays) else len(source.paths)

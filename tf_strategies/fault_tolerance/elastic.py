@@ -31,7 +31,8 @@ from typing import Any, TypeVar
 from absl import logging
 
 from tf_strategies import cluster as cluster_lib
-from tf_strategies import errors, process_group
+from tf_strategies import errors, option_checks, process_group
+from tf_strategies.cluster import config as config_lib
 from tf_strategies.fault_tolerance import elastic_job
 from tf_strategies.strategies import MultiWorkerRingStrategy, RingOptions
 
@@ -78,16 +79,31 @@ def run(
     UnsupportedOptionError: a link that cannot form again.
     Exception: what `train_fn` raises; the other workers continue.
   """
-  options = options or ElasticOptions()
-  ring = ring or RingOptions()
+  options = ElasticOptions() if options is None else options
+  ring = RingOptions() if ring is None else ring
+  option_checks.check(
+    callable(train_fn),
+    f'train_fn={train_fn!r}',
+    'a function of a job',
+    'pass the function itself: tfs.elastic.run(train)',
+  )
+  option_checks.check_type(
+    'options',
+    options,
+    ElasticOptions,
+    'tfs.ElasticOptions',
+    'write tfs.ElasticOptions(min_workers=1)',
+  )
+  option_checks.check_type(
+    'ring', ring, RingOptions, 'tfs.RingOptions', 'write tfs.RingOptions()'
+  )
   if ring.link != 'tcp':
     raise errors.UnsupportedOptionError(
       f'link={ring.link!r} for elastic training',
       "'tcp', which can form again",
       "write RingOptions(link='tcp'), or train without tfs.elastic",
     )
-  if cluster is None:
-    cluster = cluster_lib.ClusterConfig.from_env()
+  cluster = config_lib.given_or_from_env(cluster)
   rank, addresses = MultiWorkerRingStrategy.place_in(cluster)
   group_options = dataclasses.replace(
     ring.group or process_group.GroupOptions.from_env(),

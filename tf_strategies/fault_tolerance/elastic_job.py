@@ -13,7 +13,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tf_strategies import _keras_internal, errors, option_checks
+from tf_strategies import (
+  _keras_internal,
+  errors,
+  option_checks,
+  process_group,
+)
 from tf_strategies.checkpoint import model_state
 from tf_strategies.checkpoint.position import Position
 from tf_strategies.fault_tolerance import resume_fit
@@ -66,6 +71,12 @@ class ElasticOptions:
         "write batch='per_replica' as well",
       )
     option_checks.check_int('max_failures', self.max_failures, 0)
+    # As those of the group, which it passes on.
+    process_group.GroupOptions(
+      min_workers=self.min_workers,
+      max_workers=self.max_workers,
+      window_seconds=self.window_seconds,
+    )
 
 
 class MembershipChange(errors.Error):

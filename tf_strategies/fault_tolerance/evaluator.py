@@ -99,6 +99,13 @@ class SidecarEvaluator:
     if idle_timeout_seconds is not None:
       option_checks.check_seconds('idle_timeout_seconds', idle_timeout_seconds)
     _check_data(data, steps)
+    option_checks.check_path(
+      'checkpoint_dir', checkpoint_dir, 'pass the directory that is written'
+    )
+    if log_dir is not None:
+      option_checks.check_path(
+        'log_dir', log_dir, 'leave it out, or pass a path'
+      )
     # tf.summary writes with TensorBoard, which TensorFlow 2.21 does not bring.
     if log_dir is not None and importlib.util.find_spec('tensorboard') is None:
       raise errors.UnsupportedOptionError(
@@ -290,6 +297,9 @@ class _TensorFlowReader:
 
 
 def _check_model(model: keras.Model) -> None:
+  option_checks.check_type(
+    'model', model, keras.Model, 'a keras.Model', 'pass the model to evaluate'
+  )
   if not model.compiled:
     raise errors.UnsupportedOptionError(
       f'model={model.name!r}, which is not compiled',

@@ -71,6 +71,16 @@ class Preemption:
     check_seconds: float = 0.2,
   ):
     option_checks.check_seconds('check_seconds', check_seconds, or_zero=True)
+    resume_fit.check_checkpoint(checkpoint)
+    option_checks.check(
+      isinstance(signals, Sequence)
+      and all(
+        isinstance(n, int) and n in signal.valid_signals() for n in signals
+      ),
+      f'signals={signals!r}',
+      'numbers of signals that a handler can take',
+      'leave it out for (signal.SIGTERM,)',
+    )
     if isinstance(checkpoint, tf.distribute.Strategy):
       checkpoint = _ServerCheckpoint(checkpoint)
     self._checkpoint = checkpoint
@@ -295,9 +305,10 @@ class PreemptionCheckpoint(resume_fit.ResumeFit):
     signals: Sequence[int] = (signal.SIGTERM,),
     check_seconds: float = 0.2,
   ):
+    super().__init__(checkpoint)
     # With parameter servers, the strategy and `ResumeFit` do it.
+    self._strategy = None
     is_run = isinstance(checkpoint, run_checkpoint.RunCheckpoint)
-    super().__init__(checkpoint if is_run else None)
     self._saves_each_epoch = save_each_epoch and is_run
     self._preemption = Preemption(checkpoint, signals, check_seconds)
     self._listens = False

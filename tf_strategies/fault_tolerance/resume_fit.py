@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 from absl import logging
 
-from tf_strategies import _keras_internal, errors
+from tf_strategies import _keras_internal, errors, option_checks
 from tf_strategies.checkpoint.position import Position
 from tf_strategies.fault_tolerance import run_checkpoint
 
@@ -43,6 +43,7 @@ class ResumeFit(keras.callbacks.Callback):
   ):
     super().__init__()
     self._checkpoint = self._strategy = None
+    check_checkpoint(checkpoint)
     if isinstance(checkpoint, run_checkpoint.RunCheckpoint):
       self._checkpoint = checkpoint
     elif hasattr(checkpoint, 'recovery') and checkpoint.recovery.is_enabled:
@@ -135,6 +136,17 @@ class ResumeFit(keras.callbacks.Callback):
       self._strategy.mark_finished()
     elif self._checkpoint is not None:
       self._checkpoint.mark_finished()
+
+
+def check_checkpoint(checkpoint: object) -> None:
+  """Refuses what is neither a `RunCheckpoint` nor a strategy."""
+  option_checks.check_type(
+    'checkpoint',
+    checkpoint,
+    (run_checkpoint.RunCheckpoint, tf.distribute.Strategy),
+    'a RunCheckpoint, or the strategy of parameter servers',
+    'pass tfs.RunCheckpoint(directory, model), or the strategy',
+  )
 
 
 def skip_steps(model: keras.Model, steps: int, reads: bool = True) -> None:

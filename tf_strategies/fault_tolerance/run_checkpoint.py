@@ -13,7 +13,7 @@ from typing import Any
 import keras
 from absl import logging
 
-from tf_strategies import errors
+from tf_strategies import errors, option_checks
 from tf_strategies.checkpoint import checkpointer, model_state
 from tf_strategies.checkpoint.position import Position
 
@@ -78,8 +78,12 @@ class RunCheckpoint:
     metrics: Sequence[keras.metrics.Metric] | None = None,
     max_to_keep: int = 2,
   ):
+    option_checks.check_type(
+      'model', model, keras.Model, 'a keras.Model', 'pass the model to save'
+    )
+    if optimizer is None:
+      optimizer = getattr(model, 'optimizer', None)
     self.strategy = model.distribute_strategy
-    optimizer = optimizer or getattr(model, 'optimizer', None)
     _check(self.strategy, model, optimizer)
     if not optimizer.built:
       with self.strategy.scope():
@@ -89,8 +93,7 @@ class RunCheckpoint:
     self._variables = model_state.name_variables(model, optimizer)
     self._model = model
     self._metrics = metrics
-    # As JSON returns it, so that what was written compares equal.
-    self._settings = json.loads(json.dumps(dict(settings or {})))
+    self._settings = _as_json_returns_it(settings or {})
     self._metric_arrays: dict[str, Any] = {}
     self.position: Position | None = None
 
@@ -151,7 +154,11 @@ class RunCheckpoint:
 
     Raises:
       OSError: it cannot be written; the previous checkpoints are untouched.
+      UnsupportedOptionError: not a position.
     """
+    for name, value in (('epoch', epoch), ('step', step)):
+      option_checks.check_int(name, value, 0, fix='pass what is completed')
+    position = Position(int(epoch), int(step))
     began = time.monotonic()
     variables = dict(self._variables)
     if step:
@@ -159,7 +166,6 @@ class RunCheckpoint:
     arrays = self._access.read(variables)
     if not self._access.is_chief:
       return None
-    position = Position(epoch, step)
     path = self._checkpointer.save(
       arrays,
       {
@@ -240,8 +246,21 @@ class RunCheckpoint:
     return [
       f'{name} was {saved.get(name)!r} and is {self._settings.get(name)!r}'
       for name in sorted({*saved, *self._settings})
-      if saved.get(name) != self._settings.get(name)
+      # As text: a nan equals no other.
+      if json.dumps(saved.get(name)) != json.dumps(self._settings.get(name))
     ]
+
+
+def _as_json_returns_it(settings: Mapping[str, Any]) -> dict[str, Any]:
+  """Settings of which what was written compares equal."""
+  fix = "pass a dict of numbers and strings, such as {'seed': 1}"
+  option_checks.check_type('settings', settings, Mapping, 'a dict', fix)
+  try:
+    return json.loads(json.dumps(dict(settings)))
+  except (TypeError, ValueError) as e:
+    raise errors.UnsupportedOptionError(
+      f'settings={settings!r} ({e})', 'what JSON can hold', fix
+    ) from e
 
 
 def _is_metric(name: str) -> bool:
@@ -257,6 +276,14 @@ def _check(strategy, model, optimizer) -> None:
       'strategy), tfs.PreemptionCheckpoint(strategy)] to fit',
     )
   model_state.check_built(model)
+  if optimizer is not None:
+    option_checks.check_type(
+      'optimizer',
+      optimizer,
+      keras.optimizers.Optimizer,
+      'a Keras optimizer',
+      'leave it out for the one that the model is compiled with',
+    )
   if optimizer is None:
     raise errors.UnsupportedOptionError(
       f'optimizer=None with model={model.name!r}, which is not compiled',

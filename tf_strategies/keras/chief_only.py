@@ -5,7 +5,7 @@ from __future__ import annotations
 import keras
 import tensorflow as tf
 
-from tf_strategies import _keras_internal
+from tf_strategies import _keras_internal, option_checks
 from tf_strategies.cluster import workers as workers_lib
 
 
@@ -30,6 +30,13 @@ class ChiefOnly(keras.callbacks.Callback):
 
   def __init__(self, callback: keras.callbacks.Callback):
     super().__init__()
+    option_checks.check_type(
+      'callback',
+      callback,
+      keras.callbacks.Callback,
+      'a Keras callback',
+      'pass for instance keras.callbacks.ModelCheckpoint(path)',
+    )
     self.callback = callback
 
   def set_params(self, params):

@@ -67,6 +67,13 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
   """
 
   def __init__(self, optimizer, weighting: str = 'rows', name=None, **kwargs):
+    option_checks.check(
+      optimizer
+      and isinstance(optimizer, str | dict | keras.optimizers.Optimizer),
+      f'optimizer={optimizer!r}',
+      'a Keras optimizer, its name or its configuration',
+      "write for instance DistributedOptimizer('adam')",
+    )
     optimizer = keras.optimizers.get(optimizer)
     if isinstance(optimizer, DistributedOptimizer):
       raise errors.UnsupportedOptionError(

@@ -5,7 +5,7 @@ from typing import Any
 
 import keras
 
-from tf_strategies import _keras_internal, errors
+from tf_strategies import _keras_internal, errors, option_checks
 from tf_strategies.monitoring import training_monitor
 
 
@@ -50,6 +50,14 @@ class MonitorCallback(keras.callbacks.Callback):
     **options: Any,
   ):
     super().__init__()
+    if monitor is not None:
+      option_checks.check_type(
+        'monitor',
+        monitor,
+        training_monitor.TrainingMonitor,
+        'a TrainingMonitor',
+        "write options instead: MonitorCallback(log_dir='logs')",
+      )
     if monitor is not None and options:
       raise errors.UnsupportedOptionError(
         f'MonitorCallback(monitor, {", ".join(options)})',

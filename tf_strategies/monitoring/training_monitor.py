@@ -51,6 +51,9 @@ _SUMMARIES = (
 )
 
 
+_FIX_OPTIONS = "write for instance MonitorOptions(log_dir='logs')"
+
+
 @dataclasses.dataclass(frozen=True)
 class MonitorOptions:
   """What is measured, and where it is written. Without a path, nothing is.
@@ -159,10 +162,15 @@ class TrainingMonitor:
   _running: 'TrainingMonitor | None' = None
 
   def __init__(self, options: MonitorOptions | None = None):
+    if options is None:
+      options = MonitorOptions()
+    option_checks.check_type(
+      'options', options, MonitorOptions, 'MonitorOptions', _FIX_OPTIONS
+    )
     if TrainingMonitor._running is not None:
       TrainingMonitor._running.close()
     TrainingMonitor._running = self
-    self.options = options or MonitorOptions()
+    self.options = options
     self.is_running: Callable[[], bool] = lambda: True
     # What the running step has recorded.
     self._events: list[recorder.Event] = []

@@ -81,6 +81,9 @@ class GroupOptions:
       value = getattr(self, name)
       if value is not None or getattr(type(self), name) is not None:
         option_checks.check_int(name, value, least)
+    option_checks.check_bool(
+      'allow_unauthenticated', self.allow_unauthenticated
+    )
     if self.heartbeat_timeout_seconds < 2 * self.heartbeat_interval_seconds:
       raise errors.UnsupportedOptionError(
         f'heartbeat_timeout_seconds={self.heartbeat_timeout_seconds!r} with '

@@ -161,7 +161,7 @@ class OptionsTest(parameterized.TestCase):
   @parameterized.parameters(0, 1, 2)
   def test_fewer_backup_workers_than_workers_are_allowed(self, count):
     made = options_lib.make('sync', {'backup_workers': count})
-    made.assert_workers(3)
+    made.check_workers(3)
     self.assertEqual(made.backup_workers, count)
 
 

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tf_strategies import _tf_internal, cross_device, errors
+from tf_strategies import _tf_internal, cross_device, errors, option_checks
 from tf_strategies import cluster as cluster_lib
+from tf_strategies.cluster import config as config_lib
 from tf_strategies.strategies.multi_worker import options as options_lib
 from tf_strategies.strategies.multi_worker import runtime_communicator, strategy
 
@@ -48,10 +49,15 @@ class MultiWorkerCollectiveStrategy(strategy.MultiWorkerStrategy):
     options: options_lib.CollectiveOptions | None = None,
     devices: Sequence[str] | None = None,
   ):
-    options = options or options_lib.CollectiveOptions()
-    rank, addresses = self.place_in(
-      cluster or cluster_lib.ClusterConfig.from_env()
+    options = options_lib.CollectiveOptions() if options is None else options
+    option_checks.check_type(
+      'options',
+      options,
+      options_lib.CollectiveOptions,
+      'CollectiveOptions',
+      "write for instance CollectiveOptions(communication='ring')",
     )
+    rank, addresses = self.place_in(config_lib.given_or_from_env(cluster))
     if len(addresses) > 1:
       _start_runtime(rank, addresses, options.start_timeout_seconds)
 

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tf_strategies import cluster as cluster_lib
-from tf_strategies import cross_device, process_group
+from tf_strategies import cross_device, option_checks, process_group
+from tf_strategies.cluster import config as config_lib
+from tf_strategies.strategies.mirrored import strategy as mirrored_strategy
 from tf_strategies.strategies.multi_worker import options as options_lib
 from tf_strategies.strategies.multi_worker import (
   process_group_communicator,
@@ -66,7 +68,17 @@ class MultiWorkerRingStrategy(strategy.MultiWorkerStrategy):
     devices: Sequence[str] | None = None,
     cross_device_ops: tf.distribute.CrossDeviceOps | None = None,
   ):
-    options = options or options_lib.RingOptions()
+    options = options_lib.RingOptions() if options is None else options
+    option_checks.check_type(
+      'options',
+      options,
+      options_lib.RingOptions,
+      'tfs.RingOptions',
+      "write for instance tfs.RingOptions(all_reduce='ring')",
+    )
+    if cross_device_ops is None:
+      cross_device_ops = cross_device.AutoAllReduce()
+    mirrored_strategy.check_cross_device_ops(cross_device_ops)
     devices = strategy.resolve_devices(devices)
     group, self._rendezvous = cluster, None
     if not isinstance(cluster, process_group.ProcessGroup):
@@ -80,7 +92,7 @@ class MultiWorkerRingStrategy(strategy.MultiWorkerStrategy):
     try:
       self._set_up(
         devices,
-        cross_device_ops or cross_device.AutoAllReduce(),
+        cross_device_ops,
         make_communicator,
         {
           name: getattr(options, name)
@@ -115,7 +127,7 @@ def _form_group(cluster, options):
   if options.link == 'mpi':
     return process_group.form_mpi_group(options.group), None
   rank, addresses = MultiWorkerRingStrategy.place_in(
-    cluster or cluster_lib.ClusterConfig.from_env()
+    config_lib.given_or_from_env(cluster)
   )
   rendezvous = process_group.Rendezvous(
     dict(enumerate(addresses)),

@@ -107,10 +107,10 @@ class MultiWorkerStrategy(
 
 def resolve_devices(devices) -> tuple[str, ...]:
   """Full names of a worker's devices; by default all GPUs, or the first CPU."""
-  gpus = tf.config.list_logical_devices('GPU')
-  return devices_lib.resolve_devices(
-    devices or [d.name for d in gpus] or ['CPU:0']
-  )
+  if devices is None:
+    gpus = tf.config.list_logical_devices('GPU')
+    devices = [d.name for d in gpus] or ['CPU:0']
+  return devices_lib.resolve_devices(devices)
 
 
 def _agree_on_seed(communicator):

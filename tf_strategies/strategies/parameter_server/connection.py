@@ -35,8 +35,7 @@ def checked_cluster(
   cluster: config_lib.ClusterConfig | None,
 ) -> config_lib.ClusterConfig:
   """The cluster that this process coordinates, which must be complete."""
-  if cluster is None:
-    cluster = config_lib.ClusterConfig.from_env()
+  cluster = config_lib.given_or_from_env(cluster)
   if cluster is None:
     raise errors.ClusterConfigError(
       'ParameterServerStrategy without a cluster: TF_CONFIG is not set. Expected '

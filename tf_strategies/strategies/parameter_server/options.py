@@ -38,9 +38,10 @@ class ParameterServerOptions:
       ('local_steps', 'async', 1),
       ('max_staleness', 'bounded', None),
     ):
-      if default is not None:
-        option_checks.check_int(name, getattr(self, name), default)
-      if getattr(self, name) != default and self.mode != mode:
+      value = getattr(self, name)
+      if value is not None or default is not None:
+        option_checks.check_int(name, value, default or 0)
+      if value != default and self.mode != mode:
         raise errors.UnsupportedOptionError(
           f'{name}={getattr(self, name)!r} with mode={self.mode!r}',
           f'{name} with mode={mode!r}',
