@@ -112,7 +112,7 @@ FEATURES = (
     model=_embedding_model,
     data=_tokens,
     optimizer=lambda: optimizers.SGD(0.1, clipnorm=0.05),
-    mark_of_others=tiers.quick,
+    mark_of_others=tiers.full,
   ),
   Feature(
     'steps_per_execution',

@@ -69,6 +69,7 @@ class MnistExamplesTest(tf.test.TestCase, parameterized.TestCase):
       difference = np.abs(one[variable] - start[variable])
       self.assertGreater(difference.max(), 1e-2)
 
+  @pytest.mark.full
   def test_both_examples_train_the_same_weights(self):
     fit, loop = (
       self._train(name, _SHORT, strategy='one_device')[0]

@@ -77,6 +77,7 @@ class JobTest(tf.test.TestCase):
     self.job.hold()
     self.assertEqual(self.job.step, 1)
 
+  @pytest.mark.full
   def test_fit_after_a_death_is_one_for_callbacks(self):
     self.job.restore(self.model)
     self.job.update(0, 1)

@@ -235,9 +235,7 @@ class RunCheckpointTest(_EvaluatorTest):
     training.finish()
     self.assert_evaluations(self.evaluator().run(), training)
 
-  @tiers.parameters(
-    'truncate', tiers.full('flip'), tiers.full('empty'), 'delete'
-  )
+  @tiers.parameters('truncate', *map(tiers.full, ('flip', 'empty', 'delete')))
   def test_damaged_checkpoint_is_skipped(self, damage):
     training = RunTraining(self.directory)
     paths = [training.step() for _ in range(3)]

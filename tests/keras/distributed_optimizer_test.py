@@ -230,6 +230,7 @@ class DelegationTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(copy.inner_optimizer.clipnorm, 2.0)
     self.assertEqual(copy.weighting, 'none')
 
+  @pytest.mark.full
   def test_missing_gradients_stay_missing(self):
     strategy = _strategy()
     with strategy.scope():

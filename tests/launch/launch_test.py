@@ -57,6 +57,7 @@ class EnvironmentTest(absltest.TestCase):
       self.assertEqual(environment['PYTHONUNBUFFERED'], '1')
       self.assertEqual(environment['TFS_RESTART_COUNT'], '0')
 
+  @pytest.mark.full
   def test_secret_is_one_a_job_and_another_for_the_next(self):
     inherited = {'TFS_SECRET': 'ab' * 32, 'TFS_SECRET_FILE': 'elsewhere'}
     secrets = []

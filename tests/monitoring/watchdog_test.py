@@ -172,6 +172,16 @@ class WatchdogTest(absltest.TestCase):
     dog.step_began()
     self._wait_for('a report')
 
+  def test_nobody_is_asked_about_a_step_that_finished_in_the_pause(self):
+    asked = queue.Queue()
+    dog = self._watch(0.4, lambda: asked.put(time.monotonic()))
+    dog.pause()
+    time.sleep(0.6)  # In the middle of a wait of 0.4 seconds.
+    dog.step_finished()
+    finished = time.monotonic()
+    asked_at = asked.get(timeout=_DEADLINE_SECONDS)
+    self.assertGreaterEqual(asked_at - finished, 0.39)
+
   def test_silent_while_it_is_paused(self):
     dog = self._watch(0.1, lambda: 'a report')
     dog.pause()

@@ -289,6 +289,7 @@ class UnevenBatchTest(tf.test.TestCase, parameterized.TestCase):
         model.fit(x, x[:, :1], batch_size=8, epochs=2, verbose=0)
     return [line for line in logs.output if 'DistributedOptimizer' in line]
 
+  @pytest.mark.full
   def test_unwrapped_uneven_batch_warns_once(self):
     self.assertLen(self._fit(_strategy(), rows=13, wrap=False), 1)
 

@@ -100,7 +100,11 @@ class Watchdog:
       if self._is_over.wait(self._seconds if is_paused else max(left, 0.01)):
         return
       late = time.monotonic() - finished
-      if late >= patience and not self._is_paused:
+      with self._lock:
+        # Not of a step that finished during the wait, such as after a pause.
+        is_late = late >= patience and self._finished == finished
+        is_late = is_late and not self._is_paused
+      if is_late:
         self._report(finished, late)
 
   def _report(self, finished: float, late: float) -> None:

@@ -18,6 +18,7 @@ _DEADLINE_SECONDS = 240
 _AT_ONCE_SECONDS = 8.0
 
 
+@pytest.mark.full
 class DisagreementTest(parameterized.TestCase):
   """Two workers; one start of them for all tests."""
 
