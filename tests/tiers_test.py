@@ -10,7 +10,7 @@ def _make_cases():
   class Cases(parameterized.TestCase):
     @tiers.parameters(1, tiers.full(2), tiers.soak(3, 4))
     def test_by_position(self, *values):
-      pass
+      self.fail('a sample, which nothing runs')
 
     @tiers.named_parameters(
       ('one', 1),
@@ -18,29 +18,30 @@ def _make_cases():
       tiers.soak({'testcase_name': '_three', 'value': 3}),
     )
     def test_by_name(self, value):
-      pass
+      self.fail('a sample, which nothing runs')
 
     @tiers.product(
       [{'kind': 'a'}, tiers.full({'kind': 'b'})], size=(1, tiers.soak(2))
     )
     def test_product(self, kind, size):
+      self.assertIn(size, (1, 2))
       self.seen = (kind, size)
 
     @tiers.named_parameters(
       *tiers.few([('a', 1), ('b', 2), tiers.soak('c', 3)], 'b')
     )
     def test_few(self, value):
-      pass
+      self.fail('a sample, which nothing runs')
 
     @tiers.named_parameters(
       *tiers.few([('a', 1), ('b', 2), tiers.full('c', 3)], 'b', rest=tiers.soak)
     )
     def test_soaked(self, value):
-      pass
+      self.fail('a sample, which nothing runs')
 
     @parameterized.parameters(1, 2)
     def test_unmarked(self, value):
-      pass
+      self.fail('a sample, which nothing runs')
 
   return Cases
 
@@ -97,7 +98,7 @@ class TiersTest(parameterized.TestCase):
   def test_the_later_of_two_marks_counts(self):
     @tiers.parameters(tiers.full(tiers.soak('a')), tiers.soak(tiers.full('b')))
     def test_twice(self, value):
-      pass
+      self.fail('a sample, which nothing runs')
 
     iterator = iter(test_twice)
     marks = [tiers.mark_of(next(iterator), f'test_twice{i}') for i in range(2)]

@@ -36,9 +36,10 @@ def check_choice(
 ) -> None:
   """Refuses what is none of several strings."""
   choices = tuple(choices)
-  is_allowed = isinstance(value, str) and value in choices
-  expected = f'one of {", ".join(map(repr, choices))}'
-  check(is_allowed, f'{name}={value!r}', expected, fix)
+  # Collectives ask this too: a message is made where there is a fault only.
+  if not isinstance(value, str) or value not in choices:
+    expected = f'one of {", ".join(map(repr, choices))}'
+    raise errors.UnsupportedOptionError(f'{name}={value!r}', expected, fix)
 
 
 def check_int(
@@ -50,13 +51,11 @@ def check_int(
   fix: str = _FIX,
 ) -> None:
   """Refuses what is no integer, or out of a range; NumPy's integers pass."""
-  is_allowed = is_int(value) and least <= value
-  if most is None:
-    expected = f'an integer of at least {least}'
-  else:
-    expected = f'an integer from {least} to {most}'
-    is_allowed = is_allowed and value <= most
-  check(is_allowed, f'{name}={value!r}', expected, fix)
+  if not is_int(value) or value < least or (most is not None and value > most):
+    span = f'of at least {least}' if most is None else f'from {least} to {most}'
+    raise errors.UnsupportedOptionError(
+      f'{name}={value!r}', f'an integer {span}', fix
+    )
 
 
 def check_seconds(

@@ -79,7 +79,7 @@ def run_task(
     ...                  cluster=evaluator)
     'evaluated'
   """
-  cluster = cluster or config.ClusterConfig.from_env()
+  cluster = config.given_or_from_env(cluster)
   if cluster is None:
     return train()
   has_servers = 'ps' in cluster.jobs

@@ -44,9 +44,10 @@ class RingOptions:
     option_checks.check_int('bucket_bytes', self.bucket_bytes, 1)
     algorithms.check(self.all_reduce, 'auto')
     codecs.get(self.compression)
-    option_checks.check(
-      isinstance(self.group, process_group.GroupOptions | None),
-      f'a group of type {type(self.group).__name__}',
+    option_checks.check_type(
+      'group',
+      self.group,
+      (process_group.GroupOptions, type(None)),
       'tfs.process_group.GroupOptions, or None',
       'write group=tfs.process_group.GroupOptions(...)',
     )
