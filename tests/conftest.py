@@ -37,7 +37,7 @@ def pytest_collection_modifyitems(items):
     mark = tiers.mark_of(getattr(item, 'function', None), item.name)
     if mark:
       item.add_marker(mark)
-    if 'soak' in item.keywords and not _SOAK:
+    if item.get_closest_marker('soak') and not _SOAK:
       item.add_marker(skip)
 
 
