@@ -16,6 +16,16 @@ def _strategy(replicas=4):
   return tfs.RingMirroredStrategy([f'CPU:{i}' for i in range(replicas)])
 
 
+def _aligned(array):
+  """A copy at an address that TensorFlow uses as it is, without a copy."""
+  memory = np.empty(array.nbytes + 64, np.uint8)
+  begin = -memory.ctypes.data % 64
+  aligned = memory[begin : begin + array.nbytes].view(array.dtype)
+  aligned = aligned.reshape(array.shape)
+  aligned[...] = array
+  return aligned
+
+
 def _sizes(strategy, rows, batch_size, drop_remainder=False):
   dataset = tf.data.Dataset.range(rows).batch(batch_size, drop_remainder)
   batches = list(strategy.experimental_distribute_dataset(dataset))
@@ -60,6 +70,24 @@ class HostInputTest(tf.test.TestCase, parameterized.TestCase):
     dense = [tf.sparse.to_dense(v).numpy() for v in batch['s'].values]
     self.assertAllEqual(np.concatenate(dense), np.diag([1, 2, 3, 4, 5.0]))
     self.assertAllEqual(batch['n'].values[1], [b'd', b'e'])
+
+  def test_training_does_not_write_into_the_arrays_of_a_generator(self):
+    """The parts of 64 numbers over 4 replicas begin at addresses like that."""
+    rng = np.random.default_rng(0)
+    x = _aligned(rng.normal(size=(64, 4)).astype(np.float32))
+    y = _aligned(rng.normal(size=64).astype(np.float32))
+    before = x.copy(), y.copy()
+
+    def batches():
+      for _ in range(6):
+        yield x, y
+
+    with _strategy().scope():
+      model = keras.Sequential([keras.layers.Input([4]), keras.layers.Dense(1)])
+      model.compile('sgd', 'mse', metrics=['mae'])
+    model.fit(batches(), steps_per_epoch=4, verbose=0)
+    self.assertAllEqual(x, before[0])
+    self.assertAllEqual(y, before[1])
 
   def test_one_component_and_functions_over_iterators(self):
     strategy = _strategy()

@@ -145,7 +145,13 @@ def _part(value, num_parts: int, part: int):
 
 def _rows(value, start, size):
   if not isinstance(value, tf.SparseTensor):
-    return value[start : start + size]
+    # TensorFlow protects an array of a generator's from ops that work in place,
+    # but not a slice that shares its memory: such an op would write into it.
+    return tf.nest.map_structure(
+      lambda part: tf.raw_ops.DeepCopy(x=part),
+      value[start : start + size],
+      expand_composites=True,
+    )
   shape = tf.concat([[tf.cast(size, tf.int64)], value.dense_shape[1:]], 0)
   begin = tf.concat(
     [[tf.cast(start, tf.int64)], tf.zeros_like(value.dense_shape[1:])], 0
