@@ -1,8 +1,10 @@
 """Marks of single rows reach the tests that absl makes of them."""
 
+from unittest import mock
+
 from absl.testing import absltest, parameterized
 
-from tests import tiers
+from tests import conftest, tiers
 
 
 def _make_cases():
@@ -103,6 +105,13 @@ class TiersTest(parameterized.TestCase):
     iterator = iter(test_twice)
     marks = [tiers.mark_of(next(iterator), f'test_twice{i}') for i in range(2)]
     self.assertEqual(marks, ['soak', 'soak'])
+
+  def test_a_directory_named_like_a_mark_skips_nothing(self):
+    item = mock.Mock(function=None, keywords={'soak': True})
+    item.name = 'test_something'
+    item.get_closest_marker.return_value = None
+    conftest.pytest_collection_modifyitems([item])
+    item.add_marker.assert_not_called()
 
 
 if __name__ == '__main__':
