@@ -59,6 +59,13 @@ class UnsupportedOptionError(Error, ValueError, metaclass=_MadeOfParts):
   fix: str | None = None
 
 
+class ScopeError(UnsupportedOptionError, RuntimeError):
+  """Something that was made outside of the scope of the strategy that uses it.
+
+  A `RuntimeError` too, as TensorFlow's own.
+  """
+
+
 class UnsupportedVersionError(Error, ImportError):
   """A TensorFlow or Keras without something that this package relies on."""
 

@@ -13,6 +13,7 @@ _PERMANENT = (
   errors.DataError('x'),
   errors.CheckpointMismatchError('x'),
   errors.ScheduleError('x'),
+  errors.ScopeError('x'),
   errors.AuthenticationError('x'),
   errors.CollectiveMismatchError('x'),
   RuntimeError('x'),

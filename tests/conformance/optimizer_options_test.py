@@ -98,23 +98,10 @@ FEATURES = (
 class OptimizerOptionsTest(harness.ConformanceTest, parameterized.TestCase):
   @tiers.named_parameters(*harness.table(FEATURES))
   def test_equals_one_device(self, case, feature):
-    if (case.name, feature.name) == (
-      'central_storage',
-      'accumulation_unwrapped',
-    ):
-      # Replicas that share variables cannot meet in the branch of one.
-      with self.assertRaisesRegex(
-        tfs.errors.UnsupportedOptionError, 'tfs.keras.DistributedOptimizer'
-      ):
-        harness.train(feature, case.create())
-      return
     self.assert_feature(case, feature)
 
   @tiers.named_parameters(
-    *harness.table(
-      [f for f in FEATURES if f.name != 'accumulation_unwrapped'],
-      [harness.CENTRAL_STORAGE_OF_2],
-    )
+    *harness.table(FEATURES, [harness.CENTRAL_STORAGE_OF_2])
   )
   @pytest.mark.soak
   def test_equals_one_device_with_two(self, case, feature):

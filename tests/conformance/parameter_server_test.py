@@ -41,12 +41,6 @@ INEXACT_WITH_SHARES = (
   'sync_batch_normalization',
   'sync_batch_normalization_1_row',
 )
-# Keras gives each batch the same weight in the loss of one output of several,
-# and a share is a batch; a step's own numbers are the mean of its shares'.
-INEXACT_PROGRAMS_WITH_SHARES = (
-  'custom_train_step',
-  'two_inputs_and_two_outputs',
-)
 FEW_WITH_SHARES = ('last_batch_of_1_row',)
 SOME_WITH_SHARES = (
   'embedding',
@@ -124,9 +118,7 @@ class TwoWorkersTest(
 
   @pytest.mark.soak
   def test_programs_do_what_they_do_on_one_device(self):
-    left_out = INEXACT_PROGRAMS_WITH_SHARES
-    names = sorted(set(programs.PROGRAMS) - set(left_out))
-    self.assert_programs(self.job, names, {'mode': 'sync'})
+    self.assert_programs(self.job, sorted(programs.PROGRAMS), {'mode': 'sync'})
 
 
 if __name__ == '__main__':

@@ -7,7 +7,7 @@ from absl.testing import parameterized
 from tests import virtual_devices
 from tests.cross_device import replicas
 from tests.cross_device.replicas import MEAN, SUM
-from tf_strategies import _tf_internal, cross_device
+from tf_strategies import _tf_internal, cross_device, strategies
 
 virtual_devices.configure_logical_cpus()
 
@@ -162,6 +162,67 @@ class SparseTest(tf.test.TestCase, parameterized.TestCase):
     for component in result.values:
       self.assertEqual(component.values.dtype, tf.float16)
       self.assertAllEqual(component.values, [[20000.0]] * 3)
+
+  @parameterized.named_parameters(*replicas.NAMED_OPS)
+  def test_broadcast_keeps_slices(self, make_op):
+    op = make_op()
+    result = op.broadcast(self.slices[0], 'CPU:1')
+    self.assert_slices(result, concatenated(self.slices[:1]), 'CPU:1')
+    results = op.broadcast(self.slices[2], self.value)
+    self.assertLen(results.values, 3)
+    for component, name in zip(results.values, self.names, strict=True):
+      self.assert_slices(component, concatenated(self.slices[2:]), name)
+    # Numbers as they may stand in a program, which are no tensors yet.
+    alone = op.broadcast(tf.IndexedSlices([[1.0, 2.0]], [3]), 'CPU:7')
+    self.assertAllEqual(alone.values, [[1.0, 2.0]])
+    self.assertAllEqual(alone.indices, [3])
+    # Rows of values, their indices, and the shape: three rows to one device, then
+    # two to all.
+    received = op._statistics['broadcast'].bytes_in()
+    self.assertEqual(sorted(received.values()), [12, 48, 48, 64 + 48])
+
+  @parameterized.named_parameters(
+    ('stock', lambda: _stock(cross_device.RingAllReduce())),
+    ('ring', lambda: strategies.RingMirroredStrategy(replicas.devices(2))),
+    (
+      'central',
+      lambda: strategies.CentralStorageStrategy(replicas.devices(2)),
+    ),
+  )
+  def test_scatter_of_the_first_replica(self, make_strategy):
+    strategy = make_strategy()
+    expected = {
+      'scatter_add': [1, 12, 1],
+      'scatter_sub': [1, -8, 1],
+      'scatter_max': [1, 10, 1],
+      'scatter_min': [1, 1, 1],
+      'scatter_update': [1, 10, 1],
+    }
+    for name, value in expected.items():
+      with strategy.scope():
+        variable = tf.Variable(
+          [1.0, 1.0, 1.0],
+          aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
+        )
+
+      @tf.function
+      def step(variable=variable, name=name):
+        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+        values = {'scatter_add': [10.0, 1.0], 'scatter_sub': [9.0]}
+        values = tf.constant(values.get(name, [10.0]))
+        # Row 1 of the first replica, another row of the others.
+        rows = tf.ones([tf.size(values)], tf.int32) + replica
+        getattr(variable, name)(tf.IndexedSlices(values, rows))
+
+      strategy.run(step)
+      for component in strategy.experimental_local_results(variable):
+        self.assertAllEqual(component, value, name)
+
+
+def _stock(op):
+  return tf.distribute.MirroredStrategy(
+    replicas.devices(2), cross_device_ops=op
+  )
 
 
 if __name__ == '__main__':

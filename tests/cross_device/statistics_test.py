@@ -75,6 +75,29 @@ class CallStatisticsTest(tf.test.TestCase):
     self.assertEmpty(created)
     self.assertEqual(counted.calls, 2)
 
+  def test_a_session_counts_nothing(self):
+    op = cross_device.RingAllReduce()
+    names = replicas.devices(2)
+    arrays = replicas.inputs('float32', (4,), 2)
+
+    def reduce():
+      value = replicas.on_devices(arrays, names)
+      return op.reduce(SUM, value, value).values
+
+    def in_a_session():
+      with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        for component in session.run(reduce()):
+          self.assertAllEqual(component, replicas.exact(arrays))
+
+    # One op in two graphs, and in a graph and eagerly, in either order.
+    in_a_session()
+    in_a_session()
+    self.assertEqual(op.calls, 0)
+    reduce()
+    in_a_session()
+    reduce()
+    self.assertEqual(op.calls, 2)
+
 
 class PlanTest(tf.test.TestCase, parameterized.TestCase):
   @parameterized.parameters(2, 4, 8)

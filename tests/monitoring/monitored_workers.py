@@ -100,6 +100,10 @@ def measure(rank, directory):
     'was_off': was_off,
     'is_off': not recorder.is_on(),
     'parameters': model.count_params(),
+    'variables': [v.path for v in model.trainable_variables],
+    'metric_values': sum(
+      int(np.prod(v.shape)) for v in model.metrics_variables
+    ),
     'at_begin': counter.at_begin,
     'at_end': counter.at_end,
   }

@@ -91,8 +91,10 @@ class MeasuredRunTest(absltest.TestCase):
       self.assertEqual(
         [line['step'] for line in lines], [*range(1, _STEPS + 1)]
       )
-      # 2 (N - 1) / N of the float32 gradients, with N = 2.
-      expected = 4 * told['parameters']
+      # 2 (N - 1) / N, with N = 2, of the float32 gradients, and of the sums of
+      # the metrics that a step reports: the loss and the weight of its rows.
+      self.assertEqual(told['metric_values'], 2)
+      expected = 4 * (told['parameters'] + told['metric_values'])
       for line in lines:
         self.assertEqual(line['sent_by_kind']['all_reduce'], expected)
 
@@ -156,6 +158,7 @@ class MeasuredRunTest(absltest.TestCase):
       steps = {s['args']['step']: s for s in _spans(trace, 'step', 'step')}
       sent = collections.Counter()
       sequences = []
+      told = collections.defaultdict(list)
       for span in _spans(trace, 'collectives'):
         sequences.append(span['args']['sequence'])
         # Not those of an update: metrics are read after an epoch's last step.
@@ -164,9 +167,12 @@ class MeasuredRunTest(absltest.TestCase):
         step = span['args']['step']
         self.assertTrue(_is_inside(span, steps[step]), span)
         self.assertGreaterEqual(span['args']['waited_in_queue_us'], 0)
-        self.assertIn('dense', span['args']['contents'])
+        told[step] += span['args']['contents'].split(', ')
         sent[step] += 1
       self.assertEqual(sequences, sorted(set(sequences)))
+      for names in told.values():
+        variables = [n for n in names if '/' in n]
+        self.assertEqual(variables, self.told[0]['variables'][::-1])
       # Each kernel travels alone, with the biases in one or more buckets.
       self.assertEqual(set(sent), set(steps))
       self.assertLen(set(sent.values()), 1)

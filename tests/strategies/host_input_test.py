@@ -105,6 +105,83 @@ class HostInputTest(tf.test.TestCase, parameterized.TestCase):
     with self.assertRaises(tf.errors.OutOfRangeError):
       step(iterator)
 
+  @parameterized.product(
+    make=(
+      tfs.RingMirroredStrategy,
+      tfs.CentralStorageStrategy,
+      lambda devices: tfs.MultiWorkerRingStrategy(devices=devices),
+    ),
+    consume=(
+      enumerate,
+      zip,
+      lambda batches: (_ for _ in batches),
+      tf.autograph.experimental.do_not_convert(iter),
+    ),
+    captured=(True, False),
+  )
+  def test_a_loop_of_python_in_a_graph_raises(self, make, consume, captured):
+    strategy = make(['CPU:0', 'CPU:1'])
+    dataset = tf.data.Dataset.range(8).batch(4)
+    iterator = iter(strategy.experimental_distribute_dataset(dataset))
+    traced = []
+
+    @tf.function
+    def loop(given):
+      for _ in consume(iterator if captured else given):
+        traced.append(1)
+        assert len(traced) < 100, 'it traces without end'
+
+    with self.assertRaises(tfs.errors.UnsupportedOptionError) as caught:
+      loop(iterator)
+    # As TensorFlow's strategies raise.
+    self.assertIsInstance(caught.exception, NotImplementedError)
+    self.assertEmpty(traced)
+    self.assertLen([batch for _, batch in enumerate(iterator)], 2)
+
+  @parameterized.parameters(
+    tfs.RingMirroredStrategy, tfs.CentralStorageStrategy
+  )
+  def test_loops_of_autograph_and_next_in_a_graph(self, make):
+    strategy = make(['CPU:0', 'CPU:1'])
+    dataset = tf.data.Dataset.range(8).batch(3)
+    distributed = strategy.experimental_distribute_dataset(dataset)
+
+    def total(batch):
+      parts = strategy.run(tf.reduce_sum, args=(batch,))
+      return strategy.reduce('SUM', parts, axis=None)
+
+    @tf.function
+    def loop(iterator):
+      result = total(next(iterator))
+      for batch in iterator:
+        result += total(batch)
+      fresh = iter(distributed)
+      for batch in fresh:
+        result += total(batch)
+      for batch in distributed:
+        result += total(batch)
+      return result
+
+    self.assertEqual(int(loop(iter(distributed))), 3 * sum(range(8)))
+
+  @parameterized.parameters(
+    tfs.RingMirroredStrategy, tfs.CentralStorageStrategy
+  )
+  def test_a_replica_draws_no_batch(self, make):
+    strategy = make(['CPU:0', 'CPU:1'])
+    dataset = tf.data.Dataset.range(8).batch(4)
+    iterator = iter(strategy.experimental_distribute_dataset(dataset))
+
+    def draw(iterator):
+      return next(iterator)
+
+    for function in (draw, tf.function(draw)):
+      with self.assertRaisesRegex(
+        tfs.errors.UnsupportedOptionError, 'args=.next.iterator'
+      ):
+        strategy.run(function, args=(iterator,))
+    self.assertLen(list(iterator), 2)
+
   def test_unbatched_data_are_refused(self):
     with self.assertRaisesRegex(
       tfs.errors.UnsupportedOptionError, 'global_batch_size'

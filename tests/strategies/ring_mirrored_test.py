@@ -275,28 +275,41 @@ class ControlFlowTest(tf.test.TestCase):
 
 
 class UnevenBatchTest(tf.test.TestCase, parameterized.TestCase):
-  def _fit(self, strategy, rows, wrap):
+  def _train(self, rows, wrap):
+    """A loop of the user's own, twice; returns what it logs of wrapping."""
+    strategy = _strategy()
     with strategy.scope():
-      model = keras.Sequential([keras.layers.Input([3]), keras.layers.Dense(1)])
+      weight = keras.Variable([1.0])
       optimizer = keras.optimizers.SGD(0.1)
       if wrap:
         optimizer = tfs.keras.DistributedOptimizer(optimizer)
-      model.compile(optimizer, 'mse')
+      optimizer.build([weight])
+
+    @tf.function
+    def step(batch):
+      def replica_fn(x):
+        with tf.GradientTape() as tape:
+          loss = tf.reduce_mean(x * weight) / 4
+        optimizer.apply(tape.gradient(loss, [weight.value]), [weight])
+
+      strategy.run(replica_fn, args=(batch,))
+
+    dataset = tf.data.Dataset.from_tensor_slices(tf.ones([rows])).batch(8)
     with self.assertLogs('absl', 'INFO') as logs:
       logging.info('The run starts.')  # assertLogs wants at least one line.
       for _ in range(2):
-        x = np.ones([rows, 3], np.float32)
-        model.fit(x, x[:, :1], batch_size=8, epochs=2, verbose=0)
+        for batch in strategy.experimental_distribute_dataset(dataset):
+          step(batch)
     return [line for line in logs.output if 'DistributedOptimizer' in line]
 
   @pytest.mark.full
   def test_unwrapped_uneven_batch_warns_once(self):
-    self.assertLen(self._fit(_strategy(), rows=13, wrap=False), 1)
+    self.assertLen(self._train(rows=13, wrap=False), 1)
 
   @pytest.mark.full
   def test_wrapped_or_even_batches_do_not_warn(self):
-    self.assertEmpty(self._fit(_strategy(), rows=13, wrap=True))
-    self.assertEmpty(self._fit(_strategy(), rows=16, wrap=False))
+    self.assertEmpty(self._train(rows=13, wrap=True))
+    self.assertEmpty(self._train(rows=16, wrap=False))
 
 
 class DevicesTest(tf.test.TestCase, parameterized.TestCase):
@@ -333,6 +346,37 @@ class DevicesTest(tf.test.TestCase, parameterized.TestCase):
     self.assertIsInstance(_strategy(), tf.distribute.MirroredStrategy)
 
 
+class SavedModelTest(tf.test.TestCase, parameterized.TestCase):
+  @parameterized.parameters(
+    tfs.RingMirroredStrategy, tfs.CentralStorageStrategy
+  )
+  def test_function_that_reads_a_mean_of_replicas(self, make):
+    strategy = make(['CPU:0', 'CPU:1'])
+    with strategy.scope():
+      module = tf.Module()
+      module.mean = tf.Variable(
+        0.0,
+        synchronization=tf.VariableSynchronization.ON_READ,
+        aggregation=tf.VariableAggregation.MEAN,
+      )
+
+    def write():
+      context = tf.distribute.get_replica_context()
+      number = tf.cast(context.replica_id_in_sync_group, tf.float32)
+      module.mean.assign(1 + 2 * number)
+
+    strategy.run(write)
+    # Traced before it is saved, for all replicas.
+    read = tf.function(lambda: {'mean': module.mean.read_value()})
+    signature = read.get_concrete_function()
+    self.assertEqual(float(signature()['mean']), 2)
+    directory = self.create_tempdir().full_path
+    tf.saved_model.save(module, directory, signatures=signature)
+    loaded = tf.saved_model.load(directory)
+    # A checkpoint has the mean in every part.
+    self.assertEqual(float(loaded.signatures['serving_default']()['mean']), 2)
+
+
 class RegistryTest(tf.test.TestCase, parameterized.TestCase):
   def test_names_make_strategies(self):
     for name, kind, replicas in (
@@ -345,6 +389,20 @@ class RegistryTest(tf.test.TestCase, parameterized.TestCase):
       strategy = tfs.create_strategy(name, devices=list(DEVICES))
       self.assertIsInstance(strategy, kind)
       self.assertEqual(strategy.num_replicas_in_sync, replicas)
+
+  @parameterized.parameters(
+    'ring_mirrored', 'central_storage', 'multi_worker_ring', 'mirrored'
+  )
+  def test_devices_as_tensorflow_lists_them(self, name):
+    devices = tf.config.list_logical_devices('CPU')[1:3]
+    strategy = tfs.create_strategy(name, devices=devices)
+    self.assertEqual(
+      strategy.extended.worker_devices,
+      tuple(f'/job:localhost/replica:0/task:0{d.name}' for d in devices),
+    )
+    if name == 'central_storage':
+      strategy = tfs.create_strategy(name, parameter_device=devices[1])
+      self.assertEndsWith(strategy.parameter_device, devices[1].name)
 
   @parameterized.parameters(
     ('tpu_ring', 'without cores|names no TPU'),

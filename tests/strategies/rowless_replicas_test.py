@@ -1,12 +1,10 @@
 """A replica without rows contributes nothing, whatever the step computes."""
 
 import numpy as np
-import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_strategies as tfs
-from benchmarks import processes
 from tests import tiers, virtual_devices
 
 virtual_devices.configure_logical_cpus()
@@ -172,32 +170,6 @@ class RowlessReplicasTest(tf.test.TestCase, parameterized.TestCase):
     graph = step.get_concrete_function().graph
     kinds = {op.type for op in graph.get_operations()}
     self.assertNoCommonElements(kinds, {'If', 'StatelessIf', 'EagerPyFunc'})
-
-  @pytest.mark.multi_process
-  @pytest.mark.soak
-  def test_unwrapped_accumulation_fails_loudly(self):
-    # In a process of its own: TensorFlow's collectives, which accumulation
-    # without the wrapper uses, stay aborted after an error.
-    result = processes.run_python('-c', _UNWRAPPED_ACCUMULATION)
-    self.assertNotEqual(result.returncode, 0)
-    self.assertRegex(
-      result.stderr, r'gradient_accumulation_steps=2[^\n]*DistributedOptimizer'
-    )
-
-
-_UNWRAPPED_ACCUMULATION = """
-import keras
-import numpy as np
-from tests import virtual_devices
-virtual_devices.configure_logical_cpus(4)
-import tf_strategies as tfs
-
-with tfs.RingMirroredStrategy().scope():
-  model = keras.Sequential([keras.layers.Input([1]), keras.layers.Dense(1)])
-  model.compile(keras.optimizers.SGD(0.1, gradient_accumulation_steps=2), 'mse')
-x = np.ones([6, 1], np.float32)  # Four rows, then two for four replicas.
-model.fit(x, x, batch_size=4, shuffle=False, verbose=0)
-"""
 
 
 if __name__ == '__main__':

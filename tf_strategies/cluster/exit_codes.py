@@ -45,8 +45,13 @@ def exit_code(error: BaseException) -> int:
     >>> exit_code(errors.DataError('shard 3 is truncated'))
     1
   """
-  # A wrong secret stays wrong, and workers that disagree would do so again.
-  lasting = (errors.AuthenticationError, errors.CollectiveMismatchError)
+  # A wrong secret stays wrong, workers that disagree would do so again, and a
+  # program is what it is.
+  lasting = (
+    errors.AuthenticationError,
+    errors.CollectiveMismatchError,
+    errors.ScopeError,
+  )
   is_ours = isinstance(error, errors.Error) and isinstance(error, RuntimeError)
   if is_ours and not isinstance(error, lasting):
     return RESTARTABLE_EXIT_CODE

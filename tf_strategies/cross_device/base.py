@@ -157,13 +157,20 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
     return results
 
   def broadcast_implementation(self, tensor, destinations):
-    """Copies `tensor` to every destination device."""
+    """Copies `tensor` to every destination device; slices stay slices."""
     devices = tuple(_tf_internal.get_devices_from(destinations))
-    tensor = tf.convert_to_tensor(tensor)
-    self._statistics['broadcast'].record(
-      devices, [bytes_of(tensor)] * len(devices)
-    )
-    return _wrap(_on_each(devices, lambda: tf.identity(tensor)))
+    parts = (tensor,)
+    if isinstance(tensor, tf.IndexedSlices):
+      parts = (tensor.values, tensor.indices, tensor.dense_shape)
+    parts = [None if p is None else tf.convert_to_tensor(p) for p in parts]
+    num_bytes = sum(bytes_of(p) for p in parts if p is not None)
+    self._statistics['broadcast'].record(devices, [num_bytes] * len(devices))
+
+    def copy():
+      copies = [None if p is None else tf.identity(p) for p in parts]
+      return copies[0] if len(copies) == 1 else tf.IndexedSlices(*copies)
+
+    return _wrap(_on_each(devices, copy))
 
   def _gather_implementation(
     self, per_replica_value, destinations, axis, options

@@ -5,11 +5,34 @@ that the graph itself adds to, so they count executions: the proof that an
 all-reduce of ours ran, how often, and how many bytes each device took in.
 """
 
-from collections.abc import Sequence
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
 
 from tf_strategies import _tf_internal
+
+
+class _State(threading.local):
+  is_paused = False
+
+
+_state = _State()
+
+
+@contextlib.contextmanager
+def paused() -> Iterator[None]:
+  """Counts nothing in this thread.
+
+  For what a SavedModel may hold: its loader knows no counter of ours, so a
+  function that adds to one cannot be saved.
+  """
+  before, _state.is_paused = _state.is_paused, True
+  try:
+    yield
+  finally:
+    _state.is_paused = before
 
 
 class CallStatistics:
@@ -32,8 +55,15 @@ class CallStatistics:
     """Adds one execution to the counters, in the graph being built or now.
 
     `bytes_in` is what each device receives from the others; tensors whose shape
-    is unknown when the graph is built count as zero.
+    is unknown when the graph is built count as zero. A graph of
+    `tf.compat.v1.Session` counts nothing: each would need a counter of its own,
+    which nobody initialises.
     """
+    if _state.is_paused:
+      return
+    with tf.init_scope():
+      if not tf.executing_eagerly():
+        return
     devices = tuple(devices)
     if devices not in self._counters:
       # Lifted out of any function being traced, and not `tf.Variable`, whose

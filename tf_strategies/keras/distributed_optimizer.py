@@ -1,22 +1,26 @@
-"""`DistributedOptimizer`: reduce first, then let Keras do what it does.
+"""`DistributedOptimizer`: replicas count by their rows in a loop of one's own.
 
-Keras 3 clips, accumulates and unscales the gradient of one replica and only
-then sums over replicas. The norm of a part is not the norm of the whole, and a
-replica with five rows counts as much as one with sixteen. The wrapper turns the
-order round, as Horovod's does: every replica's inner optimizer sees the gradient
-that one device would have seen.
+Every optimizer reduces before Keras clips, accumulates and unscales (see
+`_keras_internal.py`). In a loop that calls `strategy.run` a replica with five rows
+would still count as much as one with sixteen; the wrapper weighs its loss.
 """
 
 from __future__ import annotations
 
+import functools
 import operator
 import threading
 
 import keras
 import tensorflow as tf
 
-from tf_strategies import _keras_internal, errors, option_checks
-from tf_strategies.keras import gradient_reducer, optimizer_checks
+from tf_strategies import (
+  _keras_internal,
+  _tf_internal,
+  errors,
+  option_checks,
+)
+from tf_strategies.keras import gradient_reducer
 
 _WEIGHTINGS = ('rows', 'none')
 
@@ -33,13 +37,15 @@ def _inner(name):
 
 
 @keras.saving.register_keras_serializable(package='tf_strategies')
-class DistributedOptimizer(keras.optimizers.Optimizer):
-  """Wraps a Keras optimizer so that gradients are reduced before anything else.
+class DistributedOptimizer(
+  _tf_internal.TrackedAsAnother, keras.optimizers.Optimizer
+):
+  """Wraps a Keras optimizer whose gradients count by each replica's rows.
 
-  With it, `clipnorm`, `global_clipnorm`, `clipvalue`,
-  `gradient_accumulation_steps`, EMA, weight decay, constraints and batches that
-  give the replicas uneven rows (or none) equal one device's. Outside of a
-  strategy, and with one replica, it is the inner optimizer.
+  For a loop of your own, which calls `strategy.run`: there batches that give the
+  replicas uneven rows (or none) equal one device's with it. In the steps of a
+  Keras model (`fit`, a `train_step`) it changes nothing: they equal one device's
+  anyway. Outside of a strategy, and with one replica, it is the inner optimizer.
 
   For mixed precision, put `keras.optimizers.LossScaleOptimizer` outside (what
   `compile` does by itself under `mixed_float16`), or inside in a loop of your
@@ -125,9 +131,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
   def build(self, variables):
     """Creates the inner optimizer's variables."""
     if not self.inner_optimizer.built:
-      # Accumulators then hold the whole gradient, not one replica's part.
-      with gradient_reducer.current().gradients_reduced():
-        self.inner_optimizer.build(variables)
+      self.inner_optimizer.build(variables)
     # The wrapper adds no slots, but knows its variables as any optimizer does.
     super().build(variables)
 
@@ -149,23 +153,9 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         'a call inside strategy.run',
         'pass the training step to strategy.run',
       )
-    if tf.distribute.get_strategy().num_replicas_in_sync == 1:
-      self.inner_optimizer.apply(grads, trainable_variables)
-      return
     reducer = gradient_reducer.current()
+    reducer.check()
     variables = trainable_variables or _keras_internal.trainable_variables(self)
-    parts = self._parts(reducer, grads, variables)
-
-    def apply(summed):
-      summed = iter(summed)
-      reduced = [None if g is None else next(summed) for g in grads]
-      with reducer.gradients_reduced(reduced):
-        self.inner_optimizer.apply(reduced, trainable_variables)
-
-    reducer.reduce_and_apply(parts, apply)
-
-  def _parts(self, reducer, grads, variables):
-    """This replica's part of each gradient that is there."""
     for variable in variables:
       if _keras_internal.overwrites_with_gradient(variable):
         raise errors.UnsupportedOptionError(
@@ -173,38 +163,17 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
           'variables that are updated by gradients',
           'train without quantize("float8")',
         )
-    parts = [self._lighter(reducer, g) for g in grads if g is not None]
-    if parts and not self._pop_loss_weighed() and self.weighting == 'rows':
-      weight = reducer.row_weight()
+    if not self._pop_loss_weighed():
+      weight = self._weight()
       if weight is not None:
-        parts = [_multiply(p, weight) for p in parts]
-    return parts
+        grads = [None if g is None else _multiply(g, weight) for g in grads]
+    self.inner_optimizer.apply(grads, trainable_variables)
 
-  def _lighter(self, reducer, gradient):
-    """A sparse gradient as a dense one, where that is less to send.
-
-    Not with clipping: one device clips the pairs as they come, and duplicates
-    that were added up have another norm.
-    """
-    if not isinstance(gradient, tf.IndexedSlices):
-      return gradient
-    inner = self.inner_optimizer
-    clips = any(
-      getattr(inner, option, None) is not None
-      for option in optimizer_checks.CLIPPING
-    )
-    if clips and reducer.sums_sparse_as_dense:
-      strategy = type(tf.distribute.get_strategy()).__name__
-      raise errors.UnsupportedOptionError(
-        f'{type(inner).__name__} that clips sparse gradients under {strategy}',
-        'clipping of dense gradients there: duplicate rows are added up '
-        'before, and have another norm than on one device',
-        'train the embedding without clipping, or look rows up by '
-        'tf.one_hot(ids, depth) @ table, whose gradient is dense',
-      )
-    if clips or not reducer.prefers_dense(gradient):
-      return gradient
-    return tf.convert_to_tensor(gradient)
+  def _weight(self):
+    """What a mean over this replica's rows counts; None for 1."""
+    if self.weighting == 'none':
+      return None
+    return gradient_reducer.current().row_weight()
 
   def scale_loss(self, loss):
     """Weighs the loss by this replica's rows, and scales it as the inner does.
@@ -216,11 +185,10 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
     """
     loss = self.inner_optimizer.scale_loss(loss)
     in_replica = not tf.distribute.in_cross_replica_context()
-    if self.weighting == 'rows' and in_replica:
-      weight = gradient_reducer.current().row_weight()
-      if weight is not None:
-        loss = loss * tf.cast(weight, loss.dtype)
-        _weighed.optimizers = _weighed.optimizers | {id(self)}
+    weight = self._weight() if in_replica else None
+    if weight is not None:
+      loss = loss * tf.cast(weight, loss.dtype)
+      _weighed.optimizers = _weighed.optimizers | {id(self)}
     return loss
 
   def _pop_loss_weighed(self) -> bool:
@@ -236,6 +204,9 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
   # A file that was saved with the wrapper loads without it, and the other way.
   save_own_variables = _inner('save_own_variables')
   load_own_variables = _inner('load_own_variables')
+
+  def _tracked(self):
+    return vars(self).get('inner_optimizer')
 
   def __dir__(self):
     # Keras saves what it finds here: the inner optimizer is saved already.
@@ -277,3 +248,32 @@ def _multiply(gradient, weight):
     )
   gradient = tf.convert_to_tensor(gradient)
   return gradient * tf.cast(weight, gradient.dtype)
+
+
+def _save_unwrapped(get_compile_config):
+  """Saves a model's optimizer without a wrapper that is nothing by itself.
+
+  The file then loads where this package is not imported.
+  """
+
+  @functools.wraps(get_compile_config)
+  def get_config(self):
+    config = get_compile_config(self)
+    return config and _unwrapped(config)
+
+  return get_config
+
+
+def _unwrapped(config):
+  if isinstance(config, list):
+    return [_unwrapped(part) for part in config]
+  if not isinstance(config, dict):
+    return config
+  if config.get('registered_name') == 'tf_strategies>DistributedOptimizer':
+    options = config['config']
+    if options['weighting'] == 'rows':
+      return _unwrapped(options['optimizer'])
+  return {key: _unwrapped(value) for key, value in config.items()}
+
+
+keras.Model.get_compile_config = _save_unwrapped(keras.Model.get_compile_config)

@@ -1,8 +1,8 @@
-"""What `DistributedOptimizer` may ask of a strategy: one protocol, with types.
+"""What an optimizer may ask of a strategy: one protocol, with types.
 
-The `extended` of every strategy of this package implements it. Any other
-strategy gets `Unsupported`, which trains on one replica as it is and rejects
-more with an error.
+The `extended` of every strategy of this package implements it: Keras's `apply`
+goes through it, whoever made the optimizer. Any other strategy gets
+`Unsupported`, which trains on one replica as it is and rejects more with an error.
 """
 
 from __future__ import annotations
@@ -12,11 +12,16 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeAlias, runtime_checkable
 
+import keras
 import tensorflow as tf
 
 from tf_strategies import errors
+from tf_strategies.keras import optimizer_checks
 
 Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices
+# By this very object a link knows that what it adds up are gradients, which may
+# be rounded on their way. It asks for nothing.
+GRADIENTS = tf.distribute.experimental.CommunicationOptions()
 
 
 @runtime_checkable
@@ -54,6 +59,17 @@ class GradientReducer(Protocol):
     finally:
       _state.are_reduced = before
 
+  def mark(self, gradients, variables):
+    """Returns the gradients, which an optimizer is about to apply as they are.
+
+    `variables` are those that it changes.
+    """
+    del variables
+    return gradients
+
+  def check(self) -> None:
+    """Raises UnsupportedOptionError if several replicas cannot be reduced."""
+
   def row_weight(self) -> tf.Tensor | None:
     """N * n_i / sum(n) for this replica's n_i rows; None if all are equal."""
     return None
@@ -72,8 +88,69 @@ class GradientReducer(Protocol):
     context = tf.distribute.get_replica_context()
     reduced = list(gradients)
     if reduced:
-      reduced = context.all_reduce(tf.distribute.ReduceOp.SUM, reduced)
+      reduced = context.all_reduce(
+        tf.distribute.ReduceOp.SUM, reduced, GRADIENTS
+      )
     apply(reduced)
+
+  def apply_gradients(self, optimizer, gradients, variables, apply) -> None:
+    """Has `apply` called with the gradients of all replicas.
+
+    Not in cross-replica context, and not where they are reduced.
+    """
+    is_reduced = are_gradients_reduced() or (
+      tf.distribute.in_cross_replica_context()
+    )
+    if is_reduced or self._num_replicas_in_sync == 1:
+      trained = (
+        optimizer._trainable_variables if variables is None else variables
+      )
+      apply(self.mark(gradients, trained))
+      return
+    if variables is not None and not optimizer.built:
+      # Not where replicas have met, or in a branch of one.
+      with keras.name_scope(optimizer.name, caller=optimizer):
+        optimizer.build(variables)
+    gradients = [self._lighter(optimizer, g) for g in gradients]
+    parts = [g for g in gradients if g is not None]
+
+    def apply_reduced(summed):
+      summed = iter(summed)
+      reduced = [None if g is None else next(summed) for g in gradients]
+      with self.gradients_reduced(reduced):
+        apply(reduced)
+
+    self.reduce_and_apply(parts, apply_reduced)
+
+  def _lighter(self, optimizer, gradient):
+    """A sparse gradient as a dense one, where that is less to send.
+
+    Not where duplicate rows that are added up give another update than one
+    device's, which gets the pairs as they come: with clipping, and with every
+    optimizer that is not linear.
+    """
+    if not isinstance(gradient, tf.IndexedSlices):
+      return gradient
+    clips = any(
+      getattr(optimizer, option, None) is not None
+      for option in optimizer_checks.CLIPPING
+    )
+    if clips and self.sums_sparse_as_dense:
+      strategy = type(tf.distribute.get_strategy()).__name__
+      raise errors.UnsupportedOptionError(
+        f'{type(optimizer).__name__} that clips sparse gradients under '
+        f'{strategy}',
+        'clipping of dense gradients there: duplicate rows are added up '
+        'before, and have another norm than on one device',
+        'train the embedding without clipping, or look rows up by '
+        'tf.one_hot(ids, depth) @ table, whose gradient is dense',
+      )
+    is_linear = isinstance(optimizer, keras.optimizers.SGD) and not clips
+    if self.sums_sparse_as_dense or (
+      is_linear and self.prefers_dense(gradient)
+    ):
+      return tf.convert_to_tensor(gradient)
+    return gradient
 
 
 class Unsupported(GradientReducer):
@@ -82,15 +159,10 @@ class Unsupported(GradientReducer):
   def __init__(self, strategy: tf.distribute.Strategy):
     self._name = type(strategy).__name__
 
-  @contextlib.contextmanager
-  def gradients_reduced(self, gradients=()):
-    """Does nothing: variables are made as that strategy makes them."""
-    del gradients
-    yield
-
-  def reduce_and_apply(self, gradients, apply):
+  def check(self):
     """Raises UnsupportedOptionError, which names the strategy."""
-    del gradients, apply
+    if tf.distribute.get_strategy().num_replicas_in_sync == 1:
+      return
     raise errors.UnsupportedOptionError(
       f'DistributedOptimizer under {self._name}',
       'the strategies of tf_strategies',

@@ -13,65 +13,27 @@ from tf_strategies import _keras_internal, errors
 
 _warned_of_masks = weakref.WeakSet()
 
-# Keras applies these to the gradient of one replica, before the all-reduce.
+# What depends on the norm or the size of a gradient.
 CLIPPING = ('clipnorm', 'clipvalue', 'global_clipnorm')
 # These look at a variable as a whole, which a part is not.
 _WHOLE_VARIABLE_OPTIMIZERS = ('Adafactor', 'Lamb', 'Muon')
 
 
-def check_update(
-  fn: Callable, strategy: tf.distribute.Strategy
-) -> keras.optimizers.Optimizer | None:
-  """The optimizer of which `fn` updates a variable; None on one replica.
-
-  Raises:
-    UnsupportedOptionError: it has an option that is wrong unless gradients are
-      reduced first; names its value and the wrapper.
-  """
-  optimizer = _keras_internal.optimizer_of(fn)
-  if optimizer is None or strategy.num_replicas_in_sync == 1:
-    return None
-  for option in CLIPPING:
-    value = getattr(optimizer, option, None)
-    if value is not None:
-      raise errors.UnsupportedOptionError(
-        f'{type(optimizer).__name__}({option}={value!r}) under '
-        f'{type(strategy).__name__}',
-        f'{option} of the whole gradient; Keras would clip the gradient of '
-        'each replica, and the sum of clipped gradients is another one',
-        'wrap the optimizer: tfs.keras.DistributedOptimizer(optimizer), which '
-        'reduces the gradients before Keras clips them',
-      )
-  return optimizer
-
-
-def needs_rows_everywhere(optimizer) -> str | None:
-  """The option of an unwrapped optimizer that a rowless replica would spoil.
-
-  An accumulator adds up one replica's gradients before they are reduced, where
-  nothing knows any more which of them came from no rows.
-  """
-  steps = getattr(optimizer, 'gradient_accumulation_steps', None)
-  if not steps:
-    return None
-  return f'{type(optimizer).__name__}(gradient_accumulation_steps={steps})'
-
-
-def check_model(fn: Callable, strategy: tf.distribute.Strategy) -> None:
-  """Rejects a model whose loss or optimizer is wrong on several replicas.
+def check_model(
+  step: _keras_internal.KerasStep | None, strategy: tf.distribute.Strategy
+) -> None:
+  """Rejects a model whose optimizer is wrong on several replicas.
 
   Of what runs on each replica, only a model's train step is looked at.
 
   Raises:
-    UnsupportedOptionError: naming the loss's reduction, or two loss scales.
+    UnsupportedOptionError: naming two loss scales.
   """
-  model = getattr(fn, '__self__', None)
-  if (
-    strategy.num_replicas_in_sync == 1
-    or not isinstance(model, keras.Model)
-    or fn.__name__ != 'train_step'
-  ):
+  if step is None or step.kind != 'train':
     return
+  if strategy.num_replicas_in_sync == 1:
+    return
+  model = step.model
   optimizer = model.optimizer
   scale = keras.optimizers.LossScaleOptimizer
   if isinstance(optimizer, scale):
@@ -85,24 +47,32 @@ def check_model(fn: Callable, strategy: tf.distribute.Strategy) -> None:
         'pass DistributedOptimizer(optimizer) to compile, which scales the '
         'loss by itself, or compile with auto_scale_loss=False',
       )
-  weighting = getattr(optimizer, 'weighting', None)
-  for loss in keras.tree.flatten(getattr(model, 'loss', None)):
+
+
+def check_losses(fn: Callable, strategy: tf.distribute.Strategy) -> None:
+  """Rejects losses that are wrong where Keras knows of several replicas.
+
+  Strategies whose steps are written for one device weigh every loss.
+
+  Raises:
+    UnsupportedOptionError: naming the loss's reduction.
+  """
+  step = _keras_internal.step_of(fn)
+  if strategy.num_replicas_in_sync == 1 or step is None:
+    return
+  weighting = getattr(step.model.optimizer, 'weighting', None)
+  for loss in keras.tree.flatten(getattr(step.model, 'loss', None)):
     _check_reduction(loss, weighting, type(strategy).__name__)
-  _warn_of_masks(model)
-
-
-def _warn_of_masks(model) -> None:
-  """Warns once a model if a mask reaches its loss, which is then inexact."""
-  masked = _keras_internal.masked_outputs(model)
-  if masked and model not in _warned_of_masks:
-    _warned_of_masks.add(model)
+  masked = _keras_internal.masked_outputs(step.model)
+  if masked and step.model not in _warned_of_masks:
+    _warned_of_masks.add(step.model)
     logging.warning(
       'A mask reaches output %r of model %r. Keras divides the loss by the '
       'unmasked steps of each replica, so replicas with fewer of them count as '
       'much as the others, which is not what one device computes. For an exact '
       'result stop the mask before the loss and pass sample_weight.',
       masked[0].name,
-      model.name,
+      step.model.name,
     )
 
 

@@ -25,16 +25,22 @@ class Communicator(abc.ABC):
 
   rank: int
   world_size: int
+  # Whether gradients may be rounded on their way.
+  is_lossy: bool = False
 
   @abc.abstractmethod
   def all_reduce(
-    self, columns: Sequence[Sequence[tf.Tensor]], name: str
+    self,
+    columns: Sequence[Sequence[tf.Tensor]],
+    name: str,
+    are_gradients: bool = False,
   ) -> list[list[tf.Tensor]]:
     """Sums tensors over all local devices of all workers.
 
     Args:
       columns: for each local device its tensors.
       name: of the collective.
+      are_gradients: whether they are; all else arrives as it was sent.
 
     Returns:
       As `columns`, the sums; on one worker they may be on the first device.
@@ -43,7 +49,11 @@ class Communicator(abc.ABC):
 
   @abc.abstractmethod
   def all_reduce_replica(
-    self, tensors: Sequence[tf.Tensor], replica_id: int, options
+    self,
+    tensors: Sequence[tf.Tensor],
+    replica_id: int,
+    options,
+    are_gradients: bool = False,
   ) -> list[tf.Tensor]:
     """Sums the tensors of one local replica, in a branch of its own graph."""
 

@@ -7,10 +7,12 @@ from absl import logging
 
 from tf_strategies import cluster as cluster_lib
 from tf_strategies import cross_device, errors, option_checks
+from tf_strategies.keras import scope_checks
 from tf_strategies.strategies.central_storage.strategy import (
   CentralStorageStrategy,
 )
 from tf_strategies.strategies.mirrored import devices as devices_lib
+from tf_strategies.strategies.mirrored import strategy as mirrored_strategy
 from tf_strategies.strategies.mirrored.strategy import RingMirroredStrategy
 from tf_strategies.strategies.multi_worker.collective_strategy import (
   MultiWorkerCollectiveStrategy,
@@ -19,6 +21,7 @@ from tf_strategies.strategies.multi_worker.ring_strategy import (
   MultiWorkerRingStrategy,
 )
 from tf_strategies.strategies.parameter_server import ParameterServerStrategy
+from tf_strategies.strategies.parameter_server import options as options_lib
 from tf_strategies.strategies.tpu.strategy import TPURingStrategy
 
 
@@ -31,6 +34,8 @@ def _one_device(devices=None) -> tf.distribute.Strategy:
 
 def _mirrored(devices=None, cross_device_ops=None) -> tf.distribute.Strategy:
   """TensorFlow's own mirrored strategy, for comparison."""
+  if cross_device_ops is not None:
+    mirrored_strategy.check_cross_device_ops(cross_device_ops)
   strategy = tf.distribute.MirroredStrategy(
     list(devices_lib.resolve_devices(devices)), cross_device_ops
   )
@@ -42,6 +47,8 @@ def _mirrored(devices=None, cross_device_ops=None) -> tf.distribute.Strategy:
 def _parameter_server(cluster=None, **options) -> tf.distribute.Strategy:
   """Ours; without a cluster, the same program trains on one device."""
   if cluster is None and cluster_lib.ClusterConfig.from_env() is None:
+    # What a program says wrong must not wait for the cluster to be refused.
+    options_lib.make(**options)
     logging.info('No TF_CONFIG: parameter_server trains on one device.')
     return _one_device()
   return ParameterServerStrategy(cluster, **options)
@@ -49,6 +56,12 @@ def _parameter_server(cluster=None, **options) -> tf.distribute.Strategy:
 
 def _central_storage(devices=None, **options) -> tf.distribute.Strategy:
   """Ours; `devices` are the compute devices, as for the other strategies."""
+  option_checks.check(
+    devices is None or 'compute_devices' not in options,
+    f'devices={devices!r} beside compute_devices',
+    'one of them: they are two names of the same option',
+    'leave one out',
+  )
   return CentralStorageStrategy(
     options.pop('compute_devices', devices), **options
   )
@@ -97,7 +110,7 @@ def create_strategy(name: str, **options) -> tf.distribute.Strategy:
     'strategy', name, sorted(_FACTORIES), 'check the spelling'
   )
   try:
-    return _FACTORIES[name](**options)
+    strategy = _FACTORIES[name](**options)
   except TypeError as e:
     if 'unexpected keyword argument' not in str(e):
       raise
@@ -111,3 +124,5 @@ def create_strategy(name: str, **options) -> tf.distribute.Strategy:
       'TPURingStrategy for tpu_ring',
       'remove the other options',
     ) from None
+  scope_checks.note_created(strategy)
+  return strategy

@@ -1,7 +1,9 @@
 """Each element once over all workers, in step, whatever each of them has."""
 
 import collections
+import copy
 import functools
+import json
 import os
 import traceback
 
@@ -113,6 +115,26 @@ def _from_function(strategy):
   return [_consume(strategy, distributed) for _ in range(2)]
 
 
+def _scalars_from_function(strategy):
+  def make(context):
+    return tf.data.Dataset.range(3 + 2 * context.input_pipeline_id)
+
+  distributed = strategy.distribute_datasets_from_function(make)
+  return [_consume(strategy, distributed) for _ in range(2)]
+
+
+def _cluster_resolver(strategy):
+  resolver = strategy.cluster_resolver
+  return (
+    json.loads(os.environ['TF_CONFIG']),
+    {
+      'cluster': resolver.cluster_spec().as_dict(),
+      'task': {'type': resolver.task_type, 'index': resolver.task_id},
+    },
+    resolver.master(),
+  )
+
+
 def _unseeded_shuffle(strategy):
   dataset = tf.data.Dataset.range(40).shuffle(40).batch(12)
   distributed = strategy.experimental_distribute_dataset(dataset)
@@ -186,6 +208,8 @@ def _programs(directory):
     'file': lambda s: _files(s, directory),
     'off': _own_data,
     'from_function': _from_function,
+    'scalars': _scalars_from_function,
+    'cluster_resolver': _cluster_resolver,
     'other_data': _other_data,
     'other_order': _other_order,
     'given_up': _given_up,
@@ -303,6 +327,30 @@ class InputTest(tf.test.TestCase, parameterized.TestCase):
       self.assertEqual(self.flat([epoch[-1][:devices]]), [])
 
   @tiers.named_parameters(*_EVERY)
+  def test_scalars_without_a_batch(self, workers, devices):
+    results = self.results(workers, devices, 'scalars')
+    for by_epoch in zip(*results, strict=True):
+      self.assertLen({len(batches) for batches in by_epoch}, 1, 'batches')
+      for rank, batches in enumerate(by_epoch):
+        mine = []
+        for parts, all_rows in batches:
+          counts = all_rows[rank * devices : (rank + 1) * devices]
+          mine += [x for x, n in zip(parts, counts, strict=True) if n]
+          # Zero where a replica has none, so that it adds nothing.
+          idle = [x for x, n in zip(parts, counts, strict=True) if not n]
+          self.assertFalse(any(idle))
+        self.assertEqual(mine, list(range(3 + 2 * rank)))
+
+  @tiers.named_parameters(*_EVERY)
+  def test_cluster_resolver(self, workers, devices):
+    results = self.results(workers, devices, 'cluster_resolver')
+    for rank, (config, described, master) in enumerate(results):
+      self.assertEqual(described['cluster'], config['cluster'])
+      self.assertEqual(described['task'], config['task'])
+      self.assertEqual(described['task']['index'], rank)
+      self.assertEndsWith(master, config['cluster']['worker'][rank])
+
+  @tiers.named_parameters(*_EVERY)
   def test_unseeded_shuffle_is_the_same_everywhere(self, workers, devices):
     results = self.results(workers, devices, 'unseeded_shuffle')
     epochs = list(self.epochs(results, devices))
@@ -350,6 +398,66 @@ class StructureTest(tf.test.TestCase, parameterized.TestCase):
       parts = tf.nest.flatten(batch)[0].values
       seen.append([part.numpy().tolist() for part in parts])
     self.assertEqual(seen, [[[0, 1], [2, 3]], [[4], []]])
+
+  @pytest.mark.full
+  @parameterized.parameters(1, 2)
+  def test_scalars_of_one_function(self, devices):
+    strategy = tfs.MultiWorkerRingStrategy(
+      devices=[f'CPU:{i}' for i in range(devices)]
+    )
+    self.addCleanup(strategy.close)
+    distributed = strategy.distribute_datasets_from_function(
+      lambda _: tf.data.Dataset.range(1, 4)
+    )
+    seen = _consume(strategy, distributed)
+    expected = {
+      1: [([1], [1]), ([2], [1]), ([3], [1])],
+      2: [([1, 2], [1, 1]), ([3, 0], [1, 0])],
+    }
+    self.assertEqual(seen, expected[devices])
+
+  def test_a_batch_of_one_local_replica_is_a_tensor(self):
+    strategy = tfs.MultiWorkerRingStrategy(devices=['CPU:0'])
+    self.addCleanup(strategy.close)
+    dataset = tf.data.Dataset.range(4).batch(3)
+    batch = next(iter(strategy.experimental_distribute_dataset(dataset)))
+    self.assertAllEqual(batch.numpy(), [0, 1, 2])
+    self.assertEqual((batch.shape, batch.dtype), ((3,), tf.int64))
+    self.assertAllEqual(np.asarray(batch), [0, 1, 2])
+    self.assertAllEqual(tf.cast(batch, tf.float32) / 2, [0, 0.5, 1])
+    self.assertAllEqual(10 - batch * 2, [10, 8, 6])
+    self.assertAllEqual(batch[1:], [1, 2])
+
+    @tf.function
+    def total(batch):
+      return tf.reduce_sum(batch + 1)
+
+    self.assertEqual(int(total(batch)), 6)
+    # Copied as a distributed value: attributes that are not there yet are none.
+    self.assertEqual(len(copy.copy(batch).values), 1)
+
+  def test_a_batch_of_two_local_replicas_is_none(self):
+    strategy = tfs.MultiWorkerRingStrategy(devices=['CPU:0', 'CPU:1'])
+    self.addCleanup(strategy.close)
+    dataset = tf.data.Dataset.range(4).batch(3)
+    batch = next(iter(strategy.experimental_distribute_dataset(dataset)))
+    for use in (lambda: batch.shape, lambda: batch + 1, lambda: tf.size(batch)):
+      with self.assertRaisesRegex(
+        (AttributeError, TypeError), 'experimental_local_results'
+      ):
+        use()
+
+  def test_cluster_resolver_without_a_cluster(self):
+    strategy = tfs.MultiWorkerRingStrategy(devices=['CPU:0'])
+    self.addCleanup(strategy.close)
+    resolver = strategy.cluster_resolver
+    self.assertIsInstance(
+      resolver, tf.distribute.cluster_resolver.ClusterResolver
+    )
+    self.assertEqual(resolver.cluster_spec().as_dict(), {})
+    # What TensorFlow's tutorials take for the chief.
+    self.assertIsNone(resolver.task_type)
+    self.assertIsNone(resolver.task_id)
 
   @parameterized.named_parameters(
     ('workers', tfs.MultiWorkerRingStrategy, ('SUM', 'MEAN')),

@@ -249,7 +249,7 @@ class BucketsTest(tf.test.TestCase, parameterized.TestCase):
 
     def step():
       [reduced] = communicator.all_reduce(
-        [list(map(tf.constant, gradients))], 'x'
+        [list(map(tf.constant, gradients))], 'x', are_gradients=True
       )
       return reduced
 

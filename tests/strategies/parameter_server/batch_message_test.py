@@ -7,6 +7,7 @@ import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
+from tf_strategies import errors
 from tf_strategies.strategies.parameter_server import batch_message
 
 _DTYPES = (
@@ -67,6 +68,67 @@ class LayoutTest(tf.test.TestCase, parameterized.TestCase):
       for want, got in zip(batches[k], found, strict=True):
         self.assertEqual((want.shape, want.dtype), (got.shape, got.dtype))
         self.assertEqual(want.tobytes(), got.tobytes())
+
+  @parameterized.parameters(1, 3)
+  def test_strings_and_tensors_whose_sizes_differ(self, steps):
+    """One layout for all of them, so that the step is traced once."""
+    words = ('', 'blue\0', 'gr\u00fcn', 'red')
+    batches = []
+    for k in range(steps):
+      ragged = tf.ragged.constant(
+        [[[1.0] * k, []], [[2.0, 3.0]]], ragged_rank=2, dtype=tf.float32
+      )
+      dense = np.zeros([2, 3], np.float32)
+      dense[0, : k + 1] = np.arange(1, k + 2)
+      text = np.roll(np.array(words, object), k).reshape(2, 2)
+      flags = np.array([k == 0, True])
+      data = {'r': ragged, 's': tf.sparse.from_dense(dense), 't': text}
+      batches.append(batch_message.Batch((data, flags, None), hides_rows=True))
+    layouts = {b.layout(steps).key for b in batches}
+    self.assertLen(layouts, 1)
+    layout = batches[0].layout(steps)
+    self.assertEqual(layout.rows, 2)
+    message = layout.encode(7, 2, [b.arrays for b in batches])
+
+    @tf.function(autograph=False)
+    def run(message, step):
+      found = layout.decode_batch(message, step)
+      self.assertEqual(found[0]['t'].shape.as_list(), [None, 2])
+      self.assertEqual(found[0]['s'].shape.as_list(), [None, 3])
+      return layout.decode_header(message), found[:2]
+
+    for k, batch in enumerate(batches):
+      header, found = run(tf.constant(message), tf.constant(k))
+      self.assertAllEqual(header, [7, 2])
+      want = batch_message.pack(batch.structure, batch.arrays)
+      self.assertIsNone(want[2])
+      self.assertEqual(found[0]['r'].to_list(), want[0]['r'].to_list())
+      self.assertAllEqual(
+        *(tf.sparse.to_dense(d[0]['s']) for d in (found, want))
+      )
+      text = [tf.compat.as_bytes(w) for w in want[0]['t'].reshape(-1)]
+      self.assertEqual(found[0]['t'].numpy().reshape(-1).tolist(), text)
+      self.assertAllEqual(found[1], want[1])
+
+  def test_microbatches_of_ragged_sparse_and_text(self):
+    ragged = tf.ragged.constant([[1], [], [2, 3], [4], [5, 6]])
+    sparse = tf.sparse.from_dense(np.eye(5, 3, dtype=np.float32))
+    text = np.array(list('abcde'))
+    parts = batch_message.Batch((ragged, sparse, text)).microbatches(2)
+    self.assertLen(parts, 2)
+    found = [batch_message.pack(p.structure, p.arrays) for p in parts]
+    self.assertEqual(
+      [f[0].to_list() for f in found], [[[1], []], [[2, 3], [4], [5, 6]]]
+    )
+    dense = np.concatenate([tf.sparse.to_dense(f[1]) for f in found])
+    self.assertAllEqual(dense, np.eye(5, 3))
+    self.assertEqual([''.join(f[2]) for f in found], ['ab', 'cde'])
+
+  def test_objects_are_refused(self):
+    with self.assertRaisesRegex(
+      errors.UnsupportedOptionError, 'Python objects.*numbers or strings'
+    ):
+      batch_message.Batch(np.array([{}, None]))
 
   def test_a_mixture_in_a_structure(self):
     batch = (

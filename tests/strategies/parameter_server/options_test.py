@@ -147,20 +147,20 @@ class OptionsTest(parameterized.TestCase):
     self.assertNotEmpty(error.fix)
 
   def test_defaults(self):
-    made = options_lib.make('async', {})
+    made = options_lib.make('async')
     self.assertEqual(made.mode, 'async')
     self.assertEqual(made.backup_workers, 0)
     self.assertIsNone(made.max_staleness)
-    self.assertEqual(options_lib.make('bounded', {}).max_staleness, 1)
-    zero = options_lib.make('bounded', {'max_staleness': 0})
+    self.assertEqual(options_lib.make('bounded').max_staleness, 1)
+    zero = options_lib.make('bounded', max_staleness=0)
     self.assertEqual(zero.max_staleness, 0)
-    saving = options_lib.make('sync', {'checkpoint_dir': pathlib.Path('/x/y')})
+    saving = options_lib.make('sync', checkpoint_dir=pathlib.Path('/x/y'))
     self.assertEqual(saving.checkpoint_dir, '/x/y')
     self.assertEqual(saving.checkpoint_steps, 1000)
 
   @parameterized.parameters(0, 1, 2)
   def test_fewer_backup_workers_than_workers_are_allowed(self, count):
-    made = options_lib.make('sync', {'backup_workers': count})
+    made = options_lib.make('sync', backup_workers=count)
     made.check_workers(3)
     self.assertEqual(made.backup_workers, count)
 

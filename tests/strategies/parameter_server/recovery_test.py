@@ -32,7 +32,7 @@ class RecoveryTest(tf.test.TestCase, parameterized.TestCase):
   def make(self, has_checkpoints=True):
     directory = self.directory if has_checkpoints else None
     found = recovery.Recovery(
-      options.make('async', {'checkpoint_dir': directory}),
+      options.make('async', checkpoint_dir=directory),
       self.liveness,
       mock.Mock(),
       self.registry,

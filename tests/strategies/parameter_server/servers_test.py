@@ -1,5 +1,8 @@
 """Placement, counts, order and custom loops on real servers and two workers."""
 
+import functools
+import tempfile
+
 import keras
 import numpy as np
 import pytest
@@ -17,29 +20,12 @@ pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
 partitioners = tf.distribute.experimental.partitioners
 
 
-def _dense_model():
-  layers = keras.layers
-  return keras.Sequential(
-    [layers.Input([20]), *(layers.Dense(50) for _ in range(6))]
-  )
-
-
-def _matrix_bytes(variables):
-  load = [0, 0]
-  for variable in variables:
-    if variable.shape.rank == 2:
-      device = tf.DeviceSpec.from_string(variable.device)
-      assert device.job == 'ps', variable.device
-      load[device.task] += variable.shape.num_elements() * 4
-  return load
-
-
 def placement():
   """Bytes of the matrices on each server, and what the report says of all."""
   strategy = tfs.create_strategy('parameter_server')
   keras.backend.clear_session()
   with strategy.scope():
-    found = _matrix_bytes([v.value for v in _dense_model().variables])
+    found = chief.matrix_bytes([v.value for v in chief.dense_model().variables])
   report = strategy.report()['bytes_per_server']
   strategy.close()
   return found, report
@@ -47,20 +33,20 @@ def placement():
 
 def placement_of_tensorflow():
   """The same for TensorFlow's strategy, which cuts this chief's connection."""
-  shapes = [tuple(v.shape) for v in _dense_model().variables]
+  shapes = [tuple(v.shape) for v in chief.dense_model().variables]
   strategy = tf.distribute.ParameterServerStrategy(
     tf.distribute.cluster_resolver.TFConfigClusterResolver()
   )
   # Keras 3 does not train under it; the order of variables is Keras's.
   with strategy.scope():
-    return _matrix_bytes([tf.Variable(tf.zeros(s)) for s in shapes])
+    return chief.matrix_bytes([tf.Variable(tf.zeros(s)) for s in shapes])
 
 
 def slots_are_with_their_variables():
   strategy = tfs.create_strategy('parameter_server')
   keras.backend.clear_session()
   with strategy.scope():
-    model = _dense_model()
+    model = chief.dense_model()
     model.compile(keras.optimizers.Adam(), 'mse')
   x = np.ones([8, 20], np.float32)
   model.fit(x, np.ones([8, 50], np.float32), verbose=0)
@@ -257,6 +243,8 @@ def tensorflow_coordinator():
     lambda: strategy.distribute_datasets_from_function(dataset_fn),
     lambda: strategy.experimental_distribute_dataset(dataset_fn()),
     dataset_fn(),
+    strategy.distribute_datasets_from_function(dataset_fn),
+    strategy.experimental_distribute_dataset(dataset_fn()),
   ):
     iterator = iter(coordinator.create_per_worker_dataset(source))
     results = [coordinator.schedule(per_worker, (iterator,)) for _ in range(15)]
@@ -274,6 +262,97 @@ def tensorflow_coordinator():
   return found
 
 
+def variables_of_functions():
+  """What functions and modules make when they are called first."""
+  strategy = tfs.create_strategy(
+    'parameter_server',
+    variable_partitioner=partitioners.FixedShardsPartitioner(2),
+  )
+
+  class Lazy(tf.Module):
+    def __init__(self):
+      super().__init__()
+      self.kernel = None
+
+    @tf.function
+    def __call__(self, x):
+      if self.kernel is None:
+        self.kernel = tf.Variable(2 * tf.eye(3), name='kernel')
+        self.bias = tf.Variable(
+          lambda: tf.ones([3]), shape=[3], dtype='float32'
+        )
+        self.calls = tf.Variable(0.0, name='calls')
+      self.calls.assign_add(1.0)
+      return x @ self.kernel + self.bias
+
+  with strategy.scope():
+    module = Lazy()
+    results = [module(tf.ones([1, 3])).numpy().tolist() for _ in range(2)]
+    made = (module.kernel, module.bias, module.calls)
+    kinds = [
+      [p.server for p in getattr(v, 'parts', [])] or v.server for v in made
+    ]
+
+    @tf.function
+    def depends(x):
+      return tf.Variable(x + 1).read_value()
+
+    try:
+      message = str(depends(tf.ones([2])))
+    except errors.UnsupportedOptionError as e:
+      message = str(e)
+  calls = float(module.calls.numpy())
+  strategy.close()
+  return results, kinds, calls, message
+
+
+def partitions_of_initializers():
+  """Where and how initial values of parts are made; a restore before them."""
+  strategy = tfs.create_strategy(
+    'parameter_server',
+    variable_partitioner=partitioners.FixedShardsPartitioner(2),
+  )
+  asked = []
+  directory = tempfile.mkdtemp()
+
+  def by_part(shape, dtype, partition_shape=None, partition_offset=None):
+    whole = tf.reshape(tf.range(tf.reduce_prod(shape)), shape)
+    value = tf.slice(whole, partition_offset, partition_shape)
+    asked.append((tuple(partition_shape), partition_offset, value.device))
+    return tf.cast(value, dtype)
+
+  options = {'shape': [5, 2], 'dtype': tf.float32}
+  with strategy.scope():
+    found = [
+      tf.Variable(functools.partial(by_part, **options), **options),
+      # One of TensorFlow's that takes them, and one that cannot.
+      tf.Variable(
+        functools.partial(tf.zeros_initializer(), **options), **options
+      ),
+      tf.Variable(
+        functools.partial(tf.constant_initializer(list(range(10))), **options),
+        **options,
+      ),
+    ]
+    saved = tf.Module()
+    saved.table = tf.Variable(tf.reshape(tf.range(10.0), [5, 2]))
+    path = tf.train.Checkpoint(saved).save(directory + '/before')
+    module = tf.Module()
+    status = tf.train.Checkpoint(module).restore(path)
+    module.table = tf.Variable(tf.zeros([5, 2]))
+    status.assert_consumed()
+    found.append(module.table)
+    deferred = tf.Module()
+    status = tf.train.Checkpoint(deferred).restore(path)
+    # How a layer of TensorFlow's asks for the value before it makes a variable.
+    value = deferred._preload_simple_restoration('table')
+    found.append(tf.Variable(value, **options))
+    found.append(tf.Variable(value))
+  result = asked, [v.numpy() for v in found], [len(v.parts) for v in found]
+  strategy.close()
+  return result
+
+
 _PROGRAMS = {
   p.__name__: p
   for p in (
@@ -286,6 +365,8 @@ _PROGRAMS = {
     remote_steps_sync,
     remote_steps_bounded,
     tensorflow_coordinator,
+    variables_of_functions,
+    partitions_of_initializers,
     placement_of_tensorflow,  # The last one.
   )
 }
@@ -376,6 +457,7 @@ class ServersTest(tf.test.TestCase, parameterized.TestCase):
 
   def test_the_loop_of_tensorflow(self):
     found = self.found['tensorflow_coordinator']
+    self.assertLen(found, 6)
     for i, (counter, total, weight, losses) in enumerate(found):
       steps = 15 * (i + 1)
       self.assertEqual((counter, total), (steps, steps))
@@ -385,6 +467,25 @@ class ServersTest(tf.test.TestCase, parameterized.TestCase):
       )
       self.assertLen(losses, 15)
       self.assertLess(max(losses), 3.001)
+
+  def test_variables_that_functions_make(self):
+    results, servers, calls, message = self.found['variables_of_functions']
+    self.assertEqual(results, [[[3.0, 3.0, 3.0]]] * 2)
+    self.assertEqual(servers, [[0, 1], [1, 1], 0])
+    self.assertEqual(calls, 2)
+    self.assertIn("depends on the function's arguments", message)
+
+  def test_initializers_make_parts(self):
+    asked, values, parts = self.found['partitions_of_initializers']
+    self.assertEqual(
+      [a[:2] for a in asked], [((3, 2), (0, 0)), ((2, 2), (3, 0))]
+    )
+    for i, (*_, device) in enumerate(asked):
+      self.assertIn(f'/job:ps/replica:0/task:{i}/', device)
+    rows = np.arange(10.0).reshape([5, 2])
+    expected = [rows, np.zeros([5, 2]), rows, rows, rows, rows]
+    self.assertAllEqual(values, expected)
+    self.assertEqual(parts, [2] * 6)
 
 
 if __name__ == '__main__':

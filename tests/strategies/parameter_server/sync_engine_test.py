@@ -32,6 +32,9 @@ class _Engine(sync_engine.SyncEngine):
     function.layout = types.SimpleNamespace(key='', specs={})
     return function, worker_function.Discovery(None, ())
 
+  def _discover(self, step, structure):
+    return worker_function.Discovery(None, ())
+
   def _apply_function(self, step, chosen):
     return lambda slots: tf.zeros([0], tf.float64)
 

@@ -61,7 +61,7 @@ class CentralStorageStrategy(
   def __init__(
     self,
     compute_devices=None,
-    parameter_device: str | None = None,
+    parameter_device: str | tf.config.LogicalDevice | None = None,
     cross_device_ops: tf.distribute.CrossDeviceOps | None = None,
   ):
     if cross_device_ops is None:
@@ -159,18 +159,27 @@ class CentralStorageExtended(mirrored_extended.ExactMirroredExtended):
 
   # Where code runs.
 
+  @property
+  def home_device(self):
+    """Where a model's step updates variables."""
+    return self._parameter_device
+
   def _call_in_run(self, run, fn, args, kwargs):
     outputs = super()._call_in_run(run, fn, args, kwargs)
     if replica_run.current() is None:  # Else the run around it counts.
-      received = [
-        sum(map(cross_device_base.bytes_of, run.reads.get(i, {}).values()))
-        if device != self._parameter_device
-        else 0
-        for i, device in enumerate(self._devices)
-      ]
-      if any(received):
-        self.reads.record(self._devices, received)
+      self.count_reads(run.reads)
     return outputs
+
+  def count_reads(self, reads):
+    """Records the bytes of variables that each device reads from another."""
+    received = [
+      sum(map(cross_device_base.bytes_of, reads.get(i, {}).values()))
+      if device != self._parameter_device
+      else 0
+      for i, device in enumerate(self._devices)
+    ]
+    if any(received):
+      self.reads.record(self._devices, received)
 
   # How variables are created.
 
@@ -185,8 +194,10 @@ class CentralStorageExtended(mirrored_extended.ExactMirroredExtended):
     return {**kwargs, 'colocate_with': None if has_copies else central}
 
 
-def _resolve_parameter_device(device: str | None, compute_devices) -> str:
-  if not isinstance(device, str | None):
+def _resolve_parameter_device(
+  device: str | tf.config.LogicalDevice | None, compute_devices
+) -> str:
+  if not isinstance(device, str | tf.config.LogicalDevice | None):
     raise errors.UnsupportedOptionError(
       f'parameter_device={device!r}',
       "the name of one device, such as 'CPU:0'",

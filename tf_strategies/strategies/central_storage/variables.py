@@ -21,6 +21,8 @@ _ON_FIRST = tf.VariableAggregation.ONLY_FIRST_REPLICA
 class CentralVariable(mirrored_variables.MirroredVariable):
   """A "mirrored" variable of which there is one copy for all replicas."""
 
+  is_central = True
+
   def _get_replica(self, replica_id):
     del replica_id
     replica_run.note_read(self)

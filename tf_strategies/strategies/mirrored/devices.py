@@ -9,10 +9,13 @@ import tensorflow as tf
 from tf_strategies import _tf_internal, errors
 
 
-def resolve_devices(devices: Sequence[str] | None) -> tuple[str, ...]:
+def resolve_devices(
+  devices: Sequence[str | tf.config.LogicalDevice] | None,
+) -> tuple[str, ...]:
   """Returns the full names of `devices`.
 
-  None means all GPUs, or all CPUs where there is no GPU.
+  None means all GPUs, or all CPUs where there is no GPU. What
+  `tf.config.list_logical_devices` returns is taken as well as names.
 
   Raises:
     UnsupportedOptionError: not a list of names, empty, a name that does not
@@ -35,6 +38,9 @@ def resolve_devices(devices: Sequence[str] | None) -> tuple[str, ...]:
     raise _unsupported(devices, "a list of device names such as ['GPU:0']")
   if not devices:
     raise _unsupported(devices, 'at least one device')
+  devices = [
+    d.name if isinstance(d, tf.config.LogicalDevice) else d for d in devices
+  ]
   known = {_canonical(name) for name in available}
   resolved = []
   for device in devices:

@@ -13,7 +13,7 @@ import functools
 
 import tensorflow as tf
 
-from tf_strategies import _tf_internal, errors
+from tf_strategies import _tf_internal
 from tf_strategies.strategies.mirrored import replica_run
 
 
@@ -29,7 +29,7 @@ def fill(run: replica_run.ReplicaRun, args, devices):
   def fill_value(value):
     if not _is_batched(value, len(devices)):
       return value
-    return _map(lambda _, tensor: _one_row_if_empty(tensor), value, devices)
+    return _map(lambda _, tensor: one_row_if_empty(tensor), value, devices)
 
   return tf.nest.map_structure(fill_value, args)
 
@@ -38,8 +38,7 @@ def trim(run: replica_run.ReplicaRun, outputs, devices):
   """Returns `outputs` without what replicas without rows computed.
 
   Batched tensors (their leading dimension is unknown in a graph, one in eager
-  mode) lose their stand-in row. Everything else becomes zero, unless it comes
-  from a Keras step, whose scalars are metric results.
+  mode) lose their stand-in row. Everything else becomes zero.
   """
   if run.has_rows is None:
     return outputs
@@ -50,28 +49,6 @@ def trim(run: replica_run.ReplicaRun, outputs, devices):
     return _map(functools.partial(_trim_tensor, run), value, devices)
 
   return tf.nest.map_structure(trim_value, outputs)
-
-
-def check_allowed(run: replica_run.ReplicaRun) -> None:
-  """Fails a step in which an option meets a replica without rows.
-
-  In eager mode with UnsupportedOptionError; a graph with InvalidArgumentError and
-  the same message, when it runs.
-  """
-  if run.needs_rows_everywhere is None or run.has_rows is None:
-    return
-  error = errors.UnsupportedOptionError(
-    f'{run.needs_rows_everywhere} with a batch of fewer rows than replicas',
-    'that option with rows on every replica',
-    'wrap the optimizer: tfs.keras.DistributedOptimizer(optimizer), or drop '
-    'the remainder of the last batch',
-  )
-  if all(isinstance(rows, int) for rows in run.all_rows):
-    raise error
-  if not _tf_internal.in_xla_context():
-    tf.debugging.Assert(
-      tf.reduce_all(tf.stack(run.all_rows) > 0), [tf.constant(str(error))]
-    )
 
 
 def mask(run: replica_run.ReplicaRun, values, devices):
@@ -171,7 +148,9 @@ def _is_batched(value, num_replicas) -> bool:
   )
 
 
-def _one_row_if_empty(tensor):
+def one_row_if_empty(tensor):
+  """The tensor, or one row of zeros in place of none."""
+
   def one_row():
     return tf.zeros(tf.concat([[1], tf.shape(tensor)[1:]], 0), tensor.dtype)
 
@@ -193,6 +172,4 @@ def _trim_tensor(run, replica_id, tensor):
     if not isinstance(run.has_rows[replica_id], bool):
       kept.set_shape(tf.TensorShape([None]).concatenate(tensor.shape[1:]))
     return kept
-  if run.is_keras_step:
-    return tensor
   return run.select(replica_id, lambda: tensor, lambda: tf.zeros_like(tensor))

@@ -8,6 +8,7 @@ control flow.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import weakref
@@ -21,8 +22,10 @@ from tf_strategies.keras import gradient_reducer, optimizer_checks
 from tf_strategies.strategies.mirrored import (
   empty_replicas,
   host_input,
+  replica_exchange,
   replica_run,
   variables,
+  whole_batch,
 )
 from tf_strategies.strategies.mirrored import reducer as reducer_lib
 
@@ -38,6 +41,12 @@ class ExactMirroredExtended(
 
   # Makes the rows of all workers' replicas of this worker's, if there are more.
   _share_rows = None
+  # See `_keras_internal`: Keras draws no batch to make variables.
+  builds_from_specs = True
+  makes_variables_in_steps = True
+  _warned_uneven = False
+  # The device with central variables, if replicas have no copies.
+  home_device: str | None = None
 
   def __init__(
     self,
@@ -51,7 +60,7 @@ class ExactMirroredExtended(
       container_strategy, devices=devices, cross_device_ops=cross_device_ops
     )
     self._functions = weakref.WeakKeyDictionary()
-    self._warned_uneven = False
+    self._variables: list[weakref.ref] = []
     self.local = make_local(
       self._devices,
       self._get_cross_device_ops,
@@ -67,6 +76,58 @@ class ExactMirroredExtended(
       return None
     return run.weight(replica_run.current_replica_id())
 
+  def mark(self, gradients, variables):
+    """See `GradientReducer`: in a model's step gradients are known as such."""
+    if not whole_batch.is_active():
+      return gradients
+    marked = whole_batch.mark(gradients)
+    if not tf.executing_eagerly():
+      for gradient, variable in zip(marked, variables, strict=False):
+        if isinstance(gradient, tf.Tensor):
+          name = getattr(variable, 'path', variable.name)
+          _tf_internal.label(gradient, name)
+    return marked
+
+  def check(self):
+    """See `GradientReducer`: who calls this decides how much rows count."""
+    run = replica_run.current()
+    if run is not None:
+      run.may_be_uneven = True
+
+  def apply_gradients(self, optimizer, gradients, variables, apply):
+    """Warns of uneven rows that the caller may not know of."""
+    run = replica_run.current()
+    if run is not None and not run.may_be_uneven:
+      run.may_be_uneven = True
+      self._warn_if_uneven(run)
+    super().apply_gradients(optimizer, gradients, variables, apply)
+
+  def _warn_if_uneven(self, run):
+    """Warns, once a strategy, of a loop of the user's own on uneven batches."""
+    if run.is_even is False:
+      self._warn_uneven()
+    elif run.is_even is not True and not _tf_internal.in_xla_context():
+      # When a batch with uneven replicas really comes.
+      tf.cond(
+        run.is_even,
+        lambda: tf.constant(0, tf.int64),
+        lambda: tf.numpy_function(
+          self._warn_uneven, [], tf.int64, stateful=True
+        ),
+      )
+
+  def _warn_uneven(self):
+    if not self._warned_uneven:
+      self._warned_uneven = True
+      logging.warning(
+        'A batch gave the replicas different numbers of rows. In a loop of your '
+        'own the mean loss of each replica then counts the same, however few '
+        'rows it has, which is not what one device computes. Divide the sum '
+        'of the loss by the rows of the whole batch, or wrap the optimizer: '
+        'tfs.keras.DistributedOptimizer(optimizer).'
+      )
+    return np.int64(0)
+
   # Where code runs.
 
   def _use_merge_call(self):
@@ -78,6 +139,14 @@ class ExactMirroredExtended(
     return super()._use_merge_call()
 
   def _call_for_each_replica(self, fn, args, kwargs):
+    if whole_batch.is_active():
+      return fn(*args, **kwargs)  # The only replica there is calls it.
+    step = _keras_internal.step_of(_tf_internal.unwrap(fn))
+    if step is not None and self._num_replicas_in_sync > 1:
+      optimizer_checks.check_model(step, self._container_strategy())
+      [data] = args
+      whole = whole_batch.Step(self, step.kind, step.compiles)
+      return whole.run(step.run, data)
     if isinstance(fn, _tf_internal.Function):
       return self._call_function(fn, args, kwargs)
     run = replica_run.current()
@@ -88,20 +157,73 @@ class ExactMirroredExtended(
       if _keras_internal.is_check_finite(function):
         return self._agree_on_finite(run, outputs)
       return outputs
-    optimizer_checks.check_model(function, self._container_strategy())
     run = replica_run.ReplicaRun.of(
-      (args, kwargs),
-      len(self._devices),
-      _keras_internal.is_step(function),
-      self._share_rows,
+      (args, kwargs), len(self._devices), self._share_rows
     )
     args, kwargs = empty_replicas.fill(run, (args, kwargs), self._devices)
     outputs = self._call_in_run(run, fn, args, kwargs)
-    empty_replicas.check_allowed(run)
     return self._trim(run, outputs)
 
   def _trim(self, run, outputs):
     return empty_replicas.trim(run, outputs, self._devices)
+
+  # What a model's step, run for the whole batch, asks.
+
+  def variables_by_handle(self) -> dict[int, tf.Variable]:
+    """The variables of this strategy, by the `id` of the first copy's handle."""
+    return {id(v.values[0].handle): v for v in self._alive_variables()}
+
+  def _alive_variables(self):
+    alive = [(ref, ref()) for ref in self._variables]
+    self._variables = [ref for ref, variable in alive if variable is not None]
+    return [variable for _, variable in alive if variable is not None]
+
+  def places_of_rows(self, leaves) -> tuple[list, range]:
+    """How many rows lie at each place of a batch; the places of this process."""
+    run = replica_run.ReplicaRun.of(
+      leaves, len(self._devices), self._share_rows
+    )
+    if run.rows is None:
+      return self._shares_of_plain(leaves)
+    return list(run.rows), range(len(self._devices))
+
+  def _shares_of_plain(self, leaves):
+    """The same for a batch that every replica has."""
+    count = self._num_replicas_in_sync
+    batch = next((t for t in leaves if tf.is_tensor(t) and t.shape.rank), None)
+    rows = 0 if batch is None else replica_run.num_rows(batch)
+    sizes = tf.unstack(host_input.part_sizes(rows, count), num=count)
+    return sizes, range(count)
+
+  # Whether Keras concatenates the predictions of several processes.
+  gathers_predictions = False
+
+  @contextlib.contextmanager
+  def one_copy(self, is_first: bool):
+    """Context in which the first copies of variables are all that counts.
+
+    Afterwards the other copies are equal to them; of a sum over replicas the
+    first process has all.
+    """
+    for variable in self._alive_variables():
+      if replica_exchange.is_sum(variable):
+        replica_exchange.set_copies(variable, variable.read_value())
+    yield
+    for variable in self._alive_variables():
+      if replica_exchange.is_sum(variable):
+        if not is_first:
+          replica_exchange.set_copies(variable, None)
+      elif len(variable.values) > 1:
+        first = variable.values[0].read_value()
+        for copy in variable.values[1:]:
+          copy.assign(first)
+
+  def count_reads(self, reads) -> None:
+    """Is told which central variables each replica reads in a step."""
+
+  def exchange(self) -> replica_exchange.ReplicaExchange:
+    """How the replicas of a step meet."""
+    return replica_exchange.ReplicaExchange(self._reducer)
 
   def _call_function(self, function, args, kwargs):
     """Runs a `tf.function`: the rows are read inside it, not baked in."""
@@ -165,9 +287,13 @@ class ExactMirroredExtended(
     return super()._get_cross_device_ops(value)
 
   def _reduce_to(self, reduce_op, value, destinations, options):
+    if whole_batch.is_active():
+      return value
     return self._reducer.reduce(reduce_op, value, destinations, options)
 
   def _batch_reduce_to(self, reduce_op, value_destination_pairs, options):
+    if whole_batch.is_active():
+      return [value for value, _ in value_destination_pairs]
     return self._reducer.batch_reduce(
       reduce_op, value_destination_pairs, options
     )
@@ -190,50 +316,14 @@ class ExactMirroredExtended(
   def _create_variable(self, next_creator, **kwargs):
     is_slot = kwargs.get('colocate_with') is not None
     kwargs = self._creation_policy(kwargs, is_slot)
-    return self._rewrap(super()._create_variable(next_creator, **kwargs))
-
-  def _update(self, var, fn, args, kwargs, group):
-    self._check_update(fn)
-    return super()._update(var, fn, args, kwargs, group)
-
-  def _replica_ctx_update(self, var, fn, args, kwargs, group):
-    if not gradient_reducer.are_gradients_reduced():
-      self._check_update(fn)
-    return super()._replica_ctx_update(var, fn, args, kwargs, group)
-
-  def _check_update(self, fn):
-    """Rejects an optimizer that would be wrong; warns of uneven batches."""
-    optimizer = optimizer_checks.check_update(fn, self._container_strategy())
-    run = replica_run.current()
-    if optimizer is None or run is None:
-      return
-    run.needs_rows_everywhere = (
-      run.needs_rows_everywhere
-      or optimizer_checks.needs_rows_everywhere(optimizer)
-    )
-    if run.is_even is True or run.warning_is_built:
-      return
-    run.warning_is_built = True
-    if run.is_even is False:
-      self._warn_uneven()
-    elif not _tf_internal.in_xla_context():
-      # When a batch with uneven replicas really comes.
-      tf.cond(
-        run.is_even,
-        lambda: tf.constant(0, tf.int64),
-        lambda: tf.numpy_function(
-          self._warn_uneven, [], tf.int64, stateful=True
-        ),
-      )
-
-  def _warn_uneven(self):
-    if not self._warned_uneven:
-      self._warned_uneven = True
-      logging.warning(
-        'A batch gave the replicas different numbers of rows. The mean loss of '
-        'each replica then counts the same, however few rows it has, which is '
-        'not what one device computes. Wrap the optimizer: '
-        'tfs.keras.DistributedOptimizer(optimizer), or drop the remainder of '
-        'the last batch.'
-      )
-    return np.int64(0)
+    if whole_batch.is_active() and not tf.executing_eagerly():
+      # Made now, outside of the step: in it, TensorFlow would ask in each
+      # step whether it has been made.
+      with tf.init_scope():
+        variable = super()._create_variable(_tf_internal.create_now, **kwargs)
+    else:
+      variable = super()._create_variable(next_creator, **kwargs)
+    variable = self._rewrap(variable)
+    if isinstance(variable, tf.distribute.DistributedValues):
+      self._variables.append(weakref.ref(variable))
+    return variable

@@ -13,22 +13,49 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
 import tensorflow as tf
 
 from tf_strategies import _tf_internal, errors
 from tf_strategies.monitoring import input_watch
-from tf_strategies.strategies.mirrored import replica_run
+from tf_strategies.strategies.mirrored import host_iterator, replica_run
 
 
 class CountedBatch(_tf_internal.PerReplica):
   """One component of a batch, a tensor a local replica.
 
   `all_rows`, int32 [N], are the rows of every replica of every worker.
+
+  With one local replica, for which TensorFlow's strategies yield a tensor, it can
+  be used as one.
   """
 
   def __init__(self, values, all_rows):
     super().__init__(tuple(values))
     self.all_rows = all_rows
+
+  def __getattr__(self, name):
+    # Asked for what this class lacks; copies are looked at before they are made.
+    values = self.__dict__.get('_values', ())
+    if len(values) != 1 or name.startswith('_'):
+      raise AttributeError(
+        f'{type(self).__name__} of {len(values)} replicas has no {name!r}: '
+        'strategy.experimental_local_results(batch) returns their tensors'
+      )
+    return getattr(values[0], name)
+
+  def __tf_tensor__(self, dtype=None, name=None):
+    """The tensor of the only local replica."""
+    if len(self.values) != 1:
+      raise TypeError(
+        f'a batch of {len(self.values)} replicas is not one tensor: '
+        'strategy.experimental_local_results(batch) returns theirs'
+      )
+    return tf.convert_to_tensor(self.values[0], dtype, name=name)
+
+  def __array__(self, dtype=None, copy=None):
+    del copy
+    return np.asarray(tf.convert_to_tensor(self), dtype)
 
   @property
   def _type_spec(self):
@@ -36,6 +63,19 @@ class CountedBatch(_tf_internal.PerReplica):
       [tf.type_spec_from_value(v) for v in self.values],
       tf.type_spec_from_value(self.all_rows),
     )
+
+
+def _as_operator(name):
+  def call(self, *args):
+    return getattr(tf.convert_to_tensor(self), name)(*args)
+
+  call.__name__ = name
+  return call
+
+
+# Not equality, by which structures are compared.
+for _name in tf.Tensor.OVERLOADABLE_OPERATORS - {'__eq__', '__ne__'}:
+  setattr(CountedBatch, _name, _as_operator(_name))
 
 
 class _CountedBatchSpec(tf.TypeSpec):
@@ -70,17 +110,16 @@ def distribute(dataset: tf.data.Dataset, num_replicas: int) -> tf.data.Dataset:
     return dataset
 
   def split_batch(*batch):
-    parts = split(unwrap(batch), num_replicas, range(num_replicas))
-    return tf.nest.map_structure(
-      lambda *values: _tf_internal.PerReplica(values), *parts
-    )
+    parts = split(unwrap(dataset, batch), num_replicas, range(num_replicas))
+    return per_replica(parts)
 
-  return input_watch.watch(dataset.map(split_batch).prefetch(1))
+  distributed = input_watch.watch(dataset.map(split_batch).prefetch(1))
+  return host_iterator.HostDataset(distributed)
 
 
-def unwrap(batch: tuple):
+def unwrap(dataset: tf.data.Dataset, batch: tuple):
   """What a data set yields, of the arguments that its functions get."""
-  return batch if len(batch) > 1 else batch[0]
+  return batch if type(dataset.element_spec) is tuple else batch[0]
 
 
 def split(batch, num_parts: int, parts: Iterable[int]) -> tuple:
@@ -93,8 +132,33 @@ def split(batch, num_parts: int, parts: Iterable[int]) -> tuple:
     UnsupportedOptionError: a component without a batch dimension.
   """
   return tuple(
-    tf.nest.map_structure(lambda x, p=part: _part(x, num_parts, p), batch)
+    tf.nest.map_structure(
+      lambda x, p=part: None if x is None else _part(x, num_parts, p), batch
+    )
     for part in parts
+  )
+
+
+def per_replica(parts):
+  """Makes distributed values of one structure of tensors a replica."""
+  return tf.nest.map_structure(
+    lambda *values: (
+      None if values[0] is None else _tf_internal.PerReplica(values)
+    ),
+    *parts,
+  )
+
+
+def is_plain(batch) -> bool:
+  """Whether that is one batch of arrays for all replicas, and can be split.
+
+  Keras's `train_on_batch`, `test_on_batch` and `predict_on_batch` pass such.
+  """
+  leaves = [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
+  return bool(leaves) and all(
+    not isinstance(leaf, tf.distribute.DistributedValues)
+    and len(getattr(leaf, 'shape', ())) > 0
+    for leaf in leaves
   )
 
 
@@ -108,7 +172,10 @@ def part_sizes(rows, num_parts: int) -> tf.Tensor:
 def with_rows(batches, all_rows):
   """Makes counted batches of one structure of tensors a local replica."""
   return tf.nest.map_structure(
-    lambda *values: CountedBatch(values, all_rows), *batches
+    lambda *values: (
+      None if values[0] is None else CountedBatch(values, all_rows)
+    ),
+    *batches,
   )
 
 

@@ -17,6 +17,7 @@ import tensorflow as tf
 from tf_strategies import _tf_internal, errors
 from tf_strategies.collectives import bucketing
 from tf_strategies.cross_device import executor, statistics
+from tf_strategies.keras import gradient_reducer
 from tf_strategies.strategies import communicator as communicator_lib
 from tf_strategies.strategies.mirrored import empty_replicas, replica_run
 
@@ -200,11 +201,11 @@ class WorkerReducer:
 
   def reduce(self, reduce_op, pairs, options):
     """Reduces distributed values, each to its destinations."""
-    del options
+    are_gradients = options is gradient_reducer.GRADIENTS
     is_mean = reduce_op == _MEAN
     values = [_components(value) for value, _ in pairs]
     dense = [v for v in values if not isinstance(v[0], tf.IndexedSlices)]
-    sums = iter(self._sum_dense(dense, is_mean))
+    sums = iter(self._sum_dense(dense, is_mean, are_gradients))
     reduced = [
       self._gather_slices(v, is_mean)
       if isinstance(v[0], tf.IndexedSlices)
@@ -258,13 +259,13 @@ class WorkerReducer:
   def all_reduce_in_branch(self, reduce_op, tensors, replica_id, options):
     """All-reduces one replica's tensors."""
     reduced = self._communicator.all_reduce_replica(
-      tensors, replica_id, options
+      tensors, replica_id, options, options is gradient_reducer.GRADIENTS
     )
     if reduce_op == _MEAN:
       reduced = [t / tf.cast(self.num_replicas, t.dtype) for t in reduced]
     return reduced
 
-  def _sum_dense(self, values, is_mean):
+  def _sum_dense(self, values, is_mean, are_gradients):
     """For each value its sum (or mean) over all replicas, by local device."""
     if not values:
       return []
@@ -292,7 +293,7 @@ class WorkerReducer:
     ):
       with tf.device(device):
         columns.append(shares(column, halves=True))
-    columns = self._communicator.all_reduce(columns, 'reduce')
+    columns = self._communicator.all_reduce(columns, 'reduce', are_gradients)
     return [shares(row, halves=False) for row in zip(*columns, strict=True)]
 
   def _gather_slices(self, slices, is_mean):

@@ -35,11 +35,8 @@ class ReplicaRun:
   # Of this process's, bool; None if every replica of every process surely has.
   has_rows: _Rows | None
   is_even: bool | tf.Tensor
-  # Whether Keras passed its own train, test or predict step.
-  is_keras_step: bool = False
-  # Found or made while the run is built.
-  warning_is_built: bool = False
-  needs_rows_everywhere: str | None = None
+  # Whether the user was told, or knows, that replicas may have unequal rows.
+  may_be_uneven: bool = False
   # The shared variables that replicas have read, by replica and `id`.
   reads: dict[int, dict[int, tf.Variable]] = dataclasses.field(
     default_factory=dict
@@ -50,7 +47,6 @@ class ReplicaRun:
     cls,
     args: Any,
     num_replicas: int,
-    is_keras_step: bool,
     share: Callable[[_Rows], _Rows] | None = None,
   ) -> ReplicaRun:
     """Reads the rows from the first batched distributed value in `args`.
@@ -59,7 +55,7 @@ class ReplicaRun:
     """
     batch = _first_batched(args, num_replicas)
     if batch is None:
-      return cls(None, None, None, True, is_keras_step)
+      return cls(None, None, None, True)
     rows = all_rows = tuple(num_rows(t) for t in batch.values)
     counted = getattr(batch, 'all_rows', None)
     if counted is not None:
@@ -69,12 +65,12 @@ class ReplicaRun:
     if all(isinstance(n, int) for n in all_rows):
       has_rows = None if all(all_rows) else tuple(n > 0 for n in rows)
       is_even = len(set(all_rows)) == 1
-      return cls(rows, all_rows, has_rows, is_even, is_keras_step)
+      return cls(rows, all_rows, has_rows, is_even)
     with tf.device('CPU:0'):
       has_rows = tuple(n > 0 for n in rows)
       stacked = tf.stack([tf.convert_to_tensor(n, tf.int32) for n in all_rows])
       is_even = tf.reduce_all(tf.equal(stacked, stacked[0]))
-    return cls(rows, all_rows, has_rows, is_even, is_keras_step)
+    return cls(rows, all_rows, has_rows, is_even)
 
   def weight(self, replica_id: int) -> tf.Tensor:
     """N * n_i / sum(n): how much replica i's mean counts in the whole mean."""

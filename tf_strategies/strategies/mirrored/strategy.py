@@ -7,6 +7,7 @@ import tensorflow as tf
 from tf_strategies import _tf_internal, cross_device, errors
 from tf_strategies.strategies.mirrored import devices as devices_lib
 from tf_strategies.strategies.mirrored import extended as extended_lib
+from tf_strategies.strategies.mirrored import whole_batch
 
 
 class ExactStrategy:
@@ -16,6 +17,11 @@ class ExactStrategy:
   def cross_device_ops(self) -> tf.distribute.CrossDeviceOps:
     """The op that every reduction of this strategy goes through."""
     return self.extended._cross_device_ops  # pylint: disable=protected-access
+
+  @property
+  def num_replicas_in_sync(self) -> int:
+    """Number of replicas; one in a model's step, which has the whole batch."""
+    return 1 if whole_batch.is_active() else super().num_replicas_in_sync
 
   def communication_report(self) -> dict[str, object]:
     """What was communicated so far, counted by the graph as it ran.
@@ -51,6 +57,8 @@ class ExactStrategy:
     Keras takes the mean of the first batch, a whole structure, to learn its
     shapes. If replicas have unequal rows it gets the first one's part.
     """
+    if whole_batch.is_whole(value):
+      return value
     is_mean = reduce_op in (tf.distribute.ReduceOp.MEAN, 'MEAN')
     if is_mean and axis is None and self._is_batch(value):
       return tf.nest.map_structure(

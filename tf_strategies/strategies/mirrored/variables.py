@@ -10,7 +10,7 @@ from __future__ import annotations
 import tensorflow as tf
 
 from tf_strategies import _keras_internal, _tf_internal
-from tf_strategies.keras import gradient_reducer
+from tf_strategies.cross_device import statistics
 from tf_strategies.strategies.mirrored import replica_run
 
 
@@ -22,6 +22,9 @@ class MirroredVariable(_tf_internal.MirroredVariable):
   is written there (Keras writes the step counter so) is equal on every replica:
   each writes its own copy.
   """
+
+  # Whether all replicas share one copy.
+  is_central = False
 
   def _update_replica(self, update_fn, value, **kwargs):
     first_only = tf.VariableAggregation.ONLY_FIRST_REPLICA
@@ -81,6 +84,11 @@ class SyncOnReadVariable(_tf_internal.SyncOnReadVariable):
   metric is left out.
   """
 
+  def _get_cross_replica(self):
+    # A model that is saved may read it, in a function that was traced before.
+    with statistics.paused():
+      return super()._get_cross_replica()
+
   def _update_replica(self, update_fn, value, **kwargs):
     run = replica_run.current()
     replica_id = replica_run.current_replica_id()
@@ -132,13 +140,6 @@ def creation_policy(kwargs: dict, is_slot: bool) -> dict:
     return kwargs
   if not is_slot:
     return {**kwargs, 'aggregation': tf.VariableAggregation.MEAN}
-  is_accumulator = _keras_internal.is_gradient_accumulator(kwargs.get('name'))
-  if is_accumulator and not gradient_reducer.are_gradients_reduced():
-    return {
-      **kwargs,
-      'aggregation': tf.VariableAggregation.SUM,
-      'synchronization': tf.VariableSynchronization.ON_READ,
-    }
   return kwargs
 
 

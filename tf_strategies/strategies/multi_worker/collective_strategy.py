@@ -57,7 +57,8 @@ class MultiWorkerCollectiveStrategy(strategy.MultiWorkerStrategy):
       'CollectiveOptions',
       "write for instance CollectiveOptions(communication='ring')",
     )
-    rank, addresses = self.place_in(config_lib.given_or_from_env(cluster))
+    cluster = config_lib.given_or_from_env(cluster)
+    rank, addresses = self.place_in(cluster)
     if len(addresses) > 1:
       _start_runtime(rank, addresses, options.start_timeout_seconds)
 
@@ -75,6 +76,7 @@ class MultiWorkerCollectiveStrategy(strategy.MultiWorkerStrategy):
       cross_device.AutoAllReduce(),
       make_communicator,
       {'bucket_bytes': options.bucket_bytes},
+      strategy.resolver_of(cluster),
     )
 
 

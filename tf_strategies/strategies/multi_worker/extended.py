@@ -13,7 +13,9 @@ from tf_strategies import _tf_internal
 from tf_strategies.strategies import communicator as communicator_lib
 from tf_strategies.strategies.mirrored import extended as mirrored_extended
 from tf_strategies.strategies.mirrored import reducer as reducer_lib
+from tf_strategies.strategies.mirrored import replica_run
 from tf_strategies.strategies.multi_worker import input as input_lib
+from tf_strategies.strategies.multi_worker import worker_exchange
 
 
 class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
@@ -101,6 +103,26 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
       if tf.executing_eagerly():
         return tuple(everyone.numpy().tolist())
       return tuple(tf.unstack(everyone))
+
+  def places_of_rows(self, leaves):
+    """See base class: of the parts that each worker takes in turn."""
+    run = replica_run.ReplicaRun.of(
+      leaves, len(self._devices), self._share_rows
+    )
+    count, workers = len(self._devices), self.communicator.world_size
+    mine = [r * workers + self.communicator.rank for r in range(count)]
+    if run.rows is None:
+      sizes, _ = self._shares_of_plain(leaves)
+      return sizes, mine
+    return [
+      run.all_rows[w * count + r] for r in range(count) for w in range(workers)
+    ], mine
+
+  gathers_predictions = True
+
+  def exchange(self):
+    """See base class."""
+    return worker_exchange.WorkerExchange(self._reducer, self.communicator)
 
   def _trim(self, run, outputs):
     if len(self._devices) > 1 or run.has_rows is None:

@@ -24,7 +24,11 @@ import tensorflow as tf
 from tf_strategies import _graph_errors, _tf_internal, errors
 from tf_strategies.monitoring import input_watch
 from tf_strategies.strategies import communicator as communicator_lib
-from tf_strategies.strategies.mirrored import host_input, replica_run
+from tf_strategies.strategies.mirrored import (
+  host_input,
+  host_iterator,
+  replica_run,
+)
 
 _Policy = tf.data.experimental.AutoShardPolicy
 _SAME_BATCHES = (
@@ -88,22 +92,10 @@ class WorkerInput:
 
   def _same_data(self, dataset):
     """Every worker has the same batches and takes its rows."""
-    world_size, rank = self._communicator.world_size, self._communicator.rank
-    # Keras orders gathered predictions by local replica, then by worker.
-    parts = [r * world_size + rank for r in range(self._num_local)]
-    # The part of each replica of each worker, by replica id.
-    by_replica = [
-      r * world_size + w
-      for w in range(world_size)
-      for r in range(self._num_local)
-    ]
     check = self._make_check()
 
     def split(index, batch):
-      local = host_input.split(batch, self._num_replicas, parts)
-      rows = replica_run.num_rows(tf.nest.flatten(batch)[0])
-      sizes = host_input.part_sizes(rows, self._num_replicas)
-      all_rows = tf.gather(sizes, by_replica)
+      local, all_rows = self.split(batch)
       fingerprint = tf.cond(
         _is_compared(index),
         lambda: _fingerprint(batch),
@@ -118,14 +110,30 @@ class WorkerInput:
         )
       return host_input.with_rows(local, all_rows)
 
-    distributed = (
-      dataset.map(lambda *batch: host_input.unwrap(batch))
-      .enumerate()
-      .map(split)
-      .prefetch(1)
-      .map(checked)
+    distributed = dataset.enumerate().map(split).prefetch(1).map(checked)
+    distributed = input_watch.watch(distributed.with_options(_on_demand()))
+    return host_iterator.HostDataset(distributed)
+
+  def split(self, batch):
+    """The parts of a global batch for this worker's replicas; all rows.
+
+    The rows are of every replica of every worker, int32 [N], by replica id.
+    """
+    world_size, rank = self._communicator.world_size, self._communicator.rank
+    # Keras orders gathered predictions by local replica, then by worker.
+    parts = [r * world_size + rank for r in range(self._num_local)]
+    # The part of each replica of each worker, by replica id.
+    by_replica = [
+      r * world_size + w
+      for w in range(world_size)
+      for r in range(self._num_local)
+    ]
+    first = next(t for t in tf.nest.flatten(batch) if t is not None)
+    sizes = host_input.part_sizes(
+      replica_run.num_rows(first), self._num_replicas
     )
-    return input_watch.watch(distributed.with_options(_on_demand()))
+    local = host_input.split(batch, self._num_replicas, parts)
+    return local, tf.gather(sizes, by_replica)
 
   def _make_check(self):
     """Returns an op that compares the workers' batches 0, 1, 2, 4, 8, ..."""
@@ -167,14 +175,22 @@ class WorkerInput:
         'call dataset.batch with a multiple of strategy.num_replicas_in_sync',
       )
     rows = size // self._communicator.world_size
-    return dataset.rebatch(rows).map(
-      lambda *batch: host_input.split(
-        host_input.unwrap(batch), self._num_local, range(self._num_local)
+
+    def share(*batch):
+      parts = host_input.split(
+        host_input.unwrap(dataset, batch),
+        self._num_local,
+        range(self._num_local),
       )
-    )
+      return tuple(map(_counted, parts))
+
+    return dataset.rebatch(rows).map(share)
 
   def _own_data(self, dataset):
-    """Of tuples of a batch a local replica; goes on until all have run out."""
+    """Of tuples of `_counted` batches, one a local replica.
+
+    Goes on until all workers have run out.
+    """
     nothing = _without_rows(dataset.element_spec)
     dataset_id = next(self._datasets)
     iterators = itertools.count()
@@ -193,11 +209,8 @@ class WorkerInput:
 
     def agree(iterator):
       def step(index, element):
-        has_data, batches = element
-        rows = [
-          tf.cast(replica_run.num_rows(tf.nest.flatten(b)[0]), tf.int32)
-          for b in batches
-        ]
+        has_data, counted = element
+        rows, batches = zip(*counted, strict=True)
         left, all_rows = tf.numpy_function(
           share_rows,
           [iterator, index, has_data, tf.stack(rows)],
@@ -226,7 +239,7 @@ class WorkerInput:
       lambda i: tf.ensure_shape(tf.numpy_function(start, [i], tf.int64), [])
     )
     distributed = numbers.flat_map(epoch).with_options(_on_demand())
-    return input_watch.watch(distributed)
+    return host_iterator.HostDataset(input_watch.watch(distributed))
 
 
 def _check_input_options(options):
@@ -279,8 +292,18 @@ def _fingerprint(batch) -> tf.Tensor:
   return tf.ensure_shape(number, [])
 
 
+def _counted(batch):
+  """A batch and its rows; an element without a batch dimension counts as one."""
+  batched = [x for x in tf.nest.flatten(batch) if x.shape.rank != 0]
+  rows = replica_run.num_rows(batched[0]) if batched else 1
+  return tf.cast(rows, tf.int32), batch
+
+
 def _without_rows(spec):
-  """A structure of batches of no rows that look like the elements of `spec`."""
+  """A structure of batches of no rows that look like the elements of `spec`.
+
+  A scalar, which has no rows to leave out, is zero.
+  """
 
   def empty(component):
     """A batch without rows, as dense, ragged or sparse as `component`."""
@@ -296,22 +319,27 @@ def _without_rows(spec):
         tf.zeros([0], component.dtype),
         tf.constant([0, *(d or 0 for d in shape[1:])], tf.int64),
       )
+    if shape.rank == 0:
+      return tf.zeros([], component.dtype)
     return tf.zeros([0, *(d or 0 for d in shape[1:])], component.dtype)
 
   return tf.nest.map_structure(empty, spec)
 
 
 def _group_by_replicas(dataset, num_local: int):
-  """Tuples of one element of `dataset` a local replica; the last without rows."""
+  """Tuples of one `_counted` element a local replica; the last without rows."""
+  given = dataset
+
+  def count(*element):
+    return _counted(host_input.unwrap(given, element))
+
+  dataset = dataset.map(count)
   if num_local == 1:
-    return dataset.map(lambda *batch: (host_input.unwrap(batch),))
+    return dataset.map(lambda *counted: (counted,))
   nothing = tf.data.Dataset.from_tensors(_without_rows(dataset.element_spec))
 
-  is_tuple = type(dataset.element_spec) is tuple
-
   def group(*window):
-    # A tuple of one stays one, as `nothing` is.
-    elements = tf.data.Dataset.zip(window if is_tuple else window[0])
+    elements = tf.data.Dataset.zip(window)
     return tf.data.Dataset.zip(
       tuple(
         elements.skip(i).concatenate(nothing).take(1) for i in range(num_local)

@@ -21,10 +21,10 @@ class RingOptions:
       the backward pass computes the next one.
     all_reduce: the algorithm between workers, a name in
       `tfs.collectives.ALGORITHMS`; 'auto' picks it by the size of a bucket.
-    compression: what float gradients travel as, a name in
-      `tfs.collectives.CODECS`. Sums are made in float32. 'bfloat16' and
-      'float16' halve the bytes where the network is the limit, and cost
-      precision (8 or 11 bits).
+    compression: what float gradients that go to an optimizer travel as, a name
+      in `tfs.collectives.CODECS`; all else is exact. Sums are made in float32.
+      'bfloat16' and 'float16' halve the bytes where the network is the limit,
+      and cost precision (8 or 11 bits).
     group: rendezvous, secret and deadlines; None takes the secret from the
       environment.
 

@@ -14,7 +14,6 @@ first layers, and no thread of TensorFlow waits for it.
 from __future__ import annotations
 
 import concurrent.futures
-import functools
 import itertools
 import threading
 from collections.abc import Callable, Sequence
@@ -51,32 +50,25 @@ class ProcessGroupCommunicator(communicator.Communicator):
     self.rank, self.world_size = group.rank, group.world_size
     self._queue = CollectiveQueue(group)
     self._local = local
-    self._how = {
-      'algorithm': options.all_reduce,
-      'compression': options.compression,
-    }
-    codec = codecs.get(options.compression)
-    # Where a codec is a cast, TensorFlow makes it on all cores.
-    self._cast_dtype = codec.cast_dtype
-    num_chunks = self.world_size
+    self._options = options
+    self.is_lossy = options.compression != 'none'
+    self._num_chunks = self.world_size
     if options.all_reduce != 'auto':
       schedule = algorithms.build(options.all_reduce, self.world_size)
-      num_chunks = schedule.num_chunks
-    self._pack = functools.partial(
-      reducer.pack,
-      bucket_bytes=options.bucket_bytes,
-      block=codec.block_length or 1,
-      num_chunks=num_chunks,
-    )
+      self._num_chunks = schedule.num_chunks
 
-  def all_reduce(self, columns, name):
+  def all_reduce(self, columns, name, are_gradients=False):
     """See base class."""
     several = len(columns) > 1
     tensors = self._local.sum_on_first(columns) if several else columns[0]
-    summed = self._all_reduce_host(tensors, 'all_reduce', name)
+    summed = self._all_reduce_host(
+      tensors, 'all_reduce', name, are_gradients, columns[0]
+    )
     return [summed] * len(columns)
 
-  def all_reduce_replica(self, tensors, replica_id, options):
+  def all_reduce_replica(
+    self, tensors, replica_id, options, are_gradients=False
+  ):
     """See base class: through TensorFlow's collectives between local ones."""
 
     def all_reduce_locally(tensors):
@@ -89,41 +81,46 @@ class ProcessGroupCommunicator(communicator.Communicator):
     tensors = all_reduce_locally(tensors)
     if replica_id == 0:
       tensors = self._all_reduce_host(
-        tensors, 'all_reduce_in_control_flow', 'branch'
+        tensors, 'all_reduce_in_control_flow', 'branch', are_gradients
       )
     else:
       # The group is called once a worker; this replica's share is in it.
       tensors = [tf.zeros_like(t) for t in tensors]
     return all_reduce_locally(tensors)
 
-  def _all_reduce_host(self, tensors, kind, name):
+  def _all_reduce_host(self, tensors, kind, name, are_gradients, told_as=None):
+    """Sums tensors of all workers; `told_as` are those that a timeline names."""
+    told_as = tensors if told_as is None else told_as
+    compression = self._options.compression if are_gradients else 'none'
+    codec = codecs.get(compression)
+
     def bucket(index):
       def work(group, array):
         return group.all_reduce(
-          array, name=f'{name}/bucket_{index}', **self._how
+          array,
+          name=f'{name}/bucket_{index}',
+          algorithm=self._options.all_reduce,
+          compression=compression,
         )
 
       return work
 
     with tf.device('CPU:0'):
-      packed = self._pack([self._cast(t) for t in tensors])
+      packed = reducer.pack(
+        [_cast(t, codec) for t in tensors],
+        self._options.bucket_bytes,
+        block=codec.block_length or 1,
+        num_chunks=self._num_chunks,
+      )
       summed = packed.unpack(
         self._queue.call_all(
           kind,
           [bucket(i) for i in range(len(packed.buckets))],
           packed.buckets,
-          [_names(tensors, members) for members in packed.members],
+          [_names(told_as, members) for members in packed.members],
         )
       )
       return [tf.cast(s, t.dtype) for s, t in zip(summed, tensors, strict=True)]
-
-  def _cast(self, tensor):
-    """A tensor in the dtype in which the group gets it."""
-    if tensor.dtype == tf.bool:
-      return tf.cast(tensor, tf.uint8)
-    if tensor.dtype == tf.float32 and self._cast_dtype is not None:
-      return tf.cast(tensor, self._cast_dtype)
-    return tensor
 
   def combine(self, tensor, op, name, is_report=False):
     """See base class."""
@@ -183,6 +180,16 @@ class ProcessGroupCommunicator(communicator.Communicator):
     """See base class."""
     self.group.close()
     self._queue.close()
+
+
+def _cast(tensor, codec):
+  """A tensor in the dtype in which the group gets it."""
+  if tensor.dtype == tf.bool:
+    return tf.cast(tensor, tf.uint8)
+  # Where a codec is a cast, TensorFlow makes it on all cores.
+  if tensor.dtype == tf.float32 and codec.cast_dtype is not None:
+    return tf.cast(tensor, codec.cast_dtype)
+  return tensor
 
 
 class CollectiveQueue:
@@ -368,16 +375,9 @@ def _recorded(kind, work, **about):
 
 
 def _names(tensors, members) -> str:
-  """What a bucket holds, as the graph calls it."""
+  """What a bucket holds: variables whose gradients they are, or operations."""
   if tf.executing_eagerly():
     return ''
-  names = [_source(tensors[i].op).name for i in members[:_NAMED]]
+  names = [_tf_internal.label_of(tensors[i]) for i in members[:_NAMED]]
   more = len(members) - _NAMED
   return ', '.join(names) + (f' and {more} more' if more > 0 else '')
-
-
-def _source(op):
-  """The op that computes what identities and casts hand on."""
-  while op.type in ('Identity', 'Cast', 'Reshape'):
-    op = op.inputs[0].op
-  return op

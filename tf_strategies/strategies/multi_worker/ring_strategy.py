@@ -80,9 +80,13 @@ class MultiWorkerRingStrategy(strategy.MultiWorkerStrategy):
       cross_device_ops = cross_device.AutoAllReduce()
     mirrored_strategy.check_cross_device_ops(cross_device_ops)
     devices = strategy.resolve_devices(devices)
-    group, self._rendezvous = cluster, None
+    group, self._rendezvous, resolver = cluster, None, None
     if not isinstance(cluster, process_group.ProcessGroup):
+      if options.link != 'mpi':
+        cluster = config_lib.given_or_from_env(cluster)
+        resolver = strategy.resolver_of(cluster)
       group, self._rendezvous = _form_group(cluster, options)
+    resolver = resolver or strategy.resolver_of_group(group)
 
     def make_communicator(local):
       return process_group_communicator.ProcessGroupCommunicator(
@@ -98,6 +102,7 @@ class MultiWorkerRingStrategy(strategy.MultiWorkerStrategy):
           name: getattr(options, name)
           for name in ('bucket_bytes', 'all_reduce', 'compression')
         },
+        resolver,
       )
     except BaseException:
       # Nobody can close what was never made: the others would wait for this
@@ -126,9 +131,7 @@ def _form_group(cluster, options):
   """Links up with the others; also returns what listens for later workers."""
   if options.link == 'mpi':
     return process_group.form_mpi_group(options.group), None
-  rank, addresses = MultiWorkerRingStrategy.place_in(
-    config_lib.given_or_from_env(cluster)
-  )
+  rank, addresses = MultiWorkerRingStrategy.place_in(cluster)
   rendezvous = process_group.Rendezvous(
     dict(enumerate(addresses)),
     rank,

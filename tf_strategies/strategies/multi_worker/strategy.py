@@ -8,10 +8,10 @@ import secrets
 import tensorflow as tf
 from absl import logging
 
-from tf_strategies import _tf_internal, errors
+from tf_strategies import _tf_internal, errors, process_group
 from tf_strategies import cluster as cluster_lib
 from tf_strategies.strategies.mirrored import devices as devices_lib
-from tf_strategies.strategies.mirrored import host_input
+from tf_strategies.strategies.mirrored import host_input, whole_batch
 from tf_strategies.strategies.mirrored import strategy as mirrored_strategy
 from tf_strategies.strategies.multi_worker import extended as extended_lib
 
@@ -49,8 +49,17 @@ class MultiWorkerStrategy(
       )
     return index, tuple(task.address for task in cluster.training_tasks)
 
-  def _set_up(self, devices, cross_device_ops, make_communicator, setup):
+  def _set_up(
+    self, devices, cross_device_ops, make_communicator, setup, resolver
+  ):
     """Becomes a strategy, if the other workers have the same `setup`.
+
+    Args:
+      devices: of this worker.
+      cross_device_ops: between these devices.
+      make_communicator: see `MultiWorkerExtended`.
+      setup: what all workers must have alike, by name.
+      resolver: what describes the cluster to TensorFlow.
 
     Raises:
       CollectiveMismatchError: workers with other devices or options.
@@ -60,6 +69,7 @@ class MultiWorkerStrategy(
     )
     # MultiWorkerMirroredStrategy's own __init__ would start its own runtime.
     tf.distribute.Strategy.__init__(self, extended)
+    self._cluster_resolver = resolver
     extended.communicator.agree(
       {'devices of a worker': len(devices), **setup},
       f'the set-up of {type(self).__name__}',
@@ -67,9 +77,13 @@ class MultiWorkerStrategy(
     _agree_on_seed(extended.communicator)
 
   @property
-  def cluster_resolver(self):
-    """None: the cluster is described by a `ClusterConfig`."""
-    return None
+  def cluster_resolver(self) -> tf.distribute.cluster_resolver.ClusterResolver:
+    """The cluster, and which task this is, as TensorFlow describes them.
+
+    Without a cluster it is empty, and has no task. A process group's members are
+    workers, numbered by rank.
+    """
+    return self._cluster_resolver
 
   @property
   def rank(self) -> int:
@@ -94,6 +108,8 @@ class MultiWorkerStrategy(
 
   def reduce(self, reduce_op, value, axis):
     """See base class; Keras reduces the scalars of its logs along axis 0."""
+    if whole_batch.is_whole(value):
+      return value
     if axis == 0 and _is_scalar(value):
       return tf.nest.map_structure(
         lambda v: self.extended.reduce_report(reduce_op, v), value
@@ -111,6 +127,38 @@ def resolve_devices(devices) -> tuple[str, ...]:
     gpus = tf.config.list_logical_devices('GPU')
     devices = [d.name for d in gpus] or ['CPU:0']
   return devices_lib.resolve_devices(devices)
+
+
+def resolver_of(
+  cluster: cluster_lib.ClusterConfig | None,
+) -> tf.distribute.cluster_resolver.ClusterResolver:
+  """Describes a cluster to TensorFlow; None is a process of its own."""
+  if cluster is None:
+    return tf.distribute.cluster_resolver.SimpleClusterResolver(
+      tf.train.ClusterSpec({})
+    )
+  return tf.distribute.cluster_resolver.SimpleClusterResolver(
+    # Mappings, as indices may be missing.
+    tf.train.ClusterSpec({j: dict(tasks) for j, tasks in cluster.jobs.items()}),
+    master=cluster.address or '',
+    task_type=cluster.task_type,
+    task_id=cluster.task_index,
+    environment=cluster.environment or '',
+    rpc_layer='grpc',
+  )
+
+
+def resolver_of_group(
+  group: process_group.ProcessGroup,
+) -> tf.distribute.cluster_resolver.ClusterResolver:
+  """Describes the members of a process group as workers, numbered by rank."""
+  return tf.distribute.cluster_resolver.SimpleClusterResolver(
+    tf.train.ClusterSpec({'worker': [m.address for m in group.members]}),
+    master=group.members[group.rank].address,
+    task_type='worker',
+    task_id=group.rank,
+    rpc_layer='grpc',
+  )
 
 
 def _agree_on_seed(communicator):

@@ -150,12 +150,12 @@ class Engine:
 
   def started(self, step: Step, worker: int) -> None:
     """A worker begins a task."""
-    if step.optimizers:
+    if step.trains:
       self.staleness.start(worker)
 
   def finished(self, task: Any, worker: int) -> None:
     """Called under the pool's lock when a worker's task is done."""
-    if task.step.optimizers:
+    if task.step.trains:
       self.staleness.end(worker, task.steps)
       self._steps_done += task.steps
     self.reports.add(task)

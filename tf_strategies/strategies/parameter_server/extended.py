@@ -77,13 +77,9 @@ class ReplicaContext(tf.distribute.ReplicaContext):
   def all_reduce(self, reduce_op, value, options=None):
     """The value itself: each worker is the only replica of its step."""
     del reduce_op, options
-    if traced_step.current() is not None and self.strategy.shares_batches:
-      raise errors.UnsupportedOptionError(
-        "an all-reduce in a step of mode='sync', such as "
-        'BatchNormalization(synchronized=True),',
-        'layers that need only their own microbatch',
-        "use synchronized=False, or mode='async'",
-      )
+    step = traced_step.current()
+    if step is not None and step.is_share and self.strategy.shares_batches:
+      _refuse_all_reduce()
     return tf.nest.map_structure(
       lambda v: v if isinstance(v, tf.IndexedSlices) else tf.identity(v), value
     )
@@ -97,6 +93,23 @@ class ReplicaContext(tf.distribute.ReplicaContext):
         for a in args
       )
     return super()._merge_call(merge_fn, args, kwargs)
+
+
+def _refuse_all_reduce():
+  optimizer = _keras_internal.applying_optimizer()
+  if optimizer is not None:
+    raise errors.UnsupportedOptionError(
+      f"{type(optimizer).__name__} {optimizer.name!r} in a step of mode='sync' "
+      'that does not know it',
+      'all optimizers that the step applies',
+      'pass it to remote_step too: remote_step(fn, [first, second])',
+    )
+  raise errors.UnsupportedOptionError(
+    "an all-reduce in a step of mode='sync', such as "
+    'BatchNormalization(synchronized=True),',
+    'layers that need only their own microbatch',
+    "use synchronized=False, or mode='async'",
+  )
 
 
 def _are_gradients(value) -> bool:
@@ -138,6 +151,10 @@ def _send_gradients(pairs, others, step):
 class ParameterServerExtended(_tf_internal.ParameterServerExtended):
   """The implementation behind `ParameterServerStrategy`."""
 
+  # See `_keras_internal`: Keras draws no batch to make variables.
+  builds_from_specs = True
+  makes_variables_in_steps = False
+
   def __init__(
     self,
     strategy: tf.distribute.Strategy,
@@ -159,6 +176,14 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
   def _create_variable(self, next_creator, **kwargs):
     if kwargs.get('per_worker_variable') or kwargs.get('initial_value') is None:
       return super()._create_variable(next_creator, **kwargs)
+    value = kwargs['initial_value']
+    if not callable(value) and not tf.executing_eagerly():
+      kwargs['initial_value'] = _tf_internal.lift(value)
+    # A function that makes variables is traced with those that it has made.
+    with tf.init_scope():
+      return self._create_lifted(kwargs)
+
+  def _create_lifted(self, kwargs):
     reference = kwargs.get('colocate_with')
     name = kwargs.get('name')
     arguments = {k: kwargs[k] for k in _ARGUMENTS if kwargs.get(k) is not None}
@@ -195,7 +220,10 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
   def _create_parts(self, arguments, shape, sizes, servers=None):
     """A variable cut along its first axis, one part a server in turn."""
     value = arguments.pop('initial_value')
-    whole = value() if callable(value) else tf.convert_to_tensor(value)
+    dtype = arguments['dtype'] = tf.as_dtype(
+      arguments.get('dtype') or value.dtype
+    )
+    values = partitioned.initial_values(value, shape, dtype, sizes)
     name = arguments.pop('name', 'Variable')
     of_whole = {
       k: arguments.pop(k)
@@ -204,8 +232,8 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
     }
     arguments.pop('shape', None)
     parts = []
-    row_bytes = math.prod(shape[1:]) * whole.dtype.size
-    for i, rows in enumerate(tf.split(whole, sizes)):
+    row_bytes = math.prod(shape[1:]) * dtype.size
+    for i, rows in enumerate(values):
       num_bytes = sizes[i] * row_bytes
       if servers is None:
         server = self.placement.place(num_bytes)
@@ -246,6 +274,12 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
       variables.ServerVariable | partitioned.PartitionedVariable,
     ):
       super()._validate_colocate_with_variable(colocate_with_variable)
+
+  def variable_created_in_scope(self, v) -> bool:
+    """Whether a variable is on the servers."""
+    return isinstance(
+      v, variables.ServerVariable | partitioned.PartitionedVariable
+    )
 
   def _call_for_each_replica(self, fn, args, kwargs):
     with ReplicaContext(self._container_strategy(), replica_id_in_sync_group=0):
@@ -307,6 +341,7 @@ def _shape_and_dtype(arguments) -> tuple[tuple[int, ...], tf.DType]:
       return tuple(tf.TensorShape(shape)), tf.as_dtype(dtype)
     # Nothing tells the size: the value is made here, and sent.
     with tf.init_scope():
-      value = tf.convert_to_tensor(value(), dtype)
+      value = _tf_internal.unwrap_checkpoint_value(value())
+      value = tf.convert_to_tensor(value, dtype)
   value = arguments['initial_value'] = tf.convert_to_tensor(value, dtype)
   return tuple(value.shape), value.dtype

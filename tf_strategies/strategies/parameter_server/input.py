@@ -33,9 +33,18 @@ Resumed = tuple[position_lib.Position, int | None]
 class WorkerTensor:
   """Stands for a tensor that only a worker sees."""
 
-  shape: tf.TensorShape
-  dtype: tf.DType
+  spec: tf.TypeSpec
   source: Source
+
+  @property
+  def shape(self) -> tf.TensorShape:
+    """Of the tensor."""
+    return self.spec.shape
+
+  @property
+  def dtype(self) -> tf.DType:
+    """Of the tensor."""
+    return self.spec.dtype
 
 
 @dataclasses.dataclass(eq=False)
@@ -51,6 +60,29 @@ class Split:
 
 
 _keys = itertools.count(1)
+
+
+class Batches:
+  """An iterator over what steps are begun with, on the coordinator."""
+
+  def __init__(self, batches: Iterator[Any]):
+    self._batches = batches
+
+  def __iter__(self) -> Batches:
+    return self
+
+  def __next__(self) -> Any:
+    if not tf.executing_eagerly():
+      # The graph would have this one batch as a constant.
+      raise errors.UnsupportedOptionError(
+        'next(iterator) inside a tf.function of the coordinator',
+        'batches that the coordinator reads outside of functions',
+        'call strategy.remote_step(fn, optimizers)(batch) for each batch, or '
+        'read inside of a function that '
+        'tf.distribute.coordinator.ClusterCoordinator schedules, from '
+        'create_per_worker_dataset',
+      )
+    return next(self._batches)
 
 
 class Source:
@@ -164,8 +196,10 @@ class WorkerDataset(_tf_internal.DistributedDataset):
     dataset_fn: Callable[[tf.distribute.InputContext], tf.data.Dataset],
     num_splits: int,
     take_resumed: Callable[[], Resumed | None],
+    stock: Callable[[], Any] | None = None,
   ):
     self.num_splits = num_splits
+    self._stock = stock
     self._dataset_fn = dataset_fn
     self._take_resumed = take_resumed
     self._openers: dict[int, Any] = {}
@@ -186,6 +220,9 @@ class WorkerDataset(_tf_internal.DistributedDataset):
     return self._cardinality
 
   def __iter__(self) -> Iterator[Any]:
+    return Batches(self._steps())
+
+  def _steps(self) -> Iterator[Any]:
     source = None
     while True:
       resumed = self._take_resumed()
@@ -193,12 +230,16 @@ class WorkerDataset(_tf_internal.DistributedDataset):
         source = Source(self, *(resumed or ())[:1])
         # One structure for all steps: Keras traces it as a constant.
         step = tf.nest.map_structure(
-          lambda s, source=source: WorkerTensor(s.shape, s.dtype, source),
+          lambda s, source=source: WorkerTensor(s, source),
           self.element_spec,
         )
       if not source.may_begin_step():
         return
       yield step
+
+  def __call__(self) -> Any:
+    """TensorFlow's own, which its `ClusterCoordinator` makes on each worker."""
+    return self._stock()
 
   def _make(self, index: int) -> tf.data.Dataset:
     return self._dataset_fn(
@@ -229,21 +270,33 @@ class WorkerDataset(_tf_internal.DistributedDataset):
         def make(key, done):
           numbered = self._make(index).enumerate().skip(done)
           numbered = numbered.map(
-            lambda i, batch: (key, i, *tf.nest.flatten(batch)),
+            lambda i, batch: (
+              key,
+              i,
+              *tf.nest.flatten(batch, expand_composites=True),
+            ),
             num_parallel_calls=1,
           )
           return tf.data.experimental.to_variant(numbered.prefetch(_PREFETCH))
 
         scalar = tf.TensorSpec([], tf.int64)
-        self._openers[index] = tf.function(
-          make, autograph=False
-        ).get_concrete_function(scalar, scalar)
+        opener = tf.function(make, autograph=False).get_concrete_function(
+          scalar, scalar
+        )
+        if any(t.dtype == tf.variant for t in opener.captured_inputs):
+          raise errors.UnsupportedOptionError(
+            'a data set that was made outside of the function given to '
+            'distribute_datasets_from_function',
+            'a function that makes the data set, since each worker makes its own',
+            'move all of the input pipeline into the function',
+          )
+        self._openers[index] = opener
       return self._openers[index]
 
 
 def _numbered(element_spec) -> dict[str, list]:
   """Of what an open split yields: its key, the element's number, the batch."""
-  specs = tf.nest.flatten(element_spec)
+  specs = tf.nest.flatten(element_spec, expand_composites=True)
   return {
     'output_types': [tf.int64, tf.int64, *(s.dtype for s in specs)],
     'output_shapes': [[], [], *(s.shape for s in specs)],
@@ -325,6 +378,9 @@ class FedDataset(_tf_internal.DistributedDataset):
     return int(self.dataset.cardinality())
 
   def __iter__(self) -> Iterator[Any]:
+    return Batches(self._batches())
+
+  def _batches(self) -> Iterator[Any]:
     # Opened when the first batch is wanted: Keras asks for an iterator at the
     # end of each epoch, for an epoch that may never come.
     resumed = self._take_resumed()
@@ -337,5 +393,15 @@ class FedDataset(_tf_internal.DistributedDataset):
       yield from start.iterate(self.dataset, steps_per_epoch)
 
   def __call__(self) -> Any:
-    """TensorFlow's own distributed data set."""
-    return self._stock(self.dataset)
+    """TensorFlow's own, which its `ClusterCoordinator` makes on each worker."""
+    # A worker has not got the coordinator's data set, but can make one like it.
+    with tf.init_scope():
+      graph = tf.raw_ops.DatasetToGraphV2(
+        input_dataset=tf.data.experimental.to_variant(self.dataset),
+        strip_device_assignment=True,
+      )
+    # Not of a constant, which TensorFlow would make a data set of beforehand.
+    variant = tf.raw_ops.DatasetFromGraph(graph_def=graph)
+    return self._stock(
+      tf.data.experimental.from_variant(variant, self.element_spec)
+    )

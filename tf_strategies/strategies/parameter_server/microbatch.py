@@ -32,6 +32,7 @@ class Contents:
   writes: list[traced_step.Write]  # That the step held back.
   numbers: tf.Tensor  # What it reports, float64 [count].
   rows: tf.Tensor  # Of its batch, float32 scalar.
+  argument: tf.Tensor  # The message with the batch.
 
   def tensors(self) -> list[tuple[int, tf.Tensor, bool]]:
     """All, in the order in which `ApplyFunction` reads them.
@@ -172,8 +173,14 @@ class MicrobatchFunction:
     )
 
   def _compute(self, argument) -> Contents:
-    traced = traced_step.TracedStep(self._discovery.access)
-    with traced.tracing(), self._step.capture(self._step.optimizers) as calls:
+    traced = traced_step.TracedStep(self._discovery.access, is_share=True)
+    rows = tf.constant(float(self._message.rows), tf.float32)
+    total = tf.cast(self._message.decode_header(argument)[0], tf.float32)
+    with (
+      traced.tracing(),
+      self._step.tracing_share(rows / total),
+      self._step.capture(self._step.optimizers) as calls,
+    ):
       outputs = self._step.run(self._message.decode_batch(argument, 0))
       numbers = tf.zeros([0], tf.float64)
       if self._discovery.are_numbers:
@@ -185,7 +192,8 @@ class MicrobatchFunction:
       ],
       traced.held_writes(),
       numbers,
-      tf.constant(float(self._message.specs[0].shape[0]), tf.float32),
+      rows,
+      argument,
     )
 
   def _trace(self, argument, *handles):
@@ -269,11 +277,40 @@ class ApplyFunction:
       if not isinstance(gradient, tf.IndexedSlices):
         return _mean(values, weights)
       indices, _ = next(parts)
-      weighted = map(_scaled, values, weights)
+      weighted = list(map(_scaled, values, weights))
+      # On one device as here: rows that were looked up apart stay apart, since
+      # Adam does not make the same of two gradients and of their sum.
+      if not _depends_on(gradient.indices, self._layout.contents.argument):
+        values, indices = tf.add_n(weighted), indices[0]
+      else:
+        values, indices = tf.concat(weighted, 0), tf.concat(indices, 0)
+        if _origin_type(gradient.indices) == 'Unique':
+          indices, places = tf.unique(indices)
+          values = tf.math.unsorted_segment_sum(
+            values, places, tf.size(indices)
+          )
       shape = tf.constant(variable.shape.as_list(), gradient.indices.dtype)
-      return tf.IndexedSlices(
-        tf.concat(list(weighted), 0), tf.concat(indices, 0), shape
-      )
+      return tf.IndexedSlices(values, indices, shape)
+
+
+def _origin_type(tensor) -> str:
+  """The type of the op that made a tensor, whatever reshaped it since."""
+  while tensor.op.type in ('Identity', 'Reshape', 'Cast'):
+    tensor = tensor.op.inputs[0]
+  return tensor.op.type
+
+
+def _depends_on(tensor, source) -> bool:
+  """Whether the numbers in a tensor, not its shape, come from another one."""
+  seen, todo = set(), [tensor]
+  while todo:
+    tensor = todo.pop()
+    if tensor.op.name == source.op.name:
+      return True
+    if tensor.op.type != 'Shape' and tensor.op.name not in seen:
+      seen.add(tensor.op.name)
+      todo += tensor.op.inputs
+  return False
 
 
 def _weights(rows) -> list[tf.Tensor | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Callable
 
 from tf_strategies import errors, option_checks
 
@@ -72,12 +73,11 @@ class ParameterServerOptions:
           'say where to write: checkpoint_dir=...',
         )
       return
-    if not isinstance(self.checkpoint_dir, str | os.PathLike):
-      raise errors.UnsupportedOptionError(
-        f'checkpoint_dir={self.checkpoint_dir!r}',
-        'the path of a directory',
-        "write checkpoint_dir='...', or leave it out",
-      )
+    option_checks.check_path(
+      'checkpoint_dir',
+      self.checkpoint_dir,
+      "write checkpoint_dir='...', or leave it out",
+    )
     object.__setattr__(self, 'checkpoint_dir', os.fspath(self.checkpoint_dir))
     self._set_default('checkpoint_steps', 1000)
     option_checks.check_int('checkpoint_steps', self.checkpoint_steps, 1)
@@ -87,8 +87,18 @@ class ParameterServerOptions:
       object.__setattr__(self, name, value)
 
 
-def make(mode: str, options: dict) -> ParameterServerOptions:
-  """The options from a strategy's arguments."""
+def make(
+  mode: str = 'async',
+  variable_partitioner: Callable | None = None,
+  **options,
+) -> ParameterServerOptions:
+  """The options from a strategy's arguments; the partitioner is only checked."""
+  option_checks.check(
+    variable_partitioner is None or callable(variable_partitioner),
+    f'variable_partitioner={variable_partitioner!r}',
+    'a function of shape and dtype',
+    'use one of tf.distribute.experimental.partitioners',
+  )
   known = {f.name for f in dataclasses.fields(ParameterServerOptions)}
   unknown = sorted(set(options) - known)
   if unknown:

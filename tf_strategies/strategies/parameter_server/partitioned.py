@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import tensorflow as tf
 
@@ -37,6 +39,49 @@ def offsets(sizes: Sequence[int]) -> tuple[int, ...]:
   (0, 3, 6)
   """
   return tuple(sum(sizes[:i]) for i in range(len(sizes)))
+
+
+def initial_values(
+  value: tf.Tensor | Callable,
+  shape: Sequence[int],
+  dtype: tf.DType,
+  sizes: Sequence[int],
+) -> list[tf.Tensor | Callable[[], tf.Tensor]]:
+  """What makes the initial value of each part of a variable of `shape`.
+
+  An initializer that takes `partition_shape` and `partition_offset` makes the rows
+  of a part where that is, so that nobody holds a large table whole.
+  """
+  if not callable(value) or not _takes_partitions(value):
+    whole = value() if callable(value) else value
+    whole = _tf_internal.unwrap_checkpoint_value(whole)
+    return tf.split(tf.convert_to_tensor(whole, dtype), sizes)
+  inner = tuple(shape[1:])
+
+  def make(rows, offset):
+    try:
+      part = value(
+        partition_shape=tf.TensorShape((rows, *inner)),
+        partition_offset=(offset, *(0 for _ in inner)),
+      )
+    except (TypeError, ValueError):
+      # TensorFlow's own take them, and raise one of these if they cannot.
+      part = value()
+    part = tf.convert_to_tensor(part, dtype)
+    is_whole = part.shape[0] != rows
+    return part[offset : offset + rows] if is_whole else part
+
+  return [
+    functools.partial(make, rows, offset)
+    for rows, offset in zip(sizes, offsets(sizes), strict=True)
+  ]
+
+
+def _takes_partitions(initializer: Callable) -> bool:
+  parameters = inspect.signature(initializer).parameters
+  return {'partition_shape', 'partition_offset'} <= set(parameters) or any(
+    p.kind == inspect.Parameter.VAR_KEYWORD for p in parameters.values()
+  )
 
 
 class _View(threading.local):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import time
@@ -32,6 +33,15 @@ class Step:
   # Makes `apply` of the optimizers record its arguments, as a context manager
   # that yields the list of calls.
   capture: Callable[[Sequence[Any]], Any] | None = None
+  # While a share of a batch is traced, as large a part as the tensor it is given says:
+  # a context manager that yields a list of reasons why rows cannot be shared.
+  tracing_share: Callable[[tf.Tensor], Any] = lambda fraction: (
+    contextlib.nullcontext([])
+  )
+  # Why its rows cannot be shared, if that is known before it is traced.
+  whole_because: str | None = None
+  # Variables that count rows.
+  counters: Callable[[], Sequence[Any]] = tuple
   # What it reports, computed from variables alone; None if only it knows.
   results: Callable[[], Any] | None = None
 
@@ -182,16 +192,18 @@ class Reports:
       self._numbers.clear()
 
   def of(self, task) -> Any:
-    """What a step returned: `LatestNumber`s; other tensors are waited for."""
-    outputs = task.discovery.outputs
-    if not task.discovery.are_numbers:
+    """What a step returned: `LatestNumber`s; other tensors are waited for.
+
+    So are arrays of a step of the user's own: Keras puts them as they are into its
+    history, where they must not change any more.
+    """
+    discovery = task.discovery
+    is_wanted = task.step.results is None and set(discovery.sizes) - {1}
+    if not discovery.are_numbers or is_wanted:
       return task.result()
-    return tf.nest.pack_sequence_as(
-      outputs,
-      [
-        LatestNumber(self, task.step, i)
-        for i in range(len(tf.nest.flatten(outputs)))
-      ],
+    places = discovery.unflatten(np.arange(sum(discovery.sizes)))
+    return tf.nest.map_structure(
+      lambda place: LatestNumber(self, task.step, place), places
     )
 
   def numbers(self, step: Step) -> np.ndarray | None:
@@ -223,28 +235,36 @@ class Reports:
     return read
 
 
-class LatestNumber:
-  """One number of the newest step that is done, to be read as a float."""
+class LatestNumber(np.lib.mixins.NDArrayOperatorsMixin):
+  """A number, or an array, of the newest step that is done, read when used."""
 
-  def __init__(self, reports: Reports, step: Step, index: int):
+  def __init__(self, reports: Reports, step: Step, places: np.ndarray):
     self._reports = reports
     self._step = step
-    self._index = index
+    self._places = places  # Of its numbers among all that the step reports.
+
+  def numpy(self) -> np.ndarray:
+    """As a NumPy array."""
+    numbers = self._reports.numbers(self._step)
+    if numbers is None:
+      return np.full(self._places.shape, math.nan)
+    return numbers[self._places]
 
   def __float__(self) -> float:
-    numbers = self._reports.numbers(self._step)
-    return math.nan if numbers is None else float(numbers[self._index])
+    return float(self.numpy())
 
   def __int__(self) -> int:
-    return int(float(self))
+    return int(self.numpy())
 
   def __array__(self, dtype=None, copy=None) -> np.ndarray:
     del copy
-    return np.asarray(float(self), dtype)
+    return np.asarray(self.numpy(), dtype)
 
-  def numpy(self) -> np.ndarray:
-    """As a NumPy scalar."""
-    return np.asarray(float(self))
+  def __array_ufunc__(self, ufunc, method, *inputs, **options):
+    values = [
+      np.asarray(i) if isinstance(i, LatestNumber) else i for i in inputs
+    ]
+    return getattr(ufunc, method)(*values, **options)
 
   def __repr__(self) -> str:
-    return repr(float(self))
+    return repr(self.numpy())

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_strategies import _keras_internal, errors
+from tf_strategies import _keras_internal
 from tf_strategies.cluster import config as config_lib
 from tf_strategies.strategies.parameter_server import (
   connection,
@@ -48,7 +48,8 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     2012, "Large Scale Distributed Deep Networks").
   * 'sync': every batch is one step; its rows are split among the workers,
     and their mean gradient is applied once. Equal to one device, with clipping,
-    accumulation and loss scaling, whatever the number of workers. With
+    accumulation and loss scaling, whatever the number of workers. What is no mean
+    over rows, such as a `train_step` of one's own, one worker computes. With
     `backup_workers=k` the first N - k microbatches count, late ones are dropped
     (Chen et al. 2016, "Revisiting Distributed Synchronous SGD").
   * 'bounded': as 'async', but no worker begins a step when it is more than
@@ -94,16 +95,10 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     mode: str = 'async',
     **options,
   ):
-    self.options = options_lib.make(mode, options)
+    self.options = options_lib.make(mode, variable_partitioner, **options)
     self.cluster = connection.checked_cluster(cluster)
     workers = tuple(self.cluster.jobs['worker'])
     self.options.check_workers(len(workers))
-    if variable_partitioner is not None and not callable(variable_partitioner):
-      raise errors.UnsupportedOptionError(
-        f'variable_partitioner={variable_partitioner!r}',
-        'a function of shape and dtype',
-        'use one of tf.distribute.experimental.partitioners',
-      )
     # What TensorFlow's __init__ does, with an implementation of our own.
     self._cluster_coordinator = None
     self._cluster_resolver = connection.resolver(self.cluster)
@@ -188,7 +183,9 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     Args:
       fn: takes a batch in replica context, as with `strategy.run`; applies
         gradients by `optimizer.apply`, and returns a structure of numbers.
-      optimizers: those that it applies; none for a step that evaluates.
+      optimizers: those that it applies; none for a step that evaluates. In
+        'sync' each worker calls `fn` with a share of the batch: its gradients, and
+        what it returns, must be means over rows, and are averaged by rows.
     """
     return training.RemoteStep(self, fn, optimizers)
 
@@ -295,12 +292,14 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         `num_input_pipelines`. It must yield the same elements each time.
       options: `tf.distribute.InputOptions`.
     """
+    stock = super().distribute_datasets_from_function
     if not tf.executing_eagerly():
-      return super().distribute_datasets_from_function(dataset_fn, options)
+      return stock(dataset_fn, options)
     return input.WorkerDataset(
       dataset_fn,
       self._num_workers,
       self.recovery.take_resumed,
+      lambda: stock(dataset_fn, options),
     )
 
   def _drained(self, action):

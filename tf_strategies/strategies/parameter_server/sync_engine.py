@@ -7,12 +7,17 @@ a slow worker does not slow down the rest.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
+
+import tensorflow as tf
+from absl import logging
 
 from tf_strategies import errors
 from tf_strategies.strategies.parameter_server import (
   batch_message,
+  input,
   microbatch,
   worker_function,
   worker_pool,
@@ -37,6 +42,10 @@ class SyncEngine(engine_lib.Engine):
     self._backup_workers = backup_workers
     self._in_replica = in_replica
     self._free_slots: dict[str, list[microbatch.Slots]] = {}
+    # Steps whose batches are computed as a whole, and why.
+    self._whole: weakref.WeakKeyDictionary[engine_lib.Step, str] = (
+      weakref.WeakKeyDictionary()
+    )
 
   def train(self, step: engine_lib.Step, work: engine_lib.Work) -> Any:
     """Runs the steps, one after the other."""
@@ -44,8 +53,23 @@ class SyncEngine(engine_lib.Engine):
       work, "mode='sync'", "use mode='async' or 'bounded'"
     )
     for batch in work:
-      discovery, numbers = self._train(step, batch)
-    return discovery.unreport(numbers)
+      discovery = self.discover(step, batch.layout(1).traced_structure)
+      if step in self._whole:
+        # What one worker makes of all rows is what one device makes.
+        report = self.run(step, [batch])
+      else:
+        report = discovery.unreport(self._train(step, batch))
+    return report
+
+  def run(self, step: engine_lib.Step, work: engine_lib.Work) -> Any:
+    """Begins steps; each after the one before it where that may change results."""
+    if not step.whole_because and step not in self._whole:
+      return super().run(step, work)
+    is_sent = not isinstance(work, input.Elements)
+    for each in batch_message.alike(work) if is_sent else [work]:
+      report = super().run(step, each)
+      self.drain()
+    return report
 
   def forget(self) -> None:
     """As `Engine.forget`; slots are gone too."""
@@ -57,9 +81,11 @@ class SyncEngine(engine_lib.Engine):
       # Evaluation must be done before variables change.
       self.drain()
     parts = batch.microbatches(len(self._pool.workers))
+    rows = sum(part.layout(1).rows for part in parts)
     quorum = _Quorum(max(1, len(parts) - self._backup_workers))
     for index, part in enumerate(parts):
-      self._pool.submit(_MicrobatchTask(self, step, part, index, quorum))
+      task = _MicrobatchTask(self, step, part, index, quorum, rows)
+      self._pool.submit(task)
     self.wait(lambda: quorum.is_complete)
     chosen = sorted(quorum.chosen, key=lambda task: task.index)
     function = self._apply_function(step, chosen)
@@ -67,17 +93,49 @@ class SyncEngine(engine_lib.Engine):
     self._steps_done += 1
     for task in chosen:
       self.release(task)
-    return chosen[0].discovery, numbers
+    return numbers
 
   def _discover(self, step, structure):
-    if not step.optimizers:
+    if step.trains and step.whole_because:
+      self._compute_whole(step, step.whole_because)
+    if not step.optimizers or step in self._whole:
       return super()._discover(step, structure)
+    reasons = []
 
     def run(batch):
-      with step.capture(step.optimizers):
-        return step.run(batch)
+      with (
+        step.capture(step.optimizers),
+        step.tracing_share(tf.constant(1.0)) as found,
+      ):
+        outputs = step.run(batch)
+      reasons.extend(found)
+      return outputs
 
-    return worker_function.discover(run, structure)
+    discovery = worker_function.discover(run, structure, is_share=True)
+    for counter in step.counters():
+      if id(counter.value) in discovery.access.overwritten:
+        reasons.append(f'metric variable {counter.path!r} that is no sum')
+    if not discovery.are_numbers:
+      reasons.append('results that are no numbers')
+    if not reasons:
+      return discovery
+    self._compute_whole(step, reasons[0])
+    return super()._discover(step, structure)
+
+  def _compute_whole(self, step, reason: str) -> None:
+    if step in self._whole:
+      return
+    self._whole[step] = reason
+    for key in [k for k in self._functions if k[0] is step]:
+      del self._functions[key]
+    if len(self._pool.workers) > 1:
+      logging.warning(
+        "mode='sync' computes every batch of a step with %s on one worker: a mean "
+        "over the workers' rows would not be what one device computes. To use "
+        'all workers at once, leave it out, or take strategy.remote_step for '
+        'a step whose gradients are means over rows.',
+        reason,
+      )
 
   def _apply_function(self, step, chosen):
     layouts = [task.function.layout for task in chosen]
@@ -155,8 +213,10 @@ class _MicrobatchTask(worker_pool.Task):
     batch: batch_message.Batch,
     index: int,
     quorum: _Quorum,
+    rows: int,
   ):
     self.index = index
+    self._rows = rows  # Of all microbatches of the step.
     self.slots = None
     self._engine = engine
     self._batch = batch
@@ -187,7 +247,7 @@ class _MicrobatchTask(worker_pool.Task):
   def run(self, worker: int) -> None:
     # New ones each time: a worker that was lost may still write the old ones.
     self.slots = self._engine.take_slots(self.function.layout)
-    message = self._layout.encode(0, 0, [self._batch.arrays])
+    message = self._layout.encode(self._rows, 0, [self._batch.arrays])
     self._engine.staleness.start(worker)
     self.function(worker, message, self.slots)
 

@@ -58,6 +58,8 @@ class Access:
   # Written inside of a branch or a loop, where no state of the step can be
   # carried along: these are never held in it.
   nested_writes: _Variables = dataclasses.field(default_factory=dict)
+  # Written otherwise than by adding to them.
+  overwritten: _Variables = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
@@ -84,9 +86,15 @@ class TracedStep:
   writes are held back too, so that the step touches no variable at all.
   """
 
-  def __init__(self, access: Access | None = None, holds_updates: bool = False):
+  def __init__(
+    self,
+    access: Access | None = None,
+    holds_updates: bool = False,
+    is_share: bool = False,
+  ):
     self.access = Access() if access is None else access
     self.holds_updates = holds_updates
+    self.is_share = is_share  # Of the rows of a synchronous step.
     self.update_server: int | None = None
     self._looks_only = access is None
     self._graph = None
@@ -235,6 +243,8 @@ class TracedStep:
     return self._snapshot[key] if self.holds_updates else None
 
   def _look_at_write(self, variable, value) -> bool:
+    if value is not None and variable.addition_of(value) is None:
+      self.access.overwritten.setdefault(id(variable), variable)
     if self.is_nested():
       if self.holds_updates:
         raise errors.UnsupportedOptionError(

@@ -9,8 +9,13 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tf_strategies import _graph_errors, _keras_internal, errors
-from tf_strategies.keras import optimizer_checks
+from tf_strategies import (
+  _graph_errors,
+  _keras_internal,
+  errors,
+  option_checks,
+)
+from tf_strategies.keras import optimizer_checks, shares
 from tf_strategies.strategies.parameter_server import (
   batch_message,
   input,
@@ -29,6 +34,15 @@ class StepFunction:
     # a `fit` cannot continue in the middle of a group.
     self._begun_in_graph = 0
     trains = keras_step.kind == 'train'
+    option_checks.check(
+      not self._model.jit_compile,
+      f'jit_compile=True of model {self._model.name!r} under '
+      'ParameterServerStrategy',
+      'steps that TensorFlow runs op by op, since XLA cannot reach variables on '
+      'servers',
+      'compile the model with jit_compile=False',
+    )
+    own = _keras_internal.own_methods(self._model, keras_step.kind)
     optimizer = None
     if trains:
       with strategy.scope():
@@ -38,6 +52,9 @@ class StepFunction:
       trains=trains,
       optimizers=() if optimizer is None else (optimizer,),
       capture=_keras_internal.capture_apply,
+      tracing_share=shares.tracing_share,
+      whole_because=f'a {own[0]} of its own' if own else None,
+      counters=lambda: self._model.metrics_variables,
       results=_keras_internal.results_of(self._model, keras_step.kind),
     )
 
@@ -90,14 +107,14 @@ class StepFunction:
       spec = source.dataset.element_spec
       return self._host_call([], spec, lambda: self._begin_in_graph(work))
     data = _keras_internal.without_optionals(data)
-    flat = [t for t in tf.nest.flatten(data) if t is not None]
-    structure = tf.nest.map_structure(
-      lambda t: None if t is None else tf.TensorSpec(t.shape, t.dtype), data
-    )
+    flat = tf.nest.flatten(data, expand_composites=True)
+    flat = [t for t in flat if t is not None]
+    structure = tf.nest.map_structure(batch_message.spec_of, data)
 
     def run_batch(*arrays):
       # Copies: what TensorFlow passes is its own memory, for this call only.
-      data = [batch_message.pack(structure, [np.array(a) for a in arrays])]
+      with tf.device('/device:CPU:0'):
+        data = [batch_message.pack(structure, [np.array(a) for a in arrays])]
       if self._predicts:
         return self._predict(data)[0]
       return self._begin_in_graph(input.steps_on(data, hides_rows=True))

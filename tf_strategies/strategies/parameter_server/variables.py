@@ -86,13 +86,13 @@ class ServerVariable(_tf_internal.ResourceVariable):
         lambda: write(value, use_locking, name, read_value)
       )
     else:
-      delta = self._delta(value)
+      delta = self.addition_of(value)
       if delta is not None:
         return super().assign_add(delta, use_locking, name, read_value)
     return super().assign(value, use_locking, name, read_value)
 
-  def _delta(self, value):
-    """What `value` adds to this variable, in a graph of somebody else's."""
+  def addition_of(self, value) -> tf.Tensor | None:
+    """What `value` adds to this variable, as it is read in a graph."""
     if not tf.is_tensor(value) or not hasattr(value, 'op'):
       return None
     if value.op.type not in ('AddV2', 'Add', 'Sub'):

@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tf_strategies import _keras_internal, errors
 from tf_strategies.strategies.parameter_server import (
   batch_message,
+  packing,
   traced_step,
   variables,
 )
@@ -29,13 +31,19 @@ class Discovery:
 
   @property
   def are_numbers(self) -> bool:
-    """Whether the step returns scalars only, which fit one message."""
+    """Whether the step returns numbers and small arrays, which fit one message."""
     return all(
       isinstance(s, tf.TensorSpec)
-      and s.shape.rank == 0
+      and packing.is_small(s.shape, s.dtype)
       and (s.dtype.is_floating or s.dtype.is_integer or s.dtype.is_bool)
       for s in tf.nest.flatten(self.outputs)
     )
+
+  @property
+  def sizes(self) -> list[int]:
+    """How many numbers each output is."""
+    specs = tf.nest.flatten(self.outputs)
+    return [s.shape.num_elements() for s in specs]
 
   def report(self, outputs: Any) -> Any:
     """What a step reports: its numbers as float64 [count], or its tensors."""
@@ -45,19 +53,30 @@ class Discovery:
       return [tf.identity(t) for t in flat]
     if not flat:
       return tf.zeros([0], tf.float64)
-    return tf.stack([tf.cast(t, tf.float64) for t in flat])
+    if all(t.shape.rank == 0 for t in flat):
+      return tf.stack([tf.cast(t, tf.float64) for t in flat])
+    return tf.concat(
+      [tf.reshape(tf.cast(t, tf.float64), [-1]) for t in flat], 0
+    )
 
   def unreport(self, reported: Any) -> Any:
     """What the step returned, as NumPy values, from what it reported."""
-    if self.are_numbers:
-      flat = [
-        np.asarray(number, spec.dtype.as_numpy_dtype)
-        for number, spec in zip(
-          reported.numpy(), tf.nest.flatten(self.outputs), strict=True
-        )
-      ]
-    else:
+    if not self.are_numbers:
       flat = [t.numpy() for t in reported]
+      return tf.nest.pack_sequence_as(self.outputs, flat)
+    return tf.nest.map_structure(
+      lambda part, spec: np.asarray(part, spec.dtype.as_numpy_dtype),
+      self.unflatten(reported.numpy()),
+      self.outputs,
+    )
+
+  def unflatten(self, numbers: np.ndarray) -> Any:
+    """Parts of such an array as all outputs have together, in their shapes."""
+    parts = np.split(numbers, np.cumsum(self.sizes)[:-1]) if self.sizes else []
+    flat = [
+      part.reshape(s.shape)
+      for part, s in zip(parts, tf.nest.flatten(self.outputs), strict=True)
+    ]
     return tf.nest.pack_sequence_as(self.outputs, flat)
 
 
@@ -65,9 +84,14 @@ def discover(
   run_step: Callable[[Any], Any],
   structure: Any,
   holds_updates: bool = False,
+  is_share: bool = False,
 ) -> Discovery:
-  """Traces a step once, only to look."""
-  look = traced_step.TracedStep(holds_updates=holds_updates)
+  """Traces a step once, only to look.
+
+  Raises:
+    ScopeError: it writes a variable that is on no server.
+  """
+  look = traced_step.TracedStep(holds_updates=holds_updates, is_share=is_share)
   found = {}
 
   def trace(*flat):
@@ -79,8 +103,36 @@ def discover(
       lambda t: tf.TensorSpec(t.shape, t.dtype), outputs
     )
 
-  concrete(trace, *batch_message.Layout(structure, 1).specs)
+  function = concrete(trace, *batch_message.Layout(structure, 1).specs)
+  _check_variables(function.graph, is_share)
   return Discovery(look.access, found['outputs'])
+
+
+# What does nothing to a variable.
+_READS = frozenset(('ReadVariableOp', 'ResourceGather', 'ResourceGatherNd'))
+
+
+def _check_variables(graph, is_share: bool) -> None:
+  """Refuses a variable of this process that workers would write, each by itself.
+
+  What they only read, such as what a layer adapted to, they get from here.
+  """
+  for variable in graph.variables:
+    if isinstance(variable, variables.ServerVariable) or (
+      tf.DeviceSpec.from_string(variable.handle.device).job == 'ps'
+    ):
+      continue  # Of a table in parts, the handle is that of the first.
+    users = graph.capture(variable.handle).consumers()
+    is_written = any(op.type not in _READS for op in users)
+    is_seed = _keras_internal.is_seed_state(variable.name, variable.dtype)
+    if not is_seed and (is_written or (is_share and variable.trainable)):
+      raise errors.ScopeError(
+        f'variable {variable.name!r} in a step on workers, made outside of the '
+        "strategy's scope,",
+        'variables on parameter servers',
+        'make the model, its optimizer, losses and metrics inside '
+        '`with strategy.scope():`',
+      )
 
 
 def concrete(function: Callable, *specs: tf.TensorSpec) -> Callable:
@@ -159,7 +211,14 @@ class WorkerFunction:
   def _trace(self, argument):
     if self._layout.steps == 1:
       return self._one_step(argument, tf.constant(0, tf.int64))
-    numbers = len(tf.nest.flatten(self._discovery.outputs))
+    if not self._discovery.are_numbers:
+      raise errors.UnsupportedOptionError(
+        f'steps_per_execution={self._layout.steps} with a step that returns '
+        f'{self._discovery.outputs}',
+        'numbers, and arrays of a fixed shape',
+        'leave out steps_per_execution, or return fewer values',
+      )
+    numbers = sum(self._discovery.sizes)
 
     def body(step, _):
       result = self._one_step(argument, step, after=[step])

@@ -11,9 +11,13 @@ from tf_strategies.strategies.tpu import permute
 
 
 class PermutingTPUExtended(
-  _tf_internal.TPUExtended, gradient_reducer.GradientReducer
+  _tf_internal.TPUExtended,
+  gradient_reducer.GradientReducer,
 ):
   """TensorFlow's TPU implementation with an all-reduce of ours."""
+
+  builds_from_specs = True
+  makes_variables_in_steps = False
 
   def __init__(self, container_strategy, resolver, metadata, device_assignment):
     super().__init__(
@@ -49,9 +53,9 @@ class PermutingTPUExtended(
 
   def tpu_run(self, fn, args, kwargs, options=None):
     """Runs `fn` on all replicas; see `tf.distribute.TPUStrategy.run`."""
-    optimizer_checks.check_model(
-      _tf_internal.unwrap(fn), self._container_strategy()
-    )
+    step, strategy = _tf_internal.unwrap(fn), self._container_strategy()
+    optimizer_checks.check_model(_keras_internal.step_of(step), strategy)
+    optimizer_checks.check_losses(step, strategy)
     return super().tpu_run(fn, args, kwargs, options)
 
   def _call_for_each_replica(self, fn, args, kwargs):
@@ -113,11 +117,6 @@ class PermutingTPUExtended(
     is_slot = kwargs.get('colocate_with') is not None
     kwargs = variables.creation_policy(kwargs, is_slot)
     return super()._create_variable(next_creator, **kwargs)
-
-  def _update(self, var, fn, args, kwargs, group):
-    if not gradient_reducer.are_gradients_reduced():
-      optimizer_checks.check_update(fn, self._container_strategy())
-    return super()._update(var, fn, args, kwargs, group)
 
 
 class _Answered:

@@ -7,23 +7,22 @@ methods of TensorFlow's classes that this package overrides.
 """
 
 import contextlib
-import importlib
-from typing import Any
 
 import tensorflow as tf
 
-from tf_strategies import _requirements
-
-
-def _load(path: str, why: str) -> Any:
-  """Returns `tensorflow.python.<path>`, or raises UnsupportedVersionError."""
-  path = f'tensorflow.python.{path}'
-  module, _, name = path.rpartition('.')
-  try:
-    return getattr(importlib.import_module(module), name)
-  except (ImportError, AttributeError):
-    raise _requirements.missing(path, why) from None
-
+from tf_strategies import _requirements, errors
+from tf_strategies._tf_internal.loading import load as _load
+from tf_strategies._tf_internal.tracing import (  # noqa: F401  For all others.
+  ResourceVariable,
+  TrackedAsAnother,
+  compiled_operations,
+  create_now,
+  function_graph,
+  label,
+  label_of,
+  replica_spec,
+  trace,
+)
 
 MirroredExtended = _load(
   'distribute.mirrored_strategy.MirroredExtended', 'the base of strategies'
@@ -58,10 +57,6 @@ reduce_non_distributed_value = _load(
 )
 resolve_device = _load(
   'distribute.device_util.resolve', 'the full name of a device'
-)
-ResourceVariable = _load(
-  'ops.resource_variable_ops.ResourceVariable',
-  'a counter that no strategy scope may turn into a mirrored variable',
 )
 Function = _load(
   'eager.polymorphic_function.polymorphic_function.Function',
@@ -104,11 +99,26 @@ UpdateContext = _load(
 DistributedDataset = _load(
   'distribute.input_lib.DistributedDataset', 'Keras knows it by name'
 )
+OwnedIterator = _load(
+  'data.ops.iterator_ops.OwnedIterator',
+  'raises where Python would loop forever',
+)
+UnaryUnchangedStructureDataset = _load(
+  'data.ops.dataset_ops.UnaryUnchangedStructureDataset',
+  'a data set with iterators of our own',
+)
 UninitializedVariable = _load(
   'ops.resource_variable_ops.UninitializedVariable', 'what loaders make instead'
 )
 BaseResourceVariable = _load(
   'ops.resource_variable_ops.BaseResourceVariable', 'a variable made of others'
+)
+_lift_to_graph = _load(
+  'eager.lift_to_graph.lift_to_graph',
+  'the initial value of a variable that a function makes',
+)
+_UnliftableError = _load(
+  'eager.lift_to_graph.UnliftableError', 'a value that depends on arguments'
 )
 _colocate_with = _load(
   'framework.ops.colocate_with', 'to place a variable wherever we want'
@@ -313,6 +323,32 @@ def record_read(variable, value, gradient) -> None:
   )
 
 
+def lift(value):
+  """The value of a tensor of a function's graph, computed outside of it.
+
+  Raises:
+    UnsupportedOptionError: it depends on the function's arguments.
+  """
+  if not tf.is_tensor(value) or not hasattr(value, 'graph'):
+    return value
+  with tf.init_scope():
+
+    @tf.function(autograph=False)
+    def compute():
+      graph = tf.compat.v1.get_default_graph()
+      return _lift_to_graph([value], graph)[value]
+
+    try:
+      return compute()
+    except _UnliftableError as e:
+      raise errors.UnsupportedOptionError(
+        'a variable made in a tf.function, with an initial value that depends on '
+        "the function's arguments",
+        'one that does not, or a function that makes it',
+        'make the variable outside of the tf.function',
+      ) from e
+
+
 def connected_cluster():
   """The `ServerDef` of the cluster that this process is connected to, if any."""
   return _eager_context().get_server_def()
@@ -346,6 +382,22 @@ def own_executor():
 def clear_errors() -> None:
   """Forgets what an eager op of this thread failed with."""
   _eager_context().executor.clear_error()
+
+
+def before_wrong_scope(refuse) -> None:
+  """Calls `refuse(strategy, context)` before TensorFlow raises its RuntimeError."""
+  library = _load('distribute.distribute_lib', 'says which scopes were mixed')
+  name = '_wrong_strategy_scope'
+  _requirements.method(
+    library, f'{name}(strategy, context)', 'says which scopes were mixed'
+  )
+  raise_error = getattr(library, name)
+
+  def wrong_strategy_scope(strategy, context):
+    refuse(strategy, context)
+    raise_error(strategy, context)
+
+  setattr(library, name, wrong_strategy_scope)
 
 
 # Methods of TensorFlow's classes that ours override, as TensorFlow calls them.
@@ -383,8 +435,13 @@ _OVERRIDDEN = {
     '_update_replica(update_fn, value, kwargs)',
     'handle',
   ),
-  SyncOnReadVariable: ('_update_replica(update_fn, value, kwargs)',),
+  SyncOnReadVariable: (
+    '_get_cross_replica()',
+    '_update_replica(update_fn, value, kwargs)',
+  ),
   PerReplica: ('_type_spec',),
+  OwnedIterator: ('__iter__()', '__next__()', '_type_spec'),
+  UnaryUnchangedStructureDataset: ('__iter__()',),
   TPUExtended: (
     '_batch_reduce_to(reduce_op, value_destination_pairs, options)',
     '_call_for_each_replica(fn, args, kwargs)',
@@ -412,7 +469,13 @@ _OVERRIDDEN = {
     '_serialize()',
     '_to_components(value)',
   ),
-  tf.distribute.ReplicaContext: ('_merge_call(merge_fn, args, kwargs)',),
+  tf.distribute.ReplicaContext: (
+    '_merge_call(merge_fn, args, kwargs)',
+    'all_gather(value, axis, options)',
+    'all_reduce(reduce_op, value, options)',
+    'num_replicas_in_sync',
+    'replica_id_in_sync_group',
+  ),
   tf.distribute.CrossDeviceOps: (
     '_gather_implementation(per_replica_value, destinations, axis, options)',
     'batch_reduce_implementation(reduce_op, value_destination_pairs, options)',

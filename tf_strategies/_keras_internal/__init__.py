@@ -8,8 +8,8 @@ where this file looks. The checks at the end run when it is imported.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
+import importlib
 import inspect
 import sys
 import threading
@@ -24,93 +24,19 @@ from keras.src.random import seed_generator
 from keras.src.trainers import trainer as base_trainer
 
 from tf_strategies import _requirements, _tf_internal
-
-# Where the local functions of Keras's trainer come from.
-_TRAINER_MODULE = 'keras.src.backend.tensorflow'
-
-_KINDS = {f'{kind}_step': kind for kind in ('train', 'test', 'predict')}
-
-
-# Steps: Keras calls `strategy.run(model.train_step, ...)` inside a function
-# that it keeps as `model.train_function` and calls once a batch, or group of
-# batches. Whoever replaces that function decides where steps run.
-
-
-@dataclasses.dataclass(frozen=True)
-class KerasStep:
-  """A model's own step, as Keras passed it: of 'train', 'test' or 'predict'."""
-
-  model: keras.Model
-  kind: str
-  run: Callable[[Any], Any]
-
-  def install(self, function: Callable[[Any], Any]) -> None:
-    """Makes Keras call `function` from the next batch on."""
-    setattr(self.model, f'{self.kind}_function', function)
-
-
-def step_of(fn: Callable) -> KerasStep | None:
-  """What `fn` is to Keras, if it is a model's train, test or predict step."""
-  model = getattr(fn, '__self__', None)
-  if isinstance(model, keras.Model):
-    kind = _KINDS.get(fn.__name__)
-    return KerasStep(model, kind, fn) if kind else None
-  if not _is_of_trainer(fn):
-    return None
-  # `predict` passes a local function of the trainer around its step.
-  for content in _closure(fn):
-    found = step_of(content) if callable(content) else None
-    if isinstance(content, keras.Model):
-      found = KerasStep(content, 'predict', content.predict_step)
-    if found:
-      return dataclasses.replace(found, kind='predict')
-  return None
-
-
-def is_step(fn: Callable) -> bool:
-  """Whether `fn` is a method of a model, or a step of Keras's trainer."""
-  return isinstance(getattr(fn, '__self__', None), keras.Model) or (
-    _is_of_trainer(fn)
-  )
-
-
-def _is_of_trainer(fn) -> bool:
-  return (getattr(fn, '__module__', '') or '').startswith(_TRAINER_MODULE)
-
-
-def results_of(
-  model: keras.Model, kind: str
-) -> Callable[[], dict[str, Any]] | None:
-  """What a model's own step reports, read from its metrics.
-
-  None for a step that the user wrote, which may report anything.
-  """
-  step = getattr(type(model), f'{kind}_step', None)
-  is_own = getattr(step, '__module__', '').startswith('keras.')
-  return model.get_metrics_result if is_own and kind != 'predict' else None
-
-
-def without_optionals(data: Any) -> Any:
-  """A batch with None in place of the empty optionals that Keras yields."""
-  return tf.nest.map_structure(
-    lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf,
-    data,
-  )
-
-
-def is_skipped(model: keras.Model, batch: int) -> bool:
-  """Whether a resumed `fit` skips this batch of the epoch."""
-  skips = getattr(model.train_function, 'skips', None)
-  return skips is not None and skips(batch)
-
-
-def swap_train_function(
-  model: keras.Model, function: Callable[[Any], Any]
-) -> Callable[[Any], Any]:
-  """Makes `fit` call `function(iterator)`; returns what it called before."""
-  before, model.train_function = model.train_function, function
-  return before
-
+from tf_strategies._keras_internal.steps import (  # noqa: F401  For all others.
+  KINDS,
+  TRAINER_MODULE,
+  KerasStep,
+  change,
+  closure,
+  is_keras_own,
+  is_skipped,
+  results_of,
+  step_of,
+  swap_train_function,
+  without_optionals,
+)
 
 # Epochs: `fit` begins at `model._initial_epoch` if it is set when callbacks
 # have begun to train. Keras's BackupAndRestore goes on so.
@@ -153,10 +79,27 @@ def running_fit() -> Callable[[], bool]:
 
 def optimizer_of(fn: Callable) -> keras.optimizers.Optimizer | None:
   """The optimizer over which Keras's update function is a closure, or None."""
-  for content in _closure(_tf_internal.unwrap(fn)):
+  for content in closure(_tf_internal.unwrap(fn)):
     if isinstance(content, keras.optimizers.Optimizer):
       return content
   return None
+
+
+def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
+  """The optimizers of a model's steps: the compiled one, and its attributes."""
+  found = [
+    value
+    for value in (getattr(model, 'optimizer', None), *vars(model).values())
+    if isinstance(value, keras.optimizers.Optimizer)
+  ]
+  return list({id(o): o for o in found}.values())
+
+
+def strategy_of(
+  optimizer: keras.optimizers.Optimizer,
+) -> tf.distribute.Strategy:
+  """Under which an optimizer was made, TensorFlow's default one for none."""
+  return optimizer._distribution_strategy
 
 
 def is_check_finite(fn: Callable) -> bool:
@@ -212,17 +155,36 @@ def capture_apply(
       object.__delattr__(each, 'apply')
 
 
+def applying_optimizer() -> keras.optimizers.Optimizer | None:
+  """The optimizer that asks for what this thread is doing; for errors only."""
+  frame = sys._getframe()
+  while frame is not None:
+    if frame.f_code.co_name == '_all_reduce_sum_gradients':
+      return frame.f_locals['self']
+    frame = frame.f_back
+  return None
+
+
+Trainer = trainer.TensorFlowTrainer
+
+# Where the reductions of losses are.
+loss_module = importlib.import_module('keras.src.losses.loss')
+
+
+def own_methods(model: keras.Model, kind: str) -> list[str]:
+  """Those of the methods that make a step's results which are not Keras's own."""
+  names = [f'{kind}_step']
+  if kind == 'train':
+    names += ['compute_loss', 'compute_metrics']
+  return [name for name in names if not is_keras_own(model, name)]
+
+
 # Variables: Keras tells their purpose by their names only.
 
 
 def is_seed_state(name: str | None, dtype: tf.DType | None) -> bool:
   """Whether that is a variable with the state of a seed generator."""
   return 'seed_generator_state' in (name or '') and dtype == tf.int64
-
-
-def is_gradient_accumulator(name: str | None) -> bool:
-  """Whether that is where an optimizer adds up gradients of several steps."""
-  return 'gradient_accumulator' in (name or '')
 
 
 def is_loss_scale(name: str | None) -> bool:
@@ -235,7 +197,7 @@ def initial_shape(initial_value: Callable) -> tuple[int, ...] | None:
 
   What it passes to `tf.Variable` is a closure over its own variable.
   """
-  for content in _closure(initial_value):
+  for content in closure(initial_value):
     if isinstance(content, keras.Variable):
       shape = content._shape
       return None if shape is None else tuple(shape)
@@ -248,20 +210,13 @@ def masked_outputs(model: keras.Model) -> list:
   return [o for o in outputs if getattr(o, '_keras_mask', None) is not None]
 
 
-def _closure(fn) -> Iterator[Any]:
-  """What a local function refers to."""
-  for cell in getattr(fn, '__closure__', None) or ():
-    with contextlib.suppress(ValueError):  # The cell is still empty.
-      yield cell.cell_contents
-
-
 def check() -> None:
   """Raises UnsupportedVersionError for what the functions above would miss."""
   mention, method = _requirements.mention, _requirements.method
   tf_trainer = _requirements.attribute(
     trainer, 'TensorFlowTrainer', 'trains models under a strategy'
   )
-  for kind in _KINDS.values():
+  for kind in KINDS.values():
     why = 'parameter servers run the steps of fit'
     method(tf_trainer, f'make_{kind}_function(force)', why)
     make = getattr(tf_trainer, f'make_{kind}_function')
@@ -292,6 +247,8 @@ def check() -> None:
   parameters = 'distribution, grads_and_vars, learning_rate'
   method(tf_optimizer, f'{update}({parameters})', why)
   update = getattr(tf_optimizer, update)
+  mention(tf_optimizer.__init__, ['_distribution_strategy'], why)
+  method(tf_optimizer, '_all_reduce_sum_gradients(grads_and_vars)', why)
   mention(update, ['apply_grad_to_update_var', 'self'], why)
   why = 'DistributedOptimizer wraps an optimizer, parameter servers record it'
   base = base_optimizer.BaseOptimizer
@@ -301,7 +258,7 @@ def check() -> None:
   method(base, 'update_step(gradient, variable, learning_rate)', why)
   method(base, 'finalize_variable_values(var_list)', why)
   mention(base.__init__, ['_lock', '_trainable_variables'], why)
-  mention(base.build, ['_trainable_variables', 'gradient_accumulator'], why)
+  mention(base.build, ['_trainable_variables'], why)
   scale = keras.optimizers.LossScaleOptimizer
   why = 'all replicas agree whether gradients are finite'
   method(scale, 'check_finite(grads)', why)
@@ -317,8 +274,8 @@ def check() -> None:
     ['self', '_shape'],
     'places a variable by its size before it is made',
   )
-  if not inspect.getmodule(tf_trainer).__name__.startswith(_TRAINER_MODULE):
-    raise _requirements.missing(_TRAINER_MODULE, "finds Keras's own steps")
+  if not inspect.getmodule(tf_trainer).__name__.startswith(TRAINER_MODULE):
+    raise _requirements.missing(TRAINER_MODULE, "finds Keras's own steps")
 
 
 check()

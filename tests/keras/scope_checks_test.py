@@ -1,0 +1,223 @@
+"""Whatever is made outside of the scope is refused by name, or trains right."""
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl import logging
+from absl.testing import parameterized
+
+import tf_strategies as tfs
+from tests import virtual_devices
+from tf_strategies import errors
+
+virtual_devices.configure_logical_cpus()
+
+_STRATEGIES = ('ring_mirrored', 'central_storage')
+
+
+def _data():
+  rng = np.random.default_rng(0)
+  x = rng.normal(size=[16, 4]).astype(np.float32)
+  return x, x[:, :1] * 2.0
+
+
+def _create(name, first=0):
+  devices = [f'CPU:{first}', f'CPU:{first + 1}']
+  return tfs.create_strategy(name, devices=devices)
+
+
+def _model():
+  return keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])
+
+
+def _fit(model):
+  x, y = _data()
+  return model.fit(x, y, batch_size=8, shuffle=False, verbose=0).history
+
+
+def model_made_outside(strategy):
+  model = _model()
+  with strategy.scope():
+    model.compile('adam', 'mse')
+    _fit(model)
+
+
+def model_made_outside_and_fitted_outside(strategy):
+  model = _model()
+  with strategy.scope():
+    model.compile('adam', 'mse')
+  _fit(model)
+
+
+def layer_made_outside(strategy):
+  layer = keras.layers.Dense(3, name='outer')
+  layer.build([None, 4])
+  with strategy.scope():
+    model = keras.Sequential([keras.Input([4]), layer, keras.layers.Dense(1)])
+    model.compile('adam', 'mse')
+  _fit(model)
+
+
+def all_made_outside_and_fitted_inside(strategy):
+  model = _model()
+  model.compile('adam', 'mse')
+  with strategy.scope():
+    _fit(model)
+
+
+def optimizer_made_outside(strategy):
+  optimizer = keras.optimizers.Adam()
+  with strategy.scope():
+    model = _model()
+    model.compile(optimizer, 'mse')
+  _fit(model)
+
+
+def optimizer_built_outside(strategy):
+  optimizer = keras.optimizers.Adam()
+  with strategy.scope():
+    model = _model()
+  optimizer.build(model.trainable_variables)
+  with strategy.scope():
+    model.compile(optimizer, 'mse')
+  _fit(model)
+
+
+def optimizer_of_another_strategy(strategy):
+  with _create('ring_mirrored', 4).scope():
+    optimizer = keras.optimizers.Adam()
+  with strategy.scope():
+    model = _model()
+    model.compile(optimizer, 'mse')
+  _fit(model)
+
+
+def compiled_outside(strategy):
+  with strategy.scope():
+    model = _model()
+  model.compile('adam', 'mse')
+  _fit(model)
+
+
+def metric_made_outside(strategy):
+  metric = keras.metrics.MeanAbsoluteError(name='outer')
+  with strategy.scope():
+    model = _model()
+    model.compile('adam', 'mse', metrics=[metric])
+  _fit(model)
+
+
+def nested_scopes(strategy):
+  with strategy.scope(), _create('ring_mirrored', 4).scope():
+    _model()
+
+
+def fitted_in_another_scope(strategy):
+  with strategy.scope():
+    model = _model()
+    model.compile('adam', 'mse')
+  with _create('ring_mirrored', 4).scope():
+    _fit(model)
+
+
+_MISTAKES = (
+  (model_made_outside, "variable '.*kernel'.*outside of any scope"),
+  (model_made_outside_and_fitted_outside, "model '.*outside of any scope"),
+  (layer_made_outside, "variable '.*outer/kernel'.*outside of any scope"),
+  (all_made_outside_and_fitted_inside, "variable '.*outside of any scope"),
+  (optimizer_made_outside, "Adam 'adam', made outside of any scope"),
+  (optimizer_built_outside, "Adam 'adam', made outside of any scope"),
+  (
+    optimizer_of_another_strategy,
+    "Adam 'adam', made under RingMirroredStrategy",
+  ),
+  (compiled_outside, "Adam 'adam', made outside of any scope"),
+  (metric_made_outside, "metric variable 'outer/.*outside of any scope"),
+  (nested_scopes, 'Mixing different.*one strategy at a time'),
+  (fitted_in_another_scope, 'Mixing different.*one strategy at a time'),
+)
+
+
+class ScopeChecksTest(tf.test.TestCase, parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    keras.backend.clear_session()
+
+  @parameterized.parameters(
+    *((name, *row) for name in _STRATEGIES for row in _MISTAKES)
+  )
+  def test_mistake(self, name, program, message):
+    with self.assertRaisesRegex(errors.ScopeError, f'{message}(.|\n)*Fix: '):
+      program(_create(name))
+
+  @parameterized.parameters(*_STRATEGIES)
+  def test_unbuilt_model_made_outside_is_right(self, name):
+    found = []
+    for strategy in (None, _create(name)):
+      keras.utils.set_random_seed(1)
+      model = keras.Sequential([keras.layers.Dense(1)])
+      if strategy is None:
+        model.compile('sgd', 'mse')
+        _fit(model)
+      else:
+        with strategy.scope():
+          model.compile('sgd', 'mse')
+          _fit(model)
+      found.append(model.get_weights())
+    self.assertAllClose(*found, 1e-6, 1e-6)
+
+  @parameterized.parameters(*_STRATEGIES)
+  def test_layer_that_was_adapted_outside_is_right(self, name):
+    x, _ = _data()
+    normal = keras.layers.Normalization()
+    normal.adapt(x)
+    found = []
+    for strategy in (tf.distribute.get_strategy(), _create(name)):
+      keras.utils.set_random_seed(1)
+      with strategy.scope():
+        model = keras.Sequential(
+          [keras.Input([4]), normal, keras.layers.Dense(1)]
+        )
+        model.compile('sgd', 'mse')
+      found.append([*_fit(model)['loss'], *model.get_weights()[-2:]])
+    for want, got in zip(*found, strict=True):
+      self.assertAllClose(want, got, 1e-6, 1e-6)
+
+  @parameterized.parameters(*_STRATEGIES)
+  def test_same_scope_twice_and_prediction_of_an_outer_model(self, name):
+    strategy = _create(name)
+    with strategy.scope(), strategy.scope():
+      model = _model()
+      model.compile('sgd', 'mse')
+      self.assertLen(_fit(model)['loss'], 1)
+    outer = _model()
+    x, _ = _data()
+    with strategy.scope():
+      predicted = outer.predict(x, verbose=0)
+    self.assertAllClose(predicted, outer(x), 1e-6, 1e-6)
+
+  def test_warns_once_if_all_is_outside(self):
+    strategy = _create('ring_mirrored')
+    with self.assertLogs(logging.get_absl_logger(), 'WARNING') as logs:
+      for _ in range(2):
+        model = _model()
+        model.compile('adam', 'mse')
+        _fit(model)
+    found = [m for m in logs.output if 'trains on one device' in m]
+    self.assertLen(found, 1)
+    self.assertIn(type(strategy).__name__, found[0])
+
+  def test_does_not_warn_of_a_strategy_that_is_used(self):
+    strategy = _create('central_storage')
+    with strategy.scope():
+      used = _model()
+      used.compile('adam', 'mse')
+    _fit(used)
+    with self.assertNoLogs(logging.get_absl_logger(), 'WARNING'):
+      model = _model()
+      model.compile('adam', 'mse')
+      _fit(model)
+
+
+if __name__ == '__main__':
+  tf.test.main()

@@ -1,0 +1,335 @@
+"""Models that make data, in the structure of Keras's examples.
+
+Each has a `train_step` of its own, draws random numbers in it, and gets batches of
+inputs alone. No program knows of a strategy. The last batch has 14 rows.
+"""
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+layers, losses, ops = keras.layers, keras.losses, keras.ops
+_ROWS = 78  # Two batches of 32, and one of 14.
+
+
+def _images():
+  rng = np.random.default_rng(12)
+  return rng.random((_ROWS, 8, 8, 1)).astype('f4')
+
+
+def _batches(data):
+  return tf.data.Dataset.from_tensor_slices(data).batch(32)
+
+
+def _results(model, data, **options):
+  """What is to be the same; `data` is an array, batched here."""
+  history = model.fit(_batches(data), epochs=2, verbose=0, **options)
+  return [history.history, model.get_weights()]
+
+
+class _Sampling(layers.Layer):
+  """Draws a point of the hidden space."""
+
+  def __init__(self):
+    super().__init__()
+    self.seed_generator = keras.random.SeedGenerator(1337)
+
+  def call(self, inputs):
+    mean, log_variance = inputs
+    batch, size = ops.shape(mean)
+    noise = keras.random.normal([batch, size], seed=self.seed_generator)
+    return mean + ops.exp(0.5 * log_variance) * noise
+
+
+class _Autoencoder(keras.Model):
+  """Keras's example of a VAE."""
+
+  def __init__(self):
+    super().__init__(name='autoencoder')
+    inputs = layers.Input([8, 8, 1])
+    hidden = layers.Conv2D(4, 3, 2, padding='same', activation='relu')(inputs)
+    hidden = layers.Dense(8, 'relu')(layers.Flatten()(hidden))
+    found = [layers.Dense(2)(hidden), layers.Dense(2)(hidden)]
+    self.encoder = keras.Model(inputs, [*found, _Sampling()(found)])
+    self.decoder = keras.Sequential(
+      [
+        layers.Input([2]),
+        layers.Dense(4 * 4 * 4, 'relu'),
+        layers.Reshape([4, 4, 4]),
+        layers.Conv2DTranspose(1, 3, 2, padding='same', activation='sigmoid'),
+      ]
+    )
+    names = ('loss', 'reconstruction_loss', 'kl_loss')
+    self.trackers = [keras.metrics.Mean(name=n) for n in names]
+
+  @property
+  def metrics(self):
+    return self.trackers
+
+  def call(self, data):
+    return self.decoder(self.encoder(data)[2])
+
+  def train_step(self, data):
+    with tf.GradientTape() as tape:
+      mean, log_variance, z = self.encoder(data)
+      wrong = losses.binary_crossentropy(data, self.decoder(z))
+      wrong = ops.mean(ops.sum(wrong, axis=(1, 2)))
+      divergence = -0.5 * (
+        1 + log_variance - ops.square(mean) - ops.exp(log_variance)
+      )
+      divergence = ops.mean(ops.sum(divergence, axis=1))
+      loss = wrong + divergence
+    gradients = tape.gradient(loss, self.trainable_weights)
+    self.optimizer.apply_gradients(
+      zip(gradients, self.trainable_weights, strict=True)
+    )
+    for tracker, value in zip(
+      self.trackers, (loss, wrong, divergence), strict=True
+    ):
+      tracker.update_state(value)
+    return {m.name: m.result() for m in self.metrics}
+
+
+def _vae():
+  model = _Autoencoder()
+  model.compile(keras.optimizers.Adam())
+  x = _images()
+  found = _results(model, x)
+  return found, model.predict(x, batch_size=32, verbose=0)
+
+
+class _Quantizer(layers.Layer):
+  """Each vector becomes the nearest of a few; the gradient goes past it."""
+
+  def __init__(self, count, size):
+    super().__init__()
+    self.count, self.size = count, size
+
+  def build(self, shape):
+    self.vectors = self.add_weight(
+      shape=[self.size, self.count], initializer='random_uniform'
+    )
+
+  def call(self, x):
+    flat = ops.reshape(x, [-1, self.size])
+    distances = (
+      ops.sum(flat**2, axis=1, keepdims=True)
+      + ops.sum(self.vectors**2, axis=0)
+      - 2 * ops.matmul(flat, self.vectors)
+    )
+    nearest = ops.one_hot(ops.argmin(distances, axis=1), self.count)
+    found = ops.matmul(nearest, ops.transpose(self.vectors))
+    found = ops.reshape(found, ops.shape(x))
+    self.add_loss(
+      0.25 * ops.mean((ops.stop_gradient(found) - x) ** 2)
+      + ops.mean((found - ops.stop_gradient(x)) ** 2)
+    )
+    return x + ops.stop_gradient(found - x)
+
+
+class _QuantizedAutoencoder(keras.Model):
+  """Keras's example of a VQ-VAE."""
+
+  def __init__(self):
+    super().__init__(name='quantized')
+    self.variance = 0.08
+    self.net = keras.Sequential(
+      [
+        layers.Input([8, 8, 1]),
+        layers.Conv2D(4, 3, 2, padding='same', activation='relu'),
+        layers.Conv2D(2, 1, padding='same'),
+        _Quantizer(8, 2),
+        layers.Conv2DTranspose(4, 3, 2, padding='same', activation='relu'),
+        layers.Conv2DTranspose(1, 3, padding='same'),
+      ]
+    )
+    self.total = keras.metrics.Mean(name='loss')
+    self.quantized = keras.metrics.Mean(name='vqvae_loss')
+
+  def call(self, x):
+    return self.net(x)
+
+  def train_step(self, x):
+    with tf.GradientTape() as tape:
+      wrong = ops.mean((x - self.net(x)) ** 2) / self.variance
+      loss = wrong + sum(self.net.losses)
+    gradients = tape.gradient(loss, self.net.trainable_variables)
+    self.optimizer.apply(gradients, self.net.trainable_variables)
+    self.total.update_state(loss)
+    self.quantized.update_state(sum(self.net.losses))
+    return {m.name: m.result() for m in (self.total, self.quantized)}
+
+
+def _vq_vae():
+  model = _QuantizedAutoencoder()
+  model.compile(keras.optimizers.Adam(1e-2))
+  return _results(model, _images())
+
+
+class _Wasserstein(keras.Model):
+  """Keras's example of WGAN-GP: several turns of the critic, then the maker."""
+
+  def __init__(self):
+    super().__init__(name='wasserstein')
+    self.critic = keras.Sequential(
+      [
+        layers.Input([8, 8, 1]),
+        layers.Conv2D(4, 3, 2, padding='same'),
+        layers.LeakyReLU(0.2),
+        layers.Dropout(0.3),
+        layers.Flatten(),
+        layers.Dense(1),
+      ]
+    )
+    self.maker = keras.Sequential(
+      [
+        layers.Input([4]),
+        layers.Dense(4 * 4 * 2, use_bias=False),
+        layers.BatchNormalization(),
+        layers.LeakyReLU(0.2),
+        layers.Reshape([4, 4, 2]),
+        layers.UpSampling2D(2),
+        layers.Conv2D(1, 3, padding='same', activation='sigmoid'),
+      ]
+    )
+    self.turns = 2
+    self.noise = keras.random.SeedGenerator(3)
+
+  def compile(self, critic_optimizer, maker_optimizer):
+    super().compile()
+    self.critic_optimizer = critic_optimizer
+    self.maker_optimizer = maker_optimizer
+
+  def gradient_penalty(self, batch_size, real, fake):
+    alpha = keras.random.uniform([batch_size, 1, 1, 1], seed=self.noise)
+    between = real + alpha * (fake - real)
+    with tf.GradientTape() as tape:
+      tape.watch(between)
+      found = self.critic(between, training=True)
+    slopes = tape.gradient(found, [between])[0]
+    norm = ops.sqrt(ops.sum(ops.square(slopes), axis=[1, 2, 3]))
+    return ops.mean((norm - 1.0) ** 2)
+
+  def train_step(self, real):
+    if isinstance(real, tuple):
+      real = real[0]
+    batch_size = tf.shape(real)[0]
+    for _ in range(self.turns):
+      noise = keras.random.normal([batch_size, 4], seed=self.noise)
+      with tf.GradientTape() as tape:
+        fake = self.maker(noise, training=True)
+        loss = ops.mean(self.critic(fake, training=True))
+        loss -= ops.mean(self.critic(real, training=True))
+        loss += 10.0 * self.gradient_penalty(batch_size, real, fake)
+      weights = self.critic.trainable_variables
+      gradients = tape.gradient(loss, weights)
+      self.critic_optimizer.apply_gradients(
+        zip(gradients, weights, strict=True)
+      )
+    noise = tf.random.stateless_normal([batch_size, 4], seed=[1, 2])
+    with tf.GradientTape() as tape:
+      fake = self.critic(self.maker(noise, training=True), training=True)
+      maker_loss = -ops.mean(fake)
+    weights = self.maker.trainable_variables
+    gradients = tape.gradient(maker_loss, weights)
+    self.maker_optimizer.apply_gradients(zip(gradients, weights, strict=True))
+    return {'d_loss': loss, 'g_loss': maker_loss}
+
+
+def _wgan_gp():
+  model = _Wasserstein()
+  model.compile(
+    *(keras.optimizers.Adam(2e-3, beta_1=0.5, beta_2=0.9) for _ in range(2))
+  )
+  return _results(model, _images())
+
+
+class _Diffusion(keras.Model):
+  """Keras's example of DDIM: noise of a random strength is to be told."""
+
+  def __init__(self):
+    super().__init__(name='diffusion')
+    self.normalizer = layers.Normalization()
+    self.network = self._network()
+    self.ema_network = keras.models.clone_model(self.network)
+    self.seed_generator = keras.random.SeedGenerator(4)
+
+  def _network(self):
+    images, variances = layers.Input([8, 8, 1]), layers.Input([1, 1, 1])
+    waves = ops.concatenate([ops.sin(variances), ops.cos(variances)], -1)
+    embedded = layers.UpSampling2D(8)(waves)
+    hidden = layers.Concatenate()([images, embedded])
+    hidden = layers.Conv2D(4, 3, padding='same', use_bias=False)(hidden)
+    hidden = layers.BatchNormalization(center=False, scale=False)(hidden)
+    hidden = layers.Activation('swish')(hidden)
+    outputs = layers.Conv2D(1, 1, kernel_initializer='zeros')(hidden)
+    return keras.Model([images, variances], outputs)
+
+  def compile(self, **options):
+    super().compile(**options)
+    self.noise_loss = keras.metrics.Mean(name='n_loss')
+    self.image_loss = keras.metrics.Mean(name='i_loss')
+
+  @property
+  def metrics(self):
+    return [self.noise_loss, self.image_loss]
+
+  def noisy(self, images):
+    images = self.normalizer(images, training=True)
+    batch_size = ops.shape(images)[0]
+    noises = keras.random.normal(
+      [batch_size, 8, 8, 1], seed=self.seed_generator
+    )
+    times = keras.random.uniform(
+      [batch_size, 1, 1, 1], 0.0, 1.0, seed=self.seed_generator
+    )
+    start, end = ops.arccos(0.95), ops.arccos(0.02)
+    angles = ops.cast(start + times * (end - start), 'float32')
+    signal, noise = ops.cos(angles), ops.sin(angles)
+    return images, noises, signal * images + noise * noises, signal, noise
+
+  def train_step(self, images):
+    images, noises, noisy, signal, noise = self.noisy(images)
+    with tf.GradientTape() as tape:
+      told = self.network([noisy, noise**2], training=True)
+      loss = self.loss(noises, told)
+    weights = self.network.trainable_weights
+    gradients = tape.gradient(loss, weights)
+    self.optimizer.apply_gradients(zip(gradients, weights, strict=True))
+    self.noise_loss.update_state(loss)
+    self.image_loss.update_state(
+      self.loss(images, (noisy - noise * told) / signal)
+    )
+    for weight, ema_weight in zip(
+      self.network.weights, self.ema_network.weights, strict=True
+    ):
+      ema_weight.assign(0.9 * ema_weight + (1 - 0.9) * weight)
+    return {m.name: m.result() for m in self.metrics}
+
+  def test_step(self, images):
+    images, noises, noisy, signal, noise = self.noisy(images)
+    told = self.ema_network([noisy, noise**2], training=False)
+    self.noise_loss.update_state(self.loss(noises, told))
+    self.image_loss.update_state(
+      self.loss(images, (noisy - noise * told) / signal)
+    )
+    return {m.name: m.result() for m in self.metrics}
+
+
+def _diffusion():
+  images = _images()
+  model = _Diffusion()
+  model.compile(
+    optimizer=keras.optimizers.AdamW(1e-2, weight_decay=1e-4),
+    loss=losses.MeanAbsoluteError(),
+  )
+  model.normalizer.adapt(_batches(images))
+  return _results(model, images, validation_data=_batches(images))
+
+
+PROGRAMS = {
+  'vae': _vae,
+  'vq_vae': _vq_vae,
+  'wgan_gp': _wgan_gp,
+  'diffusion': _diffusion,
+}

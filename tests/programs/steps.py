@@ -1,0 +1,386 @@
+"""Steps and losses that know of no strategy give what they give on one device.
+
+Losses and training steps as people write them. The last batch has too few rows
+for all replicas to have equally many.
+"""
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+layers, losses, ops = keras.layers, keras.losses, keras.ops
+_ROWS = 78  # Two batches of 32, and one of 14.
+_CLASSES = 4
+
+
+def _data():
+  rng = np.random.default_rng(3)
+  x = rng.normal(size=(_ROWS, 6)).astype('f4')
+  return x, rng.integers(0, _CLASSES, _ROWS), rng.random(_ROWS).astype('f4')
+
+
+def _tokens():
+  """Rows whose lengths differ, so that replicas have different numbers."""
+  rng = np.random.default_rng(4)
+  tokens = rng.integers(1, 9, (_ROWS, 7))
+  tokens[np.arange(7) >= rng.integers(1, 8, (_ROWS, 1))] = 0
+  return tokens, rng.integers(0, _CLASSES, (_ROWS, 7))
+
+
+def _dense_model():
+  return keras.Sequential(
+    [
+      layers.Input([6]),
+      layers.Dense(8, 'tanh', kernel_regularizer='l2'),
+      layers.Dense(_CLASSES),
+    ]
+  )
+
+
+def _crossentropy(**options):
+  return losses.SparseCategoricalCrossentropy(from_logits=True, **options)
+
+
+def _adam(**options):
+  return keras.optimizers.Adam(1e-2, **options)
+
+
+def _run(model, x, y, **options):
+  """What came out of `fit`, `evaluate` and the weights."""
+  options = {'batch_size': 32, 'shuffle': False, 'verbose': 0, **options}
+  history = model.fit(x, y, epochs=2, **options)
+  found = [history.history, model.get_weights()]
+  if model._compile_loss is not None:  # pylint: disable=protected-access
+    weights = options.get('sample_weight')
+    found.append(model.evaluate(x, y, 32, verbose=0, sample_weight=weights))
+  return found
+
+
+def _fit_with(loss=None, weighted=False, **options):
+  x, y, weights = _data()
+  model = _dense_model()
+  model.compile(_adam(**options), loss or _crossentropy(), metrics=['accuracy'])
+  return _run(model, x, y, sample_weight=weights if weighted else None)
+
+
+def _clipped():
+  return _fit_with(global_clipnorm=0.1)
+
+
+def _accumulated():
+  return _fit_with(gradient_accumulation_steps=2, clipnorm=0.1)
+
+
+def _decayed_and_averaged():
+  return _fit_with(weight_decay=0.1, use_ema=True, ema_overwrite_frequency=2)
+
+
+def _sum():
+  return _fit_with(_crossentropy(reduction='sum'), weighted=True)
+
+
+def _mean_with_sample_weight():
+  reduction = 'mean_with_sample_weight'
+  return _fit_with(_crossentropy(reduction=reduction), weighted=True)
+
+
+def _masked():
+  x, y = _tokens()
+  model = keras.Sequential(
+    [
+      layers.Input([7], dtype='int32'),
+      layers.Embedding(9, 4, mask_zero=True),
+      layers.Dense(_CLASSES),
+    ]
+  )
+  model.compile(keras.optimizers.SGD(0.1), _crossentropy())
+  return _run(model, x, y)
+
+
+class _Positions(layers.Layer):
+  """Adds up what a token and its place are looked up as."""
+
+  def __init__(self, length):
+    super().__init__(name='positions')
+    self.length = length
+    self.token = layers.Embedding(9, 4)
+    self.place = layers.Embedding(length, 4)
+
+  def call(self, tokens):
+    return self.token(tokens) + self.place(ops.arange(self.length))
+
+
+def _with_positions(optimizer):
+  def program():
+    x, y = _tokens()
+    model = keras.Sequential(
+      [
+        layers.Input([7], dtype='int32'),
+        _Positions(7),
+        layers.Dense(_CLASSES),
+      ]
+    )
+    model.compile(optimizer(), _crossentropy())
+    return _run(model, x, y)
+
+  return program
+
+
+def _several_outputs():
+  x, y, _ = _data()
+  inputs = layers.Input([6])
+  hidden = layers.Dense(8, 'tanh')(inputs)
+  outputs = {
+    'kind': layers.Dense(_CLASSES, name='kind')(hidden),
+    'sum': layers.Dense(1, name='sum')(hidden),
+  }
+  model = keras.Model(inputs, outputs)
+  model.compile(
+    _adam(),
+    {'kind': _crossentropy(), 'sum': 'mse'},
+    loss_weights={'kind': 1.0, 'sum': 0.3},
+    metrics={'sum': ['mae']},
+  )
+  return _run(model, x, {'kind': y, 'sum': x.sum(1)})
+
+
+class _Own(keras.Model):
+  """A `train_step` as people write it; `loss_of(model, x, y, outputs)`."""
+
+  def __init__(self, loss_of):
+    super().__init__(name='own')
+    self.net = _dense_model()
+    self.loss_of = loss_of
+    self.tracker = keras.metrics.Mean(name='loss')
+    self.accuracy = keras.metrics.SparseCategoricalAccuracy(name='accuracy')
+
+  @property
+  def metrics(self):
+    return [self.tracker, self.accuracy]
+
+  def call(self, x):
+    return self.net(x)
+
+  def train_step(self, data):
+    x, y = data
+    with tf.GradientTape() as tape:
+      outputs = self(x, training=True)
+      loss = self.loss_of(self, x, y, outputs)
+    gradients = tape.gradient(loss, self.trainable_variables)
+    self.optimizer.apply_gradients(
+      zip(gradients, self.trainable_variables, strict=True)
+    )
+    self.tracker.update_state(loss)
+    self.accuracy.update_state(y, outputs)
+    return {m.name: m.result() for m in self.metrics}
+
+
+def per_row(y, outputs):
+  return losses.sparse_categorical_crossentropy(y, outputs, from_logits=True)
+
+
+def with_own_step(loss_of):
+  def program():
+    x, y, _ = _data()
+    model = _Own(loss_of)
+    model.compile(_adam(global_clipnorm=0.1), _crossentropy())
+    history = model.fit(x, y, 32, 2, verbose=0, shuffle=False)
+    return history.history, model.get_weights()
+
+  return program
+
+
+def _divided(model, x, y, outputs):
+  """As programs for tf.distribute do it."""
+  replicas = tf.distribute.get_strategy().num_replicas_in_sync
+  return ops.mean(per_row(y, outputs)) / replicas
+
+
+def _average_of_all_replicas(model, x, y, outputs):
+  replicas = tf.distribute.get_strategy().num_replicas_in_sync
+  rows = ops.shape(outputs)[0] * replicas
+  return tf.nn.compute_average_loss(per_row(y, outputs), global_batch_size=rows)
+
+
+def _average_and_regularization(model, x, y, outputs):
+  loss = tf.nn.compute_average_loss(per_row(y, outputs))
+  return loss + tf.nn.scale_regularization_loss(model.net.losses)
+
+
+def _gradient_penalty(model, x, y, outputs):
+  with tf.GradientTape() as tape:
+    tape.watch(x)
+    total = ops.sum(model.net(x))
+  slope = ops.sqrt(ops.sum(ops.square(tape.gradient(total, x)), 1) + 1e-6)
+  return ops.mean(per_row(y, outputs)) + ops.mean(ops.square(slope - 1.0))
+
+
+def _quotient(model, x, y, outputs):
+  mask = ops.cast(x[:, 0] > 0, 'float32')
+  return ops.sum(per_row(y, outputs) * mask) / (ops.sum(mask) + 1e-6)
+
+
+def _root(model, x, y, outputs):
+  square = ops.square(outputs - ops.one_hot(y, _CLASSES))
+  return ops.sqrt(ops.mean(square)) + 1e-3 * ops.sum(
+    ops.square(model.net.layers[-1].kernel)
+  )
+
+
+def _sparsity(model, x, y, outputs):
+  used = ops.mean(ops.sigmoid(model.net.layers[0](x)), axis=0)
+  divergence = 0.1 * ops.log(0.1 / used) + 0.9 * ops.log(0.9 / (1.0 - used))
+  return ops.mean(per_row(y, outputs)) + ops.sum(divergence)
+
+
+def _scaled(model, x, y, outputs):
+  scale = ops.sqrt(ops.mean(ops.square(outputs), axis=0) + 1e-3)
+  return ops.mean(per_row(y, outputs / scale))
+
+
+def _saliency(model, x, y, outputs):
+  with tf.GradientTape() as tape:
+    tape.watch(x)
+    loss = ops.mean(per_row(y, model.net(x)))
+  adversarial = x + 3.0 * tape.gradient(loss, x)
+  return ops.mean(per_row(y, model.net(adversarial)))
+
+
+def _contrastive(model, x, y, outputs):
+  """Rows of a class shall be alike (supervised contrastive)."""
+  features = ops.normalize(outputs, axis=-1)
+  labels = y
+  alike = ops.matmul(features, ops.transpose(features)) / 0.5
+  others = 1.0 - ops.eye(ops.shape(features)[0])
+  same = ops.cast(ops.equal(labels[:, None], labels[None]), 'float32') * others
+  log_prob = alike - ops.log(
+    ops.sum(ops.exp(alike) * others, axis=1, keepdims=True)
+  )
+  by_row = ops.sum(same * log_prob, axis=1) / (ops.sum(same, axis=1) + 1e-6)
+  return -ops.mean(by_row)
+
+
+def _activity():
+  x, y, _ = _data()
+  model = keras.Sequential(
+    [
+      layers.Input([6]),
+      layers.Dense(8, activity_regularizer='l2'),
+      layers.ActivityRegularization(l1=0.1),
+      layers.Dense(_CLASSES),
+    ]
+  )
+  model.compile(_adam(), _crossentropy())
+  return _run(model, x, y)
+
+
+class _Adversarial(keras.Model):
+  """Two networks, two optimizers, two tapes."""
+
+  def __init__(self):
+    super().__init__(name='adversarial')
+    self.maker = keras.Sequential([layers.Input([6]), layers.Dense(6)])
+    self.critic = keras.Sequential([layers.Input([6]), layers.Dense(1)])
+    self.maker_loss = keras.metrics.Mean(name='maker_loss')
+    self.critic_loss = keras.metrics.Mean(name='critic_loss')
+
+  def compile(self, maker_optimizer, critic_optimizer):
+    super().compile()
+    self.maker_optimizer = maker_optimizer
+    self.critic_optimizer = critic_optimizer
+
+  def call(self, x):
+    return self.critic(self.maker(x))
+
+  def train_step(self, x):
+    with tf.GradientTape() as tape:
+      loss = ops.mean(self.critic(self.maker(x))) - ops.mean(self.critic(x))
+    weights = self.critic.trainable_weights
+    self.critic_optimizer.apply(tape.gradient(loss, weights), weights)
+    self.critic_loss.update_state(loss)
+    with tf.GradientTape() as tape:
+      loss = -ops.mean(self.critic(self.maker(x)))
+    weights = self.maker.trainable_weights
+    self.maker_optimizer.apply(tape.gradient(loss, weights), weights)
+    self.maker_loss.update_state(loss)
+    return {m.name: m.result() for m in self.metrics}
+
+
+def _two_optimizers():
+  x, _, _ = _data()
+  model = _Adversarial()
+  optimizers = [_adam(clipnorm=0.01) for _ in range(2)]
+  model.compile(*optimizers)
+  dataset = tf.data.Dataset.from_tensor_slices(x).batch(32)
+  history = model.fit(dataset, epochs=2, verbose=0)
+  return history.history, model.get_weights()
+
+
+def _compiled():
+  """By XLA, whose random numbers are others than without it."""
+  x, y, _ = _data()
+  model = keras.Sequential(
+    [layers.Input([6]), layers.Dropout(0.3, seed=5), layers.Dense(_CLASSES)]
+  )
+  model.compile(_adam(clipnorm=0.1), _crossentropy(), jit_compile=True)
+  # All in one batch, whose shape is compiled once.
+  history = model.fit(x, y, _ROWS, 2, shuffle=False, verbose=0)
+  return history.history, model.get_weights()
+
+
+PROGRAMS = {
+  'clipped': _clipped,
+  'compiled': _compiled,
+  'accumulated': _accumulated,
+  'decayed_and_averaged': _decayed_and_averaged,
+  'sum': _sum,
+  'mean_with_sample_weight': _mean_with_sample_weight,
+  'masked': _masked,
+  'positions_adam': _with_positions(_adam),
+  'positions_rmsprop': _with_positions(lambda: keras.optimizers.RMSprop(1e-2)),
+  'positions_sgd_clipped': _with_positions(
+    lambda: keras.optimizers.SGD(0.1, global_clipnorm=0.1)
+  ),
+  'several_outputs': _several_outputs,
+  'mean': with_own_step(
+    lambda model, x, y, outputs: ops.mean(per_row(y, outputs))
+  ),
+  'row_by_row': with_own_step(lambda model, x, y, outputs: per_row(y, outputs)),
+  'compute_loss': with_own_step(
+    lambda model, x, y, outputs: model.compute_loss(x, y, outputs)
+  ),
+  'divided': with_own_step(_divided),
+  'average': with_own_step(_average_and_regularization),
+  'average_of_all_replicas': with_own_step(_average_of_all_replicas),
+  'average_of_32': with_own_step(
+    lambda model, x, y, outputs: tf.nn.compute_average_loss(
+      per_row(y, outputs), global_batch_size=32
+    )
+  ),
+  'divided_by_own_rows': with_own_step(
+    lambda model, x, y, outputs: (
+      ops.sum(per_row(y, outputs)) / ops.cast(ops.shape(outputs)[0], 'float32')
+    )
+  ),
+  'logsumexp': with_own_step(
+    lambda model, x, y, outputs: ops.logsumexp(per_row(y, outputs))
+  ),
+  'root_of_compute_loss': with_own_step(
+    lambda model, x, y, outputs: ops.sqrt(model.compute_loss(x, y, outputs))
+  ),
+  'sum_of_rows': with_own_step(
+    lambda model, x, y, outputs: ops.sum(per_row(y, outputs))
+  ),
+  'sum_by_batch_size': with_own_step(
+    lambda model, x, y, outputs: tf.reduce_sum(per_row(y, outputs)) * (1.0 / 32)
+  ),
+  'quotient': with_own_step(_quotient),
+  'root': with_own_step(_root),
+  'sparsity': with_own_step(_sparsity),
+  'scaled': with_own_step(_scaled),
+  'saliency': with_own_step(_saliency),
+  'contrastive': with_own_step(_contrastive),
+  'activity_regularizer': _activity,
+  'gradient_penalty': with_own_step(_gradient_penalty),
+  'two_optimizers': _two_optimizers,
+}

@@ -1,0 +1,277 @@
+"""Programs give the same when three replicas share their rows.
+
+Each case is a function of a batch. It runs as it is, and planned for replicas with
+unequal rows, of which one may have none. Outputs must be equal, and no case that is
+said to run row by row may gather its rows.
+"""
+
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+from tests import tiers, virtual_devices
+from tf_strategies import _tf_internal, errors
+from tf_strategies.spmd import emit, kinds, plan, program, rules, site
+
+virtual_devices.configure_logical_cpus()
+
+_ = rules  # Registered when imported.
+_SHAPE = (5, 4, 6)
+
+
+class _Exchange(emit.Exchange):
+  """Replicas of one graph meet; counts what was gathered."""
+
+  rounds_gradients = False
+
+  def __init__(self):
+    self.gathered = []
+
+  def add(self, columns, sites, are_gradients):
+    sums = [tf.add_n(row) for row in zip(*columns, strict=True)]
+    return [sums for _ in sites]
+
+  def gather(self, values, axis, sites):
+    self.gathered.append(values[0].op.name)
+    return [tf.concat(values, axis) for _ in sites]
+
+  def first(self, value, like, sites):
+    return [value for _ in sites]
+
+
+def run(function, arrays, rows):
+  """What replicas with so many rows compute; whether they gathered any."""
+  exchange = _Exchange()
+
+  @tf.function(autograph=False)
+  def compute(*tensors):
+    specs = [
+      tf.TensorSpec([None, *t.shape[1:]] if t.shape.rank else [], t.dtype)
+      for t in tensors
+    ]
+    graph = _tf_internal.trace('case', lambda args: function(*args), [specs])
+    outputs = _flat(graph.structured_outputs)
+    traced = program.flatten(graph, graph.inputs, outputs)
+    starts = np.cumsum([0, *rows[:-1]])
+    sites = [
+      site.Site(
+        f'CPU:{i}',
+        site.Rows(
+          tf.constant(max(n, 1)),
+          tf.constant(min(int(start), sum(rows) - 1)),
+          tf.constant(sum(rows)),
+          tf.constant(n),
+          n > 0 and start == 0,
+        ),
+        i,
+        i == 0,
+        i == 0,
+      )
+      for i, (n, start) in enumerate(zip(rows, starts, strict=True))
+    ]
+    values = []
+    for i, tensor in enumerate(traced.inputs):
+      if i < len(tensors):
+        given = tensors[i]
+        split = given.shape.rank > 0
+      else:
+        given, split = graph.captures[i - len(tensors)][0], False
+      values.append(kinds.Value(kinds.Split(0) if split else kinds.WHOLE))
+      for s in sites:
+        own = s.rows_of(given, kinds.Split(0)) if split else given
+        s.tensors[tensor, kinds.AS_IS] = own
+    planned = plan.make(traced, values)
+    wanted = [(t, kinds.WHOLE) for t in traced.outputs]
+    [results, *_] = emit.Emitter(planned, sites, exchange).run(wanted)
+    return results
+
+  results = compute(*[tf.constant(a) for a in arrays])
+  return [r.numpy() for r in results], exchange.gathered
+
+
+def _flat(structure):
+  """Tensors, of sparse gradients their parts."""
+  return tf.nest.flatten(structure, expand_composites=True)
+
+
+def _arrays(seed=0):
+  rng = np.random.default_rng(seed)
+  return rng.normal(size=_SHAPE).astype('f4'), rng.integers(0, 6, 5)
+
+
+def _gradient(function):
+  """A case of the gradient of a sum of squares, by the inputs and a weight."""
+
+  def case(x, labels):
+    weight = tf.constant(np.linspace(-1, 1, 36, dtype='f4').reshape(6, 6))
+    with tf.GradientTape() as tape:
+      tape.watch([x, weight])
+      loss = tf.reduce_sum(tf.square(function(x, weight, labels)))
+    return tape.gradient(loss, [x, weight], unconnected_gradients='zero')
+
+  return case
+
+
+def _loop(x, labels):
+  def turn(i, state, kept):
+    state = tf.tanh(state + x[:, i])
+    return i + 1, state, kept.write(i, state)
+
+  kept = tf.TensorArray(tf.float32, 4)
+  start = tf.zeros([tf.shape(x)[0], 6])
+  _, state, kept = tf.while_loop(lambda i, *_: i < 4, turn, [0, start, kept])
+  return state, kept.stack()
+
+
+def _rank_of_rows(x, labels):
+  """Rows beside every other row, as in contrastive losses."""
+  flat = tf.reshape(x, [-1, 24])
+  alike = tf.matmul(flat, flat, transpose_b=True)
+  return tf.reduce_logsumexp(alike, 1), tf.argsort(flat[:, 0])
+
+
+# What each computes of its rows; only sums and extrema meet.
+_BY_ROWS = {
+  'elementwise': lambda x, y: tf.exp(x) * 2.0 + tf.constant([1.0] * 6),
+  'beside_a_vector_of_rows': lambda x, y: (
+    x * tf.cast(y, tf.float32)[:, None, None]
+  ),
+  'mean_of_all': lambda x, y: tf.reduce_mean(x),
+  'mean_of_rows': lambda x, y: tf.reduce_mean(x, 0, keepdims=True),
+  'mean_in_rows': lambda x, y: tf.reduce_mean(x, [1, 2]),
+  'extrema': lambda x, y: (tf.reduce_max(x), tf.reduce_min(x, 0)),
+  'all_and_any': lambda x, y: (tf.reduce_all(x > 0), tf.reduce_any(x > 1.5, 0)),
+  'variance': lambda x, y: tf.math.reduce_variance(x, [0, 1]),
+  'own_rows': lambda x, y: tf.reduce_sum(x) / tf.cast(tf.shape(x)[0], x.dtype),
+  'merged_axes': lambda x, y: tf.reshape(x, [-1, 6]) + 1.0,
+  'split_axes': lambda x, y: tf.reshape(
+    tf.reshape(x, [-1, 24]), [tf.shape(x)[0], 2, 12]
+  ),
+  'transposed': lambda x, y: tf.transpose(x, [1, 0, 2])[::-1],
+  'slices': lambda x, y: (x[:, 1:3], x[..., -1], x[:, None, 0]),
+  'concatenated': lambda x, y: tf.concat([x, tf.zeros_like(x)], 2),
+  'stacked': lambda x, y: tf.unstack(tf.stack([x, -x], 1), axis=1),
+  'tiled': lambda x, y: tf.concat(
+    [tf.tile(tf.ones([1, 1, 6]), [tf.shape(x)[0], 1, 1]), x], 1
+  ),
+  'filled': lambda x, y: x + tf.fill([tf.shape(x)[0], 1, 1], 2.0),
+  'looked_up': lambda x, y: tf.gather(tf.eye(6), y),
+  'taken_by_row': lambda x, y: tf.gather(x, y % 4, axis=1, batch_dims=1),
+  'one_hot': lambda x, y: tf.one_hot(y, 6),
+  'softmax': lambda x, y: (tf.nn.softmax(x), tf.nn.top_k(x[:, 0], 2)),
+  'cross_entropy': lambda x, y: tf.nn.sparse_softmax_cross_entropy_with_logits(
+    y, x[:, 0]
+  ),
+  'einsum': lambda x, y: tf.einsum('bij,bkj->bik', x, x),
+  'convolved': lambda x, y: tf.nn.conv2d(
+    x[..., None], tf.ones([2, 2, 1, 3]), 1, 'SAME'
+  ),
+  'pooled': lambda x, y: tf.nn.max_pool2d(x[..., None], 2, 2, 'VALID'),
+  'counted': lambda x, y: tf.math.unsorted_segment_sum(x, y, 6),
+  'loop': _loop,
+  'branch': lambda x, y: tf.cond(
+    tf.reduce_sum(x) > 0, lambda: x * 2.0, lambda: x - 1.0
+  ),
+  'gradient_of_product': _gradient(lambda x, w, y: tf.matmul(x, w)),
+  'gradient_of_norm': _gradient(
+    lambda x, w, y: (
+      (x - tf.reduce_mean(x, 0)) / tf.norm(x, axis=2, keepdims=True)
+    )
+  ),
+  'gradient_of_scale': _gradient(lambda x, w, y: x * w[0] + w[1, :1]),
+  'gradient_of_pieces': _gradient(
+    lambda x, w, y: tf.concat([x[:, :1] * 2.0, tf.reshape(x, [-1, 4, 6])], 1)
+  ),
+  'gradient_of_look_up': _gradient(lambda x, w, y: tf.gather(w, y)),
+  'gradient_of_loop': _gradient(lambda x, w, y: _loop(x @ w, y)[1]),
+  'clipped_by_hand': lambda x, y: tf.clip_by_global_norm(
+    [tf.reduce_sum(x, 0), tf.reduce_sum(x, [0, 1])], 1.0
+  )[0],
+}
+# What needs all rows at once.
+_WHOLE = {
+  'first_row': lambda x, y: x[0],
+  'reversed_rows': lambda x, y: x[::-1],
+  'rows_behind_rows': lambda x, y: tf.concat([x, x + 1.0], 0),
+  'product_of_rows': _rank_of_rows,
+  'no_rule': lambda x, y: tf.linalg.qr(tf.reshape(x, [-1, 6])).r ** 2,
+  'unique': lambda x, y: tf.unique(y)[0],
+  'positions': lambda x, y: (
+    x + tf.cast(tf.range(tf.shape(x)[0]), x.dtype)[:, None, None]
+  ),
+}
+_ROWS = {'uneven': (2, 2, 1), 'empty': (3, 2, 0), 'first_empty': (0, 1, 4)}
+
+
+class RulesTest(tf.test.TestCase, parameterized.TestCase):
+  @tiers.named_parameters(
+    *(
+      (tiers.quick if which == 'empty' else tiers.full)(
+        f'{name}_{which}', function, rows
+      )
+      for name, function in {**_BY_ROWS, **_WHOLE}.items()
+      for which, rows in _ROWS.items()
+    )
+  )
+  def test_replicas_compute_what_one_does(self, function, rows):
+    arrays = _arrays()
+    want = _flat(function(*map(tf.constant, arrays)))
+    found, _ = run(function, arrays, rows)
+    self.assertLen(found, len(want))
+    for expected, result in zip(want, found, strict=True):
+      self.assertAllClose(expected, result, 1e-5, 1e-5)
+
+  @tiers.named_parameters(
+    *(tiers.full(name, function) for name, function in _BY_ROWS.items())
+  )
+  def test_rows_are_computed_where_they_are(self, function):
+    outputs = _flat(function(*map(tf.constant, _arrays())))
+    _, gathered = run(function, _arrays(), (2, 2, 1))
+    # Results that are asked for whole, and extrema, which have no other way.
+    self.assertLessEqual(len(gathered), len(outputs))
+
+  def test_a_wrong_rule_is_found(self):
+    arrays, before = _arrays(), plan.RULES['Max']
+    plan.RULES['Max'] = plan.RULES['Exp']
+    self.addCleanup(plan.RULES.__setitem__, 'Max', before)
+    want = tf.reduce_max(arrays[0], 0)
+    found, _ = run(lambda x, y: tf.reduce_max(x, 0), arrays, (2, 2, 1))
+    self.assertNotAllClose(want, found[0][: want.shape[0]])
+
+  def test_what_one_device_does_once_is_done_once(self):
+    calls = []
+
+    def note(value):
+      calls.append(value)
+      return np.float32(len(calls))
+
+    def case(x, y):
+      number = tf.numpy_function(note, [tf.reduce_sum(x)], tf.float32)
+      return x * tf.ensure_shape(number, [])
+
+    x, y = _arrays()
+    found, _ = run(case, (x, y), (2, 2, 1))
+    self.assertLen(calls, 1)
+    self.assertAllClose(calls, [x.sum()], 1e-4)
+    self.assertAllClose(found[0], x)
+
+  def test_a_loop_that_would_have_to_meet_is_refused(self):
+    def case(x, y):
+      return tf.while_loop(
+        lambda i, s: i < 3,
+        lambda i, s: (i + 1, s + x / tf.reduce_sum(tf.abs(s + x), 0)),
+        [0, tf.zeros_like(x)],
+      )[1]
+
+    x, y = _arrays()
+    want = case(tf.constant(x), y)
+    try:
+      found, _ = run(case, (x, y), (2, 2, 1))
+    except errors.UnsupportedOptionError as error:
+      self.assertRegex(str(error), 'would have to meet')
+    else:
+      self.assertAllClose(want, found[0], 1e-5, 1e-5)
+
+
+if __name__ == '__main__':
+  tf.test.main()

@@ -1,0 +1,124 @@
+"""`compression` rounds gradients, all of them, and nothing else."""
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tf_strategies as tfs
+from tests import processes, virtual_devices
+
+virtual_devices.configure_logical_cpus()
+
+_BATCH, _STEPS, _UNITS = 37, 3, 12
+# Sums of so many rows have more than bfloat16's 8 bits.
+_ROWS = _BATCH * _STEPS
+
+
+def _model(strategy):
+  keras.utils.set_random_seed(1)
+  with strategy.scope():
+    model = keras.Sequential(
+      [keras.Input([_UNITS]), keras.layers.Dense(_UNITS)]
+    )
+    # So simple an update, of one weight by one number, and no change.
+    model.compile(keras.optimizers.SGD(0.0), 'mse', metrics=['mae'])
+  return model
+
+
+def _data():
+  x = np.random.default_rng(0).normal(size=[_ROWS, _UNITS])
+  return x.astype(np.float32)
+
+
+def _fit(strategy):
+  """What a `fit` reports in each step and in all, and the bytes of a step."""
+  model, x = _model(strategy), _data()
+  logs, sent = [], []
+
+  def note(batch, logs_of_batch):
+    del batch
+    logs.append({k: float(v) for k, v in logs_of_batch.items()})
+    sent.append(strategy.process_group.bytes_sent)
+
+  callback = keras.callbacks.Callback()
+  callback.on_train_batch_end = lambda batch, logs=None: note(batch, logs)
+  history = model.fit(
+    x, x, batch_size=_BATCH, verbose=0, callbacks=[callback]
+  ).history
+  metric_values = sum(int(np.prod(v.shape)) for v in model.metrics_variables)
+  return {
+    'reported': (logs, history, model.evaluate(x, x, _BATCH, verbose=0)),
+    'bytes': np.diff(sent).tolist(),
+    'gradients': model.count_params(),
+    'others': metric_values,
+  }
+
+
+def _loop(strategy):
+  """The same of a loop of one's own, which reduces its loss by hand."""
+  model, x = _model(strategy), _data()
+  dataset = tf.data.Dataset.from_tensor_slices(x[: 2 * 36]).batch(36)
+
+  def replica_step(x):
+    with tf.GradientTape() as tape:
+      loss = tf.reduce_mean(tf.square(model(x) - x))
+    variables = model.trainable_variables
+    model.optimizer.apply(tape.gradient(loss, variables), variables)
+    return loss
+
+  @tf.function
+  def step(x):
+    return strategy.reduce('SUM', strategy.run(replica_step, (x,)), axis=None)
+
+  losses, sent = [], []
+  for batch in strategy.experimental_distribute_dataset(dataset):
+    losses.append(float(step(batch)))
+    sent.append(strategy.process_group.bytes_sent)
+  return {
+    'reported': losses,
+    'bytes': np.diff(sent).tolist(),
+    'gradients': model.count_params(),
+    'others': 1,
+  }
+
+
+def _work(rank):
+  del rank
+  found = {}
+  for compression in ('none', 'bfloat16'):
+    strategy = tfs.MultiWorkerRingStrategy(
+      options=tfs.RingOptions(compression=compression), devices=['CPU:0']
+    )
+    found[compression] = {'fit': _fit(strategy), 'loop': _loop(strategy)}
+    strategy.close()
+  return found
+
+
+@functools.cache
+def _results():
+  return processes.run_workers(_work, 2)
+
+
+@pytest.mark.multi_process
+@pytest.mark.full
+class CompressionTest(tf.test.TestCase):
+  def test_what_is_reported_is_not_rounded(self):
+    for found in _results():
+      for kind, exact in found['none'].items():
+        rounded = found['bfloat16'][kind]
+        self.assertEqual(exact['reported'], rounded['reported'], kind)
+
+  def test_gradients_are_half_as_long(self):
+    for found in _results():
+      for compression, size in (('none', 4), ('bfloat16', 2)):
+        for kind, told in found[compression].items():
+          # 2 (N - 1) / N, with N = 2.
+          want = size * told['gradients'] + 4 * told['others']
+          self.assertEqual(set(told['bytes']), {want}, (compression, kind))
+
+
+if __name__ == '__main__':
+  tf.test.main()

@@ -1,0 +1,160 @@
+"""What a step on workers cannot do is refused by its name, at once."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from absl.testing import parameterized
+
+import tf_strategies as tfs
+from tests import parameter_servers
+from tests.strategies.parameter_server import chief
+
+pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
+
+
+def _data():
+  x = np.random.default_rng(0).normal(size=[16, 4]).astype(np.float32)
+  return x, x[:, :1]
+
+
+def _model():
+  return keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])
+
+
+def jit_compile(strategy):
+  with strategy.scope():
+    model = _model()
+    model.compile('adam', 'mse', jit_compile=True)
+  model.fit(*_data(), verbose=0)
+
+
+def next_in_a_function(strategy):
+  """It was traced as a constant: every step had the first batch."""
+  dataset = tf.data.Dataset.from_tensor_slices(_data()).batch(4)
+  iterator = iter(strategy.experimental_distribute_dataset(dataset))
+
+  @tf.function
+  def step(iterator):
+    return strategy.run(lambda b: tf.reduce_sum(b[0]), (next(iterator),))
+
+  return step(iterator)
+
+
+def next_of_splits_in_a_function(strategy):
+  dataset = strategy.distribute_datasets_from_function(
+    lambda context: tf.data.Dataset.from_tensor_slices(_data()).batch(4)
+  )
+  iterator = iter(dataset)
+  with strategy.scope():
+    model = _model()
+  step = tf.function(
+    lambda it: strategy.run(lambda b: model(b[0]), (next(it),))
+  )
+  return step(iterator)
+
+
+def unknown_optimizer(strategy):
+  with strategy.scope():
+    model = _model()
+    first, second = keras.optimizers.SGD(0.1), keras.optimizers.Adam()
+
+  def train(batch):
+    with tf.GradientTape() as tape:
+      loss = tf.reduce_mean((model(batch[0]) - batch[1]) ** 2)
+    kernel, bias = tape.gradient(loss, model.trainable_variables)
+    first.apply([kernel], model.trainable_variables[:1])
+    second.apply([bias], model.trainable_variables[1:])
+    return loss
+
+  strategy.remote_step(train, [first])(_data())
+  strategy.join()
+
+
+def metric_made_outside(strategy):
+  metric = keras.metrics.Mean(name='outer')
+  with strategy.scope():
+    weight = tf.Variable(1.0)
+
+  def evaluate(x):
+    metric.update_state(x * weight)
+    return metric.result()
+
+  strategy.remote_step(evaluate)(np.ones([4], np.float32))
+  strategy.join()
+
+
+def optimizer_made_outside(strategy):
+  optimizer = keras.optimizers.Adam()
+  with strategy.scope():
+    model = _model()
+    model.compile(optimizer, 'mse')
+  model.fit(*_data(), verbose=0)
+
+
+def model_made_outside(strategy):
+  model = _model()
+  with strategy.scope():
+    model.compile('adam', 'mse')
+    model.fit(*_data(), verbose=0)
+
+
+def adapted_outside(strategy):
+  """Not refused: workers only read what the layer adapted to."""
+  x, y = _data()
+  layer = keras.layers.Normalization()
+  layer.adapt(x)
+  found = []
+  for each in (tf.distribute.get_strategy(), strategy):
+    keras.utils.set_random_seed(2)
+    with each.scope():
+      model = keras.Sequential([keras.Input([4]), layer, keras.layers.Dense(1)])
+      model.compile('sgd', 'mse')
+    history = model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+    found.append([history.history['loss'][0], *model.get_weights()[-2:]])
+  for want, got in zip(*found, strict=True):
+    np.testing.assert_allclose(want, got, 1e-6, 1e-6)
+
+
+_REFUSED = {
+  jit_compile: 'jit_compile=True of model.*jit_compile=False',
+  next_in_a_function: r'next\(iterator\) inside a tf.function.*remote_step',
+  next_of_splits_in_a_function: r'next\(iterator\) inside a tf.function',
+  unknown_optimizer: "Adam 'adam'.*does not know it.*pass it to remote_step",
+  metric_made_outside: "variable '.*outer.*outside of the strategy's scope",
+  optimizer_made_outside: "Adam 'adam', made outside of any scope",
+  model_made_outside: "variable '.*kernel'.*outside of any scope",
+}
+
+
+def run(name):
+  strategy = tfs.create_strategy('parameter_server', mode='sync')
+  try:
+    keras.backend.clear_session()
+    globals()[name](strategy)
+  except tfs.errors.UnsupportedOptionError as e:
+    return str(e)
+  finally:
+    strategy.close()
+  return ''
+
+
+class RefusalsTest(tf.test.TestCase, parameterized.TestCase):
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    names = [p.__name__ for p in (*_REFUSED, adapted_outside)]
+    with parameter_servers.Job(num_workers=2, num_ps=1) as job:
+      cls.found = {n: chief.Programs(job, {n: run}, (n,)) for n in names}
+
+  @parameterized.named_parameters((p.__name__, p) for p in _REFUSED)
+  def test_refused(self, program):
+    name = program.__name__
+    self.assertRegex(self.found[name][name], _REFUSED[program])
+
+  def test_layer_that_was_adapted_outside_is_right(self):
+    self.assertEqual(self.found['adapted_outside']['adapted_outside'], '')
+
+
+if __name__ == '__main__':
+  tf.test.main()

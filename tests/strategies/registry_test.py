@@ -1,0 +1,61 @@
+"""`create_strategy` refuses every option that is wrong, with a cluster or not."""
+
+import os
+from unittest import mock
+
+import tensorflow as tf
+from absl.testing import parameterized
+
+import tf_strategies as tfs
+from tests import virtual_devices
+
+virtual_devices.configure_logical_cpus()
+
+
+class RegistryTest(parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    environment = {k: v for k, v in os.environ.items() if k != 'TF_CONFIG'}
+    self.enter_context(mock.patch.dict(os.environ, environment, clear=True))
+
+  @parameterized.parameters(
+    ('parameter_server', {'mode': 'asynch'}, "mode='asynch'.*'async'"),
+    ('parameter_server', {'mode': None}, 'mode=None'),
+    ('parameter_server', {'bakup_workers': 1}, "'bakup_workers'.*spelling"),
+    ('parameter_server', {'devices': ['CPU:0']}, "'devices'"),
+    ('parameter_server', {'backup_workers': 1}, "mode='sync'"),
+    ('parameter_server', {'local_steps': 0}, 'local_steps=0.*at least 1'),
+    ('parameter_server', {'step_timeout': -1}, 'step_timeout=-1'),
+    ('parameter_server', {'checkpoint_dir': ''}, "checkpoint_dir=''"),
+    ('parameter_server', {'checkpoint_steps': 3}, 'without checkpoint_dir'),
+    ('parameter_server', {'variable_partitioner': 3}, 'variable_partitioner=3'),
+    ('parameter_server', {'cluster': 'x'}, 'cluster of type str'),
+    ('one_device', {'mode': 'sync'}, "'one_device' with options .*'mode'"),
+    ('mirrored', {'cross_device_ops': 3}, 'cross_device_ops=3.*instance'),
+    ('mirrored', {'cross_device_ops': tfs.RingAllReduce}, 'RingAllReduce'),
+    ('ring_mirrored', {'cross_device_ops': 3}, 'cross_device_ops=3.*instance'),
+    (
+      'central_storage',
+      {'devices': ['CPU:0'], 'compute_devices': ['CPU:1']},
+      r"devices=\['CPU:0'\] beside compute_devices.*leave one out",
+    ),
+    ('multi_worker_ring', {'options': 'tcp'}, 'options of type str'),
+    ('multi_worker_collective', {'cluster': 3}, 'cluster of type int'),
+  )
+  def test_wrong_option(self, name, options, message):
+    with self.assertRaisesRegex(tfs.errors.UnsupportedOptionError, message):
+      tfs.create_strategy(name, **options)
+
+  def test_right_options_of_parameter_servers_train_on_one_device(self):
+    strategy = tfs.create_strategy(
+      'parameter_server',
+      mode='sync',
+      backup_workers=1,
+      variable_partitioner=lambda shape, dtype: [1],
+      checkpoint_dir='somewhere',
+    )
+    self.assertIsInstance(strategy, tf.distribute.OneDeviceStrategy)
+
+
+if __name__ == '__main__':
+  tf.test.main()

@@ -1,0 +1,342 @@
+"""A model's steps, as Keras passes them, and what of Keras is replaced for them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.backend.tensorflow import core, trainer
+from keras.src.optimizers import base_optimizer
+from keras.src.trainers import trainer as base_trainer
+
+from tf_strategies import _requirements, _tf_internal
+
+# Where the local functions of Keras's trainer come from.
+TRAINER_MODULE = 'keras.src.backend.tensorflow'
+
+KINDS = {f'{kind}_step': kind for kind in ('train', 'test', 'predict')}
+
+
+# Steps: Keras calls `strategy.run(model.train_step, ...)` inside a function
+# that it keeps as `model.train_function` and calls once a batch, or group of
+# batches. Whoever replaces that function decides where steps run.
+
+
+@dataclasses.dataclass(frozen=True)
+class KerasStep:
+  """A model's own step, as Keras passed it: of 'train', 'test' or 'predict'.
+
+  `compiles` says whether its user asked for XLA.
+  """
+
+  model: keras.Model
+  kind: str
+  run: Callable[[Any], Any]
+  compiles: bool = False
+
+  def install(self, function: Callable[[Any], Any]) -> None:
+    """Makes Keras call `function` from the next batch on."""
+    setattr(self.model, f'{self.kind}_function', function)
+
+
+def step_of(fn: Callable) -> KerasStep | None:
+  """What `fn` is to Keras, if it is a model's train, test or predict step."""
+  step = getattr(fn, 'keras_step', None)
+  if step is not None:
+    return step
+  model = getattr(fn, '__self__', None)
+  if isinstance(model, keras.Model) and fn.__name__ in KINDS:
+    return KerasStep(model, KINDS[fn.__name__], fn)
+  if not _is_of_trainer(fn):
+    return None
+  # `predict` passes a local function of the trainer around its step.
+  for content in closure(fn):
+    found = step_of(content) if callable(content) else None
+    if isinstance(content, keras.Model):
+      found = KerasStep(content, 'predict', content.predict_step)
+    if found:
+      return dataclasses.replace(found, kind='predict')
+  return None
+
+
+def _is_of_trainer(fn) -> bool:
+  return (getattr(fn, '__module__', '') or '').startswith(TRAINER_MODULE)
+
+
+def results_of(
+  model: keras.Model, kind: str
+) -> Callable[[], dict[str, Any]] | None:
+  """What a model's own step reports, read from its metrics.
+
+  None for a step that the user wrote, which may report anything.
+  """
+  is_own = is_keras_own(model, f'{kind}_step')
+  return model.get_metrics_result if is_own and kind != 'predict' else None
+
+
+def without_optionals(data: Any) -> Any:
+  """A batch with None in place of the empty optionals that Keras yields."""
+  return tf.nest.map_structure(
+    lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf,
+    data,
+  )
+
+
+def is_skipped(model: keras.Model, batch: int) -> bool:
+  """Whether a resumed `fit` skips this batch of the epoch."""
+  skips = getattr(model.train_function, 'skips', None)
+  return skips is not None and skips(batch)
+
+
+def change(owner: Any, signature: str, how: Callable, why: str) -> None:
+  """Replaces a method of Keras's, if it is the one that we know."""
+  _requirements.method(owner, signature, why)
+  name = signature.partition('(')[0]
+  setattr(owner, name, how(getattr(owner, name)))
+
+
+def _reduce_first(apply):
+  """Reduces gradients before they are clipped, accumulated and unscaled."""
+
+  @functools.wraps(apply)
+  def apply_reduced(self, grads, trainable_variables=None):
+    extended = tf.distribute.get_strategy().extended
+    reduce_first = getattr(extended, 'apply_gradients', None)
+    if reduce_first is None:
+      apply(self, grads, trainable_variables)
+      return
+    variables = trainable_variables
+    if variables is not None:
+      variables = list(variables)
+    reduce_first(
+      self,
+      list(grads),
+      variables,
+      lambda reduced: apply(self, reduced, variables),
+    )
+
+  return apply_reduced
+
+
+change(
+  base_optimizer.BaseOptimizer,
+  'apply(grads, trainable_variables)',
+  _reduce_first,
+  'a part of a gradient has another norm than the whole',
+)
+
+
+class _Making(threading.local):
+  """Which step the calling thread makes Keras's function of."""
+
+  kind: str | None = None
+  compiles: bool = False
+
+
+_making = _Making()
+
+
+def _note_kind(kind: str, make: Callable) -> Callable:
+  @functools.wraps(make)
+  def make_function(self, force=False):
+    before, _making.kind = _making.kind, kind
+    compiles, _making.compiles = self.jit_compile, self.jit_compile
+    if _splits_steps(self):
+      # One program of XLA cannot reach several devices or workers: what lies
+      # between their meetings is compiled.
+      self.jit_compile = False
+    try:
+      return make(self, force)
+    finally:
+      _making.kind = before
+      self.jit_compile = compiles
+
+  return make_function
+
+
+def _splits_steps(model) -> bool:
+  """Whether the strategy of a model splits its steps over several replicas."""
+  strategy = model.distribute_strategy
+  return (
+    getattr(strategy.extended, 'makes_variables_in_steps', False)
+    and strategy.num_replicas_in_sync > 1
+  )
+
+
+def _pass_step(make: Callable) -> Callable:
+  """Lets a strategy see whose step it gets, however the user has wrapped it."""
+
+  @functools.wraps(make)
+  def make_with_step(self, step_function):
+    if _making.kind is None:
+      return make(self, step_function)
+
+    def step(data):
+      return step_function(data)
+
+    step.keras_step = KerasStep(
+      self, _making.kind, step_function, bool(_making.compiles)
+    )
+    return make(self, step)
+
+  return make_with_step
+
+
+_why = 'strategies know the steps of a model'
+for _kind in KINDS.values():
+  change(
+    trainer.TensorFlowTrainer,
+    f'make_{_kind}_function(force)',
+    functools.partial(_note_kind, _kind),
+    _why,
+  )
+change(
+  trainer.TensorFlowTrainer, '_make_function(step_function)', _pass_step, _why
+)
+
+
+def _build_from_specs(build):
+  """Makes variables from the types of batches, not from a batch.
+
+  Keras opens the data set, draws a batch and drops it: a generator loses it and
+  what its prefetch read ahead, and a shuffle that is seeded goes on to its next
+  order.
+  """
+
+  @functools.wraps(build)
+  def build_from_specs(self, iterator=None, data_batch=None):
+    strategy = self.distribute_strategy
+    if not getattr(strategy.extended, 'builds_from_specs', False):
+      return build(self, iterator, data_batch)
+    own_step = getattr(type(self).train_step, '__module__', '')
+    if strategy.extended.makes_variables_in_steps and not (
+      own_step.startswith('keras.')
+    ):
+      # What a step of the user's own does with a batch, only it knows. What it
+      # needs is made when it is traced, as on one device.
+      return None
+    if iterator is not None:
+      data_batch = keras.tree.map_structure(
+        _tf_internal.replica_spec,
+        iterator._distributed_dataset.element_spec,
+      )
+      parts = keras.tree.flatten(data_batch)
+      if any(p is not None and p.shape.rank is None for p in parts):
+        return build(self, iterator)  # Only a batch tells.
+    _, y, _ = keras.utils.unpack_x_y_sample_weight(data_batch)
+    with contextlib.ExitStack() as stack:
+      if y is None:
+        # What a step of the user's own makes of inputs alone, only it knows.
+        for compiled in (self._compile_loss, self._compile_metrics):
+          if compiled is not None and not compiled.built:
+            stack.callback(setattr, compiled, 'built', False)
+            compiled.built = True
+      return build(self, None, data_batch)
+
+  return build_from_specs
+
+
+change(
+  trainer.TensorFlowTrainer,
+  '_maybe_symbolic_build(iterator, data_batch)',
+  _build_from_specs,
+  'a batch that Keras draws to make variables is lost',
+)
+
+
+def swap_train_function(
+  model: keras.Model, function: Callable[[Any], Any]
+) -> Callable[[Any], Any]:
+  """Makes `fit` call `function(iterator)`; returns what it called before."""
+  before, model.train_function = model.train_function, function
+  return before
+
+
+# Variables are made, under a strategy, from tensors without values.
+
+
+def _build_from_any_batch(build: Callable) -> Callable:
+  """Lets Keras make variables from ragged and sparse batches too.
+
+  It takes every tensor of a batch for a dense one, for which a layer that
+  expects rows of different lengths fails.
+  """
+
+  @functools.wraps(build)
+  def build_from_batch(self, iterator=None, data_batch=None):
+    specs = keras.tree.map_structure(_composite_spec, data_batch)
+    if any(isinstance(s, tf.TypeSpec) for s in keras.tree.flatten(specs)):
+      _build_symbolically(self, specs)
+    return build(self, iterator, data_batch)
+
+  return build_from_batch
+
+
+def _composite_spec(leaf: Any) -> Any:
+  """The spec of a ragged or sparse tensor, or of what stands for one."""
+  spec = leaf if isinstance(leaf, tf.TypeSpec) else getattr(leaf, 'spec', None)
+  if isinstance(leaf, tf.RaggedTensor | tf.SparseTensor):
+    spec = tf.type_spec_from_value(leaf)
+  if isinstance(spec, tf.RaggedTensorSpec | tf.SparseTensorSpec):
+    return spec
+  if leaf is None:
+    return None
+  return keras.KerasTensor(
+    leaf.shape, keras.backend.standardize_dtype(leaf.dtype)
+  )
+
+
+def _build_symbolically(model: keras.Model, batch: Any) -> None:
+  """What Keras does next, with placeholders of the right kinds."""
+
+  def outputs_of(function, *args, **options):
+    def call(*args):
+      return function(*keras.tree.map_structure(_placeholder, args), **options)
+
+    return core.compute_output_spec(call, *args)
+
+  x, y, weights = keras.utils.unpack_x_y_sample_weight(batch)
+  outputs = outputs_of(functools.partial(model, training=False), x)
+  for compiled, compute, options in (
+    (model._compile_metrics, model.compute_metrics, {}),
+    (model._compile_loss, model._compute_loss, {'training': False}),
+  ):
+    if compiled is not None and not compiled.built:
+      outputs_of(compute, x, y, outputs, weights, **options)
+
+
+def _placeholder(leaf: Any) -> Any:
+  if not isinstance(leaf, tf.RaggedTensorSpec | tf.SparseTensorSpec):
+    return leaf
+  parts = [
+    tf.compat.v1.placeholder(s.dtype, s.shape)
+    for s in tf.nest.flatten(leaf, expand_composites=True)
+  ]
+  return tf.nest.pack_sequence_as(leaf, parts, expand_composites=True)
+
+
+change(
+  base_trainer.Trainer,
+  '_symbolic_build(iterator, data_batch)',
+  _build_from_any_batch,
+  'makes variables from ragged and sparse batches',
+)
+
+
+def is_keras_own(model, name: str) -> bool:
+  """Whether a method is Keras's, not one that the user wrote."""
+  method = getattr(model, name, None)
+  return getattr(method, '__module__', '').startswith('keras.')
+
+
+def closure(fn) -> Iterator[Any]:
+  """What a local function refers to."""
+  for cell in getattr(fn, '__closure__', None) or ():
+    with contextlib.suppress(ValueError):  # The cell is still empty.
+      yield cell.cell_contents

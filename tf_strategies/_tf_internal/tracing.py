@@ -1,0 +1,127 @@
+"""What of TensorFlow's insides traced steps and their variables need."""
+
+import inspect
+
+import tensorflow as tf
+
+from tf_strategies._tf_internal.loading import load
+
+ResourceVariable = load(
+  'ops.resource_variable_ops.ResourceVariable',
+  'a counter that no strategy scope may turn into a mirrored variable',
+)
+_compiled_operations = {
+  device: load(
+    f'util.pywrap_xla_ops.get_{device}_kernel_names',
+    'the parts of a step that XLA compiles',
+  )
+  for device in ('cpu', 'gpu')
+}
+_func_graph_from_py_func = load(
+  'framework.func_graph.func_graph_from_py_func',
+  'the graph of a step, before it is split',
+)
+
+# Attribute of an operation that says what it computes.
+_LABEL = '_tfs_label'
+# Of operations that call a function its attribute, and its first argument.
+_CALLED = {
+  'If': ('then_branch', 1),
+  'StatelessIf': ('then_branch', 1),
+  'PartitionedCall': ('f', 0),
+  'StatefulPartitionedCall': ('f', 0),
+}
+
+
+def compiled_operations(device: str) -> frozenset[str]:
+  """The types of operations that XLA compiles for a device."""
+  names = _compiled_operations['gpu' if 'gpu' in device.lower() else 'cpu']()
+  return frozenset(map(tf.compat.as_str, names))
+
+
+def trace(name: str, fn, args):
+  """The `FuncGraph` of `fn(*args)`; placeholders stand for the specs in `args`."""
+  return _func_graph_from_py_func(name, fn, args, {})
+
+
+def function_graph(root, name: str):
+  """The graph of a function that an operation of `root`, or one below, calls."""
+  return root._get_function(name).graph  # pylint: disable=protected-access
+
+
+def label(tensor: tf.Tensor, text: str) -> None:
+  """Says what a tensor of a graph is; a copy of its operation says so too."""
+  value = tf.compat.v1.AttrValue(s=text.encode())
+  tensor.op._set_attr(_LABEL, value)  # pylint: disable=protected-access
+
+
+def label_of(tensor: tf.Tensor) -> str:
+  """What a tensor of a graph is: its label, or what computes it is named."""
+  tensor = _source(tensor)
+  found = _label_at(tensor.op)
+  return tensor.op.name if found is None else found
+
+
+def _label_at(op):
+  try:
+    return op.get_attr(_LABEL).decode()
+  except ValueError:
+    return None
+
+
+def _source(tensor):
+  """The labelled, or computed, tensor that identities and branches hand on."""
+  while _label_at(tensor.op) is None:
+    op = tensor.op
+    if op.type in ('Identity', 'Cast', 'Reshape'):
+      tensor = op.inputs[0]
+    elif op.type in _CALLED:
+      name, first = _CALLED[op.type]
+      called = function_graph(op.graph, op.get_attr(name).name)
+      inner = _source(called.outputs[tensor.value_index])
+      given = [i for i, t in enumerate(called.inputs) if t is inner]
+      if not given:
+        return inner
+      tensor = op.inputs[first + given[0]]
+    else:
+      return tensor
+  return tensor
+
+
+class TrackedAsAnother:
+  """Mixed into an object that `tf.train.Checkpoint` sees as another object.
+
+  What was saved with the one is restored into the other.
+  """
+
+  def _tracked(self) -> tf.__internal__.tracking.Trackable | None:
+    """The other object; None while this one is made."""
+    raise NotImplementedError
+
+  def _trackable_children(self, save_type='checkpoint', **kwargs):
+    return self._tracked()._trackable_children(save_type, **kwargs)
+
+  def _lookup_dependency(self, *args, **kwargs):
+    return (self._tracked() or super())._lookup_dependency(*args, **kwargs)
+
+  @property
+  def _deferred_dependencies(self):
+    tracked = self._tracked()
+    if tracked is None:
+      return super()._deferred_dependencies
+    tracked._maybe_initialize_trackable()
+    return tracked._deferred_dependencies
+
+
+def create_now(**kwargs):
+  """Creates a variable, whatever a `tf.function` being traced wants of it."""
+  accepted = inspect.signature(ResourceVariable.__init__).parameters
+  return ResourceVariable(
+    **{name: value for name, value in kwargs.items() if name in accepted}
+  )
+
+
+def replica_spec(spec: tf.TypeSpec) -> tf.TypeSpec | None:
+  """Of a replica's part of a distributed value; None for an empty optional."""
+  spec = getattr(spec, '_value_specs', (spec,))[0]
+  return None if isinstance(spec, tf.OptionalSpec) else spec

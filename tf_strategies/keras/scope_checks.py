@@ -1,0 +1,153 @@
+"""What was made in the scope of another strategy than the one that trains it.
+
+TensorFlow notices some of that, in words about its insides, when a step is traced or a
+variable is made. Keras's functions are made before that, so that is where models
+are looked at.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+
+import keras
+import tensorflow as tf
+from absl import logging
+
+from tf_strategies import _keras_internal, _tf_internal, errors
+
+# Strategies that no model was made under yet.
+_unused: weakref.WeakSet[tf.distribute.Strategy] = weakref.WeakSet()
+
+_FIX = (
+  'make the model, its optimizer and its metrics, and call compile, inside one '
+  '`with strategy.scope():`'
+)
+
+
+def note_created(strategy: tf.distribute.Strategy) -> None:
+  """Remembers a strategy, for a warning if models are made outside of its scope."""
+  if strategy.num_replicas_in_sync > 1 or _is_ours(strategy):
+    _unused.add(strategy)
+
+
+def _is_ours(strategy) -> bool:
+  return type(strategy).__module__.startswith('tf_strategies.')
+
+
+def check(model: keras.Model, kind: str) -> None:
+  """Looks at a model that is about to train, test or predict.
+
+  Raises:
+    ScopeError: a part of it was made outside of the strategy's scope, or in that of
+      another strategy, and would be wrong or fail there.
+  """
+  strategy = model.distribute_strategy
+  if tf.distribute.has_strategy():
+    inside = tf.distribute.get_strategy()
+    if inside is not strategy and _is_ours(inside):
+      _refuse(f'{kind} of model {model.name!r}', inside, strategy)
+  optimizers = _keras_internal.optimizers_of(model)
+  if not _is_ours(strategy):
+    for optimizer in optimizers:
+      of_optimizer = _keras_internal.strategy_of(optimizer)
+      if kind == 'train' and _is_ours(of_optimizer):
+        _refuse(f'model {model.name!r}', None, of_optimizer)
+    _warn_if_unused(kind)
+    return
+  _unused.discard(strategy)
+  is_inside = strategy.extended.variable_created_in_scope
+  if kind == 'train':
+    for variable in model.trainable_variables:
+      if _value(variable) is not None and not is_inside(_value(variable)):
+        what = f'variable {variable.path!r} of model {model.name!r}'
+        _refuse(what, None, strategy)
+    for optimizer in optimizers:
+      of_optimizer = _keras_internal.strategy_of(optimizer)
+      if of_optimizer is not strategy:
+        what = f'{type(optimizer).__name__} {optimizer.name!r}'
+        _refuse(what, of_optimizer, strategy)
+  if kind != 'predict':
+    for variable in model.metrics_variables:
+      if _value(variable) is not None and not is_inside(_value(variable)):
+        _refuse(f'metric variable {variable.path!r}', None, strategy)
+
+
+def _value(variable) -> tf.Variable | None:
+  """The variable of TensorFlow's; None before it is made."""
+  return getattr(variable, '_value', None)
+
+
+def _warn_if_unused(kind: str) -> None:
+  for strategy in list(_unused) if kind == 'train' else ():
+    _unused.discard(strategy)
+    logging.warning(
+      'A model that was made outside of strategy.scope() trains on one device, '
+      'and nothing was made in the scope of %s yet. To use it, %s.',
+      _name(strategy),
+      _FIX,
+    )
+
+
+def _refuse(what: str, made_in, used_in) -> None:
+  is_one = made_in is None or not _is_ours(made_in)
+  place = 'outside of any scope' if is_one else f'under {_name(made_in)}'
+  raise errors.ScopeError(
+    f'{what}, made {place}, with {_name(used_in)}',
+    f'what was made in the scope of this {_name(used_in)}',
+    _FIX,
+  )
+
+
+def _name(strategy) -> str:
+  return type(strategy).__name__
+
+
+def _check_first(kind: str, make):
+  @functools.wraps(make)
+  def make_function(self, force=False):
+    check(self, kind)
+    return make(self, force)
+
+  return make_function
+
+
+def _check_before_building(build):
+  @functools.wraps(build)
+  def build_checked(self, iterator=None, data_batch=None):
+    # An optimizer that was made elsewhere makes its variables here.
+    if getattr(self, 'optimizer', None) is not None:
+      check(self, 'train')
+    return build(self, iterator, data_batch)
+
+  return build_checked
+
+
+def _refuse_mixture(strategy, context) -> None:
+  """What TensorFlow raises as a RuntimeError, if it is about one of ours."""
+  if tf.distribute.has_strategy() and (
+    _is_ours(strategy) or _is_ours(context.strategy)
+  ):
+    raise errors.ScopeError(
+      'Mixing different tf.distribute.Strategy objects: '
+      f'{_name(strategy)} inside the scope of another {_name(context.strategy)}',
+      'one strategy at a time',
+      'leave the scope of the one before you enter that of the other',
+    )
+
+
+_WHY = 'says what was made outside of the scope of a strategy'
+for _kind in ('train', 'test', 'predict'):
+  _keras_internal.change(
+    _keras_internal.Trainer,
+    f'make_{_kind}_function(force)',
+    functools.partial(_check_first, _kind),
+    _WHY,
+  )
+_keras_internal.change(
+  keras.Model,
+  '_symbolic_build(iterator, data_batch)',
+  _check_before_building,
+  _WHY,
+)
+_tf_internal.before_wrong_scope(_refuse_mixture)

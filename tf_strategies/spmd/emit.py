@@ -1,0 +1,498 @@
+"""Builds the operations of a planned program, for every replica of a process."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import tensorflow as tf
+
+from tf_strategies.spmd import kinds
+from tf_strategies.spmd import plan as plan_lib
+from tf_strategies.spmd import program as program_lib
+from tf_strategies.spmd import site as site_lib
+from tf_strategies.spmd.kinds import (
+  AS_IS,
+  WHOLE,
+  Split,
+)
+from tf_strategies.spmd.plan import Plan
+from tf_strategies.spmd.program import Node, Tensor
+from tf_strategies.spmd.site import Site
+
+# Stateful to TensorFlow only: each replica computes or checks its own.
+_OWN = frozenset(
+  {
+    'Assert',
+    'If',
+    'While',
+    'Case',
+    'StatelessIf',
+    'StatelessWhile',
+    'StatelessCase',
+  }
+)
+
+
+class Resource(Protocol):
+  """What a handle in a program stands for.
+
+  Attributes:
+    is_part: whether each replica holds a part of a sum.
+    is_single: whether there is one, which is written at home only.
+  """
+
+  is_part: bool
+  is_single: bool
+
+  def handle(self, site: Site) -> tf.Tensor:
+    """The handle that a site uses."""
+
+
+class Exchange(Protocol):
+  """How replicas meet; each column holds one local replica's tensors."""
+
+  def add(
+    self,
+    columns: Sequence[Sequence[tf.Tensor]],
+    sites: Sequence[Site],
+    are_gradients: bool,
+  ) -> list[list[tf.Tensor]]:
+    """The sums over all replicas; for each site a list of tensors."""
+
+  @property
+  def rounds_gradients(self) -> bool:
+    """Whether sums of gradients, and only those, may be rounded on their way."""
+
+  def gather(
+    self, values: Sequence[tf.Tensor], axis: int, sites: Sequence[Site]
+  ) -> list[tf.Tensor]:
+    """All replicas' tensors behind each other, in the order of the rows."""
+
+  def first(
+    self, value: tf.Tensor | None, like: Tensor, sites: Sequence[Site]
+  ) -> list[tf.Tensor]:
+    """The first replica's tensor; `value` is None where that is elsewhere."""
+
+
+@dataclasses.dataclass
+class _Needs:
+  """What has to be built: nodes and meetings, each with the sites."""
+
+  nodes: dict[Node, set[Site]] = dataclasses.field(default_factory=dict)
+  meetings: dict[Tensor, set[Site]] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(eq=False)
+class _Block:
+  """Nodes that are built together: between two meetings, for the same sites.
+
+  Attributes:
+    level: the number of meetings before.
+    turn: the number of other blocks of this level that have to run before.
+    key: the sites, and whether the nodes are deferred, the same at every site,
+      and compiled by XLA.
+    nodes: in an order in which they can run.
+  """
+
+  level: int
+  turn: int
+  key: tuple[tuple[Site, ...], bool, bool, bool]
+  nodes: list[Node] = dataclasses.field(default_factory=list)
+
+  @property
+  def sites(self):
+    """Where it is built."""
+    return self.key[0]
+
+  @property
+  def is_deferred(self):
+    """Whether it waits for every meeting."""
+    return self.key[1]
+
+  @property
+  def is_shared(self):
+    """Whether it is the same at each of its sites."""
+    return self.key[2]
+
+  @property
+  def is_compiled(self):
+    """Whether XLA compiles it."""
+    return self.key[3]
+
+
+class Emitter:
+  """Builds a planned program at several sites, which meet in `exchange`."""
+
+  def __init__(
+    self,
+    plan: Plan,
+    sites: Sequence[Site],
+    exchange: Exchange | None,
+    compiled: frozenset[str] = frozenset(),
+  ):
+    self._plan = plan
+    self._sites = list(sites)
+    self._exchange, self._compiled = exchange, compiled
+    # What came out of meetings.
+    self._met: list[tf.Tensor] = []
+    # In a branch or loop there is one site, whatever it is.
+    is_alone = exchange is None
+    self._replicas = [s for s in sites if is_alone or s.replica is not None]
+    for site in sites:
+      if site not in self._replicas:
+        site.stand_in = self._replicas[0]
+
+  def run(self, outputs: Sequence[tuple[Tensor, Any]]) -> list[list[tf.Tensor]]:
+    """Builds what `outputs`, tensors in kinds, need; for each replica's site.
+
+    What is whole is built for the first of them, and None for the others.
+    """
+    needs = self._needs(outputs)
+    blocks = self._blocks(needs)
+    asked = [t for t, _ in outputs] + list(needs.meetings)
+    users = self._users(blocks, asked)
+    met = 0
+    pending = dict(needs.meetings)
+    for block in blocks:
+      while met < block.level:
+        self._meet(pending, met)
+        met += 1
+      with tf.control_dependencies(self._met if block.is_deferred else []):
+        if block.is_compiled or (len(block.sites) > 1 and block.is_shared):
+          self._call(block, users)
+        else:
+          for node in block.nodes:
+            for site in block.sites:
+              self._build(node, site)
+    while pending:
+      self._meet(pending, met)
+      met += 1
+    return [
+      [self._output(site, t, kind) for t, kind in outputs]
+      for site in self._replicas
+    ]
+
+  def _output(self, site, tensor, kind):
+    if kind == WHOLE and site is not self._replicas[0]:
+      return None
+    result = self._in_kind(site, tensor, kind)
+    if isinstance(kind, Split) and self._exchange is not None:
+      return site.real_rows(result, kind.axis)
+    return result
+
+  # What is needed where.
+
+  def _needs(self, outputs):
+    plan, needs = self._plan, _Needs()
+
+    def ask(tensor, wanted, site):
+      if plan.is_computed(tensor, wanted):
+        return
+      if plan.meets(tensor, wanted):
+        needs.meetings.setdefault(tensor, set()).add(site)
+        for replica in self._replicas:
+          ask_node(tensor.node, replica)
+      else:
+        ask_node(tensor.node, site)
+
+    def ask_node(node, site):
+      if site not in self._replicas and not self._is_whole(node):
+        site = self._replicas[0]
+      if node.type != '_Argument':
+        needs.nodes.setdefault(node, set()).add(site)
+
+    for node in plan.program.nodes:
+      if _acts(node):
+        for site in self._sites:
+          if _runs_at(plan, node, site):
+            ask_node(node, site)
+    for tensor, kind in outputs:
+      for site in self._replicas[:1] if kind == WHOLE else self._replicas:
+        ask(tensor, kind, site)
+    for node in reversed(plan.program.nodes):
+      if node not in needs.nodes:
+        continue
+      decision = plan.decisions[node]
+      for site in list(needs.nodes[node]):
+        if _acts(node) and not _runs_at(plan, node, site):
+          needs.nodes[node].discard(site)
+          continue
+        for tensor, wanted in zip(node.inputs, decision.wants, strict=True):
+          ask(tensor, wanted, site)
+    return needs
+
+  def _is_whole(self, node) -> bool:
+    """Whether it is run on all of everything, so not by replicas alone."""
+    plan = self._plan
+    if node not in plan.decisions:
+      return True
+    kinds_of_outputs = [plan.values[t].kind for t in node.outputs]
+    if any(k != WHOLE for k in kinds_of_outputs):
+      return False
+    wants = plan.decisions[node].wants
+    return all(
+      plan.seen(t).kind == WHOLE or want == WHOLE
+      for t, want in zip(node.inputs, wants, strict=True)
+    )
+
+  # Building.
+
+  def _blocks(self, needs) -> list[_Block]:
+    """The nodes in an order in which they can run, in as few blocks as can be."""
+    plan = self._plan
+    blocks: dict[tuple, _Block] = {}
+    # Of each node that is built its block; of others the nodes before them.
+    places: dict[Node, _Block] = {}
+    orders: dict[Node, set[Node]] = {}
+    for node in plan.program.nodes:
+      before = {
+        n for b in node.before for n in ([b] if b in places else orders[b])
+      }
+      if node not in needs.nodes:
+        orders[node] = before
+        continue
+      before |= {
+        t.node
+        for t, wanted in zip(
+          node.inputs, plan.decisions[node].wants, strict=True
+        )
+        if t.node in places and not plan.is_computed(t, wanted)
+      }
+      is_shared = _is_alike(plan.decisions[node].bodies.values(), self._sites)
+      key = (
+        tuple(s for s in self._sites if s in needs.nodes[node]),
+        node in plan.deferred,
+        is_shared,
+        is_shared and self._is_compiled(node),
+      )
+      level, turn = plan.levels[node], 0
+      for block in (places[n] for n in before):
+        if block.level == level:
+          turn = max(turn, block.turn + (block.key != key))
+      block = blocks.setdefault((level, turn, key), _Block(level, turn, key))
+      block.nodes.append(node)
+      places[node] = block
+    return sorted(blocks.values(), key=lambda b: (b.level, b.turn))
+
+  def _is_compiled(self, node) -> bool:
+    """Whether XLA compiles a node, with what it calls.
+
+    Not where a variable is used of which there is one: XLA's programs reach only
+    those of their own device.
+    """
+    resources = [self._plan.seen(t).resource for t in node.inputs]
+    return not any(r is not None and r.is_single for r in resources) and (
+      _is_all_of(node, self._compiled)
+    )
+
+  def _users(self, blocks, asked) -> dict[Tensor, set[int]]:
+    """The blocks that use a tensor, and -1 for what is used outside of them."""
+    users: dict[Tensor, set[int]] = {t: {-1} for t in asked}
+    for block in blocks:
+      for node in block.nodes:
+        for tensor in node.inputs:
+          users.setdefault(tensor, set()).add(id(block))
+    return users
+
+  def _call(self, block, users):
+    """Builds a block as a function, once, and calls it at each site."""
+    plan, sites, inside = self._plan, block.sites, set(block.nodes)
+    given: dict[Any, list[tf.Tensor]] = {}
+    for node in block.nodes:
+      wants = plan.decisions[node].wants
+      for tensor, wanted in zip(node.inputs, wants, strict=True):
+        resource = plan.seen(tensor).resource
+        if resource is not None:
+          if resource not in given:
+            given[resource] = [resource.handle(s) for s in sites]
+        elif tensor.node not in inside and not plan.is_computed(tensor, wanted):
+          for kind in (AS_IS, WHOLE):
+            if all(s.holds(tensor, kind) for s in sites):
+              given[tensor, kind] = [s.get(tensor, kind) for s in sites]
+    results = [
+      tensor
+      for node in block.nodes
+      for tensor in node.outputs
+      if users.get(tensor, set()) - {id(block)}
+    ]
+
+    @tf.function(autograph=False, jit_compile=block.is_compiled or None)
+    def compute(rows, arguments):
+      template = sites[0].template(rows)
+      for key, argument in zip(given, arguments, strict=True):
+        if isinstance(key, tuple):
+          template.tensors[key] = argument
+        else:
+          template.handles[key] = argument
+      for node in block.nodes:
+        self._build(node, template)
+      return [template.get(tensor) for tensor in results]
+
+    columns = list(zip(*given.values(), strict=True)) or [()] * len(sites)
+    rows = [s.rows.tensors() for s in sites]
+    with tf.device(None):
+      function = compute.get_concrete_function(
+        {name: tf.TensorSpec([], t.dtype) for name, t in rows[0].items()},
+        [_spec(values) for values in given.values()],
+      )
+    for site, own_rows, arguments in zip(sites, rows, columns, strict=True):
+      with tf.device(site.device):
+        built = function(own_rows, list(arguments))
+      for tensor, output in zip(results, built, strict=True):
+        site_lib.set_own_shape(output, tensor, plan.values[tensor].kind)
+        site.tensors[tensor, AS_IS] = output
+
+  def _build(self, node, site):
+    plan = self._plan
+    decision = plan.decisions[node]
+    with tf.device(site.device):
+      inputs = [
+        self._in_kind(site, tensor, wanted)
+        for tensor, wanted in zip(node.inputs, decision.wants, strict=True)
+      ]
+      if decision.emit is not None:
+        outputs = decision.emit(site, inputs)
+      else:
+        outputs = site.op(node, inputs)
+    for tensor, output in zip(node.outputs, outputs, strict=True):
+      site_lib.set_own_shape(output, tensor, plan.values[tensor].kind)
+      site.tensors[tensor, AS_IS] = output
+
+  def _in_kind(self, site, tensor, wanted):
+    """A tensor at a site as it is wanted, after the meetings."""
+    plan = self._plan
+    seen = plan.seen(tensor)
+    if seen.resource is not None:
+      return site.handle(seen.resource)
+    if plan.is_computed(tensor, wanted):
+      return site.lengths(seen.lengths, tensor)
+    return site.as_kind(tensor, plan.values[tensor].kind, seen.kind, wanted)
+
+  def _meet(self, pending, level):
+    """All that is ready for a meeting, in one."""
+    plan = self._plan
+    ready = [t for t in pending if plan.levels[t.node] <= level]
+    ready.sort(key=lambda t: (t.node.number, t.index))
+    sums = [t for t in ready if plan.values[t].kind == kinds.SUM]
+    groups: dict[tuple, list[Tensor]] = {}
+    for tensor in sums:
+      sites = tuple(s for s in self._sites if s in pending[tensor])
+      is_gradient = self._exchange.rounds_gradients and (
+        program_lib.GRADIENT in tensor.node.attrs
+      )
+      groups.setdefault((sites, is_gradient), []).append(tensor)
+    for (sites, are_gradients), tensors in groups.items():
+      columns = [
+        s.contributions([s.get(t) for t in tensors]) for s in self._replicas
+      ]
+      results = self._exchange.add(columns, sites, are_gradients)
+      for site, column in zip(sites, results, strict=True):
+        self._met += column
+        for tensor, result in zip(tensors, column, strict=True):
+          site.tensors[tensor, WHOLE] = result
+    for tensor in ready:
+      kind = plan.values[tensor].kind
+      if kind == kinds.SUM:
+        continue
+      sites = [s for s in self._sites if s in pending[tensor]]
+      if isinstance(kind, Split):
+        axis = kind.axis
+        values = [s.real_rows(s.get(tensor), axis) for s in self._replicas]
+        results = self._exchange.gather(values, axis, sites)
+      elif kind.op == 'first':
+        first = [s.get(tensor) for s in self._replicas if s.is_chief]
+        results = self._exchange.first(
+          first[0] if first else None, tensor, sites
+        )
+      else:
+        results = self._reduce(tensor, kind.op, sites)
+      self._met += results
+      for site, result in zip(sites, results, strict=True):
+        site.tensors[tensor, WHOLE] = result
+    for tensor in ready:
+      del pending[tensor]
+
+  def _reduce(self, tensor, op, sites):
+    reduce = {
+      'max': tf.reduce_max,
+      'min': tf.reduce_min,
+      'prod': tf.reduce_prod,
+      'all': tf.reduce_all,
+      'any': tf.reduce_any,
+    }[op]
+    values = []
+    for site in self._replicas:
+      with tf.device(site.device):
+        value = site.get(tensor)[None]
+        if site.rows.real is not None:
+          value = value[: tf.minimum(site.rows.real, 1)]
+        values.append(value)
+    gathered = self._exchange.gather(values, 0, sites)
+    results = []
+    for site, value in zip(sites, gathered, strict=True):
+      with tf.device(site.device):
+        results.append(reduce(value, 0))
+    return results
+
+
+def _spec(values: Sequence[tf.Tensor]) -> tf.TensorSpec:
+  """Of tensors that differ in lengths."""
+  shape = values[0].shape
+  for value in values:
+    shape = shape.most_specific_compatible_shape(value.shape)
+  return tf.TensorSpec(shape, values[0].dtype)
+
+
+def _acts(node) -> bool:
+  """Whether a node does more than compute and read."""
+  return node.is_stateful and node.type not in plan_lib.READS
+
+
+def _runs_at(plan, node, site) -> bool:
+  """Whether a node that acts does so at a site."""
+  if node.type in _OWN:
+    return site.replica is not None or site.is_home
+  resources = [plan.values[t].resource for t in node.inputs]
+  resources = [r for r in resources if r is not None]
+  if not resources:
+    return site.is_chief
+  if any(r.is_single for r in resources):
+    return site.is_home
+  return site.replica is not None
+
+
+def _is_all_of(node, types) -> bool:
+  """Whether a node and what it calls are of these types, without strings."""
+  return (
+    node.type in types
+    and all(t.dtype != tf.string for t in [*node.inputs, *node.outputs])
+    and all(
+      _is_all_of(inner, types)
+      for body in node.bodies.values()
+      for inner in body.nodes
+      if inner.type != '_Argument'
+    )
+  )
+
+
+def _is_alike(bodies, sites) -> bool:
+  """Whether branches and loops do the same at every site."""
+  for plan in bodies:
+    for node, decision in plan.decisions.items():
+      if _acts(node) and len({_runs_at(plan, node, s) for s in sites}) > 1:
+        return False
+      if not _is_alike(decision.bodies.values(), sites):
+        return False
+  return True
+
+
+def run_body(plan: Plan, site: Site, arguments: Sequence[tf.Tensor], kinds_of):
+  """Builds a branch or body at one site; its outputs in the kinds asked for."""
+  inner = site.inner()
+  for tensor, argument in zip(plan.program.inputs, arguments, strict=True):
+    site_lib.set_own_shape(argument, tensor, plan.values[tensor].kind)
+    inner.tensors[tensor, AS_IS] = argument
+  wanted = list(zip(plan.program.outputs, kinds_of, strict=True))
+  return Emitter(plan, [inner], None).run(wanted)[0]

@@ -1,0 +1,150 @@
+"""What a replica holds of a tensor of one device's program."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from typing import Any
+
+# The symbol of the number of rows of the whole batch.
+BATCH = 'batch'
+
+
+@dataclasses.dataclass(frozen=True)
+class Whole:
+  """All of it, the same bits on every replica."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+  """Its consecutive rows of the batch, which lies along `axis`."""
+
+  axis: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+  """A tensor of which all replicas' `op` is the value: 'sum', 'max', ..."""
+
+  op: str = 'sum'
+
+
+@dataclasses.dataclass(frozen=True)
+class Listed:
+  """A list of tensors of one kind; None while it has no element."""
+
+  kind: Any = None
+
+
+WHOLE = Whole()
+SUM = Part('sum')
+# What one replica alone has: it did something that is done once.
+FIRST = Part('first')
+
+
+@dataclasses.dataclass(frozen=True)
+class AsIs:
+  """What a consumer wants that takes whatever the replica holds."""
+
+
+AS_IS = AsIs()
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitIfLong:
+  """Split along `axis`, unless its length there is 1 (known when it runs)."""
+
+  axis: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Dim:
+  """A length: `number` times the lengths that `symbols` stand for."""
+
+  number: int = 1
+  symbols: tuple[str, ...] = ()
+
+  @property
+  def is_number(self) -> bool:
+    """Whether it is known when the program is built."""
+    return not self.symbols
+
+  @property
+  def has_batch(self) -> bool:
+    """Whether it is a multiple of the number of rows."""
+    return BATCH in self.symbols
+
+  @property
+  def is_of_rows(self) -> bool:
+    """Whether it follows from the number of rows."""
+    return all(symbol == BATCH for symbol in self.symbols)
+
+  def times(self, other: Dim) -> Dim:
+    """The product."""
+    symbols = tuple(sorted(self.symbols + other.symbols))
+    return Dim(self.number * other.number, symbols)
+
+  def over(self, other: Dim) -> Dim | None:
+    """The quotient, if `other` divides this length whatever the symbols are."""
+    mine = collections.Counter(self.symbols)
+    theirs = collections.Counter(other.symbols)
+    if other.number == 0 or self.number % other.number or theirs - mine:
+      return None
+    rest = tuple(sorted((mine - theirs).elements()))
+    return Dim(self.number // other.number, rest)
+
+
+ONE = Dim(1)
+ROWS = Dim(1, (BATCH,))
+
+
+def product(dims) -> Dim:
+  """The product of lengths."""
+  result = ONE
+  for dim in dims:
+    result = result.times(dim)
+  return result
+
+
+@dataclasses.dataclass(frozen=True)
+class Value:
+  """What is known of a tensor before the program runs.
+
+  `dims` are the lengths of the whole tensor, None for an unknown rank. `ints` are
+  the contents of a small tensor of integers, as lengths, None where unknown.
+  `resource` is the variable, or other object, that a handle stands for. `axes`
+  tells of a tensor of axes whether it holds each of them, or None.
+  """
+
+  kind: Any
+  dims: tuple[Dim, ...] | None = None
+  ints: tuple[Dim | None, ...] | None = None
+  resource: Any = None
+  axes: tuple[bool | None, ...] | None = None
+
+  @property
+  def rank(self) -> int | None:
+    """Number of axes, None if unknown."""
+    return None if self.dims is None else len(self.dims)
+
+  @property
+  def numbers(self) -> tuple[int, ...] | None:
+    """The contents, if all of them are numbers."""
+    if self.ints is None:
+      return None
+    if any(i is None or not i.is_number for i in self.ints):
+      return None
+    return tuple(i.number for i in self.ints)
+
+  @property
+  def lengths(self) -> tuple[Dim, ...] | None:
+    """The contents, if all of them follow from the number of rows."""
+    if self.ints is None or self.kind != WHOLE:
+      return None
+    if any(i is None or not i.is_of_rows for i in self.ints):
+      return None
+    return self.ints
+
+  def of(self, kind) -> Value:
+    """The same tensor held in another way."""
+    return dataclasses.replace(self, kind=kind)

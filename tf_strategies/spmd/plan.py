@@ -1,0 +1,348 @@
+"""Decides how replicas hold each tensor of a program, and where they meet.
+
+Every operation has a rule, which says from what is known of its inputs how it
+wants them and what its outputs are. An operation without a rule wants all of
+them whole. Where a tensor is wanted whole and is not, replicas meet; operations
+are numbered by how many such meetings lie before them, so that everything that
+is ready for one travels in one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tf_strategies.spmd import kinds
+from tf_strategies.spmd.kinds import (
+  AS_IS,
+  WHOLE,
+  Dim,
+  Listed,
+  Part,
+  Split,
+  Value,
+)
+from tf_strategies.spmd.program import GRADIENT, Node, Program, Tensor
+
+_MAX_PASSES = 50
+
+# Operations that read a variable, or other state, and change nothing.
+READS = frozenset(
+  {
+    'LookupTableFindV2',
+    'LookupTableSizeV2',
+    'ReadVariableOp',
+    'ResourceGather',
+    'ResourceGatherNd',
+    'VarIsInitializedOp',
+    'VariableShape',
+  }
+)
+
+
+class NeedsExchangeError(Exception):
+  """Replicas would have to meet where they cannot: in a loop or a branch."""
+
+
+@dataclasses.dataclass
+class Decision:
+  """How an operation is run by each replica.
+
+  Attributes:
+    wants: for each input the kind in which it is wanted.
+    outputs: what its outputs are.
+    emit: builds it from a site and its inputs; None copies the operation.
+    bodies: the plans of its loops or branches.
+  """
+
+  wants: Sequence[Any]
+  outputs: Sequence[Value]
+  emit: Callable[..., Sequence[tf.Tensor]] | None = None
+  bodies: dict[str, Plan] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
+class Plan:
+  """The decisions for a program.
+
+  `levels` counts the meetings before a node has run; `forced` are the parts that
+  become whole as soon as they are there.
+  """
+
+  program: Program
+  values: dict[Tensor, Value]
+  decisions: dict[Node, Decision]
+  levels: dict[Node, int]
+  forced: set[Tensor]
+  # What is written when every meeting of the step is over.
+  deferred: set[Node] = dataclasses.field(default_factory=set)
+
+  def meets(self, tensor: Tensor, wanted) -> bool:
+    """Whether replicas meet for a tensor that is wanted so."""
+    return _meets(self.values[tensor].kind, wanted, tensor in self.forced)
+
+  def defer_writes(self, outputs: Sequence[tuple[Tensor, Any]]) -> None:
+    """Lets variables be written after the last meeting, where none needs that.
+
+    A step in which a meeting fails then has not counted or applied itself.
+    """
+    before_meetings = [t.node for t, wanted in outputs if self.meets(t, wanted)]
+    for node, decision in self.decisions.items():
+      for tensor, wanted in zip(node.inputs, decision.wants, strict=True):
+        if self.meets(tensor, wanted):
+          before_meetings.append(tensor.node)
+    if not before_meetings:
+      return
+    last = 1 + max(self.levels[n] for n in before_meetings)
+    needed = set()
+    while before_meetings:
+      node = before_meetings.pop()
+      if node not in needed:
+        needed.add(node)
+        before_meetings += [*node.before, *(t.node for t in node.inputs)]
+    late = set()
+    for node in self.program.nodes:
+      if node in needed:
+        continue
+      resources = [self.values[t].resource for t in node.inputs]
+      writes = node.is_stateful and node.type not in READS
+      if writes and any(r is not None and not r.is_part for r in resources):
+        self.deferred.add(node)
+        late.add(node)
+      follows = {*node.before, *(t.node for t in node.inputs)} & late
+      if follows or node in late:
+        late.add(node)
+        self.levels[node] = max(self.levels[node], last)
+
+  def is_computed(self, tensor: Tensor, wanted) -> bool:
+    """Whether its contents follow from the number of rows, so are not built."""
+    return (
+      wanted in (WHOLE, AS_IS)
+      and self.values[tensor].lengths is not None
+      and tensor.dtype in (tf.int32, tf.int64)
+      and tensor.shape.rank in (0, 1)
+    )
+
+  def seen(self, tensor: Tensor) -> Value:
+    """What consumers see of a tensor."""
+    return _seen(self.values[tensor], tensor in self.forced)
+
+
+class Context:
+  """An operation, with what is known of its inputs, for its rule."""
+
+  def __init__(self, planner: _Planner, node: Node):
+    self._planner = planner
+    self.node = node
+    self.inputs = [planner.seen(t) for t in node.inputs]
+
+  @property
+  def kinds(self) -> list:
+    """How the inputs are held."""
+    return [value.kind for value in self.inputs]
+
+  def plan_body(self, name: str, arguments: Sequence[Value]) -> Plan:
+    """Plans a branch or the body of a loop, in which replicas cannot meet."""
+    return make(self.node.bodies[name], arguments, may_meet=False)
+
+  def dims(self, index: int = 0) -> tuple[Dim, ...] | None:
+    """The lengths of an output as far as TensorFlow knows them."""
+    return self._planner.static_dims(self.node.outputs[index])
+
+  def whole(self, emit=None, **known) -> Decision:
+    """Every replica runs it on all of everything; `known` is of output 0."""
+    outputs = [
+      Value(WHOLE, self.dims(i)) for i in range(len(self.node.outputs))
+    ]
+    if known:
+      outputs[0] = dataclasses.replace(outputs[0], **known)
+    return Decision([WHOLE] * len(self.inputs), outputs, emit)
+
+  def split(self, axis: int, length: Dim, index: int = 0, dims=None) -> Value:
+    """An output that is split along `axis`, where it is `length` long."""
+    dims = self.dims(index) if dims is None else dims
+    dims = (*dims[:axis], length, *dims[axis + 1 :])
+    return Value(Split(axis), dims)
+
+  def out(self, kind, index: int = 0, **known) -> Value:
+    """An output of which TensorFlow's lengths are right."""
+    return Value(kind, known.pop('dims', self.dims(index)), **known)
+
+  def own_shape(self, site, inputs, index: int, axis: int) -> tf.Tensor:
+    """Of input `index`, a shape, a replica's: `axis` holds its rows."""
+    return site.own_shape(
+      inputs[index], axis, self.inputs[index], self.node.inputs[index]
+    )
+
+  def value_symbol(self, index: int, position: int) -> Dim:
+    """A length that is known when it runs: an element of an output."""
+    tensor = self.node.outputs[index]
+    return _symbol('value', tensor, position)
+
+
+Rule = Callable[[Context], Decision | None]
+RULES: dict[str, Rule] = {}
+
+
+def rule(*types: str):
+  """Registers a rule for operations; one that returns None asks for the whole."""
+
+  def register(function: Rule) -> Rule:
+    for name in types:
+      if name in RULES:
+        raise ValueError(f'two rules for {name}')
+      RULES[name] = function
+    return function
+
+  return register
+
+
+def make(
+  program: Program,
+  arguments: Sequence[Value],
+  may_meet: bool = True,
+) -> Plan:
+  """Plans a program whose inputs are `arguments`.
+
+  Raises:
+    NeedsExchangeError: replicas would have to meet and may not.
+  """
+  # A gradient travels as such, not what a linear update makes of it.
+  forced = {
+    tensor
+    for node in program.nodes
+    if may_meet and GRADIENT in node.attrs
+    for tensor in node.outputs
+  }
+  memo: dict = {}
+  for _ in range(_MAX_PASSES):
+    planner = _Planner(program, arguments, forced, memo, may_meet)
+    wanted = planner.run()
+    if not wanted:
+      return Plan(
+        program,
+        planner.values,
+        planner.decisions,
+        planner.levels,
+        {t for t in forced if isinstance(planner.values[t].kind, Part)},
+      )
+    if not may_meet:
+      names = [t.node.name for t in wanted]
+      raise NeedsExchangeError(f'{names} are parts of sums')
+    forced = forced | wanted
+  raise AssertionError('the plan does not settle')
+
+
+def _meets(kind, wanted, is_forced: bool) -> bool:
+  """Whether replicas meet for a tensor of one kind that is wanted as another."""
+  if wanted == AS_IS or not isinstance(kind, Split | Part):
+    return False
+  return kind != wanted or (is_forced and isinstance(kind, Part))
+
+
+def _seen(value: Value, is_forced: bool) -> Value:
+  """What consumers see of a tensor."""
+  is_whole = is_forced and isinstance(value.kind, Part)
+  return value.of(WHOLE) if is_whole else value
+
+
+def const_ints(tensor: Tensor) -> np.ndarray | None:
+  """The contents of a small constant of integers."""
+  node = tensor.node
+  if node.type != 'Const' or not tensor.dtype.is_integer:
+    return None
+  elements = tensor.shape.num_elements()
+  if elements is None or elements > 64:
+    return None
+  return tf.make_ndarray(node.attrs['value'].tensor)
+
+
+class _Planner:
+  def __init__(self, program, arguments, forced, memo, may_meet):
+    self.program = program
+    self.forced = forced
+    self.values = {
+      tensor: self._with_dims(tensor, value)
+      for tensor, value in zip(program.inputs, arguments, strict=True)
+    }
+    self.decisions: dict[Node, Decision] = {}
+    self.levels: dict[Node, int] = {}
+    self._memo = memo
+    self._may_meet = may_meet
+
+  def _with_dims(self, tensor, value):
+    if value.dims is not None or isinstance(value.kind, Listed):
+      return value
+    dims = self.static_dims(tensor)
+    if dims is not None and isinstance(value.kind, Split):
+      axis = value.kind.axis
+      dims = (*dims[:axis], kinds.ROWS, *dims[axis + 1 :])
+    return dataclasses.replace(value, dims=dims)
+
+  def seen(self, tensor):
+    return _seen(self.values[tensor], tensor in self.forced)
+
+  def static_dims(self, tensor):
+    if tensor.shape.rank is None:
+      return None
+    return tuple(
+      Dim(n) if n is not None else _symbol('dim', tensor, axis)
+      for axis, n in enumerate(tensor.shape)
+    )
+
+  def run(self):
+    """Decides every node; returns the parts that turn out to be wanted whole."""
+    wanted = set()
+    for node in self.program.nodes:
+      if node.type == '_Argument':
+        self.levels[node] = 0
+        continue
+      decision = self._decide(node)
+      self.decisions[node] = decision
+      self.values.update(zip(node.outputs, decision.outputs, strict=True))
+      level = max((self.levels[n] for n in node.before), default=0)
+      for tensor, want in zip(node.inputs, decision.wants, strict=True):
+        kind = self.values[tensor].kind
+        meets = _meets(kind, want, tensor in self.forced)
+        if meets and not self._may_meet:
+          raise NeedsExchangeError(
+            f'{node.type} {node.name!r} wants {tensor.node.name!r}, which is '
+            f'{kind}, as {want}'
+          )
+        if meets and isinstance(kind, Part):
+          wanted.add(tensor)
+        level = max(level, self.levels[tensor.node] + meets)
+      self.levels[node] = level
+    return wanted - self.forced
+
+  def _decide(self, node):
+    context = Context(self, node)
+    key = (node, tuple(context.inputs)) if node.bodies else None
+    if key in self._memo:
+      return self._memo[key]
+    decide = RULES.get(node.type)
+    decision = decide(context) if decide else None
+    if decision is None:
+      decision = _default(context)
+    if key is not None:
+      self._memo[key] = decision
+    return decision
+
+
+def _default(context) -> Decision:
+  if context.node.is_stateful:
+    # Who knows what it does: it is done once, as on one device.
+    outputs = [
+      Value(kinds.FIRST, context.dims(i))
+      for i in range(len(context.node.outputs))
+    ]
+    return Decision([WHOLE] * len(context.inputs), outputs)
+  return context.whole()
+
+
+def _symbol(what, tensor, position) -> Dim:
+  return Dim(1, (f'{what}:{id(tensor)}:{position}',))

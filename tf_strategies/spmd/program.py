@@ -1,0 +1,186 @@
+"""A traced function as a flat list of operations, with calls expanded."""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from typing import Any
+
+import tensorflow as tf
+
+from tf_strategies import _tf_internal
+
+# Attribute of the identities through which gradients reach an optimizer.
+GRADIENT = '_tfs_gradient'
+
+_CALLS = ('PartitionedCall', 'StatefulPartitionedCall')
+# Attributes that say where an operation runs or how it was built.
+_DROPPED = ('_class', '_output_shapes', '_XlaHasReferenceVars')
+
+
+@dataclasses.dataclass(eq=False)
+class Tensor:
+  """One output of a node."""
+
+  node: Node
+  index: int
+  dtype: tf.DType
+  shape: tf.TensorShape
+
+  @property
+  def name(self) -> str:
+    """A name that is unique in its program."""
+    return f'{self.node.number}:{self.index}'
+
+
+@dataclasses.dataclass(eq=False)
+class Node:
+  """An operation: its type, what it reads, and what has to run before."""
+
+  number: int
+  type: str
+  name: str
+  inputs: list[Tensor]
+  before: list[Node]
+  attrs: dict[str, Any]
+  op: Any
+  outputs: list[Tensor] = dataclasses.field(default_factory=list)
+  bodies: dict[str, Program] = dataclasses.field(default_factory=dict)
+
+  @property
+  def is_stateful(self) -> bool:
+    """Whether it does more than compute its outputs."""
+    return self.op is not None and self.op.op_def.is_stateful
+
+  def attr(self, name: str, default=None):
+    """The value of an attribute, as Python's."""
+    try:
+      return self.op.get_attr(name)
+    except ValueError:
+      return default
+
+
+@dataclasses.dataclass(eq=False)
+class Program:
+  """Nodes in an order in which they can run."""
+
+  nodes: list[Node]
+  inputs: list[Tensor]
+  outputs: list[Tensor]
+
+
+def mark_gradient(gradient: tf.Tensor) -> tf.Tensor:
+  """The same tensor, known as a gradient in the graph that is being traced."""
+  marked = tf.identity(gradient)
+  marked.op._set_attr(GRADIENT, tf.compat.v1.AttrValue(b=True))
+  return marked
+
+
+def flatten(graph, inputs, outputs, root=None) -> Program:
+  """The program that a function's graph computes, from `inputs` to `outputs`."""
+  builder = _Builder(graph if root is None else root)
+  arguments = [builder.argument(t) for t in inputs]
+  tensors = dict(zip(map(id, inputs), arguments, strict=True))
+  builder.add(graph, tensors, ())
+  return Program(builder.nodes, arguments, [tensors[id(t)] for t in outputs])
+
+
+class _Builder:
+  def __init__(self, root):
+    self.nodes = []
+    # The outermost graph has all functions.
+    self._root = root
+
+  def _node(self, kind, name, inputs, before, attrs, op, outputs):
+    node = Node(len(self.nodes), kind, name, inputs, before, attrs, op)
+    node.outputs = [
+      Tensor(node, i, t.dtype, t.shape) for i, t in enumerate(outputs)
+    ]
+    self.nodes.append(node)
+    return node
+
+  def argument(self, tensor) -> Tensor:
+    node = self._node('_Argument', tensor.op.name, [], [], {}, None, [tensor])
+    return node.outputs[0]
+
+  def add(self, graph, tensors, before):
+    """Adds the operations of `graph`; `tensors` holds what is there, by `id`."""
+    nodes_of = {}
+    for op in _sorted(graph.get_operations()):
+      if op.outputs and id(op.outputs[0]) in tensors:
+        nodes_of[op.name] = []
+        continue
+      controls = list(before) if op.op_def.is_stateful else []
+      for control in op.control_inputs:
+        controls += nodes_of.get(control.name, [])
+      inputs = [tensors[id(t)] for t in op.inputs]
+      if op.type in _CALLS:
+        first = len(self.nodes)
+        self._add_call(op, inputs, tensors, controls)
+        nodes_of[op.name] = [
+          n for n in self.nodes[first:] if n.op.op_def.is_stateful
+        ]
+        continue
+      attrs = {
+        name: value
+        for name, value in op.node_def.attr.items()
+        if name not in _DROPPED
+      }
+      node = self._node(
+        op.type, op.name, inputs, controls, attrs, op, op.outputs
+      )
+      node.bodies = self._bodies(op)
+      nodes_of[op.name] = [node, *controls] if op.type == 'NoOp' else [node]
+      for tensor, ours in zip(op.outputs, node.outputs, strict=True):
+        tensors[id(tensor)] = ours
+
+  def _add_call(self, op, inputs, tensors, controls):
+    body = _tf_internal.function_graph(self._root, op.get_attr('f').name)
+    inner = dict(zip(map(id, body.inputs), inputs, strict=True))
+    self.add(body, inner, controls)
+    for tensor, result in zip(op.outputs, body.outputs, strict=True):
+      tensors[id(tensor)] = inner[id(result)]
+
+  def _bodies(self, op):
+    """The functions of a conditional or a loop, by the attribute's name."""
+    if op.type in ('While', 'StatelessWhile'):
+      names = {name: op.get_attr(name).name for name in ('cond', 'body')}
+    elif op.type in ('If', 'StatelessIf'):
+      names = {
+        name: op.get_attr(name).name for name in ('then_branch', 'else_branch')
+      }
+    elif op.type in ('Case', 'StatelessCase'):
+      branches = op.get_attr('branches')
+      names = {str(i): branch.name for i, branch in enumerate(branches)}
+    else:
+      return {}
+    bodies = {}
+    for name, function in names.items():
+      graph = _tf_internal.function_graph(self._root, function)
+      bodies[name] = flatten(graph, graph.inputs, graph.outputs, self._root)
+    return bodies
+
+
+def _sorted(ops) -> list:
+  """Operations in an order in which they can run, as near as that is to theirs.
+
+  A gradient adds inputs to a loop that was built before them.
+  """
+  position = {op: i for i, op in enumerate(ops)}
+  waiting = {}
+  followers = {}
+  for op in ops:
+    before = {t.op for t in op.inputs} | set(op.control_inputs)
+    waiting[op] = len(before)
+    for other in before:
+      followers.setdefault(other, []).append(op)
+  ready = [position[op] for op in ops if not waiting[op]]
+  ordered = []
+  while ready:
+    op = ops[heapq.heappop(ready)]
+    ordered.append(op)
+    for follower in followers.get(op, ()):
+      waiting[follower] -= 1
+      if not waiting[follower]:
+        heapq.heappush(ready, position[follower])
+  return ordered

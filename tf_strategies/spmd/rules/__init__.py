@@ -1,0 +1,12 @@
+"""What each operation makes of split and partial inputs; see `spmd.plan`."""
+
+from tf_strategies.spmd.rules import (  # noqa: F401  Registered when imported.
+  control,
+  elementwise,
+  linear_algebra,
+  reductions,
+  sequences,
+  shapes,
+  slices,
+  state,
+)

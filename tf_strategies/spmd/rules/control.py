@@ -1,0 +1,278 @@
+"""Branches and loops, which each replica runs by itself on what it holds."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import tensorflow as tf
+
+from tf_strategies import errors
+from tf_strategies.spmd import emit as emit_lib
+from tf_strategies.spmd.kinds import (
+  BATCH,
+  SUM,
+  WHOLE,
+  Dim,
+  Listed,
+  Split,
+  Value,
+)
+from tf_strategies.spmd.plan import (
+  Context,
+  Decision,
+  NeedsExchangeError,
+  rule,
+)
+
+_MAX_TURNS = 10
+
+
+@rule('If', 'StatelessIf', 'Case', 'StatelessCase')
+def _branches(context: Context) -> Decision:
+  def decide(arguments):
+    plans = {n: context.plan_body(n, arguments) for n in context.node.bodies}
+    return _decision(context, arguments, plans, _joined(context, plans))
+
+  return _without_meetings(context, context.inputs[1:], decide)
+
+
+def _without_meetings(context, values, decide) -> Decision:
+  """What `decide` makes of the first arguments with which nobody has to meet."""
+  reason = None
+  for arguments in _attempts(values):
+    try:
+      return decide(arguments)
+    except NeedsExchangeError as error:
+      reason = reason or error
+  raise errors.UnsupportedOptionError(
+    f'{context.node.type} {context.node.name!r}, inside of which replicas would '
+    f'have to meet ({reason}),',
+    'a loop or branch that computes row by row, or with variables that each '
+    'replica has a copy of',
+    'move what it computes of all rows of the batch out of it',
+  )
+
+
+def _attempts(values):
+  """What branches may get: what is there, or all of it."""
+  yield list(values)
+  yield [
+    v
+    if isinstance(v.kind, Split | Listed) or v.resource is not None
+    else v.of(WHOLE)
+    for v in values
+  ]
+  yield [_whole(v) for v in values]
+
+
+def _whole(value):
+  """All of a value, of which nothing is known: what is made like it is whole."""
+  if isinstance(value.kind, Listed) or value.resource is not None:
+    return value
+  return Value(WHOLE)
+
+
+def _joined(context, plans):
+  """What the outputs are, whichever branch runs."""
+  outputs = []
+  for i in range(len(context.node.outputs)):
+    found = [p.seen(p.program.outputs[i]) for p in plans.values()]
+    outputs.append(_join(found, context.dims(i)))
+  return outputs
+
+
+def _join(found, dims):
+  kinds = [v.kind for v in found]
+  splits = [v for v in found if isinstance(v.kind, Split)]
+  if all(isinstance(k, Listed) for k in kinds):
+    inner = {k.kind for k in kinds} - {None}
+    if len(inner) > 1:
+      raise NeedsExchangeError(f'its results are {found}')
+    best = next((v for v in found if v.kind.kind is not None), found[0])
+    return best
+  if splits:
+    kind = splits[0].kind
+    length = splits[0].dims[kind.axis]
+    if any(k not in (kind, WHOLE) for k in kinds):
+      raise NeedsExchangeError(f'its results are {found}')
+    if any(v.dims is None or len(v.dims) <= kind.axis for v in found):
+      raise NeedsExchangeError(f'its results are {found}')
+    if dims is None or any(v.dims[kind.axis] != length for v in splits):
+      raise NeedsExchangeError(f'its results are {found}')
+    dims = (*dims[: kind.axis], length, *dims[kind.axis + 1 :])
+    return Value(kind, dims)
+  if SUM in kinds:
+    if any(k not in (SUM, WHOLE) for k in kinds):
+      raise NeedsExchangeError(f'its results are {found}')
+    return Value(SUM, dims)
+  if any(k != WHOLE for k in kinds):
+    raise NeedsExchangeError(f'its results are {found}')
+  return Value(WHOLE, dims)
+
+
+def _decision(context, arguments, plans, outputs):
+  node = context.node
+
+  def branch(plan, site, inputs):
+    def build():
+      results = emit_lib.run_body(plan, site, inputs, [v.kind for v in outputs])
+      return [tf.identity(r) if r.dtype != tf.variant else r for r in results]
+
+    return build
+
+  def emit(site, inputs):
+    chosen, *inputs = inputs
+    calls = [branch(p, site, inputs) for p in plans.values()]
+    if node.type.endswith('If'):
+      then, other = (
+        calls[list(plans).index(n)] for n in ('then_branch', 'else_branch')
+      )
+      if not node.outputs:
+        then, other = _with_result(then), _with_result(other)
+      if chosen.dtype != tf.bool:
+        chosen = tf.cast(chosen, tf.bool)
+      results = tf.cond(chosen, then, other)
+    else:
+      if not node.outputs:
+        calls = [_with_result(c) for c in calls]
+      results = tf.switch_case(chosen, calls)
+    return tf.nest.flatten(results) if node.outputs else []
+
+  return Decision(
+    [WHOLE, *(v.kind for v in arguments)], outputs, emit, bodies=plans
+  )
+
+
+def _with_result(build):
+  def built():
+    build()
+    return tf.constant(0)
+
+  return built
+
+
+@rule('While', 'StatelessWhile')
+def _loop(context: Context) -> Decision:
+  body = context.node.bodies['body']
+  constant = [
+    given is returned
+    for given, returned in zip(body.inputs, body.outputs, strict=True)
+  ]
+
+  def decide(start):
+    variables, plans = _settled(context, start, constant)
+    return _loop_decision(context, variables, plans, constant)
+
+  return _without_meetings(context, context.inputs, decide)
+
+
+def _settled(context, start, constant):
+  """The kinds of the loop's variables that hold in every turn."""
+  variables = [
+    v if c else _variable(v) for v, c in zip(start, constant, strict=True)
+  ]
+  for _ in range(_MAX_TURNS):
+    plan = context.plan_body('body', variables)
+    new = []
+    for i, value in enumerate(variables):
+      if constant[i]:
+        new.append(value)
+        continue
+      found = plan.seen(plan.program.outputs[i])
+      joined = _join([value, found], context.dims(i) or value.dims)
+      new.append(_variable(_kept_dims(joined, value, found)))
+    if [(v.kind, v.ints) for v in new] == [(v.kind, v.ints) for v in variables]:
+      test = context.plan_body('cond', variables)
+      if test.seen(test.program.outputs[0]).kind != WHOLE:
+        raise NeedsExchangeError('its condition is not whole')
+      return variables, {'body': plan, 'cond': test}
+    variables = new
+  raise NeedsExchangeError('its variables do not settle')
+
+
+def _variable(value):
+  """What changes from turn to turn: its contents do."""
+  if isinstance(value.kind, Listed):
+    return _lasting(value)
+  return dataclasses.replace(value, ints=None, axes=None)
+
+
+def _lasting(value):
+  """A list as it is after a turn, of which only numbers and rows are known."""
+
+  def lasts(dim):
+    return dim is not None and set(dim.symbols) <= {BATCH}
+
+  dims, ints = value.dims, value.ints
+  if dims is not None:
+    dims = tuple(
+      d if lasts(d) else Dim(1, (f'element:{i}:{id(value)}',))
+      for i, d in enumerate(dims)
+    )
+  if ints is not None:
+    ints = ints if all(map(lasts, ints)) else None
+  return dataclasses.replace(value, dims=dims, ints=ints)
+
+
+def _kept_dims(joined, value, found):
+  if isinstance(joined.kind, Listed):
+    if value.kind.kind is None:
+      return found
+    ints = value.ints if value.ints == found.ints else None
+    return dataclasses.replace(joined, dims=value.dims, ints=ints)
+  return joined
+
+
+def _loop_decision(context, variables, plans, constant):
+  node = context.node
+  changing = [i for i, c in enumerate(constant) if not c]
+
+  def emit(site, inputs):
+    def arguments(values):
+      all_of_them = list(inputs)
+      for i, value in zip(changing, values, strict=True):
+        all_of_them[i] = value
+      return all_of_them
+
+    def test(*values):
+      return emit_lib.run_body(plans['cond'], site, arguments(values), [WHOLE])[
+        0
+      ]
+
+    def turn(*values):
+      kinds = [v.kind for v in variables]
+      results = emit_lib.run_body(plans['body'], site, arguments(values), kinds)
+      return [results[i] for i in changing]
+
+    results = tf.while_loop(
+      test,
+      turn,
+      [inputs[i] for i in changing],
+      shape_invariants=[
+        # Operations on shapes of a replica's own tell less of lengths.
+        tf.TensorShape([None] * t.shape.rank) if t.shape.rank else t.shape
+        for t in (inputs[i] for i in changing)
+      ],
+      parallel_iterations=node.attr('parallel_iterations') or 10,
+    )
+    return arguments(tf.nest.flatten(results))
+
+  outputs = []
+  for i, value in enumerate(variables):
+    if constant[i]:
+      outputs.append(value)
+      continue
+    dims = context.dims(i)
+    if isinstance(value.kind, Split):
+      axis = value.kind.axis
+      dims = (*dims[:axis], value.dims[axis], *dims[axis + 1 :])
+    elif isinstance(value.kind, Listed):
+      outputs.append(value)
+      continue
+    outputs.append(Value(value.kind, dims))
+  return Decision(
+    [v.kind if v.resource is None else WHOLE for v in variables],
+    outputs,
+    emit,
+    bodies=plans,
+  )

@@ -1,0 +1,368 @@
+"""Operations on each element, with NumPy's broadcasting."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+
+from tf_strategies.spmd.kinds import (
+  FIRST,
+  SUM,
+  WHOLE,
+  Dim,
+  Listed,
+  Part,
+  Split,
+  SplitIfLong,
+  Value,
+)
+from tf_strategies.spmd.plan import Context, Decision, rule
+
+_UNARY = [
+  'Abs',
+  'Acos',
+  'Acosh',
+  'Angle',
+  'AsString',
+  'Asin',
+  'Asinh',
+  'Atan',
+  'Atanh',
+  'BesselI0e',
+  'BesselI1e',
+  'Ceil',
+  'CheckNumerics',
+  'CheckNumericsV2',
+  'ComplexAbs',
+  'Cos',
+  'Cosh',
+  'Digamma',
+  'Elu',
+  'Erf',
+  'Erfc',
+  'Erfinv',
+  'Exp',
+  'Expm1',
+  'Floor',
+  'Imag',
+  'Inv',
+  'Invert',
+  'IsFinite',
+  'IsInf',
+  'IsNan',
+  'LeakyRelu',
+  'Lgamma',
+  'Log',
+  'Log1p',
+  'LogicalNot',
+  'Ndtri',
+  'OnesLike',
+  'Reciprocal',
+  'Relu',
+  'Relu6',
+  'Rint',
+  'Round',
+  'Rsqrt',
+  'Selu',
+  'Sigmoid',
+  'Sign',
+  'Sin',
+  'Sinh',
+  'Softplus',
+  'Softsign',
+  'Sqrt',
+  'Square',
+  'StaticRegexFullMatch',
+  'StaticRegexReplace',
+  'StringLength',
+  'StringLower',
+  'StringStrip',
+  'StringToHashBucketFast',
+  'StringToHashBucketStrong',
+  'StringToNumber',
+  'StringUpper',
+  'Tan',
+  'Tanh',
+  'UnicodeScript',
+]
+
+_BROADCASTING = [
+  'ApproximateEqual',
+  'Atan2',
+  'Betainc',
+  'BitwiseAnd',
+  'BitwiseOr',
+  'BitwiseXor',
+  'Complex',
+  'Div',
+  'DivNoNan',
+  'EluGrad',
+  'Equal',
+  'FloorDiv',
+  'FloorMod',
+  'Greater',
+  'GreaterEqual',
+  'Igamma',
+  'IgammaGradA',
+  'Igammac',
+  'InvGrad',
+  'LeakyReluGrad',
+  'LeftShift',
+  'Less',
+  'LessEqual',
+  'LogicalAnd',
+  'LogicalOr',
+  'Maximum',
+  'Minimum',
+  'Mod',
+  'Mul',
+  'MulNoNan',
+  'NextAfter',
+  'NotEqual',
+  'Polygamma',
+  'Pow',
+  'RealDiv',
+  'ReciprocalGrad',
+  'Relu6Grad',
+  'ReluGrad',
+  'RightShift',
+  'RsqrtGrad',
+  'SelectV2',
+  'SeluGrad',
+  'SigmoidGrad',
+  'SoftplusGrad',
+  'SoftsignGrad',
+  'SqrtGrad',
+  'SquaredDifference',
+  'TanhGrad',
+  'TruncateDiv',
+  'TruncateMod',
+  'Xdivy',
+  'Xlog1py',
+  'Xlogy',
+  'Zeta',
+  'ClipByValue',
+]
+
+# What is linear in all inputs together, and what is linear in one of them.
+_LINEAR = [
+  'Add',
+  'AddN',
+  'AddV2',
+  'Conj',
+  'Neg',
+  'PreventGradient',
+  'Real',
+  'Snapshot',
+  'StopGradient',
+  'Sub',
+]
+
+
+@rule(*_UNARY, *_BROADCASTING)
+def _elementwise(context: Context) -> Decision | None:
+  kinds = context.kinds
+  if context.node.type in ('Mul', 'MulNoNan') and _is_linear_in_one(
+    kinds, (0, 1)
+  ):
+    return _linear(context)
+  if context.node.type in ('RealDiv', 'DivNoNan') and _is_linear_in_one(
+    kinds, (0,)
+  ):
+    return _linear(context)
+  is_choice = context.node.type == 'SelectV2' and kinds[0] == WHOLE
+  if is_choice and SUM in kinds[1:] and not _has_split(kinds):
+    wants = [WHOLE, SUM, SUM]
+    return Decision(wants, [context.out(SUM, dims=_dims(context))])
+  return broadcast(context)
+
+
+@rule(*_LINEAR)
+def _sums(context: Context) -> Decision | None:
+  kinds = context.kinds
+  if all(isinstance(k, Listed) for k in kinds):
+    inner = {k.kind for k in kinds} - {None}
+    if len(inner) > 1:
+      return None
+    known = (v for v in context.inputs if v.kind.kind is not None)
+    value = next(known, context.inputs[0])
+    return Decision(kinds, [dataclasses.replace(value, ints=None)])
+  if SUM in kinds and all(k in (SUM, WHOLE) for k in kinds):
+    wants = [SUM] * len(kinds)
+    return Decision(wants, [context.out(SUM, dims=_dims(context))])
+  return broadcast(context)
+
+
+@rule('Bitcast')
+def _bitcast(context: Context) -> Decision | None:
+  source, result = context.node.inputs[0].dtype, context.node.outputs[0].dtype
+  return broadcast(context) if source.size == result.size else None
+
+
+@rule('Cast')
+def _cast(context: Context) -> Decision | None:
+  kind = context.kinds[0]
+  node = context.node
+  if kind == SUM and node.outputs[0].dtype.is_floating:
+    return Decision([SUM], [context.out(SUM, dims=_dims(context))])
+  decision = broadcast(context)
+  if decision is not None and node.outputs[0].dtype.is_integer:
+    value = decision.outputs[0]
+    ints = context.inputs[0].ints if kind == WHOLE else None
+    if node.inputs[0].dtype.is_integer:
+      decision.outputs = [dataclasses.replace(value, ints=ints)]
+  return decision
+
+
+@rule('Identity', 'EnsureShape', 'PlaceholderWithDefault')
+def _identity(context: Context) -> Decision:
+  value = context.inputs[0]
+  if value.kind == FIRST:
+    return context.whole()
+  emit = (
+    (lambda site, inputs: inputs) if context.node.type != 'Identity' else None
+  )
+  dims = context.dims() if value.dims is None else value.dims
+  return Decision(
+    [value.kind],
+    [dataclasses.replace(value, dims=dims)],
+    emit,
+  )
+
+
+@rule('IdentityN')
+def _identity_n(context: Context) -> Decision | None:
+  if FIRST in context.kinds:
+    return None
+  return Decision(
+    context.kinds, list(context.inputs), lambda site, inputs: inputs
+  )
+
+
+@rule('ZerosLike')
+def _zeros_like(context: Context) -> Decision | None:
+  value = context.inputs[0]
+  if value.kind == FIRST:
+    return None
+  kind = WHOLE if isinstance(value.kind, Part) else value.kind
+  return Decision([value.kind], [Value(kind, value.dims)])
+
+
+@rule('LookupTableFindV2')
+def _look_up(context: Context) -> Decision:
+  keys = context.inputs[1]
+  kind = keys.kind if isinstance(keys.kind, Split) else WHOLE
+  return Decision([WHOLE, kind, WHOLE], [Value(kind, keys.dims)])
+
+
+@rule('StringToHashBucket', 'StringJoin', 'RegexReplace')
+def _strings(context: Context) -> Decision | None:
+  return broadcast(context)
+
+
+def _is_linear_in_one(kinds, positions) -> bool:
+  """Whether one of the inputs at `positions` is a sum, and the others whole."""
+  sums = [i for i, k in enumerate(kinds) if k == SUM]
+  others = [k for k in kinds if k != SUM]
+  return (
+    len(sums) == 1 and sums[0] in positions and all(k == WHOLE for k in others)
+  )
+
+
+def _has_split(kinds) -> bool:
+  return any(isinstance(k, Split) for k in kinds)
+
+
+def _linear(context) -> Decision:
+  return Decision(context.kinds, [context.out(SUM, dims=_dims(context))])
+
+
+def _dims(context) -> tuple[Dim, ...] | None:
+  """The lengths of the output, with the symbols of the inputs where they tell."""
+  dims = context.dims()
+  if dims is None or any(v.dims is None for v in context.inputs):
+    return dims
+  found = []
+  for axis, dim in enumerate(dims):
+    candidates = set()
+    for value in context.inputs:
+      at = axis - (len(dims) - len(value.dims))
+      if at >= 0 and value.dims[at] != Dim(1):
+        candidates.add(value.dims[at])
+    found.append(
+      candidates.pop() if dim.symbols and len(candidates) == 1 else dim
+    )
+  return tuple(found)
+
+
+# What is computed with lengths and axes.
+_INTEGERS = {
+  'Add': operator.add,
+  'AddV2': operator.add,
+  'FloorDiv': operator.floordiv,
+  'FloorMod': operator.mod,
+  'Maximum': max,
+  'Minimum': min,
+  'Mul': operator.mul,
+  'Sub': operator.sub,
+}
+
+
+def _ints(context) -> tuple[Dim | None, ...] | None:
+  """The contents of a small tensor of integers, made of two others."""
+  compute = _INTEGERS.get(context.node.type)
+  found = [v.ints for v in context.inputs]
+  if compute is None or any(ints is None for ints in found):
+    return None
+  length = max(map(len, found))
+  if any(len(ints) not in (1, length) for ints in found):
+    return None
+  columns = [ints * length if len(ints) == 1 else ints for ints in found]
+  return tuple(
+    _of_two(context.node.type, compute, *pair)
+    for pair in zip(*columns, strict=True)
+  )
+
+
+def _of_two(kind, compute, one, other):
+  if one is None or other is None:
+    return None
+  if one.is_number and other.is_number:
+    is_division = kind in ('FloorDiv', 'FloorMod')
+    if is_division and other.number == 0:
+      return None
+    return Dim(compute(one.number, other.number))
+  if kind == 'Mul':
+    return one.times(other)
+  return one.over(other) if kind == 'FloorDiv' else None
+
+
+def broadcast(context: Context) -> Decision | None:
+  """Splits along the axis of the output along which inputs are split."""
+  values = context.inputs
+  if not _has_split(context.kinds):
+    if all(k == WHOLE for k in context.kinds):
+      return context.whole(dims=_dims(context), ints=_ints(context))
+    return None
+  if any(v.dims is None for v in values) or context.dims() is None:
+    return None
+  rank = len(context.dims())
+  axis = length = None
+  for value in values:
+    if isinstance(value.kind, Split) and axis is None:
+      axis = value.kind.axis + rank - len(value.dims)
+      length = value.dims[value.kind.axis]
+  wants = [split_along(v, axis - (rank - len(v.dims)), length) for v in values]
+  return Decision(wants, [context.split(axis, length, dims=_dims(context))])
+
+
+def split_along(value, axis: int, length: Dim):
+  """How an input is wanted beside one that is split along `axis`."""
+  if axis < 0 or value.dims[axis] == Dim(1):
+    return WHOLE
+  if value.kind == Split(axis):
+    return value.kind
+  dim = value.dims[axis]
+  if dim == length or dim.is_number or dim.has_batch:
+    return Split(axis)
+  return SplitIfLong(axis)

@@ -1,0 +1,276 @@
+"""Products of matrices, convolutions, pooling, and whatever works image by image."""
+
+from __future__ import annotations
+
+from tf_strategies.spmd.kinds import SUM, WHOLE, Dim, Split
+from tf_strategies.spmd.plan import Context, Decision, rule
+
+
+@rule('MatMul')
+def _mat_mul(context: Context) -> Decision | None:
+  node = context.node
+  a = 'ji' if node.attr('transpose_a') else 'ij'
+  b = 'kj' if node.attr('transpose_b') else 'jk'
+  return _product(context, (a, b), 'ik')
+
+
+@rule('BatchMatMul', 'BatchMatMulV2', 'BatchMatMulV3')
+def _batch_mat_mul(context: Context) -> Decision | None:
+  node = context.node
+  a = 'ji' if node.attr('adj_x') else 'ij'
+  b = 'kj' if node.attr('adj_y') else 'jk'
+  values, dims = context.inputs, context.dims()
+  if dims is None or any(v.dims is None for v in values):
+    return None
+  batch = [chr(ord('A') + i) for i in range(len(dims) - 2)]
+  terms = []
+  for value, matrix in zip(values, (a, b), strict=True):
+    count = len(value.dims) - 2
+    labels = batch[len(batch) - count :]
+    # What is repeated is another axis than the one that it is repeated along.
+    labels = [
+      label.lower() + "'" if value.dims[i] == Dim(1) else label
+      for i, label in enumerate(labels)
+    ]
+    terms.append([*labels, *matrix])
+  return _product(context, terms, [*batch, 'i', 'k'])
+
+
+@rule('Einsum')
+def _einsum(context: Context) -> Decision | None:
+  equation = context.node.attr('equation').decode().replace(' ', '')
+  inputs, _, output = equation.partition('->')
+  terms = inputs.split(',')
+  if any(v.dims is None for v in context.inputs):
+    return None
+  ranks = [
+    len(v.dims) - len(t.replace('...', ''))
+    for v, t in zip(context.inputs, terms, strict=True)
+  ]
+  most = max(ranks)
+
+  def labels(term, rank):
+    before, dots, after = term.partition('...')
+    shared = [f'.{most - rank + i}' for i in range(rank)] if dots else []
+    return [*before, *shared, *after]
+
+  terms = [labels(t, r) for t, r in zip(terms, ranks, strict=True)]
+  if any(len(set(t)) != len(t) for t in terms):
+    return None
+  terms = [
+    [
+      label + "'" if label[0] == '.' and v.dims[i] == Dim(1) else label
+      for i, label in enumerate(t)
+    ]
+    for t, v in zip(terms, context.inputs, strict=True)
+  ]
+  return _product(context, terms, labels(output, most))
+
+
+def _product(context, terms, output) -> Decision | None:
+  """A sum of products over axes with names: of one or two tensors."""
+  values = context.inputs
+  kinds = context.kinds
+  sums = [i for i, k in enumerate(kinds) if k == SUM]
+  if sums:
+    if len(sums) == 1 and all(k in (SUM, WHOLE) for k in kinds):
+      return Decision(kinds, [context.out(SUM)])
+    return None
+  for value, term in zip(values, terms, strict=True):
+    if not isinstance(value.kind, Split):
+      continue
+    label = term[value.kind.axis]
+    wants = [
+      Split(list(t).index(label)) if label in t else WHOLE for t in terms
+    ]
+    if label not in output:
+      return Decision(wants, [context.out(SUM)])
+    length = value.dims[value.kind.axis]
+    at = list(output).index(label)
+    return Decision(wants, [context.split(at, length)])
+  return None
+
+
+# The first input is a batch of images, the others belong to all of them.
+_IMAGES = [
+  'AdjustContrastv2',
+  'AdjustHue',
+  'AdjustSaturation',
+  'AvgPool',
+  'AvgPool3D',
+  'BiasAdd',
+  'Conv2D',
+  'Conv3D',
+  'DepthToSpace',
+  'DepthwiseConv2dNative',
+  'Dilation2D',
+  'ExtractImagePatches',
+  'HSVToRGB',
+  'LRN',
+  'MaxPool',
+  'MaxPool3D',
+  'MaxPoolV2',
+  'ResizeArea',
+  'ResizeBicubic',
+  'ResizeBilinear',
+  'ResizeNearestNeighbor',
+  'RGBToHSV',
+  'SpaceToDepth',
+  'ResizeNearestNeighborGrad',
+]
+_LINEAR_IMAGES = (
+  'Conv2D',
+  'Conv3D',
+  'DepthwiseConv2dNative',
+  'ResizeBilinear',
+)
+
+
+@rule(*_IMAGES)
+def _images(context: Context) -> Decision | None:
+  first, *others = context.inputs
+  is_linear = context.node.type in _LINEAR_IMAGES
+  if first.kind == SUM and is_linear and context.kinds.count(SUM) == 1:
+    return Decision([SUM] + [WHOLE] * len(others), [context.out(SUM)])
+  if first.kind != Split(0):
+    if context.node.type == 'BiasAdd' and isinstance(first.kind, Split):
+      axis = first.kind.axis
+      if axis < len(first.dims) - 1:
+        return Decision(
+          [first.kind, WHOLE], [context.split(axis, first.dims[axis])]
+        )
+    return None
+  wants = [Split(0), *([WHOLE] * len(others))]
+  return Decision(wants, [context.split(0, first.dims[0])])
+
+
+# Operations all of whose inputs are batches of images.
+@rule(
+  'MaxPoolGrad',
+  'MaxPoolGradV2',
+  'MaxPool3DGrad',
+  'MaxPoolGradGrad',
+  'ResizeBilinearGrad',
+  'ResizeBicubicGrad',
+)
+def _image_gradients(context: Context) -> Decision | None:
+  split = [v for v in context.inputs if v.kind == Split(0)]
+  if not split:
+    return None
+  rank = len(split[0].dims)
+  if any(v.dims is None for v in context.inputs):
+    return None
+  wants = [Split(0) if len(v.dims) == rank else WHOLE for v in context.inputs]
+  return Decision(wants, [context.split(0, split[0].dims[0])])
+
+
+# The first input is the shape of the output, whose first axis is the batch's.
+@rule('AvgPoolGrad', 'AvgPool3DGrad')
+def _pool_gradient(context: Context) -> Decision | None:
+  value = context.inputs[1]
+  if value.kind != Split(0):
+    return None
+  node = context.node
+
+  def emit(site, inputs):
+    return site.op(node, [context.own_shape(site, inputs, 0, 0), inputs[1]])
+
+  return Decision([WHOLE, value.kind], [context.split(0, value.dims[0])], emit)
+
+
+_INPUT_GRADIENTS = (
+  'Conv2DBackpropInput',
+  'Conv3DBackpropInputV2',
+  'DepthwiseConv2dNativeBackpropInput',
+)
+_FILTER_GRADIENTS = (
+  'Conv2DBackpropFilter',
+  'Conv3DBackpropFilterV2',
+  'DepthwiseConv2dNativeBackpropFilter',
+)
+
+
+@rule(*_INPUT_GRADIENTS)
+def _input_gradient(context: Context) -> Decision | None:
+  _, filters, value = context.inputs
+  node = context.node
+  if value.kind == Split(0):
+    return Decision(
+      [WHOLE, WHOLE, Split(0)],
+      [context.split(0, value.dims[0])],
+      lambda site, inputs: site.op(
+        node, [context.own_shape(site, inputs, 0, 0), *inputs[1:]]
+      ),
+    )
+  if value.kind == SUM and filters.kind == WHOLE:
+    return Decision([WHOLE, WHOLE, SUM], [context.out(SUM)])
+  return None
+
+
+@rule(*_FILTER_GRADIENTS)
+def _filter_gradient(context: Context) -> Decision | None:
+  images, _, value = context.inputs
+  if Split(0) in (images.kind, value.kind):
+    return Decision([Split(0), WHOLE, Split(0)], [context.out(SUM)])
+  return None
+
+
+# Each row by itself: the last axes are one matrix, or one row of classes.
+_CORE = {
+  'BatchFFT': 1,
+  'Cholesky': 2,
+  'FFT': 1,
+  'FFT2D': 2,
+  'IFFT': 1,
+  'InTopKV2': 1,
+  'LogSoftmax': 1,
+  'MatrixBandPart': 2,
+  'MatrixDeterminant': 2,
+  'MatrixDiag': 1,
+  'MatrixDiagPart': 2,
+  'MatrixInverse': 2,
+  'Softmax': 1,
+  'TopKV2': 1,
+}
+
+
+@rule(*_CORE)
+def _rows(context: Context) -> Decision | None:
+  value = context.inputs[0]
+  if not isinstance(value.kind, Split):
+    return None
+  axis = value.kind.axis
+  if axis >= len(value.dims) - _CORE[context.node.type]:
+    return None
+  wants = [value.kind] + [WHOLE] * (len(context.inputs) - 1)
+  if context.node.type == 'InTopKV2':
+    wants[1] = value.kind
+  return Decision(
+    wants,
+    [
+      context.split(axis, value.dims[axis], i)
+      for i in range(len(context.node.outputs))
+    ],
+  )
+
+
+@rule('SoftmaxCrossEntropyWithLogits', 'SparseSoftmaxCrossEntropyWithLogits')
+def _cross_entropy(context: Context) -> Decision | None:
+  if Split(0) not in context.kinds:
+    return None
+  length = next(v.dims[0] for v in context.inputs if v.kind == Split(0))
+  return Decision(
+    [Split(0), Split(0)],
+    [context.split(0, length, 0), context.split(0, length, 1)],
+  )
+
+
+@rule('ImageProjectiveTransformV2', 'ImageProjectiveTransformV3')
+def _transform(context: Context) -> Decision | None:
+  images, transforms, *_ = context.inputs
+  if images.kind != Split(0) or transforms.dims is None:
+    return None
+  repeated = transforms.dims[0] == Dim(1)
+  wants = [Split(0), WHOLE if repeated else Split(0)]
+  wants += [WHOLE] * (len(context.inputs) - 2)
+  return Decision(wants, [context.split(0, images.dims[0])])

@@ -1,0 +1,256 @@
+"""Sums, means, extrema along axes, and what belongs to their gradients."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from tf_strategies.spmd import kinds as kinds_lib
+from tf_strategies.spmd.kinds import SUM, WHOLE, Part, Split, Value
+from tf_strategies.spmd.plan import Context, Decision, rule
+
+_OPS = {
+  'Sum': 'sum',
+  'Mean': 'sum',
+  'Max': 'max',
+  'Min': 'min',
+  'Prod': 'prod',
+  'All': 'all',
+  'Any': 'any',
+}
+
+
+@rule(*_OPS)
+def _reduction(context: Context) -> Decision | None:
+  value, axes = context.inputs
+  op = context.node.type
+  linear = op in ('Sum', 'Mean')
+  if value.kind == SUM and linear and context.node.inputs[0].dtype.is_floating:
+    return Decision([SUM, WHOLE], [context.out(SUM)])
+  if not isinstance(value.kind, Split):
+    return _with_ints(context)
+  rank, axis = len(value.dims), value.kind.axis
+  reduced = reduced_axes(axes, rank)
+  if reduced is None or reduced[axis] is None:
+    return None
+  keeps = bool(context.node.attr('keep_dims'))
+  dims = context.dims()
+  if dims is None and None in reduced:
+    return None
+  if dims is None:
+    pairs = zip(value.dims, reduced, strict=True)
+    dims = [kinds_lib.ONE if r else d for d, r in pairs if keeps or not r]
+  if not reduced[axis]:
+    before = reduced[:axis]
+    if not keeps and None in before:
+      return None
+    at = axis if keeps else axis - sum(before)
+    return Decision(
+      [value.kind, WHOLE], [context.split(at, value.dims[axis], dims=dims)]
+    )
+  dims = tuple(dims)
+  if op != 'Mean':
+    return Decision([value.kind, WHOLE], [Value(Part(_OPS[op]), dims)])
+  dtype = context.node.outputs[0].dtype
+  if None in reduced or not dtype.is_floating:
+    return None
+  axes_to_count = [i for i, is_reduced in enumerate(reduced) if is_reduced]
+  counted = kinds_lib.product(value.dims[i] for i in axes_to_count)
+  if not counted.is_of_rows:
+    counted = None
+
+  def mean(site, inputs):
+    tensor, axes = inputs
+    wide = tf.float32 if dtype.size < 4 else dtype
+    total = tf.reduce_sum(tf.cast(tensor, wide), axes, keepdims=keeps)
+    with tf.device('CPU:0'):
+      count = counted
+      if count is None:
+        lengths = tf.gather(tf.shape(tensor), axes_to_count)
+        count = site.whole_length(tf.reduce_prod(lengths))
+      else:
+        count = site.length(count, site.rows.total)
+    return [tf.cast(total / tf.cast(count, wide), dtype)]
+
+  return Decision([value.kind, WHOLE], [Value(SUM, dims)], mean)
+
+
+def _with_ints(context):
+  """Of a shape: its product is the number of elements."""
+  value = context.inputs[0]
+  is_product = context.node.type == 'Prod' and context.dims() == ()
+  if is_product and value.rank == 1 and value.ints and None not in value.ints:
+    return context.whole(ints=(kinds_lib.product(value.ints),))
+  return None
+
+
+def reduced_axes(axes: Value, rank: int) -> list[bool | None] | None:
+  """For each axis of a tensor whether a tensor of axes holds it."""
+  if axes.axes is not None:
+    # Products of matrices broadcast all axes but the last two.
+    rest = rank - len(axes.axes)
+    return [*axes.axes, *[False] * rest] if rest >= 0 else None
+  if axes.numbers is None:
+    return None
+  reduced = [False] * rank
+  for number in axes.numbers:
+    reduced[number % rank] = True
+  return reduced
+
+
+@rule('BroadcastGradientArgs')
+def _broadcast_gradient_args(context: Context) -> Decision | None:
+  """The axes that each of two operands was repeated along."""
+  one, other = context.inputs
+  if one.ints is None or other.ints is None:
+    return None
+  rank = max(len(one.ints), len(other.ints))
+  first = [kinds_lib.ONE] * (rank - len(one.ints)) + list(one.ints)
+  second = [kinds_lib.ONE] * (rank - len(other.ints)) + list(other.ints)
+
+  def repeated(mine, others):
+    told = []
+    for a, b in zip(mine, others, strict=True):
+      if a is None or b is None:
+        told.append(None)
+      elif a == b and not (a.is_number and a.number == 1):
+        told.append(False)
+      elif a.is_number and a.number == 1:
+        # Along axes of one element both ways give the same.
+        told.append(True if not (b.is_number and b.number == 1) else None)
+      elif b.is_number and b.number == 1:
+        told.append(False)
+      else:
+        # Unequal and both unknown: one of them may be 1.
+        told.append(False if a.has_batch and b.has_batch else None)
+    return tuple(told)
+
+  decision = context.whole()
+  for i, (mine, others) in enumerate(((first, second), (second, first))):
+    value, axes = decision.outputs[i], repeated(mine, others)
+    # Along axes of one element both ways give the same, so as TensorFlow does.
+    ones = [a == b == kinds_lib.ONE for a, b in zip(mine, others, strict=True)]
+    ints = None
+    if all(a is not None or one for a, one in zip(axes, ones, strict=True)):
+      ints = tuple(kinds_lib.Dim(j) for j, a in enumerate(axes) if a or ones[j])
+    decision.outputs[i] = Value(WHOLE, value.dims, ints, None, axes)
+  return decision
+
+
+@rule('L2Loss')
+def _l2_loss(context: Context) -> Decision | None:
+  kind = context.kinds[0]
+  if isinstance(kind, Split):
+    return Decision([kind], [context.out(SUM)])
+  return None
+
+
+@rule('BiasAddGrad')
+def _bias_add_grad(context: Context) -> Decision | None:
+  value = context.inputs[0]
+  is_channels_first = context.node.attr('data_format') == b'NCHW'
+  channel = 1 if is_channels_first else (value.rank or 0) - 1
+  if isinstance(value.kind, Split) and value.kind.axis != channel:
+    return Decision([value.kind], [context.out(SUM)])
+  if value.kind == SUM:
+    return Decision([SUM], [context.out(SUM)])
+  return None
+
+
+@rule('ArgMax', 'ArgMin')
+def _arg_max(context: Context) -> Decision | None:
+  value, axis = context.inputs
+  if not isinstance(value.kind, Split) or axis.numbers is None:
+    return None
+  at = axis.numbers[0] % len(value.dims)
+  if at == value.kind.axis:
+    return None
+  split = value.kind.axis
+  return Decision(
+    [value.kind, WHOLE],
+    [context.split(split - (at < split), value.dims[split])],
+  )
+
+
+@rule('Cumsum', 'Cumprod', 'CumulativeLogsumexp')
+def _cumulative(context: Context) -> Decision | None:
+  value, axis = context.inputs
+  if not isinstance(value.kind, Split) or axis.numbers is None:
+    return None
+  if axis.numbers[0] % len(value.dims) == value.kind.axis:
+    return None
+  return Decision(
+    [value.kind, WHOLE],
+    [context.split(value.kind.axis, value.dims[value.kind.axis])],
+  )
+
+
+_SEGMENTS = {
+  'UnsortedSegmentSum': 'sum',
+  'UnsortedSegmentMax': 'max',
+  'UnsortedSegmentMin': 'min',
+  'UnsortedSegmentProd': 'prod',
+}
+
+
+@rule(*_SEGMENTS)
+def _segments(context: Context) -> Decision | None:
+  data, ids, count = context.inputs
+  for value in (data, ids):
+    if isinstance(value.kind, Split) and ids.dims is not None:
+      axis = value.kind.axis
+      if axis < len(ids.dims) and count.kind == WHOLE:
+        op = _SEGMENTS[context.node.type]
+        return Decision(
+          [Split(axis), Split(axis), WHOLE], [context.out(Part(op))]
+        )
+      if value is data and ids.kind == WHOLE:
+        at = axis - len(ids.dims) + 1
+        return Decision(
+          [Split(axis), WHOLE, WHOLE], [context.split(at, data.dims[axis])]
+        )
+  is_sum = context.node.type == 'UnsortedSegmentSum'
+  if is_sum and context.kinds == [SUM, WHOLE, WHOLE]:
+    return Decision(context.kinds, [context.out(SUM)])
+  return None
+
+
+@rule('ScatterNd')
+def _scatter_nd(context: Context) -> Decision | None:
+  indices, updates, shape = context.inputs
+  if shape.kind != WHOLE:
+    return None
+  for value in (indices, updates):
+    if isinstance(value.kind, Split) and indices.dims is not None:
+      axis = value.kind.axis
+      if axis < len(indices.dims) - 1:
+        return Decision([Split(axis), Split(axis), WHOLE], [context.out(SUM)])
+  if updates.kind == SUM and indices.kind == WHOLE:
+    return Decision([WHOLE, SUM, WHOLE], [context.out(SUM)])
+  return None
+
+
+@rule('TensorScatterAdd', 'TensorScatterSub')
+def _scatter_add(context: Context) -> Decision | None:
+  tensor, indices, updates = context.inputs
+  if tensor.kind not in (WHOLE, SUM) or indices.dims is None:
+    return None
+  for value in (indices, updates):
+    if (
+      isinstance(value.kind, Split) and value.kind.axis < len(indices.dims) - 1
+    ):
+      return Decision([SUM, value.kind, value.kind], [context.out(SUM)])
+  return None
+
+
+@rule('Assert')
+def _assert(context: Context) -> Decision:
+  """A condition on all rows holds if it holds for each replica's."""
+  wants = [
+    kinds_lib.AS_IS if kind in (Part('all'), WHOLE) else WHOLE
+    for kind in context.kinds[:1]
+  ]
+  wants += [
+    WHOLE if kind == kinds_lib.FIRST else kinds_lib.AS_IS
+    for kind in context.kinds[1:]
+  ]
+  return Decision(wants, [])

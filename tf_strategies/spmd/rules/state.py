@@ -1,0 +1,103 @@
+"""Variables, and what draws random numbers."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from tf_strategies.spmd.kinds import SUM, WHOLE, Split, Value
+from tf_strategies.spmd.plan import Context, Decision, rule
+
+
+@rule('ReadVariableOp')
+def _read(context: Context) -> Decision:
+  resource = context.inputs[0].resource
+  kind = SUM if resource is not None and resource.is_part else WHOLE
+  return Decision([WHOLE], [context.out(kind)])
+
+
+@rule('AssignVariableOp', 'AssignAddVariableOp', 'AssignSubVariableOp')
+def _assign(context: Context) -> Decision:
+  resource = context.inputs[0].resource
+  if resource is None or not resource.is_part:
+    return Decision([WHOLE, WHOLE], [])
+  node = context.node
+  if context.inputs[1].kind == WHOLE:
+    return Decision([WHOLE, SUM], [])
+
+  def emit(site, inputs):
+    def write():
+      site.op(node, inputs)
+      return tf.constant(True)
+
+    site.if_real(write, lambda: tf.constant(False))
+    return []
+
+  return Decision([WHOLE, SUM], [], emit)
+
+
+@rule('VariableShape', 'VarIsInitializedOp')
+def _about_variable(context: Context) -> Decision:
+  shape = context.inputs[0].resource
+  ints = None
+  if context.node.type == 'VariableShape' and shape is not None:
+    ints = getattr(shape, 'dims', None)
+  return context.whole(ints=ints)
+
+
+@rule('ResourceGather')
+def _gather(context: Context) -> Decision | None:
+  indices = context.inputs[1]
+  if not isinstance(indices.kind, Split) or context.node.attr('batch_dims'):
+    return context.whole()
+  at = indices.kind.axis
+  return Decision([WHOLE, indices.kind], [context.split(at, indices.dims[at])])
+
+
+@rule(
+  'ResourceApplyAdaMax',
+  'ResourceApplyAdadelta',
+  'ResourceApplyAdagrad',
+  'ResourceApplyAdagradV2',
+  'ResourceApplyAdam',
+  'ResourceApplyAdamWithAmsgrad',
+  'ResourceApplyFtrl',
+  'ResourceApplyFtrlV2',
+  'ResourceApplyGradientDescent',
+  'ResourceApplyKerasMomentum',
+  'ResourceApplyMomentum',
+  'ResourceApplyRMSProp',
+  'ResourceScatterAdd',
+  'ResourceScatterDiv',
+  'ResourceScatterMax',
+  'ResourceScatterMin',
+  'ResourceScatterMul',
+  'ResourceScatterNdAdd',
+  'ResourceScatterNdSub',
+  'ResourceScatterNdUpdate',
+  'ResourceScatterSub',
+  'ResourceScatterUpdate',
+  'ResourceSparseApplyAdagradV2',
+  'ResourceSparseApplyFtrlV2',
+  'ResourceSparseApplyKerasMomentum',
+  'ResourceSparseApplyRMSProp',
+  'ResourceStridedSliceAssign',
+)
+def _update(context: Context) -> Decision:
+  """Every copy of the variable gets the same update."""
+  return context.whole()
+
+
+@rule('StatelessRandomGetKeyCounter', 'StatelessRandomGetAlg')
+def _keys(context: Context) -> Decision:
+  return context.whole()
+
+
+@rule('NoOp', 'ControlTrigger')
+def _nothing(context: Context) -> Decision:
+  del context
+  return Decision([], [], lambda site, inputs: [])
+
+
+@rule('VarHandleOp', 'MutableHashTableV2', 'HashTableV2')
+def _handles(context: Context) -> Decision:
+  return Decision([], [Value(WHOLE, ())])

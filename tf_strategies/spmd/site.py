@@ -1,0 +1,295 @@
+"""A place where a program is built: what a replica has, and how it converts it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tf_strategies.spmd import kinds
+from tf_strategies.spmd.kinds import (
+  AS_IS,
+  BATCH,
+  WHOLE,
+  Dim,
+  Listed,
+  Part,
+  Split,
+  SplitIfLong,
+)
+from tf_strategies.spmd.program import Node, Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+  """Which rows of the batch a replica has; all but flags are int32 scalars.
+
+  Attributes:
+    count: how many it computes with: one where it has none, a stand-in, since
+      kernels of TensorFlow fail on no rows.
+    start: the first of them.
+    total: of the whole batch.
+    real: how many of them count; None if surely all.
+    is_first: whether it is the first replica that has rows.
+  """
+
+  count: tf.Tensor
+  start: tf.Tensor
+  total: tf.Tensor
+  real: tf.Tensor | None = None
+  is_first: bool | tf.Tensor = False
+
+  def tensors(self) -> dict[str, tf.Tensor]:
+    """Its fields that a function can get."""
+    fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+    return {
+      name: tf.convert_to_tensor(value)
+      for name, value in fields.items()
+      if value is not None
+    }
+
+
+class Site:
+  """Where operations are built: a replica, or where central variables are.
+
+  Attributes:
+    device: its name; None in a function that is called on any.
+    rows: that it has.
+    replica: its number in this process; None if it is none.
+    is_chief: whether it does what is done once in all processes.
+    is_home: whether it writes what there is one of in this process.
+  """
+
+  def __init__(
+    self,
+    device: str | None,
+    rows: Rows,
+    replica: int | None = None,
+    is_chief: bool = False,
+    is_home: bool = False,
+    parent: Site | None = None,
+  ):
+    self.device, self.rows, self.replica = device, rows, replica
+    self.is_chief, self.is_home = is_chief, is_home
+    self.tensors: dict[tuple[Tensor, Any], tf.Tensor] = {}
+    self.handles: dict[Any, tf.Tensor] = {}
+    self.parent = parent
+    self._lengths: dict[tuple, tf.Tensor] = {}
+    # What holds rows in place of a site that is no replica.
+    self.stand_in: Site | None = None
+
+  def inner(self) -> Site:
+    """The same place inside of a branch or loop."""
+    return Site(
+      self.device, self.rows, self.replica, self.is_chief, self.is_home, self
+    )
+
+  def template(self, rows: dict[str, tf.Tensor]) -> Site:
+    """What stands for this and other places in a function that gets `rows`."""
+    return Site(None, Rows(**rows), self.replica, self.is_chief, self.is_home)
+
+  def handle(self, resource) -> tf.Tensor:
+    """The handle of a variable, or of another object."""
+    site = self
+    while site is not None:
+      if resource in site.handles:
+        return site.handles[resource]
+      site = site.parent
+    return resource.handle(self)
+
+  def holds(self, tensor: Tensor, kind) -> bool:
+    """Whether `get` finds a tensor in this kind."""
+    if self.has(tensor, kind):
+      return True
+    return self.stand_in is not None and self.stand_in.has(tensor, kind)
+
+  def get(self, tensor: Tensor, kind=AS_IS) -> tf.Tensor:
+    """A tensor that was built here, in one of the kinds in which it is there."""
+    site = self
+    while site is not None:
+      if (tensor, kind) in site.tensors:
+        return site.tensors[tensor, kind]
+      site = site.parent
+    if self.stand_in is not None:
+      return self.stand_in.get(tensor, kind)
+    raise KeyError(tensor.name)
+
+  def has(self, tensor: Tensor, kind=AS_IS) -> bool:
+    """Whether a tensor was built here in this kind."""
+    return (tensor, kind) in self.tensors or (
+      self.parent is not None and self.parent.has(tensor, kind)
+    )
+
+  # Lengths.
+
+  def lengths(
+    self, dims: Sequence[Dim], like: Tensor, own: int | None = None
+  ) -> tf.Tensor:
+    """Lengths that follow from the number of rows, as an integer tensor.
+
+    That at `own` is of this replica's rows. The result has the dtype of `like`,
+    and its rank, 0 or 1.
+    """
+    key = (tuple(dims), own, like.dtype, like.shape.rank)
+    site = self
+    while site is not None:
+      if key in site._lengths:
+        return site._lengths[key]
+      site = site.parent
+    # Made once and used anywhere, so it waits for nothing.
+    with tf.device('CPU:0'), tf.control_dependencies(None):
+      numbers = [
+        self.length(dim, self.rows.count if i == own else self.rows.total)
+        for i, dim in enumerate(dims)
+      ]
+      if like.shape.rank == 0:
+        numbers = numbers[0]
+      made = tf.cast(tf.convert_to_tensor(numbers, tf.int32), like.dtype)
+    self._lengths[key] = made
+    return made
+
+  def length(self, dim: Dim, rows: tf.Tensor) -> int | tf.Tensor:
+    """A length that follows from the number of rows, of which it takes `rows`."""
+    if dim.is_number:
+      return dim.number
+    for _ in range(dim.symbols.count(BATCH) - 1):
+      rows *= self.rows.total
+    return rows if dim.number == 1 else rows * dim.number
+
+  def whole_length(self, own: tf.Tensor) -> tf.Tensor:
+    """The length of the whole batch's, from that of this replica's rows."""
+    count = tf.cast(self.rows.count, own.dtype)
+    return own // count * tf.cast(self.rows.total, own.dtype)
+
+  def own_shape(
+    self, shape: tf.Tensor, axis: int, value: kinds.Value, like: Tensor
+  ) -> tf.Tensor:
+    """A shape vector of the whole, as that of this replica's rows along `axis`.
+
+    `value` is what is known of the vector, and `like` is it in the program.
+    """
+    if value.lengths is not None:
+      return self.lengths(value.lengths, like, axis)
+    with tf.device('CPU:0'):
+      own = _share(shape[axis], self.rows.count, self.rows.total)
+      return tf.concat([shape[:axis], own[None], shape[axis + 1 :]], 0)
+
+  def op(self, node: Node, inputs, attrs=None) -> list[tf.Tensor]:
+    """Copies an operation, with other inputs and attributes."""
+    graph = tf.compat.v1.get_default_graph()
+    op = graph.create_op(
+      node.type,
+      list(inputs),
+      [t.dtype for t in node.outputs],
+      name=node.name.rpartition('/')[2].lstrip('_') or node.type,
+      attrs={**node.attrs, **(attrs or {})},
+      op_def=node.op.op_def,
+    )
+    return op.outputs
+
+  # Other kinds of a tensor.
+
+  def as_kind(self, tensor: Tensor, held, seen, wanted) -> tf.Tensor:
+    """A tensor in the kind that is wanted, without any exchange.
+
+    It is `held` in one kind, and `seen` by consumers in the same or, if replicas
+    have met for it, as a whole.
+    """
+    is_list = isinstance(held, Listed)
+    if wanted == AS_IS or wanted == held == seen or is_list:
+      return self.get(tensor, AS_IS)
+    if self.has(tensor, wanted):
+      return self.get(tensor, wanted)
+    whole = self.get(tensor, AS_IS if held == WHOLE else WHOLE)
+    if wanted == WHOLE:
+      return whole
+    if isinstance(wanted, Part):
+      converted = self.part_of(whole, wanted)
+    else:
+      converted = self.rows_of(whole, wanted)
+    self.tensors[tensor, wanted] = converted
+    return converted
+
+  def part_of(self, whole, part):
+    """What this replica adds so that all of them together give `whole`."""
+    is_first = self.rows.is_first
+    if part.op != 'sum' or is_first is True:
+      return whole
+    if is_first is False:
+      return tf.zeros_like(whole)
+    return tf.where(is_first, whole, tf.zeros_like(whole))
+
+  def rows_of(self, whole, wanted):
+    """This replica's rows, along the axis that is wanted."""
+    axis = wanted.axis
+    rank = whole.shape.rank
+    with tf.device('CPU:0'):
+      shape = tf.shape(whole)
+      length = shape[axis]
+      begin = _share(length, self.rows.start, self.rows.total)
+      size = _share(length, self.rows.count, self.rows.total)
+      if isinstance(wanted, SplitIfLong):
+        is_one = tf.equal(length, 1)
+        begin = tf.where(is_one, 0, begin)
+        size = tf.where(is_one, 1, size)
+      begins = tf.one_hot(axis, rank, begin, 0, dtype=tf.int32)
+      sizes = tf.one_hot(axis, rank, size, -1, dtype=tf.int32)
+    result = tf.slice(whole, begins, sizes)
+    static = whole.shape.as_list()
+    static[axis] = None
+    result.set_shape(static)
+    return result
+
+  # Without rows, a replica computes with a stand-in, which must not count.
+
+  def if_real(self, build, otherwise):
+    """What `build` returns if this replica has rows, else `otherwise()`."""
+    if self.rows.real is None:
+      return build()
+    return tf.cond(self.rows.real > 0, build, otherwise)
+
+  def contributions(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Parts of sums, which are zero without rows."""
+    if self.rows.real is None or not tensors:
+      return list(tensors)
+    with tf.device(self.device):
+      results = self.if_real(
+        lambda: [tf.identity(t) for t in tensors],
+        lambda: [tf.zeros_like(t) for t in tensors],
+      )
+    for result, tensor in zip(results, tensors, strict=True):
+      result.set_shape(tensor.shape)
+    return results
+
+  def real_rows(self, tensor: tf.Tensor, axis: int) -> tf.Tensor:
+    """The rows of a split tensor that count."""
+    if self.rows.real is None:
+      return tensor
+    with tf.device('CPU:0'):
+      length = _share(tf.shape(tensor)[axis], self.rows.real, self.rows.count)
+      rank = tensor.shape.rank
+      sizes = tf.one_hot(axis, rank, length, -1, dtype=tf.int32)
+    with tf.device(self.device):
+      result = tf.slice(tensor, [0] * rank, sizes)
+    result.set_shape(
+      [None if i == axis else n for i, n in enumerate(tensor.shape)]
+    )
+    return result
+
+
+def _share(length, rows, total):
+  """The part of `length`, a multiple of all rows, that belongs to `rows`."""
+  total = tf.cast(tf.maximum(total, 1), length.dtype)
+  return length // total * tf.cast(rows, length.dtype)
+
+
+def set_own_shape(built: tf.Tensor, tensor: Tensor, kind) -> None:
+  """Tells TensorFlow what is known of a replica's part of a tensor."""
+  if tensor.shape.rank is None or built.dtype in (tf.variant, tf.resource):
+    return
+  own = tensor.shape.as_list()
+  if isinstance(kind, Split):
+    own[kind.axis] = None
+  built.set_shape(own)

@@ -1,0 +1,79 @@
+"""How the replicas of a whole-batch step meet; see `spmd.emit.Exchange`."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from tf_strategies import _tf_internal
+from tf_strategies.keras import gradient_reducer
+from tf_strategies.spmd import emit
+from tf_strategies.strategies.mirrored import reducer as reducer_lib
+
+_SUM = tf.distribute.ReduceOp.SUM
+
+
+class ReplicaExchange(emit.Exchange):
+  """Adds up and gathers what the replicas of one process hold."""
+
+  rounds_gradients = False
+
+  def __init__(self, reducer: reducer_lib.Reducer):
+    self._reducer = reducer
+
+  def add(self, columns, sites, are_gradients):
+    """See base class."""
+    options = gradient_reducer.GRADIENTS if are_gradients else None
+    values = [_per_replica(row) for row in zip(*columns, strict=True)]
+    one = sites[0].device if len(sites) == 1 and len(columns) > 1 else None
+    pairs = [(v, v if one is None else one) for v in values]
+    sums = self._reducer.batch_reduce(_SUM, pairs, options)
+    return [[self._at(value, site) for value in sums] for site in sites]
+
+  def _at(self, value, site):
+    """A mirrored value at a site."""
+    if not isinstance(value, tf.distribute.DistributedValues):
+      return value
+    return value.values[site.replica or 0]
+
+  def gather(self, values, axis, sites):
+    """See base class."""
+    dtype = values[0].dtype
+    if dtype in (tf.bool, tf.string) or len(values) == 1:
+      results = []
+      for site in sites:
+        with tf.device(site.device):
+          results.append(tf.concat(values, axis))
+      return results
+    value = _per_replica(values)
+    gathered = self._reducer.gather(value, value, axis, None)
+    return [self._at(gathered, site) for site in sites]
+
+  def first(self, value, like, sites):
+    """See base class."""
+    del like
+    results = []
+    for site in sites:
+      with tf.device(site.device):
+        results.append(tf.identity(value))
+    return results
+
+
+def _per_replica(values):
+  return _tf_internal.PerReplica(tuple(values))
+
+
+def is_sum(variable) -> bool:
+  """Whether the value of a variable is the sum of what each replica has."""
+  return (
+    variable.synchronization == tf.VariableSynchronization.ON_READ
+    and variable.aggregation == tf.VariableAggregation.SUM
+  )
+
+
+def set_copies(variable, total) -> None:
+  """Gives the first copy all of a sum, and the others nothing; None for no sum."""
+  for i, copy in enumerate(variable.values):
+    if i == 0 and total is not None:
+      copy.assign(tf.cast(total, copy.dtype))
+    else:
+      copy.assign(tf.zeros_like(copy))

@@ -1,0 +1,411 @@
+"""Keras's steps: traced once, for the whole batch, and split over the replicas.
+
+A model's train, test or predict step is written for one device. So it is traced
+as one device would run it, with one copy of each variable and all rows of the
+batch, and `spmd` builds from that what each replica does with its rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tf_strategies import _tf_internal, errors
+from tf_strategies.spmd import emit, kinds, plan, program
+from tf_strategies.spmd import rules as _rules  # noqa: F401  Registers them.
+from tf_strategies.spmd import site as site_lib
+from tf_strategies.strategies.mirrored import empty_replicas, replica_exchange
+
+
+class _ThreadState(threading.local):
+  is_active = False
+
+
+_state = _ThreadState()
+
+
+def is_active() -> bool:
+  """Whether the calling thread runs a step as one device would."""
+  return _state.is_active
+
+
+class _OneDevice(tf.distribute.ReplicaContext):
+  """The only replica there is, to what a step asks."""
+
+  def __init__(self, strategy):
+    super().__init__(
+      strategy, strategy.extended._get_replica_id_in_sync_group(0)
+    )
+
+  @property
+  def replica_id_in_sync_group(self):
+    """Zero: a step must not tell workers apart."""
+    return tf.constant(0)
+
+  @property
+  def num_replicas_in_sync(self):
+    """One."""
+    return 1
+
+  def _merge_call(self, merge_fn, args, kwargs):
+    return merge_fn(self._strategy, *args, **kwargs)
+
+  def all_reduce(self, reduce_op, value, options=None):
+    """All of the value is here."""
+    del reduce_op, options
+    return value
+
+  def all_gather(self, value, axis, options=None):
+    """All of the value is here."""
+    del axis, options
+    return value
+
+
+@contextlib.contextmanager
+def one_device(strategy, device: str):
+  """Context in which a strategy's variables and hooks are one device's."""
+  before, _state.is_active = _state.is_active, True
+  try:
+    with (
+      strategy.extended.gradients_reduced(),
+      _OneDevice(strategy),
+      tf.device(device),
+    ):
+      yield
+  finally:
+    _state.is_active = before
+
+
+def mark(gradients) -> list:
+  """Gradients that a traced step gives to an optimizer, known as such."""
+  if tf.executing_eagerly():
+    return gradients
+  return [
+    program.mark_gradient(g) if isinstance(g, tf.Tensor) else g
+    for g in gradients
+  ]
+
+
+def is_whole(value) -> bool:
+  """Whether a step returned `value` once for all replicas."""
+  return isinstance(value, tf.Tensor) and hasattr(value, '_tfs_is_whole')
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Variable:
+  """A distributed variable in a traced step; see `emit.Resource`."""
+
+  variable: Any
+  # Of each replica, the central variables that it reads, by `id`.
+  reads: dict[int, dict[int, Any]]
+
+  @property
+  def is_part(self):
+    return replica_exchange.is_sum(self.variable)
+
+  @property
+  def is_single(self):
+    # An attribute that a metric's variable lacks is asked of its reduced value.
+    return getattr(type(self.variable), 'is_central', False)
+
+  def handle(self, site):
+    if not self.is_single:
+      return self.variable.values[site.replica or 0].handle
+    if site.replica is not None:
+      self.reads.setdefault(site.replica, {})[id(self.variable)] = self.variable
+    return self.variable.values[0].handle
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Single:
+  """A variable or table of which there is one, made outside of the scope."""
+
+  tensor: Any
+  is_part = False
+  is_single = True
+
+  def handle(self, site):
+    del site
+    return self.tensor
+
+
+class Step:
+  """Builds a model's step for the replicas of a strategy."""
+
+  def __init__(self, extended, kind: str, compiles: bool = False):
+    self._extended, self._compiles = extended, compiles
+    self._kind = kind
+    self._devices = extended.worker_devices
+    self._strategy = extended._container_strategy()
+    self._reads: dict[int, dict[int, Any]] = {}
+
+  def run(self, fn: Callable[[Any], Any], data):
+    """What `fn(data)` returns on one device, computed by all replicas.
+
+    `data` is a structure of distributed batches, or of whole ones. Results come
+    once, as tensors that `is_whole` knows; those of predict by replica.
+    """
+    leaves = tf.nest.flatten(data)
+    if tf.executing_eagerly():
+      return self._run_eagerly(fn, data, leaves)
+    specs = [_spec_of(leaf) for leaf in leaves]
+    graph = self._trace(fn, data, leaves, specs)
+    sites = self._sites(leaves)
+    inputs, arguments, values = self._arguments(graph, leaves, specs, sites)
+    outputs = [
+      t
+      for t in tf.nest.flatten(graph.structured_outputs, expand_composites=True)
+      if t is not None
+    ]
+    traced = program.flatten(graph, inputs, outputs)
+    for tensor, argument in zip(traced.inputs, arguments, strict=True):
+      for site, built in argument.items():
+        site.tensors[tensor, kinds.AS_IS] = built
+    planned = plan.make(traced, values)
+    wanted = [(t, self._wanted(planned, t)) for t in traced.outputs]
+    if self._extended.applies_all_or_none:
+      planned.defer_writes(wanted)
+    compiled = frozenset()
+    if self._compiles:
+      compiled = _tf_internal.compiled_operations(self._devices[0])
+    emitter = emit.Emitter(planned, sites, self._extended.exchange(), compiled)
+    results = emitter.run(wanted)
+    self._extended.count_reads(self._reads)
+    return self._pack(graph, wanted, results)
+
+  def _trace(self, fn, data, leaves, specs):
+    def step(tensors):
+      tensors = iter(tensors)
+      given = [
+        leaf if spec is None else next(tensors)
+        for leaf, spec in zip(leaves, specs, strict=True)
+      ]
+      given = tf.nest.pack_sequence_as(data, given)
+      with one_device(self._strategy, self._devices[0]):
+        return fn(given)
+
+    step = tf.autograph.experimental.do_not_convert(step)
+    return _tf_internal.trace(
+      f'{self._kind}_step', step, [[s for s in specs if s is not None]]
+    )
+
+  def _run_eagerly(self, fn, data, leaves):
+    """Runs a step in Python, which no replica can share: each does all of it."""
+    leaves = [
+      tf.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf
+      for leaf in leaves
+    ]
+    sites = self._sites(leaves)
+    whole = [self._whole(leaf, sites) for leaf in leaves]
+    whole = tf.nest.pack_sequence_as(data, whole)
+    with (
+      self._extended.one_copy(sites[0].is_chief),
+      one_device(self._strategy, self._devices[0]),
+    ):
+      outputs = fn(whole)
+
+    def share(value):
+      if not tf.is_tensor(value):
+        return value
+      if self._kind == 'predict' and self._extended.gathers_predictions:
+        return _own_rows(sites[0], value)
+      value = tf.identity(value)
+      value._tfs_is_whole = True
+      return value
+
+    return tf.nest.map_structure(share, outputs)
+
+  def _whole(self, leaf, sites):
+    """All rows of a batch."""
+    if not isinstance(leaf, tf.distribute.DistributedValues):
+      return leaf
+    exchange = self._extended.exchange()
+    replicas = [s for s in sites if s.replica is not None]
+
+    def gather(values):  # As they are: without rows there is nothing.
+      return exchange.gather(list(values), 0, sites[:1])[0]
+
+    values = leaf.values
+    if isinstance(values[0], tf.RaggedTensor):
+      lengths = zip(*(v.nested_row_lengths() for v in values), strict=True)
+      return tf.RaggedTensor.from_nested_row_lengths(
+        gather(v.flat_values for v in values), [gather(n) for n in lengths]
+      )
+    if isinstance(values[0], tf.SparseTensor):
+      indices = []
+      for site, value in zip(replicas, values, strict=True):
+        column = tf.cast(site.rows.start, tf.int64) + value.indices[:, :1]
+        indices.append(tf.concat([column, value.indices[:, 1:]], 1))
+      total = tf.cast(sites[0].rows.total, tf.int64)
+      shape = tf.concat([total[None], values[0].dense_shape[1:]], 0)
+      return tf.SparseTensor(
+        gather(indices), gather(v.values for v in values), shape
+      )
+    return gather(values)
+
+  # What the step gets.
+
+  def _sites(self, leaves):
+    counts, mine = self._extended.places_of_rows(leaves)
+    are_known = all(isinstance(n, int) for n in counts)
+    surely = are_known and all(counts)
+    with tf.device('CPU:0'):
+      counts = [tf.cast(n, tf.int32) for n in counts]
+      ends = tf.unstack(tf.cumsum(tf.stack(counts)), num=len(counts))
+    home = self._extended.home_device
+    sites = []
+    for replica, (device, place) in enumerate(
+      zip(self._devices, mine, strict=True)
+    ):
+      with tf.device('CPU:0'):
+        real, total, start = counts[place], ends[-1], ends[place]
+        start -= real
+        if surely:
+          rows = site_lib.Rows(real, start, total, None, place == 0)
+        else:
+          count = tf.maximum(real, 1)
+          is_first = tf.logical_and(real > 0, tf.equal(start, 0))
+          start = tf.maximum(tf.minimum(start, total - 1), 0)
+          rows = site_lib.Rows(count, start, total, real, is_first)
+      is_home = replica == 0 and home is None
+      sites.append(site_lib.Site(device, rows, replica, place == 0, is_home))
+    if home is not None:
+      sites.append(site_lib.Site(home, sites[0].rows, is_home=True))
+    return sites
+
+  def _arguments(self, graph, leaves, specs, sites):
+    """The graph's inputs: tensors, what stands for them at sites, what they are."""
+    inputs, arguments, values = [], [], []
+    placeholders = iter(graph.inputs)
+
+    def add(built, kind, resource=None):
+      inputs.append(next(placeholders))
+      arguments.append(built)
+      dims = None if resource is None else ()
+      values.append(kinds.Value(kind, dims, resource=resource))
+
+    replicas = [s for s in sites if s.replica is not None]
+    split = kinds.Split(0)
+    for leaf, spec in zip(leaves, specs, strict=True):
+      if spec is None:
+        continue
+      if not isinstance(spec, tf.TensorSpec):
+        whole = self._whole(leaf, sites)
+        for part in tf.nest.flatten(whole, expand_composites=True):
+          add(dict.fromkeys(sites, part), kinds.WHOLE)
+      elif isinstance(leaf, tf.distribute.DistributedValues):
+        built = {s: _stand_in(s, leaf.values[s.replica]) for s in replicas}
+        add(built, split)
+      elif spec.shape.rank:
+        add({s: _own_rows(s, leaf) for s in replicas}, split)
+      else:
+        add(dict.fromkeys(sites, leaf), kinds.WHOLE)
+    known = self._extended.variables_by_handle()
+    for external, _ in graph.captures:
+      resource = None
+      if external.dtype == tf.resource:
+        variable = known.get(id(external))
+        if variable is None:
+          resource = _Single(external)
+        else:
+          resource = _Variable(variable, self._reads)
+      add(dict.fromkeys(sites, external), kinds.WHOLE, resource)
+    return inputs, arguments, values
+
+  # What the step returns.
+
+  def _wanted(self, planned, tensor):
+    value = planned.seen(tensor)
+    if self._kind != 'predict' or not value.dims:
+      return kinds.WHOLE
+    return kinds.Split(0)
+
+  def _pack(self, graph, wanted, results):
+    packed = []
+    for i, (_, kind) in enumerate(wanted):
+      column = [row[i] for row in results]
+      if kind == kinds.WHOLE:
+        whole = tf.identity(column[0])
+        whole._tfs_is_whole = True
+        packed.append(whole)
+      elif len(column) == 1:
+        packed.append(column[0])
+      else:
+        packed.append(_tf_internal.PerReplica(column))
+    return tf.nest.pack_sequence_as(graph.structured_outputs, packed)
+
+
+def _spec_of(leaf):
+  value = leaf
+  if isinstance(leaf, tf.distribute.DistributedValues):
+    value = leaf.values[0]
+  if isinstance(value, tf.RaggedTensor):
+    return tf.RaggedTensorSpec(
+      [None, *value.shape[1:]],
+      value.dtype,
+      value.ragged_rank,
+      value.row_splits.dtype,
+    )
+  if isinstance(value, tf.SparseTensor):
+    return tf.SparseTensorSpec([None, *value.shape[1:]], value.dtype)
+  if not tf.is_tensor(value):
+    return None
+  shape = value.shape
+  if shape.rank:
+    shape = tf.TensorShape([None]).concatenate(shape[1:])
+  return tf.TensorSpec(shape, value.dtype)
+
+
+def _own_rows(site, tensor):
+  """A replica's rows of a batch that every replica has."""
+  with tf.device(site.device):
+    return site.rows_of(tensor, kinds.Split(0))
+
+
+def _stand_in(site, tensor):
+  """A replica's rows, or a row of zeros if it has none."""
+  with tf.device(site.device):
+    tensor = _checked(site, tensor)
+    if site.rows.real is None:
+      return tensor
+    return empty_replicas.one_row_if_empty(tensor)
+
+
+def _checked(site, tensor):
+  """The tensor, which has to have as many rows as the batch.
+
+  Raises:
+    UnsupportedOptionError: it has not.
+  """
+  if tensor.shape.rank == 0:
+    raise errors.UnsupportedOptionError(
+      'a batch with a component that is one number',
+      'components that have a row for each row of the batch',
+      'repeat it for each row: tf.fill([batch_size], value)',
+    )
+  rows = site.rows.count if site.rows.real is None else site.rows.real
+  known = tf.get_static_value(rows)
+  if known is not None and tensor.shape.rank and tensor.shape[0] is not None:
+    if tensor.shape[0] == known:
+      return tensor
+    raise errors.UnsupportedOptionError(
+      f'a component with {tensor.shape[0]} rows in a batch of which this '
+      f'replica has {known}',
+      'components that all have a row for each row of the batch',
+      'repeat or drop what belongs to no row',
+    )
+  with tf.device('CPU:0'):
+    check = tf.debugging.assert_equal(
+      tf.shape(tensor)[0],
+      rows,
+      'A component of a batch has another number of rows than the first. Under '
+      'a strategy all components must have a row for each row of the batch.',
+    )
+  with tf.control_dependencies([check]):
+    return tf.identity(tensor)

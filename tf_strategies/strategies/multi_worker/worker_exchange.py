@@ -1,0 +1,99 @@
+"""How the replicas of several workers meet in a whole-batch step."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from tf_strategies.strategies.mirrored import replica_exchange
+
+
+class WorkerExchange(replica_exchange.ReplicaExchange):
+  """Adds up and gathers what the replicas of all workers hold."""
+
+  def __init__(self, reducer, communicator):
+    super().__init__(reducer)
+    self._communicator = communicator
+
+  @property
+  def rounds_gradients(self):
+    """See base class: by a codec that loses precision."""
+    return self._communicator.is_lossy
+
+  def gather(self, values, axis, sites):
+    """See base class; rows are in the order of their places in the batch."""
+    dtype = values[0].dtype
+    count, workers = len(values), self._communicator.world_size
+    with tf.device('CPU:0'):
+      order = [axis, *(i for i in range(values[0].shape.rank) if i != axis)]
+      rows = [tf.transpose(v, order) for v in values]
+      local = [_to_wire(v) for v in rows]
+      gathered = self._communicator.all_gather(tf.concat(local, 0), 'rows')
+      parts = [gathered]
+      if count > 1 or dtype == tf.string:
+        lengths = tf.stack([tf.shape(v)[0] for v in local])
+        lengths = self._communicator.all_gather(lengths, 'lengths')
+        parts = tf.split(gathered, lengths, num=count * workers)
+        parts = [
+          parts[w * count + r] for r in range(count) for w in range(workers)
+        ]
+      shape = tf.TensorShape([None]).concatenate(rows[0].shape[1:])
+      parts = [_from_wire(p, dtype, shape) for p in parts]
+      back = [order.index(i) for i in range(len(order))]
+      gathered = tf.transpose(tf.concat(parts, 0), back)
+    return self._copies(gathered, sites)
+
+  def first(self, value, like, sites):
+    """See base class."""
+    shape = like.shape if like.dtype != tf.string else tf.TensorShape([None])
+    with tf.device('CPU:0'):
+      if value is not None:
+        value = _to_wire(value)
+      if shape.is_fully_defined():
+        sizes = tf.constant(shape.as_list(), tf.int32)
+      else:
+        sizes = self._sizes(value, shape)
+      if value is None:
+        value = tf.zeros(sizes, _wire(like.dtype))
+      result = self._communicator.broadcast(value, 0, 'first')
+      result.set_shape(shape)
+      result = _from_wire(result, like.dtype, like.shape)
+    return self._copies(result, sites)
+
+  def _sizes(self, value, shape):
+    """The shape of the first worker's tensor, on every worker."""
+    rank = shape.rank
+    if rank is None:
+      rank = tf.zeros([], tf.int32) if value is None else tf.rank(value)
+      rank = self._communicator.broadcast(rank, 0, 'first/rank')
+    sizes = tf.zeros(tf.reshape(rank, [1]), tf.int32)
+    if value is not None:
+      sizes = tf.shape(value)
+    return self._communicator.broadcast(sizes, 0, 'first/shape')
+
+  def _copies(self, value, sites):
+    copies = []
+    for site in sites:
+      with tf.device(site.device):
+        copies.append(tf.identity(value))
+    return copies
+
+
+# Collectives move numbers.
+
+
+def _wire(dtype):
+  return tf.uint8 if dtype in (tf.bool, tf.string) else dtype
+
+
+def _to_wire(value):
+  if value.dtype == tf.string:
+    return tf.io.decode_raw(tf.io.serialize_tensor(value), tf.uint8)
+  return tf.cast(value, _wire(value.dtype))
+
+
+def _from_wire(value, dtype, shape):
+  if dtype != tf.string:
+    return tf.cast(value, dtype)
+  characters = tf.constant([bytes([i]) for i in range(256)])
+  text = tf.strings.reduce_join(tf.gather(characters, tf.cast(value, tf.int32)))
+  return tf.ensure_shape(tf.io.parse_tensor(text, tf.string), shape)
