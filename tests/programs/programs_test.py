@@ -4,40 +4,20 @@ Each runs as it is on one device and under a strategy: only the scope is added.
 What `fit` and `evaluate` report, weights and predictions are compared.
 """
 
-import contextlib
 import functools
-import traceback
+import tempfile
 
-import keras
 import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
 from tests import processes, tiers
-from tests.conformance import harness, multi_worker
-from tests.conformance.multi_worker import WorkerCase
-from tests.programs import (
-  generative,
-  inputs,
-  models,
-  objectives,
-  steps,
-  tables,
-  training,
-)
+from tests.conformance import harness
+from tests.programs import inputs, runner, steps
 
 # Three minutes on two quiet cores.
 _DEADLINE_SECONDS = 280
 
-PROGRAMS = {
-  **steps.PROGRAMS,
-  **inputs.PROGRAMS,
-  **models.PROGRAMS,
-  **generative.PROGRAMS,
-  **objectives.PROGRAMS,
-  **training.PROGRAMS,
-  **tables.PROGRAMS,
-}
 # Whole models take ten seconds each: `make soak` trains them all.
 _PROGRAMS_OF_WORKERS = {**steps.PROGRAMS, **inputs.PROGRAMS}
 _SHORT_PROGRAMS = (
@@ -46,6 +26,8 @@ _SHORT_PROGRAMS = (
   'clipped_by_hand',
   'resnet',
   'vae',
+  'custom_training',
+  'loop_over_workers',
 )
 _QUICK = (
   'accumulated',
@@ -73,13 +55,6 @@ _OF_EACH = (
 )
 # Minutes each.
 _SLOW = ('mobilenet', 'efficientnet')
-# What is computed with 16 bits, in which sums depend on their order.
-_SHORT = ('mixed_float16', 'mixed_bfloat16')
-_WORKERS = (
-  WorkerCase('ring_2x1', 'multi_worker_ring', workers=2, devices=1),
-  WorkerCase('collective_2x1', 'multi_worker_collective', 2, devices=1),
-  WorkerCase('ring_2x2', 'multi_worker_ring', workers=2, devices=2),
-)
 
 
 def _rows(cases, mark, programs):
@@ -99,81 +74,58 @@ def _mark_in_process(case, name):
 
 
 def _mark_of_workers(case, name):
-  often = case is _WORKERS[0] and name in _OF_EACH
+  often = case is runner.WORKERS[0] and name in _OF_EACH
   return tiers.full if often else tiers.soak
-
-
-def _run(name, strategy=None):
-  keras.backend.clear_session()
-  keras.utils.set_random_seed(1)
-  with strategy.scope() if strategy else contextlib.nullcontext():
-    return PROGRAMS[name]()
-
-
-@functools.cache
-def _one_device(name):
-  return _run(name)
-
-
-def _work(rank, case, names):
-  """What one worker finds out; the error of a program in place of its result."""
-  del rank
-  strategy = multi_worker.create(case)
-  results = {}
-  for name in names:
-    try:
-      results[name] = _run(name, strategy)
-    except Exception:
-      results[name] = traceback.format_exc()
-      break  # The others would wait for this worker.
-  strategy.close()
-  return results
 
 
 @functools.cache
 def _results(case, names):
-  return processes.run_workers(
-    _work, case.workers, args=(case, names), deadline=_DEADLINE_SECONDS
-  )
+  """For each worker, what each program returned or raised."""
+  with tempfile.TemporaryDirectory() as directory:
+    processes.run_workers(
+      runner.work,
+      case.workers,
+      args=(case, names, directory),
+      deadline=_DEADLINE_SECONDS,
+    )
+    return [
+      {name: runner.read(directory, rank, name) for name in names}
+      for rank in range(case.workers)
+    ]
 
 
 class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
   def assert_equal(self, one, other, name=None):
-    """Compares the numbers of two structures that may be lists or tuples."""
-    one, other = tf.nest.flatten(one), tf.nest.flatten(other)
-    self.assertLen(other, len(one))
-    limits = (2e-3, 2e-3) if name in _SHORT else (1e-5, 1e-6)
-    for want, found in zip(one, other, strict=True):
-      self.assertAllClose(want, found, *limits)
+    """The numbers of two structures are as near as promised."""
+    found = runner.difference(one, other)
+    self.assertLessEqual(found, runner.limit_of(name))
 
   @tiers.named_parameters(
-    *_rows(harness.STRATEGIES, _mark_in_process, PROGRAMS)
+    *_rows(harness.STRATEGIES, _mark_in_process, runner.PROGRAMS)
   )
   def test_equals_one_device(self, case, name):
-    want = _one_device(name)
-    found = _run(name, case.create())
-    self.assert_equal(want, found, name)
+    found = runner.run(name, case.create())
+    self.assert_equal(runner.one_device(name), found, name)
 
   @tiers.named_parameters(
-    *_rows(_WORKERS, _mark_of_workers, _PROGRAMS_OF_WORKERS)
+    *_rows(runner.WORKERS, _mark_of_workers, _PROGRAMS_OF_WORKERS)
   )
   @pytest.mark.multi_process
   def test_several_workers_equal_one_device(self, case, name):
     # All in one run of the workers, which takes long to start.
     names = _OF_EACH if name in _OF_EACH else tuple(_PROGRAMS_OF_WORKERS)
-    found = _results(case, names)
-    self.assertLen(found, case.workers)
-    want = _one_device(name)
-    for result in found:
-      if isinstance(result.get(name), str):
-        raise AssertionError(result[name])
-      self.assertIn(name, result)
-      self.assert_equal(want, result[name], name)
+    for result in _results(case, names):
+      self.assertIsNotNone(result[name], 'an earlier program failed')
+      if runner.is_error(result[name]):
+        raise AssertionError(result[name][1])
+      self.assert_equal(runner.one_device(name), result[name], name)
 
   def test_another_result_is_found(self):
     """The comparison tells programs apart that differ by a number of replicas."""
     with self.assertRaises(AssertionError):
-      self.assert_equal(_run('mean'), _run('sum_by_batch_size'))
+      self.assert_equal(
+        runner.one_device('mean'), runner.one_device('sum_by_batch_size')
+      )
 
 
 if __name__ == '__main__':

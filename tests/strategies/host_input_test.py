@@ -1,5 +1,8 @@
 """Batches are split evenly and in order, of every kind, without iterators."""
 
+import collections
+import copy
+
 import keras
 import numpy as np
 import pytest
@@ -10,6 +13,9 @@ import tf_strategies as tfs
 from tests import virtual_devices
 
 virtual_devices.configure_logical_cpus()
+
+
+_Named = collections.namedtuple('_Named', 'x')
 
 
 def _strategy(replicas=4):
@@ -200,6 +206,114 @@ class HostInputTest(tf.test.TestCase, parameterized.TestCase):
     self.assertIs(strategy.experimental_distribute_dataset(once), once)
     model.fit(once, epochs=2, verbose=0)
     self.assertEqual(model.optimizer.iterations.numpy(), 4)
+
+
+@pytest.mark.full
+class WorkerInputTest(tf.test.TestCase, parameterized.TestCase):
+  """Elements keep their structure, also where the last replicas have none."""
+
+  @parameterized.named_parameters(
+    ('tensor', lambda x: x),
+    ('tuple_of_one', lambda x: (x,)),
+    ('tuple_of_one_dict', lambda x: ({'x': x},)),
+    ('pair', lambda x: (x, x)),
+    ('dict', lambda x: {'x': x}),
+    ('named', lambda x: _Named(x)),
+  )
+  def test_of_one_function(self, make):
+    strategy = tfs.MultiWorkerRingStrategy(devices=['CPU:0', 'CPU:1'])
+    self.addCleanup(strategy.close)
+    dataset = tf.data.Dataset.from_tensor_slices(make(np.arange(5))).batch(2)
+    seen = []
+    for batch in strategy.distribute_datasets_from_function(lambda _: dataset):
+      tf.nest.assert_same_structure(batch, make(0))
+      parts = tf.nest.flatten(batch)[0].values
+      seen.append([part.numpy().tolist() for part in parts])
+    self.assertEqual(seen, [[[0, 1], [2, 3]], [[4], []]])
+
+  @parameterized.parameters(1, 2)
+  def test_scalars_of_one_function(self, devices):
+    strategy = tfs.MultiWorkerRingStrategy(
+      devices=[f'CPU:{i}' for i in range(devices)]
+    )
+    self.addCleanup(strategy.close)
+    distributed = strategy.distribute_datasets_from_function(
+      lambda _: tf.data.Dataset.range(1, 4)
+    )
+    seen = [
+      (
+        [
+          p.numpy().tolist() for p in strategy.experimental_local_results(batch)
+        ],
+        batch.all_rows.numpy().tolist(),
+      )
+      for batch in distributed
+    ]
+    expected = {
+      1: [([1], [1]), ([2], [1]), ([3], [1])],
+      2: [([1, 2], [1, 1]), ([3, 0], [1, 0])],
+    }
+    self.assertEqual(seen, expected[devices])
+
+  def test_a_batch_of_one_local_replica_is_a_tensor(self):
+    strategy = tfs.MultiWorkerRingStrategy(devices=['CPU:0'])
+    self.addCleanup(strategy.close)
+    dataset = tf.data.Dataset.range(4).batch(3)
+    batch = next(iter(strategy.experimental_distribute_dataset(dataset)))
+    self.assertAllEqual(batch.numpy(), [0, 1, 2])
+    self.assertEqual((batch.shape, batch.dtype), ((3,), tf.int64))
+    self.assertAllEqual(np.asarray(batch), [0, 1, 2])
+    self.assertAllEqual(tf.cast(batch, tf.float32) / 2, [0, 0.5, 1])
+    self.assertAllEqual(10 - batch * 2, [10, 8, 6])
+    self.assertAllEqual(batch[1:], [1, 2])
+
+    @tf.function
+    def total(batch):
+      return tf.reduce_sum(batch + 1)
+
+    self.assertEqual(int(total(batch)), 6)
+    # Copied as a distributed value: attributes that are not there yet are none.
+    self.assertEqual(len(copy.copy(batch).values), 1)
+
+  def test_a_batch_of_two_local_replicas_is_none(self):
+    strategy = tfs.MultiWorkerRingStrategy(devices=['CPU:0', 'CPU:1'])
+    self.addCleanup(strategy.close)
+    dataset = tf.data.Dataset.range(4).batch(3)
+    batch = next(iter(strategy.experimental_distribute_dataset(dataset)))
+    for use in (lambda: batch.shape, lambda: batch + 1, lambda: tf.size(batch)):
+      with self.assertRaisesRegex(
+        (AttributeError, TypeError), 'experimental_local_results'
+      ):
+        use()
+
+  def test_cluster_resolver_without_a_cluster(self):
+    strategy = tfs.MultiWorkerRingStrategy(devices=['CPU:0'])
+    self.addCleanup(strategy.close)
+    resolver = strategy.cluster_resolver
+    self.assertIsInstance(
+      resolver, tf.distribute.cluster_resolver.ClusterResolver
+    )
+    self.assertEqual(resolver.cluster_spec().as_dict(), {})
+    # What TensorFlow's tutorials take for the chief.
+    self.assertIsNone(resolver.task_type)
+    self.assertIsNone(resolver.task_id)
+
+  @parameterized.named_parameters(
+    ('workers', tfs.MultiWorkerRingStrategy, ('SUM', 'MEAN')),
+    ('mirrored', tfs.RingMirroredStrategy, ('SUM',)),
+  )
+  def test_uneven_results_are_no_batch_of_keras(self, make, reduce_ops):
+    strategy = make(devices=['CPU:0', 'CPU:1'])
+
+    def results():
+      context = tf.distribute.get_replica_context()
+      rows = tf.get_static_value(context.replica_id_in_sync_group) + 2
+      return {'loss': tf.ones([rows]), 'count': tf.constant(3.0)}
+
+    uneven = strategy.run(results)
+    for reduce_op in reduce_ops:
+      with self.assertRaisesRegex(tfs.errors.Error, r'shape \(3,\)'):
+        strategy.reduce(reduce_op, uneven, axis=None)
 
 
 if __name__ == '__main__':

@@ -346,6 +346,30 @@ class DevicesTest(tf.test.TestCase, parameterized.TestCase):
     self.assertIsInstance(_strategy(), tf.distribute.MirroredStrategy)
 
 
+class NumbersTest(tf.test.TestCase, parameterized.TestCase):
+  """Variables are numbers to Python, as those of one device."""
+
+  @parameterized.parameters('ring_mirrored', 'central_storage')
+  def test_of_variables(self, name):
+    on_read = tf.VariableSynchronization.ON_READ
+    with tfs.create_strategy(name, devices=['CPU:0', 'CPU:1']).scope():
+      optimizer = keras.optimizers.SGD(0.25)
+      metric = keras.metrics.Mean()
+      variable = tf.Variable(2.5)
+      total = tf.Variable(
+        1.5, synchronization=on_read, aggregation=tf.VariableAggregation.SUM
+      )
+    metric.update_state([3.0, 4.0])
+    variable.assign_sub(2.5)
+    self.assertIs(bool(variable), False)
+    self.assertIs(bool(total), True)
+    self.assertEqual(int(optimizer.iterations), 0)
+    self.assertEqual(float(optimizer.learning_rate), 0.25)
+    self.assertEqual(float(metric.total), 7.0)
+    self.assertEqual(complex(variable), 0j)
+    self.assertEqual(float(total), 3.0)
+
+
 class SavedModelTest(tf.test.TestCase, parameterized.TestCase):
   @parameterized.parameters(
     tfs.RingMirroredStrategy, tfs.CentralStorageStrategy

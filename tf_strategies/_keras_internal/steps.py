@@ -14,6 +14,7 @@ import tensorflow as tf
 from keras.src.backend.tensorflow import core, trainer
 from keras.src.optimizers import base_optimizer
 from keras.src.trainers import trainer as base_trainer
+from keras.src.trainers.data_adapters import tf_dataset_adapter
 
 from tf_strategies import _requirements, _tf_internal
 
@@ -247,6 +248,37 @@ change(
   '_maybe_symbolic_build(iterator, data_batch)',
   _build_from_specs,
   'a batch that Keras draws to make variables is lost',
+)
+
+
+def _count_distributed(init):
+  """Makes an epoch as long as the distributed data set.
+
+  Keras counts the batches of the data set that it was given. Workers that read
+  data of their own take smaller batches, and so more of them.
+  """
+
+  @functools.wraps(init)
+  def count_distributed(self, distribute_strategy=None, *args, **kwargs):
+    init(self, distribute_strategy, *args, **kwargs)
+    adapter = tf_dataset_adapter.TFDatasetAdapter
+    distributed = self._distributed_dataset
+    # Other adapters, which are told of the begin of an epoch, have batches that
+    # all workers share.
+    if isinstance(self.data_adapter, adapter) and isinstance(
+      distributed, tf.data.Dataset
+    ):
+      self.data_adapter = adapter(distributed)
+      self._num_batches = self.data_adapter.num_batches
+
+  return count_distributed
+
+
+change(
+  trainer.TFEpochIterator,
+  '__init__(distribute_strategy, args, kwargs)',
+  _count_distributed,
+  'an epoch on several workers ends with their data',
 )
 
 

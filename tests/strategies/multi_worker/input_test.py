@@ -1,7 +1,6 @@
 """Each element once over all workers, in step, whatever each of them has."""
 
 import collections
-import copy
 import functools
 import json
 import os
@@ -33,8 +32,6 @@ _EVERY_WORLD = [
   mark({'workers': w, 'devices': d})
   for mark, (w, d) in zip(_MARKS, _WORLDS, strict=True)
 ]
-
-_Named = collections.namedtuple('_Named', 'x')
 
 # Rows and global batch: even, uneven, fewer rows than replicas at the end.
 _SAME_DATA = ((24, 12), (23, 12), (13, 12), (1, 12), (10, 10))
@@ -182,17 +179,27 @@ def _given_up(strategy):
   return _own_data(strategy)
 
 
-def _keras_shuffle(strategy):
-  """Weights that count how often each row was seen, after each epoch."""
+class _Sum(keras.losses.Loss):
+  def call(self, y_true, y_pred):
+    return y_pred[:, 0] * y_true[:, 0]
+
+
+def _counting_model(strategy, rows):
+  """Its only weights count how often each row was trained on."""
   with strategy.scope():
     model = keras.Sequential(
       [
         keras.layers.Input([1], dtype='int32'),
-        keras.layers.Embedding(48, 1, embeddings_initializer='zeros'),
+        keras.layers.Embedding(rows, 1, embeddings_initializer='zeros'),
         keras.layers.Flatten(),
       ]
     )
-    model.compile(keras.optimizers.SGD(12.0), lambda y, p: p[:, 0] * y[:, 0])
+    model.compile(keras.optimizers.SGD(1.0), _Sum(reduction='sum'))
+  return model
+
+
+def _keras_shuffle(strategy):
+  model = _counting_model(strategy, 48)
   x, y = np.arange(48)[:, None], np.full([48, 1], -1.0, np.float32)
   counts = []
   for _ in range(2):
@@ -201,10 +208,21 @@ def _keras_shuffle(strategy):
   return counts
 
 
+def _keras_own_data(strategy):
+  """How often each row of any worker was trained on in two epochs of `fit`."""
+  dataset = tf.data.Dataset.from_tensor_slices(_own_rows(strategy.rank))
+  dataset = dataset.map(lambda x: (x[None], tf.constant([-1.0])))
+  dataset = _with_policy(dataset.batch(12), _Policy.OFF)
+  model = _counting_model(strategy, 100 * strategy.num_workers)
+  model.fit(dataset, epochs=2, verbose=0)
+  return model.get_weights()[0][:, 0].tolist()
+
+
 def _programs(directory):
   programs = {
     'unseeded_shuffle': _unseeded_shuffle,
     'keras_shuffle': _keras_shuffle,
+    'keras_own_data': _keras_own_data,
     'file': lambda s: _files(s, directory),
     'off': _own_data,
     'from_function': _from_function,
@@ -364,6 +382,14 @@ class InputTest(tf.test.TestCase, parameterized.TestCase):
     for counts in self.results(workers, devices, 'keras_shuffle'):
       self.assertAllClose(counts, [[1.0] * 48, [2.0] * 48], 1e-6, 1e-6)
 
+  @tiers.named_parameters(*_EVERY)
+  def test_keras_trains_on_all_of_each_workers_data(self, workers, devices):
+    want = np.zeros(100 * workers)
+    for rank in range(workers):
+      want[_own_rows(rank)] = 2
+    for counts in self.results(workers, devices, 'keras_own_data'):
+      self.assertAllClose(counts, want, 1e-6, 1e-6)
+
   @tiers.product(
     _EVERY_WORLD,
     name=('other_data', 'other_order'),
@@ -374,107 +400,6 @@ class InputTest(tf.test.TestCase, parameterized.TestCase):
       self.assertIn('batch 0 of a data set is not the same', message)
       self.assertIn('tf.random.set_seed', message)
       self.assertIn('AutoShardPolicy.OFF', message)
-
-
-@pytest.mark.full
-class StructureTest(tf.test.TestCase, parameterized.TestCase):
-  """Elements keep their structure, also where the last replicas have none."""
-
-  @parameterized.named_parameters(
-    ('tensor', lambda x: x),
-    ('tuple_of_one', lambda x: (x,)),
-    ('tuple_of_one_dict', lambda x: ({'x': x},)),
-    ('pair', lambda x: (x, x)),
-    ('dict', lambda x: {'x': x}),
-    ('named', lambda x: _Named(x)),
-  )
-  def test_of_one_function(self, make):
-    strategy = tfs.MultiWorkerRingStrategy(devices=['CPU:0', 'CPU:1'])
-    self.addCleanup(strategy.close)
-    dataset = tf.data.Dataset.from_tensor_slices(make(np.arange(5))).batch(2)
-    seen = []
-    for batch in strategy.distribute_datasets_from_function(lambda _: dataset):
-      tf.nest.assert_same_structure(batch, make(0))
-      parts = tf.nest.flatten(batch)[0].values
-      seen.append([part.numpy().tolist() for part in parts])
-    self.assertEqual(seen, [[[0, 1], [2, 3]], [[4], []]])
-
-  @pytest.mark.full
-  @parameterized.parameters(1, 2)
-  def test_scalars_of_one_function(self, devices):
-    strategy = tfs.MultiWorkerRingStrategy(
-      devices=[f'CPU:{i}' for i in range(devices)]
-    )
-    self.addCleanup(strategy.close)
-    distributed = strategy.distribute_datasets_from_function(
-      lambda _: tf.data.Dataset.range(1, 4)
-    )
-    seen = _consume(strategy, distributed)
-    expected = {
-      1: [([1], [1]), ([2], [1]), ([3], [1])],
-      2: [([1, 2], [1, 1]), ([3, 0], [1, 0])],
-    }
-    self.assertEqual(seen, expected[devices])
-
-  def test_a_batch_of_one_local_replica_is_a_tensor(self):
-    strategy = tfs.MultiWorkerRingStrategy(devices=['CPU:0'])
-    self.addCleanup(strategy.close)
-    dataset = tf.data.Dataset.range(4).batch(3)
-    batch = next(iter(strategy.experimental_distribute_dataset(dataset)))
-    self.assertAllEqual(batch.numpy(), [0, 1, 2])
-    self.assertEqual((batch.shape, batch.dtype), ((3,), tf.int64))
-    self.assertAllEqual(np.asarray(batch), [0, 1, 2])
-    self.assertAllEqual(tf.cast(batch, tf.float32) / 2, [0, 0.5, 1])
-    self.assertAllEqual(10 - batch * 2, [10, 8, 6])
-    self.assertAllEqual(batch[1:], [1, 2])
-
-    @tf.function
-    def total(batch):
-      return tf.reduce_sum(batch + 1)
-
-    self.assertEqual(int(total(batch)), 6)
-    # Copied as a distributed value: attributes that are not there yet are none.
-    self.assertEqual(len(copy.copy(batch).values), 1)
-
-  def test_a_batch_of_two_local_replicas_is_none(self):
-    strategy = tfs.MultiWorkerRingStrategy(devices=['CPU:0', 'CPU:1'])
-    self.addCleanup(strategy.close)
-    dataset = tf.data.Dataset.range(4).batch(3)
-    batch = next(iter(strategy.experimental_distribute_dataset(dataset)))
-    for use in (lambda: batch.shape, lambda: batch + 1, lambda: tf.size(batch)):
-      with self.assertRaisesRegex(
-        (AttributeError, TypeError), 'experimental_local_results'
-      ):
-        use()
-
-  def test_cluster_resolver_without_a_cluster(self):
-    strategy = tfs.MultiWorkerRingStrategy(devices=['CPU:0'])
-    self.addCleanup(strategy.close)
-    resolver = strategy.cluster_resolver
-    self.assertIsInstance(
-      resolver, tf.distribute.cluster_resolver.ClusterResolver
-    )
-    self.assertEqual(resolver.cluster_spec().as_dict(), {})
-    # What TensorFlow's tutorials take for the chief.
-    self.assertIsNone(resolver.task_type)
-    self.assertIsNone(resolver.task_id)
-
-  @parameterized.named_parameters(
-    ('workers', tfs.MultiWorkerRingStrategy, ('SUM', 'MEAN')),
-    ('mirrored', tfs.RingMirroredStrategy, ('SUM',)),
-  )
-  def test_uneven_results_are_no_batch_of_keras(self, make, reduce_ops):
-    strategy = make(devices=['CPU:0', 'CPU:1'])
-
-    def results():
-      context = tf.distribute.get_replica_context()
-      rows = tf.get_static_value(context.replica_id_in_sync_group) + 2
-      return {'loss': tf.ones([rows]), 'count': tf.constant(3.0)}
-
-    uneven = strategy.run(results)
-    for reduce_op in reduce_ops:
-      with self.assertRaisesRegex(tfs.errors.Error, r'shape \(3,\)'):
-        strategy.reduce(reduce_op, uneven, axis=None)
 
 
 if __name__ == '__main__':

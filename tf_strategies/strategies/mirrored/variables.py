@@ -14,7 +14,26 @@ from tf_strategies.cross_device import statistics
 from tf_strategies.strategies.mirrored import replica_run
 
 
-class MirroredVariable(_tf_internal.MirroredVariable):
+class _Number:
+  """The numbers that Python makes of a variable.
+
+  TensorFlow's distributed variables are no numbers, and all of them are true.
+  """
+
+  def __int__(self):
+    return int(self.numpy())
+
+  def __float__(self):
+    return float(self.numpy())
+
+  def __complex__(self):
+    return complex(self.numpy())
+
+  def __bool__(self):
+    return bool(self.read_value())
+
+
+class MirroredVariable(_Number, _tf_internal.MirroredVariable):
   """A mirrored variable that control flow may update.
 
   With aggregation ONLY_FIRST_REPLICA, TensorFlow broadcasts the first
@@ -77,7 +96,7 @@ class SeedVariable(MirroredVariable):
     return tf.constant([number * self._STRIDE, 0], self.dtype)
 
 
-class SyncOnReadVariable(_tf_internal.SyncOnReadVariable):
+class SyncOnReadVariable(_Number, _tf_internal.SyncOnReadVariable):
   """A variable with a value of its own on each replica, reduced when read.
 
   A replica without rows computes on a stand-in row; what it would add to a

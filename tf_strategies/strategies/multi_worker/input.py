@@ -238,7 +238,9 @@ class WorkerInput:
     numbers = tf.data.Dataset.range(1).map(
       lambda i: tf.ensure_shape(tf.numpy_function(start, [i], tf.int64), [])
     )
-    distributed = numbers.flat_map(epoch).with_options(_on_demand())
+    # What `flat_map` is given keeps its options to itself.
+    distributed = numbers.flat_map(epoch).with_options(dataset.options())
+    distributed = distributed.with_options(_on_demand())
     return host_iterator.HostDataset(input_watch.watch(distributed))
 
 
