@@ -103,17 +103,24 @@ class PlanTest(tf.test.TestCase, parameterized.TestCase):
   @parameterized.parameters(2, 4, 8)
   def test_ring_moves_the_least_that_it_can(self, world_size):
     op = cross_device.RingAllReduce()
-    value = value_of((world_size * 160,), world_size)
+    value = value_of((world_size * 3200,), world_size)
     for _ in range(3):
       op.reduce(SUM, value, value)
-    least = 2 * (world_size - 1) * 160 * 4
+    least = 2 * (world_size - 1) * 3200 * 4
     self.assertEqual(op.last_plan.bytes_in, (least,) * world_size)
     self.assertEqual(op.last_plan.algorithm, 'ring')
-    self.assertEqual(op.last_plan.num_bytes, world_size * 160 * 4)
+    self.assertEqual(op.last_plan.num_bytes, world_size * 3200 * 4)
     self.assertEqual(
       list(op.report()['all_reduce_bytes_in'].values()),
       [3 * least] * world_size,
     )
+
+  def test_ring_does_not_cut_what_is_small(self):
+    op = cross_device.RingAllReduce()
+    value = value_of((160,))
+    op.reduce(SUM, value, value)
+    # Whole, to the one that adds last and to all that are without the sum.
+    self.assertEqual(sorted(op.last_plan.bytes_in), [640, 640, 1280, 1280])
 
   @parameterized.product(op=list(replicas.OPS), world_size=(2, 3, 4, 8))
   def test_equal_tensors_are_moved_as_the_schedule_says(self, op, world_size):

@@ -37,6 +37,10 @@ class Plan:
   bytes_in: tuple[int, ...]
 
 
+# Bytes: below, cutting takes longer than what it saves.
+_LEAST_TO_CUT = 16 * 1024
+
+
 class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
   """A `tf.distribute.CrossDeviceOps` that executes a `Schedule`.
 
@@ -194,7 +198,9 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
       [_num_elements(t) for t in tensors[0]],
       [t.dtype.size for t in tensors[0]],
       schedule.num_chunks,
-      split_above=self.split_above(devices),
+      split_above=(
+        self.split_above(devices) if num_bytes > _LEAST_TO_CUT else None
+      ),
     )
     self._record_plan(schedule, layout, tensors[0], devices, num_bytes)
     divide_by = len(devices) if _is_mean(reduce_op) else 1

@@ -250,7 +250,7 @@ class Emitter:
       before = {
         n for b in node.before for n in ([b] if b in places else orders[b])
       }
-      if node not in needs.nodes:
+      if node not in needs.nodes or node.type == 'Const':
         orders[node] = before
         continue
       before |= {
@@ -307,7 +307,11 @@ class Emitter:
         if resource is not None:
           if resource not in given:
             given[resource] = [resource.handle(s) for s in sites]
-        elif tensor.node not in inside and not plan.is_computed(tensor, wanted):
+        elif not (
+          tensor.node in inside
+          or tensor.node.type == 'Const'
+          or plan.is_computed(tensor, wanted)
+        ):
           for kind in (AS_IS, WHOLE):
             if all(s.holds(tensor, kind) for s in sites):
               given[tensor, kind] = [s.get(tensor, kind) for s in sites]
@@ -368,6 +372,9 @@ class Emitter:
       return site.handle(seen.resource)
     if plan.is_computed(tensor, wanted):
       return site.lengths(seen.lengths, tensor)
+    if tensor.node.type == 'Const' and not site.holds(tensor, AS_IS):
+      # Where it is used: it is smaller than what would hand it over.
+      self._build(tensor.node, site)
     return site.as_kind(tensor, plan.values[tensor].kind, seen.kind, wanted)
 
   def _meet(self, pending, level):

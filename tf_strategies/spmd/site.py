@@ -51,6 +51,10 @@ class Rows:
     }
 
 
+# Elements: from here on a branch costs less than a copy.
+_LARGE = 4096
+
+
 class Site:
   """Where operations are built: a replica, or where central variables are.
 
@@ -252,15 +256,24 @@ class Site:
 
   def contributions(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Parts of sums, which are zero without rows."""
-    if self.rows.real is None or not tensors:
+    if self.rows.real is None:
       return list(tensors)
+    results, large = list(tensors), []
     with tf.device(self.device):
-      results = self.if_real(
-        lambda: [tf.identity(t) for t in tensors],
-        lambda: [tf.zeros_like(t) for t in tensors],
-      )
-    for result, tensor in zip(results, tensors, strict=True):
-      result.set_shape(tensor.shape)
+      is_real = self.rows.real > 0
+      for i, tensor in enumerate(tensors):
+        if (tensor.shape.num_elements() or _LARGE) < _LARGE:
+          results[i] = tf.where(is_real, tensor, tf.zeros([], tensor.dtype))
+        else:
+          large.append(i)
+      if large:
+        found = self.if_real(
+          lambda: [tf.identity(tensors[i]) for i in large],
+          lambda: [tf.zeros_like(tensors[i]) for i in large],
+        )
+        for i, result in zip(large, found, strict=True):
+          result.set_shape(tensors[i].shape)
+          results[i] = result
     return results
 
   def real_rows(self, tensor: tf.Tensor, axis: int) -> tf.Tensor:

@@ -15,10 +15,7 @@ from tf_strategies.strategies.mirrored import replica_run
 
 
 class _Number:
-  """The numbers that Python makes of a variable.
-
-  TensorFlow's distributed variables are no numbers, and all of them are true.
-  """
+  """The numbers that Python makes of a `tf.Variable`, and not of TensorFlow's here."""
 
   def __int__(self):
     return int(self.numpy())
@@ -28,9 +25,6 @@ class _Number:
 
   def __complex__(self):
     return complex(self.numpy())
-
-  def __bool__(self):
-    return bool(self.read_value())
 
 
 class MirroredVariable(_Number, _tf_internal.MirroredVariable):
