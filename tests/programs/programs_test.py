@@ -116,8 +116,8 @@ class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
     names = _OF_EACH if name in _OF_EACH else tuple(_PROGRAMS_OF_WORKERS)
     for result in _results(case, names):
       self.assertIsNotNone(result[name], 'an earlier program failed')
-      if runner.is_error(result[name]):
-        raise AssertionError(result[name][1])
+      if isinstance(result[name], runner.Failure):
+        raise AssertionError(result[name].text)
       self.assert_equal(runner.one_device(name), result[name], name)
 
   def test_another_result_is_found(self):

@@ -5,6 +5,7 @@ Programs use what stands in their scope; those with a loop of their own ask
 """
 
 import contextlib
+import dataclasses
 import functools
 import os
 import pickle
@@ -14,6 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+import tf_strategies as tfs
 from tests.conformance import multi_worker
 from tests.conformance.multi_worker import WorkerCase
 from tests.programs import (
@@ -90,17 +92,25 @@ def difference(one, other) -> float:
   return float(found)
 
 
+@dataclasses.dataclass(frozen=True)
+class Failure:
+  """What a program raised: its type, and text with a traceback."""
+
+  type: str
+  text: str
+  is_typed: bool
+
+
 def outcome(name, strategy=None):
-  """What a program returns, or (type's name, text) of what it raises."""
+  """What a program returns, or a `Failure`."""
   try:
     return run(name, strategy)
   except Exception as e:
-    return type(e).__name__, f'{e}\n\n{traceback.format_exc()}'
-
-
-def is_error(found) -> bool:
-  """Whether `outcome` is that of a program that raised."""
-  return isinstance(found, tuple) and len(found) == 2
+    return Failure(
+      type(e).__name__,
+      f'{e}\n\n{traceback.format_exc()}',
+      isinstance(e, tfs.errors.Error),
+    )
 
 
 def work(rank, case, names, directory):
@@ -112,7 +122,7 @@ def work(rank, case, names, directory):
   for name in names:
     found = outcome(name, strategy)
     write(directory, rank, name, found)
-    if is_error(found):
+    if isinstance(found, Failure):
       break
   strategy.close()
 

@@ -192,15 +192,22 @@ def is_loss_scale(name: str | None) -> bool:
   return (name or '').endswith('dynamic_scale')
 
 
-def initial_shape(initial_value: Callable) -> tuple[int, ...] | None:
-  """The shape of the variable that Keras is about to make, if it is Keras.
+def is_of_keras(initial_value: Any) -> bool:
+  """Whether Keras is about to make a variable, with this initial value."""
+  return _variable_of(initial_value) is not None
 
-  What it passes to `tf.Variable` is a closure over its own variable.
-  """
+
+def initial_shape(initial_value: Callable) -> tuple[int, ...] | None:
+  """The shape of the variable that Keras is about to make, if it is Keras."""
+  shape = getattr(_variable_of(initial_value), '_shape', None)
+  return None if shape is None else tuple(shape)
+
+
+def _variable_of(initial_value):
+  """The Keras variable over which what it passes to `tf.Variable` is a closure."""
   for content in closure(initial_value):
     if isinstance(content, keras.Variable):
-      shape = content._shape
-      return None if shape is None else tuple(shape)
+      return content
   return None
 
 

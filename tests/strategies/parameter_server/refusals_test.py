@@ -54,6 +54,25 @@ def next_of_splits_in_a_function(strategy):
   return step(iterator)
 
 
+def loop_in_a_function(strategy):
+  dataset = strategy.distribute_datasets_from_function(
+    lambda context: tf.data.Dataset.from_tensor_slices(_data()).batch(4)
+  )
+
+  @tf.function
+  def epoch(dataset):
+    for batch in dataset:
+      strategy.run(lambda b: tf.reduce_sum(b[0]), (batch,))
+
+  epoch(dataset)
+
+
+def loop_over_fed_batches_in_a_function(strategy):
+  dataset = tf.data.Dataset.from_tensor_slices(_data()).batch(4)
+  dataset = strategy.experimental_distribute_dataset(dataset)
+  tf.function(lambda dataset: [b for b in dataset][0])(dataset)
+
+
 def unknown_optimizer(strategy):
   with strategy.scope():
     model = _model()
@@ -120,6 +139,8 @@ _REFUSED = {
   jit_compile: 'jit_compile=True of model.*jit_compile=False',
   next_in_a_function: r'next\(iterator\) inside a tf.function.*remote_step',
   next_of_splits_in_a_function: r'next\(iterator\) inside a tf.function',
+  loop_in_a_function: 'a distributed data set inside a tf.function.*remote_step',
+  loop_over_fed_batches_in_a_function: 'a distributed data set inside a tf.func',
   unknown_optimizer: "Adam 'adam'.*does not know it.*pass it to remote_step",
   metric_made_outside: "variable '.*outer.*outside of the strategy's scope",
   optimizer_made_outside: "Adam 'adam', made outside of any scope",

@@ -316,9 +316,10 @@ class ExactMirroredExtended(
   def _create_variable(self, next_creator, **kwargs):
     is_slot = kwargs.get('colocate_with') is not None
     kwargs = self._creation_policy(kwargs, is_slot)
-    if whole_batch.is_active() and not tf.executing_eagerly():
-      # Made now, outside of the step: in it, TensorFlow would ask in each
-      # step whether it has been made.
+    # Made now, outside of the step: in it, TensorFlow would ask in each step
+    # whether it has been made, and workers could not share the first value.
+    is_of_keras = _keras_internal.is_of_keras(kwargs.get('initial_value'))
+    if (whole_batch.is_active() or is_of_keras) and _is_in_function():
       with tf.init_scope():
         variable = super()._create_variable(_tf_internal.create_now, **kwargs)
     else:
@@ -327,3 +328,9 @@ class ExactMirroredExtended(
     if isinstance(variable, tf.distribute.DistributedValues):
       self._variables.append(weakref.ref(variable))
     return variable
+
+
+def _is_in_function() -> bool:
+  """Whether a function is traced, outside of which ops run at once."""
+  is_eager = tf.compat.v1.executing_eagerly_outside_functions()
+  return is_eager and not tf.executing_eagerly()

@@ -74,15 +74,26 @@ class Batches:
   def __next__(self) -> Any:
     if not tf.executing_eagerly():
       # The graph would have this one batch as a constant.
-      raise errors.UnsupportedOptionError(
-        'next(iterator) inside a tf.function of the coordinator',
-        'batches that the coordinator reads outside of functions',
-        'call strategy.remote_step(fn, optimizers)(batch) for each batch, or '
-        'read inside of a function that '
-        'tf.distribute.coordinator.ClusterCoordinator schedules, from '
-        'create_per_worker_dataset',
-      )
+      raise _read_in_function('next(iterator)')
     return next(self._batches)
+
+
+def _read_in_function(what):
+  return errors.UnsupportedOptionError(
+    f'{what} inside a tf.function of the coordinator',
+    'batches that the coordinator reads outside of functions',
+    'call strategy.remote_step(fn, optimizers)(batch) for each batch, or '
+    'read inside of a function that '
+    'tf.distribute.coordinator.ClusterCoordinator schedules, from '
+    'create_per_worker_dataset',
+  )
+
+
+class _Dataset(_tf_internal.DistributedDataset):
+  """A distributed data set that is no argument of a function."""
+
+  def __tf_tracing_type__(self, context):
+    raise _read_in_function('a distributed data set')
 
 
 class Source:
@@ -184,7 +195,7 @@ class Source:
       self._free += self._splits_of.pop(worker, [])
 
 
-class WorkerDataset(_tf_internal.DistributedDataset):
+class WorkerDataset(_Dataset):
   """What `distribute_datasets_from_function` returns outside of functions.
 
   Iterating yields one structure of `WorkerTensor`s for each step.
@@ -348,7 +359,7 @@ def steps_on(
   return [batch_message.Batch(batch, hides_rows) for batch in data]
 
 
-class FedDataset(_tf_internal.DistributedDataset):
+class FedDataset(_Dataset):
   """A data set whose batches the coordinator reads and sends to workers."""
 
   # pylint: disable-next=super-init-not-called
