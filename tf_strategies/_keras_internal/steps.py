@@ -280,6 +280,11 @@ change(
   _count_distributed,
   'an epoch on several workers ends with their data',
 )
+_requirements.method(
+  tf_dataset_adapter.TFDatasetAdapter,
+  'num_batches',
+  'an epoch on several workers ends with their data',
+)
 
 
 def swap_train_function(
