@@ -153,7 +153,89 @@ def _loop_over_workers():
   return [found, int(optimizer.iterations), model.get_weights()]
 
 
+def _contrastive():
+  """In-batch negatives: each row against the features of all replicas' rows."""
+  strategy = tf.distribute.get_strategy()
+  dataset = tf.data.Dataset.from_tensor_slices(_data()).batch(_BATCH)
+  distributed = strategy.experimental_distribute_dataset(dataset)
+  model = _model()
+  optimizer = keras.optimizers.SGD(0.1)
+
+  @tf.function
+  def train_step(inputs):
+    def step(inputs):
+      x, y = inputs
+      context = tf.distribute.get_replica_context()
+      with tf.GradientTape() as tape:
+        features = tf.math.l2_normalize(model(x, training=True), axis=1)
+        everyone = context.all_gather(features, axis=0)
+        labels = context.all_gather(y, axis=0)
+        scores = features @ tf.transpose(everyone) / 0.1
+        is_alike = tf.cast(y[:, None] == labels[None], tf.float32)
+        per_row = -tf.reduce_sum(
+          is_alike * tf.nn.log_softmax(scores), axis=1
+        ) / tf.reduce_sum(is_alike, axis=1)
+        # Of this replica's rows; the sum over replicas is one device's mean.
+        loss = tf.reduce_sum(per_row) / tf.cast(len(everyone), tf.float32)
+      weights = model.trainable_variables
+      gradients = tape.gradient(loss, weights)
+      optimizer.apply_gradients(zip(gradients, weights, strict=True))
+      return loss
+
+    parts = strategy.run(step, args=(inputs,))
+    return strategy.reduce(tf.distribute.ReduceOp.SUM, parts, axis=None)
+
+  found = [float(train_step(b)) for _ in range(2) for b in distributed]
+  return [found, model.get_weights()]
+
+
+def _clipped(loss):
+  if loss > 1.0:  # AutoGraph makes a tf.cond of it.
+    loss = 1.0 + 0.5 * (loss - 1.0)
+  return loss
+
+
+def _powers(x):
+  total = tf.zeros_like(x)
+  for i in tf.range(3):
+    total += x ** tf.cast(i, tf.float32)
+  return total / tf.cast(len(x), tf.float32)
+
+
+def _helpers():
+  """A step whose helpers are Python with tensors, which AutoGraph converts."""
+  strategy = tf.distribute.get_strategy()
+  dataset = tf.data.Dataset.from_tensor_slices(_data()).batch(_BATCH)
+  distributed = strategy.experimental_distribute_dataset(dataset)
+  weight = tf.Variable(tf.linspace(-1.0, 1.0, 64))
+
+  def step(inputs):
+    x, y = inputs
+    rows = tf.linalg.matvec(tf.reshape(x, [-1, 64]), weight)
+    parts = [_clipped(part) for part in tf.unstack(weight[:4])]
+    # What each replica has; their rows, and so their sums, add up.
+    powers = _powers(tf.reduce_sum(rows)[None])
+    return tf.reduce_sum(rows * tf.cast(y, tf.float32)), parts, powers * 0.0
+
+  @tf.function
+  def evaluate(inputs):
+    total, parts, powers = strategy.run(step, args=(inputs,))
+    reduce = strategy.reduce
+    return (
+      reduce(tf.distribute.ReduceOp.SUM, total, axis=None),
+      [reduce(tf.distribute.ReduceOp.MEAN, p, axis=None) for p in parts],
+      reduce(tf.distribute.ReduceOp.SUM, powers, axis=None),
+    )
+
+  return [
+    [np.asarray(t) for t in tf.nest.flatten(evaluate(batch))]
+    for batch in distributed
+  ]
+
+
 PROGRAMS = {
+  'helpers': _helpers,
+  'contrastive_loop': _contrastive,
   'custom_training': _custom_training,
   'loop_over_workers': _loop_over_workers,
 }

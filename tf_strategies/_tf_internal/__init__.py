@@ -179,8 +179,18 @@ apply_op = _load(
 
 
 def autograph_convert(fn):
-  """Returns `fn` converted by AutoGraph as the caller's context asks for."""
-  return _tf_convert(fn, _control_status_ctx())
+  """Returns `fn` converted by AutoGraph as the caller's context asks for.
+
+  What it calls is converted as well, wherever it is called.
+  """
+  context = _control_status_ctx()
+  converted = _tf_convert(fn, context)
+
+  def call(*args, **kwargs):
+    with context:
+      return converted(*args, **kwargs)
+
+  return call
 
 
 def unwrap(fn):
