@@ -1,0 +1,371 @@
+"""The programs of the exhibits, as their reporters wrote them for short.
+
+Each takes a strategy, or None for one device, and returns the numbers that came
+out. Nothing here imports `tf_strategies`.
+"""
+
+import contextlib
+import gc
+import json
+import os
+
+import keras
+import numpy as np
+import psutil
+import tensorflow as tf
+
+layers, losses, ops = keras.layers, keras.losses, keras.ops
+
+_CLASSES = 4
+
+
+def _scope(strategy):
+  return strategy.scope() if strategy else contextlib.nullcontext()
+
+
+def _rows(count, width):
+  rng = np.random.default_rng(5)
+  x = rng.normal(size=(count, width)).astype('f4')
+  return x, rng.integers(0, _CLASSES, count)
+
+
+def _tokens(count, length=6):
+  rng = np.random.default_rng(6)
+  return rng.integers(0, 9, (count, length)), rng.integers(0, _CLASSES, count)
+
+
+def _crossentropy():
+  return losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def _dense(width=6):
+  return keras.Sequential(
+    [
+      layers.Input([width]),
+      layers.Dense(8, 'relu'),
+      layers.Dense(_CLASSES, dtype='float32'),
+    ]
+  )
+
+
+def _train(strategy, make, x, y, batch=16, **compiled):
+  """`fit` and `evaluate` of a model that is made and compiled in the scope.
+
+  Args:
+    strategy: or None.
+    make: makes the model.
+    x: inputs.
+    y: targets.
+    batch: rows of a global batch.
+    **compiled: arguments of `compile`; `optimizer` is called to make one.
+  """
+  with _scope(strategy):
+    model = make()
+    optimizer = compiled.pop('optimizer')()
+    model.compile(optimizer, **{'loss': _crossentropy(), **compiled})
+  history = model.fit(x, y, batch, epochs=2, shuffle=False, verbose=0)
+  evaluated = model.evaluate(x, y, batch, verbose=0)
+  return history.history, evaluated, model.get_weights()
+
+
+def _sgd():
+  return keras.optimizers.SGD(0.1, momentum=0.9)
+
+
+def _adam():
+  return keras.optimizers.Adam(1e-2)
+
+
+def scaled_loss(strategy):
+  """A `LossScaleOptimizer`, which applies gradients inside a condition."""
+  return _train(
+    strategy,
+    _dense,
+    *_rows(44, 6),
+    optimizer=lambda: keras.optimizers.LossScaleOptimizer(_sgd()),
+  )
+
+
+def accumulated(strategy):
+  """Gradients are accumulated over two steps, and applied in a condition."""
+  return _train(
+    strategy,
+    _dense,
+    *_rows(60, 6),
+    optimizer=lambda: keras.optimizers.Adam(
+      1e-2, gradient_accumulation_steps=2
+    ),
+  )
+
+
+def compiled_mixed(strategy):
+  """`mixed_float16`, which scales the loss, with `jit_compile=True`."""
+  keras.config.set_dtype_policy('mixed_float16')
+  data = _rows(32, 6)
+  return _train(strategy, _dense, *data, optimizer=_adam, jit_compile=True)
+
+
+def compiled_mixed_images(strategy):
+  """A convolution under XLA and mixed precision, with metrics."""
+
+  def make():
+    return keras.Sequential(
+      [
+        layers.Input([6, 6, 1]),
+        layers.Conv2D(4, 3, activation='relu'),
+        layers.GlobalAveragePooling2D(),
+        layers.Dense(_CLASSES, dtype='float32'),
+      ]
+    )
+
+  keras.config.set_dtype_policy('mixed_float16')
+  x, y = _rows(32, 36)
+  return _train(
+    strategy,
+    make,
+    x.reshape(-1, 6, 6, 1),
+    y,
+    optimizer=_sgd,
+    metrics=['accuracy'],
+    jit_compile=True,
+  )
+
+
+def compiled_embedding(strategy):
+  """An Embedding, whose gradients are gathered, under `jit_compile=True`."""
+
+  def make():
+    return keras.Sequential(
+      [
+        layers.Input([6], dtype='int32'),
+        layers.Embedding(9, 4),
+        layers.Flatten(),
+        layers.Dense(_CLASSES),
+      ]
+    )
+
+  data = _tokens(32)
+  return _train(strategy, make, *data, optimizer=_sgd, jit_compile=True)
+
+
+class _TokenAndPosition(layers.Layer):
+  """What a token and its place are looked up as, added up."""
+
+  def __init__(self):
+    super().__init__()
+    self.token = layers.Embedding(9, 4)
+    self.place = layers.Embedding(6, 4)
+
+  def call(self, tokens):
+    return self.token(tokens) + self.place(ops.arange(6))
+
+
+def transformer(strategy):
+  """A Transformer for texts, whose Embeddings Adam gets as `IndexedSlices`."""
+
+  def make():
+    inputs = keras.Input([6], dtype='int32')
+    x = _TokenAndPosition()(inputs)
+    x = layers.LayerNormalization()(x + layers.MultiHeadAttention(2, 4)(x, x))
+    x = layers.GlobalAveragePooling1D()(x)
+    return keras.Model(inputs, layers.Dense(_CLASSES)(x))
+
+  data = _tokens(44)
+  return _train(strategy, make, *data, optimizer=_adam, metrics=['accuracy'])
+
+
+def dropout(strategy):
+  """Dropout between two layers; its random state is a variable of integers."""
+
+  def make():
+    return keras.Sequential(
+      [
+        layers.Input([6]),
+        layers.Dense(16, 'gelu'),
+        layers.Dropout(0.2),
+        layers.Dense(_CLASSES),
+      ]
+    )
+
+  return _train(strategy, make, *_rows(44, 6), optimizer=_sgd)
+
+
+def many_steps(strategy):
+  """Metrics over more steps than a float32 can be doubled."""
+  return _train(
+    strategy,
+    lambda: keras.Sequential([layers.Input([6]), layers.Dense(_CLASSES)]),
+    *_rows(4 * 140, 6),
+    batch=4,
+    optimizer=lambda: keras.optimizers.SGD(1e-2),
+    metrics=['accuracy'],
+  )
+
+
+def identity(strategy):
+  """A model without weights, whose loss is 1 whatever happens."""
+  with _scope(strategy):
+    model = keras.Sequential([keras.Input([1]), layers.Identity()])
+    model.compile('sgd', 'mse')
+  x, y = np.ones([800, 1], 'f4'), np.zeros([800, 1], 'f4')
+  history = model.fit(x, y, 4, verbose=0)
+  return history.history['loss'], model.evaluate(x, y, 4, verbose=0)
+
+
+def evaluated_by_hand(strategy):
+  """The loss of `predict` by hand, of `evaluate`, and after one `fit`."""
+  rng = np.random.default_rng(7)
+  x = rng.uniform(-1, 1, (12, 1)).astype('f4')
+  y = rng.uniform(-1, 1, (12, 10)).astype('f4')
+  with _scope(strategy):
+    inputs = keras.Input([1])
+    model = keras.Model(inputs, layers.Dense(10)(inputs))
+    model.compile('sgd', 'mse')
+
+  def by_hand():
+    return np.mean((model.predict(x, 12, verbose=0) - y) ** 2)
+
+  first = by_hand(), model.evaluate(x, y, 12, verbose=0)
+  history = model.fit(x, y, 12, epochs=3, verbose=0)
+  return first, history.history, by_hand()
+
+
+def sequences(strategy):
+  """Convolutions over sequences with BatchNormalization; a last batch of 1."""
+
+  def make():
+    return keras.Sequential(
+      [
+        layers.Input([12, 4]),
+        # Its gradient would be nothing but rounding, which Adam makes large.
+        layers.Conv1D(6, 3, padding='same', use_bias=False),
+        layers.BatchNormalization(),
+        layers.Activation('gelu'),
+        layers.GlobalMaxPooling1D(),
+        layers.Dense(_CLASSES),
+      ]
+    )
+
+  x, y = _rows(49, 48)
+  return _train(strategy, make, x.reshape(-1, 12, 4), y, optimizer=_adam)
+
+
+def two_layers(strategy):
+  """Two dense layers on flat images, Adam and accuracy."""
+
+  def make():
+    inputs = keras.Input([784])
+    x = layers.Dense(32, 'relu')(inputs)
+    x = layers.Dense(32, 'relu')(x)
+    return keras.Model(inputs, layers.Dense(_CLASSES)(x))
+
+  data = _rows(96, 784)
+  return _train(
+    strategy,
+    make,
+    *data,
+    32,
+    optimizer=keras.optimizers.Adam,
+    metrics=['accuracy'],
+  )
+
+
+def tutorial(strategy):
+  """The tutorial of several workers: a repeated data set and a step count."""
+  x, y = _rows(64, 36)
+  dataset = tf.data.Dataset.from_tensor_slices((x, y)).repeat().batch(16)
+  with _scope(strategy):
+    model = keras.Sequential(
+      [
+        layers.Input([36]),
+        layers.Reshape([6, 6, 1]),
+        layers.Conv2D(4, 3, activation='relu'),
+        layers.Flatten(),
+        layers.Dense(8, 'relu'),
+        layers.Dense(_CLASSES),
+      ]
+    )
+    model.compile(_sgd(), _crossentropy(), metrics=['accuracy'])
+  history = model.fit(dataset, epochs=2, steps_per_epoch=6, verbose=0)
+  return history.history, model.get_weights()
+
+
+def regression_of_a_trainer(strategy):
+  """A regression on shards that another framework made, one for each worker."""
+  x = np.linspace(0, 1, 64, dtype='f4')[:, None]
+  config = json.loads(os.environ.get('TF_CONFIG', '{"task": {"index": 0}}'))
+  if strategy is None:
+    # One step's rows: four of the first worker's shard, four of the second's.
+    x = x.reshape(2, 8, 4, 1).transpose(1, 0, 2, 3).reshape(64, 1)
+  else:
+    x = np.split(x, 2)[config['task']['index']]
+  # The trainer's data sets come from generators, which know no length.
+  dataset = tf.data.Dataset.from_generator(
+    lambda: zip(x, 2 * x + 1, strict=True),
+    output_signature=(tf.TensorSpec([1]), tf.TensorSpec([1])),
+  ).batch(8)
+  options = tf.data.Options()
+  options.experimental_distribute.auto_shard_policy = (
+    tf.data.experimental.AutoShardPolicy.OFF
+  )
+  with _scope(strategy):
+    model = keras.Sequential(
+      [layers.Input([1]), layers.Dense(10), layers.Dense(1)]
+    )
+    model.compile(
+      keras.optimizers.SGD(0.05), 'mse', metrics=['mean_squared_error']
+    )
+  found = [
+    model.fit(dataset.with_options(options), verbose=0).history
+    for _ in range(3)
+  ]
+  return found, model.get_weights()
+
+
+class ThreeLayers(keras.Model):
+  """Three dense layers, as a subclass of `Model`."""
+
+  def __init__(self):
+    super().__init__()
+    self.all = [layers.Dense(8, 'relu'), layers.Dense(8), layers.Dense(4)]
+
+  def call(self, inputs):
+    for layer in self.all:
+      inputs = layer(inputs)
+    return inputs
+
+
+def growth(strategy):
+  """How many KiB a process grows by in each epoch, once the first are over."""
+  x, y = _rows(64, 6)
+  dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(16)
+  with _scope(strategy):
+    model = ThreeLayers()
+    model.compile(_adam(), _crossentropy(), metrics=['accuracy'])
+
+  def memory_after(epochs):
+    model.fit(dataset, epochs=epochs, verbose=0)
+    gc.collect()
+    return psutil.Process().memory_info().rss / 1024
+
+  before = memory_after(40)
+  return (memory_after(80) - before) / 80
+
+
+def fit_on_servers(strategy):
+  """Adam on parameter servers, with its counter and its learning rate there."""
+  x, y = _rows(64, 6)
+  dataset = tf.data.Dataset.from_tensor_slices((x, y)).repeat().batch(16)
+  with _scope(strategy):
+    model = _dense()
+    model.compile(_adam(), _crossentropy())
+  model.fit(dataset, epochs=2, steps_per_epoch=6, verbose=0)
+  iterations = model.optimizer.iterations.numpy()
+  # Asynchronous steps give no one device's weights.
+  return iterations, [np.isfinite(w) for w in model.get_weights()]
+
+
+def is_made(strategy):
+  """Nothing: that the strategy can be made is the question."""
+  del strategy
+  return ()

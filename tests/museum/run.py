@@ -1,0 +1,122 @@
+"""Runs every exhibit on TensorFlow's strategies and ours; writes the page.
+
+  PYTHONPATH=. python -m tests.museum.run
+  PYTHONPATH=. python -m tests.museum.run --only=keras#20585,keras#20582
+
+The table of `docs/museum.md` gets two columns for the TensorFlow and the Keras of
+this interpreter; those of others stay as they are.
+"""
+
+import os
+from collections.abc import Mapping
+
+# TensorFlow reads it when it is imported.
+os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
+
+import keras
+import tensorflow as tf
+from absl import app, flags
+
+from tests.museum import exhibits, running
+
+_PAGE = flags.DEFINE_string('page', 'docs/museum.md', 'The page to write.')
+_ONLY = flags.DEFINE_list('only', [], 'Reports to run, as keras#20585; or all.')
+_DEADLINE = flags.DEFINE_float(
+  'deadline', 120.0, 'Seconds after which the processes of a run are ended.'
+)
+
+# Cells of the table: of each report, by the titles of columns.
+Cells = dict[str, dict[str, str]]
+
+_REPOSITORIES = {
+  'horovod': 'horovod/horovod',
+  'keras': 'keras-team/keras',
+  'ray': 'ray-project/ray',
+  'tensorflow': 'tensorflow/tensorflow',
+}
+_TITLES = ['Report', 'What was reported']
+_HEAD = """# Reports that people filed, run again
+
+Each row is a report of TensorFlow's strategies. Its program, in
+[`tests/museum`](../tests/museum/programs.py), follows the report's symptom and structure
+on CPUs, with little data (where the report's own program could not be read, its
+symptom only), and runs with nothing but the strategy exchanged:
+`MirroredStrategy` for `RingMirroredStrategy`, `MultiWorkerMirroredStrategy` for
+`MultiWorkerRingStrategy`, `ParameterServerStrategy` for ours. Where no other result is
+named, *right* is what one device gives, within 1e-5 (2e-3 with 16 bits). A report that is
+*right* with TensorFlow's strategy has been mended since, or needs what is not here:
+GPUs, several hosts, other data.
+
+```bash
+PYTHONPATH=. python -m tests.museum.run  # Two columns, for this TensorFlow.
+```
+
+"""
+_FOOT = """
+Not in the table, since the reports were not found in what could be read: {}.
+"""
+
+
+def titles(tensorflow: str, keras_version: str) -> dict[str, str]:
+  """Of the columns of one TensorFlow, by side."""
+  where = f'TensorFlow {tensorflow}, Keras {keras_version}'
+  return {running.STOCK: where, running.OURS: f'ours with {tensorflow}'}
+
+
+def read(page: str) -> Cells:
+  """The cells of a page's table; none if it has no table."""
+  lines = [line for line in page.splitlines() if line.startswith('| ')]
+  if not lines:
+    return {}
+  head, *rows = [
+    [c.strip() for c in line.strip('|').split(' | ')] for line in lines
+  ]
+  return {
+    row[0].partition(']')[0].strip('['): dict(
+      zip(head[2:], row[2:], strict=True)
+    )
+    for row in rows
+  }
+
+
+def write(cells: Mapping[str, Mapping[str, str]]) -> str:
+  """The page with a table of these cells."""
+  columns = list(dict.fromkeys(c for row in cells.values() for c in row))
+  rows = [[*_TITLES, *columns]]
+  for exhibit in exhibits.EXHIBITS:
+    row = cells.get(exhibit.report, {})
+    found = [row.get(column, 'not run') for column in columns]
+    rows.append([_link(exhibit.report), exhibit.symptom, *found])
+  lines = [f'| {" | ".join(row)} |' for row in rows]
+  lines.insert(1, '|---' * len(rows[0]) + '|')
+  missing = ', '.join(map(_link, exhibits.NOT_FOUND))
+  return _HEAD + '\n'.join(lines) + '\n' + _FOOT.format(missing)
+
+
+def _link(report):
+  project, _, number = report.partition('#')
+  repository = _REPOSITORIES[project]
+  return f'[{report}](https://github.com/{repository}/issues/{number})'
+
+
+def main(argv: list[str]) -> None:
+  """Runs exhibits, and writes the page after each."""
+  if len(argv) > 1:
+    raise app.UsageError(f'Expected flags only, got {argv[1:]}.')
+  cells = {}
+  if os.path.exists(_PAGE.value):
+    with open(_PAGE.value, encoding='utf-8') as f:
+      cells = read(f.read())
+  columns = titles(tf.__version__, keras.__version__)
+  names = _ONLY.value or [exhibit.report for exhibit in exhibits.EXHIBITS]
+  for exhibit in map(running.by_report, names):
+    for side, column in columns.items():
+      finding = running.find(exhibit, side, _DEADLINE.value)
+      cells.setdefault(exhibit.report, {})[column] = finding.text
+      print(f'{exhibit.report}, {side}: {finding.text}', flush=True)
+    with open(_PAGE.value, 'w', encoding='utf-8') as f:
+      f.write(write(cells))
+
+
+if __name__ == '__main__':
+  app.run(main)
