@@ -94,8 +94,8 @@ EXHIBITS = (
   Exhibit(
     'keras#18624',
     '`iterations` and the learning rate have no aggregation, so that '
-    'parameter servers with several GPUs a worker fail. (Here each worker has '
-    'one CPU.)',
+    'parameter servers with several GPUs a worker fail. (Here in `fit`, '
+    'with one CPU a worker.)',
     programs.fit_on_servers,
     'servers',
   ),

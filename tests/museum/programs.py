@@ -231,7 +231,7 @@ def evaluated_by_hand(strategy):
 
 
 def sequences(strategy):
-  """Convolutions over sequences with BatchNormalization; a last batch of 1."""
+  """Convolutions over sequences with BatchNormalization; no replica is empty."""
 
   def make():
     return keras.Sequential(
@@ -246,7 +246,7 @@ def sequences(strategy):
       ]
     )
 
-  x, y = _rows(49, 48)
+  x, y = _rows(50, 48)
   return _train(strategy, make, x.reshape(-1, 12, 4), y, optimizer=_adam)
 
 

@@ -45,7 +45,7 @@ symptom only), and runs with nothing but the strategy exchanged:
 `MultiWorkerRingStrategy`, `ParameterServerStrategy` for ours. Where no other result is
 named, *right* is what one device gives, within 1e-5 (2e-3 with 16 bits). A report that is
 *right* with TensorFlow's strategy has been mended since, or needs what is not here:
-GPUs, several hosts, other data.
+GPUs, several hosts, other data. On CPUs an error may be another than the one reported.
 
 ```bash
 PYTHONPATH=. python -m tests.museum.run  # Two columns, for this TensorFlow.
