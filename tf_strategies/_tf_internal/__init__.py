@@ -15,6 +15,7 @@ from tf_strategies._tf_internal.loading import load as _load
 from tf_strategies._tf_internal.tracing import (  # noqa: F401  For all others.
   ResourceVariable,
   TrackedAsAnother,
+  autograph_convert,
   compiled_operations,
   create_now,
   function_graph,
@@ -64,12 +65,6 @@ Function = _load(
 )
 _graph_or_parents_in_xla = _load(
   'ops.control_flow_util.GraphOrParentsInXlaContext', 'XLA calls no Python'
-)
-_control_status_ctx = _load(
-  'autograph.core.ag_ctx.control_status_ctx', 'as stock strategies convert'
-)
-_tf_convert = _load(
-  'autograph.impl.api.tf_convert', 'as stock strategies convert'
 )
 _unwrap_decorators = _load(
   'util.tf_decorator.unwrap', 'to reach the function that Keras passed'
@@ -176,21 +171,6 @@ initialized_tpu_systems = _load(
 apply_op = _load(
   'framework.op_def_library.apply_op', "XLA's ops have no public wrapper"
 )
-
-
-def autograph_convert(fn):
-  """Returns `fn` converted by AutoGraph as the caller's context asks for.
-
-  What it calls is converted as well, wherever it is called.
-  """
-  context = _control_status_ctx()
-  converted = _tf_convert(fn, context)
-
-  def call(*args, **kwargs):
-    with context:
-      return converted(*args, **kwargs)
-
-  return call
 
 
 def unwrap(fn):

@@ -21,6 +21,12 @@ _func_graph_from_py_func = load(
   'framework.func_graph.func_graph_from_py_func',
   'the graph of a step, before it is split',
 )
+_control_status_ctx = load(
+  'autograph.core.ag_ctx.control_status_ctx', 'as stock strategies convert'
+)
+_tf_convert = load(
+  'autograph.impl.api.tf_convert', 'as stock strategies convert'
+)
 
 # Attribute of an operation that says what it computes.
 _LABEL = '_tfs_label'
@@ -37,6 +43,21 @@ def compiled_operations(device: str) -> frozenset[str]:
   """The types of operations that XLA compiles for a device."""
   names = _compiled_operations['gpu' if 'gpu' in device.lower() else 'cpu']()
   return frozenset(map(tf.compat.as_str, names))
+
+
+def autograph_convert(fn):
+  """Returns `fn` converted by AutoGraph as the caller's context asks for.
+
+  What it calls is converted as well, wherever it is called.
+  """
+  context = _control_status_ctx()
+  converted = _tf_convert(fn, context)
+
+  def call(*args, **kwargs):
+    with context:
+      return converted(*args, **kwargs)
+
+  return call
 
 
 def trace(name: str, fn, args):

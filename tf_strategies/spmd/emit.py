@@ -339,7 +339,7 @@ class Emitter:
     with tf.device(None):
       function = compute.get_concrete_function(
         {name: tf.TensorSpec([], t.dtype) for name, t in rows[0].items()},
-        [_spec(values) for values in given.values()],
+        [site_lib.spec_of(values) for values in given.values()],
       )
     for site, own_rows, arguments in zip(sites, rows, columns, strict=True):
       with tf.device(site.device):
@@ -442,14 +442,6 @@ class Emitter:
       with tf.device(site.device):
         results.append(reduce(value, 0))
     return results
-
-
-def _spec(values: Sequence[tf.Tensor]) -> tf.TensorSpec:
-  """Of tensors that differ in lengths."""
-  shape = values[0].shape
-  for value in values:
-    shape = shape.most_specific_compatible_shape(value.shape)
-  return tf.TensorSpec(shape, values[0].dtype)
 
 
 def _acts(node) -> bool:

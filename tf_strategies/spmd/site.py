@@ -306,3 +306,11 @@ def set_own_shape(built: tf.Tensor, tensor: Tensor, kind) -> None:
   if isinstance(kind, Split):
     own[kind.axis] = None
   built.set_shape(own)
+
+
+def spec_of(values: Sequence[tf.Tensor]) -> tf.TensorSpec:
+  """Of tensors that differ in lengths."""
+  shape = values[0].shape
+  for value in values:
+    shape = shape.most_specific_compatible_shape(value.shape)
+  return tf.TensorSpec(shape, values[0].dtype)
