@@ -70,7 +70,7 @@ def loop_in_a_function(strategy):
 def loop_over_fed_batches_in_a_function(strategy):
   dataset = tf.data.Dataset.from_tensor_slices(_data()).batch(4)
   dataset = strategy.experimental_distribute_dataset(dataset)
-  tf.function(lambda dataset: [b for b in dataset][0])(dataset)
+  tf.function(lambda dataset: next(iter(dataset)))(dataset)
 
 
 def unknown_optimizer(strategy):
