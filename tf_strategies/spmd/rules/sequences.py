@@ -43,15 +43,19 @@ def _from_tensor(context: Context) -> Decision | None:
   value, _ = context.inputs
   if value.dims is None:
     return None
-  elements = value.dims[1:]
-  if isinstance(value.kind, Split):
-    if value.kind.axis == 0:
+  elements, wanted = value.dims[1:], value.kind
+  axes = [i for i, d in enumerate(elements) if d is not None and d.has_batch]
+  if wanted == WHOLE and axes:
+    # Such as zeros, the gradients of elements that nobody used: a loop adds
+    # rows to them, and a list cannot be cut later.
+    wanted = Split(axes[0] + 1)
+  kind = wanted
+  if isinstance(wanted, Split):
+    if wanted.axis == 0:
       return None
-    kind = Split(value.kind.axis - 1)
-  else:
-    kind = value.kind
+    kind = Split(wanted.axis - 1)
   return Decision(
-    [value.kind, WHOLE],
+    [wanted, WHOLE],
     [Value(Listed(kind), elements)],
     _with_element_shape(context, 1),
   )
