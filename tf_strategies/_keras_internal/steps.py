@@ -216,9 +216,8 @@ def _build_from_specs(build):
     if not getattr(strategy.extended, 'builds_from_specs', False):
       return build(self, iterator, data_batch)
     own_step = getattr(type(self).train_step, '__module__', '')
-    if strategy.extended.makes_variables_in_steps and not (
-      own_step.startswith('keras.')
-    ):
+    is_own = not own_step.startswith('keras.')
+    if is_own and strategy.extended.makes_variables_in_steps:
       # What a step of the user's own does with a batch, only it knows. What it
       # needs is made when it is traced, as on one device.
       return None
@@ -238,7 +237,13 @@ def _build_from_specs(build):
           if compiled is not None and not compiled.built:
             stack.callback(setattr, compiled, 'built', False)
             compiled.built = True
-      return build(self, None, data_batch)
+      try:
+        return build(self, None, data_batch)
+      except Exception:
+        if not is_own or not self.weights:
+          raise
+        # A model that is not called as Keras would, and has its variables.
+        return None
 
   return build_from_specs
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tf_strategies import errors
 from tf_strategies.spmd import kinds
 from tf_strategies.spmd.kinds import (
   AS_IS,
@@ -26,7 +27,7 @@ from tf_strategies.spmd.kinds import (
   Split,
   Value,
 )
-from tf_strategies.spmd.program import GRADIENT, Node, Program, Tensor
+from tf_strategies.spmd.program import GRADIENT, Node, Program, Tensor, flatten
 
 _MAX_PASSES = 50
 
@@ -235,6 +236,38 @@ def make(
       raise NeedsExchangeError(f'{names} are parts of sums')
     forced = forced | wanted
   raise AssertionError('the plan does not settle')
+
+
+def why_rows_meet(
+  graph, num_batched: int, outputs: Sequence[tf.Tensor]
+) -> str | None:
+  """Why workers that share rows and never meet would compute something else.
+
+  Args:
+    graph: of a function whose first `num_batched` inputs have rows.
+    outputs: tensors of it that are rows, or sums or means over them; what they do
+      not need is left out.
+
+  Returns:
+    The operation that needs all rows; None if there is none.
+  """
+  whole = flatten(graph, graph.inputs, outputs)
+  needed = {tensor.node for tensor in whole.outputs}
+  for node in reversed(whole.nodes):
+    if node in needed:
+      needed.update(tensor.node for tensor in node.inputs)
+  arguments = [
+    Value(Split(0) if i < num_batched and t.shape.rank else WHOLE)
+    for i, t in enumerate(graph.inputs)
+  ]
+  nodes = [node for node in whole.nodes if node in needed]
+  for node in nodes:
+    node.before = []
+  try:
+    make(Program(nodes, whole.inputs, whole.outputs), arguments, may_meet=False)
+  except (NeedsExchangeError, errors.UnsupportedOptionError) as error:
+    return str(error)
+  return None
 
 
 def _meets(kind, wanted, is_forced: bool) -> bool:

@@ -177,6 +177,13 @@ def _elementwise(context: Context) -> Decision | None:
   return broadcast(context)
 
 
+@rule('Select')
+def _select(context: Context) -> Decision | None:
+  # Its condition may be a vector beside matrices, which broadcasts otherwise.
+  ranks = {t.shape.rank for t in context.node.inputs}
+  return broadcast(context) if len(ranks) == 1 else None
+
+
 @rule(*_LINEAR)
 def _sums(context: Context) -> Decision | None:
   kinds = context.kinds

@@ -260,6 +260,8 @@ def _one_hot(context: Context) -> Decision | None:
 @rule('ReverseV2')
 def _reverse(context: Context) -> Decision | None:
   value, axes = context.inputs
+  if value.kind == SUM:
+    return Decision([SUM, WHOLE], [context.out(SUM)])
   if not isinstance(value.kind, Split) or axes.numbers is None:
     return None
   at = value.kind.axis

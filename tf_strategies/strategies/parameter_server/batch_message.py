@@ -52,7 +52,7 @@ class Layout:
     """The specs of a batch as the step sees them."""
     if not self.hides_rows:
       return self.structure
-    return tf.nest.map_structure(_with_any_rows, self.structure)
+    return tf.nest.map_structure(with_any_rows, self.structure)
 
   @functools.cached_property
   def is_fixed(self) -> bool:
@@ -276,7 +276,8 @@ def _kind(spec) -> Any:
   return repr(spec)
 
 
-def _with_any_rows(spec):
+def with_any_rows(spec: tf.TypeSpec | None) -> tf.TypeSpec | None:
+  """The spec of a batch of any number of rows."""
   if spec is None:
     return None
   shape = [None, *spec.shape[1:]]

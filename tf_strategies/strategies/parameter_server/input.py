@@ -389,19 +389,15 @@ class FedDataset(_Dataset):
     return int(self.dataset.cardinality())
 
   def __iter__(self) -> Iterator[Any]:
-    return Batches(self._batches())
-
-  def _batches(self) -> Iterator[Any]:
-    # Opened when the first batch is wanted: Keras asks for an iterator at the
-    # end of each epoch, for an epoch that may never come.
+    # Opened now, as on one device: Keras asks for an iterator at the end of each
+    # epoch and drops it, and a shuffle then goes on to its next order.
     resumed = self._take_resumed()
     if resumed is None:
-      yield from self.dataset
-    else:
-      # Of the epoch's steps, `fit` reads and drops those that are done.
-      position, steps_per_epoch = resumed
-      start = position_lib.Position(position.epoch)
-      yield from start.iterate(self.dataset, steps_per_epoch)
+      return Batches(iter(self.dataset))
+    # Of the epoch's steps, `fit` reads and drops those that are done.
+    position, steps_per_epoch = resumed
+    start = position_lib.Position(position.epoch)
+    return Batches(start.iterate(self.dataset, steps_per_epoch))
 
   def __call__(self) -> Any:
     """TensorFlow's own, which its `ClusterCoordinator` makes on each worker."""

@@ -40,8 +40,9 @@ class Step:
   )
   # Why its rows cannot be shared, if that is known before it is traced.
   whole_because: str | None = None
-  # Variables that count rows.
-  counters: Callable[[], Sequence[Any]] = tuple
+  # Variables of a model's step that count rows; None for the step of a loop, in
+  # which shares are the user's to see.
+  counters: Callable[[], Sequence[Any]] | None = None
   # What it reports, computed from variables alone; None if only it knows.
   results: Callable[[], Any] | None = None
 

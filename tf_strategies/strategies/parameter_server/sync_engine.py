@@ -14,7 +14,7 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from tf_strategies import errors
+from tf_strategies import _keras_internal, errors
 from tf_strategies.strategies.parameter_server import (
   batch_message,
   input,
@@ -100,21 +100,37 @@ class SyncEngine(engine_lib.Engine):
       self._compute_whole(step, step.whole_because)
     if not step.optimizers or step in self._whole:
       return super()._discover(step, structure)
-    reasons = []
+    reasons, gradients = [], []
 
     def run(batch):
       with (
-        step.capture(step.optimizers),
+        step.capture(step.optimizers) as calls,
         step.tracing_share(tf.constant(1.0)) as found,
       ):
         outputs = step.run(batch)
       reasons.extend(found)
+      gradients.extend(g for _, grads, _ in calls for g in grads)
       return outputs
 
     discovery = worker_function.discover(run, structure, is_share=True)
-    for counter in step.counters():
-      if id(counter.value) in discovery.access.overwritten:
-        reasons.append(f'metric variable {counter.path!r} that is no sum')
+    if step.counters is not None:
+      access = discovery.access
+      paths = {id(c.value): c.path for c in step.counters()}
+      for key, variable in access.written.items():
+        if key in paths and key in access.overwritten:
+          reasons.append(f'metric variable {paths[key]!r} that is no sum')
+        elif key in paths:
+          continue
+        elif _keras_internal.is_seed_state(variable.name, variable.dtype):
+          reasons.append('random numbers, as of Dropout')
+        else:
+          reasons.append(f'{variable.name!r}, which it writes from all rows')
+      leaves = [s for s in tf.nest.flatten(structure) if s is not None]
+      if not reasons and all(isinstance(s, tf.TensorSpec) for s in leaves):
+        gradients.clear()
+        meets = worker_function.why_rows_meet(run, structure, gradients)
+        if meets:
+          reasons.append(f'what mixes rows: {meets}')
     if not discovery.are_numbers:
       reasons.append('results that are no numbers')
     if not reasons:

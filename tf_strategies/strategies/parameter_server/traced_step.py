@@ -58,7 +58,8 @@ class Access:
   # Written inside of a branch or a loop, where no state of the step can be
   # carried along: these are never held in it.
   nested_writes: _Variables = dataclasses.field(default_factory=dict)
-  # Written otherwise than by adding to them.
+  # Written; those of them that are written otherwise than by adding to them.
+  written: _Variables = dataclasses.field(default_factory=dict)
   overwritten: _Variables = dataclasses.field(default_factory=dict)
 
 
@@ -243,6 +244,7 @@ class TracedStep:
     return self._snapshot[key] if self.holds_updates else None
 
   def _look_at_write(self, variable, value) -> bool:
+    self.access.written.setdefault(id(variable), variable)
     if value is not None and variable.addition_of(value) is None:
       self.access.overwritten.setdefault(id(variable), variable)
     if self.is_nested():

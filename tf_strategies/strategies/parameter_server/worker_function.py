@@ -10,6 +10,8 @@ import numpy as np
 import tensorflow as tf
 
 from tf_strategies import _keras_internal, errors
+from tf_strategies.spmd import plan
+from tf_strategies.spmd import rules as _rules  # noqa: F401  Registers them.
 from tf_strategies.strategies.parameter_server import (
   batch_message,
   packing,
@@ -99,6 +101,7 @@ def discover(
       outputs = run_step(batch_message.pack(structure, flat))
     outputs = () if outputs is None else outputs
     outputs = tf.nest.map_structure(tf.convert_to_tensor, outputs)
+    found['tensors'] = tf.nest.flatten(outputs)
     found['outputs'] = tf.nest.map_structure(
       lambda t: tf.TensorSpec(t.shape, t.dtype), outputs
     )
@@ -106,6 +109,40 @@ def discover(
   function = concrete(trace, *batch_message.Layout(structure, 1).specs)
   _check_variables(function.graph, is_share)
   return Discovery(look.access, found['outputs'])
+
+
+def why_rows_meet(
+  run_step: Callable[[Any], Any], structure: Any, gradients: list[Any]
+) -> str | None:
+  """What in a step on some rows of a batch would need the others; None if nothing.
+
+  Args:
+    run_step: what it does with a batch; adds to `gradients` what it would apply.
+    structure: of the batch, of dense tensors.
+    gradients: an empty list.
+  """
+  look = traced_step.TracedStep(is_share=True)
+  structure = tf.nest.map_structure(batch_message.with_any_rows, structure)
+  returned = []
+
+  def trace(*flat):
+    with look.tracing():
+      outputs = run_step(batch_message.pack(structure, flat))
+    returned.extend(t for t in tf.nest.flatten(outputs) if tf.is_tensor(t))
+
+  specs = batch_message.Layout(structure, 1).specs
+  try:
+    graph = concrete(trace, *specs).graph
+  except (TypeError, ValueError) as e:
+    return f'a step that needs to know how many rows there are ({e})'
+  written = [
+    op.inputs[1]
+    for op in graph.get_operations()
+    if op.type in ('AssignVariableOp', 'AssignAddVariableOp')
+  ]
+  applied = tf.nest.flatten(gradients, expand_composites=True)
+  outputs = [t for t in [*applied, *returned, *written] if t is not None]
+  return plan.why_rows_meet(graph, len(specs), outputs)
 
 
 # What does nothing to a variable.
