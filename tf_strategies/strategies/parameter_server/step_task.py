@@ -187,10 +187,20 @@ class Reports:
       self._newest[task.step] = task
 
   def forget(self, keeps_numbers: bool = False) -> None:
-    """Forgets what is done: variables change; or what it read from is gone."""
-    self._newest.clear()
+    """Forgets what is done: variables change; or what it read from is gone.
+
+    What a step of the user's own returned does not change with variables: Keras
+    reads that of an epoch when it has evaluated.
+    """
     if not keeps_numbers:
-      self._numbers.clear()
+      for step in [s for s in self._newest if s.results is None]:
+        self.numbers(step)
+      self._numbers = {
+        step: read
+        for step, read in self._numbers.items()
+        if step.results is None
+      }
+    self._newest.clear()
 
   def of(self, task) -> Any:
     """What a step returned: `LatestNumber`s; other tensors are waited for.
