@@ -195,12 +195,26 @@ _BY_ROWS = {
   'gradient_of_pieces': _gradient(
     lambda x, w, y: tf.concat([x[:, :1] * 2.0, tf.reshape(x, [-1, 4, 6])], 1)
   ),
+  'gradient_of_cross_entropy': _gradient(
+    lambda x, w, y: tf.nn.softmax_cross_entropy_with_logits(
+      tf.tile(tf.reshape(tf.one_hot(y, 6), [-1, 1, 6]), [1, 4, 1]), x @ w
+    )
+  ),
   'gradient_of_look_up': _gradient(lambda x, w, y: tf.gather(w, y)),
   'gradient_of_loop': _gradient(lambda x, w, y: _loop(x @ w, y)[1]),
   'clipped_by_hand': lambda x, y: tf.clip_by_global_norm(
     [tf.reduce_sum(x, 0), tf.reduce_sum(x, [0, 1])], 1.0
   )[0],
 }
+# Those of them that do something else with sums, or have other ones.
+_MEET = (
+  'all_and_any',
+  'branch',
+  'clipped_by_hand',
+  'extrema',
+  'gradient_of_norm',
+  'variance',
+)
 # What needs all rows at once.
 _WHOLE = {
   'first_row': lambda x, y: x[0],
@@ -242,6 +256,19 @@ class RulesTest(tf.test.TestCase, parameterized.TestCase):
     _, gathered = run(function, _arrays(), (2, 2, 1))
     # Results that are asked for whole, and extrema, which have no other way.
     self.assertLessEqual(len(gathered), len(outputs))
+
+  @parameterized.named_parameters(*_BY_ROWS.items(), *_WHOLE.items())
+  def test_who_needs_the_rows_of_others(self, function):
+    graph = (
+      tf.function(lambda x, y: _flat(function(x, y)), autograph=False)
+      .get_concrete_function(
+        tf.TensorSpec([None, *_SHAPE[1:]]), tf.TensorSpec([None], tf.int64)
+      )
+      .graph
+    )
+    why = plan.why_rows_meet(graph, 2, graph.outputs)
+    meets = function in (*_WHOLE.values(), *map(_BY_ROWS.get, _MEET))
+    self.assertEqual(why is not None, meets, why)
 
   def test_a_wrong_rule_is_found(self):
     arrays, before = _arrays(), plan.RULES['Max']

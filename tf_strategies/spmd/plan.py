@@ -263,10 +263,19 @@ def why_rows_meet(
   nodes = [node for node in whole.nodes if node in needed]
   for node in nodes:
     node.before = []
+  program = Program(nodes, whole.inputs, whole.outputs)
   try:
-    make(Program(nodes, whole.inputs, whole.outputs), arguments, may_meet=False)
+    planned = make(program, arguments, may_meet=False)
   except (NeedsExchangeError, errors.UnsupportedOptionError) as error:
     return str(error)
+  for tensor in whole.outputs:
+    kind = planned.values[tensor].kind
+    if isinstance(kind, Part) and kind != kinds.SUM:
+      return f'{tensor.node.type} {tensor.node.name!r} is the {kind.op} of rows'
+  for node in nodes:
+    lengths = [n for t in node.inputs for n in planned.values[t].ints or ()]
+    if node.type == 'Range' and any(n.has_batch for n in lengths):
+      return f'Range {node.name!r} numbers the rows'
   return None
 
 

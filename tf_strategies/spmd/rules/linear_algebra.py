@@ -259,9 +259,11 @@ def _cross_entropy(context: Context) -> Decision | None:
   if Split(0) not in context.kinds:
     return None
   length = next(v.dims[0] for v in context.inputs if v.kind == Split(0))
+  # The gradients are as long as the logits, of which TensorFlow may know less.
+  logits = context.inputs[0].dims
   return Decision(
     [Split(0), Split(0)],
-    [context.split(0, length, 0), context.split(0, length, 1)],
+    [context.split(0, length, 0), context.split(0, length, 1, logits)],
   )
 
 

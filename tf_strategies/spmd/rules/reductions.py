@@ -174,6 +174,8 @@ def _arg_max(context: Context) -> Decision | None:
 @rule('Cumsum', 'Cumprod', 'CumulativeLogsumexp')
 def _cumulative(context: Context) -> Decision | None:
   value, axis = context.inputs
+  if value.kind == SUM and context.node.type == 'Cumsum':
+    return Decision([SUM, WHOLE], [context.out(SUM)])
   if not isinstance(value.kind, Split) or axis.numbers is None:
     return None
   if axis.numbers[0] % len(value.dims) == value.kind.axis:
