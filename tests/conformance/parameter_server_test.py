@@ -31,18 +31,17 @@ SOME_PROGRAMS = (
 )
 
 
-# What cannot be the same with two workers: statistics of a share's own rows,
-# masks that are drawn anew for each share, metrics of values that round to ties.
+# What cannot be the same with two workers: metrics of 16-bit values that round to
+# ties. What replicas would have to synchronise in a forward pass is refused.
 INEXACT_WITH_SHARES = (
-  'batch_normalization',
-  'batch_normalization_steps_per_execution',
-  'dropout_with_seed',
   'mixed_bfloat16',
   'sync_batch_normalization',
   'sync_batch_normalization_1_row',
 )
 FEW_WITH_SHARES = ('last_batch_of_1_row',)
 SOME_WITH_SHARES = (
+  'batch_normalization_steps_per_execution',
+  'dropout_with_seed',
   'embedding',
   'class_weight',
   'ema_overwrite_accumulation_steps_per_execution',

@@ -258,6 +258,61 @@ def two_outputs(strategy):
   return _fit(strategy, make, options, data)
 
 
+def rows_of_others(strategy):
+  """A loss of a number a row, each of which is beside all the others."""
+
+  def loss(y, outputs):
+    alike = ops.matmul(outputs, ops.transpose(outputs))
+    return ops.logsumexp(alike, 1) - ops.sum(outputs * y, 1)
+
+  def options():
+    return {'optimizer': harness.momentum(), 'loss': loss}
+
+  return _fit(strategy, _dense_model, options)
+
+
+def dropout(strategy):
+  def make():
+    return keras.Sequential(
+      [layers.Input([6]), layers.Dropout(0.3), layers.Dense(3, 'softmax')]
+    )
+
+  return _fit(strategy, make)
+
+
+def seeded_shuffle(strategy):
+  """Keras opens the data set at the end of each epoch, for nothing."""
+  keras.backend.clear_session()
+  keras.utils.set_random_seed(4)
+  dataset = tf.data.Dataset.from_tensor_slices(_data())
+  dataset = dataset.shuffle(_ROWS, seed=3).batch(_BATCH)
+  with harness.scope_of(strategy):
+    model = _dense_model()
+    model.compile(harness.momentum(), 'categorical_crossentropy')
+  history = model.fit(dataset, epochs=3, validation_data=dataset, verbose=0)
+  return {'history': history.history, 'weights': model.get_weights()}
+
+
+class Nested(Guide):
+  """Returns a dict in a dict, which Keras reads when it has evaluated."""
+
+  def train_step(self, data):
+    return {'inner': super().train_step(data)}
+
+
+def nested(strategy):
+  keras.backend.clear_session()
+  keras.utils.set_random_seed(4)
+  x, y = _data()
+  with harness.scope_of(strategy):
+    model = _dense_model(Nested)
+    model.compile(harness.momentum())
+  options = {'batch_size': _BATCH, 'shuffle': False, 'verbose': 0}
+  data = {'x': x, 'y': y, 'validation_data': (x, y)}
+  history = model.fit(**data, **options, epochs=2)
+  return {'history': history.history, 'weights': model.get_weights()}
+
+
 _PROGRAMS = {
   p.__name__: p
   for p in (
@@ -271,10 +326,19 @@ _PROGRAMS = {
     add_loss,
     mask,
     two_outputs,
+    rows_of_others,
+    dropout,
+    seeded_shuffle,
+    nested,
   )
 }
 # In these all workers compute a share of each batch.
-_SHARED = ('f1_score', 'metric_of_one_number', 'two_outputs')
+_SHARED = (
+  'f1_score',
+  'metric_of_one_number',
+  'seeded_shuffle',
+  'two_outputs',
+)
 
 
 def under_sync(name):
