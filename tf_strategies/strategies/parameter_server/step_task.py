@@ -193,8 +193,9 @@ class Reports:
     reads that of an epoch when it has evaluated.
     """
     if not keeps_numbers:
-      for step in [s for s in self._newest if s.results is None]:
-        self.numbers(step)
+      for step, task in list(self._newest.items()):
+        if step.results is None and task.discovery.are_numbers:
+          self.numbers(step)
       self._numbers = {
         step: read
         for step, read in self._numbers.items()
