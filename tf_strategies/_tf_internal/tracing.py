@@ -27,9 +27,19 @@ _control_status_ctx = load(
 _tf_convert = load(
   'autograph.impl.api.tf_convert', 'as stock strategies convert'
 )
+_autograph_config = load(
+  'autograph.core.config', 'what AutoGraph leaves as it is'
+)
+# Like TensorFlow and Keras, this package is left as it is: nothing in it needs
+# converting, and a traceback shows its lines.
+_autograph_config.CONVERSION_RULES += (
+  _autograph_config.DoNotConvert(__name__.partition('.')[0]),
+)
 
 # Attribute of an operation that says what it computes.
 _LABEL = '_tfs_label'
+# Of operations that hand a tensor on, the input that it is.
+_HANDED_ON = {'Identity': 0, 'Cast': 0, 'Reshape': 0, 'SelectV2': 1}
 # Of operations that call a function its attribute, and its first argument.
 _CALLED = {
   'If': ('then_branch', 1),
@@ -91,11 +101,11 @@ def _label_at(op):
 
 
 def _source(tensor):
-  """The labelled, or computed, tensor that identities and branches hand on."""
+  """The labelled, or computed, tensor that others hand on, or mask."""
   while _label_at(tensor.op) is None:
     op = tensor.op
-    if op.type in ('Identity', 'Cast', 'Reshape'):
-      tensor = op.inputs[0]
+    if op.type in _HANDED_ON:
+      tensor = op.inputs[_HANDED_ON[op.type]]
     elif op.type in _CALLED:
       name, first = _CALLED[op.type]
       called = function_graph(op.graph, op.get_attr(name).name)
