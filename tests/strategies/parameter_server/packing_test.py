@@ -192,6 +192,30 @@ class SendTest(tf.test.TestCase, parameterized.TestCase):
     # Words of a scalar and two vectors; the boolean, of one byte, is alone.
     self.assertLen(messages, 2)
 
+  def test_small_constant_integers(self):
+    # Read as float32, they are numbers that TensorFlow's threads take for zero.
+    sent = [1, np.int64(2), np.array([3, 4], np.int32)]
+
+    @tf.function(autograph=False)
+    def send(x):
+      first, *others = map(tf.constant, sent)
+      return packing.send([first, x, *others, 2 * x], 'CPU:1')
+
+    received = []
+
+    @tf.function(autograph=False)
+    def in_a_thread_of_tensorflow():
+      def call():
+        received.extend(t.numpy() for t in send(tf.constant(1.0)))
+        return 0
+
+      return tf.py_function(call, [], tf.int32)
+
+    in_a_thread_of_tensorflow()
+    self.assertLen(received, 5)
+    for value, found in zip([sent[0], 1.0, *sent[1:], 2.0], received, strict=True):
+      self.assertAllEqual(found, value)
+
   def test_one_small_tensor_travels_as_it_is(self):
     tensors = [tf.constant(1.0), tf.constant('text')]
     self.assertIs(packing.send(tensors, 'CPU:1')[0], tensors[0])

@@ -63,6 +63,10 @@ def _carrier(dtype: tf.DType) -> tf.DType:
 def _to_carrier(tensor):
   carrier = _carrier(tensor.dtype)
   if tensor.dtype != carrier:
+    # Hides constants from TensorFlow's optimizer. The bits of a small integer are
+    # a float32 below the normal ones, which it, run by threads that flush those
+    # to zero, would fold to zero.
+    tensor = tf.compat.v1.placeholder_with_default(tensor, tensor.shape)
     tensor = tf.bitcast(tensor, carrier)
   return tf.reshape(tensor, [-1])
 
