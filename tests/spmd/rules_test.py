@@ -135,6 +135,29 @@ def _rows_into_zeros(x, labels):
   )[1].stack()
 
 
+def _list_of_rows(x, labels):
+  """Written, gathered and scattered without a loop."""
+  kept = tf.TensorArray(tf.float32, 3, clear_after_read=False)
+  for i in range(3):
+    kept = kept.write(i, x[:, i] * (i + 1.0))
+  others = tf.TensorArray(tf.float32, 5, clear_after_read=False)
+  others = others.scatter([3, 1], kept.gather([2, 0]))
+  others = others.write(4, x[:, 3])
+  others = others.scatter([0, 2], tf.stack([x[:, 1], x[:, 2]]))
+  return kept.gather([2, 0]), others.stack(), others.read(1)
+
+
+def _list_of_sums(x, labels):
+  """Whole elements and sums over rows beside each other."""
+  kept = tf.TensorArray(tf.float32, 3)
+  kept = kept.write(0, 5.0).write(1, tf.reduce_sum(x)).write(2, 7.0)
+  zeros = tf.TensorArray(tf.float32, 2).unstack(tf.zeros([2]))
+  zeros = zeros.write(0, tf.reduce_mean(x))
+  ones = tf.TensorArray(tf.float32, 2).unstack(tf.ones([2]))
+  ones = ones.write(0, tf.reduce_mean(x))
+  return [tf.reduce_sum(v.stack()) for v in (kept, zeros, ones)]
+
+
 def _rank_of_rows(x, labels):
   """Rows beside every other row, as in contrastive losses."""
   flat = tf.reshape(x, [-1, 24])
@@ -182,6 +205,9 @@ _BY_ROWS = {
   'counted': lambda x, y: tf.math.unsorted_segment_sum(x, y, 6),
   'loop': _loop,
   'rows_into_zeros': _rows_into_zeros,
+  'list_of_rows': _list_of_rows,
+  'list_of_sums': _list_of_sums,
+  'gradient_of_list': _gradient(lambda x, w, y: _list_of_rows(x @ w, y)[1]),
   'branch': lambda x, y: tf.cond(
     tf.reduce_sum(x) > 0, lambda: x * 2.0, lambda: x - 1.0
   ),
@@ -213,6 +239,7 @@ _MEET = (
   'clipped_by_hand',
   'extrema',
   'gradient_of_norm',
+  'list_of_sums',
   'variance',
 )
 # What needs all rows at once.
@@ -294,6 +321,16 @@ class RulesTest(tf.test.TestCase, parameterized.TestCase):
     self.assertLen(calls, 1)
     self.assertAllClose(calls, [x.sum()], 1e-4)
     self.assertAllClose(found[0], x)
+
+  def test_rows_in_a_list_that_cannot_be_had_whole_are_refused(self):
+    def case(x, y):
+      kept = tf.TensorArray(tf.float32, 2, element_shape=[None, *_SHAPE[1:]])
+      return kept.write(0, x).write(1, 2.0 * x).concat()
+
+    with self.assertRaisesRegex(
+      errors.UnsupportedOptionError, 'TensorListConcatV2.*take tf.stack'
+    ):
+      run(case, _arrays(), (2, 2, 1))
 
   def test_a_loop_that_would_have_to_meet_is_refused(self):
     def case(x, y):

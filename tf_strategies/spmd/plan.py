@@ -349,6 +349,8 @@ class _Planner:
       level = max((self.levels[n] for n in node.before), default=0)
       for tensor, want in zip(node.inputs, decision.wants, strict=True):
         kind = self.values[tensor].kind
+        if isinstance(kind, Listed):
+          _check_list(kind, want, node)
         meets = _meets(kind, want, tensor in self.forced)
         if meets and not self._may_meet:
           raise NeedsExchangeError(
@@ -373,6 +375,18 @@ class _Planner:
     if key is not None:
       self._memo[key] = decision
     return decision
+
+
+def _check_list(kind, want, node) -> None:
+  """Raises an error if an operation wants a list whole, which cannot be given."""
+  is_taken = want == AS_IS or isinstance(want, Listed)
+  if not is_taken and kind.kind not in (None, WHOLE):
+    raise errors.UnsupportedOptionError(
+      f'{node.type} {node.name!r} of a list (such as a tf.TensorArray), of whose '
+      'elements each replica has a part,',
+      'a list that is read, written, stacked or gathered',
+      'take tf.stack or tf.concat of a Python list of the tensors',
+    )
 
 
 def _default(context) -> Decision:

@@ -213,7 +213,9 @@ class SendTest(tf.test.TestCase, parameterized.TestCase):
 
     in_a_thread_of_tensorflow()
     self.assertLen(received, 5)
-    for value, found in zip([sent[0], 1.0, *sent[1:], 2.0], received, strict=True):
+    for value, found in zip(
+      [sent[0], 1.0, *sent[1:], 2.0], received, strict=True
+    ):
       self.assertAllEqual(found, value)
 
   def test_one_small_tensor_travels_as_it_is(self):

@@ -50,6 +50,9 @@ def _from_tensor(context: Context) -> Decision | None:
     # rows to them, and a list cannot be cut later.
     wanted = Split(axes[0] + 1)
   kind = wanted
+  are_numbers = all(d is not None and d.is_number for d in elements)
+  if kind == WHOLE and are_numbers and _is_zero(context.node.inputs[0]):
+    kind = None  # Parts of a sum may be added to them.
   if isinstance(wanted, Split):
     if wanted.axis == 0:
       return None
@@ -59,6 +62,18 @@ def _from_tensor(context: Context) -> Decision | None:
     [Value(Listed(kind), elements)],
     _with_element_shape(context, 1),
   )
+
+
+def _is_zero(tensor):
+  """Whether all elements are zero, as far as the program says it."""
+  node = tensor.node
+  if node.type in ('Identity', 'Reshape', 'BroadcastTo'):
+    return _is_zero(node.inputs[0])
+  if node.type == 'Fill':
+    return _is_zero(node.inputs[1])
+  if node.type == 'Const' and tensor.dtype.is_floating:
+    return not tf.make_ndarray(node.attrs['value'].tensor).any()
+  return node.type == 'ZerosLike'
 
 
 def _element(context, value, index, wants, position, others=()):
@@ -97,8 +112,6 @@ def _added(context, value, item, wants, position):
   kind = item.kind if value.kind.kind is None else value.kind.kind
   if isinstance(kind, Split) and item.dims is None:
     return None
-  if kind == WHOLE and item.kind != WHOLE:
-    kind = item.kind if item.kind == SUM else kind
   wants[position] = kind
   dims = item.dims if item.dims is not None else value.dims
   # What every element is, if all of them are the same.
@@ -124,19 +137,72 @@ def _push_back(context: Context) -> Decision | None:
   return _added(context, value, item, [AS_IS, None], 1)
 
 
-@rule('TensorListStack')
+def _elements_of(value):
+  """What the elements of a list are that a tensor is cut into; None: unknown."""
+  if value.dims is None:
+    return None
+  kind, elements = value.kind, value.dims[1:]
+  if isinstance(kind, Split):
+    return None if kind.axis == 0 else Value(Split(kind.axis - 1), elements)
+  return Value(kind, elements) if kind in (WHOLE, SUM) else None
+
+
+@rule('TensorListScatterV2')
+def _scatter(context: Context) -> Decision | None:
+  element = _elements_of(context.inputs[0])
+  if element is None:
+    return None
+  return Decision(
+    [context.inputs[0].kind, WHOLE, WHOLE, WHOLE],
+    [Value(Listed(element.kind), element.dims)],
+    _with_element_shape(context, 2),
+  )
+
+
+@rule('TensorListScatterIntoExistingList')
+def _scatter_into(context: Context) -> Decision | None:
+  value, tensor, _ = context.inputs
+  element = _elements_of(tensor)
+  if not isinstance(value.kind, Listed) or element is None:
+    return None
+  decision = _added(context, value, element, [AS_IS, None, WHOLE], 1)
+  if decision is not None and isinstance(decision.wants[1], Split):
+    decision.wants[1] = Split(decision.wants[1].axis + 1)
+  return decision
+
+
+@rule('TensorListStack', 'TensorListGather')
 def _stack(context: Context) -> Decision | None:
+  value, *others = context.inputs
+  if not isinstance(value.kind, Listed):
+    return None
+  wants = [AS_IS, *[WHOLE for _ in others]]
+  kind = WHOLE if value.kind.kind is None else value.kind.kind
+  # The shape of the elements comes last.
+  emit = _with_element_shape(context, len(others))
+  if not isinstance(kind, Split):
+    return Decision(wants, [context.out(kind)], emit)
+  if value.dims is None or context.dims() is None:
+    return None
+  length = value.dims[kind.axis]
+  return Decision(wants, [context.split(kind.axis + 1, length)], emit)
+
+
+@rule('TensorListConcatV2')
+def _concat(context: Context) -> Decision | None:
+  """The elements one after the other, along their first axis."""
   value = context.inputs[0]
   if not isinstance(value.kind, Listed):
     return None
   kind = WHOLE if value.kind.kind is None else value.kind.kind
+  wants, lengths = [AS_IS, WHOLE, WHOLE], context.out(WHOLE, 1)
   emit = _with_element_shape(context, 1)
   if not isinstance(kind, Split):
-    return Decision([AS_IS, WHOLE], [context.out(kind)], emit)
-  if value.dims is None or context.dims() is None:
+    return Decision(wants, [context.out(kind), lengths], emit)
+  if kind.axis == 0 or value.dims is None or context.dims() is None:
     return None
-  length = value.dims[kind.axis]
-  return Decision([AS_IS, WHOLE], [context.split(kind.axis + 1, length)], emit)
+  split = context.split(kind.axis, value.dims[kind.axis])
+  return Decision(wants, [split, lengths], emit)
 
 
 @rule('TensorListLength')
@@ -159,11 +225,16 @@ def _element_shape(context: Context) -> Decision | None:
 
   def emit(site, inputs):
     shape = site.op(node, inputs)[0]
-    with tf.device('CPU:0'):
+
+    def of_all_rows():
       axis = kind.axis
       length = site.whole_length(shape[axis])
       length = tf.where(shape[axis] < 0, shape[axis], length)
-      return [tf.concat([shape[:axis], length[None], shape[axis + 1 :]], 0)]
+      return tf.concat([shape[:axis], length[None], shape[axis + 1 :]], 0)
+
+    with tf.device('CPU:0'):
+      # A list whose elements may have any rank says -1, a scalar.
+      return [tf.cond(tf.equal(tf.rank(shape), 0), lambda: shape, of_all_rows)]
 
   return Decision([AS_IS], [context.out(WHOLE, ints=dims)], emit)
 
