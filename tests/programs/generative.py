@@ -178,7 +178,8 @@ class _Wasserstein(keras.Model):
         layers.LeakyReLU(0.2),
         layers.Dropout(0.3),
         layers.Flatten(),
-        layers.Dense(1),
+        # A bias has a gradient of zero, of which Adam makes what rounding left.
+        layers.Dense(1, use_bias=False),
       ]
     )
     self.maker = keras.Sequential(

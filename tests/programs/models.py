@@ -165,7 +165,7 @@ def _application(build, **options):
       classifier_activation=None,
       **options,
     )
-    model.compile(keras.optimizers.SGD(0.01, momentum=0.9), _crossentropy())
+    model.compile(keras.optimizers.SGD(1e-4, momentum=0.9), _crossentropy())
     return _results(model, x / 127.5 - 1.0, y, 1)
 
   return program

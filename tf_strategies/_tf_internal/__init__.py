@@ -15,12 +15,14 @@ from tf_strategies._tf_internal.loading import load as _load
 from tf_strategies._tf_internal.tracing import (  # noqa: F401  For all others.
   ResourceVariable,
   TrackedAsAnother,
+  add_functions,
   autograph_convert,
   compiled_operations,
   create_now,
   function_graph,
   label,
   label_of,
+  opaque_functions,
   replica_spec,
   trace,
 )

@@ -35,6 +35,22 @@ _autograph_config = load(
 _autograph_config.CONVERSION_RULES += (
   _autograph_config.DoNotConvert(__name__.partition('.')[0]),
 )
+_random = load(
+  'ops.stateful_random_ops', 'the numbers of a tf.random.Generator'
+)
+_stream = load(
+  'ops.stateful_random_ops.get_replica_id',
+  'the numbers of a tf.random.Generator',
+)
+
+
+def _stream_of_one_device():
+  """Which numbers a `tf.random.Generator` gives: in a model's step one device's."""
+  context = tf.distribute.get_replica_context()
+  return None if getattr(context, 'is_one_device', False) else _stream()
+
+
+_random.get_replica_id = _stream_of_one_device
 
 # Attribute of an operation that says what it computes.
 _LABEL = '_tfs_label'
@@ -77,7 +93,28 @@ def trace(name: str, fn, args):
 
 def function_graph(root, name: str):
   """The graph of a function that an operation of `root`, or one below, calls."""
-  return root._get_function(name).graph  # pylint: disable=protected-access
+  return _function(root, name).graph
+
+
+def opaque_functions(root, op, attrs) -> list:
+  """The functions that an operation calls of which TensorFlow kept no graph.
+
+  Its own older loops, as in `tf.nn.ctc_loss`, have such.
+  """
+  names = [op.type]
+  names += [a.func.name for a in attrs.values() if a.func.name]
+  found = [_function(op.graph, n) or _function(root, n) for n in names]
+  return [f for f in found if f is not None and not hasattr(f, 'graph')]
+
+
+def add_functions(functions, graph) -> None:
+  """Lets operations of `graph` call these."""
+  for function in functions:
+    function.add_to_graph(graph)
+
+
+def _function(root, name):
+  return root._get_function(name)  # pylint: disable=protected-access
 
 
 def label(tensor: tf.Tensor, text: str) -> None:

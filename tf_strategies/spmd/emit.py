@@ -198,7 +198,9 @@ class Emitter:
         ask_node(tensor.node, site)
 
     def ask_node(node, site):
-      if site not in self._replicas and not self._is_whole(node):
+      acts_here = _acts(node) and _runs_at(plan, node, site)
+      is_replica = site in self._replicas
+      if not (is_replica or acts_here or self._is_whole(node)):
         site = self._replicas[0]
       if node.type != '_Argument':
         needs.nodes.setdefault(node, set()).add(site)
@@ -409,7 +411,9 @@ class Emitter:
         values = [s.real_rows(s.get(tensor), axis) for s in self._replicas]
         results = self._exchange.gather(values, axis, sites)
       elif kind.op == 'first':
-        first = [s.get(tensor) for s in self._replicas if s.is_chief]
+        # What there is one of, beside the replicas, has done it by itself.
+        found = [s for s in self._sites if s.is_chief or s.replica is None]
+        first = [s.get(tensor) for s in found if s.has(tensor)]
         results = self._exchange.first(
           first[0] if first else None, tensor, sites
         )

@@ -46,6 +46,8 @@ class Node:
   op: Any
   outputs: list[Tensor] = dataclasses.field(default_factory=list)
   bodies: dict[str, Program] = dataclasses.field(default_factory=dict)
+  # Functions that it calls, of which there is no program.
+  opaque: list = dataclasses.field(default_factory=list)
 
   @property
   def is_stateful(self) -> bool:
@@ -129,7 +131,8 @@ class _Builder:
       node = self._node(
         op.type, op.name, inputs, controls, attrs, op, op.outputs
       )
-      node.bodies = self._bodies(op)
+      node.opaque = _tf_internal.opaque_functions(self._root, op, attrs)
+      node.bodies = {} if node.opaque else self._bodies(op)
       nodes_of[op.name] = [node, *controls] if op.type == 'NoOp' else [node]
       for tensor, ours in zip(op.outputs, node.outputs, strict=True):
         tensors[id(tensor)] = ours
@@ -138,7 +141,8 @@ class _Builder:
     body = _tf_internal.function_graph(self._root, op.get_attr('f').name)
     inner = dict(zip(map(id, body.inputs), inputs, strict=True))
     self.add(body, inner, controls)
-    for tensor, result in zip(op.outputs, body.outputs, strict=True):
+    # A function may return less than its graph, which derivatives use as well.
+    for tensor, result in zip(op.outputs, body.outputs, strict=False):
       tensors[id(tensor)] = inner[id(result)]
 
   def _bodies(self, op):

@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tf_strategies import _tf_internal
 from tf_strategies.spmd import kinds
 from tf_strategies.spmd.kinds import (
   AS_IS,
@@ -183,6 +184,7 @@ class Site:
   def op(self, node: Node, inputs, attrs=None) -> list[tf.Tensor]:
     """Copies an operation, with other inputs and attributes."""
     graph = tf.compat.v1.get_default_graph()
+    _tf_internal.add_functions(node.opaque, graph)
     op = graph.create_op(
       node.type,
       list(inputs),
@@ -228,8 +230,8 @@ class Site:
   def rows_of(self, whole, wanted):
     """This replica's rows, along the axis that is wanted."""
     axis = wanted.axis
-    rank = whole.shape.rank
     with tf.device('CPU:0'):
+      rank = _rank(whole)
       shape = tf.shape(whole)
       length = shape[axis]
       begin = _share(length, self.rows.start, self.rows.total)
@@ -241,9 +243,7 @@ class Site:
       begins = tf.one_hot(axis, rank, begin, 0, dtype=tf.int32)
       sizes = tf.one_hot(axis, rank, size, -1, dtype=tf.int32)
     result = tf.slice(whole, begins, sizes)
-    static = whole.shape.as_list()
-    static[axis] = None
-    result.set_shape(static)
+    _set_shape_but(result, whole, axis)
     return result
 
   # Without rows, a replica computes with a stand-in, which must not count.
@@ -282,14 +282,27 @@ class Site:
       return tensor
     with tf.device('CPU:0'):
       length = _share(tf.shape(tensor)[axis], self.rows.real, self.rows.count)
-      rank = tensor.shape.rank
+      rank = _rank(tensor)
+      begins = tf.zeros([rank], tf.int32)
       sizes = tf.one_hot(axis, rank, length, -1, dtype=tf.int32)
     with tf.device(self.device):
-      result = tf.slice(tensor, [0] * rank, sizes)
+      result = tf.slice(tensor, begins, sizes)
+    _set_shape_but(result, tensor, axis)
+    return result
+
+
+def _rank(tensor: tf.Tensor) -> int | tf.Tensor:
+  """Known when it runs for what comes from tables and from Python."""
+  rank = tensor.shape.rank
+  return tf.rank(tensor) if rank is None else rank
+
+
+def _set_shape_but(result, tensor, axis):
+  """Tells TensorFlow that `result` is as long as `tensor` along other axes."""
+  if tensor.shape.rank is not None:
     result.set_shape(
       [None if i == axis else n for i, n in enumerate(tensor.shape)]
     )
-    return result
 
 
 def _share(length, rows, total):

@@ -28,7 +28,10 @@ _MAX_TURNS = 10
 
 
 @rule('If', 'StatelessIf', 'Case', 'StatelessCase')
-def _branches(context: Context) -> Decision:
+def _branches(context: Context) -> Decision | None:
+  if context.node.opaque:
+    return None
+
   def decide(arguments):
     plans = {n: context.plan_body(n, arguments) for n in context.node.bodies}
     return _decision(context, arguments, plans, _joined(context, plans))
@@ -152,7 +155,9 @@ def _with_result(build):
 
 
 @rule('While', 'StatelessWhile')
-def _loop(context: Context) -> Decision:
+def _loop(context: Context) -> Decision | None:
+  if context.node.opaque:
+    return None
   body = context.node.bodies['body']
   constant = [
     given is returned

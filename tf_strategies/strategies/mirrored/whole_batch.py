@@ -38,6 +38,8 @@ def is_active() -> bool:
 class _OneDevice(tf.distribute.ReplicaContext):
   """The only replica there is, to what a step asks."""
 
+  is_one_device = True
+
   def __init__(self, strategy):
     super().__init__(
       strategy, strategy.extended._get_replica_id_in_sync_group(0)
