@@ -13,13 +13,13 @@ from absl.testing import parameterized
 
 from tests import processes, tiers
 from tests.conformance import harness
-from tests.programs import inputs, runner, steps
+from tests.programs import inputs, runner, state, steps
 
 # Three minutes on two quiet cores.
 _DEADLINE_SECONDS = 280
 
 # Whole models take ten seconds each: `make soak` trains them all.
-_PROGRAMS_OF_WORKERS = {**steps.PROGRAMS, **inputs.PROGRAMS}
+_PROGRAMS_OF_WORKERS = {**steps.PROGRAMS, **inputs.PROGRAMS, **state.PROGRAMS}
 _SHORT_PROGRAMS = (
   *_PROGRAMS_OF_WORKERS,
   'bilstm',

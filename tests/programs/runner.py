@@ -24,6 +24,7 @@ from tests.programs import (
   loops,
   models,
   objectives,
+  state,
   steps,
   tables,
   training,
@@ -31,6 +32,7 @@ from tests.programs import (
 
 PROGRAMS = {
   **steps.PROGRAMS,
+  **state.PROGRAMS,
   **inputs.PROGRAMS,
   **models.PROGRAMS,
   **generative.PROGRAMS,

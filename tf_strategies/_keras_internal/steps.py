@@ -223,7 +223,9 @@ def _build_from_specs(build):
       return None
     if iterator is not None:
       data_batch = keras.tree.map_structure(
-        _tf_internal.replica_spec,
+        lambda spec: _tf_internal.whole_spec(
+          spec, strategy.num_replicas_in_sync
+        ),
         iterator._distributed_dataset.element_spec,
       )
       parts = keras.tree.flatten(data_batch)

@@ -18,13 +18,14 @@ from tf_strategies._tf_internal.tracing import (  # noqa: F401  For all others.
   add_functions,
   autograph_convert,
   compiled_operations,
+  copy_handle_data,
   create_now,
   function_graph,
   label,
   label_of,
   opaque_functions,
-  replica_spec,
   trace,
+  whole_spec,
 )
 
 MirroredExtended = _load(

@@ -21,6 +21,10 @@ _func_graph_from_py_func = load(
   'framework.func_graph.func_graph_from_py_func',
   'the graph of a step, before it is split',
 )
+copy_handle_data = load(
+  'ops.handle_data_util.copy_handle_data',
+  'the shape of the variable that a handle stands for',
+)
 _control_status_ctx = load(
   'autograph.core.ag_ctx.control_status_ctx', 'as stock strategies convert'
 )
@@ -189,7 +193,15 @@ def create_now(**kwargs):
   )
 
 
-def replica_spec(spec: tf.TypeSpec) -> tf.TypeSpec | None:
-  """Of a replica's part of a distributed value; None for an empty optional."""
-  spec = getattr(spec, '_value_specs', (spec,))[0]
-  return None if isinstance(spec, tf.OptionalSpec) else spec
+def whole_spec(spec: tf.TypeSpec, num_replicas: int) -> tf.TypeSpec | None:
+  """Of a batch of which replicas have parts; None for an empty optional."""
+  parts = getattr(spec, '_value_specs', (spec,))
+  if isinstance(parts[0], tf.OptionalSpec):
+    return None
+  if parts[0] is spec or not isinstance(parts[0], tf.TensorSpec):
+    return parts[0]
+  lengths = {part.shape[:1].num_elements() for part in parts}
+  if len(lengths) > 1 or None in lengths or not parts[0].shape.rank:
+    return parts[0]
+  shape = [lengths.pop() * num_replicas, *parts[0].shape[1:]]
+  return tf.TensorSpec(shape, parts[0].dtype)

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
+from tf_strategies import _tf_internal
 from tf_strategies.spmd import kinds
 from tf_strategies.spmd import plan as plan_lib
 from tf_strategies.spmd import program as program_lib
@@ -327,10 +328,11 @@ class Emitter:
     @tf.function(autograph=False, jit_compile=block.is_compiled or None)
     def compute(rows, arguments):
       template = sites[0].template(rows)
-      for key, argument in zip(given, arguments, strict=True):
+      for (key, values), argument in zip(given.items(), arguments, strict=True):
         if isinstance(key, tuple):
           template.tensors[key] = argument
         else:
+          _tf_internal.copy_handle_data(values[0], argument)
           template.handles[key] = argument
       for node in block.nodes:
         self._build(node, template)

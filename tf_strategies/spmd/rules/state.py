@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
+from tf_strategies import errors
 from tf_strategies.spmd.kinds import SUM, WHOLE, Split, Value
 from tf_strategies.spmd.plan import Context, Decision, rule
 
@@ -84,6 +85,13 @@ def _gather(context: Context) -> Decision | None:
 )
 def _update(context: Context) -> Decision:
   """Every copy of the variable gets the same update."""
+  if any(v.resource is not None and v.resource.is_part for v in context.inputs):
+    raise errors.UnsupportedOptionError(
+      f'{context.node.type} {context.node.name!r} of a variable that is summed '
+      'over replicas, such as a metric has,',
+      'assign, assign_add or assign_sub there',
+      'write the whole variable: v.assign_add(tf.scatter_nd(...))',
+    )
   return context.whole()
 
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tf_strategies import _keras_internal, _tf_internal
 from tf_strategies.cross_device import statistics
-from tf_strategies.strategies.mirrored import replica_run
+from tf_strategies.strategies.mirrored import replica_run, whole_batch
 
 
 class _Number:
@@ -45,6 +45,36 @@ class MirroredVariable(_Number, _tf_internal.MirroredVariable):
     if self.aggregation == first_only and not extended._use_merge_call():
       return update_fn(self._get_on_device_or_primary(), value, **kwargs)
     return super()._update_replica(update_fn, value, **kwargs)
+
+
+def _scattered(name: str):
+  """A write of some rows, which in a model's step is one device's."""
+
+  def write(self, *args, **kwargs):
+    variable = super(MirroredVariable, self)
+    if whole_batch.is_active():
+      variable = self._get_on_device_or_primary()
+    return getattr(variable, name)(*args, **kwargs)
+
+  write.__name__ = name
+  write.__doc__ = f'As `tf.Variable.{name}`.'
+  return write
+
+
+for _name in (
+  'batch_scatter_update',
+  'scatter_add',
+  'scatter_div',
+  'scatter_max',
+  'scatter_min',
+  'scatter_mul',
+  'scatter_nd_add',
+  'scatter_nd_sub',
+  'scatter_nd_update',
+  'scatter_sub',
+  'scatter_update',
+):
+  setattr(MirroredVariable, _name, _scattered(_name))
 
 
 class SeedVariable(MirroredVariable):

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from absl import logging
 
 from tf_strategies import _tf_internal, errors
 from tf_strategies.spmd import emit, kinds, plan, program
@@ -157,19 +158,19 @@ class Step:
     if tf.executing_eagerly():
       return self._run_eagerly(fn, data, leaves)
     specs = [_spec_of(leaf) for leaf in leaves]
-    graph = self._trace(fn, data, leaves, specs)
     sites = self._sites(leaves)
-    inputs, arguments, values = self._arguments(graph, leaves, specs, sites)
-    outputs = [
-      t
-      for t in tf.nest.flatten(graph.structured_outputs, expand_composites=True)
-      if t is not None
-    ]
-    traced = program.flatten(graph, inputs, outputs)
-    for tensor, argument in zip(traced.inputs, arguments, strict=True):
-      for site, built in argument.items():
-        site.tensors[tensor, kinds.AS_IS] = built
-    planned = plan.make(traced, values)
+    try:
+      graph = self._trace(fn, data, leaves, specs)
+    except (AssertionError, TypeError, ValueError) as error:
+      specs, graph = self._trace_with_length(fn, data, leaves, specs, error)
+      planned = self._plan(graph, leaves, specs, sites, is_whole=True)
+    else:
+      try:
+        planned = self._plan(graph, leaves, specs, sites)
+      except errors.UnsupportedOptionError as error:
+        self._warn_of_whole(error)
+        planned = self._plan(graph, leaves, specs, sites, is_whole=True)
+    traced = planned.program
     wanted = [(t, self._wanted(planned, t)) for t in traced.outputs]
     if self._extended.applies_all_or_none:
       planned.defer_writes(wanted)
@@ -180,6 +181,59 @@ class Step:
     results = emitter.run(wanted)
     self._extended.count_reads(self._reads)
     return self._pack(graph, wanted, results)
+
+  def _plan(self, graph, leaves, specs, sites, is_whole=False):
+    """Who computes what; with `is_whole` each replica does all of it."""
+    inputs, arguments, values = self._arguments(
+      graph, leaves, specs, sites, is_whole
+    )
+    outputs = [
+      t
+      for t in tf.nest.flatten(graph.structured_outputs, expand_composites=True)
+      if t is not None
+    ]
+    traced = program.flatten(graph, inputs, outputs)
+    planned = plan.make(traced, values)
+    for tensor, argument in zip(traced.inputs, arguments, strict=True):
+      for site, built in argument.items():
+        site.tensors[tensor, kinds.AS_IS] = built
+    return planned
+
+  def _warn_of_whole(self, reason):
+    logging.warning(
+      'Each replica computes all rows of the batch of a %s step, which gives what '
+      'one device computes and takes as long: %s',
+      self._kind,
+      reason,
+    )
+
+  def _trace_with_length(self, fn, data, leaves, specs, error):
+    """The specs and the graph of a step that needs the length of the batch.
+
+    Raises:
+      Exception: `error`, if that was not what the step missed.
+    """
+    counts, _ = self._extended.places_of_rows(leaves)
+    if isinstance(error, errors.Error) or not all(
+      isinstance(n, int) for n in counts
+    ):
+      raise error
+
+    def with_length(spec):
+      if not isinstance(spec, tf.TensorSpec) or not spec.shape.rank:
+        return spec
+      return tf.TensorSpec([sum(counts), *spec.shape[1:]], spec.dtype)
+
+    specs = [with_length(spec) for spec in specs]
+    try:
+      graph = self._trace(fn, data, leaves, specs)
+    except Exception:
+      raise error from None
+    self._warn_of_whole(
+      f'it needs the length of a batch before it runs ({error!r}). Let it read '
+      'keras.ops.shape(x)[0] or tf.shape(x)[0] instead of x.shape[0]'
+    )
+    return specs, graph
 
   def _trace(self, fn, data, leaves, specs):
     def step(tensors):
@@ -281,7 +335,7 @@ class Step:
       sites.append(site_lib.Site(home, sites[0].rows, is_home=True))
     return sites
 
-  def _arguments(self, graph, leaves, specs, sites):
+  def _arguments(self, graph, leaves, specs, sites, is_whole):
     """The graph's inputs: tensors, what stands for them at sites, what they are."""
     inputs, arguments, values = [], [], []
     placeholders = iter(graph.inputs)
@@ -297,7 +351,7 @@ class Step:
     for leaf, spec in zip(leaves, specs, strict=True):
       if spec is None:
         continue
-      if not isinstance(spec, tf.TensorSpec):
+      if is_whole or not isinstance(spec, tf.TensorSpec):
         whole = self._whole(leaf, sites)
         for part in tf.nest.flatten(whole, expand_composites=True):
           add(dict.fromkeys(sites, part), kinds.WHOLE)

@@ -74,6 +74,8 @@ class Placement:
 class ReplicaContext(tf.distribute.ReplicaContext):
   """The context of the one replica that a worker is; sends its gradients."""
 
+  is_one_device = True
+
   def all_reduce(self, reduce_op, value, options=None):
     """The value itself: each worker is the only replica of its step."""
     del reduce_op, options

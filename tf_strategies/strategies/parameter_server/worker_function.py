@@ -107,6 +107,7 @@ def discover(
     )
 
   function = concrete(trace, *batch_message.Layout(structure, 1).specs)
+  _check_python(function.graph)
   _check_variables(function.graph, is_share)
   return Discovery(look.access, found['outputs'])
 
@@ -145,8 +146,25 @@ def why_rows_meet(
   return plan.why_rows_meet(graph, len(specs), outputs)
 
 
+_PYTHON = frozenset(('EagerPyFunc', 'PyFunc', 'PyFuncStateless'))
 # What does nothing to a variable.
 _READS = frozenset(('ReadVariableOp', 'ResourceGather', 'ResourceGatherNd'))
+
+
+def _check_python(graph) -> None:
+  """Refuses calls of this process's Python, which a worker cannot make."""
+  definition = graph.as_graph_def()
+  nodes = list(definition.node)
+  for function in definition.library.function:
+    nodes += function.node_def
+  for node in nodes:
+    if node.op in _PYTHON:
+      raise errors.UnsupportedOptionError(
+        f'{node.op} {node.name!r} (tf.numpy_function or tf.py_function) in a '
+        'step on workers',
+        "TensorFlow's operations, since the function is in this process",
+        'call it in the tf.data pipeline, or write it with tf or keras.ops',
+      )
 
 
 def _check_variables(graph, is_share: bool) -> None:

@@ -1,0 +1,222 @@
+"""Programs that keep something from step to step, or need a batch as a whole.
+
+Layers with a state for each row of a batch, tables, queues and generators of
+random numbers, lists, loops of TensorFlow's own, and steps that read `x.shape[0]`.
+"""
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+layers, losses, ops = keras.layers, keras.losses, keras.ops
+_ROWS = 78  # Two batches of 32, and one of 14.
+_CLASSES = 4
+
+
+def _points(rows=_ROWS):
+  rng = np.random.default_rng(5)
+  x = rng.normal(size=(rows, 6)).astype('f4')
+  return x, rng.integers(0, _CLASSES, rows)
+
+
+def _per_row(y, outputs):
+  return losses.sparse_categorical_crossentropy(y, outputs, from_logits=True)
+
+
+class _Own(keras.Model):
+  """A model with a `train_step` of which a subclass says the loss."""
+
+  def __init__(self):
+    super().__init__(name=type(self).__name__.strip('_').lower())
+    self.hidden, self.head = layers.Dense(8, 'tanh'), layers.Dense(_CLASSES)
+
+  def call(self, x):
+    return self.head(self.hidden(x))
+
+  def loss_of(self, x, y):
+    """The number whose gradient is taken."""
+    return ops.mean(_per_row(y, self(x)))
+
+  def train_step(self, data):
+    x, y = data
+    with tf.GradientTape() as tape:
+      loss = self.loss_of(x, y)
+    weights = self.trainable_weights
+    gradients = tape.gradient(loss, weights)
+    self.optimizer.apply_gradients(zip(gradients, weights, strict=True))
+    return {'value': loss, **self.after(x, y)}
+
+  def after(self, x, y):
+    """What is kept of a batch, and reported."""
+    del x, y
+    return {}
+
+
+def _fit(model, rows=_ROWS, drop_remainder=False):
+  model(np.zeros([1, 6], 'f4'))
+  model.compile(keras.optimizers.SGD(0.1))
+  data = tf.data.Dataset.from_tensor_slices(_points(rows))
+  history = model.fit(data.batch(32, drop_remainder), epochs=2, verbose=0)
+  return history.history, model.get_weights()
+
+
+class _Generator(_Own):
+  """Noise from TensorFlow's generator of random numbers."""
+
+  def __init__(self):
+    super().__init__()
+    self.random = tf.random.Generator.from_seed(3)
+
+  def loss_of(self, x, y):
+    return super().loss_of(x + 0.1 * self.random.normal(tf.shape(x)), y)
+
+
+def _random_generator():
+  model = _Generator()
+  return _fit(model), model.random.normal([2]).numpy()
+
+
+class _Table(_Own):
+  """Rows count more the worse their class was in the batch before."""
+
+  def __init__(self):
+    super().__init__()
+    self.of_class = tf.lookup.experimental.MutableHashTable(
+      tf.int64, tf.float32, default_value=0.0
+    )
+
+  def loss_of(self, x, y):
+    return ops.mean(_per_row(y, self(x)) * (1.0 + self.of_class.lookup(y)))
+
+  def after(self, x, y):
+    found = tf.math.unsorted_segment_mean(_per_row(y, self(x)), y, _CLASSES)
+    self.of_class.insert(y, tf.gather(found, y))
+    return {'sum': tf.reduce_sum(self.of_class.lookup(y))}
+
+
+class _Queue(_Own):
+  """Contrast with the rows of earlier batches, as in MoCo."""
+
+  def __init__(self):
+    super().__init__()
+    self.keys = self.add_weight(shape=[40, 8], trainable=False)
+    self.seen = self.add_weight(
+      shape=[_CLASSES], initializer='zeros', dtype='int32', trainable=False
+    )
+    self.next = self.add_weight(
+      shape=[], initializer='zeros', dtype='int32', trainable=False
+    )
+
+  def loss_of(self, x, y):
+    alike = tf.matmul(self.hidden(x), self.keys, transpose_b=True)
+    return super().loss_of(x, y) + 0.1 * ops.mean(ops.logsumexp(alike, 1))
+
+  def after(self, x, y):
+    rows = tf.shape(x)[0]
+    places = (self.next + tf.range(rows)) % 40
+    self.keys.value.scatter_nd_update(places[:, None], self.hidden(x))
+    self.next.assign((self.next + rows) % 40)
+    ones = tf.IndexedSlices(tf.ones_like(y, tf.int32), y)
+    self.seen.value.scatter_add(ones)
+    return {'norm': tf.norm(self.keys)}
+
+
+class _Lists(_Own):
+  """Keeps several outputs, and their losses, in lists."""
+
+  def loss_of(self, x, y):
+    kept = tf.TensorArray(tf.float32, 3, element_shape=[None, _CLASSES])
+    means = tf.TensorArray(tf.float32, 4, clear_after_read=False).write(3, 2.0)
+    for i in range(3):
+      outputs = self(x) * (i + 1.0)
+      kept = kept.write(i, outputs)
+      means = means.write(i, ops.mean(_per_row(y, outputs)))
+    # A prior over all rows of all outputs: rows behind rows.
+    prior = tf.reduce_mean(tf.nn.softmax(tf.stop_gradient(kept.concat())), 0)
+    weighted = _per_row(y, self(x)) * tf.gather(prior, y)
+    return tf.reduce_sum(means.gather([3, 0, 2])) + ops.mean(weighted)
+
+
+class _ForwardMode(_Own):
+  """A derivative along a direction, by forward-mode differentiation."""
+
+  def loss_of(self, x, y):
+    with tf.autodiff.ForwardAccumulator(x, tf.ones_like(x)) as forward:
+      outputs = self(x)
+    slope = ops.mean(ops.square(forward.jvp(outputs)))
+    return ops.mean(_per_row(y, outputs)) + 0.1 * slope
+
+
+class _StaticLength(_Own):
+  """Knows how long a batch is when the step is written."""
+
+  def loss_of(self, x, y):
+    rows = x.shape[0]
+    weights = np.linspace(0.1, 1, rows).astype('f4')
+    return ops.sum(_per_row(y, self(x)) * weights) / rows
+
+
+class _InPython(_Own):
+  """Asks Python for numbers whose shape it does not tell."""
+
+  def loss_of(self, x, y):
+    found = _per_row(y, self(x))
+    ranks = tf.numpy_function(
+      lambda a: a.argsort().argsort().astype('f4'), [found], tf.float32
+    )
+    return ops.mean(found * ops.stop_gradient(ranks)) + tf.py_function(
+      lambda a: tf.reduce_mean(a) * tf.reduce_max(a), [found], tf.float32
+    )
+
+
+def _captcha():
+  """Keras's example of reading captchas: a loop of TensorFlow's own."""
+  rng = np.random.default_rng(6)
+  images = rng.random((_ROWS, 8, 12, 1)).astype('f4')
+  labels = rng.integers(0, 5, (_ROWS, 3))
+  model = keras.Sequential(
+    [
+      layers.Input([8, 12, 1]),
+      layers.Conv2D(4, 3, activation='tanh', padding='same'),
+      layers.Permute((2, 1, 3)),
+      layers.Reshape((12, 32)),
+      layers.Bidirectional(layers.LSTM(4, return_sequences=True)),
+      layers.Dense(6),
+    ]
+  )
+  model.compile(keras.optimizers.Adam(1e-2), losses.CTC())
+  history = model.fit(
+    images, labels + 1, 32, 2, shuffle=False, verbose=0, validation_split=0.2
+  )
+  outputs = model.predict(images, 32, verbose=0)
+  return history.history, outputs, model.get_weights()
+
+
+def _stateful_rnn():
+  """A state for each row of a batch, which the next batch goes on with."""
+  rng = np.random.default_rng(7)
+  x = rng.normal(size=(32, 5, 4)).astype('f4')
+  y = rng.normal(size=(32, 1)).astype('f4')
+  model = keras.Sequential(
+    [
+      layers.Input(batch_shape=(8, 5, 4)),
+      layers.GRU(4, stateful=True),
+      layers.Dense(1),
+    ]
+  )
+  model.compile(keras.optimizers.SGD(0.1), 'mse')
+  history = model.fit(x, y, 8, 2, shuffle=False, verbose=0)
+  return history.history, model.get_weights()
+
+
+PROGRAMS = {
+  'captcha': _captcha,
+  'stateful_rnn': _stateful_rnn,
+  'random_generator': _random_generator,
+  'hash_table': lambda: _fit(_Table()),
+  'queue': lambda: _fit(_Queue()),
+  'lists': lambda: _fit(_Lists()),
+  'forward_mode': lambda: _fit(_ForwardMode()),
+  'static_length': lambda: _fit(_StaticLength(), 64, drop_remainder=True),
+  'in_python': lambda: _fit(_InPython()),
+}
