@@ -63,10 +63,20 @@ _keys = itertools.count(1)
 
 
 class Batches:
-  """An iterator over what steps are begun with, on the coordinator."""
+  """An iterator over what steps are begun with, on the coordinator.
 
-  def __init__(self, batches: Iterator[Any]):
+  `hides_rows` says whether steps must not know how many rows there are, as on
+  one device: the data set does not tell.
+  """
+
+  def __init__(self, batches: Iterator[Any], element_spec: Any = None):
     self._batches = batches
+    specs = tf.nest.flatten(element_spec)
+    self.hides_rows = any(
+      s.shape.rank is None or s.shape[:1].num_elements() is None
+      for s in specs
+      if isinstance(s, tf.TensorSpec)
+    )
 
   def __iter__(self) -> Batches:
     return self
@@ -393,11 +403,13 @@ class FedDataset(_Dataset):
     # epoch and drops it, and a shuffle then goes on to its next order.
     resumed = self._take_resumed()
     if resumed is None:
-      return Batches(iter(self.dataset))
+      return Batches(iter(self.dataset), self.element_spec)
     # Of the epoch's steps, `fit` reads and drops those that are done.
     position, steps_per_epoch = resumed
     start = position_lib.Position(position.epoch)
-    return Batches(start.iterate(self.dataset, steps_per_epoch))
+    return Batches(
+      start.iterate(self.dataset, steps_per_epoch), self.element_spec
+    )
 
   def __call__(self) -> Any:
     """TensorFlow's own, which its `ClusterCoordinator` makes on each worker."""

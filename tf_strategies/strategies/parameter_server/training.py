@@ -77,7 +77,8 @@ class StepFunction:
       raise StopIteration
     # A group at the end of the data may be shorter.
     is_whole = len(data) == self._model.steps_per_execution
-    return self._begin(input.steps_on(data, hides_rows=True), is_whole)
+    hides_rows = getattr(iterator, 'hides_rows', True)
+    return self._begin(input.steps_on(data, hides_rows), is_whole)
 
   def _begin(self, work, may_save=True):
     return self._strategy.begin(self._step, work, self._model, may_save)
@@ -88,8 +89,9 @@ class StepFunction:
     return self._begin(work, is_whole)
 
   def _predict(self, data):
+    hides_rows = getattr(data, 'hides_rows', True)
     batches = [
-      batch_message.Batch(_keras_internal.without_optionals(d), hides_rows=True)
+      batch_message.Batch(_keras_internal.without_optionals(d), hides_rows)
       for d in data
     ]
 
