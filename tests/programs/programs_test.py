@@ -20,6 +20,8 @@ _DEADLINE_SECONDS = 280
 
 # Whole models take ten seconds each: `make soak` trains them all.
 _PROGRAMS_OF_WORKERS = {**steps.PROGRAMS, **inputs.PROGRAMS, **state.PROGRAMS}
+# Refused there.
+del _PROGRAMS_OF_WORKERS['static_length']
 _SHORT_PROGRAMS = (
   *_PROGRAMS_OF_WORKERS,
   'bilstm',
@@ -49,6 +51,8 @@ _OF_EACH = (
   'inputs_alone',
   'mean',
   'positions_adam',
+  'queue',
+  'random_generator',
   'seeded_shuffle',
   'structures',
   'text',
@@ -119,6 +123,13 @@ class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
       if isinstance(result[name], runner.Failure):
         raise AssertionError(result[name].text)
       self.assert_equal(runner.one_device(name), result[name], name)
+
+  @tiers.named_parameters(tiers.full('ring_2x1', runner.WORKERS[0]))
+  @pytest.mark.multi_process
+  def test_workers_refuse_a_step_that_needs_the_length_of_a_batch(self, case):
+    for result in _results(case, ('static_length',)):
+      self.assertTrue(result['static_length'].is_typed)
+      self.assertIn('tf.shape(x)[0]', result['static_length'].text)
 
   def test_another_result_is_found(self):
     """The comparison tells programs apart that differ by a number of replicas."""

@@ -349,7 +349,7 @@ class Emitter:
       with tf.device(site.device):
         built = function(own_rows, list(arguments))
       for tensor, output in zip(results, built, strict=True):
-        site_lib.set_own_shape(output, tensor, plan.values[tensor].kind)
+        site_lib.set_own_shape(output, tensor, plan.values[tensor])
         site.tensors[tensor, AS_IS] = output
 
   def _build(self, node, site):
@@ -365,7 +365,7 @@ class Emitter:
       else:
         outputs = site.op(node, inputs)
     for tensor, output in zip(node.outputs, outputs, strict=True):
-      site_lib.set_own_shape(output, tensor, plan.values[tensor].kind)
+      site_lib.set_own_shape(output, tensor, plan.values[tensor])
       site.tensors[tensor, AS_IS] = output
 
   def _in_kind(self, site, tensor, wanted):
@@ -497,7 +497,7 @@ def run_body(plan: Plan, site: Site, arguments: Sequence[tf.Tensor], kinds_of):
   """Builds a branch or body at one site; its outputs in the kinds asked for."""
   inner = site.inner()
   for tensor, argument in zip(plan.program.inputs, arguments, strict=True):
-    site_lib.set_own_shape(argument, tensor, plan.values[tensor].kind)
+    site_lib.set_own_shape(argument, tensor, plan.values[tensor])
     inner.tensors[tensor, AS_IS] = argument
   wanted = list(zip(plan.program.outputs, kinds_of, strict=True))
   return Emitter(plan, [inner], None).run(wanted)[0]

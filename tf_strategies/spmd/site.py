@@ -19,6 +19,7 @@ from tf_strategies.spmd.kinds import (
   Part,
   Split,
   SplitIfLong,
+  Value,
 )
 from tf_strategies.spmd.program import Node, Tensor
 
@@ -311,13 +312,18 @@ def _share(length, rows, total):
   return length // total * tf.cast(rows, length.dtype)
 
 
-def set_own_shape(built: tf.Tensor, tensor: Tensor, kind) -> None:
+def set_own_shape(built: tf.Tensor, tensor: Tensor, value: Value) -> None:
   """Tells TensorFlow what is known of a replica's part of a tensor."""
-  if tensor.shape.rank is None or built.dtype in (tf.variant, tf.resource):
+  if built.dtype in (tf.variant, tf.resource):
     return
-  own = tensor.shape.as_list()
-  if isinstance(kind, Split):
-    own[kind.axis] = None
+  if tensor.shape.rank is not None:
+    own = tensor.shape.as_list()
+  elif value.dims is not None:
+    own = [None for _ in value.dims]
+  else:
+    return
+  if isinstance(value.kind, Split):
+    own[value.kind.axis] = None
   built.set_shape(own)
 
 

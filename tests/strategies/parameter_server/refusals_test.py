@@ -29,6 +29,16 @@ def jit_compile(strategy):
   model.fit(*_data(), verbose=0)
 
 
+def python_in_a_step(strategy):
+  """A worker has not got the function."""
+
+  def step(x):
+    return tf.ensure_shape(tf.numpy_function(np.sum, [x], tf.float32), [])
+
+  strategy.remote_step(step)(np.ones([4], np.float32))
+  strategy.join()
+
+
 def next_in_a_function(strategy):
   """It was traced as a constant: every step had the first batch."""
   dataset = tf.data.Dataset.from_tensor_slices(_data()).batch(4)
@@ -136,6 +146,7 @@ def adapted_outside(strategy):
 
 
 _REFUSED = {
+  python_in_a_step: 'tf.numpy_function or tf.py_function.*in the tf.data',
   jit_compile: 'jit_compile=True of model.*jit_compile=False',
   next_in_a_function: r'next\(iterator\) inside a tf.function.*remote_step',
   next_of_splits_in_a_function: r'next\(iterator\) inside a tf.function',

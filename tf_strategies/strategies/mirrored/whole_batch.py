@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 from absl import logging
@@ -211,27 +212,35 @@ class Step:
     """The specs and the graph of a step that needs the length of the batch.
 
     Raises:
+      UnsupportedOptionError: it needs that, and only the batch tells.
       Exception: `error`, if that was not what the step missed.
     """
-    counts, _ = self._extended.places_of_rows(leaves)
-    if isinstance(error, errors.Error) or not all(
-      isinstance(n, int) for n in counts
-    ):
+    if isinstance(error, errors.Error):
       raise error
+    counts, _ = self._extended.places_of_rows(leaves)
+    is_known = all(isinstance(n, int) for n in counts)
+    length = sum(counts) if is_known else 4 * len(counts)
 
     def with_length(spec):
       if not isinstance(spec, tf.TensorSpec) or not spec.shape.rank:
         return spec
-      return tf.TensorSpec([sum(counts), *spec.shape[1:]], spec.dtype)
+      return tf.TensorSpec([length, *spec.shape[1:]], spec.dtype)
 
     specs = [with_length(spec) for spec in specs]
     try:
       graph = self._trace(fn, data, leaves, specs)
     except Exception:
       raise error from None
+    fix = 'read keras.ops.shape(x)[0] or tf.shape(x)[0] instead of x.shape[0]'
+    if not is_known:
+      raise errors.UnsupportedOptionError(
+        f'a {self._kind} step that needs the length of a batch before it runs '
+        f'({error!r})',
+        'a length that the step reads when it runs',
+        fix,
+      ) from error
     self._warn_of_whole(
-      f'it needs the length of a batch before it runs ({error!r}). Let it read '
-      'keras.ops.shape(x)[0] or tf.shape(x)[0] instead of x.shape[0]'
+      f'it needs the length of a batch before it runs ({error!r}). Let it {fix}'
     )
     return specs, graph
 
@@ -244,7 +253,8 @@ class Step:
       ]
       given = tf.nest.pack_sequence_as(data, given)
       with one_device(self._strategy, self._devices[0]):
-        return fn(given)
+        # A variable that is returned is read here, as one device's.
+        return tf.nest.map_structure(_read, fn(given))
 
     step = tf.autograph.experimental.do_not_convert(step)
     return _tf_internal.trace(
@@ -416,6 +426,11 @@ def _spec_of(leaf):
   if shape.rank:
     shape = tf.TensorShape([None]).concatenate(shape[1:])
   return tf.TensorSpec(shape, value.dtype)
+
+
+def _read(value):
+  is_variable = isinstance(value, tf.Variable | keras.Variable)
+  return tf.convert_to_tensor(value) if is_variable else value
 
 
 def _own_rows(site, tensor):

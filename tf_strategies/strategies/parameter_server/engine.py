@@ -175,7 +175,15 @@ class Engine:
   def discover(self, step: Step, structure: Any) -> worker_function.Discovery:
     """What the step does with such batches."""
     key = step, batch_message.Layout(structure, 1).key
-    return self._cached(key, lambda: self._discover(step, structure))
+    discovery = self._cached(key, lambda: self._discover(step, structure))
+    if discovery.python is not None:
+      raise errors.UnsupportedOptionError(
+        f'tf.numpy_function or tf.py_function ({discovery.python!r}) in a step '
+        'on workers',
+        "TensorFlow's operations, since the function is in this process",
+        'call it in the tf.data pipeline, or write it with tf or keras.ops',
+      )
+    return discovery
 
   def function(self, step: Step, layout: batch_message.Layout):
     """The function for batches of such messages or data, and its discovery."""

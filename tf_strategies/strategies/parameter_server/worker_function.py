@@ -30,6 +30,7 @@ class Discovery:
 
   access: traced_step.Access
   outputs: Any  # Specs of what it returns, in its structure.
+  python: str | None = None  # What calls this process's Python, by name.
 
   @property
   def are_numbers(self) -> bool:
@@ -107,9 +108,8 @@ def discover(
     )
 
   function = concrete(trace, *batch_message.Layout(structure, 1).specs)
-  _check_python(function.graph)
   _check_variables(function.graph, is_share)
-  return Discovery(look.access, found['outputs'])
+  return Discovery(look.access, found['outputs'], _python_in(function.graph))
 
 
 def why_rows_meet(
@@ -151,20 +151,13 @@ _PYTHON = frozenset(('EagerPyFunc', 'PyFunc', 'PyFuncStateless'))
 _READS = frozenset(('ReadVariableOp', 'ResourceGather', 'ResourceGatherNd'))
 
 
-def _check_python(graph) -> None:
-  """Refuses calls of this process's Python, which a worker cannot make."""
+def _python_in(graph) -> str | None:
+  """The name of an operation that calls this process's Python, if there is one."""
   definition = graph.as_graph_def()
   nodes = list(definition.node)
   for function in definition.library.function:
     nodes += function.node_def
-  for node in nodes:
-    if node.op in _PYTHON:
-      raise errors.UnsupportedOptionError(
-        f'{node.op} {node.name!r} (tf.numpy_function or tf.py_function) in a '
-        'step on workers',
-        "TensorFlow's operations, since the function is in this process",
-        'call it in the tf.data pipeline, or write it with tf or keras.ops',
-      )
+  return next((node.name for node in nodes if node.op in _PYTHON), None)
 
 
 def _check_variables(graph, is_share: bool) -> None:
