@@ -87,7 +87,15 @@ class RuntimeCommunicator(communicator.Communicator):
     self._count(f'combine_{op}')
     merge = {'sum': 'Add', 'min': 'Min', 'max': 'Max'}[op]
     with tf.device(self._host):
-      return self._reduce(self._host_launcher, tensor, merge)
+      if tensor.shape.num_elements():
+        return self._reduce(self._host_launcher, tensor, merge)
+      # TensorFlow's collectives fail on a tensor without elements, which this may
+      # be when it runs: one element more travels.
+      longer = tf.pad(tf.reshape(tensor, [-1]), [[0, 1]])
+      reduced = self._reduce(self._host_launcher, longer, merge)
+      result = tf.reshape(reduced[:-1], tf.shape(tensor))
+      result.set_shape(tensor.shape)
+      return result
 
   def all_gather(self, tensor, name):
     """See base class; pads to the longest, which is what travels."""
