@@ -287,7 +287,7 @@ class Emitter:
     """
     resources = [self._plan.seen(t).resource for t in node.inputs]
     return not any(r is not None and r.is_single for r in resources) and (
-      _is_all_of(node, self._compiled)
+      node.is_all_of(self._compiled)
     )
 
   def _users(self, blocks, asked) -> dict[Tensor, set[int]]:
@@ -462,24 +462,15 @@ def _runs_at(plan, node, site) -> bool:
   resources = [plan.values[t].resource for t in node.inputs]
   resources = [r for r in resources if r is not None]
   if not resources:
+    # What only the first has is done once; what has rows is done on all of them.
+    if node.outputs and all(
+      plan.values[t].kind != kinds.FIRST for t in node.outputs
+    ):
+      return site.replica is not None or site.is_home
     return site.is_chief
   if any(r.is_single for r in resources):
     return site.is_home
   return site.replica is not None
-
-
-def _is_all_of(node, types) -> bool:
-  """Whether a node and what it calls are of these types, without strings."""
-  return (
-    node.type in types
-    and all(t.dtype != tf.string for t in [*node.inputs, *node.outputs])
-    and all(
-      _is_all_of(inner, types)
-      for body in node.bodies.values()
-      for inner in body.nodes
-      if inner.type != '_Argument'
-    )
-  )
 
 
 def _is_alike(bodies, sites) -> bool:

@@ -54,6 +54,19 @@ class Node:
     """Whether it does more than compute its outputs."""
     return self.op is not None and self.op.op_def.is_stateful
 
+  def is_all_of(self, types: frozenset[str]) -> bool:
+    """Whether it and what it calls are of these types, without strings."""
+    return (
+      self.type in types
+      and all(t.dtype != tf.string for t in [*self.inputs, *self.outputs])
+      and all(
+        node.is_all_of(types)
+        for body in self.bodies.values()
+        for node in body.nodes
+        if node.type != '_Argument'
+      )
+    )
+
   def attr(self, name: str, default=None):
     """The value of an attribute, as Python's."""
     try:

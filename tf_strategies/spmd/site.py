@@ -319,7 +319,7 @@ def set_own_shape(built: tf.Tensor, tensor: Tensor, value: Value) -> None:
   if tensor.shape.rank is not None:
     own = tensor.shape.as_list()
   elif value.dims is not None:
-    own = [None for _ in value.dims]
+    own = [d.number if d.is_number else None for d in value.dims]
   else:
     return
   if isinstance(value.kind, Split):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tensorflow as tf
+
 from tf_strategies.spmd.kinds import SUM, WHOLE, Dim, Split
 from tf_strategies.spmd.plan import Context, Decision, rule
 
@@ -228,6 +230,7 @@ _CORE = {
   'MatrixDeterminant': 2,
   'MatrixDiag': 1,
   'MatrixDiagPart': 2,
+  'MatrixDiagPartV3': 2,
   'MatrixInverse': 2,
   'Softmax': 1,
   'TopKV2': 1,
@@ -242,6 +245,8 @@ def _rows(context: Context) -> Decision | None:
   axis = value.kind.axis
   if axis >= len(value.dims) - _CORE[context.node.type]:
     return None
+  if context.node.type == 'MatrixDiagPartV3' and context.inputs[1].dims != ():
+    return None  # Several diagonals.
   wants = [value.kind] + [WHOLE] * (len(context.inputs) - 1)
   if context.node.type == 'InTopKV2':
     wants[1] = value.kind
@@ -251,6 +256,31 @@ def _rows(context: Context) -> Decision | None:
       context.split(axis, value.dims[axis], i)
       for i in range(len(context.node.outputs))
     ],
+  )
+
+
+@rule('MatrixDiagV3')
+def _diagonal(context: Context) -> Decision | None:
+  value, diagonals, *_ = context.inputs
+  if value.dims is None or diagonals.numbers != (0,):
+    return None
+  node, axis = context.node, None
+  lengths = [d.number if d.is_number else None for d in value.dims]
+  if isinstance(value.kind, Split):
+    axis = value.kind.axis
+    if axis == len(value.dims) - 1:
+      return None
+    lengths[axis] = None
+
+  def emit(site, inputs):
+    # In a function TensorFlow forgets lengths, and fails if it knows only some.
+    inputs = [tf.ensure_shape(inputs[0], lengths), *inputs[1:]]
+    return site.op(node, inputs)
+
+  if axis is None:
+    return context.whole(emit)
+  return Decision(
+    [value.kind, *[WHOLE] * 4], [context.split(axis, value.dims[axis])], emit
   )
 
 
