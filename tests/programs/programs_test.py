@@ -36,6 +36,7 @@ _QUICK = (
   'masked',
   'quotient',
   'several_outputs',
+  'sharpness_aware',
   'two_optimizers',
   'endless_generator',
   'on_batch',

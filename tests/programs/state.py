@@ -52,11 +52,12 @@ class _Own(keras.Model):
     return {}
 
 
-def _fit(model, rows=_ROWS, drop_remainder=False):
+def _fit(model, rows=_ROWS, drop_remainder=False, **options):
   model(np.zeros([1, 6], 'f4'))
   model.compile(keras.optimizers.SGD(0.1))
   data = tf.data.Dataset.from_tensor_slices(_points(rows))
-  history = model.fit(data.batch(32, drop_remainder), epochs=2, verbose=0)
+  data = data.batch(32, drop_remainder)
+  history = model.fit(data, epochs=2, verbose=0, **options)
   return history.history, model.get_weights()
 
 
@@ -147,6 +148,54 @@ class _ForwardMode(_Own):
     return ops.mean(_per_row(y, outputs)) + 0.1 * slope
 
 
+class _SharpnessAware(_Own):
+  """Two gradients a step, and metrics that the step itself reports."""
+
+  def __init__(self):
+    super().__init__()
+    self.mean = keras.metrics.Mean(name='mean')
+    self.right = keras.metrics.SparseCategoricalAccuracy(name='right')
+    self.classes = keras.Variable(np.zeros(_CLASSES), trainable=False)
+
+  @property
+  def metrics(self):
+    return [self.mean, self.right]
+
+  def train_step(self, data):
+    x, y = data
+    weights = self.trainable_weights
+    with tf.GradientTape() as tape:
+      loss = self.loss_of(x, y)
+    gradients = tape.gradient(loss, weights)
+    norm = tf.linalg.global_norm(gradients) + 1e-9
+    for weight, gradient in zip(weights, gradients, strict=True):
+      weight.assign_add(0.05 * gradient / norm)
+    with tf.GradientTape() as tape:
+      sharp = self.loss_of(x, y)
+    sharper = tape.gradient(sharp, weights)
+    for weight, gradient in zip(weights, gradients, strict=True):
+      weight.assign_sub(0.05 * gradient / norm)
+    self.optimizer.apply_gradients(zip(sharper, weights, strict=True))
+    self.mean.update_state(sharp)
+    self.right.update_state(y, self(x))
+    self.classes.assign(self.classes + ops.sum(ops.one_hot(y, _CLASSES), 0))
+    return {
+      'sharp': sharp,
+      'mean': self.mean.result(),
+      'right': self.right.result(),
+      'most': ops.max(self.classes),
+    }
+
+
+def _sharpness_aware():
+  """With a last batch of fewer rows than there are replicas."""
+  model, told = _SharpnessAware(), []
+  tell = keras.callbacks.LambdaCallback(
+    on_train_batch_end=lambda batch, logs: told.append(dict(logs))
+  )
+  return _fit(model, 66, callbacks=[tell]), told
+
+
 class _StaticLength(_Own):
   """Knows how long a batch is when the step is written."""
 
@@ -217,6 +266,7 @@ PROGRAMS = {
   'queue': lambda: _fit(_Queue()),
   'lists': lambda: _fit(_Lists()),
   'forward_mode': lambda: _fit(_ForwardMode()),
+  'sharpness_aware': _sharpness_aware,
   'static_length': lambda: _fit(_StaticLength(), 64, drop_remainder=True),
   'in_python': lambda: _fit(_InPython()),
 }

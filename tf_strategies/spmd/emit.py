@@ -365,8 +365,19 @@ class Emitter:
       else:
         outputs = site.op(node, inputs)
     for tensor, output in zip(node.outputs, outputs, strict=True):
+      if tensor in plan.left_out:
+        output = site.contributions([output])[0]
       site_lib.set_own_shape(output, tensor, plan.values[tensor])
       site.tensors[tensor, AS_IS] = output
+
+  def _contributions(self, site, tensors):
+    """What a replica adds to sums: nothing of a stand-in's rows."""
+    parts = [site.get(t) for t in tensors]
+    without = site.contributions(parts)
+    counted = [t in self._plan.counted for t in tensors]
+    return [
+      p if c else w for p, w, c in zip(parts, without, counted, strict=True)
+    ]
 
   def _in_kind(self, site, tensor, wanted):
     """A tensor at a site as it is wanted, after the meetings."""
@@ -395,9 +406,7 @@ class Emitter:
       )
       groups.setdefault((sites, is_gradient), []).append(tensor)
     for (sites, are_gradients), tensors in groups.items():
-      columns = [
-        s.contributions([s.get(t) for t in tensors]) for s in self._replicas
-      ]
+      columns = [self._contributions(s, tensors) for s in self._replicas]
       results = self._exchange.add(columns, sites, are_gradients)
       for site, column in zip(sites, results, strict=True):
         self._met += column
@@ -415,10 +424,8 @@ class Emitter:
       elif kind.op == 'first':
         # What there is one of, beside the replicas, has done it by itself.
         found = [s for s in self._sites if s.is_chief or s.replica is None]
-        first = [s.get(tensor) for s in found if s.has(tensor)]
-        results = self._exchange.first(
-          first[0] if first else None, tensor, sites
-        )
+        values = [s.get(tensor) for s in found if s.has(tensor)] or [None]
+        results = self._exchange.first(values[0], tensor, sites)
       else:
         results = self._reduce(tensor, kind.op, sites)
       self._met += results
@@ -463,9 +470,8 @@ def _runs_at(plan, node, site) -> bool:
   resources = [r for r in resources if r is not None]
   if not resources:
     # What only the first has is done once; what has rows is done on all of them.
-    if node.outputs and all(
-      plan.values[t].kind != kinds.FIRST for t in node.outputs
-    ):
+    found = [plan.values[t].kind for t in node.outputs]
+    if found and kinds.FIRST not in found:
       return site.replica is not None or site.is_home
     return site.is_chief
   if any(r.is_single for r in resources):

@@ -81,6 +81,68 @@ class Plan:
   forced: set[Tensor]
   # What is written when every meeting of the step is over.
   deferred: set[Node] = dataclasses.field(default_factory=set)
+  # Sums of a stand-in's rows that are left out where they are made; and sums that
+  # hold no others, so that a replica without rows has a part in them.
+  left_out: set[Tensor] = dataclasses.field(default_factory=set)
+  counted: set[Tensor] = dataclasses.field(default_factory=set)
+
+  def __post_init__(self):
+    self._find_sums()
+
+  def _find_sums(self) -> None:
+    """Tells sums that a step makes of its rows from those that variables hold.
+
+    A replica without rows adds nothing to the first and its share to the second.
+    Where both are added up, and where a variable is written, the first are left
+    out before.
+    """
+    made: dict[Tensor, set[Tensor]] = {}  # Of a sum, the sums of rows in it.
+    held = set()  # Sums in which a variable's are.
+    mixed = set()  # Sums in which an operation added rows to a variable's.
+    for node, decision in self.decisions.items():
+      parts = [t for t in node.inputs if _is_sum(self.seen(t).kind)]
+      of_rows = any(
+        isinstance(want, Split) or isinstance(self.seen(t).kind, Split)
+        for t, want in zip(node.inputs, decision.wants, strict=True)
+      )
+      resources = [self.values[t].resource for t in node.inputs]
+      is_held = not held.isdisjoint(parts) or any(
+        r is not None and r.is_part for r in resources
+      )
+      for tensor, value in zip(node.outputs, decision.outputs, strict=True):
+        if not _is_sum(value.kind):
+          continue
+        made[tensor] = set().union(*(made.get(t, ()) for t in parts))
+        if of_rows:
+          made[tensor] = {tensor}
+        if is_held:
+          held.add(tensor)
+        if (of_rows and is_held) or not mixed.isdisjoint(parts):
+          mixed.add(tensor)
+    self.counted = held - mixed
+    # Written into a variable that is summed, or taken to where it may be.
+    written = {
+      tensor
+      for node in self.decisions
+      for tensor in node.inputs
+      if tensor in made
+      and (
+        node.bodies
+        or any(
+          r is not None and r.is_part
+          for r in (self.values[t].resource for t in node.inputs)
+        )
+      )
+    }
+    for tensor in self.counted | written:
+      self.left_out |= made[tensor]
+    for tensor in mixed & (self.forced | written):
+      raise errors.UnsupportedOptionError(
+        f'{tensor.node.type} {tensor.node.name!r}, which adds rows to a variable '
+        'that is summed over replicas,',
+        'a sum of rows that is added by assign_add',
+        'write variable.assign_add(...)',
+      )
 
   def meets(self, tensor: Tensor, wanted) -> bool:
     """Whether replicas meet for a tensor that is wanted so."""
@@ -284,6 +346,11 @@ def _meets(kind, wanted, is_forced: bool) -> bool:
   if wanted == AS_IS or not isinstance(kind, Split | Part):
     return False
   return kind != wanted or (is_forced and isinstance(kind, Part))
+
+
+def _is_sum(kind) -> bool:
+  """Whether it is a sum over replicas, or a list of such."""
+  return kind in (kinds.SUM, Listed(kinds.SUM))
 
 
 def _seen(value: Value, is_forced: bool) -> Value:

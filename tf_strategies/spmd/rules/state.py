@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import tensorflow as tf
-
 from tf_strategies import errors
 from tf_strategies.spmd.kinds import SUM, WHOLE, Split, Value
 from tf_strategies.spmd.plan import Context, Decision, rule
@@ -21,19 +19,7 @@ def _assign(context: Context) -> Decision:
   resource = context.inputs[0].resource
   if resource is None or not resource.is_part:
     return Decision([WHOLE, WHOLE], [])
-  node = context.node
-  if context.inputs[1].kind == WHOLE:
-    return Decision([WHOLE, SUM], [])
-
-  def emit(site, inputs):
-    def write():
-      site.op(node, inputs)
-      return tf.constant(True)
-
-    site.if_real(write, lambda: tf.constant(False))
-    return []
-
-  return Decision([WHOLE, SUM], [], emit)
+  return Decision([WHOLE, SUM], [])
 
 
 @rule('VariableShape', 'VarIsInitializedOp')
