@@ -112,8 +112,6 @@ class StepFunction:
     flat = tf.nest.flatten(data, expand_composites=True)
     flat = [t for t in flat if t is not None]
     structure = tf.nest.map_structure(batch_message.spec_of, data)
-    # As on one device, where a data set without a remainder tells them.
-    hides_rows = any(t.shape.rank and t.shape[0] is None for t in flat)
 
     def run_batch(*arrays):
       # Copies: what TensorFlow passes is its own memory, for this call only.
@@ -121,7 +119,7 @@ class StepFunction:
         data = [batch_message.pack(structure, [np.array(a) for a in arrays])]
       if self._predicts:
         return self._predict(data)[0]
-      return self._begin_in_graph(input.steps_on(data, hides_rows))
+      return self._begin_in_graph(input.steps_on(data, hides_rows=True))
 
     return self._host_call(flat, structure, run_batch)
 
