@@ -51,6 +51,8 @@ _OF_EACH = (
   'gradient_penalty',
   'inputs_alone',
   'mean',
+  'numpy_in_a_layer',
+  'overwritten_metric',
   'positions_adam',
   'queue',
   'random_generator',

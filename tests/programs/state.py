@@ -254,8 +254,61 @@ def _stateful_rnn():
     ]
   )
   model.compile(keras.optimizers.SGD(0.1), 'mse')
-  history = model.fit(x, y, 8, 2, shuffle=False, verbose=0)
-  return history.history, model.get_weights()
+  data = (x[:16], y[:16])
+  history = model.fit(
+    x, y, 8, 2, shuffle=False, verbose=0, validation_data=data
+  )
+  found = model.predict(x, 8, verbose=0), model.evaluate(x, y, 8, verbose=0)
+  return history.history, found, model.get_weights()
+
+
+class _NumPyLayer(layers.Layer):
+  """Asks Python in the middle of a model."""
+
+  def call(self, x):
+    ranks = tf.numpy_function(
+      lambda a: a.argsort(0).argsort(0).astype('f4'), [x], tf.float32
+    )
+    return x + 0.1 * ops.stop_gradient(tf.ensure_shape(ranks, x.shape))
+
+
+def _numpy_in_a_layer():
+  x, y = _points()
+  model = keras.Sequential(
+    [layers.Input([6]), layers.Dense(4), _NumPyLayer(), layers.Dense(_CLASSES)]
+  )
+  loss = losses.SparseCategoricalCrossentropy(from_logits=True)
+  model.compile(keras.optimizers.SGD(0.1), loss)
+  history = model.fit(x, y, 32, 2, shuffle=False, verbose=0)
+  found = model.predict(x, 32, verbose=0), model.get_weights()
+  return history.history, found
+
+
+class _Overwritten(keras.metrics.Metric):
+  """What the last batch says, and a moving mean."""
+
+  def __init__(self):
+    super().__init__(name='overwritten')
+    self.last = self.add_weight([], 'zeros', name='last')
+    self.moving = self.add_weight([], 'zeros', name='moving')
+
+  def update_state(self, y_true, y_pred, sample_weight=None):
+    mean = ops.mean(y_pred)
+    self.last.assign(mean)
+    self.moving.assign(0.9 * self.moving + 0.1 * mean)
+
+  def result(self):
+    return {'last': self.last + 0.0, 'moving': self.moving + 0.0}
+
+
+def _overwritten_metric():
+  """With a last batch of fewer rows than there are replicas."""
+  x, y = _points(66)
+  model = keras.Sequential([layers.Input([6]), layers.Dense(_CLASSES)])
+  loss = losses.SparseCategoricalCrossentropy(from_logits=True)
+  model.compile(keras.optimizers.SGD(0.1), loss, metrics=[_Overwritten()])
+  history = model.fit(x, y, 32, 2, shuffle=False, verbose=0)
+  return history.history, model.evaluate(x, y, 32, verbose=0, return_dict=True)
 
 
 PROGRAMS = {
@@ -268,5 +321,7 @@ PROGRAMS = {
   'forward_mode': lambda: _fit(_ForwardMode()),
   'sharpness_aware': _sharpness_aware,
   'static_length': lambda: _fit(_StaticLength(), 64, drop_remainder=True),
+  'numpy_in_a_layer': _numpy_in_a_layer,
+  'overwritten_metric': _overwritten_metric,
   'in_python': lambda: _fit(_InPython()),
 }

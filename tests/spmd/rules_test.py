@@ -206,6 +206,15 @@ _BY_ROWS = {
   'loop': _loop,
   'rows_into_zeros': _rows_into_zeros,
   'list_of_rows': _list_of_rows,
+  'large_constants': lambda x, y: (
+    y * 123456789012347 % 1000003,
+    tf.cast(tf.shape(x)[0], tf.int64) * 123456789012347 + y,
+    tf.shape(x)[0] * 2**20 * tf.constant(2**11) % 1000003
+    + tf.cast(y, tf.int32),
+  ),
+  'short_integers': lambda x, y: tf.cast(
+    tf.reduce_sum(tf.cast(y + 60, tf.uint8), 0), tf.float32
+  ),
   'checked': lambda x, y: tf.debugging.check_numerics(x, 'x') + 1.0,
   'diagonals': lambda x, y: (
     tf.linalg.diag(x[:, 0]),
@@ -248,6 +257,7 @@ _MEET = (
   'extrema',
   'gradient_of_norm',
   'list_of_sums',
+  'short_integers',
   'variance',
 )
 # What needs all rows at once.

@@ -208,9 +208,10 @@ class Emitter:
 
     for node in plan.program.nodes:
       if _acts(node):
-        for site in self._sites:
-          if _runs_at(plan, node, site):
-            ask_node(node, site)
+        # Where another process does it, this one takes part in what it needs.
+        at = [s for s in self._sites if _runs_at(plan, node, s)]
+        for site in at or self._replicas[:1]:
+          ask_node(node, site)
     for tensor, kind in outputs:
       for site in self._replicas[:1] if kind == WHOLE else self._replicas:
         ask(tensor, kind, site)
@@ -221,7 +222,6 @@ class Emitter:
       for site in list(needs.nodes[node]):
         if _acts(node) and not _runs_at(plan, node, site):
           needs.nodes[node].discard(site)
-          continue
         for tensor, wanted in zip(node.inputs, decision.wants, strict=True):
           ask(tensor, wanted, site)
     return needs

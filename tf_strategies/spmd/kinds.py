@@ -6,6 +6,8 @@ import collections
 import dataclasses
 from typing import Any
 
+# The largest int32.
+_MOST = 2**31 - 1
 # The symbol of the number of rows of the whole batch.
 BATCH = 'batch'
 
@@ -143,6 +145,8 @@ class Value:
       return None
     if any(i is None or not i.is_of_rows for i in self.ints):
       return None
+    if any(abs(i.number) > _MOST for i in self.ints):
+      return None  # No length, and more than what lengths are made of holds.
     return self.ints
 
   def of(self, kind) -> Value:

@@ -146,13 +146,15 @@ class Site:
       site = site.parent
     # Made once and used anywhere, so it waits for nothing.
     with tf.device('CPU:0'), tf.control_dependencies(None):
+      count = tf.cast(self.rows.count, like.dtype)
+      total = tf.cast(self.rows.total, like.dtype)
       numbers = [
-        self.length(dim, self.rows.count if i == own else self.rows.total)
+        self.length(dim, count if i == own else total)
         for i, dim in enumerate(dims)
       ]
       if like.shape.rank == 0:
         numbers = numbers[0]
-      made = tf.cast(tf.convert_to_tensor(numbers, tf.int32), like.dtype)
+      made = tf.convert_to_tensor(numbers, like.dtype)
     self._lengths[key] = made
     return made
 

@@ -210,13 +210,16 @@ def _bitcast(context: Context) -> Decision | None:
 def _cast(context: Context) -> Decision | None:
   kind = context.kinds[0]
   node = context.node
-  if kind == SUM and node.outputs[0].dtype.is_floating:
+  # A sum of a short type wraps around, which the parts of it do not show.
+  is_short = node.inputs[0].dtype.is_integer and node.inputs[0].dtype.size < 4
+  if kind == SUM and node.outputs[0].dtype.is_floating and not is_short:
     return Decision([SUM], [context.out(SUM, dims=_dims(context))])
   decision = broadcast(context)
   if decision is not None and node.outputs[0].dtype.is_integer:
     value = decision.outputs[0]
     ints = context.inputs[0].ints if kind == WHOLE else None
     if node.inputs[0].dtype.is_integer:
+      ints = None if ints is None else _within(ints, node.outputs[0].dtype)
       decision.outputs = [dataclasses.replace(value, ints=ints)]
   return decision
 
@@ -325,10 +328,24 @@ def _ints(context) -> tuple[Dim | None, ...] | None:
   if any(len(ints) not in (1, length) for ints in found):
     return None
   columns = [ints * length if len(ints) == 1 else ints for ints in found]
-  return tuple(
-    _of_two(context.node.type, compute, *pair)
-    for pair in zip(*columns, strict=True)
+  return _within(
+    [
+      _of_two(context.node.type, compute, *pair)
+      for pair in zip(*columns, strict=True)
+    ],
+    context.node.outputs[0].dtype,
   )
+
+
+def _within(ints, dtype) -> tuple[Dim | None, ...]:
+  """Contents of a dtype: what does not fit, TensorFlow wraps around."""
+
+  def fits(dim):
+    if dim is None or (dim.symbols and dtype.size < 4):
+      return False
+    return dtype.min <= dim.number <= dtype.max
+
+  return tuple(dim if fits(dim) else None for dim in ints)
 
 
 def _of_two(kind, compute, one, other):

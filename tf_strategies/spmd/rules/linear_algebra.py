@@ -288,6 +288,8 @@ def _diagonal(context: Context) -> Decision | None:
 def _cross_entropy(context: Context) -> Decision | None:
   if Split(0) not in context.kinds:
     return None
+  if any(v.dims is None or v.dims[0] == Dim(1) for v in context.inputs):
+    return None  # One row beside all others.
   length = next(v.dims[0] for v in context.inputs if v.kind == Split(0))
   # The gradients are as long as the logits, of which TensorFlow may know less.
   logits = context.inputs[0].dims

@@ -18,6 +18,15 @@ def _read(context: Context) -> Decision:
 def _assign(context: Context) -> Decision:
   resource = context.inputs[0].resource
   if resource is None or not resource.is_part:
+    if isinstance(context.inputs[1].kind, Split):
+      # As of a stateful RNN: its batches are as long as the variable, which other
+      # operations may rely on too.
+      raise errors.UnsupportedOptionError(
+        f'{context.node.type} {context.node.name!r} of a variable that holds the '
+        'rows of a batch',
+        'variables of which no axis is that of the batch',
+        'leave it out (stateful=True of an RNN) to share out the rows',
+      )
     return Decision([WHOLE, WHOLE], [])
   return Decision([WHOLE, SUM], [])
 
