@@ -87,7 +87,10 @@ wait_for('end', 'test')
       self.assertLen(below, 4)
       for process in (above, *below):
         self.assertNotIn(secret, ' '.join(process.cmdline()))
-      (launcher.directory / 'end-test-0').write_text('0', encoding='utf-8')
+      end = launcher.directory / 'end-test-0'
+      # Whole at once: programs read it as soon as it is there.
+      end.with_name('end-test-0~').write_text('0', encoding='utf-8')
+      end.with_name('end-test-0~').rename(end)
       self.assertEqual(launcher.wait(), 0)
       self.assertNotIn(secret.encode(), launcher.stdout())
       self.assertNotIn(secret, launcher.stderr())
