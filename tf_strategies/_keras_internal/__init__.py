@@ -30,6 +30,8 @@ from tf_strategies._keras_internal.steps import (  # noqa: F401  For all others.
   KerasStep,
   change,
   closure,
+  element_spec_of_fit,
+  is_for_model,
   is_keras_own,
   is_skipped,
   results_of,

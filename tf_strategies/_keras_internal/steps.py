@@ -134,10 +134,11 @@ change(
 
 
 class _Making(threading.local):
-  """Which step the calling thread makes Keras's function of."""
+  """Which step the calling thread makes Keras's function of, or whether its data."""
 
   kind: str | None = None
   compiles: bool = False
+  data: bool = False
 
 
 _making = _Making()
@@ -163,11 +164,7 @@ def _note_kind(kind: str, make: Callable) -> Callable:
 
 def _splits_steps(model) -> bool:
   """Whether the strategy of a model splits its steps over several replicas."""
-  strategy = model.distribute_strategy
-  return (
-    getattr(strategy.extended, 'makes_variables_in_steps', False)
-    and strategy.num_replicas_in_sync > 1
-  )
+  return getattr(model.distribute_strategy.extended, 'splits_steps', False)
 
 
 def _pass_step(make: Callable) -> Callable:
@@ -184,7 +181,8 @@ def _pass_step(make: Callable) -> Callable:
     step.keras_step = KerasStep(
       self, _making.kind, step_function, bool(_making.compiles)
     )
-    return make(self, step)
+    guard = getattr(self.distribute_strategy.extended, 'guard_step', None)
+    return make(self, step) if guard is None else guard(step)
 
   return make_with_step
 
@@ -267,7 +265,11 @@ def _count_distributed(init):
 
   @functools.wraps(init)
   def count_distributed(self, distribute_strategy=None, *args, **kwargs):
-    init(self, distribute_strategy, *args, **kwargs)
+    before, _making.data = _making.data, True
+    try:
+      init(self, distribute_strategy, *args, **kwargs)
+    finally:
+      _making.data = before
     adapter = tf_dataset_adapter.TFDatasetAdapter
     distributed = self._distributed_dataset
     # Other adapters, which are told of the begin of an epoch, have batches that
@@ -292,6 +294,49 @@ _requirements.method(
   'num_batches',
   'an epoch on several workers ends with their data',
 )
+
+
+def _tell_of_reset(reset: Callable) -> Callable:
+  """Lets a strategy see metrics before a model resets them."""
+
+  @functools.wraps(reset)
+  def reset_metrics(self):
+    """As Keras's."""
+    strategy = getattr(self, '_distribute_strategy', None)
+    before = getattr(strategy and strategy.extended, 'before_reset', None)
+    if before is not None:
+      before(self)
+    return reset(self)
+
+  return reset_metrics
+
+
+change(
+  base_trainer.Trainer,
+  'reset_metrics()',
+  _tell_of_reset,
+  'a worker that is a step behind needs the metrics of that step',
+)
+
+
+def is_for_model() -> bool:
+  """Whether Keras distributes a data set for a model's steps, not a user's."""
+  return _making.data
+
+
+def element_spec_of_fit(
+  model: keras.Model, batches: Any, **options: Any
+) -> Any:
+  """The types of the batches that a model's steps get from `fit(batches)`."""
+  names = 'steps_per_epoch', 'class_weight'
+  given = {name: options[name] for name in names if name in options}
+  iterator = trainer.TFEpochIterator(
+    x=batches,
+    shuffle=False,
+    distribute_strategy=model.distribute_strategy,
+    **given,
+  )
+  return iterator._distributed_dataset.element_spec
 
 
 def swap_train_function(

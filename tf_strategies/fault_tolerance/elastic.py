@@ -33,21 +33,15 @@ from absl import logging
 from tf_strategies import cluster as cluster_lib
 from tf_strategies import errors, option_checks, process_group
 from tf_strategies.cluster import config as config_lib
-from tf_strategies.fault_tolerance import elastic_job
+from tf_strategies.fault_tolerance import elastic_job, elastic_members
 from tf_strategies.strategies import MultiWorkerRingStrategy, RingOptions
+from tf_strategies.strategies.multi_worker import elastic as elastic_strategy
 
 ElasticOptions = elastic_job.ElasticOptions
 Job = elastic_job.Job
 ElasticCallback = elastic_job.ElasticCallback
 
 _Result = TypeVar('_Result')
-
-# What another attempt with other workers may fix.
-_RECOVERABLE = (
-  errors.WorkerUnavailableError,
-  errors.CollectiveTimeoutError,
-  elastic_job.MembershipChange,
-)
 
 
 def run(
@@ -114,29 +108,22 @@ def run(
   rendezvous = process_group.Rendezvous(
     dict(enumerate(addresses)), rank, group_options
   )
-  job = elastic_job.Job(options)
-  failures = 0
+  members = elastic_members.Members(
+    rendezvous,
+    min(options.max_workers or len(addresses), len(addresses)),
+    options.max_failures,
+    lambda group: _check_begin(group, job, len(addresses)),
+  )
+  job = elastic_job.Job(options, members)
   try:
     while True:
-      before = job.state
-      group = rendezvous.form(progress=job.progress)
       try:
-        _check_begin(group, job, len(addresses))
-        return _run_once(train_fn, job, group, ring, devices)
-      except _RECOVERABLE as e:
-        job.end(str(e))
+        return _run_once(train_fn, job, members, ring, devices)
+      except (*elastic_members.RECOVERABLE, elastic_members.CallAgain) as e:
+        members.end(str(e))
         job.hold()
-        failures = 0 if job.state != before else failures + 1
-        if failures > options.max_failures:
-          raise
-        logging.warning(
-          'Generation %d ended at %s: %s Forming again.',
-          group.generation,
-          job.position,
-          e,
-        )
-      finally:
-        group.close()
+        members.fail(e)
+        logging.warning('Calling the training function again: %s', e)
   finally:
     rendezvous.close()
 
@@ -154,19 +141,17 @@ def _check_begin(group, job, num_tasks: int) -> None:
     )
 
 
-def _run_once(train_fn, job, group, ring, devices) -> Any:
-  strategy = MultiWorkerRingStrategy(group, ring, devices=devices)
+def _run_once(train_fn, job, members, ring, devices) -> Any:
+  strategy = elastic_strategy.ElasticRingStrategy(members, ring, devices)
   try:
     job.begin(strategy)
     result = train_fn(job)
     # No worker leaves while another may still need it.
-    group.barrier(name='the end of the training')
-    job.end('')
+    members.wait_for_all()
+    members.end('')
     return result
-  except _RECOVERABLE:
-    raise
   except BaseException as e:
-    group.abort(f'its training function raised {type(e).__name__}: {e}')
+    members.abort(e)
     raise
   finally:
     strategy.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +20,7 @@ from tf_strategies import (
 )
 from tf_strategies.checkpoint import model_state
 from tf_strategies.checkpoint.position import Position
-from tf_strategies.fault_tolerance import resume_fit
+from tf_strategies.fault_tolerance import elastic_members, resume_fit
 
 MakeBatches = Callable[[int, int], tf.data.Dataset]
 
@@ -45,8 +44,8 @@ class ElasticOptions:
       on the number of workers; 'per_replica' keeps each replica's.
     learning_rate: 'keep', or 'linear' or 'sqrt' in the global batch, for
       batch='per_replica'.
-    join: when new workers join: at the end of an 'epoch', after a 'step' (costs
-      a small collective in each), or 'never' (only after a failure).
+    join: when new workers join: after any 'step', at the end of an 'epoch', or
+      'never' (only after a failure).
     max_failures: how many consecutive failures without progress end the job.
 
   Raises:
@@ -58,7 +57,7 @@ class ElasticOptions:
   window_seconds: float = 5.0
   batch: str = 'global'
   learning_rate: str = 'keep'
-  join: str = 'epoch'
+  join: str = 'step'
   max_failures: int = 10
 
   def __post_init__(self):
@@ -79,10 +78,6 @@ class ElasticOptions:
     )
 
 
-class MembershipChange(errors.Error):
-  """Other workers wait to join: the group forms again."""
-
-
 class Progress(NamedTuple):
   """How far a job has come, comparable across global batch sizes."""
 
@@ -98,41 +93,42 @@ class Progress(NamedTuple):
     return self.step * self.batch_size
 
 
-@dataclasses.dataclass
-class Generation:
-  """One group of workers, as seen by one of them; times are `time.time()`."""
-
-  number: int
-  world_size: int
-  rank: int
-  began: float
-  first_step: float | None = None  # When its first step ended.
-  ended: float | None = None
-  reason: str = ''  # Why it ended; empty at the end of training.
-
-
 class Job:
   """State that survives changes of the workers.
 
   Attributes:
-    strategy: of this generation; build the model in its scope.
+    strategy: build the model in its scope. The other workers are asked for when
+      something needs them: `epoch`, `step`, `fit`, a loop of one's own.
     generations: in which this worker took part.
     state: progress of this worker, whatever the batch of this generation.
   """
 
-  def __init__(self, options: ElasticOptions):
-    self._options = options
+  def __init__(self, options: ElasticOptions, members: elastic_members.Members):
+    self._options, self._members = options, members
     self.strategy: Any = None
-    self.generations: list[Generation] = []
     self.state = Progress()
+    # Values at the end of a generation, until a model takes them.
     self._held: list[np.ndarray] | None = None
     self._variables: list[keras.Variable] | None = None
-    self._optimizer = None
+    self._model: Any = None
+    self._optimizer: Any = None
     self._batch = 1
     self._epochs: int | None = None
     # Batches that a callback counted, and the optimizer's count before them.
     self._counted = 0
     self._iterations_at_start = 0
+    # Steps of models that are done, and the metrics before they were reset, with
+    # how many steps were done then.
+    self.num_steps = 0
+    self._before_reset: tuple[int, list[np.ndarray]] | None = None
+    # Metrics of the epoch that this worker has entered.
+    self._entered_with: list[np.ndarray] | None = None
+    members.job = self
+
+  @property
+  def generations(self) -> list[elastic_members.Generation]:
+    """The groups in which this worker took part."""
+    return self._members.generations
 
   @property
   def position(self) -> Position:
@@ -142,49 +138,48 @@ class Job:
   @property
   def progress(self) -> int:
     """What workers compare: 0 for one that has no state."""
-    if self._held is None:
+    if self._held is None and not self._members.is_shared:
       return 0
-    return 1 + (self.epoch << 40) + self.state.rows
+    rows = (self.state.epoch << 40) + self.state.rows
+    return 1 + (rows << 40) + self.num_steps
 
   @property
   def epoch(self) -> int:
     """Completed epochs."""
+    self._members.join()
     return self.state.epoch
 
   @property
   def step(self) -> int:
     """Completed batches of the current epoch."""
+    self._members.join()
     return self.state.rows // self._batch
 
   def begin(self, strategy) -> None:
-    """Starts a generation."""
+    """The training function is called, with this strategy."""
     self.strategy = strategy
-    group = strategy.process_group
-    self.generations.append(
-      Generation(group.generation, group.world_size, group.rank, time.time())
-    )
-    self._variables = None
+    self._members.begin()
+    self._variables = self._model = self._optimizer = None
     self._batch = 1
 
-  def end(self, reason: str) -> None:
-    """Ends a generation."""
-    if self.generations and self.generations[-1].ended is None:
-      self.generations[-1].ended = time.time()
-      self.generations[-1].reason = reason
-
   def hold(self) -> None:
-    """Copies this worker's state to memory, for the next generation."""
-    if self._variables is None:
-      return  # Not restored yet: the copy of before is still valid.
+    """Copies this worker's state to memory, for the next call."""
+    if self._variables is None or not self._members.is_shared:
+      return  # The copy of before is still valid.
     # Steps may have been applied before a callback could record them.
     applied = self._iterations() - self._iterations_at_start
     if applied > self._counted:
-      self._set(self.epoch, self.step + applied - self._counted)
+      self._set(
+        self.state.epoch,
+        self.state.rows // self._batch + applied - self._counted,
+      )
     self._held = [_read(v) for v in self._variables]
     self._variables = None
 
   def restore(self, model: keras.Model, optimizer=None) -> None:
-    """Assigns a built model the state of the most advanced worker, if any.
+    """Gives a built model the state of the most advanced worker, if any.
+
+    That happens when this worker joins the others: now if it has, or later.
 
     Raises:
       CheckpointMismatchError: the model has other variables than before.
@@ -193,23 +188,9 @@ class Job:
     optimizer = optimizer or model.optimizer
     with self.strategy.scope():
       optimizer.build(model.trainable_variables)
-    variables = _state_of(model, optimizer)
-    group = self.strategy.process_group
-    best = max(group.members, key=lambda m: (m.progress, -m.rank))
-    answers = group.exchange(
-      'elastic/position', json.dumps(self.state).encode()
-    )
-    state = Progress(*json.loads(answers[best.rank]))
-    if best.progress:
-      self._receive(group, best.rank, variables)
-      self._scale_learning_rate(optimizer, state.world, group.world_size)
-      self._held = [_read(v) for v in variables]
-    self.state = state._replace(
-      first_world=state.first_world or group.world_size, world=group.world_size
-    )
-    self._optimizer = optimizer
-    self._start_counting()
-    self._variables = variables
+    self._variables = _state_of(model, optimizer)
+    self._model, self._optimizer = model, optimizer
+    self._members.share()
 
   def global_batch_size(self, size: int) -> int:
     """Returns the global batch of this generation; call it after `restore`.
@@ -217,13 +198,14 @@ class Job:
     That is `size`, the one of the first generation; with batch='per_replica', in
     proportion to the number of workers.
     """
-    if not self.state.first_world:
+    if self._variables is None:
       raise errors.UnsupportedOptionError(
         'job.global_batch_size before job.restore',
         'a job that knows how many workers it started with',
         'call job.restore(model) first',
       )
     if self._options.batch == 'per_replica':
+      self._members.join()
       size = size * self.state.world // self.state.first_world
     self._batch = size
     return size
@@ -234,8 +216,10 @@ class Job:
     Raises:
       MembershipChange: other workers wait to join; `run` handles it.
     """
+    is_new_epoch = epoch != self.state.epoch
     self._start_counting()
-    self._record(epoch, step)
+    self._set(epoch, step)
+    self.let_in(is_new_epoch)
 
   def callback(self) -> ElasticCallback:
     """Returns a callback for a `fit` that counts from this position on."""
@@ -264,6 +248,10 @@ class Job:
       callbacks: as of `fit`.
       **options: of `fit`, such as `validation_data`.
     """
+    if self._model is not model:
+      self.restore(model)
+    self._epochs = epochs
+    self._join_with_steps(model, make_batches, steps_per_epoch, options)
     epoch, step = self.position
     if step >= steps_per_epoch:
       epoch, step = epoch + 1, 0
@@ -272,7 +260,6 @@ class Job:
       self._set(epoch, step)
     if epoch >= epochs:
       return None
-    self._epochs = epochs
     batches = make_batches(epoch, step)
     reads = not isinstance(batches, tf.data.Dataset)
     # Keras counts skipped batches, and begins again after as many as it knows of:
@@ -290,18 +277,39 @@ class Job:
       **options,
     )
 
+  def _join_with_steps(self, model, make_batches, steps_per_epoch, options):
+    """Joins when the step of the model has been built: nobody waits for that."""
+    if self.strategy.extended.communicator.is_member:
+      return
+    batches = make_batches(0, 0)
+    if isinstance(batches, tf.data.Dataset):
+      spec = _keras_internal.element_spec_of_fit(
+        model, batches, steps_per_epoch=steps_per_epoch, **options
+      )
+      model.make_train_function()
+      prepare = getattr(model.train_function, 'prepare', None)
+      if prepare is not None:
+        with self.strategy.scope():
+          prepare(spec)
+    self._members.join_in_fit()
+
+  # What callbacks say.
+
   def finish_batch(self, step: int) -> None:
     """Records the completed batches of an epoch of `fit`."""
-    self._counted += step - self.step
-    self._record(self.epoch, step)
+    self._counted += step - self.state.rows // self._batch
+    self._set(self.state.epoch, step)
 
-  def _record(self, epoch, step):
-    is_new_epoch = epoch != self.epoch
-    self._set(epoch, step)
-    join = self._options.join
-    is_last = self._epochs is not None and epoch >= self._epochs
-    if not is_last and (join == 'step' or (is_new_epoch and join == 'epoch')):
-      self._let_in()
+  def finish_epoch(self, epoch: int) -> None:
+    """Records that an epoch of `fit` is complete."""
+    self._start_counting()
+    self._set(epoch, 0)
+
+  def begin_epoch(self) -> None:
+    """Goes on with the metrics of the others, in an epoch that had begun."""
+    taken, self._entered_with = self._entered_with, None
+    if taken is not None:
+      self._assign(self._metrics(), taken)
 
   def _set(self, epoch, step):
     if self.generations and self.generations[-1].first_step is None:
@@ -310,16 +318,123 @@ class Job:
       epoch=epoch, step=step, batch_size=self._batch
     )
 
-  def _let_in(self):
-    group = self.strategy.process_group
+  # What `Members` asks.
+
+  @property
+  def place(self) -> Position:
+    """The position, as it is known without the others."""
+    return Position(self.state.epoch, self.state.rows // self._batch)
+
+  def let_in(self, is_new_epoch: bool | None = None) -> None:
+    """Raises MembershipChange if workers wait to join and may."""
+    if is_new_epoch is None:
+      is_new_epoch = not self.state.step
+    join, group = self._options.join, self.strategy.process_group
+    is_last = self._epochs is not None and self.state.epoch >= self._epochs
+    if is_last or join == 'never' or (join == 'epoch' and not is_new_epoch):
+      return
     limit = self._options.max_workers
     members = {member.task for member in group.members}
     outside = [t for t in group.pending_joiners() if t not in members]
-    waiting = np.array([len(outside)], np.int32)
-    # All decide alike, whoever learned of the new worker first.
-    waiting = int(group.all_reduce(waiting, op='max', name='joiners')[0])
-    if waiting and (limit is None or group.world_size < limit):
-      raise MembershipChange(f'{waiting} workers wait to join.')
+    if outside and (limit is None or group.world_size < limit):
+      raise elastic_members.MembershipChange(
+        f'{len(outside)} workers wait to join.'
+      )
+
+  def finish_step(self) -> None:
+    """Counts a step of a model that is done."""
+    self.num_steps += 1
+
+  def hold_metrics(self, model) -> None:
+    """Keeps what metrics say before they are reset, for who is a step behind."""
+    if model is self._model:
+      values = [_read(v) for v in self._metrics()]
+      self._before_reset = self.num_steps, values
+
+  def may_share(self) -> bool:
+    """Whether the model is known whose state is shared.
+
+    Raises:
+      UnsupportedOptionError: there is one that has not been restored.
+    """
+    if self._variables is not None:
+      return True
+    if not self.strategy.extended.variables_by_handle():
+      return False
+    raise errors.UnsupportedOptionError(
+      'a model in an elastic job that job.restore was not called with',
+      'a model that has the state of the other workers',
+      'call job.restore(model) before training, job.epoch and job.step',
+    )
+
+  def take(self, group, root: int, is_missing: bool) -> None:
+    """Receives the state of a rank, and keeps it if it `is_missing` here."""
+    variables = self._variables
+    # Not their names, in which Keras counts the models of a process.
+    shapes = [[*v.shape, v.dtype] for v in variables]
+    try:
+      group.agree(shapes, what='the variables of the model')
+    except errors.CollectiveMismatchError as e:
+      raise errors.CheckpointMismatchError(str(e)) from e
+    is_root = group.rank == root
+    held = self._held if is_root and not self._members.is_shared else None
+    values = []
+    for i, variable in enumerate(variables):
+      value = _read(variable) if held is None else held[i]
+      flat = np.frombuffer(value.tobytes(), np.uint8)
+      flat = group.broadcast(flat, root, name=f'elastic/{i}')
+      values.append(_like(flat, value))
+    metrics = self._take_metrics(group, root)
+    if is_missing or held is not None:
+      self._assign(variables, values)
+    if is_missing and metrics is not None:
+      self._entered_with = metrics
+      self._assign(self._metrics(), metrics)
+    self._held = None
+
+  def _take_metrics(self, group, root):
+    """The metrics of a rank; None where they are others."""
+    values = [_read(v) for v in self._metrics()]
+    if self._before_reset and self._before_reset[0] == self.num_steps:
+      values = self._before_reset[1]
+    flat = np.frombuffer(b''.join(v.tobytes() for v in values), np.uint8)
+    size = group.broadcast(np.int64([flat.size]), root, name='elastic/size')[0]
+    if group.rank != root:
+      flat = np.zeros([size], np.uint8)
+    flat = group.broadcast(flat, root, name='elastic/metrics')
+    if not values or size != sum(v.nbytes for v in values):
+      return None
+    ends = np.cumsum([v.nbytes for v in values])
+    parts = np.split(flat, ends[:-1])
+    return [
+      _like(part, value) for part, value in zip(parts, values, strict=True)
+    ]
+
+  def go_on_at(self, state, num_steps: int) -> None:
+    """Is at the place of the others."""
+    state, world = Progress(*state), self.strategy.num_workers
+    if self.num_steps != num_steps or state.world:
+      self._scale_learning_rate(self._optimizer, state.world, world)
+    self.state = state._replace(
+      first_world=state.first_world or world, world=world
+    )
+    self.num_steps = num_steps
+    if not self.state.step:
+      self._entered_with = None
+    self._start_counting()
+
+  def _metrics(self):
+    """The metrics of which every worker has all, as models' steps make them."""
+    return [
+      v
+      for v in self._model.metrics_variables
+      if vars(v.value).get('holds_whole', False)
+    ]
+
+  def _assign(self, variables, values):
+    with self.strategy.scope():
+      for variable, value in zip(variables, values, strict=True):
+        variable.assign(value)
 
   def _start_counting(self):
     self._counted = 0
@@ -329,26 +444,6 @@ class Job:
     if self._optimizer is None:  # Before `restore`.
       return 0
     return model_state.iterations(self._optimizer)
-
-  def _receive(self, group, root, variables):
-    """Receives all variables from one rank, before any is assigned."""
-    # Not their names, in which Keras counts the models of a process.
-    shapes = [[*v.shape, v.dtype] for v in variables]
-    try:
-      group.agree(shapes, what='the variables of the model')
-    except errors.CollectiveMismatchError as e:
-      raise errors.CheckpointMismatchError(str(e)) from e
-    values = []
-    for i, variable in enumerate(variables):
-      value = self._held[i] if group.rank == root else _read(variable)
-      flat = np.frombuffer(value.tobytes(), np.uint8)
-      flat = group.broadcast(flat, root, name=f'elastic/{i}')
-      values.append(
-        np.frombuffer(flat.tobytes(), value.dtype).reshape(value.shape)
-      )
-    with self.strategy.scope():
-      for variable, value in zip(variables, values, strict=True):
-        variable.assign(value)
 
   def _scale_learning_rate(self, optimizer, world_before, world):
     """Scales the learning rate with the global batch, as the options say."""
@@ -385,6 +480,7 @@ class ElasticCallback(keras.callbacks.Callback):
 
   def on_epoch_begin(self, epoch, logs=None):
     """Skips what was done."""
+    self._job.begin_epoch()
     if self._skipped:
       resume_fit.skip_steps(self.model, self._skipped, self._reads)
       self._skipped = 0
@@ -397,7 +493,7 @@ class ElasticCallback(keras.callbacks.Callback):
   def on_epoch_end(self, epoch, logs=None):
     """Counts an epoch."""
     self._first_step = 0
-    self._job.update(epoch + 1, 0)
+    self._job.finish_epoch(epoch + 1)
 
 
 def _state_of(model, optimizer) -> list[keras.Variable]:
@@ -416,3 +512,8 @@ def _state_of(model, optimizer) -> list[keras.Variable]:
 
 def _read(variable) -> np.ndarray:
   return np.array(variable.numpy())
+
+
+def _like(flat: np.ndarray, value: np.ndarray) -> np.ndarray:
+  """Bytes as an array of the dtype and shape of `value`."""
+  return np.frombuffer(flat.tobytes(), value.dtype).reshape(value.shape)

@@ -148,18 +148,20 @@ class Plan:
     """Whether replicas meet for a tensor that is wanted so."""
     return _meets(self.values[tensor].kind, wanted, tensor in self.forced)
 
-  def defer_writes(self, outputs: Sequence[tuple[Tensor, Any]]) -> None:
+  def defer_writes(self, outputs: Sequence[tuple[Tensor, Any]]) -> set[Any]:
     """Lets variables be written after the last meeting, where none needs that.
 
     A step in which a meeting fails then has not counted or applied itself.
+    Returns the resources that are written before the last meeting all the same.
     """
     before_meetings = [t.node for t, wanted in outputs if self.meets(t, wanted)]
     for node, decision in self.decisions.items():
       for tensor, wanted in zip(node.inputs, decision.wants, strict=True):
         if self.meets(tensor, wanted):
           before_meetings.append(tensor.node)
+    early = set()
     if not before_meetings:
-      return
+      return early
     last = 1 + max(self.levels[n] for n in before_meetings)
     needed = set()
     while before_meetings:
@@ -169,17 +171,21 @@ class Plan:
         before_meetings += [*node.before, *(t.node for t in node.inputs)]
     late = set()
     for node in self.program.nodes:
+      written = set()
+      if node.is_stateful and node.type not in READS:
+        resources = [self.values[t].resource for t in node.inputs]
+        written = {r for r in resources if r is not None and not r.is_part}
       if node in needed:
+        early |= written
         continue
-      resources = [self.values[t].resource for t in node.inputs]
-      writes = node.is_stateful and node.type not in READS
-      if writes and any(r is not None and not r.is_part for r in resources):
+      if written:
         self.deferred.add(node)
         late.add(node)
       follows = {*node.before, *(t.node for t in node.inputs)} & late
       if follows or node in late:
         late.add(node)
         self.levels[node] = max(self.levels[node], last)
+    return early
 
   def is_computed(self, tensor: Tensor, wanted) -> bool:
     """Whether its contents follow from the number of rows, so are not built."""

@@ -53,6 +53,15 @@ class Rows:
     }
 
 
+def rows_or_stand_in(
+  real: tf.Tensor, start: tf.Tensor, total: tf.Tensor
+) -> Rows:
+  """Those of a replica that may have none: then a stand-in row."""
+  is_first = tf.logical_and(real > 0, tf.equal(start, 0))
+  start = tf.maximum(tf.minimum(start, total - 1), 0)
+  return Rows(tf.maximum(real, 1), start, total, real, is_first)
+
+
 # Elements: from here on a branch costs less than a copy.
 _LARGE = 4096
 

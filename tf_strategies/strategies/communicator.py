@@ -28,6 +28,11 @@ class Communicator(abc.ABC):
   # Whether gradients may be rounded on their way.
   is_lossy: bool = False
 
+  @property
+  def capacity(self) -> int:
+    """The most workers that there can be while the strategy lives."""
+    return self.world_size
+
   @abc.abstractmethod
   def all_reduce(
     self,

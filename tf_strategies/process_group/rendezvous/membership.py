@@ -48,6 +48,7 @@ class View:
   reached_at: float | None = None  # When it last answered at its address.
   problem: str = 'it was never reached'  # Why it does not answer.
   refused: bool = False  # Whether the problem is the secret.
+  is_gone: bool = False  # Whether nobody listens at its address.
 
   def is_fresh(self, now: float) -> bool:
     """Whether it has answered just now."""
@@ -80,6 +81,7 @@ class Membership:
     self._rivals: dict[int, str] = {}
     self._joiners: dict[int, tuple[str, float]] = {}
     self._seated: Mapping[int, str] = {}
+    self._is_closed = False
 
   def hello(self) -> dict[str, Any]:
     """What this process tells the others."""
@@ -94,8 +96,9 @@ class Membership:
       'refusal': self.refusal,
     }
 
-  def start(self, progress: int) -> None:
-    """This process wants a group."""
+  def start(self, progress: int, is_closed: bool = False) -> None:
+    """This process wants a group, of members of the last one if it `is_closed`."""
+    self._is_closed = is_closed
     self.state = State.FORMING
     self.progress = progress
     self.refusal = ''
@@ -132,6 +135,7 @@ class Membership:
       if self._rivals.get(task) == message['incarnation']:
         del self._rivals[task]  # It was no rival but a successor.
       view.reached_at = now
+      view.is_gone = False
       view.problem = ''
       view.refused = False
     if message['state'] == State.FORMING.value:
@@ -142,9 +146,16 @@ class Membership:
         f'{message["refusal"]}'
       )
 
-  def lost(self, task: int, problem: str, refused: bool = False) -> None:
-    """A task does not answer."""
+  def lost(
+    self,
+    task: int,
+    problem: str,
+    refused: bool = False,
+    is_gone: bool = False,
+  ) -> None:
+    """A task does not answer; it `is_gone` if nobody listens at its address."""
     view = self.views[task]
+    view.is_gone = is_gone
     if view.reached_at is not None and not refused:
       problem = f'it was there, then: {problem}'
     view.reached_at = None
@@ -156,6 +167,7 @@ class Membership:
     self.state = State.RUNNING
     self.generation = generation
     self._seated = dict(seated)
+    self._joiners.clear()
 
   def joiners(self, now: float) -> tuple[int, ...]:
     """Tasks that asked for a group in the last seconds and are in none."""
@@ -177,7 +189,12 @@ class Membership:
   def proposal(self, now: float) -> list[Seat] | None:
     """The group to propose now; None if this process should not propose one."""
     fresh = {t: v for t, v in self.views.items() if v.is_fresh(now)}
-    forming = [t for t, v in fresh.items() if v.state is State.FORMING]
+    forming = [
+      t
+      for t, v in fresh.items()
+      if v.state is State.FORMING
+      and (not self._is_closed or self._seated.get(t) == v.incarnation)
+    ]
     # A lower task leads; or a group runs, which will form again; or a worker
     # has just left one, perhaps with the only state that there is.
     waits = any(
@@ -190,12 +207,19 @@ class Membership:
     if waits or len(there) < self._minimum:
       self._enough_since = None
       return None
-    if len(there) < self._maximum:
+    if len(there) < self._maximum and not self._all_left_are(there):
       if self._enough_since is None:
         self._enough_since = now
       if now - self._enough_since < self._window:
         return None
     return [self._seat(task) for task in there[: self._maximum]]
+
+  def _all_left_are(self, there: Sequence[int]) -> bool:
+    """Whether all of the last group are there but those that surely have died."""
+    others = [t for t in self._seated if t != self.task]
+    return bool(others) and all(
+      t in there or self.views[t].is_gone for t in others
+    )
 
   def objection(
     self, generation: int, seats: Sequence[Seat], leader: int

@@ -87,13 +87,16 @@ class Rendezvous:
       },
     )
 
-  def form(self, progress: int = 0) -> tcp_group.TcpProcessGroup:
+  def form(
+    self, progress: int = 0, is_closed: bool = False
+  ) -> tcp_group.TcpProcessGroup:
     """Blocks until a group has formed that this process is in.
 
     May be called again after a failure, or to let joiners in: a group that
     still runs is closed first. The new group has all workers that are there, at
     least `min_workers`, and a higher generation; ranks follow the tasks. All see
-    in `members` how far each has come: its `progress`.
+    in `members` how far each has come: its `progress`. If it `is_closed`, only
+    members of the last group, in the same process, get in.
 
     Raises:
       RendezvousError: workers are missing at the deadline, run another
@@ -102,7 +105,7 @@ class Rendezvous:
       AuthenticationError: no other worker has this one's secret.
     """
     self._leave()
-    self._group = self._server.call(self._form(progress))
+    self._group = self._server.call(self._form(progress, is_closed))
     return self._group
 
   def close(self) -> None:
@@ -123,9 +126,11 @@ class Rendezvous:
 
   # From here on everything runs in the server's loop.
 
-  async def _form(self, progress: int) -> tcp_group.TcpProcessGroup:
+  async def _form(
+    self, progress: int, is_closed: bool
+  ) -> tcp_group.TcpProcessGroup:
     members = self._membership
-    members.start(progress)
+    members.start(progress, is_closed)
     formed = self._formed = self._server.loop.create_future()
     tasks = [self._server.spawn(self._poll(task)) for task in members.views]
     tasks.append(self._server.spawn(self._lead()))
@@ -176,7 +181,8 @@ class Rendezvous:
       except errors.Error as e:
         self._refuse(e)
       except OSError as e:
-        self._membership.lost(task, _why(e))
+        is_gone = isinstance(e, ConnectionRefusedError)
+        self._membership.lost(task, _why(e), is_gone=is_gone)
       except protocol.MALFORMED as e:
         self._membership.lost(task, f'something else is there: {e}')
       await asyncio.sleep(pause)

@@ -19,6 +19,7 @@ from absl import logging
 
 from tf_strategies import _keras_internal, _tf_internal
 from tf_strategies.keras import gradient_reducer, optimizer_checks
+from tf_strategies.spmd import site as site_lib
 from tf_strategies.strategies.mirrored import (
   empty_replicas,
   host_input,
@@ -142,11 +143,10 @@ class ExactMirroredExtended(
     if whole_batch.is_active():
       return fn(*args, **kwargs)  # The only replica there is calls it.
     step = _keras_internal.step_of(_tf_internal.unwrap(fn))
-    if step is not None and self._num_replicas_in_sync > 1:
+    if step is not None and self.splits_steps:
       optimizer_checks.check_model(step, self._container_strategy())
       [data] = args
-      whole = whole_batch.Step(self, step.kind, step.compiles)
-      return whole.run(step.run, data)
+      return self._model_step(step).run(step.run, data)
     if isinstance(fn, _tf_internal.Function):
       return self._call_function(fn, args, kwargs)
     run = replica_run.current()
@@ -164,6 +164,9 @@ class ExactMirroredExtended(
     outputs = self._call_in_run(run, fn, args, kwargs)
     return self._trim(run, outputs)
 
+  def _model_step(self, step):
+    return whole_batch.Step(self, step.kind, step.compiles)
+
   def _trim(self, run, outputs):
     return empty_replicas.trim(run, outputs, self._devices)
 
@@ -178,7 +181,29 @@ class ExactMirroredExtended(
     self._variables = [ref for ref, variable in alive if variable is not None]
     return [variable for _, variable in alive if variable is not None]
 
-  def places_of_rows(self, leaves) -> tuple[list, range]:
+  def rows_of(self, leaves) -> list[site_lib.Rows]:
+    """Which rows of a batch each replica of this process has."""
+    counts, mine = self._places_of_rows(leaves)
+    surely = all(isinstance(n, int) for n in counts) and all(counts)
+    with tf.device('CPU:0'):
+      counts = [tf.cast(n, tf.int32) for n in counts]
+      ends = tf.unstack(tf.cumsum(tf.stack(counts)), num=len(counts))
+      found = []
+      for place in mine:
+        real, total = counts[place], ends[-1]
+        start = ends[place] - real
+        if surely:
+          found.append(site_lib.Rows(real, start, total, None, place == 0))
+        else:
+          found.append(site_lib.rows_or_stand_in(real, start, total))
+    return found
+
+  def static_length(self, leaves) -> int | None:
+    """The number of rows of a batch, if it is known before a step runs."""
+    counts, _ = self._places_of_rows(leaves)
+    return sum(counts) if all(isinstance(n, int) for n in counts) else None
+
+  def _places_of_rows(self, leaves) -> tuple[list, range]:
     """How many rows lie at each place of a batch; the places of this process."""
     run = replica_run.ReplicaRun.of(
       leaves, len(self._devices), self._share_rows
@@ -190,10 +215,19 @@ class ExactMirroredExtended(
   def _shares_of_plain(self, leaves):
     """The same for a batch that every replica has."""
     count = self._num_replicas_in_sync
-    batch = next((t for t in leaves if tf.is_tensor(t) and t.shape.rank), None)
-    rows = 0 if batch is None else replica_run.num_rows(batch)
+    rows = rows_of_plain(leaves)
     sizes = tf.unstack(host_input.part_sizes(rows, count), num=count)
     return sizes, range(count)
+
+  @property
+  def splits_steps(self) -> bool:
+    """Whether the steps of models are split over several replicas."""
+    return self._num_replicas_in_sync > 1
+
+  # Whether this process does what is done once in all.
+  does_what_is_done_once = True
+  # Whether every replica gets all predictions, and all of sums such as metrics.
+  predicts_whole = holds_sums_whole = False
 
   # Whether Keras concatenates the predictions of several processes.
   gathers_predictions = False
@@ -328,6 +362,12 @@ class ExactMirroredExtended(
     if isinstance(variable, tf.distribute.DistributedValues):
       self._variables.append(weakref.ref(variable))
     return variable
+
+
+def rows_of_plain(leaves):
+  """The number of rows of a batch that is there whole."""
+  batch = next((t for t in leaves if tf.is_tensor(t) and t.shape.rank), None)
+  return 0 if batch is None else replica_run.num_rows(batch)
 
 
 def _is_in_function() -> bool:

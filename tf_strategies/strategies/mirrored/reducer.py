@@ -186,8 +186,12 @@ class WorkerReducer:
     self, local: DeviceReducer, communicator: communicator_lib.Communicator
   ):
     self.devices = local.devices
-    self.num_replicas = len(self.devices) * communicator.world_size
     self._communicator = communicator
+
+  @property
+  def num_replicas(self) -> int:
+    """Of all workers."""
+    return len(self.devices) * self._communicator.world_size
 
   def per_replica(self, value):
     """A tensor of the only local replica as a distributed value."""

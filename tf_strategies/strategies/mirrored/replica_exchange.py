@@ -67,6 +67,7 @@ def is_sum(variable) -> bool:
   return (
     variable.synchronization == tf.VariableSynchronization.ON_READ
     and variable.aggregation == tf.VariableAggregation.SUM
+    and not vars(variable).get('holds_whole', False)
   )
 
 

@@ -7,9 +7,10 @@ saved. These classes and `creation_policy` say what each kind of state needs.
 
 from __future__ import annotations
 
+import numpy as np
 import tensorflow as tf
 
-from tf_strategies import _keras_internal, _tf_internal
+from tf_strategies import _keras_internal, _tf_internal, errors
 from tf_strategies.cross_device import statistics
 from tf_strategies.strategies.mirrored import replica_run, whole_batch
 
@@ -125,9 +126,45 @@ class SyncOnReadVariable(_Number, _tf_internal.SyncOnReadVariable):
 
   A replica without rows computes on a stand-in row; what it would add to a
   metric is left out.
+
+  Where workers come and go it `holds_whole`: models' steps, which know the sum,
+  give all of it to every replica, so that none takes its part away.
   """
 
+  holds_whole = False
+
+  def hold_whole(self) -> None:
+    """Has every copy hold the sum from now on; it must still be zero.
+
+    Raises:
+      UnsupportedOptionError: replicas hold parts of it already.
+    """
+    if self.holds_whole:
+      return
+    with tf.init_scope():
+      are_parts = any(np.any(copy.numpy()) for copy in self.values)
+    if are_parts:
+      raise errors.UnsupportedOptionError(
+        f'{self.name!r} in a model whose workers come and go, after a loop that '
+        'calls strategy.run has given each replica a part of it',
+        'a metric that models alone update',
+        'reset it before fit or evaluate, or use another metric in the loop',
+      )
+    self.holds_whole = True
+
+  def assign(self, value, use_locking=False, name=None, read_value=True):
+    """As TensorFlow's; a whole is given to all copies."""
+    in_replica = (
+      tf.distribute.has_strategy()
+      and not tf.distribute.in_cross_replica_context()
+    )
+    if not self.holds_whole or in_replica:
+      return super().assign(value, use_locking, name, read_value)
+    return tf.group([copy.assign(value, use_locking) for copy in self.values])
+
   def _get_cross_replica(self):
+    if self.holds_whole:
+      return self._get_replica(0)
     # A model that is saved may read it, in a function that was traced before.
     with statistics.paused():
       return super()._get_cross_replica()
@@ -135,6 +172,13 @@ class SyncOnReadVariable(_Number, _tf_internal.SyncOnReadVariable):
   def _update_replica(self, update_fn, value, **kwargs):
     run = replica_run.current()
     replica_id = replica_run.current_replica_id()
+    if self.holds_whole and not whole_batch.is_active():
+      raise errors.UnsupportedOptionError(
+        f'{self.name!r}, which a model that job.fit trains updates, in a loop that '
+        'calls strategy.run',
+        'a metric that models alone, or loops alone, update',
+        'use another metric in the loop',
+      )
     if run is None or run.has_rows is None or replica_id is None:
       return super()._update_replica(update_fn, value, **kwargs)
     local = self._get_on_device_or_primary()

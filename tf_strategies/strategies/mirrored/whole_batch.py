@@ -148,6 +148,8 @@ class Step:
     self._devices = extended.worker_devices
     self._strategy = extended._container_strategy()
     self._reads: dict[int, dict[int, Any]] = {}
+    # Variables that a failed step may have written all the same.
+    self.written_early: list[Any] = []
 
   def run(self, fn: Callable[[Any], Any], data):
     """What `fn(data)` returns on one device, computed by all replicas.
@@ -174,7 +176,10 @@ class Step:
     traced = planned.program
     wanted = [(t, self._wanted(planned, t)) for t in traced.outputs]
     if self._extended.applies_all_or_none:
-      planned.defer_writes(wanted)
+      early = planned.defer_writes(wanted)
+      self.written_early = [
+        r.variable for r in early if isinstance(r, _Variable)
+      ]
     compiled = frozenset()
     if self._compiles:
       compiled = _tf_internal.compiled_operations(self._devices[0])
@@ -217,9 +222,8 @@ class Step:
     """
     if isinstance(error, errors.Error):
       raise error
-    counts, _ = self._extended.places_of_rows(leaves)
-    is_known = all(isinstance(n, int) for n in counts)
-    length = sum(counts) if is_known else 4 * len(counts)
+    known = self._extended.static_length(leaves)
+    length = known or 4 * self._strategy.num_replicas_in_sync
 
     def with_length(spec):
       if not isinstance(spec, tf.TensorSpec) or not spec.shape.rank:
@@ -232,7 +236,7 @@ class Step:
     except Exception:
       raise error from None
     fix = 'read keras.ops.shape(x)[0] or tf.shape(x)[0] instead of x.shape[0]'
-    if not is_known:
+    if known is None:
       raise errors.UnsupportedOptionError(
         f'a {self._kind} step that needs the length of a batch before it runs '
         f'({error!r})',
@@ -318,29 +322,14 @@ class Step:
   # What the step gets.
 
   def _sites(self, leaves):
-    counts, mine = self._extended.places_of_rows(leaves)
-    are_known = all(isinstance(n, int) for n in counts)
-    surely = are_known and all(counts)
-    with tf.device('CPU:0'):
-      counts = [tf.cast(n, tf.int32) for n in counts]
-      ends = tf.unstack(tf.cumsum(tf.stack(counts)), num=len(counts))
-    home = self._extended.home_device
+    home, found = self._extended.home_device, self._extended.rows_of(leaves)
     sites = []
-    for replica, (device, place) in enumerate(
-      zip(self._devices, mine, strict=True)
+    for replica, (device, rows) in enumerate(
+      zip(self._devices, found, strict=True)
     ):
-      with tf.device('CPU:0'):
-        real, total, start = counts[place], ends[-1], ends[place]
-        start -= real
-        if surely:
-          rows = site_lib.Rows(real, start, total, None, place == 0)
-        else:
-          count = tf.maximum(real, 1)
-          is_first = tf.logical_and(real > 0, tf.equal(start, 0))
-          start = tf.maximum(tf.minimum(start, total - 1), 0)
-          rows = site_lib.Rows(count, start, total, real, is_first)
+      is_chief = replica == 0 and self._extended.does_what_is_done_once
       is_home = replica == 0 and home is None
-      sites.append(site_lib.Site(device, rows, replica, place == 0, is_home))
+      sites.append(site_lib.Site(device, rows, replica, is_chief, is_home))
     if home is not None:
       sites.append(site_lib.Site(home, sites[0].rows, is_home=True))
     return sites
@@ -380,6 +369,10 @@ class Step:
         if variable is None:
           resource = _Single(external)
         else:
+          if self._extended.holds_sums_whole and replica_exchange.is_sum(
+            variable
+          ):
+            variable.hold_whole()
           resource = _Variable(variable, self._reads)
       add(dict.fromkeys(sites, external), kinds.WHOLE, resource)
     return inputs, arguments, values
@@ -388,7 +381,8 @@ class Step:
 
   def _wanted(self, planned, tensor):
     value = planned.seen(tensor)
-    if self._kind != 'predict' or not value.dims:
+    is_split = self._kind == 'predict' and not self._extended.predicts_whole
+    if not is_split or not value.dims:
       return kinds.WHOLE
     return kinds.Split(0)
 

@@ -104,7 +104,7 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
         return tuple(everyone.numpy().tolist())
       return tuple(tf.unstack(everyone))
 
-  def places_of_rows(self, leaves):
+  def _places_of_rows(self, leaves):
     """See base class: of the parts that each worker takes in turn."""
     run = replica_run.ReplicaRun.of(
       leaves, len(self._devices), self._share_rows
@@ -119,6 +119,11 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
     ], mine
 
   gathers_predictions = True
+
+  @property
+  def does_what_is_done_once(self):
+    """See base class: the chief."""
+    return self.communicator.rank == 0
 
   def exchange(self):
     """See base class."""

@@ -70,10 +70,9 @@ class WorkerInput:
     _check_input_options(options)
     if host_input.is_distributed(dataset):
       return dataset
-    policy = dataset.options().experimental_distribute.auto_shard_policy
-    if policy not in (_Policy.FILE, _Policy.OFF):
+    if is_same_data(dataset):
       return self._same_data(dataset)
-    if policy == _Policy.FILE:
+    if _policy_of(dataset) == _Policy.FILE:
       dataset = _tf_internal.shard_files(
         dataset, self._communicator.world_size, self._communicator.rank
       )
@@ -98,7 +97,7 @@ class WorkerInput:
       local, all_rows = self.split(batch)
       fingerprint = tf.cond(
         _is_compared(index),
-        lambda: _fingerprint(batch),
+        lambda: fingerprint(batch),
         lambda: tf.constant(0, tf.int64),
       )
       return index, fingerprint, all_rows, local
@@ -244,6 +243,24 @@ class WorkerInput:
     return host_iterator.HostDataset(input_watch.watch(distributed))
 
 
+def is_same_data(dataset: tf.data.Dataset) -> bool:
+  """Whether all workers read the same batches of it."""
+  return not host_input.is_distributed(dataset) and _policy_of(dataset) not in (
+    _Policy.FILE,
+    _Policy.OFF,
+  )
+
+
+def check_same_batch(communicator, tag: str, what: str, batch) -> None:
+  """Raises CollectiveMismatchError unless all workers have this batch."""
+  answers = communicator.exchange(tag, str(fingerprint(batch)).encode())
+  communicator_lib.check_same(answers, what, _SAME_BATCHES)
+
+
+def _policy_of(dataset):
+  return dataset.options().experimental_distribute.auto_shard_policy
+
+
 def _check_input_options(options):
   if options is None:
     return
@@ -272,7 +289,7 @@ def _is_compared(index) -> tf.Tensor:
   return tf.equal(tf.bitwise.bitwise_and(index, index - 1), 0)
 
 
-def _fingerprint(batch) -> tf.Tensor:
+def fingerprint(batch) -> tf.Tensor:
   """A number that tells batches apart by their size and their first values."""
   parts = tf.nest.flatten(batch, expand_composites=True)
 

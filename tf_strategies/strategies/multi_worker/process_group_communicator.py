@@ -42,20 +42,33 @@ class ProcessGroupCommunicator(communicator.Communicator):
 
   def __init__(
     self,
-    group: process_group.ProcessGroup,
+    group: process_group.ProcessGroup | None,
     local: reducer.DeviceReducer,
     options: options_lib.RingOptions,
   ):
-    self.group = group
-    self.rank, self.world_size = group.rank, group.world_size
     self._queue = CollectiveQueue(group)
     self._local = local
     self._options = options
     self.is_lossy = options.compression != 'none'
-    self._num_chunks = self.world_size
+    self._num_chunks = self.capacity
     if options.all_reduce != 'auto':
-      schedule = algorithms.build(options.all_reduce, self.world_size)
+      schedule = algorithms.build(options.all_reduce, self.capacity)
       self._num_chunks = schedule.num_chunks
+
+  @property
+  def group(self) -> process_group.ProcessGroup:
+    """What links the workers now."""
+    return self._queue.group
+
+  @property
+  def rank(self):
+    """See base class."""
+    return self.group.rank
+
+  @property
+  def world_size(self):
+    """See base class."""
+    return self.group.world_size
 
   def all_reduce(self, columns, name, are_gradients=False):
     """See base class."""
@@ -167,18 +180,85 @@ class ProcessGroupCommunicator(communicator.Communicator):
 
   def report(self):
     """See base class: `link`, `world_size`, `calls`, `bytes_sent`."""
+    group = self.group
     return {
-      'link': self.group.name,
-      'rank': self.rank,
-      'world_size': self.world_size,
-      'generation': self.group.generation,
+      'link': group.name,
+      'rank': group.rank,
+      'world_size': group.world_size,
+      'generation': group.generation,
       'calls': dict(self._queue.calls),
-      'bytes_sent': self.group.bytes_sent,
+      'bytes_sent': group.bytes_sent,
     }
 
   def close(self):
     """See base class."""
     self.group.close()
+    self._queue.close()
+
+
+class ElasticCommunicator(ProcessGroupCommunicator):
+  """Workers that may change while graphs which call them live on.
+
+  Graphs read at run time how many there are and which one this is. Until `enter`
+  this worker is in no group; what needs one calls `join`, which enters one.
+
+  Args:
+    join: makes this worker a member of a group: calls `enter`.
+    capacity: the most workers that a group can have.
+    local, options: as of `ProcessGroupCommunicator`.
+  """
+
+  def __init__(
+    self,
+    join: Callable[[], None],
+    capacity: int,
+    local: reducer.DeviceReducer,
+    options: options_lib.RingOptions,
+  ):
+    self._join, self._capacity = join, capacity
+    super().__init__(None, local, options)
+    with tf.init_scope(), tf.device('CPU:0'):
+      # Of no strategy, as the queue's token.
+      self._place = _tf_internal.ResourceVariable(
+        np.int32([0, capacity]), trainable=False, name='place'
+      )
+
+  @property
+  def capacity(self):
+    """See base class."""
+    return self._capacity
+
+  @property
+  def is_member(self) -> bool:
+    """Whether this worker is in a group."""
+    return self._queue.group is not None
+
+  @property
+  def group(self):
+    """See base class; joins one first."""
+    self.join()
+    return self._queue.group
+
+  def join(self) -> None:
+    """Makes this worker a member, if it is in no group."""
+    if not self.is_member:
+      with tf.init_scope():
+        self._join()
+
+  def place(self) -> tuple[tf.Tensor, tf.Tensor]:
+    """This worker's rank and the number of workers, int32, when a graph runs."""
+    rank, world_size = tf.unstack(self._place.read_value())
+    return rank, world_size
+
+  def enter(self, group: process_group.ProcessGroup) -> None:
+    """Uses this group from now on, in place of one that has ended."""
+    self._queue.continue_in(group)
+    self._place.assign(np.int32([group.rank, group.world_size]))
+
+  def close(self):
+    """See base class."""
+    if self.is_member:
+      self._queue.group.close()
     self._queue.close()
 
 
@@ -195,9 +275,9 @@ def _cast(tensor, codec):
 class CollectiveQueue:
   """The collectives of a process group as TensorFlow ops, in program order."""
 
-  def __init__(self, group: process_group.ProcessGroup):
-    self._group = group
-    self._thread = concurrent.futures.ThreadPoolExecutor(1, 'collectives')
+  def __init__(self, group: process_group.ProcessGroup | None):
+    self.group = group
+    self._thread = _make_thread()
     self._handles = itertools.count()
     self._pending: dict[int, concurrent.futures.Future] = {}
     self._lock = threading.Lock()
@@ -212,6 +292,15 @@ class CollectiveQueue:
   def close(self) -> None:
     """Ends the thread; the group must have been closed or have failed."""
     self._thread.shutdown(wait=False, cancel_futures=True)
+
+  def continue_in(self, group: process_group.ProcessGroup) -> None:
+    """Runs later collectives, of graphs that are there too, in another group.
+
+    The one before must have been closed: what waits in it fails at once.
+    """
+    self._thread.shutdown(wait=True, cancel_futures=True)
+    self._pending.clear()
+    self.group, self._thread = group, _make_thread()
 
   # What graphs and eager code call. `kind` is for the statistics.
 
@@ -320,7 +409,7 @@ class CollectiveQueue:
       work = _recorded(kind, work, handed_ns=recorder.now(), **about)
     with self._lock:
       self.calls[kind] = self.calls.get(kind, 0) + 1
-    return self._thread.submit(work, self._group, array)
+    return self._thread.submit(work, self.group, array)
 
   def _run(self, kind, work, array):
     with recorder.span(f'wait for {kind}', recorder.WAIT):
@@ -339,9 +428,13 @@ class CollectiveQueue:
       _graph_errors.raise_through_graph(e)
     except (RuntimeError, concurrent.futures.CancelledError):
       # The queue was closed under a graph that still ran.
-      if self._group.failure is None:
+      if self.group.failure is None:
         raise
-      _graph_errors.raise_through_graph(self._group.failure)
+      _graph_errors.raise_through_graph(self.group.failure)
+
+
+def _make_thread() -> concurrent.futures.ThreadPoolExecutor:
+  return concurrent.futures.ThreadPoolExecutor(1, 'collectives')
 
 
 def _recorded(kind, work, **about):

@@ -98,10 +98,7 @@ class MultiWorkerRingStrategy(strategy.MultiWorkerStrategy):
         devices,
         cross_device_ops,
         make_communicator,
-        {
-          name: getattr(options, name)
-          for name in ('bucket_bytes', 'all_reduce', 'compression')
-        },
+        set_up_of(options),
         resolver,
       )
     except BaseException:
@@ -125,6 +122,12 @@ class MultiWorkerRingStrategy(strategy.MultiWorkerStrategy):
   def _close_rendezvous(self):
     if self._rendezvous is not None:
       self._rendezvous.close()
+
+
+def set_up_of(options: options_lib.RingOptions) -> dict[str, object]:
+  """What all workers must have alike, by name."""
+  names = 'bucket_bytes', 'all_reduce', 'compression'
+  return {name: getattr(options, name) for name in names}
 
 
 def _form_group(cluster, options):

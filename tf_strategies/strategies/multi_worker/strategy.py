@@ -161,27 +161,35 @@ def resolver_of_group(
   )
 
 
-def _agree_on_seed(communicator):
-  """Makes all workers shuffle alike."""
+def proposed_seed() -> tuple[int | None, int]:
+  """The random seed that the user gave, if so, and the one that others may take."""
   seed = _tf_internal.global_seed()
   if seed == _agreed.get('seed'):
     # An earlier strategy's choice, which a worker that joined since has not.
-    seed = None
-  proposal = secrets.randbits(31) if seed is None else seed
-  answers = communicator.exchange('random_seed', json.dumps(proposal).encode())
-  chosen = json.loads(answers[0])
-  if seed is None:
+    return None, secrets.randbits(31) if seed is None else seed
+  return seed, seed
+
+
+def take_seed(own: int | None, chosen: int) -> None:
+  """Makes all workers shuffle alike, by the seed that was chosen for all."""
+  if own is None:
     # Unseeded, each worker would shuffle in another order: some elements would
     # be taken twice, some never.
     tf.random.set_seed(chosen)
     _agreed['seed'] = chosen
-  elif seed != chosen:
+  elif own != chosen:
     logging.warning(
       'The random seed of this worker is %d, the chief has %d. What is '
       'shuffled must be shuffled alike: set the same seed on every worker.',
-      seed,
+      own,
       chosen,
     )
+
+
+def _agree_on_seed(communicator):
+  own, proposal = proposed_seed()
+  answers = communicator.exchange('random_seed', json.dumps(proposal).encode())
+  take_seed(own, json.loads(answers[0]))
 
 
 def _is_scalar(value) -> bool:

@@ -10,9 +10,11 @@ from tf_strategies.strategies.mirrored import replica_exchange
 class WorkerExchange(replica_exchange.ReplicaExchange):
   """Adds up and gathers what the replicas of all workers hold."""
 
-  def __init__(self, reducer, communicator):
+  def __init__(self, reducer, communicator, are_in_order=False):
     super().__init__(reducer)
     self._communicator = communicator
+    # Whether the rows of a worker's replicas lie behind each other.
+    self._are_in_order = are_in_order
 
   @property
   def rounds_gradients(self):
@@ -22,25 +24,43 @@ class WorkerExchange(replica_exchange.ReplicaExchange):
   def gather(self, values, axis, sites):
     """See base class; rows are in the order of their places in the batch."""
     dtype = values[0].dtype
-    count, workers = len(values), self._communicator.world_size
     with tf.device('CPU:0'):
       order = [axis, *(i for i in range(values[0].shape.rank) if i != axis)]
       rows = [tf.transpose(v, order) for v in values]
-      local = [_to_wire(v) for v in rows]
-      gathered = self._communicator.all_gather(tf.concat(local, 0), 'rows')
-      parts = [gathered]
-      if count > 1 or dtype == tf.string:
-        lengths = tf.stack([tf.shape(v)[0] for v in local])
-        lengths = self._communicator.all_gather(lengths, 'lengths')
-        parts = tf.split(gathered, lengths, num=count * workers)
-        parts = [
-          parts[w * count + r] for r in range(count) for w in range(workers)
-        ]
-      shape = tf.TensorShape([None]).concatenate(rows[0].shape[1:])
-      parts = [_from_wire(p, dtype, shape) for p in parts]
+      if dtype == tf.string:
+        shape = tf.concat([[-1], tf.shape(rows[0])[1:]], 0)
+        rows = [tf.reshape(v, [-1]) for v in rows]
+        gathered = tf.reshape(self._in_order(rows), shape)
+      else:
+        gathered = self._in_order(rows)
+      gathered.set_shape([None, *(values[0].shape[i] for i in order[1:])])
       back = [order.index(i) for i in range(len(order))]
-      gathered = tf.transpose(tf.concat(parts, 0), back)
+      gathered = tf.transpose(gathered, back)
     return self._copies(gathered, sites)
+
+  def _in_order(self, parts):
+    """All rows, of which `parts` are those of this worker's replicas."""
+    gathered = self._all_gather(tf.concat(parts, 0))
+    if len(parts) == 1 or self._are_in_order:
+      return gathered
+    count, workers = len(parts), self._communicator.world_size
+    lengths = tf.stack([tf.shape(v)[0] for v in parts])
+    lengths = self._communicator.all_gather(lengths, 'lengths')
+    split = tf.split(gathered, lengths, num=count * workers)
+    return tf.concat(
+      [split[w * count + r] for r in range(count) for w in range(workers)], 0
+    )
+
+  def _all_gather(self, local):
+    if local.dtype != tf.string:
+      gathered = self._communicator.all_gather(_to_wire(local), 'rows')
+      return tf.cast(gathered, local.dtype)
+    letters = tf.io.decode_raw(tf.strings.reduce_join(local), tf.uint8)
+    letters = self._communicator.all_gather(letters, 'rows')
+    lengths = tf.strings.length(local)
+    lengths = self._communicator.all_gather(lengths, 'lengths')
+    texts = tf.RaggedTensor.from_row_lengths(_characters(letters), lengths)
+    return tf.strings.reduce_join(texts, 1)
 
   def first(self, value, like, sites):
     """See base class."""
@@ -94,6 +114,11 @@ def _to_wire(value):
 def _from_wire(value, dtype, shape):
   if dtype != tf.string:
     return tf.cast(value, dtype)
-  characters = tf.constant([bytes([i]) for i in range(256)])
-  text = tf.strings.reduce_join(tf.gather(characters, tf.cast(value, tf.int32)))
+  text = tf.strings.reduce_join(_characters(value))
   return tf.ensure_shape(tf.io.parse_tensor(text, tf.string), shape)
+
+
+def _characters(values):
+  """Bytes as strings of one each."""
+  characters = tf.constant([bytes([i]) for i in range(256)])
+  return tf.gather(characters, tf.cast(values, tf.int32))

@@ -1,0 +1,259 @@
+"""Who takes part in an elastic job, and that all of them have the same state.
+
+A step of a model is done by a whole group or not at all: variables are written once
+every collective of it is over. A worker may be one step behind another when the group
+ends, since it may not have heard of the last collective; never more. So when a group
+has ended, the workers that are left form another one, in the step that they were in;
+one that is behind gets the state, and leaves out the step; the others repeat it with
+the same batch. A worker that comes is handed the state and the place, and begins
+there. The group that lets it in ends as one ends from which a worker has died.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+from absl import logging
+
+from tf_strategies import errors, process_group
+from tf_strategies.strategies import communicator as communicator_lib
+from tf_strategies.strategies.multi_worker import elastic
+from tf_strategies.strategies.multi_worker import input as input_lib
+from tf_strategies.strategies.multi_worker import strategy as strategy_lib
+
+# Where a worker is when it joins: in a model's step; at the end of the training; at
+# the begin of `job.fit`; elsewhere.
+_END, _FIT, _ELSEWHERE = 'end', 'fit', 'elsewhere'
+_INSIDE = ('train', 'test', _END)
+
+
+class MembershipChange(errors.Error):
+  """Other workers wait to join: the group forms again."""
+
+
+class CallAgain(errors.Error):
+  """The training function has to be called again to go on with these workers."""
+
+
+# What a group with other workers may not meet again.
+RECOVERABLE = (
+  errors.WorkerUnavailableError,
+  errors.CollectiveTimeoutError,
+  MembershipChange,
+)
+
+
+@dataclasses.dataclass
+class Generation:
+  """One group of workers, as seen by one of them; times are `time.time()`."""
+
+  number: int
+  world_size: int
+  rank: int
+  began: float
+  first_step: float | None = None  # When its first step ended.
+  ended: float | None = None
+  reason: str = ''  # Why it ended; empty at the end of training.
+
+
+class Members(elastic.Membership):
+  """The groups that this worker forms with others, one after the other.
+
+  Args:
+    rendezvous: forms them.
+    capacity: the most workers that there can be.
+    max_failures: how many groups may fail one after the other without a step.
+    check: is called with each group that has formed, and may raise an error.
+  """
+
+  def __init__(
+    self,
+    rendezvous: process_group.Rendezvous,
+    capacity: int,
+    max_failures: int,
+    check: Callable[[process_group.ProcessGroup], None],
+  ):
+    self.capacity = capacity
+    self.generations: list[Generation] = []
+    self.job: Any = None
+    self._rendezvous = rendezvous
+    self._max_failures = max_failures
+    self._check = check
+    self._failures, self._steps_at_failure = 0, 0
+    # Whether this worker has the state of the group that it is in.
+    self.is_shared = False
+
+  @property
+  def _communicator(self):
+    return self.job.strategy.extended.communicator
+
+  def begin(self) -> None:
+    """A new strategy is in no group."""
+    self.is_shared = False
+
+  def join(self) -> None:
+    """See base class."""
+    if not self._communicator.is_member:
+      self._enter(_ELSEWHERE)
+
+  def join_in_fit(self) -> None:
+    """Joins with a model whose steps are built."""
+    if not self._communicator.is_member:
+      self._enter(_FIT)
+
+  def share(self) -> None:
+    """Has the state of the group, if this worker is in one."""
+    if self._communicator.is_member:
+      self._synchronise(self._communicator.group, _ELSEWHERE)
+
+  def hold_metrics(self, model):
+    """See base class."""
+    self.job.hold_metrics(model)
+
+  def run_step(self, kind, compute, undo, batch):
+    """See base class."""
+    while True:
+      try:
+        if kind == 'train':
+          self.job.let_in()
+        self._check_batch(batch)
+        outputs = compute()
+      except RECOVERABLE as e:
+        undo()
+        self._leave(e)
+        if self._enter(kind):
+          return None
+      else:
+        self.job.finish_step()
+        return outputs
+
+  def wait_for_all(self) -> None:
+    """Returns when every worker has come to the end: none may need another."""
+    while self._communicator.is_member:
+      try:
+        self._communicator.group.barrier(name='the end of the training')
+        break
+      except RECOVERABLE as e:
+        self._leave(e)
+        self._enter(_END)
+
+  def end(self, reason: str) -> None:
+    """Notes why a generation has ended."""
+    if self.generations and self.generations[-1].ended is None:
+      self.generations[-1].ended = time.time()
+      self.generations[-1].reason = reason
+
+  def abort(self, error: BaseException) -> None:
+    """Tells the others why this worker leaves its training function."""
+    if not self._communicator.is_member:
+      return
+    group = self._communicator.group
+    if isinstance(error, MembershipChange | CallAgain):
+      group.abort(str(error))
+    elif not isinstance(error, RECOVERABLE):
+      reason = f'its training function raised {type(error).__name__}: {error}'
+      group.abort(reason)
+
+  def fail(self, error: errors.Error) -> None:
+    """Counts a failure; raises it after too many without a step in between."""
+    steps = self.job.progress
+    if steps != self._steps_at_failure:
+      self._failures, self._steps_at_failure = 0, steps
+    self._failures += not isinstance(error, MembershipChange | CallAgain)
+    if self._failures > self._max_failures:
+      raise error
+
+  def _check_batch(self, batch):
+    """Compares the workers' batches of steps 0, 1, 2, 4, 8, ..."""
+    number = self.job.num_steps
+    if number & (number - 1) == 0:
+      input_lib.check_same_batch(
+        self._communicator, f'batch/{number}', f'batch {number}', batch
+      )
+
+  # Groups.
+
+  def _leave(self, error) -> None:
+    """Leaves a group that has failed, or that others are to join."""
+    group = self._communicator.group
+    self.end(str(error))
+    if isinstance(error, MembershipChange):
+      group.abort(str(error))
+    group.close()
+    logging.warning(
+      'Generation %d ended at %s: %s Forming again.',
+      group.generation,
+      self.job.place,
+      error,
+    )
+    self.fail(error)
+
+  def _enter(self, phase: str) -> bool:
+    """Forms a group; returns whether it has done the step that this worker is in."""
+    is_closed = phase in ('test', _END)
+    while True:
+      group = self._rendezvous.form(self.job.progress, is_closed=is_closed)
+      try:
+        self._check(group)
+        self._communicator.enter(group)
+        self.generations.append(
+          Generation(
+            group.generation, group.world_size, group.rank, time.time()
+          )
+        )
+        return self._synchronise(group, phase)
+      except RECOVERABLE as e:
+        self._leave(e)
+      except BaseException:
+        group.close()
+        raise
+
+  # The state.
+
+  def _synchronise(self, group, phase) -> bool:
+    """Has the state of the most advanced; returns whether it has done this step."""
+    job = self.job
+    if not job.may_share():
+      return False
+    own_seed, seed = strategy_lib.proposed_seed()
+    told = {
+      'phase': phase,
+      'steps': job.num_steps,
+      'state': job.state,
+      'set_up': job.strategy.set_up,
+      'seed': seed,
+    }
+    answers = [
+      json.loads(answer)
+      for answer in group.exchange('elastic/state', json.dumps(told).encode())
+    ]
+    communicator_lib.check_same(
+      [json.dumps(a['set_up']).encode() for a in answers],
+      'the set-up of the strategy',
+      'pass the same options and devices on all workers',
+    )
+    best = max(group.members, key=lambda m: (m.progress, -m.rank))
+    theirs = answers[best.rank]
+    strategy_lib.take_seed(own_seed, theirs['seed'])
+    phases = [a['phase'] for a in answers]
+    mine = group.members[group.rank].progress
+    if any(m.progress < best.progress for m in group.members):
+      job.take(group, best.rank, is_missing=mine < best.progress)
+    elif not best.progress:
+      job.take(group, 0, is_missing=group.rank > 0)
+    is_mixed = any(p not in _INSIDE for p in phases)
+    if phase in _INSIDE and is_mixed and {'test', _END} & set(phases):
+      raise CallAgain('A worker joined in the middle of an evaluation.')
+    self.is_shared = True
+    behind = theirs['steps'] - job.num_steps
+    if phase not in _INSIDE:
+      job.go_on_at(theirs['state'], theirs['steps'])
+      return False
+    if behind > 1:
+      raise CallAgain(f'This worker is {behind} steps behind the others.')
+    job.num_steps = theirs['steps']
+    return behind == 1

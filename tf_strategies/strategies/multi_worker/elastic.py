@@ -1,0 +1,297 @@
+"""What changes in a ring of workers when they may come and go.
+
+A model's step is one graph for any number of workers: how many there are, and which
+one this is, it reads when it runs. Each worker has the whole batch and takes its
+rows in the step. So when a worker has died, the others repeat the step that they
+were in, with the same batch, cut among those that are left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import tensorflow as tf
+
+from tf_strategies import _keras_internal, cross_device
+from tf_strategies.monitoring import input_watch
+from tf_strategies.spmd import site as site_lib
+from tf_strategies.strategies.mirrored import extended as mirrored_extended
+from tf_strategies.strategies.multi_worker import extended as extended_lib
+from tf_strategies.strategies.multi_worker import input as input_lib
+from tf_strategies.strategies.multi_worker import options as options_lib
+from tf_strategies.strategies.multi_worker import (
+  process_group_communicator,
+  ring_strategy,
+  strategy,
+  worker_exchange,
+)
+
+
+class Membership(Protocol):
+  """Who decides which workers there are: an elastic job."""
+
+  capacity: int  # The most that there can be.
+
+  def join(self) -> None:
+    """Enters a group."""
+
+  def hold_metrics(self, model) -> None:
+    """Keeps what a model's metrics say, which are about to be reset."""
+
+  def run_step(
+    self,
+    kind: str,
+    compute: Callable[[], Any],
+    undo: Callable[[], None],
+    batch: Any,
+  ) -> Any:
+    """Runs a step of a model until a group has done it.
+
+    Args:
+      kind: 'train' or 'test'.
+      compute: does it, all of it or, if it raises an error, what `undo` undoes.
+      undo: see there.
+      batch: that it is given, which all workers must have.
+
+    Returns:
+      What `compute` returned; None if the others did the step without this one.
+    """
+
+
+class ElasticExtended(extended_lib.MultiWorkerExtended):
+  """Mirrored replicas of this worker, beside workers that come and go."""
+
+  communicator: process_group_communicator.ElasticCommunicator
+  does_what_is_done_once = True  # By all, as anyone may become the chief.
+  predicts_whole = holds_sums_whole = splits_steps = True
+  gathers_predictions = False
+
+  def __init__(
+    self,
+    container_strategy,
+    devices,
+    cross_device_ops,
+    make_communicator,
+    membership: Membership,
+  ):
+    self._membership = membership
+    # The newest of a model's steps that was built.
+    self.newest_step = None
+    super().__init__(
+      container_strategy, devices, cross_device_ops, make_communicator
+    )
+
+  @property
+  def _num_replicas_in_sync(self):
+    if self.communicator.is_member:
+      return super()._num_replicas_in_sync
+    return self._most_replicas
+
+  @property
+  def _most_replicas(self):
+    return len(self._devices) * self.communicator.capacity
+
+  @property
+  def _first_replica(self):
+    return super()._first_replica if self.communicator.is_member else 0
+
+  def _in_multi_worker_mode(self):
+    # What steps return, Keras need neither average nor gather.
+    return False
+
+  def exchange(self):
+    """See base class."""
+    return worker_exchange.WorkerExchange(
+      self._reducer, self.communicator, are_in_order=True
+    )
+
+  def rows_of(self, leaves):
+    """See base class; of a batch that every worker has, when the step runs."""
+    if any(isinstance(t, tf.distribute.DistributedValues) for t in leaves):
+      return super().rows_of(leaves)
+    with tf.device('CPU:0'):
+      rank, world_size = self.communicator.place()
+      local = len(self._devices)
+      total = tf.cast(mirrored_extended.rows_of_plain(leaves), tf.int32)
+      places = world_size * local
+      size, left_over = total // places, total % places
+      found = []
+      for replica in range(local):
+        place = rank * local + replica
+        real = size + tf.cast(place < left_over, tf.int32)
+        start = place * size + tf.minimum(place, left_over)
+        found.append(site_lib.rows_or_stand_in(real, start, total))
+    return found
+
+  def static_length(self, leaves):
+    """See base class: a step is built for any number of workers."""
+    return None
+
+  def _call_for_each_replica(self, fn, args, kwargs):
+    if _keras_internal.step_of(fn) is None:
+      self.communicator.join()  # Replica code has the number of replicas built in.
+    return super()._call_for_each_replica(fn, args, kwargs)
+
+  def _model_step(self, step):
+    self.newest_step = super()._model_step(step)
+    return self.newest_step
+
+  def _get_variable_creator_initial_value(
+    self, replica_id, device, primary_var, **kwargs
+  ):
+    if self.communicator.is_member:
+      base = super()._get_variable_creator_initial_value
+    else:
+      # What it is to be, it is told when it joins.
+      base = super(
+        extended_lib.MultiWorkerExtended, self
+      )._get_variable_creator_initial_value
+    return base(
+      replica_id=replica_id, device=device, primary_var=primary_var, **kwargs
+    )
+
+  def _experimental_distribute_dataset(self, dataset, options):
+    if _keras_internal.is_for_model() and input_lib.is_same_data(dataset):
+      return WholeBatches(dataset)
+    return super()._experimental_distribute_dataset(dataset, options)
+
+  def before_reset(self, model) -> None:
+    """Is told that a model is about to reset its metrics."""
+    self._membership.hold_metrics(model)
+
+  def guard_step(self, step: Callable[[Any], Any]) -> GuardedStep:
+    """What Keras calls for a model's step, which goes on when workers change."""
+    return GuardedStep(self, self._membership, step)
+
+
+class WholeBatches:
+  """The batches of a data set, all rows of them on every worker."""
+
+  def __init__(self, dataset: tf.data.Dataset):
+    self._dataset = input_watch.watch(dataset.prefetch(1))
+    self.element_spec = dataset.element_spec
+
+  def __iter__(self):
+    # Not TensorFlow's iterator, out of which a graph would take batches.
+    return map(_keras_internal.without_optionals, iter(self._dataset))
+
+
+class GuardedStep:
+  """A model's train or test step, called with an iterator of batches.
+
+  `step` is what Keras would pass to `strategy.run`.
+  """
+
+  def __init__(self, extended, membership: Membership, step):
+    self._extended, self._membership = extended, membership
+    about = step.keras_step
+    self._model, self._kind = about.model, about.kind
+    self._written_early: dict[str, list[Any]] = {}
+    self._reported: Any = None
+
+    @tf.autograph.experimental.do_not_convert
+    def compute(batch):
+      return extended._container_strategy().run(step, args=(batch,))
+
+    self._compute = compute
+    if not self._model.run_eagerly:
+      self._compute = tf.function(compute, reduce_retracing=True)
+
+  def __call__(self, iterator):
+    """Does `steps_per_execution` steps; raises StopIteration without a batch."""
+    self._extended.communicator.join()
+    outputs, found = None, False
+    for _ in range(self._model.steps_per_execution):
+      try:
+        batch = next(iterator)
+      except StopIteration:
+        if not found:
+          raise
+        break
+      found = True
+      outputs = self._run(batch)
+    return outputs
+
+  def prepare(self, element_spec: Any) -> list[Any]:
+    """Traces the step for batches of such types, of any number of rows.
+
+    Returns the variables that a step which fails may have written.
+    """
+    if self._model.run_eagerly:
+      return list(self._extended.variables_by_handle().values())
+    specs = tf.nest.map_structure(_of_any_length, element_spec)
+    key = str(specs)
+    if key not in self._written_early:
+      self._compute.get_concrete_function(specs)
+      self._written_early[key] = self._extended.newest_step.written_early
+    return self._written_early[key]
+
+  def _run(self, batch):
+    written = self.prepare(tf.nest.map_structure(_spec_of, batch))
+    before = [(copy, copy.read_value()) for v in written for copy in v.values]
+
+    def undo():
+      for copy, value in before:
+        copy.assign(value)
+
+    outputs = self._membership.run_step(
+      self._kind, lambda: self._compute(batch), undo, batch
+    )
+    if outputs is None:
+      results = _keras_internal.results_of(self._model, self._kind)
+      outputs = results() if results is not None else self._reported or {}
+    self._reported = outputs
+    return outputs
+
+
+def _spec_of(leaf):
+  return None if leaf is None else tf.type_spec_from_value(leaf)
+
+
+def _of_any_length(spec):
+  """The type of a batch with any number of rows."""
+  if not isinstance(spec, tf.TensorSpec) or not spec.shape.rank:
+    return spec
+  return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype)
+
+
+class ElasticRingStrategy(ring_strategy.MultiWorkerRingStrategy):
+  """A `MultiWorkerRingStrategy` whose workers come and go; see `tfs.elastic`.
+
+  Until it is a member of a group, which it becomes when it first needs one, it
+  has as many replicas as there can be.
+  """
+
+  def __init__(
+    self,
+    membership: Membership,
+    options: options_lib.RingOptions,
+    devices: Sequence[str] | None = None,
+  ):
+    devices = strategy.resolve_devices(devices)
+    self._rendezvous = None
+
+    def make_communicator(local):
+      return process_group_communicator.ElasticCommunicator(
+        membership.join, membership.capacity, local, options
+      )
+
+    extended = ElasticExtended(
+      self,
+      devices,
+      cross_device.AutoAllReduce(),
+      make_communicator,
+      membership,
+    )
+    tf.distribute.Strategy.__init__(self, extended)
+    # What all workers must have alike, by name.
+    self.set_up = {
+      'devices of a worker': len(devices),
+      **ring_strategy.set_up_of(options),
+    }
+
+  @property
+  def cluster_resolver(self):
+    """See base class: of the workers that are there."""
+    return strategy.resolver_of_group(self.process_group)
