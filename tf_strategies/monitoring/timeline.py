@@ -46,6 +46,11 @@ class Log:
     self._count += 1
     self.events.append(event)
 
+  def clear(self) -> None:
+    """Forgets all of them."""
+    self.events.clear()
+    self._count = 0
+
   @property
   def forgotten(self) -> int:
     """Number of dropped events."""

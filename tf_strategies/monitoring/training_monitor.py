@@ -179,7 +179,8 @@ class TrainingMonitor:
     self._listening.enter_context(recorder.listening(self))
     if self.options.timeline is not None:
       self._listening.enter_context(recorder.listening(self._log))
-    self._group = self._watchdog = self._json = self._summaries = None
+    self._strategy = self._group = self._watchdog = None
+    self._json = self._summaries = None
     self._rank, self._world_size, self._generation = 0, 1, 1
     self._is_started = self._is_closed = False
     self._steps = self._first_step = 0
@@ -205,10 +206,19 @@ class TrainingMonitor:
     if self._is_started or self._is_closed:
       return
     self._is_started = True
-    self._first_step = first_step
-    self._group = getattr(strategy, 'process_group', None)
-    self._rank = getattr(strategy, 'rank', 0)
-    self._world_size = getattr(strategy, 'num_workers', 1)
+    self._first_step, self._strategy = first_step, strategy
+    self._told = time.monotonic()
+    self._open()
+    if self.options.watchdog_seconds:
+      self._watchdog = watchdog.Watchdog(
+        self.options.watchdog_seconds, self._describe, self._path('watchdog')
+      )
+
+  def _open(self) -> None:
+    """Opens the files of a group, or of a process that is in none."""
+    self._group = getattr(self._strategy, 'process_group', None)
+    self._rank = getattr(self._strategy, 'rank', 0)
+    self._world_size = getattr(self._strategy, 'num_workers', 1)
     if self._group is not None:
       self._generation = self._group.generation
     path = self._path('metrics')
@@ -219,13 +229,28 @@ class TrainingMonitor:
     path = self._path('tensorboard')
     if path is not None and importlib.util.find_spec('tensorboard') is not None:
       self._summaries = _Summaries(path)
-    self._told = time.monotonic()
     self._progress = self._make_totals()
     self._totals = self._make_totals()
-    if self.options.watchdog_seconds:
-      self._watchdog = watchdog.Watchdog(
-        self.options.watchdog_seconds, self._describe, self._path('watchdog')
+
+  def _flush(self) -> None:
+    """Writes what is left of a group, and closes its files."""
+    if self._totals.steps:
+      self._write_line(self._first_step + self._steps)
+    for file in (self._json, self._summaries):
+      if file is not None:
+        file.close()
+    if self.options.timeline is not None:
+      trace = timeline.build(
+        self._log.events, self._rank, self._world_size, self._log.forgotten
       )
+      timeline.write(trace, self._path('timeline'))
+
+  def _follow(self) -> None:
+    """Goes on in another group, if the workers have changed."""
+    if self._group is not getattr(self._strategy, 'process_group', None):
+      self._flush()
+      self._log.clear()
+      self._open()
 
   @contextlib.contextmanager
   def step(self) -> Iterator[None]:
@@ -265,6 +290,7 @@ class TrainingMonitor:
       return
     whole = (self._began, recorder.now())
     self._began = None
+    self._follow()
     self._steps += num_steps
     number = self._first_step + self._steps
     recorder.add(
@@ -312,16 +338,8 @@ class TrainingMonitor:
         self.options.profile_steps,
         self._steps,
       )
-    if self._is_started and self._totals.steps:
-      self._write_line(self._first_step + self._steps)
-    for file in (self._json, self._summaries):
-      if file is not None:
-        file.close()
-    if self._is_started and self.options.timeline is not None:
-      trace = timeline.build(
-        self._log.events, self._rank, self._world_size, self._log.forgotten
-      )
-      timeline.write(trace, self._path('timeline'))
+    if self._is_started:
+      self._flush()
 
   def _path(self, kind: str) -> str | None:
     return self.options.path(kind, self._rank, self._generation)
