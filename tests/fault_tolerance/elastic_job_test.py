@@ -13,7 +13,8 @@ import tf_strategies as tfs
 from tests import processes, virtual_devices
 from tf_strategies import errors
 from tf_strategies.checkpoint.position import Position
-from tf_strategies.fault_tolerance import elastic_job
+from tf_strategies.fault_tolerance import elastic_job, elastic_members
+from tf_strategies.strategies.multi_worker import elastic
 
 virtual_devices.configure_logical_cpus()
 
@@ -49,9 +50,14 @@ class _Heard(keras.callbacks.Callback):
 class JobTest(tf.test.TestCase):
   def setUp(self):
     super().setUp()
-    strategy = tfs.MultiWorkerRingStrategy(devices=['CPU:0'])
+    rendezvous = tfs.process_group.Rendezvous({0: '127.0.0.1:0'}, 0)
+    self.addCleanup(rendezvous.close)
+    members = elastic_members.Members(rendezvous, 1, 10, lambda group: None)
+    self.job = elastic_job.Job(tfs.ElasticOptions(), members)
+    strategy = elastic.ElasticRingStrategy(
+      members, tfs.RingOptions(), devices=['CPU:0']
+    )
     self.addCleanup(strategy.close)
-    self.job = elastic_job.Job(tfs.ElasticOptions())
     self.job.begin(strategy)
     with strategy.scope():
       self.model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
@@ -72,10 +78,11 @@ class JobTest(tf.test.TestCase):
     self.job.hold()
     self.assertEqual(self.job.step, 6)
 
-  def test_loop_that_tells_before_it_restores(self):
-    self.job.update(0, 1)
-    self.job.hold()
-    self.assertEqual(self.job.step, 1)
+  def test_loop_that_does_not_restore_is_refused(self):
+    with self.assertRaisesRegex(
+      errors.UnsupportedOptionError, 'call job.restore'
+    ):
+      self.job.update(0, 1)
 
   @pytest.mark.full
   def test_fit_after_a_death_is_one_for_callbacks(self):
@@ -163,7 +170,7 @@ class BeginTest(tf.test.TestCase):
     options = tfs.ElasticOptions(min_workers=1, window_seconds=0.2)
     with mock.patch.dict(os.environ, {'TFS_RESTART_COUNT': restarts}):
       return tfs.elastic.run(
-        lambda job: job.progress, options, cluster, devices=['CPU:0']
+        lambda job: job.epoch, options, cluster, devices=['CPU:0']
       )
 
   def test_new_worker_begins(self):

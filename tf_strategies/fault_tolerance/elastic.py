@@ -33,11 +33,15 @@ from absl import logging
 from tf_strategies import cluster as cluster_lib
 from tf_strategies import errors, option_checks, process_group
 from tf_strategies.cluster import config as config_lib
-from tf_strategies.fault_tolerance import elastic_job, elastic_members
+from tf_strategies.fault_tolerance import (
+  elastic_job,
+  elastic_members,
+  elastic_options,
+)
 from tf_strategies.strategies import MultiWorkerRingStrategy, RingOptions
 from tf_strategies.strategies.multi_worker import elastic as elastic_strategy
 
-ElasticOptions = elastic_job.ElasticOptions
+ElasticOptions = elastic_options.ElasticOptions
 Job = elastic_job.Job
 ElasticCallback = elastic_job.ElasticCallback
 

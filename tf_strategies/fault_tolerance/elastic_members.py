@@ -114,16 +114,19 @@ class Members(elastic.Membership):
     """See base class."""
     self.job.hold_metrics(model)
 
-  def run_step(self, kind, compute, undo, batch):
+  def run_step(self, kind, compute, undo, batch=None):
     """See base class."""
     while True:
       try:
         if kind == 'train':
           self.job.let_in()
-        self._check_batch(batch)
+        if batch is not None:
+          self._check_batch(batch)
         outputs = compute()
       except RECOVERABLE as e:
         undo()
+        if batch is None:
+          raise
         self._leave(e)
         if self._enter(kind):
           return None

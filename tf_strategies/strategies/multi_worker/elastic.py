@@ -44,7 +44,7 @@ class Membership(Protocol):
     kind: str,
     compute: Callable[[], Any],
     undo: Callable[[], None],
-    batch: Any,
+    batch: Any = None,
   ) -> Any:
     """Runs a step of a model until a group has done it.
 
@@ -52,7 +52,8 @@ class Membership(Protocol):
       kind: 'train' or 'test'.
       compute: does it, all of it or, if it raises an error, what `undo` undoes.
       undo: see there.
-      batch: that it is given, which all workers must have.
+      batch: that it is given, which all workers must have; without one the step is
+        of these workers, and is not repeated by others.
 
     Returns:
       What `compute` returned; None if the others did the step without this one.
@@ -228,6 +229,12 @@ class GuardedStep:
     return self._written_early[key]
 
   def _run(self, batch):
+    leaves = tf.nest.flatten(batch)
+    if any(isinstance(v, tf.distribute.DistributedValues) for v in leaves):
+      # The user has distributed it over the workers that there were.
+      return self._membership.run_step(
+        self._kind, lambda: self._compute(batch), lambda: None
+      )
     written = self.prepare(tf.nest.map_structure(_spec_of, batch))
     before = [(copy, copy.read_value()) for v in written for copy in v.values]
 

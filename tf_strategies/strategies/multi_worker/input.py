@@ -97,7 +97,7 @@ class WorkerInput:
       local, all_rows = self.split(batch)
       fingerprint = tf.cond(
         _is_compared(index),
-        lambda: fingerprint(batch),
+        lambda: _fingerprint(batch),
         lambda: tf.constant(0, tf.int64),
       )
       return index, fingerprint, all_rows, local
@@ -253,7 +253,7 @@ def is_same_data(dataset: tf.data.Dataset) -> bool:
 
 def check_same_batch(communicator, tag: str, what: str, batch) -> None:
   """Raises CollectiveMismatchError unless all workers have this batch."""
-  answers = communicator.exchange(tag, str(fingerprint(batch)).encode())
+  answers = communicator.exchange(tag, str(_fingerprint(batch)).encode())
   communicator_lib.check_same(answers, what, _SAME_BATCHES)
 
 
@@ -289,7 +289,7 @@ def _is_compared(index) -> tf.Tensor:
   return tf.equal(tf.bitwise.bitwise_and(index, index - 1), 0)
 
 
-def fingerprint(batch) -> tf.Tensor:
+def _fingerprint(batch) -> tf.Tensor:
   """A number that tells batches apart by their size and their first values."""
   parts = tf.nest.flatten(batch, expand_composites=True)
 

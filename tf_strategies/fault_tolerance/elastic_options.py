@@ -1,0 +1,60 @@
+"""`ElasticOptions`: how many workers an elastic job has, and what follows from it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from tf_strategies import errors, option_checks, process_group
+
+_CHOICES = {
+  'batch': ('global', 'per_replica'),
+  'learning_rate': ('keep', 'linear', 'sqrt'),
+  'join': ('epoch', 'step', 'never'),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class ElasticOptions:
+  """Number of workers of an elastic job, and what follows from it.
+
+  Attributes:
+    min_workers: with fewer, all wait until the rendezvous' deadline. More than
+      half of the cluster prevents that both halves of a split network continue.
+    max_workers: at most; None for all of the cluster.
+    window_seconds: how long to wait for more than `min_workers`.
+    batch: 'global' keeps the global batch, so that the result does not depend
+      on the number of workers; 'per_replica' keeps each replica's.
+    learning_rate: 'keep', or 'linear' or 'sqrt' in the global batch, for
+      batch='per_replica'.
+    join: when new workers join: after any 'step', at the end of an 'epoch', or
+      'never' (only after a failure).
+    max_failures: how many consecutive failures without progress end the job.
+
+  Raises:
+    UnsupportedOptionError: a value that is not allowed.
+  """
+
+  min_workers: int = 1
+  max_workers: int | None = None
+  window_seconds: float = 5.0
+  batch: str = 'global'
+  learning_rate: str = 'keep'
+  join: str = 'step'
+  max_failures: int = 10
+
+  def __post_init__(self):
+    for field, allowed in _CHOICES.items():
+      option_checks.check_choice(field, getattr(self, field), allowed)
+    if self.learning_rate != 'keep' and self.batch == 'global':
+      raise errors.UnsupportedOptionError(
+        f"learning_rate={self.learning_rate!r} with batch='global'",
+        "learning_rate='keep': the global batch stays what it was",
+        "write batch='per_replica' as well",
+      )
+    option_checks.check_int('max_failures', self.max_failures, 0)
+    # As those of the group, which it passes on.
+    process_group.GroupOptions(
+      min_workers=self.min_workers,
+      max_workers=self.max_workers,
+      window_seconds=self.window_seconds,
+    )
