@@ -7,7 +7,7 @@ import tf_strategies as tfs
 from tf_strategies import option_checks
 from tf_strategies.cluster import job
 from tf_strategies.data import options as data
-from tf_strategies.fault_tolerance import elastic_job
+from tf_strategies.fault_tolerance import elastic_options
 from tf_strategies.launch import supervisor
 from tf_strategies.monitoring import training_monitor
 from tf_strategies.process_group import options as group
@@ -16,7 +16,7 @@ from tf_strategies.strategies.parameter_server import options as servers
 
 _NAMES = np.array(['a', 'b'])
 _COLLECTIVE = multi_worker.CollectiveOptions
-_ELASTIC = elastic_job.ElasticOptions
+_ELASTIC = elastic_options.ElasticOptions
 _GROUP = group.GroupOptions
 _JOB = job.Job
 _MONITOR = training_monitor.MonitorOptions

@@ -10,6 +10,7 @@ virtual_devices.configure_logical_cpus()
 # Modules of which at least one docstring has an example.
 _MODULES = (
   'checkpoint.position',
+  'fault_tolerance.elastic_callbacks',
   'fault_tolerance.preemption',
   'fault_tolerance.run_checkpoint',
 )

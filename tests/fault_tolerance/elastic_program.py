@@ -3,7 +3,9 @@
 import os
 import time
 
+import keras
 import numpy as np
+import tensorflow as tf
 
 ROWS = 640
 EPOCHS = 4
@@ -22,8 +24,6 @@ def data():
 
 def build():
   """A small model, built, the same in every process."""
-  import keras
-
   keras.utils.set_random_seed(1)
   return keras.Sequential(
     [
@@ -34,10 +34,75 @@ def build():
   )
 
 
+class TwoOptimizers(keras.Model):
+  """A critic and an actor that follows it, in one step: one reads what the other wrote."""
+
+  def __init__(self):
+    super().__init__()
+    self.critic = keras.layers.Dense(10)
+    self.actor = keras.Sequential(
+      [
+        keras.layers.Dense(24, 'relu'),
+        keras.layers.BatchNormalization(),
+        keras.layers.Dropout(0.1, seed=3),
+        keras.layers.Dense(10),
+      ]
+    )
+    self.critic_optimizer = keras.optimizers.Adam(0.01)
+    self.build([None, 16])
+
+  def build(self, input_shape):
+    self.critic.build(input_shape)
+    self.actor.build(input_shape)
+    self.critic_optimizer.build(self.critic.trainable_variables)
+    self.built = True
+
+  def call(self, x, training=False):
+    return self.actor(x, training=training) + self.critic(x)
+
+  def train_step(self, data):
+    x, y = data
+    with tf.GradientTape() as tape:
+      loss = self.compute_loss(x, y, self.critic(x))
+    variables = self.critic.trainable_variables
+    self.critic_optimizer.apply(tape.gradient(loss, variables), variables)
+    with tf.GradientTape() as tape:
+      outputs = self(x, training=True)
+      loss = self.compute_loss(x, y, outputs)
+    variables = self.actor.trainable_variables
+    self.optimizer.apply(tape.gradient(loss, variables), variables)
+    return self.compute_metrics(x, y, outputs)
+
+
+def build_rich():
+  """Layers with state of their own, random numbers among it."""
+  keras.utils.set_random_seed(1)
+  return keras.Sequential(
+    [
+      keras.layers.Input([16]),
+      keras.layers.Dense(32, 'relu'),
+      keras.layers.BatchNormalization(),
+      keras.layers.Dropout(0.2, seed=7),
+      keras.layers.Dense(10),
+    ]
+  )
+
+
+def build_two_optimizers():
+  """See `TwoOptimizers`."""
+  keras.utils.set_random_seed(1)
+  return TwoOptimizers()
+
+
+BUILDERS = {
+  'plain': lambda: build(),
+  'rich': build_rich,
+  'two_optimizers': build_two_optimizers,
+}
+
+
 def compile_model(model, optimizer):
   """The loss and metric of the test."""
-  import keras
-
   model.compile(
     optimizer,
     keras.losses.SparseCategoricalCrossentropy(from_logits=True),
@@ -47,8 +112,6 @@ def compile_model(model, optimizer):
 
 def make_batches(epoch, step, size=BATCH, epochs=EPOCHS):
   """The batches from a place on: every epoch has an order of its own."""
-  import tensorflow as tf
-
   x, y = data()
   batches = []
   for e in range(epoch, epochs):
@@ -64,26 +127,55 @@ def make_batches(epoch, step, size=BATCH, epochs=EPOCHS):
 
 def momentum():
   """An optimizer with state."""
-  import keras
-
   return keras.optimizers.SGD(0.05, momentum=0.9)
 
 
-def uninterrupted(epochs=EPOCHS):
-  """The weights that one device ends with."""
-  model = build()
+def callbacks_with_state():
+  """What counts epochs and changes the training by it."""
+  return [
+    keras.callbacks.ReduceLROnPlateau(
+      'val_loss', factor=0.7, patience=1, min_delta=0.05
+    ),
+    keras.callbacks.EarlyStopping(
+      'val_loss', patience=1000, restore_best_weights=True
+    ),
+  ]
+
+
+def uninterrupted(epochs=EPOCHS, kind='plain', size=BATCH):
+  """The weights that one device ends with, and the history."""
+  model = BUILDERS[kind]()
   compile_model(model, momentum())
-  batches = make_batches(0, 0, BATCH, epochs)
-  model.fit(batches, epochs=epochs, steps_per_epoch=STEPS, verbose=0)
-  return model.get_weights()
+  history = model.fit(
+    make_batches(0, 0, size, epochs),
+    epochs=epochs,
+    steps_per_epoch=-(-ROWS // size),
+    verbose=0,
+    **fit_options(kind),
+  )
+  return model.get_weights(), history.history
+
+
+def fit_options(kind):
+  """What `fit` gets beside the batches."""
+  if kind == 'plain':
+    return {}
+  x, y = data()
+  validation = tf.data.Dataset.from_tensor_slices((x[:100], y[:100])).batch(30)
+  return {'validation_data': validation, 'callbacks': callbacks_with_state()}
 
 
 def train(
-  rank, options, directory, seconds_a_step=0.0, epochs=EPOCHS, log_dir=None
+  rank,
+  options,
+  directory,
+  seconds_a_step=0.0,
+  epochs=EPOCHS,
+  log_dir=None,
+  kind='plain',
+  batch=BATCH,
 ):
   """Trains as one worker, watched with `log_dir`; returns what it ended with."""
-  import keras
-
   import tf_strategies as tfs
   from tf_strategies import _keras_internal
 
@@ -97,26 +189,30 @@ def train(
       with open(os.path.join(directory, f'steps_{rank}'), 'a') as f:
         f.write(f'{time.time()}\n')
 
-  jobs = []
+  jobs, histories = [], []
 
   def run(job):
     jobs.append(job)
     with job.strategy.scope():
-      model = build()
-      compile_model(model, tfs.keras.DistributedOptimizer(momentum()))
+      model = BUILDERS[kind]()
+      compile_model(model, momentum())
     job.restore(model)
-    callbacks = [Report()]
+    given = fit_options(kind)
+    callbacks = [*given.pop('callbacks', ()), Report()]
     if log_dir is not None:
       timeline = os.path.join(log_dir, 'run.json')
       callbacks.append(tfs.MonitorCallback(log_dir=log_dir, timeline=timeline))
-    size = job.global_batch_size(BATCH)
-    job.fit(
-      model,
-      lambda epoch, step: make_batches(epoch, step, size, epochs),
-      epochs,
-      -(-ROWS // size),
-      callbacks=callbacks,
-      verbose=0,
+    size = job.global_batch_size(batch)
+    histories.append(
+      job.fit(
+        model,
+        lambda epoch, step: make_batches(epoch, step, size, epochs),
+        epochs,
+        -(-ROWS // size),
+        callbacks=callbacks,
+        verbose=0,
+        **given,
+      )
     )
     x, y = data()
     accuracy = model.evaluate(x, y, batch_size=BATCH, verbose=0)[1]
@@ -135,4 +231,5 @@ def train(
     'learning_rate': float(model.optimizer.learning_rate.numpy()),
     'generations': jobs[-1].generations,
     'epoch': jobs[-1].epoch,
+    'history': histories[-1] and histories[-1].history,
   }

@@ -34,6 +34,7 @@ from tf_strategies import cluster as cluster_lib
 from tf_strategies import errors, option_checks, process_group
 from tf_strategies.cluster import config as config_lib
 from tf_strategies.fault_tolerance import (
+  elastic_callbacks,
   elastic_job,
   elastic_members,
   elastic_options,
@@ -43,7 +44,7 @@ from tf_strategies.strategies.multi_worker import elastic as elastic_strategy
 
 ElasticOptions = elastic_options.ElasticOptions
 Job = elastic_job.Job
-ElasticCallback = elastic_job.ElasticCallback
+ElasticCallback = elastic_callbacks.ElasticCallback
 
 _Result = TypeVar('_Result')
 

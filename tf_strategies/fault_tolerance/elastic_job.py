@@ -18,9 +18,9 @@ from tf_strategies import (
 from tf_strategies.checkpoint import model_state
 from tf_strategies.checkpoint.position import Position
 from tf_strategies.fault_tolerance import (
+  elastic_callbacks,
   elastic_members,
   elastic_options,
-  resume_fit,
 )
 
 MakeBatches = Callable[[int, int], tf.data.Dataset]
@@ -61,7 +61,7 @@ class Job:
     self.state = Progress()
     # Values at the end of a generation, until a model takes them.
     self._held: list[np.ndarray] | None = None
-    self._variables: list[keras.Variable] | None = None
+    self._objects: dict[str, Any] | None = None  # Of which the state is shared.
     self._model: Any = None
     self._optimizer: Any = None
     self._batch = 1
@@ -111,12 +111,16 @@ class Job:
     """The training function is called, with this strategy."""
     self.strategy = strategy
     self._members.begin()
-    self._variables = self._model = self._optimizer = None
+    self._objects = self._model = self._optimizer = None
+    # Whether steps are all of one model, so that others can go on in the middle.
+    self.is_one_fit = self._options.batch == 'global'
+    self._callbacks: Sequence[keras.callbacks.Callback] = ()
+    self._callbacks_of_others: np.ndarray | None = None
     self._batch = 1
 
   def hold(self) -> None:
     """Copies this worker's state to memory, for the next call."""
-    if self._variables is None or not self._members.is_shared:
+    if self._objects is None or not self._members.is_shared:
       return  # The copy of before is still valid.
     # Steps may have been applied before a callback could record them.
     applied = self._iterations() - self._iterations_at_start
@@ -125,13 +129,15 @@ class Job:
         self.state.epoch,
         self.state.rows // self._batch + applied - self._counted,
       )
-    self._held = [_read(v) for v in self._variables]
-    self._variables = None
+    self._held = [_read(v) for v in self._variables()]
+    self._objects = None
 
   def restore(self, model: keras.Model, optimizer=None) -> None:
     """Gives a built model the state of the most advanced worker, if any.
 
-    That happens when this worker joins the others: now if it has, or later.
+    That happens when this worker joins the others: now if it has, or later. The
+    state is that of the model, of `optimizer` (or the one that it was compiled
+    with), and of optimizers that are attributes of the model.
 
     Raises:
       CheckpointMismatchError: the model has other variables than before.
@@ -140,7 +146,17 @@ class Job:
     optimizer = optimizer or model.optimizer
     with self.strategy.scope():
       optimizer.build(model.trainable_variables)
-    self._variables = _state_of(model, optimizer)
+    if self._model is not None:
+      is_same = self._model is model and self._optimizer is optimizer
+      self.is_one_fit = self.is_one_fit and is_same
+    others = {
+      name: value
+      for name, value in vars(model).items()
+      if isinstance(value, keras.optimizers.Optimizer)
+      and value not in (optimizer, model.optimizer)
+    }
+    self._objects = {'model': model, 'optimizer': optimizer, **others}
+    self._variables()  # Raises an error if they cannot be shared.
     self._model, self._optimizer = model, optimizer
     self._members.share()
 
@@ -150,7 +166,7 @@ class Job:
     That is `size`, the one of the first generation; with batch='per_replica', in
     proportion to the number of workers.
     """
-    if self._variables is None:
+    if self._objects is None:
       raise errors.UnsupportedOptionError(
         'job.global_batch_size before job.restore',
         'a job that knows how many workers it started with',
@@ -174,9 +190,9 @@ class Job:
     self._set(epoch, step)
     self.let_in(is_new_epoch)
 
-  def callback(self) -> ElasticCallback:
+  def callback(self) -> elastic_callbacks.ElasticCallback:
     """Returns a callback for a `fit` that counts from this position on."""
-    return ElasticCallback(self, self.step)
+    return elastic_callbacks.ElasticCallback(self, self.step)
 
   def fit(
     self,
@@ -203,7 +219,7 @@ class Job:
     """
     if self._model is not model:
       self.restore(model)
-    self._epochs = epochs
+    self._epochs, self._callbacks = epochs, callbacks
     self._join_with_steps(model, make_batches, steps_per_epoch, options)
     epoch, step = self.position
     if step >= steps_per_epoch:
@@ -226,7 +242,10 @@ class Job:
       initial_epoch=epoch,
       epochs=epochs,
       steps_per_epoch=steps_per_epoch,
-      callbacks=[*callbacks, ElasticCallback(self, 0, step, reads)],
+      callbacks=[
+        *callbacks,
+        elastic_callbacks.ElasticCallback(self, 0, step, reads),
+      ],
       **options,
     )
 
@@ -257,6 +276,12 @@ class Job:
     """Records that an epoch of `fit` is complete."""
     self._start_counting()
     self._set(epoch, 0)
+
+  def begin_fit(self) -> None:
+    """Lets callbacks know what those of the others know."""
+    taken, self._callbacks_of_others = self._callbacks_of_others, None
+    if taken is not None:
+      elastic_callbacks.unpack(taken, self._callbacks)
 
   def begin_epoch(self) -> None:
     """Goes on with the metrics of the others, in an epoch that had begun."""
@@ -310,7 +335,7 @@ class Job:
     Raises:
       UnsupportedOptionError: there is one that has not been restored.
     """
-    if self._variables is not None:
+    if self._objects is not None:
       return True
     if not self.strategy.extended.variables_by_handle():
       return False
@@ -320,25 +345,30 @@ class Job:
       'call job.restore(model) before training, job.epoch and job.step',
     )
 
+  def describe(self) -> list[str]:
+    """The variables that workers share; not their names, which Keras counts."""
+    return [f'{v.dtype}{list(v.shape)}' for v in self._variables()]
+
   def take(self, group, root: int, is_missing: bool) -> None:
     """Receives the state of a rank, and keeps it if it `is_missing` here."""
-    variables = self._variables
-    # Not their names, in which Keras counts the models of a process.
-    shapes = [[*v.shape, v.dtype] for v in variables]
-    try:
-      group.agree(shapes, what='the variables of the model')
-    except errors.CollectiveMismatchError as e:
-      raise errors.CheckpointMismatchError(str(e)) from e
+    variables = self._variables()
     is_root = group.rank == root
     held = self._held if is_root and not self._members.is_shared else None
+    if held is None:
+      held = [_read(v) for v in variables]
+    elif [v.shape for v in held] != [tuple(v.shape) for v in variables]:
+      raise errors.CheckpointMismatchError(
+        'The model and its optimizers have other variables than those that this '
+        'worker has trained. Fix: build the same ones in each call of the training '
+        'function, before job.restore.'
+      )
     values = []
-    for i, variable in enumerate(variables):
-      value = _read(variable) if held is None else held[i]
+    for i, value in enumerate(held):
       flat = np.frombuffer(value.tobytes(), np.uint8)
       flat = group.broadcast(flat, root, name=f'elastic/{i}')
       values.append(_like(flat, value))
     metrics = self._take_metrics(group, root)
-    if is_missing or held is not None:
+    if is_missing:
       self._assign(variables, values)
     if is_missing and metrics is not None:
       self._entered_with = metrics
@@ -351,17 +381,20 @@ class Job:
     if self._before_reset and self._before_reset[0] == self.num_steps:
       values = self._before_reset[1]
     flat = np.frombuffer(b''.join(v.tobytes() for v in values), np.uint8)
-    size = group.broadcast(np.int64([flat.size]), root, name='elastic/size')[0]
-    if group.rank != root:
-      flat = np.zeros([size], np.uint8)
-    flat = group.broadcast(flat, root, name='elastic/metrics')
-    if not values or size != sum(v.nbytes for v in values):
+    flat = _broadcast(group, root, flat, 'metrics')
+    if not values or flat.size != sum(v.nbytes for v in values):
       return None
     ends = np.cumsum([v.nbytes for v in values])
     parts = np.split(flat, ends[:-1])
     return [
       _like(part, value) for part, value in zip(parts, values, strict=True)
     ]
+
+  def take_callbacks(self, group, root: int, is_missing: bool) -> None:
+    """Receives what the callbacks of a rank know; for those that begin here."""
+    packed = elastic_callbacks.pack(self._callbacks)
+    packed = _broadcast(group, root, packed, 'callbacks')
+    self._callbacks_of_others = packed if is_missing else None
 
   def go_on_at(self, state, num_steps: int) -> None:
     """Is at the place of the others."""
@@ -375,6 +408,19 @@ class Job:
     if not self.state.step:
       self._entered_with = None
     self._start_counting()
+
+  def _variables(self) -> list[keras.Variable]:
+    """The variables that are shared, all of which every worker must have whole."""
+    variables = model_state.name_objects(self._objects).values()
+    for variable in variables:
+      if model_state.has_parts(variable):
+        raise errors.UnsupportedOptionError(
+          f'variable {variable.path!r}, of which each replica has a part, in '
+          'elastic training',
+          'state that every worker has whole',
+          'wrap the optimizer: tfs.keras.DistributedOptimizer(optimizer)',
+        )
+    return list(variables)
 
   def _metrics(self):
     """The metrics of which every worker has all, as models' steps make them."""
@@ -415,56 +461,17 @@ class Job:
       optimizer.learning_rate.assign(optimizer.learning_rate.numpy() * factor)
 
 
-class ElasticCallback(keras.callbacks.Callback):
-  """Records the progress of `fit` in a job.
-
-  Of the first epoch `first_step` batches are done, which this `fit` does not
-  count, or `skipped`, which it counts and skips.
-  """
-
-  def __init__(
-    self, job: Job, first_step: int = 0, skipped: int = 0, reads: bool = True
-  ):
-    super().__init__()
-    self._job = job
-    self._first_step = first_step
-    self._skipped = skipped
-    self._reads = reads
-
-  def on_epoch_begin(self, epoch, logs=None):
-    """Skips what was done."""
-    self._job.begin_epoch()
-    if self._skipped:
-      resume_fit.skip_steps(self.model, self._skipped, self._reads)
-      self._skipped = 0
-
-  def on_train_batch_end(self, batch, logs=None):
-    """Counts a batch."""
-    if not _keras_internal.is_skipped(self.model, batch):
-      self._job.finish_batch(self._first_step + batch + 1)
-
-  def on_epoch_end(self, epoch, logs=None):
-    """Counts an epoch."""
-    self._first_step = 0
-    self._job.finish_epoch(epoch + 1)
-
-
-def _state_of(model, optimizer) -> list[keras.Variable]:
-  """The variables of a run, all of which every worker must have whole."""
-  variables = model_state.name_variables(model, optimizer).values()
-  for variable in variables:
-    if model_state.has_parts(variable):
-      raise errors.UnsupportedOptionError(
-        f'variable {variable.path!r}, of which each replica has a part, in '
-        'elastic training',
-        'state that every worker has whole',
-        'wrap the optimizer: tfs.keras.DistributedOptimizer(optimizer)',
-      )
-  return list(variables)
-
-
 def _read(variable) -> np.ndarray:
   return np.array(variable.numpy())
+
+
+def _broadcast(group, root: int, flat: np.ndarray, what: str) -> np.ndarray:
+  """The root's bytes, of which only it knows how many there are."""
+  size = np.int64([flat.size])
+  size = group.broadcast(size, root, name=f'elastic/{what}/size')[0]
+  if group.rank != root:
+    flat = np.zeros([size], np.uint8)
+  return group.broadcast(flat, root, name=f'elastic/{what}')
 
 
 def _like(flat: np.ndarray, value: np.ndarray) -> np.ndarray:

@@ -28,7 +28,9 @@ from tf_strategies.strategies.multi_worker import strategy as strategy_lib
 # Where a worker is when it joins: in a model's step; at the end of the training; at
 # the begin of `job.fit`; elsewhere.
 _END, _FIT, _ELSEWHERE = 'end', 'fit', 'elsewhere'
-_INSIDE = ('train', 'test', _END)
+_INSIDE = ('train', 'within', 'test', _END)
+# Where nobody from elsewhere can go on with the others.
+_CLOSED = ('within', 'test', _END)
 
 
 class MembershipChange(errors.Error):
@@ -125,7 +127,7 @@ class Members(elastic.Membership):
         outputs = compute()
       except RECOVERABLE as e:
         undo()
-        if batch is None:
+        if batch is None or not self.job.is_one_fit:
           raise
         self._leave(e)
         if self._enter(kind):
@@ -197,7 +199,7 @@ class Members(elastic.Membership):
 
   def _enter(self, phase: str) -> bool:
     """Forms a group; returns whether it has done the step that this worker is in."""
-    is_closed = phase in ('test', _END)
+    is_closed = phase in _CLOSED
     while True:
       group = self._rendezvous.form(self.job.progress, is_closed=is_closed)
       try:
@@ -229,6 +231,8 @@ class Members(elastic.Membership):
       'state': job.state,
       'set_up': job.strategy.set_up,
       'seed': seed,
+      'shared': self.is_shared,
+      'variables': job.describe(),
     }
     answers = [
       json.loads(answer)
@@ -239,18 +243,25 @@ class Members(elastic.Membership):
       'the set-up of the strategy',
       'pass the same options and devices on all workers',
     )
-    best = max(group.members, key=lambda m: (m.progress, -m.rank))
+    best = max(
+      group.members,
+      key=lambda m: (m.progress, answers[m.rank]['shared'], -m.rank),
+    )
     theirs = answers[best.rank]
     strategy_lib.take_seed(own_seed, theirs['seed'])
     phases = [a['phase'] for a in answers]
-    mine = group.members[group.rank].progress
-    if any(m.progress < best.progress for m in group.members):
-      job.take(group, best.rank, is_missing=mine < best.progress)
-    elif not best.progress:
-      job.take(group, 0, is_missing=group.rank > 0)
+    self._check_variables(group, answers, best.rank)
+    have = [
+      a['shared'] and m.progress == best.progress
+      for a, m in zip(answers, group.members, strict=True)
+    ]
+    if not all(have):
+      job.take(group, best.rank, is_missing=not have[group.rank])
+    if _FIT in phases and phases[best.rank] in _INSIDE:
+      job.take_callbacks(group, best.rank, is_missing=phase == _FIT)
     is_mixed = any(p not in _INSIDE for p in phases)
-    if phase in _INSIDE and is_mixed and {'test', _END} & set(phases):
-      raise CallAgain('A worker joined in the middle of an evaluation.')
+    if phase in _INSIDE and is_mixed and not set(_CLOSED).isdisjoint(phases):
+      raise CallAgain('A worker joined where it cannot begin.')
     self.is_shared = True
     behind = theirs['steps'] - job.num_steps
     if phase not in _INSIDE:
@@ -260,3 +271,21 @@ class Members(elastic.Membership):
       raise CallAgain(f'This worker is {behind} steps behind the others.')
     job.num_steps = theirs['steps']
     return behind == 1
+
+  def _check_variables(self, group, answers, best: int) -> None:
+    """Raises CheckpointMismatchError where this worker has another model."""
+    different = [
+      rank
+      for rank, answer in enumerate(answers)
+      if answer['variables'] != answers[best]['variables']
+    ]
+    if group.rank in different:
+      raise errors.CheckpointMismatchError(
+        f'{group.members[group.rank]} has variables of the shapes and dtypes '
+        f'{answers[group.rank]["variables"]}, {group.members[best]} those of '
+        f'{answers[best]["variables"]}. Fix: run the same program on all workers.'
+      )
+    if different:
+      raise MembershipChange(
+        f'{group.members[different[0]]} has another model.'
+      )

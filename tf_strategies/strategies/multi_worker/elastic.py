@@ -49,7 +49,8 @@ class Membership(Protocol):
     """Runs a step of a model until a group has done it.
 
     Args:
-      kind: 'train' or 'test'.
+      kind: 'train' or 'test'; 'within' for a training step after the first of
+        several that Keras asks for at once.
       compute: does it, all of it or, if it raises an error, what `undo` undoes.
       undo: see there.
       batch: that it is given, which all workers must have; without one the step is
@@ -188,7 +189,7 @@ class GuardedStep:
     self._extended, self._membership = extended, membership
     about = step.keras_step
     self._model, self._kind = about.model, about.kind
-    self._written_early: dict[str, list[Any]] = {}
+    self._written_early: dict[tuple, list[Any]] = {}
     self._reported: Any = None
 
     @tf.autograph.experimental.do_not_convert
@@ -202,16 +203,16 @@ class GuardedStep:
   def __call__(self, iterator):
     """Does `steps_per_execution` steps; raises StopIteration without a batch."""
     self._extended.communicator.join()
-    outputs, found = None, False
-    for _ in range(self._model.steps_per_execution):
+    outputs, kind = None, self._kind
+    for i in range(self._model.steps_per_execution):
       try:
         batch = next(iterator)
       except StopIteration:
-        if not found:
+        if i == 0:
           raise
         break
-      found = True
-      outputs = self._run(batch)
+      outputs = self._run(batch, kind)
+      kind = 'within' if kind == 'train' else kind
     return outputs
 
   def prepare(self, element_spec: Any) -> list[Any]:
@@ -221,21 +222,22 @@ class GuardedStep:
     """
     if self._model.run_eagerly:
       return list(self._extended.variables_by_handle().values())
-    specs = tf.nest.map_structure(_of_any_length, element_spec)
-    key = str(specs)
+    key = tuple(map(_kind_of, tf.nest.flatten(element_spec)))
     if key not in self._written_early:
-      self._compute.get_concrete_function(specs)
+      self._compute.get_concrete_function(
+        tf.nest.map_structure(_of_any_length, element_spec)
+      )
       self._written_early[key] = self._extended.newest_step.written_early
     return self._written_early[key]
 
-  def _run(self, batch):
+  def _run(self, batch, kind):
     leaves = tf.nest.flatten(batch)
     if any(isinstance(v, tf.distribute.DistributedValues) for v in leaves):
       # The user has distributed it over the workers that there were.
       return self._membership.run_step(
-        self._kind, lambda: self._compute(batch), lambda: None
+        kind, lambda: self._compute(batch), lambda: None
       )
-    written = self.prepare(tf.nest.map_structure(_spec_of, batch))
+    written = self.prepare(batch)
     before = [(copy, copy.read_value()) for v in written for copy in v.values]
 
     def undo():
@@ -243,7 +245,7 @@ class GuardedStep:
         copy.assign(value)
 
     outputs = self._membership.run_step(
-      self._kind, lambda: self._compute(batch), undo, batch
+      kind, lambda: self._compute(batch), undo, batch
     )
     if outputs is None:
       results = _keras_internal.results_of(self._model, self._kind)
@@ -252,12 +254,18 @@ class GuardedStep:
     return outputs
 
 
-def _spec_of(leaf):
-  return None if leaf is None else tf.type_spec_from_value(leaf)
+def _kind_of(leaf) -> tuple:
+  """What tells a tensor from one that needs another graph, or its spec."""
+  if leaf is None:
+    return ()
+  return type(leaf).__name__.removesuffix('Spec'), leaf.dtype, leaf.shape[1:]
 
 
-def _of_any_length(spec):
-  """The type of a batch with any number of rows."""
+def _of_any_length(leaf):
+  """The type of a tensor with any number of rows."""
+  spec = leaf
+  if leaf is not None and not isinstance(leaf, tf.TypeSpec):
+    spec = tf.type_spec_from_value(leaf)
   if not isinstance(spec, tf.TensorSpec) or not spec.shape.rank:
     return spec
   return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype)

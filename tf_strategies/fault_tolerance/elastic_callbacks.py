@@ -1,0 +1,134 @@
+"""The callback of an elastic job, and what other callbacks remember.
+
+The second is for a worker that enters a `fit` that has begun.
+
+EarlyStopping, ReduceLROnPlateau and their like count epochs and keep the best value,
+or weights. A worker that knew none of that would stop, or change the learning rate,
+when the others do not.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+from absl import logging
+
+from tf_strategies import _keras_internal
+from tf_strategies.fault_tolerance import resume_fit
+
+_META = 'meta'
+
+
+class ElasticCallback(keras.callbacks.Callback):
+  """Records the progress of `fit` in a job.
+
+  Of the first epoch `first_step` batches are done, which this `fit` does not
+  count, or `skipped`, which it counts and skips.
+  """
+
+  def __init__(
+    self, job: Any, first_step: int = 0, skipped: int = 0, reads: bool = True
+  ):
+    super().__init__()
+    self._job = job
+    self._first_step = first_step
+    self._skipped = skipped
+    self._reads = reads
+
+  def on_train_begin(self, logs=None):
+    """Lets other callbacks, which have begun, go on as those of other workers."""
+    self._job.begin_fit()
+
+  def on_epoch_begin(self, epoch, logs=None):
+    """Skips what was done."""
+    self._job.begin_epoch()
+    if self._skipped:
+      resume_fit.skip_steps(self.model, self._skipped, self._reads)
+      self._skipped = 0
+
+  def on_train_batch_end(self, batch, logs=None):
+    """Counts a batch."""
+    if not _keras_internal.is_skipped(self.model, batch):
+      self._job.finish_batch(self._first_step + batch + 1)
+
+  def on_epoch_end(self, epoch, logs=None):
+    """Counts an epoch."""
+    self._first_step = 0
+    self._job.finish_epoch(epoch + 1)
+
+
+def pack(callbacks: Sequence[keras.callbacks.Callback]) -> np.ndarray:
+  """The numbers, texts and arrays among the attributes of callbacks, uint8 [n].
+
+  Example:
+
+    >>> from tf_strategies.fault_tolerance import elastic_callbacks
+    >>> stop = keras.callbacks.EarlyStopping()
+    >>> stop.wait = 3
+    >>> packed = elastic_callbacks.pack([stop])
+    >>> other = keras.callbacks.EarlyStopping()
+    >>> elastic_callbacks.unpack(packed, [other])
+    >>> other.wait
+    3
+  """
+  meta, arrays = [], {}
+  for i, callback in enumerate(callbacks):
+    plain = {}
+    for name, value in vars(callback).items():
+      if isinstance(value, np.generic):
+        value = value.item()
+      parts = value if isinstance(value, list) else [value]
+      if parts and all(isinstance(part, np.ndarray) for part in parts):
+        plain[name] = {'arrays': len(parts), 'is_list': value is parts}
+        arrays.update({f'{i}/{name}/{j}': p for j, p in enumerate(parts)})
+      elif value is not None and value is _op(getattr(value, '__name__', '')):
+        plain[name] = {'op': value.__name__}
+      elif name != 'params' and _is_plain(value):
+        plain[name] = {'value': value}
+    meta.append({'class': type(callback).__name__, 'attributes': plain})
+  arrays[_META] = np.frombuffer(json.dumps(meta).encode(), np.uint8)
+  file = io.BytesIO()
+  np.savez(file, **arrays)
+  return np.frombuffer(file.getvalue(), np.uint8)
+
+
+def unpack(
+  packed: np.ndarray, callbacks: Sequence[keras.callbacks.Callback]
+) -> None:
+  """Gives callbacks, which are made like those that were packed, what they know."""
+  with np.load(io.BytesIO(packed.tobytes()), allow_pickle=False) as arrays:
+    meta = json.loads(arrays[_META].tobytes())
+    classes = [about['class'] for about in meta]
+    if classes != [type(callback).__name__ for callback in callbacks]:
+      logging.warning(
+        'The callbacks of this worker are others than %s, those of the worker '
+        'that it continues with: they begin anew.',
+        classes,
+      )
+      return
+    for i, (about, callback) in enumerate(zip(meta, callbacks, strict=True)):
+      for name, found in about['attributes'].items():
+        if 'arrays' not in found:
+          value = _op(found['op']) if 'op' in found else found['value']
+          setattr(callback, name, value)
+          continue
+        parts = [arrays[f'{i}/{name}/{j}'] for j in range(found['arrays'])]
+        setattr(callback, name, parts if found['is_list'] else parts[0])
+
+
+def _op(name: str) -> Any:
+  """A function of Keras, such as the comparison that a callback has chosen."""
+  return getattr(keras.ops, name, None)
+
+
+def _is_plain(value: Any) -> bool:
+  if isinstance(value, dict):
+    return all(isinstance(k, str) and _is_plain(v) for k, v in value.items())
+  if isinstance(value, list):
+    return all(map(_is_plain, value))
+  return value is None or isinstance(value, bool | int | float | str)
