@@ -1,5 +1,7 @@
 """How a job of one worker counts its steps, and calls `fit`."""
 
+import contextlib
+import itertools
 import json
 import os
 from unittest import mock
@@ -8,12 +10,15 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from absl.testing import parameterized
 
 import tf_strategies as tfs
 from tests import processes, virtual_devices
+from tests.fault_tolerance import elastic_program
 from tf_strategies import errors
 from tf_strategies.checkpoint.position import Position
 from tf_strategies.fault_tolerance import elastic_job, elastic_members
+from tf_strategies.process_group.tcp import group as tcp_group
 from tf_strategies.strategies.multi_worker import elastic
 
 virtual_devices.configure_logical_cpus()
@@ -158,6 +163,82 @@ class JobTest(tf.test.TestCase):
       self.job.fit(self.model, _make_batches, 3, _STEPS, [heard], verbose=0)
     )
     self.assertEmpty(heard.events)
+
+
+class InterruptedStepTest(tf.test.TestCase, parameterized.TestCase):
+  """A step that fails at any of its collectives is done again, and once."""
+
+  def fit(self, kind, fails, undoes=True):
+    """Trains alone; `fails` says of which collectives, by number, from 0.
+
+    Returns the weights and how many groups there were.
+    """
+    numbers = itertools.count()
+    failures = []
+
+    def failing(collective):
+      def call(group, *args, name='', **kwargs):
+        is_of_step = not name.startswith('elastic/')
+        if is_of_step and fails(next(numbers)):
+          failures.append(name)
+          raise errors.WorkerUnavailableError(f'a fault at {name}')
+        return collective(group, *args, name=name, **kwargs)
+
+      return call
+
+    def run_step(members, kind, compute, undo, batch=None):
+      undo = undo if undoes else lambda: None
+      return original(members, kind, compute, undo, batch)
+
+    original = elastic_members.Members.run_step
+    model = []
+
+    def train(job):
+      with job.strategy.scope():
+        model.append(elastic_program.BUILDERS[kind]())
+        elastic_program.compile_model(model[-1], elastic_program.momentum())
+      job.restore(model[-1])
+      job.fit(
+        model[-1],
+        lambda epoch, step: elastic_program.make_batches(epoch, step, 36, 2),
+        2,
+        18,
+        verbose=0,
+        **elastic_program.fit_options(kind),
+      )
+      return len(job.generations)
+
+    group_class = tcp_group.TcpProcessGroup
+    with contextlib.ExitStack() as stack:
+      for name in ('all_reduce', 'all_gather', 'broadcast'):
+        patched = failing(getattr(group_class, name))
+        stack.enter_context(mock.patch.object(group_class, name, patched))
+      stack.enter_context(
+        mock.patch.object(elastic_members.Members, 'run_step', run_step)
+      )
+      groups = tfs.elastic.run(train, devices=['CPU:0'])
+    self.assertLen(model, 1)  # It was never built anew.
+    self.assertEqual(groups, 1 + len(failures))
+    return model[0].get_weights(), groups
+
+  @parameterized.parameters('rich', 'two_optimizers')
+  def test_done_once(self, kind):
+    want, history = elastic_program.uninterrupted(2, kind, 36)
+    del history
+    # Each fault is one collective further in its step than the one before.
+    weights, groups = self.fit(kind, lambda number: number % 8 == 7)
+    self.assertGreater(groups, 10)
+    for a, b in zip(want, weights, strict=True):
+      self.assertLess(np.abs(a - b).max(), 1e-6)
+
+  def test_what_a_failed_step_wrote_is_undone(self):
+    kind, fails = 'two_optimizers', lambda number: number % 8 == 7
+    want, _ = self.fit(kind, fails)
+    wrong, _ = self.fit(kind, fails, undoes=False)
+    differences = [
+      np.abs(a - b).max() for a, b in zip(want, wrong, strict=True)
+    ]
+    self.assertGreater(max(differences), 1e-3)
 
 
 class BeginTest(tf.test.TestCase):
