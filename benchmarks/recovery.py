@@ -1,0 +1,210 @@
+"""From a `kill -9` of a worker to the next step that the others commit.
+
+  python -m benchmarks.recovery
+  python -m benchmarks.recovery --kills=100 --width=2000
+  python -m benchmarks.recovery --torch_python=/path/to/python
+
+Three workers train the same model: with `tfs.elastic`, and with TorchFT over gloo where
+--torch_python has it. One of them, chosen at random, is killed at a random moment and
+started again; when all three train again, the next is killed. A sample is the time
+from the kill to the first step that both others have committed without it. The peers
+run one after the other. TorchFT's deadlines are set to short ones (see
+recovery_worker.py); it leaves out the rows of who has died, ours cuts the batch among
+those that are left.
+
+'step ms' is the median between two steps of three workers, 'rejoin s' the time from
+the start of a killed worker's process to the first step of three, most of which is
+the import of its framework.
+"""
+
+import json
+import os
+import pathlib
+import random
+import secrets
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+
+import numpy as np
+from absl import app, flags
+
+from benchmarks import processes, report, worker_pool
+
+_NUM_WORKERS = 3
+_WORKER = pathlib.Path(__file__).with_name('recovery_worker.py')
+
+_KILLS = flags.DEFINE_integer(
+  'kills', 40, 'Samples of each peer.', lower_bound=1
+)
+_WIDTH = flags.DEFINE_integer(
+  'width', 300, 'Units of the two hidden layers.', lower_bound=1
+)
+_PEERS = flags.DEFINE_list(
+  'peers', None, 'ours,torchft; default: what is there.'
+)
+_TORCH_PYTHON = flags.DEFINE_string(
+  'torch_python', None, 'An interpreter that has torchft.'
+)
+_REPORT_JSON = flags.DEFINE_string(
+  'report_json', None, 'Where to write the results as JSON.'
+)
+_SEED = flags.DEFINE_integer('seed', 0, 'Of the moments and the victims.')
+
+
+class Job:
+  """The workers of one peer."""
+
+  def __init__(self, peer: str, directory: str):
+    self._peer, self._directory = peer, pathlib.Path(directory)
+    self._commands: dict[int, processes.Command] = {}
+    self._starts = 0
+    self._others: list[processes.Command] = []
+    self._env, self._arguments = {}, []
+    if peer == 'ours':
+      ports = worker_pool.free_ports(_NUM_WORKERS)
+      self._cluster = {'worker': [f'127.0.0.1:{port}' for port in ports]}
+      self._env['TFS_SECRET'] = secrets.token_hex(16)
+    else:
+      address = self._directory / 'lighthouse'
+      lighthouse = self._start('lighthouse', address, 0)
+      self._others.append(lighthouse)
+      lighthouse.wait_until(lambda: address.exists() and address.read_text())
+      self._arguments = [address.read_text().strip()]
+    for rank in range(_NUM_WORKERS):
+      self.start(rank)
+
+  def start(self, rank: int) -> None:
+    """Starts a worker, which tells its steps in a new file."""
+    self._starts += 1
+    path = self._directory / f'{rank}-{self._starts}'
+    self._commands[rank] = self._start(self._peer, path, rank)
+    self._commands[rank].path = path
+
+  def _start(self, what: str, path, rank: int) -> processes.Command:
+    python = sys.executable if what == 'ours' else _TORCH_PYTHON.value
+    env = dict(self._env)
+    if what == 'ours':
+      task = {'type': 'worker', 'index': rank}
+      env['TF_CONFIG'] = json.dumps({'cluster': self._cluster, 'task': task})
+      env = processes.python_environment(env)
+    else:
+      env = processes.environment({'PYTHONPATH': ''})
+    return processes.Command(
+      [
+        python,
+        str(_WORKER),
+        what,
+        str(path),
+        str(rank),
+        str(_WIDTH.value),
+        *self._arguments,
+      ],
+      name=f'{what} {rank}',
+      env=env,
+      deadline_seconds=3600,
+    )
+
+  def kill(self, rank: int) -> float:
+    """Kills a worker; returns when."""
+    self._commands[rank].kill()
+    return time.time()
+
+  def steps(self, rank: int) -> list[tuple[float, int]]:
+    """When each step of a worker ended, and how many workers it had."""
+    path = self._commands[rank].path
+    lines = path.read_text().splitlines() if path.exists() else []
+    found = [line.split() for line in lines]
+    return [(float(f[0]), int(f[1])) for f in found if len(f) == 3]
+
+  def wait_for(self, ranks: Sequence[int], workers: int, since: float) -> float:
+    """When all of `ranks` have committed a step of so many workers."""
+
+    def first(rank):
+      after = [t for t, n in self.steps(rank) if t > since and n == workers]
+      return min(after, default=None)
+
+    one = self._commands[ranks[0]]
+    one.wait_until(lambda: all(first(rank) is not None for rank in ranks))
+    return max(first(rank) for rank in ranks)
+
+  def close(self) -> None:
+    """Ends all of them."""
+    for command in [*self._commands.values(), *self._others]:
+      command.close()
+
+  def __enter__(self):
+    return self
+
+  def __exit__(self, *unused):
+    self.close()
+
+
+def measure(peer: str) -> dict[str, object]:
+  """The samples of a peer."""
+  chance = random.Random(_SEED.value)
+  seconds, rejoins, steps = [], [], []
+  with tempfile.TemporaryDirectory() as directory, Job(peer, directory) as job:
+    everybody = list(range(_NUM_WORKERS))
+    job.wait_for(everybody, _NUM_WORKERS, 0.0)
+    for _ in range(_KILLS.value):
+      time.sleep(chance.uniform(0.5, 1.5))
+      victim = chance.randrange(_NUM_WORKERS)
+      others = [rank for rank in everybody if rank != victim]
+      times = [t for t, n in job.steps(others[0]) if n == _NUM_WORKERS]
+      steps += list(np.diff(times[-20:]))
+      killed = job.kill(victim)
+      seconds.append(job.wait_for(others, _NUM_WORKERS - 1, killed) - killed)
+      began = time.time()
+      job.start(victim)
+      rejoins.append(job.wait_for(everybody, _NUM_WORKERS, began) - began)
+  return {
+    'peer': peer,
+    'seconds': seconds,
+    'rejoin_seconds': rejoins,
+    'step_seconds': float(np.median(steps)),
+  }
+
+
+def main(argv):
+  """Runs the peers, and prints the table."""
+  del argv
+  report.check_target('report_json', _REPORT_JSON.value or '')
+  names = _PEERS.value or [
+    'ours',
+    *(['torchft'] if _TORCH_PYTHON.value else []),
+  ]
+  results = [measure(name) for name in names]
+  rows = []
+  for found in results:
+    seconds = found['seconds']
+    rows.append(
+      [
+        found['peer'],
+        len(seconds),
+        *(f'{np.percentile(seconds, q):.3f}' for q in (50, 90, 99, 100)),
+        f'{1e3 * found["step_seconds"]:.1f}',
+        f'{np.median(found["rejoin_seconds"]):.1f}',
+      ]
+    )
+  columns = [
+    'peer',
+    'kills',
+    'median s',
+    '90 %',
+    '99 %',
+    'max',
+    'step ms',
+    'rejoin s',
+  ]
+  print(report.markdown(columns, rows))
+  if _REPORT_JSON.value:
+    about = {**report.environment(), 'cores': os.cpu_count()}
+    report.write_json(
+      _REPORT_JSON.value, {'environment': about, 'results': results}
+    )
+
+
+if __name__ == '__main__':
+  app.run(main)
