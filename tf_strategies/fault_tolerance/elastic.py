@@ -1,24 +1,24 @@
 """Elastic training: continues when workers join or leave.
 
-`run` calls a training function again whenever the workers change: it forms a
-group of the available workers, gives the function a new strategy, and the model
-the state of the most advanced worker. The function is an ordinary script: it
-builds, compiles and fits a model. The process stays the same; nothing is read
-from disk.
+`run` calls a training function, which builds, compiles and fits a model as an ordinary
+script does. When a worker dies, `job.fit` goes on in the step that this interrupted,
+with those that are left; one that comes enters at a step. Where training is a loop of
+its own the function is called again instead, with the state in memory. The process
+stays the same, and nothing is read from disk.
 
   def train(job):
     with job.strategy.scope():
       model = build_model()
-      model.compile(tfs.keras.DistributedOptimizer('adam'), 'mse')
+      model.compile('adam', 'mse')
     job.restore(model)
     job.fit(model, make_batches, epochs=3, steps_per_epoch=100)
     return model
 
   model = tfs.elastic.run(train)
 
-Source: the scheme of Horovod Elastic and TorchElastic (rendezvous with a
-minimum and a maximum, state in memory, restart of the training function),
-without a driver process.
+Sources: Horovod Elastic and TorchElastic (rendezvous with a minimum and a maximum,
+state in memory, the training function called again) and TorchFT (recovery for each
+step); without a driver process or a coordinator.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def run(
 
   Args:
     train_fn: builds a model in `job.strategy.scope()`, calls `job.restore` and
-      trains. Called again after each change of the workers.
+      trains. Called again where training cannot go on in the middle.
     options: number of workers; how batch and learning rate follow it.
     cluster: all workers that may join; None reads TF_CONFIG, and without one
       this process is alone.
