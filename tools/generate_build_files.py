@@ -40,7 +40,16 @@ EXTERNAL = {
 # Imported only where they happen to be installed (peers and plots in benchmarks,
 # extra transports): never a dependency of a target.
 OPTIONAL = frozenset(
-  {'horovod', 'kubeflow', 'matplotlib', 'mpi4py', 'torch', 'xprof', 'yaml'}
+  {
+    'horovod',
+    'kubeflow',
+    'matplotlib',
+    'mpi4py',
+    'torch',
+    'torchft',
+    'xprof',
+    'yaml',
+  }
 )
 
 # Targets whose files read other files of the project.
