@@ -1,5 +1,6 @@
 """What every worker of an elastic test does: trains, and says how it went."""
 
+import itertools
 import os
 import time
 
@@ -165,6 +166,22 @@ def fit_options(kind):
   return {'validation_data': validation, 'callbacks': callbacks_with_state()}
 
 
+def _do_not_hear(every):
+  from tf_strategies import errors
+  from tf_strategies.process_group.tcp import group
+
+  all_reduce = group.TcpProcessGroup.all_reduce
+  calls = itertools.count(1)
+
+  def deaf_all_reduce(self, array, **options):
+    result = all_reduce(self, array, **options)
+    if next(calls) % every == 0:
+      raise errors.WorkerUnavailableError('a fault for the test')
+    return result
+
+  group.TcpProcessGroup.all_reduce = deaf_all_reduce
+
+
 def train(
   rank,
   options,
@@ -174,8 +191,15 @@ def train(
   log_dir=None,
   kind='plain',
   batch=BATCH,
+  deaf=None,
 ):
-  """Trains as one worker, watched with `log_dir`; returns what it ended with."""
+  """Trains as one worker, watched with `log_dir`; returns what it ended with.
+
+  The worker `deaf` takes part in every seventh collective of steps, and then does
+  as if it had not heard of its end.
+  """
+  if rank == deaf:
+    _do_not_hear(7)
   import tf_strategies as tfs
   from tf_strategies import _keras_internal
 

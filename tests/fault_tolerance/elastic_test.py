@@ -41,6 +41,7 @@ class Kill:
     log_dir=None,
     kind='plain',
     batch=elastic_program.BATCH,
+    deaf=None,
   ):
     self._directory = tempfile.TemporaryDirectory()
     self.workers = processes.Workers(
@@ -54,6 +55,7 @@ class Kill:
         log_dir,
         kind,
         batch,
+        deaf,
       ),
       deadline=deadline,
     )
@@ -235,6 +237,14 @@ class ElasticTest(tf.test.TestCase, parameterized.TestCase):
     self.assert_results(outcomes, epochs, 1e-6, kind, batch)
     self.assert_times(outcomes[1:], killed)
     self.assertNotEmpty(outcomes[0].value['history']['loss'])
+
+  def test_worker_that_does_not_hear_the_end_of_steps(self):
+    """The others have done them: it gets the state and leaves them out."""
+    with Kill(tfs.ElasticOptions(), epochs=2, deaf=1) as kill:
+      outcomes = kill.workers.wait()
+    self.assert_results(outcomes, epochs=2)
+    for outcome in outcomes:
+      self.assertGreater(len(outcome.value['generations']), 4)
 
   @parameterized.parameters(*range(20))
   @pytest.mark.soak

@@ -399,7 +399,7 @@ class Job:
   def go_on_at(self, state, num_steps: int) -> None:
     """Is at the place of the others."""
     state, world = Progress(*state), self.strategy.num_workers
-    if self.num_steps != num_steps or state.world:
+    if state.world:
       self._scale_learning_rate(self._optimizer, state.world, world)
     self.state = state._replace(
       first_world=state.first_world or world, world=world
