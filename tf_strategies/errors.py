@@ -90,6 +90,10 @@ class RendezvousError(Error, RuntimeError):
   """Workers that did not find each other: says who is missing, and where."""
 
 
+class JobFinishedError(RendezvousError):
+  """A worker came when its job had been done: nothing is left to train."""
+
+
 class AuthenticationError(Error, RuntimeError):
   """A peer that could not prove that it knows the job's shared secret."""
 

@@ -57,7 +57,7 @@ class JobTest(tf.test.TestCase):
     super().setUp()
     rendezvous = tfs.process_group.Rendezvous({0: '127.0.0.1:0'}, 0)
     self.addCleanup(rendezvous.close)
-    members = elastic_members.Members(rendezvous, 1, 10, lambda group: None)
+    members = elastic_members.Members(rendezvous, 1, tfs.ElasticOptions())
     self.job = elastic_job.Job(tfs.ElasticOptions(), members)
     strategy = elastic.ElasticRingStrategy(
       members, tfs.RingOptions(), devices=['CPU:0']
@@ -244,24 +244,37 @@ class InterruptedStepTest(tf.test.TestCase, parameterized.TestCase):
 class BeginTest(tf.test.TestCase):
   """One of two workers, which finds nobody."""
 
-  def run_alone(self, restarts):
+  def run_alone(self, restarts='0', **options):
     cluster = tfs.cluster.ClusterConfig(
       {'worker': dict(enumerate(processes.addresses(2)))}, 'worker', 1
     )
-    options = tfs.ElasticOptions(min_workers=1, window_seconds=0.2)
+    options = tfs.ElasticOptions(window_seconds=0.2, **options)
+    group = tfs.process_group.GroupOptions(rendezvous_timeout_seconds=1.5)
     with mock.patch.dict(os.environ, {'TFS_RESTART_COUNT': restarts}):
       return tfs.elastic.run(
-        lambda job: job.epoch, options, cluster, devices=['CPU:0']
+        lambda job: (job.epoch, job.strategy.num_workers),
+        options,
+        cluster,
+        ring=tfs.RingOptions(group=group),
+        devices=['CPU:0'],
       )
 
-  def test_new_worker_begins(self):
-    self.assertEqual(self.run_alone('0'), 0)
+  def test_new_worker_begins_if_it_may(self):
+    self.assertEqual(self.run_alone(min_workers=1), (0, 1))
 
-  def test_restarted_worker_does_not_begin_anew(self):
-    with self.assertRaisesRegex(
-      errors.RendezvousError, 'RESTART_COUNT=2.*none of the other 1 is there'
-    ):
-      self.run_alone('2')
+  def test_one_of_two_is_no_majority(self):
+    with self.assertRaisesRegex(errors.RendezvousError, 'Missing: task 0'):
+      self.run_alone()
+
+  def test_restarted_worker_does_not_begin_alone(self):
+    with self.assertRaisesRegex(errors.RendezvousError, 'was started again'):
+      self.run_alone('2', min_workers=1)
+
+  def test_worker_that_comes_too_late(self):
+    directory = self.create_tempdir().full_path
+    self.run_alone(min_workers=1, directory=directory)
+    with self.assertRaisesRegex(errors.JobFinishedError, 'been completed'):
+      self.run_alone(min_workers=1, directory=directory)
 
 
 if __name__ == '__main__':

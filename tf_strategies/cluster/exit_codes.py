@@ -2,7 +2,7 @@
 
 | status | meaning | a TFJob's policy ExitCode |
 |---|---|---|
-| 0 | done | done |
+| 0 | done, by this process or before it came | done |
 | 1 | an error of the program, its data or its options: it would recur | fails |
 | 2 | a wrong command line | fails |
 | 126, 127 | the command cannot be run, or was not found | fails |
@@ -45,6 +45,8 @@ def exit_code(error: BaseException) -> int:
     >>> exit_code(errors.DataError('shard 3 is truncated'))
     1
   """
+  if isinstance(error, errors.JobFinishedError):
+    return 0
   # A wrong secret stays wrong, workers that disagree would do so again, and a
   # program is what it is.
   lasting = (

@@ -24,7 +24,6 @@ step); without a driver process or a coordinator.
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -58,8 +57,8 @@ def run(
 ) -> _Result:
   """Calls `train_fn(job)` until it returns, and returns its result.
 
-  A worker that the launcher restarted and that finds no other does not restart
-  from scratch: the others may have finished.
+  A worker that the launcher restarted does not begin alone: it waits for others,
+  that were started again too or still train.
 
   Args:
     train_fn: builds a model in `job.strategy.scope()`, calls `job.restore` and
@@ -71,8 +70,8 @@ def run(
     devices: of this worker, as for `MultiWorkerRingStrategy`.
 
   Raises:
-    RendezvousError: fewer than `min_workers` by the deadline; or this worker was
-      restarted and is alone, without a state to continue from.
+    RendezvousError: too few workers by the deadline.
+    JobFinishedError: the training was completed before this worker came.
     WorkerUnavailableError: more than `max_failures` consecutive failures without
       a step in between.
     UnsupportedOptionError: a link that cannot form again.
@@ -106,7 +105,7 @@ def run(
   rank, addresses = MultiWorkerRingStrategy.place_in(cluster)
   group_options = dataclasses.replace(
     ring.group or process_group.GroupOptions.from_env(),
-    min_workers=options.min_workers,
+    min_workers=options.minimum,
     max_workers=options.max_workers,
     window_seconds=options.window_seconds,
   )
@@ -116,11 +115,11 @@ def run(
   members = elastic_members.Members(
     rendezvous,
     min(options.max_workers or len(addresses), len(addresses)),
-    options.max_failures,
-    lambda group: _check_begin(group, job, len(addresses)),
+    options,
   )
   job = elastic_job.Job(options, members)
   try:
+    members.check_finished()
     while True:
       try:
         return _run_once(train_fn, job, members, ring, devices)
@@ -133,19 +132,6 @@ def run(
     rendezvous.close()
 
 
-def _check_begin(group, job, num_tasks: int) -> None:
-  """Raises rather than repeat a training that others may have finished."""
-  restarts = os.environ.get('TFS_RESTART_COUNT', '0')
-  is_alone = len(group.members) == 1 < num_tasks
-  if restarts != '0' and is_alone and not job.progress:
-    raise errors.RendezvousError(
-      f'This worker was started again (TFS_RESTART_COUNT={restarts}) and none '
-      f'of the other {num_tasks - 1} is there: they may have finished, and it '
-      'has no state to go on from. Fix: start the whole job again, or this '
-      'worker without TFS_RESTART_COUNT to train from the beginning.'
-    )
-
-
 def _run_once(train_fn, job, members, ring, devices) -> Any:
   strategy = elastic_strategy.ElasticRingStrategy(members, ring, devices)
   try:
@@ -153,6 +139,7 @@ def _run_once(train_fn, job, members, ring, devices) -> Any:
     result = train_fn(job)
     # No worker leaves while another may still need it.
     members.wait_for_all()
+    members.mark_finished()
     members.end('')
     return result
   except BaseException as e:

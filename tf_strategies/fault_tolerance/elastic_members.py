@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import time
-from collections.abc import Callable
 from typing import Any
 
 from absl import logging
 
 from tf_strategies import errors, process_group
+from tf_strategies.checkpoint import checkpointer
+from tf_strategies.fault_tolerance import elastic_options
 from tf_strategies.strategies import communicator as communicator_lib
 from tf_strategies.strategies.multi_worker import elastic
 from tf_strategies.strategies.multi_worker import input as input_lib
@@ -68,23 +70,24 @@ class Members(elastic.Membership):
   Args:
     rendezvous: forms them.
     capacity: the most workers that there can be.
-    max_failures: how many groups may fail one after the other without a step.
-    check: is called with each group that has formed, and may raise an error.
+    options: of the job.
   """
 
   def __init__(
     self,
     rendezvous: process_group.Rendezvous,
     capacity: int,
-    max_failures: int,
-    check: Callable[[process_group.ProcessGroup], None],
+    options: elastic_options.ElasticOptions,
   ):
     self.capacity = capacity
     self.generations: list[Generation] = []
     self.job: Any = None
     self._rendezvous = rendezvous
-    self._max_failures = max_failures
-    self._check = check
+    self._max_failures = options.max_failures
+    # Where it says that the job is done.
+    self._marks: checkpointer.Checkpointer | None = None
+    if options.directory is not None:
+      self._marks = checkpointer.Checkpointer(options.directory)
     self._failures, self._steps_at_failure = 0, 0
     # Whether this worker has the state of the group that it is in.
     self.is_shared = False
@@ -146,6 +149,20 @@ class Members(elastic.Membership):
         self._leave(e)
         self._enter(_END)
 
+  def mark_finished(self) -> None:
+    """Tells those who come late that nothing is left to do."""
+    if self._marks is not None:
+      self._marks.mark_finished()
+
+  def check_finished(self) -> None:
+    """Raises JobFinishedError for a worker that comes too late."""
+    if self._marks is not None and self._marks.is_finished:
+      raise errors.JobFinishedError(
+        f'The training of this job has been completed, as {self._marks.directory} '
+        'says. Fix: nothing is left to do; for another training pass another '
+        'ElasticOptions(directory=...).'
+      )
+
   def end(self, reason: str) -> None:
     """Notes why a generation has ended."""
     if self.generations and self.generations[-1].ended is None:
@@ -201,9 +218,14 @@ class Members(elastic.Membership):
     """Forms a group; returns whether it has done the step that this worker is in."""
     is_closed = phase in _CLOSED
     while True:
-      group = self._rendezvous.form(self.job.progress, is_closed=is_closed)
+      group = self._rendezvous.form(
+        self.job.progress,
+        is_closed=is_closed,
+        # Others that were started again too, or still train, have the state.
+        may_be_alone=bool(self.job.progress) or not _was_restarted(),
+        check=self.check_finished,
+      )
       try:
-        self._check(group)
         self._communicator.enter(group)
         self.generations.append(
           Generation(
@@ -289,3 +311,8 @@ class Members(elastic.Membership):
       raise MembershipChange(
         f'{group.members[different[0]]} has another model.'
       )
+
+
+def _was_restarted() -> bool:
+  """Whether the launcher, or who follows its ways, has started this task again."""
+  return os.environ.get('TFS_RESTART_COUNT', '0') != '0'

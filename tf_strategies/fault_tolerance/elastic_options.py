@@ -18,8 +18,10 @@ class ElasticOptions:
   """Number of workers of an elastic job, and what follows from it.
 
   Attributes:
-    min_workers: with fewer, all wait until the rendezvous' deadline. More than
-      half of the cluster prevents that both halves of a split network continue.
+    min_workers: with fewer, all wait until the rendezvous' deadline. By default a
+      majority of the last group goes on (with a tie, the half with its lowest
+      task), or all that have not surely died, so that of a network that is cut
+      only one side continues; the first group needs a majority of the cluster.
     max_workers: at most; None for all of the cluster.
     window_seconds: how long to wait for more than `min_workers`.
     batch: 'global' keeps the global batch, so that the result does not depend
@@ -28,18 +30,21 @@ class ElasticOptions:
       batch='per_replica'.
     join: when new workers join: after any 'step', at the end of an 'epoch', or
       'never' (only after a failure).
+    directory: one that all workers see, of this job alone. Where its training has
+      been completed, a worker that comes ends with `JobFinishedError`.
     max_failures: how many consecutive failures without progress end the job.
 
   Raises:
     UnsupportedOptionError: a value that is not allowed.
   """
 
-  min_workers: int = 1
+  min_workers: int | None = None
   max_workers: int | None = None
   window_seconds: float = 5.0
   batch: str = 'global'
   learning_rate: str = 'keep'
   join: str = 'step'
+  directory: str | None = None
   max_failures: int = 10
 
   def __post_init__(self):
@@ -54,7 +59,14 @@ class ElasticOptions:
     option_checks.check_int('max_failures', self.max_failures, 0)
     # As those of the group, which it passes on.
     process_group.GroupOptions(
-      min_workers=self.min_workers,
+      min_workers=self.minimum,
       max_workers=self.max_workers,
       window_seconds=self.window_seconds,
     )
+
+  @property
+  def minimum(self) -> int | str:
+    """`min_workers`, as groups know it."""
+    if self.min_workers is None:
+      return process_group.MAJORITY
+    return self.min_workers

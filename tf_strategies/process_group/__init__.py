@@ -20,12 +20,13 @@ from tf_strategies.process_group.mpi.group import (
   MpiProcessGroup,
   form_mpi_group,
 )
-from tf_strategies.process_group.options import GroupOptions
+from tf_strategies.process_group.options import MAJORITY, GroupOptions
 from tf_strategies.process_group.rendezvous.rendezvous import Rendezvous
 from tf_strategies.process_group.state import Member
 from tf_strategies.process_group.tcp.group import TcpProcessGroup
 
 __all__ = [
+  'MAJORITY',
   'GroupOptions',
   'Member',
   'MpiProcessGroup',

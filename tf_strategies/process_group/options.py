@@ -19,6 +19,10 @@ from tf_strategies import errors, option_checks
 SECRET_VARIABLE = 'TFS_SECRET'
 SECRET_FILE_VARIABLE = 'TFS_SECRET_FILE'
 
+# As `min_workers`: a majority of the last group, so that only one side of a network
+# that is cut goes on; of the cluster, if there was none.
+MAJORITY = 'majority'
+
 _MIN_SECRET_BYTES = 16
 
 
@@ -37,8 +41,10 @@ class GroupOptions:
       to each other that they know it; it never travels. What is sent after
       that is neither encrypted nor signed: keep it inside a trusted network.
     allow_unauthenticated: permits addresses beyond this host without a secret.
-    min_workers: the fewest that may form a group; None is all of them. With
-      less than a majority both halves of a split network could go on.
+    min_workers: the fewest that may form a group; None is all of them. With a
+      number below a majority both halves of a split network could go on; with
+      'majority' a group that forms again has a majority of the last one (with a tie,
+      the half with its lowest task), or all that have not surely died.
     max_workers: the most that form a group; None is all of them.
     window_seconds: how long to wait for more once `min_workers` are there.
     small_message_bytes: buffers up to this size go to all ranks in one round;
@@ -56,7 +62,7 @@ class GroupOptions:
   heartbeat_timeout_seconds: float = 20.0
   secret: bytes | None = dataclasses.field(default=None, repr=False)
   allow_unauthenticated: bool = False
-  min_workers: int | None = None
+  min_workers: int | str | None = None
   max_workers: int | None = None
   window_seconds: float = 5.0
   small_message_bytes: int = 1 << 16
@@ -79,6 +85,8 @@ class GroupOptions:
       ('socket_buffer_bytes', 0),
     ):
       value = getattr(self, name)
+      if name == 'min_workers' and value == MAJORITY:
+        continue
       if value is not None or getattr(type(self), name) is not None:
         option_checks.check_int(name, value, least)
     option_checks.check_bool(
@@ -91,8 +99,11 @@ class GroupOptions:
         'a timeout of at least two intervals',
         'raise the timeout or shorten the interval',
       )
-    if None not in (self.min_workers, self.max_workers) and (
-      self.min_workers > self.max_workers
+    is_number = isinstance(self.min_workers, int)
+    if (
+      is_number
+      and self.max_workers is not None
+      and (self.min_workers > self.max_workers)
     ):
       raise errors.UnsupportedOptionError(
         f'min_workers={self.min_workers} with max_workers={self.max_workers}',

@@ -1,4 +1,5 @@
 import dataclasses
+import random
 
 from absl.testing import absltest, parameterized
 
@@ -81,6 +82,157 @@ class ProposalTest(parameterized.TestCase):
       first.missing(later),
       'task 1 at b:1 (it fell silent), task 3 at c:1 (it fell silent)',
     )
+
+
+def _formed(*all_of_them, generation=1):
+  """Gives workers a last group of all of them, and lets them form again."""
+  seated = {made.task: made.incarnation for made in all_of_them}
+  for made in all_of_them:
+    made.formed(generation, seated)
+  for made in all_of_them:
+    made.start(7)
+
+
+class MajorityTest(parameterized.TestCase):
+  """Of a network that is cut one side goes on."""
+
+  def make(self, count, **settings):
+    addresses = {task: f'host:{task}' for task in range(count)}
+    settings = {'min_workers': 'majority', 'window_seconds': 0, **settings}
+    return [_make(task, addresses, **settings) for task in range(count)]
+
+  def test_first_group_has_a_majority_of_the_cluster(self):
+    first, second, third = self.make(3)
+    self.assertIsNone(first.proposal(0.0))
+    _meet(first, third)
+    self.assertEqual(_proposed(first, 0.0), [0, 2])
+    self.assertIsNone(second.proposal(0.0))
+
+  def test_larger_side_goes_on(self):
+    first, second, third = self.make(3)
+    _formed(first, second, third)
+    _meet(second, third)
+    self.assertEqual(_proposed(second, 0.0), [1, 2])
+    self.assertIsNone(first.proposal(0.0))
+    with self.assertRaisesRegex(errors.RendezvousError, 'majority of its last'):
+      raise first.timeout_error(0.0, 5)
+
+  def test_of_two_halves_the_one_with_the_lowest_task_does(self):
+    workers = self.make(4)
+    _formed(*workers)
+    _meet(workers[0], workers[3])
+    _meet(workers[1], workers[2])
+    self.assertEqual(_proposed(workers[0], 0.0), [0, 3])
+    self.assertIsNone(workers[1].proposal(0.0))
+
+  def test_last_one_goes_on_if_the_others_have_surely_died(self):
+    first, second, third = self.make(3, window_seconds=5)
+    _formed(first, second, third)
+    third.lost(0, 'nobody listens there', is_gone=True)
+    third.lost(1, 'it fell silent')
+    self.assertIsNone(third.proposal(0.0))
+    third.lost(1, 'nobody listens there', is_gone=True)
+    # At once, as nobody is left whom it could wait for.
+    self.assertEqual(_proposed(third, 0.0), [2])
+
+  def test_successor_of_a_member_is_no_member(self):
+    first, second, third = self.make(3)
+    _formed(first, second, third)
+    message = {**third.hello(), 'incarnation': 'second life'}
+    second.heard(message, 0.0, reached=True)
+    # Task 0 may go on elsewhere; one of the last three is no majority.
+    self.assertIsNone(second.proposal(0.0))
+    second.lost(0, 'nobody listens there', is_gone=True)
+    self.assertEqual(_proposed(second, 0.0), [1, 2])
+
+  def test_members_of_a_later_group_object(self):
+    first, second, third = self.make(3)
+    _formed(first, second, third)
+    # Cut off from the first, the others went on; the third was lost then.
+    seated = {1: 'life 1', 2: 'life 2'}
+    third.formed(2, seated)
+    third.start(9)
+    _meet(first, third)
+    _meet(third, first)
+    seats = first.proposal(0.0)
+    self.assertEqual([seat.task for seat in seats], [0, 2])
+    self.assertIn('majority', third.objection(3, seats, 0))
+
+  def test_closed_group_takes_members_alone(self):
+    first, second, third = self.make(3)
+    _formed(first, second)
+    first.start(7, is_closed=True)
+    _meet(first, second, third)
+    self.assertEqual(_proposed(first, 0.0), [0, 1])
+
+  def test_not_alone(self):
+    first, second, third = self.make(3, min_workers=1)
+    first.start(0, may_be_alone=False)
+    self.assertIsNone(first.proposal(0.0))
+    with self.assertRaisesRegex(errors.RendezvousError, 'started again'):
+      raise first.timeout_error(0.0, 5)
+    _meet(first, second)
+    self.assertEqual(_proposed(first, 0.0), [0, 1])
+    del third
+
+  @parameterized.parameters(*range(40))
+  def test_at_most_one_group_goes_on_whatever_happens(self, seed):
+    """Simulated: cuts and deaths in any order, and what each side may know."""
+    formed, most = self.simulate(seed, membership.has_quorum)
+    self.assertGreater(formed, 0)
+    self.assertEqual(most, 1)
+
+  def test_simulation_tells_a_wrong_rule(self):
+    def without_the_dead(present, there, gone, last, tasks):
+      """A majority of those of whom it is not known that they have died."""
+      left = [task for task in last if task not in gone]
+      return membership.has_quorum(present, there, gone, left, tasks)
+
+    found = [self.simulate(seed, without_the_dead)[1] for seed in range(40)]
+    self.assertGreater(max(found), 1)
+
+  def simulate(self, seed, rule):
+    """How many groups formed, and how many there were at once."""
+    chance = random.Random(seed)
+    tasks = range(chance.randrange(2, 8))
+    last = {task: frozenset(tasks) for task in tasks}  # Of those alive.
+    running = {frozenset(tasks)}
+    formed = most = 0
+    for _ in range(200):
+      if chance.random() < 0.15 and len(last) > 1:
+        del last[chance.choice(sorted(last))]
+      sides = {
+        task: chance.randrange(chance.choice([1, 2, 3])) for task in last
+      }
+      # A group goes on if all of it is there and can talk.
+      running = {
+        group
+        for group in running
+        if group <= last.keys() and len({sides[t] for t in group}) == 1
+      }
+      for side in set(sides.values()):
+        there = [t for t in last if sides[t] == side]
+        if any(group & set(there) for group in running):
+          continue
+        # Of the dead some are known to be.
+        dead = [t for t in tasks if t not in last]
+        gone = dead if chance.random() < 0.7 else dead[: len(dead) // 2]
+        if all(
+          rule(
+            [t for t in there if t in last[member]],
+            there,
+            gone,
+            last[member],
+            tasks,
+          )
+          for member in there
+        ):
+          group = frozenset(there)
+          running.add(group)
+          formed += 1
+          last.update(dict.fromkeys(there, group))
+      most = max(most, len(running))
+    return formed, most
 
 
 class ObjectionTest(absltest.TestCase):

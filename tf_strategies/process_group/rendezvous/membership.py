@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tf_strategies import errors, version
@@ -73,7 +73,12 @@ class Membership:
     self.progress = 0
     self.refusal = ''
     self.views = {t: View() for t in self.addresses if t != task}
-    self._minimum = options.min_workers or len(self.addresses)
+    # None: a majority of those that were there last.
+    self._minimum: int | None = len(self.addresses)
+    if options.min_workers == options_lib.MAJORITY:
+      self._minimum = None
+    elif options.min_workers is not None:
+      self._minimum = options.min_workers
     self._maximum = options.max_workers or len(self.addresses)
     self._window = options.window_seconds
     self._patience = options.heartbeat_timeout_seconds
@@ -82,6 +87,7 @@ class Membership:
     self._joiners: dict[int, tuple[str, float]] = {}
     self._seated: Mapping[int, str] = {}
     self._is_closed = False
+    self._least = 1
 
   def hello(self) -> dict[str, Any]:
     """What this process tells the others."""
@@ -96,9 +102,18 @@ class Membership:
       'refusal': self.refusal,
     }
 
-  def start(self, progress: int, is_closed: bool = False) -> None:
-    """This process wants a group, of members of the last one if it `is_closed`."""
+  def start(
+    self, progress: int, is_closed: bool = False, may_be_alone: bool = True
+  ) -> None:
+    """This process wants a group.
+
+    Args:
+      progress: how far it has come.
+      is_closed: whether members of the last group alone may be in it.
+      may_be_alone: whether this process may be all of it.
+    """
     self._is_closed = is_closed
+    self._least = 1 if may_be_alone or len(self.addresses) == 1 else 2
     self.state = State.FORMING
     self.progress = progress
     self.refusal = ''
@@ -204,7 +219,7 @@ class Membership:
       for t, v in fresh.items()
     )
     there = sorted([self.task, *forming])
-    if waits or len(there) < self._minimum:
+    if waits or not self._are_enough(there):
       self._enough_since = None
       return None
     if len(there) < self._maximum and not self._all_left_are(there):
@@ -213,6 +228,31 @@ class Membership:
       if now - self._enough_since < self._window:
         return None
     return [self._seat(task) for task in there[: self._maximum]]
+
+  def _are_enough(self, there: Sequence[int]) -> bool:
+    """Whether these tasks may go on as a group."""
+    if len(there) < self._least:
+      return False
+    if self._minimum is not None:
+      return len(there) >= self._minimum
+    if not self._seated:
+      return 2 * len(there) > len(self.addresses)
+    present = [t for t in there if self._is_of_last_group(t)]
+    gone = [t for t, view in self.views.items() if view.is_gone]
+    return has_quorum(present, there, gone, self._seated, self.addresses)
+
+  def _is_of_last_group(self, task: int) -> bool:
+    if task == self.task:
+      return True
+    return self._seated.get(task) == self.views[task].incarnation
+
+  def sees_running(self, now: float) -> list[int]:
+    """The tasks of which it is known that they are in a group now."""
+    return [
+      task
+      for task, view in self.views.items()
+      if view.is_fresh(now) and view.state is State.RUNNING
+    ]
 
   def _all_left_are(self, there: Sequence[int]) -> bool:
     """Whether all of the last group are there but those that surely have died."""
@@ -233,6 +273,9 @@ class Membership:
       return 'the leader has no seat'
     if self._seat(self.task) not in seats:
       return 'the seat is for another incarnation'
+    tasks = [seat.task for seat in seats]
+    if self._minimum is None and not self._are_enough(tasks):
+      return 'a majority of its last group is not there'
     return ''
 
   def _seat(self, task: int) -> Seat:
@@ -260,10 +303,19 @@ class Membership:
       v.is_fresh(now) for v in views
     ):
       error = errors.AuthenticationError
+    why = ''
+    if self._minimum is None and self._seated:
+      why = (
+        'It goes on with a majority of its last group '
+        f'(tasks {sorted(self._seated)}), or if all others have surely died, so '
+        'that two halves of a network that is cut never both go on. '
+      )
+    elif self._least > 1:
+      why = 'It has nothing to go on from, and was started again: it waits. '
     return error(
       f'Task {self.task} at {self.addresses[self.task]} found no group '
       f'within {seconds:g} s. Missing: {self.missing(now) or "nobody now"}. '
-      'Start those workers, look at their logs and addresses, or raise '
+      f'{why}Start those workers, look at their logs and addresses, or raise '
       'rendezvous_timeout_seconds.'
     )
 
@@ -312,3 +364,31 @@ class Membership:
       f'{self.addresses[task]} and {incarnation}. Start one process for each '
       'task, and give each its own.'
     )
+
+
+def has_quorum(
+  present: Sequence[int],
+  there: Sequence[int],
+  gone: Sequence[int],
+  last: Iterable[int],
+  tasks: Iterable[int],
+) -> bool:
+  """Whether those that are there can go on, and no others can at the same time.
+
+  They are a majority of the last group; half of it with its lowest task; or all of
+  whom it is not certain that they have died. What a cut looks like, silence, is no
+  evidence of death; a host that refuses connections at an address is.
+
+  Args:
+    present: the members of the last group that are there.
+    there: all tasks that are.
+    gone: tasks at whose addresses nobody listens.
+    last: the tasks of the last group.
+    tasks: all tasks of the cluster.
+  """
+  if {*there, *gone}.issuperset(tasks):
+    return True
+  last = list(last)
+  if 2 * len(present) == len(last):
+    return min(last) in present
+  return 2 * len(present) > len(last)

@@ -8,7 +8,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from absl import logging
 
@@ -27,6 +27,8 @@ _Purpose = authentication.Purpose
 _POLL_SECONDS = 0.1
 # With many workers each is asked less often.
 _POLL_SECONDS_PER_WORKER = 0.005
+# Between two looks at what else may end a wait.
+_CHECK_SECONDS = 1.0
 # A worker that refuses tells the others for this long before it raises.
 _REFUSAL_SECONDS = 1.0
 # Silence after which a connection that only polls is given up.
@@ -88,15 +90,28 @@ class Rendezvous:
     )
 
   def form(
-    self, progress: int = 0, is_closed: bool = False
+    self,
+    progress: int = 0,
+    is_closed: bool = False,
+    may_be_alone: bool = True,
+    check: Callable[[], None] = lambda: None,
   ) -> tcp_group.TcpProcessGroup:
     """Blocks until a group has formed that this process is in.
 
     May be called again after a failure, or to let joiners in: a group that
     still runs is closed first. The new group has all workers that are there, at
     least `min_workers`, and a higher generation; ranks follow the tasks. All see
-    in `members` how far each has come: its `progress`. If it `is_closed`, only
-    members of the last group, in the same process, get in.
+    in `members` how far each has come: its `progress`.
+
+    The deadline does not run while others are seen in a group: who comes waits until
+    they let it in, or have ended.
+
+    Args:
+      progress: how far this process has come.
+      is_closed: whether members of the last group alone, in the same processes, may
+        be in it.
+      may_be_alone: whether this process may be all of it.
+      check: is called each second meanwhile, and may raise an error.
 
     Raises:
       RendezvousError: workers are missing at the deadline, run another
@@ -105,7 +120,9 @@ class Rendezvous:
       AuthenticationError: no other worker has this one's secret.
     """
     self._leave()
-    self._group = self._server.call(self._form(progress, is_closed))
+    self._group = self._server.call(
+      self._form(progress, is_closed, may_be_alone, check)
+    )
     return self._group
 
   def close(self) -> None:
@@ -127,18 +144,28 @@ class Rendezvous:
   # From here on everything runs in the server's loop.
 
   async def _form(
-    self, progress: int, is_closed: bool
+    self, progress, is_closed, may_be_alone, check
   ) -> tcp_group.TcpProcessGroup:
     members = self._membership
-    members.start(progress, is_closed)
+    members.start(progress, is_closed, may_be_alone)
     formed = self._formed = self._server.loop.create_future()
     tasks = [self._server.spawn(self._poll(task)) for task in members.views]
     tasks.append(self._server.spawn(self._lead()))
     try:
       seconds = self._options.rendezvous_timeout_seconds
-      await asyncio.wait([formed], timeout=seconds)
-      if not formed.done():
-        raise members.timeout_error(time.monotonic(), seconds)
+      ends_at = time.monotonic() + seconds
+      while not formed.done():
+        check()
+        now = time.monotonic()
+        if running := members.sees_running(now):
+          ends_at = now + seconds
+          logging.log_every_n_seconds(
+            logging.INFO, 'Waiting for the group of tasks %s.', 30, running
+          )
+        elif now >= ends_at:
+          raise members.timeout_error(now, seconds)
+        left = min(ends_at - now, _CHECK_SECONDS)
+        await asyncio.wait([formed], timeout=left)
       if formed.exception() is not None:
         members.state = membership.State.REFUSED
         members.refusal = str(formed.exception())
@@ -363,7 +390,8 @@ def _check(
         'GroupOptions.from_env(); or pass allow_unauthenticated=True where '
         'the network keeps everybody else out',
       )
-  if (options.min_workers or 1) > len(addresses):
+  minimum = options.min_workers
+  if isinstance(minimum, int) and minimum > len(addresses):
     raise errors.UnsupportedOptionError(
       f'min_workers={options.min_workers} with {len(addresses)} addresses',
       f'at most {len(addresses)}',
