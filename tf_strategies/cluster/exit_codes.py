@@ -45,11 +45,12 @@ def exit_code(error: BaseException) -> int:
     >>> exit_code(errors.DataError('shard 3 is truncated'))
     1
   """
-  # A wrong secret stays wrong, workers that disagree would do so again, and a
-  # program is what it is.
+  # A wrong secret stays wrong, as does a limit of the host; workers that disagree
+  # would do so again, and a program is what it is.
   lasting = (
     errors.AuthenticationError,
     errors.CollectiveMismatchError,
+    errors.ResourceLimitError,
     errors.ScopeError,
   )
   is_ours = isinstance(error, errors.Error) and isinstance(error, RuntimeError)

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import pathlib
+import stat
 from typing import Any
 
 from tf_strategies import errors, option_checks
+from tf_strategies.process_group.network import authentication
 
 SECRET_VARIABLE = 'TFS_SECRET'
 SECRET_FILE_VARIABLE = 'TFS_SECRET_FILE'
@@ -36,7 +37,8 @@ class GroupOptions:
     secret: what every worker of the job knows, 16 bytes or more. Peers prove
       to each other that they know it; it never travels. What is sent after
       that is neither encrypted nor signed: keep it inside a trusted network.
-    allow_unauthenticated: permits addresses beyond this host without a secret.
+    allow_unauthenticated: without a secret, permits addresses beyond this host,
+      and on it peers of other users.
     min_workers: the fewest that may form a group; None is all of them. With
       less than a majority both halves of a split network could go on.
     max_workers: the most that form a group; None is all of them.
@@ -114,6 +116,11 @@ class GroupOptions:
         'print(secrets.token_hex(32))" and give it to every worker',
       )
 
+  def credentials(self) -> authentication.Credentials:
+    """How this process and its peers know each other."""
+    is_open = self.secret is None and not self.allow_unauthenticated
+    return authentication.Credentials(self.secret, same_user=is_open)
+
   @classmethod
   def from_env(cls, **overrides: Any) -> GroupOptions:
     """Options with the secret that the environment names.
@@ -123,8 +130,9 @@ class GroupOptions:
     is set. `overrides` are attributes; a `secret` among them wins.
 
     Raises:
-      UnsupportedOptionError: both are set, a secret is too short, or the file
-        cannot be read.
+      UnsupportedOptionError: both are set, a secret is too short, the file
+        cannot be read, or others have access to it. Others may read it on a
+        read-only mount alone: so orchestrators mount secrets into containers.
     """
     if 'secret' not in overrides:
       overrides['secret'] = _secret_from_env()
@@ -145,10 +153,33 @@ def _secret_from_env() -> bytes | None:
   if path is None:
     return None
   try:
-    return pathlib.Path(path).read_bytes().strip()
+    with open(path, 'rb') as file:
+      _check_access(path, file.fileno())
+      return file.read().strip()
   except OSError as e:
     raise errors.UnsupportedOptionError(
       f'{SECRET_FILE_VARIABLE}={path!r} ({e.strerror})',
       'a file that this process can read',
       'mount the secret there, or unset the variable',
     ) from e
+
+
+def _check_access(path: str, file: int) -> None:
+  """Raises if another user may read or replace what an open file holds.
+
+  Of a link this sees the file: Kubernetes mounts links to files of mode 0644, or
+  0440 for a group, that root owns, on a read-only file system.
+  """
+  if os.fstatvfs(file).f_flag & os.ST_RDONLY:
+    return
+  found = os.fstat(file)
+  mode = stat.S_IMODE(found.st_mode)
+  is_mine = found.st_uid in (0, os.geteuid())
+  if is_mine and not mode & (stat.S_IRWXO | stat.S_IWGRP):
+    return
+  raise errors.UnsupportedOptionError(
+    f'{SECRET_FILE_VARIABLE}={path!r} of mode {mode:04o}, user {found.st_uid},',
+    'a file of this user (or root) that no other user can read or write, and '
+    'its group at most read',
+    f'chmod 600 {path}' if is_mine else f'copy it; chmod 600 {path}',
+  )

@@ -34,10 +34,6 @@ class ProtocolError(Exception):
   """Bytes that are not of this protocol; internal."""
 
 
-# What decoding a message of another or a broken program raises.
-MALFORMED = (ProtocolError, KeyError, TypeError, ValueError)
-
-
 @dataclasses.dataclass(frozen=True)
 class DataHeader:
   """Comes before the bytes of one collective on each link that it uses.
