@@ -6,7 +6,6 @@ import json
 import math
 import socket
 import struct
-import types
 
 from absl.testing import absltest, parameterized
 
@@ -46,6 +45,7 @@ _VALID = [
   (_Kind.FAILED, _FAILURE),
   (_Kind.DESCRIBE, None),
   (_Kind.DESCRIPTION, _STATE.describe()),
+  (_Kind.CUT, {'task': 1, 'why': 'it does not answer'}),
   (_Kind.GOODBYE, {'rank': 1, 'last': 3}),
 ]
 _IN_BYTES = (_Kind.EXCHANGE, _Kind.RESULT)
@@ -124,6 +124,18 @@ class TableTest(parameterized.TestCase):
         connection.decode(frame)
 
 
+class _Host:
+  """What a control plane asks of its server."""
+
+  def __init__(self, loop):
+    self.loop = loop
+    self.tasks = []
+
+  def spawn(self, coroutine):
+    self.tasks.append(self.loop.create_task(coroutine))
+    return self.tasks[-1]
+
+
 class FuzzTest(parameterized.TestCase):
   """Sends each to a control plane: it goes on, or fails with who sent it."""
 
@@ -142,11 +154,7 @@ class FuzzTest(parameterized.TestCase):
         end.setblocking(False)
       ours, theirs = map(connection.Connection, ends)
       shared = state.GroupState(_MEMBERS, rank, 1)
-      host = types.SimpleNamespace(
-        loop=loop,
-        spawn=lambda c: tasks.append(loop.create_task(c)) or tasks[-1],
-      )
-      tasks = []
+      host = _Host(loop)
       plane = control_plane.ControlPlane(
         host, shared, {1 - rank: ours}, options.GroupOptions()
       )
@@ -155,9 +163,9 @@ class FuzzTest(parameterized.TestCase):
       theirs._sock.shutdown(socket.SHUT_WR)
       while shared.failure is None and not shared.departed:
         await asyncio.sleep(0)
-      for task in tasks:
+      for task in host.tasks:
         task.cancel()
-      for end in await asyncio.gather(*tasks, return_exceptions=True):
+      for end in await asyncio.gather(*host.tasks, return_exceptions=True):
         if isinstance(end, Exception):
           self.problems.append(end)
       ours.close()

@@ -1,7 +1,6 @@
 """Names that nobody resolves: they delay no live peer, and are told."""
 
 import asyncio
-import os
 import socket
 import threading
 import time

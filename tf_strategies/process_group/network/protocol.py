@@ -93,6 +93,7 @@ class Kind(enum.IntEnum):
   JOIN = 6
   READY = 7
   COMMIT = 8
+  CUT = 9
   # A running group.
   HEARTBEAT = 16
   EXCHANGE = 17

@@ -286,6 +286,9 @@ class Rendezvous:
         await proposal.follow(leader)
       self._complete(proposal)
     except (OSError, formation.ProposalFailedError) as e:
+      cut = getattr(e, 'cut', None)
+      if cut is not None:
+        self._membership.cut(*cut, time.monotonic())
       logging.info('Group %d did not form: %s', generation, e)
       return False
     finally:
