@@ -119,8 +119,11 @@ class ConnectToItselfTest(absltest.TestCase):
   def test_port_of_a_connection_elsewhere_can_be_listened_at(self):
     with socket.create_server(('127.0.0.1', 0)) as elsewhere:
       place = socket.AF_INET, elsewhere.getsockname()
-      with asyncio.run(sockets.connect(place)) as caller:
-        sockets.listen(*caller.getsockname()).close()
+      with (
+        asyncio.run(sockets.connect(place)) as caller,
+        sockets.listen(*caller.getsockname()) as listener,
+      ):
+        self.assertEqual(listener.getsockname(), caller.getsockname())
 
 
 def _meet_without_files(rank):

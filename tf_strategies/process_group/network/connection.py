@@ -7,6 +7,7 @@ import contextlib
 import hmac
 import json
 import socket
+import ssl
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ from tf_strategies.process_group.network import (
   names,
   protocol,
   sockets,
+  tls,
 )
 
 _T = TypeVar('_T')
@@ -99,6 +101,15 @@ class Connection:
     if frame.kind not in kinds:
       raise protocol.ProtocolError(f'the peer sent {frame.kind.name}')
     return frame.kind, decode(frame)
+
+  async def secure(self, files: tls.TlsFiles, is_server: bool) -> None:
+    """Encrypts all that follows; before anything was sent or received.
+
+    Raises:
+      AuthenticationError: the peer speaks no TLS, or has another authority.
+    """
+    self._sock = tls.TlsSocket(self._sock, files, is_server)
+    await self._sock.handshake()
 
   def shut_down(self) -> None:
     """Ends both directions, which wakes whoever waits for them."""
@@ -197,9 +208,17 @@ async def _dial(address, places, request, credentials) -> Connection:
   server = f'task {request.server} at {address}'
   connection = await _connect(places)
   try:
+    if credentials.tls is not None:
+      await connection.secure(credentials.tls, is_server=False)
     handshake = authentication.Handshake(credentials.secret, request)
     connection.write(request.pack())
-    answer = await connection.read(authentication.ANSWER_BYTES)
+    answer = await connection.read(1)
+    if answer == tls.ALERT:
+      raise errors.AuthenticationError(
+        f'{server} speaks TLS, this process does not. Set TFS_TLS_CERT, '
+        'TFS_TLS_KEY and TFS_TLS_CA for all workers or for none.'
+      )
+    answer += await connection.read(authentication.ANSWER_BYTES - 1)
     proof = handshake.prove(answer, server)
     # Not before it answers: until it has accepted, its end has no user.
     credentials.check_user(connection.detach())
@@ -211,6 +230,10 @@ async def _dial(address, places, request, credentials) -> Connection:
         'same TFS_SECRET (or TFS_SECRET_FILE).'
       )
     return connection
+  except ssl.SSLError as e:
+    # A server refuses a certificate after the client's handshake is over.
+    connection.close()
+    raise tls.refusal(e) from e
   except BaseException:
     connection.close()
     raise
@@ -230,7 +253,12 @@ async def accept(
   connection: Connection, task: int, credentials: authentication.Credentials
 ) -> authentication.Request:
   """The server's side of the handshake; returns the client's request."""
+  if credentials.tls is not None:
+    await connection.secure(credentials.tls, is_server=True)
   data = await connection.read(authentication.REQUEST_BYTES)
+  if data.startswith(tls.HELLO):
+    connection.write(b'no TLS here')  # Which its OpenSSL finds wrong at once.
+    raise errors.AuthenticationError('it speaks TLS, this process does not')
   request = authentication.Request.unpack(data)
   if request.server != task:
     raise protocol.ProtocolError(f'it looks for task {request.server}')

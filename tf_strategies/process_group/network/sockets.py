@@ -16,7 +16,7 @@ import struct
 import threading
 import weakref
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tf_strategies import errors
 from tf_strategies.process_group.network import names
@@ -73,7 +73,8 @@ async def accept(listener: socket.socket) -> socket.socket:
     try:
       sock = keep(lambda: listener.accept()[0])
     except (BlockingIOError, InterruptedError):
-      await _readable(listener)
+      loop = asyncio.get_running_loop()
+      await ready(listener, loop.add_reader, loop.remove_reader)
       continue
     sock.setblocking(False)
     return sock
@@ -99,14 +100,16 @@ def listen(host: str, port: int) -> socket.socket:
   raise problem
 
 
-async def _readable(sock: socket.socket) -> None:
-  loop = asyncio.get_running_loop()
-  ready = loop.create_future()
-  loop.add_reader(sock, lambda: ready.done() or ready.set_result(None))
+async def ready(
+  sock: Any, add: Callable[..., None], remove: Callable[[Any], Any]
+) -> None:
+  """Waits until a socket is, with a loop's `add_reader` or `add_writer`."""
+  is_ready = asyncio.get_running_loop().create_future()
+  add(sock, lambda: is_ready.done() or is_ready.set_result(None))
   try:
-    await ready
+    await is_ready
   finally:
-    loop.remove_reader(sock)
+    remove(sock)
 
 
 def _shortage(error: OSError) -> errors.ResourceLimitError | None:

@@ -376,8 +376,7 @@ def _check(
         'Give each its own port.'
       )
     seen[address] = number
-    is_open = options.secret is None and not options.allow_unauthenticated
-    if is_open and not _is_loopback(host):
+    if options.credentials().same_user and not _is_loopback(host):
       raise errors.UnsupportedOptionError(
         f'the address {address} of task {number} without a secret',
         'addresses of this host alone (127.0.0.1, ::1, localhost)',
