@@ -1,16 +1,21 @@
 """A loopback address without a secret: processes of this user alone get in."""
 
+import contextlib
 import os
 import signal
 import socket
 import sys
+import threading
 import unittest
+from unittest import mock
 
+import portpicker
 from absl.testing import absltest, parameterized
 
 from tf_strategies import errors
 from tf_strategies.process_group import options
 from tf_strategies.process_group.network import local_users
+from tf_strategies.process_group.rendezvous import rendezvous
 
 _OTHER_USER = 65534
 
@@ -69,6 +74,42 @@ class LocalUsersTest(parameterized.TestCase):
         self.assertRaisesRegex(errors.AuthenticationError, 'unknown user'),
       ):
         local_users.check(accepted)
+
+  @parameterized.parameters(None, 12345)
+  def test_group_without_a_secret(self, other_user):
+    addresses = {
+      t: f'127.0.0.1:{portpicker.pick_unused_port()}' for t in (0, 1)
+    }
+    outcomes = []
+
+    def work(task):
+      settings = options.GroupOptions(rendezvous_timeout_seconds=20)
+      try:
+        with (
+          rendezvous.Rendezvous(addresses, task, settings) as meeting,
+          meeting.form() as group,
+        ):
+          group.barrier()
+          outcomes.append(group.world_size)
+      except errors.AuthenticationError as e:
+        outcomes.append(str(e))
+
+    with contextlib.ExitStack() as stack:
+      if other_user is not None:
+        stack.enter_context(
+          mock.patch.object(
+            local_users, '_user_of_peer', return_value=other_user
+          )
+        )
+      threads = [threading.Thread(target=work, args=(t,)) for t in (0, 1)]
+      for thread in threads:
+        thread.start()
+      for thread in threads:
+        thread.join(60)
+    if other_user is None:
+      self.assertEqual(outcomes, [2, 2])
+    else:
+      self.assertIn(f'process of user {other_user}', outcomes[0])
 
   def test_who_is_asked(self):
     secret = b'a secret of this test'
