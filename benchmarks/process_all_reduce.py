@@ -21,6 +21,7 @@ import contextlib
 import os
 import secrets
 import sys
+import tempfile
 from collections.abc import Sequence
 
 # TensorFlow reads it when it is imported.
@@ -29,6 +30,7 @@ os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
 from absl import app, flags
 
 from benchmarks import (
+  certificates,
   measure,
   network_namespaces,
   process_pools,
@@ -222,7 +224,10 @@ def main(argv: Sequence[str]) -> None:
     'links': [],
     'results': [],
   }
-  with processes.ended_by_signals():
+  with processes.ended_by_signals(), tempfile.TemporaryDirectory() as keys:
+    if any(entry.name == 'ours_tcp_tls' for entry in entries):
+      certificates.make(keys)
+    os.environ[certificates.VARIABLE] = keys
     for world_size in world_sizes:
       found, about = run_world_size(world_size, sizes, entries)
       _print(found, about)

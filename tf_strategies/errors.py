@@ -98,6 +98,10 @@ class AuthenticationError(Error, RuntimeError):
   """A peer that could not prove that it knows the job's shared secret."""
 
 
+class ResourceLimitError(Error, RuntimeError):
+  """A limit of this process or host, such as that of open files, is reached."""
+
+
 class WorkerUnavailableError(Error, RuntimeError):
   """A worker that died, closed its connection or no longer answers.
 

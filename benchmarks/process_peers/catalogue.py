@@ -40,6 +40,7 @@ ENTRIES = tuple(
   Entry(name, kind, pool, f'{_HERE}.{path}')
   for name, kind, pool, path in (
     ('ours_tcp', OURS, 'ours', 'ours:Tcp'),
+    ('ours_tcp_tls', OURS, 'ours', 'ours:TcpTls'),
     ('ours_tcp_bfloat16', OURS, 'ours', 'ours:TcpBFloat16'),
     ('ours_in_graph', OURS, 'ours', 'ours:Replicated'),
     ('ours_mpi', OURS, 'mpi', 'ours:Mpi'),
@@ -77,6 +78,8 @@ def why_not(entry: Entry, torch_python: str, over_links: bool) -> str | None:
   """
   if entry.pool == 'gloo':
     return _why_no_torch(torch_python)
+  if entry.name == 'ours_tcp_tls' and shutil.which('openssl') is None:
+    return 'There is no openssl, which makes the certificate.'
   if entry.pool != 'mpi':
     return None
   if not hasattr(process_group, 'form_mpi_group'):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 
 import numpy as np
 import tensorflow as tf
 
 import tf_strategies as tfs
+from benchmarks import certificates
 from benchmarks.process_peers import base
 from tf_strategies import process_group
 
@@ -22,10 +24,11 @@ class Tcp(base.Peer):
     super().__init__(seat)
     self._group = self._form()
 
-  def _form(self) -> process_group.ProcessGroup:
+  def _form(self, **settings) -> process_group.ProcessGroup:
     options = process_group.GroupOptions.from_env(
       rendezvous_timeout_seconds=self.seat.timeout_seconds,
       collective_timeout_seconds=self.seat.timeout_seconds,
+      **settings,
     )
     # It must live as long as its group.
     self._rendezvous = process_group.Rendezvous(
@@ -53,6 +56,14 @@ class Tcp(base.Peer):
   def release(self) -> None:
     """See base class."""
     self._input = self._output = None
+
+
+class TcpTls(Tcp):
+  """The same encrypted."""
+
+  def _form(self) -> process_group.ProcessGroup:
+    directory = os.environ[certificates.VARIABLE]
+    return super()._form(tls=certificates.files(directory))
 
 
 class Mpi(Tcp):

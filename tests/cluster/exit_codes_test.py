@@ -16,6 +16,7 @@ _PERMANENT = (
   errors.ScopeError('x'),
   errors.AuthenticationError('x'),
   errors.CollectiveMismatchError('x'),
+  errors.ResourceLimitError('x'),
   RuntimeError('x'),
   KeyError('x'),
 )

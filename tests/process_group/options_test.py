@@ -55,6 +55,7 @@ class GroupOptionsTest(parameterized.TestCase):
 
   def test_secret_of_a_file(self):
     path = self.create_tempfile(content=_SECRET.decode() + '\n').full_path
+    os.chmod(path, 0o600)
     with _env(TFS_SECRET_FILE=path):
       self.assertEqual(options.GroupOptions.from_env().secret, _SECRET)
     with (
@@ -65,6 +66,46 @@ class GroupOptionsTest(parameterized.TestCase):
     with (
       _env(TFS_SECRET_FILE=path, TFS_SECRET='x' * 20),
       self.assertRaisesRegex(ValueError, 'together'),
+    ):
+      options.GroupOptions.from_env()
+
+  @parameterized.parameters(
+    (0o600, True),
+    (0o400, True),
+    (0o440, True),
+    (0o640, True),
+    (0o644, False),
+    (0o604, False),
+    (0o602, False),
+    (0o620, False),
+    (0o601, False),
+  )
+  def test_secret_file_that_others_can_use_is_refused(self, mode, is_fine):
+    path = self.create_tempfile(content=_SECRET.decode()).full_path
+    os.chmod(path, mode)
+    link = path + '.link'  # As a mounted secret is one.
+    os.symlink(path, link)
+    for where in (path, link):
+      with _env(TFS_SECRET_FILE=where):
+        if is_fine:
+          self.assertEqual(options.GroupOptions.from_env().secret, _SECRET)
+        else:
+          with self.assertRaisesRegex(
+            errors.UnsupportedOptionError, f'{mode:04o}.*chmod 600 {where}'
+          ):
+            options.GroupOptions.from_env()
+
+  @mock.patch.object(os, 'fstatvfs')
+  def test_secret_that_an_orchestrator_mounts_is_accepted(self, fstatvfs):
+    path = self.create_tempfile(content=_SECRET.decode()).full_path
+    os.chmod(path, 0o644)
+    fstatvfs.return_value = mock.Mock(f_flag=os.ST_RDONLY)
+    with _env(TFS_SECRET_FILE=path):
+      self.assertEqual(options.GroupOptions.from_env().secret, _SECRET)
+    fstatvfs.return_value = mock.Mock(f_flag=0)
+    with (
+      _env(TFS_SECRET_FILE=path),
+      self.assertRaises(errors.UnsupportedOptionError),
     ):
       options.GroupOptions.from_env()
 

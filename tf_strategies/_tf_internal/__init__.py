@@ -263,16 +263,15 @@ def configure_coordination(
   )
 
 
-def exchange_config_values(
-  tag: str, value: str, rank: int, num_workers: int, timeout_seconds: float
-) -> list[str]:
-  """Publishes a value under `tag` and returns every worker's, by rank."""
-  context = _eager_context()
-  context.set_config_key_value(f'{tag}/{rank}', value)
-  return [
-    context.get_config_key_value(f'{tag}/{r}', int(timeout_seconds * 1000))
-    for r in range(num_workers)
-  ]
+def publish_config_value(name: str, value: str) -> None:
+  """Tells all workers a value, through TensorFlow's coordination service."""
+  _eager_context().set_config_key_value(name, value)
+
+
+def config_value(name: str, timeout_seconds: float) -> str:
+  """A value that a worker publishes; OpError if it does not come in time."""
+  milliseconds = max(1, int(timeout_seconds * 1000))
+  return _eager_context().get_config_key_value(name, milliseconds)
 
 
 def batch_size_of(dataset) -> int | None:

@@ -47,11 +47,12 @@ def exit_code(error: BaseException) -> int:
   """
   if isinstance(error, errors.JobFinishedError):
     return 0
-  # A wrong secret stays wrong, workers that disagree would do so again, and a
-  # program is what it is.
+  # A wrong secret stays wrong, as does a limit of the host; workers that disagree
+  # would do so again, and a program is what it is.
   lasting = (
     errors.AuthenticationError,
     errors.CollectiveMismatchError,
+    errors.ResourceLimitError,
     errors.ScopeError,
   )
   is_ours = isinstance(error, errors.Error) and isinstance(error, RuntimeError)

@@ -20,6 +20,7 @@ from tf_strategies.process_group.mpi.group import (
   MpiProcessGroup,
   form_mpi_group,
 )
+from tf_strategies.process_group.network.tls import TlsFiles
 from tf_strategies.process_group.options import MAJORITY, GroupOptions
 from tf_strategies.process_group.rendezvous.rendezvous import Rendezvous
 from tf_strategies.process_group.state import Member
@@ -33,5 +34,6 @@ __all__ = [
   'ProcessGroup',
   'Rendezvous',
   'TcpProcessGroup',
+  'TlsFiles',
   'form_mpi_group',
 ]

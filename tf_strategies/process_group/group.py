@@ -236,7 +236,7 @@ class ProcessGroup(abc.ABC):
 
   def annotate(self, note: str) -> None:
     """Adds a few words to what this rank says of itself from now on."""
-    self._state.note = note
+    self._state.note = str(note)
 
   def pending_joiners(self) -> tuple[int, ...]:
     """Tasks that wait for the group to form again; none if not elastic."""
@@ -285,7 +285,8 @@ class ProcessGroup(abc.ABC):
     with self._agreements_lock:
       self._agreements[what] += 1
       tag = f'agree/{what}/{self._agreements[what]}'
-    texts = [p.decode('utf-8') for p in self.exchange(tag, text.encode())]
+    answers = self.exchange(tag, text.encode())
+    texts = [answer.decode('utf-8', 'replace') for answer in answers]
     differing = tuple(r for r, t in enumerate(texts) if t != texts[0])
     if not differing:
       return value

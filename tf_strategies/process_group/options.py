@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import pathlib
+import stat
 from typing import Any
 
 from tf_strategies import errors, option_checks
+from tf_strategies.process_group.network import authentication
+from tf_strategies.process_group.network import tls as tls_lib
 
 SECRET_VARIABLE = 'TFS_SECRET'
 SECRET_FILE_VARIABLE = 'TFS_SECRET_FILE'
+TLS_VARIABLES = ('TFS_TLS_CERT', 'TFS_TLS_KEY', 'TFS_TLS_CA')
 
 # As `min_workers`: a majority of the last group, so that only one side of a network
 # that is cut goes on; of the cluster, if there was none.
@@ -39,8 +42,12 @@ class GroupOptions:
       lost; at least twice the interval.
     secret: what every worker of the job knows, 16 bytes or more. Peers prove
       to each other that they know it; it never travels. What is sent after
-      that is neither encrypted nor signed: keep it inside a trusted network.
-    allow_unauthenticated: permits addresses beyond this host without a secret.
+      that is neither encrypted nor signed without `tls`: keep it inside a
+      trusted network.
+    allow_unauthenticated: without a secret, permits addresses beyond this host,
+      and on it peers of other users.
+    tls: this worker's certificate, key and authority: everything between workers
+      is then encrypted (TLS 1.3), and each proves that it has a certificate.
     min_workers: the fewest that may form a group; None is all of them. With a
       number below a majority both halves of a split network could go on; with
       'majority' a group that forms again has a majority of the last one (with a tie,
@@ -62,6 +69,7 @@ class GroupOptions:
   heartbeat_timeout_seconds: float = 20.0
   secret: bytes | None = dataclasses.field(default=None, repr=False)
   allow_unauthenticated: bool = False
+  tls: tls_lib.TlsFiles | None = None
   min_workers: int | str | None = None
   max_workers: int | None = None
   window_seconds: float = 5.0
@@ -99,6 +107,17 @@ class GroupOptions:
         'a timeout of at least two intervals',
         'raise the timeout or shorten the interval',
       )
+    if self.tls is not None:
+      option_checks.check_type(
+        'tls',
+        self.tls,
+        tls_lib.TlsFiles,
+        'TlsFiles(certificate, key, authority)',
+      )
+      for is_server in (False, True):
+        tls_lib.context_of(self.tls, is_server)
+      with open(self.tls.key, 'rb') as file:
+        _check_access('the key of tls', self.tls.key, file.fileno())
     is_number = isinstance(self.min_workers, int)
     if (
       is_number
@@ -125,20 +144,29 @@ class GroupOptions:
         'print(secrets.token_hex(32))" and give it to every worker',
       )
 
+  def credentials(self) -> authentication.Credentials:
+    """How this process and its peers know each other."""
+    is_open = not (self.secret or self.tls or self.allow_unauthenticated)
+    return authentication.Credentials(self.secret, is_open, self.tls)
+
   @classmethod
   def from_env(cls, **overrides: Any) -> GroupOptions:
-    """Options with the secret that the environment names.
+    """Options with the secret and the certificate that the environment names.
 
     It is the value of TFS_SECRET, or the contents of the file that
     TFS_SECRET_FILE names (without surrounding white space), or None if neither
-    is set. `overrides` are attributes; a `secret` among them wins.
+    is set. TFS_TLS_CERT, TFS_TLS_KEY and TFS_TLS_CA name the files of `tls`.
+    `overrides` are attributes, which win.
 
     Raises:
-      UnsupportedOptionError: both are set, a secret is too short, or the file
-        cannot be read.
+      UnsupportedOptionError: both are set, a secret is too short, the file
+        cannot be read, or others have access to it. Others may read it on a
+        read-only mount alone: so orchestrators mount secrets into containers.
     """
     if 'secret' not in overrides:
       overrides['secret'] = _secret_from_env()
+    if 'tls' not in overrides:
+      overrides['tls'] = _tls_from_env()
     return cls(**overrides)
 
 
@@ -156,10 +184,47 @@ def _secret_from_env() -> bytes | None:
   if path is None:
     return None
   try:
-    return pathlib.Path(path).read_bytes().strip()
+    with open(path, 'rb') as file:
+      _check_access(SECRET_FILE_VARIABLE, path, file.fileno())
+      return file.read().strip()
   except OSError as e:
     raise errors.UnsupportedOptionError(
       f'{SECRET_FILE_VARIABLE}={path!r} ({e.strerror})',
       'a file that this process can read',
       'mount the secret there, or unset the variable',
     ) from e
+
+
+def _tls_from_env() -> tls_lib.TlsFiles | None:
+  found = {v: os.environ.get(v) for v in TLS_VARIABLES}
+  missing = [variable for variable, path in found.items() if not path]
+  if len(missing) == len(found):
+    return None
+  if missing:
+    raise errors.UnsupportedOptionError(
+      f'TLS without {" and ".join(missing)}',
+      f'all of {", ".join(TLS_VARIABLES)}',
+      f'set {" and ".join(missing)} too, or none',
+    )
+  return tls_lib.TlsFiles(*found.values())
+
+
+def _check_access(name: str, path: str, file: int) -> None:
+  """Raises if another user may read or replace what an open file holds.
+
+  Of a link this sees the file: Kubernetes mounts links to files of mode 0644, or
+  0440 for a group, that root owns, on a read-only file system.
+  """
+  if os.fstatvfs(file).f_flag & os.ST_RDONLY:
+    return
+  found = os.fstat(file)
+  mode = stat.S_IMODE(found.st_mode)
+  is_mine = found.st_uid in (0, os.geteuid())
+  if is_mine and not mode & (stat.S_IRWXO | stat.S_IWGRP):
+    return
+  raise errors.UnsupportedOptionError(
+    f'{name}={path!r} of mode {mode:04o}, user {found.st_uid},',
+    'a file of this user (or root) that no other user can read or write, and '
+    'its group at most read',
+    f'chmod 600 {path}' if is_mine else f'copy it; chmod 600 {path}',
+  )

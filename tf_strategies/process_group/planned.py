@@ -30,6 +30,9 @@ _LOSSY_CANDIDATES = ('direct',)
 # Sockets between hosts: 50 us and 1 GB/s.
 _LINK = cost_model.Link(alpha_seconds=5e-5, beta_seconds_per_byte=1e-9)
 
+# More than any machine has: what says so is broken.
+_MOST_BYTES = 1 << 48
+
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
@@ -227,6 +230,10 @@ class PlannedGroup(group_lib.ProcessGroup):
     mine = np.int64([len(array)])
     self._gather(mine, lengths, plan, 'lengths', name, array.dtype, shape)
     lengths[self.rank] = len(array)
+    for rank, length in enumerate(lengths.tolist()):
+      if not 0 <= length * max(1, array.itemsize) <= _MOST_BYTES:
+        self.abort(f'rank {rank} broke the protocol: it gathers {length} rows')
+    self._state.check()
     return lengths.tolist()
 
   def _gather(self, data, flat, plan, algorithm, name, dtype, shape) -> None:

@@ -26,10 +26,10 @@ class ConnectionTest(absltest.TestCase):
       first, second = _pair()
       large = 'x' * 900_000
       for i in range(3):
-        first.send(_Kind.HELLO, [i, large])
+        first.send(_Kind.REJECT, f'{i}{large}')
       self.assertTrue(first.pending)
-      got = [(await second.expect(_Kind.HELLO))[1] for _ in range(3)]
-      self.assertEqual(got, [[i, large] for i in range(3)])
+      got = [(await second.expect(_Kind.REJECT))[1] for _ in range(3)]
+      self.assertEqual(got, [f'{i}{large}' for i in range(3)])
       self.assertFalse(first.pending)
       # In the other direction meanwhile nothing was lost either.
       second.send(_Kind.READY)

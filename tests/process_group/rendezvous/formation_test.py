@@ -22,9 +22,10 @@ class _Job:
     count: how many.
     objections: by task, why it declines.
     leaves: a task that hangs up when it is told to mesh.
+    unreachable: a task to which others have no data links.
   """
 
-  def __init__(self, count, objections=(), leaves=None):
+  def __init__(self, count, objections=(), leaves=None, unreachable=None):
     self.seats = [
       membership.Seat(t, f'host-{t}:1', f'life {t}', 10 * t)
       for t in range(count)
@@ -33,8 +34,11 @@ class _Job:
     self.outcomes = []
     self._objections = dict(objections)
     self._leaves = leaves
+    self._unreachable = unreachable
 
   async def dial(self, task, purpose):
+    if purpose is authentication.Purpose.DATA and task == self._unreachable:
+      raise TimeoutError('it does not answer')
     ends = socket.socketpair()
     for end in ends:
       end.setblocking(False)
@@ -112,6 +116,13 @@ class ProposalTest(parameterized.TestCase):
     self.assertTrue(
       any(isinstance(o, formation.ProposalFailedError) for o in job.outcomes)
     )
+
+  def test_pair_that_cannot_connect_is_told_to_the_leader(self):
+    job = _Job(3, unreachable=1)
+    with self.assertRaises(formation.ProposalFailedError) as raised:
+      asyncio.run(job.lead())
+    self.assertEqual(raised.exception.cut, (2, 1, 'it does not answer'))
+    self.assert_closed(job)
 
   def assert_closed(self, job):
     for proposal in job.proposals.values():

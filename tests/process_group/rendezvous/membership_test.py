@@ -235,6 +235,41 @@ class MajorityTest(parameterized.TestCase):
     return formed, most
 
 
+class CutTest(parameterized.TestCase):
+  @parameterized.parameters(
+    ([], [0, 1, 2, 3]),
+    ([(2, 1)], [0, 1, 3]),
+    ([(3, 0)], [0, 1, 2]),
+    ([(2, 1), (3, 1)], [0, 2, 3]),  # One goes, not two.
+    ([(2, 1), (3, 2), (3, 1)], [0, 1]),
+    ([(9, 1)], [0, 1, 2, 3]),
+  )
+  def test_who_is_left(self, cuts, expected):
+    left = membership.leave_out([0, 1, 2, 3], cuts, leader=0)
+    self.assertEqual(left, expected)
+
+  def test_next_proposal_leaves_one_of_the_pair_out_for_a_while(self):
+    settings = {'min_workers': 2, 'window_seconds': 0}
+    first, second, third = (_make(task, **settings) for task in _ADDRESSES)
+    _meet(first, second, third)
+    self.assertEqual(_proposed(first, 0.0), [0, 1, 3])
+    first.cut(3, 1, 'it does not answer', 0.0)
+    self.assertEqual(_proposed(first, 1.0), [0, 1])
+    later = membership.CUT_SECONDS + 1
+    _meet(first, second, third, now=later)
+    self.assertEqual(_proposed(first, later), [0, 1, 3])
+
+  def test_pair_is_named_where_nobody_may_be_missing(self):
+    first, second, third = (_make(task) for task in _ADDRESSES)
+    _meet(first, second, third)
+    first.cut(3, 1, 'it does not answer', 0.0)
+    self.assertIsNone(first.proposal(1.0))
+    self.assertIn(
+      'Task 3 at c:1 cannot connect to task 1 at b:1 (it does not answer)',
+      str(first.timeout_error(1.0, 5)),
+    )
+
+
 class ObjectionTest(absltest.TestCase):
   def test_proposal_of_the_leader_is_accepted(self):
     first, second = _make(0, min_workers=2, window_seconds=0), _make(1)

@@ -23,7 +23,7 @@ from tf_strategies.process_group import options as options_lib
 from tf_strategies.process_group import state as state_lib
 from tf_strategies.process_group.control import exchange as exchange_lib
 from tf_strategies.process_group.network import connection as connection_lib
-from tf_strategies.process_group.network import protocol, server
+from tf_strategies.process_group.network import messages, protocol, server
 
 _Kind = protocol.Kind
 _DESCRIBE_SECONDS = 1.0
@@ -79,7 +79,9 @@ class ControlPlane:
 
   def start(self) -> None:
     """Begins to listen and to send heartbeats; inside the loop."""
-    limit = len(self._state.members) * (protocol.MAX_PAYLOAD_BYTES + 8)
+    limit = protocol.MAX_PAYLOAD_BYTES + 8
+    if self._state.rank:
+      limit *= len(self._state.members)  # Rank 0 brings what all ranks said.
     self._tasks = [self._host.spawn(self._beat())]
     for rank, link in self._links.items():
       link.max_payload, link.generation = limit, self._state.generation
@@ -172,10 +174,16 @@ class ControlPlane:
         self._monitor.heard(rank, time.monotonic())
         if frame.generation != self._state.generation:
           raise protocol.ProtocolError('a frame is of another generation')
+        messages.check_sender(frame.kind, rank, self._state.rank)
         is_binary = frame.kind in exchange_lib.KINDS
-        message = frame if is_binary else connection_lib.decode(frame)
+        message = frame
+        if not is_binary:
+          message = connection_lib.decode(frame, len(self._state.members))
         self._handlers[frame.kind](rank, message)
-    except (OSError, *protocol.MALFORMED) as e:
+    except protocol.ProtocolError as e:
+      link.shut_down()
+      self._lose(rank, f'broke the protocol ({e})')
+    except OSError as e:
       link.shut_down()
       closed = isinstance(e, ConnectionError)
       why = 'its connection is closed' if closed else str(e) or type(e).__name__
@@ -263,7 +271,7 @@ class ControlPlane:
       failure = state_lib.FailureReport.from_json(report['failure'])
       self._declare_failed(failure)
     else:
-      self._report(report)
+      self._report({**report, 'reporter': rank})
 
   def _on_failed(self, rank: int, message: dict[str, Any]) -> None:
     self._state.fail(state_lib.FailureReport.from_json(message))
@@ -280,6 +288,8 @@ class ControlPlane:
 
   def _on_goodbye(self, rank: int, message: dict[str, Any]) -> None:
     leaver, last = message['rank'], message['last']
+    if leaver != rank and rank != 0:
+      raise protocol.ProtocolError(f'a GOODBYE of rank {leaver}')
     self._state.departed[leaver] = last
     if self._state.rank == 0:
       self._send_all(_Kind.GOODBYE, message)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import json
+import math
 import struct
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -92,6 +93,8 @@ class Exchanges:
     if len(frame.payload) < _SECONDS.size:
       raise protocol.ProtocolError('an exchange is too short')
     (seconds,) = _SECONDS.unpack_from(frame.payload)
+    if not 0 <= seconds < math.inf:
+      raise protocol.ProtocolError(f'an exchange of {seconds} s')
     self._contribute(rank, frame.tag, frame.payload[_SECONDS.size :], seconds)
 
   def on_result(self, rank: int, frame: protocol.Frame) -> None:
@@ -100,7 +103,8 @@ class Exchanges:
 
   def on_late(self, rank: int, frame: protocol.Frame) -> None:
     """On the others: the ranks that did not come in time."""
-    self._give_up(frame.tag, connection_lib.decode(frame))
+    missing = connection_lib.decode(frame, len(self._state.members))
+    self._give_up(frame.tag, missing)
 
   def _contribute(
     self, rank: int, tag: str, payload: bytes, seconds: float
@@ -167,4 +171,6 @@ def _unpack(data: bytes, count: int) -> list[bytes]:
     (length,) = _LENGTH.unpack_from(data, start)
     start += _LENGTH.size + length
     payloads.append(data[start - length : start])
+  if start != len(data):
+    raise protocol.ProtocolError('the lengths in a result are wrong')
   return payloads

@@ -107,7 +107,10 @@ class _Gathering:
         if sys.platform != 'linux':
           kept.close()
         self.host = server.Server(
-          f'{where}:{port}', self._rank, secret, {_CONTROL: self._accept}
+          f'{where}:{port}',
+          self._rank,
+          authentication.Credentials(secret),
+          {_CONTROL: self._accept},
         )
     except (OSError, errors.Error) as e:
       error = str(e)
@@ -162,7 +165,7 @@ class _Gathering:
     return ''
 
   async def _call(self, center: Mapping[str, Any], deadline: float) -> str:
-    secret = bytes.fromhex(center['secret'])
+    credentials = authentication.Credentials(bytes.fromhex(center['secret']))
     said = 'no time was left'
     while time.monotonic() < deadline:
       for place in center['places']:
@@ -170,7 +173,7 @@ class _Gathering:
         request = authentication.Request(_CONTROL, self._rank, 0, self._size)
         try:
           self._connections[0] = await connection_lib.dial(
-            address, request, secret
+            address, request, credentials
           )
           return ''
         except (OSError, protocol.ProtocolError, errors.Error) as e:

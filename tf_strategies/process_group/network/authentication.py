@@ -13,10 +13,11 @@ import enum
 import hashlib
 import hmac
 import secrets
+import socket
 import struct
 
 from tf_strategies import errors
-from tf_strategies.process_group.network import protocol
+from tf_strategies.process_group.network import local_users, protocol, tls
 
 # What a peer gets for the whole handshake.
 HANDSHAKE_SECONDS = 5.0
@@ -67,6 +68,27 @@ class Request:
       return cls(Purpose(purpose), *rest)
     except ValueError as e:
       raise protocol.ProtocolError(f'it wants purpose {purpose}') from e
+
+
+@dataclasses.dataclass(frozen=True)
+class Credentials:
+  """How this process and its peers know each other.
+
+  Attributes:
+    secret: of the job; None if it has none.
+    same_user: whether peers, on this host, must be processes of this user:
+      a loopback address is open to all users.
+    tls: this process's certificate; None for connections without encryption.
+  """
+
+  secret: bytes | None = dataclasses.field(default=None, repr=False)
+  same_user: bool = False
+  tls: tls.TlsFiles | None = None
+
+  def check_user(self, sock: socket.socket) -> None:
+    """Raises AuthenticationError if the peer's user is not trusted."""
+    if self.same_user:
+      local_users.check(sock)
 
 
 class Handshake:

@@ -5,15 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import ipaddress
 import json
 import socket
+import ssl
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from tf_strategies import errors
 from tf_strategies.cluster import checks
-from tf_strategies.process_group.network import authentication, protocol
+from tf_strategies.process_group.network import (
+  authentication,
+  messages,
+  names,
+  protocol,
+  sockets,
+  tls,
+)
 
 _T = TypeVar('_T')
 
@@ -95,6 +102,15 @@ class Connection:
       raise protocol.ProtocolError(f'the peer sent {frame.kind.name}')
     return frame.kind, decode(frame)
 
+  async def secure(self, files: tls.TlsFiles, is_server: bool) -> None:
+    """Encrypts all that follows; before anything was sent or received.
+
+    Raises:
+      AuthenticationError: the peer speaks no TLS, or has another authority.
+    """
+    self._sock = tls.TlsSocket(self._sock, files, is_server)
+    await self._sock.handshake()
+
   def shut_down(self) -> None:
     """Ends both directions, which wakes whoever waits for them."""
     with contextlib.suppress(OSError):
@@ -128,12 +144,18 @@ class Connection:
         self._loop.remove_writer(self._sock)
 
 
-def decode(frame: protocol.Frame) -> Any:
-  """The JSON value of a frame; ProtocolError if it is none."""
+def decode(frame: protocol.Frame, world: int = messages.ANY_WORLD) -> Any:
+  """The JSON value of a frame; ProtocolError if it is not one of its kind.
+
+  `world` is the number of ranks, where they are known.
+  """
   try:
-    return json.loads(frame.payload)
-  except ValueError as e:
-    raise protocol.ProtocolError('a frame is not JSON') from e
+    value = json.loads(frame.payload)
+  # RecursionError: ten thousand brackets.
+  except (ValueError, RecursionError) as e:
+    raise protocol.ProtocolError(f'a {frame.kind.name} is not JSON') from e
+  messages.check(frame.kind, value, world)
+  return value
 
 
 async def within(seconds: float, coroutine: Coroutine[Any, Any, _T]) -> _T:
@@ -161,79 +183,89 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 async def dial(
-  address: str, request: authentication.Request, secret: bytes | None
+  address: str,
+  request: authentication.Request,
+  credentials: authentication.Credentials,
 ) -> Connection:
   """Connects to a task's address and authenticates both sides.
 
   Raises:
     OSError: nothing listens there, or it closed the connection.
     ProtocolError: another program listens there.
-    AuthenticationError: the secrets differ.
+    AuthenticationError: the secrets differ, or the users where there is none.
     RendezvousError: the versions differ.
+    ResourceLimitError: this process has no file descriptor left.
   """
+  # A name and its host each have a deadline, so that each can be told.
+  places = await names.resolve(*split_address(address))
   return await within(
-    authentication.HANDSHAKE_SECONDS, _dial(address, request, secret)
+    authentication.HANDSHAKE_SECONDS,
+    _dial(address, places, request, credentials),
   )
 
 
-async def _dial(address, request, secret) -> Connection:
-  connection = await _connect(address)
+async def _dial(address, places, request, credentials) -> Connection:
+  server = f'task {request.server} at {address}'
+  connection = await _connect(places)
   try:
-    handshake = authentication.Handshake(secret, request)
+    if credentials.tls is not None:
+      await connection.secure(credentials.tls, is_server=False)
+    handshake = authentication.Handshake(credentials.secret, request)
     connection.write(request.pack())
-    answer = await connection.read(authentication.ANSWER_BYTES)
-    proof = handshake.prove(answer, f'task {request.server} at {address}')
+    answer = await connection.read(1)
+    if answer == tls.ALERT:
+      raise errors.AuthenticationError(
+        f'{server} speaks TLS, this process does not. Set TFS_TLS_CERT, '
+        'TFS_TLS_KEY and TFS_TLS_CA for all workers or for none.'
+      )
+    answer += await connection.read(authentication.ANSWER_BYTES - 1)
+    proof = handshake.prove(answer, server)
+    # Not before it answers: until it has accepted, its end has no user.
+    credentials.check_user(connection.detach())
     connection.write(proof)
     # The server's last word, so that a refusal is not taken for a breakdown.
     if await connection.read(1) != b'\1':
       raise errors.AuthenticationError(
-        f'task {request.server} at {address} refused the proof of this '
-        'process. Give all workers the same TFS_SECRET (or TFS_SECRET_FILE).'
+        f'{server} refused the proof of this process. Give all workers the '
+        'same TFS_SECRET (or TFS_SECRET_FILE).'
       )
     return connection
+  except ssl.SSLError as e:
+    # A server refuses a certificate after the client's handshake is over.
+    connection.close()
+    raise tls.refusal(e) from e
   except BaseException:
     connection.close()
     raise
 
 
-async def _connect(address: str) -> Connection:
-  loop = asyncio.get_running_loop()
+async def _connect(places: names.Places) -> Connection:
   problem: OSError = OSError('the name has no address')
-  for family, where in await _resolve(*split_address(address)):
-    sock = socket.socket(family, socket.SOCK_STREAM)
+  for place in places:
     try:
-      sock.setblocking(False)
-      await loop.sock_connect(sock, where)
-      return Connection(sock)
+      return Connection(await sockets.connect(place))
     except OSError as e:
       problem = e
-      sock.close()
-    except BaseException:
-      sock.close()
-      raise
   raise problem
 
 
-async def _resolve(host: str, port: int) -> list[tuple[int, tuple]]:
-  with contextlib.suppress(ValueError):
-    version = ipaddress.ip_address(host).version
-    family = socket.AF_INET if version == 4 else socket.AF_INET6
-    return [(family, (host, port))]
-  loop = asyncio.get_running_loop()
-  found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-  return [(family, where) for family, _, _, _, where in found]
-
-
 async def accept(
-  connection: Connection, task: int, secret: bytes | None
+  connection: Connection, task: int, credentials: authentication.Credentials
 ) -> authentication.Request:
   """The server's side of the handshake; returns the client's request."""
+  if credentials.tls is not None:
+    await connection.secure(credentials.tls, is_server=True)
   data = await connection.read(authentication.REQUEST_BYTES)
+  if data.startswith(tls.HELLO):
+    connection.write(b'no TLS here')  # Which its OpenSSL finds wrong at once.
+    raise errors.AuthenticationError('it speaks TLS, this process does not')
   request = authentication.Request.unpack(data)
   if request.server != task:
     raise protocol.ProtocolError(f'it looks for task {request.server}')
-  answer, expected = authentication.Handshake(secret, request).answer()
+  handshake = authentication.Handshake(credentials.secret, request)
+  answer, expected = handshake.answer()
   connection.write(answer)
+  credentials.check_user(connection.detach())
   proof = await connection.read(authentication.PROOF_BYTES)
   if not hmac.compare_digest(proof, expected):
     connection.write(b'\0')

@@ -34,10 +34,6 @@ class ProtocolError(Exception):
   """Bytes that are not of this protocol; internal."""
 
 
-# What decoding a message of another or a broken program raises.
-MALFORMED = (ProtocolError, KeyError, TypeError, ValueError)
-
-
 @dataclasses.dataclass(frozen=True)
 class DataHeader:
   """Comes before the bytes of one collective on each link that it uses.
@@ -97,6 +93,7 @@ class Kind(enum.IntEnum):
   JOIN = 6
   READY = 7
   COMMIT = 8
+  CUT = 9
   # A running group.
   HEARTBEAT = 16
   EXCHANGE = 17

@@ -13,7 +13,11 @@ from typing import Any
 from absl import logging
 
 from tf_strategies import errors
-from tf_strategies.process_group.network import authentication, protocol
+from tf_strategies.process_group.network import (
+  authentication,
+  protocol,
+  sockets,
+)
 from tf_strategies.process_group.network import connection as connection_lib
 
 # Connections that have not authenticated yet. The oldest makes room for a new
@@ -34,17 +38,20 @@ class Server:
   """One thread with an event loop for all connections but data links.
 
   The handler of its purpose gets, and then owns, an authenticated connection.
+  `on_shortage` hears, again and again, that no file descriptor is left for one.
   """
 
   def __init__(
     self,
     address: str,
     task: int,
-    secret: bytes | None,
+    credentials: authentication.Credentials,
     handlers: Mapping[authentication.Purpose, Handler],
+    on_shortage: Callable[[errors.ResourceLimitError], None] | None = None,
   ):
     self._task = task
-    self._secret = secret
+    self._credentials = credentials
+    self._on_shortage = on_shortage
     self._handlers = dict(handlers)
     self._unauthenticated: dict[asyncio.Task, None] = {}  # The oldest first.
     self._tasks: set[asyncio.Task] = set()
@@ -57,7 +64,8 @@ class Server:
 
   def call(self, coroutine: Coroutine) -> Any:
     """Runs a coroutine in the loop and waits for its result."""
-    if self.loop.is_closed():
+    if not self._thread.is_alive():
+      # Closed; or this process was forked from the one that has the thread.
       coroutine.close()
       raise RuntimeError('the rendezvous is closed')
     future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
@@ -92,7 +100,6 @@ class Server:
       self.loop.run_until_complete(
         asyncio.gather(*self._tasks, return_exceptions=True)
       )
-      self.loop.run_until_complete(self.loop.shutdown_default_executor())
     finally:
       self._listener.close()
       self.loop.close()
@@ -100,15 +107,16 @@ class Server:
   async def _accept(self) -> None:
     while True:
       try:
-        sock, _ = await self.loop.sock_accept(self._listener)
-      except OSError as e:
-        # Out of file descriptors, say: those in use will be given back.
+        sock = await sockets.accept(self._listener)
+      except (OSError, errors.ResourceLimitError) as e:
+        # Those in use may be given back.
+        if isinstance(e, errors.ResourceLimitError) and self._on_shortage:
+          self._on_shortage(e)
         logging.log_every_n_seconds(
           logging.WARNING, 'Task %d cannot accept: %s', 10, self._task, e
         )
         await asyncio.sleep(0.1)
         continue
-      sock.setblocking(False)
       task = self.spawn(self._serve(connection_lib.Connection(sock)))
       self._unauthenticated[task] = None
       task.add_done_callback(lambda t: self._unauthenticated.pop(t, None))
@@ -122,7 +130,7 @@ class Server:
     try:
       request = await connection_lib.within(
         authentication.HANDSHAKE_SECONDS,
-        connection_lib.accept(connection, self._task, self._secret),
+        connection_lib.accept(connection, self._task, self._credentials),
       )
     except asyncio.CancelledError:
       connection.close()
@@ -145,7 +153,7 @@ def _listen(address: str, task: int) -> socket.socket:
   started = time.monotonic()
   while True:
     try:
-      return _bind(*connection_lib.split_address(address))
+      return sockets.listen(*connection_lib.split_address(address))
     except OSError as e:
       busy = e.errno == errno.EADDRINUSE
       nameless = isinstance(e, socket.gaierror)
@@ -162,22 +170,3 @@ def _listen(address: str, task: int) -> socket.socket:
       raise errors.RendezvousError(
         f'Task {task} cannot listen at {address}: {e.strerror or e}. {hint}'
       ) from e
-
-
-def _bind(host: str, port: int) -> socket.socket:
-  problem = OSError('the name has no address')
-  for family, _, _, _, where in socket.getaddrinfo(
-    host, port, type=socket.SOCK_STREAM
-  ):
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-      # A restarted worker takes its address back at once; two at a time cannot.
-      listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-      listener.bind(where)
-      listener.listen(1024)
-      listener.setblocking(False)
-      return listener
-    except OSError as e:
-      listener.close()
-      problem = e
-  raise problem

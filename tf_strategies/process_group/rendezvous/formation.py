@@ -30,7 +30,13 @@ Dial = Callable[
 
 
 class ProposalFailedError(Exception):
-  """A proposal failed; internal."""
+  """A proposal failed; internal.
+
+  Attributes:
+    cut: the two tasks that cannot connect, and why, if that is the reason.
+  """
+
+  cut: tuple[int, int, str] | None = None
 
 
 class Proposal:
@@ -68,7 +74,7 @@ class Proposal:
       await together(
         [
           self._meshed.wait(),
-          *(c.expect(_Kind.READY) for c in self.connections.values()),
+          *(self._ready(*found) for found in self.connections.items()),
         ]
       )
       self._tell(_Kind.COMMIT)
@@ -84,7 +90,9 @@ class Proposal:
       await together([leader.expect(_Kind.MESH)])
       # Both at once: the leader may die before the mesh is complete.
       await together([self._mesh(leader), leader.expect(_Kind.COMMIT)])
-    except BaseException:
+    except BaseException as e:
+      if isinstance(e, ProposalFailedError) and e.cut is not None:
+        leader.send(_Kind.CUT, {'task': e.cut[1], 'why': e.cut[2]})
       self.close()
       raise
 
@@ -127,6 +135,13 @@ class Proposal:
         f'task {self.seats[rank].task} declined: {reason}'
       )
 
+  async def _ready(
+    self, rank: int, connection: connection_lib.Connection
+  ) -> None:
+    kind, message = await connection.expect(_Kind.READY, _Kind.CUT)
+    if kind is _Kind.CUT:
+      raise _cut(self.seats[rank].task, message['task'], message['why'])
+
   def _tell(self, kind: protocol.Kind) -> None:
     for connection in self.connections.values():
       connection.send(kind)
@@ -139,9 +154,12 @@ class Proposal:
     leader.send(_Kind.READY)
 
   async def _join(self, rank: int) -> None:
-    connection = await self._dial(
-      self.seats[rank].task, authentication.Purpose.DATA
-    )
+    task = self.seats[rank].task
+    try:
+      connection = await self._dial(task, authentication.Purpose.DATA)
+    except OSError as e:
+      why = str(e) or type(e).__name__
+      raise _cut(self.seats[self.rank].task, task, why) from e
     self.sockets[rank] = connection.detach()
     connection.send(
       _Kind.JOIN,
@@ -152,6 +170,14 @@ class Proposal:
       },
     )
     await connection.expect(_Kind.ACCEPT)
+
+
+def _cut(caller: int, called: int, why: str) -> ProposalFailedError:
+  error = ProposalFailedError(
+    f'task {caller} cannot connect to task {called}: {why}'
+  )
+  error.cut = caller, called, why
+  return error
 
 
 async def together(coroutines: Iterable[Awaitable[Any]]) -> None:
@@ -165,6 +191,8 @@ async def together(coroutines: Iterable[Awaitable[Any]]) -> None:
     )
     for task in done:
       error = task.exception()
+      if isinstance(error, ProposalFailedError):
+        raise error
       if error is not None:
         raise ProposalFailedError(str(error) or repr(error)) from error
     if pending:

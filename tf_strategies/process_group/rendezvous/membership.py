@@ -15,6 +15,8 @@ from tf_strategies.process_group import options as options_lib
 
 # A worker that was reached counts as there for this long.
 FRESH_SECONDS = 3.0
+# Two workers that could not connect are not proposed together for this long.
+CUT_SECONDS = 30.0
 
 
 class State(str, enum.Enum):
@@ -88,6 +90,8 @@ class Membership:
     self._seated: Mapping[int, str] = {}
     self._is_closed = False
     self._least = 1
+    # Pairs that could not connect: why, and when.
+    self._cuts: dict[tuple[int, int], tuple[str, float]] = {}
 
   def hello(self) -> dict[str, Any]:
     """What this process tells the others."""
@@ -119,6 +123,7 @@ class Membership:
     self.refusal = ''
     self._enough_since = None
     self._rivals.clear()
+    self._cuts.clear()
     for view in self.views.values():
       view.reached_at = view.idle_since = None
       view.problem, view.refused = View.problem, False
@@ -177,6 +182,10 @@ class Membership:
     view.problem = problem
     view.refused = refused
 
+  def cut(self, caller: int, called: int, why: str, now: float) -> None:
+    """Two tasks, which this one reaches both, cannot connect to each other."""
+    self._cuts[caller, called] = why, now
+
   def formed(self, generation: int, seated: Mapping[int, str]) -> None:
     """A group has formed, of these tasks in these incarnations."""
     self.state = State.RUNNING
@@ -218,7 +227,8 @@ class Membership:
       or (v.idle_since is not None and now - v.idle_since < self._patience)
       for t, v in fresh.items()
     )
-    there = sorted([self.task, *forming])
+    cuts = [p for p, (_, at) in self._cuts.items() if now - at < CUT_SECONDS]
+    there = leave_out(sorted([self.task, *forming]), cuts, self.task)
     if waits or not self._are_enough(there):
       self._enough_since = None
       return None
@@ -303,15 +313,19 @@ class Membership:
       v.is_fresh(now) for v in views
     ):
       error = errors.AuthenticationError
-    why = ''
+    why = ''.join(
+      f'Task {caller} at {self.addresses.get(caller)} cannot connect to task '
+      f'{called} at {self.addresses.get(called)} ({reason}). '
+      for (caller, called), (reason, _) in self._cuts.items()
+    )
     if self._minimum is None and self._seated:
-      why = (
+      why += (
         'It goes on with a majority of its last group '
         f'(tasks {sorted(self._seated)}), or if all others have surely died, so '
         'that two halves of a network that is cut never both go on. '
       )
     elif self._least > 1:
-      why = 'It has nothing to go on from, and was started again: it waits. '
+      why += 'It has nothing to go on from, and was started again: it waits. '
     return error(
       f'Task {self.task} at {self.addresses[self.task]} found no group '
       f'within {seconds:g} s. Missing: {self.missing(now) or "nobody now"}. '
@@ -392,3 +406,18 @@ def has_quorum(
   if 2 * len(present) == len(last):
     return min(last) in present
   return 2 * len(present) > len(last)
+
+
+def leave_out(
+  there: Sequence[int], cuts: Sequence[tuple[int, int]], leader: int
+) -> list[int]:
+  """The tasks of which all can connect to each other, as far as is known.
+
+  Of a pair that cannot, the one with more such pairs goes, else the higher one;
+  the leader stays.
+  """
+  left = list(there)
+  while pairs := [p for p in cuts if p[0] in left and p[1] in left]:
+    ends = [task for pair in pairs for task in pair if task != leader]
+    left.remove(max(ends, key=lambda task: (ends.count(task), task)))
+  return left

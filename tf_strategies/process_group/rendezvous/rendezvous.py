@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import math
 import os
 import secrets
 import socket
@@ -16,7 +17,12 @@ from tf_strategies import errors
 from tf_strategies.process_group import options as options_lib
 from tf_strategies.process_group import state
 from tf_strategies.process_group.control import control_plane
-from tf_strategies.process_group.network import authentication, protocol, server
+from tf_strategies.process_group.network import (
+  authentication,
+  local_users,
+  protocol,
+  server,
+)
 from tf_strategies.process_group.network import connection as connection_lib
 from tf_strategies.process_group.rendezvous import formation, membership
 from tf_strategies.process_group.tcp import group as tcp_group
@@ -33,6 +39,9 @@ _CHECK_SECONDS = 1.0
 _REFUSAL_SECONDS = 1.0
 # Silence after which a connection that only polls is given up.
 _IDLE_SECONDS = 30.0
+# A data pipeline, say, may hold many files for a moment.
+_SHORTAGE_SECONDS = 5.0
+_SHORTAGE_GAP_SECONDS = 2.0
 
 
 class Rendezvous:
@@ -78,15 +87,19 @@ class Rendezvous:
     self._group: tcp_group.TcpProcessGroup | None = None
     self._proposal: formation.Proposal | None = None
     self._formed: asyncio.Future | None = None
+    # Since when this process has had no file descriptor, and until when.
+    self._short = (-math.inf, -math.inf)
+    self._credentials = self._options.credentials()
     self._server = server.Server(
       addresses[task],
       task,
-      self._options.secret,
+      self._credentials,
       {
         _Purpose.POLL: self._answer,
         _Purpose.CONTROL: self._follow,
         _Purpose.DATA: self._accept_data,
       },
+      self._run_short,
     )
 
   def form(
@@ -191,8 +204,17 @@ class Rendezvous:
       purpose, self._task, task, len(self._addresses)
     )
     return await connection_lib.dial(
-      self._addresses[task], request, self._options.secret
+      self._addresses[task], request, self._credentials
     )
+
+  def _run_short(self, error: errors.ResourceLimitError) -> None:
+    """Gives up if file descriptors stay away: no other worker is to blame."""
+    now = time.monotonic()
+    since, last = self._short
+    since = since if now - last < _SHORTAGE_GAP_SECONDS else now
+    self._short = since, now
+    if now - since > _SHORTAGE_SECONDS:
+      self._refuse(error)
 
   async def _poll(self, task: int) -> None:
     """Asks one worker again and again what it is doing."""
@@ -205,12 +227,15 @@ class Rendezvous:
         logging.log_every_n_seconds(logging.WARNING, '%s', 10, e)
         if self._membership.all_refuse():
           self._refuse(e)
+      except errors.ResourceLimitError as e:
+        self._run_short(e)
+        self._membership.lost(task, f'it could not be asked: {e}')
       except errors.Error as e:
         self._refuse(e)
       except OSError as e:
         is_gone = isinstance(e, ConnectionRefusedError)
         self._membership.lost(task, _why(e), is_gone=is_gone)
-      except protocol.MALFORMED as e:
+      except protocol.ProtocolError as e:
         self._membership.lost(task, f'something else is there: {e}')
       await asyncio.sleep(pause)
 
@@ -243,7 +268,7 @@ class Rendezvous:
         connection.send(_Kind.HELLO, self._membership.hello())
     except OSError:
       return  # It has what it wanted, or is gone.
-    except protocol.MALFORMED as e:
+    except protocol.ProtocolError as e:
       logging.log_every_n_seconds(
         logging.WARNING, 'Task %d sent nonsense: %s', 10, request.client, e
       )
@@ -277,7 +302,7 @@ class Rendezvous:
         connection.send(_Kind.REJECT, objection)
         connection.close()
         return
-    except (OSError, *protocol.MALFORMED):
+    except (OSError, protocol.ProtocolError):
       connection.close()
       return
     await self._take_part(generation, seats, connection)
@@ -294,6 +319,9 @@ class Rendezvous:
         await proposal.follow(leader)
       self._complete(proposal)
     except (OSError, formation.ProposalFailedError) as e:
+      cut = getattr(e, 'cut', None)
+      if cut is not None:
+        self._membership.cut(*cut, time.monotonic())
       logging.info('Group %d did not form: %s', generation, e)
       return False
     finally:
@@ -311,7 +339,7 @@ class Rendezvous:
         raise protocol.ProtocolError('a data link belongs to no proposal')
       connection.send(_Kind.ACCEPT)
       proposal.add(rank, connection.detach())
-    except (OSError, *protocol.MALFORMED) as e:
+    except (OSError, protocol.ProtocolError) as e:
       connection.close()
       logging.info('Task %d refused a data link: %s', self._task, e)
 
@@ -381,8 +409,7 @@ def _check(
         'Give each its own port.'
       )
     seen[address] = number
-    is_open = options.secret is None and not options.allow_unauthenticated
-    if is_open and not _is_loopback(host):
+    if options.credentials().same_user and not _is_loopback(host):
       raise errors.UnsupportedOptionError(
         f'the address {address} of task {number} without a secret',
         'addresses of this host alone (127.0.0.1, ::1, localhost)',
@@ -390,6 +417,14 @@ def _check(
         'GroupOptions.from_env(); or pass allow_unauthenticated=True where '
         'the network keeps everybody else out',
       )
+  if options.credentials().same_user and not local_users.is_known():
+    raise errors.UnsupportedOptionError(
+      'a group without a secret on an operating system that does not tell '
+      'whose process a connection comes from',
+      'a secret, as every user of this host can connect',
+      'set TFS_SECRET to the same 16 bytes or more on all workers and use '
+      'GroupOptions.from_env(); or pass allow_unauthenticated=True',
+    )
   minimum = options.min_workers
   if isinstance(minimum, int) and minimum > len(addresses):
     raise errors.UnsupportedOptionError(

@@ -37,6 +37,8 @@ class Link:
     self.fd = sock.fileno()
     self.mask = 0
     self.wakes_at = 1
+    # With TLS nobody knows how many bytes a piece is on the wire.
+    self.is_plain = isinstance(sock, socket.socket)
     self.closed = False
     # The header of the peer's next collective, as far as it has come. A peer
     # that is ahead has sent it before this rank asks for it.
@@ -164,7 +166,7 @@ class Transport:
   def _wait(self, run: _Run, deadline: float, only_look: bool) -> None:
     for link in self._links.values():
       mask = run.mask(link)
-      if mask & _READ:
+      if mask & _READ and link.is_plain:
         self._wake_at(link)
       self._watch(link, mask)
     left = deadline - time.monotonic()

@@ -5,16 +5,18 @@ from __future__ import annotations
 import base64
 import itertools
 import json
+import time
 from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tf_strategies import _tf_internal
+from tf_strategies import _tf_internal, errors
 from tf_strategies.cross_device import statistics
 from tf_strategies.strategies import communicator
 from tf_strategies.strategies.mirrored import reducer
 from tf_strategies.strategies.multi_worker import options as options_lib
 
+# Where the options set no limit.
 _EXCHANGE_SECONDS = 600.0
 
 
@@ -129,14 +131,22 @@ class RuntimeCommunicator(communicator.Communicator):
     """See base class; through TensorFlow's coordination service."""
     if self.world_size == 1:
       return [payload]
-    answers = _tf_internal.exchange_config_values(
-      f'{self._prefix}/{tag}',
-      base64.b64encode(payload).decode(),
-      self.rank,
-      self.world_size,
-      _EXCHANGE_SECONDS,
-    )
-    return [base64.b64decode(answer) for answer in answers]
+    seconds = self._options.timeout_seconds or _EXCHANGE_SECONDS
+    ends_at = time.monotonic() + seconds
+    name, rank = f'{self._prefix}/{tag}', self.rank
+    answers = []
+    try:
+      _tf_internal.publish_config_value(
+        f'{name}/{rank}', base64.b64encode(payload).decode()
+      )
+      for rank in range(self.world_size):
+        answer = _tf_internal.config_value(
+          f'{name}/{rank}', ends_at - time.monotonic()
+        )
+        answers.append(base64.b64decode(answer))
+    except tf.errors.OpError as e:
+      raise _exchange_error(e, tag, rank, seconds) from e
+    return answers
 
   def agree(self, value, what):
     """See base class."""
@@ -178,3 +188,24 @@ class RuntimeCommunicator(communicator.Communicator):
       self._options.max_subdivs_per_device,
     )
     return tf.cast(reduced, dtype)
+
+
+def _exchange_error(
+  error: tf.errors.OpError, tag: str, rank: int, seconds: float
+) -> errors.Error:
+  """What an error of the coordination service means for an exchange."""
+  if isinstance(error, tf.errors.DeadlineExceededError):
+    typed = errors.CollectiveTimeoutError(
+      f'exchange {tag!r}: worker {rank} did not come within {seconds:g} s. It '
+      'died, or its program does something else: look at its log, or raise '
+      'CollectiveOptions.timeout_seconds.'
+    )
+    typed.tensor = tag
+  else:
+    typed = errors.WorkerUnavailableError(
+      f'exchange {tag!r} failed while this worker waited for worker {rank}: '
+      f"TensorFlow's coordination service says: {error.message}. Look at the "
+      'logs of the other workers, then restart.'
+    )
+  typed.rank = rank
+  return typed

@@ -1,0 +1,124 @@
+"""A loopback address without a secret: processes of this user alone get in."""
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+import unittest
+from unittest import mock
+
+import portpicker
+from absl.testing import absltest, parameterized
+
+from tf_strategies import errors
+from tf_strategies.process_group import options
+from tf_strategies.process_group.network import local_users
+from tf_strategies.process_group.rendezvous import rendezvous
+
+_OTHER_USER = 65534
+
+
+@unittest.skipUnless(sys.platform == 'linux', 'Linux tells users')
+class LocalUsersTest(parameterized.TestCase):
+  @parameterized.parameters(
+    (socket.AF_INET, '127.0.0.1'), (socket.AF_INET6, '::1')
+  )
+  def test_own_processes_get_in(self, family, host):
+    try:
+      listener = socket.create_server((host, 0), family=family)
+    except OSError:
+      self.skipTest(f'{host} is not there')
+    with listener, socket.socket(family) as caller:
+      caller.connect(listener.getsockname())
+      accepted, _ = listener.accept()
+      with accepted:
+        self.assertEqual(local_users._user_of_peer(accepted), os.geteuid())
+        local_users.check(accepted)
+        local_users.check(caller)
+
+  @unittest.skipIf(os.geteuid(), 'only root can act as another user')
+  def test_other_user_is_refused_by_name(self):
+    with socket.create_server(('127.0.0.1', 0)) as listener:
+      listener.settimeout(20)
+      child = os.fork()
+      if not child:
+        try:
+          signal.alarm(60)
+          os.setuid(_OTHER_USER)
+          with socket.socket() as caller:
+            caller.connect(listener.getsockname())
+            caller.recv(1)
+        finally:
+          os._exit(0)
+      self.addCleanup(os.waitpid, child, 0)
+      self.addCleanup(os.kill, child, signal.SIGKILL)
+      accepted, _ = listener.accept()
+      with (
+        accepted,
+        self.assertRaisesRegex(
+          errors.AuthenticationError,
+          f'process of user {_OTHER_USER}. Expected user 0.*TFS_SECRET',
+        ),
+      ):
+        local_users.check(accepted)
+
+  def test_peer_that_hung_up_is_nobody(self):
+    with socket.create_server(('127.0.0.1', 0)) as listener:
+      caller = socket.create_connection(listener.getsockname())
+      accepted, _ = listener.accept()
+      caller.close()
+      with (
+        accepted,
+        self.assertRaisesRegex(errors.AuthenticationError, 'unknown user'),
+      ):
+        local_users.check(accepted)
+
+  @parameterized.parameters(None, 12345)
+  def test_group_without_a_secret(self, other_user):
+    addresses = {
+      t: f'127.0.0.1:{portpicker.pick_unused_port()}' for t in (0, 1)
+    }
+    outcomes = []
+
+    def work(task):
+      settings = options.GroupOptions(rendezvous_timeout_seconds=20)
+      try:
+        with (
+          rendezvous.Rendezvous(addresses, task, settings) as meeting,
+          meeting.form() as group,
+        ):
+          group.barrier()
+          outcomes.append(group.world_size)
+      except errors.AuthenticationError as e:
+        outcomes.append(str(e))
+
+    with contextlib.ExitStack() as stack:
+      if other_user is not None:
+        stack.enter_context(
+          mock.patch.object(
+            local_users, '_user_of_peer', return_value=other_user
+          )
+        )
+      threads = [threading.Thread(target=work, args=(t,)) for t in (0, 1)]
+      for thread in threads:
+        thread.start()
+      for thread in threads:
+        thread.join(60)
+    if other_user is None:
+      self.assertEqual(outcomes, [2, 2])
+    else:
+      self.assertIn(f'process of user {other_user}', outcomes[0])
+
+  def test_who_is_asked(self):
+    secret = b'a secret of this test'
+    self.assertTrue(options.GroupOptions().credentials().same_user)
+    for settings in ({'secret': secret}, {'allow_unauthenticated': True}):
+      made = options.GroupOptions(**settings).credentials()
+      self.assertFalse(made.same_user)
+      self.assertNotIn('secret of', repr(made))
+
+
+if __name__ == '__main__':
+  absltest.main()

@@ -1,0 +1,106 @@
+"""Names that nobody resolves: they delay no live peer, and are told."""
+
+import asyncio
+import socket
+import threading
+import time
+from unittest import mock
+
+import portpicker
+from absl.testing import absltest
+
+from tf_strategies import errors
+from tf_strategies.process_group import options
+from tf_strategies.process_group.network import names, server
+from tf_strategies.process_group.rendezvous import rendezvous
+
+_look_up = socket.getaddrinfo
+
+
+class _Names:
+  """A resolver that answers for live hosts and hangs for dead ones."""
+
+  def __init__(self, test):
+    self._go_on = threading.Event()
+    test.addCleanup(self._go_on.set)
+    self.asked = []
+
+  def __call__(self, host, *args, **kwargs):
+    self.asked.append(host)
+    if host.startswith('dead'):
+      self._go_on.wait(60)
+      raise socket.gaierror(-3, 'Temporary failure in name resolution')
+    return _look_up('127.0.0.1', *args, **kwargs)
+
+
+class NamesTest(absltest.TestCase):
+  def setUp(self):
+    super().setUp()
+    self.names = _Names(self)
+    patch = mock.patch.object(socket, 'getaddrinfo', self.names)
+    patch.start()
+    self.addCleanup(patch.stop)
+
+  def test_group_of_live_peers_forms_beside_dead_names(self):
+    ports = [portpicker.pick_unused_port() for _ in range(2)]
+    addresses = {t: f'live-{t}:{port}' for t, port in enumerate(ports)}
+    addresses |= {t: f'dead-{t}:1' for t in range(2, 40)}
+    settings = options.GroupOptions(
+      secret=b'a secret of this test',
+      min_workers=2,
+      window_seconds=0.2,
+      rendezvous_timeout_seconds=30,
+    )
+    started = time.monotonic()
+    sizes, threads = [], []
+
+    def work(task):
+      with (
+        rendezvous.Rendezvous(addresses, task, settings) as meeting,
+        meeting.form() as group,
+      ):
+        group.barrier()
+        sizes.append(group.world_size)
+
+    for task in range(2):
+      threads.append(threading.Thread(target=work, args=(task,)))
+      threads[-1].start()
+    for thread in threads:
+      thread.join(60)
+    self.assertEqual(sizes, [2, 2])
+    self.assertLess(time.monotonic() - started, 20)
+    # Each name is asked once at a time, however often it is called.
+    self.assertLess(self.names.asked.count('dead-7'), 5)
+
+  def test_dead_name_is_told(self):
+    with (
+      mock.patch.object(names, 'LOOK_UP_SECONDS', 0.2),
+      self.assertRaisesRegex(OSError, "'dead-1' was not resolved within 0.2 s"),
+    ):
+      asyncio.run(names.resolve('dead-1', 1))
+    with (
+      mock.patch.object(names, 'LOOK_UP_SECONDS', 0.2),
+      self.assertRaisesRegex(OSError, "'dead-2' was not resolved within 0.2 s"),
+    ):
+      names.resolve_now('dead-2', 1)
+
+  def test_name_without_an_address_is_told(self):
+    unknown = socket.gaierror(-2, 'unknown')
+    with (
+      mock.patch.object(socket, 'getaddrinfo', side_effect=unknown),
+      self.assertRaisesRegex(socket.gaierror, "'gone' has no address"),
+    ):
+      asyncio.run(names.resolve('gone', 1))
+
+  def test_own_name_that_hangs_has_a_deadline(self):
+    settings = options.GroupOptions(secret=b'a secret of this test')
+    with (
+      mock.patch.object(names, 'LOOK_UP_SECONDS', 0.1),
+      mock.patch.object(server, '_NAMELESS_SECONDS', 0.3),
+      self.assertRaisesRegex(errors.RendezvousError, 'dead-0'),
+    ):
+      rendezvous.Rendezvous({0: 'dead-0:1'}, 0, settings)
+
+
+if __name__ == '__main__':
+  absltest.main()

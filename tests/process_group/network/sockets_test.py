@@ -1,0 +1,171 @@
+"""Sockets in bad company: forked children, their own port, a full table of files."""
+
+import asyncio
+import errno
+import os
+import resource
+import signal
+import socket
+import time
+from unittest import mock
+
+import numpy as np
+import portpicker
+import pytest
+from absl.testing import absltest
+
+from tests import processes
+from tests.process_group import meetings
+from tf_strategies import errors
+from tf_strategies.process_group.network import sockets
+
+# Neither the heartbeat's timeout nor the child's life.
+_SOON_SECONDS = 10.0
+
+
+def _wait_for(path, seconds=60.0):
+  end = time.monotonic() + seconds
+  while not os.path.exists(path):
+    if time.monotonic() > end:
+      raise AssertionError(f'{path} did not appear')
+    time.sleep(0.01)
+
+
+def _write(path, text=''):
+  with open(path + '.new', 'w') as f:
+    f.write(text)
+  os.replace(path + '.new', path)
+
+
+def _work_with_a_child(rank, directory):
+  """Rank 1 forks a child that outlives it; rank 0 says when it hears the end."""
+  with meetings.meet(rank) as meeting, meeting.form() as group:
+    group.barrier()
+    if rank == 1:
+      child = os.fork()
+      if not child:
+        time.sleep(120)
+        os._exit(0)
+      _write(os.path.join(directory, 'child'), str(child))
+    try:
+      while True:
+        group.all_reduce(np.ones(10))
+        time.sleep(0.01)
+    except errors.WorkerUnavailableError as e:
+      return e.rank, time.time()
+
+
+@pytest.mark.multi_process
+class ForkTest(absltest.TestCase):
+  def test_death_is_heard_and_the_address_free_though_a_child_lives(self):
+    directory = self.create_tempdir().full_path
+    path = os.path.join(directory, 'child')
+    with processes.Workers(_work_with_a_child, 2, args=(directory,)) as workers:
+      _wait_for(path)
+      with open(path) as f:
+        child = int(f.read())
+      self.addCleanup(os.kill, child, signal.SIGKILL)
+      time.sleep(0.2)
+      workers.kill(1)
+      killed = time.time()
+      host, port = workers.addresses[1].split(':')
+      with socket.socket() as again:
+        again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        again.bind((host, int(port)))
+      (outcome,) = workers.wait([0])
+      os.kill(child, 0)
+    rank, heard = outcome.result()
+    self.assertEqual(rank, 1)
+    self.assertLess(heard - killed, _SOON_SECONDS)
+
+  def test_child_cannot_use_the_group_and_the_parent_can(self):
+    address = f'127.0.0.1:{portpicker.pick_unused_port()}'
+    with mock.patch.object(meetings, 'addresses', lambda: {0: address}):
+      meeting = meetings.meet(0)
+    with meeting:
+      child = os.fork()
+      if not child:
+        signal.alarm(20)
+        try:
+          meeting.form()
+        except RuntimeError:
+          os._exit(7)
+        os._exit(1)
+      _, status = os.waitpid(child, 0)
+      self.assertEqual(os.waitstatus_to_exitcode(status), 7)
+      with meeting.form() as group:
+        self.assertEqual(group.world_size, 1)
+
+
+class _Selfish(socket.socket):
+  """Gets the port that it calls, as may happen to any socket."""
+
+  def connect(self, where):
+    self.bind(where)
+    super().connect(where)
+
+
+class ConnectToItselfTest(absltest.TestCase):
+  def test_nobody_listens_there_and_the_port_stays_free(self):
+    port = portpicker.pick_unused_port()
+    place = socket.AF_INET, ('127.0.0.1', port)
+    with (
+      mock.patch.object(socket, 'socket', _Selfish),
+      self.assertRaises(ConnectionRefusedError),
+    ):
+      asyncio.run(sockets.connect(place))
+    sockets.listen('127.0.0.1', port).close()
+
+  def test_port_of_a_connection_elsewhere_can_be_listened_at(self):
+    with socket.create_server(('127.0.0.1', 0)) as elsewhere:
+      place = socket.AF_INET, elsewhere.getsockname()
+      with (
+        asyncio.run(sockets.connect(place)) as caller,
+        sockets.listen(*caller.getsockname()) as listener,
+      ):
+        self.assertEqual(listener.getsockname(), caller.getsockname())
+
+
+def _meet_without_files(rank):
+  """Rank 1 has no file descriptor left; what `form` raises, and how soon."""
+  started = time.monotonic()
+  try:
+    with meetings.meet(rank, rendezvous_timeout_seconds=30) as meeting:
+      if rank == 1:
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        used = len(os.listdir('/proc/self/fd'))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used, most))
+        held = []
+        try:
+          while True:
+            held.append(os.dup(0))
+        except OSError:
+          pass
+      meeting.form()
+  except errors.Error as e:
+    return type(e).__name__, str(e), time.monotonic() - started
+  return None
+
+
+@pytest.mark.multi_process
+class ShortageTest(absltest.TestCase):
+  @pytest.mark.full
+  def test_process_without_descriptors_blames_itself(self):
+    first, second = processes.run_workers(_meet_without_files, 2)
+    kind, message, seconds = second
+    self.assertEqual(kind, 'ResourceLimitError')
+    self.assertRegex(message, r'in use.*ulimit -n')
+    self.assertLess(seconds, 25)
+    # The other hears of it, or sees nobody; it takes no blame on itself.
+    self.assertEqual(first[0], 'RendezvousError')
+
+  def test_connection_names_the_limit(self):
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with self.assertRaisesRegex(
+      errors.ResourceLimitError, f'of {limit} are in use.*ulimit -n'
+    ):
+      sockets.keep(mock.Mock(side_effect=OSError(errno.EMFILE, 'too many')))
+
+
+if __name__ == '__main__':
+  absltest.main()

@@ -1,0 +1,54 @@
+"""A peer of TensorFlow's runtime that is gone while another waits for it."""
+
+import os
+import time
+
+import pytest
+from absl.testing import absltest
+
+import tf_strategies as tfs
+from tests import processes
+
+_TIMEOUT_SECONDS = 4.0
+
+
+def _exchange(rank):
+  """Rank 1 dies before the meeting; what rank 0 gets, and how soon."""
+  strategy = tfs.MultiWorkerCollectiveStrategy(
+    options=tfs.CollectiveOptions(timeout_seconds=_TIMEOUT_SECONDS)
+  )
+  exchange = strategy.extended.communicator.exchange
+  answers = exchange('before', str(rank).encode())
+  if rank == 1:
+    os._exit(0)
+  started = time.monotonic()
+  try:
+    exchange('after', b'')
+  except tfs.errors.Error as e:
+    seconds = time.monotonic() - started
+    return answers, type(e).__name__, e.rank, str(e), seconds
+  return None
+
+
+@pytest.mark.multi_process
+@pytest.mark.full
+class ExchangeTest(absltest.TestCase):
+  def test_peer_that_died_is_named_within_the_options_deadline(self):
+    with processes.ProcessGroup(deadline=120) as group:
+      addresses = processes.addresses(2)
+      for rank in range(2):
+        config = processes.tf_config({'worker': addresses}, rank)
+        group.start_function(
+          rank, _exchange, (rank,), {'TF_CONFIG': config}, exits_at_once=True
+        )
+      (outcome,) = group.wait_for([0])
+    answers, kind, rank, message, seconds = outcome.result()
+    self.assertEqual(answers, [b'0', b'1'])
+    self.assertIn(kind, ('CollectiveTimeoutError', 'WorkerUnavailableError'))
+    self.assertEqual(rank, 1)
+    self.assertIn("exchange 'after'", message)
+    self.assertLess(seconds, 2 * _TIMEOUT_SECONDS)
+
+
+if __name__ == '__main__':
+  absltest.main()

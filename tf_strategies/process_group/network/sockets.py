@@ -1,0 +1,148 @@
+"""The sockets of this process: kept from forked children, opened, accepted.
+
+A forked child has every descriptor of its parent. While it lives, the parent's
+peers do not hear of the parent's death, and nobody can take its address; so a
+child closes what `keep` knows as soon as it exists.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import resource
+import socket
+import struct
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from tf_strategies import errors
+from tf_strategies.process_group.network import names
+
+_Socket = TypeVar('_Socket', bound=socket.socket)
+# Closing then leaves nothing behind, not even the port.
+_ABORT = struct.pack('ii', 1, 0)
+
+# Held while a socket is made, so that no fork falls between that and `keep`.
+_lock = threading.Lock()
+_ours: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def keep(make: Callable[[], _Socket]) -> _Socket:
+  """The socket that `make` returns, at once; forked children close it.
+
+  Raises:
+    ResourceLimitError: no file descriptor is left.
+  """
+  try:
+    with _lock:
+      sock = make()
+      _ours.add(sock)
+  except OSError as e:
+    shortage = _shortage(e)
+    if shortage is None:
+      raise
+    raise shortage from e
+  return sock
+
+
+async def connect(place: tuple[int, tuple]) -> socket.socket:
+  """A non-blocking socket that is connected to a family's address."""
+  family, where = place
+  sock = keep(lambda: socket.socket(family, socket.SOCK_STREAM))
+  try:
+    sock.setblocking(False)
+    # The port that it gets may be the one of a task that starts later.
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    await asyncio.get_running_loop().sock_connect(sock, where)
+    if sock.getsockname() == sock.getpeername():
+      # Its port happens to be the one that it called: TCP connects it to itself.
+      sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _ABORT)
+      raise ConnectionRefusedError(errno.ECONNREFUSED, 'nobody listens there')
+    return sock
+  except BaseException:
+    sock.close()
+    raise
+
+
+async def accept(listener: socket.socket) -> socket.socket:
+  """The next connection of a non-blocking listener."""
+  while True:
+    try:
+      sock = keep(lambda: listener.accept()[0])
+    except (BlockingIOError, InterruptedError):
+      loop = asyncio.get_running_loop()
+      await ready(listener, loop.add_reader, loop.remove_reader)
+      continue
+    sock.setblocking(False)
+    return sock
+
+
+def listen(host: str, port: int) -> socket.socket:
+  """A non-blocking listener at the first address of a name that is free."""
+  problem = OSError('the name has no address')
+  for family, where in names.resolve_now(host, port):
+    listener = keep(
+      lambda family=family: socket.socket(family, socket.SOCK_STREAM)
+    )
+    try:
+      # A restarted worker takes its address back at once; two at a time cannot.
+      listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+      listener.bind(where)
+      listener.listen(1024)
+      listener.setblocking(False)
+      return listener
+    except OSError as e:
+      listener.close()
+      problem = e
+  raise problem
+
+
+async def ready(
+  sock: Any, add: Callable[..., None], remove: Callable[[Any], Any]
+) -> None:
+  """Waits until a socket is, with a loop's `add_reader` or `add_writer`."""
+  is_ready = asyncio.get_running_loop().create_future()
+  add(sock, lambda: is_ready.done() or is_ready.set_result(None))
+  try:
+    await is_ready
+  finally:
+    remove(sock)
+
+
+def _shortage(error: OSError) -> errors.ResourceLimitError | None:
+  if error.errno == errno.ENFILE:
+    return errors.ResourceLimitError(
+      'This host has no file descriptor left for a connection. Expected one. '
+      'Fix: end what holds so many, or raise fs.file-max.'
+    )
+  if error.errno != errno.EMFILE:
+    return None
+  limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+  try:
+    used = str(len(os.listdir('/proc/self/fd')))
+  except OSError:
+    used = 'all'  # Listing them takes one too.
+  return errors.ResourceLimitError(
+    f'This process (pid {os.getpid()}) has no file descriptor left for a '
+    f'connection: {used} of {limit} are in use. Expected one for each peer. '
+    f'Fix: raise the limit with `ulimit -n` before it starts (up to {most} '
+    'here), or close what it holds open.'
+  )
+
+
+def _close_in_child() -> None:
+  for sock in list(_ours):
+    sock.close()
+  _ours.clear()
+  _lock.release()
+
+
+if hasattr(os, 'register_at_fork'):
+  os.register_at_fork(
+    before=_lock.acquire,
+    after_in_parent=_lock.release,
+    after_in_child=_close_in_child,
+  )

@@ -1,0 +1,147 @@
+"""TLS 1.3 between workers: each shows a certificate of the job's own authority.
+
+`TlsSocket` behaves as a non-blocking socket, so whoever sends and receives has one
+way for both. What OpenSSL holds back is no trouble to who polls: all of them read
+until nothing is there before they wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import socket
+import ssl
+from collections.abc import Sequence
+
+from tf_strategies import errors
+from tf_strategies.process_group.network import sockets
+
+# How TLS begins from either side; no message of ours begins so.
+HELLO = b'\x16'
+ALERT = b'\x15'
+_WAITS = (ssl.SSLWantReadError, ssl.SSLWantWriteError)
+
+
+@dataclasses.dataclass(frozen=True)
+class TlsFiles:
+  """The files of one worker, all in PEM.
+
+  Attributes:
+    certificate: of this worker, or of all; with intermediate ones behind it.
+    key: of that certificate, without a password.
+    authority: the certificates that sign those of the job and no others: whoever
+      has one of them is a worker, whatever name is in it.
+  """
+
+  certificate: str
+  key: str
+  authority: str
+
+
+@functools.lru_cache(maxsize=8)
+def context_of(files: TlsFiles, is_server: bool) -> ssl.SSLContext:
+  """What one side of all its connections needs; the files are read once.
+
+  Raises:
+    UnsupportedOptionError: they are not there, or not what they should be.
+  """
+  context = ssl.SSLContext(
+    ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT
+  )
+  context.minimum_version = ssl.TLSVersion.TLSv1_3
+  context.check_hostname = False  # The authority is the job's own.
+  context.verify_mode = ssl.CERT_REQUIRED
+  try:
+    # An empty password: else OpenSSL would ask for one at the terminal.
+    context.load_cert_chain(files.certificate, files.key, password=lambda: b'')
+    context.load_verify_locations(files.authority)
+  except (OSError, ValueError) as e:
+    raise errors.UnsupportedOptionError(
+      f'{files} ({e})',
+      'three PEM files: a certificate, its key without a password, and the '
+      'certificate of the authority that signed it',
+      'set TFS_TLS_CERT, TFS_TLS_KEY and TFS_TLS_CA to such files',
+    ) from e
+  if is_server:
+    context.num_tickets = 0  # Nobody resumes a session.
+  return context
+
+
+class TlsSocket:
+  """A non-blocking, encrypted socket; takes over a connected one."""
+
+  def __init__(self, sock: socket.socket, files: TlsFiles, is_server: bool):
+    context = context_of(files, is_server)
+    self._sock = sockets.keep(
+      lambda: context.wrap_socket(
+        sock, server_side=is_server, do_handshake_on_connect=False
+      )
+    )
+    self.family = self._sock.family
+    self.fileno = self._sock.fileno
+    self.setsockopt = self._sock.setsockopt
+    self.setblocking = self._sock.setblocking
+    self.gettimeout = self._sock.gettimeout
+    self.getpeername = self._sock.getpeername
+    self.getsockname = self._sock.getsockname
+    self.close = self._sock.close
+
+  async def handshake(self) -> None:
+    """Agrees on keys and checks the peer's certificate.
+
+    Raises:
+      AuthenticationError: the peer speaks no TLS, or has another authority.
+      OSError: it closed the connection.
+    """
+    loop = asyncio.get_running_loop()
+    while True:
+      try:
+        self._sock.do_handshake()
+        return
+      except ssl.SSLWantReadError:
+        await sockets.ready(self, loop.add_reader, loop.remove_reader)
+      except ssl.SSLWantWriteError:
+        await sockets.ready(self, loop.add_writer, loop.remove_writer)
+      except ssl.SSLEOFError as e:
+        raise ConnectionResetError('the peer closed the connection') from e
+      except ssl.SSLError as e:
+        if self._sock.server_side:
+          # To a client that speaks no TLS, to which OpenSSL says nothing.
+          with contextlib.suppress(OSError):
+            socket.socket.send(self._sock, ALERT)
+        raise refusal(e) from e
+
+  def recv_into(self, view: memoryview) -> int:
+    """As a socket's."""
+    try:
+      return self._sock.recv_into(view)
+    except _WAITS as e:
+      raise BlockingIOError from e
+
+  def send(self, data: bytes | bytearray | memoryview) -> int:
+    """As a socket's."""
+    try:
+      return self._sock.send(data)
+    except _WAITS as e:
+      raise BlockingIOError from e
+
+  def sendmsg(self, parts: Sequence[memoryview]) -> int:
+    """As a socket's, which may send less than all parts: here the first."""
+    return self.send(parts[0])
+
+  def shutdown(self, how: int) -> None:
+    """As a socket's: another thread may be sending."""
+    # That of SSLSocket would go on without encryption.
+    socket.socket.shutdown(self._sock, how)
+
+
+def refusal(error: ssl.SSLError) -> errors.AuthenticationError:
+  """What an error of TLS says about the peer."""
+  return errors.AuthenticationError(
+    f'no TLS with the peer ({error.reason or error}): it speaks none, or one '
+    'side does not accept the certificate of the other. Give all workers '
+    'certificates of one authority in TFS_TLS_CERT, TFS_TLS_KEY and TFS_TLS_CA, '
+    'or none of them any.'
+  )
