@@ -92,8 +92,8 @@ class Job:
     """What workers compare: 0 for one that has no state."""
     if self._held is None and not self._members.is_shared:
       return 0
-    rows = (self.state.epoch << 40) + self.state.rows
-    return 1 + (rows << 40) + self.num_steps
+    # None of the three is less where another one is more.
+    return 1 + (self.state.epoch << 40) + self.state.rows + self.num_steps
 
   @property
   def epoch(self) -> int:
