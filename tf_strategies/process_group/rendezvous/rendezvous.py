@@ -31,6 +31,8 @@ from tf_strategies.process_group.tcp import transport
 _Kind = protocol.Kind
 _Purpose = authentication.Purpose
 _POLL_SECONDS = 0.1
+# Those that go on after a death are all there: at first they ask more often.
+_FIRST_POLL_SECONDS = 0.01
 # With many workers each is asked less often.
 _POLL_SECONDS_PER_WORKER = 0.005
 # Between two looks at what else may end a wait.
@@ -87,6 +89,7 @@ class Rendezvous:
     self._group: tcp_group.TcpProcessGroup | None = None
     self._proposal: formation.Proposal | None = None
     self._formed: asyncio.Future | None = None
+    self._began = 0.0  # When this process last wanted a group.
     # Since when this process has had no file descriptor, and until when.
     self._short = (-math.inf, -math.inf)
     self._credentials = self._options.credentials()
@@ -161,6 +164,7 @@ class Rendezvous:
   ) -> tcp_group.TcpProcessGroup:
     members = self._membership
     members.start(progress, is_closed, may_be_alone)
+    self._began = time.monotonic()
     formed = self._formed = self._server.loop.create_future()
     tasks = [self._server.spawn(self._poll(task)) for task in members.views]
     tasks.append(self._server.spawn(self._lead()))
@@ -218,10 +222,9 @@ class Rendezvous:
 
   async def _poll(self, task: int) -> None:
     """Asks one worker again and again what it is doing."""
-    pause = _POLL_SECONDS + _POLL_SECONDS_PER_WORKER * len(self._addresses)
     while True:
       try:
-        await self._ask(task, pause)
+        await self._ask(task)
       except errors.AuthenticationError as e:
         self._membership.lost(task, str(e), refused=True)
         logging.log_every_n_seconds(logging.WARNING, '%s', 10, e)
@@ -237,9 +240,16 @@ class Rendezvous:
         self._membership.lost(task, _why(e), is_gone=is_gone)
       except protocol.ProtocolError as e:
         self._membership.lost(task, f'something else is there: {e}')
-      await asyncio.sleep(pause)
+      await asyncio.sleep(self._pause())
 
-  async def _ask(self, task: int, pause: float) -> None:
+  def _pause(self) -> float:
+    """Seconds between two questions to one worker."""
+    elapsed = time.monotonic() - self._began
+    return _POLL_SECONDS_PER_WORKER * len(self._addresses) + min(
+      _POLL_SECONDS, _FIRST_POLL_SECONDS + elapsed / 10
+    )
+
+  async def _ask(self, task: int) -> None:
     connection = await self._dial(task, _Purpose.POLL)
     try:
       while True:
@@ -248,7 +258,7 @@ class Rendezvous:
           authentication.HANDSHAKE_SECONDS, connection.expect(_Kind.HELLO)
         )
         self._membership.heard(message, time.monotonic(), reached=True)
-        await asyncio.sleep(pause)
+        await asyncio.sleep(self._pause())
     finally:
       connection.close()
 
@@ -280,12 +290,12 @@ class Rendezvous:
     while True:
       seats = self._membership.proposal(time.monotonic())
       if seats is None or self._proposal is not None:
-        await asyncio.sleep(_POLL_SECONDS / 4)
+        await asyncio.sleep(self._pause() / 2)
         continue
       generation = self._membership.next_generation()
       if await self._take_part(generation, seats, None):
         return
-      await asyncio.sleep(_POLL_SECONDS)
+      await asyncio.sleep(self._pause())
 
   async def _follow(self, connection, request) -> None:
     """Takes part in the proposal of another worker."""
