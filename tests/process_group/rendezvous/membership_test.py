@@ -235,6 +235,39 @@ class MajorityTest(parameterized.TestCase):
     return formed, most
 
 
+class RivalGroupTest(parameterized.TestCase):
+  """Two groups of a job, which `min_workers` allowed."""
+
+  def test_smaller_one_gives_way(self):
+    first, second, third = (_make(t, min_workers=1) for t in _ADDRESSES)
+    first.formed(2, {0: 'life 0'})
+    for made in (second, third):
+      made.formed(2, {1: 'life 1', 3: 'life 3'})
+    _meet(first, second)
+    _meet(second, first)
+    self.assertEqual(first.rival_group(0.0), 1)
+    self.assertIsNone(second.rival_group(0.0))
+    # Silent for too long, it may be gone.
+    self.assertIsNone(first.rival_group(membership.FRESH_SECONDS + 1))
+
+  def test_of_equal_ones_that_with_the_lowest_task_stays(self):
+    first, second, _ = (_make(t, min_workers=1) for t in _ADDRESSES)
+    first.formed(2, {0: 'life 0'})
+    second.formed(2, {1: 'life 1'})
+    _meet(first, second)
+    _meet(second, first)
+    self.assertIsNone(first.rival_group(0.0))
+    self.assertEqual(second.rival_group(0.0), 0)
+
+  def test_one_that_has_not_heard_of_the_end_is_no_rival(self):
+    first, second, third = (_make(t, min_workers=1) for t in _ADDRESSES)
+    _formed(first, second, third)
+    third.formed(1, {0: 'life 0', 1: 'life 1', 3: 'life 3'})
+    first.formed(2, {0: 'life 0', 1: 'life 1'})
+    _meet(first, third)
+    self.assertIsNone(first.rival_group(0.0))
+
+
 class CutTest(parameterized.TestCase):
   @parameterized.parameters(
     ([], [0, 1, 2, 3]),

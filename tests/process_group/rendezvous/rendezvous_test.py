@@ -1,9 +1,11 @@
 """How workers find each other, are turned away, and form groups again."""
 
+import contextlib
 import os
 import signal
 import threading
 import time
+from unittest import mock
 
 import numpy as np
 import portpicker
@@ -13,6 +15,8 @@ from absl.testing import absltest, parameterized
 from tests import processes, tiers
 from tests.process_group import meetings
 from tf_strategies import errors, process_group
+from tf_strategies.process_group.network import connection
+from tf_strategies.process_group.rendezvous import rendezvous
 
 _ELASTIC = {'min_workers': 2, 'window_seconds': 0.5}
 
@@ -22,6 +26,14 @@ def _wait_for(path, seconds=60.0):
   while not os.path.exists(path):
     if time.monotonic() > end:
       raise AssertionError(f'{path} did not appear')
+    time.sleep(0.01)
+
+
+def _wait_until(condition, seconds=30.0):
+  end = time.monotonic() + seconds
+  while not condition():
+    if time.monotonic() > end:
+      raise AssertionError('it did not happen')
     time.sleep(0.01)
 
 
@@ -317,6 +329,51 @@ class AgainTest(parameterized.TestCase):
       self.assertEqual(seen[:2], [3, 2])
       self.assertEqual(seen[-1], 3)
       self.assertIn((victim,), joined)
+
+
+class RivalGroupsTest(absltest.TestCase):
+  """In one process; what is cut is the call that connects."""
+
+  def test_groups_that_meet_again_become_one(self):
+    ports = [portpicker.pick_unused_port() for _ in range(2)]
+    addresses = {task: f'127.0.0.1:{port}' for task, port in enumerate(ports)}
+    options = process_group.GroupOptions(
+      min_workers=1, window_seconds=0.1, rendezvous_timeout_seconds=30.0
+    )
+    is_cut = threading.Event()
+    is_cut.set()
+    dial = connection.dial
+
+    async def dial_unless_cut(*args):
+      if is_cut.is_set():
+        raise OSError('the network is cut')
+      return await dial(*args)
+
+    with contextlib.ExitStack() as stack:
+      stack.enter_context(
+        mock.patch.object(connection, 'dial', dial_unless_cut)
+      )
+      stack.enter_context(mock.patch.object(rendezvous, '_WATCH_SECONDS', 0.1))
+      first, second = (
+        stack.enter_context(process_group.Rendezvous(addresses, task, options))
+        for task in addresses
+      )
+      groups = [first.form(), second.form()]
+      self.assertEqual([g.world_size for g in groups], [1, 1])
+      is_cut.clear()
+      _wait_until(lambda: groups[1].failure is not None)
+      # The half with the lowest task does not give way.
+      self.assertIsNone(groups[0].failure)
+      with self.assertRaisesRegex(errors.WorkerUnavailableError, 'gives way'):
+        groups[1].barrier()
+      formed = []
+      waiting = threading.Thread(target=lambda: formed.append(second.form(7)))
+      waiting.start()
+      _wait_until(lambda: groups[0].pending_joiners() == (1,))
+      formed.append(first.form(3))
+      waiting.join(30)
+      self.assertEqual([g.world_size for g in formed], [2, 2])
+      self.assertEqual([m.progress for m in formed[0].members], [3, 7])
 
 
 if __name__ == '__main__':

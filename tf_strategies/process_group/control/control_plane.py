@@ -212,6 +212,10 @@ class ControlPlane:
       if rank not in self._state.departed:
         link.send(kind, message)
 
+  def end(self, report: state_lib.FailureReport) -> None:
+    """As `declare_failed`, in the loop: returns at once."""
+    self._declare_failed(report)
+
   def _declare_failed(self, report: state_lib.FailureReport) -> None:
     if self._state.failure is not None:
       return

@@ -173,6 +173,9 @@ _MESSAGES: Mapping[protocol.Kind, _Check] = {
     state=_one_of('idle', 'forming', 'running', 'refused'),
     generation=_count,
     progress=_integer,
+    group=_text,
+    size=_count,
+    leader=_count,
     refusal=_text,
   ),
   protocol.Kind.PROPOSE: _Record(

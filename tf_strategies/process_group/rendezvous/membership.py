@@ -51,6 +51,9 @@ class View:
   problem: str = 'it was never reached'  # Why it does not answer.
   refused: bool = False  # Whether the problem is the secret.
   is_gone: bool = False  # Whether nobody listens at its address.
+  group: str = ''  # What it is in now, how many are in it, and who leads it.
+  size: int = 0
+  leader: int = 0
 
   def is_fresh(self, now: float) -> bool:
     """Whether it has answered just now."""
@@ -88,6 +91,8 @@ class Membership:
     self._rivals: dict[int, str] = {}
     self._joiners: dict[int, tuple[str, float]] = {}
     self._seated: Mapping[int, str] = {}
+    self._group = ''  # That of the last group, and those of all so far.
+    self._groups: set[str] = set()
     self._is_closed = False
     self._least = 1
     # Pairs that could not connect: why, and when.
@@ -103,6 +108,9 @@ class Membership:
       'state': self.state.value,
       'generation': self.generation,
       'progress': self.progress,
+      'group': self._group if self.state is State.RUNNING else '',
+      'size': len(self._seated),
+      'leader': min(self._seated, default=self.task),
       'refusal': self.refusal,
     }
 
@@ -146,6 +154,8 @@ class Membership:
       view.incarnation = message['incarnation']
       view.state = State(message['state'])
       view.progress = message['progress']
+      view.group = message['group']
+      view.size, view.leader = message['size'], message['leader']
       if view.state is not State.IDLE:
         view.idle_since = None
       elif view.idle_since is None:
@@ -191,6 +201,8 @@ class Membership:
     self.state = State.RUNNING
     self.generation = generation
     self._seated = dict(seated)
+    self._group = f'{generation} of {seated[min(seated)]}'
+    self._groups.add(self._group)
     self._joiners.clear()
 
   def joiners(self, now: float) -> tuple[int, ...]:
@@ -200,6 +212,21 @@ class Membership:
       for task, (incarnation, heard) in sorted(self._joiners.items())
       if now - heard < FRESH_SECONDS and self._seated.get(task) != incarnation
     )
+
+  def rival_group(self, now: float) -> int | None:
+    """A task in another group of this job, to which this one has to give way.
+
+    There are two if `min_workers` allowed both sides of a cut to go on. The one
+    with fewer workers gives way, or the one whose lowest task is higher.
+    """
+    mine = len(self._seated), -min(self._seated, default=self.task)
+    for task, view in self.views.items():
+      # One that was in a group of ours has not yet heard that it has ended.
+      is_other = view.group and view.group not in self._groups
+      is_running = view.is_fresh(now) and view.state is State.RUNNING
+      if is_running and is_other and (view.size, -view.leader) > mine:
+        return task
+    return None
 
   def all_refuse(self) -> bool:
     """Whether every other worker was found to have another secret."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import math
 import os
@@ -37,6 +38,8 @@ _FIRST_POLL_SECONDS = 0.01
 _POLL_SECONDS_PER_WORKER = 0.005
 # Between two looks at what else may end a wait.
 _CHECK_SECONDS = 1.0
+# Between two looks of a group at tasks that are not in it.
+_WATCH_SECONDS = 5.0
 # A worker that refuses tells the others for this long before it raises.
 _REFUSAL_SECONDS = 1.0
 # Silence after which a connection that only polls is given up.
@@ -249,7 +252,7 @@ class Rendezvous:
       _POLL_SECONDS, _FIRST_POLL_SECONDS + elapsed / 10
     )
 
-  async def _ask(self, task: int) -> None:
+  async def _ask(self, task: int, is_once: bool = False) -> None:
     connection = await self._dial(task, _Purpose.POLL)
     try:
       while True:
@@ -258,6 +261,8 @@ class Rendezvous:
           authentication.HANDSHAKE_SECONDS, connection.expect(_Kind.HELLO)
         )
         self._membership.heard(message, time.monotonic(), reached=True)
+        if is_once:
+          return
         await asyncio.sleep(self._pause())
     finally:
       connection.close()
@@ -386,7 +391,36 @@ class Rendezvous:
       proposal.rank,
       len(proposal.seats),
     )
+    if proposal.rank == 0 and len(members.views) >= len(proposal.seats):
+      self._server.spawn(self._watch_others(group_state, plane))
     self._formed.set_result(group)
+
+  async def _watch_others(self, group_state, plane) -> None:
+    """Gives way if others of this job have formed a group too."""
+    members = self._membership
+    seated = {member.task for member in group_state.members}
+
+    async def ask(task):
+      with contextlib.suppress(errors.Error, OSError):
+        await self._ask(task, is_once=True)
+
+    while not group_state.failed.is_set():
+      await asyncio.sleep(_WATCH_SECONDS)
+      if members.state is not membership.State.RUNNING:
+        return
+      await asyncio.gather(*(ask(t) for t in members.views if t not in seated))
+      rival = members.rival_group(time.monotonic())
+      if rival is not None:
+        view = members.views[rival]
+        plane.end(
+          state.FailureReport(
+            'WorkerUnavailableError',
+            f'Task {rival} and others, {view.size} in all, form a group of this job '
+            f'beside this one of {len(seated)}, which gives way. Form the group '
+            'again; with min_workers of a majority there is one.',
+            address=self._addresses[rival],
+          )
+        )
 
   def _on_end(self) -> None:
     # From any thread: one assignment, and `form` sets it again.
