@@ -165,3 +165,74 @@ def lost_steps(run: Run) -> int:
     if (found := re.search(r'Lost: (\d+) steps', message))
   ]
   return sum(counts)
+
+
+def use_after_failed_recovery(
+  progress_path: str, checkpoint_dir: str
+) -> tuple[dict[str, tuple[str, str]], list[float], int, int]:
+  """Uses a model in every way after its server was lost and not restored.
+
+  Tells in a file which phase it is in: 1 when it has trained, 2 when it has
+  tried everything. A test damages the checkpoints in phase 1 and mends them in
+  phase 2, and says so by files of that name.
+
+  Returns:
+    The type and message of what each use raised; losses before and after; the
+    optimizer's steps at the end, and the epochs that were asked for.
+  """
+  import keras
+  import numpy as np
+
+  import tf_strategies as tfs
+
+  rng = np.random.default_rng(5)
+  x = rng.normal(size=(320, 8)).astype(np.float32)
+  y = x.sum(-1, keepdims=True)
+  strategy = tfs.ParameterServerStrategy(
+    checkpoint_dir=checkpoint_dir, recovery_timeout=60.0
+  )
+  with strategy.scope():
+    model = keras.Sequential(
+      [keras.Input([8]), keras.layers.Dense(16), keras.layers.Dense(1)]
+    )
+    model.compile('adam', 'mse')
+    optimizer = model.optimizer
+    probe = strategy.remote_step(lambda batch: model(batch)[0, 0])
+  options = {'batch_size': 32, 'verbose': 0}
+  model.fit(x, y, epochs=2, **options)
+  strategy.save()
+  loss = model.evaluate(x, y, **options)
+  probe.call(x[:4]).result()
+
+  def wait_in(phase):
+    with open(f'{progress_path}.part', 'w') as f:
+      f.write(str(phase))
+    os.replace(f'{progress_path}.part', progress_path)
+    ends_at = time.monotonic() + 60
+    while not os.path.exists(f'{progress_path}.{phase}'):
+      if time.monotonic() > ends_at:
+        raise TimeoutError(f'phase {phase}')
+      time.sleep(0.02)
+
+  wait_in(1)
+  found = {}
+  for name, use in {
+    'fit': lambda: model.fit(x, y, epochs=1, **options),
+    'fit again': lambda: model.fit(x, y, epochs=1, **options),
+    'evaluate': lambda: model.evaluate(x, y, **options),
+    'predict': lambda: model.predict(x, verbose=0),
+    'save': strategy.save,
+    'save at once': lambda: strategy.save(recovers=False),
+    'call': lambda: probe.call(x[:4]).result(),
+    'get_weights': model.get_weights,
+    'save_weights': lambda: model.save_weights(f'{progress_path}.weights.h5'),
+    'join': strategy.join,
+  }.items():
+    try:
+      found[name] = 'nothing', repr(use())
+    except Exception as e:
+      found[name] = type(e).__name__, str(e)
+  wait_in(2)
+  restored = model.evaluate(x, y, **options)
+  model.fit(x, y, epochs=1, **options)
+  return found, [loss, restored], int(optimizer.iterations.numpy()), 3

@@ -30,6 +30,7 @@ from tf_strategies._keras_internal.steps import (  # noqa: F401  For all others.
   KerasStep,
   change,
   closure,
+  is_end_of_sequence,
   is_keras_own,
   is_skipped,
   results_of,

@@ -147,8 +147,7 @@ class Checkpointer:
     os.makedirs(self.directory, exist_ok=True)
     self._delete_unfinished()
     before = self.paths()
-    newest = _NAME.fullmatch(os.path.basename(before[-1])) if before else None
-    path = self._path(1 + (int(newest[1]) if newest else 0))
+    path = self._path(1 + (_number(before[-1]) if before else 0))
     temporary = self._unfinished(path)
     os.mkdir(temporary)
     pairs = arrays.items() if isinstance(arrays, Mapping) else arrays
@@ -176,17 +175,25 @@ class Checkpointer:
     self._delete_unfinished()
     return path
 
-  def newest(self) -> Checkpoint | None:
+  def newest(self, since: str | None = None) -> Checkpoint | None:
     """Opens the newest checkpoint that is whole; None if there is none at all.
 
     Logs a warning for each newer one that is damaged, and deletes nothing.
+
+    Args:
+      since: one of `paths()`: older ones are left alone.
 
     Raises:
       DataError: there are checkpoints and all are damaged.
       OSError: a file exists and cannot be read: it may be whole.
     """
     skipped: dict[str, str] = {}
-    for path in reversed(self.paths()):
+    paths = self.paths()
+    if since is not None:
+      # By their numbers, which paths do not sort by beyond eight digits.
+      oldest = _number(since)
+      paths = [path for path in paths if _number(path) >= oldest]
+    for path in reversed(paths):
       try:
         found = self.open(path)
       except (FileNotFoundError, NotADirectoryError, errors.DataError) as e:
@@ -248,6 +255,10 @@ class Checkpointer:
       if name.startswith(_UNFINISHED):
         # What stays is not read, and the next `save` tries again.
         shutil.rmtree(os.path.join(self.directory, name), ignore_errors=True)
+
+
+def _number(path: str) -> int:
+  return int(_NAME.fullmatch(os.path.basename(path))[1])
 
 
 def _write_arrays(

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tf_strategies import _tf_internal
+from tf_strategies import _keras_internal, _tf_internal
 from tf_strategies.strategies.parameter_server import (
   batch_message,
   input,
@@ -145,7 +145,9 @@ class InputTask(_StepsTask):
       function = self._one if steps == 1 else self._all
       try:
         self.reported = function(worker, split.handle)
-      except tf.errors.OutOfRangeError:
+      except tf.errors.OutOfRangeError as e:
+        if not _keras_internal.is_end_of_sequence(e):
+          raise
         self._note_marked()
         self._source.close(worker, split)
       else:

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_strategies import _tf_internal
+from tf_strategies import _tf_internal, errors
 from tf_strategies.strategies.parameter_server import traced_step
 
 
@@ -24,6 +24,10 @@ class ServerVariable(_tf_internal.ResourceVariable):
   own reads and writes are `drained`: they wait until the steps that it has
   scheduled are done, so that it sees what they made. Before it writes,
   `on_write` is called.
+
+  One that is lost with its server is zero until it is assigned. Nobody can read
+  it meanwhile: no step that does can be traced, and those that were traced
+  before mean the variable that is gone.
   """
 
   def __init__(
@@ -41,7 +45,21 @@ class ServerVariable(_tf_internal.ResourceVariable):
     with tf.device(server_device(server)):
       super().__init__(**kwargs)
 
+  @property
+  def is_counter(self) -> bool:
+    """Whether it is of a metric, which may count from zero again."""
+    return self.synchronization == tf.VariableSynchronization.ON_READ
+
+  def _check_is_whole(self) -> None:
+    if self.is_lost and not self.is_counter:
+      raise errors.DataError(
+        f'variable {self.name!r} was lost with parameter server {self.server} and '
+        'is not in the checkpoints. Expected a value. Fix: assign one; and, before '
+        'training, pass its owner to strategy.track(name=owner).'
+      )
+
   def _read_variable_op(self, no_copy=False):
+    self._check_is_whole()
     step = traced_step.current()
     if step is not None:
       copy = step.read(self)
@@ -115,6 +133,7 @@ class ServerVariable(_tf_internal.ResourceVariable):
     return self._add(super().assign_sub, delta, -1, name, read_value)
 
   def _add(self, write, delta, sign, name, read_value):
+    self._check_is_whole()
     options = {'name': name, 'read_value': read_value}
     step = traced_step.current()
     if step is not None:
@@ -145,6 +164,7 @@ class ServerVariable(_tf_internal.ResourceVariable):
 
   def _touch_rows(self, writes: bool):
     """Before an op on some rows; a copy if a step has the only one."""
+    self._check_is_whole()
     step = traced_step.current()
     return None if step is None else step.touch_rows(self, writes)
 

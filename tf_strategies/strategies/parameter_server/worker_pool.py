@@ -109,6 +109,8 @@ class WorkerPool:
     self._queue: collections.deque[Task] = collections.deque()
     self._running: dict[int, Task] = {}
     self._error: BaseException | None = None
+    # Why no task may begin; the one place that every step of every mode passes.
+    self._refusal: Exception | None = None
     self._is_open = True
     self._pauses = 0
     # Tasks that were submitted before an error was raised are not retried.
@@ -125,6 +127,7 @@ class WorkerPool:
   def submit(self, task: Task) -> None:
     """Adds a task, or raises what an earlier one failed with."""
     with self.lock:
+      self.check_accepts()
       self._wait(
         lambda: len(self._queue) < self._max_waiting or not self._is_open
       )
@@ -170,6 +173,22 @@ class WorkerPool:
       self._is_open = False
       self._queue.clear()
       self.lock.notify_all()
+
+  def refuse(self, error: Exception) -> None:
+    """Raises `error` for each task that is submitted, until `accept`."""
+    with self.lock:
+      self._refusal = error
+
+  def accept(self) -> None:
+    """Takes tasks again."""
+    with self.lock:
+      self._refusal = None
+
+  def check_accepts(self) -> None:
+    """Raises what `refuse` was given, if tasks are refused."""
+    with self.lock:
+      if self._refusal is not None:
+        raise self._refusal
 
   def forget(self) -> None:
     """Drops the error and all waiting tasks, and waits for those that run."""
