@@ -24,26 +24,26 @@ class FaultsTestCase(parameterized.TestCase, tf.test.TestCase):
     self.progress = os.path.join(directory.name, 'progress')
     self.checkpoints = os.path.join(directory.name, 'checkpoints')
 
-  def wait_for_batch(self, job, batch):
-    """Waits until `fit` has gone through so many batches."""
+  def wait_for_batch(self, job, batch, of=''):
+    """Waits until `fit`, or all of '.test', has gone through so many batches."""
     ends_at = time.monotonic() + 120
     while time.monotonic() < ends_at:
-      if self.batches() >= batch:
+      if self.batches(of) >= batch:
         return
       self.assertTrue(job.is_alive('chief', 0), 'the chief has ended')
       time.sleep(0.02)
     self.fail(f'batch {batch} was not reached')
 
-  def batches(self):
-    """How many batches `fit` has gone through."""
-    if not os.path.exists(self.progress):
+  def batches(self, of=''):
+    """How many batches `fit` has gone through; or, with '.test', `evaluate`."""
+    if not os.path.exists(self.progress + of):
       return 0
-    with open(self.progress) as f:
+    with open(self.progress + of) as f:
       return int(f.read() or 0)
 
-  def arguments(self, worker_input=False, **options):
+  def arguments(self, worker_input=False, validates=False, **options):
     """Of `programs.train`."""
-    return (self.progress, EPOCHS, worker_input, options)
+    return (self.progress, EPOCHS, worker_input, options, validates)
 
   def finish(self, job):
     """What the chief returned, which must have ended by itself."""

@@ -125,7 +125,7 @@ class CheckpointsTest(parameter_server_case.FaultsTestCase):
     for name, (error, message) in found.items():
       self.assertEqual(error, 'DataError', f'{name}: {message}')
       self.assertIn('All checkpoints in', message)
-    self.assertEqual(losses[0], losses[1])
+    self.assertAllClose(losses[0], losses[1])
     self.assertEqual(iterations, epochs * 10)
 
 

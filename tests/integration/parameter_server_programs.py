@@ -23,6 +23,7 @@ class Run:
     report: of the strategy.
     step_ended: `time.time()` at the end of each batch.
     logged: warnings and errors with their times.
+    history: of `fit`.
   """
 
   iterations: int
@@ -32,12 +33,20 @@ class Run:
   report: dict[str, Any]
   step_ended: list[float]
   logged: list[tuple[float, str]]
+  history: dict[str, list[float]]
 
 
 def train(
-  progress_path: str, epochs: int, worker_input: bool, options: dict[str, Any]
+  progress_path: str,
+  epochs: int,
+  worker_input: bool,
+  options: dict[str, Any],
+  validates: bool = False,
 ) -> Run:
-  """Trains a small model by `fit`; tells the number of batches in a file."""
+  """Trains a small model by `fit`; tells the number of batches in a file.
+
+  Those of evaluations are told in a file with `.test` behind its name.
+  """
   import keras
   import numpy as np
   import tensorflow as tf
@@ -70,18 +79,26 @@ def train(
   class Progress(keras.callbacks.Callback):
     """Slow enough for a test to kill somebody in the middle."""
 
+    tested = 0
+
     def on_train_batch_end(self, batch, logs=None):
       time.sleep(0.01)
       step_ended.append(time.time())
-      with open(progress_path + '.part', 'w') as f:
-        f.write(str(len(step_ended)))
-      os.replace(progress_path + '.part', progress_path)
+      tell(progress_path, len(step_ended))
+
+    def on_test_batch_end(self, batch, logs=None):
+      time.sleep(0.01)
+      self.tested += 1
+      tell(progress_path + '.test', self.tested)
 
   arguments = {
     'epochs': epochs,
     'verbose': 0,
     'callbacks': [Progress(), tfs.ResumeFit(strategy)],
   }
+  if validates:
+    arguments['validation_data'] = (x[: ROWS // 4], y[: ROWS // 4])
+    arguments['validation_batch_size'] = BATCH
   if worker_input:
     dataset = strategy.distribute_datasets_from_function(
       lambda context: (
@@ -90,9 +107,9 @@ def train(
         .batch(BATCH)
       )
     )
-    model.fit(dataset, **arguments)
+    history = model.fit(dataset, **arguments)
   else:
-    model.fit(x, y, batch_size=BATCH, shuffle=False, **arguments)
+    history = model.fit(x, y, batch_size=BATCH, shuffle=False, **arguments)
   return Run(
     int(model.optimizer.iterations.numpy()),
     len(step_ended),
@@ -101,7 +118,15 @@ def train(
     strategy.report(),
     step_ended,
     logged,
+    history.history,
   )
+
+
+def tell(path: str, number: int) -> None:
+  """Writes a number into a file, whole."""
+  with open(path + '.part', 'w') as f:
+    f.write(str(number))
+  os.replace(path + '.part', path)
 
 
 def watch_worker(progress_path: str) -> list[tuple[bool, bool]]:
@@ -205,9 +230,7 @@ def use_after_failed_recovery(
   probe.call(x[:4]).result()
 
   def wait_in(phase):
-    with open(f'{progress_path}.part', 'w') as f:
-      f.write(str(phase))
-    os.replace(f'{progress_path}.part', progress_path)
+    tell(progress_path, phase)
     ends_at = time.monotonic() + 60
     while not os.path.exists(f'{progress_path}.{phase}'):
       if time.monotonic() > ends_at:

@@ -10,6 +10,7 @@ import tensorflow as tf
 from absl import logging
 
 from tf_strategies import _keras_internal, errors, option_checks
+from tf_strategies.checkpoint import model_state
 from tf_strategies.checkpoint.position import Position
 from tf_strategies.fault_tolerance import run_checkpoint
 
@@ -73,9 +74,7 @@ class ResumeFit(keras.callbacks.Callback):
     with self._strategy.scope():
       if not self.model.optimizer.built:
         self.model.optimizer.build(self.model.trainable_variables)
-    position = self._strategy.recovery.restore(
-      {'model': self.model, 'optimizer': self.model.optimizer}
-    )
+    position = self._strategy.recovery.restore(model_state.state_of(self.model))
     if position is None:
       return
     steps_per_epoch = self.params.get('steps')

@@ -155,9 +155,11 @@ class RecoveryTest(tf.test.TestCase, parameterized.TestCase):
     found.track({'weight': weight})
     found.write()
     die = self.die_once(weight, metric, other)
-    with self.assertLogs('absl', 'WARNING') as logs:
-      with self.assertRaisesRegex(errors.DataError, 'was lost .*track'):
-        found.with_recovery(die)
+    with (
+      self.assertLogs('absl', 'WARNING') as logs,
+      self.assertRaisesRegex(errors.DataError, 'was lost .*track'),
+    ):
+      found.with_recovery(die)
     self.assertRegex(' '.join(logs.output), 'count from zero.*must be assigned')
     self.assertAllEqual(metric, [0.0])
 
