@@ -68,7 +68,7 @@ class ServerVariable(_tf_internal.ResourceVariable):
           return _tf_internal.read_from_copy(self, copy)
     elif tf.executing_eagerly():
       read = super()._read_variable_op
-      return self._drained(lambda: read(no_copy))
+      return self._drained(lambda: _fetched(read(no_copy)))
     return super()._read_variable_op(no_copy)
 
   def _write_drained(self, write):
@@ -159,7 +159,7 @@ class ServerVariable(_tf_internal.ResourceVariable):
         value = _tf_internal.read_from_copy(self, copy)
       return gather(value, indices)
     if tf.executing_eagerly():
-      return self._drained(lambda: read(indices, name))
+      return self._drained(lambda: _fetched(read(indices, name)))
     return read(indices, name)
 
   def _touch_rows(self, writes: bool):
@@ -191,6 +191,12 @@ class ServerVariable(_tf_internal.ResourceVariable):
     self._handle = fresh.handle
     self._handle_owner = fresh
     self.is_lost = True
+
+
+def _fetched(value: tf.Tensor) -> tf.Tensor:
+  """The value in this process: nothing computed from it can fail with a server."""
+  with tf.device('/device:CPU:0'):
+    return tf.identity(value)
 
 
 def _sparse_write(name: str):
