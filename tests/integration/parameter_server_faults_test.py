@@ -228,6 +228,13 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
     self.assert_whole(run)
     self.assert_given_up(run, 'worker 1')
 
+  @pytest.mark.full
+  def test_step_that_was_given_up_is_not_finished(self):
+    """It goes on when its worker is given up, and what it writes is refused."""
+    with parameter_servers.Job() as job:
+      counts = job.run(programs.finish_after_giving_up)
+    self.assertEqual(counts, [[1, 1.0, 1.0]] * 2)
+
   @pytest.mark.soak
   def test_stopped_server_goes_on(self):
     """As if it had died, or, if no call of a step failed, as if nothing had."""

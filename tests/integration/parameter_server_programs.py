@@ -259,3 +259,65 @@ def use_after_failed_recovery(
   restored = model.evaluate(x, y, **options)
   model.fit(x, y, epochs=1, **options)
   return found, [loss, restored], int(optimizer.iterations.numpy()), 3
+
+
+def finish_after_giving_up() -> list[list[float]]:
+  """Gives a worker up in the middle of a step, which then ends.
+
+  Returns:
+    What a counter and arrays on both servers have when the step has been done
+    once by a worker that was not given up, and when the other one is over too.
+  """
+  import threading
+
+  import numpy as np
+  import tensorflow as tf
+
+  import tf_strategies as tfs
+
+  strategy = tfs.ParameterServerStrategy()
+  with strategy.scope():
+    gate = tf.Variable([0.0], trainable=False)
+    count = tf.Variable(0, trainable=False, dtype=tf.int64)
+    # One on each server, which travels in a message of its own.
+    sums = [tf.Variable(tf.zeros([500_000]), trainable=False) for _ in '01']
+
+  def step(batch):
+    # The first step, of which the batch is 1, waits for the gate.
+    with tf.control_dependencies([batch]):
+      opened = tf.while_loop(
+        lambda seen: seen < batch,
+        lambda seen: (
+          tf.raw_ops.ReadVariableOp(resource=gate.handle, dtype=tf.float32)[0],
+        ),
+        [tf.constant(0.0)],
+      )[0]
+    count.assign_add(1 + 0 * tf.cast(opened, tf.int64))
+    for each in sums:
+      each.assign_add(tf.fill([500_000], 1.0 + 0.0 * opened))
+    return batch
+
+  train = strategy.remote_step(step)
+  leases = strategy.engine.markers.leases
+
+  def direct(variable):
+    with tf.device(variable.device):
+      return float(variable.read_directly().numpy().reshape(-1)[0])
+
+  def numbers():
+    return [direct(v) for v in (count, *sums)]
+
+  late = threading.Thread(target=lambda: train.call(np.float32(1.0)))
+  late.start()
+  late.join()
+  time.sleep(2.0)  # It waits for the gate.
+  leases.revoke()
+  train.call(np.float32(0.0))
+  ends_at = time.monotonic() + 30
+  while numbers() != [1.0, 1.0, 1.0] and time.monotonic() < ends_at:
+    time.sleep(0.1)
+  found = [numbers()]
+  with tf.device(gate.device):
+    tf.raw_ops.AssignVariableOp(resource=gate.handle, value=tf.constant([1.0]))
+  time.sleep(3.0)
+  return [*found, numbers()]

@@ -16,7 +16,7 @@ class _Dataset(input.WorkerDataset):
     data = tf.data.Dataset.range(5).batch(1)
     super().__init__(lambda c: data.shard(2, c.input_pipeline_id), 2, list)
 
-  def open(self, split, worker):
+  def open(self, split, worker, token):
     return tf.constant(split.key)
 
 

@@ -294,8 +294,14 @@ class Recovery:
     """Waits for the servers, recreates the variables and restores them."""
     self._pool.forget()
     self._liveness.wait_for_all(self._options.recovery_timeout)
-    for variable in [*self._variables.values(), self._markers.variable]:
+    for variable in [
+      *self._variables.values(),
+      self._markers.variable,
+      *self._markers.leases.variables,
+    ]:
       variable.recreate_if_dead()
+    # Nobody writes any more what belongs to the state before.
+    self._markers.leases.revoke()
     self.on_restored()
     found = self._read_newest()
     if found is None:

@@ -60,6 +60,10 @@ class _StepsTask(worker_pool.Task):
   def may_begin(self, worker: int) -> bool:
     return self._engine.may_begin(worker)
 
+  def give_up(self, worker: int) -> None:
+    """From now on what the worker still does has no effect."""
+    self._engine.markers.leases.revoke([worker])
+
   def finish(self, worker: int) -> None:
     self.is_finished = True
     self._engine.finished(self, worker)
@@ -97,7 +101,10 @@ class StepTask(_StepsTask):
     """Does the steps that are still to do."""
     self._engine.started(self.step, worker)
     message = self._layout.encode(
-      self._number, self._first, [b.arrays for b in self._batches]
+      self._number,
+      self._first,
+      [b.arrays for b in self._batches],
+      self._engine.markers.leases.token(worker),
     )
     self.reported = self._function(worker, message)
 
@@ -136,7 +143,8 @@ class InputTask(_StepsTask):
     self._engine.started(self.step, worker)
     while self._done < self.steps:
       others = self._engine.others(worker)
-      split = self._split = self._source.split_for(worker, others)
+      token = self._engine.markers.leases.token(worker)
+      split = self._split = self._source.split_for(worker, others, token)
       if split is None:
         if self._source.is_exhausted:
           break

@@ -124,7 +124,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
       timeout_seconds=self.options.step_timeout,
     )
     registry = weakref.WeakValueDictionary()
-    markers = worker_function.CompletionMarkers()
+    markers = worker_function.CompletionMarkers(len(workers), self._num_ps)
     self.recovery = recovery.Recovery(
       self.options, self.liveness, self._pool, registry, markers
     )

@@ -81,6 +81,16 @@ class ServerVariable(_tf_internal.ResourceVariable):
 
     return self._drained(write_now)
 
+  def _fenced(self, step, values):
+    """What a step is about to write; not there if the worker was given up."""
+    flat = tf.nest.flatten(values, expand_composites=True)
+    places = [i for i, v in enumerate(flat) if tf.is_tensor(v)]
+    with tf.device(self.device):
+      fenced = step.fenced(self.server, [flat[i] for i in places])
+    for i, value in zip(places, fenced, strict=True):
+      flat[i] = value
+    return tf.nest.pack_sequence_as(values, flat, expand_composites=True)
+
   def read_directly(self) -> tf.Tensor:
     """Reads on the server, whatever a step holds."""
     return tf.raw_ops.ReadVariableOp(resource=self.handle, dtype=self.dtype)
@@ -98,6 +108,8 @@ class ServerVariable(_tf_internal.ResourceVariable):
       value = tf.convert_to_tensor(value, self.dtype)
       if step.write(self, value):
         return step.read(self)
+      value = self._fenced(step, value)
+      return super().assign(value, use_locking, name, read_value)
     elif tf.executing_eagerly():
       write = super().assign
       return self._write_drained(
@@ -140,6 +152,7 @@ class ServerVariable(_tf_internal.ResourceVariable):
       delta = tf.convert_to_tensor(delta, self.dtype)
       if step.write(self, None, sign * delta):
         return step.read(self)
+      return write(self._fenced(step, delta), **options)
     elif tf.executing_eagerly():
       return self._write_drained(lambda: write(delta, **options))
     return write(delta, **options)
@@ -207,6 +220,10 @@ def _sparse_write(name: str):
     self._touch_rows(writes=True)
     if tf.executing_eagerly():
       return self._write_drained(lambda: method(self, *args, **kwargs))
+    step = traced_step.current()
+    if step is None:
+      return method(self, *args, **kwargs)
+    args, kwargs = self._fenced(step, (args, kwargs))
     return method(self, *args, **kwargs)
 
   write.__name__ = name

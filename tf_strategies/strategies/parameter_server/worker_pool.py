@@ -69,6 +69,10 @@ class Task(abc.ABC):
     """Called under the pool's lock when a worker takes it."""
     del worker
 
+  def give_up(self, worker: int) -> None:
+    """Called when it failed on a worker, which may still be at it."""
+    return
+
   def survive(self, worker: int) -> bool:
     """Called when it failed on a worker through no fault of its own.
 
@@ -308,20 +312,22 @@ class WorkerPool:
       self._wait_to_retry(worker, error)
     else:
       raise error
-    # The servers may still be at it: what they got before the failure.
-    time.sleep(_SETTLE_SECONDS)
     task.retries += 1
     self._conclude(worker, task, self._survive(worker, task))
 
   def _survive(self, worker: int, task: Task) -> bool:
     """Asks a failed task how far it came, which it reads from a server."""
-    for _ in range(_MAX_RETRIES):
+    for attempt in range(_MAX_RETRIES + 1):
       try:
+        task.give_up(worker)
+        # What servers began to write before that is written.
+        time.sleep(_SETTLE_SECONDS)
         return task.survive(worker)
       except tf.errors.OpError as e:
         self._check_servers(e)
         self._wait_to_retry(worker, e)
-    return task.survive(worker)
+        if attempt == _MAX_RETRIES:
+          raise
 
   def _check_servers(self, error: Exception) -> None:
     dead = self._liveness.server_error()
