@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
-from tests import parameter_servers
+from tests import parameter_servers, tiers
 from tests.integration import parameter_server_case
 from tests.integration import parameter_server_programs as programs
 from tf_strategies import errors
@@ -170,6 +170,22 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
     self.assertEqual(run.iterations, _STEPS)
     self.assertEqual(run.rows_counted, programs.ROWS)
 
+  @pytest.mark.full
+  def test_coordinator_that_finds_another_number_of_workers(self):
+    """Their data are cut otherwise: no element may count twice."""
+    options = {'checkpoint_dir': self.checkpoints, 'checkpoint_steps': 60}
+    with parameter_servers.Job() as job:
+      job.start_chief(programs.train, self.arguments(True, **options))
+      self.wait_for_batch(job, 170)
+      job.kill('chief')
+    with parameter_servers.Job(num_workers=3) as job:
+      job.start_chief(programs.train, self.arguments(True, **options))
+      outcome = job.wait()
+    self.assertIsInstance(
+      outcome.error, errors.UnsupportedOptionError, outcome.error_text
+    )
+    self.assertIn('start 2 workers', str(outcome.error))
+
   def _kill_and_resume(self, job, arguments):
     job.start_chief(programs.train, arguments)
     self.wait_for_batch(job, 170)
@@ -234,6 +250,32 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
     with parameter_servers.Job() as job:
       counts = job.run(programs.finish_after_giving_up)
     self.assertEqual(counts, [[1, 1.0, 1.0]] * 2)
+
+  @tiers.parameters(
+    tiers.full(0, True, 1),
+    tiers.soak(0, False, 1),
+    tiers.soak(1, True, 10),
+    tiers.soak(1, False, 0),
+  )
+  def test_server_that_stops_in_an_evaluation(self, server, saves, batch):
+    """It is given up, waited for, and named."""
+    options = {'keepalive_timeout': 2.0, 'recovery_timeout': 5.0}
+    if saves:
+      options['checkpoint_dir'] = self.checkpoints
+    with parameter_servers.Job(deadline=90) as job:
+      job.start_chief(programs.train, self.arguments(validates=True, **options))
+      self.wait_for_batch(job, 100)
+      self.wait_for_batch(job, batch, '.test')
+      job.signal('ps', server, signal.SIGSTOP)
+      outcome = job.wait()
+    self.assertIsInstance(
+      outcome.error,
+      errors.RendezvousError
+      if saves
+      else errors.ParameterServerUnavailableError,
+      outcome.error_text,
+    )
+    self.assertIn(f'ps {server}', str(outcome.error))
 
   @pytest.mark.soak
   def test_stopped_server_goes_on(self):

@@ -79,7 +79,7 @@ class ResumeFit(keras.callbacks.Callback):
       return
     steps_per_epoch = self.params.get('steps')
     if position.step == steps_per_epoch:  # It was written at the very end.
-      position = Position(position.epoch + 1)
+      position = Position(position.epoch + 1, 0, position.splits)
     logging.info('fit continues at %s', position)
     # As Keras's own BackupAndRestore does.
     _keras_internal.set_initial_epoch(self.model, position.epoch)

@@ -34,6 +34,19 @@ class SourceTest(tf.test.TestCase):
     # Three are dropped, and two are left.
     self.assertEqual(begun, [True] * 5 + [False])
 
+  def test_position_at_the_end_of_an_epoch_within_the_data(self):
+    """Of `steps_per_epoch`: no element of the next one was trained on."""
+    source = input.Source(_Dataset())
+    for _ in range(3):
+      source.may_begin_step()
+    for split, done in zip(source.splits, (2, 1), strict=True):
+      split.done = done
+    self.assertEqual(source.position, (2, 1))
+    source = input.Source(_Dataset(), Position(1, 0, source.position))
+    begun = [source.may_begin_step() for _ in range(3)]
+    self.assertEqual(begun, [True, True, False])
+    self.assertEqual(source.position, ())
+
 
 if __name__ == '__main__':
   tf.test.main()

@@ -143,6 +143,17 @@ class Source:
     with self._lock:
       return self._is_empty()
 
+  @property
+  def position(self) -> tuple[int, ...]:
+    """Elements of each split that have been trained on; empty at the end.
+
+    With `steps_per_epoch` several epochs of `fit` are one of these.
+    """
+    count = self.dataset.cardinality()
+    if 0 <= count <= self._handed_out or (count < 0 and self.is_exhausted):
+      return ()
+    return tuple(split.done for split in self.splits)
+
   def may_begin_step(self) -> bool:
     """Counts a step that is to be scheduled; False at the end of the data."""
     cardinality = self.dataset.cardinality()

@@ -140,10 +140,8 @@ class Recovery:
     if self._objects is None:
       return None
     step = self._begun - self._epoch_began
-    splits = self._source.splits if step and self._source else ()
-    position = position_lib.Position(
-      self._epoch, step, tuple(split.done for split in splits)
-    )
+    splits = self._source.position if self._source else ()
+    position = position_lib.Position(self._epoch, step, splits)
     named = model_state.name_objects(self._objects)
     path = self._checkpointer.save(
       ((name, _read(variable)) for name, variable in named.items()),
