@@ -353,6 +353,23 @@ def connect_again(server_def=None) -> None:
   context.update_server_def(server_def or context.get_server_def())
 
 
+def before_sending_functions(check) -> None:
+  """Calls `check()` before a function is sent to all tasks of the cluster.
+
+  TensorFlow does that when it has traced one, waits for the answers without a
+  deadline, and keeps Python's lock: with a stopped task no thread goes on.
+  """
+  context = _eager_context()
+  for name in ('add_c_function', 'add_function_def'):
+    add = getattr(type(context), name)
+
+    def checked(definition, add=add):
+      check()
+      return add(context, definition)
+
+    setattr(context, name, checked)
+
+
 def no_colocation():
   """A context that forgets what the ops around are colocated with."""
   return _colocate_with(None, ignore_existing=True)

@@ -104,8 +104,10 @@ class StepFunction:
   def in_graph(self, data: Any) -> Any:
     """As a call, from inside a function of Keras's: the first one of all."""
     with tf.init_scope():
-      # It is traced with what an earlier call may have lost.
-      self._strategy.recovery.with_recovery(lambda: None)
+      # It is traced with what an earlier call may have lost, and then sent.
+      self._strategy.recovery.with_recovery(
+        self._strategy.liveness.wait_for_answers
+      )
     source = input.source_of(data)
     if source is not None:
       work = input.Elements(source, 1)
