@@ -13,6 +13,7 @@ from tests import parameter_servers, tiers
 from tests.integration import parameter_server_case
 from tests.integration import parameter_server_programs as programs
 from tests.integration.parameter_server_case import damage
+from tf_strategies import errors
 
 _STEPS = parameter_server_case.STEPS
 _CHECKPOINT_STEPS = 60
@@ -100,6 +101,19 @@ class CheckpointsTest(parameter_server_case.FaultsTestCase):
     self.assertEqual(self.files(), before)
     # Those that were already begun, on the variables of before.
     self.assertLess(self.batches(), batches + 10)
+
+  @pytest.mark.full
+  def test_checkpoints_that_cannot_be_written(self):
+    pathlib.Path(self.checkpoints).touch()  # A file, where a directory must be.
+    with parameter_servers.Job() as job:
+      options = {'checkpoint_dir': f'{self.checkpoints}/of_a_run'}
+      job.start_chief(programs.train, self.arguments(**options))
+      outcome = job.wait()
+    self.assertIsInstance(
+      outcome.error, errors.StorageError, outcome.error_text
+    )
+    self.assertRegex(str(outcome.error), 'cannot be written: .*Fix')
+    self.assertEqual(self.batches(), 0)
 
   @pytest.mark.full
   def test_nothing_is_done_with_lost_variables(self):

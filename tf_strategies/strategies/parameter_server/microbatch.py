@@ -24,9 +24,6 @@ from tf_strategies.strategies.parameter_server import (
 )
 
 
-_COORDINATOR = '/job:chief/replica:0/task:0/device:CPU:0'
-
-
 @dataclasses.dataclass
 class Contents:
   """Everything that a traced microbatch has."""
@@ -251,7 +248,7 @@ class ApplyFunction:
       numbers = self._apply(iter([parts[i] for i in sorted(parts)]))
     # A tensor that is read from another task leaves 3 kB there for good: a kernel
     # with the number of the copy.
-    with tf.device(_COORDINATOR):
+    with tf.device(worker_function.COORDINATOR):
       return tf.identity(numbers)
 
   def _apply(self, parts):

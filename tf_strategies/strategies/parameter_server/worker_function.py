@@ -20,6 +20,7 @@ from tf_strategies.strategies.parameter_server import (
   variables,
 )
 
+COORDINATOR = '/job:chief/replica:0/task:0/device:CPU:0'
 # Markers of tasks, by number modulo this; far more than run at the same time.
 _NUM_MARKERS = 1024
 _COUNT_BITS = 32
@@ -330,7 +331,7 @@ class LocalSgdFunction(WorkerFunction):
 def run_on_worker(function: Callable, worker: int, argument: Any, *handles):
   """Calls a concrete function on a worker."""
   if isinstance(argument, np.ndarray):
-    with tf.device('/job:chief/replica:0/task:0/device:CPU:0'):
+    with tf.device(COORDINATOR):
       argument = tf.constant(argument)
   with tf.device(f'/job:worker/replica:0/task:{worker}'):
     return function(argument, *handles)
