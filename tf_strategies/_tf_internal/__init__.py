@@ -6,7 +6,6 @@ missing symbol ends in one sentence that names it. The end of this file lists th
 methods of TensorFlow's classes that this package overrides.
 """
 
-
 import tensorflow as tf
 
 from tf_strategies import _requirements, errors

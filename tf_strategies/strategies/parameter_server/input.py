@@ -316,7 +316,8 @@ class WorkerDataset(_Dataset):
             ),
             num_parallel_calls=1,
           )
-          return tf.data.experimental.to_variant(numbered.prefetch(_PREFETCH))
+          numbered = _without_rewriting(numbered.prefetch(_PREFETCH))
+          return tf.data.experimental.to_variant(numbered)
 
         scalar = tf.TensorSpec([], tf.int64)
         opener = tf.function(make, autograph=False).get_concrete_function(
@@ -331,6 +332,20 @@ class WorkerDataset(_Dataset):
           )
         self._openers[index] = opener
       return self._openers[index]
+
+
+def _without_rewriting(dataset: tf.data.Dataset) -> tf.data.Dataset:
+  """The data set, whose graph tf.data leaves as it is, unless its user chose.
+
+  To rewrite it, tf.data copies all of its constants, whenever a split is opened:
+  the arrays of the user.
+  """
+  chosen = dataset.options().experimental_optimization
+  if chosen.apply_default_optimizations is not None:
+    return dataset
+  options = tf.data.Options()
+  options.experimental_optimization.apply_default_optimizations = False
+  return dataset.with_options(options)
 
 
 def _numbered(element_spec) -> dict[str, list]:
