@@ -78,6 +78,13 @@ class DataError(Error, ValueError):
   """Input data that is missing, truncated or not what was expected."""
 
 
+class StorageError(Error, OSError):
+  """A checkpoint that cannot be written or read: a full disk, no permission.
+
+  An `OSError` too, with the `errno` of its cause.
+  """
+
+
 class CheckpointMismatchError(Error, ValueError):
   """A checkpoint that does not belong to this model or this run."""
 

@@ -35,7 +35,12 @@ _GROUND = {
   'version': (),
   '_requirements': ('errors',),
   '_tf_internal': ('errors', '_requirements', '_tf_internal'),
-  '_keras_internal': ('_requirements', '_tf_internal', '_keras_internal'),
+  '_keras_internal': (
+    'errors',
+    '_requirements',
+    '_tf_internal',
+    '_keras_internal',
+  ),
   '_graph_errors': ('errors', '_tf_internal'),
 }
 # `tf_strategies/__init__.py` and the files beside it that are commands.

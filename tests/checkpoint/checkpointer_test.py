@@ -239,7 +239,7 @@ class CheckpointerTest(parameterized.TestCase):
     # It may be whole: neither the one before it nor none will do.
     with (
       mock.patch.object(checkpointer, 'open', fail, create=True),
-      self.assertRaisesRegex(OSError, file),
+      self.assertRaisesRegex(errors.StorageError, f'cannot be read.*{file}'),
     ):
       self.store.newest()
 
@@ -255,10 +255,15 @@ class CheckpointerTest(parameterized.TestCase):
   def test_save_that_fails_leaves_the_others(self, step):
     paths = [self._save(1), self._save(2)]
     with (
-      mock.patch.object(os, step, side_effect=OSError('disk full')),
-      self.assertRaisesRegex(OSError, 'disk full'),
+      mock.patch.object(
+        os, step, side_effect=OSError(errno.ENOSPC, 'disk full')
+      ),
+      self.assertRaisesRegex(
+        errors.StorageError, 'cannot be written: .*disk full.*Fix'
+      ) as caught,
     ):
       self._save(3)
+    self.assertEqual(caught.exception.errno, errno.ENOSPC)
     self.assertEqual(self.store.paths(), paths)
     self.assertEqual(self.store.newest().metadata['number'], 2)
     # What is left of it goes with the next.

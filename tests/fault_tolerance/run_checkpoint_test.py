@@ -12,6 +12,7 @@ from absl.testing import parameterized
 
 import tf_strategies as tfs
 from tests import tiers, virtual_devices
+from tf_strategies import errors
 from tf_strategies.checkpoint import checkpointer, model_state
 from tf_strategies.checkpoint.position import Position
 
@@ -205,12 +206,12 @@ class RunCheckpointTest(tf.test.TestCase, parameterized.TestCase):
     with mock.patch.object(
       checkpointer.Checkpointer, 'open', side_effect=error
     ):
-      with self.assertRaises(OSError) as caught:
+      with self.assertRaises(errors.StorageError) as caught:
         checkpoint.restore()
-      self.assertIs(caught.exception, error)
+      self.assertIs(caught.exception.__cause__, error)
       workers.exchange = _answer_of_another_chief(error)
       workers.rank = 1
-      with self.assertRaisesRegex(OSError, 'chief.*arrays.bin'):
+      with self.assertRaisesRegex(errors.StorageError, 'chief.*arrays.bin'):
         checkpoint.restore()
 
   @pytest.mark.full

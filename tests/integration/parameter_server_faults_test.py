@@ -1,11 +1,8 @@
 """kill -9 of a worker, a parameter server and the coordinator during `fit`."""
 
 import os
-import pathlib
 import random
 import signal
-import sys
-import tempfile
 import time
 
 import numpy as np
@@ -13,53 +10,18 @@ import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
-from benchmarks import processes
 from tests import parameter_servers, tiers
+from tests.integration import parameter_server_case
 from tests.integration import parameter_server_programs as programs
 from tf_strategies import errors
 
-_EPOCHS = 3
-_STEPS = _EPOCHS * programs.STEPS_PER_EPOCH
-_CHECKPOINT_STEPS = 60
-_ROOT = pathlib.Path(__file__).resolve().parents[2]
+_STEPS = parameter_server_case.STEPS
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
 
 
-class ParameterServerFaultsTest(parameterized.TestCase, tf.test.TestCase):
+class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
   """Training ends by itself, with the right number of steps."""
-
-  def setUp(self):
-    super().setUp()
-    directory = tempfile.TemporaryDirectory()
-    self.addCleanup(directory.cleanup)
-    self.progress = os.path.join(directory.name, 'progress')
-    self.checkpoints = os.path.join(directory.name, 'checkpoints')
-
-  def wait_for_batch(self, job, batch):
-    """Waits until `fit` has gone through so many batches."""
-    ends_at = time.monotonic() + 120
-    while time.monotonic() < ends_at:
-      if self.batches() >= batch:
-        return
-      self.assertTrue(job.is_alive('chief', 0), 'the chief has ended')
-      time.sleep(0.02)
-    self.fail(f'batch {batch} was not reached')
-
-  def batches(self):
-    """How many batches `fit` has gone through."""
-    if not os.path.exists(self.progress):
-      return 0
-    with open(self.progress) as f:
-      return int(f.read() or 0)
-
-  def arguments(self, worker_input=False, **options):
-    return (self.progress, _EPOCHS, worker_input, options)
-
-  def finish(self, job) -> programs.Run:
-    outcome = job.wait()
-    self.assertEqual((outcome.exitcode, outcome.error_text), (0, ''))
-    return outcome.value
 
   @pytest.mark.full
   def test_worker(self):
@@ -97,6 +59,22 @@ class ParameterServerFaultsTest(parameterized.TestCase, tf.test.TestCase):
 
   def test_parameter_server(self):
     self.assert_server(0, 'async')
+
+  @parameterized.parameters(0, 1)
+  @pytest.mark.full
+  def test_parameter_server_in_the_first_evaluation(self, server):
+    options = {'checkpoint_dir': self.checkpoints, 'checkpoint_steps': 60}
+    with parameter_servers.Job() as job:
+      job.start_chief(programs.train, self.arguments(validates=True, **options))
+      self.wait_for_batch(job, 1, '.test')
+      job.kill('ps', server)
+      job.start('ps', server)
+      run = self.finish(job)
+    self.assertEqual(run.iterations, _STEPS - programs.lost_steps(run))
+    self.assertEqual(run.batches, _STEPS)
+    for name in ('loss', 'val_loss'):
+      self.assertLen(run.history[name], 3)
+      self.assertTrue(np.isfinite(run.history[name]).all())
 
   @pytest.mark.soak
   def test_parameter_server_of_synchronous_steps(self):
@@ -138,92 +116,6 @@ class ParameterServerFaultsTest(parameterized.TestCase, tf.test.TestCase):
     self.assertGreaterEqual(lost, 9)
     self.assertEqual(run.batches, _STEPS)
     self.assertEqual(run.iterations, _STEPS - lost)
-
-  @tiers.parameters(
-    tiers.full('arrays.bin', 'truncate', 1),
-    tiers.full('arrays.bin', 'flip', 1),
-    tiers.soak('arrays.bin', 'delete', 2),
-    tiers.full('manifest.json', 'empty', 2),
-    tiers.soak('manifest.json', 'truncate', 1),
-    tiers.soak('manifest.json', 'flip', 1),
-  )
-  def test_parameter_server_with_damaged_checkpoints(self, name, kind, count):
-    """An older one that is whole is used and named; no other step is lost."""
-    options = {
-      'checkpoint_dir': self.checkpoints,
-      'checkpoint_steps': _CHECKPOINT_STEPS,
-    }
-    with parameter_servers.Job() as job:
-      job.start_chief(programs.train, self.arguments(**options))
-      self.wait_for_batch(job, 130)
-      # It must not write another one between the damage and the death.
-      job.signal('chief', signal.SIGSTOP)
-      *_, whole = self.kept()[:-count]
-      damaged = self.kept()[-count:]
-      for path in damaged:
-        _damage(path / name, kind)
-      job.kill('ps', 1)
-      job.signal('chief', signal.SIGCONT)
-      job.start('ps', 1)
-      run = self.finish(job)
-    logged = ' '.join(text for _, text in run.logged)
-    for path in damaged:
-      self.assertIn(f'Skipped checkpoint {path}, which is damaged', logged)
-    self.assertIn(f'Using the older checkpoint {whole}.', logged)
-    self.assertIn(f'restored {whole.name} after', logged)
-    lost = programs.lost_steps(run)
-    self.assertGreater(lost, count * _CHECKPOINT_STEPS)
-    self.assertEqual(run.batches, _STEPS)
-    self.assertEqual(run.iterations, _STEPS - lost)
-
-  @tiers.parameters(
-    tiers.full('arrays.bin', 'truncate'),
-    tiers.full('manifest.json', 'empty'),
-    tiers.soak('manifest.json', 'delete'),
-  )
-  def test_parameter_server_with_damaged_checkpoints_only(self, name, kind):
-    """The program ends with a typed error, and deletes no file."""
-    options = {
-      'checkpoint_dir': self.checkpoints,
-      'checkpoint_steps': _CHECKPOINT_STEPS,
-    }
-    code = (
-      'from tests.integration import parameter_server_programs as programs\n'
-      f'programs.train(*{self.arguments(**options)!r})'
-    )
-    path = os.pathsep.join(filter(None, sys.path))
-    with parameter_servers.Job() as job:
-      env = {'PYTHONPATH': path, 'TF_CONFIG': job.tf_config('chief', 0)}
-      with processes.Command(
-        [sys.executable, '-c', code],
-        name='the chief',
-        cwd=_ROOT,
-        env=processes.environment(env),
-      ) as chief:
-        chief.wait_until(lambda: self.batches() >= 130)
-        chief.signal(signal.SIGSTOP)
-        batches = self.batches()
-        for path in self.kept():
-          _damage(path / name, kind)
-        before = self.files()
-        job.kill('ps', 1)
-        chief.signal(signal.SIGCONT)
-        job.start('ps', 1)
-        self.assertEqual(chief.wait(), 1)
-        output = chief.output()
-    self.assertIn('DataError: All checkpoints in', output)
-    self.assertEqual(self.files(), before)
-    # Those that were already begun, on the variables of before.
-    self.assertLess(self.batches(), batches + 10)
-
-  def kept(self):
-    """The checkpoints, oldest first."""
-    return sorted(pathlib.Path(self.checkpoints).glob('checkpoint-*'))
-
-  def files(self):
-    """Contents of all files of checkpoints by path."""
-    paths = sorted(pathlib.Path(self.checkpoints).rglob('*'))
-    return {str(p): p.read_bytes() for p in paths if p.is_file()}
 
   @pytest.mark.soak
   def test_restarted_worker_is_another_process(self):
@@ -277,6 +169,22 @@ class ParameterServerFaultsTest(parameterized.TestCase, tf.test.TestCase):
     self.assertEqual(run.batches, _STEPS - programs.STEPS_PER_EPOCH)
     self.assertEqual(run.iterations, _STEPS)
     self.assertEqual(run.rows_counted, programs.ROWS)
+
+  @pytest.mark.full
+  def test_coordinator_that_finds_another_number_of_workers(self):
+    """Their data are cut otherwise: no element may count twice."""
+    options = {'checkpoint_dir': self.checkpoints, 'checkpoint_steps': 60}
+    with parameter_servers.Job() as job:
+      job.start_chief(programs.train, self.arguments(True, **options))
+      self.wait_for_batch(job, 170)
+      job.kill('chief')
+    with parameter_servers.Job(num_workers=3) as job:
+      job.start_chief(programs.train, self.arguments(True, **options))
+      outcome = job.wait()
+    self.assertIsInstance(
+      outcome.error, errors.UnsupportedOptionError, outcome.error_text
+    )
+    self.assertIn('start 2 workers', str(outcome.error))
 
   def _kill_and_resume(self, job, arguments):
     job.start_chief(programs.train, arguments)
@@ -336,6 +244,39 @@ class ParameterServerFaultsTest(parameterized.TestCase, tf.test.TestCase):
     self.assert_whole(run)
     self.assert_given_up(run, 'worker 1')
 
+  @pytest.mark.full
+  def test_step_that_was_given_up_is_not_finished(self):
+    """It goes on when its worker is given up, and what it writes is refused."""
+    with parameter_servers.Job() as job:
+      counts = job.run(programs.finish_after_giving_up)
+    self.assertEqual(counts, [[1, 1.0, 1.0]] * 2)
+
+  @tiers.parameters(
+    tiers.full(0, True, 1),
+    tiers.soak(0, False, 1),
+    tiers.soak(1, True, 10),
+    tiers.soak(1, False, 0),
+  )
+  def test_server_that_stops_in_an_evaluation(self, server, saves, batch):
+    """It is given up, waited for, and named."""
+    options = {'keepalive_timeout': 2.0, 'recovery_timeout': 5.0}
+    if saves:
+      options['checkpoint_dir'] = self.checkpoints
+    with parameter_servers.Job(deadline=90) as job:
+      job.start_chief(programs.train, self.arguments(validates=True, **options))
+      self.wait_for_batch(job, 100)
+      self.wait_for_batch(job, batch, '.test')
+      job.signal('ps', server, signal.SIGSTOP)
+      outcome = job.wait()
+    self.assertIsInstance(
+      outcome.error,
+      errors.RendezvousError
+      if saves
+      else errors.ParameterServerUnavailableError,
+      outcome.error_text,
+    )
+    self.assertIn(f'ps {server}', str(outcome.error))
+
   @pytest.mark.soak
   def test_stopped_server_goes_on(self):
     """As if it had died, or, if no call of a step failed, as if nothing had."""
@@ -381,46 +322,6 @@ class ParameterServerFaultsTest(parameterized.TestCase, tf.test.TestCase):
     self.assertIn('worker 1', str(outcome.error))
     self.assertNotIn('worker 0', str(outcome.error))
     self.assertLess(time.monotonic() - began, 90)
-
-  @parameterized.parameters(*range(10))
-  @pytest.mark.soak
-  def test_random_kills(self, case):
-    seed = int(os.environ.get('TFS_SEED', '20261121'))
-    rng = random.Random(f'{seed} {case}')
-    victim = rng.choice(['worker', 'worker', 'ps']), rng.randrange(2)
-    reads = rng.random() < 0.5
-    batch = rng.randrange(5, _STEPS - 60)
-    mode = 'async' if reads else rng.choice(['async', 'sync', 'bounded'])
-    options = {'checkpoint_dir': self.checkpoints, 'checkpoint_steps': 50}
-    with (
-      self.subTest(f'{seed} {case} {victim} {mode} {reads} {batch}'),
-      parameter_servers.Job() as job,
-    ):
-      job.start_chief(
-        programs.train, self.arguments(reads, mode=mode, **options)
-      )
-      self.wait_for_batch(job, batch)
-      job.kill(*victim)
-      time.sleep(rng.random() * 2)
-      job.start(*victim)
-      run = self.finish(job)
-      lost = programs.lost_steps(run)
-      self.assertEqual(run.iterations, _STEPS - lost)
-      self.assertEqual(run.batches, _STEPS)
-      if victim[0] == 'worker':
-        self.assertEqual(lost, 0)
-
-
-def _damage(path, kind):
-  raw = path.read_bytes()
-  if kind == 'delete':
-    path.unlink()
-    return
-  half = len(raw) // 2
-  flipped = raw[:half] + bytes([raw[half] ^ 1]) + raw[half + 1 :]
-  path.write_bytes(
-    {'truncate': raw[:half], 'flip': flipped, 'empty': b''}[kind]
-  )
 
 
 if __name__ == '__main__':

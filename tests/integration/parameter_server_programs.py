@@ -23,6 +23,7 @@ class Run:
     report: of the strategy.
     step_ended: `time.time()` at the end of each batch.
     logged: warnings and errors with their times.
+    history: of `fit`.
   """
 
   iterations: int
@@ -32,12 +33,20 @@ class Run:
   report: dict[str, Any]
   step_ended: list[float]
   logged: list[tuple[float, str]]
+  history: dict[str, list[float]]
 
 
 def train(
-  progress_path: str, epochs: int, worker_input: bool, options: dict[str, Any]
+  progress_path: str,
+  epochs: int,
+  worker_input: bool,
+  options: dict[str, Any],
+  validates: bool = False,
 ) -> Run:
-  """Trains a small model by `fit`; tells the number of batches in a file."""
+  """Trains a small model by `fit`; tells the number of batches in a file.
+
+  Those of evaluations are told in a file with `.test` behind its name.
+  """
   import keras
   import numpy as np
   import tensorflow as tf
@@ -70,18 +79,26 @@ def train(
   class Progress(keras.callbacks.Callback):
     """Slow enough for a test to kill somebody in the middle."""
 
+    tested = 0
+
     def on_train_batch_end(self, batch, logs=None):
       time.sleep(0.01)
       step_ended.append(time.time())
-      with open(progress_path + '.part', 'w') as f:
-        f.write(str(len(step_ended)))
-      os.replace(progress_path + '.part', progress_path)
+      tell(progress_path, len(step_ended))
+
+    def on_test_batch_end(self, batch, logs=None):
+      time.sleep(0.01)
+      self.tested += 1
+      tell(progress_path + '.test', self.tested)
 
   arguments = {
     'epochs': epochs,
     'verbose': 0,
     'callbacks': [Progress(), tfs.ResumeFit(strategy)],
   }
+  if validates:
+    arguments['validation_data'] = (x[: ROWS // 4], y[: ROWS // 4])
+    arguments['validation_batch_size'] = BATCH
   if worker_input:
     dataset = strategy.distribute_datasets_from_function(
       lambda context: (
@@ -90,9 +107,9 @@ def train(
         .batch(BATCH)
       )
     )
-    model.fit(dataset, **arguments)
+    history = model.fit(dataset, **arguments)
   else:
-    model.fit(x, y, batch_size=BATCH, shuffle=False, **arguments)
+    history = model.fit(x, y, batch_size=BATCH, shuffle=False, **arguments)
   return Run(
     int(model.optimizer.iterations.numpy()),
     len(step_ended),
@@ -101,7 +118,15 @@ def train(
     strategy.report(),
     step_ended,
     logged,
+    history.history,
   )
+
+
+def tell(path: str, number: int) -> None:
+  """Writes a number into a file, whole."""
+  with open(path + '.part', 'w') as f:
+    f.write(str(number))
+  os.replace(path + '.part', path)
 
 
 def watch_worker(progress_path: str) -> list[tuple[bool, bool]]:
@@ -165,3 +190,134 @@ def lost_steps(run: Run) -> int:
     if (found := re.search(r'Lost: (\d+) steps', message))
   ]
   return sum(counts)
+
+
+def use_after_failed_recovery(
+  progress_path: str, checkpoint_dir: str
+) -> tuple[dict[str, tuple[str, str]], list[float], int, int]:
+  """Uses a model in every way after its server was lost and not restored.
+
+  Tells in a file which phase it is in: 1 when it has trained, 2 when it has
+  tried everything. A test damages the checkpoints in phase 1 and mends them in
+  phase 2, and says so by files of that name.
+
+  Returns:
+    The type and message of what each use raised; losses before and after; the
+    optimizer's steps at the end, and the epochs that were asked for.
+  """
+  import keras
+  import numpy as np
+
+  import tf_strategies as tfs
+
+  rng = np.random.default_rng(5)
+  x = rng.normal(size=(320, 8)).astype(np.float32)
+  y = x.sum(-1, keepdims=True)
+  strategy = tfs.ParameterServerStrategy(
+    checkpoint_dir=checkpoint_dir, recovery_timeout=60.0
+  )
+  with strategy.scope():
+    model = keras.Sequential(
+      [keras.Input([8]), keras.layers.Dense(16), keras.layers.Dense(1)]
+    )
+    model.compile('adam', 'mse')
+    optimizer = model.optimizer
+    probe = strategy.remote_step(lambda batch: model(batch)[0, 0])
+  options = {'batch_size': 32, 'verbose': 0}
+  model.fit(x, y, epochs=2, **options)
+  strategy.save()
+  loss = model.evaluate(x, y, **options)
+  probe.call(x[:4]).result()
+
+  def wait_in(phase):
+    tell(progress_path, phase)
+    ends_at = time.monotonic() + 60
+    while not os.path.exists(f'{progress_path}.{phase}'):
+      if time.monotonic() > ends_at:
+        raise TimeoutError(f'phase {phase}')
+      time.sleep(0.02)
+
+  wait_in(1)
+  found = {}
+  for name, use in {
+    'fit': lambda: model.fit(x, y, epochs=1, **options),
+    'fit again': lambda: model.fit(x, y, epochs=1, **options),
+    'evaluate': lambda: model.evaluate(x, y, **options),
+    'predict': lambda: model.predict(x, verbose=0),
+    'save': strategy.save,
+    'save at once': lambda: strategy.save(recovers=False),
+    'call': lambda: probe.call(x[:4]).result(),
+    'get_weights': model.get_weights,
+    'save_weights': lambda: model.save_weights(f'{progress_path}.weights.h5'),
+    'join': strategy.join,
+  }.items():
+    try:
+      found[name] = 'nothing', repr(use())
+    except Exception as e:
+      found[name] = type(e).__name__, str(e)
+  wait_in(2)
+  restored = model.evaluate(x, y, **options)
+  model.fit(x, y, epochs=1, **options)
+  return found, [loss, restored], int(optimizer.iterations.numpy()), 3
+
+
+def finish_after_giving_up() -> list[list[float]]:
+  """Gives a worker up in the middle of a step, which then ends.
+
+  Returns:
+    What a counter and arrays on both servers have when the step has been done
+    once by a worker that was not given up, and when the other one is over too.
+  """
+  import threading
+
+  import numpy as np
+  import tensorflow as tf
+
+  import tf_strategies as tfs
+
+  strategy = tfs.ParameterServerStrategy()
+  with strategy.scope():
+    gate = tf.Variable([0.0], trainable=False)
+    count = tf.Variable(0, trainable=False, dtype=tf.int64)
+    # One on each server, which travels in a message of its own.
+    sums = [tf.Variable(tf.zeros([500_000]), trainable=False) for _ in '01']
+
+  def step(batch):
+    # The first step, of which the batch is 1, waits for the gate.
+    with tf.control_dependencies([batch]):
+      opened = tf.while_loop(
+        lambda seen: seen < batch,
+        lambda seen: (
+          tf.raw_ops.ReadVariableOp(resource=gate.handle, dtype=tf.float32)[0],
+        ),
+        [tf.constant(0.0)],
+      )[0]
+    count.assign_add(1 + 0 * tf.cast(opened, tf.int64))
+    for each in sums:
+      each.assign_add(tf.fill([500_000], 1.0 + 0.0 * opened))
+    return batch
+
+  train = strategy.remote_step(step)
+  leases = strategy.engine.markers.leases
+
+  def direct(variable):
+    with tf.device(variable.device):
+      return float(variable.read_directly().numpy().reshape(-1)[0])
+
+  def numbers():
+    return [direct(v) for v in (count, *sums)]
+
+  late = threading.Thread(target=lambda: train.call(np.float32(1.0)))
+  late.start()
+  late.join()
+  time.sleep(2.0)  # It waits for the gate.
+  leases.revoke()
+  train.call(np.float32(0.0))
+  ends_at = time.monotonic() + 30
+  while numbers() != [1.0, 1.0, 1.0] and time.monotonic() < ends_at:
+    time.sleep(0.1)
+  found = [numbers()]
+  with tf.device(gate.device):
+    tf.raw_ops.AssignVariableOp(resource=gate.handle, value=tf.constant([1.0]))
+  time.sleep(3.0)
+  return [*found, numbers()]

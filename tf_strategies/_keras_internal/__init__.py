@@ -31,6 +31,7 @@ from tf_strategies._keras_internal.steps import (  # noqa: F401  For all others.
   change,
   closure,
   element_spec_of_fit,
+  is_end_of_sequence,
   is_for_model,
   is_keras_own,
   is_skipped,

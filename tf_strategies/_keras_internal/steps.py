@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,7 +17,7 @@ from keras.src.optimizers import base_optimizer
 from keras.src.trainers import trainer as base_trainer
 from keras.src.trainers.data_adapters import tf_dataset_adapter
 
-from tf_strategies import _requirements, _tf_internal
+from tf_strategies import _requirements, _tf_internal, errors
 
 # Where the local functions of Keras's trainer come from.
 TRAINER_MODULE = 'keras.src.backend.tensorflow'
@@ -337,6 +338,56 @@ def element_spec_of_fit(
     **given,
   )
   return iterator._distributed_dataset.element_spec
+
+
+def _end_only_with_data(catch):
+  """Lets nothing but the end of the data end an epoch.
+
+  Keras takes any `StopIteration` or `OutOfRangeError` for that: of a callback
+  that reads a cut file, of a Python function in a step. The rest of the epoch is
+  then left out, and `fit` goes on.
+  """
+
+  @functools.wraps(catch)
+  @contextlib.contextmanager
+  def catch_stop_iteration(self):
+    with catch(self):
+      try:
+        yield
+      except (StopIteration, tf.errors.OutOfRangeError) as e:
+        extended = self._distribute_strategy.extended
+        is_ours = getattr(extended, 'builds_from_specs', False)
+        if not is_ours or _is_end_of_data(e):
+          raise
+        raise errors.DataError(
+          f'{type(e).__name__} in a step or a callback, which Keras would take '
+          f'for the end of the data: {str(e).strip() or "no message"}. Expected '
+          'it from an iterator over the data alone. Fix: see its cause, above.'
+        ) from e
+
+  return catch_stop_iteration
+
+
+def _is_end_of_data(error: Exception) -> bool:
+  if isinstance(error, tf.errors.OutOfRangeError):
+    return is_end_of_sequence(error)
+  frames = [f for f, _ in traceback.walk_tb(error.__traceback__)]
+  # Where it was raised: by an iterator of the data, or what Keras calls with one.
+  module = frames[-1].f_globals.get('__name__', '')
+  return module.partition('.')[0] in ('keras', 'tensorflow', 'tf_strategies')
+
+
+def is_end_of_sequence(error: tf.errors.OutOfRangeError) -> bool:
+  """Whether an iterator of tf.data raised it because it has no more elements."""
+  return 'End of sequence' in str(error)
+
+
+change(
+  trainer.TFEpochIterator,
+  'catch_stop_iteration()',
+  _end_only_with_data,
+  'an epoch ends with its data, and with nothing else',
+)
 
 
 def swap_train_function(

@@ -6,11 +6,17 @@ missing symbol ends in one sentence that names it. The end of this file lists th
 methods of TensorFlow's classes that this package overrides.
 """
 
-import contextlib
-
 import tensorflow as tf
 
 from tf_strategies import _requirements, errors
+from tf_strategies._tf_internal.cluster import (  # noqa: F401  For all others.
+  before_sending_functions,
+  clear_errors,
+  connect_again,
+  connected_cluster,
+  own_executor,
+)
+from tf_strategies._tf_internal.cluster import eager_context as _eager_context
 from tf_strategies._tf_internal.loading import load as _load
 from tf_strategies._tf_internal.tracing import (  # noqa: F401  For all others.
   ResourceVariable,
@@ -130,15 +136,6 @@ _record_operation = _load(
 )
 stop_recording = _load(
   'eager.record.stop_recording', 'a copy is no part of a gradient'
-)
-_new_executor = _load(
-  'eager.executor.new_executor', "keeps threads' failures apart"
-)
-_executor_scope = _load(
-  'eager.context.executor_scope', 'runs ops by an executor of our own'
-)
-_eager_context = _load(
-  'eager.context.context', 'connects again to tasks that were restarted'
 )
 _CollectiveKeys = _load(
   'distribute.cross_device_utils.CollectiveKeys',
@@ -341,39 +338,9 @@ def lift(value):
       ) from e
 
 
-def connected_cluster():
-  """The `ServerDef` of the cluster that this process is connected to, if any."""
-  return _eager_context().get_server_def()
-
-
-def connect_again(server_def=None) -> None:
-  """Connects to tasks that were restarted, when every task answers."""
-  context = _eager_context()
-  context.update_server_def(server_def or context.get_server_def())
-
-
 def no_colocation():
   """A context that forgets what the ops around are colocated with."""
   return _colocate_with(None, ignore_existing=True)
-
-
-@contextlib.contextmanager
-def own_executor():
-  """Runs the thread's eager ops apart from those of other threads.
-
-  An executor that has met an error hands it to whatever is run by it next.
-  """
-  executor = _new_executor(enable_async=False)
-  with _executor_scope(executor):
-    try:
-      yield
-    finally:
-      executor.clear_error()
-
-
-def clear_errors() -> None:
-  """Forgets what an eager op of this thread failed with."""
-  _eager_context().executor.clear_error()
 
 
 def before_wrong_scope(refuse) -> None:

@@ -142,13 +142,27 @@ class Checkpointer:
       metadata: for JSON.
 
     Raises:
-      OSError: it cannot be written; the previous checkpoints are untouched.
+      StorageError: it cannot be written; the previous checkpoints are untouched.
     """
+    with _typed(self.directory, 'written'):
+      path, paths = self._write(arrays, metadata)
+    try:
+      whole = [p for p in paths if p not in self._damaged]
+      oldest = whole[-self._max_to_keep :][0]
+      for old in paths[: paths.index(oldest)]:
+        # Renamed first: a half-deleted checkpoint is not a damaged one.
+        os.rename(old, self._unfinished(old))
+    except OSError as e:
+      logging.warning('Could not delete old checkpoints: %s', e)
+    self._delete_unfinished()
+    return path
+
+  def _write(self, arrays, metadata) -> tuple[str, list[str]]:
+    """Writes a checkpoint; returns its path, and those of all."""
     os.makedirs(self.directory, exist_ok=True)
     self._delete_unfinished()
     before = self.paths()
-    newest = _NAME.fullmatch(os.path.basename(before[-1])) if before else None
-    path = self._path(1 + (int(newest[1]) if newest else 0))
+    path = self._path(1 + (_number(before[-1]) if before else 0))
     temporary = self._unfinished(path)
     os.mkdir(temporary)
     pairs = arrays.items() if isinstance(arrays, Mapping) else arrays
@@ -164,29 +178,31 @@ class Checkpointer:
     _sync(temporary)
     os.rename(temporary, path)
     _sync(self.directory)
-    try:
-      paths = [*before, path]
-      whole = [p for p in paths if p not in self._damaged]
-      oldest = whole[-self._max_to_keep :][0]
-      for old in paths[: paths.index(oldest)]:
-        # Renamed first: a half-deleted checkpoint is not a damaged one.
-        os.rename(old, self._unfinished(old))
-    except OSError as e:
-      logging.warning('Could not delete old checkpoints: %s', e)
-    self._delete_unfinished()
-    return path
+    return path, [*before, path]
 
-  def newest(self) -> Checkpoint | None:
+  def newest(self, since: str | None = None) -> Checkpoint | None:
     """Opens the newest checkpoint that is whole; None if there is none at all.
 
     Logs a warning for each newer one that is damaged, and deletes nothing.
 
+    Args:
+      since: one of `paths()`: older ones are left alone.
+
     Raises:
       DataError: there are checkpoints and all are damaged.
-      OSError: a file exists and cannot be read: it may be whole.
+      StorageError: a file exists and cannot be read: it may be whole.
     """
+    with _typed(self.directory, 'read'):
+      return self._newest(since)
+
+  def _newest(self, since) -> Checkpoint | None:
     skipped: dict[str, str] = {}
-    for path in reversed(self.paths()):
+    paths = self.paths()
+    if since is not None:
+      # By their numbers, which paths do not sort by beyond eight digits.
+      oldest = _number(since)
+      paths = [path for path in paths if _number(path) >= oldest]
+    for path in reversed(paths):
       try:
         found = self.open(path)
       except (FileNotFoundError, NotADirectoryError, errors.DataError) as e:
@@ -230,12 +246,13 @@ class Checkpointer:
   def mark_finished(self, is_finished: bool = True) -> None:
     """Tells readers such as `SidecarEvaluator` whether training is over."""
     path = os.path.join(self.directory, FINISHED_FILE)
-    if is_finished:
-      os.makedirs(self.directory, exist_ok=True)
-      open(path, 'w').close()
-    else:
-      with contextlib.suppress(FileNotFoundError):
-        os.remove(path)
+    with _typed(self.directory, 'written'):
+      if is_finished:
+        os.makedirs(self.directory, exist_ok=True)
+        open(path, 'w').close()
+      else:
+        with contextlib.suppress(FileNotFoundError):
+          os.remove(path)
 
   def _path(self, number: int) -> str:
     return os.path.join(self.directory, f'checkpoint-{number:08d}')
@@ -248,6 +265,27 @@ class Checkpointer:
       if name.startswith(_UNFINISHED):
         # What stays is not read, and the next `save` tries again.
         shutil.rmtree(os.path.join(self.directory, name), ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _typed(directory: str, what: str) -> Iterator[None]:
+  """Raises what the file system refuses as an error of this package."""
+  try:
+    yield
+  except errors.Error:
+    raise
+  except OSError as e:
+    error = errors.StorageError(
+      f'a checkpoint in {directory} cannot be {what}: {e}. Expected space and '
+      'permission there; whole checkpoints were left as they are. Fix: make '
+      'room, or pass another directory, and start the run again.'
+    )
+    error.errno, error.filename = e.errno, e.filename
+    raise error from e
+
+
+def _number(path: str) -> int:
+  return int(_NAME.fullmatch(os.path.basename(path))[1])
 
 
 def _write_arrays(

@@ -16,7 +16,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tf_strategies import errors
+from tf_strategies import _keras_internal, errors
 from tf_strategies.cluster import workers as workers_lib
 
 
@@ -39,6 +39,21 @@ def name_variables(
   metrics, which restart in each epoch.
   """
   return name_objects({'model': model, 'optimizer': optimizer})
+
+
+def state_of(model: keras.Model) -> dict[str, Any]:
+  """Returns what a model trains: itself, and its optimizers, for `name_objects`.
+
+  Also those that a `train_step` of the user's own keeps as attributes.
+  """
+  optimizers = _keras_internal.optimizers_of(model)
+  return {
+    'model': model,
+    **{
+      f'optimizer#{i}' if i else 'optimizer': each
+      for i, each in enumerate(optimizers)
+    },
+  }
 
 
 def name_objects(objects: Mapping[str, Any]) -> dict[str, Any]:

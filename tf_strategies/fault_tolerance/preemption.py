@@ -263,8 +263,8 @@ class _ServerCheckpoint:
     try:
       # There is no time to wait for a server to come back.
       self.strategy.save(recovers=False)
-    except (errors.ParameterServerUnavailableError, tf.errors.OpError) as e:
-      raise OSError(f'the variables cannot be read: {e}') from e
+    except (errors.Error, tf.errors.OpError) as e:
+      raise errors.StorageError(f'the variables cannot be read: {e}') from e
 
 
 class PreemptionCheckpoint(resume_fit.ResumeFit):

@@ -10,6 +10,7 @@ import tensorflow as tf
 from absl import logging
 
 from tf_strategies import _keras_internal, errors, option_checks
+from tf_strategies.checkpoint import model_state
 from tf_strategies.checkpoint.position import Position
 from tf_strategies.fault_tolerance import run_checkpoint
 
@@ -73,14 +74,12 @@ class ResumeFit(keras.callbacks.Callback):
     with self._strategy.scope():
       if not self.model.optimizer.built:
         self.model.optimizer.build(self.model.trainable_variables)
-    position = self._strategy.recovery.restore(
-      {'model': self.model, 'optimizer': self.model.optimizer}
-    )
+    position = self._strategy.recovery.restore(model_state.state_of(self.model))
     if position is None:
       return
     steps_per_epoch = self.params.get('steps')
     if position.step == steps_per_epoch:  # It was written at the very end.
-      position = Position(position.epoch + 1)
+      position = Position(position.epoch + 1, 0, position.splits)
     logging.info('fit continues at %s', position)
     # As Keras's own BackupAndRestore does.
     _keras_internal.set_initial_epoch(self.model, position.epoch)

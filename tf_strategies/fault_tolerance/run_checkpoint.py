@@ -107,7 +107,7 @@ class RunCheckpoint:
       CheckpointMismatchError: it belongs to another model or another run; the
         message names every difference.
       DataError: there are checkpoints and all are damaged.
-      OSError: the chief cannot read a file.
+      StorageError: the chief cannot read a file.
     """
     found, header = self._find_on_all_workers()
     self._metric_arrays = {}
@@ -153,7 +153,7 @@ class RunCheckpoint:
       The path of the checkpoint, on the chief.
 
     Raises:
-      OSError: it cannot be written; the previous checkpoints are untouched.
+      StorageError: it cannot be written; the previous checkpoints are untouched.
       UnsupportedOptionError: not a position.
     """
     for name, value in (('epoch', epoch), ('step', step)):

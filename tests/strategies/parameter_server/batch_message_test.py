@@ -88,7 +88,7 @@ class LayoutTest(tf.test.TestCase, parameterized.TestCase):
     self.assertLen(layouts, 1)
     layout = batches[0].layout(steps)
     self.assertEqual(layout.rows, 2)
-    message = layout.encode(7, 2, [b.arrays for b in batches])
+    message = layout.encode(7, 2, [b.arrays for b in batches], 5)
 
     @tf.function(autograph=False)
     def run(message, step):
@@ -99,7 +99,7 @@ class LayoutTest(tf.test.TestCase, parameterized.TestCase):
 
     for k, batch in enumerate(batches):
       header, found = run(tf.constant(message), tf.constant(k))
-      self.assertAllEqual(header, [7, 2])
+      self.assertAllEqual(header, [7, 2, 5])
       want = batch_message.pack(batch.structure, batch.arrays)
       self.assertIsNone(want[2])
       self.assertEqual(found[0]['r'].to_list(), want[0]['r'].to_list())
@@ -162,9 +162,9 @@ class LayoutTest(tf.test.TestCase, parameterized.TestCase):
   def test_header(self, task, first):
     batch = [np.ones(3, np.float32)]
     layout = batch_message.Layout(_structure(batch), 4)
-    parcel = layout.encode(task, first, [batch] * 4)
+    parcel = layout.encode(task, first, [batch] * 4, 3)
     self.assertAllEqual(
-      layout.decode_header(tf.constant(parcel)), [task, first]
+      layout.decode_header(tf.constant(parcel)), [task, first, 3]
     )
 
   @parameterized.parameters(1, 3)

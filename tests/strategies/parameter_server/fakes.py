@@ -19,7 +19,7 @@ class Liveness:
       return None
     server = min(self.dead_servers)
     error = errors.ParameterServerUnavailableError(f'ps {server} died')
-    error.server = server
+    error.server, error.address = server, self.address('ps', server)
     return error
 
   def wait_for_all(self, deadline_seconds):

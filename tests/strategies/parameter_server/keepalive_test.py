@@ -89,6 +89,24 @@ class AskTest(parameterized.TestCase):
       answers, dict.fromkeys(addresses, keepalive.Answer.NOTHING)
     )
 
+  def test_questions_are_not_ended(self):
+    """Their end would look as if nobody listened there."""
+    listener = _listen(None)
+    peers = keepalive.peers_of(_address(listener))
+    is_over = threading.Event()
+
+    def disconnect():
+      while not is_over.wait(0.01):
+        keepalive.disconnect(peers)
+
+    thread = threading.Thread(target=disconnect)
+    thread.start()
+    try:
+      self.assertEqual(self.ask(listener), keepalive.Answer.NOTHING)
+    finally:
+      is_over.set()
+      thread.join()
+
 
 class DisconnectTest(parameterized.TestCase):
   def connect(self, listener, family=socket.AF_INET):

@@ -17,6 +17,7 @@ from tf_strategies.strategies.parameter_server import (
   options,
   recovery,
   worker_function,
+  worker_pool,
 )
 
 
@@ -26,6 +27,8 @@ class RecoveryTest(tf.test.TestCase, parameterized.TestCase):
     self.enter_context(local_servers.on_local_devices())
     self.directory = self.create_tempdir().full_path
     self.liveness = fakes.Liveness()
+    self.pool = worker_pool.WorkerPool([0], self.liveness)
+    self.addCleanup(self.pool.close)
     self.registry = weakref.WeakValueDictionary()
     self.restored = []
 
@@ -34,15 +37,15 @@ class RecoveryTest(tf.test.TestCase, parameterized.TestCase):
     found = recovery.Recovery(
       options.make('async', checkpoint_dir=directory),
       self.liveness,
-      mock.Mock(),
+      self.pool,
       self.registry,
       worker_function.CompletionMarkers(),
     )
     found.on_restored = lambda: self.restored.append(True)
     return found
 
-  def variable(self, value):
-    made = local_servers.variable(0, value)
+  def variable(self, value, **options):
+    made = local_servers.variable(0, value, **options)
     self.registry[id(made)] = made
     return made
 
@@ -73,7 +76,10 @@ class RecoveryTest(tf.test.TestCase, parameterized.TestCase):
   def damage(self, path):
     file = os.path.join(path, 'arrays.bin')
     with open(file, 'r+b') as f:
-      f.truncate(os.path.getsize(file) - 1)
+      f.seek(-1, os.SEEK_END)
+      self.cut = f.read()
+      f.seek(-1, os.SEEK_END)
+      f.truncate()
 
   def test_newest_checkpoint_is_restored(self):
     weight, found = self.variable([1.0, 2.0]), self.make()
@@ -97,11 +103,75 @@ class RecoveryTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(found.history[0]['lost_steps'], 13)
 
   def test_no_step_runs_without_a_whole_checkpoint(self):
+    """Nor is one written, until a whole one was read."""
     weight, found = self.variable([1.0, 2.0]), self.make()
-    for path in self.save_twice(found, weight):
+    paths = self.save_twice(found, weight)
+    for path in paths:
       self.damage(path)
+    calls = []
     with self.assertRaisesRegex(errors.DataError, 'damaged'):
       found.with_recovery(self.die_once(weight))
+    for use in (
+      lambda: found.with_recovery(lambda: calls.append(True)),
+      lambda: self.pool.submit(mock.Mock()),
+      found.write,
+    ):
+      with self.assertRaisesRegex(errors.DataError, 'damaged'):
+        use()
+    self.assertEqual((calls, found.history), ([], []))
+    with open(os.path.join(paths[1], 'arrays.bin'), 'ab') as f:
+      f.write(self.cut)
+    found.with_recovery(lambda: calls.append(weight.numpy().tolist()))
+    self.assertEqual(calls, [[3.0, 4.0]])
+    self.pool.submit(mock.Mock())
+    self.pool.wait()
+    self.assertTrue(found.write())
+
+  def test_server_that_dies_before_the_first_checkpoint(self):
+    """That of another run does not count."""
+    self.save_twice(self.make(), self.variable([1.0, 2.0]))
+    weight, found = self.variable([5.0, 6.0]), self.make()
+    self.assertTrue(found.track({'weight': weight}))
+    with self.assertRaisesRegex(
+      errors.ParameterServerUnavailableError,
+      r'ps 0 at ps-0:1 died before the first checkpoint of this run.*Fix',
+    ):
+      found.with_recovery(self.die_once(weight))
+
+  def test_damaged_checkpoint_is_not_replaced_by_that_of_another_run(self):
+    self.save_twice(self.make(), self.variable([1.0, 2.0]))
+    weight, found = self.variable([5.0, 6.0]), self.make()
+    found.track({'weight': weight})
+    self.damage(found.write())
+    with self.assertRaisesRegex(errors.DataError, 'damaged'):
+      found.with_recovery(self.die_once(weight))
+
+  def test_lost_variable_that_is_in_no_checkpoint(self):
+    """It cannot be read until it is assigned; what a metric counted can be."""
+    on_read = tf.VariableSynchronization.ON_READ
+    weight, found = self.variable([1.0]), self.make()
+    metric = self.variable([7.0], synchronization=on_read)
+    other = self.variable([7.0])
+    found.track({'weight': weight})
+    found.write()
+    die = self.die_once(weight, metric, other)
+    with (
+      self.assertLogs('absl', 'WARNING') as logs,
+      self.assertRaisesRegex(errors.DataError, 'was lost .*track'),
+    ):
+      found.with_recovery(die)
+    self.assertRegex(' '.join(logs.output), 'count from zero.*must be assigned')
+    self.assertAllEqual(metric, [0.0])
+
+    @tf.function
+    def step():
+      return other + 1.0
+
+    for use in (step, other.numpy, lambda: other.assign_add([1.0])):
+      with self.assertRaisesRegex(errors.DataError, 'was lost .*track'):
+        use()
+    other.assign([3.0])
+    self.assertAllEqual(step(), [4.0])
 
   def test_server_that_dies_during_a_save(self):
     """The whole save is repeated: it has the values of one moment."""

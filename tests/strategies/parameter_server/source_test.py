@@ -16,7 +16,7 @@ class _Dataset(input.WorkerDataset):
     data = tf.data.Dataset.range(5).batch(1)
     super().__init__(lambda c: data.shard(2, c.input_pipeline_id), 2, list)
 
-  def open(self, split, worker):
+  def open(self, split, worker, token):
     return tf.constant(split.key)
 
 
@@ -33,6 +33,19 @@ class SourceTest(tf.test.TestCase):
     begun = [source.may_begin_step() for _ in range(6)]
     # Three are dropped, and two are left.
     self.assertEqual(begun, [True] * 5 + [False])
+
+  def test_position_at_the_end_of_an_epoch_within_the_data(self):
+    """Of `steps_per_epoch`: no element of the next one was trained on."""
+    source = input.Source(_Dataset())
+    for _ in range(3):
+      source.may_begin_step()
+    for split, done in zip(source.splits, (2, 1), strict=True):
+      split.done = done
+    self.assertEqual(source.position, (2, 1))
+    source = input.Source(_Dataset(), Position(1, 0, source.position))
+    begun = [source.may_begin_step() for _ in range(3)]
+    self.assertEqual(begun, [True, True, False])
+    self.assertEqual(source.position, ())
 
 
 if __name__ == '__main__':

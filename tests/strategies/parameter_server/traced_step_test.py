@@ -3,6 +3,7 @@
 import tensorflow as tf
 from absl.testing import parameterized
 
+from tests import tiers
 from tests.strategies.parameter_server import local_servers
 from tf_strategies.strategies.parameter_server import (
   batch_message,
@@ -190,7 +191,9 @@ def _traced(program, variables, marks, *specs):
   @tf.function(autograph=False, input_signature=specs)
   def step(*batch):
     traced = traced_step.TracedStep(discovery.access)
+    token = tf.constant(marks.leases.token(0), tf.int64)
     with traced.tracing():
+      traced.fence = traced_step.Fence(token, marks.leases.check)
       outputs = run(batch)
     key, one = tf.constant(_KEY, tf.int64), tf.constant(1)
     done = traced.commit(marks.mark(batch_message.TASKS, key, one))
@@ -207,7 +210,7 @@ class TracedStepTest(tf.test.TestCase, parameterized.TestCase):
   def setUp(self):
     super().setUp()
     self.enter_context(local_servers.on_local_devices())
-    self.markers = worker_function.CompletionMarkers()
+    self.markers = worker_function.CompletionMarkers(2, 2)
 
   def trace(self, program, variables, *specs):
     return _traced(program, variables, self.markers, *(specs or [_SPEC]))
@@ -229,6 +232,31 @@ class TracedStepTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(self.markers.done(batch_message.TASKS, _KEY), 1)
     self.assertEqual(self.markers.done(batch_message.TASKS, _KEY + 1), 0)
     self.assertEqual(self.markers.done(batch_message.SPLITS, _KEY), 0)
+
+  @tiers.named_parameters(
+    *tiers.few(
+      [(p.__name__.strip('_'), p) for p in PROGRAMS],
+      'written_in_a_branch',
+      'scattered_only',
+      'sums',
+    )
+  )
+  def test_worker_that_was_given_up_writes_nothing(self, program):
+    values = [1.0, 2.0, 3.0], [-0.5, 0.25, 4.0]
+    ours = [local_servers.variable(i, v) for i, v in enumerate(values)]
+    step = self.trace(program, ours)
+    x = tf.constant([0.5, 1.5, -0.25])
+    self.markers.leases.revoke([1])
+    step(x)
+    before = [v.numpy() for v in ours]
+    self.markers.leases.revoke([0])
+    with self.assertRaises(tf.errors.InvalidArgumentError):
+      step(x)
+    for want, got in zip(before, ours, strict=True):
+      self.assertAllEqual(want, got)
+    # Its next task is another one.
+    step = self.trace(program, ours)
+    step(x)
 
   @parameterized.parameters(tf.int64, tf.int32, tf.float64, tf.bfloat16)
   def test_counters_of_other_types(self, dtype):

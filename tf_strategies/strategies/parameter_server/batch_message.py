@@ -16,7 +16,7 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -27,7 +27,7 @@ from tf_strategies import errors, option_checks
 TASKS, SPLITS = 0, 1
 
 _ALIGNMENT = 64
-_HEADER_BYTES = 16  # int64: number of the task, first step to do.
+_HEADER_BYTES = 24  # int64: number of the task, first step to do, token.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,13 +86,18 @@ class Layout:
     return self.kind, repr(kinds), specs, self.steps, self.hides_rows
 
   def encode(
-    self, task: int, first: int, batches: Sequence[Sequence[np.ndarray]]
+    self,
+    task: int,
+    first: int,
+    batches: Sequence[Sequence[np.ndarray]],
+    token: int = 0,
   ) -> np.ndarray:
     """The message of a task: uint8, or bytes objects."""
+    header = np.array([task, first, token], np.int64)
     if not self.is_fixed:
-      return self._encode_varying(task, first, batches)
+      return self._encode_varying(header, batches)
     message = np.empty(self.num_bytes, np.uint8)
-    message[:_HEADER_BYTES].view(np.int64)[:] = task, first
+    message[:_HEADER_BYTES] = header.view(np.uint8)
     position = _ALIGNMENT
     for arrays in batches:
       for array, size in zip(arrays, self.sizes, strict=True):
@@ -101,8 +106,8 @@ class Layout:
         position += size
     return message
 
-  def _encode_varying(self, task, first, batches) -> np.ndarray:
-    message = [np.array([task, first], np.int64).tobytes()]
+  def _encode_varying(self, header, batches) -> np.ndarray:
+    message = [header.tobytes()]
     strings = []
     for arrays in batches:
       table, parts = [], []
@@ -128,10 +133,10 @@ class Layout:
     return sum(1 + s.shape.rank for s in self.specs)
 
   def decode_header(self, message: tf.Tensor) -> tf.Tensor:
-    """Task, first step: int64 [2]."""
+    """Task, first step, token: int64 [3]."""
     if not self.is_fixed:
       return tf.io.decode_raw(message[0], tf.int64)
-    return tf.bitcast(tf.reshape(message[:_HEADER_BYTES], [2, 8]), tf.int64)
+    return tf.bitcast(tf.reshape(message[:_HEADER_BYTES], [3, 8]), tf.int64)
 
   def decode_batch(self, message: tf.Tensor, step: tf.Tensor | int) -> Any:
     """The batch of one step."""
@@ -185,10 +190,21 @@ class Layout:
     """The first step to do, int64."""
     return self.decode_header(argument)[1]
 
-  def read(self, argument: tf.Tensor, step: tf.Tensor) -> tuple[Any, Any, Any]:
-    """The batch of a step; whose marker, and to which count, it then sets."""
-    key = self.decode_header(argument)[0]
-    return self.decode_batch(argument, step), key, step + 1
+  def read(self, argument: tf.Tensor, step: tf.Tensor) -> Reading:
+    """What a step needs of the message."""
+    header = self.decode_header(argument)
+    return Reading(
+      self.decode_batch(argument, step), header[0], step + 1, header[2]
+    )
+
+
+class Reading(NamedTuple):
+  """What a step takes from its message, or from the data that it reads."""
+
+  batch: Any
+  key: tf.Tensor  # Whose marker the step sets,
+  done: tf.Tensor  # and to which count.
+  token: tf.Tensor  # Of the worker, which must be valid when it writes.
 
 
 class Batch:

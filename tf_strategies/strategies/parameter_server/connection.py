@@ -20,6 +20,7 @@ _FIX = (
   '--num_workers=2 --num_ps=2 --chief does'
 )
 _PROBE_SECONDS = 10.0
+_SILENT_SECONDS = 1.0
 # A server's port opens a moment before it answers calls.
 _SETTLE_SECONDS = 0.3
 _UNSETTLED_SECONDS = 5.0
@@ -136,7 +137,16 @@ class Liveness:
     self.generation = 0
     # Servers that were connected to again before anybody noticed their death.
     self._unrestored: set[Task] = set()
-    self._keepalive = keepalive.Keepalive(self._addresses, keepalive_timeout)
+    workers = [task for task in self._addresses if task not in self._servers]
+    self._keepalive = keepalive.Keepalive(
+      self._addresses,
+      keepalive_timeout,
+      # A step is a call to a worker, which calls the servers.
+      callers=dict.fromkeys(self._servers, workers),
+    )
+    self._is_closed = False
+    # All functions of this process: those of Keras and of the user too.
+    _tf_internal.before_sending_functions(self.wait_for_answers)
 
   def address(self, job: str, index: int) -> str:
     """Where a task listens."""
@@ -159,7 +169,9 @@ class Liveness:
     gone = self._unrestored | self._gone(self._servers)
     if not gone:
       return None
-    _, server = min(gone)
+    return self._error_of(min(gone)[1])
+
+  def _error_of(self, server: int) -> errors.ParameterServerUnavailableError:
     address = self.address('ps', server)
     error = errors.ParameterServerUnavailableError(
       f'parameter server ps {server} at {address} died or was restarted: its '
@@ -169,6 +181,22 @@ class Liveness:
     )
     error.server, error.address = server, address
     return error
+
+  def wait_for_answers(self) -> None:
+    """Waits while a task is silent that is not yet given up.
+
+    Raises:
+      ParameterServerUnavailableError: a server was given up.
+    """
+    while not self._is_closed:
+      given_up = {
+        t for t in self._addresses if self._keepalive.is_disconnected(t)
+      }
+      if given_up & self._servers:
+        raise self._error_of(min(given_up & self._servers)[1])
+      asked = {t: a for t, a in self._addresses.items() if t not in given_up}
+      if _NOTHING not in keepalive.ask_all(asked, _SILENT_SECONDS).values():
+        return
 
   def is_complete(self) -> bool:
     """Whether every task answers, for which connecting to one waits."""
@@ -217,6 +245,7 @@ class Liveness:
 
   def close(self) -> None:
     """Ends the keepalive thread."""
+    self._is_closed = True
     self._keepalive.close()
 
   def _gone(self, tasks: Iterable[Task]) -> set[Task]:

@@ -271,6 +271,11 @@ class LocalSgdEngine(Engine):
         self._flush()
     return self._newest_report
 
+  def forget(self) -> None:
+    """As `Engine.forget`; batches that wait count as lost."""
+    super().forget()
+    self._waiting, self._newest_report = [], None
+
   def run(self, step, work):
     """Evaluation sees what was trained before."""
     self._flush()

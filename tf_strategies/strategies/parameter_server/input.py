@@ -143,6 +143,17 @@ class Source:
     with self._lock:
       return self._is_empty()
 
+  @property
+  def position(self) -> tuple[int, ...]:
+    """Elements of each split that have been trained on; empty at the end.
+
+    With `steps_per_epoch` several epochs of `fit` are one of these.
+    """
+    count = self.dataset.cardinality()
+    if 0 <= count <= self._handed_out or (count < 0 and self.is_exhausted):
+      return ()
+    return tuple(split.done for split in self.splits)
+
   def may_begin_step(self) -> bool:
     """Counts a step that is to be scheduled; False at the end of the data."""
     cardinality = self.dataset.cardinality()
@@ -164,8 +175,13 @@ class Source:
   def _is_empty(self) -> bool:
     return not (self._free or self._opening or any(self._splits_of.values()))
 
-  def split_for(self, worker: int, others: Iterable[int]) -> Split | None:
-    """What a worker reads next, opened if it has none; None if none is left."""
+  def split_for(
+    self, worker: int, others: Iterable[int], token: int = 0
+  ) -> Split | None:
+    """What a worker reads next, opened if it has none; None if none is left.
+
+    `token` is the worker's; one that gets another one has lost its splits.
+    """
     with self._lock:
       mine = self._splits_of.setdefault(worker, [])
       others_need = any(not self._splits_of.get(w) for w in others)
@@ -176,16 +192,16 @@ class Source:
       split = self._free.pop(0) if self._free and is_needed else None
       self._opening += split is not None
     if split is not None:
-      self._open(split, worker)
+      self._open(split, worker, token)
     with self._lock:
       mine = self._splits_of.setdefault(worker, [])
       return mine[next(self._turn) % len(mine)] if mine else None
 
-  def _open(self, split: Split, worker: int) -> None:
+  def _open(self, split: Split, worker: int, token: int) -> None:
     """Opens a split; it is nobody's while this lasts."""
     is_open = False
     try:
-      split.handle = self.dataset.open(split, worker)
+      split.handle = self.dataset.open(split, worker, token)
       is_open = True
     finally:
       with self._lock:
@@ -271,14 +287,15 @@ class WorkerDataset(_Dataset):
       )
     )
 
-  def open(self, split: Split, worker: int) -> tf.Tensor:
+  def open(self, split: Split, worker: int, token: int) -> tf.Tensor:
     """Begins to read a split on a worker; returns the iterator's handle."""
     opener = self._opener(split.index)
     with tf.device('/device:CPU:0'):
       key = tf.constant(split.key, tf.int64)
       done = tf.constant(split.done, tf.int64)
+      token = tf.constant(token, tf.int64)
     with tf.device(f'/job:worker/replica:0/task:{worker}/device:CPU:0'):
-      variant = opener(key, done)
+      variant = opener(key, done, token)
       handle = tf.raw_ops.AnonymousIteratorV3(**_numbered(self.element_spec))
       tf.raw_ops.MakeIterator(dataset=variant, iterator=handle)
     return handle
@@ -288,21 +305,23 @@ class WorkerDataset(_Dataset):
     with self._lock:
       if index not in self._openers:
 
-        def make(key, done):
+        def make(key, done, token):
           numbered = self._make(index).enumerate().skip(done)
           numbered = numbered.map(
             lambda i, batch: (
               key,
+              token,
               i,
               *tf.nest.flatten(batch, expand_composites=True),
             ),
             num_parallel_calls=1,
           )
-          return tf.data.experimental.to_variant(numbered.prefetch(_PREFETCH))
+          numbered = _without_rewriting(numbered.prefetch(_PREFETCH))
+          return tf.data.experimental.to_variant(numbered)
 
         scalar = tf.TensorSpec([], tf.int64)
         opener = tf.function(make, autograph=False).get_concrete_function(
-          scalar, scalar
+          scalar, scalar, scalar
         )
         if any(t.dtype == tf.variant for t in opener.captured_inputs):
           raise errors.UnsupportedOptionError(
@@ -315,12 +334,26 @@ class WorkerDataset(_Dataset):
       return self._openers[index]
 
 
+def _without_rewriting(dataset: tf.data.Dataset) -> tf.data.Dataset:
+  """The data set, whose graph tf.data leaves as it is, unless its user chose.
+
+  To rewrite it, tf.data copies all of its constants, whenever a split is opened:
+  the arrays of the user.
+  """
+  chosen = dataset.options().experimental_optimization
+  if chosen.apply_default_optimizations is not None:
+    return dataset
+  options = tf.data.Options()
+  options.experimental_optimization.apply_default_optimizations = False
+  return dataset.with_options(options)
+
+
 def _numbered(element_spec) -> dict[str, list]:
-  """Of what an open split yields: its key, the element's number, the batch."""
+  """Of what an open split yields: key, token, the element's number, the batch."""
   specs = tf.nest.flatten(element_spec, expand_composites=True)
   return {
-    'output_types': [tf.int64, tf.int64, *(s.dtype for s in specs)],
-    'output_shapes': [[], [], *(s.shape for s in specs)],
+    'output_types': [*[tf.int64] * 3, *(s.dtype for s in specs)],
+    'output_shapes': [[], [], [], *(s.shape for s in specs)],
   }
 
 
@@ -334,12 +367,13 @@ class Layout(batch_message.Layout):
     """The iterator is where the steps continue."""
     return tf.constant(0, tf.int64)
 
-  def read(self, argument: tf.Tensor, step: tf.Tensor) -> tuple[Any, Any, Any]:
+  def read(self, argument: tf.Tensor, step: tf.Tensor) -> batch_message.Reading:
     """The next batch, whatever the step; its split, and its number from 1."""
-    key, index, *flat = tf.raw_ops.IteratorGetNext(
+    key, token, index, *flat = tf.raw_ops.IteratorGetNext(
       iterator=argument, **_numbered(self.structure)
     )
-    return batch_message.pack(self.structure, flat), key, index + 1
+    batch = batch_message.pack(self.structure, flat)
+    return batch_message.Reading(batch, key, index + 1, token)
 
 
 @dataclasses.dataclass(frozen=True)

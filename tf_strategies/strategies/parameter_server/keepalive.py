@@ -33,6 +33,11 @@ _FORGIVEN_SECONDS = 30.0
 _HTTP2_HELLO = b'PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n' + b'\0\0\0\4\0\0\0\0\0'
 
 
+# Descriptors of questions, which `disconnect` leaves alone: their end would look
+# like an answer.
+_asking: set[int] = set()
+
+
 class Answer(enum.Enum):
   """What the address of a task says."""
 
@@ -45,15 +50,33 @@ class Answer(enum.Enum):
 
 def ask(address: str, seconds: float = _ANSWER_SECONDS) -> Answer:
   """Whether a gRPC server answers at an address; runs nothing there."""
+  answer = Answer.REFUSED
   try:
-    with socket.create_connection(_split(address), seconds) as connection:
-      connection.settimeout(seconds)
-      connection.sendall(_HTTP2_HELLO)
-      return Answer.HELLO if connection.recv(1) else Answer.REFUSED
-  except TimeoutError:
-    return Answer.NOTHING
+    known = socket.getaddrinfo(*_split(address), type=socket.SOCK_STREAM)
   except OSError:
-    return Answer.REFUSED
+    return answer
+  for *kind, _, where in known:
+    try:
+      if _says_hello(kind, where, seconds):
+        return Answer.HELLO
+    except TimeoutError:
+      answer = Answer.NOTHING
+    except OSError:
+      continue
+  return answer
+
+
+def _says_hello(kind, where, seconds: float) -> bool:
+  with socket.socket(*kind) as connection:
+    number = connection.fileno()
+    _asking.add(number)  # Before it is connected to anybody.
+    try:
+      connection.settimeout(seconds)
+      connection.connect(where)
+      connection.sendall(_HTTP2_HELLO)
+      return bool(connection.recv(1))
+    finally:
+      _asking.discard(number)
 
 
 def ask_all(
@@ -128,6 +151,8 @@ def _peer(address: tuple) -> Peer:
 
 def _shut_down(number: int, peers: Collection[Peer]) -> bool:
   """Shuts a descriptor down if it is a connection to one of the peers."""
+  if number in _asking:
+    return False
   try:
     if not stat.S_ISSOCK(os.fstat(number).st_mode):
       return False
@@ -155,10 +180,20 @@ class Keepalive:
   A disconnected task stays so until `reset`, since calls to it were lost. If
   none were, nobody resets it: then it counts as connected again when it has
   answered for half a minute.
+
+  `callers` are tasks that call a task for this process, over connections of
+  their own: calls to them wait for it, and are ended with those to it.
   """
 
-  def __init__(self, addresses: Mapping[tuple[str, int], str], timeout: float):
+  def __init__(
+    self,
+    addresses: Mapping[tuple[str, int], str],
+    timeout: float,
+    callers: Mapping[tuple[str, int], Collection[tuple[str, int]]]
+    | None = None,
+  ):
     self._addresses = dict(addresses)
+    self._callers = dict(callers or {})
     self._timeout = timeout
     self._peers: dict[Hashable, frozenset[Peer]] = {}
     self._answered_at: dict[Hashable, float] = {}
@@ -225,4 +260,5 @@ class Keepalive:
         time.monotonic() - self._answered_at[task],
       )
     self._disconnected[task] = time.monotonic()
-    disconnect(self._peers[task])
+    for each in (task, *self._callers.get(task, ())):
+      disconnect(self._peers[each])

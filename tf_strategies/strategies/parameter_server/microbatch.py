@@ -245,7 +245,11 @@ class ApplyFunction:
         for index in read[0][0]:
           parts[index] = [found[index] for found, _ in read], weights
     with tf.device(variables.server_device(0)):
-      return self._apply(iter([parts[i] for i in sorted(parts)]))
+      numbers = self._apply(iter([parts[i] for i in sorted(parts)]))
+    # A tensor that is read from another task leaves 3 kB there for good: a kernel
+    # with the number of the copy.
+    with tf.device(worker_function.COORDINATOR):
+      return tf.identity(numbers)
 
   def _apply(self, parts):
     contents = self._layout.contents

@@ -58,7 +58,12 @@ class Recovery:
     self._objects: Mapping[str, Any] | None = None
     self._is_tracking = False
     self._is_guarding = False
-    self._was_restored = False
+    # The death of a server since which no checkpoint has been restored.
+    self._loss: errors.ParameterServerUnavailableError | None = None
+    # Whether there is a checkpoint of this run; older ones than the first are of
+    # another run, if this one does not continue it.
+    self._has_checkpoint = False
+    self._first: str | None = None
     # Steps begun in this process; and their number when the last checkpoint
     # was written, and each of them.
     self._begun = 0
@@ -88,7 +93,7 @@ class Recovery:
       return False
     self._is_tracking = True
     self._objects = self._objects or dict(objects)
-    if self._was_restored:
+    if self._has_checkpoint:
       return False
     if self._checkpointer.paths():
       logging.warning(
@@ -130,13 +135,13 @@ class Recovery:
 
   def write(self) -> str | None:
     """Writes a checkpoint; all steps must be done. Returns its path."""
+    # No checkpoint has variables that are lost.
+    self._pool.check_accepts()
     if self._objects is None:
       return None
     step = self._begun - self._epoch_began
-    splits = self._source.splits if step and self._source else ()
-    position = position_lib.Position(
-      self._epoch, step, tuple(split.done for split in splits)
-    )
+    splits = self._source.position if self._source else ()
+    position = position_lib.Position(self._epoch, step, splits)
     named = model_state.name_objects(self._objects)
     path = self._checkpointer.save(
       ((name, _read(variable)) for name, variable in named.items()),
@@ -147,6 +152,8 @@ class Recovery:
       },
     )
     self._begun_at_save = self._begun_at[path] = self._begun
+    if not self._has_checkpoint:
+      self._has_checkpoint, self._first = True, path
     return path
 
   def restore(self, objects: Mapping[str, Any]) -> position_lib.Position | None:
@@ -160,14 +167,17 @@ class Recovery:
     found = self._read_newest()
     if found is None:
       return None
-    self._was_restored = True
+    self._has_checkpoint = True
     self.steps_before = found.metadata['steps']
     logging.info('Restored %s.', found.path)
     return position_lib.Position.from_json(found.metadata)
 
   def _read_newest(self) -> checkpointer.Checkpoint | None:
-    """Assigns the variables what the newest whole checkpoint has."""
-    found = self._checkpointer.newest()
+    """Assigns the variables what the newest whole checkpoint has.
+
+    Not one of another run, which is in the directory too.
+    """
+    found = self._checkpointer.newest(self._first)
     if found is None:
       return None
     if 'steps' not in found.metadata:
@@ -202,37 +212,39 @@ class Recovery:
     self._is_guarding = True
     try:
       while True:
+        if self._loss is not None:
+          # Also of an earlier call, which could not restore it.
+          self._recover(self._loss)
         try:
           return action()
         except errors.ParameterServerUnavailableError as e:
-          error = e
+          self._lose(e)
         except tf.errors.OpError:
           _tf_internal.clear_errors()
           error = self._liveness.server_error()
-          if error is None:
-            if not self._liveness.changed_recently():
-              raise
+          if error is not None:
+            self._lose(error)
+          elif self._liveness.changed_recently():
             time.sleep(_RETRY_SECONDS)
-            continue
-        self._recover(error)
+          else:
+            raise
     finally:
       self._is_guarding = False
 
+  def _lose(self, error: errors.ParameterServerUnavailableError) -> None:
+    """Notes that variables are lost: from now on nothing is done with them."""
+    self._loss = error
+    self._pool.refuse(error)
+
   def _recover(self, error) -> None:
-    if self._objects is None:
-      raise error
     began = time.monotonic()
-    logging.error('%s Waiting for it.', error)
-    for attempt in range(_MAX_ATTEMPTS):
-      try:
-        found = self._restore_servers()
-        break
-      except (errors.ParameterServerUnavailableError, tf.errors.OpError) as e:
-        if attempt == _MAX_ATTEMPTS - 1:
-          raise
-        logging.warning('recovery: %s; trying again', e)
-        _tf_internal.clear_errors()
-        time.sleep(_RETRY_SECONDS)
+    try:
+      found = self._try_to_restore(error)
+    except Exception as e:
+      self._pool.refuse(e)
+      raise
+    self._loss = None
+    self._pool.accept()
     # An older one than the last, if that is damaged.
     saved = found.metadata['steps'] - self.steps_before
     lost = self._begun - self._begun_at.get(found.path, saved)
@@ -249,26 +261,71 @@ class Recovery:
       lost,
     )
 
+  def _try_to_restore(self, error) -> checkpointer.Checkpoint:
+    """Restores variables after `error`, or raises a typed error."""
+    if self._objects is None:
+      raise error
+    if not self._has_checkpoint:
+      raise _error_of(
+        error,
+        f'ps {error.server} at {error.address} died before the first checkpoint '
+        f'of this run was written to {self._options.checkpoint_dir}: there is '
+        'nothing to restore its variables from. Fix: restart the job.',
+      )
+    logging.error('%s Waiting for it.', error)
+    for attempt in range(_MAX_ATTEMPTS):
+      try:
+        return self._restore_servers()
+      except (errors.ParameterServerUnavailableError, tf.errors.OpError) as e:
+        if attempt == _MAX_ATTEMPTS - 1:
+          raise _error_of(
+            error,
+            f'the variables of ps {error.server} at {error.address} could not be '
+            f'restored in {_MAX_ATTEMPTS} attempts: {e}. Fix: see the logs of '
+            'the servers, and restart the job.',
+          ) from e
+        logging.warning('recovery: %s; trying again', e)
+        _tf_internal.clear_errors()
+        time.sleep(_RETRY_SECONDS)
+
   def _restore_servers(self) -> checkpointer.Checkpoint:
     """Waits for the servers, recreates the variables and restores them."""
     self._pool.forget()
     self._liveness.wait_for_all(self._options.recovery_timeout)
-    for variable in [*self._variables.values(), self._markers.variable]:
+    for variable in [
+      *self._variables.values(),
+      self._markers.variable,
+      *self._markers.leases.variables,
+    ]:
       variable.recreate_if_dead()
+    # Nobody writes any more what belongs to the state before.
+    self._markers.leases.revoke()
     self.on_restored()
     found = self._read_newest()
     if found is None:
       raise errors.DataError(
         f'Expected a checkpoint in {self._options.checkpoint_dir} to restore '
-        'the variables of a server that died, got none: were they deleted? '
-        'Fix: restart the job from scratch.'
+        'the variables of a server that died, got none: those that this run had '
+        'written are gone. Fix: put one back, or restart the job from scratch.'
       )
-    names = [v.name for v in self._variables.values() if v.is_lost]
-    if names:
-      logging.warning(
-        'not in the checkpoint, and zero from now on: %s', ', '.join(names)
-      )
+    lost = [v for v in self._variables.values() if v.is_lost]
+    for kind, what in (
+      (True, 'count from zero from now on'),
+      (False, 'must be assigned before they are used'),
+    ):
+      names = [v.name for v in lost if v.is_counter == kind]
+      if names:
+        logging.warning('not in the checkpoint: %s %s', ', '.join(names), what)
     return found
+
+
+def _error_of(
+  cause: errors.ParameterServerUnavailableError, message: str
+) -> errors.ParameterServerUnavailableError:
+  """An error of the same server."""
+  error = errors.ParameterServerUnavailableError(message)
+  error.server, error.address = cause.server, cause.address
+  return error
 
 
 def _read(variable: Any) -> np.ndarray:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tf_strategies import _tf_internal
+from tf_strategies import _keras_internal, _tf_internal
 from tf_strategies.strategies.parameter_server import (
   batch_message,
   input,
@@ -60,6 +60,10 @@ class _StepsTask(worker_pool.Task):
   def may_begin(self, worker: int) -> bool:
     return self._engine.may_begin(worker)
 
+  def give_up(self, worker: int) -> None:
+    """From now on what the worker still does has no effect."""
+    self._engine.markers.leases.revoke([worker])
+
   def finish(self, worker: int) -> None:
     self.is_finished = True
     self._engine.finished(self, worker)
@@ -97,7 +101,10 @@ class StepTask(_StepsTask):
     """Does the steps that are still to do."""
     self._engine.started(self.step, worker)
     message = self._layout.encode(
-      self._number, self._first, [b.arrays for b in self._batches]
+      self._number,
+      self._first,
+      [b.arrays for b in self._batches],
+      self._engine.markers.leases.token(worker),
     )
     self.reported = self._function(worker, message)
 
@@ -136,7 +143,8 @@ class InputTask(_StepsTask):
     self._engine.started(self.step, worker)
     while self._done < self.steps:
       others = self._engine.others(worker)
-      split = self._split = self._source.split_for(worker, others)
+      token = self._engine.markers.leases.token(worker)
+      split = self._split = self._source.split_for(worker, others, token)
       if split is None:
         if self._source.is_exhausted:
           break
@@ -145,7 +153,9 @@ class InputTask(_StepsTask):
       function = self._one if steps == 1 else self._all
       try:
         self.reported = function(worker, split.handle)
-      except tf.errors.OutOfRangeError:
+      except tf.errors.OutOfRangeError as e:
+        if not _keras_internal.is_end_of_sequence(e):
+          raise
         self._note_marked()
         self._source.close(worker, split)
       else:

@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tf_strategies import _keras_internal
+from tf_strategies.checkpoint import model_state
 from tf_strategies.cluster import config as config_lib
 from tf_strategies.strategies.parameter_server import (
   connection,
@@ -123,7 +124,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
       timeout_seconds=self.options.step_timeout,
     )
     registry = weakref.WeakValueDictionary()
-    markers = worker_function.CompletionMarkers()
+    markers = worker_function.CompletionMarkers(len(workers), self._num_ps)
     self.recovery = recovery.Recovery(
       self.options, self.liveness, self._pool, registry, markers
     )
@@ -229,7 +230,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
       What the newest step that is done reports.
     """
     if step.trains and model is not None:
-      self.track(model=model, optimizer=model.optimizer)
+      self.track(**model_state.state_of(model))
     report = self.recovery.with_recovery(lambda: self.engine.begin(step, work))
     if step.trains:
       source = getattr(work, 'source', None)

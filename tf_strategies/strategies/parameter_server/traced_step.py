@@ -24,7 +24,7 @@ import contextlib
 import dataclasses
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -80,6 +80,14 @@ class Marker(NamedTuple):
   write: Callable[[tf.Tensor], tf.Operation]
 
 
+class Fence(NamedTuple):
+  """What keeps a worker that was given up from writing."""
+
+  token: tf.Tensor
+  # Whether it is still valid on a server, in the graph: then it is 0.
+  check: Callable[[tf.Tensor, int], tf.Tensor]
+
+
 class TracedStep:
   """Answers the variables' reads and writes while one step is traced.
 
@@ -96,6 +104,8 @@ class TracedStep:
     self.access = Access() if access is None else access
     self.holds_updates = holds_updates
     self.is_share = is_share  # Of the rows of a synchronous step.
+    # None where writes harm nobody: to slots that are used once.
+    self.fence: Fence | None = None
     self.update_server: int | None = None
     self._looks_only = access is None
     self._graph = None
@@ -181,9 +191,35 @@ class TracedStep:
     _, copy = self._sent.get((id(tensor), self.update_server), (None, tensor))
     return copy
 
+  def fenced(
+    self,
+    server: int,
+    values: Sequence[tf.Tensor],
+    after: Sequence[Any] = (),
+    token: tf.Tensor | None = None,
+  ) -> list[tf.Tensor]:
+    """What is about to be written; not there if the worker was given up.
+
+    Args:
+      server: on which it is written.
+      values: that are written.
+      after: ops that are done before.
+      token: a copy of the step's on the server.
+    """
+    if self.fence is None:
+      return list(values)
+    if token is None:
+      token = self.fence.token
+      _, token = self._sent.get((id(token), server), (None, token))
+    # Asked when everything has arrived, right before it is written.
+    values = [tf.identity(v) for v in values]
+    with tf.control_dependencies([*after, *values]):
+      state = self.fence.check(token, server)
+    return [_tied(v, state) for v in values]
+
   def update_inputs(self) -> list[tf.Tensor]:
     """What updates on other servers are going to read, as it is now."""
-    found = []
+    found = [] if self.fence is None else [self.fence.token]
     for key in self.access.update_reads:
       held = self._held.get(key)
       value = held.value if held else self._snapshot.get(key)
@@ -273,7 +309,7 @@ class TracedStep:
     held = self._held.pop(key, None)
     self._direct.add(key)
     if held is not None:
-      variable.write_directly(held.value, held.delta)
+      self._send_writes([held], [])
 
   @contextlib.contextmanager
   def updating(self, variable) -> Iterator[None]:
@@ -311,8 +347,8 @@ class TracedStep:
     self._held = {}
     last = by_server.pop(0, [])
     for writes in by_server.values():
-      done.append(_send_writes(writes, done))
-    return [_send_writes(last, done, marker)]
+      done.append(self._send_writes(writes, done))
+    return [self._send_writes(last, done, marker)]
 
   def _writes_done(self) -> list[tf.Operation]:
     """One op a device after all writes that the step has made so far."""
@@ -327,6 +363,28 @@ class TracedStep:
         groups.append(tf.group(*ops))
     return groups
 
+  def _send_writes(
+    self, writes: Sequence[Write], after, marker: Marker | None = None
+  ) -> tf.Operation:
+    """Sends writes of variables on one server, small ones in one message."""
+    variable = (marker or writes[0]).variable
+    tensors = [_value_to_send(write) for write in writes]
+    if marker is not None:
+      tensors.append(marker.value)
+    if self.fence is not None:
+      tensors.append(self.fence.token)
+    tensors = packing.send(tensors, variable.device)
+    token = None if self.fence is None else tensors.pop()
+    with tf.device(variable.device):
+      tensors = self.fenced(variable.server, tensors, after, token)
+      done = []
+      with tf.control_dependencies(after):
+        for write, tensor in zip(writes, tensors, strict=False):
+          value = (tensor, None) if write.delta is None else (None, tensor)
+          done.append(write.variable.write_directly(*value))
+      with tf.control_dependencies([*after, *done]):
+        return tf.group(*done) if marker is None else marker.write(tensors[-1])
+
 
 _READS = frozenset(
   (
@@ -339,25 +397,6 @@ _READS = frozenset(
     'StatelessWhile',
   )
 )
-
-
-def _send_writes(
-  writes: Sequence[Write], after, marker: Marker | None = None
-) -> tf.Operation:
-  """Sends writes of variables on one server, small ones in one message."""
-  device = (marker or writes[0]).variable.device
-  tensors = [_value_to_send(write) for write in writes]
-  if marker is not None:
-    tensors.append(marker.value)
-  tensors = packing.send(tensors, device)
-  done = []
-  with tf.device(device):
-    with tf.control_dependencies(after):
-      for write, tensor in zip(writes, tensors, strict=False):
-        value = (tensor, None) if write.delta is None else (None, tensor)
-        done.append(write.variable.write_directly(*value))
-    with tf.control_dependencies([*after, *done]):
-      return marker.write(tensors[-1]) if marker else tf.group(*done)
 
 
 def _value_to_send(write):
@@ -390,3 +429,16 @@ def origin(tensor):
   while tensor.op.type == 'Identity':
     tensor = tensor.op.inputs[0]
   return tensor
+
+
+def _tied(value: tf.Tensor, state: tf.Tensor) -> tf.Tensor:
+  """The value, which cannot be computed unless `state` is 0; no copy of an array.
+
+  TensorFlow's optimizer removes reads that nothing but a control dependency
+  needs, and would put assertions into an order.
+  """
+  if not value.shape.rank:
+    return tf.gather(value[None], state)
+  # All of it, from 0. (Reshapes to the same number of elements are removed.)
+  begin = tf.ones([value.shape.rank], tf.int64) * state
+  return tf.slice(value, begin, tf.shape(value, tf.int64))

@@ -103,6 +103,11 @@ class StepFunction:
 
   def in_graph(self, data: Any) -> Any:
     """As a call, from inside a function of Keras's: the first one of all."""
+    with tf.init_scope():
+      # It is traced with what an earlier call may have lost, and then sent.
+      self._strategy.recovery.with_recovery(
+        self._strategy.liveness.wait_for_answers
+      )
     source = input.source_of(data)
     if source is not None:
       work = input.Elements(source, 1)
@@ -194,4 +199,6 @@ class RemoteStep:
   def call(self, batch: Any) -> step_task.StepTask:
     """Begins a step whose result is wanted: `.result()` waits for it."""
     batch = batch_message.Batch(batch)
-    return self._strategy.engine.call(self._step, batch)
+    return self._strategy.recovery.with_recovery(
+      lambda: self._strategy.engine.call(self._step, batch)
+    )

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_strategies import _tf_internal
+from tf_strategies import _tf_internal, errors
 from tf_strategies.strategies.parameter_server import traced_step
 
 
@@ -24,6 +24,10 @@ class ServerVariable(_tf_internal.ResourceVariable):
   own reads and writes are `drained`: they wait until the steps that it has
   scheduled are done, so that it sees what they made. Before it writes,
   `on_write` is called.
+
+  One that is lost with its server is zero until it is assigned. Nobody can read
+  it meanwhile: no step that does can be traced, and those that were traced
+  before mean the variable that is gone.
   """
 
   def __init__(
@@ -41,7 +45,21 @@ class ServerVariable(_tf_internal.ResourceVariable):
     with tf.device(server_device(server)):
       super().__init__(**kwargs)
 
+  @property
+  def is_counter(self) -> bool:
+    """Whether it is of a metric, which may count from zero again."""
+    return self.synchronization == tf.VariableSynchronization.ON_READ
+
+  def _check_is_whole(self) -> None:
+    if self.is_lost and not self.is_counter:
+      raise errors.DataError(
+        f'variable {self.name!r} was lost with parameter server {self.server} and '
+        'is not in the checkpoints. Expected a value. Fix: assign one; and, before '
+        'training, pass its owner to strategy.track(name=owner).'
+      )
+
   def _read_variable_op(self, no_copy=False):
+    self._check_is_whole()
     step = traced_step.current()
     if step is not None:
       copy = step.read(self)
@@ -50,7 +68,7 @@ class ServerVariable(_tf_internal.ResourceVariable):
           return _tf_internal.read_from_copy(self, copy)
     elif tf.executing_eagerly():
       read = super()._read_variable_op
-      return self._drained(lambda: read(no_copy))
+      return self._drained(lambda: _fetched(read(no_copy)))
     return super()._read_variable_op(no_copy)
 
   def _write_drained(self, write):
@@ -62,6 +80,16 @@ class ServerVariable(_tf_internal.ResourceVariable):
       return write()
 
     return self._drained(write_now)
+
+  def _fenced(self, step, values):
+    """What a step is about to write; not there if the worker was given up."""
+    flat = tf.nest.flatten(values, expand_composites=True)
+    places = [i for i, v in enumerate(flat) if tf.is_tensor(v)]
+    with tf.device(self.device):
+      fenced = step.fenced(self.server, [flat[i] for i in places])
+    for i, value in zip(places, fenced, strict=True):
+      flat[i] = value
+    return tf.nest.pack_sequence_as(values, flat, expand_composites=True)
 
   def read_directly(self) -> tf.Tensor:
     """Reads on the server, whatever a step holds."""
@@ -80,6 +108,8 @@ class ServerVariable(_tf_internal.ResourceVariable):
       value = tf.convert_to_tensor(value, self.dtype)
       if step.write(self, value):
         return step.read(self)
+      value = self._fenced(step, value)
+      return super().assign(value, use_locking, name, read_value)
     elif tf.executing_eagerly():
       write = super().assign
       return self._write_drained(
@@ -115,12 +145,14 @@ class ServerVariable(_tf_internal.ResourceVariable):
     return self._add(super().assign_sub, delta, -1, name, read_value)
 
   def _add(self, write, delta, sign, name, read_value):
+    self._check_is_whole()
     options = {'name': name, 'read_value': read_value}
     step = traced_step.current()
     if step is not None:
       delta = tf.convert_to_tensor(delta, self.dtype)
       if step.write(self, None, sign * delta):
         return step.read(self)
+      return write(self._fenced(step, delta), **options)
     elif tf.executing_eagerly():
       return self._write_drained(lambda: write(delta, **options))
     return write(delta, **options)
@@ -140,11 +172,12 @@ class ServerVariable(_tf_internal.ResourceVariable):
         value = _tf_internal.read_from_copy(self, copy)
       return gather(value, indices)
     if tf.executing_eagerly():
-      return self._drained(lambda: read(indices, name))
+      return self._drained(lambda: _fetched(read(indices, name)))
     return read(indices, name)
 
   def _touch_rows(self, writes: bool):
     """Before an op on some rows; a copy if a step has the only one."""
+    self._check_is_whole()
     step = traced_step.current()
     return None if step is None else step.touch_rows(self, writes)
 
@@ -173,6 +206,12 @@ class ServerVariable(_tf_internal.ResourceVariable):
     self.is_lost = True
 
 
+def _fetched(value: tf.Tensor) -> tf.Tensor:
+  """The value in this process: nothing computed from it can fail with a server."""
+  with tf.device('/device:CPU:0'):
+    return tf.identity(value)
+
+
 def _sparse_write(name: str):
   method = getattr(_tf_internal.ResourceVariable, name)
 
@@ -181,6 +220,10 @@ def _sparse_write(name: str):
     self._touch_rows(writes=True)
     if tf.executing_eagerly():
       return self._write_drained(lambda: method(self, *args, **kwargs))
+    step = traced_step.current()
+    if step is None:
+      return method(self, *args, **kwargs)
+    args, kwargs = self._fenced(step, (args, kwargs))
     return method(self, *args, **kwargs)
 
   write.__name__ = name

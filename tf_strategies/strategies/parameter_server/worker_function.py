@@ -14,11 +14,13 @@ from tf_strategies.spmd import plan
 from tf_strategies.spmd import rules as _rules  # noqa: F401  Registers them.
 from tf_strategies.strategies.parameter_server import (
   batch_message,
+  leases,
   packing,
   traced_step,
   variables,
 )
 
+COORDINATOR = '/job:chief/replica:0/task:0/device:CPU:0'
 # Markers of tasks, by number modulo this; far more than run at the same time.
 _NUM_MARKERS = 1024
 _COUNT_BITS = 32
@@ -200,7 +202,8 @@ class CompletionMarkers:
   done, so that it counts once.
   """
 
-  def __init__(self):
+  def __init__(self, num_workers: int = 1, num_servers: int = 1):
+    self.leases = leases.Leases(num_workers, num_servers)
     self.variable = variables.ServerVariable(
       server=0,
       initial_value=lambda: tf.zeros([2, _NUM_MARKERS], tf.int64),
@@ -252,9 +255,13 @@ class WorkerFunction:
     """Runs it on a worker; the result stays there until it is read."""
     return run_on_worker(self._function, worker, argument)
 
-  def _batch_and_marker(self, argument, step) -> tuple[Any, traced_step.Marker]:
-    batch, key, done = self._layout.read(argument, step)
-    return batch, self._markers.mark(self._layout.kind, key, done)
+  def _begin(self, traced, argument, step) -> tuple[Any, traced_step.Marker]:
+    """The batch of a step, and what it writes last."""
+    reading = self._layout.read(argument, step)
+    traced.fence = traced_step.Fence(reading.token, self._markers.leases.check)
+    return reading.batch, self._markers.mark(
+      self._layout.kind, reading.key, reading.done
+    )
 
   def _trace(self, argument):
     if self._layout.steps == 1:
@@ -286,7 +293,7 @@ class WorkerFunction:
     traced = traced_step.TracedStep(self._discovery.access)
     with traced.tracing(after):
       with tf.control_dependencies(list(after)):
-        batch, marker = self._batch_and_marker(argument, step)
+        batch, marker = self._begin(traced, argument, step)
       # Inside: a step may return a variable, whose value only it knows.
       reported = self._discovery.report(self._run_step(batch))
     done = traced.commit(marker)
@@ -311,11 +318,11 @@ class LocalSgdFunction(WorkerFunction):
     traced = traced_step.TracedStep(self._discovery.access, holds_updates=True)
     with traced.tracing():
       for step in range(self._layout.steps):
-        batch, _ = self._batch_and_marker(argument, step)
+        batch, _ = self._begin(traced, argument, step)
         outputs = self._run_step(batch)
       reported = self._discovery.report(outputs)
     last = tf.constant(self._layout.steps - 1, tf.int64)
-    _, marker = self._batch_and_marker(argument, last)
+    _, marker = self._begin(traced, argument, last)
     traced.write_as_sums(self._fraction)
     traced.commit(marker)
     return reported
@@ -324,7 +331,7 @@ class LocalSgdFunction(WorkerFunction):
 def run_on_worker(function: Callable, worker: int, argument: Any, *handles):
   """Calls a concrete function on a worker."""
   if isinstance(argument, np.ndarray):
-    with tf.device('/job:chief/replica:0/task:0/device:CPU:0'):
+    with tf.device(COORDINATOR):
       argument = tf.constant(argument)
   with tf.device(f'/job:worker/replica:0/task:{worker}'):
     return function(argument, *handles)

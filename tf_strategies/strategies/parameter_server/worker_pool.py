@@ -69,6 +69,10 @@ class Task(abc.ABC):
     """Called under the pool's lock when a worker takes it."""
     del worker
 
+  def give_up(self, worker: int) -> None:
+    """Called when it failed on a worker, which may still be at it."""
+    return
+
   def survive(self, worker: int) -> bool:
     """Called when it failed on a worker through no fault of its own.
 
@@ -109,6 +113,8 @@ class WorkerPool:
     self._queue: collections.deque[Task] = collections.deque()
     self._running: dict[int, Task] = {}
     self._error: BaseException | None = None
+    # Why no task may begin; the one place that every step of every mode passes.
+    self._refusal: Exception | None = None
     self._is_open = True
     self._pauses = 0
     # Tasks that were submitted before an error was raised are not retried.
@@ -125,6 +131,7 @@ class WorkerPool:
   def submit(self, task: Task) -> None:
     """Adds a task, or raises what an earlier one failed with."""
     with self.lock:
+      self.check_accepts()
       self._wait(
         lambda: len(self._queue) < self._max_waiting or not self._is_open
       )
@@ -170,6 +177,22 @@ class WorkerPool:
       self._is_open = False
       self._queue.clear()
       self.lock.notify_all()
+
+  def refuse(self, error: Exception) -> None:
+    """Raises `error` for each task that is submitted, until `accept`."""
+    with self.lock:
+      self._refusal = error
+
+  def accept(self) -> None:
+    """Takes tasks again."""
+    with self.lock:
+      self._refusal = None
+
+  def check_accepts(self) -> None:
+    """Raises what `refuse` was given, if tasks are refused."""
+    with self.lock:
+      if self._refusal is not None:
+        raise self._refusal
 
   def forget(self) -> None:
     """Drops the error and all waiting tasks, and waits for those that run."""
@@ -289,20 +312,22 @@ class WorkerPool:
       self._wait_to_retry(worker, error)
     else:
       raise error
-    # The servers may still be at it: what they got before the failure.
-    time.sleep(_SETTLE_SECONDS)
     task.retries += 1
     self._conclude(worker, task, self._survive(worker, task))
 
   def _survive(self, worker: int, task: Task) -> bool:
     """Asks a failed task how far it came, which it reads from a server."""
-    for _ in range(_MAX_RETRIES):
+    for attempt in range(_MAX_RETRIES + 1):
       try:
+        task.give_up(worker)
+        # What servers began to write before that is written.
+        time.sleep(_SETTLE_SECONDS)
         return task.survive(worker)
       except tf.errors.OpError as e:
         self._check_servers(e)
         self._wait_to_retry(worker, e)
-    return task.survive(worker)
+        if attempt == _MAX_RETRIES:
+          raise
 
   def _check_servers(self, error: Exception) -> None:
     dead = self._liveness.server_error()

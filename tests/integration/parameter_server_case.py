@@ -1,0 +1,74 @@
+"""What tests of faults on parameter servers share."""
+
+import os
+import pathlib
+import tempfile
+import time
+
+import tensorflow as tf
+from absl.testing import parameterized
+
+from tests.integration import parameter_server_programs as programs
+
+EPOCHS = 3
+STEPS = EPOCHS * programs.STEPS_PER_EPOCH
+
+
+class FaultsTestCase(parameterized.TestCase, tf.test.TestCase):
+  """A chief that tells in a file how far it is, and its checkpoints."""
+
+  def setUp(self):
+    super().setUp()
+    directory = tempfile.TemporaryDirectory()
+    self.addCleanup(directory.cleanup)
+    self.progress = os.path.join(directory.name, 'progress')
+    self.checkpoints = os.path.join(directory.name, 'checkpoints')
+
+  def wait_for_batch(self, job, batch, of=''):
+    """Waits until `fit`, or all of '.test', has gone through so many batches."""
+    ends_at = time.monotonic() + 120
+    while time.monotonic() < ends_at:
+      if self.batches(of) >= batch:
+        return
+      self.assertTrue(job.is_alive('chief', 0), 'the chief has ended')
+      time.sleep(0.02)
+    self.fail(f'batch {batch} was not reached')
+
+  def batches(self, of=''):
+    """How many batches `fit` has gone through; or, with '.test', `evaluate`."""
+    if not os.path.exists(self.progress + of):
+      return 0
+    with open(self.progress + of) as f:
+      return int(f.read() or 0)
+
+  def arguments(self, worker_input=False, validates=False, **options):
+    """Of `programs.train`."""
+    return (self.progress, EPOCHS, worker_input, options, validates)
+
+  def finish(self, job):
+    """What the chief returned, which must have ended by itself."""
+    outcome = job.wait()
+    self.assertEqual((outcome.exitcode, outcome.error_text), (0, ''))
+    return outcome.value
+
+  def kept(self):
+    """The checkpoints, oldest first."""
+    return sorted(pathlib.Path(self.checkpoints).glob('checkpoint-*'))
+
+  def files(self):
+    """Contents of all files of checkpoints by path."""
+    paths = sorted(pathlib.Path(self.checkpoints).rglob('*'))
+    return {str(p): p.read_bytes() for p in paths if p.is_file()}
+
+
+def damage(path, kind):
+  """Damages a file as a disk or a person may."""
+  raw = path.read_bytes()
+  if kind == 'delete':
+    path.unlink()
+    return
+  half = len(raw) // 2
+  flipped = raw[:half] + bytes([raw[half] ^ 1]) + raw[half + 1 :]
+  path.write_bytes(
+    {'truncate': raw[:half], 'flip': flipped, 'empty': b''}[kind]
+  )

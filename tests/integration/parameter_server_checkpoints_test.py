@@ -1,0 +1,147 @@
+"""Parameter servers die when checkpoints are damaged, missing or unwritable."""
+
+import os
+import pathlib
+import signal
+import sys
+
+import pytest
+import tensorflow as tf
+
+from benchmarks import processes
+from tests import parameter_servers, tiers
+from tests.integration import parameter_server_case
+from tests.integration import parameter_server_programs as programs
+from tests.integration.parameter_server_case import damage
+from tf_strategies import errors
+
+_STEPS = parameter_server_case.STEPS
+_CHECKPOINT_STEPS = 60
+_ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
+
+
+class CheckpointsTest(parameter_server_case.FaultsTestCase):
+  """A whole checkpoint is used, or a typed error ends the program."""
+
+  @tiers.parameters(
+    tiers.full('arrays.bin', 'truncate', 1),
+    tiers.full('arrays.bin', 'flip', 1),
+    tiers.soak('arrays.bin', 'delete', 2),
+    tiers.full('manifest.json', 'empty', 2),
+    tiers.soak('manifest.json', 'truncate', 1),
+    tiers.soak('manifest.json', 'flip', 1),
+  )
+  def test_parameter_server_with_damaged_checkpoints(self, name, kind, count):
+    """An older one that is whole is used and named; no other step is lost."""
+    options = {
+      'checkpoint_dir': self.checkpoints,
+      'checkpoint_steps': _CHECKPOINT_STEPS,
+    }
+    with parameter_servers.Job() as job:
+      job.start_chief(programs.train, self.arguments(**options))
+      self.wait_for_batch(job, 130)
+      # It must not write another one between the damage and the death.
+      job.signal('chief', signal.SIGSTOP)
+      *_, whole = self.kept()[:-count]
+      damaged = self.kept()[-count:]
+      for path in damaged:
+        damage(path / name, kind)
+      job.kill('ps', 1)
+      job.signal('chief', signal.SIGCONT)
+      job.start('ps', 1)
+      run = self.finish(job)
+    logged = ' '.join(text for _, text in run.logged)
+    for path in damaged:
+      self.assertIn(f'Skipped checkpoint {path}, which is damaged', logged)
+    self.assertIn(f'Using the older checkpoint {whole}.', logged)
+    self.assertIn(f'restored {whole.name} after', logged)
+    lost = programs.lost_steps(run)
+    self.assertGreater(lost, count * _CHECKPOINT_STEPS)
+    self.assertEqual(run.batches, _STEPS)
+    self.assertEqual(run.iterations, _STEPS - lost)
+
+  @tiers.parameters(
+    tiers.full('arrays.bin', 'truncate'),
+    tiers.full('manifest.json', 'empty'),
+    tiers.soak('manifest.json', 'delete'),
+  )
+  def test_parameter_server_with_damaged_checkpoints_only(self, name, kind):
+    """The program ends with a typed error, and deletes no file."""
+    options = {
+      'checkpoint_dir': self.checkpoints,
+      'checkpoint_steps': _CHECKPOINT_STEPS,
+    }
+    code = (
+      'from tests.integration import parameter_server_programs as programs\n'
+      f'programs.train(*{self.arguments(**options)!r})'
+    )
+    path = os.pathsep.join(filter(None, sys.path))
+    with parameter_servers.Job() as job:
+      env = {'PYTHONPATH': path, 'TF_CONFIG': job.tf_config('chief', 0)}
+      with processes.Command(
+        [sys.executable, '-c', code],
+        name='the chief',
+        cwd=_ROOT,
+        env=processes.environment(env),
+      ) as chief:
+        chief.wait_until(lambda: self.batches() >= 130)
+        chief.signal(signal.SIGSTOP)
+        batches = self.batches()
+        for path in self.kept():
+          damage(path / name, kind)
+        before = self.files()
+        job.kill('ps', 1)
+        chief.signal(signal.SIGCONT)
+        job.start('ps', 1)
+        self.assertEqual(chief.wait(), 1)
+        output = chief.output()
+    self.assertIn('DataError: All checkpoints in', output)
+    self.assertEqual(self.files(), before)
+    # Those that were already begun, on the variables of before.
+    self.assertLess(self.batches(), batches + 10)
+
+  @pytest.mark.full
+  def test_checkpoints_that_cannot_be_written(self):
+    pathlib.Path(self.checkpoints).touch()  # A file, where a directory must be.
+    with parameter_servers.Job() as job:
+      options = {'checkpoint_dir': f'{self.checkpoints}/of_a_run'}
+      job.start_chief(programs.train, self.arguments(**options))
+      outcome = job.wait()
+    self.assertIsInstance(
+      outcome.error, errors.StorageError, outcome.error_text
+    )
+    self.assertRegex(str(outcome.error), 'cannot be written: .*Fix')
+    self.assertEqual(self.batches(), 0)
+
+  @pytest.mark.full
+  def test_nothing_is_done_with_lost_variables(self):
+    """Not by a later call either, until the checkpoint is whole again."""
+    with parameter_servers.Job() as job:
+      job.start_chief(
+        programs.use_after_failed_recovery, (self.progress, self.checkpoints)
+      )
+      self.wait_for_batch(job, 1)
+      whole = self.files()
+      for path in self.kept():
+        damage(path / 'arrays.bin', 'truncate')
+      damaged = self.files()
+      job.kill('ps', 1)
+      job.start('ps', 1)
+      pathlib.Path(f'{self.progress}.1').touch()
+      self.wait_for_batch(job, 2)
+      self.assertEqual(self.files(), damaged)
+      for path, contents in whole.items():
+        pathlib.Path(path).write_bytes(contents)
+      pathlib.Path(f'{self.progress}.2').touch()
+      found, losses, iterations, epochs = self.finish(job)
+    for name, (error, message) in found.items():
+      self.assertEqual(error, 'DataError', f'{name}: {message}')
+      self.assertIn('All checkpoints in', message)
+    self.assertAllClose(losses[0], losses[1])
+    self.assertEqual(iterations, epochs * 10)
+
+
+if __name__ == '__main__':
+  tf.test.main()

@@ -1,0 +1,63 @@
+"""The process's connection to a cluster, and its eager operations there."""
+
+import contextlib
+from collections.abc import Callable
+
+from tf_strategies._tf_internal.loading import load
+
+_new_executor = load(
+  'eager.executor.new_executor', "keeps threads' failures apart"
+)
+_executor_scope = load(
+  'eager.context.executor_scope', 'runs ops by an executor of our own'
+)
+eager_context = load(
+  'eager.context.context', 'connects again to tasks that were restarted'
+)
+
+
+def connected_cluster():
+  """The `ServerDef` of the cluster that this process is connected to, if any."""
+  return eager_context().get_server_def()
+
+
+def connect_again(server_def=None) -> None:
+  """Connects to tasks that were restarted, when every task answers."""
+  context = eager_context()
+  context.update_server_def(server_def or context.get_server_def())
+
+
+def before_sending_functions(check: Callable[[], None]) -> None:
+  """Calls `check()` before a function is sent to all tasks of the cluster.
+
+  TensorFlow does that when it has traced one, waits for the answers without a
+  deadline, and keeps Python's lock: with a stopped task no thread goes on.
+  """
+  context = eager_context()
+  for name in ('add_c_function', 'add_function_def'):
+    add = getattr(type(context), name)
+
+    def checked(definition, add=add):
+      check()
+      return add(context, definition)
+
+    setattr(context, name, checked)
+
+
+@contextlib.contextmanager
+def own_executor():
+  """Runs the thread's eager ops apart from those of other threads.
+
+  An executor that has met an error hands it to whatever is run by it next.
+  """
+  executor = _new_executor(enable_async=False)
+  with _executor_scope(executor):
+    try:
+      yield
+    finally:
+      executor.clear_error()
+
+
+def clear_errors() -> None:
+  """Forgets what an eager op of this thread failed with."""
+  eager_context().executor.clear_error()
