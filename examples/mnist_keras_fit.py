@@ -34,7 +34,12 @@ from examples import common
 FLAGS = flags.FLAGS
 flags.adopt_module_key_flags(common)  # `--help` shows them too.
 flags.DEFINE_bool('elastic', False, 'multi_worker_ring: survive lost workers.')
-flags.DEFINE_integer('min_workers', 1, 'With --elastic: the fewest workers.', 1)
+flags.DEFINE_integer(
+  'min_workers',
+  None,
+  'With --elastic: the fewest workers; by default a majority goes on.',
+  1,
+)
 flags.DEFINE_integer('steps_per_execution', 1, 'Steps in a call of Keras.', 1)
 
 

@@ -14,8 +14,8 @@ are servers, and end with them. No task outlives the launcher.
 when a training task has ended well: a lost task would repeat alone what the others
 have finished. It is not started again, and one that is back already is ended
 after the grace period, with a warning: it may be one that has joined again and
-saves the results. (It may also have finished a very short training; elastic jobs
-of min_workers=2 or more never train alone.) The job has then ended well, unless
+saves the results. (It may also have finished a very short training; a worker that
+was started again never trains alone.) The job has then ended well, unless
 the task that writes the results was lost after the end of another.
 
 Each job gets a random secret (TFS_SECRET) by which its tasks authenticate each
