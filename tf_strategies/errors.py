@@ -84,6 +84,9 @@ class StorageError(Error, OSError):
   An `OSError` too, with the `errno` of its cause.
   """
 
+  # An `OSError` with an `errno` would show that alone.
+  __str__ = Exception.__str__
+
 
 class CheckpointMismatchError(Error, ValueError):
   """A checkpoint that does not belong to this model or this run."""

@@ -191,9 +191,10 @@ class RunCheckpointTest(tf.test.TestCase, parameterized.TestCase):
     error = PermissionError(13, 'Permission denied', 'arrays.bin')
     with (
       mock.patch.object(checkpointer.Checkpointer, 'open', side_effect=error),
-      self.assertRaisesRegex(PermissionError, 'arrays.bin'),
+      self.assertRaisesRegex(errors.StorageError, 'arrays.bin') as caught,
     ):
       checkpoint.restore()
+    self.assertEqual(caught.exception.errno, 13)
 
   @pytest.mark.full
   def test_other_workers_hear_that_the_chief_cannot_read(self):
@@ -209,7 +210,7 @@ class RunCheckpointTest(tf.test.TestCase, parameterized.TestCase):
       with self.assertRaises(errors.StorageError) as caught:
         checkpoint.restore()
       self.assertIs(caught.exception.__cause__, error)
-      workers.exchange = _answer_of_another_chief(error)
+      workers.exchange = _answer_of_another_chief(caught.exception)
       workers.rank = 1
       with self.assertRaisesRegex(errors.StorageError, 'chief.*arrays.bin'):
         checkpoint.restore()
