@@ -147,7 +147,12 @@ class Members(elastic.Membership):
         break
       except RECOVERABLE as e:
         self._leave(e)
-        self._enter(_END)
+        try:
+          self._enter(_END)
+        except errors.RendezvousError as e:
+          # Nobody is left who may need this one: the training is done.
+          logging.info('The others have ended: %s', e)
+          break
 
   def mark_finished(self) -> None:
     """Tells those who come late that nothing is left to do."""
