@@ -112,7 +112,10 @@ class MajorityTest(parameterized.TestCase):
     first, second, third = self.make(3)
     _formed(first, second, third)
     _meet(second, third)
-    self.assertEqual(_proposed(second, 0.0), [1, 2])
+    # The first may answer yet.
+    self.assertIsNone(second.proposal(0.0))
+    now = membership.ANSWER_SECONDS + 0.1
+    self.assertEqual(_proposed(second, now), [1, 2])
     self.assertIsNone(first.proposal(0.0))
     with self.assertRaisesRegex(errors.RendezvousError, 'majority of its last'):
       raise first.timeout_error(0.0, 5)
@@ -268,6 +271,54 @@ class RivalGroupTest(parameterized.TestCase):
     self.assertIsNone(first.rival_group(0.0))
 
 
+class PolledTest(parameterized.TestCase):
+  """Most workers ask a few."""
+
+  def test_lowest_asks_all(self):
+    self.assertEqual(_make(0).polled(0.0), [1, 3])
+
+  def test_others_ask_the_lowest_that_answer(self):
+    made = _make(9, {task: f'host:{task}' for task in range(12)})
+    self.assertEqual(made.polled(0.0), [0, 1, 2])
+    made.lost(1, 'nobody listens there')
+    self.assertEqual(made.polled(0.0), [0, 1, 2, 3, 4])
+    made.lost(0, 'nobody listens there')
+    made.lost(2, 'nobody listens there')
+    self.assertEqual(made.polled(0.0), list(range(9)))
+    for task in range(3, 6):
+      addresses = {task: f'host:{task}' for task in range(12)}
+      _meet(made, _make(task, addresses))
+    # Those that failed may come back, and lead.
+    self.assertEqual(made.polled(0.0), list(range(6)))
+    self.assertIsNone(made.proposal(0.0))
+
+  def test_one_with_nobody_below_asks_all(self):
+    made = _make(3)
+    self.assertEqual(made.polled(0.0), [0, 1])
+    made.lost(0, 'it does not answer')
+    made.lost(1, 'it does not answer')
+    self.assertEqual(made.polled(0.0), [0, 1])
+    made = _make(1)
+    made.lost(0, 'it does not answer')
+    self.assertEqual(made.polled(0.0), [0, 3])
+
+  def test_leader_vouches_for_the_dead(self):
+    addresses = {task: f'host:{task}' for task in range(5)}
+    workers = [
+      _make(t, addresses, min_workers='majority', window_seconds=0)
+      for t in addresses
+    ]
+    _formed(*workers)
+    leader, follower = workers[0], workers[1]
+    for task in (2, 3, 4):
+      leader.lost(task, 'nobody listens there', is_gone=True)
+    _meet(leader, follower)
+    seats = leader.proposal(0.0)
+    # It has asked the leader alone.
+    self.assertIn('majority', follower.objection(2, seats, 0))
+    self.assertEqual(follower.objection(2, seats, 0, leader.gone()), '')
+
+
 class CutTest(parameterized.TestCase):
   @parameterized.parameters(
     ([], [0, 1, 2, 3]),
@@ -374,9 +425,9 @@ class RefusalTest(parameterized.TestCase):
   def test_all_others_have_another_secret(self):
     first = _make(0)
     first.lost(1, 'its proof is wrong', refused=True)
-    self.assertFalse(first.all_refuse())
+    self.assertFalse(first.all_refuse(0.0))
     first.lost(3, 'its proof is wrong', refused=True)
-    self.assertTrue(first.all_refuse())
+    self.assertTrue(first.all_refuse(0.0))
 
 
 class JoinersTest(absltest.TestCase):

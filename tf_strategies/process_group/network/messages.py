@@ -169,7 +169,7 @@ _MESSAGES: Mapping[protocol.Kind, _Check] = {
     task=_count,
     incarnation=_text,
     version=_text,
-    addresses=_table(_number_as_text, _text),
+    addresses=_or_none(_table(_number_as_text, _text)),
     state=_one_of('idle', 'forming', 'running', 'refused'),
     generation=_count,
     progress=_integer,
@@ -181,6 +181,7 @@ _MESSAGES: Mapping[protocol.Kind, _Check] = {
   protocol.Kind.PROPOSE: _Record(
     generation=_count,
     seats=_some(_row(_count, _text, _text, _integer), least=1),
+    gone=_some(_count),
   ),
   protocol.Kind.ACCEPT: _nothing,
   protocol.Kind.REJECT: _text,

@@ -20,9 +20,11 @@ from tf_strategies.process_group.network import (
 )
 from tf_strategies.process_group.network import connection as connection_lib
 
-# Connections that have not authenticated yet. The oldest makes room for a new
-# one, so that a peer that opens many and stays silent blocks nobody.
+# Connections that have not authenticated yet, at least; with many workers so many for
+# each, since all of them may come at once. The oldest makes room for a new one, so that
+# a peer that opens many and stays silent blocks nobody.
 _MAX_UNAUTHENTICATED = 128
+_MAX_UNAUTHENTICATED_PER_WORKER = 4
 # The predecessor of a restarted worker may still be ending.
 _BUSY_SECONDS = 2.0
 # A container may start before its own name is known.
@@ -39,6 +41,7 @@ class Server:
 
   The handler of its purpose gets, and then owns, an authenticated connection.
   `on_shortage` hears, again and again, that no file descriptor is left for one.
+  `num_peers` are all who may call.
   """
 
   def __init__(
@@ -48,8 +51,12 @@ class Server:
     credentials: authentication.Credentials,
     handlers: Mapping[authentication.Purpose, Handler],
     on_shortage: Callable[[errors.ResourceLimitError], None] | None = None,
+    num_peers: int = 0,
   ):
     self._task = task
+    self._max_unauthenticated = max(
+      _MAX_UNAUTHENTICATED, num_peers * _MAX_UNAUTHENTICATED_PER_WORKER
+    )
     self._credentials = credentials
     self._on_shortage = on_shortage
     self._handlers = dict(handlers)
@@ -120,7 +127,7 @@ class Server:
       task = self.spawn(self._serve(connection_lib.Connection(sock)))
       self._unauthenticated[task] = None
       task.add_done_callback(lambda t: self._unauthenticated.pop(t, None))
-      if len(self._unauthenticated) > _MAX_UNAUTHENTICATED:
+      if len(self._unauthenticated) > self._max_unauthenticated:
         oldest = next(iter(self._unauthenticated))
         oldest.cancel()
         # Until it has closed its socket: else they could pile up.

@@ -48,8 +48,10 @@ class Proposal:
     seats: Sequence[membership.Seat],
     task: int,
     dial: Dial,
+    gone: Sequence[int] = (),
   ):
     self.generation = generation
+    self._gone = list(gone)
     self.seats = tuple(seats)
     self.rank = [seat.task for seat in seats].index(task)
     self.sockets: dict[int, socket.socket] = {}
@@ -121,13 +123,28 @@ class Proposal:
     if self._lower_done and len(self.sockets) == len(self.seats) - 1:
       self._meshed.set()
 
+  async def _connect(
+    self, task: int, purpose: authentication.Purpose
+  ) -> connection_lib.Connection:
+    """Dials again once: with many workers one lost connection is no surprise."""
+    try:
+      return await self._dial(task, purpose)
+    except ConnectionRefusedError:
+      raise
+    except OSError:
+      return await self._dial(task, purpose)
+
   async def _invite(self, rank: int) -> None:
-    connection = await self._dial(
+    connection = await self._connect(
       self.seats[rank].task, authentication.Purpose.CONTROL
     )
     self.connections[rank] = connection
     seats = [dataclasses.astuple(seat) for seat in self.seats]
-    message = {'generation': self.generation, 'seats': seats}
+    message = {
+      'generation': self.generation,
+      'seats': seats,
+      'gone': self._gone,
+    }
     connection.send(_Kind.PROPOSE, message)
     kind, reason = await connection.expect(_Kind.ACCEPT, _Kind.REJECT)
     if kind is _Kind.REJECT:
@@ -156,7 +173,7 @@ class Proposal:
   async def _join(self, rank: int) -> None:
     task = self.seats[rank].task
     try:
-      connection = await self._dial(task, authentication.Purpose.DATA)
+      connection = await self._connect(task, authentication.Purpose.DATA)
     except OSError as e:
       why = str(e) or type(e).__name__
       raise _cut(self.seats[self.rank].task, task, why) from e

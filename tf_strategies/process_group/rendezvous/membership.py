@@ -15,6 +15,10 @@ from tf_strategies.process_group import options as options_lib
 
 # A worker that was reached counts as there for this long.
 FRESH_SECONDS = 3.0
+# One that may lead is waited for so long before it has answered.
+ANSWER_SECONDS = 2.0
+# So many of those that answer and may lead are asked by the others.
+CANDIDATES = 3
 # Two workers that could not connect are not proposed together for this long.
 CUT_SECONDS = 30.0
 
@@ -51,6 +55,7 @@ class View:
   problem: str = 'it was never reached'  # Why it does not answer.
   refused: bool = False  # Whether the problem is the secret.
   is_gone: bool = False  # Whether nobody listens at its address.
+  was_tried: bool = False  # Whether it has answered, or not, since `start`.
   group: str = ''  # What it is in now, how many are in it, and who leads it.
   size: int = 0
   leader: int = 0
@@ -95,16 +100,18 @@ class Membership:
     self._groups: set[str] = set()
     self._is_closed = False
     self._least = 1
+    self._started_at = 0.0
     # Pairs that could not connect: why, and when.
     self._cuts: dict[tuple[int, int], tuple[str, float]] = {}
 
-  def hello(self) -> dict[str, Any]:
-    """What this process tells the others."""
+  def hello(self, is_first: bool = True) -> dict[str, Any]:
+    """What this process tells the others; on a connection the first time all."""
+    addresses = {str(t): a for t, a in self.addresses.items()}
     return {
       'task': self.task,
       'incarnation': self.incarnation,
       'version': version.__version__,
-      'addresses': {str(t): a for t, a in self.addresses.items()},
+      'addresses': addresses if is_first else None,
       'state': self.state.value,
       'generation': self.generation,
       'progress': self.progress,
@@ -115,7 +122,11 @@ class Membership:
     }
 
   def start(
-    self, progress: int, is_closed: bool = False, may_be_alone: bool = True
+    self,
+    progress: int,
+    is_closed: bool = False,
+    may_be_alone: bool = True,
+    now: float = 0.0,
   ) -> None:
     """This process wants a group.
 
@@ -123,7 +134,9 @@ class Membership:
       progress: how far it has come.
       is_closed: whether members of the last group alone may be in it.
       may_be_alone: whether this process may be all of it.
+      now: the time.
     """
+    self._started_at = now
     self._is_closed = is_closed
     self._least = 1 if may_be_alone or len(self.addresses) == 1 else 2
     self.state = State.FORMING
@@ -135,6 +148,7 @@ class Membership:
     for view in self.views.values():
       view.reached_at = view.idle_since = None
       view.problem, view.refused = View.problem, False
+      view.was_tried = view.is_gone = False
 
   def heard(
     self, message: Mapping[str, Any], now: float, reached: bool
@@ -165,7 +179,7 @@ class Membership:
       if self._rivals.get(task) == message['incarnation']:
         del self._rivals[task]  # It was no rival but a successor.
       view.reached_at = now
-      view.is_gone = False
+      view.is_gone, view.was_tried = False, True
       view.problem = ''
       view.refused = False
     if message['state'] == State.FORMING.value:
@@ -185,12 +199,37 @@ class Membership:
   ) -> None:
     """A task does not answer; it `is_gone` if nobody listens at its address."""
     view = self.views[task]
-    view.is_gone = is_gone
+    view.is_gone, view.was_tried = is_gone, True
     if view.reached_at is not None and not refused:
       problem = f'it was there, then: {problem}'
     view.reached_at = None
     view.problem = problem
     view.refused = refused
+
+  def polled(self, now: float) -> list[int]:
+    """The tasks to ask what they are doing.
+
+    The lowest task that is there leads, and asks all. The others ask the lowest few
+    that answer, so that with 1,000 workers most of them have three to talk to.
+    """
+    asked, answering, untried = self._ask_lower(now)
+    return asked if answering or untried else list(self.views)
+
+  def _ask_lower(self, now: float) -> tuple[list[int], int, int]:
+    """The lower tasks to ask; how many answer, and how many still may."""
+    asked, answering, failed, untried = [], 0, 0, 0
+    is_late = now - self._started_at > ANSWER_SECONDS
+    for task, view in self.views.items():
+      are_enough = answering + untried >= CANDIDATES + failed
+      if task > self.task or answering >= CANDIDATES or are_enough:
+        break
+      asked.append(task)
+      answers = view.is_fresh(now)
+      has_failed = (view.was_tried or is_late) and not answers
+      answering += answers
+      failed += has_failed
+      untried += not (answers or has_failed)
+    return asked, answering, untried
 
   def cut(self, caller: int, called: int, why: str, now: float) -> None:
     """Two tasks, which this one reaches both, cannot connect to each other."""
@@ -228,9 +267,10 @@ class Membership:
         return task
     return None
 
-  def all_refuse(self) -> bool:
-    """Whether every other worker was found to have another secret."""
-    return bool(self.views) and all(v.refused for v in self.views.values())
+  def all_refuse(self, now: float) -> bool:
+    """Whether every worker that was asked was found to have another secret."""
+    asked = self.polled(now)
+    return bool(asked) and all(self.views[t].refused for t in asked)
 
   def next_generation(self) -> int:
     """One more than anybody has seen."""
@@ -254,9 +294,11 @@ class Membership:
       or (v.idle_since is not None and now - v.idle_since < self._patience)
       for t, v in fresh.items()
     )
+    # Perhaps a lower one is there, and leads.
+    waits = waits or self._ask_lower(now)[2] > 0
     cuts = [p for p, (_, at) in self._cuts.items() if now - at < CUT_SECONDS]
     there = leave_out(sorted([self.task, *forming]), cuts, self.task)
-    if waits or not self._are_enough(there):
+    if waits or not self._are_enough([self._seat(task) for task in there]):
       self._enough_since = None
       return None
     if len(there) < self._maximum and not self._all_left_are(there):
@@ -266,22 +308,23 @@ class Membership:
         return None
     return [self._seat(task) for task in there[: self._maximum]]
 
-  def _are_enough(self, there: Sequence[int]) -> bool:
-    """Whether these tasks may go on as a group."""
+  def _are_enough(
+    self, seats: Sequence[Seat], gone: Sequence[int] = ()
+  ) -> bool:
+    """Whether these may go on as a group, when others are `gone`."""
+    there = [seat.task for seat in seats]
     if len(there) < self._least:
       return False
     if self._minimum is not None:
       return len(there) >= self._minimum
     if not self._seated:
       return 2 * len(there) > len(self.addresses)
-    present = [t for t in there if self._is_of_last_group(t)]
-    gone = [t for t, view in self.views.items() if view.is_gone]
-    return has_quorum(present, there, gone, self._seated, self.addresses)
-
-  def _is_of_last_group(self, task: int) -> bool:
-    if task == self.task:
-      return True
-    return self._seated.get(task) == self.views[task].incarnation
+    present = [
+      s.task for s in seats if self._seated.get(s.task) == s.incarnation
+    ]
+    return has_quorum(
+      present, there, [*gone, *self.gone()], self._seated, self.addresses
+    )
 
   def sees_running(self, now: float) -> list[int]:
     """The tasks of which it is known that they are in a group now."""
@@ -298,10 +341,21 @@ class Membership:
       t in there or self.views[t].is_gone for t in others
     )
 
+  def gone(self) -> list[int]:
+    """The tasks of which it is certain that they have died."""
+    return [task for task, view in self.views.items() if view.is_gone]
+
   def objection(
-    self, generation: int, seats: Sequence[Seat], leader: int
+    self,
+    generation: int,
+    seats: Sequence[Seat],
+    leader: int,
+    gone: Sequence[int] = (),
   ) -> str:
-    """Why this process cannot accept a proposal; empty if it can."""
+    """Why this process cannot accept a proposal; empty if it can.
+
+    `gone` are those that the leader knows to have died: it asks all.
+    """
     if self.state is not State.FORMING:
       return f'it is {self.state.value}'
     if generation <= self.generation:
@@ -310,8 +364,7 @@ class Membership:
       return 'the leader has no seat'
     if self._seat(self.task) not in seats:
       return 'the seat is for another incarnation'
-    tasks = [seat.task for seat in seats]
-    if self._minimum is None and not self._are_enough(tasks):
+    if self._minimum is None and not self._are_enough(seats, gone):
       return 'a majority of its last group is not there'
     return ''
 
@@ -322,7 +375,8 @@ class Membership:
   def missing(self, now: float) -> str:
     """The tasks that are missing, with their addresses and why, as text."""
     told = []
-    for task, view in self.views.items():
+    for task in self.polled(now):
+      view = self.views[task]
       where = f'task {task} at {self.addresses[task]}'
       if not view.is_fresh(now):
         told.append(f'{where} ({view.problem or "it fell silent"})')
@@ -368,7 +422,9 @@ class Membership:
         f'{self.task} runs {version.__version__}. Install the same version '
         'everywhere.'
       )
-    theirs = {int(t): a for t, a in message['addresses'].items()}
+    if message['addresses'] is None and task in self.views:
+      return  # It has told them before.
+    theirs = {int(t): a for t, a in (message['addresses'] or {}).items()}
     if theirs == self.addresses and task in self.views:
       return
     differing = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
+import itertools
 import math
 import os
 import secrets
@@ -35,7 +36,9 @@ _POLL_SECONDS = 0.1
 # Those that go on after a death are all there: at first they ask more often.
 _FIRST_POLL_SECONDS = 0.01
 # With many workers each is asked less often.
-_POLL_SECONDS_PER_WORKER = 0.005
+_POLL_SECONDS_PER_WORKER = 0.002
+# Well below the time for which an answer counts.
+_MOST_POLL_SECONDS = membership.FRESH_SECONDS / 3
 # Between two looks at what else may end a wait.
 _CHECK_SECONDS = 1.0
 # Between two looks of a group at tasks that are not in it.
@@ -106,6 +109,7 @@ class Rendezvous:
         _Purpose.DATA: self._accept_data,
       },
       self._run_short,
+      len(addresses),
     )
 
   def form(
@@ -166,11 +170,13 @@ class Rendezvous:
     self, progress, is_closed, may_be_alone, check
   ) -> tcp_group.TcpProcessGroup:
     members = self._membership
-    members.start(progress, is_closed, may_be_alone)
     self._began = time.monotonic()
+    members.start(progress, is_closed, may_be_alone, self._began)
     formed = self._formed = self._server.loop.create_future()
-    tasks = [self._server.spawn(self._poll(task)) for task in members.views]
-    tasks.append(self._server.spawn(self._lead()))
+    tasks = [
+      self._server.spawn(self._poll_some()),
+      self._server.spawn(self._lead()),
+    ]
     try:
       seconds = self._options.rendezvous_timeout_seconds
       ends_at = time.monotonic() + seconds
@@ -223,6 +229,22 @@ class Rendezvous:
     if now - since > _SHORTAGE_SECONDS:
       self._refuse(error)
 
+  async def _poll_some(self) -> None:
+    """Asks those of whom this process has to know."""
+    polls: dict[int, asyncio.Task] = {}
+    try:
+      while True:
+        wanted = set(self._membership.polled(time.monotonic()))
+        for task in wanted - polls.keys():
+          polls[task] = self._server.spawn(self._poll(task))
+        for task in polls.keys() - wanted:
+          polls.pop(task).cancel()
+        await asyncio.sleep(self._pause() / 2)
+    finally:
+      for poll in polls.values():
+        poll.cancel()
+      await asyncio.gather(*polls.values(), return_exceptions=True)
+
   async def _poll(self, task: int) -> None:
     """Asks one worker again and again what it is doing."""
     while True:
@@ -231,7 +253,7 @@ class Rendezvous:
       except errors.AuthenticationError as e:
         self._membership.lost(task, str(e), refused=True)
         logging.log_every_n_seconds(logging.WARNING, '%s', 10, e)
-        if self._membership.all_refuse():
+        if self._membership.all_refuse(time.monotonic()):
           self._refuse(e)
       except errors.ResourceLimitError as e:
         self._run_short(e)
@@ -248,15 +270,17 @@ class Rendezvous:
   def _pause(self) -> float:
     """Seconds between two questions to one worker."""
     elapsed = time.monotonic() - self._began
-    return _POLL_SECONDS_PER_WORKER * len(self._addresses) + min(
-      _POLL_SECONDS, _FIRST_POLL_SECONDS + elapsed / 10
+    return min(
+      _POLL_SECONDS_PER_WORKER * len(self._addresses)
+      + min(_POLL_SECONDS, _FIRST_POLL_SECONDS + elapsed / 10),
+      _MOST_POLL_SECONDS,
     )
 
   async def _ask(self, task: int, is_once: bool = False) -> None:
     connection = await self._dial(task, _Purpose.POLL)
     try:
-      while True:
-        connection.send(_Kind.HELLO, self._membership.hello())
+      for is_first in itertools.chain([True], itertools.repeat(False)):
+        connection.send(_Kind.HELLO, self._membership.hello(is_first))
         _, message = await connection_lib.within(
           authentication.HANDSHAKE_SECONDS, connection.expect(_Kind.HELLO)
         )
@@ -270,7 +294,7 @@ class Rendezvous:
   async def _answer(self, connection, request) -> None:
     """Tells a worker that polls what this one is doing."""
     try:
-      while True:
+      for is_first in itertools.chain([True], itertools.repeat(False)):
         _, message = await connection_lib.within(
           _IDLE_SECONDS, connection.expect(_Kind.HELLO)
         )
@@ -280,7 +304,7 @@ class Rendezvous:
           self._membership.heard(message, time.monotonic(), reached=False)
         except errors.Error as e:
           self._refuse(e)
-        connection.send(_Kind.HELLO, self._membership.hello())
+        connection.send(_Kind.HELLO, self._membership.hello(is_first))
     except OSError:
       return  # It has what it wanted, or is gone.
     except protocol.ProtocolError as e:
@@ -310,7 +334,9 @@ class Rendezvous:
       )
       seats = [membership.Seat(*seat) for seat in message['seats']]
       generation = message['generation']
-      objection = self._membership.objection(generation, seats, request.client)
+      objection = self._membership.objection(
+        generation, seats, request.client, message['gone']
+      )
       if self._proposal is not None:
         objection = 'it takes part in another proposal'
       if objection:
@@ -325,7 +351,11 @@ class Rendezvous:
   async def _take_part(self, generation, seats, leader) -> bool:
     """Runs a proposal; `leader` is None on the one that leads it."""
     self._proposal = proposal = formation.Proposal(
-      generation, seats, self._task, self._dial
+      generation,
+      seats,
+      self._task,
+      self._dial,
+      self._membership.gone(),
     )
     try:
       if leader is None:
