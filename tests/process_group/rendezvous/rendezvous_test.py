@@ -331,6 +331,42 @@ class AgainTest(parameterized.TestCase):
       self.assertIn((victim,), joined)
 
 
+def _form_among_many(rank, size):
+  """How long it took, the descriptors that were open, and a sum over all."""
+  began = time.monotonic()
+  with (
+    meetings.meet(rank, rendezvous_timeout_seconds=110.0) as meeting,
+    meeting.form() as group,
+  ):
+    seconds = time.monotonic() - began
+    descriptors = len(os.listdir('/proc/self/fd'))
+    total = int(group.all_reduce(np.int64([rank]))[0])
+    group.barrier()
+    if group.world_size != size:
+      raise AssertionError(f'{group.world_size} of {size}')
+  return seconds, descriptors, total
+
+
+@pytest.mark.multi_process
+class ManyWorkersTest(parameterized.TestCase):
+  @pytest.mark.full
+  def test_sixteen(self):
+    self.check(16)
+
+  @pytest.mark.soak
+  def test_sixty_four(self):
+    self.check(64)
+
+  def check(self, size):
+    outcomes = processes.run_workers(_form_among_many, size, args=(size,))
+    self.assertEqual({o[2] for o in outcomes}, {size * (size - 1) // 2})
+    seconds = max(o[0] for o in outcomes)
+    descriptors = [o[1] for o in outcomes]
+    print(f'{size}: {seconds:.2f} s, at most {max(descriptors)} descriptors')
+    # Data links, control links, and little else.
+    self.assertLess(max(descriptors), 4 * size + 40)
+
+
 class RivalGroupsTest(absltest.TestCase):
   """In one process; what is cut is the call that connects."""
 
