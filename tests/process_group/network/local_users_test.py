@@ -34,7 +34,8 @@ class LocalUsersTest(parameterized.TestCase):
       caller.connect(listener.getsockname())
       accepted, _ = listener.accept()
       with accepted:
-        self.assertEqual(local_users._user_of_peer(accepted), os.geteuid())
+        for find in (local_users._ask_kernel, local_users._read_table):
+          self.assertEqual(find(accepted), os.geteuid())
         local_users.check(accepted)
         local_users.check(caller)
 
@@ -55,6 +56,8 @@ class LocalUsersTest(parameterized.TestCase):
       self.addCleanup(os.waitpid, child, 0)
       self.addCleanup(os.kill, child, signal.SIGKILL)
       accepted, _ = listener.accept()
+      self.assertEqual(local_users._ask_kernel(accepted), _OTHER_USER)
+      self.assertEqual(local_users._read_table(accepted), _OTHER_USER)
       with (
         accepted,
         self.assertRaisesRegex(
