@@ -30,7 +30,10 @@ _VALID = [
       {0: 'a:1', 1: 'b:1'}, 0, 'life', options.GroupOptions()
     ).hello(),
   ),
-  (_Kind.PROPOSE, {'generation': 1, 'seats': [[0, 'a:1', 'life', 0]]}),
+  (
+    _Kind.PROPOSE,
+    {'generation': 1, 'seats': [[0, 'a:1', 'life', 0]], 'gone': [1]},
+  ),
   (_Kind.ACCEPT, None),
   (_Kind.REJECT, 'it is running'),
   (_Kind.MESH, None),

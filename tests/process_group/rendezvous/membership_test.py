@@ -5,7 +5,7 @@ from absl.testing import absltest, parameterized
 
 from tf_strategies import errors
 from tf_strategies.process_group import options
-from tf_strategies.process_group.rendezvous import membership
+from tf_strategies.process_group.rendezvous import membership, quorum
 
 _ADDRESSES = {0: 'a:1', 1: 'b:1', 3: 'c:1'}
 
@@ -181,7 +181,7 @@ class MajorityTest(parameterized.TestCase):
   @parameterized.parameters(*range(40))
   def test_at_most_one_group_goes_on_whatever_happens(self, seed):
     """Simulated: cuts and deaths in any order, and what each side may know."""
-    formed, most = self.simulate(seed, membership.has_quorum)
+    formed, most = self.simulate(seed, quorum.has_quorum)
     self.assertGreater(formed, 0)
     self.assertEqual(most, 1)
 
@@ -189,7 +189,7 @@ class MajorityTest(parameterized.TestCase):
     def without_the_dead(present, there, gone, last, tasks):
       """A majority of those of whom it is not known that they have died."""
       left = [task for task in last if task not in gone]
-      return membership.has_quorum(present, there, gone, left, tasks)
+      return quorum.has_quorum(present, there, gone, left, tasks)
 
     found = [self.simulate(seed, without_the_dead)[1] for seed in range(40)]
     self.assertGreater(max(found), 1)
@@ -329,7 +329,7 @@ class CutTest(parameterized.TestCase):
     ([(9, 1)], [0, 1, 2, 3]),
   )
   def test_who_is_left(self, cuts, expected):
-    left = membership.leave_out([0, 1, 2, 3], cuts, leader=0)
+    left = quorum.leave_out([0, 1, 2, 3], cuts, leader=0)
     self.assertEqual(left, expected)
 
   def test_next_proposal_leaves_one_of_the_pair_out_for_a_while(self):

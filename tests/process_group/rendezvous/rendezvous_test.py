@@ -351,13 +351,13 @@ def _form_among_many(rank, size):
 class ManyWorkersTest(parameterized.TestCase):
   @pytest.mark.full
   def test_sixteen(self):
-    self.check(16)
+    self.assert_group(16)
 
   @pytest.mark.soak
   def test_sixty_four(self):
-    self.check(64)
+    self.assert_group(64)
 
-  def check(self, size):
+  def assert_group(self, size):
     outcomes = processes.run_workers(_form_among_many, size, args=(size,))
     self.assertEqual({o[2] for o in outcomes}, {size * (size - 1) // 2})
     seconds = max(o[0] for o in outcomes)

@@ -176,6 +176,7 @@ _MESSAGES: Mapping[protocol.Kind, _Check] = {
     group=_text,
     size=_count,
     leader=_count,
+    missing=_text,
     refusal=_text,
   ),
   protocol.Kind.PROPOSE: _Record(

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tf_strategies import errors, version
 from tf_strategies.process_group import options as options_lib
+from tf_strategies.process_group.rendezvous import quorum
 
 # A worker that was reached counts as there for this long.
 FRESH_SECONDS = 3.0
@@ -19,6 +20,8 @@ FRESH_SECONDS = 3.0
 ANSWER_SECONDS = 2.0
 # So many of those that answer and may lead are asked by the others.
 CANDIDATES = 3
+# Characters about missing workers that travel.
+_MOST_TEXT = 2000
 # Two workers that could not connect are not proposed together for this long.
 CUT_SECONDS = 30.0
 
@@ -59,6 +62,7 @@ class View:
   group: str = ''  # What it is in now, how many are in it, and who leads it.
   size: int = 0
   leader: int = 0
+  missing: str = ''  # Whom it waits for, if it leads.
 
   def is_fresh(self, now: float) -> bool:
     """Whether it has answered just now."""
@@ -101,6 +105,7 @@ class Membership:
     self._is_closed = False
     self._least = 1
     self._started_at = 0.0
+    self._missing = ''
     # Pairs that could not connect: why, and when.
     self._cuts: dict[tuple[int, int], tuple[str, float]] = {}
 
@@ -118,6 +123,7 @@ class Membership:
       'group': self._group if self.state is State.RUNNING else '',
       'size': len(self._seated),
       'leader': min(self._seated, default=self.task),
+      'missing': self._missing,
       'refusal': self.refusal,
     }
 
@@ -170,6 +176,7 @@ class Membership:
       view.progress = message['progress']
       view.group = message['group']
       view.size, view.leader = message['size'], message['leader']
+      view.missing = message['missing']
       if view.state is not State.IDLE:
         view.idle_since = None
       elif view.idle_since is None:
@@ -295,9 +302,12 @@ class Membership:
       for t, v in fresh.items()
     )
     # Perhaps a lower one is there, and leads.
-    waits = waits or self._ask_lower(now)[2] > 0
+    _, answering, untried = self._ask_lower(now)
+    waits = waits or untried > 0
+    leads = not (answering or untried)
+    self._missing = self.missing(now)[:_MOST_TEXT] if leads else ''
     cuts = [p for p, (_, at) in self._cuts.items() if now - at < CUT_SECONDS]
-    there = leave_out(sorted([self.task, *forming]), cuts, self.task)
+    there = quorum.leave_out(sorted([self.task, *forming]), cuts, self.task)
     if waits or not self._are_enough([self._seat(task) for task in there]):
       self._enough_since = None
       return None
@@ -322,7 +332,7 @@ class Membership:
     present = [
       s.task for s in seats if self._seated.get(s.task) == s.incarnation
     ]
-    return has_quorum(
+    return quorum.has_quorum(
       present, there, [*gone, *self.gone()], self._seated, self.addresses
     )
 
@@ -377,6 +387,8 @@ class Membership:
     told = []
     for task in self.polled(now):
       view = self.views[task]
+      if view.is_fresh(now) and view.missing:
+        return view.missing  # It asks all.
       where = f'task {task} at {self.addresses[task]}'
       if not view.is_fresh(now):
         told.append(f'{where} ({view.problem or "it fell silent"})')
@@ -461,46 +473,3 @@ class Membership:
       f'{self.addresses[task]} and {incarnation}. Start one process for each '
       'task, and give each its own.'
     )
-
-
-def has_quorum(
-  present: Sequence[int],
-  there: Sequence[int],
-  gone: Sequence[int],
-  last: Iterable[int],
-  tasks: Iterable[int],
-) -> bool:
-  """Whether those that are there can go on, and no others can at the same time.
-
-  They are a majority of the last group; half of it with its lowest task; or all of
-  whom it is not certain that they have died. What a cut looks like, silence, is no
-  evidence of death; a host that refuses connections at an address is.
-
-  Args:
-    present: the members of the last group that are there.
-    there: all tasks that are.
-    gone: tasks at whose addresses nobody listens.
-    last: the tasks of the last group.
-    tasks: all tasks of the cluster.
-  """
-  if {*there, *gone}.issuperset(tasks):
-    return True
-  last = list(last)
-  if 2 * len(present) == len(last):
-    return min(last) in present
-  return 2 * len(present) > len(last)
-
-
-def leave_out(
-  there: Sequence[int], cuts: Sequence[tuple[int, int]], leader: int
-) -> list[int]:
-  """The tasks of which all can connect to each other, as far as is known.
-
-  Of a pair that cannot, the one with more such pairs goes, else the higher one;
-  the leader stays.
-  """
-  left = list(there)
-  while pairs := [p for p in cuts if p[0] in left and p[1] in left]:
-    ends = [task for pair in pairs for task in pair if task != leader]
-    left.remove(max(ends, key=lambda task: (ends.count(task), task)))
-  return left

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import itertools
 import math
 import os
@@ -21,12 +20,15 @@ from tf_strategies.process_group import state
 from tf_strategies.process_group.control import control_plane
 from tf_strategies.process_group.network import (
   authentication,
-  local_users,
   protocol,
   server,
 )
 from tf_strategies.process_group.network import connection as connection_lib
-from tf_strategies.process_group.rendezvous import formation, membership
+from tf_strategies.process_group.rendezvous import (
+  address_checks,
+  formation,
+  membership,
+)
 from tf_strategies.process_group.tcp import group as tcp_group
 from tf_strategies.process_group.tcp import transport
 
@@ -83,7 +85,7 @@ class Rendezvous:
     options: options_lib.GroupOptions | None = None,
   ):
     self._options = options or options_lib.GroupOptions()
-    _check(addresses, task, self._options)
+    address_checks.check(addresses, task, self._options)
     incarnation = (
       f'{socket.gethostname()} process {os.getpid()} {secrets.token_hex(4)}'
     )
@@ -464,52 +466,3 @@ def _why(error: OSError) -> str:
   if isinstance(error, ConnectionError):
     return 'it closed the connection'
   return str(error) or 'it does not answer'
-
-
-def _check(
-  addresses: Mapping[int, str], task: int, options: options_lib.GroupOptions
-) -> None:
-  if task not in addresses:
-    raise errors.ClusterConfigError(
-      f'Task {task!r} is not one of {sorted(addresses)}. Pass the number of '
-      'this process in the cluster.'
-    )
-  seen: dict[str, int] = {}
-  for number, address in sorted(addresses.items()):
-    host, _ = connection_lib.split_address(address)
-    if address in seen:
-      raise errors.ClusterConfigError(
-        f'Tasks {seen[address]} and {number} have the same address {address}. '
-        'Give each its own port.'
-      )
-    seen[address] = number
-    if options.credentials().same_user and not _is_loopback(host):
-      raise errors.UnsupportedOptionError(
-        f'the address {address} of task {number} without a secret',
-        'addresses of this host alone (127.0.0.1, ::1, localhost)',
-        'set TFS_SECRET (or TFS_SECRET_FILE) on all workers and use '
-        'GroupOptions.from_env(); or pass allow_unauthenticated=True where '
-        'the network keeps everybody else out',
-      )
-  if options.credentials().same_user and not local_users.is_known():
-    raise errors.UnsupportedOptionError(
-      'a group without a secret on an operating system that does not tell '
-      'whose process a connection comes from',
-      'a secret, as every user of this host can connect',
-      'set TFS_SECRET to the same 16 bytes or more on all workers and use '
-      'GroupOptions.from_env(); or pass allow_unauthenticated=True',
-    )
-  minimum = options.min_workers
-  if isinstance(minimum, int) and minimum > len(addresses):
-    raise errors.UnsupportedOptionError(
-      f'min_workers={options.min_workers} with {len(addresses)} addresses',
-      f'at most {len(addresses)}',
-      'lower it, or add addresses',
-    )
-
-
-def _is_loopback(host: str) -> bool:
-  try:
-    return ipaddress.ip_address(host).is_loopback
-  except ValueError:
-    return host == 'localhost'
