@@ -17,6 +17,7 @@ _PERMANENT = (
   errors.AuthenticationError('x'),
   errors.CollectiveMismatchError('x'),
   errors.ResourceLimitError('x'),
+  errors.StorageError('x'),
   RuntimeError('x'),
   KeyError('x'),
 )
@@ -26,6 +27,7 @@ _RESTARTABLE = (
   errors.ParameterServerUnavailableError('x'),
   errors.CollectiveTimeoutError('x'),
 )
+_DONE = (errors.JobFinishedError('x'),)
 
 
 class ExitCodeTest(parameterized.TestCase):
@@ -41,8 +43,11 @@ class ExitCodeTest(parameterized.TestCase):
     self.assertEqual(code, exit_codes.RESTARTABLE_EXIT_CODE)
     self.assertTrue(exit_codes.is_restarted(code))
 
+  def test_who_comes_too_late_has_nothing_to_do(self):
+    self.assertEqual([exit_codes.exit_code(error) for error in _DONE], [0])
+
   def test_every_error_of_ours_was_thought_of(self):
-    known = {type(error) for error in (*_PERMANENT, *_RESTARTABLE)}
+    known = {type(error) for error in (*_PERMANENT, *_RESTARTABLE, *_DONE)}
     ours = {
       kind
       for kind in vars(errors).values()
