@@ -77,7 +77,7 @@ def pack(callbacks: Sequence[keras.callbacks.Callback]) -> np.ndarray:
     3
   """
   meta, arrays = [], {}
-  for i, callback in enumerate(callbacks):
+  for i, callback in enumerate(map(_inner, callbacks)):
     plain = {}
     for name, value in vars(callback).items():
       if isinstance(value, np.generic):
@@ -103,6 +103,7 @@ def unpack(
   """Gives callbacks, which are made like those that were packed, what they know."""
   with np.load(io.BytesIO(packed.tobytes()), allow_pickle=False) as arrays:
     meta = json.loads(arrays[_META].tobytes())
+    callbacks = [_inner(callback) for callback in callbacks]
     classes = [about['class'] for about in meta]
     if classes != [type(callback).__name__ for callback in callbacks]:
       logging.warning(
@@ -119,6 +120,11 @@ def unpack(
           continue
         parts = [arrays[f'{i}/{name}/{j}'] for j in range(found['arrays'])]
         setattr(callback, name, parts if found['is_list'] else parts[0])
+
+
+def _inner(callback: keras.callbacks.Callback) -> keras.callbacks.Callback:
+  """What a wrapper such as `ChiefOnly` calls: a newcomer may be the next chief."""
+  return getattr(callback, 'callback', callback)
 
 
 def _op(name: str) -> Any:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 import tensorflow as tf
+from absl import logging
 
 from tf_strategies import (
   _keras_internal,
@@ -73,8 +74,8 @@ class Job:
     # how many steps were done then.
     self.num_steps = 0
     self._before_reset: tuple[int, list[np.ndarray]] | None = None
-    # Metrics of the epoch that this worker has entered.
-    self._entered_with: list[np.ndarray] | None = None
+    # The state and the metrics in the epoch that this worker enters.
+    self._entered_with: tuple[list[np.ndarray], Any] | None = None
     members.job = self
 
   @property
@@ -220,6 +221,9 @@ class Job:
     if self._model is not model:
       self.restore(model)
     self._epochs, self._callbacks = epochs, callbacks
+    self._members.is_fitting = True
+    metrics = [v.value for v in model.metrics_variables]
+    self.strategy.extended.hold_sums(metrics)
     self._join_with_steps(model, make_batches, steps_per_epoch, options)
     epoch, step = self.position
     if step >= steps_per_epoch:
@@ -263,6 +267,13 @@ class Job:
       if prepare is not None:
         with self.strategy.scope():
           prepare(spec)
+    else:
+      logging.warning(
+        'make_batches returns a %s, from which the step of a worker that comes '
+        'later cannot be built before it joins: the others wait for it, and its '
+        'metrics of that epoch are not theirs. Return a tf.data.Dataset.',
+        type(batches).__name__,
+      )
     self._members.join_in_fit()
 
   # What callbacks say.
@@ -284,10 +295,17 @@ class Job:
       elastic_callbacks.unpack(taken, self._callbacks)
 
   def begin_epoch(self) -> None:
-    """Goes on with the metrics of the others, in an epoch that had begun."""
+    """Goes on as the others, for whom the epoch had begun.
+
+    What callbacks did at its begin, to the learning rate, say, they have done.
+    """
     taken, self._entered_with = self._entered_with, None
-    if taken is not None:
-      self._assign(self._metrics(), taken)
+    if taken is None:
+      return
+    values, metrics = taken
+    self._assign(self._variables(), values)
+    if metrics is not None and self.state.step:
+      self._assign(self._metrics(), metrics)
 
   def _set(self, epoch, step):
     if self.generations and self.generations[-1].first_step is None:
@@ -349,8 +367,11 @@ class Job:
     """The variables that workers share; not their names, which Keras counts."""
     return [f'{v.dtype}{list(v.shape)}' for v in self._variables()]
 
-  def take(self, group, root: int, is_missing: bool) -> None:
-    """Receives the state of a rank, and keeps it if it `is_missing` here."""
+  def take(self, group, root: int, is_missing: bool, is_entering: bool) -> None:
+    """Receives the state of a rank, and keeps it if it `is_missing` here.
+
+    It `is_entering` a `fit` in which others are already.
+    """
     variables = self._variables()
     is_root = group.rank == root
     held = self._held if is_root and not self._members.is_shared else None
@@ -371,9 +392,9 @@ class Job:
     if is_missing:
       self._assign(variables, values)
     if is_missing and metrics is not None:
-      self._entered_with = metrics
       self._assign(self._metrics(), metrics)
     self._held = None
+    self._entered_with = (values, metrics) if is_entering else None
 
   def _take_metrics(self, group, root):
     """The metrics of a rank; None where they are others."""
@@ -405,8 +426,6 @@ class Job:
       first_world=state.first_world or world, world=world
     )
     self.num_steps = num_steps
-    if not self.state.step:
-      self._entered_with = None
     self._start_counting()
 
   def _variables(self) -> list[keras.Variable]:

@@ -90,7 +90,7 @@ class Members(elastic.Membership):
       self._marks = checkpointer.Checkpointer(options.directory)
     self._failures, self._steps_at_failure = 0, 0
     # Whether this worker has the state of the group that it is in.
-    self.is_shared = False
+    self.is_shared = self.is_fitting = False
 
   @property
   def _communicator(self):
@@ -98,7 +98,7 @@ class Members(elastic.Membership):
 
   def begin(self) -> None:
     """A new strategy is in no group."""
-    self.is_shared = False
+    self.is_shared = self.is_fitting = False
 
   def join(self) -> None:
     """See base class."""
@@ -282,10 +282,11 @@ class Members(elastic.Membership):
       a['shared'] and m.progress == best.progress
       for a, m in zip(answers, group.members, strict=True)
     ]
+    enters = phase == _FIT and phases[best.rank] in _INSIDE
     if not all(have):
-      job.take(group, best.rank, is_missing=not have[group.rank])
+      job.take(group, best.rank, not have[group.rank], is_entering=enters)
     if _FIT in phases and phases[best.rank] in _INSIDE:
-      job.take_callbacks(group, best.rank, is_missing=phase == _FIT)
+      job.take_callbacks(group, best.rank, is_missing=enters)
     is_mixed = any(p not in _INSIDE for p in phases)
     if phase in _INSIDE and is_mixed and not set(_CLOSED).isdisjoint(phases):
       raise CallAgain('A worker joined where it cannot begin.')

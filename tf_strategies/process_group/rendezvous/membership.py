@@ -418,7 +418,10 @@ class Membership:
         'that two halves of a network that is cut never both go on. '
       )
     elif self._least > 1:
-      why += 'It has nothing to go on from, and was started again: it waits. '
+      why += (
+        'It was started again and has nothing to go on from, so that it does '
+        'not begin alone; the job may have ended. '
+      )
     return error(
       f'Task {self.task} at {self.addresses[self.task]} found no group '
       f'within {seconds:g} s. Missing: {self.missing(now) or "nobody now"}. '

@@ -17,6 +17,7 @@ from tf_strategies import _keras_internal, cross_device
 from tf_strategies.monitoring import input_watch
 from tf_strategies.spmd import site as site_lib
 from tf_strategies.strategies.mirrored import extended as mirrored_extended
+from tf_strategies.strategies.mirrored import replica_exchange
 from tf_strategies.strategies.multi_worker import extended as extended_lib
 from tf_strategies.strategies.multi_worker import input as input_lib
 from tf_strategies.strategies.multi_worker import options as options_lib
@@ -32,6 +33,9 @@ class Membership(Protocol):
   """Who decides which workers there are: an elastic job."""
 
   capacity: int  # The most that there can be.
+  is_fitting: (
+    bool  # Whether metrics that are made now are a model's in `job.fit`.
+  )
 
   def join(self) -> None:
     """Enters a group."""
@@ -142,16 +146,30 @@ class ElasticExtended(extended_lib.MultiWorkerExtended):
   def _get_variable_creator_initial_value(
     self, replica_id, device, primary_var, **kwargs
   ):
-    if self.communicator.is_member:
+    is_sum = kwargs.get('synchronization') == tf.VariableSynchronization.ON_READ
+    if self.communicator.is_member and not is_sum:
       base = super()._get_variable_creator_initial_value
     else:
-      # What it is to be, it is told when it joins.
+      # What it is to be, it is told when it joins; a sum begins with zero, also
+      # where one that has joined makes its metrics.
       base = super(
         extended_lib.MultiWorkerExtended, self
       )._get_variable_creator_initial_value
     return base(
       replica_id=replica_id, device=device, primary_var=primary_var, **kwargs
     )
+
+  def _create_variable(self, next_creator, **kwargs):
+    variable = super()._create_variable(next_creator, **kwargs)
+    if self._membership.is_fitting:
+      self.hold_sums([variable])
+    return variable
+
+  def hold_sums(self, variables) -> None:
+    """Has every worker hold sums whole; see `SyncOnReadVariable`."""
+    for variable in variables:
+      if replica_exchange.is_sum(variable):
+        variable.hold_whole()
 
   def _experimental_distribute_dataset(self, dataset, options):
     if _keras_internal.is_for_model() and input_lib.is_same_data(dataset):
