@@ -196,7 +196,8 @@ class InterruptedStepTest(tf.test.TestCase, parameterized.TestCase):
     def train(job):
       with job.strategy.scope():
         model.append(elastic_program.BUILDERS[kind]())
-        elastic_program.compile_model(model[-1], elastic_program.momentum())
+        optimizer = elastic_program.optimizer_of(kind)
+        elastic_program.compile_model(model[-1], optimizer)
       job.restore(model[-1])
       job.fit(
         model[-1],
@@ -221,7 +222,7 @@ class InterruptedStepTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(groups, 1 + len(failures))
     return model[0].get_weights(), groups
 
-  @parameterized.parameters('rich', 'two_optimizers')
+  @parameterized.parameters('rich', 'two_optimizers', 'embedding')
   def test_done_once(self, kind):
     want, history = elastic_program.uninterrupted(2, kind, 36)
     del history

@@ -95,7 +95,25 @@ def build_two_optimizers():
   return TwoOptimizers()
 
 
+def build_embedding():
+  """A table, whose gradients are slices; see `optimizer_of`."""
+  keras.utils.set_random_seed(1)
+  inputs = keras.Input([16])
+  numbers = keras.ops.cast(10 * keras.ops.abs(inputs), 'int32') % 50
+  rows = keras.layers.Flatten()(keras.layers.Embedding(50, 4)(numbers))
+  joined = keras.layers.Concatenate()([inputs, rows])
+  return keras.Model(inputs, keras.layers.Dense(10)(joined))
+
+
+def optimizer_of(kind):
+  """What a model of a kind is trained with."""
+  if kind == 'embedding':
+    return keras.optimizers.Adam(0.01, gradient_accumulation_steps=3)
+  return momentum()
+
+
 BUILDERS = {
+  'embedding': build_embedding,
   'plain': lambda: build(),
   'rich': build_rich,
   'two_optimizers': build_two_optimizers,
@@ -146,7 +164,7 @@ def callbacks_with_state():
 def uninterrupted(epochs=EPOCHS, kind='plain', size=BATCH):
   """The weights that one device ends with, and the history."""
   model = BUILDERS[kind]()
-  compile_model(model, momentum())
+  compile_model(model, optimizer_of(kind))
   history = model.fit(
     make_batches(0, 0, size, epochs),
     epochs=epochs,
@@ -219,7 +237,7 @@ def train(
     jobs.append(job)
     with job.strategy.scope():
       model = BUILDERS[kind]()
-      compile_model(model, momentum())
+      compile_model(model, optimizer_of(kind))
     job.restore(model)
     given = fit_options(kind)
     callbacks = [*given.pop('callbacks', ()), Report()]

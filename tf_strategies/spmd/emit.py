@@ -13,27 +13,14 @@ from tf_strategies.spmd import kinds
 from tf_strategies.spmd import plan as plan_lib
 from tf_strategies.spmd import program as program_lib
 from tf_strategies.spmd import site as site_lib
-from tf_strategies.spmd.kinds import (
-  AS_IS,
-  WHOLE,
-  Split,
-)
+from tf_strategies.spmd.kinds import AS_IS, WHOLE, Split
 from tf_strategies.spmd.plan import Plan
 from tf_strategies.spmd.program import Node, Tensor
 from tf_strategies.spmd.site import Site
 
 # Stateful to TensorFlow only: each replica computes or checks its own.
-_OWN = frozenset(
-  {
-    'Assert',
-    'If',
-    'While',
-    'Case',
-    'StatelessIf',
-    'StatelessWhile',
-    'StatelessCase',
-  }
-)
+_BRANCHES = ('If', 'While', 'Case')
+_OWN = {'Assert', *_BRANCHES, *(f'Stateless{name}' for name in _BRANCHES)}
 
 
 class Resource(Protocol):
@@ -160,7 +147,9 @@ class Emitter:
       while met < block.level:
         self._meet(pending, met)
         met += 1
-      with tf.control_dependencies(self._met if block.is_deferred else []):
+      with tf.control_dependencies(
+        self._barrier() if block.is_deferred else []
+      ):
         if block.is_compiled or (len(block.sites) > 1 and block.is_shared):
           self._call(block, users)
         else:
@@ -174,6 +163,15 @@ class Emitter:
       [self._output(site, t, kind) for t, kind in outputs]
       for site in self._replicas
     ]
+
+  def _barrier(self) -> list[tf.Operation]:
+    """An operation that waits for all meetings so far.
+
+    Not what came out of them: of a branch that gets that as an input, TensorFlow
+    runs what does not need it before it is there.
+    """
+    with tf.control_dependencies(self._met):
+      return [tf.no_op()]
 
   def _output(self, site, tensor, kind):
     if kind == WHOLE and site is not self._replicas[0]:
