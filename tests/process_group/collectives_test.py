@@ -10,13 +10,19 @@ from tests import processes, tiers
 from tests.process_group import conformance, meetings
 from tf_strategies import errors, process_group
 from tf_strategies.collectives import codecs
-from tf_strategies.process_group import planned
+from tf_strategies.process_group import plan, reductions
 
 _DTYPES = ('float16', 'float32', 'float64', 'int32', 'int64', 'uint8')
 # Fewer elements than ranks, uneven chunks, and both sides of the limit (256
 # bytes) up to which everything goes to everyone.
 _SIZES = (0, 1, 2, 7, 32, 64, 65, 1000, 4099)
 _OPTIONS = {'small_message_bytes': 256, 'sub_chunk_bytes': 192}
+
+
+def _as_if_many(rank, function):
+  """Runs a function where even two ranks count as many."""
+  with mock.patch.object(plan, 'FEW_RANKS', 1):
+    return function(rank)
 
 
 def _values(rank, size, dtype):
@@ -137,6 +143,12 @@ class CollectivesTest(parameterized.TestCase):
   def test_table_of_algorithms_and_codecs(self, world_size):
     conformance.assert_results(self, processes.run_workers(_table, world_size))
 
+  @tiers.parameters(tiers.full(2), 3, tiers.full(5), tiers.soak(10))
+  def test_table_among_many(self, world_size):
+    results = processes.run_workers(_as_if_many, world_size, args=(_table,))
+    with mock.patch.object(plan, 'FEW_RANKS', 1):
+      conformance.assert_results(self, results)
+
   @pytest.mark.full
   def test_one_bit_on_one_rank_is_seen(self):
     results = [
@@ -151,9 +163,13 @@ class CollectivesTest(parameterized.TestCase):
     with self.assertRaises(AssertionError):
       conformance.assert_results(self, results)
 
-  @tiers.parameters(tiers.full(1), 2, *tiers.every(tiers.full, (3, 5)))
-  def test_broadcast_and_all_gather(self, world_size):
-    for result in processes.run_workers(_moves, world_size):
+  @tiers.product(
+    world_size=(tiers.full(1), 2, tiers.full(3), tiers.full(5)),
+    are_many=(False, True),
+  )
+  def test_broadcast_and_all_gather(self, world_size, are_many):
+    how = (_as_if_many, _moves) if are_many else (_moves,)
+    for result in processes.run_workers(how[0], world_size, args=how[1:]):
       for size in (0, 3, 500):
         for root in range(world_size):
           expected = np.arange(size * 2).reshape(size, 2) + 1000 * root
@@ -220,19 +236,19 @@ class ArgumentsTest(parameterized.TestCase):
   def test_reduce_scatter_names_the_algorithms_that_have_one(self):
     for name in ('tree', 'naive', 'one_shot'):
       with self.assertRaisesRegex(errors.UnsupportedOptionError, "'ring'"):
-        planned._check_half(name, 3)
-    planned._check_half('halving_doubling', 4)
+        reductions.check_half(name, 3)
+    reductions.check_half('halving_doubling', 4)
     with self.assertRaises(errors.UnsupportedOptionError):
-      planned._check_half('halving_doubling', 3)
+      reductions.check_half('halving_doubling', 3)
 
   def test_a_name_of_its_own_costs_no_choice_of_an_algorithm(self):
-    planned._cheapest.cache_clear()
+    reductions.cheapest.cache_clear()
     with mock.patch.object(
-      planned.cost_model, 'choose', wraps=planned.cost_model.choose
+      reductions.cost_model, 'choose', wraps=reductions.cost_model.choose
     ) as choose:
       for step in range(3):
         how = ('sum', f'step_{step}', 'auto', 'none')
-        planned._reduction(
+        reductions.reduction(
           *('all_reduce', 2, 0, 4099, np.dtype('float32'), *how),
           *(('ring', 'direct'), 256, 192),
         )

@@ -11,6 +11,7 @@ import numpy as np
 
 from tf_strategies import collectives, errors
 from tf_strategies.collectives import simulator
+from tf_strategies.process_group import plan
 
 # Nothing, fewer elements than ranks, and chunks of several pieces.
 SIZES = (0, 1, 3, 64, 1009)
@@ -117,8 +118,12 @@ def _schedule(case: Case, world_size: int, large: str):
       case.compression != 'none' and case.dtype != 'int32'
     )
     algorithm = 'direct' if is_coded else large
-    if is_small:
-      algorithm = 'one_shot' if case.kind == 'all_reduce' else 'direct'
+    is_whole = case.kind == 'all_reduce'
+    if world_size <= plan.FEW_RANKS:
+      if is_small:
+        algorithm = 'one_shot' if is_whole else 'direct'
+    elif not is_coded:
+      algorithm = 'tree' if is_small and is_whole else 'ring'
   if case.kind == 'reduce_scatter':
     return half(algorithm, world_size)
   return collectives.ALGORITHMS[algorithm](world_size)

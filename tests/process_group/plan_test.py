@@ -35,6 +35,7 @@ class PlanTest(parameterized.TestCase):
       [plan.chain(world_size, r, world_size - 1, 50, 16) for r in ranks],
       [plan.star(world_size, r, world_size // 2, 50) for r in ranks],
       [plan.gather(r, sizes, 3) for r in ranks],
+      [plan.ring_gather(r, sizes, 3) for r in ranks if world_size > 1],
     ):
       self.assert_links(plans)
 
@@ -53,6 +54,14 @@ class PlanTest(parameterized.TestCase):
     for dst, receiver in enumerate(plans):
       for src in receiver.receives:
         self.assertIn(dst, plans[src].sends)
+
+  @parameterized.parameters(2, 3, 6)
+  def test_ring_of_a_gather_needs_two_neighbours(self, world_size):
+    for rank in range(world_size):
+      made = plan.ring_gather(rank, (4,) * world_size, 3)
+      self.assertEqual(set(made.sends), {(rank + 1) % world_size})
+      self.assertEqual(set(made.receives), {(rank - 1) % world_size})
+      self.assertEqual(made.bytes_sent, 4 * (world_size - 1))
 
   def test_ring_sends_the_least_bytes(self):
     for world_size in (2, 3, 4):

@@ -20,11 +20,11 @@ _NOTHING = np.empty(0, np.uint8)
 
 
 class LinkClosedError(Exception):
-  """A peer's end of a data link is closed; internal to `process_group`."""
+  """A data link has ended, or cannot be made; internal to `process_group`."""
 
-  def __init__(self, rank: int):
-    super().__init__(f'rank {rank} closed its data link')
-    self.rank = rank
+  def __init__(self, rank: int, why: str = 'its data link is closed'):
+    super().__init__(f'rank {rank} is gone: {why}')
+    self.rank, self.why = rank, why
 
 
 class MismatchError(Exception):

@@ -145,6 +145,8 @@ class Format:
 
 # Of what only moves.
 BYTES = Format(1)
+# Up to so many ranks, each has links to all: small buffers go straight there.
+FEW_RANKS = 8
 
 
 class _Builder:
@@ -458,6 +460,37 @@ def gather(rank: int, sizes: tuple[int, ...], piece_bytes: int) -> Plan:
       _cut_bytes(piece_bytes, starts[peer], starts[peer] + size)
     ):
       builder.add(Piece(RECEIVE, peer, OUT, start, stop), (index,))
+  return builder.build()
+
+
+@functools.lru_cache(maxsize=64)
+def ring_gather(rank: int, sizes: tuple[int, ...], piece_bytes: int) -> Plan:
+  """As `gather`, around a ring: each rank passes on what it has received.
+
+  O(N P) pieces for N ranks with P pieces each, over two links.
+  """
+  builder, world_size = _Builder(), len(sizes)
+  before, after = (rank - 1) % world_size, (rank + 1) % world_size
+  builder.link(False, before)
+  builder.link(True, after)
+  starts = [0, *itertools.accumulate(sizes)]
+  # The own block goes first, then each as it comes; the last one stays here.
+  for step in range(world_size):
+    owner = (rank - step) % world_size
+    first = starts[owner]
+    for index, (start, stop) in enumerate(
+      _cut_bytes(piece_bytes, first, first + sizes[owner])
+    ):
+      order, got, source = (
+        (step, index),
+        [],
+        (ARRAY, start - first, stop - first),
+      )
+      if step:
+        piece = Piece(RECEIVE, before, OUT, start, stop)
+        got, source = [builder.add(piece, order)], (OUT, start, stop)
+      if step < world_size - 1:
+        builder.add(Piece(SEND, after, *source), order, got)
   return builder.build()
 
 

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import abc
-import dataclasses
-import functools
-import hashlib
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
 from tf_strategies import errors, option_checks
-from tf_strategies.collectives import algorithms, codecs, cost_model, simulator
 from tf_strategies.collectives import codec as codec_lib
 from tf_strategies.collectives import schedule as schedule_lib
 from tf_strategies.process_group import execution as execution_lib
-from tf_strategies.process_group import failure_detection
+from tf_strategies.process_group import failure_detection, reductions
 from tf_strategies.process_group import group as group_lib
 from tf_strategies.process_group import plan as plan_lib
 from tf_strategies.process_group import state as state_lib
@@ -25,52 +19,8 @@ from tf_strategies.process_group import state as state_lib
 # When a data link breaks, the control plane most likely knows who died.
 _REPORT_SECONDS = 0.3
 _MAX_DIMENSIONS = 32
-# Two roundings, however many ranks there are.
-_LOSSY_CANDIDATES = ('direct',)
-# Sockets between hosts: 50 us and 1 GB/s.
-_LINK = cost_model.Link(alpha_seconds=5e-5, beta_seconds_per_byte=1e-9)
-
 # More than any machine has: what says so is broken.
 _MOST_BYTES = 1 << 48
-
-
-@dataclasses.dataclass(frozen=True)
-class Collective:
-  """What all ranks must have in common in one collective."""
-
-  kind: str
-  name: str
-  dtype: str
-  shape: str
-  num_bytes: int
-  algorithm: str
-  op: str = ''
-  root: int = 0
-  # Of payloads: both ends must cut an array at the same elements.
-  piece_bytes: int = 0
-
-  @functools.cached_property
-  def text(self) -> str:
-    """For messages."""
-    how = f'({self.op})' if self.op else ''
-    root = f' from rank {self.root}' if self.kind == 'broadcast' else ''
-    array = f' of {self.dtype}{self.shape}' if self.dtype else ''
-    return f'{self.kind}{how} {self.name!r}{array}{root}'
-
-  @functools.cached_property
-  def digest(self) -> int:
-    """64 bits that tell collectives apart."""
-    data = hashlib.blake2b(repr(self).encode(), digest_size=8).digest()
-    return int.from_bytes(data, 'little')
-
-
-class _Reduction(NamedTuple):
-  """What is the same each time that a tensor is reduced."""
-
-  collective: Collective
-  plan: plan_lib.Plan
-  form: plan_lib.Format
-  ufunc: np.ufunc
 
 
 class PlannedGroup(group_lib.ProcessGroup):
@@ -96,7 +46,7 @@ class PlannedGroup(group_lib.ProcessGroup):
   def _move(
     self,
     execution: execution_lib.Execution,
-    collective: Collective,
+    collective: reductions.Collective,
     operation: state_lib.Operation,
     deadline: float,
   ) -> None:
@@ -154,7 +104,9 @@ class PlannedGroup(group_lib.ProcessGroup):
     first = sum(sizes[: self.rank])
     return out[first : first + sizes[self.rank]].copy()
 
-  def _reduction(self, kind: str, array: np.ndarray, how: tuple) -> _Reduction:
+  def _reduction(
+    self, kind: str, array: np.ndarray, how: tuple
+  ) -> reductions.Reduction:
     """Checks the arguments; what is not of this array is done once."""
     _check_dtype(array, kind)
     if array.ndim != 1 or not array.flags.c_contiguous:
@@ -173,19 +125,19 @@ class PlannedGroup(group_lib.ProcessGroup):
       )
     rank = (self.world_size, self.rank)
     sizes = (self._options.small_message_bytes, self._piece_bytes)
-    return _reduction(
+    return reductions.reduction(
       kind, *rank, array.size, array.dtype, *how, self.candidates, *sizes
     )
 
   def _reduce(
-    self, reduction: _Reduction, array: np.ndarray, out: np.ndarray
+    self, reduction: reductions.Reduction, array: np.ndarray, out: np.ndarray
   ) -> None:
     collective, plan, form, ufunc = reduction
     state = self._codec_state(collective, form.codec, array.size)
     self._run(collective, plan, array, out, form, ufunc, state)
 
   def _codec_state(
-    self, collective: Collective, codec: codec_lib.Codec, length: int
+    self, collective: reductions.Collective, codec: codec_lib.Codec, length: int
   ) -> np.ndarray | None:
     kind, name = collective.kind, collective.name
     key = (kind, codec.name, name, length)
@@ -210,12 +162,9 @@ class PlannedGroup(group_lib.ProcessGroup):
       lengths = self._gather_lengths(array, name)
       row_bytes = array.itemsize * math.prod(array.shape[1:])
       sizes = tuple(length * row_bytes for length in lengths)
-      flat = self._pool.take(sum(sizes), np.uint8)
-      plan = plan_lib.gather(self.rank, sizes, self._piece_bytes)
-      self._gather(data, flat, plan, 'gather', name, array.dtype, str(lengths))
+      what = (name, array.dtype, str(lengths))
+      flat = self._gather(data.view(np.uint8), sizes, *what)
     ends = np.cumsum(sizes)
-    own = ends[self.rank] - sizes[self.rank]
-    flat[own : ends[self.rank]] = data.view(np.uint8)
     return [
       flat[end - size : end].view(array.dtype).reshape(n, *array.shape[1:])
       for end, size, n in zip(ends, sizes, lengths, strict=True)
@@ -223,27 +172,58 @@ class PlannedGroup(group_lib.ProcessGroup):
 
   def _gather_lengths(self, array: np.ndarray, name: str) -> list[int]:
     """The leading dimension of every rank's array."""
-    size = self.world_size
-    lengths = np.zeros(size, np.int64)
     shape = str(['any', *array.shape[1:]])
-    plan = plan_lib.gather(self.rank, (8,) * size, 64)
-    mine = np.int64([len(array)])
-    self._gather(mine, lengths, plan, 'lengths', name, array.dtype, shape)
-    lengths[self.rank] = len(array)
+    mine = np.int64([len(array)]).view(np.uint8)
+    sizes = (8,) * self.world_size
+    lengths = self._gather(mine, sizes, name, array.dtype, shape).view(np.int64)
     for rank, length in enumerate(lengths.tolist()):
       if not 0 <= length * max(1, array.itemsize) <= _MOST_BYTES:
         self.abort(f'rank {rank} broke the protocol: it gathers {length} rows')
     self._state.check()
     return lengths.tolist()
 
-  def _gather(self, data, flat, plan, algorithm, name, dtype, shape) -> None:
-    dtype_text = _dtype_text(dtype)
-    self._run(
-      Collective('all_gather', name, dtype_text, shape, 0, algorithm),
-      plan,
-      data,
-      flat,
+  def _gather(
+    self,
+    mine: np.ndarray,
+    sizes: tuple[int, ...],
+    name: str,
+    dtype: np.dtype,
+    shape: str,
+  ) -> np.ndarray:
+    """Brings everyone's bytes to everyone: to all at once, or around the ring.
+
+    A few bytes of many ranks go along a tree, as a sum in which each byte has one term.
+    """
+    total = sum(sizes)
+    out = self._pool.take(total, np.uint8)
+    end = sum(sizes[: self.rank + 1])
+    own = slice(end - sizes[self.rank], end)
+    algorithm = 'gather'
+    if self.world_size > plan_lib.FEW_RANKS:
+      is_small = total <= self._options.small_message_bytes
+      algorithm = 'tree' if is_small else 'ring_gather'
+    if algorithm == 'tree':
+      plan, terms = self._tree(total), np.zeros(total, np.uint8)
+      terms[own] = mine
+    else:
+      compile_plan = getattr(plan_lib, algorithm)
+      plan, terms = compile_plan(self.rank, sizes, self._piece_bytes), mine
+    kind = (
+      'all_gather',
+      name,
+      reductions.dtype_text(dtype),
+      shape,
+      0,
+      algorithm,
     )
+    self._run(reductions.Collective(*kind), plan, terms, out)
+    out[own] = mine
+    return out
+
+  def _tree(self, num_bytes: int) -> plan_lib.Plan:
+    """A sum of bytes along a tree."""
+    ranks = (self.world_size, self.rank)
+    return plan_lib.by_name('tree', *ranks, num_bytes, plan_lib.BYTES)
 
   def broadcast(
     self, array: np.ndarray, root: int, *, name: str = ''
@@ -256,16 +236,17 @@ class PlannedGroup(group_lib.ProcessGroup):
       data = np.ascontiguousarray(array).reshape(-1)
       out = self._pool.take(data.shape, array.dtype)
       how = (size, rank, root, data.nbytes)
-      if data.nbytes <= self._options.small_message_bytes:
+      is_small = data.nbytes <= self._options.small_message_bytes
+      if is_small and size <= plan_lib.FEW_RANKS:
         algorithm, plan = 'star', plan_lib.star(*how)
       else:
         algorithm = 'chain'
         plan = plan_lib.chain(*how, self._piece_bytes)
       self._run(
-        Collective(
+        reductions.Collective(
           'broadcast',
           name,
-          _dtype_text(array.dtype),
+          reductions.dtype_text(array.dtype),
           str(list(array.shape)),
           data.nbytes,
           algorithm,
@@ -282,14 +263,17 @@ class PlannedGroup(group_lib.ProcessGroup):
   def barrier(self, *, name: str = '') -> None:
     """See base class."""
     with self._lock:
-      nothing = np.empty(0, np.uint8)
-      plan = plan_lib.gather(self.rank, (0,) * self.world_size, 1)
-      collective = Collective('barrier', name, '', '', 0, 'gather')
-      self._run(collective, plan, nothing, nothing)
+      nothing = np.zeros(1, np.uint8)
+      algorithm, plan = 'tree', self._tree(1)
+      if self.world_size <= plan_lib.FEW_RANKS:
+        algorithm = 'gather'
+        plan = plan_lib.gather(self.rank, (0,) * self.world_size, 1)
+      collective = reductions.Collective('barrier', name, '', '', 0, algorithm)
+      self._run(collective, plan, nothing, nothing.copy())
 
   def _run(
     self,
-    collective: Collective,
+    collective: reductions.Collective,
     plan: plan_lib.Plan,
     array: np.ndarray,
     out: np.ndarray,
@@ -313,7 +297,7 @@ class PlannedGroup(group_lib.ProcessGroup):
     except errors.Error:
       raise
     except execution_lib.LinkClosedError as e:
-      self._raise_lost(e.rank)
+      self._raise_lost(e.rank, e.why)
     except execution_lib.MismatchError as e:
       received = e.received or 'something else'
       self._control.report(
@@ -332,92 +316,12 @@ class PlannedGroup(group_lib.ProcessGroup):
     finally:
       self._state.end()
 
-  def _raise_lost(self, rank: int) -> None:
+  def _raise_lost(self, rank: int, why: str) -> None:
     if not self._closed and not self._state.failed.wait(_REPORT_SECONDS):
       self._control.declare_failed(
-        self._state.lost(
-          rank, 'died or was disconnected (its data link is closed)'
-        )
+        self._state.lost(rank, f'died or was disconnected ({why})')
       )
     self._check()
-
-
-@functools.lru_cache(maxsize=1024)
-def _reduction(
-  kind: str,
-  world_size: int,
-  rank: int,
-  length: int,
-  dtype: np.dtype,
-  op: str,
-  name: str,
-  algorithm: str,
-  compression: str,
-  candidates: tuple[str, ...],
-  small_bytes: int,
-  piece_bytes: int,
-) -> _Reduction:
-  # bfloat16 and its like are of kind V, with additions of their own.
-  if dtype.kind not in 'iufcV' or dtype.type is np.void:
-    raise errors.UnsupportedOptionError(
-      f'{kind} of dtype {dtype}',
-      'integers, floats and complex numbers',
-      'cast it to a numeric dtype first',
-    )
-  option_checks.check_choice('op', op, simulator.REDUCTIONS)
-  algorithms.check(algorithm, 'auto')
-  form = plan_lib.Format.of(dtype, compression, piece_bytes)
-  is_coded = form.codec is not codecs.NONE
-  num_bytes = length * dtype.itemsize
-  is_whole = kind == 'all_reduce'
-  if algorithm != 'auto':
-    if not is_whole:
-      _check_half(algorithm, world_size)
-  elif num_bytes <= small_bytes:
-    algorithm = 'one_shot' if is_whole else 'direct'
-  else:
-    names = _LOSSY_CANDIDATES if is_coded else candidates
-    algorithm = _cheapest(world_size, num_bytes, names)
-  compile_plan = plan_lib.by_name if is_whole else plan_lib.half_by_name
-  collective = Collective(
-    kind,
-    name,
-    _dtype_text(dtype),
-    str([length]),
-    num_bytes,
-    algorithm,
-    op if compression == 'none' else f'{op} {compression}',
-    piece_bytes=piece_bytes if is_coded else 0,
-  )
-  plan = compile_plan(algorithm, world_size, rank, length, form)
-  return _Reduction(collective, plan, form, simulator.REDUCTIONS[op])
-
-
-@functools.lru_cache(maxsize=256)
-def _cheapest(
-  world_size: int, num_bytes: int, candidates: tuple[str, ...]
-) -> str:
-  """By the cost model; kept apart from names, of which each call may have one."""
-  topology = cost_model.Topology(world_size, _LINK)
-  return cost_model.choose(num_bytes, topology, candidates).name
-
-
-def _check_half(algorithm: str, world_size: int) -> None:
-  """Checks that an algorithm has a reduce-scatter half."""
-
-  def has_half(name):
-    try:
-      return bool(algorithms.build(name, world_size).reduce_scatter())
-    except errors.ScheduleError:
-      return False
-
-  if not has_half(algorithm):
-    names: Sequence[str] = [n for n in algorithms.ALGORITHMS if has_half(n)]
-    raise errors.UnsupportedOptionError(
-      f'reduce_scatter by {algorithm!r} between {world_size} processes',
-      f'one of {", ".join(map(repr, names))}',
-      "leave it out for 'auto'",
-    )
 
 
 def _check_dtype(array: np.ndarray, what: str) -> None:
@@ -471,8 +375,3 @@ def _check_out(out: np.ndarray | None, array: np.ndarray) -> None:
       'overlap the input',
       'leave it out to get a new array',
     )
-
-
-def _dtype_text(dtype: np.dtype) -> str:
-  """A dtype's name, with its byte order where that is foreign."""
-  return dtype.name if dtype.isnative else dtype.str

@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import time
 import types
 
 from absl.testing import absltest
@@ -89,7 +90,9 @@ class MalformedMessageTest(absltest.TestCase):
       members = [state.Member(r, r, f'host-{r}:1') for r in range(2)]
       shared = state.GroupState(members, 0, 1)
       host = types.SimpleNamespace(
-        loop=asyncio.get_running_loop(), spawn=asyncio.ensure_future
+        loop=asyncio.get_running_loop(),
+        now=time.monotonic,
+        spawn=asyncio.ensure_future,
       )
       plane = control_plane.ControlPlane(
         host, shared, {1: ours}, options.GroupOptions()

@@ -132,6 +132,7 @@ class _Host:
 
   def __init__(self, loop):
     self.loop = loop
+    self.now = loop.time
     self.tasks = []
 
   def spawn(self, coroutine):

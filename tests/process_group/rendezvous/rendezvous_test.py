@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import time
+from concurrent import futures
 from unittest import mock
 
 import numpy as np
@@ -15,7 +16,8 @@ from absl.testing import absltest, parameterized
 from tests import processes, tiers
 from tests.process_group import meetings
 from tf_strategies import errors, process_group
-from tf_strategies.process_group.network import connection
+from tf_strategies.process_group import plan
+from tf_strategies.process_group.network import authentication, connection
 from tf_strategies.process_group.rendezvous import rendezvous
 
 _ELASTIC = {'min_workers': 2, 'window_seconds': 0.5}
@@ -411,6 +413,58 @@ class RivalGroupsTest(absltest.TestCase):
       waiting.join(30)
       self.assertEqual([g.world_size for g in formed], [2, 2])
       self.assertEqual([m.progress for m in formed[0].members], [3, 7])
+
+
+class LinksOnDemandTest(absltest.TestCase):
+  """In one process; what is cut is the call that connects."""
+
+  def test_cut_that_a_collective_finds_is_left_out_of_the_next_group(self):
+    ports = [portpicker.pick_unused_port() for _ in range(4)]
+    addresses = {task: f'127.0.0.1:{port}' for task, port in enumerate(ports)}
+    options = process_group.GroupOptions(
+      min_workers=2, window_seconds=0.5, rendezvous_timeout_seconds=30.0
+    )
+    dial = connection.dial
+
+    async def dial_unless_cut(address, request, *args):
+      is_data = request.purpose is authentication.Purpose.DATA
+      if is_data and {request.client, request.server} == {0, 2}:
+        raise TimeoutError('no way between them')
+      return await dial(address, request, *args)
+
+    def end_if_left_out():
+      # It would wait for the others as long as they run.
+      if left_out.is_set():
+        raise TimeoutError
+
+    def work(task):
+      with process_group.Rendezvous(addresses, task, options) as meeting:
+        first = meeting.form()
+        neighbours = len(first._transport._arrived)
+        try:
+          first.barrier()
+        except errors.WorkerUnavailableError as e:
+          error = str(e)
+        try:
+          group = meeting.form(progress=1, check=end_if_left_out)
+        except TimeoutError:
+          return neighbours, error, None
+        group.barrier()
+        left_out.set()
+        return neighbours, error, [m.task for m in group.members]
+
+    left_out = threading.Event()
+    with (
+      mock.patch.object(connection, 'dial', dial_unless_cut),
+      mock.patch.object(plan, 'FEW_RANKS', 1),
+      futures.ThreadPoolExecutor(4) as threads,
+    ):
+      results = list(threads.map(work, addresses))
+    self.assertEqual([neighbours for neighbours, *_ in results], [2] * 4)
+    for _, error, _ in results:
+      self.assertIn('no way between them', error)
+    groups = [tasks for *_, tasks in results]
+    self.assertEqual(groups, [[0, 1, 3], [0, 1, 3], None, [0, 1, 3]])
 
 
 if __name__ == '__main__':

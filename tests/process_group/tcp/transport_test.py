@@ -35,12 +35,19 @@ def _execution(plan, array, out, form=_FLOAT32, **kwargs):
   return execution.Execution(plan, array, out, buffers.Pool(), form, **kwargs)
 
 
+def _transport(sockets):
+  links = transport.Transport(0, lambda: None)
+  for rank, sock in sockets.items():
+    links.add(rank, sock)
+  return links
+
+
 class _Rank(threading.Thread):
   """One rank in a thread: its collectives, and what ended them."""
 
   def __init__(self, sockets, function):
     super().__init__(daemon=True)
-    self.links = transport.Transport(sockets, 0, lambda: None)
+    self.links = _transport(sockets)
     self._function = function
     self.error = None
 
@@ -250,9 +257,40 @@ class FailuresTest(parameterized.TestCase):
     self.assertNotEmpty(found)
     self.assertLessEqual({e.rank for e in found}, {0, 1})
 
+  def test_link_that_comes_late_shows_that_its_peer_is_elsewhere(self):
+    links, (mine, other) = _transport({}), socket.socketpair()
+    waited_for, silent = socket.socketpair()
+    links.add(2, waited_for)
+    other.sendall(_header(1, 99).pack())
+    wakes = []
+
+    def check():
+      if not wakes:
+        links.add(1, mine)
+      wakes.append(True)
+
+    links._check = check
+    array = np.zeros(8, np.float32)
+    plan = plan_lib.star(3, 0, 2, 32)
+    with self.assertRaises(execution.MismatchError) as raised:
+      links.run(_execution(plan, array, array.copy()), _header(1), 1e9)
+    self.assertEqual(raised.exception.rank, 1)
+    links.shut_down()
+    links.close()
+    for end in (other, silent):
+      end.close()
+
+  def test_link_that_comes_after_the_end_is_closed(self):
+    links, (mine, other) = _transport({}), socket.socketpair()
+    links.shut_down()
+    links.add(1, mine)
+    self.assertEqual(mine.fileno(), -1)
+    self.assertEqual(links.missing([1]), {1})
+    other.close()
+
   def test_link_that_the_peer_has_closed(self):
     mine, other = socket.socketpair()
-    links = transport.Transport({1: mine}, 0, lambda: None)
+    links = _transport({1: mine})
     other.close()
     array = np.zeros(8, np.float32)
     with self.assertRaises(execution.LinkClosedError) as raised:
@@ -263,7 +301,7 @@ class FailuresTest(parameterized.TestCase):
 
   def test_deadline_names_who_is_missing(self):
     mine, other = socket.socketpair()
-    links = transport.Transport({1: mine}, 0, lambda: None)
+    links = _transport({1: mine})
     with self.assertRaises(execution.DeadlineError) as raised:
       nothing = np.empty(0, np.uint8)
       run = _execution(plan_lib.gather(0, (0, 0), 1), nothing, nothing)

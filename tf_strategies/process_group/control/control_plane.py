@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -57,7 +56,7 @@ class ControlPlane:
       self._links,
       options.heartbeat_interval_seconds,
       options.heartbeat_timeout_seconds,
-      time.monotonic(),
+      host.now(),
     )
     self._joiners: dict[int, set[int]] = {}
     # The descriptions that have come for each inquiry that waits for some.
@@ -155,8 +154,8 @@ class ControlPlane:
       operation = self._state.operation
       last = operation.sequence - operation.busy
       self._send_all(_Kind.GOODBYE, {'rank': self._state.rank, 'last': last})
-    end = time.monotonic() + _FLUSH_SECONDS
-    while time.monotonic() < end and any(
+    end = self._host.now() + _FLUSH_SECONDS
+    while self._host.now() < end and any(
       link.pending for link in self._links.values()
     ):
       await asyncio.sleep(0.01)
@@ -171,7 +170,7 @@ class ControlPlane:
     try:
       while True:
         frame = await link.receive()
-        self._monitor.heard(rank, time.monotonic())
+        self._monitor.heard(rank, self._host.now())
         if frame.generation != self._state.generation:
           raise protocol.ProtocolError('a frame is of another generation')
         messages.check_sender(frame.kind, rank, self._state.rank)
@@ -192,7 +191,7 @@ class ControlPlane:
   async def _beat(self) -> None:
     while True:
       await asyncio.sleep(self._interval)
-      for rank, seconds in self._monitor.overdue(time.monotonic()).items():
+      for rank, seconds in self._monitor.overdue(self._host.now()).items():
         silence = f'has been silent for {seconds:.1f} s'
         self._lose(rank, f'is stopped or disconnected: it {silence}')
       self._send_all(_Kind.HEARTBEAT, {'joiners': self.joiners()})
@@ -240,16 +239,16 @@ class ControlPlane:
     if self._diagnosing or self._state.failure is not None:
       return
     self._diagnosing = True
-    end = time.monotonic() + _DESCRIBE_SECONDS
+    end = self._host.now() + _DESCRIBE_SECONDS
     while True:
-      said = await self._ask_all(end - time.monotonic())
+      said = await self._ask_all(end - self._host.now())
       # After a mismatch wait for ranks that are still on their way there, so
       # that the report can say what they do.
       late = suspicion['kind'] == 'mismatch' and any(
         description['sequence'] < suspicion['sequence']
         for description in said.values()
       )
-      if not late or time.monotonic() > end:
+      if not late or self._host.now() > end:
         break
       await asyncio.sleep(0.05)
     self._declare_failed(self._diagnose(suspicion, said))
@@ -263,8 +262,8 @@ class ControlPlane:
     self._inquiries.append(said)
     try:
       self._send_all(_Kind.DESCRIBE, None)
-      end = time.monotonic() + seconds
-      while len(said) <= len(self._links) and time.monotonic() < end:
+      end = self._host.now() + seconds
+      while len(said) <= len(self._links) and self._host.now() < end:
         await asyncio.sleep(0.01)
     finally:
       self._inquiries = [i for i in self._inquiries if i is not said]

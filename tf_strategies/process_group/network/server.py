@@ -64,10 +64,17 @@ class Server:
     self._tasks: set[asyncio.Task] = set()
     self._listener = _listen(address, task)
     self.loop = asyncio.new_event_loop()
+    self._start()
+
+  def _start(self) -> None:
     self._thread = threading.Thread(
-      target=self._run, name=f'process_group task {task}', daemon=True
+      target=self._run, name=f'process_group task {self._task}', daemon=True
     )
     self._thread.start()
+
+  def now(self) -> float:
+    """The loop's time, in seconds."""
+    return self.loop.time()
 
   def call(self, coroutine: Coroutine) -> Any:
     """Runs a coroutine in the loop and waits for its result."""

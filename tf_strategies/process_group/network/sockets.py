@@ -8,6 +8,7 @@ child closes what `keep` knows as soon as it exists.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import resource
@@ -78,6 +79,16 @@ async def accept(listener: socket.socket) -> socket.socket:
       continue
     sock.setblocking(False)
     return sock
+
+
+def allow(descriptors: int) -> None:
+  """Raises this process's limit of open files, as far as the system permits."""
+  limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+  if resource.RLIM_INFINITY not in (limit, most):
+    descriptors = min(descriptors, most)
+  if limit != resource.RLIM_INFINITY and limit < descriptors:
+    with contextlib.suppress(OSError, ValueError):
+      resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, most))
 
 
 def listen(host: str, port: int) -> socket.socket:

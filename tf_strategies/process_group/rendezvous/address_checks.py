@@ -25,6 +25,7 @@ def check(
       f'Task {task!r} is not one of {sorted(addresses)}. Pass the number of '
       'this process in the cluster.'
     )
+  same_user = options.credentials().same_user
   seen: dict[str, int] = {}
   for number, address in sorted(addresses.items()):
     host, _ = connection_lib.split_address(address)
@@ -34,7 +35,7 @@ def check(
         'Give each its own port.'
       )
     seen[address] = number
-    if options.credentials().same_user and not _is_loopback(host):
+    if same_user and not _is_loopback(host):
       raise errors.UnsupportedOptionError(
         f'the address {address} of task {number} without a secret',
         'addresses of this host alone (127.0.0.1, ::1, localhost)',
@@ -42,7 +43,7 @@ def check(
         'GroupOptions.from_env(); or pass allow_unauthenticated=True where '
         'the network keeps everybody else out',
       )
-  if options.credentials().same_user and not local_users.is_known():
+  if same_user and not local_users.is_known():
     raise errors.UnsupportedOptionError(
       'a group without a secret on an operating system that does not tell '
       'whose process a connection comes from',

@@ -1,32 +1,28 @@
-"""Connects the members of a proposed group: all links, or none of them.
+"""Connects the members of a proposed group: all first links, or none of them.
 
-The leader proposes, the members accept, each connects its data links (the higher
-rank dials the lower one) and reports, and the leader commits. If a step fails,
-all links are closed and the workers poll each other again. The connections that
-carry the proposal become the control plane.
+The leader proposes, the members accept, each connects its first data links and
+reports, and the leader commits. If a step fails, all links are closed and the
+workers poll each other again. The connections that carry the proposal become the
+control plane.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import socket
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from typing import Any
 
 from tf_strategies.process_group import state
 from tf_strategies.process_group.network import authentication, protocol
 from tf_strategies.process_group.network import connection as connection_lib
 from tf_strategies.process_group.rendezvous import membership
+from tf_strategies.process_group.tcp import mesh as mesh_lib
 
 _Kind = protocol.Kind
 # A step takes milliseconds, and a worker that dies closes its connections: only
 # one that is stopped takes so long.
 STEP_SECONDS = 20.0
-
-Dial = Callable[
-  [int, authentication.Purpose], Awaitable[connection_lib.Connection]
-]
 
 
 class ProposalFailedError(Exception):
@@ -47,19 +43,22 @@ class Proposal:
     generation: int,
     seats: Sequence[membership.Seat],
     task: int,
-    dial: Dial,
+    dial: mesh_lib.Dial,
     gone: Sequence[int] = (),
   ):
     self.generation = generation
     self._gone = list(gone)
     self.seats = tuple(seats)
     self.rank = [seat.task for seat in seats].index(task)
-    self.sockets: dict[int, socket.socket] = {}
     self.connections: dict[int, connection_lib.Connection] = {}
     self._dial = dial
-    self._lower_done = self.rank == 0
-    self._meshed = asyncio.Event()
-    self._check_meshed()
+    self.mesh = mesh_lib.Mesh(
+      generation,
+      self.rank,
+      [seat.task for seat in seats],
+      [seat.incarnation for seat in seats],
+      dial,
+    )
 
   def members(self) -> tuple[state.Member, ...]:
     """The seats as members."""
@@ -75,7 +74,7 @@ class Proposal:
       self._tell(_Kind.MESH)
       await together(
         [
-          self._meshed.wait(),
+          self._connect_first(),
           *(self._ready(*found) for found in self.connections.items()),
         ]
       )
@@ -98,45 +97,15 @@ class Proposal:
       self.close()
       raise
 
-  def expects(self, rank: int, message: dict[str, Any]) -> bool:
-    """Whether a data link belongs to this proposal and is still missing."""
-    return (
-      message['generation'] == self.generation
-      and self.rank < rank < len(self.seats)
-      and message['incarnation'] == self.seats[rank].incarnation
-      and rank not in self.sockets
-    )
-
-  def add(self, rank: int, sock: socket.socket) -> None:
-    """Takes a data link from a higher rank."""
-    self.sockets[rank] = sock
-    self._check_meshed()
-
   def close(self) -> None:
     """Closes all links."""
-    for sock in self.sockets.values():
-      sock.close()
+    self.mesh.close()
     for connection in self.connections.values():
       connection.close()
 
-  def _check_meshed(self) -> None:
-    if self._lower_done and len(self.sockets) == len(self.seats) - 1:
-      self._meshed.set()
-
-  async def _connect(
-    self, task: int, purpose: authentication.Purpose
-  ) -> connection_lib.Connection:
-    """Dials again once: with many workers one lost connection is no surprise."""
-    try:
-      return await self._dial(task, purpose)
-    except ConnectionRefusedError:
-      raise
-    except OSError:
-      return await self._dial(task, purpose)
-
   async def _invite(self, rank: int) -> None:
-    connection = await self._connect(
-      self.seats[rank].task, authentication.Purpose.CONTROL
+    connection = await mesh_lib.dial_again(
+      self._dial, self.seats[rank].task, authentication.Purpose.CONTROL
     )
     self.connections[rank] = connection
     seats = [dataclasses.astuple(seat) for seat in self.seats]
@@ -146,7 +115,11 @@ class Proposal:
       'gone': self._gone,
     }
     connection.send(_Kind.PROPOSE, message)
-    kind, reason = await connection.expect(_Kind.ACCEPT, _Kind.REJECT)
+    kind, reason = await connection.expect(
+      _Kind.ACCEPT, _Kind.REJECT, _Kind.CUT
+    )
+    if kind is _Kind.CUT:
+      raise _cut(self.seats[rank].task, reason['task'], reason['why'])
     if kind is _Kind.REJECT:
       raise ProposalFailedError(
         f'task {self.seats[rank].task} declined: {reason}'
@@ -164,29 +137,15 @@ class Proposal:
       connection.send(kind)
 
   async def _mesh(self, leader: connection_lib.Connection) -> None:
-    await together(self._join(rank) for rank in range(self.rank))
-    self._lower_done = True
-    self._check_meshed()
-    await self._meshed.wait()
+    await self._connect_first()
     leader.send(_Kind.READY)
 
-  async def _join(self, rank: int) -> None:
-    task = self.seats[rank].task
+  async def _connect_first(self) -> None:
     try:
-      connection = await self._connect(task, authentication.Purpose.DATA)
-    except OSError as e:
-      why = str(e) or type(e).__name__
-      raise _cut(self.seats[self.rank].task, task, why) from e
-    self.sockets[rank] = connection.detach()
-    connection.send(
-      _Kind.JOIN,
-      {
-        'rank': self.rank,
-        'generation': self.generation,
-        'incarnation': self.seats[self.rank].incarnation,
-      },
-    )
-    await connection.expect(_Kind.ACCEPT)
+      await self.mesh.connect(self.mesh.first_peers())
+    except mesh_lib.LinkError as e:
+      called = self.seats[e.rank].task
+      raise _cut(self.seats[self.rank].task, called, e.why) from e
 
 
 def _cut(caller: int, called: int, why: str) -> ProposalFailedError:

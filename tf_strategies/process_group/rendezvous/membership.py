@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tf_strategies import errors, version
@@ -106,8 +106,8 @@ class Membership:
     self._least = 1
     self._started_at = 0.0
     self._missing = ''
-    # Pairs that could not connect: why, and when.
-    self._cuts: dict[tuple[int, int], tuple[str, float]] = {}
+    # Pairs of incarnations that could not connect: why, and when.
+    self._cuts: dict[tuple[int, int], tuple[str, float, list[str]]] = {}
 
   def hello(self, is_first: bool = True) -> dict[str, Any]:
     """What this process tells the others; on a connection the first time all."""
@@ -150,7 +150,6 @@ class Membership:
     self.refusal = ''
     self._enough_since = None
     self._rivals.clear()
-    self._cuts.clear()
     for view in self.views.values():
       view.reached_at = view.idle_since = None
       view.problem, view.refused = View.problem, False
@@ -240,7 +239,28 @@ class Membership:
 
   def cut(self, caller: int, called: int, why: str, now: float) -> None:
     """Two tasks, which this one reaches both, cannot connect to each other."""
-    self._cuts[caller, called] = why, now
+    pair = caller, called
+    self._cuts[pair] = why, now, self._incarnations(pair)
+
+  def _known_cuts(self, now: float) -> dict[tuple[int, int], str]:
+    return {
+      pair: why
+      for pair, (why, at, lives) in self._cuts.items()
+      if now - at < CUT_SECONDS and lives == self._incarnations(pair)
+    }
+
+  def _incarnations(self, tasks: Iterable[int]) -> list[str]:
+    return [self._seat(task).incarnation for task in tasks]
+
+  def known_cut(
+    self, seats: Sequence[Seat], now: float
+  ) -> dict[str, Any] | None:
+    """A task of a proposal to which this one could not connect just now."""
+    tasks = {seat.task for seat in seats}
+    for (caller, called), why in self._known_cuts(now).items():
+      if caller == self.task and called in tasks:
+        return {'task': called, 'why': why}
+    return None
 
   def formed(self, generation: int, seated: Mapping[int, str]) -> None:
     """A group has formed, of these tasks in these incarnations."""
@@ -306,7 +326,7 @@ class Membership:
     waits = waits or untried > 0
     leads = not (answering or untried)
     self._missing = self.missing(now)[:_MOST_TEXT] if leads else ''
-    cuts = [p for p, (_, at) in self._cuts.items() if now - at < CUT_SECONDS]
+    cuts = list(self._known_cuts(now))
     there = quorum.leave_out(sorted([self.task, *forming]), cuts, self.task)
     if waits or not self._are_enough([self._seat(task) for task in there]):
       self._enough_since = None
@@ -409,7 +429,7 @@ class Membership:
     why = ''.join(
       f'Task {caller} at {self.addresses.get(caller)} cannot connect to task '
       f'{called} at {self.addresses.get(called)} ({reason}). '
-      for (caller, called), (reason, _) in self._cuts.items()
+      for (caller, called), (reason, *_) in self._cuts.items()
     )
     if self._minimum is None and self._seated:
       why += (

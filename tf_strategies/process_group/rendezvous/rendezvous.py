@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
+import functools
 import itertools
 import math
 import os
 import secrets
 import socket
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from absl import logging
 
@@ -22,6 +23,7 @@ from tf_strategies.process_group.network import (
   authentication,
   protocol,
   server,
+  sockets,
 )
 from tf_strategies.process_group.network import connection as connection_lib
 from tf_strategies.process_group.rendezvous import (
@@ -30,6 +32,7 @@ from tf_strategies.process_group.rendezvous import (
   membership,
 )
 from tf_strategies.process_group.tcp import group as tcp_group
+from tf_strategies.process_group.tcp import mesh as mesh_lib
 from tf_strategies.process_group.tcp import transport
 
 _Kind = protocol.Kind
@@ -41,6 +44,8 @@ _FIRST_POLL_SECONDS = 0.01
 _POLL_SECONDS_PER_WORKER = 0.002
 # Well below the time for which an answer counts.
 _MOST_POLL_SECONDS = membership.FRESH_SECONDS / 3
+# Rank 0 has a link to each for polls, for control and for data; and its pipelines.
+_DESCRIPTORS_PER_WORKER = 4
 # Between two looks at what else may end a wait.
 _CHECK_SECONDS = 1.0
 # Between two looks of a group at tasks that are not in it.
@@ -96,11 +101,13 @@ class Rendezvous:
     self._task = task
     self._group: tcp_group.TcpProcessGroup | None = None
     self._proposal: formation.Proposal | None = None
+    self._mesh: mesh_lib.Mesh | None = None  # Of the last proposal.
     self._formed: asyncio.Future | None = None
     self._began = 0.0  # When this process last wanted a group.
     # Since when this process has had no file descriptor, and until when.
     self._short = (-math.inf, -math.inf)
     self._credentials = self._options.credentials()
+    sockets.allow(_DESCRIPTORS_PER_WORKER * len(addresses))
     self._server = server.Server(
       addresses[task],
       task,
@@ -161,6 +168,22 @@ class Rendezvous:
   def __exit__(self, *exc_info):
     self.close()
 
+  def _connect(
+    self, mesh: mesh_lib.Mesh, ranks: Iterable[int]
+  ) -> concurrent.futures.Future:
+    """Makes links of a group that runs; from any thread."""
+
+    async def connect():
+      try:
+        await mesh.connect(ranks)
+      except mesh_lib.LinkError as e:
+        # Both are alive, perhaps: they are not proposed together again soon.
+        called = mesh.tasks[e.rank]
+        self._membership.cut(self._task, called, e.why, self._server.now())
+        raise
+
+    return asyncio.run_coroutine_threadsafe(connect(), self._server.loop)
+
   def _leave(self) -> None:
     group, self._group = self._group, None
     if group is not None:
@@ -172,7 +195,7 @@ class Rendezvous:
     self, progress, is_closed, may_be_alone, check
   ) -> tcp_group.TcpProcessGroup:
     members = self._membership
-    self._began = time.monotonic()
+    self._began = self._server.now()
     members.start(progress, is_closed, may_be_alone, self._began)
     formed = self._formed = self._server.loop.create_future()
     tasks = [
@@ -181,10 +204,10 @@ class Rendezvous:
     ]
     try:
       seconds = self._options.rendezvous_timeout_seconds
-      ends_at = time.monotonic() + seconds
+      ends_at = self._server.now() + seconds
       while not formed.done():
         check()
-        now = time.monotonic()
+        now = self._server.now()
         if running := members.sees_running(now):
           ends_at = now + seconds
           logging.log_every_n_seconds(
@@ -224,7 +247,7 @@ class Rendezvous:
 
   def _run_short(self, error: errors.ResourceLimitError) -> None:
     """Gives up if file descriptors stay away: no other worker is to blame."""
-    now = time.monotonic()
+    now = self._server.now()
     since, last = self._short
     since = since if now - last < _SHORTAGE_GAP_SECONDS else now
     self._short = since, now
@@ -236,7 +259,7 @@ class Rendezvous:
     polls: dict[int, asyncio.Task] = {}
     try:
       while True:
-        wanted = set(self._membership.polled(time.monotonic()))
+        wanted = set(self._membership.polled(self._server.now()))
         for task in wanted - polls.keys():
           polls[task] = self._server.spawn(self._poll(task))
         for task in polls.keys() - wanted:
@@ -255,7 +278,7 @@ class Rendezvous:
       except errors.AuthenticationError as e:
         self._membership.lost(task, str(e), refused=True)
         logging.log_every_n_seconds(logging.WARNING, '%s', 10, e)
-        if self._membership.all_refuse(time.monotonic()):
+        if self._membership.all_refuse(self._server.now()):
           self._refuse(e)
       except errors.ResourceLimitError as e:
         self._run_short(e)
@@ -271,7 +294,7 @@ class Rendezvous:
 
   def _pause(self) -> float:
     """Seconds between two questions to one worker."""
-    elapsed = time.monotonic() - self._began
+    elapsed = self._server.now() - self._began
     return min(
       _POLL_SECONDS_PER_WORKER * len(self._addresses)
       + min(_POLL_SECONDS, _FIRST_POLL_SECONDS + elapsed / 10),
@@ -286,7 +309,7 @@ class Rendezvous:
         _, message = await connection_lib.within(
           authentication.HANDSHAKE_SECONDS, connection.expect(_Kind.HELLO)
         )
-        self._membership.heard(message, time.monotonic(), reached=True)
+        self._membership.heard(message, self._server.now(), reached=True)
         if is_once:
           return
         await asyncio.sleep(self._pause())
@@ -303,7 +326,7 @@ class Rendezvous:
         if connection.pending:
           return  # It does not read its answers.
         try:
-          self._membership.heard(message, time.monotonic(), reached=False)
+          self._membership.heard(message, self._server.now(), reached=False)
         except errors.Error as e:
           self._refuse(e)
         connection.send(_Kind.HELLO, self._membership.hello(is_first))
@@ -319,7 +342,7 @@ class Rendezvous:
   async def _lead(self) -> None:
     """Proposes groups while this process is the one to do so."""
     while True:
-      seats = self._membership.proposal(time.monotonic())
+      seats = self._membership.proposal(self._server.now())
       if seats is None or self._proposal is not None:
         await asyncio.sleep(self._pause() / 2)
         continue
@@ -341,8 +364,12 @@ class Rendezvous:
       )
       if self._proposal is not None:
         objection = 'it takes part in another proposal'
-      if objection:
-        connection.send(_Kind.REJECT, objection)
+      cut = self._membership.known_cut(seats, self._server.now())
+      if objection or cut:
+        if objection:
+          connection.send(_Kind.REJECT, objection)
+        else:
+          connection.send(_Kind.CUT, cut)
         connection.close()
         return
     except (OSError, protocol.ProtocolError):
@@ -359,6 +386,7 @@ class Rendezvous:
       self._dial,
       self._membership.gone(),
     )
+    self._mesh = proposal.mesh
     try:
       if leader is None:
         await proposal.lead()
@@ -368,7 +396,7 @@ class Rendezvous:
     except (OSError, formation.ProposalFailedError) as e:
       cut = getattr(e, 'cut', None)
       if cut is not None:
-        self._membership.cut(*cut, time.monotonic())
+        self._membership.cut(*cut, self._server.now())
       logging.info('Group %d did not form: %s', generation, e)
       return False
     finally:
@@ -376,16 +404,14 @@ class Rendezvous:
     return True
 
   async def _accept_data(self, connection, request) -> None:
-    """Takes a data link for the proposal that this process is in."""
+    """Takes a data link of the proposal or group that this process is in."""
     try:
       _, message = await connection_lib.within(
         authentication.HANDSHAKE_SECONDS, connection.expect(_Kind.JOIN)
       )
-      proposal, rank = self._proposal, message['rank']
-      if proposal is None or not proposal.expects(rank, message):
-        raise protocol.ProtocolError('a data link belongs to no proposal')
-      connection.send(_Kind.ACCEPT)
-      proposal.add(rank, connection.detach())
+      if self._mesh is None:
+        raise protocol.ProtocolError('a data link belongs to no group')
+      self._mesh.accept(connection, message)
     except (OSError, protocol.ProtocolError) as e:
       connection.close()
       logging.info('Task %d refused a data link: %s', self._task, e)
@@ -402,19 +428,19 @@ class Rendezvous:
     group_state = state.GroupState(
       proposal.members(), proposal.rank, proposal.generation
     )
-    links = transport.Transport(
-      proposal.sockets, options.socket_buffer_bytes, group_state.check
-    )
+    links = transport.Transport(options.socket_buffer_bytes, group_state.check)
+    proposal.mesh.hand_over(links.add)
     plane = control_plane.ControlPlane(
       self._server,
       group_state,
       proposal.connections,
       options,
-      lambda: members.joiners(time.monotonic()),
+      lambda: members.joiners(self._server.now()),
     )
     plane.start()
+    connect = functools.partial(self._connect, proposal.mesh)
     group = tcp_group.TcpProcessGroup(
-      group_state, links, plane, options, self._on_end
+      group_state, links, plane, options, connect, self._on_end
     )
     group_state.on_failure(self._on_end)
     logging.info(
@@ -441,7 +467,7 @@ class Rendezvous:
       if members.state is not membership.State.RUNNING:
         return
       await asyncio.gather(*(ask(t) for t in members.views if t not in seated))
-      rival = members.rival_group(time.monotonic())
+      rival = members.rival_group(self._server.now())
       if rival is not None:
         view = members.views[rival]
         plane.end(

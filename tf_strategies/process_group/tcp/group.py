@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import concurrent.futures
+import time
+from collections.abc import Callable, Iterable
 
+from tf_strategies.process_group import execution as execution_lib
 from tf_strategies.process_group import options as options_lib
 from tf_strategies.process_group import planned
 from tf_strategies.process_group import state as state_lib
 from tf_strategies.process_group.control import control_plane
 from tf_strategies.process_group.network import protocol
+from tf_strategies.process_group.tcp import mesh
 from tf_strategies.process_group.tcp import transport as transport_lib
+
+# Between two looks at the group while a link is being made.
+_CHECK_SECONDS = 0.05
 
 
 class TcpProcessGroup(planned.PlannedGroup):
@@ -26,10 +33,12 @@ class TcpProcessGroup(planned.PlannedGroup):
     transport: transport_lib.Transport,
     control: control_plane.ControlPlane,
     options: options_lib.GroupOptions,
+    connect: Callable[[Iterable[int]], concurrent.futures.Future],
     on_end: Callable[[], None] = lambda: None,
   ):
     super().__init__(state, control, options)
     self._transport = transport
+    self._connect = connect
     self._on_end = on_end
     state.on_failure(transport.shut_down)
 
@@ -51,6 +60,10 @@ class TcpProcessGroup(planned.PlannedGroup):
     self._on_end()
 
   def _move(self, execution, collective, operation, deadline) -> None:
+    plan = execution.plan
+    missing = self._transport.missing({*plan.sends, *plan.receives})
+    if missing:
+      self._make_links(missing, deadline)
     # Texts are cut to what the header has room for; the checksum has them all.
     header = protocol.DataHeader(
       collective.kind,
@@ -64,3 +77,16 @@ class TcpProcessGroup(planned.PlannedGroup):
       collective.digest & 0xFFFFFFFF,
     )
     self._transport.run(execution, header, deadline)
+
+  def _make_links(self, ranks: set[int], deadline: float) -> None:
+    future = self._connect(ranks)
+    try:
+      while not concurrent.futures.wait([future], _CHECK_SECONDS).done:
+        self._state.check()
+        if time.monotonic() >= deadline:
+          raise execution_lib.DeadlineError(sorted(ranks))
+      future.result()
+    except mesh.LinkError as e:
+      raise execution_lib.LinkClosedError(e.rank, e.why) from e
+    finally:
+      future.cancel()

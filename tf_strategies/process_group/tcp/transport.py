@@ -8,10 +8,12 @@ between two receives, and the operating system's buffers carry on meanwhile.
 from __future__ import annotations
 
 import collections
+import contextlib
 import select
 import socket
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -93,31 +95,40 @@ class Transport:
   """The data links of one group.
 
   Args:
-    sockets: by rank; owned from here on.
     buffer_bytes: of each socket in each direction; 0 for the system's choice.
     check: called between waits; raises if the group has failed.
   """
 
-  def __init__(
-    self,
-    sockets: Mapping[int, socket.socket],
-    buffer_bytes: int,
-    check: Callable[[], None],
-  ):
+  def __init__(self, buffer_bytes: int, check: Callable[[], None]):
+    self._buffer_bytes = buffer_bytes
     self._check = check
     self._poll = select.poll()
     self._links: dict[int, Link] = {}
     self._by_fd: dict[int, Link] = {}
-    for rank, sock in sorted(sockets.items()):
-      sock.setblocking(False)
-      if sock.family != socket.AF_UNIX:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-      if buffer_bytes:
-        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-          sock.setsockopt(socket.SOL_SOCKET, option, buffer_bytes)
-      link = Link(rank, sock)
-      self._links[rank] = self._by_fd[link.fd] = link
+    # Those that no collective has seen yet.
+    self._arrived: list[Link] = []
+    self._has_ended = False
+    self._lock = threading.Lock()
     self.bytes_sent = 0
+
+  def add(self, rank: int, sock: socket.socket) -> None:
+    """Takes a socket, owned from here on; from any thread."""
+    sock.setblocking(False)
+    if sock.family != socket.AF_UNIX:
+      sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if self._buffer_bytes:
+      for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+        sock.setsockopt(socket.SOL_SOCKET, option, self._buffer_bytes)
+    with self._lock:
+      if self._has_ended:
+        sock.close()
+      else:
+        self._arrived.append(Link(rank, sock))
+
+  def missing(self, peers: Iterable[int]) -> set[int]:
+    """The ranks of these to which there is no link."""
+    self._take_arrived()
+    return set(peers) - self._links.keys()
 
   def run(
     self,
@@ -138,6 +149,7 @@ class Transport:
       DeadlineError: it is late.
       Error: whatever `check` raises.
     """
+    self._take_arrived()
     for link in self._links.values():
       link.reset()
     run = _Run(self._links, execution, header)
@@ -152,16 +164,26 @@ class Transport:
 
   def shut_down(self) -> None:
     """Ends all links in both directions; wakes a running collective."""
-    for link in self._links.values():
-      try:
-        link.sock.shutdown(socket.SHUT_RDWR)
-      except OSError:
-        continue  # It is closed already.
+    with self._lock:
+      self._has_ended = True
+      for link in [*self._links.values(), *self._arrived]:
+        with contextlib.suppress(OSError):  # It is closed already.
+          link.sock.shutdown(socket.SHUT_RDWR)
 
   def close(self) -> None:
-    """Closes the sockets; only where nothing runs."""
-    for link in self._links.values():
+    """Closes the sockets; only where nothing runs, after `shut_down`."""
+    for link in [*self._links.values(), *self._arrived]:
       link.sock.close()
+
+  def _take_arrived(self) -> list[Link]:
+    """Makes links of a peer's making known to the collectives."""
+    if not self._arrived:
+      return []
+    with self._lock:
+      arrived, self._arrived = self._arrived, []
+      for link in arrived:
+        self._links[link.rank] = self._by_fd[link.fd] = link
+    return arrived
 
   def _wait(self, run: _Run, deadline: float, only_look: bool) -> None:
     for link in self._links.values():
@@ -177,6 +199,9 @@ class Transport:
     )
     if not events and not only_look:
       self._check()
+      # A peer that is at another collective may have made one.
+      for link in self._take_arrived():
+        run.enqueue(link)
     for fd, _ in events:
       link = self._by_fd[fd]
       link.blocked = False

@@ -1,0 +1,123 @@
+"""Links that ranks make on demand, over socket pairs with delays."""
+
+import asyncio
+import socket
+
+from absl.testing import absltest, parameterized
+
+from tf_strategies.process_group.network import connection, protocol
+from tf_strategies.process_group.tcp import mesh
+
+_Kind = protocol.Kind
+
+
+class _Ranks:
+  """Meshes that reach each other; a dial and its acceptance take a while."""
+
+  def __init__(self, count, delay=lambda caller, called: 0.0, broken=()):
+    self._delay, self._broken, self._tasks = delay, set(broken), set()
+    lives = [f'life {rank}' for rank in range(count)]
+    self.dials = []
+    self.meshes = [
+      mesh.Mesh(7, rank, range(count), lives, self._dial_of(rank))
+      for rank in range(count)
+    ]
+    self.ends = {}
+
+  def _dial_of(self, caller):
+    async def dial(called, purpose):
+      self.dials.append((caller, called))
+      await asyncio.sleep(self._delay(caller, called))
+      if (caller, called) in self._broken:
+        raise TimeoutError('it does not answer')
+      ends = socket.socketpair()
+      for end in ends:
+        end.setblocking(False)
+      client, server = map(connection.Connection, ends)
+      task = asyncio.ensure_future(self._serve(caller, called, server))
+      self._tasks.add(task)
+      return client
+
+    return dial
+
+  async def _serve(self, caller, called, link):
+    await asyncio.sleep(self._delay(called, caller))
+    _, message = await link.expect(_Kind.JOIN)
+    self.meshes[called].accept(link, message)
+
+  async def settle(self):
+    await asyncio.gather(*self._tasks)
+    for one in self.meshes:
+      one.close()
+
+
+def _are_joined(one, other):
+  one.sendall(b'?')
+  return other.recv(1) == b'?'
+
+
+class MeshTest(parameterized.TestCase):
+  @parameterized.product(
+    first=(0, 1), apart=(0.0, 0.01, 0.02, 0.04), slow=(0.0, 0.02)
+  )
+  def test_both_may_dial_and_share_one_link(self, first, apart, slow):
+    async def meet():
+      ranks = _Ranks(2, lambda caller, called: 0.01 + slow * caller)
+
+      async def connect(rank):
+        await asyncio.sleep(0 if rank == first else apart)
+        await ranks.meshes[rank].connect([1 - rank])
+
+      await asyncio.wait_for(asyncio.gather(connect(0), connect(1)), 5)
+      one, other = (m.sockets[1 - r] for r, m in enumerate(ranks.meshes))
+      result = _are_joined(one, other) and _are_joined(other, one)
+      await ranks.settle()
+      return result
+
+    self.assertTrue(asyncio.run(meet()))
+
+  def test_one_that_does_not_ask_gets_the_link_all_the_same(self):
+    async def meet():
+      ranks, taken = _Ranks(3), []
+      ranks.meshes[2].hand_over(lambda rank, sock: taken.append((rank, sock)))
+      await ranks.meshes[0].connect([2])
+      await ranks.settle()
+      for _, sock in taken:
+        sock.close()
+      return [rank for rank, _ in taken], ranks.dials
+
+    self.assertEqual(asyncio.run(meet()), ([0], [(0, 2)]))
+
+  def test_lost_call_is_repeated_once_and_then_named(self):
+    async def meet():
+      ranks = _Ranks(2, broken=[(0, 1)])
+      with self.assertRaises(mesh.LinkError) as raised:
+        await ranks.meshes[0].connect([1])
+      return raised.exception.rank, raised.exception.why, ranks.dials
+
+    self.assertEqual(
+      asyncio.run(meet()), (1, 'it does not answer', [(0, 1), (0, 1)])
+    )
+
+  @parameterized.parameters(
+    {'generation': 6}, {'incarnation': 'before'}, {'rank': 0}, {'rank': 9}
+  )
+  def test_link_of_another_group_is_refused(self, **change):
+    message = {'rank': 1, 'generation': 7, 'incarnation': 'life 1', **change}
+
+    async def accept():
+      _Ranks(2).meshes[0].accept(None, message)
+
+    with self.assertRaises(protocol.ProtocolError):
+      asyncio.run(accept())
+
+  def test_few_have_all_links_from_the_start_and_many_a_ring(self):
+    async def peers(count, rank):
+      return _Ranks(count).meshes[rank].first_peers()
+
+    self.assertEqual(asyncio.run(peers(8, 3)), [0, 1, 2, 4, 5, 6, 7])
+    self.assertEqual(asyncio.run(peers(9, 0)), [8, 1])
+
+
+if __name__ == '__main__':
+  absltest.main()

@@ -1,0 +1,171 @@
+"""Which plan a reduction is: its checks, and the choice of an algorithm."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from tf_strategies import errors, option_checks
+from tf_strategies.collectives import algorithms, codecs, cost_model, simulator
+from tf_strategies.process_group import plan as plan_lib
+
+# Two roundings, however many ranks there are.
+_LOSSY_CANDIDATES = ('direct',)
+# Among many ranks nobody has links to all.
+_CANDIDATES_OF_MANY = ('ring', 'double_binary_tree')
+# Beyond so many the ring is never the cheapest, and costs the square of them to plan.
+_MOST_IN_A_RING = 128
+# Sockets between hosts: 50 us and 1 GB/s.
+_LINK = cost_model.Link(alpha_seconds=5e-5, beta_seconds_per_byte=1e-9)
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+  """What all ranks must have in common in one collective."""
+
+  kind: str
+  name: str
+  dtype: str
+  shape: str
+  num_bytes: int
+  algorithm: str
+  op: str = ''
+  root: int = 0
+  # Of payloads: both ends must cut an array at the same elements.
+  piece_bytes: int = 0
+
+  @functools.cached_property
+  def text(self) -> str:
+    """For messages."""
+    how = f'({self.op})' if self.op else ''
+    root = f' from rank {self.root}' if self.kind == 'broadcast' else ''
+    array = f' of {self.dtype}{self.shape}' if self.dtype else ''
+    return f'{self.kind}{how} {self.name!r}{array}{root}'
+
+  @functools.cached_property
+  def digest(self) -> int:
+    """64 bits that tell collectives apart."""
+    data = hashlib.blake2b(repr(self).encode(), digest_size=8).digest()
+    return int.from_bytes(data, 'little')
+
+
+class Reduction(NamedTuple):
+  """What is the same each time that a tensor is reduced."""
+
+  collective: Collective
+  plan: plan_lib.Plan
+  form: plan_lib.Format
+  ufunc: np.ufunc
+
+
+@functools.lru_cache(maxsize=1024)
+def reduction(
+  kind: str,
+  world_size: int,
+  rank: int,
+  length: int,
+  dtype: np.dtype,
+  op: str,
+  name: str,
+  algorithm: str,
+  compression: str,
+  candidates: tuple[str, ...],
+  small_bytes: int,
+  piece_bytes: int,
+) -> Reduction:
+  """What `all_reduce` or `reduce_scatter`, the `kind`, does with such an array.
+
+  Raises:
+    UnsupportedOptionError: an argument that cannot work.
+  """
+  # bfloat16 and its like are of kind V, with additions of their own.
+  if dtype.kind not in 'iufcV' or dtype.type is np.void:
+    raise errors.UnsupportedOptionError(
+      f'{kind} of dtype {dtype}',
+      'integers, floats and complex numbers',
+      'cast it to a numeric dtype first',
+    )
+  option_checks.check_choice('op', op, simulator.REDUCTIONS)
+  algorithms.check(algorithm, 'auto')
+  form = plan_lib.Format.of(dtype, compression, piece_bytes)
+  is_coded = form.codec is not codecs.NONE
+  num_bytes = length * dtype.itemsize
+  is_whole = kind == 'all_reduce'
+  if algorithm != 'auto':
+    if not is_whole:
+      check_half(algorithm, world_size)
+  else:
+    is_small = num_bytes <= small_bytes
+    names = _LOSSY_CANDIDATES if is_coded else candidates
+    algorithm = choose(kind, world_size, num_bytes, is_small, names)
+  compile_plan = plan_lib.by_name if is_whole else plan_lib.half_by_name
+  collective = Collective(
+    kind,
+    name,
+    dtype_text(dtype),
+    str([length]),
+    num_bytes,
+    algorithm,
+    op if compression == 'none' else f'{op} {compression}',
+    piece_bytes=piece_bytes if is_coded else 0,
+  )
+  plan = compile_plan(algorithm, world_size, rank, length, form)
+  return Reduction(collective, plan, form, simulator.REDUCTIONS[op])
+
+
+def choose(
+  kind: str,
+  world_size: int,
+  num_bytes: int,
+  is_small: bool,
+  candidates: tuple[str, ...],
+) -> str:
+  """What 'auto' is: of many ranks nobody has links to all, but for a codec."""
+  is_whole = kind == 'all_reduce'
+  if world_size <= plan_lib.FEW_RANKS:
+    if is_small:
+      return 'one_shot' if is_whole else 'direct'
+  elif candidates != _LOSSY_CANDIDATES:
+    if not is_whole:
+      return 'ring'
+    if is_small:
+      return 'tree'
+    candidates = _CANDIDATES_OF_MANY[world_size > _MOST_IN_A_RING :]
+  return cheapest(world_size, num_bytes, candidates)
+
+
+@functools.lru_cache(maxsize=256)
+def cheapest(
+  world_size: int, num_bytes: int, candidates: tuple[str, ...]
+) -> str:
+  """By the cost model; kept apart from names, of which each call may have one."""
+  topology = cost_model.Topology(world_size, _LINK)
+  return cost_model.choose(num_bytes, topology, candidates).name
+
+
+def check_half(algorithm: str, world_size: int) -> None:
+  """Checks that an algorithm has a reduce-scatter half."""
+
+  def has_half(name):
+    try:
+      return bool(algorithms.build(name, world_size).reduce_scatter())
+    except errors.ScheduleError:
+      return False
+
+  if not has_half(algorithm):
+    names: Sequence[str] = [n for n in algorithms.ALGORITHMS if has_half(n)]
+    raise errors.UnsupportedOptionError(
+      f'reduce_scatter by {algorithm!r} between {world_size} processes',
+      f'one of {", ".join(map(repr, names))}',
+      "leave it out for 'auto'",
+    )
+
+
+def dtype_text(dtype: np.dtype) -> str:
+  """A dtype's name, with its byte order where that is foreign."""
+  return dtype.name if dtype.isnative else dtype.str

@@ -1,0 +1,162 @@
+"""The data links of one rank: made when something needs them.
+
+A few ranks all have links to each other from the start. Among many each has one to
+its neighbours in the ring; whatever collective needs another first has it made.
+Whoever needs a link dials; if both do, the call of the higher rank counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any
+
+from tf_strategies.process_group import plan
+from tf_strategies.process_group.network import authentication, protocol
+from tf_strategies.process_group.network import connection as connection_lib
+
+_Kind = protocol.Kind
+
+Dial = Callable[
+  [int, authentication.Purpose], Awaitable[connection_lib.Connection]
+]
+
+
+class LinkError(Exception):
+  """A rank cannot be reached for data, and why; internal to `process_group`."""
+
+  def __init__(self, rank: int, why: str):
+    super().__init__(f'rank {rank} cannot be reached: {why}')
+    self.rank, self.why = rank, why
+
+
+class Mesh:
+  """Makes and accepts the links of one rank in one group; in the event loop.
+
+  Args:
+    generation: of the group.
+    rank: this one.
+    tasks: of each rank, in order.
+    incarnations: of each rank.
+    dial: connects to a task.
+
+  Attributes:
+    tasks: of each rank.
+    sockets: by rank, as long as nobody takes them.
+  """
+
+  def __init__(
+    self,
+    generation: int,
+    rank: int,
+    tasks: Sequence[int],
+    incarnations: Sequence[str],
+    dial: Dial,
+  ):
+    self.sockets: dict[int, socket.socket] = {}
+    self._generation = generation
+    self._rank = rank
+    self.tasks = tasks
+    self._incarnations = incarnations
+    self._dial = dial
+    self._dialled: set[int] = set()
+    self._linked = {r: asyncio.Event() for r in range(len(tasks)) if r != rank}
+    self._take: Callable[[int, socket.socket], None] | None = None
+
+  def first_peers(self) -> list[int]:
+    """The ranks to which there is a link from the start."""
+    size = len(self.tasks)
+    if size <= plan.FEW_RANKS:
+      return list(self._linked)
+    return [(self._rank - 1) % size, (self._rank + 1) % size]
+
+  async def connect(self, ranks: Iterable[int]) -> None:
+    """Returns when there is a link to each; LinkError if one cannot be made."""
+    tasks = [asyncio.ensure_future(self._connect(rank)) for rank in ranks]
+    try:
+      await asyncio.gather(*tasks)
+    finally:
+      for task in tasks:
+        task.cancel()
+      await asyncio.gather(*tasks, return_exceptions=True)
+
+  def accept(
+    self, connection: connection_lib.Connection, message: dict[str, Any]
+  ) -> None:
+    """Takes the link of a peer; ProtocolError if it is of another group."""
+    rank = message['rank']
+    if (
+      message['generation'] != self._generation
+      or rank not in self._linked
+      or message['incarnation'] != self._incarnations[rank]
+    ):
+      raise protocol.ProtocolError('a data link belongs to another group')
+    both_dial = rank < self._rank and rank in self._dialled
+    if both_dial or self._linked[rank].is_set():
+      connection.send(_Kind.REJECT, 'there is a link, or it is being made')
+      connection.close()
+      return
+    connection.send(_Kind.ACCEPT)
+    self._add(rank, connection)
+
+  def hand_over(self, take: Callable[[int, socket.socket], None]) -> None:
+    """Gives all sockets, and those that come later, to somebody else."""
+    self._take = take
+    for rank, sock in self.sockets.items():
+      take(rank, sock)
+    self.sockets = {}
+
+  def close(self) -> None:
+    """Closes the sockets that nobody has taken."""
+    for sock in self.sockets.values():
+      sock.close()
+
+  async def _connect(self, rank: int) -> None:
+    linked = self._linked[rank]
+    if rank not in self._dialled and not linked.is_set():
+      self._dialled.add(rank)
+      await self._call(rank)
+    # The peer's own call may be the one that counts.
+    await linked.wait()
+
+  async def _call(self, rank: int) -> None:
+    purpose = authentication.Purpose.DATA
+    try:
+      connection = await dial_again(self._dial, self.tasks[rank], purpose)
+      message = {
+        'rank': self._rank,
+        'generation': self._generation,
+        'incarnation': self._incarnations[self._rank],
+      }
+      connection.send(_Kind.JOIN, message)
+      kind, _ = await connection_lib.within(
+        authentication.HANDSHAKE_SECONDS,
+        connection.expect(_Kind.ACCEPT, _Kind.REJECT),
+      )
+    except (OSError, protocol.ProtocolError) as e:
+      raise LinkError(rank, str(e) or type(e).__name__) from e
+    if kind is _Kind.ACCEPT:
+      self._add(rank, connection)
+    else:
+      connection.close()
+
+  def _add(self, rank: int, connection: connection_lib.Connection) -> None:
+    sock = connection.detach()
+    self._linked[rank].set()
+    if self._take is None:
+      self.sockets[rank] = sock
+    else:
+      self._take(rank, sock)
+
+
+async def dial_again(
+  dial: Dial, task: int, purpose: authentication.Purpose
+) -> connection_lib.Connection:
+  """Dials twice: with many workers one lost connection is no surprise."""
+  try:
+    return await dial(task, purpose)
+  except ConnectionRefusedError:
+    raise
+  except OSError:
+    return await dial(task, purpose)
