@@ -88,5 +88,141 @@ class FormationTest(parameterized.TestCase):
     self.assertLess(formed['seconds'], 60)
 
 
+class _Job:
+  """A job whose processes and network fail at random, and are mended.
+
+  A launcher starts what has died again. Each process forms a group whenever its own
+  has failed, lost a member, or somebody waits; all as the elastic strategy does.
+  """
+
+  def __init__(self, network, rng):
+    self.network, self.rng = network, rng
+    self.processes = network.processes
+    self.options = process_group.GroupOptions(
+      rendezvous_timeout_seconds=60.0, window_seconds=1.0, **_OPTIONS
+    )
+    # At any time: the tasks of each group of which all members are in it.
+    self.whole = set()
+
+  def start(self, task, is_first=False):
+    self.network.silent.discard(task)
+    process = simulated_network.Process(self.network, task, self.options)
+    process.spawn(self._live, process, is_first)
+
+  async def _live(self, process, is_first):
+    await process.form(may_be_alone=is_first)
+    while not process.error:
+      await asyncio.sleep(self.rng.uniform(0.05, 0.15))
+      if not self.is_content(process):
+        await process.form()
+    process.kill()  # A process that gives up ends; it is started again.
+
+  def is_content(self, process):
+    """Whether a process goes on with its group."""
+    if not process.is_in_group:
+      return False
+    plane, shared = process.group._control, process.group._state
+    return not (plane.joiners() or shared.departed)
+
+  @property
+  def alive(self):
+    """The processes that live."""
+    return [p for p in self.processes.values() if p.is_alive]
+
+  def working(self):
+    """The groups in which work goes on: all their members are in them."""
+    groups = {}
+    for process in self.alive:
+      if process.is_in_group:
+        key = (process.group.generation, *_members(process))
+        groups.setdefault(key, set()).add(process.task)
+    return [key for key, there in groups.items() if set(key[1:]) == there]
+
+  def are_rivals(self):
+    """Whether two groups work at a time.
+
+    That can be in one case (limits.md): so many have died and come back, without
+    anything that they could remember, that they are a majority, and cannot see the
+    few that live.
+    """
+    half = len(self.network.addresses) / 2
+    groups = self.working()
+    old = [tasks for generation, *tasks in groups if generation > 1]
+    is_anew = any(generation == 1 for generation, *_ in groups)
+    return len(groups) > 1 and not (
+      is_anew and len(old) == 1 and len(old[0]) <= half
+    )
+
+  def is_one_group(self):
+    """all that live are in one group"""
+    everyone = sorted(p.task for p in self.alive)
+    [first, *others] = self.working() or [None]
+    return first is not None and not others and list(first[1:]) == everyone
+
+  def fault(self):
+    """Something happens."""
+    rng, network = self.rng, self.network
+    alive = self.alive
+    victims = rng.sample(alive, min(len(alive), rng.randint(1, 3)))
+    kinds = ['kill', 'kill', 'vanish', 'cut', 'isolate', 'heal']
+    dead = [t for t, p in self.processes.items() if not p.is_alive]
+    match rng.choice(kinds) if alive else 'heal':
+      case 'kill':
+        for process in victims:
+          process.kill()
+      case 'vanish':
+        victims[0].vanish()
+      case 'cut':  # A pair, or two halves.
+        tasks = list(network.addresses)
+        rng.shuffle(tasks)
+        at = rng.choice([1, len(tasks) // 2])
+        network.cut(tasks[:at], tasks[at : at + rng.choice([1, len(tasks)])])
+      case 'isolate':
+        network.cut([victims[0].task], network.addresses)
+      case 'heal':
+        network.heal()
+    for task in dead:
+      self.start(task)
+
+
+async def _suffer(count, faults, seed):
+  """A job under random faults; how often two groups worked at a time."""
+  rng = random.Random(seed)
+  with simulated_network.Network(count, seed, lost=0.01) as network:
+    job = _Job(network, rng)
+    for task in network.addresses:
+      job.start(task, is_first=True)
+    await _wait_until(job.is_one_group, 60)
+    rivals = []
+    for _ in range(faults):
+      job.fault()
+      # At times before the last one is over.
+      for _ in range(rng.choice([1, 5, 40, 200])):
+        await asyncio.sleep(0.1)
+        if job.are_rivals():
+          rivals.append(job.working())
+    network.heal()
+    network.silent.clear()
+    for task, process in list(job.processes.items()):
+      if not process.is_alive:
+        job.start(task)
+    began = network.loop.time()
+    await _wait_until(job.is_one_group, 180)
+    return rivals, network.loop.time() - began
+
+
+class FaultsTest(parameterized.TestCase):
+  @tiers.parameters(3, tiers.full(8), tiers.soak(25))
+  def test_one_group_at_a_time_and_one_in_the_end(self, count):
+    slowest = 0
+    for case in range(_CASES):
+      seed = f'{_SEED} {count} {case}'
+      with self.subTest(seed):
+        rivals, seconds = simulated_network.run(_suffer, count, 10, seed)
+        self.assertEqual(rivals, [])
+        slowest = max(slowest, seconds)
+    print(f'{count}: one group again after {slowest:.1f} s at most')
+
+
 if __name__ == '__main__':
   absltest.main()

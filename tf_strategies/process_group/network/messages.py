@@ -169,6 +169,7 @@ _MESSAGES: Mapping[protocol.Kind, _Check] = {
     task=_count,
     incarnation=_text,
     version=_text,
+    cluster=_text,
     addresses=_or_none(_table(_number_as_text, _text)),
     state=_one_of('idle', 'forming', 'running', 'refused'),
     generation=_count,

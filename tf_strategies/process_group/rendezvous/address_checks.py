@@ -1,11 +1,13 @@
-"""Checks of the addresses of a cluster before anybody is asked."""
+"""Checks of the addresses of a cluster, and that all have the same."""
 
 from __future__ import annotations
 
+import hashlib
 import ipaddress
 from collections.abc import Mapping
+from typing import Any
 
-from tf_strategies import errors
+from tf_strategies import errors, version
 from tf_strategies.process_group import options as options_lib
 from tf_strategies.process_group.network import connection as connection_lib
 from tf_strategies.process_group.network import local_users
@@ -58,6 +60,50 @@ def check(
       f'at most {len(addresses)}',
       'lower it, or add addresses',
     )
+
+
+def digest(addresses: Mapping[int, str]) -> str:
+  """A short text that another description of the cluster does not have."""
+  text = repr(sorted(addresses.items())).encode()
+  return hashlib.blake2b(text, digest_size=8).hexdigest()
+
+
+def check_same_job(
+  message: Mapping[str, Any],
+  task: int,
+  incarnation: str,
+  addresses: Mapping[int, str],
+) -> None:
+  """Checks what a task says against what this one knows.
+
+  Raises:
+    RendezvousError: it runs another version.
+    ClusterConfigError: it has other addresses, or this one's task.
+  """
+  other = message['task']
+  if message['version'] != version.__version__:
+    raise errors.RendezvousError(
+      f'Task {other} runs tf_strategies {message["version"]}, task {task} runs '
+      f'{version.__version__}. Install the same version everywhere.'
+    )
+  is_known = other in addresses and other != task
+  if message['addresses'] is None and is_known:
+    return  # Their digests are the same.
+  theirs = {int(t): a for t, a in (message['addresses'] or {}).items()}
+  if theirs == addresses and is_known:
+    return
+  differing = [
+    f'task {t} is at {addresses.get(t, "no address")} here and at '
+    f'{theirs.get(t, "no address")} there'
+    for t in sorted({*theirs, *addresses})
+    if theirs.get(t) != addresses.get(t)
+  ] or [f'both claim to be task {other}']
+  raise errors.ClusterConfigError(
+    f'Task {task} ({incarnation}) and task {other} '
+    f'({message["incarnation"]}) have different descriptions of the '
+    f'cluster: {"; ".join(differing[:4])}. Give all workers the same one, and '
+    'each its own task.'
+  )
 
 
 def _is_loopback(host: str) -> bool:

@@ -9,7 +9,6 @@ control plane.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import Awaitable, Iterable, Sequence
 from typing import Any
 
@@ -108,7 +107,10 @@ class Proposal:
       self._dial, self.seats[rank].task, authentication.Purpose.CONTROL
     )
     self.connections[rank] = connection
-    seats = [dataclasses.astuple(seat) for seat in self.seats]
+    seats = [
+      (seat.task, seat.address, seat.incarnation, seat.progress)
+      for seat in self.seats
+    ]
     message = {
       'generation': self.generation,
       'seats': seats,

@@ -12,7 +12,7 @@ from typing import Any
 
 from tf_strategies import errors, version
 from tf_strategies.process_group import options as options_lib
-from tf_strategies.process_group.rendezvous import quorum
+from tf_strategies.process_group.rendezvous import address_checks, quorum
 
 # A worker that was reached counts as there for this long.
 FRESH_SECONDS = 3.0
@@ -82,6 +82,10 @@ class Membership:
     self.addresses = dict(sorted(addresses.items()))
     self.task = task
     self.incarnation = incarnation
+    # Tells descriptions of the cluster apart, so that it need not travel as a whole;
+    # and the tasks that have another one.
+    self._cluster = address_checks.digest(self.addresses)
+    self._strangers: set[int] = set()
     self.state = State.IDLE
     self.generation = 0
     self.progress = 0
@@ -109,14 +113,17 @@ class Membership:
     # Pairs of incarnations that could not connect: why, and when.
     self._cuts: dict[tuple[int, int], tuple[str, float, list[str]]] = {}
 
-  def hello(self, is_first: bool = True) -> dict[str, Any]:
-    """What this process tells the others; on a connection the first time all."""
-    addresses = {str(t): a for t, a in self.addresses.items()}
+  def hello(self, peer: int | None = None) -> dict[str, Any]:
+    """What this process tells a peer; without one, all that it could tell."""
+    addresses = None
+    if peer is None or peer in self._strangers:
+      addresses = {str(t): a for t, a in self.addresses.items()}
     return {
       'task': self.task,
       'incarnation': self.incarnation,
       'version': version.__version__,
-      'addresses': addresses if is_first else None,
+      'cluster': self._cluster,
+      'addresses': addresses,
       'state': self.state.value,
       'generation': self.generation,
       'progress': self.progress,
@@ -164,7 +171,13 @@ class Membership:
       RendezvousError, ClusterConfigError: the two can never form a group.
     """
     task = message['task']
-    self._check_same_job(message)
+    if message['cluster'] != self._cluster:
+      self._strangers.add(task)
+    if task in self._strangers and message['addresses'] is None:
+      return  # It tells them as soon as it has heard from here.
+    address_checks.check_same_job(
+      message, self.task, self.incarnation, self.addresses
+    )
     view = self.views[task]
     if message['incarnation'] != view.incarnation:
       self._check_rival(task, message['incarnation'], now, reached)
@@ -447,32 +460,6 @@ class Membership:
       f'within {seconds:g} s. Missing: {self.missing(now) or "nobody now"}. '
       f'{why}Start those workers, look at their logs and addresses, or raise '
       'rendezvous_timeout_seconds.'
-    )
-
-  def _check_same_job(self, message: Mapping[str, Any]) -> None:
-    task = message['task']
-    if message['version'] != version.__version__:
-      raise errors.RendezvousError(
-        f'Task {task} runs tf_strategies {message["version"]}, task '
-        f'{self.task} runs {version.__version__}. Install the same version '
-        'everywhere.'
-      )
-    if message['addresses'] is None and task in self.views:
-      return  # It has told them before.
-    theirs = {int(t): a for t, a in (message['addresses'] or {}).items()}
-    if theirs == self.addresses and task in self.views:
-      return
-    differing = [
-      f'task {t} is at {self.addresses.get(t, "no address")} here and at '
-      f'{theirs.get(t, "no address")} there'
-      for t in sorted({*theirs, *self.addresses})
-      if theirs.get(t) != self.addresses.get(t)
-    ] or [f'both claim to be task {task}']
-    raise errors.ClusterConfigError(
-      f'Task {self.task} ({self.incarnation}) and task {task} '
-      f'({message["incarnation"]}) have different descriptions of the '
-      f'cluster: {"; ".join(differing[:4])}. Give all workers the same one, '
-      'and each its own task.'
     )
 
   def _check_rival(

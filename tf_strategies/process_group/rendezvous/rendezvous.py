@@ -6,7 +6,6 @@ import asyncio
 import concurrent.futures
 import contextlib
 import functools
-import itertools
 import math
 import os
 import secrets
@@ -304,8 +303,8 @@ class Rendezvous:
   async def _ask(self, task: int, is_once: bool = False) -> None:
     connection = await self._dial(task, _Purpose.POLL)
     try:
-      for is_first in itertools.chain([True], itertools.repeat(False)):
-        connection.send(_Kind.HELLO, self._membership.hello(is_first))
+      while True:
+        connection.send(_Kind.HELLO, self._membership.hello(task))
         _, message = await connection_lib.within(
           authentication.HANDSHAKE_SECONDS, connection.expect(_Kind.HELLO)
         )
@@ -319,7 +318,7 @@ class Rendezvous:
   async def _answer(self, connection, request) -> None:
     """Tells a worker that polls what this one is doing."""
     try:
-      for is_first in itertools.chain([True], itertools.repeat(False)):
+      while True:
         _, message = await connection_lib.within(
           _IDLE_SECONDS, connection.expect(_Kind.HELLO)
         )
@@ -329,7 +328,7 @@ class Rendezvous:
           self._membership.heard(message, self._server.now(), reached=False)
         except errors.Error as e:
           self._refuse(e)
-        connection.send(_Kind.HELLO, self._membership.hello(is_first))
+        connection.send(_Kind.HELLO, self._membership.hello(request.client))
     except OSError:
       return  # It has what it wanted, or is gone.
     except protocol.ProtocolError as e:

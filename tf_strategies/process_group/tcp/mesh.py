@@ -8,6 +8,7 @@ Whoever needs a link dials; if both do, the call of the higher rank counts.
 from __future__ import annotations
 
 import asyncio
+import collections
 import socket
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
@@ -61,14 +62,16 @@ class Mesh:
     self._incarnations = incarnations
     self._dial = dial
     self._dialled: set[int] = set()
-    self._linked = {r: asyncio.Event() for r in range(len(tasks)) if r != rank}
+    self._linked: collections.defaultdict[int, asyncio.Event] = (
+      collections.defaultdict(asyncio.Event)
+    )
     self._take: Callable[[int, socket.socket], None] | None = None
 
   def first_peers(self) -> list[int]:
     """The ranks to which there is a link from the start."""
     size = len(self.tasks)
     if size <= plan.FEW_RANKS:
-      return list(self._linked)
+      return [r for r in range(size) if r != self._rank]
     return [(self._rank - 1) % size, (self._rank + 1) % size]
 
   async def connect(self, ranks: Iterable[int]) -> None:
@@ -88,7 +91,8 @@ class Mesh:
     rank = message['rank']
     if (
       message['generation'] != self._generation
-      or rank not in self._linked
+      or not 0 <= rank < len(self.tasks)
+      or rank == self._rank
       or message['incarnation'] != self._incarnations[rank]
     ):
       raise protocol.ProtocolError('a data link belongs to another group')
