@@ -24,6 +24,8 @@ CANDIDATES = 3
 _MOST_TEXT = 2000
 # Two workers that could not connect are not proposed together for this long.
 CUT_SECONDS = 30.0
+# Unless there is no group without both: then they try again after this.
+RETRY_SECONDS = 5.0
 
 
 class State(str, enum.Enum):
@@ -255,23 +257,26 @@ class Membership:
     pair = caller, called
     self._cuts[pair] = why, now, self._incarnations(pair)
 
-  def _known_cuts(self, now: float) -> dict[tuple[int, int], str]:
+  def _known_cuts(
+    self, now: float, seconds: float = CUT_SECONDS
+  ) -> dict[tuple[int, int], str]:
     return {
       pair: why
       for pair, (why, at, lives) in self._cuts.items()
-      if now - at < CUT_SECONDS and lives == self._incarnations(pair)
+      if now - at < seconds and lives == self._incarnations(pair)
     }
 
   def _incarnations(self, tasks: Iterable[int]) -> list[str]:
     return [self._seat(task).incarnation for task in tasks]
 
-  def known_cut(
+  def untold_cut(
     self, seats: Sequence[Seat], now: float
   ) -> dict[str, Any] | None:
-    """A task of a proposal to which this one could not connect just now."""
+    """A task of a proposal to which this one could not connect, told once."""
     tasks = {seat.task for seat in seats}
     for (caller, called), why in self._known_cuts(now).items():
       if caller == self.task and called in tasks:
+        del self._cuts[caller, called]  # The leader knows it from now on.
         return {'task': called, 'why': why}
     return None
 
@@ -339,9 +344,13 @@ class Membership:
     waits = waits or untried > 0
     leads = not (answering or untried)
     self._missing = self.missing(now)[:_MOST_TEXT] if leads else ''
-    cuts = list(self._known_cuts(now))
-    there = quorum.leave_out(sorted([self.task, *forming]), cuts, self.task)
-    if waits or not self._are_enough([self._seat(task) for task in there]):
+    there, are_enough = [], False
+    for seconds in (CUT_SECONDS, RETRY_SECONDS):
+      if not are_enough:
+        cuts = list(self._known_cuts(now, seconds))
+        there = quorum.leave_out(sorted([self.task, *forming]), cuts, self.task)
+        are_enough = self._are_enough([self._seat(task) for task in there])
+    if waits or not are_enough:
       self._enough_since = None
       return None
     if len(there) < self._maximum and not self._all_left_are(there):

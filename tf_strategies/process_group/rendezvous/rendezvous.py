@@ -363,7 +363,7 @@ class Rendezvous:
       )
       if self._proposal is not None:
         objection = 'it takes part in another proposal'
-      cut = self._membership.known_cut(seats, self._server.now())
+      cut = self._membership.untold_cut(seats, self._server.now())
       if objection or cut:
         if objection:
           connection.send(_Kind.REJECT, objection)
