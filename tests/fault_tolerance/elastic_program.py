@@ -1,12 +1,17 @@
 """What every worker of an elastic test does: trains, and says how it went."""
 
 import itertools
+import json
 import os
+import pickle
+import sys
 import time
 
 import keras
 import numpy as np
 import tensorflow as tf
+
+from tests import processes
 
 ROWS = 640
 EPOCHS = 4
@@ -275,3 +280,49 @@ def train(
     'epoch': jobs[-1].epoch,
     'history': histories[-1] and histories[-1].history,
   }
+
+
+def result_path(directory, rank):
+  """Where `main` leaves what `train` has returned."""
+  return os.path.join(directory, f'result_{rank}')
+
+
+def outcome(directory, rank):
+  """What a worker's `main` has left, as of a worker of `processes`."""
+  with open(result_path(directory, rank), 'rb') as file:
+    return processes.Outcome(rank, 0, pickle.load(file))
+
+
+def pid_path(directory, rank, attempt=0):
+  """Where `main` leaves the number of its process."""
+  return os.path.join(directory, f'pid_{rank}_{attempt}')
+
+
+def main(directory, seconds_apart, options, arguments):
+  """As a program: what it does is JSON, what it has done is pickled.
+
+  Args:
+    directory: for both.
+    seconds_apart: one that was started again begins so many seconds later than the
+      one before it, as on a host that takes its time.
+    options: of `ElasticOptions`.
+    arguments: of `train`.
+  """
+  rank = json.loads(os.environ['TF_CONFIG'])['task']['index']
+  attempt = int(os.environ.get('TFS_RESTART_COUNT', '0'))
+  with open(pid_path(directory, rank, attempt), 'w', encoding='utf-8') as file:
+    file.write(str(os.getpid()))
+  if attempt:
+    time.sleep(float(seconds_apart) * rank)
+  import tf_strategies as tfs
+
+  options = tfs.ElasticOptions(**json.loads(options))
+  result = train(rank, options, directory, **json.loads(arguments))
+  path = result_path(directory, rank)
+  with open(path + '~', 'wb') as file:
+    pickle.dump(result, file)
+  os.rename(path + '~', path)
+
+
+if __name__ == '__main__':
+  main(*sys.argv[1:])

@@ -8,6 +8,7 @@ import json
 import os
 import random
 import signal
+import sys
 import tempfile
 import time
 
@@ -17,6 +18,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_strategies as tfs
+from benchmarks import processes as commands
 from tests import processes, tiers
 from tests.fault_tolerance import elastic_program
 from tf_strategies.monitoring import merge
@@ -91,7 +93,9 @@ class Kill:
     self._directory.cleanup()
 
 
-class ElasticTest(tf.test.TestCase, parameterized.TestCase):
+class ElasticCase(tf.test.TestCase, parameterized.TestCase):
+  """What is true whatever has happened."""
+
   def assert_results(
     self,
     outcomes,
@@ -121,6 +125,8 @@ class ElasticTest(tf.test.TestCase, parameterized.TestCase):
       ):
         np.testing.assert_array_equal(a, b)
 
+
+class ElasticTest(ElasticCase):
   def assert_times(self, outcomes, killed):
     """Survivors heard of the death in under a second; prints the times."""
     heard, resumed = [], []
@@ -274,6 +280,38 @@ class ElasticTest(tf.test.TestCase, parameterized.TestCase):
             kill.restart(victim)
       outcomes = kill.workers.wait()
     self.assert_results(outcomes, epochs, 1e-5, kind, batch)
+
+
+class LauncherTest(ElasticCase):
+  """With the launcher, which starts again what ends."""
+
+  @pytest.mark.full
+  def test_all_die_and_come_back_apart_from_each_other(self):
+    directory, deadline = self.create_tempdir().full_path, 150
+    program = [sys.executable, '-m', 'tests.fault_tolerance.elastic_program']
+    arguments = [directory, '8', '{}', '{"seconds_a_step": 0.2}']
+    with commands.Command(
+      [
+        *(sys.executable, '-m', 'tf_strategies.launch', '--num_workers=3'),
+        *('--max_restarts=1', '--', *program, *arguments),
+      ],
+      name='launch',
+      env=commands.python_environment(),
+      deadline_seconds=deadline,
+    ) as job:
+      steps = [os.path.join(directory, f'steps_{rank}') for rank in range(3)]
+      job.wait_until(lambda: all(map(os.path.exists, steps)))
+      for rank in range(3):
+        with open(elastic_program.pid_path(directory, rank)) as file:
+          os.kill(int(file.read()), signal.SIGKILL)
+      status = job.wait()
+    self.assertEqual(status, 0)
+    outcomes = [elastic_program.outcome(directory, rank) for rank in range(3)]
+    self.assert_results(outcomes)
+    # None began alone, none gave up: they have waited for each other.
+    sizes = [g.world_size for g in outcomes[0].value['generations']]
+    print(sizes)
+    self.assertIn(sizes, ([3], [2, 3]))
 
 
 class OptionsTest(tf.test.TestCase, parameterized.TestCase):
