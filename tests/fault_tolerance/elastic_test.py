@@ -20,7 +20,7 @@ from absl.testing import parameterized
 import tf_strategies as tfs
 from benchmarks import processes as commands
 from tests import processes, tiers
-from tests.fault_tolerance import elastic_program
+from tests.fault_tolerance import elastic_case, elastic_program
 from tf_strategies.monitoring import merge
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
@@ -93,40 +93,7 @@ class Kill:
     self._directory.cleanup()
 
 
-class ElasticCase(tf.test.TestCase, parameterized.TestCase):
-  """What is true whatever has happened."""
-
-  def assert_results(
-    self,
-    outcomes,
-    epochs=elastic_program.EPOCHS,
-    tolerance=2e-6,
-    kind='plain',
-    batch=elastic_program.BATCH,
-  ):
-    """Every worker ended as one device does, and all bit by bit alike."""
-    want, history = elastic_program.uninterrupted(epochs, kind, batch)
-    for outcome in outcomes:
-      self.assertEqual(outcome.error_text, '')
-      self.assertIsNotNone(outcome.value, f'worker {outcome.rank}')
-      # Neither a step that is missing nor one that was applied twice.
-      steps = epochs * -(-elastic_program.ROWS // batch)
-      self.assertEqual(outcome.value['iterations'], steps)
-      self.assertGreater(outcome.value['accuracy'], 0.97)
-      for a, b in zip(want, outcome.value['weights'], strict=True):
-        self.assertLess(np.abs(a - b).max(), tolerance)
-      for name, values in (outcome.value['history'] or {}).items():
-        # One that came later knows the epochs since then: in whole.
-        since = history[name][-len(values) :]
-        self.assertAllClose(since, values, 0, 10 * tolerance, msg=name)
-    for outcome in outcomes[1:]:
-      for a, b in zip(
-        outcomes[0].value['weights'], outcome.value['weights'], strict=True
-      ):
-        np.testing.assert_array_equal(a, b)
-
-
-class ElasticTest(ElasticCase):
+class ElasticTest(elastic_case.ElasticCase):
   def assert_times(self, outcomes, killed):
     """Survivors heard of the death in under a second; prints the times."""
     heard, resumed = [], []
@@ -282,7 +249,7 @@ class ElasticTest(ElasticCase):
     self.assert_results(outcomes, epochs, 1e-5, kind, batch)
 
 
-class LauncherTest(ElasticCase):
+class LauncherTest(elastic_case.ElasticCase):
   """With the launcher, which starts again what ends."""
 
   @pytest.mark.full

@@ -1,4 +1,4 @@
-"""A host that is cut off is named by every other, within the deadline."""
+"""Hosts that are cut off: named within the deadline, and met again."""
 
 import json
 import os
@@ -6,11 +6,12 @@ import sys
 import time
 
 import pytest
-from absl.testing import absltest
+import tensorflow as tf
 
 from benchmarks import network_namespaces
 from benchmarks import processes as commands
-from tests import processes
+from tests import processes, tiers
+from tests.fault_tolerance import elastic_case, elastic_program
 from tests.integration import worker_on_host
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
@@ -26,7 +27,7 @@ def _lines(path):
     return [json.loads(line) for line in f.read().splitlines() if line]
 
 
-class CutLinkTest(absltest.TestCase):
+class CutLinkTest(elastic_case.ElasticCase):
   @pytest.mark.soak
   def test_cut_off_worker_is_named(self):
     why = network_namespaces.missing()
@@ -58,10 +59,62 @@ class CutLinkTest(absltest.TestCase):
       self.assertEqual(ends[rank]['rank'], 1)
     print('named after', [round(end['time'] - cut, 1) for end in ends], 's')
 
+  @tiers.named_parameters(
+    # The one that is cut off waits; or both sides go on and become one again.
+    tiers.soak('majority', 'majority'),
+    tiers.soak('both_sides', 1),
+  )
+  def test_elastic_job_goes_on_and_meets_again(self, min_workers):
+    why = network_namespaces.missing()
+    if why:
+      self.skipTest(why)
+    directory = self.create_tempdir().full_path
+    steps = [os.path.join(directory, f'steps_{rank}') for rank in range(3)]
+    epochs = 12
+    how = {'seconds_a_step': 0.25, 'epochs': epochs}
+    options = {'min_workers': min_workers, 'window_seconds': 1}
+    words = [sys.executable, '-m', 'tests.fault_tolerance.elastic_program']
+    words += [directory, '0', json.dumps(options), json.dumps(how)]
+    with network_namespaces.NetworkNamespaces(3, '1gbit') as hosts:
+      workers = [f'{address}:{_PORT}' for address in hosts.addresses]
+      job = [
+        self.enter_context(self._command(hosts, rank, workers, words))
+        for rank in range(3)
+      ]
+      for command, path in zip(job, steps, strict=True):
+        command.wait_until(lambda p=path: len(_lines(p)) > 5)
+      hosts.cut_link(2)
+      # Longer than silence counts as death.
+      time.sleep(12)
+      done = [len(_lines(path)) for path in steps]
+      time.sleep(6)
+      more = [len(_lines(p)) - n for p, n in zip(steps, done, strict=True)]
+      hosts.restore_link(2)
+      statuses = [command.wait() for command in job]
+    self.assertEqual(statuses, [0] * 3)
+    for rank in (0, 1):
+      self.assertGreater(more[rank], 5)
+    self.assertEqual(more[2] > 5, min_workers == 1, more)
+    outcomes = [elastic_program.outcome(directory, rank) for rank in range(3)]
+    self.assert_results(outcomes, epochs, 1e-5)
+    sizes = [
+      [g.world_size for g in outcome.value['generations']]
+      for outcome in outcomes
+    ]
+    print(sizes)
+    # One that was left out may need two attempts to come in.
+    for survivor in sizes[:2]:
+      self.assertEqual((survivor[:2], survivor[-1]), ([3, 2], 3))
+    alone = [1] if min_workers == 1 else []
+    self.assertEqual(set(sizes[2]), {3, *alone})
+
   def _start(self, hosts, rank, workers, path):
     words = [sys.executable, '-m', 'tests.integration.worker_on_host', path]
+    return self._command(hosts, rank, workers, [*words, str(_SECONDS)])
+
+  def _command(self, hosts, rank, workers, words):
     return commands.Command(
-      hosts.command(rank, [*words, str(_SECONDS)]),
+      hosts.command(rank, words),
       name=f'worker {rank}',
       env=commands.python_environment(
         {
@@ -69,9 +122,9 @@ class CutLinkTest(absltest.TestCase):
           'TFS_SECRET': 'a secret of the hosts',
         }
       ),
-      deadline_seconds=2 * _SECONDS,
+      deadline_seconds=3 * _SECONDS,
     )
 
 
 if __name__ == '__main__':
-  absltest.main()
+  tf.test.main()
