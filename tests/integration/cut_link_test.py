@@ -2,11 +2,14 @@
 
 import json
 import os
+import random
+import signal
 import sys
 import time
 
 import pytest
 import tensorflow as tf
+from absl.testing import parameterized
 
 from benchmarks import network_namespaces
 from benchmarks import processes as commands
@@ -25,6 +28,21 @@ def _lines(path):
     return []
   with open(path, encoding='utf-8') as f:
     return [json.loads(line) for line in f.read().splitlines() if line]
+
+
+def _begin(fault, hosts, job, victim):
+  if fault == 'cut':
+    hosts.cut_link(victim)
+  else:
+    number = signal.SIGKILL if fault == 'kill' else signal.SIGSTOP
+    job[victim].process.send_signal(number)
+
+
+def _end(fault, hosts, job, victim):
+  if fault == 'cut':
+    hosts.restore_link(victim)
+  else:
+    job[victim].process.send_signal(signal.SIGCONT)
 
 
 class CutLinkTest(elastic_case.ElasticCase):
@@ -108,11 +126,60 @@ class CutLinkTest(elastic_case.ElasticCase):
     alone = [1] if min_workers == 1 else []
     self.assertEqual(set(sizes[2]), {3, *alone})
 
+  @parameterized.parameters(*range(20))
+  @pytest.mark.soak
+  def test_faults_at_random(self, part):
+    """Five of a hundred: kills, stops and cuts, of one or two at once."""
+    why = network_namespaces.missing()
+    if why:
+      self.skipTest(why)
+    seed = int(os.environ.get('TFS_SEED', random.randrange(10**6))) + part
+    print(f'TFS_SEED={seed - part}, part {part}')
+    chance = random.Random(seed)
+    directory = self.create_tempdir().full_path
+    kind, epochs = chance.choice(['plain', 'rich', 'two_optimizers']), 30
+    how = {'seconds_a_step': 0.1, 'epochs': epochs, 'kind': kind}
+    options = {
+      'min_workers': chance.choice(['majority', 1]),
+      'window_seconds': 1,
+    }
+    words = [sys.executable, '-m', 'tests.fault_tolerance.elastic_program']
+    words += [directory, '0', json.dumps(options), json.dumps(how)]
+    faults = []
+    with network_namespaces.NetworkNamespaces(3, '1gbit') as hosts:
+      workers = [f'{address}:{_PORT}' for address in hosts.addresses]
+
+      def start(rank, attempt=0):
+        command = self._command(hosts, rank, workers, words, attempt)
+        return self.enter_context(command)
+
+      job = [start(rank) for rank in range(3)]
+      for _ in range(5):
+        time.sleep(chance.uniform(0, 5))
+        victims = chance.sample(range(3), chance.choice([1, 1, 1, 2]))
+        fault, seconds = chance.choice(['kill', 'stop', 'cut']), 0.0
+        if fault != 'kill':
+          seconds = chance.uniform(0, 12)
+        faults.append((fault, victims, round(seconds, 1)))
+        for victim in victims:
+          _begin(fault, hosts, job, victim)
+        time.sleep(seconds)
+        for victim in victims:
+          if fault == 'kill':
+            job[victim] = start(victim, attempt=1)
+          else:
+            _end(fault, hosts, job, victim)
+      statuses = [command.wait() for command in job]
+    print(options, kind, faults)
+    self.assertEqual(statuses, [0] * 3)
+    outcomes = [elastic_program.outcome(directory, rank) for rank in range(3)]
+    self.assert_results(outcomes, epochs, 1e-5, kind)
+
   def _start(self, hosts, rank, workers, path):
     words = [sys.executable, '-m', 'tests.integration.worker_on_host', path]
     return self._command(hosts, rank, workers, [*words, str(_SECONDS)])
 
-  def _command(self, hosts, rank, workers, words):
+  def _command(self, hosts, rank, workers, words, attempt=0):
     return commands.Command(
       hosts.command(rank, words),
       name=f'worker {rank}',
@@ -120,9 +187,10 @@ class CutLinkTest(elastic_case.ElasticCase):
         {
           'TF_CONFIG': processes.tf_config({'worker': workers}, rank),
           'TFS_SECRET': 'a secret of the hosts',
+          'TFS_RESTART_COUNT': str(attempt),
         }
       ),
-      deadline_seconds=3 * _SECONDS,
+      deadline_seconds=4 * _SECONDS,
     )
 
 

@@ -16,7 +16,7 @@ from tests.process_group import simulated_network
 from tf_strategies import process_group
 
 _SEED = int(os.environ.get('TFS_SEED', '20261123'))
-_CASES = int(os.environ.get('TFS_CASES', '20'))
+_CASES = int(os.environ.get('TFS_CASES', '10'))
 _OPTIONS = {'secret': b'of a simulated job', 'min_workers': 'majority'}
 
 
@@ -212,10 +212,15 @@ async def _suffer(count, faults, seed):
 
 
 class FaultsTest(parameterized.TestCase):
-  @tiers.parameters(3, tiers.full(8), tiers.soak(25))
-  def test_one_group_at_a_time_and_one_in_the_end(self, count):
+  @tiers.parameters(
+    (3, 0),
+    tiers.full(8, 0),
+    *(tiers.soak(8, part) for part in range(1, 10)),
+    *(tiers.soak(25, part) for part in range(10)),
+  )
+  def test_one_group_at_a_time_and_one_in_the_end(self, count, part):
     slowest = 0
-    for case in range(_CASES):
+    for case in range(part * _CASES, (part + 1) * _CASES):
       seed = f'{_SEED} {count} {case}'
       with self.subTest(seed):
         rivals, seconds = simulated_network.run(_suffer, count, 10, seed)
