@@ -54,8 +54,8 @@ class GroupOptions:
       the half with its lowest task), or all that have not surely died.
     max_workers: the most that form a group; None is all of them.
     window_seconds: how long to wait for more once `min_workers` are there.
-    small_message_bytes: buffers up to this size go to all ranks in one round;
-      larger ones go around a ring.
+    small_message_bytes: buffers up to this size go to all ranks in one round, or
+      along a tree if there are more than eight; larger ones go around a ring.
     sub_chunk_bytes: what travels as one piece, so that additions overlap with
       transfers. None is 512 KiB over TCP and 16 MiB over MPI, where each piece
       costs a handshake and moves only while both ranks call MPI.
