@@ -82,7 +82,7 @@ class TcpProcessGroup(planned.PlannedGroup):
     future = self._connect(ranks)
     try:
       while not concurrent.futures.wait([future], _CHECK_SECONDS).done:
-        self._state.check()
+        self._check()
         if time.monotonic() >= deadline:
           raise execution_lib.DeadlineError(sorted(ranks))
       future.result()
