@@ -89,6 +89,14 @@ class JobTest(tf.test.TestCase):
     ):
       self.job.update(0, 1)
 
+  def test_what_needs_a_group_before_the_first_step_has_one(self):
+    self.job.restore(self.model)
+    x, y = np.ones([5, 3], np.float32), np.ones([5, 1], np.float32)
+    self.assertFalse(self.job.strategy.extended.communicator.is_member)
+    loss = self.model.evaluate(x, y, batch_size=2, verbose=0)
+    self.assertTrue(self.job.strategy.extended.communicator.is_member)
+    self.assertAllClose(loss, np.mean((self.model.predict(x) - y) ** 2))
+
   @pytest.mark.full
   def test_fit_after_a_death_is_one_for_callbacks(self):
     self.job.restore(self.model)

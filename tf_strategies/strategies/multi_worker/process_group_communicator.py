@@ -46,7 +46,7 @@ class ProcessGroupCommunicator(communicator.Communicator):
     local: reducer.DeviceReducer,
     options: options_lib.RingOptions,
   ):
-    self._queue = CollectiveQueue(group)
+    self._queue = CollectiveQueue(group, self.join)
     self._local = local
     self._options = options
     self.is_lossy = options.compression != 'none'
@@ -59,6 +59,9 @@ class ProcessGroupCommunicator(communicator.Communicator):
   def group(self) -> process_group.ProcessGroup:
     """What links the workers now."""
     return self._queue.group
+
+  def join(self) -> None:
+    """Is called before what needs a group."""
 
   @property
   def rank(self):
@@ -273,10 +276,18 @@ def _cast(tensor, codec):
 
 
 class CollectiveQueue:
-  """The collectives of a process group as TensorFlow ops, in program order."""
+  """The collectives of a process group as TensorFlow ops, in program order.
 
-  def __init__(self, group: process_group.ProcessGroup | None):
+  `join` is called before a collective that no graph makes.
+  """
+
+  def __init__(
+    self,
+    group: process_group.ProcessGroup | None,
+    join: Callable[[], None] = lambda: None,
+  ):
     self.group = group
+    self._join = join
     self._thread = _make_thread()
     self._handles = itertools.count()
     self._pending: dict[int, concurrent.futures.Future] = {}
@@ -309,6 +320,7 @@ class CollectiveQueue:
   ) -> tf.Tensor:
     """Runs `work` in order and returns what it returns, of so known a shape."""
     if tf.executing_eagerly():
+      self._join()
       result = self._run(kind, work, tensor.numpy())
       return tf.constant(result, tensor.dtype)
     self._check_not_compiled(kind)
