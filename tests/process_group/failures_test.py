@@ -1,6 +1,7 @@
 """What happens to the others when one worker dies, stops, leaves or differs."""
 
 import os
+import random
 import signal
 import time
 
@@ -273,6 +274,87 @@ class TimeoutTest(parameterized.TestCase):
       self.assertIn(f'rank {late} (task {late} at ', message)
       self.assertIn("was last in barrier 'start' (sequence 1)", message)
       self.assertIn('within 2 s', message)
+
+
+def _work_on(rank, directory):
+  """Collectives of all kinds, in one group after another; how many of each."""
+  end = os.path.join(directory, 'end')
+  rounds = groups = 0
+  with meetings.meet(
+    rank, min_workers='majority', heartbeat_timeout_seconds=3.0
+  ) as meeting:
+    while True:
+      group = meeting.form(rounds)
+      groups += 1
+      try:
+        while True:
+          if group.broadcast(np.array(os.path.exists(end)), 0):
+            group.barrier()
+            return rounds, groups
+          _check_collectives(group)
+          if group.pending_joiners():
+            raise errors.WorkerUnavailableError('somebody waits')
+          rounds += 1
+          _touch(os.path.join(directory, f'{rank}.{rounds}'))
+      except errors.WorkerUnavailableError:
+        continue
+
+
+def _check_collectives(group):
+  """Each with a result that tells ranks and positions apart."""
+  size, own = group.world_size, group.rank
+  total = size * (size - 1) // 2
+  for length in (7, 40_001):
+    array = np.arange(length, dtype=np.float64) + own
+    out = group.all_reduce(array, name=f'{length}')
+    assert (out == size * np.arange(length) + total).all()
+  half = group.all_reduce(np.full(5, own, np.float16), name='half')
+  assert (half == total).all()
+  root = group.describe()['sequence'] % size
+  got = group.broadcast(np.arange(9.0) + own, root)
+  assert (got == np.arange(9.0) + root).all()
+  for rows in (1, 4000):
+    found = group.all_gather(np.full((rows + own % 3, 2), own, np.int32))
+    assert [(a == r).all() and len(a) for r, a in enumerate(found)] == [
+      rows + r % 3 for r in range(size)
+    ]
+  group.barrier()
+
+
+@pytest.mark.multi_process
+class ManyRanksTest(parameterized.TestCase):
+  @parameterized.parameters(*range(5))
+  @pytest.mark.soak
+  def test_links_and_trees_while_ranks_die_and_come_back(self, seed):
+    chance = random.Random(seed)
+    count = 12
+    directory = self.create_tempdir().full_path
+    with processes.Workers(
+      _work_on, count, args=(directory,), deadline=240
+    ) as workers:
+      for _ in range(8):
+        time.sleep(chance.uniform(0, 4))
+        victims = chance.sample(range(count), chance.choice([1, 1, 2, 4]))
+        stopped = chance.random() < 0.3
+        for victim in victims:
+          number = signal.SIGSTOP if stopped else signal.SIGKILL
+          if workers.is_alive(victim):
+            workers.signal(victim, number)
+        time.sleep(chance.uniform(0, 5))
+        for victim in victims:
+          if not stopped:
+            workers.kill(victim)
+            workers.start(victim)
+          elif workers.is_alive(victim):
+            workers.signal(victim, signal.SIGCONT)
+      time.sleep(3)
+      _touch(os.path.join(directory, 'end'))
+      outcomes = workers.wait()
+    for outcome in outcomes:
+      self.assertEqual(outcome.error_text, '')
+      rounds, _ = outcome.value
+      self.assertGreater(rounds, 0)
+    print(f'seed {seed}: rounds and groups', [o.value for o in outcomes])
 
 
 if __name__ == '__main__':
