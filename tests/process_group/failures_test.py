@@ -1,5 +1,6 @@
 """What happens to the others when one worker dies, stops, leaves or differs."""
 
+import contextlib
 import os
 import random
 import signal
@@ -295,7 +296,7 @@ def _work_on(rank, directory):
           if group.pending_joiners():
             raise errors.WorkerUnavailableError('somebody waits')
           rounds += 1
-          _touch(os.path.join(directory, f'{rank}.{rounds}'))
+          _touch(os.path.join(directory, f'{rank}.runs'))
       except errors.WorkerUnavailableError:
         continue
 
@@ -347,7 +348,12 @@ class ManyRanksTest(parameterized.TestCase):
             workers.start(victim)
           elif workers.is_alive(victim):
             workers.signal(victim, signal.SIGCONT)
-      time.sleep(3)
+      # All that came back take part before they are told to end.
+      for rank in range(count):
+        path = os.path.join(directory, f'{rank}.runs')
+        with contextlib.suppress(FileNotFoundError):
+          os.remove(path)
+        _wait_for(path, 120)
       _touch(os.path.join(directory, 'end'))
       outcomes = workers.wait()
     for outcome in outcomes:
