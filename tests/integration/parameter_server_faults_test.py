@@ -277,6 +277,21 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
     )
     self.assertIn(f'ps {server}', str(outcome.error))
 
+  @pytest.mark.full
+  def test_server_that_was_given_up_before_an_evaluation(self):
+    """Nothing that Keras does first has to do with it, but it is recovered."""
+    with parameter_servers.Job() as job:
+      job.start_chief(
+        programs.evaluate_after_giving_up, (self.progress, self.checkpoints)
+      )
+      self.wait_for_batch(job, 1)
+      job.signal('ps', 1, signal.SIGSTOP)
+      time.sleep(10)
+      job.signal('ps', 1, signal.SIGCONT)
+      losses, recoveries = self.finish(job)
+    self.assertAllClose(losses[0], losses[1])
+    self.assertLen(recoveries, 1)
+
   @pytest.mark.soak
   def test_stopped_server_goes_on(self):
     """As if it had died, or, if no call of a step failed, as if nothing had."""

@@ -261,6 +261,44 @@ def use_after_failed_recovery(
   return found, [loss, restored], int(optimizer.iterations.numpy()), 3
 
 
+def evaluate_after_giving_up(
+  progress_path: str, checkpoint_dir: str
+) -> tuple[list[float], list[dict[str, Any]]]:
+  """Makes Keras's data when a server was given up, and not yet missed.
+
+  Tells 1 before that; waits until it is given up.
+
+  Returns:
+    Losses before and after, and the recoveries.
+  """
+  import keras
+  import numpy as np
+
+  import tf_strategies as tfs
+
+  logged = _record_log()
+  rng = np.random.default_rng(5)
+  x = rng.normal(size=(320, 8)).astype(np.float32)
+  y = x.sum(-1, keepdims=True)
+  strategy = tfs.ParameterServerStrategy(
+    checkpoint_dir=checkpoint_dir, keepalive_timeout=1.0
+  )
+  with strategy.scope():
+    model = keras.Sequential([keras.Input([8]), keras.layers.Dense(16)])
+    model.compile('adam', 'mse')
+  model.fit(x, y, batch_size=32, verbose=0)
+  strategy.save()
+  losses = [model.evaluate(x, y, batch_size=32, verbose=0)]
+  tell(progress_path, 1)
+  ends_at = time.monotonic() + 60
+  while not any('given up' in text for _, text in logged):
+    if time.monotonic() > ends_at:
+      raise TimeoutError('no server was given up')
+    time.sleep(0.02)
+  losses.append(model.evaluate(x, y, batch_size=32, verbose=0))
+  return losses, strategy.report()['recoveries']
+
+
 def finish_after_giving_up() -> list[list[float]]:
   """Gives a worker up in the middle of a step, which then ends.
 
