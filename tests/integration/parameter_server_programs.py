@@ -359,3 +359,100 @@ def finish_after_giving_up() -> list[list[float]]:
     tf.raw_ops.AssignVariableOp(resource=gate.handle, value=tf.constant([1.0]))
   time.sleep(3.0)
   return [*found, numbers()]
+
+
+def count_steps(
+  progress_path: str, steps: int, options: dict[str, Any]
+) -> tuple[dict[str, float], list[tuple[float, str]]]:
+  """Takes steps of two rows that take a tenth of a second; tells how many.
+
+  Returns:
+    How many steps variables say were taken, by what adds them up and by server;
+    and what was logged.
+  """
+  import keras
+  import numpy as np
+  import tensorflow as tf
+
+  import tf_strategies as tfs
+
+  logged = _record_log()
+  strategy = tfs.ParameterServerStrategy(**options)
+  with strategy.scope():
+    weights = [tf.Variable(tf.zeros([100_000])) for _ in '01']
+    rows = tf.Variable(0, trainable=False, dtype=tf.int64)
+    sums = [tf.Variable(tf.zeros([100_000]), trainable=False) for _ in '01']
+    optimizer = keras.optimizers.SGD(1.0)
+    optimizer.build(weights)
+
+  def step(batch):
+    # As a data set, which takes no CPU from the other tasks.
+    signature = {'output_types': [tf.float32], 'output_shapes': [batch.shape]}
+    variant = tf.raw_ops.TakeDataset(
+      input_dataset=tf.raw_ops.SleepDataset(
+        input_dataset=tf.data.experimental.to_variant(
+          tf.data.Dataset.from_tensors(batch)
+        ),
+        sleep_microseconds=tf.constant(100_000, tf.int64),
+        **signature,
+      ),
+      count=1,
+      **signature,
+    )
+    (batch,) = tf.raw_ops.DatasetToSingleElement(dataset=variant, **signature)
+    # Each row counts half a step, also where workers share a batch.
+    share = tf.reduce_sum(batch) / 2
+    rows.assign_add(tf.cast(tf.reduce_sum(batch), tf.int64))
+    for each in sums:
+      each.assign_add(tf.fill([100_000], share))
+    optimizer.apply(
+      [tf.fill([100_000], -tf.reduce_mean(batch)) for _ in weights], weights
+    )
+    return share
+
+  train = strategy.remote_step(step, [optimizer])
+  for taken in range(1, steps + 1):
+    train(np.ones([2], np.float32))
+    tell(progress_path, taken)
+  strategy.join()
+
+  def number(variable):
+    found = np.unique(variable.numpy())
+    # One that only a part of the elements has is another number.
+    return float(found[0]) if found.size == 1 else float('nan')
+
+  counted = {'rows': number(rows) / 2, 'steps': number(optimizer.iterations)}
+  for name, found in ('sum', sums), ('weight', weights):
+    counted |= {f'{name} on {v.server}': number(v) for v in found}
+  return counted, logged
+
+
+def take_short_steps(progress_path: str, steps: int, mode: str) -> int:
+  """Takes the shortest steps there are; tells every hundredth.
+
+  Returns:
+    How many the optimizer counted.
+  """
+  import keras
+  import numpy as np
+  import tensorflow as tf
+
+  import tf_strategies as tfs
+
+  strategy = tfs.ParameterServerStrategy(mode=mode)
+  with strategy.scope():
+    weight = tf.Variable(tf.zeros([10]))
+    optimizer = keras.optimizers.SGD(1.0)
+    optimizer.build([weight])
+
+  def step(batch):
+    optimizer.apply([tf.fill([10], tf.reduce_mean(batch))], [weight])
+    return batch[0]
+
+  train = strategy.remote_step(step, [optimizer])
+  for taken in range(1, steps + 1):
+    train(np.ones([4], np.float32))
+    if taken % 100 == 0:
+      tell(progress_path, taken)
+  strategy.join()
+  return int(optimizer.iterations.numpy())
