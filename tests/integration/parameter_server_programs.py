@@ -303,11 +303,12 @@ def finish_after_giving_up() -> list[list[float]]:
   """Gives a worker up in the middle of a step, which then ends.
 
   Returns:
-    What a counter and arrays on both servers have when the step has been done
+    What a counter, arrays and weights on both servers have when the step has been done
     once by a worker that was not given up, and when the other one is over too.
   """
   import threading
 
+  import keras
   import numpy as np
   import tensorflow as tf
 
@@ -319,6 +320,9 @@ def finish_after_giving_up() -> list[list[float]]:
     count = tf.Variable(0, trainable=False, dtype=tf.int64)
     # One on each server, which travels in a message of its own.
     sums = [tf.Variable(tf.zeros([500_000]), trainable=False) for _ in '01']
+    weights = [tf.Variable(tf.zeros([500_000])) for _ in '01']
+    optimizer = keras.optimizers.SGD(1.0)
+    optimizer.build(weights)
 
   def step(batch):
     # The first step, of which the batch is 1, waits for the gate.
@@ -333,9 +337,12 @@ def finish_after_giving_up() -> list[list[float]]:
     count.assign_add(1 + 0 * tf.cast(opened, tf.int64))
     for each in sums:
       each.assign_add(tf.fill([500_000], 1.0 + 0.0 * opened))
+    optimizer.apply(
+      [tf.fill([500_000], -1.0 + 0.0 * opened) for _ in weights], weights
+    )
     return batch
 
-  train = strategy.remote_step(step)
+  train = strategy.remote_step(step, [optimizer])
   leases = strategy.engine.markers.leases
 
   def direct(variable):
@@ -343,7 +350,7 @@ def finish_after_giving_up() -> list[list[float]]:
       return float(variable.read_directly().numpy().reshape(-1)[0])
 
   def numbers():
-    return [direct(v) for v in (count, *sums)]
+    return [direct(v) for v in (count, *sums, *weights)]
 
   late = threading.Thread(target=lambda: train.call(np.float32(1.0)))
   late.start()
@@ -352,7 +359,7 @@ def finish_after_giving_up() -> list[list[float]]:
   leases.revoke()
   train.call(np.float32(0.0))
   ends_at = time.monotonic() + 30
-  while numbers() != [1.0, 1.0, 1.0] and time.monotonic() < ends_at:
+  while numbers() != [1.0] * 5 and time.monotonic() < ends_at:
     time.sleep(0.1)
   found = [numbers()]
   with tf.device(gate.device):
