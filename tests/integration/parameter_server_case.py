@@ -24,9 +24,9 @@ class FaultsTestCase(parameterized.TestCase, tf.test.TestCase):
     self.progress = os.path.join(directory.name, 'progress')
     self.checkpoints = os.path.join(directory.name, 'checkpoints')
 
-  def wait_for_batch(self, job, batch, of=''):
+  def wait_for_batch(self, job, batch, of='', seconds=120):
     """Waits until `fit`, or all of '.test', has gone through so many batches."""
-    ends_at = time.monotonic() + 120
+    ends_at = time.monotonic() + seconds
     while time.monotonic() < ends_at:
       if self.batches(of) >= batch:
         return

@@ -244,12 +244,44 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
     self.assert_whole(run)
     self.assert_given_up(run, 'worker 1')
 
+  @parameterized.parameters('sync', 'async')
+  @pytest.mark.soak
+  def test_workers_that_stop_and_go_on_again_and_again(self, mode):
+    """Whatever they were at when they were given up, each step counts once."""
+    steps = int(os.environ.get('TFS_STEPS', '300'))
+    rng = random.Random(f'{os.environ.get("TFS_SEED", "20261123")} {mode}')
+    options = {'mode': mode, 'keepalive_timeout': 1.0}
+    stops = 0
+    with parameter_servers.Job(deadline=120 + steps) as job:
+      job.start_chief(programs.count_steps, (self.progress, steps, options))
+      self.wait_for_batch(job, 10)
+      while self.batches() < steps - 10 and job.is_alive('chief', 0):
+        worker = 'worker', rng.randrange(2)
+        job.signal(*worker, signal.SIGSTOP)
+        # Some are not given up; most are, and return.
+        time.sleep(rng.uniform(0.5, 3.0))
+        job.signal(*worker, signal.SIGCONT)
+        stops += 1
+        # Three workers that are lost in one step would end the run.
+        time.sleep(rng.uniform(2.0, 3.0))
+      counted, logged = self.finish(job)
+    given_up = sum('given up' in text for _, text in logged)
+    message = f'{mode}: {steps} steps, {stops} stops, {given_up} given up'
+    print(f'{message}, {counted}')
+    self.assertLen(counted, 6)
+    self.assertGreater(given_up, stops / 3, message)
+    for name, count in counted.items():
+      # What a worker wrote between its first write and its last, when it stopped.
+      may_repeat = mode == 'async' and name not in ('rows', 'steps', 'sum on 0')
+      most = steps + given_up if may_repeat else steps
+      self.assertBetween(count, steps, most, f'{name}; {message}')
+
   @pytest.mark.full
   def test_step_that_was_given_up_is_not_finished(self):
     """It goes on when its worker is given up, and what it writes is refused."""
     with parameter_servers.Job() as job:
       counts = job.run(programs.finish_after_giving_up)
-    self.assertEqual(counts, [[1, 1.0, 1.0]] * 2)
+    self.assertEqual(counts, [[1, 1.0, 1.0, 1.0, 1.0]] * 2)
 
   @tiers.parameters(
     tiers.full(0, True, 1),
@@ -276,6 +308,21 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
       outcome.error_text,
     )
     self.assertIn(f'ps {server}', str(outcome.error))
+
+  @pytest.mark.full
+  def test_server_that_was_given_up_before_an_evaluation(self):
+    """Nothing that Keras does first has to do with it, but it is recovered."""
+    with parameter_servers.Job() as job:
+      job.start_chief(
+        programs.evaluate_after_giving_up, (self.progress, self.checkpoints)
+      )
+      self.wait_for_batch(job, 1)
+      job.signal('ps', 1, signal.SIGSTOP)
+      time.sleep(10)
+      job.signal('ps', 1, signal.SIGCONT)
+      losses, recoveries = self.finish(job)
+    self.assertAllClose(losses[0], losses[1])
+    self.assertLen(recoveries, 1)
 
   @pytest.mark.soak
   def test_stopped_server_goes_on(self):

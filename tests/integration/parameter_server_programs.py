@@ -261,15 +261,54 @@ def use_after_failed_recovery(
   return found, [loss, restored], int(optimizer.iterations.numpy()), 3
 
 
+def evaluate_after_giving_up(
+  progress_path: str, checkpoint_dir: str
+) -> tuple[list[float], list[dict[str, Any]]]:
+  """Makes Keras's data when a server was given up, and not yet missed.
+
+  Tells 1 before that; waits until it is given up.
+
+  Returns:
+    Losses before and after, and the recoveries.
+  """
+  import keras
+  import numpy as np
+
+  import tf_strategies as tfs
+
+  logged = _record_log()
+  rng = np.random.default_rng(5)
+  x = rng.normal(size=(320, 8)).astype(np.float32)
+  y = x.sum(-1, keepdims=True)
+  strategy = tfs.ParameterServerStrategy(
+    checkpoint_dir=checkpoint_dir, keepalive_timeout=1.0
+  )
+  with strategy.scope():
+    model = keras.Sequential([keras.Input([8]), keras.layers.Dense(16)])
+    model.compile('adam', 'mse')
+  model.fit(x, y, batch_size=32, verbose=0)
+  strategy.save()
+  losses = [model.evaluate(x, y, batch_size=32, verbose=0)]
+  tell(progress_path, 1)
+  ends_at = time.monotonic() + 60
+  while not any('given up' in text for _, text in logged):
+    if time.monotonic() > ends_at:
+      raise TimeoutError('no server was given up')
+    time.sleep(0.02)
+  losses.append(model.evaluate(x, y, batch_size=32, verbose=0))
+  return losses, strategy.report()['recoveries']
+
+
 def finish_after_giving_up() -> list[list[float]]:
   """Gives a worker up in the middle of a step, which then ends.
 
   Returns:
-    What a counter and arrays on both servers have when the step has been done
+    What a counter, arrays and weights on both servers have when the step has been done
     once by a worker that was not given up, and when the other one is over too.
   """
   import threading
 
+  import keras
   import numpy as np
   import tensorflow as tf
 
@@ -281,6 +320,9 @@ def finish_after_giving_up() -> list[list[float]]:
     count = tf.Variable(0, trainable=False, dtype=tf.int64)
     # One on each server, which travels in a message of its own.
     sums = [tf.Variable(tf.zeros([500_000]), trainable=False) for _ in '01']
+    weights = [tf.Variable(tf.zeros([500_000])) for _ in '01']
+    optimizer = keras.optimizers.SGD(1.0)
+    optimizer.build(weights)
 
   def step(batch):
     # The first step, of which the batch is 1, waits for the gate.
@@ -295,9 +337,12 @@ def finish_after_giving_up() -> list[list[float]]:
     count.assign_add(1 + 0 * tf.cast(opened, tf.int64))
     for each in sums:
       each.assign_add(tf.fill([500_000], 1.0 + 0.0 * opened))
+    optimizer.apply(
+      [tf.fill([500_000], -1.0 + 0.0 * opened) for _ in weights], weights
+    )
     return batch
 
-  train = strategy.remote_step(step)
+  train = strategy.remote_step(step, [optimizer])
   leases = strategy.engine.markers.leases
 
   def direct(variable):
@@ -305,7 +350,7 @@ def finish_after_giving_up() -> list[list[float]]:
       return float(variable.read_directly().numpy().reshape(-1)[0])
 
   def numbers():
-    return [direct(v) for v in (count, *sums)]
+    return [direct(v) for v in (count, *sums, *weights)]
 
   late = threading.Thread(target=lambda: train.call(np.float32(1.0)))
   late.start()
@@ -314,10 +359,107 @@ def finish_after_giving_up() -> list[list[float]]:
   leases.revoke()
   train.call(np.float32(0.0))
   ends_at = time.monotonic() + 30
-  while numbers() != [1.0, 1.0, 1.0] and time.monotonic() < ends_at:
+  while numbers() != [1.0] * 5 and time.monotonic() < ends_at:
     time.sleep(0.1)
   found = [numbers()]
   with tf.device(gate.device):
     tf.raw_ops.AssignVariableOp(resource=gate.handle, value=tf.constant([1.0]))
   time.sleep(3.0)
   return [*found, numbers()]
+
+
+def count_steps(
+  progress_path: str, steps: int, options: dict[str, Any]
+) -> tuple[dict[str, float], list[tuple[float, str]]]:
+  """Takes steps of two rows that take a tenth of a second; tells how many.
+
+  Returns:
+    How many steps variables say were taken, by what adds them up and by server;
+    and what was logged.
+  """
+  import keras
+  import numpy as np
+  import tensorflow as tf
+
+  import tf_strategies as tfs
+
+  logged = _record_log()
+  strategy = tfs.ParameterServerStrategy(**options)
+  with strategy.scope():
+    weights = [tf.Variable(tf.zeros([100_000])) for _ in '01']
+    rows = tf.Variable(0, trainable=False, dtype=tf.int64)
+    sums = [tf.Variable(tf.zeros([100_000]), trainable=False) for _ in '01']
+    optimizer = keras.optimizers.SGD(1.0)
+    optimizer.build(weights)
+
+  def step(batch):
+    # As a data set, which takes no CPU from the other tasks.
+    signature = {'output_types': [tf.float32], 'output_shapes': [batch.shape]}
+    variant = tf.raw_ops.TakeDataset(
+      input_dataset=tf.raw_ops.SleepDataset(
+        input_dataset=tf.data.experimental.to_variant(
+          tf.data.Dataset.from_tensors(batch)
+        ),
+        sleep_microseconds=tf.constant(100_000, tf.int64),
+        **signature,
+      ),
+      count=1,
+      **signature,
+    )
+    (batch,) = tf.raw_ops.DatasetToSingleElement(dataset=variant, **signature)
+    # Each row counts half a step, also where workers share a batch.
+    share = tf.reduce_sum(batch) / 2
+    rows.assign_add(tf.cast(tf.reduce_sum(batch), tf.int64))
+    for each in sums:
+      each.assign_add(tf.fill([100_000], share))
+    optimizer.apply(
+      [tf.fill([100_000], -tf.reduce_mean(batch)) for _ in weights], weights
+    )
+    return share
+
+  train = strategy.remote_step(step, [optimizer])
+  for taken in range(1, steps + 1):
+    train(np.ones([2], np.float32))
+    tell(progress_path, taken)
+  strategy.join()
+
+  def number(variable):
+    found = np.unique(variable.numpy())
+    # One that only a part of the elements has is another number.
+    return float(found[0]) if found.size == 1 else float('nan')
+
+  counted = {'rows': number(rows) / 2, 'steps': number(optimizer.iterations)}
+  for name, found in ('sum', sums), ('weight', weights):
+    counted |= {f'{name} on {v.server}': number(v) for v in found}
+  return counted, logged
+
+
+def take_short_steps(progress_path: str, steps: int, mode: str) -> int:
+  """Takes the shortest steps there are; tells every hundredth.
+
+  Returns:
+    How many the optimizer counted.
+  """
+  import keras
+  import numpy as np
+  import tensorflow as tf
+
+  import tf_strategies as tfs
+
+  strategy = tfs.ParameterServerStrategy(mode=mode)
+  with strategy.scope():
+    weight = tf.Variable(tf.zeros([10]))
+    optimizer = keras.optimizers.SGD(1.0)
+    optimizer.build([weight])
+
+  def step(batch):
+    optimizer.apply([tf.fill([10], tf.reduce_mean(batch))], [weight])
+    return batch[0]
+
+  train = strategy.remote_step(step, [optimizer])
+  for taken in range(1, steps + 1):
+    train(np.ones([4], np.float32))
+    if taken % 100 == 0:
+      tell(progress_path, taken)
+  strategy.join()
+  return int(optimizer.iterations.numpy())

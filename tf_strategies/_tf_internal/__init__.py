@@ -22,6 +22,7 @@ from tf_strategies._tf_internal.tracing import (  # noqa: F401  For all others.
   ResourceVariable,
   TrackedAsAnother,
   add_functions,
+  arrays_from,
   autograph_convert,
   compiled_operations,
   copy_handle_data,

@@ -1,7 +1,11 @@
 """What of TensorFlow's insides traced steps and their variables need."""
 
+import contextlib
 import inspect
+import threading
+from collections.abc import Callable, Iterator
 
+import numpy as np
 import tensorflow as tf
 
 from tf_strategies._tf_internal.loading import load
@@ -55,6 +59,45 @@ def _stream_of_one_device():
 
 
 _random.get_replica_id = _stream_of_one_device
+
+_graph_constant = load(
+  'framework.ops._create_graph_constant', 'the arrays of a data set function'
+)
+_ops = load('framework.ops', 'the arrays of a data set function')
+
+
+class _Arrays(threading.local):
+  """What stands for an array in the graphs that the calling thread makes."""
+
+  take: Callable[[np.ndarray, tf.DType | None], tf.Tensor | None] | None = None
+
+
+_arrays = _Arrays()
+
+
+def _constant(value, dtype, shape, *args, **kwargs):
+  found = None
+  if _arrays.take and shape is None and isinstance(value, np.ndarray):
+    found = _arrays.take(value, dtype)
+  if found is None:
+    return _graph_constant(value, dtype, shape, *args, **kwargs)
+  return found
+
+
+_ops._create_graph_constant = _constant
+
+
+@contextlib.contextmanager
+def arrays_from(
+  take: Callable[[np.ndarray, tf.DType | None], tf.Tensor | None],
+) -> Iterator[None]:
+  """Lets `take(array, dtype)` say what an array is in graphs; None: a constant."""
+  before, _arrays.take = _arrays.take, take
+  try:
+    yield
+  finally:
+    _arrays.take = before
+
 
 # Attribute of an operation that says what it computes.
 _LABEL = '_tfs_label'

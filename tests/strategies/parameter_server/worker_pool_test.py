@@ -219,6 +219,26 @@ class PoolTest(parameterized.TestCase):
     with self.assertRaisesRegex(errors.UnsupportedOptionError, 'close'):
       pool.submit(_Task())
 
+  def test_failed_task_is_given_up_before_anybody_is_asked(self):
+    """A stopped worker may go on meanwhile, and write."""
+    pool, order = self._pool(2), []
+
+    def fail():
+      if task.runs == 1:
+        raise tf.errors.UnavailableError(None, None, 'Socket closed')
+
+    def is_worker_alive(worker):
+      order.append('asked')
+      return False
+
+    task = _Task(run=fail, survive=lambda: order.append('survived'))
+    task.give_up = lambda worker: order.append('given up')
+    self.liveness.is_worker_alive = is_worker_alive
+    pool.submit(task)
+    pool.wait()
+    self.assertEqual(order, ['given up', 'asked', 'survived'])
+    self.assertEqual(task.runs, 2)
+
 
 if __name__ == '__main__':
   absltest.main()

@@ -145,8 +145,6 @@ class Liveness:
       callers=dict.fromkeys(self._servers, workers),
     )
     self._is_closed = False
-    # All functions of this process: those of Keras and of the user too.
-    _tf_internal.before_sending_functions(self.wait_for_answers)
 
   def address(self, job: str, index: int) -> str:
     """Where a task listens."""

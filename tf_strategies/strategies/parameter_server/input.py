@@ -20,7 +20,10 @@ import tensorflow as tf
 
 from tf_strategies import _tf_internal, errors
 from tf_strategies.checkpoint import position as position_lib
-from tf_strategies.strategies.parameter_server import batch_message
+from tf_strategies.strategies.parameter_server import (
+  batch_message,
+  worker_arrays,
+)
 
 _PREFETCH = 2
 
@@ -189,7 +192,11 @@ class Source:
         # Taken over from a worker that was lost, and is back.
         self._free.append(mine.pop())
       is_needed = not mine or not others_need
-      split = self._free.pop(0) if self._free and is_needed else None
+      split = None
+      if self._free and is_needed:
+        # One that it has read before: it may have its arrays.
+        split = min(self._free, key=lambda s: s.index != worker)
+        self._free.remove(split)
       self._opening += split is not None
     if split is not None:
       self._open(split, worker, token)
@@ -241,7 +248,9 @@ class WorkerDataset(_Dataset):
     self._take_resumed = take_resumed
     self._openers: dict[int, Any] = {}
     self._lock = threading.Lock()
-    with tf.device('/device:CPU:0'):
+    self._arrays = worker_arrays.Arrays()
+    # Not those of now: they may be filled before they are read.
+    with tf.device('/device:CPU:0'), worker_arrays.Arrays().captured():
       parts = [self._make(i) for i in range(num_splits)]
     self._element_spec = parts[0].element_spec
     sizes = [int(p.cardinality()) for p in parts]
@@ -289,19 +298,20 @@ class WorkerDataset(_Dataset):
 
   def open(self, split: Split, worker: int, token: int) -> tf.Tensor:
     """Begins to read a split on a worker; returns the iterator's handle."""
-    opener = self._opener(split.index)
+    opener, arrays = self._opener(split.index)
+    arrays = self._arrays.on_worker(arrays, worker, token)
     with tf.device('/device:CPU:0'):
       key = tf.constant(split.key, tf.int64)
       done = tf.constant(split.done, tf.int64)
       token = tf.constant(token, tf.int64)
     with tf.device(f'/job:worker/replica:0/task:{worker}/device:CPU:0'):
-      variant = opener(key, done, token)
+      variant = opener(key, done, token, *arrays)
       handle = tf.raw_ops.AnonymousIteratorV3(**_numbered(self.element_spec))
       tf.raw_ops.MakeIterator(dataset=variant, iterator=handle)
     return handle
 
   def _opener(self, index: int):
-    """A function that makes a split's data set where it is called."""
+    """A function that makes a split's data set where it is called; its arrays."""
     with self._lock:
       if index not in self._openers:
 
@@ -320,9 +330,7 @@ class WorkerDataset(_Dataset):
           return tf.data.experimental.to_variant(numbered)
 
         scalar = tf.TensorSpec([], tf.int64)
-        opener = tf.function(make, autograph=False).get_concrete_function(
-          scalar, scalar, scalar
-        )
+        opener, arrays = self._arrays.function(make, [scalar] * 3)
         if any(t.dtype == tf.variant for t in opener.captured_inputs):
           raise errors.UnsupportedOptionError(
             'a data set that was made outside of the function given to '
@@ -330,7 +338,7 @@ class WorkerDataset(_Dataset):
             'a function that makes the data set, since each worker makes its own',
             'move all of the input pipeline into the function',
           )
-        self._openers[index] = opener
+        self._openers[index] = opener, arrays
       return self._openers[index]
 
 

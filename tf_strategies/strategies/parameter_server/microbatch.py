@@ -42,7 +42,7 @@ class Contents:
     found = []
     for _, gradients, targets in self.calls:
       for gradient, variable in zip(gradients, targets, strict=True):
-        server = getattr(variable, 'value', variable).server
+        server = _server(variable)
         if isinstance(gradient, tf.IndexedSlices):
           found.append((server, gradient.values, True))
           found.append((server, gradient.indices, True))
@@ -276,7 +276,7 @@ class ApplyFunction:
   def _gradient(self, gradient, variable, parts):
     """The gradient of the step, from those of the microbatches."""
     values, weights = next(parts)
-    server = getattr(variable, 'value', variable).server
+    server = _server(variable)
     with tf.device(variables.server_device(server)):
       if not isinstance(gradient, tf.IndexedSlices):
         return _mean(values, weights)
@@ -295,6 +295,12 @@ class ApplyFunction:
           )
       shape = tf.constant(variable.shape.as_list(), gradient.indices.dtype)
       return tf.IndexedSlices(values, indices, shape)
+
+
+def _server(variable) -> int:
+  """The server of a Keras variable, or of one of TensorFlow."""
+  is_of_tensorflow = isinstance(variable, tf.Variable)
+  return (variable if is_of_tensorflow else variable.value).server
 
 
 def _origin_type(tensor) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_strategies import _keras_internal
+from tf_strategies import _keras_internal, _tf_internal
 from tf_strategies.checkpoint import model_state
 from tf_strategies.cluster import config as config_lib
 from tf_strategies.strategies.parameter_server import (
@@ -128,6 +128,8 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     self.recovery = recovery.Recovery(
       self.options, self.liveness, self._pool, registry, markers
     )
+    # All functions of this process: those of Keras and of the user too.
+    _tf_internal.before_sending_functions(self._wait_for_answers)
     self.engine = self._make_engine(markers)
     implementation = extended.ParameterServerExtended(
       self,
@@ -146,6 +148,16 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
   def shares_batches(self) -> bool:
     """Whether each batch is split among several workers."""
     return self.options.mode == 'sync' and self._num_workers > 1
+
+  def _wait_for_answers(self) -> None:
+    if not _keras_internal.is_for_model():
+      self.liveness.wait_for_answers()
+      return
+    # Keras makes the data of an epoch or an evaluation: no step is traced, and
+    # nobody further out could do it again, since a generator gives its batches
+    # once.
+    with tf.init_scope():
+      self.recovery.with_recovery(self.liveness.wait_for_answers)
 
   def _make_engine(self, markers) -> engine_lib.Engine:
     arguments = (self._pool, markers, self.recovery)

@@ -8,6 +8,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import tensorflow as tf
 from absl import logging
@@ -21,6 +22,7 @@ _SETTLE_SECONDS = 0.3
 _PAUSE_SECONDS = 10.0
 _MAX_RETRIES = 5
 _MAX_LOSSES = 3
+_T = TypeVar('_T')
 
 # Failures that a retry may cure while all tasks of the cluster are alive: a
 # connection that broke, or one that a restarted task has not opened again yet.
@@ -306,6 +308,9 @@ class WorkerPool:
   def _handle(self, worker: int, task: Task, error: Exception) -> None:
     """Decides who is to blame: a server, the worker, a moment, or the step."""
     self._check_servers(error)
+    # At once: a worker that was stopped may go on while it is asked whether it is
+    # alive, and get as far as the middle of its writes.
+    self._insist(worker, lambda: task.give_up(worker))
     if not self._liveness.is_worker_alive(worker):
       self._lose(worker, task, error)
     elif task.retries < _MAX_RETRIES:
@@ -317,12 +322,15 @@ class WorkerPool:
 
   def _survive(self, worker: int, task: Task) -> bool:
     """Asks a failed task how far it came, which it reads from a server."""
+    # What servers began to write before it was given up is written.
+    time.sleep(_SETTLE_SECONDS)
+    return self._insist(worker, lambda: task.survive(worker))
+
+  def _insist(self, worker: int, action: Callable[[], _T]) -> _T:
+    """Does something with servers, again while that may help."""
     for attempt in range(_MAX_RETRIES + 1):
       try:
-        task.give_up(worker)
-        # What servers began to write before that is written.
-        time.sleep(_SETTLE_SECONDS)
-        return task.survive(worker)
+        return action()
       except tf.errors.OpError as e:
         self._check_servers(e)
         self._wait_to_retry(worker, e)

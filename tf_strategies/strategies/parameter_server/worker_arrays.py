@@ -1,0 +1,112 @@
+"""Arrays of a data set function, on the workers that read them.
+
+An array that a traced function uses is a part of it. TensorFlow sends functions to
+all tasks, and makes what is in them anew for each worker that calls them: with
+62 MB and four workers the first epoch began half a minute late. So large arrays
+are arguments, of which each worker gets a copy, once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from tf_strategies import _tf_internal
+
+_LARGE_BYTES = 1 << 16
+
+
+def _device(worker: int) -> str:
+  return f'/job:worker/replica:0/task:{worker}/device:CPU:0'
+
+
+class Arrays:
+  """The large arrays of a data set function."""
+
+  def __init__(self):
+    # Of arrays that are still there: the splits share most of them.
+    self._tensors: list[tuple[weakref.ref, tf.DType, tf.Tensor]] = []
+    # By worker and tensor, with the token of the worker that got it.
+    self._copies: dict[tuple[int, int], tuple[int, tf.Tensor]] = {}
+
+  @contextlib.contextmanager
+  def captured(self) -> Iterator[list[tf.Tensor]]:
+    """Makes graphs capture arrays; yields those that they used, in that order."""
+    used = []
+
+    def take(array, dtype):
+      if array.nbytes < _LARGE_BYTES:
+        return None
+      used.append(self._tensor(array, dtype))
+      return used[-1]
+
+    with _tf_internal.arrays_from(take):
+      yield used
+
+  def function(
+    self, make: Callable, specs: Sequence[tf.TensorSpec]
+  ) -> tuple[Callable, list[tf.Tensor]]:
+    """A concrete function of `specs` and of what its arrays are; and those."""
+
+    def trace(function, specs):
+      traced = tf.function(function, autograph=False)
+      return traced.get_concrete_function(*specs)
+
+    with self.captured() as used:
+      captures = trace(make, specs)
+    if not used:
+      return captures, []
+
+    def make_from(*arguments):
+      remaining = zip(used, arguments[len(specs) :], strict=True)
+
+      def take(array, dtype):
+        del dtype
+        if array.nbytes < _LARGE_BYTES:
+          return None
+        tensor, found = next(remaining, (None, None))
+        # A function that makes other arrays each time has them as constants.
+        return found if self._is_of(tensor, array) else None
+
+      with _tf_internal.arrays_from(take):
+        return make(*arguments[: len(specs)])
+
+    # The same once more, with placeholders: it takes no time without arrays.
+    more = [tf.TensorSpec(t.shape, t.dtype) for t in used]
+    return trace(make_from, [*specs, *more]), used
+
+  def on_worker(
+    self, tensors: Sequence[tf.Tensor], worker: int, token: int
+  ) -> list[tf.Tensor]:
+    """Copies on a worker; one that has another token has lost them."""
+    found = []
+    for tensor in tensors:
+      known, copy = self._copies.get((worker, id(tensor)), (None, None))
+      if known != token:
+        with tf.device(_device(worker)):
+          copy = tf.identity(tensor)
+        self._copies[worker, id(tensor)] = token, copy
+      found.append(copy)
+    return found
+
+  def _is_of(self, tensor: tf.Tensor | None, array: np.ndarray) -> bool:
+    if tensor is None:
+      return False
+    if any(t is tensor and known() is array for known, _, t in self._tensors):
+      return True
+    return np.array_equal(tensor.numpy(), array)
+
+  def _tensor(self, array: np.ndarray, dtype) -> tf.Tensor:
+    dtype = tf.as_dtype(array.dtype if dtype is None else dtype)
+    self._tensors = [t for t in self._tensors if t[0]() is not None]
+    for known, of_dtype, tensor in self._tensors:
+      if known() is array and of_dtype == dtype:
+        return tensor
+    with tf.init_scope(), tf.device('/device:CPU:0'):
+      tensor = tf.constant(array, dtype)
+    self._tensors.append((weakref.ref(array), dtype, tensor))
+    return tensor
