@@ -2,11 +2,15 @@
 
 import asyncio
 import socket
+from concurrent import futures
+from unittest import mock
 
 from absl.testing import absltest, parameterized
 
+from tf_strategies import errors
+from tf_strategies.process_group import options, state
 from tf_strategies.process_group.network import connection, protocol
-from tf_strategies.process_group.tcp import mesh
+from tf_strategies.process_group.tcp import group, mesh, transport
 
 _Kind = protocol.Kind
 
@@ -99,6 +103,31 @@ class MeshTest(parameterized.TestCase):
       asyncio.run(meet()), (1, 'it does not answer', [(0, 1), (0, 1)])
     )
 
+  @parameterized.parameters('cancelled', 'silent')
+  def test_call_that_comes_to_nothing_is_closed(self, how):
+    calls = []
+
+    async def meet():
+      async def dial(called, purpose):
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        calls.append((connection.Connection(ours), theirs))
+        return calls[-1][0]
+
+      one = mesh.Mesh(7, 0, range(2), ['a', 'b'], dial)
+      connecting = asyncio.ensure_future(one.connect([1]))
+      await asyncio.sleep(0.01)
+      if how == 'cancelled':
+        connecting.cancel()
+      else:
+        calls[0][1].close()
+      await asyncio.gather(connecting, return_exceptions=True)
+
+    asyncio.run(meet())
+    [(ours, theirs)] = calls
+    theirs.close()
+    self.assertEqual(ours.detach().fileno(), -1)
+
   @parameterized.parameters(
     {'generation': 6}, {'incarnation': 'before'}, {'rank': 0}, {'rank': 9}
   )
@@ -117,6 +146,31 @@ class MeshTest(parameterized.TestCase):
 
     self.assertEqual(asyncio.run(peers(8, 3)), [0, 1, 2, 4, 5, 6, 7])
     self.assertEqual(asyncio.run(peers(9, 0)), [8, 1])
+
+
+class GroupTest(absltest.TestCase):
+  def test_links_that_come_when_the_group_has_failed(self):
+    members = [state.Member(r, r, f'host-{r}:1') for r in range(2)]
+    shared = state.GroupState(members, 0, 1)
+    links = transport.Transport(0, shared.check)
+    shared.on_failure(links.shut_down)
+    mine, other = socket.socketpair()
+
+    def connect(ranks):
+      self.assertEqual(ranks, {1})
+      shared.fail(shared.left(1))
+      links.add(1, mine)
+      made = futures.Future()
+      made.set_result(None)
+      return made
+
+    one = group.TcpProcessGroup(
+      shared, links, mock.Mock(), options.GroupOptions(), connect
+    )
+    with self.assertRaisesRegex(errors.WorkerUnavailableError, 'left'):
+      one.barrier()
+    self.assertEqual(mine.fileno(), -1)
+    other.close()
 
 
 if __name__ == '__main__':

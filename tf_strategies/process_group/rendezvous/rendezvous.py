@@ -178,7 +178,7 @@ class Rendezvous:
       except mesh_lib.LinkError as e:
         # Both are alive, perhaps: they are not proposed together again soon.
         called = mesh.tasks[e.rank]
-        self._membership.cut(self._task, called, e.why, self._server.now())
+        self._membership.cut(self._task, called, e.why, _now())
         raise
 
     return asyncio.run_coroutine_threadsafe(connect(), self._server.loop)
@@ -194,7 +194,7 @@ class Rendezvous:
     self, progress, is_closed, may_be_alone, check
   ) -> tcp_group.TcpProcessGroup:
     members = self._membership
-    self._began = self._server.now()
+    self._began = _now()
     members.start(progress, is_closed, may_be_alone, self._began)
     formed = self._formed = self._server.loop.create_future()
     tasks = [
@@ -203,10 +203,10 @@ class Rendezvous:
     ]
     try:
       seconds = self._options.rendezvous_timeout_seconds
-      ends_at = self._server.now() + seconds
+      ends_at = _now() + seconds
       while not formed.done():
         check()
-        now = self._server.now()
+        now = _now()
         if running := members.sees_running(now):
           ends_at = now + seconds
           logging.log_every_n_seconds(
@@ -246,7 +246,7 @@ class Rendezvous:
 
   def _run_short(self, error: errors.ResourceLimitError) -> None:
     """Gives up if file descriptors stay away: no other worker is to blame."""
-    now = self._server.now()
+    now = _now()
     since, last = self._short
     since = since if now - last < _SHORTAGE_GAP_SECONDS else now
     self._short = since, now
@@ -258,7 +258,7 @@ class Rendezvous:
     polls: dict[int, asyncio.Task] = {}
     try:
       while True:
-        wanted = set(self._membership.polled(self._server.now()))
+        wanted = set(self._membership.polled(_now()))
         for task in wanted - polls.keys():
           polls[task] = self._server.spawn(self._poll(task))
         for task in polls.keys() - wanted:
@@ -277,7 +277,7 @@ class Rendezvous:
       except errors.AuthenticationError as e:
         self._membership.lost(task, str(e), refused=True)
         logging.log_every_n_seconds(logging.WARNING, '%s', 10, e)
-        if self._membership.all_refuse(self._server.now()):
+        if self._membership.all_refuse(_now()):
           self._refuse(e)
       except errors.ResourceLimitError as e:
         self._run_short(e)
@@ -293,7 +293,7 @@ class Rendezvous:
 
   def _pause(self) -> float:
     """Seconds between two questions to one worker."""
-    elapsed = self._server.now() - self._began
+    elapsed = _now() - self._began
     return min(
       _POLL_SECONDS_PER_WORKER * len(self._addresses)
       + min(_POLL_SECONDS, _FIRST_POLL_SECONDS + elapsed / 10),
@@ -308,7 +308,7 @@ class Rendezvous:
         _, message = await connection_lib.within(
           authentication.HANDSHAKE_SECONDS, connection.expect(_Kind.HELLO)
         )
-        self._membership.heard(message, self._server.now(), reached=True)
+        self._membership.heard(message, _now(), reached=True)
         if is_once:
           return
         await asyncio.sleep(self._pause())
@@ -325,7 +325,7 @@ class Rendezvous:
         if connection.pending:
           return  # It does not read its answers.
         try:
-          self._membership.heard(message, self._server.now(), reached=False)
+          self._membership.heard(message, _now(), reached=False)
         except errors.Error as e:
           self._refuse(e)
         connection.send(_Kind.HELLO, self._membership.hello(request.client))
@@ -341,7 +341,7 @@ class Rendezvous:
   async def _lead(self) -> None:
     """Proposes groups while this process is the one to do so."""
     while True:
-      seats = self._membership.proposal(self._server.now())
+      seats = self._membership.proposal(_now())
       if seats is None or self._proposal is not None:
         await asyncio.sleep(self._pause() / 2)
         continue
@@ -363,7 +363,7 @@ class Rendezvous:
       )
       if self._proposal is not None:
         objection = 'it takes part in another proposal'
-      cut = self._membership.untold_cut(seats, self._server.now())
+      cut = self._membership.untold_cut(seats, _now())
       if objection or cut:
         if objection:
           connection.send(_Kind.REJECT, objection)
@@ -395,7 +395,7 @@ class Rendezvous:
     except (OSError, formation.ProposalFailedError) as e:
       cut = getattr(e, 'cut', None)
       if cut is not None:
-        self._membership.cut(*cut, self._server.now())
+        self._membership.cut(*cut, _now())
       logging.info('Group %d did not form: %s', generation, e)
       return False
     finally:
@@ -466,7 +466,7 @@ class Rendezvous:
       if members.state is not membership.State.RUNNING:
         return
       await asyncio.gather(*(ask(t) for t in members.views if t not in seated))
-      rival = members.rival_group(self._server.now())
+      rival = members.rival_group(_now())
       if rival is not None:
         view = members.views[rival]
         plane.end(
@@ -483,6 +483,11 @@ class Rendezvous:
     # From any thread: one assignment, and `form` sets it again.
     if self._membership.state is membership.State.RUNNING:
       self._membership.state = membership.State.IDLE
+
+
+def _now() -> float:
+  """The loop's time; before `Rendezvous` has its server there may be calls."""
+  return asyncio.get_running_loop().time()
 
 
 def _why(error: OSError) -> str:

@@ -90,3 +90,7 @@ class TcpProcessGroup(planned.PlannedGroup):
       raise execution_lib.LinkClosedError(e.rank, e.why) from e
     finally:
       future.cancel()
+    # A group that has ended meanwhile has not taken them.
+    self._check()
+    for rank in self._transport.missing(ranks):
+      raise execution_lib.LinkClosedError(rank)

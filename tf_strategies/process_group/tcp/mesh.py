@@ -126,13 +126,14 @@ class Mesh:
 
   async def _call(self, rank: int) -> None:
     purpose = authentication.Purpose.DATA
+    message = {
+      'rank': self._rank,
+      'generation': self._generation,
+      'incarnation': self._incarnations[self._rank],
+    }
+    kind, connection = None, None
     try:
       connection = await dial_again(self._dial, self.tasks[rank], purpose)
-      message = {
-        'rank': self._rank,
-        'generation': self._generation,
-        'incarnation': self._incarnations[self._rank],
-      }
       connection.send(_Kind.JOIN, message)
       kind, _ = await connection_lib.within(
         authentication.HANDSHAKE_SECONDS,
@@ -140,10 +141,11 @@ class Mesh:
       )
     except (OSError, protocol.ProtocolError) as e:
       raise LinkError(rank, str(e) or type(e).__name__) from e
+    finally:
+      if connection is not None and kind is not _Kind.ACCEPT:
+        connection.close()
     if kind is _Kind.ACCEPT:
       self._add(rank, connection)
-    else:
-      connection.close()
 
   def _add(self, rank: int, connection: connection_lib.Connection) -> None:
     sock = connection.detach()
