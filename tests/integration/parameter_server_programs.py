@@ -343,7 +343,7 @@ def finish_after_giving_up() -> list[list[float]]:
     return batch
 
   train = strategy.remote_step(step, [optimizer])
-  leases = strategy.engine.markers.leases
+  journal = strategy.engine.journal
 
   def direct(variable):
     with tf.device(variable.device):
@@ -356,7 +356,7 @@ def finish_after_giving_up() -> list[list[float]]:
   late.start()
   late.join()
   time.sleep(2.0)  # It waits for the gate.
-  leases.revoke()
+  journal.revoke()
   train.call(np.float32(0.0))
   ends_at = time.monotonic() + 30
   while numbers() != [1.0] * 5 and time.monotonic() < ends_at:
@@ -386,13 +386,16 @@ def count_steps(
   logged = _record_log()
   strategy = tfs.ParameterServerStrategy(**options)
   with strategy.scope():
-    weights = [tf.Variable(tf.zeros([100_000])) for _ in '01']
+    # Large ones, which travel alone, and small ones, on each server.
+    weights = [tf.Variable(tf.zeros([n])) for n in (100_000, 100_000, 10, 10)]
+    late = [tf.Variable(tf.zeros([n])) for n in (100_000, 100_000, 10, 10)]
     rows = tf.Variable(0, trainable=False, dtype=tf.int64)
     sums = [tf.Variable(tf.zeros([100_000]), trainable=False) for _ in '01']
-    optimizer = keras.optimizers.SGD(1.0)
-    optimizer.build(weights)
+    first, second = (keras.optimizers.SGD(1.0) for _ in '01')
+    first.build(weights)
+    second.build(late)
 
-  def step(batch):
+  def pause(batch):
     # As a data set, which takes no CPU from the other tasks.
     signature = {'output_types': [tf.float32], 'output_shapes': [batch.shape]}
     variant = tf.raw_ops.TakeDataset(
@@ -400,24 +403,33 @@ def count_steps(
         input_dataset=tf.data.experimental.to_variant(
           tf.data.Dataset.from_tensors(batch)
         ),
-        sleep_microseconds=tf.constant(100_000, tf.int64),
+        sleep_microseconds=tf.constant(50_000, tf.int64),
         **signature,
       ),
       count=1,
       **signature,
     )
-    (batch,) = tf.raw_ops.DatasetToSingleElement(dataset=variant, **signature)
+    return tf.raw_ops.DatasetToSingleElement(dataset=variant, **signature)[0]
+
+  def update(optimizer, batch, variables):
+    gradient = -tf.reduce_mean(batch)
+    optimizer.apply([tf.fill(v.shape, gradient) for v in variables], variables)
+
+  @tf.function
+  def step(batch):
+    batch = pause(batch)
     # Each row counts half a step, also where workers share a batch.
     share = tf.reduce_sum(batch) / 2
     rows.assign_add(tf.cast(tf.reduce_sum(batch), tf.int64))
     for each in sums:
       each.assign_add(tf.fill([100_000], share))
-    optimizer.apply(
-      [tf.fill([100_000], -tf.reduce_mean(batch)) for _ in weights], weights
-    )
+    update(first, batch, weights)
+    # Half of a step's time is between its first writes and its last.
+    update(second, pause(batch), late)
     return share
 
-  train = strategy.remote_step(step, [optimizer])
+  optimizers = [first, second]
+  train = strategy.remote_step(step, optimizers)
   for taken in range(1, steps + 1):
     train(np.ones([2], np.float32))
     tell(progress_path, taken)
@@ -428,9 +440,14 @@ def count_steps(
     # One that only a part of the elements has is another number.
     return float(found[0]) if found.size == 1 else float('nan')
 
-  counted = {'rows': number(rows) / 2, 'steps': number(optimizer.iterations)}
-  for name, found in ('sum', sums), ('weight', weights):
-    counted |= {f'{name} on {v.server}': number(v) for v in found}
+  counted = {'rows': number(rows) / 2}
+  counted |= {
+    f'steps {i}': number(o.iterations) for i, o in enumerate(optimizers)
+  }
+  for name, found in ('sum', sums), ('weight', weights), ('late', late):
+    for variable in found:
+      key = f'{name} of {variable.shape[0]} on {variable.server}'
+      counted[key] = number(variable)
   return counted, logged
 
 

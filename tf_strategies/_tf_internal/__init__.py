@@ -28,9 +28,11 @@ from tf_strategies._tf_internal.tracing import (  # noqa: F401  For all others.
   copy_handle_data,
   create_now,
   function_graph,
+  inlined,
   label,
   label_of,
   opaque_functions,
+  runs_once,
   trace,
   whole_spec,
 )

@@ -25,6 +25,10 @@ _func_graph_from_py_func = load(
   'framework.func_graph.func_graph_from_py_func',
   'the graph of a step, before it is split',
 )
+_CondBranchGraph = load(
+  'ops.control_flow_v2_func_graphs.CondBranchFuncGraph',
+  'whether a write of a step is done once',
+)
 copy_handle_data = load(
   'ops.handle_data_util.copy_handle_data',
   'the shape of the variable that a handle stands for',
@@ -35,6 +39,7 @@ _control_status_ctx = load(
 _tf_convert = load(
   'autograph.impl.api.tf_convert', 'as stock strategies convert'
 )
+_ag_ctx = load('autograph.core.ag_ctx', 'as a tf.function converts')
 _autograph_config = load(
   'autograph.core.config', 'what AutoGraph leaves as it is'
 )
@@ -248,3 +253,23 @@ def whole_spec(spec: tf.TypeSpec, num_replicas: int) -> tf.TypeSpec | None:
     return parts[0]
   shape = [lengths.pop() * num_replicas, *parts[0].shape[1:]]
   return tf.TensorSpec(shape, parts[0].dtype)
+
+
+def inlined(function):
+  """What a `tf.function` traces; any other function as it is."""
+  if not isinstance(function, tf.types.experimental.PolymorphicFunction):
+    return function
+  traced = function.python_function
+  # pylint: disable-next=protected-access
+  if not function._autograph:
+    return traced
+  return _tf_convert(traced, _ag_ctx.ControlStatusCtx(_ag_ctx.Status.ENABLED))
+
+
+def runs_once(graph: tf.Graph, step: tf.Graph) -> bool:
+  """Whether a graph in that of a step runs at most once in it: no loop's body."""
+  while graph is not step:
+    if not isinstance(graph, _CondBranchGraph):
+      return False
+    graph = graph.outer_graph
+  return True

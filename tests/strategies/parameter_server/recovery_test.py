@@ -14,9 +14,9 @@ from tf_strategies.checkpoint import checkpointer
 from tf_strategies.checkpoint.position import Position
 from tf_strategies.strategies.parameter_server import (
   input,
+  journal,
   options,
   recovery,
-  worker_function,
   worker_pool,
 )
 
@@ -39,7 +39,7 @@ class RecoveryTest(tf.test.TestCase, parameterized.TestCase):
       self.liveness,
       self.pool,
       self.registry,
-      worker_function.CompletionMarkers(),
+      journal.Journal(),
     )
     found.on_restored = lambda: self.restored.append(True)
     return found

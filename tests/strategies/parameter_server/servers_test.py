@@ -181,10 +181,14 @@ def remote_steps(mode):
     with tf.GradientTape() as tape:
       loss = tf.reduce_mean((model(x) + offset - y) ** 2)
     optimizer.apply(tape.gradient(loss, trained), trained)
-    rows.assign_add(tf.shape(x, tf.int64)[0])
+    for _ in tf.range(1) if is_function else range(1):  # For AutoGraph.
+      rows.assign_add(tf.shape(x, tf.int64)[0])
     return {'loss': loss}
 
-  step = strategy.remote_step(train, [optimizer])
+  is_function = mode == 'async'
+  step = strategy.remote_step(
+    tf.function(train) if is_function else train, [optimizer]
+  )
   first = last = None
   for i in range(40):
     rng = np.random.default_rng(i)

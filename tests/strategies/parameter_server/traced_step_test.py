@@ -7,6 +7,7 @@ from tests import tiers
 from tests.strategies.parameter_server import local_servers
 from tf_strategies.strategies.parameter_server import (
   batch_message,
+  journal,
   traced_step,
   worker_function,
 )
@@ -180,27 +181,38 @@ PROGRAMS = (
 )
 
 
-def _traced(program, variables, marks, *specs):
-  """A function that does a program as a worker does a step."""
+class _Step:
+  """Does a program as a worker does a step: each call is another step."""
 
-  def run(batch):
-    return program(*variables, *batch)
+  def __init__(self, program, variables, journal, *specs):
+    def run(batch):
+      return program(*variables, *batch)
 
-  discovery = worker_function.discover(run, specs)
+    discovery = worker_function.discover(run, specs)
 
-  @tf.function(autograph=False, input_signature=specs)
-  def step(*batch):
-    traced = traced_step.TracedStep(discovery.access)
-    token = tf.constant(marks.leases.token(0), tf.int64)
-    with traced.tracing():
-      traced.fence = traced_step.Fence(token, marks.leases.check)
-      outputs = run(batch)
-    key, one = tf.constant(_KEY, tf.int64), tf.constant(1)
-    done = traced.commit(marks.mark(batch_message.TASKS, key, one))
-    with tf.control_dependencies(done):
-      return tf.identity(outputs)
+    def step(token, number, *batch):
+      traced = traced_step.TracedStep(discovery.access)
+      key = tf.constant(_KEY, tf.int64)
+      with traced.tracing():
+        traced.ticket = journal.ticket(batch_message.TASKS, token, key, number)
+        outputs = run(batch)
+      with tf.control_dependencies(traced.commit()):
+        return tf.identity(outputs)
 
-  return step
+    number = tf.TensorSpec([], tf.int64)
+    self._token = journal.token(0)
+    self._steps = 0
+    self.function = worker_function.concrete(step, number, number, *specs)
+
+  def __call__(self, *batch):
+    self._steps += 1
+    return self.repeat(*batch)
+
+  def repeat(self, *batch, token=None):
+    """The same step again."""
+    token = self._token if token is None else token
+    numbers = (tf.constant(n, tf.int64) for n in (token, self._steps))
+    return self.function(*numbers, *batch)
 
 
 _SPEC = tf.TensorSpec([3], tf.float32)
@@ -210,10 +222,10 @@ class TracedStepTest(tf.test.TestCase, parameterized.TestCase):
   def setUp(self):
     super().setUp()
     self.enter_context(local_servers.on_local_devices())
-    self.markers = worker_function.CompletionMarkers(2, 2)
+    self.journal = journal.Journal(2, 2)
 
   def trace(self, program, variables, *specs):
-    return _traced(program, variables, self.markers, *(specs or [_SPEC]))
+    return _Step(program, variables, self.journal, *(specs or [_SPEC]))
 
   @parameterized.named_parameters(
     *[(p.__name__.strip('_'), p) for p in PROGRAMS]
@@ -229,9 +241,9 @@ class TracedStepTest(tf.test.TestCase, parameterized.TestCase):
       self.assertAllClose(expected_step(*plain, x), step(x), 1e-6, 1e-6)
       for want, got in zip(plain, ours, strict=True):
         self.assertAllClose(want, got, 1e-6, 1e-6)
-    self.assertEqual(self.markers.done(batch_message.TASKS, _KEY), 1)
-    self.assertEqual(self.markers.done(batch_message.TASKS, _KEY + 1), 0)
-    self.assertEqual(self.markers.done(batch_message.SPLITS, _KEY), 0)
+    self.assertEqual(self.journal.done(batch_message.TASKS, _KEY), 3)
+    self.assertEqual(self.journal.done(batch_message.TASKS, _KEY + 1), 0)
+    self.assertEqual(self.journal.done(batch_message.SPLITS, _KEY), 0)
 
   @tiers.named_parameters(
     *tiers.few(
@@ -246,17 +258,102 @@ class TracedStepTest(tf.test.TestCase, parameterized.TestCase):
     ours = [local_servers.variable(i, v) for i, v in enumerate(values)]
     step = self.trace(program, ours)
     x = tf.constant([0.5, 1.5, -0.25])
-    self.markers.leases.revoke([1])
+    self.journal.revoke([1])
     step(x)
     before = [v.numpy() for v in ours]
-    self.markers.leases.revoke([0])
-    with self.assertRaises(tf.errors.InvalidArgumentError):
+    self.journal.revoke([0])
+    # Of what was refused first, or of what was cancelled by that.
+    with self.assertRaises(tf.errors.OpError):
       step(x)
     for want, got in zip(before, ours, strict=True):
       self.assertAllEqual(want, got)
     # Its next task is another one.
     step = self.trace(program, ours)
     step(x)
+
+  @tiers.named_parameters(
+    *tiers.few(
+      [
+        (p.__name__.strip('_'), p)
+        for p in PROGRAMS
+        if p is not _written_in_a_loop
+      ],
+      'written_in_a_branch',
+      'rows',
+      'sums',
+    )
+  )
+  def test_step_that_is_repeated_writes_nothing(self, program):
+    values = [1.0, 2.0, 3.0], [-0.5, 0.25, 4.0]
+    ours = [local_servers.variable(i, v) for i, v in enumerate(values)]
+    step = self.trace(program, ours)
+    x = tf.constant([0.5, 1.5, -0.25])
+    step(x)
+    before = [v.numpy() for v in ours]
+    step.repeat(x)
+    for want, got in zip(before, ours, strict=True):
+      self.assertAllEqual(want, got)
+    for k, variable in enumerate(ours):
+      variable.assign(variable + 7.0 * (k + 1))
+    before = [v.numpy() for v in ours]
+    step(x)
+    if program is not _no_variable:
+      self.assertNotAllEqual(before, [v.numpy() for v in ours])
+
+  @parameterized.parameters(('lost',), ('given_up',))
+  def test_step_that_came_to_its_middle_is_done_once(self, how):
+    a, b = (local_servers.variable(i, [0.0] * 3) for i in range(2))
+    c = local_servers.variable(1, 0.0)
+    has_failed = []
+
+    def program(a, b, c, x):
+      c.assign_add(1.0)
+      a.scatter_add(tf.IndexedSlices(x[:1], tf.constant([1])))
+      token = yield a.read_value()
+      row = x[:1] + token
+      b.scatter_add(tf.IndexedSlices(row, tf.constant([2])))
+      return row
+
+    def fail_once():
+      if not has_failed:
+        has_failed.append(True)
+        if how == 'lost':
+          raise ZeroDivisionError('the worker is lost')
+        self.journal.revoke([0])
+
+    step = self.trace(self.between(program, fail_once), [a, b, c])
+    with self.assertRaises(tf.errors.OpError):
+      step(tf.ones([3]))
+    self.assertAllEqual(a, [0.0, 1.0, 0.0])
+    self.assertAllEqual(b, [0.0] * 3)
+    self.assertEqual(self.journal.done(batch_message.TASKS, _KEY), 0)
+    step.repeat(tf.ones([3]), token=self.journal.token(0))
+    self.assertAllEqual(a, [0.0, 1.0, 0.0])
+    self.assertAllEqual(b, [0.0, 0.0, 1.0])
+    self.assertAllEqual(c, 1.0)
+    self.assertEqual(self.journal.done(batch_message.TASKS, _KEY), 1)
+
+  def test_after_a_restore_a_step_is_repeated_as_a_whole(self):
+    a, b = (local_servers.variable(i, [0.0] * 3) for i in range(2))
+
+    def program(a, b, x):
+      a.scatter_add(tf.IndexedSlices(x[:1], tf.constant([1])))
+      token = yield a.read_value()
+      b.scatter_add(tf.IndexedSlices(x[:1] + token, tf.constant([2])))
+      return token
+
+    def fail():
+      raise ZeroDivisionError('the worker is lost')
+
+    step = self.trace(self.between(program, fail), [a, b])
+    for _ in range(2):
+      with self.assertRaises(tf.errors.OpError):
+        step.repeat(tf.ones([3]), token=self.journal.token(0))
+      self.assertAllEqual(a, [0.0, 1.0, 0.0])
+    self.journal.recover()
+    with self.assertRaises(tf.errors.OpError):
+      step.repeat(tf.ones([3]), token=self.journal.token(0))
+    self.assertAllEqual(a, [0.0, 2.0, 0.0])
 
   @parameterized.parameters(tf.int64, tf.int32, tf.float64, tf.bfloat16)
   def test_counters_of_other_types(self, dtype):
@@ -362,7 +459,7 @@ class TracedStepTest(tf.test.TestCase, parameterized.TestCase):
 
     step = self.trace(program, variables)
     step(tf.ones([3]))
-    graph = step.get_concrete_function().graph
+    graph = step.function.graph
     servers = [local_servers.device(i) for i in range(2)]
     left, came = set(), set()
     for op in graph.get_operations():
@@ -396,69 +493,6 @@ class TracedStepTest(tf.test.TestCase, parameterized.TestCase):
     with self.assertRaisesRegex(ZeroDivisionError, 'in the program'):
       self.trace(program, [local_servers.variable(0, [1.0])])
     self.assertIsNone(traced_step.current())
-
-
-class CoordinatorAccessTest(tf.test.TestCase):
-  """The coordinator's own access waits for the steps that are on the way."""
-
-  def setUp(self):
-    super().setUp()
-    self.enter_context(local_servers.on_local_devices())
-    self.drained = local_servers.Counter()
-    self.on_write = local_servers.Counter()
-    self.variable = local_servers.variable(
-      1, [1.0, 2.0, 3.0], self.drained, self.on_write
-    )
-
-  def counts(self):
-    found = self.drained.calls, self.on_write.calls
-    self.drained.calls = self.on_write.calls = 0
-    return found
-
-  def test_reads_wait(self):
-    self.counts()
-    for read in (
-      self.variable.numpy,
-      self.variable.read_value,
-      lambda: self.variable + 1.0,
-      lambda: tf.gather(self.variable, [0]),
-      lambda: self.variable.gather_nd([[0]]),
-    ):
-      read()
-      drained, written = self.counts()
-      self.assertGreaterEqual(drained, 1)
-      self.assertEqual(written, 0)
-
-  def test_writes_wait_and_are_told(self):
-    rows = tf.IndexedSlices(tf.ones([1]), tf.constant([1]))
-    for write in (
-      lambda: self.variable.assign([4.0, 5.0, 6.0]),
-      lambda: self.variable.assign_add([1.0, 1.0, 1.0]),
-      lambda: self.variable.assign_sub([1.0, 1.0, 1.0]),
-      lambda: self.variable.scatter_add(rows),
-      lambda: self.variable.scatter_update(rows),
-    ):
-      self.counts()
-      write()
-      drained, written = self.counts()
-      self.assertGreaterEqual(drained, 1)
-      self.assertEqual(written, 1)
-    self.assertAllEqual(self.variable, [4.0, 1.0, 6.0])
-
-  def test_a_graph_does_not_wait(self):
-    self.counts()
-
-    @tf.function(autograph=False)
-    def run():
-      self.variable.assign_add(tf.ones([3]))
-      return self.variable.read_value()
-
-    run()
-    self.assertEqual(self.counts(), (0, 0))
-
-  def test_it_lives_on_its_server(self):
-    self.assertEqual(self.variable.device, local_servers.device(1))
-    self.assertEqual(self.variable.server, 1)
 
 
 if __name__ == '__main__':

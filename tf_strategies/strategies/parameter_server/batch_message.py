@@ -23,7 +23,7 @@ import tensorflow as tf
 
 from tf_strategies import errors, option_checks
 
-# What completion markers count the steps of: tasks, or splits of the data.
+# What the journal counts the steps of: tasks, or splits of the data.
 TASKS, SPLITS = 0, 1
 
 _ALIGNMENT = 64
@@ -202,8 +202,8 @@ class Reading(NamedTuple):
   """What a step takes from its message, or from the data that it reads."""
 
   batch: Any
-  key: tf.Tensor  # Whose marker the step sets,
-  done: tf.Tensor  # and to which count.
+  key: tf.Tensor  # Of the task or split,
+  done: tf.Tensor  # of which this is the step of that number.
   token: tf.Tensor  # Of the worker, which must be valid when it writes.
 
 

@@ -23,6 +23,7 @@ from tf_strategies.strategies.parameter_server import (
   worker_function,
   worker_pool,
 )
+from tf_strategies.strategies.parameter_server import journal as journal_lib
 
 Step = step_task.Step
 Work = Sequence[batch_message.Batch] | input.Elements
@@ -70,10 +71,10 @@ class Engine:
   def __init__(
     self,
     pool: worker_pool.WorkerPool,
-    markers: worker_function.CompletionMarkers,
+    journal: journal_lib.Journal,
     recovery,
   ):
-    self.markers = markers
+    self.journal = journal
     self.staleness = Staleness()
     self.reports = step_task.Reports(pool, recovery.with_recovery)
     self._pool = pool
@@ -188,7 +189,7 @@ class Engine:
   def function(self, step: Step, layout: batch_message.Layout):
     """The function for batches of such messages or data, and its discovery."""
     discovery = self.discover(step, layout.traced_structure)
-    arguments = step.run, layout, discovery, self.markers
+    arguments = step.run, layout, discovery, self.journal
     return self._cached(
       (step, 'function', layout.key),
       lambda: self._function(step)(*arguments),

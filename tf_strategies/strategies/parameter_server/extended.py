@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable, MutableMapping
@@ -88,13 +89,16 @@ class ReplicaContext(tf.distribute.ReplicaContext):
 
   def _merge_call(self, merge_fn, args, kwargs):
     step = traced_step.current()
-    if step is not None and not step.holds_updates and not step.is_nested():
+    if step is None:
+      return super()._merge_call(merge_fn, args, kwargs)
+    if not step.holds_updates and not step.is_nested():
       others = [a for a in args if isinstance(a, tf.Tensor)]
       args = tuple(
         _send_gradients(a, others, step) if _are_gradients(a) else a
         for a in args
       )
-    return super()._merge_call(merge_fn, args, kwargs)
+    with step.merging():
+      return super()._merge_call(merge_fn, args, kwargs)
 
 
 def _refuse_all_reduce():
@@ -289,10 +293,10 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
 
   def _update(self, var, fn, args, kwargs, group):
     if not isinstance(var, partitioned.PartitionedVariable):
-      return self._update_on_server(var, var, fn, args, kwargs)
+      return self._update_on_server(var, var, fn, args, kwargs, group)
     step = traced_step.current()
     if step is not None and step.holds_updates:
-      return self._update_on_server(var, var, fn, args, kwargs)
+      return self._update_on_server(var, var, fn, args, kwargs, group)
     optimizer_checks.check_partitioned_update(fn, var.name)
     split = [
       var.split_gradient(a) if _is_like(a, var) else [a] * len(var.parts)
@@ -302,10 +306,10 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
     for i, part in enumerate(var.parts):
       with partitioned.seen_as_part(i):
         args = tuple(a[i] for a in split)
-        result = self._update_on_server(part, var, fn, args, kwargs)
+        result = self._update_on_server(part, var, fn, args, kwargs, group, i)
     return result
 
-  def _update_on_server(self, target, var, fn, args, kwargs):
+  def _update_on_server(self, target, var, fn, args, kwargs, group, part=None):
     """Updates a variable, or the part of it that it is reduced to."""
     step = traced_step.current()
     if step is None:
@@ -314,12 +318,21 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
         _tf_internal.UpdateContext(target.device),
       ):
         return fn(var, *args, **kwargs)
-    with step.updating(target):
+
+    def run():
       device = None if step.holds_updates else target.device
       # Where an argument has a copy on the server, that.
-      args = (step.here(a) if isinstance(a, tf.Tensor) else a for a in args)
-      with tf.device(device), _tf_internal.UpdateContext(device):
-        return fn(var, *args, **kwargs)
+      here = (step.here(a) if isinstance(a, tf.Tensor) else a for a in args)
+      with (
+        contextlib.nullcontext()
+        if part is None
+        else partitioned.seen_as_part(part),
+        tf.device(device),
+        _tf_internal.UpdateContext(device),
+      ):
+        return fn(var, *here, **kwargs)
+
+    return step.update(target, run, [*args, *kwargs.values()], waits=not group)
 
 
 def _is_like(value, variable) -> bool:

@@ -18,9 +18,9 @@ from tf_strategies.strategies.parameter_server import (
   connection,
   input,
   variables,
-  worker_function,
   worker_pool,
 )
+from tf_strategies.strategies.parameter_server import journal as journal_lib
 from tf_strategies.strategies.parameter_server import options as options_lib
 
 _T = TypeVar('_T')
@@ -41,13 +41,13 @@ class Recovery:
     liveness: connection.Liveness,
     pool: worker_pool.WorkerPool,
     server_variables: Mapping[int, variables.ServerVariable],
-    markers: worker_function.CompletionMarkers,
+    journal: journal_lib.Journal,
   ):
     self._options = options
     self._liveness = liveness
     self._pool = pool
     self._variables = server_variables
-    self._markers = markers
+    self._journal = journal
     # When servers have new variables, before they are read.
     self.on_restored: Callable[[], None] = lambda: None
     self._checkpointer: checkpointer.Checkpointer | None = None
@@ -292,14 +292,9 @@ class Recovery:
     """Waits for the servers, recreates the variables and restores them."""
     self._pool.forget()
     self._liveness.wait_for_all(self._options.recovery_timeout)
-    for variable in [
-      *self._variables.values(),
-      self._markers.variable,
-      *self._markers.leases.variables,
-    ]:
+    for variable in self._variables.values():
       variable.recreate_if_dead()
-    # Nobody writes any more what belongs to the state before.
-    self._markers.leases.revoke()
+    self._journal.recover()
     self.on_restored()
     found = self._read_newest()
     if found is None:

@@ -62,7 +62,7 @@ class _StepsTask(worker_pool.Task):
 
   def give_up(self, worker: int) -> None:
     """From now on what the worker still does has no effect."""
-    self._engine.markers.leases.revoke([worker])
+    self._engine.journal.revoke([worker])
 
   def finish(self, worker: int) -> None:
     self.is_finished = True
@@ -104,7 +104,7 @@ class StepTask(_StepsTask):
       self._number,
       self._first,
       [b.arrays for b in self._batches],
-      self._engine.markers.leases.token(worker),
+      self._engine.journal.token(worker),
     )
     self.reported = self._function(worker, message)
 
@@ -113,7 +113,7 @@ class StepTask(_StepsTask):
     self._engine.lose_splits(worker)
     if self._is_result_wanted:
       return False
-    self._first = self._engine.markers.done(batch_message.TASKS, self._number)
+    self._first = self._engine.journal.done(batch_message.TASKS, self._number)
     return self._first == self.steps
 
   def finish(self, worker: int) -> None:
@@ -143,7 +143,7 @@ class InputTask(_StepsTask):
     self._engine.started(self.step, worker)
     while self._done < self.steps:
       others = self._engine.others(worker)
-      token = self._engine.markers.leases.token(worker)
+      token = self._engine.journal.token(worker)
       split = self._split = self._source.split_for(worker, others, token)
       if split is None:
         if self._source.is_exhausted:
@@ -167,7 +167,7 @@ class InputTask(_StepsTask):
   def _note_marked(self) -> None:
     """Counts what was done of a call that did not come to its end."""
     split = self._split
-    marked = self._engine.markers.done(batch_message.SPLITS, split.key)
+    marked = self._engine.journal.done(batch_message.SPLITS, split.key)
     if marked > split.done:
       self._done += marked - split.done
       split.done = marked

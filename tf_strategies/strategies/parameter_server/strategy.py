@@ -18,10 +18,10 @@ from tf_strategies.strategies.parameter_server import (
   recovery,
   sync_engine,
   training,
-  worker_function,
   worker_pool,
 )
 from tf_strategies.strategies.parameter_server import engine as engine_lib
+from tf_strategies.strategies.parameter_server import journal as journal_lib
 from tf_strategies.strategies.parameter_server import options as options_lib
 
 
@@ -124,13 +124,13 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
       timeout_seconds=self.options.step_timeout,
     )
     registry = weakref.WeakValueDictionary()
-    markers = worker_function.CompletionMarkers(len(workers), self._num_ps)
+    journal = journal_lib.Journal(len(workers), self._num_ps)
     self.recovery = recovery.Recovery(
-      self.options, self.liveness, self._pool, registry, markers
+      self.options, self.liveness, self._pool, registry, journal
     )
     # All functions of this process: those of Keras and of the user too.
     _tf_internal.before_sending_functions(self._wait_for_answers)
-    self.engine = self._make_engine(markers)
+    self.engine = self._make_engine(journal)
     implementation = extended.ParameterServerExtended(
       self,
       self._cluster_resolver,
@@ -159,8 +159,8 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     with tf.init_scope():
       self.recovery.with_recovery(self.liveness.wait_for_answers)
 
-  def _make_engine(self, markers) -> engine_lib.Engine:
-    arguments = (self._pool, markers, self.recovery)
+  def _make_engine(self, journal) -> engine_lib.Engine:
+    arguments = (self._pool, journal, self.recovery)
     if self.options.mode == 'bounded':
       return engine_lib.BoundedEngine(
         *arguments, max_staleness=self.options.max_staleness

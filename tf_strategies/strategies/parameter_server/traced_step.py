@@ -13,8 +13,10 @@ twice. The first trace only looks which variables are read where. In the second
   each other;
 * the optimizer's update runs on the server that holds the variable.
 
-The last write of a step marks it as done, right after the counters on the same
-server. A retry after a failure reads that marker.
+What is written on a server is written in few calls there, the units of the
+step: the updates of small variables together, of a large one by itself, what was
+held back by the end of the step. A unit is written once, also by a step that is
+repeated, or not at all.
 """
 
 from __future__ import annotations
@@ -24,12 +26,12 @@ import contextlib
 import dataclasses
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import tensorflow as tf
 
 from tf_strategies import errors
-from tf_strategies.strategies.parameter_server import packing
+from tf_strategies.strategies.parameter_server import packing, units
 
 
 class _Current(threading.local):
@@ -61,6 +63,9 @@ class Access:
   # Written; those of them that are written otherwise than by adding to them.
   written: _Variables = dataclasses.field(default_factory=dict)
   overwritten: _Variables = dataclasses.field(default_factory=dict)
+  # Written in updates. The numbers of updates that return something.
+  updated: _Variables = dataclasses.field(default_factory=dict)
+  returning: set[int] = dataclasses.field(default_factory=set)
 
 
 @dataclasses.dataclass
@@ -72,20 +77,13 @@ class Write:
   delta: tf.Tensor | None  # Added in all; None if it was overwritten.
 
 
-class Marker(NamedTuple):
-  """What a step writes last, to a variable on server 0, to tell that it is done."""
+@dataclasses.dataclass
+class _Update:
+  """An optimizer's update that waits for the others on its server."""
 
-  variable: tf.Variable
-  value: tf.Tensor
-  write: Callable[[tf.Tensor], tf.Operation]
-
-
-class Fence(NamedTuple):
-  """What keeps a worker that was given up from writing."""
-
-  token: tf.Tensor
-  # Whether it is still valid on a server, in the graph: then it is 0.
-  check: Callable[[tf.Tensor, int], tf.Tensor]
+  server: int
+  is_small: bool
+  run: Callable[[], Any]
 
 
 class TracedStep:
@@ -105,7 +103,11 @@ class TracedStep:
     self.holds_updates = holds_updates
     self.is_share = is_share  # Of the rows of a synchronous step.
     # None where writes harm nobody: to slots that are used once.
-    self.fence: Fence | None = None
+    self.ticket: units.Ticket | None = None
+    self._units = units.Units()
+    # In a merge call: what updates have been asked for, and how many so far.
+    self._waiting: list[_Update] | None = None
+    self._num_updates = 0
     self.update_server: int | None = None
     self._looks_only = access is None
     self._graph = None
@@ -155,6 +157,7 @@ class TracedStep:
 
   def read(self, variable) -> tf.Tensor | None:
     """The value to use; None means that the server must be asked here."""
+    self._flush()
     key = id(variable)
     if self._looks_only:
       if self.update_server != variable.server:
@@ -191,35 +194,96 @@ class TracedStep:
     _, copy = self._sent.get((id(tensor), self.update_server), (None, tensor))
     return copy
 
-  def fenced(
+  def on_server(
     self,
     server: int,
-    values: Sequence[tf.Tensor],
-    after: Sequence[Any] = (),
-    token: tf.Tensor | None = None,
-  ) -> list[tf.Tensor]:
-    """What is about to be written; not there if the worker was given up.
+    write: Callable[[], Any],
+    ticket: tf.Tensor | None = None,
+    is_last: bool = False,
+  ) -> Any:
+    """Writes on a server, as `units.Units.write`; at once in a unit of it.
+
+    `ticket` is a copy of the ticket's tensor on the server.
+    """
+    if self.ticket is None or self._units.is_open:
+      return write()
+    if ticket is None:
+      ticket = self.ticket.tensor
+      _, ticket = self._sent.get((id(ticket), server), (None, ticket))
+    return self._units.write(
+      self.ticket, server, write, self._graph, ticket, is_last
+    )
+
+  @contextlib.contextmanager
+  def merging(self) -> Iterator[None]:
+    """For a merge call: updates in it may be done together, at its end."""
+    before, self._waiting = self._waiting, []
+    try:
+      yield
+      self._flush()
+    finally:
+      self._waiting = before
+
+  def update(
+    self, variable, run: Callable[[], Any], inputs: Sequence[Any], waits: bool
+  ) -> Any:
+    """An optimizer's update of a variable, on its server.
 
     Args:
-      server: on which it is written.
-      values: that are written.
-      after: ops that are done before.
-      token: a copy of the step's on the server.
+      variable: that is updated.
+      run: does it.
+      inputs: its arguments.
+      waits: whether it may be done later in a merge call, if it returns nothing.
     """
-    if self.fence is None:
-      return list(values)
-    if token is None:
-      token = self.fence.token
-      _, token = self._sent.get((id(token), server), (None, token))
-    # Asked when everything has arrived, right before it is written.
-    values = [tf.identity(v) for v in values]
-    with tf.control_dependencies([*after, *values]):
-      state = self.fence.check(token, server)
-    return [_tied(v, state) for v in values]
+    number, self._num_updates = self._num_updates, self._num_updates + 1
+    if self._looks_only:
+      with self._updating(variable):
+        result = run()
+      if result is not None:
+        self.access.returning.add(number)
+      return result
+    if (
+      self._waiting is None
+      or not waits
+      or self.holds_updates
+      or self.ticket is None
+      or number in self.access.returning
+    ):
+      with self._updating(variable):
+        return run()
+    tensors = tf.nest.flatten(list(inputs), expand_composites=True)
+    is_small = all(
+      packing.is_small(t.shape, t.dtype)
+      for t in tensors
+      if isinstance(t, tf.Tensor)
+    )
+
+    def run_on_server():
+      with self._updating(variable):
+        run()
+
+    self._waiting.append(_Update(variable.server, is_small, run_on_server))
+    return None
+
+  def _flush(self) -> None:
+    """Does the updates that wait: those of small variables as one unit a server."""
+    if not self._waiting or self._units.is_open:
+      return
+    groups = collections.defaultdict(list)
+    for number, update in enumerate(self._waiting):
+      group = None if update.is_small else number
+      groups[update.server, group].append(update)
+    self._waiting = []
+    for (server, _), updates in groups.items():
+      # What the step holds must be there before a unit that may not be written.
+      for key, write in list(self._held.items()):
+        if key in self.access.updated and write.variable.server == server:
+          self._write_here(write.variable)
+      self.on_server(server, lambda u=updates: [each.run() for each in u])
 
   def update_inputs(self) -> list[tf.Tensor]:
     """What updates on other servers are going to read, as it is now."""
-    found = [] if self.fence is None else [self.fence.token]
+    found = [] if self.ticket is None else [self.ticket.tensor]
     for key in self.access.update_reads:
       held = self._held.get(key)
       value = held.value if held else self._snapshot.get(key)
@@ -233,6 +297,7 @@ class TracedStep:
 
   def write(self, variable, value, delta=None) -> bool:
     """Holds a write back, or returns False: it must be done here."""
+    self._flush()
     key = id(variable)
     if self._looks_only:
       return self._look_at_write(variable, value)
@@ -265,6 +330,7 @@ class TracedStep:
 
     Returns the variable's value if only the step has it: a read must use that.
     """
+    self._flush()
     key = id(variable)
     if self._looks_only:
       if writes and (self.is_nested() or self.holds_updates):
@@ -281,6 +347,8 @@ class TracedStep:
 
   def _look_at_write(self, variable, value) -> bool:
     self.access.written.setdefault(id(variable), variable)
+    if self._updates:
+      self.access.updated.setdefault(id(variable), variable)
     if value is not None and variable.addition_of(value) is None:
       self.access.overwritten.setdefault(id(variable), variable)
     if self.is_nested():
@@ -312,7 +380,7 @@ class TracedStep:
       self._send_writes([held], [])
 
   @contextlib.contextmanager
-  def updating(self, variable) -> Iterator[None]:
+  def _updating(self, variable) -> Iterator[None]:
     """For the optimizer's update of a variable, which runs on its server."""
     before = self.update_server
     if not self.holds_updates:
@@ -338,8 +406,8 @@ class TracedStep:
     """The writes that the step holds back, in order of first write."""
     return list(self._held.values())
 
-  def commit(self, marker: Marker) -> list[tf.Operation]:
-    """Sends what was held back, then marks the step; returns the last ops."""
+  def commit(self) -> list[tf.Operation]:
+    """Sends what was held back, last to server 0; returns the last ops."""
     done = self._writes_done()
     by_server = collections.defaultdict(list)
     for write in self._held.values():
@@ -348,7 +416,7 @@ class TracedStep:
     last = by_server.pop(0, [])
     for writes in by_server.values():
       done.append(self._send_writes(writes, done))
-    return [self._send_writes(last, done, marker)]
+    return [self._send_writes(last, done, is_last=True)]
 
   def _writes_done(self) -> list[tf.Operation]:
     """One op a device after all writes that the step has made so far."""
@@ -364,26 +432,28 @@ class TracedStep:
     return groups
 
   def _send_writes(
-    self, writes: Sequence[Write], after, marker: Marker | None = None
+    self, writes: Sequence[Write], after, is_last: bool = False
   ) -> tf.Operation:
     """Sends writes of variables on one server, small ones in one message."""
-    variable = (marker or writes[0]).variable
+    server = writes[0].variable.server if writes else 0
     tensors = [_value_to_send(write) for write in writes]
-    if marker is not None:
-      tensors.append(marker.value)
-    if self.fence is not None:
-      tensors.append(self.fence.token)
-    tensors = packing.send(tensors, variable.device)
-    token = None if self.fence is None else tensors.pop()
-    with tf.device(variable.device):
-      tensors = self.fenced(variable.server, tensors, after, token)
+    if self.ticket is None:
+      tensors = packing.send(tensors, writes[0].variable.device)
+      ticket = None
+    else:
+      *tensors, ticket = packing.send(
+        [*tensors, self.ticket.tensor], self.ticket.device(server)
+      )
+
+    def write_all():
       done = []
-      with tf.control_dependencies(after):
-        for write, tensor in zip(writes, tensors, strict=False):
-          value = (tensor, None) if write.delta is None else (None, tensor)
-          done.append(write.variable.write_directly(*value))
-      with tf.control_dependencies([*after, *done]):
-        return tf.group(*done) if marker is None else marker.write(tensors[-1])
+      for write, tensor in zip(writes, tensors, strict=True):
+        value = (tensor, None) if write.delta is None else (None, tensor)
+        done.append(write.variable.write_directly(*value))
+      return tf.group(*done)
+
+    with tf.control_dependencies(after):
+      return self.on_server(server, write_all, ticket, is_last)
 
 
 _READS = frozenset(
@@ -429,16 +499,3 @@ def origin(tensor):
   while tensor.op.type == 'Identity':
     tensor = tensor.op.inputs[0]
   return tensor
-
-
-def _tied(value: tf.Tensor, state: tf.Tensor) -> tf.Tensor:
-  """The value, which cannot be computed unless `state` is 0; no copy of an array.
-
-  TensorFlow's optimizer removes reads that nothing but a control dependency
-  needs, and would put assertions into an order.
-  """
-  if not value.shape.rank:
-    return tf.gather(value[None], state)
-  # All of it, from 0. (Reshapes to the same number of elements are removed.)
-  begin = tf.ones([value.shape.rank], tf.int64) * state
-  return tf.slice(value, begin, tf.shape(value, tf.int64))

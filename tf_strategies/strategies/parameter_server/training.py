@@ -12,6 +12,7 @@ import tensorflow as tf
 from tf_strategies import (
   _graph_errors,
   _keras_internal,
+  _tf_internal,
   errors,
   option_checks,
 )
@@ -177,7 +178,8 @@ class RemoteStep:
   ):
     self._strategy = strategy
     self._step = step_task.Step(
-      run=in_replica(strategy, fn),
+      # Nothing tells how often a step calls a function of a graph.
+      run=in_replica(strategy, _tf_internal.inlined(fn)),
       trains=bool(optimizers),
       optimizers=tuple(optimizers),
       capture=_keras_internal.capture_apply,

@@ -81,15 +81,20 @@ class ServerVariable(_tf_internal.ResourceVariable):
 
     return self._drained(write_now)
 
-  def _fenced(self, step, values):
-    """What a step is about to write; not there if the worker was given up."""
-    flat = tf.nest.flatten(values, expand_composites=True)
-    places = [i for i, v in enumerate(flat) if tf.is_tensor(v)]
-    with tf.device(self.device):
-      fenced = step.fenced(self.server, [flat[i] for i in places])
-    for i, value in zip(places, fenced, strict=True):
-      flat[i] = value
-    return tf.nest.pack_sequence_as(values, flat, expand_composites=True)
+  def _write_in_unit(self, step, write: Callable[[], Any]) -> Any:
+    """A write that a step cannot hold back, on the server; returns what it does."""
+    results = []
+
+    def write_here():
+      with tf.device(self.device):
+        results.append(write())
+      return results[-1]
+
+    result = step.on_server(self.server, write_here)
+    if result is results[-1]:
+      return result
+    # That is of another graph. Reads of the variable come after the write.
+    return self if isinstance(results[-1], tf.Variable) else result
 
   def read_directly(self) -> tf.Tensor:
     """Reads on the server, whatever a step holds."""
@@ -108,8 +113,10 @@ class ServerVariable(_tf_internal.ResourceVariable):
       value = tf.convert_to_tensor(value, self.dtype)
       if step.write(self, value):
         return step.read(self)
-      value = self._fenced(step, value)
-      return super().assign(value, use_locking, name, read_value)
+      write = super().assign
+      return self._write_in_unit(
+        step, lambda: write(value, use_locking, name, read_value)
+      )
     elif tf.executing_eagerly():
       write = super().assign
       return self._write_drained(
@@ -152,7 +159,7 @@ class ServerVariable(_tf_internal.ResourceVariable):
       delta = tf.convert_to_tensor(delta, self.dtype)
       if step.write(self, None, sign * delta):
         return step.read(self)
-      return write(self._fenced(step, delta), **options)
+      return self._write_in_unit(step, lambda: write(delta, **options))
     elif tf.executing_eagerly():
       return self._write_drained(lambda: write(delta, **options))
     return write(delta, **options)
@@ -223,8 +230,7 @@ def _sparse_write(name: str):
     step = traced_step.current()
     if step is None:
       return method(self, *args, **kwargs)
-    args, kwargs = self._fenced(step, (args, kwargs))
-    return method(self, *args, **kwargs)
+    return self._write_in_unit(step, lambda: method(self, *args, **kwargs))
 
   write.__name__ = name
   write.__doc__ = method.__doc__

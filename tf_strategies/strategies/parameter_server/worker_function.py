@@ -14,16 +14,13 @@ from tf_strategies.spmd import plan
 from tf_strategies.spmd import rules as _rules  # noqa: F401  Registers them.
 from tf_strategies.strategies.parameter_server import (
   batch_message,
-  leases,
   packing,
   traced_step,
   variables,
 )
+from tf_strategies.strategies.parameter_server import journal as journal_lib
 
 COORDINATOR = '/job:chief/replica:0/task:0/device:CPU:0'
-# Markers of tasks, by number modulo this; far more than run at the same time.
-_NUM_MARKERS = 1024
-_COUNT_BITS = 32
 
 
 @dataclasses.dataclass
@@ -194,47 +191,6 @@ def concrete(function: Callable, *specs: tf.TensorSpec) -> Callable:
     return tf.function(function, autograph=False).get_concrete_function(*specs)
 
 
-class CompletionMarkers:
-  """How far tasks and splits have come, kept on server 0.
-
-  A step's last write sets its marker there, right after the counters that it
-  adds to. When a worker is lost, the coordinator reads whether the step was
-  done, so that it counts once.
-  """
-
-  def __init__(self, num_workers: int = 1, num_servers: int = 1):
-    self.leases = leases.Leases(num_workers, num_servers)
-    self.variable = variables.ServerVariable(
-      server=0,
-      initial_value=lambda: tf.zeros([2, _NUM_MARKERS], tf.int64),
-      trainable=False,
-      name='completion_markers',
-    )
-
-  def mark(
-    self, kind: int, key: tf.Tensor, done: tf.Tensor
-  ) -> traced_step.Marker:
-    """In a worker's graph: marks how much of task or split `key` is done."""
-    mark = key * (1 << _COUNT_BITS) + tf.cast(done, tf.int64)
-
-    def write(mark):
-      key = tf.bitwise.right_shift(mark, _COUNT_BITS)
-      return tf.raw_ops.ResourceScatterNdUpdate(
-        ref=self.variable.handle,
-        indices=[[kind, key % _NUM_MARKERS]],
-        updates=[mark],
-      )
-
-    return traced_step.Marker(self.variable, mark, write)
-
-  def done(self, kind: int, key: int) -> int:
-    """On the coordinator: how much of the task or split `key` is done."""
-    with tf.device(self.variable.device):
-      mark = int(self.variable.read_directly()[kind, key % _NUM_MARKERS])
-    is_of_key = mark >> _COUNT_BITS == key
-    return mark & ((1 << _COUNT_BITS) - 1) if is_of_key else 0
-
-
 class WorkerFunction:
   """A step, or several one after the other, as one function for workers."""
 
@@ -243,25 +199,25 @@ class WorkerFunction:
     run_step: Callable[[Any], Any],
     layout: batch_message.Layout,
     discovery: Discovery,
-    markers: CompletionMarkers,
+    journal: journal_lib.Journal,
   ):
     self._run_step = run_step
     self._layout = layout
     self._discovery = discovery
-    self._markers = markers
+    self._journal = journal
     self._function = concrete(self._trace, layout.argument)
 
   def __call__(self, worker: int, argument: Any) -> Any:
     """Runs it on a worker; the result stays there until it is read."""
     return run_on_worker(self._function, worker, argument)
 
-  def _begin(self, traced, argument, step) -> tuple[Any, traced_step.Marker]:
-    """The batch of a step, and what it writes last."""
+  def _begin(self, traced, argument, step) -> Any:
+    """The batch of a step, which from now on shows its ticket."""
     reading = self._layout.read(argument, step)
-    traced.fence = traced_step.Fence(reading.token, self._markers.leases.check)
-    return reading.batch, self._markers.mark(
-      self._layout.kind, reading.key, reading.done
+    traced.ticket = self._journal.ticket(
+      self._layout.kind, reading.token, reading.key, reading.done
     )
+    return reading.batch
 
   def _trace(self, argument):
     if self._layout.steps == 1:
@@ -293,10 +249,10 @@ class WorkerFunction:
     traced = traced_step.TracedStep(self._discovery.access)
     with traced.tracing(after):
       with tf.control_dependencies(list(after)):
-        batch, marker = self._begin(traced, argument, step)
+        batch = self._begin(traced, argument, step)
       # Inside: a step may return a variable, whose value only it knows.
       reported = self._discovery.report(self._run_step(batch))
-    done = traced.commit(marker)
+    done = traced.commit()
     if self._layout.steps == 1:
       # The call ends when all tasks have done their part of it.
       return reported
@@ -318,13 +274,11 @@ class LocalSgdFunction(WorkerFunction):
     traced = traced_step.TracedStep(self._discovery.access, holds_updates=True)
     with traced.tracing():
       for step in range(self._layout.steps):
-        batch, _ = self._begin(traced, argument, step)
-        outputs = self._run_step(batch)
+        outputs = self._run_step(self._begin(traced, argument, step))
       reported = self._discovery.report(outputs)
-    last = tf.constant(self._layout.steps - 1, tf.int64)
-    _, marker = self._begin(traced, argument, last)
+    # The ticket is that of the last step.
     traced.write_as_sums(self._fraction)
-    traced.commit(marker)
+    traced.commit()
     return reported
 
 

@@ -1,0 +1,72 @@
+"""What the coordinator reads and writes of variables on servers."""
+
+import tensorflow as tf
+
+from tests.strategies.parameter_server import local_servers
+
+
+class CoordinatorAccessTest(tf.test.TestCase):
+  """The coordinator's own access waits for the steps that are on the way."""
+
+  def setUp(self):
+    super().setUp()
+    self.enter_context(local_servers.on_local_devices())
+    self.drained = local_servers.Counter()
+    self.on_write = local_servers.Counter()
+    self.variable = local_servers.variable(
+      1, [1.0, 2.0, 3.0], self.drained, self.on_write
+    )
+
+  def counts(self):
+    found = self.drained.calls, self.on_write.calls
+    self.drained.calls = self.on_write.calls = 0
+    return found
+
+  def test_reads_wait(self):
+    self.counts()
+    for read in (
+      self.variable.numpy,
+      self.variable.read_value,
+      lambda: self.variable + 1.0,
+      lambda: tf.gather(self.variable, [0]),
+      lambda: self.variable.gather_nd([[0]]),
+    ):
+      read()
+      drained, written = self.counts()
+      self.assertGreaterEqual(drained, 1)
+      self.assertEqual(written, 0)
+
+  def test_writes_wait_and_are_told(self):
+    rows = tf.IndexedSlices(tf.ones([1]), tf.constant([1]))
+    for write in (
+      lambda: self.variable.assign([4.0, 5.0, 6.0]),
+      lambda: self.variable.assign_add([1.0, 1.0, 1.0]),
+      lambda: self.variable.assign_sub([1.0, 1.0, 1.0]),
+      lambda: self.variable.scatter_add(rows),
+      lambda: self.variable.scatter_update(rows),
+    ):
+      self.counts()
+      write()
+      drained, written = self.counts()
+      self.assertGreaterEqual(drained, 1)
+      self.assertEqual(written, 1)
+    self.assertAllEqual(self.variable, [4.0, 1.0, 6.0])
+
+  def test_a_graph_does_not_wait(self):
+    self.counts()
+
+    @tf.function(autograph=False)
+    def run():
+      self.variable.assign_add(tf.ones([3]))
+      return self.variable.read_value()
+
+    run()
+    self.assertEqual(self.counts(), (0, 0))
+
+  def test_it_lives_on_its_server(self):
+    self.assertEqual(self.variable.device, local_servers.device(1))
+    self.assertEqual(self.variable.server, 1)
+
+
+if __name__ == '__main__':
+  tf.test.main()

@@ -1,0 +1,147 @@
+"""What servers know of steps: who may write, and what has been written.
+
+A worker that was stopped, or cut off, may return when its step has gone to
+another one, and go on where it was. What it does is out of this process's hands.
+So each task carries a token, and the servers know which tokens are valid. Whoever
+gives a worker up makes its token invalid first.
+
+What a step writes on a server it writes in units: each is one call there, which
+begins when all that it needs has arrived, and then depends on nobody else. It looks
+at the token, and whether this unit of this step has been written; it notes that it
+is, and writes. So a step that is repeated writes what it has not written, once.
+The last unit of a step tells that the step was done.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+
+import numpy as np
+import tensorflow as tf
+
+from tf_strategies.strategies.parameter_server import units, variables
+
+# Tokens and marks are used again after so many: far more than there are tasks at
+# a time.
+_NUM_TOKENS = 1024
+_NUM_MARKS = 1024
+_COUNT_BITS = 32
+
+
+class Journal:
+  """The tokens of workers, which of them servers accept, and what is written."""
+
+  def __init__(self, num_workers: int = 1, num_servers: int = 1):
+    self._tokens_of = [
+      _make(server, [_NUM_TOKENS], 'tokens') for server in range(num_servers)
+    ]
+    self._lock = threading.Lock()
+    # By token: 0 if it is valid.
+    self._state = np.zeros([_NUM_TOKENS], np.int64)
+    self._tokens = list(range(num_workers))
+    self._next = num_workers
+    # By server and unit: which steps have written it. Of their own each, so that
+    # units do not wait for each other.
+    self._written: dict[tuple[int, int], variables.ServerVariable] = {}
+    self._unit(0, units.LAST_UNIT)
+
+  def token(self, worker: int) -> int:
+    """What the next task of a worker carries."""
+    return self._tokens[worker]
+
+  def revoke(self, workers: Iterable[int] | None = None) -> None:
+    """Makes servers refuse what workers, or all, write with their tokens so far."""
+    with self._lock:
+      count = len(self._tokens)
+      for worker in range(count) if workers is None else workers:
+        self._state[self._tokens[worker]] = 1
+        new = self._next % _NUM_TOKENS
+        while new in self._tokens:
+          new = (new + 1) % _NUM_TOKENS
+        self._next = new + 1
+        self._tokens[worker], self._state[new] = new, 0
+      for variable in self._tokens_of:
+        with tf.device(variable.device):
+          tf.raw_ops.AssignVariableOp(
+            resource=variable.handle, value=tf.constant(self._state)
+          )
+
+  def recover(self) -> None:
+    """After a server's death; what servers hold is going to be restored.
+
+    Nobody writes any more what belongs to the state before. A step that was not
+    done is repeated with all of its units.
+    """
+    for variable in [*self._tokens_of, *self._written.values()]:
+      variable.recreate_if_dead()
+    self.revoke()
+    for (_, unit), variable in self._written.items():
+      if unit != units.LAST_UNIT:
+        with tf.device(variable.device):
+          tf.raw_ops.AssignVariableOp(
+            resource=variable.handle, value=tf.zeros(variable.shape, tf.int64)
+          )
+
+  def ticket(
+    self, kind: int, token: tf.Tensor, key: tf.Tensor, done: tf.Tensor
+  ) -> units.Ticket:
+    """In a worker's graph: what step `done` of task or split `key` shows."""
+    mark = key * (1 << _COUNT_BITS) + tf.cast(done, tf.int64)
+    return units.Ticket(
+      tf.stack([token, mark]),
+      lambda ticket, server, unit: self._admit(kind, ticket, server, unit),
+      lambda server: variables.server_device(server),
+    )
+
+  def _admit(
+    self, kind: int, ticket: tf.Tensor, server: int, unit: int | None
+  ) -> tf.Tensor:
+    """On a server: whether a unit is still to be written; notes that it is.
+
+    Fails if the token is not valid. None for a unit that a step may write more
+    than once.
+    """
+    revoked = tf.raw_ops.ResourceGather(
+      resource=self._tokens_of[server].handle, indices=ticket[0], dtype=tf.int64
+    )
+    # There is no element 1. (TensorFlow's optimizer removes reads that nothing but
+    # a control dependency needs, and would put assertions into an order.)
+    mark = tf.gather(ticket[1:], revoked)
+    if unit is None:
+      return mark >= 0
+    written = self._unit(server, unit)
+    place = tf.stack(
+      [[kind, tf.bitwise.right_shift(mark, _COUNT_BITS) % _NUM_MARKS]]
+    )
+    before = tf.raw_ops.ResourceGatherNd(
+      resource=written.handle, indices=place, dtype=tf.int64
+    )
+    tf.raw_ops.ResourceScatterNdUpdate(
+      ref=written.handle, indices=place, updates=mark[None]
+    )
+    return tf.not_equal(before[0], mark)
+
+  def _unit(self, server: int, unit: int) -> variables.ServerVariable:
+    key = server, unit
+    if key not in self._written:
+      with tf.init_scope():
+        self._written[key] = _make(server, [2, _NUM_MARKS], 'written')
+    return self._written[key]
+
+  def done(self, kind: int, key: int) -> int:
+    """On the coordinator: how much of the task or split `key` is done."""
+    variable = self._unit(0, units.LAST_UNIT)
+    with tf.device(variable.device):
+      mark = int(variable.read_directly()[kind, key % _NUM_MARKS])
+    is_of_key = mark >> _COUNT_BITS == key
+    return mark & ((1 << _COUNT_BITS) - 1) if is_of_key else 0
+
+
+def _make(server: int, shape: list[int], name: str) -> variables.ServerVariable:
+  return variables.ServerVariable(
+    server=server,
+    initial_value=lambda: tf.zeros(shape, tf.int64),
+    trainable=False,
+    name=name,
+  )
