@@ -60,11 +60,11 @@ class Access:
   # Written inside of a branch or a loop, where no state of the step can be
   # carried along: these are never held in it.
   nested_writes: _Variables = dataclasses.field(default_factory=dict)
-  # Written; those of them that are written otherwise than by adding to them.
+  # Written; otherwise than by adding to them; in updates.
   written: _Variables = dataclasses.field(default_factory=dict)
   overwritten: _Variables = dataclasses.field(default_factory=dict)
-  # Written in updates. The numbers of updates that return something.
   updated: _Variables = dataclasses.field(default_factory=dict)
+  # The numbers of updates that return something.
   returning: set[int] = dataclasses.field(default_factory=set)
 
 
