@@ -64,8 +64,7 @@ class Access:
   written: _Variables = dataclasses.field(default_factory=dict)
   overwritten: _Variables = dataclasses.field(default_factory=dict)
   updated: _Variables = dataclasses.field(default_factory=dict)
-  # The numbers of updates that return something.
-  returning: set[int] = dataclasses.field(default_factory=set)
+  returning: set[int] = dataclasses.field(default_factory=set)  # Updates.
 
 
 @dataclasses.dataclass
