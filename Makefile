@@ -9,6 +9,8 @@ PYTEST_ARGS ?=
 # Tests wait as much as they compute: more of them than cores.
 PYTEST_WORKERS ?= 3
 DEMO_ARGS ?=
+# What test_gpu runs on. A GPU needs TF_PACKAGE='tensorflow[and-cuda]'.
+DEVICE ?= gpu
 BENCHMARK ?= all_reduce
 BENCHMARK_ARGS ?=
 
@@ -17,12 +19,13 @@ LINT_VENV := .venv-lint
 
 export PYTHON TF_PACKAGE TF_VERSION
 
-.PHONY: help demo test test_all soak lint format benchmark build_files wheel clean
+.PHONY: help demo test test_all test_gpu soak lint format benchmark build_files wheel clean
 
 help:
 	@echo 'make demo         train on handwritten digits with four logical CPUs'
 	@echo 'make test         one case of each mechanism, against the wheel'
 	@echo 'make test_all     every test but the soak tests'
+	@echo 'make test_gpu     what computes on devices, on GPUs (DEVICE=cpu: on CPUs)'
 	@echo 'make soak         the slow and the random tests, with more examples'
 	@echo 'make lint         ruff, and buildifier if npx is installed'
 	@echo 'make format       ruff format and its safe fixes'
@@ -50,6 +53,11 @@ test_all:
 	@bash tools/install.sh $(VENV) dev,mpi
 	bash tools/run_tests.sh $(VENV) -n $(PYTEST_WORKERS) --dist loadfile \
 	  $(PYTEST_ARGS)
+
+# One process: each takes memory of its own from the GPU.
+test_gpu:
+	@bash tools/install.sh $(VENV) dev,mpi
+	bash tools/run_tests.sh $(VENV) --device=$(DEVICE) $(PYTEST_ARGS)
 
 soak:
 	@bash tools/install.sh $(VENV) dev,mpi

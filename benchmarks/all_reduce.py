@@ -195,7 +195,7 @@ def run_set(
   """
   # Every strategy announces its devices, and every peer its algorithm.
   logging.set_verbosity(logging.ERROR)
-  _configure_logical_cpus(num_devices)
+  _configure(num_devices)
   shapes = tensor_sets.by_name(name)
   devices = [f'CPU:{i}' for i in range(num_devices)]
   inputs = place_inputs(shapes, devices)
@@ -284,7 +284,7 @@ def _in_a_process(function, *args):
     return process.submit(function, *args).result()
 
 
-def _configure_logical_cpus(count: int) -> None:
+def _configure(count: int) -> None:
   cpu = tf.config.list_physical_devices('CPU')[0]
   tf.config.set_logical_device_configuration(
     cpu, [tf.config.LogicalDeviceConfiguration() for _ in range(count)]

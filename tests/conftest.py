@@ -1,6 +1,7 @@
 """Settings that must hold before the first test module imports TensorFlow."""
 
 import os
+import pathlib
 
 # TensorFlow reads it when it is first imported.
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
@@ -29,9 +30,52 @@ hypothesis.settings.register_profile('soak', max_examples=2000, **_UNTIMED)
 hypothesis.settings.load_profile('soak' if _SOAK else 'default_run')
 
 
+# What runs with --device: all whose computation is on the devices of a strategy.
+_ON_DEVICES = (
+  'conformance',
+  'cross_device',
+  'keras',
+  'museum',
+  'programs',
+  'strategies',
+)
+# In those, what checks CPUs, hosts, or TPUs; servers and their messages.
+_ON_HOSTS = (
+  'strategies/host_input_test.py',
+  'strategies/tpu',
+  'strategies/parameter_server/packing_test.py',
+  'strategies/parameter_server/traced_step_test.py',
+  'strategies/parameter_server/variables_test.py',
+)
+
+
+def pytest_addoption(parser):
+  """Adds --device."""
+  parser.addoption(
+    '--device',
+    choices=('cpu', 'gpu'),
+    help='run what computes on devices, on these: logical CPUs, or GPUs. If there '
+    'is no GPU, nothing runs.',
+  )
+
+
+def _has_gpu() -> bool:
+  import tensorflow as tf
+
+  return bool(tf.config.list_physical_devices('GPU'))
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
   """Adds the marks of single rows; skips what only `make soak` runs."""
+  if config.getoption('--device'):
+    root = pathlib.Path(__file__).parent
+    items[:] = [
+      item
+      for item in items
+      if _is_in(item.path.relative_to(root), _ON_DEVICES)
+      and not _is_in(item.path.relative_to(root), _ON_HOSTS)
+    ]
   skip = pytest.mark.skip(reason='a soak test: run it with `make soak`')
   for item in items:
     mark = tiers.mark_of(getattr(item, 'function', None), item.name)
@@ -39,6 +83,26 @@ def pytest_collection_modifyitems(items):
       item.add_marker(mark)
     if item.get_closest_marker('soak') and not _SOAK:
       item.add_marker(skip)
+
+
+def _is_in(path: pathlib.Path, places) -> bool:
+  return any(path.is_relative_to(place) for place in places)
+
+
+class _NoGpu:
+  """Runs nothing, and says so: there is no GPU to run it on."""
+
+  def pytest_ignore_collect(self):
+    """Modules that ask for a GPU are not even imported."""
+    return True
+
+  def pytest_sessionfinish(self, session):
+    """It is no failure that there is none."""
+    session.exitstatus = pytest.ExitCode.OK
+
+  def pytest_terminal_summary(self, terminalreporter):
+    """Tells it."""
+    terminalreporter.write_line('--device=gpu: no GPU on this machine: 0 ran')
 
 
 class _Failures:
@@ -57,7 +121,16 @@ class _Failures:
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config):
-  """Registers what needs the run's terminal: the processes of xdist have none."""
+  """Chooses the devices; registers what needs the run's terminal.
+
+  The processes of xdist have none.
+  """
+  device = config.getoption('--device')
+  if device == 'gpu' and not _has_gpu():
+    config.pluginmanager.register(_NoGpu())
+  elif device:
+    # `virtual_devices` reads it, also in processes that tests start.
+    os.environ['TFS_TEST_DEVICE'] = device
   terminal = config.pluginmanager.get_plugin('terminalreporter')
   if terminal is not None:
     config.pluginmanager.register(_Failures(terminal))

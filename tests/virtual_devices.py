@@ -1,40 +1,85 @@
-"""Several logical CPUs in one process, for tests of in-process strategies.
+"""The devices that tests run on: several logical ones in one process.
+
+All tests take the type and the names of their devices from here. They are logical
+CPUs; with `pytest --device=gpu` they are the GPUs of the machine, or, if it has
+fewer than four, the first one split into virtual GPUs.
 
 pytest runs many modules in one process and TensorFlow fixes its devices when
 it first runs an op, so every module asks for the same number at import:
 
-  virtual_devices.configure_logical_cpus()
+  virtual_devices.configure()
+  strategy = tfs.RingMirroredStrategy(virtual_devices.names(4))
 """
+
+import os
 
 import tensorflow as tf
 
 DEFAULT_COUNT = 8
+# 'CPU' or 'GPU'. In the environment, for the processes that tests start.
+VARIABLE = 'TFS_TEST_DEVICE'
+KIND = os.environ.get(VARIABLE, 'cpu').upper()
+# Real GPUs are not split if there are as many as most tests need.
+_ENOUGH = 4
+# Of each virtual GPU. Several processes share one GPU.
+_MEGABYTES = int(os.environ.get('TFS_TEST_GPU_MEGABYTES', '2048'))
 
 
-def configure_logical_cpus(count: int = DEFAULT_COUNT) -> None:
-  """Makes sure that at least `count` logical CPUs exist; safe to repeat.
+def name(index: int) -> str:
+  """The name of a device, such as 'CPU:1'."""
+  return f'{KIND}:{index}'
+
+
+def names(count: int = DEFAULT_COUNT) -> list[str]:
+  """The names of the first `count` devices."""
+  return [name(i) for i in range(count)]
+
+
+def configure(count: int = DEFAULT_COUNT) -> None:
+  """Makes sure that at least `count` logical CPUs, or GPUs, exist; safe to repeat.
+
+  On GPUs float32 is float32: their TF32 has 10 bits.
 
   Args:
-    count: how many logical CPUs the calling module needs.
+    count: how many devices the calling module needs.
 
   Raises:
     RuntimeError: TensorFlow runs already, with fewer of them.
   """
-  cpu = tf.config.list_physical_devices('CPU')[0]
-  configured = tf.config.get_logical_device_configuration(cpu) or []
+  _split('CPU', count, {})
+  if KIND == 'GPU':
+    tf.config.experimental.enable_tensor_float_32_execution(False)
+    if len(tf.config.list_physical_devices('GPU')) < min(count, _ENOUGH):
+      _split('GPU', count, {'memory_limit': _MEGABYTES})
+
+
+def hide_gpus() -> None:
+  """For a process that is a host only, such as a parameter server."""
+  tf.config.set_visible_devices([], 'GPU')
+
+
+def _split(kind, count, options):
+  physical = tf.config.list_physical_devices(kind)
+  if not physical:
+    raise RuntimeError(
+      f'Expected a {kind} for {VARIABLE}={KIND.lower()}, got none. Fix: run the '
+      'tests without --device.'
+    )
+  configured = tf.config.get_logical_device_configuration(physical[0]) or []
   if len(configured) >= count:
     return
   try:
     tf.config.set_logical_device_configuration(
-      cpu, [tf.config.LogicalDeviceConfiguration() for _ in range(count)]
+      physical[0],
+      [tf.config.LogicalDeviceConfiguration(**options) for _ in range(count)],
     )
   except RuntimeError as e:
-    present = len(tf.config.list_logical_devices('CPU'))
+    present = len(tf.config.list_logical_devices(kind))
     if present >= count:
       return
     raise RuntimeError(
-      f'count ({count}) logical CPUs were asked for, but TensorFlow runs '
-      f'already with {present}. Call configure_logical_cpus() when the module '
+      f'count ({count}) logical {kind}s were asked for, but TensorFlow runs '
+      f'already with {present}. Call virtual_devices.configure() when the module '
       'is imported, before any op runs, with the same count in every module '
       'of the process.'
     ) from e

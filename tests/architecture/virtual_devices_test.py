@@ -10,7 +10,7 @@ from benchmarks import processes
 
 _PREAMBLE = """
 import tensorflow as tf
-from tests.virtual_devices import configure_logical_cpus
+from tests.virtual_devices import configure
 """
 
 
@@ -23,11 +23,11 @@ class VirtualDevicesTest(absltest.TestCase):
   @pytest.mark.soak
   def test_repeated_calls_give_the_largest_count(self):
     result = _run("""
-configure_logical_cpus(2)
-configure_logical_cpus()
-configure_logical_cpus(3)
+configure(2)
+configure()
+configure(3)
 print(len(tf.config.list_logical_devices('CPU')))
-configure_logical_cpus()
+configure()
 with tf.device('CPU:7'):
   print(tf.reduce_sum(tf.ones(7)).numpy())
 """)
@@ -37,10 +37,10 @@ with tf.device('CPU:7'):
   @pytest.mark.full
   def test_too_late_is_an_error_that_says_so(self):
     result = _run("""
-configure_logical_cpus(2)
+configure(2)
 tf.constant(1)
 try:
-  configure_logical_cpus(4)
+  configure(4)
 except RuntimeError as e:
   print(e)
 """)

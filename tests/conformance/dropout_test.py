@@ -5,7 +5,7 @@ import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
-from tests import tiers
+from tests import tiers, virtual_devices
 from tests.conformance import harness
 
 
@@ -52,7 +52,7 @@ class DropoutTest(harness.ConformanceTest, parameterized.TestCase):
 
   @tiers.named_parameters(*harness.every())
   def test_first_replica_draws_what_one_device_draws(self, case):
-    one = tf.distribute.OneDeviceStrategy('CPU:0')
+    one = tf.distribute.OneDeviceStrategy(virtual_devices.name(0))
     _, want = self._masks(one, steps=2)
     _, got = self._masks(case.create(), steps=2)
     np.testing.assert_array_equal(want[:, 0], got[:, 0])

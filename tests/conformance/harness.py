@@ -17,15 +17,10 @@ import tensorflow as tf
 import tf_strategies as tfs
 from tests import tiers, virtual_devices
 
-virtual_devices.configure_logical_cpus()
+virtual_devices.configure()
 
 GLOBAL_BATCH_SIZE = 32
 NUM_CLASSES = 10
-
-
-def cpus(count: int) -> list[str]:
-  """Names of the first `count` logical CPUs."""
-  return [f'CPU:{i}' for i in range(count)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,19 +35,25 @@ class StrategyCase:
 STRATEGIES = (
   StrategyCase(
     'ring_mirrored',
-    lambda: tfs.create_strategy('ring_mirrored', devices=cpus(4)),
+    lambda: tfs.create_strategy(
+      'ring_mirrored', devices=virtual_devices.names(4)
+    ),
   ),
   StrategyCase(
     'central_storage',
     # Not CPU:0, where TensorFlow puts what nobody placed.
-    lambda: tfs.CentralStorageStrategy(cpus(4), 'CPU:1'),
+    lambda: tfs.CentralStorageStrategy(
+      virtual_devices.names(4), virtual_devices.name(1)
+    ),
   ),
 )
 
 # Not in the whole table: `make soak` trains it.
 CENTRAL_STORAGE_OF_2 = StrategyCase(
   'central_storage_of_2',
-  lambda: tfs.create_strategy('central_storage', devices=cpus(2)),
+  lambda: tfs.create_strategy(
+    'central_storage', devices=virtual_devices.names(2)
+  ),
 )
 
 

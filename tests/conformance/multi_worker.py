@@ -22,7 +22,7 @@ import tensorflow as tf
 
 import tf_strategies as tfs
 from benchmarks import processes as commands
-from tests import processes
+from tests import processes, virtual_devices
 from tests.conformance import harness
 
 MODULES = (
@@ -125,7 +125,7 @@ def _train_all(rank, case, names):
 
 def create(case: WorkerCase) -> tf.distribute.Strategy:
   """The strategy of a case, in one of its worker processes."""
-  options = {'devices': harness.cpus(case.devices)}
+  options = {'devices': virtual_devices.names(case.devices)}
   if case.link != 'tcp':
     options['options'] = tfs.RingOptions(link=case.link)
   return tfs.create_strategy(case.strategy, **options)

@@ -11,7 +11,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_strategies as tfs
-from tests import processes, tiers
+from tests import processes, tiers, virtual_devices
 from tests.conformance import dropout_test, harness, multi_worker
 from tests.conformance.harness import Feature
 from tests.conformance.multi_worker import WorkerCase
@@ -324,7 +324,7 @@ def _compressed(case):
   for compression in _COMPRESSIONS:
     strategy = tfs.MultiWorkerRingStrategy(
       options=tfs.RingOptions(compression=compression),
-      devices=harness.cpus(case.devices),
+      devices=virtual_devices.names(case.devices),
     )
     result = harness.train(Feature('compressed'), strategy)
     weights[compression] = result.weights

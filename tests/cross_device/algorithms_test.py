@@ -9,7 +9,7 @@ from tests.cross_device import replicas
 from tests.cross_device.replicas import MEAN, SUM
 from tf_strategies import collectives, cross_device
 
-virtual_devices.configure_logical_cpus()
+virtual_devices.configure()
 
 # A scalar, nothing, a prime length, a matrix, a matrix without rows, and one
 # that holds most of the bytes, so that ops that cut tensors cut it.
@@ -124,7 +124,12 @@ class EveryOpTest(tf.test.TestCase, parameterized.TestCase):
 
   @parameterized.named_parameters(*replicas.NAMED_OPS)
   def test_devices_in_another_order(self, make_op):
-    names = ('CPU:5', 'CPU:0', 'CPU:7', 'CPU:2')
+    names = (
+      virtual_devices.name(5),
+      virtual_devices.name(0),
+      virtual_devices.name(7),
+      virtual_devices.name(2),
+    )
     ranks = replicas.inputs('float32', (131,), 4)
     value = replicas.on_devices(ranks, names)
     replicas.assert_equal(
@@ -173,7 +178,7 @@ class PrecisionTest(tf.test.TestCase, parameterized.TestCase):
     value = replicas.on_devices(ranks, names)
     expected = np.array([260.0], tf.bfloat16.as_numpy_dtype)  # Of 259, rounded.
     replicas.assert_equal(make_op().reduce(SUM, value, value), expected, names)
-    alone = make_op().reduce(SUM, value, 'CPU:6')
+    alone = make_op().reduce(SUM, value, virtual_devices.name(6))
     np.testing.assert_array_equal(alone.numpy(), expected, strict=True)
 
   @tiers.product(
@@ -185,7 +190,7 @@ class PrecisionTest(tf.test.TestCase, parameterized.TestCase):
     value = replicas.on_devices(ranks, names)
     op = replicas.OPS[op]()
     replicas.assert_equal(op.reduce(MEAN, value, value), ranks[0], names)
-    alone = op.reduce(MEAN, value, 'CPU:6')
+    alone = op.reduce(MEAN, value, virtual_devices.name(6))
     np.testing.assert_array_equal(alone.numpy(), ranks[0], strict=True)
 
   def test_sum_of_large_float16_is_infinite(self):

@@ -11,7 +11,7 @@ from tf_strategies import collectives, cross_device
 from tf_strategies.collectives import cost_model
 from tf_strategies.cross_device import auto, executor
 
-virtual_devices.configure_logical_cpus()
+virtual_devices.configure()
 
 BANDWIDTH = ('ring', 'direct', 'halving_doubling')
 
@@ -66,7 +66,7 @@ class ChooseScheduleTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual((schedule.world_size, schedule.transfers), (1, ()))
 
   def test_mixed_devices_have_links(self):
-    mixed = [*gpus(3), 'CPU:0']
+    mixed = [*gpus(3), virtual_devices.name(0)]
     self.assertFalse(executor.share_memory(mixed))
     self.assertEqual(auto.AutoAllReduce().schedule(mixed, 10**8).world_size, 4)
 
@@ -76,14 +76,14 @@ class ChooseScheduleTest(tf.test.TestCase, parameterized.TestCase):
       self.assertEqual(make_op().split_above(gpus(4)), 1 / 8)
 
   def test_device_without_a_name_is_a_cpu_where_there_is_nothing_else(self):
-    self.assertTrue(executor.share_memory(['', 'CPU:1']))
+    self.assertTrue(executor.share_memory(['', virtual_devices.name(1)]))
     self.assertFalse(executor.share_memory(['', gpus(1)[0]]))
 
 
 class NcclIsUsableTest(tf.test.TestCase):
   def test_not_on_cpus(self):
     self.assertFalse(auto.nccl_is_usable(replicas.devices(4)))
-    self.assertFalse(auto.nccl_is_usable([*gpus(1), 'CPU:0']))
+    self.assertFalse(auto.nccl_is_usable([*gpus(1), virtual_devices.name(0)]))
 
   def test_not_where_a_physical_gpu_is_shared(self):
     def list_devices(count):

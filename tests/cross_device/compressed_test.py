@@ -9,7 +9,7 @@ from tests.cross_device import replicas
 from tests.cross_device.replicas import MEAN, SUM
 from tf_strategies import collectives, cross_device, errors
 
-virtual_devices.configure_logical_cpus()
+virtual_devices.configure()
 
 WORLD_SIZE = 3
 NAMES = replicas.devices(WORLD_SIZE)

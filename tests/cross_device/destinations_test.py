@@ -9,7 +9,7 @@ from tests.cross_device import replicas
 from tests.cross_device.replicas import MEAN, SUM
 from tf_strategies import _tf_internal, cross_device
 
-virtual_devices.configure_logical_cpus()
+virtual_devices.configure()
 
 NAMES = replicas.devices(4)
 RANKS = replicas.inputs('float32', (101,), 4)
@@ -32,7 +32,8 @@ class ReduceTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEndsWith(tensor.device, name)
 
   @tiers.product(
-    op=tiers.few(replicas.OPS, 'auto', 'ring'), name=('CPU:0', 'CPU:6')
+    op=tiers.few(replicas.OPS, 'auto', 'ring'),
+    name=(virtual_devices.name(0), virtual_devices.name(6)),
   )
   def test_device(self, op, name):
     op = replicas.OPS[op]()
@@ -48,8 +49,12 @@ class ReduceTest(tf.test.TestCase, parameterized.TestCase):
   def test_dtypes(self, dtype, shape, reduce_op):
     ranks = replicas.inputs(dtype, shape, 4, reduce_op)
     value = replicas.on_devices(ranks, NAMES)
-    result = cross_device.RingAllReduce().reduce(reduce_op, value, 'CPU:1')
-    self.assert_one(result, replicas.exact(ranks, reduce_op), 'CPU:1')
+    result = cross_device.RingAllReduce().reduce(
+      reduce_op, value, virtual_devices.name(1)
+    )
+    self.assert_one(
+      result, replicas.exact(ranks, reduce_op), virtual_devices.name(1)
+    )
 
   @parameterized.named_parameters(*replicas.NAMED_OPS)
   def test_mirrored_variable_on_the_same_devices(self, make_op):
@@ -59,8 +64,16 @@ class ReduceTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(op.calls, 1)
 
   @parameterized.named_parameters(
-    ('fewer', ('CPU:2', 'CPU:3')),
-    ('others', ('CPU:4', 'CPU:5', 'CPU:6', 'CPU:7')),
+    ('fewer', (virtual_devices.name(2), virtual_devices.name(3))),
+    (
+      'others',
+      (
+        virtual_devices.name(4),
+        virtual_devices.name(5),
+        virtual_devices.name(6),
+        virtual_devices.name(7),
+      ),
+    ),
     ('in_another_order', NAMES[::-1]),
   )
   def test_mirrored_variable_on_other_devices(self, names):
@@ -68,7 +81,9 @@ class ReduceTest(tf.test.TestCase, parameterized.TestCase):
     result = op.reduce(SUM, value_of_ranks(), mirrored_variable(names))
     replicas.assert_equal(result, SUM_OF_RANKS, names)
 
-  @parameterized.parameters('CPU:0', 'CPU:3', 'CPU:7')
+  @parameterized.parameters(
+    virtual_devices.name(0), virtual_devices.name(3), virtual_devices.name(7)
+  )
   def test_plain_variable(self, name):
     with tf.device(name):
       variable = tf.Variable(0.0)
@@ -88,7 +103,12 @@ class ReduceTest(tf.test.TestCase, parameterized.TestCase):
     op = make_op()
     pairs, expected = [], []
     for index, destination in enumerate(
-      [None, 'CPU:5', mirrored_variable(('CPU:1', 'CPU:7')), None]
+      [
+        None,
+        virtual_devices.name(5),
+        mirrored_variable((virtual_devices.name(1), virtual_devices.name(7))),
+        None,
+      ]
     ):
       ranks = replicas.inputs('int32', (11 + index,), 4)
       value = replicas.on_devices(ranks, NAMES)
@@ -96,8 +116,12 @@ class ReduceTest(tf.test.TestCase, parameterized.TestCase):
       expected.append(replicas.exact(ranks, MEAN))
     results = op.batch_reduce(MEAN, pairs)
     replicas.assert_equal(results[0], expected[0], NAMES)
-    self.assert_one(results[1], expected[1], 'CPU:5')
-    replicas.assert_equal(results[2], expected[2], ('CPU:1', 'CPU:7'))
+    self.assert_one(results[1], expected[1], virtual_devices.name(5))
+    replicas.assert_equal(
+      results[2],
+      expected[2],
+      (virtual_devices.name(1), virtual_devices.name(7)),
+    )
     replicas.assert_equal(results[3], expected[3], NAMES)
     # Those that stay where they are share one all-reduce.
     self.assertEqual(op.calls, 1)
@@ -115,8 +139,11 @@ class ReduceTest(tf.test.TestCase, parameterized.TestCase):
   @tiers.product(op=list(replicas.OPS), reduce_op=(tiers.full(SUM), MEAN))
   def test_one_replica(self, op, reduce_op):
     op = replicas.OPS[op]()
-    value = replicas.on_devices(RANKS[2:3], ['CPU:2'])
-    for destination, name in ((value, 'CPU:2'), ('CPU:6', 'CPU:6')):
+    value = replicas.on_devices(RANKS[2:3], [virtual_devices.name(2)])
+    for destination, name in (
+      (value, virtual_devices.name(2)),
+      (virtual_devices.name(6), virtual_devices.name(6)),
+    ):
       pairs = [(value, destination)]
       for result in (
         op.reduce(reduce_op, value, destination),
@@ -125,24 +152,26 @@ class ReduceTest(tf.test.TestCase, parameterized.TestCase):
         self.assert_one(result, RANKS[2], name)
 
   def test_one_replica_beside_several(self):
-    alone = replicas.on_devices(RANKS[2:3], ['CPU:2'])
+    alone = replicas.on_devices(RANKS[2:3], [virtual_devices.name(2)])
     value = value_of_ranks()
     results = cross_device.RingAllReduce().batch_reduce(
       MEAN, [(value, value), (alone, alone)]
     )
     replicas.assert_equal(results[0], SUM_OF_RANKS / 4, NAMES)
-    replicas.assert_equal(results[1], RANKS[2], ['CPU:2'])
+    replicas.assert_equal(results[1], RANKS[2], [virtual_devices.name(2)])
 
   def test_tensor_counts_as_one_replica(self):
     result = cross_device.RingAllReduce().reduce(
-      SUM, tf.constant(RANKS[1]), 'CPU:4'
+      SUM, tf.constant(RANKS[1]), virtual_devices.name(4)
     )
-    self.assert_one(result, RANKS[1], 'CPU:4')
+    self.assert_one(result, RANKS[1], virtual_devices.name(4))
 
   def test_numpy_components(self):
     value = _tf_internal.PerReplica(RANKS)
-    result = cross_device.RingAllReduce().reduce(SUM, value, 'CPU:4')
-    self.assert_one(result, SUM_OF_RANKS, 'CPU:4')
+    result = cross_device.RingAllReduce().reduce(
+      SUM, value, virtual_devices.name(4)
+    )
+    self.assert_one(result, SUM_OF_RANKS, virtual_devices.name(4))
 
   def test_variable_components(self):
     variable = mirrored_variable(NAMES, RANKS[0])
@@ -163,7 +192,7 @@ class ReduceTest(tf.test.TestCase, parameterized.TestCase):
         tape.watch(inputs)
         value = replicas.on_devices(inputs, NAMES)
         reduced = op.reduce(reduce_op, value, value).values
-        alone = op.reduce(reduce_op, value, 'CPU:6')
+        alone = op.reduce(reduce_op, value, virtual_devices.name(6))
         # Replica r's loss weighs what it got by r + 1 and its place.
         places = tf.range(101.0)
         losses = [
@@ -195,9 +224,9 @@ class GatherTest(tf.test.TestCase, parameterized.TestCase):
     expected = np.concatenate(ranks, axis)
     gathered = op._gather(value, value, axis)
     replicas.assert_equal(gathered, expected, NAMES)
-    alone = op._gather(value, 'CPU:6', axis)
+    alone = op._gather(value, virtual_devices.name(6), axis)
     np.testing.assert_array_equal(alone.numpy(), expected, strict=True)
-    self.assertEndsWith(alone.device, 'CPU:6')
+    self.assertEndsWith(alone.device, virtual_devices.name(6))
     self.assertEqual(op.report()['calls']['gather'], 2)
 
   @parameterized.parameters('bool', 'string')
@@ -229,9 +258,9 @@ class BroadcastTest(tf.test.TestCase, parameterized.TestCase):
     replicas.assert_equal(
       op.broadcast(tensor, mirrored_variable(NAMES)), RANKS[3], NAMES
     )
-    alone = op.broadcast(tensor, 'CPU:6')
+    alone = op.broadcast(tensor, virtual_devices.name(6))
     self.assertAllEqual(alone, RANKS[3])
-    self.assertEndsWith(alone.device, 'CPU:6')
+    self.assertEndsWith(alone.device, virtual_devices.name(6))
     self.assertEqual(op.report()['calls']['broadcast'], 2)
 
 

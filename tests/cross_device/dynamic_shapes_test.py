@@ -9,7 +9,7 @@ from tests.cross_device import replicas
 from tests.cross_device.replicas import MEAN, SUM
 from tf_strategies import cross_device
 
-virtual_devices.configure_logical_cpus()
+virtual_devices.configure()
 
 
 def function_of(op, reduce_op, specs, world_size):

@@ -9,7 +9,7 @@ from tests.cross_device import replicas
 from tests.cross_device.replicas import MEAN, SUM
 from tf_strategies import cross_device, errors
 
-virtual_devices.configure_logical_cpus()
+virtual_devices.configure()
 
 NAMES = replicas.devices(2)
 
@@ -27,7 +27,7 @@ class ErrorsTest(tf.test.TestCase, parameterized.TestCase):
     value = replicas.on_devices(components, NAMES)
     good = replicas.on_devices(np.ones([2, 3], np.float32), NAMES)
     yield lambda: op.reduce(reduce_op, value, value)
-    yield lambda: op.reduce(reduce_op, value, 'CPU:5')
+    yield lambda: op.reduce(reduce_op, value, virtual_devices.name(5))
     yield lambda: op.batch_reduce(reduce_op, [(good, good), (value, value)])
 
   @parameterized.product(op=list(replicas.OPS), reduce_op=(SUM, MEAN))

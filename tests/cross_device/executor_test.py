@@ -12,7 +12,7 @@ from tests.cross_device import replicas
 from tf_strategies import collectives, errors
 from tf_strategies.cross_device import executor
 
-virtual_devices.configure_logical_cpus()
+virtual_devices.configure()
 
 WORLD_SIZE = 4
 LENGTHS = (3, 97, 256)
@@ -130,10 +130,10 @@ class ExecutorTest(tf.test.TestCase, parameterized.TestCase):
       self.assertAllEqual(results[0][2], expected)
 
   def test_add_alone_is_a_tensor_of_its_own(self):
-    with tf.device('CPU:3'):
+    with tf.device(virtual_devices.name(3)):
       result = executor.add([tf.constant([1.0, 2.0])])
     self.assertAllEqual(result, [1.0, 2.0])
-    self.assertEndsWith(result.device, 'CPU:3')
+    self.assertEndsWith(result.device, virtual_devices.name(3))
 
   @parameterized.parameters(
     ('int32', [-5, -4, -1, 0, 5], [-3, -2, -1, 0, 2]),
@@ -162,7 +162,10 @@ class SumsInGraphsTest(tf.test.TestCase, parameterized.TestCase):
     def step(values, halves):
       values = [replicas.on_devices(v, names) for v in (values, halves)]
       pairs = [(values[0], values[0]), (values[1], values[1])]
-      pairs += [(values[0], 'CPU:0'), (values[0], 'CPU:6')]
+      pairs += [
+        (values[0], virtual_devices.name(0)),
+        (values[0], virtual_devices.name(6)),
+      ]
       return [
         getattr(r, 'values', r) for r in op.batch_reduce(replicas.SUM, pairs)
       ]

@@ -9,7 +9,7 @@ from tests.cross_device import replicas
 from tests.cross_device.replicas import MEAN, SUM
 from tf_strategies import _tf_internal
 
-virtual_devices.configure_logical_cpus()
+virtual_devices.configure()
 
 NAMES = replicas.devices(4)
 RANKS = replicas.inputs('float32', (103,), 4)

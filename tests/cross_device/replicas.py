@@ -10,6 +10,7 @@ import functools
 import numpy as np
 import tensorflow as tf
 
+from tests import virtual_devices
 from tf_strategies import _tf_internal, collectives, cross_device
 
 SUM = tf.distribute.ReduceOp.SUM
@@ -44,7 +45,7 @@ DTYPES = (
 
 
 def devices(count):
-  return tuple(f'CPU:{i}' for i in range(count))
+  return tuple(virtual_devices.names(count))
 
 
 def on_devices(values, names):

@@ -9,7 +9,7 @@ from tests.cross_device import replicas
 from tests.cross_device.replicas import MEAN, SUM
 from tf_strategies import _tf_internal, cross_device, strategies
 
-virtual_devices.configure_logical_cpus()
+virtual_devices.configure()
 
 NUM_ROWS = 6
 WIDTH = 2
@@ -81,7 +81,9 @@ class SparseTest(tf.test.TestCase, parameterized.TestCase):
     for component in result.values:
       self.assert_slices(component, concatenated(self.slices, 3))
 
-  @parameterized.parameters('CPU:0', 'CPU:1', 'CPU:7')
+  @parameterized.parameters(
+    virtual_devices.name(0), virtual_devices.name(1), virtual_devices.name(7)
+  )
   def test_one_destination(self, name):
     result = cross_device.RingAllReduce().reduce(SUM, self.value, name)
     self.assertIsInstance(result, tf.IndexedSlices)
@@ -94,7 +96,11 @@ class SparseTest(tf.test.TestCase, parameterized.TestCase):
     received = op.report()['all_reduce_bytes_in']
     self.assertEqual(
       {name[-5:]: count for name, count in received.items()},
-      {'CPU:0': 2 * row, 'CPU:1': 5 * row, 'CPU:2': 3 * row},
+      {
+        virtual_devices.name(0): 2 * row,
+        virtual_devices.name(1): 5 * row,
+        virtual_devices.name(2): 3 * row,
+      },
     )
 
   def test_unknown_number_of_rows(self):
@@ -166,14 +172,18 @@ class SparseTest(tf.test.TestCase, parameterized.TestCase):
   @parameterized.named_parameters(*replicas.NAMED_OPS)
   def test_broadcast_keeps_slices(self, make_op):
     op = make_op()
-    result = op.broadcast(self.slices[0], 'CPU:1')
-    self.assert_slices(result, concatenated(self.slices[:1]), 'CPU:1')
+    result = op.broadcast(self.slices[0], virtual_devices.name(1))
+    self.assert_slices(
+      result, concatenated(self.slices[:1]), virtual_devices.name(1)
+    )
     results = op.broadcast(self.slices[2], self.value)
     self.assertLen(results.values, 3)
     for component, name in zip(results.values, self.names, strict=True):
       self.assert_slices(component, concatenated(self.slices[2:]), name)
     # Numbers as they may stand in a program, which are no tensors yet.
-    alone = op.broadcast(tf.IndexedSlices([[1.0, 2.0]], [3]), 'CPU:7')
+    alone = op.broadcast(
+      tf.IndexedSlices([[1.0, 2.0]], [3]), virtual_devices.name(7)
+    )
     self.assertAllEqual(alone.values, [[1.0, 2.0]])
     self.assertAllEqual(alone.indices, [3])
     # Rows of values, their indices, and the shape: three rows to one device, then

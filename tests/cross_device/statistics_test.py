@@ -9,7 +9,7 @@ from tests.cross_device.replicas import SUM
 from tf_strategies import collectives, cross_device
 from tf_strategies.cross_device import statistics
 
-virtual_devices.configure_logical_cpus()
+virtual_devices.configure()
 
 NAMES = replicas.devices(4)
 
@@ -24,17 +24,20 @@ class CallStatisticsTest(tf.test.TestCase):
   def test_adds_up(self):
     counted = statistics.CallStatistics()
     self.assertEqual((counted.calls, counted.bytes_in()), (0, {}))
-    counted.record(['CPU:0', 'CPU:1'], [8, 16])
-    counted.record(['CPU:0', 'CPU:1'], [1, 2])
-    counted.record(['CPU:1'], [100])
+    counted.record([virtual_devices.name(0), virtual_devices.name(1)], [8, 16])
+    counted.record([virtual_devices.name(0), virtual_devices.name(1)], [1, 2])
+    counted.record([virtual_devices.name(1)], [100])
     self.assertEqual(counted.calls, 3)
-    self.assertEqual(counted.bytes_in(), {'CPU:0': 9, 'CPU:1': 118})
+    self.assertEqual(
+      counted.bytes_in(),
+      {virtual_devices.name(0): 9, virtual_devices.name(1): 118},
+    )
 
   def test_more_bytes_than_32_bits_count(self):
     counted = statistics.CallStatistics()
-    counted.record(['CPU:0'], [3 << 32])
-    counted.record(['CPU:0'], [3 << 32])
-    self.assertEqual(counted.bytes_in(), {'CPU:0': 6 << 32})
+    counted.record([virtual_devices.name(0)], [3 << 32])
+    counted.record([virtual_devices.name(0)], [3 << 32])
+    self.assertEqual(counted.bytes_in(), {virtual_devices.name(0): 6 << 32})
 
   def test_executions_and_not_traces(self):
     counted = statistics.CallStatistics()
@@ -42,19 +45,25 @@ class CallStatisticsTest(tf.test.TestCase):
     @tf.function
     def step(times):
       for _ in tf.range(times):
-        counted.record(['CPU:0'], [8])
+        counted.record([virtual_devices.name(0)], [8])
       if times > 3:
-        counted.record(['CPU:1'], [1])
+        counted.record([virtual_devices.name(1)], [1])
 
     step(tf.constant(3))
-    self.assertEqual((counted.calls, counted.bytes_in()['CPU:0']), (3, 24))
+    self.assertEqual(
+      (counted.calls, counted.bytes_in()[virtual_devices.name(0)]), (3, 24)
+    )
     step(tf.constant(0))
     self.assertEqual(counted.calls, 3)
     step(tf.constant(5))
-    self.assertEqual((counted.calls, counted.bytes_in()['CPU:1']), (9, 1))
+    self.assertEqual(
+      (counted.calls, counted.bytes_in()[virtual_devices.name(1)]), (9, 1)
+    )
 
   def test_counter_made_in_a_scope_is_not_mirrored(self):
-    strategy = tf.distribute.MirroredStrategy(['CPU:1', 'CPU:2'])
+    strategy = tf.distribute.MirroredStrategy(
+      [virtual_devices.name(1), virtual_devices.name(2)]
+    )
     counted = statistics.CallStatistics()
     created = []
 
@@ -64,14 +73,14 @@ class CallStatisticsTest(tf.test.TestCase):
 
     @tf.function
     def step():
-      counted.record(['CPU:0'], [8])
+      counted.record([virtual_devices.name(0)], [8])
 
     with strategy.scope(), tf.variable_creator_scope(creator):
       step()
       step()
     (counter,) = counted._counters.values()
     self.assertNotIsInstance(counter, tf.distribute.DistributedValues)
-    self.assertEndsWith(counter.device, 'CPU:0')
+    self.assertEndsWith(counter.device, virtual_devices.name(0))
     self.assertEmpty(created)
     self.assertEqual(counted.calls, 2)
 
@@ -171,12 +180,14 @@ class PlanTest(tf.test.TestCase, parameterized.TestCase):
   def test_reduce_and_gather_count_what_comes_from_others(self):
     op = cross_device.RingAllReduce()
     value = value_of((100,))
-    op.reduce(SUM, value, 'CPU:0')
-    op.reduce(SUM, value, 'CPU:7')
+    op.reduce(SUM, value, virtual_devices.name(0))
+    op.reduce(SUM, value, virtual_devices.name(7))
     op._gather(value, value, 0)
     received = {k: s.bytes_in() for k, s in op._statistics.items()}
     by_device = {n[-5:]: b for n, b in received['reduce'].items()}
-    self.assertEqual(by_device, {'CPU:0': 1200, 'CPU:7': 1600})
+    self.assertEqual(
+      by_device, {virtual_devices.name(0): 1200, virtual_devices.name(7): 1600}
+    )
     self.assertEqual(set(received['gather'].values()), {1200})
 
   def test_nothing_before_the_first_call(self):

@@ -11,7 +11,7 @@ from tests.data import formula
 from tf_strategies import data as data_lib
 from tf_strategies import errors
 
-virtual_devices.configure_logical_cpus()
+virtual_devices.configure()
 
 
 def _options(**changes):

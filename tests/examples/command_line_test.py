@@ -20,7 +20,7 @@ from tests.examples import pages, programs
 from tf_strategies.checkpoint import checkpointer
 from tf_strategies.cluster import exit_codes
 
-virtual_devices.configure_logical_cpus()
+virtual_devices.configure()
 
 
 # It takes half a second, on a machine with nothing else to do.

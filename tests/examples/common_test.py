@@ -13,7 +13,7 @@ from examples import common, datasets
 from tests import virtual_devices
 from tests.examples import pages
 
-virtual_devices.configure_logical_cpus()
+virtual_devices.configure()
 
 _SYNTHETIC = ('--dataset=synthetic', '--global_batch_size=1000')
 

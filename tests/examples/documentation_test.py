@@ -9,7 +9,7 @@ from absl.testing import parameterized
 from tests import docstrings, virtual_devices
 from tests.examples import pages
 
-virtual_devices.configure_logical_cpus()
+virtual_devices.configure()
 
 
 class DocumentationTest(tf.test.TestCase, parameterized.TestCase):

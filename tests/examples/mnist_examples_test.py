@@ -13,7 +13,7 @@ from examples import compare_weights
 from tests import tiers, virtual_devices
 from tests.examples import pages
 
-virtual_devices.configure_logical_cpus()
+virtual_devices.configure()
 
 _FIT, _LOOP = 'mnist_keras_fit', 'mnist_custom_loop'
 _EXAMPLES = (('fit', _FIT), ('loop', _LOOP))

@@ -12,7 +12,7 @@ from examples import compare_weights
 from tests import tiers, virtual_devices
 from tests.examples import pages, programs
 
-virtual_devices.configure_logical_cpus()
+virtual_devices.configure()
 
 _FIT, _LOOP = 'mnist_keras_fit', 'mnist_custom_loop'
 _JOB = ('--num_workers=2', '--num_ps=2', '--chief')

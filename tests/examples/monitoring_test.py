@@ -13,7 +13,7 @@ from tests import tiers, virtual_devices
 from tests.examples import pages, programs
 from tf_strategies.monitoring import merge
 
-virtual_devices.configure_logical_cpus()
+virtual_devices.configure()
 
 # 1,437 digits make 15 steps.
 _BATCH_SIZE, _STEPS = 100, 15

@@ -10,7 +10,7 @@ from tests.architecture import project
 
 _PREAMBLE = """
 from tests import virtual_devices
-virtual_devices.configure_logical_cpus(4)
+virtual_devices.configure(4)
 """
 
 

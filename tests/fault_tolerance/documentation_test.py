@@ -5,7 +5,7 @@ from absl.testing import parameterized
 
 from tests import docstrings, virtual_devices
 
-virtual_devices.configure_logical_cpus()
+virtual_devices.configure()
 
 # Modules of which at least one docstring has an example.
 _MODULES = (

@@ -21,7 +21,7 @@ from tf_strategies.fault_tolerance import elastic_job, elastic_members
 from tf_strategies.process_group.tcp import group as tcp_group
 from tf_strategies.strategies.multi_worker import elastic
 
-virtual_devices.configure_logical_cpus()
+virtual_devices.configure()
 
 _STEPS = 4
 

@@ -18,7 +18,7 @@ from tests import docstrings, tiers, virtual_devices
 from tf_strategies.checkpoint import checkpointer
 from tf_strategies.fault_tolerance import evaluator
 
-virtual_devices.configure_logical_cpus()
+virtual_devices.configure()
 
 _FINISHED = checkpointer.FINISHED_FILE
 

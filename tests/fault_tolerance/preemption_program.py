@@ -209,7 +209,7 @@ def main(options):
   import tf_strategies as tfs
   from tests import virtual_devices
 
-  virtual_devices.configure_logical_cpus(options.devices)
+  virtual_devices.configure(options.devices)
   devices = [f'CPU:{i}' for i in range(options.devices)]
   tf.keras.utils.set_random_seed(1)
   strategy = tfs.create_strategy(options.strategy, devices=devices)

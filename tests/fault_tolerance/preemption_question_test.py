@@ -9,7 +9,7 @@ import tf_strategies as tfs
 from tests import virtual_devices
 from tf_strategies.fault_tolerance import preemption
 
-virtual_devices.configure_logical_cpus()
+virtual_devices.configure()
 
 
 class _Workers:

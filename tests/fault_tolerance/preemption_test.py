@@ -19,7 +19,7 @@ from tf_strategies.checkpoint import checkpointer
 from tf_strategies.checkpoint.position import Position
 from tf_strategies.cluster import exit_codes
 
-virtual_devices.configure_logical_cpus()
+virtual_devices.configure()
 
 _TWO = ('CPU:0', 'CPU:1')
 

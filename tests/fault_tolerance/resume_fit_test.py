@@ -12,7 +12,7 @@ from tests import virtual_devices
 from tf_strategies.checkpoint.position import Position
 from tf_strategies.fault_tolerance import resume_fit
 
-virtual_devices.configure_logical_cpus()
+virtual_devices.configure()
 
 
 class ResumeFitTest(tf.test.TestCase):

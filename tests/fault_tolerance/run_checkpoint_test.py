@@ -16,7 +16,7 @@ from tf_strategies import errors
 from tf_strategies.checkpoint import checkpointer, model_state
 from tf_strategies.checkpoint.position import Position
 
-virtual_devices.configure_logical_cpus()
+virtual_devices.configure()
 
 
 def _strategy(replicas):

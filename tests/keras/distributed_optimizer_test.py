@@ -13,14 +13,14 @@ import tf_strategies as tfs
 from tests import tiers, virtual_devices
 from tf_strategies.spmd import site
 
-virtual_devices.configure_logical_cpus()
+virtual_devices.configure()
 
 optimizers = keras.optimizers
 DistributedOptimizer = tfs.keras.DistributedOptimizer
 
 
 def _strategy(replicas=4):
-  return tfs.RingMirroredStrategy([f'CPU:{i}' for i in range(replicas)])
+  return tfs.RingMirroredStrategy(virtual_devices.names(replicas))
 
 
 def _model():
@@ -51,7 +51,9 @@ class RefusalTest(tf.test.TestCase, parameterized.TestCase):
 
   @pytest.mark.full
   def test_foreign_strategy_is_refused(self):
-    strategy = tf.distribute.MirroredStrategy(['CPU:0', 'CPU:1'])
+    strategy = tf.distribute.MirroredStrategy(
+      [virtual_devices.name(0), virtual_devices.name(1)]
+    )
     with self.assertRaisesRegex(
       tfs.errors.UnsupportedOptionError, 'under MirroredStrategy'
     ):

@@ -10,7 +10,7 @@ import tf_strategies as tfs
 from tests import virtual_devices
 from tf_strategies import errors
 
-virtual_devices.configure_logical_cpus()
+virtual_devices.configure()
 
 _STRATEGIES = ('ring_mirrored', 'central_storage')
 
@@ -22,7 +22,7 @@ def _data():
 
 
 def _create(name, first=0):
-  devices = [f'CPU:{first}', f'CPU:{first + 1}']
+  devices = [virtual_devices.name(first), virtual_devices.name(first + 1)]
   return tfs.create_strategy(name, devices=devices)
 
 

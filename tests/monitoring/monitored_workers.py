@@ -12,7 +12,7 @@ from tests import virtual_devices
 from tf_strategies import process_group
 from tf_strategies.monitoring import keras_callback, recorder
 
-virtual_devices.configure_logical_cpus()
+virtual_devices.configure()
 
 STEPS_PER_EPOCH, EPOCHS, GLOBAL_BATCH_SIZE = 4, 2, 32
 # Each kernel is a bucket of its own.

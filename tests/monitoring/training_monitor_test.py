@@ -23,7 +23,7 @@ from tf_strategies.monitoring import (
   training_monitor,
 )
 
-virtual_devices.configure_logical_cpus()
+virtual_devices.configure()
 
 
 def _read_lines(path):

@@ -9,9 +9,8 @@ import tensorflow as tf
 from absl.testing import absltest, parameterized
 
 import tf_strategies as tfs
-from tests import processes, tiers
+from tests import processes, tiers, virtual_devices
 from tests.architecture import project
-from tests.conformance import harness
 from tests.museum import exhibits, run, running
 
 _PAGE = project.root() / 'docs' / 'museum.md'
@@ -61,7 +60,7 @@ class MuseumTest(tf.test.TestCase, parameterized.TestCase):
   @parameterized.named_parameters(*_rows('devices'))
   @pytest.mark.soak
   def test_central_variables(self, exhibit):
-    devices = harness.cpus(exhibit.replicas)
+    devices = virtual_devices.names(exhibit.replicas)
     strategy = tfs.create_strategy('central_storage', devices=devices)
     self.assert_right(exhibit, strategy)
 

@@ -132,7 +132,7 @@ def _run_worker(rank, report, side):
 def _run(report, side):
   """In a process of an exhibit."""
   exhibit = by_report(report)
-  virtual_devices.configure_logical_cpus(
+  virtual_devices.configure(
     exhibit.replicas if exhibit.place == 'devices' else 1
   )
   strategy = None if side == _ONE_DEVICE else create(exhibit, side)
@@ -149,7 +149,7 @@ def create(exhibit: exhibits.Exhibit, side: str) -> tf.distribute.Strategy:
     exhibit: which.
     side: OURS or STOCK.
   """
-  devices = [f'CPU:{i}' for i in range(exhibit.replicas)]
+  devices = virtual_devices.names(exhibit.replicas)
   if side == STOCK:
     if exhibit.place == 'devices':
       return tf.distribute.MirroredStrategy(devices)

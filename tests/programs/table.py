@@ -45,13 +45,15 @@ def _work(rank, column, names, directory):
   import tensorflow as tf
 
   import tf_strategies as tfs
-  from tests.conformance import harness
+  from tests import virtual_devices
+
+  virtual_devices.configure()
 
   def strategy():
     if column == 'MirroredStrategy':
-      return tf.distribute.MirroredStrategy(harness.cpus(4))
+      return tf.distribute.MirroredStrategy(virtual_devices.names(4))
     if column in ('ring_mirrored', 'central_storage'):
-      return tfs.create_strategy(column, devices=harness.cpus(4))
+      return tfs.create_strategy(column, devices=virtual_devices.names(4))
     if column == 'parameter_server':
       return tfs.create_strategy(column, mode='sync')
     return None

@@ -13,7 +13,7 @@ from tests import tiers, virtual_devices
 from tf_strategies import _tf_internal, errors
 from tf_strategies.spmd import emit, kinds, plan, program, rules, site
 
-virtual_devices.configure_logical_cpus()
+virtual_devices.configure()
 
 _ = rules  # Registered when imported.
 _SHAPE = (5, 4, 6)
@@ -55,7 +55,7 @@ def run(function, arrays, rows):
     starts = np.cumsum([0, *rows[:-1]])
     sites = [
       site.Site(
-        f'CPU:{i}',
+        virtual_devices.name(i),
         site.Rows(
           tf.constant(max(n, 1)),
           tf.constant(min(int(start), sum(rows) - 1)),

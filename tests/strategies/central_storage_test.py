@@ -9,14 +9,18 @@ from absl.testing import parameterized
 import tf_strategies as tfs
 from tests import virtual_devices
 
-virtual_devices.configure_logical_cpus()
+virtual_devices.configure()
 
 SUM = tf.distribute.ReduceOp.SUM
 MEAN = tf.distribute.ReduceOp.MEAN
 ON_READ = tf.VariableSynchronization.ON_READ
 ONLY_FIRST = tf.VariableAggregation.ONLY_FIRST_REPLICA
-COMPUTE = ['CPU:1', 'CPU:2', 'CPU:3']
-PARAMETERS = 'CPU:5'
+COMPUTE = [
+  virtual_devices.name(1),
+  virtual_devices.name(2),
+  virtual_devices.name(3),
+]
+PARAMETERS = virtual_devices.name(5)
 
 
 def _full(name):
@@ -265,12 +269,18 @@ class OptimizerTest(tf.test.TestCase, parameterized.TestCase):
 
   @pytest.mark.full
   def test_nothing_is_read_over_a_link_on_the_parameter_device_itself(self):
-    strategy = tfs.CentralStorageStrategy(['CPU:0', 'CPU:1'], 'CPU:0')
+    strategy = tfs.CentralStorageStrategy(
+      [virtual_devices.name(0), virtual_devices.name(1)],
+      virtual_devices.name(0),
+    )
     model = self._train(strategy, steps=2)
     num_bytes = 4 * model.count_params()
     self.assertEqual(
       strategy.communication_report()['read_bytes_in'],
-      {_full('CPU:0'): 0, _full('CPU:1'): 2 * num_bytes},
+      {
+        _full(virtual_devices.name(0)): 0,
+        _full(virtual_devices.name(1)): 2 * num_bytes,
+      },
     )
 
   @pytest.mark.full
@@ -305,9 +315,10 @@ class OptimizerTest(tf.test.TestCase, parameterized.TestCase):
 class DevicesTest(tf.test.TestCase, parameterized.TestCase):
   def test_defaults(self):
     strategy = tfs.CentralStorageStrategy()
-    self.assertEqual(strategy.parameter_device, _full('CPU:0'))
+    self.assertEqual(strategy.parameter_device, _full(virtual_devices.name(0)))
     self.assertEqual(
-      strategy.num_replicas_in_sync, len(tf.config.list_logical_devices('CPU'))
+      strategy.num_replicas_in_sync,
+      len(tf.config.list_logical_devices(virtual_devices.KIND)),
     )
 
   def test_by_name(self):
@@ -319,10 +330,13 @@ class DevicesTest(tf.test.TestCase, parameterized.TestCase):
 
   @parameterized.parameters(
     ({'compute_devices': []}, 'at least one'),
-    ({'compute_devices': ['CPU:0', 'CPU:0']}, 'twice'),
+    (
+      {'compute_devices': [virtual_devices.name(0), virtual_devices.name(0)]},
+      'twice',
+    ),
     ({'compute_devices': ['GPU:99']}, 'GPU:99'),
     ({'parameter_device': 'CPU:99'}, 'CPU:99'),
-    ({'parameter_device': ['CPU:0']}, 'one device'),
+    ({'parameter_device': [virtual_devices.name(0)]}, 'one device'),
     ({'cross_device_ops': 'ring'}, "'ring'"),
   )
   def test_bad_devices_are_refused(self, options, message):
@@ -331,13 +345,17 @@ class DevicesTest(tf.test.TestCase, parameterized.TestCase):
 
   @pytest.mark.full
   def test_a_single_replica(self):
-    strategy = tfs.CentralStorageStrategy(['CPU:2'], 'CPU:1')
+    strategy = tfs.CentralStorageStrategy(
+      [virtual_devices.name(2)], virtual_devices.name(1)
+    )
     with strategy.scope():
       model = keras.Sequential([keras.layers.Input([1]), keras.layers.Dense(1)])
       model.compile(tfs.keras.DistributedOptimizer('sgd'), 'mse')
     history = model.fit(np.ones([8, 1]), np.ones([8, 1]), epochs=3, verbose=0)
     self.assertLess(history.history['loss'][-1], history.history['loss'][0])
-    self.assertEqual(model.variables[0].value.values[0].device, _full('CPU:1'))
+    self.assertEqual(
+      model.variables[0].value.values[0].device, _full(virtual_devices.name(1))
+    )
 
 
 if __name__ == '__main__':

@@ -9,7 +9,7 @@ from tests import tiers, virtual_devices
 from tf_strategies import errors
 from tf_strategies.strategies import registry
 
-virtual_devices.configure_logical_cpus()
+virtual_devices.configure()
 
 _BATCHES = 6
 

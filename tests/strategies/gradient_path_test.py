@@ -84,10 +84,12 @@ class WatchedOptimizer(keras.optimizers.SGD):
 
 def _train(rank):
   del rank
-  virtual_devices.configure_logical_cpus(2)
+  virtual_devices.configure(2)
   recorder = _Recorder()
   recorder.start()
-  strategy = tfs.MultiWorkerRingStrategy(devices=['CPU:0', 'CPU:1'])
+  strategy = tfs.MultiWorkerRingStrategy(
+    devices=[virtual_devices.name(0), virtual_devices.name(1)]
+  )
   with strategy.scope():
     variables = [tf.Variable(tf.ones([5])), tf.Variable(tf.ones([3, 2]))]
     inner = WatchedOptimizer(0.1)

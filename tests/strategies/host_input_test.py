@@ -12,14 +12,14 @@ from absl.testing import parameterized
 import tf_strategies as tfs
 from tests import virtual_devices
 
-virtual_devices.configure_logical_cpus()
+virtual_devices.configure()
 
 
 _Named = collections.namedtuple('_Named', 'x')
 
 
 def _strategy(replicas=4):
-  return tfs.RingMirroredStrategy([f'CPU:{i}' for i in range(replicas)])
+  return tfs.RingMirroredStrategy(virtual_devices.names(replicas))
 
 
 def _aligned(array):
@@ -126,7 +126,7 @@ class HostInputTest(tf.test.TestCase, parameterized.TestCase):
     captured=(True, False),
   )
   def test_a_loop_of_python_in_a_graph_raises(self, make, consume, captured):
-    strategy = make(['CPU:0', 'CPU:1'])
+    strategy = make([virtual_devices.name(0), virtual_devices.name(1)])
     dataset = tf.data.Dataset.range(8).batch(4)
     iterator = iter(strategy.experimental_distribute_dataset(dataset))
     traced = []
@@ -148,7 +148,7 @@ class HostInputTest(tf.test.TestCase, parameterized.TestCase):
     tfs.RingMirroredStrategy, tfs.CentralStorageStrategy
   )
   def test_loops_of_autograph_and_next_in_a_graph(self, make):
-    strategy = make(['CPU:0', 'CPU:1'])
+    strategy = make([virtual_devices.name(0), virtual_devices.name(1)])
     dataset = tf.data.Dataset.range(8).batch(3)
     distributed = strategy.experimental_distribute_dataset(dataset)
 
@@ -174,7 +174,7 @@ class HostInputTest(tf.test.TestCase, parameterized.TestCase):
     tfs.RingMirroredStrategy, tfs.CentralStorageStrategy
   )
   def test_a_replica_draws_no_batch(self, make):
-    strategy = make(['CPU:0', 'CPU:1'])
+    strategy = make([virtual_devices.name(0), virtual_devices.name(1)])
     dataset = tf.data.Dataset.range(8).batch(4)
     iterator = iter(strategy.experimental_distribute_dataset(dataset))
 
@@ -221,7 +221,9 @@ class WorkerInputTest(tf.test.TestCase, parameterized.TestCase):
     ('named', lambda x: _Named(x)),
   )
   def test_of_one_function(self, make):
-    strategy = tfs.MultiWorkerRingStrategy(devices=['CPU:0', 'CPU:1'])
+    strategy = tfs.MultiWorkerRingStrategy(
+      devices=[virtual_devices.name(0), virtual_devices.name(1)]
+    )
     self.addCleanup(strategy.close)
     dataset = tf.data.Dataset.from_tensor_slices(make(np.arange(5))).batch(2)
     seen = []
@@ -234,7 +236,7 @@ class WorkerInputTest(tf.test.TestCase, parameterized.TestCase):
   @parameterized.parameters(1, 2)
   def test_scalars_of_one_function(self, devices):
     strategy = tfs.MultiWorkerRingStrategy(
-      devices=[f'CPU:{i}' for i in range(devices)]
+      devices=virtual_devices.names(devices)
     )
     self.addCleanup(strategy.close)
     distributed = strategy.distribute_datasets_from_function(
@@ -256,7 +258,7 @@ class WorkerInputTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(seen, expected[devices])
 
   def test_a_batch_of_one_local_replica_is_a_tensor(self):
-    strategy = tfs.MultiWorkerRingStrategy(devices=['CPU:0'])
+    strategy = tfs.MultiWorkerRingStrategy(devices=[virtual_devices.name(0)])
     self.addCleanup(strategy.close)
     dataset = tf.data.Dataset.range(4).batch(3)
     batch = next(iter(strategy.experimental_distribute_dataset(dataset)))
@@ -276,7 +278,9 @@ class WorkerInputTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(len(copy.copy(batch).values), 1)
 
   def test_a_batch_of_two_local_replicas_is_none(self):
-    strategy = tfs.MultiWorkerRingStrategy(devices=['CPU:0', 'CPU:1'])
+    strategy = tfs.MultiWorkerRingStrategy(
+      devices=[virtual_devices.name(0), virtual_devices.name(1)]
+    )
     self.addCleanup(strategy.close)
     dataset = tf.data.Dataset.range(4).batch(3)
     batch = next(iter(strategy.experimental_distribute_dataset(dataset)))
@@ -287,7 +291,7 @@ class WorkerInputTest(tf.test.TestCase, parameterized.TestCase):
         use()
 
   def test_cluster_resolver_without_a_cluster(self):
-    strategy = tfs.MultiWorkerRingStrategy(devices=['CPU:0'])
+    strategy = tfs.MultiWorkerRingStrategy(devices=[virtual_devices.name(0)])
     self.addCleanup(strategy.close)
     resolver = strategy.cluster_resolver
     self.assertIsInstance(
@@ -303,7 +307,7 @@ class WorkerInputTest(tf.test.TestCase, parameterized.TestCase):
     ('mirrored', tfs.RingMirroredStrategy, ('SUM',)),
   )
   def test_uneven_results_are_no_batch_of_keras(self, make, reduce_ops):
-    strategy = make(devices=['CPU:0', 'CPU:1'])
+    strategy = make(devices=[virtual_devices.name(0), virtual_devices.name(1)])
 
     def results():
       context = tf.distribute.get_replica_context()

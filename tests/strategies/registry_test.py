@@ -9,7 +9,7 @@ from absl.testing import parameterized
 import tf_strategies as tfs
 from tests import virtual_devices
 
-virtual_devices.configure_logical_cpus()
+virtual_devices.configure()
 
 
 class RegistryTest(parameterized.TestCase):

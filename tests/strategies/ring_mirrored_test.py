@@ -10,11 +10,11 @@ from absl.testing import parameterized
 import tf_strategies as tfs
 from tests import tiers, virtual_devices
 
-virtual_devices.configure_logical_cpus()
+virtual_devices.configure()
 
 SUM = tf.distribute.ReduceOp.SUM
 MEAN = tf.distribute.ReduceOp.MEAN
-DEVICES = tuple(f'CPU:{i}' for i in range(4))
+DEVICES = tuple(virtual_devices.names(4))
 FULL_NAMES = [f'/job:localhost/replica:0/task:0/device:{d}' for d in DEVICES]
 
 
@@ -314,11 +314,11 @@ class UnevenBatchTest(tf.test.TestCase, parameterized.TestCase):
 
 class DevicesTest(tf.test.TestCase, parameterized.TestCase):
   @parameterized.named_parameters(
-    ('missing', ['CPU:0', 'CPU:77'], "'CPU:77'"),
+    ('missing', [virtual_devices.name(0), 'CPU:77'], "'CPU:77'"),
     ('no_gpu', ['GPU:0'], "'GPU:0'"),
-    ('twice', ['CPU:0', '/device:CPU:0'], 'twice'),
+    ('twice', [virtual_devices.name(0), '/device:CPU:0'], 'twice'),
     ('empty', [], 'at least one device'),
-    ('string', 'CPU:0', 'a list of device names'),
+    ('string', virtual_devices.name(0), 'a list of device names'),
     ('number', [0], 'not 0'),
     ('nonsense', ['gizmo'], 'gizmo'),
     ('no_list', 4, 'a list of device names'),
@@ -333,14 +333,14 @@ class DevicesTest(tf.test.TestCase, parameterized.TestCase):
     strategy = tfs.RingMirroredStrategy()
     self.assertEqual(
       strategy.num_replicas_in_sync,
-      len(tf.config.list_logical_devices('CPU')),
+      len(tf.config.list_logical_devices(virtual_devices.KIND)),
     )
 
   def test_wrong_cross_device_ops(self):
     with self.assertRaisesRegex(
       tfs.errors.UnsupportedOptionError, 'cross_device_ops'
     ):
-      tfs.RingMirroredStrategy(['CPU:0'], 'ring')
+      tfs.RingMirroredStrategy([virtual_devices.name(0)], 'ring')
 
   def test_is_a_mirrored_strategy(self):
     self.assertIsInstance(_strategy(), tf.distribute.MirroredStrategy)
@@ -352,7 +352,9 @@ class NumbersTest(tf.test.TestCase, parameterized.TestCase):
   @parameterized.parameters('ring_mirrored', 'central_storage')
   def test_of_variables(self, name):
     on_read = tf.VariableSynchronization.ON_READ
-    with tfs.create_strategy(name, devices=['CPU:0', 'CPU:1']).scope():
+    with tfs.create_strategy(
+      name, devices=[virtual_devices.name(0), virtual_devices.name(1)]
+    ).scope():
       optimizer = keras.optimizers.SGD(0.25)
       metric = keras.metrics.Mean()
       variable = tf.Variable(2.5)
@@ -373,7 +375,7 @@ class SavedModelTest(tf.test.TestCase, parameterized.TestCase):
     tfs.RingMirroredStrategy, tfs.CentralStorageStrategy
   )
   def test_function_that_reads_a_mean_of_replicas(self, make):
-    strategy = make(['CPU:0', 'CPU:1'])
+    strategy = make([virtual_devices.name(0), virtual_devices.name(1)])
     with strategy.scope():
       module = tf.Module()
       module.mean = tf.Variable(
@@ -416,7 +418,7 @@ class RegistryTest(tf.test.TestCase, parameterized.TestCase):
     'ring_mirrored', 'central_storage', 'multi_worker_ring', 'mirrored'
   )
   def test_devices_as_tensorflow_lists_them(self, name):
-    devices = tf.config.list_logical_devices('CPU')[1:3]
+    devices = tf.config.list_logical_devices(virtual_devices.KIND)[1:3]
     strategy = tfs.create_strategy(name, devices=devices)
     self.assertEqual(
       strategy.extended.worker_devices,
@@ -436,7 +438,9 @@ class RegistryTest(tf.test.TestCase, parameterized.TestCase):
 
   def test_unknown_option_is_refused(self):
     with self.assertRaisesRegex(tfs.errors.UnsupportedOptionError, 'colour'):
-      tfs.create_strategy('ring_mirrored', devices=['CPU:0'], colour='red')
+      tfs.create_strategy(
+        'ring_mirrored', devices=[virtual_devices.name(0)], colour='red'
+      )
 
 
 if __name__ == '__main__':

@@ -7,14 +7,14 @@ from absl.testing import parameterized
 import tf_strategies as tfs
 from tests import tiers, virtual_devices
 
-virtual_devices.configure_logical_cpus()
+virtual_devices.configure()
 
 SUM = tf.distribute.ReduceOp.SUM
 MEAN = tf.distribute.ReduceOp.MEAN
 
 
 def _strategy():
-  return tfs.RingMirroredStrategy([f'CPU:{i}' for i in range(4)])
+  return tfs.RingMirroredStrategy(virtual_devices.names(4))
 
 
 def _batches(strategy, rows):

@@ -10,7 +10,7 @@ from tests.examples import pages
 
 pytestmark = pytest.mark.full
 
-virtual_devices.configure_logical_cpus()
+virtual_devices.configure()
 
 _OPTIONS = {
   'dataset': 'digits',

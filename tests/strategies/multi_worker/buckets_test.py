@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests import virtual_devices
 from tf_strategies.strategies.mirrored import reducer
 
-virtual_devices.configure_logical_cpus()
+virtual_devices.configure()
 
 _DTYPES = (np.float32, np.float64, np.int32, np.int64, np.uint16)
 _SHAPES = st.lists(st.integers(0, 4), max_size=3).map(tuple)

@@ -10,7 +10,7 @@ import tensorflow as tf
 import tf_strategies as tfs
 from tests import processes, virtual_devices
 
-virtual_devices.configure_logical_cpus()
+virtual_devices.configure()
 
 _BATCH, _STEPS, _UNITS = 37, 3, 12
 # Sums of so many rows have more than bfloat16's 8 bits.
@@ -90,7 +90,8 @@ def _work(rank):
   found = {}
   for compression in ('none', 'bfloat16'):
     strategy = tfs.MultiWorkerRingStrategy(
-      options=tfs.RingOptions(compression=compression), devices=['CPU:0']
+      options=tfs.RingOptions(compression=compression),
+      devices=[virtual_devices.name(0)],
     )
     found[compression] = {'fit': _fit(strategy), 'loop': _loop(strategy)}
     strategy.close()

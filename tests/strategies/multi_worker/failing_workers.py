@@ -17,7 +17,7 @@ import tf_strategies as tfs
 from tests import processes, virtual_devices
 from tf_strategies import process_group
 
-virtual_devices.configure_logical_cpus()
+virtual_devices.configure()
 
 _DEADLINE_SECONDS = 90.0
 
@@ -30,7 +30,7 @@ def make_strategy(devices=1, bucket_bytes=8 << 20, **group_options):
       bucket_bytes=bucket_bytes,
       group=process_group.GroupOptions.from_env(**settings),
     ),
-    devices=[f'CPU:{i}' for i in range(devices)],
+    devices=virtual_devices.names(devices),
   )
 
 

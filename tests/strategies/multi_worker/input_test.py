@@ -15,7 +15,7 @@ from absl.testing import parameterized
 import tf_strategies as tfs
 from tests import processes, tiers, virtual_devices
 
-virtual_devices.configure_logical_cpus()
+virtual_devices.configure()
 pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
 
 _DEADLINE_SECONDS = 240
@@ -241,9 +241,7 @@ def _programs(directory):
 
 
 def _work(rank, devices, directory):
-  strategy = tfs.MultiWorkerRingStrategy(
-    devices=[f'CPU:{i}' for i in range(devices)]
-  )
+  strategy = tfs.MultiWorkerRingStrategy(devices=virtual_devices.names(devices))
   assert strategy.rank == rank
   results = {}
   for name, program in _programs(directory).items():

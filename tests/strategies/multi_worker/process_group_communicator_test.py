@@ -13,7 +13,7 @@ from tests import tiers, virtual_devices
 from tf_strategies import _graph_errors, collectives, errors
 from tf_strategies.strategies.multi_worker import process_group_communicator
 
-virtual_devices.configure_logical_cpus()
+virtual_devices.configure()
 
 
 class _RecordingGroup:

@@ -13,7 +13,7 @@ from tf_strategies.strategies.parameter_server import (
   variables,
 )
 
-virtual_devices.configure_logical_cpus()
+virtual_devices.configure()
 
 
 def device(server: int) -> str:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests import virtual_devices
 from tf_strategies.strategies.parameter_server import packing
 
-virtual_devices.configure_logical_cpus()
+virtual_devices.configure()
 
 _DTYPES = (
   np.float32,

@@ -1,10 +1,14 @@
 """A traced step makes of variables what the same step makes of plain ones."""
 
+import time
+from unittest import mock
+
 import tensorflow as tf
 from absl.testing import parameterized
 
 from tests import tiers
 from tests.strategies.parameter_server import local_servers
+from tf_strategies import _tf_internal
 from tf_strategies.strategies.parameter_server import (
   batch_message,
   journal,
@@ -332,6 +336,41 @@ class TracedStepTest(tf.test.TestCase, parameterized.TestCase):
     self.assertAllEqual(b, [0.0, 0.0, 1.0])
     self.assertAllEqual(c, 1.0)
     self.assertEqual(self.journal.done(batch_message.TASKS, _KEY), 1)
+
+  @parameterized.parameters((True,), (False,))
+  def test_unit_begins_when_all_is_there(self, waits):
+    a, b = (local_servers.variable(1, [0.0] * 3) for _ in '01')
+
+    def program(a, b, x):
+      token = yield tf.identity(x)
+
+      def update(variable, value):
+        variable.assign_add(value)
+
+      # On one server, and so in one unit.
+      step = traced_step.current()
+      with step.merging():
+        step.update(a, lambda: update(a, x), [], waits=True)
+        step.update(b, lambda: update(b, x + token), [], waits=True)
+      return token
+
+    def give_up():
+      time.sleep(0.5)  # What is there may be written.
+      self.journal.revoke([0])
+
+    def admit(first, result):
+      # A mutation: it begins when the ticket is there.
+      del first, result
+
+    if not waits:
+      self.enter_context(
+        mock.patch.object(_tf_internal, 'begin_after_captures', admit)
+      )
+    step = self.trace(self.between(program, give_up), [a, b])
+    with self.assertRaises(tf.errors.OpError):
+      step(tf.ones([3]))
+    self.assertEqual(a[0].numpy(), 0.0 if waits else 1.0)
+    self.assertEqual(b[0].numpy(), 0.0 if waits else 1.0)
 
   def test_after_a_restore_a_step_is_repeated_as_a_whole(self):
     a, b = (local_servers.variable(i, [0.0] * 3) for i in range(2))

@@ -27,6 +27,7 @@ from tf_strategies.strategies.parameter_server import units, variables
 _NUM_TOKENS = 1024
 _NUM_MARKS = 1024
 _COUNT_BITS = 32
+_NOWHERE = 2 * _NUM_MARKS
 
 
 class Journal:
@@ -37,7 +38,7 @@ class Journal:
       _make(server, [_NUM_TOKENS], 'tokens') for server in range(num_servers)
     ]
     self._lock = threading.Lock()
-    # By token: 0 if it is valid.
+    # By token: 0 if it is valid, else what no place can be added to.
     self._state = np.zeros([_NUM_TOKENS], np.int64)
     self._tokens = list(range(num_workers))
     self._next = num_workers
@@ -55,7 +56,7 @@ class Journal:
     with self._lock:
       count = len(self._tokens)
       for worker in range(count) if workers is None else workers:
-        self._state[self._tokens[worker]] = 1
+        self._state[self._tokens[worker]] = _NOWHERE
         new = self._next % _NUM_TOKENS
         while new in self._tokens:
           new = (new + 1) % _NUM_TOKENS
@@ -88,54 +89,55 @@ class Journal:
   ) -> units.Ticket:
     """In a worker's graph: what step `done` of task or split `key` shows."""
     mark = key * (1 << _COUNT_BITS) + tf.cast(done, tf.int64)
+    place = kind * _NUM_MARKS + key % _NUM_MARKS
     return units.Ticket(
-      tf.stack([token, mark]),
-      lambda ticket, server, unit: self._admit(kind, ticket, server, unit),
+      tf.stack([token, place, mark]),
+      self._admit,
       lambda server: variables.server_device(server),
     )
 
   def _admit(
-    self, kind: int, ticket: tf.Tensor, server: int, unit: int | None
-  ) -> tf.Tensor:
+    self, ticket: tf.Tensor, server: int, unit: int | None
+  ) -> tuple[tf.Operation, tf.Tensor]:
     """On a server: whether a unit is still to be written; notes that it is.
 
     Fails if the token is not valid. None for a unit that a step may write more
-    than once.
+    than once. Also returns the operation that reads whether it is valid.
     """
-    revoked = tf.raw_ops.ResourceGather(
-      resource=self._tokens_of[server].handle, indices=ticket[0], dtype=tf.int64
-    )
-    # There is no element 1. (TensorFlow's optimizer removes reads that nothing but
-    # a control dependency needs, and would put assertions into an order.)
-    mark = tf.gather(ticket[1:], revoked)
+    token, place, mark = tf.unstack(ticket)
+    # As few operations as can be: each step does them on each server.
+    revoked = _read(self._tokens_of[server], token)
+    place += revoked
+    written = self._unit(server, units.LAST_UNIT if unit is None else unit)
+    before = _read(written, place)  # Fails, if there is no such place.
     if unit is None:
-      return mark >= 0
-    written = self._unit(server, unit)
-    place = tf.stack(
-      [[kind, tf.bitwise.right_shift(mark, _COUNT_BITS) % _NUM_MARKS]]
+      return revoked.op, before >= 0
+    tf.raw_ops.ResourceScatterUpdate(
+      resource=written.handle, indices=place, updates=mark
     )
-    before = tf.raw_ops.ResourceGatherNd(
-      resource=written.handle, indices=place, dtype=tf.int64
-    )
-    tf.raw_ops.ResourceScatterNdUpdate(
-      ref=written.handle, indices=place, updates=mark[None]
-    )
-    return tf.not_equal(before[0], mark)
+    return revoked.op, tf.not_equal(before, mark)
 
   def _unit(self, server: int, unit: int) -> variables.ServerVariable:
     key = server, unit
     if key not in self._written:
       with tf.init_scope():
-        self._written[key] = _make(server, [2, _NUM_MARKS], 'written')
+        self._written[key] = _make(server, [2 * _NUM_MARKS], 'written')
     return self._written[key]
 
   def done(self, kind: int, key: int) -> int:
     """On the coordinator: how much of the task or split `key` is done."""
     variable = self._unit(0, units.LAST_UNIT)
     with tf.device(variable.device):
-      mark = int(variable.read_directly()[kind, key % _NUM_MARKS])
+      marks = variable.read_directly()
+    mark = int(marks[kind * _NUM_MARKS + key % _NUM_MARKS])
     is_of_key = mark >> _COUNT_BITS == key
     return mark & ((1 << _COUNT_BITS) - 1) if is_of_key else 0
+
+
+def _read(variable: variables.ServerVariable, place: tf.Tensor) -> tf.Tensor:
+  return tf.raw_ops.ResourceGather(
+    resource=variable.handle, indices=place, dtype=tf.int64
+  )
 
 
 def _make(server: int, shape: list[int], name: str) -> variables.ServerVariable:

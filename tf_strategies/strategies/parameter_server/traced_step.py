@@ -13,10 +13,9 @@ twice. The first trace only looks which variables are read where. In the second
   each other;
 * the optimizer's update runs on the server that holds the variable.
 
-What is written on a server is written in few calls there, the units of the
-step: the updates of small variables together, of a large one by itself, what was
-held back by the end of the step. A unit is written once, also by a step that is
-repeated, or not at all.
+What is written on a server is written in few units: the updates of small variables
+together, that of a large one, what was held back. A unit is written once, also by a
+step that is repeated, or not at all.
 """
 
 from __future__ import annotations
