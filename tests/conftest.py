@@ -45,6 +45,7 @@ _ON_HOSTS = (
   'strategies/tpu',
   'strategies/parameter_server/packing_test.py',
   'strategies/parameter_server/traced_step_test.py',
+  'strategies/parameter_server/units_test.py',
   'strategies/parameter_server/variables_test.py',
 )
 

@@ -1,0 +1,232 @@
+"""Steps that read and write variables on servers, and one that is traced."""
+
+import tensorflow as tf
+
+from tf_strategies.strategies.parameter_server import (
+  batch_message,
+  traced_step,
+  worker_function,
+)
+
+KEY = 5
+
+
+def assign(a, b, x):
+  a.assign(b + x)
+  return a.read_value()
+
+
+def read_after_write(a, b, x):
+  a.assign_add(x)
+  b.assign(a * 2.0)
+  a.assign_sub(b)
+  return a + b
+
+
+def sums(a, b, x):
+  a.assign(a + x)
+  a.assign(x + a)
+  b.assign(b - x)
+  b.assign_add(x)
+  b.assign_sub(3.0 * x)
+  return b.read_value()
+
+
+def sum_after_overwrite(a, b, x):
+  a.assign(x)
+  a.assign_add(x)
+  b.assign_add(x)
+  b.assign(tf.zeros_like(b))
+  b.assign_add(x)
+  return a * b
+
+
+def difference_the_other_way_round(a, b, x):
+  # No addition: it must not be sent as one.
+  a.assign(x - a)
+  return a.read_value()
+
+
+def written_in_a_branch(a, b, x):
+  tf.cond(tf.reduce_sum(x) > 0.0, lambda: a.assign_add(x), lambda: a.assign(b))
+  return a.read_value()
+
+
+def written_in_the_other_branch(a, b, x):
+  return written_in_a_branch(a, b, -x)
+
+
+def written_before_and_in_a_branch(a, b, x):
+  a.assign_add(x)
+  tf.cond(
+    tf.reduce_sum(x) > 0.0, lambda: a.assign(a * 2.0), lambda: a.read_value()
+  )
+  a.assign_add(x)
+  return a.read_value()
+
+
+def written_in_a_loop(a, b, x):
+  def body(i):
+    a.assign_add(x)
+    b.assign(a + b)
+    return i + 1
+
+  tf.while_loop(lambda i: i < 3, body, [0], parallel_iterations=1)
+  return a + b
+
+
+def read_in_a_loop(a, b, x):
+  a.assign_add(x)
+  return tf.while_loop(
+    lambda i, s: i < 3, lambda i, s: (i + 1, s + a * b), [0, x]
+  )[1]
+
+
+def gradients(a, b, x):
+  with tf.GradientTape() as tape:
+    loss = tf.reduce_sum(tf.sin(a * x) + b * b * x)
+  for variable, gradient in zip(
+    (a, b), tape.gradient(loss, [a, b]), strict=True
+  ):
+    variable.assign_sub(0.1 * gradient)
+  return loss
+
+
+def gradients_of_a_loop(a, b, x):
+  with tf.GradientTape() as tape:
+    total = tf.while_loop(
+      lambda i, s: i < 3,
+      lambda i, s: (i + 1, tf.sin(s * a) + b + tf.gather(a, [0, 0, 2])),
+      [0, x],
+    )[1]
+    loss = tf.reduce_sum(total)
+  for variable, gradient in zip(
+    (a, b), tape.gradient(loss, [a, b]), strict=True
+  ):
+    variable.assign_sub(0.1 * tf.convert_to_tensor(gradient))
+  return loss
+
+
+def gradients_of_a_branch(a, b, x):
+  with tf.GradientTape() as tape:
+    loss = tf.cond(
+      tf.reduce_sum(x) > 0.0,
+      lambda: tf.reduce_sum(a * a * x),
+      lambda: tf.reduce_sum(b),
+    )
+  a.assign_sub(tf.convert_to_tensor(tape.gradient(loss, a)))
+  return loss
+
+
+def gradient_after_a_write(a, b, x):
+  a.assign_add(x)
+  with tf.GradientTape() as tape:
+    loss = tf.reduce_sum(a * a * b)
+  gradient = tape.gradient(loss, a)
+  a.assign_sub(0.1 * gradient)
+  return gradient
+
+
+def rows(a, b, x):
+  a.assign_add(x)
+  a.scatter_add(tf.IndexedSlices(tf.constant([10.0]), tf.constant([1])))
+  a.assign_add(x)
+  return tf.gather(a, [2, 1, 0])
+
+
+def gathered_after_a_write(a, b, x):
+  a.assign_add(x)
+  return tf.gather(a, [2, 2, 0]) + tf.gather_nd(a, [[0], [1], [1]])
+
+
+def scattered_only(a, b, x):
+  a.scatter_update(tf.IndexedSlices(x[:2], tf.constant([2, 0])))
+  b.scatter_sub(tf.IndexedSlices(x[:1], tf.constant([1])))
+  return b.read_value()
+
+
+def broadcast(a, b, x):
+  a.assign_add(tf.broadcast_to(x[0], [3]))
+  return a.read_value()
+
+
+def no_variable(a, b, x):
+  return x * 2.0
+
+
+PROGRAMS = (
+  assign,
+  read_after_write,
+  sums,
+  sum_after_overwrite,
+  difference_the_other_way_round,
+  written_in_a_branch,
+  written_in_the_other_branch,
+  written_before_and_in_a_branch,
+  written_in_a_loop,
+  read_in_a_loop,
+  gradients,
+  gradients_of_a_loop,
+  gradients_of_a_branch,
+  gradient_after_a_write,
+  rows,
+  gathered_after_a_write,
+  scattered_only,
+  broadcast,
+  no_variable,
+)
+
+
+class Step:
+  """Does a program as a worker does a step: each call is another step."""
+
+  def __init__(self, program, variables, journal, *specs):
+    def run(batch):
+      return program(*variables, *batch)
+
+    discovery = worker_function.discover(run, specs)
+
+    def step(token, number, *batch):
+      traced = traced_step.TracedStep(discovery.access)
+      key = tf.constant(KEY, tf.int64)
+      with traced.tracing():
+        traced.ticket = journal.ticket(batch_message.TASKS, token, key, number)
+        outputs = run(batch)
+      with tf.control_dependencies(traced.commit()):
+        return tf.identity(outputs)
+
+    number = tf.TensorSpec([], tf.int64)
+    self._token = journal.token(0)
+    self._steps = 0
+    self.function = worker_function.concrete(step, number, number, *specs)
+
+  def __call__(self, *batch):
+    self._steps += 1
+    return self.repeat(*batch)
+
+  def repeat(self, *batch, token=None):
+    """The same step again."""
+    token = self._token if token is None else token
+    numbers = (tf.constant(n, tf.int64) for n in (token, self._steps))
+    return self.function(*numbers, *batch)
+
+
+SPEC = tf.TensorSpec([3], tf.float32)
+
+
+def between(program, action):
+  """The program with an action of somebody else in its middle."""
+
+  def run(*args):
+    generator = program(*args)
+    with tf.control_dependencies([next(generator)]):
+      acted = tf.numpy_function(action, [], [])
+    with tf.control_dependencies([acted]):
+      token = tf.identity(0.0)
+    try:
+      generator.send(token)
+    except StopIteration as e:
+      return e.value
+    raise AssertionError('the program does not end')
+
+  return run

@@ -1,0 +1,181 @@
+"""What a step writes on servers is written once, or not at all."""
+
+import time
+from unittest import mock
+
+import tensorflow as tf
+from absl.testing import parameterized
+
+from tests import tiers
+from tests.strategies.parameter_server import local_servers, step_programs
+from tf_strategies import _tf_internal
+from tf_strategies.strategies.parameter_server import (
+  batch_message,
+  journal,
+  traced_step,
+)
+
+
+class UnitsTest(tf.test.TestCase, parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    self.enter_context(local_servers.on_local_devices())
+    self.journal = journal.Journal(2, 2)
+
+  def trace(self, program, variables, *specs):
+    return step_programs.Step(
+      program, variables, self.journal, *(specs or [step_programs.SPEC])
+    )
+
+  @tiers.named_parameters(
+    *tiers.few(
+      [(p.__name__, p) for p in step_programs.PROGRAMS],
+      'written_in_a_branch',
+      'scattered_only',
+      'sums',
+    )
+  )
+  def test_worker_that_was_given_up_writes_nothing(self, program):
+    values = [1.0, 2.0, 3.0], [-0.5, 0.25, 4.0]
+    ours = [local_servers.variable(i, v) for i, v in enumerate(values)]
+    step = self.trace(program, ours)
+    x = tf.constant([0.5, 1.5, -0.25])
+    self.journal.revoke([1])
+    step(x)
+    before = [v.numpy() for v in ours]
+    self.journal.revoke([0])
+    # Of what was refused first, or of what was cancelled by that.
+    with self.assertRaises(tf.errors.OpError):
+      step(x)
+    for want, got in zip(before, ours, strict=True):
+      self.assertAllEqual(want, got)
+    # Its next task is another one.
+    step = self.trace(program, ours)
+    step(x)
+
+  @tiers.named_parameters(
+    *tiers.few(
+      [
+        (p.__name__, p)
+        for p in step_programs.PROGRAMS
+        if p is not step_programs.written_in_a_loop
+      ],
+      'written_in_a_branch',
+      'rows',
+      'sums',
+    )
+  )
+  def test_step_that_is_repeated_writes_nothing(self, program):
+    values = [1.0, 2.0, 3.0], [-0.5, 0.25, 4.0]
+    ours = [local_servers.variable(i, v) for i, v in enumerate(values)]
+    step = self.trace(program, ours)
+    x = tf.constant([0.5, 1.5, -0.25])
+    step(x)
+    before = [v.numpy() for v in ours]
+    step.repeat(x)
+    for want, got in zip(before, ours, strict=True):
+      self.assertAllEqual(want, got)
+    for k, variable in enumerate(ours):
+      variable.assign(variable + 7.0 * (k + 1))
+    before = [v.numpy() for v in ours]
+    step(x)
+    if program is not step_programs.no_variable:
+      self.assertNotAllEqual(before, [v.numpy() for v in ours])
+
+  @parameterized.parameters(('lost',), ('given_up',))
+  def test_step_that_came_to_its_middle_is_done_once(self, how):
+    a, b = (local_servers.variable(i, [0.0] * 3) for i in range(2))
+    c = local_servers.variable(1, 0.0)
+    has_failed = []
+
+    def program(a, b, c, x):
+      c.assign_add(1.0)
+      a.scatter_add(tf.IndexedSlices(x[:1], tf.constant([1])))
+      token = yield a.read_value()
+      row = x[:1] + token
+      b.scatter_add(tf.IndexedSlices(row, tf.constant([2])))
+      return row
+
+    def fail_once():
+      if not has_failed:
+        has_failed.append(True)
+        if how == 'lost':
+          raise ZeroDivisionError('the worker is lost')
+        self.journal.revoke([0])
+
+    step = self.trace(step_programs.between(program, fail_once), [a, b, c])
+    with self.assertRaises(tf.errors.OpError):
+      step(tf.ones([3]))
+    self.assertAllEqual(a, [0.0, 1.0, 0.0])
+    self.assertAllEqual(b, [0.0] * 3)
+    self.assertEqual(
+      self.journal.done(batch_message.TASKS, step_programs.KEY), 0
+    )
+    step.repeat(tf.ones([3]), token=self.journal.token(0))
+    self.assertAllEqual(a, [0.0, 1.0, 0.0])
+    self.assertAllEqual(b, [0.0, 0.0, 1.0])
+    self.assertAllEqual(c, 1.0)
+    self.assertEqual(
+      self.journal.done(batch_message.TASKS, step_programs.KEY), 1
+    )
+
+  @parameterized.parameters((True,), (False,))
+  def test_unit_begins_when_all_is_there(self, waits):
+    a, b = (local_servers.variable(1, [0.0] * 3) for _ in '01')
+
+    def program(a, b, x):
+      token = yield tf.identity(x)
+
+      def update(variable, value):
+        variable.assign_add(value)
+
+      # On one server, and so in one unit.
+      step = traced_step.current()
+      with step.merging():
+        step.update(a, lambda: update(a, x), [], waits=True)
+        step.update(b, lambda: update(b, x + token), [], waits=True)
+      return token
+
+    def give_up():
+      time.sleep(0.5)  # What is there may be written.
+      self.journal.revoke([0])
+
+    def admit(first, result):
+      # A mutation: it begins when the ticket is there.
+      del first, result
+
+    if not waits:
+      self.enter_context(
+        mock.patch.object(_tf_internal, 'begin_after_captures', admit)
+      )
+    step = self.trace(step_programs.between(program, give_up), [a, b])
+    with self.assertRaises(tf.errors.OpError):
+      step(tf.ones([3]))
+    self.assertEqual(a[0].numpy(), 0.0 if waits else 1.0)
+    self.assertEqual(b[0].numpy(), 0.0 if waits else 1.0)
+
+  def test_after_a_restore_a_step_is_repeated_as_a_whole(self):
+    a, b = (local_servers.variable(i, [0.0] * 3) for i in range(2))
+
+    def program(a, b, x):
+      a.scatter_add(tf.IndexedSlices(x[:1], tf.constant([1])))
+      token = yield a.read_value()
+      b.scatter_add(tf.IndexedSlices(x[:1] + token, tf.constant([2])))
+      return token
+
+    def fail():
+      raise ZeroDivisionError('the worker is lost')
+
+    step = self.trace(step_programs.between(program, fail), [a, b])
+    for _ in range(2):
+      with self.assertRaises(tf.errors.OpError):
+        step.repeat(tf.ones([3]), token=self.journal.token(0))
+      self.assertAllEqual(a, [0.0, 1.0, 0.0])
+    self.journal.recover()
+    with self.assertRaises(tf.errors.OpError):
+      step.repeat(tf.ones([3]), token=self.journal.token(0))
+    self.assertAllEqual(a, [0.0, 2.0, 0.0])
+
+
+if __name__ == '__main__':
+  tf.test.main()
