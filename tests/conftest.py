@@ -1,7 +1,6 @@
 """Settings that must hold before the first test module imports TensorFlow."""
 
 import os
-import pathlib
 
 # TensorFlow reads it when it is first imported.
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
@@ -30,26 +29,6 @@ hypothesis.settings.register_profile('soak', max_examples=2000, **_UNTIMED)
 hypothesis.settings.load_profile('soak' if _SOAK else 'default_run')
 
 
-# What runs with --device: all whose computation is on the devices of a strategy.
-_ON_DEVICES = (
-  'conformance',
-  'cross_device',
-  'keras',
-  'museum',
-  'programs',
-  'strategies',
-)
-# In those, what checks CPUs, hosts, or TPUs; servers and their messages.
-_ON_HOSTS = (
-  'strategies/host_input_test.py',
-  'strategies/tpu',
-  'strategies/parameter_server/packing_test.py',
-  'strategies/parameter_server/traced_step_test.py',
-  'strategies/parameter_server/units_test.py',
-  'strategies/parameter_server/variables_test.py',
-)
-
-
 def pytest_addoption(parser):
   """Adds --device."""
   parser.addoption(
@@ -70,13 +49,10 @@ def _has_gpu() -> bool:
 def pytest_collection_modifyitems(config, items):
   """Adds the marks of single rows; skips what only `make soak` runs."""
   if config.getoption('--device'):
-    root = pathlib.Path(__file__).parent
-    items[:] = [
-      item
-      for item in items
-      if _is_in(item.path.relative_to(root), _ON_DEVICES)
-      and not _is_in(item.path.relative_to(root), _ON_HOSTS)
-    ]
+    chosen = [item for item in items if tiers.is_on_devices(item.path)]
+    others = [item for item in items if not tiers.is_on_devices(item.path)]
+    config.hook.pytest_deselected(items=others)
+    items[:] = chosen
   skip = pytest.mark.skip(reason='a soak test: run it with `make soak`')
   for item in items:
     mark = tiers.mark_of(getattr(item, 'function', None), item.name)
@@ -84,10 +60,6 @@ def pytest_collection_modifyitems(config, items):
       item.add_marker(mark)
     if item.get_closest_marker('soak') and not _SOAK:
       item.add_marker(skip)
-
-
-def _is_in(path: pathlib.Path, places) -> bool:
-  return any(path.is_relative_to(place) for place in places)
 
 
 class _NoGpu:

@@ -85,7 +85,12 @@ def _serve(cluster, job, index):
   os.environ.setdefault('GRPC_FAIL_FAST', 'use_caller')
   import tensorflow as tf
 
+  from tests import virtual_devices
+
   server = tf.distribute.Server(
-    tf.train.ClusterSpec(cluster), job_name=job, task_index=index
+    tf.train.ClusterSpec(cluster),
+    job_name=job,
+    task_index=index,
+    config=virtual_devices.server_config(computes=job == 'worker'),
   )
   server.join()

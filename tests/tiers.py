@@ -26,6 +26,7 @@ adds the marks.
 
 import dataclasses
 import itertools
+import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -166,3 +167,31 @@ def _decorator(absl_decorator, rows, name_of):
     return absl_decorator([_row(row) for row in rows])(test)
 
   return decorate
+
+
+# What runs with --device: all whose computation is on the devices of a strategy.
+_ON_DEVICES = (
+  'conformance',
+  'cross_device',
+  'keras',
+  'museum',
+  'programs',
+  'strategies',
+)
+# In those, what checks CPUs, hosts, or TPUs; servers and their messages.
+_ON_HOSTS = (
+  'strategies/host_input_test.py',
+  'strategies/tpu',
+  'strategies/parameter_server/packing_test.py',
+  'strategies/parameter_server/traced_step_test.py',
+  'strategies/parameter_server/units_test.py',
+  'strategies/parameter_server/variables_test.py',
+)
+
+
+def is_on_devices(path: pathlib.Path) -> bool:
+  """Whether a file has tests that `--device` moves to other devices."""
+  path = path.relative_to(pathlib.Path(__file__).parent)
+  return any(path.is_relative_to(p) for p in _ON_DEVICES) and not any(
+    path.is_relative_to(p) for p in _ON_HOSTS
+  )

@@ -110,7 +110,9 @@ class TiersTest(parameterized.TestCase):
     item = mock.Mock(function=None, keywords={'soak': True})
     item.name = 'test_something'
     item.get_closest_marker.return_value = None
-    conftest.pytest_collection_modifyitems([item])
+    config = mock.Mock()
+    config.getoption.return_value = None
+    conftest.pytest_collection_modifyitems(config, [item])
     item.add_marker.assert_not_called()
 
 

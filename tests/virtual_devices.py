@@ -49,13 +49,25 @@ def configure(count: int = DEFAULT_COUNT) -> None:
   _split('CPU', count, {})
   if KIND == 'GPU':
     tf.config.experimental.enable_tensor_float_32_execution(False)
-    if len(tf.config.list_physical_devices('GPU')) < min(count, _ENOUGH):
+    physical = tf.config.list_physical_devices('GPU')
+    if len(physical) < _ENOUGH:
       _split('GPU', count, {'memory_limit': _MEGABYTES})
+    else:
+      for gpu in physical:
+        tf.config.experimental.set_memory_growth(gpu, True)
 
 
-def hide_gpus() -> None:
-  """For a process that is a host only, such as a parameter server."""
-  tf.config.set_visible_devices([], 'GPU')
+def server_config(computes: bool) -> tf.compat.v1.ConfigProto:
+  """Of a `tf.distribute.Server`: on a share of a GPU if it `computes` there."""
+  config = tf.compat.v1.ConfigProto()
+  if computes and KIND == 'GPU':
+    config.gpu_options.experimental.virtual_devices.add(
+      memory_limit_mb=[float(_MEGABYTES)]
+    )
+    config.gpu_options.visible_device_list = '0'
+  else:
+    config.device_count['GPU'] = 0
+  return config
 
 
 def _split(kind, count, options):

@@ -1,12 +1,25 @@
-"""Logical CPUs are set up once, and too few of them is an error.
+"""Devices of tests are set up once, and their type is taken from one place.
 
 In a process of its own each, because TensorFlow fixes its devices for good.
 """
+
+import ast
+import pathlib
+import re
 
 import pytest
 from absl.testing import absltest
 
 from benchmarks import processes
+from tests import tiers
+
+_TESTS = pathlib.Path(__file__).parent.parent
+# Names that are compared, and never given to TensorFlow as a device.
+_NAMES_ONLY = {
+  'cross_device/executor_test.py',
+  'strategies/registry_test.py',
+  'strategies/ring_mirrored_test.py',
+}
 
 _PREAMBLE = """
 import tensorflow as tf
@@ -47,6 +60,46 @@ except RuntimeError as e:
     self.assertEqual(result.returncode, 0, result.stderr)
     self.assertStartsWith(result.stdout, 'count (4) logical CPUs')
     self.assertIn('already with 2.', result.stdout)
+
+  def test_no_test_on_devices_names_a_type(self):
+    literal = re.compile(r'[CG]PU:\d')
+    found = []
+    for path in filter(tiers.is_on_devices, sorted(_TESTS.rglob('*.py'))):
+      name = str(path.relative_to(_TESTS))
+      for node in ast.walk(ast.parse(path.read_text())):
+        is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if (
+          is_text and literal.fullmatch(node.value) and name not in _NAMES_ONLY
+        ):
+          found.append(f'{name}:{node.lineno}: {node.value}')
+    self.assertEqual(found, [])
+
+  def _pytest(self, *arguments):
+    words = '-m', 'pytest', '-q', '-p', 'no:cacheprovider', *arguments
+    result = processes.run_python(*words, cwd=_TESTS.parent)
+    self.assertEqual(result.returncode, 0, result.stdout + result.stderr)
+    return result.stdout
+
+  @pytest.mark.full
+  def test_switch_to_cpus(self):
+    found = self._pytest(
+      '--device=cpu',
+      'tests/cross_device/statistics_test.py',
+      'tests/collectives/layout_test.py',
+    )
+    self.assertRegex(found, r'[1-9]\d* passed')
+    self.assertRegex(found, r'[1-9]\d* deselected')
+
+  @pytest.mark.full
+  def test_switch_to_gpus_where_there_is_none(self):
+    import tensorflow as tf
+
+    if tf.config.list_physical_devices('GPU'):
+      self.skipTest('there is one')
+    for options in ([], ['-n', '2']):
+      found = self._pytest('--device=gpu', *options, 'tests/keras')
+      self.assertIn('no GPU on this machine: 0 ran', found)
+      self.assertNotIn('passed', found)
 
 
 if __name__ == '__main__':
