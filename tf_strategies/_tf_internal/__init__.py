@@ -24,7 +24,6 @@ from tf_strategies._tf_internal.tracing import (  # noqa: F401  For all others.
   add_functions,
   arrays_from,
   autograph_convert,
-  begin_after_captures,
   compiled_operations,
   copy_handle_data,
   create_now,

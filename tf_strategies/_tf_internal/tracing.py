@@ -266,21 +266,6 @@ def inlined(function):
   return _tf_convert(traced, _ag_ctx.ControlStatusCtx(_ag_ctx.Status.ENABLED))
 
 
-def begin_after_captures(first: tf.Operation, result: tf.Tensor) -> None:
-  """Lets an operation wait until all that a `tf.cond` reads is on this device.
-
-  Args:
-    first: what the predicate depends on.
-    result: of the `tf.cond`.
-  """
-  conditional = result.op.inputs[0].op
-  here = [
-    tf.identity(t) for t in conditional.inputs[1:] if t.dtype != tf.resource
-  ]
-  # pylint: disable-next=protected-access
-  first._add_control_inputs([t.op for t in here])
-
-
 def runs_once(graph: tf.Graph, step: tf.Graph) -> bool:
   """Whether a graph in that of a step runs at most once in it: no loop's body."""
   while graph is not step:

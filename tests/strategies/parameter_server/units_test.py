@@ -8,11 +8,11 @@ from absl.testing import parameterized
 
 from tests import tiers
 from tests.strategies.parameter_server import local_servers, step_programs
-from tf_strategies import _tf_internal
 from tf_strategies.strategies.parameter_server import (
   batch_message,
   journal,
   traced_step,
+  units,
 )
 
 
@@ -140,13 +140,10 @@ class UnitsTest(tf.test.TestCase, parameterized.TestCase):
       time.sleep(0.5)  # What is there may be written.
       self.journal.revoke([0])
 
-    def admit(first, result):
-      # A mutation: it begins when the ticket is there.
-      del first, result
-
     if not waits:
+      # A mutation: it begins when some of its inputs are there.
       self.enter_context(
-        mock.patch.object(_tf_internal, 'begin_after_captures', admit)
+        mock.patch.object(units, '_as_one_call', lambda function: function)
       )
     step = self.trace(step_programs.between(program, give_up), [a, b])
     with self.assertRaises(tf.errors.OpError):

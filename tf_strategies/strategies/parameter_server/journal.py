@@ -98,24 +98,23 @@ class Journal:
 
   def _admit(
     self, ticket: tf.Tensor, server: int, unit: int | None
-  ) -> tuple[tf.Operation, tf.Tensor]:
+  ) -> tf.Tensor:
     """On a server: whether a unit is still to be written; notes that it is.
 
     Fails if the token is not valid. None for a unit that a step may write more
-    than once. Also returns the operation that reads whether it is valid.
+    than once.
     """
     token, place, mark = tf.unstack(ticket)
     # As few operations as can be: each step does them on each server.
-    revoked = _read(self._tokens_of[server], token)
-    place += revoked
+    place += _read(self._tokens_of[server], token)
     written = self._unit(server, units.LAST_UNIT if unit is None else unit)
     before = _read(written, place)  # Fails, if there is no such place.
     if unit is None:
-      return revoked.op, before >= 0
+      return before >= 0
     tf.raw_ops.ResourceScatterUpdate(
       resource=written.handle, indices=place, updates=mark
     )
-    return revoked.op, tf.not_equal(before, mark)
+    return tf.not_equal(before, mark)
 
   def _unit(self, server: int, unit: int) -> variables.ServerVariable:
     key = server, unit

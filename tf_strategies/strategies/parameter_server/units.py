@@ -1,7 +1,7 @@
-"""What a step writes on a server, in units that are written once.
+"""What a step writes on a server, as calls there that are made once.
 
-Each begins when all that it needs has arrived, and then depends on nobody else: the
-death of the worker does not end it. `journal` says whether it is to be written.
+Each call begins when all that it needs has arrived, and then depends on nobody else:
+the death of the worker does not end it. `journal` says whether it is to write.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ class Ticket(NamedTuple):
   """What a step shows to a server before it writes there."""
 
   tensor: tf.Tensor
-  # On a server, in the graph: whether a unit of that number is to be written, of a
-  # copy of the tensor, after the operation that asks. Fails if the worker was given
-  # up.
-  admit: Callable[[tf.Tensor, int, int | None], tuple[tf.Operation, tf.Tensor]]
+  # On a server, in the graph: whether a unit of that number is to be written; of a
+  # copy of the tensor. Fails if the worker was given up.
+  admit: Callable[[tf.Tensor, int, int | None], tf.Tensor]
   device: Callable[[int], str]  # Of a server.
 
 
@@ -49,7 +48,7 @@ class Units:
     Args:
       ticket: of the step.
       server: on which it is written.
-      write: does it; it is traced in a branch.
+      write: does it; it is traced in a function of its own.
       step: the graph of the step.
       tensor: a copy of the ticket's.
       is_last: whether nothing is written after it.
@@ -68,12 +67,24 @@ class Units:
       write()
       return 1
 
+    def write_if_admitted():
+      is_to_write = ticket.admit(tensor, server, number)
+      return tf.cond(is_to_write, write_in_branch, lambda: 1)
+
     self.is_open = True
     try:
       with tf.device(ticket.device(server)):
-        first, is_to_write = ticket.admit(tensor, server, number)
-        done = tf.cond(is_to_write, write_in_branch, lambda: 1)
-        _tf_internal.begin_after_captures(first, done)
-      return done.op
+        return _as_one_call(write_if_admitted)().op
     finally:
       self.is_open = False
+
+
+def _as_one_call(function: Callable[[], tf.Tensor]) -> Callable[[], tf.Tensor]:
+  """A function that begins when all of its inputs are there, and ends.
+
+  As operations of the step they would begin with some inputs; and those that were
+  noted as written might not run when another operation of the step fails.
+  """
+  return tf.function(
+    function, autograph=False, experimental_attributes={'_noinline': True}
+  )
