@@ -13,10 +13,8 @@ before anything is timed, and the peers take turns. Each set on each number of
 devices has a process of its own.
 """
 
-import concurrent.futures
 import dataclasses
 import itertools
-import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -30,8 +28,11 @@ from absl import app, flags, logging
 
 from benchmarks import measure, peers, report, tensor_sets
 
+_DEVICE = flags.DEFINE_enum(
+  'device', 'cpu', ['cpu', 'gpu'], 'GPUs: virtual ones, if there is only one.'
+)
 _NUM_DEVICES = flags.DEFINE_list(
-  'num_devices', None, 'Numbers of logical CPUs. Default: 2,4,8; quick: 2,4.'
+  'num_devices', None, 'Numbers of devices. Default: 2,4,8; quick: 2,4.'
 )
 _SETS = flags.DEFINE_list(
   'sets',
@@ -176,7 +177,7 @@ def busiest_bytes_in(step: Step, shapes, num_devices: int) -> int:
 
 
 def run_set(
-  name: str, num_devices: int, rounds: int, repeats: int
+  name: str, num_devices: int, rounds: int, repeats: int, device: str = 'cpu'
 ) -> list[dict[str, object]]:
   """Measures every peer on one tensor set, in a process of its own.
 
@@ -186,18 +187,18 @@ def run_set(
 
   Args:
     name: the tensor set.
-    num_devices: how many logical CPUs to reduce over.
+    num_devices: how many devices to reduce over.
     rounds: turns of each peer.
     repeats: timed calls in each turn.
+    device: 'cpu' or 'gpu'.
 
   Returns:
     One record for each peer, as the JSON report has them.
   """
   # Every strategy announces its devices, and every peer its algorithm.
   logging.set_verbosity(logging.ERROR)
-  _configure(num_devices)
+  devices = measure.split_device(device, num_devices)
   shapes = tensor_sets.by_name(name)
-  devices = [f'CPU:{i}' for i in range(num_devices)]
   inputs = place_inputs(shapes, devices)
   steps = []
   for peer in peers.for_devices(num_devices):
@@ -277,20 +278,6 @@ def _progress(text: str) -> None:
   print(text, file=sys.stderr, flush=True)
 
 
-def _in_a_process(function, *args):
-  with concurrent.futures.ProcessPoolExecutor(
-    1, mp_context=multiprocessing.get_context('spawn')
-  ) as process:
-    return process.submit(function, *args).result()
-
-
-def _configure(count: int) -> None:
-  cpu = tf.config.list_physical_devices('CPU')[0]
-  tf.config.set_logical_device_configuration(
-    cpu, [tf.config.LogicalDeviceConfiguration() for _ in range(count)]
-  )
-
-
 def _world_sizes() -> list[int]:
   texts = _NUM_DEVICES.value or (
     ['2', '4'] if _QUICK.value else ['2', '4', '8']
@@ -317,11 +304,17 @@ def main(argv: Sequence[str]) -> None:
   content = {
     'benchmark': 'all_reduce',
     **report.environment(),
-    'settings': {'rounds': rounds, 'repeats': _REPEATS.value},
+    'settings': {
+      'device': _DEVICE.value,
+      'rounds': rounds,
+      'repeats': _REPEATS.value,
+    },
     'results': [],
   }
   for num_devices, name in itertools.product(world_sizes, names):
-    records = _in_a_process(run_set, name, num_devices, rounds, _REPEATS.value)
+    records = measure.in_a_process(
+      run_set, name, num_devices, rounds, _REPEATS.value, _DEVICE.value
+    )
     print(f'\n{num_devices} devices, {name}\n\n{table(records)}', flush=True)
     content['results'] += records
   if _REPORT_JSON.value:

@@ -4,7 +4,9 @@ A machine speeds up, slows down and is shared. Peers that are timed one after
 the other see different machines, so here they take turns.
 """
 
+import concurrent.futures
 import dataclasses
+import multiprocessing
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -103,3 +105,44 @@ def take_turns(
         # Freed outside of the timed span, and before the next call allocates.
         del result
   return seconds
+
+
+def in_a_process(function: Callable, *args):
+  """What a function returns in a new process, with devices of its own."""
+  with concurrent.futures.ProcessPoolExecutor(
+    1, mp_context=multiprocessing.get_context('spawn')
+  ) as process:
+    return process.submit(function, *args).result()
+
+
+def split_device(device: str, count: int, gigabytes: float = 16.0) -> list[str]:
+  """Names of `count` devices of this process, which has done nothing yet.
+
+  Args:
+    device: 'cpu' or 'gpu'.
+    count: how many; GPUs that are not there are parts of the first one.
+    gigabytes: of memory of each part of a GPU.
+
+  Raises:
+    RuntimeError: there is no such device.
+  """
+  # TensorFlow is imported late: it reads its environment then.
+  import tensorflow as tf
+
+  kind = device.upper()
+  physical = tf.config.list_physical_devices(kind)
+  if not physical:
+    raise RuntimeError(f'Expected a {kind} for device={device!r}, got none.')
+  if kind == 'CPU':
+    options = {}
+  elif len(physical) >= count:
+    for each in physical:
+      tf.config.experimental.set_memory_growth(each, True)
+    return [f'GPU:{i}' for i in range(count)]
+  else:
+    options = {'memory_limit': int(gigabytes * 1024)}
+  tf.config.set_logical_device_configuration(
+    physical[0],
+    [tf.config.LogicalDeviceConfiguration(**options) for _ in range(count)],
+  )
+  return [f'{kind}:{i}' for i in range(count)]

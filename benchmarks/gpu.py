@@ -1,0 +1,395 @@
+"""What strategies cost on a GPU: all parts in one run of under ten minutes.
+
+  python -m benchmarks.gpu --data_path=mnist.npz --report_json=gpu.json
+  python -m benchmarks.gpu --device=cpu            small sizes, to try the program
+  python -m benchmarks.gpu --parts=all_reduce,step
+
+* all_reduce: on 2 and 4 devices of one process, ours beside TensorFlow's.
+* step: of a ResNet-50 and of a transformer of 100 million parameters, in bfloat16,
+  on one device and on 1, 2 and 4. Virtual GPUs share one GPU, and the batch is the
+  same: what they take longer is what the strategy costs.
+* workers: two processes on the GPU, over the ring: what of the reduction is hidden.
+* input: what of a step is waiting for images that are decoded on the host.
+* mnist: both examples, to an accuracy of 0.985.
+
+Each measurement has a process of its own, and memory of the GPU as it needs. A part
+that fails is in the report with its error; the others go on.
+"""
+
+import json
+import os
+import pathlib
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+# TensorFlow reads them when it is imported; processes inherit them.
+os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
+os.environ.setdefault('TF_FORCE_GPU_ALLOW_GROWTH', 'true')
+
+from absl import app, flags
+
+from benchmarks import measure, processes, report
+
+PARTS = ('all_reduce', 'step', 'workers', 'input', 'mnist')
+_PART = flags.DEFINE_list('parts', list(PARTS), f'Some of {",".join(PARTS)}.')
+_DEVICE = flags.DEFINE_enum(
+  'device', 'gpu', ['gpu', 'cpu'], 'Where; on CPUs sizes are small.'
+)
+_DATA_PATH = flags.DEFINE_string(
+  'data_path', None, 'MNIST as .npz; without it the digits of scikit-learn.'
+)
+_REPORT_JSON = flags.DEFINE_string(
+  'report_json', None, 'Where to write it all.'
+)
+
+# Strategy and number of devices; None trains without one.
+_STEP_ROWS = (
+  (None, 1),
+  ('ring_mirrored', 1),
+  ('ring_mirrored', 2),
+  ('ring_mirrored', 4),
+  ('central_storage', 2),
+  ('mirrored', 2),
+  ('mirrored', 4),
+)
+_SIZES = {
+  'gpu': {
+    'sets': ['1x1MB', '25x1MB', 'resnet', '1x400MB'],
+    'resnet50': {'rows': 128, 'pixels': 224},
+    'transformer': {'rows': 32, 'length': 256, 'width': 768, 'layers': 12},
+    'steps': 10,
+    'blocks': 4,
+    'rounds': 5,
+  },
+  'cpu': {
+    'sets': ['4x64KB'],
+    'resnet50': {'rows': 4, 'pixels': 32},
+    'transformer': {'rows': 4, 'length': 8, 'width': 32, 'layers': 2},
+    'steps': 2,
+    'blocks': 2,
+    'rounds': 1,
+  },
+}
+
+
+def resnet50(pixels: int):
+  """ResNet-50 for images of so many pixels a side."""
+  import keras
+
+  shape = [pixels, pixels, 3]
+  return keras.applications.ResNet50(weights=None, input_shape=shape)
+
+
+def transformer(length: int, width: int, layers: int, vocabulary: int = 16_000):
+  """A causal language model; 97 million parameters with a width of 768, 12 deep."""
+  import keras
+
+  tokens = keras.layers.Input([length], dtype='int32')
+  x = keras.layers.Embedding(vocabulary, width)(tokens)
+  for _ in range(layers):
+    y = keras.layers.LayerNormalization()(x)
+    attention = keras.layers.MultiHeadAttention(width // 16, 16)
+    x = x + attention(y, y, use_causal_mask=True)
+    y = keras.layers.LayerNormalization()(x)
+    y = keras.layers.Dense(4 * width, activation='gelu')(y)
+    x = x + keras.layers.Dense(width)(y)
+  return keras.Model(tokens, keras.layers.Dense(vocabulary, dtype='float32')(x))
+
+
+def _model(name: str, sizes: Mapping[str, Any]):
+  """A compiled model, and one batch of what it is trained on."""
+  import keras
+  import numpy as np
+
+  rng = np.random.default_rng(1)
+  size = dict(sizes[name])
+  rows = size.pop('rows')
+  if name == 'resnet50':
+    model = resnet50(**size)
+    x = rng.normal(size=(rows, size['pixels'], size['pixels'], 3))
+    x, y = x.astype(np.float32), rng.integers(0, 1000, rows)
+  else:
+    model = transformer(**size)
+    x = rng.integers(0, 16_000, [rows, size['length']]).astype(np.int32)
+    y = x
+  is_transformer = name == 'transformer'
+  model.compile(
+    keras.optimizers.Adam(1e-4)
+    if is_transformer
+    else keras.optimizers.SGD(0.1),
+    keras.losses.SparseCategoricalCrossentropy(from_logits=is_transformer),
+  )
+  return model, (x, y)
+
+
+def _strategy(name: str | None, devices: Sequence[str]):
+  import tensorflow as tf
+
+  import tf_strategies as tfs
+
+  if name is None:
+    return tf.distribute.get_strategy()
+  if name == 'mirrored':
+    return tf.distribute.MirroredStrategy(devices)
+  return tfs.create_strategy(name, devices=list(devices))
+
+
+def _fit(model, dataset, sizes) -> list[float]:
+  """Seconds a step of each block."""
+  from benchmarks import training_actor
+
+  clock = training_actor.BlockClock(sizes['steps'])
+  steps = (1 + sizes['blocks']) * sizes['steps']
+  model.fit(
+    dataset, steps_per_epoch=steps, epochs=1, verbose=0, callbacks=[clock]
+  )
+  return clock.seconds()
+
+
+def measure_step(
+  model_name: str,
+  strategy_name: str | None,
+  count: int,
+  device: str,
+  sizes: Mapping[str, Any],
+) -> dict[str, Any]:
+  """Trains in this process; milliseconds a step and bytes of the device's memory."""
+  import keras
+  import tensorflow as tf
+
+  devices = measure.split_device(device, count, 100.0 / count)
+  keras.mixed_precision.set_dtype_policy('mixed_bfloat16')
+  keras.utils.set_random_seed(1)
+  with _strategy(strategy_name, devices).scope():
+    model, batch = _model(model_name, sizes)
+  dataset = tf.data.Dataset.from_tensors(batch).repeat()
+  spread = measure.Spread.of(_fit(model, dataset, sizes))
+  peak = None
+  if device == 'gpu':
+    peak = sum(
+      tf.config.experimental.get_memory_info(d)['peak'] for d in devices
+    )
+  return {
+    'model': model_name,
+    'strategy': strategy_name or 'none',
+    'devices': count,
+    'parameters': int(model.count_params()),
+    'median_ms': spread.median_ms,
+    'p10_ms': spread.p10_ms,
+    'p90_ms': spread.p90_ms,
+    'peak_bytes': peak,
+  }
+
+
+def measure_input(device: str, sizes: Mapping[str, Any]) -> dict[str, Any]:
+  """A step of ResNet-50 on one device, on one batch and on images from a pipeline."""
+  import keras
+  import numpy as np
+  import tensorflow as tf
+
+  import tf_strategies as tfs
+
+  devices = measure.split_device(device, 1)
+  keras.mixed_precision.set_dtype_policy('mixed_bfloat16')
+  rows, pixels = sizes['resnet50']['rows'], sizes['resnet50']['pixels']
+  with tfs.RingMirroredStrategy(devices).scope():
+    model, batch = _model('resnet50', sizes)
+  rng = np.random.default_rng(1)
+  images = rng.integers(0, 256, [64, pixels, pixels, 3]).astype(np.uint8)
+  encoded = [tf.io.encode_jpeg(image).numpy() for image in images]
+
+  def decode(text, label):
+    image = tf.io.decode_jpeg(text, channels=3)
+    image = tf.image.random_flip_left_right(image)
+    return tf.cast(image, tf.float32) / 255.0, label
+
+  decoded = (
+    tf.data.Dataset.from_tensor_slices((encoded, rng.integers(0, 1000, 64)))
+    .repeat()
+    .map(decode, num_parallel_calls=tf.data.AUTOTUNE)
+    .batch(rows, drop_remainder=True)
+    .prefetch(tf.data.AUTOTUNE)
+  )
+  still = tf.data.Dataset.from_tensors(batch).repeat()
+  found = {
+    name: measure.Spread.of(_fit(model, dataset, sizes)).median_ms
+    for name, dataset in (('still', still), ('decoded', decoded))
+  }
+  return {
+    'one_batch_ms': found['still'],
+    'decoded_ms': found['decoded'],
+    'input_share': max(0.0, 1 - found['still'] / found['decoded']),
+  }
+
+
+def _all_reduce(sizes) -> list[dict[str, Any]]:
+  from benchmarks import all_reduce
+
+  found = []
+  for name in sizes['sets']:
+    for count in (2, 4):
+      found += measure.in_a_process(
+        all_reduce.run_set, name, count, sizes['rounds'], 3, _DEVICE.value
+      )
+  return found
+
+
+def _step(sizes) -> list[dict[str, Any]]:
+  found = []
+  for model in ('resnet50', 'transformer'):
+    rows = []
+    for strategy, count in _STEP_ROWS:
+      _progress(f'{model}, {strategy}, {count}')
+      rows.append(
+        measure.in_a_process(
+          measure_step, model, strategy, count, _DEVICE.value, sizes
+        )
+      )
+    for row in rows:
+      row['ratio_to_one_device'] = row['median_ms'] / rows[0]['median_ms']
+    found += rows
+  return found
+
+
+def _workers(sizes) -> list[dict[str, Any]]:
+  small = (
+    ['--width=64', '--blocks=2', '--steps=2'] if _DEVICE.value == 'cpu' else []
+  )
+  found = _run(
+    'benchmarks.training_step', f'--rounds={sizes["rounds"]}', *small
+  )
+  alone = next(
+    r['median_ms']
+    for r in found['results']
+    if r['peer'] == 'one_device_global_batch'
+  )
+  for row in found['results']:
+    reduce_ms = row['predicted_reduce_ms']
+    row['hidden_share'] = None
+    if reduce_ms:
+      # Of what the wire alone takes, by its measured latency and bandwidth.
+      row['hidden_share'] = 1 - (row['median_ms'] - alone) / reduce_ms
+  return found['results']
+
+
+def _input(sizes) -> list[dict[str, Any]]:
+  return [measure.in_a_process(measure_input, _DEVICE.value, sizes)]
+
+
+def _mnist(sizes) -> list[dict[str, Any]]:
+  del sizes
+  data = ['--dataset=digits', '--min_accuracy=0.9']
+  if _DATA_PATH.value:
+    path = os.path.abspath(_DATA_PATH.value)
+    data = ['--dataset=mnist', f'--data_path={path}', '--min_accuracy=0.985']
+  found = []
+  for name in ('mnist_keras_fit', 'mnist_custom_loop'):
+    began = time.monotonic()
+    made = _run(
+      f'examples.{name}', '--num_virtual_devices=4', '--noverbose', *data
+    )
+    found.append(
+      {
+        'example': name,
+        'accuracy': made['test']['accuracy'],
+        'seconds': time.monotonic() - began,
+      }
+    )
+  return found
+
+
+def _run(module: str, *arguments: str) -> dict[str, Any]:
+  """What a program writes as its report; it must end well."""
+  with tempfile.TemporaryDirectory() as directory:
+    path = pathlib.Path(directory, 'report.json')
+    env = {'CUDA_VISIBLE_DEVICES': '-1'} if _DEVICE.value == 'cpu' else {}
+    processes.run_python(
+      *('-m', module, f'--report_json={path}', *arguments),
+      env=env,
+      is_checked=True,
+      deadline_seconds=300.0,
+    )
+    return json.loads(path.read_text())
+
+
+_COLUMNS = {
+  'all_reduce': (
+    'num_devices',
+    'set',
+    'peer',
+    'median_ms',
+    'p10_ms',
+    'p90_ms',
+    'ratio_to_fastest_built_in',
+  ),
+  'step': (
+    'model',
+    'strategy',
+    'devices',
+    'median_ms',
+    'p10_ms',
+    'p90_ms',
+    'ratio_to_one_device',
+    'peak_bytes',
+  ),
+  'workers': (
+    'peer',
+    'median_ms',
+    'p10_ms',
+    'p90_ms',
+    'predicted_reduce_ms',
+    'hidden_share',
+  ),
+  'input': ('one_batch_ms', 'decoded_ms', 'input_share'),
+  'mnist': ('example', 'accuracy', 'seconds'),
+}
+
+
+def table(part: str, rows: Sequence[Mapping[str, Any]]) -> str:
+  """The rows of a part as a Markdown table."""
+  columns = _COLUMNS[part]
+  return report.markdown(columns, [[row[c] for c in columns] for row in rows])
+
+
+def _progress(text: str) -> None:
+  print(text, file=sys.stderr, flush=True)
+
+
+def main(argv: Sequence[str]) -> None:
+  """Measures the parts that the flags name."""
+  unknown = sorted(set(_PART.value) - set(PARTS))
+  if len(argv) > 1 or unknown:
+    raise app.UsageError(
+      f'{[*argv[1:], *unknown][0]!r}: write --parts={",".join(PARTS)}.'
+    )
+  if _REPORT_JSON.value:
+    report.check_target('--report_json', _REPORT_JSON.value)
+  sizes = _SIZES[_DEVICE.value]
+  content = {'benchmark': 'gpu', **report.environment(), 'settings': sizes}
+  functions = dict(
+    zip(PARTS, (_all_reduce, _step, _workers, _input, _mnist), strict=True)
+  )
+  failed = []
+  with processes.ended_by_signals():
+    for part in _PART.value:
+      began = time.monotonic()
+      try:
+        content[part] = functions[part](sizes)
+        text = table(part, content[part])
+      except Exception as e:
+        failed.append(part)
+        content[part] = {'error': f'{type(e).__name__}: {e}'}
+        text = traceback.format_exc()
+      print(f'\n{part}, {time.monotonic() - began:.0f} s\n\n{text}', flush=True)
+      if _REPORT_JSON.value:  # A run that is cut off leaves what it has.
+        report.write_json(_REPORT_JSON.value, content)
+  if failed:
+    sys.exit(f'failed: {", ".join(failed)}')
+
+
+if __name__ == '__main__':
+  app.run(main)
