@@ -8,6 +8,7 @@ from tf_strategies.process_group import options
 from tf_strategies.process_group.rendezvous import membership, quorum
 
 _ADDRESSES = {0: 'a:1', 1: 'b:1', 3: 'c:1'}
+_LIVES = {task: f'life {task}' for task in _ADDRESSES}
 
 
 def _make(task, addresses=_ADDRESSES, **settings):
@@ -337,16 +338,30 @@ class CutTest(parameterized.TestCase):
     first, second, third = (_make(task, **settings) for task in _ADDRESSES)
     _meet(first, second, third)
     self.assertEqual(_proposed(first, 0.0), [0, 1, 3])
-    first.cut(3, 1, 'it does not answer', 0.0)
+    first.cut(3, 1, 'it does not answer', 0.0, _LIVES)
     self.assertEqual(_proposed(first, 1.0), [0, 1])
     later = membership.CUT_SECONDS + 1
     _meet(first, second, third, now=later)
     self.assertEqual(_proposed(first, later), [0, 1, 3])
 
+  @parameterized.parameters(('life 1', {'task': 1, 'why': 'x'}), ('new', None))
+  def test_who_could_not_be_called_is_told_unless_it_began_anew(
+    self, life, told
+  ):
+    # As among many, the caller itself never heard from whom it called.
+    caller = _make(3)
+    caller.cut(3, 1, 'x', 0.0, _LIVES)
+    seats = [
+      membership.Seat(task, _ADDRESSES[task], incarnation, 0)
+      for task, incarnation in {**_LIVES, 1: life}.items()
+    ]
+    self.assertEqual(caller.untold_cut(seats, 1.0), told)
+    self.assertIsNone(caller.untold_cut(seats, 1.0))
+
   def test_pair_is_named_where_nobody_may_be_missing(self):
     first, second, third = (_make(task) for task in _ADDRESSES)
     _meet(first, second, third)
-    first.cut(3, 1, 'it does not answer', 0.0)
+    first.cut(3, 1, 'it does not answer', 0.0, _LIVES)
     self.assertIsNone(first.proposal(1.0))
     self.assertIn(
       'Task 3 at c:1 cannot connect to task 1 at b:1 (it does not answer)',

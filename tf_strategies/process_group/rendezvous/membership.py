@@ -252,30 +252,35 @@ class Membership:
       untried += not (answers or has_failed)
     return asked, answering, untried
 
-  def cut(self, caller: int, called: int, why: str, now: float) -> None:
-    """Two tasks, which this one reaches both, cannot connect to each other."""
+  def cut(
+    self,
+    caller: int,
+    called: int,
+    why: str,
+    now: float,
+    seated: Mapping[int, str],
+  ) -> None:
+    """Two tasks, `seated` in these incarnations, cannot connect: `views` may be old."""
     pair = caller, called
-    self._cuts[pair] = why, now, self._incarnations(pair)
+    if all(task in seated for task in pair):
+      self._cuts[pair] = why, now, [seated[task] for task in pair]
 
   def _known_cuts(
-    self, now: float, seconds: float = CUT_SECONDS
+    self, seats: Iterable[Seat], now: float, seconds: float = CUT_SECONDS
   ) -> dict[tuple[int, int], str]:
+    seated = {seat.task: seat.incarnation for seat in seats}
     return {
       pair: why
       for pair, (why, at, lives) in self._cuts.items()
-      if now - at < seconds and lives == self._incarnations(pair)
+      if now - at < seconds and lives == [seated.get(task) for task in pair]
     }
-
-  def _incarnations(self, tasks: Iterable[int]) -> list[str]:
-    return [self._seat(task).incarnation for task in tasks]
 
   def untold_cut(
     self, seats: Sequence[Seat], now: float
   ) -> dict[str, Any] | None:
     """A task of a proposal to which this one could not connect, told once."""
-    tasks = {seat.task for seat in seats}
-    for (caller, called), why in self._known_cuts(now).items():
-      if caller == self.task and called in tasks:
+    for (caller, called), why in self._known_cuts(seats, now).items():
+      if caller == self.task:
         del self._cuts[caller, called]  # The leader knows it from now on.
         return {'task': called, 'why': why}
     return None
@@ -345,10 +350,11 @@ class Membership:
     leads = not (answering or untried)
     self._missing = self.missing(now)[:_MOST_TEXT] if leads else ''
     there, are_enough = [], False
+    seats = [self._seat(task) for task in sorted([self.task, *forming])]
     for seconds in (CUT_SECONDS, RETRY_SECONDS):
       if not are_enough:
-        cuts = list(self._known_cuts(now, seconds))
-        there = quorum.leave_out(sorted([self.task, *forming]), cuts, self.task)
+        cuts = list(self._known_cuts(seats, now, seconds))
+        there = quorum.leave_out([s.task for s in seats], cuts, self.task)
         are_enough = self._are_enough([self._seat(task) for task in there])
     if waits or not are_enough:
       self._enough_since = None

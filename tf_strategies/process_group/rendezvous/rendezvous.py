@@ -178,7 +178,7 @@ class Rendezvous:
       except mesh_lib.LinkError as e:
         # Both are alive, perhaps: they are not proposed together again soon.
         called = mesh.tasks[e.rank]
-        self._membership.cut(self._task, called, e.why, _now())
+        self._membership.cut(self._task, called, e.why, _now(), mesh.seated)
         raise
 
     return asyncio.run_coroutine_threadsafe(connect(), self._server.loop)
@@ -395,7 +395,7 @@ class Rendezvous:
     except (OSError, formation.ProposalFailedError) as e:
       cut = getattr(e, 'cut', None)
       if cut is not None:
-        self._membership.cut(*cut, _now())
+        self._membership.cut(*cut, _now(), proposal.mesh.seated)
       logging.info('Group %d did not form: %s', generation, e)
       return False
     finally:
@@ -421,9 +421,7 @@ class Rendezvous:
       proposal.close()
       return
     members, options = self._membership, self._options
-    members.formed(
-      proposal.generation, {s.task: s.incarnation for s in proposal.seats}
-    )
+    members.formed(proposal.generation, proposal.mesh.seated)
     group_state = state.GroupState(
       proposal.members(), proposal.rank, proposal.generation
     )

@@ -67,6 +67,11 @@ class Mesh:
     )
     self._take: Callable[[int, socket.socket], None] | None = None
 
+  @property
+  def seated(self) -> dict[int, str]:
+    """The incarnation of each task."""
+    return dict(zip(self.tasks, self._incarnations, strict=True))
+
   def first_peers(self) -> list[int]:
     """The ranks to which there is a link from the start."""
     size = len(self.tasks)
