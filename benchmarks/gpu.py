@@ -227,15 +227,14 @@ def measure_input(device: str, sizes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _all_reduce(sizes) -> list[dict[str, Any]]:
-  from benchmarks import all_reduce
-
-  found = []
-  for name in sizes['sets']:
-    for count in (2, 4):
-      found += measure.in_a_process(
-        all_reduce.run_set, name, count, sizes['rounds'], 3, _DEVICE.value
-      )
-  return found
+  found = _run(
+    'benchmarks.all_reduce',
+    f'--device={_DEVICE.value}',
+    '--num_devices=2,4',
+    f'--sets={",".join(sizes["sets"])}',
+    f'--rounds={sizes["rounds"]}',
+  )
+  return found['results']
 
 
 def _step(sizes) -> list[dict[str, Any]]:

@@ -48,7 +48,7 @@ _VALID = [
   (_Kind.FAILED, _FAILURE),
   (_Kind.DESCRIBE, None),
   (_Kind.DESCRIPTION, _STATE.describe()),
-  (_Kind.CUT, {'task': 1, 'why': 'it does not answer'}),
+  (_Kind.CUT, {'task': 1, 'why': 'it does not answer', 'age': 3}),
   (_Kind.GOODBYE, {'rank': 1, 'last': 3}),
 ]
 _IN_BYTES = (_Kind.EXCHANGE, _Kind.RESULT)

@@ -120,7 +120,7 @@ class ProposalTest(parameterized.TestCase):
     job = _Job(3, unreachable=1)
     with self.assertRaises(formation.ProposalFailedError) as raised:
       asyncio.run(job.lead())
-    caller, called, why = raised.exception.cut
+    caller, called, why, _ = raised.exception.cut
     self.assertIn(caller, (0, 2))
     self.assertEqual((called, why), (1, 'it does not answer'))
     self.assert_closed(job)

@@ -5,7 +5,7 @@ from absl.testing import absltest, parameterized
 
 from tf_strategies import errors
 from tf_strategies.process_group import options
-from tf_strategies.process_group.rendezvous import membership, quorum
+from tf_strategies.process_group.rendezvous import cuts, membership, quorum
 
 _ADDRESSES = {0: 'a:1', 1: 'b:1', 3: 'c:1'}
 _LIVES = {task: f'life {task}' for task in _ADDRESSES}
@@ -329,8 +329,8 @@ class CutTest(parameterized.TestCase):
     ([(2, 1), (3, 2), (3, 1)], [0, 1]),
     ([(9, 1)], [0, 1, 2, 3]),
   )
-  def test_who_is_left(self, cuts, expected):
-    left = quorum.leave_out([0, 1, 2, 3], cuts, leader=0)
+  def test_who_is_left(self, pairs, expected):
+    left = quorum.leave_out([0, 1, 2, 3], pairs, leader=0)
     self.assertEqual(left, expected)
 
   def test_next_proposal_leaves_one_of_the_pair_out_for_a_while(self):
@@ -338,30 +338,41 @@ class CutTest(parameterized.TestCase):
     first, second, third = (_make(task, **settings) for task in _ADDRESSES)
     _meet(first, second, third)
     self.assertEqual(_proposed(first, 0.0), [0, 1, 3])
-    first.cut(3, 1, 'it does not answer', 0.0, _LIVES)
+    first.cuts.add(3, 1, 'it does not answer', 0.0, _LIVES)
     self.assertEqual(_proposed(first, 1.0), [0, 1])
-    later = membership.CUT_SECONDS + 1
+    later = cuts.CUT_SECONDS + 1
     _meet(first, second, third, now=later)
     self.assertEqual(_proposed(first, later), [0, 1, 3])
 
-  @parameterized.parameters(('life 1', {'task': 1, 'why': 'x'}), ('new', None))
+  @parameterized.parameters(
+    ('life 1', {'task': 1, 'why': 'x', 'age': 7}), ('new', None)
+  )
   def test_who_could_not_be_called_is_told_unless_it_began_anew(
     self, life, told
   ):
     # As among many, the caller itself never heard from whom it called.
     caller = _make(3)
-    caller.cut(3, 1, 'x', 0.0, _LIVES)
-    seats = [
-      membership.Seat(task, _ADDRESSES[task], incarnation, 0)
-      for task, incarnation in {**_LIVES, 1: life}.items()
-    ]
-    self.assertEqual(caller.untold_cut(seats, 1.0), told)
-    self.assertIsNone(caller.untold_cut(seats, 1.0))
+    caller.cuts.add(3, 1, 'x', 0.0, _LIVES)
+    lives = {**_LIVES, 1: life}
+    self.assertEqual(caller.cuts.untold(3, lives, 7.0), told)
+    self.assertIsNone(caller.cuts.untold(3, lives, 7.0))
+
+  def test_who_would_be_left_out_is_no_joiner(self):
+    first, second, third = (_make(task) for task in _ADDRESSES)
+    _meet(first, second, third)
+    first.formed(1, {0: 'life 0', 1: 'life 1'})
+    _meet(first, third, now=1.0)
+    self.assertEqual(first.joiners(1.0), (3,))
+    first.cuts.add(3, 1, 'x', 0.0, _LIVES)
+    self.assertEqual(first.joiners(1.0), ())
+    self.assertEqual(first.joiners(1.0, told=[3]), ())
+    later = cuts.CUT_SECONDS + 1
+    self.assertEqual(first.joiners(later, told=[3]), (3,))
 
   def test_pair_is_named_where_nobody_may_be_missing(self):
     first, second, third = (_make(task) for task in _ADDRESSES)
     _meet(first, second, third)
-    first.cut(3, 1, 'it does not answer', 0.0, _LIVES)
+    first.cuts.add(3, 1, 'it does not answer', 0.0, _LIVES)
     self.assertIsNone(first.proposal(1.0))
     self.assertIn(
       'Task 3 at c:1 cannot connect to task 1 at b:1 (it does not answer)',

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from tf_strategies import errors
@@ -36,7 +36,8 @@ _DECISION_SECONDS = _DESCRIBE_SECONDS + 2.0
 class ControlPlane:
   """Links to rank 0, or on rank 0 to all other ranks; owns its connections.
 
-  `own_joiners` are the tasks that asked this process for a new group.
+  `own_joiners` are the tasks that asked this process for a new group, and those of
+  which it is told, but for those that it knows cannot join.
   """
 
   def __init__(
@@ -45,7 +46,7 @@ class ControlPlane:
     state: state_lib.GroupState,
     connections: Mapping[int, connection_lib.Connection],
     options: options_lib.GroupOptions,
-    own_joiners: Callable[[], tuple[int, ...]] = tuple,
+    own_joiners: Callable[[Iterable[int]], tuple[int, ...]] = tuple,
   ):
     self._host = host
     self._state = state
@@ -130,9 +131,13 @@ class ControlPlane:
     return {self._state.rank: self._state.describe()}
 
   def joiners(self) -> tuple[int, ...]:
-    """Tasks that wait for a new group, as far as this rank knows."""
-    heard = list(self._joiners.values())
-    return tuple(sorted({*self._own_joiners()}.union(*heard)))
+    """Tasks that wait for a new group and can join it, as rank 0 says.
+
+    It would propose that group, and knows whom it would leave out.
+    """
+    if self._state.rank:
+      return tuple(sorted(self._joiners.get(0, ())))
+    return self._own_joiners(set().union(*self._joiners.values()))
 
   def close(self) -> None:
     """Says goodbye, waits until it is sent, and closes the connections."""
@@ -194,7 +199,8 @@ class ControlPlane:
       for rank, seconds in self._monitor.overdue(self._host.now()).items():
         silence = f'has been silent for {seconds:.1f} s'
         self._lose(rank, f'is stopped or disconnected: it {silence}')
-      self._send_all(_Kind.HEARTBEAT, {'joiners': self.joiners()})
+      known = self._own_joiners(()) if self._state.rank else self.joiners()
+      self._send_all(_Kind.HEARTBEAT, {'joiners': known})
 
   def _lose(self, rank: int, how: str) -> None:
     if self._closing or rank in self._state.departed:

@@ -193,7 +193,7 @@ _MESSAGES: Mapping[protocol.Kind, _Check] = {
   ),
   protocol.Kind.READY: _nothing,
   protocol.Kind.COMMIT: _nothing,
-  protocol.Kind.CUT: _Record(task=_count, why=_text),
+  protocol.Kind.CUT: _Record(task=_count, why=_text, age=_count),
   protocol.Kind.HEARTBEAT: _Record(joiners=_some(_count)),
   protocol.Kind.LATE: _some(_rank, least=1),
   protocol.Kind.REPORT: _either(

@@ -92,7 +92,8 @@ class Proposal:
       await together([self._mesh(leader), leader.expect(_Kind.COMMIT)])
     except BaseException as e:
       if isinstance(e, ProposalFailedError) and e.cut is not None:
-        leader.send(_Kind.CUT, {'task': e.cut[1], 'why': e.cut[2]})
+        _, task, why, age = e.cut
+        leader.send(_Kind.CUT, {'task': task, 'why': why, 'age': age})
       self.close()
       raise
 
@@ -121,7 +122,7 @@ class Proposal:
       _Kind.ACCEPT, _Kind.REJECT, _Kind.CUT
     )
     if kind is _Kind.CUT:
-      raise _cut(self.seats[rank].task, reason['task'], reason['why'])
+      raise _cut(self.seats[rank].task, **reason)
     if kind is _Kind.REJECT:
       raise ProposalFailedError(
         f'task {self.seats[rank].task} declined: {reason}'
@@ -132,7 +133,7 @@ class Proposal:
   ) -> None:
     kind, message = await connection.expect(_Kind.READY, _Kind.CUT)
     if kind is _Kind.CUT:
-      raise _cut(self.seats[rank].task, message['task'], message['why'])
+      raise _cut(self.seats[rank].task, **message)
 
   def _tell(self, kind: protocol.Kind) -> None:
     for connection in self.connections.values():
@@ -150,11 +151,12 @@ class Proposal:
       raise _cut(self.seats[self.rank].task, called, e.why) from e
 
 
-def _cut(caller: int, called: int, why: str) -> ProposalFailedError:
+def _cut(caller: int, task: int, why: str, age: int = 0) -> ProposalFailedError:
+  """That a task could not connect to another, so many seconds ago."""
   error = ProposalFailedError(
-    f'task {caller} cannot connect to task {called}: {why}'
+    f'task {caller} cannot connect to task {task}: {why}'
   )
-  error.cut = caller, called, why
+  error.cut = caller, task, why, age
   return error
 
 

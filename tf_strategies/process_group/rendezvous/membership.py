@@ -13,6 +13,7 @@ from typing import Any
 from tf_strategies import errors, version
 from tf_strategies.process_group import options as options_lib
 from tf_strategies.process_group.rendezvous import address_checks, quorum
+from tf_strategies.process_group.rendezvous import cuts as cuts_lib
 
 # A worker that was reached counts as there for this long.
 FRESH_SECONDS = 3.0
@@ -22,10 +23,6 @@ ANSWER_SECONDS = 2.0
 CANDIDATES = 3
 # Characters about missing workers that travel.
 _MOST_TEXT = 2000
-# Two workers that could not connect are not proposed together for this long.
-CUT_SECONDS = 30.0
-# Unless there is no group without both: then they try again after this.
-RETRY_SECONDS = 5.0
 
 
 class State(str, enum.Enum):
@@ -112,8 +109,7 @@ class Membership:
     self._least = 1
     self._started_at = 0.0
     self._missing = ''
-    # Pairs of incarnations that could not connect: why, and when.
-    self._cuts: dict[tuple[int, int], tuple[str, float, list[str]]] = {}
+    self.cuts = cuts_lib.Cuts()
 
   def hello(self, peer: int | None = None) -> dict[str, Any]:
     """What this process tells a peer; without one, all that it could tell."""
@@ -252,39 +248,6 @@ class Membership:
       untried += not (answers or has_failed)
     return asked, answering, untried
 
-  def cut(
-    self,
-    caller: int,
-    called: int,
-    why: str,
-    now: float,
-    seated: Mapping[int, str],
-  ) -> None:
-    """Two tasks, `seated` in these incarnations, cannot connect: `views` may be old."""
-    pair = caller, called
-    if all(task in seated for task in pair):
-      self._cuts[pair] = why, now, [seated[task] for task in pair]
-
-  def _known_cuts(
-    self, seats: Iterable[Seat], now: float, seconds: float = CUT_SECONDS
-  ) -> dict[tuple[int, int], str]:
-    seated = {seat.task: seat.incarnation for seat in seats}
-    return {
-      pair: why
-      for pair, (why, at, lives) in self._cuts.items()
-      if now - at < seconds and lives == [seated.get(task) for task in pair]
-    }
-
-  def untold_cut(
-    self, seats: Sequence[Seat], now: float
-  ) -> dict[str, Any] | None:
-    """A task of a proposal to which this one could not connect, told once."""
-    for (caller, called), why in self._known_cuts(seats, now).items():
-      if caller == self.task:
-        del self._cuts[caller, called]  # The leader knows it from now on.
-        return {'task': called, 'why': why}
-    return None
-
   def formed(self, generation: int, seated: Mapping[int, str]) -> None:
     """A group has formed, of these tasks in these incarnations."""
     self.state = State.RUNNING
@@ -294,13 +257,24 @@ class Membership:
     self._groups.add(self._group)
     self._joiners.clear()
 
-  def joiners(self, now: float) -> tuple[int, ...]:
-    """Tasks that asked for a group in the last seconds and are in none."""
-    return tuple(
+  def joiners(self, now: float, told: Iterable[int] = ()) -> tuple[int, ...]:
+    """Tasks that asked for a group in the last seconds and are in none.
+
+    Not those that would be left out of a new one, as far as this task knows, also of
+    those that others have `told`.
+    """
+    asked = {
       task
-      for task, (incarnation, heard) in sorted(self._joiners.items())
+      for task, (incarnation, heard) in self._joiners.items()
       if now - heard < FRESH_SECONDS and self._seated.get(task) != incarnation
-    )
+    }
+    return tuple(t for t in sorted(asked.union(told)) if self._can_join(t, now))
+
+  def _can_join(self, task: int, now: float) -> bool:
+    asked = self._joiners.get(task)
+    incarnation = asked[0] if asked else self._seat(task).incarnation
+    lives = {**self._seated, task: incarnation}
+    return task in self.cuts.leave_out(lives, self.task, now)
 
   def rival_group(self, now: float) -> int | None:
     """A task in another group of this job, to which this one has to give way.
@@ -350,11 +324,10 @@ class Membership:
     leads = not (answering or untried)
     self._missing = self.missing(now)[:_MOST_TEXT] if leads else ''
     there, are_enough = [], False
-    seats = [self._seat(task) for task in sorted([self.task, *forming])]
-    for seconds in (CUT_SECONDS, RETRY_SECONDS):
+    lives = {t: self._seat(t).incarnation for t in [self.task, *forming]}
+    for seconds in (cuts_lib.CUT_SECONDS, cuts_lib.RETRY_SECONDS):
       if not are_enough:
-        cuts = list(self._known_cuts(seats, now, seconds))
-        there = quorum.leave_out([s.task for s in seats], cuts, self.task)
+        there = self.cuts.leave_out(lives, self.task, now, seconds)
         are_enough = self._are_enough([self._seat(task) for task in there])
     if waits or not are_enough:
       self._enough_since = None
@@ -457,7 +430,7 @@ class Membership:
     why = ''.join(
       f'Task {caller} at {self.addresses.get(caller)} cannot connect to task '
       f'{called} at {self.addresses.get(called)} ({reason}). '
-      for (caller, called), (reason, *_) in self._cuts.items()
+      for (caller, called), reason in self.cuts.reasons()
     )
     if self._minimum is None and self._seated:
       why += (

@@ -178,7 +178,8 @@ class Rendezvous:
       except mesh_lib.LinkError as e:
         # Both are alive, perhaps: they are not proposed together again soon.
         called = mesh.tasks[e.rank]
-        self._membership.cut(self._task, called, e.why, _now(), mesh.seated)
+        cuts = self._membership.cuts
+        cuts.add(self._task, called, e.why, _now(), mesh.seated)
         raise
 
     return asyncio.run_coroutine_threadsafe(connect(), self._server.loop)
@@ -363,7 +364,8 @@ class Rendezvous:
       )
       if self._proposal is not None:
         objection = 'it takes part in another proposal'
-      cut = self._membership.untold_cut(seats, _now())
+      lives = {seat.task: seat.incarnation for seat in seats}
+      cut = self._membership.cuts.untold(self._task, lives, _now())
       if objection or cut:
         if objection:
           connection.send(_Kind.REJECT, objection)
@@ -395,7 +397,9 @@ class Rendezvous:
     except (OSError, formation.ProposalFailedError) as e:
       cut = getattr(e, 'cut', None)
       if cut is not None:
-        self._membership.cut(*cut, _now(), proposal.mesh.seated)
+        *pair, why, age = cut
+        cuts, at = self._membership.cuts, _now() - age
+        cuts.add(*pair, why, at, proposal.mesh.seated)
       logging.info('Group %d did not form: %s', generation, e)
       return False
     finally:
@@ -432,7 +436,7 @@ class Rendezvous:
       group_state,
       proposal.connections,
       options,
-      lambda: members.joiners(self._server.now()),
+      lambda told: members.joiners(self._server.now(), told),
     )
     plane.start()
     connect = functools.partial(self._connect, proposal.mesh)
