@@ -1,0 +1,50 @@
+"""The benchmark for GPUs runs on CPUs; the figures of a GPU need one."""
+
+import os
+
+import pytest
+import tensorflow as tf
+
+from benchmarks import gpu
+from tests.benchmarks import running
+
+
+@pytest.mark.multi_process
+@pytest.mark.full
+class GpuBenchmarkTest(tf.test.TestCase):
+  def test_parts_on_cpus(self):
+    path = os.path.join(self.create_tempdir().full_path, 'report.json')
+    done = running.run_benchmark(
+      'gpu', '--device=cpu', '--parts=input,mnist', f'--report_json={path}'
+    )
+    self.assertEqual(done.returncode, 0, done.stderr[-4000:])
+    found = running.read_json(path)
+    self.assertBetween(found['input'][0]['input_share'], 0.0, 1.0)
+    self.assertLen(found['mnist'], 2)
+    for row in found['mnist']:
+      self.assertGreater(row['accuracy'], 0.9)
+
+  def test_a_part_that_fails_is_in_the_report(self):
+    path = os.path.join(self.create_tempdir().full_path, 'report.json')
+    done = running.run_benchmark(
+      'gpu',
+      '--device=cpu',
+      '--parts=mnist',
+      '--data_path=/missing/mnist.npz',
+      f'--report_json={path}',
+    )
+    self.assertEqual(done.returncode, 1)
+    self.assertIn('failed: mnist', done.stderr)
+    found = running.read_json(path)
+    self.assertIn('/missing/mnist.npz', found['mnist']['error'])
+
+  def test_transformer_has_a_hundred_million_parameters(self):
+    size = dict(gpu._SIZES['gpu']['transformer'])
+    size.pop('rows')
+    model = gpu.transformer(**size)
+    self.assertBetween(model.count_params(), 95e6, 115e6)
+    self.assertEqual(model.output_shape, (None, size['length'], 16_000))
+
+
+if __name__ == '__main__':
+  tf.test.main()
