@@ -63,7 +63,9 @@ class Access:
   written: _Variables = dataclasses.field(default_factory=dict)
   overwritten: _Variables = dataclasses.field(default_factory=dict)
   updated: _Variables = dataclasses.field(default_factory=dict)
-  returning: set[int] = dataclasses.field(default_factory=set)  # Updates.
+  # Updates that return something, or write on another server; what they read there.
+  direct: set[int] = dataclasses.field(default_factory=set)
+  elsewhere: dict[int, set[int]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
@@ -105,7 +107,7 @@ class TracedStep:
     self._units = units.Units()
     # In a merge call: what updates have been asked for, and how many so far.
     self._waiting: list[_Update] | None = None
-    self._num_updates = 0
+    self._num_updates = self._update = 0
     self.update_server: int | None = None
     self._looks_only = access is None
     self._graph = None
@@ -162,6 +164,7 @@ class TracedStep:
         self.access.reads.setdefault(key, variable)
         if self.update_server is not None:
           self.access.update_reads.setdefault(key, variable)
+          self.access.elsewhere[self._update].add(key)
       return None
     if key in self._held:
       return self.here(self._held[key].value)
@@ -199,10 +202,7 @@ class TracedStep:
     ticket: tf.Tensor | None = None,
     is_last: bool = False,
   ) -> Any:
-    """Writes on a server, as `units.Units.write`; at once in a unit of it.
-
-    `ticket` is a copy of the ticket's tensor on the server.
-    """
+    """As `units.Units.write`, with a copy of the ticket's tensor; at once in a unit."""
     if self.ticket is None or self._units.is_open:
       return write()
     if ticket is None:
@@ -225,36 +225,30 @@ class TracedStep:
   def update(
     self, variable, run: Callable[[], Any], inputs: Sequence[Any], waits: bool
   ) -> Any:
-    """An optimizer's update of a variable, on its server.
-
-    Args:
-      variable: that is updated.
-      run: does it.
-      inputs: its arguments.
-      waits: whether it may be done later in a merge call, if it returns nothing.
-    """
+    """An optimizer's update by `run`, on its server; maybe later if it `waits`."""
     number, self._num_updates = self._num_updates, self._num_updates + 1
     if self._looks_only:
-      with self._updating(variable):
+      self.access.elsewhere[number] = set()
+      with self._updating(variable, number):
         result = run()
       if result is not None:
-        self.access.returning.add(number)
+        self.access.direct.add(number)
       return result
+    # A call on a server has no other server's variables.
+    written = self.access.updated.keys() | self.access.nested_writes.keys()
     if (
       self._waiting is None
       or not waits
       or self.holds_updates
       or self.ticket is None
-      or number in self.access.returning
+      or number in self.access.direct
+      or self.access.elsewhere.get(number, set()) & written
     ):
       with self._updating(variable):
         return run()
-    tensors = tf.nest.flatten(list(inputs), expand_composites=True)
-    is_small = all(
-      packing.is_small(t.shape, t.dtype)
-      for t in tensors
-      if isinstance(t, tf.Tensor)
-    )
+    flat = tf.nest.flatten(list(inputs), expand_composites=True)
+    tensors = [t for t in flat if isinstance(t, tf.Tensor)]
+    is_small = all(packing.is_small(t.shape, t.dtype) for t in tensors)
 
     def run_on_server():
       with self._updating(variable):
@@ -331,6 +325,8 @@ class TracedStep:
     self._flush()
     key = id(variable)
     if self._looks_only:
+      if self._updates and variable.server != self.update_server:
+        self.access.direct.add(self._update)
       if writes and (self.is_nested() or self.holds_updates):
         self._look_at_write(variable, 0)
       elif self.holds_updates:
@@ -347,6 +343,8 @@ class TracedStep:
     self.access.written.setdefault(id(variable), variable)
     if self._updates:
       self.access.updated.setdefault(id(variable), variable)
+      if variable.server != self.update_server:
+        self.access.direct.add(self._update)
     if value is not None and variable.addition_of(value) is None:
       self.access.overwritten.setdefault(id(variable), variable)
     if self.is_nested():
@@ -378,9 +376,9 @@ class TracedStep:
       self._send_writes([held], [])
 
   @contextlib.contextmanager
-  def _updating(self, variable) -> Iterator[None]:
+  def _updating(self, variable, number: int = 0) -> Iterator[None]:
     """For the optimizer's update of a variable, which runs on its server."""
-    before = self.update_server
+    before, self._update = self.update_server, number
     if not self.holds_updates:
       self.update_server = variable.server
     self._updates += 1
