@@ -5,7 +5,7 @@ import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
-from tests import tiers
+from tests import tiers, virtual_devices
 from tests.conformance import harness
 from tests.conformance.harness import Feature
 
@@ -144,6 +144,25 @@ class FitTest(harness.ConformanceTest, parameterized.TestCase):
   )
   def test_equals_one_device(self, case, feature):
     self.assert_feature(case, feature)
+
+  @tiers.named_parameters(
+    tiers.full('tf32', True, 'float32', 5e-3),
+    tiers.full('bfloat16', False, 'mixed_bfloat16', 2e-2),
+  )
+  def test_short_products(self, tf32, policy, tolerance):
+    """What is left of 1e-6 where products have 8 or 11 bits. TF32 needs a GPU."""
+    if tf32 and virtual_devices.KIND != 'GPU':
+      self.skipTest('no GPU: CPUs have no TF32')
+    feature = Feature('short', rows=69, policy=policy, tolerance=tolerance)
+    experimental = tf.config.experimental
+    before = experimental.tensor_float_32_execution_enabled()
+    experimental.enable_tensor_float_32_execution(tf32)
+    try:
+      for case in harness.STRATEGIES:
+        with self.subTest(case.name):
+          self.assert_feature(case, feature)
+    finally:
+      experimental.enable_tensor_float_32_execution(before)
 
 
 if __name__ == '__main__':
