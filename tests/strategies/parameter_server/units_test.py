@@ -151,6 +151,36 @@ class UnitsTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(a[0].numpy(), 0.0 if waits else 1.0)
     self.assertEqual(b[0].numpy(), 0.0 if waits else 1.0)
 
+  @parameterized.parameters(True, False)
+  def test_updates_in_and_before_a_branch_of_a_merge_call(self, is_taken):
+    a, b = (local_servers.variable(1, [0.0] * 3) for _ in '01')
+
+    def program(a, b, x):
+      step = traced_step.current()
+
+      def update(variable, value):
+        step.update(variable, lambda: add(variable, value), [], waits=True)
+
+      def add(variable, value):
+        variable.assign_add(value)
+
+      def branch():
+        update(b, 10.0 * x)
+        return tf.reduce_sum(a.read_value())  # Of what was asked for before.
+
+      with step.merging():
+        update(a, x)
+        return tf.cond(tf.reduce_sum(x) > 0.0, branch, lambda: -1.0)
+
+    step = self.trace(program, [a, b])
+    x = tf.ones([3]) * (1.0 if is_taken else -1.0)
+    self.assertEqual(step(x), 3.0 if is_taken else -1.0)
+    self.assertAllEqual(a, x)
+    self.assertAllEqual(b, [10.0 * is_taken] * 3)
+    step.repeat(x)
+    self.assertAllEqual(a, x)
+    self.assertAllEqual(b, [10.0 * is_taken] * 3)
+
   def test_after_a_restore_a_step_is_repeated_as_a_whole(self):
     a, b = (local_servers.variable(i, [0.0] * 3) for i in range(2))
 

@@ -52,8 +52,7 @@ _Variables = dict[int, tf.Variable]
 class Access:
   """What the first trace found: variables by id, in order of first use."""
 
-  # Read outside of updates on their own server; those of them that updates on
-  # another server read.
+  # Read outside of updates on their own server; of them, by updates on another.
   reads: _Variables = dataclasses.field(default_factory=dict)
   update_reads: _Variables = dataclasses.field(default_factory=dict)
   # Written inside of a branch or a loop, where no state of the step can be
@@ -106,7 +105,8 @@ class TracedStep:
     self.ticket: units.Ticket | None = None
     self._units = units.Units()
     # In a merge call: what updates have been asked for, and how many so far.
-    self._waiting: list[_Update] | None = None
+    self._waiting: list[_Update] = []
+    self._merged_in: tf.Graph | None = None
     self._num_updates = self._update = 0
     self.update_server: int | None = None
     self._looks_only = access is None
@@ -215,12 +215,13 @@ class TracedStep:
   @contextlib.contextmanager
   def merging(self) -> Iterator[None]:
     """For a merge call: updates in it may be done together, at its end."""
-    before, self._waiting = self._waiting, []
+    before = self._waiting, self._merged_in
+    self._waiting, self._merged_in = [], tf.compat.v1.get_default_graph()
     try:
       yield
       self._flush()
     finally:
-      self._waiting = before
+      self._waiting, self._merged_in = before
 
   def update(
     self, variable, run: Callable[[], Any], inputs: Sequence[Any], waits: bool
@@ -237,8 +238,9 @@ class TracedStep:
     # A call on a server has no other server's variables.
     written = self.access.updated.keys() | self.access.nested_writes.keys()
     if (
-      self._waiting is None
-      or not waits
+      not waits
+      # A branch or a loop of the merge call does what it does in it.
+      or self._merged_in is not tf.compat.v1.get_default_graph()
       or self.holds_updates
       or self.ticket is None
       or number in self.access.direct
@@ -266,12 +268,13 @@ class TracedStep:
       group = None if update.is_small else number
       groups[update.server, group].append(update)
     self._waiting = []
-    for (server, _), updates in groups.items():
-      # What the step holds must be there before a unit that may not be written.
-      for key, write in list(self._held.items()):
-        if key in self.access.updated and write.variable.server == server:
-          self._write_here(write.variable)
-      self.on_server(server, lambda u=updates: [each.run() for each in u])
+    with self._merged_in.as_default():
+      for (server, _), updates in groups.items():
+        # What the step holds must be there before a unit that may not be written.
+        for key, write in list(self._held.items()):
+          if key in self.access.updated and write.variable.server == server:
+            self._write_here(write.variable)
+        self.on_server(server, lambda u=updates: [each.run() for each in u])
 
   def update_inputs(self) -> list[tf.Tensor]:
     """What updates on other servers are going to read, as it is now."""
