@@ -366,6 +366,9 @@ class CutTest(parameterized.TestCase):
     first.cuts.add(3, 1, 'x', 0.0, _LIVES)
     self.assertEqual(first.joiners(1.0), ())
     self.assertEqual(first.joiners(1.0, told=[3]), ())
+    self.assertEqual(
+      first.joiners(1.0, told=[99]), ()
+    )  # There is no such task.
     later = cuts.CUT_SECONDS + 1
     self.assertEqual(first.joiners(later, told=[3]), (3,))
 

@@ -268,7 +268,8 @@ class Membership:
       for task, (incarnation, heard) in self._joiners.items()
       if now - heard < FRESH_SECONDS and self._seated.get(task) != incarnation
     }
-    return tuple(t for t in sorted(asked.union(told)) if self._can_join(t, now))
+    asked.update(t for t in told if t in self.views)
+    return tuple(t for t in sorted(asked) if self._can_join(t, now))
 
   def _can_join(self, task: int, now: float) -> bool:
     asked = self._joiners.get(task)
