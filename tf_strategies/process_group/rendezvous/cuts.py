@@ -38,12 +38,13 @@ class Cuts:
 
   def reasons(self) -> list[tuple[tuple[int, int], str]]:
     """All pairs, and why, also of those that count no more."""
-    return [(pair, why) for pair, (why, *_) in self._cuts.items()]
+    return [(pair, why) for pair, (why, *_) in list(self._cuts.items())]
 
   def _among(self, lives: Mapping[int, str], now: float, seconds: float):
     return {
       pair: (why, at)
-      for pair, (why, at, were) in self._cuts.items()
+      # A copy: threads of users ask too.
+      for pair, (why, at, were) in list(self._cuts.items())
       if now - at < seconds and were == [lives.get(task) for task in pair]
     }
 

@@ -265,7 +265,8 @@ class Membership:
     """
     asked = {
       task
-      for task, (incarnation, heard) in self._joiners.items()
+      # The user's thread asks, while the loop's may hear of another.
+      for task, (incarnation, heard) in list(self._joiners.items())
       if now - heard < FRESH_SECONDS and self._seated.get(task) != incarnation
     }
     asked.update(t for t in told if t in self.views)
