@@ -313,6 +313,11 @@ def finish_after_giving_up() -> list[list[float]]:
   import tensorflow as tf
 
   import tf_strategies as tfs
+  from tf_strategies.strategies.parameter_server import worker_pool
+
+  # Where TensorFlow reports what was cancelled by the refusal, instead of that, the
+  # pool would do the step again.
+  worker_pool._MAX_RETRIES = 0
 
   strategy = tfs.ParameterServerStrategy()
   with strategy.scope():
