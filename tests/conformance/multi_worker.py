@@ -125,9 +125,14 @@ def _train_all(rank, case, names):
 
 def create(case: WorkerCase) -> tf.distribute.Strategy:
   """The strategy of a case, in one of its worker processes."""
-  options = {'devices': virtual_devices.names(case.devices)}
+  # The first of two is not the device on which host calls run.
+  options = {'devices': virtual_devices.names(case.devices)[::-1]}
   if case.link != 'tcp':
     options['options'] = tfs.RingOptions(link=case.link)
+  is_collective = case.strategy == 'multi_worker_collective'
+  if is_collective and virtual_devices.KIND == 'GPU' and case.workers > 1:
+    # NCCL takes no two workers on one GPU; with one worker it is run.
+    options['options'] = tfs.CollectiveOptions(communication='ring')
   return tfs.create_strategy(case.strategy, **options)
 
 

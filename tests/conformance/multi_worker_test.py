@@ -53,6 +53,9 @@ class MultiWorkerTest(
   @tiers.named_parameters(
     *[(c.name, c) for c in CASES],
     tiers.full('collective_2x1', LIKE_THEM[0]),
+    tiers.full(
+      'collective_1x1', WorkerCase('', 'multi_worker_collective', 1, devices=1)
+    ),
     *tiers.every(tiers.soak, [(c.name, c) for c in LIKE_THEM[1:]]),
   )
   def test_few_equal_one_device(self, case):

@@ -121,7 +121,9 @@ class ProcessGroupCommunicator(communicator.Communicator):
 
       return work
 
-    with tf.device('CPU:0'):
+    # One copy from a GPU for each bucket, not for each gradient.
+    device = self._local.devices[0]
+    with tf.device(device):
       packed = reducer.pack(
         [_cast(t, codec) for t in tensors],
         self._options.bucket_bytes,
@@ -134,6 +136,7 @@ class ProcessGroupCommunicator(communicator.Communicator):
           [bucket(i) for i in range(len(packed.buckets))],
           packed.buckets,
           [_names(told_as, members) for members in packed.members],
+          device,
         )
       )
       return [tf.cast(s, t.dtype) for s, t in zip(summed, tensors, strict=True)]
@@ -338,6 +341,7 @@ class CollectiveQueue:
     works: Sequence[_Work],
     tensors: Sequence[tf.Tensor],
     contents: Sequence[str],
+    device: str,
   ) -> list[tf.Tensor]:
     """Runs each of `works` on its tensor as soon as that is ready.
 
@@ -346,9 +350,11 @@ class CollectiveQueue:
       works: each makes an array like the one that it gets.
       tensors: one-dimensional, in the order in which they become ready.
       contents: what is in each of them, for the timeline.
+      device: of the tensors. To one with memory of its own a result is copied
+        while others still travel.
 
     Returns:
-      The results, none before all are there: what follows happens with all of
+      The results on that device, none before all are there: what follows happens with all of
       them or not at all.
     """
     if tf.executing_eagerly():
@@ -367,12 +373,21 @@ class CollectiveQueue:
     def wait(handles, token):
       return self._guard(lambda: (*self._wait(handles), token + 1))
 
-    results = self._in_order(
-      wait, [tf.stack(handles)], [t.dtype for t in tensors]
-    )
+    count = len(handles) if _is_host(device) else 1
+    results = []
+    for i in range(0, len(handles), count):
+      with tf.device('CPU:0'):
+        some = tf.stack(handles[i : i + count])
+      dtypes = [t.dtype for t in tensors[i : i + count]]
+      results += self._in_order(wait, [some], dtypes)
     for result, tensor in zip(results, tensors, strict=True):
       result.set_shape(tensor.shape)
-    return results
+    if count == len(handles):
+      return results
+    with tf.device(device):
+      copies = [tf.identity(r) for r in results]
+      with tf.control_dependencies(copies):
+        return [tf.identity(c) for c in copies]
 
   # The graph's side.
 
@@ -443,6 +458,12 @@ class CollectiveQueue:
       if self.group.failure is None:
         raise
       _graph_errors.raise_through_graph(self.group.failure)
+
+
+def _is_host(device: str) -> bool:
+  """Whether host calls see a device's memory as their own."""
+  spec = tf.DeviceSpec.from_string(device)
+  return spec.device_type == 'CPU' and not spec.device_index
 
 
 def _make_thread() -> concurrent.futures.ThreadPoolExecutor:
