@@ -19,6 +19,8 @@ DEFAULT_COUNT = 8
 # 'CPU' or 'GPU'. In the environment, for the processes that tests start.
 VARIABLE = 'TFS_TEST_DEVICE'
 KIND = os.environ.get(VARIABLE, 'cpu').upper()
+# Whatever the tests run on.
+HOST = 'CPU:0'
 # Real GPUs are not split if there are as many as most tests need.
 _ENOUGH = 4
 # Of each virtual GPU. Several processes share one GPU.

@@ -84,6 +84,23 @@ class ProposalTest(parameterized.TestCase):
       'task 1 at b:1 (it fell silent), task 3 at c:1 (it fell silent)',
     )
 
+  def test_what_the_leader_found_is_known_when_it_has_gone(self):
+    first, second = _make(0), _make(1)
+    first.lost(3, 'nobody listens there', is_gone=True)
+    _meet(first, second)
+    self.assertIsNone(first.proposal(0.0))
+    _meet(second, first)
+    second.lost(0, 'it closed the connection')
+    self.assertEqual(
+      second.missing(0.1),
+      'task 0 at a:1 (it was there, then: it closed the connection), '
+      'task 3 at c:1 (nobody listens there)',
+    )
+    second.lost(3, 'no route', is_gone=False)
+    self.assertEndsWith(second.missing(0.2), 'task 3 at c:1 (no route)')
+    second.start(7)
+    self.assertNotIn('task 3', second.missing(0.3))
+
 
 def _formed(*all_of_them, generation=1):
   """Gives workers a last group of all of them, and lets them form again."""

@@ -12,7 +12,10 @@ from absl.testing import parameterized
 import tf_strategies as tfs
 from tests import tiers, virtual_devices
 from tf_strategies import _graph_errors, collectives, errors
-from tf_strategies.strategies.multi_worker import process_group_communicator
+from tf_strategies.strategies.multi_worker import (
+  collective_queue,
+  process_group_communicator,
+)
 
 virtual_devices.configure()
 
@@ -45,7 +48,7 @@ class _CodedGroup:
     )
 
 
-class _Unordered(process_group_communicator.CollectiveQueue):
+class _Unordered(collective_queue.CollectiveQueue):
   """A mutation: host calls without the token."""
 
   def _in_order(self, host, inputs, dtypes):
@@ -66,7 +69,7 @@ def _call(ring, x, name, seconds=0.0):
   return ring.call('kind', lambda g, a: g.add(a, name, seconds), x, x.shape)
 
 
-def _call_all(ring, tensors, name, seconds=0.0, device='CPU:0'):
+def _call_all(ring, tensors, name, seconds=0.0, device=virtual_devices.HOST):
   works = [
     lambda g, a, i=i: g.add(a, f'{name}{i}', seconds)
     for i in range(len(tensors))
@@ -140,7 +143,7 @@ class OrderTest(tf.test.TestCase):
 
   def test_program_order_across_control_flow_and_functions(self):
     self.assertEqual(
-      self._record(process_group_communicator.CollectiveQueue), [_EXPECTED] * 3
+      self._record(collective_queue.CollectiveQueue), [_EXPECTED] * 3
     )
 
   @pytest.mark.full
@@ -152,7 +155,7 @@ class OrderTest(tf.test.TestCase):
 
   def test_order_across_functions_that_run_one_after_the_other(self):
     group = _RecordingGroup()
-    ring = process_group_communicator.CollectiveQueue(group)
+    ring = collective_queue.CollectiveQueue(group)
     functions = [
       tf.function(lambda x, i=i: _call(ring, x, i, 0.01 * (2 - i)))
       for i in range(3)
@@ -172,7 +175,7 @@ class ResultsTest(tf.test.TestCase, parameterized.TestCase):
   def _consume_first(self, work, device):
     """Calls for two tensors; a host function sees the first one's result."""
     group = _RecordingGroup(more=5)
-    ring = process_group_communicator.CollectiveQueue(group)
+    ring = collective_queue.CollectiveQueue(group)
 
     @tf.function
     def step():
@@ -187,7 +190,7 @@ class ResultsTest(tf.test.TestCase, parameterized.TestCase):
     return group, step
 
   # To another device than the host's each result is copied when it is there.
-  @parameterized.parameters('CPU:0', virtual_devices.name(1))
+  @parameterized.parameters(virtual_devices.HOST, virtual_devices.name(1))
   def test_no_result_before_all_are_there(self, device):
     group, step = self._consume_first(
       lambda g, i, a: g.add(a, i, 0.3 * i), device
@@ -195,7 +198,7 @@ class ResultsTest(tf.test.TestCase, parameterized.TestCase):
     self.assertAllEqual(step(), [11, 12])
     self.assertEqual(group.record, [0, 1, 'saw [6, 7]'])
 
-  @parameterized.parameters('CPU:0', virtual_devices.name(1))
+  @parameterized.parameters(virtual_devices.HOST, virtual_devices.name(1))
   def test_no_result_if_one_fails(self, device):
     def work(group, index, array):
       if index == 1:
@@ -208,11 +211,12 @@ class ResultsTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(group.record, [0])
 
   @parameterized.product(
-    eagerly=(True, False), device=('CPU:0', virtual_devices.name(1))
+    eagerly=(True, False),
+    device=(virtual_devices.HOST, virtual_devices.name(1)),
   )
   def test_values_dtypes_and_counts(self, eagerly, device):
     group = _RecordingGroup(more=1)
-    ring = process_group_communicator.CollectiveQueue(group)
+    ring = collective_queue.CollectiveQueue(group)
     tensors = [tf.constant([i, i + 1], t) for i, t in enumerate(_DTYPES)]
 
     def step():
@@ -229,7 +233,7 @@ class ResultsTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(ring.calls, {'kind': 1, 'kind_all': 3})
 
   def test_xla_is_refused(self):
-    ring = process_group_communicator.CollectiveQueue(_RecordingGroup())
+    ring = collective_queue.CollectiveQueue(_RecordingGroup())
     x = tf.constant([1.0])
     for call in (
       lambda x: _call(ring, x, 'x'),
@@ -242,7 +246,7 @@ class ResultsTest(tf.test.TestCase, parameterized.TestCase):
         tf.function(call, jit_compile=True)(x)
 
 
-def _communicator(options, device='CPU:0'):
+def _communicator(options, device=virtual_devices.HOST):
   local = types.SimpleNamespace(devices=(device,), num_replicas=1)
   return process_group_communicator.ProcessGroupCommunicator(
     _CodedGroup(), local, options
@@ -251,7 +255,8 @@ def _communicator(options, device='CPU:0'):
 
 class BucketsTest(tf.test.TestCase, parameterized.TestCase):
   @parameterized.product(
-    eagerly=(True, False), device=('CPU:0', virtual_devices.name(1))
+    eagerly=(True, False),
+    device=(virtual_devices.HOST, virtual_devices.name(1)),
   )
   def test_small_gradients_keep_their_precision_beside_large_ones(
     self, eagerly, device
@@ -275,7 +280,9 @@ class BucketsTest(tf.test.TestCase, parameterized.TestCase):
     # All travelled together.
     self.assertEqual(communicator._queue.calls, {'all_reduce': 1})
 
-  @parameterized.parameters(('CPU:0', 1), (virtual_devices.name(1), 2))
+  @parameterized.parameters(
+    (virtual_devices.HOST, 1), (virtual_devices.name(1), 2)
+  )
   def test_buckets_are_packed_where_gradients_are(self, device, waits):
     """A check of the graph: whether copies overlap only a GPU can show."""
     communicator = _communicator(tfs.RingOptions(bucket_bytes=64), device)
@@ -294,7 +301,7 @@ class BucketsTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(on['ConcatV2'], [device] * 2)
     self.assertEqual(on['SplitV'], [device] * 2)
     # A call hands a bucket over; one waits for all, or for each to copy it.
-    self.assertEqual(on['PyFunc'], ['CPU:0'] * (2 + waits))
+    self.assertEqual(on['PyFunc'], [virtual_devices.HOST] * (2 + waits))
     for i, reduced in enumerate(step()):
       self.assertAllEqual(reduced, [float(i)] * 8)
 
@@ -341,7 +348,7 @@ _PLACES = {
 
 class FailuresTest(tf.test.TestCase, parameterized.TestCase):
   def _raised(self, place, error):
-    ring = process_group_communicator.CollectiveQueue(_RecordingGroup())
+    ring = collective_queue.CollectiveQueue(_RecordingGroup())
     with self.assertRaises(type(error)) as caught:
       _PLACES[place](lambda x: _fail(ring, error, x))
     return caught.exception
@@ -374,7 +381,7 @@ class FailuresTest(tf.test.TestCase, parameterized.TestCase):
     self.assertIsInstance(raised, error_type.__mro__[2])
 
   def test_errors_of_the_same_step_twice_are_two(self):
-    ring = process_group_communicator.CollectiveQueue(_RecordingGroup())
+    ring = collective_queue.CollectiveQueue(_RecordingGroup())
     ranks = iter((5, 6))
     step = tf.function(
       lambda x: ring.call('kind', _raise_next(ranks), x, x.shape)
@@ -387,7 +394,7 @@ class FailuresTest(tf.test.TestCase, parameterized.TestCase):
   @tiers.parameters(tiers.full('function'), 'while', tiers.full('cond'))
   def test_other_exceptions_stay_what_tensorflow_makes_of_them(self, place):
     for error in (RuntimeError('plain'), ZeroDivisionError('by nothing')):
-      ring = process_group_communicator.CollectiveQueue(_RecordingGroup())
+      ring = collective_queue.CollectiveQueue(_RecordingGroup())
       with self.assertRaises(tf.errors.UnknownError) as caught:
         _PLACES[place](lambda x, r=ring, e=error: _fail(r, e, x))
       self.assertIs(type(caught.exception), tf.errors.UnknownError)
@@ -402,7 +409,7 @@ class FailuresTest(tf.test.TestCase, parameterized.TestCase):
 
   def test_closed_ring_names_the_failure_of_its_group(self):
     group = _RecordingGroup()
-    ring = process_group_communicator.CollectiveQueue(group)
+    ring = collective_queue.CollectiveQueue(group)
     step = tf.function(lambda x: _call(ring, x, 'x'))
     step(tf.constant(1.0))
     group.failure = _lost(rank=2)
@@ -427,7 +434,7 @@ class PicklingTest(tf.test.TestCase):
   """A worker sends its failure to whoever started it."""
 
   def test_error_of_a_graph_survives(self):
-    ring = process_group_communicator.CollectiveQueue(_RecordingGroup())
+    ring = collective_queue.CollectiveQueue(_RecordingGroup())
     with self.assertRaises(errors.WorkerUnavailableError) as caught:
       tf.function(lambda x: _fail(ring, _lost(), x))(tf.constant(1.0))
     copy = pickle.loads(pickle.dumps(caught.exception))

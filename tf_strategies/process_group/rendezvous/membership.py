@@ -159,6 +159,7 @@ class Membership:
       view.reached_at = view.idle_since = None
       view.problem, view.refused = View.problem, False
       view.was_tried = view.is_gone = False
+      view.missing = ''
 
   def heard(
     self, message: Mapping[str, Any], now: float, reached: bool
@@ -407,11 +408,16 @@ class Membership:
 
   def missing(self, now: float) -> str:
     """The tasks that are missing, with their addresses and why, as text."""
-    told = []
+    told, by_another = [], ''
+    # The one that asked all may have given up just before this process does.
+    last_told = next((v.missing for v in self.views.values() if v.missing), '')
     for task in self.polled(now):
       view = self.views[task]
       if view.is_fresh(now) and view.missing:
         return view.missing  # It asks all.
+      if last_told and not view.was_tried:
+        by_another = last_told
+        continue
       where = f'task {task} at {self.addresses[task]}'
       if not view.is_fresh(now):
         told.append(f'{where} ({view.problem or "it fell silent"})')
@@ -419,7 +425,7 @@ class Membership:
         told.append(f'{where} (it runs in a group without this task)')
       elif view.state is not State.FORMING:
         told.append(f'{where} (it is there, but has not called form)')
-    return ', '.join(told)
+    return ', '.join([*told, by_another] if by_another else told)
 
   def timeout_error(self, now: float, seconds: float) -> errors.Error:
     """The error when no group has formed within `seconds`."""

@@ -1,0 +1,253 @@
+"""The collectives of a process group as TensorFlow ops, in one order.
+
+All ranks must issue their collectives in the same order. TensorFlow keeps the
+order of host calls within one function only, so that a `tf.while_loop` or a
+`tf.cond` may overtake another. Here each call reads a token variable and
+writes it back: TensorFlow never reorders that.
+
+Calls that move gradients come in two parts. The first hands a tensor to a
+thread and returns at once; the second waits for all results. So the reduction
+of the last layers' gradients runs while the backward pass computes those of the
+first layers, and no thread of TensorFlow waits for it.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from tf_strategies import _graph_errors, _tf_internal, errors, process_group
+from tf_strategies.monitoring import recorder
+
+# Of collectives that gradients go through, for the timeline.
+_UPDATES = itertools.count()
+
+# Runs a collective on an array; returns one of its dtype.
+_Work = Callable[[process_group.ProcessGroup, np.ndarray], np.ndarray]
+
+
+class CollectiveQueue:
+  """The collectives of a process group as TensorFlow ops, in program order.
+
+  `join` is called before a collective that no graph makes.
+  """
+
+  def __init__(
+    self,
+    group: process_group.ProcessGroup | None,
+    join: Callable[[], None] = lambda: None,
+  ):
+    self.group = group
+    self._join = join
+    self._thread = _make_thread()
+    self._handles = itertools.count()
+    self._pending: dict[int, concurrent.futures.Future] = {}
+    self._lock = threading.Lock()
+    self._update = 0
+    self.calls: dict[str, int] = {}
+    with tf.init_scope(), tf.device('CPU:0'):
+      # Of no strategy: a mirrored variable would be updated by collectives.
+      self._token = _tf_internal.ResourceVariable(
+        np.int64(0), trainable=False, name='collective_order'
+      )
+
+  def close(self) -> None:
+    """Ends the thread; the group must have been closed or have failed."""
+    self._thread.shutdown(wait=False, cancel_futures=True)
+
+  def continue_in(self, group: process_group.ProcessGroup) -> None:
+    """Runs later collectives, of graphs that are there too, in another group.
+
+    The one before must have been closed: what waits in it fails at once.
+    """
+    self._thread.shutdown(wait=True, cancel_futures=True)
+    self._pending.clear()
+    self.group, self._thread = group, _make_thread()
+
+  # What graphs and eager code call. `kind` is for the statistics.
+
+  def call(
+    self, kind: str, work: _Work, tensor: tf.Tensor, shape: tf.TensorShape
+  ) -> tf.Tensor:
+    """Runs `work` in order and returns what it returns, of so known a shape."""
+    if tf.executing_eagerly():
+      self._join()
+      result = self._run(kind, work, tensor.numpy())
+      return tf.constant(result, tensor.dtype)
+    self._check_not_compiled(kind)
+
+    def host(array, token):
+      return self._guard(lambda: (self._run(kind, work, array), token + 1))
+
+    [result] = self._in_order(host, [tensor], [tensor.dtype])
+    result.set_shape(shape)
+    return result
+
+  def call_all(
+    self,
+    kind: str,
+    works: Sequence[_Work],
+    tensors: Sequence[tf.Tensor],
+    contents: Sequence[str],
+    device: str,
+  ) -> list[tf.Tensor]:
+    """Runs each of `works` on its tensor as soon as that is ready.
+
+    Args:
+      kind: of the collectives.
+      works: each makes an array like the one that it gets.
+      tensors: one-dimensional, in the order in which they become ready.
+      contents: what is in each of them, for the timeline.
+      device: of the tensors. To one with memory of its own a result is copied
+        while others still travel.
+
+    Returns:
+      The results on that device, none before all are there: what follows happens with all of
+      them or not at all.
+    """
+    if tf.executing_eagerly():
+      return [
+        self.call(kind, work, tensor, tensor.shape)
+        for work, tensor in zip(works, tensors, strict=True)
+      ]
+    self._check_not_compiled(kind)
+    handles = [
+      self._start(kind, work, tensor, i == 0, content)
+      for i, (work, tensor, content) in enumerate(
+        zip(works, tensors, contents, strict=True)
+      )
+    ]
+
+    def wait(handles, token):
+      return self._guard(lambda: (*self._wait(handles), token + 1))
+
+    count = len(handles) if _is_host(device) else 1
+    results = []
+    for i in range(0, len(handles), count):
+      with tf.device('CPU:0'):
+        some = tf.stack(handles[i : i + count])
+      dtypes = [t.dtype for t in tensors[i : i + count]]
+      results += self._in_order(wait, [some], dtypes)
+    for result, tensor in zip(results, tensors, strict=True):
+      result.set_shape(tensor.shape)
+    if count == len(handles):
+      return results
+    with tf.device(device):
+      copies = [tf.identity(r) for r in results]
+      with tf.control_dependencies(copies):
+        return [tf.identity(c) for c in copies]
+
+  # The graph's side.
+
+  def _start(self, kind, work, tensor, is_first, contents):
+    """Hands a tensor to the thread; returns the number of its result."""
+
+    def host(array, token):
+      def start():
+        handle = next(self._handles)
+        if is_first:
+          self._update = next(_UPDATES)
+        self._pending[handle] = self._submit(
+          kind, work, array, update=self._update, contents=contents
+        )
+        return np.int64(handle), token + 1
+
+      return self._guard(start)
+
+    [handle] = self._in_order(host, [tensor], [tf.int64])
+    handle.set_shape([])
+    return handle
+
+  def _in_order(self, host, inputs, dtypes):
+    """A host call between a read and a write of the token."""
+    with tf.device('CPU:0'):
+      *results, token = tf.numpy_function(
+        host, [*inputs, self._token.read_value()], [*dtypes, tf.int64]
+      )
+      token.set_shape([])
+      with tf.control_dependencies([self._token.assign(token)]):
+        return [tf.identity(r) for r in results]
+
+  def _check_not_compiled(self, kind):
+    if _tf_internal.in_xla_context():
+      raise errors.UnsupportedOptionError(
+        f'jit_compile=True around a collective between workers ({kind})',
+        'steps that XLA does not compile: it cannot call the network',
+        'compile(..., jit_compile=False), or compile functions inside of the '
+        'step that do not synchronise',
+      )
+
+  # The host's side.
+
+  def _submit(self, kind, work, array, **about):
+    if recorder.is_on():
+      work = _recorded(kind, work, handed_ns=recorder.now(), **about)
+    with self._lock:
+      self.calls[kind] = self.calls.get(kind, 0) + 1
+    return self._thread.submit(work, self.group, array)
+
+  def _run(self, kind, work, array):
+    with recorder.span(f'wait for {kind}', recorder.WAIT):
+      return self._submit(kind, work, array).result()
+
+  def _wait(self, handles):
+    futures = [self._pending.pop(int(handle)) for handle in handles]
+    with recorder.span('wait for buckets', recorder.WAIT):
+      return [future.result() for future in futures]
+
+  def _guard(self, function):
+    """Lets a failure leave the graph with its type."""
+    try:
+      return function()
+    except errors.Error as e:
+      _graph_errors.raise_through_graph(e)
+    except (RuntimeError, concurrent.futures.CancelledError):
+      # The queue was closed under a graph that still ran.
+      if self.group.failure is None:
+        raise
+      _graph_errors.raise_through_graph(self.group.failure)
+
+
+def _is_host(device: str) -> bool:
+  """Whether host calls see a device's memory as their own."""
+  spec = tf.DeviceSpec.from_string(device)
+  return spec.device_type == 'CPU' and not spec.device_index
+
+
+def _make_thread() -> concurrent.futures.ThreadPoolExecutor:
+  return concurrent.futures.ThreadPoolExecutor(1, 'collectives')
+
+
+def _recorded(kind, work, **about):
+  """Work that also tells the recorder when it ran, and what it sent."""
+
+  def run(group, array):
+    """Does the work; records it also if it fails."""
+    before, began = group.bytes_sent, recorder.now()
+    failed = True
+    try:
+      result = work(group, array)
+      failed = False
+      return result
+    finally:
+      ended, position = recorder.now(), group.describe()
+      recorder.add(
+        position['name'] or kind,
+        recorder.COMMUNICATION,
+        began,
+        ended,
+        kind=kind,
+        bytes=int(array.nbytes),
+        sent=group.bytes_sent - before,
+        generation=group.generation,
+        sequence=position['sequence'],
+        failed=failed,
+        **about,
+      )
+
+  return run
