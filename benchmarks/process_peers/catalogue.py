@@ -39,11 +39,14 @@ class Entry:
 ENTRIES = tuple(
   Entry(name, kind, pool, f'{_HERE}.{path}')
   for name, kind, pool, path in (
+    ('ours_memory', OURS, 'ours', 'ours:Group'),
+    ('ours_slots', OURS, 'ours', 'ours:Slots'),
     ('ours_tcp', OURS, 'ours', 'ours:Tcp'),
     ('ours_tcp_tls', OURS, 'ours', 'ours:TcpTls'),
-    ('ours_tcp_bfloat16', OURS, 'ours', 'ours:TcpBFloat16'),
+    ('ours_bfloat16', OURS, 'ours', 'ours:BFloat16'),
     ('ours_in_graph', OURS, 'ours', 'ours:Replicated'),
     ('ours_mpi', OURS, 'mpi', 'ours:Mpi'),
+    ('mpich', OTHER, 'mpi', 'mpich:Mpich'),
     ('mwms_ring', OTHER, 'mwms', 'tensorflow_collectives:MultiWorkerMirrored'),
     (
       'mwms_subdivisions',

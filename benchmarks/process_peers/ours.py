@@ -17,8 +17,8 @@ from tf_strategies import process_group
 _BFLOAT16_ERROR = 2.0**-7
 
 
-class Tcp(base.Peer):
-  """`all_reduce` of a process group over TCP, in place of a given array."""
+class Group(base.Peer):
+  """`all_reduce` of a process group, in place of a given array."""
 
   def __init__(self, seat: base.Seat):
     super().__init__(seat)
@@ -58,6 +58,20 @@ class Tcp(base.Peer):
     self._input = self._output = None
 
 
+class Slots(Group):
+  """The same through memory that both have mapped."""
+
+  def _form(self) -> process_group.ProcessGroup:
+    return super()._form(same_host='slots')
+
+
+class Tcp(Group):
+  """The same over TCP."""
+
+  def _form(self, **settings) -> process_group.ProcessGroup:
+    return super()._form(same_host='socket', **settings)
+
+
 class TcpTls(Tcp):
   """The same encrypted."""
 
@@ -66,14 +80,14 @@ class TcpTls(Tcp):
     return super()._form(tls=certificates.files(directory))
 
 
-class Mpi(Tcp):
+class Mpi(Group):
   """The same over MPI, in processes that mpiexec has started."""
 
   def _form(self) -> process_group.ProcessGroup:
     return process_group.form_mpi_group()
 
 
-class TcpBFloat16(Tcp):
+class BFloat16(Group):
   """The same with half of the bytes; TensorFlow casts there and back."""
 
   def prepare(self) -> None:

@@ -104,12 +104,12 @@ class ProcessAllReduceTest(parameterized.TestCase):
       '--sizes_bytes=1000000',
       '--rounds=1',
       '--repeats=2',
-      '--peers=ours_tcp,ours_tcp_bfloat16,memcpy_loopback,ours_mpi',
+      '--peers=ours_tcp,ours_bfloat16,memcpy_loopback,ours_mpi',
       '--link_rate=200mbit',
     )
     self.assertIn('ours_mpi', found['skipped'])
     (record,) = found['results']
-    peers = ('ours_tcp', 'ours_tcp_bfloat16', 'memcpy_loopback')
+    peers = ('ours_tcp', 'ours_bfloat16', 'memcpy_loopback')
     self.assert_record(record, peers, num_samples=2)
     # 40 ms at that rate; loopback, which must not be taken, needs one.
     self.assertGreater(record['peers']['ours_tcp']['median_ms'], 20)

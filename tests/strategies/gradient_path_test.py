@@ -116,14 +116,17 @@ def _train(rank):
   step()
   recorder.is_on = False
   values = [v.numpy() for v in variables]
+  report = strategy.communication_report()
   strategy.close()
-  return sorted(recorder.files), values
+  return sorted(recorder.files), values, report
 
 
 class GradientPathTest(tf.test.TestCase):
   @pytest.mark.full
   def test_path_is_short(self):
-    for files, values in processes.run_workers(_train, 2):
+    results = processes.run_workers(_train, 2)
+    for rank, (files, values, report) in enumerate(results):
+      self.assertEqual(report['paths'], {1 - rank: 'memory'})
       self.assertIn('keras/distributed_optimizer.py', files)
       self.assertIn(
         'strategies/multi_worker/process_group_communicator.py', files

@@ -75,6 +75,16 @@ class ProcessGroup(abc.ABC):
   def bytes_sent(self) -> int:
     """Bytes of arrays that this process has sent so far, without headers."""
 
+  @abc.abstractmethod
+  def paths(self) -> dict[int, str]:
+    """How this process gets arrays of each rank to which it has a link.
+
+    Returns:
+      By rank 'memory', 'slots', 'socket' or 'mpi', and why not the one before it,
+      such as 'slots, not memory: Operation not permitted'. The first collectives
+      of a group find it out.
+    """
+
   @property
   def failure(self) -> errors.Error | None:
     """The error of a failed group; None while it works."""

@@ -26,6 +26,9 @@ TLS_VARIABLES = ('TFS_TLS_CERT', 'TFS_TLS_KEY', 'TFS_TLS_CA')
 # that is cut goes on; of the cluster, if there was none.
 MAJORITY = 'majority'
 
+# What `same_host` can be, the fastest first.
+SAME_HOST = ('memory', 'slots', 'socket')
+
 _MIN_SECRET_BYTES = 16
 
 
@@ -61,6 +64,10 @@ class GroupOptions:
       costs a handshake and moves only while both ranks call MPI.
     socket_buffer_bytes: of each data link, in each direction; 0 lets the
       operating system choose.
+    same_host: how arrays move between processes of one host. 'memory': a process
+      reads the other's memory, one copy; where the system forbids that as 'slots':
+      by memory that both have mapped, two copies; else, or with 'socket', over the
+      data link. Which it became, and why, `ProcessGroup.paths` says.
   """
 
   rendezvous_timeout_seconds: float = 300.0
@@ -76,6 +83,7 @@ class GroupOptions:
   small_message_bytes: int = 1 << 16
   sub_chunk_bytes: int | None = None
   socket_buffer_bytes: int = 0
+  same_host: str = 'memory'
 
   def __post_init__(self):
     for field in dataclasses.fields(self):
@@ -97,6 +105,7 @@ class GroupOptions:
         continue
       if value is not None or getattr(type(self), name) is not None:
         option_checks.check_int(name, value, least)
+    option_checks.check_choice('same_host', self.same_host, SAME_HOST)
     option_checks.check_bool(
       'allow_unauthenticated', self.allow_unauthenticated
     )

@@ -63,7 +63,9 @@ class HandshakeTest(parameterized.TestCase):
   def test_another_version_names_both(self):
     answer = bytearray(_handshake(_SECRET).answer()[0])
     answer[5] = 77
-    with self.assertRaisesRegex(errors.RendezvousError, 'version 77.*1'):
+    with self.assertRaisesRegex(
+      errors.RendezvousError, f'version 77.*{protocol.PROTOCOL_VERSION}'
+    ):
       _handshake(_SECRET).prove(bytes(answer), 'task 5')
 
   def test_request_round_trip_and_nonsense(self):

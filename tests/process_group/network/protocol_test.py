@@ -4,6 +4,8 @@ from absl.testing import absltest, parameterized
 
 from tf_strategies.process_group.network import protocol
 
+_VERSION = protocol.PROTOCOL_VERSION
+
 
 class DataHeaderTest(parameterized.TestCase):
   def test_round_trip(self):
@@ -30,11 +32,11 @@ class FrameTest(parameterized.TestCase):
     self.assertEqual(data[protocol.FRAME_HEADER_BYTES :], 'täg12345'.encode())
 
   @parameterized.named_parameters(
-    ('magic', b'HTTP', 1, 17, 0, 0),
-    ('version', b'TFSC', 2, 17, 0, 0),
-    ('kind', b'TFSC', 1, 99, 0, 0),
-    ('tag', b'TFSC', 1, 17, 60_000, 0),
-    ('payload', b'TFSC', 1, 17, 0, 2**32 - 1),
+    ('magic', b'HTTP', _VERSION, 17, 0, 0),
+    ('version', b'TFSC', _VERSION + 1, 17, 0, 0),
+    ('kind', b'TFSC', _VERSION, 99, 0, 0),
+    ('tag', b'TFSC', _VERSION, 17, 60_000, 0),
+    ('payload', b'TFSC', _VERSION, 17, 0, 2**32 - 1),
   )
   def test_what_is_refused_before_anything_is_allocated(self, *fields):
     magic, version, kind, tag, payload = fields

@@ -73,6 +73,21 @@ def _attempt(rank, per_rank):
     return type(e).__name__, str(e), time.monotonic() - started
 
 
+def _attempt_with_fault(rank, faulty):
+  """As `_attempt`, where one cannot make a group of what was agreed on."""
+  if rank == faulty:
+
+    def fail(*args):
+      raise LookupError('no such codec')
+
+    meetings.process_group.rendezvous.rendezvous.transport.Transport = fail
+  try:
+    kind, message, _ = _attempt(rank, {})
+  except LookupError as e:
+    return type(e).__name__, str(e)
+  return kind, message
+
+
 @pytest.mark.multi_process
 class FormTest(parameterized.TestCase):
   @tiers.parameters(tiers.full(1), 2, tiers.full(5))
@@ -95,6 +110,15 @@ class FormTest(parameterized.TestCase):
       self.assertEqual(kind, 'RendezvousError')
       self.assertIn(f'task 2 at {absent} (nobody listens there)', message)
       self.assertBetween(seconds, 1.9, 30)
+
+  @tiers.parameters(0, tiers.full(1))
+  def test_fault_while_a_group_is_made_is_raised(self, faulty):
+    broken, other = processes.run_workers(
+      _attempt_with_fault, 2, args=(faulty,)
+    )[:: 1 if faulty == 0 else -1]
+    self.assertEqual(broken, ('LookupError', 'no such codec'))
+    # Whether it had its group already is chance.
+    self.assertIn(other[0], ('RendezvousError', 'WorkerUnavailableError'))
 
   @pytest.mark.full
   def test_fewer_are_enough_if_the_options_say_so(self):

@@ -1,6 +1,7 @@
 """Any schedule through the executor, against the simulator, bit for bit."""
 
 import socket
+import struct
 import threading
 from unittest import mock
 
@@ -11,8 +12,10 @@ from tests import tiers
 from tf_strategies import collectives
 from tf_strategies.collectives import codec, codecs
 from tf_strategies.process_group import buffers, execution
+from tf_strategies.process_group import options as options_lib
 from tf_strategies.process_group import plan as plan_lib
 from tf_strategies.process_group.network import protocol as wire
+from tf_strategies.process_group.tcp import link as link_lib
 from tf_strategies.process_group.tcp import transport
 
 _DEADLINE_SECONDS = 60
@@ -35,8 +38,9 @@ def _execution(plan, array, out, form=_FLOAT32, **kwargs):
   return execution.Execution(plan, array, out, buffers.Pool(), form, **kwargs)
 
 
-def _transport(sockets):
-  links = transport.Transport(0, lambda: None)
+def _transport(sockets, same_host='memory'):
+  options = options_lib.GroupOptions(same_host=same_host)
+  links = transport.Transport(options, lambda: None)
   for rank, sock in sockets.items():
     links.add(rank, sock)
   return links
@@ -45,9 +49,9 @@ def _transport(sockets):
 class _Rank(threading.Thread):
   """One rank in a thread: its collectives, and what ended them."""
 
-  def __init__(self, sockets, function):
+  def __init__(self, sockets, function, same_host):
     super().__init__(daemon=True)
-    self.links = _transport(sockets)
+    self.links = _transport(sockets, same_host)
     self._function = function
     self.error = None
 
@@ -58,9 +62,9 @@ class _Rank(threading.Thread):
       self.error = e
 
 
-def _run(world_size, functions):
+def _run(world_size, functions, same_host='memory'):
   ranks = [
-    _Rank(sockets, function)
+    _Rank(sockets, function, same_host)
     for sockets, function in zip(_mesh(world_size), functions, strict=True)
   ]
   for rank in ranks:
@@ -83,9 +87,12 @@ class SchedulesTest(parameterized.TestCase):
     world_size=(*tiers.every(tiers.full, (1, 2, 4)), 3, tiers.full(5)),
     compression=tuple(collectives.CODECS),
     dtype=('float32', tiers.full('float16')),
+    same_host=('memory', tiers.full('slots'), tiers.full('socket')),
   )
+  # All pieces are large enough not to go through the socket.
+  @mock.patch.object(link_lib, '_LEAST_IN_MEMORY', 1)
   def test_equals_the_simulator(
-    self, algorithm, world_size, compression, dtype
+    self, algorithm, world_size, compression, dtype, same_host
   ):
     schedule = collectives.ALGORITHMS[algorithm](world_size)
     sizes = (0, 1, world_size + 1, 1009)
@@ -116,7 +123,8 @@ class SchedulesTest(parameterized.TestCase):
 
       return function
 
-    errors = _run(world_size, [work(rank) for rank in range(world_size)])
+    functions = [work(rank) for rank in range(world_size)]
+    errors = _run(world_size, functions, same_host)
     self.assertEqual(errors, [None] * world_size)
     for size in sizes:
       expected = collectives.simulate(schedule, inputs[size], compression)
@@ -261,7 +269,7 @@ class FailuresTest(parameterized.TestCase):
     links, (mine, other) = _transport({}), socket.socketpair()
     waited_for, silent = socket.socketpair()
     links.add(2, waited_for)
-    other.sendall(_header(1, 99).pack())
+    other.sendall(struct.pack('<Q', link_lib.HEADER) + _header(1, 99).pack())
     wakes = []
 
     def check():
@@ -326,7 +334,7 @@ def _run_to_first_error(world_size, functions):
     return run
 
   for sockets, function in zip(_mesh(world_size), functions, strict=True):
-    ranks.append(_Rank(sockets, shutting(function)))
+    ranks.append(_Rank(sockets, shutting(function), 'memory'))
   for rank in ranks:
     rank.start()
   for rank in ranks:

@@ -110,6 +110,11 @@ class MpiProcessGroup(planned.PlannedGroup):
     """See base class."""
     return self._bytes_sent
 
+  def paths(self) -> dict[int, str]:
+    """See base class; how MPI moves them it does not say."""
+    others = set(range(self.world_size)) - {self.rank}
+    return dict.fromkeys(sorted(others), self.name)
+
   def close(self) -> None:
     """See base class; MPI itself ends with the process."""
     if self._closed:

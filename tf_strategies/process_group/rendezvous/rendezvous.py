@@ -230,7 +230,7 @@ class Rendezvous:
         members.state = membership.State.IDLE
     return formed.result()
 
-  def _refuse(self, error: errors.Error) -> None:
+  def _refuse(self, error: Exception) -> None:
     """Ends `form` with an error that no waiting can fix."""
     if self._formed is not None and not self._formed.done():
       self._formed.set_exception(error)
@@ -380,12 +380,9 @@ class Rendezvous:
 
   async def _take_part(self, generation, seats, leader) -> bool:
     """Runs a proposal; `leader` is None on the one that leads it."""
+    gone = self._membership.gone()
     self._proposal = proposal = formation.Proposal(
-      generation,
-      seats,
-      self._task,
-      self._dial,
-      self._membership.gone(),
+      generation, seats, self._task, self._dial, gone
     )
     self._mesh = proposal.mesh
     try:
@@ -393,7 +390,6 @@ class Rendezvous:
         await proposal.lead()
       else:
         await proposal.follow(leader)
-      self._complete(proposal)
     except (OSError, formation.ProposalFailedError) as e:
       cut = getattr(e, 'cut', None)
       if cut is not None:
@@ -404,6 +400,11 @@ class Rendezvous:
       return False
     finally:
       self._proposal = None
+    try:
+      self._complete(proposal)
+    except Exception as e:  # Nobody is to wait for it in vain.
+      proposal.close()
+      self._refuse(e)
     return True
 
   async def _accept_data(self, connection, request) -> None:
@@ -429,7 +430,7 @@ class Rendezvous:
     group_state = state.GroupState(
       proposal.members(), proposal.rank, proposal.generation
     )
-    links = transport.Transport(options.socket_buffer_bytes, group_state.check)
+    links = transport.Transport(options, group_state.check)
     proposal.mesh.hand_over(links.add)
     plane = control_plane.ControlPlane(
       self._server,
@@ -444,12 +445,8 @@ class Rendezvous:
       group_state, links, plane, options, connect, self._on_end
     )
     group_state.on_failure(self._on_end)
-    logging.info(
-      'Group %d: rank %d of %d',
-      proposal.generation,
-      proposal.rank,
-      len(proposal.seats),
-    )
+    place = proposal.generation, proposal.rank, len(proposal.seats)
+    logging.info('Group %d: rank %d of %d', *place)
     if proposal.rank == 0 and len(members.views) >= len(proposal.seats):
       self._server.spawn(self._watch_others(group_state, plane))
     self._formed.set_result(group)

@@ -47,6 +47,10 @@ class TcpProcessGroup(planned.PlannedGroup):
     """See base class."""
     return self._transport.bytes_sent
 
+  def paths(self) -> dict[int, str]:
+    """See base class."""
+    return self._transport.paths()
+
   def close(self) -> None:
     """See base class."""
     if self._closed:

@@ -13,13 +13,15 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 
-from tf_strategies.process_group import buffers
 from tf_strategies.process_group import execution as execution_lib
+from tf_strategies.process_group import options as options_lib
 from tf_strategies.process_group.network import protocol as wire
+from tf_strategies.process_group.tcp import host_memory
+from tf_strategies.process_group.tcp import link as link_lib
 
 # How long `poll` sleeps at most: the loop looks at the clock and at the state
 # of the group in between, should a wake-up get lost.
@@ -30,83 +32,25 @@ _READ = select.POLLIN
 _WRITE = select.POLLOUT
 
 
-class Link:
-  """One data connection, and how far it is in the running collective."""
-
-  def __init__(self, rank: int, sock: socket.socket):
-    self.rank = rank
-    self.sock = sock
-    self.fd = sock.fileno()
-    self.mask = 0
-    self.wakes_at = 1
-    # With TLS nobody knows how many bytes a piece is on the wire.
-    self.is_plain = isinstance(sock, socket.socket)
-    self.closed = False
-    # The header of the peer's next collective, as far as it has come. A peer
-    # that is ahead has sent it before this rank asks for it.
-    self.header = bytearray(wire.DATA_HEADER_BYTES)
-    self.header_got = 0
-    self.scratch: np.ndarray | None = None
-    self.reset()
-
-  def reset(self) -> None:
-    """Forgets the last collective."""
-    self.queued = False
-    # Whether the peer sends something in this collective, and whether its
-    # header is still to come.
-    self.planned = False
-    self.expects = False
-    self.receives: Sequence[int] = ()
-    self.receive_index = 0
-    self.incoming: memoryview | None = None
-    # A piece that had to go to scratch: it is complete, but it may not be
-    # applied before others.
-    self.in_scratch = False
-    self.full = False
-    self.sends: Sequence[int] = ()
-    self.send_index = 0
-    self.header_out: memoryview | None = None
-    self.outgoing: memoryview | None = None
-    self.blocked = False
-
-  @property
-  def header_is_there(self) -> bool:
-    """Whether a whole header waits to be looked at."""
-    return self.header_got == wire.DATA_HEADER_BYTES
-
-  @property
-  def receiving(self) -> bool:
-    """Whether the peer still owes something."""
-    return self.expects or self.receive_index < len(self.receives)
-
-  @property
-  def sending(self) -> bool:
-    """Whether the peer still gets something."""
-    return self.header_out is not None or self.send_index < len(self.sends)
-
-  def scratch_of(self, size: int) -> np.ndarray:
-    """Memory for one piece, kept from collective to collective."""
-    if self.scratch is None or self.scratch.size < size:
-      self.scratch = buffers.aligned_empty(size, np.uint8)
-    return self.scratch[:size]
-
-
 class Transport:
   """The data links of one group.
 
   Args:
-    buffer_bytes: of each socket in each direction; 0 for the system's choice.
+    options: of the group.
     check: called between waits; raises if the group has failed.
   """
 
-  def __init__(self, buffer_bytes: int, check: Callable[[], None]):
-    self._buffer_bytes = buffer_bytes
+  def __init__(
+    self, options: options_lib.GroupOptions, check: Callable[[], None]
+  ):
+    self._options = options
     self._check = check
+    self._memory = host_memory.OwnMemory()
     self._poll = select.poll()
-    self._links: dict[int, Link] = {}
-    self._by_fd: dict[int, Link] = {}
+    self._links: dict[int, link_lib.Link] = {}
+    self._by_fd: dict[int, link_lib.Link] = {}
     # Those that no collective has seen yet.
-    self._arrived: list[Link] = []
+    self._arrived: list[link_lib.Link] = []
     self._has_ended = False
     self._lock = threading.Lock()
     self.bytes_sent = 0
@@ -116,19 +60,26 @@ class Transport:
     sock.setblocking(False)
     if sock.family != socket.AF_UNIX:
       sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    if self._buffer_bytes:
+    size = self._options.socket_buffer_bytes
+    if size:
       for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-        sock.setsockopt(socket.SOL_SOCKET, option, self._buffer_bytes)
+        sock.setsockopt(socket.SOL_SOCKET, option, size)
     with self._lock:
       if self._has_ended:
         sock.close()
       else:
-        self._arrived.append(Link(rank, sock))
+        self._arrived.append(
+          link_lib.Link(rank, sock, self._memory, self._options.same_host)
+        )
 
   def missing(self, peers: Iterable[int]) -> set[int]:
     """The ranks of these to which there is no link."""
     self._take_arrived()
     return set(peers) - self._links.keys()
+
+  def paths(self) -> dict[int, str]:
+    """How this rank gets the pieces of each peer, and why not faster."""
+    return {rank: link.path for rank, link in sorted(self._links.items())}
 
   def run(
     self,
@@ -153,13 +104,18 @@ class Transport:
     for link in self._links.values():
       link.reset()
     run = _Run(self._links, execution, header)
-    while True:
-      run.work()
-      # While links have nothing to do, a piece is computed between two looks.
-      has_computed = execution.compute_next(run.wake)
-      if not run.remaining:
-        break
-      self._wait(run, deadline, has_computed)
+    try:
+      while True:
+        run.work()
+        # While links have nothing to do, a piece is computed between two looks.
+        has_computed = execution.compute_next(run.wake)
+        if run.is_done:
+          break
+        self._wait(run, deadline, has_computed)
+    except BaseException:
+      # Peers may be reading what the caller is about to use for something else.
+      self._memory.revoke()
+      raise
     self.bytes_sent += execution.plan.bytes_sent
 
   def shut_down(self) -> None:
@@ -173,9 +129,9 @@ class Transport:
   def close(self) -> None:
     """Closes the sockets; only where nothing runs, after `shut_down`."""
     for link in [*self._links.values(), *self._arrived]:
-      link.sock.close()
+      link.close()
 
-  def _take_arrived(self) -> list[Link]:
+  def _take_arrived(self) -> list[link_lib.Link]:
     """Makes links of a peer's making known to the collectives."""
     if not self._arrived:
       return []
@@ -207,7 +163,7 @@ class Transport:
       link.blocked = False
       run.enqueue(link)
 
-  def _wake_at(self, link: Link) -> None:
+  def _wake_at(self, link: link_lib.Link) -> None:
     """Sleeps until a good part of a large piece has come.
 
     Each wake-up costs more than the bytes that a single packet brings.
@@ -218,7 +174,7 @@ class Transport:
       link.wakes_at = waits_for
       link.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, waits_for)
 
-  def _watch(self, link: Link, mask: int) -> None:
+  def _watch(self, link: link_lib.Link, mask: int) -> None:
     if mask == link.mask:
       return
     if not link.mask:
@@ -235,20 +191,22 @@ class _Run:
 
   def __init__(
     self,
-    links: Mapping[int, Link],
+    links: Mapping[int, link_lib.Link],
     execution: execution_lib.Execution,
     header: wire.DataHeader,
   ):
     self._links = links
     self._execution = execution
     self._header = header
-    self._active: collections.deque[Link] = collections.deque()
+    self._active: collections.deque[link_lib.Link] = collections.deque()
     plan = execution.plan
-    self._headers = len(plan.sends) + len(plan.receives)
-    packed = memoryview(header.pack())
+    # Headers and pieces that are to come, and links with something to send.
+    self._headers = len(plan.receives)
+    self._unsent: set[link_lib.Link] = set()
+    packed = header.pack()
     for rank, numbers in plan.sends.items():
-      link = links[rank]
-      link.sends, link.header_out = numbers, packed
+      links[rank].sends = numbers
+      links[rank].put(link_lib.HEADER, packed)
     for rank, numbers in plan.receives.items():
       link = links[rank]
       link.receives, link.planned, link.expects = numbers, True, True
@@ -256,12 +214,19 @@ class _Run:
       self.enqueue(link)
 
   @property
-  def remaining(self) -> int:
-    """Every piece, and every header in either direction."""
-    return self._headers + self._execution.remaining
+  def _remaining(self) -> int:
+    """Every piece, every header that is to come, every link that is to send."""
+    return self._headers + self._execution.remaining + len(self._unsent)
 
-  def enqueue(self, link: Link) -> None:
+  @property
+  def is_done(self) -> bool:
+    """Whether nothing is left to do."""
+    return not self._remaining
+
+  def enqueue(self, link: link_lib.Link) -> None:
     """Has a link looked at."""
+    if link.has_output and not link.closed:
+      self._unsent.add(link)
     if not link.queued:
       link.queued = True
       self._active.append(link)
@@ -269,22 +234,21 @@ class _Run:
   def work(self) -> None:
     """Does what can be done without waiting."""
     active = self._active
-    while active and self.remaining:
+    while active and self._remaining:
       link = active.popleft()
       link.queued = False
       sent = self._send(link)
       if self._receive(link) or sent:
         self.enqueue(link)
 
-  def mask(self, link: Link) -> int:
+  def mask(self, link: link_lib.Link) -> int:
     """The events that a link waits for."""
     if link.closed:
       return 0
-    if link.planned:
-      reads = link.receiving and not link.full
-    else:
-      # Its header, if it comes now, shows that the peer is elsewhere.
-      reads = not link.header_is_there
+    # Of a link without pieces: a header, if it comes, tells that the peer is
+    # elsewhere.
+    wants = link.receiving or bool(link.unread) or not link.planned
+    reads = wants and not link.stops
     return (_READ if reads else 0) | (_WRITE if link.blocked else 0)
 
   def waiting(self) -> list[int]:
@@ -292,39 +256,43 @@ class _Run:
     links = self._links.values()
     return [link.rank for link in links if link.receiving or link.sending]
 
-  def _receive(self, link: Link) -> bool:
+  def _receive(self, link: link_lib.Link) -> bool:
     """Receives once; whether that brought anything on."""
-    if link.expects or not link.planned:
-      return self._receive_header(link)
-    if link.full or link.receive_index == len(link.receives):
+    if link.header is not None:
+      return self._look_at_header(link)
+    if link.incoming is not None:
+      return self._receive_bytes(link)
+    if link.stops:
       return False
-    number = link.receives[link.receive_index]
-    if link.incoming is None:
-      link.incoming = memoryview(self._target(link, number))
-    count = self._recv(link, link.incoming)
-    if count == len(link.incoming):
-      link.incoming = None
-      if link.in_scratch and self._execution.needs[number]:
-        link.full = True
-      else:
-        self._apply(link, number)
-    elif count:
-      link.incoming = link.incoming[count:]
-    return count > 0
-
-  def _receive_header(self, link: Link) -> bool:
-    if link.closed:
-      if link.expects:
+    word = link.next()
+    if word is None:
+      if link.closed and link.receiving:
         raise execution_lib.LinkClosedError(link.rank)
-      return False
+      # What it heard may have to be answered.
+      return link.has_output and not link.blocked
+    if word == link_lib.HEADER:
+      return self._look_at_header(link)
+    if word == link_lib.ACKNOWLEDGE:
+      if not link.unread:
+        raise execution_lib.MismatchError(link.rank, None)
+      number = link.unread.popleft()
+      if number is not None:
+        self._execution.done(number, self.wake)
+      return True
+    if link.expects or link.receive_index == len(link.receives):
+      raise execution_lib.MismatchError(link.rank, None)
+    number = link.receives[link.receive_index]
+    link.target = self._target(link, number)
+    if word == link_lib.BYTES:
+      link.incoming = memoryview(link.target)
+      return True
+    link.fetch(word, link.target)
+    self._received(link, number)
+    return True
+
+  def _look_at_header(self, link: link_lib.Link) -> bool:
+    """Compares a header that has come, if it is of this collective."""
     # It may have come while this rank was at an earlier collective.
-    is_new = not link.header_is_there
-    if is_new:
-      view = memoryview(link.header)[link.header_got :]
-      count = self._recv(link, view)
-      link.header_got += count
-      if count < len(view):
-        return count > 0
     try:
       received = wire.DataHeader.unpack(link.header)
     except wire.ProtocolError:
@@ -334,89 +302,92 @@ class _Run:
         raise execution_lib.MismatchError(
           link.rank, None if received is None else str(received)
         )
-      link.expects = False
-      link.header_got = 0
+      link.expects, link.header = False, None
       self._headers -= 1
-    elif received is None or received.sequence <= self._header.sequence:
+      return True
+    if received is None or received.sequence <= self._header.sequence:
       raise execution_lib.MismatchError(
         link.rank, None if received is None else str(received)
       )
-    return link.planned or is_new
+    return False
 
-  def _recv(self, link: Link, view: memoryview) -> int:
-    """Receives what is there: 0 bytes if there is nothing now."""
-    try:
-      count = link.sock.recv_into(view)
-    except (BlockingIOError, InterruptedError):
-      return 0
-    except OSError:
-      count = 0
-    if count == 0:
-      link.closed = True
-      if link.receiving:
-        raise execution_lib.LinkClosedError(link.rank)
-    return count
+  def _receive_bytes(self, link: link_lib.Link) -> bool:
+    """Receives some of a piece."""
+    count = link.read_bytes(link.incoming)
+    if count == len(link.incoming):
+      link.incoming = None
+      self._received(link, link.receives[link.receive_index])
+    elif count:
+      link.incoming = link.incoming[count:]
+    elif link.closed:
+      raise execution_lib.LinkClosedError(link.rank)
+    return count > 0
 
-  def _target(self, link: Link, number: int) -> np.ndarray:
+  def _target(self, link: link_lib.Link, number: int) -> np.ndarray:
     """Where a piece is received: in its place, if that is free already."""
-    link.in_scratch = not self._execution.is_direct(number)
-    if not link.in_scratch:
-      return self._execution.memory(number)
-    piece = self._execution.plan.pieces[number]
+    execution = self._execution
+    if execution.is_direct(number):
+      return execution.memory(number)
+    piece = execution.plan.pieces[number]
+    if execution.needs[number]:  # Others may come before it is applied.
+      return execution.take(piece.stop - piece.start)
     return link.scratch_of(piece.stop - piece.start)
 
-  def _apply(self, link: Link, number: int) -> None:
-    """Puts a received piece where it belongs."""
-    received = None
-    if link.in_scratch:
-      piece = self._execution.plan.pieces[number]
-      received = link.scratch_of(piece.stop - piece.start)
-    link.full = False
+  def _received(self, link: link_lib.Link, number: int) -> None:
+    """Puts a received piece where it belongs, or keeps it until it may go there."""
     link.receive_index += 1
+    received, link.target = link.target, None
+    if self._execution.needs[number]:
+      link.held[number] = received
+      return
+    if self._execution.is_direct(number):
+      received = None
     self._execution.receive(number, received, self.wake)
 
   def wake(self, number: int) -> None:
     """Has the link of a piece looked at, which may move from now on."""
     link = self._links[self._execution.plan.pieces[number].peer]
-    if link.full and link.receives[link.receive_index] == number:
-      self._apply(link, number)
+    held = link.held.pop(number, None)
+    if held is not None:
+      self._execution.receive(number, held, self.wake)
     self.enqueue(link)
 
-  def _send(self, link: Link) -> bool:
+  def _send(self, link: link_lib.Link) -> bool:
     """Sends once; whether that brought anything on."""
-    if link.blocked or not link.sending:
+    if link.blocked or link.closed:
       return False
-    self._next_outgoing(link)
-    parts = [part for part in (link.header_out, link.outgoing) if part]
-    if not parts:
-      return False
+    offered = self._offer(link)
+    if not link.has_output:
+      return offered
     try:
-      count = link.sock.sendmsg(parts)
-    except (BlockingIOError, InterruptedError):
-      link.blocked = True
+      is_out = link.flush()
+    except execution_lib.LinkClosedError:
+      if link.receiving or link.rank in self._execution.plan.sends:
+        raise
+      link.closed = True  # Nobody needs it now.
+      self._unsent.discard(link)
       return False
-    except OSError as e:
-      raise execution_lib.LinkClosedError(link.rank) from e
-    if link.header_out is not None:
-      taken = min(count, len(link.header_out))
-      link.header_out = link.header_out[taken:] or None
-      count -= taken
-      if link.header_out is not None:
-        return True
-      self._headers -= 1
-    if link.outgoing is not None:
-      if count == len(link.outgoing):
-        link.outgoing = None
-        link.send_index += 1
-        number = link.sends[link.send_index - 1]
-        self._execution.done(number, self.wake)
-      else:
-        link.outgoing = link.outgoing[count:]
-    return True
+    if is_out:
+      number = link.sends[link.send_index - 1]
+      self._execution.done(number, self.wake)
+    if not link.has_output:
+      self._unsent.discard(link)
+    return not link.blocked
 
-  def _next_outgoing(self, link: Link) -> None:
-    """Takes up the next piece, if what it needs is there."""
-    if link.outgoing is None and link.send_index < len(link.sends):
+  def _offer(self, link: link_lib.Link) -> bool:
+    """Takes up the next pieces, if what they need is there."""
+    offered = False
+    while link.send_index < len(link.sends):
       number = link.sends[link.send_index]
-      if not self._execution.needs[number]:
-        link.outgoing = memoryview(self._execution.memory(number))
+      piece = self._execution.plan.pieces[number]
+      if self._execution.needs[number] or not link.can_offer(
+        piece.stop - piece.start
+      ):
+        break
+      offered = True
+      link.send_index += 1
+      if link.offer(number, self._execution.memory(number)):
+        self._execution.done(number, self.wake)
+    if link.has_output:
+      self._unsent.add(link)
+    return offered

@@ -166,10 +166,11 @@ class ProcessGroupCommunicator(communicator.Communicator):
     return self.group.agree(value, what=what)
 
   def report(self):
-    """See base class: `link`, `world_size`, `calls`, `bytes_sent`."""
+    """See base class: `link`, `paths`, `world_size`, `calls`, `bytes_sent`."""
     group = self.group
     return {
       'link': group.name,
+      'paths': group.paths(),
       'rank': group.rank,
       'world_size': group.world_size,
       'generation': group.generation,

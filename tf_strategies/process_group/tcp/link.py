@@ -1,0 +1,339 @@
+"""One data connection: words, headers and pieces in both directions.
+
+Each thing that travels begins with a word of 8 bytes, which says what follows: a
+header, the bytes of a piece, or, if that is a number beyond all kinds, nothing:
+it is where the piece lies in the sender's memory, which the receiver reads and
+acknowledges (`host_memory`). Whether a peer can do that it finds out by itself,
+and says so. Until then, and for small pieces, bytes travel.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import socket
+import struct
+
+import numpy as np
+
+from tf_strategies.process_group import buffers
+from tf_strategies.process_group import execution as execution_lib
+from tf_strategies.process_group.network import protocol as wire
+from tf_strategies.process_group.tcp import host_memory
+
+# What a word means, and how many bytes follow.
+ACKNOWLEDGE = 0  # The oldest piece that was not is read.
+HEADER = 1
+BYTES = 2  # A piece; both ends know its length.
+_PLACE = 3
+_READS = 4  # The sender of this reads the other's memory.
+_WANTS_SLOTS = 5  # It cannot: pieces are to be put into slots.
+_SLOTS = 6
+_READS_SLOTS = 7
+_SLOT = 16  # And beyond: a slot's number, or an address.
+_FIRST_ADDRESS = 4096
+_FOLLOWING = {
+  HEADER: wire.DATA_HEADER_BYTES,
+  _PLACE: host_memory.PLACE_BYTES,
+  _SLOTS: host_memory.SLOTS_BYTES,
+}
+
+_WORD = struct.Struct('<Q')
+# What is received at once where the kind of the next bytes is not known.
+_AHEAD_BYTES = 4096
+# Copying fewer bytes through a socket costs less than two more messages.
+_LEAST_IN_MEMORY = 1 << 17
+_MOST_IN_MEMORY = 1 << 30
+
+# How a peer gets this process's pieces.
+_BY_SOCKET, _BY_MEMORY, _BY_SLOTS = range(3)
+
+
+class Link:
+  """One data connection, and how far it is in the running collective.
+
+  Args:
+    rank: of the peer.
+    sock: connected and non-blocking; owned from here on.
+    own: the memory that the peer may read.
+    same_host: 'memory', 'slots' or 'socket': the best that may be used.
+
+  Attributes:
+    closed: whether the peer has ended the connection.
+    header: of the peer's next collective, once it has come. A peer that is ahead
+      sends it before this rank asks for it.
+    unread: pieces that the peer has not read yet, by number; None for one of
+      which it has a copy.
+    path: how this rank gets the peer's pieces, for people.
+  """
+
+  def __init__(
+    self,
+    rank: int,
+    sock: socket.socket,
+    own: host_memory.OwnMemory,
+    same_host: str = 'memory',
+  ):
+    self.rank = rank
+    self.sock = sock
+    self.fd = sock.fileno()
+    self.mask = 0
+    self.wakes_at = 1
+    # With TLS nobody knows how many bytes a piece is on the wire.
+    self.is_plain = isinstance(sock, socket.socket)
+    self.closed = False
+    self.header: bytes | None = None
+    self.unread: collections.deque[int | None] = collections.deque()
+    self.path = 'socket'
+    self._same_host = same_host
+    self._peer: host_memory.Place | None = None
+    self._reader: host_memory.PeerMemory | host_memory.PeerSlots | None = None
+    self._way = _BY_SOCKET
+    self._slots: host_memory.Slots | None = None
+    self._scratch: np.ndarray | None = None
+    # What was received ahead, and what of it is used.
+    self._ahead = bytearray(_AHEAD_BYTES)
+    self._begin = self._end = 0
+    self._following: int | None = None
+    # What is sent before the bytes of a piece, and after them.
+    self._before = bytearray()
+    self._after = bytearray()
+    self.reset()
+    if same_host != 'socket' and self.is_plain:
+      self.put(_PLACE, own.place.pack())
+      with contextlib.suppress(execution_lib.LinkClosedError):
+        self.flush()
+
+  def reset(self) -> None:
+    """Forgets the last collective."""
+    self.queued = False
+    # Whether the peer sends something in this collective, and whether its
+    # header is still to come.
+    self.planned = False
+    self.expects = False
+    self.receives = ()
+    self.receive_index = 0
+    # Where the next piece goes, and what of it is still to come.
+    self.target: np.ndarray | None = None
+    self.incoming: memoryview | None = None
+    # Pieces that have come and may not be applied before others.
+    self.held: dict[int, np.ndarray] = {}
+    self.sends = ()
+    self.send_index = 0
+    self.outgoing: memoryview | None = None
+    self.blocked = False
+
+  @property
+  def receiving(self) -> bool:
+    """Whether the peer still owes something."""
+    return (
+      self.expects
+      or self.receive_index < len(self.receives)
+      or any(number is not None for number in self.unread)
+    )
+
+  @property
+  def sending(self) -> bool:
+    """Whether the peer still gets something."""
+    return self.send_index < len(self.sends) or self.has_output
+
+  @property
+  def has_output(self) -> bool:
+    """Whether something waits to be sent."""
+    return bool(self._before or self.outgoing or self._after)
+
+  @property
+  def stops(self) -> bool:
+    """Whether nothing more is to be received now.
+
+    What a peer sends behind a piece that is held waits in the socket, but for what
+    it says of pieces that it reads.
+    """
+    return self.header is not None or (bool(self.held) and not self.unread)
+
+  def scratch_of(self, size: int) -> np.ndarray:
+    """Memory for one piece, kept from collective to collective."""
+    if self._scratch is None or self._scratch.size < size:
+      self._scratch = buffers.aligned_empty(size, np.uint8)
+    return self._scratch[:size]
+
+  def close(self) -> None:
+    """Closes the socket."""
+    self.sock.close()
+    if self._slots is not None:
+      self._slots.close()
+      self._slots = None
+
+  # What is received.
+
+  def next(self) -> int | None:
+    """What comes next, HEADER once it is there; None if there is nothing now.
+
+    A word that is none of those with a name is where a piece can be read.
+    """
+    while True:
+      if self._following is None:
+        data = self._take(_WORD.size)
+        if data is None:
+          return None
+        [word] = _WORD.unpack(data)
+        if word not in _FOLLOWING:
+          if word not in (_READS, _WANTS_SLOTS, _READS_SLOTS):
+            return word
+          self._hear(word, b'')
+          continue
+        self._following = word
+      data = self._take(_FOLLOWING[self._following])
+      if data is None:
+        return None
+      word, self._following = self._following, None
+      if word == HEADER:
+        self.header = data
+        return HEADER
+      self._hear(word, data)
+
+  def read_bytes(self, view: memoryview) -> int:
+    """Receives what is there: 0 bytes if there is nothing now."""
+    ahead = min(self._end - self._begin, len(view))
+    if ahead:
+      view[:ahead] = self._ahead[self._begin : self._begin + ahead]
+      self._begin += ahead
+      return ahead
+    return self._receive(view)
+
+  def fetch(self, word: int, target: np.ndarray) -> None:
+    """Copies a piece from where it can be read, and says that it was."""
+    try:
+      if self._reader is None:
+        raise host_memory.UnreadableError('it was never said to be readable')
+      is_slot = word < _FIRST_ADDRESS
+      if is_slot != isinstance(self._reader, host_memory.PeerSlots):
+        raise host_memory.UnreadableError(f'it sent the word {word}')
+      self._reader.read(word - _SLOT if is_slot else word, target)
+    except host_memory.UnreadableError as e:
+      why = f'its memory cannot be read: {e}'
+      raise execution_lib.LinkClosedError(self.rank, why) from e
+    self.put(ACKNOWLEDGE)
+
+  def _take(self, size: int) -> bytes | None:
+    """So many bytes, once they are all there."""
+    while self._end - self._begin < size:
+      if self._begin:
+        left = self._ahead[self._begin : self._end]
+        self._ahead[: len(left)] = left
+        self._begin, self._end = 0, len(left)
+      count = self._receive(memoryview(self._ahead)[self._end :])
+      if not count:
+        return None
+      self._end += count
+    begin = self._begin
+    self._begin += size
+    return bytes(self._ahead[begin : self._begin])
+
+  def _receive(self, view: memoryview) -> int:
+    try:
+      count = self.sock.recv_into(view)
+    except (BlockingIOError, InterruptedError):
+      return 0
+    except OSError:
+      count = 0
+    if count == 0:
+      self.closed = True
+    return count
+
+  # What is sent.
+
+  def put(self, word: int, data: bytes = b'') -> None:
+    """Sends a word, and what follows it, when `flush` is called."""
+    out = self._before if self.outgoing is None else self._after
+    out += _WORD.pack(word) + data
+
+  def can_offer(self, size: int) -> bool:
+    """Whether a piece of so many bytes can go now."""
+    if self.outgoing is not None:
+      return False
+    is_slot = self._way == _BY_SLOTS and _is_for_slots(size)
+    return not is_slot or host_memory.has_slot(len(self.unread))
+
+  def offer(self, number: int, piece: np.ndarray) -> bool:
+    """Sends a piece, or where it is; whether its memory is free already."""
+    if self._way == _BY_MEMORY and (
+      _LEAST_IN_MEMORY <= piece.nbytes <= _MOST_IN_MEMORY
+    ):
+      self.unread.append(number)
+      self.put(piece.ctypes.data)
+      return False
+    if self._way == _BY_SLOTS and _is_for_slots(piece.nbytes):
+      self.unread.append(None)
+      self.put(_SLOT + self._slots.put(piece))
+      return True
+    self.put(BYTES)
+    self.outgoing = memoryview(piece)
+    return False
+
+  def flush(self) -> bool:
+    """Sends what the socket takes; whether the bytes of a piece are all out."""
+    parts = [p for p in (self._before, self.outgoing, self._after) if p]
+    try:
+      count = self.sock.sendmsg(parts)
+    except (BlockingIOError, InterruptedError):
+      self.blocked = True
+      return False
+    except OSError as e:
+      raise execution_lib.LinkClosedError(self.rank) from e
+    before = min(count, len(self._before))
+    del self._before[:before]
+    count -= before
+    if self.outgoing is None:
+      return False
+    piece = min(count, len(self.outgoing))
+    self.outgoing = self.outgoing[piece:]
+    if self.outgoing:
+      return False
+    self.outgoing = None
+    self._before = self._after[count - piece :]
+    self._after = bytearray()
+    return True
+
+  # How the two find out what they can read.
+
+  def _hear(self, word: int, data: bytes) -> None:
+    if word == _PLACE and self._same_host != 'socket':
+      self._peer = host_memory.Place.unpack(data)
+      self._try_memory()
+    elif word == _READS:
+      self._way = _BY_MEMORY
+    elif word == _WANTS_SLOTS and self._slots is None:
+      try:
+        self._slots = host_memory.Slots()
+      except OSError:
+        return
+      self.put(_SLOTS, self._slots.pack())
+    elif word == _SLOTS and self._peer is not None:
+      try:
+        self._reader = host_memory.PeerSlots(self._peer, data)
+      except host_memory.UnreadableError as e:
+        self.path = f'{self.path}, nor slots: {e}'
+        return
+      self.path = self.path.replace('socket', 'slots', 1)
+      self.put(_READS_SLOTS)
+    elif word == _READS_SLOTS and self._slots is not None:
+      self._way = _BY_SLOTS
+
+  def _try_memory(self) -> None:
+    """Reads the peer's memory if that can be; asks for slots if not."""
+    try:
+      if self._same_host == 'slots':
+        raise host_memory.UnreadableError("same_host='slots'")
+      self._reader = host_memory.PeerMemory(self._peer)
+    except host_memory.UnreadableError as e:
+      self.path = f'socket, not memory: {e}'
+      if self._peer.host == host_memory.host():
+        self.put(_WANTS_SLOTS)
+      return
+    self.path = 'memory'
+    self.put(_READS)
+
+
+def _is_for_slots(size: int) -> bool:
+  return _LEAST_IN_MEMORY <= size <= host_memory.SLOT_BYTES
