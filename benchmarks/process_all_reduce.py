@@ -65,6 +65,12 @@ _TORCH_PYTHON = flags.DEFINE_string(
 _LINK_RATE = flags.DEFINE_string(
   'link_rate', None, "Rate of each worker's link, such as 1gbit or 200mbit."
 )
+_WORKERS_PER_HOST = flags.DEFINE_integer(
+  'workers_per_host',
+  1,
+  'With --link_rate: workers of a host, which share its link.',
+  lower_bound=1,
+)
 _LINK_DELAY_MS = flags.DEFINE_float(
   'link_delay_ms', 0.0, 'What each link adds, one way.', lower_bound=0.0
 )
@@ -109,7 +115,9 @@ def run_world_size(
     if _over_links():
       hosts = stack.enter_context(
         network_namespaces.NetworkNamespaces(
-          world_size, _LINK_RATE.value, _LINK_DELAY_MS.value
+          -(-world_size // _WORKERS_PER_HOST.value),
+          _LINK_RATE.value,
+          _LINK_DELAY_MS.value,
         )
       )
     _progress(f'{world_size} workers: starting them')
@@ -120,6 +128,7 @@ def run_world_size(
         hosts,
         _TORCH_PYTHON.value,
         _DEADLINE_SECONDS.value,
+        _WORKERS_PER_HOST.value,
       )
     )
     link = pools.measure_link()

@@ -24,9 +24,10 @@ class PeerPools:
   Args:
     world_size: number of workers of each peer.
     entries: the peers.
-    hosts: where the workers run, one on each; None for this machine.
+    hosts: where the workers run; None for this machine.
     torch_python: the interpreter for gloo.
     deadline_seconds: how long each step may take.
+    workers_per_host: how many run on each of the hosts.
 
   Attributes:
     entries: the peers.
@@ -44,8 +45,11 @@ class PeerPools:
     hosts: network_namespaces.NetworkNamespaces | None,
     torch_python: str = sys.executable,
     deadline_seconds: float = worker_pool.DEADLINE_SECONDS,
+    workers_per_host: int = 1,
   ):
     self.world_size = world_size
+    # The host of each rank.
+    self._places = [rank // workers_per_host for rank in range(world_size)]
     self.entries = tuple(entries)
     self.versions: dict[str, dict[str, str]] = {}
     self._hosts = hosts
@@ -72,7 +76,7 @@ class PeerPools:
     return [max(sample) for sample in zip(*by_rank, strict=True)]
 
   def measure_link(self) -> cost_model.Link:
-    """Returns what a message between the first two workers costs."""
+    """Returns what a message between the first two workers costs, over TCP."""
     name = catalogue.PING_PONG.name
     seconds = []
     for num_bytes, calls in ((1, _SMALL_CALLS), (_LARGE_BYTES, _LARGE_CALLS)):
@@ -113,7 +117,8 @@ class PeerPools:
     hosts = ('127.0.0.1',) * self.world_size
     interface = 'lo'
     if self._hosts is not None:
-      hosts, interface = self._hosts.addresses, network_namespaces.INTERFACE
+      hosts = [self._hosts.addresses[place] for place in self._places]
+      interface = network_namespaces.INTERFACE
     ports = worker_pool.free_ports(self.world_size)
     self._pool_of[entry.name].send(
       'set_up',
@@ -128,7 +133,7 @@ class PeerPools:
     python, env, launcher = sys.executable, {}, ()
     prefixes = [()] * self.world_size
     if self._hosts is not None:
-      prefixes = [self._hosts.command(i, ()) for i in range(self.world_size)]
+      prefixes = [self._hosts.command(place, ()) for place in self._places]
     if name == 'gloo' and self._torch_python != sys.executable:
       # This interpreter's packages are not for that one.
       python, env = self._torch_python, {'PYTHONPATH': ''}

@@ -11,7 +11,7 @@ from tf_strategies.collectives import cost_model
 from tf_strategies.collectives.algorithms import ring
 
 # What ours are compared with.
-REFERENCES = ('mwms_ring', 'gloo')
+REFERENCES = ('mwms_ring', 'gloo', 'mpich')
 # The peer that the prediction is for.
 PREDICTED = 'ours_tcp'
 

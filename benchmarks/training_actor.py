@@ -62,7 +62,7 @@ class Actor:
 
     Args:
       peer: its name.
-      strategy: 'ring', 'collective' or 'one_device'.
+      strategy: 'ring', 'collective', 'one_device' or 'apart'.
       options: of the strategy.
       addresses: 'host:port' of this peer on each worker.
       shape: `width` and `layers` of the model, and `batch_rows`, of the whole
@@ -120,7 +120,7 @@ class Actor:
     }
 
   def _strategy(self, name, options, addresses, timeout_seconds):
-    if name == 'one_device':
+    if name in ('one_device', 'apart'):
       return tf.distribute.get_strategy()
     task = {'type': 'worker', 'index': self._rank}
     text = json.dumps({'cluster': {'worker': addresses}, 'task': task})

@@ -21,8 +21,8 @@ class Peer:
 
   Attributes:
     name: for flags, tables and JSON.
-    strategy: 'ring', 'collective' or 'one_device'; those of one strategy share
-      their processes.
+    strategy: 'ring', 'collective', 'one_device', or 'apart' for workers that do
+      not meet; those of one strategy share their processes.
     options: of the strategy.
     whole_batch: whether the batch is that of all workers; a part otherwise.
   """
@@ -47,6 +47,7 @@ PEERS = (
   Peer('collective_8_parts', 'collective', {'max_subdivs_per_device': 8}),
   Peer(WHOLE_BATCH, 'one_device'),
   Peer('one_device_part', 'one_device', whole_batch=False),
+  Peer('no_communication', 'apart', whole_batch=False),
 )
 NAMES = tuple(peer.name for peer in PEERS)
 

@@ -243,7 +243,7 @@ def _record(peer, seconds, parameter_bytes, link) -> dict[str, Any]:
       spread.median_ms
       / measure.Spread.of(seconds[training_peers.REFERENCE]).median_ms
     )
-  if peer.strategy != 'one_device':
+  if peer.strategy in ('ring', 'collective'):
     travelling = parameter_bytes // (2 if peer.compressed else 1)
     predicted = 1e3 * process_results.predicted_seconds(
       _NUM_WORKERS.value, travelling, link

@@ -40,6 +40,7 @@ ENTRIES = tuple(
   Entry(name, kind, pool, f'{_HERE}.{path}')
   for name, kind, pool, path in (
     ('ours_memory', OURS, 'ours', 'ours:Group'),
+    ('ours_flat_ring', OURS, 'ours', 'ours:FlatRing'),
     ('ours_slots', OURS, 'ours', 'ours:Slots'),
     ('ours_tcp', OURS, 'ours', 'ours:Tcp'),
     ('ours_tcp_tls', OURS, 'ours', 'ours:TcpTls'),

@@ -20,6 +20,8 @@ _BFLOAT16_ERROR = 2.0**-7
 class Group(base.Peer):
   """`all_reduce` of a process group, in place of a given array."""
 
+  _algorithm = 'auto'
+
   def __init__(self, seat: base.Seat):
     super().__init__(seat)
     self._group = self._form()
@@ -47,7 +49,9 @@ class Group(base.Peer):
 
   def call(self) -> np.ndarray:
     """See base class."""
-    return self._group.all_reduce(self._input, out=self._output)
+    return self._group.all_reduce(
+      self._input, out=self._output, algorithm=self._algorithm
+    )
 
   def result(self, returned: np.ndarray) -> np.ndarray:
     """See base class."""
@@ -56,6 +60,12 @@ class Group(base.Peer):
   def release(self) -> None:
     """See base class."""
     self._input = self._output = None
+
+
+class FlatRing(Group):
+  """The same around one ring, whichever ranks share a host."""
+
+  _algorithm = 'ring'
 
 
 class Slots(Group):

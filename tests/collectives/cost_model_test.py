@@ -83,9 +83,32 @@ class FormulaTest(parameterized.TestCase):
     topology = Topology(n, near, far, g)
     groups = n // g
     expected = 2 * (g - 1) * near.seconds(size // g)
-    expected += 2 * (groups - 1) * far.seconds(size // n)
+    # The ranks of a group share its link.
+    expected += 2 * (groups - 1) * far.seconds(g * size // n)
     seconds = cost(hierarchical_all_reduce(n, g), size, topology)
     self.assertAlmostEqual(seconds / expected, 1.0, delta=1e-9)
+
+  def test_ranks_of_a_group_share_its_link(self):
+    far = Link(1.0, 0.5)
+    topology = Topology(4, Link(0.0, 0.0), far, group_size=2)
+    # Both ranks of each group send 8 bytes to the other at once.
+    transfers = tuple(Transfer(0, r, (r + 2) % 4, 0, True) for r in range(4))
+    schedule = Schedule('test', 4, 1, transfers)
+    self.assertEqual(cost(schedule, 8, topology), 1.0 + 16 * 0.5)
+    one = Schedule('test', 4, 1, transfers[:1])
+    self.assertEqual(cost(one, 8, topology), far.seconds(8))
+
+  def test_measured_pairs_count_in_place_of_kinds(self):
+    fast, slow = Link(0.0, 1.0), Link(0.0, 3.0)
+    pairs = tuple(
+      tuple(slow if {s, d} == {1, 2} else fast for d in range(3))
+      for s in range(3)
+    )
+    topology = Topology(3, Link(9.0, 9.0), pairs=pairs)
+    self.assertEqual(topology.link(2, 1), slow)
+    self.assertEqual(topology.link(0, 1), fast)
+    # Every round of the ring waits for the slow link.
+    self.assertEqual(cost(ring_all_reduce(3), 3, topology), 4 * 3.0)
 
   def test_uneven_chunks_wait_for_the_largest(self):
     topology = Topology(4, Link(0.0, 1.0))
@@ -223,6 +246,10 @@ class TopologyTest(parameterized.TestCase):
       Topology(4, SOCKETS, SOCKETS)
     with self.assertRaisesRegex(errors.UnsupportedOptionError, 'both'):
       Topology(4, SOCKETS, group_size=2)
+
+  def test_pairs_of_another_size(self):
+    with self.assertRaisesRegex(errors.UnsupportedOptionError, '3 rows of 3'):
+      Topology(3, SOCKETS, pairs=((SOCKETS,) * 2,) * 3)
 
   def test_bad_world_size(self):
     with self.assertRaisesRegex(errors.ScheduleError, 'world_size'):

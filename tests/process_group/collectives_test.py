@@ -98,6 +98,34 @@ def _encoded(rank, name):
     return results
 
 
+def _two_hosts(rank):
+  """Two ranks on each of two addresses, which count as hosts."""
+  chosen, choose = [], reductions.cost_model.choose
+
+  def seen(*args):
+    chosen.append(choose(*args).name)
+    return choose(*args)
+
+  places = meetings.addresses()
+  for task in (2, 3):
+    places[task] = places[task].replace('127.0.0.1', '127.0.0.2')
+  options = process_group.GroupOptions(
+    small_message_bytes=256, sub_chunk_bytes=192
+  )
+  with (
+    process_group.Rendezvous(places, rank, options) as meeting,
+    meeting.form() as group,
+    mock.patch.object(reductions.cost_model, 'choose', seen),
+  ):
+    before = group.bytes_sent
+    out = group.all_reduce(_values(group.rank, 400_000, 'float32'))
+    sent = group.bytes_sent - before
+    noise = group.all_reduce(_noise(group.rank, 5003), algorithm='auto')
+    half = group.reduce_scatter(_values(group.rank, 400_000, 'float32'))
+    group.barrier()
+    return out, noise, half, sent, chosen, sorted(group.paths())
+
+
 def _large(rank):
   """More than the sockets' buffers hold, in both directions at once."""
   with meetings.meet(rank) as meeting, meeting.form() as group:
@@ -202,6 +230,39 @@ class CollectivesTest(parameterized.TestCase):
       sent, [2 * (world_size - 1) * 6000 // world_size] * len(sent)
     )
 
+  def test_two_levels_between_hosts(self):
+    results = processes.run_workers(_two_hosts, 4)
+    expected = sum(_values(r, 400_000, 'float32') for r in range(4))
+    for rank, (out, noise, half, sent, chosen, peers) in enumerate(results):
+      np.testing.assert_array_equal(out, expected)
+      self.assertEqual(noise.tobytes(), results[0][1].tobytes())
+      quarter = slice(100_000 * rank, 100_000 * (rank + 1))
+      np.testing.assert_array_equal(half, expected[quarter])
+      # Half of the array twice within the host, half of that twice beyond it.
+      self.assertEqual(sent, 2 * 4 * (200_000 + 100_000))
+      self.assertEqual(chosen[0], 'hierarchical')
+      self.assertLen(peers, 3)
+
+  @parameterized.named_parameters(
+    ('one', 'aaaa', None),
+    ('apart', 'abcd', None),
+    ('two', 'aabb', 2),
+    ('three', 'aabbcc', 2),
+    ('uneven', 'aaab', None),
+    ('in_turns', 'abab', None),
+    ('again', 'aabbaa', None),
+    ('first_alone', 'abb', None),
+    ('alone', 'a', None),
+  )
+  def test_groups_by_hosts(self, hosts, size):
+    topology = reductions.topology_of(list(hosts))
+    self.assertEqual(topology.group_size, size)
+    self.assertEqual(topology.world_size, len(hosts))
+    name = reductions.choose(
+      'all_reduce', topology, 10**7, False, ('ring', 'direct')
+    )
+    self.assertEqual(name, f'hierarchical({size})' if size else 'ring')
+
   @tiers.parameters(2, tiers.full(3))
   def test_large_arrays(self, world_size):
     for result in processes.run_workers(_large, world_size):
@@ -250,7 +311,7 @@ class ArgumentsTest(parameterized.TestCase):
         how = ('sum', f'step_{step}', 'auto', 'none')
         reductions.reduction(
           *('all_reduce', 2, 0, 4099, np.dtype('float32'), *how),
-          *(('ring', 'direct'), 256, 192),
+          *(('ring', 'direct'), reductions.topology_of(['a'] * 2), 256, 192),
         )
     choose.assert_called_once()
 

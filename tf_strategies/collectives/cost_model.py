@@ -2,7 +2,9 @@
 
 The alpha-beta-gamma model of Thakur, Rabenseifner and Gropp (2005): a message
 of m bytes takes `alpha + m beta` seconds, adding them `m gamma`. A rank sends
-one message and receives one at a time, both at once (full duplex).
+one message and receives one at a time, both at once (full duplex). Ranks of a
+group, such as those of a host, share its link to the other groups: there the bytes
+of all of them count.
 """
 
 from __future__ import annotations
@@ -72,10 +74,13 @@ class Topology:
   Attributes:
     world_size: number of ranks.
     intra: the link between ranks of one group; between all without groups.
-    inter: the link between ranks of different groups, None without groups.
+    inter: the link of a group to the others, which its ranks share; None without
+      groups.
     group_size: consecutive ranks in a group (the last group may be smaller),
       None without groups.
     gamma_seconds_per_byte: time to add one received byte.
+    pairs: what was measured from each rank (first index) to each, in place of
+      `intra` and `inter`; those of a group still share. None if nothing was.
   """
 
   world_size: int
@@ -83,6 +88,7 @@ class Topology:
   inter: Link | None = None
   group_size: int | None = None
   gamma_seconds_per_byte: float = 0.0
+  pairs: tuple[tuple[Link, ...], ...] | None = None
 
   def __post_init__(self):
     schedule_lib.check_world_size(self.world_size)
@@ -101,13 +107,25 @@ class Topology:
         self.world_size,
         fix='give the number of ranks that share the fast links',
       )
+    if self.pairs is not None and (
+      [len(row) for row in self.pairs] != [self.world_size] * self.world_size
+    ):
+      raise errors.UnsupportedOptionError(
+        f'pairs with rows of {[len(row) for row in self.pairs]} links',
+        f'{self.world_size} rows of {self.world_size}, the world size',
+        'give a link from each rank to each, itself included',
+      )
+
+  def is_near(self, src: int, dst: int) -> bool:
+    """Whether both are in one group, or there are no groups."""
+    size = self.group_size
+    return size is None or src // size == dst // size
 
   def link(self, src: int, dst: int) -> Link:
-    """`intra` if both are in one group or there are no groups, else `inter`."""
-    if self.inter is None or self.group_size is None:
-      return self.intra
-    near = src // self.group_size == dst // self.group_size
-    return self.intra if near else self.inter
+    """The measured one, else `intra` if both are near, else `inter`."""
+    if self.pairs is not None:
+      return self.pairs[src][dst]
+    return self.intra if self.is_near(src, dst) else self.inter
 
 
 def cost(
@@ -120,7 +138,8 @@ def cost(
 
   Chunks that one rank sends to another in the same round are one message. A
   round takes as long as its busiest rank: the sum of its sends, or that of its
-  receives and additions, whichever is longer.
+  receives and additions, whichever is longer; or as the busiest link of a group,
+  which carries the bytes of all its ranks.
 
   Example:
 
@@ -226,11 +245,21 @@ def _round_seconds(
       receives[t.dst] += sizes[t.chunk]
   for rank in receives:
     receives[rank] *= topology.gamma_seconds_per_byte
+  shared: collections.Counter = collections.Counter()
+  latencies: dict[tuple[bool, int], float] = {}
   for (src, dst), num_bytes in messages.items():
-    seconds = topology.link(src, dst).seconds(num_bytes * ratio)
+    link = topology.link(src, dst)
+    seconds = link.seconds(num_bytes * ratio)
     sends[src] += seconds
     receives[dst] += seconds
-  return max([*sends.values(), *receives.values()], default=0.0)
+    if not topology.is_near(src, dst):
+      for end in ((True, src), (False, dst)):
+        group = end[0], end[1] // topology.group_size
+        shared[group] += seconds - link.alpha_seconds
+        # Ranks wait for their messages at the same time.
+        latencies[group] = max(latencies.get(group, 0.0), link.alpha_seconds)
+  busy = [seconds + latencies[group] for group, seconds in shared.items()]
+  return max([*sends.values(), *receives.values(), *busy], default=0.0)
 
 
 def _check_seconds(field: str, value: float):

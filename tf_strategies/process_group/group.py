@@ -113,7 +113,7 @@ class ProcessGroup(abc.ABC):
       name: of the tensor, for messages; the same on all ranks. A codec with a
         residual keeps one for each name and length.
       algorithm: a name in `collectives.ALGORITHMS`, or 'auto' for the fastest
-        by the size of the array.
+        by the size of the array and the hosts of the ranks.
       compression: a name in `collectives.CODECS`: what floats travel as. They,
         and 16-bit floats always, are added in float32.
 

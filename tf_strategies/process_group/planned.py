@@ -39,6 +39,10 @@ class PlannedGroup(group_lib.ProcessGroup):
     self._piece_bytes = (
       self._options.sub_chunk_bytes or self.default_piece_bytes
     )
+    # What 'auto' takes the links between ranks for.
+    self.topology = reductions.topology_of(
+      [member.address.rpartition(':')[0] for member in self.members]
+    )
     # Residuals of codecs, by codec, tensor and length.
     self._codec_states: dict[tuple, np.ndarray | None] = {}
 
@@ -126,7 +130,8 @@ class PlannedGroup(group_lib.ProcessGroup):
     rank = (self.world_size, self.rank)
     sizes = (self._options.small_message_bytes, self._piece_bytes)
     return reductions.reduction(
-      kind, *rank, array.size, array.dtype, *how, self.candidates, *sizes
+      *(kind, *rank, array.size, array.dtype, *how),
+      *(self.candidates, self.topology, *sizes),
     )
 
   def _reduce(

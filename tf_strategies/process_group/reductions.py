@@ -20,8 +20,10 @@ _LOSSY_CANDIDATES = ('direct',)
 _CANDIDATES_OF_MANY = ('ring', 'double_binary_tree')
 # Beyond so many the ring is never the cheapest, and costs the square of them to plan.
 _MOST_IN_A_RING = 128
-# Sockets between hosts: 50 us and 1 GB/s.
-_LINK = cost_model.Link(alpha_seconds=5e-5, beta_seconds_per_byte=1e-9)
+# Where nothing was measured: sockets between hosts, 50 us and 1 GB/s, and the memory
+# of processes of one host, 30 us and 5 GB/s.
+_SOCKETS = cost_model.Link(alpha_seconds=5e-5, beta_seconds_per_byte=1e-9)
+_MEMORY = cost_model.Link(alpha_seconds=3e-5, beta_seconds_per_byte=2e-10)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +77,7 @@ def reduction(
   algorithm: str,
   compression: str,
   candidates: tuple[str, ...],
+  topology: cost_model.Topology,
   small_bytes: int,
   piece_bytes: int,
 ) -> Reduction:
@@ -102,7 +105,7 @@ def reduction(
   else:
     is_small = num_bytes <= small_bytes
     names = _LOSSY_CANDIDATES if is_coded else candidates
-    algorithm = choose(kind, world_size, num_bytes, is_small, names)
+    algorithm = choose(kind, topology, num_bytes, is_small, names)
   compile_plan = plan_lib.by_name if is_whole else plan_lib.half_by_name
   collective = Collective(
     kind,
@@ -118,15 +121,44 @@ def reduction(
   return Reduction(collective, plan, form, simulator.REDUCTIONS[op])
 
 
+def topology_of(hosts: Sequence[str]) -> cost_model.Topology:
+  """What 'auto' takes links for by where ranks are, before anything was measured.
+
+  Example:
+
+    >>> topology_of(['a', 'a', 'b', 'b']).group_size
+    2
+    >>> topology_of(['a', 'a', 'b']).group_size is None
+    True
+
+  Args:
+    hosts: of each rank. They are groups where each has equally many ranks, which
+      follow each other.
+  """
+  size = hosts.index(next((h for h in hosts if h != hosts[0]), hosts[0]))
+  size = size or len(hosts)  # All on one.
+  groups = [hosts[i : i + size] for i in range(0, len(hosts), size)]
+  are_groups = (
+    1 < size < len(hosts)
+    and len(hosts) % size == 0
+    and all(len(set(group)) == 1 for group in groups)
+    and len({group[0] for group in groups}) == len(groups)
+  )
+  if are_groups:
+    return cost_model.Topology(len(hosts), _MEMORY, _SOCKETS, size)
+  return cost_model.Topology(len(hosts), _SOCKETS)
+
+
 def choose(
   kind: str,
-  world_size: int,
+  topology: cost_model.Topology,
   num_bytes: int,
   is_small: bool,
   candidates: tuple[str, ...],
 ) -> str:
   """What 'auto' is: of many ranks nobody has links to all, but for a codec."""
   is_whole = kind == 'all_reduce'
+  world_size = topology.world_size
   if world_size <= plan_lib.FEW_RANKS:
     if is_small:
       return 'one_shot' if is_whole else 'direct'
@@ -136,16 +168,19 @@ def choose(
     if is_small:
       return 'tree'
     candidates = _CANDIDATES_OF_MANY[world_size > _MOST_IN_A_RING :]
-  return cheapest(world_size, num_bytes, candidates)
+  if is_whole and topology.group_size and candidates != _LOSSY_CANDIDATES:
+    candidates = (*candidates, 'hierarchical')
+  return cheapest(topology, num_bytes, candidates)
 
 
 @functools.lru_cache(maxsize=256)
 def cheapest(
-  world_size: int, num_bytes: int, candidates: tuple[str, ...]
+  topology: cost_model.Topology, num_bytes: int, candidates: tuple[str, ...]
 ) -> str:
   """By the cost model; kept apart from names, of which each call may have one."""
-  topology = cost_model.Topology(world_size, _LINK)
-  return cost_model.choose(num_bytes, topology, candidates).name
+  name = cost_model.choose(num_bytes, topology, candidates).name
+  is_grouped = name == 'hierarchical' and topology.group_size
+  return f'{name}({topology.group_size})' if is_grouped else name
 
 
 def check_half(algorithm: str, world_size: int) -> None:

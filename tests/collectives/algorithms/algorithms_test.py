@@ -6,6 +6,7 @@ from absl.testing import absltest, parameterized
 from tf_strategies import errors
 from tf_strategies.collectives import (
   ALGORITHMS,
+  algorithms,
   chunk_sizes,
   default_group_size,
   direct_all_reduce,
@@ -399,6 +400,29 @@ class HierarchicalTest(parameterized.TestCase):
     flat = ring_all_reduce(n).transfers
     self.assertEqual(hierarchical_all_reduce(n, 1).transfers, flat)
     self.assertEqual(hierarchical_all_reduce(n, n).transfers, flat)
+
+
+class SpellingTest(parameterized.TestCase):
+  def test_size_of_groups_in_the_name(self):
+    for size in (2, 3, 6, 12):
+      self.assertEqual(
+        algorithms.build(f'hierarchical({size})', 12),
+        hierarchical_all_reduce(12, size),
+      )
+    self.assertEqual(
+      algorithms.build('hierarchical', 12), hierarchical_all_reduce(12)
+    )
+
+  @parameterized.parameters(
+    'ring(2)', 'hierarchical(0)', 'hierarchical()', 'hierarchical(2', 'rung(2)'
+  )
+  def test_other_spellings_are_refused(self, name):
+    with self.assertRaises(errors.UnsupportedOptionError):
+      algorithms.check(name)
+
+  def test_groups_that_do_not_divide(self):
+    with self.assertRaisesRegex(errors.ScheduleError, 'group_size .5.'):
+      algorithms.build('hierarchical(5)', 12)
 
 
 if __name__ == '__main__':

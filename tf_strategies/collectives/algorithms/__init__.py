@@ -5,16 +5,21 @@ function of the world size that returns a `Schedule`. A new file is found by
 itself. It does not change what `cost_model.choose` picks: its candidates are
 listed there.
 
+An algorithm of groups takes their size with its name.
+
 Example:
 
   >>> build('ring', 4).num_rounds
   6
+  >>> build('hierarchical(4)', 8).num_rounds
+  8
 """
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
+import re
 import types
 from collections.abc import Callable, Mapping
 
@@ -34,9 +39,22 @@ ALGORITHMS: Mapping[str, Callable[..., schedule.Schedule]] = (
 )
 
 
+# A name, and the size of groups where one is given.
+_SPELLING = re.compile(r'(\w+)\(([1-9]\d*)\)')
+_GROUPED = 'hierarchical'
+
+
 def build(name: str, world_size: int) -> schedule.Schedule:
-  """The schedule of an algorithm with its defaults; see `check`."""
-  return ALGORITHMS[check(name)](world_size)
+  """The schedule of an algorithm; see `check`.
+
+  Raises:
+    ScheduleError: the size of groups in the name does not divide `world_size`.
+  """
+  check(name)
+  spelled = _SPELLING.fullmatch(name)
+  if spelled is None:
+    return ALGORITHMS[name](world_size)
+  return ALGORITHMS[_GROUPED](world_size, int(spelled[2]))
 
 
 def check(name: str, *others: str) -> str:
@@ -45,6 +63,10 @@ def check(name: str, *others: str) -> str:
   Raises:
     UnsupportedOptionError: there is no algorithm of that name.
   """
+  if isinstance(name, str):
+    spelled = _SPELLING.fullmatch(name)
+    if spelled is not None and spelled[1] == _GROUPED:
+      return name
   allowed = (*others, *ALGORITHMS)
   option_checks.check_choice(
     'algorithm',

@@ -20,7 +20,8 @@ class RingOptions:
     bucket_bytes: the most that a bucket of gradients holds. Buckets travel while
       the backward pass computes the next one.
     all_reduce: the algorithm between workers, a name in
-      `tfs.collectives.ALGORITHMS`; 'auto' picks it by the size of a bucket.
+      `tfs.collectives.ALGORITHMS`, or 'hierarchical(4)' with the number of
+      workers of a host; 'auto' picks it by the size of a bucket and by the hosts.
     compression: what float gradients that go to an optimizer travel as, a name
       in `tfs.collectives.CODECS`; all else is exact. Sums are made in float32.
       'bfloat16' and 'float16' halve the bytes where the network is the limit,
