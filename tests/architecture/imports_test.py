@@ -11,7 +11,7 @@ from tests.architecture import project
 _LAYERS = (
   ('benchmarks',),
   ('examples',),
-  ('fault_tolerance',),
+  ('fault_tolerance', 'planning'),
   ('strategies',),
   (
     'keras',

@@ -101,6 +101,12 @@ def run(
       "'tcp', which can form again",
       "write RingOptions(link='tcp'), or train without tfs.elastic",
     )
+  if ring.measure_links:
+    raise errors.UnsupportedOptionError(
+      'measure_links=True for elastic training',
+      'links that are not measured each time that workers meet',
+      "name what tfs.plan found: RingOptions(all_reduce='ring')",
+    )
   cluster = config_lib.given_or_from_env(cluster)
   rank, addresses = MultiWorkerRingStrategy.place_in(cluster)
   group_options = dataclasses.replace(

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from tf_strategies import errors
+from tf_strategies.collectives import cost_model
 from tf_strategies.process_group import buffers
 from tf_strategies.process_group import options as options_lib
 from tf_strategies.process_group import state as state_lib
@@ -83,6 +84,21 @@ class ProcessGroup(abc.ABC):
       By rank 'memory', 'slots', 'socket' or 'mpi', and why not the one before it,
       such as 'slots, not memory: Operation not permitted'. The first collectives
       of a group find it out.
+    """
+
+  @abc.abstractmethod
+  def measure_links(self) -> cost_model.Topology:
+    """Measures what messages between ranks cost; 'auto' chooses by that afterwards.
+
+    A collective. Up to eight ranks swap arrays with each other, two at a time, 0.2 s
+    a pair; more swap with their neighbours. Measure while nothing else uses the
+    network.
+
+    Returns:
+      What was found, the same on all ranks.
+
+    Raises:
+      Error: as `all_reduce`.
     """
 
   @property

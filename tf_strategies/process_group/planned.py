@@ -9,9 +9,10 @@ import numpy as np
 
 from tf_strategies import errors, option_checks
 from tf_strategies.collectives import codec as codec_lib
+from tf_strategies.collectives import cost_model
 from tf_strategies.collectives import schedule as schedule_lib
 from tf_strategies.process_group import execution as execution_lib
-from tf_strategies.process_group import failure_detection, reductions
+from tf_strategies.process_group import failure_detection, probe, reductions
 from tf_strategies.process_group import group as group_lib
 from tf_strategies.process_group import plan as plan_lib
 from tf_strategies.process_group import state as state_lib
@@ -264,6 +265,21 @@ class PlannedGroup(group_lib.ProcessGroup):
     if rank == root:
       np.copyto(out, data)
     return out.reshape(array.shape)
+
+  def measure_links(self) -> cost_model.Topology:
+    """See base class."""
+
+    def swap(plan, mine, theirs):
+      size = str([mine.size])
+      kind = ('swap', 'probe', 'uint8', size, mine.size, 'swap')
+      self._run(reductions.Collective(*kind), plan, mine, theirs)
+
+    with self._lock:
+      if self.world_size > 1:
+        self.topology = probe.measure(
+          self.topology, self.rank, swap, self.all_gather
+        )
+    return self.topology
 
   def barrier(self, *, name: str = '') -> None:
     """See base class."""

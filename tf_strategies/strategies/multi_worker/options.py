@@ -26,6 +26,9 @@ class RingOptions:
       in `tfs.collectives.CODECS`; all else is exact. Sums are made in float32.
       'bfloat16' and 'float16' halve the bytes where the network is the limit,
       and cost precision (8 or 11 bits).
+    measure_links: whether workers measure what messages between them cost when they
+      meet, some seconds, so that 'auto' chooses by that. Not under
+      `tfs.elastic.run`, where they meet often. `tfs.plan` measures by itself.
     group: rendezvous, secret and deadlines; None takes the secret from the
       environment.
 
@@ -38,6 +41,7 @@ class RingOptions:
   bucket_bytes: int = 8 << 20
   all_reduce: str = 'auto'
   compression: str = 'none'
+  measure_links: bool = False
   group: process_group.GroupOptions | None = None
 
   def __post_init__(self):
@@ -45,6 +49,7 @@ class RingOptions:
     option_checks.check_int('bucket_bytes', self.bucket_bytes, 1)
     algorithms.check(self.all_reduce, 'auto')
     codecs.get(self.compression)
+    option_checks.check_bool('measure_links', self.measure_links)
     option_checks.check_type(
       'group',
       self.group,

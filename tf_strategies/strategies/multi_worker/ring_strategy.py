@@ -94,6 +94,8 @@ class MultiWorkerRingStrategy(strategy.MultiWorkerStrategy):
       )
 
     try:
+      if options.measure_links:
+        group.measure_links()
       self._set_up(
         devices,
         cross_device_ops,
@@ -126,7 +128,7 @@ class MultiWorkerRingStrategy(strategy.MultiWorkerStrategy):
 
 def set_up_of(options: options_lib.RingOptions) -> dict[str, object]:
   """What all workers must have alike, by name."""
-  names = 'bucket_bytes', 'all_reduce', 'compression'
+  names = 'bucket_bytes', 'all_reduce', 'compression', 'measure_links'
   return {name: getattr(options, name) for name in names}
 
 

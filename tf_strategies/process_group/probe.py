@@ -1,0 +1,163 @@
+"""Measures what messages between the ranks of a group cost.
+
+Two ranks at a time swap arrays, a few bytes and then so many that they take a
+while; all other ranks wait. What all have found they tell each other, so that
+each holds the same `Topology`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from tf_strategies.collectives import cost_model
+from tf_strategies.collectives import schedule as schedule_lib
+from tf_strategies.process_group import plan as plan_lib
+
+# Swaps two ranks' arrays: what is sent, where what comes goes.
+Swap = Callable[[plan_lib.Plan, np.ndarray, np.ndarray], None]
+# Brings one array of each rank to all.
+Gather = Callable[[np.ndarray], Sequence[np.ndarray]]
+
+# Up to so many ranks, all pairs; of more, those whose links rings have.
+_ALL_PAIRS = 8
+_SMALL_BYTES, _SMALL_SWAPS = 64, 7
+# A first idea of the rate, past what sockets and switches hold back.
+_FIRST_BYTES = 1 << 19
+_LARGE_SECONDS = 0.05
+_MOST_BYTES = 1 << 25
+_ADDED_BYTES = 1 << 22
+
+
+def measure(
+  topology: cost_model.Topology, rank: int, swap: Swap, gather: Gather
+) -> cost_model.Topology:
+  """What links and additions cost, the same on every rank.
+
+  Args:
+    topology: which ranks share a host, before anything was measured.
+    rank: this one.
+    swap: runs a plan of two ranks; a collective.
+    gather: a collective.
+
+  Returns:
+    A topology with `pairs`. Those that were not measured, with many ranks, are the
+    median of their kind. About 0.2 s a pair.
+  """
+  size = topology.world_size
+  pairs = pairs_to_measure(topology)
+
+  def timed(pair, *sizes):
+    """The seconds of a swap of each size; none on other ranks."""
+    seconds = []
+    for num_bytes in sizes:
+      plan = _plan(size, pair, rank, num_bytes)
+      mine = np.zeros(num_bytes, np.uint8)
+      theirs = np.empty_like(mine)
+      began = time.perf_counter()
+      swap(plan, mine, theirs)
+      seconds.append(time.perf_counter() - began)
+    return np.float64(seconds) if rank in pair else np.zeros(len(sizes))
+
+  def shared(found):
+    return np.max(gather(np.float64(found)), axis=0)
+
+  # The first swap makes the link, if there is none. The small one before a large
+  # one lets both begin together: who comes late finds the other's bytes there.
+  small = [_SMALL_BYTES] * (1 + _SMALL_SWAPS)
+  found = shared([timed(pair, *small, _FIRST_BYTES) for pair in pairs])
+  alphas = np.min(found[:, 1 : len(small)], axis=1)
+  sizes = np.clip(
+    _LARGE_SECONDS / (found[:, -1] / _FIRST_BYTES), _FIRST_BYTES, _MOST_BYTES
+  ).astype(np.int64)
+  # Without a rest: TCP forgets how fast a connection was, and switches let the
+  # first bytes after it pass faster than the link. So the first does not count.
+  found = shared(
+    [
+      timed(pair, n, _SMALL_BYTES, n, _SMALL_BYTES, n)
+      for pair, n in zip(pairs, sizes.tolist(), strict=True)
+    ]
+  )
+  large = np.min(found[:, 2::2], axis=1)
+  betas = np.maximum(large - alphas, 0.0) / sizes
+  [gamma] = shared([_seconds_per_added_byte()])
+  found = {
+    pair: cost_model.Link(float(alpha), float(beta))
+    for pair, alpha, beta in zip(pairs, alphas, betas, strict=True)
+  }
+  return _complete(topology, found, float(gamma))
+
+
+def pairs_to_measure(topology: cost_model.Topology) -> list[tuple[int, int]]:
+  """All pairs of a few ranks; of many, neighbours in rings of ranks and of hosts.
+
+  Example:
+
+    >>> pairs_to_measure(cost_model.Topology(3, cost_model.Link(0.0, 1.0)))
+    [(0, 1), (0, 2), (1, 2)]
+  """
+  size = topology.world_size
+  if size <= _ALL_PAIRS:
+    return list(itertools.combinations(range(size), 2))
+  steps = {1, topology.group_size or 1}
+  pairs = {(r, (r + step) % size) for r in range(size) for step in steps}
+  return sorted({(min(pair), max(pair)) for pair in pairs})
+
+
+def _plan(size, pair, rank, num_bytes) -> plan_lib.Plan:
+  """What a rank does while two swap arrays: nothing if it is neither."""
+  a, b = pair
+  both = (
+    schedule_lib.Transfer(0, a, b, 0, False),
+    schedule_lib.Transfer(0, b, a, 0, False),
+  )
+  swap = schedule_lib.Schedule('swap', size, 1, both)
+  return plan_lib.from_schedule(swap, rank, num_bytes, plan_lib.BYTES)
+
+
+def _complete(topology, found, gamma) -> cost_model.Topology:
+  """The topology of what was found, with the median where nothing was."""
+
+  def typical(links):
+    return cost_model.Link(
+      statistics.median(link.alpha_seconds for link in links),
+      statistics.median(link.beta_seconds_per_byte for link in links),
+    )
+
+  kinds: dict[bool, list[cost_model.Link]] = {True: [], False: []}
+  for pair, link in found.items():
+    kinds[topology.is_near(*pair)].append(link)
+  near, far = (typical(kinds[k]) if kinds[k] else None for k in (True, False))
+  itself = cost_model.Link(0.0, 0.0)
+  size = topology.world_size
+
+  def link(a, b):
+    if a == b:
+      return itself
+    measured = found.get((min(a, b), max(a, b)))
+    return measured or (near if topology.is_near(a, b) else far)
+
+  return cost_model.Topology(
+    size,
+    near or topology.intra,
+    far,
+    topology.group_size,
+    gamma,
+    tuple(tuple(link(a, b) for b in range(size)) for a in range(size)),
+  )
+
+
+def _seconds_per_added_byte() -> float:
+  """What adding a received byte costs here."""
+  a, b = np.ones((2, _ADDED_BYTES // 4), np.float32)
+  out = np.ones_like(a)
+  seconds = []
+  for _ in range(5):
+    began = time.perf_counter()
+    np.add(a, b, out=out)
+    seconds.append(time.perf_counter() - began)
+  return statistics.median(seconds) / _ADDED_BYTES
