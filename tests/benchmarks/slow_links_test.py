@@ -1,5 +1,6 @@
 """The benchmark of slow links trains, and its figures are what happened."""
 
+import itertools
 import os
 
 import numpy as np
@@ -83,7 +84,7 @@ class TaskTest(absltest.TestCase):
       self.assertEqual(result['steps_to_loss'], reached[0])
     # 4 bytes for each of the parameters, and what TCP adds.
     sizes = (28 * 28, *slow_link_task.HIDDEN, slow_link_task.CLASSES)
-    parameters = sum((a + 1) * b for a, b in zip(sizes, sizes[1:], strict=False))
+    parameters = sum((a + 1) * b for a, b in itertools.pairwise(sizes))
     self.assertBetween(plain['kb_a_step'] / (parameters * 4e-3), 1.0, 1.15)
     self.assertBetween(coded['kb_a_step'] / plain['kb_a_step'], 0.24, 0.3)
 
