@@ -10,6 +10,7 @@ import tf_strategies as tfs
 from tests import nccl, processes, tiers, virtual_devices
 from tests.cross_device import fake_gpus
 from tf_strategies import _tf_internal
+from tf_strategies.cross_device import links
 from tf_strategies.strategies.multi_worker import collective_strategy
 
 virtual_devices.configure()
@@ -68,7 +69,7 @@ class CompiledLoopTest(tf.test.TestCase, parameterized.TestCase):
   There TensorFlow has each replica all-reduce by itself, with this worker's others.
   """
 
-  def trace(self, workers):
+  def trace(self, workers, is_whole=True):
     strategy = tfs.MultiWorkerCollectiveStrategy(
       devices=virtual_devices.names(2)
     )
@@ -82,10 +83,13 @@ class CompiledLoopTest(tf.test.TestCase, parameterized.TestCase):
     def step():
       return strategy.run(reduce)
 
-    with mock.patch.object(
-      _tf_internal.MirroredExtended,
-      '_use_merge_call',
-      lambda extended: not _tf_internal.in_xla_context(),
+    with (
+      mock.patch.object(
+        _tf_internal.MirroredExtended,
+        '_use_merge_call',
+        lambda extended: not _tf_internal.in_xla_context(),
+      ),
+      mock.patch.object(links, 'nccl_is_usable', return_value=is_whole),
     ):
       return step.get_concrete_function().graph
 
@@ -93,6 +97,12 @@ class CompiledLoopTest(tf.test.TestCase, parameterized.TestCase):
     graph = self.trace(workers=1)
     types = [operation.type for operation in graph.get_operations()]
     self.assertEqual(types.count('CollectiveReduceV2'), 2)
+
+  def test_on_parts_of_a_gpu_is_refused(self):
+    with self.assertRaisesRegex(
+      tfs.errors.UnsupportedOptionError, 'jit_compile=True.*whole GPUs'
+    ):
+      self.trace(workers=1, is_whole=False)
 
   def test_of_several_workers_is_refused(self):
     with self.assertRaisesRegex(
