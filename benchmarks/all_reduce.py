@@ -133,7 +133,8 @@ def build_step(
   def step():
     return strategy.experimental_local_results(run(reduce_and_use))
 
-  return Step(peer, step, results, ops)
+  # A function returns before a GPU is done; reading what it returns waits.
+  return Step(peer, lambda: [t.numpy() for t in step()], results, ops)
 
 
 def _check_devices(peer, reduced, devices):

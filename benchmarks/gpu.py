@@ -2,8 +2,10 @@
 
   python -m benchmarks.gpu --data_path=mnist.npz --report_json=gpu.json
   python -m benchmarks.gpu --device=cpu            small sizes, to try the program
-  python -m benchmarks.gpu --parts=all_reduce,step
+  python -m benchmarks.gpu --parts=links,all_reduce
 
+* links: what a copy between devices costs, and between host and device; by how much
+  AutoAllReduce's choice is slower than the best, by size.
 * all_reduce: on 2 and 4 devices of one process, ours beside TensorFlow's.
 * step: of a ResNet-50 and of a transformer of 100 million parameters, in bfloat16,
   on one device and on 1, 2 and 4. Virtual GPUs share one GPU, and the batch is the
@@ -32,9 +34,9 @@ os.environ.setdefault('TF_FORCE_GPU_ALLOW_GROWTH', 'true')
 
 from absl import app, flags
 
-from benchmarks import measure, processes, report
+from benchmarks import gpu_links, measure, processes, report
 
-PARTS = ('all_reduce', 'step', 'workers', 'input', 'mnist')
+PARTS = ('links', 'all_reduce', 'step', 'workers', 'input', 'mnist')
 _PART = flags.DEFINE_list('parts', list(PARTS), f'Some of {",".join(PARTS)}.')
 _DEVICE = flags.DEFINE_enum(
   'device', 'gpu', ['gpu', 'cpu'], 'Where; on CPUs sizes are small.'
@@ -58,6 +60,8 @@ _STEP_ROWS = (
 )
 _SIZES = {
   'gpu': {
+    'copies': [2**n for n in (2, 12, 16, 20, 24, 28)],
+    'sets_of_links': ['1x4KB', '1x64KB', '1x1MB', '1x16MB'],
     'sets': ['1x1MB', '25x1MB', 'resnet', '1x400MB'],
     'resnet50': {'rows': 128, 'pixels': 224},
     'transformer': {'rows': 32, 'length': 256, 'width': 768, 'layers': 12},
@@ -66,6 +70,8 @@ _SIZES = {
     'rounds': 5,
   },
   'cpu': {
+    'copies': [4, 4096, 65536],
+    'sets_of_links': ['1x4KB', '1x64KB'],
     'sets': ['4x64KB'],
     'resnet50': {'rows': 4, 'pixels': 32},
     'transformer': {'rows': 4, 'length': 8, 'width': 32, 'layers': 2},
@@ -226,12 +232,20 @@ def measure_input(device: str, sizes: Mapping[str, Any]) -> dict[str, Any]:
   }
 
 
-def _all_reduce(sizes) -> list[dict[str, Any]]:
+def _links(sizes) -> dict[str, list[dict[str, Any]]]:
+  copies = measure.in_a_process(
+    gpu_links.measure_copies, _DEVICE.value, sizes['copies'], sizes['rounds']
+  )
+  results = _all_reduce(sizes, '4', sizes['sets_of_links'])
+  return {'copies': copies, 'choices': gpu_links.choices(results)}
+
+
+def _all_reduce(sizes, counts='2,4', sets=None) -> list[dict[str, Any]]:
   found = _run(
     'benchmarks.all_reduce',
     f'--device={_DEVICE.value}',
-    '--num_devices=2,4',
-    f'--sets={",".join(sizes["sets"])}',
+    f'--num_devices={counts}',
+    f'--sets={",".join(sets or sizes["sets"])}',
     f'--rounds={sizes["rounds"]}',
   )
   return found['results']
@@ -348,8 +362,10 @@ _COLUMNS = {
 }
 
 
-def table(part: str, rows: Sequence[Mapping[str, Any]]) -> str:
-  """The rows of a part as a Markdown table."""
+def table(part: str, rows: Any) -> str:
+  """The rows of a part as a Markdown table; of links what they say."""
+  if part == 'links':
+    return gpu_links.text(rows)
   columns = _COLUMNS[part]
   return report.markdown(columns, [[row[c] for c in columns] for row in rows])
 
@@ -369,9 +385,8 @@ def main(argv: Sequence[str]) -> None:
     report.check_target('--report_json', _REPORT_JSON.value)
   sizes = _SIZES[_DEVICE.value]
   content = {'benchmark': 'gpu', **report.environment(), 'settings': sizes}
-  functions = dict(
-    zip(PARTS, (_all_reduce, _step, _workers, _input, _mnist), strict=True)
-  )
+  functions = (_links, _all_reduce, _step, _workers, _input, _mnist)
+  functions = dict(zip(PARTS, functions, strict=True))
   failed = []
   with processes.ended_by_signals():
     for part in _PART.value:

@@ -29,6 +29,10 @@ def environment() -> dict[str, object]:
       'cpu_model': _cpu_model(),
       'cpu_count': os.cpu_count(),
       'memory_bytes': _memory_bytes(),
+      'gpus': [
+        tf.config.experimental.get_device_details(gpu).get('device_name')
+        for gpu in tf.config.list_physical_devices('GPU')
+      ],
     },
     'versions': {
       'python': platform.python_version(),

@@ -9,7 +9,7 @@ import hypothesis
 import pytest
 from absl import flags
 
-from tests import tiers
+from tests import device_counts, tiers
 
 _SOAK = os.environ.get('TFS_SOAK') == '1'
 
@@ -107,3 +107,5 @@ def pytest_configure(config):
   terminal = config.pluginmanager.get_plugin('terminalreporter')
   if terminal is not None:
     config.pluginmanager.register(_Failures(terminal))
+    if device:
+      config.pluginmanager.register(device_counts.DeviceCounts(device))

@@ -63,7 +63,8 @@ class AllReduceBenchmarkTest(tf.test.TestCase):
 
   def assert_environment(self, found):
     self.assertEqual(found['benchmark'], 'all_reduce')
-    self.assertEqual(found['settings'], {'rounds': 2, 'repeats': 2})
+    settings = {'device': 'cpu', 'rounds': 2, 'repeats': 2}
+    self.assertEqual(found['settings'], settings)
     self.assertEqual(found['versions']['tensorflow'], tf.__version__)
     self.assertGreater(found['hardware']['cpu_count'], 0)
     self.assertNotIn(os.uname().nodename, json.dumps(found))

@@ -5,7 +5,7 @@ import os
 import pytest
 import tensorflow as tf
 
-from benchmarks import processes
+from benchmarks import gpu_links, processes
 from tests.benchmarks import running
 
 _BUILD = """
@@ -32,6 +32,26 @@ class GpuBenchmarkTest(tf.test.TestCase):
     self.assertLen(found['mnist'], 2)
     for row in found['mnist']:
       self.assertGreater(row['accuracy'], 0.9)
+
+  def test_links_on_cpus(self):
+    path = os.path.join(self.create_tempdir().full_path, 'report.json')
+    done = running.run_benchmark(
+      'gpu', '--device=cpu', '--parts=links', f'--report_json={path}'
+    )
+    self.assertEqual(done.returncode, 0, done.stderr[-4000:])
+    found = running.read_json(path)
+    self.assertEqual(found['hardware']['gpus'], [])
+    copies, choices = found['links']['copies'], found['links']['choices']
+    self.assertEqual(
+      [copy['between'] for copy in copies],
+      ['CPU:0 and CPU:1', 'CPU:1 and CPU:0'],
+    )
+    for copy in copies:
+      self.assertIn(gpu_links.line_of(copy), done.stdout)
+    self.assertEqual([c['set'] for c in choices], ['1x4KB', '1x64KB'])
+    for choice in choices:
+      fastest = min(choice['median_ms'].values())
+      self.assertAllClose(choice['auto_to_best'], choice['auto_ms'] / fastest)
 
   def test_a_part_that_fails_is_in_the_report(self):
     path = os.path.join(self.create_tempdir().full_path, 'report.json')

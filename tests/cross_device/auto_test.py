@@ -1,32 +1,37 @@
 """The choice: by kind of device, by size, and never a loss to any other."""
 
+import contextlib
 from unittest import mock
 
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
-from tests import virtual_devices
-from tests.cross_device import replicas
-from tf_strategies import collectives, cross_device
+from tests import nccl, processes, virtual_devices
+from tests.cross_device import fake_gpus, replicas
+from tf_strategies import _tf_internal, collectives, cross_device, errors
 from tf_strategies.collectives import cost_model
-from tf_strategies.cross_device import auto, executor
+from tf_strategies.cross_device import auto, base, executor, links
 
 virtual_devices.configure()
 
 BANDWIDTH = ('ring', 'direct', 'halving_doubling')
 
 
-def gpus(count):
-  return [
-    f'/job:localhost/replica:0/task:0/device:GPU:{i}' for i in range(count)
-  ]
+gpus = fake_gpus.names
+CARD = 'NVIDIA H100 PCIe'
+
+
+def choose(world_size, num_bytes, device_name=CARD):
+  with fake_gpus.machine(*[1] * world_size, device_name=device_name):
+    return auto.AutoAllReduce().schedule(gpus(world_size), num_bytes)
 
 
 class ChooseScheduleTest(tf.test.TestCase, parameterized.TestCase):
   @parameterized.product(world_size=(1, 2, 3, 8), num_bytes=(0, 4, 10**9))
   def test_direct_on_cpus(self, world_size, num_bytes):
     schedule = auto.AutoAllReduce().schedule(
-      replicas.devices(world_size), num_bytes
+      [virtual_devices.HOST] * world_size, num_bytes
     )
     self.assertEqual(schedule.name, 'direct')
     self.assertEqual(schedule.world_size, world_size)
@@ -34,7 +39,7 @@ class ChooseScheduleTest(tf.test.TestCase, parameterized.TestCase):
 
   @parameterized.product(world_size=(4, 8, 16), num_bytes=(10**8, 10**9))
   def test_bandwidth_on_gpus_with_many_bytes(self, world_size, num_bytes):
-    schedule = auto.AutoAllReduce().schedule(gpus(world_size), num_bytes)
+    schedule = choose(world_size, num_bytes)
     self.assertIn(schedule.name, BANDWIDTH)
     chunk_bytes = collectives.chunk_sizes(num_bytes, schedule.num_chunks)
     least = 2 * (world_size - 1) * num_bytes / world_size
@@ -42,15 +47,19 @@ class ChooseScheduleTest(tf.test.TestCase, parameterized.TestCase):
 
   @parameterized.product(world_size=(4, 8, 16), num_bytes=(0, 4, 100))
   def test_few_rounds_on_gpus_with_few_bytes(self, world_size, num_bytes):
-    schedule = auto.AutoAllReduce().schedule(gpus(world_size), num_bytes)
+    schedule = choose(world_size, num_bytes)
     ring = collectives.ring_all_reduce(world_size)
     self.assertLess(schedule.num_rounds, ring.num_rounds)
 
-  @parameterized.parameters(2, 3, 4, 6, 8)
-  def test_no_other_candidate_would_be_cheaper(self, world_size):
-    topology = collectives.Topology(world_size, auto._GPU_LINK)
+  @parameterized.product(
+    world_size=(2, 3, 4, 6, 8),
+    machine=((CARD, 'pcie'), ('NVIDIA H200', 'nvlink')),
+  )
+  def test_no_other_candidate_would_be_cheaper(self, world_size, machine):
+    device_name, link = machine
+    topology = collectives.Topology(world_size, links.LINKS[link])
     for num_bytes in (4, 10**4, 10**6, 10**8):
-      chosen = auto.AutoAllReduce().schedule(gpus(world_size), num_bytes)
+      chosen = choose(world_size, num_bytes, device_name)
       cheapest = min(
         collectives.cost(
           collectives.ALGORITHMS[name](world_size), num_bytes, topology
@@ -61,47 +70,61 @@ class ChooseScheduleTest(tf.test.TestCase, parameterized.TestCase):
         collectives.cost(chosen, num_bytes, topology), cheapest * 1.001
       )
 
+  def test_link_decides(self):
+    # Over NVLink few rounds are still worth more than few bytes.
+    by_link = [
+      choose(5, 500_000, device_name).num_rounds
+      for device_name in (CARD, 'NVIDIA H200')
+    ]
+    self.assertGreater(*by_link)
+
+  @parameterized.product(world_size=(2, 4, 8), num_bytes=(4, 10**9))
+  def test_parts_of_one_gpu_are_one_memory(self, world_size, num_bytes):
+    op = auto.AutoAllReduce()
+    with fake_gpus.machine(world_size):
+      schedule = op.schedule(gpus(world_size), num_bytes)
+      self.assertEqual(schedule.name, 'direct')
+      self.assertIsNone(op.split_above(gpus(world_size)))
+
   def test_one_gpu(self):
-    schedule = auto.AutoAllReduce().schedule(gpus(1), 10**6)
+    schedule = choose(1, 10**6)
     self.assertEqual((schedule.world_size, schedule.transfers), (1, ()))
 
   def test_mixed_devices_have_links(self):
-    mixed = [*gpus(3), virtual_devices.name(0)]
+    mixed = [*gpus(3), virtual_devices.HOST]
     self.assertFalse(executor.share_memory(mixed))
     self.assertEqual(auto.AutoAllReduce().schedule(mixed, 10**8).world_size, 4)
 
   def test_tensors_are_cut_between_gpus_only(self):
     for make_op in (cross_device.AutoAllReduce, cross_device.DirectAllReduce):
-      self.assertIsNone(make_op().split_above(replicas.devices(4)))
-      self.assertEqual(make_op().split_above(gpus(4)), 1 / 8)
+      with fake_gpus.machine(1, 1, 1, 1):
+        self.assertIsNone(make_op().split_above([virtual_devices.HOST] * 2))
+        self.assertEqual(make_op().split_above(gpus(4)), 1 / 8)
 
   def test_device_without_a_name_is_a_cpu_where_there_is_nothing_else(self):
     self.assertTrue(executor.share_memory(['', virtual_devices.name(1)]))
     self.assertFalse(executor.share_memory(['', gpus(1)[0]]))
 
 
-class NcclIsUsableTest(tf.test.TestCase):
-  def test_not_on_cpus(self):
-    self.assertFalse(auto.nccl_is_usable(replicas.devices(4)))
-    self.assertFalse(auto.nccl_is_usable([*gpus(1), virtual_devices.name(0)]))
+@contextlib.contextmanager
+def stand_in(op):
+  """For NCCL what packs as it does; and the devices of the test for GPUs."""
+  op._nccl = tf.distribute.HierarchicalCopyAllReduce()
+  handed_over = mock.patch.object(
+    op._nccl,
+    'batch_reduce_implementation',
+    wraps=op._nccl.batch_reduce_implementation,
+  )
+  with (
+    mock.patch.object(links, 'nccl_is_usable', return_value=True),
+    handed_over as calls,
+  ):
+    yield calls
 
-  def test_not_where_a_physical_gpu_is_shared(self):
-    def list_devices(count):
-      return lambda device_type=None: [device_type] * count
 
-    for logical, expected in ((4, False), (2, True)):
-      with (
-        mock.patch.object(tf.config, 'list_physical_devices', list_devices(2)),
-        mock.patch.object(
-          tf.config, 'list_logical_devices', list_devices(logical)
-        ),
-      ):
-        self.assertEqual(auto.nccl_is_usable(gpus(2)), expected)
-
+class NcclTest(tf.test.TestCase, parameterized.TestCase):
   def test_graphs_on_such_gpus_are_handed_to_tensorflow(self):
-    # ReductionToOneDevice stands in for NCCL, and CPUs for GPUs.
     op = auto.AutoAllReduce()
-    op._nccl = tf.distribute.ReductionToOneDevice()
     devices = replicas.devices(4)
     ranks = replicas.inputs('float32', (8,), 4)
     value = replicas.on_devices(ranks, devices)
@@ -110,12 +133,7 @@ class NcclIsUsableTest(tf.test.TestCase):
       [reduced] = op.batch_reduce(replicas.SUM, [(value, value)])
       return reduced.values
 
-    with (
-      mock.patch.object(auto, 'nccl_is_usable', return_value=True),
-      mock.patch.object(
-        op._nccl, 'batch_reduce', wraps=op._nccl.batch_reduce
-      ) as handed_over,
-    ):
+    with stand_in(op) as handed_over:
       graph = tf.function(all_reduce)
       for result in graph(), graph():
         for copy in result:
@@ -126,6 +144,81 @@ class NcclIsUsableTest(tf.test.TestCase):
     self.assertEqual(op.calls, 3)
     # Twice by the ring's formula, once by the direct schedule of one tensor.
     self.assertEqual(max(op.report()['all_reduce_bytes_in'].values()), 192)
+
+  @parameterized.parameters(replicas.SUM, replicas.MEAN)
+  def test_each_dtype_goes_where_it_is_exact(self, reduce_op):
+    """TensorFlow packs all into one tensor, and its op knows five dtypes."""
+    op, devices = auto.AutoAllReduce(), replicas.devices(4)
+    ranks = [
+      replicas.inputs(dtype, (3, 5), 4, reduce_op) for dtype in replicas.DTYPES
+    ]
+    values = [replicas.on_devices(r, devices) for r in ranks]
+
+    @tf.function
+    def all_reduce():
+      reduced = op.batch_reduce(reduce_op, [(v, v) for v in values])
+      return [value.values for value in reduced]
+
+    with stand_in(op) as handed_over:
+      results = all_reduce()
+    given = [
+      value.values[0].dtype.name
+      for call in handed_over.call_args_list
+      for value, _ in call.args[1]
+    ]
+    self.assertCountEqual(given, ['float32', 'float64'])
+    for rank, result in zip(ranks, results, strict=True):
+      for copy in result:
+        expected = replicas.exact(rank, reduce_op)
+        self.assertEqual(copy.dtype, expected.dtype)
+        self.assertAllEqual(copy, expected)
+
+  def test_replicas_that_disagree(self):
+    op, devices = auto.AutoAllReduce(), replicas.devices(2)
+    value = replicas.on_devices([[1.0], [1.0, 2.0]], devices)
+    reduce = tf.function(
+      lambda: op.batch_reduce(replicas.SUM, [(value, value)])
+    )
+    with (
+      stand_in(op),
+      self.assertRaisesRegex(errors.UnsupportedOptionError, 'replica 1'),
+    ):
+      reduce()
+
+  def test_graph_of_nccl(self):
+    """What TensorFlow is asked for on GPUs that are not there."""
+    op, devices = auto.AutoAllReduce(), gpus(3)
+
+    @tf.function
+    def all_reduce(*rows):
+      # Arguments, which have no device yet.
+      values = [_tf_internal.PerReplica(row) for row in rows]
+      with mock.patch.object(base, '_holders', return_value=tuple(devices)):
+        reduced = op.batch_reduce_implementation(
+          replicas.SUM, [(v, v) for v in values], None
+        )
+      return [value.values for value in reduced]
+
+    spec = tf.TensorSpec([6], tf.float32)
+    with fake_gpus.machine(1, 1, 1):
+      graph = all_reduce.get_concrete_function([spec] * 3, [spec] * 3).graph
+    found = [o for o in graph.get_operations() if o.type == 'NcclAllReduce']
+    self.assertCountEqual([o.device for o in found], devices)
+    self.assertLen({o.get_attr('shared_name') for o in found}, 1)
+    for operation in found:
+      self.assertEqual(operation.get_attr('num_devices'), 3)
+      # Both in one tensor.
+      self.assertEqual(operation.inputs[0].shape, [12])
+
+  @pytest.mark.multi_process
+  @pytest.mark.full
+  def test_on_one_device(self):
+    """On one whole GPU, where there is one, by NCCL with one member."""
+    [(found, results)] = processes.run_workers(nccl.auto_all_reduce, 1)
+    for result, expected in zip(results, ([1.0, 2.0], [3.0], [4]), strict=True):
+      self.assertAllEqual(result, expected)
+    devices = [device for kind, device in found if kind == 'NcclAllReduce']
+    self.assertLen(devices, 2 if nccl.IS_GPU else 0)
 
 
 if __name__ == '__main__':

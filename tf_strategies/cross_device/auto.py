@@ -1,34 +1,30 @@
 """`AutoAllReduce`: the algorithm by kind of device and by size."""
 
-from collections.abc import Sequence
-
 import tensorflow as tf
 
-from tf_strategies import collectives
+from tf_strategies import _tf_internal, collectives
 from tf_strategies.collectives import schedule as schedule_lib
-from tf_strategies.cross_device import base, executor
+from tf_strategies.cross_device import base, links
 
-# A copy between two GPUs over PCIe 3 x16: about 10 us and 12 GB/s. Only the
-# ratio matters for the choice: it puts the change from latency to bandwidth
-# algorithms at some tens of kilobytes.
-_GPU_LINK = collectives.Link(
-  alpha_seconds=10e-6, beta_seconds_per_byte=1 / 12e9
-)
+# What NCCL adds up as `base` promises. In TensorFlow's op bfloat16 and other
+# integers are missing, and float16 may overflow before a mean is taken.
+_NCCL_DTYPES = (tf.float32, tf.float64)
 
 
 class AutoAllReduce(base.ScheduledAllReduce):
   """Picks the all-reduce by device type and size.
 
-  * CPUs share memory: `DirectAllReduce` by whole tensors, which copies nothing.
+  * Devices of one memory, that is CPUs or the parts of one GPU:
+    `DirectAllReduce` by whole tensors, which cuts and joins nothing.
   * Other devices: the cheapest of `cost_model.CANDIDATES` by the alpha-beta
-    model, for the bytes of the call. Tensors are cut so that the busiest link
-    carries 2(N-1)/N of them.
-  * Physical GPUs, in a graph: TensorFlow's `tf.distribute.NcclAllReduce`, which
-    is ahead of any ring of copies. NCCL refuses virtual GPUs; those get the
-    schedules above.
+    model, for the bytes of the call and the link between the devices. Tensors are
+    cut so that the busiest link carries 2(N-1)/N of them.
+  * float32 and float64 on physical GPUs, in a graph: TensorFlow's
+    `tf.distribute.NcclAllReduce`, which is ahead of any ring of copies. NCCL
+    refuses virtual GPUs; those get the schedules above.
 
   No GPU has run this op: the choice, and the hand-over to TensorFlow's op, were
-  checked on CPUs.
+  checked on CPUs. No figure of a link was measured either (`links.LINKS`).
   """
 
   _cuts_shared_memory = False
@@ -38,27 +34,55 @@ class AutoAllReduce(base.ScheduledAllReduce):
     self._nccl = tf.distribute.NcclAllReduce()
 
   def schedule(self, devices, num_bytes) -> schedule_lib.Schedule:
-    """Direct on CPUs; elsewhere the cheapest by the cost model."""
+    """Direct within one memory; elsewhere the cheapest by the cost model."""
     world_size = len(devices)
-    if executor.share_memory(devices) or world_size == 1:
+    if world_size == 1 or links.are_one_memory(devices):
       return collectives.direct_all_reduce(world_size)
-    topology = collectives.Topology(world_size, _GPU_LINK)
-    return collectives.choose(num_bytes, topology)
+    return collectives.choose(num_bytes, links.topology(devices))
+
+  def split_above(self, devices) -> float | None:
+    """See base class; within one memory nothing is cut."""
+    if links.are_one_memory(devices):
+      return None
+    return super().split_above(devices)
 
   def _reduce_everywhere(self, reduce_op, values, devices):
-    if tf.executing_eagerly() or not nccl_is_usable(devices):
-      return super()._reduce_everywhere(reduce_op, values, devices)
+    by_dtype = {}
+    if not tf.executing_eagerly() and links.nccl_is_usable(devices):
+      for i, value in enumerate(values):
+        if value.values[0].dtype in _NCCL_DTYPES:
+          by_dtype.setdefault(value.values[0].dtype, []).append(i)
+    results = {}
+    for members in by_dtype.values():
+      own = [values[i] for i in members]
+      reduced = self._reduce_by_nccl(reduce_op, own, devices)
+      results.update(zip(members, reduced, strict=True))
+    rest = [i for i in range(len(values)) if i not in results]
+    if rest:
+      own = [values[i] for i in rest]
+      reduced = super()._reduce_everywhere(reduce_op, own, devices)
+      results.update(zip(rest, reduced, strict=True))
+    return [results[i] for i in range(len(values))]
+
+  def _reduce_by_nccl(self, reduce_op, values, devices):
+    """Reduces values of one dtype, which TensorFlow packs into one tensor."""
+    base.check_tensors(list(zip(*(v.values for v in values), strict=True)))
     num_bytes = sum(base.bytes_of(v.values[0]) for v in values)
     # NCCL's rings move what ours would.
     ring = collectives.ring_all_reduce(len(devices))
     chunks = collectives.chunk_sizes(num_bytes, ring.num_chunks)
     self._statistics['all_reduce'].record(devices, ring.bytes_in(chunks))
-    return self._nccl.batch_reduce(reduce_op, [(v, v) for v in values])
+    placed = [_placed(value, devices) for value in values]
+    # Not `batch_reduce`, which would leave out NCCL where there is one device.
+    return self._nccl.batch_reduce_implementation(
+      reduce_op, [(v, v) for v in placed], None
+    )
 
 
-def nccl_is_usable(devices: Sequence[str]) -> bool:
-  """Whether every device is a physical GPU of its own, as NCCL demands."""
-  if not all('gpu' in device.lower() for device in devices):
-    return False
-  physical = tf.config.list_physical_devices('GPU')
-  return len(physical) == len(tf.config.list_logical_devices('GPU'))
+def _placed(value, devices):
+  """`value` on `devices`: NCCL asks tensors for theirs, which may be unknown."""
+  components = []
+  for component, device in zip(value.values, devices, strict=True):
+    with tf.device(device):
+      components.append(tf.identity(component))
+  return _tf_internal.PerReplica(components)

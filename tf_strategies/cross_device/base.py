@@ -191,7 +191,7 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
   def _reduce_everywhere(self, reduce_op, values, devices):
     """All-reduces dense values that live on `devices`, in one plan."""
     tensors = [[v.values[r] for v in values] for r in range(len(devices))]
-    _check_tensors(tensors)
+    check_tensors(tensors)
     num_bytes = sum(bytes_of(t) for t in tensors[0])
     schedule = self.schedule(devices, num_bytes)
     layout = layout_lib.plan_layout(
@@ -244,7 +244,7 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
   def _reduce_to(self, reduce_op, values, devices):
     """Reduces to devices other than those that hold the values."""
     tensors = [list(v.values) for v in values]
-    _check_tensors([list(row) for row in zip(*tensors, strict=True)])
+    check_tensors([list(row) for row in zip(*tensors, strict=True)])
     received = sum(_bytes_from_others(parts, devices[0]) for parts in tensors)
     copied = sum(bytes_of(parts[0]) for parts in tensors)
     self._statistics['reduce'].record(
@@ -361,8 +361,8 @@ def _check_reduce_op(reduce_op) -> None:
     )
 
 
-def _check_tensors(tensors) -> None:
-  """Refuses dtypes without a sum, and replicas that disagree."""
+def check_tensors(tensors) -> None:
+  """Refuses dtypes without a sum, and replicas that disagree: `[rank][tensor]`."""
   for i, first in enumerate(tensors[0]):
     dtype = first.dtype
     if not (dtype.is_floating or dtype.is_integer or dtype.is_complex):

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_strategies import errors
+from tf_strategies import _tf_internal, errors
 
 
 class Communicator(abc.ABC):
@@ -108,3 +108,14 @@ def check_same(answers: Sequence[bytes], what: str, fix: str) -> None:
     )
     error.ranks = different
     raise error
+
+
+def check_not_compiled(kind: str) -> None:
+  """Refuses a collective in what XLA compiles, which cannot call the network."""
+  if _tf_internal.in_xla_context():
+    raise errors.UnsupportedOptionError(
+      f'jit_compile=True around a collective between workers ({kind})',
+      'steps that XLA does not compile: it cannot call the network',
+      'compile(..., jit_compile=False), or compile functions inside of the '
+      'step that do not synchronise',
+    )

@@ -17,7 +17,8 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tf_strategies import _keras_internal, _tf_internal
+from tf_strategies import _keras_internal, _tf_internal, errors
+from tf_strategies.cross_device import links
 from tf_strategies.keras import gradient_reducer, optimizer_checks
 from tf_strategies.spmd import site as site_lib
 from tf_strategies.strategies.mirrored import (
@@ -317,7 +318,15 @@ class ExactMirroredExtended(
   def _get_cross_device_ops(self, value):
     if super()._use_merge_call():
       return self._cross_device_ops
-    # XLA compiles one device's program: only its own collectives cross it.
+    # XLA compiles one device's program, which NCCL alone crosses.
+    if len(self._devices) > 1 and not links.nccl_is_usable(self._devices):
+      raise errors.UnsupportedOptionError(
+        'jit_compile=True around a step of a loop, on replicas on '
+        f'{list(self._devices)}',
+        'whole GPUs, between which XLA can use NCCL',
+        'compile functions inside of the step that do not synchronise, or fit a '
+        'model that is compiled with jit_compile=True',
+      )
     return super()._get_cross_device_ops(value)
 
   def _reduce_to(self, reduce_op, value, destinations, options):

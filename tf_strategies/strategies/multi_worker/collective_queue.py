@@ -23,6 +23,7 @@ import tensorflow as tf
 
 from tf_strategies import _graph_errors, _tf_internal, errors, process_group
 from tf_strategies.monitoring import recorder
+from tf_strategies.strategies import communicator
 
 # Of collectives that gradients go through, for the timeline.
 _UPDATES = itertools.count()
@@ -79,7 +80,7 @@ class CollectiveQueue:
       self._join()
       result = self._run(kind, work, tensor.numpy())
       return tf.constant(result, tensor.dtype)
-    self._check_not_compiled(kind)
+    communicator.check_not_compiled(kind)
 
     def host(array, token):
       return self._guard(lambda: (self._run(kind, work, array), token + 1))
@@ -115,7 +116,7 @@ class CollectiveQueue:
         self.call(kind, work, tensor, tensor.shape)
         for work, tensor in zip(works, tensors, strict=True)
       ]
-    self._check_not_compiled(kind)
+    communicator.check_not_compiled(kind)
     handles = [
       self._start(kind, work, tensor, i == 0, content)
       for i, (work, tensor, content) in enumerate(
@@ -172,15 +173,6 @@ class CollectiveQueue:
       token.set_shape([])
       with tf.control_dependencies([self._token.assign(token)]):
         return [tf.identity(r) for r in results]
-
-  def _check_not_compiled(self, kind):
-    if _tf_internal.in_xla_context():
-      raise errors.UnsupportedOptionError(
-        f'jit_compile=True around a collective between workers ({kind})',
-        'steps that XLA does not compile: it cannot call the network',
-        'compile(..., jit_compile=False), or compile functions inside of the '
-        'step that do not synchronise',
-      )
 
   # The host's side.
 

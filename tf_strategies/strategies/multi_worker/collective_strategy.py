@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -9,6 +10,7 @@ import tensorflow as tf
 from tf_strategies import _tf_internal, cross_device, errors, option_checks
 from tf_strategies import cluster as cluster_lib
 from tf_strategies.cluster import config as config_lib
+from tf_strategies.cross_device import links
 from tf_strategies.strategies.multi_worker import options as options_lib
 from tf_strategies.strategies.multi_worker import runtime_communicator, strategy
 
@@ -39,7 +41,8 @@ class MultiWorkerCollectiveStrategy(strategy.MultiWorkerStrategy):
   Raises:
     ClusterConfigError: TF_CONFIG is malformed, or has no part for this process.
     RendezvousError: not all workers came.
-    UnsupportedOptionError: options or devices that are not there.
+    UnsupportedOptionError: options or devices that are not there, or NCCL
+      without a physical GPU for each device.
     CollectiveMismatchError: workers with different numbers of devices.
   """
 
@@ -59,8 +62,13 @@ class MultiWorkerCollectiveStrategy(strategy.MultiWorkerStrategy):
     )
     cluster = config_lib.given_or_from_env(cluster)
     rank, addresses = self.place_in(cluster)
+    # Before this worker waits for the others.
+    _communication(options, ['GPU:0'])
     if len(addresses) > 1:
       _start_runtime(rank, addresses, options.start_timeout_seconds)
+    devices = strategy.resolve_devices(devices)
+    communication = _communication(options, devices)
+    options = dataclasses.replace(options, communication=communication)
 
     def make_communicator(local):
       return runtime_communicator.RuntimeCommunicator(
@@ -72,12 +80,34 @@ class MultiWorkerCollectiveStrategy(strategy.MultiWorkerStrategy):
       )
 
     self._set_up(
-      strategy.resolve_devices(devices),
+      devices,
       cross_device.AutoAllReduce(),
       make_communicator,
-      {'bucket_bytes': options.bucket_bytes},
+      {'bucket_bytes': options.bucket_bytes, 'communication': communication},
       strategy.resolver_of(cluster),
     )
+
+
+def _communication(
+  options: options_lib.CollectiveOptions, devices: Sequence[str]
+) -> str:
+  """What links these devices: 'nccl' or 'ring'.
+
+  TensorFlow takes the ring for 'auto', between GPUs too, and for 'nccl' without a
+  GPU. Two members on one GPU NCCL refuses, after all have waited for each other.
+  """
+  is_usable = links.nccl_is_usable(devices)
+  if options.communication == 'nccl' and not is_usable:
+    raise errors.UnsupportedOptionError(
+      f"communication='nccl' on devices {list(devices)}, with "
+      f'{len(tf.config.list_physical_devices("GPU"))} physical GPUs',
+      'a physical GPU for each device',
+      "use communication='auto', which takes NCCL where that can be used, and "
+      "'ring' for parts of a GPU",
+    )
+  if options.communication == 'auto':
+    return 'nccl' if is_usable else 'ring'
+  return options.communication
 
 
 def _start_runtime(rank, addresses, timeout_seconds):

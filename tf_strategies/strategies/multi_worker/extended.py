@@ -162,6 +162,12 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
       for variable, value in zip(variables, values, strict=True):
         variable.assign(value)
 
+  def _get_cross_device_ops(self, value):
+    if self._num_replicas_in_sync > len(self._devices):
+      # On GPUs TensorFlow would take collectives of this worker's devices alone.
+      communicator_lib.check_not_compiled('all_reduce')
+    return super()._get_cross_device_ops(value)
+
   # How variables are created, and what feeds the replicas.
 
   def _get_variable_creator_initial_value(

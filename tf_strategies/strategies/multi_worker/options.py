@@ -64,7 +64,8 @@ class CollectiveOptions:
   """How the workers of a `MultiWorkerCollectiveStrategy` talk.
 
   Attributes:
-    communication: 'auto' (NCCL between GPUs, else the ring), 'ring' or 'nccl'.
+    communication: 'auto' (NCCL between physical GPUs, else the ring), 'ring' or
+      'nccl'.
     max_subdivs_per_device: into how many parts a tensor may be cut so that they
       travel at once; -1 for none, 0 for TensorFlow's choice.
     bucket_bytes: the most that a bucket of small gradients holds.

@@ -1,0 +1,96 @@
+"""What links devices is found from TensorFlow's lists of them."""
+
+import tensorflow as tf
+from absl.testing import parameterized
+
+from tests import virtual_devices
+from tests.cross_device import fake_gpus, replicas
+from tf_strategies.cross_device import links
+
+virtual_devices.configure()
+
+A100 = 'NVIDIA A100-SXM4-40GB'
+CARD = 'NVIDIA H100 PCIe'
+
+
+class OwnersTest(tf.test.TestCase):
+  def test_parts_are_numbered_through_all_gpus(self):
+    with fake_gpus.machine(1, 3, 2):
+      found = links.owners(fake_gpus.names(7))
+    numbers = [name and int(name[-1]) for name in found]
+    self.assertEqual(numbers, [0, 1, 1, 1, 2, 2, None])
+
+  def test_cpus_and_names_that_are_not_known_yet_have_none(self):
+    with fake_gpus.machine(1):
+      self.assertEqual(links.owners(['CPU:0', '', 'GPU:1']), [None] * 3)
+      self.assertLen(set(links.owners(['GPU:0', 'gpu:0'])), 1)
+
+
+class NcclIsUsableTest(tf.test.TestCase, parameterized.TestCase):
+  @parameterized.named_parameters(
+    ('one_gpu', (1,), 1, True),
+    ('two_gpus', (1, 1), 2, True),
+    ('one_of_two', (1, 1), 1, True),
+    ('two_parts', (2,), 2, False),
+    ('parts_of_two', (2, 2), 4, False),
+    ('one_part', (4,), 1, False),
+    ('more_than_there_are', (1,), 2, False),
+    ('none', (), 1, False),
+    ('whole_one_beside_parts', (1, 4), 1, True),
+  )
+  def test_only_on_whole_gpus(self, parts, count, expected):
+    with fake_gpus.machine(*parts):
+      found = links.nccl_is_usable(fake_gpus.names(count))
+    self.assertEqual(found, expected)
+
+  def test_not_beside_a_cpu(self):
+    with fake_gpus.machine(1, 1):
+      self.assertFalse(links.nccl_is_usable(['GPU:0', 'GPU:1', 'CPU:0']))
+      self.assertFalse(links.nccl_is_usable(['GPU:0', '']))
+
+
+class NameTest(tf.test.TestCase, parameterized.TestCase):
+  @parameterized.named_parameters(
+    ('parts_of_one', (4,), CARD, 4, 'one_gpu'),
+    ('parts_of_two', (2, 2), CARD, 4, 'pcie'),
+    ('first_two_parts', (2, 2), CARD, 2, 'one_gpu'),
+    ('cards', (1, 1), CARD, 2, 'pcie'),
+    ('modules', (1, 1), A100, 2, 'nvlink'),
+    ('hopper', (1, 1), 'NVIDIA H100 80GB HBM3', 2, 'nvlink'),
+    ('h200', (1, 1), 'NVIDIA H200', 2, 'nvlink'),
+    ('workstation', (1, 1), 'NVIDIA GeForce RTX 4090', 2, 'pcie'),
+    ('unknown', (1, 1), '', 2, 'pcie'),
+  )
+  def test_of_gpus(self, parts, device_name, count, expected):
+    with fake_gpus.machine(*parts, device_name=device_name):
+      self.assertEqual(links.name_of(fake_gpus.names(count)), expected)
+
+  def test_of_a_gpu_and_a_host(self):
+    with fake_gpus.machine(1, device_name=A100):
+      self.assertEqual(links.name_of(['GPU:0', 'CPU:0']), 'pcie')
+
+  def test_topology_has_that_link(self):
+    for device_name, name in ((A100, 'nvlink'), (CARD, 'pcie')):
+      with fake_gpus.machine(1, 1, 1, device_name=device_name):
+        found = links.topology(fake_gpus.names(3))
+      self.assertEqual(found.world_size, 3)
+      self.assertEqual(found.link(0, 2), links.LINKS[name])
+
+
+class OneMemoryTest(tf.test.TestCase):
+  def test_cpus_and_parts_of_one_gpu(self):
+    with fake_gpus.machine(2, 1):
+      self.assertTrue(links.are_one_memory(['CPU:0', 'CPU:1']))
+      self.assertTrue(links.are_one_memory(fake_gpus.names(2)))
+      self.assertFalse(links.are_one_memory(fake_gpus.names(3)))
+      self.assertFalse(links.are_one_memory(['GPU:0', 'CPU:0']))
+      self.assertFalse(links.are_one_memory(['GPU:8', 'GPU:9']))
+
+  def test_devices_of_this_machine(self):
+    devices = replicas.devices(4)
+    parts = set(links.owners(devices))
+    self.assertEqual(links.are_one_memory(devices), len(parts) == 1)
+
+
+if __name__ == '__main__':
+  tf.test.main()

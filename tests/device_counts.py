@@ -1,0 +1,56 @@
+"""Says at the end of a run with `--device` what ran, and where."""
+
+import collections
+import re
+
+_COLUMNS = ('passed', 'failed', 'skipped')
+# A strategy in the name of a row, such as `ring_mirrored_clipnorm`, `ring_2x1`.
+_IN_PROCESS = re.compile(r'_(ring_mirrored|central_storage)(?![a-z])')
+_WORKERS = re.compile(r'_(ring|collective|mpi)_\d')
+
+
+def name_of(nodeid: str) -> str:
+  """The directory of a test; of a row of the conformance table its strategy too."""
+  path, _, test = nodeid.partition('::')
+  room, *rest = path.removeprefix('tests/').split('/')
+  if room == 'strategies' and len(rest) > 1:
+    return f'{room}/{rest[0]}'
+  if room != 'conformance':
+    return room
+  if rest[0].startswith('parameter_server'):
+    return f'{room}, parameter_server'
+  if found := _IN_PROCESS.search(test):
+    return f'{room}, {found[1]}'
+  if found := _WORKERS.search(test):
+    return f'{room}, multi_worker_{found[1]}'
+  return f'{room}, rows with numbers only'
+
+
+class DeviceCounts:
+  """A plugin of pytest, where it has a terminal."""
+
+  def __init__(self, device: str):
+    self._device = device
+    self._counts = collections.defaultdict(collections.Counter)
+
+  def pytest_runtest_logreport(self, report):
+    """Counts a test once; a failure before or after it as a failure."""
+    is_subtest = hasattr(report, 'context')
+    if not is_subtest and (report.when == 'call' or not report.passed):
+      self._counts[name_of(report.nodeid)][report.outcome] += 1
+
+  def pytest_terminal_summary(self, terminalreporter):
+    """Prints a line for each name."""
+    if self._counts:
+      terminalreporter.section(f'--device={self._device}')
+    for line in self.lines():
+      terminalreporter.write_line(line)
+
+  def lines(self) -> list[str]:
+    """A line for each name."""
+    width = max(map(len, self._counts), default=0)
+    return [
+      f'{name:{width}} '
+      + ', '.join(f'{counts[column]:4} {column}' for column in _COLUMNS)
+      for name, counts in sorted(self._counts.items())
+    ]

@@ -1,0 +1,134 @@
+"""What XLA compiles of a step, where it runs, and what lies outside of it."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from absl.testing import parameterized
+
+import tf_strategies as tfs
+from tests import tiers, virtual_devices
+from tests.conformance import harness
+from tf_strategies import _tf_internal
+from tf_strategies.cross_device import links
+
+virtual_devices.configure()
+
+DEVICES = virtual_devices.names(4)
+# Of many things that steps compute.
+_COMPUTES = {
+  'MatMul',
+  'AssignAddVariableOp',
+  'StatelessRandomUniformV2',
+  'Cast',
+}
+# What brings replicas together, or asks the host.
+_MEETS = {'CollectiveReduceV2', 'NcclAllReduce', 'PyFunc', 'EagerPyFunc'}
+
+
+def _data():
+  rng = np.random.default_rng(3)
+  return rng.normal(size=(32, 6)).astype('f4'), rng.integers(0, 3, 32)
+
+
+def _train_function(model):
+  """The `tf.function` in what Keras calls once a step."""
+  contents = [c.cell_contents for c in model.train_function.__closure__]
+  [function] = [c for c in contents if hasattr(c, 'get_concrete_function')]
+  return function
+
+
+def _graph(strategy):
+  """The graph of a step of a model that XLA compiles, which has run."""
+  x, y = _data()
+  with strategy.scope():
+    model = keras.Sequential([keras.Input([6]), keras.layers.Dense(3)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(
+      keras.optimizers.Adam(1e-2, clipnorm=0.1), loss, jit_compile=True
+    )
+  model.fit(x, y, 32, verbose=0)
+  dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(32)
+  dataset = strategy.experimental_distribute_dataset(dataset)
+  function = _train_function(model).get_concrete_function(iter(dataset))
+  return function.graph.as_graph_def()
+
+
+def _nodes(graph):
+  """All nodes, those of functions too."""
+  return [*graph.node, *(n for f in graph.library.function for n in f.node_def)]
+
+
+def _blocks(graph):
+  """For each function that XLA compiles its nodes, and the devices that call it."""
+  functions = {
+    f.signature.name: f.node_def
+    for f in graph.library.function
+    if f.attr['_XlaMustCompile'].b
+  }
+  callers = {name: set() for name in functions}
+  for node in _nodes(graph):
+    name = node.attr['f'].func.name
+    if name in functions:
+      callers[name].add(node.device.rpartition('/device:')[2])
+  return [(functions[name], callers[name]) for name in functions]
+
+
+class CompiledModelTest(tf.test.TestCase, parameterized.TestCase):
+  @tiers.named_parameters(
+    ('ring_mirrored', harness.STRATEGIES[0]),
+    tiers.full('central_storage', harness.STRATEGIES[1]),
+  )
+  def test_each_device_runs_compiled_blocks_between_meetings(self, case):
+    strategy = case.create()
+    graph = _graph(strategy)
+    blocks = _blocks(graph)
+    forward = [
+      (nodes, callers)
+      for nodes, callers in blocks
+      if 'MatMul' in {node.op for node in nodes}
+    ]
+    called_on = set().union(*(callers for _, callers in forward))
+    self.assertCountEqual(called_on, DEVICES)
+    for nodes, _ in blocks:
+      self.assertNoCommonElements({node.op for node in nodes}, _MEETS)
+    calls = strategy.communication_report()['calls']
+    self.assertGreater(calls['all_reduce'] + calls['reduce'], 0)
+
+  def test_xla_knows_what_steps_compute(self):
+    """On a GPU another list of TensorFlow's counts than on a CPU."""
+    compiled = _tf_internal.compiled_operations(virtual_devices.name(0))
+    self.assertContainsSubset(_COMPUTES, compiled)
+    self.assertNotIn('PyFunc', compiled)
+
+
+class CompiledLoopTest(tf.test.TestCase):
+  """A step of a loop that XLA compiles, the all-reduce within it."""
+
+  def reduce(self, devices):
+    strategy = tfs.RingMirroredStrategy(devices)
+
+    @tf.function(jit_compile=True)
+    def step(x):
+      context = tf.distribute.get_replica_context()
+      return context.all_reduce(tf.distribute.ReduceOp.SUM, tf.square(x))
+
+    dataset = tf.data.Dataset.from_tensors(tf.range(8.0)).unbatch().batch(8)
+    [x] = strategy.experimental_distribute_dataset(dataset)
+    results = strategy.run(step, args=(x,))
+    return strategy.experimental_local_results(results)
+
+  @pytest.mark.full
+  def test_sums_over_replicas_or_says_that_it_cannot(self):
+    if virtual_devices.KIND == 'CPU' or links.nccl_is_usable(DEVICES):
+      for result in self.reduce(DEVICES):
+        self.assertAllClose(result, [0 + 4 + 16 + 36, 1 + 9 + 25 + 49])
+      return
+    with self.assertRaisesRegex(
+      tfs.errors.UnsupportedOptionError, 'jit_compile=True.*whole GPUs'
+    ):
+      self.reduce(DEVICES)
+
+
+if __name__ == '__main__':
+  tf.test.main()

@@ -1,0 +1,147 @@
+"""NCCL where it can be used, and an error at once where it cannot."""
+
+from unittest import mock
+
+import pytest
+import tensorflow as tf
+from absl.testing import parameterized
+
+import tf_strategies as tfs
+from tests import nccl, processes, tiers, virtual_devices
+from tests.cross_device import fake_gpus
+from tf_strategies import _tf_internal
+from tf_strategies.cross_device import links
+from tf_strategies.strategies.multi_worker import collective_strategy
+
+virtual_devices.configure()
+
+_LINK = 'nccl' if nccl.IS_GPU else 'ring'
+# A strategy that waits for workers which never come takes longer.
+_DEADLINE_SECONDS = 180
+
+
+def _communication(asked, parts, names):
+  options = tfs.CollectiveOptions(communication=asked)
+  with fake_gpus.machine(*parts):
+    return collective_strategy._communication(options, names)
+
+
+class CommunicationTest(tf.test.TestCase, parameterized.TestCase):
+  @parameterized.named_parameters(
+    ('whole_gpus', 'auto', (1, 1), ['GPU:0', 'GPU:1'], 'nccl'),
+    ('parts', 'auto', (2,), ['GPU:0', 'GPU:1'], 'ring'),
+    ('cpu_beside_gpus', 'auto', (1, 1), ['CPU:0'], 'ring'),
+    ('no_gpu', 'auto', (), ['CPU:0'], 'ring'),
+    ('ring_was_asked_for', 'ring', (1, 1), ['GPU:0', 'GPU:1'], 'ring'),
+    ('nccl_was_asked_for', 'nccl', (2, 1), ['GPU:2'], 'nccl'),
+  )
+  def test_is_chosen(self, asked, parts, names, expected):
+    self.assertEqual(_communication(asked, parts, names), expected)
+
+  @parameterized.named_parameters(
+    ('parts', (2,), ['GPU:0', 'GPU:1'], '1 physical'),
+    ('cpu', (1,), ['CPU:0'], "'CPU:0'.*1 physical"),
+    ('no_gpu', (), ['GPU:0'], '0 physical'),
+  )
+  def test_is_refused(self, parts, names, text):
+    with self.assertRaisesRegex(
+      tfs.errors.UnsupportedOptionError, f"'nccl'.*{text}.*'auto'"
+    ):
+      _communication('nccl', parts, names)
+
+  def test_refused_before_anybody_is_waited_for(self):
+    addresses = processes.addresses(2)
+    cluster = tfs.cluster.ClusterConfig(
+      {'worker': dict(enumerate(addresses))}, 'worker', 0
+    )
+    with (
+      fake_gpus.machine(),
+      self.assertRaisesRegex(tfs.errors.UnsupportedOptionError, '0 physical'),
+    ):
+      tfs.MultiWorkerCollectiveStrategy(
+        cluster, tfs.CollectiveOptions(communication='nccl')
+      )
+
+
+class CompiledLoopTest(tf.test.TestCase, parameterized.TestCase):
+  """A loop's step that XLA compiles, on devices that stand for GPUs.
+
+  There TensorFlow has each replica all-reduce by itself, with this worker's others.
+  """
+
+  def trace(self, workers, is_whole=True):
+    strategy = tfs.MultiWorkerCollectiveStrategy(
+      devices=virtual_devices.names(2)
+    )
+    strategy.extended.communicator.world_size = workers
+
+    def reduce():
+      context = tf.distribute.get_replica_context()
+      return context.all_reduce(tf.distribute.ReduceOp.SUM, tf.ones([2]))
+
+    @tf.function(jit_compile=True)
+    def step():
+      return strategy.run(reduce)
+
+    with (
+      mock.patch.object(
+        _tf_internal.MirroredExtended,
+        '_use_merge_call',
+        lambda extended: not _tf_internal.in_xla_context(),
+      ),
+      mock.patch.object(links, 'nccl_is_usable', return_value=is_whole),
+    ):
+      return step.get_concrete_function().graph
+
+  def test_of_one_worker_is_left_to_tensorflow(self):
+    graph = self.trace(workers=1)
+    types = [operation.type for operation in graph.get_operations()]
+    self.assertEqual(types.count('CollectiveReduceV2'), 2)
+
+  def test_on_parts_of_a_gpu_is_refused(self):
+    with self.assertRaisesRegex(
+      tfs.errors.UnsupportedOptionError, 'jit_compile=True.*whole GPUs'
+    ):
+      self.trace(workers=1, is_whole=False)
+
+  def test_of_several_workers_is_refused(self):
+    with self.assertRaisesRegex(
+      tfs.errors.UnsupportedOptionError, 'between workers.*jit_compile=False'
+    ):
+      self.trace(workers=2)
+
+
+@pytest.mark.multi_process
+class OneWorkerTest(tf.test.TestCase, parameterized.TestCase):
+  """On one whole GPU, where there is one."""
+
+  def run_alone(self, function, *args):
+    [result] = processes.run_workers(
+      function, 1, args=args, deadline=_DEADLINE_SECONDS
+    )
+    return result
+
+  @tiers.named_parameters(('auto', 'auto'), tiers.full('by_name', _LINK))
+  def test_reduces(self, communication):
+    found, report, sums = self.run_alone(nccl.collective, communication)
+    self.assertAllEqual(sums[0], [1.0, 2.0])
+    self.assertAllEqual(sums[1], [3])
+    self.assertEqual(report['link'], f'tensorflow/{_LINK}')
+    devices = [device for kind, device in found if kind == 'CollectiveReduceV2']
+    self.assertLen(devices, 2)
+    for device in devices:
+      self.assertIn(virtual_devices.name(0).lower(), device)
+
+  @pytest.mark.full
+  @parameterized.parameters(False, True)
+  def test_fit(self, jit_compile):
+    difference, moved, report = self.run_alone(nccl.fit, jit_compile)
+    self.assertLessEqual(difference, 1e-6)
+    self.assertGreater(moved, 0.01)
+    # XLA compiles the whole step of the only replica.
+    calls = report['calls'].get('all_reduce', 0)
+    self.assertEqual(calls, 0 if jit_compile else 4)
+
+
+if __name__ == '__main__':
+  tf.test.main()
