@@ -204,3 +204,43 @@ def one_device(job):
   model = model_of(job, lambda: optimizer(job.inner))
   history = model.fit(dataset(job), epochs=job.epochs, verbose=0).history
   return model.get_weights(), history
+
+
+class _SaveAt(keras.callbacks.Callback):
+  """Saves once, after some steps, and says how many there were since a meeting."""
+
+  def __init__(self, checkpoint, step):
+    super().__init__()
+    self._checkpoint, self._step = checkpoint, step
+
+  def on_train_batch_end(self, batch, logs=None):
+    """See base class."""
+    if batch + 1 == self._step:
+      self._checkpoint.save(0, self._step)
+      self.since_meeting = int(self.model.optimizer.steps.numpy())
+      self.weights = self.model.get_weights()
+
+
+def save_and_resume(rank, job, directory, step):
+  """Trains an epoch, saving in the middle; then again, from there."""
+  found = {}
+  for name in ('whole', 'resumed'):
+    strategy = strategy_of(job)
+    with strategy.scope():
+      model = model_of(job, lambda: local_steps(job))
+    checkpoint = tfs.RunCheckpoint(directory, model)
+    callback = _SaveAt(checkpoint, step)
+    if name == 'resumed':
+      checkpoint.restore()
+      found['since_meeting'] = int(model.optimizer.steps.numpy())
+      found['restored'] = model.get_weights()
+      callback = tfs.ResumeFit(checkpoint)
+    history = model.fit(
+      dataset(job), epochs=1, verbose=0, callbacks=[callback]
+    ).history
+    state = [v.numpy() for v in model.optimizer.variables]
+    found[name] = model.get_weights(), state, history
+    if name == 'whole':
+      found['saved'] = callback.since_meeting, callback.weights
+    strategy.close()
+  return found
