@@ -14,6 +14,8 @@ import tensorflow as tf
 import tf_strategies as tfs
 from tests import virtual_devices
 
+virtual_devices.configure()
+
 FEATURES, CLASSES = 6, 3
 
 
@@ -30,6 +32,8 @@ class Job:
     devices: of each worker.
     options: of `compile`.
     strategy: its name.
+    policy: of dtypes; with 'mixed_float16' rows of the last worker overflow once.
+    has_own_step: whether the model has a `train_step` of the user's own.
   """
 
   every: int
@@ -42,6 +46,8 @@ class Job:
   devices: int = 1
   options: tuple = ()
   strategy: str = 'multi_worker_ring'
+  policy: str = 'float32'
+  has_own_step: bool = False
 
 
 def data(job):
@@ -49,6 +55,8 @@ def data(job):
   rng = np.random.default_rng(3)
   x = rng.normal(size=[job.rows, FEATURES]).astype(np.float32)
   x += np.linspace(-1, 1, job.rows, dtype=np.float32)[:, None]
+  if job.policy == 'mixed_float16':
+    x[job.batch - 1] = 1e30
   y = np.argmax(x[:, :CLASSES] * [1, 2, 3], -1).astype(np.int64)
   return x, y
 
@@ -56,22 +64,40 @@ def data(job):
 def optimizer(which):
   """A new Keras optimizer from its name and options."""
   name, options = which
+  if options.get('learning_rate') == 'schedule':
+    rate = keras.optimizers.schedules.ExponentialDecay(0.3, 2, 0.5)
+    options = {**options, 'learning_rate': rate}
   return getattr(keras.optimizers, name)(**options)
+
+
+class OwnStep(keras.Sequential):
+  """A model with a `train_step` that returns what is no metric."""
+
+  def train_step(self, data):
+    """See base class."""
+    x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+    with tf.GradientTape() as tape:
+      loss = self.compute_loss(x, y, self(x, training=True))
+    variables = self.trainable_variables
+    self.optimizer.apply(tape.gradient(loss, variables), variables)
+    return {'loss': loss, 'rows': tf.shape(x)[0]}
 
 
 def model_of(job, make_optimizer):
   """A compiled model, the same in each process."""
   keras.utils.set_random_seed(5)
+  keras.config.set_dtype_policy(job.policy)
   layers = [keras.Input([FEATURES]), keras.layers.Dense(8, 'tanh')]
   if job.layers == 'normalized':
     layers.append(keras.layers.BatchNormalization(momentum=0.5))
   if job.layers == 'dropout':
     layers.append(keras.layers.Dropout(0.5))
-  model = keras.Sequential([*layers, keras.layers.Dense(CLASSES)])
+  kind = OwnStep if job.has_own_step else keras.Sequential
+  model = kind([*layers, keras.layers.Dense(CLASSES, dtype='float32')])
   loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-  model.compile(
-    make_optimizer(), loss, metrics=['accuracy'], **dict(job.options)
-  )
+  metrics = None if job.has_own_step else ['accuracy']
+  model.compile(make_optimizer(), loss, metrics=metrics, **dict(job.options))
+  keras.config.set_dtype_policy('float32')
   return model
 
 
@@ -171,24 +197,20 @@ def simulate(job, workers, mutate=None):
       anchor[i] = mutate('anchor', (anchor[i], new))[1]
       for model in models:
         model.trainable_variables[i].assign(new)
-    for i in range(len(models[0].non_trainable_variables)):
-      values = [m.non_trainable_variables[i].numpy() for m in models]
-      if values[0].dtype.kind == 'f':
-        mean = sum(s * v for s, v in zip(share, values, strict=True))
-        for model in models:
-          model.non_trainable_variables[i].assign(mean)
+    for same in zip(*map(_averaged, models), strict=True):
+      values = [v.numpy() for v in same]
+      mean = sum(s * v for s, v in zip(share, values, strict=True))
+      for variable in same:
+        variable.assign(mean)
     seen[:] = 0
 
   for _ in range(job.epochs):
     for x, y in dataset(job):
-      sizes = [
-        len(x) // workers + (w < len(x) % workers) for w in range(workers)
-      ]
-      ends = np.cumsum(sizes)
-      for model, end, size in zip(models, ends, sizes, strict=True):
-        if size:
-          model.train_on_batch(x[end - size : end], y[end - size : end])
-      seen += sizes
+      for w, model in enumerate(models):
+        mine = rows_of(w, len(x), workers, job.devices)
+        if len(mine):
+          model.train_on_batch(x.numpy()[mine], y.numpy()[mine])
+        seen[w] += len(mine)
       steps += 1
       if steps == job.every:
         meet()
@@ -196,7 +218,28 @@ def simulate(job, workers, mutate=None):
     if steps:
       meet()
       steps = 0
+  if options_of_inner(job).get('use_ema'):
+    optimizer_ = models[0].optimizer
+    optimizer_.finalize_variable_values(models[0].trainable_variables)
   return models[0].get_weights()
+
+
+def options_of_inner(job):
+  """The options of a job's inner optimizer."""
+  return job.inner[1]
+
+
+def rows_of(worker, count, workers, devices):
+  """Which rows of a batch a worker has: each of its devices takes a part in turn."""
+  parts = np.array_split(np.arange(count), workers * devices)
+  return np.concatenate(parts[worker::workers])
+
+
+def _averaged(model):
+  """What meetings average beside weights."""
+  statistics = [v for v in model.non_trainable_variables if 'moving_' in v.name]
+  ema = getattr(model.optimizer, '_model_variables_moving_average', [])
+  return [*statistics, *ema]
 
 
 def one_device(job):
