@@ -201,15 +201,12 @@ def check_local_steps(is_training: bool = False) -> None:
   Outside of any strategy that is an error for one that `is_training` only: a model
   that was saved is loaded there.
   """
-  strategy = tf.distribute.get_strategy()
-  if current().takes_local_steps or not (
-    is_training or tf.distribute.has_strategy()
-  ):
+  is_inside = tf.distribute.has_strategy()
+  if current().takes_local_steps or not (is_training or is_inside):
     return
-  name = type(strategy).__name__
+  name = type(tf.distribute.get_strategy()).__name__
   raise errors.UnsupportedOptionError(
-    f'LocalSteps under {name}' if tf.distribute.has_strategy() else 'LocalSteps '
-    'outside of a strategy',
+    f'LocalSteps under {name}' if is_inside else 'LocalSteps in no strategy',
     'a strategy of several workers that stay the same',
     "use tfs.create_strategy('multi_worker_ring')",
   )

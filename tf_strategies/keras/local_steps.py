@@ -197,8 +197,9 @@ class LocalSteps(optimizer_wrapper.OptimizerWrapper):
 
     For a loop of your own, before weights are read or saved.
     """
-    gradient_reducer.check_local_steps(is_training=True)
-    gradient_reducer.current().settle()
+    with _keras_internal.strategy_of(self).scope():
+      gradient_reducer.check_local_steps(is_training=True)
+      gradient_reducer.current().settle()
 
   def __dir__(self):
     # As the inner optimizer, saved already.

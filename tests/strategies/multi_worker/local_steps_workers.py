@@ -169,7 +169,7 @@ def train(rank, jobs):
   return found
 
 
-def simulate(job, workers, mutate=None):
+def simulate(job, workers, mutate=None, meets_at_epochs=True):
   """The weights after a job; `mutate(name, value)` may change what a meeting uses."""
   mutate = mutate or (lambda name, value: value)
   models = [
@@ -204,7 +204,7 @@ def simulate(job, workers, mutate=None):
         variable.assign(mean)
     seen[:] = 0
 
-  for _ in range(job.epochs):
+  for epoch in range(job.epochs):
     for x, y in dataset(job):
       for w, model in enumerate(models):
         mine = rows_of(w, len(x), workers, job.devices)
@@ -215,7 +215,7 @@ def simulate(job, workers, mutate=None):
       if steps == job.every:
         meet()
         steps = 0
-    if steps:
+    if steps and (meets_at_epochs or epoch == job.epochs - 1):
       meet()
       steps = 0
   if options_of_inner(job).get('use_ema'):
@@ -285,5 +285,59 @@ def save_and_resume(rank, job, directory, step):
     found[name] = model.get_weights(), state, history
     if name == 'whole':
       found['saved'] = callback.since_meeting, callback.weights
+    strategy.close()
+  return found
+
+
+def _loss_of(model, x, y, count):
+  """What a replica's rows add to the mean of `count` rows."""
+  losses = keras.losses.sparse_categorical_crossentropy(
+    y, model(x, training=True), from_logits=True
+  )
+  return tf.reduce_sum(losses) / count
+
+
+def loop(rank, jobs):
+  """As `train`, in loops that call `strategy.run`; with loss scaling inside."""
+  del rank
+  found = {}
+  for name, job in jobs.items():
+    strategy = strategy_of(job)
+
+    def make(job=job):
+      if not job.every:
+        return optimizer(job.inner)
+      inner = keras.optimizers.LossScaleOptimizer(optimizer(job.inner), 8.0)
+      return tfs.keras.LocalSteps(inner, job.every, optimizer(job.outer))
+
+    with strategy.scope():
+      model = model_of(job, make)
+
+    def replica_step(x, y, job=job, model=model):
+      with tf.GradientTape() as tape:
+        loss = model.optimizer.scale_loss(_loss_of(model, x, y, job.batch))
+      variables = model.trainable_variables
+      model.optimizer.apply(tape.gradient(loss, variables), variables)
+
+    @tf.function
+    def step(x, y, strategy=strategy, replica_step=replica_step):
+      strategy.run(replica_step, (x, y))
+
+    batches = strategy.experimental_distribute_dataset(
+      dataset(job).take(job.rows // job.batch)
+    )
+    calls = []
+    for _ in range(job.epochs):
+      for x, y in batches:
+        step(x, y)
+        counts = strategy.communication_report()['calls']
+        calls.append(sum(counts.values()))
+    if job.every:
+      model.optimizer.meet()
+    found[name] = {
+      'weights': model.get_weights(),
+      'iterations': int(model.optimizer.iterations.numpy()),
+      'calls': calls,
+    }
     strategy.close()
   return found
