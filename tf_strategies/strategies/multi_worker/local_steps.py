@@ -168,7 +168,8 @@ class LocalWorker:
         'LocalSteps.apply in a branch of a replica (tf.cond), where workers '
         'cannot meet',
         'a call that every replica makes in every step',
-        'put loss scaling inside: LocalSteps(LossScaleOptimizer(optimizer))',
+        'call it outside of the branch, with gradients of zero where there are '
+        'none',
       )
     context = tf.distribute.get_replica_context()
     dense = [g for g in gradients if g is not None]
