@@ -35,7 +35,6 @@ _JOBS = {
   'worker_without_rows': _diloco(has_own_step=True, batch=1, rows=7),
 }
 _MORE = {
-  'collective': _diloco(strategy='multi_worker_collective'),  # The first of a process.
   'longer_than_an_epoch': _diloco(every=64),
   'two_devices': _diloco(devices=2, layers='normalized'),
   'own_step': _diloco(has_own_step=True),
@@ -52,6 +51,8 @@ _MORE = {
   ),
   'moving_average': _diloco({'use_ema': True, 'ema_momentum': 0.5}),
 }
+# TensorFlow's runtime starts first in a process, and keeps its port.
+_COLLECTIVE = {'collective': _diloco(strategy='multi_worker_collective')}
 _LOOPS = {
   'synchronous': Job(0),
   'one': Job(1),
@@ -68,6 +69,7 @@ def _results(count, kind):
   jobs = {
     'first': {'synchronous': Job(0), **_SYNCHRONOUS, **_JOBS},
     'more': _MORE,
+    'collective': _COLLECTIVE,
     'loops': _LOOPS,
   }[kind]
   if count == 3:
@@ -116,6 +118,11 @@ class TrainTest(_Case):
   @tiers.named_parameters(*[tiers.full(name, name) for name in _MORE])
   def test_equals_a_simulation_with(self, name):
     self._assert_simulated(name, 2, 'more', _MORE[name])
+
+  @pytest.mark.full
+  def test_equals_a_simulation_by_collectives_of_tensorflow(self):
+    [job] = _COLLECTIVE.values()
+    self._assert_simulated('collective', 2, 'collective', job)
 
   def _assert_simulated(self, name, count, kind, job):
     found = [result[name] for result in _results(count, kind)]
