@@ -186,7 +186,9 @@ class LocalStepsTest(tf.test.TestCase, parameterized.TestCase):
         getattr(model, method)(*arguments, **options)
         seen.append((before, model.get_weights(), int(model.optimizer.steps)))
 
-    _fit(model, callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=ask)])
+    _fit(
+      model, callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=ask)]
+    )
     [(before, after, steps)] = seen
     self.assertEqual(steps, 0)
     self.assertNotAllClose(before, after)

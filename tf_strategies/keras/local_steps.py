@@ -234,7 +234,8 @@ def moving_statistics(model: keras.Model) -> list[keras.Variable]:
 def _check_outer(outer) -> None:
   for each in optimizer_wrapper.chain(outer):
     if each is not outer or isinstance(
-      each, optimizer_wrapper.OptimizerWrapper | keras.optimizers.LossScaleOptimizer
+      each,
+      optimizer_wrapper.OptimizerWrapper | keras.optimizers.LossScaleOptimizer,
     ):
       raise errors.UnsupportedOptionError(
         f'outer={type(outer).__name__}(...)',

@@ -29,7 +29,8 @@ def optimizer_of(argument: str, optimizer, fix: str):
     UnsupportedOptionError: it is none of these.
   """
   option_checks.check(
-    optimizer and isinstance(optimizer, str | dict | keras.optimizers.Optimizer),
+    optimizer
+    and isinstance(optimizer, str | dict | keras.optimizers.Optimizer),
     f'{argument}={optimizer!r}',
     'a Keras optimizer, its name or its configuration',
     fix,

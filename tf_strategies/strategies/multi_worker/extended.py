@@ -15,8 +15,7 @@ from tf_strategies.strategies.mirrored import extended as mirrored_extended
 from tf_strategies.strategies.mirrored import reducer as reducer_lib
 from tf_strategies.strategies.mirrored import replica_run
 from tf_strategies.strategies.multi_worker import input as input_lib
-from tf_strategies.strategies.multi_worker import local_steps
-from tf_strategies.strategies.multi_worker import worker_exchange
+from tf_strategies.strategies.multi_worker import local_steps, worker_exchange
 
 
 class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):

@@ -129,9 +129,7 @@ class LocalWorker:
         share = tf.cast(mine, tf.float64) / tf.cast(total, tf.float64)
       means = self._sum(optimizer.differences(share), are_gradients=True)
       # In float64, so that what is equal on all workers does not change.
-      sums = self._sum(
-        [tf.cast(v.value, tf.float64) * share for v in averages]
-      )
+      sums = self._sum([tf.cast(v.value, tf.float64) * share for v in averages])
       optimizer.finish(means)
       for variable, value in zip(averages, sums, strict=True):
         variable.assign(tf.cast(value, variable.dtype))
@@ -149,7 +147,9 @@ class LocalWorker:
     return sums[0]
 
   @contextlib.contextmanager
-  def _on_first_device(self, written: Iterable[keras.Variable]) -> Iterator[None]:
+  def _on_first_device(
+    self, written: Iterable[keras.Variable]
+  ) -> Iterator[None]:
     """One device's context; then other local devices get what was `written`."""
     extended = self._extended
     strategy, devices = extended._container_strategy(), extended.worker_devices

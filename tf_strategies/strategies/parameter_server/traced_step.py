@@ -29,7 +29,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_strategies import errors
 from tf_strategies.strategies.parameter_server import packing, units
 
 
