@@ -113,18 +113,19 @@ class TrainTest(_Case):
 
   @parameterized.parameters(*[(name, 2) for name in _JOBS], ('diloco', 3))
   def test_equals_a_simulation(self, name, count):
-    self._assert_simulated(name, count, 'first', _JOBS[name])
+    self.assert_simulated(name, count, 'first', _JOBS[name])
 
   @tiers.named_parameters(*[tiers.full(name, name) for name in _MORE])
   def test_equals_a_simulation_with(self, name):
-    self._assert_simulated(name, 2, 'more', _MORE[name])
+    self.assert_simulated(name, 2, 'more', _MORE[name])
 
   @pytest.mark.full
   def test_equals_a_simulation_by_collectives_of_tensorflow(self):
     [job] = _COLLECTIVE.values()
-    self._assert_simulated('collective', 2, 'collective', job)
+    self.assert_simulated('collective', 2, 'collective', job)
 
-  def _assert_simulated(self, name, count, kind, job):
+  def assert_simulated(self, name, count, kind, job):
+    """All workers have the same bits, and what a simulation has."""
     found = [result[name] for result in _results(count, kind)]
     self.assert_same_bits(found)
     # What is equal after meetings; `fit` ends with one.
@@ -195,6 +196,24 @@ class LoopTest(_Case):
     steps = np.arange(2, len(meets) + 2)
     every = job.every or 1
     self.assertAllEqual(meets, (2 if job.every else 1) * (steps % every == 0))
+
+
+@pytest.mark.multi_process
+class BytesTest(_Case):
+  def test_meetings_are_all_that_travels(self):
+    steps = 128
+    found = processes.run_workers(
+      workers_lib.bytes_of_epochs, 2, args=((0, 16, 64), steps)
+    )
+    for sent, parameters, metric_values in found:
+      # Two workers send each value once. Keras reads metrics twice an epoch.
+      epoch = 2 * 4 * metric_values
+      step = 4 * (parameters + metric_values)
+      self.assertEqual(sent[0], steps * step + epoch)
+      for every in (16, 64):
+        meeting = 4 * parameters + 8  # How many rows, int64.
+        self.assertEqual(sent[every], steps // every * meeting + epoch)
+      self.assertLess(50 * sent[64], sent[0])
 
 
 @pytest.mark.multi_process

@@ -341,3 +341,26 @@ def loop(rank, jobs):
     }
     strategy.close()
   return found
+
+
+def bytes_of_epochs(rank, every, steps):
+  """What this worker sends in an epoch, by `every`; parameters; values of metrics."""
+  del rank
+  sent = {}
+  for number in every:
+    job = Job(number, rows=4 * steps, batch=4)
+    strategy = strategy_of(job)
+    with strategy.scope():
+      model = model_of(job, lambda job=job: local_steps(job))
+    ends = []
+    note = keras.callbacks.LambdaCallback(
+      on_epoch_end=lambda *unused, s=strategy, e=ends: e.append(
+        s.process_group.bytes_sent
+      )
+    )
+    # In the first variables are made.
+    model.fit(dataset(job), epochs=2, verbose=0, callbacks=[note])
+    sent[number] = ends[1] - ends[0]
+    metric_values = sum(int(np.prod(v.shape)) for v in model.metrics_variables)
+    strategy.close()
+  return sent, model.count_params(), metric_values
