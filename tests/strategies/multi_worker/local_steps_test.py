@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
+import tf_strategies as tfs
 from tests import processes, tiers
 from tests.strategies.multi_worker import local_steps_workers as workers_lib
 from tests.strategies.multi_worker.local_steps_workers import Job
@@ -168,12 +169,11 @@ class TrainTest(_Case):
     ('anchor_forgotten', 'anchor', lambda pair: (pair[1], pair[0])),
   )
   def test_a_simulation_that_is_wrong_differs(self, name, mutate):
-    job = dataclasses.replace(_DILOCO, rows=126, batch=9, every=4)
     changed = workers_lib.simulate(
-      job, 2, lambda n, value: mutate(value) if n == name else value
+      _DILOCO, 2, lambda n, value: mutate(value) if n == name else value
     )
-    right = workers_lib.simulate(job, 2)
-    self.assertGreater(_largest(changed, right), 100 * _TOLERANCE)
+    found = _results(2, 'first')[0]['diloco']['weights']
+    self.assertGreater(_largest(changed, found), 100 * _TOLERANCE)
 
 
 @pytest.mark.multi_process
@@ -196,6 +196,22 @@ class LoopTest(_Case):
     steps = np.arange(2, len(meets) + 2)
     every = job.every or 1
     self.assertAllEqual(meets, (2 if job.every else 1) * (steps % every == 0))
+
+
+@pytest.mark.multi_process
+class FailureTest(_Case):
+  @tiers.named_parameters(
+    ('dies', 'dies', tfs.errors.WorkerUnavailableError),
+    tiers.full('stops_alone', 'stops', tfs.errors.Error),
+  )
+  def test_the_other_gets_an_error_at_a_meeting(self, how, expected):
+    with processes.Workers(
+      workers_lib.fail, 2, args=(_DILOCO, how), deadline=60
+    ) as workers:
+      error = workers.wait()[0].error
+    self.assertIsInstance(error, expected)
+    if how == 'dies':
+      self.assertEqual(error.rank, 1)
 
 
 @pytest.mark.multi_process
@@ -237,6 +253,18 @@ class ResumeTest(_Case):
         self.assertEqual(_largest(a, b), 0)
       self.assertEqual(result['whole'][2], result['resumed'][2])
     self.assertGreater(_largest(found[0]['restored'], found[1]['restored']), 0)
+
+  @pytest.mark.full
+  def test_other_workers_go_on_from_the_mean(self):
+    with tempfile.TemporaryDirectory() as directory:
+      args = (_DILOCO, directory, 6)
+      saved = processes.run_workers(workers_lib.save_and_resume, 2, args=args)
+      found = processes.run_workers(workers_lib.resume, 3, args=args)
+    mine = [result['saved'][1] for result in saved]
+    mean = [(a + b) / 2 for a, b in zip(*mine, strict=True)]
+    for restored, final in found:
+      self.assert_near(restored, mean)
+      self.assertEqual(_largest(final, found[0][1]), 0)
 
 
 if __name__ == '__main__':

@@ -6,6 +6,8 @@ computes meetings in NumPy.
 """
 
 import dataclasses
+import os
+import signal
 
 import keras
 import numpy as np
@@ -289,6 +291,22 @@ def save_and_resume(rank, job, directory, step):
   return found
 
 
+def resume(rank, job, directory, step):
+  """Trains the rest of an epoch; the weights before and after."""
+  del rank, step
+  strategy = strategy_of(job)
+  with strategy.scope():
+    model = model_of(job, lambda: local_steps(job))
+  checkpoint = tfs.RunCheckpoint(directory, model)
+  checkpoint.restore()
+  restored = model.get_weights()
+  model.fit(
+    dataset(job), epochs=1, verbose=0, callbacks=[tfs.ResumeFit(checkpoint)]
+  )
+  strategy.close()
+  return restored, model.get_weights()
+
+
 def _loss_of(model, x, y, count):
   """What a replica's rows add to the mean of `count` rows."""
   losses = keras.losses.sparse_categorical_crossentropy(
@@ -364,3 +382,27 @@ def bytes_of_epochs(rank, every, steps):
     metric_values = sum(int(np.prod(v.shape)) for v in model.metrics_variables)
     strategy.close()
   return sent, model.count_params(), metric_values
+
+
+def fail(rank, job, how):
+  """Worker 1 leaves after its second step; what the other gets."""
+  group = tfs.process_group.GroupOptions.from_env()
+  group = dataclasses.replace(group, collective_timeout_seconds=10.0)
+  strategy = tfs.MultiWorkerRingStrategy(
+    options=tfs.RingOptions(group=group), devices=['CPU:0']
+  )
+  with strategy.scope():
+    model = model_of(job, lambda: local_steps(job))
+
+  def leave(batch, logs):
+    del logs
+    if rank == 1 and batch == 1:
+      if how == 'dies':
+        os.kill(os.getpid(), signal.SIGKILL)
+      model.stop_training = True
+
+  callback = keras.callbacks.LambdaCallback(on_train_batch_end=leave)
+  try:
+    model.fit(dataset(job), epochs=1, verbose=0, callbacks=[callback])
+  finally:
+    strategy.close()
