@@ -283,6 +283,12 @@ class ModelTest(tf.test.TestCase, parameterized.TestCase):
     with pages.parsed('mnist_keras_fit', *flags):
       return common.build_optimizer(self._strategy)
 
+  def test_local_steps(self):
+    optimizer = self._optimizer('--local_steps=3', '--optimizer=adam')
+    self.assertIsInstance(optimizer, tfs.keras.LocalSteps)
+    self.assertEqual(optimizer.every, 3)
+    self.assertIsInstance(optimizer.inner_optimizer, keras.optimizers.Adam)
+
   def test_warmup_rises_linearly_and_stays(self):
     for steps, expected in (
       (4, [0.2, 0.4, 0.6, 0.8, 0.8, 0.8]),

@@ -199,6 +199,21 @@ class LoopTest(_Case):
 
 
 @pytest.mark.multi_process
+@pytest.mark.full
+class TrainOnBatchTest(_Case):
+  def test_equals_a_simulation(self):
+    # The last batch of an epoch has one row.
+    found = processes.run_workers(
+      workers_lib.train_on_batches, 2, args=(_DILOCO,)
+    )
+    expected = workers_lib.simulate(_DILOCO, 2, meets_at_epochs=False)
+    for weights, reports in found:
+      self.assertEqual(_largest(weights, found[0][0]), 0)
+      self.assert_near(weights, expected)
+      self.assertLen(reports, 22)
+
+
+@pytest.mark.multi_process
 class FailureTest(_Case):
   @tiers.named_parameters(
     ('dies', 'dies', tfs.errors.WorkerUnavailableError),

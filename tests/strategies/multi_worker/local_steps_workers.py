@@ -291,6 +291,21 @@ def save_and_resume(rank, job, directory, step):
   return found
 
 
+def train_on_batches(rank, job):
+  """Trains batch by batch; the weights after the last meeting, and all reports."""
+  del rank
+  strategy = strategy_of(job)
+  with strategy.scope():
+    model = model_of(job, lambda: local_steps(job))
+  reports = []
+  for _ in range(job.epochs):
+    for x, y in dataset(job).as_numpy_iterator():
+      reports.append(model.train_on_batch(x, y))
+  model.optimizer.meet()
+  strategy.close()
+  return model.get_weights(), reports
+
+
 def resume(rank, job, directory, step):
   """Trains the rest of an epoch; the weights before and after."""
   del rank, step
@@ -389,7 +404,7 @@ def fail(rank, job, how):
   group = tfs.process_group.GroupOptions.from_env()
   group = dataclasses.replace(group, collective_timeout_seconds=10.0)
   strategy = tfs.MultiWorkerRingStrategy(
-    options=tfs.RingOptions(group=group), devices=['CPU:0']
+    options=tfs.RingOptions(group=group), devices=virtual_devices.names(1)
   )
   with strategy.scope():
     model = model_of(job, lambda: local_steps(job))

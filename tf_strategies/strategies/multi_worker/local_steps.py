@@ -243,6 +243,7 @@ class _View:
 
   static_length = mirrored_extended.ExactMirroredExtended.static_length
   _places_of_rows = mirrored_extended.ExactMirroredExtended._places_of_rows
+  _shares_of_plain = mirrored_extended.ExactMirroredExtended._shares_of_plain
 
   def exchange(self):
     """How the replicas of this worker meet."""
