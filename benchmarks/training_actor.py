@@ -57,6 +57,7 @@ class Actor:
     addresses: Sequence[str],
     shape: Mapping[str, int],
     timeout_seconds: float,
+    local_steps: int = 0,
   ) -> int:
     """Builds a model under a strategy.
 
@@ -68,6 +69,7 @@ class Actor:
       shape: `width` and `layers` of the model, and `batch_rows`, of the whole
         batch.
       timeout_seconds: how long to wait for the other workers.
+      local_steps: how many steps workers train apart; 0 for none.
 
     Returns:
       Bytes of the trainable variables.
@@ -76,7 +78,11 @@ class Actor:
     keras.utils.set_random_seed(1)
     with made.scope():
       model = _dense_model(shape['width'], shape['layers'])
-      model.compile(tfs.keras.DistributedOptimizer('sgd'), 'mse')
+      if local_steps:
+        optimizer = tfs.keras.LocalSteps('sgd', local_steps)
+      else:
+        optimizer = tfs.keras.DistributedOptimizer('sgd')
+      model.compile(optimizer, 'mse')
     self._models[peer] = model
     self._rows[peer] = shape['batch_rows']
     return sum(4 * int(np.prod(v.shape)) for v in model.trainable_variables)
@@ -94,7 +100,8 @@ class Actor:
         None to look at nothing but the clock.
 
     Returns:
-      `seconds` a step of each block, and the mean `loss` of all steps.
+      `seconds` a step of each block, the mean `loss` of all steps, and how many
+      `bytes_sent` a step, where that is counted.
     """
     model, rows = self._models[peer], self._rows[peer]
     width = model.input_shape[-1]
@@ -106,6 +113,8 @@ class Actor:
       callbacks.append(
         tfs.MonitorCallback(timeline=timeline, progress_seconds=0)
       )
+    group = getattr(model.distribute_strategy, 'process_group', None)
+    sent = group and group.bytes_sent
     history = model.fit(
       x,
       np.tanh(x),
@@ -117,6 +126,8 @@ class Actor:
     return {
       'seconds': clock.seconds(),
       'loss': float(history.history['loss'][-1]),
+      'bytes_sent': group
+      and (group.bytes_sent - sent) / ((1 + blocks) * steps),
     }
 
   def _strategy(self, name, options, addresses, timeout_seconds):

@@ -16,7 +16,9 @@ losses of all peers and ranks must agree.
 
 With --link_rate the workers run on hosts of their own (see
 benchmarks/network_namespaces.py). 'reduce predicted' is the cost model's time of the
-gradients' ring over the measured link: what a step without overlap would add.
+gradients' ring over the measured link: what a step without overlap would add. Peers
+ring_local_16 and _64 train so many steps apart (tfs.keras.LocalSteps): their blocks have a
+whole number of meetings.
 
 With --timeline each ring trains once more after that, with
 `tfs.MonitorCallback`: what it writes goes to step-PEER-RANK.json, and what it
@@ -101,6 +103,7 @@ class Training:
 
   Attributes:
     parameter_bytes: of the model.
+    bytes_sent: by the busiest rank in a step, by peer; None if nobody counts.
   """
 
   def __init__(
@@ -113,6 +116,7 @@ class Training:
     self._hosts = hosts
     self._addresses: dict[str, list[str]] = {}
     self.parameter_bytes = 0
+    self.bytes_sent: dict[str, float | None] = {}
     for peer in peers:
       if peer.strategy not in self._pools:
         self._pools[peer.strategy] = stack.enter_context(
@@ -129,13 +133,17 @@ class Training:
     Returns:
       Seconds a step of each block, of the slowest rank; the loss by rank.
     """
+    # A block holds as many meetings as any other of the peer.
+    every = peer.local_steps or 1
     found = self._pools[peer.strategy].ask(
       'run',
       peer=peer.name,
       blocks=_BLOCKS.value,
-      steps=_STEPS.value,
+      steps=-(-_STEPS.value // every) * every,
       timeline=timeline,
     )
+    sent = [f['bytes_sent'] for f in found if f['bytes_sent'] is not None]
+    self.bytes_sent[peer.name] = max(sent, default=None)
     by_rank = [f['seconds'] for f in found]
     seconds = [max(block) for block in zip(*by_rank, strict=True)]
     return seconds, [f['loss'] for f in found]
@@ -165,6 +173,7 @@ class Training:
         'batch_rows': rows,
       },
       timeout_seconds=_DEADLINE_SECONDS.value,
+      local_steps=peer.local_steps,
     )
     return answers[0]
 
@@ -218,10 +227,15 @@ def run(peers: Sequence[training_peers.Peer]) -> dict[str, Any]:
       {
         **_record(peer, seconds, training.parameter_bytes, link),
         'monitored_median_ms': monitored.get(peer.name),
+        'megabytes_sent': _megabytes(training.bytes_sent[peer.name]),
       }
       for peer in peers
     ],
   }
+
+
+def _megabytes(count: float | None) -> float | None:
+  return None if count is None else count / 1e6
 
 
 def _monitored(training, peers, path: str) -> dict[str, float]:
@@ -266,6 +280,7 @@ def table(records: Sequence[Mapping[str, Any]]) -> str:
     'p90 ms': 'p90_ms',
     f'to {training_peers.REFERENCE}': f'ratio_to_{training_peers.REFERENCE}',
     'reduce predicted ms': 'predicted_reduce_ms',
+    'MB sent a step': 'megabytes_sent',
     'monitored ms': 'monitored_median_ms',
   }
   return report.markdown(

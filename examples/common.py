@@ -48,7 +48,7 @@ _POLICIES = ('float32', 'mixed_float16', 'mixed_bfloat16')
 _MODES = ('async', 'sync', 'bounded')
 # Arguments of `tfs.ParameterServerStrategy` that have a flag.
 _SERVER_FLAGS = (
-  *('mode', 'backup_workers', 'max_staleness', 'local_steps'),
+  *('mode', 'backup_workers', 'max_staleness'),
   *('checkpoint_dir', 'checkpoint_steps'),
 )
 # Splitting a variable costs a message for each part. Of the models here, only
@@ -95,6 +95,9 @@ flags.DEFINE_enum(
   list(_ALL_REDUCES),
   "Of ring_mirrored and mirrored; builtin (mirrored only) is TensorFlow's.",
 )
+flags.DEFINE_integer(
+  'local_steps', None, 'Train so many apart: tfs.keras.LocalSteps.', 1
+)
 flags.DEFINE_bool('worker_input', False, 'Workers read their training data.')
 # Parameter servers.
 flags.DEFINE_enum('mode', 'async', _MODES, 'When a gradient is applied.')
@@ -102,7 +105,6 @@ flags.DEFINE_integer('backup_workers', 0, '--mode=sync: may be late.', 0)
 flags.DEFINE_integer(
   'max_staleness', None, '--mode=bounded: steps ahead of the slowest, or 1.', 0
 )
-flags.DEFINE_integer('local_steps', 1, '--mode=async: steps of local SGD.', 1)
 flags.DEFINE_integer('variable_partitions', 0, 'Of a large variable.', 0)
 # What is written.
 flags.DEFINE_bool('verbose', True, 'Show progress.')
@@ -299,7 +301,9 @@ def build_optimizer(strategy):
     optimizer = keras.optimizers.SGD(rate, momentum=0.9, name='sgd')
   else:
     optimizer = keras.optimizers.Adam(rate, name='adam')
-  if FLAGS.strategy not in ('mirrored', 'parameter_server'):
+  if FLAGS.local_steps:
+    optimizer = tfs.keras.LocalSteps(optimizer, FLAGS.local_steps)
+  elif FLAGS.strategy not in ('mirrored', 'parameter_server'):
     # Sums gradients over replicas, weighted by rows, before anything else.
     optimizer = tfs.keras.DistributedOptimizer(optimizer)
   if FLAGS.mixed_precision == 'mixed_float16':

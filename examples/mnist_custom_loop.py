@@ -166,6 +166,8 @@ def train():
         # Evaluation takes long: workers ask each other before it.
         if saver and preemption.is_requested(at_once=step + 1 == steps):
           preemption.save_and_exit(epoch, step + 1)
+      if FLAGS.local_steps:
+        optimizer.meet()
       run.end_epoch()
       trained, tested = results(), evaluate()
       run.log_epoch(epoch, trained, tested)

@@ -13,6 +13,7 @@ RIGHT = {
   'collective': [0.50001, 0.50001],
   'one_device_global_batch': [0.5],
   'one_device_part': [0.7],
+  'ring_local_16': [0.6, 0.6],
 }
 
 
@@ -24,6 +25,8 @@ class CheckLossesTest(parameterized.TestCase):
     ('ring_8mb', [0.5, 0.51], 'ring_8mb: rank 1 has a loss of 0.51, not 0.5'),
     ('ring_8mb', [float('nan'), 0.5], 'ring_8mb: rank 0 has a loss of nan'),
     ('collective', [0.501, 0.501], 'collective: rank 0'),
+    ('ring_local_16', [0.6, 0.6001], 'ring_local_16: rank 1'),
+    ('ring_local_16', [0.6, float('nan')], 'ring_local_16: rank 1'),
     ('ring_8mb_bfloat16', [0.5, 0.53], 'ring_8mb_bfloat16: rank 1'),
   )
   def test_difference(self, peer, losses, words):
@@ -37,7 +40,9 @@ class CheckLossesTest(parameterized.TestCase):
 
 class PeersTest(absltest.TestCase):
   def test_buckets_and_parts_differ(self):
-    described = {(p.strategy, str(p.options), p.whole_batch) for p in PEERS}
+    described = {
+      (p.strategy, str(p.options), p.whole_batch, p.local_steps) for p in PEERS
+    }
     self.assertLen(described, len(PEERS))
     self.assertEqual(
       [p.name for p in PEERS if p.compressed], ['ring_8mb_bfloat16']

@@ -220,7 +220,6 @@ class StrategyTest(tf.test.TestCase, parameterized.TestCase):
       '--mode=sync',
       '--backup_workers=1',
       '--max_staleness=2',
-      '--local_steps=3',
       '--checkpoint_dir=here',
       '--checkpoint_steps=4',
       '--variable_partitions=3',
@@ -234,7 +233,6 @@ class StrategyTest(tf.test.TestCase, parameterized.TestCase):
         'mode': 'sync',
         'backup_workers': 1,
         'max_staleness': 2,
-        'local_steps': 3,
         'checkpoint_dir': 'here',
         'checkpoint_steps': 4,
       },
@@ -284,6 +282,12 @@ class ModelTest(tf.test.TestCase, parameterized.TestCase):
   def _optimizer(self, *flags):
     with pages.parsed('mnist_keras_fit', *flags):
       return common.build_optimizer(self._strategy)
+
+  def test_local_steps(self):
+    optimizer = self._optimizer('--local_steps=3', '--optimizer=adam')
+    self.assertIsInstance(optimizer, tfs.keras.LocalSteps)
+    self.assertEqual(optimizer.every, 3)
+    self.assertIsInstance(optimizer.inner_optimizer, keras.optimizers.Adam)
 
   def test_warmup_rises_linearly_and_stays(self):
     for steps, expected in (

@@ -26,7 +26,6 @@ _MODES = {
   'sync': {'mode': 'sync'},
   'backup': {'mode': 'sync', 'backup_workers': 1},
   'bounded': {'mode': 'bounded', 'max_staleness': 1},
-  'local': {'mode': 'async', 'local_steps': 4},
 }
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.slow]

@@ -126,6 +126,12 @@ def trainable_variables(wrapper: keras.optimizers.Optimizer) -> list:
   return wrapper._trainable_variables
 
 
+def moving_averages(optimizer: keras.optimizers.Optimizer) -> list:
+  """What an optimizer with `use_ema` keeps of the variables that it was built with."""
+  averages = getattr(optimizer, '_model_variables_moving_average', None) or ()
+  return [average for average in averages if average is not None]
+
+
 def overwrites_with_gradient(variable: Any) -> bool:
   """Whether a variable takes its gradient as its value (float8 scales)."""
   return getattr(variable, 'overwrite_with_gradient', False)
@@ -269,6 +275,8 @@ def check() -> None:
   method(base, 'finalize_variable_values(var_list)', why)
   mention(base.__init__, ['_lock', '_trainable_variables'], why)
   mention(base.build, ['_trainable_variables'], why)
+  why = 'workers that train apart average the moving averages of their weights'
+  mention(base.build, ['_model_variables_moving_average'], why)
   scale = keras.optimizers.LossScaleOptimizer
   why = 'all replicas agree whether gradients are finite'
   method(scale, 'check_finite(grads)', why)

@@ -148,6 +148,8 @@ _making = _Making()
 def _note_kind(kind: str, make: Callable) -> Callable:
   @functools.wraps(make)
   def make_function(self, force=False):
+    if kind != 'train':
+      _settle(self.distribute_strategy)
     before, _making.kind = _making.kind, kind
     compiles, _making.compiles = self.jit_compile, self.jit_compile
     if _splits_steps(self):
@@ -161,6 +163,13 @@ def _note_kind(kind: str, make: Callable) -> Callable:
       self.jit_compile = compiles
 
   return make_function
+
+
+def _settle(strategy) -> None:
+  """Before weights are used: lets workers meet that have trained apart."""
+  settle = getattr(strategy.extended, 'settle', None)
+  if settle is not None:
+    settle()
 
 
 def _splits_steps(model) -> bool:
@@ -364,6 +373,7 @@ def _end_only_with_data(catch):
           f'for the end of the data: {str(e).strip() or "no message"}. Expected '
           'it from an iterator over the data alone. Fix: see its cause, above.'
         ) from e
+    _settle(self._distribute_strategy)
 
   return catch_stop_iteration
 

@@ -3,7 +3,8 @@
 A variable that replicas share is one array. A variable that is reduced when it
 is read (a metric, for example) has one part for each replica; its array stacks
 the parts of all replicas of all workers along a first dimension, so that sums
-continue in the same order, to the last bit.
+continue in the same order, to the last bit. So has what workers that train apart
+(`LocalSteps`) hold between two meetings.
 """
 
 from __future__ import annotations
@@ -38,7 +39,18 @@ def name_variables(
   Weights, the state of random layers and the optimizer's variables; not the
   metrics, which restart in each epoch.
   """
+  _mark_own(model, optimizer)
   return name_objects({'model': model, 'optimizer': optimizer})
+
+
+def _mark_own(model, optimizer) -> None:
+  """Says of which variables each worker has values of its own."""
+  wrapper = optimizer
+  while wrapper is not None:
+    own = getattr(wrapper, 'own_variables', lambda *unused: ())
+    for variable in own(model, optimizer):
+      _value(variable).is_of_worker = True
+    wrapper = getattr(wrapper, 'inner_optimizer', None)
 
 
 def state_of(model: keras.Model) -> dict[str, Any]:
@@ -112,8 +124,14 @@ def iterations(optimizer: keras.optimizers.Optimizer) -> int:
 
 def has_parts(variable: Any) -> bool:
   """Returns whether each replica has its own part of the variable."""
-  synchronization = getattr(_value(variable), 'synchronization', None)
-  return synchronization == tf.VariableSynchronization.ON_READ
+  value = _value(variable)
+  synchronization = getattr(value, 'synchronization', None)
+  on_read = tf.VariableSynchronization.ON_READ
+  return synchronization == on_read or _is_of_worker(value)
+
+
+def _is_of_worker(value: Any) -> bool:
+  return vars(value).get('is_of_worker', False)
 
 
 def reductions(variables: Mapping[str, Any]) -> dict[str, str]:
@@ -121,7 +139,9 @@ def reductions(variables: Mapping[str, Any]) -> dict[str, str]:
   parts = {k: _value(v) for k, v in variables.items() if has_parts(v)}
   mean = tf.VariableAggregation.MEAN
   return {
-    k: 'mean' if getattr(v, 'aggregation', None) == mean else 'sum'
+    k: 'mean'
+    if _is_of_worker(v) or getattr(v, 'aggregation', None) == mean
+    else 'sum'
     for k, v in parts.items()
   }
 

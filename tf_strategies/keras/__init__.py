@@ -1,6 +1,7 @@
-"""Everything that knows Keras: the optimizer wrapper and what to check."""
+"""Everything that knows Keras: the optimizer wrappers and what to check."""
 
 from tf_strategies.keras.chief_only import ChiefOnly
 from tf_strategies.keras.distributed_optimizer import DistributedOptimizer
+from tf_strategies.keras.local_steps import LocalSteps
 
-__all__ = ['ChiefOnly', 'DistributedOptimizer']
+__all__ = ['ChiefOnly', 'DistributedOptimizer', 'LocalSteps']

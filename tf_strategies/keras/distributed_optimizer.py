@@ -14,31 +14,15 @@ import threading
 import keras
 import tensorflow as tf
 
-from tf_strategies import (
-  _keras_internal,
-  _tf_internal,
-  errors,
-  option_checks,
-)
-from tf_strategies.keras import gradient_reducer
+from tf_strategies import _keras_internal, _tf_internal, option_checks
+from tf_strategies.keras import gradient_reducer, optimizer_wrapper
 
 _WEIGHTINGS = ('rows', 'none')
 
 
-def _inner(name):
-  """A method that is the inner optimizer's."""
-
-  def method(self, *args, **kwargs):
-    return getattr(self.inner_optimizer, name)(*args, **kwargs)
-
-  method.__name__ = name
-  method.__doc__ = f"The inner optimizer's `{name}`."
-  return method
-
-
 @keras.saving.register_keras_serializable(package='tf_strategies')
 class DistributedOptimizer(
-  _tf_internal.TrackedAsAnother, keras.optimizers.Optimizer
+  _tf_internal.TrackedAsAnother, optimizer_wrapper.OptimizerWrapper
 ):
   """Wraps a Keras optimizer whose gradients count by each replica's rows.
 
@@ -73,67 +57,17 @@ class DistributedOptimizer(
   """
 
   def __init__(self, optimizer, weighting: str = 'rows', name=None, **kwargs):
-    option_checks.check(
-      optimizer
-      and isinstance(optimizer, str | dict | keras.optimizers.Optimizer),
-      f'optimizer={optimizer!r}',
-      'a Keras optimizer, its name or its configuration',
-      "write for instance DistributedOptimizer('adam')",
-    )
-    optimizer = keras.optimizers.get(optimizer)
-    if isinstance(optimizer, DistributedOptimizer):
-      raise errors.UnsupportedOptionError(
-        'DistributedOptimizer(DistributedOptimizer(...))',
-        'one wrapper',
-        'pass the inner optimizer',
-      )
+    super().__init__(optimizer, name or 'distributed_optimizer', **kwargs)
     option_checks.check_choice(
       'weighting',
       weighting,
       _WEIGHTINGS,
       "use 'rows' with fit, 'none' with tf.nn.compute_average_loss",
     )
-    if kwargs:
-      raise errors.UnsupportedOptionError(
-        f'{sorted(kwargs)} of DistributedOptimizer',
-        'optimizer, weighting and name',
-        'set options such as clipnorm on the inner optimizer',
-      )
-    _keras_internal.allow_attributes(self)
-    self.inner_optimizer = optimizer
-    super().__init__(learning_rate=0.0, name=name or 'distributed_optimizer')
     self.weighting = weighting
 
   # The wrapper has no state: this is the inner optimizer's.
   variables = property(operator.attrgetter('inner_optimizer.variables'))
-  iterations = property(operator.attrgetter('inner_optimizer.iterations'))
-
-  @property
-  def learning_rate(self):
-    """The inner optimizer's learning rate."""
-    return self.inner_optimizer.learning_rate
-
-  @learning_rate.setter
-  def learning_rate(self, learning_rate):
-    self.inner_optimizer.learning_rate = learning_rate
-
-  @property
-  def loss_scale_factor(self):
-    """The inner optimizer's fixed loss scale."""
-    return self.inner_optimizer.loss_scale_factor
-
-  @loss_scale_factor.setter
-  def loss_scale_factor(self, factor):
-    if not hasattr(self, 'weighting'):
-      return  # The base class's __init__ resets what is the inner one's.
-    self.inner_optimizer.loss_scale_factor = factor
-
-  def build(self, variables):
-    """Creates the inner optimizer's variables."""
-    if not self.inner_optimizer.built:
-      self.inner_optimizer.build(variables)
-    # The wrapper adds no slots, but knows its variables as any optimizer does.
-    super().build(variables)
 
   def apply(self, grads, trainable_variables=None):
     """Reduces this replica's gradients over replicas and applies them.
@@ -147,22 +81,9 @@ class DistributedOptimizer(
       trainable_variables = list(trainable_variables)
       if not self.built:
         self.build(trainable_variables)
-    if tf.distribute.in_cross_replica_context():
-      raise errors.UnsupportedOptionError(
-        'DistributedOptimizer.apply in cross-replica context',
-        'a call inside strategy.run',
-        'pass the training step to strategy.run',
-      )
-    reducer = gradient_reducer.current()
-    reducer.check()
     variables = trainable_variables or _keras_internal.trainable_variables(self)
-    for variable in variables:
-      if _keras_internal.overwrites_with_gradient(variable):
-        raise errors.UnsupportedOptionError(
-          f'variable {variable.path!r} that its gradient overwrites (float8)',
-          'variables that are updated by gradients',
-          'train without quantize("float8")',
-        )
+    self.check_applies(variables)
+    gradient_reducer.current().check()
     if not self._pop_loss_weighed():
       weight = self._weight()
       if weight is not None:
@@ -197,37 +118,17 @@ class DistributedOptimizer(
     _weighed.optimizers = before - {id(self)}
     return id(self) in before
 
-  update_step = _inner('update_step')
-  finalize_variable_values = _inner('finalize_variable_values')
-  exclude_from_weight_decay = _inner('exclude_from_weight_decay')
-  set_weights = _inner('set_weights')
+  set_weights = optimizer_wrapper.inner('set_weights')
   # A file that was saved with the wrapper loads without it, and the other way.
-  save_own_variables = _inner('save_own_variables')
-  load_own_variables = _inner('load_own_variables')
+  save_own_variables = optimizer_wrapper.inner('save_own_variables')
+  load_own_variables = optimizer_wrapper.inner('load_own_variables')
 
   def _tracked(self):
     return vars(self).get('inner_optimizer')
 
-  def __dir__(self):
-    # Keras saves what it finds here: the inner optimizer is saved already.
-    return [name for name in super().__dir__() if name != 'inner_optimizer']
-
   def get_config(self):
     """The configuration, with the inner optimizer's in it."""
-    return {
-      'name': self.name,
-      'optimizer': keras.saving.serialize_keras_object(self.inner_optimizer),
-      'weighting': self.weighting,
-    }
-
-  @classmethod
-  def from_config(cls, config, custom_objects=None):
-    """The optimizer that `get_config` described, without its state."""
-    config = dict(config)
-    optimizer = keras.saving.deserialize_keras_object(
-      config.pop('optimizer'), custom_objects=custom_objects
-    )
-    return cls(optimizer, **config)
+    return {**super().get_config(), 'weighting': self.weighting}
 
 
 class _Weighed(threading.local):

@@ -36,10 +36,13 @@ class GradientReducer(Protocol):
       that duplicate rows are added up before an optimizer sees them.
     applies_all_or_none: whether nothing that an update does, such as counting
       the step, may happen before all gradients have come.
+    takes_local_steps: whether there are workers that `LocalSteps` has train apart;
+      if so, the methods for it are implemented.
   """
 
   sums_sparse_as_dense: bool = False
   applies_all_or_none: bool = False
+  takes_local_steps: bool = False
 
   @contextlib.contextmanager
   def gradients_reduced(
@@ -122,6 +125,20 @@ class GradientReducer(Protocol):
 
     self.reduce_and_apply(parts, apply_reduced)
 
+  # For `LocalSteps`, where there are workers that train apart.
+
+  def add_local_steps(self, optimizer) -> None:
+    """Is told of a new `LocalSteps`."""
+
+  def apply_locally(self, optimizer, gradients, apply) -> None:
+    """Has `apply` called with the gradients of this worker; then counts a step.
+
+    In a loop of the user's own; the optimizer meets when it has counted enough.
+    """
+
+  def settle(self) -> None:
+    """Has each `LocalSteps` meet that has counted steps, eagerly."""
+
   def _lighter(self, optimizer, gradient):
     """A sparse gradient as a dense one, where that is less to send.
 
@@ -176,6 +193,23 @@ def current() -> GradientReducer:
   if isinstance(strategy.extended, GradientReducer):
     return strategy.extended
   return Unsupported(strategy)
+
+
+def check_local_steps(is_training: bool = False) -> None:
+  """Raises UnsupportedOptionError where no workers can train apart.
+
+  Outside of any strategy that is an error for one that `is_training` only: a model
+  that was saved is loaded there.
+  """
+  is_inside = tf.distribute.has_strategy()
+  if current().takes_local_steps or not (is_training or is_inside):
+    return
+  name = type(tf.distribute.get_strategy()).__name__
+  raise errors.UnsupportedOptionError(
+    f'LocalSteps under {name}' if is_inside else 'LocalSteps in no strategy',
+    'a strategy of several workers that stay the same',
+    "use tfs.create_strategy('multi_worker_ring')",
+  )
 
 
 class _ThreadState(threading.local):

@@ -41,10 +41,11 @@ def check_model(
     # `compile` under mixed_float16 wraps what it gets. The outer scale scales
     # the loss, and both unscale the gradient.
     if isinstance(getattr(optimizer, 'inner_optimizer', None), scale):
+      kind = type(optimizer).__name__
       raise errors.UnsupportedOptionError(
-        'LossScaleOptimizer(DistributedOptimizer(LossScaleOptimizer(...)))',
+        f'LossScaleOptimizer({kind}(LossScaleOptimizer(...)))',
         'one LossScaleOptimizer',
-        'pass DistributedOptimizer(optimizer) to compile, which scales the '
+        f'pass {kind}(optimizer) to compile, which scales the '
         'loss by itself, or compile with auto_scale_loss=False',
       )
 

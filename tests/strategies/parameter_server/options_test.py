@@ -82,18 +82,10 @@ class OptionsTest(parameterized.TestCase):
       {'mode': 'bounded', 'max_staleness': '2'},
       "max_staleness='2'.*integer",
     ),
-    ('local_zero', {'local_steps': 0}, 'local_steps=0.*at least 1'),
-    ('local_bool', {'local_steps': True}, 'local_steps=True.*integer'),
-    ('local_float', {'local_steps': 4.0}, 'local_steps=4.0.*integer'),
     (
-      'local_sync',
-      {'mode': 'sync', 'local_steps': 2},
-      "local_steps=2 with mode='sync'.*mode='async'",
-    ),
-    (
-      'local_bounded',
-      {'mode': 'bounded', 'local_steps': 2},
-      "local_steps=2 with mode='bounded'",
+      'local_steps',
+      {'local_steps': 4},
+      "local_steps=4.*'multi_worker_ring'.*LocalSteps",
     ),
     (
       'steps_without_directory',

@@ -110,6 +110,8 @@ class SeedVariable(MirroredVariable):
 
   def _offset(self):
     """What this replica adds to the seed; None for the first, and for none."""
+    if whole_batch.stream():
+      return tf.constant([whole_batch.stream() * self._STRIDE, 0], self.dtype)
     context = tf.distribute.get_replica_context()
     replica_id = replica_run.current_replica_id()
     if context is None or replica_id is None:

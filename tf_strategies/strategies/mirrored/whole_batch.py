@@ -27,6 +27,7 @@ from tf_strategies.strategies.mirrored import empty_replicas, replica_exchange
 
 class _ThreadState(threading.local):
   is_active = False
+  stream = 0
 
 
 _state = _ThreadState()
@@ -35,6 +36,11 @@ _state = _ThreadState()
 def is_active() -> bool:
   """Whether the calling thread runs a step as one device would."""
   return _state.is_active
+
+
+def stream() -> int:
+  """Which random numbers the step that this thread runs draws; 0: one device's."""
+  return _state.stream
 
 
 class _OneDevice(tf.distribute.ReplicaContext):
@@ -72,9 +78,13 @@ class _OneDevice(tf.distribute.ReplicaContext):
 
 
 @contextlib.contextmanager
-def one_device(strategy, device: str):
-  """Context in which a strategy's variables and hooks are one device's."""
-  before, _state.is_active = _state.is_active, True
+def one_device(strategy, device: str, stream: int = 0):
+  """Context in which a strategy's variables and hooks are one device's.
+
+  `stream` tells apart those that are to draw different random numbers.
+  """
+  before = _state.is_active, _state.stream
+  _state.is_active, _state.stream = True, stream
   try:
     with (
       strategy.extended.gradients_reduced(),
@@ -83,7 +93,7 @@ def one_device(strategy, device: str):
     ):
       yield
   finally:
-    _state.is_active = before
+    _state.is_active, _state.stream = before
 
 
 def mark(gradients) -> list:
@@ -142,6 +152,8 @@ class _Single:
 class Step:
   """Builds a model's step for the replicas of a strategy."""
 
+  _stream = 0
+
   def __init__(self, extended, kind: str, compiles: bool = False):
     self._extended, self._compiles = extended, compiles
     self._kind = kind
@@ -160,7 +172,7 @@ class Step:
     leaves = tf.nest.flatten(data)
     if tf.executing_eagerly():
       return self._run_eagerly(fn, data, leaves)
-    specs = [_spec_of(leaf) for leaf in leaves]
+    specs = [spec_of(leaf) for leaf in leaves]
     sites = self._sites(leaves)
     try:
       graph = self._trace(fn, data, leaves, specs)
@@ -256,7 +268,7 @@ class Step:
         for leaf, spec in zip(leaves, specs, strict=True)
       ]
       given = tf.nest.pack_sequence_as(data, given)
-      with one_device(self._strategy, self._devices[0]):
+      with one_device(self._strategy, self._devices[0], self._stream):
         # A variable that is returned is read here, as one device's.
         return tf.nest.map_structure(_read, fn(given))
 
@@ -276,7 +288,7 @@ class Step:
     whole = tf.nest.pack_sequence_as(data, whole)
     with (
       self._extended.one_copy(sites[0].is_chief),
-      one_device(self._strategy, self._devices[0]),
+      one_device(self._strategy, self._devices[0], self._stream),
     ):
       outputs = fn(whole)
 
@@ -401,7 +413,8 @@ class Step:
     return tf.nest.pack_sequence_as(graph.structured_outputs, packed)
 
 
-def _spec_of(leaf):
+def spec_of(leaf):
+  """The type of a part of a batch, with any number of rows; None for no tensor."""
   value = leaf
   if isinstance(leaf, tf.distribute.DistributedValues):
     value = leaf.values[0]

@@ -72,6 +72,8 @@ class ElasticExtended(extended_lib.MultiWorkerExtended):
   does_what_is_done_once = True  # By all, as anyone may become the chief.
   predicts_whole = holds_sums_whole = splits_steps = True
   gathers_predictions = False
+  # A worker that dies takes along the steps since the last meeting.
+  takes_local_steps = False
 
   def __init__(
     self,

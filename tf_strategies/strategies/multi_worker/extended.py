@@ -15,7 +15,7 @@ from tf_strategies.strategies.mirrored import extended as mirrored_extended
 from tf_strategies.strategies.mirrored import reducer as reducer_lib
 from tf_strategies.strategies.mirrored import replica_run
 from tf_strategies.strategies.multi_worker import input as input_lib
-from tf_strategies.strategies.multi_worker import worker_exchange
+from tf_strategies.strategies.multi_worker import local_steps, worker_exchange
 
 
 class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
@@ -35,6 +35,7 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
     self.communicator = make_communicator(self.local)
     self._workers = reducer_lib.WorkerReducer(self.local, self.communicator)
     self._reducer = reducer_lib.Reducer(self._workers)
+    self._local_worker = local_steps.LocalWorker(self)
 
   # Who is who. Replicas are numbered over workers: rank * local + local id.
 
@@ -89,6 +90,30 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
     pair_bytes = row_bytes + slices.indices.dtype.size
     # A ring sends the dense sum twice, less what is there already.
     return self._num_replicas_in_sync * rows * pair_bytes > 2 * dense_bytes
+
+  # See `GradientReducer`: workers that train apart, and meet now and then.
+
+  takes_local_steps = True
+
+  def add_local_steps(self, optimizer):
+    """See base class."""
+    self._local_worker.add(optimizer)
+
+  def apply_locally(self, optimizer, gradients, apply):
+    """See base class."""
+    self._local_worker.apply(optimizer, gradients, apply)
+
+  def settle(self):
+    """See base class."""
+    self._local_worker.settle()
+
+  @property
+  def splits_steps(self):
+    """See base class; one worker alone takes local steps too."""
+    return super().splits_steps or bool(self._local_worker.optimizers)
+
+  def _model_step(self, step):
+    return self._local_worker.step_of(step) or super()._model_step(step)
 
   # Where code runs.
 

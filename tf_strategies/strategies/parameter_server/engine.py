@@ -8,7 +8,6 @@ gradient reaches the variables.
 from __future__ import annotations
 
 import collections
-import functools
 import itertools
 import threading
 import weakref
@@ -237,71 +236,6 @@ class BoundedEngine(Engine):
     """Counts the steps of each worker too."""
     super().finished(task, worker)
     self._clocks[worker] += task.steps
-
-
-class LocalSgdEngine(Engine):
-  """Local SGD: a worker trains `local_steps` steps, then sends the difference.
-
-  The variables are read once, and the difference, divided by the number of
-  workers, is added to the servers' variables: the mean of models that trained
-  apart for a while (Stich 2019, "Local SGD Converges Fast and Communicates
-  Little"), without waiting for each other. With one worker it is exact.
-  """
-
-  def __init__(self, *args, local_steps: int):
-    super().__init__(*args)
-    self._local_steps = local_steps
-    # Batches of training steps that wait until there are enough of them.
-    self._waiting: list[batch_message.Batch] = []
-    self._waiting_step: Step | None = None
-    self._newest_report: Any = None
-
-  def train(self, step: Step, work: Work) -> Any:
-    """Collects batches, and begins a task when there are enough."""
-    check_is_sent(
-      work, f'local_steps={self._local_steps}', 'leave out local_steps'
-    )
-    if step is not self._waiting_step:
-      self._flush()
-      self._waiting_step = step
-      self._newest_report = None
-    for batch in work:
-      self._waiting.append(batch)
-      # The first ones go at once: Keras wants a report.
-      if len(self._waiting) == self._local_steps or not self._newest_report:
-        self._flush()
-    return self._newest_report
-
-  def forget(self) -> None:
-    """As `Engine.forget`; batches that wait count as lost."""
-    super().forget()
-    self._waiting, self._newest_report = [], None
-
-  def run(self, step, work):
-    """Evaluation sees what was trained before."""
-    self._flush()
-    return super().run(step, work)
-
-  def drain(self) -> None:
-    """Waits until all steps are done, the collected ones too."""
-    self._flush()
-    super().drain()
-
-  def _flush(self) -> None:
-    batches, self._waiting = self._waiting, []
-    if batches:
-      self._newest_report = super().run(self._waiting_step, batches)
-
-  def _discover(self, step, structure):
-    return worker_function.discover(
-      step.run, structure, holds_updates=bool(step.optimizers)
-    )
-
-  def _function(self, step):
-    if not step.optimizers:
-      return super()._function(step)
-    fraction = 1.0 / len(self._pool.workers)
-    return functools.partial(worker_function.LocalSgdFunction, fraction)
 
 
 def check_is_sent(work: Work, option: str, fix: str) -> None:

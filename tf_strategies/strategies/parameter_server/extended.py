@@ -91,7 +91,7 @@ class ReplicaContext(tf.distribute.ReplicaContext):
     step = traced_step.current()
     if step is None:
       return super()._merge_call(merge_fn, args, kwargs)
-    if not step.holds_updates and not step.is_nested():
+    if not step.is_nested():
       others = [a for a in args if isinstance(a, tf.Tensor)]
       args = tuple(
         _send_gradients(a, others, step) if _are_gradients(a) else a
@@ -294,9 +294,6 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
   def _update(self, var, fn, args, kwargs, group):
     if not isinstance(var, partitioned.PartitionedVariable):
       return self._update_on_server(var, var, fn, args, kwargs, group)
-    step = traced_step.current()
-    if step is not None and step.holds_updates:
-      return self._update_on_server(var, var, fn, args, kwargs, group)
     optimizer_checks.check_partitioned_update(fn, var.name)
     split = [
       var.split_gradient(a) if _is_like(a, var) else [a] * len(var.parts)
@@ -320,15 +317,14 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
         return fn(var, *args, **kwargs)
 
     def run():
-      device = None if step.holds_updates else target.device
       # Where an argument has a copy on the server, that.
       here = (step.here(a) if isinstance(a, tf.Tensor) else a for a in args)
       with (
         contextlib.nullcontext()
         if part is None
         else partitioned.seen_as_part(part),
-        tf.device(device),
-        _tf_internal.UpdateContext(device),
+        tf.device(target.device),
+        _tf_internal.UpdateContext(target.device),
       ):
         return fn(var, *here, **kwargs)
 

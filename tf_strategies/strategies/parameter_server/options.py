@@ -24,7 +24,6 @@ class ParameterServerOptions:
   mode: str = 'async'
   backup_workers: int = 0
   max_staleness: int | None = None
-  local_steps: int = 1
   checkpoint_dir: str | None = None
   checkpoint_steps: int | None = None
   start_timeout: float = 300.0
@@ -36,7 +35,6 @@ class ParameterServerOptions:
     option_checks.check_choice('mode', self.mode, MODES)
     for name, mode, default in (
       ('backup_workers', 'sync', 0),
-      ('local_steps', 'async', 1),
       ('max_staleness', 'bounded', None),
     ):
       value = getattr(self, name)
@@ -99,6 +97,13 @@ def make(
     'a function of shape and dtype',
     'use one of tf.distribute.experimental.partitioners',
   )
+  if 'local_steps' in options:
+    raise errors.UnsupportedOptionError(
+      f'local_steps={options["local_steps"]!r} of ParameterServerStrategy',
+      'workers that train apart and meet, which need no servers',
+      "use tfs.create_strategy('multi_worker_ring') and "
+      'tfs.keras.LocalSteps(optimizer, every=...)',
+    )
   known = {f.name for f in dataclasses.fields(ParameterServerOptions)}
   unknown = sorted(set(options) - known)
   if unknown:

@@ -75,9 +75,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
       Scalars are never cut.
     mode: see above.
     **options: `backup_workers` (0) with 'sync'; `max_staleness` (1) with
-      'bounded'; `local_steps` (1) with 'async': a worker reads the variables
-      once, trains that many steps on its copy, and adds the difference divided
-      by the number of workers, which is another algorithm; `checkpoint_dir` and
+      'bounded'; `checkpoint_dir` and
       `checkpoint_steps` (1000); `start_timeout`, `recovery_timeout` (300
       seconds), `step_timeout` (600 seconds without a finished step) and
       `keepalive_timeout` (60 seconds in which a task answers nothing, after which
@@ -170,10 +168,6 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         *arguments,
         backup_workers=self.options.backup_workers,
         in_replica=lambda fn: training.in_replica(self, fn),
-      )
-    if self.options.local_steps > 1:
-      return engine_lib.LocalSgdEngine(
-        *arguments, local_steps=self.options.local_steps
       )
     return engine_lib.Engine(*arguments)
 

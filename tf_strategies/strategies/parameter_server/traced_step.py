@@ -29,7 +29,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_strategies import errors
 from tf_strategies.strategies.parameter_server import packing, units
 
 
@@ -88,18 +87,11 @@ class _Update:
 class TracedStep:
   """Answers the variables' reads and writes while one step is traced.
 
-  Without `access` this is the first trace. With `holds_updates` the optimizer's
-  writes are held back too, so that the step touches no variable at all.
+  Without `access` this is the first trace.
   """
 
-  def __init__(
-    self,
-    access: Access | None = None,
-    holds_updates: bool = False,
-    is_share: bool = False,
-  ):
+  def __init__(self, access: Access | None = None, is_share: bool = False):
     self.access = Access() if access is None else access
-    self.holds_updates = holds_updates
     self.is_share = is_share  # Of the rows of a synchronous step.
     # None where writes harm nobody: to slots that are used once.
     self.ticket: units.Ticket | None = None
@@ -114,9 +106,7 @@ class TracedStep:
     self._snapshot: dict[int, tf.Tensor] = {}
     self._held: dict[int, Write] = {}
     self._direct: set[int] = set()
-    # Variables that the optimizer's updates wrote; updates that are going on.
-    self._updated: set[int] = set()
-    self._updates = 0
+    self._updates = 0  # Of the optimizer's, that are going on.
     # What was sent to servers beside the gradients, by tensor and server.
     # With the tensor itself: the number of one that is gone is used again.
     self._sent: dict[tuple[int, int], tuple[tf.Tensor, tf.Tensor]] = {}
@@ -241,7 +231,6 @@ class TracedStep:
       not waits
       # A branch or a loop of the merge call does what it does in it.
       or self._merged_in is not tf.compat.v1.get_default_graph()
-      or self.holds_updates
       or self.ticket is None
       or number in self.access.direct
       or self.access.elsewhere.get(number, set()) & written
@@ -300,12 +289,10 @@ class TracedStep:
       self.is_nested()
       or key in self.access.nested_writes
       or key in self._direct
-      or (self.update_server is not None and not self.holds_updates)
+      or self.update_server is not None
     ):
       self._write_here(variable)
       return False
-    if self._updates:
-      self._updated.add(key)
     before = self._held.get(key)
     old = before.value if before else self._snapshot.get(key)
     if value is None:
@@ -330,17 +317,15 @@ class TracedStep:
     if self._looks_only:
       if self._updates and variable.server != self.update_server:
         self.access.direct.add(self._update)
-      if writes and (self.is_nested() or self.holds_updates):
+      if writes and self.is_nested():
         self._look_at_write(variable, 0)
-      elif self.holds_updates:
-        self.access.reads.setdefault(key, variable)
       return None
     if writes:
       self._write_here(variable)
       return None
     if key in self._held:
       return self._held[key].value
-    return self._snapshot[key] if self.holds_updates else None
+    return None
 
   def _look_at_write(self, variable, value) -> bool:
     self.access.written.setdefault(id(variable), variable)
@@ -351,14 +336,6 @@ class TracedStep:
     if value is not None and variable.addition_of(value) is None:
       self.access.overwritten.setdefault(id(variable), variable)
     if self.is_nested():
-      if self.holds_updates:
-        raise errors.UnsupportedOptionError(
-          f'local_steps with a step that writes {variable.name!r} inside of a '
-          'branch or a loop',
-          'writes at the top level of the step (without gradient accumulation '
-          'and dynamic loss scaling)',
-          "leave out local_steps, or that option (mode='async' has them all)",
-        )
       self.access.nested_writes.setdefault(id(variable), variable)
     elif value is None and self.update_server != variable.server:
       self.access.reads.setdefault(id(variable), variable)
@@ -367,12 +344,6 @@ class TracedStep:
   def _write_here(self, variable) -> None:
     """From here on the server has the only copy of the variable."""
     key = id(variable)
-    if self.holds_updates:
-      raise errors.UnsupportedOptionError(
-        f'local_steps with a sparse or nested write of {variable.name!r}',
-        'dense updates at the top level of the step',
-        'leave out local_steps',
-      )
     held = self._held.pop(key, None)
     self._direct.add(key)
     if held is not None:
@@ -382,24 +353,13 @@ class TracedStep:
   def _updating(self, variable, number: int = 0) -> Iterator[None]:
     """For the optimizer's update of a variable, which runs on its server."""
     before, self._update = self.update_server, number
-    if not self.holds_updates:
-      self.update_server = variable.server
+    self.update_server = variable.server
     self._updates += 1
     try:
       yield
     finally:
       self._updates -= 1
       self.update_server = before
-
-  def write_as_sums(self, fraction: float) -> None:
-    """Turns held writes into what they change, which adds up, if it is known."""
-    for key, write in self._held.items():
-      if write.delta is None and key in self._snapshot:
-        write.delta = write.value - self._snapshot[key]
-      is_float = write.variable.dtype.is_floating
-      is_of_update = key in self._updated and write.delta is not None
-      if is_of_update and is_float and fraction != 1.0:
-        write.delta *= tf.cast(fraction, write.delta.dtype)
 
   def held_writes(self) -> list[Write]:
     """The writes that the step holds back, in order of first write."""

@@ -85,7 +85,6 @@ class Discovery:
 def discover(
   run_step: Callable[[Any], Any],
   structure: Any,
-  holds_updates: bool = False,
   is_share: bool = False,
 ) -> Discovery:
   """Traces a step once, only to look.
@@ -93,7 +92,7 @@ def discover(
   Raises:
     ScopeError: it writes a variable that is on no server.
   """
-  look = traced_step.TracedStep(holds_updates=holds_updates, is_share=is_share)
+  look = traced_step.TracedStep(is_share=is_share)
   found = {}
 
   def trace(*flat):
@@ -258,28 +257,6 @@ class WorkerFunction:
       return reported
     with tf.control_dependencies(done):
       return tf.nest.map_structure(tf.identity, reported)
-
-
-class LocalSgdFunction(WorkerFunction):
-  """All steps of a message on one copy of the variables.
-
-  What they changed, times `fraction`, is added to the servers' variables.
-  """
-
-  def __init__(self, fraction: float, *args):
-    self._fraction = fraction
-    super().__init__(*args)
-
-  def _trace(self, argument):
-    traced = traced_step.TracedStep(self._discovery.access, holds_updates=True)
-    with traced.tracing():
-      for step in range(self._layout.steps):
-        outputs = self._run_step(self._begin(traced, argument, step))
-      reported = self._discovery.report(outputs)
-    # The ticket is that of the last step.
-    traced.write_as_sums(self._fraction)
-    traced.commit()
-    return reported
 
 
 def run_on_worker(function: Callable, worker: int, argument: Any, *handles):

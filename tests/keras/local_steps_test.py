@@ -1,0 +1,261 @@
+"""LocalSteps: what it refuses, hands on and saves; one worker by itself."""
+
+import os
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+import tf_strategies as tfs
+from tests import docstrings, virtual_devices
+from tf_strategies.keras import local_steps
+
+virtual_devices.configure()
+
+LocalSteps = tfs.keras.LocalSteps
+SGD = keras.optimizers.SGD
+LossScale = keras.optimizers.LossScaleOptimizer
+
+
+def _ring():
+  return tfs.MultiWorkerRingStrategy(devices=[virtual_devices.name(0)])
+
+
+def _model(make_optimizer, strategy=None, kind=keras.Sequential):
+  keras.utils.set_random_seed(1)
+  strategy = strategy or _ring()
+  with strategy.scope():
+    model = kind([keras.Input([3]), keras.layers.Dense(2)])
+    model.compile(make_optimizer(), 'mse')
+  return model
+
+
+def _data(rows=24):
+  x = np.random.default_rng(0).normal(size=(rows, 3)).astype(np.float32)
+  return x, x[:, :2] * 3
+
+
+def _fit(model, **options):
+  model.fit(*_data(), batch_size=4, shuffle=False, verbose=0, **options)
+
+
+class RefusalTest(tf.test.TestCase, parameterized.TestCase):
+  @parameterized.named_parameters(
+    ('zero', lambda: LocalSteps('sgd', 0), 'every=0.*at least 1'),
+    ('bool', lambda: LocalSteps('sgd', True), 'every=True.*integer'),
+    ('float', lambda: LocalSteps('sgd', 2.0), 'every=2.0.*integer'),
+    ('inner', lambda: LocalSteps(None, 2), 'optimizer=None'),
+    ('outer', lambda: LocalSteps('sgd', 2, outer=3), 'outer=3'),
+    ('option', lambda: LocalSteps('sgd', 2, clipnorm=1.0), 'clipnorm'),
+    (
+      'inside_of_itself',
+      lambda: LocalSteps(LossScale(LocalSteps('sgd', 2)), 2),
+      r'LocalSteps\(LocalSteps.*one wrapper',
+    ),
+    (
+      'around_another_wrapper',
+      lambda: LocalSteps(tfs.keras.DistributedOptimizer('sgd'), 2),
+      r'LocalSteps\(DistributedOptimizer.*one wrapper',
+    ),
+    (
+      'inside_of_another_wrapper',
+      lambda: tfs.keras.DistributedOptimizer(LocalSteps('sgd', 2)),
+      r'DistributedOptimizer\(LocalSteps.*one wrapper',
+    ),
+    (
+      'outer_wraps',
+      lambda: LocalSteps('sgd', 2, outer=LossScale(SGD())),
+      'outer=LossScaleOptimizer.*wraps no other',
+    ),
+    (
+      'outer_average',
+      lambda: LocalSteps('sgd', 2, outer=SGD(1.0, use_ema=True)),
+      'use_ema=True.*inner',
+    ),
+    (
+      'outer_accumulates',
+      lambda: LocalSteps('sgd', 2, SGD(gradient_accumulation_steps=2)),
+      'gradient_accumulation_steps=2.*raise every',
+    ),
+    ('one_for_both', lambda: _twice(SGD()), 'one optimizer as both'),
+  )
+  def test_bad_arguments(self, make, message):
+    with self.assertRaisesRegex(tfs.errors.UnsupportedOptionError, message):
+      make()
+
+  @parameterized.parameters('ring_mirrored', 'central_storage', 'one_device')
+  def test_strategy_without_workers(self, name):
+    strategy = tfs.create_strategy(name)
+    with (
+      strategy.scope(),
+      self.assertRaisesRegex(
+        tfs.errors.UnsupportedOptionError,
+        "LocalSteps under .*Strategy.*'multi_worker_ring'",
+      ),
+    ):
+      LocalSteps('sgd', 2)
+
+  def test_workers_that_come_and_go(self):
+    def train(job):
+      with job.strategy.scope():
+        LocalSteps('sgd', 2)
+
+    with self.assertRaisesRegex(
+      tfs.errors.UnsupportedOptionError,
+      'LocalSteps under ElasticRingStrategy.*that stay the same',
+    ):
+      tfs.elastic.run(train, tfs.ElasticOptions())
+
+  def test_no_strategy(self):
+    optimizer, variable = LocalSteps('sgd', 2), keras.Variable([1.0])
+    with self.assertRaisesRegex(
+      tfs.errors.UnsupportedOptionError, 'LocalSteps in no strategy'
+    ):
+      optimizer.apply([tf.constant([1.0])], [variable])
+
+  def test_optimizers_of_two_kinds(self):
+    model = _model(lambda: LocalSteps('sgd', 2))
+    with model.distribute_strategy.scope():
+      model.another = keras.optimizers.Adam()
+    with self.assertRaisesRegex(
+      tfs.errors.UnsupportedOptionError, 'Adam beside LocalSteps'
+    ):
+      _fit(model)
+
+  def test_branch_of_a_loop(self):
+    model = _model(lambda: LocalSteps('sgd', 2))
+    strategy = model.distribute_strategy
+
+    def apply():
+      gradients = [tf.ones([3, 2]), tf.ones([2])]
+      model.optimizer.apply(gradients, model.trainable_variables)
+      return True
+
+    @tf.function
+    def step(x):
+      def replica_step():
+        tf.cond(x > 0, apply, lambda: False)
+
+      strategy.run(replica_step)
+
+    with self.assertRaisesRegex(
+      tfs.errors.UnsupportedOptionError,
+      r'in a branch of a replica.*every replica makes',
+    ):
+      step(tf.constant(1.0))
+
+
+def _twice(optimizer):
+  return LocalSteps(optimizer, 2, outer=optimizer)
+
+
+class LocalStepsTest(tf.test.TestCase, parameterized.TestCase):
+  def test_docstring(self):
+    docstrings.assert_examples(self, local_steps.__name__)
+
+  def test_averages_with_one_worker_are_its_own_steps(self):
+    plain = _model(lambda: SGD(0.1, momentum=0.5))
+    apart = _model(lambda: LocalSteps(SGD(0.1, momentum=0.5), 4, SGD(1.0)))
+    for model in (plain, apart):
+      _fit(model)
+    self.assertAllClose(
+      plain.get_weights(), apart.get_weights(), rtol=0, atol=1e-6
+    )
+
+  def test_meets_after_so_many_steps_and_at_the_end(self):
+    # Six steps an epoch: meetings after the 4th, at the end, and so on.
+    model = _model(lambda: LocalSteps('sgd', 4))
+    _fit(model, epochs=3)
+    optimizer = model.optimizer
+    self.assertEqual(int(optimizer.outer.iterations), 6)
+    self.assertEqual(int(optimizer.iterations), 18)
+    self.assertEqual(int(optimizer.steps), 0)
+
+  @parameterized.parameters('evaluate', 'predict', 'test_on_batch')
+  def test_meets_before(self, method):
+    model = _model(lambda: LocalSteps('sgd', 4))
+    x, y = _data()
+    seen = []
+
+    def ask(batch, logs):
+      if batch == 1:
+        before = model.get_weights()
+        arguments = (x,) if method == 'predict' else (x, y)
+        options = {} if method == 'test_on_batch' else {'verbose': 0}
+        getattr(model, method)(*arguments, **options)
+        seen.append((before, model.get_weights(), int(model.optimizer.steps)))
+
+    _fit(
+      model, callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=ask)]
+    )
+    [(before, after, steps)] = seen
+    self.assertEqual(steps, 0)
+    self.assertNotAllClose(before, after)
+    # The 2nd and the 6th step, and none between them.
+    self.assertEqual(int(model.optimizer.outer.iterations), 2)
+
+  def test_weights_that_are_set_between_fits_are_the_anchor(self):
+    model = _model(lambda: LocalSteps(SGD(0.0), 4))
+    _fit(model)
+    other = [w + 1 for w in model.get_weights()]
+    model.set_weights(other)
+    _fit(model)
+    self.assertAllClose(model.get_weights(), other, rtol=0, atol=1e-6)
+
+  def test_frozen_weights_stay_as_they_are(self):
+    model = _model(lambda: LocalSteps('sgd', 2))
+    with model.distribute_strategy.scope():
+      frozen = keras.layers.Dense(3, name='frozen')
+      frozen.trainable = False
+      norm = keras.layers.BatchNormalization()
+      whole = keras.Sequential([keras.Input([3]), frozen, norm, model])
+    names = [v.name for v in local_steps.moving_statistics(whole)]
+    self.assertEqual(names, ['moving_mean', 'moving_variance'])
+
+  def test_attributes_are_the_inner_optimizers(self):
+    inner = keras.optimizers.Adam(0.25)
+    optimizer = LocalSteps(inner, 3)
+    optimizer.learning_rate = 0.5
+    self.assertEqual(float(inner.learning_rate), 0.5)
+    optimizer.loss_scale_factor = 4.0
+    self.assertEqual(inner.loss_scale_factor, 4.0)
+    self.assertEqual(float(optimizer.scale_loss(2.0)), 8.0)
+    self.assertIs(optimizer.iterations, inner.iterations)
+
+  def test_configuration_round_trip(self):
+    optimizer = LocalSteps(
+      keras.optimizers.Adam(0.25), 3, SGD(0.5, momentum=0.125), name='mine'
+    )
+    copy = keras.optimizers.deserialize(keras.optimizers.serialize(optimizer))
+    self.assertEqual(copy.get_config(), optimizer.get_config())
+    self.assertEqual(copy.every, 3)
+    self.assertEqual(copy.outer.momentum, 0.125)
+    self.assertEqual(float(copy.learning_rate), 0.25)
+
+  def test_saved_model(self):
+    model = _model(lambda: LocalSteps(keras.optimizers.Adam(0.01), 4))
+    _fit(model)
+    path = os.path.join(self.create_tempdir().full_path, 'model.keras')
+    model.save(path)
+    # Outside of a strategy, to predict.
+    alone = keras.models.load_model(path)
+    x, _ = _data()
+    self.assertAllClose(
+      alone.predict(x, verbose=0), model.predict(x, verbose=0)
+    )
+    with _ring().scope():
+      again = keras.models.load_model(path)
+    for a, b in zip(
+      model.optimizer.variables, again.optimizer.variables, strict=True
+    ):
+      self.assertAllEqual(a, b)
+    for trained in (model, again):
+      _fit(trained)
+    self.assertAllClose(
+      model.get_weights(), again.get_weights(), rtol=0, atol=1e-6
+    )
+
+
+if __name__ == '__main__':
+  tf.test.main()

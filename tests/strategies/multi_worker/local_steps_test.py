@@ -1,0 +1,286 @@
+"""`LocalSteps`: workers train apart as a simulation says, and meet as it says."""
+
+import dataclasses
+import functools
+import tempfile
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from absl.testing import parameterized
+
+import tf_strategies as tfs
+from tests import processes, tiers
+from tests.strategies.multi_worker import local_steps_workers as workers_lib
+from tests.strategies.multi_worker.local_steps_workers import Job
+
+_TOLERANCE = 1e-6
+_NESTEROV = ('SGD', {'learning_rate': 0.7, 'momentum': 0.9, 'nesterov': True})
+# The last batch has one row; an epoch ends between two meetings.
+_DILOCO = Job(
+  4, rows=121, inner=('Adam', {'learning_rate': 0.01}), outer=_NESTEROV
+)
+
+
+def _diloco(inner=None, **changes):
+  """The job with other options, `inner` ones of its Adam."""
+  adam = ('Adam', {'learning_rate': 0.01, **(inner or {})})
+  return dataclasses.replace(_DILOCO, inner=adam, **changes)
+
+
+_SYNCHRONOUS = {'one': Job(1), 'one_row_left': Job(1, rows=37)}
+_JOBS = {
+  'diloco': _DILOCO,
+  'normalized': Job(3, rows=121, layers='normalized'),
+  'float16': _diloco(policy='mixed_float16'),
+  'worker_without_rows': _diloco(has_own_step=True, batch=1, rows=7),
+}
+_MORE = {
+  'longer_than_an_epoch': _diloco(every=64),
+  'two_devices': _diloco(devices=2, layers='normalized'),
+  'own_step': _diloco(has_own_step=True),
+  'eagerly': _diloco(devices=2, options=(('run_eagerly', True),)),
+  'eagerly_without_rows': _diloco(
+    has_own_step=True, batch=1, rows=7, options=(('run_eagerly', True),)
+  ),
+  'compiled': _diloco(options=(('jit_compile', True),)),
+  'three_at_once': _diloco(options=(('steps_per_execution', 3),)),
+  'accumulation': _diloco({'gradient_accumulation_steps': 3}),
+  'clipping': _diloco({'global_clipnorm': 0.05}),
+  'schedule': Job(
+    4, rows=121, inner=('SGD', {'learning_rate': 'schedule'}), outer=_NESTEROV
+  ),
+  'moving_average': _diloco({'use_ema': True, 'ema_momentum': 0.5}),
+}
+# TensorFlow's runtime starts first in a process, and keeps its port.
+_COLLECTIVE = {'collective': _diloco(strategy='multi_worker_collective')}
+_LOOPS = {
+  'synchronous': Job(0),
+  'one': Job(1),
+  'diloco': _diloco(rows=120, devices=2),
+}
+
+
+# What three workers do, in which shares of rows are no powers of two.
+_OF_THREE = ('one_row_left', 'diloco')
+
+
+@functools.cache
+def _results(count, kind):
+  jobs = {
+    'first': {'synchronous': Job(0), **_SYNCHRONOUS, **_JOBS},
+    'more': _MORE,
+    'collective': _COLLECTIVE,
+    'loops': _LOOPS,
+  }[kind]
+  if count == 3:
+    jobs = {name: jobs[name] for name in _OF_THREE}
+  work = workers_lib.loop if kind == 'loops' else workers_lib.train
+  return processes.run_workers(work, count, args=(jobs,), deadline=200)
+
+
+def _largest(a, b):
+  return max(np.max(np.abs(x - y)) for x, y in zip(a, b, strict=True))
+
+
+class _Case(tf.test.TestCase, parameterized.TestCase):
+  def assert_same_bits(self, results, key='weights'):
+    """Nothing differs between workers."""
+    for other in results[1:]:
+      for a, b in zip(results[0][key], other[key], strict=True):
+        np.testing.assert_array_equal(a, b)
+
+  def assert_near(self, a, b):
+    """Two lists of weights are equal but for rounding."""
+    self.assertLess(_largest(a, b), _TOLERANCE)
+
+
+@pytest.mark.multi_process
+class TrainTest(_Case):
+  @parameterized.parameters(
+    *[(name, 2) for name in _SYNCHRONOUS], ('one_row_left', 3)
+  )
+  def test_a_meeting_in_every_step_is_synchronous_training(self, name, count):
+    found = [result[name] for result in _results(count, 'first')]
+    self.assert_same_bits(found)
+    weights, history = workers_lib.one_device(_SYNCHRONOUS[name])
+    self.assert_near(found[0]['weights'], weights)
+    for result in found:
+      for key, values in history.items():
+        self.assertAllClose(result['history'][key], values, atol=1e-6)
+    if name == 'one':
+      synchronous = _results(count, 'first')[0]['synchronous']
+      self.assert_near(found[0]['weights'], synchronous['weights'])
+
+  @parameterized.parameters(*[(name, 2) for name in _JOBS], ('diloco', 3))
+  def test_equals_a_simulation(self, name, count):
+    self.assert_simulated(name, count, 'first', _JOBS[name])
+
+  @tiers.named_parameters(*[tiers.full(name, name) for name in _MORE])
+  def test_equals_a_simulation_with(self, name):
+    self.assert_simulated(name, 2, 'more', _MORE[name])
+
+  @pytest.mark.full
+  def test_equals_a_simulation_by_collectives_of_tensorflow(self):
+    [job] = _COLLECTIVE.values()
+    self.assert_simulated('collective', 2, 'collective', job)
+
+  def assert_simulated(self, name, count, kind, job):
+    """All workers have the same bits, and what a simulation has."""
+    found = [result[name] for result in _results(count, kind)]
+    self.assert_same_bits(found)
+    # What is equal after meetings; `fit` ends with one.
+    self.assert_same_bits(found, 'outer')
+    self.assert_same_bits(found, 'anchors')
+    self.assert_near(found[0]['weights'], workers_lib.simulate(job, count))
+    evaluations = [result['evaluation'] for result in found]
+    if job.policy == 'float32':
+      self.assertEqual(evaluations, evaluations[:1] * count)
+
+  def test_one_worker_skips_what_overflows(self):
+    found = [result['float16'] for result in _results(2, 'first')]
+    self.assertGreater(found[0]['iterations'], found[1]['iterations'])
+
+  def test_nothing_crosses_workers_between_meetings(self):
+    found = [result['diloco'] for result in _results(2, 'first')]
+    steps = 11  # Of an epoch; the last batch has one row.
+    weights, logs, calls = zip(
+      *(result['watch'] for result in found), strict=True
+    )
+    before = calls[0][0]
+    for i in range(steps):
+      meets = (i + 1) % 4 == 0
+      equal = _largest(weights[0][i], weights[1][i]) == 0
+      self.assertEqual(equal, meets, f'step {i}')
+      self.assertNotEqual(logs[0][i], logs[1][i])
+      for told in calls:
+        # How many rows, and the differences.
+        self.assertEqual(told[i] - before, 2 * meets, f'step {i}')
+      before = calls[0][i]
+    # The epoch reports all workers' rows, with a metric's sums from each.
+    self.assertEqual(found[0]['history'], found[1]['history'])
+    self.assertNotAlmostEqual(
+      logs[0][steps - 1]['loss'], found[0]['history']['loss'][0]
+    )
+
+  @parameterized.named_parameters(
+    ('one_worker_twice', 'share', lambda s: s + s * (np.arange(len(s)) == 0)),
+    ('workers_alike', 'share', lambda s: np.ones_like(s) / len(s)),
+    ('anchor_forgotten', 'anchor', lambda pair: (pair[1], pair[0])),
+  )
+  def test_a_simulation_that_is_wrong_differs(self, name, mutate):
+    changed = workers_lib.simulate(
+      _DILOCO, 2, lambda n, value: mutate(value) if n == name else value
+    )
+    found = _results(2, 'first')[0]['diloco']['weights']
+    self.assertGreater(_largest(changed, found), 100 * _TOLERANCE)
+
+
+@pytest.mark.multi_process
+@pytest.mark.full
+class LoopTest(_Case):
+  @parameterized.parameters(*_LOOPS)
+  def test_equals_a_simulation(self, name):
+    found = [result[name] for result in _results(2, 'loops')]
+    job = _LOOPS[name]
+    self.assert_same_bits(found)
+    if job.every:
+      expected = workers_lib.simulate(job, 2, meets_at_epochs=False)
+    else:
+      expected, _ = workers_lib.one_device(job)
+    self.assert_near(found[0]['weights'], expected)
+    if job.every == 1:
+      synchronous = _results(2, 'loops')[0]['synchronous']
+      self.assert_near(found[0]['weights'], synchronous['weights'])
+    meets = np.diff(found[0]['calls'])
+    steps = np.arange(2, len(meets) + 2)
+    every = job.every or 1
+    self.assertAllEqual(meets, (2 if job.every else 1) * (steps % every == 0))
+
+
+@pytest.mark.multi_process
+@pytest.mark.full
+class TrainOnBatchTest(_Case):
+  def test_equals_a_simulation(self):
+    # The last batch of an epoch has one row.
+    found = processes.run_workers(
+      workers_lib.train_on_batches, 2, args=(_DILOCO,)
+    )
+    expected = workers_lib.simulate(_DILOCO, 2, meets_at_epochs=False)
+    for weights, reports in found:
+      self.assertEqual(_largest(weights, found[0][0]), 0)
+      self.assert_near(weights, expected)
+      self.assertLen(reports, 22)
+
+
+@pytest.mark.multi_process
+class FailureTest(_Case):
+  @tiers.named_parameters(
+    ('dies', 'dies', tfs.errors.WorkerUnavailableError),
+    tiers.full('stops_alone', 'stops', tfs.errors.Error),
+  )
+  def test_the_other_gets_an_error_at_a_meeting(self, how, expected):
+    with processes.Workers(
+      workers_lib.fail, 2, args=(_DILOCO, how), deadline=60
+    ) as workers:
+      error = workers.wait()[0].error
+    self.assertIsInstance(error, expected)
+    if how == 'dies':
+      self.assertEqual(error.rank, 1)
+
+
+@pytest.mark.multi_process
+class BytesTest(_Case):
+  def test_meetings_are_all_that_travels(self):
+    steps = 128
+    found = processes.run_workers(
+      workers_lib.bytes_of_epochs, 2, args=((0, 16, 64), steps)
+    )
+    for sent, parameters, metric_values in found:
+      # Two workers send each value once. Keras reads metrics twice an epoch.
+      epoch = 2 * 4 * metric_values
+      step = 4 * (parameters + metric_values)
+      self.assertEqual(sent[0], steps * step + epoch)
+      for every in (16, 64):
+        meeting = 4 * parameters + 8  # How many rows, int64.
+        self.assertEqual(sent[every], steps // every * meeting + epoch)
+      self.assertLess(50 * sent[64], sent[0])
+
+
+@pytest.mark.multi_process
+class ResumeTest(_Case):
+  @tiers.named_parameters(
+    ('dropout', 'dropout'), tiers.full('normalized', 'normalized')
+  )
+  def test_goes_on_between_two_meetings(self, layers):
+    job = dataclasses.replace(_DILOCO, layers=layers, rows=131)
+    with tempfile.TemporaryDirectory() as directory:
+      found = processes.run_workers(
+        workers_lib.save_and_resume, 2, args=(job, directory, 6)
+      )
+    for result in found:
+      # The 6th step was the 2nd since a meeting; each worker has its own weights.
+      self.assertEqual(result['since_meeting'], 2)
+      since_meeting, weights = result['saved']
+      self.assertEqual(since_meeting, 2)
+      self.assertEqual(_largest(result['restored'], weights), 0)
+      for a, b in zip(result['whole'][:2], result['resumed'][:2], strict=True):
+        self.assertEqual(_largest(a, b), 0)
+      self.assertEqual(result['whole'][2], result['resumed'][2])
+    self.assertGreater(_largest(found[0]['restored'], found[1]['restored']), 0)
+
+  @pytest.mark.full
+  def test_other_workers_go_on_from_the_mean(self):
+    with tempfile.TemporaryDirectory() as directory:
+      args = (_DILOCO, directory, 6)
+      saved = processes.run_workers(workers_lib.save_and_resume, 2, args=args)
+      found = processes.run_workers(workers_lib.resume, 3, args=args)
+    mine = [result['saved'][1] for result in saved]
+    mean = [(a + b) / 2 for a, b in zip(*mine, strict=True)]
+    for restored, final in found:
+      self.assert_near(restored, mean)
+      self.assertEqual(_largest(final, found[0][1]), 0)
+
+
+if __name__ == '__main__':
+  tf.test.main()

@@ -1,0 +1,423 @@
+"""What the workers of `local_steps_test` run, and the same without workers.
+
+`train` is a worker's job; `simulate` trains the workers of a job one after the other
+in one process, with a copy of the model each and nothing of this package, and
+computes meetings in NumPy.
+"""
+
+import dataclasses
+import os
+import signal
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tf_strategies as tfs
+from tests import virtual_devices
+
+virtual_devices.configure()
+
+FEATURES, CLASSES = 6, 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+  """A training by several workers.
+
+  Attributes:
+    every: steps between meetings; 0 trains synchronously.
+    rows: of the data set.
+    batch: rows of a batch of all workers.
+    inner, outer: `keras.optimizers.get` makes them.
+    layers: between the input and the logits: 'plain', 'normalized', 'dropout'.
+    devices: of each worker.
+    options: of `compile`.
+    strategy: its name.
+    policy: of dtypes; with 'mixed_float16' rows of the last worker overflow once.
+    has_own_step: whether the model has a `train_step` of the user's own.
+  """
+
+  every: int
+  rows: int = 48
+  batch: int = 12
+  epochs: int = 2
+  inner: tuple = ('SGD', {'learning_rate': 0.1})
+  outer: tuple = ('SGD', {'learning_rate': 1.0})
+  layers: str = 'plain'
+  devices: int = 1
+  options: tuple = ()
+  strategy: str = 'multi_worker_ring'
+  policy: str = 'float32'
+  has_own_step: bool = False
+
+
+def data(job):
+  """Rows of which no two are alike, and no worker's share like another's."""
+  rng = np.random.default_rng(3)
+  x = rng.normal(size=[job.rows, FEATURES]).astype(np.float32)
+  x += np.linspace(-1, 1, job.rows, dtype=np.float32)[:, None]
+  if job.policy == 'mixed_float16':
+    x[job.batch - 1] = 1e30
+  y = np.argmax(x[:, :CLASSES] * [1, 2, 3], -1).astype(np.int64)
+  return x, y
+
+
+def optimizer(which):
+  """A new Keras optimizer from its name and options."""
+  name, options = which
+  if options.get('learning_rate') == 'schedule':
+    rate = keras.optimizers.schedules.ExponentialDecay(0.3, 2, 0.5)
+    options = {**options, 'learning_rate': rate}
+  return getattr(keras.optimizers, name)(**options)
+
+
+class OwnStep(keras.Sequential):
+  """A model with a `train_step` that returns what is no metric."""
+
+  def train_step(self, data):
+    """See base class."""
+    x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+    with tf.GradientTape() as tape:
+      loss = self.compute_loss(x, y, self(x, training=True))
+    variables = self.trainable_variables
+    self.optimizer.apply(tape.gradient(loss, variables), variables)
+    return {'loss': loss, 'rows': tf.shape(x)[0]}
+
+
+def model_of(job, make_optimizer):
+  """A compiled model, the same in each process."""
+  keras.utils.set_random_seed(5)
+  keras.config.set_dtype_policy(job.policy)
+  layers = [keras.Input([FEATURES]), keras.layers.Dense(8, 'tanh')]
+  if job.layers == 'normalized':
+    layers.append(keras.layers.BatchNormalization(momentum=0.5))
+  if job.layers == 'dropout':
+    layers.append(keras.layers.Dropout(0.5))
+  kind = OwnStep if job.has_own_step else keras.Sequential
+  model = kind([*layers, keras.layers.Dense(CLASSES, dtype='float32')])
+  loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+  metrics = None if job.has_own_step else ['accuracy']
+  model.compile(make_optimizer(), loss, metrics=metrics, **dict(job.options))
+  keras.config.set_dtype_policy('float32')
+  return model
+
+
+def dataset(job):
+  """Batches of all workers, in order."""
+  return tf.data.Dataset.from_tensor_slices(data(job)).batch(job.batch)
+
+
+def local_steps(job):
+  """The optimizer of a job."""
+  if not job.every:
+    return optimizer(job.inner)
+  return tfs.keras.LocalSteps(
+    optimizer(job.inner), job.every, optimizer(job.outer)
+  )
+
+
+def strategy_of(job):
+  """A job's strategy, in one of its workers."""
+  return tfs.create_strategy(
+    job.strategy, devices=virtual_devices.names(job.devices)
+  )
+
+
+class Watch(keras.callbacks.Callback):
+  """Notes weights, reports and bytes after each batch."""
+
+  def __init__(self, strategy):
+    super().__init__()
+    self._strategy = strategy
+    self.weights, self.logs, self.calls = [], [], []
+
+  def on_train_batch_end(self, batch, logs=None):
+    """See base class."""
+    self.weights.append(self.model.get_weights())
+    self.logs.append({k: float(v) for k, v in logs.items()})
+    calls = self._strategy.communication_report()['calls']
+    self.calls.append(sum(calls.values()))
+
+
+def train(rank, jobs):
+  """What each of `jobs` gives on this worker."""
+  del rank
+  found = {}
+  for name, job in jobs.items():
+    strategy = strategy_of(job)
+    with strategy.scope():
+      model = model_of(job, lambda job=job: local_steps(job))
+    watch = Watch(strategy)
+    history = model.fit(
+      dataset(job), epochs=job.epochs, verbose=0, callbacks=[watch]
+    ).history
+    evaluation = model.evaluate(dataset(job), verbose=0, return_dict=True)
+    found[name] = {
+      'weights': model.get_weights(),
+      'history': history,
+      'evaluation': evaluation,
+      'watch': (watch.weights, watch.logs, watch.calls),
+      'iterations': int(model.optimizer.iterations.numpy()),
+      'report': strategy.communication_report(),
+    }
+    if job.every:
+      optimizer_ = model.optimizer
+      while not isinstance(optimizer_, tfs.keras.LocalSteps):
+        optimizer_ = optimizer_.inner_optimizer
+      found[name]['outer'] = [v.numpy() for v in optimizer_.outer.variables]
+      found[name]['anchors'] = [v.numpy() for v in optimizer_.anchors]
+    strategy.close()
+  return found
+
+
+def simulate(job, workers, mutate=None, meets_at_epochs=True):
+  """The weights after a job; `mutate(name, value)` may change what a meeting uses."""
+  mutate = mutate or (lambda name, value: value)
+  models = [
+    model_of(dataclasses.replace(job, options=()), lambda: optimizer(job.inner))
+    for _ in range(workers)
+  ]
+  trained = len(models[0].trainable_variables)
+  anchor = [v.numpy() for v in models[0].trainable_variables]
+  momenta = [np.zeros_like(a) for a in anchor]
+  _, options = job.outer
+  seen = np.zeros(workers, np.int64)
+  steps = 0
+
+  def meet():
+    share = mutate('share', seen / seen.sum())
+    for i in range(trained):
+      mine = [m.trainable_variables[i].numpy() for m in models]
+      mean = sum(s * (anchor[i] - w) for s, w in zip(share, mine, strict=True))
+      rate, momentum = options['learning_rate'], options.get('momentum', 0.0)
+      momenta[i] = momentum * momenta[i] - rate * mean
+      step = momenta[i]
+      if options.get('nesterov'):
+        step = momentum * momenta[i] - rate * mean
+      new = (anchor[i] + step).astype(np.float32)
+      anchor[i] = mutate('anchor', (anchor[i], new))[1]
+      for model in models:
+        model.trainable_variables[i].assign(new)
+    for same in zip(*map(_averaged, models), strict=True):
+      values = [v.numpy() for v in same]
+      mean = sum(s * v for s, v in zip(share, values, strict=True))
+      for variable in same:
+        variable.assign(mean)
+    seen[:] = 0
+
+  for epoch in range(job.epochs):
+    for x, y in dataset(job):
+      for w, model in enumerate(models):
+        mine = rows_of(w, len(x), workers, job.devices)
+        if len(mine):
+          model.train_on_batch(x.numpy()[mine], y.numpy()[mine])
+        seen[w] += len(mine)
+      steps += 1
+      if steps == job.every:
+        meet()
+        steps = 0
+    if steps and (meets_at_epochs or epoch == job.epochs - 1):
+      meet()
+      steps = 0
+  if options_of_inner(job).get('use_ema'):
+    optimizer_ = models[0].optimizer
+    optimizer_.finalize_variable_values(models[0].trainable_variables)
+  return models[0].get_weights()
+
+
+def options_of_inner(job):
+  """The options of a job's inner optimizer."""
+  return job.inner[1]
+
+
+def rows_of(worker, count, workers, devices):
+  """Which rows of a batch a worker has: each of its devices takes a part in turn."""
+  parts = np.array_split(np.arange(count), workers * devices)
+  return np.concatenate(parts[worker::workers])
+
+
+def _averaged(model):
+  """What meetings average beside weights."""
+  statistics = [v for v in model.non_trainable_variables if 'moving_' in v.name]
+  ema = getattr(model.optimizer, '_model_variables_moving_average', [])
+  return [*statistics, *ema]
+
+
+def one_device(job):
+  """The weights that one device makes of a job without local steps."""
+  model = model_of(job, lambda: optimizer(job.inner))
+  history = model.fit(dataset(job), epochs=job.epochs, verbose=0).history
+  return model.get_weights(), history
+
+
+class _SaveAt(keras.callbacks.Callback):
+  """Saves once, after some steps, and says how many there were since a meeting."""
+
+  def __init__(self, checkpoint, step):
+    super().__init__()
+    self._checkpoint, self._step = checkpoint, step
+
+  def on_train_batch_end(self, batch, logs=None):
+    """See base class."""
+    if batch + 1 == self._step:
+      self._checkpoint.save(0, self._step)
+      self.since_meeting = int(self.model.optimizer.steps.numpy())
+      self.weights = self.model.get_weights()
+
+
+def save_and_resume(rank, job, directory, step):
+  """Trains an epoch, saving in the middle; then again, from there."""
+  found = {}
+  for name in ('whole', 'resumed'):
+    strategy = strategy_of(job)
+    with strategy.scope():
+      model = model_of(job, lambda: local_steps(job))
+    checkpoint = tfs.RunCheckpoint(directory, model)
+    callback = _SaveAt(checkpoint, step)
+    if name == 'resumed':
+      checkpoint.restore()
+      found['since_meeting'] = int(model.optimizer.steps.numpy())
+      found['restored'] = model.get_weights()
+      callback = tfs.ResumeFit(checkpoint)
+    history = model.fit(
+      dataset(job), epochs=1, verbose=0, callbacks=[callback]
+    ).history
+    state = [v.numpy() for v in model.optimizer.variables]
+    found[name] = model.get_weights(), state, history
+    if name == 'whole':
+      found['saved'] = callback.since_meeting, callback.weights
+    strategy.close()
+  return found
+
+
+def train_on_batches(rank, job):
+  """Trains batch by batch; the weights after the last meeting, and all reports."""
+  del rank
+  strategy = strategy_of(job)
+  with strategy.scope():
+    model = model_of(job, lambda: local_steps(job))
+  reports = []
+  for _ in range(job.epochs):
+    for x, y in dataset(job).as_numpy_iterator():
+      reports.append(model.train_on_batch(x, y))
+  model.optimizer.meet()
+  strategy.close()
+  return model.get_weights(), reports
+
+
+def resume(rank, job, directory, step):
+  """Trains the rest of an epoch; the weights before and after."""
+  del rank, step
+  strategy = strategy_of(job)
+  with strategy.scope():
+    model = model_of(job, lambda: local_steps(job))
+  checkpoint = tfs.RunCheckpoint(directory, model)
+  checkpoint.restore()
+  restored = model.get_weights()
+  model.fit(
+    dataset(job), epochs=1, verbose=0, callbacks=[tfs.ResumeFit(checkpoint)]
+  )
+  strategy.close()
+  return restored, model.get_weights()
+
+
+def _loss_of(model, x, y, count):
+  """What a replica's rows add to the mean of `count` rows."""
+  losses = keras.losses.sparse_categorical_crossentropy(
+    y, model(x, training=True), from_logits=True
+  )
+  return tf.reduce_sum(losses) / count
+
+
+def loop(rank, jobs):
+  """As `train`, in loops that call `strategy.run`; with loss scaling inside."""
+  del rank
+  found = {}
+  for name, job in jobs.items():
+    strategy = strategy_of(job)
+
+    def make(job=job):
+      if not job.every:
+        return optimizer(job.inner)
+      inner = keras.optimizers.LossScaleOptimizer(optimizer(job.inner), 8.0)
+      return tfs.keras.LocalSteps(inner, job.every, optimizer(job.outer))
+
+    with strategy.scope():
+      model = model_of(job, make)
+
+    def replica_step(x, y, job=job, model=model):
+      with tf.GradientTape() as tape:
+        loss = model.optimizer.scale_loss(_loss_of(model, x, y, job.batch))
+      variables = model.trainable_variables
+      model.optimizer.apply(tape.gradient(loss, variables), variables)
+
+    @tf.function
+    def step(x, y, strategy=strategy, replica_step=replica_step):
+      strategy.run(replica_step, (x, y))
+
+    batches = strategy.experimental_distribute_dataset(
+      dataset(job).take(job.rows // job.batch)
+    )
+    calls = []
+    for _ in range(job.epochs):
+      for x, y in batches:
+        step(x, y)
+        counts = strategy.communication_report()['calls']
+        calls.append(sum(counts.values()))
+    if job.every:
+      model.optimizer.meet()
+    found[name] = {
+      'weights': model.get_weights(),
+      'iterations': int(model.optimizer.iterations.numpy()),
+      'calls': calls,
+    }
+    strategy.close()
+  return found
+
+
+def bytes_of_epochs(rank, every, steps):
+  """What this worker sends in an epoch, by `every`; parameters; values of metrics."""
+  del rank
+  sent = {}
+  for number in every:
+    job = Job(number, rows=4 * steps, batch=4)
+    strategy = strategy_of(job)
+    with strategy.scope():
+      model = model_of(job, lambda job=job: local_steps(job))
+    ends = []
+    note = keras.callbacks.LambdaCallback(
+      on_epoch_end=lambda *unused, s=strategy, e=ends: e.append(
+        s.process_group.bytes_sent
+      )
+    )
+    # In the first variables are made.
+    model.fit(dataset(job), epochs=2, verbose=0, callbacks=[note])
+    sent[number] = ends[1] - ends[0]
+    metric_values = sum(int(np.prod(v.shape)) for v in model.metrics_variables)
+    strategy.close()
+  return sent, model.count_params(), metric_values
+
+
+def fail(rank, job, how):
+  """Worker 1 leaves after its second step; what the other gets."""
+  group = tfs.process_group.GroupOptions.from_env()
+  group = dataclasses.replace(group, collective_timeout_seconds=10.0)
+  strategy = tfs.MultiWorkerRingStrategy(
+    options=tfs.RingOptions(group=group), devices=virtual_devices.names(1)
+  )
+  with strategy.scope():
+    model = model_of(job, lambda: local_steps(job))
+
+  def leave(batch, logs):
+    del logs
+    if rank == 1 and batch == 1:
+      if how == 'dies':
+        os.kill(os.getpid(), signal.SIGKILL)
+      model.stop_training = True
+
+  callback = keras.callbacks.LambdaCallback(on_train_batch_end=leave)
+  try:
+    model.fit(dataset(job), epochs=1, verbose=0, callbacks=[callback])
+  finally:
+    strategy.close()

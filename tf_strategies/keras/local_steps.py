@@ -1,0 +1,259 @@
+"""`LocalSteps`: workers train apart for some steps, then meet (DiLoCo)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import keras
+import tensorflow as tf
+
+from tf_strategies import _keras_internal, errors, option_checks
+from tf_strategies.keras import gradient_reducer, optimizer_wrapper
+
+
+@keras.saving.register_keras_serializable(package='tf_strategies')
+class LocalSteps(optimizer_wrapper.OptimizerWrapper):
+  """Has each worker train `every` steps by itself, after which all meet.
+
+  Between two meetings a worker is one device that trains on its own rows, with its
+  own weights, optimizer state and moving statistics: nothing crosses workers. At a
+  meeting the difference between the anchor (the weights after the last meeting) and
+  a worker's weights, averaged over workers by the rows that each has trained on, is
+  the gradient with which `outer` updates the anchor, and all go on from the result
+  (Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language
+  Models"). It needs a strategy of several workers.
+
+  With `every=1`, SGD inside and `outer=keras.optimizers.SGD(1.0)` it is synchronous
+  SGD. With `outer=keras.optimizers.SGD(1.0)` and any `every` it averages weights
+  (local SGD).
+
+  In `fit` workers also meet at the end of each epoch, and before `evaluate` and
+  `predict`, so there, and in callbacks between epochs, all have the same weights.
+  In the middle of an epoch weights are a worker's own. In a loop of your own that
+  calls `strategy.run`, `meet` does that where you need it.
+
+  Example, in a process without TF_CONFIG (one worker):
+
+    >>> import tf_strategies as tfs
+    >>> strategy = tfs.MultiWorkerRingStrategy(devices=['CPU:0'])
+    >>> with strategy.scope():
+    ...   model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
+    ...   optimizer = LocalSteps(keras.optimizers.Adam(1e-3), every=16)
+    ...   model.compile(optimizer, 'mse')
+    >>> history = model.fit(tf.ones([8, 3]), tf.ones([8, 1]), verbose=0)
+    >>> int(optimizer.outer.iterations)
+    1
+
+  Args:
+    optimizer: of each worker; also its name or its configuration. Its state stays
+      with the worker; learning rates count its steps.
+    every: how many steps a worker trains between two meetings.
+    outer: of the anchor, whose state is equal on all workers; None for
+      `keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)`.
+    name: of this optimizer.
+
+  Raises:
+    UnsupportedOptionError: a bad argument, one wrapper inside of another, or a
+      strategy without workers that could train apart.
+  """
+
+  def __init__(
+    self,
+    optimizer,
+    every: int,
+    outer: keras.optimizers.Optimizer | None = None,
+    name: str | None = None,
+    **kwargs,
+  ):
+    option_checks.check_int('every', every, 1)
+    if outer is None:
+      outer = keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)
+    outer = optimizer_wrapper.optimizer_of(
+      'outer', outer, 'write for instance outer=keras.optimizers.SGD(1.0)'
+    )
+    _check_outer(outer)
+    gradient_reducer.check_local_steps()
+    super().__init__(optimizer, name or 'local_steps', **kwargs)
+    if self.inner_optimizer is outer:
+      raise errors.UnsupportedOptionError(
+        'one optimizer as both optimizer and outer',
+        'two optimizers: each has variables of its own',
+        'make another one for outer',
+      )
+    self.every, self.outer = int(every), outer
+    self.anchors: list[keras.Variable] = []
+    gradient_reducer.current().add_local_steps(self)
+
+  @property
+  def variables(self):
+    """Of both optimizers, with the anchor and what was counted since it was set."""
+    own = [*self._counters, *self.anchors, *self.outer.variables]
+    return [*self.inner_optimizer.variables, *own]
+
+  @property
+  def _counters(self):
+    return [self.steps, self.rows] if self.built else []
+
+  def build(self, variables):
+    """Creates the variables of both optimizers, and the anchor."""
+    if self.built:
+      return
+    # Steps of all workers, and rows of this one, since the last meeting.
+    self.steps, self.rows = (
+      self.add_variable((), dtype='int64', name=name)
+      for name in ('steps_since_meeting', 'rows_since_meeting')
+    )
+    self.anchors = [
+      self.add_variable_from_reference(
+        v,
+        name='anchor',
+        initializer=lambda shape, dtype, v=v: tf.convert_to_tensor(v.value),
+      )
+      for v in variables
+    ]
+    with keras.name_scope(self.outer.name, caller=self.outer):
+      self.outer.build(self.anchors)
+    super().build(variables)
+
+  def own_variables(
+    self, model: keras.Model, optimizer: keras.optimizers.Optimizer
+  ) -> list[keras.Variable]:
+    """Those of which each worker has values of its own between two meetings.
+
+    `optimizer` is this one, or a loss scale around it.
+    """
+    shared = {id(v) for v in (self.steps, *self.anchors, *self.outer.variables)}
+    mine = [*self._weights(), *moving_statistics(model), *optimizer.variables]
+    return [v for v in mine if id(v) not in shared]
+
+  def averages(self) -> list[keras.Variable]:
+    """The moving averages of the inner optimizer, which meetings average too."""
+    return [
+      average
+      for each in optimizer_wrapper.chain(self.inner_optimizer)
+      for average in _keras_internal.moving_averages(each)
+    ]
+
+  # What a meeting is made of; in the context of one replica.
+
+  def begin(self) -> None:
+    """Sets the anchor where this worker has trained on nothing yet."""
+    # Not at the meeting: weights may have been loaded since.
+    tf.cond(
+      tf.equal(self.rows.value, 0),
+      lambda: _assigned(self.anchors, self._weights()),
+      lambda: tf.constant(True),
+    )
+
+  def differences(self, share: tf.Tensor) -> list[tf.Tensor]:
+    """How far this worker has come, times its share of the rows of all workers."""
+    return [
+      (a.value - v.value) * tf.cast(share, a.dtype)
+      for a, v in zip(self.anchors, self._weights(), strict=True)
+    ]
+
+  def finish(self, mean_differences: Sequence[tf.Tensor]) -> None:
+    """Updates the anchor by the mean of all workers' differences; goes on from it."""
+    self.outer.apply(mean_differences, self.anchors)
+    _assigned(self._weights(), self.anchors)
+    for counter in self._counters:
+      counter.assign(tf.zeros_like(counter.value))
+
+  def count(self, rows) -> None:
+    """Counts a step on so many rows."""
+    self.steps.assign(self.steps.value + 1)
+    self.rows.assign(self.rows.value + tf.cast(rows, tf.int64))
+
+  def _weights(self):
+    return _keras_internal.trainable_variables(self)
+
+  def apply(self, grads, trainable_variables=None):
+    """Applies this worker's gradients; in a loop of your own, counts a step.
+
+    Raises:
+      UnsupportedOptionError: called outside of replica context, in a branch of a
+        replica, or under a strategy without workers that could train apart.
+    """
+    grads = list(grads)
+    if trainable_variables is not None:
+      trainable_variables = list(trainable_variables)
+      if not self.built:
+        with keras.name_scope(self.name, caller=self):
+          self.build(trainable_variables)
+    variables = trainable_variables or self._weights()
+    gradient_reducer.check_local_steps(is_training=True)
+    self.check_applies(variables)
+
+    def apply(grads):
+      self.inner_optimizer.apply(grads, trainable_variables)
+
+    if gradient_reducer.are_gradients_reduced():
+      apply(grads)  # A model's step, which the strategy counts.
+    else:
+      gradient_reducer.current().apply_locally(self, grads, apply)
+
+  def meet(self) -> None:
+    """Meets now, if steps were taken since the last meeting; all workers call it.
+
+    For a loop of your own, before weights are read or saved.
+    """
+    with _keras_internal.strategy_of(self).scope():
+      gradient_reducer.check_local_steps(is_training=True)
+      gradient_reducer.current().settle()
+
+  def __dir__(self):
+    # As the inner optimizer, saved already.
+    return [name for name in super().__dir__() if name != 'outer']
+
+  def get_config(self):
+    """The configuration, with both optimizers' in it."""
+    return {
+      **super().get_config(),
+      'every': self.every,
+      'outer': keras.saving.serialize_keras_object(self.outer),
+    }
+
+
+def in_chain(optimizer) -> LocalSteps | None:
+  """The `LocalSteps` that an optimizer is, or that a loss scale wraps."""
+  for each in optimizer_wrapper.chain(optimizer):
+    if isinstance(each, LocalSteps):
+      return each
+  return None
+
+
+def moving_statistics(model: keras.Model) -> list[keras.Variable]:
+  """What layers compute from their rows: not weights that are frozen."""
+  return [
+    v
+    for v in model.non_trainable_weights
+    if tf.as_dtype(v.dtype).is_floating and not v.value.trainable
+  ]
+
+
+def _check_outer(outer) -> None:
+  for each in optimizer_wrapper.chain(outer):
+    if each is not outer or isinstance(
+      each,
+      optimizer_wrapper.OptimizerWrapper | keras.optimizers.LossScaleOptimizer,
+    ):
+      raise errors.UnsupportedOptionError(
+        f'outer={type(outer).__name__}(...)',
+        'an optimizer that wraps no other: there is no loss to scale, and '
+        'gradients are averaged already',
+        'pass the inner optimizer',
+      )
+  for option in ('use_ema', 'gradient_accumulation_steps'):
+    if getattr(outer, option, None):
+      raise errors.UnsupportedOptionError(
+        f'outer={type(outer).__name__}({option}={getattr(outer, option)!r})',
+        'an outer optimizer without it',
+        f'set {option} on the inner optimizer, or raise every',
+      )
+
+
+def _assigned(variables, values) -> tf.Tensor:
+  """Assigns variables the values of others; a branch's result."""
+  for variable, value in zip(variables, values, strict=True):
+    variable.assign(value.value)
+  return tf.constant(True)

@@ -1,0 +1,156 @@
+"""What a wrapper of a Keras optimizer passes on to it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+
+import keras
+import tensorflow as tf
+
+from tf_strategies import _keras_internal, errors, option_checks
+
+
+def inner(name: str):
+  """A method that is the inner optimizer's."""
+
+  def method(self, *args, **kwargs):
+    return getattr(self.inner_optimizer, name)(*args, **kwargs)
+
+  method.__name__ = name
+  method.__doc__ = f"The inner optimizer's `{name}`."
+  return method
+
+
+def optimizer_of(argument: str, optimizer, fix: str):
+  """The Keras optimizer that an argument is, names or describes.
+
+  Raises:
+    UnsupportedOptionError: it is none of these.
+  """
+  option_checks.check(
+    optimizer
+    and isinstance(optimizer, str | dict | keras.optimizers.Optimizer),
+    f'{argument}={optimizer!r}',
+    'a Keras optimizer, its name or its configuration',
+    fix,
+  )
+  return keras.optimizers.get(optimizer)
+
+
+def chain(optimizer) -> Iterator[keras.optimizers.Optimizer]:
+  """An optimizer, and those that it wraps, the outermost first."""
+  while optimizer is not None:
+    yield optimizer
+    optimizer = getattr(optimizer, 'inner_optimizer', None)
+
+
+class OptimizerWrapper(keras.optimizers.Optimizer):
+  """Is the optimizer that it wraps, but for what a subclass changes.
+
+  Args:
+    optimizer: to wrap; also its name or its configuration.
+    name: of the wrapper.
+    **kwargs: refused: they belong to the inner optimizer.
+
+  Raises:
+    UnsupportedOptionError: `optimizer` is none, or is wrapped already.
+  """
+
+  def __init__(self, optimizer, name: str, **kwargs):
+    kind = type(self).__name__
+    optimizer = optimizer_of(
+      'optimizer', optimizer, f"write for instance {kind}('adam')"
+    )
+    for each in chain(optimizer):
+      if isinstance(each, OptimizerWrapper):
+        raise errors.UnsupportedOptionError(
+          f'{kind}({type(each).__name__}(...))',
+          'one wrapper',
+          'pass the inner optimizer',
+        )
+    if kwargs:
+      raise errors.UnsupportedOptionError(
+        f'{sorted(kwargs)} of {kind}',
+        'its own arguments and name',
+        'set options such as clipnorm on the inner optimizer',
+      )
+    _keras_internal.allow_attributes(self)
+    self.inner_optimizer = optimizer
+    super().__init__(learning_rate=0.0, name=name)
+    self._is_set_up = True
+
+  iterations = property(operator.attrgetter('inner_optimizer.iterations'))
+
+  @property
+  def learning_rate(self):
+    """The inner optimizer's learning rate."""
+    return self.inner_optimizer.learning_rate
+
+  @learning_rate.setter
+  def learning_rate(self, learning_rate):
+    self.inner_optimizer.learning_rate = learning_rate
+
+  @property
+  def loss_scale_factor(self):
+    """The inner optimizer's fixed loss scale."""
+    return self.inner_optimizer.loss_scale_factor
+
+  @loss_scale_factor.setter
+  def loss_scale_factor(self, factor):
+    if not hasattr(self, '_is_set_up'):
+      return  # The base class's __init__ resets what is the inner one's.
+    self.inner_optimizer.loss_scale_factor = factor
+
+  def build(self, variables):
+    """Creates the inner optimizer's variables."""
+    if not self.inner_optimizer.built:
+      self.inner_optimizer.build(variables)
+    # The wrapper adds no slots, but knows its variables as any optimizer does.
+    super().build(variables)
+
+  def check_applies(self, variables) -> None:
+    """Raises UnsupportedOptionError unless `apply` works here, on these."""
+    kind = type(self).__name__
+    if tf.distribute.in_cross_replica_context():
+      raise errors.UnsupportedOptionError(
+        f'{kind}.apply in cross-replica context',
+        'a call inside strategy.run',
+        'pass the training step to strategy.run',
+      )
+    for variable in variables:
+      if _keras_internal.overwrites_with_gradient(variable):
+        raise errors.UnsupportedOptionError(
+          f'variable {variable.path!r} that its gradient overwrites (float8)',
+          'variables that are updated by gradients',
+          'train without quantize("float8")',
+        )
+
+  scale_loss = inner('scale_loss')
+  update_step = inner('update_step')
+  finalize_variable_values = inner('finalize_variable_values')
+  exclude_from_weight_decay = inner('exclude_from_weight_decay')
+
+  def __dir__(self):
+    # Keras saves what it finds here: the inner optimizer is saved already.
+    return [name for name in super().__dir__() if name != 'inner_optimizer']
+
+  def get_config(self):
+    """The configuration, with the inner optimizer's in it."""
+    return {
+      'name': self.name,
+      'optimizer': keras.saving.serialize_keras_object(self.inner_optimizer),
+    }
+
+  @classmethod
+  def from_config(cls, config, custom_objects=None):
+    """The optimizer that `get_config` described, without its state."""
+    config = {
+      name: keras.saving.deserialize_keras_object(
+        value, custom_objects=custom_objects
+      )
+      if isinstance(value, dict)
+      else value
+      for name, value in config.items()
+    }
+    return cls(config.pop('optimizer'), **config)
