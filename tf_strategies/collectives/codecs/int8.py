@@ -47,7 +47,7 @@ class Int8(codec.Codec):
     """See base class."""
     return 'float32', -(-length // _BLOCK)
 
-  def _encode(self, values, payload, state):
+  def _encode(self, values, payload):
     for part, blocks in _batches(len(values)):
       rows = values[part].reshape(blocks.stop - blocks.start, -1)
       # NaN or infinite if one of them is, both of which mean NaN.
