@@ -54,12 +54,15 @@ class Codec(abc.ABC):
       decoded. None if it must not be cut.
     cast_dtype: name of a dtype whose arrays are payloads already, None if
       there is none.
+    keeps_rest: whether it rounds so much that what it leaves out of a gradient is
+      to be added to the next one.
   """
 
   name: str
   lossy: bool = True
   block_length: int | None = 1
   cast_dtype: str | None = None
+  keeps_rest: bool = False
 
   @abc.abstractmethod
   def data_format(self, length: int) -> tuple[str, int]:

@@ -63,6 +63,9 @@ class Exchange(Protocol):
   ) -> list[tf.Tensor]:
     """The first replica's tensor; `value` is None where that is elsewhere."""
 
+  def finish(self) -> None:
+    """Is called once, after every meeting of a step."""
+
 
 @dataclasses.dataclass
 class _Needs:
@@ -159,6 +162,9 @@ class Emitter:
     while pending:
       self._meet(pending, met)
       met += 1
+    if self._exchange is not None:
+      with tf.control_dependencies(self._barrier()):
+        self._exchange.finish()
     return [
       [self._output(site, t, kind) for t, kind in outputs]
       for site in self._replicas

@@ -38,6 +38,7 @@ class Int8(codec.Codec):
 
   name = 'int8'
   block_length = _BLOCK
+  keeps_rest = True
 
   def data_format(self, length):
     """See base class."""
