@@ -40,7 +40,8 @@ class PeersTest(absltest.TestCase):
     described = {(p.strategy, str(p.options), p.whole_batch) for p in PEERS}
     self.assertLen(described, len(PEERS))
     self.assertEqual(
-      [p.name for p in PEERS if p.compressed], ['ring_8mb_bfloat16']
+      {p.name for p in PEERS if p.compression.name != 'none'},
+      {f'ring_8mb_{c}' for c in ('bfloat16', 'int8', 'powersgd', 'topk')},
     )
 
 

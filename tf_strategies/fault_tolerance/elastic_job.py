@@ -62,6 +62,8 @@ class Job:
     self.state = Progress()
     # Values at the end of a generation, until a model takes them.
     self._held: list[np.ndarray] | None = None
+    # The same of what this worker alone has: what it has not sent of gradients.
+    self._held_rests: list[np.ndarray] = []
     self._objects: dict[str, Any] | None = None  # Of which the state is shared.
     self._model: Any = None
     self._optimizer: Any = None
@@ -131,6 +133,7 @@ class Job:
         self.state.rows // self._batch + applied - self._counted,
       )
     self._held = [_read(v) for v in self._variables()]
+    self._held_rests = [_read(v) for v in self._kept(are_parts=True)]
     self._objects = None
 
   def restore(self, model: keras.Model, optimizer=None) -> None:
@@ -157,8 +160,12 @@ class Job:
       and value not in (optimizer, model.optimizer)
     }
     self._objects = {'model': model, 'optimizer': optimizer, **others}
-    self._variables()  # Raises an error if they cannot be shared.
     self._model, self._optimizer = model, optimizer
+    self._variables()  # Raises an error if they cannot be shared.
+    rests, held = self._kept(are_parts=True), self._held_rests
+    if [v.shape for v in held] == [tuple(v.shape) for v in rests]:
+      self._assign(rests, held)
+    self._held_rests = []
     self._members.share()
 
   def global_batch_size(self, size: int) -> int:
@@ -439,7 +446,13 @@ class Job:
           'state that every worker has whole',
           'wrap the optimizer: tfs.keras.DistributedOptimizer(optimizer)',
         )
-    return list(variables)
+    return [*variables, *self._kept(are_parts=False)]
+
+  def _kept(self, are_parts: bool) -> list[tf.Variable]:
+    """What gradients leave behind: what this worker alone has, or what all have."""
+    communicator = self.strategy.extended.communicator
+    kept = communicator.gradient_state(self._model.trainable_variables)
+    return [v for v in kept.values() if model_state.has_parts(v) == are_parts]
 
   def _metrics(self):
     """The metrics of which every worker has all, as models' steps make them."""
