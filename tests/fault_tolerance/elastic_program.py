@@ -216,14 +216,15 @@ def train(
   batch=BATCH,
   deaf=(),
   compression='none',
+  deaf_every=7,
 ):
   """Trains as one worker, watched with `log_dir`; returns what it ended with.
 
-  The workers `deaf` take part in every seventh collective of steps, and then do
+  The workers `deaf` take part in every so many collectives of steps, and then do
   as if they had not heard of its end.
   """
   if rank in deaf:
-    _do_not_hear(7)
+    _do_not_hear(deaf_every)
   import tf_strategies as tfs
   from tf_strategies import _keras_internal
 

@@ -46,6 +46,7 @@ class Kill:
     deaf=(),
     compression='none',
     program=elastic_program.train,
+    deaf_every=7,
   ):
     self._directory = tempfile.TemporaryDirectory()
     self.workers = processes.Workers(
@@ -61,6 +62,7 @@ class Kill:
         batch,
         deaf,
         compression,
+        deaf_every,
       ),
       deadline=deadline,
     )
