@@ -134,6 +134,28 @@ change(
 )
 
 
+def _mark_first(apply):
+  """Lets a strategy know gradients before they are looked at, in a model's step."""
+
+  @functools.wraps(apply)
+  def apply_marked(self, grads, trainable_variables=None):
+    mark = getattr(tf.distribute.get_strategy().extended, 'mark', None)
+    if mark is not None and trainable_variables is not None:
+      trainable_variables = list(trainable_variables)
+      grads = mark(list(grads), trainable_variables)
+    apply(self, grads, trainable_variables)
+
+  return apply_marked
+
+
+change(
+  keras.optimizers.LossScaleOptimizer,
+  'apply(grads, trainable_variables)',
+  _mark_first,
+  'gradients are added up before they are found to be finite',
+)
+
+
 class _Making(threading.local):
   """Which step the calling thread makes Keras's function of, or whether its data."""
 

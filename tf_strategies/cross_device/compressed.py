@@ -5,7 +5,6 @@ Runs the simulator in a host call: the same bits as between processes.
 
 from collections.abc import Sequence
 
-import numpy as np
 import tensorflow as tf
 
 from tf_strategies import collectives

@@ -97,7 +97,9 @@ class _Workers:
     self._sending = [
       compressors.Sending(bucket_bytes, 'auto', size) for _ in range(size)
     ]
-    states = [gradient_state.GradientState('CPU:0') for _ in range(size)]
+    states = [
+      gradient_state.GradientState(virtual_devices.name(0)) for _ in range(size)
+    ]
     self.kept = [
       [
         state.of(v, c) if c.keeps_rest else None
@@ -329,14 +331,12 @@ class FeedbackTest(tf.test.TestCase, parameterized.TestCase):
     workers = _Workers(method, [shape], feeds=feeds)
     random = np.random.default_rng(0)
     small = np.full(shape, 0.01, np.float32)
-    arrived = np.zeros(shape)
+    arrived, large = np.zeros(shape), np.zeros(shape, np.float32)
     for step in range(steps):
-      large = np.zeros(shape, np.float32)
-      large[:, :8] = scale * random.normal(size=[32, 8])
       # What it adds in one step it takes away in the next.
-      if step % 2:
-        large = -before
-      before = large
+      large = -large
+      if step % 2 == 0:
+        large[:, :8] = scale * random.normal(size=[32, 8])
       arrived += workers.step([[small + large], [small - large / 2]])[0]
     return arrived[:, 8:].mean() / (2 * steps * small[0, 0])
 
@@ -352,7 +352,7 @@ class FeedbackTest(tf.test.TestCase, parameterized.TestCase):
 
 class GradientStateTest(tf.test.TestCase):
   def test_of_each_variable_one_that_goes_with_it(self):
-    state = gradient_state.GradientState('CPU:0')
+    state = gradient_state.GradientState(virtual_devices.name(0))
     power = compression_lib.parse('powersgd(2)')
     one, other = tf.Variable(tf.zeros([9, 8])), tf.Variable(tf.zeros([9, 8]))
     kept = state.of(one, power)

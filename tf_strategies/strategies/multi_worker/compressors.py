@@ -186,9 +186,7 @@ def _keep(items, outcomes, sums, read, writes) -> None:
   if not new:
     return
   finite = tf.reduce_all(
-    [
-      tf.math.is_finite(tf.reduce_sum(s)) for s in sums if s.dtype.is_floating
-    ]
+    [tf.reduce_all(tf.math.is_finite(s)) for s in sums if s.dtype.is_floating]
   )
   before = [read(variable) for variable in old]
   values = tf.cond(

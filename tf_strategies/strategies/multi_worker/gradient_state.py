@@ -44,9 +44,7 @@ class GradientState:
     # By the `id` of a variable, which may have gone.
     self._kept: dict[int, tuple[weakref.ref, Kept]] = {}
 
-  def of(
-    self, variable: Any, compression: compression_lib.Compression
-  ) -> Kept:
+  def of(self, variable: Any, compression: compression_lib.Compression) -> Kept:
     """What a variable's gradients leave behind; zeros before the first."""
     known, kept = self._kept.get(id(variable), (lambda: None, None))
     if known() is not variable:
