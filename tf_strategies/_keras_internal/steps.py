@@ -13,7 +13,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow import core, trainer
-from keras.src.optimizers import base_optimizer
 from keras.src.trainers import trainer as base_trainer
 from keras.src.trainers.data_adapters import tf_dataset_adapter
 
@@ -101,59 +100,6 @@ def change(owner: Any, signature: str, how: Callable, why: str) -> None:
   _requirements.method(owner, signature, why)
   name = signature.partition('(')[0]
   setattr(owner, name, how(getattr(owner, name)))
-
-
-def _reduce_first(apply):
-  """Reduces gradients before they are clipped, accumulated and unscaled."""
-
-  @functools.wraps(apply)
-  def apply_reduced(self, grads, trainable_variables=None):
-    extended = tf.distribute.get_strategy().extended
-    reduce_first = getattr(extended, 'apply_gradients', None)
-    if reduce_first is None:
-      apply(self, grads, trainable_variables)
-      return
-    variables = trainable_variables
-    if variables is not None:
-      variables = list(variables)
-    reduce_first(
-      self,
-      list(grads),
-      variables,
-      lambda reduced: apply(self, reduced, variables),
-    )
-
-  return apply_reduced
-
-
-change(
-  base_optimizer.BaseOptimizer,
-  'apply(grads, trainable_variables)',
-  _reduce_first,
-  'a part of a gradient has another norm than the whole',
-)
-
-
-def _mark_first(apply):
-  """Lets a strategy know gradients before they are looked at, in a model's step."""
-
-  @functools.wraps(apply)
-  def apply_marked(self, grads, trainable_variables=None):
-    mark = getattr(tf.distribute.get_strategy().extended, 'mark', None)
-    if mark is not None and trainable_variables is not None:
-      trainable_variables = list(trainable_variables)
-      grads = mark(list(grads), trainable_variables)
-    apply(self, grads, trainable_variables)
-
-  return apply_marked
-
-
-change(
-  keras.optimizers.LossScaleOptimizer,
-  'apply(grads, trainable_variables)',
-  _mark_first,
-  'gradients are added up before they are found to be finite',
-)
 
 
 class _Making(threading.local):

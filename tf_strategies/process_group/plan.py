@@ -280,10 +280,7 @@ class _Stretch:
   def add_up(
     self, round_: int, order: Sequence[int], completes: bool, owns: bool
   ) -> None:
-    """Adds what comes to what the rank holds, in the order of ranks.
-
-    That `completes` the sum or not; a rank that `owns` that keeps its residual.
-    """
+    """Adds what comes, in the order of ranks; one that `owns` keeps the residual."""
     if self._value is None:
       self._decode(round_, self._values)
     own, target = self._place(self._value), self._place(self._values)

@@ -34,8 +34,8 @@ class ReplicaExchange(emit.Exchange):
     del tensors
     return gradient_reducer.Gradients()
 
-  def finish(self):
-    """See base class."""
+  def finish(self) -> None:
+    """Is called when every meeting of a step has been built."""
 
   def _at(self, value, site):
     """A mirrored value at a site."""
