@@ -73,8 +73,15 @@ class Execution:
     self.needs = list(plan.needs)
     self.remaining = len(plan.pieces)
     self._form, self._ufunc, self._residual = form, ufunc, residual
+    # Stretches of which nothing has been left out yet.
+    self._unrounded: set[int] = set()
     if residual is not None:
-      residual.fill(0)
+      encoded = {
+        p.first: p.last for p in plan.pieces if p.kind == plan_lib.ENCODE
+      }
+      self._unrounded.update(encoded)
+      if sum(encoded.values()) - sum(encoded) < len(residual):
+        residual.fill(0)
     self._pool = pool
     self._is_coded = form.codec is not codecs.NONE
     values = out
@@ -183,10 +190,20 @@ class Execution:
       array = array.astype(np.float32)
     payload = codec.encode(array, memory)
     if self._residual is not None and piece.kind == plan_lib.ENCODE:
-      left_out = codec.decode(payload, self._take(0, length))
-      with np.errstate(invalid='ignore'):  # Of what is not finite, NaN.
-        np.subtract(array, left_out, out=left_out)
-      self._residual[piece.first : piece.last] += left_out
+      self._leave_out(piece, array, payload)
+
+  def _leave_out(self, piece, array, payload) -> None:
+    """Adds to the residual what a payload lacks."""
+    residual = self._residual[piece.first : piece.last]
+    rest = residual
+    if piece.first not in self._unrounded:
+      rest = self._take(0, len(residual))
+    self._form.codec.decode(payload, rest)
+    with np.errstate(invalid='ignore'):  # Of what is not finite, NaN.
+      np.subtract(array, rest, out=rest)
+    if rest is not residual:
+      residual += rest
+    self._unrounded.discard(piece.first)
 
   def _combine(
     self, piece: plan_lib.Piece, received: np.ndarray | None

@@ -175,7 +175,7 @@ def _results(count):
   names = _CHOICES if count == 2 else ('int8', 'powersgd(4)', 'topk(0.01)')
   with tempfile.TemporaryDirectory() as directory:
     args = (tuple(names), directory)
-    return processes.run_workers(_work, count, args=args, deadline=240)
+    return processes.run_workers(_work, count, args=args, deadline=400)
 
 
 _ROWS = [
