@@ -170,20 +170,29 @@ def _work(rank, names, directory):
   return found
 
 
+# What is trained in the same processes: first what every run of tests needs.
+_GROUPS = ('none', 'int8'), ('powersgd(4)', 'topk(0.01)', 'function')
+
+
 @functools.cache
-def _results(count):
-  names = _CHOICES if count == 2 else ('int8', 'powersgd(4)', 'topk(0.01)')
+def _results_of(count, names):
   with tempfile.TemporaryDirectory() as directory:
-    args = (tuple(names), directory)
-    return processes.run_workers(_work, count, args=args, deadline=400)
+    args = (names, directory)
+    return processes.run_workers(_work, count, args=args, deadline=300)
+
+
+def _results(count, name):
+  """What each worker found, by what gradients travelled as."""
+  [names] = [names for names in _GROUPS if name in names]
+  return _results_of(count, names)
 
 
 _ROWS = [
+  (2, 'none'),
   (2, 'int8'),
   *(
     tiers.full(*row)
     for row in (
-      (2, 'none'),
       (2, 'powersgd(4)'),
       (2, 'topk(0.01)'),
       (2, 'function'),
@@ -202,7 +211,7 @@ class CompressedTrainingTest(tf.test.TestCase, parameterized.TestCase):
 
   @tiers.parameters(*_ROWS)
   def test_ranks_end_with_the_same_bits(self, count, name):
-    found = [result[name] for result in _results(count)]
+    found = [result[name] for result in _results(count, name)]
     self.assertLen(found, count)
     for other in found[1:]:
       for kind in ('trained', 'scaled'):
@@ -216,7 +225,7 @@ class CompressedTrainingTest(tf.test.TestCase, parameterized.TestCase):
 
   @tiers.parameters(*_ROWS)
   def test_a_run_that_is_resumed_is_one_that_was_not(self, count, name):
-    for result in _results(count):
+    for result in _results(count, name):
       weights, kept = result[name]['resumed']
       self.assert_same(weights, result[name]['trained']['weights'])
       self.assert_same(kept, result[name]['trained']['kept'])
@@ -235,24 +244,24 @@ class CompressedTrainingTest(tf.test.TestCase, parameterized.TestCase):
         chosen = 'int8' if len(shape) > 1 else 'none'
       parsed = compression_lib.parse(chosen)
       sent += parsed.bytes_sent(shape, count)
-    for result in _results(count)[:1]:
+    for result in _results(count, name)[:1]:
       steps = result[name]['trained']['bytes']
       self.assertLen(set(steps), 1)
       # Beside them: the loss, padding, lengths of what is gathered.
       extra = steps[0] - sent
-      self.assertBetween(extra, 0, 3000, (steps[0], sent))
+      self.assertBetween(extra, 0, 4000, (steps[0], sent))
 
   @tiers.parameters(*_ROWS)
   def test_losses_are_near_those_without(self, count, name):
     del count
-    results = _results(2)[0]
-    exact, found = results['none']['trained'], results[name]['trained']
+    exact = _results(2, 'none')[0]['none']['trained']
+    found = _results(2, name)[0][name]['trained']
     limit = {'powersgd(4)': 1.3, 'topk(0.01)': 2.0}.get(name, 1.01)
     self.assertLess(found['loss'], limit * exact['loss'])
 
   @tiers.parameters(*_ROWS)
   def test_loss_scaling_sees_overflows_and_goes_on(self, count, name):
-    for result in _results(count):
+    for result in _results(count, name):
       scaled = result[name]['scaled']
       # Halved at least once, and then it trained.
       self.assertLess(scaled['scale'], _SCALE)
@@ -262,7 +271,7 @@ class CompressedTrainingTest(tf.test.TestCase, parameterized.TestCase):
 
   @pytest.mark.full
   def test_a_function_chooses(self):
-    for result in _results(2):
+    for result in _results(2, 'function'):
       rests, _ = result['function']['trained']['kept']
       self.assertEqual(
         [key.split('/')[-1] for key in rests], ['kernel', 'kernel']
