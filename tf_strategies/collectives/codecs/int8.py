@@ -11,7 +11,7 @@ from tf_strategies.collectives import codec
 # Elements that share a scale: 1.6% more bytes than the integers alone.
 _BLOCK = 256
 # Elements that stay in the cache from one operation to the next.
-_BATCH = 1 << 15
+_BATCH = 1 << 16
 _LEVELS = 127
 # 127 times it is 1, rounded to float32 and to float64.
 _STEP = 1 / _LEVELS
