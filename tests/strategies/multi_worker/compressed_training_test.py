@@ -247,8 +247,11 @@ class CompressedTrainingTest(tf.test.TestCase, parameterized.TestCase):
     for result in _results(count, name)[:1]:
       steps = result[name]['trained']['bytes']
       self.assertLen(set(steps), 1)
-      # Beside them: the loss, padding, lengths of what is gathered.
+      # Beside them: the loss, padding, lengths of what is gathered; and what is as
+      # small as factors are here goes straight to all.
       extra = steps[0] - sent
+      if name == 'powersgd(4)':
+        extra = steps[0] - sent * count / 2
       self.assertBetween(extra, 0, 4000, (steps[0], sent))
 
   @tiers.parameters(*_ROWS)
@@ -265,7 +268,7 @@ class CompressedTrainingTest(tf.test.TestCase, parameterized.TestCase):
       scaled = result[name]['scaled']
       # Halved at least once, and then it trained.
       self.assertLess(scaled['scale'], _SCALE)
-      self.assertBetween(scaled['moved'], 1e-4, 10)
+      self.assertBetween(scaled['moved'], 1e-4, 100)
       for rest in scaled['kept'][0].values():
         self.assertTrue(np.isfinite(rest).all())
 
