@@ -258,9 +258,8 @@ def _record(peer, seconds, parameter_bytes, link) -> dict[str, Any]:
       / measure.Spread.of(seconds[training_peers.REFERENCE]).median_ms
     )
   if peer.strategy in ('ring', 'collective'):
-    travelling = parameter_bytes // (2 if peer.compressed else 1)
     predicted = 1e3 * process_results.predicted_seconds(
-      _NUM_WORKERS.value, travelling, link
+      _NUM_WORKERS.value, _travelling(peer), link
     )
   return {
     'peer': peer.name,
@@ -269,6 +268,14 @@ def _record(peer, seconds, parameter_bytes, link) -> dict[str, Any]:
     'predicted_reduce_ms': predicted,
     'seconds': seconds[peer.name],
   }
+
+
+def _travelling(peer) -> int:
+  """Bytes of a buffer whose ring sends as much as the gradients do."""
+  count = _NUM_WORKERS.value
+  shapes = [(_WIDTH.value, _WIDTH.value), (_WIDTH.value,)] * _LAYERS.value
+  sent = sum(peer.compression.bytes_sent(shape, count) for shape in shapes)
+  return sent * count // (2 * (count - 1))
 
 
 def table(records: Sequence[Mapping[str, Any]]) -> str:

@@ -45,6 +45,7 @@ ENTRIES = tuple(
     ('ours_tcp', OURS, 'ours', 'ours:Tcp'),
     ('ours_tcp_tls', OURS, 'ours', 'ours:TcpTls'),
     ('ours_bfloat16', OURS, 'ours', 'ours:BFloat16'),
+    ('ours_int8', OURS, 'ours', 'ours:Int8'),
     ('ours_in_graph', OURS, 'ours', 'ours:Replicated'),
     ('ours_mpi', OURS, 'mpi', 'ours:Mpi'),
     ('mpich', OTHER, 'mpi', 'mpich:Mpich'),

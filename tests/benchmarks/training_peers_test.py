@@ -45,7 +45,8 @@ class PeersTest(absltest.TestCase):
     }
     self.assertLen(described, len(PEERS))
     self.assertEqual(
-      [p.name for p in PEERS if p.compressed], ['ring_8mb_bfloat16']
+      {p.name for p in PEERS if p.compression.name != 'none'},
+      {f'ring_8mb_{c}' for c in ('bfloat16', 'int8', 'powersgd', 'topk')},
     )
 
 

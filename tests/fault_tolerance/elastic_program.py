@@ -214,15 +214,17 @@ def train(
   log_dir=None,
   kind='plain',
   batch=BATCH,
-  deaf=None,
+  deaf=(),
+  compression='none',
+  deaf_every=7,
 ):
   """Trains as one worker, watched with `log_dir`; returns what it ended with.
 
-  The worker `deaf` takes part in every seventh collective of steps, and then does
-  as if it had not heard of its end.
+  The workers `deaf` take part in every so many collectives of steps, and then do
+  as if they had not heard of its end.
   """
-  if rank == deaf:
-    _do_not_hear(7)
+  if rank in deaf:
+    _do_not_hear(deaf_every)
   import tf_strategies as tfs
   from tf_strategies import _keras_internal
 
@@ -269,9 +271,12 @@ def train(
     heartbeat_timeout_seconds=6.0, rendezvous_timeout_seconds=60.0
   )
   model, accuracy = tfs.elastic.run(
-    run, options, ring=tfs.RingOptions(group=group)
+    run, options, ring=tfs.RingOptions(group=group, compression=compression)
   )
+  communicator = model.distribute_strategy.extended.communicator
+  kept = communicator.gradient_state(model.trainable_variables)
   return {
+    'kept': {name: v.numpy() for name, v in kept.items()},
     'weights': model.get_weights(),
     'iterations': int(model.optimizer.iterations.numpy()),
     'accuracy': accuracy,

@@ -43,11 +43,14 @@ class Kill:
     log_dir=None,
     kind='plain',
     batch=elastic_program.BATCH,
-    deaf=None,
+    deaf=(),
+    compression='none',
+    program=elastic_program.train,
+    deaf_every=7,
   ):
     self._directory = tempfile.TemporaryDirectory()
     self.workers = processes.Workers(
-      elastic_program.train,
+      program,
       3,
       args=(
         options,
@@ -58,6 +61,8 @@ class Kill:
         kind,
         batch,
         deaf,
+        compression,
+        deaf_every,
       ),
       deadline=deadline,
     )
@@ -213,7 +218,7 @@ class ElasticTest(elastic_case.ElasticCase):
 
   def test_worker_that_does_not_hear_the_end_of_steps(self):
     """The others have done them: it gets the state and leaves them out."""
-    with Kill(tfs.ElasticOptions(), epochs=2, deaf=1) as kill:
+    with Kill(tfs.ElasticOptions(), epochs=2, deaf=[1]) as kill:
       outcomes = kill.workers.wait()
     self.assert_results(outcomes, epochs=2)
     for outcome in outcomes:

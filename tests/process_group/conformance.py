@@ -92,21 +92,17 @@ def expected(
   if world_size == 1:
     return [[inputs[0].tobytes()] * 2]
   schedule = _schedule(case, world_size, large)
-  codec = collectives.CODECS[case.compression]
-  states = [codec.make_state(case.size) for _ in inputs]
   sizes = collectives.chunk_sizes(case.size, world_size)
   starts = np.cumsum((0, *sizes))
-  calls = []
-  for _ in range(2):
-    outputs = collectives.simulate(
-      schedule, inputs, case.compression, case.op, states
-    ).outputs
-    if case.kind == 'reduce_scatter':
-      outputs = [
-        out[starts[rank] : starts[rank + 1]] for rank, out in enumerate(outputs)
-      ]
-    calls.append([out.tobytes() for out in outputs])
-  return [list(rank) for rank in zip(*calls, strict=True)]
+  outputs = collectives.simulate(
+    schedule, inputs, case.compression, case.op
+  ).outputs
+  if case.kind == 'reduce_scatter':
+    outputs = [
+      out[starts[rank] : starts[rank + 1]] for rank, out in enumerate(outputs)
+    ]
+  # Called again, nothing has changed.
+  return [[out.tobytes()] * 2 for out in outputs]
 
 
 def _schedule(case: Case, world_size: int, large: str):

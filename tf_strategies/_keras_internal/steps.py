@@ -13,7 +13,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow import core, trainer
-from keras.src.optimizers import base_optimizer
 from keras.src.trainers import trainer as base_trainer
 from keras.src.trainers.data_adapters import tf_dataset_adapter
 
@@ -101,37 +100,6 @@ def change(owner: Any, signature: str, how: Callable, why: str) -> None:
   _requirements.method(owner, signature, why)
   name = signature.partition('(')[0]
   setattr(owner, name, how(getattr(owner, name)))
-
-
-def _reduce_first(apply):
-  """Reduces gradients before they are clipped, accumulated and unscaled."""
-
-  @functools.wraps(apply)
-  def apply_reduced(self, grads, trainable_variables=None):
-    extended = tf.distribute.get_strategy().extended
-    reduce_first = getattr(extended, 'apply_gradients', None)
-    if reduce_first is None:
-      apply(self, grads, trainable_variables)
-      return
-    variables = trainable_variables
-    if variables is not None:
-      variables = list(variables)
-    reduce_first(
-      self,
-      list(grads),
-      variables,
-      lambda reduced: apply(self, reduced, variables),
-    )
-
-  return apply_reduced
-
-
-change(
-  base_optimizer.BaseOptimizer,
-  'apply(grads, trainable_variables)',
-  _reduce_first,
-  'a part of a gradient has another norm than the whole',
-)
 
 
 class _Making(threading.local):

@@ -36,11 +36,16 @@ def name_variables(
 ) -> dict[str, keras.Variable]:
   """Returns the variables that determine how training continues, by name.
 
-  Weights, the state of random layers and the optimizer's variables; not the
-  metrics, which restart in each epoch.
+  Weights, the state of random layers, the optimizer's variables and what workers
+  have not sent yet of gradients; not the metrics, which restart in each epoch.
   """
   _mark_own(model, optimizer)
-  return name_objects({'model': model, 'optimizer': optimizer})
+  named = name_objects({'model': model, 'optimizer': optimizer})
+  workers = workers_lib.link_of(model.distribute_strategy)
+  if workers is not None:
+    kept = workers.gradient_state(model.trainable_variables)
+    named |= {f'gradients/{name}': v for name, v in kept.items()}
+  return named
 
 
 def _mark_own(model, optimizer) -> None:

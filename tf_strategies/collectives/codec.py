@@ -7,8 +7,10 @@ every all-reduce with a codec, whatever the algorithm and wherever it runs:
   the others decode, not with its own more precise value.
 * A sum that is complete is encoded once. All ranks, the one that added it up
   among them, use what that payload decodes to; it is forwarded as it is.
-* The residual of a codec that keeps one goes into a rank's first payload of a
-  stretch. Later ones, of sums that other ranks may hold too, do without.
+* What a payload leaves out of a value is that rank's residual. Of a sum that
+  several ranks complete, it is the first one's. So the sum that all get and the
+  residuals of all ranks are together the sum of what they had: a caller that adds
+  its residual to its next array loses nothing ("error feedback").
 """
 
 from __future__ import annotations
@@ -52,12 +54,15 @@ class Codec(abc.ABC):
       decoded. None if it must not be cut.
     cast_dtype: name of a dtype whose arrays are payloads already, None if
       there is none.
+    keeps_rest: whether it rounds so much that what it leaves out of a gradient is
+      to be added to the next one.
   """
 
   name: str
   lossy: bool = True
   block_length: int | None = 1
   cast_dtype: str | None = None
+  keeps_rest: bool = False
 
   @abc.abstractmethod
   def data_format(self, length: int) -> tuple[str, int]:
@@ -72,13 +77,6 @@ class Codec(abc.ABC):
     """Bytes that `length` elements travel as."""
     formats = self.data_format(length), self.metadata_format(length)
     return sum(np.dtype(dtype).itemsize * count for dtype, count in formats)
-
-  def make_state(self, length: int) -> np.ndarray | None:
-    """The residual of a tensor before its first all-reduce, if there is one.
-
-    An array of `length` rows, of which `encode` changes those of its stretch.
-    """
-    del length
 
   def payload(self, length: int, memory: np.ndarray | None = None) -> Payload:
     """A payload of `length` elements, to fill or to read.
@@ -98,20 +96,17 @@ class Codec(abc.ABC):
   def encode(
     self,
     values: np.ndarray,
-    state: np.ndarray | None = None,
     memory: np.ndarray | None = None,
   ) -> Payload:
     """Encodes a stretch.
 
     Args:
       values: floats, one dimension, contiguous; not changed.
-      state: this stretch's rows of what `make_state` returned, which are
-        changed; None to encode without.
       memory: where the payload goes; None for new memory.
     """
     payload = self.payload(len(values), memory)
     if len(values):
-      self._encode(values, payload, state)
+      self._encode(values, payload)
     return payload
 
   def decode(
@@ -125,9 +120,7 @@ class Codec(abc.ABC):
     return out
 
   @abc.abstractmethod
-  def _encode(
-    self, values: np.ndarray, payload: Payload, state: np.ndarray | None
-  ) -> None:
+  def _encode(self, values: np.ndarray, payload: Payload) -> None:
     """Fills the payload; there is one value at least."""
 
   @abc.abstractmethod

@@ -39,7 +39,7 @@ def simulate(
   inputs: Sequence[np.ndarray],
   compression: str = 'none',
   op: str = 'sum',
-  states: Sequence[np.ndarray | None] | None = None,
+  residuals: Sequence[np.ndarray] | None = None,
 ) -> Simulation:
   """Runs any schedule, right or wrong, on one array for each rank.
 
@@ -59,8 +59,8 @@ def simulate(
       and empty) and one dtype. They are not changed.
     compression: name of a codec, used as `codec` describes.
     op: a name in `REDUCTIONS`.
-    states: of the codec, one for each rank; they are changed. None to encode
-      without.
+    residuals: one array for each rank, of the dtype of sums and as long as the
+      inputs: it is filled with what the codec has left out there.
 
   Returns:
     A Simulation. O(T L / C) for T transfers and a buffer of L in C chunks.
@@ -88,10 +88,12 @@ def simulate(
       np.array(array, dtype=sum_dtype).reshape(-1),
       slices,
       codec,
-      None if states is None else states[rank],
+      None if residuals is None else residuals[rank],
     )
     for rank, array in enumerate(arrays)
   ]
+  # A sum that others hold too is left out of once.
+  owners = schedule.owners() if residuals is not None else ()
   moved: collections.Counter[tuple[int, int]] = collections.Counter()
   for arrivals in schedule.arrivals():
     # Everything is sent before anything is received: a round is simultaneous.
@@ -108,7 +110,7 @@ def simulate(
       terms = [None if r == dst else sent[r, chunk] for r in order]
       ranks[dst].receive(chunk, terms, transfers[-1].reduce, REDUCTIONS[op])
       if (transfers[0].round, dst, chunk) in completions:
-        ranks[dst].send(chunk)
+        ranks[dst].send(chunk, residuals is None or owners[chunk] == dst)
   outputs = [rank.values.astype(dtype).reshape(shape) for rank in ranks]
   return Simulation(outputs, dict(sorted(moved.items())))
 
@@ -116,26 +118,29 @@ def simulate(
 class _Rank:
   """What one rank holds; without a codec, if that is None."""
 
-  def __init__(self, values, slices, codec, state):
+  def __init__(self, values, slices, codec, residual):
     self.values = values
     self._slices = slices
     self._codec = codec
-    self._state = state
+    self._residual = residual
+    if residual is not None:
+      residual.fill(0)
     self._payloads: dict[int, codec_lib.Payload] = {}
-    self._was_encoded: set[int] = set()
 
-  def send(self, chunk: int) -> codec_lib.Payload | np.ndarray:
+  def send(
+    self, chunk: int, is_kept: bool = True
+  ) -> codec_lib.Payload | np.ndarray:
     """What the rank holds of a chunk, as it travels; it keeps the same."""
     place = self._slices[chunk]
     if self._codec is None:
       return self.values[place].copy()
     if chunk not in self._payloads:
-      first = self._state is not None and chunk not in self._was_encoded
-      self._was_encoded.add(chunk)
-      payload = self._codec.encode(
-        self.values[place], self._state[place] if first else None
-      )
+      payload = self._codec.encode(self.values[place])
+      before = self.values[place].copy()
       self._codec.decode(payload, self.values[place])
+      if self._residual is not None and is_kept:
+        with np.errstate(invalid='ignore'):  # Of what is not finite, NaN.
+          self._residual[place] += before - self.values[place]
       self._payloads[chunk] = payload
     return self._payloads[chunk]
 

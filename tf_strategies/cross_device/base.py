@@ -87,7 +87,6 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
     self._algorithm = algorithms.check(algorithm)
     self._options = options
     self._codec = codecs.get(compression)
-    self._residuals = {}
     self._statistics = {k: statistics.CallStatistics() for k in _KINDS}
     self._last_plan = None
     self._logged = set()
@@ -208,9 +207,7 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
     if self._codec is codecs.NONE:
       results = executor.execute(schedule, layout, *how)
     else:
-      results = compressed.execute(
-        schedule, *how, self._codec.name, self._residuals
-      )
+      results = compressed.execute(schedule, *how, self._codec.name)
     return [
       _wrap([results[r][i] for r in range(len(devices))], always=True)
       for i in range(len(values))

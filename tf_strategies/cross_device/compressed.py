@@ -5,7 +5,6 @@ Runs the simulator in a host call: the same bits as between processes.
 
 from collections.abc import Sequence
 
-import numpy as np
 import tensorflow as tf
 
 from tf_strategies import collectives
@@ -19,22 +18,21 @@ def execute(
   devices: Sequence[str],
   divide_by: int,
   compression: str,
-  residuals: dict,
 ) -> list[list[tf.Tensor]]:
   """As `executor.execute`, over one tensor after the other.
 
   Floats are divided before the sum, so that it cannot overflow; integers after.
-  `residuals`, of the codec by tensor, are filled and changed.
   """
   results = [[] for _ in devices]
-  for index, tensors in enumerate(zip(*values, strict=True)):
+  for tensors in zip(*values, strict=True):
     dtype, shape = tensors[0].dtype, tensors[0].shape
     if divide_by > 1 and not dtype.is_integer:
       tensors = [executor.divide(t, divide_by) for t in tensors]
-    key = (index, '' if tf.executing_eagerly() else tensors[0].name)
     with tf.device('CPU:0'):
       reduced = tf.numpy_function(
-        _host_call(schedule, compression, residuals, key),
+        lambda *arrays: (
+          collectives.simulate(schedule, arrays, compression).outputs
+        ),
         tensors,
         [dtype] * len(devices),
       )
@@ -45,18 +43,3 @@ def execute(
           tensor = executor.divide(tensor, divide_by)
         results[rank].append(tf.identity(tensor))
   return results
-
-
-def _host_call(schedule, compression, residuals, key):
-  codec = collectives.CODECS[compression]
-
-  def run(*arrays):
-    length = np.size(arrays[0])
-    states = residuals.setdefault(
-      (*key, length), [codec.make_state(length) for _ in arrays]
-    )
-    return collectives.simulate(
-      schedule, arrays, compression, states=states
-    ).outputs
-
-  return run

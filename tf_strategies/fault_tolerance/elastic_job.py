@@ -19,6 +19,7 @@ from tf_strategies import (
 from tf_strategies.checkpoint import model_state
 from tf_strategies.checkpoint.position import Position
 from tf_strategies.fault_tolerance import (
+  elastic_arrays,
   elastic_callbacks,
   elastic_members,
   elastic_options,
@@ -62,6 +63,8 @@ class Job:
     self.state = Progress()
     # Values at the end of a generation, until a model takes them.
     self._held: list[np.ndarray] | None = None
+    # The same of what this worker alone has: what it has not sent of gradients.
+    self._held_rests: list[np.ndarray] = []
     self._objects: dict[str, Any] | None = None  # Of which the state is shared.
     self._model: Any = None
     self._optimizer: Any = None
@@ -130,7 +133,10 @@ class Job:
         self.state.epoch,
         self.state.rows // self._batch + applied - self._counted,
       )
-    self._held = [_read(v) for v in self._variables()]
+    self._held = [elastic_arrays.read(v) for v in self._variables()]
+    self._held_rests = [
+      elastic_arrays.read(v) for v in self._kept(are_parts=True)
+    ]
     self._objects = None
 
   def restore(self, model: keras.Model, optimizer=None) -> None:
@@ -157,8 +163,12 @@ class Job:
       and value not in (optimizer, model.optimizer)
     }
     self._objects = {'model': model, 'optimizer': optimizer, **others}
-    self._variables()  # Raises an error if they cannot be shared.
     self._model, self._optimizer = model, optimizer
+    self._variables()  # Raises an error if they cannot be shared.
+    rests, held = self._kept(are_parts=True), self._held_rests
+    if [v.shape for v in held] == [tuple(v.shape) for v in rests]:
+      self._assign(rests, held)
+    self._held_rests = []
     self._members.share()
 
   def global_batch_size(self, size: int) -> int:
@@ -344,7 +354,7 @@ class Job:
   def hold_metrics(self, model) -> None:
     """Keeps what metrics say before they are reset, for who is a step behind."""
     if model is self._model:
-      values = [_read(v) for v in self._metrics()]
+      values = [elastic_arrays.read(v) for v in self._metrics()]
       self._before_reset = self.num_steps, values
 
   def may_share(self) -> bool:
@@ -376,7 +386,7 @@ class Job:
     is_root = group.rank == root
     held = self._held if is_root and not self._members.is_shared else None
     if held is None:
-      held = [_read(v) for v in variables]
+      held = [elastic_arrays.read(v) for v in variables]
     elif [v.shape for v in held] != [tuple(v.shape) for v in variables]:
       raise errors.CheckpointMismatchError(
         'The model and its optimizers have other variables than those that this '
@@ -387,7 +397,7 @@ class Job:
     for i, value in enumerate(held):
       flat = np.frombuffer(value.tobytes(), np.uint8)
       flat = group.broadcast(flat, root, name=f'elastic/{i}')
-      values.append(_like(flat, value))
+      values.append(elastic_arrays.like(flat, value))
     metrics = self._take_metrics(group, root)
     if is_missing:
       self._assign(variables, values)
@@ -398,23 +408,24 @@ class Job:
 
   def _take_metrics(self, group, root):
     """The metrics of a rank; None where they are others."""
-    values = [_read(v) for v in self._metrics()]
+    values = [elastic_arrays.read(v) for v in self._metrics()]
     if self._before_reset and self._before_reset[0] == self.num_steps:
       values = self._before_reset[1]
     flat = np.frombuffer(b''.join(v.tobytes() for v in values), np.uint8)
-    flat = _broadcast(group, root, flat, 'metrics')
+    flat = elastic_arrays.broadcast(group, root, flat, 'metrics')
     if not values or flat.size != sum(v.nbytes for v in values):
       return None
     ends = np.cumsum([v.nbytes for v in values])
     parts = np.split(flat, ends[:-1])
     return [
-      _like(part, value) for part, value in zip(parts, values, strict=True)
+      elastic_arrays.like(part, value)
+      for part, value in zip(parts, values, strict=True)
     ]
 
   def take_callbacks(self, group, root: int, is_missing: bool) -> None:
     """Receives what the callbacks of a rank know; for those that begin here."""
     packed = elastic_callbacks.pack(self._callbacks)
-    packed = _broadcast(group, root, packed, 'callbacks')
+    packed = elastic_arrays.broadcast(group, root, packed, 'callbacks')
     self._callbacks_of_others = packed if is_missing else None
 
   def go_on_at(self, state, num_steps: int) -> None:
@@ -439,7 +450,13 @@ class Job:
           'state that every worker has whole',
           'wrap the optimizer: tfs.keras.DistributedOptimizer(optimizer)',
         )
-    return list(variables)
+    return [*variables, *self._kept(are_parts=False)]
+
+  def _kept(self, are_parts: bool) -> list[tf.Variable]:
+    """What gradients leave behind: what this worker alone has, or what all have."""
+    communicator = self.strategy.extended.communicator
+    kept = communicator.gradient_state(self._model.trainable_variables)
+    return [v for v in kept.values() if model_state.has_parts(v) == are_parts]
 
   def _metrics(self):
     """The metrics of which every worker has all, as models' steps make them."""
@@ -478,21 +495,3 @@ class Job:
     factor = ratio if policy == 'linear' else math.sqrt(ratio)
     with self.strategy.scope():
       optimizer.learning_rate.assign(optimizer.learning_rate.numpy() * factor)
-
-
-def _read(variable) -> np.ndarray:
-  return np.array(variable.numpy())
-
-
-def _broadcast(group, root: int, flat: np.ndarray, what: str) -> np.ndarray:
-  """The root's bytes, of which only it knows how many there are."""
-  size = np.int64([flat.size])
-  size = group.broadcast(size, root, name=f'elastic/{what}/size')[0]
-  if group.rank != root:
-    flat = np.zeros([size], np.uint8)
-  return group.broadcast(flat, root, name=f'elastic/{what}')
-
-
-def _like(flat: np.ndarray, value: np.ndarray) -> np.ndarray:
-  """Bytes as an array of the dtype and shape of `value`."""
-  return np.frombuffer(flat.tobytes(), value.dtype).reshape(value.shape)

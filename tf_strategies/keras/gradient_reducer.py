@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import keras
 import tensorflow as tf
@@ -19,9 +19,30 @@ from tf_strategies import errors
 from tf_strategies.keras import optimizer_checks
 
 Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices
-# By this very object a link knows that what it adds up are gradients, which may
-# be rounded on their way. It asks for nothing.
-GRADIENTS = tf.distribute.experimental.CommunicationOptions()
+
+
+class Gradients(type(tf.distribute.experimental.CommunicationOptions())):
+  """Says to a link that what it adds up are gradients: they may be rounded.
+
+  Args:
+    variables: whose; empty where nobody knows.
+    writes: gets, by reference of a variable, what the link is to keep when the step
+      is over; None for a step that is over when the gradients have come.
+  """
+
+  def __init__(
+    self,
+    variables: Sequence[Any] = (),
+    writes: dict[Any, tf.Tensor] | None = None,
+  ):
+    super().__init__()
+    self.variables, self.writes = list(variables), writes
+
+
+def write(writes: dict[Any, tf.Tensor]) -> None:
+  """Has variables hold what a link keeps."""
+  for reference, value in writes.items():
+    reference.deref().assign(value)
 
 
 @runtime_checkable
@@ -86,13 +107,17 @@ class GradientReducer(Protocol):
     self,
     gradients: Sequence[Gradient],
     apply: Callable[[Sequence[Gradient]], None],
+    variables: Sequence[Any] = (),
   ) -> None:
-    """Sums this replica's gradients over replicas and passes them to `apply`."""
+    """Sums this replica's gradients over replicas and passes them to `apply`.
+
+    They are the gradients of `variables`.
+    """
     context = tf.distribute.get_replica_context()
     reduced = list(gradients)
     if reduced:
       reduced = context.all_reduce(
-        tf.distribute.ReduceOp.SUM, reduced, GRADIENTS
+        tf.distribute.ReduceOp.SUM, reduced, Gradients(variables)
       )
     apply(reduced)
 
@@ -104,10 +129,8 @@ class GradientReducer(Protocol):
     is_reduced = are_gradients_reduced() or (
       tf.distribute.in_cross_replica_context()
     )
+    trained = optimizer._trainable_variables if variables is None else variables
     if is_reduced or self._num_replicas_in_sync == 1:
-      trained = (
-        optimizer._trainable_variables if variables is None else variables
-      )
       apply(self.mark(gradients, trained))
       return
     if variables is not None and not optimizer.built:
@@ -116,6 +139,9 @@ class GradientReducer(Protocol):
         optimizer.build(variables)
     gradients = [self._lighter(optimizer, g) for g in gradients]
     parts = [g for g in gradients if g is not None]
+    trained = [
+      v for g, v in zip(gradients, trained, strict=False) if g is not None
+    ]
 
     def apply_reduced(summed):
       summed = iter(summed)
@@ -123,7 +149,7 @@ class GradientReducer(Protocol):
       with self.gradients_reduced(reduced):
         apply(reduced)
 
-    self.reduce_and_apply(parts, apply_reduced)
+    self.reduce_and_apply(parts, apply_reduced, trained)
 
   # For `LocalSteps`, where there are workers that train apart.
 

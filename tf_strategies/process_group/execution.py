@@ -55,7 +55,8 @@ class Execution:
     pool: gives the memory that the plan needs.
     form: how elements travel and are added.
     ufunc: what combines two arrays.
-    state: of the codec, a row for each element; None to encode without.
+    residual: is filled with what the codec has left out here: as long as `array`, in
+      the dtype of sums; None for who does not ask.
   """
 
   def __init__(
@@ -66,12 +67,21 @@ class Execution:
     pool: buffers.Pool,
     form: plan_lib.Format = plan_lib.BYTES,
     ufunc: np.ufunc = np.add,
-    state: np.ndarray | None = None,
+    residual: np.ndarray | None = None,
   ):
     self.plan = plan
     self.needs = list(plan.needs)
     self.remaining = len(plan.pieces)
-    self._form, self._ufunc, self._state = form, ufunc, state
+    self._form, self._ufunc, self._residual = form, ufunc, residual
+    # Stretches of which nothing has been left out yet.
+    self._unrounded: set[int] = set()
+    if residual is not None:
+      encoded = {
+        p.first: p.last for p in plan.pieces if p.kind == plan_lib.ENCODE
+      }
+      self._unrounded.update(encoded)
+      if sum(encoded.values()) - sum(encoded) < len(residual):
+        residual.fill(0)
     self._pool = pool
     self._is_coded = form.codec is not codecs.NONE
     values = out
@@ -176,12 +186,24 @@ class Execution:
       else:
         codec.decode(payload, array)
       return
-    state = None
-    if self._state is not None and piece.kind == plan_lib.ENCODE:
-      state = self._state[piece.first : piece.last]
     if is_wide:
       array = array.astype(np.float32)
-    codec.encode(array, state, memory)
+    payload = codec.encode(array, memory)
+    if self._residual is not None and piece.kind == plan_lib.ENCODE:
+      self._leave_out(piece, array, payload)
+
+  def _leave_out(self, piece, array, payload) -> None:
+    """Adds to the residual what a payload lacks."""
+    residual = self._residual[piece.first : piece.last]
+    rest = residual
+    if piece.first not in self._unrounded:
+      rest = self._take(0, len(residual))
+    self._form.codec.decode(payload, rest)
+    with np.errstate(invalid='ignore'):  # Of what is not finite, NaN.
+      np.subtract(array, rest, out=rest)
+    if rest is not residual:
+      residual += rest
+    self._unrounded.discard(piece.first)
 
   def _combine(
     self, piece: plan_lib.Piece, received: np.ndarray | None

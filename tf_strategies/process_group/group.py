@@ -117,6 +117,7 @@ class ProcessGroup(abc.ABC):
     name: str = '',
     algorithm: str = 'auto',
     compression: str = 'none',
+    residual: np.ndarray | None = None,
   ) -> np.ndarray:
     """Combines the arrays of all ranks; every rank gets the same bits.
 
@@ -126,12 +127,14 @@ class ProcessGroup(abc.ABC):
       op: 'sum', 'min' or 'max'.
       out: where the result goes, of the same length and dtype and apart from
         `array`; None for a new array.
-      name: of the tensor, for messages; the same on all ranks. A codec with a
-        residual keeps one for each name and length.
+      name: of the tensor, for messages; the same on all ranks.
       algorithm: a name in `collectives.ALGORITHMS`, or 'auto' for the fastest
         by the size of the array and the hosts of the ranks.
       compression: a name in `collectives.CODECS`: what floats travel as. They,
         and 16-bit floats always, are added in float32.
+      residual: an array like `out`, in the dtype in which is added; it is filled
+        with this rank's share of what the codec has left out of the sum, which
+        the caller may add to its next array.
 
     Returns:
       `out`, or a new array that is aligned to 64 bytes. Each rank sends and

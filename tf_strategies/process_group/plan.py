@@ -34,7 +34,7 @@ RECEIVE = 1  # Bytes of a peer go into a buffer.
 ADD = 2  # What a peer sends is combined with a term at once.
 COMBINE = 3  # Terms that have been received are combined.
 ENCODE = 4  # A term becomes a payload.
-ENCODE_AGAIN = 5  # The same, without the codec's residual.
+ENCODE_AGAIN = 5  # The same, of a sum whose residual another rank keeps.
 DECODE = 6  # A payload becomes values.
 
 # The buffers of a run.
@@ -233,7 +233,6 @@ class _Stretch:
     self._payload: int | None = None
     if not self._coded or form.is_payload:
       self._payload = ARRAY
-    self._is_encoded = False
     self._writers: dict[tuple[int, int], int] = {}
     self._readers: dict[tuple[int, int], list[int]] = {}
 
@@ -278,8 +277,10 @@ class _Stretch:
     self._payload = place[0]
     self._value = None if self._coded else OUT
 
-  def add_up(self, round_: int, order: Sequence[int], completes: bool) -> None:
-    """Adds what comes to what the rank holds, in the order of ranks."""
+  def add_up(
+    self, round_: int, order: Sequence[int], completes: bool, owns: bool
+  ) -> None:
+    """Adds what comes, in the order of ranks; one that `owns` keeps the residual."""
     if self._value is None:
       self._decode(round_, self._values)
     own, target = self._place(self._value), self._place(self._values)
@@ -299,18 +300,16 @@ class _Stretch:
     self._value = self._values
     self._payload = None if self._coded else OUT
     if completes and self._coded:
-      self._encode(round_)
+      self._encode(round_, ENCODE if owns else ENCODE_AGAIN)
 
   def finish(self) -> None:
     """Has the result in OUT."""
     if self._coded and self._value is None and not self._form.is_payload:
       self._decode(-1, OUT)
 
-  def _encode(self, round_):
+  def _encode(self, round_, kind=ENCODE):
     source, target = self._place(self._value), self._place(WIRE)
-    kind = ENCODE_AGAIN if self._is_encoded else ENCODE
     self._add(round_, kind, -1, *target, (source,), [source], [target])
-    self._is_encoded = True
     self._payload, self._value = WIRE, None
 
   def _decode(self, round_, buffer):
@@ -371,7 +370,7 @@ def from_schedule(
       if dst == rank:
         order = tuple(schedule_lib.rank_order(rank, transfers))
         steps.setdefault(chunk, []).append((round_, 1, dst, order))
-  completions = schedule.completions()
+  completions, owners = schedule.completions(), schedule.owners()
   ends = [
     0,
     *itertools.accumulate(
@@ -388,7 +387,8 @@ def from_schedule(
         if not arrives:
           stretch.send(round_, peer)
         elif rank in order:
-          stretch.add_up(round_, order, (round_, rank, chunk) in completions)
+          completes = (round_, rank, chunk) in completions
+          stretch.add_up(round_, order, completes, rank == owners[chunk])
         else:
           stretch.overwrite(round_, order[0])
       stretch.finish()

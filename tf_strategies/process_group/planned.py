@@ -44,8 +44,6 @@ class PlannedGroup(group_lib.ProcessGroup):
     self.topology = reductions.topology_of(
       [member.address.rpartition(':')[0] for member in self.members]
     )
-    # Residuals of codecs, by codec, tensor and length.
-    self._codec_states: dict[tuple, np.ndarray | None] = {}
 
   @abc.abstractmethod
   def _move(
@@ -72,19 +70,23 @@ class PlannedGroup(group_lib.ProcessGroup):
     name: str = '',
     algorithm: str = 'auto',
     compression: str = 'none',
+    residual: np.ndarray | None = None,
   ) -> np.ndarray:
     """See base class."""
     how = (op, name, algorithm, compression)
     reduction = self._reduction('all_reduce', array, how)
-    _check_out(out, array)
+    _check_out('out', out, array, array.dtype)
+    _check_out('residual', residual, array, codec_lib.sum_dtype(array.dtype))
     with self._lock:
       if out is None:
         out = self._pool.take(array.shape, array.dtype)
       if self.world_size == 1:
         self._check()
         np.copyto(out, array)
+        if residual is not None:
+          residual.fill(0)
       else:
-        self._reduce(reduction, array, out)
+        self._reduce(reduction, array, out, residual)
     return out
 
   def reduce_scatter(
@@ -136,27 +138,14 @@ class PlannedGroup(group_lib.ProcessGroup):
     )
 
   def _reduce(
-    self, reduction: reductions.Reduction, array: np.ndarray, out: np.ndarray
+    self,
+    reduction: reductions.Reduction,
+    array: np.ndarray,
+    out: np.ndarray,
+    residual: np.ndarray | None = None,
   ) -> None:
     collective, plan, form, ufunc = reduction
-    state = self._codec_state(collective, form.codec, array.size)
-    self._run(collective, plan, array, out, form, ufunc, state)
-
-  def _codec_state(
-    self, collective: reductions.Collective, codec: codec_lib.Codec, length: int
-  ) -> np.ndarray | None:
-    kind, name = collective.kind, collective.name
-    key = (kind, codec.name, name, length)
-    if key not in self._codec_states:
-      state = codec.make_state(length)
-      if state is not None and not name:
-        raise errors.UnsupportedOptionError(
-          f'compression={codec.name!r} without a name',
-          'the name of a tensor, which tells whose residual it is',
-          f"call {kind}(array, name='...')",
-        )
-      self._codec_states[key] = state
-    return self._codec_states[key]
+    self._run(collective, plan, array, out, form, ufunc, residual)
 
   def all_gather(
     self, array: np.ndarray, *, name: str = ''
@@ -377,22 +366,24 @@ def _check_root(root: int, world_size: int) -> None:
   )
 
 
-def _check_out(out: np.ndarray | None, array: np.ndarray) -> None:
-  """Refuses an `out` that does not fit the array."""
+def _check_out(
+  name: str, out: np.ndarray | None, array: np.ndarray, dtype: np.dtype
+) -> None:
+  """Refuses an `out`, or another array to fill, that does not fit the array."""
   if out is None:
     return
   if (
     not isinstance(out, np.ndarray)
     or out.shape != array.shape
-    or out.dtype != array.dtype
+    or out.dtype != dtype
     or not out.flags.c_contiguous
     or not out.flags.writeable
     or np.may_share_memory(out, array)
   ):
     raise errors.UnsupportedOptionError(
-      f'out of {getattr(out, "dtype", type(out))}'
+      f'{name} of {getattr(out, "dtype", type(out))}'
       f'{list(getattr(out, "shape", ()))}',
-      f'a writable, contiguous {array.dtype}{list(array.shape)} that does not '
+      f'a writable, contiguous {dtype}{list(array.shape)} that does not '
       'overlap the input',
       'leave it out to get a new array',
     )

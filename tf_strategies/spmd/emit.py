@@ -124,7 +124,7 @@ class Emitter:
     self._sites = list(sites)
     self._exchange, self._compiled = exchange, compiled
     # What came out of meetings.
-    self._met: list[tf.Tensor] = []
+    self.met: list[tf.Tensor] = []
     # In a branch or loop there is one site, whatever it is.
     is_alone = exchange is None
     self._replicas = [s for s in sites if is_alone or s.replica is not None]
@@ -170,7 +170,7 @@ class Emitter:
     Not what came out of them: of a branch that gets that as an input, TensorFlow
     runs what does not need it before it is there.
     """
-    with tf.control_dependencies(self._met):
+    with tf.control_dependencies(self.met):
       return [tf.no_op()]
 
   def _output(self, site, tensor, kind):
@@ -407,7 +407,7 @@ class Emitter:
       columns = [self._contributions(s, tensors) for s in self._replicas]
       results = self._exchange.add(columns, sites, are_gradients)
       for site, column in zip(sites, results, strict=True):
-        self._met += column
+        self.met += column
         for tensor, result in zip(tensors, column, strict=True):
           site.tensors[tensor, WHOLE] = result
     for tensor in ready:
@@ -426,7 +426,7 @@ class Emitter:
         results = self._exchange.first(values[0], tensor, sites)
       else:
         results = self._reduce(tensor, kind.op, sites)
-      self._met += results
+      self.met += results
       for site, result in zip(sites, results, strict=True):
         site.tensors[tensor, WHOLE] = result
     for tensor in ready:

@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tf_strategies import _tf_internal, errors
+from tf_strategies.keras import gradient_reducer
 
 
 class Communicator(abc.ABC):
@@ -38,14 +39,15 @@ class Communicator(abc.ABC):
     self,
     columns: Sequence[Sequence[tf.Tensor]],
     name: str,
-    are_gradients: bool = False,
+    gradients: gradient_reducer.Gradients | None = None,
   ) -> list[list[tf.Tensor]]:
     """Sums tensors over all local devices of all workers.
 
     Args:
       columns: for each local device its tensors.
       name: of the collective.
-      are_gradients: whether they are; all else arrives as it was sent.
+      gradients: what they are the gradients of; None for anything else, which
+        arrives as it was sent.
 
     Returns:
       As `columns`, the sums; on one worker they may be on the first device.
@@ -58,9 +60,17 @@ class Communicator(abc.ABC):
     tensors: Sequence[tf.Tensor],
     replica_id: int,
     options,
-    are_gradients: bool = False,
+    gradients: gradient_reducer.Gradients | None = None,
   ) -> list[tf.Tensor]:
     """Sums the tensors of one local replica, in a branch of its own graph."""
+
+  def gradient_state(self, variables: Sequence[Any]) -> dict[str, tf.Variable]:
+    """What their gradients leave behind for the next step, by name.
+
+    A checkpoint is whole with it only. By default nothing is left.
+    """
+    del variables
+    return {}
 
   @abc.abstractmethod
   def combine(

@@ -20,7 +20,7 @@ from tf_strategies.collectives.codecs import int8
 INT8 = int8.Int8()
 BLOCK = 256
 # Around one block, and around what is encoded at once.
-LENGTHS = (1, 2, 255, 256, 257, 511, 513, 5000, 2**15 - 1, 2**15, 2**15 + 300)
+LENGTHS = (1, 2, 255, 256, 257, 511, 513, 5000, 2**16 - 1, 2**16, 2**16 + 300)
 
 
 def noise(length, dtype='float32', rank=0):

@@ -12,6 +12,7 @@ from absl.testing import parameterized
 import tf_strategies as tfs
 from tests import tiers, virtual_devices
 from tf_strategies import _graph_errors, collectives, errors
+from tf_strategies.keras import gradient_reducer
 from tf_strategies.strategies.multi_worker import (
   collective_queue,
   process_group_communicator,
@@ -39,13 +40,18 @@ class _CodedGroup:
 
   rank, world_size, failure = 0, 3, None
 
-  def all_reduce(self, array, *, name, algorithm, compression):
+  def all_reduce(
+    self, array, *, name, algorithm, compression, out=None, residual=None
+  ):
     del name, algorithm
     codec = collectives.CODECS[compression]
     ends = np.cumsum(collectives.chunk_sizes(len(array), self.world_size))
-    return np.concatenate(
+    decoded = np.concatenate(
       [codec.decode(codec.encode(c)) for c in np.split(array, ends[:-1])]
     )
+    if residual is not None:
+      out[:], residual[:] = decoded, array - decoded
+    return decoded
 
 
 class _Unordered(collective_queue.CollectiveQueue):
@@ -266,10 +272,13 @@ class BucketsTest(tf.test.TestCase, parameterized.TestCase):
       scale * np.arange(1, size + 1, dtype=np.float32)
       for scale, size in ((1e-6, 10), (1e3, 700), (1e-3, 300), (1.0, 3))
     ]
+    variables = [tf.Variable(g) for g in gradients]
 
     def step():
       [reduced] = communicator.all_reduce(
-        [list(map(tf.constant, gradients))], 'x', are_gradients=True
+        [list(map(tf.constant, gradients))],
+        'x',
+        gradient_reducer.Gradients(variables),
       )
       return reduced
 
@@ -277,6 +286,10 @@ class BucketsTest(tf.test.TestCase, parameterized.TestCase):
     for want, got in zip(gradients, reduced, strict=True):
       # Half a step of 127, of the largest of the gradient itself.
       self.assertAllClose(want, got, rtol=0, atol=want.max() / 250)
+    # What is left is kept: that of each variable, of its precision.
+    kept = communicator.gradient_state(variables)
+    for rest, want, got in zip(kept.values(), gradients, reduced, strict=True):
+      self.assertAllClose(rest, want - got, rtol=0, atol=want.max() * 1e-6)
     # All travelled together.
     self.assertEqual(communicator._queue.calls, {'all_reduce': 1})
 
@@ -291,7 +304,8 @@ class BucketsTest(tf.test.TestCase, parameterized.TestCase):
     def step():
       with tf.device(device):
         gradients = [tf.fill([8], float(i)) for i in range(4)]
-      return communicator.all_reduce([gradients], 'x', are_gradients=True)[0]
+      found = gradient_reducer.Gradients()
+      return communicator.all_reduce([gradients], 'x', found)[0]
 
     nodes = step.get_concrete_function().graph.get_operations()
     on = {kind: [] for kind in ('ConcatV2', 'SplitV', 'PyFunc')}

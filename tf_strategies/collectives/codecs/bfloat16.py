@@ -34,7 +34,7 @@ class BFloat16(codec.Codec):
     """See base class; NumPy itself has no bfloat16."""
     return 'uint16', length
 
-  def _encode(self, values, payload, state):
+  def _encode(self, values, payload):
     if values.dtype != np.float32:
       with np.errstate(over='ignore'):
         values = values.astype(np.float32)

@@ -26,7 +26,7 @@ class Float16(codec.Codec):
     """See base class."""
     return 'float16', length
 
-  def _encode(self, values, payload, state):
+  def _encode(self, values, payload):
     with np.errstate(over='ignore'):  # The result, inf, says it.
       np.copyto(payload.data, values, casting='unsafe')
 

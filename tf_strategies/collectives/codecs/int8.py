@@ -11,8 +11,12 @@ from tf_strategies.collectives import codec
 # Elements that share a scale: 1.6% more bytes than the integers alone.
 _BLOCK = 256
 # Elements that stay in the cache from one operation to the next.
-_BATCH = 1 << 15
+_BATCH = 1 << 16
 _LEVELS = 127
+# 127 times it is 1, rounded to float32 and to float64.
+_STEP = 1 / _LEVELS
+# Of a block's largest magnitude: 127 divided by less may be beyond float32.
+_LEAST = np.float32(1e-36)
 
 
 class Int8(codec.Codec):
@@ -38,6 +42,7 @@ class Int8(codec.Codec):
 
   name = 'int8'
   block_length = _BLOCK
+  keeps_rest = True
 
   def data_format(self, length):
     """See base class."""
@@ -47,28 +52,43 @@ class Int8(codec.Codec):
     """See base class."""
     return 'float32', -(-length // _BLOCK)
 
-  def _encode(self, values, payload, state):
+  def _encode(self, values, payload):
+    scratch = np.empty(min(len(values), _BATCH), np.float32)
     for part, blocks in _batches(len(values)):
       rows = values[part].reshape(blocks.stop - blocks.start, -1)
-      # NaN or infinite if one of them is, both of which mean NaN.
-      largest = np.abs(rows).max(axis=1, keepdims=True)
-      with np.errstate(over='ignore', under='ignore'):
-        largest = largest.astype(np.float32)
+      scaled = scratch[: rows.size].reshape(rows.shape)
+      with np.errstate(over='ignore', under='ignore', invalid='ignore'):
+        np.abs(rows, out=scaled, casting='unsafe')
+      # NaN or infinite if one of them is, both of which mean NaN. At once for all
+      # rows, which takes half of the time of a maximum along them.
+      largest = np.maximum.reduceat(
+        scaled.reshape(-1), np.arange(0, rows.size, rows.shape[1])
+      )
       finite = np.isfinite(largest)
       largest[~finite] = np.nan
-      payload.metadata[blocks] = largest[:, 0]
-      # In float64, as 127 / M overflows float32 where M is subnormal.
-      factors = np.zeros(largest.shape)
+      payload.metadata[blocks] = largest
+      # As numbers of at most 127; in float64 where float32 does not reach.
+      is_wide = rows.dtype != np.float32 or np.any(
+        (largest > 0) & (largest < _LEAST)
+      )
+      if is_wide:
+        scaled = np.empty(rows.shape)
+      factors = np.zeros([len(rows), 1], scaled.dtype)
       np.divide(
-        _LEVELS, largest, out=factors, where=largest > 0, dtype=np.float64
+        scaled.dtype.type(_LEVELS),
+        largest[:, np.newaxis],
+        out=factors,
+        where=largest[:, np.newaxis] > 0,
+        dtype=scaled.dtype,
       )
       with np.errstate(invalid='ignore'):  # Infinity times 0.
-        scaled = rows * factors
+        np.multiply(rows, factors, out=scaled)
       if not finite.all():
-        scaled[~finite[:, 0]] = 0
+        scaled[~finite] = 0
       np.rint(scaled, out=scaled)
-      # M of float64 may have been rounded down, far where it is subnormal.
-      np.clip(scaled, -_LEVELS, _LEVELS, out=scaled)
+      if is_wide:
+        # M of float64 may have been rounded down, far where it is subnormal.
+        np.clip(scaled, -_LEVELS, _LEVELS, out=scaled)
       np.copyto(
         payload.data[part].reshape(rows.shape), scaled, casting='unsafe'
       )
@@ -76,13 +96,10 @@ class Int8(codec.Codec):
   def _decode(self, payload, out):
     for part, blocks in _batches(len(out)):
       rows = out[part].reshape(blocks.stop - blocks.start, -1)
-      # The product is exact in float64, so 127 gives M again to the bit.
-      products = np.multiply(
-        payload.data[part].reshape(rows.shape),
-        payload.metadata[blocks, np.newaxis],
-        dtype=np.float64,
-      )
-      np.divide(products, _LEVELS, out=rows, casting='unsafe')
+      np.copyto(rows, payload.data[part].reshape(rows.shape))
+      # In this order 127 gives 1, and M again to the bit.
+      rows *= rows.dtype.type(_STEP)
+      rows *= payload.metadata[blocks, np.newaxis]
 
 
 def _batches(length: int) -> Iterator[tuple[slice, slice]]:

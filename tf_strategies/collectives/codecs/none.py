@@ -21,7 +21,7 @@ class NoCompression(codec.Codec):
     """See base class."""
     return 'float32', length
 
-  def _encode(self, values, payload, state):
+  def _encode(self, values, payload):
     payload.data[:] = values
 
   def _decode(self, payload, out):

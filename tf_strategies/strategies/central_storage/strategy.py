@@ -141,7 +141,7 @@ class CentralStorageExtended(mirrored_extended.ExactMirroredExtended):
     """The device with the variables, as a tuple of one."""
     return (self._parameter_device,)
 
-  def reduce_and_apply(self, gradients, apply) -> None:
+  def reduce_and_apply(self, gradients, apply, variables=()) -> None:
     """Adds gradients up on the parameter device, and applies them once."""
 
     def merge(strategy, gradients):

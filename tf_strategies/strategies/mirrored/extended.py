@@ -86,9 +86,12 @@ class ExactMirroredExtended(
     if not tf.executing_eagerly():
       for gradient, variable in zip(marked, variables, strict=False):
         if isinstance(gradient, tf.Tensor):
-          name = getattr(variable, 'path', variable.name)
-          _tf_internal.label(gradient, name)
+          _tf_internal.label(gradient, self._label_of(variable))
     return marked
+
+  def _label_of(self, variable) -> str:
+    """What the gradients of a variable are called."""
+    return getattr(variable, 'path', variable.name)
 
   def check(self):
     """See `GradientReducer`: who calls this decides how much rows count."""

@@ -10,6 +10,7 @@ Communicators `pack` tensors into few flat buckets.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 
 import tensorflow as tf
@@ -205,11 +206,12 @@ class WorkerReducer:
 
   def reduce(self, reduce_op, pairs, options):
     """Reduces distributed values, each to its destinations."""
-    are_gradients = options is gradient_reducer.GRADIENTS
     is_mean = reduce_op == _MEAN
     values = [_components(value) for value, _ in pairs]
-    dense = [v for v in values if not isinstance(v[0], tf.IndexedSlices)]
-    sums = iter(self._sum_dense(dense, is_mean, are_gradients))
+    are_dense = [not isinstance(v[0], tf.IndexedSlices) for v in values]
+    dense = list(itertools.compress(values, are_dense))
+    gradients = _gradients(options, are_dense)
+    sums = iter(self._sum_dense(dense, is_mean, gradients))
     reduced = [
       self._gather_slices(v, is_mean)
       if isinstance(v[0], tf.IndexedSlices)
@@ -263,13 +265,13 @@ class WorkerReducer:
   def all_reduce_in_branch(self, reduce_op, tensors, replica_id, options):
     """All-reduces one replica's tensors."""
     reduced = self._communicator.all_reduce_replica(
-      tensors, replica_id, options, options is gradient_reducer.GRADIENTS
+      tensors, replica_id, options, _gradients(options, [True] * len(tensors))
     )
     if reduce_op == _MEAN:
       reduced = [t / tf.cast(self.num_replicas, t.dtype) for t in reduced]
     return reduced
 
-  def _sum_dense(self, values, is_mean, are_gradients):
+  def _sum_dense(self, values, is_mean, gradients):
     """For each value its sum (or mean) over all replicas, by local device."""
     if not values:
       return []
@@ -297,7 +299,7 @@ class WorkerReducer:
     ):
       with tf.device(device):
         columns.append(shares(column, halves=True))
-    columns = self._communicator.all_reduce(columns, 'reduce', are_gradients)
+    columns = self._communicator.all_reduce(columns, 'reduce', gradients)
     return [shares(row, halves=False) for row in zip(*columns, strict=True)]
 
   def _gather_slices(self, slices, is_mean):
@@ -329,6 +331,14 @@ class WorkerReducer:
     if len(copies) == 1:
       return copies[0]
     return _tf_internal.regroup(tuple(copies), wrap_class=_tf_internal.Mirrored)
+
+
+def _gradients(options, which) -> gradient_reducer.Gradients | None:
+  """What those of the values are the gradients of, if they are."""
+  if not isinstance(options, gradient_reducer.Gradients):
+    return None
+  variables = itertools.compress(options.variables, which)
+  return gradient_reducer.Gradients(variables, options.writes)
 
 
 def _components(value):

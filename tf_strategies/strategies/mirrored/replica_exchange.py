@@ -22,12 +22,20 @@ class ReplicaExchange(emit.Exchange):
 
   def add(self, columns, sites, are_gradients):
     """See base class."""
-    options = gradient_reducer.GRADIENTS if are_gradients else None
+    options = self._gradients(columns[0]) if are_gradients else None
     values = [_per_replica(row) for row in zip(*columns, strict=True)]
     one = sites[0].device if len(sites) == 1 and len(columns) > 1 else None
     pairs = [(v, v if one is None else one) for v in values]
     sums = self._reducer.batch_reduce(_SUM, pairs, options)
     return [[self._at(value, site) for value in sums] for site in sites]
+
+  def _gradients(self, tensors) -> gradient_reducer.Gradients:
+    """Says what the tensors are the gradients of."""
+    del tensors
+    return gradient_reducer.Gradients()
+
+  def finish(self) -> None:
+    """Is called when every meeting of a step has been built."""
 
   def _at(self, value, site):
     """A mirrored value at a site."""

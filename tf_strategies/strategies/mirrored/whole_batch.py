@@ -195,8 +195,11 @@ class Step:
     compiled = frozenset()
     if self._compiles:
       compiled = _tf_internal.compiled_operations(self._devices[0])
-    emitter = emit.Emitter(planned, sites, self._extended.exchange(), compiled)
+    exchange = self._extended.exchange()
+    emitter = emit.Emitter(planned, sites, exchange, compiled)
     results = emitter.run(wanted)
+    with tf.control_dependencies(emitter.met):
+      exchange.finish()
     self._extended.count_reads(self._reads)
     return self._pack(graph, wanted, results)
 

@@ -96,16 +96,18 @@ class CollectiveQueue:
     tensors: Sequence[tf.Tensor],
     contents: Sequence[str],
     device: str,
+    shapes: Sequence[Sequence[int | None]] | None = None,
   ) -> list[tf.Tensor]:
     """Runs each of `works` on its tensor as soon as that is ready.
 
     Args:
       kind: of the collectives.
-      works: each makes an array like the one that it gets.
+      works: each makes an array of the dtype of the one that it gets.
       tensors: one-dimensional, in the order in which they become ready.
       contents: what is in each of them, for the timeline.
       device: of the tensors. To one with memory of its own a result is copied
         while others still travel.
+      shapes: of the results; None if they are those of the tensors.
 
     Returns:
       The results on that device, none before all are there: what follows happens with all of
@@ -117,6 +119,7 @@ class CollectiveQueue:
         for work, tensor in zip(works, tensors, strict=True)
       ]
     communicator.check_not_compiled(kind)
+    shapes = [t.shape for t in tensors] if shapes is None else shapes
     handles = [
       self._start(kind, work, tensor, i == 0, content)
       for i, (work, tensor, content) in enumerate(
@@ -134,8 +137,8 @@ class CollectiveQueue:
         some = tf.stack(handles[i : i + count])
       dtypes = [t.dtype for t in tensors[i : i + count]]
       results += self._in_order(wait, [some], dtypes)
-    for result, tensor in zip(results, tensors, strict=True):
-      result.set_shape(tensor.shape)
+    for result, shape in zip(results, shapes, strict=True):
+      result.set_shape(shape)
     if count == len(handles):
       return results
     with tf.device(device):

@@ -111,7 +111,7 @@ class ElasticExtended(extended_lib.MultiWorkerExtended):
   def exchange(self):
     """See base class."""
     return worker_exchange.WorkerExchange(
-      self._reducer, self.communicator, are_in_order=True
+      self._reducer, self.communicator, self.variable_of, are_in_order=True
     )
 
   def rows_of(self, leaves):

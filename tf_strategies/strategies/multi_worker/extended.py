@@ -7,6 +7,8 @@ crosses workers goes through a `Communicator`; everything else is
 
 from __future__ import annotations
 
+import weakref
+
 import tensorflow as tf
 
 from tf_strategies import _tf_internal
@@ -31,6 +33,8 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
     self, container_strategy, devices, cross_device_ops, make_communicator
   ):
     super().__init__(container_strategy, devices, cross_device_ops)
+    # Variables by what their gradients are labelled as.
+    self._labelled: dict[str, weakref.ref] = {}
     self._input = input_lib.WorkerInput(self)
     self.communicator = make_communicator(self.local)
     self._workers = reducer_lib.WorkerReducer(self.local, self.communicator)
@@ -152,7 +156,29 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
 
   def exchange(self):
     """See base class."""
-    return worker_exchange.WorkerExchange(self._reducer, self.communicator)
+    return worker_exchange.WorkerExchange(
+      self._reducer, self.communicator, self.variable_of
+    )
+
+  def _label_of(self, variable):
+    label = super()._label_of(variable)
+    count, unique = 1, label
+    # Two models may have layers of one name.
+    while self._labelled_as(unique) not in (None, id(variable)):
+      count += 1
+      unique = f'{label}#{count}'
+    self._labelled[unique] = weakref.ref(variable)
+    return unique
+
+  def _labelled_as(self, label) -> int | None:
+    reference = self._labelled.get(label)
+    variable = None if reference is None else reference()
+    return None if variable is None else id(variable)
+
+  def variable_of(self, gradient):
+    """The variable of a gradient in a model's step; None if it is unknown."""
+    reference = self._labelled.get(_tf_internal.label_of(gradient))
+    return None if reference is None else reference()
 
   def _trim(self, run, outputs):
     if len(self._devices) > 1 or run.has_rows is None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 from tf_strategies import option_checks, process_group
-from tf_strategies.collectives import algorithms, codecs
+from tf_strategies.collectives import algorithms, compression
 
 _LINKS = ('tcp', 'mpi')
 _COMMUNICATIONS = ('auto', 'ring', 'nccl')
@@ -22,10 +24,13 @@ class RingOptions:
     all_reduce: the algorithm between workers, a name in
       `tfs.collectives.ALGORITHMS`, or 'hierarchical(4)' with the number of
       workers of a host; 'auto' picks it by the size of a bucket and by the hosts.
-    compression: what float gradients that go to an optimizer travel as, a name
-      in `tfs.collectives.CODECS`; all else is exact. Sums are made in float32.
-      'bfloat16' and 'float16' halve the bytes where the network is the limit,
-      and cost precision (8 or 11 bits).
+    compression: what float gradients that go to an optimizer travel as; all else is
+      exact. 'none', or, with half of the bytes, 'bfloat16' or 'float16' (8 or 11
+      bits of precision). 'int8' takes a quarter, 'powersgd(4)' makes matrices
+      products of rank 4, 'topk(0.01)' sends the largest hundredth; what these
+      three leave out each worker adds to its next gradient, and checkpoints have
+      it. A function of a variable that returns such a name chooses for each:
+      `lambda v: 'int8' if len(v.shape) > 1 else 'none'`.
     measure_links: whether workers measure what messages between them cost when they
       meet, some seconds, so that 'auto' chooses by that. Not under
       `tfs.elastic.run`, where they meet often. `tfs.plan` measures by itself.
@@ -40,7 +45,7 @@ class RingOptions:
   link: str = 'tcp'
   bucket_bytes: int = 8 << 20
   all_reduce: str = 'auto'
-  compression: str = 'none'
+  compression: str | Callable[[Any], str] = 'none'
   measure_links: bool = False
   group: process_group.GroupOptions | None = None
 
@@ -48,7 +53,8 @@ class RingOptions:
     option_checks.check_choice('link', self.link, _LINKS)
     option_checks.check_int('bucket_bytes', self.bucket_bytes, 1)
     algorithms.check(self.all_reduce, 'auto')
-    codecs.get(self.compression)
+    if not callable(self.compression):
+      compression.parse(self.compression)
     option_checks.check_bool('measure_links', self.measure_links)
     option_checks.check_type(
       'group',

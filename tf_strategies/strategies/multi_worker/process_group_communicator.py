@@ -8,14 +8,21 @@ import numpy as np
 import tensorflow as tf
 
 from tf_strategies import _tf_internal, errors, process_group
-from tf_strategies.collectives import algorithms, codecs
+from tf_strategies.collectives import algorithms
+from tf_strategies.collectives import compression as compression_lib
+from tf_strategies.keras import gradient_reducer
 from tf_strategies.strategies import communicator
 from tf_strategies.strategies.mirrored import reducer
-from tf_strategies.strategies.multi_worker import collective_queue
+from tf_strategies.strategies.multi_worker import (
+  collective_queue,
+  compressors,
+  gradient_state,
+)
 from tf_strategies.strategies.multi_worker import options as options_lib
 
 # How many of a bucket's tensors a timeline spells out.
 _NAMED = 6
+_WHOLE = compression_lib.parse('none')
 
 
 class ProcessGroupCommunicator(communicator.Communicator):
@@ -31,10 +38,14 @@ class ProcessGroupCommunicator(communicator.Communicator):
     self._local = local
     self._options = options
     self.is_lossy = options.compression != 'none'
-    self._num_chunks = self.capacity
+    num_chunks = self.capacity
     if options.all_reduce != 'auto':
       schedule = algorithms.build(options.all_reduce, self.capacity)
-      self._num_chunks = schedule.num_chunks
+      num_chunks = schedule.num_chunks
+    self._sending = compressors.Sending(
+      options.bucket_bytes, options.all_reduce, num_chunks
+    )
+    self._kept = gradient_state.GradientState(local.devices[0])
 
   @property
   def group(self) -> process_group.ProcessGroup:
@@ -54,18 +65,16 @@ class ProcessGroupCommunicator(communicator.Communicator):
     """See base class."""
     return self.group.world_size
 
-  def all_reduce(self, columns, name, are_gradients=False):
+  def all_reduce(self, columns, name, gradients=None):
     """See base class."""
     several = len(columns) > 1
     tensors = self._local.sum_on_first(columns) if several else columns[0]
     summed = self._all_reduce_host(
-      tensors, 'all_reduce', name, are_gradients, columns[0]
+      tensors, 'all_reduce', name, gradients, columns[0]
     )
     return [summed] * len(columns)
 
-  def all_reduce_replica(
-    self, tensors, replica_id, options, are_gradients=False
-  ):
+  def all_reduce_replica(self, tensors, replica_id, options, gradients=None):
     """See base class: through TensorFlow's collectives between local ones."""
 
     def all_reduce_locally(tensors):
@@ -78,49 +87,82 @@ class ProcessGroupCommunicator(communicator.Communicator):
     tensors = all_reduce_locally(tensors)
     if replica_id == 0:
       tensors = self._all_reduce_host(
-        tensors, 'all_reduce_in_control_flow', 'branch', are_gradients
+        tensors, 'all_reduce_in_control_flow', 'branch', gradients
       )
     else:
       # The group is called once a worker; this replica's share is in it.
       tensors = [tf.zeros_like(t) for t in tensors]
     return all_reduce_locally(tensors)
 
-  def _all_reduce_host(self, tensors, kind, name, are_gradients, told_as=None):
+  def _all_reduce_host(self, tensors, kind, name, gradients, told_as=None):
     """Sums tensors of all workers; `told_as` are those that a timeline names."""
     told_as = tensors if told_as is None else told_as
-    compression = self._options.compression if are_gradients else 'none'
-    codec = codecs.get(compression)
-
-    def bucket(index):
-      def work(group, array):
-        return group.all_reduce(
-          array,
-          name=f'{name}/bucket_{index}',
-          algorithm=self._options.all_reduce,
-          compression=compression,
-        )
-
-      return work
-
+    variables = [None] * len(tensors)
+    if gradients is not None and gradients.variables:
+      variables = gradients.variables
     # One copy from a GPU for each bucket, not for each gradient.
     device = self._local.devices[0]
+
+    def send(requests):
+      return self._queue.call_all(
+        kind,
+        [
+          lambda group, array, i=i, work=r.work: work(
+            group, array, f'{name}/bucket_{i}'
+          )
+          for i, r in enumerate(requests)
+        ],
+        [r.tensor for r in requests],
+        [_names(told_as, r.members) for r in requests],
+        device,
+        [r.shape for r in requests],
+      )
+
+    writes = {}
+    if gradients is not None and gradients.writes is not None:
+      writes = gradients.writes
     with tf.device(device):
-      packed = reducer.pack(
-        [_cast(t, codec) for t in tensors],
-        self._options.bucket_bytes,
-        block=codec.block_length or 1,
-        num_chunks=self._num_chunks,
-      )
-      summed = packed.unpack(
-        self._queue.call_all(
-          kind,
-          [bucket(i) for i in range(len(packed.buckets))],
-          packed.buckets,
-          [_names(told_as, members) for members in packed.members],
-          device,
-        )
-      )
+      items = [
+        self._item(t, v, gradients is not None)
+        for t, v in zip(tensors, variables, strict=True)
+      ]
+      summed = compressors.all_reduce(items, self._sending, send, writes)
+      if gradients is not None and gradients.writes is None:
+        gradient_reducer.write(writes)
       return [tf.cast(s, t.dtype) for s, t in zip(summed, tensors, strict=True)]
+
+  def _item(self, tensor, variable, is_gradient) -> compressors.Item:
+    """How a tensor is sent; what is kept of it needs a variable."""
+    compression = _WHOLE
+    if is_gradient and tensor.dtype.is_floating:
+      compression = self._compression_of(variable)
+    if compression is _WHOLE or not compression.keeps_rest:
+      return compressors.Item(tensor, compression)
+    if variable is None or not compression.applies(tuple(variable.shape)):
+      return compressors.Item(tensor, _WHOLE)
+    kept = self._kept.of(variable, compression)
+    tensor = tf.cast(tensor, kept.rest.dtype)
+    return compressors.Item(tensor, compression, kept)
+
+  def _compression_of(self, variable) -> compression_lib.Compression:
+    """As what gradients of a variable travel; None is any."""
+    chosen = self._options.compression
+    if callable(chosen):
+      chosen = 'none' if variable is None else chosen(variable)
+    return compression_lib.parse(chosen)
+
+  def gradient_state(self, variables):
+    """See base class."""
+    found = {}
+    names = gradient_state.names(variables)
+    for name, variable in zip(names, variables, strict=True):
+      compression = self._compression_of(variable)
+      if compression.keeps_rest and compression.applies(tuple(variable.shape)):
+        kept = self._kept.of(variable, compression)
+        found[f'rest/{name}'] = kept.rest
+        if kept.factor is not None:
+          found[f'factor/{name}'] = kept.factor
+    return found
 
   def combine(self, tensor, op, name, is_report=False):
     """See base class."""
@@ -248,16 +290,6 @@ class ElasticCommunicator(ProcessGroupCommunicator):
     if self.is_member:
       self._queue.group.close()
     self._queue.close()
-
-
-def _cast(tensor, codec):
-  """A tensor in the dtype in which the group gets it."""
-  if tensor.dtype == tf.bool:
-    return tf.cast(tensor, tf.uint8)
-  # Where a codec is a cast, TensorFlow makes it on all cores.
-  if tensor.dtype == tf.float32 and codec.cast_dtype is not None:
-    return tf.cast(tensor, codec.cast_dtype)
-  return tensor
 
 
 def _names(tensors, members) -> str:

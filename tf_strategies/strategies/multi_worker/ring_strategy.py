@@ -129,7 +129,10 @@ class MultiWorkerRingStrategy(strategy.MultiWorkerStrategy):
 def set_up_of(options: options_lib.RingOptions) -> dict[str, object]:
   """What all workers must have alike, by name."""
   names = 'bucket_bytes', 'all_reduce', 'compression', 'measure_links'
-  return {name: getattr(options, name) for name in names}
+  found = {name: getattr(options, name) for name in names}
+  if callable(options.compression):
+    found['compression'] = 'by a function'
+  return found
 
 
 def _form_group(cluster, options):

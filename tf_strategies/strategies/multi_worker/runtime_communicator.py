@@ -50,9 +50,9 @@ class RuntimeCommunicator(communicator.Communicator):
     self._statistics: dict[str, statistics.CallStatistics] = {}
     self._agreements = itertools.count()
 
-  def all_reduce(self, columns, name, are_gradients=False):
+  def all_reduce(self, columns, name, gradients=None):
     """See base class."""
-    del are_gradients
+    del gradients
     if tf.executing_eagerly():
       # Eager ops would run one after the other, and the first would wait for
       # the second forever.
@@ -72,11 +72,9 @@ class RuntimeCommunicator(communicator.Communicator):
     self._count('all_reduce')
     return sums
 
-  def all_reduce_replica(
-    self, tensors, replica_id, options, are_gradients=False
-  ):
+  def all_reduce_replica(self, tensors, replica_id, options, gradients=None):
     """See base class."""
-    del options, are_gradients
+    del options, gradients
     if replica_id == 0:
       self._count('all_reduce_in_control_flow')
     launcher = self._launchers[replica_id]

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import tensorflow as tf
 
+from tf_strategies.keras import gradient_reducer
 from tf_strategies.strategies.mirrored import replica_exchange
 
 
 class WorkerExchange(replica_exchange.ReplicaExchange):
   """Adds up and gathers what the replicas of all workers hold."""
 
-  def __init__(self, reducer, communicator, are_in_order=False):
+  def __init__(self, reducer, communicator, variable_of, are_in_order=False):
     super().__init__(reducer)
+    # Says which variable a tensor is the gradient of.
+    self._variable_of = variable_of
+    # What is kept of gradients when the step is over.
+    self._writes = {}
     self._communicator = communicator
     # Whether the rows of a worker's replicas lie behind each other.
     self._are_in_order = are_in_order
@@ -20,6 +25,14 @@ class WorkerExchange(replica_exchange.ReplicaExchange):
   def rounds_gradients(self):
     """See base class: by a codec that loses precision."""
     return self._communicator.is_lossy
+
+  def _gradients(self, tensors):
+    variables = [self._variable_of(t) for t in tensors]
+    return gradient_reducer.Gradients(variables, self._writes)
+
+  def finish(self):
+    """See base class."""
+    gradient_reducer.write(self._writes)
 
   def gather(self, values, axis, sites):
     """See base class; rows are in the order of their places in the batch."""

@@ -1,0 +1,299 @@
+"""Training with compressed gradients, on real workers: bits, bytes, resuming, NaN."""
+
+import functools
+import tempfile
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from absl.testing import parameterized
+
+import tf_strategies as tfs
+from tests import processes, tiers, virtual_devices
+from tf_strategies.collectives import compression as compression_lib
+
+virtual_devices.configure()
+
+pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
+
+_UNITS, _BATCH, _STEPS = 256, 36, 4
+# So large that gradients of a few units overflow.
+_SCALE = 2.0**126
+_METHODS = ('none', 'int8', 'powersgd(4)', 'topk(0.01)')
+
+
+def _kernels_only(variable):
+  """A function of the variable: biases are exact."""
+  return 'int8' if len(variable.shape) > 1 else 'none'
+
+
+# What `compression` is, by name.
+_CHOICES = {**{m: m for m in _METHODS}, 'function': _kernels_only}
+
+
+def _strategy(name, devices=1):
+  # Buckets that hold several tensors, and tensors that need one of their own.
+  options = tfs.RingOptions(compression=_CHOICES[name], bucket_bytes=1 << 16)
+  return tfs.MultiWorkerRingStrategy(
+    options=options, devices=virtual_devices.names(devices)
+  )
+
+
+def _model(strategy, seed=1, scale=None):
+  keras.backend.clear_session()
+  keras.utils.set_random_seed(seed)
+  with strategy.scope():
+    model = keras.Sequential(
+      [
+        keras.Input([_UNITS]),
+        keras.layers.Dense(_UNITS, 'relu'),
+        keras.layers.Dense(8),
+      ]
+    )
+    optimizer = keras.optimizers.SGD(0.02, momentum=0.9)
+    if scale is not None:
+      optimizer = keras.optimizers.LossScaleOptimizer(optimizer, scale)
+    model.compile(optimizer, 'mse')
+    model.optimizer.build(model.trainable_variables)
+  return model
+
+
+def _data(epoch=0):
+  x = np.random.default_rng(epoch).normal(size=[_STEPS * _BATCH, _UNITS])
+  x = x.astype(np.float32)
+  return x, np.tanh(x[:, :8])
+
+
+def _fit(model, epoch, target_scale=1, **options):
+  x, y = _data(epoch)
+  options = {'batch_size': _BATCH, 'shuffle': False, 'verbose': 0, **options}
+  return model.fit(x, target_scale * y, **options).history['loss']
+
+
+def _kept(strategy, model):
+  """What gradients leave behind: of this worker alone, and of all."""
+  communicator = strategy.extended.communicator
+  kept = communicator.gradient_state(model.trainable_variables)
+  own = {k: v.numpy() for k, v in kept.items() if k.startswith('rest/')}
+  return own, {k: v.numpy() for k, v in kept.items() if k not in own}
+
+
+def _trained(name):
+  """Two epochs of `fit`, and the bytes of each step."""
+  strategy, sent = _strategy(name), []
+  model = _model(strategy)
+  note = keras.callbacks.Callback()
+  note.on_train_batch_end = lambda batch, logs=None: sent.append(
+    strategy.process_group.bytes_sent
+  )
+  _fit(model, 0, callbacks=[note])
+  loss = _fit(model, 1)
+  found = {
+    'weights': model.get_weights(),
+    'kept': _kept(strategy, model),
+    'bytes': np.diff(sent).tolist(),
+    'loss': loss[-1],
+  }
+  strategy.close()
+  return found
+
+
+def _looped(name):
+  """A loop of one's own, on two devices a worker."""
+  strategy = _strategy(name, 2)
+  model = _model(strategy)
+  variables = model.trainable_variables
+
+  def replica_step(x, y):
+    with tf.GradientTape() as tape:
+      loss = tf.reduce_mean(tf.square(model(x) - y))
+    model.optimizer.apply(tape.gradient(loss, variables), variables)
+
+  @tf.function
+  def step(x, y):
+    strategy.run(replica_step, (x, y))
+
+  dataset = tf.data.Dataset.from_tensor_slices(_data()).batch(_BATCH)
+  for batch in strategy.experimental_distribute_dataset(dataset):
+    step(*batch)
+  found = model.get_weights(), _kept(strategy, model)
+  strategy.close()
+  return found
+
+
+def _resumed(name, directory):
+  """One epoch, a checkpoint, and the second one in another strategy."""
+  strategy = _strategy(name)
+  model = _model(strategy)
+  _fit(model, 0)
+  tfs.RunCheckpoint(directory, model).save(epoch=1)
+  strategy.close()
+  strategy = _strategy(name)
+  model = _model(strategy, seed=2)
+  tfs.RunCheckpoint(directory, model).restore()
+  _fit(model, 1)
+  found = model.get_weights(), _kept(strategy, model)
+  strategy.close()
+  return found
+
+
+def _scaled(name):
+  """A loss scale so large that the first steps overflow, and are left out."""
+  strategy = _strategy(name)
+  model = _model(strategy, scale=_SCALE)
+  before = model.get_weights()
+  _fit(model, 0, target_scale=100, epochs=4)
+  found = {
+    'moved': max(
+      np.abs(a - b).max()
+      for a, b in zip(before, model.get_weights(), strict=True)
+    ),
+    'weights': model.get_weights(),
+    'kept': _kept(strategy, model),
+    'scale': float(model.optimizer.dynamic_scale.numpy()),
+  }
+  strategy.close()
+  return found
+
+
+def _work(rank, names, directory):
+  del rank
+  found = {}
+  for name in names:
+    found[name] = {
+      'trained': _trained(name),
+      'looped': _looped(name),
+      'scaled': _scaled(name),
+      'resumed': _resumed(name, f'{directory}/{name}'),
+    }
+  return found
+
+
+# What is trained in the same processes: first what every run of tests needs.
+_GROUPS = ('none', 'int8'), ('powersgd(4)', 'topk(0.01)', 'function')
+
+
+@functools.cache
+def _results_of(count, names):
+  with tempfile.TemporaryDirectory() as directory:
+    args = (names, directory)
+    return processes.run_workers(_work, count, args=args, deadline=300)
+
+
+def _results(count, name):
+  """What each worker found, by what gradients travelled as."""
+  [names] = [names for names in _GROUPS if name in names]
+  return _results_of(count, names)
+
+
+_ROWS = [
+  (2, 'none'),
+  (2, 'int8'),
+  *(
+    tiers.full(*row)
+    for row in (
+      (2, 'powersgd(4)'),
+      (2, 'topk(0.01)'),
+      (2, 'function'),
+      (3, 'int8'),
+      (3, 'powersgd(4)'),
+      (3, 'topk(0.01)'),
+    )
+  ),
+]
+
+
+class CompressedTrainingTest(tf.test.TestCase, parameterized.TestCase):
+  def assert_same(self, one, other):
+    """Two structures, to the bit."""
+    tf.nest.map_structure(np.testing.assert_array_equal, one, other)
+
+  @tiers.parameters(*_ROWS)
+  def test_ranks_end_with_the_same_bits(self, count, name):
+    found = [result[name] for result in _results(count, name)]
+    self.assertLen(found, count)
+    for other in found[1:]:
+      for kind in ('trained', 'scaled'):
+        self.assert_same(found[0][kind]['weights'], other[kind]['weights'])
+        # Rests are each worker's own; factors all have alike.
+        rests, factors = found[0][kind]['kept']
+        self.assert_same(factors, other[kind]['kept'][1])
+        for key, rest in rests.items():
+          self.assertNotAllEqual(rest, other[kind]['kept'][0][key], key)
+      self.assert_same(found[0]['looped'][0], other['looped'][0])
+
+  @tiers.parameters(*_ROWS)
+  def test_a_run_that_is_resumed_is_one_that_was_not(self, count, name):
+    for result in _results(count, name):
+      weights, kept = result[name]['resumed']
+      self.assert_same(weights, result[name]['trained']['weights'])
+      self.assert_same(kept, result[name]['trained']['kept'])
+      if name != 'none':
+        self.assertNotEmpty(kept[0])
+      for rest in kept[0].values():
+        self.assertGreater(np.abs(rest).max(), 0)
+
+  @tiers.parameters(*_ROWS)
+  def test_bytes_are_those_of_the_formulas(self, count, name):
+    shapes = [(_UNITS, _UNITS), (_UNITS,), (_UNITS, 8), (8,)]
+    sent = 0
+    for shape in shapes:
+      chosen = name
+      if name == 'function':
+        chosen = 'int8' if len(shape) > 1 else 'none'
+      parsed = compression_lib.parse(chosen)
+      sent += parsed.bytes_sent(shape, count)
+    for result in _results(count, name)[:1]:
+      steps = result[name]['trained']['bytes']
+      self.assertLen(set(steps), 1)
+      # Beside them: the loss, padding, lengths of what is gathered; and what is as
+      # small as factors are here goes straight to all.
+      extra = steps[0] - sent
+      if name == 'powersgd(4)':
+        extra = steps[0] - sent * count / 2
+      self.assertBetween(extra, 0, 4000, (steps[0], sent))
+
+  @tiers.parameters(*_ROWS)
+  def test_losses_are_near_those_without(self, count, name):
+    del count
+    exact = _results(2, 'none')[0]['none']['trained']
+    found = _results(2, name)[0][name]['trained']
+    limit = {'powersgd(4)': 1.3, 'topk(0.01)': 2.0}.get(name, 1.01)
+    self.assertLess(found['loss'], limit * exact['loss'])
+
+  @tiers.parameters(*_ROWS)
+  def test_loss_scaling_sees_overflows_and_goes_on(self, count, name):
+    for result in _results(count, name):
+      scaled = result[name]['scaled']
+      # Halved at least once, and then it trained.
+      self.assertLess(scaled['scale'], _SCALE)
+      self.assertBetween(scaled['moved'], 1e-4, 100)
+      for rest in scaled['kept'][0].values():
+        self.assertTrue(np.isfinite(rest).all())
+
+  @pytest.mark.full
+  def test_a_function_chooses(self):
+    for result in _results(2, 'function'):
+      rests, _ = result['function']['trained']['kept']
+      self.assertEqual(
+        [key.split('/')[-1] for key in rests], ['kernel', 'kernel']
+      )
+
+
+class OptionsTest(tf.test.TestCase):
+  def test_what_a_function_returns_is_checked(self):
+    strategy = tfs.MultiWorkerRingStrategy(
+      options=tfs.RingOptions(compression=lambda v: 'intt8'),
+      devices=[virtual_devices.name(0)],
+    )
+    model = _model(strategy)
+    with self.assertRaisesRegex(
+      tfs.errors.UnsupportedOptionError, "compression='int8'"
+    ):
+      tfs.RunCheckpoint(self.create_tempdir().full_path, model)
+    strategy.close()
+
+
+if __name__ == '__main__':
+  tf.test.main()
