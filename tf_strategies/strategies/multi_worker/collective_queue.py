@@ -16,7 +16,7 @@ from __future__ import annotations
 import concurrent.futures
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -92,7 +92,7 @@ class CollectiveQueue:
     self,
     kind: str,
     works: Sequence[_Work],
-    tensors: Sequence[tf.Tensor],
+    tensors: Iterable[tf.Tensor],
     contents: Sequence[str],
     device: str,
   ) -> list[tf.Tensor]:
@@ -101,7 +101,8 @@ class CollectiveQueue:
     Args:
       kind: of the collectives.
       works: each makes an array like the one that it gets.
-      tensors: one-dimensional, in the order in which they become ready.
+      tensors: one-dimensional, in the order in which they become ready. Each is
+        taken when the one before is handed over.
       contents: what is in each of them, for the timeline.
       device: of the tensors. To one with memory of its own a result is copied
         while others still travel.
@@ -116,12 +117,11 @@ class CollectiveQueue:
         for work, tensor in zip(works, tensors, strict=True)
       ]
     self._check_not_compiled(kind)
-    handles = [
-      self._start(kind, work, tensor, i == 0, content)
-      for i, (work, tensor, content) in enumerate(
-        zip(works, tensors, contents, strict=True)
-      )
-    ]
+    handles, given, tensors = [], tensors, []
+    for work, tensor, content in zip(works, given, contents, strict=True):
+      is_first = not handles
+      handles.append(self._start(kind, work, tensor, is_first, content))
+      tensors.append(tensor)
 
     def wait(handles, token):
       return self._guard(lambda: (*self._wait(handles), token + 1))

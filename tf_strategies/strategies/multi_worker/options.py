@@ -6,6 +6,7 @@ import dataclasses
 
 from tf_strategies import option_checks, process_group
 from tf_strategies.collectives import algorithms, codecs
+from tf_strategies.strategies.mirrored import shards
 
 _LINKS = ('tcp', 'mpi')
 _COMMUNICATIONS = ('auto', 'ring', 'nccl')
@@ -25,18 +26,25 @@ class RingOptions:
       in `tfs.collectives.CODECS`; all else is exact. Sums are made in float32.
       'bfloat16' and 'float16' halve the bytes where the network is the limit,
       and cost precision (8 or 11 bits).
+    reproducible: whether weights are the same to the bit for any number of workers
+      and any algorithm: the global batch is cut into virtual shards, which workers
+      share out, and sums do not depend on order. True means 8 shards; a number is
+      that of shards, from the number of replicas to 128, and has to be the same in
+      all runs that are to be equal. For the steps of models; see "The same bits"
+      in docs/several_workers.md.
     group: rendezvous, secret and deadlines; None takes the secret from the
       environment.
 
   Raises:
-    UnsupportedOptionError: an unknown link, algorithm or compression, or no
-      bytes.
+    UnsupportedOptionError: an unknown link, algorithm or compression, no bytes,
+      or `reproducible` with a compression.
   """
 
   link: str = 'tcp'
   bucket_bytes: int = 8 << 20
   all_reduce: str = 'auto'
   compression: str = 'none'
+  reproducible: bool | int = False
   group: process_group.GroupOptions | None = None
 
   def __post_init__(self):
@@ -44,6 +52,13 @@ class RingOptions:
     option_checks.check_int('bucket_bytes', self.bucket_bytes, 1)
     algorithms.check(self.all_reduce, 'auto')
     codecs.get(self.compression)
+    if shards.check(self.reproducible):
+      option_checks.check_choice(
+        'compression',
+        self.compression,
+        ('none',),
+        'leave out compression, which rounds sums, or reproducible',
+      )
     option_checks.check_type(
       'group',
       self.group,

@@ -9,6 +9,7 @@ import tensorflow as tf
 from tf_strategies import cluster as cluster_lib
 from tf_strategies import cross_device, option_checks, process_group
 from tf_strategies.cluster import config as config_lib
+from tf_strategies.strategies.mirrored import shards
 from tf_strategies.strategies.mirrored import strategy as mirrored_strategy
 from tf_strategies.strategies.multi_worker import options as options_lib
 from tf_strategies.strategies.multi_worker import (
@@ -100,6 +101,7 @@ class MultiWorkerRingStrategy(strategy.MultiWorkerStrategy):
         make_communicator,
         set_up_of(options),
         resolver,
+        options.reproducible,
       )
     except BaseException:
       # Nobody can close what was never made: the others would wait for this
@@ -127,7 +129,11 @@ class MultiWorkerRingStrategy(strategy.MultiWorkerStrategy):
 def set_up_of(options: options_lib.RingOptions) -> dict[str, object]:
   """What all workers must have alike, by name."""
   names = 'bucket_bytes', 'all_reduce', 'compression'
-  return {name: getattr(options, name) for name in names}
+  set_up = {name: getattr(options, name) for name in names}
+  num_shards = shards.check(options.reproducible)
+  if not num_shards:
+    return set_up
+  return {**set_up, 'reproducible': num_shards, **shards.surroundings()}
 
 
 def _form_group(cluster, options):
