@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -77,6 +78,8 @@ class Site:
     is_home: whether it writes what there is one of in this process.
     main: of several sites of a replica the one that has its state: it writes, and
       computes what is whole. None if this is it.
+    adds_in_order: whether sums of several tensors are made one after the other,
+      which TensorFlow's optimizer may else make in the order of arrival.
     is_mine: whether this process has these rows now; None if surely. If not, no
       block runs here, and what `get` returns is not what it seems.
   """
@@ -91,6 +94,7 @@ class Site:
     parent: Site | None = None,
     main: Site | None = None,
     is_mine: tf.Tensor | None = None,
+    adds_in_order: bool = False,
   ):
     self.device, self.rows, self.replica = device, rows, replica
     self.is_chief, self.is_home = is_chief, is_home
@@ -98,6 +102,7 @@ class Site:
     self.handles: dict[Any, tf.Tensor] = {}
     self.parent = parent
     self.main, self.is_mine = main, is_mine
+    self.adds_in_order = adds_in_order
     self._lengths: dict[tuple, tf.Tensor] = {}
     # What holds rows in place of a site that is no replica, or what is whole.
     self.stand_in: Site | None = main
@@ -112,6 +117,7 @@ class Site:
       self.is_home,
       parent=self,
       main=self.main,
+      adds_in_order=self.adds_in_order,
     )
 
   def template(self, rows: dict[str, tf.Tensor]) -> Site:
@@ -123,6 +129,7 @@ class Site:
       self.is_chief,
       self.is_home,
       main=self.main,
+      adds_in_order=self.adds_in_order,
     )
     site.stand_in = None
     return site
@@ -217,6 +224,8 @@ class Site:
 
   def op(self, node: Node, inputs, attrs=None) -> list[tf.Tensor]:
     """Copies an operation, with other inputs and attributes."""
+    if self.adds_in_order and node.type == 'AddN':
+      return [functools.reduce(tf.add, inputs)]
     graph = tf.compat.v1.get_default_graph()
     _tf_internal.add_functions(node.opaque, graph)
     op = graph.create_op(

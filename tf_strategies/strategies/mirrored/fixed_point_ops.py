@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -27,16 +28,7 @@ def exact_dtype(dtype: tf.DType) -> tf.DType:
 
 def exponents(flat: tf.Tensor) -> tf.Tensor:
   """The exponent of each block of a flat tensor."""
-  form = _format_of(flat.dtype)
-
-  def compute(flat):
-    bits = tf.bitcast(_blocks(flat), form.integer)
-    largest = tf.reduce_max(tf.bitwise.bitwise_and(bits, form.magnitude), 1)
-    return tf.cast(
-      tf.bitwise.right_shift(largest, form.mantissa_bits), form.exponent
-    )
-
-  return _call(compute, flat)
+  return _call(_exponents, _format_of(flat.dtype), 1, flat)
 
 
 def encode(
@@ -44,34 +36,10 @@ def encode(
 ) -> tf.Tensor:
   """The sum of some terms as integers, with the exponents of all terms."""
   form = _format_of(flats[0].dtype)
-
-  def compute(exponents_of_all, *flats):
-    shared = _shared(form, exponents_of_all, num_terms)
-    scale = _power_of_2(form, form.to_scale(num_terms) - shared)
-    total = sum(
-      tf.cast(tf.round(_blocks(flat) * scale), form.integer) for flat in flats
-    )
-    return _flat(total, flats[0])
-
-  def compute_special():
-    rows = [_blocks(flat) for flat in flats]
-    codes = sum(
-      tf.cast(tf.math.is_nan(r) | (r > form.largest), form.integer)
-      * fixed_point.ABOVE
-      + tf.cast(tf.math.is_nan(r) | (r < -form.largest), form.integer)
-      * fixed_point.BELOW
-      for r in rows
-    )
-    is_special = _is_special(form, exponents_of_all)[:, None]
-    finite = [tf.where(is_special, tf.zeros([], r.dtype), r) for r in rows]
-    finite = [_flat(r, flats[0]) for r in finite]
-    integers = _blocks(compute(exponents_of_all, *finite))
-    return _flat(tf.where(is_special, codes, integers), flats[0])
-
   return tf.cond(
     tf.reduce_any(_is_special(form, exponents_of_all)),
-    compute_special,
-    lambda: _call(compute, exponents_of_all, *flats),
+    lambda: _encode_special(form, num_terms, exponents_of_all, *flats),
+    lambda: _call(_encode, form, num_terms, exponents_of_all, *flats),
   )
 
 
@@ -83,32 +51,68 @@ def decode(
 ) -> tf.Tensor:
   """The sum that the sum of all terms' integers stands for."""
   form = _format_of(dtype)
-
-  def compute(exponents_of_all, integers):
-    shared = _shared(form, exponents_of_all, num_terms)
-    unit = _power_of_2(form, shared + form.to_unit(num_terms))
-    return _flat(tf.cast(_blocks(integers), dtype) * unit, integers)
-
-  def compute_special():
-    rows = _blocks(integers)
-    above = tf.bitwise.bitwise_and(rows, fixed_point.BELOW - 1) > 0
-    below = tf.bitwise.right_shift(rows, 16) > 0
-    infinity = tf.where(above, *(tf.constant(s, dtype) for s in _INFINITIES))
-    special = tf.where(
-      tf.not_equal(above, below), infinity, tf.constant(float('nan'), dtype)
-    )
-    is_special = _is_special(form, exponents_of_all)[:, None]
-    sums = _blocks(compute(exponents_of_all, integers))
-    return _flat(tf.where(is_special, special, sums), integers)
-
   return tf.cond(
     tf.reduce_any(_is_special(form, exponents_of_all)),
-    compute_special,
-    lambda: _call(compute, exponents_of_all, integers),
+    lambda: _decode_special(form, num_terms, exponents_of_all, integers),
+    lambda: _call(_decode, form, num_terms, exponents_of_all, integers),
   )
 
 
-_INFINITIES = float('inf'), float('-inf')
+def _exponents(form, num_terms, flat):
+  del num_terms
+  bits = tf.bitcast(_blocks(flat), form.integer)
+  largest = tf.reduce_max(tf.bitwise.bitwise_and(bits, form.magnitude), 1)
+  return tf.cast(
+    tf.bitwise.right_shift(largest, form.mantissa_bits), form.exponent
+  )
+
+
+def _encode(form, num_terms, exponents_of_all, *flats):
+  shared = _shared(form, exponents_of_all, num_terms)
+  scale = _power_of_2(form, form.to_scale(num_terms) - shared)
+  total = sum(
+    tf.cast(tf.round(_blocks(flat) * scale), form.integer) for flat in flats
+  )
+  return _flat(total, flats[0])
+
+
+def _encode_special(form, num_terms, exponents_of_all, *flats):
+  rows = [_blocks(flat) for flat in flats]
+  codes = sum(
+    tf.cast(tf.math.is_nan(r) | (r > form.largest), form.integer)
+    * fixed_point.ABOVE
+    + tf.cast(tf.math.is_nan(r) | (r < -form.largest), form.integer)
+    * fixed_point.BELOW
+    for r in rows
+  )
+  is_special = _is_special(form, exponents_of_all)[:, None]
+  finite = [
+    _flat(tf.where(is_special, tf.zeros([], r.dtype), r), flats[0])
+    for r in rows
+  ]
+  integers = _blocks(_encode(form, num_terms, exponents_of_all, *finite))
+  return _flat(tf.where(is_special, codes, integers), flats[0])
+
+
+def _decode(form, num_terms, exponents_of_all, integers):
+  shared = _shared(form, exponents_of_all, num_terms)
+  unit = _power_of_2(form, shared + form.to_unit(num_terms))
+  return _flat(tf.cast(_blocks(integers), form.dtype) * unit, integers)
+
+
+def _decode_special(form, num_terms, exponents_of_all, integers):
+  rows = _blocks(integers)
+  above = tf.bitwise.bitwise_and(rows, fixed_point.BELOW - 1) > 0
+  below = tf.bitwise.right_shift(rows, 16) > 0
+  plus, minus, nan = (
+    tf.constant(float(name), form.dtype) for name in ('inf', '-inf', 'nan')
+  )
+  special = tf.where(
+    tf.not_equal(above, below), tf.where(above, plus, minus), nan
+  )
+  is_special = _is_special(form, exponents_of_all)[:, None]
+  sums = _blocks(_decode(form, num_terms, exponents_of_all, integers))
+  return _flat(tf.where(is_special, special, sums), integers)
 
 
 def _format_of(dtype: tf.DType) -> fixed_point.Format:
@@ -149,9 +153,21 @@ def _flat(rows, like):
   return flat if flat.shape[0] == like.shape[0] else flat[: like.shape[0]]
 
 
-def _call(compute, *tensors):
+def _call(compute, form, num_terms, *tensors):
   """Calls a function, in which XLA makes one loop over large tensors."""
   length = tensors[-1].shape[0]
   if length is None or length < _COMPILED:
-    return compute(*tensors)
-  return tf.function(compute, autograph=False, jit_compile=True)(*tensors)
+    return compute(form, num_terms, *tensors)
+  compiled = _compiled(compute, form, num_terms, len(tensors), length)
+  return compiled(*tensors)
+
+
+@functools.lru_cache(maxsize=1024)
+def _compiled(compute, form, num_terms, count, length):
+  """One function for each kind of call, which XLA compiles once."""
+  del count, length
+  return tf.function(
+    functools.partial(compute, form, num_terms),
+    autograph=False,
+    jit_compile=True,
+  )

@@ -5,6 +5,9 @@ from the rows of a shard, and how, does not depend on who does it: each shard is
 site of the planned program (see `spmd`), and a replica runs those that are its own.
 What shards have to add up they add up by `ShardExchange`, without rounding. What is
 the same for all rows (an optimizer's update) a replica computes once.
+
+TensorFlow's optimizer of graphs must not round differently where another number of
+shards is in a graph: for the process, its arithmetic optimizer is turned off.
 """
 
 from __future__ import annotations
@@ -90,6 +93,10 @@ class _Sharded:
         f'write reproducible={1 << (most - 1).bit_length()} for all runs that '
         'are to be equal, or use fewer replicas',
       )
+    # It regroups additions by what else there is in a graph, such as other shards.
+    tf.config.optimizer.set_experimental_options(
+      {'arithmetic_optimization': False}
+    )
 
   def _in_multi_worker_mode(self):
     # What steps return, Keras need neither average nor gather.
@@ -152,6 +159,7 @@ class _Sharded:
           is_home=not i and not replica and self.home_device is None,
           main=sites[0] if i else None,
           is_mine=is_mine,
+          adds_in_order=True,
         )
       )
     return sites
