@@ -76,6 +76,26 @@ def digests(state_and_reports) -> tuple[str, str]:
   return digest(values.values()), digest(reports)
 
 
+def add_plain_floats():
+  """A mutation: sums of floats as they come, in place of integers."""
+  from tf_strategies.strategies.mirrored import shard_exchange
+
+  def add(self, columns, sites, are_gradients):
+    del are_gradients
+    by_device = {}
+    for site, column in zip(self._own, columns, strict=True):
+      by_device.setdefault(site.replica, []).append(column)
+    sums = [
+      [tf.add_n(row) for row in zip(*found, strict=True)]
+      for found in by_device.values()
+    ]
+    if self._communicator is not None:
+      sums = self._communicator.all_reduce(sums, 'plain')[:1]
+    return [[tf.add_n(row) for row in zip(*sums, strict=True)]] * len(sites)
+
+  shard_exchange.ShardExchange.add = add
+
+
 def train_as_worker(rank, options, num_devices=1, load=None, **arguments):
   """Trains as one of several workers; returns the digests."""
   del rank

@@ -101,6 +101,12 @@ def run(
       "'tcp', which can form again",
       "write RingOptions(link='tcp'), or train without tfs.elastic",
     )
+  option_checks.check(
+    not ring.reproducible or options.batch == 'global',
+    f'batch={options.batch!r} with reproducible={ring.reproducible!r}',
+    "batch='global': another batch gives other weights",
+    'leave out one of them',
+  )
   cluster = config_lib.given_or_from_env(cluster)
   rank, addresses = MultiWorkerRingStrategy.place_in(cluster)
   group_options = dataclasses.replace(

@@ -375,18 +375,11 @@ class Emitter:
   def _contributions(self, site, tensors):
     """What a replica adds to sums: nothing of a stand-in's rows."""
     parts = [site.get(t) for t in tensors]
+    without = site.contributions(parts)
     counted = [t in self._plan.counted for t in tensors]
-
-    def build():
-      without = site.contributions(parts)
-      return [
-        p if c else w for p, w, c in zip(parts, without, counted, strict=True)
-      ]
-
-    found = site.if_mine(build, parts)
-    for part, own in zip(parts, found, strict=True):
-      own.set_shape(part.shape)
-    return found
+    return [
+      p if c else w for p, w, c in zip(parts, without, counted, strict=True)
+    ]
 
   def _in_kind(self, site, tensor, wanted):
     """A tensor at a site as it is wanted, after the meetings."""

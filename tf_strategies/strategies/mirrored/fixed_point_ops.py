@@ -36,10 +36,8 @@ def encode(
 ) -> tf.Tensor:
   """The sum of some terms as integers, with the exponents of all terms."""
   form = _format_of(flats[0].dtype)
-  return tf.cond(
-    tf.reduce_any(_is_special(form, exponents_of_all)),
-    lambda: _encode_special(form, num_terms, exponents_of_all, *flats),
-    lambda: _call(_encode, form, num_terms, exponents_of_all, *flats),
+  return _unless_special(
+    _encode, _encode_special, form, num_terms, exponents_of_all, *flats
   )
 
 
@@ -51,10 +49,8 @@ def decode(
 ) -> tf.Tensor:
   """The sum that the sum of all terms' integers stands for."""
   form = _format_of(dtype)
-  return tf.cond(
-    tf.reduce_any(_is_special(form, exponents_of_all)),
-    lambda: _decode_special(form, num_terms, exponents_of_all, integers),
-    lambda: _call(_decode, form, num_terms, exponents_of_all, integers),
+  return _unless_special(
+    _decode, _decode_special, form, num_terms, exponents_of_all, integers
   )
 
 
@@ -153,11 +149,26 @@ def _flat(rows, like):
   return flat if flat.shape[0] == like.shape[0] else flat[: like.shape[0]]
 
 
+def _unless_special(compute, compute_any, form, num_terms, shared, *tensors):
+  """What `compute_any` returns, by `compute` where all terms are finite."""
+  if not _is_compiled(tensors[0]):
+    return compute_any(form, num_terms, shared, *tensors)
+  return tf.cond(
+    tf.reduce_any(_is_special(form, shared)),
+    lambda: compute_any(form, num_terms, shared, *tensors),
+    lambda: _call(compute, form, num_terms, shared, *tensors),
+  )
+
+
+def _is_compiled(flat):
+  """Whether XLA makes one loop of what is computed over a tensor."""
+  return flat.shape[0] is not None and flat.shape[0] >= _COMPILED
+
+
 def _call(compute, form, num_terms, *tensors):
-  """Calls a function, in which XLA makes one loop over large tensors."""
-  length = tensors[-1].shape[0]
-  if length is None or length < _COMPILED:
+  if not _is_compiled(tensors[-1]):
     return compute(form, num_terms, *tensors)
+  length = tensors[-1].shape[0]
   compiled = _compiled(compute, form, num_terms, len(tensors), length)
   return compiled(*tensors)
 

@@ -60,19 +60,34 @@ class ShardExchange(emit.Exchange):
     """See base class."""
     del are_gradients
     packed = self._pack(columns[0])
-    sums = _Sums(self._own, self._num_shards, self._largest, packed)
-    flats = [packed.buckets]
-    for site, column in zip(self._own[1:], columns[1:], strict=True):
-      flats.append(self._buckets(site, column, packed))
-    totals = self._over_workers(sums.totals(flats), packed, columns[0], sites)
-    results = []
-    for site, buckets in zip(sites, totals, strict=True):
+    shards: list[_Shard] = []
+    for site, column in zip(self._own, columns, strict=True):
       with tf.device(site.device):
-        tensors = packed.unpack(sums.floats(buckets))
+        shards.append(self._shard(site, column, packed))
+    exponents: list[tf.Tensor | None] = []
+    totals = self._totals(shards, exponents)
+    totals = self._over_workers(totals, packed, columns[0], sites)
+    results = []
+    for site, integers in zip(sites, totals, strict=True):
+      with tf.device(site.device):
+        buckets = [
+          i if e is None else self._decode(i, e, bucket.dtype)
+          for i, e, bucket in zip(
+            integers, exponents, packed.buckets, strict=True
+          )
+        ]
         results.append(
-          [tf.cast(t, o.dtype) for t, o in zip(tensors, columns[0], strict=True)]
+          [
+            tf.cast(t, like.dtype)
+            for t, like in zip(packed.unpack(buckets), columns[0], strict=True)
+          ]
         )
     return results
+
+  def _decode(self, integers, exponents, dtype):
+    return fixed_point_ops.decode(
+      integers, exponents, self._num_shards, dtype
+    )
 
   def _pack(self, column):
     bucket_bytes = _BUCKET_BYTES
@@ -84,31 +99,82 @@ class ShardExchange(emit.Exchange):
       block=fixed_point_ops.BLOCK_LENGTH,
     )
 
-  def _buckets(self, site, column, like):
-    """A shard's tensors in buckets such as the first one's."""
-    with tf.device(site.device):
-      buckets = site.if_mine(lambda: self._pack(column).buckets, like.buckets)
-    for bucket, first in zip(buckets, like.buckets, strict=True):
-      bucket.set_shape(first.shape)
-    return buckets
+  def _shard(self, site, column, like) -> _Shard:
+    """A shard's tensors in buckets such as the first one's, and their exponents."""
+    if site.is_mine is None:
+      buckets = list(self._pack(column).buckets)
+      return _Shard(site, buckets, list(map(_exponents, buckets)))
+    none = [tf.zeros_like(_exponents(bucket)) for bucket in like.buckets]
+    count = len(none)
 
-  def _largest(self, exponents: list[tf.Tensor], name: str) -> tf.Tensor:
-    """The largest exponents among all replicas', of which each device has some."""
+    def build():
+      buckets = self._pack(column).buckets
+      return [*buckets, *map(_exponents, buckets)]
+
+    # Whoever has not the shard adds no exponents, and may not use its buckets.
+    empty = [tf.zeros([0], bucket.dtype) for bucket in like.buckets]
+    found = tf.cond(site.is_mine, build, lambda: [*empty, *none])
+    for bucket, first in zip(found[:count], like.buckets, strict=True):
+      bucket.set_shape(first.shape)
+    return _Shard(site, found[:count], found[count:])
+
+  def _totals(self, shards, exponents) -> Iterator[list[tf.Tensor]]:
+    """For each bucket the sums of each device's shards, as integers.
+
+    Whoever takes one builds the operations of it, so that exponents of a bucket are
+    exchanged behind the sums of the one before. They go to `exponents`, None for a
+    bucket that holds integers anyway.
+    """
+    by_device: dict[int, list[_Shard]] = {}
+    for shard in shards:
+      by_device.setdefault(shard.site.replica, []).append(shard)
+    for i, bucket in enumerate(shards[0].buckets):
+      shared = None
+      if not bucket.dtype.is_integer:
+        shared = self._largest([s.exponents[i] for s in shards], i)
+      exponents.append(shared)
+      totals = []
+      for of_device in by_device.values():
+        with tf.device(of_device[0].site.device):
+          totals.append(self._total(of_device, i, shared))
+      yield totals
+
+  def _total(self, shards, i, shared):
+    """What one device's shards have in a bucket, as integers."""
+
+    def encode(*buckets):
+      if shared is None:
+        return tf.add_n(buckets)
+      return fixed_point_ops.encode(buckets, shared, self._num_shards)
+
+    surely = [s.buckets[i] for s in shards if s.site.is_mine is None]
+    total = encode(*surely)
+    for shard in shards:
+      if shard.site.is_mine is not None:
+        bucket, before = shard.buckets[i], total
+        [total] = tf.cond(
+          shard.site.is_mine,
+          lambda b=bucket, t=before: [t + encode(b)],
+          lambda t=before: [tf.identity(t)],
+        )
+    return total
+
+  def _largest(self, exponents, i: int) -> tf.Tensor:
+    """The largest exponents of a bucket among all shards."""
     with tf.device(self._local.devices[0]):
       largest = functools.reduce(tf.maximum, exponents)
     if self._communicator is None:
       return largest
-    return self._communicator.combine(largest, 'max', f'{name}/exponents')
+    return self._communicator.combine(largest, 'max', f'exponents_{i}')
 
   def _over_workers(
     self, totals: Iterator[list[tf.Tensor]], packed, column, sites
-  ) -> list[list[tf.Tensor]]:
+  ) -> list[Sequence[tf.Tensor]]:
     """The sums of integers that the devices of all workers hold, for each site."""
     if self._communicator is None:
-      return list(
-        zip(*(self._over_devices(t, sites) for t in totals), strict=True)
-      )
-    first = (self._over_devices(t, sites[:1])[0] for t in totals)
+      sums = [self._over_devices(parts, sites) for parts in totals]
+      return list(zip(*sums, strict=True))
+    first = (self._over_devices(parts, sites[:1])[0] for parts in totals)
     summed = self._communicator.all_reduce_buckets(
       first, [[column[i] for i in members] for members in packed.members]
     )
@@ -126,73 +192,15 @@ class ShardExchange(emit.Exchange):
     return [total.values[site.replica or 0] for site in sites]
 
 
-class _Sums:
-  """Buckets of floats as integers and back, with the exponents of all shards.
+class _Shard:
+  """What a shard adds: buckets, and the exponents of those of floats."""
 
-  `largest` makes of each device's exponents those of all devices everywhere.
-  """
+  def __init__(self, site: Site, buckets, exponents):
+    self.site, self.buckets, self.exponents = site, buckets, exponents
 
-  def __init__(self, own, num_shards, largest, packed):
-    self._own, self._num_shards = own, num_shards
-    self._largest, self._packed = largest, packed
-    # Of each bucket; None for one of integers.
-    self._exponents: list[tf.Tensor | None] = []
 
-  def totals(self, flats) -> Iterator[list[tf.Tensor]]:
-    """For each bucket the sums of each device's shards, as integers.
-
-    Whoever takes one builds the operations of it: between workers, the exponents
-    of a bucket are exchanged behind the sums of the one before.
-    """
-    for i, buckets in enumerate(zip(*flats, strict=True)):
-      shared = None
-      if not buckets[0].dtype.is_integer:
-        shared = self._largest(
-          self._by_device(
-            buckets,
-            lambda flats: functools.reduce(
-              tf.maximum, map(fixed_point_ops.exponents, flats)
-            ),
-            tf.maximum,
-          ),
-          f'bucket_{i}',
-        )
-      self._exponents.append(shared)
-      yield self._by_device(
-        buckets, functools.partial(self._encode, shared), tf.add
-      )
-
-  def floats(self, totals) -> list[tf.Tensor]:
-    """Sums of integers as what they stand for."""
-    return [
-      total
-      if shared is None
-      else fixed_point_ops.decode(total, shared, self._num_shards, bucket.dtype)
-      for total, shared, bucket in zip(
-        totals, self._exponents, self._packed.buckets, strict=True
-      )
-    ]
-
-  def _encode(self, shared, flats):
-    if shared is None:
-      return tf.add_n(list(flats))
-    return fixed_point_ops.encode(flats, shared, self._num_shards)
-
-  def _by_device(self, buckets, compute, combine):
-    """`compute` of each device's shards, of one bucket."""
-    by_device: dict[int, list[tuple[Site, tf.Tensor]]] = {}
-    for site, bucket in zip(self._own, buckets, strict=True):
-      by_device.setdefault(site.replica, []).append((site, bucket))
-    results = []
-    for pairs in by_device.values():
-      with tf.device(pairs[0][0].device):
-        result = compute([b for site, b in pairs if site.is_mine is None])
-        for site, bucket in pairs:
-          if site.is_mine is not None:
-            [result] = tf.cond(
-              site.is_mine,
-              lambda r=result, b=bucket: [combine(r, compute([b]))],
-              lambda r=result: [tf.identity(r)],
-            )
-        results.append(result)
-    return results
+def _exponents(bucket):
+  """Those of its blocks; of integers something that nobody uses."""
+  if bucket.dtype.is_integer:
+    return tf.zeros([0], tf.uint8)
+  return fixed_point_ops.exponents(bucket)
