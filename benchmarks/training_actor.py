@@ -62,7 +62,7 @@ class Actor:
 
     Args:
       peer: its name.
-      strategy: 'ring', 'collective' or 'one_device'.
+      strategy: 'ring', 'ring_reproducible', 'collective' or 'one_device'.
       options: of the strategy.
       addresses: 'host:port' of this peer on each worker.
       shape: `width` and `layers` of the model, and `batch_rows`, of the whole

@@ -21,8 +21,8 @@ class Peer:
 
   Attributes:
     name: for flags, tables and JSON.
-    strategy: 'ring', 'collective' or 'one_device'; those of one strategy share
-      their processes.
+    strategy: 'ring', 'ring_reproducible', 'collective' or 'one_device'; those of one
+      strategy share their processes.
     options: of the strategy.
     whole_batch: whether the batch is that of all workers; a part otherwise.
   """
@@ -43,6 +43,9 @@ PEERS = (
   Peer('ring_8mb', 'ring', {'bucket_bytes': 8 * _MIB}),
   Peer('ring_64mb', 'ring', {'bucket_bytes': 64 * _MIB}),
   Peer('ring_8mb_bfloat16', 'ring', {'compression': 'bfloat16'}),
+  # One shard a worker of the two, and what a larger job would share out.
+  Peer('reproducible_2', 'ring_reproducible', {'reproducible': 2}),
+  Peer('reproducible_8', 'ring_reproducible', {'reproducible': 8}),
   Peer(REFERENCE, 'collective', {'max_subdivs_per_device': -1}),
   Peer('collective_8_parts', 'collective', {'max_subdivs_per_device': 8}),
   Peer(WHOLE_BATCH, 'one_device'),

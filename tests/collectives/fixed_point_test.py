@@ -70,7 +70,9 @@ class AnyOrderTest(parameterized.TestCase):
   @parameterized.parameters(('float32', 24), ('float64', 53))
   def test_error_is_bounded_by_the_largest_of_a_block(self, dtype, bits):
     @hypothesis.given(
-      terms=_terms(dtype, allow_nan=False, min_value=-(2.0**90), max_value=2.0**90)
+      terms=_terms(
+        dtype, allow_nan=False, min_value=-(2.0**90), max_value=2.0**90
+      )
     )
     @hypothesis.settings(deadline=None, max_examples=40)
     def check(terms):

@@ -56,9 +56,7 @@ class FixedPointOpsTest(tf.test.TestCase, parameterized.TestCase):
         total = fixed_point_ops.encode(terms[-1:], shared, len(terms))
         if len(terms) > 1:
           total += fixed_point_ops.encode(terms[:-1], shared, len(terms))
-        sums = fixed_point_ops.decode(
-          total, shared, len(terms), terms[0].dtype
-        )
+        sums = fixed_point_ops.decode(total, shared, len(terms), terms[0].dtype)
         return shared, total, sums
 
       found = add([tf.constant(t) for t in terms])

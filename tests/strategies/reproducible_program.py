@@ -43,10 +43,10 @@ def build(learning_rate=1e-3, **options) -> keras.Model:
 
 
 def state(model) -> dict[str, np.ndarray]:
-  """Weights and the optimizer's state, by name."""
+  """Weights and the optimizer's state, by place and name."""
   variables = [*model.weights, *model.optimizer.variables]
   return {
-    f'{i} {v.path}': keras.ops.convert_to_numpy(v)
+    f'{i} {v.name}': keras.ops.convert_to_numpy(v)
     for i, v in enumerate(variables)
   }
 

@@ -18,6 +18,7 @@ from tf_strategies.spmd.plan import Plan
 from tf_strategies.spmd.program import Node, Tensor
 from tf_strategies.spmd.site import Site
 
+
 class Resource(Protocol):
   """What a handle in a program stands for.
 
@@ -450,7 +451,9 @@ class Emitter:
         [value] = tf.cond(
           site.is_mine, lambda s=site: [rows_of(s)], lambda n=nothing: [n]
         )
-        value.set_shape(nothing.shape[:axis] + [None] + nothing.shape[axis + 1:])
+        value.set_shape(
+          nothing.shape[:axis] + [None] + nothing.shape[axis + 1 :]
+        )
         values.append(value)
     return values
 

@@ -99,9 +99,7 @@ class DisagreementTest(parameterized.TestCase):
     tiers.full('fewer_shards_than_workers', 1, (1, 1), 'reproducible=1 with 2'),
   )
   def test_refused(self, reproducible, threads, message):
-    with processes.Workers(
-      _create, 2, args=(reproducible, threads)
-    ) as workers:
+    with processes.Workers(_create, 2, args=(reproducible, threads)) as workers:
       outcomes = workers.wait()
     for outcome in outcomes:
       self.assertIsInstance(

@@ -85,9 +85,7 @@ class ShardExchange(emit.Exchange):
     return results
 
   def _decode(self, integers, exponents, dtype):
-    return fixed_point_ops.decode(
-      integers, exponents, self._num_shards, dtype
-    )
+    return fixed_point_ops.decode(integers, exponents, self._num_shards, dtype)
 
   def _pack(self, column):
     bucket_bytes = _BUCKET_BYTES

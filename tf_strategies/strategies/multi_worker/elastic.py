@@ -316,7 +316,9 @@ class ElasticRingStrategy(ring_strategy.MultiWorkerRingStrategy):
         membership.join, membership.capacity, local, options
       )
 
-    extended_class = shards.extended_class(ElasticExtended, options.reproducible)
+    extended_class = shards.extended_class(
+      ElasticExtended, options.reproducible
+    )
     extended = extended_class(
       self,
       devices,

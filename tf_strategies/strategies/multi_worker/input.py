@@ -128,9 +128,7 @@ class WorkerInput:
 
     def checked(index, fingerprint, batch):
       with tf.control_dependencies([check(index, fingerprint)]):
-        return tf.nest.map_structure(
-          tf.identity, batch, expand_composites=True
-        )
+        return tf.nest.map_structure(tf.identity, batch, expand_composites=True)
 
     whole = dataset.enumerate().map(number).prefetch(1).map(checked)
     whole = input_watch.watch(whole.with_options(_on_demand()))
