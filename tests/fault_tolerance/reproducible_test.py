@@ -41,15 +41,28 @@ class _Workers:
 
   def kill(self, rank: int, steps: int, restarts: bool) -> bool:
     """Kills a worker after so many steps, if it did not end before."""
-    while self.steps(rank) < steps:
-      if not self.processes.is_alive(rank):
-        return False
-      time.sleep(0.01)
+    if not self.wait_until(rank, steps):
+      return False
     self.processes.kill(rank)
     if restarts:
       os.remove(self._path(rank))
       self.processes.start(rank)
     return True
+
+  def wait_until(self, rank: int, steps: int) -> bool:
+    """Waits for so many steps of a worker; False if it ended before."""
+    while self.steps(rank) < steps:
+      if not self.processes.is_alive(rank):
+        return False
+      time.sleep(0.01)
+    return True
+
+  def hurry(self) -> None:
+    """Lets steps take as long as they take from now on."""
+    with open(
+      os.path.join(self._directory.name, reproducible_program.HURRY), 'x'
+    ):
+      pass
 
   def _path(self, rank):
     return os.path.join(self._directory.name, f'steps_{rank}')
@@ -66,7 +79,7 @@ class ReproducibleElasticTest(tf.test.TestCase):
   def want(self, epochs):
     """What one process, in which nothing happens, ends with."""
     strategy = tfs.RingMirroredStrategy(
-      virtual_devices.names(1), reproducible=8
+      virtual_devices.names(1), reproducible=reproducible_program.ELASTIC_SHARDS
     )
     return reproducible_program.train_alone(strategy, epochs)
 
@@ -81,31 +94,36 @@ class ReproducibleElasticTest(tf.test.TestCase):
     return sizes
 
   def test_kills_and_returns(self):
-    epochs = 20
+    epochs = 80
     want = self.want(epochs)
-    with _Workers(epochs, 280, 0.1) as workers:
+    with _Workers(epochs, 280, 0.5) as workers:
       # The chief, which comes back, and one that does not.
-      self.assertTrue(workers.kill(0, 5, restarts=True))
-      self.assertTrue(workers.kill(1, 12, restarts=False))
+      self.assertTrue(workers.kill(0, 3, restarts=True))
+      self.assertTrue(workers.wait_until(0, 2))
+      self.assertTrue(workers.kill(1, 4, restarts=False))
+      workers.hurry()
       outcomes = workers.processes.wait([0, 2])
     sizes = self.assert_digests(outcomes, want)
-    self.assertGreater(max(map(len, sizes)), 1)
+    self.assertGreater(len(sizes[0]), 1)
+    self.assertEqual(sizes[1][-1], 2)
 
   @pytest.mark.soak
   def test_20_kills(self):
     seed = int(os.environ.get('TFS_SEED', random.randrange(10**6)))
     print(f'TFS_SEED={seed}')
     chance = random.Random(seed)
-    epochs = 400
+    epochs = 1000
     want = self.want(epochs)
-    kills = 0
-    with _Workers(epochs, 1500, 0.1) as workers:
-      for _ in range(20):
+    with _Workers(epochs, 3000, 0.5) as workers:
+      for i in range(20):
         victim = chance.randrange(3)
-        kills += workers.kill(victim, chance.randrange(1, 25), restarts=True)
+        self.assertTrue(
+          workers.kill(victim, chance.randrange(1, 5), restarts=True),
+          f'kill {i}',
+        )
+        time.sleep(chance.uniform(0, 4))
+      workers.hurry()
       outcomes = workers.processes.wait()
-    print(f'{kills} kills')
-    self.assertEqual(kills, 20)
     self.assert_digests(outcomes, want)
 
   def test_batch_that_follows_the_workers_is_refused(self):

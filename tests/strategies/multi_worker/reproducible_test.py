@@ -17,10 +17,6 @@ _SHARDS = 8
 _DEADLINE_SECONDS = 280
 
 
-def _set_one_thread():
-  tf.config.threading.set_intra_op_parallelism_threads(1)
-
-
 def _train(count, algorithm, num_devices=1, **arguments):
   """The digests of all workers, and the calls of one."""
   options = {
@@ -90,7 +86,8 @@ class ReproducibleWorkersTest(tf.test.TestCase, parameterized.TestCase):
 def _create(rank, reproducible, threads):
   tf.config.threading.set_intra_op_parallelism_threads(threads[rank])
   options = tfs.RingOptions(reproducible=reproducible)
-  tfs.MultiWorkerRingStrategy(options=options, devices=['CPU:0']).close()
+  devices = virtual_devices.names(1)
+  tfs.MultiWorkerRingStrategy(options=options, devices=devices).close()
 
 
 class DisagreementTest(parameterized.TestCase):
