@@ -53,18 +53,21 @@ class ReproducibleTest(tf.test.TestCase, parameterized.TestCase):
       reproducible_program.add_plain_floats()
       found = {
         reproducible_program.digests(
-          reproducible_program.fit(_create('ring_mirrored', count))
+          reproducible_program.fit(
+            _create('ring_mirrored', count, 4), is_short=True
+          )
         )
-        for count in (1, 4)
+        for count in (1, 2)
       }
     self.assertLen(found, 2)
 
   def test_as_one_device(self):
     state, reports = _of_one()
     want, want_reports = reproducible_program.fit()
-    for name, value in want.items():
-      if 'seed' not in name:
-        np.testing.assert_allclose(state[name], value, 0, 1e-6, err_msg=name)
+    for value, wanted in zip(state, want, strict=True):
+      np.testing.assert_allclose(
+        value.astype('f8'), wanted.astype('f8'), 0, 1e-6
+      )
     for report, wanted in zip(reports, want_reports, strict=True):
       self.assertAllClose(report, wanted, 1e-6, 2e-6)
 
@@ -76,7 +79,9 @@ class ReproducibleTest(tf.test.TestCase, parameterized.TestCase):
   def test_options_of_keras(self, options):
     found = {
       reproducible_program.digests(
-        reproducible_program.fit(_create('ring_mirrored', count), **options)
+        reproducible_program.fit(
+          _create('ring_mirrored', count, 4), is_short=True, **options
+        )
       )
       for count in (1, 3)
     }
@@ -121,7 +126,7 @@ class RefusalsTest(tf.test.TestCase, parameterized.TestCase):
     with self.assertRaisesRegex(
       errors.UnsupportedOptionError, 'distributed over replicas'
     ):
-      model.train_on_batch(*next(iter(distributed)))
+      model.fit(distributed, steps_per_epoch=1, verbose=0)
 
 
 if __name__ == '__main__':
