@@ -23,8 +23,8 @@ class Peer:
 
   Attributes:
     name: for flags, tables and JSON.
-    strategy: 'ring', 'collective', 'one_device', or 'apart' for workers that do
-      not meet; those of one strategy share their processes.
+    strategy: 'ring', 'ring_reproducible', 'collective', 'one_device', or 'apart' for
+      workers that do not meet; those of one strategy share their processes.
     options: of the strategy.
     whole_batch: whether the batch is that of all workers; a part otherwise.
     local_steps: how many steps workers train apart; 0 for none.
@@ -64,6 +64,9 @@ PEERS = (
   Peer('ring_8mb_int8', 'ring', {'compression': 'int8'}),
   Peer('ring_8mb_powersgd', 'ring', {'compression': 'powersgd(4)'}),
   Peer('ring_8mb_topk', 'ring', {'compression': 'topk(0.01)'}),
+  # One shard a worker of the two, and what a larger job would share out.
+  Peer('reproducible_2', 'ring_reproducible', {'reproducible': 2}),
+  Peer('reproducible_8', 'ring_reproducible', {'reproducible': 8}),
   Peer(REFERENCE, 'collective', {'max_subdivs_per_device': -1}),
   Peer('collective_8_parts', 'collective', {'max_subdivs_per_device': 8}),
   Peer(WHOLE_BATCH, 'one_device'),

@@ -107,6 +107,12 @@ def run(
       'links that are not measured each time that workers meet',
       "name what tfs.plan found: RingOptions(all_reduce='ring')",
     )
+  option_checks.check(
+    not ring.reproducible or options.batch == 'global',
+    f'batch={options.batch!r} with reproducible={ring.reproducible!r}',
+    "batch='global': another batch gives other weights",
+    'leave out one of them',
+  )
   cluster = config_lib.given_or_from_env(cluster)
   rank, addresses = MultiWorkerRingStrategy.place_in(cluster)
   group_options = dataclasses.replace(

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import tensorflow as tf
 
 from tf_strategies import _tf_internal
-from tf_strategies.spmd import kinds
-from tf_strategies.spmd import plan as plan_lib
+from tf_strategies.spmd import acting, kinds
 from tf_strategies.spmd import program as program_lib
 from tf_strategies.spmd import site as site_lib
 from tf_strategies.spmd.kinds import AS_IS, WHOLE, Split
 from tf_strategies.spmd.plan import Plan
 from tf_strategies.spmd.program import Node, Tensor
 from tf_strategies.spmd.site import Site
-
-# Stateful to TensorFlow only: each replica computes or checks its own.
-_BRANCHES = ('If', 'While', 'Case')
-_OWN = {'Assert', *_BRANCHES, *(f'Stateless{name}' for name in _BRANCHES)}
 
 
 class Resource(Protocol):
@@ -150,8 +146,11 @@ class Emitter:
       with tf.control_dependencies(
         self._barrier() if block.is_deferred else []
       ):
-        if block.is_compiled or (len(block.sites) > 1 and block.is_shared):
-          self._call(block, users)
+        if block.is_shared and (block.is_compiled or len(block.sites) > 1):
+          self._call(block, block.sites, users)
+        elif any(site.is_mine is not None for site in block.sites):
+          for site in block.sites:
+            self._call(block, [site], users)
         else:
           for node in block.nodes:
             for site in block.sites:
@@ -190,24 +189,26 @@ class Emitter:
       if plan.is_computed(tensor, wanted):
         return
       if plan.meets(tensor, wanted):
-        needs.meetings.setdefault(tensor, set()).add(site)
+        needs.meetings.setdefault(tensor, set()).add(site.main or site)
         for replica in self._replicas:
           ask_node(tensor.node, replica)
       else:
         ask_node(tensor.node, site)
 
     def ask_node(node, site):
-      acts_here = _acts(node) and _runs_at(plan, node, site)
+      acts_here = acting.acts(node) and acting.runs_at(plan, node, site)
       is_replica = site in self._replicas
       if not (is_replica or acts_here or self._is_whole(node)):
         site = self._replicas[0]
+      if site.main is not None and self._is_whole(node):
+        site = site.main
       if node.type != '_Argument':
         needs.nodes.setdefault(node, set()).add(site)
 
     for node in plan.program.nodes:
-      if _acts(node):
+      if acting.acts(node):
         # Where another process does it, this one takes part in what it needs.
-        at = [s for s in self._sites if _runs_at(plan, node, s)]
+        at = [s for s in self._sites if acting.runs_at(plan, node, s)]
         for site in at or self._replicas[:1]:
           ask_node(node, site)
     for tensor, kind in outputs:
@@ -218,7 +219,7 @@ class Emitter:
         continue
       decision = plan.decisions[node]
       for site in list(needs.nodes[node]):
-        if _acts(node) and not _runs_at(plan, node, site):
+        if acting.acts(node) and not acting.runs_at(plan, node, site):
           needs.nodes[node].discard(site)
         for tensor, wanted in zip(node.inputs, decision.wants, strict=True):
           ask(tensor, wanted, site)
@@ -261,9 +262,10 @@ class Emitter:
         )
         if t.node in places and not plan.is_computed(t, wanted)
       }
-      is_shared = _is_alike(plan.decisions[node].bodies.values(), self._sites)
+      sites = tuple(s for s in self._sites if s in needs.nodes[node])
+      is_shared = acting.is_alike(plan.decisions[node].bodies.values(), sites)
       key = (
-        tuple(s for s in self._sites if s in needs.nodes[node]),
+        sites,
         node in plan.deferred,
         is_shared,
         is_shared and self._is_compiled(node),
@@ -297,9 +299,9 @@ class Emitter:
           users.setdefault(tensor, set()).add(id(block))
     return users
 
-  def _call(self, block, users):
-    """Builds a block as a function, once, and calls it at each site."""
-    plan, sites, inside = self._plan, block.sites, set(block.nodes)
+  def _call(self, block, sites, users):
+    """Builds a block as a function, once, and calls it at each of some sites."""
+    plan, inside = self._plan, set(block.nodes)
     given: dict[Any, list[tf.Tensor]] = {}
     for node in block.nodes:
       wants = plan.decisions[node].wants
@@ -345,7 +347,10 @@ class Emitter:
       )
     for site, own_rows, arguments in zip(sites, rows, columns, strict=True):
       with tf.device(site.device):
-        built = function(own_rows, list(arguments))
+        built = site.if_mine(
+          functools.partial(function, own_rows, list(arguments)),
+          function.outputs,
+        )
       for tensor, output in zip(results, built, strict=True):
         site_lib.set_own_shape(output, tensor, plan.values[tensor])
         site.tensors[tensor, AS_IS] = output
@@ -417,7 +422,9 @@ class Emitter:
       sites = [s for s in self._sites if s in pending[tensor]]
       if isinstance(kind, Split):
         axis = kind.axis
-        values = [s.real_rows(s.get(tensor), axis) for s in self._replicas]
+        values = self._rows_of_all(
+          axis, lambda s, t=tensor, a=axis: s.real_rows(s.get(t), a)
+        )
         results = self._exchange.gather(values, axis, sites)
       elif kind.op == 'first':
         # What there is one of, beside the replicas, has done it by itself.
@@ -432,6 +439,24 @@ class Emitter:
     for tensor in ready:
       del pending[tensor]
 
+  def _rows_of_all(self, axis, rows_of):
+    """What `rows_of` returns for each replica's site; nothing of others' rows."""
+    values = []
+    for site in self._replicas:
+      with tf.device(site.device):
+        if site.is_mine is None:
+          values.append(rows_of(site))
+          continue
+        nothing = tf.split(values[0], [0, -1], axis)[0]
+        [value] = tf.cond(
+          site.is_mine, lambda s=site: [rows_of(s)], lambda n=nothing: [n]
+        )
+        value.set_shape(
+          nothing.shape[:axis] + [None] + nothing.shape[axis + 1 :]
+        )
+        values.append(value)
+    return values
+
   def _reduce(self, tensor, op, sites):
     reduce = {
       'max': tf.reduce_max,
@@ -440,52 +465,20 @@ class Emitter:
       'all': tf.reduce_all,
       'any': tf.reduce_any,
     }[op]
-    values = []
-    for site in self._replicas:
-      with tf.device(site.device):
-        value = site.get(tensor)[None]
-        if site.rows.real is not None:
-          value = value[: tf.minimum(site.rows.real, 1)]
-        values.append(value)
+
+    def value_of(site):
+      value = site.get(tensor)[None]
+      if site.rows.real is not None:
+        value = value[: tf.minimum(site.rows.real, 1)]
+      return value
+
+    values = self._rows_of_all(0, value_of)
     gathered = self._exchange.gather(values, 0, sites)
     results = []
     for site, value in zip(sites, gathered, strict=True):
       with tf.device(site.device):
         results.append(reduce(value, 0))
     return results
-
-
-def _acts(node) -> bool:
-  """Whether a node does more than compute and read."""
-  return node.is_stateful and node.type not in plan_lib.READS
-
-
-def _runs_at(plan, node, site) -> bool:
-  """Whether a node that acts does so at a site."""
-  if node.type in _OWN:
-    return site.replica is not None or site.is_home
-  resources = [plan.values[t].resource for t in node.inputs]
-  resources = [r for r in resources if r is not None]
-  if not resources:
-    # What only the first has is done once; what has rows is done on all of them.
-    found = [plan.values[t].kind for t in node.outputs]
-    if found and kinds.FIRST not in found:
-      return site.replica is not None or site.is_home
-    return site.is_chief
-  if any(r.is_single for r in resources):
-    return site.is_home
-  return site.replica is not None
-
-
-def _is_alike(bodies, sites) -> bool:
-  """Whether branches and loops do the same at every site."""
-  for plan in bodies:
-    for node, decision in plan.decisions.items():
-      if _acts(node) and len({_runs_at(plan, node, s) for s in sites}) > 1:
-        return False
-      if not _is_alike(decision.bodies.values(), sites):
-        return False
-  return True
 
 
 def run_body(plan: Plan, site: Site, arguments: Sequence[tf.Tensor], kinds_of):

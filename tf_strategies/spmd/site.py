@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -75,6 +76,12 @@ class Site:
     replica: its number in this process; None if it is none.
     is_chief: whether it does what is done once in all processes.
     is_home: whether it writes what there is one of in this process.
+    main: of several sites of a replica the one that has its state: it writes, and
+      computes what is whole. None if this is it.
+    adds_in_order: whether sums of several tensors are made one after the other,
+      which TensorFlow's optimizer may else make in the order of arrival.
+    is_mine: whether this process has these rows now; None if surely. If not, no
+      block runs here, and what `get` returns is not what it seems.
   """
 
   def __init__(
@@ -85,25 +92,47 @@ class Site:
     is_chief: bool = False,
     is_home: bool = False,
     parent: Site | None = None,
+    main: Site | None = None,
+    is_mine: tf.Tensor | None = None,
+    adds_in_order: bool = False,
   ):
     self.device, self.rows, self.replica = device, rows, replica
     self.is_chief, self.is_home = is_chief, is_home
     self.tensors: dict[tuple[Tensor, Any], tf.Tensor] = {}
     self.handles: dict[Any, tf.Tensor] = {}
     self.parent = parent
+    self.main, self.is_mine = main, is_mine
+    self.adds_in_order = adds_in_order
     self._lengths: dict[tuple, tf.Tensor] = {}
-    # What holds rows in place of a site that is no replica.
-    self.stand_in: Site | None = None
+    # What holds rows in place of a site that is no replica, or what is whole.
+    self.stand_in: Site | None = main
 
   def inner(self) -> Site:
     """The same place inside of a branch or loop."""
     return Site(
-      self.device, self.rows, self.replica, self.is_chief, self.is_home, self
+      self.device,
+      self.rows,
+      self.replica,
+      self.is_chief,
+      self.is_home,
+      parent=self,
+      main=self.main,
+      adds_in_order=self.adds_in_order,
     )
 
   def template(self, rows: dict[str, tf.Tensor]) -> Site:
     """What stands for this and other places in a function that gets `rows`."""
-    return Site(None, Rows(**rows), self.replica, self.is_chief, self.is_home)
+    site = Site(
+      None,
+      Rows(**rows),
+      self.replica,
+      self.is_chief,
+      self.is_home,
+      main=self.main,
+      adds_in_order=self.adds_in_order,
+    )
+    site.stand_in = None
+    return site
 
   def handle(self, resource) -> tf.Tensor:
     """The handle of a variable, or of another object."""
@@ -195,6 +224,8 @@ class Site:
 
   def op(self, node: Node, inputs, attrs=None) -> list[tf.Tensor]:
     """Copies an operation, with other inputs and attributes."""
+    if self.adds_in_order and node.type == 'AddN':
+      return [functools.reduce(tf.add, inputs)]
     graph = tf.compat.v1.get_default_graph()
     _tf_internal.add_functions(node.opaque, graph)
     op = graph.create_op(
@@ -260,6 +291,22 @@ class Site:
 
   # Without rows, a replica computes with a stand-in, which must not count.
 
+  def if_mine(self, build, like: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """The tensors that `build` returns, if this process has these rows now.
+
+    If not, nothing is computed, and nobody may use the results: they are tensors
+    without elements, of the dtypes and numbers of axes of `like`.
+    """
+    if self.is_mine is None:
+      return build()
+    # With one result more, as a branch has to have one.
+    *results, _ = tf.cond(
+      self.is_mine,
+      lambda: [*build(), tf.constant(0)],
+      lambda: [*map(_nothing_like, like), tf.constant(0)],
+    )
+    return results
+
   def if_real(self, build, otherwise):
     """What `build` returns if this replica has rows, else `otherwise()`."""
     if self.rows.real is None:
@@ -301,6 +348,15 @@ class Site:
       result = tf.slice(tensor, begins, sizes)
     _set_shape_but(result, tensor, axis)
     return result
+
+
+def _nothing_like(tensor: tf.Tensor) -> tf.Tensor:
+  if tensor.dtype == tf.variant:
+    return tf.raw_ops.EmptyTensorList(
+      element_shape=-1, max_num_elements=-1, element_dtype=tf.float32
+    )
+  rank = tensor.shape.rank
+  return tf.zeros([0] * (1 if rank is None else rank), tensor.dtype)
 
 
 def _rank(tensor: tf.Tensor) -> int | tf.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -34,6 +34,10 @@ class Communicator(abc.ABC):
     """The most workers that there can be while the strategy lives."""
     return self.world_size
 
+  def place(self) -> tuple[Any, Any]:
+    """`rank` and `world_size`; tensors if they may change while graphs live."""
+    return self.rank, self.world_size
+
   @abc.abstractmethod
   def all_reduce(
     self,
@@ -53,6 +57,26 @@ class Communicator(abc.ABC):
       As `columns`, the sums; on one worker they may be on the first device.
       None is there before all are: what follows happens with all or none.
     """
+
+  # The most bytes that are worth to travel together.
+  bucket_bytes: int = 8 << 20
+
+  def all_reduce_buckets(
+    self,
+    buckets: Iterable[tf.Tensor],
+    contents: Sequence[Sequence[tf.Tensor]],
+  ) -> list[tf.Tensor]:
+    """Sums one-dimensional tensors of the first local device over all workers.
+
+    Args:
+      buckets: each is taken, and so may be built, when the one before is on its
+        way.
+      contents: the tensors that are in each, for the timeline.
+
+    Returns:
+      The sums, none of which is there before all are.
+    """
+    raise NotImplementedError
 
   @abc.abstractmethod
   def all_reduce_replica(

@@ -12,7 +12,7 @@ from tf_strategies.cross_device import statistics
 from tf_strategies.strategies.central_storage import variables
 from tf_strategies.strategies.mirrored import devices as devices_lib
 from tf_strategies.strategies.mirrored import extended as mirrored_extended
-from tf_strategies.strategies.mirrored import reducer, replica_run
+from tf_strategies.strategies.mirrored import reducer, replica_run, shards
 from tf_strategies.strategies.mirrored import strategy as mirrored_strategy
 
 
@@ -51,10 +51,12 @@ class CentralStorageStrategy(
     cross_device_ops: how values are reduced; default `NaiveAllReduce()`, which
       adds on the first device. Gradients of a `tfs.keras.DistributedOptimizer`
       go to the parameter device only.
+    reproducible: as of `tfs.RingOptions`: the same bits for any number of compute
+      devices.
 
   Raises:
-    UnsupportedOptionError: a device that is not there or listed twice, or a
-      `cross_device_ops` that is none; when a model is trained, an optimizer
+    UnsupportedOptionError: a device that is not there or listed twice, a
+      `cross_device_ops` that is none, or fewer virtual shards than devices; when a model is trained, an optimizer
       option that is wrong without `tfs.keras.DistributedOptimizer`.
   """
 
@@ -63,13 +65,15 @@ class CentralStorageStrategy(
     compute_devices=None,
     parameter_device: str | tf.config.LogicalDevice | None = None,
     cross_device_ops: tf.distribute.CrossDeviceOps | None = None,
+    reproducible: bool | int = False,
   ):
     if cross_device_ops is None:
       cross_device_ops = cross_device.NaiveAllReduce()
     mirrored_strategy.check_cross_device_ops(cross_device_ops)
     devices = devices_lib.resolve_devices(compute_devices)
+    extended_class = shards.extended_class(CentralStorageExtended, reproducible)
     super().__init__(
-      CentralStorageExtended(
+      extended_class(
         self,
         devices,
         _resolve_parameter_device(parameter_device, devices),

@@ -12,6 +12,7 @@ import contextlib
 import functools
 import itertools
 import weakref
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -20,10 +21,13 @@ from absl import logging
 from tf_strategies import _keras_internal, _tf_internal, errors
 from tf_strategies.cross_device import links
 from tf_strategies.keras import gradient_reducer, optimizer_checks
+from tf_strategies.monitoring import input_watch
+from tf_strategies.spmd import emit
 from tf_strategies.spmd import site as site_lib
 from tf_strategies.strategies.mirrored import (
   empty_replicas,
   host_input,
+  host_iterator,
   replica_exchange,
   replica_run,
   variables,
@@ -202,6 +206,17 @@ class ExactMirroredExtended(
           found.append(site_lib.rows_or_stand_in(real, start, total))
     return found
 
+  def sites_of(self, leaves) -> list[site_lib.Site]:
+    """Where a step is built for the replicas of this process; see `spmd`."""
+    sites = []
+    for i, (device, rows) in enumerate(
+      zip(self.worker_devices, self.rows_of(leaves), strict=True)
+    ):
+      is_chief = i == 0 and self.does_what_is_done_once
+      is_home = i == 0 and self.home_device is None
+      sites.append(site_lib.Site(device, rows, i, is_chief, is_home))
+    return sites
+
   def static_length(self, leaves) -> int | None:
     """The number of rows of a batch, if it is known before a step runs."""
     counts, _ = self._places_of_rows(leaves)
@@ -259,8 +274,16 @@ class ExactMirroredExtended(
   def count_reads(self, reads) -> None:
     """Is told which central variables each replica reads in a step."""
 
-  def exchange(self) -> replica_exchange.ReplicaExchange:
-    """How the replicas of a step meet."""
+  def place(self) -> tuple[Any, Any]:
+    """This process's rank among the workers, and their number."""
+    return 0, 1
+
+  # The most workers that there can be.
+  most_workers = 1
+
+  def exchange(self, sites=()) -> emit.Exchange:
+    """How the replicas of a step meet, which have some sites."""
+    del sites
     return replica_exchange.ReplicaExchange(self._reducer)
 
   def _call_function(self, function, args, kwargs):
@@ -308,6 +331,11 @@ class ExactMirroredExtended(
       for i, v in enumerate(finite.values)
     ]
     return tf.reduce_all(tf.stack(answers))
+
+  def whole_batches(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """A model's batches for replicas that all get all rows."""
+    dataset = host_input.of_any_length(dataset).prefetch(1)
+    return host_iterator.HostDataset(input_watch.watch(dataset))
 
   def _experimental_distribute_dataset(self, dataset, options):
     is_plain = isinstance(dataset, tf.data.Dataset) and options is None

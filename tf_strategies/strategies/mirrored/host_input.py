@@ -117,6 +117,24 @@ def distribute(dataset: tf.data.Dataset, num_replicas: int) -> tf.data.Dataset:
   return host_iterator.HostDataset(distributed)
 
 
+def of_any_length(dataset: tf.data.Dataset) -> tf.data.Dataset:
+  """The same batches, of which no graph knows the number of rows before it runs.
+
+  What TensorFlow knows of a shape may change how it rounds.
+  """
+
+  def forget(value):
+    if not isinstance(value, tf.Tensor) or not value.shape.rank:
+      return value
+    shape = [None, *value.shape[1:]]
+    return tf.compat.v1.placeholder_with_default(value, shape)
+
+  def forget_all(*batch):
+    return tf.nest.map_structure(forget, unwrap(dataset, batch))
+
+  return dataset.map(forget_all)
+
+
 def unwrap(dataset: tf.data.Dataset, batch: tuple):
   """What a data set yields, of the arguments that its functions get."""
   return batch if type(dataset.element_spec) is tuple else batch[0]

@@ -7,7 +7,7 @@ import tensorflow as tf
 from tf_strategies import _tf_internal, cross_device, errors
 from tf_strategies.strategies.mirrored import devices as devices_lib
 from tf_strategies.strategies.mirrored import extended as extended_lib
-from tf_strategies.strategies.mirrored import whole_batch
+from tf_strategies.strategies.mirrored import shards, whole_batch
 
 
 class ExactStrategy:
@@ -95,21 +95,26 @@ class RingMirroredStrategy(ExactStrategy, tf.distribute.MirroredStrategy):
   Args:
     devices: such as ['GPU:0']; None means all GPUs, or else all logical CPUs.
     cross_device_ops: how values are reduced; default `RingAllReduce()`.
+    reproducible: as of `tfs.RingOptions`: the same bits for any number of devices.
 
   Raises:
-    UnsupportedOptionError: a device that is not there or listed twice, or a
-      `cross_device_ops` that is none.
+    UnsupportedOptionError: a device that is not there or listed twice, a
+      `cross_device_ops` that is none, or fewer virtual shards than devices.
   """
 
   def __init__(
     self,
     devices=None,
     cross_device_ops: tf.distribute.CrossDeviceOps | None = None,
+    reproducible: bool | int = False,
   ):
     if cross_device_ops is None:
       cross_device_ops = cross_device.RingAllReduce()
     check_cross_device_ops(cross_device_ops)
-    extended = extended_lib.ExactMirroredExtended(
+    extended_class = shards.extended_class(
+      extended_lib.ExactMirroredExtended, reproducible
+    )
+    extended = extended_class(
       self, devices_lib.resolve_devices(devices), cross_device_ops
     )
     # MirroredStrategy's own __init__ would build its own extended.

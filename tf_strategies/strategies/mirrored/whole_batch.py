@@ -195,7 +195,7 @@ class Step:
     compiled = frozenset()
     if self._compiles:
       compiled = _tf_internal.compiled_operations(self._devices[0])
-    exchange = self._extended.exchange()
+    exchange = self._extended.exchange(sites)
     emitter = emit.Emitter(planned, sites, exchange, compiled)
     results = emitter.run(wanted)
     with tf.control_dependencies(emitter.met):
@@ -337,14 +337,7 @@ class Step:
   # What the step gets.
 
   def _sites(self, leaves):
-    home, found = self._extended.home_device, self._extended.rows_of(leaves)
-    sites = []
-    for replica, (device, rows) in enumerate(
-      zip(self._devices, found, strict=True)
-    ):
-      is_chief = replica == 0 and self._extended.does_what_is_done_once
-      is_home = replica == 0 and home is None
-      sites.append(site_lib.Site(device, rows, replica, is_chief, is_home))
+    home, sites = self._extended.home_device, self._extended.sites_of(leaves)
     if home is not None:
       sites.append(site_lib.Site(home, sites[0].rows, is_home=True))
     return sites

@@ -16,7 +16,7 @@ from __future__ import annotations
 import concurrent.futures
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -93,7 +93,7 @@ class CollectiveQueue:
     self,
     kind: str,
     works: Sequence[_Work],
-    tensors: Sequence[tf.Tensor],
+    tensors: Iterable[tf.Tensor],
     contents: Sequence[str],
     device: str,
     shapes: Sequence[Sequence[int | None]] | None = None,
@@ -103,7 +103,8 @@ class CollectiveQueue:
     Args:
       kind: of the collectives.
       works: each makes an array of the dtype of the one that it gets.
-      tensors: one-dimensional, in the order in which they become ready.
+      tensors: one-dimensional, in the order in which they become ready. Each is
+        taken when the one before is handed over.
       contents: what is in each of them, for the timeline.
       device: of the tensors. To one with memory of its own a result is copied
         while others still travel.
@@ -119,13 +120,12 @@ class CollectiveQueue:
         for work, tensor in zip(works, tensors, strict=True)
       ]
     communicator.check_not_compiled(kind)
+    handles, given, tensors = [], tensors, []
+    for work, tensor, content in zip(works, given, contents, strict=True):
+      is_first = not handles
+      handles.append(self._start(kind, work, tensor, is_first, content))
+      tensors.append(tensor)
     shapes = [t.shape for t in tensors] if shapes is None else shapes
-    handles = [
-      self._start(kind, work, tensor, i == 0, content)
-      for i, (work, tensor, content) in enumerate(
-        zip(works, tensors, contents, strict=True)
-      )
-    ]
 
     def wait(handles, token):
       return self._guard(lambda: (*self._wait(handles), token + 1))

@@ -17,7 +17,7 @@ from tf_strategies import _keras_internal, cross_device
 from tf_strategies.monitoring import input_watch
 from tf_strategies.spmd import site as site_lib
 from tf_strategies.strategies.mirrored import extended as mirrored_extended
-from tf_strategies.strategies.mirrored import replica_exchange
+from tf_strategies.strategies.mirrored import replica_exchange, shards
 from tf_strategies.strategies.multi_worker import extended as extended_lib
 from tf_strategies.strategies.multi_worker import input as input_lib
 from tf_strategies.strategies.multi_worker import options as options_lib
@@ -108,8 +108,9 @@ class ElasticExtended(extended_lib.MultiWorkerExtended):
     # What steps return, Keras need neither average nor gather.
     return False
 
-  def exchange(self):
+  def exchange(self, sites=()):
     """See base class."""
+    del sites
     return worker_exchange.WorkerExchange(
       self._reducer, self.communicator, self.variable_of, are_in_order=True
     )
@@ -172,6 +173,11 @@ class ElasticExtended(extended_lib.MultiWorkerExtended):
     for variable in variables:
       if replica_exchange.is_sum(variable):
         variable.hold_whole()
+
+  def whole_batches(self, dataset):
+    """See base class."""
+    input_lib.check_same_data(dataset)
+    return WholeBatches(dataset)
 
   def _experimental_distribute_dataset(self, dataset, options):
     if _keras_internal.is_for_model() and input_lib.is_same_data(dataset):
@@ -312,7 +318,10 @@ class ElasticRingStrategy(ring_strategy.MultiWorkerRingStrategy):
         membership.join, membership.capacity, local, options
       )
 
-    extended = ElasticExtended(
+    extended_class = shards.extended_class(
+      ElasticExtended, options.reproducible
+    )
+    extended = extended_class(
       self,
       devices,
       cross_device.AutoAllReduce(),

@@ -154,8 +154,22 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
     """See base class: the chief."""
     return self.communicator.rank == 0
 
-  def exchange(self):
+  def place(self):
     """See base class."""
+    return self.communicator.place()
+
+  @property
+  def most_workers(self):
+    """See base class."""
+    return self.communicator.capacity
+
+  def whole_batches(self, dataset):
+    """See base class; that workers have the same batches is checked."""
+    return self._input.whole(dataset)
+
+  def exchange(self, sites=()):
+    """See base class."""
+    del sites
     return worker_exchange.WorkerExchange(
       self._reducer, self.communicator, self.variable_of
     )

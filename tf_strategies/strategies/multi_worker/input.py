@@ -113,6 +113,27 @@ class WorkerInput:
     distributed = input_watch.watch(distributed.with_options(_on_demand()))
     return host_iterator.HostDataset(distributed)
 
+  def whole(self, dataset) -> tf.data.Dataset:
+    """Every worker has all rows of the same batches."""
+    check_same_data(dataset)
+    dataset, check = host_input.of_any_length(dataset), self._make_check()
+
+    def number(index, batch):
+      fingerprint = tf.cond(
+        _is_compared(index),
+        lambda: _fingerprint(batch),
+        lambda: tf.constant(0, tf.int64),
+      )
+      return index, fingerprint, batch
+
+    def checked(index, fingerprint, batch):
+      with tf.control_dependencies([check(index, fingerprint)]):
+        return tf.nest.map_structure(tf.identity, batch, expand_composites=True)
+
+    whole = dataset.enumerate().map(number).prefetch(1).map(checked)
+    whole = input_watch.watch(whole.with_options(_on_demand()))
+    return host_iterator.HostDataset(whole)
+
   def split(self, batch):
     """The parts of a global batch for this worker's replicas; all rows.
 
@@ -249,6 +270,16 @@ def is_same_data(dataset: tf.data.Dataset) -> bool:
     _Policy.FILE,
     _Policy.OFF,
   )
+
+
+def check_same_data(dataset: tf.data.Dataset) -> None:
+  """Raises UnsupportedOptionError for data that each worker has of its own."""
+  if not is_same_data(dataset):
+    raise errors.UnsupportedOptionError(
+      'AutoShardPolicy.FILE or OFF with reproducible',
+      'the same global batches on every worker',
+      'set AutoShardPolicy.DATA, or leave out reproducible',
+    )
 
 
 def check_same_batch(communicator, tag: str, what: str, batch) -> None:

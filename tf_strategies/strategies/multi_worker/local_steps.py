@@ -245,8 +245,9 @@ class _View:
   _places_of_rows = mirrored_extended.ExactMirroredExtended._places_of_rows
   _shares_of_plain = mirrored_extended.ExactMirroredExtended._shares_of_plain
 
-  def exchange(self):
+  def exchange(self, sites=()):
     """How the replicas of this worker meet."""
+    del sites
     return replica_exchange.ReplicaExchange(self._reducer)
 
   @contextlib.contextmanager

@@ -8,6 +8,7 @@ from typing import Any
 
 from tf_strategies import option_checks, process_group
 from tf_strategies.collectives import algorithms, compression
+from tf_strategies.strategies.mirrored import shards
 
 _LINKS = ('tcp', 'mpi')
 _COMMUNICATIONS = ('auto', 'ring', 'nccl')
@@ -34,12 +35,18 @@ class RingOptions:
     measure_links: whether workers measure what messages between them cost when they
       meet, some seconds, so that 'auto' chooses by that. Not under
       `tfs.elastic.run`, where they meet often. `tfs.plan` measures by itself.
+    reproducible: whether weights are the same to the bit for any number of workers
+      and any algorithm: the global batch is cut into virtual shards, which workers
+      share out, and sums do not depend on order. True means 8 shards; a number is
+      that of shards, from the number of replicas to 128, and has to be the same in
+      all runs that are to be equal. For the steps of models; see "The same bits"
+      in docs/several_workers.md.
     group: rendezvous, secret and deadlines; None takes the secret from the
       environment.
 
   Raises:
-    UnsupportedOptionError: an unknown link, algorithm or compression, or no
-      bytes.
+    UnsupportedOptionError: an unknown link, algorithm or compression, no bytes,
+      or `reproducible` with a compression.
   """
 
   link: str = 'tcp'
@@ -47,6 +54,7 @@ class RingOptions:
   all_reduce: str = 'auto'
   compression: str | Callable[[Any], str] = 'none'
   measure_links: bool = False
+  reproducible: bool | int = False
   group: process_group.GroupOptions | None = None
 
   def __post_init__(self):
@@ -56,6 +64,13 @@ class RingOptions:
     if not callable(self.compression):
       compression.parse(self.compression)
     option_checks.check_bool('measure_links', self.measure_links)
+    option_checks.check(
+      not shards.check(self.reproducible) or self.compression == 'none',
+      f'compression={self.compression!r} with '
+      f'reproducible={self.reproducible!r}',
+      "compression='none': it rounds sums",
+      'leave out one of them',
+    )
     option_checks.check_type(
       'group',
       self.group,

@@ -9,6 +9,7 @@ import tensorflow as tf
 from tf_strategies import cluster as cluster_lib
 from tf_strategies import cross_device, option_checks, process_group
 from tf_strategies.cluster import config as config_lib
+from tf_strategies.strategies.mirrored import shards
 from tf_strategies.strategies.mirrored import strategy as mirrored_strategy
 from tf_strategies.strategies.multi_worker import options as options_lib
 from tf_strategies.strategies.multi_worker import (
@@ -102,6 +103,7 @@ class MultiWorkerRingStrategy(strategy.MultiWorkerStrategy):
         make_communicator,
         set_up_of(options),
         resolver,
+        options.reproducible,
       )
     except BaseException:
       # Nobody can close what was never made: the others would wait for this
@@ -132,6 +134,9 @@ def set_up_of(options: options_lib.RingOptions) -> dict[str, object]:
   found = {name: getattr(options, name) for name in names}
   if callable(options.compression):
     found['compression'] = 'by a function'
+  num_shards = shards.check(options.reproducible)
+  if num_shards:
+    found |= {'reproducible': num_shards, **shards.surroundings()}
   return found
 
 

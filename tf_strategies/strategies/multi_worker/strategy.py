@@ -11,7 +11,7 @@ from absl import logging
 from tf_strategies import _tf_internal, errors, process_group
 from tf_strategies import cluster as cluster_lib
 from tf_strategies.strategies.mirrored import devices as devices_lib
-from tf_strategies.strategies.mirrored import host_input, whole_batch
+from tf_strategies.strategies.mirrored import host_input, shards, whole_batch
 from tf_strategies.strategies.mirrored import strategy as mirrored_strategy
 from tf_strategies.strategies.multi_worker import extended as extended_lib
 
@@ -50,7 +50,13 @@ class MultiWorkerStrategy(
     return index, tuple(task.address for task in cluster.training_tasks)
 
   def _set_up(
-    self, devices, cross_device_ops, make_communicator, setup, resolver
+    self,
+    devices,
+    cross_device_ops,
+    make_communicator,
+    setup,
+    resolver,
+    reproducible=False,
   ):
     """Becomes a strategy, if the other workers have the same `setup`.
 
@@ -60,11 +66,15 @@ class MultiWorkerStrategy(
       make_communicator: see `MultiWorkerExtended`.
       setup: what all workers must have alike, by name.
       resolver: what describes the cluster to TensorFlow.
+      reproducible: as of `RingOptions`.
 
     Raises:
       CollectiveMismatchError: workers with other devices or options.
     """
-    extended = extended_lib.MultiWorkerExtended(
+    extended_class = shards.extended_class(
+      extended_lib.MultiWorkerExtended, reproducible
+    )
+    extended = extended_class(
       self, devices, cross_device_ops, make_communicator
     )
     # MultiWorkerMirroredStrategy's own __init__ would start its own runtime.

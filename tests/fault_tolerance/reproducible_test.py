@@ -1,0 +1,141 @@
+"""Workers that die and come back leave no trace in any bit of the result."""
+
+import os
+import random
+import tempfile
+import time
+
+import pytest
+import tensorflow as tf
+
+import tf_strategies as tfs
+from tests import processes, virtual_devices
+from tests.strategies import reproducible_program
+from tf_strategies import errors
+
+pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
+
+virtual_devices.configure()
+
+
+class _Workers:
+  """Three workers that come and go."""
+
+  def __init__(self, epochs: int, deadline: float, seconds_a_step: float):
+    self._directory = tempfile.TemporaryDirectory()
+    options = tfs.ElasticOptions(min_workers=1, window_seconds=1)
+    self.processes = processes.Workers(
+      reproducible_program.train_elastically,
+      3,
+      args=(options, self._directory.name, epochs, seconds_a_step),
+      deadline=deadline,
+    )
+
+  def steps(self, rank: int) -> int:
+    """How many a worker has done since it began."""
+    try:
+      with open(self._path(rank), encoding='utf-8') as file:
+        return len(file.readlines())
+    except FileNotFoundError:
+      return 0
+
+  def kill(self, rank: int, steps: int, restarts: bool) -> bool:
+    """Kills a worker after so many steps, if it did not end before."""
+    if not self.wait_until(rank, steps):
+      return False
+    self.processes.kill(rank)
+    if restarts:
+      os.remove(self._path(rank))
+      self.processes.start(rank)
+    return True
+
+  def wait_until(self, rank: int, steps: int) -> bool:
+    """Waits for so many steps of a worker; False if it ended before."""
+    while self.steps(rank) < steps:
+      if not self.processes.is_alive(rank):
+        return False
+      time.sleep(0.01)
+    return True
+
+  def hurry(self) -> None:
+    """Lets steps take as long as they take from now on."""
+    with open(
+      os.path.join(self._directory.name, reproducible_program.HURRY), 'x'
+    ):
+      pass
+
+  def _path(self, rank):
+    return os.path.join(self._directory.name, f'steps_{rank}')
+
+  def __enter__(self):
+    return self
+
+  def __exit__(self, *unused):
+    self.processes.close()
+    self._directory.cleanup()
+
+
+class ReproducibleElasticTest(tf.test.TestCase):
+  def want(self, epochs):
+    """What one process, in which nothing happens, ends with."""
+    strategy = tfs.RingMirroredStrategy(
+      virtual_devices.names(1), reproducible=reproducible_program.ELASTIC_SHARDS
+    )
+    return reproducible_program.train_alone(strategy, epochs)
+
+  def assert_digests(self, outcomes, want):
+    """All that are left have the same bits, and were in several groups."""
+    for outcome in outcomes:
+      self.assertEqual(outcome.error_text, '')
+      self.assertIsNotNone(outcome.value, f'worker {outcome.rank}')
+      self.assertEqual(outcome.value[0], want)
+    sizes = [[g.world_size for g in o.value[1]] for o in outcomes]
+    print(f'sizes of groups: {sizes}')
+    return sizes
+
+  def test_kills_and_returns(self):
+    epochs = 80
+    want = self.want(epochs)
+    with _Workers(epochs, 280, 0.5) as workers:
+      # The chief, which comes back, and one that does not.
+      self.assertTrue(workers.kill(0, 3, restarts=True))
+      self.assertTrue(workers.wait_until(0, 2))
+      self.assertTrue(workers.kill(1, 4, restarts=False))
+      workers.hurry()
+      outcomes = workers.processes.wait([0, 2])
+    sizes = self.assert_digests(outcomes, want)
+    self.assertGreater(len(sizes[0]), 1)
+    self.assertEqual(sizes[1][-1], 2)
+
+  @pytest.mark.soak
+  def test_20_kills(self):
+    seed = int(os.environ.get('TFS_SEED', random.randrange(10**6)))
+    print(f'TFS_SEED={seed}')
+    chance = random.Random(seed)
+    epochs = 1000
+    want = self.want(epochs)
+    with _Workers(epochs, 3000, 0.5) as workers:
+      for i in range(20):
+        victim = chance.randrange(3)
+        self.assertTrue(
+          workers.kill(victim, chance.randrange(1, 5), restarts=True),
+          f'kill {i}',
+        )
+        time.sleep(chance.uniform(0, 4))
+      workers.hurry()
+      outcomes = workers.processes.wait()
+    self.assert_digests(outcomes, want)
+
+  def test_batch_that_follows_the_workers_is_refused(self):
+    with self.assertRaisesRegex(
+      errors.UnsupportedOptionError, "batch='per_replica'"
+    ):
+      tfs.elastic.run(
+        lambda job: None,
+        tfs.ElasticOptions(batch='per_replica'),
+        ring=tfs.RingOptions(reproducible=True),
+      )
+
+
+if __name__ == '__main__':
+  tf.test.main()

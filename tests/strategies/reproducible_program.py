@@ -1,0 +1,195 @@
+"""One training that has to give the same bits wherever it runs."""
+
+import contextlib
+import hashlib
+import os
+import time
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+ROWS = 69  # Batches of 32, 32 and 5 rows: the last leaves shards without rows.
+BATCH = 32
+STEPS = -(-ROWS // BATCH)
+EPOCHS = 2
+
+
+def data():
+  """Images and words of ten classes; no two rows are alike."""
+  rng = np.random.default_rng(3)
+  images = rng.normal(size=(ROWS, 6, 6, 1)).astype(np.float32)
+  words = rng.integers(0, 50, (ROWS, 5)).astype(np.int32)
+  return (images, words), rng.integers(0, 10, ROWS)
+
+
+def build(learning_rate=1e-3, **options) -> keras.Model:
+  """All kinds of layers of which sums over rows are made in their own way."""
+  keras.utils.set_random_seed(1)
+  layers = keras.layers
+  images, words = layers.Input([6, 6, 1]), layers.Input([5], dtype='int32')
+  x = layers.Conv2D(8, 3, use_bias=False)(images)
+  x = layers.ReLU()(layers.BatchNormalization()(x))
+  y = layers.Embedding(50, 8)(words)
+  x = layers.Concatenate()([layers.Flatten()(x), layers.Flatten()(y)])
+  x = layers.Dropout(0.3, seed=5)(layers.Dense(128, 'relu')(x))
+  model = keras.Model([images, words], layers.Dense(10)(x))
+  model.compile(
+    keras.optimizers.Adam(learning_rate, global_clipnorm=1.0, **options),
+    keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    metrics=['accuracy'],
+  )
+  return model
+
+
+def state(model) -> list[np.ndarray]:
+  """Weights and the optimizer's state."""
+  variables = [*model.weights, *model.optimizer.variables]
+  return [keras.ops.convert_to_numpy(v) for v in variables]
+
+
+def digest(arrays) -> str:
+  """A SHA-256 of all bits."""
+  return hashlib.sha256(b''.join(a.tobytes() for a in arrays)).hexdigest()
+
+
+def fit(
+  strategy=None,
+  epochs=EPOCHS,
+  steps_per_execution=1,
+  is_short=False,
+  **options,
+):
+  """Trains, and evaluates and predicts; returns the state, and what was reported."""
+  scope = strategy.scope() if strategy else contextlib.nullcontext()
+  with scope:
+    model = build(**options)
+    model.steps_per_execution = steps_per_execution
+  x, y = data()
+  history = model.fit(x, y, batch_size=BATCH, epochs=epochs, verbose=0)
+  if is_short:
+    return state(model), list(map(np.asarray, history.history.values()))
+  evaluation = model.evaluate(x, y, batch_size=BATCH, verbose=0)
+  predictions = model.predict(x, batch_size=BATCH, verbose=0)
+  reported = [*history.history.values(), evaluation, predictions]
+  return state(model), [np.asarray(r) for r in reported]
+
+
+def digests(state_and_reports) -> tuple[str, str]:
+  """Of the state, and of what was reported."""
+  values, reports = state_and_reports
+  return digest(values), digest(reports)
+
+
+def add_plain_floats():
+  """A mutation: sums of floats as they come, in place of integers."""
+  from tf_strategies.strategies.mirrored import shard_exchange
+
+  def add(self, columns, sites, are_gradients):
+    del are_gradients
+    by_device = {}
+    for site, column in zip(self._own, columns, strict=True):
+      by_device.setdefault(site.replica, []).append(column)
+    sums = [
+      [tf.add_n(row) for row in zip(*found, strict=True)]
+      for found in by_device.values()
+    ]
+    if self._communicator is not None:
+      sums = self._communicator.all_reduce(sums, 'plain')[:1]
+    return [[tf.add_n(row) for row in zip(*sums, strict=True)]] * len(sites)
+
+  shard_exchange.ShardExchange.add = add
+
+
+def train_as_worker(rank, options, num_devices=1, load=None, **arguments):
+  """Trains as one of several workers; returns the digests."""
+  del rank
+  if load is not None:
+    load()
+  import tf_strategies as tfs
+  from tests import virtual_devices
+
+  virtual_devices.configure()
+  strategy = tfs.MultiWorkerRingStrategy(
+    options=tfs.RingOptions(**options),
+    devices=virtual_devices.names(num_devices),
+  )
+  found = digests(fit(strategy, **arguments))
+  calls = strategy.communication_report()['calls']
+  strategy.close()
+  return found, calls
+
+
+def batches(epoch, step, epochs):
+  """The batches from a place on; every epoch has an order of its own."""
+  (images, words), labels = data()
+  indices = []
+  for e in range(epoch, epochs):
+    order = np.random.default_rng(e).permutation(ROWS)
+    indices += [order[i : i + BATCH] for i in range(0, ROWS, BATCH)]
+  found = tf.data.Dataset.from_generator(
+    lambda: indices[step:], output_signature=tf.TensorSpec([None], tf.int64)
+  )
+  return found.map(
+    lambda i: (
+      (tf.gather(images, i), tf.gather(words, i)),
+      tf.gather(labels, i),
+    )
+  )
+
+
+def train_alone(strategy, epochs):
+  """What workers that come and go have to end with."""
+  with strategy.scope():
+    model = build()
+  model.fit(
+    batches(0, 0, epochs), epochs=epochs, steps_per_epoch=STEPS, verbose=0
+  )
+  return digest(state(model))
+
+
+# One for each worker that there can be, and one.
+ELASTIC_SHARDS = 4
+# While it is not there, training waits a while after each step.
+HURRY = 'hurry'
+
+
+def train_elastically(rank, options, directory, epochs, seconds_a_step):
+  """Trains beside workers that come and go; returns digest and generations."""
+  import tf_strategies as tfs
+  from tf_strategies import _keras_internal
+
+  class Report(keras.callbacks.Callback):
+    """Tells the test how far training is, by a file that it can watch."""
+
+    def on_train_batch_end(self, batch, logs=None):
+      if _keras_internal.is_skipped(self.model, batch):
+        return
+      with open(os.path.join(directory, f'steps_{rank}'), 'a') as f:
+        f.write(f'{time.time()}\n')
+      if not os.path.exists(os.path.join(directory, HURRY)):
+        time.sleep(seconds_a_step)
+
+  jobs = []
+
+  def run(job):
+    jobs.append(job)
+    with job.strategy.scope():
+      model = build()
+    job.restore(model)
+    job.fit(
+      model,
+      lambda epoch, step: batches(epoch, step, epochs),
+      epochs,
+      STEPS,
+      callbacks=[Report()],
+      verbose=0,
+    )
+    return model
+
+  group = tfs.process_group.GroupOptions.from_env(
+    heartbeat_timeout_seconds=10.0, rendezvous_timeout_seconds=90.0
+  )
+  ring = tfs.RingOptions(group=group, reproducible=ELASTIC_SHARDS)
+  model = tfs.elastic.run(run, options, ring=ring)
+  return digest(state(model)), jobs[-1].generations

@@ -1,0 +1,133 @@
+"""The same bits on any number of devices of one process, and what is refused."""
+
+from unittest import mock
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+import tf_strategies as tfs
+from tests import tiers, virtual_devices
+from tests.strategies import reproducible_program
+from tf_strategies import errors
+from tf_strategies.strategies.mirrored import shard_exchange, shards
+
+virtual_devices.configure()
+
+_SHARDS = 8
+_results = {}
+
+
+def _create(kind, count, reproducible=_SHARDS):
+  return tfs.create_strategy(
+    kind, devices=virtual_devices.names(count), reproducible=reproducible
+  )
+
+
+def _of_one():
+  """What one replica ends with, trained once."""
+  if not _results:
+    _results['one'] = reproducible_program.fit(_create('ring_mirrored', 1))
+  return _results['one']
+
+
+class ReproducibleTest(tf.test.TestCase, parameterized.TestCase):
+  @tiers.named_parameters(
+    ('4_devices', 'ring_mirrored', 4),
+    ('central_storage', 'central_storage', 3),
+    tiers.full('2_devices', 'ring_mirrored', 2),
+    tiers.full('central_storage_of_one', 'central_storage', 1),
+  )
+  def test_same_bits(self, kind, count):
+    want = reproducible_program.digests(_of_one())
+    strategy = _create(kind, count)
+    found = reproducible_program.digests(reproducible_program.fit(strategy))
+    self.assertEqual(found, want)
+    self.assertEqual(strategy.num_replicas_in_sync, count)
+
+  def test_other_order_of_plain_sums_is_found(self):
+    """The mutation without which the test above would show nothing."""
+    add = shard_exchange.ShardExchange.add
+    with mock.patch.object(shard_exchange.ShardExchange, 'add', add):
+      reproducible_program.add_plain_floats()
+      found = {
+        reproducible_program.digests(
+          reproducible_program.fit(
+            _create('ring_mirrored', count, 4), is_short=True
+          )
+        )
+        for count in (1, 2)
+      }
+    self.assertLen(found, 2)
+
+  def test_as_one_device(self):
+    state, reports = _of_one()
+    want, want_reports = reproducible_program.fit()
+    for value, wanted in zip(state, want, strict=True):
+      np.testing.assert_allclose(
+        value.astype('f8'), wanted.astype('f8'), 0, 1e-6
+      )
+    for report, wanted in zip(reports, want_reports, strict=True):
+      self.assertAllClose(report, wanted, 1e-6, 2e-6)
+
+  @tiers.named_parameters(
+    ('steps_per_execution', {'steps_per_execution': 2}),
+    tiers.full('accumulation', {'gradient_accumulation_steps': 2}),
+    tiers.full('average', {'use_ema': True, 'ema_overwrite_frequency': 2}),
+  )
+  def test_options_of_keras(self, options):
+    found = {
+      reproducible_program.digests(
+        reproducible_program.fit(
+          _create('ring_mirrored', count, 4), is_short=True, **options
+        )
+      )
+      for count in (1, 3)
+    }
+    self.assertLen(found, 1)
+
+
+class RefusalsTest(tf.test.TestCase, parameterized.TestCase):
+  @parameterized.parameters(0, -1, 129, 2.5, 'yes', None)
+  def test_no_number_of_shards(self, reproducible):
+    with self.assertRaisesRegex(errors.UnsupportedOptionError, 'reproducible'):
+      tfs.RingOptions(reproducible=reproducible)
+
+  def test_numbers_of_shards(self):
+    self.assertEqual(shards.check(False), 0)
+    self.assertEqual(shards.check(True), 8)
+    self.assertEqual(shards.check(np.int64(16)), 16)
+
+  def test_compression(self):
+    with self.assertRaisesRegex(errors.UnsupportedOptionError, 'compression'):
+      tfs.RingOptions(reproducible=True, compression='bfloat16')
+
+  def test_fewer_shards_than_devices(self):
+    with self.assertRaisesRegex(
+      errors.UnsupportedOptionError, 'reproducible=2 with 3 replicas.*=4'
+    ):
+      _create('ring_mirrored', 3, 2)
+
+  def test_loop_of_the_users_own(self):
+    strategy = _create('ring_mirrored', 2)
+    with self.assertRaisesRegex(
+      errors.UnsupportedOptionError, 'strategy.run.*train_step'
+    ):
+      strategy.run(lambda: tf.constant(1.0))
+
+  def test_batches_that_were_distributed_before(self):
+    strategy = _create('ring_mirrored', 2)
+    with strategy.scope():
+      model = keras.Sequential([keras.layers.Input([3]), keras.layers.Dense(1)])
+      model.compile('sgd', 'mse')
+    batches = tf.data.Dataset.from_tensors((tf.ones([4, 3]), tf.ones([4, 1])))
+    distributed = strategy.experimental_distribute_dataset(batches)
+    with self.assertRaisesRegex(
+      errors.UnsupportedOptionError, 'distributed over replicas'
+    ):
+      model.fit(distributed, steps_per_epoch=1, verbose=0)
+
+
+if __name__ == '__main__':
+  tf.test.main()

@@ -1,0 +1,189 @@
+"""Sums of floats that are the same to the bit in any order and any grouping.
+
+Floats become integers that share one exponent for each block of 256 values: that
+of the block's largest magnitude among all terms. Integers add up exactly, so it
+does not matter who adds what first. So a sum takes two reductions, of `exponents`
+by maximum and of what `encode` returns by addition; `decode` rounds once.
+
+This is the reference in NumPy; strategies do the same in TensorFlow.
+
+With T terms an integer keeps 31 - ceil(log2 T) bits of a float32 (63 of a float64)
+below the largest magnitude M of its block. So each term is off by at most
+M / 2**bits, and the sum by T times that and the rounding of the result:
+
+  >>> a, b, c = np.float32([[1e8], [1.25], [-1e8]])
+  >>> ((a + b) + c).item(), ((a + c) + b).item()  # Floats.
+  (0.0, 1.25)
+  >>> add([a, b, c]).item() == add([c, a, b]).item() == 1.25
+  True
+
+What is special:
+
+* A subnormal number counts as zero, and no sum is subnormal: TensorFlow flushes
+  them in some threads and not in others. A minus zero loses its sign.
+* A sum beyond the largest float is an infinity.
+* In a block with a NaN or an infinity, infinities of one sign add up to that
+  infinity, and everything else to NaN, finite values too: their exponent is not
+  known.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from tf_strategies import errors
+
+# Values that share an exponent; it adds 0.1% to what travels.
+BLOCK_LENGTH = 256
+# Beyond these an integer would hold less than a float.
+MAX_TERMS = 128
+# Of numbers that are not finite, counted in the two halves of an integer.
+ABOVE, BELOW = 1, 1 << 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+  """How floats of one dtype are cut into integers.
+
+  Attributes:
+    dtype: of the floats.
+    integer: dtype of as many bits.
+    exponent: dtype in which a block's exponent travels.
+    mantissa_bits: of the floats.
+    special: the exponent, as it is stored, of what is not finite.
+  """
+
+  dtype: np.dtype
+  integer: np.dtype
+  exponent: np.dtype
+  mantissa_bits: int
+  special: int
+
+  def bits(self, num_terms: int) -> int:
+    """How many an integer may use, so that so many terms do not overflow."""
+    if not 1 <= num_terms <= MAX_TERMS:
+      raise errors.UnsupportedOptionError(
+        f'a reproducible sum of {num_terms} terms',
+        f'1 to {MAX_TERMS}',
+        'add up fewer',
+      )
+    return 8 * self.dtype.itemsize - 1 - (num_terms - 1).bit_length()
+
+  def least(self, num_terms: int) -> int:
+    """The smallest exponent in use, with which no sum is subnormal."""
+    return self.bits(num_terms) + 1
+
+  def to_scale(self, num_terms: int) -> int:
+    """From this an exponent is taken: that of 2**n, by which floats grow."""
+    return self.bits(num_terms) + self.special - 2
+
+  def to_unit(self, num_terms: int) -> int:
+    """This is added to an exponent: that of an integer's unit."""
+    return 1 - self.bits(num_terms)
+
+  @property
+  def largest(self) -> float:
+    """The largest finite number."""
+    return np.finfo(self.dtype).max
+
+  @property
+  def magnitude(self) -> int:
+    """The bits of a float but its sign."""
+    return (self.special << self.mantissa_bits) | (1 << self.mantissa_bits) - 1
+
+
+_FORMATS = {
+  'float32': Format(np.dtype('f4'), np.dtype('i4'), np.dtype('u1'), 23, 255),
+  'float64': Format(np.dtype('f8'), np.dtype('i8'), np.dtype('u2'), 52, 2047),
+}
+# Added in float32, and rounded once.
+_HALVES = ('float16', 'bfloat16')
+
+
+def format_of(dtype: np.dtype) -> Format:
+  """How floats of a dtype are added up; 16-bit ones are cast to `.dtype` before.
+
+  Raises:
+    UnsupportedOptionError: numbers that have no such sums.
+  """
+  name = np.dtype(dtype).name
+  name = 'float32' if name in _HALVES else name
+  if name not in _FORMATS:
+    raise errors.UnsupportedOptionError(
+      f'a reproducible sum of {name} values',
+      f'one of {", ".join([*_FORMATS, *_HALVES])}, or integers',
+      'cast them, complex ones to their real and imaginary parts',
+    )
+  return _FORMATS[name]
+
+
+def exponents(values: np.ndarray) -> np.ndarray:
+  """The exponent of each block, of the format's `exponent` dtype."""
+  form = format_of(values.dtype)
+  magnitudes = _blocks(values).view(form.integer) & form.magnitude
+  largest = magnitudes.max(axis=1, initial=0)
+  return (largest >> form.mantissa_bits).astype(form.exponent)
+
+
+def encode(
+  values: np.ndarray, exponents_of_all: np.ndarray, num_terms: int
+) -> np.ndarray:
+  """One term as integers, with the largest exponents among all terms."""
+  form = format_of(values.dtype)
+  rows, shared = _blocks(values), exponents_of_all[:, np.newaxis]
+  is_special = shared == form.special
+  shared = np.maximum(shared.astype(form.integer), form.least(num_terms))
+  scale = (form.to_scale(num_terms) - shared) << form.mantissa_bits
+  with np.errstate(invalid='ignore', under='ignore', over='ignore'):
+    scaled = np.rint(rows * scale.view(form.dtype))
+    integers = np.where(is_special, 0, scaled).astype(form.integer)
+    above = np.where((rows > form.largest) | np.isnan(rows), ABOVE, 0)
+    below = np.where((rows < -form.largest) | np.isnan(rows), BELOW, 0)
+  codes = (above + below).astype(form.integer)
+  return np.where(is_special, codes, integers).reshape(-1)[: len(values)]
+
+
+def decode(
+  integers: np.ndarray,
+  exponents_of_all: np.ndarray,
+  num_terms: int,
+  dtype: np.dtype,
+) -> np.ndarray:
+  """The sum that the sum of all terms' integers stands for."""
+  form = format_of(dtype)
+  rows, shared = _blocks(integers), exponents_of_all[:, np.newaxis]
+  is_special = shared == form.special
+  shared = np.maximum(shared.astype(form.integer), form.least(num_terms))
+  unit = (shared + form.to_unit(num_terms)) << form.mantissa_bits
+  with np.errstate(over='ignore'):
+    sums = rows.astype(form.dtype) * unit.view(form.dtype)
+  above, below = rows & (BELOW - 1), rows >> 16
+  infinity = np.where(above > 0, np.inf, -np.inf).astype(form.dtype)
+  is_infinity = (above > 0) != (below > 0)
+  special = np.where(is_infinity, infinity, np.asarray(np.nan, form.dtype))
+  return np.where(is_special, special, sums).reshape(-1)[: len(integers)]
+
+
+def add(terms: Sequence[np.ndarray]) -> np.ndarray:
+  """The sum of one-dimensional arrays of one dtype and length.
+
+  Example:
+
+    >>> add([np.float32([0.5, -2.0]), np.float32([1.0, 2.0])])
+    array([1.5, 0. ], dtype=float32)
+  """
+  dtype, count = terms[0].dtype, len(terms)
+  exact = [t.astype(format_of(dtype).dtype) for t in terms]
+  shared = np.maximum.reduce([exponents(t) for t in exact])
+  total = sum(encode(t, shared, count) for t in exact)
+  with np.errstate(over='ignore'):
+    return decode(total, shared, count, exact[0].dtype).astype(dtype)
+
+
+def _blocks(values: np.ndarray) -> np.ndarray:
+  """One row for each block, the last of them filled up with zeros."""
+  padded = np.pad(values, (0, -len(values) % BLOCK_LENGTH))
+  return padded.reshape(-1, BLOCK_LENGTH)

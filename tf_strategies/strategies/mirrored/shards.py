@@ -1,0 +1,217 @@
+"""Models' steps that give the same bits for any number of replicas.
+
+The global batch is cut into a fixed number of virtual shards. What a step computes
+from the rows of a shard, and how, does not depend on who does it: each shard is a
+site of the planned program (see `spmd`), and a replica runs those that are its own.
+What shards have to add up they add up by `ShardExchange`, without rounding. What is
+the same for all rows (an optimizer's update) a replica computes once.
+
+TensorFlow's optimizer of graphs must not round differently where another number of
+shards is in a graph: for the process, its arithmetic optimizer is turned off.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+
+import keras
+import tensorflow as tf
+
+from tf_strategies import (
+  _keras_internal,
+  _tf_internal,
+  errors,
+  option_checks,
+)
+from tf_strategies.collectives import fixed_point
+from tf_strategies.spmd import site as site_lib
+from tf_strategies.strategies.mirrored import (
+  extended,
+  host_input,
+  replica_exchange,
+  shard_exchange,
+  whole_batch,
+)
+
+# What `reproducible=True` means.
+DEFAULT_SHARDS = 8
+
+
+def check(reproducible: object) -> int:
+  """How many shards the option asks for; 0 for none.
+
+  Raises:
+    UnsupportedOptionError: it is neither a truth value nor such a number.
+  """
+  if not option_checks.is_int(reproducible):
+    option_checks.check_bool(
+      'reproducible',
+      reproducible,
+      'write reproducible=True, or the number of virtual shards',
+    )
+    return DEFAULT_SHARDS if reproducible else 0
+  option_checks.check_int(
+    'reproducible', reproducible, 1, fixed_point.MAX_TERMS
+  )
+  return int(reproducible)
+
+
+def extended_class(base: type, reproducible: object) -> type:
+  """`base`, an `ExactMirroredExtended`, as the option wants it.
+
+  Raises:
+    UnsupportedOptionError: see `check`.
+  """
+  num_shards = check(reproducible)
+  return _sharded(base, num_shards) if num_shards else base
+
+
+@functools.cache
+def _sharded(base, num_shards):
+  name = f'Sharded{base.__name__}'
+  return type(name, (_Sharded, base), {'num_shards': num_shards})
+
+
+class _Sharded:
+  """Mixed into an `ExactMirroredExtended`: steps of models are cut into shards."""
+
+  num_shards: int
+  splits_steps = True
+  # Each replica has all of what steps return, and of sums such as metrics: a part
+  # of them would be that of some shards.
+  predicts_whole = holds_sums_whole = True
+  gathers_predictions = False
+
+  def __init__(self, *args, **kwargs):
+    super().__init__(*args, **kwargs)
+    most = len(self.worker_devices) * self.most_workers
+    if most > self.num_shards:
+      raise errors.UnsupportedOptionError(
+        f'reproducible={self.num_shards} with {most} replicas',
+        'at least one virtual shard for each replica',
+        f'write reproducible={1 << (most - 1).bit_length()} for all runs that '
+        'are to be equal, or use fewer replicas',
+      )
+    # It regroups additions by what else there is in a graph, such as other shards.
+    tf.config.optimizer.set_experimental_options(
+      {'arithmetic_optimization': False}
+    )
+
+  def _in_multi_worker_mode(self):
+    # What steps return, Keras need neither average nor gather.
+    return False
+
+  def static_length(self, leaves):
+    """See base class: a step is built for batches of any length."""
+    del leaves
+
+  def exchange(self, sites=()):
+    """See base class."""
+    return shard_exchange.ShardExchange(
+      super().exchange(),
+      self.local,
+      [s for s in sites if s.replica is not None],
+      self.num_shards,
+      getattr(self, 'communicator', None),
+    )
+
+  def sites_of(self, leaves):
+    """See base class: one for each shard that a replica may have."""
+    if any(isinstance(t, tf.distribute.DistributedValues) for t in leaves):
+      raise errors.UnsupportedOptionError(
+        'a batch that was distributed over replicas (before it came to the model, '
+        'from a function, or by the auto-shard policy FILE or OFF) with '
+        'reproducible',
+        'batches of which every worker has all rows',
+        'pass arrays, or the tf.data.Dataset itself, to the model',
+      )
+    rank, num_workers = self.place()
+    count = len(self.worker_devices)
+    sites = []
+    with tf.device('CPU:0'):
+      total = tf.cast(extended.rows_of_plain(leaves), tf.int32)
+      for replica in range(count):
+        first, own = _share(
+          self.num_shards, rank * count + replica, num_workers * count
+        )
+        sites += self._sites_of_replica(replica, first, own, total)
+    return sites
+
+  def _sites_of_replica(self, replica, first, own, total):
+    """The sites of shards from `first`; the others share state with their first."""
+    is_known = isinstance(own, int)
+    most = own if is_known else -(-self.num_shards // len(self.worker_devices))
+    sites = []
+    for i in range(most):
+      start, size = _share(total, first + i, self.num_shards)
+      is_mine = None
+      if i and not is_known:  # The first it always has.
+        is_mine = i < own
+        size = tf.where(is_mine, size, 0)
+      rows = site_lib.rows_or_stand_in(size, start, total)
+      sites.append(
+        site_lib.Site(
+          self.worker_devices[replica],
+          rows,
+          replica,
+          is_chief=not i and not replica and self.does_what_is_done_once,
+          is_home=not i and not replica and self.home_device is None,
+          main=sites[0] if i else None,
+          is_mine=is_mine,
+          adds_in_order=True,
+        )
+      )
+    return sites
+
+  def _call_for_each_replica(self, fn, args, kwargs):
+    step = _keras_internal.step_of(_tf_internal.unwrap(fn))
+    if step is None and not whole_batch.is_active():
+      raise errors.UnsupportedOptionError(
+        'strategy.run in a loop of your own with reproducible',
+        "the steps of Keras's models, which can be cut into virtual shards",
+        'train with model.fit or model.train_on_batch (write the step as '
+        "the model's train_step), or leave out reproducible",
+      )
+    return super()._call_for_each_replica(fn, args, kwargs)
+
+  def _create_variable(self, next_creator, **kwargs):
+    variable = super()._create_variable(next_creator, **kwargs)
+    is_distributed = isinstance(variable, tf.distribute.DistributedValues)
+    if is_distributed and replica_exchange.is_sum(variable):
+      variable.hold_whole()
+    return variable
+
+  def _experimental_distribute_dataset(self, dataset, options):
+    is_plain = isinstance(dataset, tf.data.Dataset) and options is None
+    if (
+      is_plain
+      and _keras_internal.is_for_model()
+      and not host_input.is_distributed(dataset)
+    ):
+      return self.whole_batches(dataset)
+    return super()._experimental_distribute_dataset(dataset, options)
+
+
+def _share(total, place, places):
+  """Where the share at a place begins, and its length; the first are longer."""
+  size, left_over = total // places, total % places
+  if all(isinstance(n, int) for n in (total, place, places)):
+    return place * size + min(place, left_over), size + (place < left_over)
+  start = place * size + tf.minimum(place, left_over)
+  return start, size + tf.cast(place < left_over, tf.int32)
+
+
+def surroundings() -> dict[str, object]:
+  """What processes must have alike beside their options, by name.
+
+  TensorFlow's kernels cut some sums by the number of threads.
+  """
+  threads = tf.config.threading.get_intra_op_parallelism_threads()
+  if not threads:
+    threads = len(os.sched_getaffinity(0))
+  return {
+    'TensorFlow': tf.__version__,
+    'Keras': keras.__version__,
+    'threads of an operation': threads,
+  }
