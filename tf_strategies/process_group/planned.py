@@ -170,6 +170,20 @@ class PlannedGroup(group_lib.ProcessGroup):
       for end, size, n in zip(ends, sizes, lengths, strict=True)
     ]
 
+  def all_gather_equal(
+    self, array: np.ndarray, *, name: str = ''
+  ) -> np.ndarray:
+    """See base class."""
+    _check_gathered(array)
+    with self._lock:
+      data = np.ascontiguousarray(array).reshape(-1)
+      sizes = (data.nbytes,) * self.world_size
+      shape = str(['each', *array.shape])
+      flat = self._gather(
+        data.view(np.uint8), sizes, name, array.dtype, shape
+      )
+    return flat.view(array.dtype).reshape(-1, *array.shape[1:])
+
   def _gather_lengths(self, array: np.ndarray, name: str) -> list[int]:
     """The leading dimension of every rank's array."""
     shape = str(['any', *array.shape[1:]])

@@ -9,18 +9,14 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 from tf_strategies import _tf_internal
-from tf_strategies.spmd import kinds
-from tf_strategies.spmd import plan as plan_lib
+from tf_strategies.spmd import actions, kinds
+from tf_strategies.spmd import blocks as blocks_lib
 from tf_strategies.spmd import program as program_lib
 from tf_strategies.spmd import site as site_lib
-from tf_strategies.spmd.kinds import AS_IS, WHOLE, Split
+from tf_strategies.spmd.kinds import AS_IS, WHOLE, Shard, Split
 from tf_strategies.spmd.plan import Plan
 from tf_strategies.spmd.program import Node, Tensor
 from tf_strategies.spmd.site import Site
-
-# Stateful to TensorFlow only: each replica computes or checks its own.
-_BRANCHES = ('If', 'While', 'Case')
-_OWN = {'Assert', *_BRANCHES, *(f'Stateless{name}' for name in _BRANCHES)}
 
 
 class Resource(Protocol):
@@ -29,10 +25,14 @@ class Resource(Protocol):
   Attributes:
     is_part: whether each replica holds a part of a sum.
     is_single: whether there is one, which is written at home only.
+    shard: what a replica has of it, None for all.
+    name: for messages.
   """
 
   is_part: bool
   is_single: bool
+  shard: Shard | None
+  name: str
 
   def handle(self, site: Site) -> tf.Tensor:
     """The handle that a site uses."""
@@ -48,6 +48,23 @@ class Exchange(Protocol):
     are_gradients: bool,
   ) -> list[list[tf.Tensor]]:
     """The sums over all replicas; for each site a list of tensors."""
+
+  def scatter(
+    self,
+    columns: Sequence[Sequence[tf.Tensor]],
+    shard: Shard,
+    sites: Sequence[Site],
+    are_gradients: bool,
+  ) -> list[list[tf.Tensor]]:
+    """For each local replica its pieces of the sums over all replicas."""
+
+  def join(
+    self,
+    columns: Sequence[Sequence[tf.Tensor]],
+    shapes: Sequence[tf.TensorShape],
+    sites: Sequence[Site],
+  ) -> list[list[tf.Tensor]]:
+    """For each site the tensors of these shapes, of which replicas have pieces."""
 
   @property
   def rounds_gradients(self) -> bool:
@@ -72,44 +89,6 @@ class _Needs:
   meetings: dict[Tensor, set[Site]] = dataclasses.field(default_factory=dict)
 
 
-@dataclasses.dataclass(eq=False)
-class _Block:
-  """Nodes that are built together: between two meetings, for the same sites.
-
-  Attributes:
-    level: the number of meetings before.
-    turn: the number of other blocks of this level that have to run before.
-    key: the sites, and whether the nodes are deferred, the same at every site,
-      and compiled by XLA.
-    nodes: in an order in which they can run.
-  """
-
-  level: int
-  turn: int
-  key: tuple[tuple[Site, ...], bool, bool, bool]
-  nodes: list[Node] = dataclasses.field(default_factory=list)
-
-  @property
-  def sites(self):
-    """Where it is built."""
-    return self.key[0]
-
-  @property
-  def is_deferred(self):
-    """Whether it waits for every meeting."""
-    return self.key[1]
-
-  @property
-  def is_shared(self):
-    """Whether it is the same at each of its sites."""
-    return self.key[2]
-
-  @property
-  def is_compiled(self):
-    """Whether XLA compiles it."""
-    return self.key[3]
-
-
 class Emitter:
   """Builds a planned program at several sites, which meet in `exchange`."""
 
@@ -132,11 +111,16 @@ class Emitter:
       if site not in self._replicas:
         site.stand_in = self._replicas[0]
 
-  def run(self, outputs: Sequence[tuple[Tensor, Any]]) -> list[list[tf.Tensor]]:
+  def run(
+    self, outputs: Sequence[tuple[Tensor, Any]], everywhere: bool = False
+  ) -> list[list[tf.Tensor]]:
     """Builds what `outputs`, tensors in kinds, need; for each replica's site.
 
-    What is whole is built for the first of them, and None for the others.
+    Unless it is wanted `everywhere`, what is whole is built for the first of
+    them, and None for the others.
     """
+    plan = self._plan
+    self._first = self._replicas if everywhere else self._replicas[:1]
     needs = self._needs(outputs)
     blocks = self._blocks(needs)
     asked = [t for t, _ in outputs] + list(needs.meetings)
@@ -154,6 +138,9 @@ class Emitter:
           self._call(block, users)
         else:
           for node in block.nodes:
+            if plan.decisions[node].emit_together:
+              self._build_together(node, block.sites)
+              continue
             for site in block.sites:
               self._build(node, site)
     while pending:
@@ -174,7 +161,7 @@ class Emitter:
       return [tf.no_op()]
 
   def _output(self, site, tensor, kind):
-    if kind == WHOLE and site is not self._replicas[0]:
+    if kind == WHOLE and site not in self._first:
       return None
     result = self._in_kind(site, tensor, kind)
     if isinstance(kind, Split) and self._exchange is not None:
@@ -197,28 +184,31 @@ class Emitter:
         ask_node(tensor.node, site)
 
     def ask_node(node, site):
-      acts_here = _acts(node) and _runs_at(plan, node, site)
+      acts_here = actions.acts(node) and actions.runs_at(plan, node, site)
       is_replica = site in self._replicas
       if not (is_replica or acts_here or self._is_whole(node)):
         site = self._replicas[0]
-      if node.type != '_Argument':
-        needs.nodes.setdefault(node, set()).add(site)
+      if node.type == '_Argument':
+        return
+      needs.nodes.setdefault(node, set()).add(site)
+      if plan.decisions[node].emit_together:
+        needs.nodes[node].update(self._replicas)
 
     for node in plan.program.nodes:
-      if _acts(node):
+      if actions.acts(node):
         # Where another process does it, this one takes part in what it needs.
-        at = [s for s in self._sites if _runs_at(plan, node, s)]
+        at = [s for s in self._sites if actions.runs_at(plan, node, s)]
         for site in at or self._replicas[:1]:
           ask_node(node, site)
     for tensor, kind in outputs:
-      for site in self._replicas[:1] if kind == WHOLE else self._replicas:
+      for site in self._first if kind == WHOLE else self._replicas:
         ask(tensor, kind, site)
     for node in reversed(plan.program.nodes):
       if node not in needs.nodes:
         continue
       decision = plan.decisions[node]
       for site in list(needs.nodes[node]):
-        if _acts(node) and not _runs_at(plan, node, site):
+        if actions.acts(node) and not actions.runs_at(plan, node, site):
           needs.nodes[node].discard(site)
         for tensor, wanted in zip(node.inputs, decision.wants, strict=True):
           ask(tensor, wanted, site)
@@ -240,12 +230,12 @@ class Emitter:
 
   # Building.
 
-  def _blocks(self, needs) -> list[_Block]:
+  def _blocks(self, needs) -> list[blocks_lib.Block]:
     """The nodes in an order in which they can run, in as few blocks as can be."""
     plan = self._plan
-    blocks: dict[tuple, _Block] = {}
+    blocks: dict[tuple, blocks_lib.Block] = {}
     # Of each node that is built its block; of others the nodes before them.
-    places: dict[Node, _Block] = {}
+    places: dict[Node, blocks_lib.Block] = {}
     orders: dict[Node, set[Node]] = {}
     for node in plan.program.nodes:
       before = {
@@ -261,7 +251,10 @@ class Emitter:
         )
         if t.node in places and not plan.is_computed(t, wanted)
       }
-      is_shared = _is_alike(plan.decisions[node].bodies.values(), self._sites)
+      decision = plan.decisions[node]
+      is_shared = not decision.emit_together and actions.is_alike(
+        decision.bodies.values(), self._sites
+      )
       key = (
         tuple(s for s in self._sites if s in needs.nodes[node]),
         node in plan.deferred,
@@ -272,7 +265,7 @@ class Emitter:
       for block in (places[n] for n in before):
         if block.level == level:
           turn = max(turn, block.turn + (block.key != key))
-      block = blocks.setdefault((level, turn, key), _Block(level, turn, key))
+      block = blocks.setdefault((level, turn, key), blocks_lib.Block(level, turn, key))
       block.nodes.append(node)
       places[node] = block
     return sorted(blocks.values(), key=lambda b: (b.level, b.turn))
@@ -313,7 +306,7 @@ class Emitter:
           or tensor.node.type == 'Const'
           or plan.is_computed(tensor, wanted)
         ):
-          for kind in (AS_IS, WHOLE):
+          for kind in (AS_IS, WHOLE, plan.forced.get(tensor)):
             if all(s.holds(tensor, kind) for s in sites):
               given[tensor, kind] = [s.get(tensor, kind) for s in sites]
     results = [
@@ -368,6 +361,20 @@ class Emitter:
       site_lib.set_own_shape(output, tensor, plan.values[tensor])
       site.tensors[tensor, AS_IS] = output
 
+  def _build_together(self, node, sites):
+    decision = self._plan.decisions[node]
+    inputs = []
+    for site in sites:
+      with tf.device(site.device):
+        pairs = zip(node.inputs, decision.wants, strict=True)
+        inputs.append([self._in_kind(site, *pair) for pair in pairs])
+    columns = decision.emit_together(sites, inputs, self._exchange)
+    for site, outputs in zip(sites, columns, strict=True):
+      # Of one without outputs it still says when it was done.
+      self._met += outputs
+      for tensor, output in zip(node.outputs, outputs, strict=False):
+        site.tensors[tensor, AS_IS] = output
+
   def _contributions(self, site, tensors):
     """What a replica adds to sums: nothing of a stand-in's rows."""
     parts = [site.get(t) for t in tensors]
@@ -399,20 +406,29 @@ class Emitter:
     groups: dict[tuple, list[Tensor]] = {}
     for tensor in sums:
       sites = tuple(s for s in self._sites if s in pending[tensor])
+      forced = plan.forced.get(tensor, WHOLE)
+      if isinstance(forced, Shard):
+        sites = tuple(self._replicas)
       is_gradient = self._exchange.rounds_gradients and (
         program_lib.GRADIENT in tensor.node.attrs
       )
-      groups.setdefault((sites, is_gradient), []).append(tensor)
-    for (sites, are_gradients), tensors in groups.items():
+      groups.setdefault((sites, is_gradient, forced), []).append(tensor)
+    for (sites, are_gradients, forced), tensors in groups.items():
       columns = [self._contributions(s, tensors) for s in self._replicas]
-      results = self._exchange.add(columns, sites, are_gradients)
-      for site, column in zip(sites, results, strict=True):
-        self._met += column
-        for tensor, result in zip(tensors, column, strict=True):
-          site.tensors[tensor, WHOLE] = result
+      if isinstance(forced, Shard):
+        results = self._exchange.scatter(columns, forced, sites, are_gradients)
+      else:
+        results = self._exchange.add(columns, sites, are_gradients)
+      self._take(tensors, forced, sites, results)
+    joined = [t for t in ready if isinstance(plan.values[t].kind, Shard)]
+    if joined:
+      columns = [[s.get(t) for t in joined] for s in self._replicas]
+      shapes = [plan.values[t].static_shape for t in joined]
+      results = self._exchange.join(columns, shapes, self._sites)
+      self._take(joined, WHOLE, self._sites, results)
     for tensor in ready:
       kind = plan.values[tensor].kind
-      if kind == kinds.SUM:
+      if kind == kinds.SUM or isinstance(kind, Shard):
         continue
       sites = [s for s in self._sites if s in pending[tensor]]
       if isinstance(kind, Split):
@@ -432,6 +448,13 @@ class Emitter:
     for tensor in ready:
       del pending[tensor]
 
+  def _take(self, tensors, kind, sites, results):
+    """Notes what came out of a meeting."""
+    for site, column in zip(sites, results, strict=True):
+      self._met += column
+      for tensor, result in zip(tensors, column, strict=True):
+        site.tensors[tensor, kind] = result
+
   def _reduce(self, tensor, op, sites):
     reduce = {
       'max': tf.reduce_max,
@@ -444,7 +467,7 @@ class Emitter:
     for site in self._replicas:
       with tf.device(site.device):
         value = site.get(tensor)[None]
-        if site.rows.real is not None:
+        if site.rows.real is not None and tensor not in self._plan.counted:
           value = value[: tf.minimum(site.rows.real, 1)]
         values.append(value)
     gathered = self._exchange.gather(values, 0, sites)
@@ -455,44 +478,18 @@ class Emitter:
     return results
 
 
-def _acts(node) -> bool:
-  """Whether a node does more than compute and read."""
-  return node.is_stateful and node.type not in plan_lib.READS
-
-
-def _runs_at(plan, node, site) -> bool:
-  """Whether a node that acts does so at a site."""
-  if node.type in _OWN:
-    return site.replica is not None or site.is_home
-  resources = [plan.values[t].resource for t in node.inputs]
-  resources = [r for r in resources if r is not None]
-  if not resources:
-    # What only the first has is done once; what has rows is done on all of them.
-    found = [plan.values[t].kind for t in node.outputs]
-    if found and kinds.FIRST not in found:
-      return site.replica is not None or site.is_home
-    return site.is_chief
-  if any(r.is_single for r in resources):
-    return site.is_home
-  return site.replica is not None
-
-
-def _is_alike(bodies, sites) -> bool:
-  """Whether branches and loops do the same at every site."""
-  for plan in bodies:
-    for node, decision in plan.decisions.items():
-      if _acts(node) and len({_runs_at(plan, node, s) for s in sites}) > 1:
-        return False
-      if not _is_alike(decision.bodies.values(), sites):
-        return False
-  return True
+def inner_sites(plan: Plan, sites: Sequence[Site], arguments) -> list[Site]:
+  """The same places inside of a branch or loop, each with its arguments."""
+  inner = [site.inner() for site in sites]
+  for site, row in zip(inner, arguments, strict=True):
+    for tensor, argument in zip(plan.program.inputs, row, strict=True):
+      site_lib.set_own_shape(argument, tensor, plan.values[tensor])
+      site.tensors[tensor, AS_IS] = argument
+  return inner
 
 
 def run_body(plan: Plan, site: Site, arguments: Sequence[tf.Tensor], kinds_of):
   """Builds a branch or body at one site; its outputs in the kinds asked for."""
-  inner = site.inner()
-  for tensor, argument in zip(plan.program.inputs, arguments, strict=True):
-    site_lib.set_own_shape(argument, tensor, plan.values[tensor])
-    inner.tensors[tensor, AS_IS] = argument
+  inner = inner_sites(plan, [site], [arguments])
   wanted = list(zip(plan.program.outputs, kinds_of, strict=True))
-  return Emitter(plan, [inner], None).run(wanted)[0]
+  return Emitter(plan, inner, None).run(wanted)[0]

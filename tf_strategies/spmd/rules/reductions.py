@@ -8,7 +8,7 @@ from tf_strategies.spmd import kinds as kinds_lib
 from tf_strategies.spmd.kinds import SUM, WHOLE, Part, Split, Value
 from tf_strategies.spmd.plan import Context, Decision, rule
 
-_OPS = {
+OPS = {
   'Sum': 'sum',
   'Mean': 'sum',
   'Max': 'max',
@@ -19,13 +19,15 @@ _OPS = {
 }
 
 
-@rule(*_OPS)
+@rule(*OPS)
 def _reduction(context: Context) -> Decision | None:
   value, axes = context.inputs
   op = context.node.type
   linear = op in ('Sum', 'Mean')
   if value.kind == SUM and linear and context.node.inputs[0].dtype.is_floating:
     return Decision([SUM, WHOLE], [context.out(SUM)])
+  if value.kind == Part(OPS[op]) != SUM:
+    return Decision([value.kind, WHOLE], [context.out(value.kind)])
   if not isinstance(value.kind, Split):
     return _with_ints(context)
   rank, axis = len(value.dims), value.kind.axis
@@ -49,7 +51,7 @@ def _reduction(context: Context) -> Decision | None:
     )
   dims = tuple(dims)
   if op != 'Mean':
-    return Decision([value.kind, WHOLE], [Value(Part(_OPS[op]), dims)])
+    return Decision([value.kind, WHOLE], [Value(Part(OPS[op]), dims)])
   dtype = context.node.outputs[0].dtype
   if None in reduced or not dtype.is_floating:
     return None

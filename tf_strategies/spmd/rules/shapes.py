@@ -126,6 +126,9 @@ def _pack(context: Context) -> Decision | None:
     )
   if SUM in context.kinds:
     return Decision([SUM] * len(values), [context.out(SUM)])
+  kind = context.kinds[0]
+  if isinstance(kind, Part) and {kind} == set(context.kinds) - {kinds_lib.FIRST}:
+    return Decision(context.kinds, [context.out(kind)])
   return None
 
 

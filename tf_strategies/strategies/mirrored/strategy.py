@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from tf_strategies import _tf_internal, cross_device, errors
+from tf_strategies import _tf_internal, cross_device, errors, option_checks
 from tf_strategies.strategies.mirrored import devices as devices_lib
 from tf_strategies.strategies.mirrored import extended as extended_lib
-from tf_strategies.strategies.mirrored import whole_batch
+from tf_strategies.strategies.mirrored import sharded_state, whole_batch
 
 
 class ExactStrategy:
@@ -95,6 +95,9 @@ class RingMirroredStrategy(ExactStrategy, tf.distribute.MirroredStrategy):
   Args:
     devices: such as ['GPU:0']; None means all GPUs, or else all logical CPUs.
     cross_device_ops: how values are reduced; default `RingAllReduce()`.
+    shard_optimizer_state: whether each device stores a part of what optimizers
+      keep beside the variables, such as the moments of Adam (ZeRO, stage 1). For
+      the steps of models, not for `strategy.run`.
 
   Raises:
     UnsupportedOptionError: a device that is not there or listed twice, or a
@@ -105,6 +108,7 @@ class RingMirroredStrategy(ExactStrategy, tf.distribute.MirroredStrategy):
     self,
     devices=None,
     cross_device_ops: tf.distribute.CrossDeviceOps | None = None,
+    shard_optimizer_state: bool = False,
   ):
     if cross_device_ops is None:
       cross_device_ops = cross_device.RingAllReduce()
@@ -112,8 +116,22 @@ class RingMirroredStrategy(ExactStrategy, tf.distribute.MirroredStrategy):
     extended = extended_lib.ExactMirroredExtended(
       self, devices_lib.resolve_devices(devices), cross_device_ops
     )
+    set_sharding(extended, shard_optimizer_state)
     # MirroredStrategy's own __init__ would build its own extended.
     tf.distribute.Strategy.__init__(self, extended)
+
+
+def set_sharding(extended, shard_optimizer_state: bool) -> None:
+  """Divides the state of optimizers among a strategy's replicas, if asked to."""
+  option_checks.check_type(
+    'shard_optimizer_state',
+    shard_optimizer_state,
+    bool,
+    'True or False',
+    'write shard_optimizer_state=True',
+  )
+  if shard_optimizer_state:
+    extended.state_shards = sharded_state.StateShards(extended)
 
 
 def check_cross_device_ops(cross_device_ops) -> None:

@@ -86,13 +86,16 @@ def one_device(strategy, device: str):
     _state.is_active = before
 
 
-def mark(gradients) -> list:
-  """Gradients that a traced step gives to an optimizer, known as such."""
+def mark(gradients, counts) -> list:
+  """Gradients that a traced step gives to an optimizer, known as such.
+
+  `counts` are the shards in which the state of each of their variables is.
+  """
   if tf.executing_eagerly():
     return gradients
   return [
-    program.mark_gradient(g) if isinstance(g, tf.Tensor) else g
-    for g in gradients
+    program.mark_gradient(g, count) if isinstance(g, tf.Tensor) else g
+    for g, count in zip(gradients, counts, strict=True)
   ]
 
 
@@ -110,8 +113,20 @@ class _Variable:
   reads: dict[int, dict[int, Any]]
 
   @property
+  def name(self):
+    return self.variable.name
+
+  @property
+  def shape(self):
+    return self.variable.shape
+
+  @property
+  def shard(self):
+    return getattr(self.variable, 'shard', None)
+
+  @property
   def is_part(self):
-    return replica_exchange.is_sum(self.variable)
+    return self.shard is None and replica_exchange.is_sum(self.variable)
 
   @property
   def is_single(self):
@@ -133,6 +148,7 @@ class _Single:
   tensor: Any
   is_part = False
   is_single = True
+  shard = None
 
   def handle(self, site):
     del site
@@ -328,6 +344,7 @@ class Step:
       zip(self._devices, found, strict=True)
     ):
       is_chief = replica == 0 and self._extended.does_what_is_done_once
+      rows = dataclasses.replace(rows, place=self._extended.place_of(replica))
       is_home = replica == 0 and home is None
       sites.append(site_lib.Site(device, rows, replica, is_chief, is_home))
     if home is not None:

@@ -95,21 +95,24 @@ class CollectiveQueue:
     tensors: Sequence[tf.Tensor],
     contents: Sequence[str],
     device: str,
+    shapes: Sequence[Sequence[int]] | None = None,
   ) -> list[tf.Tensor]:
     """Runs each of `works` on its tensor as soon as that is ready.
 
     Args:
       kind: of the collectives.
-      works: each makes an array like the one that it gets.
+      works: each makes an array like the one that it gets, or of its shape.
       tensors: one-dimensional, in the order in which they become ready.
       contents: what is in each of them, for the timeline.
       device: of the tensors. To one with memory of its own a result is copied
         while others still travel.
+      shapes: of the results; None for those of the tensors.
 
     Returns:
       The results on that device, none before all are there: what follows happens with all of
       them or not at all.
     """
+    shapes = [t.shape for t in tensors] if shapes is None else shapes
     if tf.executing_eagerly():
       return [
         self.call(kind, work, tensor, tensor.shape)
@@ -133,8 +136,8 @@ class CollectiveQueue:
         some = tf.stack(handles[i : i + count])
       dtypes = [t.dtype for t in tensors[i : i + count]]
       results += self._in_order(wait, [some], dtypes)
-    for result, tensor in zip(results, tensors, strict=True):
-      result.set_shape(tensor.shape)
+    for result, shape in zip(results, shapes, strict=True):
+      result.set_shape(shape)
     if count == len(handles):
       return results
     with tf.device(device):

@@ -11,14 +11,19 @@ from tf_strategies import _tf_internal, errors, process_group
 from tf_strategies.collectives import algorithms, codecs
 from tf_strategies.strategies import communicator
 from tf_strategies.strategies.mirrored import reducer
-from tf_strategies.strategies.multi_worker import collective_queue
+from tf_strategies.strategies.multi_worker import (
+  collective_queue,
+  piece_collectives,
+)
 from tf_strategies.strategies.multi_worker import options as options_lib
 
 # How many of a bucket's tensors a timeline spells out.
 _NAMED = 6
 
 
-class ProcessGroupCommunicator(communicator.Communicator):
+class ProcessGroupCommunicator(
+  piece_collectives.PieceCollectives, communicator.Communicator
+):
   """Local devices are reduced in the graph, workers by host calls."""
 
   def __init__(
@@ -121,6 +126,9 @@ class ProcessGroupCommunicator(communicator.Communicator):
         )
       )
       return [tf.cast(s, t.dtype) for s, t in zip(summed, tensors, strict=True)]
+
+  def _to_wire(self, tensor, codec):
+    return _cast(tensor, codec)
 
   def combine(self, tensor, op, name, is_report=False):
     """See base class."""

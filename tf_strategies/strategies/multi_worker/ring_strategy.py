@@ -9,6 +9,7 @@ import tensorflow as tf
 from tf_strategies import cluster as cluster_lib
 from tf_strategies import cross_device, option_checks, process_group
 from tf_strategies.cluster import config as config_lib
+from tf_strategies.process_group import reductions
 from tf_strategies.strategies.mirrored import strategy as mirrored_strategy
 from tf_strategies.strategies.multi_worker import options as options_lib
 from tf_strategies.strategies.multi_worker import (
@@ -50,6 +51,11 @@ class MultiWorkerRingStrategy(strategy.MultiWorkerStrategy):
     options: a `RingOptions`.
     devices: of this worker; default all GPUs, or the first CPU.
     cross_device_ops: between this worker's devices; default `AutoAllReduce()`.
+    shard_optimizer_state: whether each replica stores a part of what optimizers
+      keep beside the variables, such as the moments of Adam (ZeRO, stage 1).
+      Gradients are reduce-scattered, each replica updates its part, and updates
+      are all-gathered. For the steps of models, not for `strategy.run`. A read of
+      the state, as `model.save` does, is a collective: every worker makes it.
 
   Raises:
     ClusterConfigError: TF_CONFIG is malformed.
@@ -67,6 +73,7 @@ class MultiWorkerRingStrategy(strategy.MultiWorkerStrategy):
     options: options_lib.RingOptions | None = None,
     devices: Sequence[str] | None = None,
     cross_device_ops: tf.distribute.CrossDeviceOps | None = None,
+    shard_optimizer_state: bool = False,
   ):
     options = options_lib.RingOptions() if options is None else options
     option_checks.check_type(
@@ -94,13 +101,19 @@ class MultiWorkerRingStrategy(strategy.MultiWorkerStrategy):
       )
 
     try:
+      if shard_optimizer_state and options.all_reduce != 'auto':
+        reductions.check_half(options.all_reduce, group.world_size)
       self._set_up(
         devices,
         cross_device_ops,
         make_communicator,
-        set_up_of(options),
+        {
+          **set_up_of(options),
+          'shard_optimizer_state': bool(shard_optimizer_state),
+        },
         resolver,
       )
+      mirrored_strategy.set_sharding(self.extended, shard_optimizer_state)
     except BaseException:
       # Nobody can close what was never made: the others would wait for this
       # worker, and its port would be taken for the next attempt.

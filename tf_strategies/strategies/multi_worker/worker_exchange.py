@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
+from tf_strategies.spmd import pieces
 from tf_strategies.strategies.mirrored import replica_exchange
 
 
@@ -20,6 +21,23 @@ class WorkerExchange(replica_exchange.ReplicaExchange):
   def rounds_gradients(self):
     """See base class: by a codec that loses precision."""
     return self._communicator.is_lossy
+
+  def scatter(self, columns, shard, sites, are_gradients):
+    """See base class."""
+    del sites
+    return self._communicator.scatter_pieces(
+      columns, shard, 'pieces', are_gradients
+    )
+
+  def join(self, columns, shapes, sites):
+    """See base class."""
+    whole = self._communicator.join_pieces(columns, 'pieces')
+    results = []
+    for site in sites:
+      with tf.device(site.device):
+        pairs = zip(whole, shapes, strict=True)
+        results.append([pieces.joined(*pair) for pair in pairs])
+    return results
 
   def gather(self, values, axis, sites):
     """See base class; rows are in the order of their places in the batch."""
