@@ -53,10 +53,11 @@ class Exchange(Protocol):
     self,
     columns: Sequence[Sequence[tf.Tensor]],
     shard: Shard,
+    others: Sequence[Sequence[tf.Tensor]],
     sites: Sequence[Site],
     are_gradients: bool,
-  ) -> list[list[tf.Tensor]]:
-    """For each local replica its pieces of the sums over all replicas."""
+  ) -> tuple[list[list[tf.Tensor]], list[list[tf.Tensor]]]:
+    """For each local replica its pieces of sums, and what `add` makes of others."""
 
   def join(
     self,
@@ -404,22 +405,34 @@ class Emitter:
     ready.sort(key=lambda t: (t.node.number, t.index))
     sums = [t for t in ready if plan.values[t].kind == kinds.SUM]
     groups: dict[tuple, list[Tensor]] = {}
+    divided: dict[tuple, list[Tensor]] = {}
     for tensor in sums:
       sites = tuple(s for s in self._sites if s in pending[tensor])
-      forced = plan.forced.get(tensor, WHOLE)
-      if isinstance(forced, Shard):
-        sites = tuple(self._replicas)
+      forced = plan.forced.get(tensor)
       is_gradient = self._exchange.rounds_gradients and (
         program_lib.GRADIENT in tensor.node.attrs
       )
-      groups.setdefault((sites, is_gradient, forced), []).append(tensor)
-    for (sites, are_gradients, forced), tensors in groups.items():
-      columns = [self._contributions(s, tensors) for s in self._replicas]
       if isinstance(forced, Shard):
-        results = self._exchange.scatter(columns, forced, sites, are_gradients)
+        divided.setdefault((is_gradient, forced), []).append(tensor)
       else:
-        results = self._exchange.add(columns, sites, are_gradients)
-      self._take(tensors, forced, sites, results)
+        groups.setdefault((sites, is_gradient), []).append(tensor)
+    for (are_gradients, shard), tensors in divided.items():
+      # First, or their first buckets would wait for what is small and late.
+      sites = tuple(self._replicas)
+      others = groups.pop((sites, are_gradients), [])
+      columns, whole = (
+        [self._contributions(s, some) for s in sites]
+        for some in (tensors, others)
+      )
+      results = self._exchange.scatter(
+        columns, shard, whole, sites, are_gradients
+      )
+      self._take(tensors, shard, sites, results[0])
+      self._take(others, WHOLE, sites, results[1])
+    for (sites, are_gradients), tensors in groups.items():
+      columns = [self._contributions(s, tensors) for s in self._replicas]
+      results = self._exchange.add(columns, sites, are_gradients)
+      self._take(tensors, WHOLE, sites, results)
     joined = [t for t in ready if isinstance(plan.values[t].kind, Shard)]
     if joined:
       columns = [[s.get(t) for t in joined] for s in self._replicas]

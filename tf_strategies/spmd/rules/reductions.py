@@ -223,11 +223,13 @@ def _scatter_nd(context: Context) -> Decision | None:
   indices, updates, shape = context.inputs
   if shape.kind != WHOLE:
     return None
+  is_bool = context.node.outputs[0].dtype == tf.bool
+  kind = Part('any') if is_bool else SUM
   for value in (indices, updates):
     if isinstance(value.kind, Split) and indices.dims is not None:
       axis = value.kind.axis
       if axis < len(indices.dims) - 1:
-        return Decision([Split(axis), Split(axis), WHOLE], [context.out(SUM)])
+        return Decision([Split(axis), Split(axis), WHOLE], [context.out(kind)])
   if updates.kind == SUM and indices.kind == WHOLE:
     return Decision([WHOLE, SUM, WHOLE], [context.out(SUM)])
   return None

@@ -37,8 +37,11 @@ class ReplicaExchange(emit.Exchange):
       return value
     return value.values[site.replica or 0]
 
-  def scatter(self, columns, shard, sites, are_gradients):
+  def scatter(self, columns, shard, others, sites, are_gradients):
     """See base class."""
+    added = [[] for _ in sites]
+    if others[0]:
+      added = self.add(others, sites, are_gradients)
     options = gradient_reducer.GRADIENTS if are_gradients else None
     packed = []
     for site, column in zip(sites, columns, strict=True):
@@ -56,7 +59,7 @@ class ReplicaExchange(emit.Exchange):
       with tf.device(site.device):
         mine = [next(sums) for _ in own.buckets]
         results.append([m[0] for m in own.unpack(mine, 1)])
-    return results
+    return results, added
 
   def join(self, columns, shapes, sites):
     """See base class."""

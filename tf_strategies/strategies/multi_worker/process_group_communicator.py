@@ -127,8 +127,9 @@ class ProcessGroupCommunicator(
       )
       return [tf.cast(s, t.dtype) for s, t in zip(summed, tensors, strict=True)]
 
-  def _to_wire(self, tensor, codec):
-    return _cast(tensor, codec)
+  # For what is mixed in.
+  _to_wire = staticmethod(lambda tensor, codec: _cast(tensor, codec))
+  _names = staticmethod(lambda tensors, members: _names(tensors, members))
 
   def combine(self, tensor, op, name, is_report=False):
     """See base class."""

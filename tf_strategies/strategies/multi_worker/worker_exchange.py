@@ -22,16 +22,16 @@ class WorkerExchange(replica_exchange.ReplicaExchange):
     """See base class: by a codec that loses precision."""
     return self._communicator.is_lossy
 
-  def scatter(self, columns, shard, sites, are_gradients):
+  def scatter(self, columns, shard, others, sites, are_gradients):
     """See base class."""
     del sites
     return self._communicator.scatter_pieces(
-      columns, shard, 'pieces', are_gradients
+      columns, shard, others, are_gradients
     )
 
   def join(self, columns, shapes, sites):
     """See base class."""
-    whole = self._communicator.join_pieces(columns, 'pieces')
+    whole = self._communicator.join_pieces(columns)
     results = []
     for site in sites:
       with tf.device(site.device):
