@@ -57,6 +57,7 @@ class Actor:
     addresses: Sequence[str],
     shape: Mapping[str, int],
     timeout_seconds: float,
+    optimizer: str = 'sgd',
   ) -> int:
     """Builds a model under a strategy.
 
@@ -68,6 +69,7 @@ class Actor:
       shape: `width` and `layers` of the model, and `batch_rows`, of the whole
         batch.
       timeout_seconds: how long to wait for the other workers.
+      optimizer: its name.
 
     Returns:
       Bytes of the trainable variables.
@@ -76,7 +78,7 @@ class Actor:
     keras.utils.set_random_seed(1)
     with made.scope():
       model = _dense_model(shape['width'], shape['layers'])
-      model.compile(tfs.keras.DistributedOptimizer('sgd'), 'mse')
+      model.compile(tfs.keras.DistributedOptimizer(optimizer), 'mse')
     self._models[peer] = model
     self._rows[peer] = shape['batch_rows']
     return sum(4 * int(np.prod(v.shape)) for v in model.trainable_variables)
@@ -139,8 +141,13 @@ class Actor:
       rendezvous_timeout_seconds=timeout_seconds,
       collective_timeout_seconds=timeout_seconds,
     )
+    options = dict(options)
+    is_sharded = options.pop('shard_optimizer_state', False)
     return tfs.MultiWorkerRingStrategy(
-      cluster, tfs.RingOptions(group=group, **options), devices=['CPU:0']
+      cluster,
+      tfs.RingOptions(group=group, **options),
+      devices=['CPU:0'],
+      shard_optimizer_state=is_sharded,
     )
 
 

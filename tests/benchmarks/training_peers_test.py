@@ -13,6 +13,9 @@ RIGHT = {
   'collective': [0.50001, 0.50001],
   'one_device_global_batch': [0.5],
   'one_device_part': [0.7],
+  # Of another optimizer.
+  'ring_adam': [0.4, 0.4],
+  'ring_adam_sharded': [0.4, 0.4],
 }
 
 
@@ -25,6 +28,7 @@ class CheckLossesTest(parameterized.TestCase):
     ('ring_8mb', [float('nan'), 0.5], 'ring_8mb: rank 0 has a loss of nan'),
     ('collective', [0.501, 0.501], 'collective: rank 0'),
     ('ring_8mb_bfloat16', [0.5, 0.53], 'ring_8mb_bfloat16: rank 1'),
+    ('ring_adam_sharded', [0.4, 0.5], 'rank 1 has a loss of 0.5, not 0.4'),
   )
   def test_difference(self, peer, losses, words):
     with self.assertRaisesRegex(RuntimeError, words):
@@ -37,7 +41,9 @@ class CheckLossesTest(parameterized.TestCase):
 
 class PeersTest(absltest.TestCase):
   def test_buckets_and_parts_differ(self):
-    described = {(p.strategy, str(p.options), p.whole_batch) for p in PEERS}
+    described = {
+      (p.strategy, str(p.options), p.whole_batch, p.optimizer) for p in PEERS
+    }
     self.assertLen(described, len(PEERS))
     self.assertEqual(
       [p.name for p in PEERS if p.compressed], ['ring_8mb_bfloat16']

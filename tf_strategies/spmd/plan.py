@@ -145,7 +145,7 @@ class Plan:
       )
     }
     for tensor in self.counted | written:
-      self.left_out |= made[tensor]
+      self.left_out |= made.get(tensor, set())
     for tensor in mixed & (self.forced.keys() | written):
       raise errors.UnsupportedOptionError(
         f'{tensor.node.type} {tensor.node.name!r}, which adds rows to a variable '
@@ -435,18 +435,15 @@ class _Planner:
             f'{node.type} {node.name!r} wants {tensor.node.name!r}, which is '
             f'{kind}, as {want}'
           )
-        if meets and isinstance(kind, Part):
-          # Nothing travels twice: what somebody needs whole is whole for all.
-          is_shard = kind == kinds.SUM and isinstance(want, Shard)
-          is_shard = is_shard and wanted.get(tensor, want) == want
-          wanted[tensor] = want if is_shard else WHOLE
+        if meets and isinstance(kind, Part) and want != self.forced.get(tensor):
+          if isinstance(want, Shard) and kind == kinds.SUM:
+            # Others may take shards too; if not, all of it is whole in the end.
+            wanted[tensor] = WHOLE if tensor in self.forced else want
+          else:
+            wanted.setdefault(tensor, WHOLE)
         level = max(level, self.levels[tensor.node] + meets)
       self.levels[node] = level
-    return {
-      t: kind
-      for t, kind in wanted.items()
-      if self.forced.get(t) not in (kind, WHOLE)
-    }
+    return {t: k for t, k in wanted.items() if self.forced.get(t) != WHOLE}
 
   def _decide(self, node):
     context = Context(self, node)

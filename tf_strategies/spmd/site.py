@@ -332,10 +332,12 @@ def set_own_shape(built: tf.Tensor, tensor: Tensor, value: Value) -> None:
   """Tells TensorFlow what is known of a replica's part of a tensor."""
   if built.dtype in (tf.variant, tf.resource):
     return
+  shape = tensor.shape if value.static_shape is None else value.static_shape
+  shape = tf.TensorShape(shape)
   if isinstance(value.kind, Shard):
-    own = [value.kind.length(tensor.shape.num_elements())]
-  elif tensor.shape.rank is not None:
-    own = tensor.shape.as_list()
+    own = [value.kind.length(shape.num_elements())]
+  elif shape.rank is not None:
+    own = shape.as_list()
   elif value.dims is not None:
     own = [d.number if d.is_number else None for d in value.dims]
   else:

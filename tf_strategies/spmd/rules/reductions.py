@@ -203,9 +203,11 @@ def _segments(context: Context) -> Decision | None:
     if isinstance(value.kind, Split) and ids.dims is not None:
       axis = value.kind.axis
       if axis < len(ids.dims) and count.kind == WHOLE:
-        op = _SEGMENTS[context.node.type]
+        op, dims = _SEGMENTS[context.node.type], context.dims()
+        if dims is not None and count.numbers:
+          dims = (count.ints[0], *dims[1:])  # More than TensorFlow knows.
         return Decision(
-          [Split(axis), Split(axis), WHOLE], [context.out(Part(op))]
+          [Split(axis), Split(axis), WHOLE], [Value(Part(op), dims)]
         )
       if value is data and ids.kind == WHOLE:
         at = axis - len(ids.dims) + 1

@@ -126,9 +126,9 @@ def _pack(context: Context) -> Decision | None:
     )
   if SUM in context.kinds:
     return Decision([SUM] * len(values), [context.out(SUM)])
-  kind = context.kinds[0]
-  if isinstance(kind, Part) and {kind} == set(context.kinds) - {kinds_lib.FIRST}:
-    return Decision(context.kinds, [context.out(kind)])
+  for op in ('all', 'any', 'max', 'min'):  # Of a whole, all replicas' is the same.
+    if Part(op) in context.kinds and {Part(op), WHOLE} >= set(context.kinds):
+      return Decision([Part(op)] * len(values), [context.out(Part(op))])
   return None
 
 

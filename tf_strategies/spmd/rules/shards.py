@@ -25,6 +25,14 @@ def _shard_of(context: Context) -> Shard | None:
   return next((kind for kind in found if kind is not None), None)
 
 
+def _shapes(context: Context) -> list[tf.TensorShape]:
+  """Of the inputs."""
+  return [
+    t.shape if v.static_shape is None else tf.TensorShape(v.static_shape)
+    for t, v in zip(context.node.inputs, context.inputs, strict=True)
+  ]
+
+
 @_rule(
   *elementwise.UNARY, *elementwise.BROADCASTING, *elementwise.LINEAR, *_OTHERS
 )
@@ -38,16 +46,16 @@ def _elementwise(context: Context) -> Decision | None:
   if node.type == 'Bitcast' and sizes[0] != sizes[1]:
     return None
   wants, spreads = [], []
-  for tensor, value in zip(node.inputs, context.inputs, strict=True):
-    is_equal = tensor.shape == shape
+  for own, value in zip(_shapes(context), context.inputs, strict=True):
+    if not own.is_fully_defined():
+      return None
+    is_equal = own == shape
     if isinstance(value.kind, Shard) and not is_equal:
       return None  # It is repeated.
-    if not tensor.shape.is_fully_defined():
-      return None
     if node.type == 'Select' and not is_equal:
       return None
     wants.append(shard if is_equal else WHOLE)
-    spreads.append(not is_equal and tensor.shape.num_elements() > 1)
+    spreads.append(not is_equal and own.num_elements() > 1)
 
   def emit(site, inputs):
     parts = []
@@ -96,7 +104,7 @@ def _variable_shape(context: Context) -> Decision:
 
 @_rule('Shape', 'ShapeN')
 def _shape(context: Context) -> Decision | None:
-  shapes = [t.shape for t in context.node.inputs]
+  shapes = _shapes(context)
   if not all(s.is_fully_defined() for s in shapes):
     return None
   return _known(context, shapes, AS_IS)
@@ -135,7 +143,7 @@ def _reshape(context: Context) -> Decision | None:
 def _reduction(context: Context) -> Decision | None:
   """Of all elements; along some axes it needs the whole."""
   axes, node, shard = context.inputs[1], context.node, context.kinds[0]
-  shape = node.inputs[0].shape
+  shape = _shapes(context)[0]
   if not isinstance(shard, Shard) or not shape.is_fully_defined():
     return None
   reduced = reductions.reduced_axes(axes, shape.rank)
@@ -172,7 +180,7 @@ _REDUCE = {
 
 @_rule('L2Loss')
 def _l2_loss(context: Context) -> Decision | None:
-  shard, shape = context.kinds[0], context.node.inputs[0].shape
+  shard, shape = context.kinds[0], _shapes(context)[0]
   if not shape.is_fully_defined():
     return None
 

@@ -121,6 +121,13 @@ class ExactMirroredExtended(
         optimizer.build(variables)
     self.state_shards.warn(optimizer)
 
+  def mark_divided(self, optimizer, gradients, variables):
+    """Marks gradients of which each replica needs a piece before `apply` does."""
+    if self.state_shards is None or not whole_batch.is_active():
+      return gradients
+    self._check_shards(optimizer, variables)
+    return self.mark(gradients, variables)
+
   def place_of(self, replica: int) -> int | None:
     """The number among all replicas of one of this process, if state is divided."""
     if self.state_shards is None:
