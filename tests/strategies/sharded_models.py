@@ -2,8 +2,9 @@
 
 import keras
 import numpy as np
+import tensorflow as tf
 
-O = keras.optimizers
+optimizers = keras.optimizers
 
 # Rows of a batch, which no 2, 3 or 4 replicas share evenly, and batches.
 BATCH, STEPS = 13, 4
@@ -72,34 +73,34 @@ def pictures(rows: int = 16):
 
 # By name: makes an optimizer, and whether the rows are words.
 OPTIMIZERS = {
-  'momentum': lambda: O.SGD(0.05, momentum=0.9, nesterov=True),
-  'adam': lambda: O.Adam(0.01, amsgrad=True),
-  'adamw': lambda: O.AdamW(0.01, weight_decay=0.1),
-  'rmsprop': lambda: O.RMSprop(0.01, momentum=0.9),
-  'adagrad': lambda: O.Adagrad(0.05),
-  'adadelta': lambda: O.Adadelta(0.5),
-  'adamax': lambda: O.Adamax(0.01),
-  'nadam': lambda: O.Nadam(0.01),
-  'lion': lambda: O.Lion(0.001),
-  'ftrl': lambda: O.Ftrl(0.01),
-  'lamb': lambda: O.Lamb(0.01),
-  'adafactor': lambda: O.Adafactor(0.01),
-  'muon': lambda: O.Muon(0.01),
+  'momentum': lambda: optimizers.SGD(0.05, momentum=0.9, nesterov=True),
+  'adam': lambda: optimizers.Adam(0.01, amsgrad=True),
+  'adamw': lambda: optimizers.AdamW(0.01, weight_decay=0.1),
+  'rmsprop': lambda: optimizers.RMSprop(0.01, momentum=0.9),
+  'adagrad': lambda: optimizers.Adagrad(0.05),
+  'adadelta': lambda: optimizers.Adadelta(0.5),
+  'adamax': lambda: optimizers.Adamax(0.01),
+  'nadam': lambda: optimizers.Nadam(0.01),
+  'lion': lambda: optimizers.Lion(0.001),
+  'ftrl': lambda: optimizers.Ftrl(0.01),
+  'lamb': lambda: optimizers.Lamb(0.01),
+  'adafactor': lambda: optimizers.Adafactor(0.01),
+  'muon': lambda: optimizers.Muon(0.01),
 }
 OPTIONS = {
-  'plain': lambda: O.Adam(0.01),
-  'global_clipnorm': lambda: O.Adam(0.01, global_clipnorm=0.1),
-  'clipnorm': lambda: O.Adam(0.01, clipnorm=0.1),
-  'clipvalue': lambda: O.Adam(0.01, clipvalue=0.01),
-  'accumulation': lambda: O.Adam(
+  'plain': lambda: optimizers.Adam(0.01),
+  'global_clipnorm': lambda: optimizers.Adam(0.01, global_clipnorm=0.1),
+  'clipnorm': lambda: optimizers.Adam(0.01, clipnorm=0.1),
+  'clipvalue': lambda: optimizers.Adam(0.01, clipvalue=0.01),
+  'accumulation': lambda: optimizers.Adam(
     0.01, gradient_accumulation_steps=2, global_clipnorm=0.1
   ),
-  'ema': lambda: O.Adam(
+  'ema': lambda: optimizers.Adam(
     0.01, use_ema=True, ema_momentum=0.9, ema_overwrite_frequency=3
   ),
-  'weight_decay': lambda: O.SGD(0.05, momentum=0.9, weight_decay=0.1),
-  'loss_scale': lambda: O.LossScaleOptimizer(
-    O.Adam(0.01, gradient_accumulation_steps=2, clipnorm=0.1),
+  'weight_decay': lambda: optimizers.SGD(0.05, momentum=0.9, weight_decay=0.1),
+  'loss_scale': lambda: optimizers.LossScaleOptimizer(
+    optimizers.Adam(0.01, gradient_accumulation_steps=2, clipnorm=0.1),
     initial_scale=8.0,
     dynamic_growth_steps=2,
   ),
@@ -108,8 +109,6 @@ OPTIONS = {
 
 def train(optimizer, strategy=None, data=numbers, model=dense_model, **fit):
   """The model after a `fit` that shuffles nothing."""
-  import tensorflow as tf
-
   strategy = tf.distribute.get_strategy() if strategy is None else strategy
   keras.utils.set_random_seed(3)
   with strategy.scope():
@@ -123,8 +122,8 @@ def train(optimizer, strategy=None, data=numbers, model=dense_model, **fit):
 
 def state(model) -> tuple[list[np.ndarray], list[np.ndarray]]:
   """Weights, and all that the optimizer keeps; on several workers a collective."""
-  optimizer = [np.array(v.numpy()) for v in model.optimizer.variables]
-  return model.get_weights(), optimizer
+  kept = [np.array(v.numpy()) for v in model.optimizer.variables]
+  return model.get_weights(), kept
 
 
 def stored_bytes(model) -> tuple[int, int]:

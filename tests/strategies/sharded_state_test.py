@@ -191,9 +191,9 @@ class StorageTest(tf.test.TestCase, parameterized.TestCase):
     if kind == 'keras':
       model.save(path)
     else:
-      path = tf.train.Checkpoint(
-        optimizer=model.optimizer, model=model
-      ).write(directory)
+      path = tf.train.Checkpoint(optimizer=model.optimizer, model=model).write(
+        directory
+      )
     model.fit(x, y, batch_size=13, shuffle=False, verbose=0)
     for strategy in (tf.distribute.get_strategy(), sharded(3)):
       with strategy.scope():
@@ -203,9 +203,9 @@ class StorageTest(tf.test.TestCase, parameterized.TestCase):
           loaded = models.dense_model()
           loaded.compile(ALL['adam'](), 'mse')
           loaded.optimizer.build(loaded.trainable_variables)
-          tf.train.Checkpoint(
-            optimizer=loaded.optimizer, model=loaded
-          ).restore(path).expect_partial()
+          tf.train.Checkpoint(optimizer=loaded.optimizer, model=loaded).restore(
+            path
+          ).expect_partial()
       loaded.fit(x, y, batch_size=13, shuffle=False, verbose=0)
       assert_equal_models(self, loaded, model)
 

@@ -252,9 +252,7 @@ class VariableAccess:
       name: self._share(arrays.get(name), *spec) for name, *spec in specs
     }
     own = {
-      k: v
-      for k, v in variables.items()
-      if k not in shared and k not in divided
+      k: v for k, v in variables.items() if k not in shared and k not in divided
     }
     self.write(own, parts)
     return parts

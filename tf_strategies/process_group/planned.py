@@ -179,9 +179,7 @@ class PlannedGroup(group_lib.ProcessGroup):
       data = np.ascontiguousarray(array).reshape(-1)
       sizes = (data.nbytes,) * self.world_size
       shape = str(['each', *array.shape])
-      flat = self._gather(
-        data.view(np.uint8), sizes, name, array.dtype, shape
-      )
+      flat = self._gather(data.view(np.uint8), sizes, name, array.dtype, shape)
     return flat.view(array.dtype).reshape(-1, *array.shape[1:])
 
   def _gather_lengths(self, array: np.ndarray, name: str) -> list[int]:

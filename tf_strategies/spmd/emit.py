@@ -266,7 +266,9 @@ class Emitter:
       for block in (places[n] for n in before):
         if block.level == level:
           turn = max(turn, block.turn + (block.key != key))
-      block = blocks.setdefault((level, turn, key), blocks_lib.Block(level, turn, key))
+      block = blocks.setdefault(
+        (level, turn, key), blocks_lib.Block(level, turn, key)
+      )
       block.nodes.append(node)
       places[node] = block
     return sorted(blocks.values(), key=lambda b: (b.level, b.turn))

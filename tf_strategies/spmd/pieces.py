@@ -60,4 +60,6 @@ def counted(
   if shard.count * length == elements:
     return piece
   is_own = tf.range(length) < elements - place * length
-  return tf.where(is_own, piece, tf.constant(_NEUTRAL[op](piece.dtype), piece.dtype))
+  return tf.where(
+    is_own, piece, tf.constant(_NEUTRAL[op](piece.dtype), piece.dtype)
+  )

@@ -113,7 +113,9 @@ class Plan:
       is_held = not held.isdisjoint(parts) or any(
         r is not None and r.is_part for r in resources
       )
-      for tensor in node.inputs:  # A replica without rows has a shard all the same.
+      for (
+        tensor
+      ) in node.inputs:  # A replica without rows has a shard all the same.
         kind = self.seen(tensor).kind
         is_part = isinstance(kind, Part) and tensor in held
         is_held |= is_part or isinstance(kind, Shard)
@@ -325,7 +327,9 @@ def make(
   """
   # A gradient travels as such, not what a linear update makes of it.
   forced = {
-    tensor: WHOLE if node.attrs[GRADIENT].i < 2 else Shard(node.attrs[GRADIENT].i)
+    tensor: WHOLE
+    if node.attrs[GRADIENT].i < 2
+    else Shard(node.attrs[GRADIENT].i)
     for node in program.nodes
     if may_meet and GRADIENT in node.attrs
     for tensor in node.outputs

@@ -30,7 +30,9 @@ def why_rows_meet(
     if node in needed:
       needed.update(tensor.node for tensor in node.inputs)
   arguments = [
-    kinds.Value(kinds.Split(0) if i < num_batched and t.shape.rank else kinds.WHOLE)
+    kinds.Value(
+      kinds.Split(0) if i < num_batched and t.shape.rank else kinds.WHOLE
+    )
     for i, t in enumerate(graph.inputs)
   ]
   nodes = [node for node in whole.nodes if node in needed]

@@ -186,9 +186,7 @@ def _l2_loss(context: Context) -> Decision | None:
 
   def emit(site, inputs):
     place = site.rows.place
-    own = pieces.counted(
-      inputs[0], shard, shape.num_elements(), place, 'sum'
-    )
+    own = pieces.counted(inputs[0], shard, shape.num_elements(), place, 'sum')
     return [tf.nn.l2_loss(own)]
 
   return Decision([shard], [context.out(Part('sum'))], emit)
