@@ -133,7 +133,7 @@ class _TwoOptimizers(keras.Model):
   """The second gets what the first left, of the same step."""
 
   def __init__(self):
-    super().__init__()
+    super().__init__(name='two_optimizers')
     self.inner = models.dense_model()
     self.second = keras.optimizers.SGD(0.01, momentum=0.5)
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 from tf_strategies import _tf_internal
-from tf_strategies.spmd import actions, kinds
+from tf_strategies.spmd import actions, kinds, pieces
 from tf_strategies.spmd import blocks as blocks_lib
 from tf_strategies.spmd import program as program_lib
 from tf_strategies.spmd import site as site_lib
@@ -17,25 +17,6 @@ from tf_strategies.spmd.kinds import AS_IS, WHOLE, Shard, Split
 from tf_strategies.spmd.plan import Plan
 from tf_strategies.spmd.program import Node, Tensor
 from tf_strategies.spmd.site import Site
-
-
-class Resource(Protocol):
-  """What a handle in a program stands for.
-
-  Attributes:
-    is_part: whether each replica holds a part of a sum.
-    is_single: whether there is one, which is written at home only.
-    shard: what a replica has of it, None for all.
-    name: for messages.
-  """
-
-  is_part: bool
-  is_single: bool
-  shard: Shard | None
-  name: str
-
-  def handle(self, site: Site) -> tf.Tensor:
-    """The handle that a site uses."""
 
 
 class Exchange(Protocol):
@@ -471,13 +452,7 @@ class Emitter:
         site.tensors[tensor, kind] = result
 
   def _reduce(self, tensor, op, sites):
-    reduce = {
-      'max': tf.reduce_max,
-      'min': tf.reduce_min,
-      'prod': tf.reduce_prod,
-      'all': tf.reduce_all,
-      'any': tf.reduce_any,
-    }[op]
+    reduce = pieces.REDUCE[op]
     values = []
     for site in self._replicas:
       with tf.device(site.device):

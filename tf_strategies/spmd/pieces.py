@@ -6,6 +6,15 @@ import tensorflow as tf
 
 from tf_strategies.spmd import kinds
 
+# Of parts, by their `op`.
+REDUCE = {
+  'sum': tf.reduce_sum,
+  'prod': tf.reduce_prod,
+  'max': tf.reduce_max,
+  'min': tf.reduce_min,
+  'all': tf.reduce_all,
+  'any': tf.reduce_any,
+}
 # What changes nothing in a reduction.
 _NEUTRAL = {
   'sum': lambda dtype: 0,

@@ -113,12 +113,10 @@ class Plan:
       is_held = not held.isdisjoint(parts) or any(
         r is not None and r.is_part for r in resources
       )
-      for (
-        tensor
-      ) in node.inputs:  # A replica without rows has a shard all the same.
-        kind = self.seen(tensor).kind
-        is_part = isinstance(kind, Part) and tensor in held
-        is_held |= is_part or isinstance(kind, Shard)
+      # A replica without rows has a shard all the same.
+      for tensor, want in zip(node.inputs, decision.wants, strict=True):
+        is_part = isinstance(self.seen(tensor).kind, Part) and tensor in held
+        is_held |= is_part or isinstance(want, Shard)
       for tensor, value in zip(node.outputs, decision.outputs, strict=True):
         if not _is_sum(value.kind):
           if is_held and isinstance(value.kind, Part):

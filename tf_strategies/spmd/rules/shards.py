@@ -9,7 +9,15 @@ import tensorflow as tf
 from tf_strategies.spmd import emit as emit_lib
 from tf_strategies.spmd import pieces
 from tf_strategies.spmd import plan as plan_lib
-from tf_strategies.spmd.kinds import AS_IS, WHOLE, Dim, Part, Shard, Value
+from tf_strategies.spmd.kinds import (
+  AS_IS,
+  FIRST,
+  WHOLE,
+  Dim,
+  Part,
+  Shard,
+  Value,
+)
 from tf_strategies.spmd.plan import Context, Decision, NeedsExchangeError
 from tf_strategies.spmd.rules import elementwise, reductions
 
@@ -72,7 +80,9 @@ def _elementwise(context: Context) -> Decision | None:
 
 
 @_rule('IdentityN')
-def _identity_n(context: Context) -> Decision:
+def _identity_n(context: Context) -> Decision | None:
+  if FIRST in context.kinds:
+    return None
   return Decision(
     context.kinds, list(context.inputs), lambda site, inputs: inputs
   )
@@ -160,22 +170,12 @@ def _reduction(context: Context) -> Decision | None:
 
   def emit(site, inputs):
     own = pieces.counted(inputs[0], shard, elements, site.rows.place, op)
-    total = _REDUCE[op](own)
+    total = pieces.REDUCE[op](own)
     if is_mean:
       total /= tf.cast(elements, total.dtype)
     return [tf.reshape(total, result)]
 
   return Decision([shard, WHOLE], [context.out(Part(op))], emit)
-
-
-_REDUCE = {
-  'sum': tf.reduce_sum,
-  'prod': tf.reduce_prod,
-  'max': tf.reduce_max,
-  'min': tf.reduce_min,
-  'all': tf.reduce_all,
-  'any': tf.reduce_any,
-}
 
 
 @_rule('L2Loss')

@@ -106,7 +106,7 @@ def is_whole(value) -> bool:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Variable:
-  """A distributed variable in a traced step; see `emit.Resource`."""
+  """A distributed variable in a traced step; see `spmd.resource.Resource`."""
 
   variable: Any
   # Of each replica, the central variables that it reads, by `id`.
