@@ -113,16 +113,18 @@ class RingMirroredStrategy(ExactStrategy, tf.distribute.MirroredStrategy):
     if cross_device_ops is None:
       cross_device_ops = cross_device.RingAllReduce()
     check_cross_device_ops(cross_device_ops)
+    check_sharding(shard_optimizer_state)
     extended = extended_lib.ExactMirroredExtended(
       self, devices_lib.resolve_devices(devices), cross_device_ops
     )
-    set_sharding(extended, shard_optimizer_state)
+    if shard_optimizer_state:
+      extended.state_shards = sharded_state.StateShards(extended)
     # MirroredStrategy's own __init__ would build its own extended.
     tf.distribute.Strategy.__init__(self, extended)
 
 
-def set_sharding(extended, shard_optimizer_state: bool) -> None:
-  """Divides the state of optimizers among a strategy's replicas, if asked to."""
+def check_sharding(shard_optimizer_state: bool) -> None:
+  """Raises UnsupportedOptionError for what is neither True nor False."""
   option_checks.check_type(
     'shard_optimizer_state',
     shard_optimizer_state,
@@ -130,8 +132,6 @@ def set_sharding(extended, shard_optimizer_state: bool) -> None:
     'True or False',
     'write shard_optimizer_state=True',
   )
-  if shard_optimizer_state:
-    extended.state_shards = sharded_state.StateShards(extended)
 
 
 def check_cross_device_ops(cross_device_ops) -> None:

@@ -99,7 +99,10 @@ class PieceCollectives:
     """
     count = len(columns) * self.world_size
     with tf.device(self._local.devices[0]):
-      rows = [tf.stack(row) for row in zip(*columns, strict=True)]
+      rows = [
+        row[0][None] if len(row) == 1 else tf.stack(row)
+        for row in zip(*columns, strict=True)
+      ]
       packed = piece_packing.pack(rows, count, self._options.bucket_bytes)
       joined = self._queue.call_all(
         'all_gather',

@@ -10,6 +10,7 @@ from tf_strategies import cluster as cluster_lib
 from tf_strategies import cross_device, option_checks, process_group
 from tf_strategies.cluster import config as config_lib
 from tf_strategies.process_group import reductions
+from tf_strategies.strategies.mirrored import sharded_state
 from tf_strategies.strategies.mirrored import strategy as mirrored_strategy
 from tf_strategies.strategies.multi_worker import options as options_lib
 from tf_strategies.strategies.multi_worker import (
@@ -86,6 +87,7 @@ class MultiWorkerRingStrategy(strategy.MultiWorkerStrategy):
     if cross_device_ops is None:
       cross_device_ops = cross_device.AutoAllReduce()
     mirrored_strategy.check_cross_device_ops(cross_device_ops)
+    mirrored_strategy.check_sharding(shard_optimizer_state)
     devices = strategy.resolve_devices(devices)
     group, self._rendezvous, resolver = cluster, None, None
     if not isinstance(cluster, process_group.ProcessGroup):
@@ -109,11 +111,13 @@ class MultiWorkerRingStrategy(strategy.MultiWorkerStrategy):
         make_communicator,
         {
           **set_up_of(options),
-          'shard_optimizer_state': bool(shard_optimizer_state),
+          'shard_optimizer_state': shard_optimizer_state,
         },
         resolver,
       )
-      mirrored_strategy.set_sharding(self.extended, shard_optimizer_state)
+      if shard_optimizer_state:
+        extended = self.extended
+        extended.state_shards = sharded_state.StateShards(extended)
     except BaseException:
       # Nobody can close what was never made: the others would wait for this
       # worker, and its port would be taken for the next attempt.
