@@ -102,12 +102,21 @@ class _Count(keras.callbacks.Callback):
     self.sent.append(self._group.bytes_sent)
 
 
-def _measure(rank, devices, compression):
+def _compressed(rank, compression):
+  del rank
+  strategy = ring(compression=compression)
+  try:
+    return models.train(ALL['momentum'], strategy).get_weights()
+  finally:
+    strategy.close()
+
+
+def _measure(rank, devices):
   """Bytes of a step and of what is stored, divided and not."""
   del rank
   found = {}
   for sharded in (True, False):
-    strategy = ring(devices, sharded, compression=compression)
+    strategy = ring(devices, sharded)
     count = _Count(strategy.process_group)
     try:
       model = models.train(
@@ -138,7 +147,7 @@ class CostTest(tf.test.TestCase, parameterized.TestCase):
   )
   def test_bytes(self, workers, devices):
     by_worker = processes.run_workers(
-      _measure, workers, args=(devices, 'none'), deadline=_DEADLINE_SECONDS
+      _measure, workers, args=(devices,), deadline=_DEADLINE_SECONDS
     )
     for found in by_worker:
       (steps, (stored, whole), calls, _) = found[True]
@@ -151,6 +160,22 @@ class CostTest(tf.test.TestCase, parameterized.TestCase):
       self.assertGreater(stored, whole / workers)
       self.assertGreater(calls['reduce_scatter'], 0)
       self.assertNotIn('reduce_scatter', calls_before)
+
+
+class CompressionTest(tf.test.TestCase, parameterized.TestCase):
+  @tiers.named_parameters(
+    tiers.full('bfloat16', 'bfloat16'), tiers.full('int8', 'int8')
+  )
+  def test_gradients_are_rounded_and_weights_equal(self, compression):
+    expected = _train('momentum').get_weights()
+    first, second = processes.run_workers(
+      _compressed, 2, args=(compression,), deadline=_DEADLINE_SECONDS
+    )
+    farthest = 0.0
+    for mine, other, one in zip(first, second, expected, strict=True):
+      self.assertAllEqual(mine, other)
+      farthest = max(farthest, np.abs(mine - one).max())
+    self.assertBetween(farthest, 1e-6, 2e-2)
 
 
 def _save(rank, directory):
