@@ -57,6 +57,7 @@ class Actor:
     addresses: Sequence[str],
     shape: Mapping[str, int],
     timeout_seconds: float,
+    optimizer: str = 'sgd',
     local_steps: int = 0,
   ) -> int:
     """Builds a model under a strategy.
@@ -69,6 +70,7 @@ class Actor:
       shape: `width` and `layers` of the model, and `batch_rows`, of the whole
         batch.
       timeout_seconds: how long to wait for the other workers.
+      optimizer: its name.
       local_steps: how many steps workers train apart; 0 for none.
 
     Returns:
@@ -79,10 +81,10 @@ class Actor:
     with made.scope():
       model = _dense_model(shape['width'], shape['layers'])
       if local_steps:
-        optimizer = tfs.keras.LocalSteps('sgd', local_steps)
+        wrapped = tfs.keras.LocalSteps(optimizer, local_steps)
       else:
-        optimizer = tfs.keras.DistributedOptimizer('sgd')
-      model.compile(optimizer, 'mse')
+        wrapped = tfs.keras.DistributedOptimizer(optimizer)
+      model.compile(wrapped, 'mse')
     self._models[peer] = model
     self._rows[peer] = shape['batch_rows']
     return sum(4 * int(np.prod(v.shape)) for v in model.trainable_variables)
@@ -150,8 +152,13 @@ class Actor:
       rendezvous_timeout_seconds=timeout_seconds,
       collective_timeout_seconds=timeout_seconds,
     )
+    options = dict(options)
+    is_sharded = options.pop('shard_optimizer_state', False)
     return tfs.MultiWorkerRingStrategy(
-      cluster, tfs.RingOptions(group=group, **options), devices=['CPU:0']
+      cluster,
+      tfs.RingOptions(group=group, **options),
+      devices=['CPU:0'],
+      shard_optimizer_state=is_sharded,
     )
 
 

@@ -4,6 +4,7 @@
   python -m benchmarks.training_step --link_rate=1gbit --rounds=5
   python -m benchmarks.training_step --width=64 --rounds=1 --peers=ring_8mb
   python -m benchmarks.training_step --peers=ring_1mb --timeline=step.json
+  python -m benchmarks.training_step --peers=ring_adam,ring_adam_sharded
 
 A dense model with 25 MB of parameters and a batch of 64 a worker. The ring's
 buckets travel while the backward pass goes on, so their size decides how much
@@ -173,6 +174,7 @@ class Training:
         'batch_rows': rows,
       },
       timeout_seconds=_DEADLINE_SECONDS.value,
+      optimizer=peer.optimizer,
       local_steps=peer.local_steps,
     )
     return answers[0]

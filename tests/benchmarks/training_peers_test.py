@@ -14,6 +14,9 @@ RIGHT = {
   'one_device_global_batch': [0.5],
   'one_device_part': [0.7],
   'ring_local_16': [0.6, 0.6],
+  # Of another optimizer.
+  'ring_adam': [0.4, 0.4],
+  'ring_adam_sharded': [0.4, 0.4],
 }
 
 
@@ -28,6 +31,7 @@ class CheckLossesTest(parameterized.TestCase):
     ('ring_local_16', [0.6, 0.6001], 'ring_local_16: rank 1'),
     ('ring_local_16', [0.6, float('nan')], 'ring_local_16: rank 1'),
     ('ring_8mb_bfloat16', [0.5, 0.53], 'ring_8mb_bfloat16: rank 1'),
+    ('ring_adam_sharded', [0.4, 0.5], 'rank 1 has a loss of 0.5, not 0.4'),
   )
   def test_difference(self, peer, losses, words):
     with self.assertRaisesRegex(RuntimeError, words):
@@ -41,7 +45,8 @@ class CheckLossesTest(parameterized.TestCase):
 class PeersTest(absltest.TestCase):
   def test_buckets_and_parts_differ(self):
     described = {
-      (p.strategy, str(p.options), p.whole_batch, p.local_steps) for p in PEERS
+      (p.strategy, str(p.options), p.whole_batch, p.optimizer, p.local_steps)
+      for p in PEERS
     }
     self.assertLen(described, len(PEERS))
     self.assertEqual(

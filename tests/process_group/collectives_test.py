@@ -65,6 +65,8 @@ def _moves(rank):
         results['broadcast', size, root] = group.broadcast(array, root)
       ragged = np.full((size * own + (own + 1) % 2, 3), own, np.int16)
       results['all_gather', size] = group.all_gather(ragged)
+      equal = np.arange(size * 2).reshape(size, 2) + 1000.5 * own
+      results['all_gather_equal', size] = group.all_gather_equal(equal)
     results['scalar'] = group.broadcast(np.array(7.5 + own), 0)
     group.barrier(name='end')
     return results
@@ -208,6 +210,11 @@ class CollectivesTest(parameterized.TestCase):
           expected = np.full((size * rank + (rank + 1) % 2, 3), rank, np.int16)
           np.testing.assert_array_equal(got, expected)
           self.assertEqual(got.dtype, np.int16)
+        rows = np.arange(size * 2).reshape(size, 2)
+        np.testing.assert_array_equal(
+          result['all_gather_equal', size],
+          np.concatenate([rows + 1000.5 * r for r in range(world_size)]),
+        )
       self.assertEqual(result['scalar'], 7.5)
       self.assertEqual(result['scalar'].shape, ())
 
@@ -327,6 +334,8 @@ class ArgumentsTest(parameterized.TestCase):
         group.broadcast(array, 1)
       with self.assertRaisesRegex(ValueError, 'scalar'):
         group.all_gather(np.array(1.0))
+      with self.assertRaisesRegex(ValueError, 'scalar'):
+        group.all_gather_equal(np.array(1.0))
 
 
 if __name__ == '__main__':

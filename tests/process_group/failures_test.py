@@ -248,6 +248,18 @@ class MismatchTest(parameterized.TestCase):
         self.assertEqual(ranks, (1,))
         self.assertIn(method, message)
 
+  @pytest.mark.full
+  def test_lengths_of_equal_gathers(self):
+    calls = [
+      ('all_gather_equal', (np.zeros((length, 2), np.float32),), {})
+      for length in (3, 4)
+    ]
+    for kind, message, ranks, _ in processes.run_workers(
+      _differ, 2, args=(calls,)
+    ):
+      self.assertEqual((kind, ranks), ('CollectiveMismatchError', (1,)))
+      self.assertIn("['each', 4, 2]", message)
+
 
 def _late(rank, late):
   options = {'collective_timeout_seconds': 2.0}

@@ -11,7 +11,15 @@ from absl.testing import parameterized
 
 from tests import tiers, virtual_devices
 from tf_strategies import _tf_internal, errors
-from tf_strategies.spmd import emit, kinds, plan, program, rules, site
+from tf_strategies.spmd import (
+  emit,
+  kinds,
+  plan,
+  program,
+  row_sharing,
+  rules,
+  site,
+)
 
 virtual_devices.configure()
 
@@ -311,7 +319,7 @@ class RulesTest(tf.test.TestCase, parameterized.TestCase):
       )
       .graph
     )
-    why = plan.why_rows_meet(graph, 2, graph.outputs)
+    why = row_sharing.why_rows_meet(graph, 2, graph.outputs)
     meets = function in (*_WHOLE.values(), *map(_BY_ROWS.get, _MEET))
     self.assertEqual(why is not None, meets, why)
 

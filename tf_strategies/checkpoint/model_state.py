@@ -4,7 +4,8 @@ A variable that replicas share is one array. A variable that is reduced when it
 is read (a metric, for example) has one part for each replica; its array stacks
 the parts of all replicas of all workers along a first dimension, so that sums
 continue in the same order, to the last bit. So has what workers that train apart
-(`LocalSteps`) hold between two meetings.
+(`LocalSteps`) hold between two meetings. Of a variable that replicas divide among
+them (`shard_optimizer_state`) the array is the whole.
 """
 
 from __future__ import annotations
@@ -139,6 +140,11 @@ def _is_of_worker(value: Any) -> bool:
   return vars(value).get('is_of_worker', False)
 
 
+def is_divided(variable: Any) -> bool:
+  """Returns whether each replica stores a piece of the variable."""
+  return getattr(_value(variable), 'shard', None) is not None
+
+
 def reductions(variables: Mapping[str, Any]) -> dict[str, str]:
   """Returns 'mean' or 'sum' for each variable of which replicas have parts."""
   parts = {k: _value(v) for k, v in variables.items() if has_parts(v)}
@@ -204,11 +210,15 @@ class VariableAccess:
   ) -> Iterator[tuple[str, np.ndarray]]:
     """Returns names and arrays, of which each is read when it is asked for.
 
-    On several workers all of them call it. Parts are gathered at once, so that
-    no worker waits for a caller that stops early. Only the chief gets the
-    variables that replicas share.
+    On several workers all of them call it. Parts and pieces are gathered at
+    once, so that no worker waits for a caller that stops early. Only the chief
+    gets the variables that replicas share, and keeps those that they divide.
     """
     parts = {k: self._gather(v) for k, v in variables.items() if has_parts(v)}
+    for name, variable in variables.items():
+      whole = _value(variable).numpy() if is_divided(variable) else None
+      if whole is not None and self.is_chief:
+        parts[name] = whole
     if not self.is_chief:
       return iter(parts.items())
     return (
@@ -248,15 +258,27 @@ class VariableAccess:
     Returns the arrays of which replicas have parts, on every worker: `specs` are
     their names, dtypes and shapes.
     """
-    shared = {k: v for k, v in variables.items() if not has_parts(v)}
+    # What replicas divide goes from the chief to all, one by one.
+    divided = {k: v for k, v in variables.items() if is_divided(v)}
+    shared = {
+      k: v
+      for k, v in variables.items()
+      if not has_parts(v) and k not in divided
+    }
     if self.is_chief:
       self.write(shared, arrays)
     if self.workers is not None:
       self._strategy.extended.share_from_chief(list(shared.values()))
+    for name, variable in divided.items():
+      spec = tf.as_dtype(variable.dtype), variable.shape
+      whole = self._share(arrays.get(name), *spec)
+      self.write({name: variable}, {name: whole})
     parts = {
       name: self._share(arrays.get(name), *spec) for name, *spec in specs
     }
-    own = {k: v for k, v in variables.items() if k not in shared}
+    own = {
+      k: v for k, v in variables.items() if k not in shared and k not in divided
+    }
     self.write(own, parts)
     return parts
 

@@ -54,6 +54,7 @@ def run(
   cluster: cluster_lib.ClusterConfig | None = None,
   ring: RingOptions | None = None,
   devices: Sequence[str] | None = None,
+  shard_optimizer_state: bool = False,
 ) -> _Result:
   """Calls `train_fn(job)` until it returns, and returns its result.
 
@@ -68,13 +69,15 @@ def run(
       this process is alone.
     ring: options of the communication; its `link` must be 'tcp'.
     devices: of this worker, as for `MultiWorkerRingStrategy`.
+    shard_optimizer_state: must be False: every worker has all of the state, so
+      that any of them can continue alone.
 
   Raises:
     RendezvousError: too few workers by the deadline.
     JobFinishedError: the training was completed before this worker came.
     WorkerUnavailableError: more than `max_failures` consecutive failures without
       a step in between.
-    UnsupportedOptionError: a link that cannot form again.
+    UnsupportedOptionError: a link that cannot form again, or divided state.
     Exception: what `train_fn` raises; the other workers continue.
   """
   options = ElasticOptions() if options is None else options
@@ -113,6 +116,13 @@ def run(
     "batch='global': another batch gives other weights",
     'leave out one of them',
   )
+  if shard_optimizer_state:
+    raise errors.UnsupportedOptionError(
+      f'shard_optimizer_state={shard_optimizer_state!r} for elastic training',
+      'state that every worker has whole: one that dies takes its part along',
+      'leave it out, or train on a MultiWorkerRingStrategy and resume from '
+      'a tfs.RunCheckpoint',
+    )
   cluster = config_lib.given_or_from_env(cluster)
   rank, addresses = MultiWorkerRingStrategy.place_in(cluster)
   group_options = dataclasses.replace(

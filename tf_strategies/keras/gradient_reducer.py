@@ -233,7 +233,8 @@ def check_local_steps(is_training: bool = False) -> None:
   name = type(tf.distribute.get_strategy()).__name__
   raise errors.UnsupportedOptionError(
     f'LocalSteps under {name}' if is_inside else 'LocalSteps in no strategy',
-    'a strategy of several workers that stay the same',
+    'a strategy of several workers that stay the same, without reproducible and '
+    'shard_optimizer_state',
     "use tfs.create_strategy('multi_worker_ring')",
   )
 

@@ -184,6 +184,16 @@ class ProcessGroup(abc.ABC):
     """
 
   @abc.abstractmethod
+  def all_gather_equal(
+    self, array: np.ndarray, *, name: str = ''
+  ) -> np.ndarray:
+    """Brings arrays of one shape behind each other, in the order of ranks.
+
+    It spares what `all_gather` does to learn lengths. Arguments and errors are
+    those of `all_gather`.
+    """
+
+  @abc.abstractmethod
   def broadcast(
     self, array: np.ndarray, root: int, *, name: str = ''
   ) -> np.ndarray:

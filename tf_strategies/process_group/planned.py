@@ -109,7 +109,10 @@ class PlannedGroup(group_lib.ProcessGroup):
       self._reduce(reduction, array, out)
     sizes = schedule_lib.chunk_sizes(array.size, self.world_size)
     first = sum(sizes[: self.rank])
-    return out[first : first + sizes[self.rank]].copy()
+    # Aligned as TensorFlow wants it, which would copy it once more otherwise.
+    mine = self._pool.take(sizes[self.rank], array.dtype)
+    np.copyto(mine, out[first : first + sizes[self.rank]])
+    return mine
 
   def _reduction(
     self, kind: str, array: np.ndarray, how: tuple
@@ -164,6 +167,18 @@ class PlannedGroup(group_lib.ProcessGroup):
       flat[end - size : end].view(array.dtype).reshape(n, *array.shape[1:])
       for end, size, n in zip(ends, sizes, lengths, strict=True)
     ]
+
+  def all_gather_equal(
+    self, array: np.ndarray, *, name: str = ''
+  ) -> np.ndarray:
+    """See base class."""
+    _check_gathered(array)
+    with self._lock:
+      data = np.ascontiguousarray(array).reshape(-1)
+      sizes = (data.nbytes,) * self.world_size
+      shape = str(['each', *array.shape])
+      flat = self._gather(data.view(np.uint8), sizes, name, array.dtype, shape)
+    return flat.view(array.dtype).reshape(-1, *array.shape[1:])
 
   def _gather_lengths(self, array: np.ndarray, name: str) -> list[int]:
     """The leading dimension of every rank's array."""

@@ -5,59 +5,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import tensorflow as tf
 
 from tf_strategies import _tf_internal
-from tf_strategies.spmd import acting, kinds
+from tf_strategies.spmd import actions, kinds, pieces
+from tf_strategies.spmd import blocks as blocks_lib
 from tf_strategies.spmd import program as program_lib
 from tf_strategies.spmd import site as site_lib
-from tf_strategies.spmd.kinds import AS_IS, WHOLE, Split
+from tf_strategies.spmd.exchange import Exchange
+from tf_strategies.spmd.kinds import AS_IS, WHOLE, Shard, Split
 from tf_strategies.spmd.plan import Plan
 from tf_strategies.spmd.program import Node, Tensor
 from tf_strategies.spmd.site import Site
-
-
-class Resource(Protocol):
-  """What a handle in a program stands for.
-
-  Attributes:
-    is_part: whether each replica holds a part of a sum.
-    is_single: whether there is one, which is written at home only.
-  """
-
-  is_part: bool
-  is_single: bool
-
-  def handle(self, site: Site) -> tf.Tensor:
-    """The handle that a site uses."""
-
-
-class Exchange(Protocol):
-  """How replicas meet; each column holds one local replica's tensors."""
-
-  def add(
-    self,
-    columns: Sequence[Sequence[tf.Tensor]],
-    sites: Sequence[Site],
-    are_gradients: bool,
-  ) -> list[list[tf.Tensor]]:
-    """The sums over all replicas; for each site a list of tensors."""
-
-  @property
-  def rounds_gradients(self) -> bool:
-    """Whether sums of gradients, and only those, may be rounded on their way."""
-
-  def gather(
-    self, values: Sequence[tf.Tensor], axis: int, sites: Sequence[Site]
-  ) -> list[tf.Tensor]:
-    """All replicas' tensors behind each other, in the order of the rows."""
-
-  def first(
-    self, value: tf.Tensor | None, like: Tensor, sites: Sequence[Site]
-  ) -> list[tf.Tensor]:
-    """The first replica's tensor; `value` is None where that is elsewhere."""
 
 
 @dataclasses.dataclass
@@ -66,44 +27,6 @@ class _Needs:
 
   nodes: dict[Node, set[Site]] = dataclasses.field(default_factory=dict)
   meetings: dict[Tensor, set[Site]] = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass(eq=False)
-class _Block:
-  """Nodes that are built together: between two meetings, for the same sites.
-
-  Attributes:
-    level: the number of meetings before.
-    turn: the number of other blocks of this level that have to run before.
-    key: the sites, and whether the nodes are deferred, the same at every site,
-      and compiled by XLA.
-    nodes: in an order in which they can run.
-  """
-
-  level: int
-  turn: int
-  key: tuple[tuple[Site, ...], bool, bool, bool]
-  nodes: list[Node] = dataclasses.field(default_factory=list)
-
-  @property
-  def sites(self):
-    """Where it is built."""
-    return self.key[0]
-
-  @property
-  def is_deferred(self):
-    """Whether it waits for every meeting."""
-    return self.key[1]
-
-  @property
-  def is_shared(self):
-    """Whether it is the same at each of its sites."""
-    return self.key[2]
-
-  @property
-  def is_compiled(self):
-    """Whether XLA compiles it."""
-    return self.key[3]
 
 
 class Emitter:
@@ -128,11 +51,16 @@ class Emitter:
       if site not in self._replicas:
         site.stand_in = self._replicas[0]
 
-  def run(self, outputs: Sequence[tuple[Tensor, Any]]) -> list[list[tf.Tensor]]:
+  def run(
+    self, outputs: Sequence[tuple[Tensor, Any]], everywhere: bool = False
+  ) -> list[list[tf.Tensor]]:
     """Builds what `outputs`, tensors in kinds, need; for each replica's site.
 
-    What is whole is built for the first of them, and None for the others.
+    Unless it is wanted `everywhere`, what is whole is built for the first of
+    them, and None for the others.
     """
+    plan = self._plan
+    self._first = self._replicas if everywhere else self._replicas[:1]
     needs = self._needs(outputs)
     blocks = self._blocks(needs)
     asked = [t for t, _ in outputs] + list(needs.meetings)
@@ -153,6 +81,9 @@ class Emitter:
             self._call(block, [site], users)
         else:
           for node in block.nodes:
+            if plan.decisions[node].emit_together:
+              self._build_together(node, block.sites)
+              continue
             for site in block.sites:
               self._build(node, site)
     while pending:
@@ -173,7 +104,7 @@ class Emitter:
       return [tf.no_op()]
 
   def _output(self, site, tensor, kind):
-    if kind == WHOLE and site is not self._replicas[0]:
+    if kind == WHOLE and site not in self._first:
       return None
     result = self._in_kind(site, tensor, kind)
     if isinstance(kind, Split) and self._exchange is not None:
@@ -196,30 +127,33 @@ class Emitter:
         ask_node(tensor.node, site)
 
     def ask_node(node, site):
-      acts_here = acting.acts(node) and acting.runs_at(plan, node, site)
+      acts_here = actions.acts(node) and actions.runs_at(plan, node, site)
       is_replica = site in self._replicas
       if not (is_replica or acts_here or self._is_whole(node)):
         site = self._replicas[0]
       if site.main is not None and self._is_whole(node):
         site = site.main
-      if node.type != '_Argument':
-        needs.nodes.setdefault(node, set()).add(site)
+      if node.type == '_Argument':
+        return
+      needs.nodes.setdefault(node, set()).add(site)
+      if plan.decisions[node].emit_together:
+        needs.nodes[node].update(self._replicas)
 
     for node in plan.program.nodes:
-      if acting.acts(node):
+      if actions.acts(node):
         # Where another process does it, this one takes part in what it needs.
-        at = [s for s in self._sites if acting.runs_at(plan, node, s)]
+        at = [s for s in self._sites if actions.runs_at(plan, node, s)]
         for site in at or self._replicas[:1]:
           ask_node(node, site)
     for tensor, kind in outputs:
-      for site in self._replicas[:1] if kind == WHOLE else self._replicas:
+      for site in self._first if kind == WHOLE else self._replicas:
         ask(tensor, kind, site)
     for node in reversed(plan.program.nodes):
       if node not in needs.nodes:
         continue
       decision = plan.decisions[node]
       for site in list(needs.nodes[node]):
-        if acting.acts(node) and not acting.runs_at(plan, node, site):
+        if actions.acts(node) and not actions.runs_at(plan, node, site):
           needs.nodes[node].discard(site)
         for tensor, wanted in zip(node.inputs, decision.wants, strict=True):
           ask(tensor, wanted, site)
@@ -241,12 +175,12 @@ class Emitter:
 
   # Building.
 
-  def _blocks(self, needs) -> list[_Block]:
+  def _blocks(self, needs) -> list[blocks_lib.Block]:
     """The nodes in an order in which they can run, in as few blocks as can be."""
     plan = self._plan
-    blocks: dict[tuple, _Block] = {}
+    blocks: dict[tuple, blocks_lib.Block] = {}
     # Of each node that is built its block; of others the nodes before them.
-    places: dict[Node, _Block] = {}
+    places: dict[Node, blocks_lib.Block] = {}
     orders: dict[Node, set[Node]] = {}
     for node in plan.program.nodes:
       before = {
@@ -263,7 +197,10 @@ class Emitter:
         if t.node in places and not plan.is_computed(t, wanted)
       }
       sites = tuple(s for s in self._sites if s in needs.nodes[node])
-      is_shared = acting.is_alike(plan.decisions[node].bodies.values(), sites)
+      decision = plan.decisions[node]
+      is_shared = not decision.emit_together and actions.is_alike(
+        decision.bodies.values(), sites
+      )
       key = (
         sites,
         node in plan.deferred,
@@ -274,7 +211,9 @@ class Emitter:
       for block in (places[n] for n in before):
         if block.level == level:
           turn = max(turn, block.turn + (block.key != key))
-      block = blocks.setdefault((level, turn, key), _Block(level, turn, key))
+      block = blocks.setdefault(
+        (level, turn, key), blocks_lib.Block(level, turn, key)
+      )
       block.nodes.append(node)
       places[node] = block
     return sorted(blocks.values(), key=lambda b: (b.level, b.turn))
@@ -315,7 +254,7 @@ class Emitter:
           or tensor.node.type == 'Const'
           or plan.is_computed(tensor, wanted)
         ):
-          for kind in (AS_IS, WHOLE):
+          for kind in (AS_IS, WHOLE, plan.forced.get(tensor)):
             if all(s.holds(tensor, kind) for s in sites):
               given[tensor, kind] = [s.get(tensor, kind) for s in sites]
     results = [
@@ -373,6 +312,20 @@ class Emitter:
       site_lib.set_own_shape(output, tensor, plan.values[tensor])
       site.tensors[tensor, AS_IS] = output
 
+  def _build_together(self, node, sites):
+    decision = self._plan.decisions[node]
+    inputs = []
+    for site in sites:
+      with tf.device(site.device):
+        pairs = zip(node.inputs, decision.wants, strict=True)
+        inputs.append([self._in_kind(site, *pair) for pair in pairs])
+    columns = decision.emit_together(sites, inputs, self._exchange)
+    for site, outputs in zip(sites, columns, strict=True):
+      # Of one without outputs it still says when it was done.
+      self.met += outputs
+      for tensor, output in zip(node.outputs, outputs, strict=False):
+        site.tensors[tensor, AS_IS] = output
+
   def _contributions(self, site, tensors):
     """What a replica adds to sums: nothing of a stand-in's rows."""
     parts = [site.get(t) for t in tensors]
@@ -402,22 +355,43 @@ class Emitter:
     ready.sort(key=lambda t: (t.node.number, t.index))
     sums = [t for t in ready if plan.values[t].kind == kinds.SUM]
     groups: dict[tuple, list[Tensor]] = {}
+    divided: dict[tuple, list[Tensor]] = {}
     for tensor in sums:
       sites = tuple(s for s in self._sites if s in pending[tensor])
+      forced = plan.forced.get(tensor)
       is_gradient = self._exchange.rounds_gradients and (
         program_lib.GRADIENT in tensor.node.attrs
       )
-      groups.setdefault((sites, is_gradient), []).append(tensor)
+      if isinstance(forced, Shard):
+        divided.setdefault((is_gradient, forced), []).append(tensor)
+      else:
+        groups.setdefault((sites, is_gradient), []).append(tensor)
+    for (are_gradients, shard), tensors in divided.items():
+      # First, or their first buckets would wait for what is small and late.
+      sites = tuple(self._replicas)
+      others = groups.pop((sites, are_gradients), [])
+      columns, whole = (
+        [self._contributions(s, some) for s in sites]
+        for some in (tensors, others)
+      )
+      results = self._exchange.scatter(
+        columns, shard, whole, sites, are_gradients
+      )
+      self._take(tensors, shard, sites, results[0])
+      self._take(others, WHOLE, sites, results[1])
     for (sites, are_gradients), tensors in groups.items():
       columns = [self._contributions(s, tensors) for s in self._replicas]
       results = self._exchange.add(columns, sites, are_gradients)
-      for site, column in zip(sites, results, strict=True):
-        self.met += column
-        for tensor, result in zip(tensors, column, strict=True):
-          site.tensors[tensor, WHOLE] = result
+      self._take(tensors, WHOLE, sites, results)
+    joined = [t for t in ready if isinstance(plan.values[t].kind, Shard)]
+    if joined:
+      columns = [[s.get(t) for t in joined] for s in self._replicas]
+      shapes = [plan.values[t].static_shape for t in joined]
+      results = self._exchange.join(columns, shapes, self._sites)
+      self._take(joined, WHOLE, self._sites, results)
     for tensor in ready:
       kind = plan.values[tensor].kind
-      if kind == kinds.SUM:
+      if kind == kinds.SUM or isinstance(kind, Shard):
         continue
       sites = [s for s in self._sites if s in pending[tensor]]
       if isinstance(kind, Split):
@@ -439,6 +413,13 @@ class Emitter:
     for tensor in ready:
       del pending[tensor]
 
+  def _take(self, tensors, kind, sites, results):
+    """Notes what came out of a meeting."""
+    for site, column in zip(sites, results, strict=True):
+      self.met += column
+      for tensor, result in zip(tensors, column, strict=True):
+        site.tensors[tensor, kind] = result
+
   def _rows_of_all(self, axis, rows_of):
     """What `rows_of` returns for each replica's site; nothing of others' rows."""
     values = []
@@ -458,17 +439,11 @@ class Emitter:
     return values
 
   def _reduce(self, tensor, op, sites):
-    reduce = {
-      'max': tf.reduce_max,
-      'min': tf.reduce_min,
-      'prod': tf.reduce_prod,
-      'all': tf.reduce_all,
-      'any': tf.reduce_any,
-    }[op]
+    reduce = pieces.REDUCE[op]
 
     def value_of(site):
       value = site.get(tensor)[None]
-      if site.rows.real is not None:
+      if site.rows.real is not None and tensor not in self._plan.counted:
         value = value[: tf.minimum(site.rows.real, 1)]
       return value
 
@@ -481,11 +456,18 @@ class Emitter:
     return results
 
 
+def inner_sites(plan: Plan, sites: Sequence[Site], arguments) -> list[Site]:
+  """The same places inside of a branch or loop, each with its arguments."""
+  inner = [site.inner() for site in sites]
+  for site, row in zip(inner, arguments, strict=True):
+    for tensor, argument in zip(plan.program.inputs, row, strict=True):
+      site_lib.set_own_shape(argument, tensor, plan.values[tensor])
+      site.tensors[tensor, AS_IS] = argument
+  return inner
+
+
 def run_body(plan: Plan, site: Site, arguments: Sequence[tf.Tensor], kinds_of):
   """Builds a branch or body at one site; its outputs in the kinds asked for."""
-  inner = site.inner()
-  for tensor, argument in zip(plan.program.inputs, arguments, strict=True):
-    site_lib.set_own_shape(argument, tensor, plan.values[tensor])
-    inner.tensors[tensor, AS_IS] = argument
+  inner = inner_sites(plan, [site], [arguments])
   wanted = list(zip(plan.program.outputs, kinds_of, strict=True))
-  return Emitter(plan, [inner], None).run(wanted)[0]
+  return Emitter(plan, inner, None).run(wanted)[0]

@@ -32,6 +32,20 @@ class Part:
 
 
 @dataclasses.dataclass(frozen=True)
+class Shard:
+  """Its consecutive elements of the flat tensor, one of `count` equal pieces.
+
+  The last pieces are filled up, with elements that mean nothing.
+  """
+
+  count: int
+
+  def length(self, elements: int) -> int:
+    """The elements of a piece of a tensor of so many."""
+    return -(-elements // self.count)
+
+
+@dataclasses.dataclass(frozen=True)
 class Listed:
   """A list of tensors of one kind; None while it has no element."""
 
@@ -128,6 +142,13 @@ class Value:
   def rank(self) -> int | None:
     """Number of axes, None if unknown."""
     return None if self.dims is None else len(self.dims)
+
+  @property
+  def static_shape(self) -> tuple[int, ...] | None:
+    """The lengths, if all of them are numbers."""
+    if self.dims is None or not all(d.is_number for d in self.dims):
+      return None
+    return tuple(d.number for d in self.dims)
 
   @property
   def numbers(self) -> tuple[int, ...] | None:

@@ -24,10 +24,11 @@ from tf_strategies.spmd.kinds import (
   Dim,
   Listed,
   Part,
+  Shard,
   Split,
   Value,
 )
-from tf_strategies.spmd.program import GRADIENT, Node, Program, Tensor, flatten
+from tf_strategies.spmd.program import GRADIENT, Node, Program, Tensor
 
 _MAX_PASSES = 50
 
@@ -58,12 +59,15 @@ class Decision:
     outputs: what its outputs are.
     emit: builds it from a site and its inputs; None copies the operation.
     bodies: the plans of its loops or branches.
+    emit_together: builds it from sites, the inputs of each, and the exchange, in
+      which they may meet in it; it returns the outputs of each.
   """
 
   wants: Sequence[Any]
   outputs: Sequence[Value]
   emit: Callable[..., Sequence[tf.Tensor]] | None = None
   bodies: dict[str, Plan] = dataclasses.field(default_factory=dict)
+  emit_together: Callable[..., Sequence[Sequence[tf.Tensor]]] | None = None
 
 
 @dataclasses.dataclass
@@ -71,14 +75,14 @@ class Plan:
   """The decisions for a program.
 
   `levels` counts the meetings before a node has run; `forced` are the parts that
-  become whole as soon as they are there.
+  become whole, or shards, as soon as they are there.
   """
 
   program: Program
   values: dict[Tensor, Value]
   decisions: dict[Node, Decision]
   levels: dict[Node, int]
-  forced: set[Tensor]
+  forced: dict[Tensor, Any]
   # What is written when every meeting of the step is over.
   deferred: set[Node] = dataclasses.field(default_factory=set)
   # Sums of a stand-in's rows that are left out where they are made; and sums that
@@ -109,8 +113,14 @@ class Plan:
       is_held = not held.isdisjoint(parts) or any(
         r is not None and r.is_part for r in resources
       )
+      # A replica without rows has a shard all the same.
+      for tensor, want in zip(node.inputs, decision.wants, strict=True):
+        is_part = isinstance(self.seen(tensor).kind, Part) and tensor in held
+        is_held |= is_part or isinstance(want, Shard)
       for tensor, value in zip(node.outputs, decision.outputs, strict=True):
         if not _is_sum(value.kind):
+          if is_held and isinstance(value.kind, Part):
+            held.add(tensor)
           continue
         made[tensor] = set().union(*(made.get(t, ()) for t in parts))
         if of_rows:
@@ -135,8 +145,8 @@ class Plan:
       )
     }
     for tensor in self.counted | written:
-      self.left_out |= made[tensor]
-    for tensor in mixed & (self.forced | written):
+      self.left_out |= made.get(tensor, set())
+    for tensor in mixed & (self.forced.keys() | written):
       raise errors.UnsupportedOptionError(
         f'{tensor.node.type} {tensor.node.name!r}, which adds rows to a variable '
         'that is summed over replicas,',
@@ -156,6 +166,8 @@ class Plan:
     """
     before_meetings = [t.node for t, wanted in outputs if self.meets(t, wanted)]
     for node, decision in self.decisions.items():
+      if decision.emit_together:
+        before_meetings.append(node)
       for tensor, wanted in zip(node.inputs, decision.wants, strict=True):
         if self.meets(tensor, wanted):
           before_meetings.append(tensor.node)
@@ -198,7 +210,7 @@ class Plan:
 
   def seen(self, tensor: Tensor) -> Value:
     """What consumers see of a tensor."""
-    return _seen(self.values[tensor], tensor in self.forced)
+    return _seen(self.values[tensor], self.forced.get(tensor))
 
 
 class Context:
@@ -214,9 +226,38 @@ class Context:
     """How the inputs are held."""
     return [value.kind for value in self.inputs]
 
-  def plan_body(self, name: str, arguments: Sequence[Value]) -> Plan:
+  @property
+  def has_shards(self) -> bool:
+    """Whether an input is a shard, or a variable of which replicas have shards."""
+    return any(
+      isinstance(v.kind, Shard) or (v.resource and v.resource.shard)
+      for v in self.inputs
+    )
+
+  def take_whole(self) -> None:
+    """Has whole tensors in place of shards.
+
+    Raises:
+      UnsupportedOptionError: a variable of which replicas have shards is used.
+    """
+    for value in self.inputs:
+      if value.resource is not None and value.resource.shard:
+        raise errors.UnsupportedOptionError(
+          f'{self.node.type} {self.node.name!r} of {value.resource.name!r}, which '
+          'shard_optimizer_state=True divides among replicas,',
+          'optimizers that read, assign and add to all of a variable, and that '
+          'are applied in no loop inside of a step',
+          'leave out shard_optimizer_state, or take an optimizer of Keras 3',
+        )
+    self.inputs = [
+      v.of(WHOLE) if isinstance(v.kind, Shard) else v for v in self.inputs
+    ]
+
+  def plan_body(
+    self, name: str, arguments: Sequence[Value], may_meet: bool = False
+  ) -> Plan:
     """Plans a branch or the body of a loop, in which replicas cannot meet."""
-    return make(self.node.bodies[name], arguments, may_meet=False)
+    return make(self.node.bodies[name], arguments, may_meet)
 
   def dims(self, index: int = 0) -> tuple[Dim, ...] | None:
     """The lengths of an output as far as TensorFlow knows them."""
@@ -255,16 +296,18 @@ class Context:
 
 Rule = Callable[[Context], Decision | None]
 RULES: dict[str, Rule] = {}
+# Of operations on shards; one without a rule gets whole tensors in place of them.
+SHARD_RULES: dict[str, Rule] = {}
 
 
-def rule(*types: str):
+def rule(*types: str, rules: dict[str, Rule] = RULES):
   """Registers a rule for operations; one that returns None asks for the whole."""
 
   def register(function: Rule) -> Rule:
     for name in types:
-      if name in RULES:
+      if name in rules:
         raise ValueError(f'two rules for {name}')
-      RULES[name] = function
+      rules[name] = function
     return function
 
   return register
@@ -282,7 +325,9 @@ def make(
   """
   # A gradient travels as such, not what a linear update makes of it.
   forced = {
-    tensor
+    tensor: WHOLE
+    if node.attrs[GRADIENT].i < 2
+    else Shard(node.attrs[GRADIENT].i)
     for node in program.nodes
     if may_meet and GRADIENT in node.attrs
     for tensor in node.outputs
@@ -297,59 +342,22 @@ def make(
         planner.values,
         planner.decisions,
         planner.levels,
-        {t for t in forced if isinstance(planner.values[t].kind, Part)},
+        {
+          t: kind
+          for t, kind in forced.items()
+          if isinstance(planner.values[t].kind, Part)
+        },
       )
     if not may_meet:
       names = [t.node.name for t in wanted]
       raise NeedsExchangeError(f'{names} are parts of sums')
-    forced = forced | wanted
+    forced = {**forced, **wanted}
   raise AssertionError('the plan does not settle')
-
-
-def why_rows_meet(
-  graph, num_batched: int, outputs: Sequence[tf.Tensor]
-) -> str | None:
-  """Why workers that share rows and never meet would compute something else.
-
-  Args:
-    graph: of a function whose first `num_batched` inputs have rows.
-    outputs: tensors of it that are rows, or sums or means over them; what they do
-      not need is left out.
-
-  Returns:
-    The operation that needs all rows; None if there is none.
-  """
-  whole = flatten(graph, graph.inputs, outputs)
-  needed = {tensor.node for tensor in whole.outputs}
-  for node in reversed(whole.nodes):
-    if node in needed:
-      needed.update(tensor.node for tensor in node.inputs)
-  arguments = [
-    Value(Split(0) if i < num_batched and t.shape.rank else WHOLE)
-    for i, t in enumerate(graph.inputs)
-  ]
-  nodes = [node for node in whole.nodes if node in needed]
-  for node in nodes:
-    node.before = []
-  program = Program(nodes, whole.inputs, whole.outputs)
-  try:
-    planned = make(program, arguments, may_meet=False)
-  except (NeedsExchangeError, errors.UnsupportedOptionError) as error:
-    return str(error)
-  for tensor in whole.outputs:
-    kind = planned.values[tensor].kind
-    if isinstance(kind, Part) and kind != kinds.SUM:
-      return f'{tensor.node.type} {tensor.node.name!r} is the {kind.op} of rows'
-  for node in nodes:
-    lengths = [n for t in node.inputs for n in planned.values[t].ints or ()]
-    if node.type == 'Range' and any(n.has_batch for n in lengths):
-      return f'Range {node.name!r} numbers the rows'
-  return None
 
 
 def _meets(kind, wanted, is_forced: bool) -> bool:
   """Whether replicas meet for a tensor of one kind that is wanted as another."""
-  if wanted == AS_IS or not isinstance(kind, Split | Part):
+  if wanted == AS_IS or not isinstance(kind, Split | Part | Shard):
     return False
   return kind != wanted or (is_forced and isinstance(kind, Part))
 
@@ -359,10 +367,9 @@ def _is_sum(kind) -> bool:
   return kind in (kinds.SUM, Listed(kinds.SUM))
 
 
-def _seen(value: Value, is_forced: bool) -> Value:
+def _seen(value: Value, forced) -> Value:
   """What consumers see of a tensor."""
-  is_whole = is_forced and isinstance(value.kind, Part)
-  return value.of(WHOLE) if is_whole else value
+  return value.of(forced) if forced and isinstance(value.kind, Part) else value
 
 
 def const_ints(tensor: Tensor) -> np.ndarray | None:
@@ -399,7 +406,7 @@ class _Planner:
     return dataclasses.replace(value, dims=dims)
 
   def seen(self, tensor):
-    return _seen(self.values[tensor], tensor in self.forced)
+    return _seen(self.values[tensor], self.forced.get(tensor))
 
   def static_dims(self, tensor):
     if tensor.shape.rank is None:
@@ -410,8 +417,8 @@ class _Planner:
     )
 
   def run(self):
-    """Decides every node; returns the parts that turn out to be wanted whole."""
-    wanted = set()
+    """Decides every node; returns the parts that turn out to be wanted otherwise."""
+    wanted = {}
     for node in self.program.nodes:
       if node.type == '_Argument':
         self.levels[node] = 0
@@ -430,19 +437,30 @@ class _Planner:
             f'{node.type} {node.name!r} wants {tensor.node.name!r}, which is '
             f'{kind}, as {want}'
           )
-        if meets and isinstance(kind, Part):
-          wanted.add(tensor)
+        if meets and isinstance(kind, Part) and want != self.forced.get(tensor):
+          if isinstance(want, Shard) and kind == kinds.SUM:
+            # Others may take shards too; if not, all of it is whole in the end.
+            wanted[tensor] = WHOLE if tensor in self.forced else want
+          else:
+            wanted.setdefault(tensor, WHOLE)
         level = max(level, self.levels[tensor.node] + meets)
       self.levels[node] = level
-    return wanted - self.forced
+    return {t: k for t, k in wanted.items() if self.forced.get(t) != WHOLE}
 
   def _decide(self, node):
     context = Context(self, node)
     key = (node, tuple(context.inputs)) if node.bodies else None
     if key in self._memo:
       return self._memo[key]
-    decide = RULES.get(node.type)
-    decision = decide(context) if decide else None
+    decision = None
+    if context.has_shards:
+      decide = SHARD_RULES.get(node.type)
+      decision = decide(context) if decide else None
+      if decision is None:
+        context.take_whole()
+    if decision is None:
+      decide = RULES.get(node.type)
+      decision = decide(context) if decide else None
     if decision is None:
       decision = _default(context)
     if key is not None:

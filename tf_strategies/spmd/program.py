@@ -84,10 +84,13 @@ class Program:
   outputs: list[Tensor]
 
 
-def mark_gradient(gradient: tf.Tensor) -> tf.Tensor:
-  """The same tensor, known as a gradient in the graph that is being traced."""
+def mark_gradient(gradient: tf.Tensor, shards: int = 1) -> tf.Tensor:
+  """The same tensor, known as a gradient in the graph that is being traced.
+
+  Of several `shards`, each replica needs one.
+  """
   marked = tf.identity(gradient)
-  marked.op._set_attr(GRADIENT, tf.compat.v1.AttrValue(b=True))
+  marked.op._set_attr(GRADIENT, tf.compat.v1.AttrValue(i=shards))
   return marked
 
 

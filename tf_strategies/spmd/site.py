@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from tf_strategies import _tf_internal
-from tf_strategies.spmd import kinds
+from tf_strategies.spmd import kinds, pieces
 from tf_strategies.spmd.kinds import (
   AS_IS,
   BATCH,
@@ -18,6 +18,7 @@ from tf_strategies.spmd.kinds import (
   Dim,
   Listed,
   Part,
+  Shard,
   Split,
   SplitIfLong,
   Value,
@@ -36,6 +37,7 @@ class Rows:
     total: of the whole batch.
     real: how many of them count; None if surely all.
     is_first: whether it is the first replica that has rows.
+    place: its number among all replicas, where they have shards.
   """
 
   count: tf.Tensor
@@ -43,6 +45,7 @@ class Rows:
   total: tf.Tensor
   real: tf.Tensor | None = None
   is_first: bool | tf.Tensor = False
+  place: int | tf.Tensor | None = None
 
   def tensors(self) -> dict[str, tf.Tensor]:
     """Its fields that a function can get."""
@@ -256,6 +259,8 @@ class Site:
       return whole
     if isinstance(wanted, Part):
       converted = self.part_of(whole, wanted)
+    elif isinstance(wanted, Shard):
+      converted = pieces.cut(whole, wanted, self.rows.place)
     else:
       converted = self.rows_of(whole, wanted)
     self.tensors[tensor, wanted] = converted
@@ -383,8 +388,12 @@ def set_own_shape(built: tf.Tensor, tensor: Tensor, value: Value) -> None:
   """Tells TensorFlow what is known of a replica's part of a tensor."""
   if built.dtype in (tf.variant, tf.resource):
     return
-  if tensor.shape.rank is not None:
-    own = tensor.shape.as_list()
+  shape = tensor.shape if value.static_shape is None else value.static_shape
+  shape = tf.TensorShape(shape)
+  if isinstance(value.kind, Shard):
+    own = [value.kind.length(shape.num_elements())]
+  elif shape.rank is not None:
+    own = shape.as_list()
   elif value.dims is not None:
     own = [d.number if d.is_number else None for d in value.dims]
   else:

@@ -118,6 +118,7 @@ def create_strategy(name: str, **options) -> tf.distribute.Strategy:
       f'strategy={name!r} with options {sorted(options)}',
       'devices, except for parameter_server and tpu_ring; cross_device_ops, '
       'except for these and one_device; parameter_device for central_storage; '
+      'shard_optimizer_state for ring_mirrored and multi_worker_ring; '
       'cluster and options for multi_worker_ring and multi_worker_collective; '
       'cluster and the options of '
       'ParameterServerStrategy for parameter_server; the arguments of '

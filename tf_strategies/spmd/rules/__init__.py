@@ -7,6 +7,7 @@ from tf_strategies.spmd.rules import (  # noqa: F401  Registered when imported.
   reductions,
   sequences,
   shapes,
+  shards,
   slices,
   state,
 )

@@ -18,7 +18,7 @@ from tf_strategies.spmd.kinds import (
 )
 from tf_strategies.spmd.plan import Context, Decision, rule
 
-_UNARY = [
+UNARY = [
   'Abs',
   'Acos',
   'Acosh',
@@ -86,7 +86,7 @@ _UNARY = [
   'UnicodeScript',
 ]
 
-_BROADCASTING = [
+BROADCASTING = [
   'ApproximateEqual',
   'Atan2',
   'Betainc',
@@ -145,7 +145,7 @@ _BROADCASTING = [
 ]
 
 # What is linear in all inputs together, and what is linear in one of them.
-_LINEAR = [
+LINEAR = [
   'Add',
   'AddN',
   'AddV2',
@@ -159,7 +159,7 @@ _LINEAR = [
 ]
 
 
-@rule(*_UNARY, *_BROADCASTING)
+@rule(*UNARY, *BROADCASTING)
 def _elementwise(context: Context) -> Decision | None:
   kinds = context.kinds
   if context.node.type in ('Mul', 'MulNoNan') and _is_linear_in_one(
@@ -184,7 +184,7 @@ def _select(context: Context) -> Decision | None:
   return broadcast(context) if len(ranks) == 1 else None
 
 
-@rule(*_LINEAR)
+@rule(*LINEAR)
 def _sums(context: Context) -> Decision | None:
   kinds = context.kinds
   if all(isinstance(k, Listed) for k in kinds):

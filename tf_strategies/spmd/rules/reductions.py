@@ -8,7 +8,7 @@ from tf_strategies.spmd import kinds as kinds_lib
 from tf_strategies.spmd.kinds import SUM, WHOLE, Part, Split, Value
 from tf_strategies.spmd.plan import Context, Decision, rule
 
-_OPS = {
+OPS = {
   'Sum': 'sum',
   'Mean': 'sum',
   'Max': 'max',
@@ -19,13 +19,15 @@ _OPS = {
 }
 
 
-@rule(*_OPS)
+@rule(*OPS)
 def _reduction(context: Context) -> Decision | None:
   value, axes = context.inputs
   op = context.node.type
   linear = op in ('Sum', 'Mean')
   if value.kind == SUM and linear and context.node.inputs[0].dtype.is_floating:
     return Decision([SUM, WHOLE], [context.out(SUM)])
+  if value.kind == Part(OPS[op]) != SUM:
+    return Decision([value.kind, WHOLE], [context.out(value.kind)])
   if not isinstance(value.kind, Split):
     return _with_ints(context)
   rank, axis = len(value.dims), value.kind.axis
@@ -49,7 +51,7 @@ def _reduction(context: Context) -> Decision | None:
     )
   dims = tuple(dims)
   if op != 'Mean':
-    return Decision([value.kind, WHOLE], [Value(Part(_OPS[op]), dims)])
+    return Decision([value.kind, WHOLE], [Value(Part(OPS[op]), dims)])
   dtype = context.node.outputs[0].dtype
   if None in reduced or not dtype.is_floating:
     return None
@@ -201,9 +203,11 @@ def _segments(context: Context) -> Decision | None:
     if isinstance(value.kind, Split) and ids.dims is not None:
       axis = value.kind.axis
       if axis < len(ids.dims) and count.kind == WHOLE:
-        op = _SEGMENTS[context.node.type]
+        op, dims = _SEGMENTS[context.node.type], context.dims()
+        if dims is not None and count.numbers:
+          dims = (count.ints[0], *dims[1:])  # More than TensorFlow knows.
         return Decision(
-          [Split(axis), Split(axis), WHOLE], [context.out(Part(op))]
+          [Split(axis), Split(axis), WHOLE], [Value(Part(op), dims)]
         )
       if value is data and ids.kind == WHOLE:
         at = axis - len(ids.dims) + 1
@@ -221,11 +225,13 @@ def _scatter_nd(context: Context) -> Decision | None:
   indices, updates, shape = context.inputs
   if shape.kind != WHOLE:
     return None
+  is_bool = context.node.outputs[0].dtype == tf.bool
+  kind = Part('any') if is_bool else SUM
   for value in (indices, updates):
     if isinstance(value.kind, Split) and indices.dims is not None:
       axis = value.kind.axis
       if axis < len(indices.dims) - 1:
-        return Decision([Split(axis), Split(axis), WHOLE], [context.out(SUM)])
+        return Decision([Split(axis), Split(axis), WHOLE], [context.out(kind)])
   if updates.kind == SUM and indices.kind == WHOLE:
     return Decision([WHOLE, SUM, WHOLE], [context.out(SUM)])
   return None

@@ -126,6 +126,14 @@ def _pack(context: Context) -> Decision | None:
     )
   if SUM in context.kinds:
     return Decision([SUM] * len(values), [context.out(SUM)])
+  for op in (
+    'all',
+    'any',
+    'max',
+    'min',
+  ):  # Of a whole, all replicas' is the same.
+    if Part(op) in context.kinds and {Part(op), WHOLE} >= set(context.kinds):
+      return Decision([Part(op)] * len(values), [context.out(Part(op))])
   return None
 
 

@@ -9,11 +9,13 @@ control flow.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import weakref
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 from absl import logging
@@ -30,6 +32,7 @@ from tf_strategies.strategies.mirrored import (
   host_iterator,
   replica_exchange,
   replica_run,
+  sharded_state,
   variables,
   whole_batch,
 )
@@ -53,6 +56,8 @@ class ExactMirroredExtended(
   _warned_uneven = False
   # The device with central variables, if replicas have no copies.
   home_device: str | None = None
+  # What divides the state of optimizers among replicas, if it is divided.
+  state_shards: sharded_state.StateShards | None = None
 
   def __init__(
     self,
@@ -86,7 +91,10 @@ class ExactMirroredExtended(
     """See `GradientReducer`: in a model's step gradients are known as such."""
     if not whole_batch.is_active():
       return gradients
-    marked = whole_batch.mark(gradients)
+    counts = [1] * len(gradients)
+    if self.state_shards is not None:
+      counts = [self.state_shards.count_of(v) for v in variables]
+    marked = whole_batch.mark(gradients, counts)
     if not tf.executing_eagerly():
       for gradient, variable in zip(marked, variables, strict=False):
         if isinstance(gradient, tf.Tensor):
@@ -105,11 +113,35 @@ class ExactMirroredExtended(
 
   def apply_gradients(self, optimizer, gradients, variables, apply):
     """Warns of uneven rows that the caller may not know of."""
+    if self.state_shards is not None:
+      self._check_shards(optimizer, variables)
     run = replica_run.current()
     if run is not None and not run.may_be_uneven:
       run.may_be_uneven = True
       self._warn_if_uneven(run)
     super().apply_gradients(optimizer, gradients, variables, apply)
+
+  def _check_shards(self, optimizer, variables):
+    """Makes the state that an update divides, and says what it cannot divide."""
+    if not whole_batch.is_active() and self._num_replicas_in_sync > 1:
+      raise sharded_state.loop_error(f'{type(optimizer).__name__}.apply')
+    if variables is not None and not optimizer.built:
+      with keras.name_scope(optimizer.name, caller=optimizer):
+        optimizer.build(variables)
+    self.state_shards.warn(optimizer)
+
+  def mark_divided(self, optimizer, gradients, variables):
+    """Marks gradients of which each replica needs a piece before `apply` does."""
+    if self.state_shards is None or not whole_batch.is_active():
+      return gradients
+    self._check_shards(optimizer, variables)
+    return self.mark(gradients, variables)
+
+  def place_of(self, replica: int) -> int | None:
+    """The number among all replicas of one of this process, if state is divided."""
+    if self.state_shards is None:
+      return None
+    return self._get_replica_id_in_sync_group(replica)
 
   def _warn_if_uneven(self, run):
     """Warns, once a strategy, of a loop of the user's own on uneven batches."""
@@ -182,7 +214,10 @@ class ExactMirroredExtended(
 
   def variables_by_handle(self) -> dict[int, tf.Variable]:
     """The variables of this strategy, by the `id` of the first copy's handle."""
-    return {id(v.values[0].handle): v for v in self._alive_variables()}
+    found = {id(v.values[0].handle): v for v in self._alive_variables()}
+    if self.state_shards is not None:
+      found.update(self.state_shards.by_handle())
+    return found
 
   def _alive_variables(self):
     alive = [(ref, ref()) for ref in self._variables]
@@ -214,6 +249,7 @@ class ExactMirroredExtended(
     ):
       is_chief = i == 0 and self.does_what_is_done_once
       is_home = i == 0 and self.home_device is None
+      rows = dataclasses.replace(rows, place=self.place_of(i))
       sites.append(site_lib.Site(device, rows, i, is_chief, is_home))
     return sites
 
@@ -388,6 +424,11 @@ class ExactMirroredExtended(
   _rewrap = staticmethod(variables.rewrap)
 
   def _create_variable(self, next_creator, **kwargs):
+    if self.state_shards is not None and self.state_shards.divides(kwargs):
+      initial_value = self._get_variable_creator_initial_value(
+        0, self._devices[0], None, **kwargs
+      )
+      return self.state_shards.create(kwargs, initial_value)
     is_slot = kwargs.get('colocate_with') is not None
     kwargs = self._creation_policy(kwargs, is_slot)
     # Made now, outside of the step: in it, TensorFlow would ask in each step

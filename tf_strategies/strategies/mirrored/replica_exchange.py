@@ -6,10 +6,12 @@ import tensorflow as tf
 
 from tf_strategies import _tf_internal
 from tf_strategies.keras import gradient_reducer
-from tf_strategies.spmd import emit
+from tf_strategies.spmd import emit, pieces
+from tf_strategies.strategies.mirrored import piece_packing
 from tf_strategies.strategies.mirrored import reducer as reducer_lib
 
 _SUM = tf.distribute.ReduceOp.SUM
+_BUCKET_BYTES = 8 << 20
 
 
 class ReplicaExchange(emit.Exchange):
@@ -42,6 +44,50 @@ class ReplicaExchange(emit.Exchange):
     if not isinstance(value, tf.distribute.DistributedValues):
       return value
     return value.values[site.replica or 0]
+
+  def scatter(self, columns, shard, others, sites, are_gradients):
+    """See base class."""
+    added = [[] for _ in sites]
+    if others[0]:
+      added = self.add(others, sites, are_gradients)
+    options = gradient_reducer.GRADIENTS if are_gradients else None
+    packed = []
+    for site, column in zip(sites, columns, strict=True):
+      with tf.device(site.device):
+        rows = [pieces.rows(t, shard) for t in column]
+        packed.append(piece_packing.pack(rows, shard.count, _BUCKET_BYTES))
+    pairs = []
+    for place, site in enumerate(sites):
+      for row in zip(*(p.buckets for p in packed), strict=True):
+        parts = [tf.reshape(b, [shard.count, -1])[place] for b in row]
+        pairs.append((_per_replica(parts), site.device))
+    sums = iter(self._reducer.batch_reduce(_SUM, pairs, options))
+    results = []
+    for site, own in zip(sites, packed, strict=True):
+      with tf.device(site.device):
+        mine = [next(sums) for _ in own.buckets]
+        results.append([m[0] for m in own.unpack(mine, 1)])
+    return results, added
+
+  def join(self, columns, shapes, sites):
+    """See base class."""
+    count, packed = len(columns), []
+    for column in columns:
+      with tf.device(column[0].device):
+        rows = [p[None] for p in column]
+        packed.append(piece_packing.pack(rows, count, _BUCKET_BYTES))
+    gathered = [
+      self.gather(list(row), 0, sites)
+      for row in zip(*(p.buckets for p in packed), strict=True)
+    ]
+    results = []
+    for i, site in enumerate(sites):
+      with tf.device(site.device):
+        matrices = packed[0].unpack([copies[i] for copies in gathered], count)
+        results.append(
+          [pieces.joined(*pair) for pair in zip(matrices, shapes, strict=True)]
+        )
+    return results
 
   def gather(self, values, axis, sites):
     """See base class."""

@@ -82,6 +82,8 @@ class _Sharded:
   # of them would be that of some shards.
   predicts_whole = holds_sums_whole = True
   gathers_predictions = False
+  # Apart, workers compute on batches that depend on their number.
+  takes_local_steps = False
 
   def __init__(self, *args, **kwargs):
     super().__init__(*args, **kwargs)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from tf_strategies import _tf_internal, cross_device, errors
+from tf_strategies import _tf_internal, cross_device, errors, option_checks
 from tf_strategies.strategies.mirrored import devices as devices_lib
 from tf_strategies.strategies.mirrored import extended as extended_lib
-from tf_strategies.strategies.mirrored import shards, whole_batch
+from tf_strategies.strategies.mirrored import sharded_state, shards, whole_batch
 
 
 class ExactStrategy:
@@ -96,6 +96,9 @@ class RingMirroredStrategy(ExactStrategy, tf.distribute.MirroredStrategy):
     devices: such as ['GPU:0']; None means all GPUs, or else all logical CPUs.
     cross_device_ops: how values are reduced; default `RingAllReduce()`.
     reproducible: as of `tfs.RingOptions`: the same bits for any number of devices.
+    shard_optimizer_state: whether each device stores a part of what optimizers
+      keep beside the variables, such as the moments of Adam (ZeRO, stage 1). For
+      the steps of models, not for `strategy.run`.
 
   Raises:
     UnsupportedOptionError: a device that is not there or listed twice, a
@@ -107,18 +110,50 @@ class RingMirroredStrategy(ExactStrategy, tf.distribute.MirroredStrategy):
     devices=None,
     cross_device_ops: tf.distribute.CrossDeviceOps | None = None,
     reproducible: bool | int = False,
+    shard_optimizer_state: bool = False,
   ):
     if cross_device_ops is None:
       cross_device_ops = cross_device.RingAllReduce()
     check_cross_device_ops(cross_device_ops)
+    check_sharding(shard_optimizer_state, reproducible)
     extended_class = shards.extended_class(
       extended_lib.ExactMirroredExtended, reproducible
     )
     extended = extended_class(
       self, devices_lib.resolve_devices(devices), cross_device_ops
     )
+    if shard_optimizer_state:
+      extended.state_shards = sharded_state.StateShards(extended)
     # MirroredStrategy's own __init__ would build its own extended.
     tf.distribute.Strategy.__init__(self, extended)
+
+
+def check_sharding(
+  shard_optimizer_state: bool, reproducible: bool | int, compression='none'
+) -> None:
+  """Raises UnsupportedOptionError for what cannot divide state, or be with it."""
+  option_checks.check_type(
+    'shard_optimizer_state',
+    shard_optimizer_state,
+    bool,
+    'True or False',
+    'write shard_optimizer_state=True',
+  )
+  if not shard_optimizer_state:
+    return
+  option_checks.check(
+    not reproducible,
+    f'shard_optimizer_state=True with reproducible={reproducible!r}',
+    'one of them: sums that are divided depend on the number of replicas',
+    'leave out one of them',
+  )
+  option_checks.check(
+    compression in ('none', 'bfloat16', 'float16'),
+    f'shard_optimizer_state=True with compression={compression!r}',
+    "'none', 'bfloat16' or 'float16': what others leave out of a sum, no worker "
+    'could keep',
+    'leave out one of them',
+  )
 
 
 def check_cross_device_ops(cross_device_ops) -> None:

@@ -96,13 +96,16 @@ def one_device(strategy, device: str, stream: int = 0):
     _state.is_active, _state.stream = before
 
 
-def mark(gradients) -> list:
-  """Gradients that a traced step gives to an optimizer, known as such."""
+def mark(gradients, counts) -> list:
+  """Gradients that a traced step gives to an optimizer, known as such.
+
+  `counts` are the shards in which the state of each of their variables is.
+  """
   if tf.executing_eagerly():
     return gradients
   return [
-    program.mark_gradient(g) if isinstance(g, tf.Tensor) else g
-    for g in gradients
+    program.mark_gradient(g, count) if isinstance(g, tf.Tensor) else g
+    for g, count in zip(gradients, counts, strict=True)
   ]
 
 
@@ -113,15 +116,27 @@ def is_whole(value) -> bool:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Variable:
-  """A distributed variable in a traced step; see `emit.Resource`."""
+  """A distributed variable in a traced step; see `spmd.resource.Resource`."""
 
   variable: Any
   # Of each replica, the central variables that it reads, by `id`.
   reads: dict[int, dict[int, Any]]
 
   @property
+  def name(self):
+    return self.variable.name
+
+  @property
+  def shape(self):
+    return self.variable.shape
+
+  @property
+  def shard(self):
+    return getattr(self.variable, 'shard', None)
+
+  @property
   def is_part(self):
-    return replica_exchange.is_sum(self.variable)
+    return self.shard is None and replica_exchange.is_sum(self.variable)
 
   @property
   def is_single(self):
@@ -143,6 +158,7 @@ class _Single:
   tensor: Any
   is_part = False
   is_single = True
+  shard = None
 
   def handle(self, site):
     del site
@@ -185,8 +201,7 @@ class Step:
       except errors.UnsupportedOptionError as error:
         self._warn_of_whole(error)
         planned = self._plan(graph, leaves, specs, sites, is_whole=True)
-    traced = planned.program
-    wanted = [(t, self._wanted(planned, t)) for t in traced.outputs]
+    wanted = [(t, self._wanted(planned, t)) for t in planned.program.outputs]
     if self._extended.applies_all_or_none:
       early = planned.defer_writes(wanted)
       self.written_early = [

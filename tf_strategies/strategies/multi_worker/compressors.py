@@ -206,7 +206,7 @@ def _by_codec(compression, tensors, factors, sending) -> _Rounds:
   del factors
   codec = codecs.get(compression.codec)
   packed = sending.pack(
-    [_cast(t, codec) for t in tensors], codec.block_length or 1
+    [to_wire(t, codec) for t in tensors], codec.block_length or 1
   )
 
   def add(group, array, name):
@@ -380,7 +380,7 @@ _COMPRESSORS = {
 }
 
 
-def _cast(tensor, codec):
+def to_wire(tensor, codec):
   """A tensor in the dtype in which the group gets it."""
   if tensor.dtype == tf.bool:
     return tf.cast(tensor, tf.uint8)

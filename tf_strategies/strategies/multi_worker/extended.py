@@ -97,7 +97,10 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
 
   # See `GradientReducer`: workers that train apart, and meet now and then.
 
-  takes_local_steps = True
+  @property
+  def takes_local_steps(self):
+    """See base class: not where workers hold parts of the state."""
+    return self.state_shards is None
 
   def add_local_steps(self, optimizer):
     """See base class."""

@@ -17,6 +17,7 @@ from tf_strategies.strategies.multi_worker import (
   collective_queue,
   compressors,
   gradient_state,
+  piece_collectives,
 )
 from tf_strategies.strategies.multi_worker import options as options_lib
 
@@ -25,7 +26,9 @@ _NAMED = 6
 _WHOLE = compression_lib.parse('none')
 
 
-class ProcessGroupCommunicator(communicator.Communicator):
+class ProcessGroupCommunicator(
+  piece_collectives.PieceCollectives, communicator.Communicator
+):
   """Local devices are reduced in the graph, workers by host calls."""
 
   def __init__(
@@ -191,6 +194,9 @@ class ProcessGroupCommunicator(communicator.Communicator):
         [_names(tensors, range(len(tensors))) for tensors in contents],
         device,
       )
+
+  # For what is mixed in.
+  _names = staticmethod(lambda tensors, members: _names(tensors, members))
 
   def combine(self, tensor, op, name, is_report=False):
     """See base class."""

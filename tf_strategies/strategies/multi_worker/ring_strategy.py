@@ -9,7 +9,8 @@ import tensorflow as tf
 from tf_strategies import cluster as cluster_lib
 from tf_strategies import cross_device, option_checks, process_group
 from tf_strategies.cluster import config as config_lib
-from tf_strategies.strategies.mirrored import shards
+from tf_strategies.process_group import reductions
+from tf_strategies.strategies.mirrored import sharded_state, shards
 from tf_strategies.strategies.mirrored import strategy as mirrored_strategy
 from tf_strategies.strategies.multi_worker import options as options_lib
 from tf_strategies.strategies.multi_worker import (
@@ -51,6 +52,11 @@ class MultiWorkerRingStrategy(strategy.MultiWorkerStrategy):
     options: a `RingOptions`.
     devices: of this worker; default all GPUs, or the first CPU.
     cross_device_ops: between this worker's devices; default `AutoAllReduce()`.
+    shard_optimizer_state: whether each replica stores a part of what optimizers
+      keep beside the variables, such as the moments of Adam (ZeRO, stage 1).
+      Gradients are reduce-scattered, each replica updates its part, and updates
+      are all-gathered. For the steps of models, not for `strategy.run`. A read of
+      the state, as `model.save` does, is a collective: every worker makes it.
 
   Raises:
     ClusterConfigError: TF_CONFIG is malformed.
@@ -68,6 +74,7 @@ class MultiWorkerRingStrategy(strategy.MultiWorkerStrategy):
     options: options_lib.RingOptions | None = None,
     devices: Sequence[str] | None = None,
     cross_device_ops: tf.distribute.CrossDeviceOps | None = None,
+    shard_optimizer_state: bool = False,
   ):
     options = options_lib.RingOptions() if options is None else options
     option_checks.check_type(
@@ -80,6 +87,9 @@ class MultiWorkerRingStrategy(strategy.MultiWorkerStrategy):
     if cross_device_ops is None:
       cross_device_ops = cross_device.AutoAllReduce()
     mirrored_strategy.check_cross_device_ops(cross_device_ops)
+    mirrored_strategy.check_sharding(
+      shard_optimizer_state, options.reproducible, options.compression
+    )
     devices = strategy.resolve_devices(devices)
     group, self._rendezvous, resolver = cluster, None, None
     if not isinstance(cluster, process_group.ProcessGroup):
@@ -95,16 +105,24 @@ class MultiWorkerRingStrategy(strategy.MultiWorkerStrategy):
       )
 
     try:
+      if shard_optimizer_state and options.all_reduce != 'auto':
+        reductions.check_half(options.all_reduce, group.world_size)
       if options.measure_links:
         group.measure_links()
       self._set_up(
         devices,
         cross_device_ops,
         make_communicator,
-        set_up_of(options),
+        {
+          **set_up_of(options),
+          'shard_optimizer_state': shard_optimizer_state,
+        },
         resolver,
         options.reproducible,
       )
+      if shard_optimizer_state:
+        extended = self.extended
+        extended.state_shards = sharded_state.StateShards(extended)
     except BaseException:
       # Nobody can close what was never made: the others would wait for this
       # worker, and its port would be taken for the next attempt.

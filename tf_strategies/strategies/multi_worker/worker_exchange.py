@@ -5,6 +5,7 @@ from __future__ import annotations
 import tensorflow as tf
 
 from tf_strategies.keras import gradient_reducer
+from tf_strategies.spmd import pieces
 from tf_strategies.strategies.mirrored import replica_exchange
 
 
@@ -33,6 +34,23 @@ class WorkerExchange(replica_exchange.ReplicaExchange):
   def finish(self):
     """See base class."""
     gradient_reducer.write(self._writes)
+
+  def scatter(self, columns, shard, others, sites, are_gradients):
+    """See base class."""
+    del sites
+    return self._communicator.scatter_pieces(
+      columns, shard, others, are_gradients
+    )
+
+  def join(self, columns, shapes, sites):
+    """See base class."""
+    whole = self._communicator.join_pieces(columns)
+    results = []
+    for site in sites:
+      with tf.device(site.device):
+        pairs = zip(whole, shapes, strict=True)
+        results.append([pieces.joined(*pair) for pair in pairs])
+    return results
 
   def gather(self, values, axis, sites):
     """See base class; rows are in the order of their places in the batch."""

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_strategies import _keras_internal, errors
-from tf_strategies.spmd import plan
+from tf_strategies.spmd import row_sharing
 from tf_strategies.spmd import rules as _rules  # noqa: F401  Registers them.
 from tf_strategies.strategies.parameter_server import (
   batch_message,
@@ -141,7 +141,7 @@ def why_rows_meet(
   ]
   applied = tf.nest.flatten(gradients, expand_composites=True)
   outputs = [t for t in [*applied, *returned, *written] if t is not None]
-  return plan.why_rows_meet(graph, len(specs), outputs)
+  return row_sharing.why_rows_meet(graph, len(specs), outputs)
 
 
 _PYTHON = frozenset(('EagerPyFunc', 'PyFunc', 'PyFuncStateless'))

@@ -1,4 +1,4 @@
-"""Which sites of a program run the operations that do more than compute."""
+"""Where an operation runs that does more than compute."""
 
 from __future__ import annotations
 

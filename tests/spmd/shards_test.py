@@ -1,0 +1,247 @@
+"""Programs with variables that replicas divide give what one device computes.
+
+Each case is a function of a batch and of a variable. Three replicas, of which one
+may have no rows, hold a piece of the variable each.
+"""
+
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+from tests import virtual_devices
+from tf_strategies import _tf_internal, errors
+from tf_strategies.spmd import emit, kinds, pieces, plan, program, rules, site
+
+virtual_devices.configure()
+
+_ = rules  # Registered when imported.
+_COUNT = 3
+_SHAPE = (5, 2)  # Three pieces of four elements, two of which fill up.
+
+
+class _Exchange(emit.Exchange):
+  """Replicas of one graph meet; notes how."""
+
+  rounds_gradients = False
+
+  def __init__(self):
+    self.meetings = []
+
+  def add(self, columns, sites, are_gradients):
+    self.meetings.append('add')
+    sums = [tf.add_n(row) for row in zip(*columns, strict=True)]
+    return [sums for _ in sites]
+
+  def scatter(self, columns, shard, others, sites, are_gradients):
+    self.meetings.append('scatter')
+    sums = [tf.add_n(row) for row in zip(*columns, strict=True)]
+    added = [tf.add_n(row) for row in zip(*others, strict=True)]
+    mine = [[pieces.rows(t, shard)[s.replica] for t in sums] for s in sites]
+    return mine, [added for _ in sites]
+
+  def join(self, columns, shapes, sites):
+    self.meetings.append('join')
+    joined = [
+      pieces.joined(tf.stack(row), shape)
+      for row, shape in zip(zip(*columns, strict=True), shapes, strict=True)
+    ]
+    return [joined for _ in sites]
+
+  def gather(self, values, axis, sites):
+    self.meetings.append('gather')
+    return [tf.concat(values, axis) for _ in sites]
+
+
+class _Divided:
+  """A variable, and its pieces."""
+
+  is_part = is_single = False
+  shard = kinds.Shard(_COUNT)
+
+  def __init__(self, value):
+    self.variable = tf.Variable(value, name='slot')
+    self.name, self.shape = self.variable.name, self.variable.shape
+    self.pieces = [
+      tf.Variable(pieces.cut(self.variable, self.shard, place))
+      for place in range(_COUNT)
+    ]
+
+  def handle(self, at):
+    return self.pieces[at.replica].handle
+
+  def whole(self):
+    return pieces.joined(tf.stack(self.pieces), self.shape)
+
+
+class _Whole:
+  """A variable of which each replica has a copy."""
+
+  is_part = is_single = False
+  shard = None
+
+  def __init__(self, value):
+    self.variable = tf.Variable(value, name='weight')
+    self.name, self.shape = self.variable.name, self.variable.shape
+    self.copies = [tf.Variable(value) for _ in range(_COUNT)]
+
+  def handle(self, at):
+    return self.copies[at.replica].handle
+
+
+def run(function, rows, slot, weight, x):
+  """What replicas with so many rows compute, and how they met."""
+  exchange = _Exchange()
+  found = {id(r.variable.handle): r for r in (slot, weight)}
+
+  @tf.function(autograph=False)
+  def compute(x):
+    graph = _tf_internal.trace(
+      'case',
+      lambda args: function(args[0], slot.variable, weight.variable),
+      [[tf.TensorSpec([None, *x.shape[1:]], x.dtype)]],
+    )
+    outputs = tf.nest.flatten(graph.structured_outputs)
+    traced = program.flatten(graph, graph.inputs, outputs)
+    starts = np.cumsum([0, *rows[:-1]])
+    sites = [
+      site.Site(
+        virtual_devices.name(i),
+        site.Rows(
+          tf.constant(max(n, 1)),
+          tf.constant(min(int(start), sum(rows) - 1)),
+          tf.constant(sum(rows)),
+          tf.constant(n),
+          n > 0 and start == 0,
+          i,
+        ),
+        i,
+        i == 0,
+        i == 0,
+      )
+      for i, (n, start) in enumerate(zip(rows, starts, strict=True))
+    ]
+    values = [kinds.Value(kinds.Split(0))]
+    for external, _ in graph.captures:
+      values.append(kinds.Value(kinds.WHOLE, (), resource=found[id(external)]))
+    for s in sites:
+      s.tensors[traced.inputs[0], kinds.AS_IS] = s.rows_of(x, kinds.Split(0))
+    planned = plan.make(traced, values)
+    wanted = [(t, kinds.WHOLE) for t in traced.outputs]
+    [results, *_] = emit.Emitter(planned, sites, exchange).run(wanted)
+    return results
+
+  return [r.numpy() for r in compute(tf.constant(x))], exchange.meetings
+
+
+def _gradient(x, weight):
+  """A sum over rows, of the shape of the weight."""
+  gradient = tf.matmul(x, tf.tanh(x @ weight), transpose_a=True)
+  if tf.executing_eagerly():
+    return gradient
+  return program.mark_gradient(gradient, _COUNT)
+
+
+def _adam(x, slot, weight):
+  gradient = _gradient(x, weight)
+  slot.assign_add(0.1 * (tf.square(gradient) - slot))
+  weight.assign_sub(gradient / (tf.sqrt(tf.abs(slot)) + 0.1))
+  return []
+
+
+def _clipped(x, slot, weight):
+  gradient = _gradient(x, weight)
+  norm = tf.sqrt(tf.reduce_sum(tf.square(gradient)))
+  slot.assign(gradient / norm)
+  return [norm]
+
+
+def _branch(x, slot, weight):
+  gradient = _gradient(x, weight)
+
+  def update():
+    slot.assign_add(gradient)
+    norm = tf.reduce_sum(tf.square(slot))
+    weight.assign_sub(slot / norm)
+    return norm
+
+  return [tf.cond(tf.reduce_sum(weight) > -1e9, update, lambda: 0.0)]
+
+
+CASES = {
+  # How they may meet, in any order.
+  'adam': (_adam, {'scatter', 'join'}),
+  'clipped': (_clipped, {'scatter', 'add'}),
+  'branch': (_branch, {'scatter', 'add', 'join'}),
+  'reductions': (
+    lambda x, slot, weight: [
+      tf.reduce_max(slot),
+      tf.reduce_min(tf.exp(slot)),
+      tf.reduce_mean(slot + 1.0),
+      tf.reduce_all(slot < 100.0),
+      tf.reduce_any(slot > 100.0),
+      tf.nn.l2_loss(slot),
+      tf.reduce_prod(slot, [0, 1], keepdims=True),
+    ],
+    {'add', 'gather'},
+  ),
+  'repeated': (
+    lambda x, slot, weight: [
+      slot * weight[0],  # A vector beside a matrix.
+      slot[0] * weight,
+      tf.reshape(slot, [-1]) * 2.0,
+      tf.cast(slot, tf.float64) * tf.cast(tf.shape(slot)[0], tf.float64),
+    ],
+    {'join'},
+  ),
+  'rows_beside_a_shard': (
+    lambda x, slot, weight: [
+      x @ slot,
+      tf.reduce_sum(x @ slot) + tf.reduce_sum(tf.square(slot)),
+      tf.reduce_sum(x, 0)[:, None] + slot,
+    ],
+    {'add', 'join', 'gather'},
+  ),
+}
+
+
+class ShardsTest(tf.test.TestCase, parameterized.TestCase):
+  @parameterized.product(
+    case=tuple(CASES), rows=((2, 2, 2), (3, 0, 3), (0, 5, 1))
+  )
+  def test_equals_one_device(self, case, rows):
+    function, meetings = CASES[case]
+    rng = np.random.default_rng(3)
+    x = rng.normal(size=(6, _SHAPE[0])).astype('f4')
+    value = rng.normal(size=_SHAPE).astype('f4')
+    start = rng.normal(size=_SHAPE).astype('f4')
+    slot, weight = _Divided(value), _Whole(start)
+    found, met = run(function, rows, slot, weight, x)
+    one, other = tf.Variable(value), tf.Variable(start)
+    expected = tf.nest.flatten(function(tf.constant(x), one, other))
+    for a, b in zip(found, expected, strict=True):
+      self.assertAllClose(a, b, 1e-5, 1e-5)
+    self.assertAllClose(slot.whole(), one, 1e-5, 1e-5)
+    for copy in weight.copies:
+      self.assertAllClose(copy, other, 1e-5, 1e-5)
+    self.assertEqual(set(met), meetings)
+
+  def test_an_operation_that_uses_a_divided_variable_otherwise(self):
+    slot, weight = (
+      _Divided(np.ones(_SHAPE, 'f4')),
+      _Whole(np.ones(_SHAPE, 'f4')),
+    )
+    x = np.ones((6, _SHAPE[0]), 'f4')
+    for function in (
+      lambda x, slot, weight: tf.gather(slot, [0]),
+      lambda x, slot, weight: tf.while_loop(
+        lambda i: i < 2, lambda i: [i + tf.cast(slot[0, 0], tf.int32)], [0]
+      ),
+    ):
+      with self.assertRaisesRegex(
+        errors.UnsupportedOptionError, 'shard_optimizer_state'
+      ):
+        run(function, (2, 2, 2), slot, weight, x)
+
+
+if __name__ == '__main__':
+  tf.test.main()

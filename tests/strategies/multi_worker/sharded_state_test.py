@@ -1,0 +1,332 @@
+"""State of optimizers that workers divide among them, in real processes."""
+
+import os
+from unittest import mock
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from absl.testing import parameterized
+
+import tf_strategies as tfs
+from tests import processes, tiers, virtual_devices
+from tests.strategies import sharded_models as models
+from tf_strategies import errors
+from tf_strategies.process_group import planned
+
+virtual_devices.configure()
+
+pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
+
+ALL = {**models.OPTIMIZERS, **models.OPTIONS}
+_DEADLINE_SECONDS = 280
+# Of a step: what a model's gradients and its metrics send.
+_MOST_BYTES = 1.02
+
+
+def ring(devices=1, sharded=True, **options):
+  return tfs.MultiWorkerRingStrategy(
+    options=tfs.RingOptions(**options),
+    devices=virtual_devices.names(devices)[::-1],
+    shard_optimizer_state=sharded,
+  )
+
+
+def _train(name, strategy=None):
+  """By the name of an optimizer, with 'rows_of_' for that of a table."""
+  how = {}
+  if name.startswith('rows_of_'):
+    how = {'data': models.words, 'model': models.embedding_model}
+  return models.train(ALL[name.removeprefix('rows_of_')], strategy, **how)
+
+
+def _train_all(rank, names, devices):
+  del rank
+  found = {}
+  for name in names:
+    for sharded in (True, False):
+      strategy = ring(devices, sharded)
+      try:
+        model = _train(name, strategy)
+        found[name, sharded] = (
+          *models.state(model),
+          [[c.numpy() for c in v.value.values] for v in model.weights],
+        )
+      finally:
+        strategy.close()
+  return found
+
+
+class ExactTest(tf.test.TestCase, parameterized.TestCase):
+  @tiers.named_parameters(
+    ('two', 2, 1, ('adam', 'accumulation')),
+    tiers.full('three', 3, 1, ('adamw', 'loss_scale', 'rows_of_adagrad')),
+    tiers.full('two_of_two', 2, 2, ('ema', 'clipnorm', 'rows_of_plain')),
+    tiers.soak('optimizers', 3, 1, tuple(models.OPTIMIZERS)),
+    tiers.soak('options', 3, 1, tuple(models.OPTIONS)),
+    tiers.soak(
+      'rows_of_tables', 3, 1, tuple(f'rows_of_{name}' for name in ALL)
+    ),
+  )
+  def test_workers_equal_one_device(self, workers, devices, names):
+    by_worker = processes.run_workers(
+      _train_all, workers, args=(names, devices), deadline=_DEADLINE_SECONDS
+    )
+    for name in names:
+      one = models.state(_train(name))
+      weights, state, copies = by_worker[0][name, True]
+      for found in by_worker:
+        for other, mine in zip(
+          found[name, True][:2], (weights, state), strict=True
+        ):
+          for a, b in zip(other, mine, strict=True):
+            self.assertAllEqual(a, b)
+        for a in found[name, True][2]:
+          self.assertAllEqual(a[0], a[-1])
+      self.assertLen(copies[0], devices)
+      for expected in (one, by_worker[0][name, False][:2]):
+        for mine, theirs in zip((weights, state), expected, strict=True):
+          for a, b in zip(mine, theirs, strict=True):
+            self.assertAllClose(a, b, 1e-6, 1e-6, msg=name)
+
+
+class _Count(keras.callbacks.Callback):
+  """Notes the bytes that were sent when each step ended."""
+
+  def __init__(self, group):
+    super().__init__()
+    self._group, self.sent = group, []
+
+  def on_train_batch_end(self, batch, logs=None):
+    self.sent.append(self._group.bytes_sent)
+
+
+def _compressed(rank, compression):
+  del rank
+  strategy = ring(compression=compression)
+  try:
+    return models.train(ALL['momentum'], strategy).get_weights()
+  finally:
+    strategy.close()
+
+
+def _measure(rank, devices):
+  """Bytes of a step and of what is stored, divided and not."""
+  del rank
+  found = {}
+  for sharded in (True, False):
+    strategy = ring(devices, sharded)
+    count = _Count(strategy.process_group)
+    try:
+      model = models.train(
+        ALL['plain'],
+        strategy,
+        models.pictures,
+        models.realistic_model,
+        batch_size=4,
+        callbacks=[count],
+      )
+      report = strategy.communication_report()
+      found[sharded] = (
+        np.diff(count.sent).tolist(),
+        models.stored_bytes(model),
+        report['calls'],
+        4 * model.count_params(),
+      )
+    finally:
+      strategy.close()
+  return found
+
+
+class CostTest(tf.test.TestCase, parameterized.TestCase):
+  @tiers.named_parameters(
+    ('two', 2, 1),
+    tiers.full('three', 3, 1),
+    tiers.full('two_of_two', 2, 2),
+  )
+  def test_bytes(self, workers, devices):
+    by_worker = processes.run_workers(
+      _measure, workers, args=(devices,), deadline=_DEADLINE_SECONDS
+    )
+    for found in by_worker:
+      (steps, (stored, whole), calls, _) = found[True]
+      (before, (all_of_it, _), calls_before, parameters) = found[False]
+      self.assertGreater(min(before), parameters // 2)
+      for mine, theirs in zip(steps, before, strict=True):
+        self.assertLess(mine, theirs * _MOST_BYTES)
+      self.assertEqual(all_of_it, whole * devices)
+      self.assertLess(stored, whole * (1 / workers + 0.05))
+      self.assertGreater(stored, whole / workers)
+      self.assertGreater(calls['reduce_scatter'], 0)
+      self.assertNotIn('reduce_scatter', calls_before)
+
+
+class CompressionTest(tf.test.TestCase, parameterized.TestCase):
+  @tiers.named_parameters(
+    tiers.full('bfloat16', 'bfloat16'), tiers.full('int8', 'int8')
+  )
+  def test_gradients_are_rounded_and_weights_equal(self, compression):
+    expected = _train('momentum').get_weights()
+    first, second = processes.run_workers(
+      _compressed, 2, args=(compression,), deadline=_DEADLINE_SECONDS
+    )
+    farthest = 0.0
+    for mine, other, one in zip(first, second, expected, strict=True):
+      self.assertAllEqual(mine, other)
+      farthest = max(farthest, np.abs(mine - one).max())
+    self.assertBetween(farthest, 1e-6, 2e-2)
+
+
+def _save(rank, directory):
+  """Trains, saves in each way, and goes on; what came out of that."""
+  strategy = ring()
+  try:
+    model = models.train(ALL['loss_scale'], strategy)
+    checkpoint = tfs.RunCheckpoint(f'{directory}/run', model)
+    checkpoint.restore()
+    checkpoint.save(epoch=1)
+    # Each worker writes a file of its own, of which one would do.
+    model.save(f'{directory}/{rank}.keras')
+    model.fit(*models.numbers(), batch_size=13, shuffle=False, verbose=0)
+    return models.state(model)
+  finally:
+    strategy.close()
+
+
+def _load(rank, directory, way, strategy=None):
+  """Loads in one way, and goes on."""
+  strategy = ring() if strategy is None else strategy
+  try:
+    with strategy.scope():
+      if way == 'keras':
+        model = keras.models.load_model(f'{directory}/1.keras')
+      else:
+        model = models.dense_model()
+        model.compile(ALL['loss_scale'](), 'mse')
+    if way == 'run':
+      position = tfs.RunCheckpoint(f'{directory}/run', model).restore()
+      assert position.epoch == 1, position
+    model.fit(*models.numbers(), batch_size=13, shuffle=False, verbose=0)
+    return models.state(model)
+  finally:
+    if hasattr(strategy, 'close'):
+      strategy.close()
+
+
+class CheckpointTest(tf.test.TestCase, parameterized.TestCase):
+  def test_saved_by_two_loaded_by_three_and_one(self):
+    directory = self.create_tempdir().full_path
+    saved, other = processes.run_workers(
+      _save, 2, args=(directory,), deadline=_DEADLINE_SECONDS
+    )
+    for way in ('run', 'keras'):
+      loaded = processes.run_workers(
+        _load, 3, args=(directory, way), deadline=_DEADLINE_SECONDS
+      )
+      loaded.append(_load(0, directory, way, tf.distribute.get_strategy()))
+      for state in (other, *loaded):
+        for mine, theirs in zip(saved, state, strict=True):
+          for a, b in zip(mine, theirs, strict=True):
+            self.assertAllClose(a, b, 1e-6, 1e-6, msg=way)
+
+
+def _save_alone(rank, directory):
+  strategy = ring()
+  try:
+    model = models.train(ALL['plain'], strategy)
+    if rank == 0:
+      model.save(os.path.join(directory, 'model.keras'))
+    else:
+      model.fit(*models.numbers(), batch_size=13, verbose=0)
+  except errors.Error as error:
+    return type(error).__name__
+  finally:
+    strategy.close()
+  return ''
+
+
+def _differ(rank):
+  try:
+    ring(sharded=rank == 0).close()
+  except errors.CollectiveMismatchError as error:
+    return str(error)
+  return ''
+
+
+def _refuse(rank):
+  del rank
+  try:
+    ring(all_reduce='tree').close()
+  except errors.UnsupportedOptionError as error:
+    return str(error)
+  return ''
+
+
+class RefusalTest(tf.test.TestCase):
+  def test_workers_that_differ(self):
+    for text in processes.run_workers(_differ, 2):
+      self.assertIn('shard_optimizer_state', text)
+
+  @pytest.mark.full
+  def test_an_algorithm_without_halves(self):
+    for text in processes.run_workers(_refuse, 2):
+      self.assertIn("'tree'", text)
+
+  @pytest.mark.full
+  def test_a_worker_that_reads_alone_is_an_error_everywhere(self):
+    directory = self.create_tempdir().full_path
+    for name in processes.run_workers(
+      _save_alone, 2, args=(directory,), deadline=_DEADLINE_SECONDS
+    ):
+      self.assertIn(name, ('CollectiveMismatchError', 'WorkerUnavailableError'))
+
+
+def _mutated(rank, kind):
+  """Trains with one worker that does not do as the others."""
+  gather = planned.PlannedGroup.all_gather_equal
+  scatter = planned.PlannedGroup.reduce_scatter
+
+  def gather_nothing(self, array, **options):
+    found = gather(self, array, **options)
+    return np.zeros_like(found) if self.rank == 1 else found
+
+  def scatter_shifted(self, array, **options):
+    found = scatter(self, array, **options)
+    return np.roll(found, 1) if self.rank == 1 else found
+
+  mutation = mock.patch.object(planned.PlannedGroup, 'absent', 0, create=True)
+  if kind == 'gather':
+    mutation = mock.patch.object(
+      planned.PlannedGroup, 'all_gather_equal', gather_nothing
+    )
+  elif kind == 'scatter':
+    mutation = mock.patch.object(
+      planned.PlannedGroup, 'reduce_scatter', scatter_shifted
+    )
+  strategy = ring()
+  try:
+    with mutation:
+      return models.train(ALL['plain'], strategy).get_weights()
+  finally:
+    strategy.close()
+
+
+class MutationTest(tf.test.TestCase, parameterized.TestCase):
+  @tiers.named_parameters(
+    ('none', 'none', False),
+    ('missing_all_gather', 'gather', True),
+    ('shifted_boundary', 'scatter', True),
+  )
+  def test_what_is_wrong_is_seen(self, kind, is_seen):
+    expected = _train('plain').get_weights()
+    found = []
+    for weights in processes.run_workers(_mutated, 2, args=(kind,)):
+      pairs = zip(weights, expected, strict=True)
+      found.append(max(float(np.abs(a - b).max()) for a, b in pairs))
+    self.assertEqual(max(found) > 1e-3, is_seen, found)
+    self.assertEqual(max(found) < 1e-6, not is_seen, found)
+
+
+if __name__ == '__main__':
+  tf.test.main()

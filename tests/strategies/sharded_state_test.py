@@ -1,0 +1,329 @@
+"""State of optimizers that the devices of one process divide among them."""
+
+import os
+from unittest import mock
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from absl.testing import parameterized
+
+import tf_strategies as tfs
+from tests import tiers, virtual_devices
+from tests.strategies import sharded_models as models
+from tf_strategies import errors
+from tf_strategies.spmd import pieces
+from tf_strategies.strategies.mirrored import replica_exchange
+
+virtual_devices.configure()
+
+ALL = {**models.OPTIMIZERS, **models.OPTIONS}
+# They multiply matrices or take means of rows, so gradients are gathered.
+WHOLE = ('adafactor', 'muon')
+
+
+def sharded(devices=3):
+  return tfs.create_strategy(
+    'ring_mirrored',
+    devices=virtual_devices.names(devices),
+    shard_optimizer_state=True,
+  )
+
+
+def assert_equal_models(test, one, other, tolerance=1e-6):
+  """Weights, and what the optimizer keeps, are those of one device."""
+  for mine, theirs in zip(models.state(one), models.state(other), strict=True):
+    test.assertLen(mine, len(theirs))
+    for a, b in zip(mine, theirs, strict=True):
+      test.assertAllClose(a, b, tolerance, tolerance)
+
+
+def assert_equal_copies(test, model):
+  for variable in model.weights:
+    first, *others = [c.numpy() for c in variable.value.values]
+    for other in others:
+      test.assertAllEqual(first, other)
+
+
+class ExactTest(tf.test.TestCase, parameterized.TestCase):
+  @tiers.named_parameters(
+    *tiers.few([(n, n) for n in ALL], 'adam', 'accumulation', 'loss_scale')
+  )
+  def test_dense(self, name):
+    one = models.train(ALL[name])
+    model = models.train(ALL[name], sharded())
+    assert_equal_models(self, one, model)
+    assert_equal_copies(self, model)
+
+  @tiers.named_parameters(*tiers.few([(n, n) for n in ALL], 'adagrad'))
+  def test_rows_of_a_table(self, name):
+    how = {'data': models.words, 'model': models.embedding_model}
+    one = models.train(ALL[name], **how)
+    model = models.train(ALL[name], sharded(), **how)
+    assert_equal_models(self, one, model)
+    assert_equal_copies(self, model)
+
+  @tiers.named_parameters(
+    ('last_batch_of_1_row', {'data': lambda: models.numbers(14)}),
+    tiers.full('eager', {'eager': True}),
+    tiers.full('steps_per_execution', {'steps': 2}),
+    tiers.full('compiled', {'compiled': True}),
+  )
+  def test_ways_to_run(self, how):
+    how = dict(how)
+    data = how.pop('data', models.numbers)
+    found = []
+    for strategy in (tf.distribute.get_strategy(), sharded(4)):
+      keras.utils.set_random_seed(3)
+      with strategy.scope():
+        model = models.dense_model()
+        model.compile(
+          ALL['ema'](),
+          'mse',
+          run_eagerly=how.get('eager', False),
+          steps_per_execution=how.get('steps', 1),
+          jit_compile=how.get('compiled', False),
+        )
+      model.fit(*data(), batch_size=13, shuffle=False, verbose=0)
+      found.append(model)
+    assert_equal_models(self, *found)
+
+  def test_optimizers_of_a_train_step(self):
+    found = []
+    for strategy in (tf.distribute.get_strategy(), sharded()):
+      keras.utils.set_random_seed(3)
+      with strategy.scope():
+        model = _TwoOptimizers()
+        model.compile(ALL['adam'](), 'mse')
+      x, y = models.numbers()
+      model.fit(x, y, batch_size=13, shuffle=False, verbose=0)
+      found.append(model)
+    assert_equal_models(self, *found)
+    stored = [len(v.value.values) for v in found[1].second.variables[2:4]]
+    self.assertEqual(stored, [3, 3])
+
+  @pytest.mark.full
+  def test_mixed_precision(self):
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy('mixed_float16')
+    try:
+      one = models.train(ALL['global_clipnorm'])
+      model = models.train(ALL['global_clipnorm'], sharded())
+    finally:
+      keras.config.set_dtype_policy(before)
+    self.assertIsInstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+    assert_equal_models(self, one, model, 2e-3)
+
+  def test_a_gradient_that_is_not_finite(self):
+    def data():
+      x, y = models.numbers()
+      x[20] = np.inf  # In the second batch, of one replica.
+      return x, y
+
+    one = models.train(ALL['loss_scale'], data=data)
+    model = models.train(ALL['loss_scale'], sharded(), data=data)
+    assert_equal_models(self, one, model)
+    self.assertTrue(np.isfinite(model.get_weights()[0]).all())
+    # Halved by the second step, and doubled by two more.
+    self.assertEqual(float(model.optimizer.dynamic_scale.numpy()), 8.0)
+
+
+class _TwoOptimizers(keras.Model):
+  """The second gets what the first left, of the same step."""
+
+  def __init__(self):
+    super().__init__(name='two_optimizers')
+    self.inner = models.dense_model()
+    self.second = keras.optimizers.SGD(0.01, momentum=0.5)
+
+  def call(self, x):
+    return self.inner(x)
+
+  def train_step(self, data):
+    x, y = data
+    for optimizer in (self.optimizer, self.second):
+      with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(tf.square(self(x) - y))
+      variables = self.trainable_variables
+      optimizer.apply(tape.gradient(loss, variables), variables)
+    return {'loss': loss}
+
+
+class StorageTest(tf.test.TestCase, parameterized.TestCase):
+  @parameterized.parameters(2, 3, 4)
+  def test_bytes_of_a_device(self, devices):
+    strategy = sharded(devices)
+    model = models.train(
+      ALL['plain'], strategy, models.pictures, models.realistic_model
+    )
+    by_device = [0] * devices
+    for variable in model.optimizer.variables:
+      for i, copy in enumerate(variable.value.values):
+        self.assertIn(virtual_devices.name(i)[1:], copy.device)
+        by_device[i] += copy.read_value().numpy().nbytes
+    _, whole = models.stored_bytes(model)
+    for stored in by_device:
+      self.assertLess(stored, whole * (1 / devices + 0.05))
+      self.assertGreater(stored, whole / devices)
+
+  def test_reads_and_writes_are_of_the_whole(self):
+    model = models.train(ALL['adam'], sharded())
+    slot = model.optimizer.variables[2]
+    value = np.arange(7 * 33, dtype='float32').reshape(7, 33)
+    slot.assign(value)
+    self.assertAllEqual(slot.numpy(), value)
+    slot.assign_add(value)
+    slot.value.assign_sub(3 * value)
+    self.assertAllEqual(slot.numpy(), -value)
+    self.assertIn('3 pieces', repr(slot.value))
+    # A replica's piece lies in the order of elements, filled up at the end.
+    self.assertAllEqual(
+      np.concatenate([c.numpy() for c in slot.value.values]), -value.ravel()
+    )
+
+  @parameterized.parameters('keras', 'checkpoint')
+  def test_saved_state_goes_on_elsewhere(self, kind):
+    directory = self.create_tempdir().full_path
+    x, y = models.numbers()
+    model = models.train(ALL['adam'], sharded(2))
+    path = os.path.join(directory, 'model.keras')
+    if kind == 'keras':
+      model.save(path)
+    else:
+      path = tf.train.Checkpoint(optimizer=model.optimizer, model=model).write(
+        directory
+      )
+    model.fit(x, y, batch_size=13, shuffle=False, verbose=0)
+    for strategy in (tf.distribute.get_strategy(), sharded(3)):
+      with strategy.scope():
+        if kind == 'keras':
+          loaded = keras.models.load_model(path)
+        else:
+          loaded = models.dense_model()
+          loaded.compile(ALL['adam'](), 'mse')
+          loaded.optimizer.build(loaded.trainable_variables)
+          tf.train.Checkpoint(optimizer=loaded.optimizer, model=loaded).restore(
+            path
+          ).expect_partial()
+      loaded.fit(x, y, batch_size=13, shuffle=False, verbose=0)
+      assert_equal_models(self, loaded, model)
+
+  def test_state_of_another_shape_is_named(self):
+    with self.assertLogs(level='WARNING') as logs:
+      models.train(ALL['adafactor'], sharded())
+    found = [m for m in logs.output if 'every replica has' in m]
+    self.assertLen(found, 1)
+    self.assertIn('Adafactor', found[0])
+
+
+class RefusalTest(tf.test.TestCase, parameterized.TestCase):
+  def test_option(self):
+    with self.assertRaisesRegex(
+      errors.UnsupportedOptionError, 'shard_optimizer_state of type str'
+    ):
+      tfs.create_strategy(
+        'ring_mirrored',
+        devices=virtual_devices.names(2),
+        shard_optimizer_state='yes',
+      )
+
+  def test_elastic(self):
+    with self.assertRaisesRegex(errors.UnsupportedOptionError, 'elastic'):
+      tfs.elastic.run(lambda job: None, shard_optimizer_state=True)
+
+  def test_loop_of_the_users_own(self):
+    strategy = sharded()
+    with strategy.scope():
+      model = models.dense_model()
+      optimizer = ALL['adam']()
+
+    @tf.function
+    def step():
+      def replica():
+        variables = model.trainable_variables
+        optimizer.apply([tf.ones_like(v) for v in variables], variables)
+
+      strategy.run(replica)
+
+    with self.assertRaisesRegex(errors.UnsupportedOptionError, 'train_step'):
+      step()
+
+  def test_slot_in_a_loop_of_the_users_own(self):
+    strategy = sharded()
+    model = models.train(ALL['adam'], strategy)
+    slot = model.optimizer.variables[2]
+    with self.assertRaisesRegex(errors.UnsupportedOptionError, 'train_step'):
+      strategy.run(lambda: slot.value.read_value())
+
+  def test_update_in_a_loop_of_a_step(self):
+    strategy = sharded()
+    with strategy.scope():
+      model = _LoopInStep([keras.Input([7]), keras.layers.Dense(33)])
+      model.compile(ALL['adam'](), 'mse')
+    x, _ = models.numbers()
+    with self.assertRaisesRegex(
+      errors.UnsupportedOptionError, 'shard_optimizer_state'
+    ):
+      model.fit(x, np.zeros([len(x), 33], 'float32'), verbose=0)
+
+
+class _LoopInStep(keras.Sequential):
+  def train_step(self, data):
+    x, y = data
+
+    def turn(i):
+      with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(tf.square(self(x) - y))
+      variables = self.trainable_variables
+      self.optimizer.apply(tape.gradient(loss, variables), variables)
+      return [i + 1]
+
+    tf.while_loop(lambda i: i < 2, turn, [tf.constant(0)])
+    return {}
+
+
+class MutationTest(tf.test.TestCase):
+  """What would be wrong is seen by the comparisons above."""
+
+  def assert_is_found(self):
+    one = models.train(ALL['plain'])
+    try:
+      model = models.train(ALL['plain'], sharded())
+      assert_equal_models(self, one, model)
+      assert_equal_copies(self, model)
+    except AssertionError:
+      return
+    self.fail('nothing was found')
+
+  def test_nothing_is_found_without_a_mutation(self):
+    with self.assertRaisesRegex(AssertionError, 'nothing was found'):
+      self.assert_is_found()
+
+  def test_a_shifted_boundary_is_found(self):
+    rows = pieces.rows
+
+    def shifted(tensor, shard):
+      first, *others = tf.unstack(rows(tensor, shard))
+      return tf.stack([first, *(tf.roll(row, 1, 0) for row in others)])
+
+    with mock.patch.object(pieces, 'rows', shifted):
+      self.assert_is_found()
+
+  def test_a_replica_that_misses_the_gathering_is_found(self):
+    join = replica_exchange.ReplicaExchange.join
+
+    def without_last(self, columns, shapes, sites):
+      results = join(self, columns, shapes, sites)
+      if len(sites) > 1:
+        results[-1] = [tf.zeros_like(t) for t in results[-1]]
+      return results
+
+    with mock.patch.object(
+      replica_exchange.ReplicaExchange, 'join', without_last
+    ):
+      self.assert_is_found()
+
+
+if __name__ == '__main__':
+  tf.test.main()

@@ -1,0 +1,74 @@
+"""Pieces of flat tensors: what a replica holds of one that is divided."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from tf_strategies.spmd import kinds
+
+# Of parts, by their `op`.
+REDUCE = {
+  'sum': tf.reduce_sum,
+  'prod': tf.reduce_prod,
+  'max': tf.reduce_max,
+  'min': tf.reduce_min,
+  'all': tf.reduce_all,
+  'any': tf.reduce_any,
+}
+# What changes nothing in a reduction.
+_NEUTRAL = {
+  'sum': lambda dtype: 0,
+  'prod': lambda dtype: 1,
+  'max': lambda dtype: dtype.min,
+  'min': lambda dtype: dtype.max,
+  'all': lambda dtype: True,
+  'any': lambda dtype: False,
+}
+
+
+def cut(whole: tf.Tensor, shard: kinds.Shard, place) -> tf.Tensor:
+  """The piece at a place, from 0, of a tensor of static shape."""
+  elements = whole.shape.num_elements()
+  length, flat = shard.length(elements), tf.reshape(whole, [-1])
+  if shard.count * length != elements:
+    first = tf.get_static_value(place)
+    if first is None:  # XLA knows no lengths that depend on the place.
+      flat = tf.pad(flat, [[0, shard.count * length - elements]])
+    else:
+      flat = flat[first * length : (first + 1) * length]
+      padded = tf.pad(flat, [[0, length - flat.shape[0]]])
+      return tf.ensure_shape(padded, [length])
+  piece = tf.slice(flat, tf.reshape(place * length, [1]), [length])
+  piece.set_shape([length])
+  return piece
+
+
+def rows(tensor: tf.Tensor, shard: kinds.Shard) -> tf.Tensor:
+  """All pieces of a tensor of static shape, each a row of a matrix."""
+  elements = tensor.shape.num_elements()
+  length, flat = shard.length(elements), tf.reshape(tensor, [-1])
+  if shard.count * length != elements:
+    flat = tf.pad(flat, [[0, shard.count * length - elements]])
+  return tf.reshape(flat, [shard.count, length])
+
+
+def joined(pieces: tf.Tensor, shape) -> tf.Tensor:
+  """The tensor of a shape whose pieces are the rows of a matrix."""
+  elements = tf.TensorShape(shape).num_elements()
+  flat = tf.reshape(pieces, [-1])
+  return tf.reshape(
+    flat if flat.shape[0] == elements else flat[:elements], shape
+  )
+
+
+def counted(
+  piece: tf.Tensor, shard: kinds.Shard, elements: int, place, op: str
+) -> tf.Tensor:
+  """A piece with elements that change nothing in `op` where it is filled up."""
+  length = shard.length(elements)
+  if shard.count * length == elements:
+    return piece
+  is_own = tf.range(length) < elements - place * length
+  return tf.where(
+    is_own, piece, tf.constant(_NEUTRAL[op](piece.dtype), piece.dtype)
+  )

@@ -1,0 +1,237 @@
+"""Operations on shards: what an optimizer does with pieces of flat tensors."""
+
+from __future__ import annotations
+
+import functools
+
+import tensorflow as tf
+
+from tf_strategies.spmd import emit as emit_lib
+from tf_strategies.spmd import pieces
+from tf_strategies.spmd import plan as plan_lib
+from tf_strategies.spmd.kinds import (
+  AS_IS,
+  FIRST,
+  WHOLE,
+  Dim,
+  Part,
+  Shard,
+  Value,
+)
+from tf_strategies.spmd.plan import Context, Decision, NeedsExchangeError
+from tf_strategies.spmd.rules import elementwise, reductions
+
+_rule = functools.partial(plan_lib.rule, rules=plan_lib.SHARD_RULES)
+
+# An operation that also does what it does to a flat tensor with any other shape.
+_OTHERS = ['Bitcast', 'Cast', 'Identity', 'Select', 'ZerosLike']
+
+
+def _shard_of(context: Context) -> Shard | None:
+  found = [v.kind for v in context.inputs if isinstance(v.kind, Shard)]
+  found += [v.resource.shard for v in context.inputs if v.resource is not None]
+  return next((kind for kind in found if kind is not None), None)
+
+
+def _shapes(context: Context) -> list[tf.TensorShape]:
+  """Of the inputs."""
+  return [
+    t.shape if v.static_shape is None else tf.TensorShape(v.static_shape)
+    for t, v in zip(context.node.inputs, context.inputs, strict=True)
+  ]
+
+
+@_rule(
+  *elementwise.UNARY, *elementwise.BROADCASTING, *elementwise.LINEAR, *_OTHERS
+)
+def _elementwise(context: Context) -> Decision | None:
+  """Element by element, of the same piece of each input."""
+  node, shard = context.node, _shard_of(context)
+  shape = node.outputs[0].shape
+  if not shape.is_fully_defined():
+    return None
+  sizes = [t.dtype.size for t in (node.inputs[0], node.outputs[0])]
+  if node.type == 'Bitcast' and sizes[0] != sizes[1]:
+    return None
+  wants, spreads = [], []
+  for own, value in zip(_shapes(context), context.inputs, strict=True):
+    if not own.is_fully_defined():
+      return None
+    is_equal = own == shape
+    if isinstance(value.kind, Shard) and not is_equal:
+      return None  # It is repeated.
+    if node.type == 'Select' and not is_equal:
+      return None
+    wants.append(shard if is_equal else WHOLE)
+    spreads.append(not is_equal and own.num_elements() > 1)
+
+  def emit(site, inputs):
+    parts = []
+    for part, want, spread in zip(inputs, wants, spreads, strict=True):
+      if spread:
+        part = tf.broadcast_to(part, shape)
+        part = pieces.cut(part, shard, site.rows.place)
+      elif want == WHOLE:
+        part = tf.reshape(part, [])
+      parts.append(part)
+    return site.op(node, parts)
+
+  return Decision(wants, [context.out(shard)], emit)
+
+
+@_rule('IdentityN')
+def _identity_n(context: Context) -> Decision | None:
+  if FIRST in context.kinds:
+    return None
+  return Decision(
+    context.kinds, list(context.inputs), lambda site, inputs: inputs
+  )
+
+
+@_rule('ReadVariableOp')
+def _read(context: Context) -> Decision:
+  return Decision([WHOLE], [context.out(_shard_of(context))])
+
+
+@_rule('AssignVariableOp', 'AssignAddVariableOp', 'AssignSubVariableOp')
+def _assign(context: Context) -> Decision | None:
+  resource = context.inputs[0].resource
+  if resource is not None and resource.shard is not None:
+    return Decision([WHOLE, resource.shard], [])
+  return None
+
+
+@_rule('VarIsInitializedOp')
+def _is_initialized(context: Context) -> Decision:
+  return context.whole()
+
+
+@_rule('VariableShape')
+def _variable_shape(context: Context) -> Decision:
+  shape = context.inputs[0].resource.shape
+  return _known(context, [shape], WHOLE)
+
+
+@_rule('Shape', 'ShapeN')
+def _shape(context: Context) -> Decision | None:
+  shapes = _shapes(context)
+  if not all(s.is_fully_defined() for s in shapes):
+    return None
+  return _known(context, shapes, AS_IS)
+
+
+def _known(context, shapes, want) -> Decision:
+  """Shapes, which nobody needs a tensor for."""
+  outputs = [
+    context.out(WHOLE, i, ints=tuple(Dim(n) for n in shape))
+    for i, shape in enumerate(shapes)
+  ]
+
+  def emit(site, inputs):
+    del site, inputs
+    return [
+      tf.constant(shape.as_list(), output.dtype)
+      for shape, output in zip(shapes, context.node.outputs, strict=True)
+    ]
+
+  return Decision([want] * len(context.inputs), outputs, emit)
+
+
+@_rule('Reshape', 'ExpandDims', 'Squeeze')
+def _reshape(context: Context) -> Decision | None:
+  """The same elements in the same order."""
+  if not context.node.outputs[0].shape.is_fully_defined():
+    return None
+  kind = context.kinds[0]
+  wants = [kind, *[WHOLE] * (len(context.inputs) - 1)]
+  return Decision(
+    wants, [context.out(kind)], lambda site, inputs: [tf.identity(inputs[0])]
+  )
+
+
+@_rule('Sum', 'Mean', 'Max', 'Min', 'Prod', 'All', 'Any')
+def _reduction(context: Context) -> Decision | None:
+  """Of all elements; along some axes it needs the whole."""
+  axes, node, shard = context.inputs[1], context.node, context.kinds[0]
+  shape = _shapes(context)[0]
+  if not isinstance(shard, Shard) or not shape.is_fully_defined():
+    return None
+  reduced = reductions.reduced_axes(axes, shape.rank)
+  result = node.outputs[0].shape
+  is_all = reduced is not None and all(
+    r or n == 1 for r, n in zip(reduced, shape, strict=True)
+  )
+  if not is_all or not result.is_fully_defined():
+    return None
+  op, elements = reductions.OPS[node.type], shape.num_elements()
+  is_mean = node.type == 'Mean'
+  if is_mean and not node.inputs[0].dtype.is_floating:
+    return None
+
+  def emit(site, inputs):
+    own = pieces.counted(inputs[0], shard, elements, site.rows.place, op)
+    total = pieces.REDUCE[op](own)
+    if is_mean:
+      total /= tf.cast(elements, total.dtype)
+    return [tf.reshape(total, result)]
+
+  return Decision([shard, WHOLE], [context.out(Part(op))], emit)
+
+
+@_rule('L2Loss')
+def _l2_loss(context: Context) -> Decision | None:
+  shard, shape = context.kinds[0], _shapes(context)[0]
+  if not shape.is_fully_defined():
+    return None
+
+  def emit(site, inputs):
+    place = site.rows.place
+    own = pieces.counted(inputs[0], shard, shape.num_elements(), place, 'sum')
+    return [tf.nn.l2_loss(own)]
+
+  return Decision([shard], [context.out(Part('sum'))], emit)
+
+
+@_rule('If', 'StatelessIf')
+def _branches(context: Context) -> Decision | None:
+  """A branch that all replicas take, in which they may meet.
+
+  So it is built once for all of them: meetings of branches that were built apart
+  would wait for each other.
+  """
+  node, arguments = context.node, context.inputs[1:]
+  if node.opaque:
+    return None
+  try:
+    plans = {n: context.plan_body(n, arguments) for n in node.bodies}
+  except NeedsExchangeError:
+    plans = {n: context.plan_body(n, arguments, True) for n in node.bodies}
+
+  def branch(plan, sites, inputs, exchange):
+    def build():
+      inner = emit_lib.inner_sites(plan, sites, inputs)
+      wanted = [(t, WHOLE) for t in plan.program.outputs]
+      emitter = emit_lib.Emitter(plan, inner, exchange)
+      results = emitter.run(wanted, everywhere=True)
+      results = [[tf.identity(r) for r in row] for row in results]
+      return results if wanted else [[tf.constant(0)] for _ in results]
+
+    return build
+
+  def emit_together(sites, inputs, exchange):
+    chosen = inputs[0][0]
+    own = [row[1:] for row in inputs]
+    then, other = (
+      branch(plans[name], sites, own, exchange)
+      for name in ('then_branch', 'else_branch')
+    )
+    with tf.device(None):
+      return tf.cond(tf.cast(chosen, tf.bool), then, other)
+
+  outputs = [Value(WHOLE, context.dims(i)) for i in range(len(node.outputs))]
+  return Decision(
+    [WHOLE, *(v.kind for v in arguments)],
+    outputs,
+    bodies=plans,
+    emit_together=emit_together,
+  )

@@ -1,0 +1,221 @@
+"""Optimizer state of which each replica stores a part (ZeRO, stage 1).
+
+Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter
+models", SC 2020. What an optimizer keeps beside a variable is cut into as many
+equal pieces as there are replicas. A model's step is traced as if each slot were
+whole; the plan (`spmd/plan.py`) finds that gradients are wanted in the same
+pieces, which is a reduce-scatter, and updates whole, which is an all-gather.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import keras
+import tensorflow as tf
+from absl import logging
+
+from tf_strategies import _keras_internal, _tf_internal, errors
+from tf_strategies.spmd import kinds, pieces
+from tf_strategies.spmd import site as site_lib
+from tf_strategies.strategies.mirrored import whole_batch
+
+# Elements: what is shorter costs more operations than it saves bytes.
+_SHORTEST = 64
+
+
+class StateShards:
+  """Divides what optimizers of a strategy keep among its replicas."""
+
+  def __init__(self, extended):
+    self._extended = extended
+    self._variables: list[weakref.ref] = []
+    # Those whose slots are divided, by `id`.
+    self._divided = weakref.WeakValueDictionary()
+    self._warned: set[str] = set()
+
+  @property
+  def shard(self) -> kinds.Shard:
+    """What a replica has of a slot."""
+    return kinds.Shard(self._extended._num_replicas_in_sync)
+
+  def divides(self, kwargs: dict[str, Any]) -> bool:
+    """Whether a variable that is about to be made is divided."""
+    reference = kwargs.get('colocate_with')
+    shape = _keras_internal.initial_shape(kwargs.get('initial_value'))
+    return (
+      reference is not None
+      and shape is not None
+      and self.shard.count > 1
+      and kwargs.get('trainable') is False
+      and tf.TensorShape(shape) == reference.shape
+      and tf.TensorShape(shape).num_elements() >= _SHORTEST
+    )
+
+  def create(self, kwargs: dict[str, Any], initial_value) -> ShardedVariable:
+    """Makes a divided variable; `initial_value` makes all of it."""
+    extended = self._extended
+    with tf.init_scope():
+      with tf.device('CPU:0'):
+        whole = tf.cast(initial_value(), kwargs['dtype'])
+      copies = []
+      for replica, device in enumerate(extended.worker_devices):
+        with tf.device(device):
+          piece = pieces.cut(whole, self.shard, extended.place_of(replica))
+          copies.append(
+            _tf_internal.create_now(
+              initial_value=piece, trainable=False, name=kwargs.get('name')
+            )
+          )
+      variable = ShardedVariable(
+        extended, copies, whole.shape, self.shard, kwargs.get('name')
+      )
+    self._variables.append(weakref.ref(variable))
+    self._divided[id(kwargs['colocate_with'])] = kwargs['colocate_with']
+    return variable
+
+  def by_handle(self) -> dict[int, tf.Variable]:
+    """The divided variables, by the `id` of the handle in traced steps."""
+    alive = [ref() for ref in self._variables]
+    return {id(v.handle): v for v in alive if v is not None}
+
+  def count_of(self, variable) -> int:
+    """In how many pieces an optimizer's state of a model's variable is."""
+    value = getattr(variable, '_value', variable)
+    return self.shard.count if id(value) in self._divided else 1
+
+  def warn(self, optimizer: keras.optimizers.Optimizer) -> None:
+    """Names, once, what of an optimizer's state every replica has whole."""
+    whole = [
+      v.path
+      for v in optimizer.variables
+      if not isinstance(v.value, ShardedVariable)
+      and v.shape.num_elements() >= _SHORTEST
+    ]
+    name = type(optimizer).__name__
+    if whole and self.shard.count > 1 and name not in self._warned:
+      self._warned.add(name)
+      logging.warning(
+        'shard_optimizer_state=True: every replica has %d variables of %s whole, '
+        'which have another shape than those of the model: %s.',
+        len(whole),
+        name,
+        ', '.join(whole[:4]),
+      )
+
+
+class ShardedVariable(_tf_internal.UninitializedVariable):
+  """A variable of which each replica stores a piece.
+
+  It has the shape of the whole. A model's step is traced with its handle, behind
+  which nothing is stored. Elsewhere a read gathers the pieces, which on several
+  workers is a collective, and an assignment writes those of this process.
+
+  Attributes:
+    values: the pieces of this process, one a device.
+    shard: how it is cut.
+  """
+
+  is_central = False
+
+  def __init__(self, extended, values, shape, shard, name):
+    self.values, self.shard = tuple(values), shard
+    self._extended = extended
+    super().__init__(
+      trainable=False,
+      shape=shape,
+      dtype=values[0].dtype,
+      name=name,
+      distribute_strategy=extended._container_strategy(),
+    )
+
+  @classmethod
+  def _variable_call(cls, *args, **kwargs):
+    """Nothing: TensorFlow asks whether to make another kind of variable."""
+    del cls, args, kwargs
+
+  def __repr__(self):
+    return (
+      f'<ShardedVariable {self.name!r} shape={self.shape} '
+      f'dtype={self.dtype.name}, {self.shard.count} pieces>'
+    )
+
+  def is_initialized(self, name=None):
+    """Whether its pieces are."""
+    return self.values[0].is_initialized(name)
+
+  def _is_traced(self) -> bool:
+    """Whether a model's step is traced, in which it is whole.
+
+    Raises:
+      UnsupportedOptionError: a loop of the user's own uses it.
+    """
+    if whole_batch.is_active():
+      return not tf.executing_eagerly()
+    if tf.distribute.has_strategy() and (
+      not tf.distribute.in_cross_replica_context()
+    ):
+      raise loop_error(self.name)
+    return False
+
+  def _read_variable_op(self, no_copy=False):
+    if self._is_traced():
+      return super()._read_variable_op(no_copy)
+    site = site_lib.Site('CPU:0', None, 0)
+    columns = [[copy.read_value()] for copy in self.values]
+    [[whole]] = self._extended.exchange().join(columns, [self.shape], [site])
+    return whole
+
+  def _write(self, name, value, **kwargs):
+    """Calls a method of the traced variable, or of each piece with its part."""
+    value = tf.convert_to_tensor(value, self.dtype)
+    if self._is_traced():
+      return getattr(super(), name)(value, **kwargs)
+    self.shape.assert_is_compatible_with(value.shape)
+    for replica, copy in enumerate(self.values):
+      with tf.device(copy.device):
+        place = self._extended.place_of(replica)
+        getattr(copy, name)(pieces.cut(value, self.shard, place))
+    return self
+
+  def assign(self, value, use_locking=None, name=None, read_value=True):
+    """As `tf.Variable.assign`."""
+    return self._write('assign', value, read_value=read_value)
+
+  def assign_add(self, delta, use_locking=None, name=None, read_value=True):
+    """As `tf.Variable.assign_add`."""
+    return self._write('assign_add', delta, read_value=read_value)
+
+  def assign_sub(self, delta, use_locking=None, name=None, read_value=True):
+    """As `tf.Variable.assign_sub`."""
+    return self._write('assign_sub', delta, read_value=read_value)
+
+  # Rows that one replica found are in the pieces of others: they are added up.
+
+  def scatter_add(self, sparse_delta, use_locking=False, name=None):
+    """As `tf.Variable.scatter_add`."""
+    return self.assign_add(tf.convert_to_tensor(sparse_delta))
+
+  def scatter_sub(self, sparse_delta, use_locking=False, name=None):
+    """As `tf.Variable.scatter_sub`."""
+    return self.assign_sub(tf.convert_to_tensor(sparse_delta))
+
+  # `tf.train.Checkpoint` saves it whole.
+
+  def _serialize_to_tensors(self):
+    return {'VARIABLE_VALUE': self.read_value()}
+
+  def _restore_from_tensors(self, restored_tensors):
+    return self.assign(restored_tensors['VARIABLE_VALUE'])
+
+
+def loop_error(what: str) -> errors.UnsupportedOptionError:
+  """For an update in a loop that calls `strategy.run`."""
+  return errors.UnsupportedOptionError(
+    f'{what}, of which each replica has a part (shard_optimizer_state=True), in a '
+    'loop that calls strategy.run',
+    "the steps of models: fit, train_on_batch, or the model's own train_step",
+    'move the step into train_step and call fit, or leave out '
+    'shard_optimizer_state',
+  )
