@@ -50,7 +50,7 @@ class ReplicaExchange(emit.Exchange):
     added = [[] for _ in sites]
     if others[0]:
       added = self.add(others, sites, are_gradients)
-    options = gradient_reducer.GRADIENTS if are_gradients else None
+    options = self._gradients(columns[0]) if are_gradients else None
     packed = []
     for site, column in zip(sites, columns, strict=True):
       with tf.device(site.device):

@@ -15,6 +15,7 @@ import keras
 import tensorflow as tf
 
 from tf_strategies import _keras_internal, _tf_internal, errors
+from tf_strategies.keras import gradient_reducer
 from tf_strategies.keras import local_steps as optimizers_lib
 from tf_strategies.spmd import site as site_lib
 from tf_strategies.strategies.mirrored import extended as mirrored_extended
@@ -127,7 +128,10 @@ class LocalWorker:
         mine = tf.identity(optimizer.rows.value)
         total = communicator.combine(mine, 'sum', 'rows_since_meeting')
         share = tf.cast(mine, tf.float64) / tf.cast(total, tf.float64)
-      means = self._sum(optimizer.differences(share), are_gradients=True)
+      weights = _keras_internal.trainable_variables(optimizer)
+      means = self._sum(
+        optimizer.differences(share), gradient_reducer.Gradients(weights)
+      )
       # In float64, so that what is equal on all workers does not change.
       sums = self._sum([tf.cast(v.value, tf.float64) * share for v in averages])
       optimizer.finish(means)
@@ -135,15 +139,13 @@ class LocalWorker:
         variable.assign(tf.cast(value, variable.dtype))
     return tf.constant(True)
 
-  def _sum(self, tensors, are_gradients=False) -> list[tf.Tensor]:
+  def _sum(self, tensors, gradients=None) -> list[tf.Tensor]:
     """The sums over all workers; other local devices add nothing."""
     if not tensors:
       return []
     others = len(self._extended.worker_devices) - 1
     columns = [tensors, *([tf.zeros_like(t) for t in tensors],) * others]
-    sums = self._extended.communicator.all_reduce(
-      columns, 'meeting', are_gradients
-    )
+    sums = self._extended.communicator.all_reduce(columns, 'meeting', gradients)
     return sums[0]
 
   @contextlib.contextmanager
