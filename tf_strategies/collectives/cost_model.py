@@ -157,7 +157,8 @@ def cost(
     num_bytes: the size of the buffer, cut into chunks by `chunk_sizes`.
     topology: of as many ranks as the schedule.
     compression: the codec; `num_bytes` are those of a float32 buffer then, of
-      which the links carry the codec's fraction. Additions are of float32.
+      which the links carry the codec's fraction. Additions are of float32. Other
+      ways depend on more than bytes: see `compression.Compression.bytes_sent`.
 
   Returns:
     Seconds. O(T) for T transfers.

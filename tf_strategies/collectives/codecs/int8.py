@@ -24,7 +24,7 @@ class Int8(codec.Codec):
 
   A block of 256 elements travels as their integers from -127 to 127 and a
   float32, the largest magnitude M; integer q stands for q M / 127. An error is
-  at most M / 254, M itself is exact. M travels rather than M / 127, which
+  at most M / 254, but for float32's own, and M itself is exact. M travels rather than M / 127, which
   float32 cannot hold where M is subnormal.
 
   A block with a NaN or an infinity in it decodes to NaN in all its elements. So
@@ -33,11 +33,11 @@ class Int8(codec.Codec):
 
   Example:
 
-    >>> payload = Int8().encode(np.float32([0.0, -1.0, 1.27]))
+    >>> payload = Int8().encode(np.float32([0.4, -64.0, 127.0]))
     >>> payload.metadata, payload.data
-    (array([1.27], dtype=float32), array([   0, -100,  127], dtype=int8))
+    (array([127.], dtype=float32), array([  0, -64, 127], dtype=int8))
     >>> Int8().decode(payload)
-    array([ 0.  , -1.  ,  1.27], dtype=float32)
+    array([  0., -64., 127.], dtype=float32)
   """
 
   name = 'int8'
