@@ -114,7 +114,6 @@ class CollectiveQueue:
       The results on that device, none before all are there: what follows happens with all of
       them or not at all.
     """
-    shapes = [t.shape for t in tensors] if shapes is None else shapes
     if tf.executing_eagerly():
       return [
         self.call(kind, work, tensor, tensor.shape)
