@@ -3,6 +3,7 @@
 import socket
 import struct
 import threading
+import time
 from unittest import mock
 
 import numpy as np
@@ -161,6 +162,38 @@ class SchedulesTest(parameterized.TestCase):
     for out in outputs:
       np.testing.assert_array_equal(out, np.arange(size) * 10)
 
+  def test_place_that_becomes_free_while_a_piece_comes(self):
+    # What comes from rank 1 goes where rank 2 still reads, until half has come.
+    size = 1 << 24
+    send = plan_lib.Piece(plan_lib.SEND, 2, plan_lib.OUT, 0, size)
+    receive = plan_lib.Piece(plan_lib.RECEIVE, 1, plan_lib.OUT, 0, size)
+    plan = plan_lib.Plan(
+      (send, receive), (0, 1), ((1,), ()), {2: (0,)}, {1: (1,)}
+    )
+    (mine, before), (to, after) = socket.socketpair(), socket.socketpair()
+    out = np.full(size, 1, np.uint8)
+    run = _execution(plan, out, out, plan_lib.BYTES)
+    links = _transport({1: mine, 2: to}, 'socket')
+    thread = threading.Thread(
+      target=links.run, args=(run, _header(1)), daemon=True
+    )
+    thread.start()
+    word = struct.Struct('<Q').pack
+    before.sendall(word(link_lib.HEADER) + _header(1).pack())
+    before.sendall(word(link_lib.BYTES) + bytes([2]) * (size // 2))
+    with after.makefile('rb') as file:
+      passed = file.read(2 * 8 + wire.DATA_HEADER_BYTES + size)
+    self.assertEqual(passed[-size:], bytes([1]) * size)
+    while run.needs[1]:
+      time.sleep(0.01)
+    before.sendall(bytes([2]) * (size // 2))
+    thread.join(_DEADLINE_SECONDS)
+    self.assertFalse(thread.is_alive())
+    np.testing.assert_array_equal(out, 2)
+    links.close()
+    for end in (before, after):
+      end.close()
+
 
 class Blocks(codec.Codec):
   """Eight bits a value, a scale for four values, and a residual."""
@@ -306,6 +339,34 @@ class FailuresTest(parameterized.TestCase):
       links.run(_execution(plan, array, array.copy()), _header(1))
     self.assertEqual(raised.exception.rank, 1)
     links.close()
+
+  def test_peer_that_nobody_waits_for_closes_before_it_was_answered(self):
+    (mine, other), (waited_for, silent) = (
+      socket.socketpair(),
+      socket.socketpair(),
+    )
+    gone = _transport({0: other})
+    gone.shut_down()
+    gone.close()
+    links = _transport({1: mine, 2: waited_for})
+    array = np.zeros(8, np.float32)
+    run = _execution(plan_lib.star(3, 0, 2, 32), array, array.copy())
+    errors = []
+
+    def work():
+      try:
+        links.run(run, _header(1), time.monotonic() + 0.5)
+      except execution.DeadlineError as e:
+        errors.append(e.waiting)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(_DEADLINE_SECONDS)
+    self.assertFalse(thread.is_alive())
+    self.assertEqual(errors, [(2,)])
+    links.shut_down()
+    links.close()
+    silent.close()
 
   def test_deadline_names_who_is_missing(self):
     mine, other = socket.socketpair()
