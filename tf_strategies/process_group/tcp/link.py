@@ -189,11 +189,13 @@ class Link:
     return any(left)
 
   def close(self) -> None:
-    """Closes the socket."""
+    """Closes the socket, and gives the slots back."""
     self.sock.close()
     if self._slots is not None:
       self._slots.close()
       self._slots = None
+    # A mapping has a descriptor: it does not wait until a group's circles are found.
+    self._reader = None
 
   # What is received.
 
@@ -290,8 +292,10 @@ class Link:
 
   def offer(self, number: int, piece: np.ndarray) -> bool:
     """Sends a piece, or where it is; whether its memory is free already."""
-    if self._way == _BY_MEMORY and (
-      _LEAST_IN_MEMORY <= piece.nbytes <= _MOST_IN_MEMORY
+    if (
+      self._way == _BY_MEMORY
+      and _LEAST_IN_MEMORY <= piece.nbytes <= _MOST_IN_MEMORY
+      and host_memory.can_be_read(piece)
     ):
       self.unread.append(number)
       self.put(piece.ctypes.data)
