@@ -170,8 +170,7 @@ def _broadcast(rank, same_host, warm_up, late):
     if rank:
       time.sleep(late)
     values = np.arange(375_000.0) * (1 - group.rank)
-    out = group.broadcast(values, 0)
-    np.testing.assert_array_equal(out, np.arange(375_000.0))
+    return group.broadcast(values, 0)
 
 
 @pytest.mark.multi_process
@@ -199,7 +198,11 @@ class LeavingTest(parameterized.TestCase):
     ('memory', 0, 0.5), ('slots', 5, 0.5), tiers.full('memory', 0, 3.0)
   )
   def test_root_that_leaves_at_once(self, same_host, warm_up, late):
-    processes.run_workers(_broadcast, 2, args=(same_host, warm_up, late))
+    results = processes.run_workers(
+      _broadcast, 2, args=(same_host, warm_up, late)
+    )
+    for out in results:
+      np.testing.assert_array_equal(out, np.arange(375_000.0))
 
   @pytest.mark.full
   def test_ranks_that_are_done_do_not_disturb_the_others(self):
