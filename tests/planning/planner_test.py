@@ -103,6 +103,18 @@ class PlanTest(parameterized.TestCase):
     with self.assertRaises(errors.UnsupportedOptionError):
       planning.plan(model, cluster, **options)
 
+  def test_compressions_may_be_an_iterator(self):
+    names = ['none', 'int8']
+    found = [
+      planning.plan([400_000] * 40, Topology(2, _LINK), compressions=given)
+      for given in (names, iter(names))
+    ]
+    ways = [
+      {(way.compression, way.bucket_bytes) for way in plan.ways}
+      for plan in found
+    ]
+    self.assertEqual(ways[0], ways[1])
+
   def test_no_way_with_that_codec(self):
     plan = planning.plan([1], Topology(2, _LINK), compressions=['none'])
     with self.assertRaisesRegex(errors.UnsupportedOptionError, 'none'):
@@ -147,6 +159,21 @@ class CommandTest(absltest.TestCase):
       )
       self.assertNotEqual(done.returncode, 0)
       self.assertIn('one of --model and --variables', done.stdout + done.stderr)
+
+  def test_wrong_values(self):
+    sizes = '--variables_bytes=100'
+    for flags, told in (
+      (('--variables_bytes=1e6',), '--variables_bytes'),
+      ((sizes, '--world_sizes=many'), '--world_sizes'),
+      ((sizes, '--bandwidth_mb_per_s=0'), 'bandwidth_mb_per_s'),
+      ((sizes, '--report_json=/not/there.json'), '/not/there.json'),
+    ):
+      done = processes.run_python(
+        '-m', 'tf_strategies.planning', *flags, deadline_seconds=60
+      )
+      self.assertNotEqual(done.returncode, 0)
+      self.assertIn(told, done.stdout + done.stderr)
+      self.assertNotIn('Traceback', done.stderr)
 
 
 if __name__ == '__main__':

@@ -159,6 +159,20 @@ def _finish(rank):
     return float(out.min()), float(out.max())
 
 
+def _broadcast(rank, same_host, warm_up, late):
+  """Rank 0 has sent everything, and leaves, before the other asks for it."""
+  with (
+    meetings.meet(rank, same_host=same_host) as meeting,
+    meeting.form() as group,
+  ):
+    for _ in range(warm_up):
+      group.all_reduce(np.ones(300_000, np.float32))
+    if rank:
+      time.sleep(late)
+    values = np.arange(375_000.0) * (1 - group.rank)
+    return group.broadcast(values, 0)
+
+
 @pytest.mark.multi_process
 class LeavingTest(parameterized.TestCase):
   @tiers.product(leaver=(0, tiers.full(1)), how=('close', 'abort'))
@@ -179,6 +193,16 @@ class LeavingTest(parameterized.TestCase):
       self.assertIsNotNone(result)
       self.assertStartsWith(result, 'Rank 1 (task 1 at ')
       self.assertIn('KeyboardInterrupt during a collective', result)
+
+  @tiers.parameters(
+    ('memory', 0, 0.5), ('slots', 5, 0.5), tiers.full('memory', 0, 3.0)
+  )
+  def test_root_that_leaves_at_once(self, same_host, warm_up, late):
+    results = processes.run_workers(
+      _broadcast, 2, args=(same_host, warm_up, late)
+    )
+    for out in results:
+      np.testing.assert_array_equal(out, np.arange(375_000.0))
 
   @pytest.mark.full
   def test_ranks_that_are_done_do_not_disturb_the_others(self):

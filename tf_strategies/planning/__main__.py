@@ -31,7 +31,10 @@ def define_flags() -> None:
   flags.DEFINE_list('world_sizes', [], 'Other numbers of workers, simulated.')
   flags.DEFINE_float('latency_us', 50.0, 'Of a link, where none is measured.')
   flags.DEFINE_float(
-    'bandwidth_mb_per_s', 1000.0, 'Of a link, where none is measured.'
+    'bandwidth_mb_per_s',
+    1000.0,
+    'Of a link, where none is measured.',
+    lower_bound=1e-6,
   )
   flags.DEFINE_string('report_json', None, 'Where to write all ways.')
 
@@ -45,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
     raise app.UsageError('Expected one of --model and --variables_bytes.')
   try:
     sizes = _sizes()
-    others = [int(text) for text in values.world_sizes]
+    others = _numbers('world_sizes')
     topology, is_first = _measured()
     if not is_first:
       return 0
@@ -60,14 +63,26 @@ def main(argv: Sequence[str]) -> int:
       f'bucket_bytes={best.bucket_bytes}).\n'
     )
   if values.report_json:
-    with open(values.report_json, 'w', encoding='utf-8') as file:
-      json.dump([_record(plan) for plan in plans], file, indent=1)
+    try:
+      with open(values.report_json, 'w', encoding='utf-8') as file:
+        json.dump([_record(plan) for plan in plans], file, indent=1)
+    except OSError as e:
+      print(f'--report_json: {e}', file=sys.stderr)
+      return 1
   return 0
+
+
+def _numbers(flag: str) -> list[int]:
+  texts = getattr(flags.FLAGS, flag)
+  try:
+    return [int(text) for text in texts]
+  except ValueError as e:
+    raise app.UsageError(f'--{flag}={",".join(texts)}: {e}') from e
 
 
 def _sizes() -> list[int]:
   if flags.FLAGS.variables_bytes is not None:
-    return [int(text) for text in flags.FLAGS.variables_bytes]
+    return _numbers('variables_bytes')
   import keras  # It takes seconds; sizes alone need none of it.
 
   model = keras.saving.load_model(flags.FLAGS.model, compile=False)

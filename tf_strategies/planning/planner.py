@@ -158,7 +158,7 @@ def plan(
     UnsupportedOptionError: an argument of another kind.
     Error: as `ProcessGroup.all_reduce`, where links are measured.
   """
-  sizes = sizes_of(model)
+  sizes, compressions = sizes_of(model), tuple(compressions)
   topology = _topology_of(cluster)
   ways, planned = [], set()
   for most in sorted(bucket_bytes):

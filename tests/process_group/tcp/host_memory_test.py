@@ -1,6 +1,8 @@
 """Which way arrays take between processes of one host, and what proves a read."""
 
 import ctypes
+import gc
+import mmap
 import os
 import platform
 import socket
@@ -128,6 +130,31 @@ class PathsTest(parameterized.TestCase):
     self.assertEqual(read, [0, 0, 0])
 
 
+def _mapped(rank):
+  """How many slots are mapped while a group works, and after it."""
+
+  def count():
+    with open('/proc/self/maps') as file:
+      return file.read().count('memfd:tf_strategies')
+
+  gc.disable()
+  with meetings.meet(rank, same_host='slots') as meeting:
+    with meeting.form() as group:
+      for _ in range(6):
+        group.all_reduce(np.ones(100_000, np.float32))
+        group.barrier()
+      during = count()
+    return during, count()
+
+
+@pytest.mark.multi_process
+@unittest.skipIf(sys.platform != 'linux', 'slots are of Linux')
+class SlotsOfClosedGroupsTest(absltest.TestCase):
+  def test_are_given_back(self):
+    results = processes.run_workers(_mapped, 2)
+    self.assertEqual(results, [(2, 0)] * 2)
+
+
 @unittest.skipIf(sys.platform != 'linux', 'reading memory is of Linux')
 class ProofTest(parameterized.TestCase):
   def test_reads_after_it_was_given_up_do_not_count(self):
@@ -152,6 +179,35 @@ class ProofTest(parameterized.TestCase):
     ):
       with self.assertRaises(host_memory.UnreadableError):
         host_memory.PeerMemory(wrong)
+
+  def test_memory_that_only_its_process_may_read(self):
+    memory = mmap.mmap(-1, 4 * mmap.PAGESIZE)
+    array = np.frombuffer(memory, np.uint8)
+    self.assertTrue(host_memory.can_be_read(array))
+    end = ctypes.c_void_p(array.ctypes.data + 3 * mmap.PAGESIZE)
+    self.assertEqual(ctypes.CDLL(None).mprotect(end, mmap.PAGESIZE, 0), 0)
+    self.assertFalse(host_memory.can_be_read(array))
+    self.assertTrue(host_memory.can_be_read(array[: 3 * mmap.PAGESIZE]))
+    peer = host_memory.PeerMemory(host_memory.OwnMemory().place)
+    with self.assertRaisesRegex(host_memory.UnreadableError, 'gives 12288 by'):
+      peer.read(array.ctypes.data, np.zeros(array.size, np.uint8))
+
+  def test_slots_of_another_process_of_that_id(self):
+    place = host_memory.OwnMemory().place
+    slots, others = host_memory.Slots(), host_memory.Slots()
+    for ends in (slots, others):
+      self.addCleanup(ends.close)
+    piece, target = np.arange(100, dtype=np.uint8), np.zeros(100, np.uint8)
+    peer = host_memory.PeerSlots(place, slots.pack())
+    peer.read(slots.put(piece), target)
+    np.testing.assert_array_equal(target, piece)
+    for number in (-9, 8):
+      with self.assertRaisesRegex(host_memory.UnreadableError, 'named slot'):
+        peer.read(number, target)
+    # The same number of a file, in a host that takes itself for this one.
+    data = others.pack()[:8] + slots.pack()[8:]
+    with self.assertRaisesRegex(host_memory.UnreadableError, 'not there'):
+      host_memory.PeerSlots(place, data)
 
   def _late(self, revokes):
     """One rank gives up and reuses its memory: what the other gets then."""

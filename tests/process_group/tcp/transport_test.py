@@ -3,6 +3,7 @@
 import socket
 import struct
 import threading
+import time
 from unittest import mock
 
 import numpy as np
@@ -15,8 +16,8 @@ from tf_strategies.process_group import buffers, execution
 from tf_strategies.process_group import options as options_lib
 from tf_strategies.process_group import plan as plan_lib
 from tf_strategies.process_group.network import protocol as wire
+from tf_strategies.process_group.tcp import host_memory, transport
 from tf_strategies.process_group.tcp import link as link_lib
-from tf_strategies.process_group.tcp import transport
 
 _DEADLINE_SECONDS = 60
 _FLOAT32 = plan_lib.Format(4)
@@ -161,6 +162,72 @@ class SchedulesTest(parameterized.TestCase):
     for out in outputs:
       np.testing.assert_array_equal(out, np.arange(size) * 10)
 
+  @mock.patch.object(link_lib, '_LEAST_IN_MEMORY', 1)
+  def test_what_a_peer_cannot_read_goes_through_the_socket(self):
+    outs, found = [np.zeros(8, np.float32) for _ in range(2)], []
+
+    def work(rank):
+      def function(links):
+        for sequence in (1, 2, 3):
+          before = links._links.copy()
+          plan = plan_lib.by_name('ring', 2, rank, 8, _FLOAT32)
+          array = np.full(8, rank + sequence, np.float32)
+          links.run(_execution(plan, array, outs[rank]), _header(sequence))
+        found.append(before[1 - rank].path)
+
+      return function
+
+    functions = [work(rank) for rank in range(2)]
+    read = host_memory.PeerMemory.read
+    sizes = []
+
+    def counted(memory, address, target):
+      sizes.append(target.nbytes)
+      read(memory, address, target)
+
+    with (
+      mock.patch.object(host_memory, 'can_be_read', return_value=False),
+      mock.patch.object(host_memory.PeerMemory, 'read', counted),
+    ):
+      self.assertEqual(_run(2, functions), [None] * 2)
+    self.assertEqual(found, ['memory'] * 2)
+    # What proved that the peer can be read, and nothing else.
+    self.assertEqual(sizes, [8, 8])
+    for out in outs:
+      np.testing.assert_array_equal(out, 7)
+
+  def test_place_that_becomes_free_while_a_piece_comes(self):
+    # What comes from rank 1 goes where rank 2 still reads, until half has come.
+    size = 1 << 24
+    send = plan_lib.Piece(plan_lib.SEND, 2, plan_lib.OUT, 0, size)
+    receive = plan_lib.Piece(plan_lib.RECEIVE, 1, plan_lib.OUT, 0, size)
+    plan = plan_lib.Plan(
+      (send, receive), (0, 1), ((1,), ()), {2: (0,)}, {1: (1,)}
+    )
+    (mine, before), (to, after) = socket.socketpair(), socket.socketpair()
+    out = np.full(size, 1, np.uint8)
+    run = _execution(plan, out, out, plan_lib.BYTES)
+    links = _transport({1: mine, 2: to}, 'socket')
+    thread = threading.Thread(
+      target=links.run, args=(run, _header(1)), daemon=True
+    )
+    thread.start()
+    word = struct.Struct('<Q').pack
+    before.sendall(word(link_lib.HEADER) + _header(1).pack())
+    before.sendall(word(link_lib.BYTES) + bytes([2]) * (size // 2))
+    with after.makefile('rb') as file:
+      passed = file.read(2 * 8 + wire.DATA_HEADER_BYTES + size)
+    self.assertEqual(passed[-size:], bytes([1]) * size)
+    while run.needs[1]:
+      time.sleep(0.01)
+    before.sendall(bytes([2]) * (size // 2))
+    thread.join(_DEADLINE_SECONDS)
+    self.assertFalse(thread.is_alive())
+    np.testing.assert_array_equal(out, 2)
+    links.close()
+    for end in (before, after):
+      end.close()
+
 
 class Blocks(codec.Codec):
   """Eight bits a value, a scale for four values."""
@@ -296,6 +363,34 @@ class FailuresTest(parameterized.TestCase):
       links.run(_execution(plan, array, array.copy()), _header(1))
     self.assertEqual(raised.exception.rank, 1)
     links.close()
+
+  def test_peer_that_nobody_waits_for_closes_before_it_was_answered(self):
+    (mine, other), (waited_for, silent) = (
+      socket.socketpair(),
+      socket.socketpair(),
+    )
+    gone = _transport({0: other})
+    gone.shut_down()
+    gone.close()
+    links = _transport({1: mine, 2: waited_for})
+    array = np.zeros(8, np.float32)
+    run = _execution(plan_lib.star(3, 0, 2, 32), array, array.copy())
+    errors = []
+
+    def work():
+      try:
+        links.run(run, _header(1), time.monotonic() + 0.5)
+      except execution.DeadlineError as e:
+        errors.append(e.waiting)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(_DEADLINE_SECONDS)
+    self.assertFalse(thread.is_alive())
+    self.assertEqual(errors, [(2,)])
+    links.shut_down()
+    links.close()
+    silent.close()
 
   def test_deadline_names_who_is_missing(self):
     mine, other = socket.socketpair()

@@ -57,6 +57,11 @@ class TcpProcessGroup(planned.PlannedGroup):
       return
     self._closed = True
     self._control.close()
+    if self._state.failure is None and self._lock.acquire(blocking=False):
+      try:
+        self._transport.finish()
+      finally:
+        self._lock.release()
     # Wakes a collective in another thread, which gives the lock back.
     self._transport.shut_down()
     with self._lock:
@@ -80,7 +85,7 @@ class TcpProcessGroup(planned.PlannedGroup):
       collective.root,
       collective.digest & 0xFFFFFFFF,
     )
-    self._transport.run(execution, header, deadline)
+    self._transport.run(execution, header, deadline, self._state.departed)
 
   def _make_links(self, ranks: set[int], deadline: float) -> None:
     future = self._connect(ranks)

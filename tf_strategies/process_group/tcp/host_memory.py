@@ -29,7 +29,7 @@ SLOT_BYTES = 1 << 20
 
 _PLACE = struct.Struct('<16sQQQ')
 PLACE_BYTES = _PLACE.size
-_SLOTS = struct.Struct('<QQ')
+_SLOTS = struct.Struct('<QQQ')
 SLOTS_BYTES = _SLOTS.size
 
 
@@ -114,8 +114,22 @@ class PeerMemory:
     count = _READ(self._place.pid, self._own, 2, self._peers, 2, 0)
     if count < 0:
       raise UnreadableError(os.strerror(ctypes.get_errno()))
+    if count < size:
+      raise UnreadableError(f'its system gives {count} bytes of {size}')
     if count != size + 8 or self._proof.value != self._place.number:
       raise UnreadableError('it has given up this collective')
+
+
+def can_be_read(piece: np.ndarray) -> bool:
+  """Whether peers could read a piece of this process: not of a device's memory.
+
+  What a driver has mapped, memory for copies to a GPU, say, only its process reads.
+  """
+  first, last = piece.ctypes.data, piece.ctypes.data + piece.nbytes - 1
+  peers = (_Stretch * 2)(_Stretch(first, 1), _Stretch(last, 1))
+  own = (ctypes.c_uint16)()
+  target = (_Stretch * 1)(_Stretch(ctypes.addressof(own), 2))
+  return _READ(os.getpid(), target, 1, peers, 2, 0) == 2
 
 
 class Slots:
@@ -126,7 +140,7 @@ class Slots:
   """
 
   def __init__(self):
-    size = _NUM_SLOTS * SLOT_BYTES
+    size = _NUM_SLOTS * SLOT_BYTES + 8
     self._file = os.memfd_create('tf_strategies', os.MFD_CLOEXEC)
     try:
       os.ftruncate(self._file, size)
@@ -135,11 +149,16 @@ class Slots:
       os.close(self._file)
       raise
     self._memory = np.frombuffer(self._map, np.uint8)
+    # Hosts that were copied while they ran take each other for one: a file of
+    # that name may be another.
+    self._number = secrets.token_bytes(8)
+    self._map[-8:] = self._number
     self._next = 0
 
   def pack(self) -> bytes:
     """What the peer needs, as `SLOTS_BYTES` bytes."""
-    return _SLOTS.pack(self._file, len(self._memory))
+    number = int.from_bytes(self._number, 'little')
+    return _SLOTS.pack(self._file, len(self._memory), number)
 
   def put(self, piece: np.ndarray) -> int:
     """Copies a piece into the next slot and returns its number."""
@@ -162,18 +181,20 @@ class PeerSlots:
   """
 
   def __init__(self, place: Place, data: bytes):
-    file, size = _SLOTS.unpack(data)
+    file, size, number = _SLOTS.unpack(data)
     try:
       with open(f'/proc/{place.pid}/fd/{file}', 'rb') as opened:
         mapped = mmap.mmap(opened.fileno(), size, prot=mmap.PROT_READ)
     except (OSError, ValueError) as e:
       raise UnreadableError(getattr(e, 'strerror', str(e))) from e
+    if mapped[-8:] != number.to_bytes(8, 'little'):
+      raise UnreadableError('its files are not there')
     self._memory = np.frombuffer(mapped, np.uint8)
 
   def read(self, number: int, target: np.ndarray) -> None:
     """Copies the piece in a slot; UnreadableError if there is no such slot."""
     start = number * SLOT_BYTES
-    if start + target.nbytes > len(self._memory):
+    if not 0 <= number < _NUM_SLOTS or target.nbytes > SLOT_BYTES:
       raise UnreadableError(f'it named slot {number}')
     np.copyto(target, self._memory[start : start + target.nbytes])
 

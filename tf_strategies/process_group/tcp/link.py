@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import fcntl
 import socket
 import struct
+import termios
 
 import numpy as np
 
@@ -60,6 +62,8 @@ class Link:
 
   Attributes:
     closed: whether the peer has ended the connection.
+    has_left: whether the peer will read nothing more. Its system would answer
+      anything by taking back what it sent before and is still on its way.
     header: of the peer's next collective, once it has come. A peer that is ahead
       sends it before this rank asks for it.
     unread: pieces that the peer has not read yet, by number; None for one of
@@ -82,6 +86,7 @@ class Link:
     # With TLS nobody knows how many bytes a piece is on the wire.
     self.is_plain = isinstance(sock, socket.socket)
     self.closed = False
+    self.has_left = False
     self.header: bytes | None = None
     self.unread: collections.deque[int | None] = collections.deque()
     self.path = 'socket'
@@ -115,6 +120,7 @@ class Link:
     self.receive_index = 0
     # Where the next piece goes, and what of it is still to come.
     self.target: np.ndarray | None = None
+    self.is_direct = False
     self.incoming: memoryview | None = None
     # Pieces that have come and may not be applied before others.
     self.held: dict[int, np.ndarray] = {}
@@ -138,6 +144,11 @@ class Link:
     return self.send_index < len(self.sends) or self.has_output
 
   @property
+  def owes(self) -> bool:
+    """Whether the peer still gets a piece."""
+    return self.send_index < len(self.sends) or bool(self.outgoing)
+
+  @property
   def has_output(self) -> bool:
     """Whether something waits to be sent."""
     return bool(self._before or self.outgoing or self._after)
@@ -157,12 +168,34 @@ class Link:
       self._scratch = buffers.aligned_empty(size, np.uint8)
     return self._scratch[:size]
 
+  def end_output(self) -> None:
+    """Sends nothing more."""
+    with contextlib.suppress(OSError):  # The peer has gone.
+      self.sock.shutdown(socket.SHUT_WR)
+
+  def drain(self) -> bool:
+    """Reads what is there; whether something sent is not with the peer yet."""
+    try:
+      while self.sock.recv(_AHEAD_BYTES):
+        pass
+    except BlockingIOError:
+      pass
+    except OSError:
+      return False
+    try:
+      left = fcntl.ioctl(self.fd, termios.TIOCOUTQ, bytes(4))
+    except OSError:
+      return False
+    return any(left)
+
   def close(self) -> None:
-    """Closes the socket."""
+    """Closes the socket, and gives the slots back."""
     self.sock.close()
     if self._slots is not None:
       self._slots.close()
       self._slots = None
+    # A mapping has a descriptor: it does not wait until a group's circles are found.
+    self._reader = None
 
   # What is received.
 
@@ -245,6 +278,8 @@ class Link:
 
   def put(self, word: int, data: bytes = b'') -> None:
     """Sends a word, and what follows it, when `flush` is called."""
+    if self.has_left:
+      return
     out = self._before if self.outgoing is None else self._after
     out += _WORD.pack(word) + data
 
@@ -257,8 +292,10 @@ class Link:
 
   def offer(self, number: int, piece: np.ndarray) -> bool:
     """Sends a piece, or where it is; whether its memory is free already."""
-    if self._way == _BY_MEMORY and (
-      _LEAST_IN_MEMORY <= piece.nbytes <= _MOST_IN_MEMORY
+    if (
+      self._way == _BY_MEMORY
+      and _LEAST_IN_MEMORY <= piece.nbytes <= _MOST_IN_MEMORY
+      and host_memory.can_be_read(piece)
     ):
       self.unread.append(number)
       self.put(piece.ctypes.data)
@@ -294,6 +331,11 @@ class Link:
     self._before = self._after[count - piece :]
     self._after = bytearray()
     return True
+
+  def drop(self) -> None:
+    """Forgets what was put: nobody is there."""
+    self._before.clear()
+    self._after.clear()
 
   # How the two find out what they can read.
 

@@ -13,7 +13,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 
 import numpy as np
 
@@ -26,6 +26,9 @@ from tf_strategies.process_group.tcp import link as link_lib
 # How long `poll` sleeps at most: the loop looks at the clock and at the state
 # of the group in between, should a wake-up get lost.
 _POLL_SECONDS = 1.0
+# What is with the peers after this time will be there without this process.
+_FINISH_SECONDS = 1.0
+_FINISH_LOOK_SECONDS = 0.002
 # Of a large piece at least this much is waited for.
 _LEAST_READ_BYTES = 1 << 19
 _READ = select.POLLIN
@@ -86,6 +89,7 @@ class Transport:
     execution: execution_lib.Execution,
     header: wire.DataHeader,
     deadline: float = float('inf'),
+    departed: Container[int] = (),
   ) -> None:
     """Runs a plan.
 
@@ -93,6 +97,7 @@ class Transport:
       execution: what this rank does.
       header: what every peer must send too.
       deadline: of `time.monotonic()`.
+      departed: ranks that have left after they had finished this collective.
 
     Raises:
       LinkClosedError: a peer is gone, whose bytes are still needed.
@@ -103,6 +108,7 @@ class Transport:
     self._take_arrived()
     for link in self._links.values():
       link.reset()
+      link.has_left = link.rank in departed
     run = _Run(self._links, execution, header)
     try:
       while True:
@@ -117,6 +123,22 @@ class Transport:
       self._memory.revoke()
       raise
     self.bytes_sent += execution.plan.bytes_sent
+
+  def finish(self) -> None:
+    """Waits a while until what was sent is with the peers; where nothing runs.
+
+    Who closes a socket on which something lies unread, what a peer says of its
+    memory, say, takes back what is still on its way.
+    """
+    end = time.monotonic() + _FINISH_SECONDS
+    # Over TLS nobody says anything of memory.
+    links = [link for link in self._links.values() if link.is_plain]
+    for link in links:
+      link.end_output()
+    while links and time.monotonic() < end:
+      links = [link for link in links if link.drain()]
+      if links:
+        time.sleep(_FINISH_LOOK_SECONDS)
 
   def shut_down(self) -> None:
     """Ends all links in both directions; wakes a running collective."""
@@ -266,8 +288,9 @@ class _Run:
       return False
     word = link.next()
     if word is None:
-      if link.closed and link.receiving:
-        raise execution_lib.LinkClosedError(link.rank)
+      if link.closed:
+        self._lose(link)
+        return False
       # What it heard may have to be answered.
       return link.has_output and not link.blocked
     if word == link_lib.HEADER:
@@ -326,7 +349,8 @@ class _Run:
   def _target(self, link: link_lib.Link, number: int) -> np.ndarray:
     """Where a piece is received: in its place, if that is free already."""
     execution = self._execution
-    if execution.is_direct(number):
+    link.is_direct = execution.is_direct(number)
+    if link.is_direct:
       return execution.memory(number)
     piece = execution.plan.pieces[number]
     if execution.needs[number]:  # Others may come before it is applied.
@@ -336,12 +360,12 @@ class _Run:
   def _received(self, link: link_lib.Link, number: int) -> None:
     """Puts a received piece where it belongs, or keeps it until it may go there."""
     link.receive_index += 1
-    received, link.target = link.target, None
+    # Its place may have become free since the first of its bytes came elsewhere.
+    received = None if link.is_direct else link.target
+    link.target = None
     if self._execution.needs[number]:
       link.held[number] = received
       return
-    if self._execution.is_direct(number):
-      received = None
     self._execution.receive(number, received, self.wake)
 
   def wake(self, number: int) -> None:
@@ -362,10 +386,8 @@ class _Run:
     try:
       is_out = link.flush()
     except execution_lib.LinkClosedError:
-      if link.receiving or link.rank in self._execution.plan.sends:
-        raise
-      link.closed = True  # Nobody needs it now.
-      self._unsent.discard(link)
+      # What it sent before it left may still be on its way.
+      self._lose(link, awaited=False)
       return False
     if is_out:
       number = link.sends[link.send_index - 1]
@@ -373,6 +395,13 @@ class _Run:
     if not link.has_output:
       self._unsent.discard(link)
     return not link.blocked
+
+  def _lose(self, link: link_lib.Link, awaited: bool = True) -> None:
+    """Goes on without a peer that is gone, if it owes and gets no piece."""
+    if link.owes or (awaited and link.receiving):
+      raise execution_lib.LinkClosedError(link.rank)
+    link.drop()
+    self._unsent.discard(link)
 
   def _offer(self, link: link_lib.Link) -> bool:
     """Takes up the next pieces, if what they need is there."""
