@@ -62,7 +62,9 @@ class Actor:
       )
       optimizer = keras.optimizers.Adam(task.LEARNING_RATE)
       if every is not None:
-        optimizer = tfs.keras.LocalSteps(optimizer, every=every)
+        # The default momentum is for long runs.
+        outer = keras.optimizers.SGD(0.7, momentum=0.5)
+        optimizer = tfs.keras.LocalSteps(optimizer, every=every, outer=outer)
       loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
       model.compile(optimizer, loss)
     rows = images.batches(steps)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import pathlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -105,6 +106,28 @@ class Clock:
       'looks': self._looks,
       'sent_bytes': np.diff(self._sent).tolist(),
     }
+
+
+def summary(
+  name: str, rate: str, found: Sequence[Mapping[str, Any]], loss: float
+) -> dict[str, Any]:
+  """What a run comes to: of the slowest and the most loaded worker."""
+  seconds = np.max([f['seconds'] for f in found], axis=0)
+  reached = [step for step, at in found[0]['looks'] if at <= loss]
+  steps = len(seconds)
+  return {
+    'peer': name,
+    'link_rate': rate,
+    # Not the median: local steps are many fast ones and a slow one.
+    'mean_ms': 1e3 * float(np.mean(seconds)),
+    'kb_a_step': max(sum(f['sent_bytes']) for f in found) / steps / 1e3,
+    'steps_to_loss': reached[0] if reached else None,
+    'seconds_to_loss': (
+      float(np.sum(seconds[: reached[0]])) if reached else None
+    ),
+    'final_loss': found[0]['looks'][-1][1],
+    'looks': found[0]['looks'],
+  }
 
 
 def sent_bytes() -> int:

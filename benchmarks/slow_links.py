@@ -21,7 +21,6 @@ from typing import Any
 # TensorFlow reads it when it is imported.
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
 
-import numpy as np
 from absl import app, flags
 
 from benchmarks import (
@@ -75,6 +74,9 @@ PEERS = (
   Peer('none', {}),
   Peer('bfloat16', {'compression': 'bfloat16'}),
   Peer('int8', {'compression': 'int8'}),
+  Peer('powersgd_4', {'compression': 'powersgd(4)'}),
+  Peer('local_16', {'local_steps': 16}),
+  Peer('local_64', {'local_steps': 64}),
   Peer('ddp', {}, is_torch=True),
   Peer('ddp_bfloat16', {'bfloat16': True}, is_torch=True),
   Peer('ddp_powersgd_4', {'powersgd': 4}, is_torch=True),
@@ -110,29 +112,7 @@ def run(peer: Peer, rate: str, seed: int = 1) -> dict[str, Any]:
         seed=seed,
         options=peer.options,
       )
-  return summary(peer.name, rate, found, _LOSS.value)
-
-
-def summary(
-  name: str, rate: str, found: Sequence[Mapping[str, Any]], loss: float
-) -> dict[str, Any]:
-  """What a run comes to: of the slowest and the most loaded worker."""
-  seconds = np.max([f['seconds'] for f in found], axis=0)
-  reached = [step for step, at in found[0]['looks'] if at <= loss]
-  steps = len(seconds)
-  return {
-    'peer': name,
-    'link_rate': rate,
-    # Not the median: local steps are many fast ones and a slow one.
-    'mean_ms': 1e3 * float(np.mean(seconds)),
-    'kb_a_step': max(sum(f['sent_bytes']) for f in found) / steps / 1e3,
-    'steps_to_loss': reached[0] if reached else None,
-    'seconds_to_loss': (
-      float(np.sum(seconds[: reached[0]])) if reached else None
-    ),
-    'final_loss': found[0]['looks'][-1][1],
-    'looks': found[0]['looks'],
-  }
+  return slow_link_task.summary(peer.name, rate, found, _LOSS.value)
 
 
 def table(results: Sequence[Mapping[str, Any]]) -> str:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from absl.testing import absltest
 
-from benchmarks import network_namespaces, slow_link_task, slow_links
+from benchmarks import network_namespaces, slow_link_task
 from tests.benchmarks import running
 
 pytestmark = pytest.mark.full
@@ -54,7 +54,7 @@ class TaskTest(absltest.TestCase):
       {'seconds': [1.0, 2.0], 'looks': looks, 'sent_bytes': [8]},
       {'seconds': [3.0, 1.0], 'looks': looks, 'sent_bytes': [4]},
     ]
-    result = slow_links.summary('peer', '1gbit', found, 0.1)
+    result = slow_link_task.summary('peer', '1gbit', found, 0.1)
     self.assertEqual(result['mean_ms'], 2500.0)
     self.assertEqual(result['steps_to_loss'], 2)
     self.assertEqual(result['seconds_to_loss'], 5.0)

@@ -142,7 +142,7 @@ def _is_of_worker(value: Any) -> bool:
 
 def is_divided(variable: Any) -> bool:
   """Returns whether each replica stores a piece of the variable."""
-  return getattr(_value(variable), 'shard', None) is not None
+  return vars(_value(variable)).get('shard') is not None
 
 
 def reductions(variables: Mapping[str, Any]) -> dict[str, str]:

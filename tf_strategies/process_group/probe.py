@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from tf_strategies.collectives import cost_model
-from tf_strategies.collectives import schedule as schedule_lib
 from tf_strategies.process_group import plan as plan_lib
 
 # Swaps two ranks' arrays: what is sent, where what comes goes.
@@ -48,14 +47,13 @@ def measure(
     A topology with `pairs`. Those that were not measured, with many ranks, are the
     median of their kind. About 0.2 s a pair.
   """
-  size = topology.world_size
   pairs = pairs_to_measure(topology)
 
   def timed(pair, *sizes):
     """The seconds of a swap of each size; none on other ranks."""
     seconds = []
     for num_bytes in sizes:
-      plan = _plan(size, pair, rank, num_bytes)
+      plan = _plan(pair, rank, num_bytes)
       mine = np.zeros(num_bytes, np.uint8)
       theirs = np.empty_like(mine)
       began = time.perf_counter()
@@ -108,15 +106,28 @@ def pairs_to_measure(topology: cost_model.Topology) -> list[tuple[int, int]]:
   return sorted({(min(pair), max(pair)) for pair in pairs})
 
 
-def _plan(size, pair, rank, num_bytes) -> plan_lib.Plan:
+def _plan(pair, rank, num_bytes) -> plan_lib.Plan:
   """What a rank does while two swap arrays: nothing if it is neither."""
-  a, b = pair
-  both = (
-    schedule_lib.Transfer(0, a, b, 0, False),
-    schedule_lib.Transfer(0, b, a, 0, False),
+  if rank not in pair:
+    return plan_lib.Plan((), (), (), {}, {})
+  [peer] = set(pair) - {rank}
+  stretches = list(plan_lib.BYTES.cut(0, num_bytes))
+  pieces = tuple(
+    plan_lib.Piece(kind, peer, buffer, start, stop)
+    for kind, buffer in (
+      (plan_lib.SEND, plan_lib.ARRAY),
+      (plan_lib.RECEIVE, plan_lib.OUT),
+    )
+    for start, stop in stretches
   )
-  swap = schedule_lib.Schedule('swap', size, 1, both)
-  return plan_lib.from_schedule(swap, rank, num_bytes, plan_lib.BYTES)
+  numbers, count = tuple(range(len(pieces))), len(stretches)
+  return plan_lib.Plan(
+    pieces,
+    (0,) * len(pieces),
+    ((),) * len(pieces),
+    {peer: numbers[:count]},
+    {peer: numbers[count:]},
+  )
 
 
 def _complete(topology, found, gamma) -> cost_model.Topology:

@@ -132,7 +132,7 @@ class _Variable:
 
   @property
   def shard(self):
-    return getattr(self.variable, 'shard', None)
+    return vars(self.variable).get('shard')  # As in `is_single`.
 
   @property
   def is_part(self):

@@ -243,6 +243,7 @@ class _View:
     total = found[0].total
     return [site_lib.Rows(total, tf.zeros_like(total), total, None, True)]
 
+  sites_of = mirrored_extended.ExactMirroredExtended.sites_of
   static_length = mirrored_extended.ExactMirroredExtended.static_length
   _places_of_rows = mirrored_extended.ExactMirroredExtended._places_of_rows
   _shares_of_plain = mirrored_extended.ExactMirroredExtended._shares_of_plain
