@@ -94,6 +94,7 @@ class PlanTest(parameterized.TestCase):
   @parameterized.named_parameters(
     ('model', 'model', Topology(2, _LINK), {}),
     ('size', [-1], Topology(2, _LINK), {}),
+    ('nothing', [], Topology(2, _LINK), {}),
     ('cluster', [1], 'cluster', {}),
     ('codec', [1], Topology(2, _LINK), {'compressions': ['zip']}),
     ('no_codec', [1], Topology(2, _LINK), {'compressions': []}),
@@ -114,6 +115,14 @@ class PlanTest(parameterized.TestCase):
       for plan in found
     ]
     self.assertEqual(ways[0], ways[1])
+
+  def test_more_workers_than_there_are_schedules_for(self):
+    few = Topology(2, _LINK)
+    with self.assertRaisesRegex(errors.UnsupportedOptionError, 'world_size'):
+      planning.extrapolate(few, 100_000)
+    most = planning.extrapolate(few, 4096)
+    plan = planning.plan([_MIB], most, compressions=['none'])
+    self.assertEqual(plan.topology.world_size, 4096)
 
   def test_no_way_with_that_codec(self):
     plan = planning.plan([1], Topology(2, _LINK), compressions=['none'])

@@ -32,6 +32,8 @@ _OF_CODECS = 'direct'
 # So near to the best, smaller buckets are better: more of them are hidden.
 _AS_GOOD = 1.02
 _PIECE_BYTES = 1 << 19
+# A schedule has some transfers for each worker, of each chunk.
+_MOST = 4096
 _TIMED = 1 << 18
 
 
@@ -188,7 +190,13 @@ def extrapolate(
     >>> from tf_strategies.collectives import Link, Topology
     >>> extrapolate(Topology(2, Link(0.0, 1.0)), 1000).world_size
     1000
+
+  Raises:
+    UnsupportedOptionError: more workers than schedules are made for.
   """
+  option_checks.check_int(
+    'world_size', world_size, 1, _MOST, fix='ask for fewer workers'
+  )
   size = topology.group_size
   if size is None or world_size % size or world_size == size:
     link = topology.intra if size is None else topology.inter
@@ -212,6 +220,9 @@ def sizes_of(model: Any) -> list[int]:
   if variables is not None:
     return [4 * int(np.prod(v.shape)) for v in variables]
   if isinstance(model, Sequence) and not isinstance(model, str):
+    option_checks.check(
+      model, 'no variable at all', 'one or more', 'pass a model that is built'
+    )
     for size in model:
       option_checks.check_int('the bytes of a variable', size, 0)
     return list(model)

@@ -61,6 +61,13 @@ _LOOPS = {
 }
 
 
+# Differences of a matrix travel as few bytes; what is left out travels later.
+_COMPRESSED = {
+  compression: Job(3, rows=120, epochs=6, compression=compression)
+  for compression in ('none', 'int8', 'topk(0.2)')
+}
+
+
 # What three workers do, in which shares of rows are no powers of two.
 _OF_THREE = ('one_row_left', 'diloco')
 
@@ -72,6 +79,7 @@ def _results(count, kind):
     'more': _MORE,
     'collective': _COLLECTIVE,
     'loops': _LOOPS,
+    'compressed': _COMPRESSED,
   }[kind]
   if count == 3:
     jobs = {name: jobs[name] for name in _OF_THREE}
@@ -119,6 +127,18 @@ class TrainTest(_Case):
   @tiers.named_parameters(*[tiers.full(name, name) for name in _MORE])
   def test_equals_a_simulation_with(self, name):
     self.assert_simulated(name, 2, 'more', _MORE[name])
+
+  @pytest.mark.full
+  def test_differences_are_compressed_as_gradients_are(self):
+    results = _results(2, 'compressed')
+    exact = results[0]['none']['weights']
+    for name in ('int8', 'topk(0.2)'):
+      found = [result[name] for result in results]
+      self.assert_same_bits(found)
+      self.assert_same_bits(found, 'anchors')
+      # Rounded, and near to what travels whole: an epoch changes ten times as much.
+      farthest = _largest(found[0]['weights'], exact)
+      self.assertBetween(farthest, 1e-6, 5e-2 if name == 'int8' else 0.3)
 
   @pytest.mark.full
   def test_equals_a_simulation_by_collectives_of_tensorflow(self):

@@ -36,6 +36,7 @@ class Job:
     strategy: its name.
     policy: of dtypes; with 'mixed_float16' rows of the last worker overflow once.
     has_own_step: whether the model has a `train_step` of the user's own.
+    compression: of what travels.
   """
 
   every: int
@@ -50,6 +51,7 @@ class Job:
   strategy: str = 'multi_worker_ring'
   policy: str = 'float32'
   has_own_step: bool = False
+  compression: str = 'none'
 
 
 def data(job):
@@ -119,8 +121,11 @@ def local_steps(job):
 
 def strategy_of(job):
   """A job's strategy, in one of its workers."""
+  options = {}
+  if job.compression != 'none':
+    options['options'] = tfs.RingOptions(compression=job.compression)
   return tfs.create_strategy(
-    job.strategy, devices=virtual_devices.names(job.devices)
+    job.strategy, devices=virtual_devices.names(job.devices), **options
   )
 
 
