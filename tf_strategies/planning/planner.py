@@ -29,8 +29,9 @@ _FLAT = ('ring', 'halving_doubling', 'double_binary_tree')
 _OF_MANY = ('double_binary_tree', 'tree')
 # What codecs are added up by: two roundings, however many ranks there are.
 _OF_CODECS = 'direct'
-# So near to the best, smaller buckets are better: more of them are hidden.
-_AS_GOOD = 1.02
+# So near to the best, smaller buckets are better: more of them are hidden. So are
+# algorithms in which each rank hears from one other: TCP serves many worse.
+_AS_GOOD = 1.1
 _PIECE_BYTES = 1 << 19
 # A schedule has some transfers for each worker, of each chunk.
 _MOST = 4096
@@ -86,7 +87,7 @@ class Plan:
     return self.topology.pairs is not None
 
   def best(self, compression: str | None = 'none') -> Way:
-    """The way to take: of those as fast as the fastest, the smallest buckets.
+    """The way to take: of those within a tenth of the fastest, the smallest buckets.
 
     Args:
       compression: of the way; None for any, which may cost precision.
@@ -102,7 +103,7 @@ class Plan:
     enough = _AS_GOOD * ways[0].seconds
     return min(
       (way for way in ways if way.seconds <= enough),
-      key=lambda way: way.bucket_bytes,
+      key=lambda way: (way.bucket_bytes, _rank(way.algorithm)),
     )
 
   def __str__(self):
@@ -280,6 +281,12 @@ def _candidates(topology: cost_model.Topology, compression: str) -> list[str]:
   if size <= plan_lib.FEW_RANKS:  # Among more, nobody has links to all.
     names.append('direct')
   return names
+
+
+def _rank(algorithm: str) -> int:
+  """The place of an algorithm among those that are equally fast."""
+  name = algorithm.partition('(')[0]
+  return ('hierarchical', *_FLAT, _OF_CODECS, *_OF_MANY).index(name)
 
 
 def _way(algorithm, compression, most, buckets, topology) -> Way:
