@@ -90,8 +90,8 @@ class ProcessGroup(abc.ABC):
   def measure_links(self) -> cost_model.Topology:
     """Measures what messages between ranks cost; 'auto' chooses by that afterwards.
 
-    A collective. Up to eight ranks swap arrays with each other, two at a time, 0.2 s
-    a pair; more swap with their neighbours. Measure while nothing else uses the
+    A collective. Up to eight ranks swap arrays with each other, in pairs, 0.2 s a
+    pair; more swap with their neighbours. Measure while nothing else uses the
     network.
 
     Returns:

@@ -1,7 +1,8 @@
 """Measures what messages between the ranks of a group cost.
 
-Two ranks at a time swap arrays, a few bytes and then so many that they take a
-while; all other ranks wait. What all have found they tell each other, so that
+Pairs of ranks swap arrays, a few bytes and then so many that they take a while. A
+rank is in one pair at a time, but pairs without a common rank may overlap, also
+where they share a host's link. What all have found they tell each other, so that
 each holds the same `Topology`.
 """
 
