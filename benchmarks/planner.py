@@ -78,6 +78,7 @@ def run(world_size: int, rate: str) -> dict[str, Any]:
     'link_rate': rate,
     'probe_seconds': found['seconds'],
     'links': found['pairs'],
+    'factors': found['factors'],
     'results': results,
     **{
       f'choice_{name}': _choice(plan, results, compression)
@@ -98,6 +99,7 @@ def _topology(found: dict[str, Any]) -> collectives.Topology:
     size,
     found['gamma'],
     pairs,
+    tuple((name, factor) for name, factor in found['factors']),
   )
 
 

@@ -41,6 +41,7 @@ class Actor:
       ],
       'group_size': topology.group_size,
       'gamma': topology.gamma_seconds_per_byte,
+      'factors': topology.factors,
       'seconds': time.perf_counter() - began,
     }
 

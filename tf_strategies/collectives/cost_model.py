@@ -29,6 +29,8 @@ CANDIDATES = (
   'direct',
   'naive',
 )
+# What travels as one between processes, by default.
+PIECE_BYTES = 1 << 19
 # Costs that differ by less than this, relatively, are a tie: closed formulas
 # that are equal must not be told apart by the rounding of a sum.
 _TIE = 1e-9
@@ -81,6 +83,9 @@ class Topology:
     gamma_seconds_per_byte: time to add one received byte.
     pairs: what was measured from each rank (first index) to each, in place of
       `intra` and `inter`; those of a group still share. None if nothing was.
+    factors: what schedules took when they were tried, over what `pipelined` says,
+      as (name of the schedule, factor): what no links tell, such as how a
+      network serves many senders at once.
   """
 
   world_size: int
@@ -89,6 +94,7 @@ class Topology:
   group_size: int | None = None
   gamma_seconds_per_byte: float = 0.0
   pairs: tuple[tuple[Link, ...], ...] | None = None
+  factors: tuple[tuple[str, float], ...] = ()
 
   def __post_init__(self):
     schedule_lib.check_world_size(self.world_size)
@@ -175,6 +181,25 @@ def cost(
   )
 
 
+def predicted(
+  schedule: schedule_lib.Schedule,
+  num_bytes: int,
+  topology: Topology,
+  compression: str = 'none',
+) -> float:
+  """`pipelined`, times the topology's factor for this schedule.
+
+  Example:
+
+    >>> from tf_strategies.collectives.algorithms import ring
+    >>> mesh = Topology(4, Link(0.0, 0.5), factors=(('ring', 1.5),))
+    >>> predicted(ring.ring_all_reduce(4), 8, mesh)
+    9.0
+  """
+  seconds = pipelined(schedule, num_bytes, topology, PIECE_BYTES, compression)
+  return seconds * dict(topology.factors).get(schedule.name, 1.0)
+
+
 def pipelined(
   schedule: schedule_lib.Schedule,
   num_bytes: int,
@@ -256,6 +281,7 @@ def choose(
 ) -> schedule_lib.Schedule:
   """The cheapest schedule for a buffer.
 
+  By `predicted` where links were measured, else by `cost`.
   Only the arguments count, so that ranks that ask for themselves agree. On a tie
   the first candidate wins: by default the ring, which suffers least where links
   are shared, something that the model does not see.
@@ -274,7 +300,8 @@ def choose(
     compression: as for `cost`.
 
   Returns:
-    The cheapest schedule. O(T) for the T transfers of all candidates.
+    The cheapest schedule. O(T) for the T transfers of all candidates, or their
+    pieces.
 
   Raises:
     ScheduleError: there are no candidates, or one has another world size.
@@ -285,7 +312,8 @@ def choose(
     raise errors.ScheduleError(
       'candidates is empty: pass at least one schedule, or leave it out.'
     )
-  costs = [cost(s, num_bytes, topology, compression) for s in schedules]
+  seconds = cost if topology.pairs is None else predicted
+  costs = [seconds(s, num_bytes, topology, compression) for s in schedules]
   good_enough = min(costs) * (1 + _TIE)
   return next(
     s for s, t in zip(schedules, costs, strict=True) if t <= good_enough

@@ -18,21 +18,25 @@ from tf_strategies.collectives import (
   cost_model,
 )
 from tf_strategies.process_group import plan as plan_lib
+from tf_strategies.process_group import reductions
 
 BUCKET_BYTES = (1 << 20, 8 << 20, 64 << 20)
 COMPRESSIONS = ('none', 'bfloat16', 'float16', 'int8')
 # As TensorFlow's graphs pack them: larger ones travel alone, without a copy.
 _ALONE_BYTES = 1 << 20
-# Beyond, rings cost more to plan than they could save.
-_FEW = 128
-_FLAT = ('ring', 'halving_doubling', 'double_binary_tree')
-_OF_MANY = ('double_binary_tree', 'tree')
 # What codecs are added up by: two roundings, however many ranks there are.
 _OF_CODECS = 'direct'
 # So near to the best, smaller buckets are better: more of them are hidden. So are
 # algorithms in which each rank hears from one other: TCP serves many worse.
-_AS_GOOD = 1.1
-_PIECE_BYTES = 1 << 19
+_AS_GOOD = 1.05
+_PREFERRED = (
+  'hierarchical',
+  'ring',
+  'halving_doubling',
+  'double_binary_tree',
+  'direct',
+  'tree',
+)
 # A schedule has some transfers for each worker, of each chunk.
 _MOST = 4096
 _TIMED = 1 << 18
@@ -87,7 +91,7 @@ class Plan:
     return self.topology.pairs is not None
 
   def best(self, compression: str | None = 'none') -> Way:
-    """The way to take: of those within a tenth of the fastest, the smallest buckets.
+    """The way to take: of those within a twentieth of the fastest, the smallest buckets.
 
     Args:
       compression: of the way; None for any, which may cost precision.
@@ -269,24 +273,15 @@ def buckets_of(sizes: Sequence[int], most: int) -> list[int]:
 
 
 def _candidates(topology: cost_model.Topology, compression: str) -> list[str]:
-  size, group = topology.world_size, topology.group_size
   if compression != 'none':
-    return [_OF_CODECS] if size <= plan_lib.FEW_RANKS else []
-  if size > _FEW:
-    return list(_OF_MANY)
-  names = []
-  if group and size % group == 0:  # In front, as it wins a tie.
-    names.append(f'hierarchical({group})')
-  names += _FLAT
-  if size <= plan_lib.FEW_RANKS:  # Among more, nobody has links to all.
-    names.append('direct')
-  return names
+    is_few = topology.world_size <= plan_lib.FEW_RANKS
+    return [_OF_CODECS] if is_few else []
+  return reductions.ways_of(topology)
 
 
 def _rank(algorithm: str) -> int:
   """The place of an algorithm among those that are equally fast."""
-  name = algorithm.partition('(')[0]
-  return ('hierarchical', *_FLAT, _OF_CODECS, *_OF_MANY).index(name)
+  return _PREFERRED.index(algorithm.partition('(')[0])
 
 
 def _way(algorithm, compression, most, buckets, topology) -> Way:
@@ -301,9 +296,7 @@ def _way(algorithm, compression, most, buckets, topology) -> Way:
 
 @functools.lru_cache(maxsize=1024)
 def _seconds(schedule, num_bytes, topology, compression) -> float:
-  seconds = cost_model.pipelined(
-    schedule, num_bytes, topology, _PIECE_BYTES, compression
-  )
+  seconds = cost_model.predicted(schedule, num_bytes, topology, compression)
   # Each rank encodes its array and the sum of its chunk, and decodes as much twice.
   coded = num_bytes / 4 * (1 + 1 / topology.world_size)
   return seconds + coded * _codec_seconds(compression)

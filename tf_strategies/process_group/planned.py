@@ -278,10 +278,14 @@ class PlannedGroup(group_lib.ProcessGroup):
       kind = ('swap', 'probe', 'uint8', size, mine.size, 'swap')
       self._run(reductions.Collective(*kind), plan, mine, theirs)
 
+    def reduce(array, out, algorithm):
+      self.all_reduce(array, out=out, name='probe', algorithm=algorithm)
+
     with self._lock:
       if self.world_size > 1:
-        self.topology = probe.measure(
-          self.topology, self.rank, swap, self.all_gather
+        links = probe.measure(self.topology, self.rank, swap, self.all_gather)
+        self.topology = probe.calibrated(
+          links, reductions.ways_of(links), reduce, self.all_gather
         )
     return self.topology
 

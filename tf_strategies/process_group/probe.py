@@ -3,11 +3,13 @@
 Pairs of ranks swap arrays, a few bytes and then so many that they take a while. A
 rank is in one pair at a time, but pairs without a common rank may overlap, also
 where they share a host's link. What all have found they tell each other, so that
-each holds the same `Topology`.
+each holds the same `Topology`. Then all try each algorithm: links alone do not tell how
+a network serves many senders at once, or an algorithm's last steps.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import statistics
 import time
@@ -15,13 +17,15 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from tf_strategies.collectives import cost_model
+from tf_strategies.collectives import algorithms, cost_model
 from tf_strategies.process_group import plan as plan_lib
 
 # Swaps two ranks' arrays: what is sent, where what comes goes.
 Swap = Callable[[plan_lib.Plan, np.ndarray, np.ndarray], None]
 # Brings one array of each rank to all.
 Gather = Callable[[np.ndarray], Sequence[np.ndarray]]
+# All-reduces an array into another by an algorithm.
+Reduce = Callable[[np.ndarray, np.ndarray, str], None]
 
 # Up to so many ranks, all pairs; of more, those whose links rings have.
 _ALL_PAIRS = 8
@@ -33,6 +37,8 @@ _LARGE_SECONDS = 0.05
 _SUSPECT, _ATTEMPTS = 1.1, 3
 _MOST_BYTES = 1 << 25
 _ADDED_BYTES = 1 << 22
+# What an algorithm is tried with: so long one time, and as many times.
+_TRIED_SECONDS, _TRIED_BYTES, _TRIES = 0.25, (1 << 16, 1 << 22), 4
 
 
 def measure(
@@ -98,6 +104,48 @@ def measure(
     for pair, alpha, beta in zip(pairs, alphas, betas, strict=True)
   }
   return _complete(topology, found, float(gamma))
+
+
+def calibrated(
+  topology: cost_model.Topology,
+  names: Sequence[str],
+  reduce: Reduce,
+  gather: Gather,
+) -> cost_model.Topology:
+  """The topology with `factors`, the same on every rank.
+
+  Args:
+    topology: with links that were measured.
+    names: of algorithms.
+    reduce: a collective.
+    gather: a collective.
+
+  Returns:
+    What each algorithm took over what was predicted, the slowest rank's. About
+    half a second an algorithm, on links that take no longer than predicted.
+  """
+  size = topology.world_size
+  schedules = [algorithms.build(name, size) for name in names]
+  most = _TRIED_BYTES[1]
+  slowest = max(cost_model.predicted(s, most, topology) for s in schedules)
+  share = min(1.0, _TRIED_SECONDS / slowest)
+  num_bytes = max(_TRIED_BYTES[0], int(most * share) // 4 * 4)
+  array, out = np.zeros((2, num_bytes // 4), np.float32)
+  took = []
+  for name in names:
+    reduce(array, out, name)  # Makes links and plans.
+    began = time.perf_counter()
+    for _ in range(_TRIES):  # Without a rest, as buckets follow each other.
+      reduce(array, out, name)
+    took.append((time.perf_counter() - began) / _TRIES)
+  took = np.max(gather(np.float64(took)), axis=0)
+  return dataclasses.replace(
+    topology,
+    factors=tuple(
+      (s.name, float(t / cost_model.predicted(s, num_bytes, topology)))
+      for s, t in zip(schedules, took, strict=True)
+    ),
+  )
 
 
 def _suspects(world_size, pairs, betas) -> np.ndarray:
