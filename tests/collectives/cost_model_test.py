@@ -18,7 +18,8 @@ from tf_strategies.collectives import (
   hierarchical_all_reduce,
   ring_all_reduce,
 )
-from tf_strategies.collectives.cost_model import CANDIDATES
+from tf_strategies.collectives.algorithms.direct import direct_all_reduce
+from tf_strategies.collectives.cost_model import CANDIDATES, predicted
 
 # Sockets on a fast network: 50 us, 1 GB/s.
 ALPHA, BETA = 5e-5, 1e-9
@@ -214,6 +215,25 @@ class ChooseTest(parameterized.TestCase):
       choose(8, topology, ['butterfly'])
     with self.assertRaisesRegex(errors.ScheduleError, 'world size'):
       choose(8, topology, [ring_all_reduce(3)])
+
+  def test_measured_links_count_what_algorithms_took(self):
+    found = {}
+    for slow in (None, 'ring', 'direct'):
+      topology = Topology(
+        4,
+        SOCKETS,
+        pairs=((SOCKETS,) * 4,) * 4,
+        factors=() if slow is None else ((slow, 3.0),),
+      )
+      names = ('ring', 'direct')
+      found[slow] = choose(25_000_000, topology, names).name
+      times = [
+        predicted(s, 25_000_000, topology)
+        for s in (ring_all_reduce(4), direct_all_reduce(4))
+      ]
+      self.assertEqual(found[slow], names[times.index(min(times))])
+    self.assertEqual(found['ring'], 'direct')
+    self.assertEqual(found['direct'], 'ring')
 
 
 class TopologyTest(parameterized.TestCase):

@@ -9,7 +9,7 @@ from absl.testing import absltest
 
 from tests import processes
 from tests.process_group import meetings
-from tf_strategies.collectives import cost_model
+from tf_strategies.collectives import algorithms, cost_model
 from tf_strategies.process_group import plan, probe
 
 _UNKNOWN = cost_model.Link(1.0, 1.0)
@@ -134,6 +134,55 @@ class MeasureTest(absltest.TestCase):
     self.assertLen(pairs, 24)
 
 
+class CalibratedTest(absltest.TestCase):
+  """Each rank waits as an algorithm makes it wait; all hold the slowest's factor."""
+
+  NAMES = ('ring', 'direct', 'hierarchical(2)')
+
+  def _tried(self, rank, slowness, topology):
+    clock, rows = [0.0], [np.arange(1.0, 4.0), None]
+    self.tried = []
+
+    def reduce(array, out, name):
+      del out
+      self.tried.append((name, array.nbytes))
+      schedule = algorithms.build(name, topology.world_size)
+      seconds = cost_model.pipelined(
+        schedule, array.nbytes, topology, cost_model.PIECE_BYTES
+      )
+      clock[0] += seconds * slowness[name] * (1 + rank / 10)
+
+    def gather(took):
+      rows[:] = [took, took * np.float64([1.5, 1.0, 1.0])]
+      return rows
+
+    with mock.patch.object(probe.time, 'perf_counter', lambda: clock[0]):
+      return probe.calibrated(topology, self.NAMES, reduce, gather)
+
+  def test_factor_of_the_slowest_rank_by_algorithm(self):
+    link = cost_model.Link(1e-4, 4e-8)
+    topology = cost_model.Topology(4, link, pairs=((link,) * 4,) * 4)
+    slowness = dict(zip(self.NAMES, (1.0, 2.0, 3.0), strict=True))
+    found = self._tried(0, slowness, topology)
+    factors = dict(found.factors)
+    self.assertAlmostEqual(factors['ring'], 1.5)
+    self.assertAlmostEqual(factors['direct'], 2.0)
+    self.assertAlmostEqual(factors['hierarchical'], 3.0)
+    self.assertEqual(found.pairs, topology.pairs)
+    # Every rank reduces equally many bytes, whatever it waits for.
+    tried = self.tried
+    self._tried(1, slowness, topology)
+    self.assertEqual(self.tried, tried)
+    self.assertLen({num_bytes for _, num_bytes in tried}, 1)
+
+  def test_slow_links_try_less(self):
+    for beta, expected in ((1e-12, 1 << 22), (1e-3, 1 << 16)):
+      link = cost_model.Link(0.0, beta)
+      topology = cost_model.Topology(4, link, pairs=((link,) * 4,) * 4)
+      self._tried(0, dict.fromkeys(self.NAMES, 1.0), topology)
+      self.assertEqual({size for _, size in self.tried}, {expected})
+
+
 def _measured(rank):
   with meetings.meet(rank) as meeting, meeting.form() as group:
     before = group.topology
@@ -157,6 +206,12 @@ class ProcessesTest(absltest.TestCase):
       self.assertBetween(link.alpha_seconds, 1e-6, 1.0)
       self.assertBetween(link.beta_seconds_per_byte, 1e-12, 1e-6)
     self.assertBetween(topology.gamma_seconds_per_byte, 1e-12, 1e-7)
+    factors = dict(topology.factors)
+    self.assertEqual(
+      [*factors], ['ring', 'halving_doubling', 'double_binary_tree', 'direct']
+    )
+    for factor in factors.values():
+      self.assertBetween(factor, 0.01, 1e4)
 
 
 if __name__ == '__main__':

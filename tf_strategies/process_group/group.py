@@ -91,8 +91,8 @@ class ProcessGroup(abc.ABC):
     """Measures what messages between ranks cost; 'auto' chooses by that afterwards.
 
     A collective. Up to eight ranks swap arrays with each other, in pairs, 0.2 s a
-    pair; more swap with their neighbours. Measure while nothing else uses the
-    network.
+    pair; more swap with their neighbours. Then each algorithm is tried, for half a
+    second or, on slow links, two. Measure while nothing else uses the network.
 
     Returns:
       What was found, the same on all ranks.
