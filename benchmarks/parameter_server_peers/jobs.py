@@ -55,6 +55,7 @@ class Job:
     pause_ms: how long the last worker waits in each step of a model that
       pauses; the others do not wait.
     deadline_seconds: how long each command may take.
+    coordinator: what trains, `module:class` of this package.
 
   Raises:
     WorkerUnavailableError: a task failed; says which, and what it wrote.
@@ -66,6 +67,7 @@ class Job:
     size: Size,
     pause_ms: float = 0.0,
     deadline_seconds: float = worker_pool.DEADLINE_SECONDS,
+    coordinator: str = 'coordinator:Coordinator',
   ):
     self.peer = peer
     self._deadline_seconds = deadline_seconds
@@ -74,7 +76,7 @@ class Job:
       directories = self._directories(size, pause_ms)
       cluster = _cluster(size)
       servers = self._start('server:Server', len(size.tasks))
-      self._coordinator = self._start('coordinator:Coordinator', 1)
+      self._coordinator = self._start(coordinator, 1)
       pids = servers.ask(
         'serve', cluster=cluster, tasks=size.tasks, directories=directories
       )
