@@ -89,9 +89,7 @@ class ExactTest(tf.test.TestCase, parameterized.TestCase):
       found.append(model)
     assert_equal_models(self, *found)
 
-  @tiers.named_parameters(
-    ('in_evaluations', 2, False), ('in_epochs', 3, True)
-  )
+  @tiers.named_parameters(('in_evaluations', 2, False), ('in_epochs', 3, True))
   def test_averages_that_are_swapped(self, devices, on_epoch):
     found = []
     for strategy in (None, sharded(devices)):

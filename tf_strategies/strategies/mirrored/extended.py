@@ -447,7 +447,6 @@ class ExactMirroredExtended(
       self._variables.append(weakref.ref(variable))
     return variable
 
-
   def _update(self, var, fn, args, kwargs, group):
     given = [var, *args], kwargs
     if tf.executing_eagerly() and sharded_state.is_among(given):
