@@ -47,6 +47,8 @@ class RefusalTest(tf.test.TestCase, parameterized.TestCase):
     ('float', lambda: LocalSteps('sgd', 2.0), 'every=2.0.*integer'),
     ('inner', lambda: LocalSteps(None, 2), 'optimizer=None'),
     ('outer', lambda: LocalSteps('sgd', 2, outer=3), 'outer=3'),
+    ('misspelt', lambda: LocalSteps('adamm', 2), "optimizer='adamm'"),
+    ('misspelt_outer', lambda: LocalSteps('sgd', 2, 'sgdd'), "outer='sgdd'"),
     ('option', lambda: LocalSteps('sgd', 2, clipnorm=1.0), 'clipnorm'),
     (
       'inside_of_itself',

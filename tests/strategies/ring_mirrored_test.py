@@ -346,6 +346,39 @@ class DevicesTest(tf.test.TestCase, parameterized.TestCase):
     self.assertIsInstance(_strategy(), tf.distribute.MirroredStrategy)
 
 
+class OwnStep(keras.Sequential):
+  """Its `train_step` alone knows which variables training needs."""
+
+  def train_step(self, data):
+    """See base class."""
+    x, y = data
+    with tf.GradientTape() as tape:
+      loss = tf.reduce_mean(tf.square(self(x, training=True) - y))
+    variables = self.trainable_variables
+    self.optimizer.apply(tape.gradient(loss, variables), variables)
+    return {'loss': loss}
+
+
+class OwnStepTest(tf.test.TestCase):
+  def test_an_optimizer_that_begins_with_a_constant(self):
+    """Nadam's product of momenta is made in the step, from a tensor of its graph."""
+    x, y = np.arange(24.0).reshape([8, 3]) / 24, np.ones([8, 1])
+    found = []
+    for strategy in (
+      tf.distribute.get_strategy(),
+      tfs.RingMirroredStrategy(virtual_devices.names(2)),
+    ):
+      keras.utils.set_random_seed(1)
+      with strategy.scope():
+        model = OwnStep([keras.Input([3]), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.Nadam(0.1))
+      model.fit(x, y, batch_size=5, shuffle=False, verbose=0)
+      found.append([v.numpy() for v in model.optimizer.variables])
+      found[-1] += model.get_weights()
+    for mine, theirs in zip(*found, strict=True):
+      self.assertAllClose(mine, theirs, 1e-6, 1e-6)
+
+
 class NumbersTest(tf.test.TestCase, parameterized.TestCase):
   """Variables are numbers to Python, as those of one device."""
 

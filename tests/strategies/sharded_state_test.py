@@ -89,6 +89,24 @@ class ExactTest(tf.test.TestCase, parameterized.TestCase):
       found.append(model)
     assert_equal_models(self, *found)
 
+  @tiers.named_parameters(('in_evaluations', 2, False), ('in_epochs', 3, True))
+  def test_averages_that_are_swapped(self, devices, on_epoch):
+    found = []
+    for strategy in (None, sharded(devices)):
+      swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=on_epoch)
+      model = models.train(
+        lambda: keras.optimizers.Adam(0.05, use_ema=True, ema_momentum=0.7),
+        strategy,
+        epochs=3,
+        callbacks=[swap],
+        validation_data=models.numbers(9),
+      )
+      found.append((model, model.history.history))
+    (one, history), (model, other) = found
+    assert_equal_models(self, one, model)
+    assert_equal_copies(self, model)
+    self.assertAllClose(history, other, 1e-6, 1e-6)
+
   def test_optimizers_of_a_train_step(self):
     found = []
     for strategy in (tf.distribute.get_strategy(), sharded()):

@@ -152,9 +152,14 @@ def trainable_variables(wrapper: keras.optimizers.Optimizer) -> list:
 
 
 def moving_averages(optimizer: keras.optimizers.Optimizer) -> list:
-  """What an optimizer with `use_ema` keeps of the variables that it was built with."""
-  averages = getattr(optimizer, '_model_variables_moving_average', None) or ()
-  return [average for average in averages if average is not None]
+  """What an optimizer with `use_ema` keeps of the variables that it was built with.
+
+  Also those in a `MultiOptimizer`.
+  """
+  found = []
+  for each in (optimizer, *getattr(optimizer, 'optimizers', ())):
+    found += getattr(each, '_model_variables_moving_average', None) or ()
+  return [average for average in found if average is not None]
 
 
 def overwrites_with_gradient(variable: Any) -> bool:

@@ -140,6 +140,26 @@ def _settle(strategy) -> None:
     settle()
 
 
+def _settle_first(compile_) -> Callable:
+  @functools.wraps(compile_)
+  def compile_settled(self, *args, **kwargs):
+    if getattr(self, 'optimizer', None) is not None:
+      # Steps that an optimizer has counted go with it.
+      _settle(self.distribute_strategy)
+    return compile_(self, *args, **kwargs)
+
+  return compile_settled
+
+
+change(
+  base_trainer.Trainer,
+  'compile(optimizer, loss, loss_weights, metrics, weighted_metrics, '
+  'run_eagerly, steps_per_execution, jit_compile, auto_scale_loss)',
+  _settle_first,
+  'workers that have trained apart meet before their optimizer is replaced',
+)
+
+
 def _splits_steps(model) -> bool:
   """Whether the strategy of a model splits its steps over several replicas."""
   return getattr(model.distribute_strategy.extended, 'splits_steps', False)

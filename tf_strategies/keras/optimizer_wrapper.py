@@ -28,14 +28,14 @@ def optimizer_of(argument: str, optimizer, fix: str):
   Raises:
     UnsupportedOptionError: it is none of these.
   """
-  option_checks.check(
-    optimizer
-    and isinstance(optimizer, str | dict | keras.optimizers.Optimizer),
-    f'{argument}={optimizer!r}',
-    'a Keras optimizer, its name or its configuration',
-    fix,
-  )
-  return keras.optimizers.get(optimizer)
+  what = f'{argument}={optimizer!r}'
+  expected = 'a Keras optimizer, its name or its configuration'
+  is_one = isinstance(optimizer, str | dict | keras.optimizers.Optimizer)
+  option_checks.check(optimizer and is_one, what, expected, fix)
+  try:
+    return keras.optimizers.get(optimizer)
+  except ValueError as e:
+    raise errors.UnsupportedOptionError(f'{what} ({e})', expected, fix) from e
 
 
 def chain(optimizer) -> Iterator[keras.optimizers.Optimizer]:

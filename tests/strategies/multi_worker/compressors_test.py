@@ -127,11 +127,15 @@ class _Workers:
     return sums[0]
 
   def _step(self, group, gradients):
+    # Gradients beyond those of all variables are further ones of the first.
+    count = len(self._compressions)
     items = [
-      compressors.Item(tf.constant(g), c, k)
-      for g, c, k in zip(
-        gradients, self._compressions, self.kept[group.rank], strict=True
+      compressors.Item(
+        tf.constant(g),
+        self._compressions[i % count],
+        self.kept[group.rank][i % count],
       )
+      for i, g in enumerate(gradients)
     ]
 
     def send(requests):
@@ -182,6 +186,19 @@ class SumsTest(tf.test.TestCase, parameterized.TestCase):
         self.assertGreater(left, 1e-3, (method, shape))
       else:
         self.assertEqual(left, 0, (method, shape))
+
+  @parameterized.parameters(*_METHODS)
+  def test_of_two_gradients_of_a_variable_nothing_is_lost(self, method):
+    """What was left counts once in a step, and what each of them leaves does."""
+    [shape] = shapes = _SHAPES[:1]
+    workers = _Workers(method, shapes)
+    wanted, sent = np.zeros(shape), np.zeros(shape)
+    for step in range(4):
+      gradients = _gradients(2, [shape, shape], step)
+      sent += sum(workers.step(gradients))
+      wanted += np.sum(gradients, (0, 1), np.float64)
+    self.assertGreater(np.abs(workers.rests(0)).max(), 1e-3)
+    self.assertAllClose(sent + workers.rests(0), wanted, 0, 1e-4)
 
   @parameterized.parameters(2, 3)
   def test_int8_errs_by_a_step_at_most(self, size):

@@ -28,6 +28,14 @@ def _diloco(inner=None, **changes):
   return dataclasses.replace(_DILOCO, inner=adam, **changes)
 
 
+# A MultiOptimizer, of whose optimizers one keeps averages.
+_BY_KIND = {
+  'kernels': (
+    'Adam',
+    {'learning_rate': 0.01, 'use_ema': True, 'ema_momentum': 0.5},
+  ),
+  'others': ('SGD', {'learning_rate': 0.1}),
+}
 _SYNCHRONOUS = {'one': Job(1), 'one_row_left': Job(1, rows=37)}
 _JOBS = {
   'diloco': _DILOCO,
@@ -51,6 +59,9 @@ _MORE = {
     4, rows=121, inner=('SGD', {'learning_rate': 'schedule'}), outer=_NESTEROV
   ),
   'moving_average': _diloco({'use_ema': True, 'ema_momentum': 0.5}),
+  'moving_average_of_kernels': dataclasses.replace(
+    _DILOCO, inner=('by_kind', _BY_KIND)
+  ),
 }
 # TensorFlow's runtime starts first in a process, and keeps its port.
 _COLLECTIVE = {'collective': _diloco(strategy='multi_worker_collective')}
@@ -231,6 +242,22 @@ class TrainOnBatchTest(_Case):
       self.assertEqual(_largest(weights, found[0][0]), 0)
       self.assert_near(weights, expected)
       self.assertLen(reports, 22)
+
+
+@pytest.mark.multi_process
+class ReplacedTest(_Case):
+  def test_steps_are_not_left_behind_with_an_optimizer(self):
+    """Workers would go on together from weights that differ."""
+    (first, one), (second, other), (_, met), _ = [
+      result
+      for meets in (False, True)
+      for result in processes.run_workers(
+        workers_lib.replace_optimizer, 2, args=(_DILOCO, meets)
+      )
+    ]
+    self.assertGreater(_largest(first, second), 1e-3)
+    self.assertEqual(_largest(one, other), 0)
+    self.assertEqual(_largest(one, met), 0)
 
 
 @pytest.mark.multi_process

@@ -68,6 +68,11 @@ def data(job):
 def optimizer(which):
   """A new Keras optimizer from its name and options."""
   name, options = which
+  if name == 'by_kind':
+    kernels, others = map(optimizer, (options['kernels'], options['others']))
+    return keras.optimizers.MultiOptimizer(
+      lambda v: kernels if 'kernel' in v.path else others
+    )
   if options.get('learning_rate') == 'schedule':
     rate = keras.optimizers.schedules.ExponentialDecay(0.3, 2, 0.5)
     options = {**options, 'learning_rate': rate}
@@ -225,15 +230,9 @@ def simulate(job, workers, mutate=None, meets_at_epochs=True):
     if steps and (meets_at_epochs or epoch == job.epochs - 1):
       meet()
       steps = 0
-  if options_of_inner(job).get('use_ema'):
-    optimizer_ = models[0].optimizer
-    optimizer_.finalize_variable_values(models[0].trainable_variables)
+  optimizer_ = models[0].optimizer
+  optimizer_.finalize_variable_values(models[0].trainable_variables)
   return models[0].get_weights()
-
-
-def options_of_inner(job):
-  """The options of a job's inner optimizer."""
-  return job.inner[1]
 
 
 def rows_of(worker, count, workers, devices):
@@ -244,9 +243,11 @@ def rows_of(worker, count, workers, devices):
 
 def _averaged(model):
   """What meetings average beside weights."""
-  statistics = [v for v in model.non_trainable_variables if 'moving_' in v.name]
-  ema = getattr(model.optimizer, '_model_variables_moving_average', [])
-  return [*statistics, *ema]
+  averages = [v for v in model.non_trainable_variables if 'moving_' in v.name]
+  several = getattr(model.optimizer, 'optimizers', [model.optimizer])
+  for each in several:
+    averages += getattr(each, '_model_variables_moving_average', [])
+  return averages
 
 
 def one_device(job):
@@ -309,6 +310,26 @@ def train_on_batches(rank, job):
   model.optimizer.meet()
   strategy.close()
   return model.get_weights(), reports
+
+
+def replace_optimizer(rank, job, meets):
+  """Trains apart for two steps, then by an optimizer without local steps."""
+  del rank
+  strategy = strategy_of(job)
+  with strategy.scope():
+    model = model_of(job, lambda: local_steps(job))
+  batches = list(dataset(job).as_numpy_iterator())
+  for x, y in batches[:2]:
+    model.train_on_batch(x, y)
+  apart = model.get_weights()
+  if meets:
+    model.optimizer.meet()
+  with strategy.scope():
+    model.compile(optimizer(job.inner), model.loss)
+  x, y = batches[2]
+  model.train_on_batch(x, y)
+  strategy.close()
+  return apart, model.get_weights()
 
 
 def resume(rank, job, directory, step):

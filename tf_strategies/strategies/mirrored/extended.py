@@ -435,6 +435,9 @@ class ExactMirroredExtended(
     # whether it has been made, and workers could not share the first value.
     is_of_keras = _keras_internal.is_of_keras(kwargs.get('initial_value'))
     if (whole_batch.is_active() or is_of_keras) and _is_in_function():
+      # A constant may be a tensor of the step's graph, as that of Nadam is.
+      value = _tf_internal.lift(kwargs.get('initial_value'))
+      kwargs['initial_value'] = value
       with tf.init_scope():
         variable = super()._create_variable(_tf_internal.create_now, **kwargs)
     else:
@@ -443,6 +446,12 @@ class ExactMirroredExtended(
     if isinstance(variable, tf.distribute.DistributedValues):
       self._variables.append(weakref.ref(variable))
     return variable
+
+  def _update(self, var, fn, args, kwargs, group):
+    given = [var, *args], kwargs
+    if tf.executing_eagerly() and sharded_state.is_among(given):
+      return self.state_shards.update(fn, *given)
+    return super()._update(var, fn, args, kwargs, group)
 
 
 def rows_of_plain(leaves):

@@ -10,6 +10,7 @@ pieces, which is a reduce-scatter, and updates whole, which is an all-gather.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -84,6 +85,23 @@ class StateShards:
     """In how many pieces an optimizer's state of a model's variable is."""
     value = getattr(variable, '_value', variable)
     return self.shard.count if id(value) in self._divided else 1
+
+  def update(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """`extended.update` with divided variables, eagerly.
+
+    Once, as on one device, and not for each: a piece is written from all that a
+    variable was, which the first write of several would have changed.
+    """
+    extended = self._extended
+    strategy, devices = extended._container_strategy(), extended.worker_devices
+    with whole_batch.one_device(strategy, devices[0]):
+      result = fn(*args, **kwargs)
+    for variable in tf.nest.flatten([args, kwargs]):
+      if isinstance(variable, _tf_internal.MirroredVariable):
+        first, *copies = variable.values
+        for copy in copies:
+          copy.assign(first.read_value())
+    return result
 
   def warn(self, optimizer: keras.optimizers.Optimizer) -> None:
     """Names, once, what of an optimizer's state every replica has whole."""
@@ -208,6 +226,11 @@ class ShardedVariable(_tf_internal.UninitializedVariable):
 
   def _restore_from_tensors(self, restored_tensors):
     return self.assign(restored_tensors['VARIABLE_VALUE'])
+
+
+def is_among(values: Any) -> bool:
+  """Whether one of some values is a variable that replicas divide."""
+  return any(isinstance(v, ShardedVariable) for v in tf.nest.flatten(values))
 
 
 def loop_error(what: str) -> errors.UnsupportedOptionError:

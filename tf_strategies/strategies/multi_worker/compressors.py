@@ -119,14 +119,7 @@ def all_reduce(
     together.setdefault(item.compression, []).append(i)
   running, outcomes = [], {}
   for compression, positions in together.items():
-    tensors = [
-      items[i].tensor
-      if items[i].kept is None
-      # At once, so that the rest is of the gradient that is sent.
-      else tf.reshape(items[i].tensor, items[i].kept.rest.shape)
-      + read(items[i].kept.rest)
-      for i in positions
-    ]
+    tensors = _with_rests([items[i] for i in positions], read)
     factors = [
       read(items[i].kept.factor)
       if items[i].kept is not None and items[i].kept.factor is not None
@@ -149,6 +142,19 @@ def all_reduce(
   sums = [outcome.total for outcome in outcomes]
   _keep(items, outcomes, sums, read, writes)
   return sums
+
+
+def _with_rests(items, read) -> list[tf.Tensor]:
+  """What is sent of each item: also what was left, of a variable once."""
+  tensors, added = [], set()
+  for tensor, _, kept in items:
+    if kept is not None:
+      tensor = tf.reshape(tensor, kept.rest.shape)
+      if kept.rest.ref() not in added:
+        added.add(kept.rest.ref())
+        tensor += read(kept.rest)
+    tensors.append(tensor)
+  return tensors
 
 
 def _send(asked, send):
@@ -178,24 +184,29 @@ def _keep(items, outcomes, sums, read, writes) -> None:
   Such a step is left out by who scales losses, and ruins any other training. What
   was not sent before it is still not sent, and must not become NaN for ever.
   """
-  old, new = [], []
+  new: dict[Any, tf.Tensor] = {}
   for item, outcome in zip(items, outcomes, strict=True):
-    if item.kept is not None:
-      old += item.kept.variables()
-      new += [t for t in (outcome.rest, outcome.factor) if t is not None]
+    if item.kept is None:
+      continue
+    kept = item.kept.variables()
+    values = outcome.rest, outcome.factor
+    for variable, value in zip(kept, values, strict=False):
+      reference = variable.ref()
+      if variable is item.kept.rest and reference in new:
+        value += new[reference]  # A step may have two gradients of a variable.
+      new[reference] = value
   if not new:
     return
   finite = tf.reduce_all(
     [tf.reduce_all(tf.math.is_finite(s)) for s in sums if s.dtype.is_floating]
   )
-  before = [read(variable) for variable in old]
+  before = [read(reference.deref()) for reference in new]
   values = tf.cond(
     finite,
-    lambda: [tf.identity(t) for t in new],
+    lambda: [tf.identity(t) for t in new.values()],
     lambda: [tf.identity(t) for t in before],
   )
-  for variable, value in zip(old, values, strict=True):
-    writes[variable.ref()] = value
+  writes.update(zip(new, values, strict=True))
 
 
 # The compressors.

@@ -67,7 +67,8 @@ class LocalWorker:
         f'{type(alone).__name__} beside LocalSteps in model '
         f'{step.model.name!r}',
         'optimizers of one kind: weights that workers train apart, or together',
-        'wrap each optimizer of the model: LocalSteps(optimizer, every=...)',
+        'wrap each optimizer of the model, LocalSteps(optimizer, every=...), and '
+        'pass one to compile, which otherwise makes an RMSprop',
       )
     for optimizer in found:
       self._models[optimizer] = weakref.ref(step.model)
