@@ -59,11 +59,14 @@ class GradientReducer(Protocol):
       the step, may happen before all gradients have come.
     takes_local_steps: whether there are workers that `LocalSteps` has train apart;
       if so, the methods for it are implemented.
+    holds_anchor: whether the weights that the strategy holds are the anchor, since
+      workers train copies of them.
   """
 
   sums_sparse_as_dense: bool = False
   applies_all_or_none: bool = False
   takes_local_steps: bool = False
+  holds_anchor: bool = False
 
   @contextlib.contextmanager
   def gradients_reduced(
@@ -156,6 +159,9 @@ class GradientReducer(Protocol):
   def add_local_steps(self, optimizer) -> None:
     """Is told of a new `LocalSteps`."""
 
+  def note_built(self, optimizer) -> None:
+    """Is told that a `LocalSteps` has its variables."""
+
   def apply_locally(self, optimizer, gradients, apply) -> None:
     """Has `apply` called with the gradients of this worker; then counts a step.
 
@@ -218,7 +224,9 @@ def current() -> GradientReducer:
   strategy = tf.distribute.get_strategy()
   if isinstance(strategy.extended, GradientReducer):
     return strategy.extended
-  return Unsupported(strategy)
+  # Of parameter servers, to which an optimizer is that of one device but for this.
+  reducer = getattr(strategy.extended, 'local_reducer', None)
+  return reducer or Unsupported(strategy)
 
 
 def check_local_steps(is_training: bool = False) -> None:
