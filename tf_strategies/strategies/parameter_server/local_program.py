@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_strategies import _keras_internal, errors
-from tf_strategies.keras import gradient_reducer
+from tf_strategies.keras import gradient_reducer, optimizer_wrapper
 from tf_strategies.strategies.parameter_server import (
   batch_message,
   copied_variables,
@@ -70,7 +70,8 @@ class Program:
       self.discovery = worker_function.discover(step.run, structure, look=look)
     self._check_results()
     self._weights = _keras_internal.trainable_variables(step.local)
-    weights, own = _ids(self._weights), _ids(step.local.inner_state())
+    weights = _ids(self._weights)
+    own = _ids([*step.local.inner_state(), *_loss_scale(step)])
     counters = _ids(step.counters() if step.counters else ())
     # Which servers have, and which begin as zeros: their sums travel.
     self.fetched, self.own, self.counted = [], [], []
@@ -92,14 +93,12 @@ class Program:
       if id(v) not in weights and id(v) in look.added | look.assigned
     ]
     self._summed = look.added - look.assigned
-    # So that a worker which begins anew counts on: an optimizer's steps.
-    self._counts = [
-      v for v in self.own if v.dtype.is_integer and not v.shape.rank
-    ]
+    # Of their own, but one value in checkpoints: servers get the mean.
+    self._averaged = [v for v in self.own if v.states is None]
     self.variables = [*self.fetched, *self.own, *self.counted]
     self._fetch = worker_function.concrete(self._trace_fetch, _HEADER)
     self._fetch_own = worker_function.concrete(
-      lambda unused: list(map(tf.identity, traced_step.fetch(self.own))), _HEADER
+      lambda unused: list(map(_here, traced_step.fetch(self.own))), _HEADER
     )
 
   def _check_results(self) -> None:
@@ -176,7 +175,7 @@ class Program:
     return [
       value + _offset(variable, header_)
       if _is_seed(variable)
-      else tf.identity(value)
+      else _here(value)
       for variable, value in zip(self.fetched, values, strict=True)
     ]
 
@@ -222,7 +221,7 @@ class Program:
     writes = [
       traced_step.Write(v, after[id(v)], after[id(v)]) for v in self.counted
     ]
-    for variable in [*self._sent, *self._counts]:
+    for variable in [*self._sent, *self._averaged]:
       value, delta = after[id(variable)], None
       if id(variable) in self._summed and id(variable) in before:
         delta = value - before[id(variable)]
@@ -267,6 +266,27 @@ def run(
 ) -> Any:
   """Calls a function of a program; what it returns stays on the worker."""
   return worker_function.run_on_worker(function, worker, argument, *tensors)
+
+
+def _loss_scale(step) -> list[Any]:
+  """What a loss scale around the `LocalSteps` writes: workers skip steps apart."""
+  found = []
+  for each in optimizer_wrapper.chain(step.optimizers[0]):
+    if each is step.local:
+      break
+    inner = {id(v) for v in each.inner_optimizer.variables}
+    inner.add(id(_keras_internal.learning_rate_variable(each)))
+    found += [v for v in each.variables if id(v) not in inner]
+  return found
+
+
+def _here(value: tf.Tensor) -> tf.Tensor:
+  """A tensor that a function returns on the worker, wherever it was read.
+
+  TensorFlow looks through an identity, and returns what is behind it there: it would
+  travel back, and again to each function that takes it.
+  """
+  return tf.raw_ops.DeepCopy(x=value)
 
 
 def _is_seed(variable) -> bool:

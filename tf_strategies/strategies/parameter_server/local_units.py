@@ -9,6 +9,7 @@ applied as soon as it comes.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -55,8 +56,8 @@ class LocalUnits(gradient_reducer.GradientReducer):
     # Batches of the next unit, while there are not enough of them.
     self._waiting: list[batch_message.Batch] = []
     self._meeting: Meeting | None = None
-    # What the step whose batches wait has reported last.
-    self._report: Callable[[], Any] | None = None
+    # What steps have reported at their last meeting: float64 [count].
+    self._reported = weakref.WeakKeyDictionary()
 
   @property
   def waiting(self) -> int:
@@ -94,7 +95,7 @@ class LocalUnits(gradient_reducer.GradientReducer):
     """Takes batches, and begins units; returns what was reported last."""
     if step is not self._step:
       self.end()
-      self._step, self._report = step, None
+      self._step = step
     structure = batches[0].layout(1).traced_structure
     program = self._program(step, structure)
     batches, every = [*self._waiting, *batches], step.local.every
@@ -102,8 +103,18 @@ class LocalUnits(gradient_reducer.GradientReducer):
       self._begin(program, batches[:every])
       batches = batches[every:]
     self._waiting = batches
-    return self._report() if self._report else _nothing(program.discovery)
+    discovery = program.discovery
+    count = sum(discovery.sizes)
+    self._reported.setdefault(step, np.zeros([count]))
+    places = discovery.unflatten(np.arange(count))
+    return tf.nest.map_structure(
+      lambda place: step_task.LatestNumber(self, step, place), places
+    )
 
+  def numbers(self, step: step_task.Step) -> np.ndarray:
+    """What was reported last; zeros, as of metrics of no rows, before anything."""
+    newest = None if self._meets else self.engine.reports.numbers(step)
+    return self._reported[step] if newest is None else newest
   def end(self) -> int:
     """Trains on what waits, which is a shorter unit; returns how many batches."""
     count = len(self._waiting)
@@ -118,7 +129,7 @@ class LocalUnits(gradient_reducer.GradientReducer):
     """Waits for the units that were begun; their meeting is held."""
     if self._meeting is not None and not self._meeting.was_dropped:
       # It is kept if that fails, which may be of a moment; then it is held again.
-      self._report = self._meeting.hold()
+      self._reported[self._step] = self._meeting.hold()
     self._meeting = None
 
   def forget(self) -> None:
@@ -138,9 +149,7 @@ class LocalUnits(gradient_reducer.GradientReducer):
       meeting.begin()
       self._meeting = meeting
       return
-    task = Unit(self, program, batches)
-    self.pool.submit(task)
-    self._report = lambda: self.engine.reports.of(task)
+    self.pool.submit(Unit(self, program, batches))
 
 
 class _Unit(worker_pool.Task):
@@ -207,7 +216,6 @@ class Unit(_Unit):
     self.step, self.discovery = program.step, program.discovery
     self.steps = len(batches)
     self.reported = None
-    self._is_finished = False
     self._number = self._engine.new_number()
     self._end = self._cached(
       'end', lambda: program.end_function(self._engine.journal)
@@ -246,14 +254,8 @@ class Unit(_Unit):
     """See base class."""
     if self._own is not None:
       self.keep(worker, worker)
-    self._is_finished = True
     self._batches = self._runs = ()
     self._engine.finished(self, worker)
-
-  def result(self) -> Any:
-    """What the last step returned; waits for it."""
-    self._engine.wait(lambda: self._is_finished)
-    return self.discovery.unreport(self.reported)
 
 
 class Share(_Unit):
@@ -331,8 +333,8 @@ class Meeting:
     for share in self._shares:
       self._units.pool.submit(share)
 
-  def hold(self) -> Callable[[], Any]:
-    """Waits for all shares and applies them; returns what tells the report."""
+  def hold(self) -> np.ndarray:
+    """Waits for all shares and applies them; returns what is reported."""
     engine, shares = self._units.engine, self._shares
     engine.wait(lambda: all(share.is_done for share in shares))
     apply = engine.cached(
@@ -345,12 +347,11 @@ class Meeting:
         self._units.in_replica,
       ),
     )
-    numbers = apply([share.slots for share in shares])
+    numbers = apply([share.slots for share in shares]).numpy()
     for share in shares:
       share.commit()
     engine.count(self._steps)
-    report = self._program.discovery.unreport(numbers)
-    return lambda: report
+    return numbers
 
 
 def local_of(
@@ -380,10 +381,3 @@ def local_of(
     )
   return found[0]
 
-
-def _nothing(discovery) -> Any:
-  """What is reported before anything was: a metric of no rows is zero."""
-  return tf.nest.map_structure(
-    lambda spec: np.zeros(spec.shape, spec.dtype.as_numpy_dtype),
-    discovery.outputs,
-  )
