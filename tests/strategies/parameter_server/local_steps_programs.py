@@ -205,9 +205,7 @@ def bytes_of_epochs(every, paths):
         on_epoch_end=lambda *unused, ends=ends: ends.append(_read_bytes(paths))
       )
       # In the first, functions are sent.
-      wide.fit(
-        workers_lib.dataset(job), epochs=3, verbose=0, callbacks=[note]
-      )
+      wide.fit(workers_lib.dataset(job), epochs=3, verbose=0, callbacks=[note])
       found[number] = ends[2] - ends[1]
       parameters = 4 * wide.count_params()
   return found, parameters

@@ -95,9 +95,7 @@ class TrainTest(_Case):
 
   @tiers.named_parameters(
     *[(n, 'first', n) for n in _FIRST if n not in _ASYNCHRONOUS],
-    *[
-      tiers.full(n, 'more', n) for n in _MORE if n not in _ASYNCHRONOUS
-    ],
+    *[tiers.full(n, 'more', n) for n in _MORE if n not in _ASYNCHRONOUS],
     tiers.full('of_three', 'first', 'diloco', 3),
   )
   def test_equals_a_simulation(self, kind, name, num_workers=2):
@@ -107,12 +105,14 @@ class TrainTest(_Case):
     self.assertEqual(found['report']['steps'], _steps(job))
     self.assertEqual(found['report']['lost_states'], 0)
 
-  @parameterized.parameters(*[
-    (kind, name)
-    for kind, jobs in (('first', _FIRST), ('more', _MORE))
-    for name in jobs
-    if name in _ASYNCHRONOUS
-  ])
+  @parameterized.parameters(
+    *[
+      (kind, name)
+      for kind, jobs in (('first', _FIRST), ('more', _MORE))
+      for name in jobs
+      if name in _ASYNCHRONOUS
+    ]
+  )
   @pytest.mark.full
   def test_one_worker_equals_a_simulation_in_any_mode(self, kind, name):
     found = _results(kind, 1)[name]
@@ -175,9 +175,7 @@ class ProgramsTest(_Case):
     self.assertEqual(self.middle['steps'], 16)
 
   def test_files_have_the_outer_weights(self):
-    self.assertEqual(
-      _largest(self.middle['loaded'], self.middle['weights']), 0
-    )
+    self.assertEqual(_largest(self.middle['loaded'], self.middle['weights']), 0)
 
   def test_state_of_workers_is_read_and_written(self):
     self.assertGreater(np.max(np.abs(self.middle['moment'])), 0)
@@ -224,7 +222,9 @@ class KillTest(_Case):
       parameter_servers.Job(num_workers=2, num_ps=2) as job,
     ):
       progress = os.path.join(directory, 'progress')
-      job.start_chief(programs.train_while_others_die, (trained, mode, progress))
+      job.start_chief(
+        programs.train_while_others_die, (trained, mode, progress)
+      )
       # A unit has just begun.
       _wait_for(progress, 40, job)
       job.kill('worker', 1)

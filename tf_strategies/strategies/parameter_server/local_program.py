@@ -173,9 +173,7 @@ class Program:
   def _trace_fetch(self, header_):
     values = traced_step.fetch(self.fetched)
     return [
-      value + _offset(variable, header_)
-      if _is_seed(variable)
-      else _here(value)
+      value + _offset(variable, header_) if _is_seed(variable) else _here(value)
       for variable, value in zip(self.fetched, values, strict=True)
     ]
 

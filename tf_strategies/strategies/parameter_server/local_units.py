@@ -115,6 +115,7 @@ class LocalUnits(gradient_reducer.GradientReducer):
     """What was reported last; zeros, as of metrics of no rows, before anything."""
     newest = None if self._meets else self.engine.reports.numbers(step)
     return self._reported[step] if newest is None else newest
+
   def end(self) -> int:
     """Trains on what waits, which is a shorter unit; returns how many batches."""
     count = len(self._waiting)
@@ -380,4 +381,3 @@ def local_of(
       "leave out backup_workers, or use mode='async'",
     )
   return found[0]
-
