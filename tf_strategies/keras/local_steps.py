@@ -21,7 +21,9 @@ class LocalSteps(optimizer_wrapper.OptimizerWrapper):
   a worker's weights, averaged over workers by the rows that each has trained on, is
   the gradient with which `outer` updates the anchor, and all go on from the result
   (Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language
-  Models"). It needs a strategy of several workers.
+  Models"). It needs a strategy of several workers, or of parameter servers, which hold
+  the anchor; there workers meet with `mode='sync'`, and otherwise each one's difference
+  is applied as it comes.
 
   With `every=1`, SGD inside and `outer=keras.optimizers.SGD(1.0)` it is synchronous
   SGD. With `outer=keras.optimizers.SGD(1.0)` and any `every` it averages weights
@@ -29,7 +31,8 @@ class LocalSteps(optimizer_wrapper.OptimizerWrapper):
 
   In `fit` workers also meet at the end of each epoch, and before `evaluate` and
   `predict`, so there, and in callbacks between epochs, all have the same weights.
-  In the middle of an epoch weights are a worker's own. In a loop of your own that
+  In the middle of an epoch weights are a worker's own (on parameter servers, those of
+  the last meeting). In a loop of your own that
   calls `strategy.run`, `meet` does that where you need it.
 
   Example, in a process without TF_CONFIG (one worker):

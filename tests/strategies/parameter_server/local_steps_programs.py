@@ -80,6 +80,29 @@ def train_wrongly(job):
     return train(job)['weights']
 
 
+def loop(job):
+  """Weights after a loop of the user's own, and how many steps were done."""
+  with _training(job) as (strategy, model):
+    optimizer, trained = model.optimizer, model.trainable_variables
+    optimizer.build(trained)
+
+    def train_step(batch):
+      x, y = batch
+      with tf.GradientTape() as tape:
+        loss = model.compute_loss(x, y, model(x, training=True))
+      optimizer.apply(tape.gradient(loss, trained), trained)
+      return {'loss': loss}
+
+    step = strategy.remote_step(train_step, [optimizer])
+    for _ in range(job.epochs):
+      for batch in workers_lib.dataset(job).as_numpy_iterator():
+        step(batch)
+    strategy.join()
+    before = strategy.report()['steps']
+    optimizer.meet()
+    return model.get_weights(), before, strategy.report()['steps']
+
+
 def use_in_the_middle(job):
   """What an evaluation in the middle of a unit, and files, have."""
   found = {}

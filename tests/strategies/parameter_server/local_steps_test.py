@@ -156,6 +156,7 @@ class ProgramsTest(_Case):
       cls.refused = servers.run(programs.refuse_all)
       cls.middle = servers.run(programs.use_in_the_middle, (job,))
       cls.wrong = servers.run(programs.train_wrongly, (_DILOCO,))
+      cls.loop = servers.run(programs.loop, (_DILOCO,))
 
   @parameterized.named_parameters((p.__name__, p) for p in programs.REFUSED)
   def test_refused(self, program):
@@ -166,6 +167,12 @@ class ProgramsTest(_Case):
     # The implementation is changed here, not the simulation.
     expected = workers_lib.simulate(_DILOCO, 2)
     self.assertGreater(_largest(self.wrong, expected), 100 * _TOLERANCE)
+
+  def test_loop_of_the_users_own(self):
+    weights, before, after = self.loop
+    self.assertEqual((before, after), (20, 22))
+    expected = workers_lib.simulate(_DILOCO, 2, meets_at_epochs=False)
+    self.assert_near(weights, expected)
 
   def test_evaluation_in_the_middle_meets(self):
     waiting, waits, before, after = self.middle['middle']

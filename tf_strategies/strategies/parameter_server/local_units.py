@@ -53,8 +53,11 @@ class LocalUnits(gradient_reducer.GradientReducer):
     self.engine, self.pool = engine, pool
     self._meets = meets
     self._step: step_task.Step | None = None
-    # Batches of the next unit, while there are not enough of them.
+    # Batches of the next unit, while there are not enough of them; and what was
+    # added to them last.
     self._waiting: list[batch_message.Batch] = []
+    self._added: Sequence[batch_message.Batch] | None = None
+    self.begun = 0  # Batches of units that were begun.
     self._meeting: Meeting | None = None
     # What steps have reported at their last meeting: float64 [count].
     self._reported = weakref.WeakKeyDictionary()
@@ -98,11 +101,13 @@ class LocalUnits(gradient_reducer.GradientReducer):
       self._step = step
     structure = batches[0].layout(1).traced_structure
     program = self._program(step, structure)
-    batches, every = [*self._waiting, *batches], step.local.every
-    while len(batches) >= every:
-      self._begin(program, batches[:every])
-      batches = batches[every:]
-    self._waiting = batches
+    if (
+      batches is not self._added
+    ):  # A call is repeated if a server was lost in it.
+      self._waiting += batches
+      self._added = batches
+    while len(self._waiting) >= step.local.every:
+      self._begin(program, step.local.every)
     discovery = program.discovery
     count = sum(discovery.sizes)
     self._reported.setdefault(step, np.zeros([count]))
@@ -116,15 +121,13 @@ class LocalUnits(gradient_reducer.GradientReducer):
     newest = None if self._meets else self.engine.reports.numbers(step)
     return self._reported[step] if newest is None else newest
 
-  def end(self) -> int:
-    """Trains on what waits, which is a shorter unit; returns how many batches."""
-    count = len(self._waiting)
-    if count:
+  def end(self) -> None:
+    """Trains on what waits, which is a shorter unit."""
+    if self._waiting:
       structure = self._waiting[0].layout(1).traced_structure
-      self._begin(self._program(self._step, structure), self._waiting)
+      program = self._program(self._step, structure)
+      self._begin(program, len(self._waiting))
     self.finish()
-    self._waiting = []
-    return count
 
   def finish(self) -> None:
     """Waits for the units that were begun; their meeting is held."""
@@ -143,14 +146,17 @@ class LocalUnits(gradient_reducer.GradientReducer):
       lambda: local_program.Program(step, structure, self, self.in_replica),
     )
 
-  def _begin(self, program, batches) -> None:
+  def _begin(self, program, count) -> None:
+    batches = self._waiting[:count]
     if self._meets:
       self.finish()
       meeting = Meeting(self, program, batches)
       meeting.begin()
       self._meeting = meeting
-      return
-    self.pool.submit(Unit(self, program, batches))
+    else:
+      self.pool.submit(Unit(self, program, batches))
+    del self._waiting[:count]
+    self.begun += count
 
 
 class _Unit(worker_pool.Task):

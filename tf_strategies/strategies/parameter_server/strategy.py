@@ -238,11 +238,13 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     """
     if step.trains and model is not None:
       self.track(**model_state.state_of(model))
-    waited = self.engine.local.waiting
+    before = self.engine.local.begun
     report = self.recovery.with_recovery(lambda: self.engine.begin(step, work))
     if step.trains:
-      # A run that goes on from a checkpoint reads again what only waited for others.
-      begun = waited + len(work) - self.engine.local.waiting
+      begun = len(work)
+      if step.local is not None:
+        # A run that goes on from a checkpoint reads again what waits for others.
+        begun = self.engine.local.begun - before
       source = getattr(work, 'source', None)
       if self.recovery.note_begun(begun, source) and may_save:
         self.save()
@@ -253,7 +255,9 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
 
     `fit` does so at the end of an epoch, `evaluate` and `predict` before they begin.
     """
-    begun = self.recovery.with_recovery(self.engine.local.end)
+    before = self.engine.local.begun
+    self.recovery.with_recovery(self.engine.local.end)
+    begun = self.engine.local.begun - before
     if begun and self.recovery.note_begun(begun):
       self.save()
 
