@@ -46,8 +46,12 @@ def _fit(model, job, **options):
   )
 
 
-def train(job, mode='sync', **options):
+def train(job, mode='sync', parts=1):
   """Trains a job; the weights, what was reported, and what the strategy counted."""
+  options = {}
+  if parts > 1:
+    partitioners = tf.distribute.experimental.partitioners
+    options['variable_partitioner'] = partitioners.FixedShardsPartitioner(parts)
   with _training(job, mode, **options) as (strategy, model):
     seen = []
     note = keras.callbacks.LambdaCallback(
@@ -174,7 +178,7 @@ def interrupt_and_resume(job, directory):
   return found
 
 
-def train_while_others_die(job, mode, progress):
+def train_while_others_die(job, mode, progress, options):
   """Trains slowly; tells how many batches there were in a file."""
   logged = []
 
@@ -194,12 +198,14 @@ def train_while_others_die(job, mode, progress):
     os.replace(progress + '.part', progress)
     time.sleep(0.05)
 
-  with _training(job, mode) as (strategy, model):
+  with _training(job, mode, **options) as (strategy, model):
     callback = keras.callbacks.LambdaCallback(on_train_batch_end=tell)
-    _fit(model, job, callbacks=[callback])
+    _fit(model, job, callbacks=[callback, tfs.ResumeFit(strategy)])
     # The sum of all rows' weights, of the last epoch.
     rows = float(model.metrics[0].variables[1].numpy())
-    return model.get_weights(), rows, strategy.report(), logged
+    iterations = int(model.optimizer.iterations.numpy())
+    report = {**strategy.report(), 'iterations': iterations}
+    return model.get_weights(), rows, report, logged
 
 
 def bytes_of_epochs(every, paths):

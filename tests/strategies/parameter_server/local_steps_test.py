@@ -56,6 +56,7 @@ _MORE = {
     'sync',
   ),
   'bounded': (_DILOCO, 'bounded'),
+  'partitioned': (_DILOCO, 'sync', 2),
 }
 _ASYNCHRONOUS = ('async', 'bounded')
 
@@ -229,9 +230,8 @@ class KillTest(_Case):
       parameter_servers.Job(num_workers=2, num_ps=2) as job,
     ):
       progress = os.path.join(directory, 'progress')
-      job.start_chief(
-        programs.train_while_others_die, (trained, mode, progress)
-      )
+      arguments = trained, mode, progress, {}
+      job.start_chief(programs.train_while_others_die, arguments)
       # A unit has just begun.
       _wait_for(progress, 40, job)
       job.kill('worker', 1)
@@ -248,6 +248,28 @@ class KillTest(_Case):
     if trained.inner[0] == 'SGD':
       # It has no state but its steps, which are the others': nothing is lost.
       self.assert_near(weights, workers_lib.simulate(trained, 2))
+
+  @pytest.mark.full
+  def test_server_that_dies(self):
+    trained = Job(8, rows=384, batch=12, epochs=3, inner=('Adam', {}))
+    with (
+      tempfile.TemporaryDirectory() as directory,
+      parameter_servers.Job(num_workers=2, num_ps=2) as job,
+    ):
+      progress = os.path.join(directory, 'progress')
+      options = {'checkpoint_dir': directory, 'checkpoint_steps': 16}
+      arguments = trained, 'sync', progress, options
+      job.start_chief(programs.train_while_others_die, arguments)
+      _wait_for(progress, 43, job)
+      job.kill('ps', 1)
+      job.start('ps', 1)
+      _, _, report, _ = job.wait().result()
+    [recovery] = report['recoveries']
+    # Of the units since the checkpoint; workers' states are those of it.
+    self.assertIn(recovery['lost_steps'], (8, 16))
+    self.assertEqual(
+      report['iterations'], _steps(trained) - recovery['lost_steps']
+    )
 
 
 def _wait_for(path, batches, job, seconds=90):
