@@ -19,7 +19,7 @@ from absl import logging as absl_logging
 import tf_strategies as tfs
 from tests import parameter_servers
 from tests.strategies.multi_worker import local_steps_workers as workers_lib
-from tf_strategies.strategies.parameter_server import microbatch
+from tf_strategies.strategies.parameter_server import local_units, microbatch
 
 # In `tcp_info` of Linux: bytes that were acknowledged, and received.
 _BYTES_AT = 120
@@ -178,9 +178,34 @@ def interrupt_and_resume(job, directory):
   return found
 
 
+class _Slow(keras.layers.Layer):
+  """Returns its input, after a while."""
+
+  def call(self, x):
+    matrix = tf.fill([600, 600], tf.reduce_mean(x))
+    _, matrix = tf.while_loop(
+      lambda i, m: i < 24, lambda i, m: (i + 1, tf.tanh(m @ m)), [0, matrix]
+    )
+    return x + 1e-30 * tf.reduce_mean(matrix)
+
+
 def train_while_others_die(job, mode, progress, options):
-  """Trains slowly; tells how many batches there were in a file."""
-  logged = []
+  """Trains slowly; tells how many batches there were in a file.
+
+  Returns weights, rows of the last epoch, a report, what was logged, and of each unit
+  that a worker began: which worker, when, and until when if it failed.
+  """
+  logged, began = [], []
+  train_unit = local_units._Unit._train
+
+  def train_watched(unit, worker, place):
+    entry = [worker, time.time(), None]
+    began.append(entry)
+    try:
+      return train_unit(unit, worker, place)
+    except tf.errors.OpError:
+      entry[2] = time.time()
+      raise
 
   class Recorder(logging.Handler):
     """Keeps what is logged."""
@@ -198,14 +223,23 @@ def train_while_others_die(job, mode, progress, options):
     os.replace(progress + '.part', progress)
     time.sleep(0.05)
 
-  with _training(job, mode, **options) as (strategy, model):
+  with (
+    mock.patch.object(local_units._Unit, '_train', train_watched),
+    _training(job, mode, **options) as (strategy, plain),
+  ):
+    with strategy.scope():
+      model = keras.Sequential(
+        [keras.Input([workers_lib.FEATURES]), _Slow(), *plain.layers]
+      )
+      loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+      model.compile(workers_lib.local_steps(job), loss)
     callback = keras.callbacks.LambdaCallback(on_train_batch_end=tell)
     _fit(model, job, callbacks=[callback, tfs.ResumeFit(strategy)])
     # The sum of all rows' weights, of the last epoch.
     rows = float(model.metrics[0].variables[1].numpy())
     iterations = int(model.optimizer.iterations.numpy())
     report = {**strategy.report(), 'iterations': iterations}
-    return model.get_weights(), rows, report, logged
+    return model.get_weights(), rows, report, logged, began
 
 
 def bytes_of_epochs(every, paths):

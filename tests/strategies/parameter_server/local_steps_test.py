@@ -2,10 +2,6 @@
 
 import dataclasses
 import functools
-import os
-import pathlib
-import tempfile
-import time
 
 import numpy as np
 import pytest
@@ -191,111 +187,6 @@ class ProgramsTest(_Case):
       self.middle['assigned'], self.middle['moment'] + 1, atol=1e-6
     )
     self.assertEqual(_largest(*self.middle['after']), 0)
-
-
-class ResumeTest(_Case):
-  def test_goes_on_with_the_bits_of_each_worker(self):
-    with (
-      tempfile.TemporaryDirectory() as directory,
-      parameter_servers.Job(num_workers=2, num_ps=2) as job,
-    ):
-      found = job.run(programs.interrupt_and_resume, (_DILOCO, directory))
-    self.assertNotIn('interrupted', found)
-    whole, resumed = found['whole'], found['resumed']
-    self.assertEqual(_largest(whole['weights'], resumed['weights']), 0)
-    for a, b in zip(whole['state'], resumed['state'], strict=True):
-      np.testing.assert_array_equal(a, b)
-    # It was saved after the first 4 batches of the second epoch, or before them.
-    self.assertEqual(whole['steps'], 22)
-    self.assertIn(resumed['steps'], (7, 11))
-
-
-class KillTest(_Case):
-  @tiers.named_parameters(
-    ('sgd', Job(8, rows=384, batch=12, epochs=3, outer=_NESTEROV), 'sync'),
-    tiers.full(
-      'adam',
-      Job(8, rows=384, batch=12, epochs=3, inner=('Adam', {})),
-      'sync',
-    ),
-    tiers.full(
-      'async',
-      Job(8, rows=384, batch=12, epochs=3, inner=('Adam', {})),
-      'async',
-    ),
-  )
-  def test_worker_that_dies_in_a_unit(self, trained, mode):
-    with (
-      tempfile.TemporaryDirectory() as directory,
-      parameter_servers.Job(num_workers=2, num_ps=2) as job,
-    ):
-      progress = os.path.join(directory, 'progress')
-      arguments = trained, mode, progress, {}
-      job.start_chief(programs.train_while_others_die, arguments)
-      # A unit has just begun.
-      _wait_for(progress, 40, job)
-      job.kill('worker', 1)
-      job.start('worker', 1)
-      weights, rows, report, logged = job.wait().result()
-    logged = ' '.join(logged)
-    self.assertIn('worker 1', logged)
-    self.assertIn('was lost', logged)
-    # Each batch counts once, and each row of the last epoch.
-    self.assertEqual(report['steps'], _steps(trained))
-    self.assertEqual(rows, trained.rows)
-    self.assertEqual(report['lost_states'], 1)
-    self.assertIn('was lost with the state of its inner optimizer', logged)
-    if trained.inner[0] == 'SGD':
-      # It has no state but its steps, which are the others': nothing is lost.
-      self.assert_near(weights, workers_lib.simulate(trained, 2))
-
-  @pytest.mark.full
-  def test_server_that_dies(self):
-    trained = Job(8, rows=384, batch=12, epochs=3, inner=('Adam', {}))
-    with (
-      tempfile.TemporaryDirectory() as directory,
-      parameter_servers.Job(num_workers=2, num_ps=2) as job,
-    ):
-      progress = os.path.join(directory, 'progress')
-      options = {'checkpoint_dir': directory, 'checkpoint_steps': 16}
-      arguments = trained, 'sync', progress, options
-      job.start_chief(programs.train_while_others_die, arguments)
-      _wait_for(progress, 43, job)
-      job.kill('ps', 1)
-      job.start('ps', 1)
-      _, _, report, _ = job.wait().result()
-    [recovery] = report['recoveries']
-    # Of the units since the checkpoint; workers' states are those of it.
-    self.assertIn(recovery['lost_steps'], (8, 16))
-    self.assertEqual(
-      report['iterations'], _steps(trained) - recovery['lost_steps']
-    )
-
-
-def _wait_for(path, batches, job, seconds=90):
-  ends_at = time.monotonic() + seconds
-  while time.monotonic() < ends_at:
-    if os.path.exists(path) and int(pathlib.Path(path).read_text()) >= batches:
-      return
-    assert job.is_alive('chief', 0), 'the chief has ended'
-    time.sleep(0.01)
-  raise AssertionError(f'{batches} batches were not reached')
-
-
-class BytesTest(_Case):
-  def test_bytes_are_those_of_fewer_meetings(self):
-    with tempfile.TemporaryDirectory() as directory:
-      serve = functools.partial(programs.serve_and_count, directory)
-      with parameter_servers.Job(2, 2, serve=serve) as job:
-        paths = [os.path.join(directory, str(i)) for i in range(2)]
-        found, parameters = job.run(
-          programs.bytes_of_epochs, ((0, 4, 16), paths)
-        )
-    # 32 steps; two workers fetch the parameters and send as much.
-    for every, sent in found.items():
-      expected = 4 * parameters * (32 // (every or 1))
-      self.assertBetween(sent / expected, 0.95, 1.15, f'every={every}')
-    self.assertBetween(found[0] / found[16], 13, 17)
 
 
 if __name__ == '__main__':
