@@ -21,7 +21,7 @@ class WorkerStatesTest(tf.test.TestCase):
     super().setUp()
     self.enter_context(local_servers.on_local_devices())
     self.enter_context(
-      mock.patch.object(worker_function, 'COORDINATOR', 'CPU:0')
+      mock.patch.object(worker_function, 'COORDINATOR', virtual_devices.name(0))
     )
     self.pool = types.SimpleNamespace(
       workers=(0, 1, 2), deaths=dict.fromkeys(range(3), 0)
