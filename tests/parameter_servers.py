@@ -27,6 +27,7 @@ class Job(processes.ProcessGroup):
     num_ps: parameter servers to start.
     deadline: seconds after which `wait` ends the chief.
     missing: tasks that are not started, as ('worker', 1).
+    serve: what they run; called with the cluster, the job and the index.
   """
 
   def __init__(
@@ -35,8 +36,10 @@ class Job(processes.ProcessGroup):
     num_ps: int = 2,
     deadline: float = DEADLINE_SECONDS,
     missing: Sequence[tuple[str, int]] = (),
+    serve: Callable | None = None,
   ):
     super().__init__(deadline)
+    self._serve = serve or serve_task
     found = processes.addresses(num_workers + num_ps + 1)
     self.cluster = {
       'chief': found[:1],
@@ -54,7 +57,7 @@ class Job(processes.ProcessGroup):
 
   def start(self, job: str, index: int) -> None:
     """Starts a server, or starts it again after its end."""
-    self.start_function((job, index), _serve, (self.cluster, job, index))
+    self.start_function((job, index), self._serve, (self.cluster, job, index))
 
   def start_chief(self, function: Callable, args: Sequence[Any] = ()) -> None:
     """Starts the chief, which calls `function(*args)`."""
@@ -81,7 +84,8 @@ class Job(processes.ProcessGroup):
     return super()._process(key if len(key) == 2 else (*key, 0))
 
 
-def _serve(cluster, job, index):
+def serve_task(cluster: dict[str, Any], job: str, index: int) -> None:
+  """A task's server, until it is ended."""
   os.environ.setdefault('GRPC_FAIL_FAST', 'use_caller')
   import tensorflow as tf
 

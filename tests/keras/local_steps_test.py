@@ -93,7 +93,28 @@ class RefusalTest(tf.test.TestCase, parameterized.TestCase):
       strategy.scope(),
       self.assertRaisesRegex(
         tfs.errors.UnsupportedOptionError,
-        "LocalSteps under .*Strategy.*'multi_worker_ring'",
+        'LocalSteps under .*Strategy.*of one process exchange gradients in its '
+        "memory.*a worker a device and use .*'multi_worker_ring'",
+      ),
+    ):
+      LocalSteps('sgd', 2)
+
+  @parameterized.named_parameters(
+    ('reproducible', {'reproducible': True}),
+    ('shard_optimizer_state', {'shard_optimizer_state': True}),
+  )
+  def test_workers_without_a_state_of_their_own(self, options):
+    [name] = options
+    if name == 'reproducible':
+      options = {'options': tfs.RingOptions(**options)}
+    strategy = tfs.MultiWorkerRingStrategy(
+      devices=[virtual_devices.name(0)], **options
+    )
+    with (
+      strategy.scope(),
+      self.assertRaisesRegex(
+        tfs.errors.UnsupportedOptionError,
+        f'LocalSteps under .*without {name}.*leave out {name}',
       ),
     ):
       LocalSteps('sgd', 2)
@@ -105,7 +126,8 @@ class RefusalTest(tf.test.TestCase, parameterized.TestCase):
 
     with self.assertRaisesRegex(
       tfs.errors.UnsupportedOptionError,
-      'LocalSteps under ElasticRingStrategy.*that stay the same',
+      'LocalSteps under ElasticRingStrategy.*that stay the same.*could not repeat.*'
+      "'parameter_server', mode='sync'",
     ):
       tfs.elastic.run(train, tfs.ElasticOptions())
 

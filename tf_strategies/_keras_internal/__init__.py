@@ -162,6 +162,11 @@ def moving_averages(optimizer: keras.optimizers.Optimizer) -> list:
   return [average for average in found if average is not None]
 
 
+def learning_rate_variable(optimizer: keras.optimizers.Optimizer) -> Any:
+  """What holds a learning rate that callbacks set; a schedule for one that has it."""
+  return optimizer._learning_rate
+
+
 def overwrites_with_gradient(variable: Any) -> bool:
   """Whether a variable takes its gradient as its value (float8 scales)."""
   return getattr(variable, 'overwrite_with_gradient', False)
@@ -224,6 +229,11 @@ def own_methods(model: keras.Model, kind: str) -> list[str]:
 def is_seed_state(name: str | None, dtype: tf.DType | None) -> bool:
   """Whether that is a variable with the state of a seed generator."""
   return 'seed_generator_state' in (name or '') and dtype == tf.int64
+
+
+# What a replica's number counts in the seed that it reads, so that others draw other
+# numbers. Any odd number; layers' seeds are random, so that sums do not meet.
+SEED_STRIDE = 0x9E3779B1
 
 
 def is_loss_scale(name: str | None) -> bool:
@@ -304,6 +314,11 @@ def check() -> None:
   method(base, 'update_step(gradient, variable, learning_rate)', why)
   method(base, 'finalize_variable_values(var_list)', why)
   mention(base.__init__, ['_lock', '_trainable_variables'], why)
+  mention(
+    base.__init__,
+    ['_learning_rate'],
+    'a learning rate that callbacks set is that of all workers',
+  )
   mention(base.build, ['_trainable_variables'], why)
   why = 'workers that train apart average the moving averages of their weights'
   mention(base.build, ['_model_variables_moving_average'], why)

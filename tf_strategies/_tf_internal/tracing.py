@@ -29,6 +29,13 @@ _CondBranchGraph = load(
   'ops.control_flow_v2_func_graphs.CondBranchFuncGraph',
   'whether a write of a step is done once',
 )
+_ControlFlowGraph = load(
+  'ops.control_flow_v2_func_graphs.ControlFlowFuncGraph',
+  'whether a graph belongs to the one around it alone',
+)
+_anonymous_name = load(
+  'eager.context.anonymous_name', 'variables of one call of a function'
+)
 copy_handle_data = load(
   'ops.handle_data_util.copy_handle_data',
   'the shape of the variable that a handle stands for',
@@ -273,3 +280,15 @@ def runs_once(graph: tf.Graph, step: tf.Graph) -> bool:
       return False
     graph = graph.outer_graph
   return True
+
+
+def is_function_of_its_own(graph: tf.Graph) -> bool:
+  """Whether a graph is not a branch or a loop of the one around it."""
+  return not isinstance(graph, _ControlFlowGraph)
+
+
+def anonymous_variable(dtype: tf.DType, shape: tf.TensorShape) -> tf.Tensor:
+  """The handle of a variable in a graph, another one in each call."""
+  return tf.raw_ops.VarHandleOp(
+    dtype=dtype, shape=shape, shared_name=_anonymous_name()
+  )

@@ -59,11 +59,21 @@ class GradientReducer(Protocol):
       the step, may happen before all gradients have come.
     takes_local_steps: whether there are workers that `LocalSteps` has train apart;
       if so, the methods for it are implemented.
+    no_local_steps: if not, what was expected and the fix, for an error.
+    holds_anchor: whether the weights that the strategy holds are the anchor, since
+      workers train copies of them.
   """
 
   sums_sparse_as_dense: bool = False
   applies_all_or_none: bool = False
   takes_local_steps: bool = False
+  no_local_steps: tuple[str, str] = (
+    'a strategy of several workers: replicas of one process exchange gradients in '
+    'its memory, where rare meetings save nothing',
+    'leave out LocalSteps, or start a worker a device and use '
+    "tfs.create_strategy('multi_worker_ring')",
+  )
+  holds_anchor: bool = False
 
   @contextlib.contextmanager
   def gradients_reduced(
@@ -156,6 +166,9 @@ class GradientReducer(Protocol):
   def add_local_steps(self, optimizer) -> None:
     """Is told of a new `LocalSteps`."""
 
+  def note_built(self, optimizer) -> None:
+    """Is told that a `LocalSteps` has its variables."""
+
   def apply_locally(self, optimizer, gradients, apply) -> None:
     """Has `apply` called with the gradients of this worker; then counts a step.
 
@@ -218,7 +231,9 @@ def current() -> GradientReducer:
   strategy = tf.distribute.get_strategy()
   if isinstance(strategy.extended, GradientReducer):
     return strategy.extended
-  return Unsupported(strategy)
+  # Of parameter servers, to which an optimizer is that of one device but for this.
+  reducer = getattr(strategy.extended, 'local_reducer', None)
+  return reducer or Unsupported(strategy)
 
 
 def check_local_steps(is_training: bool = False) -> None:
@@ -227,15 +242,13 @@ def check_local_steps(is_training: bool = False) -> None:
   Outside of any strategy that is an error for one that `is_training` only: a model
   that was saved is loaded there.
   """
-  is_inside = tf.distribute.has_strategy()
-  if current().takes_local_steps or not (is_training or is_inside):
+  is_inside, reducer = tf.distribute.has_strategy(), current()
+  if reducer.takes_local_steps or not (is_training or is_inside):
     return
   name = type(tf.distribute.get_strategy()).__name__
   raise errors.UnsupportedOptionError(
     f'LocalSteps under {name}' if is_inside else 'LocalSteps in no strategy',
-    'a strategy of several workers that stay the same, without reproducible and '
-    'shard_optimizer_state',
-    "use tfs.create_strategy('multi_worker_ring')",
+    *reducer.no_local_steps,
   )
 
 

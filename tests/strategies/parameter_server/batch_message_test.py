@@ -118,11 +118,16 @@ class LayoutTest(tf.test.TestCase, parameterized.TestCase):
     self.assertLen(parts, 2)
     found = [batch_message.pack(p.structure, p.arrays) for p in parts]
     self.assertEqual(
-      [f[0].to_list() for f in found], [[[1], []], [[2, 3], [4], [5, 6]]]
+      [f[0].to_list() for f in found], [[[1], [], [2, 3]], [[4], [5, 6]]]
     )
     dense = np.concatenate([tf.sparse.to_dense(f[1]) for f in found])
     self.assertAllEqual(dense, np.eye(5, 3))
-    self.assertEqual([''.join(f[2]) for f in found], ['ab', 'cde'])
+    self.assertEqual([''.join(f[2]) for f in found], ['abc', 'de'])
+
+  def test_microbatches_are_those_of_several_workers(self):
+    batch = batch_message.Batch(np.arange(10))
+    parts = [p.arrays[0].tolist() for p in batch.microbatches(4)]
+    self.assertEqual(parts, [p.tolist() for p in np.array_split(range(10), 4)])
 
   def test_objects_are_refused(self):
     with self.assertRaisesRegex(

@@ -85,7 +85,7 @@ class OptionsTest(parameterized.TestCase):
     (
       'local_steps',
       {'local_steps': 4},
-      "local_steps=4.*'multi_worker_ring'.*LocalSteps",
+      r'local_steps=4.*LocalSteps\(optimizer, every=4\)',
     ),
     (
       'steps_without_directory',

@@ -82,8 +82,12 @@ class _Sharded:
   # of them would be that of some shards.
   predicts_whole = holds_sums_whole = True
   gathers_predictions = False
-  # Apart, workers compute on batches that depend on their number.
   takes_local_steps = False
+  no_local_steps = (
+    'a strategy without reproducible: workers that train apart compute on batches '
+    'that depend on their number',
+    'leave out reproducible, or LocalSteps',
+  )
 
   def __init__(self, *args, **kwargs):
     super().__init__(*args, **kwargs)

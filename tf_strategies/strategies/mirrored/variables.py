@@ -86,9 +86,6 @@ class SeedVariable(MirroredVariable):
   again when it writes the next state. Replica 0 draws what one device draws.
   """
 
-  # Any odd number; layers' seeds are random, so that sums do not meet.
-  _STRIDE = 0x9E3779B1
-
   def _get(self):
     state, offset = super()._get(), self._offset()
     return state if offset is None else state.read_value() + offset
@@ -111,7 +108,8 @@ class SeedVariable(MirroredVariable):
   def _offset(self):
     """What this replica adds to the seed; None for the first, and for none."""
     if whole_batch.stream():
-      return tf.constant([whole_batch.stream() * self._STRIDE, 0], self.dtype)
+      number = whole_batch.stream()
+      return tf.constant([number * _keras_internal.SEED_STRIDE, 0], self.dtype)
     context = tf.distribute.get_replica_context()
     replica_id = replica_run.current_replica_id()
     if context is None or replica_id is None:
@@ -120,7 +118,7 @@ class SeedVariable(MirroredVariable):
     number = extended._get_replica_id_in_sync_group(replica_id)
     if number == 0:
       return None
-    return tf.constant([number * self._STRIDE, 0], self.dtype)
+    return tf.constant([number * _keras_internal.SEED_STRIDE, 0], self.dtype)
 
 
 class SyncOnReadVariable(_Number, _tf_internal.SyncOnReadVariable):

@@ -72,8 +72,13 @@ class ElasticExtended(extended_lib.MultiWorkerExtended):
   does_what_is_done_once = True  # By all, as anyone may become the chief.
   predicts_whole = holds_sums_whole = splits_steps = True
   gathers_predictions = False
-  # A worker that dies takes along the steps since the last meeting.
   takes_local_steps = False
+  no_local_steps = (
+    'workers that stay the same: one that dies takes along what it has trained since '
+    'the last meeting, which the survivors could not repeat',
+    "use tfs.create_strategy('parameter_server', mode='sync'), whose workers may "
+    "die, or 'multi_worker_ring' with checkpoints",
+  )
 
   def __init__(
     self,

@@ -97,6 +97,12 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
 
   # See `GradientReducer`: workers that train apart, and meet now and then.
 
+  no_local_steps = (
+    'a strategy without shard_optimizer_state: a worker that trains apart needs all '
+    'of the state',
+    'leave out shard_optimizer_state, or LocalSteps',
+  )
+
   @property
   def takes_local_steps(self):
     """See base class: not where workers hold parts of the state."""

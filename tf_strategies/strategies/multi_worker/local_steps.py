@@ -57,19 +57,9 @@ class LocalWorker:
     """
     if step.kind != 'train':
       return None
-    of_model = _keras_internal.optimizers_of(step.model)
-    found = [optimizers_lib.in_chain(o) for o in of_model]
-    if not any(found):
+    found = optimizers_lib.of_model(step.model)
+    if not found:
       return None
-    if not all(found):
-      alone = of_model[found.index(None)]
-      raise errors.UnsupportedOptionError(
-        f'{type(alone).__name__} beside LocalSteps in model '
-        f'{step.model.name!r}',
-        'optimizers of one kind: weights that workers train apart, or together',
-        'wrap each optimizer of the model, LocalSteps(optimizer, every=...), and '
-        'pass one to compile, which otherwise makes an RMSprop',
-      )
     for optimizer in found:
       self._models[optimizer] = weakref.ref(step.model)
     return LocalStep(self, _View(self._extended, self._reducer), step, found)

@@ -227,7 +227,7 @@ class Batch:
     )
 
   def microbatches(self, count: int) -> list[Batch]:
-    """The rows in `count` parts, as even as can be, none empty."""
+    """The rows in `count` parts, none empty; the first have what is left over."""
     if len(self._rows) != 1 or None in self._rows:
       raise errors.UnsupportedOptionError(
         f'a batch whose arrays have {sorted(map(str, self._rows))} rows',
@@ -238,7 +238,8 @@ class Batch:
     count = max(1, min(count, total))
     if count == 1:
       return [self]
-    starts = [total * i // count for i in range(count + 1)]
+    each, extra = divmod(total, count)
+    starts = [i * each + min(i, extra) for i in range(count + 1)]
     with tf.device('/device:CPU:0'):
       data = pack(self.structure, self.arrays)
       return [

@@ -18,6 +18,7 @@ from tf_strategies import errors
 from tf_strategies.strategies.parameter_server import (
   batch_message,
   input,
+  local_units,
   step_task,
   worker_function,
   worker_pool,
@@ -72,6 +73,8 @@ class Engine:
     pool: worker_pool.WorkerPool,
     journal: journal_lib.Journal,
     recovery,
+    in_replica: Callable[[Callable], Callable] | None = None,
+    meets: bool = False,
   ):
     self.journal = journal
     self.staleness = Staleness()
@@ -85,9 +88,14 @@ class Engine:
     self._functions: dict[Any, Any] = {}
     self._sources = weakref.WeakSet()
     recovery.on_restored = self.forget
+    self.local = local_units.LocalUnits(self, pool, meets, in_replica)
 
   def begin(self, step: Step, work: Work) -> Any:
     """Begins steps, or waits while too many run; returns the newest report."""
+    if step.local is not None:
+      check_is_sent(work, 'LocalSteps', 'train without LocalSteps')
+      return self.local.train(step, work)
+    self.local.finish()
     return (self.train if step.trains else self.run)(step, work)
 
   def train(self, step: Step, work: Work) -> Any:
@@ -108,17 +116,19 @@ class Engine:
 
   def call(self, step: Step, batch: batch_message.Batch) -> step_task.StepTask:
     """Begins one step whose result is wanted (prediction)."""
+    self.local.finish()
     return self._submit(step, [batch], is_result_wanted=True)
 
   def _submit(self, step, batches, is_result_wanted=False):
     task = step_task.StepTask(
-      self, next(self._numbers), step, batches, is_result_wanted
+      self, self.new_number(), step, batches, is_result_wanted
     )
     self._pool.submit(task)
     return task
 
   def drain(self) -> None:
     """Waits until all steps are done, or raises what one failed with."""
+    self.local.finish()
     self._pool.wait()
 
   def wait(self, until: Callable[[], bool]) -> None:
@@ -129,6 +139,7 @@ class Engine:
     """Servers were restored: variables have new handles, workers lost splits."""
     with self._lock:
       self._functions.clear()
+    self.local.forget()
     self.reports.forget(keeps_numbers=True)
     for worker in self._pool.workers:
       self.lose_splits(worker)
@@ -139,9 +150,18 @@ class Engine:
       'steps': self._steps_done,
       'staleness': self.staleness.histogram,
       'dropped': self._dropped,
+      'lost_states': self.local.states.lost,
     }
 
   # What tasks call.
+
+  def new_number(self) -> int:
+    """Of a task, unique in the process."""
+    return next(self._numbers)
+
+  def count(self, steps: int) -> None:
+    """Counts steps that are done."""
+    self._steps_done += steps
 
   def may_begin(self, worker: int) -> bool:
     """Whether a worker may begin a task now; under the pool's lock."""
@@ -175,7 +195,8 @@ class Engine:
   def discover(self, step: Step, structure: Any) -> worker_function.Discovery:
     """What the step does with such batches."""
     key = step, batch_message.Layout(structure, 1).key
-    discovery = self._cached(key, lambda: self._discover(step, structure))
+    look = self._discover if step.local is None else self.local.discover
+    discovery = self.cached(key, lambda: look(step, structure))
     if discovery.python is not None:
       raise errors.UnsupportedOptionError(
         f'tf.numpy_function or tf.py_function ({discovery.python!r}) in a step '
@@ -189,12 +210,13 @@ class Engine:
     """The function for batches of such messages or data, and its discovery."""
     discovery = self.discover(step, layout.traced_structure)
     arguments = step.run, layout, discovery, self.journal
-    return self._cached(
+    return self.cached(
       (step, 'function', layout.key),
       lambda: self._function(step)(*arguments),
     ), discovery
 
-  def _cached(self, key, make):
+  def cached(self, key: Any, make: Callable[[], Any]) -> Any:
+    """What was made for a key since servers were restored last, or makes it."""
     with self._lock:
       if key not in self._functions:
         self._functions[key] = make()
@@ -217,8 +239,8 @@ class BoundedEngine(Engine):
   data.
   """
 
-  def __init__(self, *args, max_staleness: int):
-    super().__init__(*args)
+  def __init__(self, *args, max_staleness: int, **options):
+    super().__init__(*args, **options)
     self._max_staleness = max_staleness
     self._clocks = dict.fromkeys(self._pool.workers, 0)
 

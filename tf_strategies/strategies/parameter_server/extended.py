@@ -13,7 +13,7 @@ import tensorflow as tf
 from absl import logging
 
 from tf_strategies import _keras_internal, _tf_internal, errors
-from tf_strategies.keras import optimizer_checks
+from tf_strategies.keras import gradient_reducer, optimizer_checks
 from tf_strategies.strategies.parameter_server import (
   packing,
   partitioned,
@@ -169,8 +169,11 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
     registry: MutableMapping[int, variables.ServerVariable],
     drained: Callable[[Callable], Any],
     on_write: Callable[[], None],
+    local_reducer: gradient_reducer.GradientReducer,
   ):
     super().__init__(strategy, resolver, partitioner)
+    # What a `LocalSteps` asks; to other optimizers a step is one device's.
+    self.local_reducer = local_reducer
     self.placement = Placement(self._num_ps)
     self._partitioner = partitioner
     self._drained = drained
@@ -178,6 +181,10 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
     self._registry = registry
     # Steps are run by our own threads, not by TensorFlow's coordinator.
     self._allow_run_without_coordinator = True
+
+  def settle(self) -> None:
+    """See `_keras_internal`: before weights are used."""
+    self.local_reducer.settle()
 
   def _create_variable(self, next_creator, **kwargs):
     if kwargs.get('per_worker_variable') or kwargs.get('initial_value') is None:

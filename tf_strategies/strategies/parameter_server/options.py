@@ -100,9 +100,8 @@ def make(
   if 'local_steps' in options:
     raise errors.UnsupportedOptionError(
       f'local_steps={options["local_steps"]!r} of ParameterServerStrategy',
-      'workers that train apart and meet, which need no servers',
-      "use tfs.create_strategy('multi_worker_ring') and "
-      'tfs.keras.LocalSteps(optimizer, every=...)',
+      'an optimizer that says so, which has more to say',
+      f'compile with tfs.keras.LocalSteps(optimizer, every={options["local_steps"]!r})',
     )
   known = {f.name for f in dataclasses.fields(ParameterServerOptions)}
   unknown = sorted(set(options) - known)

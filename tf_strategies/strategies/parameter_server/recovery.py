@@ -19,6 +19,7 @@ from tf_strategies.strategies.parameter_server import (
   input,
   variables,
   worker_pool,
+  worker_states,
 )
 from tf_strategies.strategies.parameter_server import journal as journal_lib
 from tf_strategies.strategies.parameter_server import options as options_lib
@@ -198,8 +199,9 @@ class Recovery:
       )
     for name, variable in named.items():
       array = arrays[name]
-      is_part = model_state.has_parts(variable)
-      variable.assign(array[0] if is_part else array)
+      if not worker_states.write(variable, array):
+        is_part = model_state.has_parts(variable)
+        variable.assign(array[0] if is_part else array)
     return found
 
   def with_recovery(self, action: Callable[[], _T]) -> _T:
@@ -328,5 +330,8 @@ def _read(variable: Any) -> np.ndarray:
 
   A worker is the only replica of its step, so there is one part.
   """
+  array = worker_states.read(variable)
+  if array is not None:
+    return array
   array = np.asarray(variable.numpy())
   return array[None] if model_state.has_parts(variable) else array

@@ -136,7 +136,9 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
       registry,
       self._drained,
       self.engine.reports.forget,
+      self.engine.local,
     )
+    self.engine.local.settle = self.settle
     tf.distribute.Strategy.__init__(self, implementation)
     self._should_use_with_coordinator = True
     self._canonicalize_devices = False
@@ -159,17 +161,16 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
 
   def _make_engine(self, journal) -> engine_lib.Engine:
     arguments = (self._pool, journal, self.recovery)
+    options = {'in_replica': lambda fn: training.in_replica(self, fn)}
     if self.options.mode == 'bounded':
       return engine_lib.BoundedEngine(
-        *arguments, max_staleness=self.options.max_staleness
+        *arguments, max_staleness=self.options.max_staleness, **options
       )
     if self.options.mode == 'sync':
       return sync_engine.SyncEngine(
-        *arguments,
-        backup_workers=self.options.backup_workers,
-        in_replica=lambda fn: training.in_replica(self, fn),
+        *arguments, backup_workers=self.options.backup_workers, **options
       )
-    return engine_lib.Engine(*arguments)
+    return engine_lib.Engine(*arguments, **options)
 
   def run(self, fn, args=(), kwargs=None, options=None):
     """As `tf.distribute.Strategy.run`; Keras's steps go to the workers."""
@@ -237,12 +238,28 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     """
     if step.trains and model is not None:
       self.track(**model_state.state_of(model))
+    before = self.engine.local.begun
     report = self.recovery.with_recovery(lambda: self.engine.begin(step, work))
     if step.trains:
+      begun = len(work)
+      if step.local is not None:
+        # A run that goes on from a checkpoint reads again what waits for others.
+        begun = self.engine.local.begun - before
       source = getattr(work, 'source', None)
-      if self.recovery.note_begun(len(work), source) and may_save:
+      if self.recovery.note_begun(begun, source) and may_save:
         self.save()
     return report
+
+  def settle(self) -> None:
+    """Has workers that train apart (`tfs.keras.LocalSteps`) meet now.
+
+    `fit` does so at the end of an epoch, `evaluate` and `predict` before they begin.
+    """
+    before = self.engine.local.begun
+    self.recovery.with_recovery(self.engine.local.end)
+    begun = self.engine.local.begun - before
+    if begun and self.recovery.note_begun(begun):
+      self.save()
 
   def track(self, **objects: Any) -> None:
     """Says what checkpoints hold, for a custom loop; `fit` says it by itself.

@@ -38,7 +38,7 @@ class SyncEngine(engine_lib.Engine):
     backup_workers: int,
     in_replica: Callable[[Callable], Callable],
   ):
-    super().__init__(*args)
+    super().__init__(*args, in_replica=in_replica, meets=True)
     self._backup_workers = backup_workers
     self._in_replica = in_replica
     self._free_slots: dict[str, list[microbatch.Slots]] = {}
@@ -163,7 +163,7 @@ class SyncEngine(engine_lib.Engine):
         "use mode='async'",
       )
     count, discovery = len(chosen), chosen[0].discovery
-    return self._cached(
+    return self.cached(
       (step, 'apply', layouts[0].key, count),
       lambda: microbatch.ApplyFunction(
         step, layouts[0], count, discovery, self._in_replica
@@ -173,7 +173,7 @@ class SyncEngine(engine_lib.Engine):
   def microbatch_function(self, step, layout):
     """The function for a microbatch, and its discovery."""
     discovery = self.discover(step, layout.traced_structure)
-    return self._cached(
+    return self.cached(
       (step, 'microbatch', layout.key),
       lambda: microbatch.MicrobatchFunction(step, layout, discovery),
     ), discovery

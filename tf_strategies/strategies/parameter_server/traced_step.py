@@ -129,17 +129,12 @@ class TracedStep:
 
   def _fetch(self) -> dict[int, tf.Tensor]:
     """Reads all variables that the step needs, by server."""
-    by_server = collections.defaultdict(list)
-    for key, variable in self.access.reads.items():
-      if key not in self.access.nested_writes:
-        by_server[variable.server].append((key, variable))
-    found = {}
-    for variables in by_server.values():
-      with tf.device(variables[0][1].device):
-        values = [v.read_value() for _, v in variables]
-      values = packing.send(values, None, variables[0][1].device)
-      found.update(zip([key for key, _ in variables], values, strict=True))
-    return found
+    variables = [
+      variable
+      for key, variable in self.access.reads.items()
+      if key not in self.access.nested_writes
+    ]
+    return dict(zip(map(id, variables), fetch(variables), strict=True))
 
   def is_nested(self) -> bool:
     """Whether the trace is inside of a branch or a loop of the step."""
@@ -413,6 +408,20 @@ class TracedStep:
 
     with tf.control_dependencies(after):
       return self.on_server(server, write_all, ticket, is_last)
+
+
+def fetch(variables: Sequence[Any]) -> list[tf.Tensor]:
+  """Reads variables, the small ones of a server in one message."""
+  by_server = collections.defaultdict(list)
+  for variable in variables:
+    by_server[variable.server].append(variable)
+  found = {}
+  for there in by_server.values():
+    with tf.device(there[0].device):
+      values = [v.read_value() for v in there]
+    values = packing.send(values, None, there[0].device)
+    found.update(zip(map(id, there), values, strict=True))
+  return [found[id(v)] for v in variables]
 
 
 _READS = frozenset(

@@ -8,7 +8,10 @@ from typing import Any
 import tensorflow as tf
 
 from tf_strategies import _tf_internal, errors
-from tf_strategies.strategies.parameter_server import traced_step
+from tf_strategies.strategies.parameter_server import (
+  copied_variables,
+  traced_step,
+)
 
 
 def server_device(server: int) -> str:
@@ -40,10 +43,19 @@ class ServerVariable(_tf_internal.ResourceVariable):
   ):
     self.server = server
     self.is_lost = False
+    # What workers have of their own of it (`WorkerStates`); None for most variables.
+    self.states = None
     self._drained = drained or (lambda action: action())
     self._on_write = on_write or (lambda: None)
     with tf.device(server_device(server)):
       super().__init__(**kwargs)
+
+  @property
+  def handle(self):
+    """Of the variable, or of a worker's copy in a step that has one."""
+    copies = copied_variables.current()
+    copy = None if copies is None else copies.handle_of(self)
+    return self._handle if copy is None else copy
 
   @property
   def is_counter(self) -> bool:
@@ -68,8 +80,13 @@ class ServerVariable(_tf_internal.ResourceVariable):
           return _tf_internal.read_from_copy(self, copy)
     elif tf.executing_eagerly():
       read = super()._read_variable_op
-      return self._drained(lambda: _fetched(read(no_copy)))
+      return self._drained(lambda: self._of_workers(lambda: read(no_copy)))
     return super()._read_variable_op(no_copy)
+
+  def _of_workers(self, read: Callable[[], tf.Tensor]) -> tf.Tensor:
+    """What workers have, as one value, or what the server has."""
+    value = None if self.states is None else self.states.mean(self)
+    return _fetched(read() if value is None else tf.constant(value))
 
   def _write_drained(self, write):
     """A write of the coordinator, after what it has scheduled."""
@@ -77,6 +94,8 @@ class ServerVariable(_tf_internal.ResourceVariable):
     def write_now():
       self._on_write()
       self.is_lost = False
+      if self.states is not None:
+        self.states.forget(self)
       return write()
 
     return self._drained(write_now)
@@ -124,6 +143,7 @@ class ServerVariable(_tf_internal.ResourceVariable):
       )
     else:
       delta = self.addition_of(value)
+      _note_write(self, adds=delta is not None)
       if delta is not None:
         return super().assign_add(delta, use_locking, name, read_value)
     return super().assign(value, use_locking, name, read_value)
@@ -162,6 +182,7 @@ class ServerVariable(_tf_internal.ResourceVariable):
       return self._write_in_unit(step, lambda: write(delta, **options))
     elif tf.executing_eagerly():
       return self._write_drained(lambda: write(delta, **options))
+    _note_write(self, adds=True)
     return write(delta, **options)
 
   def sparse_read(self, indices, name=None):
@@ -219,6 +240,12 @@ def _fetched(value: tf.Tensor) -> tf.Tensor:
     return tf.identity(value)
 
 
+def _note_write(variable: ServerVariable, adds: bool) -> None:
+  copies = copied_variables.current()
+  if copies is not None:
+    copies.note_write(variable, adds)
+
+
 def _sparse_write(name: str):
   method = getattr(_tf_internal.ResourceVariable, name)
 
@@ -229,6 +256,7 @@ def _sparse_write(name: str):
       return self._write_drained(lambda: method(self, *args, **kwargs))
     step = traced_step.current()
     if step is None:
+      _note_write(self, adds=False)
       return method(self, *args, **kwargs)
     return self._write_in_unit(step, lambda: method(self, *args, **kwargs))
 

@@ -86,13 +86,14 @@ def discover(
   run_step: Callable[[Any], Any],
   structure: Any,
   is_share: bool = False,
+  look: Any = None,
 ) -> Discovery:
-  """Traces a step once, only to look.
+  """Traces a step once, only to look: at what `look` looks at while it is traced.
 
   Raises:
     ScopeError: it writes a variable that is on no server.
   """
-  look = traced_step.TracedStep(is_share=is_share)
+  look = look or traced_step.TracedStep(is_share=is_share)
   found = {}
 
   def trace(*flat):

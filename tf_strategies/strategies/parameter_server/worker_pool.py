@@ -109,6 +109,8 @@ class WorkerPool:
     self.lock = threading.Condition()
     # Lost workers, and the generation of connections in which each was lost.
     self.lost: dict[int, int] = {}
+    # How often each worker was lost, and with it all that it had.
+    self.deaths = dict.fromkeys(self.workers, 0)
     self._liveness = liveness
     self._max_waiting = max_waiting or len(workers)
     self._timeout = timeout_seconds
@@ -129,6 +131,11 @@ class WorkerPool:
         name=f'tfs-worker-{worker}',
         daemon=True,
       ).start()
+
+  @property
+  def attempt(self) -> int:
+    """That of tasks which are submitted now; those of an earlier one are dropped."""
+    return self._attempt
 
   def submit(self, task: Task) -> None:
     """Adds a task, or raises what an earlier one failed with."""
@@ -363,6 +370,7 @@ class WorkerPool:
     )
     with self.lock:
       self.lost[worker] = self._liveness.generation
+      self.deaths[worker] += 1
     task.losses += 1
     if task.losses >= _MAX_LOSSES:
       found = errors.WorkerUnavailableError(

@@ -1,0 +1,94 @@
+"""A worker's copies of servers' variables: all that a step does is done to them."""
+
+import tensorflow as tf
+from absl.testing import parameterized
+
+from tests import virtual_devices
+from tests.strategies.parameter_server import local_servers
+from tf_strategies import errors
+from tf_strategies.strategies.parameter_server import copied_variables
+
+virtual_devices.configure()
+
+
+def _concrete(function, *specs):
+  return tf.function(function, autograph=False).get_concrete_function(*specs)
+
+
+class CopiesTest(tf.test.TestCase, parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    self.enter_context(local_servers.on_local_devices())
+
+  def _run(self, variable, step, value, calls=2):
+    """What a step makes of a copy, in each of some calls of one function."""
+
+    def trace(value):
+      copies = copied_variables.Copies([variable], [value])
+      with copies.tracing():
+        step()
+      return copies.take_values()
+
+    function = _concrete(trace, tf.TensorSpec(value.shape, value.dtype))
+    return [function(value)[0].numpy().tolist() for _ in range(calls)]
+
+  def test_branches_loops_and_rows(self):
+    variable = local_servers.variable(0, [1.0, 2.0, 3.0])
+
+    def step():
+      tf.cond(
+        variable[0] > 5.0,
+        lambda: variable.assign(variable * 2.0).value(),
+        lambda: variable.assign_add([9.0, 9.0, 9.0]).value(),
+      )
+      tf.while_loop(
+        lambda i: i < 3,
+        lambda i: (variable.assign_add([1.0, 0.0, 0.0]).value(), i + 1)[1:],
+        [0],
+      )
+      variable.scatter_add(tf.IndexedSlices([0.5], [2]))
+
+    found = self._run(variable, step, tf.constant([10.0, 20.0, 30.0]))
+    # The same in each call: a copy lives for one.
+    self.assertEqual(found, [[23.0, 40.0, 60.5]] * 2)
+    self.assertAllEqual(variable, [1.0, 2.0, 3.0])
+
+  def test_gradient_is_that_of_the_copy(self):
+    variable = local_servers.variable(0, 3.0)
+
+    def step():
+      with tf.GradientTape() as tape:
+        loss = variable * variable
+      variable.assign_sub(tape.gradient(loss, variable))
+
+    self.assertEqual(self._run(variable, step, tf.constant(5.0)), [-5.0] * 2)
+
+  def test_looks_what_is_written_and_how(self):
+    read, added, assigned = (
+      local_servers.variable(0, float(i)) for i in range(3)
+    )
+    look = copied_variables.Copies()
+
+    def trace():
+      with look.tracing():
+        added.assign(added + read)
+        assigned.assign(read * 2.0)
+
+    _concrete(trace)
+    self.assertCountEqual(
+      map(id, look.variables), map(id, (added, read, assigned))
+    )
+    self.assertEqual(look.added, {id(added)})
+    self.assertEqual(look.assigned, {id(assigned)})
+
+  def test_function_of_its_own_is_refused(self):
+    variable = local_servers.variable(0, 3.0)
+    inner = tf.function(lambda: variable * 2.0, autograph=False)
+    with self.assertRaisesRegex(
+      errors.UnsupportedOptionError, 'a tf.function .*remove the decorator'
+    ):
+      self._run(variable, inner, tf.constant(5.0))
+
+
+if __name__ == '__main__':
+  tf.test.main()

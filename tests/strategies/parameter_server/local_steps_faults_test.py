@@ -1,0 +1,138 @@
+"""LocalSteps on parameter servers: deaths, resuming, and bytes on the wire."""
+
+import dataclasses
+import functools
+import os
+import pathlib
+import tempfile
+import time
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from absl.testing import parameterized
+
+from tests import parameter_servers, tiers
+from tests.strategies.multi_worker import local_steps_workers as workers_lib
+from tests.strategies.multi_worker.local_steps_workers import Job
+from tests.strategies.parameter_server import local_steps_programs as programs
+
+pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
+
+_NESTEROV = ('SGD', {'learning_rate': 0.7, 'momentum': 0.9, 'nesterov': True})
+_ADAM = ('Adam', {'learning_rate': 0.01})
+# 16 batches an epoch, of which 8 are a unit.
+_LONG = Job(8, rows=192, batch=12, epochs=2, inner=_ADAM, outer=_NESTEROV)
+_STEPS = 32
+
+
+def _largest(a, b):
+  return max(np.max(np.abs(x - y)) for x, y in zip(a, b, strict=True))
+
+
+class ResumeTest(tf.test.TestCase):
+  def test_goes_on_with_the_bits_of_each_worker(self):
+    with (
+      tempfile.TemporaryDirectory() as directory,
+      parameter_servers.Job(num_workers=2, num_ps=2) as job,
+    ):
+      trained = Job(4, rows=121, inner=_ADAM, outer=_NESTEROV)
+      found = job.run(programs.interrupt_and_resume, (trained, directory))
+    self.assertNotIn('interrupted', found)
+    whole, resumed = found['whole'], found['resumed']
+    self.assertEqual(_largest(whole['weights'], resumed['weights']), 0)
+    for a, b in zip(whole['state'], resumed['state'], strict=True):
+      np.testing.assert_array_equal(a, b)
+    # It was saved after the first 4 batches of the second epoch, or before them.
+    self.assertEqual(whole['steps'], 22)
+    self.assertIn(resumed['steps'], (7, 11))
+
+
+class KillTest(tf.test.TestCase, parameterized.TestCase):
+  @tiers.named_parameters(
+    ('sgd', dataclasses.replace(_LONG, inner=Job(8).inner), 'sync'),
+    tiers.full('adam', _LONG, 'sync'),
+    tiers.full('async', _LONG, 'async'),
+  )
+  def test_worker_that_dies_in_a_unit(self, trained, mode):
+    with (
+      tempfile.TemporaryDirectory() as directory,
+      parameter_servers.Job(num_workers=2, num_ps=2) as job,
+    ):
+      progress = os.path.join(directory, 'progress')
+      arguments = trained, mode, progress, {}
+      job.start_chief(programs.train_while_others_die, arguments)
+      # A unit has just begun.
+      _wait_for(progress, 24 if mode == 'sync' else 16, job)
+      killed_at = time.time()
+      job.kill('worker', 1)
+      job.start('worker', 1)
+      weights, rows, report, logged, began = job.wait().result()
+    if mode == 'sync':  # Elsewhere it may be another worker's turn.
+      # In the middle of a unit, which failed.
+      [(worker, begin, end)] = [unit for unit in began if unit[2] is not None]
+      self.assertEqual(worker, 1)
+      self.assertBetween(killed_at, begin, end)
+      self.assertEqual(report['lost_states'], 1)
+      self.assertRegex(
+        ' '.join(logged), 'with the state of its inner optimizer'
+      )
+    logged = ' '.join(logged)
+    self.assertIn('worker 1', logged)
+    self.assertIn('was lost', logged)
+    # Each batch counts once, and each row of the last epoch.
+    self.assertEqual(report['steps'], _STEPS)
+    self.assertEqual(rows, trained.rows)
+    if trained.inner[0] == 'SGD':
+      # It has no state but its steps, which are the others': nothing is lost.
+      expected = workers_lib.simulate(trained, 2)
+      self.assertLess(_largest(weights, expected), 1e-6)
+
+  @pytest.mark.full
+  def test_server_that_dies(self):
+    with (
+      tempfile.TemporaryDirectory() as directory,
+      parameter_servers.Job(num_workers=2, num_ps=2) as job,
+    ):
+      progress = os.path.join(directory, 'progress')
+      options = {'checkpoint_dir': directory, 'checkpoint_steps': 16}
+      arguments = _LONG, 'sync', progress, options
+      job.start_chief(programs.train_while_others_die, arguments)
+      _wait_for(progress, 26, job)
+      job.kill('ps', 1)
+      job.start('ps', 1)
+      _, _, report, *_ = job.wait().result()
+    [recovery] = report['recoveries']
+    # Of the units since the checkpoint; workers' states are those of it.
+    self.assertIn(recovery['lost_steps'], (8, 16))
+    self.assertEqual(report['iterations'], _STEPS - recovery['lost_steps'])
+
+
+def _wait_for(path, batches, job, seconds=90):
+  ends_at = time.monotonic() + seconds
+  while time.monotonic() < ends_at:
+    if os.path.exists(path) and int(pathlib.Path(path).read_text()) >= batches:
+      return
+    assert job.is_alive('chief', 0), 'the chief has ended'
+    time.sleep(0.01)
+  raise AssertionError(f'{batches} batches were not reached')
+
+
+class BytesTest(tf.test.TestCase):
+  def test_bytes_are_those_of_fewer_meetings(self):
+    with tempfile.TemporaryDirectory() as directory:
+      serve = functools.partial(programs.serve_and_count, directory)
+      with parameter_servers.Job(2, 2, serve=serve) as job:
+        paths = [os.path.join(directory, str(i)) for i in range(2)]
+        found, parameters = job.run(
+          programs.bytes_of_epochs, ((0, 4, 16), paths)
+        )
+    # 32 steps; two workers fetch the parameters and send as much.
+    for every, sent in found.items():
+      expected = 4 * parameters * (32 // (every or 1))
+      self.assertBetween(sent / expected, 0.95, 1.15, f'every={every}')
+    self.assertBetween(found[0] / found[16], 13, 17)
+
+
+if __name__ == '__main__':
+  tf.test.main()
