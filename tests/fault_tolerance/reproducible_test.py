@@ -6,6 +6,7 @@ import random
 import tempfile
 import time
 
+import keras
 import pytest
 import tensorflow as tf
 from absl.testing import parameterized
@@ -136,7 +137,9 @@ class ReproducibleElasticTest(tf.test.TestCase, parameterized.TestCase):
     *tiers.every(tiers.soak, [(f'part_{i}', i) for i in range(20 // _KILLS)])
   )
   def test_20_kills(self, part):
-    seed = int(os.environ.get('TFS_SEED', random.randrange(10**6)))
+    # TensorFlow's test case gives `random` the same seed in every run.
+    drawn = random.SystemRandom().randrange(10**6)
+    seed = int(os.environ.get('TFS_SEED', drawn))
     print(f'TFS_SEED={seed}')
     chance = random.Random(f'{seed} {part}')
     # Far more than are done until the last kill.
@@ -167,6 +170,26 @@ class ReproducibleElasticTest(tf.test.TestCase, parameterized.TestCase):
         tfs.ElasticOptions(batch='per_replica'),
         ring=tfs.RingOptions(reproducible=True),
       )
+
+  def test_random_numbers_that_a_process_counts_are_refused(self):
+    """A worker that comes back would draw others."""
+    keras.utils.set_random_seed(1)
+    batches = tf.data.Dataset.from_tensors((tf.ones([4, 3]), tf.ones([4, 1])))
+
+    def train(job):
+      with job.strategy.scope():
+        noise = keras.layers.Lambda(lambda x: x + tf.random.normal(tf.shape(x)))
+        model = keras.Sequential(
+          [keras.layers.Input([3]), noise, keras.layers.Dense(1)]
+        )
+        model.compile('sgd', 'mse')
+      job.restore(model)
+      job.fit(model, lambda *_: batches, 1, 1, verbose=0)
+
+    with self.assertRaisesRegex(
+      errors.UnsupportedOptionError, 'tfs.elastic.run.*SeedGenerator'
+    ):
+      tfs.elastic.run(train, ring=tfs.RingOptions(reproducible=True))
 
 
 if __name__ == '__main__':
