@@ -143,7 +143,7 @@ class ReproducibleElasticTest(tf.test.TestCase, parameterized.TestCase):
     print(f'TFS_SEED={seed}')
     chance = random.Random(f'{seed} {part}')
     # Far more than are done until the last kill.
-    epochs = 240
+    epochs = 120
     want = _want(epochs)
     began = time.monotonic()
     with _Workers(epochs, 800, 1.0) as workers:

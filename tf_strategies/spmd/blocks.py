@@ -16,13 +16,13 @@ class Block:
     level: the number of meetings before.
     turn: the number of other blocks of this level that have to run before.
     key: the sites, and whether the nodes are deferred, the same at every site,
-      compiled by XLA, and apart from those that use rows.
+      and compiled by XLA.
     nodes: in an order in which they can run.
   """
 
   level: int
   turn: int
-  key: tuple[tuple[Site, ...], bool, bool, bool, bool]
+  key: tuple[tuple[Site, ...], bool, bool, bool]
   nodes: list[Node] = dataclasses.field(default_factory=list)
 
   @property

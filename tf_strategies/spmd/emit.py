@@ -201,15 +201,11 @@ class Emitter:
       is_shared = not decision.emit_together and actions.is_alike(
         decision.bodies.values(), sites
       )
-      # What is whole never shares a program with what is split: where each replica
-      # has one shard their sites are the same, and XLA would round otherwise.
-      is_apart = self._replicas[0].adds_in_order and self._is_whole(node)
       key = (
         sites,
         node in plan.deferred,
         is_shared,
         is_shared and self._is_compiled(node),
-        is_apart,
       )
       level, turn = plan.levels[node], 0
       for block in (places[n] for n in before):

@@ -77,6 +77,17 @@ def _sharded(base, num_shards):
 class _Step(whole_batch.Step):
   """Builds a model's step, if nothing in it differs between two runs of it."""
 
+  def __init__(self, extended, kind: str, compiles: bool = False):
+    # What XLA fuses, and so rounds, depends on what else is in its program, which is
+    # not the same for any number of shards and workers.
+    if compiles:
+      raise errors.UnsupportedOptionError(
+        'jit_compile=True with reproducible',
+        'steps that XLA does not compile: it rounds by what else it compiles',
+        'compile(..., jit_compile=False), or leave out reproducible',
+      )
+    super().__init__(extended, kind)
+
   def _plan(self, *args, **kwargs):
     planned = super()._plan(*args, **kwargs)
     _, num_workers = self._extended.place()
