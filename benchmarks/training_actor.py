@@ -16,7 +16,7 @@ from tf_strategies import process_group
 
 
 class BlockClock(keras.callbacks.Callback):
-  """Notes the time after each block of steps.
+  """Notes the time, and this process's CPU time, after each block of steps.
 
   Args:
     steps: of a block.
@@ -26,15 +26,21 @@ class BlockClock(keras.callbacks.Callback):
     super().__init__()
     self._steps = steps
     self._times: list[float] = []
+    self._cpu_times: list[float] = []
 
   def on_train_batch_end(self, batch, logs=None):
     """Notes the time at the end of a block."""
     if (batch + 1) % self._steps == 0:
       self._times.append(time.perf_counter())
+      self._cpu_times.append(time.process_time())
 
   def seconds(self) -> list[float]:
     """Returns the seconds a step of each block but the first, the warm-up."""
     return (np.diff(self._times) / self._steps).tolist()
+
+  def cpu_seconds(self) -> list[float]:
+    """Returns the same of the CPU time, of all threads together."""
+    return (np.diff(self._cpu_times) / self._steps).tolist()
 
 
 class Actor:
@@ -102,8 +108,8 @@ class Actor:
         None to look at nothing but the clock.
 
     Returns:
-      `seconds` a step of each block, the mean `loss` of all steps, and how many
-      `bytes_sent` a step, where that is counted.
+      `seconds` and `cpu_seconds` a step of each block, the mean `loss` of all steps,
+      and how many `bytes_sent` a step, where that is counted.
     """
     model, rows = self._models[peer], self._rows[peer]
     width = model.input_shape[-1]
@@ -127,6 +133,7 @@ class Actor:
     )
     return {
       'seconds': clock.seconds(),
+      'cpu_seconds': clock.cpu_seconds(),
       'loss': float(history.history['loss'][-1]),
       'bytes_sent': group
       and (group.bytes_sent - sent) / ((1 + blocks) * steps),

@@ -12,7 +12,8 @@ of the reduction is hidden. The limits are one device alone, on the whole batch
 and on one worker's part of it: no communication at all.
 
 Peers run one after the other, in several rounds; the others' processes are idle
-meanwhile. A sample is the mean step of a block. After the first round the
+meanwhile. A sample is the mean step of a block. The CPU time of a step, which a busy
+machine changes less, is the mean of the workers. After the first round the
 losses of all peers and ranks must agree.
 
 With --link_rate the workers run on hosts of their own (see
@@ -105,6 +106,7 @@ class Training:
   Attributes:
     parameter_bytes: of the model.
     bytes_sent: by the busiest rank in a step, by peer; None if nobody counts.
+    cpu_seconds: of a worker in a step, by peer, of each block.
   """
 
   def __init__(
@@ -118,6 +120,7 @@ class Training:
     self._addresses: dict[str, list[str]] = {}
     self.parameter_bytes = 0
     self.bytes_sent: dict[str, float | None] = {}
+    self.cpu_seconds: dict[str, list[float]] = {}
     for peer in peers:
       if peer.strategy not in self._pools:
         self._pools[peer.strategy] = stack.enter_context(
@@ -145,6 +148,10 @@ class Training:
     )
     sent = [f['bytes_sent'] for f in found if f['bytes_sent'] is not None]
     self.bytes_sent[peer.name] = max(sent, default=None)
+    cpu_by_rank = [f['cpu_seconds'] for f in found]
+    self.cpu_seconds.setdefault(peer.name, []).extend(
+      sum(block) / len(block) for block in zip(*cpu_by_rank, strict=True)
+    )
     by_rank = [f['seconds'] for f in found]
     seconds = [max(block) for block in zip(*by_rank, strict=True)]
     return seconds, [f['loss'] for f in found]
@@ -217,6 +224,11 @@ def run(peers: Sequence[training_peers.Peer]) -> dict[str, Any]:
         seconds[name] += samples
       if number == 1:
         training_peers.check_losses(losses)
+    # Before what is monitored.
+    cpu = {
+      name: measure.Spread.of(samples).median_ms
+      for name, samples in training.cpu_seconds.items()
+    }
     monitored = {}
     if _TIMELINE.value:
       _progress('once more, for the timelines')
@@ -228,6 +240,7 @@ def run(peers: Sequence[training_peers.Peer]) -> dict[str, Any]:
     'results': [
       {
         **_record(peer, seconds, training.parameter_bytes, link),
+        'median_cpu_ms': cpu[peer.name],
         'monitored_median_ms': monitored.get(peer.name),
         'megabytes_sent': _megabytes(training.bytes_sent[peer.name]),
       }
@@ -259,7 +272,7 @@ def _record(peer, seconds, parameter_bytes, link) -> dict[str, Any]:
       spread.median_ms
       / measure.Spread.of(seconds[training_peers.REFERENCE]).median_ms
     )
-  if peer.strategy in ('ring', 'collective'):
+  if peer.strategy in ('ring', 'ring_reproducible', 'collective'):
     predicted = 1e3 * process_results.predicted_seconds(
       _NUM_WORKERS.value, _travelling(peer), link
     )
@@ -288,6 +301,7 @@ def table(records: Sequence[Mapping[str, Any]]) -> str:
     'p10 ms': 'p10_ms',
     'p90 ms': 'p90_ms',
     f'to {training_peers.REFERENCE}': f'ratio_to_{training_peers.REFERENCE}',
+    'CPU ms of a worker': 'median_cpu_ms',
     'reduce predicted ms': 'predicted_reduce_ms',
     'MB sent a step': 'megabytes_sent',
     'monitored ms': 'monitored_median_ms',

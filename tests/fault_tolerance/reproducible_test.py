@@ -1,21 +1,30 @@
 """Workers that die and come back leave no trace in any bit of the result."""
 
+import functools
 import os
 import random
 import tempfile
 import time
 
+import keras
 import pytest
 import tensorflow as tf
+from absl.testing import parameterized
 
 import tf_strategies as tfs
-from tests import processes, virtual_devices
+from tests import processes, tiers, virtual_devices
 from tests.strategies import reproducible_program
 from tf_strategies import errors
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
 
 virtual_devices.configure()
+
+
+_COUNT = 3
+# The soak test kills so often in each of four trainings: a single one with 20 kills
+# would take longer than a test may.
+_KILLS = 5
 
 
 class _Workers:
@@ -26,7 +35,7 @@ class _Workers:
     options = tfs.ElasticOptions(min_workers=1, window_seconds=1)
     self.processes = processes.Workers(
       reproducible_program.train_elastically,
-      3,
+      _COUNT,
       args=(options, self._directory.name, epochs, seconds_a_step),
       deadline=deadline,
     )
@@ -57,6 +66,21 @@ class _Workers:
       time.sleep(0.01)
     return True
 
+  def wait_for_training(self, count: int) -> list[int]:
+    """Waits until so many workers train; which do, since they began.
+
+    Raises:
+      AssertionError: one has ended.
+    """
+    while True:
+      ranks = range(_COUNT)
+      if ended := [r for r in ranks if not self.processes.is_alive(r)]:
+        raise AssertionError(f'workers {ended} ended: {self.processes.wait()}')
+      training = [r for r in ranks if self.steps(r)]
+      if len(training) >= count:
+        return training
+      time.sleep(0.01)
+
   def hurry(self) -> None:
     """Lets steps take as long as they take from now on."""
     with open(
@@ -75,14 +99,16 @@ class _Workers:
     self._directory.cleanup()
 
 
-class ReproducibleElasticTest(tf.test.TestCase):
-  def want(self, epochs):
-    """What one process, in which nothing happens, ends with."""
-    strategy = tfs.RingMirroredStrategy(
-      virtual_devices.names(1), reproducible=reproducible_program.ELASTIC_SHARDS
-    )
-    return reproducible_program.train_alone(strategy, epochs)
+@functools.cache
+def _want(epochs):
+  """What one process, in which nothing happens, ends with."""
+  strategy = tfs.RingMirroredStrategy(
+    virtual_devices.names(1), reproducible=reproducible_program.ELASTIC_SHARDS
+  )
+  return reproducible_program.train_alone(strategy, epochs)
 
+
+class ReproducibleElasticTest(tf.test.TestCase, parameterized.TestCase):
   def assert_digests(self, outcomes, want):
     """All that are left have the same bits, and were in several groups."""
     for outcome in outcomes:
@@ -95,7 +121,7 @@ class ReproducibleElasticTest(tf.test.TestCase):
 
   def test_kills_and_returns(self):
     epochs = 80
-    want = self.want(epochs)
+    want = _want(epochs)
     with _Workers(epochs, 280, 0.5) as workers:
       # The chief, which comes back, and one that does not.
       self.assertTrue(workers.kill(0, 3, restarts=True))
@@ -107,24 +133,33 @@ class ReproducibleElasticTest(tf.test.TestCase):
     self.assertGreater(len(sizes[0]), 1)
     self.assertEqual(sizes[1][-1], 2)
 
-  @pytest.mark.soak
-  def test_20_kills(self):
-    seed = int(os.environ.get('TFS_SEED', random.randrange(10**6)))
+  @tiers.named_parameters(
+    *tiers.every(tiers.soak, [(f'part_{i}', i) for i in range(20 // _KILLS)])
+  )
+  def test_20_kills(self, part):
+    # TensorFlow's test case gives `random` the same seed in every run.
+    drawn = random.SystemRandom().randrange(10**6)
+    seed = int(os.environ.get('TFS_SEED', drawn))
     print(f'TFS_SEED={seed}')
-    chance = random.Random(seed)
-    epochs = 1000
-    want = self.want(epochs)
-    with _Workers(epochs, 3000, 0.5) as workers:
-      for i in range(20):
-        victim = chance.randrange(3)
-        self.assertTrue(
-          workers.kill(victim, chance.randrange(1, 5), restarts=True),
-          f'kill {i}',
-        )
-        time.sleep(chance.uniform(0, 4))
+    chance = random.Random(f'{seed} {part}')
+    # Far more than are done until the last kill.
+    epochs = 120
+    want = _want(epochs)
+    began = time.monotonic()
+    with _Workers(epochs, 800, 1.0) as workers:
+      for i in range(_KILLS):
+        # Somebody keeps the state, who may be one that has come back.
+        victim = chance.choice(workers.wait_for_training(2))
+        time.sleep(chance.uniform(0, 2))
+        self.assertTrue(workers.kill(victim, 1, restarts=True))
+        print(f'kill {i}: {victim}, {time.monotonic() - began:.0f} s')
+      workers.wait_for_training(_COUNT)
       workers.hurry()
       outcomes = workers.processes.wait()
-    self.assert_digests(outcomes, want)
+    print(f'ended after {time.monotonic() - began:.0f} s')
+    sizes = self.assert_digests(outcomes, want)
+    # The last one that came back was there at the end.
+    self.assertEqual({s[-1] for s in sizes}, {_COUNT})
 
   def test_batch_that_follows_the_workers_is_refused(self):
     with self.assertRaisesRegex(
@@ -135,6 +170,26 @@ class ReproducibleElasticTest(tf.test.TestCase):
         tfs.ElasticOptions(batch='per_replica'),
         ring=tfs.RingOptions(reproducible=True),
       )
+
+  def test_random_numbers_that_a_process_counts_are_refused(self):
+    """A worker that comes back would draw others."""
+    keras.utils.set_random_seed(1)
+    batches = tf.data.Dataset.from_tensors((tf.ones([4, 3]), tf.ones([4, 1])))
+
+    def train(job):
+      with job.strategy.scope():
+        noise = keras.layers.Lambda(lambda x: x + tf.random.normal(tf.shape(x)))
+        model = keras.Sequential(
+          [keras.layers.Input([3]), noise, keras.layers.Dense(1)]
+        )
+        model.compile('sgd', 'mse')
+      job.restore(model)
+      job.fit(model, lambda *_: batches, 1, 1, verbose=0)
+
+    with self.assertRaisesRegex(
+      errors.UnsupportedOptionError, 'tfs.elastic.run.*SeedGenerator'
+    ):
+      tfs.elastic.run(train, ring=tfs.RingOptions(reproducible=True))
 
 
 if __name__ == '__main__':

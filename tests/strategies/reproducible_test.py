@@ -116,6 +116,21 @@ class RefusalsTest(tf.test.TestCase, parameterized.TestCase):
     ):
       strategy.run(lambda: tf.constant(1.0))
 
+  def test_random_numbers_without_a_seed(self):
+    tf.random.set_seed(None)
+    with (
+      self.assertRaisesRegex(
+        errors.UnsupportedOptionError, 'RandomStandardNormal.*set_random_seed'
+      ),
+      _create('ring_mirrored', 2).scope(),
+    ):
+      noise = keras.layers.Lambda(lambda x: x + tf.random.normal(tf.shape(x)))
+      model = keras.Sequential(
+        [keras.layers.Input([3]), noise, keras.layers.Dense(1)]
+      )
+      model.compile('sgd', 'mse')
+      model.fit(np.ones([8, 3]), np.ones([8, 1]), verbose=0)
+
   def test_batches_that_were_distributed_before(self):
     strategy = _create('ring_mirrored', 2)
     with strategy.scope():

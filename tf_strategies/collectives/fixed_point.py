@@ -1,7 +1,7 @@
 """Sums of floats that are the same to the bit in any order and any grouping.
 
-Floats become integers that share one exponent for each block of 256 values: that
-of the block's largest magnitude among all terms. Integers add up exactly, so it
+Floats become integers that share one exponent for each block of 256 values (see
+`block_length`): that of the block's largest magnitude among all terms. Integers add up exactly, so it
 does not matter who adds what first. So a sum takes two reductions, of `exponents`
 by maximum and of what `encode` returns by addition; `decode` rounds once.
 
@@ -38,6 +38,9 @@ from tf_strategies import errors
 
 # Values that share an exponent; it adds 0.1% to what travels.
 BLOCK_LENGTH = 256
+# Values: from here on the last block of a tensor has to be as long as the others, or
+# all of them are copied.
+_LARGE = 1 << 18
 # Beyond these an integer would hold less than a float.
 MAX_TERMS = 128
 # Of numbers that are not finite, counted in the two halves of an integer.
@@ -120,6 +123,22 @@ def format_of(dtype: np.dtype) -> Format:
   return _FORMATS[name]
 
 
+def block_length(length: int) -> int:
+  """How many of so many values share an exponent.
+
+  Of many the length is a multiple of it, if one of the upper half of lengths is.
+
+  Example:
+
+    >>> block_length(1000), block_length(1 << 20), block_length(1250 * 1250)
+    (256, 256, 250)
+  """
+  if length < _LARGE:
+    return BLOCK_LENGTH
+  lengths = range(BLOCK_LENGTH, BLOCK_LENGTH // 2 - 1, -1)
+  return next((n for n in lengths if length % n == 0), BLOCK_LENGTH)
+
+
 def exponents(values: np.ndarray) -> np.ndarray:
   """The exponent of each block, of the format's `exponent` dtype."""
   form = format_of(values.dtype)
@@ -185,5 +204,5 @@ def add(terms: Sequence[np.ndarray]) -> np.ndarray:
 
 def _blocks(values: np.ndarray) -> np.ndarray:
   """One row for each block, the last of them filled up with zeros."""
-  padded = np.pad(values, (0, -len(values) % BLOCK_LENGTH))
-  return padded.reshape(-1, BLOCK_LENGTH)
+  block = block_length(len(values))
+  return np.pad(values, (0, -len(values) % block)).reshape(-1, block)

@@ -204,8 +204,11 @@ class ExactMirroredExtended(
     outputs = self._call_in_run(run, fn, args, kwargs)
     return self._trim(run, outputs)
 
+  # What builds a model's step.
+  _step_class = whole_batch.Step
+
   def _model_step(self, step):
-    return whole_batch.Step(self, step.kind, step.compiles)
+    return self._step_class(self, step.kind, step.compiles)
 
   def _trim(self, run, outputs):
     return empty_replicas.trim(run, outputs, self._devices)

@@ -28,11 +28,18 @@ def exact_dtype(dtype: tf.DType) -> tf.DType:
 
 def exponents(flat: tf.Tensor) -> tf.Tensor:
   """The exponent of each block of a flat tensor."""
-  form = _format_of(flat.dtype)
+  form, length = _format_of(flat.dtype), flat.shape[0]
+  find = functools.partial(_exponents, form, 1)
   if 'GPU' in flat.device:
     # TensorFlow takes the maximum of int32 on the host.
-    return _call(_exponents, form, 1, flat)
-  return _exponents(form, 1, flat)
+    find = functools.partial(_call, _exponents, form, 1)
+  tail = 0 if length is None else length % fixed_point.block_length(length)
+  if not tail:
+    return find(_blocks(flat))
+  # Without a copy of all that is in whole blocks.
+  block = fixed_point.block_length(length)
+  whole = tf.reshape(flat[:-tail], [-1, block])
+  return tf.concat([find(whole), find(flat[None, -tail:])], 0)
 
 
 def encode(
@@ -40,9 +47,11 @@ def encode(
 ) -> tf.Tensor:
   """The sum of some terms as integers, with the exponents of all terms."""
   form = _format_of(flats[0].dtype)
-  return _unless_special(
-    _encode, _encode_special, form, num_terms, exponents_of_all, *flats
+  rows = _unless_special(
+    *(_encode, _encode_special, form, num_terms, exponents_of_all),
+    *map(_blocks, flats),
   )
+  return _flat(rows, flats[0])
 
 
 def decode(
@@ -53,70 +62,60 @@ def decode(
 ) -> tf.Tensor:
   """The sum that the sum of all terms' integers stands for."""
   form = _format_of(dtype)
-  return _unless_special(
-    _decode, _decode_special, form, num_terms, exponents_of_all, integers
+  rows = _unless_special(
+    *(_decode, _decode_special, form, num_terms, exponents_of_all),
+    _blocks(integers),
   )
+  return _flat(rows, integers)
 
 
-def _exponents(form, num_terms, flat):
+# Of rows that are blocks: XLA makes no fast loops of flat tensors.
+
+
+def _exponents(form, num_terms, rows):
   del num_terms
-  length = flat.shape[0]
-  if length is None or length % BLOCK_LENGTH == 0:
-    return _exponents_of_rows(form, _blocks(flat))
-  # Without a copy of all that is in whole blocks.
-  whole = length - length % BLOCK_LENGTH
-  parts = [
-    _exponents_of_rows(form, _blocks(flat[:whole])),
-    _exponents_of_rows(form, flat[None, whole:]),
+  # The largest of positive numbers, or of negative ones, are those of the bits as
+  # integers with and without a sign. So no tensor with all magnitudes is made.
+  largest = [
+    tf.bitcast(tf.reduce_max(tf.bitcast(rows, dtype), 1), form.integer)
+    for dtype in (form.integer, f'u{form.integer.name}')
   ]
-  return tf.concat(parts, 0)
-
-
-def _exponents_of_rows(form, rows):
-  bits = tf.bitcast(rows, form.integer)
-  largest = tf.reduce_max(tf.bitwise.bitwise_and(bits, form.magnitude), 1)
+  magnitudes = [tf.bitwise.bitwise_and(n, form.magnitude) for n in largest]
   return tf.cast(
-    tf.bitwise.right_shift(largest, form.mantissa_bits), form.exponent
+    tf.bitwise.right_shift(tf.maximum(*magnitudes), form.mantissa_bits),
+    form.exponent,
   )
 
 
-def _encode(form, num_terms, exponents_of_all, *flats):
+def _encode(form, num_terms, exponents_of_all, *terms):
   shared = _shared(form, exponents_of_all, num_terms)
   scale = _power_of_2(form, form.to_scale(num_terms) - shared)
-  total = sum(
-    tf.cast(tf.round(_blocks(flat) * scale), form.integer) for flat in flats
-  )
-  return _flat(total, flats[0])
+  return sum(tf.cast(tf.round(rows * scale), form.integer) for rows in terms)
 
 
-def _encode_special(form, num_terms, exponents_of_all, *flats):
-  rows = [_blocks(flat) for flat in flats]
+def _encode_special(form, num_terms, exponents_of_all, *terms):
   codes = sum(
     tf.cast(tf.math.is_nan(r) | (r > form.largest), form.integer)
     * fixed_point.ABOVE
     + tf.cast(tf.math.is_nan(r) | (r < -form.largest), form.integer)
     * fixed_point.BELOW
-    for r in rows
+    for r in terms
   )
   is_special = _is_special(form, exponents_of_all)[:, None]
-  finite = [
-    _flat(tf.where(is_special, tf.zeros([], r.dtype), r), flats[0])
-    for r in rows
-  ]
-  integers = _blocks(_encode(form, num_terms, exponents_of_all, *finite))
-  return _flat(tf.where(is_special, codes, integers), flats[0])
+  finite = [tf.where(is_special, tf.zeros([], r.dtype), r) for r in terms]
+  integers = _encode(form, num_terms, exponents_of_all, *finite)
+  return tf.where(is_special, codes, integers)
 
 
 def _decode(form, num_terms, exponents_of_all, integers):
   shared = _shared(form, exponents_of_all, num_terms)
   unit = _power_of_2(form, shared + form.to_unit(num_terms))
-  return _flat(tf.cast(_blocks(integers), form.dtype) * unit, integers)
+  return tf.cast(integers, form.dtype) * unit
 
 
 def _decode_special(form, num_terms, exponents_of_all, integers):
-  rows = _blocks(integers)
-  above = tf.bitwise.bitwise_and(rows, fixed_point.BELOW - 1) > 0
-  below = tf.bitwise.right_shift(rows, 16) > 0
+  above = tf.bitwise.bitwise_and(integers, fixed_point.BELOW - 1) > 0
+  below = tf.bitwise.right_shift(integers, 16) > 0
   plus, minus, nan = (
     tf.constant(float(name), form.dtype) for name in ('inf', '-inf', 'nan')
   )
@@ -124,8 +123,8 @@ def _decode_special(form, num_terms, exponents_of_all, integers):
     tf.not_equal(above, below), tf.where(above, plus, minus), nan
   )
   is_special = _is_special(form, exponents_of_all)[:, None]
-  sums = _blocks(_decode(form, num_terms, exponents_of_all, integers))
-  return _flat(tf.where(is_special, special, sums), integers)
+  sums = _decode(form, num_terms, exponents_of_all, integers)
+  return tf.where(is_special, special, sums)
 
 
 def _format_of(dtype: tf.DType) -> fixed_point.Format:
@@ -150,12 +149,14 @@ def _power_of_2(form, exponent):
 
 def _blocks(flat):
   """One row for each block, the last of them filled up with zeros."""
-  length = flat.shape[0]
+  length, block = flat.shape[0], BLOCK_LENGTH
   if length is None:
-    flat = tf.pad(flat, [[0, -tf.size(flat) % BLOCK_LENGTH]])
-  elif length % BLOCK_LENGTH:
-    flat = tf.pad(flat, [[0, -length % BLOCK_LENGTH]])
-  return tf.reshape(flat, [-1, BLOCK_LENGTH])
+    flat = tf.pad(flat, [[0, -tf.size(flat) % block]])
+  else:
+    block = fixed_point.block_length(length)
+    if length % block:
+      flat = tf.pad(flat, [[0, -length % block]])
+  return tf.reshape(flat, [-1, block])
 
 
 def _flat(rows, like):
@@ -166,34 +167,34 @@ def _flat(rows, like):
   return flat if flat.shape[0] == like.shape[0] else flat[: like.shape[0]]
 
 
-def _unless_special(compute, compute_any, form, num_terms, shared, *tensors):
+def _unless_special(compute, compute_any, form, num_terms, shared, *terms):
   """What `compute_any` returns, by `compute` where all terms are finite."""
-  if not _is_compiled(tensors[0]):
-    return compute_any(form, num_terms, shared, *tensors)
+  if not _is_compiled(terms[0]):
+    return compute_any(form, num_terms, shared, *terms)
   return tf.cond(
     tf.reduce_any(_is_special(form, shared)),
-    lambda: compute_any(form, num_terms, shared, *tensors),
-    lambda: _call(compute, form, num_terms, shared, *tensors),
+    lambda: compute_any(form, num_terms, shared, *terms),
+    lambda: _call(compute, form, num_terms, shared, *terms),
   )
 
 
-def _is_compiled(flat):
-  """Whether XLA makes one loop of what is computed over a tensor."""
-  return flat.shape[0] is not None and flat.shape[0] >= _COMPILED
+def _is_compiled(rows):
+  """Whether XLA makes one loop of what is computed over all blocks."""
+  return (rows.shape.num_elements() or 0) >= _COMPILED
 
 
 def _call(compute, form, num_terms, *tensors):
   if not _is_compiled(tensors[-1]):
     return compute(form, num_terms, *tensors)
-  length = tensors[-1].shape[0]
-  compiled = _compiled(compute, form, num_terms, len(tensors), length)
+  shape = tuple(tensors[-1].shape)
+  compiled = _compiled(compute, form, num_terms, len(tensors), shape)
   return compiled(*tensors)
 
 
 @functools.lru_cache(maxsize=1024)
-def _compiled(compute, form, num_terms, count, length):
+def _compiled(compute, form, num_terms, count, shape):
   """One function for each kind of call, which XLA compiles once."""
-  del count, length
+  del count, shape
   return tf.function(
     functools.partial(compute, form, num_terms),
     autograph=False,

@@ -17,6 +17,8 @@ from tf_strategies.strategies.mirrored import reducer as reducer_lib
 _SUM = tf.distribute.ReduceOp.SUM
 # Of a bucket between the devices of one process.
 _BUCKET_BYTES = 8 << 20
+# A last bucket of fewer has its exponents go with those of the one before.
+_REST_BYTES = 1 << 20
 
 
 class ShardExchange(emit.Exchange):
@@ -91,13 +93,16 @@ class ShardExchange(emit.Exchange):
   def _decode(self, integers, exponents, dtype):
     return fixed_point_ops.decode(integers, exponents, self._num_shards, dtype)
 
+  @property
+  def _bucket_bytes(self) -> int:
+    if self._communicator is None:
+      return _BUCKET_BYTES
+    return self._communicator.bucket_bytes
+
   def _pack(self, column):
-    bucket_bytes = _BUCKET_BYTES
-    if self._communicator is not None:
-      bucket_bytes = self._communicator.bucket_bytes
     return reducer_lib.pack(
       [tf.cast(t, fixed_point_ops.exact_dtype(t.dtype)) for t in column],
-      bucket_bytes,
+      self._bucket_bytes,
       block=fixed_point_ops.BLOCK_LENGTH,
     )
 
@@ -130,16 +135,14 @@ class ShardExchange(emit.Exchange):
     by_device: dict[int, list[_Shard]] = {}
     for shard in shards:
       by_device.setdefault(shard.site.replica, []).append(shard)
-    for i, bucket in enumerate(shards[0].buckets):
-      shared = None
-      if not bucket.dtype.is_integer:
-        shared = self._largest([s.exponents[i] for s in shards], i)
-      exponents.append(shared)
-      totals = []
-      for of_device in by_device.values():
-        with tf.device(of_device[0].site.device):
-          totals.append(self._total(of_device, i, shared))
-      yield totals
+    for group in groups_of(shards[0].buckets, self._bucket_bytes):
+      exponents += self._largest(shards, group)
+      for i in group:
+        totals = []
+        for of_device in by_device.values():
+          with tf.device(of_device[0].site.device):
+            totals.append(self._total(of_device, i, exponents[i]))
+        yield totals
 
   def _total(self, shards, i, shared):
     """What one device's shards have in a bucket, as integers."""
@@ -161,13 +164,33 @@ class ShardExchange(emit.Exchange):
         )
     return total
 
-  def _largest(self, exponents, i: int) -> tf.Tensor:
-    """The largest exponents of a bucket among all shards."""
-    with tf.device(self._local.devices[0]):
-      largest = functools.reduce(tf.maximum, exponents)
-    if self._communicator is None:
-      return largest
-    return self._communicator.combine(largest, 'max', f'exponents_{i}')
+  def _largest(self, shards, group) -> list[tf.Tensor | None]:
+    """The largest exponents of some buckets among all shards; None of integers."""
+    found: dict[int, tf.Tensor] = {}
+    for i in group:
+      if not shards[0].buckets[i].dtype.is_integer:
+        with tf.device(self._local.devices[0]):
+          found[i] = functools.reduce(
+            tf.maximum, [s.exponents[i] for s in shards]
+          )
+    if self._communicator is not None:
+      # Those of one dtype, which is that of nearly all.
+      for dtype in dict.fromkeys(t.dtype for t in found.values()):
+        some = {i: t for i, t in found.items() if t.dtype == dtype}
+        found.update(zip(some, self._over_all(some), strict=True))
+    return [found.get(i) for i in group]
+
+  def _over_all(self, found: dict[int, tf.Tensor]) -> list[tf.Tensor]:
+    """The largest of what all workers found for some buckets."""
+    with tf.device('CPU:0'):
+      sizes = [tf.size(t) for t in found.values()]
+      together = self._communicator.combine(
+        tf.concat(list(found.values()), 0), 'max', f'exponents_{min(found)}'
+      )
+      largest = tf.split(together, sizes, num=len(sizes))
+    for part, own in zip(largest, found.values(), strict=True):
+      part.set_shape(own.shape)
+    return largest
 
   def _over_workers(
     self, totals: Iterator[list[tf.Tensor]], packed, column, sites
@@ -192,6 +215,27 @@ class ShardExchange(emit.Exchange):
     if len(sites) == 1:
       return [total]
     return [total.values[site.replica or 0] for site in sites]
+
+
+def groups_of(
+  buckets: Sequence[tf.Tensor], bucket_bytes: int
+) -> list[list[int]]:
+  """The buckets of which exponents travel together.
+
+  That costs as much as copying some megabytes, and the integers wait for it. So a
+  group has `bucket_bytes` or more, and a small last bucket is in the one before.
+  """
+  groups: list[list[int]] = []
+  left = 0
+  for i, bucket in enumerate(buckets):
+    num_bytes = (bucket.shape[0] or 0) * bucket.dtype.size
+    is_rest = i == len(buckets) - 1 and num_bytes < _REST_BYTES
+    if not groups or (left <= 0 and not is_rest):
+      groups.append([])
+      left = bucket_bytes
+    groups[-1].append(i)
+    left -= num_bytes
+  return groups
 
 
 class _Shard:

@@ -25,6 +25,7 @@ from tf_strategies import (
   option_checks,
 )
 from tf_strategies.collectives import fixed_point
+from tf_strategies.spmd import program as program_lib
 from tf_strategies.spmd import site as site_lib
 from tf_strategies.strategies.mirrored import (
   extended,
@@ -73,11 +74,64 @@ def _sharded(base, num_shards):
   return type(name, (_Sharded, base), {'num_shards': num_shards})
 
 
+class _Step(whole_batch.Step):
+  """Builds a model's step, if nothing in it differs between two runs of it."""
+
+  def __init__(self, extended, kind: str, compiles: bool = False):
+    # What XLA fuses, and so rounds, depends on what else is in its program, which is
+    # not the same for any number of shards and workers.
+    if compiles:
+      raise errors.UnsupportedOptionError(
+        'jit_compile=True with reproducible',
+        'steps that XLA does not compile: it rounds by what else it compiles',
+        'compile(..., jit_compile=False), or leave out reproducible',
+      )
+    super().__init__(extended, kind)
+
+  def _plan(self, *args, **kwargs):
+    planned = super()._plan(*args, **kwargs)
+    _, num_workers = self._extended.place()
+    _check_random(planned.program, are_elastic=not isinstance(num_workers, int))
+    return planned
+
+
+def _check_random(program: program_lib.Program, are_elastic: bool) -> None:
+  """Refuses random numbers that another run, or worker, would not draw.
+
+  Raises:
+    UnsupportedOptionError: they have no seed; or workers come and go, and a worker
+      that comes would begin anew.
+  """
+  fix = (
+    'draw them by keras.random, with a keras.random.SeedGenerator(seed) in the '
+    'model, or by a tf.random.Generator that was made in the scope'
+  )
+  for node in program.nodes:
+    for body in node.bodies.values():
+      _check_random(body, are_elastic)
+    if not node.is_stateful or not {'seed', 'seed2'} <= node.attrs.keys():
+      continue
+    what = f'{node.type} {node.name!r} in a step with reproducible'
+    if not any(node.attrs[name].i for name in ('seed', 'seed2')):
+      raise errors.UnsupportedOptionError(
+        f'{what}, which draws random numbers without a seed',
+        'random numbers that every run draws',
+        f'call keras.utils.set_random_seed(seed) before, or {fix}',
+      )
+    if are_elastic:
+      raise errors.UnsupportedOptionError(
+        f'{what}, which counts what its process has drawn, under tfs.elastic.run',
+        'random numbers that a worker which comes back draws too',
+        fix,
+      )
+
+
 class _Sharded:
   """Mixed into an `ExactMirroredExtended`: steps of models are cut into shards."""
 
   num_shards: int
   splits_steps = True
+  _step_class = _Step
   # Each replica has all of what steps return, and of sums such as metrics: a part
   # of them would be that of some shards.
   predicts_whole = holds_sums_whole = True
