@@ -85,6 +85,7 @@ class Engine:
     self._functions: dict[Any, Any] = {}
     self._sources = weakref.WeakSet()
     recovery.on_restored = self.forget
+    recovery.steps_done = lambda: self._steps_done
 
   def begin(self, step: Step, work: Work) -> Any:
     """Begins steps, or waits while too many run; returns the newest report."""

@@ -12,11 +12,12 @@ import tensorflow as tf
 from absl import logging
 
 from tf_strategies import _tf_internal, errors
-from tf_strategies.checkpoint import checkpointer, model_state
+from tf_strategies.checkpoint import checkpointer, model_state, pieces
 from tf_strategies.checkpoint import position as position_lib
 from tf_strategies.strategies.parameter_server import (
   connection,
   input,
+  table_files,
   variables,
   worker_pool,
 )
@@ -32,7 +33,12 @@ _RETRY_SECONDS = 1.0
 class Recovery:
   """Saves what a strategy trains, and restores it when a server died.
 
-  The coordinator writes the files, so servers need no common file system.
+  The coordinator writes the files, but for those of tables, which servers write that
+  see the directory. So they need no common file system.
+
+  In 'sync' all variables are restored, which is the state of one moment. In other
+  modes, in which every step meets variables of several ages, only what was lost is:
+  the other servers keep what was written since the checkpoint.
   """
 
   def __init__(
@@ -42,14 +48,20 @@ class Recovery:
     pool: worker_pool.WorkerPool,
     server_variables: Mapping[int, variables.ServerVariable],
     journal: journal_lib.Journal,
+    num_servers: int = 1,
   ):
     self._options = options
+    self._restores_all = options.mode == 'sync'
+    self._tables = table_files.TableFiles(num_servers)
     self._liveness = liveness
     self._pool = pool
     self._variables = server_variables
     self._journal = journal
     # When servers have new variables, before they are read.
     self.on_restored: Callable[[], None] = lambda: None
+    # How many steps of training are done; and were when a checkpoint was written.
+    self.steps_done: Callable[[], int] = lambda: 0
+    self._done_at: dict[str, int] = {}
     self._checkpointer: checkpointer.Checkpointer | None = None
     if options.checkpoint_dir is not None:
       self._checkpointer = checkpointer.Checkpointer(
@@ -143,15 +155,29 @@ class Recovery:
     splits = self._source.position if self._source else ()
     position = position_lib.Position(self._epoch, step, splits)
     named = model_state.name_objects(self._objects)
+    tables = table_files.tables_among(named)
+    saved: dict[str, pieces.Table] = {}
+
+    def write_tables(directory):
+      saved.update(self._tables.save(directory, tables))
+      return saved
+
     path = self._checkpointer.save(
-      ((name, _read(variable)) for name, variable in named.items()),
+      (
+        (name, _read(variable))
+        for name, variable in named.items()
+        if name not in tables
+      ),
       {
         **position.to_json(),
         'steps': self.steps_before + self._begun,
         'parts': model_state.reductions(named),
       },
+      write_tables,
     )
+    self._tables.commit(path, saved)
     self._begun_at_save = self._begun_at[path] = self._begun
+    self._done_at[path] = self.steps_done()
     if not self._has_checkpoint:
       self._has_checkpoint, self._first = True, path
     return path
@@ -168,16 +194,20 @@ class Recovery:
     if found is None:
       return None
     self._has_checkpoint = True
+    self._done_at[found.path] = self.steps_done()
     self.steps_before = found.metadata['steps']
     logging.info('Restored %s.', found.path)
     return position_lib.Position.from_json(found.metadata)
 
-  def _read_newest(self) -> checkpointer.Checkpoint | None:
+  def _read_newest(
+    self, only_lost: bool = False
+  ) -> checkpointer.Checkpoint | None:
     """Assigns the variables what the newest whole checkpoint has.
 
-    Not one of another run, which is in the directory too.
+    Not one of another run, which is in the directory too. If `only_lost`, those that
+    were lost with a server.
     """
-    found = self._checkpointer.newest(self._first)
+    found = self._checkpointer.newest(self._first, self._tables.check)
     if found is None:
       return None
     if 'steps' not in found.metadata:
@@ -196,10 +226,27 @@ class Recovery:
         f'{"; ".join(different)}. Fix: pass another checkpoint_dir, or build '
         'the model that wrote it.'
       )
+    self._tables.forget()
+    tables = table_files.tables_among(named)
     for name, variable in named.items():
+      lost = [p.is_lost for p, _ in table_files.parts_of(variable) or ()]
+      if name in tables or (only_lost and not any(lost)):
+        continue
       array = arrays[name]
       is_part = model_state.has_parts(variable)
       variable.assign(array[0] if is_part else array)
+      if only_lost and model_state.is_iteration(name):
+        # The other servers have what was written in all steps that are done.
+        done_since = self.steps_done() - self._done_at.get(found.path, 0)
+        variable.assign_add(done_since)
+    self._tables.restore(
+      found.path,
+      arrays,
+      {
+        name: [each for each in parts if each[0].is_lost or not only_lost]
+        for name, parts in tables.items()
+      },
+    )
     return found
 
   def with_recovery(self, action: Callable[[], _T]) -> _T:
@@ -248,17 +295,19 @@ class Recovery:
     # An older one than the last, if that is damaged.
     saved = found.metadata['steps'] - self.steps_before
     lost = self._begun - self._begun_at.get(found.path, saved)
-    self._begun_at_save = self._begun_at[found.path] = self._begun
+    if self._restores_all:
+      self._begun_at_save = self._begun_at[found.path] = self._begun
     seconds = time.monotonic() - began
     self.history.append(
       {'server': error.server, 'lost_steps': lost, 'seconds': seconds}
     )
     logging.error(
-      'ps %s is back: restored %s after %.1f s. Lost: %d steps.',
+      'ps %s is back: restored %s after %.1f s. Lost: %d steps%s.',
       error.server,
       os.path.basename(found.path),
       seconds,
       lost,
+      '' if self._restores_all else ' of what it held; the others go on',
     )
 
   def _try_to_restore(self, error) -> checkpointer.Checkpoint:
@@ -296,7 +345,7 @@ class Recovery:
       variable.recreate_if_dead()
     self._journal.recover()
     self.on_restored()
-    found = self._read_newest()
+    found = self._read_newest(only_lost=not self._restores_all)
     if found is None:
       raise errors.DataError(
         f'Expected a checkpoint in {self._options.checkpoint_dir} to restore '

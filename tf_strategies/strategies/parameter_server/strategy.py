@@ -71,8 +71,9 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
   Args:
     cluster: the tasks; None reads TF_CONFIG.
     variable_partitioner: into how many parts a variable is cut along its first
-      axis, as `tf.distribute.experimental.partitioners`; None cuts none.
-      Scalars are never cut.
+      axis, as `tf.distribute.experimental.partitioners`. None cuts tables of 64 MB
+      or more, with 16 times more rows than columns, one part a server.
+      `lambda shape, dtype: [1] * len(shape)` cuts none. Scalars are never cut.
     mode: see above.
     **options: `backup_workers` (0) with 'sync'; `max_staleness` (1) with
       'bounded'; `checkpoint_dir` and
@@ -124,7 +125,12 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     registry = weakref.WeakValueDictionary()
     journal = journal_lib.Journal(len(workers), self._num_ps)
     self.recovery = recovery.Recovery(
-      self.options, self.liveness, self._pool, registry, journal
+      self.options,
+      self.liveness,
+      self._pool,
+      registry,
+      journal,
+      self._num_ps,
     )
     # All functions of this process: those of Keras and of the user too.
     _tf_internal.before_sending_functions(self._wait_for_answers)
@@ -136,6 +142,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
       registry,
       self._drained,
       self.engine.reports.forget,
+      watches_rows=self.recovery.is_enabled,
     )
     tf.distribute.Strategy.__init__(self, implementation)
     self._should_use_with_coordinator = True
