@@ -247,7 +247,8 @@ def train(
   def step(batch):
     with tf.GradientTape() as tape:
       looked_up = tf.nn.embedding_lookup(table, batch)
-      loss = -tf.reduce_sum(looked_up)
+      # In 'sync' each worker has one of the rows, and their mean is taken.
+      loss = -tf.reduce_sum(looked_up) * (2.0 if strategy.shares_batches else 1.0)
     optimizer.apply([tape.gradient(loss, table)], [table])
     return loss
 
@@ -333,7 +334,7 @@ def interrupted(
   strategy.save()
   base = expected_rows('table', rows, width)
   saved = checkpointer.Checkpointer(directory).newest()
-  arrays = [table.numpy(), saved.arrays['model/lookup/table']]
+  arrays = [table.numpy(), saved.arrays['model/sequential/lookup/table']]
   found = {}
   for name, array in zip(('here', 'saved'), arrays, strict=True):
     added = array - base

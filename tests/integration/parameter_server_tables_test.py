@@ -89,16 +89,11 @@ class SavedTablesTest(parameter_server_case.FaultsTestCase):
     lost = recovery['lost_steps']
     self.assertTrue(found['is_even'])
     self.assertBetween(lost, 50, due + 10)
-    in_flight = 6
     for each, total in zip(found['servers'], found['sums'], strict=True):
-      if mode == 'sync' or each == server:
-        self.assertBetween(total, steps - lost - in_flight, steps - lost)
-      else:
-        self.assertBetween(total, steps - in_flight, steps)
-    if mode == 'sync':
-      self.assertEqual(found['iterations'], steps - lost)
-    else:
-      self.assertBetween(found['iterations'], steps - in_flight, steps)
+      is_lost = mode == 'sync' or each == server
+      self.assertEqual(total, steps - lost if is_lost else steps, each)
+    is_lost = mode == 'sync'
+    self.assertEqual(found['iterations'], steps - lost if is_lost else steps)
 
   @pytest.mark.full
   @parameterized.parameters(True, False)

@@ -70,6 +70,9 @@ class Recovery:
     self._objects: Mapping[str, Any] | None = None
     self._is_tracking = False
     self._is_guarding = False
+    self._begins_at = 0
+    # Steps that it has ended.
+    self._interrupted: list[worker_pool.Task] = []
     # The death of a server since which no checkpoint has been restored.
     self._loss: errors.ParameterServerUnavailableError | None = None
     # Whether there is a checkpoint of this run; older ones than the first are of
@@ -257,6 +260,8 @@ class Recovery:
     if self._is_guarding:
       return action()
     self._is_guarding = True
+    # What it has begun it begins again.
+    self._begins_at = self._pool.submitted
     try:
       while True:
         if self._loss is not None:
@@ -286,15 +291,12 @@ class Recovery:
   def _recover(self, error) -> None:
     began = time.monotonic()
     try:
-      found = self._try_to_restore(error)
+      found, lost = self._try_to_restore(error)
     except Exception as e:
       self._pool.refuse(e)
       raise
     self._loss = None
     self._pool.accept()
-    # An older one than the last, if that is damaged.
-    saved = found.metadata['steps'] - self.steps_before
-    lost = self._begun - self._begun_at.get(found.path, saved)
     if self._restores_all:
       self._begun_at_save = self._begun_at[found.path] = self._begun
     seconds = time.monotonic() - began
@@ -310,8 +312,11 @@ class Recovery:
       '' if self._restores_all else ' of what it held; the others go on',
     )
 
-  def _try_to_restore(self, error) -> checkpointer.Checkpoint:
-    """Restores variables after `error`, or raises a typed error."""
+  def _try_to_restore(self, error) -> tuple[checkpointer.Checkpoint, int]:
+    """Restores variables after `error`, or raises a typed error.
+
+    Returns from which checkpoint, and how many steps that cost.
+    """
     if self._objects is None:
       raise error
     if not self._has_checkpoint:
@@ -337,13 +342,19 @@ class Recovery:
         _tf_internal.clear_errors()
         time.sleep(_RETRY_SECONDS)
 
-  def _restore_servers(self) -> checkpointer.Checkpoint:
+  def _restore_servers(self) -> tuple[checkpointer.Checkpoint, int]:
     """Waits for the servers, recreates the variables and restores them."""
     self._pool.forget()
+    self._interrupted += [
+      task
+      for task in self._pool.interrupted()
+      if task.number < self._begins_at and not self._restores_all
+    ]
     self._liveness.wait_for_all(self._options.recovery_timeout)
     for variable in self._variables.values():
       variable.recreate_if_dead()
-    self._journal.recover()
+    self._journal.recover(self._restores_all)
+    done = [task for task in self._interrupted if task.survive(0)]
     self.on_restored()
     found = self._read_newest(only_lost=not self._restores_all)
     if found is None:
@@ -352,6 +363,10 @@ class Recovery:
         'the variables of a server that died, got none: those that this run had '
         'written are gone. Fix: put one back, or restart the job from scratch.'
       )
+    # An older one than the last, if that is damaged.
+    saved = found.metadata['steps'] - self.steps_before
+    lost_steps = self._lost_steps(found.path, saved, done)
+    self._repeat_steps(done)
     lost = [v for v in self._variables.values() if v.is_lost]
     for kind, what in (
       (True, 'count from zero from now on'),
@@ -360,7 +375,24 @@ class Recovery:
       names = [v.name for v in lost if v.is_counter == kind]
       if names:
         logging.warning('not in the checkpoint: %s %s', ', '.join(names), what)
-    return found
+    return found, lost_steps
+
+
+  def _lost_steps(self, path: str, saved: int, done: list) -> int:
+    """Of how many steps that were done variables have nothing any more."""
+    if self._restores_all:
+      return self._begun - self._begun_at.get(path, saved)
+    count = self.steps_done() + sum(t.steps for t in done if t.step.trains)
+    return count - self._done_at.get(path, saved)
+
+  def _repeat_steps(self, done: list[worker_pool.Task]) -> None:
+    """Goes on with the steps that the death of a server has ended.
+
+    They write what they had not written, so a server that lives loses no step.
+    """
+    tasks = [t for t in self._interrupted if t not in done and t.renew()]
+    self._pool.go_on(tasks, done)
+    self._interrupted = []
 
 
 def _error_of(
