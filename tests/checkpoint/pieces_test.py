@@ -1,5 +1,6 @@
 """Pieces of tables are written, read, checked, and put together."""
 
+import itertools
 import os
 
 import numpy as np
@@ -22,7 +23,7 @@ class PiecesTest(tf.test.TestCase, parameterized.TestCase):
   def table(self, directory, value=_WHOLE, cuts=(0, 3, 7, 10), name='t'):
     found = tuple(
       pieces.write(directory, f'{name}-{a}', a, tf.constant(value[a:b]))
-      for a, b in zip(cuts, cuts[1:], strict=False)
+      for a, b in itertools.pairwise(cuts)
     )
     return pieces.Table('float32', value.shape, found)
 
@@ -53,7 +54,9 @@ class PiecesTest(tf.test.TestCase, parameterized.TestCase):
   @parameterized.product(first=(0, 2, 3, 8), rows=(1, 2, 5))
   def test_rows(self, first, rows):
     table = self.table(self.directory)
-    change = self.changed(self.directory, [9, 2, 4], [[9] * 4, [2] * 4, [4] * 4])
+    change = self.changed(
+      self.directory, [9, 2, 4], [[9] * 4, [2] * 4, [4] * 4]
+    )
     table = table._replace(changes=(change,))
     expected = _WHOLE.copy()
     for row in (9, 2, 4):
@@ -85,8 +88,13 @@ class PiecesTest(tf.test.TestCase, parameterized.TestCase):
     )
 
   @parameterized.parameters(
-    (0, 'cut'), (0, 'flip'), (0, 'delete'), (1, 'cut'), (1, 'flip'),
-    (1, 'delete'), (0, 'other'),
+    (0, 'cut'),
+    (0, 'flip'),
+    (0, 'delete'),
+    (1, 'cut'),
+    (1, 'flip'),
+    (1, 'delete'),
+    (0, 'other'),
   )
   def test_damage_costs_the_newest_checkpoint(self, suffix, kind):
     older = self.save()

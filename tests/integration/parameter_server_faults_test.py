@@ -70,7 +70,7 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
       job.kill('ps', server)
       job.start('ps', server)
       run = self.finish(job)
-    self.assertEqual(run.iterations, _STEPS - programs.lost_steps(run))
+    self.assertEqual(run.iterations, _STEPS)
     self.assertEqual(run.batches, _STEPS)
     for name in ('loss', 'val_loss'):
       self.assertLen(run.history[name], 3)
@@ -96,7 +96,8 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
       run = self.finish(job)
     lost = programs.lost_steps(run)
     self.assertEqual(run.batches, _STEPS)
-    self.assertEqual(run.iterations, _STEPS - lost)
+    lost_by_all = lost if mode == 'sync' else 0
+    self.assertEqual(run.iterations, _STEPS - lost_by_all)
     self.assertBetween(lost, 1, 2 * 60)
     self.assertLen(run.report['recoveries'], 1)
     named = [t for t, text in run.logged if f'ps {server}' in text]
@@ -113,9 +114,9 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
       run = self.finish(job)
     # It goes on from where it began.
     lost = programs.lost_steps(run)
-    self.assertGreaterEqual(lost, 9)
+    self.assertGreaterEqual(lost, 7)
     self.assertEqual(run.batches, _STEPS)
-    self.assertEqual(run.iterations, _STEPS - lost)
+    self.assertEqual(run.iterations, _STEPS)
 
   @pytest.mark.soak
   def test_restarted_worker_is_another_process(self):
@@ -369,9 +370,9 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
       run = self.finish(job)
     self.assert_given_up(run, 'ps 1')
     self.assertEqual(run.batches, _STEPS)
-    # It still has its variables: where no call of a step failed, none is lost.
-    lost = programs.lost_steps(run) if run.report['recoveries'] else 0
-    self.assertEqual(run.iterations, _STEPS - lost)
+    # It still has its variables: nothing is lost.
+    self.assertEqual(programs.lost_steps(run), 0)
+    self.assertEqual(run.iterations, _STEPS)
 
   def assert_given_up(self, run, task):
     """A task was cut off, and no other one."""

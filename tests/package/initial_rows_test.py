@@ -61,8 +61,11 @@ class InitialRowsTest(tf.test.TestCase, parameterized.TestCase):
   @parameterized.named_parameters(
     ('whole', initializers.Orthogonal(seed=1), 'float32'),
     ('own', _OfMyOwn(seed=1), 'float32'),
-    ('generator', initializers.RandomUniform(
-      seed=keras.random.SeedGenerator(1)), 'float32'),
+    (
+      'generator',
+      initializers.RandomUniform(seed=keras.random.SeedGenerator(1)),
+      'float32',
+    ),
     ('float64', initializers.RandomUniform(seed=1), 'float64'),
     ('values', initializers.Constant(np.arange(7.0)), 'float32'),
   )

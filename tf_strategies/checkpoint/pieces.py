@@ -34,7 +34,9 @@ _DAMAGED = (
 class Piece(NamedTuple):
   """Consecutive rows of an array in a file."""
 
-  file: str  # In the directory of the checkpoint, without TensorFlow's suffixes.
+  file: (
+    str  # In the directory of the checkpoint, without TensorFlow's suffixes.
+  )
   first: int
   rows: int
   digest: str

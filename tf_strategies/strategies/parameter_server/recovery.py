@@ -71,8 +71,9 @@ class Recovery:
     self._is_tracking = False
     self._is_guarding = False
     self._begins_at = 0
-    # Steps that it has ended.
+    # Steps that it has ended; and whether any variable was lost.
     self._interrupted: list[worker_pool.Task] = []
+    self._is_lost = False
     # The death of a server since which no checkpoint has been restored.
     self._loss: errors.ParameterServerUnavailableError | None = None
     # Whether there is a checkpoint of this run; older ones than the first are of
@@ -232,16 +233,21 @@ class Recovery:
     self._tables.forget()
     tables = table_files.tables_among(named)
     for name, variable in named.items():
-      lost = [p.is_lost for p, _ in table_files.parts_of(variable) or ()]
-      if name in tables or (only_lost and not any(lost)):
+      parts = table_files.parts_of(variable) or []
+      lost = [each for each in parts if each[0].is_lost]
+      if name in tables or (only_lost and not lost):
         continue
       array = arrays[name]
-      is_part = model_state.has_parts(variable)
-      variable.assign(array[0] if is_part else array)
+      if model_state.has_parts(variable):
+        array = array[0]
       if only_lost and model_state.is_iteration(name):
         # The other servers have what was written in all steps that are done.
-        done_since = self.steps_done() - self._done_at.get(found.path, 0)
-        variable.assign_add(done_since)
+        array = array + (self.steps_done() - self._before(found, self._done_at))
+      if only_lost and len(parts) > 1:
+        for part, first in lost:
+          part.assign(array[first : first + part.shape[0]])
+      else:
+        variable.assign(array)
     self._tables.restore(
       found.path,
       arrays,
@@ -353,6 +359,8 @@ class Recovery:
     self._liveness.wait_for_all(self._options.recovery_timeout)
     for variable in self._variables.values():
       variable.recreate_if_dead()
+      # One that was only given up has what it had.
+      self._is_lost |= variable.is_lost
     self._journal.recover(self._restores_all)
     done = [task for task in self._interrupted if task.survive(0)]
     self.on_restored()
@@ -363,10 +371,9 @@ class Recovery:
         'the variables of a server that died, got none: those that this run had '
         'written are gone. Fix: put one back, or restart the job from scratch.'
       )
-    # An older one than the last, if that is damaged.
-    saved = found.metadata['steps'] - self.steps_before
-    lost_steps = self._lost_steps(found.path, saved, done)
+    lost_steps = self._lost_steps(found, done)
     self._repeat_steps(done)
+    self._is_lost = False
     lost = [v for v in self._variables.values() if v.is_lost]
     for kind, what in (
       (True, 'count from zero from now on'),
@@ -377,13 +384,18 @@ class Recovery:
         logging.warning('not in the checkpoint: %s %s', ', '.join(names), what)
     return found, lost_steps
 
-
-  def _lost_steps(self, path: str, saved: int, done: list) -> int:
+  def _lost_steps(self, found: checkpointer.Checkpoint, done: list) -> int:
     """Of how many steps that were done variables have nothing any more."""
     if self._restores_all:
-      return self._begun - self._begun_at.get(path, saved)
+      return self._begun - self._before(found, self._begun_at)
+    if not self._is_lost:
+      return 0
     count = self.steps_done() + sum(t.steps for t in done if t.step.trains)
-    return count - self._done_at.get(path, saved)
+    return count - self._before(found, self._done_at)
+
+  def _before(self, found, counts: Mapping[str, int]) -> int:
+    """A count of steps when a checkpoint was written; maybe by an earlier run."""
+    return counts.get(found.path, found.metadata['steps'] - self.steps_before)
 
   def _repeat_steps(self, done: list[worker_pool.Task]) -> None:
     """Goes on with the steps that the death of a server has ended.

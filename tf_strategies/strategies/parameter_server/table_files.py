@@ -274,8 +274,12 @@ class TableFiles:
     results: dict[int, Any] = {}
 
     def run(server):
-      device = _COORDINATOR if server is None else variables.server_device(server)
-      block = _COORDINATOR_BLOCK_BYTES if server is None else _SERVER_BLOCK_BYTES
+      device = (
+        _COORDINATOR if server is None else variables.server_device(server)
+      )
+      block = (
+        _COORDINATOR_BLOCK_BYTES if server is None else _SERVER_BLOCK_BYTES
+      )
       with _tf_internal.own_executor(), tf.init_scope():
         for index in queues[server]:
           results[index] = work[index][1](
@@ -392,4 +396,3 @@ def _rows_of_array(
     with tf.device(_COORDINATOR):
       numbers = tf.range(begin, begin + rows, dtype=tf.int64)
       yield numbers, tf.constant(values)
-
