@@ -47,6 +47,8 @@ class PiecesTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(found.specs['table'].shape, (10, 4))
     self.assertAllEqual(found['table'], _WHOLE)
     self.assertAllEqual(found['small'], np.arange(3))
+    self.assertAllEqual(found.rows('table', 2, 5), _WHOLE[2:7])
+    self.assertAllEqual(found.rows('small', 1, 1), [1])
     renamed = found.renamed({'table': 'other'})
     self.assertAllEqual(renamed['other'], _WHOLE)
     self.assertEqual(set(renamed), {'small', 'other'})
@@ -69,7 +71,9 @@ class PiecesTest(tf.test.TestCase, parameterized.TestCase):
     ):
       found[numbers.numpy()] = values
     self.assertAllEqual(found, expected[first : first + rows])
-    self.assertAllEqual(pieces.whole(self.directory, table), expected)
+    self.assertAllEqual(pieces.array_of(self.directory, table), expected)
+    some = pieces.array_of(self.directory, table, first, rows)
+    self.assertAllEqual(some, expected[first : first + rows])
 
   def test_a_data_file_has_the_bytes_alone(self):
     table = self.table(self.directory)
@@ -127,6 +131,13 @@ class PiecesTest(tf.test.TestCase, parameterized.TestCase):
     self.store.newest(check_tables=lambda *args: asked.append(args))
     ((directory, tables),) = asked
     self.assertEqual((directory, list(tables)), (path, ['table']))
+
+  def test_a_file_that_cannot_be_written(self):
+    """As any other: the checkpoints of before stay."""
+    before = self.save()
+    with self.assertRaisesRegex(errors.StorageError, 'cannot be written.*Fix'):
+      self.store.save({}, {}, lambda d: {'table': self.table(d + '/no')})
+    self.assertEqual(self.store.newest().path, before)
 
   def test_one_with_other_files_is_kept(self):
     """So that damage to a shared file leaves one that is whole."""

@@ -76,15 +76,20 @@ class StoredArrays(Mapping[str, np.ndarray]):
 
   def __getitem__(self, name: str) -> np.ndarray:
     if name in self.tables:
-      from tf_strategies.checkpoint import pieces
-
-      directory = os.path.dirname(self._file.name)
-      return pieces.whole(directory, self.tables[name])
+      return self._of_table(name)
     shape = self.specs[name].shape
     return self._read(name, 0, math.prod(shape)).reshape(shape)
 
+  def _of_table(self, name: str, *rows: int) -> np.ndarray:
+    from tf_strategies.checkpoint import pieces
+
+    directory = os.path.dirname(self._file.name)
+    return pieces.array_of(directory, self.tables[name], *rows)
+
   def rows(self, name: str, first: int, count: int) -> np.ndarray:
-    """Returns some rows of an array that is not in `tables`."""
+    """Returns `count` rows of an array from row `first` on."""
+    if name in self.tables:
+      return self._of_table(name, first, count)
     inner = self.specs[name].shape[1:]
     size = math.prod(inner)
     return self._read(name, first * size, count * size).reshape(-1, *inner)

@@ -29,6 +29,13 @@ _DAMAGED = (
   tf.errors.InvalidArgumentError,
   tf.errors.FailedPreconditionError,
 )
+# And for one that cannot be written.
+_REFUSED = (
+  tf.errors.NotFoundError,
+  tf.errors.PermissionDeniedError,
+  tf.errors.ResourceExhaustedError,
+  tf.errors.FailedPreconditionError,
+)
 
 
 class Piece(NamedTuple):
@@ -84,13 +91,20 @@ def paths(directory: str, piece: Piece) -> list[str]:
 
 
 def write(directory: str, file: str, first: int, rows: tf.Tensor) -> Piece:
-  """Writes rows from number `first` on, where the device of the scope is."""
-  tf.raw_ops.SaveV2(
-    prefix=os.path.join(directory, file),
-    tensor_names=[_NAME],
-    shape_and_slices=[''],
-    tensors=[rows],
-  )
+  """Writes rows from number `first` on, where the device of the scope is.
+
+  Raises:
+    OSError: the file system refuses that.
+  """
+  try:
+    tf.raw_ops.SaveV2(
+      prefix=os.path.join(directory, file),
+      tensor_names=[_NAME],
+      shape_and_slices=[''],
+      tensors=[rows],
+    )
+  except _REFUSED as e:
+    raise OSError(f'{tf.constant(0).device}: {e.message}') from e
   return Piece(file, first, int(rows.shape[0]), digest(rows))
 
 
@@ -198,11 +212,14 @@ def rows_of(
     yield found, values
 
 
-def whole(directory: str, table: Table) -> np.ndarray:
-  """Returns the whole array, read in this process piece by piece."""
+def array_of(
+  directory: str, table: Table, first: int = 0, rows: int | None = None
+) -> np.ndarray:
+  """Returns the rows from `first` on, or all, read in this process."""
+  rows = table.shape[0] - first if rows is None else rows
   dtype = tf.as_dtype(table.dtype).as_numpy_dtype
-  array = np.empty(table.shape, dtype)
+  array = np.empty([rows, *table.shape[1:]], dtype)
   on_cpu = lambda: tf.device('/device:CPU:0')  # noqa: E731
-  for numbers, values in rows_of(directory, table, 0, table.shape[0], on_cpu):
+  for numbers, values in rows_of(directory, table, first, rows, on_cpu):
     array[numbers.numpy()] = values.numpy()
   return array

@@ -94,6 +94,9 @@ class TableFiles:
 
     `commit` must be called once they are part of a checkpoint.
     """
+    self._written = {}
+    if not tables:
+      return {}
     directory = os.path.abspath(directory)
     for parts in tables.values():
       for part, _ in parts:
@@ -104,7 +107,6 @@ class TableFiles:
     }
     found: dict[str, pieces.Table] = {}
     work: list[tuple[int, Callable[[], Any]]] = []
-    self._written = {}
     for number, (name, parts) in enumerate(tables.items()):
       # No other checkpoint's file has this name.
       stem = f't{number}-{uuid.uuid4().hex[:12]}'
