@@ -111,6 +111,9 @@ class RecoveryTest(tf.test.TestCase, parameterized.TestCase):
   @parameterized.parameters('async', 'bounded', 'sync')
   def test_what_is_restored(self, mode):
     """In 'sync' all is of one moment; else a server that lives keeps what it has."""
+    self.check_what_is_restored(mode)
+
+  def check_what_is_restored(self, mode):
     rows = np.arange(10.0).reshape(5, 2)
     table = local_servers.partitioned_variable(rows, 2)
     weights = [self.variable([1.0]), self.variable([1.0])]
@@ -131,6 +134,19 @@ class RecoveryTest(tf.test.TestCase, parameterized.TestCase):
     self.assertAllEqual(table, expected)
     self.assertAllEqual(weights[0], [1.0 if mode == 'sync' else -1.0])
     self.assertAllEqual(weights[1], [1.0])
+
+  @parameterized.parameters('async', 'sync')
+  def test_mutation_that_restores_too_much_or_too_little_is_seen(self, mode):
+    read = recovery.Recovery._read_newest
+    with (
+      mock.patch.object(
+        recovery.Recovery,
+        '_read_newest',
+        lambda self, **_: read(self, only_lost=mode == 'sync'),
+      ),
+      self.assertRaises(AssertionError),
+    ):
+      self.check_what_is_restored(mode)
 
   def test_the_count_of_steps_goes_on(self):
     """Other servers have what the steps since the checkpoint wrote."""

@@ -11,11 +11,17 @@ from absl.testing import parameterized
 from tests.strategies.parameter_server import local_servers
 from tf_strategies import errors
 from tf_strategies.checkpoint import checkpointer
-from tf_strategies.strategies.parameter_server import table_files
+from tf_strategies.strategies.parameter_server import (
+  changed_rows,
+  table_files,
+)
 
 # Rows of 12 bytes that tell their place.
 _ROWS = 1000
 _VALUE = np.arange(_ROWS * 3, dtype=np.float32).reshape(_ROWS, 3)
+
+
+_rows_of = table_files.pieces.rows_of
 
 
 class TableFilesTest(tf.test.TestCase, parameterized.TestCase):
@@ -257,6 +263,23 @@ class TableFilesTest(tf.test.TestCase, parameterized.TestCase):
     with self.blind(*blind), self.assertRaises(errors.DataError):
       self.restore(table=loaded)
     self.assertAllEqual(loaded.numpy(), 0 * _VALUE)
+
+  @parameterized.named_parameters(
+    ('no_mark', changed_rows.ChangedRows, 'note', lambda *unused: None),
+    ('marks_of_others', changed_rows.ChangedRows, 'numbers',
+     lambda self: tf.constant([0], tf.int64)),
+    ('first_rows_everywhere', table_files.pieces, 'rows_of',
+     lambda path, table, first, rows, here: _rows_of(
+       path, table, 0, rows, here)),
+    ('changes_first', table_files.pieces, 'rows_of',
+     lambda *args: reversed(list(_rows_of(*args)))),
+  )  # fmt: skip
+  def test_mutations_are_seen(self, owner, name, mutation):
+    with (
+      mock.patch.object(owner, name, mutation),
+      self.assertRaises(AssertionError),
+    ):
+      self.test_only_what_changed_is_written_again()
 
   def test_a_lost_table_is_not_saved(self):
     table = self.make(2)

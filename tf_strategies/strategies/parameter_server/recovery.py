@@ -286,6 +286,11 @@ class Recovery:
             time.sleep(_RETRY_SECONDS)
           else:
             raise
+    except BaseException:
+      # Nobody waits for them any more.
+      self._pool.interrupted()
+      self._interrupted = []
+      raise
     finally:
       self._is_guarding = False
 
@@ -402,7 +407,9 @@ class Recovery:
 
     They write what they had not written, so a server that lives loses no step.
     """
-    tasks = [t for t in self._interrupted if t not in done and t.renew()]
+    # It may be some read within `init_scope` that has met the death.
+    with _tf_internal.recording():
+      tasks = [t for t in self._interrupted if t not in done and t.renew()]
     self._pool.go_on(tasks, done)
     self._interrupted = []
 

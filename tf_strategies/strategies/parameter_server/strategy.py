@@ -61,9 +61,10 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
   is; additions are atomic.
 
   A worker that dies loses no step, and is used again when it is back. When a
-  server dies and `checkpoint_dir` is given, training waits for it, restores the
-  newest whole checkpoint and continues; without it
-  `ParameterServerUnavailableError` is raised.
+  server dies and `checkpoint_dir` is given, training waits for it, restores what it
+  held, in 'sync' all, from the newest whole checkpoint and continues; without it
+  `ParameterServerUnavailableError` is raised. Servers that see `checkpoint_dir` write
+  the tables that they hold there.
 
   Each worker is one replica, on its first GPU or its CPU: start one worker a
   GPU. It was run on CPUs; no GPU has been tried.
@@ -219,7 +220,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
       mode; steps (done); staleness (number of steps by how many other steps
       were applied while they were computed); dropped (gradients that came too
       late, in mode 'sync'); bytes_per_server; recoveries (server, lost_steps
-      and seconds of each).
+      of what was restored, and seconds of each).
     """
     return {
       'mode': self.options.mode,

@@ -29,7 +29,7 @@ from tf_strategies.strategies.parameter_server import partitioned, variables
 _TABLE_BYTES = 1 << 20
 # Of what is in memory at a time, on a server; and in the coordinator.
 _SERVER_BLOCK_BYTES = 32 << 20
-_COORDINATOR_BLOCK_BYTES = 4 << 20
+_COORDINATOR_BLOCK_BYTES = 2 << 20
 # A checkpoint writes all rows of a table again if more than this part of them has
 # changed, or after so many that shared its files: damage to one costs no more.
 _MAX_CHANGED = 0.5
