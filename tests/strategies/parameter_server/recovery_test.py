@@ -111,9 +111,9 @@ class RecoveryTest(tf.test.TestCase, parameterized.TestCase):
   @parameterized.parameters('async', 'bounded', 'sync')
   def test_what_is_restored(self, mode):
     """In 'sync' all is of one moment; else a server that lives keeps what it has."""
-    self.check_what_is_restored(mode)
+    self.assert_what_is_restored(mode)
 
-  def check_what_is_restored(self, mode):
+  def assert_what_is_restored(self, mode):
     rows = np.arange(10.0).reshape(5, 2)
     table = local_servers.partitioned_variable(rows, 2)
     weights = [self.variable([1.0]), self.variable([1.0])]
@@ -146,7 +146,7 @@ class RecoveryTest(tf.test.TestCase, parameterized.TestCase):
       ),
       self.assertRaises(AssertionError),
     ):
-      self.check_what_is_restored(mode)
+      self.assert_what_is_restored(mode)
 
   def test_the_count_of_steps_goes_on(self):
     """Other servers have what the steps since the checkpoint wrote."""
