@@ -62,6 +62,20 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
 
   @parameterized.parameters(0, 1)
   @pytest.mark.full
+  def test_parameter_server_in_the_middle_of_a_group_of_steps(self, server):
+    options = {'checkpoint_dir': self.checkpoints, 'checkpoint_steps': 60}
+    with parameter_servers.Job() as job:
+      arguments = (*self.arguments(validates=False, **options), 20)
+      job.start_chief(programs.train, arguments)
+      self.wait_for_batch(job, 5)
+      job.kill('ps', server)
+      job.start('ps', server)
+      run = self.finish(job)
+    self.assertLen(run.report['recoveries'], 1)
+    self.assertEqual(run.iterations, _STEPS)
+
+  @parameterized.parameters(0, 1)
+  @pytest.mark.full
   def test_parameter_server_in_the_first_evaluation(self, server):
     options = {'checkpoint_dir': self.checkpoints, 'checkpoint_steps': 60}
     with parameter_servers.Job() as job:

@@ -242,7 +242,7 @@ class Recovery:
         array = array[0]
       if only_lost and model_state.is_iteration(name):
         # The other servers have what was written in all steps that are done.
-        array = array + (self.steps_done() - self._before(found, self._done_at))
+        array = array + self._done_since(found)
       if only_lost and len(parts) > 1:
         for part, first in lost:
           part.assign(array[first : first + part.shape[0]])
@@ -376,7 +376,7 @@ class Recovery:
         'the variables of a server that died, got none: those that this run had '
         'written are gone. Fix: put one back, or restart the job from scratch.'
       )
-    lost_steps = self._lost_steps(found, done)
+    lost_steps = self._lost_steps(found)
     self._repeat_steps(done)
     self._is_lost = False
     lost = [v for v in self._variables.values() if v.is_lost]
@@ -389,14 +389,18 @@ class Recovery:
         logging.warning('not in the checkpoint: %s %s', ', '.join(names), what)
     return found, lost_steps
 
-  def _lost_steps(self, found: checkpointer.Checkpoint, done: list) -> int:
+  def _lost_steps(self, found: checkpointer.Checkpoint) -> int:
     """Of how many steps that were done variables have nothing any more."""
     if self._restores_all:
       return self._begun - self._before(found, self._begun_at)
     if not self._is_lost:
       return 0
-    count = self.steps_done() + sum(t.steps for t in done if t.step.trains)
-    return count - self._before(found, self._done_at)
+    return self._done_since(found)
+
+  def _done_since(self, found: checkpointer.Checkpoint) -> int:
+    """How many steps were done since a checkpoint, also by interrupted tasks."""
+    done = self.steps_done() + sum(t.done_so_far for t in self._interrupted)
+    return done - self._before(found, self._done_at)
 
   def _before(self, found, counts: Mapping[str, int]) -> int:
     """A count of steps when a checkpoint was written; maybe by an earlier run."""

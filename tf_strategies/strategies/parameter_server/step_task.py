@@ -116,6 +116,11 @@ class StepTask(_StepsTask):
     self._first = self._engine.journal.done(batch_message.TASKS, self._number)
     return self._first == self.steps
 
+  @property
+  def done_so_far(self) -> int:
+    """How many were done when it was interrupted."""
+    return self._first if self.step.trains else 0
+
   def renew(self) -> bool:
     """Whoever wants its result begins another one."""
     if not self._is_result_wanted:
@@ -140,6 +145,11 @@ class InputTask(_StepsTask):
     self._split: input.Split | None = None
     self._asked = self.steps
     self.renew()
+
+  @property
+  def done_so_far(self) -> int:
+    """How many were done when it was interrupted."""
+    return self._done if self.step.trains else 0
 
   def renew(self) -> bool:
     """Traces its functions."""

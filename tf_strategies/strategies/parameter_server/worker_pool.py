@@ -84,6 +84,11 @@ class Task(abc.ABC):
     del worker
     return False
 
+  @property
+  def done_so_far(self) -> int:
+    """How many of its steps of training were done when it was interrupted."""
+    return 0
+
   def renew(self) -> bool:
     """Makes it ready to go on, after servers have come back with other variables.
 
