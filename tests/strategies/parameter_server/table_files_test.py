@@ -238,6 +238,18 @@ class TableFilesTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual((first.count(), second.count()), (0, 2))
     self.assertAllEqual(second.numbers(), [3, 8])
 
+  @parameterized.parameters(1, 2)
+  def test_what_a_checkpoint_of_tensorflow_restores_is_noted(self, parts):
+    table, loaded = self.make(parts), self.make(2, 0 * _VALUE)
+    saved = tf.train.Checkpoint(v=self.make(parts, _VALUE + 1)).save(
+      self.create_tempdir().full_path + '/c'
+    )
+    self.save(table=table)
+    tf.train.Checkpoint(v=table).restore(saved).assert_consumed()
+    self.save(table=table)
+    self.restore(table=loaded)
+    self.assertAllEqual(loaded.numpy(), _VALUE + 1)
+
   @parameterized.parameters(True, False)
   def test_without_links_all_rows_are_written(self, has_links):
     table = self.make(2)

@@ -349,12 +349,16 @@ class TableFiles:
     blind = frozenset(self._servers) - found
     if blind != self._blind:
       self._blind = blind
-      logging.warning(
-        'Servers %s do not see %s: the coordinator writes and reads their rows, '
-        'in blocks. With a directory that all tasks see they do it themselves.',
-        sorted(blind),
-        os.path.dirname(directory),
-      ) if blind else logging.info('All servers see %s.', directory)
+      directory = os.path.dirname(directory)
+      if blind:
+        logging.warning(
+          'Servers %s do not see %s: the coordinator writes and reads their rows, '
+          'in blocks. In a directory that all tasks see they do it themselves.',
+          sorted(blind),
+          directory,
+        )
+      else:
+        logging.info('All servers see %s.', directory)
     return frozenset(found)
 
 

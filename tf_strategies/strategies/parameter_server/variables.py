@@ -205,6 +205,12 @@ class ServerVariable(_tf_internal.ResourceVariable):
       return self._write_drained(noting)
     return noting()
 
+  def _restore_from_tensors(self, restored_tensors):
+    # TensorFlow's assigns past `assign`.
+    restore = super()._restore_from_tensors
+    write = self.noting(lambda: restore(restored_tensors))
+    return self._write_drained(write) if tf.executing_eagerly() else write()
+
   def sparse_read(self, indices, name=None):
     """As `tf.gather`, on the server that has the rows."""
     return self._read_rows(super().sparse_read, tf.gather, indices, name)
