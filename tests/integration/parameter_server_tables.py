@@ -229,8 +229,9 @@ def train(
   import tensorflow as tf
 
   import tf_strategies as tfs
+  from tf_strategies.checkpoint import checkpointer
 
-  logged = programs._record_log()
+  store = checkpointer.Checkpointer(directory)
   strategy = tfs.ParameterServerStrategy(
     checkpoint_dir=directory,
     variable_partitioner=lambda shape, dtype: (
@@ -268,9 +269,13 @@ def train(
     'is_even': bool((found == found[:, :1]).all()),
     'iterations': int(optimizer.iterations.numpy()),
     'recoveries': strategy.report()['recoveries'],
-    'logged': [text for _, text in logged],
     'servers': [part.server for part in table.parts],
-    'files': sorted(os.listdir(directory)),
+    'changed': [
+      sum(
+        change.numbers.rows for change in found.arrays.tables['table'].changes
+      )
+      for found in map(store.open, store.paths())
+    ],
   }
   strategy.close()
   return result

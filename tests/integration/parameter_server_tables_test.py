@@ -87,12 +87,38 @@ class SavedTablesTest(parameter_server_case.FaultsTestCase):
     (recovery,) = found['recoveries']
     lost = recovery['lost_steps']
     self.assertTrue(found['is_even'])
+    # The last checkpoints have rows that changed, two in a step, and not all.
+    self.assertBetween(found['changed'][-1], 2, 2 * steps)
     self.assertBetween(lost, 50, due + 10)
     for each, total in zip(found['servers'], found['sums'], strict=True):
       is_lost = mode == 'sync' or each == server
       self.assertEqual(total, steps - lost if is_lost else steps, each)
     is_lost = mode == 'sync'
     self.assertEqual(found['iterations'], steps - lost if is_lost else steps)
+
+  @pytest.mark.full
+  def test_five_deaths_cost_no_step(self):
+    """Each server loses of its own rows what it wrote since the checkpoint."""
+    steps, kills = 300, (1, 0, 1, 1, 0)
+    options = {'mode': 'async', 'checkpoint_steps': 20}
+    with parameter_servers.Job(num_workers=2, num_ps=2) as job:
+      job.start_chief(
+        tables.train, (self.progress, self.checkpoints, steps, 10_000, options)
+      )
+      for i, server in enumerate(kills):
+        self.wait_for_batch(job, 50 * (1 + i))
+        job.kill('ps', server)
+        job.start('ps', server)
+      found = self.finish(job)
+    lost = [0, 0]
+    for recovery in found['recoveries']:
+      lost[recovery['server']] += recovery['lost_steps']
+    print(f'{len(kills)} deaths of {steps} steps: lost by server {lost}')
+    self.assertLen(found['recoveries'], len(kills))
+    self.assertEqual(found['iterations'], steps)
+    expected = [steps - lost[server] for server in found['servers']]
+    self.assertEqual(found['sums'], expected)
+    self.assertLess(max(lost), 3 * 25)
 
   @pytest.mark.full
   @parameterized.parameters(True, False)
