@@ -71,6 +71,21 @@ class SavedTablesTest(parameter_server_case.FaultsTestCase):
     self.assertEqual(found['saved'], [1.0, 0.0])
     self.assertEqual(found['recovered'], [1])
 
+  @pytest.mark.full
+  def test_coordinator_that_dies_while_servers_save(self):
+    """What they have written by then is no checkpoint."""
+    with parameter_servers.Job(num_workers=1, num_ps=2) as job:
+      job.start_chief(
+        tables.interrupted, (self.progress, self.checkpoints, 'save')
+      )
+      self.wait_for_batch(job, 1)
+      job.kill('chief', 0)
+      (whole,) = self.kept()
+      options = self.options(2, optimizer='sgd')
+      wrong, parts = job.run(tables.load, (_ROWS, _WIDTH, options))
+    self.assertEqual((wrong, parts), ({'table': 0}, 2))
+    self.assertEqual(self.kept(), [whole])
+
   @tiers.parameters((1, 'async'), tiers.full(0, 'async'), tiers.full(1, 'sync'))
   def test_steps_that_a_death_costs(self, server, mode):
     """Those since the checkpoint, of its own rows; in 'sync', of all."""
