@@ -61,7 +61,8 @@ class CheckpointsTest(parameter_server_case.FaultsTestCase):
     lost = programs.lost_steps(run)
     self.assertGreater(lost, count * _CHECKPOINT_STEPS)
     self.assertEqual(run.batches, _STEPS)
-    self.assertEqual(run.iterations, _STEPS - lost)
+    # Server 0, which counts them, has lost none.
+    self.assertEqual(run.iterations, _STEPS)
 
   @tiers.parameters(
     tiers.full('arrays.bin', 'truncate'),

@@ -62,6 +62,20 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
 
   @parameterized.parameters(0, 1)
   @pytest.mark.full
+  def test_parameter_server_in_the_middle_of_a_group_of_steps(self, server):
+    options = {'checkpoint_dir': self.checkpoints, 'checkpoint_steps': 60}
+    with parameter_servers.Job() as job:
+      arguments = (*self.arguments(validates=False, **options), 20)
+      job.start_chief(programs.train, arguments)
+      self.wait_for_batch(job, 5)
+      job.kill('ps', server)
+      job.start('ps', server)
+      run = self.finish(job)
+    self.assertLen(run.report['recoveries'], 1)
+    self.assertEqual(run.iterations, _STEPS)
+
+  @parameterized.parameters(0, 1)
+  @pytest.mark.full
   def test_parameter_server_in_the_first_evaluation(self, server):
     options = {'checkpoint_dir': self.checkpoints, 'checkpoint_steps': 60}
     with parameter_servers.Job() as job:
@@ -70,7 +84,7 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
       job.kill('ps', server)
       job.start('ps', server)
       run = self.finish(job)
-    self.assertEqual(run.iterations, _STEPS - programs.lost_steps(run))
+    self.assertEqual(run.iterations, _STEPS)
     self.assertEqual(run.batches, _STEPS)
     for name in ('loss', 'val_loss'):
       self.assertLen(run.history[name], 3)
@@ -96,7 +110,8 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
       run = self.finish(job)
     lost = programs.lost_steps(run)
     self.assertEqual(run.batches, _STEPS)
-    self.assertEqual(run.iterations, _STEPS - lost)
+    lost_by_all = lost if mode == 'sync' else 0
+    self.assertEqual(run.iterations, _STEPS - lost_by_all)
     self.assertBetween(lost, 1, 2 * 60)
     self.assertLen(run.report['recoveries'], 1)
     named = [t for t, text in run.logged if f'ps {server}' in text]
@@ -113,9 +128,9 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
       run = self.finish(job)
     # It goes on from where it began.
     lost = programs.lost_steps(run)
-    self.assertGreaterEqual(lost, 9)
+    self.assertGreaterEqual(lost, 7)
     self.assertEqual(run.batches, _STEPS)
-    self.assertEqual(run.iterations, _STEPS - lost)
+    self.assertEqual(run.iterations, _STEPS)
 
   @pytest.mark.soak
   def test_restarted_worker_is_another_process(self):
@@ -369,9 +384,9 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
       run = self.finish(job)
     self.assert_given_up(run, 'ps 1')
     self.assertEqual(run.batches, _STEPS)
-    # It still has its variables: where no call of a step failed, none is lost.
-    lost = programs.lost_steps(run) if run.report['recoveries'] else 0
-    self.assertEqual(run.iterations, _STEPS - lost)
+    # It still has its variables: nothing is lost.
+    self.assertEqual(programs.lost_steps(run), 0)
+    self.assertEqual(run.iterations, _STEPS)
 
   def assert_given_up(self, run, task):
     """A task was cut off, and no other one."""

@@ -42,6 +42,7 @@ def train(
   worker_input: bool,
   options: dict[str, Any],
   validates: bool = False,
+  steps_per_execution: int = 1,
 ) -> Run:
   """Trains a small model by `fit`; tells the number of batches in a file.
 
@@ -73,6 +74,7 @@ def train(
       keras.losses.SparseCategoricalCrossentropy(from_logits=True),
       metrics=['accuracy'],
       jit_compile=False,
+      steps_per_execution=steps_per_execution,
     )
   step_ended = []
 

@@ -5,6 +5,9 @@ arrays in a row, and `manifest.json`, their names, dtypes, shapes and checksums
 with the caller's metadata. It is written under a temporary name, synced to the
 disk and renamed last. A process that is killed at any point leaves the previous
 checkpoints; checksums detect damage that happens later.
+
+Tables, arrays that no process holds whole, lie beside them in files of their own
+(`pieces`). A checkpoint may share such files with the one before (hard links).
 """
 
 from __future__ import annotations
@@ -17,24 +20,31 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, BinaryIO, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import numpy as np
 from absl import logging
 
 from tf_strategies import errors, option_checks
 
+if TYPE_CHECKING:  # It needs TensorFlow, which takes seconds to load.
+  from tf_strategies.checkpoint import pieces
+
 # Beside the checkpoints, after the last one; its content does not matter.
 FINISHED_FILE = 'finished'
 
 _MANIFEST = 'manifest.json'
 _ARRAYS = 'arrays.bin'
-_FORMAT = 1
+_FORMAT, _FORMAT_WITH_TABLES = 1, 2
 _NAME = re.compile(r'checkpoint-(\d{8,})')
 # Prefix of what is being written or deleted.
 _UNFINISHED = 'unfinished-'
 _BLOCK_BYTES = 1 << 24
+
+
+# Of the tables in the directory of a checkpoint; raises a DataError.
+CheckTables = Callable[[str, 'Mapping[str, pieces.Table]'], None]
 
 
 class ArraySpec(NamedTuple):
@@ -48,20 +58,48 @@ class ArraySpec(NamedTuple):
 class StoredArrays(Mapping[str, np.ndarray]):
   """Arrays by name; each access reads one of them from the file.
 
-  The file stays open: the arrays outlive the deletion of their checkpoint.
-  What is known without reading is in `specs`.
+  The file stays open: the arrays outlive the deletion of their checkpoint, but
+  not those in `tables`. What is known without reading is in `specs`.
   """
 
-  def __init__(self, file: BinaryIO, specs: Mapping[str, ArraySpec]):
+  def __init__(
+    self,
+    file: BinaryIO,
+    specs: Mapping[str, ArraySpec],
+    tables: Mapping[str, pieces.Table] | None = None,
+  ):
     self._file = file
     self.specs = dict(specs)
+    self.tables = dict(tables or {})
+    for name, table in self.tables.items():
+      self.specs[name] = ArraySpec(table.dtype, table.shape, 0)
 
   def __getitem__(self, name: str) -> np.ndarray:
+    if name in self.tables:
+      return self._of_table(name)
+    shape = self.specs[name].shape
+    return self._read(name, 0, math.prod(shape)).reshape(shape)
+
+  def _of_table(self, name: str, *rows: int) -> np.ndarray:
+    from tf_strategies.checkpoint import pieces
+
+    directory = os.path.dirname(self._file.name)
+    return pieces.array_of(directory, self.tables[name], *rows)
+
+  def rows(self, name: str, first: int, count: int) -> np.ndarray:
+    """Returns `count` rows of an array from row `first` on."""
+    if name in self.tables:
+      return self._of_table(name, first, count)
+    inner = self.specs[name].shape[1:]
+    size = math.prod(inner)
+    return self._read(name, first * size, count * size).reshape(-1, *inner)
+
+  def _read(self, name: str, first: int, count: int) -> np.ndarray:
     spec = self.specs[name]
-    array = np.empty(spec.shape, _dtype(spec.dtype))
+    array = np.empty([count], _dtype(spec.dtype))
     # np.fromfile takes a failed read for the end of the file.
-    self._file.seek(spec.offset)
-    if self._file.readinto(array.reshape(-1).view(np.uint8)) != array.nbytes:
+    self._file.seek(spec.offset + first * array.itemsize)
+    if self._file.readinto(array.view(np.uint8)) != array.nbytes:
       raise errors.DataError(
         f'{self._file.name} became shorter: {name!r} is cut'
       )
@@ -69,8 +107,11 @@ class StoredArrays(Mapping[str, np.ndarray]):
 
   def renamed(self, names: Mapping[str, str]) -> StoredArrays:
     """Returns the same arrays, with new names by the present ones."""
-    specs = {names.get(name, name): spec for name, spec in self.specs.items()}
-    return StoredArrays(self._file, specs)
+    specs, tables = (
+      {names.get(name, name): each for name, each in found.items()}
+      for found in (self.specs, self.tables)
+    )
+    return StoredArrays(self._file, specs, tables)
 
   def __iter__(self) -> Iterator[str]:
     return iter(self.specs)
@@ -131,33 +172,52 @@ class Checkpointer:
     self,
     arrays: Mapping[str, np.ndarray] | Iterable[tuple[str, np.ndarray]],
     metadata: Mapping[str, Any],
+    write_tables: Callable[[str], Mapping[str, pieces.Table]] | None = None,
   ) -> str:
     """Writes a checkpoint, deletes those beyond `max_to_keep`; returns its path.
 
-    Those that `newest` found damaged do not count as kept.
+    Those that `newest` found damaged do not count as kept. If all that are kept
+    share a file, one is kept besides that has another.
 
     Args:
       arrays: by name; or pairs of name and array, which are written one after
         the other: only one needs to be in memory.
       metadata: for JSON.
+      write_tables: called with a directory, in which it writes the pieces of
+        tables; returns these by name.
 
     Raises:
       StorageError: it cannot be written; the previous checkpoints are untouched.
     """
     with _typed(self.directory, 'written'):
-      path, paths = self._write(arrays, metadata)
+      path, paths = self._write(arrays, metadata, write_tables)
     try:
       whole = [p for p in paths if p not in self._damaged]
       oldest = whole[-self._max_to_keep :][0]
+      kept = self._with_other_files(whole)
       for old in paths[: paths.index(oldest)]:
         # Renamed first: a half-deleted checkpoint is not a damaged one.
-        os.rename(old, self._unfinished(old))
+        if old not in kept:
+          os.rename(old, self._unfinished(old))
     except OSError as e:
       logging.warning('Could not delete old checkpoints: %s', e)
     self._delete_unfinished()
     return path
 
-  def _write(self, arrays, metadata) -> tuple[str, list[str]]:
+  def _with_other_files(self, paths: list[str]) -> set[str]:
+    """The newest one that shares no file of a table with the last of `paths`.
+
+    So damage to a file costs the steps since the last checkpoint without it.
+    """
+    newest = _files_of_tables(paths[-1])
+    if not newest:
+      return set()
+    for path in reversed(paths[:-1]):
+      if not newest & _files_of_tables(path):
+        return {path}
+    return set()
+
+  def _write(self, arrays, metadata, write_tables) -> tuple[str, list[str]]:
     """Writes a checkpoint; returns its path, and those of all."""
     os.makedirs(self.directory, exist_ok=True)
     self._delete_unfinished()
@@ -171,6 +231,13 @@ class Checkpointer:
       'metadata': dict(metadata),
       **_write_arrays(os.path.join(temporary, _ARRAYS), pairs),
     }
+    tables = write_tables(temporary) if write_tables else {}
+    if tables:
+      from tf_strategies.checkpoint import pieces
+
+      pieces.sync(temporary, tables)
+      contents['format'] = _FORMAT_WITH_TABLES
+      contents['tables'] = dict(tables)
     with open(os.path.join(temporary, _MANIFEST), 'w', encoding='utf-8') as f:
       json.dump({'contents': contents, 'sha256': _digest(contents)}, f)
       f.flush()
@@ -180,22 +247,25 @@ class Checkpointer:
     _sync(self.directory)
     return path, [*before, path]
 
-  def newest(self, since: str | None = None) -> Checkpoint | None:
+  def newest(
+    self, since: str | None = None, check_tables: CheckTables | None = None
+  ) -> Checkpoint | None:
     """Opens the newest checkpoint that is whole; None if there is none at all.
 
     Logs a warning for each newer one that is damaged, and deletes nothing.
 
     Args:
       since: one of `paths()`: older ones are left alone.
+      check_tables: see `open`.
 
     Raises:
       DataError: there are checkpoints and all are damaged.
       StorageError: a file exists and cannot be read: it may be whole.
     """
     with _typed(self.directory, 'read'):
-      return self._newest(since)
+      return self._newest(since, check_tables)
 
-  def _newest(self, since) -> Checkpoint | None:
+  def _newest(self, since, check_tables) -> Checkpoint | None:
     skipped: dict[str, str] = {}
     paths = self.paths()
     if since is not None:
@@ -204,7 +274,7 @@ class Checkpointer:
       paths = [path for path in paths if _number(path) >= oldest]
     for path in reversed(paths):
       try:
-        found = self.open(path)
+        found = self.open(path, check_tables)
       except (FileNotFoundError, NotADirectoryError, errors.DataError) as e:
         self._damaged.add(path)
         logging.warning('Skipped checkpoint %s, which is damaged: %s', path, e)
@@ -222,12 +292,29 @@ class Checkpointer:
       'to restart from scratch, delete the directory.'
     )
 
-  def open(self, path: str) -> Checkpoint:
-    """Opens one of `paths()`, or raises a DataError that says what is damaged."""
+  def open(
+    self, path: str, check_tables: CheckTables | None = None
+  ) -> Checkpoint:
+    """Opens one of `paths()`, or raises a DataError that says what is damaged.
+
+    Args:
+      path: of the checkpoint.
+      check_tables: raises a DataError if a file of the tables in a directory is
+        damaged. None reads them all in this process.
+    """
     contents = _read_manifest(os.path.join(path, _MANIFEST))
+    tables = {}
+    if 'tables' in contents:
+      from tf_strategies.checkpoint import pieces
+
+      check_tables = check_tables or pieces.check_all
+      for name, table in contents['tables'].items():
+        tables[name] = pieces.Table.from_json(table)
     file = open(os.path.join(path, _ARRAYS), 'rb')  # noqa: SIM115
     try:
       _verify(file, contents)
+      if tables:
+        check_tables(path, tables)
     except BaseException:
       file.close()
       raise
@@ -236,7 +323,8 @@ class Checkpointer:
     for name, dtype, shape in contents['arrays']:
       specs[name] = ArraySpec(dtype, tuple(shape), offset)
       offset += _dtype(dtype).itemsize * math.prod(shape)
-    return Checkpoint(path, contents['metadata'], StoredArrays(file, specs))
+    arrays = StoredArrays(file, specs, tables)
+    return Checkpoint(path, contents['metadata'], arrays)
 
   @property
   def is_finished(self) -> bool:
@@ -332,11 +420,22 @@ def _read_manifest(path: str) -> dict[str, Any]:
     raise errors.DataError(f'{_MANIFEST} cannot be read ({e})') from e
   if not is_whole:
     raise errors.DataError(f'{_MANIFEST} differs from its own checksum')
-  if contents['format'] != _FORMAT:
+  if contents['format'] not in (_FORMAT, _FORMAT_WITH_TABLES):
     raise errors.DataError(
-      f'{_MANIFEST} has format {contents["format"]}, expected {_FORMAT}'
+      f'{_MANIFEST} has format {contents["format"]}, expected {_FORMAT} or '
+      f'{_FORMAT_WITH_TABLES}'
     )
   return contents
+
+
+def _files_of_tables(path: str) -> set[str]:
+  """The names of the files of tables; none of a checkpoint that is damaged."""
+  try:
+    contents = _read_manifest(os.path.join(path, _MANIFEST))
+  except (OSError, errors.DataError):
+    return set()
+  tables = contents.get('tables', {}).values()
+  return {file for _, _, found, _ in tables for file, *_ in found}
 
 
 def _verify(file: BinaryIO, contents: Mapping[str, Any]) -> None:

@@ -55,7 +55,7 @@ def _mark_own(model, optimizer) -> None:
   while wrapper is not None:
     own = getattr(wrapper, 'own_variables', lambda *unused: ())
     for variable in own(model, optimizer):
-      _value(variable).is_of_worker = True
+      value_of(variable).is_of_worker = True
     wrapper = getattr(wrapper, 'inner_optimizer', None)
 
 
@@ -123,14 +123,19 @@ def _uncounted(name: str) -> str:
 def iterations(optimizer: keras.optimizers.Optimizer) -> int:
   """Returns the optimizer's count of calls, accumulation steps included."""
   for variable in optimizer.variables:
-    if variable.path.split('/')[-1] == 'iteration':
+    if is_iteration(variable.path):
       return int(variable.numpy())
   return 0
 
 
+def is_iteration(name: str) -> bool:
+  """Returns whether a variable of that name counts an optimizer's calls."""
+  return name.split('/')[-1] == 'iteration'
+
+
 def has_parts(variable: Any) -> bool:
   """Returns whether each replica has its own part of the variable."""
-  value = _value(variable)
+  value = value_of(variable)
   synchronization = getattr(value, 'synchronization', None)
   on_read = tf.VariableSynchronization.ON_READ
   return synchronization == on_read or _is_of_worker(value)
@@ -142,12 +147,12 @@ def _is_of_worker(value: Any) -> bool:
 
 def is_divided(variable: Any) -> bool:
   """Returns whether each replica stores a piece of the variable."""
-  return vars(_value(variable)).get('shard') is not None
+  return vars(value_of(variable)).get('shard') is not None
 
 
 def reductions(variables: Mapping[str, Any]) -> dict[str, str]:
   """Returns 'mean' or 'sum' for each variable of which replicas have parts."""
-  parts = {k: _value(v) for k, v in variables.items() if has_parts(v)}
+  parts = {k: value_of(v) for k, v in variables.items() if has_parts(v)}
   mean = tf.VariableAggregation.MEAN
   return {
     k: 'mean'
@@ -163,8 +168,8 @@ def reduce_parts(array: np.ndarray, reduction: str) -> np.ndarray:
   return reduce(0, dtype=array.dtype)
 
 
-def _value(variable: Any) -> Any:
-  """The variable of TensorFlow that Keras's one holds."""
+def value_of(variable: Any) -> Any:
+  """Returns the variable of TensorFlow that Keras's one holds."""
   is_keras = isinstance(variable, keras.Variable)
   return variable.value if is_keras else variable
 
@@ -216,13 +221,13 @@ class VariableAccess:
     """
     parts = {k: self._gather(v) for k, v in variables.items() if has_parts(v)}
     for name, variable in variables.items():
-      whole = _value(variable).numpy() if is_divided(variable) else None
+      whole = value_of(variable).numpy() if is_divided(variable) else None
       if whole is not None and self.is_chief:
         parts[name] = whole
     if not self.is_chief:
       return iter(parts.items())
     return (
-      (k, parts[k] if k in parts else np.asarray(_value(v).numpy()))
+      (k, parts[k] if k in parts else np.asarray(value_of(v).numpy()))
       for k, v in variables.items()
     )
 
@@ -303,4 +308,4 @@ class VariableAccess:
       part.assign(value)
 
   def _parts(self, variable):
-    return self._strategy.experimental_local_results(_value(variable))
+    return self._strategy.experimental_local_results(value_of(variable))

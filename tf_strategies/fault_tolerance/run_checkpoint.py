@@ -224,7 +224,8 @@ class RunCheckpoint:
     )
     found = dataclasses.replace(found, arrays=found.arrays.renamed(names))
     specs = found.arrays.specs
-    different = self._different_settings(found.metadata['settings'])
+    # Those of parameter servers have none.
+    different = self._different_settings(found.metadata.get('settings', {}))
     different += model_state.differences(
       self._variables, {k: v for k, v in specs.items() if not _is_metric(k)}
     )

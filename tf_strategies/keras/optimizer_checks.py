@@ -117,5 +117,6 @@ def check_partitioned_update(fn: Callable, name: str) -> None:
       f'{kind} with partitioned variable {name!r}',
       'optimizers that update each element by itself, such as Adam or SGD; '
       f'{kind} needs norms or means of the whole variable',
-      'use another optimizer, or leave out variable_partitioner',
+      'use another optimizer, or cut no variable: '
+      'variable_partitioner=lambda shape, dtype: [1] * len(shape)',
     )

@@ -31,18 +31,24 @@ class RecoveryTest(tf.test.TestCase, parameterized.TestCase):
     self.addCleanup(self.pool.close)
     self.registry = weakref.WeakValueDictionary()
     self.restored = []
+    self.done = 0
 
-  def make(self, has_checkpoints=True):
+  def make(self, has_checkpoints=True, mode='async'):
     directory = self.directory if has_checkpoints else None
     found = recovery.Recovery(
-      options.make('async', checkpoint_dir=directory),
+      options.make(mode, checkpoint_dir=directory),
       self.liveness,
       self.pool,
       self.registry,
       journal.Journal(),
     )
     found.on_restored = lambda: self.restored.append(True)
+    found.steps_done = lambda: self.done
     return found
+
+  def take_steps(self, found, count):
+    found.note_begun(count)
+    self.done += count
 
   def variable(self, value, **options):
     made = local_servers.variable(0, value, **options)
@@ -67,10 +73,10 @@ class RecoveryTest(tf.test.TestCase, parameterized.TestCase):
   def save_twice(self, found, weight):
     """Checkpoints of [1, 2] after 10 steps, and of [3, 4] after 20."""
     found.track({'weight': weight})
-    found.note_begun(10)
+    self.take_steps(found, 10)
     paths = [found.write()]
     weight.assign([3.0, 4.0])
-    found.note_begun(10)
+    self.take_steps(found, 10)
     return [*paths, found.write()]
 
   def damage(self, path):
@@ -84,7 +90,7 @@ class RecoveryTest(tf.test.TestCase, parameterized.TestCase):
   def test_newest_checkpoint_is_restored(self):
     weight, found = self.variable([1.0, 2.0]), self.make()
     self.save_twice(found, weight)
-    found.note_begun(3)
+    self.take_steps(found, 3)
     weight.assign([5.0, 6.0])
     self.assertEqual(found.with_recovery(self.die_once(weight)), [[3.0, 4.0]])
     self.assertLen(self.restored, 1)
@@ -94,13 +100,71 @@ class RecoveryTest(tf.test.TestCase, parameterized.TestCase):
   def test_damaged_checkpoint_is_skipped_by_name(self):
     weight, found = self.variable([1.0, 2.0]), self.make()
     older, newer = self.save_twice(found, weight)
-    found.note_begun(3)
+    self.take_steps(found, 3)
     self.damage(newer)
     with self.assertLogs('absl', 'WARNING') as logs:
       self.assertEqual(found.with_recovery(self.die_once(weight)), [[1.0, 2.0]])
     self.assertIn(f'Skipped checkpoint {newer}', ' '.join(logs.output))
     self.assertIn(f'restored {os.path.basename(older)}', logs.output[-1])
     self.assertEqual(found.history[0]['lost_steps'], 13)
+
+  @parameterized.parameters('async', 'bounded', 'sync')
+  def test_what_is_restored(self, mode):
+    """In 'sync' all is of one moment; else a server that lives keeps what it has."""
+    self.assert_what_is_restored(mode)
+
+  def assert_what_is_restored(self, mode):
+    rows = np.arange(10.0).reshape(5, 2)
+    table = local_servers.partitioned_variable(rows, 2)
+    weights = [self.variable([1.0]), self.variable([1.0])]
+    for part in table.parts:
+      self.registry[id(part)] = part
+    found = self.make(mode=mode)
+    named = {'table': table, 'first': weights[0], 'second': weights[1]}
+    found.track(named)
+    self.take_steps(found, 10)
+    found.write()
+    for variable in named.values():
+      variable.assign(-variable.numpy())
+    die = self.die_once(table.parts[1], weights[1])
+    found.with_recovery(die)
+    expected = rows.copy()
+    if mode != 'sync':
+      expected[:3] *= -1
+    self.assertAllEqual(table, expected)
+    self.assertAllEqual(weights[0], [1.0 if mode == 'sync' else -1.0])
+    self.assertAllEqual(weights[1], [1.0])
+
+  @parameterized.parameters('async', 'sync')
+  def test_mutation_that_restores_too_much_or_too_little_is_seen(self, mode):
+    read = recovery.Recovery._read_newest
+    with (
+      mock.patch.object(
+        recovery.Recovery,
+        '_read_newest',
+        lambda self, **_: read(self, only_lost=mode == 'sync'),
+      ),
+      self.assertRaises(AssertionError),
+    ):
+      self.assert_what_is_restored(mode)
+
+  def test_the_count_of_steps_goes_on(self):
+    """Other servers have what the steps since the checkpoint wrote."""
+    iteration, weight = self.variable(7), self.variable([1.0])
+    found = self.make()
+    self.take_steps(found, 100)
+    found.track({'optimizer/iteration': iteration, 'weight': weight})
+    found.write()
+    iteration.assign(20)
+    self.take_steps(found, 13)
+    found.with_recovery(self.die_once(iteration))
+    self.assertEqual(int(iteration.numpy()), 20)
+    self.assertEqual(found.history[0]['lost_steps'], 13)
+    # One that was given up, and has lost nothing.
+    del iteration.is_alive
+    found.with_recovery(self.die_once())
+    self.assertEqual(int(iteration.numpy()), 20)
+    self.assertEqual(found.history[1]['lost_steps'], 0)
 
   def test_no_step_runs_without_a_whole_checkpoint(self):
     """Nor is one written, until a whole one was read."""

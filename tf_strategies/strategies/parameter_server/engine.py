@@ -89,6 +89,8 @@ class Engine:
     self._sources = weakref.WeakSet()
     recovery.on_restored = self.forget
     self.local = local_units.LocalUnits(self, pool, meets, in_replica)
+    recovery.steps_done = lambda: self._steps_done
+    recovery.trains_apart = lambda: self.local.begun > 0
 
   def begin(self, step: Step, work: Work) -> Any:
     """Begins steps, or waits while too many run; returns the newest report."""

@@ -17,6 +17,7 @@ from tf_strategies.keras import gradient_reducer, optimizer_checks
 from tf_strategies.strategies.parameter_server import (
   packing,
   partitioned,
+  table_files,
   traced_step,
   variables,
 )
@@ -170,14 +171,17 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
     drained: Callable[[Callable], Any],
     on_write: Callable[[], None],
     local_reducer: gradient_reducer.GradientReducer,
+    watches_rows: bool = False,
   ):
     super().__init__(strategy, resolver, partitioner)
     # What a `LocalSteps` asks; to other optimizers a step is one device's.
     self.local_reducer = local_reducer
     self.placement = Placement(self._num_ps)
-    self._partitioner = partitioner
+    self._partitioner = partitioner or partitioned.large_tables(self._num_ps)
     self._drained = drained
     self._on_write = on_write
+    # For checkpoints: which rows of tables are written.
+    self._watches_rows = watches_rows
     self._registry = registry
     # Steps are run by our own threads, not by TensorFlow's coordinator.
     self._allow_run_without_coordinator = True
@@ -227,6 +231,10 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
         on_write=self._on_write,
         **arguments,
       )
+      if self._watches_rows and table_files.is_table(
+        variable.shape, variable.dtype
+      ):
+        variable.watch_rows()
     self._registry[id(variable)] = variable
     return variable
 
@@ -264,7 +272,7 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
 
   def _num_parts(self, shape, dtype, name) -> int:
     """Into how many parts a variable is cut."""
-    if self._partitioner is None or not shape:
+    if not shape:
       return 1
     found = self._partitioner(shape=tf.TensorShape(shape), dtype=dtype)
     if (

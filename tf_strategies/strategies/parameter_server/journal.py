@@ -68,15 +68,18 @@ class Journal:
             resource=variable.handle, value=tf.constant(self._state)
           )
 
-  def recover(self) -> None:
+  def recover(self, restores_all: bool = True) -> None:
     """After a server's death; what servers hold is going to be restored.
 
     Nobody writes any more what belongs to the state before. A step that was not
-    done is repeated with all of its units.
+    done is repeated with all of its units; if not `restores_all`, with those that
+    were not written on a server that lives.
     """
     for variable in [*self._tokens_of, *self._written.values()]:
       variable.recreate_if_dead()
     self.revoke()
+    if not restores_all:
+      return
     for (_, unit), variable in self._written.items():
       if unit != units.LAST_UNIT:
         with tf.device(variable.device):
@@ -125,12 +128,17 @@ class Journal:
 
   def done(self, kind: int, key: int) -> int:
     """On the coordinator: how much of the task or split `key` is done."""
-    variable = self._unit(0, units.LAST_UNIT)
-    with tf.device(variable.device):
-      marks = variable.read_directly()
-    mark = int(marks[kind * _NUM_MARKS + key % _NUM_MARKS])
-    is_of_key = mark >> _COUNT_BITS == key
-    return mark & ((1 << _COUNT_BITS) - 1) if is_of_key else 0
+    place = kind * _NUM_MARKS + key % _NUM_MARKS
+    found = 0
+    for (_, unit), variable in list(self._written.items()):
+      with tf.device(variable.device):
+        mark = int(_read(variable, tf.constant(place, tf.int64)))
+      if mark >> _COUNT_BITS == key:
+        step = mark & ((1 << _COUNT_BITS) - 1)
+        # Who has begun to write a step had done those before it. That is all that is
+        # known where server 0 has died.
+        found = max(found, step - (unit != units.LAST_UNIT))
+    return found
 
 
 def _read(variable: variables.ServerVariable, place: tf.Tensor) -> tf.Tensor:

@@ -10,13 +10,38 @@ from collections.abc import Callable, Iterator, Sequence
 
 import tensorflow as tf
 
-from tf_strategies import _tf_internal, errors
+from tf_strategies import _keras_internal, _tf_internal, errors
 from tf_strategies.strategies.parameter_server import (
   traced_step,
   variables,
 )
 
 _VALUE_KEY = 'VARIABLE_VALUE'
+
+# What is cut without being asked: tables of so many bytes, with so many more rows
+# than columns that they are no matrix to multiply with.
+_LARGE_BYTES = 64 << 20
+_TALL = 16
+
+
+def large_tables(num_servers: int) -> Callable[..., list[int]]:
+  """The partitioner for those who pass none: cuts large tables, one part a server.
+
+  >>> partitioner = large_tables(3)
+  >>> partitioner(tf.TensorShape([1_000_000, 64]), tf.float32)
+  [3, 1]
+  >>> partitioner(tf.TensorShape([10_000, 64]), tf.float32)
+  [1, 1]
+  """
+
+  def partition(shape, dtype):
+    rows, inner = shape[0], shape[1:].num_elements()
+    is_large = rows * inner * dtype.size >= _LARGE_BYTES
+    is_table = shape.rank > 1 and rows >= _TALL * inner
+    parts = num_servers if is_large and is_table else 1
+    return [parts] + [1] * (shape.rank - 1)
+
+  return partition
 
 
 def partition_sizes(rows: int, parts: int) -> tuple[int, ...]:
@@ -49,9 +74,18 @@ def initial_values(
 ) -> list[tf.Tensor | Callable[[], tf.Tensor]]:
   """What makes the initial value of each part of a variable of `shape`.
 
-  An initializer that takes `partition_shape` and `partition_offset` makes the rows
-  of a part where that is, so that nobody holds a large table whole.
+  An initializer of Keras's that makes each element by itself, or one that takes
+  `partition_shape` and `partition_offset`, makes the rows of a part where that is,
+  so that nobody holds a large table whole.
   """
+  rows_of_keras = callable(value) and _keras_internal.initial_rows(
+    value, shape, tf.as_dtype(dtype)
+  )
+  if rows_of_keras:
+    return [
+      functools.partial(rows_of_keras, rows, first)
+      for rows, first in zip(sizes, offsets(sizes), strict=True)
+    ]
   if not callable(value) or not _takes_partitions(value):
     whole = value() if callable(value) else value
     whole = _tf_internal.unwrap_checkpoint_value(whole)

@@ -12,11 +12,12 @@ import tensorflow as tf
 from absl import logging
 
 from tf_strategies import _tf_internal, errors
-from tf_strategies.checkpoint import checkpointer, model_state
+from tf_strategies.checkpoint import checkpointer, model_state, pieces
 from tf_strategies.checkpoint import position as position_lib
 from tf_strategies.strategies.parameter_server import (
   connection,
   input,
+  table_files,
   variables,
   worker_pool,
   worker_states,
@@ -33,7 +34,13 @@ _RETRY_SECONDS = 1.0
 class Recovery:
   """Saves what a strategy trains, and restores it when a server died.
 
-  The coordinator writes the files, so servers need no common file system.
+  The coordinator writes the files, but for those of tables, which servers write that
+  see the directory. So they need no common file system.
+
+  In 'sync', and where workers train apart, all variables are restored, which is the
+  state of one moment. In other modes, in which every step meets variables of several
+  ages, only what was lost is: the other servers keep what was written since the
+  checkpoint.
   """
 
   def __init__(
@@ -43,14 +50,21 @@ class Recovery:
     pool: worker_pool.WorkerPool,
     server_variables: Mapping[int, variables.ServerVariable],
     journal: journal_lib.Journal,
+    num_servers: int = 1,
   ):
     self._options = options
+    self._tables = table_files.TableFiles(num_servers)
     self._liveness = liveness
     self._pool = pool
     self._variables = server_variables
     self._journal = journal
     # When servers have new variables, before they are read.
     self.on_restored: Callable[[], None] = lambda: None
+    # How many steps of training are done; and were when a checkpoint was written.
+    self.steps_done: Callable[[], int] = lambda: 0
+    self._done_at: dict[str, int] = {}
+    # Whether workers train apart: what they send is of many steps of a state.
+    self.trains_apart: Callable[[], bool] = lambda: False
     self._checkpointer: checkpointer.Checkpointer | None = None
     if options.checkpoint_dir is not None:
       self._checkpointer = checkpointer.Checkpointer(
@@ -59,6 +73,10 @@ class Recovery:
     self._objects: Mapping[str, Any] | None = None
     self._is_tracking = False
     self._is_guarding = False
+    self._begins_at = 0
+    # Steps that it has ended; and whether any variable was lost.
+    self._interrupted: list[worker_pool.Task] = []
+    self._is_lost = False
     # The death of a server since which no checkpoint has been restored.
     self._loss: errors.ParameterServerUnavailableError | None = None
     # Whether there is a checkpoint of this run; older ones than the first are of
@@ -144,15 +162,29 @@ class Recovery:
     splits = self._source.position if self._source else ()
     position = position_lib.Position(self._epoch, step, splits)
     named = model_state.name_objects(self._objects)
+    tables = table_files.tables_among(named)
+    saved: dict[str, pieces.Table] = {}
+
+    def write_tables(directory):
+      saved.update(self._tables.save(directory, tables))
+      return saved
+
     path = self._checkpointer.save(
-      ((name, _read(variable)) for name, variable in named.items()),
+      (
+        (name, _read(variable))
+        for name, variable in named.items()
+        if name not in tables
+      ),
       {
         **position.to_json(),
         'steps': self.steps_before + self._begun,
         'parts': model_state.reductions(named),
       },
+      write_tables,
     )
+    self._tables.commit(path, saved)
     self._begun_at_save = self._begun_at[path] = self._begun
+    self._done_at[path] = self.steps_done()
     if not self._has_checkpoint:
       self._has_checkpoint, self._first = True, path
     return path
@@ -169,16 +201,20 @@ class Recovery:
     if found is None:
       return None
     self._has_checkpoint = True
+    self._done_at[found.path] = self.steps_done()
     self.steps_before = found.metadata['steps']
     logging.info('Restored %s.', found.path)
     return position_lib.Position.from_json(found.metadata)
 
-  def _read_newest(self) -> checkpointer.Checkpoint | None:
+  def _read_newest(
+    self, only_lost: bool = False
+  ) -> checkpointer.Checkpoint | None:
     """Assigns the variables what the newest whole checkpoint has.
 
-    Not one of another run, which is in the directory too.
+    Not one of another run, which is in the directory too. If `only_lost`, those that
+    were lost with a server.
     """
-    found = self._checkpointer.newest(self._first)
+    found = self._checkpointer.newest(self._first, self._tables.check)
     if found is None:
       return None
     if 'steps' not in found.metadata:
@@ -197,12 +233,39 @@ class Recovery:
         f'{"; ".join(different)}. Fix: pass another checkpoint_dir, or build '
         'the model that wrote it.'
       )
+    self._tables.forget()
+    tables = table_files.tables_among(named)
     for name, variable in named.items():
+      parts = table_files.parts_of(variable) or []
+      lost = [each for each in parts if each[0].is_lost]
+      if name in tables or (only_lost and not lost):
+        continue
       array = arrays[name]
-      if not worker_states.write(variable, array):
-        is_part = model_state.has_parts(variable)
-        variable.assign(array[0] if is_part else array)
+      if worker_states.write(variable, array):
+        continue
+      if model_state.has_parts(variable):
+        array = array[0]
+      if only_lost and model_state.is_iteration(name):
+        # The other servers have what was written in all steps that are done.
+        array = array + self._done_since(found)
+      if only_lost and len(parts) > 1:
+        for part, first in lost:
+          part.assign(array[first : first + part.shape[0]])
+      else:
+        variable.assign(array)
+    self._tables.restore(
+      found.path,
+      arrays,
+      {
+        name: [each for each in parts if each[0].is_lost or not only_lost]
+        for name, parts in tables.items()
+      },
+    )
     return found
+
+  @property
+  def _restores_all(self) -> bool:
+    return self._options.mode == 'sync' or self.trains_apart()
 
   def with_recovery(self, action: Callable[[], _T]) -> _T:
     """Does something; if a server died, recovers and does it again.
@@ -212,6 +275,8 @@ class Recovery:
     if self._is_guarding:
       return action()
     self._is_guarding = True
+    # What it has begun it begins again.
+    self._begins_at = self._pool.submitted
     try:
       while True:
         if self._loss is not None:
@@ -230,6 +295,11 @@ class Recovery:
             time.sleep(_RETRY_SECONDS)
           else:
             raise
+    except BaseException:
+      # Nobody waits for them any more.
+      self._pool.interrupted()
+      self._interrupted = []
+      raise
     finally:
       self._is_guarding = False
 
@@ -241,30 +311,32 @@ class Recovery:
   def _recover(self, error) -> None:
     began = time.monotonic()
     try:
-      found = self._try_to_restore(error)
+      found, lost = self._try_to_restore(error)
     except Exception as e:
       self._pool.refuse(e)
       raise
     self._loss = None
     self._pool.accept()
-    # An older one than the last, if that is damaged.
-    saved = found.metadata['steps'] - self.steps_before
-    lost = self._begun - self._begun_at.get(found.path, saved)
-    self._begun_at_save = self._begun_at[found.path] = self._begun
+    if self._restores_all:
+      self._begun_at_save = self._begun_at[found.path] = self._begun
     seconds = time.monotonic() - began
     self.history.append(
       {'server': error.server, 'lost_steps': lost, 'seconds': seconds}
     )
     logging.error(
-      'ps %s is back: restored %s after %.1f s. Lost: %d steps.',
+      'ps %s is back: restored %s after %.1f s. Lost: %d steps%s.',
       error.server,
       os.path.basename(found.path),
       seconds,
       lost,
+      '' if self._restores_all else ' of what it held; the others go on',
     )
 
-  def _try_to_restore(self, error) -> checkpointer.Checkpoint:
-    """Restores variables after `error`, or raises a typed error."""
+  def _try_to_restore(self, error) -> tuple[checkpointer.Checkpoint, int]:
+    """Restores variables after `error`, or raises a typed error.
+
+    Returns from which checkpoint, and how many steps that cost.
+    """
     if self._objects is None:
       raise error
     if not self._has_checkpoint:
@@ -290,21 +362,32 @@ class Recovery:
         _tf_internal.clear_errors()
         time.sleep(_RETRY_SECONDS)
 
-  def _restore_servers(self) -> checkpointer.Checkpoint:
+  def _restore_servers(self) -> tuple[checkpointer.Checkpoint, int]:
     """Waits for the servers, recreates the variables and restores them."""
     self._pool.forget()
+    self._interrupted += [
+      task
+      for task in self._pool.interrupted()
+      if task.number < self._begins_at and not self._restores_all
+    ]
     self._liveness.wait_for_all(self._options.recovery_timeout)
     for variable in self._variables.values():
       variable.recreate_if_dead()
-    self._journal.recover()
+      # One that was only given up has what it had.
+      self._is_lost |= variable.is_lost
+    self._journal.recover(self._restores_all)
+    done = [task for task in self._interrupted if task.survive(0)]
     self.on_restored()
-    found = self._read_newest()
+    found = self._read_newest(only_lost=not self._restores_all)
     if found is None:
       raise errors.DataError(
         f'Expected a checkpoint in {self._options.checkpoint_dir} to restore '
         'the variables of a server that died, got none: those that this run had '
         'written are gone. Fix: put one back, or restart the job from scratch.'
       )
+    lost_steps = self._lost_steps(found)
+    self._repeat_steps(done)
+    self._is_lost = False
     lost = [v for v in self._variables.values() if v.is_lost]
     for kind, what in (
       (True, 'count from zero from now on'),
@@ -313,7 +396,35 @@ class Recovery:
       names = [v.name for v in lost if v.is_counter == kind]
       if names:
         logging.warning('not in the checkpoint: %s %s', ', '.join(names), what)
-    return found
+    return found, lost_steps
+
+  def _lost_steps(self, found: checkpointer.Checkpoint) -> int:
+    """Of how many steps that were done variables have nothing any more."""
+    if self._restores_all:
+      return self._begun - self._before(found, self._begun_at)
+    if not self._is_lost:
+      return 0
+    return self._done_since(found)
+
+  def _done_since(self, found: checkpointer.Checkpoint) -> int:
+    """How many steps were done since a checkpoint, also by interrupted tasks."""
+    done = self.steps_done() + sum(t.done_so_far for t in self._interrupted)
+    return done - self._before(found, self._done_at)
+
+  def _before(self, found, counts: Mapping[str, int]) -> int:
+    """A count of steps when a checkpoint was written; maybe by an earlier run."""
+    return counts.get(found.path, found.metadata['steps'] - self.steps_before)
+
+  def _repeat_steps(self, done: list[worker_pool.Task]) -> None:
+    """Goes on with the steps that the death of a server has ended.
+
+    They write what they had not written, so a server that lives loses no step.
+    """
+    # It may be some read within `init_scope` that has met the death.
+    with _tf_internal.recording():
+      tasks = [t for t in self._interrupted if t not in done and t.renew()]
+    self._pool.go_on(tasks, done)
+    self._interrupted = []
 
 
 def _error_of(

@@ -118,6 +118,19 @@ class StepTask(_StepsTask):
     self._first = self._engine.journal.done(batch_message.TASKS, self._number)
     return self._first == self.steps
 
+  @property
+  def done_so_far(self) -> int:
+    """How many were done when it was interrupted."""
+    return self._first if self.step.trains else 0
+
+  def renew(self) -> bool:
+    """Whoever wants its result begins another one."""
+    if not self._is_result_wanted:
+      self._function, self.discovery = self._engine.function(
+        self.step, self._layout
+      )
+    return not self._is_result_wanted
+
   def finish(self, worker: int) -> None:
     """Counts what was done, and lets go of the batches."""
     super().finish(worker)
@@ -132,9 +145,21 @@ class InputTask(_StepsTask):
     self._source = work.source
     self._done = 0
     self._split: input.Split | None = None
-    spec = work.source.dataset.element_spec
-    self._one, self.discovery = engine.function(step, input.Layout(spec, 1))
-    self._all, _ = engine.function(step, input.Layout(spec, self.steps))
+    self._asked = self.steps
+    self.renew()
+
+  @property
+  def done_so_far(self) -> int:
+    """How many were done when it was interrupted."""
+    return self._done if self.step.trains else 0
+
+  def renew(self) -> bool:
+    """Traces its functions."""
+    spec = self._source.dataset.element_spec
+    function = self._engine.function
+    self._one, self.discovery = function(self.step, input.Layout(spec, 1))
+    self._all, _ = function(self.step, input.Layout(spec, self._asked))
+    return True
 
   def has_work_for(self, worker: int) -> bool:
     """Whether there is anything for this worker to read."""

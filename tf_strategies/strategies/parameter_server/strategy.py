@@ -61,9 +61,10 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
   is; additions are atomic.
 
   A worker that dies loses no step, and is used again when it is back. When a
-  server dies and `checkpoint_dir` is given, training waits for it, restores the
-  newest whole checkpoint and continues; without it
-  `ParameterServerUnavailableError` is raised.
+  server dies and `checkpoint_dir` is given, training waits for it, restores what it
+  held, in 'sync' all, from the newest whole checkpoint and continues; without it
+  `ParameterServerUnavailableError` is raised. Servers that see `checkpoint_dir` write
+  the tables that they hold there.
 
   Each worker is one replica, on its first GPU or its CPU: start one worker a
   GPU. It was run on CPUs; no GPU has been tried.
@@ -71,8 +72,9 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
   Args:
     cluster: the tasks; None reads TF_CONFIG.
     variable_partitioner: into how many parts a variable is cut along its first
-      axis, as `tf.distribute.experimental.partitioners`; None cuts none.
-      Scalars are never cut.
+      axis, as `tf.distribute.experimental.partitioners`. None cuts tables of 64 MB
+      or more, with 16 times more rows than columns, one part a server.
+      `lambda shape, dtype: [1] * len(shape)` cuts none. Scalars are never cut.
     mode: see above.
     **options: `backup_workers` (0) with 'sync'; `max_staleness` (1) with
       'bounded'; `checkpoint_dir` and
@@ -124,7 +126,12 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     registry = weakref.WeakValueDictionary()
     journal = journal_lib.Journal(len(workers), self._num_ps)
     self.recovery = recovery.Recovery(
-      self.options, self.liveness, self._pool, registry, journal
+      self.options,
+      self.liveness,
+      self._pool,
+      registry,
+      journal,
+      self._num_ps,
     )
     # All functions of this process: those of Keras and of the user too.
     _tf_internal.before_sending_functions(self._wait_for_answers)
@@ -137,6 +144,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
       self._drained,
       self.engine.reports.forget,
       self.engine.local,
+      watches_rows=self.recovery.is_enabled,
     )
     self.engine.local.settle = self.settle
     tf.distribute.Strategy.__init__(self, implementation)
@@ -213,7 +221,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
       mode; steps (done); staleness (number of steps by how many other steps
       were applied while they were computed); dropped (gradients that came too
       late, in mode 'sync'); bytes_per_server; recoveries (server, lost_steps
-      and seconds of each).
+      of what was restored, and seconds of each).
     """
     return {
       'mode': self.options.mode,

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tf_strategies import _tf_internal, errors
 from tf_strategies.strategies.parameter_server import (
+  changed_rows,
   copied_variables,
   traced_step,
 )
@@ -45,6 +46,8 @@ class ServerVariable(_tf_internal.ResourceVariable):
     self.is_lost = False
     # What workers have of their own of it (`WorkerStates`); None for most variables.
     self.states = None
+    # Of a table: which rows have been written since they were saved.
+    self.changed: changed_rows.ChangedRows | None = None
     self._drained = drained or (lambda action: action())
     self._on_write = on_write or (lambda: None)
     with tf.device(server_device(server)):
@@ -62,7 +65,8 @@ class ServerVariable(_tf_internal.ResourceVariable):
     """Whether it is of a metric, which may count from zero again."""
     return self.synchronization == tf.VariableSynchronization.ON_READ
 
-  def _check_is_whole(self) -> None:
+  def check_is_whole(self) -> None:
+    """Raises an error if it is lost, and not a counter."""
     if self.is_lost and not self.is_counter:
       raise errors.DataError(
         f'variable {self.name!r} was lost with parameter server {self.server} and '
@@ -71,7 +75,7 @@ class ServerVariable(_tf_internal.ResourceVariable):
       )
 
   def _read_variable_op(self, no_copy=False):
-    self._check_is_whole()
+    self.check_is_whole()
     step = traced_step.current()
     if step is not None:
       copy = step.read(self)
@@ -87,6 +91,40 @@ class ServerVariable(_tf_internal.ResourceVariable):
     """What workers have, as one value, or what the server has."""
     value = None if self.states is None else self.states.mean(self)
     return _fetched(read() if value is None else tf.constant(value))
+
+  def watch_rows(self) -> None:
+    """From now on it is noted which rows are written."""
+    device = server_device(self.server)
+    self.changed = changed_rows.ChangedRows(int(self.shape[0]), device)
+
+  def noting(self, write: Callable[[], Any], rows=None) -> Callable[[], Any]:
+    """A write of these rows, or of all, which notes them.
+
+    For whoever writes by an op on the handle.
+    """
+    if self.changed is None or copied_variables.current() is not None:
+      return write
+
+    def write_and_note():
+      result = write()
+      with tf.device(self.device):
+        self.changed.note(rows)
+      return result
+
+    return write_and_note
+
+  def rows_directly(self, numbers: tf.Tensor) -> tf.Tensor:
+    """Some rows, read on the server."""
+    return tf.raw_ops.ResourceGather(
+      resource=self.handle, indices=numbers, dtype=self.dtype
+    )
+
+  def write_rows_directly(self, numbers: tf.Tensor, rows: tf.Tensor) -> None:
+    """Writes some rows on the server."""
+    with tf.device(self.device):
+      tf.raw_ops.ResourceScatterUpdate(
+        resource=self.handle, indices=numbers, updates=rows
+      )
 
   def _write_drained(self, write):
     """A write of the coordinator, after what it has scheduled."""
@@ -121,9 +159,11 @@ class ServerVariable(_tf_internal.ResourceVariable):
 
   def write_directly(self, value, delta) -> tf.Operation:
     """Assigns `value`, or adds `delta` if there is one, on the server."""
+    add, assign = super().assign_add, super().assign
     if delta is not None:
-      return super().assign_add(tf.cast(delta, self.dtype), read_value=False)
-    return super().assign(value, read_value=False)
+      delta = tf.cast(delta, self.dtype)
+      return self.noting(lambda: add(delta, read_value=False))()
+    return self.noting(lambda: assign(value, read_value=False))()
 
   def assign(self, value, use_locking=None, name=None, read_value=True):
     """As `tf.Variable.assign`."""
@@ -132,21 +172,18 @@ class ServerVariable(_tf_internal.ResourceVariable):
       value = tf.convert_to_tensor(value, self.dtype)
       if step.write(self, value):
         return step.read(self)
-      write = super().assign
-      return self._write_in_unit(
-        step, lambda: write(value, use_locking, name, read_value)
-      )
+    assign, add = super().assign, super().assign_add
+    options = use_locking, name, read_value
+    write = self.noting(lambda: assign(value, *options))
+    if step is not None:
+      return self._write_in_unit(step, write)
     elif tf.executing_eagerly():
-      write = super().assign
-      return self._write_drained(
-        lambda: write(value, use_locking, name, read_value)
-      )
-    else:
-      delta = self.addition_of(value)
-      _note_write(self, adds=delta is not None)
-      if delta is not None:
-        return super().assign_add(delta, use_locking, name, read_value)
-    return super().assign(value, use_locking, name, read_value)
+      return self._write_drained(write)
+    delta = self.addition_of(value)
+    _note_write(self, adds=delta is not None)
+    if delta is not None:
+      return self.noting(lambda: add(delta, *options))()
+    return write()
 
   def addition_of(self, value) -> tf.Tensor | None:
     """What `value` adds to this variable, as it is read in a graph."""
@@ -172,18 +209,26 @@ class ServerVariable(_tf_internal.ResourceVariable):
     return self._add(super().assign_sub, delta, -1, name, read_value)
 
   def _add(self, write, delta, sign, name, read_value):
-    self._check_is_whole()
+    self.check_is_whole()
     options = {'name': name, 'read_value': read_value}
     step = traced_step.current()
     if step is not None:
       delta = tf.convert_to_tensor(delta, self.dtype)
       if step.write(self, None, sign * delta):
         return step.read(self)
-      return self._write_in_unit(step, lambda: write(delta, **options))
+    noting = self.noting(lambda: write(delta, **options))
+    if step is not None:
+      return self._write_in_unit(step, noting)
     elif tf.executing_eagerly():
-      return self._write_drained(lambda: write(delta, **options))
+      return self._write_drained(noting)
     _note_write(self, adds=True)
-    return write(delta, **options)
+    return noting()
+
+  def _restore_from_tensors(self, restored_tensors):
+    # TensorFlow's assigns past `assign`.
+    restore = super()._restore_from_tensors
+    write = self.noting(lambda: restore(restored_tensors))
+    return self._write_drained(write) if tf.executing_eagerly() else write()
 
   def sparse_read(self, indices, name=None):
     """As `tf.gather`, on the server that has the rows."""
@@ -205,7 +250,7 @@ class ServerVariable(_tf_internal.ResourceVariable):
 
   def _touch_rows(self, writes: bool):
     """Before an op on some rows; a copy if a step has the only one."""
-    self._check_is_whole()
+    self.check_is_whole()
     step = traced_step.current()
     return None if step is None else step.touch_rows(self, writes)
 
@@ -232,6 +277,8 @@ class ServerVariable(_tf_internal.ResourceVariable):
     self._handle = fresh.handle
     self._handle_owner = fresh
     self.is_lost = True
+    if self.changed is not None:
+      self.watch_rows()
 
 
 def _fetched(value: tf.Tensor) -> tf.Tensor:
@@ -246,19 +293,32 @@ def _note_write(variable: ServerVariable, adds: bool) -> None:
     copies.note_write(variable, adds)
 
 
+def _rows_written(name: str, args, kwargs) -> tf.Tensor | None:
+  """The rows that a sparse write writes; None if that is not easily said."""
+  first = args[0] if args else next(iter(kwargs.values()), None)
+  if isinstance(first, tf.IndexedSlices) and not name.startswith('batch'):
+    return first.indices
+  if name.startswith('scatter_nd') and args:
+    return tf.convert_to_tensor(first)[..., 0]
+  return None
+
+
 def _sparse_write(name: str):
   method = getattr(_tf_internal.ResourceVariable, name)
 
   def write(self, *args, **kwargs):
     # pylint: disable=protected-access
     self._touch_rows(writes=True)
+    write_rows = self.noting(
+      lambda: method(self, *args, **kwargs), _rows_written(name, args, kwargs)
+    )
     if tf.executing_eagerly():
-      return self._write_drained(lambda: method(self, *args, **kwargs))
+      return self._write_drained(write_rows)
     step = traced_step.current()
     if step is None:
       _note_write(self, adds=False)
-      return method(self, *args, **kwargs)
-    return self._write_in_unit(step, lambda: method(self, *args, **kwargs))
+      return write_rows()
+    return self._write_in_unit(step, write_rows)
 
   write.__name__ = name
   write.__doc__ = method.__doc__

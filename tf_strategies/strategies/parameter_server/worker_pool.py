@@ -44,6 +44,7 @@ class Task(abc.ABC):
   retries = 0  # How often it failed and was put back.
   losses = 0  # How many workers were lost while they ran it.
   attempt = 0  # Of the pool, that it belongs to.
+  number = 0  # Of all that were submitted.
 
   @abc.abstractmethod
   def run(self, worker: int) -> None:
@@ -83,6 +84,18 @@ class Task(abc.ABC):
     del worker
     return False
 
+  @property
+  def done_so_far(self) -> int:
+    """How many of its steps of training were done when it was interrupted."""
+    return 0
+
+  def renew(self) -> bool:
+    """Makes it ready to go on, after servers have come back with other variables.
+
+    Returns whether it can; one that somebody else does again need not.
+    """
+    return False
+
   @abc.abstractmethod
   def finish(self, worker: int) -> None:
     """Called under the pool's lock when it is done."""
@@ -117,6 +130,10 @@ class WorkerPool:
     self._queue: collections.deque[Task] = collections.deque()
     self._running: dict[int, Task] = {}
     self._error: BaseException | None = None
+    # Tasks that the death of a server has ended, and whether one has died.
+    self._interrupted: list[Task] = []
+    self._is_server_lost = False
+    self.submitted = 0
     # Why no task may begin; the one place that every step of every mode passes.
     self._refusal: Exception | None = None
     self._is_open = True
@@ -151,6 +168,8 @@ class WorkerPool:
           'create another strategy',
         )
       task.attempt = self._attempt
+      task.number = self.submitted
+      self.submitted += 1
       self._queue.append(task)
       self._discard_unwanted()
       self.lock.notify_all()
@@ -191,11 +210,13 @@ class WorkerPool:
     """Raises `error` for each task that is submitted, until `accept`."""
     with self.lock:
       self._refusal = error
+      self._is_server_lost = True
 
   def accept(self) -> None:
     """Takes tasks again."""
     with self.lock:
       self._refusal = None
+      self._is_server_lost = False
 
   def check_accepts(self) -> None:
     """Raises what `refuse` was given, if tasks are refused."""
@@ -204,11 +225,30 @@ class WorkerPool:
         raise self._refusal
 
   def forget(self) -> None:
-    """Drops the error and all waiting tasks, and waits for those that run."""
+    """Drops the error and all waiting tasks, and waits for those that run.
+
+    Those that the death of a server has ended `interrupted` returns.
+    """
     with self.lock:
       self._drop_waiting()
       self._wait_for_running(self._timeout)
       self._error = None
+
+  def interrupted(self) -> list[Task]:
+    """The tasks that were not done when a server died, as they were submitted."""
+    with self.lock:
+      found, self._interrupted = self._interrupted, []
+    return sorted(found, key=lambda task: task.number)
+
+  def go_on(self, tasks: Sequence[Task], done: Sequence[Task]) -> None:
+    """Takes up tasks of `interrupted`, before all others; counts those done."""
+    with self.lock:
+      for task in done:
+        task.finish(self.workers[0])
+      for task in tasks:
+        task.attempt = self._attempt
+      self._queue.extendleft(reversed(tasks))
+      self.lock.notify_all()
 
   def _wait_for_running(self, seconds) -> None:
     """Under the lock: waits for the tasks that run, but no longer."""
@@ -223,10 +263,15 @@ class WorkerPool:
         self._check_progress()
     if self._error is not None:
       error, self._error = self._error, None
+      self._is_server_lost = _is_of_server(error)
       self._drop_waiting()
       raise error
 
   def _drop_waiting(self) -> None:
+    if self._is_server_lost:
+      self._interrupted.extend(self._queue)
+    else:
+      self._interrupted.clear()
     self._queue.clear()
     self._attempt += 1
 
@@ -256,6 +301,8 @@ class WorkerPool:
       except BaseException as e:
         with self.lock:
           self._error = self._error or e
+          if _is_of_server(e) and worker in self._running:
+            self._interrupted.append(self._running[worker])
           self._end(worker)
         time.sleep(_REJOIN_SECONDS)
 
@@ -296,6 +343,8 @@ class WorkerPool:
         task.finish(worker)
       elif self._is_open and not self._error and task.attempt == self._attempt:
         self._queue.appendleft(task)
+      elif self._is_server_lost:
+        self._interrupted.append(task)
       self._end(worker)
 
   def _end(self, worker: int) -> None:
@@ -418,6 +467,10 @@ class WorkerPool:
       with self.lock:
         self._pauses -= 1
         self.lock.notify_all()
+
+
+def _is_of_server(error: BaseException) -> bool:
+  return isinstance(error, errors.ParameterServerUnavailableError)
 
 
 def _first_line(error: BaseException) -> str:

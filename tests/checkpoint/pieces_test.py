@@ -1,0 +1,187 @@
+"""Pieces of tables are written, read, checked, and put together."""
+
+import itertools
+import os
+
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+from tf_strategies import errors
+from tf_strategies.checkpoint import checkpointer, pieces
+
+# Rows tell their place.
+_WHOLE = np.arange(40, dtype=np.float32).reshape(10, 4)
+
+
+class PiecesTest(tf.test.TestCase, parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    self.directory = self.create_tempdir().full_path
+    self.store = checkpointer.Checkpointer(self.directory)
+
+  def table(self, directory, value=_WHOLE, cuts=(0, 3, 7, 10), name='t'):
+    found = tuple(
+      pieces.write(directory, f'{name}-{a}', a, tf.constant(value[a:b]))
+      for a, b in itertools.pairwise(cuts)
+    )
+    return pieces.Table('float32', value.shape, found)
+
+  def changed(self, directory, numbers, values, name='c'):
+    return pieces.Change(
+      pieces.write(directory, f'{name}-n', 0, tf.constant(numbers, tf.int64)),
+      pieces.write(directory, name, 0, tf.constant(values, tf.float32)),
+    )
+
+  def save(self, value=_WHOLE, name='t'):
+    return self.store.save(
+      {'small': np.arange(3)},
+      {'steps': 1},
+      lambda d: {'table': self.table(d, value, name=name)},
+    )
+
+  def test_a_checkpoint_has_them_as_arrays(self):
+    self.save()
+    found = self.store.newest().arrays
+    self.assertEqual(set(found), {'small', 'table'})
+    self.assertEqual(found.specs['table'].shape, (10, 4))
+    self.assertAllEqual(found['table'], _WHOLE)
+    self.assertAllEqual(found['small'], np.arange(3))
+    self.assertAllEqual(found.rows('table', 2, 5), _WHOLE[2:7])
+    self.assertAllEqual(found.rows('small', 1, 1), [1])
+    renamed = found.renamed({'table': 'other'})
+    self.assertAllEqual(renamed['other'], _WHOLE)
+    self.assertEqual(set(renamed), {'small', 'other'})
+
+  @parameterized.product(first=(0, 2, 3, 8), rows=(1, 2, 5))
+  def test_rows(self, first, rows):
+    table = self.table(self.directory)
+    change = self.changed(
+      self.directory, [9, 2, 4], [[9] * 4, [2] * 4, [4] * 4]
+    )
+    table = table._replace(changes=(change,))
+    expected = _WHOLE.copy()
+    for row in (9, 2, 4):
+      expected[row] = row
+    rows = min(rows, 10 - first)
+    found = np.full([rows, 4], np.nan, np.float32)
+    scope = lambda: tf.device('/device:CPU:0')  # noqa: E731
+    for numbers, values in pieces.rows_of(
+      self.directory, table, first, rows, scope
+    ):
+      found[numbers.numpy()] = values
+    self.assertAllEqual(found, expected[first : first + rows])
+    self.assertAllEqual(pieces.array_of(self.directory, table), expected)
+    some = pieces.array_of(self.directory, table, first, rows)
+    self.assertAllEqual(some, expected[first : first + rows])
+
+  def test_a_data_file_has_the_bytes_alone(self):
+    table = self.table(self.directory)
+    data, _ = pieces.paths(self.directory, table.pieces[1])
+    self.assertAllEqual(np.fromfile(data, np.float32), _WHOLE[3:7].ravel())
+
+  def test_a_digest_is_of_bytes_in_their_order(self):
+    digests = {
+      pieces.digest(tf.constant(v))
+      for v in (_WHOLE, _WHOLE[::-1], _WHOLE + 1e-6, _WHOLE[:9])
+    }
+    self.assertLen(digests, 4)
+    self.assertEqual(
+      pieces.digest(tf.constant(_WHOLE)),
+      pieces.digest(tf.constant(_WHOLE.reshape(20, 2))),
+    )
+
+  @parameterized.parameters(
+    (0, 'cut'),
+    (0, 'flip'),
+    (0, 'delete'),
+    (1, 'cut'),
+    (1, 'flip'),
+    (1, 'delete'),
+    (0, 'other'),
+  )
+  def test_damage_costs_the_newest_checkpoint(self, suffix, kind):
+    older = self.save()
+    newer = self.save(_WHOLE + 1, 'u')
+    path = os.path.join(newer, 'u-3' + pieces._SUFFIXES[suffix])
+    with open(path, 'r+b') as f:
+      if kind == 'cut':
+        f.truncate(os.path.getsize(path) // 2)
+      elif kind == 'flip':
+        f.seek(os.path.getsize(path) // 2)
+        byte = f.read(1)[0]
+        f.seek(-1, os.SEEK_CUR)
+        f.write(bytes([byte ^ 1]))
+    if kind == 'delete':
+      os.remove(path)
+    if kind == 'other':  # Whole files, of other rows.
+      for end in pieces._SUFFIXES:
+        os.remove(os.path.join(newer, 'u-3' + end))
+        os.link(
+          os.path.join(older, 't-3' + end), os.path.join(newer, 'u-3' + end)
+        )
+    found = self.store.newest()
+    self.assertEqual(found.path, older)
+    self.assertIn('u-3', found.skipped[newer])
+    self.assertAllEqual(found.arrays['table'], _WHOLE)
+
+  def test_others_may_check(self):
+    asked = []
+    path = self.save()
+    self.store.newest(check_tables=lambda *args: asked.append(args))
+    ((directory, tables),) = asked
+    self.assertEqual((directory, list(tables)), (path, ['table']))
+
+  def test_a_file_that_cannot_be_written(self):
+    """As any other: the checkpoints of before stay."""
+    before = self.save()
+    with self.assertRaisesRegex(errors.StorageError, 'cannot be written.*Fix'):
+      self.store.save({}, {}, lambda d: {'table': self.table(d + '/no')})
+    self.assertEqual(self.store.newest().path, before)
+
+  def test_one_with_other_files_is_kept(self):
+    """So that damage to a shared file leaves one that is whole."""
+    first = self.save()
+    shared = []
+
+    def share(directory):
+      if not shared:
+        shared.append((directory, self.table(directory, _WHOLE + 1, name='u')))
+      else:
+        for piece in shared[-1][1].pieces:
+          for old, new in zip(
+            pieces.paths(self.store.paths()[-1], piece),
+            pieces.paths(directory, piece),
+            strict=True,
+          ):
+            os.link(old, new)
+      return {'table': shared[-1][1]}
+
+    for _ in range(4):
+      self.store.save({}, {'steps': 2}, share)
+    kept = self.store.paths()
+    self.assertLen(kept, 3)
+    self.assertEqual(kept[0], first)
+    data, _ = pieces.paths(kept[-1], shared[0][1].pieces[0])
+    with open(data, 'r+b') as f:
+      f.truncate(1)
+    self.assertEqual(self.store.newest().path, first)
+    # Of a newer one with other files, and of those that share none, none besides.
+    for i in range(2):
+      self.save(_WHOLE, f'v{i}')
+    self.assertLen(self.store.paths(), 2)
+
+  def test_a_format_that_is_not_known(self):
+    path = self.save()
+    self.store.open(path)
+    manifest = os.path.join(path, 'manifest.json')
+    with open(manifest, encoding='utf-8') as f:
+      text = f.read()
+    with open(manifest, 'w', encoding='utf-8') as f:
+      f.write(text.replace('"format": 2', '"format": 3'))
+    with self.assertRaises(errors.DataError):
+      self.store.open(path)
+
+
+if __name__ == '__main__':
+  tf.test.main()

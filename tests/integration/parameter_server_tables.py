@@ -1,0 +1,354 @@
+"""What the chief does with large tables while tests watch and kill its tasks."""
+
+import os
+import time
+from typing import Any
+
+import numpy as np
+
+from tests.integration import parameter_server_programs as programs
+
+tell = programs.tell
+
+
+def memory(pid: int | None = None) -> int:
+  """Bytes of a process that are in memory, without what maps files."""
+  with open(f'/proc/{pid or "self"}/status') as f:
+    for line in f:
+      if line.startswith('RssAnon'):
+        return int(line.split()[1]) * 1024
+  raise AssertionError('no RssAnon')
+
+
+class Peak:
+  """The largest memory of this process while a context lasts."""
+
+  def __enter__(self):
+    import threading
+
+    self.before = self.largest = memory()
+    self._is_over = threading.Event()
+    self._thread = threading.Thread(target=self._watch)
+    self._thread.start()
+    return self
+
+  def _watch(self):
+    while not self._is_over.wait(0.005):
+      self.largest = max(self.largest, memory())
+
+  def __exit__(self, *unused):
+    self._is_over.set()
+    self._thread.join()
+
+  @property
+  def growth(self) -> int:
+    return max(self.largest, memory()) - self.before
+
+
+def make(rows: int, width: int, optimizer: str = 'adam', **options: Any):
+  """A strategy, and a model with a table of seeded values in its scope.
+
+  The table is looked up on the server, as `tf.nn.embedding_lookup` does.
+  """
+  import keras
+  import tensorflow as tf
+
+  import tf_strategies as tfs
+
+  class Lookup(keras.layers.Layer):
+    """Rows of a table."""
+
+    def build(self, input_shape):
+      self.table = self.add_weight(
+        shape=(rows, width),
+        initializer=keras.initializers.RandomUniform(seed=7),
+        name='table',
+      )
+
+    def call(self, inputs):
+      return tf.nn.embedding_lookup(self.table.value, inputs)
+
+  strategy = (
+    tfs.ParameterServerStrategy(**options) if options else _one_device()
+  )
+  with strategy.scope():
+    keras.utils.set_random_seed(3)
+    model = keras.Sequential(
+      [
+        keras.Input([4], dtype='int32'),
+        Lookup(name='lookup'),
+        keras.layers.Flatten(),
+        keras.layers.Dense(1, name='dense'),
+      ]
+    )
+    model.compile(optimizer, 'mse')
+    model.optimizer.build(model.trainable_variables)
+  return strategy, model
+
+
+def _one_device():
+  import tf_strategies as tfs
+
+  return tfs.create_strategy('one_device')
+
+
+def expected_rows(name: str, rows: int, width: int) -> np.ndarray:
+  """Rows by which the place and the variable can be told."""
+  size = np.arange(rows * width, dtype=np.float32).reshape(rows, width)
+  return size + sum(map(ord, name)) % 97
+
+
+def fill(model) -> None:
+  """Gives every row of every table a value of its own."""
+  for variable in _large(model):
+    name, shape = _short(variable), tuple(variable.shape)
+    variable.assign(expected_rows(name, *shape))
+
+
+def wrong_rows(model) -> dict[str, int]:
+  """How many rows of each table are not what `fill` wrote."""
+  found = {}
+  for variable in _large(model):
+    name, shape = _short(variable), tuple(variable.shape)
+    here = np.asarray(variable.numpy())
+    found[name] = int((here != expected_rows(name, *shape)).any(1).sum())
+  return found
+
+
+def _large(model):
+  return [
+    v
+    for v in [*model.variables, *model.optimizer.variables]
+    if len(v.shape) == 2 and v.shape[0] > 1000
+  ]
+
+
+def _short(variable) -> str:
+  return variable.path.split('/')[-1].split('_')[-1]
+
+
+def save(rows: int, width: int, options: dict[str, Any]) -> str:
+  """Saves tables of known rows; returns the path."""
+  strategy, model = make(rows, width, **options)
+  fill(model)
+  strategy.track(model=model, optimizer=model.optimizer)
+  path = strategy.save()
+  strategy.close()
+  return path
+
+
+def load(
+  rows: int, width: int, options: dict[str, Any]
+) -> tuple[dict[str, int], int]:
+  """Restores; returns wrong rows by table, and the number of parts."""
+  strategy, model = make(rows, width, **options)
+  strategy.restore(model=model, optimizer=model.optimizer)
+  table = model.layers[0].table.value
+  found = wrong_rows(model), len(getattr(table, 'parts', [table]))
+  strategy.close()
+  return found
+
+
+def load_on_one_device(rows: int, width: int, directory: str) -> dict[str, int]:
+  """The same in one process, without servers."""
+  import tf_strategies as tfs
+
+  _, model = make(rows, width)
+  tfs.RunCheckpoint(directory, model).restore()
+  return wrong_rows(model)
+
+
+def grow(
+  rows: int, width: int, progress: str, options: dict[str, Any]
+) -> dict[str, int]:
+  """How much this process grows while tables are made, saved and restored.
+
+  Tells 1 before the tables are made, then counts phases; a test looks at the
+  servers meanwhile.
+  """
+  import tensorflow as tf
+
+  options = dict(options)
+  if options.pop('blind', False):
+    from tf_strategies.strategies.parameter_server import table_files
+
+    table_files.TableFiles._asked = lambda *unused: frozenset()
+  # What a first operation on each server makes is no table's.
+  strategy, model = make(1000, width, **options)
+  fill(model)
+  strategy.track(model=model, optimizer=model.optimizer)
+  strategy.save()
+  strategy.close()
+  del strategy, model
+  found = {}
+  options = {**options, 'checkpoint_dir': options['checkpoint_dir'] + '-2'}
+  tell(progress, 1)
+  with Peak() as peak:
+    strategy, model = make(rows, width, **options)
+  found['make'] = peak.growth
+  for phase, name, save in (
+    (2, 'save', lambda: strategy.track(model=model, optimizer=model.optimizer)),
+    (3, 'save again', strategy.save),
+  ):
+    tell(progress, phase)
+    began = time.monotonic()
+    with Peak() as peak:
+      save()
+    found[name] = peak.growth
+    found[f'seconds of {name}'] = time.monotonic() - began
+  tell(progress, 4)
+  table = model.layers[0].table.value
+  sample = tf.range(0, rows, max(1, rows // 1000))
+  before = tf.gather(table, sample).numpy()
+  for part in table.parts:
+    part.assign_add(tf.ones(part.shape))
+  tell(progress, 5)
+  began = time.monotonic()
+  with Peak() as peak:
+    strategy.restore(model=model, optimizer=model.optimizer)
+  found['restore'] = peak.growth
+  found['seconds of restore'] = time.monotonic() - began
+  after = tf.gather(table, sample).numpy()
+  found['wrong rows'] = int((before != after).any(1).sum())
+  found['distinct rows'] = len(np.unique(before[:, 0]))
+  found['parts'] = len(table.parts)
+  tell(progress, 6)
+  strategy.close()
+  return found
+
+
+def train(
+  progress: str, directory: str, steps: int, rows: int, options: dict[str, Any]
+) -> dict[str, Any]:
+  """Adds 1 to rows that tell which steps were made; tells how many.
+
+  Step i adds 1 to row i % rows of a table whose parts are on all servers, and to a
+  counter of rows; so every element tells which steps it has seen.
+  """
+  import keras
+  import tensorflow as tf
+
+  import tf_strategies as tfs
+  from tf_strategies.checkpoint import checkpointer
+
+  store = checkpointer.Checkpointer(directory)
+  strategy = tfs.ParameterServerStrategy(
+    checkpoint_dir=directory,
+    variable_partitioner=lambda shape, dtype: (
+      [2] + [1] * (len(shape) - 1) if shape[0] == rows else [1] * len(shape)
+    ),
+    **options,
+  )
+  with strategy.scope():
+    table = tf.Variable(tf.zeros([rows, 64]))
+    optimizer = keras.optimizers.SGD(1.0)
+    optimizer.build([table])
+
+  @tf.function
+  def step(batch):
+    with tf.GradientTape() as tape:
+      looked_up = tf.nn.embedding_lookup(table, batch)
+      # In 'sync' each worker has one of the rows, and their mean is taken.
+      loss = -tf.reduce_sum(looked_up) * (
+        2.0 if strategy.shares_batches else 1.0
+      )
+    optimizer.apply([tape.gradient(loss, table)], [table])
+    return loss
+
+  run = strategy.remote_step(step, [optimizer])
+  strategy.track(table=table, optimizer=optimizer)
+  half = rows // 2
+  for i in range(steps):
+    run(np.array([i % half, half + i % half], np.int64))
+    tell(progress, i + 1)
+    time.sleep(0.005)
+  strategy.join()
+  found = table.numpy()
+  result = {
+    'sums': [float(found[:half, 0].sum()), float(found[half:, 0].sum())],
+    'is_even': bool((found == found[:, :1]).all()),
+    'iterations': int(optimizer.iterations.numpy()),
+    'recoveries': strategy.report()['recoveries'],
+    'servers': [part.server for part in table.parts],
+    'changed': [
+      sum(
+        change.numbers.rows for change in found.arrays.tables['table'].changes
+      )
+      for found in map(store.open, store.paths())
+    ],
+  }
+  strategy.close()
+  return result
+
+
+def interrupted(
+  progress: str, directory: str, when: str
+) -> dict[str, list[float]]:
+  """Adds 1 to all rows after a checkpoint; then servers die in a save or a restore.
+
+  Tells 1 when servers may be killed, and 2 when they may in the middle of a restore;
+  goes on when a file of that name is there.
+
+  Returns:
+    What was added to the rows of each part, in this process and in the newest
+    checkpoint, which is read without servers.
+  """
+  import tensorflow as tf
+
+  from tf_strategies.checkpoint import checkpointer, pieces
+
+  rows, width = 40_000, 64
+  strategy, model = make(
+    rows,
+    width,
+    'sgd',
+    checkpoint_dir=directory,
+    variable_partitioner=lambda shape, dtype: (
+      [2] + [1] * (len(shape) - 1) if shape[0] == rows else [1] * len(shape)
+    ),
+  )
+  fill(model)
+  strategy.track(model=model, optimizer=model.optimizer)
+  table = model.layers[0].table.value
+  table.assign_add(tf.ones(table.shape))
+
+  def wait_in(phase):
+    tell(progress, phase)
+    ends_at = time.monotonic() + 60
+    while not os.path.exists(f'{progress}.{phase}'):
+      if time.monotonic() > ends_at:
+        raise TimeoutError(f'phase {phase}')
+      time.sleep(0.02)
+
+  def interrupt(name, phase):
+    real = getattr(pieces, name)
+    calls = []
+
+    def call(*args):
+      if args[2] == rows // 2 and not calls:  # The first rows of server 1.
+        calls.append(args)
+        wait_in(phase)
+      return real(*args)
+
+    setattr(pieces, name, call)
+
+  if when == 'save':
+    interrupt('write', 1)
+  else:
+    interrupt('rows_of', 2)
+    wait_in(1)
+  strategy.save()
+  base = expected_rows('table', rows, width)
+  saved = checkpointer.Checkpointer(directory).newest()
+  arrays = [table.numpy(), saved.arrays['model/sequential/lookup/table']]
+  found = {}
+  for name, array in zip(('here', 'saved'), arrays, strict=True):
+    added = array - base
+    found[name] = []
+    for part in added[: rows // 2], added[rows // 2 :]:
+      values = np.unique(part)
+      found[name].append(float(values[0]) if values.size == 1 else float('nan'))
+  found['servers'] = [part.server for part in table.parts]
+  found['recovered'] = [r['server'] for r in strategy.report()['recoveries']]
+  strategy.close()
+  return found

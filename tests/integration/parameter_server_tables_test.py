@@ -1,0 +1,197 @@
+"""Tables that no process holds whole: made, saved, restored, lost by part."""
+
+import os
+import pathlib
+import threading
+
+import pytest
+import tensorflow as tf
+from absl.testing import parameterized
+
+from tests import parameter_servers, tiers
+from tests.integration import parameter_server_case
+from tests.integration import parameter_server_tables as tables
+
+_MB = 1 << 20
+_ROWS, _WIDTH = 40_000, 64
+# Of which a table and its two slots are 768 MB.
+_LARGE_ROWS = int(os.environ.get('TFS_TABLE_ROWS', '1000000'))
+_MOST = 64 * _MB
+
+pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
+
+
+class SavedTablesTest(parameter_server_case.FaultsTestCase):
+  def options(self, num_ps, **options):
+    return {
+      'checkpoint_dir': self.checkpoints,
+      'variable_partitioner': _Partitioner(num_ps),
+      **options,
+    }
+
+  def test_saved_on_two_servers_and_loaded_on_others(self):
+    with parameter_servers.Job(num_workers=1, num_ps=2) as job:
+      path = job.run(tables.save, (_ROWS, _WIDTH, self.options(2)))
+    files = os.listdir(path)
+    self.assertNotEmpty([f for f in files if f.startswith('t')])
+    # The coordinator has written what is small.
+    self.assertLess(os.path.getsize(os.path.join(path, 'arrays.bin')), 100_000)
+    right = {'table': 0, 'momentum': 0, 'velocity': 0}
+    with parameter_servers.Job(num_workers=1, num_ps=3) as job:
+      wrong, parts = job.run(tables.load, (_ROWS, _WIDTH, self.options(3)))
+      self.assertEqual((wrong, parts), (right, 3))
+      one = job.run(
+        tables.load_on_one_device, (_ROWS, _WIDTH, self.checkpoints)
+      )
+      self.assertEqual(one, right)
+
+  @pytest.mark.full
+  def test_loaded_on_one_server(self):
+    with parameter_servers.Job(num_workers=1, num_ps=2) as job:
+      job.run(tables.save, (_ROWS, _WIDTH, self.options(2)))
+    with parameter_servers.Job(num_workers=1, num_ps=1) as job:
+      wrong, parts = job.run(tables.load, (_ROWS, _WIDTH, self.options(1)))
+    self.assertEqual((sum(wrong.values()), len(wrong), parts), (0, 3, 1))
+
+  @tiers.parameters('save', tiers.full('restore'))
+  def test_server_that_dies(self, when):
+    """Its rows are those of the checkpoint, and the other server's stay."""
+    with parameter_servers.Job(num_workers=1, num_ps=2) as job:
+      job.start_chief(
+        tables.interrupted, (self.progress, self.checkpoints, when)
+      )
+      for phase in (1,) if when == 'save' else (1, 2):
+        self.wait_for_batch(job, phase)
+        job.kill('ps', 1)
+        job.start('ps', 1)
+        pathlib.Path(f'{self.progress}.{phase}').touch()
+      found = self.finish(job)
+    self.assertEqual(found['servers'], [0, 1])
+    self.assertEqual(found['here'], [1.0, 0.0])
+    self.assertEqual(found['saved'], [1.0, 0.0])
+    self.assertEqual(found['recovered'], [1])
+
+  @pytest.mark.full
+  def test_coordinator_that_dies_while_servers_save(self):
+    """What they have written by then is no checkpoint."""
+    with parameter_servers.Job(num_workers=1, num_ps=2) as job:
+      job.start_chief(
+        tables.interrupted, (self.progress, self.checkpoints, 'save')
+      )
+      self.wait_for_batch(job, 1)
+      job.kill('chief', 0)
+      (whole,) = self.kept()
+      options = self.options(2, optimizer='sgd')
+      wrong, parts = job.run(tables.load, (_ROWS, _WIDTH, options))
+    self.assertEqual((wrong, parts), ({'table': 0}, 2))
+    self.assertEqual(self.kept(), [whole])
+
+  @tiers.parameters((1, 'async'), tiers.full(0, 'async'), tiers.full(1, 'sync'))
+  def test_steps_that_a_death_costs(self, server, mode):
+    """Those since the checkpoint, of its own rows; in 'sync', of all."""
+    steps, due = 300, 70
+    options = {'mode': mode, 'checkpoint_steps': due}
+    with parameter_servers.Job(num_workers=2, num_ps=2) as job:
+      job.start_chief(
+        tables.train, (self.progress, self.checkpoints, steps, 10_000, options)
+      )
+      self.wait_for_batch(job, 130)
+      job.kill('ps', server)
+      job.start('ps', server)
+      found = self.finish(job)
+    (recovery,) = found['recoveries']
+    lost = recovery['lost_steps']
+    self.assertTrue(found['is_even'])
+    # The last checkpoints have rows that changed, two in a step, and not all.
+    self.assertBetween(found['changed'][-1], 2, 2 * steps)
+    self.assertBetween(lost, 50, due + 10)
+    for each, total in zip(found['servers'], found['sums'], strict=True):
+      is_lost = mode == 'sync' or each == server
+      self.assertEqual(total, steps - lost if is_lost else steps, each)
+    is_lost = mode == 'sync'
+    self.assertEqual(found['iterations'], steps - lost if is_lost else steps)
+
+  @pytest.mark.full
+  def test_five_deaths_cost_no_step(self):
+    """Each server loses of its own rows what it wrote since the checkpoint."""
+    steps, kills = 300, (1, 0, 1, 1, 0)
+    options = {'mode': 'async', 'checkpoint_steps': 20}
+    with parameter_servers.Job(num_workers=2, num_ps=2) as job:
+      job.start_chief(
+        tables.train, (self.progress, self.checkpoints, steps, 10_000, options)
+      )
+      for i, server in enumerate(kills):
+        self.wait_for_batch(job, 50 * (1 + i))
+        job.kill('ps', server)
+        job.start('ps', server)
+      found = self.finish(job)
+    lost = [0, 0]
+    for recovery in found['recoveries']:
+      lost[recovery['server']] += recovery['lost_steps']
+    print(f'{len(kills)} deaths of {steps} steps: lost by server {lost}')
+    self.assertLen(found['recoveries'], len(kills))
+    self.assertEqual(found['iterations'], steps)
+    expected = [steps - lost[server] for server in found['servers']]
+    self.assertEqual(found['sums'], expected)
+    self.assertLess(max(lost), 3 * 25)
+
+  @pytest.mark.full
+  @parameterized.parameters(True, False)
+  def test_memory_of_a_large_table(self, shares_directory):
+    """Nobody grows by a table: with Adam three of 256 MB."""
+    options = {'checkpoint_dir': self.checkpoints}
+    with parameter_servers.Job(num_workers=1, num_ps=2, deadline=600) as job:
+      if not shares_directory:
+        options['blind'] = True
+      job.start_chief(
+        tables.grow, (_LARGE_ROWS, _WIDTH, self.progress, options)
+      )
+      self.wait_for_batch(job, 1)
+      pids = {t: job.pid(*t) for t in (('ps', 0), ('ps', 1), ('worker', 0))}
+      seen = {task: [] for task in pids}
+      is_over = threading.Event()
+
+      def watch():
+        while not is_over.wait(0.05):
+          phase = self.batches()
+          for task, pid in pids.items():
+            seen[task].append((phase, tables.memory(pid)))
+
+      thread = threading.Thread(target=watch)
+      thread.start()
+      try:
+        found = self.finish(job)
+      finally:
+        is_over.set()
+        thread.join()
+    for task, sizes in seen.items():
+      by_phase = [[s for p, s in sizes if p == n] for n in range(1, 7)]
+      peaks = [max(found) for found in by_phase if found]
+      text = ' '.join(f'{p / _MB:.0f}' for p in (by_phase[0][0], *peaks))
+      print(*task, text, 'MB: before, and at most in each phase')
+      # While tables are saved, beside what it holds.
+      for phase in by_phase[1:3]:
+        self.assertLess(max(phase, default=0) - by_phase[1][0], 2 * _MOST)
+    print({k: v // _MB if v > _MB else v for k, v in found.items()})
+    self.assertEqual(found['wrong rows'], 0)
+    self.assertGreater(found['distinct rows'], 900)
+    self.assertEqual(found['parts'], 2)
+    for name in 'make', 'save', 'save again', 'restore':
+      self.assertLess(found[name], _MOST, name)
+    worker = [size for _, size in seen['worker', 0]]
+    self.assertLess(max(worker) - worker[0], _MOST)
+
+
+class _Partitioner:
+  """Cuts tables into so many parts; can be sent to another process."""
+
+  def __init__(self, parts):
+    self._parts = parts
+
+  def __call__(self, shape, dtype):
+    is_large = shape[0] > 1000 and len(shape) > 1
+    return [self._parts if is_large else 1] + [1] * (len(shape) - 1)
+
+
+if __name__ == '__main__':
+  tf.test.main()

@@ -1,0 +1,85 @@
+"""Rows of Keras's initial values are those of the whole variable."""
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+from tf_strategies import _keras_internal
+
+initializers = keras.initializers
+# One whose rows do not begin where the counter of a draw changes.
+_SHAPE = (1001, 7)
+
+
+def _initial_value(initializer, shape, dtype):
+  """As Keras gives it to `tf.Variable`, and the whole value."""
+  given = []
+
+  def creator(next_creator, **kwargs):
+    given.append(kwargs['initial_value'])
+    return next_creator(**kwargs)
+
+  with tf.variable_creator_scope(creator):
+    variable = keras.Variable(initializer, shape=shape, dtype=dtype)
+  return given[0], variable.numpy()
+
+
+class _OfMyOwn(initializers.RandomUniform):
+  def __call__(self, shape, dtype=None):
+    return 1 + super().__call__(shape, dtype)
+
+
+class InitialRowsTest(tf.test.TestCase, parameterized.TestCase):
+  @parameterized.product(
+    initializer=(
+      initializers.Zeros(),
+      initializers.Ones(),
+      initializers.Constant(0.25),
+      initializers.RandomUniform(-1.0, 3.0, seed=5),
+      initializers.RandomNormal(2.0, 3.0, seed=6),
+      initializers.TruncatedNormal(-1.0, 0.5, seed=7),
+      initializers.GlorotUniform(seed=8),
+      initializers.HeNormal(seed=9),
+      initializers.LecunNormal(seed=10),
+      initializers.RandomUniform(),
+    ),
+    dtype=('float32', 'bfloat16'),
+    shape=(_SHAPE, (64,)),
+  )
+  def test_equal_to_the_whole(self, initializer, dtype, shape):
+    value, whole = _initial_value(initializer, shape, dtype)
+    make = _keras_internal.initial_rows(value, shape, tf.as_dtype(dtype))
+    for first, rows in ((0, shape[0]), (0, 3), (1, 2), (5, 40), (62, 2)):
+      found = make(rows, first)
+      self.assertEqual(found.dtype, dtype)
+      self.assertAllEqual(found, whole[first : first + rows])
+    is_random = np.unique(np.float32(whole)).size > 1
+    if is_random:  # One that gave the rows of another place would be seen.
+      self.assertNotAllEqual(make(2, 5), whole[6:8])
+
+  @parameterized.named_parameters(
+    ('whole', initializers.Orthogonal(seed=1), 'float32'),
+    ('own', _OfMyOwn(seed=1), 'float32'),
+    (
+      'generator',
+      initializers.RandomUniform(seed=keras.random.SeedGenerator(1)),
+      'float32',
+    ),
+    ('float64', initializers.RandomUniform(seed=1), 'float64'),
+    ('values', initializers.Constant(np.arange(7.0)), 'float32'),
+  )
+  def test_what_needs_the_whole(self, initializer, dtype):
+    value, _ = _initial_value(initializer, _SHAPE, dtype)
+    make = _keras_internal.initial_rows(value, _SHAPE, tf.as_dtype(dtype))
+    self.assertIsNone(make)
+
+  def test_what_is_not_of_keras(self):
+    make = _keras_internal.initial_rows(
+      lambda: tf.zeros(_SHAPE), _SHAPE, tf.float32
+    )
+    self.assertIsNone(make)
+
+
+if __name__ == '__main__':
+  tf.test.main()

@@ -1,0 +1,142 @@
+"""Initial values of some rows of a variable, equal to those of the whole.
+
+Keras's initializers make a whole variable. Those that make each element by itself
+can make any rows of it where these are going to be, so that nobody holds a table
+that is cut over several servers whole. Random ones draw from Philox (Salmon et al.
+2011, "Parallel Random Numbers: As Easy as 1, 2, 3"), a function of a key and a
+counter: with the counter of a row's first element the rows are those of the whole.
+"""
+
+from __future__ import annotations
+
+import math
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras.src.backend.tensorflow import random as backend_random
+from keras.src.initializers import random_initializers
+
+from tf_strategies import _requirements
+from tf_strategies._keras_internal.steps import closure
+
+_PHILOX = 1
+# Of the draws, as `random_op_cpu.h` of TensorFlow makes them: elements that one
+# counter gives; counters that each group takes which draws again and again.
+_GROUP = 4
+_COUNTERS_OF_TRUNCATED = 256
+_DTYPES = (tf.float32, tf.float16, tf.bfloat16)
+
+# Of which the whole's shape says nothing more than a scale.
+_CONSTANT = (
+  keras.initializers.Zeros,
+  keras.initializers.Ones,
+  keras.initializers.Constant,
+)
+_RANDOM = (
+  keras.initializers.RandomNormal,
+  keras.initializers.RandomUniform,
+  keras.initializers.TruncatedNormal,
+  keras.initializers.VarianceScaling,
+)
+
+
+def initial_rows(
+  initial_value: Callable, shape: Sequence[int], dtype: tf.DType
+) -> Callable[[int, int], tf.Tensor] | None:
+  """What makes `rows` rows of an initial value from row `first` on.
+
+  None for what is not of Keras, or needs the whole: a matrix such as `Orthogonal`,
+  an initializer of one's own, a `SeedGenerator` as seed, float64.
+  """
+  found = [
+    each
+    for each in closure(initial_value)
+    if isinstance(each, keras.initializers.Initializer)
+  ]
+  if len(found) != 1:
+    return None
+  (initializer,) = found
+  method = type(initializer).__call__
+  inner = tuple(shape[1:])
+  if any(method is kind.__call__ for kind in _CONSTANT):
+    if np.ndim(getattr(initializer, 'value', 0)):
+      return None
+    return lambda rows, first: initializer((rows, *inner), dtype.name)
+  if (
+    not any(method is kind.__call__ for kind in _RANDOM)
+    or not isinstance(initializer.seed, int)
+    or dtype not in _DTYPES
+  ):
+    return None
+
+  def make(rows, first):
+    # Keras's own arithmetic for the whole shape, with other draws.
+    draws = _Draws(first * math.prod(inner), (rows, *inner))
+    call = types.FunctionType(
+      method.__code__, {**method.__globals__, 'random': draws}
+    )
+    return call(initializer, tuple(shape), dtype.name)
+
+  return make
+
+
+class _Draws:
+  """Stands for `keras.random`: draws some of the elements that are asked for."""
+
+  def __init__(self, first: int, shape: tuple[int, ...]):
+    self._first = first
+    self._shape = shape
+
+  def uniform(self, shape, minval=0.0, maxval=1.0, dtype=None, seed=None):
+    drawn = self._draw(tf.raw_ops.StatelessRandomUniformV2, dtype, seed, 1)
+    low, high = (tf.cast(bound, dtype) for bound in (minval, maxval))
+    return drawn * (high - low) + low
+
+  def normal(self, shape, mean=0.0, stddev=1.0, dtype=None, seed=None):
+    drawn = self._draw(tf.raw_ops.StatelessRandomNormalV2, dtype, seed, 1)
+    return drawn * tf.cast(stddev, dtype) + tf.cast(mean, dtype)
+
+  def truncated_normal(
+    self, shape, mean=0.0, stddev=1.0, dtype=None, seed=None
+  ):
+    op = tf.raw_ops.StatelessTruncatedNormalV2
+    drawn = self._draw(op, dtype, seed, _COUNTERS_OF_TRUNCATED)
+    return drawn * tf.cast(stddev, dtype) + tf.cast(mean, dtype)
+
+  def _draw(self, op: Any, dtype, seed, counters: int) -> tf.Tensor:
+    with tf.device('/device:CPU:0'):
+      cast = backend_random._cast_seed(backend_random.draw_seed(seed))
+      key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(seed=cast)
+      low, high = (int(word) for word in counter.numpy())
+    group, extra = divmod(self._first, _GROUP)
+    begin = ((high << 64) + low + group * counters) % (1 << 128)
+    words = [begin & ((1 << 64) - 1), begin >> 64]
+    size = math.prod(self._shape)
+    drawn = op(
+      shape=tf.constant([extra + size], tf.int64),
+      key=key,
+      counter=tf.constant(np.array(words, np.uint64)),
+      alg=_PHILOX,
+      dtype=dtype,
+    )
+    return tf.reshape(drawn[extra:], self._shape)
+
+
+def check() -> None:
+  """Raises UnsupportedVersionError for what the functions above would miss."""
+  why = 'parameter servers make the rows of a table that they hold'
+  for kind in _RANDOM:
+    _requirements.mention(kind.__call__, ['random', 'seed'], why)
+    if kind.__call__.__globals__ is not vars(random_initializers):
+      raise _requirements.missing(f'{kind.__name__} of Keras itself', why)
+    if kind.__call__.__closure__:
+      raise _requirements.missing(f'a plain {kind.__name__}.__call__', why)
+  for name in ('_cast_seed', 'draw_seed'):
+    _requirements.attribute(backend_random, name, why)
+
+
+check()

@@ -1,0 +1,225 @@
+"""Pieces of large arrays: files of some rows each, written wherever these are.
+
+An array that is too large for one process is written by those who hold its rows.
+Each piece is one tensor in a file of TensorFlow's format, which any TensorFlow
+process can write and read by an operation, where the variables are. Its data file
+has the bytes of the rows and nothing else. Of each piece a manifest has a checksum.
+An array may also have changes: rows by number, which come in the place of those of
+its pieces.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from tf_strategies import errors
+
+_NAME = 'rows'
+_SUFFIXES = ('.data-00000-of-00001', '.index')
+# What TensorFlow raises for a file that is gone, cut, damaged or another one.
+_DAMAGED = (
+  tf.errors.NotFoundError,
+  tf.errors.DataLossError,
+  tf.errors.OutOfRangeError,
+  tf.errors.InvalidArgumentError,
+  tf.errors.FailedPreconditionError,
+)
+# And for one that cannot be written.
+_REFUSED = (
+  tf.errors.NotFoundError,
+  tf.errors.PermissionDeniedError,
+  tf.errors.ResourceExhaustedError,
+  tf.errors.FailedPreconditionError,
+)
+
+
+class Piece(NamedTuple):
+  """Consecutive rows of an array in a file."""
+
+  file: (
+    str  # In the directory of the checkpoint, without TensorFlow's suffixes.
+  )
+  first: int
+  rows: int
+  digest: str
+
+
+class Change(NamedTuple):
+  """Rows that come in the place of others: their numbers, and they themselves."""
+
+  numbers: Piece
+  values: Piece
+
+
+class Table(NamedTuple):
+  """An array in pieces, and what changed since they were written."""
+
+  dtype: str
+  shape: tuple[int, ...]
+  pieces: tuple[Piece, ...]
+  changes: tuple[Change, ...] = ()
+
+  @property
+  def all_pieces(self) -> list[tuple[Piece, str]]:
+    """Every piece, and its dtype."""
+    return [
+      *((piece, self.dtype) for piece in self.pieces),
+      *((change.numbers, 'int64') for change in self.changes),
+      *((change.values, self.dtype) for change in self.changes),
+    ]
+
+  @classmethod
+  def from_json(cls, value: Sequence[Any]) -> Table:
+    """Returns the table that JSON made lists of."""
+    dtype, shape, found, changes = value
+    return cls(
+      dtype,
+      tuple(shape),
+      tuple(Piece(*piece) for piece in found),
+      tuple(Change(Piece(*n), Piece(*v)) for n, v in changes),
+    )
+
+
+def paths(directory: str, piece: Piece) -> list[str]:
+  """Returns the files of a piece."""
+  return [os.path.join(directory, piece.file + each) for each in _SUFFIXES]
+
+
+def write(directory: str, file: str, first: int, rows: tf.Tensor) -> Piece:
+  """Writes rows from number `first` on, where the device of the scope is.
+
+  Raises:
+    OSError: the file system refuses that.
+  """
+  try:
+    tf.raw_ops.SaveV2(
+      prefix=os.path.join(directory, file),
+      tensor_names=[_NAME],
+      shape_and_slices=[''],
+      tensors=[rows],
+    )
+  except _REFUSED as e:
+    raise OSError(f'{tf.constant(0).device}: {e.message}') from e
+  return Piece(file, first, int(rows.shape[0]), digest(rows))
+
+
+def read(directory: str, piece: Piece, dtype: str) -> tf.Tensor:
+  """Returns the rows of a piece, read where the device of the scope is.
+
+  Raises:
+    DataError: the file is damaged.
+  """
+  try:
+    (rows,) = tf.raw_ops.RestoreV2(
+      prefix=os.path.join(directory, piece.file),
+      tensor_names=[_NAME],
+      shape_and_slices=[''],
+      dtypes=[tf.as_dtype(dtype)],
+    )
+  except _DAMAGED as e:
+    raise errors.DataError(f'{piece.file} cannot be read ({e.message})') from e
+  if rows.shape[0] != piece.rows:
+    raise errors.DataError(
+      f'{piece.file} has {rows.shape[0]} rows, expected {piece.rows}'
+    )
+  return rows
+
+
+def check(directory: str, piece: Piece, dtype: str) -> None:
+  """Reads a piece where the device of the scope is, and compares its checksum.
+
+  Raises:
+    DataError: the file is damaged.
+  """
+  found = digest(read(directory, piece, dtype))
+  if found != piece.digest:
+    raise errors.DataError(
+      f'{piece.file} differs from its checksum in the manifest'
+    )
+
+
+def digest(rows: tf.Tensor) -> str:
+  """Returns the checksum of a tensor's bytes (FarmHash, 64 bits)."""
+  bits = tf.raw_ops.Fingerprint(
+    data=tf.reshape(rows, [1, -1]), method='farmhash64'
+  )
+  return bits.numpy().tobytes().hex()
+
+
+def check_all(directory: str, tables: Mapping[str, Table]) -> None:
+  """Checks all pieces, in this process, one at a time."""
+  with tf.device('/device:CPU:0'):
+    for table in tables.values():
+      for piece, dtype in table.all_pieces:
+        check(directory, piece, dtype)
+
+
+def sync(directory: str, tables: Mapping[str, Table]) -> None:
+  """Syncs the files to the disk."""
+  for table in tables.values():
+    for piece, _ in table.all_pieces:
+      for path in paths(directory, piece):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+          os.fsync(descriptor)
+        finally:
+          os.close(descriptor)
+
+
+def rows_of(
+  directory: str,
+  table: Table,
+  first: int,
+  rows: int,
+  here: Callable[[], Any],
+) -> Iterator[tuple[tf.Tensor, tf.Tensor]]:
+  """Yields numbers and values of the rows from `first` on, in the order to write.
+
+  Numbers count from `first`. Only one piece is in memory.
+
+  Args:
+    directory: of the checkpoint.
+    table: what to read.
+    first: number of the first row.
+    rows: how many.
+    here: makes a scope with the device that reads.
+  """
+  last = first + rows
+  for piece in table.pieces:
+    begin, end = max(first, piece.first), min(last, piece.first + piece.rows)
+    if begin >= end:
+      continue
+    with here():
+      values = read(directory, piece, table.dtype)
+      if end - begin < piece.rows:
+        values = values[begin - piece.first : end - piece.first]
+      numbers = tf.range(begin - first, end - first, dtype=tf.int64)
+    yield numbers, values
+  for change in table.changes:
+    with here():
+      numbers = read(directory, change.numbers, 'int64')
+      is_here = (numbers >= first) & (numbers < last)
+      found = tf.boolean_mask(numbers - first, is_here)
+      if not found.shape[0]:
+        continue
+      values = read(directory, change.values, table.dtype)
+      values = tf.boolean_mask(values, is_here)
+    yield found, values
+
+
+def array_of(
+  directory: str, table: Table, first: int = 0, rows: int | None = None
+) -> np.ndarray:
+  """Returns the rows from `first` on, or all, read in this process."""
+  rows = table.shape[0] - first if rows is None else rows
+  dtype = tf.as_dtype(table.dtype).as_numpy_dtype
+  array = np.empty([rows, *table.shape[1:]], dtype)
+  on_cpu = lambda: tf.device('/device:CPU:0')  # noqa: E731
+  for numbers, values in rows_of(directory, table, first, rows, on_cpu):
+    array[numbers.numpy()] = values.numpy()
+  return array
