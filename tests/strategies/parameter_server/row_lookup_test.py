@@ -186,6 +186,8 @@ _PAIRS = (
   *((name, 'adam') for name in _MODELS if name != 'towers'),
   *((name, 'lazy_adam') for name in _MODELS if name != 'towers'),
 )
+# Each for one test, which has five minutes.
+_GROUPS = [_PAIRS[i : i + 4] for i in range(0, len(_PAIRS), 4)]
 
 
 _WIDTH = 64
@@ -329,11 +331,16 @@ class EqualityTest(tf.test.TestCase, parameterized.TestCase):
     self.assert_equal_in(_SOME, mode, num_workers, parts)
 
   @pytest.mark.full
-  @parameterized.parameters(
-    ('async', 1, 2), ('sync', 2, 1), ('sync', 2, 2), ('bounded', 1, 1)
+  @parameterized.parameters(*_GROUPS)
+  def test_every_optimizer_and_model(self, *pairs):
+    self.assert_equal_in(pairs, 'sync', 2, 1)
+
+  @pytest.mark.soak
+  @parameterized.product(
+    where=(('async', 1, 2), ('sync', 2, 2), ('bounded', 1, 1)), pairs=_GROUPS
   )
-  def test_every_optimizer_and_model(self, mode, num_workers, parts):
-    self.assert_equal_in(_PAIRS, mode, num_workers, parts)
+  def test_in_other_modes_and_in_parts(self, where, pairs):
+    self.assert_equal_in(pairs, *where)
 
 
 def _more_than_rows(found):
