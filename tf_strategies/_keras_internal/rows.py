@@ -184,6 +184,3 @@ def check() -> None:
   why = 'an Embedding on parameter servers reads the rows of its batch'
   _requirements.method(core.Variable, '_maybe_autocast(value)', why)
   _requirements.mention(core.Variable._initialize, ['_value'], why)
-
-
-check()
