@@ -9,7 +9,7 @@ from unittest import mock
 import keras
 import tensorflow as tf
 from absl.testing import parameterized
-from keras.src.backend.tensorflow import trainer
+from keras.src.backend.tensorflow import core, trainer
 from keras.src.optimizers import base_optimizer
 from keras.src.random import seed_generator
 
@@ -128,6 +128,8 @@ class KerasTest(tf.test.TestCase, parameterized.TestCase):
     (trainer, 'reduce_per_replica', 'reduce'),
     (base_optimizer.BaseOptimizer, 'apply', 'apply'),
     (base_optimizer.BaseOptimizer, 'build', 'build'),
+    (base_optimizer.BaseOptimizer, '_get_variable_index', '_get_variable'),
+    (core.Variable, '_maybe_autocast', '_maybe_autocast'),
     (keras.optimizers.LossScaleOptimizer, 'check_finite', 'check_finite'),
     (keras.optimizers.LossScaleOptimizer, '_tf_apply', 'check_finite'),
     (seed_generator.SeedGenerator, '__init__', 'seed_generator_state'),

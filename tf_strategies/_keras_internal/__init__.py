@@ -24,9 +24,15 @@ from keras.src.random import seed_generator
 from keras.src.trainers import trainer as base_trainer
 
 from tf_strategies import _requirements, _tf_internal
+from tf_strategies._keras_internal import rows as _rows
 from tf_strategies._keras_internal import updates as _updates  # noqa: F401  Replaces `apply`.
 from tf_strategies._keras_internal.initial_rows import (  # noqa: F401
   initial_rows,
+)
+from tf_strategies._keras_internal.rows import (  # noqa: F401  For all others.
+  replace_update,
+  replaced_update,
+  seen_as_rows,
 )
 from tf_strategies._keras_internal.steps import (  # noqa: F401  For all others.
   KINDS,
@@ -340,6 +346,7 @@ def check() -> None:
     ['self', '_shape'],
     'places a variable by its size before it is made',
   )
+  _rows.check()
   if not inspect.getmodule(tf_trainer).__name__.startswith(TRAINER_MODULE):
     raise _requirements.missing(TRAINER_MODULE, "finds Keras's own steps")
 

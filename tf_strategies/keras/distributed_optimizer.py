@@ -8,22 +8,19 @@ would still count as much as one with sixteen; the wrapper weighs its loss.
 from __future__ import annotations
 
 import functools
-import operator
 import threading
 
 import keras
 import tensorflow as tf
 
-from tf_strategies import _keras_internal, _tf_internal, option_checks
+from tf_strategies import _keras_internal, option_checks
 from tf_strategies.keras import gradient_reducer, optimizer_wrapper
 
 _WEIGHTINGS = ('rows', 'none')
 
 
 @keras.saving.register_keras_serializable(package='tf_strategies')
-class DistributedOptimizer(
-  _tf_internal.TrackedAsAnother, optimizer_wrapper.OptimizerWrapper
-):
+class DistributedOptimizer(optimizer_wrapper.StatelessWrapper):
   """Wraps a Keras optimizer whose gradients count by each replica's rows.
 
   For a loop of your own, which calls `strategy.run`: there batches that give the
@@ -65,9 +62,6 @@ class DistributedOptimizer(
       "use 'rows' with fit, 'none' with tf.nn.compute_average_loss",
     )
     self.weighting = weighting
-
-  # The wrapper has no state: this is the inner optimizer's.
-  variables = property(operator.attrgetter('inner_optimizer.variables'))
 
   def apply(self, grads, trainable_variables=None):
     """Reduces this replica's gradients over replicas and applies them.
@@ -117,14 +111,6 @@ class DistributedOptimizer(
     before = _weighed.optimizers
     _weighed.optimizers = before - {id(self)}
     return id(self) in before
-
-  set_weights = optimizer_wrapper.inner('set_weights')
-  # A file that was saved with the wrapper loads without it, and the other way.
-  save_own_variables = optimizer_wrapper.inner('save_own_variables')
-  load_own_variables = optimizer_wrapper.inner('load_own_variables')
-
-  def _tracked(self):
-    return vars(self).get('inner_optimizer')
 
   def get_config(self):
     """The configuration, with the inner optimizer's in it."""

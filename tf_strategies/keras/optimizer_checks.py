@@ -16,7 +16,7 @@ _warned_of_masks = weakref.WeakSet()
 # What depends on the norm or the size of a gradient.
 CLIPPING = ('clipnorm', 'clipvalue', 'global_clipnorm')
 # These look at a variable as a whole, which a part is not.
-_WHOLE_VARIABLE_OPTIMIZERS = ('Adafactor', 'Lamb', 'Muon')
+WHOLE_VARIABLE_OPTIMIZERS = ('Adafactor', 'Lamb', 'Muon')
 
 
 def check_model(
@@ -112,7 +112,7 @@ def check_partitioned_update(fn: Callable, name: str) -> None:
   """
   optimizer = _keras_internal.optimizer_of(fn)
   kind = type(optimizer).__name__
-  if kind in _WHOLE_VARIABLE_OPTIMIZERS:
+  if kind in WHOLE_VARIABLE_OPTIMIZERS:
     raise errors.UnsupportedOptionError(
       f'{kind} with partitioned variable {name!r}',
       'optimizers that update each element by itself, such as Adam or SGD; '

@@ -8,7 +8,12 @@ from collections.abc import Iterator
 import keras
 import tensorflow as tf
 
-from tf_strategies import _keras_internal, errors, option_checks
+from tf_strategies import (
+  _keras_internal,
+  _tf_internal,
+  errors,
+  option_checks,
+)
 
 
 def inner(name: str):
@@ -154,3 +159,18 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
       for name, value in config.items()
     }
     return cls(config.pop('optimizer'), **config)
+
+
+class StatelessWrapper(_tf_internal.TrackedAsAnother, OptimizerWrapper):
+  """One without variables of its own: what it has is the inner optimizer's.
+
+  A file that was saved with the wrapper loads without it, and the other way.
+  """
+
+  variables = property(operator.attrgetter('inner_optimizer.variables'))
+  set_weights = inner('set_weights')
+  save_own_variables = inner('save_own_variables')
+  load_own_variables = inner('load_own_variables')
+
+  def _tracked(self):
+    return vars(self).get('inner_optimizer')

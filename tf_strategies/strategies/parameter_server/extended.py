@@ -13,7 +13,7 @@ import tensorflow as tf
 from absl import logging
 
 from tf_strategies import _keras_internal, _tf_internal, errors
-from tf_strategies.keras import gradient_reducer, optimizer_checks
+from tf_strategies.keras import gradient_reducer, optimizer_checks, row_updates
 from tf_strategies.strategies.parameter_server import (
   packing,
   partitioned,
@@ -307,6 +307,12 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
       return fn(*args, **kwargs)
 
   def _update(self, var, fn, args, kwargs, group):
+    if args and isinstance(args[0], tf.IndexedSlices):
+      row_updates.warn_of_all_rows(fn, var)
+      # On the worker, before they are sent.
+      if traced_step.current() is not None and row_updates.sums_before(fn):
+        args = (row_updates.summed(args[0]), *args[1:])
+      fn = row_updates.by_rows(fn)
     if not isinstance(var, partitioned.PartitionedVariable):
       return self._update_on_server(var, var, fn, args, kwargs, group)
     optimizer_checks.check_partitioned_update(fn, var.name)

@@ -15,6 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from tf_strategies import _keras_internal, _tf_internal
+from tf_strategies.keras import row_updates
 from tf_strategies.strategies.parameter_server import (
   batch_message,
   packing,
@@ -207,6 +208,13 @@ class MicrobatchFunction(SlotFunction):
       numbers = tf.zeros([0], tf.float64)
       if self._discovery.are_numbers:
         numbers = self._discovery.report(outputs)
+      # On the worker, before they are sent.
+      calls = [
+        (o, [row_updates.summed(g) for g in grads], v)
+        if row_updates.takes_sums(o, clips=True)
+        else (o, grads, v)
+        for o, grads, v in calls
+      ]
     return Contents(
       [
         (o, g, _keras_internal.trainable_variables(o) if v is None else v)
@@ -296,7 +304,8 @@ class ApplyFunction:
       weighted = list(map(_scaled, values, weights))
       # On one device as here: rows that were looked up apart stay apart, since
       # Adam does not make the same of two gradients and of their sum.
-      if not _depends_on(gradient.indices, self._layout.contents.argument):
+      argument = self._layout.contents.argument.op.name
+      if not worker_function.depends_on(gradient.indices, [argument]):
         values, indices = tf.add_n(weighted), indices[0]
       else:
         values, indices = tf.concat(weighted, 0), tf.concat(indices, 0)
@@ -320,19 +329,6 @@ def _origin_type(tensor) -> str:
   while tensor.op.type in ('Identity', 'Reshape', 'Cast'):
     tensor = tensor.op.inputs[0]
   return tensor.op.type
-
-
-def _depends_on(tensor, source) -> bool:
-  """Whether the numbers in a tensor, not its shape, come from another one."""
-  seen, todo = set(), [tensor]
-  while todo:
-    tensor = todo.pop()
-    if tensor.op.name == source.op.name:
-      return True
-    if tensor.op.type != 'Shape' and tensor.op.name not in seen:
-      seen.add(tensor.op.name)
-      todo += tensor.op.inputs
-  return False
 
 
 def _weights(rows) -> list[tf.Tensor | None]:

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tf_strategies import _keras_internal, _tf_internal, errors
 from tf_strategies.strategies.parameter_server import (
+  row_lookup,
   traced_step,
   variables,
 )
@@ -236,22 +237,26 @@ class PartitionedVariable(_tf_internal.BaseResourceVariable):
     """As `tf.Variable.assign_sub`; atomic on a server."""
     return self._for_parts(delta, lambda part, rows: part.assign_sub(rows))
 
+  @property
+  def gives_rows(self) -> bool:
+    """Whether Keras is to look rows up by `tf.gather` of the variable itself."""
+    return variables.gives_rows()
+
   def sparse_read(self, indices, name=None):
-    """As `tf.gather`, on the server that has the rows."""
+    """As `tf.gather`, on the servers that have the rows; each is sent once."""
     if self._part is not None:
       return self._part.sparse_read(indices)
-    indices = tf.convert_to_tensor(indices)
     step = traced_step.current()
     if step is not None and step.home_of(self.parts):
       # The gradient of a loop is that of what it takes from outside, where
       # these indices are not known: so it takes the whole.
       return tf.gather(self._read_variable_op(), indices)
-    with _tf_internal.stop_recording():
-      value = self._gather(indices)
-    _tf_internal.record_read(
-      self, value, lambda dy: self._gather_gradient(dy, indices)
-    )
-    return value
+    if step is not None and step.looks_up and step.looks_only:
+      # That rows of the batch are looked up is all there is to see.
+      read = self.parts[0].rows_at
+      return row_lookup.look_up(self, indices, read, reads_once=False)
+    reads_once = step is not None and step.looks_up
+    return row_lookup.look_up(self, indices, self._gather, reads_once)
 
   def _gather(self, indices):
     """Each row from the server that has it."""
@@ -260,10 +265,10 @@ class PartitionedVariable(_tf_internal.BaseResourceVariable):
     positions = tf.dynamic_partition(
       tf.range(tf.size(flat)), part_of_row, len(self.parts)
     )
-    rows = tf.dynamic_partition(flat, part_of_row, len(self.parts))
+    split = tf.dynamic_partition(flat, part_of_row, len(self.parts))
     found = [
-      part.sparse_read(r - tf.cast(offset, r.dtype))
-      for part, r, offset in zip(self.parts, rows, self.offsets, strict=True)
+      part.rows_at(r - tf.cast(offset, r.dtype))
+      for part, r, offset in zip(self.parts, split, self.offsets, strict=True)
     ]
     value = tf.dynamic_stitch(positions, found)
     inner = self.shape[1:].as_list()
@@ -276,14 +281,6 @@ class PartitionedVariable(_tf_internal.BaseResourceVariable):
     starts = tf.constant(self.offsets, rows.dtype)
     found = tf.searchsorted(starts, rows, side='right')
     return tf.cast(found, tf.int32) - 1
-
-  def _gather_gradient(self, dy, indices):
-    inner = self.shape[1:].as_list()
-    return tf.IndexedSlices(
-      tf.reshape(dy, [-1, *inner]),
-      tf.reshape(indices, [-1]),
-      tf.constant(self.shape.as_list(), indices.dtype),
-    )
 
   def split_gradient(self, gradient) -> list:
     """The part of a gradient that belongs to each part of the variable."""

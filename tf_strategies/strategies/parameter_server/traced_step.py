@@ -101,7 +101,7 @@ class TracedStep:
     self._merged_in: tf.Graph | None = None
     self._num_updates = self._update = 0
     self.update_server: int | None = None
-    self._looks_only = access is None
+    self.looks_only = access is None  # Its graph is not run.
     self._graph = None
     self._snapshot: dict[int, tf.Tensor] = {}
     self._held: dict[int, Write] = {}
@@ -118,7 +118,7 @@ class TracedStep:
     before, _current.step = _current.step, None
     self._graph = tf.compat.v1.get_default_graph()
     self._first_operation = len(self._graph.get_operations())
-    if not self._looks_only:
+    if not self.looks_only:
       with tf.control_dependencies(list(after)):
         self._snapshot = self._fetch()
     _current.step = self
@@ -144,7 +144,7 @@ class TracedStep:
     """The value to use; None means that the server must be asked here."""
     self._flush()
     key = id(variable)
-    if self._looks_only:
+    if self.looks_only:
       if self.update_server != variable.server:
         self.access.reads.setdefault(key, variable)
         if self.update_server is not None:
@@ -156,6 +156,11 @@ class TracedStep:
     if key in self._direct or self.update_server == variable.server:
       return None
     return self.here(self._snapshot.get(key))
+
+  @property
+  def looks_up(self) -> bool:
+    """Whether rows that are read here are rows of the batch: not in an update."""
+    return self.update_server is None and not self.is_nested()
 
   @contextlib.contextmanager
   def at_home(self, tensor: tf.Tensor) -> Iterator[None]:
@@ -213,7 +218,7 @@ class TracedStep:
   ) -> Any:
     """An optimizer's update by `run`, on its server; maybe later if it `waits`."""
     number, self._num_updates = self._num_updates, self._num_updates + 1
-    if self._looks_only:
+    if self.looks_only:
       self.access.elsewhere[number] = set()
       with self._updating(variable, number):
         result = run()
@@ -278,7 +283,7 @@ class TracedStep:
     """Holds a write back, or returns False: it must be done here."""
     self._flush()
     key = id(variable)
-    if self._looks_only:
+    if self.looks_only:
       return self._look_at_write(variable, value)
     if (
       self.is_nested()
@@ -309,18 +314,22 @@ class TracedStep:
     """
     self._flush()
     key = id(variable)
-    if self._looks_only:
+    if self.looks_only:
       if self._updates and variable.server != self.update_server:
         self.access.direct.add(self._update)
       if writes and self.is_nested():
         self._look_at_write(variable, 0)
+      elif writes and self._updates:
+        self.access.updated.setdefault(key, variable)
       return None
     if writes:
       self._write_here(variable)
       return None
     if key in self._held:
       return self._held[key].value
-    return None
+    if key in self._direct or self.update_server is not None:
+      return None
+    return self._snapshot.get(key)
 
   def _look_at_write(self, variable, value) -> bool:
     self.access.written.setdefault(id(variable), variable)

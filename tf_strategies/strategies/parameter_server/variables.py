@@ -11,6 +11,7 @@ from tf_strategies import _tf_internal, errors
 from tf_strategies.strategies.parameter_server import (
   changed_rows,
   copied_variables,
+  row_lookup,
   traced_step,
 )
 
@@ -230,8 +231,22 @@ class ServerVariable(_tf_internal.ResourceVariable):
     write = self.noting(lambda: restore(restored_tensors))
     return self._write_drained(write) if tf.executing_eagerly() else write()
 
+  @property
+  def gives_rows(self) -> bool:
+    """Whether Keras is to look rows up by `tf.gather` of the variable itself."""
+    return gives_rows()
+
   def sparse_read(self, indices, name=None):
-    """As `tf.gather`, on the server that has the rows."""
+    """As `tf.gather`, on the server that has the rows; each is sent once."""
+    step = traced_step.current()
+    if step is None or not step.looks_up:
+      return self.rows_at(indices, name)
+    return row_lookup.look_up(
+      self, indices, self.rows_at, reads_once=not step.looks_only
+    )
+
+  def rows_at(self, indices, name=None):
+    """As `tf.gather`, on the server, of each index by itself."""
     return self._read_rows(super().sparse_read, tf.gather, indices, name)
 
   def gather_nd(self, indices, name=None):
@@ -279,6 +294,18 @@ class ServerVariable(_tf_internal.ResourceVariable):
     self.is_lost = True
     if self.changed is not None:
       self.watch_rows()
+
+
+def gives_rows() -> bool:
+  """Whether a table may be asked for rows where the caller is.
+
+  In a loop or a branch of a step it gives all of them, read outside: the gradient
+  of a loop is that of what it takes from outside.
+  """
+  step = traced_step.current()
+  if step is None:
+    return tf.executing_eagerly()
+  return step.looks_up
 
 
 def _fetched(value: tf.Tensor) -> tf.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -140,9 +140,46 @@ def why_rows_meet(
     for op in graph.get_operations()
     if op.type in ('AssignVariableOp', 'AssignAddVariableOp')
   ]
-  applied = tf.nest.flatten(gradients, expand_composites=True)
-  outputs = [t for t in [*applied, *returned, *written] if t is not None]
+  batch = [t.op.name for t in graph.inputs[: len(specs)]]
+  applied = [t for g in gradients for t in _of_rows(g, batch)]
+  outputs = [*applied, *returned, *written]
   return row_sharing.why_rows_meet(graph, len(specs), outputs)
+
+
+def _of_rows(gradient, batch: Sequence[str]) -> list[tf.Tensor]:
+  """The tensors of a gradient; of one of several lookups those of each of them.
+
+  Their rows follow each other, in any order. Not where some are of the batch and
+  others, such as positions, of all rows: these would be added up.
+  """
+  if not isinstance(gradient, tf.IndexedSlices):
+    return [] if gradient is None else [gradient]
+  values, indices = map(_followed, (gradient.values, gradient.indices))
+  if len(values) == len(indices) and all(
+    depends_on(part, batch) for part in indices
+  ):
+    return [*values, *indices]
+  return [gradient.values, gradient.indices]
+
+
+def _followed(tensor) -> list[tf.Tensor]:
+  """The tensors of which one is a concatenation."""
+  if tensor.op.type != 'ConcatV2':
+    return [tensor]
+  return [part for each in tensor.op.inputs[:-1] for part in _followed(each)]
+
+
+def depends_on(tensor: tf.Tensor, sources: Sequence[str]) -> bool:
+  """Whether the numbers in a tensor, not its shape, come from these operations."""
+  seen, todo = set(), [tensor]
+  while todo:
+    op = todo.pop().op
+    if op.name in sources:
+      return True
+    if op.type != 'Shape' and op.name not in seen:
+      seen.add(op.name)
+      todo += op.inputs
+  return False
 
 
 _PYTHON = frozenset(('EagerPyFunc', 'PyFunc', 'PyFuncStateless'))

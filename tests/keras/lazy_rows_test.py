@@ -1,0 +1,170 @@
+"""`LazyRows` updates the rows that a gradient has as their optimizer would."""
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+import tf_strategies as tfs
+from tests import virtual_devices
+from tf_strategies import errors
+from tf_strategies.keras import row_updates
+
+virtual_devices.configure()
+
+optimizers = keras.optimizers
+
+_ROWS = np.arange(1, 31, dtype=np.float32).reshape(10, 3) / 10
+_IDS = [1, 4, 1, 7]
+_USED = [1, 4, 7]
+
+_OPTIMIZERS = (
+  ('sgd', lambda: optimizers.SGD(0.1)),
+  ('nesterov', lambda: optimizers.SGD(0.1, 0.9, nesterov=True)),
+  ('adam', lambda: optimizers.Adam(0.1, amsgrad=True)),
+  ('adamw', lambda: optimizers.AdamW(0.1, weight_decay=0.0)),
+  ('adagrad', lambda: optimizers.Adagrad(0.1)),
+  ('adadelta', lambda: optimizers.Adadelta(0.1)),
+  ('adamax', lambda: optimizers.Adamax(0.1)),
+  ('nadam', lambda: optimizers.Nadam(0.1)),
+  ('rmsprop', lambda: optimizers.RMSprop(0.1, momentum=0.5, centered=True)),
+  ('ftrl', lambda: optimizers.Ftrl(0.1, l1_regularization_strength=0.1)),
+  ('lion', lambda: optimizers.Lion(0.1)),
+)
+
+
+def _gradient(step, ids=_IDS):
+  values = np.random.default_rng(step).normal(size=[len(ids), 3])
+  return tf.IndexedSlices(
+    tf.constant(values, tf.float32), tf.constant(ids), tf.constant([10, 3])
+  )
+
+
+def _train(optimizer, gradients, rows=_ROWS):
+  """A table after updates; and what is kept of it."""
+  table = keras.Variable(rows)
+  optimizer.build([table])
+
+  @tf.function(autograph=False)
+  def run():
+    for gradient in gradients:
+      optimizer.apply([gradient], [table])
+
+  run()
+  slots = [v.numpy() for v in optimizer.variables if v.shape == table.shape]
+  return table.numpy(), slots
+
+
+class LazyRowsTest(tf.test.TestCase, parameterized.TestCase):
+  @parameterized.named_parameters(*_OPTIMIZERS)
+  def test_rows_with_a_gradient_are_updated_as_a_table_of_them(self, make):
+    gradients = [_gradient(step) for step in range(3)]
+    table, slots = _train(tfs.keras.LazyRows(make()), gradients)
+    # A table that has these rows only, and a dense gradient.
+    dense = [tf.convert_to_tensor(g) for g in gradients]
+    alone, kept = _train(
+      make(), [tf.gather(g, _USED) for g in dense], _ROWS[_USED]
+    )
+    self.assertAllClose(alone, table[_USED], 1e-6, 1e-6)
+    self.assertGreater(np.abs(table - _ROWS)[_USED].min(), 0)
+    self.assertLen(slots, len(kept))
+    for want, got in zip(kept, slots, strict=True):
+      self.assertAllClose(want, got[_USED], 1e-6, 1e-6)
+      # As they were made.
+      self.assertLen(np.unique(np.delete(got, _USED, 0)), 1)
+    self.assertAllEqual(np.delete(table, _USED, 0), np.delete(_ROWS, _USED, 0))
+
+  def test_without_it_momentum_moves_other_rows_too(self):
+    gradients = [_gradient(0), _gradient(1, [2])]
+    plain, _ = _train(optimizers.SGD(0.1, 0.9), gradients)
+    lazy, _ = _train(tfs.keras.LazyRows(optimizers.SGD(0.1, 0.9)), gradients)
+    self.assertAllClose(plain[2], lazy[2])
+    self.assertGreater(np.abs(plain - lazy)[_USED].min(), 1e-4)
+
+  def test_dense_gradients_are_as_ever(self):
+    gradients = [tf.convert_to_tensor(_gradient(s)) for s in range(2)]
+    plain, _ = _train(optimizers.Adam(0.1), gradients)
+    lazy, _ = _train(tfs.keras.LazyRows('adam'), gradients)
+    self.assertNotAllClose(plain, lazy)  # Of another learning rate.
+    lazy, _ = _train(tfs.keras.LazyRows(optimizers.Adam(0.1)), gradients)
+    self.assertAllClose(plain, lazy, 0, 0)
+
+  def test_the_same_on_replicas(self):
+    def fit(strategy):
+      keras.utils.set_random_seed(2)
+      with strategy.scope():
+        model = keras.Sequential(
+          [
+            keras.layers.Input([2], dtype='int32'),
+            keras.layers.Embedding(20, 3),
+            keras.layers.Flatten(),
+            keras.layers.Dense(1),
+          ]
+        )
+        model.compile(tfs.keras.LazyRows(optimizers.Adam(0.1)), 'mse')
+      ids = np.random.default_rng(0).integers(0, 12, [24, 2])
+      model.fit(ids, np.ones([24, 1]), batch_size=7, shuffle=False, verbose=0)
+      return model.get_weights()
+
+    devices = [virtual_devices.name(i) for i in range(3)]
+    want = fit(tf.distribute.get_strategy())
+    for name in ('ring_mirrored', 'central_storage'):
+      with self.subTest(name):
+        strategy = tfs.create_strategy(name, devices=devices)
+        for a, b in zip(want, fit(strategy), strict=True):
+          self.assertAllClose(a, b, 1e-6, 1e-6)
+
+  def test_configuration(self):
+    optimizer = tfs.keras.LazyRows(optimizers.Adam(0.25), name='lazy')
+    again = keras.optimizers.deserialize(keras.optimizers.serialize(optimizer))
+    self.assertIsInstance(again, tfs.keras.LazyRows)
+    self.assertEqual(again.get_config(), optimizer.get_config())
+    self.assertTrue(row_updates.is_lazy(again.inner_optimizer))
+    self.assertFalse(row_updates.is_lazy(optimizers.Adam()))
+
+  @parameterized.named_parameters(
+    ('whole', lambda: optimizers.Lamb(), 'Lamb.*each element by itself'),
+    (
+      'accumulation',
+      lambda: optimizers.SGD(gradient_accumulation_steps=2),
+      'gradient_accumulation_steps=2.*leave one of them out',
+    ),
+    (
+      'loss_scale',
+      lambda: optimizers.LossScaleOptimizer(optimizers.SGD()),
+      r'LossScaleOptimizer\(LazyRows',
+    ),
+    ('nothing', lambda: None, 'optimizer=None'),
+  )
+  def test_what_is_refused(self, make, message):
+    with self.assertRaisesRegex(errors.UnsupportedOptionError, message):
+      tfs.keras.LazyRows(make())
+
+
+class RowUpdatesTest(tf.test.TestCase, parameterized.TestCase):
+  def test_equal_rows_are_added_up(self):
+    gradient = _gradient(0)
+    found = row_updates.summed(gradient)
+    self.assertAllEqual(found.indices, [1, 4, 7])
+    self.assertAllClose(
+      tf.convert_to_tensor(gradient), tf.convert_to_tensor(found)
+    )
+    self.assertIs(row_updates.summed(gradient.values), gradient.values)
+
+  @parameterized.named_parameters(
+    ('sgd', lambda: optimizers.SGD(0.1, 0.9), True),
+    ('clipped', lambda: optimizers.SGD(clipnorm=1.0), False),
+    ('adagrad', lambda: optimizers.Adagrad(), False),
+    ('lazy', lambda: tfs.keras.LazyRows('adam'), True),
+    (
+      'lazy_in_a_loss_scale',
+      lambda: optimizers.LossScaleOptimizer(tfs.keras.LazyRows('adam')),
+      True,
+    ),
+  )
+  def test_what_takes_sums(self, make, takes):
+    self.assertEqual(row_updates.takes_sums(make(), clips=True), takes)
+
+
+if __name__ == '__main__':
+  tf.test.main()
