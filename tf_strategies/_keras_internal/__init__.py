@@ -25,6 +25,12 @@ from keras.src.trainers import trainer as base_trainer
 
 from tf_strategies import _requirements, _tf_internal
 from tf_strategies._keras_internal import updates as _updates  # noqa: F401  Replaces `apply`.
+from tf_strategies._keras_internal.row_updates import (  # noqa: F401  For all others.
+  row_slots,
+  slots_of,
+  table_of,
+  update_rows,
+)
 from tf_strategies._keras_internal.steps import (  # noqa: F401  For all others.
   KINDS,
   TRAINER_MODULE,
