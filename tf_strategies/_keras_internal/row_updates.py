@@ -63,7 +63,7 @@ def check_row_optimizer(
     raise errors.UnsupportedOptionError(
       f'LossScaleOptimizer, as mixed_float16 has it, with dynamic table {name!r}',
       'an optimizer without loss scaling',
-      "use mixed_bfloat16, or compile with auto_scale_loss=False",
+      'use mixed_bfloat16, or compile with auto_scale_loss=False',
     )
   if getattr(optimizer, 'inner_optimizer', None) is not None:
     return  # Which is asked too.

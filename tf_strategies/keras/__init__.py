@@ -5,4 +5,9 @@ from tf_strategies.keras.distributed_optimizer import DistributedOptimizer
 from tf_strategies.keras.dynamic_embedding import DynamicEmbedding
 from tf_strategies.keras.local_steps import LocalSteps
 
-__all__ = ['ChiefOnly', 'DistributedOptimizer', 'DynamicEmbedding', 'LocalSteps']
+__all__ = [
+  'ChiefOnly',
+  'DistributedOptimizer',
+  'DynamicEmbedding',
+  'LocalSteps',
+]

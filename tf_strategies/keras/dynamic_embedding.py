@@ -25,7 +25,7 @@ class DynamicEmbedding(keras.layers.Layer):
   spread over the servers by a hash of the id, and steps move the rows that their batch
   uses. `model.save`, `save_weights`, `tfs.RunCheckpoint` and the checkpoints of parameter
   servers have all rows with their state of the optimizer, and load onto any number of
-  servers; `get_weights` has not.
+  servers; `get_weights` has not. `model.export` has the rows, on one device.
 
   Rows are updated by the compiled optimizer's own rule, as that of Keras would update
   them, but rows that a batch does not use stay as they are. With SGD without momentum and
@@ -110,6 +110,7 @@ class DynamicEmbedding(keras.layers.Layer):
     if make is None:
       shard = row_table.Shard(self.output_dim, self._initial_rows)
       self._table = row_table.RowTable(variable, [shard])
+      self._tracked = shard.tracked  # By TensorFlow, for `model.export`.
     else:
       self._table = make(variable, self._initial_rows)
     variable.row_table = self._table
@@ -189,7 +190,7 @@ class DynamicEmbedding(keras.layers.Layer):
         f'The file has no rows of {self.name!r}. Expected those of a DynamicEmbedding. '
         'Fix: load a file that a model with this layer has saved.'
       )
-    names = [key for key in store.keys() if key not in ('ids', 'rows')]
+    names = sorted(set(store.keys()) - {'ids', 'rows'})
     for column in [*table.columns(), *table.load_slots(names)]:
       column.assign(store[column.path.split('/')[-1]])
 

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from tf_strategies import errors
 
-_BITS = 23  # Of a random number: with a half added, exact in float32.
+_BITS = 23  # Of a random number: with a half added, as many as float32 has.
 _GOLDEN = 0x9E3779B97F4A7C15
 # Of a normal distribution that is cut off at two standard deviations.
 _BELOW_MINUS_TWO = 0.02275013194817921
@@ -95,20 +95,26 @@ def initial_rows(initializer: Any, seed: int, width: int) -> InitialRows:
   def random_rows(ids):
     numbers = _uniform(ids, seed, width)
     if kind == 'RandomUniform':
-      return first + (second - first) * numbers
+      return tf.cast(first + (second - first) * numbers, tf.float32)
     if kind == 'TruncatedNormal':
       numbers = _BELOW_MINUS_TWO + (1 - 2 * _BELOW_MINUS_TWO) * numbers
-    return first + second * tf.math.ndtri(numbers)
+    return tf.cast(first + second * tf.math.ndtri(numbers), tf.float32)
 
   return random_rows
 
 
 def _uniform(ids, seed, width):
-  """Numbers between 0 and 1, both excluded."""
+  """Numbers between 0 and 1, both excluded.
+
+  In float64: what kernels make of a number depends, in its last bits, on where it is
+  in a tensor. As float32 it does not.
+  """
   seeded = tf.bitwise.bitwise_xor(mix(ids), mix(_word(seed)))
-  columns = tf.constant([(j * _GOLDEN) % 2**64 for j in range(width)], tf.uint64)
+  columns = tf.constant(
+    [(j * _GOLDEN) % 2**64 for j in range(width)], tf.uint64
+  )
   bits = _shift(mix(seeded[:, None] + columns), 64 - _BITS)
-  numbers = tf.cast(tf.cast(bits, tf.int32), tf.float32)
+  numbers = tf.cast(tf.cast(bits, tf.int32), tf.float64)
   return (numbers + 0.5) * 2.0**-_BITS
 
 

@@ -67,7 +67,9 @@ class Shard:
 
   def make_slots(self, names: Sequence[str]) -> None:
     """Has these slots beside the rows, and no others."""
-    kept = {n: self._slots.get(n) or self._table(self._width + 1) for n in names}
+    kept = {
+      n: self._slots.get(n) or self._table(self._width + 1) for n in names
+    }
     self._slots = kept
 
   def read(self, ids: tf.Tensor) -> tf.Tensor:
@@ -132,6 +134,11 @@ class Shard:
       yield written
     with tf.control_dependencies([op for op in written if op is not None]):
       tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)
+
+  @property
+  def tracked(self) -> Any:
+    """What TensorFlow saves with a function that reads rows."""
+    return self._rows
 
   def size(self) -> int:
     """How many rows are stored."""
@@ -209,7 +216,8 @@ class RowTable:
     self.expired = 0
     self.slots: tuple[str, ...] = ()
     self._width = variable.shape[1]
-    self._optimizer: Callable[[], Any] = lambda: None
+    # Whose slots they are, if that is known: of some that were loaded it is not.
+    self._optimizer: weakref.ref | None = None
     self._loaded = np.zeros([0], np.int64)
 
   # What servers do otherwise.
@@ -234,9 +242,7 @@ class RowTable:
     variable = self.variable.value
     with _tf_internal.stop_recording():
       rows = self._read(ids)
-    _tf_internal.record_read(
-      variable, rows, lambda dy: self._gradient(dy, ids)
-    )
+    _tf_internal.record_read(variable, rows, lambda dy: self._gradient(dy, ids))
     return rows
 
   def _gradient(self, dy, ids):
@@ -312,8 +318,7 @@ class RowTable:
 
   def adopt(self, optimizer: keras.optimizers.Optimizer, slots) -> None:
     """Has the slots of an optimizer; those of another one before it are gone."""
-    before = self._optimizer()
-    if before is not None and before is not optimizer:
+    if self._optimizer is not None and self._optimizer() is not optimizer:
       self._make_slots(())
     self._optimizer = weakref.ref(optimizer)
     self._make_slots([_name(optimizer, a) for a in slots])
@@ -377,6 +382,7 @@ class RowTable:
 
   def load_slots(self, names: Sequence[str]) -> list[Column]:
     """As `slot_columns`, with slots that were saved."""
+    self._optimizer = None
     self._make_slots(names)
     return self.slot_columns()
 

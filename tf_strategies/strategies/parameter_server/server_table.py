@@ -64,7 +64,7 @@ class ServerShard(row_table.Shard):
     self.is_lost = False
 
 
-class ServerTable(row_table.RowTable):
+class ServerTable(row_table.RowTable, tf.__internal__.tracking.Trackable):
   """A table with a shard on each server.
 
   Args:
@@ -93,6 +93,15 @@ class ServerTable(row_table.RowTable):
     self._extended = extended
     self._when_drained = drained
     self._on_write = on_write
+
+  def _serialize_to_tensors(self):
+    raise errors.UnsupportedOptionError(
+      f'tf.train.Checkpoint, or export, of dynamic table {self.variable.path!r} on '
+      'parameter servers',
+      'what saves rows from all servers',
+      'use checkpoint_dir of the strategy, or model.save; a file loads onto one '
+      'device, which can export the model',
+    )
 
   def _drained(self, action):
     return self._when_drained(action)
