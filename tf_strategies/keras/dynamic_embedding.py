@@ -110,7 +110,7 @@ class DynamicEmbedding(keras.layers.Layer):
     if make is None:
       shard = row_table.Shard(self.output_dim, self._initial_rows)
       self._table = row_table.RowTable(variable, [shard])
-      self._tracked = shard.tracked  # By TensorFlow, for `model.export`.
+      self._exported = shard.tracked  # By TensorFlow, for `model.export`.
     else:
       self._table = make(variable, self._initial_rows)
     variable.row_table = self._table

@@ -96,7 +96,7 @@ class ServerTable(row_table.RowTable, tf.__internal__.tracking.Trackable):
 
   def _serialize_to_tensors(self):
     raise errors.UnsupportedOptionError(
-      f'tf.train.Checkpoint, or export, of dynamic table {self.variable.path!r} on '
+      f'tf.train.Checkpoint of dynamic table {self.variable.path!r} on '
       'parameter servers',
       'what saves rows from all servers',
       'use checkpoint_dir of the strategy, or model.save; a file loads onto one '
