@@ -87,3 +87,36 @@ def results(model, x, y, epochs=2, **options):
     'evaluation': model.evaluate(dataset(x, y), verbose=0),
     'predictions': model.predict(dataset(x, y), verbose=0),
   }
+
+
+def twice(is_dynamic):
+  """A layer, an optimizer and a step that reads the layer's rows for two ids."""
+  if is_dynamic:
+    layer = tfs.keras.DynamicEmbedding(WIDTH, first_rows)
+  else:
+    layer = keras.layers.Embedding(VOCABULARY, WIDTH)
+  layer.build([None])
+  if not is_dynamic:
+    layer.embeddings.assign(first_rows(tf.range(VOCABULARY)))
+  optimizer = optimizers.Adagrad(0.1)
+  optimizer.build(layer.trainable_variables)
+
+  def step(batch):
+    (first, second), y = batch
+    with tf.GradientTape() as tape:
+      products = tf.reduce_sum(layer(first) * layer(second), -1)
+      loss = tf.reduce_mean(tf.square(products - y))
+    variables = layer.trainable_variables
+    optimizer.apply(tape.gradient(loss, variables), variables)
+    return loss
+
+  return layer, optimizer, step
+
+
+def pairs():
+  """Batches for `twice`."""
+  ids, y = some_in_each_batch()
+  return [
+    ((ids[i : i + _BATCH, 0], ids[i : i + _BATCH, 1]), y[i : i + _BATCH, 0])
+    for i in range(0, len(ids), _BATCH)
+  ]

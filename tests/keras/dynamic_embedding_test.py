@@ -61,6 +61,15 @@ class EqualityTest(tf.test.TestCase, parameterized.TestCase):
         OPTIMIZERS['adam'], dynamic_tables.all_in_each_batch(), **options
       )
 
+  def test_loop_that_reads_twice(self):
+    found = []
+    for is_dynamic in (True, False):
+      layer, _, step = dynamic_tables.twice(is_dynamic)
+      for batch in dynamic_tables.pairs():
+        step(batch)
+      found.append(layer(np.arange(dynamic_tables.VOCABULARY)))
+    self.assertAllClose(*found, 0, 1e-6)
+
   def test_a_wrong_state_would_be_seen(self):
     """What the rule gets is what it wrote: else Adam is another optimizer."""
 

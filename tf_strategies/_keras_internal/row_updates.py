@@ -18,7 +18,7 @@ import tensorflow as tf
 from keras.src.backend.tensorflow import optimizer as tf_optimizer
 from keras.src.optimizers import base_optimizer
 
-from tf_strategies import errors
+from tf_strategies import _requirements, errors
 from tf_strategies._keras_internal import steps
 
 # They update each element by itself, from that element and its state alone.
@@ -134,6 +134,14 @@ steps.change(
   _update_tables_apart,
   _WHY,
 )
+for _method in (
+  '_get_variable_index(variable)',
+  '_use_weight_decay(variable)',
+  'assign(variable, value)',
+  'assign_add(variable, value)',
+  'assign_sub(variable, value)',
+):
+  _requirements.method(base_optimizer.BaseOptimizer, _method, _WHY)
 
 
 def row_slots(

@@ -78,6 +78,19 @@ def in_async_on_one_worker(directory):
   return _train(tfs.ParameterServerStrategy(), steps_per_execution=5)
 
 
+def in_a_loop(directory):
+  """A table that is read twice in a step of the user's own."""
+  strategy = tfs.ParameterServerStrategy(mode='sync')
+  with strategy.scope():
+    layer, optimizer, step = dynamic_tables.twice(True)
+  remote = strategy.remote_step(step, [optimizer])
+  for batch in dynamic_tables.pairs():
+    remote(batch)
+  found = layer(np.arange(dynamic_tables.VOCABULARY)).numpy()
+  strategy.close()
+  return found
+
+
 def random_rows(directory):
   """As three servers make them."""
   strategy = tfs.ParameterServerStrategy()
@@ -236,6 +249,7 @@ class TrainingTest(_ServersTest):
     in_other_modes,
     save,
     expire,
+    in_a_loop,
   )
   on_three_servers = (
     load,
@@ -263,6 +277,12 @@ class TrainingTest(_ServersTest):
     ]  # Logs of an asynchronous step are of an earlier one.
     self.assert_results(expected, found)
     self.assert_counts(found)
+
+  def test_loop_that_reads_twice_equals_embedding(self):
+    layer, _, step = dynamic_tables.twice(False)
+    for batch in dynamic_tables.pairs():
+      step(batch)
+    self.assertAllClose(layer.embeddings, self.found['in_a_loop'], 0, 1e-6)
 
   def test_rows_follow_from_id_and_seed_alone(self):
     rows = self.moved['random_rows']
@@ -313,6 +333,16 @@ class TrainingTest(_ServersTest):
     self.assertAllClose(expected['predictions'], found['predictions'], 0, 1e-6)
     self.assertLen(report['by_shard'], 3)
 
+  def test_an_evaluator_on_one_device_reads_its_rows(self):
+    model = dynamic_tables.model(True, OPTIMIZERS['adam'])
+    data = dynamic_tables.dataset(*dynamic_tables.some_in_each_batch())
+    directory = os.path.join(self.directory, 'run')
+    tfs.SidecarEvaluator(model, data, directory, idle_timeout_seconds=1).run()
+    found, _ = self.moved['continue_checkpoint']
+    self.assertAllClose(
+      found['predictions'], model.predict(data, verbose=0), 0, 1e-6
+    )
+
   def test_expires(self):
     old_and_rare, left, old, rare, report, row = self.found['expire']
     self.assertEqual((old_and_rare, left), (2, [1, 4, 5]))
@@ -325,6 +355,23 @@ _STEPS = 60
 _IDS = 40
 
 
+class _Slow(keras.layers.Layer):
+  """Returns what it gets, after a while: workers that are killed are in a step."""
+
+  def call(self, x):
+    matrix = tf.eye(512) * 0.5
+    y = tf.matmul(tf.stop_gradient(x), tf.ones([x.shape[1], 512]))
+    _, y = tf.while_loop(
+      lambda i, _: i < 300,
+      lambda i, y: (i + 1, tf.tanh(tf.matmul(y, matrix))),
+      [0, y],
+    )
+    return x + 1e-30 * y[:, :1]
+
+  def compute_output_shape(self, input_shape):
+    return input_shape
+
+
 def train_until_killed(directory, mode, checkpoint_steps):
   """Counts of ids that step s of 60 all use; tells how far it is."""
   options = {'mode': mode}
@@ -332,16 +379,25 @@ def train_until_killed(directory, mode, checkpoint_steps):
     options['checkpoint_dir'] = os.path.join(directory, 'checkpoints')
     options['checkpoint_steps'] = checkpoint_steps
   strategy = tfs.ParameterServerStrategy(recovery_timeout=120, **options)
-  model = _build(strategy)
+  with strategy.scope():
+    model = keras.Sequential(
+      [
+        keras.Input([2], dtype='int64'),
+        tfs.keras.DynamicEmbedding(dynamic_tables.WIDTH),
+        keras.layers.Flatten(),
+        _Slow(),
+        keras.layers.Dense(1),
+      ]
+    )
+    model.compile('adam', 'mse')
   x = np.arange(_IDS).reshape([-1, 2])
   x, y = np.tile(x, [_STEPS, 1]), np.ones([_STEPS * _IDS // 2, 1])
   data = tf.data.Dataset.from_tensor_slices((x, y)).batch(_IDS // 2)
 
-  def slowly(batch, logs):
+  def tell(batch, logs):
     pathlib.Path(directory, 'step').write_text(str(batch))
-    time.sleep(0.1)
 
-  callback = keras.callbacks.LambdaCallback(on_train_batch_end=slowly)
+  callback = keras.callbacks.LambdaCallback(on_train_batch_end=tell)
   model.fit(data, verbose=0, callbacks=[callback])
   found = model.layers[0].usage(), model.layers[0].report()
   found = *found, strategy.report(), int(model.optimizer.iterations.numpy())

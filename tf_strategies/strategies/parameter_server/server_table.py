@@ -73,7 +73,6 @@ class ServerTable(row_table.RowTable, tf.__internal__.tracking.Trackable):
     initial_rows: makes rows from ids.
     num_servers: on which rows are.
     drained: does something when all steps are done.
-    on_write: called before the coordinator writes.
   """
 
   def __init__(
@@ -83,7 +82,6 @@ class ServerTable(row_table.RowTable, tf.__internal__.tracking.Trackable):
     initial_rows: row_initializers.InitialRows,
     num_servers: int,
     drained: Callable[[Callable], Any],
-    on_write: Callable[[], None],
   ):
     shards = [
       ServerShard(i, variable.path, variable.shape[1], initial_rows)
@@ -92,7 +90,6 @@ class ServerTable(row_table.RowTable, tf.__internal__.tracking.Trackable):
     super().__init__(variable, shards)
     self._extended = extended
     self._when_drained = drained
-    self._on_write = on_write
 
   def _serialize_to_tensors(self):
     raise errors.UnsupportedOptionError(
