@@ -23,7 +23,7 @@ OPTIMIZERS = {
   'schedule': lambda: optimizers.Adam(
     optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)
   ),
-  'rmsprop': lambda: optimizers.RMSprop(0.1, momentum=0.9, centered=True),
+  'rmsprop': lambda: optimizers.RMSprop(0.01, momentum=0.9, centered=True),
   'adadelta': lambda: optimizers.Adadelta(0.1),
   'adamax': lambda: optimizers.Adamax(0.1),
   'nadam': lambda: optimizers.Nadam(0.1),
