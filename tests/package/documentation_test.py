@@ -15,6 +15,7 @@ _MODULES = (
   'tf_strategies.cross_device.algorithms',
   'tf_strategies.cross_device.statistics',
   'tf_strategies.keras.distributed_optimizer',
+  'tf_strategies.keras.dynamic_embedding',
   'tf_strategies.strategies.mirrored.devices',
   'tf_strategies.strategies.registry',
   'tf_strategies.strategies.central_storage.strategy',

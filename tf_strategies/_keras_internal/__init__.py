@@ -29,6 +29,12 @@ from tf_strategies._keras_internal import updates as _updates  # noqa: F401  Rep
 from tf_strategies._keras_internal.initial_rows import (  # noqa: F401
   initial_rows,
 )
+from tf_strategies._keras_internal.row_updates import (  # noqa: F401  For all others.
+  row_slots,
+  slots_of,
+  table_of,
+  update_rows,
+)
 from tf_strategies._keras_internal.rows import (  # noqa: F401  For all others.
   replace_update,
   replaced_update,

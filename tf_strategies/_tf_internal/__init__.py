@@ -425,6 +425,7 @@ _OVERRIDDEN = {
     '_update_replica(update_fn, value, kwargs)',
   ),
   PerReplica: ('_type_spec',),
+  tf.__internal__.tracking.Trackable: ('_serialize_to_tensors()',),
   OwnedIterator: ('__iter__()', '__next__()', '_type_spec'),
   UnaryUnchangedStructureDataset: ('__iter__()',),
   TPUExtended: (

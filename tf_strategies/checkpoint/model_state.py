@@ -93,12 +93,34 @@ def _named(item) -> list[tuple[str, Any]]:
     random = [v for v in item.variables if id(v) not in others]
     # Keras numbers the seed generators of a process: their place in the model
     # is a stable name.
-    return [(v.path, v) for v in item.weights] + [
+    return _with_rows(item.weights) + [
       (f'random/{i}', v) for i, v in enumerate(random)
     ]
   if isinstance(item, tf.Variable | keras.Variable):
     return [('', item)]
-  return [(getattr(v, 'path', v.name), v) for v in item.variables]
+  named = [(getattr(v, 'path', v.name), v) for v in item.variables]
+  if isinstance(item, keras.optimizers.Optimizer):
+    named += [(each.path, each) for each in _slots_of_rows(item)]
+  return named
+
+
+def _with_rows(weights) -> list[tuple[str, Any]]:
+  """Named weights; in place of what stands for a table of rows, its columns."""
+  found = []
+  for variable in weights:
+    table = _keras_internal.table_of(variable)
+    found += [variable] if table is None else table.columns()
+  return [(each.path, each) for each in found]
+
+
+def _slots_of_rows(optimizer) -> list[Any]:
+  """The state of the rows of tables."""
+  found = []
+  for variable, slots in _keras_internal.row_slots(optimizer):
+    table = _keras_internal.table_of(variable)
+    table.adopt(optimizer, slots)
+    found += table.slot_columns()
+  return found
 
 
 def match_names(names: Sequence[str], saved: Sequence[str]) -> dict[str, str]:
@@ -184,6 +206,8 @@ def differences(
       found.append(f'it lacks variable {name}')
       continue
     here, there = list(variable.shape), list(specs[name].shape)
+    if here[:1] == [None]:  # As many rows as there are.
+      there = there and [None, *there[1:]]
     if has_parts(variable):  # The number of replicas may differ.
       here = [None, *here]
       there = there and [None, *there[1:]]

@@ -17,6 +17,7 @@ from tf_strategies.keras import gradient_reducer, optimizer_checks, row_updates
 from tf_strategies.strategies.parameter_server import (
   packing,
   partitioned,
+  server_table,
   table_files,
   traced_step,
   variables,
@@ -269,6 +270,14 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
       }
       parts.append(self._create_on(server, part))
     return partitioned.PartitionedVariable(parts, name, **of_whole)
+
+  def make_row_table(self, variable, initial_rows) -> server_table.ServerTable:
+    """The rows of a `DynamicEmbedding`, on all servers."""
+    table = server_table.ServerTable(
+      self, variable, initial_rows, self._num_ps, self._drained
+    )
+    self._registry.update({id(shard): shard for shard in table.shards})
+    return table
 
   def _num_parts(self, shape, dtype, name) -> int:
     """Into how many parts a variable is cut."""

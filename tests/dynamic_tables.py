@@ -1,0 +1,122 @@
+"""Models with a table of rows, dynamic or not, that should train alike."""
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tf_strategies as tfs
+
+WIDTH = 4
+VOCABULARY = 6
+_BATCH = 8
+_STEPS = 5
+
+optimizers = keras.optimizers
+OPTIMIZERS = {
+  'sgd': lambda: optimizers.SGD(0.1),
+  'momentum': lambda: optimizers.SGD(0.1, momentum=0.9),
+  'nesterov': lambda: optimizers.SGD(0.1, momentum=0.9, nesterov=True),
+  'adagrad': lambda: optimizers.Adagrad(0.1),
+  'adam': lambda: optimizers.Adam(0.1),
+  'amsgrad': lambda: optimizers.Adam(0.1, amsgrad=True),
+  'clipnorm': lambda: optimizers.Adam(0.1, clipnorm=0.1),
+  'schedule': lambda: optimizers.Adam(
+    optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)
+  ),
+  'rmsprop': lambda: optimizers.RMSprop(0.01, momentum=0.9, centered=True),
+  'adadelta': lambda: optimizers.Adadelta(0.1),
+  'adamax': lambda: optimizers.Adamax(0.1),
+  'nadam': lambda: optimizers.Nadam(0.1),
+  'ftrl': lambda: optimizers.Ftrl(0.1, l1_regularization_strength=0.01),
+  'lion': lambda: optimizers.Lion(0.01),
+}
+
+
+@keras.saving.register_keras_serializable('tf_strategies.tests')
+def first_rows(ids):
+  """Initial rows that tell ids and columns apart."""
+  places = tf.cast(tf.cast(ids, tf.int64) % 1009, tf.float32)
+  return tf.sin(places[:, None] * tf.constant([1.0, 2.0, 3.0, 4.0]) + 1.0)
+
+
+def model(is_dynamic, optimizer, **options):
+  """A compiled model with two ids a row, and the same weights however it is made."""
+  layers = keras.layers
+  if is_dynamic:
+    embedding = tfs.keras.DynamicEmbedding(WIDTH, first_rows)
+  else:
+    embedding = layers.Embedding(VOCABULARY, WIDTH)
+  dense = layers.Dense(
+    1, kernel_initializer=keras.initializers.RandomUniform(seed=3)
+  )
+  ids = keras.Input([2], dtype='int64')
+  found = keras.Sequential([ids, embedding, layers.Flatten(), dense])
+  found.compile(optimizer(), 'mse', **options)
+  if not is_dynamic:
+    embedding.embeddings.assign(first_rows(tf.range(VOCABULARY)))
+  return found
+
+
+def some_in_each_batch():
+  """Ids and targets of some steps, with ids that repeat."""
+  rng = np.random.default_rng(1)
+  ids = rng.integers(0, VOCABULARY, [_STEPS * _BATCH, 2])
+  return ids, rng.normal(size=[_STEPS * _BATCH, 1]).astype(np.float32)
+
+
+def all_in_each_batch():
+  """The same, but each batch has all ids."""
+  ids, y = some_in_each_batch()
+  for batch in range(0, len(ids), _BATCH):
+    ids[batch : batch + VOCABULARY // 2] = np.arange(VOCABULARY).reshape(
+      [-1, 2]
+    )
+  return ids, y
+
+
+def dataset(x, y):
+  """Batches of a fixed size."""
+  return tf.data.Dataset.from_tensor_slices((x, y)).batch(_BATCH)
+
+
+def results(model, x, y, epochs=2, **options):
+  """Trains a model; what came of it, and what it is then."""
+  history = model.fit(dataset(x, y), epochs=epochs, verbose=0, **options)
+  return {
+    'losses': history.history['loss'],
+    'evaluation': model.evaluate(dataset(x, y), verbose=0),
+    'predictions': model.predict(dataset(x, y), verbose=0),
+  }
+
+
+def twice(is_dynamic):
+  """A layer, an optimizer and a step that reads the layer's rows for two ids."""
+  if is_dynamic:
+    layer = tfs.keras.DynamicEmbedding(WIDTH, first_rows)
+  else:
+    layer = keras.layers.Embedding(VOCABULARY, WIDTH)
+  layer.build([None])
+  if not is_dynamic:
+    layer.embeddings.assign(first_rows(tf.range(VOCABULARY)))
+  optimizer = optimizers.Adagrad(0.1)
+  optimizer.build(layer.trainable_variables)
+
+  def step(batch):
+    (first, second), y = batch
+    with tf.GradientTape() as tape:
+      products = tf.reduce_sum(layer(first) * layer(second), -1)
+      loss = tf.reduce_mean(tf.square(products - y))
+    variables = layer.trainable_variables
+    optimizer.apply(tape.gradient(loss, variables), variables)
+    return loss
+
+  return layer, optimizer, step
+
+
+def pairs():
+  """Batches for `twice`."""
+  ids, y = some_in_each_batch()
+  return [
+    ((ids[i : i + _BATCH, 0], ids[i : i + _BATCH, 1]), y[i : i + _BATCH, 0])
+    for i in range(0, len(ids), _BATCH)
+  ]

@@ -1,0 +1,367 @@
+"""DynamicEmbedding is Embedding without a vocabulary, on one device."""
+
+import contextlib
+import os
+import threading
+import time
+from unittest import mock
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from absl.testing import parameterized
+
+import tf_strategies as tfs
+from tests import dynamic_tables, tiers, virtual_devices
+from tf_strategies import errors
+from tf_strategies.keras import row_table
+
+virtual_devices.configure()
+
+WIDTH = dynamic_tables.WIDTH
+optimizers = keras.optimizers
+OPTIMIZERS = dynamic_tables.OPTIMIZERS
+
+_FAR = np.array([[2**62, 2**62 + 1], [-(2**62), 2**62]])
+
+
+def _embedding(model):
+  return model.layers[0]
+
+
+def _rows(model, ids):
+  return np.asarray(_embedding(model)(np.asarray(ids)))
+
+
+class EqualityTest(tf.test.TestCase, parameterized.TestCase):
+  def assert_equal(self, optimizer, data, **options):
+    found = []
+    for is_dynamic in (True, False):
+      model = dynamic_tables.model(is_dynamic, optimizer, **options)
+      found.append(dynamic_tables.results(model, *data))
+    dynamic, static = found
+    for name, expected in static.items():
+      self.assertAllClose(expected, dynamic[name], 0, 1e-6, name)
+
+  @tiers.named_parameters(
+    *tiers.few([(name, name) for name in OPTIMIZERS], 'adam', 'ftrl')
+  )
+  def test_all_rows_in_each_batch(self, name):
+    self.assert_equal(OPTIMIZERS[name], dynamic_tables.all_in_each_batch())
+
+  @tiers.named_parameters(('adagrad', 'adagrad'), tiers.full('sgd', 'sgd'))
+  def test_some_rows_in_each_batch(self, name):
+    self.assert_equal(OPTIMIZERS[name], dynamic_tables.some_in_each_batch())
+
+  @pytest.mark.full
+  def test_eager_steps_and_groups_of_steps(self):
+    for options in ({'run_eagerly': True}, {'steps_per_execution': 2}):
+      self.assert_equal(
+        OPTIMIZERS['adam'], dynamic_tables.all_in_each_batch(), **options
+      )
+
+  def test_loop_that_reads_twice(self):
+    found = []
+    for is_dynamic in (True, False):
+      layer, _, step = dynamic_tables.twice(is_dynamic)
+      for batch in dynamic_tables.pairs():
+        step(batch)
+      found.append(layer(np.arange(dynamic_tables.VOCABULARY)))
+    self.assertAllClose(*found, 0, 1e-6)
+
+  def test_a_wrong_state_would_be_seen(self):
+    """What the rule gets is what it wrote: else Adam is another optimizer."""
+
+    def forget(self, name, ids, initial):
+      return tf.zeros([tf.size(ids), WIDTH]) + initial
+
+    with mock.patch.object(row_table.Shard, '_find_slot', forget):
+      self.assert_equal(OPTIMIZERS['sgd'], dynamic_tables.all_in_each_batch())
+      with self.assertRaises(AssertionError):
+        self.assert_equal(
+          OPTIMIZERS['adam'], dynamic_tables.all_in_each_batch()
+        )
+
+  def test_rows_that_a_batch_does_not_use_stay(self):
+    model = dynamic_tables.model(True, OPTIMIZERS['adam'])
+    y = np.ones([2, 1], np.float32)
+    model.train_on_batch(np.array([[1, 2], [3, 4]]), y)
+    before = _rows(model, [1, 2, 3, 4])
+    model.train_on_batch(np.array([[1, 2], [1, 5]]), y)
+    after = _rows(model, [1, 2, 3, 4])
+    self.assertAllEqual(before[2:], after[2:])
+    self.assertTrue((before[:2] != after[:2]).all())
+
+  def test_a_second_optimizer_has_state_of_its_own(self):
+    x, y = dynamic_tables.all_in_each_batch()
+    found = []
+    for is_dynamic in (True, False):
+      model = dynamic_tables.model(is_dynamic, OPTIMIZERS['adam'])
+      for _ in range(2):
+        model.compile(optimizers.Adam(0.1), 'mse')
+        dynamic_tables.results(model, x, y)
+      found.append(model.predict(x, verbose=0))
+    self.assertAllClose(*found, 0, 1e-6)
+
+
+class TableTest(tf.test.TestCase):
+  def test_only_training_stores_rows(self):
+    model = dynamic_tables.model(True, OPTIMIZERS['sgd'])
+    model.predict(_FAR, verbose=0)
+    model.evaluate(_FAR, np.ones([2, 1]), verbose=0)
+    self.assertAllClose(
+      _rows(model, _FAR),
+      dynamic_tables.first_rows(_FAR.reshape([-1]))
+      .numpy()
+      .reshape([2, 2, WIDTH]),
+    )
+    self.assertEqual(_embedding(model).report()['rows'], 0)
+    model.train_on_batch(_FAR, np.ones([2, 1]))
+    usage = _embedding(model).usage()
+    self.assertAllEqual(usage['ids'], [-(2**62), 2**62, 2**62 + 1])
+    self.assertAllEqual(usage['uses'], [1, 2, 1])
+    self.assertAllEqual(usage['steps'], [0, 0, 0])
+
+  def test_ids_of_64_bits_have_rows_of_their_own(self):
+    layer = tfs.keras.DynamicEmbedding(WIDTH)
+    ids = np.array([2**62, 2**62 + 1, -(2**62), 0, 2**32, -1])
+    rows = layer(ids).numpy()
+    self.assertLen({row.tobytes() for row in rows}, len(ids))
+    self.assertAllEqual(layer(ids.astype(np.int32)[3:4]), rows[3:4])
+
+  def test_updates_of_several_threads_are_all_there(self):
+    """Without the lock each would write what it made of the row that all read."""
+    self.assertEqual(self.sums_of_threads(), (40, 40.0))
+    with mock.patch.object(row_table.Shard, '_locked', _unlocked):
+      uses, value = self.sums_of_threads()
+    self.assertLess(uses, 40)
+    self.assertLess(value, 40.0)
+
+  def sums_of_threads(self):
+    shard = row_table.Shard(1, lambda ids: tf.zeros([tf.size(ids), 1]))
+
+    def slowly(rows):
+      time.sleep(0.002)
+      return rows
+
+    def rule(rows, slots, gradient):
+      rows = tf.reshape(tf.numpy_function(slowly, [rows], tf.float32), [-1, 1])
+      return rows + tf.convert_to_tensor(gradient), slots
+
+    @tf.function(autograph=False)
+    def update():
+      one = tf.ones([1, 1])
+      shard.update(tf.constant([7], tf.int64), one, tf.constant(0.0), rule, {})
+
+    update.get_concrete_function()
+    threads = [
+      threading.Thread(target=lambda: [update() for _ in range(10)])
+      for _ in range(4)
+    ]
+    for thread in threads:
+      thread.start()
+    for thread in threads:
+      thread.join()
+    value, uses, _ = shard.stored(np.array([7]))[0]
+    return int(uses), float(value)
+
+  def test_expires_by_age_and_by_frequency(self):
+    model = dynamic_tables.model(True, OPTIMIZERS['adam'])
+    layer = _embedding(model)
+    for ids in ([1, 1], [2, 3], [4, 1], [5, 4]):
+      model.train_on_batch(np.array([ids]), np.ones([1, 1]))
+    self.assertEqual(layer.expire(max_age=1, min_uses=2), 2)  # 2 and 3.
+    self.assertAllEqual(layer.usage()['ids'], [1, 4, 5])
+    self.assertEqual(layer.expire(max_age=0), 1)  # 1, of the step before.
+    self.assertEqual(layer.expire(min_uses=2), 1)  # 5.
+    self.assertEqual(layer.report(), {'rows': 1, 'by_shard': [1], 'expired': 4})
+    self.assertAllClose(_rows(model, [2]), dynamic_tables.first_rows([2]))
+    # One that comes back begins with a new state too.
+    others = dynamic_tables.model(True, OPTIMIZERS['adam'])
+    for each in (model, others):
+      each.layers[2].set_weights(others.layers[2].get_weights())
+      each.optimizer.iterations.assign(4)
+      each.train_on_batch(np.array([[2, 3]]), np.ones([1, 1]))
+    self.assertAllClose(_rows(model, [2, 3]), _rows(others, [2, 3]))
+
+
+def _unlocked(self):
+  del self
+  return contextlib.nullcontext([])
+
+
+class SavingTest(tf.test.TestCase, parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    self.directory = self.create_tempdir().full_path
+
+  def trained(self, optimizer='adam'):
+    model = dynamic_tables.model(True, OPTIMIZERS[optimizer])
+    dynamic_tables.results(model, *dynamic_tables.all_in_each_batch())
+    return model
+
+  @tiers.named_parameters(('adam', 'adam'), tiers.full('ftrl', 'ftrl'))
+  def test_keras_file_has_rows_and_their_state(self, optimizer):
+    model = self.trained(optimizer)
+    path = os.path.join(self.directory, 'model.keras')
+    model.save(path)
+    loaded = keras.models.load_model(path)
+    self.assert_same_future(model, loaded)
+
+  def assert_same_future(self, model, loaded):
+    expected, actual = (
+      dynamic_tables.results(m, *dynamic_tables.some_in_each_batch())
+      for m in (model, loaded)
+    )
+    for name, value in expected.items():
+      self.assertAllClose(value, actual[name], 0, 1e-6)
+    expected, actual = (_embedding(m).usage() for m in (model, loaded))
+    for name, value in expected.items():
+      self.assertAllEqual(value, actual[name])
+
+  def test_weights_file_has_rows(self):
+    model = self.trained()
+    path = os.path.join(self.directory, 'model.weights.h5')
+    model.save_weights(path)
+    loaded = dynamic_tables.model(True, OPTIMIZERS['sgd'])
+    loaded.load_weights(path)
+    ids = np.arange(10)
+    self.assertAllEqual(_rows(model, ids), _rows(loaded, ids))
+    # Of Adam's state SGD wants nothing.
+    dynamic_tables.results(loaded, *dynamic_tables.some_in_each_batch())
+    self.assertEmpty(_embedding(loaded)._table.slots)
+
+  def test_run_checkpoint_resumes(self):
+    """A run that is interrupted in its second epoch ends as one that is not."""
+    x, y = dynamic_tables.all_in_each_batch()
+    whole = dynamic_tables.model(True, OPTIMIZERS['adam'])
+    whole.fit(x, y, batch_size=8, epochs=3, shuffle=False, verbose=0)
+    model = dynamic_tables.model(True, OPTIMIZERS['adam'])
+    model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+    model.fit(x[:16], y[:16], batch_size=8, shuffle=False, verbose=0)
+    tfs.RunCheckpoint(self.directory, model).save(1, 2)
+    resumed = dynamic_tables.model(True, OPTIMIZERS['adam'])
+    checkpoint = tfs.RunCheckpoint(self.directory, resumed)
+    position = checkpoint.restore()
+    self.assertEqual(tuple(position)[:2], (1, 2))
+    resumed.fit(
+      x,
+      y,
+      batch_size=8,
+      initial_epoch=1,
+      epochs=3,
+      shuffle=False,
+      verbose=0,
+      callbacks=[tfs.ResumeFit(checkpoint)],
+    )
+    self.assertAllClose(
+      whole.predict(x, verbose=0), resumed.predict(x, verbose=0), 0, 1e-6
+    )
+    self.assertAllEqual(
+      _embedding(whole).usage()['uses'], _embedding(resumed).usage()['uses']
+    )
+
+  def test_export_has_rows(self):
+    model = self.trained()
+    path = os.path.join(self.directory, 'exported')
+    model.export(path, verbose=False)
+    ids = np.array([[1, 2], [2**50, 3]])
+    exported = tf.saved_model.load(path)
+    self.assertAllClose(
+      model.predict(ids, verbose=0), exported.serve(ids), 0, 1e-6
+    )
+
+  def test_an_empty_table_can_be_saved(self):
+    model = dynamic_tables.model(True, OPTIMIZERS['adam'])
+    path = tfs.RunCheckpoint(self.directory, model).save(0)
+    self.assertIsNotNone(path)
+    other = self.trained()
+    tfs.RunCheckpoint(self.directory, other).restore()
+    self.assertEqual(_embedding(other).report()['rows'], 0)
+    file = os.path.join(self.directory, 'model.keras')
+    model.save(file)
+    loaded = keras.models.load_model(file)
+    self.assertEqual(_embedding(loaded).report()['rows'], 0)
+
+
+class RefusalTest(tf.test.TestCase, parameterized.TestCase):
+  @parameterized.named_parameters(
+    ('ema', lambda: optimizers.Adam(use_ema=True), 'use_ema'),
+    (
+      'accumulation',
+      lambda: optimizers.Adam(gradient_accumulation_steps=2),
+      'gradient_accumulation_steps=2',
+    ),
+    ('decay', lambda: optimizers.AdamW(), 'exclude_from_weight_decay'),
+    ('global', lambda: optimizers.SGD(global_clipnorm=1.0), 'global_clipnorm'),
+    ('value', lambda: optimizers.SGD(clipvalue=1.0), 'clipvalue=1.0'),
+    ('lamb', lambda: optimizers.Lamb(), 'Lamb.*SGD, RMSprop, Adagrad'),
+    (
+      'loss_scale',
+      lambda: optimizers.LossScaleOptimizer(optimizers.SGD()),
+      'mixed_bfloat16',
+    ),
+  )
+  def test_optimizers(self, optimizer, expected):
+    model = dynamic_tables.model(True, optimizer)
+    with self.assertRaisesRegex(errors.UnsupportedOptionError, expected):
+      model.train_on_batch(_FAR, np.ones([2, 1]))
+
+  def test_decay_that_leaves_out_the_table(self):
+    model = dynamic_tables.model(True, lambda: optimizers.AdamW(0.1))
+    model.optimizer.exclude_from_weight_decay(
+      var_list=_embedding(model).trainable_variables
+    )
+    self.assertIsNotNone(model.train_on_batch(_FAR, np.ones([2, 1])))
+    self.assertEqual(_embedding(model).report()['rows'], 3)
+
+  @parameterized.named_parameters(
+    ('shape', 'glorot_uniform', 'GlorotUniform.*RandomUniform'),
+    ('seed', keras.initializers.RandomNormal(seed=3), 'seed= to Dynamic'),
+  )
+  def test_initializers(self, initializer, expected):
+    with self.assertRaisesRegex(errors.UnsupportedOptionError, expected):
+      tfs.keras.DynamicEmbedding(WIDTH, initializer)
+
+  def test_arguments(self):
+    for arguments in (
+      {'output_dim': 0},
+      {'output_dim': 2, 'seed': 1.5},
+      {'output_dim': 2, 'dtype': 'float16'},
+    ):
+      with self.assertRaises(errors.UnsupportedOptionError):
+        tfs.keras.DynamicEmbedding(**arguments)
+    layer = tfs.keras.DynamicEmbedding(2)
+    with self.assertRaisesRegex(errors.UnsupportedOptionError, 'not built'):
+      layer.report()
+    with self.assertRaisesRegex(
+      errors.UnsupportedOptionError, 'float32 as ids'
+    ):
+      layer(np.ones([2], np.float32))
+    with self.assertRaisesRegex(errors.UnsupportedOptionError, 'max_age'):
+      layer.expire()
+
+  def test_strategies_with_copies(self):
+    for make in (
+      lambda: tfs.RingMirroredStrategy(
+        [virtual_devices.name(0), virtual_devices.name(1)]
+      ),
+      lambda: tf.distribute.MirroredStrategy([virtual_devices.name(0)]),
+    ):
+      with (
+        make().scope(),
+        self.assertRaisesRegex(
+          errors.UnsupportedOptionError, 'ParameterServer'
+        ),
+      ):
+        tfs.keras.DynamicEmbedding(2)(np.array([1]))
+
+  def test_get_weights(self):
+    model = dynamic_tables.model(True, OPTIMIZERS['sgd'])
+    with self.assertRaisesRegex(errors.UnsupportedOptionError, 'save_weights'):
+      model.get_weights()
+
+
+if __name__ == '__main__':
+  tf.test.main()

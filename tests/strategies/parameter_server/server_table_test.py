@@ -1,0 +1,444 @@
+"""DynamicEmbedding on servers: exact, moved, restored, expired, counted."""
+
+import os
+import pathlib
+import tempfile
+import time
+from unittest import mock
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from absl.testing import parameterized
+
+import tf_strategies as tfs
+from tests import dynamic_tables, parameter_servers, tiers
+from tests.strategies.parameter_server import chief
+from tf_strategies import errors
+from tf_strategies.strategies.parameter_server import server_table
+
+pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
+
+OPTIMIZERS = dynamic_tables.OPTIMIZERS
+_SYNC = ('adagrad', 'adam')
+_OTHERS = ('sgd', 'momentum', 'schedule', 'rmsprop', 'nadam', 'ftrl')
+_RANDOM = np.arange(-50, 50) * 2**40
+_UNKNOWN = np.array([[2**60, -5]])
+
+
+def _build(strategy, optimizer='adam', is_dynamic=True, **options):
+  with strategy.scope():
+    return dynamic_tables.model(is_dynamic, OPTIMIZERS[optimizer], **options)
+
+
+def _train(strategy, **options):
+  """What comes of a model, of its table, and of the strategy."""
+  try:
+    model = _build(strategy, **options)
+    layer = model.layers[0]
+    found = dynamic_tables.results(model, *dynamic_tables.all_in_each_batch())
+    found['unknown'] = layer(_UNKNOWN).numpy()
+    model.predict(_UNKNOWN, verbose=0)
+    found |= {'usage': layer.usage(), 'report': layer.report()}
+    found['strategy'] = strategy.report()
+    found['whole'] = len(getattr(strategy.engine, '_whole', ()))
+    return found
+  finally:
+    strategy.close()
+
+
+def in_sync(directory):
+  return _in_sync(_SYNC)
+
+
+def others_in_sync(directory):
+  return _in_sync(_OTHERS)
+
+
+def _in_sync(names):
+  return {
+    name: _train(tfs.ParameterServerStrategy(mode='sync'), optimizer=name)
+    for name in names
+  }
+
+
+def with_a_server_that_does_not_update(directory):
+  update = server_table.ServerShard.update
+
+  def update_some(self, *args):
+    if self.server == 0:
+      update(self, *args)
+
+  with mock.patch.object(server_table.ServerShard, 'update', update_some):
+    return _train(tfs.ParameterServerStrategy(mode='sync'))
+
+
+def in_async_on_one_worker(directory):
+  return _train(tfs.ParameterServerStrategy(), steps_per_execution=5)
+
+
+def in_a_loop(directory):
+  """A table that is read twice in a step of the user's own."""
+  strategy = tfs.ParameterServerStrategy(mode='sync')
+  with strategy.scope():
+    layer, optimizer, step = dynamic_tables.twice(True)
+  remote = strategy.remote_step(step, [optimizer])
+  for batch in dynamic_tables.pairs():
+    remote(batch)
+  found = layer(np.arange(dynamic_tables.VOCABULARY)).numpy()
+  strategy.close()
+  return found
+
+
+def random_rows(directory):
+  """As three servers make them."""
+  strategy = tfs.ParameterServerStrategy()
+  with strategy.scope():
+    found = _random_layer()(_RANDOM).numpy()
+  strategy.close()
+  return found
+
+
+def _random_layer():
+  return tfs.keras.DynamicEmbedding(3, 'normal', seed=5)
+
+
+def in_other_modes(directory):
+  return {
+    name: _train(tfs.ParameterServerStrategy(**options), **more)
+    for name, options, more in (
+      ('async', {}, {}),
+      ('bounded', {'mode': 'bounded', 'max_staleness': 1}, {}),
+      ('backup', {'mode': 'sync', 'backup_workers': 1}, {}),
+    )
+  }
+
+
+def save(directory):
+  """Trains an epoch, saves in all ways, and trains another."""
+  strategy = _saving(directory)
+  model = _build(strategy)
+  data = dynamic_tables.all_in_each_batch()
+  resume = tfs.ResumeFit(strategy)
+  dynamic_tables.results(model, *data, epochs=1, callbacks=[resume])
+  model.save(os.path.join(directory, 'model.keras'))
+  usage = model.layers[0].usage()
+  refused = []
+  try:
+    tf.train.Checkpoint(model=model).save(os.path.join(directory, 'ckpt'))
+  except errors.UnsupportedOptionError as e:
+    refused.append(str(e))
+  found = _second_epoch(model), usage, refused
+  strategy.close()
+  return found
+
+
+def _saving(directory):
+  return tfs.ParameterServerStrategy(
+    mode='sync', checkpoint_dir=os.path.join(directory, 'run')
+  )
+
+
+def _second_epoch(model, **options):
+  x, y = dynamic_tables.some_in_each_batch()
+  return dynamic_tables.results(model, x, y, **options)
+
+
+def load(directory):
+  strategy = tfs.ParameterServerStrategy(mode='sync')
+  with strategy.scope():
+    model = keras.models.load_model(os.path.join(directory, 'model.keras'))
+  usage, report = model.layers[0].usage(), model.layers[0].report()
+  found = _second_epoch(model), usage, report
+  strategy.close()
+  return found
+
+
+def continue_checkpoint(directory):
+  """Another epoch after that of the checkpoint."""
+  strategy = _saving(directory)
+  model = _build(strategy)
+  x, y = dynamic_tables.some_in_each_batch()
+  # The first epoch is done, so these are the second and the third.
+  history = model.fit(
+    dynamic_tables.dataset(x, y),
+    epochs=3,
+    verbose=0,
+    callbacks=[tfs.ResumeFit(strategy)],
+  )
+  found = {
+    'losses': history.history['loss'],
+    'predictions': model.predict(dynamic_tables.dataset(x, y), verbose=0),
+  }
+  report = model.layers[0].report()
+  strategy.close()
+  return found, report
+
+
+def expire(directory):
+  strategy = tfs.ParameterServerStrategy(mode='sync')
+  model = _build(strategy)
+  layer = model.layers[0]
+  x = np.array([[1, 1], [2, 3], [4, 1], [5, 4]])
+  model.fit(x, np.ones([4, 1]), batch_size=1, shuffle=False, verbose=0)
+  found = [layer.expire(max_age=1, min_uses=2), layer.usage()['ids'].tolist()]
+  found += [layer.expire(max_age=0), layer.expire(min_uses=2), layer.report()]
+  found.append(layer(np.array([2])).numpy())
+  strategy.close()
+  return found
+
+
+class _ServersTest(parameterized.TestCase, tf.test.TestCase):
+  on_two_servers = on_three_servers = ()
+
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    if not cls.on_two_servers:
+      return
+    cls.directory = cls.enterClassContext(tempfile.TemporaryDirectory())
+    with parameter_servers.Job(num_workers=2, num_ps=2) as job:
+      cls.found = cls._run(job, cls.on_two_servers)
+    if cls.on_three_servers:
+      with parameter_servers.Job(num_workers=1, num_ps=3) as job:
+        cls.moved = cls._run(job, cls.on_three_servers)
+
+  @classmethod
+  def _run(cls, job, programs):
+    programs = {p.__name__: p for p in programs}
+    return chief.Programs(job, programs, (cls.directory,))
+
+  def assert_results(self, expected, actual):
+    for name, value in expected.items():
+      self.assertAllClose(value, actual[name], 0, 1e-6, name)
+
+  def assert_as_embedding(self, optimizer, found):
+    static = dynamic_tables.model(False, OPTIMIZERS[optimizer])
+    data = dynamic_tables.all_in_each_batch()
+    self.assert_results(dynamic_tables.results(static, *data), found)
+    self.assertEqual(found['whole'], 0, 'one worker computed all')
+    self.assert_counts(found)
+
+  def assert_counts(self, found):
+    """Each id of each step is counted once, and both servers have some."""
+    x, _ = dynamic_tables.all_in_each_batch()
+    ids, counts = np.unique(x, return_counts=True)
+    self.assertAllEqual(found['usage']['ids'], ids)
+    self.assertAllEqual(found['usage']['uses'], 2 * counts)
+    self.assertEqual(sum(found['report']['by_shard']), len(ids))
+    self.assertNotIn(0, found['report']['by_shard'])
+    self.assertAllClose(
+      found['unknown'][0], dynamic_tables.first_rows(_UNKNOWN[0])
+    )
+
+
+@pytest.mark.full
+class OthersTest(_ServersTest):
+  on_two_servers = (others_in_sync,)
+
+  @parameterized.parameters(*_OTHERS)
+  def test_sync_equals_embedding_on_one_device(self, name):
+    self.assert_as_embedding(name, self.found['others_in_sync'][name])
+
+
+class TrainingTest(_ServersTest):
+  on_two_servers = (
+    in_sync,
+    with_a_server_that_does_not_update,
+    in_other_modes,
+    save,
+    expire,
+    in_a_loop,
+  )
+  on_three_servers = (
+    load,
+    continue_checkpoint,
+    in_async_on_one_worker,
+    random_rows,
+  )
+
+  @parameterized.parameters(*_SYNC)
+  def test_sync_equals_embedding_on_one_device(self, name):
+    self.assert_as_embedding(name, self.found['in_sync'][name])
+
+  def test_a_server_that_does_not_update_would_be_seen(self):
+    found = self.found['with_a_server_that_does_not_update']
+    with self.assertRaises(AssertionError):
+      self.assert_as_embedding('adam', found)
+
+  def test_async_equals_embedding_with_one_worker(self):
+    found = self.moved['in_async_on_one_worker']
+    static = dynamic_tables.model(False, OPTIMIZERS['adam'])
+    data = dynamic_tables.all_in_each_batch()
+    expected = dynamic_tables.results(static, *data)
+    del expected[
+      'losses'
+    ]  # Logs of an asynchronous step are of an earlier one.
+    self.assert_results(expected, found)
+    self.assert_counts(found)
+
+  def test_loop_that_reads_twice_equals_embedding(self):
+    layer, _, step = dynamic_tables.twice(False)
+    for batch in dynamic_tables.pairs():
+      step(batch)
+    self.assertAllClose(layer.embeddings, self.found['in_a_loop'], 0, 1e-6)
+
+  def test_rows_follow_from_id_and_seed_alone(self):
+    rows = self.moved['random_rows']
+    self.assertAllEqual(rows, _random_layer()(_RANDOM))
+    self.assertAllEqual(rows[7:9], _random_layer()(_RANDOM[7:9]))
+
+  @parameterized.parameters('async', 'bounded')
+  def test_no_update_is_lost_or_repeated(self, mode):
+    self.assert_counts(self.found['in_other_modes'][mode])
+
+  def test_dropped_shares_are_not_counted(self):
+    found = self.found['in_other_modes']['backup']
+    x, _ = dynamic_tables.all_in_each_batch()
+    total = 2 * x.size
+    rows = 4 * found['strategy']['dropped']  # Half of a batch of 8 each.
+    self.assertEqual(found['usage']['uses'].sum(), total - 2 * rows)
+
+  def test_a_file_of_two_servers_loads_onto_three(self):
+    expected, usage, _ = self.found['save']
+    found, then, report = self.moved['load']
+    self.assert_results(expected, found)
+    self.assert_usage(usage, then)
+    self.assertLen(report['by_shard'], 3)
+    self.assertEqual(sum(report['by_shard']), len(usage['ids']))
+    self.assertGreater(np.count_nonzero(report['by_shard']), 1)
+
+  def assert_usage(self, expected, actual):
+    for name, value in expected.items():
+      self.assertAllEqual(value, actual[name])
+
+  def test_a_file_of_two_servers_loads_onto_one_device(self):
+    expected, usage, _ = self.found['save']
+    path = os.path.join(self.directory, 'model.keras')
+    self.assertIsNotNone(tfs.keras)  # Registers the layer.
+    model = keras.models.load_model(path)
+    self.assert_usage(usage, model.layers[0].usage())
+    self.assert_results(expected, _second_epoch(model))
+
+  def test_what_would_leave_out_rows_is_refused(self):
+    _, _, refused = self.found['save']
+    self.assertLen(refused, 1)
+    self.assertIn('use checkpoint_dir of the strategy', refused[0])
+
+  def test_a_checkpoint_of_two_servers_goes_on_on_three(self):
+    expected, _, _ = self.found['save']
+    found, report = self.moved['continue_checkpoint']
+    self.assertAllClose(expected['losses'], found['losses'], 0, 1e-6)
+    self.assertAllClose(expected['predictions'], found['predictions'], 0, 1e-6)
+    self.assertLen(report['by_shard'], 3)
+
+  def test_an_evaluator_on_one_device_reads_its_rows(self):
+    model = dynamic_tables.model(True, OPTIMIZERS['adam'])
+    data = dynamic_tables.dataset(*dynamic_tables.some_in_each_batch())
+    directory = os.path.join(self.directory, 'run')
+    tfs.SidecarEvaluator(model, data, directory, idle_timeout_seconds=1).run()
+    found, _ = self.moved['continue_checkpoint']
+    self.assertAllClose(
+      found['predictions'], model.predict(data, verbose=0), 0, 1e-6
+    )
+
+  def test_expires(self):
+    old_and_rare, left, old, rare, report, row = self.found['expire']
+    self.assertEqual((old_and_rare, left), (2, [1, 4, 5]))
+    self.assertEqual((old, rare), (1, 1))
+    self.assertEqual((report['rows'], report['expired']), (1, 4))
+    self.assertAllClose(row, dynamic_tables.first_rows([2]))
+
+
+_STEPS = 60
+_IDS = 40
+
+
+class _Slow(keras.layers.Layer):
+  """Returns what it gets, after a while: workers that are killed are in a step."""
+
+  def call(self, x):
+    matrix = tf.eye(512) * 0.5
+    y = tf.matmul(tf.stop_gradient(x), tf.ones([x.shape[1], 512]))
+    _, y = tf.while_loop(
+      lambda i, _: i < 300,
+      lambda i, y: (i + 1, tf.tanh(tf.matmul(y, matrix))),
+      [0, y],
+    )
+    return x + 1e-30 * y[:, :1]
+
+  def compute_output_shape(self, input_shape):
+    return input_shape
+
+
+def train_until_killed(directory, mode, checkpoint_steps):
+  """Counts of ids that step s of 60 all use; tells how far it is."""
+  options = {'mode': mode}
+  if checkpoint_steps:
+    options['checkpoint_dir'] = os.path.join(directory, 'checkpoints')
+    options['checkpoint_steps'] = checkpoint_steps
+  strategy = tfs.ParameterServerStrategy(recovery_timeout=120, **options)
+  with strategy.scope():
+    model = keras.Sequential(
+      [
+        keras.Input([2], dtype='int64'),
+        tfs.keras.DynamicEmbedding(dynamic_tables.WIDTH),
+        keras.layers.Flatten(),
+        _Slow(),
+        keras.layers.Dense(1),
+      ]
+    )
+    model.compile('adam', 'mse')
+  x = np.arange(_IDS).reshape([-1, 2])
+  x, y = np.tile(x, [_STEPS, 1]), np.ones([_STEPS * _IDS // 2, 1])
+  data = tf.data.Dataset.from_tensor_slices((x, y)).batch(_IDS // 2)
+
+  def tell(batch, logs):
+    pathlib.Path(directory, 'step').write_text(str(batch))
+
+  callback = keras.callbacks.LambdaCallback(on_train_batch_end=tell)
+  model.fit(data, verbose=0, callbacks=[callback])
+  found = model.layers[0].usage(), model.layers[0].report()
+  found = *found, strategy.report(), int(model.optimizer.iterations.numpy())
+  strategy.close()
+  return found
+
+
+class KillTest(parameterized.TestCase, tf.test.TestCase):
+  def kill(self, task, mode, checkpoint_steps=None, restarts=True):
+    directory = self.create_tempdir().full_path
+    step = pathlib.Path(directory, 'step')
+    with parameter_servers.Job(num_workers=2, num_ps=2) as job:
+      job.start_chief(train_until_killed, (directory, mode, checkpoint_steps))
+      ends_at = time.monotonic() + 120
+      while not (step.exists() and int(step.read_text() or 0) > 15):
+        self.assertLess(time.monotonic(), ends_at)
+        time.sleep(0.05)
+      job.kill(*task)
+      if restarts:
+        job.start(*task)
+      return job.wait().result()
+
+  @tiers.named_parameters(('async', 'async'), tiers.full('sync', 'sync'))
+  def test_worker_counts_are_exact(self, mode):
+    usage, report, strategy, iterations = self.kill(
+      ('worker', 1), mode, restarts=False
+    )
+    self.assertAllEqual(usage['ids'], np.arange(_IDS))
+    self.assertAllEqual(usage['uses'], np.full([_IDS], _STEPS))
+    self.assertEqual((iterations, strategy['steps']), (_STEPS, _STEPS))
+    self.assertEqual(report['rows'], _IDS)
+
+  def test_server_rows_are_those_of_the_checkpoint(self):
+    usage, report, strategy, iterations = self.kill(('ps', 1), 'sync', 5)
+    (recovery,) = strategy['recoveries']
+    self.assertEqual(recovery['server'], 1)
+    self.assertEqual(iterations, _STEPS - recovery['lost_steps'])
+    self.assertAllEqual(usage['ids'], np.arange(_IDS))
+    self.assertAllEqual(usage['uses'], np.full([_IDS], iterations))
+    self.assertEqual(report['rows'], _IDS)
+
+
+if __name__ == '__main__':
+  tf.test.main()

@@ -1,0 +1,259 @@
+"""Optimizers' updates of rows that are in no variable.
+
+A variable with an attribute `row_table` stands for the rows of that table: the indices
+of its gradient are ids. What Keras does with gradients before (clipping) it does with
+these too. The update is the table's, which calls the optimizer's own rule with the rows
+of the gradient, and those of the optimizer's state, in place of variables.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.backend.tensorflow import optimizer as tf_optimizer
+from keras.src.optimizers import base_optimizer
+
+from tf_strategies import _requirements, errors
+from tf_strategies._keras_internal import steps
+
+# They update each element by itself, from that element and its state alone.
+_KINDS = (
+  'SGD',
+  'RMSprop',
+  'Adagrad',
+  'Adadelta',
+  'Adam',
+  'AdamW',
+  'Adamax',
+  'Nadam',
+  'Ftrl',
+  'Lion',
+)
+_RULES = [getattr(keras.optimizers, kind).update_step for kind in _KINDS]
+# What would have to touch each row in each step, or needs dense gradients.
+_REFUSED = (
+  'use_ema',
+  'gradient_accumulation_steps',
+  'loss_scale_factor',
+  'clipvalue',
+  'global_clipnorm',
+)
+
+
+def table_of(variable: Any) -> Any:
+  """The table of rows that a variable stands for, or None."""
+  return getattr(variable, 'row_table', None)
+
+
+def check_row_optimizer(
+  optimizer: keras.optimizers.Optimizer, variable: keras.Variable
+) -> None:
+  """Refuses an optimizer that cannot update some rows of a table.
+
+  Raises:
+    UnsupportedOptionError: naming it, and those that can.
+  """
+  kind, name = type(optimizer).__name__, variable.path
+  if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+    raise errors.UnsupportedOptionError(
+      f'LossScaleOptimizer, as mixed_float16 has it, with dynamic table {name!r}',
+      'an optimizer without loss scaling',
+      'use mixed_bfloat16, or compile with auto_scale_loss=False',
+    )
+  if getattr(optimizer, 'inner_optimizer', None) is not None:
+    return  # Which is asked too.
+  if type(optimizer).update_step not in _RULES:
+    raise errors.UnsupportedOptionError(
+      f'{kind} with dynamic table {name!r}',
+      f'an optimizer that updates rows: {", ".join(_KINDS)}',
+      'use one of these',
+    )
+  for option in _REFUSED:
+    value = getattr(optimizer, option, None)
+    if value:
+      raise errors.UnsupportedOptionError(
+        f'{kind}({option}={value!r}) with dynamic table {name!r}',
+        'options that leave rows alone which a batch does not use',
+        f'leave out {option}',
+      )
+  # pylint: disable-next=protected-access
+  if optimizer.weight_decay and optimizer._use_weight_decay(variable):
+    raise errors.UnsupportedOptionError(
+      f'{kind}(weight_decay={optimizer.weight_decay!r}) with dynamic table {name!r}',
+      'an optimizer that does not decay the rows',
+      'call optimizer.exclude_from_weight_decay(var_list=layer.trainable_variables) '
+      'before it is built',
+    )
+
+
+def _check_first(apply):
+  @functools.wraps(apply)
+  def apply_checked(self, grads, trainable_variables=None):
+    variables = trainable_variables
+    if variables is not None:
+      variables = list(variables)
+    for each in self._trainable_variables if variables is None else variables:
+      if table_of(each) is not None:
+        check_row_optimizer(self, each)
+    apply(self, grads, variables)
+
+  return apply_checked
+
+
+def _update_tables_apart(update):
+  @functools.wraps(update)
+  def update_apart(self, grads, trainable_variables, learning_rate):
+    pairs = list(zip(grads, trainable_variables, strict=True))
+    others = [pair for pair in pairs if table_of(pair[1]) is None]
+    if others:
+      update(self, *map(list, zip(*others, strict=True)), learning_rate)
+    for gradient, variable in pairs:
+      table = table_of(variable)
+      if table is not None:
+        table.update(self, gradient, learning_rate)
+
+  return update_apart
+
+
+_WHY = 'the rows of a DynamicEmbedding are in no variable'
+for _optimizer in (
+  base_optimizer.BaseOptimizer,
+  keras.optimizers.LossScaleOptimizer,
+):
+  steps.change(
+    _optimizer, 'apply(grads, trainable_variables)', _check_first, _WHY
+  )
+steps.change(
+  tf_optimizer.TFOptimizer,
+  '_backend_update_step(grads, trainable_variables, learning_rate)',
+  _update_tables_apart,
+  _WHY,
+)
+for _method in (
+  '_get_variable_index(variable)',
+  '_use_weight_decay(variable)',
+  'assign(variable, value)',
+  'assign_add(variable, value)',
+  'assign_sub(variable, value)',
+):
+  _requirements.method(base_optimizer.BaseOptimizer, _method, _WHY)
+
+
+def row_slots(
+  optimizer: keras.optimizers.Optimizer,
+) -> list[tuple[keras.Variable, dict[str, keras.Variable]]]:
+  """Each variable of a table that an optimizer was built with, and its slots."""
+  while getattr(optimizer, 'inner_optimizer', None) is not None:
+    optimizer = optimizer.inner_optimizer
+  return [
+    (variable, slots_of(optimizer, variable))
+    for variable in optimizer._trainable_variables
+    if table_of(variable) is not None
+  ]
+
+
+def slots_of(
+  optimizer: keras.optimizers.Optimizer, variable: keras.Variable
+) -> dict[str, keras.Variable]:
+  """An optimizer's state of a variable, by the attribute that has it in its list."""
+  index = optimizer._get_variable_index(variable)
+  own = {id(each) for each in optimizer.variables}
+  return {
+    name: each[index]
+    for name, each in vars(optimizer).items()
+    if isinstance(each, list)
+    and name not in ('_variables', '_trainable_variables')
+    and len(each) > index
+    and id(each[index]) in own
+  }
+
+
+class _Rows:
+  """Rows in place of a variable, in one call of an optimizer's rule."""
+
+  def __init__(self, tensor: tf.Tensor):
+    self.tensor = tensor
+
+  @property
+  def dtype(self):
+    """Of the rows."""
+    return self.tensor.dtype
+
+  @property
+  def shape(self):
+    """Of the rows."""
+    return self.tensor.shape
+
+
+def _operator(name):
+  def compute(self, *others):
+    return getattr(self.tensor, name)(*others)
+
+  return compute
+
+
+for _name in ('add', 'sub', 'mul', 'truediv', 'pow'):
+  for _operation in (f'__{_name}__', f'__r{_name}__'):
+    setattr(_Rows, _operation, _operator(_operation))
+_Rows.__neg__ = _operator('__neg__')
+
+
+def _as_tensor(rows, dtype=None, name=None, as_ref=False):
+  del name, as_ref
+  return rows.tensor if dtype is None else tf.cast(rows.tensor, dtype)
+
+
+tf.register_tensor_conversion_function(_Rows, _as_tensor)
+
+
+def update_rows(
+  optimizer: keras.optimizers.Optimizer,
+  rows: tf.Tensor,
+  slots: Mapping[str, tf.Tensor],
+  gradient: tf.IndexedSlices,
+  learning_rate: Any,
+) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
+  """What an optimizer's rule makes of rows, and of their state by attribute."""
+  variable = _Rows(rows)
+  state = {name: _Rows(tensor) for name, tensor in slots.items()}
+  with _with_rows(optimizer, state):
+    optimizer.update_step(gradient, variable, learning_rate)
+  return variable.tensor, {name: each.tensor for name, each in state.items()}
+
+
+@contextlib.contextmanager
+def _with_rows(optimizer, state) -> Iterator[None]:
+  """Makes an optimizer find rows where it has slots, and write to them."""
+
+  def assign(rows, value):
+    rows.tensor = tf.reshape(tf.cast(value, rows.dtype), tf.shape(rows.tensor))
+
+  def add(rows, value):
+    assign(rows, rows.tensor + tf.convert_to_tensor(value))
+
+  def subtract(rows, value):
+    assign(rows, rows.tensor - tf.convert_to_tensor(value))
+
+  replaced = {
+    'assign': assign,
+    'assign_add': add,
+    'assign_sub': subtract,
+    '_get_variable_index': lambda rows: 0,
+    **{name: [rows] for name, rows in state.items()},
+  }
+  before = {k: vars(optimizer)[k] for k in replaced if k in vars(optimizer)}
+  for name, value in replaced.items():
+    object.__setattr__(optimizer, name, value)
+  try:
+    yield
+  finally:
+    for name in replaced:
+      if name in before:
+        object.__setattr__(optimizer, name, before[name])
+      else:
+        object.__delattr__(optimizer, name)

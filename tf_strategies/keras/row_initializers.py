@@ -1,0 +1,133 @@
+"""Initial rows of tables without a vocabulary: numbers that follow from the id.
+
+A row is made where it is first needed: on any worker or server, before or after any
+other. So there is no generator with a state: column j of the row of an id is a hash of
+seed, id and j (splitmix64, as in Steele et al. 2014, "Fast splittable pseudorandom
+number generators"), mapped to the distribution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tf_strategies import errors
+
+_BITS = 23  # Of a random number: with a half added, as many as float32 has.
+_GOLDEN = 0x9E3779B97F4A7C15
+# Of a normal distribution that is cut off at two standard deviations.
+_BELOW_MINUS_TWO = 0.02275013194817921
+_SEEDED = {
+  'RandomUniform': ('minval', 'maxval'),
+  'RandomNormal': ('mean', 'stddev'),
+  'TruncatedNormal': ('mean', 'stddev'),
+}
+_CONSTANTS = {'Zeros': 0.0, 'Ones': 1.0}
+
+InitialRows = Callable[[tf.Tensor], tf.Tensor]
+
+
+def mix(x: tf.Tensor) -> tf.Tensor:
+  """The hash splitmix64 of integers of 64 bits, as uint64."""
+  z = tf.bitcast(x, tf.uint64) + _word(_GOLDEN)
+  z = _xor_shift(z, 30) * _word(0xBF58476D1CE4E5B9)
+  z = _xor_shift(z, 27) * _word(0x94D049BB133111EB)
+  return _xor_shift(z, 31)
+
+
+def _xor_shift(z, bits):
+  return tf.bitwise.bitwise_xor(z, _shift(z, bits))
+
+
+def _shift(z, bits):
+  return tf.bitwise.right_shift(z, _word(bits))
+
+
+def _word(value: int) -> tf.Tensor:
+  return tf.constant(value % 2**64, tf.uint64)
+
+
+def owner(ids: tf.Tensor, count: int) -> tf.Tensor:
+  """Which of `count` parts of a table has the row of each id, as int32."""
+  hashed = tf.cast(_shift(mix(ids), 33), tf.int64)
+  return tf.cast(hashed % count, tf.int32)
+
+
+def initial_rows(initializer: Any, seed: int, width: int) -> InitialRows:
+  """A function from ids [n] to rows [n, width], float32.
+
+  Args:
+    initializer: one of Keras's that draws each number by itself, or a function from
+      ids to rows.
+    seed: of the random ones.
+    width: of a row.
+
+  Raises:
+    UnsupportedOptionError: naming the initializer.
+  """
+  if not isinstance(initializer, keras.initializers.Initializer):
+    return lambda ids: _checked(initializer(ids), width)
+  kind = type(initializer).__name__
+  config = initializer.get_config()
+  if kind == 'Constant' and np.ndim(config['value']) == 0:
+    return lambda ids: _constant(ids, width, config['value'])
+  if kind in _CONSTANTS:
+    return lambda ids: _constant(ids, width, _CONSTANTS[kind])
+  if kind not in _SEEDED:
+    raise errors.UnsupportedOptionError(
+      f'embeddings_initializer={kind} of a DynamicEmbedding',
+      f'{", ".join([*_SEEDED, *_CONSTANTS, "Constant"])} of a number, or a function '
+      'from ids to rows: there is no table whose shape could scale it',
+      "write for instance keras.initializers.RandomNormal(stddev=0.05), or 'uniform'",
+    )
+  if config.get('seed') is not None:
+    raise errors.UnsupportedOptionError(
+      f'embeddings_initializer={kind}(seed={config["seed"]!r})',
+      'an initializer without a seed: rows follow from that of the layer',
+      'pass seed= to DynamicEmbedding',
+    )
+  first, second = (float(config[name]) for name in _SEEDED[kind])
+
+  def random_rows(ids):
+    numbers = _uniform(ids, seed, width)
+    if kind == 'RandomUniform':
+      return tf.cast(first + (second - first) * numbers, tf.float32)
+    if kind == 'TruncatedNormal':
+      numbers = _BELOW_MINUS_TWO + (1 - 2 * _BELOW_MINUS_TWO) * numbers
+    return tf.cast(first + second * tf.math.ndtri(numbers), tf.float32)
+
+  return random_rows
+
+
+def _uniform(ids, seed, width):
+  """Numbers between 0 and 1, both excluded.
+
+  In float64: what kernels make of a number depends, in its last bits, on where it is
+  in a tensor. As float32 it does not.
+  """
+  seeded = tf.bitwise.bitwise_xor(mix(ids), mix(_word(seed)))
+  columns = tf.constant(
+    [(j * _GOLDEN) % 2**64 for j in range(width)], tf.uint64
+  )
+  bits = _shift(mix(seeded[:, None] + columns), 64 - _BITS)
+  numbers = tf.cast(tf.cast(bits, tf.int32), tf.float64)
+  return (numbers + 0.5) * 2.0**-_BITS
+
+
+def _constant(ids, width, value):
+  return tf.fill([tf.size(ids), width], tf.constant(value, tf.float32))
+
+
+def _checked(rows, width):
+  rows = tf.convert_to_tensor(rows)
+  if rows.shape.rank != 2 or rows.shape[1] != width:
+    raise errors.UnsupportedOptionError(
+      f'embeddings_initializer that returns {rows.shape}',
+      f'rows of shape [number of ids, {width}]',
+      'return one row for each id',
+    )
+  return tf.cast(rows, tf.float32)

@@ -1,0 +1,436 @@
+"""Rows by ids of 64 bits, without a vocabulary.
+
+A row is stored when it is first updated; until then it is what its id says
+(`row_initializers`), so that reading stores nothing. With it are kept how often and when
+it was updated, and the optimizer's state of it. A table is cut into shards by a hash of
+the ids, each of which is in one process's memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import uuid
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tf_strategies import _keras_internal, _tf_internal, errors
+from tf_strategies.keras import row_initializers
+
+# What is beside a row: how many times it was updated, and at which of the optimizer's
+# steps last. In float32, which above 16 million counts no further.
+_USES, _STEP = 0, 1
+_USAGE = 2
+
+# From rows, slots by attribute, and the gradient of the rows to new rows and slots.
+_Rule = Callable[[tf.Tensor, dict, tf.IndexedSlices], tuple[tf.Tensor, dict]]
+
+
+class Shard:
+  """Some rows of a table, in the memory of one device.
+
+  Args:
+    width: of a row.
+    initial_rows: makes rows from ids.
+    device: on which they are.
+  """
+
+  def __init__(
+    self,
+    width: int,
+    initial_rows: row_initializers.InitialRows,
+    device: str = '/device:CPU:0',
+  ):
+    self.device = device
+    self._width = width
+    self._initial_rows = initial_rows
+    self._slots: dict[str, Any] = {}
+    self._make()
+
+  def _make(self) -> None:
+    self._rows = self._table(self._width + _USAGE)
+    self._slots = {name: self._table(self._width + 1) for name in self._slots}
+    with tf.device(self.device):
+      name = f'rows_{uuid.uuid4().hex}'
+      self._mutex = tf.raw_ops.MutexV2(container='', shared_name=name)
+
+  def _table(self, width: int) -> tf.lookup.experimental.MutableHashTable:
+    with tf.init_scope(), tf.device(self.device):
+      return tf.lookup.experimental.MutableHashTable(
+        tf.int64, tf.float32, tf.zeros([width]), experimental_is_anonymous=True
+      )
+
+  def make_slots(self, names: Sequence[str]) -> None:
+    """Has these slots beside the rows, and no others."""
+    kept = {
+      n: self._slots.get(n) or self._table(self._width + 1) for n in names
+    }
+    self._slots = kept
+
+  def read(self, ids: tf.Tensor) -> tf.Tensor:
+    """Rows [n, width] of ids [n]; stores nothing."""
+    rows, _ = self._find(ids)
+    return rows
+
+  def _find(self, ids):
+    """Rows, and their usage: zero for those that are not stored."""
+    found = tf.ensure_shape(
+      self._rows.lookup(ids), [None, self._width + _USAGE]
+    )
+    rows, usage = found[:, : self._width], found[:, self._width :]
+    missing = tf.where(tf.equal(usage[:, _USES], 0))
+    initial = self._initial_rows(tf.gather(ids, missing[:, 0]))
+    return tf.tensor_scatter_nd_update(rows, missing, initial), usage
+
+  def update(
+    self,
+    ids: tf.Tensor,
+    gradients: tf.Tensor,
+    step: tf.Tensor,
+    rule: _Rule,
+    initial_slots: dict[str, tf.Tensor],
+  ) -> None:
+    """Applies gradients [n, width] of ids [n], which may repeat, to their rows.
+
+    Nobody else updates rows meanwhile: a row is read, computed and written.
+    """
+    ids, places, counts = tf.unique_with_counts(ids, tf.int64)
+    shape = tf.stack([tf.size(ids, tf.int64), self._width])
+    with self._locked() as written:
+      rows, usage = self._find(ids)
+      slots = {
+        name: self._find_slot(name, ids, initial)
+        for name, initial in initial_slots.items()
+      }
+      gradient = tf.IndexedSlices(gradients, places, shape)
+      rows, slots = rule(rows, slots, gradient)
+      uses = usage[:, _USES] + tf.cast(counts, tf.float32)
+      steps = tf.fill(tf.shape(uses), step)
+      usage = tf.stack([uses, steps], 1)
+      written.append(self._rows.insert(ids, tf.concat([rows, usage], 1)))
+      is_there = tf.ones_like(uses)[:, None]
+      for name, slot in slots.items():
+        value = tf.concat([slot, is_there], 1)
+        written.append(self._slots[name].insert(ids, value))
+
+  def _find_slot(self, name, ids, initial):
+    found = tf.ensure_shape(
+      self._slots[name].lookup(ids), [None, self._width + 1]
+    )
+    is_there = found[:, self._width :] > 0
+    return tf.where(is_there, found[:, : self._width], initial)
+
+  @contextlib.contextmanager
+  def _locked(self) -> Iterator[list]:
+    """Keeps others out until the ops are done that the body adds to the list."""
+    lock = tf.raw_ops.MutexLock(mutex=self._mutex)
+    written = []
+    with tf.control_dependencies([lock]):
+      yield written
+    with tf.control_dependencies([op for op in written if op is not None]):
+      tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)
+
+  @property
+  def tracked(self) -> Any:
+    """What TensorFlow saves with a function that reads rows."""
+    return self._rows
+
+  def size(self) -> int:
+    """How many rows are stored."""
+    with tf.device(self.device):
+      return int(self._rows.size())
+
+  def ids(self) -> np.ndarray:
+    """Those whose rows are stored, in any order."""
+    with tf.device(self.device):
+      return self._rows.export()[0].numpy()
+
+  def stored(self, ids: np.ndarray, slot: str | None = None) -> np.ndarray:
+    """Rows with their usage, or a slot of them and whether it was ever updated."""
+    with tf.device(self.device):
+      return self._of(slot).lookup(tf.constant(ids, tf.int64)).numpy()
+
+  def store(
+    self, ids: np.ndarray, values: np.ndarray, slot: str | None = None
+  ) -> None:
+    """Stores these, as `stored` returns them, and no others."""
+    with tf.device(self.device):
+      tf.raw_ops.LookupTableImportV2(
+        table_handle=self._of(slot).resource_handle,
+        keys=tf.constant(ids, tf.int64),
+        values=tf.constant(values, tf.float32),
+      )
+
+  def _of(self, slot):
+    return self._rows if slot is None else self._slots[slot]
+
+  def newest_step(self) -> float:
+    """The step of the newest update."""
+    with tf.device(self.device):
+      _, values = self._rows.export()
+      steps = values[:, self._width + _STEP]
+      return float(tf.reduce_max(tf.concat([steps, [0.0]], 0)))
+
+  def remove(self, min_uses: float, since: float) -> int:
+    """Removes rows with fewer uses, none of them since a step; returns how many."""
+    with tf.device(self.device):
+      ids, values = self._rows.export()
+      is_rare = values[:, self._width + _USES] < min_uses
+      is_old = values[:, self._width + _STEP] < since
+      gone = tf.boolean_mask(ids, is_rare & is_old)
+      for table in (self._rows, *self._slots.values()):
+        table.remove(gone)
+      return int(tf.size(gone))
+
+
+class Column:
+  """A part of a table's state, for those who save and load variables."""
+
+  def __init__(self, path: str, width: int | None, read, write):
+    self.path = path
+    self.shape = (None,) if width is None else (None, width)
+    self.dtype = 'int64' if width is None else 'float32'
+    self.numpy: Callable[[], np.ndarray] = read
+    self.assign: Callable[[np.ndarray], None] = write
+
+
+class RowTable:
+  """The rows that a variable stands for.
+
+  The variable is trainable and has the shape of one row, so that Keras computes
+  gradients for it and optimizers have state for it, whose value is that of a new row.
+
+  Args:
+    variable: that stands for the rows.
+    shards: where they are.
+  """
+
+  def __init__(self, variable: keras.Variable, shards: Sequence[Shard]):
+    self.variable = variable
+    self.shards = tuple(shards)
+    self.expired = 0
+    self.slots: tuple[str, ...] = ()
+    self._width = variable.shape[1]
+    # Whose slots they are, if that is known: of some that were loaded it is not.
+    self._optimizer: weakref.ref | None = None
+    self._loaded = np.zeros([0], np.int64)
+
+  # What servers do otherwise.
+
+  def _drained(self, action: Callable[[], Any]) -> Any:
+    """Does something when no step is running."""
+    return action()
+
+  def _write_on(self, shard: Shard, write: Callable, *tensors) -> None:
+    """Calls `write(*tensors)` where a shard is."""
+    with tf.device(shard.device):
+      write(*tensors)
+
+  def _value_of_new(self, slot: keras.Variable) -> tf.Tensor:
+    """Of a slot's variable, which nothing writes: that of a new row."""
+    return keras.ops.convert_to_tensor(slot)
+
+  # Steps.
+
+  def read(self, ids: tf.Tensor) -> tf.Tensor:
+    """Rows of ids [n]; tapes see them read from the variable."""
+    variable = self.variable.value
+    with _tf_internal.stop_recording():
+      rows = self._read(ids)
+    _tf_internal.record_read(variable, rows, lambda dy: self._gradient(dy, ids))
+    return rows
+
+  def _gradient(self, dy, ids):
+    return tf.IndexedSlices(dy, ids, tf.constant([1, self._width], tf.int64))
+
+  def _read(self, ids):
+    if tf.executing_eagerly():
+      return self._drained(lambda: self._read_shards(ids))
+    return self._read_shards(ids)
+
+  def _read_shards(self, ids):
+    ids, places = tf.unique(ids)
+    owner = self._owner(ids)
+    positions = self._split(tf.range(tf.size(ids)), owner)
+    rows = []
+    for shard, part in zip(self.shards, self._split(ids, owner), strict=True):
+      with tf.device(shard.device):
+        rows.append(shard.read(part))
+    rows = tf.dynamic_stitch(positions, rows)
+    rows.set_shape([None, self._width])
+    return tf.gather(rows, places)
+
+  def _owner(self, ids):
+    return row_initializers.owner(ids, len(self.shards))
+
+  def _split(self, values, owner):
+    return tf.dynamic_partition(values, owner, len(self.shards))
+
+  def update(
+    self,
+    optimizer: keras.optimizers.Optimizer,
+    gradient: tf.IndexedSlices,
+    learning_rate: Any,
+  ) -> None:
+    """Updates rows by an optimizer's rule, where they are.
+
+    Args:
+      optimizer: whose rule it is.
+      gradient: its indices are ids.
+      learning_rate: of this step.
+    """
+    slots = _keras_internal.slots_of(optimizer, self.variable)
+    self.adopt(optimizer, slots)
+    initial = {
+      _name(optimizer, a): self._value_of_new(v) for a, v in slots.items()
+    }
+
+    def rule(learning_rate, rows, states, gradient):
+      rows, states = _keras_internal.update_rows(
+        optimizer,
+        rows,
+        {a: states[_name(optimizer, a)] for a in slots},
+        gradient,
+        learning_rate,
+      )
+      return rows, {_name(optimizer, a): s for a, s in states.items()}
+
+    ids, values = gradient.indices, gradient.values
+    owner = self._owner(ids)
+    for shard, some, their in zip(
+      self.shards,
+      self._split(ids, owner),
+      self._split(values, owner),
+      strict=True,
+    ):
+
+      def write(ids, values, learning_rate, shard=shard):
+        step = keras.ops.cast(optimizer.iterations, 'float32')
+        applied = functools.partial(rule, learning_rate)
+        shard.update(ids, values, step, applied, initial)
+
+      self._write_on(shard, write, some, their, learning_rate)
+
+  def adopt(self, optimizer: keras.optimizers.Optimizer, slots) -> None:
+    """Has the slots of an optimizer; those of another one before it are gone."""
+    if self._optimizer is not None and self._optimizer() is not optimizer:
+      self._make_slots(())
+    self._optimizer = weakref.ref(optimizer)
+    self._make_slots([_name(optimizer, a) for a in slots])
+
+  def _make_slots(self, names) -> None:
+    self.slots = tuple(names)
+    for shard in self.shards:
+      shard.make_slots(names)
+
+  # Everything at once.
+
+  def report(self) -> dict[str, Any]:
+    """How many rows there are, by shard, and how many have expired."""
+    rows = self._drained(lambda: [s.size() for s in self.shards])
+    return {'rows': sum(rows), 'by_shard': rows, 'expired': self.expired}
+
+  def usage(self) -> dict[str, np.ndarray]:
+    """The ids that have rows, how often and in which step each was updated last."""
+    ids = self._ids()
+    usage = self._stored(ids)[:, self._width :].astype(np.int64)
+    return {'ids': ids, 'uses': usage[:, _USES], 'steps': usage[:, _STEP]}
+
+  def expire(self, max_age: int | None, min_uses: int | None) -> int:
+    """See `DynamicEmbedding.expire`."""
+
+    def remove():
+      since = np.inf
+      if max_age is not None:
+        since = max(s.newest_step() for s in self.shards) - max_age
+      uses = np.inf if min_uses is None else min_uses
+      return sum(s.remove(uses, since) for s in self.shards)
+
+    expired = self._drained(remove)
+    self.expired += expired
+    return expired
+
+  def columns(self) -> list[Column]:
+    """The state of the table but for the slots; loaded in this order."""
+    path = self.variable.path
+    return [
+      Column(f'{path}/ids', None, self._ids, self._load_ids),
+      Column(
+        f'{path}/rows',
+        self._width + _USAGE,
+        lambda: self._stored(self._ids()),
+        self._load,
+      ),
+    ]
+
+  def slot_columns(self) -> list[Column]:
+    """The optimizer's state of the rows; loaded behind `columns`."""
+    return [
+      Column(
+        f'{self.variable.path}/{slot}',
+        self._width + 1,
+        lambda slot=slot: self._stored(self._ids(), slot),
+        lambda values, slot=slot: self._load(values, slot),
+      )
+      for slot in self.slots
+    ]
+
+  def load_slots(self, names: Sequence[str]) -> list[Column]:
+    """As `slot_columns`, with slots that were saved."""
+    self._optimizer = None
+    self._make_slots(names)
+    return self.slot_columns()
+
+  def _ids(self) -> np.ndarray:
+    ids = self._drained(lambda: [s.ids() for s in self.shards])
+    return np.sort(np.concatenate(ids))
+
+  def _stored(self, ids, slot=None) -> np.ndarray:
+    usage = _USAGE if slot is None else 1
+    found = np.zeros([len(ids), self._width + usage], np.float32)
+
+    def read():
+      for shard, mine in self._shares(ids):
+        found[mine] = shard.stored(ids[mine], slot)
+
+    self._drained(read)
+    return found
+
+  def _load_ids(self, ids) -> None:
+    """The rows to come are those of these ids."""
+    self._loaded = np.asarray(ids, np.int64)
+
+    def clear():
+      for shard in self.shards:
+        for slot in self.slots:
+          shard.store([], np.zeros([0, self._width + 1]), slot)
+
+    self._drained(clear)
+
+  def _load(self, values, slot=None) -> None:
+    ids, values = self._loaded, np.asarray(values)
+    if len(ids) != len(values):
+      raise errors.CheckpointMismatchError(
+        f'{len(values)} rows of {self.variable.path!r} for {len(ids)} ids. Expected '
+        'as many. Fix: load what was saved together.'
+      )
+
+    def write():
+      for shard, mine in self._shares(ids):
+        shard.store(ids[mine], values[mine], slot)
+
+    self._drained(write)
+
+  def _shares(self, ids):
+    owner = self._owner(tf.constant(ids, tf.int64)).numpy()
+    return [(s, owner == i) for i, s in enumerate(self.shards)]
+
+
+def _name(optimizer, attribute: str) -> str:
+  """Of a slot, in files."""
+  return f'{type(optimizer).__name__}.{attribute.strip("_")}'

@@ -1,0 +1,142 @@
+"""The rows of a table without a vocabulary, spread over the servers.
+
+A step reads the rows of its batch where they are. What it does to them is one call on
+each server, which is made once (`units`), and there one update after the other: a row
+is read, computed and written, so no update of two workers is lost. In `sync` the
+gradients of all microbatches are applied together, as those of variables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tf_strategies import errors
+from tf_strategies.keras import row_initializers, row_table
+from tf_strategies.strategies.parameter_server import traced_step, variables
+
+
+class ServerShard(row_table.Shard):
+  """Some rows, on one server; to `Recovery` like a variable there."""
+
+  is_counter = False
+
+  def __init__(
+    self,
+    server: int,
+    name: str,
+    width: int,
+    initial_rows: row_initializers.InitialRows,
+  ):
+    super().__init__(width, initial_rows, variables.server_device(server))
+    self.server = server
+    self.name = name
+    self.is_lost = False
+
+  def recreate_if_dead(self) -> None:
+    """Makes it anew, without rows, on a server that was restarted."""
+    try:
+      self.size()
+    except tf.errors.OpError:
+      self._make()
+      self.is_lost = True
+
+  def read(self, ids: tf.Tensor) -> tf.Tensor:
+    """As `Shard.read`.
+
+    Raises:
+      DataError: the rows were lost with their server.
+    """
+    if self.is_lost:
+      raise errors.DataError(
+        f'rows of {self.name!r} were lost with parameter server {self.server} and are '
+        'not in the checkpoints. Expected rows. Fix: before training, pass their '
+        'owner to strategy.track(name=owner).'
+      )
+    return super().read(ids)
+
+  def store(self, ids, values, slot=None) -> None:
+    """As `Shard.store`; what was lost is there again."""
+    super().store(ids, values, slot)
+    self.is_lost = False
+
+
+class ServerTable(row_table.RowTable, tf.__internal__.tracking.Trackable):
+  """A table with a shard on each server.
+
+  Args:
+    extended: the strategy's.
+    variable: see `RowTable`.
+    initial_rows: makes rows from ids.
+    num_servers: on which rows are.
+    drained: does something when all steps are done.
+  """
+
+  def __init__(
+    self,
+    extended: Any,
+    variable: keras.Variable,
+    initial_rows: row_initializers.InitialRows,
+    num_servers: int,
+    drained: Callable[[Callable], Any],
+  ):
+    shards = [
+      ServerShard(i, variable.path, variable.shape[1], initial_rows)
+      for i in range(num_servers)
+    ]
+    super().__init__(variable, shards)
+    self._extended = extended
+    self._when_drained = drained
+
+  def _serialize_to_tensors(self):
+    raise errors.UnsupportedOptionError(
+      f'tf.train.Checkpoint of dynamic table {self.variable.path!r} on '
+      'parameter servers',
+      'what saves rows from all servers',
+      'use checkpoint_dir of the strategy, or model.save; a file loads onto one '
+      'device, which can export the model',
+    )
+
+  def _drained(self, action):
+    return self._when_drained(action)
+
+  def _value_of_new(self, slot):
+    # Nothing writes it, so nothing is waited for; and steps need not send it.
+    with tf.init_scope():
+      return tf.raw_ops.ReadVariableOp(
+        resource=slot.value.handle, dtype=tf.float32
+      ).numpy()
+
+  def _read_shards(self, ids):
+    step = traced_step.current()
+    if step is not None and step.looks_only:
+      # Whether rows of a batch may be shared out is seen in operations that are
+      # known: each row follows from its id alone.
+      return tf.cast(ids, tf.float32)[:, None] * tf.zeros([1, self._width])
+    return super()._read_shards(ids)
+
+  def update(self, optimizer, gradient, learning_rate):
+    """As `RowTable.update`, in one call on each server."""
+
+    def update(strategy):
+      del strategy
+      super(ServerTable, self).update(optimizer, gradient, learning_rate)
+
+    context = tf.distribute.get_replica_context()
+    if context is None:
+      update(None)
+    else:
+      context.merge_call(update)
+
+  def _write_on(self, shard, write, *tensors):
+    def write_once(shard, *tensors):
+      step = traced_step.current()
+      if step is None:
+        write(*tensors)
+      else:
+        step.on_server(shard.server, lambda: write(*tensors))
+
+    self._extended.update(shard, write_once, args=tensors, group=False)
