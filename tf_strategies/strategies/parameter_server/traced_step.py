@@ -112,11 +112,6 @@ class TracedStep:
     self._sent: dict[tuple[int, int], tuple[tf.Tensor, tf.Tensor]] = {}
     self._first_operation = 0
 
-  @property
-  def looks_only(self) -> bool:
-    """Whether this is the first trace, which nobody runs."""
-    return self._looks_only
-
   @contextlib.contextmanager
   def tracing(self, after: Sequence[tf.Tensor] = ()) -> Iterator[None]:
     """Makes this the current step of the thread, in the current graph."""
