@@ -330,15 +330,15 @@ class EqualityTest(tf.test.TestCase, parameterized.TestCase):
   def test_training_equals_one_device(self, mode, num_workers, parts):
     self.assert_equal_in(_SOME, mode, num_workers, parts)
 
-  @pytest.mark.full
   @parameterized.parameters(*_GROUPS)
+  @pytest.mark.full
   def test_every_optimizer_and_model(self, *pairs):
     self.assert_equal_in(pairs, 'sync', 2, 1)
 
-  @pytest.mark.soak
   @parameterized.product(
     where=(('async', 1, 2), ('sync', 2, 2), ('bounded', 1, 1)), pairs=_GROUPS
   )
+  @pytest.mark.soak
   def test_in_other_modes_and_in_parts(self, where, pairs):
     self.assert_equal_in(pairs, *where)
 
