@@ -189,14 +189,17 @@ class Shard:
 
 
 class Column:
-  """A part of a table's state, for those who save and load variables."""
+  """A part of a table's state, for those who save and load variables.
+
+  `assign` takes the ids of the shards that are to be loaded; None for all.
+  """
 
   def __init__(self, path: str, width: int | None, read, write):
     self.path = path
     self.shape = (None,) if width is None else (None, width)
     self.dtype = 'int64' if width is None else 'float32'
     self.numpy: Callable[[], np.ndarray] = read
-    self.assign: Callable[[np.ndarray], None] = write
+    self.assign: Callable[..., None] = write
 
 
 class RowTable:
@@ -375,7 +378,7 @@ class RowTable:
         f'{self.variable.path}/{slot}',
         self._width + 1,
         lambda slot=slot: self._stored(self._ids(), slot),
-        lambda values, slot=slot: self._load(values, slot),
+        functools.partial(self._load, slot=slot),
       )
       for slot in self.slots
     ]
@@ -401,18 +404,18 @@ class RowTable:
     self._drained(read)
     return found
 
-  def _load_ids(self, ids) -> None:
+  def _load_ids(self, ids, among=None) -> None:
     """The rows to come are those of these ids."""
     self._loaded = np.asarray(ids, np.int64)
 
     def clear():
-      for shard in self.shards:
+      for shard in self._among(among):
         for slot in self.slots:
           shard.store([], np.zeros([0, self._width + 1]), slot)
 
     self._drained(clear)
 
-  def _load(self, values, slot=None) -> None:
+  def _load(self, values, among=None, slot=None) -> None:
     ids, values = self._loaded, np.asarray(values)
     if len(ids) != len(values):
       raise errors.CheckpointMismatchError(
@@ -421,10 +424,15 @@ class RowTable:
       )
 
     def write():
+      loaded = self._among(among)
       for shard, mine in self._shares(ids):
-        shard.store(ids[mine], values[mine], slot)
+        if shard in loaded:
+          shard.store(ids[mine], values[mine], slot)
 
     self._drained(write)
+
+  def _among(self, among) -> list[Shard]:
+    return [s for s in self.shards if among is None or id(s) in among]
 
   def _shares(self, ids):
     owner = self._owner(tf.constant(ids, tf.int64)).numpy()

@@ -14,6 +14,7 @@ from absl import logging
 from tf_strategies import _tf_internal, errors
 from tf_strategies.checkpoint import checkpointer, model_state, pieces
 from tf_strategies.checkpoint import position as position_lib
+from tf_strategies.keras import row_table
 from tf_strategies.strategies.parameter_server import (
   connection,
   input,
@@ -235,7 +236,11 @@ class Recovery:
       )
     self._tables.forget()
     tables = table_files.tables_among(named)
+    lost_ids = {id(v) for v in self._variables.values() if v.is_lost}
     for name, variable in named.items():
+      if isinstance(variable, row_table.Column):
+        variable.assign(arrays[name], lost_ids if only_lost else None)
+        continue
       parts = table_files.parts_of(variable) or []
       lost = [each for each in parts if each[0].is_lost]
       if name in tables or (only_lost and not lost):

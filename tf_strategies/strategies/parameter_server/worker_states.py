@@ -16,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
+from tf_strategies.checkpoint import model_state
 from tf_strategies.strategies.parameter_server import (
   worker_function,
   worker_pool,
@@ -167,7 +168,7 @@ class WorkerStates:
 
 def _parts_of(variable) -> list[Any]:
   """The variables on servers that it is, if workers have states of it."""
-  value = variable if isinstance(variable, tf.Variable) else variable.value
+  value = model_state.value_of(variable)
   parts = getattr(value, 'parts', (value,))
   return [p for p in parts if getattr(p, 'states', None) is not None]
 
