@@ -4,8 +4,8 @@
   python -m benchmarks.embeddings --rows=10000,1000000 --optimizers=adagrad
 
 A batch of ids, a table of rows and a dense layer; workers read the ids. 'ours' is
-Keras's `Embedding`, optimizer and `fit` under tfs.ParameterServerStrategy (Adam of rows
-where --optimizers has adam). 'by_hand' is TensorFlow's strategy with a `tf.Variable`, a
+Keras's `Embedding`, optimizer and `fit` under tfs.ParameterServerStrategy (Adam in
+`tfs.keras.LazyRows`, as by hand). 'by_hand' is TensorFlow's strategy with a `tf.Variable`, a
 `tf.nn.embedding_lookup` of each different id and an update of these rows on the server.
 'stock_keras' is TensorFlow's strategy with Keras's `Embedding` and optimizer: it moves
 the whole table, so that by default it is run up to a million rows.

@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+import tf_strategies as tfs
 from benchmarks.parameter_server_peers import catalogue, loops, meter
 
 # So few batches that rows come again, and the loss falls.
@@ -109,7 +110,10 @@ class _Fit(loops.FitLoop):
     """Compiles the model."""
     with self.strategy.scope():
       self.model = _model(rows, width)
-      self.model.compile(_keras_optimizer(optimizer), _loss, jit_compile=False)
+      applied = _keras_optimizer(optimizer)
+      if optimizer == 'adam':
+        applied = tfs.keras.LazyRows(applied)
+      self.model.compile(applied, _loss, jit_compile=False)
       self.optimizer = self.model.optimizer
       self.optimizer.build(self.model.trainable_variables)
     self._data = self.strategy.distribute_datasets_from_function(
