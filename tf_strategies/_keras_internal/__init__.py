@@ -31,7 +31,6 @@ from tf_strategies._keras_internal.initial_rows import (  # noqa: F401
 )
 from tf_strategies._keras_internal.row_updates import (  # noqa: F401  For all others.
   row_slots,
-  slots_of,
   table_of,
   update_rows,
 )
@@ -39,6 +38,7 @@ from tf_strategies._keras_internal.rows import (  # noqa: F401  For all others.
   replace_update,
   replaced_update,
   seen_as_rows,
+  slots_of,
 )
 from tf_strategies._keras_internal.steps import (  # noqa: F401  For all others.
   KINDS,

@@ -8,9 +8,8 @@ of the gradient, and those of the optimizer's state, in place of variables.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import keras
@@ -19,7 +18,7 @@ from keras.src.backend.tensorflow import optimizer as tf_optimizer
 from keras.src.optimizers import base_optimizer
 
 from tf_strategies import _requirements, errors
-from tf_strategies._keras_internal import steps
+from tf_strategies._keras_internal import rows, steps
 
 # They update each element by itself, from that element and its state alone.
 _KINDS = (
@@ -137,9 +136,6 @@ steps.change(
 for _method in (
   '_get_variable_index(variable)',
   '_use_weight_decay(variable)',
-  'assign(variable, value)',
-  'assign_add(variable, value)',
-  'assign_sub(variable, value)',
 ):
   _requirements.method(base_optimizer.BaseOptimizer, _method, _WHY)
 
@@ -151,109 +147,32 @@ def row_slots(
   while getattr(optimizer, 'inner_optimizer', None) is not None:
     optimizer = optimizer.inner_optimizer
   return [
-    (variable, slots_of(optimizer, variable))
+    (variable, rows.slots_of(optimizer, variable))
     for variable in optimizer._trainable_variables
     if table_of(variable) is not None
   ]
 
 
-def slots_of(
-  optimizer: keras.optimizers.Optimizer, variable: keras.Variable
-) -> dict[str, keras.Variable]:
-  """An optimizer's state of a variable, by the attribute that has it in its list."""
-  index = optimizer._get_variable_index(variable)
-  own = {id(each) for each in optimizer.variables}
-  return {
-    name: each[index]
-    for name, each in vars(optimizer).items()
-    if isinstance(each, list)
-    and name not in ('_variables', '_trainable_variables')
-    and len(each) > index
-    and id(each[index]) in own
-  }
-
-
-class _Rows:
-  """Rows in place of a variable, in one call of an optimizer's rule."""
-
-  def __init__(self, tensor: tf.Tensor):
-    self.tensor = tensor
-
-  @property
-  def dtype(self):
-    """Of the rows."""
-    return self.tensor.dtype
-
-  @property
-  def shape(self):
-    """Of the rows."""
-    return self.tensor.shape
-
-
-def _operator(name):
-  def compute(self, *others):
-    return getattr(self.tensor, name)(*others)
-
-  return compute
-
-
-for _name in ('add', 'sub', 'mul', 'truediv', 'pow'):
-  for _operation in (f'__{_name}__', f'__r{_name}__'):
-    setattr(_Rows, _operation, _operator(_operation))
-_Rows.__neg__ = _operator('__neg__')
-
-
-def _as_tensor(rows, dtype=None, name=None, as_ref=False):
-  del name, as_ref
-  return rows.tensor if dtype is None else tf.cast(rows.tensor, dtype)
-
-
-tf.register_tensor_conversion_function(_Rows, _as_tensor)
-
-
 def update_rows(
   optimizer: keras.optimizers.Optimizer,
-  rows: tf.Tensor,
+  of: keras.Variable,
+  tensor: tf.Tensor,
   slots: Mapping[str, tf.Tensor],
   gradient: tf.IndexedSlices,
   learning_rate: Any,
 ) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
-  """What an optimizer's rule makes of rows, and of their state by attribute."""
-  variable = _Rows(rows)
-  state = {name: _Rows(tensor) for name, tensor in slots.items()}
-  with _with_rows(optimizer, state):
+  """What an optimizer's rule makes of rows, and of their state by attribute.
+
+  Args:
+    optimizer: whose rule.
+    of: the variable that stands for the rows.
+    tensor: the rows.
+    slots: their state.
+    gradient: with as many rows.
+    learning_rate: of this step.
+  """
+  state = {name: rows.RowValues(value) for name, value in slots.items()}
+  with rows.in_place_of_slots(optimizer, of, state) as key:
+    variable = rows.RowValues(tensor, key)
     optimizer.update_step(gradient, variable, learning_rate)
   return variable.tensor, {name: each.tensor for name, each in state.items()}
-
-
-@contextlib.contextmanager
-def _with_rows(optimizer, state) -> Iterator[None]:
-  """Makes an optimizer find rows where it has slots, and write to them."""
-
-  def assign(rows, value):
-    rows.tensor = tf.reshape(tf.cast(value, rows.dtype), tf.shape(rows.tensor))
-
-  def add(rows, value):
-    assign(rows, rows.tensor + tf.convert_to_tensor(value))
-
-  def subtract(rows, value):
-    assign(rows, rows.tensor - tf.convert_to_tensor(value))
-
-  replaced = {
-    'assign': assign,
-    'assign_add': add,
-    'assign_sub': subtract,
-    '_get_variable_index': lambda rows: 0,
-    **{name: [rows] for name, rows in state.items()},
-  }
-  before = {k: vars(optimizer)[k] for k in replaced if k in vars(optimizer)}
-  for name, value in replaced.items():
-    object.__setattr__(optimizer, name, value)
-  try:
-    yield
-  finally:
-    for name in replaced:
-      if name in before:
-        object.__setattr__(optimizer, name, before[name])
-      else:
-        object.__delattr__(optimizer, name)

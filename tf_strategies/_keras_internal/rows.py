@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import keras
 import tensorflow as tf
@@ -68,12 +68,36 @@ steps.change(
 )
 
 
-class Rows:
-  """Some rows of a variable, each once, as an update sees a variable."""
+class _Rows:
+  """Some rows, as an update sees a variable; subclasses say where they are."""
+
+  def __init__(self, key: str):
+    self._unique_id = key  # By which an optimizer finds its slots.
+
+  def __tf_tensor__(self, dtype=None, name=None):
+    return tf.convert_to_tensor(self._value(), dtype, name=name)
+
+
+def _operator(name: str):
+  def operate(self, *others):
+    return getattr(self._value(), name)(*others)
+
+  return operate
+
+
+_Rows.__neg__ = _operator('__neg__')
+for _name in ('add', 'sub', 'mul', 'truediv', 'pow'):
+  for _prefix in ('', 'r'):
+    _operator_name = f'__{_prefix}{_name}__'
+    setattr(_Rows, _operator_name, _operator(_operator_name))
+
+
+class Rows(_Rows):
+  """Some rows of a variable, each once; an addition to them is one to it."""
 
   def __init__(self, variable: tf.Variable, rows: tf.Tensor, key: str = ''):
+    super().__init__(key)
     self._variable, self._rows = variable, rows
-    self._unique_id = key  # By which an optimizer finds its slots.
 
   @property
   def dtype(self) -> tf.DType:
@@ -85,9 +109,8 @@ class Rows:
     """Of these rows."""
     return self._rows.shape.concatenate(self._variable.shape[1:])
 
-  def __tf_tensor__(self, dtype=None, name=None):
-    value = tf.gather(self._variable, self._rows)
-    return tf.convert_to_tensor(value, dtype, name=name)
+  def _value(self):
+    return tf.gather(self._variable, self._rows)
 
   def assign(self, value):
     """As of a variable of these rows."""
@@ -122,17 +145,77 @@ class Rows:
     return tf.IndexedSlices(slices.values, rows)
 
 
-def _operator(name: str):
-  def operate(self, *others):
-    return getattr(tf.convert_to_tensor(self), name)(*others)
+class RowValues(_Rows):
+  """Rows that are in no variable: an update changes `tensor`."""
 
-  return operate
+  def __init__(self, tensor: tf.Tensor, key: str = ''):
+    super().__init__(key)
+    self.tensor = tensor
+
+  @property
+  def dtype(self) -> tf.DType:
+    """Of the rows."""
+    return self.tensor.dtype
+
+  @property
+  def shape(self) -> tf.TensorShape:
+    """Of the rows."""
+    return self.tensor.shape
+
+  def _value(self):
+    return self.tensor
+
+  def assign(self, value):
+    """As of a variable of these rows."""
+    value = tf.cast(value, self.dtype)
+    self.tensor = tf.reshape(value, tf.shape(self.tensor))
+
+  def assign_add(self, delta):
+    """As of a variable of these rows."""
+    self.assign(self.tensor + tf.convert_to_tensor(delta))
+
+  def assign_sub(self, delta):
+    """As of a variable of these rows."""
+    self.assign(self.tensor - tf.convert_to_tensor(delta))
+
+  scatter_add, scatter_sub = assign_add, assign_sub
 
 
-for _name in ('add', 'sub', 'mul', 'truediv', 'pow'):
-  for _prefix in ('', 'r'):
-    _operator_name = f'__{_prefix}{_name}__'
-    setattr(Rows, _operator_name, _operator(_operator_name))
+def slots_of(
+  optimizer: keras.optimizers.Optimizer, variable: tf.Variable
+) -> dict[str, keras.Variable]:
+  """An optimizer's state of a variable, by the attribute that has it in its list."""
+  index = optimizer._get_variable_index(variable)
+  count = len(optimizer._trainable_variables)
+  own = {id(each) for each in optimizer.variables}
+  return {
+    name: each[index]
+    for name, each in vars(optimizer).items()
+    if isinstance(each, list)
+    and len(each) == count
+    and name not in ('_trainable_variables', '_variables')
+    and id(each[index]) in own
+  }
+
+
+@contextlib.contextmanager
+def in_place_of_slots(
+  optimizer: keras.optimizers.Optimizer,
+  variable: tf.Variable,
+  rows: Mapping[str, _Rows],
+) -> Iterator[str]:
+  """Makes an optimizer find rows where it has slots, by attribute; yields their key."""
+  index = optimizer._get_variable_index(variable)
+  before = {name: vars(optimizer)[name] for name in rows}
+  for name, found in rows.items():
+    slots = before[name]
+    mine = [*slots[:index], found, *slots[index + 1 :]]
+    object.__setattr__(optimizer, name, mine)
+  try:
+    yield optimizer._var_key(variable)
+  finally:
+    for name, slots in before.items():
+      object.__setattr__(optimizer, name, slots)
 
 
 @contextlib.contextmanager
@@ -140,23 +223,13 @@ def seen_as_rows(
   updating: keras.optimizers.Optimizer, variable: tf.Variable, rows: tf.Tensor
 ) -> Iterator[Rows]:
   """Makes an optimizer see those rows of a variable's slots; yields the variable's."""
-  index = updating._get_variable_index(variable)
-  count = len(updating._trainable_variables)
-  before = {}
-  for name, slots in list(vars(updating).items()):
-    is_of_slots = isinstance(slots, list) and len(slots) == count
-    if not is_of_slots or name in ('_trainable_variables', '_variables'):
-      continue
-    slot = getattr(slots[index], 'value', None)
-    if slot is not None and slot.shape == variable.shape:
-      before[name] = slots
-      mine = [*slots[:index], Rows(slot, rows), *slots[index + 1 :]]
-      object.__setattr__(updating, name, mine)
-  try:
-    yield Rows(variable, rows, updating._var_key(variable))
-  finally:
-    for name, slots in before.items():
-      object.__setattr__(updating, name, slots)
+  slots = {
+    name: Rows(slot.value, rows)
+    for name, slot in slots_of(updating, variable).items()
+    if slot.value.shape == variable.shape
+  }
+  with in_place_of_slots(updating, variable, slots) as key:
+    yield Rows(variable, rows, key)
 
 
 def replace_update(

@@ -296,6 +296,7 @@ class RowTable:
     def rule(learning_rate, rows, states, gradient):
       rows, states = _keras_internal.update_rows(
         optimizer,
+        self.variable,
         rows,
         {a: states[_name(optimizer, a)] for a in slots},
         gradient,
