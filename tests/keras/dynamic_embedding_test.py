@@ -61,6 +61,15 @@ class EqualityTest(tf.test.TestCase, parameterized.TestCase):
         OPTIMIZERS['adam'], dynamic_tables.all_in_each_batch(), **options
       )
 
+  @parameterized.parameters('adam', 'adagrad')
+  def test_lazy_rows(self, name):
+    """Beside a static table they are its usual optimizer."""
+
+    def optimizer():
+      return tfs.keras.LazyRows(OPTIMIZERS[name]())
+
+    self.assert_equal(optimizer, dynamic_tables.some_in_each_batch())
+
   def test_loop_that_reads_twice(self):
     found = []
     for is_dynamic in (True, False):

@@ -80,6 +80,13 @@ class RowInitializersTest(tf.test.TestCase, parameterized.TestCase):
     self.assertAllClose(correlations, np.eye(10), 0, 0.04)
     self.assertAllInRange(abs(rows - mean), 0, most or 6 * deviation)
 
+  def test_functions_and_eager_calls_have_the_same_numbers(self):
+    # A training step is a function, and a layer that is called is not.
+    initializer = keras.initializers.RandomUniform()
+    rows = row_initializers.initial_rows(initializer, 3, 4)
+    ids = tf.constant([0, 1, -7, 2**62], tf.int64)
+    self.assertAllEqual(tf.function(rows)(ids), rows(ids))
+
   def test_constants(self):
     for initializer, value in (
       ('zeros', 0.0),

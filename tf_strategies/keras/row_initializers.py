@@ -110,8 +110,10 @@ def _uniform(ids, seed, width):
   in a tensor. As float32 it does not.
   """
   seeded = tf.bitwise.bitwise_xor(mix(ids), mix(_word(seed)))
+  # By way of NumPy: in a function TensorFlow takes a list with integers below and
+  # above 2**63 for float64, which rounds them.
   columns = tf.constant(
-    [(j * _GOLDEN) % 2**64 for j in range(width)], tf.uint64
+    np.array([(j * _GOLDEN) % 2**64 for j in range(width)], np.uint64)
   )
   bits = _shift(mix(seeded[:, None] + columns), 64 - _BITS)
   numbers = tf.cast(tf.cast(bits, tf.int32), tf.float64)

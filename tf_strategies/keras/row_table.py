@@ -20,7 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_strategies import _keras_internal, _tf_internal, errors
-from tf_strategies.keras import row_initializers
+from tf_strategies.keras import row_initializers, row_updates
 
 # What is beside a row: how many times it was updated, and at which of the optimizer's
 # steps last. In float32, which above 16 million counts no further.
@@ -294,6 +294,9 @@ class RowTable:
     }
 
     def rule(learning_rate, rows, states, gradient):
+      if row_updates.is_lazy(optimizer):
+        # It is given all rows of the gradient and no others.
+        gradient = tf.convert_to_tensor(gradient)
       rows, states = _keras_internal.update_rows(
         optimizer,
         self.variable,

@@ -390,6 +390,14 @@ def function_in_a_step(strategy):
   model.fit(*_data(), verbose=0)
 
 
+def dynamic_table(strategy):
+  layers = [tfs.keras.DynamicEmbedding(2), keras.layers.Flatten()]
+  ids = keras.Input([4], dtype='int64')
+  model = keras.Sequential([ids, *layers, keras.layers.Dense(1)])
+  model.compile(tfs.keras.LocalSteps('sgd', 2), 'mse')
+  model.fit(np.ones([8, 4]), np.ones([8, 1]), verbose=0)
+
+
 def backup_workers(strategy):
   _model().fit(*_data(), verbose=0)
 
@@ -400,6 +408,7 @@ REFUSED = {
   data_that_workers_read: 'distribute_datasets_from_function with LocalSteps',
   loop_without_the_optimizer: r'outside of the steps.*remote_step\(fn, \[optimizer',
   metric_that_is_no_sum: "metric variable '.*largest:0' that is no sum",
+  dynamic_table: "dynamic table '.*' under LocalSteps.*keras.layers.Embedding",
   function_in_a_step: 'a tf.function .* that uses variable .*remove the decorator',
   backup_workers: "backup_workers=1.*leave out backup_workers, or use mode='async'",
 }

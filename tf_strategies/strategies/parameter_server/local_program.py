@@ -70,6 +70,7 @@ class Program:
       self.discovery = worker_function.discover(step.run, structure, look=look)
     self._check_results()
     self._weights = _keras_internal.trainable_variables(step.local)
+    _check_have_values(self._weights)
     weights = _ids(self._weights)
     own = _ids([*step.local.inner_state(), *_loss_scale(step)])
     counters = _ids(step.counters() if step.counters else ())
@@ -295,6 +296,16 @@ def _offset(variable, header_) -> tf.Tensor:
   """What a place adds to a seed, so that places draw other numbers."""
   number = header_[0] * _keras_internal.SEED_STRIDE
   return tf.cast(tf.stack([number, tf.zeros_like(number)]), variable.dtype)
+
+
+def _check_have_values(weights) -> None:
+  for variable in weights:
+    if _keras_internal.table_of(variable) is not None:
+      raise errors.UnsupportedOptionError(
+        f'dynamic table {variable.path!r} under LocalSteps',
+        'weights that a worker can hold and train by itself',
+        'use keras.layers.Embedding, or train without LocalSteps',
+      )
 
 
 def _check_is_sum(variable, is_assigned: bool) -> None:
