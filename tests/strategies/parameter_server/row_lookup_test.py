@@ -399,5 +399,43 @@ class RowsTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(warned, {'sgd': [], 'adagrad': [], 'lazy_adam': []})
 
 
+def train_in_a_branch(mode):
+  """A table in parts, lazily, in the branch that a loss scale makes."""
+  strategy = tfs.ParameterServerStrategy(
+    mode=mode,
+    variable_partitioner=(
+      tf.distribute.experimental.partitioners.FixedShardsPartitioner(2)
+    ),
+  )
+  with strategy.scope():
+    ids = keras.Input([3], dtype='int64')
+    rows = keras.layers.Flatten()(keras.layers.Embedding(300, 8)(ids))
+    model = keras.Model(ids, keras.layers.Dense(1)(rows))
+    lazy = tfs.keras.LazyRows(keras.optimizers.Adam(0.01))
+    model.compile(keras.optimizers.LossScaleOptimizer(lazy), 'mse')
+  x = np.random.default_rng(0).integers(0, 300, [16, 3])
+  try:
+    model.fit(x, np.ones([16, 1]), batch_size=8, verbose=0)
+  except tfs.errors.UnsupportedOptionError as e:
+    return str(e)
+  finally:
+    strategy.close()
+  return int(model.optimizer.iterations.numpy())
+
+
+@pytest.mark.multi_process
+@pytest.mark.full
+class BranchTest(tf.test.TestCase, parameterized.TestCase):
+  @parameterized.parameters('async', 'sync')
+  def test_lazy_rows_of_a_table_in_parts(self, mode):
+    with parameter_servers.Job(num_workers=1, num_ps=2) as job:
+      job.start_chief(train_in_a_branch, (mode,))
+      found = job.wait().result()
+    if mode == 'sync':
+      self.assertEqual(found, 2)
+    else:
+      self.assertRegex(found, 'LazyRows within a branch.*mode=.sync')
+
+
 if __name__ == '__main__':
   tf.test.main()

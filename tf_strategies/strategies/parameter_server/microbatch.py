@@ -210,7 +210,7 @@ class MicrobatchFunction(SlotFunction):
         numbers = self._discovery.report(outputs)
       # On the worker, before they are sent.
       calls = [
-        (o, [row_updates.summed(g) for g in grads], v)
+        (o, _summed(o, grads, v), v)
         if row_updates.takes_sums(o, clips=True)
         else (o, grads, v)
         for o, grads, v in calls
@@ -329,6 +329,16 @@ def _origin_type(tensor) -> str:
   while tensor.op.type in ('Identity', 'Reshape', 'Cast'):
     tensor = tensor.op.inputs[0]
   return tensor.op.type
+
+
+def _summed(optimizer, gradients, variables) -> list:
+  """Gradients with each row once, but of dynamic tables, which count uses."""
+  if variables is None:
+    variables = _keras_internal.trainable_variables(optimizer)
+  return [
+    g if _keras_internal.table_of(v) is not None else row_updates.summed(g)
+    for g, v in zip(gradients, variables, strict=True)
+  ]
 
 
 def _weights(rows) -> list[tf.Tensor | None]:
