@@ -41,6 +41,9 @@ _FOLLOWING = {
 }
 
 _WORD = struct.Struct('<Q')
+# Before the bytes of a piece, and of the first of a collective.
+_START = _WORD.pack(BYTES)
+_FIRST_START = _WORD.pack(HEADER) + bytes(wire.DATA_HEADER_BYTES) + _START
 # What is received at once where the kind of the next bytes is not known.
 _AHEAD_BYTES = 4096
 # Copying fewer bytes through a socket costs less than two more messages.
@@ -100,6 +103,9 @@ class Link:
     self._ahead = bytearray(_AHEAD_BYTES)
     self._begin = self._end = 0
     self._following: int | None = None
+    # What comes before the bytes of a piece: the first of a collective, and others.
+    self._first_start = memoryview(bytearray(len(_FIRST_START)))
+    self._start = self._first_start[: len(_START)]
     # What is sent before the bytes of a piece, and after them.
     self._before = bytearray()
     self._after = bytearray()
@@ -224,6 +230,55 @@ class Link:
         self.header = data
         return HEADER
       self._hear(word, data)
+
+  @property
+  def has_ahead(self) -> bool:
+    """Whether something that has come was not looked at."""
+    return self._begin != self._end or self._following is not None
+
+  def comes_as_bytes(self, size: int) -> bool:
+    """Whether a piece of so many bytes, not 0, comes next, and only bytes can be it."""
+    return (
+      size > 0
+      and self.is_plain
+      and not self.has_ahead
+      and not self.unread
+      and (self._reader is None or size < _LEAST_IN_MEMORY)
+    )
+
+  def begin_bytes(self, target: np.ndarray) -> int | None:
+    """Receives what comes before a piece and, in one call, the piece.
+
+    Args:
+      target: for the piece; filled with anything if it is not what came.
+
+    Returns:
+      Of how many bytes of the piece are there; None if `next` tells what came.
+    """
+    start, wanted = self._start, _START
+    if self.expects:
+      start, wanted = self._first_start, _FIRST_START
+    try:
+      count = self.sock.recvmsg_into([start, target])[0]
+    except (BlockingIOError, InterruptedError):
+      return None
+    except OSError:
+      count = 0
+    if count == 0:
+      self.closed = True
+      return None
+    piece = count - len(wanted)
+    is_piece = piece >= 0 and start[: _WORD.size] == wanted[: _WORD.size]
+    if is_piece and self.expects:
+      is_piece = start[-_WORD.size :] == _START
+    if is_piece:
+      if self.expects:
+        self.header = bytes(start[_WORD.size : -_WORD.size])
+      return piece
+    self._ahead[:count] = bytes(start[:count]) + target[: max(piece, 0)].tobytes()
+    self._ahead.extend(bytes(max(_AHEAD_BYTES - len(self._ahead), 0)))
+    self._begin, self._end = 0, count
+    return None
 
   def read_bytes(self, view: memoryview) -> int:
     """Receives what is there: 0 bytes if there is nothing now."""

@@ -167,7 +167,7 @@ class Transport:
     for link in self._links.values():
       mask = run.mask(link)
       if mask & _READ and link.is_plain:
-        self._wake_at(link)
+        self._wake_at(link, run.left(link))
       self._watch(link, mask)
     left = deadline - time.monotonic()
     if left <= 0:
@@ -185,13 +185,12 @@ class Transport:
       link.blocked = False
       run.enqueue(link)
 
-  def _wake_at(self, link: link_lib.Link) -> None:
+  def _wake_at(self, link: link_lib.Link, left: int) -> None:
     """Sleeps until a good part of a large piece has come.
 
     Each wake-up costs more than the bytes that a single packet brings.
     """
-    waits_for = 1 if link.incoming is None else len(link.incoming)
-    waits_for = min(waits_for, _LEAST_READ_BYTES)
+    waits_for = min(max(left, 1), _LEAST_READ_BYTES)
     if waits_for != link.wakes_at:
       link.wakes_at = waits_for
       link.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, waits_for)
@@ -273,6 +272,14 @@ class _Run:
     reads = wants and not link.stops
     return (_READ if reads else 0) | (_WRITE if link.blocked else 0)
 
+  def left(self, link: link_lib.Link) -> int:
+    """How many bytes are sure to come before anything else does; 0 if unknown."""
+    if link.incoming is not None:
+      return len(link.incoming)
+    size = self._next_size(link)
+    # Nothing need follow a header: that of another collective.
+    return size if not link.expects and link.comes_as_bytes(size) else 0
+
   def waiting(self) -> list[int]:
     """The ranks whose bytes, or whose readiness, are missing."""
     links = self._links.values()
@@ -286,6 +293,10 @@ class _Run:
       return self._receive_bytes(link)
     if link.stops:
       return False
+    if link.comes_as_bytes(self._next_size(link)):
+      begun = self._begin_bytes(link)
+      if begun is not None:
+        return begun
     word = link.next()
     if word is None:
       if link.closed:
@@ -305,12 +316,42 @@ class _Run:
     if link.expects or link.receive_index == len(link.receives):
       raise execution_lib.MismatchError(link.rank, None)
     number = link.receives[link.receive_index]
-    link.target = self._target(link, number)
+    if link.target is None:
+      link.target = self._target(link, number)
     if word == link_lib.BYTES:
       link.incoming = memoryview(link.target)
       return True
     link.fetch(word, link.target)
     self._received(link, number)
+    return True
+
+  def _next_size(self, link: link_lib.Link) -> int:
+    """The bytes of the piece that a peer owes first; 0 if it owes none."""
+    if link.receive_index == len(link.receives):
+      return 0
+    piece = self._execution.plan.pieces[link.receives[link.receive_index]]
+    return piece.stop - piece.start
+
+  def _begin_bytes(self, link: link_lib.Link) -> bool | None:
+    """Receives the first of a piece; None if something else has come."""
+    number = link.receives[link.receive_index]
+    if link.target is None or (
+      not link.is_direct and self._execution.is_direct(number)
+    ):
+      link.target = self._target(link, number)
+    count = link.begin_bytes(link.target)
+    if count is None:
+      if link.has_ahead:
+        return None
+      if link.closed:
+        self._lose(link)
+      return False
+    if link.header is not None:
+      self._look_at_header(link)
+    link.incoming = memoryview(link.target)[count:]
+    if not link.incoming:
+      link.incoming = None
+      self._received(link, number)
     return True
 
   def _look_at_header(self, link: link_lib.Link) -> bool:
