@@ -317,8 +317,13 @@ class ArgumentsTest(parameterized.TestCase):
       for step in range(3):
         how = ('sum', f'step_{step}', 'auto', 'none')
         reductions.reduction(
-          *('all_reduce', 2, 0, 4099, np.dtype('float32'), *how),
-          *(('ring', 'direct'), reductions.topology_of(['a'] * 2), 256, 192),
+          *('all_reduce', 4099, np.dtype('float32'), *how),
+          world_size=2,
+          rank=0,
+          candidates=('ring', 'direct'),
+          topology=reductions.topology_of(['a'] * 2),
+          small_bytes=256,
+          piece_bytes=192,
         )
     choose.assert_called_once()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import functools
 import math
 
 import numpy as np
@@ -40,9 +41,10 @@ class PlannedGroup(group_lib.ProcessGroup):
     self._piece_bytes = (
       self._options.sub_chunk_bytes or self.default_piece_bytes
     )
-    # What 'auto' takes the links between ranks for.
-    self.topology = reductions.topology_of(
-      [member.address.rpartition(':')[0] for member in self.members]
+    self._assume(
+      reductions.topology_of(
+        [member.address.rpartition(':')[0] for member in self.members]
+      )
     )
 
   @abc.abstractmethod
@@ -114,6 +116,22 @@ class PlannedGroup(group_lib.ProcessGroup):
     np.copyto(mine, out[first : first + sizes[self.rank]])
     return mine
 
+  def _assume(self, topology: cost_model.Topology) -> None:
+    """Takes the links between ranks for these when it chooses 'auto'."""
+    self.topology = topology
+    # Kept by what a call gives: to look a topology up, all of its links are read.
+    self._reduction_of = functools.lru_cache(maxsize=1024)(
+      functools.partial(
+        reductions.reduction,
+        world_size=self.world_size,
+        rank=self.rank,
+        candidates=self.candidates,
+        topology=topology,
+        small_bytes=self._options.small_message_bytes,
+        piece_bytes=self._piece_bytes,
+      )
+    )
+
   def _reduction(
     self, kind: str, array: np.ndarray, how: tuple
   ) -> reductions.Reduction:
@@ -133,12 +151,7 @@ class PlannedGroup(group_lib.ProcessGroup):
         "write for instance op='sum', name='', algorithm='auto', "
         "compression='none'",
       )
-    rank = (self.world_size, self.rank)
-    sizes = (self._options.small_message_bytes, self._piece_bytes)
-    return reductions.reduction(
-      *(kind, *rank, array.size, array.dtype, *how),
-      *(self.candidates, self.topology, *sizes),
-    )
+    return self._reduction_of(kind, array.size, array.dtype, *how)
 
   def _reduce(
     self,
@@ -284,8 +297,10 @@ class PlannedGroup(group_lib.ProcessGroup):
     with self._lock:
       if self.world_size > 1:
         links = probe.measure(self.topology, self.rank, swap, self.all_gather)
-        self.topology = probe.calibrated(
-          links, reductions.ways_of(links), reduce, self.all_gather
+        self._assume(
+          probe.calibrated(
+            links, reductions.ways_of(links), reduce, self.all_gather
+          )
         )
     return self.topology
 

@@ -68,17 +68,17 @@ class Reduction(NamedTuple):
   ufunc: np.ufunc
 
 
-@functools.lru_cache(maxsize=1024)
 def reduction(
   kind: str,
-  world_size: int,
-  rank: int,
   length: int,
   dtype: np.dtype,
   op: str,
   name: str,
   algorithm: str,
   compression: str,
+  *,
+  world_size: int,
+  rank: int,
   candidates: tuple[str, ...],
   topology: cost_model.Topology,
   small_bytes: int,

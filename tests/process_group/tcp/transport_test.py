@@ -1,5 +1,7 @@
 """Any schedule through the executor, against the simulator, bit for bit."""
 
+import contextlib
+import random
 import socket
 import struct
 import threading
@@ -23,12 +25,31 @@ _DEADLINE_SECONDS = 60
 _FLOAT32 = plan_lib.Format(4)
 
 
-def _mesh(world_size):
+def _mesh(world_size, in_parts=False):
+  """Sockets by rank and peer; `in_parts`, what is written is read in any parts."""
   sockets = [{} for _ in range(world_size)]
   for a in range(world_size):
     for b in range(a):
-      sockets[a][b], sockets[b][a] = socket.socketpair()
+      sockets[a][b], end = socket.socketpair()
+      if in_parts:
+        end = _passed_on(end, seed=10 * a + b)
+      sockets[b][a] = end
   return sockets
+
+
+def _passed_on(near, seed):
+  """An end of a connection whose other end is `near`, by way of two threads."""
+  far, end = socket.socketpair()
+
+  def pass_on(source, target, parts):
+    with source, contextlib.suppress(OSError):
+      while data := source.recv(parts.choice((1, 7, 8, 50, 5000, 1 << 20))):
+        target.sendall(data)
+      target.shutdown(socket.SHUT_WR)
+
+  for way in ((near, far, random.Random(seed)), (far, near, random.Random(-1))):
+    threading.Thread(target=pass_on, args=way, daemon=True).start()
+  return end
 
 
 def _header(sequence, size=0):
@@ -63,10 +84,10 @@ class _Rank(threading.Thread):
       self.error = e
 
 
-def _run(world_size, functions, same_host='memory'):
+def _run(world_size, functions, same_host='memory', in_parts=False):
+  mesh = _mesh(world_size, in_parts)
   ranks = [
-    _Rank(sockets, function, same_host)
-    for sockets, function in zip(_mesh(world_size), functions, strict=True)
+    _Rank(*of_rank, same_host) for of_rank in zip(mesh, functions, strict=True)
   ]
   for rank in ranks:
     rank.start()
@@ -161,6 +182,53 @@ class SchedulesTest(parameterized.TestCase):
     self.assertEqual(_run(4, [work(r) for r in range(4)]), [None] * 4)
     for out in outputs:
       np.testing.assert_array_equal(out, np.arange(size) * 10)
+
+  @parameterized.product(
+    algorithm=('ring', 'one_shot', 'halving_doubling'),
+    same_host=('memory', 'slots', 'socket'),
+  )
+  @mock.patch.object(link_lib, '_LEAST_IN_MEMORY', 1 << 12)
+  def test_bytes_that_come_in_any_parts(self, algorithm, same_host):
+    sizes = (1, 1000, 0, 100_003, 12, 4099)  # Some of them go by memory.
+    totals = {size: [None] * 4 for size in sizes}
+
+    def work(rank):
+      def function(links):
+        for sequence, size in enumerate(sizes, 1):
+          array = (np.arange(size) % 1009 * 4**rank).astype(np.float32)
+          out = np.full_like(array, -9)
+          form = plan_lib.Format(4, piece_bytes=1 << 15)
+          plan = plan_lib.by_name(algorithm, 4, rank, size, form)
+          links.run(_execution(plan, array, out, form), _header(sequence))
+          totals[size][rank] = out
+
+      return function
+
+    functions = [work(rank) for rank in range(4)]
+    self.assertEqual(_run(4, functions, same_host, True), [None] * 4)
+    for size in sizes:
+      for total in totals[size]:
+        np.testing.assert_array_equal(total, np.arange(size) % 1009 * 85)
+
+  def test_one_call_receives_all_of_a_small_collective(self):
+    begin, calls = link_lib.Link.begin_bytes, []
+
+    def counted(link, target):
+      calls.append(begin(link, target))
+      return calls[-1]
+
+    (mine, other), out = socket.socketpair(), np.zeros(8, np.float32)
+    links = _transport({1: mine}, 'socket')
+    word = struct.Struct('<Q').pack
+    start = word(link_lib.HEADER) + _header(1).pack() + word(link_lib.BYTES)
+    other.sendall(start + np.arange(8, dtype=np.float32).tobytes())
+    plan = plan_lib.by_name('one_shot', 2, 0, 8, _FLOAT32)
+    with mock.patch.object(link_lib.Link, 'begin_bytes', counted):
+      links.run(_execution(plan, np.ones(8, np.float32), out), _header(1))
+    self.assertEqual(calls, [32])
+    np.testing.assert_array_equal(out, np.arange(1, 9))
+    links.close()
+    other.close()
 
   @mock.patch.object(link_lib, '_LEAST_IN_MEMORY', 1)
   def test_what_a_peer_cannot_read_goes_through_the_socket(self):

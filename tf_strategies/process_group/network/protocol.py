@@ -61,9 +61,19 @@ class DataHeader:
 
   def pack(self) -> bytes:
     """The header as `DATA_HEADER_BYTES` bytes."""
-    values = vars(self).values()
-    packed = (v.encode() if isinstance(v, str) else v for v in values)
-    return _DATA.pack(_DATA_MAGIC, PROTOCOL_VERSION, *packed)
+    return _DATA.pack(
+      _DATA_MAGIC,
+      PROTOCOL_VERSION,
+      self.kind.encode(),
+      self.generation,
+      self.sequence,
+      self.algorithm.encode(),
+      self.op.encode(),
+      self.dtype.encode(),
+      self.num_bytes,
+      self.extra,
+      self.checksum,
+    )
 
   @classmethod
   def unpack(cls, data: bytes) -> DataHeader:

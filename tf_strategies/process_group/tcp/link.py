@@ -275,7 +275,9 @@ class Link:
       if self.expects:
         self.header = bytes(start[_WORD.size : -_WORD.size])
       return piece
-    self._ahead[:count] = bytes(start[:count]) + target[: max(piece, 0)].tobytes()
+    self._ahead[:count] = (
+      bytes(start[:count]) + target[: max(piece, 0)].tobytes()
+    )
     self._ahead.extend(bytes(max(_AHEAD_BYTES - len(self._ahead), 0)))
     self._begin, self._end = 0, count
     return None

@@ -224,10 +224,10 @@ class _Run:
     # Headers and pieces that are to come, and links with something to send.
     self._headers = len(plan.receives)
     self._unsent: set[link_lib.Link] = set()
-    packed = header.pack()
+    self._packed = header.pack()
     for rank, numbers in plan.sends.items():
       links[rank].sends = numbers
-      links[rank].put(link_lib.HEADER, packed)
+      links[rank].put(link_lib.HEADER, self._packed)
     for rank, numbers in plan.receives.items():
       link = links[rank]
       link.receives, link.planned, link.expects = numbers, True, True
@@ -357,19 +357,16 @@ class _Run:
   def _look_at_header(self, link: link_lib.Link) -> bool:
     """Compares a header that has come, if it is of this collective."""
     # It may have come while this rank was at an earlier collective.
+    if link.expects and link.header == self._packed:
+      link.expects, link.header = False, None
+      self._headers -= 1
+      return True
     try:
       received = wire.DataHeader.unpack(link.header)
     except wire.ProtocolError:
       received = None
-    if link.expects:
-      if received != self._header:
-        raise execution_lib.MismatchError(
-          link.rank, None if received is None else str(received)
-        )
-      link.expects, link.header = False, None
-      self._headers -= 1
-      return True
-    if received is None or received.sequence <= self._header.sequence:
+    is_later = received and received.sequence > self._header.sequence
+    if link.expects or not is_later:
       raise execution_lib.MismatchError(
         link.rank, None if received is None else str(received)
       )
