@@ -19,7 +19,8 @@ class DynamicEmbedding(keras.layers.Layer):
   As `keras.layers.Embedding`, but that nobody has to know the ids: any integer has a
   row. What it is before it is trained follows from the id and `seed`, so it is the same
   whoever asks for it first. It is stored when it is first trained; `evaluate` and
-  `predict` store nothing and see the initial row of an id that is not known.
+  `predict` store nothing and see the initial row of an id that is not known. Ids may be
+  ragged or sparse.
 
   On one device rows are in memory of the host. Under `ParameterServerStrategy` they are
   spread over the servers by a hash of the id, and steps move the rows that their batch
