@@ -67,11 +67,12 @@ class RowTableFilesTest(tf.test.TestCase, parameterized.TestCase):
     columns = self.columns(table)
     return row_table_files.tables_among({c.path: c for c in columns})
 
-  def save(self, table):
+  def save(self, table, **variables):
     saved = {}
+    tables = table_files.tables_among(variables)
 
     def write(directory):
-      saved.update(self.files.save(directory, {}, self.named(table)))
+      saved.update(self.files.save(directory, tables, self.named(table)))
       return saved
 
     path = self.store.save({}, {}, write)
@@ -234,6 +235,24 @@ class RowTableFilesTest(tf.test.TestCase, parameterized.TestCase):
     with mock.patch.object(stored, '__getitem__', side_effect=AssertionError):
       self.restore(loaded)
     self.assert_state(loaded)
+
+  def test_other_tables_share_their_files_as_ever(self):
+    table = self.make(2, _STATE)
+    variable = local_servers.variable(0, np.ones([1000, 3], np.float32))
+    variable.watch_rows()
+    files = []
+    with (
+      mock.patch.object(table_files, '_TABLE_BYTES', 6000),
+      mock.patch.object(table_files, '_MAX_SHARED', 1),
+    ):
+      for _ in range(4):
+        path = self.save(table, other=variable)
+        tables = self.store.open(path).arrays.tables
+        files.append([tables[n].pieces[0].file for n in ('other', 'table/ids')])
+    first, second, third, fourth = (other for other, _ in files)
+    self.assertEqual((first, third), (second, fourth))
+    self.assertNotEqual(first, third)
+    self.assertLen({ids for _, ids in files}, 4)
 
   def test_an_empty_table(self):
     loaded = self.make(3, _STATE)
