@@ -39,8 +39,22 @@ def first_rows(ids):
   return tf.sin(places[:, None] * tf.constant([1.0, 2.0, 3.0, 4.0]) + 1.0)
 
 
-def model(is_dynamic, optimizer, **options):
-  """A compiled model with two ids a row, and the same weights however it is made."""
+@keras.saving.register_keras_serializable('tf_strategies.tests')
+class Pooling(keras.layers.Layer):
+  """Sums the rows of as many ids as there are."""
+
+  def call(self, x):
+    return tf.reduce_sum(x, 1)
+
+  def compute_output_shape(self, shape):
+    return shape[0], shape[2]
+
+
+def model(is_dynamic, optimizer, kind='dense', **options):
+  """A compiled model with two ids a row, and the same weights however it is made.
+
+  With `kind` 'ragged' a row has up to two, with 'sparse' some are missing.
+  """
   layers = keras.layers
   if is_dynamic:
     embedding = tfs.keras.DynamicEmbedding(WIDTH, first_rows)
@@ -49,8 +63,14 @@ def model(is_dynamic, optimizer, **options):
   dense = layers.Dense(
     1, kernel_initializer=keras.initializers.RandomUniform(seed=3)
   )
-  ids = keras.Input([2], dtype='int64')
-  found = keras.Sequential([ids, embedding, layers.Flatten(), dense])
+  ids = keras.Input(
+    [None if kind == 'ragged' else 2],
+    dtype='int64',
+    sparse=kind == 'sparse',
+    ragged=kind == 'ragged',
+  )
+  pooling = Pooling() if kind == 'ragged' else layers.Flatten()
+  found = keras.Sequential([ids, embedding, pooling, dense])
   found.compile(optimizer(), 'mse', **options)
   if not is_dynamic:
     embedding.embeddings.assign(first_rows(tf.range(VOCABULARY)))
@@ -72,6 +92,15 @@ def all_in_each_batch():
       [-1, 2]
     )
   return ids, y
+
+
+def with_gaps(kind, x):
+  """Ids of which some are left out, but of none that `all_in_each_batch` adds."""
+  row, column = np.indices(x.shape)
+  kept = (row % _BATCH < VOCABULARY // 2) | ((row + column) % 3 > 0)
+  if kind == 'ragged':
+    return tf.RaggedTensor.from_row_lengths(x[kept], kept.sum(1))
+  return tf.SparseTensor(np.argwhere(kept), x[kept], x.shape)
 
 
 def dataset(x, y):

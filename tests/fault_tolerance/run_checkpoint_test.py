@@ -150,6 +150,18 @@ class RunCheckpointTest(tf.test.TestCase, parameterized.TestCase):
       ),
       {'a/kernel': 'a_1/kernel', 'a_1/kernel': 'a_2/kernel'},
     )
+    # A table is behind what is in one file with others.
+    self.assertEqual(
+      model_state.match_names(
+        ['m_9/a_9/table', 'm_9/a_10/table', 'm_9/b_1/bias'],
+        ['m/a/table', 'm/b/bias', 'm/a_1/table'],
+      ),
+      {
+        'm/a/table': 'm_9/a_9/table',
+        'm/a_1/table': 'm_9/a_10/table',
+        'm/b/bias': 'm_9/b_1/bias',
+      },
+    )
 
   @pytest.mark.full
   def test_another_dtype_is_refused(self):

@@ -61,6 +61,46 @@ class EqualityTest(tf.test.TestCase, parameterized.TestCase):
         OPTIMIZERS['adam'], dynamic_tables.all_in_each_batch(), **options
       )
 
+  @parameterized.product(kind=('ragged', 'sparse'), name=('adam', 'adagrad'))
+  def test_ragged_and_sparse_ids(self, kind, name):
+    x, y = dynamic_tables.all_in_each_batch()
+    x = dynamic_tables.with_gaps(kind, x)
+    self.assert_equal(OPTIMIZERS[name], (x, y), kind=kind)
+
+  def test_ids_of_all_kinds_have_the_rows_that_embedding_gives(self):
+    def rows(ids):
+      return tf.cast(ids, tf.float32)[:, None] + tf.range(0, 1, 1 / WIDTH)
+
+    table = tf.Variable(rows(tf.range(7)))
+    layer = tfs.keras.DynamicEmbedding(WIDTH, rows)
+    for ids in (
+      tf.ragged.constant([[[1], [6, 1]], [[]], []], dtype=tf.int64),
+      tf.SparseTensor([[0, 1], [1, 0], [1, 1]], [5, 6, 5], [2, 3]),
+      tf.sparse.from_dense(tf.constant([[5, 6], [2, 5]], tf.int64)),
+    ):
+      want = keras.ops.take(table, ids, axis=0)
+      found = layer(ids)
+      self.assertEqual(type(found), type(want))
+      self.assertAllEqual(found, want)
+
+  def test_compiles_without_xla(self):
+    """As Keras does with layers that XLA does not know."""
+    data = dynamic_tables.all_in_each_batch()
+    with self.assertWarnsRegex(UserWarning, 'jit_compile=False'):
+      model = dynamic_tables.model(True, OPTIMIZERS['adam'], jit_compile=True)
+    self.assertFalse(model.jit_compile)
+    expected = dynamic_tables.model(False, OPTIMIZERS['adam'])
+    self.assertAllClose(
+      dynamic_tables.results(expected, *data)['predictions'],
+      dynamic_tables.results(model, *data)['predictions'],
+      0,
+      1e-6,
+    )
+    _embedding(model).supports_jit = True
+    model.compile(jit_compile=True)
+    with self.assertRaises(tf.errors.InvalidArgumentError):
+      model.predict(data[0], verbose=0)
+
   @parameterized.parameters('adam', 'adagrad')
   def test_lazy_rows(self, name):
     """Beside a static table they are its usual optimizer."""
@@ -172,7 +212,7 @@ class TableTest(tf.test.TestCase):
       thread.start()
     for thread in threads:
       thread.join()
-    value, uses, _ = shard.stored(np.array([7]))[0]
+    value, uses, _ = shard.stored_of(tf.constant([7], tf.int64)).numpy()[0]
     return int(uses), float(value)
 
   def test_expires_by_age_and_by_frequency(self):

@@ -37,6 +37,7 @@ from tf_strategies._keras_internal.row_updates import (  # noqa: F401  For all o
 from tf_strategies._keras_internal.rows import (  # noqa: F401  For all others.
   replace_update,
   replaced_update,
+  rows_of,
   seen_as_rows,
   slots_of,
 )

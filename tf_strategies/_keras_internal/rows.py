@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -31,26 +32,39 @@ def _look_up_rows(take):
       or stateless_scope.in_stateless_scope()
     ):
       return take(x, indices, axis)
-    found = _rows_of(table, indices, take)
+    found = rows_of(
+      indices,
+      lambda ids: _from_start(ids, table),
+      lambda ids: tf.gather(table, ids),
+    )
     return x._maybe_autocast(found) if is_keras else found
 
   return take_rows
 
 
-def _rows_of(table, indices, take):
-  if isinstance(indices, tf.RaggedTensor):
+def rows_of(
+  indices: Any,
+  to_ids: Callable[[tf.Tensor], tf.Tensor],
+  read: Callable[[tf.Tensor], tf.Tensor],
+) -> Any:
+  """What Keras's `take` returns, of rows that are in no tensor.
+
+  Args:
+    indices: dense, ragged or sparse ones.
+    to_ids: makes a dense tensor of them the ids of rows.
+    read: returns the rows of a dense tensor of ids, with one dimension more.
+  """
+  if not isinstance(indices, tf.SparseTensor):
     return tf.ragged.map_flat_values(
-      lambda ids: _rows_of(table, ids, take), indices
+      lambda flat: read(to_ids(tf.convert_to_tensor(flat))), indices
     )
-  if isinstance(indices, tf.SparseTensor):
-    # An entry that is missing means row 0, as to Keras.
-    ids = _from_start(indices.values, table)
-    is_missing = tf.size(ids, tf.int64) < tf.reduce_prod(indices.dense_shape)
-    zeros = tf.zeros([tf.cast(is_missing, tf.int32)], ids.dtype)
-    found, places = tf.unique(tf.concat([zeros, ids], 0))
-    places = indices.with_values(places[tf.size(zeros) :])
-    return take(tf.gather(table, found), places, 0)
-  return tf.gather(table, _from_start(tf.convert_to_tensor(indices), table))
+  # An entry that is missing means row 0, as to Keras.
+  ids = to_ids(indices.values)
+  is_missing = tf.size(ids, tf.int64) < tf.reduce_prod(indices.dense_shape)
+  zeros = tf.zeros([tf.cast(is_missing, tf.int32)], ids.dtype)
+  found, places = tf.unique(tf.concat([zeros, ids], 0))
+  places = indices.with_values(places[tf.size(zeros) :])
+  return numpy.take(read(found), places, 0)
 
 
 def _from_start(ids, table):

@@ -425,7 +425,10 @@ _OVERRIDDEN = {
     '_update_replica(update_fn, value, kwargs)',
   ),
   PerReplica: ('_type_spec',),
-  tf.__internal__.tracking.Trackable: ('_serialize_to_tensors()',),
+  tf.__internal__.tracking.Trackable: (
+    '_serialize_to_tensors()',
+    '_trackable_children(save_type, cache, kwargs)',
+  ),
   OwnedIterator: ('__iter__()', '__next__()', '_type_spec'),
   UnaryUnchangedStructureDataset: ('__iter__()',),
   TPUExtended: (

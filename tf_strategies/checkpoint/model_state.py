@@ -128,13 +128,19 @@ def match_names(names: Sequence[str], saved: Sequence[str]) -> dict[str, str]:
 
   Keras counts the models and layers of a process in their names, so the second
   model built by the same code has other names. If names differ only in such
-  numbers, their order decides.
+  numbers, the order of these decides: a checkpoint has tables behind all others.
   """
   if set(names) != set(saved):
-    here, there = ([_uncounted(n) for n in ns] for ns in (names, saved))
-    if here == there:
-      return dict(zip(saved, names, strict=True))
+    here, there = sorted(names, key=_place), sorted(saved, key=_place)
+    if [*map(_uncounted, here)] == [*map(_uncounted, there)]:
+      return dict(zip(there, here, strict=True))
   return {name: name for name in names if name in set(saved)}
+
+
+def _place(name: str) -> tuple[str, list[int]]:
+  # Of each word in a name the number behind it.
+  words = re.findall(r'[^\W\d_][^/_#]*(?:_(\d+)(?=[_/#]|$))?', name)
+  return _uncounted(name), [int(number or 0) for number in words]
 
 
 def _uncounted(name: str) -> str:

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tf_strategies import errors, option_checks
+from tf_strategies import _keras_internal, errors, option_checks
 from tf_strategies.keras import row_initializers, row_table
 
 
@@ -19,7 +19,8 @@ class DynamicEmbedding(keras.layers.Layer):
   As `keras.layers.Embedding`, but that nobody has to know the ids: any integer has a
   row. What it is before it is trained follows from the id and `seed`, so it is the same
   whoever asks for it first. It is stored when it is first trained; `evaluate` and
-  `predict` store nothing and see the initial row of an id that is not known.
+  `predict` store nothing and see the initial row of an id that is not known. Ids may be
+  ragged or sparse.
 
   On one device rows are in memory of the host. Under `ParameterServerStrategy` they are
   spread over the servers by a hash of the id, and steps move the rows that their batch
@@ -81,6 +82,9 @@ class DynamicEmbedding(keras.layers.Layer):
       'rows in float32',
       "leave it out, or take the policy 'mixed_bfloat16'",
     )
+    self.supports_jit = (
+      False  # XLA has no hash tables: Keras compiles without it.
+    )
     self.output_dim = output_dim
     self.seed = seed
     self.embeddings_initializer = keras.initializers.get(embeddings_initializer)
@@ -118,23 +122,37 @@ class DynamicEmbedding(keras.layers.Layer):
     self.built = True
 
   def call(self, inputs):
-    """Rows of ids, of any shape."""
-    ids = tf.convert_to_tensor(inputs)
+    """Rows of ids of any shape, also of ragged and sparse ones."""
+    rows = _keras_internal.rows_of(inputs, self._to_ids, self._read)
+    return tf.cast(rows, self.compute_dtype)
+
+  def _to_ids(self, inputs):
     option_checks.check(
-      ids.dtype.is_integer,
-      f'{ids.dtype.name} as ids of {self.name!r}',
+      inputs.dtype.is_integer,
+      f'{inputs.dtype.name} as ids of {self.name!r}',
       'integers, since others have not 64 bits',
       "declare the input as keras.Input(shape, dtype='int64')",
     )
-    rows = self._table.read(tf.reshape(tf.cast(ids, tf.int64), [-1]))
+    return tf.cast(inputs, tf.int64)
+
+  def _read(self, ids):
+    rows = self._table.read(tf.reshape(ids, [-1]))
     shape = tf.concat([tf.shape(ids), [self.output_dim]], 0)
     rows = tf.reshape(rows, shape)
     rows.set_shape([*ids.shape, self.output_dim])
-    return tf.cast(rows, self.compute_dtype)
+    return rows
 
   def compute_output_shape(self, input_shape):
     """One more dimension than the ids have."""
     return (*input_shape, self.output_dim)
+
+  def compute_output_spec(self, inputs):
+    """Ragged if the ids are."""
+    return keras.KerasTensor(
+      self.compute_output_shape(inputs.shape),
+      self.compute_dtype,
+      ragged=getattr(inputs, 'ragged', False),
+    )
 
   def report(self) -> dict[str, Any]:
     """How many rows are stored, all and by server, and how many have expired."""

@@ -26,6 +26,8 @@ from tf_strategies.keras import row_initializers, row_updates
 # steps last. In float32, which above 16 million counts no further.
 _USES, _STEP = 0, 1
 _USAGE = 2
+# What columns of a table are, besides its slots.
+IDS, ROWS = 'ids', 'rows'
 
 # From rows, slots by attribute, and the gradient of the rows to new rows and slots.
 _Rule = Callable[[tf.Tensor, dict, tf.IndexedSlices], tuple[tf.Tensor, dict]]
@@ -33,6 +35,8 @@ _Rule = Callable[[tf.Tensor, dict, tf.IndexedSlices], tuple[tf.Tensor, dict]]
 
 class Shard:
   """Some rows of a table, in the memory of one device.
+
+  With a server rows may be lost (`is_lost`), until others are loaded.
 
   Args:
     width: of a row.
@@ -47,6 +51,7 @@ class Shard:
     device: str = '/device:CPU:0',
   ):
     self.device = device
+    self.is_lost = False
     self._width = width
     self._initial_rows = initial_rows
     self._slots: dict[str, Any] = {}
@@ -94,12 +99,16 @@ class Shard:
     step: tf.Tensor,
     rule: _Rule,
     initial_slots: dict[str, tf.Tensor],
+    counts: tf.Tensor | None = None,
   ) -> None:
     """Applies gradients [n, width] of ids [n], which may repeat, to their rows.
 
-    Nobody else updates rows meanwhile: a row is read, computed and written.
+    Nobody else updates rows meanwhile: a row is read, computed and written. `counts`
+    says of how many uses each gradient is the sum; None for one each.
     """
-    ids, places, counts = tf.unique_with_counts(ids, tf.int64)
+    if counts is None:
+      counts = tf.ones([tf.size(ids)])
+    ids, places = tf.unique(ids, tf.int64)
     shape = tf.stack([tf.size(ids, tf.int64), self._width])
     with self._locked() as written:
       rows, usage = self._find(ids)
@@ -109,7 +118,9 @@ class Shard:
       }
       gradient = tf.IndexedSlices(gradients, places, shape)
       rows, slots = rule(rows, slots, gradient)
-      uses = usage[:, _USES] + tf.cast(counts, tf.float32)
+      uses = usage[:, _USES] + tf.math.unsorted_segment_sum(
+        counts, places, tf.size(ids)
+      )
       steps = tf.fill(tf.shape(uses), step)
       usage = tf.stack([uses, steps], 1)
       written.append(self._rows.insert(ids, tf.concat([rows, usage], 1)))
@@ -145,26 +156,32 @@ class Shard:
     with tf.device(self.device):
       return int(self._rows.size())
 
-  def ids(self) -> np.ndarray:
-    """Those whose rows are stored, in any order."""
+  def stored(self) -> tuple[tf.Tensor, tf.Tensor]:
+    """All ids, in any order, and their rows with their usage, where they are."""
     with tf.device(self.device):
-      return self._rows.export()[0].numpy()
+      return self._rows.export()
 
-  def stored(self, ids: np.ndarray, slot: str | None = None) -> np.ndarray:
+  def stored_of(self, ids: tf.Tensor, slot: str | None = None) -> tf.Tensor:
     """Rows with their usage, or a slot of them and whether it was ever updated."""
     with tf.device(self.device):
-      return self._of(slot).lookup(tf.constant(ids, tf.int64)).numpy()
+      return self._of(slot).lookup(ids)
+
+  def clear(self) -> None:
+    """Removes all rows and their slots."""
+    with tf.device(self.device):
+      for slot in (None, *self._slots):
+        tf.raw_ops.LookupTableImportV2(
+          table_handle=self._of(slot).resource_handle,
+          keys=tf.zeros([0], tf.int64),
+          values=tf.zeros([0, self._width + (_USAGE if slot is None else 1)]),
+        )
 
   def store(
-    self, ids: np.ndarray, values: np.ndarray, slot: str | None = None
+    self, ids: tf.Tensor, values: tf.Tensor, slot: str | None = None
   ) -> None:
-    """Stores these, as `stored` returns them, and no others."""
+    """Stores these, as `stored_of` returns them, besides others."""
     with tf.device(self.device):
-      tf.raw_ops.LookupTableImportV2(
-        table_handle=self._of(slot).resource_handle,
-        keys=tf.constant(ids, tf.int64),
-        values=tf.constant(values, tf.float32),
-      )
+      self._of(slot).insert(ids, values)
 
   def _of(self, slot):
     return self._rows if slot is None else self._slots[slot]
@@ -191,15 +208,27 @@ class Shard:
 class Column:
   """A part of a table's state, for those who save and load variables.
 
-  `assign` takes the ids of the shards that are to be loaded; None for all.
+  Args:
+    table: whose state.
+    key: `IDS`, `ROWS` or a slot.
+    width: of a row; None for numbers.
+    read: returns the part of all rows, sorted by ids.
+    write: takes what `read` returned.
   """
 
-  def __init__(self, path: str, width: int | None, read, write):
-    self.path = path
+  def __init__(
+    self,
+    table: RowTable,
+    key: str,
+    width: int | None,
+    read: Callable[[], np.ndarray],
+    write: Callable[[np.ndarray], None],
+  ):
+    self.table, self.key = table, key
+    self.path = f'{table.variable.path}/{key}'
     self.shape = (None,) if width is None else (None, width)
     self.dtype = 'int64' if width is None else 'float32'
-    self.numpy: Callable[[], np.ndarray] = read
-    self.assign: Callable[..., None] = write
+    self.numpy, self.assign = read, write
 
 
 class RowTable:
@@ -258,7 +287,7 @@ class RowTable:
 
   def _read_shards(self, ids):
     ids, places = tf.unique(ids)
-    owner = self._owner(ids)
+    owner = self.owner(ids)
     positions = self._split(tf.range(tf.size(ids)), owner)
     rows = []
     for shard, part in zip(self.shards, self._split(ids, owner), strict=True):
@@ -268,7 +297,8 @@ class RowTable:
     rows.set_shape([None, self._width])
     return tf.gather(rows, places)
 
-  def _owner(self, ids):
+  def owner(self, ids: tf.Tensor) -> tf.Tensor:
+    """The number of the shard of each id."""
     return row_initializers.owner(ids, len(self.shards))
 
   def _split(self, values, owner):
@@ -307,21 +337,21 @@ class RowTable:
       )
       return rows, {_name(optimizer, a): s for a, s in states.items()}
 
-    ids, values = gradient.indices, gradient.values
-    owner = self._owner(ids)
-    for shard, some, their in zip(
-      self.shards,
-      self._split(ids, owner),
-      self._split(values, owner),
-      strict=True,
-    ):
+    columns = [gradient.indices, gradient.values]
+    if row_updates.takes_sums(optimizer):
+      # Before it is sent.
+      gradient = row_updates.summed(gradient)
+      columns = [gradient.indices, gradient.values, gradient.counts]
+    owner = self.owner(gradient.indices)
+    split = (self._split(each, owner) for each in columns)
+    for shard, *some in zip(self.shards, *split, strict=True):
 
-      def write(ids, values, learning_rate, shard=shard):
+      def write(learning_rate, ids, values, *counts, shard=shard):
         step = keras.ops.cast(optimizer.iterations, 'float32')
         applied = functools.partial(rule, learning_rate)
-        shard.update(ids, values, step, applied, initial)
+        shard.update(ids, values, step, applied, initial, *counts)
 
-      self._write_on(shard, write, some, their, learning_rate)
+      self._write_on(shard, write, learning_rate, *some)
 
   def adopt(self, optimizer: keras.optimizers.Optimizer, slots) -> None:
     """Has the slots of an optimizer; those of another one before it are gone."""
@@ -364,11 +394,11 @@ class RowTable:
 
   def columns(self) -> list[Column]:
     """The state of the table but for the slots; loaded in this order."""
-    path = self.variable.path
     return [
-      Column(f'{path}/ids', None, self._ids, self._load_ids),
+      Column(self, IDS, None, self._ids, self._load_ids),
       Column(
-        f'{path}/rows',
+        self,
+        ROWS,
         self._width + _USAGE,
         lambda: self._stored(self._ids()),
         self._load,
@@ -379,7 +409,8 @@ class RowTable:
     """The optimizer's state of the rows; loaded behind `columns`."""
     return [
       Column(
-        f'{self.variable.path}/{slot}',
+        self,
+        slot,
         self._width + 1,
         lambda slot=slot: self._stored(self._ids(), slot),
         functools.partial(self._load, slot=slot),
@@ -394,7 +425,7 @@ class RowTable:
     return self.slot_columns()
 
   def _ids(self) -> np.ndarray:
-    ids = self._drained(lambda: [s.ids() for s in self.shards])
+    ids = self._drained(lambda: [s.stored()[0].numpy() for s in self.shards])
     return np.sort(np.concatenate(ids))
 
   def _stored(self, ids, slot=None) -> np.ndarray:
@@ -403,24 +434,18 @@ class RowTable:
 
     def read():
       for shard, mine in self._shares(ids):
-        found[mine] = shard.stored(ids[mine], slot)
+        found[mine] = shard.stored_of(tf.constant(ids[mine]), slot).numpy()
 
     self._drained(read)
     return found
 
-  def _load_ids(self, ids, among=None) -> None:
+  def _load_ids(self, ids) -> None:
     """The rows to come are those of these ids."""
     self._loaded = np.asarray(ids, np.int64)
+    self._drained(lambda: [shard.clear() for shard in self.shards])
 
-    def clear():
-      for shard in self._among(among):
-        for slot in self.slots:
-          shard.store([], np.zeros([0, self._width + 1]), slot)
-
-    self._drained(clear)
-
-  def _load(self, values, among=None, slot=None) -> None:
-    ids, values = self._loaded, np.asarray(values)
+  def _load(self, values, slot=None) -> None:
+    ids, values = self._loaded, np.asarray(values, np.float32)
     if len(ids) != len(values):
       raise errors.CheckpointMismatchError(
         f'{len(values)} rows of {self.variable.path!r} for {len(ids)} ids. Expected '
@@ -428,18 +453,14 @@ class RowTable:
       )
 
     def write():
-      loaded = self._among(among)
       for shard, mine in self._shares(ids):
-        if shard in loaded:
-          shard.store(ids[mine], values[mine], slot)
+        shard.store(tf.constant(ids[mine]), tf.constant(values[mine]), slot)
+        shard.is_lost = False
 
     self._drained(write)
 
-  def _among(self, among) -> list[Shard]:
-    return [s for s in self.shards if among is None or id(s) in among]
-
   def _shares(self, ids):
-    owner = self._owner(tf.constant(ids, tf.int64)).numpy()
+    owner = self.owner(tf.constant(ids, tf.int64)).numpy()
     return [(s, owner == i) for i, s in enumerate(self.shards)]
 
 

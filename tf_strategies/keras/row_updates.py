@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 from absl import logging
 
-from tf_strategies import _keras_internal, errors
+from tf_strategies import _keras_internal
 from tf_strategies.keras import optimizer_checks, optimizer_wrapper
 
 # An update of a larger table is worth a warning if it is of all rows.
@@ -19,14 +19,26 @@ _LARGE_BYTES = 16 * 1024 * 1024
 _warned_of: set[str] = set()
 
 
+class SummedSlices(tf.IndexedSlices):
+  """A gradient whose rows are sums, and of how many gradients: float32 [n]."""
+
+  def __init__(self, values, indices, dense_shape, counts: tf.Tensor):
+    super().__init__(values, indices, dense_shape)
+    self.counts = counts
+
+
 def summed(gradient: Any) -> Any:
   """A gradient in which each row is once; dense ones are as they are."""
   if not isinstance(gradient, tf.IndexedSlices):
     return gradient
   rows, places = tf.unique(gradient.indices)
-  values = tf.math.unsorted_segment_sum(gradient.values, places, tf.size(rows))
+  counts = getattr(gradient, 'counts', tf.ones([tf.size(places)]))
+  values, counts = (
+    tf.math.unsorted_segment_sum(each, places, tf.size(rows))
+    for each in (gradient.values, counts)
+  )
   values.set_shape([None, *gradient.values.shape[1:]])
-  return tf.IndexedSlices(values, rows, gradient.dense_shape)
+  return SummedSlices(values, rows, gradient.dense_shape, counts)
 
 
 def update_lazily(optimizer, gradient, variable, learning_rate) -> None:
@@ -96,25 +108,6 @@ def _stays_without_gradient(optimizer) -> bool:
   return type(optimizer) is keras.optimizers.Adagrad and (
     optimizer.epsilon > 0 or optimizer.initial_accumulator_value > 0
   )
-
-
-def check_may_be_nested(update: Callable, name: str) -> None:
-  """Refuses an update by rows of a variable in parts inside of a branch.
-
-  There rows of one part met state of another (a loss scale's branch, with steps that
-  are applied as they come).
-
-  Raises:
-    UnsupportedOptionError: it is a `LazyRows`' update.
-  """
-  if is_lazy(_keras_internal.optimizer_of(update)):
-    raise errors.UnsupportedOptionError(
-      f'LazyRows within a branch, as LossScaleOptimizer makes it, with partitioned '
-      f'variable {name!r}',
-      "mode='sync', an optimizer without loss scaling, or a variable in one part",
-      "use mode='sync' or mixed_bfloat16, or cut no variable: "
-      'variable_partitioner=lambda shape, dtype: [1] * len(shape)',
-    )
 
 
 def warn_of_all_rows(update: Callable, variable: tf.Variable) -> None:

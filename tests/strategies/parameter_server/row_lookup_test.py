@@ -11,7 +11,7 @@ from absl import logging
 from absl.testing import parameterized
 
 import tf_strategies as tfs
-from tests import parameter_servers
+from tests import parameter_servers, tiers
 from tests.conformance import harness
 from tests.strategies.parameter_server import wire
 from tf_strategies.strategies.parameter_server import variables
@@ -40,6 +40,28 @@ _OPTIMIZERS = {
   'lazy_adamw': lambda: tfs.keras.LazyRows(optimizers.AdamW(0.05)),
   'lazy_ftrl': lambda: tfs.keras.LazyRows(optimizers.Ftrl(0.1)),
   'lazy_clipped': lambda: tfs.keras.LazyRows(optimizers.Adam(clipnorm=0.01)),
+}
+
+
+def _multi():
+  """One optimizer for tables, another for what is dense."""
+  tables = tfs.keras.LazyRows(optimizers.Nadam(0.05))
+  others = optimizers.Adam(0.05)
+  return optimizers.MultiOptimizer(
+    lambda v: tables if 'embeddings' in v.path else others
+  )
+
+
+# Their updates are in a branch.
+_IN_A_BRANCH = {
+  'scaled_adagrad': lambda: optimizers.LossScaleOptimizer(
+    optimizers.Adagrad(0.1)
+  ),
+  'scaled_lazy_adam': lambda: optimizers.LossScaleOptimizer(
+    tfs.keras.LazyRows(optimizers.Adam(0.05))
+  ),
+  'scaled_multi': lambda: optimizers.LossScaleOptimizer(_multi()),
+  'accumulated': lambda: optimizers.Adam(0.05, gradient_accumulation_steps=2),
 }
 
 
@@ -123,6 +145,32 @@ def _own():
   )
 
 
+class Branch(keras.Model):
+  """Its step updates in a branch of its own."""
+
+  def __init__(self):
+    super().__init__()
+    self.table = layers.Embedding(_TOKENS, 4)
+    self.dense = layers.Dense(1)
+
+  def call(self, x):
+    return self.dense(keras.ops.mean(self.table(x), 1))
+
+  def train_step(self, data):
+    x, y = data
+    with tf.GradientTape() as tape:
+      predictions = self(x, training=True)
+      loss = self.compute_loss(x, y, predictions)
+    variables = self.trainable_variables
+    gradients = tape.gradient(loss, variables)
+    keras.ops.cond(
+      loss >= 0,
+      lambda: self.optimizer.apply(gradients, variables),
+      lambda: None,
+    )
+    return self.compute_metrics(x, y, predictions)
+
+
 def _cloned():
   """A model that comes from another one's description."""
   return keras.models.model_from_json(_towers().to_json())
@@ -135,16 +183,18 @@ _MODELS = {
   'tied': (Tied, _masked_rows),
   'own': (_own, _masked_rows),
 }
+_MODELS_WITH_BRANCHES = {'branch': (Branch, _masked_rows)}
 
 
 def train(kind, optimizer, strategy=None):
   """Weights, state of the optimizer, history, evaluation and predictions."""
-  make_model, make_rows = _MODELS[kind]
+  make_model, make_rows = (_MODELS | _MODELS_WITH_BRANCHES)[kind]
   keras.backend.clear_session()
   keras.utils.set_random_seed(3)
   with harness.scope_of(strategy):
     model = make_model()
-    model.compile(_OPTIMIZERS[optimizer](), 'mse', metrics=['mae'])
+    make_optimizer = (_OPTIMIZERS | _IN_A_BRANCH)[optimizer]
+    model.compile(make_optimizer(), 'mse', metrics=['mae'])
   rows = make_rows()
   targets = np.random.default_rng(1).normal(size=[_ROWS, 1]).astype(np.float32)
   data = tf.data.Dataset.from_tensor_slices((rows, targets)).batch(_BATCH)
@@ -195,11 +245,15 @@ _IDS = 1024
 
 
 def _wide_model(rows, optimizer, strategy):
-  """A table, and as little as there can be besides."""
+  """A table, of None without a vocabulary, and as little as there can be besides."""
   keras.backend.clear_session()
   with strategy.scope():
     inputs = layers.Input([], dtype='int32')
-    found = layers.Embedding(rows, _WIDTH, name='table')(inputs)
+    if rows is None:
+      table = tfs.keras.DynamicEmbedding(_WIDTH, name='table')
+    else:
+      table = layers.Embedding(rows, _WIDTH, name='table')
+    found = table(inputs)
     outputs = layers.Dense(1)(found)
     model = keras.Model(inputs, outputs)
     model.compile(_OPTIMIZERS[optimizer](), 'mse')
@@ -230,7 +284,7 @@ def _predict(model, data):
   model.predict(data.map(lambda x, y: x), verbose=0)
 
 
-def byte_counts(counted, options, optimizer, parts=1):
+def byte_counts(counted, options, optimizer, parts=1, rows=20_000):
   """Of a step of each call: bytes with one row; and for each one more. Each way."""
   strategy = tfs.ParameterServerStrategy(
     variable_partitioner=partitioners.FixedShardsPartitioner(parts)
@@ -244,7 +298,7 @@ def byte_counts(counted, options, optimizer, parts=1):
   one = np.zeros([_IDS], np.int32)
   found = {}
   try:
-    model = _wide_model(20_000, optimizer, strategy)
+    model = _wide_model(rows, optimizer, strategy)
     for call in (_fit, _evaluate, _predict):
       few, all_rows = (
         _bytes_a_step(counted, model, ids, call) for ids in (one, many)
@@ -330,6 +384,15 @@ class EqualityTest(tf.test.TestCase, parameterized.TestCase):
   def test_training_equals_one_device(self, mode, num_workers, parts):
     self.assert_equal_in(_SOME, mode, num_workers, parts)
 
+  @tiers.named_parameters(('async', 'async', 1), tiers.full('sync', 'sync', 2))
+  def test_in_a_branch_of_a_step(self, mode, num_workers):
+    pairs = [('towers', name) for name in _IN_A_BRANCH]
+    self.assert_equal_in(pairs, mode, num_workers, 2)
+
+  def test_in_a_branch_of_the_users(self):
+    pairs = ('branch', 'lazy_adam'), ('branch', 'adagrad')
+    self.assert_equal_in(pairs, 'async', 1, 2)
+
   @parameterized.parameters(*_GROUPS)
   @pytest.mark.full
   def test_every_optimizer_and_model(self, *pairs):
@@ -375,6 +438,24 @@ class RowsTest(tf.test.TestCase, parameterized.TestCase):
       # The rows of the table, to one worker at least.
       self.assertGreater(found['_fit'][0][1], 20_000 * _WIDTH * 4)
 
+  @parameterized.parameters(('async', 'sgd'), ('sync', 'lazy_adam'))
+  def test_a_table_without_a_vocabulary_is_sent_sums(self, mode, optimizer):
+    """Where Keras squares equal rows one by one it is sent each of them."""
+    least = []
+    with wire.CountedJob(num_workers=2, num_ps=2) as job:
+      for name in (optimizer, 'adagrad'):
+        args = job.counts_address, {'mode': mode}, name, 1, None
+        with_one, each = job.run(byte_counts, args)['_fit']
+        least.append(with_one[0] / (_IDS * _WIDTH * 4))
+        # Of each id more.
+        gradients = each[0] / (_WIDTH * 4)
+        self.assertBetween(
+          gradients, *((0.99, 1.1) if name == optimizer else (-0.1, 0.1))
+        )
+    summed, apart = least
+    self.assertLess(summed, 0.1)
+    self.assertGreater(apart, 0.99)
+
   @parameterized.parameters('sgd', 'adagrad', 'lazy_adam', 'lazy_ftrl')
   def test_other_rows_stay_as_they_are(self, optimizer):
     with parameter_servers.Job(num_workers=1, num_ps=1) as job:
@@ -397,44 +478,6 @@ class RowsTest(tf.test.TestCase, parameterized.TestCase):
       warned = job.run(warnings_of, (('adam', 'sgd', 'adagrad', 'lazy_adam'),))
     self.assertLen(warned.pop('adam'), 1)
     self.assertEqual(warned, {'sgd': [], 'adagrad': [], 'lazy_adam': []})
-
-
-def train_in_a_branch(mode):
-  """A table in parts, lazily, in the branch that a loss scale makes."""
-  strategy = tfs.ParameterServerStrategy(
-    mode=mode,
-    variable_partitioner=(
-      tf.distribute.experimental.partitioners.FixedShardsPartitioner(2)
-    ),
-  )
-  with strategy.scope():
-    ids = keras.Input([3], dtype='int64')
-    rows = keras.layers.Flatten()(keras.layers.Embedding(300, 8)(ids))
-    model = keras.Model(ids, keras.layers.Dense(1)(rows))
-    lazy = tfs.keras.LazyRows(keras.optimizers.Adam(0.01))
-    model.compile(keras.optimizers.LossScaleOptimizer(lazy), 'mse')
-  x = np.random.default_rng(0).integers(0, 300, [16, 3])
-  try:
-    model.fit(x, np.ones([16, 1]), batch_size=8, verbose=0)
-  except tfs.errors.UnsupportedOptionError as e:
-    return str(e)
-  finally:
-    strategy.close()
-  return int(model.optimizer.iterations.numpy())
-
-
-@pytest.mark.multi_process
-@pytest.mark.full
-class BranchTest(tf.test.TestCase, parameterized.TestCase):
-  @parameterized.parameters('async', 'sync')
-  def test_lazy_rows_of_a_table_in_parts(self, mode):
-    with parameter_servers.Job(num_workers=1, num_ps=2) as job:
-      job.start_chief(train_in_a_branch, (mode,))
-      found = job.wait().result()
-    if mode == 'sync':
-      self.assertEqual(found, 2)
-    else:
-      self.assertRegex(found, 'LazyRows within a branch.*mode=.sync')
 
 
 if __name__ == '__main__':

@@ -1,9 +1,7 @@
-"""DynamicEmbedding on servers: exact, moved, restored, expired, counted."""
+"""DynamicEmbedding on servers: exact, moved, restored, expired."""
 
 import os
-import pathlib
 import tempfile
-import time
 from unittest import mock
 
 import keras
@@ -13,7 +11,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_strategies as tfs
-from tests import dynamic_tables, parameter_servers, tiers
+from tests import dynamic_tables, parameter_servers
 from tests.strategies.parameter_server import chief
 from tf_strategies import errors
 from tf_strategies.strategies.parameter_server import server_table
@@ -21,8 +19,9 @@ from tf_strategies.strategies.parameter_server import server_table
 pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
 
 OPTIMIZERS = dynamic_tables.OPTIMIZERS
-_SYNC = ('adagrad', 'adam')
-_OTHERS = ('sgd', 'momentum', 'schedule', 'rmsprop', 'nadam', 'ftrl')
+# Of the gradients of equal ids SGD is sent the sum, Adam all.
+_SYNC = ('sgd', 'adam')
+_OTHERS = ('adagrad', 'momentum', 'schedule', 'rmsprop', 'nadam', 'ftrl')
 _RANDOM = np.arange(-50, 50) * 2**40
 _UNKNOWN = np.array([[2**60, -5]])
 
@@ -72,6 +71,18 @@ def with_a_server_that_does_not_update(directory):
 
   with mock.patch.object(server_table.ServerShard, 'update', update_some):
     return _train(tfs.ParameterServerStrategy(mode='sync'))
+
+
+def of_gaps_in_sync(directory):
+  found = {}
+  for kind in ('ragged', 'sparse'):
+    strategy = tfs.ParameterServerStrategy(mode='sync')
+    x, y = dynamic_tables.all_in_each_batch()
+    model = _build(strategy, kind=kind)
+    data = dynamic_tables.with_gaps(kind, x), y
+    found[kind] = dynamic_tables.results(model, *data)
+    strategy.close()
+  return found
 
 
 def in_async_on_one_worker(directory):
@@ -124,14 +135,26 @@ def save(directory):
   dynamic_tables.results(model, *data, epochs=1, callbacks=[resume])
   model.save(os.path.join(directory, 'model.keras'))
   usage = model.layers[0].usage()
-  refused = []
-  try:
-    tf.train.Checkpoint(model=model).save(os.path.join(directory, 'ckpt'))
-  except errors.UnsupportedOptionError as e:
-    refused.append(str(e))
-  found = _second_epoch(model), usage, refused
+  refused, state = [], _state(model)
+  path = os.path.join(directory, 'refused')
+  for action in (
+    lambda: tf.train.Checkpoint(model=model).save(path),
+    lambda: model.export(path, verbose=False),
+  ):
+    try:
+      action()
+    except errors.UnsupportedOptionError as e:
+      refused.append(str(e))
+  found = _second_epoch(model), usage, refused, state
   strategy.close()
   return found
+
+
+def _state(model):
+  """All rows and their state of the optimizer, sorted by ids."""
+  table = model.layers[0]._table
+  columns = [*table.columns(), *table.slot_columns()]
+  return {column.key: column.numpy() for column in columns}
 
 
 def _saving(directory):
@@ -150,7 +173,8 @@ def load(directory):
   with strategy.scope():
     model = keras.models.load_model(os.path.join(directory, 'model.keras'))
   usage, report = model.layers[0].usage(), model.layers[0].report()
-  found = _second_epoch(model), usage, report
+  state = _state(model)
+  found = _second_epoch(model), usage, report, state
   strategy.close()
   return found
 
@@ -160,12 +184,16 @@ def continue_checkpoint(directory):
   strategy = _saving(directory)
   model = _build(strategy)
   x, y = dynamic_tables.some_in_each_batch()
+  states = []
+  look = keras.callbacks.LambdaCallback(
+    on_train_begin=lambda logs: states.append(_state(model))
+  )
   # The first epoch is done, so these are the second and the third.
   history = model.fit(
     dynamic_tables.dataset(x, y),
     epochs=3,
     verbose=0,
-    callbacks=[tfs.ResumeFit(strategy)],
+    callbacks=[tfs.ResumeFit(strategy), look],
   )
   found = {
     'losses': history.history['loss'],
@@ -173,7 +201,7 @@ def continue_checkpoint(directory):
   }
   report = model.layers[0].report()
   strategy.close()
-  return found, report
+  return found, report, states[0]
 
 
 def expire(directory):
@@ -247,6 +275,7 @@ class TrainingTest(_ServersTest):
     in_sync,
     with_a_server_that_does_not_update,
     in_other_modes,
+    of_gaps_in_sync,
     save,
     expire,
     in_a_loop,
@@ -261,6 +290,14 @@ class TrainingTest(_ServersTest):
   @parameterized.parameters(*_SYNC)
   def test_sync_equals_embedding_on_one_device(self, name):
     self.assert_as_embedding(name, self.found['in_sync'][name])
+
+  @parameterized.parameters('ragged', 'sparse')
+  def test_ragged_and_sparse_ids_equal_embedding(self, kind):
+    static = dynamic_tables.model(False, OPTIMIZERS['adam'], kind)
+    x, y = dynamic_tables.all_in_each_batch()
+    x = dynamic_tables.with_gaps(kind, x)
+    expected = dynamic_tables.results(static, x, y)
+    self.assert_results(expected, self.found['of_gaps_in_sync'][kind])
 
   def test_a_server_that_does_not_update_would_be_seen(self):
     found = self.found['with_a_server_that_does_not_update']
@@ -301,20 +338,31 @@ class TrainingTest(_ServersTest):
     self.assertEqual(found['usage']['uses'].sum(), total - 2 * rows)
 
   def test_a_file_of_two_servers_loads_onto_three(self):
-    expected, usage, _ = self.found['save']
-    found, then, report = self.moved['load']
+    expected, usage, _, state = self.found['save']
+    found, then, report, moved = self.moved['load']
+    self.assert_state(state, moved)
     self.assert_results(expected, found)
     self.assert_usage(usage, then)
     self.assertLen(report['by_shard'], 3)
     self.assertEqual(sum(report['by_shard']), len(usage['ids']))
     self.assertGreater(np.count_nonzero(report['by_shard']), 1)
 
+  def assert_state(self, expected, actual):
+    """Bit by bit: what was saved on two servers is on three."""
+    self.assertEqual(
+      set(expected), {'ids', 'rows', 'Adam.momentums', 'Adam.velocities'}
+    )
+    self.assertEqual(set(expected), set(actual))
+    for key, value in expected.items():
+      self.assertAllEqual(value, actual[key])
+      self.assertGreater(len(np.unique(value)), 5, key)
+
   def assert_usage(self, expected, actual):
     for name, value in expected.items():
       self.assertAllEqual(value, actual[name])
 
   def test_a_file_of_two_servers_loads_onto_one_device(self):
-    expected, usage, _ = self.found['save']
+    expected, usage, _, _ = self.found['save']
     path = os.path.join(self.directory, 'model.keras')
     self.assertIsNotNone(tfs.keras)  # Registers the layer.
     model = keras.models.load_model(path)
@@ -322,13 +370,16 @@ class TrainingTest(_ServersTest):
     self.assert_results(expected, _second_epoch(model))
 
   def test_what_would_leave_out_rows_is_refused(self):
-    _, _, refused = self.found['save']
-    self.assertLen(refused, 1)
-    self.assertIn('use checkpoint_dir of the strategy', refused[0])
+    _, _, (checkpoint, export), _ = self.found['save']
+    self.assertIn('use checkpoint_dir of the strategy', checkpoint)
+    self.assertRegex(
+      export, r"model.export.*load_model\('model.keras'\).export"
+    )
 
   def test_a_checkpoint_of_two_servers_goes_on_on_three(self):
-    expected, _, _ = self.found['save']
-    found, report = self.moved['continue_checkpoint']
+    expected, _, _, state = self.found['save']
+    found, report, moved = self.moved['continue_checkpoint']
+    self.assert_state(state, moved)
     self.assertAllClose(expected['losses'], found['losses'], 0, 1e-6)
     self.assertAllClose(expected['predictions'], found['predictions'], 0, 1e-6)
     self.assertLen(report['by_shard'], 3)
@@ -338,7 +389,7 @@ class TrainingTest(_ServersTest):
     data = dynamic_tables.dataset(*dynamic_tables.some_in_each_batch())
     directory = os.path.join(self.directory, 'run')
     tfs.SidecarEvaluator(model, data, directory, idle_timeout_seconds=1).run()
-    found, _ = self.moved['continue_checkpoint']
+    found, _, _ = self.moved['continue_checkpoint']
     self.assertAllClose(
       found['predictions'], model.predict(data, verbose=0), 0, 1e-6
     )
@@ -349,111 +400,6 @@ class TrainingTest(_ServersTest):
     self.assertEqual((old, rare), (1, 1))
     self.assertEqual((report['rows'], report['expired']), (1, 4))
     self.assertAllClose(row, dynamic_tables.first_rows([2]))
-
-
-_STEPS = 60
-_IDS = 40
-
-
-class _Slow(keras.layers.Layer):
-  """Returns what it gets, after a while: workers that are killed are in a step."""
-
-  def call(self, x):
-    matrix = tf.eye(512) * 0.5
-    y = tf.matmul(tf.stop_gradient(x), tf.ones([x.shape[1], 512]))
-    _, y = tf.while_loop(
-      lambda i, _: i < 300,
-      lambda i, y: (i + 1, tf.tanh(tf.matmul(y, matrix))),
-      [0, y],
-    )
-    return x + 1e-30 * y[:, :1]
-
-  def compute_output_shape(self, input_shape):
-    return input_shape
-
-
-def train_until_killed(directory, mode, checkpoint_steps):
-  """Counts of ids that step s of 60 all use; tells how far it is."""
-  options = {'mode': mode}
-  if checkpoint_steps:
-    options['checkpoint_dir'] = os.path.join(directory, 'checkpoints')
-    options['checkpoint_steps'] = checkpoint_steps
-  strategy = tfs.ParameterServerStrategy(recovery_timeout=120, **options)
-  with strategy.scope():
-    model = keras.Sequential(
-      [
-        keras.Input([2], dtype='int64'),
-        tfs.keras.DynamicEmbedding(dynamic_tables.WIDTH),
-        keras.layers.Flatten(),
-        _Slow(),
-        keras.layers.Dense(1),
-      ]
-    )
-    model.compile('adam', 'mse')
-  x = np.arange(_IDS).reshape([-1, 2])
-  x, y = np.tile(x, [_STEPS, 1]), np.ones([_STEPS * _IDS // 2, 1])
-  data = tf.data.Dataset.from_tensor_slices((x, y)).batch(_IDS // 2)
-
-  def tell(batch, logs):
-    pathlib.Path(directory, 'step').write_text(str(batch))
-
-  callback = keras.callbacks.LambdaCallback(on_train_batch_end=tell)
-  model.fit(data, verbose=0, callbacks=[callback])
-  found = model.layers[0].usage(), model.layers[0].report()
-  found = *found, strategy.report(), int(model.optimizer.iterations.numpy())
-  strategy.close()
-  return found
-
-
-class KillTest(parameterized.TestCase, tf.test.TestCase):
-  def kill(self, task, mode, checkpoint_steps=None, restarts=True):
-    directory = self.create_tempdir().full_path
-    step = pathlib.Path(directory, 'step')
-    with parameter_servers.Job(num_workers=2, num_ps=2) as job:
-      job.start_chief(train_until_killed, (directory, mode, checkpoint_steps))
-      ends_at = time.monotonic() + 120
-      while not (step.exists() and int(step.read_text() or 0) > 15):
-        self.assertLess(time.monotonic(), ends_at)
-        time.sleep(0.05)
-      job.kill(*task)
-      if restarts:
-        job.start(*task)
-      return job.wait().result()
-
-  @tiers.named_parameters(('async', 'async'), tiers.full('sync', 'sync'))
-  def test_worker_counts_are_exact(self, mode):
-    usage, report, strategy, iterations = self.kill(
-      ('worker', 1), mode, restarts=False
-    )
-    self.assertAllEqual(usage['ids'], np.arange(_IDS))
-    self.assertAllEqual(usage['uses'], np.full([_IDS], _STEPS))
-    self.assertEqual((iterations, strategy['steps']), (_STEPS, _STEPS))
-    self.assertEqual(report['rows'], _IDS)
-
-  def test_server_rows_are_those_of_the_checkpoint(self):
-    usage, report, strategy, iterations = self.kill(('ps', 1), 'sync', 5)
-    (recovery,) = strategy['recoveries']
-    self.assertEqual(recovery['server'], 1)
-    self.assertEqual(iterations, _STEPS - recovery['lost_steps'])
-    self.assertAllEqual(usage['ids'], np.arange(_IDS))
-    self.assertAllEqual(usage['uses'], np.full([_IDS], iterations))
-    self.assertEqual(report['rows'], _IDS)
-
-  def test_only_rows_of_the_dead_server_are_older(self):
-    usage, report, strategy, iterations = self.kill(('ps', 1), 'async', 5)
-    (recovery,) = strategy['recoveries']
-    self.assertEqual((recovery['server'], iterations), (1, _STEPS))
-    self.assertAllEqual(usage['ids'], np.arange(_IDS))
-    uses = set(usage['uses'].tolist())
-    # Each row is in every step: those of the other server have them all.
-    self.assertIn(_STEPS, uses)
-    older = uses - {_STEPS}
-    self.assertLessEqual(len(older), 1)
-    for count in older:
-      self.assertEqual(
-        usage['uses'].tolist().count(count), report['by_shard'][1]
-      )
-      self.assertBetween(count, _STEPS - recovery['lost_steps'], _STEPS - 1)
 
 
 if __name__ == '__main__':

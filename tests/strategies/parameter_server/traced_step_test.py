@@ -160,6 +160,31 @@ class TracedStepTest(tf.test.TestCase, parameterized.TestCase):
     self.assertAllEqual(run(tf.ones([3])), [2.0, 3.0, 4.0])
     self.assertAllEqual(a, [2.0, 3.0, 4.0])
 
+  def test_an_update_that_waits_is_not_done_within_another_one(self):
+    begun = []
+
+    def program(a, b, x):
+      def first():
+        begun.append('first')
+        a.assign_add(x)
+
+      def second():
+        begun.append('second')
+        b.assign(b.read_value() + x)
+        begun.append('end of second')
+
+      step = traced_step.current()
+      begun.clear()
+      with step.merging():
+        step.update(a, first, [x], waits=True)
+        step.update(b, second, [x], waits=False)
+      return x
+
+    a, b = (local_servers.variable(i, [1.0, 2.0, 3.0]) for i in range(2))
+    self.trace(program, [a, b])(tf.ones([3]))
+    self.assertEqual(begun, ['first', 'second', 'end of second'])
+    self.assertAllEqual([a, b], [[2.0, 3.0, 4.0]] * 2)
+
   def test_an_error_in_the_program_ends_the_step(self):
     def program(a, x):
       raise ZeroDivisionError('in the program')

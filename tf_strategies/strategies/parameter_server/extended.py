@@ -325,10 +325,6 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
     if not isinstance(var, partitioned.PartitionedVariable):
       return self._update_on_server(var, var, fn, args, kwargs, group)
     optimizer_checks.check_partitioned_update(fn, var.name)
-    if args and isinstance(args[0], tf.IndexedSlices):
-      step = traced_step.current()
-      if step is not None and step.is_nested():
-        row_updates.check_may_be_nested(fn, var.name)
     split = [
       var.split_gradient(a) if _is_like(a, var) else [a] * len(var.parts)
       for a in args

@@ -47,6 +47,8 @@ class Contents:
         if isinstance(gradient, tf.IndexedSlices):
           found.append((server, gradient.values, True))
           found.append((server, gradient.indices, True))
+          if _is_counted(gradient, variable):
+            found.append((server, gradient.counts, True))
         elif gradient is not None:
           found.append((server, tf.convert_to_tensor(gradient), False))
     for write in self.writes:
@@ -210,7 +212,7 @@ class MicrobatchFunction(SlotFunction):
         numbers = self._discovery.report(outputs)
       # On the worker, before they are sent.
       calls = [
-        (o, _summed(o, grads, v), v)
+        (o, [row_updates.summed(g) for g in grads], v)
         if row_updates.takes_sums(o, clips=True)
         else (o, grads, v)
         for o, grads, v in calls
@@ -300,22 +302,25 @@ class ApplyFunction:
     with tf.device(variables.server_device(server)):
       if not isinstance(gradient, tf.IndexedSlices):
         return _mean(values, weights)
-      indices, _ = next(parts)
-      weighted = list(map(_scaled, values, weights))
+      is_counted = _is_counted(gradient, variable)
+      columns = [
+        list(map(_scaled, values, weights)),
+        *(next(parts)[0] for _ in range(1 + is_counted)),
+      ]
       # On one device as here: rows that were looked up apart stay apart, since
       # Adam does not make the same of two gradients and of their sum.
       argument = self._layout.contents.argument.op.name
-      if not worker_function.depends_on(gradient.indices, [argument]):
-        values, indices = tf.add_n(weighted), indices[0]
-      else:
-        values, indices = tf.concat(weighted, 0), tf.concat(indices, 0)
-        if _origin_type(gradient.indices) == 'Unique':
-          indices, places = tf.unique(indices)
-          values = tf.math.unsorted_segment_sum(
-            values, places, tf.size(indices)
-          )
+      is_of_batch = worker_function.depends_on(gradient.indices, [argument])
+      values, *others = (
+        tf.concat(each, 0) if is_of_batch else each[0] for each in columns
+      )
+      if not is_of_batch:
+        values = tf.add_n(columns[0])
       shape = tf.constant(variable.shape.as_list(), gradient.indices.dtype)
-      return tf.IndexedSlices(values, indices, shape)
+      kind = row_updates.SummedSlices if is_counted else tf.IndexedSlices
+      slices = kind(values, others[0], shape, *others[1:])
+      is_once = is_of_batch and _origin_type(gradient.indices) == 'Unique'
+      return row_updates.summed(slices) if is_once else slices
 
 
 def _server(variable) -> int:
@@ -331,14 +336,10 @@ def _origin_type(tensor) -> str:
   return tensor.op.type
 
 
-def _summed(optimizer, gradients, variables) -> list:
-  """Gradients with each row once, but of dynamic tables, which count uses."""
-  if variables is None:
-    variables = _keras_internal.trainable_variables(optimizer)
-  return [
-    g if _keras_internal.table_of(v) is not None else row_updates.summed(g)
-    for g, v in zip(gradients, variables, strict=True)
-  ]
+def _is_counted(gradient, variable) -> bool:
+  """Whether a gradient of rows travels with counts: dynamic tables count uses."""
+  is_summed = isinstance(gradient, row_updates.SummedSlices)
+  return is_summed and _keras_internal.table_of(variable) is not None
 
 
 def _weights(rows) -> list[tf.Tensor | None]:

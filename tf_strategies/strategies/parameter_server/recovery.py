@@ -14,10 +14,10 @@ from absl import logging
 from tf_strategies import _tf_internal, errors
 from tf_strategies.checkpoint import checkpointer, model_state, pieces
 from tf_strategies.checkpoint import position as position_lib
-from tf_strategies.keras import row_table
 from tf_strategies.strategies.parameter_server import (
   connection,
   input,
+  row_table_files,
   table_files,
   variables,
   worker_pool,
@@ -164,17 +164,19 @@ class Recovery:
     position = position_lib.Position(self._epoch, step, splits)
     named = model_state.name_objects(self._objects)
     tables = table_files.tables_among(named)
+    row_tables = row_table_files.tables_among(named)
+    in_files = _in_files(tables, row_tables)
     saved: dict[str, pieces.Table] = {}
 
     def write_tables(directory):
-      saved.update(self._tables.save(directory, tables))
+      saved.update(self._tables.save(directory, tables, row_tables))
       return saved
 
     path = self._checkpointer.save(
       (
         (name, _read(variable))
         for name, variable in named.items()
-        if name not in tables
+        if name not in in_files
       ),
       {
         **position.to_json(),
@@ -236,14 +238,12 @@ class Recovery:
       )
     self._tables.forget()
     tables = table_files.tables_among(named)
-    lost_ids = {id(v) for v in self._variables.values() if v.is_lost}
+    row_tables = row_table_files.tables_among(named)
+    in_files = _in_files(tables, row_tables)
     for name, variable in named.items():
-      if isinstance(variable, row_table.Column):
-        variable.assign(arrays[name], lost_ids if only_lost else None)
-        continue
       parts = table_files.parts_of(variable) or []
       lost = [each for each in parts if each[0].is_lost]
-      if name in tables or (only_lost and not lost):
+      if name in in_files or (only_lost and not lost):
         continue
       array = arrays[name]
       if worker_states.write(variable, array):
@@ -265,6 +265,8 @@ class Recovery:
         name: [each for each in parts if each[0].is_lost or not only_lost]
         for name, parts in tables.items()
       },
+      row_tables,
+      only_lost,
     )
     return found
 
@@ -430,6 +432,14 @@ class Recovery:
       tasks = [t for t in self._interrupted if t not in done and t.renew()]
     self._pool.go_on(tasks, done)
     self._interrupted = []
+
+
+def _in_files(tables, row_tables) -> set[str]:
+  """The names of what has files of its own in a checkpoint."""
+  return {
+    *tables,
+    *(name for each in row_tables for name in each.names.values()),
+  }
 
 
 def _error_of(

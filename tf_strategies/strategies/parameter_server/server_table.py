@@ -34,7 +34,6 @@ class ServerShard(row_table.Shard):
     super().__init__(width, initial_rows, variables.server_device(server))
     self.server = server
     self.name = name
-    self.is_lost = False
 
   def recreate_if_dead(self) -> None:
     """Makes it anew, without rows, on a server that was restarted."""
@@ -44,24 +43,23 @@ class ServerShard(row_table.Shard):
       self._make()
       self.is_lost = True
 
-  def read(self, ids: tf.Tensor) -> tf.Tensor:
-    """As `Shard.read`.
-
-    Raises:
-      DataError: the rows were lost with their server.
-    """
+  def check_is_whole(self) -> None:
+    """Raises an error if its rows were lost with their server."""
     if self.is_lost:
       raise errors.DataError(
         f'rows of {self.name!r} were lost with parameter server {self.server} and are '
         'not in the checkpoints. Expected rows. Fix: before training, pass their '
         'owner to strategy.track(name=owner).'
       )
-    return super().read(ids)
 
-  def store(self, ids, values, slot=None) -> None:
-    """As `Shard.store`; what was lost is there again."""
-    super().store(ids, values, slot)
-    self.is_lost = False
+  def read(self, ids: tf.Tensor) -> tf.Tensor:
+    """As `Shard.read`.
+
+    Raises:
+      DataError: the rows were lost with their server.
+    """
+    self.check_is_whole()
+    return super().read(ids)
 
 
 class ServerTable(row_table.RowTable, tf.__internal__.tracking.Trackable):
@@ -99,6 +97,16 @@ class ServerTable(row_table.RowTable, tf.__internal__.tracking.Trackable):
       'use checkpoint_dir of the strategy, or model.save; a file loads onto one '
       'device, which can export the model',
     )
+
+  def _trackable_children(self, save_type='checkpoint', **kwargs):
+    if save_type == 'savedmodel':
+      raise errors.UnsupportedOptionError(
+        f'model.export with dynamic table {self.variable.path!r} on parameter servers',
+        'a model whose rows are in one process',
+        "model.save('model.keras'), and in a process without this strategy "
+        "keras.models.load_model('model.keras').export(path)",
+      )
+    return super()._trackable_children(save_type, **kwargs)
 
   def _drained(self, action):
     return self._when_drained(action)

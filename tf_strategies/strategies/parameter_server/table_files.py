@@ -23,7 +23,11 @@ from absl import logging
 
 from tf_strategies import _tf_internal
 from tf_strategies.checkpoint import checkpointer, model_state, pieces
-from tf_strategies.strategies.parameter_server import partitioned, variables
+from tf_strategies.strategies.parameter_server import (
+  partitioned,
+  row_table_files,
+  variables,
+)
 
 # What is smaller is saved with all others, by the coordinator.
 _TABLE_BYTES = 1 << 20
@@ -80,6 +84,7 @@ class TableFiles:
     self._saved: tuple[str, dict[str, pieces.Table]] | None = None
     # How many checkpoints since all tables were written whole.
     self._shared = 0
+    # What was written whole, but not yet committed.
     self._written: dict[str, list[_Part]] = {}
     self._blind: frozenset[int] = frozenset()
 
@@ -88,19 +93,24 @@ class TableFiles:
     self._saved = None
 
   def save(
-    self, directory: str, tables: Mapping[str, list[_Part]]
+    self,
+    directory: str,
+    tables: Mapping[str, list[_Part]],
+    row_tables: Sequence[row_table_files.Named] = (),
   ) -> dict[str, pieces.Table]:
     """Writes the rows of tables into a directory; no step may be running.
 
     `commit` must be called once they are part of a checkpoint.
     """
     self._written = {}
-    if not tables:
+    if not tables and not row_tables:
       return {}
     directory = os.path.abspath(directory)
-    for parts in tables.values():
-      for part, _ in parts:
-        part.check_is_whole()
+    for part in [
+      *(part for parts in tables.values() for part, _ in parts),
+      *(shard for named in row_tables for shard in named.table.shards),
+    ]:
+      part.check_is_whole()
     sees = self._servers_that_see(directory)
     may_share = {
       name for name, parts in tables.items() if self._may_share(name, parts)
@@ -122,6 +132,7 @@ class TableFiles:
             functools.partial(write, directory, file, part, first),
           )
         )
+    work += self._writes_of(row_tables, directory)
     written = iter(self._do(work, sees))
     for name, parts in tables.items():
       results = tuple(each for _ in parts for each in next(written))
@@ -131,7 +142,28 @@ class TableFiles:
         found[name] = pieces.Table(first.dtype.name, shape, results)
       else:
         found[name] = self._saved[1][name]._replace(changes=results)
+    for named in row_tables:
+      shards = [next(written) for _ in named.table.shards]
+      found |= row_table_files.joined(named, shards)
+      self._written |= {name: [] for name in named.names.values()}
     return found
+
+  def _writes_of(self, row_tables, directory):
+    work = []
+    for named in row_tables:
+      stem, first = f'r{uuid.uuid4().hex[:12]}', 0
+      for number, shard in enumerate(named.table.shards):
+        write = functools.partial(
+          row_table_files.write,
+          directory,
+          f'{stem}-{number}',
+          named,
+          shard,
+          first,
+        )
+        work.append((shard.server, write))
+        first += shard.size()
+    return work
 
   def commit(self, path: str, tables: Mapping[str, pieces.Table]) -> None:
     """What `save` wrote is part of a checkpoint."""
@@ -235,38 +267,65 @@ class TableFiles:
     path: str,
     arrays: checkpointer.StoredArrays,
     parts: Mapping[str, Sequence[_Part]],
+    row_tables: Sequence[row_table_files.Named] = (),
+    only_lost: bool = False,
   ) -> None:
-    """Writes rows of a checkpoint into parts of variables, by name."""
+    """Writes rows of a checkpoint into parts of variables, by name, and tables.
+
+    Of these, if `only_lost`, into the shards that were lost.
+    """
     path = os.path.abspath(path)
     sees = self._servers_that_read(path) if arrays.tables else frozenset()
     work = []
+
+    def add(server, name, read, *arguments):
+      # Arrays are in one file, whose position one reader moves.
+      reader = server if name in arrays.tables else None
+      work.append((reader, functools.partial(read, path, arrays, *arguments)))
+
     for name, found in parts.items():
       for part, first in found:
-        work.append(
-          (
-            part.server,
-            functools.partial(self._read, path, arrays, name, part, first),
-          )
-        )
+        add(part.server, name, self._read, name, part, first)
+    for named in row_tables:
+      for shard in named.table.shards:
+        if shard.is_lost or not only_lost:
+          name = named.names[row_table_files.IDS]
+          add(shard.server, name, self._read_shard, named, shard)
     self._do(work, sees)
+
+  def _read_shard(self, path, arrays, named, shard, scope, block_bytes):
+    del block_bytes
+    ids = named.names[row_table_files.IDS]
+    size = arrays.specs[ids].shape[0]
+    if ids in arrays.tables:
+      blocks = [(p.first, p.rows) for p in arrays.tables[ids].pieces]
+    else:
+      widths = [arrays.specs[name].shape[1:] for name in named.names.values()]
+      row_bytes = 4 * max(math.prod(width) for width in widths)
+      count = max(1, _COORDINATOR_BLOCK_BYTES // row_bytes)
+      blocks = [(i, min(count, size - i)) for i in range(0, size, count)]
+
+    def rows_of(name, first, rows):
+      found = _blocks(path, arrays, name, first, rows, rows, scope)
+      with scope():
+        return tf.concat([values for _, values in found], 0)
+
+    row_table_files.read(named, shard, blocks, rows_of, scope)
 
   def _read(self, path, arrays, name, part, first, scope, block_bytes):
     size = int(part.shape[0])
-    if name in arrays.tables:
-      blocks = pieces.rows_of(path, arrays.tables[name], first, size, scope)
-    else:
-      blocks = _rows_of_array(
-        arrays, name, first, size, _rows_in(_COORDINATOR_BLOCK_BYTES, part)
-      )
-    for numbers, rows in blocks:
+    count = _rows_in(_COORDINATOR_BLOCK_BYTES, part)
+    for numbers, rows in _blocks(path, arrays, name, first, size, count, scope):
       part.write_rows_directly(numbers, rows)
     _end_sparse_access(part)
     part.is_lost = False
 
   def _do(
-    self, work: Sequence[tuple[int, Callable]], sees: frozenset[int]
+    self, work: Sequence[tuple[int | None, Callable]], sees: frozenset[int]
   ) -> list[Any]:
     """Does all work of (server, action): each server its own, at the same time.
+
+    None for the coordinator.
 
     What the coordinator does for servers that see no files it does in turn.
     """
@@ -393,9 +452,13 @@ def _end_sparse_access(part) -> None:
     tf.raw_ops.DisableCopyOnRead(resource=part.handle)
 
 
-def _rows_of_array(
-  arrays, name, first, size, count
+def _blocks(
+  path, arrays, name, first, size, count, scope
 ) -> Iterator[tuple[tf.Tensor, tf.Tensor]]:
+  """As `pieces.rows_of`; of what is no table `count` rows at a time."""
+  if name in arrays.tables:
+    yield from pieces.rows_of(path, arrays.tables[name], first, size, scope)
+    return
   for begin in range(0, size, count):
     rows = min(count, size - begin)
     values = arrays.rows(name, first + begin, rows)

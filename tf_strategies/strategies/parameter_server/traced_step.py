@@ -235,6 +235,9 @@ class TracedStep:
       or number in self.access.direct
       or self.access.elsewhere.get(number, set()) & written
     ):
+      # What waits comes before it. Its first read would do that in the middle of
+      # it, where an optimizer shows its own rows in place of its slots.
+      self._flush()
       with self._updating(variable):
         return run()
     flat = tf.nest.flatten(list(inputs), expand_composites=True)
