@@ -332,6 +332,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
       self._num_workers,
       self.recovery.take_resumed,
       lambda: stock(dataset_fn, options),
+      by_rounds=self.options.mode == 'sync',
     )
 
   def _drained(self, action):

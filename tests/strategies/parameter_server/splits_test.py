@@ -6,7 +6,7 @@ import weakref
 import tensorflow as tf
 
 from tf_strategies.checkpoint.position import Position
-from tf_strategies.strategies.parameter_server import input
+from tf_strategies.strategies.parameter_server import input, splits
 
 
 class _Dataset(input.WorkerDataset):
@@ -22,27 +22,27 @@ class _Dataset(input.WorkerDataset):
 
 class SourceTest(tf.test.TestCase):
   def test_iterator_is_forgotten_when_it_was_read(self):
-    source = input.Source(_Dataset())
+    source = splits.Source(_Dataset())
     handle = weakref.ref(source.split_for(0, []).handle)
     source.close(0, source.splits[0])
     gc.collect()
     self.assertIsNone(handle())
 
   def test_steps_of_a_resumed_epoch(self):
-    source = input.Source(_Dataset(), Position(1, 3, (2, 1)))
+    source = splits.Source(_Dataset(), Position(1, 3, (2, 1)))
     begun = [source.may_begin_step() for _ in range(6)]
     # Three are dropped, and two are left.
     self.assertEqual(begun, [True] * 5 + [False])
 
   def test_position_at_the_end_of_an_epoch_within_the_data(self):
     """Of `steps_per_epoch`: no element of the next one was trained on."""
-    source = input.Source(_Dataset())
+    source = splits.Source(_Dataset())
     for _ in range(3):
       source.may_begin_step()
     for split, done in zip(source.splits, (2, 1), strict=True):
       split.done = done
     self.assertEqual(source.position, (2, 1))
-    source = input.Source(_Dataset(), Position(1, 0, source.position))
+    source = splits.Source(_Dataset(), Position(1, 0, source.position))
     begun = [source.may_begin_step() for _ in range(3)]
     self.assertEqual(begun, [True, True, False])
     self.assertEqual(source.position, ())

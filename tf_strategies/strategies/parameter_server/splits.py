@@ -1,0 +1,241 @@
+"""The splits of data that workers read, and who reads which.
+
+Each is read in order, by one worker at a time. Its elements are numbered; `done` of
+them have been trained on. When a worker is lost, its splits go to others, which skip
+those. A step takes one element of one split, or, in 'sync', a round: one of each
+split that has one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import threading
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+import tensorflow as tf
+
+from tf_strategies import _keras_internal, errors
+from tf_strategies.checkpoint import position as position_lib
+from tf_strategies.strategies.parameter_server import worker_pool
+
+
+@dataclasses.dataclass(eq=False)
+class Split:
+  """A part of an epoch's data."""
+
+  index: int
+  key: int  # Number of this reading of it, unique in the process.
+  done: int = 0  # Elements that have been trained on.
+  handle: tf.Tensor | None = (
+    None  # Of the iterator on the worker that reads it.
+  )
+  next: int = 0  # The element that the iterator yields next.
+  size: int = -1  # How many elements it has; negative if that is not known.
+  is_closed: bool = False  # It was read to its end.
+
+  @property
+  def is_at_end(self) -> bool:
+    """Whether nothing is left in it."""
+    return self.is_closed or 0 <= self.size <= self.done
+
+
+_keys = itertools.count(1)
+
+
+class Source:
+  """One epoch of data: hands its splits to the workers.
+
+  A restarted run continues at `start`. The steps of its epoch that are done are
+  handed out once more, and dropped. `dataset` is an `input.WorkerDataset`.
+  """
+
+  def __init__(
+    self,
+    dataset: Any,
+    start: position_lib.Position = position_lib.Position(),  # noqa: B008
+  ):
+    self.dataset = dataset
+    done = start.splits
+    self._lock = threading.Lock()
+    self._free = [
+      Split(i, next(_keys), size=size) for i, size in enumerate(dataset.sizes)
+    ]
+    self.splits = tuple(self._free)
+    if done and len(done) != len(self.splits):
+      raise errors.UnsupportedOptionError(
+        f'{len(self.splits)} workers that read data, after a checkpoint of '
+        f'{len(done)}',
+        'the number of workers that the run started with',
+        f'start {len(done)} workers, or continue from the end of an epoch',
+      )
+    for split, count in zip(self.splits, done, strict=False):
+      split.done = count
+    self._handed_out = dataset.steps_of(done) - start.step if done else 0
+    self._splits_of: dict[int, list[Split]] = {}
+    self._turn = itertools.count()
+    self._opening = 0
+
+  @property
+  def is_exhausted(self) -> bool:
+    """Whether every split has been read to its end."""
+    with self._lock:
+      return self._is_empty()
+
+  @property
+  def position(self) -> tuple[int, ...]:
+    """Elements of each split that have been trained on; empty at the end.
+
+    With `steps_per_epoch` several epochs of `fit` are one of these.
+    """
+    count = self.dataset.cardinality()
+    if 0 <= count <= self._handed_out or (count < 0 and self.is_exhausted):
+      return ()
+    return tuple(split.done for split in self.splits)
+
+  def may_begin_step(self) -> bool:
+    """Counts a step that is to be scheduled; False at the end of the data."""
+    cardinality = self.dataset.cardinality()
+    if cardinality < 0:
+      if self.is_exhausted:
+        return False
+    elif self._handed_out >= cardinality:
+      return False
+    self._handed_out += 1
+    return True
+
+  def has_work_for(self, worker: int) -> bool:
+    """Whether a worker has anything to read, or nobody ever will."""
+    with self._lock:
+      if self._free or self._splits_of.get(worker):
+        return True
+      return self._is_empty()
+
+  def has_any_for(
+    self, worker: int, others: Iterable[int], wanted: Collection[Split]
+  ) -> bool:
+    """Whether `split_for` would find one of these for a worker."""
+    with self._lock:
+      mine = self._splits_of.get(worker, ())
+      if any(split in wanted for split in mine):
+        return True
+      others_need = any(not self._splits_of.get(w) for w in others)
+      is_free = any(split in wanted for split in self._free)
+      return is_free and not (mine and others_need)
+
+  def _is_empty(self) -> bool:
+    return not (self._free or self._opening or any(self._splits_of.values()))
+
+  def split_for(
+    self,
+    worker: int,
+    others: Iterable[int],
+    token: int = 0,
+    wanted: Collection[Split] | None = None,
+  ) -> Split | None:
+    """What a worker reads next, opened if it has none; None if none is left.
+
+    `token` is the worker's; one that gets another one has lost its splits. If some
+    are `wanted`, it is one of them.
+    """
+    wanted = self.splits if wanted is None else wanted
+    with self._lock:
+      mine = self._splits_of.setdefault(worker, [])
+      others_need = any(not self._splits_of.get(w) for w in others)
+      if len(mine) > 1 and others_need:
+        # Taken over from a worker that was lost, and is back.
+        self._free.append(mine.pop())
+      is_needed = not mine or not others_need
+      split = None
+      free = [split for split in self._free if split in wanted]
+      if free and is_needed:
+        # One that it has read before: it may have its arrays.
+        split = min(free, key=lambda s: s.index != worker)
+        self._free.remove(split)
+      self._opening += split is not None
+    if split is not None:
+      self._open(split, worker, token)
+    with self._lock:
+      mine = [s for s in self._splits_of.setdefault(worker, []) if s in wanted]
+      return mine[next(self._turn) % len(mine)] if mine else None
+
+  def _open(self, split: Split, worker: int, token: int) -> None:
+    """Opens a split; it is nobody's while this lasts."""
+    is_open = False
+    try:
+      split.handle = self.dataset.open(split, worker, token)
+      is_open = True
+    finally:
+      with self._lock:
+        self._opening -= 1
+        mine = self._splits_of.setdefault(worker, [])
+        (mine if is_open else self._free).append(split)
+
+  def close(self, worker: int, split: Split) -> None:
+    """A split was read to its end."""
+    with self._lock:
+      self._splits_of[worker].remove(split)
+      split.is_closed = True
+      split.handle = None  # Lets the worker forget the iterator.
+
+  def lose(self, worker: int) -> None:
+    """Takes back the splits of a worker that was lost."""
+    with self._lock:
+      self._free += self._splits_of.pop(worker, [])
+
+
+class Round:
+  """One element of each split that has one, for the tasks of one step."""
+
+  def __init__(self, source: Source):
+    self.source = source
+    self.elements = {
+      split: split.done for split in source.splits if not split.is_at_end
+    }
+    self._waiting = set(self.elements)
+
+  def has_work_for(self, worker: int, others: Iterable[int]) -> bool:
+    """Whether a worker can read any of them."""
+    return self.source.has_any_for(worker, others, self._waiting)
+
+  def take(self, worker: int, others: Iterable[int], token: int) -> Split:
+    """The split of which a worker reads the next element, opened there."""
+    split = self.source.split_for(worker, others, token, self._waiting)
+    if split is None:
+      raise worker_pool.NotHereError
+    self._waiting.discard(split)
+    return split
+
+  def read(
+    self,
+    split: Split,
+    worker: int,
+    token: int,
+    function: Callable[[tf.Tensor], Any],
+  ) -> bool:
+    """Calls a function that reads the element; returns whether there is one."""
+    element, dataset = self.elements[split], self.source.dataset
+    try:
+      if split.next > element:  # The step is done again.
+        split.handle = dataset.open(split, worker, token)
+      # Those of steps that were done while the worker was late.
+      dataset.skip(split, worker, element)
+      function(split.handle)
+    except tf.errors.OutOfRangeError as e:
+      if not _keras_internal.is_end_of_sequence(e):
+        raise
+      self.source.close(worker, split)
+      return False
+    split.next = element + 1
+    return True
+
+  def put_back(self, split: Split) -> None:
+    """Whoever had taken a split was lost with it."""
+    self._waiting.add(split)
+
+  def count(self) -> None:
+    """The step is done, and what it left out is dropped."""
+    for split, element in self.elements.items():
+      if not split.is_closed:
+        split.done = element + 1
