@@ -176,7 +176,9 @@ class FeaturesTest(tf.test.TestCase, parameterized.TestCase):
     ('read_by_two_workers', {'mode': 'sync'}, True, 2),
     tiers.full('bounded', {'mode': 'bounded'}, True, 1),
     tiers.full('one_of_two', {'mode': 'sync', 'backup_workers': 1}, False, 2),
-    tiers.full('one_that_reads', {'mode': 'sync', 'backup_workers': 1}, True, 2),
+    tiers.full(
+      'one_that_reads', {'mode': 'sync', 'backup_workers': 1}, True, 2
+    ),
   )
   def test_pipelines(self, options, by_workers, num_workers):
     with tempfile.TemporaryDirectory() as directory:

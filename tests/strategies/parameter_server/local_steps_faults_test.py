@@ -53,14 +53,18 @@ class KillTest(tf.test.TestCase, parameterized.TestCase):
     ('sgd', dataclasses.replace(_LONG, inner=Job(8).inner), 'sync'),
     tiers.full('adam', _LONG, 'sync'),
     tiers.full('async', _LONG, 'async'),
+    tiers.full(
+      'read', dataclasses.replace(_LONG, inner=Job(8).inner), 'sync', True
+    ),
+    tiers.full('read_async', _LONG, 'async', True),
   )
-  def test_worker_that_dies_in_a_unit(self, trained, mode):
+  def test_worker_that_dies_in_a_unit(self, trained, mode, reads=False):
     with (
       tempfile.TemporaryDirectory() as directory,
       parameter_servers.Job(num_workers=2, num_ps=2) as job,
     ):
       progress = os.path.join(directory, 'progress')
-      arguments = trained, mode, progress, {}
+      arguments = trained, mode, progress, {}, reads
       job.start_chief(programs.train_while_others_die, arguments)
       # A unit has just begun.
       _wait_for(progress, 24 if mode == 'sync' else 16, job)

@@ -58,7 +58,9 @@ def _concatenated(steps, repeats=False):
         first = sum(sizes[:batch])
         rows = slice(first, first + sizes[batch])
         parts.append([array[rows] for array in _rows(worker)])
-    found.append([np.concatenate(arrays) for arrays in zip(*parts, strict=True)])
+    found.append(
+      [np.concatenate(arrays) for arrays in zip(*parts, strict=True)]
+    )
   spec = tuple(tf.TensorSpec([None, *a.shape[1:]]) for a in found[0])
   return tf.data.Dataset.from_generator(
     lambda: map(tuple, found), output_signature=spec
@@ -269,7 +271,10 @@ class RoundsTest(tf.test.TestCase, parameterized.TestCase):
       self.assertAllClose(want[part], found[part], 1e-6, 2e-6, part)
 
   @parameterized.parameters(
-    ('known', 1), ('unknown', 1), ('in_groups', 2), ('in_groups_of_unknown_number', 2)
+    ('known', 1),
+    ('unknown', 1),
+    ('in_groups', 2),
+    ('in_groups_of_unknown_number', 2),
   )
   def test_equals_one_device(self, name, group):
     found = self.found[name]
@@ -302,7 +307,8 @@ class RoundsTest(tf.test.TestCase, parameterized.TestCase):
 
   def test_what_needs_the_whole_batch_is_refused(self):
     self.assertRegex(
-      self.found['dropout'], "random numbers, as of Dropout.*mode='sync'.*pass the"
+      self.found['dropout'],
+      "random numbers, as of Dropout.*mode='sync'.*pass the",
     )
     self.assertRegex(self.found['own_step'], "a train_step of its own.*'sync'")
 

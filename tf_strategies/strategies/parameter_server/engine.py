@@ -96,7 +96,6 @@ class Engine:
   def begin(self, step: Step, work: Work) -> Any:
     """Begins steps, or waits while too many run; returns the newest report."""
     if step.local is not None:
-      check_is_sent(work, 'LocalSteps', 'train without LocalSteps')
       return self.local.train(step, work)
     self.local.finish()
     return (self.train if step.trains else self.run)(step, work)
@@ -288,13 +287,3 @@ class BoundedEngine(Engine):
     """Counts the steps of each worker too."""
     super().finished(task, worker)
     self._clocks[worker] += task.steps
-
-
-def check_is_sent(work: Work, option: str, fix: str) -> None:
-  """Raises an error for data that workers read, where an option forbids it."""
-  if isinstance(work, input.Elements):
-    raise errors.UnsupportedOptionError(
-      f'distribute_datasets_from_function with {option}',
-      'batches that the coordinator sends',
-      f'pass the tf.data.Dataset to fit, or {fix}',
-    )

@@ -12,13 +12,15 @@ import dataclasses
 import itertools
 import threading
 from collections.abc import Callable, Collection, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import tensorflow as tf
 
 from tf_strategies import _keras_internal, errors
 from tf_strategies.checkpoint import position as position_lib
 from tf_strategies.strategies.parameter_server import worker_pool
+
+_T = TypeVar('_T')
 
 
 @dataclasses.dataclass(eq=False)
@@ -72,6 +74,8 @@ class Source:
       )
     for split, count in zip(self.splits, done, strict=False):
       split.done = count
+    # Of the steps handed out, those that wait for others (`LocalSteps`).
+    self.waiting = 0
     self._handed_out = dataset.steps_of(done) - start.step if done else 0
     self._splits_of: dict[int, list[Split]] = {}
     self._turn = itertools.count()
@@ -90,7 +94,8 @@ class Source:
     With `steps_per_epoch` several epochs of `fit` are one of these.
     """
     count = self.dataset.cardinality()
-    if 0 <= count <= self._handed_out or (count < 0 and self.is_exhausted):
+    begun = self._handed_out - self.waiting
+    if 0 <= count <= begun or (count < 0 and self.is_exhausted):
       return ()
     return tuple(split.done for split in self.splits)
 
@@ -172,6 +177,41 @@ class Source:
         mine = self._splits_of.setdefault(worker, [])
         (mine if is_open else self._free).append(split)
 
+  def read(
+    self,
+    split: Split,
+    element: int,
+    worker: int,
+    token: int,
+    function: Callable[[tf.Tensor], _T],
+  ) -> _T | None:
+    """What a function returns that reads an element of a split of a worker's.
+
+    If there is no such element, the split is closed.
+    """
+    try:
+      if split.next > element:  # It is read again.
+        split.handle = self.dataset.open(split, worker, token)
+      # What a late worker has not read.
+      self.dataset.skip(split, worker, element)
+      found = function(split.handle)
+    except tf.errors.OutOfRangeError as e:
+      if not _keras_internal.is_end_of_sequence(e):
+        raise
+      self.close(worker, split)
+      return None
+    split.next = element + 1
+    return found
+
+  def take_from_others(self, worker: int, wanted: Collection[Split]) -> None:
+    """Frees splits that others have had while a worker was away."""
+    with self._lock:
+      for other, theirs in self._splits_of.items():
+        if other != worker:
+          found = [split for split in theirs if split in wanted]
+          self._splits_of[other] = [s for s in theirs if s not in found]
+          self._free += found
+
   def close(self, worker: int, split: Split) -> None:
     """A split was read to its end."""
     with self._lock:
@@ -212,23 +252,11 @@ class Round:
     split: Split,
     worker: int,
     token: int,
-    function: Callable[[tf.Tensor], Any],
-  ) -> bool:
-    """Calls a function that reads the element; returns whether there is one."""
-    element, dataset = self.elements[split], self.source.dataset
-    try:
-      if split.next > element:  # The step is done again.
-        split.handle = dataset.open(split, worker, token)
-      # Those of steps that were done while the worker was late.
-      dataset.skip(split, worker, element)
-      function(split.handle)
-    except tf.errors.OutOfRangeError as e:
-      if not _keras_internal.is_end_of_sequence(e):
-        raise
-      self.source.close(worker, split)
-      return False
-    split.next = element + 1
-    return True
+    function: Callable[[tf.Tensor], _T],
+  ) -> _T | None:
+    """As `Source.read`, of the element of the round."""
+    element = self.elements[split]
+    return self.source.read(split, element, worker, token, function)
 
   def put_back(self, split: Split) -> None:
     """Whoever had taken a split was lost with it."""

@@ -243,8 +243,9 @@ class RoundTask(InputTask):
       self.reported = self._one(worker, handle)
       if self._is_result_wanted:
         self.outputs = self.discovery.unreport(self.reported)
+      return 1
 
-    self.steps = int(self._round.read(self._split, worker, token, step))
+    self.steps = self._round.read(self._split, worker, token, step) or 0
 
   def survive(self, worker: int) -> bool:
     """As `InputTask.survive`; a result that is lost is computed again."""

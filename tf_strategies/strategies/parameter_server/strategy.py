@@ -50,7 +50,8 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
   * 'sync': every batch is one step; its rows are split among the workers,
     and their mean gradient is applied once. Equal to one device, with clipping,
     accumulation and loss scaling, whatever the number of workers. What is no mean
-    over rows, such as a `train_step` of one's own, one worker computes. With
+    over rows, such as a `train_step` of one's own, one worker computes. Of data that
+    workers read, a step takes a batch of each, all of which one device would. With
     `backup_workers=k` the first N - k microbatches count, late ones are dropped
     (Chen et al. 2016, "Revisiting Distributed Synchronous SGD").
   * 'bounded': as 'async', but no worker begins a step when it is more than
@@ -316,7 +317,8 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
   def distribute_datasets_from_function(self, dataset_fn, options=None):
     """Makes a data set that the workers read themselves.
 
-    Each element counts once an epoch, also when a worker dies.
+    Each element counts once an epoch, also when a worker dies. In 'sync' a step takes
+    one of each worker that has one, else one.
 
     Args:
       dataset_fn: makes the data set of a split from a

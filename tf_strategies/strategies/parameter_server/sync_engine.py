@@ -325,12 +325,13 @@ class _MicrobatchTask(worker_pool.Task):
     self._quorum.begun.discard(self)
     return super().survive(worker)
 
-  def compute(self, worker: int, message: Any) -> None:
+  def compute(self, worker: int, message: Any) -> microbatch.Slots:
     """Leaves it in slots."""
     # New ones each time: a worker that was lost may still write the old ones.
     self.slots = self._engine.take_slots(self.function.layout)
     self._engine.staleness.start(worker)
     self.function(worker, message, self.slots)
+    return self.slots
 
   def finish(self, worker: int) -> None:
     self._engine.staleness.end(worker, 0)
@@ -384,9 +385,10 @@ class _ReadTask(_MicrobatchTask):
     except worker_pool.NotHereError:
       self._quorum.put_back(worker, self)
       raise
-    self._is_read = self._round.read(
+    found = self._round.read(
       self._split, worker, token, lambda handle: self.compute(worker, handle)
     )
+    self._is_read = found is not None
 
   def survive(self, worker: int) -> bool:
     self._engine.lose_splits(worker)
