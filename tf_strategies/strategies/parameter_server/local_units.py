@@ -98,10 +98,8 @@ class LocalUnits(gradient_reducer.GradientReducer):
     """Takes work for an engine, and begins units; returns what was reported last."""
     source = getattr(work, 'source', None)
     batches = work if source is None else [source] * len(work)
-    if step is not self._step or _source_of(self._waiting) not in (
-      None,
-      source,
-    ):
+    is_another = self._waiting and _source_of(self._waiting) is not source
+    if step is not self._step or is_another:
       self.end()
       self._step = step
     program = self._program(step, _structure_of(batches))
@@ -185,9 +183,9 @@ class _Unit(worker_pool.Task):
     if source is None:
       self._batches = unit_batches.Sent(program, self._cached, batches)
     else:
-      wanted = None if place is None else [source.splits[place]]
+      split = None if place is None else source.splits[place]
       self._batches = unit_batches.Read(
-        program, self._cached, units.engine, source, len(batches), wanted
+        program, self._cached, units.engine, source, len(batches), split
       )
 
   def _cached(self, key, make):

@@ -203,14 +203,16 @@ class Source:
     split.next = element + 1
     return found
 
-  def take_from_others(self, worker: int, wanted: Collection[Split]) -> None:
-    """Frees splits that others have had while a worker was away."""
+  def give(self, split: Split, worker: int, token: int) -> None:
+    """Opens a split on a worker that has not got it, whoever has it."""
     with self._lock:
-      for other, theirs in self._splits_of.items():
-        if other != worker:
-          found = [split for split in theirs if split in wanted]
-          self._splits_of[other] = [s for s in theirs if s not in found]
-          self._free += found
+      if split in self._splits_of.setdefault(worker, []):
+        return
+      for some in (self._free, *self._splits_of.values()):
+        if split in some:
+          some.remove(split)
+      self._opening += 1
+    self._open(split, worker, token)
 
   def close(self, worker: int, split: Split) -> None:
     """A split was read to its end."""
@@ -218,6 +220,13 @@ class Source:
       self._splits_of[worker].remove(split)
       split.is_closed = True
       split.handle = None  # Lets the worker forget the iterator.
+
+  def undo_close(self, split: Split) -> None:
+    """Elements that were read before its end do not count, and are read again."""
+    with self._lock:
+      if split.is_closed:
+        split.is_closed = False
+        self._free.append(split)
 
   def lose(self, worker: int) -> None:
     """Takes back the splits of a worker that was lost."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -64,9 +64,9 @@ class Sent:
 
 
 class Read:
-  """Elements of splits, at most `steps`, which the worker reads one by one.
+  """At most `steps` elements, which the worker reads one by one.
 
-  Those of `wanted`, or of whichever splits the worker is given.
+  They are of one split, or of whichever the worker is given.
   """
 
   def __init__(
@@ -76,12 +76,12 @@ class Read:
     engine: Any,
     source: splits.Source,
     steps: int,
-    wanted: Collection[splits.Split] | None = None,
+    split: splits.Split | None = None,
   ):
     self.steps = self.rows = 0  # That were read.
     self._program, self._engine, self._source = program, engine, source
     self._asked = steps
-    self._wanted = wanted
+    self._split = split
     self._read: dict[splits.Split, int] = {}
     layout = input.Layout(source.dataset.element_spec, 1)
     self._function = cached(layout.key, lambda: program.read_function(layout))
@@ -89,24 +89,26 @@ class Read:
 
   def has_work_for(self, worker: int) -> bool:
     """Whether a worker can train on it."""
-    return self._wanted is not None or self._source.has_work_for(worker)
+    return self._split is not None or self._source.has_work_for(worker)
 
   def train(self, worker: int, values: Sequence[Any]) -> tuple[list, Any]:
     """As `Sent.train`; numbers are None if there was nothing to read."""
+    for split in self._read:  # By a worker that was lost.
+      self._source.undo_close(split)
     self._read, numbers = {}, None
     others = self._engine.others(worker)
     token = self._engine.journal.token(worker)
     with tf.device(worker_function.COORDINATOR):
       rows = tf.constant(0, tf.int64)
-    if self._wanted is not None:
-      self._source.take_from_others(worker, self._wanted)
+    if self._split is not None:
+      self._source.give(self._split, worker, token)
 
     def step(handle):
       return local_program.run(self._function, worker, handle, rows, *values)
 
     while sum(self._read.values()) < self._asked:
-      split = self._source.split_for(worker, others, token, self._wanted)
-      if split is None:
+      split = self._split or self._source.split_for(worker, others, token)
+      if split is None or split.is_closed:
         break
       count = self._read.get(split, 0)
       found = self._source.read(split, split.done + count, worker, token, step)
@@ -114,7 +116,7 @@ class Read:
         rows, numbers, *values = found
         self._read[split] = count + 1
     self.steps, self.rows = sum(self._read.values()), int(rows.numpy())
-    is_over = self._wanted is not None or self._source.is_exhausted
+    is_over = self._split is not None or self._source.is_exhausted
     if not self.steps and not is_over:
       raise worker_pool.NotHereError
     return values, numbers
