@@ -69,6 +69,11 @@ class LocalUnits(gradient_reducer.GradientReducer):
     """How many batches wait for others."""
     return len(self._waiting)
 
+  @property
+  def source(self) -> splits.Source | None:
+    """Of the batches that wait, if workers read them."""
+    return _source_of(self._waiting)
+
   # What a `LocalSteps` asks.
 
   def note_built(self, optimizer) -> None:
@@ -98,7 +103,7 @@ class LocalUnits(gradient_reducer.GradientReducer):
     """Takes work for an engine, and begins units; returns what was reported last."""
     source = getattr(work, 'source', None)
     batches = work if source is None else [source] * len(work)
-    is_another = self._waiting and _source_of(self._waiting) is not source
+    is_another = self._waiting and self.source is not source
     if step is not self._step or is_another:
       self.end()
       self._step = step

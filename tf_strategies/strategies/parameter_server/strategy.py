@@ -264,10 +264,10 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
 
     `fit` does so at the end of an epoch, `evaluate` and `predict` before they begin.
     """
-    before = self.engine.local.begun
+    before, source = self.engine.local.begun, self.engine.local.source
     self.recovery.with_recovery(self.engine.local.end)
     begun = self.engine.local.begun - before
-    if begun and self.recovery.note_begun(begun):
+    if begun and self.recovery.note_begun(begun, source):
       self.save()
 
   def track(self, **objects: Any) -> None:
