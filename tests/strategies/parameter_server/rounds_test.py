@@ -198,7 +198,9 @@ def own_step():
 
 def nothing_to_read():
   try:
-    return _on_servers(lambda worker: _batches(worker).filter(lambda x, y: False))
+    return _on_servers(
+      lambda worker: _batches(worker).filter(lambda x, y: False)
+    )
   except tfs.errors.DataError as e:
     return str(e)
 

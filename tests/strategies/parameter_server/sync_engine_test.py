@@ -134,8 +134,12 @@ class SyncEngineTest(parameterized.TestCase):
 class _ReadingEngine(_Engine):
   """Reads numbers; `applied` has those of each step."""
 
+  def before(self, worker):
+    """Called before a worker reads."""
+
   def microbatch_function(self, step, layout):
     def function(worker, handle, slots):
+      self.before(worker)
       *_, number = tf.raw_ops.IteratorGetNext(
         iterator=handle, **input._numbered(layout.structure)
       )
@@ -166,7 +170,7 @@ class ReadTest(parameterized.TestCase):
     self.is_late = threading.Event()
     self.addCleanup(self.is_late.set)
 
-  def _engine(self, compute, sizes, backup_workers=0):
+  def _engine(self, compute, sizes, backup_workers=0, is_known=True):
     self.liveness = fakes.Liveness()
     self.pool = worker_pool.WorkerPool(
       range(len(sizes)),
@@ -189,7 +193,9 @@ class ReadTest(parameterized.TestCase):
 
     def make(context):
       worker = context.input_pipeline_id
-      return tf.data.Dataset.range(10 * worker, 10 * worker + sizes[worker])
+      first = 10 * worker
+      data = tf.data.Dataset.range(first, first + sizes[worker])
+      return data if is_known else data.filter(lambda i: True)
 
     dataset = input.WorkerDataset(make, len(sizes), list, by_rounds=True)
     return engine, splits.Source(dataset)
@@ -246,6 +252,31 @@ class ReadTest(parameterized.TestCase):
       self.assertEqual({n % 10 for n in step}, {number})
     self.assertEqual(engine.report()['dropped'], 5)
     self.assertNotIn(21, seen)
+
+  def test_late_worker_finds_the_end_of_its_data(self):
+    """The step of now waits for what is not there, and ends."""
+    has_begun = threading.Event()
+
+    def wait(worker):
+      if worker == 1:
+        has_begun.set()
+        self.is_late.wait(_DEADLINE_SECONDS)
+
+    engine, source = self._engine(
+      lambda worker, number: has_begun.wait(_DEADLINE_SECONDS),
+      (3, 0),
+      backup_workers=1,
+      is_known=False,
+    )
+    engine.before = wait
+    work = input.Elements(source, 9)
+    timer = threading.Timer(1.0, self.is_late.set)
+    timer.start()
+    engine.train(_STEP, work)
+    timer.join()
+    self.assertEqual(engine.applied, [[0], [1], [2]])
+    self.assertLen(work, 3)
+    self.assertTrue(source.is_exhausted)
 
   def test_nothing_to_read_is_no_step(self):
     engine, source = self._engine(lambda worker, number: None, (1, 0))

@@ -8,6 +8,7 @@ split that has one.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import threading
@@ -124,6 +125,9 @@ class Source:
     with self._lock:
       mine = self._splits_of.get(worker, ())
       if any(split in wanted for split in mine):
+        return True
+      # A late worker has found its end: whoever comes learns that.
+      if any(s.is_closed and s in wanted for s in self.splits):
         return True
       others_need = any(not self._splits_of.get(w) for w in others)
       is_free = any(split in wanted for split in self._free)
@@ -250,11 +254,14 @@ class Round:
 
   def take(self, worker: int, others: Iterable[int], token: int) -> Split:
     """The split of which a worker reads the next element, opened there."""
-    split = self.source.split_for(worker, others, token, self._waiting)
-    if split is None:
-      raise worker_pool.NotHereError
-    self._waiting.discard(split)
-    return split
+    found = self.source.split_for(worker, others, token, self._waiting)
+    closed = (split for split in self.elements if split.is_closed)
+    for split in closed if found is None else [found]:
+      # Workers come at the same time.
+      with contextlib.suppress(KeyError):
+        self._waiting.remove(split)
+        return split
+    raise worker_pool.NotHereError
 
   def read(
     self,
@@ -264,6 +271,8 @@ class Round:
     function: Callable[[tf.Tensor], _T],
   ) -> _T | None:
     """As `Source.read`, of the element of the round."""
+    if split.is_closed:
+      return None
     element = self.elements[split]
     return self.source.read(split, element, worker, token, function)
 
