@@ -104,9 +104,6 @@ class RoundTest(tf.test.TestCase):
   def _take(self, turn, worker, others):
     """The number that a worker reads in a round; None at the end of its split."""
     split = turn.take(worker, others, 0)
-    return split, self._read(turn, split, worker)
-
-  def _read(self, turn, split, worker):
     spec = turn.source.dataset.element_spec
 
     def read(handle):
@@ -126,7 +123,7 @@ class RoundTest(tf.test.TestCase):
       read = []
       for worker in (1, 0):
         if turn.has_work_for(worker, [1 - worker]):
-          read.append(self._take(turn, worker, [1 - worker])[1])
+          read.append(self._take(turn, worker, [1 - worker]))
       turn.count()
       found.append(read)
     self.assertEqual([s.done for s in source.splits], [4, 2])
@@ -146,29 +143,32 @@ class RoundTest(tf.test.TestCase):
     self._take(first, 1, [0])
     first.count()
     turn = splits.Round(source)
-    self.assertEqual(self._take(turn, 0, [1])[1], 1)
-    split, number = self._take(turn, 1, [0])
-    self.assertEqual(number, 11)
+    self.assertEqual(self._take(turn, 0, [1]), 1)
+    split = turn.take(1, [0], 0)
+
+    def fail(handle):
+      raise tf.errors.UnavailableError(None, None, 'the worker is gone')
+
+    with self.assertRaises(tf.errors.UnavailableError):
+      turn.read(split, 1, 0, fail)
     with self.assertRaises(worker_pool.NotHereError):
       turn.take(0, [1], 0)
     source.lose(1)
-    turn.put_back(split)
-    # It was read, but is no part of a step that is done.
-    self.assertEqual(self._take(turn, 0, [])[1], 11)
+    self.assertEqual(self._take(turn, 0, []), 11)
     turn.count()
     self.assertEqual([s.done for s in source.splits], [2, 2])
 
   def test_worker_that_returns_gets_a_split(self):
     source = splits.Source(_Local())
     first = splits.Round(source)
-    read = [self._take(first, 0, [])[1] for _ in range(2)]
+    read = [self._take(first, 0, []) for _ in range(2)]
     self.assertCountEqual(read, [0, 10])
     first.count()
     turn = splits.Round(source)
-    _, mine = self._take(turn, 0, [1])
+    mine = self._take(turn, 0, [1])
     self.assertTrue(turn.has_work_for(1, [0]))
     self.assertFalse(turn.has_work_for(0, [1]))
-    _, other = self._take(turn, 1, [0])
+    other = self._take(turn, 1, [0])
     self.assertCountEqual([mine, other], [1, 11])
 
   def test_late_worker_leaves_out_what_was_dropped(self):
@@ -176,15 +176,15 @@ class RoundTest(tf.test.TestCase):
     for number in range(3):
       turn = splits.Round(source)
       if number == 0:
-        self.assertEqual(self._take(turn, 0, [1])[1], 0)
+        self.assertEqual(self._take(turn, 0, [1]), 0)
       turn.count()
     turn = splits.Round(source)
-    self.assertEqual(self._take(turn, 0, [1])[1], 3)
+    self.assertEqual(self._take(turn, 0, [1]), 3)
 
   def test_step_that_is_done_again_reads_the_same(self):
     source = splits.Source(_Local())
     for _ in range(2):
-      self.assertEqual(self._take(splits.Round(source), 1, [0])[1], 10)
+      self.assertEqual(self._take(splits.Round(source), 1, [0]), 10)
 
 
 if __name__ == '__main__':

@@ -22,6 +22,9 @@ from tf_strategies.strategies.parameter_server import (
 
 _DEADLINE_SECONDS = 20.0
 _STEP = step_task.Step(run=None, optimizers=('an optimizer',))
+_JOURNAL = types.SimpleNamespace(
+  token=lambda worker: 0, revoke=lambda workers: None
+)
 
 
 class _Engine(sync_engine.SyncEngine):
@@ -55,7 +58,7 @@ class SyncEngineTest(parameterized.TestCase):
     self.addCleanup(self.pool.close)
     return _Engine(
       self.pool,
-      None,
+      _JOURNAL,
       fakes.Recovery(),
       backup_workers=backup_workers,
       in_replica=None,
@@ -179,12 +182,9 @@ class ReadTest(parameterized.TestCase):
       timeout_seconds=_DEADLINE_SECONDS,
     )
     self.addCleanup(self.pool.close)
-    journal = types.SimpleNamespace(
-      token=lambda worker: 0, revoke=lambda workers: None
-    )
     engine = _ReadingEngine(
       self.pool,
-      journal,
+      _JOURNAL,
       fakes.Recovery(),
       backup_workers=backup_workers,
       in_replica=None,

@@ -193,6 +193,8 @@ class Source:
 
     If there is no such element, the split is closed.
     """
+    if split.is_closed:
+      return None
     try:
       if split.next > element:  # It is read again.
         split.handle = self.dataset.open(split, worker, token)
@@ -271,14 +273,12 @@ class Round:
     function: Callable[[tf.Tensor], _T],
   ) -> _T | None:
     """As `Source.read`, of the element of the round."""
-    if split.is_closed:
-      return None
     element = self.elements[split]
-    return self.source.read(split, element, worker, token, function)
-
-  def put_back(self, split: Split) -> None:
-    """Whoever had taken a split was lost with it."""
-    self._waiting.add(split)
+    try:
+      return self.source.read(split, element, worker, token, function)
+    except BaseException:
+      self._waiting.add(split)  # For whoever gets it next.
+      raise
 
   def count(self) -> None:
     """The step is done, and what it left out is dropped."""

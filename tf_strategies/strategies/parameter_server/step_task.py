@@ -249,13 +249,9 @@ class RoundTask(InputTask):
 
   def survive(self, worker: int) -> bool:
     """As `InputTask.survive`; a result that is lost is computed again."""
-    split = self._split
-    if self._is_result_wanted or split is None:
-      self._engine.lose_splits(worker)
-    elif super().survive(worker):
-      return True
-    if split is not None:
-      self._round.put_back(split)
+    if not self._is_result_wanted:
+      return super().survive(worker)
+    self._engine.lose_splits(worker)
     return False
 
 

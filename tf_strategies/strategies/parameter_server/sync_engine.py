@@ -321,9 +321,14 @@ class _MicrobatchTask(worker_pool.Task):
     self._quorum.begun.add(self)
     self._quorum.takers.add(worker)
 
+  def give_up(self, worker: int) -> None:
+    # Who gets another token has lost its iterators.
+    self._engine.journal.revoke([worker])
+
   def survive(self, worker: int) -> bool:
+    self._engine.lose_splits(worker)
     self._quorum.begun.discard(self)
-    return super().survive(worker)
+    return False
 
   def compute(self, worker: int, message: Any) -> microbatch.Slots:
     """Leaves it in slots."""
@@ -374,10 +379,6 @@ class _ReadTask(_MicrobatchTask):
       worker, others
     )
 
-  def give_up(self, worker: int) -> None:
-    # Who gets another token has lost its iterators.
-    self._engine.journal.revoke([worker])
-
   def run(self, worker: int) -> None:
     token = self._engine.journal.token(worker)
     try:
@@ -389,13 +390,6 @@ class _ReadTask(_MicrobatchTask):
       self._split, worker, token, lambda handle: self.compute(worker, handle)
     )
     self._is_read = found is not None
-
-  def survive(self, worker: int) -> bool:
-    self._engine.lose_splits(worker)
-    if self._split is not None:
-      self._round.put_back(self._split)
-      self._split = None
-    return super().survive(worker)
 
   def finish(self, worker: int) -> None:
     if self._is_read:
