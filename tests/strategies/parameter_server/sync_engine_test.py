@@ -228,13 +228,17 @@ class ReadTest(parameterized.TestCase):
     self.assertEqual(engine.applied, [[0, 10], [1, 11]])
 
   def test_late_worker_goes_on_where_the_others_are(self):
-    seen, has_begun = [], threading.Event()
+    seen, has_begun, is_back = [], threading.Event(), threading.Event()
 
     def compute(worker, number):
       seen.append(number)
       if number == 20:
         has_begun.set()
         self.is_late.wait(_DEADLINE_SECONDS)
+      elif worker == 2:
+        is_back.set()
+      elif number == 3:
+        is_back.wait(_DEADLINE_SECONDS)  # So the other one counts.
       else:
         has_begun.wait(_DEADLINE_SECONDS)
 
@@ -246,6 +250,7 @@ class ReadTest(parameterized.TestCase):
     engine.train(_STEP, input.Elements(source, 2))
     engine.drain()
     self.assertLen(engine.applied, 5)
+    self.assertEqual(engine.applied[3], [13, 23])
     # All numbers of a step are of the same element, and no two of one worker.
     for number, step in enumerate(engine.applied):
       self.assertLen(set(step), 2)
