@@ -228,17 +228,15 @@ class ReadTest(parameterized.TestCase):
     self.assertEqual(engine.applied, [[0, 10], [1, 11]])
 
   def test_late_worker_goes_on_where_the_others_are(self):
-    seen, has_begun, is_back = [], threading.Event(), threading.Event()
+    seen, has_begun, is_applied = [], threading.Event(), threading.Event()
 
     def compute(worker, number):
       seen.append(number)
       if number == 20:
         has_begun.set()
         self.is_late.wait(_DEADLINE_SECONDS)
-      elif worker == 2:
-        is_back.set()
       elif number == 3:
-        is_back.wait(_DEADLINE_SECONDS)  # So the other one counts.
+        is_applied.wait(_DEADLINE_SECONDS)  # So the others count.
       else:
         has_begun.wait(_DEADLINE_SECONDS)
 
@@ -247,7 +245,9 @@ class ReadTest(parameterized.TestCase):
     self.assertEqual(engine.applied, [[0, 10], [1, 11], [2, 12]])
     self.is_late.set()
     engine.drain()
-    engine.train(_STEP, input.Elements(source, 2))
+    engine.train(_STEP, input.Elements(source, 1))
+    is_applied.set()
+    engine.train(_STEP, input.Elements(source, 1))
     engine.drain()
     self.assertLen(engine.applied, 5)
     self.assertEqual(engine.applied[3], [13, 23])
