@@ -196,6 +196,18 @@ def own_step():
   return _refused(lambda: OwnStep([layers.Dense(1)]))
 
 
+class Mixed(Tracking):
+  """Gives its metric a mean, and rows: no weight of a part is right for both."""
+
+  def call(self, x, training=False):
+    self.seen.update_state(x[:, 0])
+    return super().call(x, training=training)
+
+
+def metric_of_both():
+  return _refused(Mixed)
+
+
 def nothing_to_read():
   try:
     return _on_servers(
@@ -253,6 +265,7 @@ _PROGRAMS = (
   unweighted,
   dropout,
   own_step,
+  metric_of_both,
   nothing_to_read,
   loop,
   one_by_one,
@@ -313,6 +326,9 @@ class RoundsTest(tf.test.TestCase, parameterized.TestCase):
       "random numbers, as of Dropout.*mode='sync'.*pass the",
     )
     self.assertRegex(self.found['own_step'], "a train_step of its own.*'sync'")
+    self.assertRegex(
+      self.found['metric_of_both'], "metric 'seen' of rows and of numbers"
+    )
 
   def test_no_data(self):
     self.assertRegex(self.found['nothing_to_read'], 'got none for any of 2')

@@ -254,7 +254,8 @@ class RemoteStep:
 
     Returns:
       What the newest step that is done returned, read when it is used as a
-      float: of this step after `strategy.join()`.
+      float: of this step after `strategy.join()`. None if it was no step: in
+      'sync', where no worker had anything left to read.
     """
     return self._strategy.begin(self._step, input.steps_on([batch]))
 
