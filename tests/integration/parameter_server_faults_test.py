@@ -27,23 +27,35 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
   def test_worker(self):
     self.assert_worker('sync', reads=False)
 
+  @pytest.mark.full
+  def test_worker_that_reads_its_batch_of_synchronous_steps(self):
+    """Another one reads it instead: all is as if nobody had died, bit by bit."""
+    run = self.assert_worker('sync', reads=True)
+    with parameter_servers.Job() as job:
+      whole = job.run(programs.train, self.arguments(True, mode='sync'))
+    for a, b in zip(run.weights, whole.weights, strict=True):
+      np.testing.assert_array_equal(a, b)
+
   @parameterized.parameters(False, True)
   @pytest.mark.soak
   def test_worker_of_asynchronous_steps(self, reads):
     self.assert_worker('async', reads)
 
   def assert_worker(self, mode, reads):
+    # Of batches that two workers read for a step each.
+    steps = _STEPS // 2 if reads and mode == 'sync' else _STEPS
     with parameter_servers.Job() as job:
       job.start_chief(programs.train, self.arguments(reads, mode=mode))
       self.wait_for_batch(job, 130)
       job.kill('worker', 1)
       job.start('worker', 1)
       run = self.finish(job)
-    self.assertEqual(run.iterations, _STEPS)
-    self.assertEqual(run.batches, _STEPS)
+    self.assertEqual(run.iterations, steps)
+    self.assertEqual(run.batches, steps)
     # Each row of the last epoch was counted once.
     self.assertEqual(run.rows_counted, programs.ROWS)
     self.assertIn('worker 1', ' '.join(text for _, text in run.logged))
+    return run
 
   @pytest.mark.soak
   def test_worker_that_never_returns(self):
@@ -94,14 +106,19 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
   def test_parameter_server_of_synchronous_steps(self):
     self.assert_server(1, 'sync')
 
-  def assert_server(self, server, mode):
+  @tiers.parameters(tiers.full(0), tiers.soak(1))
+  def test_parameter_server_of_synchronous_steps_that_read(self, server):
+    self.assert_server(server, 'sync', reads=True)
+
+  def assert_server(self, server, mode, reads=False):
+    steps = _STEPS // 2 if reads else _STEPS
     options = {
       'mode': mode,
       'checkpoint_dir': self.checkpoints,
       'checkpoint_steps': 60,
     }
     with parameter_servers.Job() as job:
-      job.start_chief(programs.train, self.arguments(**options))
+      job.start_chief(programs.train, self.arguments(reads, **options))
       self.wait_for_batch(job, 130)
       killed_at = time.time()
       job.kill('ps', server)
@@ -109,9 +126,9 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
       job.start('ps', server)
       run = self.finish(job)
     lost = programs.lost_steps(run)
-    self.assertEqual(run.batches, _STEPS)
+    self.assertEqual(run.batches, steps)
     lost_by_all = lost if mode == 'sync' else 0
-    self.assertEqual(run.iterations, _STEPS - lost_by_all)
+    self.assertEqual(run.iterations, steps - lost_by_all)
     self.assertBetween(lost, 1, 2 * 60)
     self.assertLen(run.report['recoveries'], 1)
     named = [t for t, text in run.logged if f'ps {server}' in text]
@@ -157,21 +174,24 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
     )
     self.assertIn(job.cluster['ps'][1], str(outcome.error))
 
+  @parameterized.parameters(False, True)
   @pytest.mark.soak
-  def test_coordinator(self):
+  def test_coordinator(self, reads):
     """One that goes on ends where one that was not killed ends, bit by bit."""
+    steps, at, saved = (_STEPS // 2, 85, 60) if reads else (_STEPS, 170, 120)
     options = {
       'mode': 'sync',
       'checkpoint_dir': self.checkpoints,
       'checkpoint_steps': 60,
     }
     with parameter_servers.Job() as job:
-      resumed = self._kill_and_resume(job, self.arguments(**options))
+      arguments = self.arguments(reads, **options)
+      resumed = self._kill_and_resume(job, arguments, at)
       # Batches that were done before count but do nothing.
-      self.assertEqual(resumed.report['steps'], _STEPS - 120)
-      whole = job.run(programs.train, self.arguments(mode='sync'))
-    self.assertEqual(resumed.iterations, _STEPS)
-    self.assertEqual(whole.iterations, _STEPS)
+      self.assertEqual(resumed.report['steps'], steps - saved)
+      whole = job.run(programs.train, self.arguments(reads, mode='sync'))
+    self.assertEqual(resumed.iterations, steps)
+    self.assertEqual(whole.iterations, steps)
     for a, b in zip(resumed.weights, whole.weights, strict=True):
       np.testing.assert_array_equal(a, b)
 
@@ -201,9 +221,9 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
     )
     self.assertIn('start 2 workers', str(outcome.error))
 
-  def _kill_and_resume(self, job, arguments):
+  def _kill_and_resume(self, job, arguments, at=170):
     job.start_chief(programs.train, arguments)
-    self.wait_for_batch(job, 170)
+    self.wait_for_batch(job, at)
     job.kill('chief')
     job.start_chief(programs.train, arguments)
     return self.finish(job)
@@ -238,6 +258,7 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
     ('async', False),
     ('async', True),
     ('sync', False),
+    ('sync', True),
     ('bounded', False),
     ('bounded', True),
   )
@@ -256,7 +277,8 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
       time.sleep(3 + 3 * rng.random())
       job.signal('worker', 1, signal.SIGCONT)
       run = self.finish(job)
-    self.assert_whole(run)
+    # Of batches that two workers read for a step each.
+    self.assert_whole(run, _STEPS // 2 if reads and mode == 'sync' else _STEPS)
     self.assert_given_up(run, 'worker 1')
 
   @parameterized.parameters('sync', 'async')
@@ -394,10 +416,10 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
     self.assertLen(found, 1)
     self.assertStartsWith(found[0], f'{task} at ')
 
-  def assert_whole(self, run):
+  def assert_whole(self, run, steps=_STEPS):
     """Each step was done, and each row of the last epoch counted, once."""
-    self.assertEqual(run.batches, _STEPS)
-    self.assertEqual(run.iterations, _STEPS)
+    self.assertEqual(run.batches, steps)
+    self.assertEqual(run.iterations, steps)
     self.assertEqual(run.rows_counted, programs.ROWS)
 
   @pytest.mark.soak

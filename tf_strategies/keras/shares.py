@@ -8,6 +8,7 @@ own steps are so, unless one of these says otherwise while a step is traced.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import threading
 from collections.abc import Iterator
@@ -18,28 +19,44 @@ import tensorflow as tf
 from tf_strategies import _keras_internal
 
 
-class _Share(threading.local):
-  """The share that the calling thread traces."""
+@dataclasses.dataclass
+class Share:
+  """What is seen while a step is traced on a share of a batch."""
 
-  fraction: tf.Tensor | None = None  # Of the batch's rows.
-  reasons: list[str] | None = None  # Why rows cannot be shared out.
+  # Why the results would not be the whole batch's.
+  reasons: list[str] = dataclasses.field(default_factory=list)
+  # Variables of metrics, by their ids, to which it adds means over its rows.
+  means: dict[int, keras.Variable] = dataclasses.field(default_factory=dict)
+  _sums: set[int] = dataclasses.field(default_factory=set)
+
+  def note_update(self, metric: keras.metrics.Metric, is_mean: bool) -> None:
+    """A metric adds a mean over rows, or sums over them."""
+    ids = {id(v): v for v in metric.variables}
+    if is_mean:
+      self.means.update(ids)
+    else:
+      self._sums.update(ids)
+    if self._sums & self.means.keys():
+      self.reasons.append(
+        f'metric {metric.name!r} of rows and of numbers without rows'
+      )
 
 
-_share = _Share()
+class _Current(threading.local):
+  share: Share | None = None  # That the calling thread traces.
+
+
+_current = _Current()
 
 
 @contextlib.contextmanager
-def tracing_share(fraction: tf.Tensor) -> Iterator[list[str]]:
-  """While a step is traced on a share of a batch, as large a part as `fraction`.
-
-  Yields a list, which gets reasons why the results would not be the whole batch's.
-  """
-  before = _share.fraction, _share.reasons
-  _share.fraction, _share.reasons = fraction, []
+def tracing_share() -> Iterator[Share]:
+  """While a step is traced on a share of a batch: yields what is seen of it."""
+  before, _current.share = _current.share, Share()
   try:
-    yield _share.reasons
+    yield _current.share
   finally:
-    _share.fraction, _share.reasons = before
+    _current.share = before
 
 
 def _watch_reduction(reduce):
@@ -51,16 +68,16 @@ def _watch_reduction(reduce):
     reduction='sum_over_batch_size',
     dtype=None,
   ):
-    if _share.reasons is not None:
+    if _current.share is not None:
       shape = tf.TensorShape(values.shape)
       if mask is not None:
-        _share.reasons.append('a mask that reaches the loss')
+        _current.share.reasons.append('a mask that reaches the loss')
       elif reduction not in ('sum_over_batch_size', 'mean'):
-        _share.reasons.append(f'a loss with reduction={reduction!r}')
+        _current.share.reasons.append(f'a loss with reduction={reduction!r}')
       elif not shape.rank:
-        _share.reasons.append('a loss function that returns one number')
+        _current.share.reasons.append('a loss function that returns one number')
       elif not shape[1:].is_fully_defined():
-        _share.reasons.append('a loss of rows of different lengths')
+        _current.share.reasons.append('a loss of rows of different lengths')
     return reduce(values, sample_weight, mask, reduction, dtype)
 
   return reduce_watched
@@ -70,29 +87,34 @@ def _watch_add_loss(add_loss):
   @functools.wraps(add_loss)
   def add_loss_watched(self, loss):
     # Keras adds that of an activity regularizer, a mean over rows, in this way.
-    if _share.reasons is not None and self.activity_regularizer is None:
-      _share.reasons.append(f'add_loss of layer {self.name!r}')
+    if _current.share is not None and self.activity_regularizer is None:
+      _current.share.reasons.append(f'add_loss of layer {self.name!r}')
     return add_loss(self, loss)
 
   return add_loss_watched
 
 
-def _count_as_share(update_state):
-  """Counts the mean of a share's rows as the part of the batch that it is."""
+def _watch_update(update_state):
+  """Notes whether a metric is given rows, or their mean: then so is its part."""
 
   @functools.wraps(update_state)
-  def update_share(self, values, sample_weight=None):
-    is_number = not tf.TensorShape(getattr(values, 'shape', ())).rank
-    if _share.reasons is not None and is_number:
-      if sample_weight is None:
-        sample_weight = tf.cast(_share.fraction, self.dtype)
-      elif tf.convert_to_tensor(sample_weight).shape.rank:
-        _share.reasons.append(
+  def update_watched(self, values, sample_weight=None):
+    share = _current.share
+    if share is not None:
+      is_number = not tf.TensorShape(getattr(values, 'shape', ())).rank
+      is_mean = is_number and sample_weight is None
+      if (
+        is_number
+        and not is_mean
+        and tf.convert_to_tensor(sample_weight).shape.rank
+      ):
+        share.reasons.append(
           f'metric {self.name!r} of one number with sample weights'
         )
+      share.note_update(self, is_mean)
     return update_state(self, values, sample_weight)
 
-  return update_share
+  return update_watched
 
 
 _WHY = "rows of a batch are shared out where that gives one device's result"
@@ -107,5 +129,5 @@ _keras_internal.change(
 )
 for _metric in (keras.metrics.Mean, keras.metrics.Sum):
   _keras_internal.change(
-    _metric, 'update_state(values, sample_weight)', _count_as_share, _WHY
+    _metric, 'update_state(values, sample_weight)', _watch_update, _WHY
   )

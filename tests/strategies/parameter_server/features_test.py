@@ -46,16 +46,16 @@ def write_files(directory):
       records.write(example.SerializeToString())
 
 
-def _csv(directory):
+def _csv(directory, batch):
   data = tf.data.experimental.CsvDataset(
     os.path.join(directory, 'rows.csv'),
     [tf.int64, tf.string, tf.float32],
     header=True,
   )
-  return data.map(lambda u, w, y: ({'user': u, 'word': w}, y)).batch(_BATCH)
+  return data.map(lambda u, w, y: ({'user': u, 'word': w}, y)).batch(batch)
 
 
-def _records(directory, items):
+def _records(directory, batch, items):
   """Rows of a TFRecord file; `items` says how ids of any number are read."""
   features = {
     'user': tf.io.FixedLenFeature([], tf.int64),
@@ -70,18 +70,18 @@ def _records(directory, items):
     return found, label
 
   path = os.path.join(directory, 'rows.tfrecord')
-  return tf.data.TFRecordDataset(path).batch(_BATCH).map(parse)
+  return tf.data.TFRecordDataset(path).batch(batch).map(parse)
 
 
-def _ragged(directory):
-  return _records(directory, tf.io.RaggedFeature(tf.int64))
+def _ragged(directory, batch):
+  return _records(directory, batch, tf.io.RaggedFeature(tf.int64))
 
 
-def _sparse(directory):
-  return _records(directory, tf.io.VarLenFeature(tf.int64))
+def _sparse(directory, batch):
+  return _records(directory, batch, tf.io.VarLenFeature(tf.int64))
 
 
-def _looked_up(directory):
+def _looked_up(directory, batch):
   """Words and ids become numbers in the pipeline."""
   words = layers.StringLookup(vocabulary=list(_WORDS[:3]))
   hashed = layers.Hashing(8)
@@ -89,7 +89,7 @@ def _looked_up(directory):
   def look_up(x, y):
     return {'user': hashed(x['user']), 'word': words(x['word'])}, y
 
-  return _csv(directory).map(look_up)
+  return _csv(directory, batch).map(look_up)
 
 
 class Scores(keras.Model):
@@ -127,9 +127,8 @@ _PIPELINES = {
 }
 
 
-def train(pipeline, directory, strategy=None, by_workers=False):
+def train(pipeline, directory, strategy=None, by_workers=False, batch=_BATCH):
   """Weights, history, evaluation and predictions."""
-  make_dataset = _PIPELINES[pipeline]
   keras.backend.clear_session()
   keras.utils.set_random_seed(3)
   with harness.scope_of(strategy):
@@ -137,21 +136,24 @@ def train(pipeline, directory, strategy=None, by_workers=False):
     model.compile(
       tfs.keras.LazyRows(keras.optimizers.Adam(0.05)), 'mse', metrics=['mae']
     )
-  # Of data without an end in sight one device counts a step too many.
-  batches = tf.data.experimental.assert_cardinality(-(-_ROWS // _BATCH))
-  dataset = data = make_dataset(directory).apply(batches)
+
+  def make_dataset(context=None):
+    data = _PIPELINES[pipeline](directory, batch)
+    if context is None:
+      # Of data without an end in sight one device counts a step too many.
+      count = tf.data.experimental.assert_cardinality(-(-_ROWS // batch))
+      return data.apply(count)
+    return data.shard(context.num_input_pipelines, context.input_pipeline_id)
+
+  data = make_dataset()
   if by_workers and strategy is not None:
-    data = strategy.distribute_datasets_from_function(
-      lambda context: make_dataset(directory).shard(
-        context.num_input_pipelines, context.input_pipeline_id
-      )
-    )
+    data = strategy.distribute_datasets_from_function(make_dataset)
   history = model.fit(data, epochs=2, verbose=0).history
   return {
     'weights': model.get_weights(),
     'history': history,
-    'evaluation': model.evaluate(dataset, verbose=0, return_dict=True),
-    'predictions': model.predict(dataset.map(lambda x, y: x), verbose=0),
+    'evaluation': model.evaluate(data, verbose=0, return_dict=True),
+    'predictions': model.predict(data, verbose=0),
   }
 
 
@@ -171,8 +173,12 @@ class FeaturesTest(tf.test.TestCase, parameterized.TestCase):
   @tiers.named_parameters(
     ('read_by_the_worker', {'mode': 'async'}, True, 1),
     ('shared_by_workers', {'mode': 'sync'}, False, 2),
+    ('read_by_two_workers', {'mode': 'sync'}, True, 2),
     tiers.full('bounded', {'mode': 'bounded'}, True, 1),
     tiers.full('one_of_two', {'mode': 'sync', 'backup_workers': 1}, False, 2),
+    tiers.full(
+      'one_that_reads', {'mode': 'sync', 'backup_workers': 1}, True, 2
+    ),
   )
   def test_pipelines(self, options, by_workers, num_workers):
     with tempfile.TemporaryDirectory() as directory:
@@ -180,7 +186,9 @@ class FeaturesTest(tf.test.TestCase, parameterized.TestCase):
       with parameter_servers.Job(num_workers=num_workers, num_ps=2) as job:
         found = job.run(train_on_servers, (directory, options, by_workers))
       for pipeline, result in found.items():
-        want = train(pipeline, directory)
+        # Workers that read take a batch each in a step.
+        batch = _BATCH * (num_workers if by_workers else 1)
+        want = train(pipeline, directory, batch=batch)
         with self.subTest(pipeline):
           self.assertLen(want['predictions'], _ROWS)
           tf.nest.assert_same_structure(want, result)

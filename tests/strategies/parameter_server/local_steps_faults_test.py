@@ -53,20 +53,26 @@ class KillTest(tf.test.TestCase, parameterized.TestCase):
     ('sgd', dataclasses.replace(_LONG, inner=Job(8).inner), 'sync'),
     tiers.full('adam', _LONG, 'sync'),
     tiers.full('async', _LONG, 'async'),
+    tiers.full(
+      'read', dataclasses.replace(_LONG, inner=Job(8).inner), 'sync', True
+    ),
+    tiers.full('read_async', _LONG, 'async', True),
   )
-  def test_worker_that_dies_in_a_unit(self, trained, mode):
+  def test_worker_that_dies_in_a_unit(self, trained, mode, reads=False):
     with (
       tempfile.TemporaryDirectory() as directory,
       parameter_servers.Job(num_workers=2, num_ps=2) as job,
     ):
       progress = os.path.join(directory, 'progress')
-      arguments = trained, mode, progress, {}
+      arguments = trained, mode, progress, {}, reads
       job.start_chief(programs.train_while_others_die, arguments)
       # A unit has just begun.
       _wait_for(progress, 24 if mode == 'sync' else 16, job)
       killed_at = time.time()
-      job.kill('worker', 1)
-      job.start('worker', 1)
+      # Whoever has the unit that reads.
+      for victim in (0, 1) if reads and mode == 'async' else (1,):
+        job.kill('worker', victim)
+        job.start('worker', victim)
       weights, rows, report, logged, began = job.wait().result()
     if mode == 'sync':  # Elsewhere it may be another worker's turn.
       # In the middle of a unit, which failed.
@@ -77,9 +83,10 @@ class KillTest(tf.test.TestCase, parameterized.TestCase):
       self.assertRegex(
         ' '.join(logged), 'with the state of its inner optimizer'
       )
-    logged = ' '.join(logged)
-    self.assertIn('worker 1', logged)
-    self.assertIn('was lost', logged)
+    self.assertRegex(
+      ' '.join(logged),
+      'worker . .*was lost' if reads else 'worker 1 .*was lost',
+    )
     # Each batch counts once, and each row of the last epoch.
     self.assertEqual(report['steps'], _STEPS)
     self.assertEqual(rows, trained.rows)

@@ -40,13 +40,39 @@ def _training(job, mode='sync', **options):
     strategy.close()
 
 
-def _fit(model, job, **options):
-  return model.fit(
-    workers_lib.dataset(job), epochs=job.epochs, verbose=0, **options
-  )
+def _fit(model, job, reader=None, **options):
+  """Fits; by workers that read what they would be sent, if a strategy is given."""
+  dataset = workers_lib.dataset(job)
+  if reader is not None:
+    dataset = _read_by_workers(reader, job)
+  return model.fit(dataset, epochs=job.epochs, verbose=0, **options)
 
 
-def train(job, mode='sync', parts=1):
+def _read_by_workers(strategy, job):
+  def make(context):
+    count, place = context.num_input_pipelines, context.input_pipeline_id
+
+    def share(*batch):
+      each, extra = (
+        tf.shape(batch[0])[0] // count,
+        tf.shape(batch[0])[0] % count,
+      )
+      first = place * each + tf.minimum(place, extra)
+      last = first + each + tf.cast(place < extra, tf.int32)
+      return tuple(tensor[first:last] for tensor in batch)
+
+    data = workers_lib.dataset(job)
+    if strategy.options.mode != 'sync':
+      return data.shard(count, place)
+    data = data.map(share)
+    if job.rows % job.batch >= count or not job.rows % job.batch:
+      return data
+    return data.filter(lambda x, y: tf.shape(x)[0] > 0)
+
+  return strategy.distribute_datasets_from_function(make)
+
+
+def train(job, mode='sync', parts=1, reads=False):
   """Trains a job; the weights, what was reported, and what the strategy counted."""
   options = {}
   if parts > 1:
@@ -57,7 +83,8 @@ def train(job, mode='sync', parts=1):
     note = keras.callbacks.LambdaCallback(
       on_train_batch_end=lambda batch, logs: seen.append(float(logs['loss']))
     )
-    history = _fit(model, job, callbacks=[note]).history
+    reader = strategy if reads else None
+    history = _fit(model, job, reader, callbacks=[note]).history
     dataset = workers_lib.dataset(job)
     return {
       'weights': model.get_weights(),
@@ -189,7 +216,7 @@ class _Slow(keras.layers.Layer):
     return x + 1e-30 * tf.reduce_mean(matrix)
 
 
-def train_while_others_die(job, mode, progress, options):
+def train_while_others_die(job, mode, progress, options, reads=False):
   """Trains slowly; tells how many batches there were in a file.
 
   Returns weights, rows of the last epoch, a report, what was logged, and of each unit
@@ -234,7 +261,8 @@ def train_while_others_die(job, mode, progress, options):
       loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
       model.compile(workers_lib.local_steps(job), loss)
     callback = keras.callbacks.LambdaCallback(on_train_batch_end=tell)
-    _fit(model, job, callbacks=[callback, tfs.ResumeFit(strategy)])
+    reader = strategy if reads else None
+    _fit(model, job, reader, callbacks=[callback, tfs.ResumeFit(strategy)])
     # The sum of all rows' weights, of the last epoch.
     rows = float(model.metrics[0].variables[1].numpy())
     iterations = int(model.optimizer.iterations.numpy())
@@ -334,13 +362,6 @@ def two_optimizers(strategy):
   model.fit(*_data(), verbose=0)
 
 
-def data_that_workers_read(strategy):
-  dataset = strategy.distribute_datasets_from_function(
-    lambda context: tf.data.Dataset.from_tensor_slices(_data()).batch(4)
-  )
-  _model().fit(dataset, verbose=0)
-
-
 def loop_without_the_optimizer(strategy):
   model = _model()
   model.optimizer.build(model.trainable_variables)
@@ -405,7 +426,6 @@ def backup_workers(strategy):
 REFUSED = {
   two_kinds: 'Adam beside LocalSteps',
   two_optimizers: r"\['LocalSteps', 'LocalSteps'\].*one optimizer a step",
-  data_that_workers_read: 'distribute_datasets_from_function with LocalSteps',
   loop_without_the_optimizer: r'outside of the steps.*remote_step\(fn, \[optimizer',
   metric_that_is_no_sum: "metric variable '.*largest:0' that is no sum",
   dynamic_table: "dynamic table '.*' under LocalSteps.*keras.layers.Embedding",

@@ -35,6 +35,8 @@ _FIRST = {
   'normalized': (Job(3, rows=121, layers='normalized'), 'sync'),
   'float16': (_diloco(policy='mixed_float16'), 'sync'),
   'async': (_DILOCO, 'async'),
+  'read': (_DILOCO, 'sync', 1, True),
+  'read_async': (_DILOCO, 'async', 1, True),
 }
 _MORE = {
   'one_row_left': (Job(1, rows=37), 'sync'),
@@ -53,8 +55,9 @@ _MORE = {
   ),
   'bounded': (_DILOCO, 'bounded'),
   'partitioned': (_DILOCO, 'sync', 2),
+  'read_of_known_number': (_diloco(rows=120, every=3), 'sync', 1, True),
 }
-_ASYNCHRONOUS = ('async', 'bounded')
+_ASYNCHRONOUS = ('async', 'bounded', 'read_async')
 
 
 def _largest(a, b):

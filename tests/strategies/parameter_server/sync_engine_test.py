@@ -2,6 +2,7 @@
 
 import threading
 import types
+from unittest import mock
 
 import numpy as np
 import tensorflow as tf
@@ -10,14 +11,20 @@ from absl.testing import absltest, parameterized
 from tests.strategies.parameter_server import fakes
 from tf_strategies.strategies.parameter_server import (
   batch_message,
+  input,
+  splits,
   step_task,
   sync_engine,
+  worker_arrays,
   worker_function,
   worker_pool,
 )
 
 _DEADLINE_SECONDS = 20.0
 _STEP = step_task.Step(run=None, optimizers=('an optimizer',))
+_JOURNAL = types.SimpleNamespace(
+  token=lambda worker: 0, revoke=lambda workers: None
+)
 
 
 class _Engine(sync_engine.SyncEngine):
@@ -51,7 +58,7 @@ class SyncEngineTest(parameterized.TestCase):
     self.addCleanup(self.pool.close)
     return _Engine(
       self.pool,
-      None,
+      _JOURNAL,
       fakes.Recovery(),
       backup_workers=backup_workers,
       in_replica=None,
@@ -124,6 +131,164 @@ class SyncEngineTest(parameterized.TestCase):
 
     engine.compute = compute
     self._train(engine, 1)
+    self.assertEqual(engine.report()['steps'], 1)
+
+
+class _ReadingEngine(_Engine):
+  """Reads numbers; `applied` has those of each step."""
+
+  def before(self, worker):
+    """Called before a worker reads."""
+
+  def microbatch_function(self, step, layout):
+    def function(worker, handle, slots):
+      self.before(worker)
+      *_, number = tf.raw_ops.IteratorGetNext(
+        iterator=handle, **input._numbered(layout.structure)
+      )
+      slots.number = int(number)
+      self.compute(worker, slots.number)
+
+    function.layout = types.SimpleNamespace(key='', specs={})
+    return function, worker_function.Discovery(None, ())
+
+  def _apply_function(self, step, chosen):
+    def apply(slots):
+      self.applied.append([each.number for each in slots])
+      return tf.zeros([0], tf.float64)
+
+    return apply
+
+
+class ReadTest(parameterized.TestCase):
+  """Worker w reads 10 w, 10 w + 1, ..."""
+
+  def setUp(self):
+    super().setUp()
+    local = mock.patch.object(
+      worker_arrays, 'device', lambda worker: '/device:CPU:0'
+    )
+    local.start()
+    self.addCleanup(local.stop)
+    self.is_late = threading.Event()
+    self.addCleanup(self.is_late.set)
+
+  def _engine(self, compute, sizes, backup_workers=0, is_known=True):
+    self.liveness = fakes.Liveness()
+    self.pool = worker_pool.WorkerPool(
+      range(len(sizes)),
+      self.liveness,
+      max_waiting=2 * len(sizes),
+      timeout_seconds=_DEADLINE_SECONDS,
+    )
+    self.addCleanup(self.pool.close)
+    engine = _ReadingEngine(
+      self.pool,
+      _JOURNAL,
+      fakes.Recovery(),
+      backup_workers=backup_workers,
+      in_replica=None,
+    )
+    engine.compute, engine.applied = compute, []
+
+    def make(context):
+      worker = context.input_pipeline_id
+      first = 10 * worker
+      data = tf.data.Dataset.range(first, first + sizes[worker])
+      return data if is_known else data.filter(lambda i: True)
+
+    dataset = input.WorkerDataset(make, len(sizes), list, by_rounds=True)
+    return engine, splits.Source(dataset)
+
+  def test_element_of_a_lost_worker_counts_once(self):
+    self.is_dead = False
+
+    def compute(worker, number):
+      if number == 11 and not self.is_dead:
+        self.is_dead = True
+        self.liveness.dead_workers.add(worker)
+        raise tf.errors.UnavailableError(None, None, 'the worker is gone')
+
+    engine, source = self._engine(compute, (4, 3, 1))
+    engine.train(_STEP, input.Elements(source, 4))
+    self.assertTrue(self.is_dead)
+    self.assertEqual(engine.applied, [[0, 10, 20], [1, 11], [2, 12], [3]])
+    self.assertEqual(source.position, (4, 3, 1))
+    self.assertEqual(engine.report()['dropped'], 0)
+
+  def test_worker_that_never_returns(self):
+    def compute(worker, number):
+      if worker == 1:
+        self.liveness.dead_workers.add(worker)
+        raise tf.errors.UnavailableError(None, None, 'the worker is gone')
+
+    engine, source = self._engine(compute, (2, 2))
+    self.liveness.is_complete = lambda: False
+    engine.train(_STEP, input.Elements(source, 2))
+    self.assertEqual(engine.applied, [[0, 10], [1, 11]])
+
+  def test_late_worker_goes_on_where_the_others_are(self):
+    seen, has_begun, is_applied = [], threading.Event(), threading.Event()
+
+    def compute(worker, number):
+      seen.append(number)
+      if number == 20:
+        has_begun.set()
+        self.is_late.wait(_DEADLINE_SECONDS)
+      elif number == 3:
+        is_applied.wait(_DEADLINE_SECONDS)  # So the others count.
+      else:
+        has_begun.wait(_DEADLINE_SECONDS)
+
+    engine, source = self._engine(compute, (5, 5, 5), backup_workers=1)
+    engine.train(_STEP, input.Elements(source, 3))
+    self.assertEqual(engine.applied, [[0, 10], [1, 11], [2, 12]])
+    self.is_late.set()
+    engine.drain()
+    engine.train(_STEP, input.Elements(source, 1))
+    is_applied.set()
+    engine.train(_STEP, input.Elements(source, 1))
+    engine.drain()
+    self.assertLen(engine.applied, 5)
+    self.assertEqual(engine.applied[3], [13, 23])
+    # All numbers of a step are of the same element, and no two of one worker.
+    for number, step in enumerate(engine.applied):
+      self.assertLen(set(step), 2)
+      self.assertEqual({n % 10 for n in step}, {number})
+    self.assertEqual(engine.report()['dropped'], 5)
+    self.assertNotIn(21, seen)
+
+  def test_late_worker_finds_the_end_of_its_data(self):
+    """The step of now waits for what is not there, and ends."""
+    has_begun = threading.Event()
+
+    def wait(worker):
+      if worker == 1:
+        has_begun.set()
+        self.is_late.wait(_DEADLINE_SECONDS)
+
+    engine, source = self._engine(
+      lambda worker, number: has_begun.wait(_DEADLINE_SECONDS),
+      (3, 0),
+      backup_workers=1,
+      is_known=False,
+    )
+    engine.before = wait
+    work = input.Elements(source, 9)
+    timer = threading.Timer(1.0, self.is_late.set)
+    timer.start()
+    engine.train(_STEP, work)
+    timer.join()
+    self.assertEqual(engine.applied, [[0], [1], [2]])
+    self.assertLen(work, 3)
+    self.assertTrue(source.is_exhausted)
+
+  def test_nothing_to_read_is_no_step(self):
+    engine, source = self._engine(lambda worker, number: None, (1, 0))
+    work = input.Elements(source, 3)
+    self.assertIsNotNone(engine.train(_STEP, work))
+    self.assertLen(work, 1)
+    self.assertIsNone(engine.train(_STEP, input.Elements(source, 1)))
     self.assertEqual(engine.report()['steps'], 1)
 
 

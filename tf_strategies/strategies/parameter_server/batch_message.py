@@ -63,7 +63,7 @@ class Layout:
 
   @property
   def rows(self) -> int:
-    """Of a batch."""
+    """Of a batch that is sent."""
     return next(
       s.shape[0] for s in tf.nest.flatten(self.structure) if s is not None
     )
@@ -303,6 +303,23 @@ def with_any_rows(spec: tf.TypeSpec | None) -> tf.TypeSpec | None:
       shape, spec.dtype, spec.ragged_rank, spec.row_splits_dtype
     )
   return type(spec)(shape, spec.dtype)
+
+
+def rows_of(batch: Any) -> tf.Tensor:
+  """How many rows a batch has, of which all tensors must have as many."""
+  first, *rest = [
+    tf.shape(t, tf.int64)[0] for t in tf.nest.flatten(batch) if t is not None
+  ]
+  checks = [
+    tf.debugging.assert_equal(
+      rows,
+      first,
+      "Expected tensors with as many rows as each other in a batch, in mode='sync'.",
+    )
+    for rows in rest
+  ]
+  with tf.control_dependencies([c for c in checks if c is not None]):
+    return tf.identity(first)
 
 
 def _rows_of(tensor, first: int, last: int):

@@ -19,6 +19,7 @@ from tf_strategies.strategies.parameter_server import (
   batch_message,
   input,
   local_units,
+  splits,
   step_task,
   worker_function,
   worker_pool,
@@ -95,7 +96,6 @@ class Engine:
   def begin(self, step: Step, work: Work) -> Any:
     """Begins steps, or waits while too many run; returns the newest report."""
     if step.local is not None:
-      check_is_sent(work, 'LocalSteps', 'train without LocalSteps')
       return self.local.train(step, work)
     self.local.finish()
     return (self.train if step.trains else self.run)(step, work)
@@ -107,14 +107,41 @@ class Engine:
   def run(self, step: Step, work: Work) -> Any:
     """Begins steps, each on the first worker that is free."""
     if isinstance(work, input.Elements):
-      with self._lock:
-        self._sources.add(work.source)
+      self.note_source(work.source)
       task = step_task.InputTask(self, step, work)
       self._pool.submit(task)
     else:
       for batches in batch_message.alike(work):
         task = self._submit(step, batches)
     return self.reports.of(task)
+
+  def read_round(
+    self,
+    step: Step,
+    source: splits.Source,
+    is_result_wanted: bool = False,
+    one_by_one: bool = False,
+  ) -> list[step_task.RoundTask]:
+    """One step on an element of each split that has one; waits for all of them."""
+    self.note_source(source)
+    turn = splits.Round(source)
+    tasks = [
+      step_task.RoundTask(self, step, turn, is_result_wanted)
+      for _ in turn.elements
+    ]
+    for task in tasks:
+      self._pool.submit(task)
+      if one_by_one:
+        self.wait(lambda each=task: each.is_finished)
+    self.wait(lambda: all(task.is_finished for task in tasks))
+    turn.count()
+    found = [task for task in tasks if task.steps]
+    return sorted(found, key=lambda task: task.split.index)
+
+  def note_source(self, source: splits.Source) -> None:
+    """Workers read it, and may lose their splits of it."""
+    with self._lock:
+      self._sources.add(source)
 
   def call(self, step: Step, batch: batch_message.Batch) -> step_task.StepTask:
     """Begins one step whose result is wanted (prediction)."""
@@ -260,13 +287,3 @@ class BoundedEngine(Engine):
     """Counts the steps of each worker too."""
     super().finished(task, worker)
     self._clocks[worker] += task.steps
-
-
-def check_is_sent(work: Work, option: str, fix: str) -> None:
-  """Raises an error for data that workers read, where an option forbids it."""
-  if isinstance(work, input.Elements):
-    raise errors.UnsupportedOptionError(
-      f'distribute_datasets_from_function with {option}',
-      'batches that the coordinator sends',
-      f'pass the tf.data.Dataset to fit, or {fix}',
-    )

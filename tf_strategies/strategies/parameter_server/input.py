@@ -2,18 +2,14 @@
 
 Batches that the coordinator reads go to one step each, and to another worker if
 the first is lost. Data that workers read is cut into splits: a data set
-function is called for each, and one worker at a time reads it, in order. Its
-elements are numbered; a step's completion marker says how far its split has
-been trained on. When a worker is lost, its split goes to another one, which
-skips what was trained on. Either way each element counts once an epoch.
+function is called for each. Either way each element counts once an epoch.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -22,6 +18,7 @@ from tf_strategies import _tf_internal, errors
 from tf_strategies.checkpoint import position as position_lib
 from tf_strategies.strategies.parameter_server import (
   batch_message,
+  splits,
   worker_arrays,
 )
 
@@ -37,7 +34,7 @@ class WorkerTensor:
   """Stands for a tensor that only a worker sees."""
 
   spec: tf.TypeSpec
-  source: Source
+  source: splits.Source
 
   @property
   def shape(self) -> tf.TensorShape:
@@ -48,21 +45,6 @@ class WorkerTensor:
   def dtype(self) -> tf.DType:
     """Of the tensor."""
     return self.spec.dtype
-
-
-@dataclasses.dataclass(eq=False)
-class Split:
-  """A part of an epoch's data."""
-
-  index: int
-  key: int  # Number of this reading of it, unique in the process.
-  done: int = 0  # Elements that have been trained on.
-  handle: tf.Tensor | None = (
-    None  # Of the iterator on the worker that reads it.
-  )
-
-
-_keys = itertools.count(1)
 
 
 class Batches:
@@ -109,125 +91,6 @@ class _Dataset(_tf_internal.DistributedDataset):
     raise _read_in_function('a distributed data set')
 
 
-class Source:
-  """One epoch of data: hands its splits to the workers.
-
-  A restarted run continues at `start`. The steps of its epoch that are done are
-  handed out once more, and dropped.
-  """
-
-  def __init__(
-    self,
-    dataset: WorkerDataset,
-    start: position_lib.Position = position_lib.Position(),  # noqa: B008
-  ):
-    self.dataset = dataset
-    done = start.splits
-    self._lock = threading.Lock()
-    self._free = [Split(i, next(_keys)) for i in range(dataset.num_splits)]
-    self.splits = tuple(self._free)
-    if done and len(done) != len(self.splits):
-      raise errors.UnsupportedOptionError(
-        f'{len(self.splits)} workers that read data, after a checkpoint of '
-        f'{len(done)}',
-        'the number of workers that the run started with',
-        f'start {len(done)} workers, or continue from the end of an epoch',
-      )
-    for split, count in zip(self.splits, done, strict=False):
-      split.done = count
-    self._handed_out = sum(done) - start.step if done else 0
-    self._splits_of: dict[int, list[Split]] = {}
-    self._turn = itertools.count()
-    self._opening = 0
-
-  @property
-  def is_exhausted(self) -> bool:
-    """Whether every split has been read to its end."""
-    with self._lock:
-      return self._is_empty()
-
-  @property
-  def position(self) -> tuple[int, ...]:
-    """Elements of each split that have been trained on; empty at the end.
-
-    With `steps_per_epoch` several epochs of `fit` are one of these.
-    """
-    count = self.dataset.cardinality()
-    if 0 <= count <= self._handed_out or (count < 0 and self.is_exhausted):
-      return ()
-    return tuple(split.done for split in self.splits)
-
-  def may_begin_step(self) -> bool:
-    """Counts a step that is to be scheduled; False at the end of the data."""
-    cardinality = self.dataset.cardinality()
-    if cardinality < 0:
-      if self.is_exhausted:
-        return False
-    elif self._handed_out >= cardinality:
-      return False
-    self._handed_out += 1
-    return True
-
-  def has_work_for(self, worker: int) -> bool:
-    """Whether a worker has anything to read, or nobody ever will."""
-    with self._lock:
-      if self._free or self._splits_of.get(worker):
-        return True
-      return self._is_empty()
-
-  def _is_empty(self) -> bool:
-    return not (self._free or self._opening or any(self._splits_of.values()))
-
-  def split_for(
-    self, worker: int, others: Iterable[int], token: int = 0
-  ) -> Split | None:
-    """What a worker reads next, opened if it has none; None if none is left.
-
-    `token` is the worker's; one that gets another one has lost its splits.
-    """
-    with self._lock:
-      mine = self._splits_of.setdefault(worker, [])
-      others_need = any(not self._splits_of.get(w) for w in others)
-      if len(mine) > 1 and others_need:
-        # Taken over from a worker that was lost, and is back.
-        self._free.append(mine.pop())
-      is_needed = not mine or not others_need
-      split = None
-      if self._free and is_needed:
-        # One that it has read before: it may have its arrays.
-        split = min(self._free, key=lambda s: s.index != worker)
-        self._free.remove(split)
-      self._opening += split is not None
-    if split is not None:
-      self._open(split, worker, token)
-    with self._lock:
-      mine = self._splits_of.setdefault(worker, [])
-      return mine[next(self._turn) % len(mine)] if mine else None
-
-  def _open(self, split: Split, worker: int, token: int) -> None:
-    """Opens a split; it is nobody's while this lasts."""
-    is_open = False
-    try:
-      split.handle = self.dataset.open(split, worker, token)
-      is_open = True
-    finally:
-      with self._lock:
-        self._opening -= 1
-        mine = self._splits_of.setdefault(worker, [])
-        (mine if is_open else self._free).append(split)
-
-  def close(self, worker: int, split: Split) -> None:
-    """A split was read to its end."""
-    with self._lock:
-      self._splits_of[worker].remove(split)
-      split.handle = None  # Lets the worker forget the iterator.
-
-  def lose(self, worker: int) -> None:
-    """Takes back the splits of a worker that was lost."""
-    with self._lock:
-      self._free += self._splits_of.pop(worker, [])
-
-
 class WorkerDataset(_Dataset):
   """What `distribute_datasets_from_function` returns outside of functions.
 
@@ -241,8 +104,11 @@ class WorkerDataset(_Dataset):
     num_splits: int,
     take_resumed: Callable[[], Resumed | None],
     stock: Callable[[], Any] | None = None,
+    by_rounds: bool = False,
   ):
     self.num_splits = num_splits
+    # Whether a step takes an element of each split, instead of one.
+    self.by_rounds = by_rounds
     self._stock = stock
     self._dataset_fn = dataset_fn
     self._take_resumed = take_resumed
@@ -253,8 +119,9 @@ class WorkerDataset(_Dataset):
     with tf.device('/device:CPU:0'), worker_arrays.Arrays().captured():
       parts = [self._make(i) for i in range(num_splits)]
     self._element_spec = parts[0].element_spec
-    sizes = [int(p.cardinality()) for p in parts]
-    self._cardinality = sum(sizes) if min(sizes) >= 0 else min(sizes)
+    self.sizes = [int(p.cardinality()) for p in parts]
+    least = min(self.sizes)
+    self._cardinality = self.steps_of(self.sizes) if least >= 0 else least
 
   @property
   def element_spec(self) -> Any:
@@ -262,8 +129,12 @@ class WorkerDataset(_Dataset):
     return self._element_spec
 
   def cardinality(self) -> int:
-    """Number of batches; negative as `tf.data.Dataset.cardinality`."""
+    """Number of steps; negative as `tf.data.Dataset.cardinality`."""
     return self._cardinality
+
+  def steps_of(self, elements: Sequence[int]) -> int:
+    """How many steps it takes to read so many elements of each split."""
+    return (max if self.by_rounds else sum)(elements)
 
   def __iter__(self) -> Iterator[Any]:
     return Batches(self._steps())
@@ -273,7 +144,7 @@ class WorkerDataset(_Dataset):
     while True:
       resumed = self._take_resumed()
       if source is None or resumed is not None:
-        source = Source(self, *(resumed or ())[:1])
+        source = splits.Source(self, *(resumed or ())[:1])
         # One structure for all steps: Keras traces it as a constant.
         step = tf.nest.map_structure(
           lambda s, source=source: WorkerTensor(s, source),
@@ -292,11 +163,11 @@ class WorkerDataset(_Dataset):
       tf.distribute.InputContext(
         num_input_pipelines=self.num_splits,
         input_pipeline_id=index,
-        num_replicas_in_sync=1,
+        num_replicas_in_sync=self.num_splits if self.by_rounds else 1,
       )
     )
 
-  def open(self, split: Split, worker: int, token: int) -> tf.Tensor:
+  def open(self, split: splits.Split, worker: int, token: int) -> tf.Tensor:
     """Begins to read a split on a worker; returns the iterator's handle."""
     opener, arrays = self._opener(split.index)
     arrays = self._arrays.on_worker(arrays, worker, token)
@@ -304,11 +175,21 @@ class WorkerDataset(_Dataset):
       key = tf.constant(split.key, tf.int64)
       done = tf.constant(split.done, tf.int64)
       token = tf.constant(token, tf.int64)
-    with tf.device(f'/job:worker/replica:0/task:{worker}/device:CPU:0'):
+    with tf.device(worker_arrays.device(worker)):
       variant = opener(key, done, token, *arrays)
       handle = tf.raw_ops.AnonymousIteratorV3(**_numbered(self.element_spec))
       tf.raw_ops.MakeIterator(dataset=variant, iterator=handle)
+    split.next = split.done
     return handle
+
+  def skip(self, split: splits.Split, worker: int, until: int) -> None:
+    """Leaves out elements of a split that a worker reads."""
+    with tf.device(worker_arrays.device(worker)):
+      while split.next < until:
+        tf.raw_ops.IteratorGetNext(
+          iterator=split.handle, **_numbered(self.element_spec)
+        )
+        split.next += 1
 
   def _opener(self, index: int):
     """A function that makes a split's data set where it is called; its arrays."""
@@ -384,18 +265,19 @@ class Layout(batch_message.Layout):
     return batch_message.Reading(batch, key, index + 1, token)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False)
 class Elements:
   """Some steps on what the workers read from a source."""
 
-  source: Source
+  source: splits.Source
   count: int
+  done: int = 0  # Of them, where steps are done one after the other.
 
   def __len__(self) -> int:
     return self.count
 
 
-def source_of(data: Any) -> Source | None:
+def source_of(data: Any) -> splits.Source | None:
   """The source of a batch that workers read; None for a batch of arrays."""
   first = next(iter(tf.nest.flatten(data)), None)
   return first.source if isinstance(first, WorkerTensor) else None

@@ -132,6 +132,21 @@ class Program:
       *specs,
     )
 
+  def read_function(self, layout: batch_message.Layout) -> Callable:
+    """As `steps_function`, of one batch that it reads; adds up rows too."""
+    specs = [tf.TensorSpec(v.shape, v.dtype) for v in self.variables]
+
+    def trace(argument, rows, *values):
+      batch = layout.read(argument, tf.constant(0, tf.int64)).batch
+      copies = copied_variables.Copies(self.variables, values)
+      with copies.tracing(), self._reducer.gradients_reduced():
+        numbers = self.discovery.report(self.step.run(batch))
+      rows += batch_message.rows_of(batch)
+      return [rows, numbers, *copies.take_values()]
+
+    rows = tf.TensorSpec([], tf.int64)
+    return worker_function.concrete(trace, layout.argument, rows, *specs)
+
   def run_steps(self, function, worker, message, values):
     """Calls a `steps_function`: the values afterwards, and what the last one said."""
     *values, numbers = run(function, worker, message, *values)

@@ -24,7 +24,9 @@ from tf_strategies.strategies.parameter_server import (
   batch_message,
   local_program,
   microbatch,
+  splits,
   step_task,
+  unit_batches,
   worker_pool,
   worker_states,
 )
@@ -53,10 +55,10 @@ class LocalUnits(gradient_reducer.GradientReducer):
     self.engine, self.pool = engine, pool
     self._meets = meets
     self._step: step_task.Step | None = None
-    # Batches of the next unit, while there are not enough of them; and what was
-    # added to them last.
-    self._waiting: list[batch_message.Batch] = []
-    self._added: Sequence[batch_message.Batch] | None = None
+    # Batches of the next unit, while there are not enough of them, or the source
+    # of each that workers read; and what was added to them last.
+    self._waiting: list[batch_message.Batch | splits.Source] = []
+    self._added: Any = None
     self.begun = 0  # Batches of units that were begun.
     self._meeting: Meeting | None = None
     # What steps have reported at their last meeting: float64 [count].
@@ -66,6 +68,11 @@ class LocalUnits(gradient_reducer.GradientReducer):
   def waiting(self) -> int:
     """How many batches wait for others."""
     return len(self._waiting)
+
+  @property
+  def source(self) -> splits.Source | None:
+    """Of the batches that wait, if workers read them."""
+    return _source_of(self._waiting)
 
   # What a `LocalSteps` asks.
 
@@ -92,20 +99,21 @@ class LocalUnits(gradient_reducer.GradientReducer):
     """What a step does with such batches."""
     return self._program(step, structure).discovery
 
-  def train(
-    self, step: step_task.Step, batches: Sequence[batch_message.Batch]
-  ) -> Any:
-    """Takes batches, and begins units; returns what was reported last."""
-    if step is not self._step:
+  def train(self, step: step_task.Step, work: Any) -> Any:
+    """Takes work for an engine, and begins units; returns what was reported last."""
+    source = getattr(work, 'source', None)
+    batches = work if source is None else [source] * len(work)
+    is_another = self._waiting and self.source is not source
+    if step is not self._step or is_another:
       self.end()
       self._step = step
-    structure = batches[0].layout(1).traced_structure
-    program = self._program(step, structure)
-    if (
-      batches is not self._added
-    ):  # A call is repeated if a server was lost in it.
+    program = self._program(step, _structure_of(batches))
+    # A call is repeated if a server was lost in it.
+    if work is not self._added:
       self._waiting += batches
-      self._added = batches
+      if source is not None:
+        source.waiting += len(batches)
+      self._added = work
     while len(self._waiting) >= step.local.every:
       self._begin(program, step.local.every)
     discovery = program.discovery
@@ -124,8 +132,7 @@ class LocalUnits(gradient_reducer.GradientReducer):
   def end(self) -> None:
     """Trains on what waits, which is a shorter unit."""
     if self._waiting:
-      structure = self._waiting[0].layout(1).traced_structure
-      program = self._program(self._step, structure)
+      program = self._program(self._step, _structure_of(self._waiting))
       self._begin(program, len(self._waiting))
     self.finish()
 
@@ -133,7 +140,9 @@ class LocalUnits(gradient_reducer.GradientReducer):
     """Waits for the units that were begun; their meeting is held."""
     if self._meeting is not None and not self._meeting.was_dropped:
       # It is kept if that fails, which may be of a moment; then it is held again.
-      self._reported[self._step] = self._meeting.hold()
+      numbers = self._meeting.hold()
+      if numbers is not None:
+        self._reported[self._step] = numbers
     self._meeting = None
 
   def forget(self) -> None:
@@ -156,6 +165,9 @@ class LocalUnits(gradient_reducer.GradientReducer):
     else:
       self.pool.submit(Unit(self, program, batches))
     del self._waiting[:count]
+    source = _source_of(batches)
+    if source is not None:
+      source.waiting -= count
     self.begun += count
 
 
@@ -166,26 +178,27 @@ class _Unit(worker_pool.Task):
     self,
     units: LocalUnits,
     program: local_program.Program,
-    batches: Sequence[batch_message.Batch],
+    batches: Sequence[batch_message.Batch | splits.Source],
+    place: int | None = None,
   ):
     self._units, self._program = units, program
     self._engine = units.engine
-    self._batches = batches
     # In the caller's thread, which has the user's scopes.
-    self._runs = [
-      (run[0].layout(len(run)), [b.arrays for b in run])
-      for run in batch_message.alike(batches)
-    ]
-    self._functions = [
-      self._cached(layout.key, lambda x=layout: program.steps_function(x))
-      for layout, _ in self._runs
-    ]
+    source = _source_of(batches)
+    if source is None:
+      self._batches = unit_batches.Sent(program, self._cached, batches)
+    else:
+      split = None if place is None else source.splits[place]
+      self._batches = unit_batches.Read(
+        program, self._cached, units.engine, source, len(batches), split
+      )
 
   def _cached(self, key, make):
     return self._engine.cached((self._program.step, 'local', key), make)
 
-  def _train(self, worker: int, place: int) -> list[tf.Tensor]:
-    """Trains; returns what the function that ends a unit takes."""
+  def _train(self, worker: int, place: int) -> list[tf.Tensor] | None:
+    """Trains; what the function that ends a unit takes, or None without a batch."""
+    self._own = None
     program, states = self._program, self._units.states
     self._life = states.life_of(worker)
     before = program.fetch(worker, place)
@@ -194,11 +207,9 @@ class _Unit(worker_pool.Task):
       fetched = program.fetch_own(worker)
       own = [f if v is None else v for v, f in zip(own, fetched, strict=True)]
     values = [*before, *own, *program.zeros()]
-    for (layout, arrays), function in zip(
-      self._runs, self._functions, strict=True
-    ):
-      message = layout.encode(0, 0, arrays)
-      values, numbers = program.run_steps(function, worker, message, values)
+    values, numbers = self._batches.train(worker, values)
+    if numbers is None:
+      return None
     first = len(program.fetched)
     self._own = values[first : first + len(program.own)]
     return program.end_tensors(before, values, numbers)
@@ -221,12 +232,16 @@ class Unit(_Unit):
   def __init__(self, units, program, batches):
     super().__init__(units, program, batches)
     self.step, self.discovery = program.step, program.discovery
-    self.steps = len(batches)
+    self.steps = len(batches)  # In the end, how many were done.
     self.reported = None
     self._number = self._engine.new_number()
     self._end = self._cached(
       'end', lambda: program.end_function(self._engine.journal)
     )
+
+  def has_work_for(self, worker: int) -> bool:
+    """See base class."""
+    return self._batches.has_work_for(worker)
 
   def may_begin(self, worker: int) -> bool:
     """See base class."""
@@ -241,8 +256,10 @@ class Unit(_Unit):
     self._engine.started(self.step, worker)
     token = self._engine.journal.token(worker)
     tensors = self._train(worker, worker)
-    header = local_program.header(task=self._number, token=token)
-    self.reported = local_program.run(self._end, worker, header, *tensors)
+    self.steps = self._batches.steps
+    if tensors is not None:
+      header = local_program.header(task=self._number, token=token)
+      self.reported = local_program.run(self._end, worker, header, *tensors)
 
   def survive(self, worker: int) -> bool:
     """Whether the difference was applied before the worker was lost."""
@@ -261,7 +278,7 @@ class Unit(_Unit):
     """See base class."""
     if self._own is not None:
       self.keep(worker, worker)
-    self._batches = self._runs = ()
+    self._batches.commit()
     self._engine.finished(self, worker)
 
 
@@ -269,7 +286,7 @@ class Share(_Unit):
   """The rows of a unit that one place has."""
 
   def __init__(self, units, program, batches, place: int):
-    super().__init__(units, program, batches)
+    super().__init__(units, program, batches, place)
     self.place = place
     self.is_done = False
     self.function = self._cached('slots', program.slots_function)
@@ -282,14 +299,19 @@ class Share(_Unit):
 
   def run(self, worker: int) -> None:
     """See base class."""
-    # New ones each time: a worker that was lost may still write the old ones.
-    self.slots = self._engine.take_slots(self.function.layout)
     self._engine.staleness.start(worker)
     tensors = self._train(worker, self.place)
-    rows = sum(batch.layout(1).rows for batch in self._batches)
-    header = local_program.header(self.place, rows)
-    self.function(worker, header, self.slots, *tensors)
+    self.slots = None
+    if tensors is not None:
+      # New ones each time: a worker that was lost may still write the old ones.
+      self.slots = self._engine.take_slots(self.function.layout)
+      header = local_program.header(self.place, self._batches.rows)
+      self.function(worker, header, self.slots, *tensors)
     self.worker = worker
+
+  def give_up(self, worker: int) -> None:
+    """See base class: who gets another token has lost its iterators."""
+    self._engine.journal.revoke([worker])
 
   def finish(self, worker: int) -> None:
     """See base class."""
@@ -298,8 +320,15 @@ class Share(_Unit):
 
   def commit(self) -> None:
     """The meeting was held: nothing of this is done again."""
-    self.keep(self.place, self.worker)
-    self._engine.release(self)
+    self._batches.commit()
+    if self.slots is not None:
+      self.keep(self.place, self.worker)
+      self._engine.release(self)
+
+  @property
+  def steps(self) -> int:
+    """How many batches it has trained on."""
+    return self._batches.steps
 
 
 class Meeting:
@@ -312,11 +341,16 @@ class Meeting:
     batches: Sequence[batch_message.Batch],
   ):
     self._units, self._program = units, program
-    self._steps = len(batches)
     places = len(units.pool.workers)
-    # A batch of few rows has none for the last places, which leave it out.
+    # A batch of few rows has none for the last places, which leave it out; and
+    # those that read may have come to their ends.
     of_places = [[] for _ in range(places)]
-    for batch in batches:
+    source = _source_of(batches)
+    if source is not None:
+      of_places = [
+        () if split.is_at_end else batches for split in source.splits
+      ]
+    for batch in () if source else batches:
       for place, part in enumerate(batch.microbatches(places)):
         of_places[place].append(part)
     self._shares = [
@@ -340,10 +374,13 @@ class Meeting:
     for share in self._shares:
       self._units.pool.submit(share)
 
-  def hold(self) -> np.ndarray:
-    """Waits for all shares and applies them; returns what is reported."""
-    engine, shares = self._units.engine, self._shares
-    engine.wait(lambda: all(share.is_done for share in shares))
+  def hold(self) -> np.ndarray | None:
+    """Waits for all shares and applies them; what is reported, None if nothing is."""
+    engine = self._units.engine
+    engine.wait(lambda: all(share.is_done for share in self._shares))
+    shares = [share for share in self._shares if share.slots is not None]
+    if not shares:
+      return None
     apply = engine.cached(
       (self._program.step, 'local', 'apply', len(shares)),
       lambda: microbatch.ApplyFunction(
@@ -357,8 +394,21 @@ class Meeting:
     numbers = apply([share.slots for share in shares]).numpy()
     for share in shares:
       share.commit()
-    engine.count(self._steps)
+    engine.count(max(share.steps for share in shares))
     return numbers
+
+
+def _source_of(batches: Sequence[Any]) -> splits.Source | None:
+  """Of batches that workers read; None for those of the coordinator, or for none."""
+  first = next(iter(batches), None)
+  return first if isinstance(first, splits.Source) else None
+
+
+def _structure_of(batches: Sequence[Any]) -> Any:
+  source = _source_of(batches)
+  if source is not None:
+    return source.dataset.element_spec
+  return batches[0].layout(1).traced_structure
 
 
 def local_of(

@@ -33,7 +33,9 @@ class Contents:
   writes: list[traced_step.Write]  # That the step held back.
   numbers: tf.Tensor  # What it reports, float64 [count].
   rows: tf.Tensor  # Of its batch, float32 scalar.
-  argument: tf.Tensor  # The message with the batch.
+  argument: tf.Tensor  # The message with the batch, or where it is read.
+  # Variables, by their ids, to which it adds means over its rows.
+  means: frozenset[int] = frozenset()
 
   def tensors(self) -> list[tuple[int, tf.Tensor, bool]]:
     """All, in the order in which `ApplyFunction` reads them.
@@ -199,14 +201,13 @@ class MicrobatchFunction(SlotFunction):
 
   def _compute_microbatch(self, argument) -> Contents:
     traced = traced_step.TracedStep(self._discovery.access, is_share=True)
-    rows = tf.constant(float(self._message.rows), tf.float32)
-    total = tf.cast(self._message.decode_header(argument)[0], tf.float32)
     with (
       traced.tracing(),
-      self._step.tracing_share(rows / total),
+      self._step.tracing_share() as share,
       self._step.capture(self._step.optimizers) as calls,
     ):
-      outputs = self._step.run(self._message.decode_batch(argument, 0))
+      batch = self._message.read(argument, tf.constant(0, tf.int64)).batch
+      outputs = self._step.run(batch)
       numbers = tf.zeros([0], tf.float64)
       if self._discovery.are_numbers:
         numbers = self._discovery.report(outputs)
@@ -224,8 +225,9 @@ class MicrobatchFunction(SlotFunction):
       ],
       traced.held_writes(),
       numbers,
-      rows,
+      tf.cast(batch_message.rows_of(batch), tf.float32),
       argument,
+      frozenset(id(v.value) for v in share.means.values()),
     )
 
 
@@ -286,10 +288,12 @@ class ApplyFunction:
     for write in contents.writes:
       values, weights = next(parts)
       with tf.device(write.variable.device):
-        if write.delta is not None:
-          write.variable.write_directly(None, tf.add_n(values))
-        else:
+        if write.delta is None:
           write.variable.write_directly(_mean(values, weights), None)
+        elif id(write.variable) in contents.means:
+          write.variable.write_directly(None, _mean(values, weights))
+        else:
+          write.variable.write_directly(None, tf.add_n(values))
     numbers = _mean(*next(parts))
     if self._step.results is None:
       return numbers

@@ -18,6 +18,7 @@ from tf_strategies.strategies.parameter_server import (
   connection,
   input,
   row_table_files,
+  splits,
   table_files,
   variables,
   worker_pool,
@@ -93,7 +94,7 @@ class Recovery:
     self.steps_before = 0
     self._epoch = 0
     self._epoch_began = 0
-    self._source: input.Source | None = None
+    self._source: splits.Source | None = None
     self._resumed: input.Resumed | None = None
     self.history: list[dict[str, Any]] = []
 
@@ -141,7 +142,7 @@ class Recovery:
     taken, self._resumed = self._resumed, None
     return taken
 
-  def note_begun(self, steps: int, source: input.Source | None = None) -> bool:
+  def note_begun(self, steps: int, source: splits.Source | None = None) -> bool:
     """Counts steps that were begun; returns whether a checkpoint is due."""
     self._begun += steps
     self._source = source
@@ -160,8 +161,8 @@ class Recovery:
     if self._objects is None:
       return None
     step = self._begun - self._epoch_began
-    splits = self._source.position if self._source else ()
-    position = position_lib.Position(self._epoch, step, splits)
+    read = self._source.position if self._source else ()
+    position = position_lib.Position(self._epoch, step, read)
     named = model_state.name_objects(self._objects)
     tables = table_files.tables_among(named)
     row_tables = row_table_files.tables_among(named)

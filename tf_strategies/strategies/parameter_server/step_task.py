@@ -13,9 +13,11 @@ import numpy as np
 import tensorflow as tf
 
 from tf_strategies import _keras_internal, _tf_internal
+from tf_strategies.keras import shares
 from tf_strategies.strategies.parameter_server import (
   batch_message,
   input,
+  splits,
   worker_pool,
 )
 
@@ -33,10 +35,9 @@ class Step:
   # Makes `apply` of the optimizers record its arguments, as a context manager
   # that yields the list of calls.
   capture: Callable[[Sequence[Any]], Any] | None = None
-  # While a share of a batch is traced, as large a part as the tensor it is given says:
-  # a context manager that yields a list of reasons why rows cannot be shared.
-  tracing_share: Callable[[tf.Tensor], Any] = lambda fraction: (
-    contextlib.nullcontext([])
+  # While a share of a batch is traced: a context manager that yields what it sees.
+  tracing_share: Callable[[], Any] = lambda: contextlib.nullcontext(
+    shares.Share()
   )
   # Why its rows cannot be shared, if that is known before it is traced.
   whole_because: str | None = None
@@ -144,7 +145,7 @@ class InputTask(_StepsTask):
     super().__init__(engine, step, len(work))
     self._source = work.source
     self._done = 0
-    self._split: input.Split | None = None
+    self._split: splits.Split | None = None
     self._asked = self.steps
     self.renew()
 
@@ -205,6 +206,53 @@ class InputTask(_StepsTask):
       self._note_marked()
     self._engine.lose_splits(worker)
     return self._done >= self.steps
+
+
+class RoundTask(InputTask):
+  """One step on what a split has for a round; maybe for its result."""
+
+  def __init__(
+    self,
+    engine,
+    step: Step,
+    turn: splits.Round,
+    is_result_wanted: bool = False,
+  ):
+    super().__init__(engine, step, input.Elements(turn.source, 1))
+    self.outputs = None  # The result, if it is wanted.
+    self._round = turn
+    self._is_result_wanted = is_result_wanted
+
+  @property
+  def split(self) -> splits.Split | None:
+    """That it reads."""
+    return self._split
+
+  def has_work_for(self, worker: int) -> bool:
+    """Whether this worker can read what is left of the round."""
+    return self._round.has_work_for(worker, self._engine.others(worker))
+
+  def run(self, worker: int) -> None:
+    """Does the step; it is none where the split is at its end."""
+    self._engine.started(self.step, worker)
+    token = self._engine.journal.token(worker)
+    self._split = None
+    self._split = self._round.take(worker, self._engine.others(worker), token)
+
+    def step(handle):
+      self.reported = self._one(worker, handle)
+      if self._is_result_wanted:
+        self.outputs = self.discovery.unreport(self.reported)
+      return 1
+
+    self.steps = self._round.read(self._split, worker, token, step) or 0
+
+  def survive(self, worker: int) -> bool:
+    """As `InputTask.survive`; a result that is lost is computed again."""
+    if not self._is_result_wanted:
+      return super().survive(worker)
+    self._engine.lose_splits(worker)
+    return False
 
 
 class Reports:

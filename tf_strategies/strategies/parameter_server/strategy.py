@@ -50,7 +50,8 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
   * 'sync': every batch is one step; its rows are split among the workers,
     and their mean gradient is applied once. Equal to one device, with clipping,
     accumulation and loss scaling, whatever the number of workers. What is no mean
-    over rows, such as a `train_step` of one's own, one worker computes. With
+    over rows, such as a `train_step` of one's own, one worker computes. Of data that
+    workers read, a step takes a batch of each, all of which one device would. With
     `backup_workers=k` the first N - k microbatches count, late ones are dropped
     (Chen et al. 2016, "Revisiting Distributed Synchronous SGD").
   * 'bounded': as 'async', but no worker begins a step when it is more than
@@ -263,10 +264,10 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
 
     `fit` does so at the end of an epoch, `evaluate` and `predict` before they begin.
     """
-    before = self.engine.local.begun
+    before, source = self.engine.local.begun, self.engine.local.source
     self.recovery.with_recovery(self.engine.local.end)
     begun = self.engine.local.begun - before
-    if begun and self.recovery.note_begun(begun):
+    if begun and self.recovery.note_begun(begun, source):
       self.save()
 
   def track(self, **objects: Any) -> None:
@@ -316,7 +317,8 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
   def distribute_datasets_from_function(self, dataset_fn, options=None):
     """Makes a data set that the workers read themselves.
 
-    Each element counts once an epoch, also when a worker dies.
+    Each element counts once an epoch, also when a worker dies. In 'sync' a step takes
+    one of each worker that has one, else one.
 
     Args:
       dataset_fn: makes the data set of a split from a
@@ -332,6 +334,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
       self._num_workers,
       self.recovery.take_resumed,
       lambda: stock(dataset_fn, options),
+      by_rounds=self.options.mode == 'sync',
     )
 
   def _drained(self, action):

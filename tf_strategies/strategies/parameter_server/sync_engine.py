@@ -19,6 +19,7 @@ from tf_strategies.strategies.parameter_server import (
   batch_message,
   input,
   microbatch,
+  splits,
   worker_function,
   worker_pool,
 )
@@ -48,10 +49,9 @@ class SyncEngine(engine_lib.Engine):
     )
 
   def train(self, step: engine_lib.Step, work: engine_lib.Work) -> Any:
-    """Runs the steps, one after the other."""
-    engine_lib.check_is_sent(
-      work, "mode='sync'", "use mode='async' or 'bounded'"
-    )
+    """Runs the steps, one after the other; None if there is nothing to read."""
+    if isinstance(work, input.Elements):
+      return self._train_on_splits(step, work)
     for batch in work:
       discovery = self.discover(step, batch.layout(1).traced_structure)
       if step in self._whole:
@@ -61,12 +61,54 @@ class SyncEngine(engine_lib.Engine):
         report = discovery.unreport(self._train(step, batch))
     return report
 
+  def _train_on_splits(self, step, work):
+    source = work.source
+    discovery = self.discover(step, source.dataset.element_spec)
+    if step in self._whole:
+      if len(source.splits) == 1:
+        return self.run(step, work)  # Its batches are whole.
+      raise errors.UnsupportedOptionError(
+        f"{self._whole[step]} in a step of mode='sync' on data that "
+        f'{len(source.splits)} workers read, a part of its batch each,',
+        'means over rows, which follow from those of the parts',
+        'pass the tf.data.Dataset itself to fit, so that one worker computes each '
+        "batch as a whole; or use mode='async'",
+      )
+
+    def train_round():
+      numbers = self._train_round(step, source, discovery)
+      return None if numbers is None else discovery.unreport(numbers)
+
+    return self._each(work, train_round)
+
+  def _each(self, work: input.Elements, do: Callable[[], Any]) -> Any:
+    """Does steps that are not done yet; what the last one returned, or None.
+
+    One of which nobody had anything to read is none.
+    """
+    report = None
+    while work.done < work.count:
+      found = do()
+      if found is None:
+        work.count = work.done
+        break
+      report = found
+      work.done += 1
+    return report
+
   def run(self, step: engine_lib.Step, work: engine_lib.Work) -> Any:
     """Begins steps; each after the one before it where that may change results."""
-    if not step.whole_because and step not in self._whole:
+    is_whole = bool(step.whole_because) or step in self._whole
+    if isinstance(work, input.Elements):
+
+      def read_round():
+        tasks = self.read_round(step, work.source, one_by_one=is_whole)
+        return self.reports.of(tasks[-1]) if tasks else None
+
+      return self._each(work, read_round)
+    if not is_whole:
       return super().run(step, work)
-    is_sent = not isinstance(work, input.Elements)
-    for each in batch_message.alike(work) if is_sent else [work]:
+    for each in batch_message.alike(work):
       report = super().run(step, each)
       self.drain()
     return report
@@ -77,17 +119,37 @@ class SyncEngine(engine_lib.Engine):
     self._free_slots.clear()
 
   def _train(self, step, batch):
+    parts = batch.microbatches(len(self._pool.workers))
+    quorum = _Quorum(len(parts), self._backup_workers)
+    return self._meet(
+      step,
+      quorum,
+      [
+        _SentTask(self, step, quorum, part, index)
+        for index, part in enumerate(parts)
+      ],
+    )
+
+  def _train_round(self, step, source, discovery):
+    self.note_source(source)
+    turn = splits.Round(source)
+    quorum = _Quorum(len(turn.elements), self._backup_workers)
+    tasks = [_ReadTask(self, step, quorum, turn) for _ in turn.elements]
+    numbers = self._meet(step, quorum, tasks)
+    turn.count()
+    return numbers
+
+  def _meet(self, step, quorum, tasks):
+    """Applies what a quorum of microbatches leave in slots; None if there is none."""
     if self._pool.is_busy(lambda task: not isinstance(task, _MicrobatchTask)):
       # Evaluation must be done before variables change.
       self.drain()
-    parts = batch.microbatches(len(self._pool.workers))
-    rows = sum(part.layout(1).rows for part in parts)
-    quorum = _Quorum(max(1, len(parts) - self._backup_workers))
-    for index, part in enumerate(parts):
-      task = _MicrobatchTask(self, step, part, index, quorum, rows)
+    for task in tasks:
       self._pool.submit(task)
     self.wait(lambda: quorum.is_complete)
     chosen = sorted(quorum.chosen, key=lambda task: task.index)
+    if not chosen:
+      return None
     function = self._apply_function(step, chosen)
     numbers = function([task.slots for task in chosen])
     self._steps_done += 1
@@ -105,10 +167,10 @@ class SyncEngine(engine_lib.Engine):
     def run(batch):
       with (
         step.capture(step.optimizers) as calls,
-        step.tracing_share(tf.constant(1.0)) as found,
+        step.tracing_share() as share,
       ):
         outputs = step.run(batch)
-      reasons.extend(found)
+      reasons.extend(share.reasons)
       gradients.extend(g for _, grads, _ in calls for g in grads)
       return outputs
 
@@ -198,16 +260,31 @@ class SyncEngine(engine_lib.Engine):
 class _Quorum:
   """The microbatches of a step that count: the first ones to be done."""
 
-  def __init__(self, needed: int):
+  def __init__(self, count: int, backup_workers: int):
     self.chosen: list[_MicrobatchTask] = []
     # Microbatches that somebody computes or has computed, and those who did.
     self.begun: set[_MicrobatchTask] = set()
     self.takers: set[int] = set()
-    self._needed = needed
+    self._count = count
+    self._backup_workers = backup_workers
+
+  @property
+  def _needed(self) -> int:
+    return max(min(1, self._count), self._count - self._backup_workers)
 
   @property
   def is_complete(self) -> bool:
     return len(self.chosen) >= self._needed
+
+  def put_back(self, worker: int, task: _MicrobatchTask) -> None:
+    """A worker that had taken a microbatch leaves it to others."""
+    self.begun.discard(task)
+    self.takers.discard(worker)
+
+  def leave_out(self, task: _MicrobatchTask) -> None:
+    """There was nothing to compute for one of them."""
+    self.begun.discard(task)
+    self._count -= 1
 
   def may_take(self, worker: int, task: _MicrobatchTask) -> bool:
     """Whether a worker may take a microbatch; under the pool's lock.
@@ -220,27 +297,15 @@ class _Quorum:
 
 
 class _MicrobatchTask(worker_pool.Task):
-  """Microbatch number `index` of a synchronous step, whose rows are `batch`."""
+  """A microbatch of a synchronous step."""
 
-  def __init__(
-    self,
-    engine: SyncEngine,
-    step: engine_lib.Step,
-    batch: batch_message.Batch,
-    index: int,
-    quorum: _Quorum,
-    rows: int,
-  ):
-    self.index = index
-    self._rows = rows  # Of all microbatches of the step.
+  index: int  # Its place: those that count are added in this order.
+
+  def __init__(self, engine: SyncEngine, step, quorum: _Quorum, layout):
     self.slots = None
     self._engine = engine
-    self._batch = batch
     self._quorum = quorum
-    self._layout = batch.layout(1)
-    self.function, self.discovery = engine.microbatch_function(
-      step, self._layout
-    )
+    self.function, self.discovery = engine.microbatch_function(step, layout)
 
   def is_wanted(self) -> bool:
     return not self._quorum.is_complete
@@ -256,16 +321,22 @@ class _MicrobatchTask(worker_pool.Task):
     self._quorum.begun.add(self)
     self._quorum.takers.add(worker)
 
-  def survive(self, worker: int) -> bool:
-    self._quorum.begun.discard(self)
-    return super().survive(worker)
+  def give_up(self, worker: int) -> None:
+    # Who gets another token has lost its iterators.
+    self._engine.journal.revoke([worker])
 
-  def run(self, worker: int) -> None:
+  def survive(self, worker: int) -> bool:
+    self._engine.lose_splits(worker)
+    self._quorum.begun.discard(self)
+    return False
+
+  def compute(self, worker: int, message: Any) -> microbatch.Slots:
+    """Leaves it in slots."""
     # New ones each time: a worker that was lost may still write the old ones.
     self.slots = self._engine.take_slots(self.function.layout)
-    message = self._layout.encode(self._rows, 0, [self._batch.arrays])
     self._engine.staleness.start(worker)
     self.function(worker, message, self.slots)
+    return self.slots
 
   def finish(self, worker: int) -> None:
     self._engine.staleness.end(worker, 0)
@@ -274,3 +345,56 @@ class _MicrobatchTask(worker_pool.Task):
       self._engine.release(self)
     else:
       self._quorum.chosen.append(self)
+
+
+class _SentTask(_MicrobatchTask):
+  """Rows of a batch that are sent to the worker."""
+
+  def __init__(self, engine, step, quorum, batch: batch_message.Batch, index):
+    self.index = index
+    self._batch, self._layout = batch, batch.layout(1)
+    super().__init__(engine, step, quorum, self._layout)
+
+  def run(self, worker: int) -> None:
+    self.compute(worker, self._layout.encode(0, 0, [self._batch.arrays]))
+
+
+class _ReadTask(_MicrobatchTask):
+  """What a split has for a round, which the worker reads itself."""
+
+  def __init__(self, engine, step, quorum, turn: splits.Round):
+    layout = input.Layout(turn.source.dataset.element_spec, 1)
+    super().__init__(engine, step, quorum, layout)
+    self._round = turn
+    self._split: splits.Split | None = None
+    self._is_read = False
+
+  @property
+  def index(self) -> int:
+    return self._split.index
+
+  def has_work_for(self, worker: int) -> bool:
+    others = self._engine.others(worker)
+    return super().has_work_for(worker) and self._round.has_work_for(
+      worker, others
+    )
+
+  def run(self, worker: int) -> None:
+    token = self._engine.journal.token(worker)
+    try:
+      self._split = self._round.take(worker, self._engine.others(worker), token)
+    except worker_pool.NotHereError:
+      self._quorum.put_back(worker, self)
+      raise
+    found = self._round.read(
+      self._split, worker, token, lambda handle: self.compute(worker, handle)
+    )
+    self._is_read = found is not None
+
+  def finish(self, worker: int) -> None:
+    if self._is_read:
+      super().finish(worker)
+      return
+    self._engine.staleness.end(worker, 0)
+    if not self._quorum.is_complete:
+      self._quorum.leave_out(self)

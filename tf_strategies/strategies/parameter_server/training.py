@@ -21,6 +21,7 @@ from tf_strategies.strategies.parameter_server import (
   batch_message,
   input,
   local_units,
+  splits,
   step_task,
 )
 
@@ -35,6 +36,10 @@ class StepFunction:
     # Of the first group of `steps_per_execution`, which Keras begins one by one:
     # a `fit` cannot continue in the middle of a group.
     self._begun_in_graph = 0
+    self._reported = None  # By the newest step that Keras began in a graph.
+    # What was predicted of a round of a source, and is not returned yet.
+    self._predicted_of: splits.Source | None = None
+    self._predicted: list[Any] = []
     trains = keras_step.kind == 'train'
     option_checks.check(
       not self._model.jit_compile,
@@ -73,9 +78,8 @@ class StepFunction:
     outputs of these batches.
     """
     if self._predicts:
-      results = self._predict(iterator)
       return tf.nest.map_structure(
-        lambda *parts: tf.constant(np.concatenate(parts, 0)), *results
+        tf.constant, _joined(self._predict(iterator))
       )
     data = [
       _keras_internal.without_optionals(batch)
@@ -86,7 +90,10 @@ class StepFunction:
     # A group at the end of the data may be shorter.
     is_whole = len(data) == self._model.steps_per_execution
     hides_rows = getattr(iterator, 'hides_rows', True)
-    return self._begin(input.steps_on(data, hides_rows), is_whole)
+    report = self._begin(input.steps_on(data, hides_rows), is_whole)
+    if report is None:
+      raise StopIteration  # Nobody had anything left to read.
+    return report
 
   def _begin(self, work, may_save=True):
     return self._strategy.begin(self._step, work, self._model, may_save)
@@ -96,7 +103,26 @@ class StepFunction:
     is_whole = self._begun_in_graph % self._model.steps_per_execution == 0
     return self._begin(work, is_whole)
 
+  def _read_in_graph(self, data, source):
+    """As a call, of what workers read."""
+    if self._predicts:
+      return _joined(self._predict([data]))
+    report = self._begin_in_graph(input.Elements(source, 1))
+    # A group of steps may be longer than the data.
+    self._reported = self._reported if report is None else report
+    if self._reported is None:
+      raise errors.DataError(
+        'Expected data from the function given to '
+        'distribute_datasets_from_function, got none for any of '
+        f'{len(source.splits)} workers. Fix: see what it returns for their '
+        '`InputContext`s.'
+      )
+    return self._reported
+
   def _predict(self, data):
+    source = input.source_of(data)
+    if source is not None:
+      return self._predict_read(source, len(data))
     hides_rows = getattr(data, 'hides_rows', True)
     batches = [
       batch_message.Batch(_keras_internal.without_optionals(d), hides_rows)
@@ -109,6 +135,24 @@ class StepFunction:
 
     return self._strategy.recovery.with_recovery(call_and_wait)
 
+  def _predict_read(self, source, steps):
+    """Of what workers read: split by split, as one device that reads all of them."""
+    if source is not self._predicted_of:
+      self._predicted_of, self._predicted = source, []
+    found = []
+    for _ in range(steps):
+      if not self._predicted:
+        tasks = self._strategy.recovery.with_recovery(
+          lambda: self._strategy.engine.read_round(self._step, source, True)
+        )
+        self._predicted = [task.outputs for task in tasks]
+      count = len(self._predicted) if source.dataset.by_rounds else 1
+      found += self._predicted[:count]
+      del self._predicted[:count]
+    if not found:
+      raise StopIteration
+    return found
+
   def in_graph(self, data: Any) -> Any:
     """As a call, from inside a function of Keras's: the first one of all."""
     with tf.init_scope():
@@ -118,9 +162,10 @@ class StepFunction:
       )
     source = input.source_of(data)
     if source is not None:
-      work = input.Elements(source, 1)
       spec = source.dataset.element_spec
-      return self._host_call([], spec, lambda: self._begin_in_graph(work))
+      return self._host_call(
+        [], spec, lambda: self._read_in_graph(data, source)
+      )
     data = _keras_internal.without_optionals(data)
     flat = tf.nest.flatten(data, expand_composites=True)
     flat = [t for t in flat if t is not None]
@@ -157,6 +202,13 @@ class StepFunction:
     for result, spec in zip(results, specs, strict=True):
       result.set_shape(spec.shape)
     return tf.nest.pack_sequence_as(outputs, results)
+
+
+def _joined(results: Sequence[Any]) -> Any:
+  """The outputs of several batches as those of one."""
+  return tf.nest.map_structure(
+    lambda *parts: np.concatenate(parts, 0), *results
+  )
 
 
 def in_replica(strategy, run: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -202,7 +254,8 @@ class RemoteStep:
 
     Returns:
       What the newest step that is done returned, read when it is used as a
-      float: of this step after `strategy.join()`.
+      float: of this step after `strategy.join()`. None if it was no step: in
+      'sync', where no worker had anything left to read.
     """
     return self._strategy.begin(self._step, input.steps_on([batch]))
 

@@ -20,7 +20,8 @@ from tf_strategies import _tf_internal
 _LARGE_BYTES = 1 << 16
 
 
-def _device(worker: int) -> str:
+def device(worker: int) -> str:
+  """Where a worker reads its data."""
   return f'/job:worker/replica:0/task:{worker}/device:CPU:0'
 
 
@@ -87,7 +88,7 @@ class Arrays:
     for tensor in tensors:
       known, copy = self._copies.get((worker, id(tensor)), (None, None))
       if known != token:
-        with tf.device(_device(worker)):
+        with tf.device(device(worker)):
           copy = tf.identity(tensor)
         self._copies[worker, id(tensor)] = token, copy
       found.append(copy)
