@@ -18,9 +18,9 @@ _KEPT = 2
 # Places at which a checkpoint has its name, or will have it.
 _NAMED = ('after name', 'old', 'delete', 'after gather')
 # Of the chief, who writes; and of the other worker, without whom nothing is whole.
-_SOME = (Death(0, 'arrays'), Death(0, 'name'))
 _ALL = (
-  *_SOME,
+  Death(0, 'arrays'),
+  Death(0, 'name'),
   Death(0, 'manifest'),
   Death(0, 'after name'),
   Death(1, 'gather'),
@@ -40,7 +40,7 @@ class KilledSavesTest(tf.test.TestCase, parameterized.TestCase):
     self.directory = self.create_tempdir().full_path
 
   @tiers.named_parameters(
-    ('residuals', 'residuals', _SOME),
+    ('residuals', 'residuals', [Death(0, 'name')]),
     *(tiers.full(f'{kind}_everywhere', kind, _ALL) for kind in program.JOBS),
   )
   def test_goes_on_with_the_same_bits(self, kind, deaths):

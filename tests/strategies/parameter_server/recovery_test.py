@@ -237,6 +237,17 @@ class RecoveryTest(tf.test.TestCase, parameterized.TestCase):
     other.assign([3.0])
     self.assertAllEqual(step(), [4.0])
 
+  def test_what_stands_for_rows_is_not_lost(self):
+    weight, rows = self.variable([1.0]), self.variable([0.0])
+    rows.stays_zero = True
+    found = self.make()
+    found.track({'weight': weight})
+    found.write()
+    with self.assertLogs('absl', 'WARNING') as logs:
+      found.with_recovery(self.die_once(weight, rows))
+    self.assertNotIn('not in the checkpoint', ' '.join(logs.output))
+    self.assertAllEqual(rows, [0.0])
+
   def test_server_that_dies_during_a_save(self):
     """The whole save is repeated: it has the values of one moment."""
     first, second = self.variable([1.0]), self.variable([1.0])
