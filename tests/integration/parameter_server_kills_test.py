@@ -120,8 +120,11 @@ class _KillsTestCase(parameter_server_case.FaultsTestCase):
     names = os.listdir(self.checkpoints)
     return [n for n in names if not n.startswith('checkpoint-')]
 
-  def assert_exact(self, found, steps, mode='async'):
-    """Every row and slot has each step once, but for those that the log says."""
+  def assert_exact(self, found, steps, mode='async', died=(1,)):
+    """Every row and slot has each step once, but for those that the log says.
+
+    Of servers that `died` they are missing; in 'sync' of all.
+    """
     lost = sum(r['lost_steps'] for r in found['recoveries'])
     is_sync = mode == 'sync'
     print(f'{mode}: {steps} steps, {found["recoveries"]}')
@@ -147,7 +150,9 @@ class _KillsTestCase(parameter_server_case.FaultsTestCase):
     self.assertAllEqual(seen['static'], seen['dynamic'])
     self.assertAllEqual(found['uses'], found['dynamic']['counts'])
     missing = steps - seen['static'].sum(0)
-    self.assertAllEqual(missing, [lost if is_sync else 0, lost])
+    self.assertAllEqual(
+      missing, [lost if is_sync or s in died else 0 for s in (0, 1)]
+    )
     if is_sync:
       self.assertAllEqual(*seen['static'].T)
     largest, rows = found['others']
@@ -257,6 +262,25 @@ class SaveKillsTest(_KillsTestCase):
       found = self.finish(job)
     self.assertNotEmpty(found['recoveries'])
     self.assert_exact(found, steps, mode)
+
+  @pytest.mark.full
+  def test_server_that_dies_while_another_is_restored(self):
+    """Between the ids of its dynamic table and their rows."""
+    steps = 3 * _EVERY
+    with parameter_servers.Job() as job:
+      self.start_chief(job, steps)
+      self.wait_for_batch(job, _EVERY + 8)
+      self.hold('load columns')
+      job.kill(*_SERVER)
+      job.start(*_SERVER)
+      self.wait_until_reached(job, 'load columns')
+      job.kill('ps', 0)
+      self.release('load columns')
+      job.start('ps', 0)
+      found = self.finish(job)
+    self.assertLen(found['recoveries'], 1)
+    self.assertBetween(found['recoveries'][0]['lost_steps'], 1, _EVERY)
+    self.assert_exact(found, steps, died=(0, 1))
 
   @pytest.mark.full
   def test_server_that_writes_late(self):
