@@ -264,19 +264,20 @@ class SaveKillsTest(_KillsTestCase):
     self.assert_exact(found, steps, mode)
 
   @pytest.mark.full
-  def test_server_that_dies_while_another_is_restored(self):
-    """Between the ids of its dynamic table and their rows."""
+  def test_server_that_dies_again_while_two_are_restored(self):
+    """Between the ids of a dynamic table and their rows; the other has some then."""
     steps = 3 * _EVERY
     with parameter_servers.Job() as job:
       self.start_chief(job, steps)
       self.wait_for_batch(job, _EVERY + 8)
       self.hold('load columns')
-      job.kill(*_SERVER)
-      job.start(*_SERVER)
+      for server in (0, 1):
+        job.kill('ps', server)
+        job.start('ps', server)
       self.wait_until_reached(job, 'load columns')
-      job.kill('ps', 0)
+      job.kill(*_SERVER)
       self.release('load columns')
-      job.start('ps', 0)
+      job.start(*_SERVER)
       found = self.finish(job)
     self.assertLen(found['recoveries'], 1)
     self.assertBetween(found['recoveries'][0]['lost_steps'], 1, _EVERY)
