@@ -273,6 +273,20 @@ class CheckpointerTest(parameterized.TestCase):
       [os.path.basename(p) for p in (paths[1], path)],
     )
 
+  def test_what_is_left_and_cannot_be_deleted_is_in_nobodys_way(self):
+    """A server that is late writes into it, say."""
+    with (
+      mock.patch.object(os, 'rename', side_effect=OSError(errno.EIO, 'no')),
+      self.assertRaises(errors.StorageError),
+    ):
+      self._save(1)
+    (left,) = os.listdir(self.directory)
+    with mock.patch.object(checkpointer.shutil, 'rmtree'):
+      self._save(1)
+    self.assertEqual(self.store.newest().metadata['number'], 1)
+    self._save(2)
+    self.assertNotIn(left, os.listdir(self.directory))
+
   @parameterized.parameters(0, -1, 1.5, None)
   def test_bad_number_to_keep(self, number):
     with self.assertRaisesRegex(

@@ -375,6 +375,26 @@ def finish_after_giving_up() -> list[list[float]]:
   return [*found, numbers()]
 
 
+def pause(tensor, milliseconds: int = 50):
+  """The same tensor, a while later."""
+  import tensorflow as tf
+
+  # As a data set, which takes no CPU from the other tasks.
+  signature = {'output_types': [tensor.dtype], 'output_shapes': [tensor.shape]}
+  variant = tf.raw_ops.TakeDataset(
+    input_dataset=tf.raw_ops.SleepDataset(
+      input_dataset=tf.data.experimental.to_variant(
+        tf.data.Dataset.from_tensors(tensor)
+      ),
+      sleep_microseconds=tf.constant(1000 * milliseconds, tf.int64),
+      **signature,
+    ),
+    count=1,
+    **signature,
+  )
+  return tf.raw_ops.DatasetToSingleElement(dataset=variant, **signature)[0]
+
+
 def count_steps(
   progress_path: str, steps: int, options: dict[str, Any]
 ) -> tuple[dict[str, float], list[tuple[float, str]]]:
@@ -401,22 +421,6 @@ def count_steps(
     first, second = (keras.optimizers.SGD(1.0) for _ in '01')
     first.build(weights)
     second.build(late)
-
-  def pause(batch):
-    # As a data set, which takes no CPU from the other tasks.
-    signature = {'output_types': [tf.float32], 'output_shapes': [batch.shape]}
-    variant = tf.raw_ops.TakeDataset(
-      input_dataset=tf.raw_ops.SleepDataset(
-        input_dataset=tf.data.experimental.to_variant(
-          tf.data.Dataset.from_tensors(batch)
-        ),
-        sleep_microseconds=tf.constant(50_000, tf.int64),
-        **signature,
-      ),
-      count=1,
-      **signature,
-    )
-    return tf.raw_ops.DatasetToSingleElement(dataset=variant, **signature)[0]
 
   def update(optimizer, batch, variables):
     gradient = -tf.reduce_mean(batch)

@@ -86,6 +86,19 @@ class HeartbeatMonitorTest(absltest.TestCase):
       self.assertEmpty(self.monitor.overdue(now))
     self.assertEqual(self.monitor.overdue(121.0), {1: 21.0})
 
+  def test_who_fell_silent_first_comes_first(self):
+    monitor = failure_detection.HeartbeatMonitor([1, 2, 3, 4], 1.0, 20.0, 100.0)
+    for rank, silent_from in ((1, 103.0), (2, 101.0), (3, 102.5), (4, 100.5)):
+      monitor.heard(rank, silent_from)
+    self.assertEmpty(monitor.overdue(105.0))
+    self.assertEqual(list(monitor.overdue(111.0)), [])
+    self.assertEqual(list(monitor.overdue(122.0)), [4, 2])
+    # A pause of this process makes them equal, but for their order.
+    self.assertEmpty(monitor.overdue(1000.0))
+    for now in range(1001, 1021):
+      monitor.overdue(now)
+    self.assertEqual(list(monitor.overdue(1021.0)), [4, 2, 3, 1])
+
   def test_process_that_was_stopped_gives_others_another_chance(self):
     self.assertEmpty(self.monitor.overdue(101.0))
     self.assertEmpty(self.monitor.overdue(1000.0))

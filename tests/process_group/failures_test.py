@@ -132,6 +132,27 @@ def _leave(rank, leaver, how):
     return None
 
 
+def _leave_in_a_row(rank, order):
+  """The first leaves, the others when they miss it; rank 0 asks for nothing."""
+  with meetings.meet(rank) as meeting, meeting.form() as group:
+    group.barrier(name='all are here')
+    group.exchange('all have passed it', b'')
+    if rank == order[0]:
+      return None
+    if rank not in order:
+      # By an exchange, which does not end the group.
+      while not group._state.departed:
+        time.sleep(0.01)
+      time.sleep(1.0)
+    try:
+      if rank in order:
+        group.all_reduce(np.float32([rank]), name='more')
+      group.exchange('more', b'')
+    except errors.WorkerUnavailableError as e:
+      return e.rank, str(e)
+    return None
+
+
 def _interrupted(rank):
   """Rank 1 gets Ctrl-C while it waits for rank 0."""
   with meetings.meet(rank) as meeting, meeting.form() as group:
@@ -186,6 +207,14 @@ class LeavingTest(parameterized.TestCase):
       self.assertEqual(culprit, leaver)
       expected = 'left the group' if how == 'close' else 'the disk is full'
       self.assertIn(expected, message)
+
+  @tiers.parameters((4, 3, 2, 1), tiers.full(2, 4, 1, 3))
+  def test_the_first_that_left_is_named(self, *order):
+    results = processes.run_workers(_leave_in_a_row, 6, args=(order,))
+    for rank, result in enumerate(results):
+      if rank != order[0]:
+        self.assertEqual(result[0], order[0], f'rank {rank}: {result}')
+        self.assertIn('left the group', result[1])
 
   def test_interrupt_in_a_collective_ends_the_group_everywhere(self):
     results = processes.run_workers(_interrupted, 3)

@@ -20,6 +20,7 @@ import math
 import os
 import re
 import shutil
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
@@ -346,7 +347,10 @@ class Checkpointer:
     return os.path.join(self.directory, f'checkpoint-{number:08d}')
 
   def _unfinished(self, path: str) -> str:
-    return os.path.join(self.directory, _UNFINISHED + os.path.basename(path))
+    # A server that was given up in the middle of a save may write into the directory
+    # of that one later, and so keep it there, or make it again.
+    name = f'{_UNFINISHED}{os.path.basename(path)}-{uuid.uuid4().hex[:12]}'
+    return os.path.join(self.directory, name)
 
   def _delete_unfinished(self) -> None:
     for name in os.listdir(self.directory):

@@ -97,8 +97,9 @@ def _named(item) -> list[tuple[str, Any]]:
       (f'random/{i}', v) for i, v in enumerate(random)
     ]
   if isinstance(item, tf.Variable | keras.Variable):
-    return [('', item)]
-  named = [(getattr(v, 'path', v.name), v) for v in item.variables]
+    is_table = _keras_internal.table_of(item) is not None
+    return _with_rows([item]) if is_table else [('', item)]
+  named = _with_rows(item.variables)
   if isinstance(item, keras.optimizers.Optimizer):
     named += [(each.path, each) for each in _slots_of_rows(item)]
   return named
@@ -110,7 +111,7 @@ def _with_rows(weights) -> list[tuple[str, Any]]:
   for variable in weights:
     table = _keras_internal.table_of(variable)
     found += [variable] if table is None else table.columns()
-  return [(each.path, each) for each in found]
+  return [(getattr(v, 'path', None) or v.name, v) for v in found]
 
 
 def _slots_of_rows(optimizer) -> list[Any]:

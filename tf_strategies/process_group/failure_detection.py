@@ -37,13 +37,19 @@ class HeartbeatMonitor:
     self._heard[rank] = now
 
   def overdue(self, now: float) -> dict[int, float]:
-    """The ranks that count as lost, and for how long each has been silent."""
+    """The ranks that count as lost, and for how long each has been silent.
+
+    The one that fell silent first comes first.
+    """
     if now - self._checked > self._timeout / 2 + self._interval:
       # This process was stopped for a while: what the others sent may still lie
       # in the buffers, so all of them get another chance.
-      self._heard = dict.fromkeys(self._heard, now)
+      # Those that fell silent first stay first.
+      by_silence = sorted(self._heard, key=self._heard.__getitem__)
+      self._heard = dict.fromkeys(by_silence, now)
     self._checked = now
-    silent = {rank: now - heard for rank, heard in self._heard.items()}
+    by_silence = sorted(self._heard.items(), key=lambda item: item[1])
+    silent = {rank: now - heard for rank, heard in by_silence}
     return {rank: s for rank, s in silent.items() if s > self._timeout}
 
 

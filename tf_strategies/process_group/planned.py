@@ -332,10 +332,9 @@ class PlannedGroup(group_lib.ProcessGroup):
     seconds = self._options.collective_timeout_seconds
     try:
       # After `begin`: a goodbye that comes now sees a collective to end.
-      for rank, last in list(self._state.departed.items()):
-        # What it sent before it left is on its way.
-        if last < operation.sequence:
-          self._state.fail(self._state.left(rank))
+      missed = self._state.missed()
+      if missed is not None:
+        self._control.declare_failed(missed)
       self._state.check()
       self._move(execution, collective, operation, operation.since + seconds)
     except errors.Error:

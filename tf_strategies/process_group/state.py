@@ -117,7 +117,7 @@ class GroupState:
     self.note = ''  # What the program says of itself, its step, say.
     self.failure: FailureReport | None = None
     self.failed = threading.Event()
-    # The last collective of each rank that has left.
+    # The last collective of each rank that has left, in the order of leaving.
     self.departed: dict[int, int] = {}
     # Tag -> when this rank began to wait there.
     self._exchanges: dict[str, float] = {}
@@ -187,6 +187,15 @@ class GroupState:
       'note': self.note,
       'recent': {str(k): v for k, v in list(self._recent)},
     }
+
+  def missed(self) -> FailureReport | None:
+    """The report on the first rank that left before the running collective."""
+    operation = self.operation
+    for rank, last in list(self.departed.items()):
+      # What it sent before it left is on its way.
+      if operation.busy and last < operation.sequence:
+        return self.left(rank)
+    return None
 
   def left(self, rank: int) -> FailureReport:
     """The report on a rank that said goodbye and is still needed."""

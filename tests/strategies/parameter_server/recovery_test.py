@@ -237,6 +237,17 @@ class RecoveryTest(tf.test.TestCase, parameterized.TestCase):
     other.assign([3.0])
     self.assertAllEqual(step(), [4.0])
 
+  def test_what_stands_for_rows_is_not_lost(self):
+    weight, rows = self.variable([1.0]), self.variable([0.0])
+    rows.stays_zero = True
+    found = self.make()
+    found.track({'weight': weight})
+    found.write()
+    with self.assertLogs('absl', 'WARNING') as logs:
+      found.with_recovery(self.die_once(weight, rows))
+    self.assertNotIn('not in the checkpoint', ' '.join(logs.output))
+    self.assertAllEqual(rows, [0.0])
+
   def test_server_that_dies_during_a_save(self):
     """The whole save is repeated: it has the values of one moment."""
     first, second = self.variable([1.0]), self.variable([1.0])
@@ -256,6 +267,101 @@ class RecoveryTest(tf.test.TestCase, parameterized.TestCase):
       return [*values, second.numpy()]
 
     self.assertAllEqual(found.with_recovery(read_twice), [[1.0], [1.0]])
+
+  def test_server_that_dies_while_a_run_is_loaded(self):
+    """All variables are loaded, those too that live on other servers."""
+    saved = {'first': self.variable([1.0]), 'second': self.variable([2.0])}
+    found = self.make()
+    found.track(saved)
+    self.take_steps(found, 10)
+    found.write()
+    named = {name: self.variable([0.0]) for name in saved}
+    again = self.make()
+    die = self.die_once(named['second'])
+    tables = again._tables
+    with mock.patch.object(
+      tables, 'restore', side_effect=lambda *_: die()
+    ) as restored:
+      self.assertEqual(again.restore(named), Position(0, 10))
+    self.assertEqual(restored.call_count, 3)
+    self.assertEqual([v.numpy() for v in named.values()], [[1.0], [2.0]])
+    self.assertEqual(again.history[0]['lost_steps'], 0)
+    # From now on the other servers' are kept.
+    del named['second'].is_alive
+    for variable in named.values():
+      variable.assign([5.0])
+    self.take_steps(again, 3)
+    again.with_recovery(self.die_once(named['first']))
+    self.assertEqual([v.numpy() for v in named.values()], [[1.0], [5.0]])
+    self.assertEqual(again.history[1]['lost_steps'], 3)
+
+  def test_restore_that_is_interrupted_is_done_again_for_all_that_was_lost(
+    self,
+  ):
+    """Also for what seemed to be there already."""
+    weights = {name: self.variable([1.0]) for name in 'ab'}
+    found = self.make()
+    found.track(weights)
+    found.write()
+    attempts = []
+
+    def restore(*unused):
+      attempts.append(True)
+      if len(attempts) == 1:
+        # A part of it is written; then another server dies.
+        weights['a'].assign([7.0])
+        del weights['a'].is_alive
+        raise tf.errors.UnavailableError(None, None, 'another server is gone')
+
+    with mock.patch.object(found._tables, 'restore', restore):
+      found.with_recovery(self.die_once(weights['a']))
+    self.assertLen(attempts, 2)
+    self.assertEqual([v.numpy() for v in weights.values()], [[1.0], [1.0]])
+
+  def test_checkpoint_is_not_damaged_because_a_server_died(self):
+    weight, found = self.variable([1.0, 2.0]), self.make()
+    self.save_twice(found, weight)
+    deaths = [True]
+
+    def check(path, tables):
+      del path, tables
+      if deaths.pop() if deaths else False:
+        self.liveness.dead_servers = {0}
+        raise errors.DataError('it cannot be read')
+
+    with (
+      mock.patch.object(found._tables, 'check', check),
+      mock.patch.object(
+        found._checkpointer,
+        'newest',
+        lambda since, check_tables: (
+          check_tables('', {}),
+          checkpointer.Checkpointer(self.directory).newest(since),
+        )[1],
+      ),
+    ):
+      weight.assign([5.0, 6.0])
+      result = found.with_recovery(self.die_once(weight))
+    self.assertEqual(result, [[3.0, 4.0]])
+    # Nor is the disk full because of that.
+    full = errors.StorageError('cannot be written')
+    saves = [full, found._checkpointer.paths()[-1]]
+    with mock.patch.object(found._checkpointer, 'save', side_effect=saves):
+      self.liveness.dead_servers = {0}
+      self.assertEqual(found.with_recovery(found.write), saves[1])
+    with (
+      mock.patch.object(found._checkpointer, 'save', side_effect=full),
+      self.assertRaises(errors.StorageError),
+    ):
+      found.write()
+    # A damaged one is.
+    with (
+      mock.patch.object(
+        found._tables, 'check', side_effect=errors.DataError('cut')
+      ),
+      self.assertRaisesRegex(errors.DataError, 'cut'),
+    ):
+      found._check_tables('', {})
 
   def test_another_run_continues_at_the_position(self):
     weight, found = self.variable([1.0, 2.0]), self.make()

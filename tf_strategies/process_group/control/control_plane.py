@@ -303,6 +303,7 @@ class ControlPlane:
     if self._state.rank == 0:
       self._send_all(_Kind.GOODBYE, message)
     self._exchanges.fail()
-    operation = self._state.operation
-    if operation.busy and operation.sequence > last:
-      self._state.fail(self._state.left(leaver))
+    missed = self._state.missed()
+    if missed is not None:
+      # Through rank 0: it would take this rank, which leaves next, for the first.
+      self._declare_failed(missed)

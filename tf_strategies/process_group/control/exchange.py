@@ -158,7 +158,8 @@ class Exchanges:
   def _failure(self) -> errors.Error:
     if self._state.failure is not None:
       return self._state.failure.exception()
-    departed = min(self._state.departed, default=self._state.rank)
+    # The first: those after it may have left because of it.
+    departed = next(iter(self._state.departed), self._state.rank)
     return self._state.left(departed).exception()
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
@@ -75,6 +76,8 @@ class Recovery:
     self._objects: Mapping[str, Any] | None = None
     self._is_tracking = False
     self._is_guarding = False
+    # Whether it restores what an earlier run has saved.
+    self._is_loading = False
     self._begins_at = 0
     # Steps that it has ended; and whether any variable was lost.
     self._interrupted: list[worker_pool.Task] = []
@@ -166,26 +169,27 @@ class Recovery:
     named = model_state.name_objects(self._objects)
     tables = table_files.tables_among(named)
     row_tables = row_table_files.tables_among(named)
-    in_files = _in_files(tables, row_tables)
+    in_files = table_files.names_of(tables, row_tables)
     saved: dict[str, pieces.Table] = {}
 
     def write_tables(directory):
       saved.update(self._tables.save(directory, tables, row_tables))
       return saved
 
-    path = self._checkpointer.save(
-      (
-        (name, _read(variable))
-        for name, variable in named.items()
-        if name not in in_files
-      ),
-      {
-        **position.to_json(),
-        'steps': self.steps_before + self._begun,
-        'parts': model_state.reductions(named),
-      },
-      write_tables,
-    )
+    with self._telling_deaths():
+      path = self._checkpointer.save(
+        (
+          (name, _read(variable))
+          for name, variable in named.items()
+          if name not in in_files
+        ),
+        {
+          **position.to_json(),
+          'steps': self.steps_before + self._begun,
+          'parts': model_state.reductions(named),
+        },
+        write_tables,
+      )
     self._tables.commit(path, saved)
     self._begun_at_save = self._begun_at[path] = self._begun
     self._done_at[path] = self.steps_done()
@@ -201,7 +205,11 @@ class Recovery:
     if not self.is_enabled:
       return None
     self._objects = self._objects or dict(objects)
-    found = self._read_newest()
+    self._is_loading = True
+    try:
+      found = self.with_recovery(self._read_newest)
+    finally:
+      self._is_loading = False
     if found is None:
       return None
     self._has_checkpoint = True
@@ -218,7 +226,7 @@ class Recovery:
     Not one of another run, which is in the directory too. If `only_lost`, those that
     were lost with a server.
     """
-    found = self._checkpointer.newest(self._first, self._tables.check)
+    found = self._checkpointer.newest(self._first, self._check_tables)
     if found is None:
       return None
     if 'steps' not in found.metadata:
@@ -238,9 +246,42 @@ class Recovery:
         'the model that wrote it.'
       )
     self._tables.forget()
+    lost = [v for v in self._variables.values() if v.is_lost]
+    try:
+      self._write_variables(found, arrays, named, only_lost)
+    except BaseException:
+      # Some have only a part of what they had: whoever tries again restores them.
+      for variable in lost:
+        variable.is_lost = True
+      raise
+    return found
+
+  @contextlib.contextmanager
+  def _telling_deaths(self) -> Iterator[None]:
+    """Takes no error for that of a file if a server has died meanwhile."""
+    try:
+      yield
+    except (errors.DataError, errors.StorageError):
+      dead = self._liveness.server_error()
+      if dead is not None:
+        raise dead from None
+      raise
+
+  def _check_tables(self, path: str, tables: Mapping[str, pieces.Table]):
+    with self._telling_deaths():
+      self._tables.check(path, tables)
+
+  def _write_variables(
+    self,
+    found: checkpointer.Checkpoint,
+    arrays: checkpointer.StoredArrays,
+    named: Mapping[str, Any],
+    only_lost: bool,
+  ) -> None:
+    """Assigns variables what a checkpoint has of them; see `_read_newest`."""
     tables = table_files.tables_among(named)
     row_tables = row_table_files.tables_among(named)
-    in_files = _in_files(tables, row_tables)
+    in_files = table_files.names_of(tables, row_tables)
     for name, variable in named.items():
       parts = table_files.parts_of(variable) or []
       lost = [each for each in parts if each[0].is_lost]
@@ -269,11 +310,11 @@ class Recovery:
       row_tables,
       only_lost,
     )
-    return found
 
   @property
   def _restores_all(self) -> bool:
-    return self._options.mode == 'sync' or self.trains_apart()
+    is_sync = self._options.mode == 'sync'
+    return is_sync or self._is_loading or self.trains_apart()
 
   def with_recovery(self, action: Callable[[], _T]) -> _T:
     """Does something; if a server died, recovers and does it again.
@@ -347,7 +388,7 @@ class Recovery:
     """
     if self._objects is None:
       raise error
-    if not self._has_checkpoint:
+    if not (self._has_checkpoint or self._is_loading):
       raise _error_of(
         error,
         f'ps {error.server} at {error.address} died before the first checkpoint '
@@ -408,6 +449,8 @@ class Recovery:
 
   def _lost_steps(self, found: checkpointer.Checkpoint) -> int:
     """Of how many steps that were done variables have nothing any more."""
+    if self._is_loading:
+      return 0
     if self._restores_all:
       return self._begun - self._before(found, self._begun_at)
     if not self._is_lost:
@@ -433,14 +476,6 @@ class Recovery:
       tasks = [t for t in self._interrupted if t not in done and t.renew()]
     self._pool.go_on(tasks, done)
     self._interrupted = []
-
-
-def _in_files(tables, row_tables) -> set[str]:
-  """The names of what has files of its own in a checkpoint."""
-  return {
-    *tables,
-    *(name for each in row_tables for name in each.names.values()),
-  }
 
 
 def _error_of(

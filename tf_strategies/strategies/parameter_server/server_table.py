@@ -86,6 +86,7 @@ class ServerTable(row_table.RowTable, tf.__internal__.tracking.Trackable):
       for i in range(num_servers)
     ]
     super().__init__(variable, shards)
+    variable.value.stays_zero = True
     self._extended = extended
     self._when_drained = drained
 

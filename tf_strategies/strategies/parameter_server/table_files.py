@@ -15,7 +15,7 @@ import functools
 import math
 import os
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import tensorflow as tf
@@ -59,6 +59,14 @@ def parts_of(variable: Any) -> list[_Part] | None:
   if isinstance(value, variables.ServerVariable):
     return [(value, 0)]
   return None
+
+
+def names_of(
+  tables: Iterable[str], row_tables: Iterable[row_table_files.Named]
+) -> set[str]:
+  """The names of what has files of its own in a checkpoint."""
+  names = (name for each in row_tables for name in each.names.values())
+  return {*tables, *names}
 
 
 def tables_among(named: Mapping[str, Any]) -> dict[str, list[_Part]]:

@@ -45,6 +45,8 @@ class ServerVariable(_tf_internal.ResourceVariable):
   ):
     self.server = server
     self.is_lost = False
+    # Whether nobody writes it, and its value says nothing: that of a row table.
+    self.stays_zero = False
     # What workers have of their own of it (`WorkerStates`); None for most variables.
     self.states = None
     # Of a table: which rows have been written since they were saved.
@@ -291,7 +293,7 @@ class ServerVariable(_tf_internal.ResourceVariable):
     # The handle alone says which memory of which process this variable is.
     self._handle = fresh.handle
     self._handle_owner = fresh
-    self.is_lost = True
+    self.is_lost = not self.stays_zero
     if self.changed is not None:
       self.watch_rows()
 

@@ -1,0 +1,288 @@
+"""A chief that trains tables whose every row tells which steps it has, and can be held.
+
+A test holds a task at an exact place by a file of the place's name in a directory:
+whoever comes there says so in a file `<place>.reached`, and waits until the file is
+gone. Meanwhile the test kills somebody. Places are `lookup` and `update` of a step,
+which workers pass (in 'sync' servers pass `update`), and those in `_PLACES`, which
+the chief passes while it saves or loads.
+"""
+
+import json
+import os
+import pathlib
+import pickle
+import sys
+import threading
+import time
+from typing import Any
+
+import numpy as np
+
+from tests.integration import parameter_server_programs as programs
+
+WIDTH = 64
+# So that a table in parts is one that servers save.
+ROWS = 8192
+# Rows, and ids, that every so many steps use again.
+HOT = 7
+_HELD_SECONDS = 60.0
+# By function that the chief calls there: its module in `tf_strategies`, its owner,
+# its name, and when it counts.
+_PLACES = {
+  # The servers write pieces; they are written, and there is no manifest.
+  'pieces': ('checkpoint.pieces', '', 'write', lambda *a: '-1-' in a[1]),
+  'manifest': ('checkpoint.pieces', '', 'sync', None),
+  # Everything is written, and has no name yet; it has one.
+  'rename': ('checkpoint.checkpointer', 'os', 'rename', None),
+  'named': (
+    'strategies.parameter_server.table_files',
+    'TableFiles',
+    'commit',
+    None,
+  ),
+  # Between the ids of a dynamic table, and its rows.
+  'columns': ('keras.row_table', 'RowTable', '_stored', None),
+  'load': ('checkpoint.pieces', '', 'read', None),
+  'load columns': ('keras.row_table', 'RowTable', '_load', None),
+}
+
+
+def ids_of_steps(steps: int) -> np.ndarray:
+  """For each step the rows [2 * 2, 2] that it looks up.
+
+  Column 0 are rows of the table in parts, column 1 ids of the dynamic one. The first
+  two examples are of this step alone, the others of every seventh; the first and the
+  third are on server 0 of two, the others on server 1.
+  """
+  import tensorflow as tf
+
+  from tf_strategies.keras import row_initializers
+
+  count = steps + HOT
+  found = np.arange(8 * count, dtype=np.int64) * (2**40 + 7) - 2**50
+  owner = row_initializers.owner(tf.constant(found), 2).numpy()
+  ids = np.empty([steps, 4, 2], np.int64)
+  for server in (0, 1):
+    dynamic = found[owner == server][:count]
+    first = server * ROWS // 2
+    for step in range(steps):
+      hot = steps + step % HOT
+      ids[step, server] = first + step, dynamic[step]
+      ids[step, 2 + server] = first + hot, dynamic[hot]
+  return ids
+
+
+def _hold(directory: str, place: str, turn, held):
+  """In a graph: the tensor `held`, once nobody holds it; `turn` is any number."""
+  import tensorflow as tf
+
+  def is_held(turn, held):
+    del held
+    # The path depends on the turn, or it would be looked up once.
+    nothing = tf.strings.substr(tf.strings.as_string(turn), 0, 0)
+    path = tf.strings.join([f'{directory}/{place}', nothing])
+    return tf.size(tf.io.matching_files(path)) > 0
+
+  def wait(turn, held):
+    reached = tf.io.write_file(f'{directory}/{place}.reached', '')
+    with tf.control_dependencies([reached]):
+      # As a value of the loop: what only came after it might be computed before.
+      return turn + 1, programs.pause(held, 20)
+
+  return tf.while_loop(is_held, wait, [turn, held], parallel_iterations=1)[1]
+
+
+def hold_here(directory: str, place: str) -> None:
+  """The same in this process."""
+  path = pathlib.Path(directory, place)
+  ends_at = time.monotonic() + _HELD_SECONDS
+  while path.exists():
+    pathlib.Path(f'{path}.reached').touch()
+    if time.monotonic() > ends_at:
+      raise TimeoutError(f'held at {place}')
+    time.sleep(0.01)
+
+
+def _can_be_held(directory: str) -> None:
+  """Makes this process stop at places where a test holds it."""
+  import importlib
+
+  for place, (module, owner, name, counts) in _PLACES.items():
+    found = importlib.import_module(f'tf_strategies.{module}')
+    for part in filter(None, [owner]):
+      found = getattr(found, part)
+    real = getattr(found, name)
+
+    def call(*args, _place=place, _real=real, _counts=counts, **options):
+      if _counts is None or _counts(*args):
+        hold_here(directory, _place)
+      return _real(*args, **options)
+
+    setattr(found, name, call)
+
+
+def _answer(directory: str, part) -> None:
+  """In a thread: how many updates a table's rows on a server have, when asked."""
+  import tensorflow as tf
+
+  from tf_strategies import _tf_internal
+
+  question = pathlib.Path(directory, 'peek')
+  while True:
+    time.sleep(0.02)
+    if question.exists():
+      with _tf_internal.own_executor(), tf.device(part.device):
+        counts = part.read_directly().numpy()
+      question.unlink()
+      programs.tell(f'{question}ed', int(counts[:, 0].sum()))
+
+
+def _make(directory: str, options: dict[str, Any]):
+  """A strategy, layers with rows of zeros, an optimizer, and a step on ids."""
+  import keras
+  import tensorflow as tf
+
+  import tf_strategies as tfs
+
+  servers = len(json.loads(os.environ['TF_CONFIG'])['cluster']['ps'])
+  strategy = tfs.ParameterServerStrategy(
+    checkpoint_dir=os.path.join(directory, 'checkpoints'),
+    recovery_timeout=120.0,
+    variable_partitioner=lambda shape, dtype: (
+      [servers if shape[0] == ROWS else 1] + [1] * (len(shape) - 1)
+    ),
+    **options,
+  )
+
+  class Rate(keras.optimizers.schedules.LearningRateSchedule):
+    """1, once nobody holds the update."""
+
+    def __call__(self, step):
+      turn = keras.ops.cast(step, 'int64')
+      return _hold(directory, 'update', turn, tf.constant(1.0))
+
+  with strategy.scope():
+    static = keras.layers.Embedding(ROWS, WIDTH, 'zeros')
+    dynamic = tfs.keras.DynamicEmbedding(WIDTH, 'zeros')
+    for layer in (static, dynamic):
+      layer.build([None])
+    weights = static.trainable_variables + dynamic.trainable_variables
+    # A row that n steps have used has n in its slot: each gradient is 1.
+    optimizer = keras.optimizers.Adagrad(Rate(), initial_accumulator_value=0.0)
+    optimizer.build(weights)
+  # In 'sync' each worker has a half of the rows, and their mean is taken.
+  scale = 2.0 if strategy.shares_batches else 1.0
+
+  @tf.function
+  def step(ids):
+    ids = _hold(directory, 'lookup', ids[0, 0], ids)
+    with tf.GradientTape() as tape:
+      rows = static(ids[:, 0]), dynamic(ids[:, 1])
+      # Gradients of 1 each, which are not known before all rows have come.
+      are_there = tf.reduce_all([tf.reduce_all(r > -1.0) for r in rows])
+      factor = -scale * tf.cast(are_there, tf.float32)
+      loss = factor * tf.add_n([tf.reduce_sum(r) for r in rows])
+    optimizer.apply(tape.gradient(loss, weights), weights)
+    return loss
+
+  return strategy, static, dynamic, optimizer, step
+
+
+def train(
+  directory: str, steps: int, options: dict[str, Any]
+) -> dict[str, Any]:
+  """Takes the steps that are not done; what there is then, see `_found`.
+
+  Tells in `<directory>/progress` how many it has begun.
+  """
+  import tf_strategies as tfs
+
+  _can_be_held(directory)
+  strategy, static, dynamic, optimizer, step = _make(directory, options)
+  run = strategy.remote_step(step, [optimizer])
+  ids = ids_of_steps(steps)
+  objects = {'static': static, 'dynamic': dynamic, 'optimizer': optimizer}
+  began = strategy.restore(**objects)
+  slot = _slot_of_parts(optimizer)
+  threading.Thread(
+    target=_answer, args=(directory, slot.parts[0]), daemon=True
+  ).start()
+  with tfs.Preemption(strategy) as preemption:
+    for i in range(began, steps):
+      run(ids[i])
+      programs.tell(os.path.join(directory, 'progress'), i + 1)
+      time.sleep(0.005)
+      if preemption.requested:
+        preemption.save_and_exit(0, i + 1)
+  strategy.save()
+  found = _found(static, dynamic, optimizer, ids)
+  found |= {'began': began, 'recoveries': strategy.report()['recoveries']}
+  strategy.close()
+  return found
+
+
+def _slot_of_parts(optimizer):
+  """The optimizer's state of the table in parts."""
+  (slot,) = [v for v in optimizer.variables if tuple(v.shape) == (ROWS, WIDTH)]
+  return slot.value
+
+
+def _found(static, dynamic, optimizer, ids) -> dict[str, Any]:
+  """All rows of the steps, their slots and counts, by table.
+
+  As `ids` has them: [steps, 4] each, of numbers of which a row has only equal ones.
+  """
+  table = dynamic.trainable_variables[0].row_table
+  flat = ids[..., 1].reshape(-1)
+  rows = table._stored(flat)
+  accumulators = table._stored(flat, table.slots[0])
+  usage = dynamic.usage()
+  uses = dict(zip(usage['ids'].tolist(), usage['uses'].tolist(), strict=True))
+  whole = {
+    'static': (
+      static.embeddings.value.numpy(),
+      _slot_of_parts(optimizer).numpy(),
+    ),
+    'dynamic': (rows[:, :WIDTH], accumulators[:, :WIDTH]),
+  }
+  found = {}
+  for name, values in whole.items():
+    if name == 'static':
+      values = [v[ids[..., 0].reshape(-1)] for v in values]
+    is_even = all((v == v[:, :1]).all() for v in values)
+    weights, counts = (v[:, 0].reshape(ids.shape[:2]) for v in values)
+    found[name] = {'weights': weights, 'counts': counts, 'is_even': is_even}
+  # Of rows that no step has, there are none.
+  others = np.delete(whole['static'][0], ids[..., 0].reshape(-1), 0)
+  found['others'] = float(np.abs(others).max()), len(uses)
+  found['uses'] = np.array([uses.get(i, 0) for i in flat.tolist()])
+  found['uses'] = found['uses'].reshape(ids.shape[:2])
+  found['by_shard'] = dynamic.report()['by_shard']
+  found['iterations'] = int(optimizer.iterations.numpy())
+  return found
+
+
+def serve(cluster: dict[str, Any], job: str, index: int) -> None:
+  """A task that a file which becomes too long for it kills, in the middle of a write."""
+  import resource
+  import signal
+
+  from tests import parameter_servers
+
+  # Python ignores it.
+  signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+  resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+  parameter_servers.serve_task(cluster, job, index)
+
+
+def main(directory: str, steps: int, options: dict[str, Any]) -> None:
+  """As a task of a launcher: leaves in a file what the chief found."""
+  import tf_strategies as tfs
+
+  found = tfs.cluster.run_task(lambda: train(directory, steps, options))
+  if found is not None:
+    pathlib.Path(directory, 'found').write_bytes(pickle.dumps(found))
+
+
+if __name__ == '__main__':
+  main(*json.loads(sys.argv[1]))

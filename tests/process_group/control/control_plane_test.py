@@ -1,0 +1,112 @@
+"""Which rank everybody names when several are gone, one after the other.
+
+The clock and the sockets are simulated, the control plane is the package's own: see
+`simulated_network`.
+"""
+
+import asyncio
+import random
+from unittest import mock
+
+from absl.testing import absltest, parameterized
+
+from tests import tiers
+from tests.process_group import simulated_network
+from tf_strategies import process_group
+from tf_strategies.process_group.control import control_plane
+
+_SEED = 20261124
+# More than a message takes; far less than a heartbeat.
+_APART_SECONDS = 0.02
+
+
+async def _leave_once_failed(process):
+  """What a program does when a collective raises: it ends, and so its group."""
+  while process.group._state.failure is None:
+    await asyncio.sleep(0.001)
+  named = process.group._state.failure.rank
+  await process.leave()
+  return named
+
+
+async def _be_gone(count, victims, how):
+  """Ranks are gone in this order; whom each of the other ranks names, and why."""
+  options = process_group.GroupOptions(
+    secret=b'of a simulated job', rendezvous_timeout_seconds=60.0
+  )
+  with simulated_network.Network(count, _SEED) as network:
+    processes = [
+      simulated_network.Process(network, task, options)
+      for task in network.addresses
+    ]
+    await asyncio.gather(*(p.spawn(p.form) for p in processes))
+    by_rank = {p.group.rank: p for p in processes}
+    if how == 'kill':
+      for rank in victims:
+        by_rank[rank].kill()
+        await asyncio.sleep(_APART_SECONDS)
+      named = []
+    else:
+      # The others among them are in a collective that needs the first, and leave as
+      # soon as they hear that it has left. Nobody else has come there yet.
+      first, *others = victims
+      for rank in others:
+        by_rank[rank].group._state.begin('all_reduce', 'gradient')
+      leaving = [
+        asyncio.ensure_future(_leave_once_failed(by_rank[rank]))
+        for rank in others
+      ]
+      await by_rank[first].leave()
+      named = await asyncio.wait_for(asyncio.gather(*leaving), 60)
+    await asyncio.sleep(1.0)
+    failures = [
+      process.group._state.failure
+      for rank, process in by_rank.items()
+      if rank not in victims
+    ]
+    return named + [f and f.rank for f in failures], [
+      f.message for f in failures if f
+    ]
+
+
+class SeveralTest(parameterized.TestCase):
+  @tiers.product(
+    how=('leave', 'kill'), count=(6, 12, tiers.full(40)), part=(0, 1, 2)
+  )
+  def test_all_name_the_first(self, how, count, part):
+    self.assert_all_name_the_first(how, count, part)
+
+  def assert_all_name_the_first(self, how, count, part):
+    rng = random.Random(f'{_SEED} {how} {count} {part}')
+    victims = rng.sample(range(1, count), 4)
+    named, told = simulated_network.run(_be_gone, count, victims, how)
+    self.assertEqual(set(named), {victims[0]}, victims)
+    why = 'left the group' if how == 'leave' else 'died'
+    for message in told:
+      self.assertStartsWith(message, f'Rank {victims[0]} (task {victims[0]} at')
+      self.assertIn(why, message)
+
+  def test_ranks_that_leave_without_a_word_would_be_seen(self):
+    declare = control_plane.ControlPlane._declare_failed
+
+    def declare_or_fail_alone(plane, report):
+      if plane._state.rank and 'left the group' in report.message:
+        plane._state.fail(report)
+      else:
+        declare(plane, report)
+
+    with (
+      mock.patch.object(
+        control_plane.ControlPlane, '_declare_failed', declare_or_fail_alone
+      ),
+      self.assertRaises(AssertionError),
+    ):
+      self.assert_all_name_the_first('leave', 12, 0)
+
+  def test_rank_0_that_leaves_next_is_not_the_first(self):
+    named, _ = simulated_network.run(_be_gone, 6, [4, 0], 'leave')
+    self.assertEqual(set(named), {4})
+
+
+if __name__ == '__main__':
+  absltest.main()
