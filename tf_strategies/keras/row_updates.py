@@ -11,7 +11,7 @@ import tensorflow as tf
 from absl import logging
 
 from tf_strategies import _keras_internal, errors
-from tf_strategies.keras import optimizer_checks, optimizer_wrapper
+from tf_strategies.keras import optimizer_checks
 
 # An update of a larger table is worth a warning if it is of all rows.
 _LARGE_BYTES = 16 * 1024 * 1024
@@ -53,7 +53,7 @@ def takes_sums(optimizer, clips: bool = False) -> bool:
   Most of Keras's square equal rows one by one: so these stay apart, as they do on
   one device. `clips` says whether what it is given is still to be clipped.
   """
-  chain = list(optimizer_wrapper.chain(optimizer))
+  chain = list(_keras_internal.chain(optimizer))
   if clips and any(
     getattr(each, option, None) is not None
     for each in chain
