@@ -43,8 +43,11 @@ def update_lazily(optimizer, gradient, variable, learning_rate) -> None:
 
 
 def is_lazy(optimizer) -> bool:
-  """Whether an optimizer updates only the rows that a gradient has."""
-  return _keras_internal.replaced_update(optimizer) is update_lazily
+  """Whether it is an optimizer, which updates only the rows that a gradient has."""
+  return (
+    optimizer is not None
+    and _keras_internal.replaced_update(optimizer) is update_lazily
+  )
 
 
 def takes_sums(optimizer, clips: bool = False) -> bool:
@@ -61,9 +64,7 @@ def takes_sums(optimizer, clips: bool = False) -> bool:
   ):
     return False
   last = chain[-1] if chain else None
-  return isinstance(last, keras.optimizers.SGD) or (
-    last is not None and is_lazy(last)
-  )
+  return isinstance(last, keras.optimizers.SGD) or is_lazy(last)
 
 
 def sums_before(update: Callable) -> bool:
