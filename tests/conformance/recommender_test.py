@@ -140,11 +140,13 @@ def _group(case: Case) -> str:
 
 
 def _tier(case: Case):
-  """Of what is not in _FEW: soak has the tables that full leaves out."""
+  """Of what is not in _FEW: each optimizer in some of the less usual modes."""
   if case.where in ('async', 'sync_of_two', 'apart_of_two'):
     return tiers.full
-  place = list(_OPTIMIZERS).index(case.optimizer)
-  return tiers.full if place % 2 + 1 == case.parts else tiers.soak
+  turn = list(_OPTIMIZERS).index(case.optimizer) + list(_WHERE).index(
+    case.where
+  )
+  return tiers.full if turn % 4 + 1 == case.parts else tiers.soak
 
 
 def _refusal(case: Case) -> str | None:
