@@ -45,7 +45,10 @@ flags.DEFINE_integer('num_ratings', 40_000, 'If they are made.', 100)
 flags.DEFINE_integer('dimensions', 16, 'Of a tower.', 1)
 flags.DEFINE_integer('batch_size', 256, 'Ratings in a step.', 1)
 flags.DEFINE_integer('epochs', 5, 'Passes over the ratings.', 1)
-flags.DEFINE_float('learning_rate', 0.3, 'Of Adagrad.', 1e-12)
+flags.DEFINE_string('optimizer', 'adagrad', "By Keras's name for it.")
+flags.DEFINE_float(
+  'learning_rate', None, "0.3 of Adagrad; else Keras's.", 1e-12
+)
 flags.DEFINE_integer('seed', 0, 'Of weights and order.', 0)
 flags.DEFINE_string('checkpoint_dir', None, 'Of parameter servers.')
 flags.DEFINE_string('export', None, 'A .keras file for the trained model.')
@@ -120,6 +123,17 @@ def batches(ratings, *, training):
   )
 
 
+def make_optimizer():
+  """The optimizer that the flags say."""
+  import keras
+
+  optimizer = keras.optimizers.get(FLAGS.optimizer)
+  rate = FLAGS.learning_rate or {'adagrad': 0.3}.get(FLAGS.optimizer)
+  if rate is not None:
+    optimizer.learning_rate = rate
+  return optimizer
+
+
 def build_model(strategy, users, movies, genres):
   """Two towers whose product is a rating; tables are as large as what they name."""
   import keras
@@ -160,7 +174,7 @@ def build_model(strategy, users, movies, genres):
     stars = layers.Rescaling(1.0, offset=3.5, name='stars')(stars)
     model = keras.Model({'user': user, 'movie': movie}, stars)
     model.compile(
-      keras.optimizers.Adagrad(FLAGS.learning_rate),
+      make_optimizer(),
       'mse',
       metrics=[keras.metrics.RootMeanSquaredError(name='rmse')],
       jit_compile=False,

@@ -123,6 +123,11 @@ class LazyRowsTest(tf.test.TestCase, parameterized.TestCase):
     self.assertFalse(row_updates.is_lazy(optimizers.Adam()))
 
   @parameterized.named_parameters(
+    (
+      'several',
+      lambda: optimizers.MultiOptimizer(lambda v: optimizers.SGD()),
+      r'LazyRows\(MultiOptimizer.*one rule.*wrap those',
+    ),
     ('whole', lambda: optimizers.Lamb(), 'Lamb.*each element by itself'),
     (
       'accumulation',

@@ -80,6 +80,11 @@ class RefusalTest(tf.test.TestCase, parameterized.TestCase):
       lambda: LocalSteps('sgd', 2, SGD(gradient_accumulation_steps=2)),
       'gradient_accumulation_steps=2.*raise every',
     ),
+    (
+      'outer_of_several',
+      lambda: LocalSteps('sgd', 2, keras.optimizers.MultiOptimizer(_by_bias)),
+      r'outer=MultiOptimizer.*one rule.*SGD\(1.0\)',
+    ),
     ('one_for_both', lambda: _twice(SGD()), 'one optimizer as both'),
   )
   def test_bad_arguments(self, make, message):
@@ -168,6 +173,10 @@ class RefusalTest(tf.test.TestCase, parameterized.TestCase):
       r'in a branch of a replica.*every replica makes',
     ):
       step(tf.constant(1.0))
+
+
+def _by_bias(variable):
+  return SGD(1.0) if 'bias' in variable.path else SGD(0.5)
 
 
 def _twice(optimizer):

@@ -25,7 +25,6 @@ from keras.src.trainers import trainer as base_trainer
 
 from tf_strategies import _requirements, _tf_internal
 from tf_strategies._keras_internal import rows as _rows
-from tf_strategies._keras_internal import updates as _updates  # noqa: F401  Replaces `apply`.
 from tf_strategies._keras_internal.initial_rows import (  # noqa: F401
   initial_rows,
 )
@@ -56,6 +55,9 @@ from tf_strategies._keras_internal.steps import (  # noqa: F401  For all others.
   step_of,
   swap_train_function,
   without_optionals,
+)
+from tf_strategies._keras_internal.updates import (  # noqa: F401  Replaces `apply`.
+  chain,
 )
 
 # Epochs: `fit` begins at `model._initial_epoch` if it is set when callbacks

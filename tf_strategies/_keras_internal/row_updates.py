@@ -18,7 +18,7 @@ from keras.src.backend.tensorflow import optimizer as tf_optimizer
 from keras.src.optimizers import base_optimizer
 
 from tf_strategies import _requirements, errors
-from tf_strategies._keras_internal import rows, steps
+from tf_strategies._keras_internal import rows, steps, updates
 
 # They update each element by itself, from that element and its state alone.
 _KINDS = (
@@ -144,8 +144,7 @@ def row_slots(
   optimizer: keras.optimizers.Optimizer,
 ) -> list[tuple[keras.Variable, dict[str, keras.Variable]]]:
   """Each variable of a table that an optimizer was built with, and its slots."""
-  while getattr(optimizer, 'inner_optimizer', None) is not None:
-    optimizer = optimizer.inner_optimizer
+  *_, optimizer = updates.chain(optimizer)
   return [
     (variable, rows.slots_of(optimizer, variable))
     for variable in optimizer._trainable_variables

@@ -1,14 +1,24 @@
-"""Optimizers' `apply`: strategies hear of gradients first."""
+"""Optimizers in each other, and their `apply`: strategies hear of gradients first."""
 
 from __future__ import annotations
 
+import copy
 import functools
+import types
+from collections.abc import Iterator
 
 import keras
 import tensorflow as tf
 from keras.src.optimizers import base_optimizer
 
 from tf_strategies._keras_internal import steps
+
+
+def chain(optimizer) -> Iterator[keras.optimizers.Optimizer]:
+  """An optimizer, and those that it wraps, the outermost first."""
+  while optimizer is not None:
+    yield optimizer
+    optimizer = getattr(optimizer, 'inner_optimizer', None)
 
 
 def _reduce_first(apply):
@@ -62,3 +72,25 @@ steps.change(
   _mark_first,
   'gradients are added up before they are found to be finite',
 )
+
+
+def _of_the_innermost(swap):
+  """Swaps the averages of the optimizer that has them: Keras looks into one wrapper."""
+
+  @functools.wraps(swap)
+  def swap_of_the_innermost(self):
+    *_, optimizer = chain(self.model.optimizer)
+    seen = copy.copy(self)
+    seen.set_model(types.SimpleNamespace(optimizer=optimizer))
+    swap(seen)
+
+  return swap_of_the_innermost
+
+
+for _method in ('_swap_variables()', '_finalize_ema_values()'):
+  steps.change(
+    keras.callbacks.SwapEMAWeights,
+    _method,
+    _of_the_innermost,
+    'wrappers of optimizers, and loss scales, may be in each other',
+  )

@@ -51,12 +51,10 @@ def name_variables(
 
 def _mark_own(model, optimizer) -> None:
   """Says of which variables each worker has values of its own."""
-  wrapper = optimizer
-  while wrapper is not None:
-    own = getattr(wrapper, 'own_variables', lambda *unused: ())
+  for each in _keras_internal.chain(optimizer):
+    own = getattr(each, 'own_variables', lambda *unused: ())
     for variable in own(model, optimizer):
       value_of(variable).is_of_worker = True
-    wrapper = getattr(wrapper, 'inner_optimizer', None)
 
 
 def state_of(model: keras.Model) -> dict[str, Any]:

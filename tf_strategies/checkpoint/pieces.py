@@ -41,9 +41,8 @@ _REFUSED = (
 class Piece(NamedTuple):
   """Consecutive rows of an array in a file."""
 
-  file: (
-    str  # In the directory of the checkpoint, without TensorFlow's suffixes.
-  )
+  # In the directory of the checkpoint, without TensorFlow's suffixes.
+  file: str
   first: int
   rows: int
   digest: str

@@ -71,10 +71,7 @@ class DistributedOptimizer(optimizer_wrapper.StatelessWrapper):
         strategy that is not one of tf_strategies.
     """
     grads = list(grads)
-    if trainable_variables is not None:
-      trainable_variables = list(trainable_variables)
-      if not self.built:
-        self.build(trainable_variables)
+    trainable_variables = self.built_on(trainable_variables)
     variables = trainable_variables or _keras_internal.trainable_variables(self)
     self.check_applies(variables)
     gradient_reducer.current().check()

@@ -62,6 +62,7 @@ class LazyRows(optimizer_wrapper.StatelessWrapper):
         'an optimizer that wraps no other',
         f'write {kind}(LazyRows(optimizer))',
       )
+    optimizer_checks.check_has_one_rule(inner, f'LazyRows({kind}(...))')
     if kind in optimizer_checks.WHOLE_VARIABLE_OPTIMIZERS:
       raise errors.UnsupportedOptionError(
         f'LazyRows({kind}(...))',
@@ -79,8 +80,5 @@ class LazyRows(optimizer_wrapper.StatelessWrapper):
 
   def apply(self, grads, trainable_variables=None):
     """Updates the variables, of those with sparse gradients the rows in them."""
-    if trainable_variables is not None:
-      trainable_variables = list(trainable_variables)
-      if not self.built:
-        self.build(trainable_variables)
-    self.inner_optimizer.apply(list(grads), trainable_variables)
+    variables = self.built_on(trainable_variables)
+    self.inner_optimizer.apply(list(grads), variables)

@@ -8,7 +8,11 @@ import keras
 import tensorflow as tf
 
 from tf_strategies import _keras_internal, errors, option_checks
-from tf_strategies.keras import gradient_reducer, optimizer_wrapper
+from tf_strategies.keras import (
+  gradient_reducer,
+  optimizer_checks,
+  optimizer_wrapper,
+)
 
 
 @keras.saving.register_keras_serializable(package='tf_strategies')
@@ -133,14 +137,14 @@ class LocalSteps(optimizer_wrapper.OptimizerWrapper):
     """The moving averages of the inner optimizer, which meetings average too."""
     return [
       average
-      for each in optimizer_wrapper.chain(self.inner_optimizer)
+      for each in _keras_internal.chain(self.inner_optimizer)
       for average in _keras_internal.moving_averages(each)
     ]
 
   def inner_state(self) -> list[keras.Variable]:
     """What the inner optimizer keeps and writes, which meetings do not average."""
     shared = {id(v) for v in self.averages()}
-    for each in optimizer_wrapper.chain(self.inner_optimizer):
+    for each in _keras_internal.chain(self.inner_optimizer):
       shared.add(id(_keras_internal.learning_rate_variable(each)))
     return [v for v in self.inner_optimizer.variables if id(v) not in shared]
 
@@ -185,11 +189,8 @@ class LocalSteps(optimizer_wrapper.OptimizerWrapper):
         replica, or under a strategy without workers that could train apart.
     """
     grads = list(grads)
-    if trainable_variables is not None:
-      trainable_variables = list(trainable_variables)
-      if not self.built:
-        with keras.name_scope(self.name, caller=self):
-          self.build(trainable_variables)
+    with keras.name_scope(self.name, caller=self):
+      trainable_variables = self.built_on(trainable_variables)
     variables = trainable_variables or self._weights()
     gradient_reducer.check_local_steps(is_training=True)
     self.check_applies(variables)
@@ -245,7 +246,7 @@ def of_model(model: keras.Model) -> list[LocalSteps]:
 
 def in_chain(optimizer) -> LocalSteps | None:
   """The `LocalSteps` that an optimizer is, or that a loss scale wraps."""
-  for each in optimizer_wrapper.chain(optimizer):
+  for each in _keras_internal.chain(optimizer):
     if isinstance(each, LocalSteps):
       return each
   return None
@@ -261,7 +262,7 @@ def moving_statistics(model: keras.Model) -> list[keras.Variable]:
 
 
 def _check_outer(outer) -> None:
-  for each in optimizer_wrapper.chain(outer):
+  for each in _keras_internal.chain(outer):
     if each is not outer or isinstance(
       each,
       optimizer_wrapper.OptimizerWrapper | keras.optimizers.LossScaleOptimizer,
@@ -272,6 +273,9 @@ def _check_outer(outer) -> None:
         'gradients are averaged already',
         'pass the inner optimizer',
       )
+  optimizer_checks.check_has_one_rule(
+    outer, f'outer={type(outer).__name__}(...)'
+  )
   for option in ('use_ema', 'gradient_accumulation_steps'):
     if getattr(outer, option, None):
       raise errors.UnsupportedOptionError(

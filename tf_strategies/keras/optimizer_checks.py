@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 from absl import logging
 
-from tf_strategies import _keras_internal, errors
+from tf_strategies import _keras_internal, errors, option_checks
 
 _warned_of_masks = weakref.WeakSet()
 
@@ -102,6 +102,25 @@ def built_optimizer(model: keras.Model) -> keras.optimizers.Optimizer | None:
   if optimizer is not None and not optimizer.built:
     optimizer.build(model.trainable_variables)
   return optimizer
+
+
+def check_has_one_rule(
+  optimizer: keras.optimizers.Optimizer, what: str
+) -> None:
+  """Rejects a `MultiOptimizer`, whose own update is never called.
+
+  It chooses an optimizer by the path of a variable, and an anchor has another one.
+
+  Raises:
+    UnsupportedOptionError: naming it as `what`.
+  """
+  option_checks.check(
+    not hasattr(optimizer, 'optimizers'),
+    what,
+    'one rule for all variables, which MultiOptimizer has not',
+    'pass an optimizer such as keras.optimizers.SGD(1.0), or wrap those that '
+    'MultiOptimizer chooses from',
+  )
 
 
 def check_partitioned_update(fn: Callable, name: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
 
 import keras
 import tensorflow as tf
@@ -43,13 +42,6 @@ def optimizer_of(argument: str, optimizer, fix: str):
     raise errors.UnsupportedOptionError(f'{what} ({e})', expected, fix) from e
 
 
-def chain(optimizer) -> Iterator[keras.optimizers.Optimizer]:
-  """An optimizer, and those that it wraps, the outermost first."""
-  while optimizer is not None:
-    yield optimizer
-    optimizer = getattr(optimizer, 'inner_optimizer', None)
-
-
 class OptimizerWrapper(keras.optimizers.Optimizer):
   """Is the optimizer that it wraps, but for what a subclass changes.
 
@@ -67,7 +59,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
     optimizer = optimizer_of(
       'optimizer', optimizer, f"write for instance {kind}('adam')"
     )
-    for each in chain(optimizer):
+    for each in _keras_internal.chain(optimizer):
       if isinstance(each, OptimizerWrapper):
         raise errors.UnsupportedOptionError(
           f'{kind}({type(each).__name__}(...))',
@@ -113,6 +105,15 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
       self.inner_optimizer.build(variables)
     # The wrapper adds no slots, but knows its variables as any optimizer does.
     super().build(variables)
+
+  def built_on(self, variables) -> list | None:
+    """The variables that `apply` is given, if any; builds the optimizer on them."""
+    if variables is None:
+      return None
+    variables = list(variables)
+    if not self.built:
+      self.build(variables)
+    return variables
 
   def check_applies(self, variables) -> None:
     """Raises UnsupportedOptionError unless `apply` works here, on these."""

@@ -11,7 +11,7 @@ import tensorflow as tf
 from absl import logging
 
 from tf_strategies import _keras_internal
-from tf_strategies.keras import optimizer_checks, optimizer_wrapper
+from tf_strategies.keras import optimizer_checks
 
 # An update of a larger table is worth a warning if it is of all rows.
 _LARGE_BYTES = 16 * 1024 * 1024
@@ -55,8 +55,11 @@ def update_lazily(optimizer, gradient, variable, learning_rate) -> None:
 
 
 def is_lazy(optimizer) -> bool:
-  """Whether an optimizer updates only the rows that a gradient has."""
-  return _keras_internal.replaced_update(optimizer) is update_lazily
+  """Whether it is an optimizer, which updates only the rows that a gradient has."""
+  return (
+    optimizer is not None
+    and _keras_internal.replaced_update(optimizer) is update_lazily
+  )
 
 
 def takes_sums(optimizer, clips: bool = False) -> bool:
@@ -65,7 +68,7 @@ def takes_sums(optimizer, clips: bool = False) -> bool:
   Most of Keras's square equal rows one by one: so these stay apart, as they do on
   one device. `clips` says whether what it is given is still to be clipped.
   """
-  chain = list(optimizer_wrapper.chain(optimizer))
+  chain = list(_keras_internal.chain(optimizer))
   if clips and any(
     getattr(each, option, None) is not None
     for each in chain
@@ -73,9 +76,7 @@ def takes_sums(optimizer, clips: bool = False) -> bool:
   ):
     return False
   last = chain[-1] if chain else None
-  return isinstance(last, keras.optimizers.SGD) or (
-    last is not None and is_lazy(last)
-  )
+  return isinstance(last, keras.optimizers.SGD) or is_lazy(last)
 
 
 def sums_before(update: Callable) -> bool:

@@ -12,22 +12,15 @@ from absl.testing import parameterized
 import tf_strategies as tfs
 from tests import processes, tiers
 from tests.strategies.multi_worker import local_steps_workers as workers_lib
-from tests.strategies.multi_worker.local_steps_workers import Job
-
-_TOLERANCE = 1e-6
-_NESTEROV = ('SGD', {'learning_rate': 0.7, 'momentum': 0.9, 'nesterov': True})
-# The last batch has one row; an epoch ends between two meetings.
-_DILOCO = Job(
-  4, rows=121, inner=('Adam', {'learning_rate': 0.01}), outer=_NESTEROV
+from tests.strategies.multi_worker.local_steps_workers import (
+  DILOCO,
+  JOBS,
+  Job,
+  diloco,
+  largest,
 )
 
-
-def _diloco(inner=None, **changes):
-  """The job with other options, `inner` ones of its Adam."""
-  adam = ('Adam', {'learning_rate': 0.01, **(inner or {})})
-  return dataclasses.replace(_DILOCO, inner=adam, **changes)
-
-
+_TOLERANCE = 1e-6
 # A MultiOptimizer, of whose optimizers one keeps averages.
 _BY_KIND = {
   'kernels': (
@@ -37,38 +30,26 @@ _BY_KIND = {
   'others': ('SGD', {'learning_rate': 0.1}),
 }
 _SYNCHRONOUS = {'one': Job(1), 'one_row_left': Job(1, rows=37)}
-_JOBS = {
-  'diloco': _DILOCO,
-  'normalized': Job(3, rows=121, layers='normalized'),
-  'float16': _diloco(policy='mixed_float16'),
-  'worker_without_rows': _diloco(has_own_step=True, batch=1, rows=7),
-}
+_FIRST = ('normalized', 'float16', 'worker_without_rows')
+_JOBS = {'diloco': DILOCO, **{name: JOBS[name] for name in _FIRST}}
 _MORE = {
-  'longer_than_an_epoch': _diloco(every=64),
-  'two_devices': _diloco(devices=2, layers='normalized'),
-  'own_step': _diloco(has_own_step=True),
-  'eagerly': _diloco(devices=2, options=(('run_eagerly', True),)),
-  'eagerly_without_rows': _diloco(
+  **{name: job for name, job in JOBS.items() if name not in _FIRST},
+  'two_devices': diloco(devices=2, layers='normalized'),
+  'eagerly': diloco(devices=2, options=(('run_eagerly', True),)),
+  'eagerly_without_rows': diloco(
     has_own_step=True, batch=1, rows=7, options=(('run_eagerly', True),)
   ),
-  'compiled': _diloco(options=(('jit_compile', True),)),
-  'three_at_once': _diloco(options=(('steps_per_execution', 3),)),
-  'accumulation': _diloco({'gradient_accumulation_steps': 3}),
-  'clipping': _diloco({'global_clipnorm': 0.05}),
-  'schedule': Job(
-    4, rows=121, inner=('SGD', {'learning_rate': 'schedule'}), outer=_NESTEROV
-  ),
-  'moving_average': _diloco({'use_ema': True, 'ema_momentum': 0.5}),
+  'compiled': diloco(options=(('jit_compile', True),)),
   'moving_average_of_kernels': dataclasses.replace(
-    _DILOCO, inner=('by_kind', _BY_KIND)
+    DILOCO, inner=('by_kind', _BY_KIND)
   ),
 }
 # TensorFlow's runtime starts first in a process, and keeps its port.
-_COLLECTIVE = {'collective': _diloco(strategy='multi_worker_collective')}
+_COLLECTIVE = {'collective': diloco(strategy='multi_worker_collective')}
 _LOOPS = {
   'synchronous': Job(0),
   'one': Job(1),
-  'diloco': _diloco(rows=120, devices=2),
+  'diloco': diloco(rows=120, devices=2),
 }
 
 
@@ -98,10 +79,6 @@ def _results(count, kind):
   return processes.run_workers(work, count, args=(jobs,), deadline=200)
 
 
-def _largest(a, b):
-  return max(np.max(np.abs(x - y)) for x, y in zip(a, b, strict=True))
-
-
 class _Case(tf.test.TestCase, parameterized.TestCase):
   def assert_same_bits(self, results, key='weights'):
     """Nothing differs between workers."""
@@ -111,7 +88,7 @@ class _Case(tf.test.TestCase, parameterized.TestCase):
 
   def assert_near(self, a, b):
     """Two lists of weights are equal but for rounding."""
-    self.assertLess(_largest(a, b), _TOLERANCE)
+    self.assertLess(largest(a, b), _TOLERANCE)
 
 
 @pytest.mark.multi_process
@@ -148,7 +125,7 @@ class TrainTest(_Case):
       self.assert_same_bits(found)
       self.assert_same_bits(found, 'anchors')
       # Rounded, and near to what travels whole: an epoch changes ten times as much.
-      farthest = _largest(found[0]['weights'], exact)
+      farthest = largest(found[0]['weights'], exact)
       self.assertBetween(farthest, 1e-6, 5e-2 if name == 'int8' else 0.3)
 
   @pytest.mark.full
@@ -181,7 +158,7 @@ class TrainTest(_Case):
     before = calls[0][0]
     for i in range(steps):
       meets = (i + 1) % 4 == 0
-      equal = _largest(weights[0][i], weights[1][i]) == 0
+      equal = largest(weights[0][i], weights[1][i]) == 0
       self.assertEqual(equal, meets, f'step {i}')
       self.assertNotEqual(logs[0][i], logs[1][i])
       for told in calls:
@@ -201,10 +178,10 @@ class TrainTest(_Case):
   )
   def test_a_simulation_that_is_wrong_differs(self, name, mutate):
     changed = workers_lib.simulate(
-      _DILOCO, 2, lambda n, value: mutate(value) if n == name else value
+      DILOCO, 2, lambda n, value: mutate(value) if n == name else value
     )
     found = _results(2, 'first')[0]['diloco']['weights']
-    self.assertGreater(_largest(changed, found), 100 * _TOLERANCE)
+    self.assertGreater(largest(changed, found), 100 * _TOLERANCE)
 
 
 @pytest.mark.multi_process
@@ -235,11 +212,11 @@ class TrainOnBatchTest(_Case):
   def test_equals_a_simulation(self):
     # The last batch of an epoch has one row.
     found = processes.run_workers(
-      workers_lib.train_on_batches, 2, args=(_DILOCO,)
+      workers_lib.train_on_batches, 2, args=(DILOCO,)
     )
-    expected = workers_lib.simulate(_DILOCO, 2, meets_at_epochs=False)
+    expected = workers_lib.simulate(DILOCO, 2, meets_at_epochs=False)
     for weights, reports in found:
-      self.assertEqual(_largest(weights, found[0][0]), 0)
+      self.assertEqual(largest(weights, found[0][0]), 0)
       self.assert_near(weights, expected)
       self.assertLen(reports, 22)
 
@@ -252,12 +229,12 @@ class ReplacedTest(_Case):
       result
       for meets in (False, True)
       for result in processes.run_workers(
-        workers_lib.replace_optimizer, 2, args=(_DILOCO, meets)
+        workers_lib.replace_optimizer, 2, args=(DILOCO, meets)
       )
     ]
-    self.assertGreater(_largest(first, second), 1e-3)
-    self.assertEqual(_largest(one, other), 0)
-    self.assertEqual(_largest(one, met), 0)
+    self.assertGreater(largest(first, second), 1e-3)
+    self.assertEqual(largest(one, other), 0)
+    self.assertEqual(largest(one, met), 0)
 
 
 @pytest.mark.multi_process
@@ -268,7 +245,7 @@ class FailureTest(_Case):
   )
   def test_the_other_gets_an_error_at_a_meeting(self, how, expected):
     with processes.Workers(
-      workers_lib.fail, 2, args=(_DILOCO, how), deadline=60
+      workers_lib.fail, 2, args=(DILOCO, how), deadline=60
     ) as workers:
       error = workers.wait()[0].error
     self.assertIsInstance(error, expected)
@@ -300,7 +277,7 @@ class ResumeTest(_Case):
     ('dropout', 'dropout'), tiers.full('normalized', 'normalized')
   )
   def test_goes_on_between_two_meetings(self, layers):
-    job = dataclasses.replace(_DILOCO, layers=layers, rows=131)
+    job = dataclasses.replace(DILOCO, layers=layers, rows=131)
     with tempfile.TemporaryDirectory() as directory:
       found = processes.run_workers(
         workers_lib.save_and_resume, 2, args=(job, directory, 6)
@@ -310,23 +287,23 @@ class ResumeTest(_Case):
       self.assertEqual(result['since_meeting'], 2)
       since_meeting, weights = result['saved']
       self.assertEqual(since_meeting, 2)
-      self.assertEqual(_largest(result['restored'], weights), 0)
+      self.assertEqual(largest(result['restored'], weights), 0)
       for a, b in zip(result['whole'][:2], result['resumed'][:2], strict=True):
-        self.assertEqual(_largest(a, b), 0)
+        self.assertEqual(largest(a, b), 0)
       self.assertEqual(result['whole'][2], result['resumed'][2])
-    self.assertGreater(_largest(found[0]['restored'], found[1]['restored']), 0)
+    self.assertGreater(largest(found[0]['restored'], found[1]['restored']), 0)
 
   @pytest.mark.full
   def test_other_workers_go_on_from_the_mean(self):
     with tempfile.TemporaryDirectory() as directory:
-      args = (_DILOCO, directory, 6)
+      args = (DILOCO, directory, 6)
       saved = processes.run_workers(workers_lib.save_and_resume, 2, args=args)
       found = processes.run_workers(workers_lib.resume, 3, args=args)
     mine = [result['saved'][1] for result in saved]
     mean = [(a + b) / 2 for a, b in zip(*mine, strict=True)]
     for restored, final in found:
       self.assert_near(restored, mean)
-      self.assertEqual(_largest(final, found[0][1]), 0)
+      self.assertEqual(largest(final, found[0][1]), 0)
 
 
 if __name__ == '__main__':

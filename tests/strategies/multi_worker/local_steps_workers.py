@@ -54,6 +54,40 @@ class Job:
   compression: str = 'none'
 
 
+_ADAM = {'learning_rate': 0.01}
+NESTEROV = ('SGD', {'learning_rate': 0.7, 'momentum': 0.9, 'nesterov': True})
+# The last batch has one row; an epoch ends between two meetings.
+DILOCO = Job(4, rows=121, inner=('Adam', _ADAM), outer=NESTEROV)
+
+
+def diloco(inner=None, **changes):
+  """The job with other options, `inner` ones of its Adam."""
+  adam = ('Adam', {**_ADAM, **(inner or {})})
+  return dataclasses.replace(DILOCO, inner=adam, **changes)
+
+
+# Jobs whose end is compared with a simulation.
+JOBS = {
+  'normalized': Job(3, rows=121, layers='normalized'),
+  'float16': diloco(policy='mixed_float16'),
+  'worker_without_rows': diloco(has_own_step=True, batch=1, rows=7),
+  'longer_than_an_epoch': diloco(every=64),
+  'own_step': diloco(has_own_step=True),
+  'three_at_once': diloco(options=(('steps_per_execution', 3),)),
+  'accumulation': diloco({'gradient_accumulation_steps': 3}),
+  'clipping': diloco({'global_clipnorm': 0.05}),
+  'schedule': Job(
+    4, rows=121, inner=('SGD', {'learning_rate': 'schedule'}), outer=NESTEROV
+  ),
+  'moving_average': diloco({'use_ema': True, 'ema_momentum': 0.5}),
+}
+
+
+def largest(a, b):
+  """The largest difference between two lists of arrays."""
+  return max(np.max(np.abs(x - y)) for x, y in zip(a, b, strict=True))
+
+
 def data(job):
   """Rows of which no two are alike, and no worker's share like another's."""
   rng = np.random.default_rng(3)

@@ -1,7 +1,6 @@
 """LocalSteps on parameter servers: deaths, resuming, and bytes on the wire."""
 
 import dataclasses
-import functools
 import os
 import pathlib
 import tempfile
@@ -14,20 +13,20 @@ from absl.testing import parameterized
 
 from tests import parameter_servers, tiers
 from tests.strategies.multi_worker import local_steps_workers as workers_lib
-from tests.strategies.multi_worker.local_steps_workers import Job
+from tests.strategies.multi_worker.local_steps_workers import (
+  DILOCO,
+  Job,
+  diloco,
+  largest,
+)
 from tests.strategies.parameter_server import local_steps_programs as programs
+from tests.strategies.parameter_server import wire
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
 
-_NESTEROV = ('SGD', {'learning_rate': 0.7, 'momentum': 0.9, 'nesterov': True})
-_ADAM = ('Adam', {'learning_rate': 0.01})
 # 16 batches an epoch, of which 8 are a unit.
-_LONG = Job(8, rows=192, batch=12, epochs=2, inner=_ADAM, outer=_NESTEROV)
+_LONG = diloco(every=8, rows=192, batch=12, epochs=2)
 _STEPS = 32
-
-
-def _largest(a, b):
-  return max(np.max(np.abs(x - y)) for x, y in zip(a, b, strict=True))
 
 
 class ResumeTest(tf.test.TestCase):
@@ -36,11 +35,10 @@ class ResumeTest(tf.test.TestCase):
       tempfile.TemporaryDirectory() as directory,
       parameter_servers.Job(num_workers=2, num_ps=2) as job,
     ):
-      trained = Job(4, rows=121, inner=_ADAM, outer=_NESTEROV)
-      found = job.run(programs.interrupt_and_resume, (trained, directory))
+      found = job.run(programs.interrupt_and_resume, (DILOCO, directory))
     self.assertNotIn('interrupted', found)
     whole, resumed = found['whole'], found['resumed']
-    self.assertEqual(_largest(whole['weights'], resumed['weights']), 0)
+    self.assertEqual(largest(whole['weights'], resumed['weights']), 0)
     for a, b in zip(whole['state'], resumed['state'], strict=True):
       np.testing.assert_array_equal(a, b)
     # It was saved after the first 4 batches of the second epoch, or before them.
@@ -93,7 +91,7 @@ class KillTest(tf.test.TestCase, parameterized.TestCase):
     if trained.inner[0] == 'SGD':
       # It has no state but its steps, which are the others': nothing is lost.
       expected = workers_lib.simulate(trained, 2)
-      self.assertLess(_largest(weights, expected), 1e-6)
+      self.assertLess(largest(weights, expected), 1e-6)
 
   @pytest.mark.full
   def test_server_that_dies(self):
@@ -127,13 +125,10 @@ def _wait_for(path, batches, job, seconds=90):
 
 class BytesTest(tf.test.TestCase):
   def test_bytes_are_those_of_fewer_meetings(self):
-    with tempfile.TemporaryDirectory() as directory:
-      serve = functools.partial(programs.serve_and_count, directory)
-      with parameter_servers.Job(2, 2, serve=serve) as job:
-        paths = [os.path.join(directory, str(i)) for i in range(2)]
-        found, parameters = job.run(
-          programs.bytes_of_epochs, ((0, 4, 16), paths)
-        )
+    with wire.CountedJob(num_workers=2, num_ps=2) as job:
+      found, parameters = job.run(
+        programs.bytes_of_epochs, ((0, 4, 16), job.counts_address)
+      )
     # 32 steps; two workers fetch the parameters and send as much.
     for every, sent in found.items():
       expected = 4 * parameters * (32 // (every or 1))

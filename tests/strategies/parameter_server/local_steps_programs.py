@@ -4,10 +4,7 @@ import contextlib
 import logging
 import os
 import pathlib
-import socket
-import struct
 import tempfile
-import threading
 import time
 from unittest import mock
 
@@ -17,12 +14,9 @@ import tensorflow as tf
 from absl import logging as absl_logging
 
 import tf_strategies as tfs
-from tests import parameter_servers
 from tests.strategies.multi_worker import local_steps_workers as workers_lib
+from tests.strategies.parameter_server import wire
 from tf_strategies.strategies.parameter_server import local_units, microbatch
-
-# In `tcp_info` of Linux: bytes that were acknowledged, and received.
-_BYTES_AT = 120
 
 
 @contextlib.contextmanager
@@ -270,8 +264,8 @@ def train_while_others_die(job, mode, progress, options, reads=False):
     return model.get_weights(), rows, report, logged, began
 
 
-def bytes_of_epochs(every, paths):
-  """Bytes of all servers in an epoch, by `every`; and of the parameters."""
+def bytes_of_epochs(every, counts):
+  """Bytes that are sent in an epoch, by `every`; and of the parameters."""
   found = {}
   for number in every:
     job = workers_lib.Job(number, rows=4 * 32, batch=4)
@@ -293,47 +287,15 @@ def bytes_of_epochs(every, paths):
         wide.compile(inner, loss)
       ends = []
       note = keras.callbacks.LambdaCallback(
-        on_epoch_end=lambda *unused, ends=ends: ends.append(_read_bytes(paths))
+        on_epoch_end=lambda *unused, ends=ends: ends.append(
+          sum(wire.sent(counts))
+        )
       )
       # In the first, functions are sent.
       wide.fit(workers_lib.dataset(job), epochs=3, verbose=0, callbacks=[note])
       found[number] = ends[2] - ends[1]
       parameters = 4 * wide.count_params()
   return found, parameters
-
-
-def _read_bytes(paths):
-  time.sleep(0.5)  # What was sent arrives, and is counted.
-  return sum(int(pathlib.Path(path).read_text()) for path in paths)
-
-
-def serve_and_count(directory, cluster, job, index):
-  """As other tasks; a server writes how many bytes its sockets have carried."""
-  if job == 'ps':
-    path = os.path.join(directory, str(index))
-    threading.Thread(target=_count_bytes, args=(path,), daemon=True).start()
-  parameter_servers.serve_task(cluster, job, index)
-
-
-def _bytes_of(descriptor):
-  with socket.socket(fileno=os.dup(descriptor)) as each:
-    if each.family not in (socket.AF_INET, socket.AF_INET6):
-      return 0
-    info = each.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-  return sum(struct.unpack_from('=QQ', info, _BYTES_AT))
-
-
-def _count_bytes(path):
-  while True:
-    total = 0
-    for name in os.listdir('/proc/self/fd'):
-      # One that is no socket, or closed by now, has carried nothing.
-      with contextlib.suppress(OSError):
-        if os.readlink(f'/proc/self/fd/{name}').startswith('socket:'):
-          total += _bytes_of(int(name))
-    pathlib.Path(path + '.part').write_text(str(total))
-    os.replace(path + '.part', path)
-    time.sleep(0.1)
 
 
 # What is refused.

@@ -1,6 +1,5 @@
 """LocalSteps on parameter servers: what a simulation of its workers computes."""
 
-import dataclasses
 import functools
 
 import numpy as np
@@ -10,58 +9,35 @@ from absl.testing import parameterized
 
 from tests import parameter_servers, tiers
 from tests.strategies.multi_worker import local_steps_workers as workers_lib
-from tests.strategies.multi_worker.local_steps_workers import Job
+from tests.strategies.multi_worker.local_steps_workers import (
+  DILOCO,
+  JOBS,
+  Job,
+  diloco,
+  largest,
+)
 from tests.strategies.parameter_server import local_steps_programs as programs
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
 
 _TOLERANCE = 1e-6
-_NESTEROV = ('SGD', {'learning_rate': 0.7, 'momentum': 0.9, 'nesterov': True})
-# The last batch has one row; an epoch ends between two meetings.
-_DILOCO = Job(
-  4, rows=121, inner=('Adam', {'learning_rate': 0.01}), outer=_NESTEROV
-)
-
-
-def _diloco(inner=None, **changes):
-  """The job with other options, `inner` ones of its Adam."""
-  adam = ('Adam', {'learning_rate': 0.01, **(inner or {})})
-  return dataclasses.replace(_DILOCO, inner=adam, **changes)
-
-
 _FIRST = {
   'one': (Job(1), 'sync'),
-  'diloco': (_DILOCO, 'sync'),
-  'normalized': (Job(3, rows=121, layers='normalized'), 'sync'),
-  'float16': (_diloco(policy='mixed_float16'), 'sync'),
-  'async': (_DILOCO, 'async'),
-  'read': (_DILOCO, 'sync', 1, True),
-  'read_async': (_DILOCO, 'async', 1, True),
+  'diloco': (DILOCO, 'sync'),
+  'normalized': (JOBS['normalized'], 'sync'),
+  'float16': (JOBS['float16'], 'sync'),
+  'async': (DILOCO, 'async'),
+  'read': (DILOCO, 'sync', 1, True),
+  'read_async': (DILOCO, 'async', 1, True),
 }
 _MORE = {
   'one_row_left': (Job(1, rows=37), 'sync'),
-  'longer_than_an_epoch': (_diloco(every=64), 'sync'),
-  'own_step': (_diloco(has_own_step=True), 'sync'),
-  'worker_without_rows': (_diloco(has_own_step=True, batch=1, rows=7), 'sync'),
-  'three_at_once': (_diloco(options=(('steps_per_execution', 3),)), 'sync'),
-  'accumulation': (_diloco({'gradient_accumulation_steps': 3}), 'sync'),
-  'clipping': (_diloco({'global_clipnorm': 0.05}), 'sync'),
-  'moving_average': (_diloco({'use_ema': True, 'ema_momentum': 0.5}), 'sync'),
-  'schedule': (
-    Job(
-      4, rows=121, inner=('SGD', {'learning_rate': 'schedule'}), outer=_NESTEROV
-    ),
-    'sync',
-  ),
-  'bounded': (_DILOCO, 'bounded'),
-  'partitioned': (_DILOCO, 'sync', 2),
-  'read_of_known_number': (_diloco(rows=120, every=3), 'sync', 1, True),
+  **{name: (job, 'sync') for name, job in JOBS.items() if name not in _FIRST},
+  'bounded': (DILOCO, 'bounded'),
+  'partitioned': (DILOCO, 'sync', 2),
+  'read_of_known_number': (diloco(rows=120, every=3), 'sync', 1, True),
 }
 _ASYNCHRONOUS = ('async', 'bounded', 'read_async')
-
-
-def _largest(a, b):
-  return max(np.max(np.abs(x - y)) for x, y in zip(a, b, strict=True))
 
 
 def _steps(job):
@@ -82,7 +58,7 @@ def _results(kind, num_workers=2):
 class _Case(tf.test.TestCase, parameterized.TestCase):
   def assert_near(self, a, b):
     """Two lists of weights are equal but for rounding."""
-    self.assertLess(_largest(a, b), _TOLERANCE)
+    self.assertLess(largest(a, b), _TOLERANCE)
 
 
 class TrainTest(_Case):
@@ -116,12 +92,12 @@ class TrainTest(_Case):
   @pytest.mark.full
   def test_one_worker_equals_a_simulation_in_any_mode(self, kind, name):
     found = _results(kind, 1)[name]
-    self.assert_near(found['weights'], workers_lib.simulate(_DILOCO, 1))
-    self.assertEqual(found['iterations'], _steps(_DILOCO))
+    self.assert_near(found['weights'], workers_lib.simulate(DILOCO, 1))
+    self.assertEqual(found['iterations'], _steps(DILOCO))
 
   def test_differences_of_two_are_applied_as_they_come(self):
     found = _results('first')['async']
-    steps = _steps(_DILOCO)
+    steps = _steps(DILOCO)
     self.assertEqual(found['report']['steps'], steps)
     self.assertEqual(sum(found['report']['staleness'].values()), steps)
     # Half of the steps are each worker's, if they have equally many.
@@ -135,10 +111,10 @@ class TrainTest(_Case):
   )
   def test_a_simulation_that_is_wrong_differs(self, name, mutate):
     changed = workers_lib.simulate(
-      _DILOCO, 2, lambda n, value: mutate(value) if n == name else value
+      DILOCO, 2, lambda n, value: mutate(value) if n == name else value
     )
     found = _results('first')['diloco']['weights']
-    self.assertGreater(_largest(changed, found), 100 * _TOLERANCE)
+    self.assertGreater(largest(changed, found), 100 * _TOLERANCE)
 
   def test_reports_are_those_of_meetings(self):
     found = _results('first')['diloco']
@@ -151,12 +127,12 @@ class ProgramsTest(_Case):
   @classmethod
   def setUpClass(cls):
     super().setUpClass()
-    job = Job(4, rows=96, inner=_DILOCO.inner)
+    job = Job(4, rows=96, inner=DILOCO.inner)
     with parameter_servers.Job(num_workers=2, num_ps=2) as servers:
       cls.refused = servers.run(programs.refuse_all)
       cls.middle = servers.run(programs.use_in_the_middle, (job,))
-      cls.wrong = servers.run(programs.train_wrongly, (_DILOCO,))
-      cls.loop = servers.run(programs.loop, (_DILOCO,))
+      cls.wrong = servers.run(programs.train_wrongly, (DILOCO,))
+      cls.loop = servers.run(programs.loop, (DILOCO,))
 
   @parameterized.named_parameters((p.__name__, p) for p in programs.REFUSED)
   def test_refused(self, program):
@@ -165,31 +141,31 @@ class ProgramsTest(_Case):
 
   def test_differences_that_count_alike_are_wrong(self):
     # The implementation is changed here, not the simulation.
-    expected = workers_lib.simulate(_DILOCO, 2)
-    self.assertGreater(_largest(self.wrong, expected), 100 * _TOLERANCE)
+    expected = workers_lib.simulate(DILOCO, 2)
+    self.assertGreater(largest(self.wrong, expected), 100 * _TOLERANCE)
 
   def test_loop_of_the_users_own(self):
     weights, before, after = self.loop
     self.assertEqual((before, after), (20, 22))
-    expected = workers_lib.simulate(_DILOCO, 2, meets_at_epochs=False)
+    expected = workers_lib.simulate(DILOCO, 2, meets_at_epochs=False)
     self.assert_near(weights, expected)
 
   def test_evaluation_in_the_middle_meets(self):
     waiting, waits, before, after = self.middle['middle']
     self.assertEqual((waiting, waits), (2, 0))
-    self.assertGreater(_largest(before, after), 1e-3)
+    self.assertGreater(largest(before, after), 1e-3)
     # In each epoch there are 8 batches; each was trained on once.
     self.assertEqual(self.middle['steps'], 16)
 
   def test_files_have_the_outer_weights(self):
-    self.assertEqual(_largest(self.middle['loaded'], self.middle['weights']), 0)
+    self.assertEqual(largest(self.middle['loaded'], self.middle['weights']), 0)
 
   def test_state_of_workers_is_read_and_written(self):
     self.assertGreater(np.max(np.abs(self.middle['moment'])), 0)
     self.assertAllClose(
       self.middle['assigned'], self.middle['moment'] + 1, atol=1e-6
     )
-    self.assertEqual(_largest(*self.middle['after']), 0)
+    self.assertEqual(largest(*self.middle['after']), 0)
 
 
 if __name__ == '__main__':

@@ -14,7 +14,6 @@ from tests import parameter_servers
 from tests.conformance import harness, parameter_server
 from tests.conformance.harness import Feature
 from tests.strategies.parameter_server import chief
-from tf_strategies import errors
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
 
@@ -55,27 +54,11 @@ def _feature(name, optimizer, **options):
   )
 
 
+# `conformance/recommender_test.py` has the optimizers.
 _FEATURES = {
   f.name: f
   for f in (
-    _feature('sgd', lambda: optimizers.SGD(0.1)),
-    _feature('momentum', lambda: optimizers.SGD(0.05, momentum=0.9)),
     _feature('adam', lambda: optimizers.Adam(1e-2)),
-    _feature('amsgrad', lambda: optimizers.Adam(1e-2, amsgrad=True)),
-    _feature('adamw', lambda: optimizers.AdamW(1e-2, weight_decay=0.1)),
-    _feature('adagrad', lambda: optimizers.Adagrad(1e-2)),
-    _feature('clipnorm', lambda: optimizers.SGD(0.1, clipnorm=0.05)),
-    _feature(
-      'global_clipnorm', lambda: optimizers.Adam(1e-2, global_clipnorm=0.05)
-    ),
-    _feature(
-      'ema',
-      lambda: optimizers.SGD(0.1, use_ema=True, ema_overwrite_frequency=2),
-    ),
-    _feature(
-      'accumulation',
-      lambda: optimizers.SGD(0.1, gradient_accumulation_steps=2),
-    ),
     _feature(
       'steps_per_execution',
       lambda: optimizers.Adam(1e-2),
@@ -204,23 +187,6 @@ def load(directory, way, strategy=None):
   return model
 
 
-def refused(directory):
-  """The errors of optimizers that look at whole variables."""
-  found = {}
-  for name in ('Adafactor', 'Lamb', 'Muon'):
-    strategy = _strategy(2)
-    feature = _feature(name, getattr(optimizers, name))
-    model = harness.build(feature, strategy)
-    try:
-      _fit(model)
-      found[name] = None
-    except errors.UnsupportedOptionError as e:
-      found[name] = str(e)
-    finally:
-      strategy.close()
-  return found
-
-
 class _TrainingTest(harness.ConformanceTest, parameterized.TestCase):
   programs = ()
 
@@ -273,7 +239,7 @@ class OthersTest(_TrainingTest):
 
 @pytest.mark.full
 class PartitionedTrainingTest(_TrainingTest):
-  programs = (two_parts, three_parts, save, load_elsewhere, refused)
+  programs = (two_parts, three_parts, save, load_elsewhere)
 
   @parameterized.parameters(*[[name] for name in _SOME])
   def test_training_equals_one_device(self, name):
@@ -288,12 +254,6 @@ class PartitionedTrainingTest(_TrainingTest):
   def test_saved_state_loads_onto_one_device(self, way):
     model = load(self.directory, way)
     self.assert_loaded(_state(model), _fit(model))
-
-  @parameterized.parameters('Adafactor', 'Lamb', 'Muon')
-  def test_optimizers_of_whole_variables_are_refused(self, name):
-    message = self.found['refused'][name]
-    self.assertIsNotNone(message, f'{name} trained')
-    self.assertRegex(message, f'{name} with partitioned variable.*Adam or SGD')
 
 
 del _TrainingTest  # Else it would be collected too.

@@ -13,14 +13,14 @@ import numpy as np
 import tensorflow as tf
 
 from tf_strategies import _keras_internal, errors
-from tf_strategies.keras import gradient_reducer, optimizer_wrapper
+from tf_strategies.keras import gradient_reducer
 from tf_strategies.strategies.parameter_server import (
   batch_message,
   copied_variables,
   microbatch,
+  partitioned,
   step_task,
   traced_step,
-  variables,
   worker_function,
 )
 from tf_strategies.strategies.parameter_server import journal as journal_lib
@@ -35,14 +35,10 @@ def header(place: int = 0, rows: int = 0, task: int = 0, token: int = 0):
   return np.array([place, rows, task, token], np.int64)
 
 
-def parts_of(variable: Any) -> Sequence[variables.ServerVariable]:
-  """The variables on servers that a variable of Keras's, or TensorFlow's, is."""
-  value = variable if isinstance(variable, tf.Variable) else variable.value
-  return getattr(value, 'parts', (value,))
-
-
 def _ids(of: Sequence[Any]) -> set[int]:
-  return {id(part) for variable in of for part in parts_of(variable)}
+  return {
+    id(part) for variable in of for part in partitioned.parts_of(variable)
+  }
 
 
 class Program:
@@ -112,11 +108,11 @@ class Program:
 
   def fetch(self, worker: int, place: int) -> list[tf.Tensor]:
     """What servers have, on a worker."""
-    return run(self._fetch, worker, header(place))
+    return worker_function.run_on_worker(self._fetch, worker, header(place))
 
   def fetch_own(self, worker: int) -> list[tf.Tensor]:
     """What servers have of the worker's own state, which is how it begins."""
-    return run(self._fetch_own, worker, header())
+    return worker_function.run_on_worker(self._fetch_own, worker, header())
 
   def zeros(self) -> list[tf.Tensor]:
     """What is counted in a unit, before it."""
@@ -149,7 +145,9 @@ class Program:
 
   def run_steps(self, function, worker, message, values):
     """Calls a `steps_function`: the values afterwards, and what the last one said."""
-    *values, numbers = run(function, worker, message, *values)
+    *values, numbers = worker_function.run_on_worker(
+      function, worker, message, *values
+    )
     return values, numbers
 
   def slots_function(self) -> microbatch.SlotFunction:
@@ -226,7 +224,7 @@ class Program:
     after = dict(zip(map(id, self.variables), tensors[count:], strict=True))
 
     def difference(weight):
-      parts = parts_of(weight)
+      parts = partitioned.parts_of(weight)
       if not all(id(p) in before for p in parts):
         return None  # The step does not use it.
       found = [before[id(p)] - after[id(p)] for p in parts]
@@ -275,17 +273,10 @@ class Program:
     return self.step.results()
 
 
-def run(
-  function: Callable, worker: int, argument: np.ndarray, *tensors: Any
-) -> Any:
-  """Calls a function of a program; what it returns stays on the worker."""
-  return worker_function.run_on_worker(function, worker, argument, *tensors)
-
-
 def _loss_scale(step) -> list[Any]:
   """What a loss scale around the `LocalSteps` writes: workers skip steps apart."""
   found = []
-  for each in optimizer_wrapper.chain(step.optimizers[0]):
+  for each in _keras_internal.chain(step.optimizers[0]):
     if each is step.local:
       break
     inner = {id(v) for v in each.inner_optimizer.variables}

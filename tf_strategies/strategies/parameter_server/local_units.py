@@ -24,9 +24,11 @@ from tf_strategies.strategies.parameter_server import (
   batch_message,
   local_program,
   microbatch,
+  partitioned,
   splits,
   step_task,
   unit_batches,
+  worker_function,
   worker_pool,
   worker_states,
 )
@@ -80,7 +82,7 @@ class LocalUnits(gradient_reducer.GradientReducer):
     """See base class: the inner optimizer's state is each worker's own."""
     for variable in optimizer.inner_state():
       variable.value.is_of_worker = True
-      for part in local_program.parts_of(variable):
+      for part in partitioned.parts_of(variable):
         part.states = self.states
 
   def apply_locally(self, optimizer, gradients, apply) -> None:
@@ -259,7 +261,9 @@ class Unit(_Unit):
     self.steps = self._batches.steps
     if tensors is not None:
       header = local_program.header(task=self._number, token=token)
-      self.reported = local_program.run(self._end, worker, header, *tensors)
+      self.reported = worker_function.run_on_worker(
+        self._end, worker, header, *tensors
+      )
 
   def survive(self, worker: int) -> bool:
     """Whether the difference was applied before the worker was lost."""

@@ -15,6 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from tf_strategies import _keras_internal, _tf_internal
+from tf_strategies.checkpoint import model_state
 from tf_strategies.keras import row_updates
 from tf_strategies.strategies.parameter_server import (
   batch_message,
@@ -45,7 +46,7 @@ class Contents:
     found = []
     for _, gradients, targets in self.calls:
       for gradient, variable in zip(gradients, targets, strict=True):
-        server = _server(variable)
+        server = model_state.value_of(variable).server
         if isinstance(gradient, tf.IndexedSlices):
           found.append((server, gradient.values, True))
           found.append((server, gradient.indices, True))
@@ -302,7 +303,7 @@ class ApplyFunction:
   def _gradient(self, gradient, variable, parts):
     """The gradient of the step, from those of the microbatches."""
     values, weights = next(parts)
-    server = _server(variable)
+    server = model_state.value_of(variable).server
     with tf.device(variables.server_device(server)):
       if not isinstance(gradient, tf.IndexedSlices):
         return _mean(values, weights)
@@ -325,12 +326,6 @@ class ApplyFunction:
       slices = kind(values, others[0], shape, *others[1:])
       is_once = is_of_batch and _origin_type(gradient.indices) == 'Unique'
       return row_updates.summed(slices) if is_once else slices
-
-
-def _server(variable) -> int:
-  """The server of a Keras variable, or of one of TensorFlow."""
-  is_of_tensorflow = isinstance(variable, tf.Variable)
-  return (variable if is_of_tensorflow else variable.value).server
 
 
 def _origin_type(tensor) -> str:

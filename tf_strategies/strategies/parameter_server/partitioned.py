@@ -7,10 +7,12 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import tensorflow as tf
 
 from tf_strategies import _keras_internal, _tf_internal, errors
+from tf_strategies.checkpoint import model_state
 from tf_strategies.strategies.parameter_server import (
   row_lookup,
   traced_step,
@@ -117,6 +119,12 @@ def _takes_partitions(initializer: Callable) -> bool:
   return {'partition_shape', 'partition_offset'} <= set(parameters) or any(
     p.kind == inspect.Parameter.VAR_KEYWORD for p in parameters.values()
   )
+
+
+def parts_of(variable: Any) -> Sequence[variables.ServerVariable]:
+  """The variables on servers that a variable of Keras's, or TensorFlow's, is."""
+  value = model_state.value_of(variable)
+  return getattr(value, 'parts', (value,))
 
 
 class _View(threading.local):

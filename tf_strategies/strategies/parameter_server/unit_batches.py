@@ -104,7 +104,9 @@ class Read:
       self._source.give(self._split, worker, token)
 
     def step(handle):
-      return local_program.run(self._function, worker, handle, rows, *values)
+      return worker_function.run_on_worker(
+        self._function, worker, handle, rows, *values
+      )
 
     while sum(self._read.values()) < self._asked:
       split = self._split or self._source.split_for(worker, others, token)

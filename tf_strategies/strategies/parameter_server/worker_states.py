@@ -16,8 +16,8 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tf_strategies.checkpoint import model_state
 from tf_strategies.strategies.parameter_server import (
+  partitioned,
   worker_function,
   worker_pool,
 )
@@ -168,9 +168,11 @@ class WorkerStates:
 
 def _parts_of(variable) -> list[Any]:
   """The variables on servers that it is, if workers have states of it."""
-  value = model_state.value_of(variable)
-  parts = getattr(value, 'parts', (value,))
-  return [p for p in parts if getattr(p, 'states', None) is not None]
+  return [
+    part
+    for part in partitioned.parts_of(variable)
+    if getattr(part, 'states', None) is not None
+  ]
 
 
 def read(variable: Any) -> np.ndarray | None:

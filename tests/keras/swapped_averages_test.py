@@ -1,0 +1,87 @@
+"""`SwapEMAWeights` finds the averages of an optimizer in any wrappers."""
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+import tf_strategies as tfs
+from tests import virtual_devices
+from tests.conformance import harness
+
+virtual_devices.configure()
+
+optimizers = keras.optimizers
+LossScale = optimizers.LossScaleOptimizer
+Distributed = tfs.keras.DistributedOptimizer
+
+
+def _adam(use_ema=True):
+  return optimizers.Adam(0.1, use_ema=use_ema, ema_momentum=0.5)
+
+
+def _by_kind():
+  adam, sgd = _adam(), optimizers.SGD(0.1)
+  return optimizers.MultiOptimizer(
+    lambda v: adam if 'kernel' in v.path else sgd
+  )
+
+
+def _apart(optimizer):
+  return tfs.keras.LocalSteps(optimizer, 1, outer=optimizers.SGD(1.0))
+
+
+def _ring():
+  return tfs.create_strategy('ring_mirrored', devices=virtual_devices.names(2))
+
+
+def _worker():
+  return tfs.MultiWorkerRingStrategy(devices=[virtual_devices.name(0)])
+
+
+def _fit(make_optimizer, strategy=None):
+  """Weights, and the losses of evaluations."""
+  keras.utils.set_random_seed(1)
+  with harness.scope_of(strategy):
+    model = keras.Sequential([keras.Input([3]), keras.layers.Dense(2)])
+    model.compile(make_optimizer(), 'mse')
+  x = np.random.default_rng(0).normal(size=(20, 3)).astype(np.float32)
+  history = model.fit(
+    x,
+    x[:, :2] * 3,
+    batch_size=8,
+    epochs=3,
+    validation_split=0.2,
+    callbacks=[keras.callbacks.SwapEMAWeights(swap_on_epoch=True)],
+    shuffle=False,
+    verbose=0,
+  )
+  return [*model.get_weights(), *history.history['val_loss']]
+
+
+class SwappedAveragesTest(tf.test.TestCase, parameterized.TestCase):
+  @parameterized.named_parameters(
+    ('lazy', lambda o: tfs.keras.LazyRows(o), None),
+    ('scaled_lazy', lambda o: LossScale(tfs.keras.LazyRows(o)), None),
+    ('scaled', lambda o: LossScale(Distributed(o)), _ring),
+    ('scaled_inside', lambda o: Distributed(LossScale(o)), None),
+    ('apart', _apart, _worker),
+    ('scaled_apart', lambda o: LossScale(_apart(o)), _worker),
+    ('apart_scaled', lambda o: _apart(LossScale(o)), _worker),
+  )
+  def test_wrapped_as_bare(self, wrap, make_strategy):
+    bare = _fit(_adam)
+    strategy = make_strategy and make_strategy()
+    self.assertAllClose(bare, _fit(lambda: wrap(_adam()), strategy), 1e-6, 1e-6)
+
+  def test_averages_of_one_of_several(self):
+    found = _fit(lambda: LossScale(Distributed(_by_kind())), _ring())
+    self.assertAllClose(_fit(_by_kind), found, 1e-6, 1e-6)
+
+  def test_an_optimizer_without_averages_is_named(self):
+    with self.assertRaisesRegex(ValueError, 'use_ema=False'):
+      _fit(lambda: LossScale(Distributed(_adam(use_ema=False))))
+
+
+if __name__ == '__main__':
+  tf.test.main()
