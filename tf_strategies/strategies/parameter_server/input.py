@@ -253,6 +253,7 @@ class WorkerDataset(_Dataset):
     with tf.device('/device:CPU:0'), worker_arrays.Arrays().captured():
       parts = [self._make(i) for i in range(num_splits)]
     self._element_spec = parts[0].element_spec
+    self._layouts: dict[int, Layout] = {}
     sizes = [int(p.cardinality()) for p in parts]
     self._cardinality = sum(sizes) if min(sizes) >= 0 else min(sizes)
 
@@ -260,6 +261,12 @@ class WorkerDataset(_Dataset):
   def element_spec(self) -> Any:
     """Of one batch."""
     return self._element_spec
+
+  def layout(self, steps: int) -> Layout:
+    """Of so many steps in one call; one object, since its key costs time."""
+    if steps not in self._layouts:
+      self._layouts[steps] = Layout(self._element_spec, steps)
+    return self._layouts[steps]
 
   def cardinality(self) -> int:
     """Number of batches; negative as `tf.data.Dataset.cardinality`."""

@@ -237,8 +237,9 @@ class TracedStep:
     ):
       with self._updating(variable):
         return run()
-    flat = tf.nest.flatten(list(inputs), expand_composites=True)
-    tensors = [t for t in flat if isinstance(t, tf.Tensor)]
+    # So are the rows that a batch has of a table. Theirs is the last gradient that a
+    # step has: to wait for the others costs nothing, and a call of their own does.
+    tensors = [t for t in inputs if isinstance(t, tf.Tensor)]
     is_small = all(packing.is_small(t.shape, t.dtype) for t in tensors)
 
     def run_on_server():
