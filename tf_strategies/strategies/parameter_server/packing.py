@@ -115,10 +115,11 @@ def send_rows(rows: tf.IndexedSlices, to: str) -> tf.IndexedSlices:
   sizes = [size // carrier.size for size in sizes]
   message = tf.concat([_to_carrier(t, carrier) for t in tensors], 0)
   with tf.device(to):
-    # Slices of one dimension share its memory.
-    end = tf.size(message) // sum(sizes) * sizes[0]
+    end = tf.shape(message) // sum(sizes) * sizes[0]
+    # Slices of the one dimension share its memory.
+    parts = tf.slice(message, [0], end), tf.slice(message, end, [-1])
     values, numbers = (
       _from_carrier(part, tf.TensorSpec([None, *t.shape[1:]], t.dtype), carrier)
-      for part, t in zip((message[:end], message[end:]), tensors, strict=True)
+      for part, t in zip(parts, tensors, strict=True)
     )
   return tf.IndexedSlices(values, numbers, rows.dense_shape)
