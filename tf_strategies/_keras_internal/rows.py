@@ -107,7 +107,10 @@ for _name in ('add', 'sub', 'mul', 'truediv', 'pow'):
 
 
 class Rows(_Rows):
-  """Some rows of a variable, each once; an addition to them is one to it."""
+  """Some rows of a variable; an addition to them is one to it.
+
+  Each is there once, unless an update only adds to them.
+  """
 
   def __init__(self, variable: tf.Variable, rows: tf.Tensor, key: str = ''):
     super().__init__(key)

@@ -95,11 +95,13 @@ def by_rows(update: Callable) -> Callable:
     return update
 
   def update_rows(variable, gradient, *args):
-    rows, places = tf.unique(gradient.indices)
-    with _keras_internal.seen_as_rows(optimizer, variable, rows) as seen:
-      shape = [tf.size(rows, places.dtype), *variable.shape[1:].as_list()]
-      gradient = tf.IndexedSlices(gradient.values, places, tf.stack(shape))
-      return update(seen, gradient, *args)
+    # A row of two gradients is seen twice. Adagrad adds all squares to it, reads it
+    # for each of them, and adds all changes: as it does with slices, but for a
+    # search for zeros to divide by, of which there are none.
+    with _keras_internal.seen_as_rows(
+      optimizer, variable, gradient.indices
+    ) as seen:
+      return update(seen, gradient.values, *args)
 
   return update_rows
 

@@ -226,5 +226,75 @@ class SendTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEmpty(packing.send([], 'CPU:1'))
 
 
+def _crossing(graph, device: str) -> set[str]:
+  """The tensors that operations of a device take from elsewhere."""
+  return {
+    tensor.name
+    for op in graph.get_operations()
+    if op.device.endswith(device)
+    for tensor in op.inputs
+    if not tensor.op.device.endswith(device) and tensor.op.type != 'Const'
+  }
+
+
+class SendRowsTest(tf.test.TestCase, parameterized.TestCase):
+  @parameterized.product(
+    dtype=(np.float32, np.float64, np.float16, ml_dtypes.bfloat16),
+    number=(np.int32, np.int64),
+    inner=((), (3,), (2, 2)),
+  )
+  def test_all_bits_arrive_as_one_tensor(self, dtype, number, inner):
+    values = _random(dtype, (5, *inner), 7)
+    # As float32, they are numbers that TensorFlow's threads take for zero.
+    numbers = np.array([4, 1, 0, 1, 2**31 - 1], number)
+
+    @tf.function(
+      autograph=False,
+      input_signature=[
+        tf.TensorSpec([None, *inner], dtype),
+        tf.TensorSpec([None], number),
+      ],
+    )
+    def run(values, numbers):
+      sent = packing.send_rows(tf.IndexedSlices(values, numbers), 'CPU:1')
+      with tf.device('CPU:1'):
+        return tf.identity(sent.values), tf.identity(sent.indices)
+
+    for count in (5, 0):
+      found = [t.numpy() for t in run(values[:count], numbers[:count])]
+      self.assertEqual(_bits(found[0]), _bits(values[:count]))
+      self.assertEqual(found[0].shape, (count, *inner))
+      self.assertAllEqual(found[1], numbers[:count])
+      self.assertEqual(found[1].dtype, number)
+    graph = run.get_concrete_function().graph
+    self.assertLen(_crossing(graph, 'CPU:1'), 1)
+
+  def test_constant_numbers(self):
+    # Of positions, say. TensorFlow's optimizer must not compute with their bits.
+    received = []
+
+    @tf.function(autograph=False)
+    def send(x):
+      numbers = tf.constant([3, 1, 2], tf.int64)
+      sent = packing.send_rows(tf.IndexedSlices(x, numbers), 'CPU:1')
+      return sent.values, sent.indices
+
+    @tf.function(autograph=False)
+    def in_a_thread_of_tensorflow():
+      def call():
+        received.extend(t.numpy() for t in send(tf.ones([3, 2])))
+        return 0
+
+      return tf.py_function(call, [], tf.int32)
+
+    in_a_thread_of_tensorflow()
+    self.assertAllEqual(received[0], np.ones([3, 2]))
+    self.assertAllEqual(received[1], [3, 1, 2])
+
+  def test_integers_travel_as_they_are(self):
+    rows = tf.IndexedSlices(tf.constant([[1, 2]]), tf.constant([0]))
+    self.assertIs(packing.send_rows(rows, 'CPU:1'), rows)
+
+
 if __name__ == '__main__':
   tf.test.main()

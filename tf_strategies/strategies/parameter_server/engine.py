@@ -237,12 +237,13 @@ class Engine:
 
   def function(self, step: Step, layout: batch_message.Layout):
     """The function for batches of such messages or data, and its discovery."""
-    discovery = self.discover(step, layout.traced_structure)
-    arguments = step.run, layout, discovery, self.journal
-    return self.cached(
-      (step, 'function', layout.key),
-      lambda: self._function(step)(*arguments),
-    ), discovery
+
+    def make():
+      discovery = self.discover(step, layout.traced_structure)
+      function = self._function(step)
+      return function(step.run, layout, discovery, self.journal), discovery
+
+    return self.cached((step, 'function', layout.key), make)
 
   def cached(self, key: Any, make: Callable[[], Any]) -> Any:
     """What was made for a key since servers were restored last, or makes it."""

@@ -121,14 +121,16 @@ def _refuse_all_reduce():
 
 
 def _are_gradients(value) -> bool:
-  """Whether this is a list of (gradient, variable of a server)."""
+  """Whether this is a list of (gradient, variable on servers)."""
   return (
     isinstance(value, list)
     and len(value) > 0
     and all(
       isinstance(pair, tuple)
       and len(pair) == 2
-      and isinstance(pair[1], variables.ServerVariable)
+      and isinstance(
+        pair[1], variables.ServerVariable | partitioned.PartitionedVariable
+      )
       for pair in value
     )
   )
@@ -140,7 +142,10 @@ def _send_gradients(pairs, others, step):
   dense = [
     i
     for i, (g, _) in enumerate(pairs)
-    if tf.is_tensor(g) and not isinstance(g, tf.IndexedSlices)
+    # That of a variable in parts goes to several servers.
+    if tf.is_tensor(g)
+    and not isinstance(g, tf.IndexedSlices)
+    and isinstance(pairs[i][1], variables.ServerVariable)
   ]
   dense.sort(key=lambda i: pairs[i][1].server)
   for server, group in itertools.groupby(dense, lambda i: pairs[i][1].server):
@@ -345,6 +350,13 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
         _tf_internal.UpdateContext(target.device),
       ):
         return fn(var, *args, **kwargs)
+    if not step.looks_only:
+      args = [
+        packing.send_rows(a, target.device)
+        if isinstance(a, tf.IndexedSlices)
+        else a
+        for a in args
+      ]
 
     def run():
       # Where an argument has a copy on the server, that.

@@ -119,6 +119,7 @@ class WorkerDataset(_Dataset):
     with tf.device('/device:CPU:0'), worker_arrays.Arrays().captured():
       parts = [self._make(i) for i in range(num_splits)]
     self._element_spec = parts[0].element_spec
+    self._layouts: dict[int, Layout] = {}
     self.sizes = [int(p.cardinality()) for p in parts]
     least = min(self.sizes)
     self._cardinality = self.steps_of(self.sizes) if least >= 0 else least
@@ -127,6 +128,12 @@ class WorkerDataset(_Dataset):
   def element_spec(self) -> Any:
     """Of one batch."""
     return self._element_spec
+
+  def layout(self, steps: int) -> Layout:
+    """Of so many steps in one call; one object, since its key costs time."""
+    if steps not in self._layouts:
+      self._layouts[steps] = Layout(self._element_spec, steps)
+    return self._layouts[steps]
 
   def cardinality(self) -> int:
     """Number of steps; negative as `tf.data.Dataset.cardinality`."""

@@ -33,7 +33,8 @@ def pack(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
   """
   carried = collections.defaultdict(list)
   for tensor in tensors:
-    carried[_carrier(tensor.dtype)].append(_to_carrier(tensor))
+    carrier = _carrier(tensor.dtype)
+    carried[carrier].append(_to_carrier(tensor, carrier))
   return [tf.concat(parts, 0) for parts in carried.values()]
 
 
@@ -52,7 +53,7 @@ def unpack(
     ]
     parts = tf.split(message, sizes) if len(sizes) > 1 else [message]
     for i, part in zip(indices, parts, strict=True):
-      result[i] = _from_carrier(part, specs[i])
+      result[i] = _from_carrier(part, specs[i], message.dtype)
   return result
 
 
@@ -60,8 +61,7 @@ def _carrier(dtype: tf.DType) -> tf.DType:
   return tf.float32 if dtype.size in (4, 8) else dtype
 
 
-def _to_carrier(tensor):
-  carrier = _carrier(tensor.dtype)
+def _to_carrier(tensor, carrier):
   if tensor.dtype != carrier:
     # Hides constants from TensorFlow's optimizer. The bits of a small integer are
     # a float32 below the normal ones, which it, run by threads that flush those
@@ -71,14 +71,12 @@ def _to_carrier(tensor):
   return tf.reshape(tensor, [-1])
 
 
-def _from_carrier(part, spec):
-  carrier = _carrier(spec.dtype)
-  if spec.dtype == carrier:
-    return tf.reshape(part, spec.shape)
-  words = spec.dtype.size // carrier.size
+def _from_carrier(part, spec, carrier):
+  words = 1 if spec.dtype == carrier else spec.dtype.size // carrier.size
   inner = [words] if words > 1 else []
-  part = tf.reshape(part, [*spec.shape.as_list(), *inner])
-  return tf.bitcast(part, spec.dtype)
+  shape = [-1 if size is None else size for size in spec.shape.as_list()]
+  part = tf.reshape(part, [*shape, *inner])
+  return part if spec.dtype == carrier else tf.bitcast(part, spec.dtype)
 
 
 def send(
@@ -100,3 +98,28 @@ def send(
     for i, tensor in zip(packed, unpack(message, specs), strict=True):
       result[i] = tensor
   return result
+
+
+def send_rows(rows: tf.IndexedSlices, to: str) -> tf.IndexedSlices:
+  """Brings rows to another task together with their numbers, in one message.
+
+  A copy of what a batch has of a table costs less than a call for the numbers.
+  """
+  tensors = rows.values, rows.indices
+  dtype, width = rows.values.dtype, rows.values.shape[1:].num_elements()
+  if not (width and dtype.is_floating and dtype.size <= 8):
+    return rows
+  carrier = _carrier(dtype)
+  # Words of a row, and of its number, which may be two or four of them.
+  sizes = [width * dtype.size, rows.indices.dtype.size]
+  sizes = [size // carrier.size for size in sizes]
+  message = tf.concat([_to_carrier(t, carrier) for t in tensors], 0)
+  with tf.device(to):
+    end = tf.shape(message) // sum(sizes) * sizes[0]
+    # Slices of the one dimension share its memory.
+    parts = tf.slice(message, [0], end), tf.slice(message, end, [-1])
+    values, numbers = (
+      _from_carrier(part, tf.TensorSpec([None, *t.shape[1:]], t.dtype), carrier)
+      for part, t in zip(parts, tensors, strict=True)
+    )
+  return tf.IndexedSlices(values, numbers, rows.dense_shape)

@@ -111,9 +111,14 @@ class Recovery:
     """Whether it is known what checkpoints hold."""
     return self._objects is not None
 
+  @property
+  def is_told(self) -> bool:
+    """Whether `track` has nothing to say any more."""
+    return self._is_tracking or not self.is_enabled
+
   def track(self, objects: Mapping[str, Any]) -> bool:
     """Says what checkpoints hold, once; returns whether one must be written."""
-    if not self.is_enabled or self._is_tracking:
+    if self.is_told:
       return False
     self._is_tracking = True
     self._objects = self._objects or dict(objects)

@@ -156,10 +156,9 @@ class InputTask(_StepsTask):
 
   def renew(self) -> bool:
     """Traces its functions."""
-    spec = self._source.dataset.element_spec
-    function = self._engine.function
-    self._one, self.discovery = function(self.step, input.Layout(spec, 1))
-    self._all, _ = function(self.step, input.Layout(spec, self._asked))
+    layout, function = self._source.dataset.layout, self._engine.function
+    self._one, self.discovery = function(self.step, layout(1))
+    self._all, _ = function(self.step, layout(self._asked))
     return True
 
   def has_work_for(self, worker: int) -> bool:
@@ -298,9 +297,8 @@ class Reports:
     is_wanted = task.step.results is None and set(discovery.sizes) - {1}
     if not discovery.are_numbers or is_wanted:
       return task.result()
-    places = discovery.unflatten(np.arange(sum(discovery.sizes)))
     return tf.nest.map_structure(
-      lambda place: LatestNumber(self, task.step, place), places
+      lambda place: LatestNumber(self, task.step, place), discovery.places
     )
 
   def numbers(self, step: Step) -> np.ndarray | None:

@@ -245,7 +245,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     Returns:
       What the newest step that is done reports.
     """
-    if step.trains and model is not None:
+    if step.trains and model is not None and not self.recovery.is_told:
       self.track(**model_state.state_of(model))
     before = self.engine.local.begun
     report = self.recovery.with_recovery(lambda: self.engine.begin(step, work))

@@ -363,7 +363,7 @@ class _ReadTask(_MicrobatchTask):
   """What a split has for a round, which the worker reads itself."""
 
   def __init__(self, engine, step, quorum, turn: splits.Round):
-    layout = input.Layout(turn.source.dataset.element_spec, 1)
+    layout = turn.source.dataset.layout(1)
     super().__init__(engine, step, quorum, layout)
     self._round = turn
     self._split: splits.Split | None = None

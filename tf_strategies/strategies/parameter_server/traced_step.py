@@ -14,7 +14,7 @@ twice. The first trace only looks which variables are read where. In the second
 * the optimizer's update runs on the server that holds the variable.
 
 What is written on a server is written in few units: the updates of small variables
-together, that of a large one, what was held back. A unit is written once, also by a
+and of rows together, that of a large variable, what was held back. A unit is written once, also by a
 step that is repeated, or not at all.
 """
 
@@ -240,8 +240,9 @@ class TracedStep:
       self._flush()
       with self._updating(variable):
         return run()
-    flat = tf.nest.flatten(list(inputs), expand_composites=True)
-    tensors = [t for t in flat if isinstance(t, tf.Tensor)]
+    # So are the rows that a batch has of a table. Theirs is the last gradient that a
+    # step has: to wait for the others costs nothing, and a call of their own does.
+    tensors = [t for t in inputs if isinstance(t, tf.Tensor)]
     is_small = all(packing.is_small(t.shape, t.dtype) for t in tensors)
 
     def run_on_server():
@@ -252,7 +253,7 @@ class TracedStep:
     return None
 
   def _flush(self) -> None:
-    """Does the updates that wait: those of small variables as one unit a server."""
+    """Does the updates that wait: those of little as one unit a server."""
     if not self._waiting or self._units.is_open:
       return
     groups = collections.defaultdict(list)

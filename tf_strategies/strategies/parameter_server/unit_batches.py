@@ -9,7 +9,6 @@ import tensorflow as tf
 
 from tf_strategies.strategies.parameter_server import (
   batch_message,
-  input,
   local_program,
   splits,
   worker_function,
@@ -83,7 +82,7 @@ class Read:
     self._asked = steps
     self._split = split
     self._read: dict[splits.Split, int] = {}
-    layout = input.Layout(source.dataset.element_spec, 1)
+    layout = source.dataset.layout(1)
     self._function = cached(layout.key, lambda: program.read_function(layout))
     engine.note_source(source)
 

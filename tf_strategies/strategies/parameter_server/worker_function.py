@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,7 +32,7 @@ class Discovery:
   outputs: Any  # Specs of what it returns, in its structure.
   python: str | None = None  # What calls this process's Python, by name.
 
-  @property
+  @functools.cached_property
   def are_numbers(self) -> bool:
     """Whether the step returns numbers and small arrays, which fit one message."""
     return all(
@@ -41,11 +42,16 @@ class Discovery:
       for s in tf.nest.flatten(self.outputs)
     )
 
-  @property
+  @functools.cached_property
   def sizes(self) -> list[int]:
     """How many numbers each output is."""
     specs = tf.nest.flatten(self.outputs)
     return [s.shape.num_elements() for s in specs]
+
+  @functools.cached_property
+  def places(self) -> Any:
+    """Where each output's numbers are among all, in their structure."""
+    return self.unflatten(np.arange(sum(self.sizes)))
 
   def report(self, outputs: Any) -> Any:
     """What a step reports: its numbers as float64 [count], or its tensors."""
