@@ -43,7 +43,8 @@ if not TYPE_CHECKING:  # For a checker it would mean that every name is there.
     # Also internal rooms: `from tf_strategies import cross_device` asks here
     # first, and the public table would import that room's users before it.
     if name in _ROOMS or (
-      not name.startswith('__') and importlib.util.find_spec(f'{__name__}.{name}')
+      not name.startswith('__')
+      and importlib.util.find_spec(f'{__name__}.{name}')
     ):
       return importlib.import_module(f'{__name__}.{name}')
     if name.startswith('_') and name != '__all__':

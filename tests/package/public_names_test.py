@@ -3,6 +3,7 @@
 import ast
 import importlib
 import inspect
+import itertools
 
 from absl.testing import absltest, parameterized
 
@@ -24,13 +25,15 @@ def _documented_constants() -> set[str]:
   found = set()
   for source in project.python_files('tf_strategies').values():
     body = ast.parse(source).body
-    for node, text in zip(body, body[1:], strict=False):
+    for node, text in itertools.pairwise(body):
       if (
         isinstance(node, ast.Assign | ast.AnnAssign)
         and isinstance(text, ast.Expr)
         and isinstance(text.value, ast.Constant)
       ):
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        targets = (
+          node.targets if isinstance(node, ast.Assign) else [node.target]
+        )
         found |= {ast.unparse(target) for target in targets}
   return found
 
