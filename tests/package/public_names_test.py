@@ -1,6 +1,7 @@
 """The package's door: what it offers, and what it loads for that."""
 
 import ast
+import functools
 import importlib
 import inspect
 import itertools
@@ -20,6 +21,7 @@ _TABLES = (
 )
 
 
+@functools.cache
 def _documented_constants() -> set[str]:
   """The constants of all modules behind which a string says what they are."""
   found = set()
