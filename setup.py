@@ -90,7 +90,7 @@ setuptools.setup(
     'manifests': _MANIFESTS,
     'benchmarks': _BENCHMARKS,
     # What `make docs` needs. Pinned: another release warns of other things.
-    'docs': ['mkdocs-material==9', 'mkdocstrings[python]==0'],
+    'docs': ['mkdocs-material==9.8.2', 'mkdocstrings[python]==1.0.8'],
     # Not in dev: a cluster brings an MPI library of its own.
     'mpi': ['mpi4py>=4', 'mpich'],
     'dev': [

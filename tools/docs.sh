@@ -16,5 +16,6 @@ if [[ ! -f $venv/stamp || $(<"$venv/stamp") != "$packages" ]]; then
   echo "$packages" >"$venv/stamp"
 fi
 
-PYTHONPATH=$venv:. "$PYTHON" -m mkdocs build --strict --quiet --site-dir site
+# MkDocs is pinned; what follows it is no news.
+NO_MKDOCS_2_WARNING=1 PYTHONPATH=$venv:. "$PYTHON" -m mkdocs build --strict --quiet --site-dir site
 echo "The documentation is in site/index.html."

@@ -9,7 +9,7 @@ import re
 import griffe
 
 _INDENT = re.compile(r'^( +)', re.MULTILINE)
-_EXAMPLE = re.compile(r'^Example:$', re.MULTILINE)
+_EXAMPLE = re.compile(r'^Example:\n+', re.MULTILINE)
 
 
 class Docstrings(griffe.Extension):
@@ -19,4 +19,4 @@ class Docstrings(griffe.Extension):
     """Doubles indents, and names sections as griffe does."""
     if obj.docstring is not None:
       text = _INDENT.sub(r'\1\1', obj.docstring.value)
-      obj.docstring.value = _EXAMPLE.sub('Examples:', text)
+      obj.docstring.value = _EXAMPLE.sub('Examples:\n', text)

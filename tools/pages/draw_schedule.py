@@ -4,11 +4,13 @@ Example:
 
   >>> from tf_strategies.collectives.algorithms import ring
   >>> drawn = draw(ring.ring_all_reduce(3))
-  >>> drawn.count('<path'), drawn.count('<line')
+  >>> drawn.count('<g '), drawn.count('<line')
   (12, 3)
 """
 
 from __future__ import annotations
+
+import collections
 
 from tf_strategies.collectives import schedule as schedule_lib
 
@@ -42,12 +44,18 @@ def draw(schedule: schedule_lib.Schedule) -> str:
   for t in schedule.transfers:
     key = (t.round, t.src, t.dst, t.reduce)
     messages.setdefault(key, []).append(t.chunk)
+  sent = collections.Counter(key[:2] for key in messages)
   for (index, src, dst, reduce), chunks in messages.items():
-    parts.append(_arrow(index, src, dst, reduce, chunks))
+    # Numbers of many arrows from one place would cover each other.
+    label = ','.join(map(str, chunks)) if sent[index, src] < 3 else ''
+    hue = _HUES[chunks[0] % len(_HUES)]
+    parts.append(_arrow(index, src, dst, reduce, hue, label))
   return ''.join([*parts, '</svg>'])
 
 
-def _arrow(index: int, src: int, dst: int, reduce: bool, chunks) -> str:
+def _arrow(
+  index: int, src: int, dst: int, reduce: bool, hue: int, label: str
+) -> str:
   x1 = _LEFT + index * _COLUMN + 8
   x2 = _LEFT + (index + 1) * _COLUMN - 8
   y1, y2 = _TOP + src * _ROW, _TOP + dst * _ROW
@@ -59,15 +67,14 @@ def _arrow(index: int, src: int, dst: int, reduce: bool, chunks) -> str:
     f'L{bx - 3 * dy:.1f} {by + 3 * dx:.1f}'
     f'L{bx + 3 * dy:.1f} {by - 3 * dx:.1f}Z'
   )
-  # Near its sender: further on arrows cross.
-  at = 0.24
-  label = ','.join(map(str, chunks))
+  # Near its sender, beside the arrow: further on arrows cross.
+  x, y = x1 + 17 * dx + (8 if dy < 0 else 4), y1 + 17 * dy - 3
   kind = 'add' if reduce else 'copy'
   return (
-    f'<g class="{kind}" style="--hue: {_HUES[chunks[0] % len(_HUES)]}">'
+    f'<g class="{kind}" style="--hue: {hue}">'
     f'<path d="M{x1:.1f} {y1:.1f}L{bx:.1f} {by:.1f}"/>'
     f'<path class="head" d="{head}"/>'
-    f'<text x="{x1 + at * (x2 - x1):.1f}" y="{y1 + at * (y2 - y1) - 4:.1f}">'
+    f'<text x="{x:.1f}" y="{y:.1f}">'
     f'{label}</text></g>'
   )
 
