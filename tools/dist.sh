@@ -25,8 +25,9 @@ PYTHONPATH=$PWD/$venv "$PYTHON" -m build --outdir dist "$copy" >"$copy/log" 2>&1
 export PYTHONPATH=$venv
 "$PYTHON" -m twine check --strict dist/*
 "$PYTHON" -m check_wheel_contents --toplevel tf_strategies dist/*.whl
+files=$(tar -tzf dist/*.tar.gz)
 for name in examples/mnist_keras_fit.py docs/limits.md tf_strategies/py.typed; do
-  if ! tar -tzf dist/*.tar.gz | grep -q "/$name\$"; then
+  if [[ $files != *"/$name"* ]]; then
     echo "The source distribution has no $name." >&2
     exit 1
   fi

@@ -77,6 +77,8 @@ def on_page_markdown(markdown, page, config, files):
   """Makes links lead to pages of the site, and draws schedules."""
   del files
   uri = page.file.src_uri
+  if '\n## ' not in markdown and not uri.startswith('api/'):
+    page.meta['hide'] = ['toc']  # Room for a table that is the page.
   markdown = links_of_site(markdown, uri, config.repo_url)
   return _SCHEDULE.sub(
     lambda m: draw_schedule.figure(algorithms.build(m[1], int(m[2]))), markdown
@@ -148,8 +150,9 @@ def api_page(room: str) -> str:
   for name in public_names(room):
     lines.append(f'::: {name}')
     if (_ROOT / f'{name.replace(".", "/")}.py').exists() and room != 'errors':
-      # A module that is a public name: what it offers beside its options.
-      lines += ['    options:', '      members: [run]']
+      # A module that is a public name.
+      lines += ['    options:', '      members: [run]', '']
+      lines += [f'::: {name}_job.Job']
     lines.append('')
   return '\n'.join(lines)
 
