@@ -16,6 +16,6 @@ if [[ ! -f $venv/stamp || $(<"$venv/stamp") != "$packages" ]]; then
   echo "$packages" >"$venv/stamp"
 fi
 
-# MkDocs is pinned; what follows it is no news.
-NO_MKDOCS_2_WARNING=1 PYTHONPATH=$venv:. "$PYTHON" -m mkdocs build --strict --quiet --site-dir site
+# Not --quiet, with which --strict sees no warning. MkDocs is pinned.
+NO_MKDOCS_2_WARNING=1 PYTHONPATH=$venv:. "$PYTHON" -m mkdocs build --strict --site-dir site
 echo "The documentation is in site/index.html."

@@ -53,7 +53,7 @@ def on_config(config):
     for section in config.nav:
       for title, pages in section.items():
         if isinstance(pages, list):
-          section[title] = [page for page in pages if page != _LATER]
+          section[title] = [p for p in pages if _LATER not in p.values()]
   return config
 
 
