@@ -57,7 +57,7 @@ class EqualityTest(tf.test.TestCase, parameterized.TestCase):
   def test_one_device_strategy(self):
     # That is what 'parameter_server' is where there is no cluster.
     data, found = dynamic_tables.some_in_each_batch(), []
-    strategy = tf.distribute.OneDeviceStrategy('CPU:0')
+    strategy = tf.distribute.OneDeviceStrategy(virtual_devices.name(0))
     for scope in (contextlib.nullcontext(), strategy.scope()):
       with scope:
         model = dynamic_tables.model(True, OPTIMIZERS['adagrad'])
