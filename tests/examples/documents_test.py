@@ -91,10 +91,14 @@ class DocumentsTest(parameterized.TestCase):
   )
   @pytest.mark.full
   def test_programs_run(self, page):
-    for block in _blocks(page, 'python'):
+    for block in _blocks(page, 'python', 'diff'):
       given = _GIVEN.get(page, dict)()
-      code = compile(block.body, page, 'exec')
-      with self.subTest(block.body):
+      program = block.body
+      if block.language == 'diff':  # What it ends in.
+        lines = program.splitlines()
+        program = '\n'.join(line[1:] for line in lines if line[:1] != '-')
+      code = compile(program, page, 'exec')
+      with self.subTest(program):
         exec(code, {'__name__': '__main__', **given})
     self.assertNotEmpty(_blocks(page, 'python'))
 
