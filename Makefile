@@ -19,7 +19,8 @@ LINT_VENV := .venv-lint
 
 export PYTHON TF_PACKAGE TF_VERSION
 
-.PHONY: help demo test test_all test_gpu soak lint format benchmark build_files wheel clean
+.PHONY: help demo test test_all test_gpu soak lint format docs benchmark \
+  build_files wheel dist clean
 
 help:
 	@echo 'make demo         train on handwritten digits with four logical CPUs'
@@ -29,11 +30,13 @@ help:
 	@echo 'make soak         the slow and the random tests, with more examples'
 	@echo 'make lint         ruff, and buildifier if npx is installed'
 	@echo 'make format       ruff format and its safe fixes'
+	@echo 'make docs         the documentation as a site, in site/'
 	@echo 'make benchmark    all-reduce beside its peers; BENCHMARK= all_reduce,'
 	@echo '                  process_all_reduce, training_step, parameter_server,'
 	@echo '                  embeddings or strategies'
 	@echo 'make build_files  write the BUILD files from the imports'
 	@echo 'make wheel        a wheel in dist/'
+	@echo 'make dist         wheel and source distribution in dist/, checked'
 	@echo 'make clean        remove environments and build output'
 	@echo 'Variables: PYTHON TF_PACKAGE TF_VERSION PYTEST_ARGS PYTEST_WORKERS'
 	@echo '           DEMO_ARGS BENCHMARK BENCHMARK_ARGS'
@@ -75,6 +78,9 @@ lint:
 format:
 	bash tools/lint.sh $(LINT_VENV) fix
 
+docs:
+	bash tools/docs.sh .venv-docs
+
 build_files:
 	$(PYTHON) tools/generate_build_files.py
 
@@ -83,6 +89,9 @@ wheel:
 	mkdir -p dist
 	cp $(VENV)/wheel/*.whl dist/
 
+dist:
+	bash tools/dist.sh .venv-dist
+
 clean:
-	rm -rf .venv-* build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv-* build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -5,6 +5,7 @@ would pull its wheel even where `tensorflow-cpu` is already installed. Choose
 one of `[cpu]`, `[tensorflow]` and `[and-cuda]`.
 """
 
+import os
 import pathlib
 import re
 
@@ -22,6 +23,9 @@ _EXAMPLES = [
   # The `tensorboard` command of TensorFlow 2.18 imports pkg_resources.
   'setuptools<81',
 ]
+
+# Where the checkout can be read; the name of its host is no part of it.
+_URL = os.environ.get('TFS_REPOSITORY_URL', '').rstrip('/')
 
 # What `python -m tf_strategies.launch` needs: free ports.
 _LAUNCH = ['portpicker']
@@ -45,8 +49,10 @@ def _version() -> str:
 
 
 def _long_description() -> str:
-  readme = _ROOT / 'README.md'
-  return readme.read_text(encoding='utf-8') if readme.exists() else ''
+  """The README; its links lead to the repository, or are text without one."""
+  text = (_ROOT / 'README.md').read_text(encoding='utf-8')
+  target = rf'[\1]({_URL}/blob/main/\2)' if _URL else r'\1'
+  return re.sub(r'\[([^]]+)\]\((?!\w+://)([^)]+)\)', target, text)
 
 
 setuptools.setup(
@@ -58,6 +64,11 @@ setuptools.setup(
   ),
   long_description=_long_description(),
   long_description_content_type='text/markdown',
+  project_urls={'Source': _URL} if _URL else {},
+  keywords=[
+    *('tensorflow', 'keras', 'distributed-training', 'all-reduce'),
+    *('elastic', 'parameter-server', 'horovod'),
+  ],
   license='Apache-2.0',
   license_files=['LICENSE'],
   # With '' mapped, `pip install -e .` puts the checkout itself on the path,
@@ -66,6 +77,7 @@ setuptools.setup(
   packages=setuptools.find_packages(
     include=['tf_strategies', 'tf_strategies.*']
   ),
+  package_data={'tf_strategies': ['py.typed']},
   # The Pythons that TensorFlow has wheels for; tools/install.sh says it, too.
   python_requires='>=3.10,<3.14',
   install_requires=['absl-py', 'numpy'],
@@ -77,6 +89,8 @@ setuptools.setup(
     'launch': _LAUNCH,
     'manifests': _MANIFESTS,
     'benchmarks': _BENCHMARKS,
+    # What `make docs` needs. Pinned: another release warns of other things.
+    'docs': ['mkdocs-material==9.8.2', 'mkdocstrings[python]==1.0.8'],
     # Not in dev: a cluster brings an MPI library of its own.
     'mpi': ['mpi4py>=4', 'mpich'],
     'dev': [
@@ -87,6 +101,7 @@ setuptools.setup(
       'hypothesis',
       # The models of a TFJob that manifests are compared with.
       'kubeflow-training==1.9.4',
+      'mypy',
       'pytest>=9',
       'pytest-xdist',
       # Pinned: another release formats or complains differently.
@@ -95,13 +110,17 @@ setuptools.setup(
     ],
   },
   classifiers=[
+    'Development Status :: 4 - Beta',
     'Intended Audience :: Developers',
     'Intended Audience :: Science/Research',
+    'Operating System :: POSIX :: Linux',
     'Programming Language :: Python :: 3',
     'Programming Language :: Python :: 3.10',
     'Programming Language :: Python :: 3.11',
     'Programming Language :: Python :: 3.12',
     'Programming Language :: Python :: 3.13',
     'Topic :: Scientific/Engineering :: Artificial Intelligence',
+    'Topic :: System :: Distributed Computing',
+    'Typing :: Typed',
   ],
 )

@@ -16,15 +16,14 @@ from typing import TYPE_CHECKING, Any
 from tf_strategies.version import __version__ as __version__
 
 if TYPE_CHECKING:  # For readers and tools; see `_public`.
-  from tf_strategies import (
-    cluster,
-    collectives,
-    data,
-    errors,
-    keras,
-    monitoring,
-    process_group,
-  )
+  # `as`: checkers take other imports of a typed package for its own business.
+  from tf_strategies import cluster as cluster
+  from tf_strategies import collectives as collectives
+  from tf_strategies import data as data
+  from tf_strategies import errors as errors
+  from tf_strategies import keras as keras
+  from tf_strategies import monitoring as monitoring
+  from tf_strategies import process_group as process_group
   from tf_strategies._public import *
 
 # Each is loaded alone; some need no TensorFlow.
@@ -38,23 +37,24 @@ _ROOMS = (
   'process_group',
 )
 
+if not TYPE_CHECKING:  # For a checker it would mean that every name is there.
 
-def __getattr__(name: str) -> Any:
-  # Also internal rooms: `from tf_strategies import cross_device` asks here
-  # first, and the public table would import that room's users before it.
-  if name in _ROOMS or (
-    not name.startswith('__') and importlib.util.find_spec(f'{__name__}.{name}')
-  ):
-    return importlib.import_module(f'{__name__}.{name}')
-  if name.startswith('_') and name != '__all__':
-    raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
-  public = importlib.import_module('tf_strategies._public')
-  if name == '__all__':
-    return [*public.__all__, *_ROOMS, '__version__']
-  if name not in public.__all__:
-    raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
-  return getattr(public, name)
+  def __getattr__(name: str) -> Any:
+    # Also internal rooms: `from tf_strategies import cross_device` asks here
+    # first, and the public table would import that room's users before it.
+    if name in _ROOMS or (
+      not name.startswith('__')
+      and importlib.util.find_spec(f'{__name__}.{name}')
+    ):
+      return importlib.import_module(f'{__name__}.{name}')
+    if name.startswith('_') and name != '__all__':
+      raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+    public = importlib.import_module('tf_strategies._public')
+    if name == '__all__':
+      return [*public.__all__, *_ROOMS, '__version__']
+    if name not in public.__all__:
+      raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+    return getattr(public, name)
 
-
-def __dir__() -> list[str]:
-  return sorted(__getattr__('__all__'))
+  def __dir__() -> list[str]:
+    return sorted(__getattr__('__all__'))

@@ -16,7 +16,7 @@ from tf_strategies.cross_device import (
   TreeAllReduce,
 )
 from tf_strategies.fault_tolerance import elastic
-from tf_strategies.fault_tolerance.elastic import ElasticOptions
+from tf_strategies.fault_tolerance.elastic_options import ElasticOptions
 from tf_strategies.fault_tolerance.evaluator import SidecarEvaluator
 from tf_strategies.fault_tolerance.preemption import (
   Preemption,

@@ -35,15 +35,18 @@ EXTERNAL = {
   'sklearn': 'scikit_learn',
   'tensorboard': 'tensorboard',
   'tensorflow': 'tensorflow',
+  'typing_extensions': 'typing_extensions',
 }
 
 # Imported only where they happen to be installed (peers and plots in benchmarks,
 # extra transports): never a dependency of a target.
 OPTIONAL = frozenset(
   {
+    'griffe',
     'horovod',
     'kubeflow',
     'matplotlib',
+    'mkdocs',
     'mpi4py',
     'torch',
     'torchft',
@@ -53,7 +56,11 @@ OPTIONAL = frozenset(
 )
 
 # Targets whose files read other files of the project.
-DATA = {'tests/architecture/project.py': ('//:all_files',)}
+DATA = {
+  'tests/architecture/project.py': ('//:all_files',),
+  # Says to type checkers that there are annotations.
+  'tf_strategies/__init__.py': ('py.typed',),
+}
 
 _GLOB_EXCLUDES = '["**/__pycache__/**"]'
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 PYTHON_ROOTS = ('benchmarks', 'examples', 'tests', 'tf_strategies', 'tools')
 
-_GENERATED = re.compile(r'build|dist|node_modules|__pycache__|bazel-.*')
+_GENERATED = re.compile(r'build|dist|site|node_modules|__pycache__|bazel-.*')
 
 
 def root() -> pathlib.Path:

@@ -97,6 +97,16 @@ class JobTest(tf.test.TestCase):
     self.assertTrue(self.job.strategy.extended.communicator.is_member)
     self.assertAllClose(loss, np.mean((self.model.predict(x) - y) ** 2))
 
+  def test_first_batch_of_a_group_is_compared(self):
+    self.job.restore(self.model)
+    self.job.num_steps = 5  # It joins others that are so far.
+    with mock.patch.object(
+      elastic_members.input_lib, 'check_same_batch'
+    ) as check:
+      self.job.fit(self.model, _make_batches, 3, _STEPS, verbose=0)
+    tags = [call.args[1] for call in check.mock_calls]
+    self.assertEqual(tags, ['batch/5', 'batch/8', 'batch/16'])
+
   @pytest.mark.full
   def test_fit_after_a_death_is_one_for_callbacks(self):
     self.job.restore(self.model)

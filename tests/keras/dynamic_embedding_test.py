@@ -54,6 +54,17 @@ class EqualityTest(tf.test.TestCase, parameterized.TestCase):
   def test_some_rows_in_each_batch(self, name):
     self.assert_equal(OPTIMIZERS[name], dynamic_tables.some_in_each_batch())
 
+  def test_one_device_strategy(self):
+    # That is what 'parameter_server' is where there is no cluster.
+    data, found = dynamic_tables.some_in_each_batch(), []
+    strategy = tf.distribute.OneDeviceStrategy(virtual_devices.name(0))
+    for scope in (contextlib.nullcontext(), strategy.scope()):
+      with scope:
+        model = dynamic_tables.model(True, OPTIMIZERS['adagrad'])
+      found.append(dynamic_tables.results(model, *data))
+    for name, expected in found[0].items():
+      self.assertAllClose(expected, found[1][name], 0, 1e-6, name)
+
   @pytest.mark.full
   def test_eager_steps_and_groups_of_steps(self):
     for options in ({'run_eagerly': True}, {'steps_per_execution': 2}):

@@ -1,6 +1,8 @@
 """What one process measures: options, numbers, files, and `fit` with them."""
 
 import contextlib
+import dataclasses
+import inspect
 import io
 import json
 import os
@@ -67,12 +69,23 @@ class OptionsTest(parameterized.TestCase):
       with self.assertRaises(tfs.errors.UnsupportedOptionError):
         training_monitor.parse_steps(text)
 
-  def test_callback_refuses_what_it_does_not_know(self):
+  def test_callback_has_the_options_of_a_monitor(self):
+    taken = inspect.signature(keras_callback.MonitorCallback).parameters
+    self.assertEqual(
+      {n: p.default for n, p in taken.items() if n != 'monitor'},
+      {
+        field.name: field.default
+        for field in dataclasses.fields(training_monitor.MonitorOptions)
+      },
+    )
+
+  def test_callback_refuses_options_beside_a_monitor(self):
+    monitor = training_monitor.TrainingMonitor()
+    self.addCleanup(monitor.close)
     with self.assertRaisesRegex(
-      tfs.errors.UnsupportedOptionError, r'MonitorCallback\(time_line'
+      tfs.errors.UnsupportedOptionError, "timeline='a'.*leave out one"
     ):
-      keras_callback.MonitorCallback(time_line='a')
-    self.assertFalse(recorder.is_on())
+      keras_callback.MonitorCallback(monitor, timeline='a')
 
 
 class MonitorTest(tf.test.TestCase, parameterized.TestCase):

@@ -1,12 +1,56 @@
 """The package's door: what it offers, and what it loads for that."""
 
+import ast
+import functools
+import importlib
+import inspect
+import itertools
+
 from absl.testing import absltest, parameterized
 
 import tf_strategies as tfs
 from benchmarks import processes
+from tests.architecture import project
 from tf_strategies import _public
 
 _LIGHT = ('cluster', 'collectives', 'errors', 'process_group')
+# Those that have a table of names: `errors` has classes alone.
+_TABLES = (
+  *('_public', 'cluster', 'collectives', 'cross_device', 'data', 'keras'),
+  *('monitoring', 'process_group'),
+)
+
+
+@functools.cache
+def _documented_constants() -> set[str]:
+  """The constants of all modules behind which a string says what they are."""
+  found = set()
+  for source in project.python_files('tf_strategies').values():
+    body = ast.parse(source).body
+    for node, text in itertools.pairwise(body):
+      if (
+        isinstance(node, ast.Assign | ast.AnnAssign)
+        and isinstance(text, ast.Expr)
+        and isinstance(text.value, ast.Constant)
+      ):
+        targets = (
+          node.targets if isinstance(node, ast.Assign) else [node.target]
+        )
+        found |= {ast.unparse(target) for target in targets}
+  return found
+
+
+def _undocumented_methods(cls: type) -> list[str]:
+  """Public methods and properties of a class of ours without a docstring."""
+  return [
+    f'{cls.__name__}.{name}'
+    for base in cls.__mro__
+    if base.__module__.startswith('tf_strategies')
+    for name, member in vars(base).items()
+    if not name.startswith('_')
+    and (inspect.isfunction(member) or isinstance(member, property))
+    and not inspect.getdoc(getattr(cls, name))
+  ]
 
 
 class PublicNamesTest(parameterized.TestCase):
@@ -15,6 +59,27 @@ class PublicNamesTest(parameterized.TestCase):
       self.assertIsNotNone(getattr(tfs, name), name)
     self.assertContainsSubset(_public.__all__, tfs.__all__)
     self.assertSameElements(dir(tfs), tfs.__all__)
+
+  @parameterized.parameters(*_TABLES)
+  def test_every_name_is_documented(self, room):
+    module = importlib.import_module(f'tf_strategies.{room}')
+    undocumented, constants = [], _documented_constants()
+    for name in module.__all__:
+      value = getattr(module, name)
+      if inspect.isclass(value):
+        undocumented += _undocumented_methods(value)
+      is_code = callable(value) or inspect.ismodule(value)
+      if not (inspect.getdoc(value) if is_code else name in constants):
+        undocumented.append(name)
+    self.assertEmpty(undocumented)
+
+  def test_name_without_documentation_is_reported(self):
+    def method(self):
+      pass
+
+    bare = type('Bare', (), {'method': method, '__module__': 'tf_strategies.a'})
+    self.assertEqual(_undocumented_methods(bare), ['Bare.method'])
+    self.assertNotIn('_FACTORIES', _documented_constants())
 
   def test_star_import(self):
     found = {}

@@ -1,5 +1,6 @@
 """`create_strategy` refuses every option that is wrong, with a cluster or not."""
 
+import inspect
 import os
 from unittest import mock
 
@@ -8,6 +9,7 @@ from absl.testing import parameterized
 
 import tf_strategies as tfs
 from tests import virtual_devices
+from tf_strategies.strategies import registry
 
 virtual_devices.configure()
 
@@ -45,6 +47,18 @@ class RegistryTest(parameterized.TestCase):
   def test_wrong_option(self, name, options, message):
     with self.assertRaisesRegex(tfs.errors.UnsupportedOptionError, message):
       tfs.create_strategy(name, **options)
+
+  def test_checkers_know_the_options_that_strategies_have(self):
+    classes = [
+      value
+      for name, value in vars(registry).items()
+      if name.endswith('Strategy')
+    ]
+    self.assertLen(classes, 6)
+    taken = {'devices'}  # Another name of `compute_devices`.
+    for each in classes:
+      taken |= set(inspect.signature(each).parameters)
+    self.assertEqual(set(registry.StrategyOptions.__annotations__), taken)
 
   def test_right_options_of_parameter_servers_train_on_one_device(self):
     strategy = tfs.create_strategy(

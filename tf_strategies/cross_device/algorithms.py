@@ -19,7 +19,7 @@ class RingAllReduce(base.ScheduledAllReduce):
     ...   ['CPU:0', 'CPU:1'], cross_device_ops=RingAllReduce())
   """
 
-  def __init__(self):
+  def __init__(self) -> None:
     super().__init__('ring')
 
 
@@ -56,7 +56,7 @@ class HalvingDoublingAllReduce(base.ScheduledAllReduce):
   fold the extra ranks in first (Thakur et al., 2005).
   """
 
-  def __init__(self):
+  def __init__(self) -> None:
     super().__init__('halving_doubling')
 
 
@@ -85,5 +85,5 @@ class DirectAllReduce(base.ScheduledAllReduce):
 
   _cuts_shared_memory = False
 
-  def __init__(self):
+  def __init__(self) -> None:
     super().__init__('direct')

@@ -29,7 +29,7 @@ class AutoAllReduce(base.ScheduledAllReduce):
 
   _cuts_shared_memory = False
 
-  def __init__(self):
+  def __init__(self) -> None:
     super().__init__('direct')
     self._nccl = tf.distribute.NcclAllReduce()
 

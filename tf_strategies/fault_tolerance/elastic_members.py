@@ -91,6 +91,8 @@ class Members(elastic.Membership):
     self._failures, self._steps_at_failure = 0, 0
     # Whether this worker has the state of the group that it is in.
     self.is_shared = self.is_fitting = False
+    # Whether the workers of this group have compared a batch.
+    self._has_compared = False
 
   @property
   def _communicator(self):
@@ -195,9 +197,13 @@ class Members(elastic.Membership):
       raise error
 
   def _check_batch(self, batch):
-    """Compares the workers' batches of steps 0, 1, 2, 4, 8, ..."""
+    """Compares batches: a group's first one, and those of steps 0, 1, 2, 4, ...
+
+    A worker that comes may take the place in the data for another one.
+    """
     number = self.job.num_steps
-    if number & (number - 1) == 0:
+    if not self._has_compared or number & (number - 1) == 0:
+      self._has_compared = True
       input_lib.check_same_batch(
         self._communicator, f'batch/{number}', f'batch {number}', batch
       )
@@ -232,6 +238,7 @@ class Members(elastic.Membership):
       )
       try:
         self._communicator.enter(group)
+        self._has_compared = False
         self.generations.append(
           Generation(
             group.generation, group.world_size, group.rank, time.time()

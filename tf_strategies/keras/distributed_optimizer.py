@@ -53,7 +53,13 @@ class DistributedOptimizer(optimizer_wrapper.StatelessWrapper):
       unknown; at the first step, a strategy that is not one of tf_strategies.
   """
 
-  def __init__(self, optimizer, weighting: str = 'rows', name=None, **kwargs):
+  def __init__(
+    self,
+    optimizer: keras.optimizers.Optimizer | str | dict,
+    weighting: str = 'rows',
+    name: str | None = None,
+    **kwargs,
+  ):
     super().__init__(optimizer, name or 'distributed_optimizer', **kwargs)
     option_checks.check_choice(
       'weighting',

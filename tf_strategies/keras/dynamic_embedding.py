@@ -99,7 +99,9 @@ class DynamicEmbedding(keras.layers.Layer):
     strategy = tf.distribute.get_strategy()
     make = getattr(strategy.extended, 'make_row_table', None)
     option_checks.check(
-      make is not None or not tf.distribute.has_strategy(),
+      make is not None
+      or not tf.distribute.has_strategy()
+      or isinstance(strategy, tf.distribute.OneDeviceStrategy),
       f'DynamicEmbedding under {type(strategy).__name__}',
       'one device, or ParameterServerStrategy: rows that come while a model trains '
       'have one place',

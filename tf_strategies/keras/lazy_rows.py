@@ -52,7 +52,12 @@ class LazyRows(optimizer_wrapper.StatelessWrapper):
       as a whole, or accumulates gradients, which makes them dense.
   """
 
-  def __init__(self, optimizer, name: str | None = None, **kwargs):
+  def __init__(
+    self,
+    optimizer: keras.optimizers.Optimizer | str | dict,
+    name: str | None = None,
+    **kwargs,
+  ):
     super().__init__(optimizer, name or 'lazy_rows', **kwargs)
     inner = self.inner_optimizer
     kind = type(inner).__name__

@@ -66,7 +66,7 @@ class LocalSteps(optimizer_wrapper.OptimizerWrapper):
 
   def __init__(
     self,
-    optimizer,
+    optimizer: keras.optimizers.Optimizer | str | dict,
     every: int,
     outer: keras.optimizers.Optimizer | None = None,
     name: str | None = None,

@@ -1,11 +1,8 @@
 """`MonitorCallback`: a Keras callback that measures a run."""
 
-import dataclasses
-from typing import Any
-
 import keras
 
-from tf_strategies import _keras_internal, errors, option_checks
+from tf_strategies import _keras_internal, option_checks
 from tf_strategies.monitoring import training_monitor
 
 
@@ -37,19 +34,38 @@ class MonitorCallback(keras.callbacks.Callback):
 
   Args:
     monitor: an existing `tfs.monitoring.TrainingMonitor`; None to create one.
-    **options: of `tfs.monitoring.MonitorOptions`: `log_dir`, `timeline`,
-      `profile_steps` and more.
+    log_dir: this and all others: as of `tfs.monitoring.MonitorOptions`.
 
   Raises:
-    UnsupportedOptionError: unknown or invalid options.
+    UnsupportedOptionError: an option out of range, or beside a monitor.
   """
 
   def __init__(
     self,
     monitor: training_monitor.TrainingMonitor | None = None,
-    **options: Any,
+    *,
+    log_dir: str | None = None,
+    metrics_jsonl: str | None = None,
+    timeline: str | None = None,
+    profile_steps: tuple[int, int] | None = None,
+    metrics_every_steps: int = 1,
+    progress_seconds: float = 10.0,
+    watchdog_seconds: float = 120.0,
+    global_batch_size: int | None = None,
+    timeline_events: int = 100_000,
   ):
     super().__init__()
+    options = training_monitor.MonitorOptions(
+      log_dir=log_dir,
+      metrics_jsonl=metrics_jsonl,
+      timeline=timeline,
+      profile_steps=profile_steps,
+      metrics_every_steps=metrics_every_steps,
+      progress_seconds=progress_seconds,
+      watchdog_seconds=watchdog_seconds,
+      global_batch_size=global_batch_size,
+      timeline_events=timeline_events,
+    )
     if monitor is not None:
       option_checks.check_type(
         'monitor',
@@ -58,24 +74,13 @@ class MonitorCallback(keras.callbacks.Callback):
         'a TrainingMonitor',
         "write options instead: MonitorCallback(log_dir='logs')",
       )
-    if monitor is not None and options:
-      raise errors.UnsupportedOptionError(
-        f'MonitorCallback(monitor, {", ".join(options)})',
+      option_checks.check(
+        options == training_monitor.MonitorOptions(),
+        f'MonitorCallback(monitor) beside {options}',
         'a monitor (which has its options) or options',
         'leave out one of them',
       )
-    fields = dataclasses.fields(training_monitor.MonitorOptions)
-    known = [field.name for field in fields]
-    for name in options:
-      if name not in known:
-        raise errors.UnsupportedOptionError(
-          f'MonitorCallback({name}=...)',
-          ', '.join(known),
-          'write one of these names',
-        )
-    self._monitor = monitor or training_monitor.TrainingMonitor(
-      training_monitor.MonitorOptions(**options)
-    )
+    self._monitor = monitor or training_monitor.TrainingMonitor(options)
     self._first = 0
 
   def on_train_begin(self, logs=None):

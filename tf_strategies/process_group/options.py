@@ -22,9 +22,9 @@ SECRET_VARIABLE = 'TFS_SECRET'
 SECRET_FILE_VARIABLE = 'TFS_SECRET_FILE'
 TLS_VARIABLES = ('TFS_TLS_CERT', 'TFS_TLS_KEY', 'TFS_TLS_CA')
 
-# As `min_workers`: a majority of the last group, so that only one side of a network
-# that is cut goes on; of the cluster, if there was none.
 MAJORITY = 'majority'
+"""As `min_workers`: a majority of the last group, so that only one side of a network
+that is cut goes on; of the cluster, if there was none."""
 
 # What `same_host` can be, the fastest first.
 SAME_HOST = ('memory', 'slots', 'socket')

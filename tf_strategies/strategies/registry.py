@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypedDict
+
 import tensorflow as tf
 from absl import logging
 
 from tf_strategies import cluster as cluster_lib
-from tf_strategies import cross_device, errors, option_checks
+from tf_strategies import cross_device, errors, option_checks, process_group
 from tf_strategies.keras import scope_checks
 from tf_strategies.strategies.central_storage.strategy import (
   CentralStorageStrategy,
@@ -17,12 +21,48 @@ from tf_strategies.strategies.mirrored.strategy import RingMirroredStrategy
 from tf_strategies.strategies.multi_worker.collective_strategy import (
   MultiWorkerCollectiveStrategy,
 )
+from tf_strategies.strategies.multi_worker.options import (
+  CollectiveOptions,
+  RingOptions,
+)
 from tf_strategies.strategies.multi_worker.ring_strategy import (
   MultiWorkerRingStrategy,
 )
 from tf_strategies.strategies.parameter_server import ParameterServerStrategy
 from tf_strategies.strategies.parameter_server import options as options_lib
-from tf_strategies.strategies.tpu.strategy import TPURingStrategy
+from tf_strategies.strategies.tpu.strategy import AllReduce, TPURingStrategy
+
+if TYPE_CHECKING:
+  from typing_extensions import Unpack
+
+_Devices = Sequence[str | tf.config.LogicalDevice]
+
+
+class StrategyOptions(TypedDict, total=False):
+  """The arguments of all strategies: what `create_strategy` takes."""
+
+  devices: _Devices | None
+  compute_devices: _Devices | None
+  parameter_device: str | tf.config.LogicalDevice | None
+  cross_device_ops: tf.distribute.CrossDeviceOps | None
+  reproducible: bool | int
+  shard_optimizer_state: bool
+  cluster: cluster_lib.ClusterConfig | process_group.ProcessGroup | None
+  options: RingOptions | CollectiveOptions | None
+  variable_partitioner: Callable | None
+  mode: str
+  backup_workers: int
+  max_staleness: int | None
+  checkpoint_dir: str | os.PathLike[str] | None
+  checkpoint_steps: int | None
+  start_timeout: float
+  recovery_timeout: float
+  step_timeout: float
+  keepalive_timeout: float
+  resolver: tf.distribute.cluster_resolver.TPUClusterResolver | None
+  all_reduce: AllReduce
+  device_assignment: tf.tpu.experimental.DeviceAssignment | None
+  query_timeout_seconds: float
 
 
 def _one_device(devices=None) -> tf.distribute.Strategy:
@@ -46,9 +86,9 @@ def _mirrored(devices=None, cross_device_ops=None) -> tf.distribute.Strategy:
 
 def _parameter_server(cluster=None, **options) -> tf.distribute.Strategy:
   """Ours; without a cluster, the same program trains on one device."""
+  # What a program says wrong must not wait for the cluster to be refused.
+  options_lib.make(**options)
   if cluster is None and cluster_lib.ClusterConfig.from_env() is None:
-    # What a program says wrong must not wait for the cluster to be refused.
-    options_lib.make(**options)
     logging.info('No TF_CONFIG: parameter_server trains on one device.')
     return _one_device()
   return ParameterServerStrategy(cluster, **options)
@@ -90,9 +130,12 @@ _FACTORIES = {
 }
 
 STRATEGY_NAMES = tuple(_FACTORIES)
+"""What `create_strategy` knows by name."""
 
 
-def create_strategy(name: str, **options) -> tf.distribute.Strategy:
+def create_strategy(
+  name: str, **options: Unpack[StrategyOptions]
+) -> tf.distribute.Strategy:
   """Returns the strategy called `name`.
 
   Options are the arguments of that strategy, such as `devices`.

@@ -35,7 +35,6 @@ class OptionsTest(parameterized.TestCase):
     ('unknown_mode', {'mode': 'asynchronous'}, "mode='asynchronous'.*'sync'"),
     ('mode_none', {'mode': None}, 'mode=None'),
     ('mode_list', {'mode': ['async']}, r"mode=\['async'\]"),
-    ('unknown_option', {'bakup_workers': 1}, "'bakup_workers'.*spelling"),
     (
       'all_workers_backup',
       {'mode': 'sync', 'backup_workers': 2},
@@ -83,11 +82,6 @@ class OptionsTest(parameterized.TestCase):
       "max_staleness='2'.*integer",
     ),
     (
-      'local_steps',
-      {'local_steps': 4},
-      r'local_steps=4.*LocalSteps\(optimizer, every=4\)',
-    ),
-    (
       'steps_without_directory',
       {'checkpoint_steps': 10},
       'checkpoint_steps=10 without checkpoint_dir',
@@ -128,6 +122,16 @@ class OptionsTest(parameterized.TestCase):
     ):
       with self.assertRaisesRegex(errors.UnsupportedOptionError, message):
         create(cluster=_config(), **given)
+
+  @parameterized.parameters(
+    ({'bakup_workers': 1}, "'bakup_workers'.*spelling"),
+    ({'local_steps': 4}, r'local_steps=4.*LocalSteps\(optimizer, every=4\)'),
+  )
+  def test_name_that_is_none(self, given, message):
+    with self.assertRaisesRegex(errors.UnsupportedOptionError, message):
+      tfs.create_strategy('parameter_server', cluster=_config(), **given)
+    with self.assertRaisesRegex(TypeError, next(iter(given))):
+      tfs.ParameterServerStrategy(cluster=_config(), **given)
 
   def test_refusals_name_value_allowed_and_way_out(self):
     with self.assertRaises(errors.UnsupportedOptionError) as caught:

@@ -37,7 +37,7 @@ ALGORITHMS: Mapping[str, Callable[..., schedule.Schedule]] = (
     }
   )
 )
-
+"""From a name to a function from the number of ranks to a `Schedule`."""
 
 # A name, and the size of groups where one is given.
 _SPELLING = re.compile(r'(\w+)\(([1-9]\d*)\)')

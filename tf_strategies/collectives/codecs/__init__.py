@@ -42,6 +42,7 @@ CODECS: Mapping[str, codec_lib.Codec] = types.MappingProxyType(
     for module in pkgutil.iter_modules(__path__)
   }
 )
+"""The codecs, by the names that `compression=` takes."""
 NONE = CODECS['none']
 
 

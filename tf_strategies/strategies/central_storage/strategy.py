@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import tensorflow as tf
 
@@ -62,7 +63,7 @@ class CentralStorageStrategy(
 
   def __init__(
     self,
-    compute_devices=None,
+    compute_devices: Sequence[str | tf.config.LogicalDevice] | None = None,
     parameter_device: str | tf.config.LogicalDevice | None = None,
     cross_device_ops: tf.distribute.CrossDeviceOps | None = None,
     reproducible: bool | int = False,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import tensorflow as tf
 
 from tf_strategies import _tf_internal, cross_device, errors, option_checks
@@ -107,7 +109,7 @@ class RingMirroredStrategy(ExactStrategy, tf.distribute.MirroredStrategy):
 
   def __init__(
     self,
-    devices=None,
+    devices: Sequence[str | tf.config.LogicalDevice] | None = None,
     cross_device_ops: tf.distribute.CrossDeviceOps | None = None,
     reproducible: bool | int = False,
     shard_optimizer_state: bool = False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -77,12 +78,15 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
       or more, with 16 times more rows than columns, one part a server.
       `lambda shape, dtype: [1] * len(shape)` cuts none. Scalars are never cut.
     mode: see above.
-    **options: `backup_workers` (0) with 'sync'; `max_staleness` (1) with
-      'bounded'; `checkpoint_dir` and
-      `checkpoint_steps` (1000); `start_timeout`, `recovery_timeout` (300
-      seconds), `step_timeout` (600 seconds without a finished step) and
-      `keepalive_timeout` (60 seconds in which a task answers nothing, after which
-      it counts as dead).
+    backup_workers: with 'sync', how many gradients of a step need not come.
+    max_staleness: with 'bounded', in steps; None means 1.
+    checkpoint_dir: where the job writes checkpoints; None for none.
+    checkpoint_steps: steps between two of them; None means 1000.
+    start_timeout: seconds in which all tasks must answer at the start.
+    recovery_timeout: seconds in which a lost server must be back.
+    step_timeout: seconds without a finished step.
+    keepalive_timeout: seconds in which a task answers nothing, after which it
+      counts as dead.
 
   Raises:
     ClusterConfigError: no cluster, no ps, no worker, or this is not the chief.
@@ -95,9 +99,28 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     cluster: config_lib.ClusterConfig | None = None,
     variable_partitioner: Callable | None = None,
     mode: str = 'async',
-    **options,
+    *,
+    backup_workers: int = 0,
+    max_staleness: int | None = None,
+    checkpoint_dir: str | os.PathLike[str] | None = None,
+    checkpoint_steps: int | None = None,
+    start_timeout: float = 300.0,
+    recovery_timeout: float = 300.0,
+    step_timeout: float = 600.0,
+    keepalive_timeout: float = 60.0,
   ):
-    self.options = options_lib.make(mode, variable_partitioner, **options)
+    self.options = options_lib.make(
+      mode,
+      variable_partitioner,
+      backup_workers=backup_workers,
+      max_staleness=max_staleness,
+      checkpoint_dir=checkpoint_dir,
+      checkpoint_steps=checkpoint_steps,
+      start_timeout=start_timeout,
+      recovery_timeout=recovery_timeout,
+      step_timeout=step_timeout,
+      keepalive_timeout=keepalive_timeout,
+    )
     self.cluster = connection.checked_cluster(cluster)
     workers = tuple(self.cluster.jobs['worker'])
     self.options.check_workers(len(workers))

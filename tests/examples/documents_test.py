@@ -1,0 +1,117 @@
+"""Every Python block of the documents runs, and shows what it says."""
+
+import doctest
+import os
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from absl.testing import absltest, parameterized
+
+import tf_strategies as tfs
+from tests import virtual_devices
+from tests.architecture import documents, project
+
+virtual_devices.configure(4)
+
+_DOCTEST = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
+# Fragments of test files, which run where they are.
+_NOT_RUN = ('CONTRIBUTING.md',)
+# By tutorial_test.py, as the pages say.
+_RUN_ELSEWHERE = ('README.md', 'docs/tutorial.md')
+
+
+def _checkpoints():
+  """What the page says that a program has."""
+  model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
+  model.compile('sgd', 'mse')
+  options = tfs.data.PipelineOptions(global_batch_size=4, seed=1)
+  arrays = np.ones([400, 3]), np.ones([400, 1])
+
+  def batches_from(epoch):
+    return tfs.data.make_dataset(
+      arrays, options, training=True, epochs=3, start=(epoch, 0)
+    )
+
+  given = {'tfs': tfs, 'directory': 'run', 'model': model}
+  return {**given, 'batches_from': batches_from}
+
+
+def _parameter_servers():
+  ids = tf.reshape(tf.range(32, dtype=tf.int64) * 10**12, [32, 1])
+  clicks = tf.cast(ids % 3 == 0, tf.float32)
+  return {'dataset': tf.data.Dataset.from_tensors((ids, clicks))}
+
+
+_GIVEN = {
+  'docs/checkpoints.md': _checkpoints,
+  'docs/parameter_servers.md': _parameter_servers,
+}
+
+
+def _pages(*languages):
+  return [
+    path
+    for path, text in sorted(project.text_files().items())
+    if path.endswith('.md')
+    and path not in _NOT_RUN
+    and any(documents.blocks(text, *languages))
+  ]
+
+
+def _blocks(page, *languages):
+  return list(documents.blocks(project.text_files()[page], *languages))
+
+
+class DocumentsTest(parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    before = os.getcwd()
+    self.addCleanup(os.chdir, before)
+    os.chdir(self.create_tempdir().full_path)
+
+  def test_every_page_is_found(self):
+    self.assertContainsSubset(
+      {'docs/elastic.md', 'docs/migration.md', *_RUN_ELSEWHERE},
+      _pages('python'),
+    )
+    self.assertContainsSubset(_GIVEN, _pages('python'))
+
+  @parameterized.parameters(*_pages('pycon'))
+  def test_sessions_show_what_happens(self, page):
+    body = ''.join(block.body + '\n' for block in _blocks(page, 'pycon'))
+    session = doctest.DocTestParser().get_doctest(body, {}, page, page, 0)
+    runner = doctest.DocTestRunner(optionflags=_DOCTEST)
+    self.assertEqual(runner.run(session).failed, 0)
+    self.assertNotEmpty(session.examples)
+
+  @parameterized.parameters(
+    *(page for page in _pages('python') if page not in _RUN_ELSEWHERE)
+  )
+  @pytest.mark.full
+  def test_programs_run(self, page):
+    for block in _blocks(page, 'python', 'diff'):
+      given = _GIVEN.get(page, dict)()
+      program = block.body
+      if block.language == 'diff':  # What it ends in.
+        lines = program.splitlines()
+        program = '\n'.join(line[1:] for line in lines if line[:1] != '-')
+      code = compile(program, page, 'exec')
+      with self.subTest(program):
+        exec(code, {'__name__': '__main__', **given})
+    self.assertNotEmpty(_blocks(page, 'python'))
+
+  def test_every_error_has_its_paragraph(self):
+    text = project.text_files()['docs/errors.md']
+    types = {
+      name
+      for name, value in vars(tfs.errors).items()
+      if isinstance(value, type) and issubclass(value, tfs.errors.Error)
+    }
+    named = {line[3:] for line in text.splitlines() if line.startswith('## ')}
+    self.assertEqual(types - named, {'Error'})
+
+
+if __name__ == '__main__':
+  absltest.main()

@@ -1,0 +1,132 @@
+"""The programs of the README and of the tutorial, as their readers run them."""
+
+import ast
+import os
+import pathlib
+import re
+import signal
+import sys
+
+import pytest
+from absl.testing import absltest, parameterized
+
+from benchmarks import processes
+from tests.architecture import documents, project
+
+# Beyond the fourth digit the kind of CPU shows.
+_PLACES = 3
+_LOSS = re.compile(r'(?:loss )?(\d\.\d+)(?: of)? (\d)$', re.MULTILINE)
+
+
+def _page(path: str) -> str:
+  return project.text_files()[path]
+
+
+class PageTest(parameterized.TestCase):
+  """Base: makes the files of a page, and runs its commands."""
+
+  page = 'README.md'
+
+  def setUp(self):
+    super().setUp()
+    self.directory = pathlib.Path(self.create_tempdir().full_path)
+    for block in documents.blocks(_page(self.page), 'python'):
+      if block.title:
+        (self.directory / block.title).write_text(block.body, encoding='utf-8')
+
+  def commands(self, program: str) -> list[list[str]]:
+    """The commands of the page that end in a program, for this interpreter."""
+    return [
+      [sys.executable if word == 'python' else word for word in words]
+      for words in documents.commands(_page(self.page))
+      if words[-1] == program
+    ]
+
+  def output_of(self, words: list[str]) -> str:
+    return processes.run(
+      words,
+      cwd=self.directory,
+      env=processes.python_environment(),
+      is_checked=True,
+    ).stdout
+
+  def losses(self, text: str) -> list[tuple[float, int]]:
+    """Losses that were printed, each with the number of replicas."""
+    return [(float(loss), int(n)) for loss, n in _LOSS.findall(text)]
+
+  def assert_as_shown(self, program: str):
+    """The outputs of the commands are those of the page, and of one device."""
+    found = []
+    for command in self.commands(program):
+      found += self.losses(self.output_of(command))
+    shown = []
+    for block in documents.blocks(_page(self.page), 'text'):
+      shown += self.losses(block.body)
+    self.assertGreater(len(found), 1)
+    for (loss, replicas), (said, on) in zip(found, shown, strict=False):
+      self.assertEqual(replicas, on)
+      self.assertAlmostEqual(loss, said, places=_PLACES)
+      self.assertAlmostEqual(loss, found[0][0], delta=1.1e-4)
+
+
+@pytest.mark.multi_process
+class ReadmeTest(PageTest):
+  @pytest.mark.full
+  def test_commands_print_what_is_shown(self):
+    self.assert_as_shown('train.py')
+
+  def test_every_diff_ends_in_the_program(self):
+    (program,) = documents.blocks(_page(self.page), 'python')
+    diffs = list(documents.blocks(_page(self.page), 'diff'))
+    self.assertLen(diffs, 3)
+    for diff in diffs:
+      lines = diff.body.splitlines()
+      after = '\n'.join(line[1:] for line in lines if line[:1] != '-')
+      before = '\n'.join(line[1:] for line in lines if line[:1] != '+')
+      with self.subTest(diff.body):
+        self.assertIn(after, program.body)
+        ast.parse(program.body.replace(after, before))
+
+  def test_program_is_short(self):
+    (program,) = documents.blocks(_page(self.page), 'python')
+    lines = [line for line in program.body.splitlines() if line.strip()]
+    self.assertLessEqual(len(lines), 15)
+
+
+@pytest.mark.full
+@pytest.mark.multi_process
+class TutorialTest(PageTest):
+  page = 'docs/tutorial.md'
+
+  def test_two_workers_print_what_one_prints(self):
+    self.assertLen(self.commands('digits.py'), 2)
+    self.assert_as_shown('digits.py')
+
+  def test_killed_worker_comes_back(self):
+    text = (self.directory / 'survivor.py').read_text(encoding='utf-8')
+    self.assertIn('time.sleep(0.5)', text)  # Nobody kills this one.
+    text = text.replace('time.sleep(0.5)', 'pass')
+    alone = self.losses(self.output_of([sys.executable, '-c', text]))
+    (words,) = self.commands('survivor.py')
+    with processes.Command(
+      words, cwd=self.directory, env=processes.python_environment()
+    ) as job:
+      job.wait_until(lambda: ' of 2' in job.output())
+      victim = re.search(r'\[worker 1\] I am process (\d+)', job.output())[1]
+      os.kill(int(victim), signal.SIGKILL)
+      self.assertEqual(job.wait(), 0, job.output())
+    first = [
+      line
+      for line in job.output().splitlines()
+      if line.startswith('[worker 0]')
+    ]
+    told = self.losses('\n'.join(first))
+    self.assertLen(told, 100)
+    replicas = [n for _, n in told]
+    self.assertEqual([*sorted(set(replicas)), replicas[-1]], [1, 2, 2])
+    for (loss, _), (expected, _) in zip(told, alone, strict=True):
+      self.assertAlmostEqual(loss, expected, places=5)
+
+
+if __name__ == '__main__':
+  absltest.main()

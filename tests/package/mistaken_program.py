@@ -1,0 +1,26 @@
+"""Mistakes of users, one a line, that a type checker has to find.
+
+It never runs. Each line that ends in `# wrong` is to be reported, and no other.
+"""
+
+import tf_strategies as tfs
+
+tfs.RingMiroredStrategy()  # wrong
+tfs.RingMirroredStrategy(device=['CPU:0'])  # wrong
+tfs.RingMirroredStrategy(devices=4)  # wrong
+tfs.MultiWorkerRingStrategy(options='tcp')  # wrong
+tfs.RingOptions(bucket_byte=1)  # wrong
+tfs.RingOptions(bucket_bytes='8 MB')  # wrong
+tfs.ParameterServerStrategy(bakup_workers=1)  # wrong
+tfs.ParameterServerStrategy(checkpoint_steps='100')  # wrong
+tfs.create_strategy('parameter_server', bakup_workers=1)  # wrong
+tfs.create_strategy('ring_mirrored', device=['CPU:0'])  # wrong
+tfs.MonitorCallback(log_directory='logs')  # wrong
+tfs.elastic.run(lambda job: job.no_such_method())  # wrong
+tfs.elastic.run(4)  # wrong
+tfs.data.PipelineOptions(global_batch_size='64')  # wrong
+tfs.data.make_data_set  # wrong  # noqa: B018
+tfs.keras.LocalSteps('adam', every='4')  # wrong
+tfs.cluster.ClusterConfig.from_envs()  # wrong
+name: str = tfs.collectives.ALGORITHMS['ring'](4).num_rounds  # wrong
+tfs.RingMirroredStrategy(devices=['CPU:0'])

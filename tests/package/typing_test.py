@@ -1,0 +1,114 @@
+"""Type checkers find a user's mistakes, and nothing in a program without any."""
+
+import ast
+import importlib.util
+import inspect
+import json
+import os
+import pathlib
+import re
+import shutil
+import sys
+import unittest
+
+import pytest
+from absl.testing import absltest
+
+import tf_strategies
+from benchmarks import processes
+from tf_strategies import _public
+
+_HERE = pathlib.Path(__file__).parent
+_PROGRAMS = ('user_program.py', 'mistaken_program.py')
+_SITE = pathlib.Path(tf_strategies.__file__).parents[1]
+# What a checker cannot know: which options an algorithm has.
+_OPEN = ('ScheduledAllReduce',)
+
+
+def _marked(name: str) -> set[tuple[str, int]]:
+  lines = (_HERE / name).read_text(encoding='utf-8').splitlines()
+  return {(name, n) for n, line in enumerate(lines, 1) if '  # wrong' in line}
+
+
+def _has(module: str) -> bool:
+  return importlib.util.find_spec(module) is not None
+
+
+@pytest.mark.full
+@pytest.mark.multi_process
+class CheckersTest(absltest.TestCase):
+  def setUp(self):
+    super().setUp()
+    self._directory = pathlib.Path(self.create_tempdir().full_path)
+    for name in _PROGRAMS:
+      shutil.copy(_HERE / name, self._directory)
+
+  def assert_finds(self, found: set[tuple[str, int]], output: str):
+    """Exactly the marked lines are found, and the program without is clean."""
+    self.assertEmpty(_marked('user_program.py'))
+    expected = _marked('mistaken_program.py')
+    self.assertGreater(len(expected), 10)
+    self.assertEqual(found, expected, output)
+
+  @unittest.skipUnless(_has('mypy'), 'mypy is not installed')
+  def test_mypy(self):
+    path = {'MYPYPATH': '' if 'site-packages' in str(_SITE) else str(_SITE)}
+    done = processes.run_python(
+      *('-m', 'mypy', '--strict', '--ignore-missing-imports'),
+      *('--follow-imports=silent', '--cache-dir', os.devnull),
+      *_PROGRAMS,
+      cwd=self._directory,
+      env=path,
+    )
+    found = re.findall(r'^(\w+\.py):(\d+): error:', done.stdout, re.MULTILINE)
+    self.assert_finds({(a, int(b)) for a, b in found}, done.stdout)
+
+  @unittest.skipUnless(_has('pyright'), 'pyright is not installed')
+  def test_pyright(self):
+    (self._directory / 'pyrightconfig.json').write_text(
+      json.dumps({'extraPaths': [str(_SITE)], 'reportMissingImports': False}),
+      encoding='utf-8',
+    )
+    done = processes.run_python(
+      *('-m', 'pyright', '--outputjson', '--pythonpath', sys.executable),
+      *_PROGRAMS,
+      cwd=self._directory,
+    )
+    found = {
+      (pathlib.Path(each['file']).name, each['range']['start']['line'] + 1)
+      for each in json.loads(done.stdout)['generalDiagnostics']
+      if each['severity'] == 'error'
+    }
+    self.assert_finds(found, done.stdout)
+
+
+class SignaturesTest(absltest.TestCase):
+  def test_package_says_that_it_is_typed(self):
+    package = pathlib.Path(tf_strategies.__file__).parent
+    self.assertTrue((package / 'py.typed').is_file())
+
+  def test_checkers_see_the_rooms_that_are_loaded(self):
+    tree = ast.parse(inspect.getsource(tf_strategies))
+    seen = {
+      alias.asname
+      for node in ast.walk(tree)
+      if isinstance(node, ast.ImportFrom) and node.module == 'tf_strategies'
+      for alias in node.names
+    }
+    self.assertEqual(seen, set(tf_strategies._ROOMS))
+
+  def test_no_signature_swallows_what_is_misspelled(self):
+    open_names = set()
+    for name in _public.__all__:
+      value = getattr(_public, name)
+      if not callable(value):
+        continue
+      for parameter in inspect.signature(value).parameters.values():
+        is_open = parameter.kind == parameter.VAR_KEYWORD
+        if is_open and 'Unpack' not in str(parameter.annotation):
+          open_names.add(name)
+    self.assertEqual(open_names, set(_OPEN))
+
+
+if __name__ == '__main__':
+  absltest.main()
