@@ -23,11 +23,14 @@ _EXAMPLES = [
   'setuptools<81',
 ]
 
-# What `python -m tf_strategies.launch` needs: free ports.
+# What `tfs launch` needs: free ports.
 _LAUNCH = ['portpicker']
 
-# What `python -m tf_strategies.kubernetes` needs.
+# What `tfs manifests` needs.
 _MANIFESTS = ['PyYAML']
+
+# What `tfs.launch(function)` needs in a notebook, and the tutorial to run.
+_NOTEBOOK = [*_LAUNCH, 'cloudpickle', 'ipykernel', 'nbclient']
 
 # What benchmarks need to start their jobs, to weigh them, and for `--plot`.
 _BENCHMARKS = [*_LAUNCH, 'psutil', 'matplotlib']
@@ -66,6 +69,7 @@ setuptools.setup(
   packages=setuptools.find_packages(
     include=['tf_strategies', 'tf_strategies.*']
   ),
+  entry_points={'console_scripts': ['tfs = tf_strategies.__main__:main']},
   # The Pythons that TensorFlow has wheels for; tools/install.sh says it, too.
   python_requires='>=3.10,<3.14',
   install_requires=['absl-py', 'numpy'],
@@ -76,12 +80,14 @@ setuptools.setup(
     'examples': _EXAMPLES,
     'launch': _LAUNCH,
     'manifests': _MANIFESTS,
+    'notebook': _NOTEBOOK,
     'benchmarks': _BENCHMARKS,
     # Not in dev: a cluster brings an MPI library of its own.
     'mpi': ['mpi4py>=4', 'mpich'],
     'dev': [
       *_EXAMPLES,
       *_MANIFESTS,
+      *_NOTEBOOK,
       *_BENCHMARKS,
       'build',
       'hypothesis',

@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # For readers and tools; see `_public`.
     process_group,
   )
   from tf_strategies._public import *
+  from tf_strategies.launch.functions import launch
 
 # Each is loaded alone; some need no TensorFlow.
 _ROOMS = (
@@ -34,6 +35,7 @@ _ROOMS = (
   'data',
   'errors',
   'keras',
+  'launch',
   'monitoring',
   'process_group',
 )

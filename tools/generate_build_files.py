@@ -22,6 +22,7 @@ ROOTS = ('benchmarks', 'examples', 'tests', 'tf_strategies', 'tools')
 # them are pinned in tools/requirements_lock.txt.
 EXTERNAL = {
   'absl': 'absl_py',
+  'cloudpickle': 'cloudpickle',
   'google': 'protobuf',
   'grpc': 'grpcio',
   'hypothesis': 'hypothesis',

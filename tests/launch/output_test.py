@@ -62,6 +62,19 @@ class TaskOutputTest(parameterized.TestCase):
     )
     self.assertLess(max(map(len, tail)), 2100)
 
+  def test_tracebacks_are_hidden_when_that_is_wanted(self):
+    log = io.BytesIO()
+    written = []
+    lines = output.TaskOutput(b'[a] ', written.append, log)
+    traceback = b'Traceback (most recent call last):\n  File "x"\nE: why\n'
+    lines.feed(traceback)
+    self.assertLen(written, 3)
+    lines.hides_tracebacks = True
+    lines.feed(b'saved\n' + traceback)
+    self.assertEqual(written[3:], [b'[a] saved\n'])
+    self.assertEqual(lines.tail()[-1], b'E: why')
+    self.assertEqual(log.getvalue(), traceback + b'saved\n' + traceback)
+
   def test_log_holds_the_bytes_as_they_came(self):
     log = io.BytesIO()
     written = []

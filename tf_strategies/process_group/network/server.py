@@ -62,7 +62,7 @@ class Server:
     self._handlers = dict(handlers)
     self._unauthenticated: dict[asyncio.Task, None] = {}  # The oldest first.
     self._tasks: set[asyncio.Task] = set()
-    self._listener = _listen(address, task)
+    self._listener = listen(address, task)
     self.loop = asyncio.new_event_loop()
     self._start()
 
@@ -163,7 +163,8 @@ class Server:
     await self._handlers[request.purpose](connection, request)
 
 
-def _listen(address: str, task: int) -> socket.socket:
+def listen(address: str, task: int) -> socket.socket:
+  """A listener at a task's own address, or RendezvousError with what to do."""
   started = time.monotonic()
   while True:
     try:
