@@ -244,7 +244,13 @@ def _describe(strategy, data) -> str:
   replicas = strategy.num_replicas_in_sync
   tasks = f'{replicas} replica' + ('s' if replicas > 1 else '')
   if servers := _servers(strategy):
-    tasks = f'{servers["workers"]} workers, {servers["servers"]} servers'
+    tasks = ', '.join(
+      f'{n} {kind}' + ('s' if n != 1 else '')
+      for kind, n in (
+        ('worker', servers['workers']),
+        ('server', servers['servers']),
+      )
+    )
   return (
     f'{data.name} ({data.train.num_examples:,} images, '
     f'{data.test.num_examples:,} to test) in batches of '

@@ -113,7 +113,7 @@ class BrokenTest(JobCase):
     found = self.look(
       _config(['192.0.2.1:2222', *_free(1)]), TFS_SECRET=_SECRET
     )
-    self.assert_fails(found, 'port', '192.0.2.1:2222', 'one of this host')
+    self.assert_fails(found, 'port', '192.0.2.1:2222', 'of this host')
 
   def test_no_secret_over_several_hosts(self):
     address = f'{socket.gethostname()}:{portpicker.pick_unused_port()}'

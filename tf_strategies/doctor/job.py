@@ -54,7 +54,8 @@ def look(
     where = f' at {cluster.address}' if cluster.address else ''
     yield Finding(OK, 'TF_CONFIG', f'{me} of {counts}{where}')
   is_sure = True
-  for check in (_secret, _tls, _names, _port, _tasks):
+  alone, in_job = (_secret, _tls), (_names, _port, _tasks)
+  for check in alone if cluster is None else alone + in_job:
     finding = check(cluster)
     is_sure = is_sure and finding.state != FAIL
     yield finding
@@ -114,7 +115,7 @@ def _shake_hands(files: tls.TlsFiles) -> None:
       side.do_handshake()
 
 
-def _names(cluster: ClusterConfig | None) -> Finding:
+def _names(cluster: ClusterConfig) -> Finding:
   hosts = {}
   for task, address in _tasks_of(cluster).items():
     host, port = checks.split_address(address, task)
@@ -143,8 +144,8 @@ def _names(cluster: ClusterConfig | None) -> Finding:
   )
 
 
-def _port(cluster: ClusterConfig | None) -> Finding:
-  if cluster is None or not cluster.address:
+def _port(cluster: ClusterConfig) -> Finding:
+  if not cluster.address:
     return Finding(OK, 'port', 'this task listens nowhere')
   places, task = _places(cluster)
   try:
@@ -154,7 +155,7 @@ def _port(cluster: ClusterConfig | None) -> Finding:
   return Finding(OK, 'port', f'{places[task]} is free, and of this host')
 
 
-def _tasks(cluster: ClusterConfig | None) -> Finding:
+def _tasks(cluster: ClusterConfig) -> Finding:
   others = {
     task: address
     for task, address in _tasks_of(cluster).items()
@@ -226,14 +227,11 @@ def _clocks(times: np.ndarray) -> Finding:
   return Finding(NOTE, 'clocks', what, 'keep them by NTP')
 
 
-def _tasks_of(cluster: ClusterConfig | None) -> dict[str, str]:
+def _tasks_of(cluster: ClusterConfig) -> dict[str, str]:
   """The address of each task by its name."""
-  jobs: Mapping[str, Mapping[int, str]] = (
-    {} if cluster is None else cluster.jobs
-  )
   return {
     f'{job} {index}': address
-    for job, tasks in jobs.items()
+    for job, tasks in cluster.jobs.items()
     for index, address in tasks.items()
   }
 

@@ -86,6 +86,15 @@ def _known(output: bytes | None) -> dict[str, Any]:
 
 
 def _software(known: dict[str, Any], ending: str) -> list[Finding]:
+  # Another backend is what ends Keras's import where that is not installed.
+  backend = os.environ.get('KERAS_BACKEND') or known.get('backend')
+  if backend not in (None, 'tensorflow'):
+    fix = (
+      'unset KERAS_BACKEND, or write "backend": "tensorflow" in '
+      '~/.keras/keras.json'
+    )
+    what = f'its backend is {backend}. Expected tensorflow'
+    return [Finding(FAIL, 'Keras', what, fix)]
   if ending:
     error = RuntimeError(f'TensorFlow or Keras cannot be used: {ending}')
     found = findings.failed('TensorFlow', error)
@@ -94,29 +103,17 @@ def _software(known: dict[str, Any], ending: str) -> list[Finding]:
       f'is {_requirements.TESTED}'
     )
     return [Finding(FAIL, 'TensorFlow', found.what, fix)]
-  names = [f'{name} {known[name]}' for name in ('TensorFlow', 'Keras')]
-  text = ' with '.join(names)
-  untested = [
-    name
-    for name in ('TensorFlow', 'Keras')
-    if not _requirements.is_tested(name, known[name])
-  ]
-  if known['backend'] != 'tensorflow':
-    first = Finding(
-      FAIL,
-      'Keras',
-      f'its backend is {known["backend"]}. Expected tensorflow',
-      'unset KERAS_BACKEND, or set "backend": "tensorflow" in ~/.keras/keras.json',
-    )
-  elif untested:
-    first = Finding(
-      NOTE,
-      'TensorFlow',
-      f'{text}: has what is needed, but {" and ".join(untested)} was not tested',
-      f'install {_requirements.TESTED}',
-    )
-  else:
+  names = ('TensorFlow', 'Keras')
+  text = ' with '.join(f'{name} {known[name]}' for name in names)
+  untested = [n for n in names if not _requirements.is_tested(n, known[n])]
+  if not untested:
     first = Finding(OK, 'TensorFlow', f'{text}: tested')
+  else:
+    what = (
+      f'{text}: has what is needed, but {" and ".join(untested)} was not tested'
+    )
+    fix = f'install {_requirements.TESTED}'
+    first = Finding(NOTE, 'TensorFlow', what, fix)
   return [first, _gpus(known)]
 
 

@@ -17,6 +17,7 @@ Example:
 
 import collections
 import os
+import re
 import select
 import signal
 from collections.abc import Callable
@@ -30,6 +31,10 @@ _LONGEST_IN_TAIL = 2000
 # A pipe that poll() calls writable takes this much without blocking (POSIX).
 _ATOMIC = min(getattr(select, 'PIPE_BUF', 512), 4096)
 _TRACEBACK = b'Traceback (most recent call last)'
+_NOTICE = re.compile(
+  rb'WARNING: All log messages before absl::InitializeLog\(\) is called|'
+  rb'I0000 [0-9:.]+ +[0-9]+ \S+\] '
+)
 _COLOURS = (36, 33, 32, 35, 34, 31)
 
 
@@ -94,6 +99,8 @@ class TaskOutput:
     log_error: why the log was given up, if it was.
     hides_tracebacks: whether a traceback, and what follows it, goes to the log
       alone: after Ctrl-C each task has one to show.
+    hides_notices: whether TensorFlow's first lines do: it writes them before it
+      reads TF_CPP_MIN_LOG_LEVEL, which is to hide them.
   """
 
   def __init__(
@@ -103,7 +110,7 @@ class TaskOutput:
     log: BinaryIO | None = None,
   ):
     self.log_error: OSError | None = None
-    self.hides_tracebacks = False
+    self.hides_tracebacks = self.hides_notices = False
     self._is_hidden = False
     self._prefix = prefix
     self._write = write
@@ -145,7 +152,8 @@ class TaskOutput:
     self._tail.append(short if len(short) == len(line) else short + b'...')
     if self.hides_tracebacks and line.startswith(_TRACEBACK):
       self._is_hidden = True
-    if not self._is_hidden:
+    is_notice = self.hides_notices and _NOTICE.match(line)
+    if not self._is_hidden and not is_notice:
       self._write(self._prefix + line + b'\n')
 
   def _write_log(self, data: bytes) -> None:

@@ -173,7 +173,9 @@ class Supervisor:
     shown = self._options.shown
     is_shown = shown is None or spec.name in shown
     write = self._out.write if is_shown else lambda line: None
-    return output.TaskOutput(start, write, log)
+    lines = output.TaskOutput(start, write, log)
+    lines.hides_notices = tasks.log_level(os.environ) > '0'
+    return lines
 
   def _start(self, task: _Task) -> None:
     task.was_noted = False

@@ -169,10 +169,15 @@ def full_environment(
     **spec.environment,
     # TensorFlow tells of each processor and library that it has found, in
     # every task; warnings and errors stay.
-    _LOG_LEVEL: kept.get(_LOG_LEVEL, '1'),
+    _LOG_LEVEL: log_level(kept),
     name: kept.get(name, str(exit_codes.RESTARTABLE_EXIT_CODE)),
     'TFS_RESTART_COUNT': str(restart_count),
   }
+
+
+def log_level(environ: Mapping[str, str]) -> str:
+  """TF_CPP_MIN_LOG_LEVEL of tasks: warnings and errors, unless told otherwise."""
+  return environ.get(_LOG_LEVEL, '1')
 
 
 def describe(spec: TaskSpec) -> str:

@@ -176,11 +176,11 @@ def listen(address: str, task: int) -> socket.socket:
       if (busy or nameless) and time.monotonic() < started + patience:
         time.sleep(0.1)
         continue
-      hint = 'The address must be one of this host: check which task it is.'
+      hint = 'Expected an address of this host. Fix: check which task it is.'
       if busy:
         hint = (
           'Another process has it: a second one that claims the same task, or '
-          'one of another job. End that one, or choose another port.'
+          'one of another job. Fix: end that one, or choose another port.'
         )
       raise errors.RendezvousError(
         f'Task {task} cannot listen at {address}: {e.strerror or e}. {hint}'

@@ -67,7 +67,7 @@ class ExactMirroredExtended(
     make_local=reducer_lib.DeviceReducer,
   ):
     container_strategy._collective_key_base = next(_collective_key_bases)
-    with _without_notice():
+    with _tf_internal.without_notices():
       super().__init__(
         container_strategy, devices=devices, cross_device_ops=cross_device_ops
       )
@@ -462,21 +462,6 @@ def rows_of_plain(leaves):
   """The number of rows of a batch that is there whole."""
   batch = next((t for t in leaves if tf.is_tensor(t) and t.shape.rank), None)
   return 0 if batch is None else replica_run.num_rows(batch)
-
-
-@contextlib.contextmanager
-def _without_notice():
-  """Keeps TensorFlow's log from saying that "TF_CONFIG will be ignored"."""
-
-  def is_kept(record):
-    return 'TF_CONFIG will be ignored' not in record.getMessage()
-
-  logger = tf.get_logger()
-  logger.addFilter(is_kept)
-  try:
-    yield
-  finally:
-    logger.removeFilter(is_kept)
 
 
 def _is_in_function() -> bool:
