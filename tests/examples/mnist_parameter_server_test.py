@@ -115,6 +115,9 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
     )
     self.assertLen(by_device, 2)
     self.assertIsNone(report['bytes_per_step'])
+    # What is said while tasks wait for each other depends on the machine.
+    lines = self._output.splitlines()
+    self.assertLess(sum('Waiting to begin' not in line for line in lines), 40)
     for split in ('train', 'test'):
       self.assertBetween(report[split]['accuracy'], 0, 1)
     return servers

@@ -148,12 +148,13 @@ class TaskOutput:
   def _emit(self) -> None:
     line = bytes(self._partial)
     self._partial.clear()
+    if self.hides_notices and _NOTICE.match(line):
+      return
     short = line[:_LONGEST_IN_TAIL]
     self._tail.append(short if len(short) == len(line) else short + b'...')
     if self.hides_tracebacks and line.startswith(_TRACEBACK):
       self._is_hidden = True
-    is_notice = self.hides_notices and _NOTICE.match(line)
-    if not self._is_hidden and not is_notice:
+    if not self._is_hidden:
       self._write(self._prefix + line + b'\n')
 
   def _write_log(self, data: bytes) -> None:

@@ -414,13 +414,8 @@ class Supervisor:
 
   def _report_failure(self) -> None:
     task = self._failure
-    if task is None:
-      return
-    if where := self._others.where(task.spec.name):
-      self._say(
-        f'{task.spec.name} failed first{where}: see its launcher there.'
-      )
-      return
+    if task is None or task.spec.node != self._here:
+      return  # Of another host: its launcher there has the last lines.
     again = f' (restarts: {task.attempt})' if task.attempt else ''
     tail = task.lines.tail()
     what = 'Its last lines:' if tail else 'It wrote nothing.'
