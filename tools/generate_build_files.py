@@ -25,6 +25,7 @@ EXTERNAL = {
   'cloudpickle': 'cloudpickle',
   'google': 'protobuf',
   'grpc': 'grpcio',
+  'h5py': 'h5py',
   'hypothesis': 'hypothesis',
   'keras': 'keras',
   'ml_dtypes': 'ml_dtypes',
