@@ -27,11 +27,14 @@ _EXAMPLES = [
 # Where the checkout can be read; the name of its host is no part of it.
 _URL = os.environ.get('TFS_REPOSITORY_URL', '').rstrip('/')
 
-# What `python -m tf_strategies.launch` needs: free ports.
+# What `tfs launch` needs: free ports.
 _LAUNCH = ['portpicker']
 
-# What `python -m tf_strategies.kubernetes` needs.
+# What `tfs manifests` needs.
 _MANIFESTS = ['PyYAML']
+
+# What `tfs.launch(function)` needs in a notebook, and the tutorial to run.
+_NOTEBOOK = [*_LAUNCH, 'cloudpickle', 'ipykernel', 'nbclient']
 
 # What benchmarks need to start their jobs, to weigh them, and for `--plot`.
 _BENCHMARKS = [*_LAUNCH, 'psutil', 'matplotlib']
@@ -78,6 +81,7 @@ setuptools.setup(
     include=['tf_strategies', 'tf_strategies.*']
   ),
   package_data={'tf_strategies': ['py.typed']},
+  entry_points={'console_scripts': ['tfs = tf_strategies.__main__:main']},
   # The Pythons that TensorFlow has wheels for; tools/install.sh says it, too.
   python_requires='>=3.10,<3.14',
   install_requires=['absl-py', 'numpy'],
@@ -88,6 +92,7 @@ setuptools.setup(
     'examples': _EXAMPLES,
     'launch': _LAUNCH,
     'manifests': _MANIFESTS,
+    'notebook': _NOTEBOOK,
     'benchmarks': _BENCHMARKS,
     # What `make docs` needs. Pinned: another release warns of other things.
     'docs': ['mkdocs-material==9.8.2', 'mkdocstrings[python]==1.0.8'],
@@ -96,6 +101,7 @@ setuptools.setup(
     'dev': [
       *_EXAMPLES,
       *_MANIFESTS,
+      *_NOTEBOOK,
       *_BENCHMARKS,
       'build',
       'hypothesis',

@@ -244,7 +244,13 @@ def _describe(strategy, data) -> str:
   replicas = strategy.num_replicas_in_sync
   tasks = f'{replicas} replica' + ('s' if replicas > 1 else '')
   if servers := _servers(strategy):
-    tasks = f'{servers["workers"]} workers, {servers["servers"]} servers'
+    tasks = ', '.join(
+      f'{n} {kind}' + ('s' if n != 1 else '')
+      for kind, n in (
+        ('worker', servers['workers']),
+        ('server', servers['servers']),
+      )
+    )
   return (
     f'{data.name} ({data.train.num_examples:,} images, '
     f'{data.test.num_examples:,} to test) in batches of '
@@ -257,12 +263,13 @@ def _describe_traffic(report) -> str:
   steps = f'{report["steps_this_run"]:,} steps'
   if servers:
     sizes = ' + '.join(f'{n / 1e6:,.2f}' for n in servers['bytes_per_server'])
+    # A gradient is stale by the updates of others since its weights were read.
     staleness = ', '.join(
-      f'{n:,} by {s}' for s, n in servers['staleness'].items()
+      f'{s:,} ({n:,} steps)' for s, n in servers['staleness'].items() if n
     )
     return (
-      f'{servers["mode"]}: {sizes} MB on the servers; steps by staleness: '
-      f'{staleness or "none"}; {servers["dropped"]:,} gradients dropped'
+      f'{servers["mode"]}: {sizes} MB on the servers; updates that gradients had '
+      f'missed: {staleness or "none"}; {servers["dropped"]:,} gradients dropped'
     )
   if not counted['is_counted']:
     return f'all-reduce not counted: {counted["reason"]}'

@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # For readers and tools; see `_public`.
   from tf_strategies import monitoring as monitoring
   from tf_strategies import process_group as process_group
   from tf_strategies._public import *
+  from tf_strategies.launch.functions import launch
 
 # Each is loaded alone; some need no TensorFlow.
 _ROOMS = (
@@ -33,6 +34,7 @@ _ROOMS = (
   'data',
   'errors',
   'keras',
+  'launch',
   'monitoring',
   'process_group',
 )

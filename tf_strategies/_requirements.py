@@ -15,7 +15,23 @@ from typing import Any
 
 from tf_strategies import errors
 
-TESTED = 'TensorFlow 2.18 to 2.21 with Keras 3.12 to 3.15'
+_RANGES = {'TensorFlow': ('2.18', '2.21'), 'Keras': ('3.12', '3.15')}
+TESTED = ' with '.join(
+  f'{name} {first} to {last}' for name, (first, last) in _RANGES.items()
+)
+
+
+def is_tested(name: str, installed: str) -> bool:
+  """Whether a version of TensorFlow or Keras is in the tested range.
+
+  Example:
+
+    >>> is_tested('Keras', '3.15.1'), is_tested('TensorFlow', '2.9.0')
+    (True, False)
+  """
+  versions = (*_RANGES[name], installed)
+  first, last, found = (tuple(map(int, v.split('.')[:2])) for v in versions)
+  return first <= found <= last
 
 
 def missing(what: str, why: str) -> errors.UnsupportedVersionError:

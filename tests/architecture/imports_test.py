@@ -11,7 +11,7 @@ from tests.architecture import project
 _LAYERS = (
   ('benchmarks',),
   ('examples',),
-  ('fault_tolerance', 'planning'),
+  ('fault_tolerance', 'planning', 'doctor', 'launch'),
   ('strategies',),
   (
     'keras',
@@ -19,7 +19,6 @@ _LAYERS = (
     'process_group',
     'monitoring',
     'checkpoint',
-    'launch',
     'kubernetes',
   ),
   ('cluster', 'data'),

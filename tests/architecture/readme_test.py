@@ -47,8 +47,13 @@ def _script_problem(words: list[str], files: dict[str, str]) -> str | None:
     return None
   if not any(candidate in files for candidate in candidates):
     return f'no file {candidates[0]}'
+  return _flag_problem(words[2:], files)
+
+
+def _flag_problem(words: list[str], files: dict[str, str]) -> str | None:
+  """The first word that is a flag which nobody defines."""
   defined = _flags(files)
-  for word in words[2:]:
+  for word in words:
     flag = re.match(r'--(?:no(?=\w))?([\w-]+)', word)
     whole = re.match(r'--([\w-]+)', word)
     if flag and not {flag.group(1), whole.group(1)} & defined:
@@ -60,6 +65,16 @@ def _extras(files: dict[str, str]) -> set[str]:
   return set(
     re.findall(r"^    '([\w-]+)': [\[_]", files['setup.py'], re.MULTILINE)
   )
+
+
+def _tfs_problem(words: list[str], files: dict[str, str]) -> str | None:
+  """What is wrong with `tfs <command>`."""
+  door = files.get('tf_strategies/__main__.py', '')
+  commands = re.findall(r"^  '([a-z ]+)': \($", door, re.MULTILINE)
+  for count in (2, 1):
+    if ' '.join(words[1 : count + 1]) in commands:
+      return _flag_problem(words[count + 1 :], files)
+  return f'no command {" ".join(words[:2])}'
 
 
 def _problems(text: str, files: dict[str, str]) -> list[str]:
@@ -82,6 +97,8 @@ def _problems(text: str, files: dict[str, str]) -> list[str]:
       if words[1:2] and words[1] in titles:
         continue  # The reader makes it of a block above.
       reason = _script_problem(words, files)
+    elif words[0] == 'tfs':
+      reason = _tfs_problem(words, files)
     if 'install' in words:
       for word in words:
         named = re.fullmatch(
@@ -96,6 +113,7 @@ def _problems(text: str, files: dict[str, str]) -> list[str]:
 
 
 _FILES = {
+  'tf_strategies/__main__.py': "  'launch': (\n  'timeline merge': (\n",
   'Makefile': 'demo:\n\ttrue\n\ntest: demo\n',
   'setup.py': "  extras_require={\n    'cpu': [1],\n    'dev': _DEV,\n  },\n",
   'examples/a.py': "_X = flags.DEFINE_integer('epochs', 1, 'h')\n"
@@ -163,6 +181,8 @@ class ReadmeTest(absltest.TestCase):
       'TF_CONFIG={} python examples/b.py',
       'python -m examples.a --epochs=2 \\\n  --epoch=2',
       "pip install '.[cpu,gpu]'",
+      'tfs lanch -- true',
+      'tfs launch --epoch=2 -- true',
     ):
       with self.subTest(command):
         found = _problems(f'# A\n```bash\n{command}\n```\n', _FILES)
@@ -174,6 +194,7 @@ class ReadmeTest(absltest.TestCase):
       'python -m examples.a --epochs=2 --noshuffle  # Fast.',
       "pip install '.[cpu,dev]'",
       'python -m pytest tests',
+      'tfs timeline merge a.json --epochs=b.json',
     ):
       with self.subTest(command):
         self.assertEmpty(_problems(f'```bash\n{command}\n```\n', _FILES))

@@ -129,6 +129,26 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
     )
     return self.assert_result(report, _EPOCHS * _STEPS_PER_EPOCH)
 
+  @parameterized.parameters(
+    ('parameter_server', _JOB, 40),
+    ('multi_worker_ring', ('--num_workers=2',), 20),
+  )
+  @pytest.mark.full
+  def test_says_what_a_reader_needs(self, strategy, job, most):
+    self._run(_FIT, '--epochs=1', f'--strategy={strategy}', launcher=job)
+    for words in ('Training on', 'speed', 'accuracy'):
+      self.assertIn(words, self._output)
+    for words in (
+      'default session config',
+      'TF_CONFIG will be ignored',
+      'oneDNN custom operations',
+      'InitializeLog',
+    ):
+      self.assertNotIn(words, self._output)
+    # How long tasks wait for each other depends on the machine.
+    lines = [t for t in self._output.splitlines() if 'Waiting to be' not in t]
+    self.assertLess(len(lines), most)
+
   @tiers.named_parameters(
     ('fit_async', _FIT, 'async', ('--variable_partitions=2',)),
     tiers.soak(

@@ -76,6 +76,19 @@ class ReportingTest(tf.test.TestCase):
     )
     self.assertIsNone(reporting.bytes_per_step(counted, steps=0))
 
+  def test_staleness_says_what_it_counts(self):
+    servers = {'mode': 'async', 'bytes_per_server': [1e6], 'dropped': 0}
+    report = {'steps_this_run': 9, 'all_reduce': None}
+    for staleness, words in (
+      (
+        {0: 7, 2: 1},
+        'updates that gradients had missed: 0 (7 steps), 2 (1 steps);',
+      ),
+      ({0: 0}, 'updates that gradients had missed: none;'),
+    ):
+      report['parameter_server'] = {**servers, 'staleness': staleness}
+      self.assertIn(words, reporting._describe_traffic(report))
+
   def test_bytes_of_a_step_between_workers(self):
     counted = {'is_counted': True, 'link': 'tcp', 'bytes_sent': 50}
     self.assertEqual(

@@ -62,6 +62,33 @@ class TaskOutputTest(parameterized.TestCase):
     )
     self.assertLess(max(map(len, tail)), 2100)
 
+  def test_tracebacks_are_hidden_when_that_is_wanted(self):
+    log = io.BytesIO()
+    written = []
+    lines = output.TaskOutput(b'[a] ', written.append, log)
+    traceback = b'Traceback (most recent call last):\n  File "x"\nE: why\n'
+    lines.feed(traceback)
+    self.assertLen(written, 3)
+    lines.hides_tracebacks = True
+    lines.feed(b'saved\n' + traceback)
+    self.assertEqual(written[3:], [b'[a] saved\n'])
+    self.assertEqual(lines.tail()[-1], b'E: why')
+    self.assertEqual(log.getvalue(), traceback + b'saved\n' + traceback)
+
+  def test_notices_of_tensorflow_are_hidden_when_that_is_wanted(self):
+    notices = (
+      b'WARNING: All log messages before absl::InitializeLog() is called are '
+      b'written to STDERR\n'
+      b'I0000 00:00:1795529721.680094   30825 port.cc:153] oneDNN custom ...\n'
+    )
+    rest = b'W0000 00:00:1795529721.680094   30825 a.cc:1] a warning\nI0000 x\n'
+    for is_hidden in (False, True):
+      written, lines = _collector()
+      lines.hides_notices = is_hidden
+      lines.feed(notices + rest)
+      self.assertLen(written, 2 if is_hidden else 4)
+      self.assertLen(lines.tail(), len(written))
+
   def test_log_holds_the_bytes_as_they_came(self):
     log = io.BytesIO()
     written = []

@@ -121,14 +121,16 @@ class EnvironmentTest(absltest.TestCase):
         'TFS_SECRET': 'abcd',
         'TFS_RESTART_COUNT': '3',
         'TFS_TERMINATED_EXIT_CODE': '143',
+        'TF_CPP_MIN_LOG_LEVEL': '1',
         'PYTHONUNBUFFERED': '1',
       },
     )
 
   def test_status_of_a_server_is_what_the_user_says(self):
-    inherited = {'TFS_TERMINATED_EXIT_CODE': '0'}
+    inherited = {'TFS_TERMINATED_EXIT_CODE': '0', 'TF_CPP_MIN_LOG_LEVEL': '0'}
     found = tasks.full_environment(_plan(job_lib.Job())[0], inherited, 0)
     self.assertEqual(found['TFS_TERMINATED_EXIT_CODE'], '0')
+    self.assertEqual(found['TF_CPP_MIN_LOG_LEVEL'], '0')
 
 
 class PickPortsTest(absltest.TestCase):
@@ -142,8 +144,8 @@ class PickPortsTest(absltest.TestCase):
     spec = tasks.TaskSpec('worker', 0, ('train', '--a b'), {'TFS_SECRET': '5e'})
     self.assertEqual(
       tasks.describe(spec),
-      "[worker 0] TFS_SECRET='<hidden>' TFS_TERMINATED_EXIT_CODE=143 "
-      "TFS_RESTART_COUNT=0 train '--a b'",
+      "[worker 0] TFS_SECRET='<hidden>' TF_CPP_MIN_LOG_LEVEL=1 "
+      "TFS_TERMINATED_EXIT_CODE=143 TFS_RESTART_COUNT=0 train '--a b'",
     )
 
 

@@ -5,7 +5,7 @@ import json
 import os
 import random
 
-from absl.testing import absltest, flagsaver, parameterized
+from absl.testing import absltest, parameterized
 
 from tf_strategies import errors
 from tf_strategies.monitoring import clock_sync, merge, recorder, timeline
@@ -148,11 +148,11 @@ class MergeTest(parameterized.TestCase):
     for path, rank, spans in zip(paths, (0, 1), _run(3), strict=True):
       timeline.write(_trace(rank, spans), path)
     output = os.path.join(directory, 'all.json')
-    merge.define_flags()
-    self.addCleanup(merge.flags.FLAGS.__delattr__, 'output')
-    with flagsaver.flagsaver(output=output):
-      self.assertEqual(merge.main(['merge', *paths]), 0)
-      self.assertEqual(merge.main(['merge', paths[0], 'missing.json']), 1)
+    flag = f'--output={output}'
+    self.assertEqual(merge.main(['merge', *paths, flag]), 0)
+    self.assertEqual(merge.main(['merge', paths[0], 'missing.json', flag]), 1)
+    for arguments in ([flag], paths):
+      self.assertEqual(merge.main(['merge', *arguments]), 2)
     with open(output, encoding='utf-8') as f:
       self.assertLen(_begins(json.load(f), 1), 200)
 

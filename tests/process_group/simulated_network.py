@@ -284,7 +284,7 @@ class Network:
     patch = mock.patch.object
     for replaced in (
       patch(rendezvous.server, 'Server', _Server),
-      patch(server, '_listen', lambda *_: _Listener(_calling.get(), self)),
+      patch(server, 'listen', lambda *_: _Listener(_calling.get(), self)),
       patch(sockets, 'connect', self._connect),
       patch(sockets, 'accept', lambda listener: listener.queue.get()),
       patch(names, 'resolve', self._resolve),

@@ -17,6 +17,7 @@ from tf_strategies._tf_internal.cluster import (  # noqa: F401  For all others.
   connect_again,
   connected_cluster,
   own_executor,
+  without_notices,
 )
 from tf_strategies._tf_internal.cluster import eager_context as _eager_context
 from tf_strategies._tf_internal.loading import load as _load

@@ -1,7 +1,10 @@
 """The process's connection to a cluster, and its eager operations there."""
 
 import contextlib
+import logging
 from collections.abc import Callable
+
+import tensorflow as tf
 
 from tf_strategies._tf_internal.loading import load
 
@@ -42,6 +45,24 @@ def before_sending_functions(check: Callable[[], None]) -> None:
       return add(context, definition)
 
     setattr(context, name, checked)
+
+
+@contextlib.contextmanager
+def without_notices():
+  """Context in which TensorFlow's Python code logs warnings and errors alone.
+
+  It tells of configurations as long as a page, and of a TF_CONFIG that it will
+  ignore where this package does not.
+  """
+  loggers = tf.get_logger(), logging.getLogger('absl')
+  levels = [logger.level for logger in loggers]
+  for logger, level in zip(loggers, levels, strict=True):
+    logger.setLevel(max(level, logging.WARNING))
+  try:
+    yield
+  finally:
+    for logger, level in zip(loggers, levels, strict=True):
+      logger.setLevel(level)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,7 @@
-"""Command lines of the form `python -m module [flags] -- command [arguments]`.
+"""Command lines of `tfs` and of the modules behind it: flags, then a command.
+
+`tfs launch [flags] -- command` and `python -m tf_strategies.launch [flags] --
+command` are one function, called with another name.
 
 Example:
 
@@ -9,6 +12,7 @@ Example:
   2
 """
 
+import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
 
@@ -16,10 +20,14 @@ from absl import flags
 
 from tf_strategies import errors
 
+COMMAND = '-- command [arguments]'
+
+_INTERRUPTED = 128 + signal.SIGINT
 _DEFINE = {
   bool: flags.DEFINE_bool,
   int: flags.DEFINE_integer,
   float: flags.DEFINE_float,
+  list: flags.DEFINE_list,
 }
 
 
@@ -29,37 +37,59 @@ def main(
   doc: str,
   rows: Iterable[tuple[str, object, str]],
   run: Callable[[flags.FlagValues, list[str]], int],
+  words: str = COMMAND,
 ) -> int:
   """Parses a command line and runs it.
 
   Args:
-    argv: the program's name, its flags, `--` and the command.
-    module: the name after `python -m`.
+    argv: the program's name, such as 'tfs launch', and what follows it.
+    module: the name after `python -m`, for a program of another name.
     doc: of the module; --help shows it up to its 'Example:'.
-    rows: name, default and help of each flag, of its default's type or a string.
-    run: called with the flags and the command.
+    rows: name, default and help of each flag, of its default's type or a string;
+      or the type in place of the default, which then is None.
+    run: called with the flags and the words.
+    words: what follows the flags, as the usage shows it: a command behind a lone
+      --, names such as 'trace.json', or nothing.
 
   Returns:
-    The exit status: what `run` returned, or 2 for a wrong command line, which
-    is explained on stderr.
+    The exit status: what `run` returned; 2 for a wrong command line, which is
+    explained on stderr; 130 after Ctrl-C.
   """
+  is_tfs = argv[0].startswith('tfs ')
+  program = argv[0] if is_tfs else f'python -m {module}'
   # Apart from absl's global flags, among which is a --log_dir too.
   values = flags.FlagValues()
-  for name, default, text in (*rows, ('help', False, 'Print this.')):
-    define = _DEFINE.get(type(default), flags.DEFINE_string)
-    define(name, default, text, flag_values=values, module_name=module)
+  for name, default, text in rows:
+    has_default = not isinstance(default, type)
+    kind = type(default) if has_default else default
+    define = _DEFINE.get(kind, flags.DEFINE_string)
+    default = default if has_default else None
+    define(name, default, text, flag_values=values, module_name=program)
+  flags.DEFINE_bool(
+    *('help', False, 'Print this.', values, program), short_name='h'
+  )
   end = argv.index('--') if '--' in argv else len(argv)
   try:
-    rest = values(argv[:end])[1:]
+    before, after = values(argv[:end])[1:], list(argv[end + 1 :])
     if values.help:
       print(f'{doc.partition("Example:")[0]}{values.get_help()}')
       return 0
-    if rest:
+    if words == COMMAND and before:
       raise flags.Error(
-        f'unexpected argument {rest[0]!r}: the command follows a lone --'
+        f'unexpected argument {before[0]!r}: the command follows a lone --'
       )
-    return run(values, list(argv[end + 1 :]))
-  except (flags.Error, errors.UnsupportedOptionError) as e:
-    usage = f'python -m {module} [flags] -- command [arguments]'
-    print(f'{module}: {e}\nUsage: {usage}', file=sys.stderr)
+    if not words and before + after:
+      raise flags.Error(f'unexpected argument {(before + after)[0]!r}')
+    return run(values, before + after)
+  except KeyboardInterrupt:
+    print(f'{program}: interrupted.', file=sys.stderr)
+    return _INTERRUPTED
+  except (
+    flags.Error,
+    errors.UnsupportedOptionError,
+    errors.ClusterConfigError,
+  ) as e:
+    usage = ' '.join([program, '[flags]', *words.split()])
+    name = argv[0] if is_tfs else module
+    print(f'{name}: {e}\nUsage: {usage}', file=sys.stderr)
     return 2

@@ -29,8 +29,15 @@ def unreachable(
     >>> unreachable({'worker 1': 'no-such-host.invalid:2222'})
     {'worker 1': 'no-such-host.invalid:2222'}
   """
+  return {name: tasks[name] for name in outcomes(tasks, timeout)}
+
+
+def outcomes(
+  tasks: Mapping[str, str], timeout: float = _PROBE_SECONDS
+) -> dict[str, str]:
+  """As `unreachable`, with the reason, in the operating system's words."""
   option_checks.check_seconds('timeout', timeout)
-  return {name: tasks[name] for name in _ask(tasks, timeout, {})}
+  return _ask(tasks, timeout, {})
 
 
 def wait_for_tasks(
@@ -117,5 +124,5 @@ def _ask(
   ends_at = time.monotonic() + timeout
   for name in tasks:
     probes[name].join(max(0.0, ends_at - time.monotonic()))
-  outcomes = {name: probes[name].outcome for name in tasks}
-  return {name: outcome for name, outcome in outcomes.items() if outcome}
+  found = {name: probes[name].outcome for name in tasks}
+  return {name: outcome for name, outcome in found.items() if outcome}

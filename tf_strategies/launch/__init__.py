@@ -1,7 +1,9 @@
-"""Starts all tasks of a job on this host: `python -m tf_strategies.launch`.
+"""Starts all tasks of a job, on this host or on several: `tfs launch`.
 
 `tasks` plans, `supervisor` runs, `process` is one attempt at a task, `reaper`
-is the program around it that leaves no orphan, `output` prefixes the lines.
+is the program around it that leaves no orphan, `output` prefixes the lines; `nodes`
+is how launchers of several hosts meet, `others` what a supervisor hears of them.
+`tfs.launch(function)` calls a function on workers (`functions`).
 
 Example:
 
@@ -13,6 +15,21 @@ Example:
   ['worker 0', 'worker 1']
 """
 
+import sys
+import types
+
 from tf_strategies.launch.command import main
 
 __all__ = ['main']
+
+
+class _CallableModule(types.ModuleType):
+  """`tfs.launch` is this room, and it is called: a name cannot be two things."""
+
+  def __call__(self, *args, **options):
+    from tf_strategies.launch import functions
+
+    return functions.launch(*args, **options)
+
+
+sys.modules[__name__].__class__ = _CallableModule

@@ -1,6 +1,6 @@
 """Starts all tasks of a job on this host, each with its own TF_CONFIG.
 
-  python -m tf_strategies.launch --num_workers=2 -- python train.py --epochs=3
+  tfs launch --num_workers=2 -- python train.py --epochs=3
 
 Every line that a task writes appears with the task's name before it. When a
 task fails, the launcher ends the others, names the first to fail, shows its last
@@ -18,8 +18,17 @@ saves the results. (It may also have finished a very short training; a worker th
 was started again never trains alone.) The job has then ended well, unless
 the task that writes the results was lost after the end of another.
 
-Each job gets a random secret (TFS_SECRET) by which its tasks authenticate each
-other. TFS_RESTART_COUNT tells a task how often it was started again. A job of one
+On several hosts, run the same line on each, with its own --node_rank, and with one
+TFS_SECRET on all:
+
+  tfs launch --nnodes=2 --node_rank=0 --rendezvous=host0:29400 -- python train.py
+
+--num_workers and --num_ps are those of each host; chief and evaluator are on host 0.
+The launchers agree on addresses and ports. When a task fails on one host, or a host is
+lost, all end, name it and exit with its status.
+
+Each job of one host gets a random secret (TFS_SECRET) by which its tasks authenticate
+each other. TFS_RESTART_COUNT tells a task how often it was started again. A job of one
 task gets no TF_CONFIG: it trains in a single process.
 
 Example:
@@ -30,20 +39,23 @@ Example:
   0
 """
 
+import collections
+import dataclasses
 import importlib.util
 import os
 import secrets
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from absl import flags
 
 from tf_strategies import errors
-from tf_strategies.cluster import command_line
+from tf_strategies.cluster import command_line, exit_codes
 from tf_strategies.cluster import job as job_lib
+from tf_strategies.launch import others as others_lib
 from tf_strategies.launch import supervisor, tasks
 
-_FLAGS = (
+FLAGS = (
   (
     'num_workers',
     1,
@@ -83,6 +95,24 @@ _FLAGS = (
     'Seconds between SIGTERM and SIGKILL when tasks are ended.',
   ),
   ('dry_run', False, 'Print what would be started, and start nothing.'),
+  ('nnodes', 1, 'Hosts of the job; all run the same line.'),
+  ('node_rank', 0, 'Which of them this is, from 0.'),
+  (
+    'rendezvous',
+    None,
+    'Address host:port of host 0 where launchers meet; any free port of it.',
+  ),
+  (
+    'rendezvous_timeout',
+    300.0,
+    'Seconds until the launchers of all hosts must be there.',
+  ),
+  (
+    'node_address',
+    None,
+    "Where other hosts reach this one's tasks; by default, the address by which it "
+    'reaches host 0.',
+  ),
 )
 
 
@@ -101,12 +131,14 @@ def _check_host() -> None:
     )
 
 
-def _shown(values: flags.FlagValues, job: job_lib.Job) -> frozenset[str] | None:
+def _shown(
+  values: flags.FlagValues, counts: Mapping[str, int]
+) -> frozenset[str] | None:
   """The names of the tasks whose lines appear on the terminal; None for all."""
   if values.tee:
     if values.rank_filter is None:
       return None
-    return tasks.parse_filter(values.rank_filter, job.all_counts)
+    return tasks.parse_filter(values.rank_filter, counts)
   if values.rank_filter is not None:
     raise errors.UnsupportedOptionError(
       f'--notee with --rank_filter={values.rank_filter}',
@@ -134,21 +166,60 @@ def _run(values: flags.FlagValues, command: list[str]) -> int:
     values.log_dir,
     # https://no-color.org: any text but the empty one means no colours.
     sys.stdout.isatty() and not os.environ.get('NO_COLOR'),
-    _shown(values, job),
   )
   _check_host()
-  specs = tasks.plan_tasks(
-    job,
-    command,
-    tasks.pick_ports(sum(job.counts.values())),
-    secrets.token_hex(job_lib.SECRET_BYTES),
-  )
+  try:
+    specs, others = _plan(values, job, command)
+  except (errors.RendezvousError, errors.AuthenticationError) as e:
+    _say(str(e))
+    return exit_codes.exit_code(e)
+  counts = collections.Counter(spec.type for spec in specs)
+  options = dataclasses.replace(options, shown=_shown(values, counts))
   if values.dry_run:
     for spec in specs:
       print(tasks.describe(spec))
+    others.close()
     return 0
   sys.stdout.flush()
-  return supervisor.Supervisor(specs, options).run()
+  return supervisor.Supervisor(specs, options, others).run()
+
+
+def _plan(
+  values: flags.FlagValues, job: job_lib.Job, command: list[str]
+) -> tuple[list[tasks.TaskSpec], others_lib.Others]:
+  """All tasks of the job, after launchers of several hosts have met."""
+  for name in ('node_rank', 'rendezvous', 'node_address'):
+    if values.nnodes == 1 and values[name].value:
+      raise flags.Error(f'--{name} without --nnodes=2 or more')
+  if values.nnodes == 1:
+    ports = tasks.pick_ports(sum(job.counts.values()))
+    secret = secrets.token_hex(job_lib.SECRET_BYTES)
+    return tasks.plan_tasks(job, command, ports, secret), others_lib.Others()
+  if values.rendezvous is None:
+    raise flags.Error(f'--nnodes={values.nnodes} without --rendezvous')
+  from tf_strategies.launch import nodes as nodes_lib  # Only here: sockets.
+
+  place = nodes_lib.Place(
+    values.nnodes,
+    values.node_rank,
+    values.rendezvous,
+    values.rendezvous_timeout,
+    values.node_address,
+  )
+  secret = nodes_lib.options_of(place).secret.decode('utf-8')
+  counts = dict(job.all_counts)
+  if place.rank:
+    counts.update(chief=0, evaluator=0)
+  ports = tasks.pick_ports(sum(counts.values()) - counts['evaluator'])
+  nodes, links = nodes_lib.meet(place, counts, ports, _say)
+  specs = tasks.plan_nodes(nodes, command, secret)
+  places = {spec.name: spec.node for spec in specs}
+  hosts = [node.host for node in nodes]
+  return specs, others_lib.Others(place.rank, links, hosts, places)
+
+
+def _say(text: str) -> None:
+  print(f'[launch] {text}', file=sys.stderr, flush=True)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -161,4 +232,4 @@ def main(argv: Sequence[str]) -> int:
     The exit status: 0, that of the task that failed first, 128 + N for a
     signal N, or 2 for a wrong command line, which is explained on stderr.
   """
-  return command_line.main(argv, 'tf_strategies.launch', __doc__, _FLAGS, _run)
+  return command_line.main(argv, 'tf_strategies.launch', __doc__, FLAGS, _run)

@@ -17,6 +17,7 @@ Example:
 
 import collections
 import os
+import re
 import select
 import signal
 from collections.abc import Callable
@@ -29,6 +30,11 @@ _LONGEST_LINE = 8 << 20
 _LONGEST_IN_TAIL = 2000
 # A pipe that poll() calls writable takes this much without blocking (POSIX).
 _ATOMIC = min(getattr(select, 'PIPE_BUF', 512), 4096)
+_TRACEBACK = b'Traceback (most recent call last)'
+_NOTICE = re.compile(
+  rb'WARNING: All log messages before absl::InitializeLog\(\) is called|'
+  rb'I0000 [0-9:.]+ +[0-9]+ \S+\] '
+)
 _COLOURS = (36, 33, 32, 35, 34, 31)
 
 
@@ -91,6 +97,10 @@ class TaskOutput:
 
   Attributes:
     log_error: why the log was given up, if it was.
+    hides_tracebacks: whether a traceback, and what follows it, goes to the log
+      alone: after Ctrl-C each task has one to show.
+    hides_notices: whether TensorFlow's first lines do: it writes them before it
+      reads TF_CPP_MIN_LOG_LEVEL, which is to hide them.
   """
 
   def __init__(
@@ -100,6 +110,8 @@ class TaskOutput:
     log: BinaryIO | None = None,
   ):
     self.log_error: OSError | None = None
+    self.hides_tracebacks = self.hides_notices = False
+    self._is_hidden = False
     self._prefix = prefix
     self._write = write
     self._log = log
@@ -136,9 +148,14 @@ class TaskOutput:
   def _emit(self) -> None:
     line = bytes(self._partial)
     self._partial.clear()
+    if self.hides_notices and _NOTICE.match(line):
+      return
     short = line[:_LONGEST_IN_TAIL]
     self._tail.append(short if len(short) == len(line) else short + b'...')
-    self._write(self._prefix + line + b'\n')
+    if self.hides_tracebacks and line.startswith(_TRACEBACK):
+      self._is_hidden = True
+    if not self._is_hidden:
+      self._write(self._prefix + line + b'\n')
 
   def _write_log(self, data: bytes) -> None:
     if self._log is None:

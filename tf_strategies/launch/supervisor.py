@@ -1,7 +1,8 @@
 """Runs the tasks of a job until the job is over, and leaves none behind.
 
 One loop in one thread polls what the tasks write, what their reapers report,
-signals, the reader of our own output and the clock. It never blocks on one.
+signals, the reader of our own output, launchers of other hosts and the clock. It
+never blocks on one.
 
 Example:
 
@@ -17,11 +18,13 @@ import pathlib
 import select
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from typing import Any
 
 from tf_strategies import errors, option_checks
 from tf_strategies.cluster import exit_codes
+from tf_strategies.launch import others as others_lib
 from tf_strategies.launch import output, process, reaper, tasks
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -79,6 +82,9 @@ class _Task:
 class Supervisor:
   """Runs a job: in the main thread, of a process without other children.
 
+  `specs` are all tasks of the job. Of those on other hosts, if there are any,
+  `others` hears how they end; the rules are the same, wherever a task is.
+
   A training task of an elastic job that is lost near the end must not repeat
   alone what the others have finished. So, with restarts and without parameter
   servers, once a training task has ended with status 0:
@@ -95,8 +101,15 @@ class Supervisor:
     UnsupportedOptionError: `options.log_dir` cannot be written.
   """
 
-  def __init__(self, specs: Sequence[tasks.TaskSpec], options: Options):
+  def __init__(
+    self,
+    specs: Sequence[tasks.TaskSpec],
+    options: Options,
+    others: others_lib.Others | None = None,
+  ):
     self._options = options
+    self._others = others or others_lib.Others()
+    self._here = self._others.node
     # What the tasks write, and what the launcher itself has to say.
     self._out, self._err = output.Sink(1), output.Sink(2)
     self._tasks = [
@@ -123,7 +136,8 @@ class Supervisor:
     with reaper.Inbox(_FORWARDED) as self._inbox:
       try:
         for task in self._tasks:
-          self._start(task)
+          if task.spec.node == self._here:
+            self._start(task)
         while not self._is_over():
           self._step()
         process.kill_orphans(keep=frozenset())
@@ -135,13 +149,15 @@ class Supervisor:
           if task.running:
             task.running.close()
           task.lines.close()
+        self._others.close()
     if self._failure is not None:
       return exit_status(self._failure.status)
     return 0 if self._signal is None else 128 + self._signal
 
   def _make_output(self, spec: tasks.TaskSpec, place: int) -> output.TaskOutput:
     log = None
-    if self._options.log_dir:
+    is_here = spec.node == self._here
+    if self._options.log_dir and is_here:
       name = f'{spec.name.replace(" ", "_")}.log'
       try:
         os.makedirs(self._options.log_dir, exist_ok=True)
@@ -157,7 +173,9 @@ class Supervisor:
     shown = self._options.shown
     is_shown = shown is None or spec.name in shown
     write = self._out.write if is_shown else lambda line: None
-    return output.TaskOutput(start, write, log)
+    lines = output.TaskOutput(start, write, log)
+    lines.hides_notices = tasks.log_level(os.environ) > '0'
+    return lines
 
   def _start(self, task: _Task) -> None:
     task.was_noted = False
@@ -172,7 +190,9 @@ class Supervisor:
     if time.monotonic() > self._give_up_at:
       self._say('Some processes outlive SIGKILL; they hang in the kernel.')
       return True
-    return not self._running()
+    # While tasks of other hosts train this one may have none left.
+    is_done = self._is_stopping or not self._others.links
+    return is_done and not self._running()
 
   def _running(self) -> list[_Task]:
     return [task for task in self._tasks if task.running is not None]
@@ -191,6 +211,12 @@ class Supervisor:
       if task.running.is_gone:
         self._on_gone(task)
     self._end_late()
+    for message in self._others.heard():
+      self._on_message(message)
+    for task in self._tasks:
+      if task.spec.node == self._here:
+        is_failure = task is self._failure
+        self._others.tell(task.spec.name, task.status, task.losses, is_failure)
     if time.monotonic() >= self._kill_at:
       self._kill_all()
 
@@ -203,6 +229,10 @@ class Supervisor:
       if sink.pending:
         poller.register(sink.fd, select.POLLOUT)
         reactions[sink.fd] = sink.flush_some
+    for link in self._others.links:
+      wanted = select.POLLIN | (select.POLLOUT if link.pending else 0)
+      poller.register(link, wanted)
+      reactions[link.fileno()] = link.flush
     for task in self._running():
       running = task.running
       poller.register(running.channel_fd, select.POLLIN)
@@ -223,10 +253,7 @@ class Supervisor:
     if self._is_stopping:
       task.status = status
     elif status == 0:
-      task.status = 0
-      if task.spec.is_training:
-        self._late_at = min(self._late_at, self._after_grace())
-      self._stop_if_done()
+      self._on_good_end(task)
     elif self._finisher(task) is not None:
       self._on_late_loss(task, status)
     elif task.attempt < self._options.max_restarts:
@@ -238,11 +265,39 @@ class Supervisor:
     else:
       self._fail(task, status)
 
+  def _on_good_end(self, task: _Task) -> None:
+    task.status = 0
+    if task.spec.is_training:
+      self._late_at = min(self._late_at, self._after_grace())
+    self._stop_if_done()
+
+  def _on_message(self, message: Mapping[str, Any]) -> None:
+    """Follows what a task of another host did, or its launcher."""
+    name, status = message['task'], message['status']
+    task = next((t for t in self._tasks if t.spec.name == name), None)
+    if task is None:  # The launcher itself: it was ended, or is lost.
+      kind, _, index = name.partition(' ')
+      spec = tasks.TaskSpec(kind, int(index), (), {}, False, int(index))
+      task = _Task(spec, self._make_output(spec, 0))
+      self._tasks.append(task)
+    task.losses = message['losses']
+    if self._is_stopping or status is None:
+      return
+    if message['failed']:
+      self._fail(task, status)
+    elif status == 0:
+      self._on_good_end(task)
+    else:
+      task.status = status
+      self._stop_if_done()
+
   def _fail(self, task: _Task, status: int) -> None:
     task.status = status
     self._failure = task
+    where = self._others.where(task.spec.name)
     self._say(
-      f'{task.spec.name} failed: {output.ending(status)}. Ending the other '
+      f'{task.spec.name}{where} failed: '
+      f'{self._others.ending(task.spec.name, status)}. Ending the other '
       f'tasks (SIGTERM, after {self._options.grace_period:g} s SIGKILL).'
     )
     self._stop(signal.SIGTERM)
@@ -324,6 +379,9 @@ class Supervisor:
       self._kill_all()
       return
     self._signal = number
+    for task in self._tasks:
+      task.lines.hides_tracebacks = number == signal.SIGINT
+    self._others.tell(f'node {self._here}', -number, 0, True)
     self._say(
       f'{signal.Signals(number).name}: ending all tasks (after '
       f'{self._options.grace_period:g} s SIGKILL).'
@@ -356,8 +414,8 @@ class Supervisor:
 
   def _report_failure(self) -> None:
     task = self._failure
-    if task is None:
-      return
+    if task is None or task.spec.node != self._here:
+      return  # Of another host: its launcher there has the last lines.
     again = f' (restarts: {task.attempt})' if task.attempt else ''
     tail = task.lines.tail()
     what = 'Its last lines:' if tail else 'It wrote nothing.'

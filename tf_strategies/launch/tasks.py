@@ -13,6 +13,8 @@ _FILTERED = re.compile(r'([a-z]+)(?::([0-9]{1,9})(?:-([0-9]{1,9}))?)?')
 # The loopback address rather than 'localhost', which may also mean ::1.
 _HOST = '127.0.0.1'
 
+_LOG_LEVEL = 'TF_CPP_MIN_LOG_LEVEL'
+
 # Whatever cluster the launcher itself is part of is not that of its tasks, and
 # a second source of the secret would leave open which one counts.
 _NOT_INHERITED = (
@@ -22,6 +24,21 @@ _NOT_INHERITED = (
   'TFS_SECRET_FILE',
   'TFS_RESTART_COUNT',
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class Node:
+  """A host's part of a job.
+
+  Attributes:
+    host: where its tasks are reached.
+    counts: the number of its tasks by type, as `job.Job.all_counts`.
+    ports: one for each of its tasks but an evaluator, in the order of types.
+  """
+
+  host: str
+  counts: Mapping[str, int]
+  ports: Sequence[int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +53,8 @@ class TaskSpec:
   environment: Mapping[str, str] = dataclasses.field(repr=False)
   # Whether the job is over when this task and its like have ended.
   is_training: bool = True
+  # The number of its host.
+  node: int = 0
 
   @property
   def name(self) -> str:
@@ -77,27 +96,64 @@ def plan_tasks(
     >>> specs[1].environment['TF_CONFIG']
     '{"cluster": {"worker": ["127.0.0.1:1111"], "ps": ["127.0.0.1:2222"]}, "task": {"type": "ps", "index": 0}}'
   """
-  names = [(t, index) for t, n in job.counts.items() for index in range(n)]
-  if len(names) != len(ports):
-    raise ValueError(
-      f'ports ({len(ports)}) must be as many as the addresses of {job}.'
-    )
+  return plan_nodes([Node(_HOST, job.all_counts, ports)], command, secret)
+
+
+def plan_nodes(
+  nodes: Sequence[Node], command: Sequence[str], secret: str
+) -> list[TaskSpec]:
+  """As `plan_tasks`, on several hosts; indices go on from one to the next.
+
+  Raises:
+    ValueError: a host's ports are too few or too many.
+    UnsupportedOptionError: no task would train.
+
+  Example:
+
+    >>> counts = {'chief': 0, 'worker': 2, 'ps': 0, 'evaluator': 0}
+    >>> nodes = [Node('a', counts, [1, 2]), Node('b', counts, [3, 4])]
+    >>> [(s.name, s.node) for s in plan_nodes(nodes, ['train'], '5ec7e7')]
+    [('worker 0', 0), ('worker 1', 0), ('worker 2', 1), ('worker 3', 1)]
+  """
+  total = {t: sum(n.counts[t] for n in nodes) for t in nodes[0].counts}
+  job = job_lib.Job(
+    *(total['worker'], total['ps'], total['chief'] > 0, total['evaluator'] > 0)
+  )
+  for node in nodes:
+    wanted = sum(node.counts.values()) - node.counts['evaluator']
+    if len(node.ports) != wanted:
+      raise ValueError(
+        f'ports ({len(node.ports)}) must be as many as the addresses of {job}.'
+      )
+  ports = [iter(node.ports) for node in nodes]
+  names: list[tuple[str, int, int]] = []
   jobs: dict[str, dict[int, str]] = {}
-  for (task_type, index), port in zip(names, ports, strict=True):
-    jobs.setdefault(task_type, {})[index] = f'{_HOST}:{port}'
-  if job.evaluator:
-    names.append(('evaluator', 0))
+  for task_type in job.all_counts:
+    places = [
+      k for k, n in enumerate(nodes) for _ in range(n.counts[task_type])
+    ]
+    for index, place in enumerate(places):
+      names.append((task_type, index, place))
+      if task_type != 'evaluator':
+        address = f'{_bracketed(nodes[place].host)}:{next(ports[place])}'
+        jobs.setdefault(task_type, {})[index] = address
   specs = []
-  for task_type, index in names:
+  for task_type, index, place in names:
     environment = {'PYTHONUNBUFFERED': '1', 'TFS_SECRET': secret}
     if len(names) > 1:
       cluster = config.ClusterConfig(jobs, task_type, index)
       environment['TF_CONFIG'] = cluster.to_tf_config()
     is_training = task_type in job.training_types
     specs.append(
-      TaskSpec(task_type, index, tuple(command), environment, is_training)
+      TaskSpec(
+        task_type, index, tuple(command), environment, is_training, place
+      )
     )
   return specs
+
+
+def _bracketed(host: str) -> str:
+  return f'[{host}]' if ':' in host else host
 
 
 def full_environment(
@@ -111,9 +167,17 @@ def full_environment(
   return {
     **kept,
     **spec.environment,
+    # TensorFlow tells of each processor and library that it has found, in
+    # every task; warnings and errors stay.
+    _LOG_LEVEL: log_level(kept),
     name: kept.get(name, str(exit_codes.RESTARTABLE_EXIT_CODE)),
     'TFS_RESTART_COUNT': str(restart_count),
   }
+
+
+def log_level(environ: Mapping[str, str]) -> str:
+  """TF_CPP_MIN_LOG_LEVEL of tasks: warnings and errors, unless told otherwise."""
+  return environ.get(_LOG_LEVEL, '1')
 
 
 def describe(spec: TaskSpec) -> str:

@@ -1,8 +1,8 @@
 """Monitoring of a job: where a step's time goes, and which rank stalls it.
 
 `tfs.MonitorCallback` is the callback for Keras's `fit`, `TrainingMonitor` is for
-custom loops. Commands: `python -m tf_strategies.monitoring.merge` and
-`python -m tf_strategies.monitoring.plot`.
+custom loops. Commands: `tfs timeline merge` and `tfs timeline
+plot`.
 """
 
 from tf_strategies.monitoring.training_monitor import (

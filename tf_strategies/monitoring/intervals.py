@@ -47,6 +47,20 @@ def subtract(whole: Interval, parts: Iterable[Interval]) -> list[Interval]:
   return left
 
 
+def intersect(
+  parts: Iterable[Interval], others: Iterable[Interval]
+) -> list[Interval]:
+  """What of `parts` lies in one of the others.
+
+  Example:
+
+    >>> intersect([(0, 4), (6, 9)], [(2, 7), (8, 20)])
+    [(2, 4), (6, 7), (8, 9)]
+  """
+  others = list(others)
+  return union(piece for part in parts for piece in clip(others, part))
+
+
 def cut(parts: Iterable[Interval], at: Iterable[int]) -> list[Interval]:
   """The same times, split at the moments `at`."""
   pieces = []

@@ -1,7 +1,6 @@
 """Merges the timelines of several tasks, on one clock.
 
-  python -m tf_strategies.monitoring.merge run-0.json run-1.json \\
-    --output=run.json
+  tfs timeline merge run-0.json run-1.json --output=run.json
 
 The clock is the first file's; `clock_sync` estimates the offsets of the others,
 which the command prints with their accuracy. Tasks without a common collective
@@ -14,11 +13,15 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from absl import app, flags
+from absl import flags
 
 from tf_strategies import errors
+from tf_strategies.cluster import command_line
 from tf_strategies.monitoring import clock_sync, recorder, timeline
 
+_FLAGS = [
+  ('output', str, 'The file to write.'),
+]
 # The root may end before the others begin.
 _ONE_WAY = ('broadcast',)
 
@@ -122,24 +125,32 @@ def load(path: str) -> dict[str, Any]:
   return trace
 
 
-def define_flags() -> None:
-  """Defines the command's flags; called by the command alone."""
-  flags.DEFINE_string('output', None, 'The file to write.', required=True)
-
-
-def main(argv: Sequence[str]) -> int:
-  """Merges the files, and prints the accuracy."""
-  if len(argv) < 2:
-    raise app.UsageError('Expected one file of each task.')
+def _run(values: flags.FlagValues, paths: list[str]) -> int:
+  if not paths:
+    raise flags.Error('no file: expected one of each task')
+  if values.output is None:
+    raise flags.Error('no --output')
   try:
-    merged = merge([load(path) for path in argv[1:]])
+    merged = merge([load(path) for path in paths])
   except errors.Error as e:
     print(e, file=sys.stderr)
     return 1
-  timeline.write(merged, flags.FLAGS.output)
-  for path, task in zip(argv[1:], merged['otherData']['tasks'], strict=True):
+  timeline.write(merged, values.output)
+  for path, task in zip(paths, merged['otherData']['tasks'], strict=True):
     print(_describe(os.path.basename(path), task))
   return 0
+
+
+def main(argv: Sequence[str]) -> int:
+  """Merges the files that `argv` names, and prints the accuracy."""
+  return command_line.main(
+    argv,
+    'tf_strategies.monitoring.merge',
+    __doc__,
+    _FLAGS,
+    _run,
+    'run-0.json run-1.json ...',
+  )
 
 
 def _describe(name: str, task) -> str:
@@ -157,5 +168,4 @@ def _describe(name: str, task) -> str:
 
 
 if __name__ == '__main__':
-  define_flags()
-  app.run(main)
+  sys.exit(main(sys.argv))

@@ -1,6 +1,6 @@
 """Draws some steps of a merged timeline: needs matplotlib.
 
-  python -m tf_strategies.monitoring.plot run.json run.png --step=8
+  tfs timeline plot run.json run.png --step=8
 
 Two rows for each task: the step (input, compute, waiting) and below it the
 collectives, one bar for each bucket. Without --step, a step of the middle.
@@ -11,11 +11,16 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from absl import app, flags
+from absl import flags
 
-from tf_strategies import errors
+from tf_strategies import errors, option_checks
+from tf_strategies.cluster import command_line
 from tf_strategies.monitoring import merge, recorder, step_breakdown, timeline
 
+_FLAGS = (
+  ('step', int, 'The first step; default: the middle.'),
+  ('steps', 1, 'How many steps.'),
+)
 _INCHES_WIDE = 13.0
 _INCHES_A_TASK = 1.7
 _DOTS_PER_INCH = 120
@@ -148,24 +153,29 @@ def _draw_task(axes, spans, begin, end):
   axes.set_axisbelow(True)
 
 
-def define_flags() -> None:
-  """Defines the command's flags; called by the command alone."""
-  flags.DEFINE_integer('step', None, 'The first step; default: the middle.')
-  flags.DEFINE_integer('steps', 1, 'How many steps.', lower_bound=1)
-
-
-def main(argv: Sequence[str]) -> int:
-  """Draws."""
-  if len(argv) != 3:
-    raise app.UsageError('Expected a timeline and a PNG: run.json run.png')
+def _run(values: flags.FlagValues, paths: list[str]) -> int:
+  if len(paths) != 2:
+    raise flags.Error('expected a timeline and a PNG: run.json run.png')
+  option_checks.check_int('--steps', values.steps, 1)
   try:
-    draw(merge.load(argv[1]), argv[2], flags.FLAGS.step, flags.FLAGS.steps)
+    draw(merge.load(paths[0]), paths[1], values.step, values.steps)
   except errors.Error as e:
     print(e, file=sys.stderr)
     return 1
   return 0
 
 
+def main(argv: Sequence[str]) -> int:
+  """Draws the timeline that `argv` names."""
+  return command_line.main(
+    argv,
+    'tf_strategies.monitoring.plot',
+    __doc__,
+    _FLAGS,
+    _run,
+    'run.json run.png',
+  )
+
+
 if __name__ == '__main__':
-  define_flags()
-  app.run(main)
+  sys.exit(main(sys.argv))

@@ -1,7 +1,9 @@
 """Divides a step's time by the events that it recorded.
 
 A step has three disjoint kinds of time: input (waiting for a batch), waiting for
-collectives, and compute, the rest.
+collectives, and compute, the rest. It waits for collectives while one is in progress:
+until a thread that was told of the end runs again it computes, so the part of
+communication that is waited for is never more than the communication.
 
 The backward pass runs inside a TensorFlow graph, invisible to Python. Visible is
 when the graph submits a bucket of gradients. Buckets are submitted in one order,
@@ -93,10 +95,11 @@ def break_down(
     return intervals.union(intervals.clip(spans, whole))
 
   waits_for_input = times(recorder.INPUT)
+  communication = times(recorder.COMMUNICATION)
   # Time that is both counts once.
   wait = [
     piece
-    for interval in times(recorder.WAIT)
+    for interval in intervals.intersect(times(recorder.WAIT), communication)
     for piece in intervals.subtract(interval, waits_for_input)
   ]
   collectives = [e for e in events if e.category == recorder.COMMUNICATION]
@@ -112,7 +115,7 @@ def break_down(
     wait,
     _named(free, backward),
     backward,
-    times(recorder.COMMUNICATION),
+    communication,
     dict(sent),
     _total(batches, 'rows'),
     _total(batches, 'all_rows'),

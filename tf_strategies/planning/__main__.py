@@ -1,9 +1,7 @@
 """Measures the links of a job and says how its gradients should travel.
 
-  python -m tf_strategies.launch --num_workers=2 -- \\
-    python -m tf_strategies.planning --variables_bytes=6250000,5000
-  python -m tf_strategies.planning --model=model.keras --world_sizes=16,256 \\
-    --latency_us=50 --bandwidth_mb_per_s=1000
+  tfs launch --num_workers=2 -- tfs plan --variables_bytes=6250000,5000
+  tfs plan --model=model.keras --world_sizes=16,256 --latency_us=50
 
 Each task of the job runs it; the first prints. --world_sizes adds what the same links
 would be between other numbers of workers: simulated, not measured. Outside of a job
@@ -14,45 +12,44 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 
-from absl import app, flags
+from absl import flags
 
 from tf_strategies import cluster as cluster_lib
-from tf_strategies import errors, process_group
+from tf_strategies import errors, option_checks, process_group
+from tf_strategies.cluster import command_line
 from tf_strategies.collectives import cost_model
 from tf_strategies.planning import planner
 
-
-def define_flags() -> None:
-  """Defines the command's flags; called by the command alone."""
-  flags.DEFINE_string('model', None, 'A .keras file.')
-  flags.DEFINE_list(
-    'variables_bytes', None, 'In place of a model: bytes of each variable.'
-  )
-  flags.DEFINE_list('world_sizes', [], 'Other numbers of workers, simulated.')
-  flags.DEFINE_float('latency_us', 50.0, 'Of a link, where none is measured.')
-  flags.DEFINE_float(
-    'bandwidth_mb_per_s',
-    1000.0,
-    'Of a link, where none is measured.',
-    lower_bound=1e-6,
-  )
-  flags.DEFINE_string('report_json', None, 'Where to write all ways.')
+_FLAGS = (
+  ('model', str, 'A .keras file.'),
+  ('variables_bytes', [], 'In place of a model: bytes of each variable.'),
+  ('world_sizes', [], 'Other numbers of workers, simulated.'),
+  ('latency_us', 50.0, 'Of a link, where none is measured.'),
+  ('bandwidth_mb_per_s', 1000.0, 'Of a link, where none is measured.'),
+  ('report_json', str, 'Where to write all ways.'),
+)
 
 
-def main(argv: Sequence[str]) -> int:
-  """Plans for the flags; the first task of a job prints."""
-  if len(argv) > 1:
-    raise app.UsageError(f'{argv[1]!r} is not a flag.')
-  values = flags.FLAGS
-  if (values.model is None) == (values.variables_bytes is None):
-    raise app.UsageError('Expected one of --model and --variables_bytes.')
+def _run(values: flags.FlagValues, words: list[str]) -> int:
+  if (values.model is None) != bool(values.variables_bytes):
+    raise flags.Error('expected one of --model and --variables_bytes')
+  for name in ('latency_us', 'bandwidth_mb_per_s'):
+    rate = values[name].value
+    is_rate = option_checks.is_number(rate, least=1e-6)
+    option_checks.check(
+      is_rate, f'--{name}={rate}', 'a number above 0', 'leave it out'
+    )
+  others = _numbers(values, 'world_sizes')
+  sizes = _numbers(values, 'variables_bytes')
   try:
-    sizes = _sizes()
-    others = _numbers('world_sizes')
+    if values.model is not None:
+      sizes = _sizes_of(values.model)
     topology, is_first = _measured()
     if not is_first:
       return 0
-    plans = [planner.plan(sizes, t) for t in _topologies(topology, others)]
+    plans = [
+      planner.plan(sizes, t) for t in _topologies(values, topology, others)
+    ]
   except (errors.Error, ValueError) as e:
     print(e, file=sys.stderr)
     return 1
@@ -72,21 +69,25 @@ def main(argv: Sequence[str]) -> int:
   return 0
 
 
-def _numbers(flag: str) -> list[int]:
-  texts = getattr(flags.FLAGS, flag)
+def main(argv: Sequence[str]) -> int:
+  """Plans for the flags; the first task of a job prints."""
+  return command_line.main(
+    argv, 'tf_strategies.planning', __doc__, _FLAGS, _run, words=''
+  )
+
+
+def _numbers(values: flags.FlagValues, flag: str) -> list[int]:
+  texts = values[flag].value
   try:
     return [int(text) for text in texts]
   except ValueError as e:
-    raise app.UsageError(f'--{flag}={",".join(texts)}: {e}') from e
+    raise flags.Error(f'--{flag}={",".join(texts)}: {e}') from e
 
 
-def _sizes() -> list[int]:
-  if flags.FLAGS.variables_bytes is not None:
-    return _numbers('variables_bytes')
+def _sizes_of(path: str) -> list[int]:
   import keras  # It takes seconds; sizes alone need none of it.
 
-  model = keras.saving.load_model(flags.FLAGS.model, compile=False)
-  return planner.sizes_of(model)
+  return planner.sizes_of(keras.saving.load_model(path, compile=False))
 
 
 def _measured() -> tuple[cost_model.Topology | None, bool]:
@@ -110,13 +111,15 @@ def _measured() -> tuple[cost_model.Topology | None, bool]:
 
 
 def _topologies(
-  measured: cost_model.Topology | None, others: Sequence[int]
+  values: flags.FlagValues,
+  measured: cost_model.Topology | None,
+  others: Sequence[int],
 ) -> Iterator[cost_model.Topology]:
   """Those to plan for: the measured one, and its links between other numbers."""
   start = measured
   if start is None:
     link = cost_model.Link(
-      1e-6 * flags.FLAGS.latency_us, 1e-6 / flags.FLAGS.bandwidth_mb_per_s
+      1e-6 * values.latency_us, 1e-6 / values.bandwidth_mb_per_s
     )
     start = cost_model.Topology(2, link)
   if measured is not None or not others:
@@ -135,5 +138,4 @@ def _record(plan: planner.Plan) -> dict[str, object]:
 
 
 if __name__ == '__main__':
-  define_flags()
-  app.run(main)
+  sys.exit(main(sys.argv))

@@ -43,18 +43,6 @@ _IMAGES = ('.png', '.svg')
 _LINK = re.compile(r'(!?)\[((?:[^][]|\[[^][]*\])*)\]\(([^)\s]+)\)')
 _SCHEDULE = re.compile(r'<!-- schedule: (\S+) (\d+) -->')
 _FENCED = re.compile(r'(^```.*?^```$)', re.MULTILINE | re.DOTALL)
-# Of another change; without it the site is one page shorter.
-_LATER = 'command_line.md'
-
-
-def on_config(config):
-  """Leaves out of the navigation what is not there yet."""
-  if not (_ROOT / 'docs' / _LATER).exists():
-    for section in config.nav:
-      for title, pages in section.items():
-        if isinstance(pages, list):
-          section[title] = [p for p in pages if _LATER not in p.values()]
-  return config
 
 
 def on_files(files, config):

@@ -22,6 +22,12 @@ _FAILURE = _STATE.lost(2, 'died').to_json()
 _OPERATION = state.Operation(4, 'all_reduce', 'w', True)
 _MISMATCH = failure_detection.mismatch(_OPERATION, 2)
 _TIMEOUT = failure_detection.timeout(_OPERATION, 5.0, [2])
+_NODE = {
+  'version': '1',
+  'host': '10.0.0.1',
+  'counts': {'worker': 2},
+  'ports': [1, 2],
+}
 # What this program sends, by its own functions where there is one.
 _VALID = [
   (
@@ -50,6 +56,12 @@ _VALID = [
   (_Kind.DESCRIPTION, _STATE.describe()),
   (_Kind.CUT, {'task': 1, 'why': 'it does not answer', 'age': 3}),
   (_Kind.GOODBYE, {'rank': 1, 'last': 3}),
+  (_Kind.NODE, _NODE),
+  (_Kind.JOB, [_NODE, _NODE]),
+  (
+    _Kind.TASK,
+    {'task': 'worker 1', 'status': -9, 'losses': 1, 'failed': True},
+  ),
 ]
 _IN_BYTES = (_Kind.EXCHANGE, _Kind.RESULT)
 _JUNK = (

@@ -164,6 +164,13 @@ _FAILURE = _Record(
   ranks=_some(_rank),
 )
 
+_NODE = _Record(
+  version=_text,
+  host=_text,
+  counts=_table(_text, _count),
+  ports=_some(_count),
+)
+
 _MESSAGES: Mapping[protocol.Kind, _Check] = {
   protocol.Kind.HELLO: _Record(
     task=_count,
@@ -230,6 +237,11 @@ _MESSAGES: Mapping[protocol.Kind, _Check] = {
     recent=_table(_number_as_text, _text),
   ),
   protocol.Kind.GOODBYE: _Record(rank=_rank, last=_count),
+  protocol.Kind.NODE: _NODE,
+  protocol.Kind.JOB: _some(_NODE, least=1),
+  protocol.Kind.TASK: _Record(
+    task=_text, status=_or_none(_integer), losses=_count, failed=_flag
+  ),
 }
 
 _FROM_CENTER = (

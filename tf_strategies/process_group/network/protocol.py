@@ -114,6 +114,10 @@ class Kind(enum.IntEnum):
   DESCRIBE = 22
   DESCRIPTION = 23
   GOODBYE = 24
+  # Launchers of several hosts.
+  NODE = 32
+  JOB = 33
+  TASK = 34
 
 
 @dataclasses.dataclass(frozen=True)

@@ -62,7 +62,7 @@ class Server:
     self._handlers = dict(handlers)
     self._unauthenticated: dict[asyncio.Task, None] = {}  # The oldest first.
     self._tasks: set[asyncio.Task] = set()
-    self._listener = _listen(address, task)
+    self._listener = listen(address, task)
     self.loop = asyncio.new_event_loop()
     self._start()
 
@@ -163,7 +163,8 @@ class Server:
     await self._handlers[request.purpose](connection, request)
 
 
-def _listen(address: str, task: int) -> socket.socket:
+def listen(address: str, task: int) -> socket.socket:
+  """A listener at a task's own address, or RendezvousError with what to do."""
   started = time.monotonic()
   while True:
     try:
@@ -175,11 +176,11 @@ def _listen(address: str, task: int) -> socket.socket:
       if (busy or nameless) and time.monotonic() < started + patience:
         time.sleep(0.1)
         continue
-      hint = 'The address must be one of this host: check which task it is.'
+      hint = 'Expected an address of this host. Fix: check which task it is.'
       if busy:
         hint = (
           'Another process has it: a second one that claims the same task, or '
-          'one of another job. End that one, or choose another port.'
+          'one of another job. Fix: end that one, or choose another port.'
         )
       raise errors.RendezvousError(
         f'Task {task} cannot listen at {address}: {e.strerror or e}. {hint}'

@@ -67,9 +67,10 @@ class ExactMirroredExtended(
     make_local=reducer_lib.DeviceReducer,
   ):
     container_strategy._collective_key_base = next(_collective_key_bases)
-    super().__init__(
-      container_strategy, devices=devices, cross_device_ops=cross_device_ops
-    )
+    with _tf_internal.without_notices():
+      super().__init__(
+        container_strategy, devices=devices, cross_device_ops=cross_device_ops
+      )
     self._functions = weakref.WeakKeyDictionary()
     self._variables: list[weakref.ref] = []
     self.local = make_local(

@@ -179,7 +179,8 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
     local_reducer: gradient_reducer.GradientReducer,
     watches_rows: bool = False,
   ):
-    super().__init__(strategy, resolver, partitioner)
+    with _tf_internal.without_notices():
+      super().__init__(strategy, resolver, partitioner)
     # What a `LocalSteps` asks; to other optimizers a step is one device's.
     self.local_reducer = local_reducer
     self.placement = Placement(self._num_ps)

@@ -135,7 +135,8 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         self.options.start_timeout,
         'to train',
       )
-      self._connect_to_cluster(coordinator_name='chief')
+      with _tf_internal.without_notices():
+        self._connect_to_cluster(coordinator_name='chief')
     # Each of these uses those before it, and none of those after it.
     self.liveness = connection.Liveness(
       self.cluster, self.options.keepalive_timeout

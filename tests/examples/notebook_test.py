@@ -1,0 +1,64 @@
+"""The notebook is executed, workers and all, as a reader would."""
+
+import importlib.util
+import pathlib
+import sys
+
+import pytest
+from absl.testing import absltest
+
+from benchmarks import processes
+from tests.architecture import project
+
+pytestmark = pytest.mark.multi_process
+
+_PATH = 'examples/tutorial.ipynb'
+# Its own process: a kernel is a process, with threads, of whoever runs it.
+_EXECUTE = """
+import sys
+import jupyter_client, nbclient, nbformat
+spec = jupyter_client.kernelspec.KernelSpec(
+  argv=[sys.executable, '-m', 'ipykernel_launcher', '-f', '{connection_file}'],
+  language='python', display_name='Python')
+class Manager(jupyter_client.AsyncKernelManager):
+  kernel_spec = spec
+notebook = nbformat.read(sys.argv[1], as_version=4)
+client = nbclient.NotebookClient(
+  notebook, timeout=300, kernel_manager_class=Manager, resources={})
+client.execute()
+for cell in notebook.cells:
+  for output in cell.get('outputs', ()):
+    print(output.get('text', output.get('ename', '')), end='')
+"""
+
+
+class TutorialTest(absltest.TestCase):
+  def test_it_runs_from_top_to_bottom(self):
+    for module in ('nbclient', 'ipykernel', 'cloudpickle', 'sklearn'):
+      if importlib.util.find_spec(module) is None:
+        self.skipTest(f"no {module}: pip install '.[notebook,examples]'")
+    path = project.root() / _PATH
+    done = processes.run(
+      [sys.executable, '-c', _EXECUTE, str(path)],
+      env=processes.python_environment(without=['TFS_SECRET']),
+      cwd=self.create_tempdir().full_path,
+      deadline_seconds=300,
+    )
+    self.assertEqual(done.returncode, 0, done.stderr)
+    for words in (
+      '[worker 0] accuracy 0.',
+      '[worker 1] accuracy 0.',
+      'largest difference of a weight: ',
+      'worker 1 failed first: exit status 1',
+      "caused by ValueError('a bug in one worker')",
+    ):
+      self.assertIn(words, done.stdout)
+
+  def test_it_has_no_outputs(self):
+    text = pathlib.Path(project.root(), _PATH).read_text(encoding='utf-8')
+    self.assertIn('tfs.launch(train', text)
+    self.assertNotIn('"output_type"', text)
+
+
+if __name__ == '__main__':
+  absltest.main()

@@ -1,0 +1,127 @@
+"""`tfs.launch(function)`: calls on workers, their results and their errors."""
+
+import os
+import pathlib
+import signal
+import sys
+from unittest import mock
+
+import numpy as np
+import pytest
+from absl.testing import absltest, parameterized
+
+import tf_strategies as tfs
+from benchmarks import processes
+from tests.launch import programs
+from tf_strategies import errors
+from tf_strategies.cluster import ClusterConfig
+from tf_strategies.launch import functions
+
+pytestmark = pytest.mark.multi_process
+
+_SCRIPT = """
+import os, sys, time
+import tf_strategies as tfs
+
+def work(factor):
+  index = tfs.cluster.ClusterConfig.from_env().training_index
+  print('working on', index)
+  return factor * index
+
+def wait(directory):
+  path = os.path.join(directory, str(os.getpid()))
+  open(path, 'w').close()
+  time.sleep(600)
+
+if __name__ == '__main__':
+  if sys.argv[2] == 'work':
+    print(tfs.launch(work, args=(10,), num_workers=3))
+  else:
+    tfs.launch(wait, args=(sys.argv[1],), grace_period=2)
+"""
+
+
+def _place(offset):
+  """What a worker is told, and who it is."""
+  config = ClusterConfig.from_env()
+  return np.float32([offset, config.training_index])
+
+
+def _fail(what):
+  if ClusterConfig.from_env().training_index == 1:
+    raise KeyError(what)
+  return 1
+
+
+class FunctionsTest(parameterized.TestCase):
+  def test_results_are_those_of_all_workers(self):
+    found = tfs.launch(_place, args=(5,), num_workers=2)
+    np.testing.assert_array_equal(found, [[5, 0], [5, 1]])
+
+  def test_function_of_a_function_is_sent_whole(self):
+    self.assertTrue(functions.importlib.util.find_spec('cloudpickle'))
+    secret = 7
+    found = tfs.launch(lambda: secret * 2, num_workers=1)
+    self.assertEqual(found, [14])
+
+  def test_without_cloudpickle(self):
+    with (
+      mock.patch.object(
+        functions.importlib.util, 'find_spec', lambda name: None
+      ),
+      self.assertRaisesRegex(
+        errors.UnsupportedOptionError, r"pip install '.\[notebook\]'"
+      ),
+    ):
+      tfs.launch(lambda: 1)
+
+  def test_argument_that_cannot_be_sent(self):
+    with self.assertRaisesRegex(errors.UnsupportedOptionError, '_place'):
+      tfs.launch(_place, args=(sys.stdout,))
+
+  def test_unknown_flag(self):
+    with self.assertRaisesRegex(errors.UnsupportedOptionError, 'num_worker'):
+      tfs.launch(_place, num_worker=2)
+
+  def test_error_of_a_worker(self):
+    with self.assertRaisesRegex(
+      errors.WorkerUnavailableError, r'worker 1 failed first'
+    ) as caught:
+      tfs.launch(_fail, args=('the key',))
+    self.assertIsInstance(caught.exception.__cause__, KeyError)
+    self.assertIn('the key', str(caught.exception))
+
+  def test_script(self):
+    path = pathlib.Path(self.create_tempdir().full_path, 'script.py')
+    path.write_text(_SCRIPT)
+    done = processes.run_python(str(path), 'x', 'work', is_checked=True)
+    *lines, last = done.stdout.splitlines()
+    self.assertEqual(last, '[0, 10, 20]')
+    self.assertCountEqual(
+      lines, [f'[worker {i}] working on {i}' for i in range(3)]
+    )
+
+  @parameterized.parameters(signal.SIGINT, signal.SIGKILL)
+  def test_end_of_the_caller_ends_the_workers(self, number):
+    directory = pathlib.Path(self.create_tempdir().full_path)
+    path = directory / 'script.py'
+    path.write_text(_SCRIPT)
+    notes = self.create_tempdir().full_path
+    words = [sys.executable, str(path), notes, 'wait']
+    env = processes.python_environment()
+    with processes.Command(words, env=env, deadline_seconds=60) as command:
+      command.wait_until(lambda: len(os.listdir(notes)) == 2)
+      pids = [int(name) for name in os.listdir(notes)]
+      command.signal(number)
+      command.wait()
+      said = command.output()
+      ends_at = functions.process.time.monotonic() + 30
+      while any(map(programs.is_running, pids)):
+        self.assertLess(functions.process.time.monotonic(), ends_at)
+    if number == signal.SIGINT:
+      self.assertEqual(said.count('Traceback'), 1)  # The caller's own.
+      self.assertIn('[launch] SIGINT', said)
+
+
+if __name__ == '__main__':
+  absltest.main()

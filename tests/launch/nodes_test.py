@@ -1,0 +1,355 @@
+"""Launchers of several hosts: who is where, and how all of them end."""
+
+import json
+import os
+import pathlib
+import signal
+import sys
+
+import portpicker
+import pytest
+from absl.testing import absltest, parameterized
+
+from benchmarks import network_namespaces, processes
+from examples import compare_weights
+from tests.launch import programs
+from tf_strategies import cluster, errors
+from tf_strategies.launch import nodes, others
+
+_SECRET = '5ec7e7' * 8
+_WAIT = 'time.sleep(600)'
+
+
+def _address():
+  return f'127.0.0.1:{portpicker.pick_unused_port()}'
+
+
+def _said(launcher):
+  """What a launcher has said, but that it waits for one that starts slowly."""
+  lines = launcher.stderr().splitlines()
+  return '\n'.join(line for line in lines if ' waits at ' not in line)
+
+
+@pytest.mark.multi_process
+class SeveralHostsTest(parameterized.TestCase):
+  def _start(self, code, flags=(), count=2, ranks=None, secrets=None):
+    """A launcher for each rank, all with one rendezvous."""
+    root = pathlib.Path(self.create_tempdir().full_path)
+    address = _address()
+    started = []
+    for place, rank in enumerate(range(count) if ranks is None else ranks):
+      directory = root / str(place)
+      directory.mkdir()
+      where = (f'--nnodes={count}', f'--node_rank={rank}', '--grace_period=2')
+      started.append(
+        self.enter_context(
+          programs.Launcher(
+            directory,
+            (*where, f'--rendezvous={address}', *flags),
+            code,
+            {'TFS_SECRET': secrets[place] if secrets else _SECRET},
+          )
+        )
+      )
+    return started
+
+  def _wait(self, started):
+    """The status of each, whose tasks must all be gone."""
+    found = [launcher.wait() for launcher in started]
+    for launcher in started:
+      self.assertEmpty(launcher.alive())
+    return found
+
+  def test_all_tasks_are_in_one_cluster(self):
+    code = """
+note('environment', dict(os.environ))
+if task['type'] in ('ps', 'evaluator', 'worker'):
+  time.sleep(600)
+top = os.path.dirname(directory)
+wanted = {'0/environment-worker_1-0', '1/environment-worker_3-0',
+          '0/environment-evaluator_0-0', '1/environment-ps_1-0'}
+while not all(os.path.exists(os.path.join(top, w)) for w in wanted):
+  time.sleep(0.01)
+"""
+    flags = ('--num_workers=2', '--num_ps=1', '--chief', '--evaluator')
+    started = self._start(code, flags)
+    self.assertEqual(self._wait(started), [0, 0])
+    names, jobs = [], set()
+    for launcher in started:
+      self.assertEqual(_said(launcher), '')
+      notes = launcher.notes('environment')
+      names.append([name.removesuffix('-0') for name in notes])
+      for name, environment in notes.items():
+        config = cluster.ClusterConfig.from_env(environment)
+        self.assertEqual(f'{config.task_type}_{config.task_index}-0', name)
+        self.assertEqual(environment['TFS_SECRET'], _SECRET)
+        jobs.add(json.dumps(json.loads(environment['TF_CONFIG'])['cluster']))
+    self.assertEqual(
+      names,
+      [
+        ['chief_0', 'evaluator_0', 'ps_0', 'worker_0', 'worker_1'],
+        ['ps_1', 'worker_2', 'worker_3'],
+      ],
+    )
+    self.assertLen(jobs, 1)
+
+  def test_hosts_wait_for_each_other(self):
+    code = """
+if task['index'] == 0:
+  time.sleep(2)
+print('done', task['index'])
+"""
+    started = self._start(code)
+    self.assertEqual(self._wait(started), [0, 0])
+    for rank, launcher in enumerate(started):
+      self.assertIn(f'done {rank}'.encode(), launcher.stdout())
+
+  @parameterized.parameters(0, 1)
+  def test_failure_is_named_on_all_hosts(self, victim):
+    code = f"""
+if task['index'] == {victim}:
+  print('my last words')
+  sys.exit(7)
+{_WAIT}
+"""
+    started = self._start(code)
+    self.assertEqual(self._wait(started), [7, 7])
+    name = f'worker {victim}'
+    at_home = started[victim].stderr()
+    self.assertIn(f'{name} failed: exit status 7', at_home)
+    self.assertIn('my last words', at_home)
+    where = f'{name} on node {victim} (127.0.0.1) failed'
+    [line] = _said(started[1 - victim]).splitlines()
+    self.assertIn(f'{where}: exit status 7', line)
+
+  def test_third_host_hears_of_the_second(self):
+    code = f"""
+if task['index'] == 1:
+  os.kill(os.getpid(), signal.SIGKILL)
+{_WAIT}
+"""
+    started = self._start(code, count=3)
+    self.assertEqual(self._wait(started), [137] * 3)
+    for launcher in (started[0], started[2]):
+      self.assertIn('worker 1 on node 1', launcher.stderr())
+      self.assertIn('killed by SIGKILL', launcher.stderr())
+
+  @parameterized.parameters(0, 1)
+  def test_killed_launcher_is_named(self, victim):
+    started = self._start(_WAIT)
+    for launcher in started:
+      launcher.wait_for_notes('pid', 1)
+    started[victim].kill()
+    self.assertEqual(started[1 - victim].wait(), 143)
+    said = started[1 - victim].stderr()
+    self.assertIn(
+      f'node {victim} (127.0.0.1) failed: its launcher is gone', said
+    )
+    for launcher in started:
+      launcher.wait_until(lambda one=launcher: not one.alive())
+
+  def test_interrupt_ends_all_hosts_in_a_line(self):
+    started = self._start(_WAIT)
+    for launcher in started:
+      launcher.wait_for_notes('pid', 1)
+    started[1].signal(signal.SIGINT)
+    self.assertEqual(self._wait(started), [130, 130])
+    self.assertLen(_said(started[1]).splitlines(), 1)
+    self.assertIn(
+      'node 1 (127.0.0.1) failed: killed by SIGINT', started[0].stderr()
+    )
+    for launcher in started:
+      self.assertEqual(launcher.stdout(), b'')
+
+  def test_restarts_go_on_where_the_task_is(self):
+    code = """
+if task['index'] == 1 and attempt == 0:
+  sys.exit(143)
+top = os.path.dirname(directory)
+note('end', attempt)
+while not os.path.exists(os.path.join(top, '1', 'end-worker_1-1')):
+  time.sleep(0.01)
+"""
+    started = self._start(code, ['--max_restarts=1'])
+    self.assertEqual(self._wait(started), [0, 0])
+    self.assertIn('Starting it again (1 of 1)', started[1].stderr())
+    self.assertEqual(_said(started[0]), '')
+
+  def test_another_secret(self):
+    started = self._start(
+      'pass', ['--rendezvous_timeout=4'], secrets=[_SECRET, _SECRET[::-1]]
+    )
+    self.assertEqual(self._wait(started), [143, 1])
+    self.assertIn('does not know the secret', started[1].stderr())
+    self.assertIn('for node 1 (--nnodes=2)', started[0].stderr())
+    self.assertIn('is its secret the same?', started[0].stderr())
+
+  def test_missing_host_is_named_by_all(self):
+    started = self._start(
+      'pass', ['--rendezvous_timeout=3'], count=3, ranks=[0, 1]
+    )
+    self.assertEqual(self._wait(started), [143, 143])
+    for launcher in started:
+      self.assertIn('for node 2 (--nnodes=3)', launcher.stderr())
+
+  def test_two_of_one_rank(self):
+    started = self._start(
+      'pass', ['--rendezvous_timeout=3'], count=3, ranks=[0, 1, 1]
+    )
+    self.assertEqual(self._wait(started), [143] * 3)
+    said = ''.join(launcher.stderr() for launcher in started)
+    self.assertIn('another launcher has --node_rank=1', said)
+
+  def test_first_host_is_missing(self):
+    [alone] = self._start('pass', ['--rendezvous_timeout=1'], ranks=[1])
+    self.assertEqual(alone.wait(), 143)
+    self.assertIn('for node 0 (', alone.stderr())
+
+  def test_rendezvous_that_is_in_use(self):
+    with nodes.socket.create_server(('127.0.0.1', 0)) as taken:
+      address = f'127.0.0.1:{taken.getsockname()[1]}'
+      status, _, said = programs.run(
+        ['--nnodes=2', f'--rendezvous={address}', '--', 'true'],
+        None,
+        {'TFS_SECRET': _SECRET},
+      )
+    self.assertEqual(status, 143)
+    self.assertIn(f'cannot listen at --rendezvous={address}', said)
+
+  @parameterized.parameters(
+    ({'TFS_SECRET': ''}, 'h:1', 0, 'a secret'),
+    ({'TFS_SECRET': _SECRET}, 'h', 0, '--rendezvous: its value'),
+    ({'TFS_SECRET': _SECRET}, 'h:1', 2, '--node_rank=2'),
+  )
+  def test_wrong_flags(self, environment, address, rank, words):
+    flags = ['--nnodes=2', f'--node_rank={rank}', f'--rendezvous={address}']
+    status, _, said = programs.run([*flags, '--', 'true'], None, environment)
+    self.assertEqual(status, 2)
+    self.assertIn(words, said)
+
+
+@pytest.mark.multi_process
+class NamespacesTest(absltest.TestCase):
+  """Each launcher on a host of its own, over a network that can be cut."""
+
+  def setUp(self):
+    super().setUp()
+    why = network_namespaces.missing()
+    if why:
+      self.skipTest(why)
+
+  def _start(self, hosts, *words):
+    env = processes.python_environment({'TFS_SECRET': _SECRET})
+    address = f'{hosts.addresses[0]}:29400'
+    return [
+      self.enter_context(
+        processes.Command(
+          hosts.command(
+            rank,
+            [
+              *(sys.executable, '-m', 'tf_strategies', 'launch'),
+              *(f'--nnodes={len(hosts.addresses)}', f'--node_rank={rank}'),
+              *(f'--rendezvous={address}', '--grace_period=2', '--', *words),
+            ],
+          ),
+          env=env,
+          deadline_seconds=120,
+          grace_seconds=10,
+        )
+      )
+      for rank in range(len(hosts.addresses))
+    ]
+
+  def test_tasks_of_two_hosts_meet(self):
+    plan = ('-m', 'tf_strategies', 'plan', '--variables_bytes=400000')
+    with network_namespaces.NetworkNamespaces(2) as hosts:
+      started = self._start(hosts, sys.executable, *plan)
+      statuses = [command.wait() for command in started]
+      said = [command.output() for command in started]
+    self.assertEqual(statuses, [0, 0], said)
+    self.assertIn('[worker 0] 2 workers', said[0])
+    self.assertIn('measured links', said[0])
+
+  @pytest.mark.full
+  def test_two_hosts_train_what_one_does(self):
+    directory = self.create_tempdir().full_path
+    example = ('-m', 'examples.mnist_keras_fit', '--strategy=multi_worker_ring')
+    example += ('--dataset=digits', '--model=mlp', '--epochs=1')
+    paths = [f'{directory}/{name}.npz' for name in ('one', 'two')]
+    processes.run_python(
+      *example, f'--save_weights={paths[0]}', is_checked=True
+    )
+    with network_namespaces.NetworkNamespaces(2) as hosts:
+      program = (sys.executable, *example, f'--save_weights={paths[1]}')
+      started = self._start(hosts, *program)
+      statuses = [command.wait() for command in started]
+      said = [command.output() for command in started]
+    self.assertEqual(statuses, [0, 0], said)
+    self.assertIn('between 2 workers', said[0])
+    found = [compare_weights.read(path) for path in paths]
+    largest, where = compare_weights.largest_difference(*found)
+    self.assertLessEqual(largest, 1e-6, where)
+
+  @pytest.mark.full
+  def test_host_that_is_cut_off_is_named(self):
+    with network_namespaces.NetworkNamespaces(2) as hosts:
+      started = self._start(hosts, 'sh', '-c', 'echo here; exec sleep 600')
+      for command in started:
+        command.wait_until(lambda one=command: 'here' in one.output())
+      hosts.cut_link(1)
+      statuses = [command.wait() for command in started]
+      said = [command.output() for command in started]
+    self.assertEqual(statuses, [143, 143], said)
+    for rank, text in enumerate(said):
+      other = f'node {1 - rank} ({hosts.addresses[1 - rank]})'
+      self.assertIn(
+        f'{other} failed: its launcher is gone, or the network', text
+      )
+
+
+class OthersTest(absltest.TestCase):
+  def test_place_is_checked(self):
+    for arguments in ((0, 0, 'a:1'), (2, 2, 'a:1'), (2, -1, 'a:1')):
+      with self.assertRaises(errors.UnsupportedOptionError):
+        nodes.Place(*arguments)
+    with self.assertRaises(errors.ClusterConfigError):
+      nodes.Place(2, 0, 'a')
+
+  def test_what_is_heard_is_passed_on(self):
+    ours, theirs = zip(
+      *(nodes.socket.socketpair() for _ in range(2)), strict=True
+    )
+    for sock in (*ours, *theirs):
+      sock.setblocking(False)
+    links = [nodes.Link(i + 1, f'h{i + 1}', s) for i, s in enumerate(ours)]
+    center = others.Others(0, links, ['h0', 'h1', 'h2'], {'worker 1': 1})
+    ends = [nodes.Link(0, 'h0', s) for s in theirs]
+    said = {'task': 'worker 1', 'status': -9, 'losses': 0, 'failed': True}
+    ends[0].send(said)
+    self.assertEqual(list(center.heard()), [said])
+    self.assertEqual(ends[1].read(), [said])
+    self.assertEqual(ends[0].read(), [])
+    self.assertEqual(center.where('worker 1'), ' on node 1 (h1)')
+    self.assertEqual(center.where('worker 0'), '')
+    ends[1].close()
+    [lost] = center.heard()
+    self.assertEqual((lost['task'], lost['failed']), ('node 2', True))
+    self.assertEqual(ends[0].read(), [lost])
+    self.assertIn('launcher is gone', center.ending('node 2', lost['status']))
+    # The same thing is told once.
+    for _ in range(2):
+      center.tell('worker 0', None, 1, False)
+    self.assertLen(ends[0].read(), 1)
+
+  def test_nonsense_ends_a_link(self):
+    ours, theirs = nodes.socket.socketpair()
+    for sock in (ours, theirs):
+      sock.setblocking(False)
+    link = nodes.Link(1, 'h', ours)
+    theirs.send(os.urandom(100))
+    self.assertEqual(link.read(), [])
+    self.assertTrue(link.is_lost)
+
+
+if __name__ == '__main__':
+  absltest.main()

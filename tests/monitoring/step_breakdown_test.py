@@ -1,0 +1,93 @@
+"""The parts of a step: no part is more than what it is a part of."""
+
+import random
+
+from absl.testing import absltest
+
+from tf_strategies.monitoring import intervals, recorder, step_breakdown
+
+
+def _event(category, begin, end, **args):
+  return recorder.Event('e', category, begin, end, 1, 1, args)
+
+
+def _collective(handed, begin, end):
+  return _event(
+    recorder.COMMUNICATION,
+    *(begin, end),
+    kind='all_reduce',
+    sent=8,
+    handed_ns=handed,
+  )
+
+
+class BreakdownTest(absltest.TestCase):
+  def test_wait_is_part_of_communication(self):
+    # The thread that waits runs again 9 after the end of the last collective, and
+    # began to wait 5 before the first one.
+    found = step_breakdown.break_down(
+      (0, 100),
+      [
+        _collective(45, 50, 60),
+        _collective(58, 60, 81),
+        _event(recorder.WAIT, 40, 90),
+      ],
+    )
+    self.assertEqual(found.communication, [(45, 81)])
+    self.assertEqual(found.wait, [(45, 81)])
+    self.assertEqual(
+      found.nanoseconds(),
+      {
+        'step': 100,
+        'input': 0,
+        'communication': 36,
+        'exposed_communication': 36,
+        'compute': 64,
+      },
+    )
+
+  def test_wait_for_a_batch_is_no_wait_for_collectives(self):
+    found = step_breakdown.break_down(
+      (0, 100),
+      [
+        _collective(10, 10, 60),
+        _event(recorder.WAIT, 20, 50),
+        _event(recorder.INPUT, 30, 40),
+      ],
+    )
+    self.assertEqual(found.wait, [(20, 30), (40, 50)])
+
+  def test_parts_of_any_step(self):
+    draw = random.Random(1)
+    exposed = 0
+    for _ in range(300):
+      events = []
+      for _ in range(draw.randrange(8)):
+        begin = draw.randrange(-20, 110)
+        end = begin + draw.randrange(1, 60)
+        kind = draw.choice(['wait', 'input', 'communication'])
+        if kind == 'communication':
+          events.append(_collective(begin - draw.randrange(5), begin, end))
+        else:
+          events.append(_event(kind, begin, end))
+      found = step_breakdown.break_down((0, 100), events)
+      parts = found.nanoseconds()
+      self.assertLessEqual(
+        parts['exposed_communication'], parts['communication']
+      )
+      self.assertEqual(
+        parts['input'] + parts['exposed_communication'] + parts['compute'], 100
+      )
+      exposed += parts['exposed_communication']
+    self.assertGreater(exposed, 0)
+
+  def test_intersection(self):
+    self.assertEqual(
+      intervals.intersect([(0, 5), (7, 20)], [(3, 9), (10, 11), (19, 30)]),
+      [(3, 5), (7, 9), (10, 11), (19, 20)],
+    )
+    self.assertEqual(intervals.intersect([(0, 5)], []), [])
+
+
+if __name__ == '__main__':
+  absltest.main()

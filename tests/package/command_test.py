@@ -1,0 +1,151 @@
+"""`tfs`: dispatches to the commands, and answers at once."""
+
+import contextlib
+import io
+import re
+
+import pytest
+from absl.testing import absltest, parameterized
+
+from benchmarks import processes
+from tests.architecture import project
+from tf_strategies import __main__ as tfs_command
+from tf_strategies import version
+
+# Of each command a few of its flags.
+_FLAGS = {
+  'launch': ('--num_workers', '--nnodes', '--rendezvous'),
+  'doctor': ('--wait', '--checkpoint_dir'),
+  'manifests': ('--image', '--kind'),
+  'timeline merge': ('--output',),
+  'timeline plot': ('--step', '--steps'),
+  'plan': ('--model', '--world_sizes'),
+}
+# As `python -m tf_strategies`, and then what it has loaded.
+_LOADED = """
+import sys
+from tf_strategies import __main__
+try:
+  status = __main__.main(['tfs', *sys.argv[1:]])
+finally:
+  loaded = {'tensorflow', 'keras', 'matplotlib'} & set(sys.modules)
+print('status', status, 'loaded', sorted(loaded))
+"""
+
+
+def _run(*words):
+  """Status, stdout and stderr of a command in this process."""
+  out, err = io.StringIO(), io.StringIO()
+  with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    status = tfs_command.main(['tfs', *words])
+  return status, out.getvalue(), err.getvalue()
+
+
+class DispatchTest(parameterized.TestCase):
+  def test_every_command_is_tested_here(self):
+    status, out, _ = _run('--help')
+    self.assertEqual(status, 0)
+    shown = re.findall(r'^  (\w+(?: \w+)?)  ', out, re.MULTILINE)
+    self.assertCountEqual(shown, _FLAGS)
+
+  @parameterized.parameters(*_FLAGS.items())
+  def test_help_of_a_command(self, name, flags):
+    for help_flag in ('--help', '-h'):
+      status, out, err = _run(*name.split(), help_flag)
+      self.assertEqual((status, err), (0, ''))
+      for flag in flags:
+        # Booleans have a negation too.
+        self.assertRegex(out, rf'  {re.escape(flag)}\b')
+
+  @parameterized.parameters(*_FLAGS)
+  def test_wrong_flag_is_answered_with_a_near_one(self, name):
+    flag = _FLAGS[name][0]
+    status, out, err = _run(*name.split(), f'{flag[:-1]}x=1')
+    self.assertEqual((status, out), (2, ''))
+    self.assertStartsWith(err, f'tfs {name}: Unknown command line flag')
+    self.assertIn(f'Did you mean: {flag[2:]}', err)
+    self.assertIn(f'Usage: tfs {name} [flags]', err)
+
+  @parameterized.parameters(
+    (['lanch', '--num_workers=2'], 'tfs launch'),
+    (['manifest'], 'tfs manifests'),
+    (['docter'], 'tfs doctor'),
+    (['timeline', 'merg', 'a.json'], 'tfs timeline merge'),
+    (['timeline'], 'tfs timeline merge, tfs timeline plot'),
+  )
+  def test_wrong_command_is_answered_with_a_near_one(self, words, near):
+    status, out, err = _run(*words)
+    self.assertEqual((status, out), (2, ''))
+    self.assertIn(f'no command {words[0]!r}', err)
+    self.assertIn('Did you mean: ', err)
+    self.assertIn(near, err.partition('Did you mean: ')[2])
+
+  def test_no_command_and_what_is_like_none(self):
+    status, out, err = _run()
+    self.assertEqual((status, out), (2, ''))
+    self.assertIn('tfs launch', err.replace('  launch', 'tfs launch'))
+    status, _, err = _run('xyzzy')
+    self.assertEqual(status, 2)
+    self.assertNotIn('Did you mean', err)
+
+  @parameterized.parameters(
+    ('timeline merge', ['--output=a.json'], 'no file'),
+    ('timeline merge', ['a.json'], 'no --output'),
+    ('timeline plot', ['a.json'], 'a timeline and a PNG'),
+    ('timeline plot', ['a.json', 'a.png', '--steps=0'], '--steps=0'),
+    ('plan', ['4'], "unexpected argument '4'"),
+    ('doctor', ['--wait=-1'], '--wait=-1.0'),
+    ('launch', ['true'], 'follows a lone --'),
+    ('launch', ['--nnodes=2', '--', 'true'], 'without --rendezvous'),
+    ('launch', ['--node_rank=1', '--', 'true'], 'without --nnodes'),
+  )
+  def test_wrong_words_are_explained(self, name, words, told):
+    status, out, err = _run(*name.split(), *words)
+    self.assertEqual((status, out), (2, ''))
+    self.assertIn(told, err)
+    self.assertStartsWith(err, f'tfs {name}: ')
+
+  def test_version(self):
+    self.assertEqual(
+      _run('--version'), (0, f'tf_strategies {version.__version__}\n', '')
+    )
+
+  def test_console_script(self):
+    setup = project.text_files()['setup.py']
+    self.assertIn("'tfs = tf_strategies.__main__:main'", setup)
+
+
+@pytest.mark.multi_process
+class LoadedTest(parameterized.TestCase):
+  @parameterized.parameters(
+    *[[*name.split(), '--help'] for name in _FLAGS],
+    *[[*name.split(), '--no_such_flag'] for name in ('plan', 'doctor')],
+    ['--help'],
+    ['lanch'],
+  )
+  def test_no_answer_loads_tensorflow(self, *words):
+    done = processes.run_python('-c', _LOADED, *words, is_checked=True)
+    last = done.stdout.splitlines()[-1]
+    status = 0 if words[-1] == '--help' else 2
+    self.assertEqual(last, f'status {status} loaded []')
+
+  def test_module_is_the_command(self):
+    done = processes.run_python(
+      *(
+        '-m',
+        'tf_strategies',
+        'launch',
+        '--num_workers=1',
+        '--',
+        'echo',
+        'here',
+      )
+    )
+    self.assertEqual((done.returncode, done.stderr), (0, ''))
+    self.assertEqual(done.stdout, '[worker 0] here\n')
+    done = processes.run_python('-m', 'tf_strategies', 'launch', '--', 'false')
+    self.assertEqual(done.returncode, 1)
+
+
+if __name__ == '__main__':
+  absltest.main()

@@ -1,0 +1,106 @@
+"""`tfs`, or `python -m tf_strategies`: one command for a shell.
+
+Each of its commands is the `main` of a module, which is loaded when it is called: so
+help and what is wrong with a command line take no second.
+
+Example:
+
+  >>> from tf_strategies import __main__
+  >>> __main__.main(['tfs', 'launch', '--num_workers=1', '--dry_run', '--', 'true'])
+  [worker 0] ... true
+  0
+"""
+
+import difflib
+import importlib
+import sys
+from collections.abc import Sequence
+
+from tf_strategies import version
+
+_COMMANDS = {
+  'launch': (
+    'start all tasks of a job on this host, or on several',
+    lambda: importlib.import_module('tf_strategies.launch.command'),
+  ),
+  'doctor': (
+    'say what this machine and this TF_CONFIG can do, and what to fix',
+    lambda: importlib.import_module('tf_strategies.doctor.command'),
+  ),
+  'manifests': (
+    'write the Kubernetes manifests of a job',
+    lambda: importlib.import_module('tf_strategies.kubernetes.command'),
+  ),
+  'timeline merge': (
+    'put the timelines of several tasks on one clock',
+    lambda: importlib.import_module('tf_strategies.monitoring.merge'),
+  ),
+  'timeline plot': (
+    'draw some steps of a merged timeline',
+    lambda: importlib.import_module('tf_strategies.monitoring.plot'),
+  ),
+  'plan': (
+    'measure the links of a job, and say how its gradients should travel',
+    lambda: importlib.import_module('tf_strategies.planning.__main__'),
+  ),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """Runs a command.
+
+  Args:
+    argv: 'tfs', the command and its arguments; those of this process by default.
+
+  Returns:
+    The exit status: the command's; 2 if there is no such command, which is explained
+    on stderr.
+  """
+  words = list(sys.argv if argv is None else argv)[1:]
+  for count in (2, 1):
+    name = ' '.join(words[:count])
+    if name in _COMMANDS:
+      module = _COMMANDS[name][1]()
+      return module.main([f'tfs {name}', *words[count:]])
+  if words[:1] in (['--help'], ['-h'], ['help']):
+    print(_help())
+    return 0
+  if words[:1] == ['--version']:
+    print(f'tf_strategies {version.__version__}')
+    return 0
+  print(_what_is_wrong(words), file=sys.stderr)
+  return 2
+
+
+def _help() -> str:
+  width = max(map(len, _COMMANDS))
+  rows = [f'  {name:{width}}  {text}' for name, (text, _) in _COMMANDS.items()]
+  return '\n'.join(
+    [
+      'Usage: tfs <command> [flags]',
+      '',
+      *rows,
+      '',
+      'tfs <command> --help shows the flags of a command.',
+    ]
+  )
+
+
+def _what_is_wrong(words: list[str]) -> str:
+  if not words:
+    return _help()
+  near: dict[str, None] = {}
+  for typed in (' '.join(words[:2]), words[0]):
+    near.update((n, None) for n in _COMMANDS if n.split()[0] == typed)
+    near.update(dict.fromkeys(difflib.get_close_matches(typed, _COMMANDS)))
+  hint = (
+    f' Did you mean: {", ".join(f"tfs {n}" for n in near)}?' if near else ''
+  )
+  return (
+    f'tfs: no command {words[0]!r}. Expected one of '
+    f'{", ".join(_COMMANDS)}.{hint}'
+  )
+
+
+if __name__ == '__main__':
+  sys.exit(main())

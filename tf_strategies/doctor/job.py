@@ -1,0 +1,252 @@
+"""What the cluster of the environment can do: names, ports, secret, TLS, peers."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import errno
+import os
+import ssl
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from tf_strategies import errors, process_group
+from tf_strategies.cluster import ClusterConfig, checks, reachability
+from tf_strategies.doctor import findings
+from tf_strategies.doctor.findings import FAIL, NOTE, OK, Finding
+from tf_strategies.process_group import options as options_lib
+from tf_strategies.process_group.network import names, server, tls
+from tf_strategies.process_group.rendezvous import address_checks
+
+# Clocks that differ by more make timelines and certificates doubtful.
+_CLOCKS_APART_SECONDS = 2.0
+_THREADS = 32
+_ANSWER_SECONDS = 3.0
+# Beyond what travels as a small message: it shows how arrays do.
+_ARRAY = 1 << 18
+
+
+def look(
+  environ: Mapping[str, str] = os.environ,
+  wait: float = 0.0,
+  versions: Mapping[str, Any] | None = None,
+) -> Iterator[Finding]:
+  """What was found; later checks are left out where an earlier one failed.
+
+  Args:
+    environ: of which TF_CONFIG, or a scheduler's variables, are read.
+    wait: seconds until all tasks of the job must run this too; 0 waits for nobody.
+    versions: that all tasks must have alike.
+  """
+  try:
+    cluster = ClusterConfig.from_env(environ)
+  except errors.ClusterConfigError as e:
+    yield findings.failed('TF_CONFIG', e)
+    return
+  if cluster is None:
+    yield Finding(OK, 'TF_CONFIG', 'none: this process trains alone')
+  else:
+    counts = ', '.join(f'{len(t)} {job}' for job, t in cluster.jobs.items())
+    me = f'{cluster.task_type} {cluster.task_index}'
+    where = f' at {cluster.address}' if cluster.address else ''
+    yield Finding(OK, 'TF_CONFIG', f'{me} of {counts}{where}')
+  is_sure = True
+  alone, in_job = (_secret, _tls), (_names, _port, _tasks)
+  for check in alone if cluster is None else alone + in_job:
+    finding = check(cluster)
+    is_sure = is_sure and finding.state != FAIL
+    yield finding
+    if check is _names and finding.state == FAIL:
+      return  # What follows would wait for them.
+  if cluster is not None and cluster.address and wait:
+    if is_sure:
+      yield from _meet(cluster, wait, versions or {})
+    else:
+      what = 'not tried, since something above failed'
+      yield Finding(NOTE, 'meeting', what)
+
+
+def _secret(cluster: ClusterConfig | None) -> Finding:
+  try:
+    options = process_group.GroupOptions.from_env(tls=None)
+    has_tls = any(map(os.environ.get, options_lib.TLS_VARIABLES))
+    if cluster is not None and cluster.address and not has_tls:
+      address_checks.check(*_places(cluster), _options(cluster, tls=None))
+  except (errors.UnsupportedOptionError, errors.ClusterConfigError) as e:
+    return findings.failed('secret', e)
+  if options.secret is None:
+    return Finding(OK, 'secret', 'none, and none is needed on one host')
+  return Finding(OK, 'secret', f'of {len(options.secret)} bytes')
+
+
+def _tls(cluster: ClusterConfig | None) -> Finding:
+  try:
+    files = process_group.GroupOptions.from_env(secret=None).tls
+    if files is None:
+      return Finding(OK, 'TLS', 'none: what workers send is not encrypted')
+    _shake_hands(files)
+  except errors.UnsupportedOptionError as e:
+    return findings.failed('TLS', e)
+  except ssl.SSLError as e:
+    why = getattr(e, 'verify_message', '') or e.reason or e
+    return Finding(
+      FAIL,
+      'TLS',
+      f'{files.certificate} is not accepted by who trusts {files.authority}: {why}',
+      f'sign it with that authority, or set {options_lib.TLS_VARIABLES[2]} to the '
+      'one that did; see that it has not expired',
+    )
+  return Finding(OK, 'TLS', f'{files.certificate}, signed by {files.authority}')
+
+
+def _shake_hands(files: tls.TlsFiles) -> None:
+  """Has a worker with these files meet another one with them, in memory."""
+  to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+  client = tls.context_of(files, False).wrap_bio(to_client, to_server)
+  server_ = tls.context_of(files, True).wrap_bio(
+    to_server, to_client, server_side=True
+  )
+  # The client's hello, the server's, the client's certificate and its check.
+  for side in (client, server_, client, server_):
+    with contextlib.suppress(ssl.SSLWantReadError):
+      side.do_handshake()
+
+
+def _names(cluster: ClusterConfig) -> Finding:
+  hosts = {}
+  for task, address in _tasks_of(cluster).items():
+    host, port = checks.split_address(address, task)
+    hosts.setdefault(host, (task, port))
+  unknown = []
+
+  def ask(item):
+    host, (task, port) = item
+    try:
+      names.resolve_now(host, port)
+    except OSError as e:
+      unknown.append(f'{task}: {e.strerror or e}')
+
+  with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
+    list(pool.map(ask, hosts.items()))
+  if unknown:
+    return Finding(
+      FAIL,
+      'names',
+      '; '.join(sorted(unknown)),
+      'see the names in TF_CONFIG, and /etc/resolv.conf; in Kubernetes a headless '
+      'service has to select the pods',
+    )
+  return Finding(
+    OK, 'names', f'{len(hosts)} of {len(hosts)} hosts have an address'
+  )
+
+
+def _port(cluster: ClusterConfig) -> Finding:
+  if not cluster.address:
+    return Finding(OK, 'port', 'this task listens nowhere')
+  places, task = _places(cluster)
+  try:
+    server.listen(places[task], task).close()
+  except errors.RendezvousError as e:
+    return findings.failed('port', e)
+  return Finding(OK, 'port', f'{places[task]} is free, and of this host')
+
+
+def _tasks(cluster: ClusterConfig) -> Finding:
+  others = {
+    task: address
+    for task, address in _tasks_of(cluster).items()
+    if address != cluster.address
+  }
+  if not others:
+    return Finding(OK, 'other tasks', 'there are none')
+  outcomes = reachability.outcomes(others, _ANSWER_SECONDS)
+  nobody = os.strerror(errno.ECONNREFUSED)
+  silent = [t for t, outcome in outcomes.items() if outcome == nobody]
+  lost = {t: o for t, o in outcomes.items() if o != nobody}
+  if lost:
+    each = ', '.join(f'{t} at {others[t]} ({o})' for t, o in lost.items())
+    return Finding(
+      FAIL,
+      'other tasks',
+      f'not reached: {each}',
+      'see that these hosts are up, and that no firewall is between',
+    )
+  if silent:
+    return Finding(
+      NOTE,
+      'other tasks',
+      f'{", ".join(silent)}: the host answers, and nothing listens there yet',
+      'run this on all tasks at once, with --wait=60, to see whether they can meet',
+    )
+  return Finding(OK, 'other tasks', f'{len(others)} accept connections')
+
+
+def _meet(
+  cluster: ClusterConfig, wait: float, versions: Mapping[str, Any]
+) -> Iterator[Finding]:
+  """Forms a group of all tasks, as training would."""
+  places, task = _places(cluster)
+  others = _options(cluster, rendezvous_timeout_seconds=wait)
+  try:
+    with (
+      process_group.Rendezvous(places, task, others) as meeting,
+      meeting.form() as group,
+    ):
+      size = group.world_size
+      yield Finding(OK, 'meeting', f'{size} tasks met, and trust each other')
+      group.agree(dict(versions), what='the versions of TensorFlow and Keras')
+      group.all_reduce(np.zeros(_ARRAY, np.float32))
+      yield Finding(OK, 'links', _links(group.paths()))
+      group.barrier()
+      yield _clocks(group.all_gather(np.float64([time.time()])))
+      group.barrier()
+  except errors.Error as e:
+    yield findings.failed('meeting', e)
+
+
+def _links(paths: Mapping[int, str]) -> str:
+  kinds: dict[str, list[int]] = {}
+  for rank, kind in paths.items():
+    kinds.setdefault(kind, []).append(rank)
+  return '; '.join(
+    f'to {", ".join(map(str, ranks))} by {kind}'
+    for kind, ranks in kinds.items()
+  )
+
+
+def _clocks(times: np.ndarray) -> Finding:
+  apart = float(np.max(times) - np.min(times))
+  if apart <= _CLOCKS_APART_SECONDS:
+    return Finding(OK, 'clocks', f'within {apart:.2f} s of each other')
+  slow = int(np.argmin(times))
+  what = f'{apart:.1f} s apart; that of task {slow} is the slowest'
+  return Finding(NOTE, 'clocks', what, 'keep them by NTP')
+
+
+def _tasks_of(cluster: ClusterConfig) -> dict[str, str]:
+  """The address of each task by its name."""
+  return {
+    f'{job} {index}': address
+    for job, tasks in cluster.jobs.items()
+    for index, address in tasks.items()
+  }
+
+
+def _places(cluster: ClusterConfig) -> tuple[dict[int, str], int]:
+  """All tasks' addresses by number, and the number of this one."""
+  addresses = list(_tasks_of(cluster).values())
+  return dict(enumerate(addresses)), addresses.index(cluster.address)
+
+
+def _options(
+  cluster: ClusterConfig, **options: Any
+) -> process_group.GroupOptions:
+  """As training has them: parameter servers talk by gRPC, without a secret."""
+  has_servers = 'ps' in cluster.jobs
+  return process_group.GroupOptions.from_env(
+    allow_unauthenticated=has_servers, **options
+  )

@@ -1,0 +1,187 @@
+"""What this machine can do: TensorFlow, devices, memory of one host, clock, disk."""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import pathlib
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from typing import Any
+
+import numpy as np
+
+from tf_strategies import _requirements, errors
+from tf_strategies.checkpoint import checkpointer
+from tf_strategies.doctor import findings
+from tf_strategies.doctor.findings import FAIL, NOTE, OK, Finding
+from tf_strategies.process_group.tcp import host_memory
+
+_PACKAGE = pathlib.Path(__file__).resolve().parents[1]
+# TensorFlow takes long to load from a slow disk.
+_PROBE_SECONDS = 180.0
+
+
+def look(
+  checkpoint_dir: str | None = None,
+) -> tuple[list[Finding], dict[str, Any]]:
+  """What was found, and the versions of TensorFlow and Keras.
+
+  Args:
+    checkpoint_dir: where a small checkpoint is written and deleted, if given.
+  """
+  known, ending = _probe()
+  found = [
+    Finding(
+      OK, 'Python', f'{platform.python_version()}, {os.cpu_count()} CPUs'
+    ),
+    *_software(known, ending),
+    _memory(known),
+    _clock(),
+  ]
+  if checkpoint_dir is not None:
+    found.append(_directory(checkpoint_dir))
+  return found, {n: known[n] for n in ('TensorFlow', 'Keras') if n in known}
+
+
+def _probe(*flags: str) -> tuple[dict[str, Any], str]:
+  """What the other process printed; and why it ended badly, if it did."""
+  own = host_memory.OwnMemory()
+  path = [os.environ.get('PYTHONPATH', ''), str(_PACKAGE.parent)]
+  environment = {
+    **os.environ,
+    'PYTHONPATH': os.pathsep.join(filter(None, path)),
+    'TF_CPP_MIN_LOG_LEVEL': '3',
+  }
+  words = [sys.executable, '-m', 'tf_strategies.doctor.probe']
+  try:
+    done = subprocess.run(
+      [*words, own.place.pack().hex(), *flags],
+      env=environment,
+      stdin=subprocess.DEVNULL,
+      capture_output=True,
+      timeout=_PROBE_SECONDS,
+      check=False,
+    )
+  except subprocess.TimeoutExpired as e:
+    return _known(e.stdout), f'it took more than {_PROBE_SECONDS:g} s'
+  lines = done.stderr.decode('utf-8', 'replace').strip().splitlines()
+  ending = ''
+  if done.returncode:
+    ending = lines[-1] if lines else f'it ended with status {done.returncode}'
+  return _known(done.stdout), ending
+
+
+def _known(output: bytes | None) -> dict[str, Any]:
+  known: dict[str, Any] = {}
+  for line in (output or b'').splitlines():
+    # Among whatever else TensorFlow may print.
+    if line.startswith(b'{'):
+      known.update(json.loads(line))
+  return known
+
+
+def _software(known: dict[str, Any], ending: str) -> list[Finding]:
+  # Another backend is what ends Keras's import where that is not installed.
+  backend = os.environ.get('KERAS_BACKEND') or known.get('backend')
+  if backend not in (None, 'tensorflow'):
+    fix = (
+      'unset KERAS_BACKEND, or write "backend": "tensorflow" in '
+      '~/.keras/keras.json'
+    )
+    what = f'its backend is {backend}. Expected tensorflow'
+    return [Finding(FAIL, 'Keras', what, fix)]
+  if ending:
+    error = RuntimeError(f'TensorFlow or Keras cannot be used: {ending}')
+    found = findings.failed('TensorFlow', error)
+    fix = found.fix or (
+      "in the checkout run pip install '.[cpu]', or '.[and-cuda]' for GPUs; tested "
+      f'is {_requirements.TESTED}'
+    )
+    return [Finding(FAIL, 'TensorFlow', found.what, fix)]
+  names = ('TensorFlow', 'Keras')
+  text = ' with '.join(f'{name} {known[name]}' for name in names)
+  untested = [n for n in names if not _requirements.is_tested(n, known[n])]
+  if not untested:
+    first = Finding(OK, 'TensorFlow', f'{text}: tested')
+  else:
+    what = (
+      f'{text}: has what is needed, but {" and ".join(untested)} was not tested'
+    )
+    fix = f'install {_requirements.TESTED}'
+    first = Finding(NOTE, 'TensorFlow', what, fix)
+  return [first, _gpus(known)]
+
+
+def _gpus(known: dict[str, Any]) -> Finding:
+  if known['gpus']:
+    return Finding(
+      OK, 'GPUs', f'{len(known["gpus"])}: {", ".join(known["gpus"])}'
+    )
+  present = glob.glob('/dev/nvidia[0-9]*')
+  if not present:
+    return Finding(OK, 'GPUs', 'none: CPUs compute')
+  hidden = os.environ.get('CUDA_VISIBLE_DEVICES')
+  if hidden in ('', '-1'):
+    what = f'{len(present)}, hidden by CUDA_VISIBLE_DEVICES={hidden}'
+    return Finding(NOTE, 'GPUs', what, 'unset it to train on them')
+  what = f'{len(present)} are here, and TensorFlow sees none'
+  if not known['is_for_gpus']:
+    fix = "install its build for GPUs: pip install '.[and-cuda]'"
+    return Finding(FAIL, 'GPUs', f'{what}: its build is for CPUs', fix)
+  fix = 'see whether nvidia-smi works, and what `import tensorflow` logs'
+  return Finding(FAIL, 'GPUs', what, fix)
+
+
+def _memory(known: dict[str, Any]) -> Finding:
+  why = known.get('unreadable', 'the process that was to try it did not start')
+  if not why:
+    what = 'processes of this host read each other: one copy'
+    return Finding(OK, 'host memory', what)
+  return Finding(
+    NOTE,
+    'host memory',
+    f'processes may not read each other ({why}): arrays between those of this host '
+    'take a copy more',
+    'allow process_vm_readv: --cap-add=SYS_PTRACE for a container, or '
+    'kernel.yama.ptrace_scope=0',
+  )
+
+
+def _clock() -> Finding:
+  now, installed = time.time(), os.stat(__file__).st_mtime
+  shown = time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime(now))
+  if now >= installed - 86400:
+    return Finding(OK, 'clock', f'{shown} UTC')
+  return Finding(
+    FAIL,
+    'clock',
+    f'{shown} UTC, before this package was written: certificates and timelines '
+    'would be wrong',
+    'set the clock, and keep it by NTP',
+  )
+
+
+def _directory(directory: str) -> Finding:
+  # As training writes them: a file, its sync, and a rename.
+  try:
+    trial = os.path.join(directory, f'.tfs-doctor-{os.getpid()}')
+    kept = checkpointer.Checkpointer(trial)
+    try:
+      kept.save({'doctor': np.arange(4.0)}, {})
+      kept.newest()
+    finally:
+      shutil.rmtree(trial, ignore_errors=True)
+  except errors.Error as e:
+    found = findings.failed('checkpoints', e)
+    fix = found.fix or 'pass a directory that this user can write, with room'
+    return Finding(FAIL, 'checkpoints', found.what, fix)
+  free = shutil.disk_usage(directory).free
+  what = (
+    f'written, read and deleted in {directory}; {free / 1e9:,.1f} GB are free'
+  )
+  return Finding(OK, 'checkpoints', what)

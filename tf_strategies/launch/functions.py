@@ -1,0 +1,219 @@
+"""`tfs.launch(function)`: a function on several workers, from a notebook or script.
+
+Each worker is a process that the launcher starts, as `tfs launch` would: what runs
+under one runs under the other. The function travels as bytes in a file; so do results.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import pathlib
+import pickle
+import select
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tf_strategies import errors, option_checks
+from tf_strategies.cluster import ClusterConfig
+from tf_strategies.launch import command, output, process
+
+_CALL, _RESULT = 'call', 'result'
+_POLL_SECONDS = 1.0
+# The launcher itself ends its tasks within its own grace period.
+_GRACE_SECONDS = 30.0
+_FLAGS = [name for name, *_ in command.FLAGS]
+_PACKAGE = pathlib.Path(__file__).resolve().parents[1]
+
+
+def launch(
+  function: Callable[..., Any],
+  args: Sequence[Any] = (),
+  *,
+  num_workers: int = 2,
+  **flags: Any,
+) -> list[Any]:
+  """Calls a function on each worker of a new job, and returns what each returned.
+
+  The workers are processes of their own, without what this one has loaded, so it
+  does not matter whether TensorFlow was used here. What they write appears here, with
+  `[worker 0]` before each line.
+
+  A function of a module travels by name, so workers import that module. One of a
+  notebook, and one inside of another function, is sent whole, by cloudpickle: `pip
+  install '.[notebook]'`. A script that calls this must do so under
+  `if __name__ == '__main__':`, since workers run the script for its functions.
+
+  Args:
+    function: whose strategy finds the other workers by TF_CONFIG.
+    args: its arguments, for all workers alike.
+    num_workers: how many.
+    **flags: of `tfs launch`, such as `max_restarts=1` or `log_dir='logs'`.
+
+  Returns:
+    What chief and workers returned, in this order; of those that do.
+
+  Raises:
+    UnsupportedOptionError: an unknown flag, or a function that cannot be sent.
+    WorkerUnavailableError: a worker failed, or was killed; caused by what the
+      function raised there, if it raised.
+
+  Example:
+
+    >>> import math
+    >>> from tf_strategies.launch import functions
+    >>> functions.launch(math.hypot, args=(3, 4), num_workers=2)
+    [5.0, 5.0]
+  """
+  for name in flags:
+    option_checks.check_choice(
+      'a flag of launch', name, _FLAGS, 'see `tfs launch --help`'
+    )
+  words = [
+    f'--{n}={v}' for n, v in {'num_workers': num_workers, **flags}.items()
+  ]
+  with tempfile.TemporaryDirectory(prefix='tfs-launch-') as name:
+    directory = pathlib.Path(name)
+    (directory / _CALL).write_bytes(_packed(function, tuple(args)))
+    runner = ['-m', 'tf_strategies.launch.functions', name]
+    python = [sys.executable, '-u']
+    status, tail = _run(
+      [*python, '-m', 'tf_strategies.launch', *words, '--', *python, *runner]
+    )
+    results = _results(directory)
+  if status:
+    raised = [e for e in results.values() if isinstance(e, BaseException)]
+    raise errors.WorkerUnavailableError(
+      f'The job of {function!r} ended with {output.ending(status)}. It wrote '
+      f'last:\n{tail}'
+    ) from (raised[0] if raised else None)
+  return list(results.values())
+
+
+def _packed(function, args) -> bytes:
+  """What a worker needs to make the call."""
+  name = getattr(function, '__qualname__', '')
+  home = sys.modules.get(getattr(function, '__module__', None) or '')
+  main = getattr(sys.modules['__main__'], '__file__', None)
+  is_of_main = home is sys.modules['__main__']
+  is_named = name and '<' not in name and (main or not is_of_main)
+  pack: Any = pickle
+  if not is_named:
+    if importlib.util.find_spec('cloudpickle') is None:
+      raise errors.UnsupportedOptionError(
+        f'the function {name or function!r} without cloudpickle',
+        'a function of a module, or cloudpickle to send one of a notebook',
+        "in the checkout run: pip install '.[notebook]', or put it into a module",
+      )
+    import cloudpickle as pack
+  try:
+    call = pack.dumps((function, args))
+  # Whatever an argument's own code raises.
+  except Exception as e:
+    raise errors.UnsupportedOptionError(
+      f'launch of {name or function!r} ({type(e).__name__}: {e})',
+      'a function and arguments that can be sent to another process',
+      'make in the function what cannot, such as models, data sets and strategies',
+    ) from e
+  path = main if is_of_main and is_named else None
+  return pickle.dumps((sys.path, path, call))
+
+
+def _run(words: Sequence[str]) -> tuple[int, str]:
+  """Runs the launcher; its status, and the last lines of all.
+
+  Under a reaper: if this process is killed, as kernels of notebooks are, it ends too.
+  """
+  kept = [*filter(None, [os.environ.get('PYTHONPATH')]), str(_PACKAGE.parent)]
+  environment = {**os.environ, 'PYTHONPATH': os.pathsep.join(kept)}
+  lines = output.TaskOutput(b'', _show)
+  running = process.TaskProcess(list(words), environment, _GRACE_SECONDS, lines)
+  interrupt: KeyboardInterrupt | None = None
+  try:
+    while not running.is_gone:
+      try:
+        _step(running)
+      except KeyboardInterrupt as e:
+        # The launcher ends the workers; a second one kills them.
+        interrupt = e
+        running.send(signal.SIGINT)
+  finally:
+    running.close()
+    lines.close()
+  if interrupt is not None:
+    raise interrupt
+  return running.status, b'\n'.join(lines.tail()).decode('utf-8', 'replace')
+
+
+def _step(running: process.TaskProcess) -> None:
+  reads = {running.channel_fd: running.read_channel}
+  if running.output_fd is not None:
+    reads[running.output_fd] = running.read_output
+  for fd in select.select(list(reads), [], [], _POLL_SECONDS)[0]:
+    # Nothing is left of one whose end the other has told.
+    if not running.is_gone:
+      reads[fd]()
+
+
+def _show(line: bytes) -> None:
+  # Not the descriptor: the stdout of a notebook is an object of Python's.
+  sys.stdout.write(line.decode('utf-8', 'replace'))
+  sys.stdout.flush()
+
+
+def _results(directory: pathlib.Path) -> dict[str, Any]:
+  """What tasks returned or raised, by their places."""
+  results = {}
+  for path in sorted(directory.glob(f'{_RESULT}-??????')):
+    try:
+      results[path.name] = pickle.loads(path.read_bytes())
+    except Exception as e:  # An exception that cannot be made again.
+      results[path.name] = errors.WorkerUnavailableError(str(e))
+  return results
+
+
+def main(argv: Sequence[str]) -> None:
+  """A worker's part: makes the call that is in a directory, and notes its result."""
+  directory = pathlib.Path(argv[1])
+  path, main_file, call = pickle.loads((directory / _CALL).read_bytes())
+  sys.path[:] = path
+  if main_file is not None:
+    # As multiprocessing does: the script's functions, without its `__main__` block.
+    from multiprocessing import spawn
+
+    spawn.import_main_path(main_file)
+  function, args = pickle.loads(call)
+  cluster = ClusterConfig.from_env()
+  place = 0
+  if cluster is not None and cluster.training_index is not None:
+    place = cluster.training_index
+  try:
+    result = function(*args)
+  except Exception as e:
+    with contextlib.suppress(Exception):
+      _write(directory, place, e)
+    raise
+  if cluster is None or cluster.training_index is not None:
+    _write(directory, place, result)
+
+
+def _write(directory: pathlib.Path, place: int, result: Any) -> None:
+  try:
+    data = pickle.dumps(result)
+  except Exception as e:
+    raise errors.UnsupportedOptionError(
+      f'a result of type {type(result).__name__} ({e})',
+      'one that can be sent to another process',
+      'return numbers, NumPy arrays or a path',
+    ) from e
+  path = directory / f'{_RESULT}-{place:06}'
+  path.with_suffix('.new').write_bytes(data)
+  path.with_suffix('.new').rename(path)
+
+
+if __name__ == '__main__':
+  main(sys.argv)
