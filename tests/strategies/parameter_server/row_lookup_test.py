@@ -1,6 +1,5 @@
 """Steps read and write those rows of a table that their batch has."""
 
-import collections
 import time
 from unittest import mock
 
@@ -15,10 +14,7 @@ import tf_strategies as tfs
 from tests import parameter_servers, tiers
 from tests.conformance import harness
 from tests.strategies.parameter_server import wire
-from tf_strategies.strategies.parameter_server import (
-  variables,
-  worker_function,
-)
+from tf_strategies.strategies.parameter_server import variables
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
 
@@ -308,42 +304,6 @@ def byte_counts_of_whole_tables(*args):
     return byte_counts(*args)
 
 
-def messages_of_a_step(optimizer):
-  """By server: tensors that a step sends there, and calls that write there."""
-  rows = 100
-  strategy = tfs.ParameterServerStrategy(
-    # Of the table alone.
-    variable_partitioner=lambda shape, dtype: (
-      [1 + (shape[0] == rows)] + [1] * (shape.rank - 1)
-    )
-  )
-  graphs, trace = [], worker_function.concrete
-
-  def concrete(*args):
-    function = trace(*args)
-    graphs.append(function.graph)
-    return function
-
-  try:
-    model = _wide_model(rows, optimizer, strategy)
-    data = np.zeros([_BATCH], np.int32), np.ones([_BATCH, 1], np.float32)
-    with mock.patch.object(worker_function, 'concrete', concrete):
-      model.fit(*data, batch_size=_BATCH, verbose=0)
-  finally:
-    strategy.close()
-  sent, calls = collections.defaultdict(set), collections.Counter()
-  for op in graphs[-1].get_operations():  # The last that is traced is run.
-    if '/job:ps/' not in op.device:
-      continue
-    server = tf.DeviceSpec.from_string(op.device).task
-    calls[server] += op.type == 'StatefulPartitionedCall'
-    for tensor in op.inputs:
-      is_sent = tensor.op.type != 'Const' and tensor.dtype != tf.resource
-      if is_sent and tensor.op.device != op.device:
-        sent[server].add(tensor.name)
-  return [(len(sent[server]), calls[server]) for server in (0, 1)]
-
-
 def untouched_rows(optimizer):
   """Of a table and its slots before and after, those that no batch has."""
   strategy = tfs.create_strategy('parameter_server', mode='async')
@@ -484,14 +444,6 @@ class RowsTest(tf.test.TestCase, parameterized.TestCase):
     summed, apart = least
     self.assertLess(summed, 0.1)
     self.assertGreater(apart, 0.99)
-
-  @parameterized.parameters('adagrad', 'lazy_adam')
-  def test_a_step_sends_few_messages(self, optimizer):
-    with parameter_servers.Job(num_workers=1, num_ps=2) as job:
-      found = job.run(messages_of_a_step, (optimizer,))
-    # Besides ids: rows with their numbers; small gradients with all that updates
-    # need; on server 0 what the step counts, which is written by itself, last.
-    self.assertEqual(found, [(3, 2), (2, 1)])
 
   @parameterized.parameters('sgd', 'adagrad', 'lazy_adam', 'lazy_ftrl')
   def test_other_rows_stay_as_they_are(self, optimizer):

@@ -175,6 +175,7 @@ class Recovery:
     tables = table_files.tables_among(named)
     row_tables = row_table_files.tables_among(named)
     in_files = table_files.names_of(tables, row_tables)
+    arrays = ((n, _read(v)) for n, v in named.items() if n not in in_files)
     saved: dict[str, pieces.Table] = {}
 
     def write_tables(directory):
@@ -183,11 +184,7 @@ class Recovery:
 
     with self._telling_deaths():
       path = self._checkpointer.save(
-        (
-          (name, _read(variable))
-          for name, variable in named.items()
-          if name not in in_files
-        ),
+        arrays,
         {
           **position.to_json(),
           'steps': self.steps_before + self._begun,
@@ -493,10 +490,7 @@ def _error_of(
 
 
 def _read(variable: Any) -> np.ndarray:
-  """The value of a variable; with a first dimension where replicas have parts.
-
-  A worker is the only replica of its step, so there is one part.
-  """
+  """A variable's value; with a first dimension of 1 where replicas have parts."""
   array = worker_states.read(variable)
   if array is not None:
     return array
