@@ -13,10 +13,10 @@ from tf_strategies import errors
 from tf_strategies.checkpoint import checkpointer
 from tf_strategies.checkpoint.position import Position
 from tf_strategies.strategies.parameter_server import (
-  input,
   journal,
   options,
   recovery,
+  splits,
   worker_pool,
 )
 
@@ -422,10 +422,10 @@ class RecoveryTest(tf.test.TestCase, parameterized.TestCase):
       found.with_recovery(self.die_once())
 
   def test_data_of_another_number_of_workers_is_refused(self):
-    dataset = mock.Mock(num_splits=3)
-    input.Source(dataset, Position(1, 15, (4, 5, 6)))
+    dataset = mock.Mock(sizes=[-2] * 3)
+    splits.Source(dataset, Position(1, 15, (4, 5, 6)))
     with self.assertRaisesRegex(errors.UnsupportedOptionError, 'start 2 work'):
-      input.Source(dataset, Position(1, 9, (4, 5)))
+      splits.Source(dataset, Position(1, 9, (4, 5)))
 
 
 if __name__ == '__main__':
