@@ -422,7 +422,7 @@ class RecoveryTest(tf.test.TestCase, parameterized.TestCase):
       found.with_recovery(self.die_once())
 
   def test_data_of_another_number_of_workers_is_refused(self):
-    dataset = mock.Mock(sizes=[-2] * 3)
+    dataset = mock.Mock(sizes=[-2] * 3, steps_of=sum)
     splits.Source(dataset, Position(1, 15, (4, 5, 6)))
     with self.assertRaisesRegex(errors.UnsupportedOptionError, 'start 2 work'):
       splits.Source(dataset, Position(1, 9, (4, 5)))
