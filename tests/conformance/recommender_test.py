@@ -151,13 +151,11 @@ def _tier(case: Case):
 
 def _refusal(case: Case) -> str | None:
   """What the error says of a case that is refused."""
-  _, mode, is_apart = _WHERE[case.where]
+  _, _, is_apart = _WHERE[case.where]
   if is_apart and 'lazy' in case.optimizer:
     return r'LocalSteps\(LazyRows.*one wrapper'
   if case.parts > 1 and case.optimizer in ('adafactor', 'lamb', 'muon'):
     return f'{case.optimizer.title()} with partitioned variable.*Adam or SGD'
-  if case.parts > 1 and mode != 'sync' and case.optimizer == 'scaled_lazy_adam':
-    return "LazyRows within a branch.*mode='sync'"
   return None
 
 

@@ -40,10 +40,20 @@ _PLACES = {
     'commit',
     None,
   ),
-  # Between the ids of a dynamic table, and its rows.
-  'columns': ('keras.row_table', 'RowTable', '_stored', None),
+  # Between the ids and rows of a dynamic table, and its slots.
+  'columns': (
+    'strategies.parameter_server.server_table',
+    'ServerShard',
+    'stored_of',
+    None,
+  ),
   'load': ('checkpoint.pieces', '', 'read', None),
-  'load columns': ('keras.row_table', 'RowTable', '_load', None),
+  'load columns': (
+    'strategies.parameter_server.server_table',
+    'ServerShard',
+    'store',
+    None,
+  ),
 }
 
 

@@ -86,7 +86,7 @@ class ArraysTest(tf.test.TestCase, parameterized.TestCase):
   def test_worker_gets_a_copy_for_each_token(self):
     arrays, tensor = worker_arrays.Arrays(), tf.zeros([3])
     with mock.patch.object(
-      worker_arrays, '_device', lambda worker: '/device:CPU:0'
+      worker_arrays, 'device', lambda worker: '/device:CPU:0'
     ):
       copies = [
         arrays.on_worker([tensor], worker, token)[0]
