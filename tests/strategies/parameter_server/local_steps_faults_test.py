@@ -73,10 +73,10 @@ class KillTest(tf.test.TestCase, parameterized.TestCase):
         job.start('worker', victim)
       weights, rows, report, logged, began = job.wait().result()
     if mode == 'sync':  # Elsewhere it may be another worker's turn.
-      # In the middle of a unit, which failed.
+      # In the middle of a unit, which failed, or as it began.
       [(worker, begin, end)] = [unit for unit in began if unit[2] is not None]
       self.assertEqual(worker, 1)
-      self.assertBetween(killed_at, begin, end)
+      self.assertBetween(killed_at, begin - 0.1, end)
       self.assertEqual(report['lost_states'], 1)
       self.assertRegex(
         ' '.join(logged), 'with the state of its inner optimizer'
