@@ -4,6 +4,7 @@ import os
 import pathlib
 import signal
 import sys
+import types
 from unittest import mock
 
 import numpy as np
@@ -38,6 +39,27 @@ if __name__ == '__main__':
     print(tfs.launch(work, args=(10,), num_workers=3))
   else:
     tfs.launch(wait, args=(sys.argv[1],), grace_period=2)
+"""
+
+
+_UNGUARDED = """
+import tf_strategies as tfs
+
+def work():
+  return 7
+
+print(tfs.launch(work, num_workers=1))
+"""
+
+_OF_A_PACKAGE = """
+import tf_strategies as tfs
+from . import helper
+
+def work():
+  return helper.NUMBER
+
+if __name__ == '__main__':
+  print(tfs.launch(work, num_workers=2))
 """
 
 
@@ -100,6 +122,33 @@ class FunctionsTest(parameterized.TestCase):
     self.assertCountEqual(
       lines, [f'[worker {i}] working on {i}' for i in range(3)]
     )
+
+  def test_script_without_a_main_block(self):
+    path = pathlib.Path(self.create_tempdir().full_path, 'script.py')
+    path.write_text(_UNGUARDED)
+    done = processes.run_python(str(path))
+    self.assertNotEqual(done.returncode, 0)
+    self.assertRegex(done.stderr, 'Fix: call tfs.launch under: if __name__ ==')
+
+  def test_module_run_by_name(self):
+    home = pathlib.Path(self.create_tempdir().full_path)
+    (home / 'pack').mkdir()
+    (home / 'pack/__init__.py').touch()
+    (home / 'pack/helper.py').write_text('NUMBER = 5')
+    (home / 'pack/program.py').write_text(_OF_A_PACKAGE)
+    program = f'import runpy, sys; sys.path.insert(0, {str(home)!r});'
+    program += "runpy.run_module('pack.program', None, '__main__', True)"
+    done = processes.run_python('-c', program, is_checked=True)
+    self.assertEqual(done.stdout.splitlines()[-1], '[5, 5]')
+
+  def test_script_of_stdin_is_sent_whole(self):
+    main = types.ModuleType('__main__')
+    main.__file__ = '<stdin>'
+    with mock.patch.dict(sys.modules, {'__main__': main}):
+      self.assertEqual(functions._main_script(), {})
+
+  def test_function_that_ends_its_process(self):
+    self.assertEqual(tfs.launch(sys.exit, num_workers=2), [None, None])
 
   @parameterized.parameters(signal.SIGINT, signal.SIGKILL)
   def test_end_of_the_caller_ends_the_workers(self, number):

@@ -97,9 +97,16 @@ def launch(
 def _packed(function, args) -> bytes:
   """What a worker needs to make the call."""
   name = getattr(function, '__qualname__', '')
-  home = sys.modules.get(getattr(function, '__module__', None) or '')
-  main = getattr(sys.modules['__main__'], '__file__', None)
+  module = getattr(function, '__module__', None) or ''
+  home = sys.modules.get(module)
   is_of_main = home is sys.modules['__main__']
+  if module == '__mp_main__' and not is_of_main:
+    raise errors.UnsupportedOptionError(
+      f'launch of {name} while a worker reads the script for its functions',
+      'a script that launches only where it is the program',
+      "call tfs.launch under: if __name__ == '__main__':",
+    )
+  main = _main_script()
   is_named = name and '<' not in name and (main or not is_of_main)
   pack: Any = pickle
   if not is_named:
@@ -119,8 +126,20 @@ def _packed(function, args) -> bytes:
       'a function and arguments that can be sent to another process',
       'make in the function what cannot, such as models, data sets and strategies',
     ) from e
-  path = main if is_of_main and is_named else None
-  return pickle.dumps((sys.path, path, call))
+  script = main if is_of_main and is_named else {}
+  return pickle.dumps((sys.path, script, call))
+
+
+def _main_script() -> dict[str, str]:
+  """How workers get this program's own functions, as multiprocessing says it."""
+  main = sys.modules['__main__']
+  name = getattr(getattr(main, '__spec__', None), 'name', None)
+  if name and not name.endswith('__main__'):  # By `python -m`.
+    return {'init_main_from_name': name}
+  path = getattr(main, '__file__', None)
+  if path is None or not os.path.isfile(path):  # A notebook, or stdin.
+    return {}
+  return {'init_main_from_path': path}
 
 
 def _run(words: Sequence[str]) -> tuple[int, str]:
@@ -179,13 +198,13 @@ def _results(directory: pathlib.Path) -> dict[str, Any]:
 def main(argv: Sequence[str]) -> None:
   """A worker's part: makes the call that is in a directory, and notes its result."""
   directory = pathlib.Path(argv[1])
-  path, main_file, call = pickle.loads((directory / _CALL).read_bytes())
+  path, script, call = pickle.loads((directory / _CALL).read_bytes())
   sys.path[:] = path
-  if main_file is not None:
+  if script:
     # As multiprocessing does: the script's functions, without its `__main__` block.
     from multiprocessing import spawn
 
-    spawn.import_main_path(main_file)
+    spawn.prepare(script)
   function, args = pickle.loads(call)
   cluster = ClusterConfig.from_env()
   place = 0
@@ -193,6 +212,10 @@ def main(argv: Sequence[str]) -> None:
     place = cluster.training_index
   try:
     result = function(*args)
+  except SystemExit as e:
+    if e.code:
+      raise
+    result = None
   except Exception as e:
     with contextlib.suppress(Exception):
       _write(directory, place, e)

@@ -151,6 +151,33 @@ def steps_per_epoch():
   return _on_servers(_repeated, steps_per_epoch=4)
 
 
+def _fit_classes(data, strategy=None):
+  """Weights after training with classes of unlike weights."""
+  keras.backend.clear_session()
+  keras.utils.set_random_seed(3)
+  with harness.scope_of(strategy):
+    model = keras.Sequential([layers.Dense(2)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.1), loss)
+  model.fit(data, class_weight={0: 0.3, 1: 2.0}, verbose=0)
+  return model.get_weights()
+
+
+def _class(x, y):
+  return x, tf.cast(y > 0, tf.int64)
+
+
+def class_weight():
+  strategy = tfs.ParameterServerStrategy(mode='sync')
+  try:
+    data = strategy.distribute_datasets_from_function(
+      lambda context: _batches(context.input_pipeline_id).map(_class)
+    )
+    return _fit_classes(data, strategy)
+  finally:
+    strategy.close()
+
+
 def unweighted():
   """The mutation: each worker's gradient counts the same."""
 
@@ -262,6 +289,7 @@ _PROGRAMS = (
   in_groups,
   in_groups_of_unknown_number,
   steps_per_epoch,
+  class_weight,
   unweighted,
   dropout,
   own_step,
@@ -310,6 +338,10 @@ class RoundsTest(tf.test.TestCase, parameterized.TestCase):
     found = self.found['steps_per_epoch']
     self.assert_equal(_fit(make_dataset, steps_per_epoch=4), found)
     self.assertEqual(found['iterations'], 4 * _EPOCHS)
+
+  def test_class_weight(self):
+    want = _fit_classes(_concatenated(_ROUNDS).map(_class))
+    self.assertAllClose(want, self.found['class_weight'], 1e-6, 2e-6)
 
   def test_mean_that_is_not_weighted_by_rows_is_found(self):
     want = _fit(lambda: _concatenated(_ROUNDS))

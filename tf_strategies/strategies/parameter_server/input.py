@@ -161,6 +161,20 @@ class WorkerDataset(_Dataset):
         return
       yield step
 
+  def map(self, function: Callable[..., Any]) -> WorkerDataset:
+    """Has the workers map their batches: how Keras weights classes."""
+    return WorkerDataset(
+      lambda context: self._dataset_fn(context).map(function),
+      self.num_splits,
+      self._take_resumed,
+      by_rounds=self.by_rounds,
+    )
+
+  def prefetch(self, buffer_size: int) -> WorkerDataset:
+    """Itself: what workers read is read ahead."""
+    del buffer_size
+    return self
+
   def __call__(self) -> Any:
     """TensorFlow's own, which its `ClusterCoordinator` makes on each worker."""
     return self._stock()
