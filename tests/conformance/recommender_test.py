@@ -131,21 +131,11 @@ _AT_ONCE = 7
 
 
 def _group(case: Case) -> str:
-  """Cases that are trained at once: those of a tier, and of who trains."""
+  """Cases that are trained at once: the few, or those of who trains."""
   if case in _FEW or case in _MUTATED[:2]:
     return _FEW_GROUP
   number = list(_OPTIMIZERS).index(case.optimizer) // _AT_ONCE
-  tier = tiers.full if case.mutation else _tier(case)
-  return f'{tier.__name__} {case.where} {number}'
-
-
-def _tier(case: Case):
-  """Of what is not in _FEW: each optimizer in the usual modes, in parts or not."""
-  turn = list(_OPTIMIZERS).index(case.optimizer) + list(_WHERE).index(
-    case.where
-  )
-  is_usual = case.where in ('async', 'sync_of_two')
-  return tiers.full if is_usual and turn % 2 + 1 == case.parts else tiers.soak
+  return f'{case.where} {case.parts} {number}'
 
 
 def _refusal(case: Case) -> str | None:
@@ -301,7 +291,7 @@ def _largest_difference(wanted, found) -> float:
 class RecommenderTest(tf.test.TestCase, parameterized.TestCase):
   @tiers.named_parameters(
     *[(case.name, case) for case in _FEW],
-    *[_tier(case)(case.name, case) for case in _CASES if case not in _FEW],
+    *[tiers.soak(case.name, case) for case in _CASES if case not in _FEW],
   )
   def test_equals_one_device(self, case):
     wanted, found = _results(_group(case))[case]
@@ -316,7 +306,7 @@ class RecommenderTest(tf.test.TestCase, parameterized.TestCase):
   @tiers.named_parameters(
     *[(f'{case.mutation}_{case.name}', case) for case in _MUTATED[:2]],
     *[
-      tiers.full(f'{case.mutation}_{case.name}', case) for case in _MUTATED[2:]
+      tiers.soak(f'{case.mutation}_{case.name}', case) for case in _MUTATED[2:]
     ],
   )
   def test_a_mutation_is_seen(self, case):

@@ -41,7 +41,9 @@ class KilledSavesTest(tf.test.TestCase, parameterized.TestCase):
 
   @tiers.named_parameters(
     ('residuals', 'residuals', [Death(0, 'name')]),
-    *(tiers.full(f'{kind}_everywhere', kind, _ALL) for kind in program.JOBS),
+    tiers.full('residuals_everywhere', 'residuals', _ALL),
+    tiers.soak('sharded_everywhere', 'sharded', _ALL),
+    tiers.soak('local_steps_everywhere', 'local_steps', _ALL),
   )
   def test_goes_on_with_the_same_bits(self, kind, deaths):
     whole = self.create_tempdir().full_path
