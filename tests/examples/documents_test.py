@@ -18,8 +18,8 @@ virtual_devices.configure(4)
 _DOCTEST = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
 # Fragments of test files, which run where they are.
 _NOT_RUN = ('CONTRIBUTING.md',)
-# By tutorial_test.py, as the pages say.
-_RUN_ELSEWHERE = ('README.md', 'docs/tutorial.md')
+# By tutorial_test.py, as the pages say; Ray's by integration/ray_test.py.
+_RUN_ELSEWHERE = ('README.md', 'docs/tutorial.md', 'docs/ray.md')
 
 
 def _checkpoints():
