@@ -2,6 +2,8 @@
 
 import doctest
 import os
+import pathlib
+import sys
 
 import keras
 import numpy as np
@@ -10,6 +12,7 @@ import tensorflow as tf
 from absl.testing import absltest, parameterized
 
 import tf_strategies as tfs
+from benchmarks import processes
 from tests import virtual_devices
 from tests.architecture import documents, project
 
@@ -97,8 +100,17 @@ class DocumentsTest(parameterized.TestCase):
       if block.language == 'diff':  # What it ends in.
         lines = program.splitlines()
         program = '\n'.join(line[1:] for line in lines if line[:1] != '-')
-      code = compile(program, page, 'exec')
       with self.subTest(program):
+        if "__name__ == '__main__'" in program:
+          # Workers read the functions of a program from its file.
+          pathlib.Path('program.py').write_text(program, encoding='utf-8')
+          processes.run(
+            [sys.executable, 'program.py'],
+            env=processes.python_environment(),
+            is_checked=True,
+          )
+          continue
+        code = compile(program, page, 'exec')
         exec(code, {'__name__': '__main__', **given})
     self.assertNotEmpty(_blocks(page, 'python'))
 
