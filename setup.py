@@ -27,17 +27,14 @@ _EXAMPLES = [
 # Where the checkout can be read; the name of its host is no part of it.
 _URL = os.environ.get('TFS_REPOSITORY_URL', '').rstrip('/')
 
-# What `tfs launch` needs: free ports.
-_LAUNCH = ['portpicker']
-
 # What `tfs manifests` needs.
 _MANIFESTS = ['PyYAML']
 
 # What `tfs.launch(function)` needs in a notebook, and the tutorial to run.
-_NOTEBOOK = [*_LAUNCH, 'cloudpickle', 'ipykernel', 'nbclient']
+_NOTEBOOK = ['cloudpickle', 'ipykernel', 'nbclient']
 
 # What benchmarks need to start their jobs, to weigh them, and for `--plot`.
-_BENCHMARKS = [*_LAUNCH, 'psutil', 'matplotlib']
+_BENCHMARKS = ['psutil', 'matplotlib']
 
 
 def _version() -> str:
@@ -90,7 +87,6 @@ setuptools.setup(
     'tensorflow': [f'tensorflow{_TENSORFLOW_RANGE}', _KERAS],
     'and-cuda': [f'tensorflow[and-cuda]{_TENSORFLOW_RANGE}', _KERAS],
     'examples': _EXAMPLES,
-    'launch': _LAUNCH,
     'manifests': _MANIFESTS,
     'notebook': _NOTEBOOK,
     'benchmarks': _BENCHMARKS,

@@ -22,6 +22,7 @@ from absl import app, flags
 
 from benchmarks import network_namespaces, processes, report, worker_pool
 from tf_strategies import collectives, planning
+from tf_strategies.launch import ports as ports_lib
 from tf_strategies.planning import planner
 
 _WORLD_SIZES = flags.DEFINE_list('world_sizes', '2,4,8', 'Numbers of workers.')
@@ -55,7 +56,7 @@ def run(world_size: int, rate: str) -> dict[str, Any]:
     -(-world_size // per_host), rate
   ) as hosts:
     places = [rank // per_host for rank in range(world_size)]
-    ports = worker_pool.free_ports(world_size)
+    ports = ports_lib.pick_ports(world_size)
     with worker_pool.WorkerPool(
       'planner',
       'benchmarks.planner_actor:Actor',

@@ -10,6 +10,7 @@ from typing import Any
 from benchmarks import network_namespaces, process_results, worker_pool
 from benchmarks.process_peers import catalogue
 from tf_strategies.collectives import cost_model
+from tf_strategies.launch import ports as ports_lib
 
 _ACTOR = 'benchmarks.process_peers.actor:Actor'
 _LARGE_BYTES = 8 << 20
@@ -119,7 +120,7 @@ class PeerPools:
     if self._hosts is not None:
       hosts = [self._hosts.addresses[place] for place in self._places]
       interface = network_namespaces.INTERFACE
-    ports = worker_pool.free_ports(self.world_size)
+    ports = ports_lib.pick_ports(self.world_size)
     self._pool_of[entry.name].send(
       'set_up',
       peer=entry.name,

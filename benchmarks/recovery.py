@@ -30,7 +30,8 @@ from collections.abc import Sequence
 import numpy as np
 from absl import app, flags
 
-from benchmarks import processes, report, worker_pool
+from benchmarks import processes, report
+from tf_strategies.launch import ports as ports_lib
 
 _NUM_WORKERS = 3
 _WORKER = pathlib.Path(__file__).with_name('recovery_worker.py')
@@ -63,7 +64,7 @@ class Job:
     self._others: list[processes.Command] = []
     self._env, self._arguments = {}, []
     if peer == 'ours':
-      ports = worker_pool.free_ports(_NUM_WORKERS)
+      ports = ports_lib.pick_ports(_NUM_WORKERS)
       self._cluster = {'worker': [f'127.0.0.1:{port}' for port in ports]}
       self._env['TFS_SECRET'] = secrets.token_hex(16)
     else:

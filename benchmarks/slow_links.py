@@ -30,6 +30,7 @@ from benchmarks import (
   slow_link_task,
   worker_pool,
 )
+from tf_strategies.launch import ports as ports_lib
 
 _RATES = flags.DEFINE_list(
   'link_rates', '100mbit,1gbit', "Rates of each host's link."
@@ -89,7 +90,7 @@ _PEERS = flags.DEFINE_list(
 def run(peer: Peer, rate: str, seed: int = 1) -> dict[str, Any]:
   """Trains once, on hosts with links of a rate."""
   with network_namespaces.NetworkNamespaces(_NUM_WORKERS.value, rate) as hosts:
-    ports = worker_pool.free_ports(_NUM_WORKERS.value)
+    ports = ports_lib.pick_ports(_NUM_WORKERS.value)
     prefixes = [hosts.command(i, ()) for i in range(_NUM_WORKERS.value)]
     kind, python, env = 'ours', sys.executable, {}
     if peer.is_torch:

@@ -54,6 +54,7 @@ from benchmarks import (
   training_peers,
   worker_pool,
 )
+from tf_strategies.launch import ports as ports_lib
 
 _NUM_WORKERS = flags.DEFINE_integer(
   'num_workers', 2, 'Workers of a device each.', lower_bound=2
@@ -194,7 +195,7 @@ class Training:
     hosts = ('127.0.0.1',) * count
     if self._hosts is not None:
       hosts = self._hosts.addresses
-    ports = worker_pool.free_ports(count)
+    ports = ports_lib.pick_ports(count)
     made = [f'{h}:{p}' for h, p in zip(hosts, ports, strict=True)]
     self._addresses[peer.strategy] = made
     return made

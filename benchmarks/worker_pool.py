@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import json
 import pathlib
-import random
 import socket
 import sys
 import tempfile
@@ -34,26 +33,6 @@ _ROOT = pathlib.Path(__file__).resolve().parent.parent
 _POLL_SECONDS = 0.2
 _GOODBYE_SECONDS = 5.0
 _TAIL_BYTES = 4000
-# Below the range from which systems take ports for connections.
-_FIRST_PORT, _LAST_PORT = 20000, 32000
-
-
-def free_ports(count: int) -> list[int]:
-  """Returns ports on which nothing listens at the moment."""
-  ports: list[int] = []
-  for port in random.sample(range(_FIRST_PORT, _LAST_PORT), 50 * count):
-    with socket.socket() as s:
-      try:
-        s.bind(('127.0.0.1', port))
-      except OSError:
-        continue
-    ports.append(port)
-    if len(ports) == count:
-      return ports
-  raise errors.RendezvousError(
-    f'Found {len(ports)} free ports between {_FIRST_PORT} and {_LAST_PORT} '
-    f'instead of {count}. End what listens there.'
-  )
 
 
 class WorkerPool:

@@ -30,7 +30,7 @@ from multiprocessing import forkserver
 from typing import Any
 from unittest import mock
 
-import portpicker
+from tf_strategies.launch import ports as ports_lib
 
 DEADLINE_SECONDS = 120.0
 # `make soak` gives everything longer: it runs for hours, on machines that stall.
@@ -80,7 +80,7 @@ class Outcome:
 
 def addresses(count: int) -> list[str]:
   """Free addresses on the loopback interface."""
-  return [f'127.0.0.1:{portpicker.pick_unused_port()}' for _ in range(count)]
+  return [f'127.0.0.1:{port}' for port in ports_lib.pick_ports(count)]
 
 
 def tf_config(

@@ -30,7 +30,6 @@ EXTERNAL = {
   'keras': 'keras',
   'ml_dtypes': 'ml_dtypes',
   'numpy': 'numpy',
-  'portpicker': 'portpicker',
   'psutil': 'psutil',
   'pytest': 'pytest',
   'setuptools': 'setuptools',

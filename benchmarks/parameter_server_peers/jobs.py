@@ -10,6 +10,7 @@ from typing import Any
 
 from benchmarks import worker_pool
 from benchmarks.parameter_server_peers import catalogue
+from tf_strategies.launch import ports as ports_lib
 
 _HERE = 'benchmarks.parameter_server_peers'
 # Without it a call to a task that is gone waits for it to come back.
@@ -132,7 +133,7 @@ class Job:
 
 
 def _cluster(size: Size) -> dict[str, list[str]]:
-  ports = worker_pool.free_ports(len(size.tasks) + 1)
+  ports = ports_lib.pick_ports(len(size.tasks) + 1)
   cluster: dict[str, list[str]] = {'chief': [f'127.0.0.1:{ports.pop()}']}
   for (job, _), port in zip(size.tasks, ports, strict=True):
     cluster.setdefault(job, []).append(f'127.0.0.1:{port}')

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import sys
 import time
 
@@ -129,27 +128,6 @@ class WorkerPoolTest(parameterized.TestCase):
     self.assertTrue(all(map(is_running, pids)))
     program.signal(number)
     self.assertEmpty(wait_until_gone([*pids, program.pid]))
-
-
-class PortsTest(absltest.TestCase):
-  def test_ports_are_free_and_different(self):
-    ports = worker_pool.free_ports(5)
-    self.assertLen(set(ports), 5)
-    for port in ports:
-      with socket.create_server(('127.0.0.1', port)) as server:
-        self.assertEqual(server.getsockname()[1], port)
-
-  def test_taken_port_is_not_given(self):
-    first = worker_pool._FIRST_PORT
-    with socket.socket() as taken:
-      taken.bind(('127.0.0.1', 0))
-      port = taken.getsockname()[1]
-      with (
-        absltest.mock.patch.object(worker_pool, '_FIRST_PORT', port),
-        absltest.mock.patch.object(worker_pool, '_LAST_PORT', port + 50),
-      ):
-        self.assertNotIn(port, worker_pool.free_ports(1))
-    self.assertEqual(worker_pool._FIRST_PORT, first)
 
 
 class SignalsTest(absltest.TestCase):

@@ -6,17 +6,17 @@ import threading
 import time
 from unittest import mock
 
-import portpicker
 from absl.testing import absltest, parameterized
 
 from tf_strategies import errors
 from tf_strategies.cluster import reachability
+from tf_strategies.launch import ports as ports_lib
 
 _NO_SUCH_HOST = 'no-such-host.invalid:2222'
 
 
 def _free_address():
-  return f'127.0.0.1:{portpicker.pick_unused_port()}'
+  return f'127.0.0.1:{ports_lib.pick_ports(1)[0]}'
 
 
 class _ListeningTest(parameterized.TestCase):

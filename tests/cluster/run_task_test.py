@@ -6,7 +6,6 @@ import socket
 import time
 from unittest import mock
 
-import portpicker
 import pytest
 from absl.testing import absltest, parameterized
 
@@ -15,12 +14,13 @@ from tests import tiers
 from tests.cluster import task_program
 from tf_strategies import cluster, errors
 from tf_strategies.cluster import exit_codes
+from tf_strategies.launch import ports as ports_lib
 
 _FAIL_FAST = 'GRPC_FAIL_FAST'
 
 
 def _free_address():
-  return f'127.0.0.1:{portpicker.pick_unused_port()}'
+  return f'127.0.0.1:{ports_lib.pick_ports(1)[0]}'
 
 
 def _jobs(num_workers=1, num_ps=1, **others):

@@ -3,12 +3,12 @@
 import os
 import sys
 
-import portpicker
 import pytest
 from absl.testing import absltest
 
 from benchmarks import processes
 from tests.cluster import schedulers
+from tf_strategies.launch import ports as ports_lib
 
 _DEADLINE_SECONDS = 120.0
 _PROGRAM = """
@@ -61,11 +61,8 @@ class SlurmRingTest(absltest.TestCase):
 
 def _free_pair() -> int:
   """A port that is free, as is the next one."""
-  for _ in range(100):
-    port = portpicker.pick_unused_port()
-    if portpicker.is_port_free(port + 1):
-      return port
-  raise AssertionError('no two free ports follow each other')
+  ports = set(ports_lib.pick_ports(500))
+  return next(port for port in ports if port + 1 in ports)
 
 
 if __name__ == '__main__':

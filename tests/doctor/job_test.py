@@ -6,12 +6,12 @@ import socket
 import sys
 from unittest import mock
 
-import portpicker
 import pytest
 from absl.testing import absltest, parameterized
 
 from benchmarks import certificates, processes
 from tf_strategies.doctor import job
+from tf_strategies.launch import ports as ports_lib
 
 _SECRET = '5ec7e7' * 8
 _SECONDS = 60.0
@@ -25,7 +25,7 @@ def _config(workers, index=0, task_type='worker', **jobs):
 
 
 def _free(count):
-  return [f'127.0.0.1:{portpicker.pick_unused_port()}' for _ in range(count)]
+  return [f'127.0.0.1:{port}' for port in ports_lib.pick_ports(count)]
 
 
 class JobCase(parameterized.TestCase):
@@ -116,7 +116,7 @@ class BrokenTest(JobCase):
     self.assert_fails(found, 'port', '192.0.2.1:2222', 'of this host')
 
   def test_no_secret_over_several_hosts(self):
-    address = f'{socket.gethostname()}:{portpicker.pick_unused_port()}'
+    address = f'{socket.gethostname()}:{ports_lib.pick_ports(1)[0]}'
     found = self.look(_config([*_free(1), address]))
     self.assertEqual(found['secret'].state, 'FAIL')
     self.assertIn(address, found['secret'].what)

@@ -4,12 +4,12 @@ import json
 import os
 
 import numpy as np
-import portpicker
 import pytest
 import tensorflow as tf
 
 from examples import compare_weights
 from tests.examples import programs
+from tf_strategies.launch import ports as ports_lib
 
 _FLAGS = (
   '--strategy=multi_worker_ring',
@@ -63,7 +63,7 @@ class SameCommandTest(tf.test.TestCase):
 
   def _as_tfjob(self):
     """A chief and a worker, with what Kubeflow's training operator sets."""
-    chief, worker = (portpicker.pick_unused_port() for _ in range(2))
+    chief, worker = ports_lib.pick_ports(2)
     cluster = {
       'chief': [f'localhost:{chief}'],
       'worker': [f'localhost:{worker}'],

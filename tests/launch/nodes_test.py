@@ -6,7 +6,6 @@ import pathlib
 import signal
 import sys
 
-import portpicker
 import pytest
 from absl.testing import absltest, parameterized
 
@@ -15,13 +14,14 @@ from examples import compare_weights
 from tests.launch import programs
 from tf_strategies import cluster, errors
 from tf_strategies.launch import nodes, others
+from tf_strategies.launch import ports as ports_lib
 
 _SECRET = '5ec7e7' * 8
 _WAIT = 'time.sleep(600)'
 
 
 def _address():
-  return f'127.0.0.1:{portpicker.pick_unused_port()}'
+  return f'127.0.0.1:{ports_lib.pick_ports(1)[0]}'
 
 
 def _said(launcher):

@@ -41,7 +41,6 @@ Example:
 
 import collections
 import dataclasses
-import importlib.util
 import os
 import secrets
 import sys
@@ -53,6 +52,7 @@ from tf_strategies import errors
 from tf_strategies.cluster import command_line, exit_codes
 from tf_strategies.cluster import job as job_lib
 from tf_strategies.launch import others as others_lib
+from tf_strategies.launch import ports as ports_lib
 from tf_strategies.launch import supervisor, tasks
 
 FLAGS = (
@@ -123,12 +123,6 @@ def _check_host() -> None:
       'a POSIX system, since tasks are process groups',
       'start it on Linux or macOS, or in a container',
     )
-  if importlib.util.find_spec('portpicker') is None:
-    raise errors.UnsupportedOptionError(
-      'an environment without portpicker',
-      'one with what the launcher needs',
-      "in the checkout run: pip install '.[launch]'",
-    )
 
 
 def _shown(
@@ -192,7 +186,7 @@ def _plan(
     if values.nnodes == 1 and values[name].value:
       raise flags.Error(f'--{name} without --nnodes=2 or more')
   if values.nnodes == 1:
-    ports = tasks.pick_ports(sum(job.counts.values()))
+    ports = ports_lib.pick_ports(sum(job.counts.values()))
     secret = secrets.token_hex(job_lib.SECRET_BYTES)
     return tasks.plan_tasks(job, command, ports, secret), others_lib.Others()
   if values.rendezvous is None:
@@ -210,7 +204,7 @@ def _plan(
   counts = dict(job.all_counts)
   if place.rank:
     counts.update(chief=0, evaluator=0)
-  ports = tasks.pick_ports(sum(counts.values()) - counts['evaluator'])
+  ports = ports_lib.pick_ports(sum(counts.values()) - counts['evaluator'])
   nodes, links = nodes_lib.meet(place, counts, ports, _say)
   specs = tasks.plan_nodes(nodes, command, secret)
   places = {spec.name: spec.node for spec in specs}

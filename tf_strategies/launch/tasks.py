@@ -62,16 +62,6 @@ class TaskSpec:
     return f'{self.type} {self.index}'
 
 
-def pick_ports(count: int) -> list[int]:
-  """Free ports of this host, all different."""
-  import portpicker
-
-  ports: dict[int, None] = {}
-  while len(ports) < count:
-    ports[portpicker.pick_unused_port()] = None
-  return list(ports)
-
-
 def plan_tasks(
   job: job_lib.Job, command: Sequence[str], ports: Sequence[int], secret: str
 ) -> list[TaskSpec]:

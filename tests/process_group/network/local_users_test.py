@@ -9,10 +9,10 @@ import threading
 import unittest
 from unittest import mock
 
-import portpicker
 from absl.testing import absltest, parameterized
 
 from tf_strategies import errors
+from tf_strategies.launch import ports as ports_lib
 from tf_strategies.process_group import options
 from tf_strategies.process_group.network import local_users
 from tf_strategies.process_group.rendezvous import rendezvous
@@ -80,9 +80,7 @@ class LocalUsersTest(parameterized.TestCase):
 
   @parameterized.parameters(None, 12345)
   def test_group_without_a_secret(self, other_user):
-    addresses = {
-      t: f'127.0.0.1:{portpicker.pick_unused_port()}' for t in (0, 1)
-    }
+    addresses = {t: f'127.0.0.1:{ports_lib.pick_ports(1)[0]}' for t in (0, 1)}
     outcomes = []
 
     def work(task):

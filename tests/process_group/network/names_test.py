@@ -6,10 +6,10 @@ import threading
 import time
 from unittest import mock
 
-import portpicker
 from absl.testing import absltest
 
 from tf_strategies import errors
+from tf_strategies.launch import ports as ports_lib
 from tf_strategies.process_group import options
 from tf_strategies.process_group.network import names, server
 from tf_strategies.process_group.rendezvous import rendezvous
@@ -42,7 +42,7 @@ class NamesTest(absltest.TestCase):
     self.addCleanup(patch.stop)
 
   def test_group_of_live_peers_forms_beside_dead_names(self):
-    ports = [portpicker.pick_unused_port() for _ in range(2)]
+    ports = ports_lib.pick_ports(2)
     addresses = {t: f'live-{t}:{port}' for t, port in enumerate(ports)}
     addresses |= {t: f'dead-{t}:1' for t in range(2, 40)}
     settings = options.GroupOptions(

@@ -10,13 +10,13 @@ import time
 from unittest import mock
 
 import numpy as np
-import portpicker
 import pytest
 from absl.testing import absltest
 
 from tests import processes
 from tests.process_group import meetings
 from tf_strategies import errors
+from tf_strategies.launch import ports as ports_lib
 from tf_strategies.process_group.network import sockets
 
 # Neither the heartbeat's timeout nor the child's life.
@@ -79,7 +79,7 @@ class ForkTest(absltest.TestCase):
     self.assertLess(heard - killed, _SOON_SECONDS)
 
   def test_child_cannot_use_the_group_and_the_parent_can(self):
-    address = f'127.0.0.1:{portpicker.pick_unused_port()}'
+    address = f'127.0.0.1:{ports_lib.pick_ports(1)[0]}'
     with mock.patch.object(meetings, 'addresses', lambda: {0: address}):
       meeting = meetings.meet(0)
     with meeting:
@@ -107,7 +107,7 @@ class _Selfish(socket.socket):
 
 class ConnectToItselfTest(absltest.TestCase):
   def test_nobody_listens_there_and_the_port_stays_free(self):
-    port = portpicker.pick_unused_port()
+    port = ports_lib.pick_ports(1)[0]
     place = socket.AF_INET, ('127.0.0.1', port)
     with (
       mock.patch.object(socket, 'socket', _Selfish),

@@ -9,13 +9,13 @@ from concurrent import futures
 from unittest import mock
 
 import numpy as np
-import portpicker
 import pytest
 from absl.testing import absltest, parameterized
 
 from tests import processes, tiers
 from tests.process_group import meetings
 from tf_strategies import errors, process_group
+from tf_strategies.launch import ports as ports_lib
 from tf_strategies.process_group import plan
 from tf_strategies.process_group.network import authentication, connection
 from tf_strategies.process_group.rendezvous import rendezvous
@@ -239,7 +239,7 @@ class ConstructorTest(parameterized.TestCase):
     meeting.close()
 
   def test_second_process_of_a_task_is_told_so(self):
-    address = f'127.0.0.1:{portpicker.pick_unused_port()}'
+    address = f'127.0.0.1:{ports_lib.pick_ports(1)[0]}'
     with (
       process_group.Rendezvous({3: address}, 3),
       self.assertRaisesRegex(errors.RendezvousError, 'same task'),
@@ -398,7 +398,7 @@ class RivalGroupsTest(absltest.TestCase):
   """In one process; what is cut is the call that connects."""
 
   def test_groups_that_meet_again_become_one(self):
-    ports = [portpicker.pick_unused_port() for _ in range(2)]
+    ports = ports_lib.pick_ports(2)
     addresses = {task: f'127.0.0.1:{port}' for task, port in enumerate(ports)}
     options = process_group.GroupOptions(
       min_workers=1, window_seconds=0.1, rendezvous_timeout_seconds=30.0
@@ -443,7 +443,7 @@ class LinksOnDemandTest(absltest.TestCase):
   """In one process; what is cut is the call that connects."""
 
   def test_cut_that_a_collective_finds_is_left_out_of_the_next_group(self):
-    ports = [portpicker.pick_unused_port() for _ in range(4)]
+    ports = ports_lib.pick_ports(4)
     addresses = {task: f'127.0.0.1:{port}' for task, port in enumerate(ports)}
     options = process_group.GroupOptions(
       min_workers=2, window_seconds=0.5, rendezvous_timeout_seconds=30.0

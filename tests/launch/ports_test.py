@@ -1,0 +1,53 @@
+"""Ports that connections of other programs do not take."""
+
+import pathlib
+import socket
+from unittest import mock
+
+from absl.testing import absltest, parameterized
+
+from tf_strategies import errors
+from tf_strategies.launch import ports
+
+
+class PickPortsTest(parameterized.TestCase):
+  def test_ports_are_free_and_never_given_twice(self):
+    picked = ports.pick_ports(5) + ports.pick_ports(5)
+    self.assertLen(set(picked), 10)
+    for port in picked:
+      with socket.create_server(('127.0.0.1', port)) as server:
+        self.assertEqual(server.getsockname()[1], port)
+
+  def test_no_connection_gets_them(self):
+    """The system's own choice comes from a range that has none of them."""
+    picked = ports.pick_ports(200)
+    with socket.socket() as s:
+      s.bind(('127.0.0.1', 0))
+      of_a_connection = s.getsockname()[1]
+    self.assertNotIn(of_a_connection, range(min(picked), max(picked) + 1))
+
+  @parameterized.parameters(
+    ('21000 65000', range(20000, 21000)),
+    ('20000 31989', range(31990, 32000)),
+    ('1024 65535', range(20000, 32000)),
+    ('no numbers', range(20000, 32000)),
+  )
+  def test_range_of_connections_is_left_out(self, text, expected):
+    file = self.create_tempfile(content=text)
+    with mock.patch.object(
+      ports, '_OF_CONNECTIONS', pathlib.Path(file.full_path)
+    ):
+      self.assertEqual(ports._candidates(), list(expected))
+
+  def test_taken_ports_are_not_given(self):
+    with socket.create_server(('127.0.0.1', 0)) as server:
+      port = server.getsockname()[1]
+      with (
+        mock.patch.object(ports, '_candidates', return_value=[port]),
+        self.assertRaisesRegex(errors.RendezvousError, 'Found 0 .* of 1'),
+      ):
+        ports.pick_ports(1)
+
+
+if __name__ == '__main__':
+  absltest.main()
