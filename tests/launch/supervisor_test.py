@@ -221,6 +221,12 @@ except ProcessLookupError:
 
 @pytest.mark.multi_process
 class SignalTest(_JobTest):
+  def setUp(self):
+    super().setUp()
+    # Tests that run under nohup ignore it, and so would what they start.
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    self.addCleanup(signal.signal, signal.SIGHUP, before)
+
   @tiers.parameters(
     signal.SIGTERM, *tiers.every(tiers.full, (signal.SIGINT, signal.SIGHUP))
   )
