@@ -2,6 +2,8 @@
 
 import pathlib
 import socket
+import subprocess
+import sys
 from unittest import mock
 
 from absl.testing import absltest, parameterized
@@ -11,12 +13,34 @@ from tf_strategies.launch import ports
 
 
 class PickPortsTest(parameterized.TestCase):
-  def test_ports_are_free_and_never_given_twice(self):
+  def test_ports_are_free_and_given_once(self):
     picked = ports.pick_ports(5) + ports.pick_ports(5)
     self.assertLen(set(picked), 10)
     for port in picked:
       with socket.create_server(('127.0.0.1', port)) as server:
         self.assertEqual(server.getsockname()[1], port)
+
+  def test_no_other_process_gives_them(self):
+    picked = ports.pick_ports(20)
+    ask = (
+      'from tf_strategies.launch import ports; import sys; '
+      'ports._candidates = lambda: [int(p) for p in sys.argv[1:]]; '
+      'print(ports.pick_ports(1))'
+    )
+    found = subprocess.run(
+      [sys.executable, '-c', ask, *map(str, picked), '32001'],
+      check=True,
+      capture_output=True,
+      text=True,
+      timeout=60,
+    )
+    self.assertEqual(found.stdout.strip(), '[32001]')
+
+  def test_only_the_last_are_held(self):
+    """Or a process would run out of descriptors."""
+    for _ in range(10):
+      ports.pick_ports(50)
+    self.assertLessEqual(len(ports._held), ports._HELD)
 
   def test_no_connection_gets_them(self):
     """The system's own choice comes from a range that has none of them."""

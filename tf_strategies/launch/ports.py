@@ -1,8 +1,10 @@
 """Free ports of this host."""
 
+import collections
 import pathlib
 import random
 import socket
+import sys
 
 from tf_strategies import errors
 
@@ -12,14 +14,19 @@ _OF_CONNECTIONS = pathlib.Path('/proc/sys/net/ipv4/ip_local_port_range')
 _FIRST, _LAST = 20_000, 32_000
 _TRIES_PER_PORT = 50
 
-_given: set[int] = set()
+# Until a task listens at a port nothing tells other processes that it was given. A
+# name that only one can have does, while this process holds it; so many are held.
+_HELD = 128
+
+_held: collections.deque[socket.socket] = collections.deque()
 
 
 def pick_ports(count: int) -> list[int]:
-  """Ports at which nothing listens now, none given before. O(count) attempts.
+  """Ports at which nothing listens now, all different. O(count) attempts.
 
-  Others may take them before they are used: what listens must take an occupied
-  port for an error that says so.
+  On Linux no other call gives one of the last 128 that were given, in no process of
+  this host. Other programs may take them before they are used: what listens must
+  take an occupied port for an error that says so.
 
   Args:
     count: how many.
@@ -33,20 +40,21 @@ def pick_ports(count: int) -> list[int]:
     3
   """
   ports: list[int] = []
-  candidates = [p for p in _candidates() if p not in _given] or _candidates()
+  candidates = _candidates()
   for port in random.sample(
     candidates, min(len(candidates), _TRIES_PER_PORT * count)
   ):
     if len(ports) == count:
       break
-    if _is_free(port):
+    if _is_free(port) and _hold(port):
       ports.append(port)
   if len(ports) < count:
     raise errors.RendezvousError(
       f'Found {len(ports)} free ports from {_FIRST} to {_LAST} instead of '
       f'{count}. End what listens there.'
     )
-  _given.update(ports)
+  while len(_held) > max(_HELD, count):
+    _held.popleft().close()
   return ports
 
 
@@ -66,4 +74,19 @@ def _is_free(port: int) -> bool:
       s.bind(('', port))
     except OSError:
       return False
+  return True
+
+
+def _hold(port: int) -> bool:
+  """Whether no process of this host holds it; this one does from now on."""
+  if sys.platform != 'linux':
+    return True
+  s = socket.socket(socket.AF_UNIX)
+  try:
+    # An abstract name: it is gone with the process.
+    s.bind(f'\0tf_strategies/port/{port}')
+  except OSError:
+    s.close()
+    return False
+  _held.append(s)
   return True
