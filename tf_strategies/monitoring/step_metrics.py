@@ -108,17 +108,12 @@ def _plus(total: int | None, more: int | None) -> int | None:
 
 
 def resident_bytes() -> int | None:
-  """The resident memory of this process; None if unknown."""
+  """The resident memory of this process; None where there is no /proc."""
   try:
     with open('/proc/self/statm', encoding='ascii') as f:
       return int(f.read().split()[1]) * os.sysconf('SC_PAGE_SIZE')
   except OSError:
-    pass
-  try:
-    import psutil
-  except ImportError:
     return None
-  return psutil.Process().memory_info().rss
 
 
 def progress_line(record: Mapping[str, Any]) -> str:
