@@ -188,7 +188,8 @@ def _plan(
   if values.nnodes == 1:
     ports = ports_lib.pick_ports(sum(job.counts.values()))
     secret = secrets.token_hex(job_lib.SECRET_BYTES)
-    return tasks.plan_tasks(job, command, ports, secret), others_lib.Others()
+    node = tasks.Node(tasks.LOOPBACK, job.all_counts, ports)
+    return tasks.plan_tasks([node], command, secret), others_lib.Others()
   if values.rendezvous is None:
     raise flags.Error(f'--nnodes={values.nnodes} without --rendezvous')
   from tf_strategies.launch import nodes as nodes_lib  # Only here: sockets.
@@ -206,7 +207,7 @@ def _plan(
     counts.update(chief=0, evaluator=0)
   ports = ports_lib.pick_ports(sum(counts.values()) - counts['evaluator'])
   nodes, links = nodes_lib.meet(place, counts, ports, _say)
-  specs = tasks.plan_nodes(nodes, command, secret)
+  specs = tasks.plan_tasks(nodes, command, secret)
   places = {spec.name: spec.node for spec in specs}
   hosts = [node.host for node in nodes]
   return specs, others_lib.Others(place.rank, links, hosts, places)
