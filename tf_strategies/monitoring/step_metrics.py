@@ -4,15 +4,6 @@
 it hidden behind the backward pass; `exposed_communication_share` is the time in
 which the step waited for them. Input, exposed communication and compute add up
 to 1.
-
-Example:
-
-  >>> from tf_strategies.monitoring import step_breakdown, step_metrics
-  >>> totals = step_metrics.Totals(world_size=2, global_batch_size=64)
-  >>> totals.add(step_breakdown.break_down((0, 2 * 10**9), []), 1)
-  >>> line = totals.record(step=1)
-  >>> line['step_seconds'], line['global_examples_per_second']
-  (2.0, 32.0)
 """
 
 import collections
