@@ -80,9 +80,7 @@ class Breakdown:
     return {name: length(part) for name, part in parts.items()}
 
 
-def break_down(
-  whole: Interval, events: Sequence[recorder.Event]
-) -> Breakdown:
+def break_down(whole: Interval, events: Sequence[recorder.Event]) -> Breakdown:
   """Divides a step, `whole`, by the events among which are all of its own."""
   begin, end = whole
   events = [e for e in events if e.end_ns >= begin and e.begin_ns <= end]

@@ -242,9 +242,7 @@ class ServerVariable(_tf_internal.ResourceVariable):
     step = traced_step.current()
     if step is None or not step.looks_up:
       return self.rows_at(indices, name)
-    return look_up(
-      self, indices, self.rows_at, reads_once=not step.looks_only
-    )
+    return look_up(self, indices, self.rows_at, reads_once=not step.looks_only)
 
   def rows_at(self, indices, name=None):
     """As `tf.gather`, on the server, of each index by itself."""
