@@ -63,8 +63,12 @@ def documents(
     >>> [document['kind'] for document in documents('tfjob', shared, ['train'])]
     ['TFJob']
   """
-  fix = 'pass --kind=jobset, or --kind=tfjob where Kubeflow runs'
-  option_checks.check_choice('--kind', kind, KINDS, fix)
+  option_checks.check(
+    kind in KINDS,
+    f'--kind={kind}',
+    f'one of {", ".join(KINDS)}',
+    'pass --kind=jobset, or --kind=tfjob where Kubeflow runs',
+  )
   option_checks.check(
     bool(command),
     'an empty command',

@@ -116,15 +116,6 @@ FLAGS = (
 )
 
 
-def _check_host() -> None:
-  if os.name != 'posix':
-    raise errors.UnsupportedOptionError(
-      f'os.name={os.name!r}',
-      'a POSIX system, since tasks are process groups',
-      'start it on Linux or macOS, or in a container',
-    )
-
-
 def _shown(
   values: flags.FlagValues, counts: Mapping[str, int]
 ) -> frozenset[str] | None:
@@ -161,7 +152,6 @@ def _run(values: flags.FlagValues, command: list[str]) -> int:
     # https://no-color.org: any text but the empty one means no colours.
     sys.stdout.isatty() and not os.environ.get('NO_COLOR'),
   )
-  _check_host()
   try:
     specs, others = _plan(values, job, command)
   except (errors.RendezvousError, errors.AuthenticationError) as e:
