@@ -210,7 +210,6 @@ class GoodValuesTest(parameterized.TestCase):
       ),
     )
     self.assertEqual(config.training_index, 2)
-    self.assertTrue(config.has_evaluator)
     self.assertFalse(config.is_sparse)
 
   @parameterized.named_parameters(
@@ -231,11 +230,6 @@ class GoodValuesTest(parameterized.TestCase):
     self.assertEqual(config.is_chief, is_chief)
     self.assertEqual(config.training_index, index)
     self.assertEqual(config.address, address)
-    self.assertEqual(config.has_evaluator, task[0] == 'evaluator')
-
-  def test_evaluator_is_seen_only_where_it_is_listed(self):
-    self.assertFalse(_read(_config()).has_evaluator)
-    self.assertTrue(_read(_config(evaluator=['e:1'])).has_evaluator)
 
   @parameterized.parameters(
     'host:1', 'a.b-c.svc:65535', '10.0.0.1:2222', '[::1]:2222',

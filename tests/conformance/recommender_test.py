@@ -19,7 +19,7 @@ from absl.testing import parameterized
 import tf_strategies as tfs
 from tests import parameter_servers, tiers
 from tf_strategies import _keras_internal
-from tf_strategies.strategies.parameter_server import microbatch, row_lookup
+from tf_strategies.strategies.parameter_server import microbatch, variables
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
 
@@ -156,9 +156,9 @@ def _without_repeated(variable, dy, indices):
   return _gradient(variable, dy * is_first[..., None], indices)
 
 
-_gradient = row_lookup._gradient
+_gradient = variables._gradient_of_rows
 _MUTATIONS = {
-  'repeated_rows_are_lost': (row_lookup, '_gradient', _without_repeated),
+  'repeated_rows_are_lost': (variables, '_gradient_of_rows', _without_repeated),
   'shares_count_alike': (
     microbatch,
     '_weights',

@@ -125,6 +125,7 @@ class EpochsTest(tf.test.TestCase, parameterized.TestCase):
     ('steps', {'steps_per_epoch': 3}, 'without epochs'),
     ('evaluation', {'epochs': 1, 'training': False}, 'training=False'),
     ('before', {'epochs': 1, 'start': (-1, 0)}, 'start epoch=-1'),
+    ('half', {'epochs': 1.5}, 'epochs=1.5 .*an integer of at least 0'),
   )
   def test_refuses_a_stream_that_is_not_one(self, changes, message):
     options = data_lib.PipelineOptions(4, seed=1)

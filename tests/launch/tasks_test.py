@@ -9,9 +9,11 @@ from tf_strategies.launch import tasks
 _ALL = job_lib.Job(num_workers=2, num_ps=1, chief=True, evaluator=True)
 
 
-def _plan(job, **kwargs):
-  ports = range(1000, 1000 + sum(job.counts.values()))
-  return tasks.plan_tasks(job, ['run', '--a'], list(ports), 'abcd', **kwargs)
+def _plan(job, count=None):
+  count = sum(job.counts.values()) if count is None else count
+  ports = range(1000, 1000 + count)
+  node = tasks.Node(tasks.LOOPBACK, job.all_counts, list(ports))
+  return tasks.plan_tasks([node], ['run', '--a'], 'abcd')
 
 
 class JobTest(parameterized.TestCase):
@@ -87,7 +89,7 @@ class PlanTasksTest(parameterized.TestCase):
   @parameterized.parameters(0, 3, 5)
   def test_ports_must_be_as_many_as_addresses(self, count):
     with self.assertRaisesRegex((ValueError), r'ports \(|127.0.0.1:None'):
-      tasks.plan_tasks(_ALL, ['run'], list(range(1000, 1000 + count)), 'abcd')
+      _plan(_ALL, count)
 
   def test_secret_is_not_shown(self):
     specs = _plan(_ALL)

@@ -2,9 +2,9 @@
 
 import threading
 
-from absl.testing import absltest, parameterized
+from absl.testing import absltest
 
-from tf_strategies.monitoring import intervals, recorder, timeline
+from tf_strategies.monitoring import recorder, timeline
 
 
 class RecorderTest(absltest.TestCase):
@@ -68,23 +68,6 @@ class RecorderTest(absltest.TestCase):
         recorder.add(f'{i}', 'a', i, i + 1)
     self.assertEqual([e.name for e in log.events], ['2', '3', '4'])
     self.assertEqual(log.forgotten, 2)
-
-
-class IntervalsTest(parameterized.TestCase):
-  @parameterized.parameters(
-    ([], [(0, 10)]),
-    ([(0, 10)], []),
-    ([(-5, 20)], []),
-    ([(2, 4), (3, 6), (9, 30)], [(0, 2), (6, 9)]),
-    ([(5, 5)], [(0, 10)]),
-    ([(-3, 1), (1, 2)], [(2, 10)]),
-  )
-  def test_subtract(self, parts, expected):
-    self.assertEqual(intervals.subtract((0, 10), parts), expected)
-
-  def test_cut_keeps_the_time(self):
-    cut = intervals.cut([(0, 4), (6, 9)], [7, 2, 4, 20, 2])
-    self.assertEqual(cut, [(0, 2), (2, 4), (6, 7), (7, 9)])
 
 
 if __name__ == '__main__':

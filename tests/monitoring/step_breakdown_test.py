@@ -2,9 +2,9 @@
 
 import random
 
-from absl.testing import absltest
+from absl.testing import absltest, parameterized
 
-from tf_strategies.monitoring import intervals, recorder, step_breakdown
+from tf_strategies.monitoring import recorder, step_breakdown
 
 
 def _event(category, begin, end, **args):
@@ -81,12 +81,29 @@ class BreakdownTest(absltest.TestCase):
       exposed += parts['exposed_communication']
     self.assertGreater(exposed, 0)
 
+
+class IntervalsTest(parameterized.TestCase):
+  @parameterized.parameters(
+    ([], [(0, 10)]),
+    ([(0, 10)], []),
+    ([(-5, 20)], []),
+    ([(2, 4), (3, 6), (9, 30)], [(0, 2), (6, 9)]),
+    ([(5, 5)], [(0, 10)]),
+    ([(-3, 1), (1, 2)], [(2, 10)]),
+  )
+  def test_subtract(self, parts, expected):
+    self.assertEqual(step_breakdown.subtract((0, 10), parts), expected)
+
+  def test_cut_keeps_the_time(self):
+    cut = step_breakdown.cut([(0, 4), (6, 9)], [7, 2, 4, 20, 2])
+    self.assertEqual(cut, [(0, 2), (2, 4), (6, 7), (7, 9)])
+
   def test_intersection(self):
     self.assertEqual(
-      intervals.intersect([(0, 5), (7, 20)], [(3, 9), (10, 11), (19, 30)]),
+      step_breakdown.intersect([(0, 5), (7, 20)], [(3, 9), (10, 11), (19, 30)]),
       [(3, 5), (7, 9), (10, 11), (19, 20)],
     )
-    self.assertEqual(intervals.intersect([(0, 5)], []), [])
+    self.assertEqual(step_breakdown.intersect([(0, 5)], []), [])
 
 
 if __name__ == '__main__':

@@ -179,11 +179,6 @@ class ClusterConfig:
     first = 'chief' if 'chief' in self.jobs else 'worker'
     return (self.task_type, self.task_index) == (first, 0)
 
-  @property
-  def has_evaluator(self) -> bool:
-    """Whether an evaluator is listed in the cluster, or is this process."""
-    return 'evaluator' in self.jobs or self.task_type == 'evaluator'
-
 
 def _compare(
   variable: str, config: ClusterConfig, environ: Mapping[str, str]

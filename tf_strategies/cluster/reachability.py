@@ -18,7 +18,7 @@ _SECONDS_BETWEEN_LOGS = 5.0
 def unreachable(
   tasks: Mapping[str, str], timeout: float = _PROBE_SECONDS
 ) -> dict[str, str]:
-  """The tasks whose port does not accept a TCP connection.
+  """Why tasks do not accept a TCP connection, in the operating system's words.
 
   Args:
     tasks: 'host:port' of each by its name, such as 'worker 1'.
@@ -26,16 +26,9 @@ def unreachable(
 
   Example:
 
-    >>> unreachable({'worker 1': 'no-such-host.invalid:2222'})
-    {'worker 1': 'no-such-host.invalid:2222'}
+    >>> list(unreachable({'worker 1': 'no-such-host.invalid:2222'}))
+    ['worker 1']
   """
-  return {name: tasks[name] for name in outcomes(tasks, timeout)}
-
-
-def outcomes(
-  tasks: Mapping[str, str], timeout: float = _PROBE_SECONDS
-) -> dict[str, str]:
-  """As `unreachable`, with the reason, in the operating system's words."""
   option_checks.check_seconds('timeout', timeout)
   return _ask(tasks, timeout, {})
 

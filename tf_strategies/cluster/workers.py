@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
-
-
-@runtime_checkable
-class LinkedWorkers(Protocol):
-  """What the `extended` of a strategy on several workers implements.
-
-  Attributes:
-    communicator: the link, a `strategies.communicator.Communicator`.
-  """
-
-  communicator: Any
+from typing import Any
 
 
 def link_of(strategy: Any) -> Any | None:
-  """The communicator of a `tf.distribute.Strategy`; None if it has none.
+  """The `Communicator` of a `tf.distribute.Strategy`; None if it has none.
 
   Example:
 
@@ -27,5 +16,4 @@ def link_of(strategy: Any) -> Any | None:
     'the link'
     >>> link_of(types.SimpleNamespace(extended=object()))
   """
-  extended = strategy.extended
-  return extended.communicator if isinstance(extended, LinkedWorkers) else None
+  return getattr(strategy.extended, 'communicator', None)

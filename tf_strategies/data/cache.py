@@ -130,11 +130,8 @@ def _last_key(reader, examples, num_examples: int) -> str | None:
     return f'{example:7d}_{component:{width}d}'
 
   last = key(num_examples - 1, components - 1)
-  if reader.has_tensor(last):
-    return None if reader.has_tensor(key(num_examples, 0)) else last
-  # Another TensorFlow may name them in another way; slower, all are looked at.
-  keys = sorted(reader.get_variable_to_dtype_map())
-  return keys[-1] if len(keys) == num_examples * components else None
+  has_more = reader.has_tensor(key(num_examples, 0))
+  return last if reader.has_tensor(last) and not has_more else None
 
 
 def _take(name: Name) -> bool:

@@ -114,12 +114,8 @@ class PipelineOptions:
     option_checks.check_choice('cache', self.cache, CACHES)
     option_checks.check_choice('autoshard', self.autoshard, AUTOSHARDS)
     for name in ('deterministic', 'drop_remainder', 'repeat'):
-      self._check(
-        name,
-        isinstance(getattr(self, name), bool),
-        'True or False',
-        f'write {name}=True or {name}=False',
-      )
+      fix = f'write {name}=True or {name}=False'
+      option_checks.check_bool(name, getattr(self, name), fix)
     self._check_cache_path()
     self._check_service()
 

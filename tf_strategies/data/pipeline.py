@@ -176,12 +176,9 @@ def _check_span(epochs, epoch, step, steps_per_epoch):
     ('start epoch', epoch, 0),
     ('start step', step, 0),
   ):
-    if value is not None and value < least:
-      raise errors.UnsupportedOptionError(
-        f'{name}={value}',
-        f'an integer of at least {least}',
-        'leave it out, or count from 0',
-      )
+    if value is not None:
+      fix = 'leave it out, or count from 0'
+      option_checks.check_int(name, value, least, fix=fix)
 
 
 def _in_a_row(reader, plan) -> tf.data.Dataset:

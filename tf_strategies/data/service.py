@@ -13,17 +13,12 @@ dispatcher with at least one worker must answer before a deadline.
 
 from __future__ import annotations
 
-import socket
 import time
 
+import grpc
 import tensorflow as tf
 
 from tf_strategies import errors
-
-try:  # TensorFlow brings it.
-  import grpc
-except ImportError:  # Then all we can see is whether anybody listens.
-  grpc = None
 
 # Asks for the workers; the request is empty, and so is the answer without any.
 _GET_WORKERS = '/tensorflow.data.DispatcherService/GetWorkers'
@@ -60,8 +55,7 @@ def distribute(
 def check(address: str, timeout: float) -> None:
   """Waits until a dispatcher answers that has a worker, or raises an error."""
   host_and_port = address.removeprefix('grpc://')
-  ask = _connect if grpc is None else _get_workers
-  problem = ask(host_and_port, timeout)
+  problem = _get_workers(host_and_port, timeout)
   if problem:
     error = errors.WorkerUnavailableError(
       f'service={address!r}: no {problem[0]} within {timeout:g} s. Fix: '
@@ -87,12 +81,3 @@ def _get_workers(host_and_port, timeout) -> tuple[str, str] | None:
           break  # Some other service: waiting does not make it ours.
       time.sleep(min(_POLL_SECONDS, max(0.0, deadline - time.monotonic())))
   return problem
-
-
-def _connect(host_and_port, timeout) -> tuple[str, str] | None:
-  host, _, port = host_and_port.rpartition(':')
-  try:
-    socket.create_connection((host, int(port)), timeout).close()
-  except OSError:
-    return _NOBODY
-  return None

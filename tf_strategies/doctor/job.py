@@ -163,7 +163,7 @@ def _tasks(cluster: ClusterConfig) -> Finding:
   }
   if not others:
     return Finding(OK, 'other tasks', 'there are none')
-  outcomes = reachability.outcomes(others, _ANSWER_SECONDS)
+  outcomes = reachability.unreachable(others, _ANSWER_SECONDS)
   nobody = os.strerror(errno.ECONNREFUSED)
   silent = [t for t, outcome in outcomes.items() if outcome == nobody]
   lost = {t: o for t, o in outcomes.items() if o != nobody}

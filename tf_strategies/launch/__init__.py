@@ -9,9 +9,8 @@ Example:
 
   >>> from tf_strategies.cluster import job
   >>> from tf_strategies.launch import tasks
-  >>> specs = tasks.plan_tasks(job.Job(num_workers=2), ['python', 'train.py'],
-  ...                          ports=[1111, 2222], secret='5ec7e7')
-  >>> [spec.name for spec in specs]
+  >>> node = tasks.Node('127.0.0.1', job.Job(num_workers=2).all_counts, [1111, 2222])
+  >>> [spec.name for spec in tasks.plan_tasks([node], ['train.py'], '5ec7e7')]
   ['worker 0', 'worker 1']
 """
 

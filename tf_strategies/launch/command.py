@@ -116,15 +116,6 @@ FLAGS = (
 )
 
 
-def _check_host() -> None:
-  if os.name != 'posix':
-    raise errors.UnsupportedOptionError(
-      f'os.name={os.name!r}',
-      'a POSIX system, since tasks are process groups',
-      'start it on Linux or macOS, or in a container',
-    )
-
-
 def _shown(
   values: flags.FlagValues, counts: Mapping[str, int]
 ) -> frozenset[str] | None:
@@ -161,7 +152,6 @@ def _run(values: flags.FlagValues, command: list[str]) -> int:
     # https://no-color.org: any text but the empty one means no colours.
     sys.stdout.isatty() and not os.environ.get('NO_COLOR'),
   )
-  _check_host()
   try:
     specs, others = _plan(values, job, command)
   except (errors.RendezvousError, errors.AuthenticationError) as e:
@@ -188,7 +178,8 @@ def _plan(
   if values.nnodes == 1:
     ports = ports_lib.pick_ports(sum(job.counts.values()))
     secret = secrets.token_hex(job_lib.SECRET_BYTES)
-    return tasks.plan_tasks(job, command, ports, secret), others_lib.Others()
+    node = tasks.Node(tasks.LOOPBACK, job.all_counts, ports)
+    return tasks.plan_tasks([node], command, secret), others_lib.Others()
   if values.rendezvous is None:
     raise flags.Error(f'--nnodes={values.nnodes} without --rendezvous')
   from tf_strategies.launch import nodes as nodes_lib  # Only here: sockets.
@@ -206,7 +197,7 @@ def _plan(
     counts.update(chief=0, evaluator=0)
   ports = ports_lib.pick_ports(sum(counts.values()) - counts['evaluator'])
   nodes, links = nodes_lib.meet(place, counts, ports, _say)
-  specs = tasks.plan_nodes(nodes, command, secret)
+  specs = tasks.plan_tasks(nodes, command, secret)
   places = {spec.name: spec.node for spec in specs}
   hosts = [node.host for node in nodes]
   return specs, others_lib.Others(place.rank, links, hosts, places)

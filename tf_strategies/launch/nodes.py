@@ -39,15 +39,7 @@ _Kind = protocol.Kind
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-  """Which host of a job this is, and where its launchers meet.
-
-  Args:
-    count: number of hosts.
-    rank: of this one, from 0.
-    rendezvous: 'host:port' of the first one.
-    timeout: seconds until all must be there.
-    address: where this host's tasks are reached; None is the address by which it
-      reaches the first host.
+  """Which host of a job this is, and where its launchers meet: as the flags say.
 
   Raises:
     UnsupportedOptionError: a value out of range.

@@ -9,24 +9,10 @@ Example:
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from tf_strategies.cluster import exit_codes
 from tf_strategies.launch import output
-
-
-class Link(Protocol):
-  """A connection to another launcher: see `nodes.Link`."""
-
-  node: int
-  is_lost: bool
-  pending: bool
-
-  def fileno(self) -> int: ...  # noqa: D102
-  def send(self, message: Mapping[str, Any]) -> None: ...  # noqa: D102
-  def flush(self) -> None: ...  # noqa: D102
-  def read(self) -> list[Mapping[str, Any]]: ...  # noqa: D102
-  def close(self) -> None: ...  # noqa: D102
 
 
 class Others:
@@ -34,7 +20,7 @@ class Others:
 
   Args:
     node: this host's number.
-    links: to the others, of the first host; to the first, of the others.
+    links: `nodes.Link`s to the others, of the first host; to the first, of the others.
     hosts: the address of each host.
     places: the number of each task's host, by the task's name.
 
@@ -46,7 +32,7 @@ class Others:
   def __init__(
     self,
     node: int = 0,
-    links: Sequence[Link] = (),
+    links: Sequence[Any] = (),
     hosts: Sequence[str] = (),
     places: Mapping[str, int] | None = None,
   ):

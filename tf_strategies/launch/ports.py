@@ -28,9 +28,6 @@ def pick_ports(count: int) -> list[int]:
   this host. Other programs may take them before they are used: what listens must
   take an occupied port for an error that says so.
 
-  Args:
-    count: how many.
-
   Raises:
     RendezvousError: too few of 20,000 to 32,000 are free.
 

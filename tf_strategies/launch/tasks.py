@@ -11,7 +11,7 @@ from tf_strategies.cluster import job as job_lib
 
 _FILTERED = re.compile(r'([a-z]+)(?::([0-9]{1,9})(?:-([0-9]{1,9}))?)?')
 # The loopback address rather than 'localhost', which may also mean ::1.
-_HOST = '127.0.0.1'
+LOOPBACK = '127.0.0.1'
 
 _LOG_LEVEL = 'TF_CPP_MIN_LOG_LEVEL'
 
@@ -63,36 +63,17 @@ class TaskSpec:
 
 
 def plan_tasks(
-  job: job_lib.Job, command: Sequence[str], ports: Sequence[int], secret: str
+  nodes: Sequence[Node], command: Sequence[str], secret: str
 ) -> list[TaskSpec]:
-  """The tasks in the order chief, workers, ps, evaluator.
+  """The tasks in the order chief, workers, ps, evaluator, host by host.
 
   A job of one task gets no TF_CONFIG: it trains in a single process, as a TFJob
   of one does. O(tasks squared), since each TF_CONFIG lists all tasks.
 
   Args:
-    job: how many tasks of which type.
+    nodes: the hosts.
     command: program and arguments, the same for every task.
-    ports: one for each address of `job.counts`.
     secret: what the tasks prove to each other that they know; hexadecimal.
-
-  Raises:
-    ValueError: `ports` are too few or too many.
-
-  Example:
-
-    >>> specs = plan_tasks(job_lib.Job(num_workers=1, num_ps=1), ['train'],
-    ...                    ports=[1111, 2222], secret='5ec7e7')
-    >>> specs[1].environment['TF_CONFIG']
-    '{"cluster": {"worker": ["127.0.0.1:1111"], "ps": ["127.0.0.1:2222"]}, "task": {"type": "ps", "index": 0}}'
-  """
-  return plan_nodes([Node(_HOST, job.all_counts, ports)], command, secret)
-
-
-def plan_nodes(
-  nodes: Sequence[Node], command: Sequence[str], secret: str
-) -> list[TaskSpec]:
-  """As `plan_tasks`, on several hosts; indices go on from one to the next.
 
   Raises:
     ValueError: a host's ports are too few or too many.
@@ -102,7 +83,7 @@ def plan_nodes(
 
     >>> counts = {'chief': 0, 'worker': 2, 'ps': 0, 'evaluator': 0}
     >>> nodes = [Node('a', counts, [1, 2]), Node('b', counts, [3, 4])]
-    >>> [(s.name, s.node) for s in plan_nodes(nodes, ['train'], '5ec7e7')]
+    >>> [(s.name, s.node) for s in plan_tasks(nodes, ['train'], '5ec7e7')]
     [('worker 0', 0), ('worker 1', 0), ('worker 2', 1), ('worker 3', 1)]
   """
   total = {t: sum(n.counts[t] for n in nodes) for t in nodes[0].counts}

@@ -2,28 +2,96 @@
 
   tfs timeline merge run-0.json run-1.json --output=run.json
 
-The clock is the first file's; `clock_sync` estimates the offsets of the others,
-which the command prints with their accuracy. Tasks without a common collective
-(parameter servers, for example) are merged by their wall clocks.
+The clock is the first file's; the offsets of the others are estimated, and printed
+with their accuracy. Tasks without a common collective (parameter servers, for
+example) are merged by their wall clocks.
 """
 
+import dataclasses
 import json
 import os
+import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from absl import flags
 
 from tf_strategies import errors
 from tf_strategies.cluster import command_line
-from tf_strategies.monitoring import clock_sync, recorder, timeline
+from tf_strategies.monitoring import recorder, timeline
 
 _FLAGS = [
   ('output', str, 'The file to write.'),
 ]
 # The root may end before the others begin.
 _ONE_WAY = ('broadcast',)
+
+Span = tuple[float, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class ClockOffset:
+  """How far a clock is ahead of a reference."""
+
+  # At time 0 of the clock, and its change per unit of the clock.
+  offset: float
+  drift: float = 0.0
+  # The largest possible error; None if unknown.
+  accuracy: float | None = None
+  # How many it was estimated from.
+  collectives: int = 0
+
+  def ahead_by(self, time: float) -> float:
+    """The offset when the clock shows `time`."""
+    return self.offset + self.drift * time
+
+
+def estimate(
+  reference: Mapping[Hashable, Span], other: Mapping[Hashable, Span]
+) -> ClockOffset | None:
+  """The offset of the other's clock; None without a common collective.
+
+  A collective in which every rank needs data of every other cannot end anywhere
+  before it has begun everywhere. With clock B ahead of clock A by d, each implies
+
+    begin_B - end_A <= d <= end_B - begin_A
+
+  The estimate is the middle of what fits all of them; its accuracy is half of the
+  width. Clocks of two hosts drift apart by microseconds a second: if no single d
+  fits, it is a line over time, fitted to the ends, and the accuracy covers the
+  residuals.
+
+  Args:
+    reference: begin and end of each collective, by its key.
+    other: the same of another task, by its own clock.
+  """
+  common = [(reference[key], other[key]) for key in other if key in reference]
+  if not common:
+    return None
+  line = ClockOffset(0.0)
+  low, high = _bounds(common, line)
+  if low > high:
+    line = _line(common)
+    low, high = _bounds(common, line)
+  offset = line.offset + (low + high) / 2
+  return ClockOffset(offset, line.drift, abs(high - low) / 2, len(common))
+
+
+def _bounds(common, line: ClockOffset) -> tuple[float, float]:
+  """The least and the most that must be added to `line`."""
+  low = max(b[0] - line.ahead_by(b[0]) - a[1] for a, b in common)
+  high = min(b[1] - line.ahead_by(b[1]) - a[0] for a, b in common)
+  return low, high
+
+
+def _line(common) -> ClockOffset:
+  ends = [b[1] for _, b in common]
+  ahead = [b[1] - a[1] for a, b in common]
+  if len(set(ends)) < 2:
+    return ClockOffset(statistics.fmean(ahead))
+  slope, intercept = statistics.linear_regression(ends, ahead)
+  return ClockOffset(intercept, slope)
 
 
 def merge(traces: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -63,17 +131,17 @@ def merge(traces: Sequence[dict[str, Any]]) -> dict[str, Any]:
   }
 
 
-def _align(reference, trace) -> clock_sync.ClockOffset:
+def _align(reference, trace) -> ClockOffset:
   if trace is reference:
-    return clock_sync.ClockOffset(0.0, 0.0, 0.0)
-  found = clock_sync.estimate(_collectives(reference), _collectives(trace))
+    return ClockOffset(0.0, 0.0, 0.0)
+  found = estimate(_collectives(reference), _collectives(trace))
   if found is not None:
     return found
   about, ours = trace['otherData'], reference['otherData']
   # What both clocks show at one moment of the wall clock.
   apart = about['origin_unix_seconds'] - ours['origin_unix_seconds']
   ahead = _start(trace) - _start(reference) - apart * 1e6
-  return clock_sync.ClockOffset(ahead)
+  return ClockOffset(ahead)
 
 
 def _start(trace) -> float:
@@ -81,7 +149,7 @@ def _start(trace) -> float:
   return trace['otherData']['origin_ns'] / 1e3
 
 
-def _collectives(trace) -> dict[tuple[int, int], clock_sync.Span]:
+def _collectives(trace) -> dict[tuple[int, int], Span]:
   start = _start(trace)
   spans = {}
   for event in trace['traceEvents']:

@@ -31,13 +31,15 @@ import collections
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
-from tf_strategies.monitoring import intervals, recorder
+from tf_strategies.monitoring import recorder
 
 # Parts of compute: before the first bucket of gradients, until the last, after.
 FORWARD = 'forward, and backward to the first bucket'
 BACKWARD = 'backward, first bucket to last'
 UPDATE = 'update and the rest'
 COMPUTE = 'compute'
+
+Interval = tuple[int, int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,12 +58,12 @@ class Breakdown:
     all_rows: examples of all workers; None if unknown.
   """
 
-  whole: intervals.Interval
-  input: list[intervals.Interval]
-  wait: list[intervals.Interval]
-  compute: list[tuple[str, intervals.Interval]]
-  backward: list[intervals.Interval]
-  communication: list[intervals.Interval]
+  whole: Interval
+  input: list[Interval]
+  wait: list[Interval]
+  compute: list[tuple[str, Interval]]
+  backward: list[Interval]
+  communication: list[Interval]
   sent_by_kind: Mapping[str, int]
   rows: int | None
   all_rows: int | None
@@ -75,12 +77,10 @@ class Breakdown:
       'exposed_communication': self.wait,
       'compute': [interval for _, interval in self.compute],
     }
-    return {name: intervals.length(part) for name, part in parts.items()}
+    return {name: length(part) for name, part in parts.items()}
 
 
-def break_down(
-  whole: intervals.Interval, events: Sequence[recorder.Event]
-) -> Breakdown:
+def break_down(whole: Interval, events: Sequence[recorder.Event]) -> Breakdown:
   """Divides a step, `whole`, by the events among which are all of its own."""
   begin, end = whole
   events = [e for e in events if e.end_ns >= begin and e.begin_ns <= end]
@@ -92,22 +92,22 @@ def break_down(
       for e in events
       if e.category == category
     ]
-    return intervals.union(intervals.clip(spans, whole))
+    return union(clip(spans, whole))
 
   waits_for_input = times(recorder.INPUT)
   communication = times(recorder.COMMUNICATION)
   # Time that is both counts once.
   wait = [
     piece
-    for interval in intervals.intersect(times(recorder.WAIT), communication)
-    for piece in intervals.subtract(interval, waits_for_input)
+    for interval in intersect(times(recorder.WAIT), communication)
+    for piece in subtract(interval, waits_for_input)
   ]
   collectives = [e for e in events if e.category == recorder.COMMUNICATION]
   sent = collections.Counter()
   for event in collectives:
     sent[event.args.get('kind', '')] += event.args.get('sent', 0)
   batches = [e.args for e in events if e.category == recorder.INPUT]
-  free = intervals.subtract(whole, [*waits_for_input, *wait])
+  free = subtract(whole, [*waits_for_input, *wait])
   backward = _backward(collectives)
   return Breakdown(
     whole,
@@ -122,7 +122,7 @@ def break_down(
   )
 
 
-def _backward(events: Iterable[recorder.Event]) -> list[intervals.Interval]:
+def _backward(events: Iterable[recorder.Event]) -> list[Interval]:
   """From the first submitted bucket to the last, for each update."""
   updates: dict[int, list[int]] = {}
   for event in events:
@@ -142,10 +142,67 @@ def _named(free, backward):
     return FORWARD if begin < backward[0][0] else UPDATE
 
   moments = [moment for interval in backward for moment in interval]
-  pieces = intervals.cut(free, moments)
+  pieces = cut(free, moments)
   return [(name(begin), (begin, end)) for begin, end in pieces]
 
 
 def _total(batches, key) -> int | None:
   values = [b[key] for b in batches if b.get(key) is not None]
   return sum(values) if values else None
+
+
+# Sets of time, as lists of intervals.
+
+
+def union(parts: Iterable[Interval]) -> list[Interval]:
+  """The same times as disjoint intervals, in order."""
+  merged: list[Interval] = []
+  for begin, end in sorted(parts):
+    if end <= begin:
+      continue
+    if merged and begin <= merged[-1][1]:
+      merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+    else:
+      merged.append((begin, end))
+  return merged
+
+
+def clip(parts: Iterable[Interval], whole: Interval) -> list[Interval]:
+  """What of `parts` lies inside `whole`."""
+  begin, end = whole
+  clipped = [(max(b, begin), min(e, end)) for b, e in parts]
+  return [(b, e) for b, e in clipped if b < e]
+
+
+def subtract(whole: Interval, parts: Iterable[Interval]) -> list[Interval]:
+  """What of `whole` lies in none of `parts`."""
+  left, at = [], whole[0]
+  for begin, end in union(clip(parts, whole)):
+    if at < begin:
+      left.append((at, begin))
+    at = end
+  if at < whole[1]:
+    left.append((at, whole[1]))
+  return left
+
+
+def intersect(
+  parts: Iterable[Interval], others: Iterable[Interval]
+) -> list[Interval]:
+  """What of `parts` lies in one of the others."""
+  others = list(others)
+  return union(piece for part in parts for piece in clip(others, part))
+
+
+def cut(parts: Iterable[Interval], at: Iterable[int]) -> list[Interval]:
+  """The same times, split at the moments `at`."""
+  pieces = []
+  for begin, end in parts:
+    ends = [t for t in sorted(set(at)) if begin < t < end]
+    pieces += zip([begin, *ends], [*ends, end], strict=True)
+  return pieces
+
+
+def length(parts: Iterable[Interval]) -> int:
+  """The total length of disjoint intervals."""
+  return sum(end - begin for begin, end in parts)

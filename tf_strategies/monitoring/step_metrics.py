@@ -4,15 +4,6 @@
 it hidden behind the backward pass; `exposed_communication_share` is the time in
 which the step waited for them. Input, exposed communication and compute add up
 to 1.
-
-Example:
-
-  >>> from tf_strategies.monitoring import step_breakdown, step_metrics
-  >>> totals = step_metrics.Totals(world_size=2, global_batch_size=64)
-  >>> totals.add(step_breakdown.break_down((0, 2 * 10**9), []), 1)
-  >>> line = totals.record(step=1)
-  >>> line['step_seconds'], line['global_examples_per_second']
-  (2.0, 32.0)
 """
 
 import collections
@@ -108,17 +99,12 @@ def _plus(total: int | None, more: int | None) -> int | None:
 
 
 def resident_bytes() -> int | None:
-  """The resident memory of this process; None if unknown."""
+  """The resident memory of this process; None where there is no /proc."""
   try:
     with open('/proc/self/statm', encoding='ascii') as f:
       return int(f.read().split()[1]) * os.sysconf('SC_PAGE_SIZE')
   except OSError:
-    pass
-  try:
-    import psutil
-  except ImportError:
     return None
-  return psutil.Process().memory_info().rss
 
 
 def progress_line(record: Mapping[str, Any]) -> str:

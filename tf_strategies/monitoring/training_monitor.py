@@ -51,9 +51,6 @@ _SUMMARIES = (
 )
 
 
-_FIX_OPTIONS = "write for instance MonitorOptions(log_dir='logs')"
-
-
 @dataclasses.dataclass(frozen=True)
 class MonitorOptions:
   """What is measured, and where it is written. Without a path, nothing is.
@@ -165,7 +162,8 @@ class TrainingMonitor:
     if options is None:
       options = MonitorOptions()
     option_checks.check_type(
-      'options', options, MonitorOptions, 'MonitorOptions', _FIX_OPTIONS
+      *('options', options, MonitorOptions, 'MonitorOptions'),
+      "write for instance MonitorOptions(log_dir='logs')",
     )
     if TrainingMonitor._running is not None:
       TrainingMonitor._running.close()

@@ -10,7 +10,6 @@ from tf_strategies.strategies.parameter_server import extended, partitioned
 
 class PlacementTest(parameterized.TestCase):
   def test_examples_run(self):
-    docstrings.assert_examples(self, extended.__name__)
     docstrings.assert_examples(self, partitioned.__name__, 2)
 
   def test_kernels_do_not_all_land_on_one_server(self):

@@ -2,14 +2,10 @@
 
 from absl.testing import absltest
 
-from tests import docstrings
 from tf_strategies.strategies.parameter_server import engine
 
 
 class StalenessTest(absltest.TestCase):
-  def test_examples_run(self):
-    docstrings.assert_examples(self, engine.__name__)
-
   def test_one_worker_is_never_stale(self):
     staleness = engine.Staleness()
     for _ in range(5):

@@ -35,14 +35,6 @@ class Staleness:
 
   Ho et al. 2013, "More Effective Distributed ML via a Stale Synchronous Parallel
   Parameter Server". Zero for a single worker.
-
-  Example:
-
-    >>> staleness = Staleness()
-    >>> staleness.start('a'); staleness.start('b')
-    >>> staleness.end('a'); staleness.end('b')
-    >>> staleness.histogram
-    {0: 1, 1: 1}
   """
 
   def __init__(self):
@@ -240,8 +232,9 @@ class Engine:
 
     def make():
       discovery = self.discover(step, layout.traced_structure)
-      function = self._function(step)
-      return function(step.run, layout, discovery, self.journal), discovery
+      return worker_function.WorkerFunction(
+        step.run, layout, discovery, self.journal
+      ), discovery
 
     return self.cached((step, 'function', layout.key), make)
 
@@ -254,11 +247,6 @@ class Engine:
 
   def _discover(self, step, structure):
     return worker_function.discover(step.run, structure)
-
-  def _function(self, step) -> Callable:
-    """What makes the function of a step."""
-    del step
-    return worker_function.WorkerFunction
 
 
 class BoundedEngine(Engine):

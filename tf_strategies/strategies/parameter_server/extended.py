@@ -48,14 +48,6 @@ class Placement:
   kernel, bias and two servers, every kernel lands on server 0. Scalars go to
   server 0, which counts steps and metrics: what a step adds there is one
   message. `load` is the bytes on each server.
-
-  Example:
-
-    >>> placement = Placement(2)
-    >>> [placement.place(size) for size in (400, 4, 400, 4)]
-    [0, 1, 1, 0]
-    >>> placement.load
-    (404, 404)
   """
 
   def __init__(self, num_servers: int):

@@ -193,26 +193,17 @@ class Program:
 
   def _trace_steps(self, layout, message, values):
     copies = copied_variables.Copies(self.variables, values)
-    report = self.discovery.report
+    discovery, first = self.discovery, tf.constant(0, tf.int64)
 
     def one_step(step):
-      return report(self.step.run(layout.decode_batch(message, step)))
-
-    def body(step, _):
-      numbers = one_step(step)
-      with tf.control_dependencies([numbers]):
-        return step + 1, numbers
+      return discovery.report(self.step.run(layout.decode_batch(message, step)))
 
     with copies.tracing(), self._reducer.gradients_reduced():
       if layout.steps == 1:
-        numbers = one_step(tf.constant(0, tf.int64))
+        numbers = one_step(first)
       else:
-        none = tf.zeros([sum(self.discovery.sizes)], tf.float64)
-        _, numbers = tf.while_loop(
-          lambda step, _: step < layout.steps,
-          body,
-          [tf.constant(0, tf.int64), none],
-          parallel_iterations=1,
+        numbers = worker_function.one_by_one(
+          one_step, first, layout.steps, sum(discovery.sizes)
         )
     return [*copies.take_values(), numbers]
 

@@ -14,7 +14,6 @@ import tensorflow as tf
 from tf_strategies import _keras_internal, _tf_internal, errors
 from tf_strategies.checkpoint import model_state
 from tf_strategies.strategies.parameter_server import (
-  row_lookup,
   traced_step,
   variables,
 )
@@ -262,9 +261,9 @@ class PartitionedVariable(_tf_internal.BaseResourceVariable):
     if step is not None and step.looks_up and step.looks_only:
       # That rows of the batch are looked up is all there is to see.
       read = self.parts[0].rows_at
-      return row_lookup.look_up(self, indices, read, reads_once=False)
+      return variables.look_up(self, indices, read, reads_once=False)
     reads_once = step is not None and step.looks_up
-    return row_lookup.look_up(self, indices, self._gather, reads_once)
+    return variables.look_up(self, indices, self._gather, reads_once)
 
   def _gather(self, indices):
     """Each row from the server that has it."""

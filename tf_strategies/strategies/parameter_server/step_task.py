@@ -59,6 +59,12 @@ class _StepsTask(worker_pool.Task):
     self.reported = None  # By the last one.
     self.is_finished = False
     self._engine = engine
+    self._done = 0
+
+  @property
+  def done_so_far(self) -> int:
+    """How many were done when it was interrupted."""
+    return self._done if self.step.trains else 0
 
   def may_begin(self, worker: int) -> bool:
     return self._engine.may_begin(worker)
@@ -94,7 +100,6 @@ class StepTask(_StepsTask):
     super().__init__(engine, step, len(batches))
     self._is_result_wanted = is_result_wanted
     self._number = number
-    self._first = 0
     self._batches = batches
     self._layout = batches[0].layout(len(batches))
     # In the caller's thread, which has the user's scopes.
@@ -105,7 +110,7 @@ class StepTask(_StepsTask):
     self._engine.started(self.step, worker)
     message = self._layout.encode(
       self._number,
-      self._first,
+      self._done,
       [b.arrays for b in self._batches],
       self._engine.journal.token(worker),
     )
@@ -116,13 +121,8 @@ class StepTask(_StepsTask):
     self._engine.lose_splits(worker)
     if self._is_result_wanted:
       return False
-    self._first = self._engine.journal.done(batch_message.TASKS, self._number)
-    return self._first == self.steps
-
-  @property
-  def done_so_far(self) -> int:
-    """How many were done when it was interrupted."""
-    return self._first if self.step.trains else 0
+    self._done = self._engine.journal.done(batch_message.TASKS, self._number)
+    return self._done == self.steps
 
   def renew(self) -> bool:
     """Whoever wants its result begins another one."""
@@ -144,15 +144,9 @@ class InputTask(_StepsTask):
   def __init__(self, engine, step: Step, work: input.Elements):
     super().__init__(engine, step, len(work))
     self._source = work.source
-    self._done = 0
     self._split: splits.Split | None = None
     self._asked = self.steps
     self.renew()
-
-  @property
-  def done_so_far(self) -> int:
-    """How many were done when it was interrupted."""
-    return self._done if self.step.trains else 0
 
   def renew(self) -> bool:
     """Traces its functions."""

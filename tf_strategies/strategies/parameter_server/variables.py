@@ -11,7 +11,6 @@ from tf_strategies import _tf_internal, errors
 from tf_strategies.strategies.parameter_server import (
   changed_rows,
   copied_variables,
-  row_lookup,
   traced_step,
 )
 
@@ -243,9 +242,7 @@ class ServerVariable(_tf_internal.ResourceVariable):
     step = traced_step.current()
     if step is None or not step.looks_up:
       return self.rows_at(indices, name)
-    return row_lookup.look_up(
-      self, indices, self.rows_at, reads_once=not step.looks_only
-    )
+    return look_up(self, indices, self.rows_at, reads_once=not step.looks_only)
 
   def rows_at(self, indices, name=None):
     """As `tf.gather`, on the server, of each index by itself."""
@@ -308,6 +305,40 @@ def gives_rows() -> bool:
   if step is None:
     return tf.executing_eagerly()
   return step.looks_up
+
+
+def look_up(
+  variable: tf.Variable,
+  indices: tf.Tensor,
+  read: Callable[[tf.Tensor], tf.Tensor],
+  reads_once: bool,
+) -> tf.Tensor:
+  """As `tf.gather(variable, indices)`, with rows that `read` gets from servers.
+
+  If it `reads_once`, a row that has several indices is sent once. The gradient
+  keeps them apart as on one device: most optimizers of Keras do not make the same
+  of two gradients and of their sum.
+  """
+  indices = tf.convert_to_tensor(indices)
+  with _tf_internal.stop_recording():
+    if reads_once:
+      found, places = tf.unique(tf.reshape(indices, [-1]))
+      value = tf.gather(read(found), tf.reshape(places, tf.shape(indices)))
+      value.set_shape(indices.shape.concatenate(variable.shape[1:]))
+    else:
+      value = read(indices)
+  _tf_internal.record_read(
+    variable, value, lambda dy: _gradient_of_rows(variable, dy, indices)
+  )
+  return value
+
+
+def _gradient_of_rows(variable, dy, indices):
+  return tf.IndexedSlices(
+    tf.reshape(dy, [-1, *variable.shape[1:].as_list()]),
+    tf.reshape(indices, [-1]),
+    tf.constant(variable.shape.as_list(), indices.dtype),
+  )
 
 
 def _fetched(value: tf.Tensor) -> tf.Tensor:

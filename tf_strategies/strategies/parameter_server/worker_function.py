@@ -272,21 +272,12 @@ class WorkerFunction:
         'numbers, and arrays of a fixed shape',
         'leave out steps_per_execution, or return fewer values',
       )
-    numbers = sum(self._discovery.sizes)
-
-    def body(step, _):
-      result = self._one_step(argument, step, after=[step])
-      # The next step must not begin before this one's writes are done.
-      with tf.control_dependencies([result]):
-        return step + 1, result
-
-    _, result = tf.while_loop(
-      lambda step, _: step < self._layout.steps,
-      body,
-      [self._layout.first_step(argument), tf.zeros([numbers], tf.float64)],
-      parallel_iterations=1,
+    return one_by_one(
+      lambda step: self._one_step(argument, step, after=[step]),
+      self._layout.first_step(argument),
+      self._layout.steps,
+      sum(self._discovery.sizes),
     )
-    return result
 
   def _one_step(self, argument, step, after=()):
     traced = traced_step.TracedStep(self._discovery.access)
@@ -301,6 +292,26 @@ class WorkerFunction:
       return reported
     with tf.control_dependencies(done):
       return tf.nest.map_structure(tf.identity, reported)
+
+
+def one_by_one(
+  run: Callable[[tf.Tensor], tf.Tensor], first: Any, steps: int, count: int
+) -> tf.Tensor:
+  """Runs steps in a loop of a graph; what the last one reports, float64 [count]."""
+
+  def body(step, _):
+    result = run(step)
+    # The next step must not begin before this one's writes are done.
+    with tf.control_dependencies([result]):
+      return step + 1, result
+
+  _, result = tf.while_loop(
+    lambda step, _: step < steps,
+    body,
+    [first, tf.zeros([count], tf.float64)],
+    parallel_iterations=1,
+  )
+  return result
 
 
 def run_on_worker(function: Callable, worker: int, argument: Any, *handles):

@@ -138,8 +138,9 @@ class WorkerPool:
     self._refusal: Exception | None = None
     self._is_open = True
     self._pauses = 0
-    # Tasks that were submitted before an error was raised are not retried.
-    self._attempt = 0
+    # Of tasks that are submitted now: those of an earlier one, before an error was
+    # raised, are dropped.
+    self.attempt = 0
     self._progress_at = time.monotonic()
     for worker in self.workers:
       threading.Thread(
@@ -148,11 +149,6 @@ class WorkerPool:
         name=f'tfs-worker-{worker}',
         daemon=True,
       ).start()
-
-  @property
-  def attempt(self) -> int:
-    """That of tasks which are submitted now; those of an earlier one are dropped."""
-    return self._attempt
 
   def submit(self, task: Task) -> None:
     """Adds a task, or raises what an earlier one failed with."""
@@ -167,7 +163,7 @@ class WorkerPool:
           'steps before it',
           'create another strategy',
         )
-      task.attempt = self._attempt
+      task.attempt = self.attempt
       task.number = self.submitted
       self.submitted += 1
       self._queue.append(task)
@@ -246,7 +242,7 @@ class WorkerPool:
       for task in done:
         task.finish(self.workers[0])
       for task in tasks:
-        task.attempt = self._attempt
+        task.attempt = self.attempt
       self._queue.extendleft(reversed(tasks))
       self.lock.notify_all()
 
@@ -273,7 +269,7 @@ class WorkerPool:
     else:
       self._interrupted.clear()
     self._queue.clear()
-    self._attempt += 1
+    self.attempt += 1
 
   def _check_progress(self) -> None:
     if time.monotonic() - self._progress_at < self._timeout:
@@ -341,7 +337,7 @@ class WorkerPool:
     with self.lock:
       if is_done:
         task.finish(worker)
-      elif self._is_open and not self._error and task.attempt == self._attempt:
+      elif self._is_open and not self._error and task.attempt == self.attempt:
         self._queue.appendleft(task)
       elif self._is_server_lost:
         self._interrupted.append(task)

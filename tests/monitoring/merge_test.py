@@ -8,7 +8,7 @@ import random
 from absl.testing import absltest, parameterized
 
 from tf_strategies import errors
-from tf_strategies.monitoring import clock_sync, merge, recorder, timeline
+from tf_strategies.monitoring import merge, recorder, timeline
 
 
 def _run(seed, count=200, offset=0.0, drift=0.0):
@@ -61,7 +61,7 @@ class ClockSyncTest(parameterized.TestCase):
   @parameterized.product(seed=(0, 1, 2, 3, 4), offset=(0.0, -7e6, 123.5))
   def test_offset_is_found_within_the_accuracy(self, seed, offset):
     first, second = _run(seed, offset=offset)
-    found = clock_sync.estimate(first, second)
+    found = merge.estimate(first, second)
     self.assertEqual(found.collectives, 200)
     self.assertLessEqual(abs(found.ahead_by(0.0) - offset), found.accuracy)
     # Half of the shortest collective, or so: not half of the longest.
@@ -71,7 +71,7 @@ class ClockSyncTest(parameterized.TestCase):
   @parameterized.parameters(*range(5))
   def test_drift_is_found(self, seed):
     first, second = _run(seed, count=2000, offset=1e4, drift=2e-4)
-    found = clock_sync.estimate(first, second)
+    found = merge.estimate(first, second)
     for sequence in (1, 1000, 2000):
       shown, true = second[sequence][1], 0.0
       true = shown - (shown - 1e4) / (1 + 2e-4)
@@ -80,7 +80,7 @@ class ClockSyncTest(parameterized.TestCase):
     self.assertGreater(second[2000][1] * 2e-4, 100.0)
 
   def test_nothing_in_common(self):
-    self.assertIsNone(clock_sync.estimate({1: (0.0, 1.0)}, {2: (0.0, 1.0)}))
+    self.assertIsNone(merge.estimate({1: (0.0, 1.0)}, {2: (0.0, 1.0)}))
 
 
 class MergeTest(parameterized.TestCase):
