@@ -106,6 +106,18 @@ class SlurmTest(parameterized.TestCase):
     hosts = [a.partition(':')[0] for a in config.jobs['worker'].values()]
     self.assertEqual(hosts, ['node003', 'gpu1'])
 
+  def test_one_task_a_host_is_in_order(self):
+    # What srun itself says where nobody passes --distribution.
+    environ = schedulers.changed(
+      schedulers.SLURM,
+      SLURM_DISTRIBUTION='cyclic',
+      SLURM_NTASKS='4',
+      SLURM_TASKS_PER_NODE='1(x4)',
+      SLURM_NODEID='3',
+      SLURM_LOCALID='0',
+    )
+    self.assertEqual(schedulers.read(environ).address, 'gpu1:16200')
+
   def test_evenly_where_slurm_does_not_say(self):
     environ = schedulers.changed(
       schedulers.SLURM,

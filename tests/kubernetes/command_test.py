@@ -46,6 +46,14 @@ class WriteTest(parameterized.TestCase):
     # A list that two pods shared would be written as an anchor.
     self.assertNotIn('&id', out)
 
+  def test_trainjob_comes_after_its_runtime(self):
+    status, out, err = _run(*_JOB, '--kind=trainjob', *_COMMAND)
+    self.assertEqual((status, err), (0, ''))
+    self.assertEqual(
+      [document['kind'] for document in _documents(out)],
+      ['Secret', 'TrainingRuntime', 'TrainJob'],
+    )
+
   def test_command_keeps_its_own_dashes(self):
     _, out, _ = _run(*_JOB, '--kind=tfjob', *_COMMAND)
     job = _documents(out)[-1]

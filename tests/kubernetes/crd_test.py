@@ -23,6 +23,22 @@ _DEFINITIONS = {
   'tfjob': ('kubeflow.org_tfjobs.yaml', 'v1'),
   'jobset': ('jobsets.yaml', 'v1alpha2'),
 }
+# The spec as kubeflow/trainer has it in pkg/apis/trainer/v1alpha1/trainjob_types.go:
+# its definition holds whole pods, and is larger than what it would check here.
+_NAME = {'type': 'string', 'minLength': 1, 'maxLength': 253}
+_TRAIN_JOB = {
+  'type': 'object',
+  'required': ['runtimeRef'],
+  'properties': {
+    'runtimeRef': {
+      'type': 'object',
+      'required': ['name'],
+      'properties': {'name': _NAME, 'apiGroup': _NAME, 'kind': _NAME},
+    },
+    **{'initializer': {}, 'trainer': {}, 'runtimePatches': {}},
+    **{'suspend': {'type': 'boolean'}, 'managedBy': _NAME},
+  },
+}
 _HAS_DEFINITIONS = (
   structural.directory() is not None
   and importlib.util.find_spec('yaml') is not None
@@ -95,6 +111,36 @@ class DefinitionTest(parameterized.TestCase):
     expected = make_mistake(job)
     (found,) = structural.problems(job, _schema(kind))
     self.assertStartsWith(found, expected)
+
+
+class TrainJobTest(parameterized.TestCase):
+  @parameterized.parameters(*_JOBS)
+  def test_it_makes_the_jobset(self, **options):
+    options = {**options, 'secret_name': 'ours'}
+    options = kubernetes.Options(image='mnist:1', name='mnist', **options)
+    [jobset] = kubernetes.documents('jobset', options, _COMMAND)
+    runtime, job = kubernetes.documents('trainjob', options, _COMMAND)
+    for document, kind in ((runtime, 'TrainingRuntime'), (job, 'TrainJob')):
+      self.assertEqual(document['kind'], kind)
+      self.assertEqual(document['apiVersion'], 'trainer.kubeflow.org/v1alpha1')
+      # By which its pods look for each other; one namespace is a must.
+      self.assertEqual(document['metadata'], jobset['metadata'])
+    self.assertEmpty(structural.problems(job['spec'], _TRAIN_JOB))
+    self.assertEqual(runtime['spec'], {'template': {'spec': jobset['spec']}})
+    self.assertEqual(
+      job['spec']['runtimeRef'],
+      {
+        'apiGroup': runtime['apiVersion'].partition('/')[0],
+        'kind': runtime['kind'],
+        'name': runtime['metadata']['name'],
+      },
+    )
+
+  def test_mistake_is_found(self):
+    job = _job('trainjob')
+    job['spec']['runtimeRef']['name'] = ''
+    job['spec']['runtime'] = {}
+    self.assertLen(structural.problems(job['spec'], _TRAIN_JOB), 2)
 
 
 _schemas = {}

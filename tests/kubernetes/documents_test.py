@@ -273,6 +273,7 @@ class RefusedOptionsTest(parameterized.TestCase):
     ('kind', ('job', {}, ['a']), '--kind=job'),
     ('command', ('tfjob', {}, []), 'an empty command'),
     ('policy', ('jobset', {'restart_policy': 'Never'}, ['a']), 'ExitCode'),
+    ('train', ('trainjob', {'restart_policy': 'Always'}, ['a']), '=trainjob'),
   )
   def test_document_is_refused(self, arguments, words):
     kind, options, command = arguments

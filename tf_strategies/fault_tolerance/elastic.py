@@ -98,7 +98,7 @@ def run(
   option_checks.check_type(
     'ring', ring, RingOptions, 'tfs.RingOptions', 'write tfs.RingOptions()'
   )
-  if ring.link != 'tcp':
+  if ring.link == 'mpi':
     raise errors.UnsupportedOptionError(
       f'link={ring.link!r} for elastic training',
       "'tcp', which can form again",

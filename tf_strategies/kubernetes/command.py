@@ -6,8 +6,8 @@
     --checkpoint_dir=/checkpoints
 
 Every task runs the command, as under `tf_strategies.launch`. `--kind=jobset`
-needs the JobSet controller, `--kind=tfjob` Kubeflow's training operator v1,
-which is legacy. With parameter servers there is a chief, which trains.
+needs the JobSet controller, `--kind=trainjob` Kubeflow Trainer, and `--kind=tfjob`
+Kubeflow's training operator v1, which is legacy. With parameter servers there is a chief, which trains.
 
 The first document is a Secret with new random data, by which the job's tasks
 recognise each other: keep the output out of version control, or name a Secret
@@ -37,7 +37,7 @@ from tf_strategies.kubernetes import manifests, tfjob_check
 from tf_strategies.kubernetes import options as options_lib
 
 _FLAGS = (
-  ('kind', 'jobset', 'jobset or tfjob.'),
+  ('kind', 'jobset', 'jobset, trainjob or tfjob.'),
   # `image` must be given, and has no default.
   *(
     (field.name, getattr(options_lib.Options, field.name, None), text)

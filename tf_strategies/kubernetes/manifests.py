@@ -1,4 +1,4 @@
-"""The objects of a job on Kubernetes: a Secret, and a JobSet or a TFJob.
+"""The objects of a job on Kubernetes: a Secret, and a JobSet, TrainJob or TFJob.
 
 A JobSet (jobset.x-k8s.io/v1alpha2) is one Indexed Job a type of task. Nothing
 writes a TF_CONFIG there: a pod learns from the downward API which job and which
@@ -10,9 +10,13 @@ tasks that train have ended well the JobSet is done, and its controller ends
 parameter servers and evaluator; for the last checkpoint the evaluator has the
 pod's grace period, and 20 seconds at most (`cluster.run_task`).
 
+A TrainJob (trainer.kubeflow.org/v1alpha1) is of Kubeflow Trainer, which makes a JobSet
+of its name from a TrainingRuntime. The one written here holds all of the JobSet; without
+the label of a step of Trainer's, no field of the TrainJob changes how many tasks there are.
+
 A TFJob (kubeflow.org/v1) is of Kubeflow's training operator, which gives each task
 its TF_CONFIG and restarts it by its exit status. It is in maintenance (release
-1.9), and its successor runs no TensorFlow jobs.
+1.9); Kubeflow Trainer is its successor.
 """
 
 import secrets
@@ -25,8 +29,9 @@ from tf_strategies.cluster import job as job_lib
 from tf_strategies.kubernetes import options as options_lib
 from tf_strategies.kubernetes import tfjob_check
 
-KINDS = ('tfjob', 'jobset')
+KINDS = ('tfjob', 'jobset', 'trainjob')
 
+_TRAINER = 'trainer.kubeflow.org'
 _SECRET_KEY = 'secret'
 _VOLUME = 'checkpoints'
 _REPLICA_TYPES = {
@@ -49,7 +54,7 @@ def documents(
   """All objects in the order to create them: the Secret, unless one exists; the job.
 
   Args:
-    kind: tfjob or jobset.
+    kind: one of `KINDS`.
     options: of the job.
     command: program and arguments, the same for every task.
 
@@ -67,7 +72,7 @@ def documents(
     kind in KINDS,
     f'--kind={kind}',
     f'one of {", ".join(KINDS)}',
-    'pass --kind=jobset, or --kind=tfjob where Kubeflow runs',
+    'pass --kind=jobset, or --kind=trainjob where Kubeflow Trainer runs',
   )
   option_checks.check(
     bool(command),
@@ -77,13 +82,17 @@ def documents(
   )
   option_checks.check(
     kind == 'tfjob' or options.restart_policy == 'ExitCode',
-    f'--restart_policy={options.restart_policy} with --kind=jobset',
+    f'--restart_policy={options.restart_policy} with --kind={kind}',
     'ExitCode, by which a JobSet restarts',
     'leave it out; --max_restarts=0 means that nothing is started again',
   )
-  make = _tfjob if kind == 'tfjob' else _jobset
-  job = make(options, command)
-  return [job] if options.secret_name else [_secret(options), job]
+  if kind == 'tfjob':
+    jobs = [_tfjob(options, command)]
+  else:
+    jobs = [_jobset(options, command)]
+  if kind == 'trainjob':
+    jobs = _trainjob(options, jobs[0])
+  return jobs if options.secret_name else [_secret(options), *jobs]
 
 
 def _tfjob(
@@ -155,6 +164,26 @@ def _jobset(
       ],
     },
   }
+
+
+def _trainjob(
+  options: options_lib.Options, jobset: dict[str, Any]
+) -> list[dict[str, Any]]:
+  """The runtime that holds a JobSet, and the TrainJob that makes it one."""
+  runtime = {'apiGroup': _TRAINER, 'kind': 'TrainingRuntime'}
+  specs = {
+    runtime['kind']: {'template': {'spec': jobset['spec']}},
+    'TrainJob': {'runtimeRef': {**runtime, 'name': options.name}},
+  }
+  return [
+    {
+      'apiVersion': f'{_TRAINER}/v1alpha1',
+      'kind': kind,
+      'metadata': _metadata(options, options.name),
+      'spec': spec,
+    }
+    for kind, spec in specs.items()
+  ]
 
 
 def _indexed_job(

@@ -27,6 +27,12 @@ TFS_SECRET on all:
 The launchers agree on addresses and ports. When a task fails on one host, or a host is
 lost, all end, name it and exit with its status.
 
+--hostfile=FILE does that for you: the first host of the file is this one, and it runs
+the same line on the others through ssh, from the same directory and with the same
+interpreter. A line is `host` or `host slots=2`, which is its --num_workers. The secret
+goes over ssh's stdin, as do variables such as PYTHONPATH and TFS_TLS_CERT. When a launcher
+fails or an ssh is lost, all end, and the host is named.
+
 Each job of one host gets a random secret (TFS_SECRET) by which its tasks authenticate
 each other. TFS_RESTART_COUNT tells a task how often it was started again. A job of one
 task gets no TF_CONFIG: it trains in a single process.
@@ -103,6 +109,12 @@ FLAGS = (
     'Address host:port of host 0 where launchers meet; any free port of it.',
   ),
   (
+    'hostfile',
+    None,
+    'Names the hosts of the job; this one, which is the first, starts all.',
+  ),
+  ('ssh', 'ssh', 'How --hostfile reaches the others, as in "ssh -p 2222".'),
+  (
     'rendezvous_timeout',
     300.0,
     'Seconds until the launchers of all hosts must be there.',
@@ -152,6 +164,8 @@ def _run(values: flags.FlagValues, command: list[str]) -> int:
     # https://no-color.org: any text but the empty one means no colours.
     sys.stdout.isatty() and not os.environ.get('NO_COLOR'),
   )
+  if values.hostfile is not None:
+    return _run_hosts(values, options, command)
   try:
     specs, others = _plan(values, job, command)
   except (errors.RendezvousError, errors.AuthenticationError) as e:
@@ -201,6 +215,55 @@ def _plan(
   places = {spec.name: spec.node for spec in specs}
   hosts = [node.host for node in nodes]
   return specs, others_lib.Others(place.rank, links, hosts, places)
+
+
+# What each host's launcher is told in its own way, or not at all.
+_OF_A_HOST = (
+  *('nnodes', 'node_rank', 'rendezvous', 'node_address', 'num_workers'),
+  *('hostfile', 'ssh', 'dry_run', 'help'),
+)
+_SECONDS_OF_LAST_WORDS = 5.0
+
+
+def _run_hosts(
+  values: flags.FlagValues, options: supervisor.Options, command: list[str]
+) -> int:
+  """Runs the launchers of all hosts, as the tasks of a job."""
+  for name in ('nnodes', 'node_rank', 'rendezvous', 'node_address'):
+    if values[name].present:
+      raise flags.Error(f'--{name} with --hostfile, which says it')
+  from tf_strategies import process_group
+  from tf_strategies.launch import hosts as hosts_lib
+
+  given = process_group.GroupOptions.from_env().secret
+  hosts = hosts_lib.read(values.hostfile)
+  specs = hosts_lib.plan(
+    hosts,
+    ports_lib.pick_ports(1)[0],
+    values.ssh,
+    values.num_workers,
+    [
+      values[name].serialize()
+      for name, *_ in FLAGS
+      if values[name].present and name not in _OF_A_HOST
+    ],
+    command,
+    given.decode('utf-8') if given else secrets.token_hex(job_lib.SECRET_BYTES),
+  )
+  if values.dry_run:
+    for spec in specs:
+      print(tasks.describe(spec))
+    return 0
+  sys.stdout.flush()
+  # A launcher that ends its tasks needs their grace period.
+  options = dataclasses.replace(
+    options,
+    max_restarts=0,
+    grace_period=values.grace_period + _SECONDS_OF_LAST_WORDS,
+    log_dir=None,
+  )
+  others = others_lib.Others(hosts=[host.name for host in hosts])
+  return supervisor.Supervisor(specs, options, others).run()
 
 
 def _say(text: str) -> None:

@@ -14,6 +14,9 @@ from typing import Any
 from tf_strategies.cluster import exit_codes
 from tf_strategies.launch import output
 
+# As that of a launcher that is gone.
+_LOST = exit_codes.RESTARTABLE_EXIT_CODE
+
 
 class Others:
   """The launchers of a job's other hosts; of none by default.
@@ -66,7 +69,7 @@ class Others:
         messages.append(
           {
             'task': f'node {link.node}',
-            'status': exit_codes.RESTARTABLE_EXIT_CODE,
+            'status': _LOST,
             'losses': 0,
             'failed': True,
           }
@@ -87,7 +90,7 @@ class Others:
 
   def ending(self, task: str, status: int) -> str:
     """How a task ended, in words."""
-    if task.startswith('node ') and status >= 0:
+    if task.startswith('node ') and status == _LOST:
       return 'its launcher is gone, or the network to it is cut'
     return output.ending(status)
 

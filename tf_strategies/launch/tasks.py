@@ -17,7 +17,7 @@ _LOG_LEVEL = 'TF_CPP_MIN_LOG_LEVEL'
 
 # Whatever cluster the launcher itself is part of is not that of its tasks, and
 # a second source of the secret would leave open which one counts.
-_NOT_INHERITED = (
+NOT_INHERITED = (
   'TF_CONFIG',
   *sources.VARIABLES,
   'TFS_SECRET',
@@ -131,7 +131,7 @@ def full_environment(
   spec: TaskSpec, inherited: Mapping[str, str], restart_count: int
 ) -> dict[str, str]:
   """All of a task's environment: the launcher's own, and what is the task's."""
-  kept = {k: v for k, v in inherited.items() if k not in _NOT_INHERITED}
+  kept = {k: v for k, v in inherited.items() if k not in NOT_INHERITED}
   # A server that someone else ended has not done its work. What it ends with
   # once the launcher ends the job, nobody asks.
   name = exit_codes.TERMINATED_VARIABLE

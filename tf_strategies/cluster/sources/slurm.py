@@ -122,7 +122,8 @@ def _check_distribution(
   allowed = 'block: tasks numbered host by host'
   fix = 'pass --distribution=block to srun'
   told = environ.get('SLURM_DISTRIBUTION', 'block')
-  if not told.startswith(('block', 'unknown')):
+  # Of one task a host, which srun calls cyclic, the order is the same.
+  if max(tasks) > 1 and not told.startswith(('block', 'unknown')):
     raise checks.bad_variable('SLURM_DISTRIBUTION', told, allowed, fix)
   places = [(host, i) for host, n in enumerate(tasks) for i in range(n)]
   names = 'SLURM_NODEID', 'SLURM_LOCALID'

@@ -10,7 +10,7 @@ from tf_strategies import option_checks, process_group
 from tf_strategies.collectives import algorithms, compression
 from tf_strategies.strategies.mirrored import shards
 
-_LINKS = ('tcp', 'mpi')
+_LINKS = ('auto', 'tcp', 'mpi')
 _COMMUNICATIONS = ('auto', 'ring', 'nccl')
 
 
@@ -19,7 +19,8 @@ class RingOptions:
   """How the workers of a `MultiWorkerRingStrategy` talk.
 
   Attributes:
-    link: 'tcp', or 'mpi' for a job that `mpiexec` started.
+    link: 'tcp', or 'mpi' for a job that `mpiexec` started; 'auto' is 'mpi' there,
+      unless TF_CONFIG or a scheduler describes the job.
     bucket_bytes: the most that a bucket of gradients holds. Buckets travel while
       the backward pass computes the next one.
     all_reduce: the algorithm between workers, a name in
@@ -49,7 +50,7 @@ class RingOptions:
       or `reproducible` with a compression.
   """
 
-  link: str = 'tcp'
+  link: str = 'auto'
   bucket_bytes: int = 8 << 20
   all_reduce: str = 'auto'
   compression: str | Callable[[Any], str] = 'none'

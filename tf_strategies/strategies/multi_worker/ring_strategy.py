@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 
@@ -17,6 +18,9 @@ from tf_strategies.strategies.multi_worker import (
   process_group_communicator,
   strategy,
 )
+
+# Set by Open MPI, and by MPICH and its relatives (Intel MPI, MVAPICH).
+_SIZES_OF_MPI = ('OMPI_COMM_WORLD_SIZE', 'PMI_SIZE')
 
 
 class MultiWorkerRingStrategy(strategy.MultiWorkerStrategy):
@@ -93,10 +97,13 @@ class MultiWorkerRingStrategy(strategy.MultiWorkerStrategy):
     devices = strategy.resolve_devices(devices)
     group, self._rendezvous, resolver = cluster, None, None
     if not isinstance(cluster, process_group.ProcessGroup):
-      if options.link != 'mpi':
+      is_mpi = options.link == 'mpi'
+      if not is_mpi:
         cluster = config_lib.given_or_from_env(cluster)
+        is_mpi = options.link == 'auto' and cluster is None and _is_of_mpi()
+      if not is_mpi:
         resolver = strategy.resolver_of(cluster)
-      group, self._rendezvous = _form_group(cluster, options)
+      group, self._rendezvous = _form_group(cluster, options, is_mpi)
     resolver = resolver or strategy.resolver_of_group(group)
 
     def make_communicator(local):
@@ -158,9 +165,18 @@ def set_up_of(options: options_lib.RingOptions) -> dict[str, object]:
   return found
 
 
-def _form_group(cluster, options):
+def _is_of_mpi(environ: Mapping[str, str] = os.environ) -> bool:
+  """Whether MPI started several processes like this one, which trains with them."""
+  # TF_CONFIG={} asks for a single process.
+  if 'TF_CONFIG' in environ:
+    return False
+  sizes = [environ.get(name, '1') for name in _SIZES_OF_MPI]
+  return any(size.isdecimal() and int(size) > 1 for size in sizes)
+
+
+def _form_group(cluster, options, is_mpi):
   """Links up with the others; also returns what listens for later workers."""
-  if options.link == 'mpi':
+  if is_mpi:
     return process_group.form_mpi_group(options.group), None
   rank, addresses = MultiWorkerRingStrategy.place_in(cluster)
   rendezvous = process_group.Rendezvous(

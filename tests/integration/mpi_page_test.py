@@ -1,0 +1,64 @@
+"""docs/mpi.md: its command trains on two workers what one trains alone."""
+
+import importlib.util
+import os
+import pathlib
+import re
+import shutil
+import sys
+
+import pytest
+from absl.testing import absltest, parameterized
+
+from benchmarks import processes
+from tests.architecture import documents, project
+from tf_strategies.strategies.multi_worker import ring_strategy
+
+_PATH = os.pathsep.join(
+  [os.path.dirname(sys.executable), os.environ.get('PATH', '')]
+)
+
+
+class MpiPageTest(parameterized.TestCase):
+  @pytest.mark.full
+  @pytest.mark.multi_process
+  def test_command_prints_what_is_shown(self):
+    mpirun = shutil.which('mpirun', path=_PATH)
+    if mpirun is None or importlib.util.find_spec('mpi4py') is None:
+      self.skipTest("no mpirun or mpi4py: pip install '.[mpi]'")
+    text, readme = (
+      project.text_files()[page] for page in ('docs/mpi.md', 'README.md')
+    )
+    [command] = (w for w in documents.commands(text) if w[0] == 'mpirun')
+    program = next(documents.blocks(readme, 'python'))
+    directory = pathlib.Path(self.create_tempdir().full_path)
+    (directory / program.title).write_text(program.body, encoding='utf-8')
+    given = {'mpirun': mpirun, 'python': sys.executable}
+    done = processes.run(
+      [given.get(word, word) for word in command],
+      env=processes.python_environment(),
+      cwd=directory,
+      is_checked=True,
+    )
+    shown = next(documents.blocks(text, 'text')).body
+    alone = re.search(r'^(\d\.\d+) 1$', readme, re.M)[1]
+    for said in (shown, done.stdout):
+      losses = re.findall(r'^(\d\.\d+) 2$', said, re.M)
+      self.assertLen(losses, 2, said)
+      for loss in losses:
+        self.assertAlmostEqual(float(loss), float(alone), delta=1.1e-4)
+
+  @parameterized.parameters(
+    ({}, False),
+    ({'PMI_SIZE': '2'}, True),
+    ({'OMPI_COMM_WORLD_SIZE': '3'}, True),
+    ({'PMI_SIZE': '1'}, False),
+    ({'PMI_SIZE': ''}, False),
+    ({'PMI_SIZE': '2', 'TF_CONFIG': '{}'}, False),
+  )
+  def test_who_is_one_of_several(self, environ, expected):
+    self.assertEqual(ring_strategy._is_of_mpi(environ), expected)
+
+
+if __name__ == '__main__':
+  absltest.main()
