@@ -374,6 +374,9 @@ class MonitorTest(tf.test.TestCase, parameterized.TestCase):
       self.assertAlmostEqual(
         shown[last]['examples/s'] * sum(steps) / len(steps), 8
       )
+    # The monitor was for that `fit`.
+    model.fit(x, x[:, :2], verbose=0, callbacks=[monitor, bar])
+    self.assertEqual(set(shown[-1]), {'loss'})
 
   def test_off_leaves_the_pipeline_as_it_is(self):
     dataset = tf.data.Dataset.range(3)

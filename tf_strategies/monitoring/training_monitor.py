@@ -323,7 +323,7 @@ class TrainingMonitor:
 
   def begin_epoch(self) -> None:
     """Begins the averages of `epoch_logs`."""
-    if self._is_started:
+    if self._is_started and not self._is_closed:
       self._epoch = self._make_totals()
 
   def epoch_logs(self) -> dict[str, float]:
@@ -331,7 +331,7 @@ class TrainingMonitor:
 
     The first step of the run, which traces the graph, is left out.
     """
-    if not self._is_started or not self._epoch.steps:
+    if not self._is_started or self._is_closed or not self._epoch.steps:
       return {}
     rates = self._epoch.rates()
     found = {name: rates[key] for name, key in _LOGS.items()}
