@@ -92,6 +92,19 @@ def check_path(name: str, value: object, fix: str) -> None:
   check(is_allowed, f'{name}={value!r}', 'the path of a directory', fix)
 
 
+def check_local(name: str, value: object) -> None:
+  """Refuses the URL of an object store, such as 'gs://a', where files are ours.
+
+  They are renamed, locked, linked or appended to, which object stores cannot do.
+  """
+  check(
+    '://' not in str(value),
+    f'{name}={value!r}',
+    'a path in a file system of this machine',
+    'pass a local directory and copy what is written there, or mount the storage',
+  )
+
+
 def is_int(value: object) -> bool:
   """Whether the value is an integer, NumPy's included, and not a bool."""
   # True == 1 would silently pass for a world of one rank.

@@ -90,6 +90,11 @@ class PipelineOptionsTest(tf.test.TestCase, parameterized.TestCase):
     options = PipelineOptions(8, cache='disk', cache_path=path)
     self.assertEqual(options.cache_path, path)
 
+  @parameterized.parameters('gs://bucket/cache', 'ram://cache')
+  def test_refuses_a_cache_in_an_object_store(self, path):
+    with self.assertRaisesRegex(errors.UnsupportedOptionError, path):
+      PipelineOptions(8, cache='disk', cache_path=path)
+
   def test_service_is_for_options_that_it_can_keep(self):
     service = 'grpc://127.0.0.1:5050'
     options = PipelineOptions(8, deterministic=False, service=service)

@@ -93,7 +93,11 @@ def measure(rank, directory):
     progress_seconds=1e-9,
   )
   counter = _Bytes(strategy.process_group)
-  _fit(model, EPOCHS, STEPS_PER_EPOCH, [monitor, counter])
+  told = []
+  bar = keras.callbacks.LambdaCallback(
+    on_train_batch_end=lambda batch, logs: told.append(dict(logs))
+  )
+  _fit(model, EPOCHS, STEPS_PER_EPOCH, [monitor, counter, bar])
   strategy.process_group.barrier()
   strategy.close()
   return {
@@ -104,6 +108,7 @@ def measure(rank, directory):
     'metric_values': sum(
       int(np.prod(v.shape)) for v in model.metrics_variables
     ),
+    'logs': told,
     'at_begin': counter.at_begin,
     'at_end': counter.at_end,
   }

@@ -327,19 +327,56 @@ class MonitorTest(tf.test.TestCase, parameterized.TestCase):
     self.assertRegex(logged.output[0], r'profile_steps=.5, 6.*did 1 steps')
 
   def test_summaries_for_tensorboard(self):
+    from tensorboard.backend.event_processing import event_accumulator
+
     monitor = self._monitor(log_dir=self._path('logs'), global_batch_size=4)
-    monitor.start()
-    with monitor.step():
-      pass
+    monitor.start(first_step=10)
+    for _ in range(3):  # Within a second: the first and the last are written.
+      with monitor.step():
+        pass
     monitor.close()
-    (name,) = os.listdir(self._path('logs/rank-0'))
-    tags = set()
-    for event in tf.compat.v1.train.summary_iterator(
-      self._path(f'logs/rank-0/{name}')
-    ):
-      tags.update(value.tag for value in event.summary.value)
-    self.assertIn('monitoring/global_examples_per_second', tags)
+    lines = _read_lines(self._path('logs/metrics-0.jsonl'))
+    found = event_accumulator.EventAccumulator(self._path('logs/rank-0'))
+    tags = found.Reload().Tags()['tensors']
     self.assertNotIn('monitoring/bytes_sent', tags)  # Nobody sends.
+    for name in ('global_examples_per_second', 'step_seconds'):
+      events = found.Tensors(f'monitoring/{name}')
+      values = [float(tf.make_ndarray(e.tensor_proto)) for e in events]
+      self.assertEqual([e.step for e in events], [11, 13])
+      self.assertAllClose(values, [lines[i][name] for i in (0, 2)])
+      kind = found.SummaryMetadata(f'monitoring/{name}').plugin_data
+      self.assertEqual(kind.plugin_name, 'scalars')
+
+  def test_progress_bar_shows_means_of_the_epoch(self):
+    monitor = keras_callback.MonitorCallback(
+      metrics_jsonl=self._path('m.jsonl'),
+      global_batch_size=8,
+      progress_seconds=0,
+    )
+    shown = []
+    bar = keras.callbacks.LambdaCallback(
+      on_train_batch_end=lambda batch, logs: shown.append(dict(logs))
+    )
+    model = keras.Sequential([keras.Input([3]), keras.layers.Dense(2)])
+    model.compile('sgd', 'mse', jit_compile=False)
+    x = np.ones([24, 3], np.float32)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+      history = model.fit(
+        x, x[:, :2], batch_size=8, epochs=2, callbacks=[monitor, bar]
+      )
+    self.assertRegex(printed.getvalue(), r' - examples/s: [1-9]\d*\.\d+')
+    self.assertNotIn('communication', printed.getvalue())  # Nobody sends.
+    self.assertEqual(set(history.history), {'loss'})
+    seconds = [n['step_seconds'] for n in _read_lines(self._path('m-0.jsonl'))]
+    self.assertNotIn('examples/s', shown[0])  # It traces.
+    for first, last in ((1, 1), (1, 2), (3, 3), (3, 4), (3, 5)):
+      steps = seconds[first : last + 1]
+      self.assertAlmostEqual(
+        shown[last]['examples/s'] * sum(steps) / len(steps), 8
+      )
+    # The monitor was for that `fit`.
+    model.fit(x, x[:, :2], verbose=0, callbacks=[monitor, bar])
+    self.assertEqual(set(shown[-1]), {'loss'})
 
   def test_off_leaves_the_pipeline_as_it_is(self):
     dataset = tf.data.Dataset.range(3)

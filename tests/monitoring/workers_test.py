@@ -131,6 +131,23 @@ class MeasuredRunTest(absltest.TestCase):
         [True] + [False] * (_STEPS - 1),
       )
 
+  def test_progress_bar_shows_means_of_the_epoch(self):
+    for lines, told in zip(self.lines, self.told, strict=True):
+      self.assertLen(told['logs'], _STEPS)
+      self.assertNotIn('communication', told['logs'][0])  # It traces.
+      # Of the first epoch without that step, and of the second.
+      half = monitored_workers.STEPS_PER_EPOCH
+      for first, last in ((1, half - 1), (half, _STEPS - 1)):
+        steps = lines[first : last + 1]
+        seconds = sum(step['step_seconds'] for step in steps)
+        busy = sum(
+          step['communication_share'] * step['step_seconds'] for step in steps
+        )
+        rows = sum(step['global_examples'] for step in steps)
+        shown = told['logs'][last]
+        self.assertAlmostEqual(shown['communication'], busy / seconds)
+        self.assertAlmostEqual(shown['examples/s'] * seconds, rows)
+
   def test_parts_of_a_step_fill_it_and_do_not_overlap(self):
     for trace in self.traces:
       steps = _spans(trace, 'step', 'step')

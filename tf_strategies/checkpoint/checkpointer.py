@@ -148,13 +148,8 @@ class Checkpointer:
     option_checks.check_path(
       'directory', directory, "pass a path, such as 'checkpoints'"
     )
+    option_checks.check_local('directory', directory)
     self.directory = os.fspath(directory)
-    if '://' in self.directory:
-      raise errors.UnsupportedOptionError(
-        f'checkpoint directory {self.directory!r}',
-        'a path in a POSIX file system, whose rename is atomic',
-        'mount the storage and pass the path of the mount',
-      )
     self._max_to_keep = max_to_keep
     self._damaged: set[str] = set()
 

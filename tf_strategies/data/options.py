@@ -159,6 +159,7 @@ class PipelineOptions:
       "pass cache_path='<directory>/<prefix>' on a disk with room for the "
       "decoded examples, or cache='memory'",
     )
+    option_checks.check_local('cache_path', path)
 
   def _check(self, name: str, is_good: bool, allowed: str, fix: str):
     option_checks.check(

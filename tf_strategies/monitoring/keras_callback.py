@@ -14,6 +14,11 @@ class MonitorCallback(keras.callbacks.Callback):
   is installed; a timeline for Perfetto; and the reports of a watchdog. The chief
   prints a line of progress at intervals.
 
+  Keras's progress bar shows `examples/s`, of all workers, and `communication`, the
+  share of the time in which collectives were in progress: means of the epoch so far,
+  where they are known. They are in the logs of batches that callbacks after this one
+  get, and not in the history.
+
   Use one for one `fit`. Create it before data sets are distributed (`fit` itself
   distributes a plain data set); otherwise the time that a step waits for its
   batch is not measured. Time in callbacks between two steps belongs to none.
@@ -91,6 +96,10 @@ class MonitorCallback(keras.callbacks.Callback):
     self._monitor.is_running = _keras_internal.running_fit()
     self._monitor.start(self.model.distribute_strategy, done)
 
+  def on_epoch_begin(self, epoch, logs=None):
+    """Starts the means that the progress bar shows."""
+    self._monitor.begin_epoch()
+
   def on_train_batch_begin(self, batch, logs=None):
     """Starts a step, or a call of several steps."""
     self._first = batch
@@ -101,6 +110,10 @@ class MonitorCallback(keras.callbacks.Callback):
     """Ends it."""
     if not _keras_internal.is_skipped(self.model, self._first):
       self._monitor.end_step(batch - self._first + 1)
+    # All callbacks get one dictionary, and Keras's own are the last. Logs of epochs
+    # are left alone: the history is the same in every run.
+    if logs is not None:
+      logs.update(self._monitor.epoch_logs())
 
   def on_test_batch_end(self, batch, logs=None):
     """Tells the watchdog that the evaluation proceeds."""

@@ -51,14 +51,19 @@ class Totals:
     self._rows = _plus(self._rows, step.rows)
     self._all_rows = _plus(self._all_rows, step.all_rows)
 
-  def record(self, step: int) -> dict[str, Any]:
-    """The values of a line, None where not measured; all sums begin anew."""
-    seconds = self._ns['step'] / 1e9
+  def _examples(self) -> tuple[float | None, int | None]:
+    """Those of this worker, and of all."""
     all_rows, rows = self._all_rows, self._rows
     if all_rows is None and self._global_batch_size is not None:
       all_rows = self._global_batch_size * self.steps
     if rows is None and all_rows is not None:
       rows = all_rows / self._world_size
+    return rows, all_rows
+
+  def rates(self) -> dict[str, float | None]:
+    """Examples a second and shares of the time, None where not measured."""
+    seconds = self._ns['step'] / 1e9
+    rows, all_rows = self._examples()
     shares = {
       f'{name}_share': ns / self._ns['step']
       for name, ns in self._ns.items()
@@ -70,19 +75,26 @@ class Totals:
     if self._group is None:
       shares['communication_share'] = None
       shares['exposed_communication_share'] = None
-    sent = self._bytes_sent()
-    line = {
-      'time': time.time(),
-      'step': step,
-      'steps': self.steps,
-      'step_seconds': seconds / self.steps,
-      'examples': rows,
-      'global_examples': all_rows,
+    return {
       'examples_per_second': None if rows is None else rows / seconds,
       'global_examples_per_second': (
         None if all_rows is None else all_rows / seconds
       ),
       **shares,
+    }
+
+  def record(self, step: int) -> dict[str, Any]:
+    """The values of a line, None where not measured; all sums begin anew."""
+    rows, all_rows = self._examples()
+    sent = self._bytes_sent()
+    line = {
+      'time': time.time(),
+      'step': step,
+      'steps': self.steps,
+      'step_seconds': self._ns['step'] / 1e9 / self.steps,
+      'examples': rows,
+      'global_examples': all_rows,
+      **self.rates(),
       'sent_by_kind': dict(self._sent_by_kind),
       # Since the last line, so that bytes between two steps count as well.
       'bytes_sent': None if sent is None else sent - self._sent_before,

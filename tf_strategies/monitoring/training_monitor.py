@@ -49,7 +49,11 @@ _SUMMARIES = (
   'bytes_sent',
   'rss_bytes',
 )
-
+# In logs of Keras, whose bar has little room.
+_LOGS = {
+  'examples/s': 'global_examples_per_second',
+  'communication': 'communication_share',
+}
 
 @dataclasses.dataclass(frozen=True)
 class MonitorOptions:
@@ -92,6 +96,8 @@ class MonitorOptions:
   timeline_events: int = 100_000
 
   def __post_init__(self):
+    for name in ('log_dir', 'metrics_jsonl', 'timeline'):
+      option_checks.check_local(name, getattr(self, name))
     for name in ('progress_seconds', 'watchdog_seconds'):
       option_checks.check_seconds(
         name, getattr(self, name), or_zero=True, fix=f'write {name}=0 for none'
@@ -229,6 +235,7 @@ class TrainingMonitor:
       self._summaries = _Summaries(path)
     self._progress = self._make_totals()
     self._totals = self._make_totals()
+    self._epoch = self._make_totals()
 
   def _flush(self) -> None:
     """Writes what is left of a group, and closes its files."""
@@ -307,9 +314,26 @@ class TrainingMonitor:
     self._totals.add(found, num_steps)
     if self._steps > num_steps:
       self._progress.add(found, num_steps)
+      self._epoch.add(found, num_steps)
     else:  # The first step traces the graph.
       self._progress = self._make_totals()
     self._tell(number)
+
+  def begin_epoch(self) -> None:
+    """Begins the averages of `epoch_logs`."""
+    if self._is_started and not self._is_closed:
+      self._epoch = self._make_totals()
+
+  def epoch_logs(self) -> dict[str, float]:
+    """What is known of the epoch's steps, by names for people.
+
+    The first step of the run, which traces the graph, is left out.
+    """
+    if not self._is_started or self._is_closed or not self._epoch.steps:
+      return {}
+    rates = self._epoch.rates()
+    found = {name: rates[key] for name, key in _LOGS.items()}
+    return {name: each for name, each in found.items() if each is not None}
 
   def still_alive(self) -> None:
     """Restarts the watchdog's deadline, between steps."""
@@ -390,7 +414,7 @@ class TrainingMonitor:
 
 
 class _Summaries:
-  """Scalars for TensorBoard, at most one set a second."""
+  """Scalars for TensorBoard, at most one set a second, and the last one."""
 
   def __init__(self, directory: str):
     # Not at the top: this room's commands need no TensorFlow.
@@ -399,10 +423,17 @@ class _Summaries:
     self._tf = tf
     self._writer = tf.summary.create_file_writer(directory)
     self._written = 0.0
+    self._pending: dict[str, Any] | None = None
 
   def write(self, record: dict[str, Any]) -> None:
-    if time.monotonic() - self._written < _SUMMARY_SECONDS:
+    self._pending = record
+    if time.monotonic() - self._written >= _SUMMARY_SECONDS:
+      self._flush()
+
+  def _flush(self) -> None:
+    if self._pending is None:
       return
+    record, self._pending = self._pending, None
     self._written = time.monotonic()
     with self._writer.as_default(record['step']):
       for name in _SUMMARIES:
@@ -410,6 +441,7 @@ class _Summaries:
           self._tf.summary.scalar(f'monitoring/{name}', record[name])
 
   def close(self) -> None:
+    self._flush()
     self._writer.close()
 
 

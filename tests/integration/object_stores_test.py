@@ -1,0 +1,97 @@
+"""docs/object_stores.md: what goes through TensorFlow, and copies by fsspec."""
+
+import os
+import re
+import shutil
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from absl.testing import absltest
+
+import tf_strategies as tfs
+from tests import virtual_devices
+from tests.integration import pages
+
+virtual_devices.configure()
+
+_PAGE = 'docs/object_stores.md'
+
+
+class CopiedRunTest(absltest.TestCase):
+  @pytest.mark.multi_process
+  @pytest.mark.full
+  def test_run_goes_on_from_its_copies(self):
+    program = pages.write(self, _PAGE, 'copied_run.py', ['fsspec'])
+    here = program.parent
+    store = here / 'store'
+
+    def run(directory, store, epochs):
+      said = pages.run(program, directory, f'file://{here}/{store}', epochs)
+      told = re.findall(r'from epoch (\d) to (.*)', said)
+      self.assertLen(told, 2)
+      self.assertEqual(told[0], told[1])
+      return int(told[0][0]), told[0][1]
+
+    start, weights = run('whole', 'other', '3')
+    self.assertEqual(start, 0)
+    self.assertEqual(run('first', 'store', '2')[0], 0)
+    copies = sorted(os.listdir(store))
+    self.assertLen(copies, 2)
+    shutil.rmtree(here / 'first')  # The machine is lost.
+    self.assertEqual(run('second', 'store', '3'), (2, weights))
+    # The copy of the last was cut off.
+    [last] = set(os.listdir(store)) - set(copies)
+    os.truncate(store / last / 'arrays.bin', 100)
+    self.assertEqual(run('third', 'store', '3'), (2, weights))
+
+
+class FileSystemOfTensorFlowTest(tf.test.TestCase):
+  def _model(self, seed):
+    keras.utils.set_random_seed(seed)
+    with tfs.RingMirroredStrategy(['CPU:0', 'CPU:1']).scope():
+      model = keras.Sequential([keras.Input([3]), keras.layers.Dense(2)])
+      model.compile('adam', 'mse')
+    x = np.random.default_rng(1).normal(size=[8, 3]).astype('float32')
+    self.data = tf.data.Dataset.from_tensors((x, x[:, :2]))
+    model.fit(self.data, verbose=0)
+    return model
+
+  def test_models_and_checkpoints(self):
+    model, other = self._model(1), self._model(2)
+    self.assertNotAllClose(model.get_weights()[0], other.get_weights()[0])
+    checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
+    checkpoint.save('ram://checkpoints/c')
+    evaluator = tfs.SidecarEvaluator(
+      other, self.data, 'ram://checkpoints', max_evaluations=1
+    )
+    [found] = evaluator.run()
+    self.assertEqual(found.iterations, 1)
+    self.assertAllEqual(model.get_weights()[0], other.get_weights()[0])
+    model.save('ram://model.keras')
+    loaded = keras.models.load_model('ram://model.keras')
+    self.assertAllEqual(model.get_weights()[0], loaded.get_weights()[0])
+    other = self._model(3)
+    model.save_weights('ram://a.weights.h5')
+    other.load_weights('ram://a.weights.h5')
+    self.assertAllEqual(model.get_weights()[0], other.get_weights()[0])
+
+  def test_records(self):
+    for i in range(2):
+      with tf.io.TFRecordWriter(f'ram://records/{i}.tfrecord') as writer:
+        for j in range(3 + i):
+          writer.write(b'%d' % (10 * i + j))
+    source = tfs.data.TFRecords(
+      'ram://records/*.tfrecord',
+      lambda records: tf.strings.to_number(records, tf.int64),
+    )
+    self.assertEqual(source.counts, (3, 4))
+    options = tfs.data.PipelineOptions(global_batch_size=4, seed=1)
+    batches = tfs.data.make_dataset(source, options, training=False)
+    found = np.concatenate([batch.numpy() for batch in batches])
+    self.assertAllEqual(np.sort(found), [0, 1, 2, 10, 11, 12, 13])
+
+
+if __name__ == '__main__':
+  tf.test.main()
