@@ -4,8 +4,8 @@ A test holds a task at an exact place by a file of the place's name in a directo
 whoever comes there says so in a file `<place>.reached`, and waits until the file is
 gone. Meanwhile the test kills somebody. Places are `lookup` and `update` of a step,
 which workers pass (in 'sync' servers pass `update`), `write 0` and `write 1`, which
-in 'sync' that server passes before it writes rows of the table in parts, and those in
-`_PLACES`, which the chief passes while it saves or loads.
+that server passes before it writes rows of the table in parts (if it `holds_writes`), and
+those in `_PLACES`, which the chief passes while it saves or loads.
 """
 
 import json
@@ -228,7 +228,10 @@ def _make(directory: str, options: dict[str, Any]):
 
 
 def train(
-  directory: str, steps: int, options: dict[str, Any]
+  directory: str,
+  steps: int,
+  options: dict[str, Any],
+  holds_writes: bool = False,
 ) -> dict[str, Any]:
   """Takes the steps that are not done; what there is then, see `_found`.
 
@@ -237,7 +240,7 @@ def train(
   import tf_strategies as tfs
 
   _can_be_held(directory)
-  if options.get('mode') == 'sync':
+  if holds_writes:
     _writes_can_be_held(directory)
   strategy, static, dynamic, optimizer, step = _make(directory, options)
   run = strategy.remote_step(step, [optimizer])

@@ -38,9 +38,10 @@ class _KillsTestCase(parameter_server_case.FaultsTestCase):
     super().setUp()
     self.directory = pathlib.Path(self.progress).parent
 
-  def start_chief(self, job, steps, **options):
+  def start_chief(self, job, steps, holds_writes=False, **options):
     options = {'checkpoint_steps': _EVERY, **options}
-    job.start_chief(kills.train, (str(self.directory), steps, options))
+    arguments = str(self.directory), steps, options, holds_writes
+    job.start_chief(kills.train, arguments)
 
   def hold(self, place):
     """From now on whoever comes to a place stays there."""
@@ -246,7 +247,7 @@ class StepKillsTest(_KillsTestCase):
     """In 'sync': both are what the checkpoint has, and nothing comes late."""
     steps = 3 * _EVERY
     with parameter_servers.Job() as job:
-      self.start_chief(job, steps, mode='sync')
+      self.start_chief(job, steps, holds_writes=True, mode='sync')
       self.wait_for_batch(job, _EVERY + 8)
       self.hold('write 1')
       self.wait_until_reached(job, 'write 1')
