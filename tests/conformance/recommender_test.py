@@ -17,7 +17,7 @@ from absl import flags
 from absl.testing import parameterized
 
 import tf_strategies as tfs
-from tests import parameter_servers, tiers
+from tests import parameter_servers, processes, tiers
 from tf_strategies import _keras_internal
 from tf_strategies.strategies.parameter_server import microbatch, variables
 
@@ -227,14 +227,22 @@ def _train(name, is_apart=False, strategy=None):
   return [*model.get_weights(), *state]
 
 
-def train_all(cases):
-  """In a chief: what one device makes of each case, and what servers do.
+def train_on_one_device(names):
+  """In a process that is none of a cluster: what each optimizer makes."""
+  return {name: _train(name) for name in names}
 
-  The latter is the text of an error, if there is one.
-  """
-  # Before this process is one of a cluster.
-  names = dict.fromkeys(case.optimizer for case in cases)
-  wanted = {name: _train(name) for name in names}
+
+@functools.cache
+def _wanted(names):
+  """The same; a chief would listen at its port only when it has done that."""
+  with processes.ProcessGroup(parameter_servers.DEADLINE_SECONDS) as group:
+    group.start_function('one device', train_on_one_device, (names,))
+    [outcome] = group.wait_for(['one device'])
+  return outcome.result()
+
+
+def train_all(cases):
+  """In a chief: what servers make of each case, or the text of an error."""
   found = {}
   for case in cases:
     _, mode, is_apart = _WHERE[case.where]
@@ -247,25 +255,26 @@ def train_all(cases):
       mutation = mock.patch.object(*_MUTATIONS[case.mutation])
     try:
       with mutation:
-        result = _train(case.optimizer, is_apart, strategy)
+        found[case] = _train(case.optimizer, is_apart, strategy)
     except Exception as e:
-      result = f'{type(e).__name__}: {e}'
+      found[case] = f'{type(e).__name__}: {e}'
     finally:
       strategy.close()
-    found[case] = wanted[case.optimizer], result
   return found
 
 
 @functools.cache
 def _results(group):
-  """What came of the cases of a group; chiefs run beside each other."""
-  chiefs = {}
+  """What one device and servers make of a group; chiefs run beside each other."""
+  chiefs, names = {}, {}
   for case in [*_FEW, *_MUTATED, *_CASES]:
     if _group(case) == group:
       workers, _, _ = _WHERE[case.where]
       # Each has about half of them.
       half = workers if group == _FEW_GROUP else case.parts
       chiefs.setdefault((workers, half), {})[case] = None
+      names[case.optimizer] = None
+  wanted = _wanted(tuple(sorted(names)))
   found = {}
   with contextlib.ExitStack() as stack:
     jobs = []
@@ -277,7 +286,7 @@ def _results(group):
       jobs.append(job)
     for job in jobs:
       found.update(job.wait().result())
-  return found
+  return {case: (wanted[case.optimizer], each) for case, each in found.items()}
 
 
 def _largest_difference(wanted, found) -> float:

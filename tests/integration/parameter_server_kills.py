@@ -3,8 +3,9 @@
 A test holds a task at an exact place by a file of the place's name in a directory:
 whoever comes there says so in a file `<place>.reached`, and waits until the file is
 gone. Meanwhile the test kills somebody. Places are `lookup` and `update` of a step,
-which workers pass (in 'sync' servers pass `update`), and those in `_PLACES`, which
-the chief passes while it saves or loads.
+which workers pass (in 'sync' servers pass `update`), `write 0` and `write 1`, which
+that server passes before it writes rows of the table in parts (if it `holds_writes`), and
+those in `_PLACES`, which the chief passes while it saves or loads.
 """
 
 import json
@@ -52,6 +53,13 @@ _PLACES = {
     'strategies.parameter_server.server_table',
     'ServerShard',
     'store',
+    None,
+  ),
+  # All variables are what a checkpoint has; nobody does a step yet.
+  'restored': (
+    'strategies.parameter_server.recovery',
+    'Recovery',
+    '_repeat_steps',
     None,
   ),
 }
@@ -131,8 +139,27 @@ def _can_be_held(directory: str) -> None:
     setattr(found, name, call)
 
 
-def _answer(directory: str, part) -> None:
-  """In a thread: how many updates a table's rows on a server have, when asked."""
+def _writes_can_be_held(directory: str) -> None:
+  """Makes servers stop before they write rows of the table in parts."""
+  import tensorflow as tf
+
+  from tf_strategies.strategies.parameter_server import variables
+
+  real = variables.ServerVariable.scatter_add
+
+  def scatter_add(self, slices, *args, **options):
+    if tuple(self.shape[1:]) == (WIDTH,):
+      with tf.device(self.device):
+        turn = tf.size(slices.indices, tf.int64)
+        values = _hold(directory, f'write {self.server}', turn, slices.values)
+      slices = tf.IndexedSlices(values, slices.indices, slices.dense_shape)
+    return real(self, slices, *args, **options)
+
+  variables.ServerVariable.scatter_add = scatter_add
+
+
+def _answer(directory: str, parts) -> None:
+  """In a thread: how many updates a table's rows on each server have, when asked."""
   import tensorflow as tf
 
   from tf_strategies import _tf_internal
@@ -141,10 +168,12 @@ def _answer(directory: str, part) -> None:
   while True:
     time.sleep(0.02)
     if question.exists():
-      with _tf_internal.own_executor(), tf.device(part.device):
-        counts = part.read_directly().numpy()
+      found = []
+      for part in parts[: int(question.read_text())]:
+        with _tf_internal.own_executor(), tf.device(part.device):
+          found.append(int(part.read_directly().numpy()[:, 0].sum()))
       question.unlink()
-      programs.tell(f'{question}ed', int(counts[:, 0].sum()))
+      programs.tell(f'{question}ed', ' '.join(map(str, found)))
 
 
 def _make(directory: str, options: dict[str, Any]):
@@ -199,7 +228,10 @@ def _make(directory: str, options: dict[str, Any]):
 
 
 def train(
-  directory: str, steps: int, options: dict[str, Any]
+  directory: str,
+  steps: int,
+  options: dict[str, Any],
+  holds_writes: bool = False,
 ) -> dict[str, Any]:
   """Takes the steps that are not done; what there is then, see `_found`.
 
@@ -208,6 +240,8 @@ def train(
   import tf_strategies as tfs
 
   _can_be_held(directory)
+  if holds_writes:
+    _writes_can_be_held(directory)
   strategy, static, dynamic, optimizer, step = _make(directory, options)
   run = strategy.remote_step(step, [optimizer])
   ids = ids_of_steps(steps)
@@ -215,7 +249,7 @@ def train(
   began = strategy.restore(**objects)
   slot = _slot_of_parts(optimizer)
   threading.Thread(
-    target=_answer, args=(directory, slot.parts[0]), daemon=True
+    target=_answer, args=(directory, slot.parts), daemon=True
   ).start()
   with tfs.Preemption(strategy) as preemption:
     for i in range(began, steps):

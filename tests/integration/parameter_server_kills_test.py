@@ -38,9 +38,10 @@ class _KillsTestCase(parameter_server_case.FaultsTestCase):
     super().setUp()
     self.directory = pathlib.Path(self.progress).parent
 
-  def start_chief(self, job, steps, **options):
+  def start_chief(self, job, steps, holds_writes=False, **options):
     options = {'checkpoint_steps': _EVERY, **options}
-    job.start_chief(kills.train, (str(self.directory), steps, options))
+    arguments = str(self.directory), steps, options, holds_writes
+    job.start_chief(kills.train, arguments)
 
   def hold(self, place):
     """From now on whoever comes to a place stays there."""
@@ -54,13 +55,13 @@ class _KillsTestCase(parameter_server_case.FaultsTestCase):
     path = self.directory / f'{place}.reached'
     self._wait(job, path.exists, place)
 
-  def peek(self, job):
-    """How many updates rows of the table in parts have on server 0."""
+  def peek(self, job, servers=1):
+    """How many updates rows of the table in parts have on the first servers."""
     answer = self.directory / 'peeked'
     answer.unlink(missing_ok=True)
-    (self.directory / 'peek').touch()
+    kills.programs.tell(str(self.directory / 'peek'), servers)
     self._wait(job, answer.exists, 'an answer')
-    return int(answer.read_text())
+    return list(map(int, answer.read_text().split()))
 
   def _wait(self, job, condition, what, seconds=120):
     ends_at = time.monotonic() + seconds
@@ -241,8 +242,50 @@ class StepKillsTest(_KillsTestCase):
       self.assertBetween(recovery['lost_steps'], 0, _EVERY + 4)
     self.assert_exact(found, steps, mode)
 
+  @tiers.parameters(1, tiers.full(0))
+  def test_update_that_one_server_has_and_the_other_has_not(self, died):
+    """In 'sync': both are what the checkpoint has, and nothing comes late."""
+    steps = 3 * _EVERY
+    with parameter_servers.Job() as job:
+      self.start_chief(job, steps, holds_writes=True, mode='sync')
+      self.wait_for_batch(job, _EVERY + 8)
+      self.hold('write 1')
+      self.wait_until_reached(job, 'write 1')
+      time.sleep(0.5)
+      # Of a step two rows are on each server.
+      has, has_not = self.peek(job, 2)
+      self.assertEqual(has, has_not + 2)
+      self.hold('restored')
+      job.kill('ps', died)
+      job.start('ps', died)
+      if died == 1:
+        self.release('write 1')
+      self.wait_until_reached(job, 'restored')
+      if died == 0:
+        self.release('write 1')
+        time.sleep(1.0)
+      self.release('restored')
+      found = self.finish(job)
+    [recovery] = found['recoveries']
+    self.assertEqual(recovery['server'], died)
+    self.assertBetween(recovery['lost_steps'], 1, _EVERY)
+    self.assert_exact(found, steps, 'sync')
+
 
 class SaveKillsTest(_KillsTestCase):
+  @tiers.parameters('async', tiers.full('bounded'), tiers.full('sync'))
+  def test_workers_that_die_in_saves(self, mode):
+    """Nothing is lost, nor done twice."""
+    steps = 4 * _EVERY
+    with parameter_servers.Job() as job:
+      self.start_chief(job, steps, **_MODES[mode])
+      for i, place in enumerate(('pieces', 'columns', 'manifest')):
+        self.wait_for_batch(job, 1 + i * _EVERY)
+        self.kill_in_save(job, place, _WORKERS[i % 2])
+      found = self.finish(job)
+    self.assertEqual(found['recoveries'], [])
+    self.assert_exact(found, steps, mode)
+
   @tiers.parameters('async', tiers.full('sync'))
   def test_server_that_dies_in_a_save(self, mode):
     """Also with a half of a file written."""
@@ -322,6 +365,33 @@ class SaveKillsTest(_KillsTestCase):
       found = self.finish(job)
     self.assertGreater(found['began'], 0)
     self.assert_exact(found, steps)
+
+
+class LoadKillsTest(_KillsTestCase):
+  @tiers.parameters('sync', tiers.full('bounded'), tiers.full('async'))
+  def test_tasks_that_die_in_a_load(self, mode):
+    """A worker and a server at once; then the others, while it is loaded again."""
+    steps = 3 * _EVERY
+    with parameter_servers.Job() as job:
+      self.start_chief(job, steps, **_MODES[mode])
+      self.wait_for_batch(job, _EVERY + 8)
+      job.kill(*_CHIEF)
+      places = 'load', 'load columns'
+      for place in places:
+        self.hold(place)
+      self.start_chief(job, steps, **_MODES[mode])
+      for index, place in zip((1, 0), places, strict=True):
+        self.wait_until_reached(job, place)
+        victims = ('worker', index), ('ps', index)
+        for victim in victims:
+          job.kill(*victim)
+        for victim in victims:
+          job.start(*victim)
+        self.release(place)
+      found = self.finish(job)
+    self.assertEqual(found['began'], _EVERY)
+    self.assertNotEmpty(found['recoveries'])
+    self.assert_exact(found, steps, mode)
 
 
 class GrowthTest(_KillsTestCase):

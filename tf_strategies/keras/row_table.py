@@ -77,6 +77,9 @@ class Shard:
     }
     self._slots = kept
 
+  def _note(self, ids: tf.Tensor) -> tf.Operation | None:
+    """Where rows of these ids are written: for whoever saves no others."""
+
   def read(self, ids: tf.Tensor) -> tf.Tensor:
     """Rows [n, width] of ids [n]; stores nothing."""
     rows, _ = self._find(ids)
@@ -128,6 +131,7 @@ class Shard:
       for name, slot in slots.items():
         value = tf.concat([slot, is_there], 1)
         written.append(self._slots[name].insert(ids, value))
+      written.append(self._note(ids))
 
   def _find_slot(self, name, ids, initial):
     found = tf.ensure_shape(
@@ -182,6 +186,7 @@ class Shard:
     """Stores these, as `stored_of` returns them, besides others."""
     with tf.device(self.device):
       self._of(slot).insert(ids, values)
+      self._note(ids)
 
   def _of(self, slot):
     return self._rows if slot is None else self._slots[slot]
@@ -200,9 +205,15 @@ class Shard:
       is_rare = values[:, self._width + _USES] < min_uses
       is_old = values[:, self._width + _STEP] < since
       gone = tf.boolean_mask(ids, is_rare & is_old)
-      for table in (self._rows, *self._slots.values()):
-        table.remove(gone)
+      self.forget(gone)
       return int(tf.size(gone))
+
+  def forget(self, ids: tf.Tensor) -> None:
+    """Removes the rows of these ids."""
+    with tf.device(self.device):
+      for table in (self._rows, *self._slots.values()):
+        table.remove(ids)
+      self._note(ids)
 
 
 class Column:
@@ -250,7 +261,7 @@ class RowTable:
     self._width = variable.shape[1]
     # Whose slots they are, if that is known: of some that were loaded it is not.
     self._optimizer: weakref.ref | None = None
-    self._loaded = np.zeros([0], np.int64)
+    self._loaded = self._kept = np.zeros([0], np.int64)
 
   # What servers do otherwise.
 
@@ -451,6 +462,12 @@ class RowTable:
         f'{len(values)} rows of {self.variable.path!r} for {len(ids)} ids. Expected '
         'as many. Fix: load what was saved together.'
       )
+    if slot is None:
+      # Of rows that were saved again the last counts, and may say that it is gone.
+      _, from_end = np.unique(ids[::-1], return_index=True)
+      last = len(ids) - 1 - from_end
+      self._kept = last[~is_gone(values[last])]
+    ids, values = ids[self._kept], values[self._kept]
 
     def write():
       for shard, mine in self._shares(ids):
@@ -462,6 +479,11 @@ class RowTable:
   def _shares(self, ids):
     owner = self.owner(tf.constant(ids, tf.int64)).numpy()
     return [(s, owner == i) for i, s in enumerate(self.shards)]
+
+
+def is_gone(rows: Any) -> Any:
+  """Of rows with their usage, as they are saved: which say that there is none."""
+  return rows[:, _USES - _USAGE] == 0
 
 
 def _name(optimizer, attribute: str) -> str:

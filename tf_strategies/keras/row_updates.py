@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -10,10 +11,10 @@ import keras
 import tensorflow as tf
 from absl import logging
 
-from tf_strategies import _keras_internal
+from tf_strategies import _keras_internal, errors
 from tf_strategies.keras import optimizer_checks
 
-# An update of a larger table is worth a warning if it is of all rows.
+# An update, or a read, of a larger table is worth a warning if it is of all rows.
 _LARGE_BYTES = 16 * 1024 * 1024
 
 _warned_of: set[str] = set()
@@ -136,3 +137,20 @@ def warn_of_all_rows(update: Callable, variable: tf.Variable) -> None:
     num_bytes / 1e6,
     variable.name,
   )
+
+
+def warn_of_whole_read(name: str, num_bytes: int) -> None:
+  """Says that a large table of servers comes into this process's memory.
+
+  Keras's files have each array at once (`H5IOStore` makes one of whatever it is
+  given), and a `.keras` file is in memory itself until it is whole.
+  """
+  if num_bytes > _LARGE_BYTES:
+    text = (
+      f'table {name!r} of parameter servers, {num_bytes / 1e6:.0f} MB, is read whole '
+      'into the memory of this process. Expected tables that fit into it several '
+      'times (model.save, save_weights, get_weights, tf.train.Checkpoint). Fix: '
+      'strategy.save() writes a checkpoint that nobody holds; restore that on a '
+      'machine which has the memory, and save the model there.'
+    )
+    warnings.warn(errors.LargeTableWarning(text), stacklevel=2)

@@ -6,6 +6,7 @@ computes meetings in NumPy.
 """
 
 import dataclasses
+import itertools
 import os
 import signal
 
@@ -215,8 +216,11 @@ def train(rank, jobs):
   return found
 
 
-def simulate(job, workers, mutate=None, meets_at_epochs=True):
-  """The weights after a job; `mutate(name, value)` may change what a meeting uses."""
+def simulate(job, workers, mutate=None, meets_at_epochs=True, lost=()):
+  """The weights after a job; `mutate(name, value)` may change what a meeting uses.
+
+  Nobody trains on the batches that are `lost`, counted from the first of the run.
+  """
   mutate = mutate or (lambda name, value: value)
   models = [
     model_of(dataclasses.replace(job, options=()), lambda: optimizer(job.inner))
@@ -230,6 +234,8 @@ def simulate(job, workers, mutate=None, meets_at_epochs=True):
   steps = 0
 
   def meet():
+    if not seen.any():
+      return
     share = mutate('share', seen / seen.sum())
     for i in range(trained):
       mine = [m.trainable_variables[i].numpy() for m in models]
@@ -250,9 +256,11 @@ def simulate(job, workers, mutate=None, meets_at_epochs=True):
         variable.assign(mean)
     seen[:] = 0
 
+  batches = itertools.count()
   for epoch in range(job.epochs):
     for x, y in dataset(job):
-      for w, model in enumerate(models):
+      is_lost = next(batches) in lost
+      for w, model in enumerate(() if is_lost else models):
         mine = rows_of(w, len(x), workers, job.devices)
         if len(mine):
           model.train_on_batch(x.numpy()[mine], y.numpy()[mine])

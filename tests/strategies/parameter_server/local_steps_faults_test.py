@@ -94,23 +94,35 @@ class KillTest(tf.test.TestCase, parameterized.TestCase):
       self.assertLess(largest(weights, expected), 1e-6)
 
   @pytest.mark.full
-  def test_server_that_dies(self):
+  @parameterized.parameters(
+    ('sync', False), ('sync', True), ('async', True), ('bounded', True)
+  )
+  def test_server_that_dies(self, mode, reads):
+    """Of the units since the checkpoint nothing is left; of others, everything."""
+    trained = dataclasses.replace(_LONG, inner=Job(8).inner)
     with (
       tempfile.TemporaryDirectory() as directory,
       parameter_servers.Job(num_workers=2, num_ps=2) as job,
     ):
       progress = os.path.join(directory, 'progress')
       options = {'checkpoint_dir': directory, 'checkpoint_steps': 16}
-      arguments = _LONG, 'sync', progress, options
+      arguments = trained, mode, progress, options, reads
       job.start_chief(programs.train_while_others_die, arguments)
       _wait_for(progress, 26, job)
       job.kill('ps', 1)
       job.start('ps', 1)
-      _, _, report, *_ = job.wait().result()
+      weights, _, report, *_ = job.wait().result()
     [recovery] = report['recoveries']
-    # Of the units since the checkpoint; workers' states are those of it.
-    self.assertIn(recovery['lost_steps'], (8, 16))
-    self.assertEqual(report['iterations'], _STEPS - recovery['lost_steps'])
+    lost = recovery['lost_steps']
+    self.assertIn(lost, (8, 16))
+    self.assertEqual(report['outer_iterations'], (_STEPS - lost) // 8)
+    if mode == 'sync':
+      self.assertEqual(report['iterations'], _STEPS - lost)
+      # What was being read is read again: of the epoch the last batches are left.
+      first = _STEPS - lost if reads else 16
+      batches = range(first, first + lost)
+      expected = workers_lib.simulate(trained, 2, lost=batches)
+      self.assertLess(largest(weights, expected), 1e-6)
 
 
 def _wait_for(path, batches, job, seconds=90):

@@ -259,8 +259,11 @@ def train_while_others_die(job, mode, progress, options, reads=False):
     _fit(model, job, reader, callbacks=[callback, tfs.ResumeFit(strategy)])
     # The sum of all rows' weights, of the last epoch.
     rows = float(model.metrics[0].variables[1].numpy())
-    iterations = int(model.optimizer.iterations.numpy())
-    report = {**strategy.report(), 'iterations': iterations}
+    report = {
+      **strategy.report(),
+      'iterations': int(model.optimizer.iterations.numpy()),
+      'outer_iterations': int(model.optimizer.outer.iterations.numpy()),
+    }
     return model.get_weights(), rows, report, logged, began
 
 

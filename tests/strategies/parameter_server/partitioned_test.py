@@ -1,11 +1,15 @@
 """A variable in parts reads, writes and differentiates as a whole one."""
 
+import warnings
+from unittest import mock
+
 import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
 from tests.strategies.parameter_server import local_servers
 from tf_strategies import errors
+from tf_strategies.keras import row_updates
 from tf_strategies.strategies.parameter_server import partitioned
 
 _VALUE = np.arange(1, 22, dtype=np.float32).reshape(7, 3)
@@ -57,6 +61,23 @@ class PartitionedVariableTest(tf.test.TestCase, parameterized.TestCase):
         write = getattr(target, name)
         (tf.function(write, autograph=False) if in_graph else write)(delta)
       self.assertAllEqual(variable.numpy(), plain.numpy())
+
+  @parameterized.parameters(1, 3)
+  def test_a_large_table_that_is_read_whole_is_told(self, parts):
+    variable = self.make(parts)
+    if parts == 1:
+      variable = local_servers.variable(0, _VALUE, name='whole')
+    with (
+      mock.patch.object(row_updates, '_LARGE_BYTES', 83),
+      warnings.catch_warnings(record=True) as told,
+    ):
+      warnings.simplefilter('always')
+      variable.sparse_read([0, 6])
+      self.assertEmpty(told)
+      self.assertAllEqual(variable.numpy(), _VALUE)
+    [each] = told
+    self.assertIs(each.category, errors.LargeTableWarning)
+    self.assertRegex(str(each.message), "table 'whole.*0 MB.*strategy.save")
 
   def test_a_scalar_is_assigned_to_all_rows(self):
     variable = self.make()

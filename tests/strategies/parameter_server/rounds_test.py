@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from absl import logging
 from absl.testing import parameterized
 
 import tf_strategies as tfs
@@ -24,6 +25,8 @@ layers = keras.layers
 _SIZES = ((4, 4, 4, 4, 2), (7, 7, 1))
 _ROUNDS = 5
 _EPOCHS = 2
+# Of the warning about batches that workers do not share.
+_ON_ONE_WORKER = 'on one worker'
 
 
 def _rows(worker):
@@ -188,22 +191,32 @@ def unweighted():
     return _on_servers(_batches)
 
 
-def _refused(make_model):
-  """What is said of a model whose rows cannot be shared out."""
+def _refused(make_model, is_read=True):
+  """What is said of a model whose rows cannot be shared out: warnings, and an error."""
   keras.backend.clear_session()
   strategy = tfs.ParameterServerStrategy(mode='sync')
+  said = []
   try:
     with strategy.scope():
       model = make_model()
       model.compile('sgd', 'mse')
-    data = strategy.distribute_datasets_from_function(
-      lambda context: _batches(context.input_pipeline_id)
-    )
-    model.fit(data, verbose=0)
+    data = _concatenated(_ROUNDS)
+    if is_read:
+      data = strategy.distribute_datasets_from_function(
+        lambda context: _batches(context.input_pipeline_id)
+      )
+
+    def note(text, *unused):
+      if _ON_ONE_WORKER in text:
+        said.append(text)
+
+    with mock.patch.object(logging, 'warning', note):
+      model.fit(data, verbose=0)
   except tfs.errors.UnsupportedOptionError as e:
-    return str(e)
+    said.append(str(e))
   finally:
     strategy.close()
+  return '\n'.join(said)
 
 
 class OwnStep(keras.Sequential):
@@ -217,6 +230,10 @@ def _with_dropout():
 
 def dropout():
   return _refused(_with_dropout)
+
+
+def dropout_of_whole_batches():
+  return _refused(_with_dropout, is_read=False)
 
 
 def own_step():
@@ -292,6 +309,7 @@ _PROGRAMS = (
   class_weight,
   unweighted,
   dropout,
+  dropout_of_whole_batches,
   own_step,
   metric_of_both,
   nothing_to_read,
@@ -358,6 +376,11 @@ class RoundsTest(tf.test.TestCase, parameterized.TestCase):
       "random numbers, as of Dropout.*mode='sync'.*pass the",
     )
     self.assertRegex(self.found['own_step'], "a train_step of its own.*'sync'")
+    # Nobody says before that one worker would compute it.
+    for name in ('dropout', 'own_step'):
+      self.assertNotIn(_ON_ONE_WORKER, self.found[name])
+    said = self.found['dropout_of_whole_batches']
+    self.assertEqual(said.count(_ON_ONE_WORKER), 1)
     self.assertRegex(
       self.found['metric_of_both'], "metric 'seen' of rows and of numbers"
     )
@@ -445,7 +468,7 @@ class OneWorkerTest(tf.test.TestCase):
   @pytest.mark.full
   def test_its_batches_are_whole(self):
     with parameter_servers.Job(num_workers=1, num_ps=1) as job:
-      self.assertIsNone(job.run(dropout))
+      self.assertEqual(job.run(dropout), '')
 
 
 if __name__ == '__main__':

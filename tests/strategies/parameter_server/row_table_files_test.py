@@ -15,8 +15,9 @@ from tests import dynamic_tables, parameter_servers
 from tests.strategies.parameter_server import local_servers
 from tf_strategies import errors
 from tf_strategies.checkpoint import checkpointer, pieces
-from tf_strategies.keras import row_table
+from tf_strategies.keras import row_table, row_updates
 from tf_strategies.strategies.parameter_server import (
+  changed_rows,
   row_table_files,
   server_table,
   table_files,
@@ -29,6 +30,28 @@ _STATE = {
   'rows': np.arange(200.0 * (_WIDTH + 2)).reshape([200, -1]) + 1,
   'Adam.m': -np.arange(200.0 * (_WIDTH + 1)).reshape([200, -1]) - 1,
 }
+_ROW_BYTES = 8 + 4 * (_WIDTH + 2) + 4 * (_WIDTH + 1)
+
+_read = row_table_files.read
+
+
+def _momentum(rows, slots, gradient):
+  """A rule by which the order of steps matters."""
+  slot = 0.5 * slots['Adam.m'] + tf.convert_to_tensor(gradient)
+  return rows - 0.1 * slot, {'Adam.m': slot}
+
+
+def _ids_of(step):
+  """Some that all steps use, some that few use, and one that is new."""
+  return np.concatenate([_IDS[:4], _IDS[10 + step :: 50], [step + 7]])
+
+
+def _bytes_of_its_own(path):
+  """Of rows in files that no other checkpoint has."""
+  files = [
+    os.stat(os.path.join(path, f)) for f in os.listdir(path) if '.d' in f
+  ]
+  return sum(f.st_size for f in files if f.st_nlink == 1)
 
 
 class RowTableFilesTest(tf.test.TestCase, parameterized.TestCase):
@@ -236,7 +259,109 @@ class RowTableFilesTest(tf.test.TestCase, parameterized.TestCase):
       self.restore(loaded)
     self.assert_state(loaded)
 
-  def test_other_tables_share_their_files_as_ever(self):
+  def train(self, table, step):
+    ids = _ids_of(step)
+    owner = table.owner(tf.constant(ids)).numpy()
+    for number, shard in enumerate(table.shards):
+      mine = tf.constant(ids[owner == number])
+      gradients = tf.cast(mine[:, None] % 7, tf.float32) * tf.ones([_WIDTH])
+
+      @tf.function
+      def update(shard=shard, mine=mine, gradients=gradients):
+        initial = {'Adam.m': tf.zeros([_WIDTH])}
+        shard.update(mine, gradients, float(step), _momentum, initial)
+
+      with tf.device(shard.device):
+        update()
+
+  def test_only_what_changed_is_written_again(self):
+    table = self.make(2, _STATE)
+    first = self.save(table)
+    self.assertEqual(_bytes_of_its_own(first), 200 * _ROW_BYTES)
+    self.train(table, 0)
+    second = self.save(table)
+    changed = set(_ids_of(0))
+    self.assertEqual(_bytes_of_its_own(second), len(changed) * _ROW_BYTES)
+    # Those since all were written; the next ones come on top.
+    self.train(table, 1)
+    changed |= set(_ids_of(1))
+    third = self.save(table)
+    self.assertEqual(_bytes_of_its_own(third), len(changed) * _ROW_BYTES)
+    # Nothing else: the same again.
+    fourth = self.save(table)
+    self.assertEqual(_bytes_of_its_own(fourth), len(changed) * _ROW_BYTES)
+
+  @parameterized.product(servers=(1, 2, 3), blind=((), (1,)))
+  def test_a_run_that_is_saved_often_has_the_same_bits(self, servers, blind):
+    self.assert_same_bits(servers, blind)
+
+  def assert_same_bits(self, servers, blind=()):
+    """Also of rows that were removed, and of those that were trained again."""
+    whole, saved = self.make(2, _STATE), self.make(2, _STATE)
+    self.save(saved)
+    for step in range(4):
+      for table in (whole, saved):
+        self.train(table, step)
+        if step == 2:
+          self.assertEqual(table.expire(None, 44), 10)
+      with self.blind(*blind):
+        path = self.save(saved)
+    stored = self.store.open(path).arrays.specs['table/ids'].shape[0]
+    self.assertGreater(stored, 200)
+    loaded, one = self.make(servers), self.make(1)
+    with self.blind(*blind):
+      self.restore(loaded)
+    # As one process without servers does.
+    for column in self.columns(one):
+      column.assign(self.store.newest().arrays[column.path])
+    for table in (loaded, one):
+      self.assert_state(table, self.state(whole))
+    for table in (whole, loaded):
+      self.train(table, 4)
+    self.assert_state(loaded, self.state(whole))
+    self.assertEqual(loaded.report()['rows'], whole.report()['rows'])
+
+  @parameterized.named_parameters(
+    ('no_mark', changed_rows.ChangedIds, 'note', lambda *unused: None),
+    ('none_is_gone', row_table_files, 'is_gone',
+     lambda rows: tf.zeros([tf.shape(rows)[0]], tf.bool)),
+    ('older_rows_last', row_table_files, 'read',
+     lambda named, shard, blocks, *others: _read(
+       named, shard, blocks[::-1], *others)),
+  )  # fmt: skip
+  def test_mutations_of_increments_are_seen(self, owner, name, mutation):
+    with (
+      mock.patch.object(owner, name, mutation),
+      self.assertRaises(AssertionError),
+    ):
+      self.assert_same_bits(3)
+
+  @parameterized.named_parameters(
+    (
+      'another_optimizer',
+      lambda table: [table.load_slots(names) for names in ([], ['Adam.m'])],
+    ),
+    ('rows_are_loaded', lambda table: table.shards[1].clear()),
+    ('a_server_is_another', lambda table: table.shards[0]._make()),
+  )
+  def test_all_rows_are_written_after(self, change):
+    table = self.make(2, _STATE)
+    self.save(table)
+    change(table)
+    path = self.save(table)
+    rows = table.report()['rows']
+    self.assertEqual(_bytes_of_its_own(path), rows * _ROW_BYTES)
+
+  def test_where_most_rows_changed_all_are_written(self):
+    table = self.make(2, _STATE)
+    self.save(table)
+    table.expire(None, 900)
+    path = self.save(table)
+    rows = table.report()['rows']
+    self.assertEqual(rows, 50)
+    self.assertEqual(_bytes_of_its_own(path), rows * _ROW_BYTES)
+
+  def test_tables_of_both_kinds_share_their_files(self):
     table = self.make(2, _STATE)
     variable = local_servers.variable(0, np.ones([1000, 3], np.float32))
     variable.watch_rows()
@@ -249,10 +374,23 @@ class RowTableFilesTest(tf.test.TestCase, parameterized.TestCase):
         path = self.save(table, other=variable)
         tables = self.store.open(path).arrays.tables
         files.append([tables[n].pieces[0].file for n in ('other', 'table/ids')])
-    first, second, third, fourth = (other for other, _ in files)
+    first, second, third, fourth = files
     self.assertEqual((first, third), (second, fourth))
-    self.assertNotEqual(first, third)
-    self.assertLen({ids for _, ids in files}, 4)
+    self.assertEmpty(set(first) & set(third))
+
+  def test_a_large_table_that_is_read_whole_is_told(self):
+    variable = keras.Variable(tf.zeros([1, _WIDTH]), name='users')
+    rows = dynamic_tables.first_rows
+    table = server_table.ServerTable(None, variable, rows, 2, lambda do: do())
+    with (
+      mock.patch.object(row_updates, '_LARGE_BYTES', 4 * 200 * _WIDTH - 1),
+      self.assertWarnsRegex(
+        errors.LargeTableWarning, "table 'users' of parameter servers, 0 MB"
+      ),
+    ):
+      for column in table.columns():
+        column.assign(_STATE[column.key])
+      table.columns()[1].numpy()
 
   def test_an_empty_table(self):
     loaded = self.make(3, _STATE)

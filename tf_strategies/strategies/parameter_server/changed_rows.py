@@ -1,6 +1,11 @@
-"""Which rows of a table have been written since they were saved as a whole."""
+"""Which rows of a table have been written since they were saved as a whole.
+
+A mark is set in the call that writes the row, so it costs no message.
+"""
 
 from __future__ import annotations
+
+import math
 
 import tensorflow as tf
 
@@ -10,8 +15,7 @@ from tf_strategies import _tf_internal
 class ChangedRows:
   """Marks of the rows of one variable, on its server.
 
-  A mark is set in the call that writes the row, so it costs no message. After the
-  marks of rows comes one that means all of them.
+  After the marks of rows comes one that means all of them.
   """
 
   def __init__(self, rows: int, device: str):
@@ -48,3 +52,61 @@ class ChangedRows:
     """All rows were saved."""
     with tf.device(self._device):
       self._marks.assign(tf.zeros([self._rows + 1], tf.bool), read_value=False)
+
+
+class ChangedIds:
+  """Marks of the rows of a table without a vocabulary, on one server.
+
+  Nothing is marked before all rows were saved, since all are to be: so the ids
+  cost memory only where they save writing the others.
+  """
+
+  def __init__(self, device: str):
+    self._device = device
+    with tf.init_scope(), tf.device(device), _tf_internal.no_colocation():
+      # 1 once all rows were saved, and 0 before.
+      self._are_noted = _tf_internal.ResourceVariable(
+        tf.constant(0), trainable=False, dtype=tf.int32
+      )
+      self._ids = tf.lookup.experimental.MutableHashTable(
+        tf.int64,
+        tf.int64,
+        tf.constant(0, tf.int64),
+        experimental_is_anonymous=True,
+      )
+
+  def note(self, ids: tf.Tensor) -> tf.Operation | None:
+    """On the server: the rows of these ids are written, or removed."""
+    are_noted = tf.raw_ops.ReadVariableOp(
+      resource=self._are_noted.handle, dtype=tf.int32
+    )
+    count = tf.size(ids) * are_noted
+    return self._ids.insert(ids[:count], ids[:count])
+
+  def note_all(self) -> None:
+    """All rows are others."""
+    self._begin(0)
+
+  def forget(self) -> None:
+    """All rows were saved."""
+    self._begin(1)
+
+  def _begin(self, are_noted: int) -> None:
+    with tf.init_scope(), tf.device(self._device):
+      nothing = tf.zeros([0], tf.int64)
+      tf.raw_ops.LookupTableImportV2(
+        table_handle=self._ids.resource_handle, keys=nothing, values=nothing
+      )
+      self._are_noted.assign(are_noted, read_value=False)
+
+  def count(self) -> float:
+    """How many rows were written; infinity for all."""
+    with tf.device(self._device):
+      if not int(self._are_noted.read_value()):
+        return math.inf
+      return int(self._ids.size())
+
+  def ids(self) -> tf.Tensor:
+    """The ids of the rows that were written, on the server."""
+    with tf.device(self._device):
+      return self._ids.export()[0]

@@ -3,7 +3,9 @@
 Of a table there are arrays with as many rows each: ids, rows, and each slot of the
 optimizer. They are cut into pieces at the same rows, so whoever has read a piece of
 the ids knows whether it needs those of the others. The rows of a server come one after
-the other; a server that is one of as many as saved them needs no others.
+the other; a server that is one of as many as saved them needs no others. Rows that
+changed after all were written follow in pieces of their own: of equal ids the last
+counts. One that was removed then has zeros, as a row that was never used.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tf_strategies.checkpoint import pieces
-from tf_strategies.keras.row_table import IDS, ROWS, Column
+from tf_strategies.keras.row_table import IDS, ROWS, Column, is_gone
 from tf_strategies.strategies.parameter_server import server_table
 
 _Scope = Callable[[], contextlib.AbstractContextManager]
@@ -44,24 +46,25 @@ def write(
   named: Named,
   shard: server_table.ServerShard,
   first: int,
+  is_all: bool,
   scope: _Scope,
   block_bytes: int,
 ) -> dict[str, list[pieces.Piece]]:
-  """Writes the rows of a shard, from number `first` on; returns pieces by key."""
-  ids, rows = shard.stored()
-  count = max(1, block_bytes // (rows.dtype.size * int(rows.shape[1])))
+  """Writes rows of a shard, from number `first` on; returns pieces by key.
+
+  All of them, or those that changed since that.
+  """
+  ids = shard.stored()[0] if is_all else shard.changed.ids()
+  _, rows = named.table.columns()
+  count = max(1, block_bytes // (4 * rows.shape[1]))
   found = {key: [] for key in named.names}
   for begin in range(0, int(ids.shape[0]), count):
     with tf.device(shard.device):
       block = ids[begin : begin + count]
-    for number, key in enumerate(named.names):
-      if key == IDS:
-        values = block
-      elif key == ROWS:
-        with tf.device(shard.device):
-          values = rows[begin : begin + count]
-      else:
-        values = shard.stored_of(block, key)
+    for number, key in enumerate(found):
+      values = block
+      if key != IDS:
+        values = shard.stored_of(block, None if key == ROWS else key)
       with scope():
         file = f'{stem}-{begin}-{number}'
         found[key].append(pieces.write(directory, file, first + begin, values))
@@ -69,15 +72,19 @@ def write(
 
 
 def joined(
-  named: Named, shards: list[dict[str, list[pieces.Piece]]]
+  named: Named,
+  before: Mapping[str, pieces.Table],
+  shards: list[dict[str, list[pieces.Piece]]],
 ) -> dict[str, pieces.Table]:
-  """The columns of a table, from what was written of its shards, by name."""
+  """The columns of a table by name: those before, and what was written of shards."""
   found = {}
   for column in [*named.table.columns(), *named.table.slot_columns()]:
     if column.key in named.names:
-      parts = tuple(piece for shard in shards for piece in shard[column.key])
-      shape = (sum(piece.rows for piece in parts), *column.shape[1:])
       name = named.names[column.key]
+      parts = before[name].pieces if name in before else ()
+      for shard in shards:
+        parts += tuple(shard[column.key])
+      shape = (sum(piece.rows for piece in parts), *column.shape[1:])
       found[name] = pieces.Table(column.dtype, shape, parts)
   return found
 
@@ -113,5 +120,9 @@ def read(
       values = rows_of(name, *block)
       with scope():
         values = tf.gather(values, mine)
+        if key == ROWS:
+          gone = tf.boolean_mask(ids, is_gone(values))
       shard.store(ids, values, None if key == ROWS else key)
+    if int(gone.shape[0]):
+      shard.forget(gone)
   shard.is_lost = False

@@ -8,15 +8,19 @@ gradients of all microbatches are applied together, as those of variables.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tf_strategies import errors
-from tf_strategies.keras import row_initializers, row_table
-from tf_strategies.strategies.parameter_server import traced_step, variables
+from tf_strategies.keras import row_initializers, row_table, row_updates
+from tf_strategies.strategies.parameter_server import (
+  changed_rows,
+  traced_step,
+  variables,
+)
 
 
 class ServerShard(row_table.Shard):
@@ -34,6 +38,24 @@ class ServerShard(row_table.Shard):
     super().__init__(width, initial_rows, variables.server_device(server))
     self.server = server
     self.name = name
+
+  def _make(self) -> None:
+    super()._make()
+    self.changed = changed_rows.ChangedIds(self.device)
+
+  def make_slots(self, names: Sequence[str]) -> None:
+    """As `Shard.make_slots`; with others all rows are to be saved."""
+    if set(names) != set(self._slots):
+      self.changed.note_all()
+    super().make_slots(names)
+
+  def _note(self, ids: tf.Tensor) -> tf.Operation | None:
+    return self.changed.note(ids)
+
+  def clear(self) -> None:
+    """As `Shard.clear`."""
+    self.changed.note_all()
+    super().clear()
 
   def recreate_if_dead(self) -> None:
     """Makes it anew, without rows, on a server that was restarted."""
@@ -118,6 +140,11 @@ class ServerTable(row_table.RowTable, tf.__internal__.tracking.Trackable):
       return tf.raw_ops.ReadVariableOp(
         resource=slot.value.handle, dtype=tf.float32
       ).numpy()
+
+  def _stored(self, ids, slot=None):
+    num_bytes = 4 * len(ids) * self._width
+    row_updates.warn_of_whole_read(self.variable.path, num_bytes)
+    return super()._stored(ids, slot)
 
   def _read_shards(self, ids):
     step = traced_step.current()

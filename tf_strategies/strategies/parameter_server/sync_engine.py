@@ -47,6 +47,7 @@ class SyncEngine(engine_lib.Engine):
     self._whole: weakref.WeakKeyDictionary[engine_lib.Step, str] = (
       weakref.WeakKeyDictionary()
     )
+    self._warned: weakref.WeakSet[engine_lib.Step] = weakref.WeakSet()
 
   def train(self, step: engine_lib.Step, work: engine_lib.Work) -> Any:
     """Runs the steps, one after the other; None if there is nothing to read."""
@@ -56,6 +57,7 @@ class SyncEngine(engine_lib.Engine):
       discovery = self.discover(step, batch.layout(1).traced_structure)
       if step in self._whole:
         # What one worker makes of all rows is what one device makes.
+        self._warn_of_whole(step)
         report = self.run(step, [batch])
       else:
         report = discovery.unreport(self._train(step, batch))
@@ -206,13 +208,16 @@ class SyncEngine(engine_lib.Engine):
     self._whole[step] = reason
     for key in [k for k in self._functions if k[0] is step]:
       del self._functions[key]
-    if len(self._pool.workers) > 1:
+
+  def _warn_of_whole(self, step) -> None:
+    if step not in self._warned and len(self._pool.workers) > 1:
+      self._warned.add(step)
       logging.warning(
         "mode='sync' computes every batch of a step with %s on one worker: a mean "
         "over the workers' rows would not be what one device computes. To use "
         'all workers at once, leave it out, or take strategy.remote_step for '
         'a step whose gradients are means over rows.',
-        reason,
+        self._whole[step],
       )
 
   def _apply_function(self, step, chosen):

@@ -88,17 +88,19 @@ class TableFiles:
 
   def __init__(self, num_servers: int):
     self._servers = range(num_servers)
-    # The newest checkpoint: its directory, and what it has of each table.
-    self._saved: tuple[str, dict[str, pieces.Table]] | None = None
+    # The newest checkpoint; each table as it was when it was written whole, whose
+    # files that has.
+    self._newest = ''
+    self._whole: dict[str, pieces.Table] = {}
     # How many checkpoints since all tables were written whole.
     self._shared = 0
-    # What was written whole, but not yet committed.
-    self._written: dict[str, list[_Part]] = {}
+    # What was written whole, but not yet committed: parts or shards by name.
+    self._written: dict[str, list[Any]] = {}
     self._blind: frozenset[int] = frozenset()
 
   def forget(self) -> None:
     """What was saved is not what servers hold: the next save writes all."""
-    self._saved = None
+    self._whole = {}
 
   def save(
     self,
@@ -120,19 +122,15 @@ class TableFiles:
     ]:
       part.check_is_whole()
     sees = self._servers_that_see(directory)
-    may_share = {
-      name for name, parts in tables.items() if self._may_share(name, parts)
-    }
     found: dict[str, pieces.Table] = {}
     work: list[tuple[int, Callable[[], Any]]] = []
     for number, (name, parts) in enumerate(tables.items()):
       # No other checkpoint's file has this name.
       stem = f't{number}-{uuid.uuid4().hex[:12]}'
-      shares = name in may_share and self._link(directory, name)
-      if not shares:
-        self._written[name] = parts
+      holders = [part for part, _ in parts]
+      shares = self._shares(directory, [name], holders, _rows(parts))
+      write = self._write_changed if shares else self._write_all
       for index, (part, first) in enumerate(parts):
-        write = self._write_changed if shares else self._write_all
         file = f'{stem}-{index}'
         work.append(
           (
@@ -140,7 +138,8 @@ class TableFiles:
             functools.partial(write, directory, file, part, first),
           )
         )
-    work += self._writes_of(row_tables, directory)
+    for named in row_tables:
+      work += self._writes_of(named, directory)
     written = iter(self._do(work, sees))
     for name, parts in tables.items():
       results = tuple(each for _ in parts for each in next(written))
@@ -149,57 +148,81 @@ class TableFiles:
         shape = (_rows(parts), *first.shape[1:].as_list())
         found[name] = pieces.Table(first.dtype.name, shape, results)
       else:
-        found[name] = self._saved[1][name]._replace(changes=results)
+        found[name] = self._whole[name]._replace(changes=results)
     for named in row_tables:
       shards = [next(written) for _ in named.table.shards]
-      found |= row_table_files.joined(named, shards)
-      self._written |= {name: [] for name in named.names.values()}
+      is_all = named.names[row_table_files.IDS] in self._written
+      before = {} if is_all else self._whole
+      found |= row_table_files.joined(named, before, shards)
     return found
 
-  def _writes_of(self, row_tables, directory):
+  def _writes_of(self, named: row_table_files.Named, directory: str):
+    shards, names = named.table.shards, list(named.names.values())
+    sizes = [shard.size() for shard in shards]
+    shares = self._shares(directory, names, shards, sum(sizes))
+    first, stem = 0, f'r{uuid.uuid4().hex[:12]}'
+    if shares:
+      # Behind those that are there.
+      first = self._whole[names[0]].shape[0]
+      sizes = [shard.changed.count() for shard in shards]
     work = []
-    for named in row_tables:
-      stem, first = f'r{uuid.uuid4().hex[:12]}', 0
-      for number, shard in enumerate(named.table.shards):
-        write = functools.partial(
-          row_table_files.write,
-          directory,
-          f'{stem}-{number}',
-          named,
-          shard,
-          first,
-        )
-        work.append((shard.server, write))
-        first += shard.size()
+    for number, shard in enumerate(shards):
+      write = functools.partial(
+        row_table_files.write,
+        directory,
+        f'{stem}-{number}',
+        named,
+        shard,
+        first,
+        not shares,
+      )
+      work.append((shard.server, write))
+      first += sizes[number]
     return work
 
   def commit(self, path: str, tables: Mapping[str, pieces.Table]) -> None:
     """What `save` wrote is part of a checkpoint."""
-    self._saved = os.path.abspath(path), dict(tables)
+    self._newest = os.path.abspath(path)
+    self._whole = {
+      name: table if name in self._written else self._whole[name]
+      for name, table in tables.items()
+    }
     is_whole = len(self._written) == len(tables)
     self._shared = 0 if is_whole else self._shared + 1
     for parts in self._written.values():
-      for part, _ in parts:
+      for part in parts:
         if part.changed is not None:
           part.changed.forget()
     self._written = {}
 
-  def _may_share(self, name: str, parts: list[_Part]) -> bool:
-    """Whether it is enough to save the rows that changed."""
-    if self._saved is None or name not in self._saved[1]:
-      return False
-    if self._shared >= _MAX_SHARED or any(p.changed is None for p, _ in parts):
-      return False
-    count = sum(part.changed.count() for part, _ in parts)
-    return count <= _MAX_CHANGED * _rows(parts)
+  def _shares(
+    self,
+    directory: str,
+    names: Sequence[str],
+    parts: Sequence[Any],
+    rows: int,
+  ) -> bool:
+    """Takes over the files of arrays, where only some of their rows changed.
+
+    Returns whether it did; else parts are to be written whole.
+    """
+    shares = (
+      self._shared < _MAX_SHARED
+      and all(name in self._whole for name in names)
+      and all(part.changed is not None for part in parts)
+      and sum(part.changed.count() for part in parts) <= _MAX_CHANGED * rows
+      and all(self._link(directory, name) for name in names)
+    )
+    if not shares:
+      self._written |= {**dict.fromkeys(names, ()), names[0]: parts}
+    return shares
 
   def _link(self, directory: str, name: str) -> bool:
-    """Takes over the files of a table; returns whether that worked."""
-    before, tables = self._saved
+    """Takes over the files of an array; returns whether that worked."""
     try:
-      for piece in tables[name].pieces:
+      for piece in self._whole[name].pieces:
         for old, new in zip(
-          pieces.paths(before, piece),
+          pieces.paths(self._newest, piece),
           pieces.paths(directory, piece),
           strict=True,
         ):

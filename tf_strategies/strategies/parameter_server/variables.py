@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from tf_strategies import _tf_internal, errors
+from tf_strategies.keras import row_updates
 from tf_strategies.strategies.parameter_server import (
   changed_rows,
   copied_variables,
@@ -44,6 +45,7 @@ class ServerVariable(_tf_internal.ResourceVariable):
   ):
     self.server = server
     self.is_lost = False
+    self.is_part = False  # Of a partitioned variable.
     # Whether nobody writes it, and its value says nothing: that of a row table.
     self.stays_zero = False
     # What workers have of their own of it (`WorkerStates`); None for most variables.
@@ -85,6 +87,9 @@ class ServerVariable(_tf_internal.ResourceVariable):
         with step.at_home(copy):
           return _tf_internal.read_from_copy(self, copy)
     elif tf.executing_eagerly():
+      if not self.is_part:
+        num_bytes = self.shape.num_elements() * self.dtype.size
+        row_updates.warn_of_whole_read(self.name, num_bytes)
       read = super()._read_variable_op
       return self._drained(lambda: self._of_workers(lambda: read(no_copy)))
     return super()._read_variable_op(no_copy)
