@@ -110,6 +110,11 @@ class Dim:
     return Dim(self.number // other.number, rest)
 
 
+def symbol(what: str, of: Any, position: int) -> Dim:
+  """A length that is known when it runs."""
+  return Dim(1, (f'{what}:{id(of)}:{position}',))
+
+
 ONE = Dim(1)
 ROWS = Dim(1, (BATCH,))
 
