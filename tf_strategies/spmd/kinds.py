@@ -133,7 +133,9 @@ class Value:
 
   `dims` are the lengths of the whole tensor, None for an unknown rank. `ints` are
   the contents of a small tensor of integers, as lengths, None where unknown.
-  `resource` is the variable, or other object, that a handle stands for. `axes`
+  `resource` is the variable, or other object, that a handle stands for: it tells
+  whether replicas hold parts of a sum (`is_part`), a `shard` each, or there is one
+  (`is_single`), and a site's `handle`. `axes`
   tells of a tensor of axes whether it holds each of them, or None.
   """
 

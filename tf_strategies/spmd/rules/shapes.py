@@ -336,9 +336,7 @@ def _unpack(context: Context) -> Decision | None:
     return context.summed()
   decision = context.whole()
   if value.ints and len(value.dims) == 1:
-    decision.outputs = [
-      Value(WHOLE, (), (n,)) for n in value.ints[:count]
-    ]
+    decision.outputs = [Value(WHOLE, (), (n,)) for n in value.ints[:count]]
   return decision
 
 
