@@ -16,7 +16,7 @@ from benchmarks import processes
 from tf_strategies import errors, planning
 from tf_strategies.collectives import Link, Topology
 from tf_strategies.planning import planner
-from tf_strategies.strategies.mirrored import reducer
+from tf_strategies.strategies.mirrored import packing
 
 _LINK = Link(1e-3, 1e-7)
 _MIB = 1 << 20
@@ -31,7 +31,7 @@ class BucketsTest(absltest.TestCase):
     st.sampled_from([_MIB, 2 * _MIB, 8 * _MIB]),
   )
   def test_as_a_strategy_packs_them(self, lengths, most):
-    packed = reducer.pack([tf.zeros([n]) for n in lengths], most)
+    packed = packing.pack([tf.zeros([n]) for n in lengths], most)
     self.assertEqual(
       planner.buckets_of([4 * n for n in lengths], most),
       [4 * bucket.shape[0] for bucket in packed.buckets],

@@ -124,30 +124,6 @@ def strategy_of(
   return optimizer._distribution_strategy
 
 
-def _divide_first(apply):
-  """Tells which pieces of gradients are wanted before all of them are looked at."""
-
-  @functools.wraps(apply)
-  def apply_divided(self, grads, trainable_variables=None):
-    extended = tf.distribute.get_strategy().extended
-    divide = getattr(extended, 'mark_divided', None)
-    variables = trainable_variables
-    if divide is not None and variables is not None:
-      variables = list(variables)
-      grads = divide(self, list(grads), variables)
-    apply(self, grads, variables)
-
-  return apply_divided
-
-
-change(
-  keras.optimizers.LossScaleOptimizer,
-  'apply(grads, trainable_variables)',
-  _divide_first,
-  'a gradient that is divided is not gathered to see whether it is finite',
-)
-
-
 def is_check_finite(fn: Callable) -> bool:
   """Whether `fn` is what loss scaling asks every replica."""
   owner = getattr(fn, '__self__', None)

@@ -90,18 +90,12 @@ def check_row_optimizer(
     )
 
 
-def _check_first(apply):
-  @functools.wraps(apply)
-  def apply_checked(self, grads, trainable_variables=None):
-    variables = trainable_variables
-    if variables is not None:
-      variables = list(variables)
-    for each in self._trainable_variables if variables is None else variables:
-      if table_of(each) is not None:
-        check_row_optimizer(self, each)
-    apply(self, grads, variables)
-
-  return apply_checked
+def _check_first(optimizer, gradients, variables, apply):
+  trained = optimizer._trainable_variables if variables is None else variables
+  for each in trained:
+    if table_of(each) is not None:
+      check_row_optimizer(optimizer, each)
+  apply(gradients)
 
 
 def _update_tables_apart(update):
@@ -124,9 +118,7 @@ for _optimizer in (
   base_optimizer.BaseOptimizer,
   keras.optimizers.LossScaleOptimizer,
 ):
-  steps.change(
-    _optimizer, 'apply(grads, trainable_variables)', _check_first, _WHY
-  )
+  updates.before_apply(_optimizer, _check_first, _WHY)
 steps.change(
   tf_optimizer.TFOptimizer,
   '_backend_update_step(grads, trainable_variables, learning_rate)',

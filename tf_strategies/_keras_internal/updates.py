@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import keras
 import tensorflow as tf
@@ -21,56 +21,58 @@ def chain(optimizer) -> Iterator[keras.optimizers.Optimizer]:
     optimizer = getattr(optimizer, 'inner_optimizer', None)
 
 
-def _reduce_first(apply):
+def before_apply(owner: type, see: Callable[..., None], why: str) -> None:
+  """Has `see(optimizer, gradients, variables, apply)` call `apply(gradients)`."""
+
+  def how(apply):
+    @functools.wraps(apply)
+    def apply_seen(self, grads, trainable_variables=None):
+      variables = trainable_variables
+      if variables is not None:
+        variables = list(variables)
+      see(
+        self,
+        list(grads),
+        variables,
+        lambda grads: apply(self, grads, variables),
+      )
+
+    return apply_seen
+
+  steps.change(owner, 'apply(grads, trainable_variables)', how, why)
+
+
+def _reduce_first(optimizer, gradients, variables, apply):
   """Reduces gradients before they are clipped, accumulated and unscaled."""
-
-  @functools.wraps(apply)
-  def apply_reduced(self, grads, trainable_variables=None):
-    extended = tf.distribute.get_strategy().extended
-    reduce_first = getattr(extended, 'apply_gradients', None)
-    if reduce_first is None:
-      apply(self, grads, trainable_variables)
-      return
-    variables = trainable_variables
-    if variables is not None:
-      variables = list(variables)
-    reduce_first(
-      self,
-      list(grads),
-      variables,
-      lambda reduced: apply(self, reduced, variables),
-    )
-
-  return apply_reduced
+  extended = tf.distribute.get_strategy().extended
+  if hasattr(extended, 'apply_gradients'):
+    extended.apply_gradients(optimizer, gradients, variables, apply)
+  else:
+    apply(gradients)
 
 
-steps.change(
+def _mark_first(optimizer, gradients, variables, apply):
+  """Lets a strategy know, in a model's step, which tensors are gradients.
+
+  And which pieces of them are wanted, before all of them are looked at.
+  """
+  extended = tf.distribute.get_strategy().extended
+  if variables is not None and hasattr(extended, 'mark_divided'):
+    gradients = extended.mark_divided(optimizer, gradients, variables)
+  if variables is not None and hasattr(extended, 'mark'):
+    gradients = extended.mark(gradients, variables)
+  apply(gradients)
+
+
+before_apply(
   base_optimizer.BaseOptimizer,
-  'apply(grads, trainable_variables)',
   _reduce_first,
   'a part of a gradient has another norm than the whole',
 )
-
-
-def _mark_first(apply):
-  """Lets a strategy know, in a model's step, which tensors are gradients."""
-
-  @functools.wraps(apply)
-  def apply_marked(self, grads, trainable_variables=None):
-    mark = getattr(tf.distribute.get_strategy().extended, 'mark', None)
-    if mark is not None and trainable_variables is not None:
-      trainable_variables = list(trainable_variables)
-      grads = mark(list(grads), trainable_variables)
-    apply(self, grads, trainable_variables)
-
-  return apply_marked
-
-
-steps.change(
+before_apply(
   keras.optimizers.LossScaleOptimizer,
-  'apply(grads, trainable_variables)',
   _mark_first,
-  'gradients are added up before they are found to be finite',
+  'gradients are added up, or divided, before they are found to be finite',
 )
 
 

@@ -19,7 +19,6 @@ from tf_strategies import (
 from tf_strategies.checkpoint import model_state
 from tf_strategies.checkpoint.position import Position
 from tf_strategies.fault_tolerance import (
-  elastic_arrays,
   elastic_callbacks,
   elastic_members,
   elastic_options,
@@ -133,9 +132,9 @@ class Job:
         self.state.epoch,
         self.state.rows // self._batch + applied - self._counted,
       )
-    self._held = [elastic_arrays.read(v) for v in self._variables()]
+    self._held = [elastic_members.read(v) for v in self._variables()]
     self._held_rests = [
-      elastic_arrays.read(v) for v in self._kept(are_parts=True)
+      elastic_members.read(v) for v in self._kept(are_parts=True)
     ]
     self._objects = None
 
@@ -354,7 +353,7 @@ class Job:
   def hold_metrics(self, model) -> None:
     """Keeps what metrics say before they are reset, for who is a step behind."""
     if model is self._model:
-      values = [elastic_arrays.read(v) for v in self._metrics()]
+      values = [elastic_members.read(v) for v in self._metrics()]
       self._before_reset = self.num_steps, values
 
   def may_share(self) -> bool:
@@ -386,7 +385,7 @@ class Job:
     is_root = group.rank == root
     held = self._held if is_root and not self._members.is_shared else None
     if held is None:
-      held = [elastic_arrays.read(v) for v in variables]
+      held = [elastic_members.read(v) for v in variables]
     elif [v.shape for v in held] != [tuple(v.shape) for v in variables]:
       raise errors.CheckpointMismatchError(
         'The model and its optimizers have other variables than those that this '
@@ -397,7 +396,7 @@ class Job:
     for i, value in enumerate(held):
       flat = np.frombuffer(value.tobytes(), np.uint8)
       flat = group.broadcast(flat, root, name=f'elastic/{i}')
-      values.append(elastic_arrays.like(flat, value))
+      values.append(elastic_members.like(flat, value))
     metrics = self._take_metrics(group, root)
     if is_missing:
       self._assign(variables, values)
@@ -408,24 +407,24 @@ class Job:
 
   def _take_metrics(self, group, root):
     """The metrics of a rank; None where they are others."""
-    values = [elastic_arrays.read(v) for v in self._metrics()]
+    values = [elastic_members.read(v) for v in self._metrics()]
     if self._before_reset and self._before_reset[0] == self.num_steps:
       values = self._before_reset[1]
     flat = np.frombuffer(b''.join(v.tobytes() for v in values), np.uint8)
-    flat = elastic_arrays.broadcast(group, root, flat, 'metrics')
+    flat = elastic_members.broadcast(group, root, flat, 'metrics')
     if not values or flat.size != sum(v.nbytes for v in values):
       return None
     ends = np.cumsum([v.nbytes for v in values])
     parts = np.split(flat, ends[:-1])
     return [
-      elastic_arrays.like(part, value)
+      elastic_members.like(part, value)
       for part, value in zip(parts, values, strict=True)
     ]
 
   def take_callbacks(self, group, root: int, is_missing: bool) -> None:
     """Receives what the callbacks of a rank know; for those that begin here."""
     packed = elastic_callbacks.pack(self._callbacks)
-    packed = elastic_arrays.broadcast(group, root, packed, 'callbacks')
+    packed = elastic_members.broadcast(group, root, packed, 'callbacks')
     self._callbacks_of_others = packed if is_missing else None
 
   def go_on_at(self, state, num_steps: int) -> None:

@@ -17,6 +17,7 @@ import os
 import time
 from typing import Any
 
+import numpy as np
 from absl import logging
 
 from tf_strategies import errors, process_group
@@ -329,3 +330,25 @@ class Members(elastic.Membership):
 def _was_restarted() -> bool:
   """Whether the launcher, or who follows its ways, has started this task again."""
   return os.environ.get('TFS_RESTART_COUNT', '0') != '0'
+
+
+# Arrays that workers hand to each other.
+
+
+def read(variable) -> np.ndarray:
+  """A copy of what a variable holds."""
+  return np.array(variable.numpy())
+
+
+def broadcast(group, root: int, flat: np.ndarray, what: str) -> np.ndarray:
+  """The root's bytes, of which only it knows how many there are."""
+  size = np.int64([flat.size])
+  size = group.broadcast(size, root, name=f'elastic/{what}/size')[0]
+  if group.rank != root:
+    flat = np.zeros([size], np.uint8)
+  return group.broadcast(flat, root, name=f'elastic/{what}')
+
+
+def like(flat: np.ndarray, value: np.ndarray) -> np.ndarray:
+  """Bytes as an array of the dtype and shape of `value`."""
+  return np.frombuffer(flat.tobytes(), value.dtype).reshape(value.shape)

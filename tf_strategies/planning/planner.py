@@ -305,10 +305,7 @@ def _seconds(schedule, num_bytes, topology, compression) -> float:
 @functools.lru_cache(maxsize=1024)
 def _most_sent(schedule, num_bytes) -> int:
   sizes = cost_model.schedule_lib.chunk_sizes(num_bytes, schedule.num_chunks)
-  sent = [0] * schedule.world_size
-  for t in schedule.transfers:
-    sent[t.src] += sizes[t.chunk]
-  return max(sent)
+  return max(schedule.bytes_out(sizes))
 
 
 @functools.lru_cache

@@ -320,19 +320,16 @@ class _Stretch:
 
 @functools.lru_cache(maxsize=256)
 def by_name(
-  algorithm: str, world_size: int, rank: int, length: int, form: Format
+  algorithm: str,
+  world_size: int,
+  rank: int,
+  length: int,
+  form: Format,
+  is_half: bool = False,
 ) -> Plan:
-  """`from_schedule` for an algorithm; compiled once."""
+  """`from_schedule` for an algorithm, or its reduce-scatter half; compiled once."""
   schedule = algorithms.build(algorithm, world_size)
-  return from_schedule(schedule, rank, length, form)
-
-
-@functools.lru_cache(maxsize=256)
-def half_by_name(
-  algorithm: str, world_size: int, rank: int, length: int, form: Format
-) -> Plan:
-  """As `by_name`, of the algorithm's reduce-scatter half."""
-  schedule = algorithms.build(algorithm, world_size).reduce_scatter()
+  schedule = schedule.reduce_scatter() if is_half else schedule
   return from_schedule(schedule, rank, length, form)
 
 

@@ -109,7 +109,6 @@ def reduction(
     is_small = num_bytes <= small_bytes
     names = _LOSSY_CANDIDATES if is_coded else candidates
     algorithm = choose(kind, topology, num_bytes, is_small, names)
-  compile_plan = plan_lib.by_name if is_whole else plan_lib.half_by_name
   collective = Collective(
     kind,
     name,
@@ -120,7 +119,9 @@ def reduction(
     op if compression == 'none' else f'{op} {compression}',
     piece_bytes=piece_bytes if is_coded else 0,
   )
-  plan = compile_plan(algorithm, world_size, rank, length, form)
+  plan = plan_lib.by_name(
+    algorithm, world_size, rank, length, form, not is_whole
+  )
   return Reduction(collective, plan, form, simulator.REDUCTIONS[op])
 
 

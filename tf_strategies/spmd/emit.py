@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from tf_strategies import _tf_internal
 from tf_strategies.spmd import actions, kinds, pieces
-from tf_strategies.spmd import blocks as blocks_lib
 from tf_strategies.spmd import program as program_lib
 from tf_strategies.spmd import site as site_lib
 from tf_strategies.spmd.exchange import Exchange
@@ -27,6 +26,29 @@ class _Needs:
 
   nodes: dict[Node, set[Site]] = dataclasses.field(default_factory=dict)
   meetings: dict[Tensor, set[Site]] = dataclasses.field(default_factory=dict)
+
+
+class _Key(NamedTuple):
+  """Where a block is built, and how: what waits for every meeting is deferred."""
+
+  sites: tuple[Site, ...]
+  is_deferred: bool
+  is_shared: bool
+  is_compiled: bool
+
+
+@dataclasses.dataclass(eq=False)
+class _Block:
+  """Nodes that are built together, in an order in which they can run.
+
+  `level` counts the meetings before, `turn` the other blocks of that level that have
+  to run before.
+  """
+
+  level: int
+  turn: int
+  key: _Key
+  nodes: list[Node] = dataclasses.field(default_factory=list)
 
 
 class Emitter:
@@ -72,19 +94,20 @@ class Emitter:
         self._meet(pending, met)
         met += 1
       with tf.control_dependencies(
-        self._barrier() if block.is_deferred else []
+        self._barrier() if block.key.is_deferred else []
       ):
-        if block.is_shared and (block.is_compiled or len(block.sites) > 1):
-          self._call(block, block.sites, users)
-        elif any(site.is_mine is not None for site in block.sites):
-          for site in block.sites:
+        sites = block.key.sites
+        if block.key.is_shared and (block.key.is_compiled or len(sites) > 1):
+          self._call(block, sites, users)
+        elif any(site.is_mine is not None for site in sites):
+          for site in sites:
             self._call(block, [site], users)
         else:
           for node in block.nodes:
             if plan.decisions[node].emit_together:
-              self._build_together(node, block.sites)
+              self._build_together(node, sites)
               continue
-            for site in block.sites:
+            for site in sites:
               self._build(node, site)
     while pending:
       self._meet(pending, met)
@@ -175,12 +198,12 @@ class Emitter:
 
   # Building.
 
-  def _blocks(self, needs) -> list[blocks_lib.Block]:
+  def _blocks(self, needs) -> list[_Block]:
     """The nodes in an order in which they can run, in as few blocks as can be."""
     plan = self._plan
-    blocks: dict[tuple, blocks_lib.Block] = {}
+    blocks: dict[tuple, _Block] = {}
     # Of each node that is built its block; of others the nodes before them.
-    places: dict[Node, blocks_lib.Block] = {}
+    places: dict[Node, _Block] = {}
     orders: dict[Node, set[Node]] = {}
     for node in plan.program.nodes:
       before = {
@@ -201,7 +224,7 @@ class Emitter:
       is_shared = not decision.emit_together and actions.is_alike(
         decision.bodies.values(), sites
       )
-      key = (
+      key = _Key(
         sites,
         node in plan.deferred,
         is_shared,
@@ -211,9 +234,8 @@ class Emitter:
       for block in (places[n] for n in before):
         if block.level == level:
           turn = max(turn, block.turn + (block.key != key))
-      block = blocks.setdefault(
-        (level, turn, key), blocks_lib.Block(level, turn, key)
-      )
+      how = level, turn, key
+      block = blocks.setdefault(how, _Block(*how))
       block.nodes.append(node)
       places[node] = block
     return sorted(blocks.values(), key=lambda b: (b.level, b.turn))
@@ -264,7 +286,7 @@ class Emitter:
       if users.get(tensor, set()) - {id(block)}
     ]
 
-    @tf.function(autograph=False, jit_compile=block.is_compiled or None)
+    @tf.function(autograph=False, jit_compile=block.key.is_compiled or None)
     def compute(rows, arguments):
       template = sites[0].template(rows)
       for (key, values), argument in zip(given.items(), arguments, strict=True):

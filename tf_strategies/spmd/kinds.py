@@ -110,6 +110,11 @@ class Dim:
     return Dim(self.number // other.number, rest)
 
 
+def symbol(what: str, of: Any, position: int) -> Dim:
+  """A length that is known when it runs."""
+  return Dim(1, (f'{what}:{id(of)}:{position}',))
+
+
 ONE = Dim(1)
 ROWS = Dim(1, (BATCH,))
 
@@ -128,7 +133,9 @@ class Value:
 
   `dims` are the lengths of the whole tensor, None for an unknown rank. `ints` are
   the contents of a small tensor of integers, as lengths, None where unknown.
-  `resource` is the variable, or other object, that a handle stands for. `axes`
+  `resource` is the variable, or other object, that a handle stands for: it tells
+  whether replicas hold parts of a sum (`is_part`), a `shard` each, or there is one
+  (`is_single`), and a site's `handle`. `axes`
   tells of a tensor of axes whether it holds each of them, or None.
   """
 

@@ -13,7 +13,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from tf_strategies import errors
@@ -91,9 +90,6 @@ class Plan:
   counted: set[Tensor] = dataclasses.field(default_factory=set)
 
   def __post_init__(self):
-    self._find_sums()
-
-  def _find_sums(self) -> None:
     """Tells sums that a step makes of its rows from those that variables hold.
 
     A replica without rows adds nothing to the first and its share to the second.
@@ -282,16 +278,35 @@ class Context:
     """An output of which TensorFlow's lengths are right."""
     return Value(kind, known.pop('dims', self.dims(index)), **known)
 
-  def own_shape(self, site, inputs, index: int, axis: int) -> tf.Tensor:
-    """Of input `index`, a shape, a replica's: `axis` holds its rows."""
-    return site.own_shape(
-      inputs[index], axis, self.inputs[index], self.node.inputs[index]
-    )
+  def along(self, at: int | None = None, emit=None, dims=None) -> Decision:
+    """Outputs have the rows of input 0, along `at`; other inputs are whole."""
+    value = self.inputs[0]
+    axis = value.kind.axis
+    outputs = [
+      self.split(axis if at is None else at, value.dims[axis], i, dims)
+      for i in range(len(self.node.outputs))
+    ]
+    return Decision(self.first_wanted(), outputs, emit)
 
-  def value_symbol(self, index: int, position: int) -> Dim:
-    """A length that is known when it runs: an element of an output."""
-    tensor = self.node.outputs[index]
-    return _symbol('value', tensor, position)
+  def summed(self) -> Decision:
+    """Outputs are sums, as input 0 is, or its rows are; other inputs are whole."""
+    outputs = [self.out(kinds.SUM, i) for i in range(len(self.node.outputs))]
+    return Decision(self.first_wanted(), outputs)
+
+  def first_wanted(self) -> list:
+    """Input 0 as it is, and the others whole."""
+    return [self.kinds[0], *[WHOLE] * (len(self.inputs) - 1)]
+
+  def with_own_shape(self, index: int, axis: int) -> Callable:
+    """Builds it with a replica's shape as input `index`: `axis` holds its rows."""
+    value, like = self.inputs[index], self.node.inputs[index]
+
+    def emit(site, inputs):
+      inputs = list(inputs)
+      inputs[index] = site.own_shape(inputs[index], axis, value, like)
+      return site.op(self.node, inputs)
+
+    return emit
 
 
 Rule = Callable[[Context], Decision | None]
@@ -372,17 +387,6 @@ def _seen(value: Value, forced) -> Value:
   return value.of(forced) if forced and isinstance(value.kind, Part) else value
 
 
-def const_ints(tensor: Tensor) -> np.ndarray | None:
-  """The contents of a small constant of integers."""
-  node = tensor.node
-  if node.type != 'Const' or not tensor.dtype.is_integer:
-    return None
-  elements = tensor.shape.num_elements()
-  if elements is None or elements > 64:
-    return None
-  return tf.make_ndarray(node.attrs['value'].tensor)
-
-
 class _Planner:
   def __init__(self, program, arguments, forced, memo, may_meet):
     self.program = program
@@ -412,7 +416,7 @@ class _Planner:
     if tensor.shape.rank is None:
       return None
     return tuple(
-      Dim(n) if n is not None else _symbol('dim', tensor, axis)
+      Dim(n) if n is not None else kinds.symbol('dim', tensor, axis)
       for axis, n in enumerate(tensor.shape)
     )
 
@@ -489,7 +493,3 @@ def _default(context) -> Decision:
     ]
     return Decision([WHOLE] * len(context.inputs), outputs)
   return context.whole()
-
-
-def _symbol(what, tensor, position) -> Dim:
-  return Dim(1, (f'{what}:{id(tensor)}:{position}',))

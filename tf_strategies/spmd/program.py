@@ -67,12 +67,12 @@ class Node:
       )
     )
 
-  def attr(self, name: str, default=None):
-    """The value of an attribute, as Python's."""
+  def attr(self, name: str):
+    """The value of an attribute, as Python's; None if it has none."""
     try:
       return self.op.get_attr(name)
     except ValueError:
-      return default
+      return None
 
 
 @dataclasses.dataclass(eq=False)

@@ -112,30 +112,25 @@ class Site:
 
   def inner(self) -> Site:
     """The same place inside of a branch or loop."""
-    return Site(
-      self.device,
-      self.rows,
-      self.replica,
-      self.is_chief,
-      self.is_home,
-      parent=self,
-      main=self.main,
-      adds_in_order=self.adds_in_order,
-    )
+    return self._like(self.device, self.rows, self)
 
   def template(self, rows: dict[str, tf.Tensor]) -> Site:
     """What stands for this and other places in a function that gets `rows`."""
-    site = Site(
-      None,
-      Rows(**rows),
+    site = self._like(None, Rows(**rows))
+    site.stand_in = None
+    return site
+
+  def _like(self, device, rows, parent=None) -> Site:
+    return Site(
+      device,
+      rows,
       self.replica,
       self.is_chief,
       self.is_home,
-      main=self.main,
+      parent,
+      self.main,
       adds_in_order=self.adds_in_order,
     )
-    site.stand_in = None
-    return site
 
   def handle(self, resource) -> tf.Tensor:
     """The handle of a variable, or of another object."""

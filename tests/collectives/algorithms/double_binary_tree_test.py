@@ -50,12 +50,12 @@ class DoubleBinaryTreeTest(parameterized.TestCase):
   def test_is_found_by_name(self):
     self.assertIs(ALGORITHMS['double_binary_tree'], BUILD)
 
-  @parameterized.product(n=WORLD_SIZES, segments=(1, 2, 3))
-  def test_is_valid_and_exact(self, n, segments):
-    schedule = BUILD(n, segments).validate()
+  @parameterized.parameters(*WORLD_SIZES)
+  def test_is_valid_and_exact(self, n):
+    schedule = BUILD(n).validate()
     self.assertTrue(schedule.adds_up_once())
-    self.assertEqual(schedule.num_chunks, 2 * segments if n > 1 else 1)
-    self.assertLen(schedule.transfers, 4 * segments * (n - 1))
+    self.assertEqual(schedule.num_chunks, 2 if n > 1 else 1)
+    self.assertLen(schedule.transfers, 4 * (n - 1))
     for length in (0, 1, 2, 3, 31, 97):
       assert_exact_sum(schedule, length)
 
@@ -66,16 +66,6 @@ class DoubleBinaryTreeTest(parameterized.TestCase):
     self.assertEqual(
       table(BUILD(3)),
       [['01+0', '02+1', '12+1', '21+0'], ['10=0', '12=0', '20=1', '21=1']],
-    )
-
-  def test_of_3_in_segments(self):
-    self.assertEqual(
-      table(BUILD(3, segments=2)),
-      [
-        ['01+0', '02+2', '12+2', '21+0'],
-        ['01+1', '02+3', '10=0', '12=0', '12+3', '20=2', '21+1', '21=2'],
-        ['10=1', '12=1', '20=3', '21=3'],
-      ],
     )
 
   def test_of_4(self):
@@ -112,12 +102,11 @@ class DoubleBinaryTreeTest(parameterized.TestCase):
       children = [t.dst for t in transfers if t.reduce and t.chunk == chunk]
       self.assertLessEqual(max(map(children.count, children), default=0), 2)
 
-  @parameterized.product(n=WORLD_SIZES[1:], segments=(1, 3))
-  def test_bytes_of_each_rank(self, n, segments):
-    schedule = BUILD(n, segments)
+  @parameterized.parameters(*WORLD_SIZES[1:])
+  def test_bytes_of_each_rank(self, n):
+    schedule = BUILD(n)
     for length in (0, 1, 31, 12 * n):
-      sizes = chunk_sizes(length, 2 * segments)
-      halves = sum(sizes[:segments]), sum(sizes[segments:])
+      sizes = halves = chunk_sizes(length, 2)
       # Rank r is at position r + 1 of the first tree, and at r of the second,
       # whose position n is rank 0. Each neighbour gets a half and sends one.
       expected = tuple(
@@ -132,23 +121,15 @@ class DoubleBinaryTreeTest(parameterized.TestCase):
       planned = schedule.bytes_per_link([8 * size for size in sizes])
       self.assertEqual(moved, planned)
 
-  @parameterized.product(n=(*WORLD_SIZES, 100, 1000), segments=(1, 5))
-  def test_rounds_are_logarithmic(self, n, segments):
-    expected = 2 * (n.bit_length() - 1) + segments - 1 if n > 1 else 0
-    self.assertEqual(BUILD(n, segments).num_rounds, expected)
+  @parameterized.parameters(*WORLD_SIZES, 100, 1000)
+  def test_rounds_are_logarithmic(self, n):
+    expected = 2 * (n.bit_length() - 1) if n > 1 else 0
+    self.assertEqual(BUILD(n).num_rounds, expected)
 
-  def test_segments_make_large_buffers_cheaper_in_the_model(self):
+  def test_large_buffers_are_cheaper_in_the_model_than_by_one_tree(self):
     mesh = Topology(16, Link(1e-5, 1e-9))
     tree = cost(ALGORITHMS['tree'](16), 10**8, mesh)
-    one, eight = (cost(BUILD(16, s), 10**8, mesh) for s in (1, 8))
-    self.assertLess(one, tree)
-    self.assertLess(eight, one)
-
-  @parameterized.parameters(0, -1, True, 1.0, '2', None)
-  def test_bad_segments(self, segments):
-    BUILD(3, 1)
-    with self.assertRaisesRegex(errors.ScheduleError, 'segments.*Fix'):
-      BUILD(3, segments)
+    self.assertLess(cost(BUILD(16), 10**8, mesh), tree)
 
   @parameterized.parameters(2, 3, 4, 7)
   def test_a_lost_or_misplaced_transfer_fails(self, n):

@@ -87,7 +87,7 @@ class SeveralTest(parameterized.TestCase):
       self.assertIn(why, message)
 
   def test_ranks_that_leave_without_a_word_would_be_seen(self):
-    declare = control_plane.ControlPlane._declare_failed
+    declare = control_plane.ControlPlane.end
 
     def declare_or_fail_alone(plane, report):
       if plane._state.rank and 'left the group' in report.message:
@@ -97,7 +97,7 @@ class SeveralTest(parameterized.TestCase):
 
     with (
       mock.patch.object(
-        control_plane.ControlPlane, '_declare_failed', declare_or_fail_alone
+        control_plane.ControlPlane, 'end', declare_or_fail_alone
       ),
       self.assertRaises(AssertionError),
     ):

@@ -5,7 +5,7 @@ from absl.testing import absltest, parameterized
 
 from tf_strategies import errors
 from tf_strategies.process_group import options
-from tf_strategies.process_group.rendezvous import cuts, membership, quorum
+from tf_strategies.process_group.rendezvous import membership, quorum
 
 _ADDRESSES = {0: 'a:1', 1: 'b:1', 3: 'c:1'}
 _LIVES = {task: f'life {task}' for task in _ADDRESSES}
@@ -357,7 +357,7 @@ class CutTest(parameterized.TestCase):
     self.assertEqual(_proposed(first, 0.0), [0, 1, 3])
     first.cuts.add(3, 1, 'it does not answer', 0.0, _LIVES)
     self.assertEqual(_proposed(first, 1.0), [0, 1])
-    later = cuts.CUT_SECONDS + 1
+    later = quorum.CUT_SECONDS + 1
     _meet(first, second, third, now=later)
     self.assertEqual(_proposed(first, later), [0, 1, 3])
 
@@ -386,7 +386,7 @@ class CutTest(parameterized.TestCase):
     self.assertEqual(
       first.joiners(1.0, told=[99]), ()
     )  # There is no such task.
-    later = cuts.CUT_SECONDS + 1
+    later = quorum.CUT_SECONDS + 1
     self.assertEqual(first.joiners(later, told=[3]), (3,))
 
   def test_pair_is_named_where_nobody_may_be_missing(self):

@@ -8,7 +8,7 @@ from absl.testing import parameterized
 from hypothesis import strategies as st
 
 from tests import virtual_devices
-from tf_strategies.strategies.mirrored import reducer
+from tf_strategies.strategies.mirrored import packing
 
 virtual_devices.configure()
 
@@ -32,7 +32,7 @@ def _arrays(described):
 
 
 def _pack(tensors, bucket_bytes, alone_bytes):
-  return reducer.pack(tensors, bucket_bytes, alone_bytes)
+  return packing.pack(tensors, bucket_bytes, alone_bytes)
 
 
 def _round_trip(arrays, is_unknown, bucket_bytes, alone_bytes):
@@ -135,7 +135,7 @@ class BucketsTest(tf.test.TestCase, parameterized.TestCase):
       np.arange(s, dtype=np.float32) + 100 * i for i, s in enumerate(sizes)
     ]
     tensors = [tf.constant(a) for a in arrays]
-    packed = reducer.pack(tensors, 1000, 1000, block=4, num_chunks=3)
+    packed = packing.pack(tensors, 1000, 1000, block=4, num_chunks=3)
     self.assertEqual(packed.members, ((3, 2, 1, 0),))
     # 4, 0, 8 and 4 elements, and then a whole number of blocks a chunk.
     [bucket] = packed.buckets

@@ -6,18 +6,12 @@ from tf_strategies.collectives import schedule
 
 
 @schedule.algorithm
-def double_binary_tree_all_reduce(
-  world_size: int, segments: int = 1
-) -> schedule.Schedule:
+def double_binary_tree_all_reduce(world_size: int) -> schedule.Schedule:
   """Reduces and broadcasts each half of the buffer along a tree of its own.
 
   Inner nodes of one tree are leaves of the other, so that no rank sends or
   receives more than 2 L bytes of a buffer of L, where the root of a single
   tree sends L to each of its children. Takes 2 floor(log2 N) rounds.
-
-  With S segments a half is cut into S chunks that follow each other through
-  the tree, one round apart: S - 1 rounds more, and messages of L / 2 S bytes.
-  A process group overlaps parts of a chunk without that.
 
   Source: Sanders, Speck and Traff, "Two-tree algorithms for full bandwidth
   broadcast, reduction and scan", Parallel Computing 35, 2009; Jeaugey,
@@ -33,16 +27,13 @@ def double_binary_tree_all_reduce(
 
   Args:
     world_size: number of ranks N.
-    segments: chunks S in each half.
 
   Returns:
-    A schedule of 2 S chunks with 4 S (N - 1) transfers.
+    A schedule of 2 chunks with 4 (N - 1) transfers.
 
   Raises:
-    ScheduleError: `world_size` or `segments` is not a positive integer.
+    ScheduleError: `world_size` is not a positive integer.
   """
-  fix = 'Fix: leave it out for one chunk in each half.'
-  segments = schedule.check_int('segments', segments, 1, fix=fix)
   if world_size == 1:
     return schedule.Schedule('double_binary_tree', 1, 1, ())
   height = world_size.bit_length() - 1
@@ -58,15 +49,12 @@ def double_binary_tree_all_reduce(
       # position, which meets the first, is a leaf then.
       src = (position - 1 + tree) % world_size
       dst = (parent - 1 + tree) % world_size
-      for segment in range(segments):
-        chunk = tree * segments + segment
-        up = height - depth + segment
-        # The broadcast is the mirror image of the reduction.
-        down = height + depth - 1 + segment
-        transfers.append(schedule.Transfer(up, src, dst, chunk, True))
-        transfers.append(schedule.Transfer(down, dst, src, chunk, False))
+      # The broadcast is the mirror image of the reduction.
+      up, down = height - depth, height + depth - 1
+      transfers.append(schedule.Transfer(up, src, dst, tree, True))
+      transfers.append(schedule.Transfer(down, dst, src, tree, False))
   return schedule.Schedule(
-    'double_binary_tree', world_size, 2 * segments, tuple(transfers)
+    'double_binary_tree', world_size, 2, tuple(transfers)
   )
 
 

@@ -100,7 +100,7 @@ class ControlPlane:
 
   def declare_failed(self, report: state_lib.FailureReport) -> None:
     """Makes the group fail on all ranks; returns when it has failed here."""
-    self._post(self._declare_failed, report)
+    self._post(self.end, report)
     if not self._state.failed.wait(_DECISION_SECONDS):
       self._state.fail(report)
 
@@ -210,7 +210,7 @@ class ControlPlane:
       # Nobody is left to tell the others: they see it themselves.
       self._state.fail(report)
     else:
-      self._declare_failed(report)
+      self.end(report)
 
   def _send_all(self, kind: protocol.Kind, message: Any) -> None:
     for rank, link in self._links.items():
@@ -219,9 +219,6 @@ class ControlPlane:
 
   def end(self, report: state_lib.FailureReport) -> None:
     """As `declare_failed`, in the loop: returns at once."""
-    self._declare_failed(report)
-
-  def _declare_failed(self, report: state_lib.FailureReport) -> None:
     if self._state.failure is not None:
       return
     center = self._links.get(0)
@@ -257,7 +254,7 @@ class ControlPlane:
       if not late or self._host.now() > end:
         break
       await asyncio.sleep(0.05)
-    self._declare_failed(self._diagnose(suspicion, said))
+    self.end(self._diagnose(suspicion, said))
 
   def _diagnose(self, suspicion, said) -> state_lib.FailureReport:
     return failure_detection.diagnose(self._state.members, suspicion, said)
@@ -278,7 +275,7 @@ class ControlPlane:
   def _on_report(self, rank: int, report: dict[str, Any]) -> None:
     if 'failure' in report:
       failure = state_lib.FailureReport.from_json(report['failure'])
-      self._declare_failed(failure)
+      self.end(failure)
     else:
       self._report({**report, 'reporter': rank})
 
@@ -306,4 +303,4 @@ class ControlPlane:
     missed = self._state.missed()
     if missed is not None:
       # Through rank 0: it would take this rank, which leaves next, for the first.
-      self._declare_failed(missed)
+      self.end(missed)

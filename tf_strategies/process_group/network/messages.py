@@ -78,16 +78,11 @@ class _Record:
     )
 
 
-def _nothing(value: Any, world: int) -> bool:
-  return value is None
+def _of_type(wanted: type) -> _Check:
+  return lambda value, world: isinstance(value, wanted)
 
 
-def _text(value: Any, world: int) -> bool:
-  return isinstance(value, str)
-
-
-def _flag(value: Any, world: int) -> bool:
-  return isinstance(value, bool)
+_nothing, _text, _flag = map(_of_type, (type(None), str, bool))
 
 
 def _is_int(value: Any, least: int, most: int) -> bool:

@@ -13,7 +13,6 @@ from typing import Any
 from tf_strategies import errors, version
 from tf_strategies.process_group import options as options_lib
 from tf_strategies.process_group.rendezvous import address_checks, quorum
-from tf_strategies.process_group.rendezvous import cuts as cuts_lib
 
 # A worker that was reached counts as there for this long.
 FRESH_SECONDS = 3.0
@@ -109,7 +108,7 @@ class Membership:
     self._least = 1
     self._started_at = 0.0
     self._missing = ''
-    self.cuts = cuts_lib.Cuts()
+    self.cuts = quorum.Cuts()
 
   def hello(self, peer: int | None = None) -> dict[str, Any]:
     """What this process tells a peer; without one, all that it could tell."""
@@ -328,7 +327,7 @@ class Membership:
     self._missing = self.missing(now)[:_MOST_TEXT] if leads else ''
     there, are_enough = [], False
     lives = {t: self._seat(t).incarnation for t in [self.task, *forming]}
-    for seconds in (cuts_lib.CUT_SECONDS, cuts_lib.RETRY_SECONDS):
+    for seconds in (quorum.CUT_SECONDS, quorum.RETRY_SECONDS):
       if not are_enough:
         there = self.cuts.leave_out(lives, self.task, now, seconds)
         are_enough = self._are_enough([self._seat(task) for task in there])

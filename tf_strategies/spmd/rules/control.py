@@ -85,32 +85,25 @@ def _joined(context, plans):
 
 
 def _join(found, dims):
+  """What is known of what is one of those found."""
   kinds = [v.kind for v in found]
-  splits = [v for v in found if isinstance(v.kind, Split)]
+  split = next((v for v in found if isinstance(v.kind, Split)), None)
   if all(isinstance(k, Listed) for k in kinds):
-    inner = {k.kind for k in kinds} - {None}
-    if len(inner) > 1:
-      raise NeedsExchangeError(f'its results are {found}')
-    best = next((v for v in found if v.kind.kind is not None), found[0])
-    return best
-  if splits:
-    kind = splits[0].kind
-    length = splits[0].dims[kind.axis]
-    if any(k not in (kind, WHOLE) for k in kinds):
-      raise NeedsExchangeError(f'its results are {found}')
-    if any(v.dims is None or len(v.dims) <= kind.axis for v in found):
-      raise NeedsExchangeError(f'its results are {found}')
-    if dims is None or any(v.dims[kind.axis] != length for v in splits):
-      raise NeedsExchangeError(f'its results are {found}')
-    dims = (*dims[: kind.axis], length, *dims[kind.axis + 1 :])
-    return Value(kind, dims)
-  if SUM in kinds:
-    if any(k not in (SUM, WHOLE) for k in kinds):
-      raise NeedsExchangeError(f'its results are {found}')
-    return Value(SUM, dims)
-  if any(k != WHOLE for k in kinds):
-    raise NeedsExchangeError(f'its results are {found}')
-  return Value(WHOLE, dims)
+    if len({k.kind for k in kinds} - {None}) <= 1:
+      return next((v for v in found if v.kind.kind is not None), found[0])
+  elif all(k in (SUM, WHOLE) for k in kinds):
+    return Value(SUM if SUM in kinds else WHOLE, dims)
+  elif split is not None and dims is not None:
+    axis = split.kind.axis
+    length = split.dims[axis]
+    if all(
+      v.dims is not None
+      and len(v.dims) > axis
+      and (v.kind == WHOLE or (v.kind, v.dims[axis]) == (split.kind, length))
+      for v in found
+    ):
+      return Value(split.kind, (*dims[:axis], length, *dims[axis + 1 :]))
+  raise NeedsExchangeError(f'its results are {found}')
 
 
 def _decision(context, arguments, plans, outputs):
@@ -119,39 +112,26 @@ def _decision(context, arguments, plans, outputs):
   def branch(plan, site, inputs):
     def build():
       results = emit_lib.run_body(plan, site, inputs, [v.kind for v in outputs])
+      # A branch has to have a result.
+      results = results or [tf.constant(0)]
       return [tf.identity(r) if r.dtype != tf.variant else r for r in results]
 
     return build
 
   def emit(site, inputs):
     chosen, *inputs = inputs
-    calls = [branch(p, site, inputs) for p in plans.values()]
+    calls = {name: branch(p, site, inputs) for name, p in plans.items()}
     if node.type.endswith('If'):
-      then, other = (
-        calls[list(plans).index(n)] for n in ('then_branch', 'else_branch')
-      )
-      if not node.outputs:
-        then, other = _with_result(then), _with_result(other)
-      if chosen.dtype != tf.bool:
-        chosen = tf.cast(chosen, tf.bool)
-      results = tf.cond(chosen, then, other)
+      names = 'then_branch', 'else_branch'
+      chosen = tf.cast(chosen, tf.bool)
+      results = tf.cond(chosen, *(calls[name] for name in names))
     else:
-      if not node.outputs:
-        calls = [_with_result(c) for c in calls]
-      results = tf.switch_case(chosen, calls)
+      results = tf.switch_case(chosen, list(calls.values()))
     return tf.nest.flatten(results) if node.outputs else []
 
   return Decision(
     [WHOLE, *(v.kind for v in arguments)], outputs, emit, bodies=plans
   )
-
-
-def _with_result(build):
-  def built():
-    build()
-    return tf.constant(0)
-
-  return built
 
 
 @rule('While', 'StatelessWhile')
@@ -262,22 +242,17 @@ def _loop_decision(context, variables, plans, constant):
     )
     return arguments(tf.nest.flatten(results))
 
-  outputs = []
-  for i, value in enumerate(variables):
-    if constant[i]:
-      outputs.append(value)
-      continue
-    dims = context.dims(i)
+  def output(i, value):
+    if constant[i] or isinstance(value.kind, Listed):
+      return value
     if isinstance(value.kind, Split):
       axis = value.kind.axis
-      dims = (*dims[:axis], value.dims[axis], *dims[axis + 1 :])
-    elif isinstance(value.kind, Listed):
-      outputs.append(value)
-      continue
-    outputs.append(Value(value.kind, dims))
+      return context.split(axis, value.dims[axis], i)
+    return context.out(value.kind, i)
+
   return Decision(
     [v.kind if v.resource is None else WHOLE for v in variables],
-    outputs,
+    [output(i, value) for i, value in enumerate(variables)],
     emit,
     bodies=plans,
   )

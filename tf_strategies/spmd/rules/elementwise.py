@@ -123,6 +123,7 @@ BROADCASTING = [
   'Pow',
   'RealDiv',
   'ReciprocalGrad',
+  'RegexReplace',
   'Relu6Grad',
   'ReluGrad',
   'RightShift',
@@ -134,6 +135,8 @@ BROADCASTING = [
   'SoftsignGrad',
   'SqrtGrad',
   'SquaredDifference',
+  'StringJoin',
+  'StringToHashBucket',
   'TanhGrad',
   'TruncateDiv',
   'TruncateMod',
@@ -159,21 +162,23 @@ LINEAR = [
 ]
 
 
+# The inputs in each of which an operation is linear.
+_FACTORS = {
+  'Mul': (0, 1),
+  'MulNoNan': (0, 1),
+  'RealDiv': (0,),
+  'DivNoNan': (0,),
+}
+
+
 @rule(*UNARY, *BROADCASTING)
 def _elementwise(context: Context) -> Decision | None:
   kinds = context.kinds
-  if context.node.type in ('Mul', 'MulNoNan') and _is_linear_in_one(
-    kinds, (0, 1)
-  ):
-    return _linear(context)
-  if context.node.type in ('RealDiv', 'DivNoNan') and _is_linear_in_one(
-    kinds, (0,)
-  ):
-    return _linear(context)
+  if _is_linear_in_one(kinds, _FACTORS.get(context.node.type, ())):
+    return _linear(context, kinds)
   is_choice = context.node.type == 'SelectV2' and kinds[0] == WHOLE
   if is_choice and SUM in kinds[1:] and not _has_split(kinds):
-    wants = [WHOLE, SUM, SUM]
-    return Decision(wants, [context.out(SUM, dims=_dims(context))])
+    return _linear(context, [WHOLE, SUM, SUM])
   return broadcast(context)
 
 
@@ -195,8 +200,7 @@ def _sums(context: Context) -> Decision | None:
     value = next(known, context.inputs[0])
     return Decision(kinds, [dataclasses.replace(value, ints=None)])
   if SUM in kinds and all(k in (SUM, WHOLE) for k in kinds):
-    wants = [SUM] * len(kinds)
-    return Decision(wants, [context.out(SUM, dims=_dims(context))])
+    return _linear(context, [SUM] * len(kinds))
   return broadcast(context)
 
 
@@ -213,7 +217,7 @@ def _cast(context: Context) -> Decision | None:
   # A sum of a short type wraps around, which the parts of it do not show.
   is_short = node.inputs[0].dtype.is_integer and node.inputs[0].dtype.size < 4
   if kind == SUM and node.outputs[0].dtype.is_floating and not is_short:
-    return Decision([SUM], [context.out(SUM, dims=_dims(context))])
+    return _linear(context, [SUM])
   decision = broadcast(context)
   if decision is not None and node.outputs[0].dtype.is_integer:
     value = decision.outputs[0]
@@ -265,11 +269,6 @@ def _look_up(context: Context) -> Decision:
   return Decision([WHOLE, kind, WHOLE], [Value(kind, keys.dims)])
 
 
-@rule('StringToHashBucket', 'StringJoin', 'RegexReplace')
-def _strings(context: Context) -> Decision | None:
-  return broadcast(context)
-
-
 def _is_linear_in_one(kinds, positions) -> bool:
   """Whether one of the inputs at `positions` is a sum, and the others whole."""
   sums = [i for i, k in enumerate(kinds) if k == SUM]
@@ -283,8 +282,8 @@ def _has_split(kinds) -> bool:
   return any(isinstance(k, Split) for k in kinds)
 
 
-def _linear(context) -> Decision:
-  return Decision(context.kinds, [context.out(SUM, dims=_dims(context))])
+def _linear(context, wants) -> Decision:
+  return Decision(wants, [context.out(SUM, dims=_dims(context))])
 
 
 def _dims(context) -> tuple[Dim, ...] | None:

@@ -130,20 +130,16 @@ _LINEAR_IMAGES = (
 
 @rule(*_IMAGES)
 def _images(context: Context) -> Decision | None:
-  first, *others = context.inputs
+  first = context.inputs[0]
   is_linear = context.node.type in _LINEAR_IMAGES
   if first.kind == SUM and is_linear and context.kinds.count(SUM) == 1:
-    return Decision([SUM] + [WHOLE] * len(others), [context.out(SUM)])
-  if first.kind != Split(0):
-    if context.node.type == 'BiasAdd' and isinstance(first.kind, Split):
-      axis = first.kind.axis
-      if axis < len(first.dims) - 1:
-        return Decision(
-          [first.kind, WHOLE], [context.split(axis, first.dims[axis])]
-        )
-    return None
-  wants = [Split(0), *([WHOLE] * len(others))]
-  return Decision(wants, [context.split(0, first.dims[0])])
+    return context.summed()
+  is_split = isinstance(first.kind, Split)
+  if is_split and context.node.type == 'BiasAdd':
+    is_split = first.kind.axis < len(first.dims) - 1
+  elif is_split:
+    is_split = first.kind == Split(0)
+  return context.along() if is_split else None
 
 
 # Operations all of whose inputs are batches of images.
@@ -172,12 +168,11 @@ def _pool_gradient(context: Context) -> Decision | None:
   value = context.inputs[1]
   if value.kind != Split(0):
     return None
-  node = context.node
-
-  def emit(site, inputs):
-    return site.op(node, [context.own_shape(site, inputs, 0, 0), inputs[1]])
-
-  return Decision([WHOLE, value.kind], [context.split(0, value.dims[0])], emit)
+  return Decision(
+    [WHOLE, value.kind],
+    [context.split(0, value.dims[0])],
+    context.with_own_shape(0, 0),
+  )
 
 
 _INPUT_GRADIENTS = (
@@ -195,14 +190,11 @@ _FILTER_GRADIENTS = (
 @rule(*_INPUT_GRADIENTS)
 def _input_gradient(context: Context) -> Decision | None:
   _, filters, value = context.inputs
-  node = context.node
   if value.kind == Split(0):
     return Decision(
       [WHOLE, WHOLE, Split(0)],
       [context.split(0, value.dims[0])],
-      lambda site, inputs: site.op(
-        node, [context.own_shape(site, inputs, 0, 0), *inputs[1:]]
-      ),
+      context.with_own_shape(0, 0),
     )
   if value.kind == SUM and filters.kind == WHOLE:
     return Decision([WHOLE, WHOLE, SUM], [context.out(SUM)])
@@ -247,16 +239,10 @@ def _rows(context: Context) -> Decision | None:
     return None
   if context.node.type == 'MatrixDiagPartV3' and context.inputs[1].dims != ():
     return None  # Several diagonals.
-  wants = [value.kind] + [WHOLE] * (len(context.inputs) - 1)
+  decision = context.along()
   if context.node.type == 'InTopKV2':
-    wants[1] = value.kind
-  return Decision(
-    wants,
-    [
-      context.split(axis, value.dims[axis], i)
-      for i in range(len(context.node.outputs))
-    ],
-  )
+    decision.wants[1] = value.kind
+  return decision
 
 
 @rule('MatrixDiagV3')
@@ -264,24 +250,21 @@ def _diagonal(context: Context) -> Decision | None:
   value, diagonals, *_ = context.inputs
   if value.dims is None or diagonals.numbers != (0,):
     return None
-  node, axis = context.node, None
+  node = context.node
   lengths = [d.number if d.is_number else None for d in value.dims]
   if isinstance(value.kind, Split):
-    axis = value.kind.axis
-    if axis == len(value.dims) - 1:
+    if value.kind.axis == len(value.dims) - 1:
       return None
-    lengths[axis] = None
+    lengths[value.kind.axis] = None
 
   def emit(site, inputs):
     # In a function TensorFlow forgets lengths, and fails if it knows only some.
     inputs = [tf.ensure_shape(inputs[0], lengths), *inputs[1:]]
     return site.op(node, inputs)
 
-  if axis is None:
-    return context.whole(emit)
-  return Decision(
-    [value.kind, *[WHOLE] * 4], [context.split(axis, value.dims[axis])], emit
-  )
+  if isinstance(value.kind, Split):
+    return context.along(emit=emit)
+  return context.whole(emit)
 
 
 @rule('SoftmaxCrossEntropyWithLogits', 'SparseSoftmaxCrossEntropyWithLogits')
@@ -304,7 +287,7 @@ def _transform(context: Context) -> Decision | None:
   images, transforms, *_ = context.inputs
   if images.kind != Split(0) or transforms.dims is None:
     return None
-  repeated = transforms.dims[0] == Dim(1)
-  wants = [Split(0), WHOLE if repeated else Split(0)]
-  wants += [WHOLE] * (len(context.inputs) - 2)
-  return Decision(wants, [context.split(0, images.dims[0])])
+  decision = context.along()
+  if transforms.dims[0] != Dim(1):
+    decision.wants[1] = Split(0)
+  return decision

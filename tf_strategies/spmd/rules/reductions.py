@@ -25,7 +25,7 @@ def _reduction(context: Context) -> Decision | None:
   op = context.node.type
   linear = op in ('Sum', 'Mean')
   if value.kind == SUM and linear and context.node.inputs[0].dtype.is_floating:
-    return Decision([SUM, WHOLE], [context.out(SUM)])
+    return context.summed()
   if value.kind == Part(OPS[op]) != SUM:
     return Decision([value.kind, WHOLE], [context.out(value.kind)])
   if not isinstance(value.kind, Split):
@@ -46,9 +46,7 @@ def _reduction(context: Context) -> Decision | None:
     if not keeps and None in before:
       return None
     at = axis if keeps else axis - sum(before)
-    return Decision(
-      [value.kind, WHOLE], [context.split(at, value.dims[axis], dims=dims)]
-    )
+    return context.along(at, dims=dims)
   dims = tuple(dims)
   if op != 'Mean':
     return Decision([value.kind, WHOLE], [Value(Part(OPS[op]), dims)])
@@ -140,10 +138,7 @@ def _broadcast_gradient_args(context: Context) -> Decision | None:
 
 @rule('L2Loss')
 def _l2_loss(context: Context) -> Decision | None:
-  kind = context.kinds[0]
-  if isinstance(kind, Split):
-    return Decision([kind], [context.out(SUM)])
-  return None
+  return context.summed() if isinstance(context.kinds[0], Split) else None
 
 
 @rule('BiasAddGrad')
@@ -151,11 +146,8 @@ def _bias_add_grad(context: Context) -> Decision | None:
   value = context.inputs[0]
   is_channels_first = context.node.attr('data_format') == b'NCHW'
   channel = 1 if is_channels_first else (value.rank or 0) - 1
-  if isinstance(value.kind, Split) and value.kind.axis != channel:
-    return Decision([value.kind], [context.out(SUM)])
-  if value.kind == SUM:
-    return Decision([SUM], [context.out(SUM)])
-  return None
+  is_split = isinstance(value.kind, Split) and value.kind.axis != channel
+  return context.summed() if is_split or value.kind == SUM else None
 
 
 @rule('ArgMax', 'ArgMin')
@@ -163,29 +155,19 @@ def _arg_max(context: Context) -> Decision | None:
   value, axis = context.inputs
   if not isinstance(value.kind, Split) or axis.numbers is None:
     return None
-  at = axis.numbers[0] % len(value.dims)
-  if at == value.kind.axis:
-    return None
-  split = value.kind.axis
-  return Decision(
-    [value.kind, WHOLE],
-    [context.split(split - (at < split), value.dims[split])],
-  )
+  at, split = axis.numbers[0] % len(value.dims), value.kind.axis
+  return None if at == split else context.along(split - (at < split))
 
 
 @rule('Cumsum', 'Cumprod', 'CumulativeLogsumexp')
 def _cumulative(context: Context) -> Decision | None:
   value, axis = context.inputs
   if value.kind == SUM and context.node.type == 'Cumsum':
-    return Decision([SUM, WHOLE], [context.out(SUM)])
+    return context.summed()
   if not isinstance(value.kind, Split) or axis.numbers is None:
     return None
-  if axis.numbers[0] % len(value.dims) == value.kind.axis:
-    return None
-  return Decision(
-    [value.kind, WHOLE],
-    [context.split(value.kind.axis, value.dims[value.kind.axis])],
-  )
+  is_along = axis.numbers[0] % len(value.dims) == value.kind.axis
+  return None if is_along else context.along()
 
 
 _SEGMENTS = {
@@ -216,7 +198,7 @@ def _segments(context: Context) -> Decision | None:
         )
   is_sum = context.node.type == 'UnsortedSegmentSum'
   if is_sum and context.kinds == [SUM, WHOLE, WHOLE]:
-    return Decision(context.kinds, [context.out(SUM)])
+    return context.summed()
   return None
 
 

@@ -14,7 +14,7 @@ def _own_element_shape(context, position, site, inputs):
   axes = [i for i, d in enumerate(value.ints or ()) if d and d.has_batch]
   if shape.shape.rank != 1 or not axes:
     return shape
-  own = context.own_shape(site, inputs, position, axes[0])
+  own = site.own_shape(shape, axes[0], value, context.node.inputs[position])
   return tf.where(shape < 0, shape, own)
 
 

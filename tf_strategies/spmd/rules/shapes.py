@@ -16,10 +16,21 @@ from tf_strategies.spmd.kinds import (
   Split,
   Value,
 )
-from tf_strategies.spmd.plan import Context, Decision, const_ints, rule
+from tf_strategies.spmd.plan import Context, Decision, rule
+from tf_strategies.spmd.program import Tensor
 
 # Of longer tensors of integers the contents do not matter.
 _MOST_INTS = 64
+
+
+def const_ints(tensor: Tensor) -> np.ndarray | None:
+  """The contents of a small constant of integers."""
+  if tensor.node.type != 'Const' or not tensor.dtype.is_integer:
+    return None
+  elements = tensor.shape.num_elements()
+  if elements is None or elements > _MOST_INTS:
+    return None
+  return tf.make_ndarray(tensor.node.attrs['value'].tensor)
 
 
 @rule('Const')
@@ -110,10 +121,7 @@ def _pack(context: Context) -> Decision | None:
   rank = None if context.dims() is None else len(context.dims())
   if rank == 1 and all(k == WHOLE for k in context.kinds):
     ints = [v.ints[0] if v.ints else None for v in values]
-    ints = [
-      context.value_symbol(0, i) if n is None else n for i, n in enumerate(ints)
-    ]
-    return context.whole(ints=tuple(ints))
+    return context.whole(ints=_named(context, ints))
   if rank is None:
     return None
   axis %= rank
@@ -135,6 +143,15 @@ def _pack(context: Context) -> Decision | None:
     if Part(op) in context.kinds and {Part(op), WHOLE} >= set(context.kinds):
       return Decision([Part(op)] * len(values), [context.out(Part(op))])
   return None
+
+
+def _named(context, ints) -> tuple[Dim, ...]:
+  """The contents of a shape, with symbols for what is known when it runs."""
+  shape = context.node.outputs[0]
+  return tuple(
+    kinds_lib.symbol('value', shape, i) if n is None else n
+    for i, n in enumerate(ints)
+  )
 
 
 @rule('ConcatV2')
@@ -173,10 +190,7 @@ def _index_arithmetic(context: Context) -> Decision | None:
         for i, at in enumerate(index.numbers):
           ints[at] = part.ints[i] if part.ints else None
       length = max(ints, default=-1) + 1
-      found = tuple(
-        ints.get(i) or context.value_symbol(0, i) for i in range(length)
-      )
-      return context.whole(ints=found)
+      return context.whole(ints=_named(context, map(ints.get, range(length))))
     return None
   numbers = [v.numbers for v in context.inputs]
   if any(n is None for n in numbers):
@@ -272,14 +286,8 @@ def _reshape(context: Context) -> Decision | None:
   axis = _axis_after(value, dims)
   if axis is None:
     return None
-  node, solved = context.node, shape.ints
-
-  def emit(site, inputs):
-    tensor, shape = inputs
-    if solved[axis] != Dim(-1):
-      shape = context.own_shape(site, inputs, 1, axis)
-    return site.op(node, [tensor, shape])
-
+  is_given = shape.ints[axis] != Dim(-1)
+  emit = context.with_own_shape(1, axis) if is_given else None
   return Decision([value.kind, WHOLE], [Value(Split(axis), dims)], emit)
 
 
@@ -323,19 +331,12 @@ def _unpack(context: Context) -> Decision | None:
     at = value.kind.axis
     if at == axis:
       return None
-    return Decision(
-      [value.kind],
-      [
-        context.split(at - (axis < at), value.dims[at], i) for i in range(count)
-      ],
-    )
+    return context.along(at - (axis < at))
   if value.kind == SUM:
-    return Decision([SUM], [context.out(SUM, i) for i in range(count)])
+    return context.summed()
   decision = context.whole()
   if value.ints and len(value.dims) == 1:
-    decision.outputs = [
-      Value(WHOLE, (), (value.ints[i],)) for i in range(count)
-    ]
+    decision.outputs = [Value(WHOLE, (), (n,)) for n in value.ints[:count]]
   return decision
 
 
@@ -370,12 +371,12 @@ def _tile(context: Context) -> Decision | None:
     axis = value.kind.axis
     if multiples.ints[axis] != ONE:
       return None
-    return Decision(
-      [value.kind, WHOLE], [context.split(axis, value.dims[axis])]
-    )
-  if value.kind != WHOLE:
+    return context.along()
+  axes = [i for i, d in enumerate(multiples.ints) if d and d.has_batch]
+  # What is repeated once a row is split as the rows are.
+  if value.kind != WHOLE or len(axes) != 1 or value.dims[axes[0]] != ONE:
     return None
-  return _repeat(context, multiples, value)
+  return _own_shape(context, WHOLE, axes[0], multiples)
 
 
 @rule('BroadcastTo')
@@ -392,7 +393,7 @@ def _broadcast_to(context: Context) -> Decision | None:
   axes = [i for i, d in enumerate(shape.ints) if d and d.has_batch]
   if len(axes) != 1:
     if value.kind == SUM and not axes and None not in shape.ints:
-      return Decision([SUM, WHOLE], [context.out(SUM)])
+      return context.summed()
     return None
   at = axes[0] - (rank - len(value.dims))
   if value.kind not in (WHOLE, SUM):
@@ -404,23 +405,12 @@ def _broadcast_to(context: Context) -> Decision | None:
   return _own_shape(context, WHOLE, axes[0], shape)
 
 
-def _repeat(context, multiples, value):
-  """What is repeated once a row is split as the rows are."""
-  axes = [i for i, d in enumerate(multiples.ints) if d and d.has_batch]
-  if len(axes) != 1 or value.dims[axes[0]] != ONE:
-    return None
-  return _own_shape(context, WHOLE, axes[0], multiples)
-
-
 def _own_shape(context, wanted, axis, shape) -> Decision:
   """An operation of a tensor and a shape, of which this replica takes its own."""
-  node = context.node
   return Decision(
     [wanted, WHOLE],
     [context.split(axis, shape.ints[axis])],
-    lambda site, inputs: site.op(
-      node, [inputs[0], context.own_shape(site, inputs, 1, axis)]
-    ),
+    context.with_own_shape(1, axis),
   )
 
 
@@ -435,11 +425,9 @@ def _fill(context: Context) -> Decision | None:
     if is_vector and shape.numbers[0] <= _MOST_INTS:
       return context.whole(ints=value.ints * shape.numbers[0])
     return None
-  axis, node = axes[0], context.node
+  axis = axes[0]
   return Decision(
     [WHOLE, WHOLE],
     [context.split(axis, shape.ints[axis])],
-    lambda site, inputs: site.op(
-      node, [context.own_shape(site, inputs, 0, axis), inputs[1]]
-    ),
+    context.with_own_shape(0, axis),
   )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import tensorflow as tf
 
 from tf_strategies.spmd.kinds import SUM, WHOLE, Dim, Split, Value
-from tf_strategies.spmd.plan import Context, Decision, const_ints, rule
+from tf_strategies.spmd.plan import Context, Decision, rule
+from tf_strategies.spmd.rules.shapes import const_ints
 
 
 @rule('StridedSlice')
@@ -19,16 +20,11 @@ def _strided_slice(context: Context) -> Decision | None:
   if value.ints is not None and len(value.dims) == 1:
     return _slice_of_shape(context, value, taken)
   if value.kind == SUM:
-    return Decision([SUM, WHOLE, WHOLE, WHOLE], [context.out(SUM)])
+    return context.summed()
   if not isinstance(value.kind, Split):
     return None
   at = _kept_axis(taken, value.kind.axis)
-  if at is None:
-    return None
-  return Decision(
-    [value.kind, WHOLE, WHOLE, WHOLE],
-    [context.split(at, value.dims[value.kind.axis])],
-  )
+  return None if at is None else context.along(at)
 
 
 def _slices(node, rank, begin, end, strides) -> list | None:
@@ -48,10 +44,6 @@ def _slices(node, rank, begin, end, strides) -> list | None:
       return None
     return value.ints[i].number if value.ints[i].is_number else None
 
-  new = sum(
-    bool(masks['new_axis'] >> i & 1) and not masks['ellipsis'] >> i & 1
-    for i in range(count)
-  )
   taken, axis = [], 0
   for i in range(count):
     if masks['ellipsis'] >> i & 1:
@@ -76,7 +68,6 @@ def _slices(node, rank, begin, end, strides) -> list | None:
         last = None if masks['end'] >> i & 1 else (last, 'at')
         taken.append((axis, 'some', first, last, step))
       axis += 1
-  del new
   return taken + [(a, 'all') for a in range(axis, rank)]
 
 
@@ -124,17 +115,14 @@ def _strided_slice_grad(context: Context) -> Decision | None:
   for axis, dim in enumerate(shape.ints):
     at = _kept_axis(taken, axis)
     if at == value.kind.axis and dim == value.dims[at]:
-
-      def emit(site, inputs, axis=axis):
-        shape = context.own_shape(site, inputs, 0, axis)
-        return site.op(context.node, [shape, *inputs[1:]])
-
       dims = tuple(
         d if s is None else s
         for d, s in zip(context.dims(), shape.ints, strict=True)
       )
       return Decision(
-        [WHOLE] * 4 + [value.kind], [Value(Split(axis), dims)], emit
+        [WHOLE] * 4 + [value.kind],
+        [Value(Split(axis), dims)],
+        context.with_own_shape(0, axis),
       )
   return None
 
@@ -143,7 +131,7 @@ def _strided_slice_grad(context: Context) -> Decision | None:
 def _slice(context: Context) -> Decision | None:
   value, begin, size = context.inputs
   if value.kind == SUM:
-    return Decision([SUM, WHOLE, WHOLE], [context.out(SUM)])
+    return context.summed()
   if value.ints and begin.numbers and size.numbers and value.rank == 1:
     first, count = begin.numbers[0], size.numbers[0]
     last = None if count == -1 else first + count
@@ -164,24 +152,19 @@ def _slice(context: Context) -> Decision | None:
       size = tf.concat([size[:axis], all_of_it, size[axis + 1 :]], 0)
     return site.op(node, [tensor, begin, size])
 
-  return Decision(
-    [value.kind, WHOLE, WHOLE], [context.split(axis, value.dims[axis])], emit
-  )
+  return context.along(emit=emit)
 
 
 @rule('Pad', 'PadV2', 'MirrorPad', 'MirrorPadGrad')
 def _pad(context: Context) -> Decision | None:
   value = context.inputs[0]
-  wants = [value.kind] + [WHOLE] * (len(context.inputs) - 1)
   if value.kind == SUM and context.node.type == 'Pad':
-    return Decision(wants, [context.out(SUM)])
+    return context.summed()
   if not isinstance(value.kind, Split):
     return None
   paddings = const_ints(context.node.inputs[1])
-  axis = value.kind.axis
-  if paddings is None or paddings[axis].any():
-    return None
-  return Decision(wants, [context.split(axis, value.dims[axis])])
+  is_padded = paddings is None or paddings[value.kind.axis].any()
+  return None if is_padded else context.along()
 
 
 @rule('GatherV2', 'Gather')
@@ -199,9 +182,7 @@ def _gather(context: Context) -> Decision | None:
   if params.dims is None or indices.dims is None:
     return None
   if indices.numbers is not None and params.kind == SUM:
-    return Decision(
-      [SUM] + [WHOLE] * (len(context.inputs) - 1), [context.out(SUM)]
-    )
+    return context.summed()
   batch_dims %= len(indices.dims) + 1
   rest = [WHOLE] * (len(context.inputs) - 2)
 
@@ -251,33 +232,15 @@ def _one_hot(context: Context) -> Decision | None:
   at = value.kind.axis
   axis = context.node.attr('axis')
   new = len(value.dims) if axis == -1 else axis
-  return Decision(
-    [value.kind] + [WHOLE] * 3,
-    [context.split(at + (new <= at), value.dims[at])],
-  )
+  return context.along(at + (new <= at))
 
 
-@rule('ReverseV2')
-def _reverse(context: Context) -> Decision | None:
-  value, axes = context.inputs
+@rule('ReverseV2', 'Roll')
+def _moved(context: Context) -> Decision | None:
+  value, *_, axes = context.inputs
   if value.kind == SUM:
-    return Decision([SUM, WHOLE], [context.out(SUM)])
+    return context.summed()
   if not isinstance(value.kind, Split) or axes.numbers is None:
     return None
-  at = value.kind.axis
-  if at in [a % len(value.dims) for a in axes.numbers]:
-    return None
-  return Decision([value.kind, WHOLE], [context.split(at, value.dims[at])])
-
-
-@rule('Roll')
-def _roll(context: Context) -> Decision | None:
-  value, _, axes = context.inputs
-  if not isinstance(value.kind, Split) or axes.numbers is None:
-    return None
-  at = value.kind.axis
-  if at in [a % len(value.dims) for a in axes.numbers]:
-    return None
-  return Decision(
-    [value.kind, WHOLE, WHOLE], [context.split(at, value.dims[at])]
-  )
+  moved = [a % len(value.dims) for a in axes.numbers]
+  return None if value.kind.axis in moved else context.along()

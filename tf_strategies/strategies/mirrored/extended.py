@@ -29,7 +29,6 @@ from tf_strategies.spmd import site as site_lib
 from tf_strategies.strategies.mirrored import (
   empty_replicas,
   host_input,
-  host_iterator,
   replica_exchange,
   replica_run,
   sharded_state,
@@ -375,7 +374,7 @@ class ExactMirroredExtended(
   def whole_batches(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
     """A model's batches for replicas that all get all rows."""
     dataset = host_input.of_any_length(dataset).prefetch(1)
-    return host_iterator.HostDataset(input_watch.watch(dataset))
+    return host_input.HostDataset(input_watch.watch(dataset))
 
   def _experimental_distribute_dataset(self, dataset, options):
     is_plain = isinstance(dataset, tf.data.Dataset) and options is None

@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from tf_strategies import _tf_internal, errors
 from tf_strategies.monitoring import input_watch
-from tf_strategies.strategies.mirrored import host_iterator, replica_run
+from tf_strategies.strategies.mirrored import replica_run
 
 
 class CountedBatch(_tf_internal.PerReplica):
@@ -104,6 +104,75 @@ class _CountedBatchSpec(tf.TypeSpec):
     return CountedBatch(values, all_rows)
 
 
+# Iterators that Python cannot loop over in a graph. There Python's `for` asks for batch
+# after batch while the graph is built, and there is no last one: what AutoGraph does
+# not convert (`enumerate`, `zip`, a comprehension, `autograph=False`) would trace
+# without end.
+
+
+class LoopError(errors.UnsupportedOptionError, NotImplementedError):
+  """A loop of Python's over a distributed iterator, while a graph is built.
+
+  It is a `NotImplementedError` too, which TensorFlow's strategies raise.
+  """
+
+
+class HostIterator(_tf_internal.OwnedIterator):
+  """A `tf.data.Iterator` that raises where Python would loop without end."""
+
+  def __iter__(self):
+    if not tf.executing_eagerly():
+      raise LoopError(
+        "a loop of Python's (enumerate, zip, a comprehension, or any with "
+        'autograph=False) over a distributed iterator inside of a tf.function',
+        'a `for` that AutoGraph converts, or next(iterator)',
+        'write `for batch in iterator:` and keep a counter of your own, or loop '
+        'outside of the tf.function',
+      )
+    return super().__iter__()
+
+  def __next__(self):
+    if (
+      tf.distribute.has_strategy()
+      and not tf.distribute.in_cross_replica_context()
+    ):
+      # Each replica would take a batch of all of them.
+      raise errors.UnsupportedOptionError(
+        'next(iterator) of a distributed iterator inside of a replica',
+        'it where strategy.run is called',
+        'write strategy.run(step, args=(next(iterator),))',
+      )
+    return super().__next__()
+
+  @property
+  def _type_spec(self):
+    return _HostIteratorSpec(self.element_spec)
+
+
+class _HostIteratorSpec(tf.data.IteratorSpec):
+  """Type of a `HostIterator`, which stays one as an argument of a function."""
+
+  __slots__ = ()
+
+  value_type = property(lambda self: HostIterator)
+
+  def _from_components(self, components):
+    return HostIterator(components=components, element_spec=self._element_spec)
+
+
+class HostDataset(_tf_internal.UnaryUnchangedStructureDataset):
+  """`dataset`, with iterators that are `HostIterator`s."""
+
+  def __init__(self, dataset: tf.data.Dataset):
+    super().__init__(dataset, dataset._variant_tensor)  # pylint: disable=protected-access
+
+  def __iter__(self):
+    iterator = super().__iter__()
+    # Made where and when TensorFlow makes it, which it offers no other way to say.
+    iterator.__class__ = HostIterator
+    return iterator
+
+
 def distribute(dataset: tf.data.Dataset, num_replicas: int) -> tf.data.Dataset:
   """A data set of distributed values of one of global batches; see `split`."""
   if is_distributed(dataset):
@@ -114,7 +183,7 @@ def distribute(dataset: tf.data.Dataset, num_replicas: int) -> tf.data.Dataset:
     return per_replica(parts)
 
   distributed = input_watch.watch(dataset.map(split_batch).prefetch(1))
-  return host_iterator.HostDataset(distributed)
+  return HostDataset(distributed)
 
 
 def of_any_length(dataset: tf.data.Dataset) -> tf.data.Dataset:
@@ -219,13 +288,16 @@ def _part(value, num_parts: int, part: int):
       'components with a leading batch dimension',
       'call dataset.batch(global_batch_size)',
     )
-  rows = replica_run.num_rows(value)
-  size, left_over = rows // num_parts, rows % num_parts
-  if isinstance(rows, int):
-    start = part * size + min(part, left_over)
-    return _rows(value, start, size + (part < left_over))
-  start = part * size + tf.minimum(part, left_over)
-  return _rows(value, start, size + tf.cast(part < left_over, size.dtype))
+  return _rows(value, *share(replica_run.num_rows(value), part, num_parts))
+
+
+def share(total, place, places):
+  """Where the share at a place begins, and its length; the first are longer."""
+  size, left_over = total // places, total % places
+  if all(isinstance(n, int) for n in (total, place, places)):
+    return place * size + min(place, left_over), size + (place < left_over)
+  start = place * size + tf.minimum(place, left_over)
+  return start, size + tf.cast(place < left_over, tf.int32)
 
 
 def _rows(value, start, size):

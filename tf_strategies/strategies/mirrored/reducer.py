@@ -4,19 +4,16 @@ A strategy has one `Reducer`, which all of TensorFlow's hooks call. It leaves
 out what replicas without rows would contribute, and passes the rest to a link:
 `DeviceReducer` (the devices of this process, by a cross-device op) or
 `WorkerReducer` (a `DeviceReducer` and a `Communicator` between processes).
-Communicators `pack` tensors into few flat buckets.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
 from tf_strategies import _tf_internal, errors
-from tf_strategies.collectives import bucketing
 from tf_strategies.cross_device import executor, statistics
 from tf_strategies.keras import gradient_reducer
 from tf_strategies.strategies import communicator as communicator_lib
@@ -24,8 +21,6 @@ from tf_strategies.strategies.mirrored import empty_replicas, replica_run
 
 _SUM = tf.distribute.ReduceOp.SUM
 _MEAN = tf.distribute.ReduceOp.MEAN
-# A message costs about as much as copying so many bytes into a bucket.
-_ALONE_BYTES = 1 << 20
 
 
 class Reducer:
@@ -349,84 +344,3 @@ def _components(value):
       for v in value.values
     ]
   return [tf.convert_to_tensor(value)]
-
-
-@dataclasses.dataclass(frozen=True)
-class Packed:
-  """Flat tensors that hold others, in the order in which they become ready."""
-
-  buckets: tuple[tf.Tensor, ...]
-  # For each bucket the positions of the tensors in it, and the lengths they take.
-  members: tuple[tuple[int, ...], ...]
-  lengths: tuple[tuple[int | None, ...], ...]
-  # Of each tensor; a tensor where it is not static.
-  shapes: tuple[tf.TensorShape | tf.Tensor, ...]
-
-  def unpack(self, buckets: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Returns the tensors that `buckets` hold, in their original order."""
-    tensors: list[tf.Tensor | None] = [None] * len(self.shapes)
-    for bucket, members, lengths in zip(
-      buckets, self.members, self.lengths, strict=True
-    ):
-      if len(members) == 1:
-        tensors[members[0]] = tf.reshape(bucket, self.shapes[members[0]])
-        continue
-      parts = tf.split(bucket, lengths)
-      for i, part, length in zip(members, parts, lengths, strict=True):
-        size = self.shapes[i].num_elements()
-        part = part if size == length else part[:size]
-        tensors[i] = tf.reshape(part, self.shapes[i])
-    return tensors
-
-
-def pack(
-  tensors: Sequence[tf.Tensor],
-  bucket_bytes: int,
-  alone_bytes: int = _ALONE_BYTES,
-  block: int = 1,
-  num_chunks: int = 1,
-) -> Packed:
-  """Packs tensors, those that become ready first (the last ones) in front.
-
-  Buckets hold `bucket_bytes` of one dtype at most. What is packed is copied once;
-  a tensor of `alone_bytes`, or of unknown size, is not copied and travels alone.
-
-  A codec encodes `block` elements together, in each of `num_chunks` equal chunks
-  of a bucket. No two tensors share a block, or small values would get the
-  precision of large ones.
-  """
-  sizes = []
-  for tensor in tensors:
-    elements = tensor.shape.num_elements()
-    # A size of the whole bucket makes the plan give it one of its own.
-    num_bytes = bucket_bytes
-    if elements is not None and elements * tensor.dtype.size < alone_bytes:
-      num_bytes = _round_up(elements, block) * tensor.dtype.size
-    # One without bytes takes room too, or it would fit into a full bucket.
-    sizes.append(min(max(num_bytes, 1), bucket_bytes))
-  plan = bucketing.plan_buckets(sizes, [t.dtype for t in tensors], bucket_bytes)
-  buckets, all_lengths = [], []
-  for bucket in plan:
-    flat = [tf.reshape(tensors[i], [-1]) for i in bucket.indices]
-    lengths = [t.shape[0] for t in flat]
-    if len(flat) > 1 and block > 1:
-      lengths = [_round_up(length, block) for length in lengths]
-      lengths[-1] += -sum(lengths) % (block * num_chunks)
-      flat = [
-        tf.pad(t, [[0, length - t.shape[0]]])
-        for t, length in zip(flat, lengths, strict=True)
-      ]
-    buckets.append(flat[0] if len(flat) == 1 else tf.concat(flat, 0))
-    all_lengths.append(tuple(lengths))
-  return Packed(
-    tuple(buckets),
-    tuple(bucket.indices for bucket in plan),
-    tuple(all_lengths),
-    tuple(
-      t.shape if t.shape.is_fully_defined() else tf.shape(t) for t in tensors
-    ),
-  )
-
-
-def _round_up(length: int, multiple: int) -> int:
-  return -(-length // multiple) * multiple

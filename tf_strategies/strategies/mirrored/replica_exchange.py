@@ -7,7 +7,7 @@ import tensorflow as tf
 from tf_strategies import _tf_internal
 from tf_strategies.keras import gradient_reducer
 from tf_strategies.spmd import emit, pieces
-from tf_strategies.strategies.mirrored import piece_packing
+from tf_strategies.strategies.mirrored import packing
 from tf_strategies.strategies.mirrored import reducer as reducer_lib
 
 _SUM = tf.distribute.ReduceOp.SUM
@@ -55,7 +55,7 @@ class ReplicaExchange(emit.Exchange):
     for site, column in zip(sites, columns, strict=True):
       with tf.device(site.device):
         rows = [pieces.rows(t, shard) for t in column]
-        packed.append(piece_packing.pack(rows, shard.count, _BUCKET_BYTES))
+        packed.append(packing.pack(rows, _BUCKET_BYTES, num_rows=shard.count))
     pairs = []
     for place, site in enumerate(sites):
       for row in zip(*(p.buckets for p in packed), strict=True):
@@ -75,7 +75,7 @@ class ReplicaExchange(emit.Exchange):
     for column in columns:
       with tf.device(column[0].device):
         rows = [p[None] for p in column]
-        packed.append(piece_packing.pack(rows, count, _BUCKET_BYTES))
+        packed.append(packing.pack(rows, _BUCKET_BYTES, num_rows=count))
     gathered = [
       self.gather(list(row), 0, sites)
       for row in zip(*(p.buckets for p in packed), strict=True)
@@ -93,11 +93,7 @@ class ReplicaExchange(emit.Exchange):
     """See base class."""
     dtype = values[0].dtype
     if dtype in (tf.bool, tf.string) or len(values) == 1:
-      results = []
-      for site in sites:
-        with tf.device(site.device):
-          results.append(tf.concat(values, axis))
-      return results
+      return at_each(sites, lambda: tf.concat(values, axis))
     value = _per_replica(values)
     gathered = self._reducer.gather(value, value, axis, None)
     return [self._at(gathered, site) for site in sites]
@@ -105,11 +101,16 @@ class ReplicaExchange(emit.Exchange):
   def first(self, value, like, sites):
     """See base class."""
     del like
-    results = []
-    for site in sites:
-      with tf.device(site.device):
-        results.append(tf.identity(value))
-    return results
+    return at_each(sites, lambda: tf.identity(value))
+
+
+def at_each(sites, make):
+  """What `make` returns on the device of each site."""
+  results = []
+  for site in sites:
+    with tf.device(site.device):
+      results.append(make())
+  return results
 
 
 def _per_replica(values):

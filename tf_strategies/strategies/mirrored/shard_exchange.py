@@ -11,7 +11,7 @@ from tf_strategies import _tf_internal
 from tf_strategies.spmd import emit
 from tf_strategies.spmd.site import Site
 from tf_strategies.strategies import communicator as communicator_lib
-from tf_strategies.strategies.mirrored import fixed_point_ops
+from tf_strategies.strategies.mirrored import fixed_point_ops, packing
 from tf_strategies.strategies.mirrored import reducer as reducer_lib
 
 _SUM = tf.distribute.ReduceOp.SUM
@@ -100,7 +100,7 @@ class ShardExchange(emit.Exchange):
     return self._communicator.bucket_bytes
 
   def _pack(self, column):
-    return reducer_lib.pack(
+    return packing.pack(
       [tf.cast(t, fixed_point_ops.exact_dtype(t.dtype)) for t in column],
       self._bucket_bytes,
       block=fixed_point_ops.BLOCK_LENGTH,

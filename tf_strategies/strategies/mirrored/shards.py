@@ -192,7 +192,7 @@ class _Sharded:
     with tf.device('CPU:0'):
       total = tf.cast(extended.rows_of_plain(leaves), tf.int32)
       for replica in range(count):
-        first, own = _share(
+        first, own = host_input.share(
           self.num_shards, rank * count + replica, num_workers * count
         )
         sites += self._sites_of_replica(replica, first, own, total)
@@ -204,7 +204,7 @@ class _Sharded:
     most = own if is_known else -(-self.num_shards // len(self.worker_devices))
     sites = []
     for i in range(most):
-      start, size = _share(total, first + i, self.num_shards)
+      start, size = host_input.share(total, first + i, self.num_shards)
       is_mine = None
       if i and not is_known:  # The first it always has.
         is_mine = i < own
@@ -251,15 +251,6 @@ class _Sharded:
     ):
       return self.whole_batches(dataset)
     return super()._experimental_distribute_dataset(dataset, options)
-
-
-def _share(total, place, places):
-  """Where the share at a place begins, and its length; the first are longer."""
-  size, left_over = total // places, total % places
-  if all(isinstance(n, int) for n in (total, place, places)):
-    return place * size + min(place, left_over), size + (place < left_over)
-  start = place * size + tf.minimum(place, left_over)
-  return start, size + tf.cast(place < left_over, tf.int32)
 
 
 def surroundings() -> dict[str, object]:

@@ -215,32 +215,24 @@ def creation_policy(kwargs: dict, is_slot: bool) -> dict:
 
   Keras 3 asks for no aggregation, with which each replica keeps its own value
   and the first replica's is saved. That is right for optimizer slots (variables
-  beside a model's), which get equal updates everywhere, and wrong for two kinds
-  of state:
-
-  * What layers compute from their rows (the moving statistics of
-    BatchNormalization) must be one value: the mean over replicas.
-  * A gradient accumulator, unless gradients are reduced before they reach it,
-    holds one replica's part: it is summed when it is read or saved.
+  beside a model's), which get equal updates everywhere, and wrong for what layers
+  compute from their rows (the moving statistics of BatchNormalization), which must
+  be one value: the mean over replicas.
   """
-  if not _is_unaggregated_float(kwargs):
-    return kwargs
-  if not is_slot:
-    return {**kwargs, 'aggregation': tf.VariableAggregation.MEAN}
-  return kwargs
-
-
-def _is_unaggregated_float(kwargs: dict) -> bool:
+  none = tf.VariableAggregation.NONE, None
+  usual = (
+    tf.VariableSynchronization.AUTO,
+    tf.VariableSynchronization.ON_WRITE,
+    None,
+  )
   dtype = kwargs.get('dtype')
-  return (
-    kwargs.get('trainable') is False
-    and kwargs.get('aggregation') in (None, tf.VariableAggregation.NONE)
-    and kwargs.get('synchronization')
-    in (
-      None,
-      tf.VariableSynchronization.AUTO,
-      tf.VariableSynchronization.ON_WRITE,
-    )
+  if (
+    not is_slot
+    and kwargs.get('trainable') is False
+    and kwargs.get('aggregation') in none
+    and kwargs.get('synchronization') in usual
     and dtype is not None
     and tf.as_dtype(dtype).is_floating
-  )
+  ):
+    return {**kwargs, 'aggregation': tf.VariableAggregation.MEAN}
+  return kwargs

@@ -116,7 +116,10 @@ def is_whole(value) -> bool:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Variable:
-  """A distributed variable in a traced step; see `spmd.resource.Resource`."""
+  """A distributed variable in a traced step: what its handle stands for.
+
+  One that `is_single` is there once, and is written at home only.
+  """
 
   variable: Any
   # Of each replica, the central variables that it reads, by `id`.
@@ -160,8 +163,7 @@ class _Single:
   is_single = True
   shard = None
 
-  def handle(self, site):
-    del site
+  def handle(self, _):
     return self.tensor
 
 
@@ -403,11 +405,9 @@ class Step:
   # What the step returns.
 
   def _wanted(self, planned, tensor):
-    value = planned.seen(tensor)
     is_split = self._kind == 'predict' and not self._extended.predicts_whole
-    if not is_split or not value.dims:
-      return kinds.WHOLE
-    return kinds.Split(0)
+    has_rows = is_split and planned.seen(tensor).dims
+    return kinds.Split(0) if has_rows else kinds.WHOLE
 
   def _pack(self, graph, wanted, results):
     packed = []

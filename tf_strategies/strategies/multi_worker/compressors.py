@@ -22,7 +22,7 @@ from tf_strategies import process_group
 from tf_strategies.collectives import codecs
 from tf_strategies.collectives import compression as compression_lib
 from tf_strategies.process_group import buffers
-from tf_strategies.strategies.mirrored import reducer
+from tf_strategies.strategies.mirrored import packing
 from tf_strategies.strategies.multi_worker import gradient_state
 
 # Of a column's length: what is left of one that lies in the others' plane.
@@ -43,6 +43,13 @@ class Request(NamedTuple):
   members: tuple[int, ...]
   shape: Sequence[int | None]
   work: Callable[[process_group.ProcessGroup, np.ndarray, str], np.ndarray]
+
+
+def requests(packed, work, shapes=None) -> list[Request]:
+  """Asks for the same of each bucket; `shapes` are those of other results."""
+  shapes = [b.shape for b in packed.buckets] if shapes is None else shapes
+  each = zip(packed.buckets, packed.members, shapes, strict=True)
+  return [Request(*asked, work) for asked in each]
 
 
 class Outcome(NamedTuple):
@@ -66,10 +73,19 @@ class Sending:
   # Gives the memory of results.
   pool: buffers.Pool = dataclasses.field(default_factory=buffers.Pool)
 
-  def pack(self, tensors: Sequence[tf.Tensor], block: int = 1):
+  def pack(
+    self,
+    tensors: Sequence[tf.Tensor],
+    block: int = 1,
+    num_rows: int | None = None,
+  ) -> packing.Packed:
     """Packs tensors for a codec with blocks of so many elements."""
-    return reducer.pack(
-      tensors, self.bucket_bytes, block=block, num_chunks=self.num_chunks
+    return packing.pack(
+      tensors,
+      self.bucket_bytes,
+      block=block,
+      num_chunks=self.num_chunks,
+      num_rows=num_rows,
     )
 
   def sum(self, group, array, name: str, compression: str = 'none', **more):
@@ -159,19 +175,16 @@ def _with_rests(items, read) -> list[tf.Tensor]:
 
 def _send(asked, send):
   """Sends what compressors ask for, in the order in which it becomes ready."""
-  requests = [
+  wanted = [
     request._replace(members=tuple(positions[i] for i in request.members))
     for positions, _, of_one in asked
     for request in of_one
   ]
   # A bucket can go when the first of its layers is there: the backward pass ends there.
-  order = sorted(range(len(requests)), key=lambda i: -min(requests[i].members))
-  results = [None] * len(requests)
-  if requests:
-    found = send([requests[i] for i in order])
-    for i, result in zip(order, found, strict=True):
-      results[i] = result
-  results = iter(results)
+  order = sorted(range(len(wanted)), key=lambda i: -min(wanted[i].members))
+  found = send([wanted[i] for i in order]) if wanted else []
+  by_place = dict(zip(order, found, strict=True))
+  results = iter([by_place[i] for i in range(len(wanted))])
   return [
     (positions, rounds, [next(results) for _ in of_one])
     for positions, rounds, of_one in asked
@@ -229,18 +242,11 @@ def _by_codec(compression, tensors, factors, sending) -> _Rounds:
     sending.sum(group, array, name, codec.name, **more)
     return both
 
-  keeps = compression.keeps_rest
-  results = yield [
-    Request(
-      bucket,
-      members,
-      [2, *bucket.shape] if keeps else bucket.shape,
-      add_and_keep if keeps else add,
-    )
-    for bucket, members in zip(packed.buckets, packed.members, strict=True)
-  ]
-  if not keeps:
+  if not compression.keeps_rest:
+    results = yield requests(packed, add)
     return [Outcome(total) for total in packed.unpack(results)]
+  shapes = [[2, *bucket.shape] for bucket in packed.buckets]
+  results = yield requests(packed, add_and_keep, shapes)
   totals = packed.unpack([both[0] for both in results])
   rests = packed.unpack([both[1] for both in results])
   return list(map(Outcome, totals, rests))
@@ -254,7 +260,7 @@ def _top_k(compression, tensors, factors, sending) -> _Rounds:
   """
   del factors
   packed = sending.pack(tensors)
-  requests, rests = [], []
+  asked, rests = [], []
   for bucket, members in zip(packed.buckets, packed.members, strict=True):
     length, dtype = bucket.shape[0], bucket.dtype
     count = compression.count(length)
@@ -271,8 +277,8 @@ def _top_k(compression, tensors, factors, sending) -> _Rounds:
     # One array to send: places in the bits of values.
     bits = tf.cast(places, tf.int32 if dtype.size == 4 else tf.int64)
     sent = tf.concat([values, tf.bitcast(bits, dtype)], 0)
-    requests.append(Request(sent, members, [length], _scatter(length, sending)))
-  totals = packed.unpack((yield requests))
+    asked.append(Request(sent, members, [length], _scatter(length, sending)))
+  totals = packed.unpack((yield asked))
   return list(map(Outcome, totals, packed.unpack(rests)))
 
 
@@ -331,14 +337,7 @@ def _power_sgd(compression, tensors, factors, sending) -> _Rounds:
     for m, b in zip(matrices, bases, strict=True)
   ]
   packed = sending.pack(mine)
-  sums = packed.unpack(
-    (
-      yield [
-        Request(bucket, members, bucket.shape, sending.sum)
-        for bucket, members in zip(packed.buckets, packed.members, strict=True)
-      ]
-    )
-  )
+  sums = packed.unpack((yield requests(packed, sending.sum)))
   outcomes = []
   for tensor, shape, matrix, base, own, total in zip(
     tensors, shapes, matrices, bases, mine, sums, strict=True

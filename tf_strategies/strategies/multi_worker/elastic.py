@@ -17,7 +17,11 @@ from tf_strategies import _keras_internal, cross_device
 from tf_strategies.monitoring import input_watch
 from tf_strategies.spmd import site as site_lib
 from tf_strategies.strategies.mirrored import extended as mirrored_extended
-from tf_strategies.strategies.mirrored import replica_exchange, shards
+from tf_strategies.strategies.mirrored import (
+  host_input,
+  replica_exchange,
+  shards,
+)
 from tf_strategies.strategies.multi_worker import extended as extended_lib
 from tf_strategies.strategies.multi_worker import input as input_lib
 from tf_strategies.strategies.multi_worker import options as options_lib
@@ -128,13 +132,11 @@ class ElasticExtended(extended_lib.MultiWorkerExtended):
       rank, world_size = self.communicator.place()
       local = len(self._devices)
       total = tf.cast(mirrored_extended.rows_of_plain(leaves), tf.int32)
-      places = world_size * local
-      size, left_over = total // places, total % places
       found = []
       for replica in range(local):
-        place = rank * local + replica
-        real = size + tf.cast(place < left_over, tf.int32)
-        start = place * size + tf.minimum(place, left_over)
+        start, real = host_input.share(
+          total, rank * local + replica, world_size * local
+        )
         found.append(site_lib.rows_or_stand_in(real, start, total))
     return found
 

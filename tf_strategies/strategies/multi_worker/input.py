@@ -24,11 +24,7 @@ import tensorflow as tf
 from tf_strategies import _graph_errors, _tf_internal, errors
 from tf_strategies.monitoring import input_watch
 from tf_strategies.strategies import communicator as communicator_lib
-from tf_strategies.strategies.mirrored import (
-  host_input,
-  host_iterator,
-  replica_run,
-)
+from tf_strategies.strategies.mirrored import host_input, replica_run
 
 _Policy = tf.data.experimental.AutoShardPolicy
 _SAME_BATCHES = (
@@ -91,48 +87,39 @@ class WorkerInput:
 
   def _same_data(self, dataset):
     """Every worker has the same batches and takes its rows."""
-    check = self._make_check()
-
-    def split(index, batch):
-      local, all_rows = self.split(batch)
-      fingerprint = tf.cond(
-        _is_compared(index),
-        lambda: _fingerprint(batch),
-        lambda: tf.constant(0, tf.int64),
-      )
-      return index, fingerprint, all_rows, local
-
-    def checked(index, fingerprint, all_rows, local):
-      with tf.control_dependencies([check(index, fingerprint)]):
-        local, all_rows = tf.nest.map_structure(
-          tf.identity, (local, all_rows), expand_composites=True
-        )
-      return host_input.with_rows(local, all_rows)
-
-    distributed = dataset.enumerate().map(split).prefetch(1).map(checked)
-    distributed = input_watch.watch(distributed.with_options(_on_demand()))
-    return host_iterator.HostDataset(distributed)
+    return self._checked(
+      dataset, self.split, lambda parts: host_input.with_rows(*parts)
+    )
 
   def whole(self, dataset) -> tf.data.Dataset:
     """Every worker has all rows of the same batches."""
     check_same_data(dataset)
-    dataset, check = host_input.of_any_length(dataset), self._make_check()
+    dataset = host_input.of_any_length(dataset)
+    return self._checked(dataset, lambda batch: batch, lambda batch: batch)
+
+  def _checked(self, dataset, take, finish) -> tf.data.Dataset:
+    """What `take` and, behind a comparison of workers, `finish` make of batches."""
+    check = self._make_check()
 
     def number(index, batch):
+      taken = take(batch)
       fingerprint = tf.cond(
         _is_compared(index),
         lambda: _fingerprint(batch),
         lambda: tf.constant(0, tf.int64),
       )
-      return index, fingerprint, batch
+      return index, fingerprint, taken
 
-    def checked(index, fingerprint, batch):
+    def checked(index, fingerprint, taken):
       with tf.control_dependencies([check(index, fingerprint)]):
-        return tf.nest.map_structure(tf.identity, batch, expand_composites=True)
+        taken = tf.nest.map_structure(
+          tf.identity, taken, expand_composites=True
+        )
+      return finish(taken)
 
-    whole = dataset.enumerate().map(number).prefetch(1).map(checked)
-    whole = input_watch.watch(whole.with_options(_on_demand()))
-    return host_iterator.HostDataset(whole)
+    dataset = dataset.enumerate().map(number).prefetch(1).map(checked)
+    dataset = input_watch.watch(dataset.with_options(_on_demand()))
+    return host_input.HostDataset(dataset)
 
   def split(self, batch):
     """The parts of a global batch for this worker's replicas; all rows.
@@ -261,7 +248,7 @@ class WorkerInput:
     # What `flat_map` is given keeps its options to itself.
     distributed = numbers.flat_map(epoch).with_options(dataset.options())
     distributed = distributed.with_options(_on_demand())
-    return host_iterator.HostDataset(input_watch.watch(distributed))
+    return host_input.HostDataset(input_watch.watch(distributed))
 
 
 def is_same_data(dataset: tf.data.Dataset) -> bool:

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import tensorflow as tf
 
 from tf_strategies import _tf_internal, errors, process_group
-from tf_strategies.collectives import algorithms
+from tf_strategies.collectives import algorithms, codecs
 from tf_strategies.collectives import compression as compression_lib
 from tf_strategies.keras import gradient_reducer
+from tf_strategies.spmd import kinds, pieces
 from tf_strategies.strategies import communicator
 from tf_strategies.strategies.mirrored import reducer
 from tf_strategies.strategies.multi_worker import (
   collective_queue,
   compressors,
   gradient_state,
-  piece_collectives,
 )
 from tf_strategies.strategies.multi_worker import options as options_lib
 
@@ -26,9 +26,7 @@ _NAMED = 6
 _WHOLE = compression_lib.parse('none')
 
 
-class ProcessGroupCommunicator(
-  piece_collectives.PieceCollectives, communicator.Communicator
-):
+class ProcessGroupCommunicator(communicator.Communicator):
   """Local devices are reduced in the graph, workers by host calls."""
 
   def __init__(
@@ -107,19 +105,7 @@ class ProcessGroupCommunicator(
     device = self._local.devices[0]
 
     def send(requests):
-      return self._queue.call_all(
-        kind,
-        [
-          lambda group, array, i=i, work=r.work: work(
-            group, array, f'{name}/bucket_{i}'
-          )
-          for i, r in enumerate(requests)
-        ],
-        [r.tensor for r in requests],
-        [_names(told_as, r.members) for r in requests],
-        device,
-        [r.shape for r in requests],
-      )
+      return self._send(kind, name, requests, told_as)
 
     writes = {}
     if gradients is not None and gradients.writes is not None:
@@ -133,6 +119,107 @@ class ProcessGroupCommunicator(
       if gradients is not None and gradients.writes is None:
         gradient_reducer.write(writes)
       return [tf.cast(s, t.dtype) for s, t in zip(summed, tensors, strict=True)]
+
+  def _send(self, kind, name, requests, told_as):
+    """Has the group do what is asked; what came of it, on the first device."""
+    return self._queue.call_all(
+      kind,
+      [
+        lambda group, array, i=i, work=r.work: work(
+          group, array, f'{name}/bucket_{i}'
+        )
+        for i, r in enumerate(requests)
+      ],
+      [r.tensor for r in requests],
+      [_names(told_as, r.members) for r in requests],
+      self._local.devices[0],
+      [r.shape for r in requests],
+    )
+
+  # Pieces are in the order of replicas: those of one worker's devices lie behind
+  # each other. A reduce-scatter and an all-gather send as much as an all-reduce.
+
+  def scatter_pieces(
+    self,
+    columns: Sequence[Sequence[tf.Tensor]],
+    shard: kinds.Shard,
+    others: Sequence[Sequence[tf.Tensor]],
+    are_gradients: bool = False,
+  ) -> tuple[list[list[tf.Tensor]], list[list[tf.Tensor]]]:
+    """Sums tensors of all devices of all workers, and divides some of the sums.
+
+    Args:
+      columns: for each local device its tensors whose sums are divided.
+      shard: how.
+      others: for each local device its tensors whose sums all get.
+      are_gradients: whether they are, so that they may be rounded on their way.
+
+    Returns:
+      For each local device its pieces, and the other sums. None is there before
+      all are.
+    """
+    local = [[*c, *o] for c, o in zip(columns, others, strict=True)]
+    count, split = len(columns), len(columns[0])
+    tensors = local[0] if count == 1 else self._local.sum_on_first(local)
+    codec = codecs.get(self._options.compression if are_gradients else 'none')
+    sending, block = self._sending, codec.block_length or 1
+
+    def add(group, array, name):
+      return sending.sum(group, array, name, codec.name)
+
+    def divide(group, array, name):
+      how = {'algorithm': sending.algorithm, 'compression': codec.name}
+      return group.reduce_scatter(array, name=name, **how)
+
+    with tf.device(self._local.devices[0]):
+      sent = [compressors.to_wire(t, codec) for t in tensors]
+      rows = [pieces.rows(t, shard) for t in sent[:split]]
+      divided = sending.pack(rows, block, shard.count)
+      whole = sending.pack(sent[split:], block)
+      asked = compressors.requests(
+        divided, divide, divided.shapes_of_rows(count)
+      )
+      asked += [
+        r._replace(members=[split + i for i in r.members])
+        for r in compressors.requests(whole, add)
+      ]
+      results = self._send('reduce_scatter', 'pieces', asked, tensors)
+      number = len(divided.buckets)
+      matrices = divided.unpack(results[:number], count)
+      sums = whole.unpack(results[number:])
+    mine, added = [], []
+    for i, device in enumerate(self._local.devices):
+      with tf.device(device):
+        pairs = list(zip(matrices + sums, tensors, strict=True))
+        mine.append([tf.cast(m[i], t.dtype) for m, t in pairs[:split]])
+        added.append([tf.cast(s, t.dtype) for s, t in pairs[split:]])
+    return mine, added
+
+  def join_pieces(
+    self, columns: Sequence[Sequence[tf.Tensor]]
+  ) -> list[tf.Tensor]:
+    """Brings the pieces of all devices of all workers to this one.
+
+    Args:
+      columns: for each local device its pieces.
+
+    Returns:
+      For each of them a matrix whose rows are the pieces of all replicas.
+    """
+    count = len(columns) * self.world_size
+
+    def join(group, array, name):
+      return group.all_gather_equal(array, name=name)
+
+    with tf.device(self._local.devices[0]):
+      rows = [
+        row[0][None] if len(row) == 1 else tf.stack(row)
+        for row in zip(*columns, strict=True)
+      ]
+      packed = self._sending.pack(rows, num_rows=count)
+      asked = compressors.requests(packed, join, packed.shapes_of_rows(count))
+      joined = self._send('all_gather', 'pieces', asked, columns[0])
+      return packed.unpack(joined, count)
 
   def _item(self, tensor, variable, is_gradient) -> compressors.Item:
     """How a tensor is sent; what is kept of it needs a variable."""
@@ -194,9 +281,6 @@ class ProcessGroupCommunicator(
         [_names(tensors, range(len(tensors))) for tensors in contents],
         device,
       )
-
-  # For what is mixed in.
-  _names = staticmethod(lambda tensors, members: _names(tensors, members))
 
   def combine(self, tensor, op, name, is_report=False):
     """See base class."""

@@ -13,7 +13,7 @@ import tensorflow as tf
 from tf_strategies import _tf_internal, errors
 from tf_strategies.cross_device import statistics
 from tf_strategies.strategies import communicator
-from tf_strategies.strategies.mirrored import reducer
+from tf_strategies.strategies.mirrored import packing
 from tf_strategies.strategies.multi_worker import options as options_lib
 
 # Where the options set no limit.
@@ -62,7 +62,7 @@ class RuntimeCommunicator(communicator.Communicator):
     packed, sums = [], []
     for device, column in zip(self._devices, columns, strict=True):
       with tf.device(device):
-        packed.append(reducer.pack(column, self._options.bucket_bytes))
+        packed.append(packing.pack(column, self._options.bucket_bytes))
     for launcher, device, pack in zip(
       self._launchers, self._devices, packed, strict=True
     ):

@@ -45,12 +45,10 @@ class WorkerExchange(replica_exchange.ReplicaExchange):
   def join(self, columns, shapes, sites):
     """See base class."""
     whole = self._communicator.join_pieces(columns)
-    results = []
-    for site in sites:
-      with tf.device(site.device):
-        pairs = zip(whole, shapes, strict=True)
-        results.append([pieces.joined(*pair) for pair in pairs])
-    return results
+    pairs = list(zip(whole, shapes, strict=True))
+    return replica_exchange.at_each(
+      sites, lambda: [pieces.joined(*pair) for pair in pairs]
+    )
 
   def gather(self, values, axis, sites):
     """See base class; rows are in the order of their places in the batch."""
@@ -122,11 +120,7 @@ class WorkerExchange(replica_exchange.ReplicaExchange):
     return self._communicator.broadcast(sizes, 0, 'first/shape')
 
   def _copies(self, value, sites):
-    copies = []
-    for site in sites:
-      with tf.device(site.device):
-        copies.append(tf.identity(value))
-    return copies
+    return replica_exchange.at_each(sites, lambda: tf.identity(value))
 
 
 # Collectives move numbers.

@@ -5,7 +5,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 from tests import virtual_devices
-from tf_strategies.strategies.mirrored import piece_packing
+from tf_strategies.strategies.mirrored import packing
 
 virtual_devices.configure()
 
@@ -26,9 +26,9 @@ class PackTest(tf.test.TestCase, parameterized.TestCase):
   @parameterized.product(block=(1, 4), bucket_bytes=(1, 100, 1 << 20))
   def test_round_trip(self, block, bucket_bytes):
     matrices = [*_matrices(5, 1, 8, 3), tf.constant([[1], [2], [3]])]
-    packed = piece_packing.pack(matrices, _ROWS, bucket_bytes, block)
+    packed = packing.pack(matrices, bucket_bytes, block=block, num_rows=_ROWS)
     self.assertEqual(
-      [b.shape.as_list() for b in packed.buckets], packed.shapes(_ROWS)
+      [b.shape.as_list() for b in packed.buckets], packed.shapes_of_rows(_ROWS)
     )
     for before, after in zip(
       matrices, packed.unpack(packed.buckets, _ROWS), strict=True
@@ -37,7 +37,7 @@ class PackTest(tf.test.TestCase, parameterized.TestCase):
 
   def test_a_row_of_each_bucket_is_a_replicas_pieces(self):
     matrices = _matrices(2, 3)
-    packed = piece_packing.pack(matrices, _ROWS, 1 << 20)
+    packed = packing.pack(matrices, 1 << 20, num_rows=_ROWS)
     [bucket] = packed.buckets
     [members] = packed.members
     self.assertEqual(members, (1, 0))
@@ -47,8 +47,8 @@ class PackTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllEqual(piece[0], matrix[place])
 
   def test_no_two_matrices_share_a_block(self):
-    packed = piece_packing.pack(_matrices(5, 1, 8), _ROWS, 1 << 20, 4)
-    self.assertEqual(packed.widths, ((8, 4, 8),))
+    packed = packing.pack(_matrices(5, 1, 8), 1 << 20, block=4, num_rows=_ROWS)
+    self.assertEqual(packed.lengths, ((8, 4, 8),))
 
 
 if __name__ == '__main__':
