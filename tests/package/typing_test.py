@@ -60,7 +60,9 @@ class CheckersTest(absltest.TestCase):
     found = re.findall(r'^(\w+\.py):(\d+): error:', done.stdout, re.MULTILINE)
     self.assert_finds({(a, int(b)) for a, b in found}, done.stdout)
 
-  @unittest.skipUnless(_has('pyright'), 'pyright is not installed')
+  @unittest.skipUnless(
+    _has('pyright') and shutil.which('node'), 'pyright or Node is not installed'
+  )
   def test_pyright(self):
     (self._directory / 'pyrightconfig.json').write_text(
       json.dumps({'extraPaths': [str(_SITE)], 'reportMissingImports': False}),
