@@ -161,7 +161,9 @@ class EveryOpTest(tf.test.TestCase, parameterized.TestCase):
 
   def test_group_size_in_a_name(self):
     names = replicas.devices(8)
-    found = cross_device.ScheduledAllReduce('hierarchical(4)').schedule(names, 0)
+    found = cross_device.ScheduledAllReduce('hierarchical(4)').schedule(
+      names, 0
+    )
     for group_size in (2, 4):
       op = cross_device.HierarchicalRingAllReduce(group_size)
       self.assertEqual(found == op.schedule(names, 0), group_size == 4)
