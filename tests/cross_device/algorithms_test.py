@@ -159,6 +159,15 @@ class EveryOpTest(tf.test.TestCase, parameterized.TestCase):
       op.reduce(SUM, value, value), replicas.exact(ranks), names
     )
 
+  def test_group_size_in_a_name(self):
+    names = replicas.devices(8)
+    found = cross_device.ScheduledAllReduce('hierarchical(4)').schedule(
+      names, 0
+    )
+    for group_size in (2, 4):
+      op = cross_device.HierarchicalRingAllReduce(group_size)
+      self.assertEqual(found == op.schedule(names, 0), group_size == 4)
+
 
 class PrecisionTest(tf.test.TestCase, parameterized.TestCase):
   """16-bit floats: added in float32, and no overflow on the way to a mean."""

@@ -21,7 +21,7 @@ class DocumentationTest(tf.test.TestCase, parameterized.TestCase):
     """What the page says: flags of the launcher, if any, and of the program."""
     with pages.parsed(name) as example:
       text = example.__doc__.replace('\\\n', ' ')
-    for command in re.findall(r'^  (python .*)$', text, re.M):
+    for command in re.findall(r'^  ((?:tfs|python) .*)$', text, re.M):
       launcher, _, program = command.rpartition(' -- ')
       python, path, *arguments = program.split()
       self.assertEqual([python, path], ['python', f'examples/{name}.py'])

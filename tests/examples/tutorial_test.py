@@ -36,8 +36,12 @@ class PageTest(parameterized.TestCase):
 
   def commands(self, program: str) -> list[list[str]]:
     """The commands of the page that end in a program, for this interpreter."""
+    known = {
+      'python': [sys.executable],
+      'tfs': [sys.executable, '-m', 'tf_strategies'],
+    }
     return [
-      [sys.executable if word == 'python' else word for word in words]
+      [new for word in words for new in known.get(word, [word])]
       for words in documents.commands(_page(self.page))
       if words[-1] == program
     ]

@@ -26,21 +26,21 @@ def _blocks(language):
   return [body for found, body in _FENCE.findall(text) if found == language]
 
 
-def _commands(module):
-  """The arguments of each `python -m module` of the page."""
+def _commands(*program):
+  """The arguments of each such command of the page."""
   found = []
   for block in _blocks('bash'):
     for line in block.replace('\\\n', ' ').splitlines():
       words = shlex.split(line.partition(' > ')[0], comments=True)
-      if words[:3] == ['python', '-m', module]:
-        found.append(words[3:])
+      if words[: len(program)] == [*program]:
+        found.append(words[len(program) :])
   return found
 
 
 class ClustersPageTest(absltest.TestCase):
   @_needs_yaml
   def test_manifests_are_written(self):
-    commands = _commands('tf_strategies.kubernetes')
+    commands = _commands('python', '-m', 'tf_strategies.kubernetes')
     self.assertLen(commands, 3)
     for arguments in commands:
       if arguments[0].startswith('--check'):
@@ -51,7 +51,7 @@ class ClustersPageTest(absltest.TestCase):
       self.assertIn('kind: JobSet', out.getvalue())
 
   def test_jobs_of_one_host_are_planned(self):
-    commands = _commands('tf_strategies.launch')
+    commands = _commands('tfs', 'launch')
     self.assertLen(commands, 2)
     for arguments in commands:
       out = io.StringIO()
@@ -102,7 +102,7 @@ class ClustersPageTest(absltest.TestCase):
     claim = yaml.safe_load(block)
     used = [
       argument.partition('=')[2]
-      for arguments in _commands('tf_strategies.kubernetes')
+      for arguments in _commands('python', '-m', 'tf_strategies.kubernetes')
       for argument in arguments
       if argument.startswith('--checkpoint_pvc=')
     ]

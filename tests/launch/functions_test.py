@@ -4,6 +4,7 @@ import os
 import pathlib
 import signal
 import sys
+import time
 import types
 from unittest import mock
 
@@ -16,7 +17,7 @@ from benchmarks import processes
 from tests.launch import programs
 from tf_strategies import errors
 from tf_strategies.cluster import ClusterConfig
-from tf_strategies.launch import functions
+from tf_strategies.launch import command, functions
 
 pytestmark = pytest.mark.multi_process
 
@@ -69,6 +70,18 @@ def _place(offset):
   return np.float32([offset, config.training_index])
 
 
+def _leave(rank):
+  if ClusterConfig.from_env().training_index == rank:
+    os._exit(0)
+
+
+def _serve():
+  if ClusterConfig.from_env().task_type == 'chief':
+    return 'chief'
+  time.sleep(600)
+  return 'server'
+
+
 def _fail(what):
   if ClusterConfig.from_env().training_index == 1:
     raise KeyError(what)
@@ -101,9 +114,32 @@ class FunctionsTest(parameterized.TestCase):
     with self.assertRaisesRegex(errors.UnsupportedOptionError, '_place'):
       tfs.launch(_place, args=(sys.stdout,))
 
-  def test_unknown_flag(self):
-    with self.assertRaisesRegex(errors.UnsupportedOptionError, 'num_worker'):
-      tfs.launch(_place, num_worker=2)
+  @parameterized.parameters(
+    (_place, {'num_worker': 2}, "flag='num_worker'.* write 'num_workers'"),
+    (_place, {'max_restart': 1}, "write 'max_restarts'"),
+    (_place, {'args': 3}, r'args of type int .*write args=\(value,\)'),
+    (_place, {'args': 'ab'}, 'args of type str'),
+    ('_place', {}, "function='_place'.*pass the function itself"),
+  )
+  def test_wrong_argument(self, function, options, message):
+    with self.assertRaisesRegex(errors.UnsupportedOptionError, message):
+      tfs.launch(function, **options)
+
+  def test_checkers_know_the_flags_of_the_command(self):
+    known = {'num_workers', *functions.Flags.__annotations__}
+    self.assertEqual(known, {name for name, *_ in command.FLAGS})
+
+  @parameterized.parameters(0, 1)
+  def test_worker_that_ends_without_a_result_is_named(self, rank):
+    with self.assertRaisesRegex(
+      errors.WorkerUnavailableError, f'from rank {rank} of 3.*os._exit'
+    ):
+      tfs.launch(_leave, args=(rank,), num_workers=3)
+
+  def test_servers_return_nothing(self):
+    # Worker 0 is the one that the launcher ends.
+    found = tfs.launch(_serve, num_workers=1, num_ps=1, chief=True)
+    self.assertEqual(found, ['chief'])
 
   def test_error_of_a_worker(self):
     with self.assertRaisesRegex(

@@ -18,6 +18,11 @@ tfs.create_strategy('ring_mirrored', device=['CPU:0'])  # wrong
 tfs.MonitorCallback(log_directory='logs')  # wrong
 tfs.elastic.run(lambda job: job.no_such_method())  # wrong
 tfs.elastic.run(4)  # wrong
+tfs.elastic.run(lambda job: job.fit(None, None, 1, 1, shufle=1))  # wrong
+tfs.launch(print, args=3)  # wrong
+tfs.launch(print, max_restart=1)  # wrong
+tfs.ScheduledAllReduce('tree', rot=1)  # wrong
+tfs.data.TFRecords('a', str, nam='b')  # wrong
 tfs.data.PipelineOptions(global_batch_size='64')  # wrong
 tfs.data.make_data_set  # wrong  # noqa: B018
 tfs.keras.LocalSteps('adam', every='4')  # wrong

@@ -23,7 +23,11 @@ class RegistryTest(parameterized.TestCase):
   @parameterized.parameters(
     ('parameter_server', {'mode': 'asynch'}, "mode='asynch'.*'async'"),
     ('parameter_server', {'mode': None}, 'mode=None'),
-    ('parameter_server', {'bakup_workers': 1}, "'bakup_workers'.*spelling"),
+    (
+      'parameter_server',
+      {'bakup_workers': 1},
+      "'bakup_workers'.*write 'backup_workers'",
+    ),
     ('parameter_server', {'devices': ['CPU:0']}, "'devices'"),
     ('parameter_server', {'backup_workers': 1}, "mode='sync'"),
     ('parameter_server', {'local_steps': 4}, 'local_steps=4.*LocalSteps'),
@@ -32,6 +36,7 @@ class RegistryTest(parameterized.TestCase):
     ('parameter_server', {'checkpoint_steps': 3}, 'without checkpoint_dir'),
     ('parameter_server', {'variable_partitioner': 3}, 'variable_partitioner=3'),
     ('parameter_server', {'cluster': 'x'}, 'cluster of type str'),
+    ('ring_mirrored', {'device': []}, 'Fix: write devices for device'),
     ('one_device', {'mode': 'sync'}, "'one_device' with options .*'mode'"),
     ('mirrored', {'cross_device_ops': 3}, 'cross_device_ops=3.*instance'),
     ('mirrored', {'cross_device_ops': tfs.RingAllReduce}, 'RingAllReduce'),

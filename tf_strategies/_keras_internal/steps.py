@@ -323,16 +323,15 @@ def is_for_model() -> bool:
 
 
 def element_spec_of_fit(
-  model: keras.Model, batches: Any, **options: Any
+  model: keras.Model, batches: Any, steps_per_epoch: int, class_weight: Any
 ) -> Any:
   """The types of the batches that a model's steps get from `fit(batches)`."""
-  names = 'steps_per_epoch', 'class_weight'
-  given = {name: options[name] for name in names if name in options}
   iterator = trainer.TFEpochIterator(
     x=batches,
     shuffle=False,
     distribute_strategy=model.distribute_strategy,
-    **given,
+    steps_per_epoch=steps_per_epoch,
+    class_weight=class_weight,
   )
   return iterator._distributed_dataset.element_spec
 

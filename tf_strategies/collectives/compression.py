@@ -17,14 +17,13 @@ Example:
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import math
 import re
 
 import numpy as np
 
-from tf_strategies import errors
+from tf_strategies import errors, option_checks
 from tf_strategies.collectives import codecs
 from tf_strategies.collectives import schedule as schedule_lib
 
@@ -117,8 +116,7 @@ def parse(text: object) -> Compression:
   if parsed is None:
     name = text.partition('(')[0].strip() if isinstance(text, str) else ''
     known = [*codecs.CODECS, *_EXAMPLES]
-    near = difflib.get_close_matches(name.lower(), known, 1)
-    meant = near[0] if near else codecs.NONE.name
+    meant = option_checks.nearest(name, known) or codecs.NONE.name
     names = [*codecs.CODECS, 'powersgd(RANK)', 'topk(FRACTION)']
     raise errors.UnsupportedOptionError(
       f'compression={text!r}',

@@ -1,5 +1,8 @@
 """The cross-device ops of well-known algorithms, by name."""
 
+import functools
+
+from tf_strategies import collectives
 from tf_strategies.cross_device import base
 
 
@@ -33,7 +36,8 @@ class NaiveAllReduce(base.ScheduledAllReduce):
   """
 
   def __init__(self, root: int = 0):
-    super().__init__('naive', root=root)
+    super().__init__('naive')
+    self._build = functools.partial(collectives.naive_all_reduce, root=root)
 
 
 class TreeAllReduce(base.ScheduledAllReduce):
@@ -46,7 +50,8 @@ class TreeAllReduce(base.ScheduledAllReduce):
   """
 
   def __init__(self, root: int = 0):
-    super().__init__('tree', root=root)
+    super().__init__('tree')
+    self._build = functools.partial(collectives.tree_all_reduce, root=root)
 
 
 class HalvingDoublingAllReduce(base.ScheduledAllReduce):
@@ -72,7 +77,10 @@ class HierarchicalRingAllReduce(base.ScheduledAllReduce):
   """
 
   def __init__(self, group_size: int | None = None):
-    super().__init__('hierarchical', group_size=group_size)
+    super().__init__('hierarchical')
+    self._build = functools.partial(
+      collectives.hierarchical_all_reduce, group_size=group_size
+    )
 
 
 class DirectAllReduce(base.ScheduledAllReduce):

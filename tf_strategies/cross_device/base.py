@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -67,9 +68,8 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
   faster.
 
   Args:
-    algorithm: a name in `collectives.ALGORITHMS`.
+    algorithm: a name in `collectives.ALGORITHMS`, or 'hierarchical(GROUP_SIZE)'.
     compression: a name in `collectives.CODECS`.
-    **options: of the algorithm, besides the number of ranks.
 
   Raises:
     UnsupportedOptionError: there is no such algorithm or codec; later, a dtype
@@ -80,12 +80,11 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
   # Whether tensors are cut where copies are free.
   _cuts_shared_memory = True
 
-  def __init__(
-    self, algorithm: str, compression: str = 'none', **options: object
-  ):
+  def __init__(self, algorithm: str, compression: str = 'none'):
     super().__init__()
-    self._algorithm = algorithms.check(algorithm)
-    self._options = options
+    self._build = functools.partial(
+      algorithms.build, algorithms.check(algorithm)
+    )
     self._codec = codecs.get(compression)
     self._statistics = {k: statistics.CallStatistics() for k in _KINDS}
     self._last_plan = None
@@ -96,8 +95,7 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
   ) -> schedule_lib.Schedule:
     """The schedule for an all-reduce of `num_bytes` over `devices`."""
     del num_bytes
-    build = algorithms.ALGORITHMS[self._algorithm]
-    return build(len(devices), **self._options)
+    return self._build(len(devices))
 
   def split_above(self, devices: Sequence[str]) -> float | None:
     """Tensors above this share of all bytes are cut; None cuts nothing."""

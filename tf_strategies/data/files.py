@@ -164,7 +164,7 @@ class TFRecords(Files):
       `tf.io.parse_example`, or a `parse_fn` as in `Files`.
     counts: as in `Files`. Without it the frames of the records are walked, 2
       us each, which takes a while on remote storage.
-    **kwargs: as in `Files`.
+    decode_fn: as in `Files`, and so are those that follow.
 
   Raises:
     DataError: a file is missing or truncated.
@@ -176,14 +176,27 @@ class TFRecords(Files):
     paths: Paths,
     schema: Mapping[str, Any] | ParseFn,
     counts: Sequence[int] | None = None,
-    **kwargs,
+    *,
+    decode_fn: Callable[..., Any] | None = None,
+    name: str | None = None,
+    fingerprints: Sequence[object] | None = None,
+    is_round_robin: bool = False,
   ):
     parse_fn = schema
     if isinstance(schema, Mapping):
       parse_fn = lambda records: tf.io.parse_example(records, schema)  # noqa: E731
     # Looked up when it is called: slow storage may be simulated.
     read_fn = lambda path: tf.data.TFRecordDataset(path)  # noqa: E731
-    super().__init__(paths, read_fn, parse_fn, counts, **kwargs)
+    super().__init__(
+      paths,
+      read_fn,
+      parse_fn,
+      counts,
+      decode_fn=decode_fn,
+      name=name,
+      fingerprints=fingerprints,
+      is_round_robin=is_round_robin,
+    )
 
   def _count(self) -> list[int]:
     return [count_records(path) for path in self.paths]

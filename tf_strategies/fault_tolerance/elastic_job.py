@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -12,10 +12,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tf_strategies import (
-  _keras_internal,
-  errors,
-)
+from tf_strategies import _keras_internal, errors
 from tf_strategies.checkpoint import model_state
 from tf_strategies.checkpoint.position import Position
 from tf_strategies.fault_tolerance import (
@@ -128,14 +125,11 @@ class Job:
     # Steps may have been applied before a callback could record them.
     applied = self._iterations() - self._iterations_at_start
     if applied > self._counted:
-      self._set(
-        self.state.epoch,
-        self.state.rows // self._batch + applied - self._counted,
-      )
+      step = self.state.rows // self._batch + applied - self._counted
+      self._set(self.state.epoch, step)
     self._held = [elastic_members.read(v) for v in self._variables()]
-    self._held_rests = [
-      elastic_members.read(v) for v in self._kept(are_parts=True)
-    ]
+    rests = self._kept(are_parts=True)
+    self._held_rests = [elastic_members.read(v) for v in rests]
     self._objects = None
 
   def restore(self, model: keras.Model, optimizer=None) -> None:
@@ -211,7 +205,12 @@ class Job:
     epochs: int,
     steps_per_epoch: int,
     callbacks: Sequence[keras.callbacks.Callback] = (),
-    **options,
+    *,
+    verbose: str | int = 'auto',
+    validation_data: Any = None,
+    validation_steps: int | None = None,
+    validation_freq: int | Sequence[int] = 1,
+    class_weight: Mapping[int, float] | None = None,
   ) -> keras.callbacks.History | None:
     """Calls `model.fit` for the rest of the job; returns its history, if any.
 
@@ -225,7 +224,7 @@ class Job:
       epochs: of the whole job.
       steps_per_epoch: of a whole epoch.
       callbacks: as of `fit`.
-      **options: of `fit`, such as `validation_data`.
+      verbose: as of `fit`, and so are those that follow.
     """
     if self._model is not model:
       self.restore(model)
@@ -233,7 +232,7 @@ class Job:
     self._members.is_fitting = True
     metrics = [v.value for v in model.metrics_variables]
     self.strategy.extended.hold_sums(metrics)
-    self._join_with_steps(model, make_batches, steps_per_epoch, options)
+    self._join_with_steps(model, make_batches, steps_per_epoch, class_weight)
     epoch, step = self.position
     if step >= steps_per_epoch:
       epoch, step = epoch + 1, 0
@@ -259,17 +258,22 @@ class Job:
         *callbacks,
         elastic_callbacks.ElasticCallback(self, 0, step, reads),
       ],
-      **options,
+      shuffle=False,  # `make_batches` says which batch a step has.
+      verbose=verbose,
+      validation_data=validation_data,
+      validation_steps=validation_steps,
+      validation_freq=validation_freq,
+      class_weight=class_weight,
     )
 
-  def _join_with_steps(self, model, make_batches, steps_per_epoch, options):
+  def _join_with_steps(self, model, make_batches, steps_per_epoch, weights):
     """Joins when the step of the model has been built: nobody waits for that."""
     if self.strategy.extended.communicator.is_member:
       return
     batches = make_batches(0, 0)
     if isinstance(batches, tf.data.Dataset):
       spec = _keras_internal.element_spec_of_fit(
-        model, batches, steps_per_epoch=steps_per_epoch, **options
+        model, batches, steps_per_epoch, weights
       )
       model.make_train_function()
       prepare = getattr(model.train_function, 'prepare', None)
@@ -459,11 +463,8 @@ class Job:
 
   def _metrics(self):
     """The metrics of which every worker has all, as models' steps make them."""
-    return [
-      v
-      for v in self._model.metrics_variables
-      if vars(v.value).get('holds_whole', False)
-    ]
+    variables = self._model.metrics_variables
+    return [v for v in variables if vars(v.value).get('holds_whole', False)]
 
   def _assign(self, variables, values):
     with self.strategy.scope():

@@ -16,26 +16,48 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from tf_strategies import errors, option_checks
 from tf_strategies.cluster import ClusterConfig
-from tf_strategies.launch import command, output, process
+from tf_strategies.launch import output, process
+
+if TYPE_CHECKING:
+  from typing_extensions import Unpack
 
 _CALL, _RESULT = 'call', 'result'
+_NOTHING = object()  # A result that was expected and has not come.
 _POLL_SECONDS = 1.0
 # The launcher itself ends its tasks within its own grace period.
 _GRACE_SECONDS = 30.0
-_FLAGS = [name for name, *_ in command.FLAGS]
 _PACKAGE = pathlib.Path(__file__).resolve().parents[1]
+
+
+class Flags(TypedDict, total=False):
+  """The flags of `tfs launch` besides `num_workers`, for checkers."""
+
+  num_ps: int
+  chief: bool
+  evaluator: bool
+  max_restarts: int
+  log_dir: str | os.PathLike[str] | None
+  tee: bool
+  rank_filter: str | None
+  grace_period: float
+  dry_run: bool
+  nnodes: int
+  node_rank: int
+  rendezvous: str | None
+  rendezvous_timeout: float
+  node_address: str | None
 
 
 def launch(
   function: Callable[..., Any],
-  args: Sequence[Any] = (),
+  args: tuple[Any, ...] | list[Any] = (),
   *,
   num_workers: int = 2,
-  **flags: Any,
+  **flags: Unpack[Flags],
 ) -> list[Any]:
   """Calls a function on each worker of a new job, and returns what each returned.
 
@@ -55,12 +77,14 @@ def launch(
     **flags: of `tfs launch`, such as `max_restarts=1` or `log_dir='logs'`.
 
   Returns:
-    What chief and workers returned, in this order; of those that do.
+    What chief and workers returned, in this order. Workers that serve a chief
+    beside parameter servers return nothing.
 
   Raises:
-    UnsupportedOptionError: an unknown flag, or a function that cannot be sent.
-    WorkerUnavailableError: a worker failed, or was killed; caused by what the
-      function raised there, if it raised.
+    UnsupportedOptionError: an unknown flag, no function, or one that cannot be
+      sent.
+    WorkerUnavailableError: a worker failed, was killed, or ended its process
+      before it returned; caused by what the function raised there, if it raised.
 
   Example:
 
@@ -69,10 +93,23 @@ def launch(
     >>> functions.launch(math.hypot, args=(3, 4), num_workers=2)
     [5.0, 5.0]
   """
+  option_checks.check(
+    callable(function),
+    f'function={function!r}',
+    'a function',
+    'pass the function itself, and its arguments apart: '
+    'tfs.launch(train, args=(3,))',
+  )
+  option_checks.check_type(
+    'args',
+    args,
+    (tuple, list),
+    "a tuple of the function's arguments",
+    'write args=(value,) for one argument',
+  )
   for name in flags:
-    option_checks.check_choice(
-      'a flag of launch', name, _FLAGS, 'see `tfs launch --help`'
-    )
+    known = ('num_workers', *Flags.__annotations__)
+    option_checks.check_choice('flag', name, known, 'see `tfs launch --help`')
   words = [
     f'--{n}={v}' for n, v in {'num_workers': num_workers, **flags}.items()
   ]
@@ -91,6 +128,13 @@ def launch(
       f'The job of {function!r} ended with {output.ending(status)}. It wrote '
       f'last:\n{tail}'
     ) from (raised[0] if raised else None)
+  missing = [rank for rank, result in results.items() if result is _NOTHING]
+  if missing:
+    raise errors.WorkerUnavailableError(
+      f'The job of {function!r} ended well, but nothing came back from rank '
+      f'{", ".join(map(str, missing))} of {len(results)}. Expected a function '
+      'that returns. Fix: return, or raise sys.exit(0), instead of os._exit(0).'
+    )
   return list(results.values())
 
 
@@ -184,14 +228,15 @@ def _show(line: bytes) -> None:
   sys.stdout.flush()
 
 
-def _results(directory: pathlib.Path) -> dict[str, Any]:
+def _results(directory: pathlib.Path) -> dict[int, Any]:
   """What tasks returned or raised, by their places."""
   results = {}
   for path in sorted(directory.glob(f'{_RESULT}-??????')):
+    place, data = int(path.name.rpartition('-')[2]), path.read_bytes()
     try:
-      results[path.name] = pickle.loads(path.read_bytes())
+      results[place] = pickle.loads(data) if data else _NOTHING
     except Exception as e:  # An exception that cannot be made again.
-      results[path.name] = errors.WorkerUnavailableError(str(e))
+      results[place] = errors.WorkerUnavailableError(str(e))
   return results
 
 
@@ -207,9 +252,11 @@ def main(argv: Sequence[str]) -> None:
     spawn.prepare(script)
   function, args = pickle.loads(call)
   cluster = ClusterConfig.from_env()
-  place = 0
-  if cluster is not None and cluster.training_index is not None:
-    place = cluster.training_index
+  place: int | None = 0 if cluster is None else cluster.training_index
+  has_servers = cluster is not None and 'ps' in cluster.jobs
+  if place is not None and not (has_servers and place):
+    # Until it returns. A worker beside parameter servers only serves.
+    _path(directory, place).write_bytes(b'')
   try:
     result = function(*args)
   except SystemExit as e:
@@ -218,13 +265,17 @@ def main(argv: Sequence[str]) -> None:
     result = None
   except Exception as e:
     with contextlib.suppress(Exception):
-      _write(directory, place, e)
+      _write(_path(directory, place or 0), e)
     raise
-  if cluster is None or cluster.training_index is not None:
-    _write(directory, place, result)
+  if place is not None:
+    _write(_path(directory, place), result)
 
 
-def _write(directory: pathlib.Path, place: int, result: Any) -> None:
+def _path(directory: pathlib.Path, place: int) -> pathlib.Path:
+  return directory / f'{_RESULT}-{place:06}'
+
+
+def _write(path: pathlib.Path, result: Any) -> None:
   try:
     data = pickle.dumps(result)
   except Exception as e:
@@ -233,7 +284,6 @@ def _write(directory: pathlib.Path, place: int, result: Any) -> None:
       'one that can be sent to another process',
       'return numbers, NumPy arrays or a path',
     ) from e
-  path = directory / f'{_RESULT}-{place:06}'
   path.with_suffix('.new').write_bytes(data)
   path.with_suffix('.new').rename(path)
 

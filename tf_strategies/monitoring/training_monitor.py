@@ -55,6 +55,7 @@ _LOGS = {
   'communication': 'communication_share',
 }
 
+
 @dataclasses.dataclass(frozen=True)
 class MonitorOptions:
   """What is measured, and where it is written. Without a path, nothing is.

@@ -157,6 +157,13 @@ def create_strategy(
   except TypeError as e:
     if 'unexpected keyword argument' not in str(e):
       raise
+    known = StrategyOptions.__annotations__
+    meant = {
+      option: option_checks.nearest(option, known)
+      for option in options
+      if option not in known
+    }
+    fixes = [f'write {new} for {old}' for old, new in meant.items() if new]
     raise errors.UnsupportedOptionError(
       f'strategy={name!r} with options {sorted(options)}',
       'devices, except for parameter_server and tpu_ring; cross_device_ops, '
@@ -166,7 +173,7 @@ def create_strategy(
       'cluster and the options of '
       'ParameterServerStrategy for parameter_server; the arguments of '
       'TPURingStrategy for tpu_ring',
-      'remove the other options',
+      ', '.join(fixes) or 'remove the other options',
     ) from None
   scope_checks.note_created(strategy)
   return strategy

@@ -124,7 +124,7 @@ class OptionsTest(parameterized.TestCase):
         create(cluster=_config(), **given)
 
   @parameterized.parameters(
-    ({'bakup_workers': 1}, "'bakup_workers'.*spelling"),
+    ({'bakup_workers': 1}, "'bakup_workers'.*write 'backup_workers'"),
     ({'local_steps': 4}, r'local_steps=4.*LocalSteps\(optimizer, every=4\)'),
   )
   def test_name_that_is_none(self, given, message):

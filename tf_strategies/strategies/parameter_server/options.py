@@ -104,11 +104,8 @@ def make(
       f'compile with tfs.keras.LocalSteps(optimizer, every={options["local_steps"]!r})',
     )
   known = {f.name for f in dataclasses.fields(ParameterServerOptions)}
-  unknown = sorted(set(options) - known)
-  if unknown:
-    raise errors.UnsupportedOptionError(
-      f'option {unknown[0]!r} of ParameterServerStrategy',
-      f'one of {sorted(known)}',
-      'check the spelling',
+  for name in options:
+    option_checks.check_choice(
+      'option of ParameterServerStrategy', name, sorted(known)
     )
   return ParameterServerOptions(mode, **options)

@@ -1,0 +1,98 @@
+"""No public signature swallows what is misspelled."""
+
+import inspect
+import pkgutil
+
+from absl.testing import absltest
+
+from tf_strategies.launch import functions
+from tools.pages import hooks
+
+# Public callables that take any keyword, and why.
+_OPEN = {
+  'DynamicEmbedding': 'of keras.layers.Layer, whose configuration Keras passes',
+  'DistributedOptimizer': 'refused: they belong to the inner optimizer',
+  'LazyRows': 'refused: they belong to the inner optimizer',
+  'LocalSteps': 'refused: they belong to the inner optimizer',
+  'GroupOptions.from_env': 'of GroupOptions, which refuses others',
+  'ParameterServerStrategy.track': 'names that the caller gives to objects',
+  'ParameterServerStrategy.restore': 'names that the caller gives to objects',
+}
+
+
+def _public_objects():
+  """What the reference documents, by its last name."""
+  yield 'launch', functions.launch
+  for room in hooks._ROOMS:
+    for path in hooks.public_names(room):
+      value = pkgutil.resolve_name(path)
+      name = path.rpartition('.')[2]
+      named = vars(value) if inspect.ismodule(value) else {name: value}
+      yield from ((n, v) for n, v in named.items() if not n.startswith('_'))
+
+
+def _callables(name, value):
+  """A function, or a class's constructor and the methods that are not Keras's."""
+  is_ours = getattr(value, '__module__', '').startswith('tf_strategies')
+  if not (is_ours and callable(value)):
+    return
+  yield name, value
+  if not inspect.isclass(value):
+    return
+  for base in value.__mro__:
+    if not base.__module__.startswith('tf_strategies'):
+      continue
+    for method in vars(base):
+      of_keras = any(
+        method in vars(other)
+        for other in value.__mro__
+        if other.__module__.startswith('keras.')
+      )
+      if not method.startswith('_') and not of_keras:
+        yield f'{name}.{method}', getattr(value, method)
+
+
+def _takes_any_keyword(function) -> bool:
+  try:
+    parameters = inspect.signature(function).parameters.values()
+  except (TypeError, ValueError):  # A property, a constant, a class of C.
+    return False
+  return any(
+    p.kind == p.VAR_KEYWORD and 'Unpack' not in str(p.annotation)
+    for p in parameters
+  )
+
+
+def _open_names(objects) -> set[str]:
+  return {
+    name
+    for each in objects
+    for name, function in _callables(*each)
+    if _takes_any_keyword(function)
+  }
+
+
+class SignaturesTest(absltest.TestCase):
+  def test_every_keyword_has_a_name(self):
+    objects = list(_public_objects())
+    names = {name for name, _ in objects}
+    self.assertContainsSubset(
+      {'launch', 'run', 'Job', 'MonitorCallback', 'TFRecords', 'Error'}, names
+    )
+    self.assertEqual(_open_names(objects), set(_OPEN))
+
+  def test_signature_that_swallows_is_found(self):
+    class Open:
+      __module__ = 'tf_strategies.open'
+
+      def method(self, **options):
+        """Takes what is misspelled."""
+
+      def closed(self, option=None):
+        """Does not."""
+
+    self.assertEqual(_open_names([('Open', Open)]), {'Open.method'})
+
+
+if __name__ == '__main__':
+  absltest.main()
