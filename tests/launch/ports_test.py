@@ -1,13 +1,13 @@
 """Ports that connections of other programs do not take."""
 
 import pathlib
+import random
 import socket
-import subprocess
-import sys
 from unittest import mock
 
 from absl.testing import absltest, parameterized
 
+from benchmarks import processes
 from tf_strategies import errors
 from tf_strategies.launch import ports
 
@@ -27,14 +27,19 @@ class PickPortsTest(parameterized.TestCase):
       'ports._candidates = lambda: [int(p) for p in sys.argv[1:]]; '
       'print(ports.pick_ports(1))'
     )
-    found = subprocess.run(
-      [sys.executable, '-c', ask, *map(str, picked), '32001'],
-      check=True,
-      capture_output=True,
-      text=True,
-      timeout=60,
-    )
+    found = processes.run_python('-c', ask, *map(str, picked), '32001')
     self.assertEqual(found.stdout.strip(), '[32001]')
+
+  def test_seed_of_the_program_has_no_say(self):
+    """Two programs with one seed would pick the same, again and again."""
+    random.seed(1)
+    expected = random.random()
+    random.seed(1)
+    picked = ports.pick_ports(9)
+    self.assertEqual(random.random(), expected)
+    random.seed(1)
+    ports._held.clear()
+    self.assertNotEqual(ports.pick_ports(9), picked)
 
   def test_only_the_last_are_held(self):
     """Or a process would run out of descriptors."""

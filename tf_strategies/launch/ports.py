@@ -38,7 +38,8 @@ def pick_ports(count: int) -> list[int]:
   """
   ports: list[int] = []
   candidates = _candidates()
-  for port in random.sample(
+  # Whoever has seeded `random` gets other ports all the same, and keeps its state.
+  for port in random.SystemRandom().sample(
     candidates, min(len(candidates), _TRIES_PER_PORT * count)
   ):
     if len(ports) == count:
