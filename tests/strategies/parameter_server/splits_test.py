@@ -5,6 +5,7 @@ import weakref
 from unittest import mock
 
 import tensorflow as tf
+from absl.testing import parameterized
 
 from tf_strategies.checkpoint.position import Position
 from tf_strategies.strategies.parameter_server import (
@@ -27,11 +28,49 @@ class _Dataset(input.WorkerDataset):
       by_rounds=by_rounds,
     )
 
-  def open(self, split, worker, token):
+  def open(self, split, start, worker, token):
     return tf.constant(split.key)
 
 
-class SourceTest(tf.test.TestCase):
+class _Iterated(_Dataset):
+  """Elements of splits are numbers; steps end while a split is opened."""
+
+  def __init__(self, ended):
+    super().__init__(by_rounds=True)
+    self._ended = list(ended)
+    self.iterators = {}
+
+  def open(self, split, start, worker, token):
+    self.iterators[split] = iter(range(start, 5))
+    split.done += self._ended.pop(0) if self._ended else 0
+    return super().open(split, start, worker, token)
+
+  def skip(self, split, worker, until):
+    while split.next < until:
+      next(self.iterators[split])
+      split.next += 1
+
+
+class SourceTest(tf.test.TestCase, parameterized.TestCase):
+  @parameterized.product(before=(0, 1, 2), during=((0,), (1,), (2, 1)))
+  def test_late_worker_reads_what_it_took(self, before, during):
+    """Steps that end without it do not shift what it reads then and later."""
+    dataset = _Iterated(during)
+    source = splits.Source(dataset)
+    split = source.splits[0]
+    taken = split.done
+    split.done += before
+    self.assertIs(source.split_for(0, [], wanted=[split]), split)
+
+    def read(element):
+      return source.read(
+        split, element, 0, 0, lambda _: next(dataset.iterators[split])
+      )
+
+    self.assertEqual(read(taken), taken)
+    for element in range(max(split.done, 1), 5):
+      self.assertEqual(read(element), element)
+
   def test_iterator_is_forgotten_when_it_was_read(self):
     source = splits.Source(_Dataset())
     handle = weakref.ref(source.split_for(0, []).handle)

@@ -188,19 +188,23 @@ class WorkerDataset(_Dataset):
       )
     )
 
-  def open(self, split: splits.Split, worker: int, token: int) -> tf.Tensor:
-    """Begins to read a split on a worker; returns the iterator's handle."""
+  def open(
+    self, split: splits.Split, start: int, worker: int, token: int
+  ) -> tf.Tensor:
+    """Begins to read a split on a worker; returns the iterator's handle.
+
+    Its first element is number `start`.
+    """
     opener, arrays = self._opener(split.index)
     arrays = self._arrays.on_worker(arrays, worker, token)
     with tf.device('/device:CPU:0'):
       key = tf.constant(split.key, tf.int64)
-      done = tf.constant(split.done, tf.int64)
+      first = tf.constant(start, tf.int64)
       token = tf.constant(token, tf.int64)
     with tf.device(worker_arrays.device(worker)):
-      variant = opener(key, done, token, *arrays)
+      variant = opener(key, first, token, *arrays)
       handle = tf.raw_ops.AnonymousIteratorV3(**_numbered(self.element_spec))
       tf.raw_ops.MakeIterator(dataset=variant, iterator=handle)
-    split.next = split.done
     return handle
 
   def skip(self, split: splits.Split, worker: int, until: int) -> None:
@@ -217,8 +221,8 @@ class WorkerDataset(_Dataset):
     with self._lock:
       if index not in self._openers:
 
-        def make(key, done, token):
-          numbered = self._make(index).enumerate().skip(done)
+        def make(key, first, token):
+          numbered = self._make(index).enumerate().skip(first)
           numbered = numbered.map(
             lambda i, batch: (
               key,

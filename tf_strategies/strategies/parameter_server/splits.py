@@ -173,13 +173,18 @@ class Source:
     """Opens a split; it is nobody's while this lasts."""
     is_open = False
     try:
-      split.handle = self.dataset.open(split, worker, token)
+      self._begin(split, split.done, worker, token)
       is_open = True
     finally:
       with self._lock:
         self._opening -= 1
         mine = self._splits_of.setdefault(worker, [])
         (mine if is_open else self._free).append(split)
+
+  def _begin(self, split: Split, element: int, worker: int, token: int) -> None:
+    """Opens a split at an element, however many steps end meanwhile."""
+    split.handle = self.dataset.open(split, element, worker, token)
+    split.next = element
 
   def read(
     self,
@@ -197,7 +202,7 @@ class Source:
       return None
     try:
       if split.next > element:  # It is read again.
-        split.handle = self.dataset.open(split, worker, token)
+        self._begin(split, element, worker, token)
       # What a late worker has not read.
       self.dataset.skip(split, worker, element)
       found = function(split.handle)
