@@ -104,7 +104,6 @@ setuptools.setup(
       # The models of a TFJob that manifests are compared with.
       'kubeflow-training==1.9.4',
       'mypy',
-      'pyright==1.1.414',
       'pytest>=9',
       'pytest-xdist',
       # Pinned: another release formats or complains differently.

@@ -78,8 +78,10 @@ class _KillsTestCase(parameter_server_case.FaultsTestCase):
     writes = place == 'update' and mode != 'sync'
     self.hold(place)
     self.wait_until_reached(job, place)
-    time.sleep(0.5)  # The other worker comes there too.
-    before = self.peek(job)
+    before = None
+    while (found := self.peek(job)) != before:
+      before = found
+      time.sleep(1.0)  # The other worker comes there too.
     # What is asked of server 1 it does not do.
     job.signal(*_SERVER, signal.SIGSTOP)
     self.release(place)

@@ -66,8 +66,10 @@ note('environment', dict(os.environ))
 if task['type'] in ('ps', 'evaluator', 'worker'):
   time.sleep(600)
 top = os.path.dirname(directory)
-wanted = {'0/environment-worker_1-0', '1/environment-worker_3-0',
-          '0/environment-evaluator_0-0', '1/environment-ps_1-0'}
+wanted = {'0/environment-worker_0-0', '0/environment-worker_1-0',
+          '1/environment-worker_2-0', '1/environment-worker_3-0',
+          '0/environment-evaluator_0-0', '0/environment-ps_0-0',
+          '1/environment-ps_1-0'}
 while not all(os.path.exists(os.path.join(top, w)) for w in wanted):
   time.sleep(0.01)
 """
