@@ -231,6 +231,9 @@ class TableTest(tf.test.TestCase):
     layer = _embedding(model)
     for ids in ([1, 1], [2, 3], [4, 1], [5, 4]):
       model.train_on_batch(np.array([ids]), np.ones([1, 1]))
+    for wrong in ({'max_age': -1}, {'max_age': True}, {'min_uses': 1.5}):
+      with self.assertRaisesRegex(errors.UnsupportedOptionError, 'integer'):
+        layer.expire(**wrong)
     self.assertEqual(layer.expire(max_age=1, min_uses=2), 2)  # 2 and 3.
     self.assertAllEqual(layer.usage()['ids'], [1, 4, 5])
     self.assertEqual(layer.expire(max_age=0), 1)  # 1, of the step before.

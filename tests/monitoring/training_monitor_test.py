@@ -33,6 +33,9 @@ def _read_lines(path):
     return [json.loads(line) for line in f]
 
 
+_PAUSE_SECONDS = 0.05
+
+
 class OptionsTest(parameterized.TestCase):
   @parameterized.named_parameters(
     ('every', {'metrics_every_steps': 0}, 'metrics_every_steps=0'),
@@ -41,6 +44,10 @@ class OptionsTest(parameterized.TestCase):
     ('nan', {'progress_seconds': float('nan')}, 'progress_seconds=nan'),
     ('order', {'profile_steps': (5, 4), 'log_dir': 'a'}, 'profile_steps=.5, 4'),
     ('zero', {'profile_steps': (0, 4), 'log_dir': 'a'}, 'profile_steps=.0, 4'),
+    ('no_pair', {'profile_steps': 3, 'log_dir': 'a'}, 'profile_steps=3'),
+    ('text', {'global_batch_size': '4'}, "global_batch_size='4'"),
+    ('no_rows', {'global_batch_size': 0}, 'global_batch_size=0'),
+    ('no_path', {'log_dir': 3}, 'log_dir=3'),
     ('no_dir', {'profile_steps': (1, 4)}, 'profile_steps without log_dir'),
   )
   def test_refused(self, options, message):
@@ -354,9 +361,12 @@ class MonitorTest(tf.test.TestCase, parameterized.TestCase):
       progress_seconds=0,
     )
     shown = []
-    bar = keras.callbacks.LambdaCallback(
-      on_train_batch_end=lambda batch, logs: shown.append(dict(logs))
-    )
+
+    def end(batch, logs):
+      shown.append(dict(logs))
+      time.sleep(_PAUSE_SECONDS)
+
+    bar = keras.callbacks.LambdaCallback(on_train_batch_end=end)
     model = keras.Sequential([keras.Input([3]), keras.layers.Dense(2)])
     model.compile('sgd', 'mse', jit_compile=False)
     x = np.ones([24, 3], np.float32)
@@ -369,11 +379,15 @@ class MonitorTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(set(history.history), {'loss'})
     seconds = [n['step_seconds'] for n in _read_lines(self._path('m-0.jsonl'))]
     self.assertNotIn('examples/s', shown[0])  # It traces.
-    for first, last in ((1, 1), (1, 2), (3, 3), (3, 4), (3, 5)):
+    for first, last, pauses in (
+      *((1, 1, 1), (1, 2, 2)),
+      *((3, 3, 0), (3, 4, 1), (3, 5, 2)),
+    ):
+      # The time between steps counts too.
       steps = seconds[first : last + 1]
-      self.assertAlmostEqual(
-        shown[last]['examples/s'] * sum(steps) / len(steps), 8
-      )
+      least = sum(steps) + pauses * _PAUSE_SECONDS
+      spent = 8 * len(steps) / shown[last]['examples/s']
+      self.assertBetween(spent, least, least + 1)
     # The monitor was for that `fit`.
     model.fit(x, x[:, :2], verbose=0, callbacks=[monitor, bar])
     self.assertEqual(set(shown[-1]), {'loss'})

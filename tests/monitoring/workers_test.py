@@ -146,7 +146,13 @@ class MeasuredRunTest(absltest.TestCase):
         rows = sum(step['global_examples'] for step in steps)
         shown = told['logs'][last]
         self.assertAlmostEqual(shown['communication'], busy / seconds)
-        self.assertAlmostEqual(shown['examples/s'] * seconds, rows)
+        # Time between steps counts, and ranks meet in each step.
+        self.assertBetween(rows / shown['examples/s'], seconds, seconds + 5)
+    for first, second in zip(
+      *(told['logs'][1:] for told in self.told), strict=True
+    ):
+      ratio = first['examples/s'] / second['examples/s']
+      self.assertBetween(ratio, 0.5, 2.0)
 
   def test_parts_of_a_step_fill_it_and_do_not_overlap(self):
     for trace in self.traces:

@@ -178,6 +178,9 @@ class DynamicEmbedding(keras.layers.Layer):
         newest one of the table.
       min_uses: rows go that were trained fewer times; each occurrence in a batch
         counts.
+
+    Raises:
+      UnsupportedOptionError: none of them, or one that is no integer from 0.
     """
     option_checks.check(
       max_age is not None or min_uses is not None,
@@ -185,6 +188,11 @@ class DynamicEmbedding(keras.layers.Layer):
       'which rows expire',
       'pass max_age, min_uses or both',
     )
+    for name, value in (('max_age', max_age), ('min_uses', min_uses)):
+      if value is not None:
+        option_checks.check_int(
+          name, value, 0, fix='write expire(max_age=1000)'
+        )
     return self._built_table().expire(max_age, min_uses)
 
   def _built_table(self) -> row_table.RowTable:

@@ -60,9 +60,13 @@ class Totals:
       rows = all_rows / self._world_size
     return rows, all_rows
 
-  def rates(self) -> dict[str, float | None]:
-    """Examples a second and shares of the time, None where not measured."""
-    seconds = self._ns['step'] / 1e9
+  def rates(self, seconds: float | None = None) -> dict[str, float | None]:
+    """Examples a second and shares of the time, None where not measured.
+
+    The examples are those of the time in steps, or of so many `seconds`.
+    """
+    if seconds is None:
+      seconds = self._ns['step'] / 1e9
     rows, all_rows = self._examples()
     shares = {
       f'{name}_share': ns / self._ns['step']

@@ -98,16 +98,22 @@ class MonitorOptions:
 
   def __post_init__(self):
     for name in ('log_dir', 'metrics_jsonl', 'timeline'):
-      option_checks.check_local(name, getattr(self, name))
+      path = getattr(self, name)
+      if path is not None:
+        option_checks.check_path(name, path, f"write {name}='logs'")
+        option_checks.check_local(name, path)
     for name in ('progress_seconds', 'watchdog_seconds'):
       option_checks.check_seconds(
         name, getattr(self, name), or_zero=True, fix=f'write {name}=0 for none'
       )
     for name in ('metrics_every_steps', 'timeline_events'):
       option_checks.check_int(name, getattr(self, name), 1)
+    if self.global_batch_size is not None:
+      option_checks.check_int('global_batch_size', self.global_batch_size, 1)
     if self.profile_steps is None:
       return
-    steps = tuple(self.profile_steps)
+    given = self.profile_steps
+    steps = tuple(given) if isinstance(given, list | tuple) else ()
     option_checks.check(
       len(steps) == 2
       and all(map(option_checks.is_int, steps))
@@ -236,7 +242,7 @@ class TrainingMonitor:
       self._summaries = _Summaries(path)
     self._progress = self._make_totals()
     self._totals = self._make_totals()
-    self._epoch = self._make_totals()
+    self._begin_means()
 
   def _flush(self) -> None:
     """Writes what is left of a group, and closes its files."""
@@ -318,21 +324,26 @@ class TrainingMonitor:
       self._epoch.add(found, num_steps)
     else:  # The first step traces the graph.
       self._progress = self._make_totals()
+      self._begin_means()
     self._tell(number)
 
   def begin_epoch(self) -> None:
     """Begins the averages of `epoch_logs`."""
     if self._is_started and not self._is_closed:
-      self._epoch = self._make_totals()
+      self._begin_means()
+
+  def _begin_means(self) -> None:
+    self._epoch, self._epoch_began = self._make_totals(), time.monotonic()
 
   def epoch_logs(self) -> dict[str, float]:
     """What is known of the epoch's steps, by names for people.
 
-    The first step of the run, which traces the graph, is left out.
+    The first step of the run, which traces the graph, is left out. Time between
+    steps counts: a worker whose callbacks are slow has the others wait in steps.
     """
     if not self._is_started or self._is_closed or not self._epoch.steps:
       return {}
-    rates = self._epoch.rates()
+    rates = self._epoch.rates(time.monotonic() - self._epoch_began)
     found = {name: rates[key] for name, key in _LOGS.items()}
     return {name: each for name, each in found.items() if each is not None}
 
