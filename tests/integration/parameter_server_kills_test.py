@@ -45,7 +45,8 @@ class _KillsTestCase(parameter_server_case.FaultsTestCase):
 
   def hold(self, place):
     """From now on whoever comes to a place stays there."""
-    (self.directory / f'{place}.reached').unlink(missing_ok=True)
+    for left in self.directory.glob(f'{place}.*'):
+      left.unlink()
     (self.directory / place).touch()
 
   def release(self, place):
@@ -78,6 +79,13 @@ class _KillsTestCase(parameter_server_case.FaultsTestCase):
     writes = place == 'update' and mode != 'sync'
     self.hold(place)
     self.wait_until_reached(job, place)
+    if place == 'lookup':
+      # Or the other one may still write what it has looked up.
+      self._wait(
+        job,
+        lambda: len(list(self.directory.glob(f'{place}.at.*'))) > 1,
+        'the other worker',
+      )
     before = None
     while (found := self.peek(job)) != before:
       before = found
@@ -253,10 +261,11 @@ class StepKillsTest(_KillsTestCase):
       self.wait_for_batch(job, _EVERY + 8)
       self.hold('write 1')
       self.wait_until_reached(job, 'write 1')
-      time.sleep(0.5)
       # Of a step two rows are on each server.
-      has, has_not = self.peek(job, 2)
-      self.assertEqual(has, has_not + 2)
+      ends_at = time.monotonic() + 20
+      while (peeked := self.peek(job, 2))[0] != peeked[1] + 2:
+        self.assertLess(time.monotonic(), ends_at, peeked)
+        time.sleep(0.1)
       self.hold('restored')
       job.kill('ps', died)
       job.start('ps', died)
