@@ -31,6 +31,7 @@ class ProcessAllReduceTest(parameterized.TestCase):
       *flags,
     )
     self.assertEqual(done.returncode, 0, done.stderr[-4000:])
+    running.assert_has_table(self, path)
     return running.read_json(path), done.stdout
 
   def assert_record(self, record, peers, num_samples):
