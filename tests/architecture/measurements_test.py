@@ -269,6 +269,13 @@ class ClaimsTest(parameterized.TestCase):
 class DocumentsTest(absltest.TestCase):
   """The documents of this checkout: `make measurements` writes them."""
 
+  def test_are_written_without_tensorflow(self):
+    docstrings.assert_imports_load_none(
+      self,
+      ['tools.pages.measurements', 'tools.pages.hooks'],
+      ['tensorflow', 'keras', 'absl'],
+    )
+
   def test_are_those_of_the_reports(self):
     reports = measurements.read(measurements.RESULTS)
     made = measurements.blocks(reports)

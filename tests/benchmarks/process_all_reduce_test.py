@@ -45,7 +45,7 @@ class ProcessAllReduceTest(parameterized.TestCase):
     expected = {
       f'{e.name}/{reference}': medians[e.name] / medians[reference]
       for e in catalogue.ENTRIES
-      for reference in ('mwms_ring', 'gloo')
+      for reference in ('mwms_ring', 'gloo', 'mpich')
       if e.kind == catalogue.OURS and {e.name, reference} <= set(peers)
     }
     self.assertEqual(set(record['ratios']), set(expected))
