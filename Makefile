@@ -20,7 +20,7 @@ LINT_VENV := .venv-lint
 export PYTHON TF_PACKAGE TF_VERSION
 
 .PHONY: help demo test test_all test_gpu soak lint format docs benchmark \
-  build_files wheel dist clean
+  measurements build_files wheel dist clean
 
 help:
 	@echo 'make demo         train on handwritten digits with four logical CPUs'
@@ -34,6 +34,7 @@ help:
 	@echo 'make benchmark    all-reduce beside its peers; BENCHMARK= all_reduce,'
 	@echo '                  process_all_reduce, training_step, parameter_server,'
 	@echo '                  embeddings or strategies'
+	@echo 'make measurements the tables of benchmarks/results/, into the documents'
 	@echo 'make build_files  write the BUILD files from the imports'
 	@echo 'make wheel        a wheel in dist/'
 	@echo 'make dist         wheel and source distribution in dist/, checked'
@@ -80,6 +81,10 @@ format:
 
 docs:
 	bash tools/docs.sh .venv-docs
+
+# From the reports in benchmarks/results/.
+measurements:
+	$(PYTHON) -m tools.pages.measurements
 
 build_files:
 	$(PYTHON) tools/generate_build_files.py

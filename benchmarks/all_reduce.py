@@ -295,6 +295,7 @@ def main(argv: Sequence[str]) -> None:
   """Runs the benchmark that the flags describe."""
   if len(argv) > 1:
     raise app.UsageError(f'{argv[1]!r} is not a flag.')
+  report.check_target('report_json', _REPORT_JSON.value)
   world_sizes = _world_sizes()
   names = _SETS.value or (
     ['1x256KB', '4x64KB'] if _QUICK.value else ['1x25MB', '25x1MB', 'resnet']

@@ -18,6 +18,7 @@ block of each peer must be below that of its first.
 """
 
 import contextlib
+import dataclasses
 import os
 import statistics
 import sys
@@ -111,14 +112,13 @@ def _record(name, turns, rows, optimizer, num_workers) -> dict[str, Any]:
     )
   samples = [sample for turn in turns for sample in turn['samples']]
   steps = _steps(name)
+  spread = measure.Spread.of([s['seconds'] / steps for s in samples])
   return {
     'peer': name,
     'rows': rows,
     'optimizer': optimizer,
     'num_workers': num_workers,
-    'ms_per_step': 1e3
-    * statistics.median(s['seconds'] for s in samples)
-    / steps,
+    **dataclasses.asdict(spread),
     'bytes_per_step': statistics.median(s['loopback_bytes'] for s in samples)
     / steps,
     'bound_bytes': bound_bytes(rows, _WIDTH.value, _BATCH.value),
@@ -145,7 +145,7 @@ def bound_bytes(rows: int, width: int, batch_rows: int) -> float:
 def table(records: Sequence[dict[str, Any]]) -> str:
   """A row for each peer and table."""
   by_hand = {
-    _case(r): r['ms_per_step'] for r in records if r['peer'] == 'by_hand'
+    _case(r): r['median_ms'] for r in records if r['peer'] == 'by_hand'
   }
   return report.markdown(
     [
@@ -155,8 +155,8 @@ def table(records: Sequence[dict[str, Any]]) -> str:
     [
       [
         *(r['rows'], r['optimizer'], r['num_workers'], r['peer']),
-        r['ms_per_step'],
-        r['ms_per_step'] / by_hand[_case(r)] if _case(r) in by_hand else None,
+        r['median_ms'],
+        r['median_ms'] / by_hand[_case(r)] if _case(r) in by_hand else None,
         r['bytes_per_step'] / 1e3,
         r['bytes_per_step'] / r['bound_bytes'],
       ]
@@ -182,11 +182,17 @@ def main(argv: Sequence[str]) -> None:
   """Runs the benchmark that the flags describe."""
   if len(argv) > 1:
     raise app.UsageError(f'{argv[1]!r} is not a flag.')
+  report.check_target('report_json', _REPORT_JSON.value)
   names, optimizers = (
     _check(_CHOSEN_PEERS, _PEERS),
     _check(_CHOSEN_OPTIMIZERS, _OPTIMIZERS),
   )
-  content = {'benchmark': 'embeddings', **report.environment(), 'results': []}
+  content = {
+    'benchmark': 'embeddings',
+    **report.environment(),
+    'settings': _settings(),
+    'results': [],
+  }
   with processes.ended_by_signals():
     for num_workers in map(int, _NUM_WORKERS.value):
       for rows in map(int, _ROWS.value):
@@ -200,6 +206,11 @@ def main(argv: Sequence[str]) -> None:
           if _REPORT_JSON.value:
             report.write_json(_REPORT_JSON.value, content)
   print(f'\n{table(content["results"])}')
+
+
+def _settings() -> dict[str, Any]:
+  chosen = (_WIDTH, _BATCH, _NUM_PS, _STEPS, _STOCK_STEPS, _BLOCKS, _ROUNDS)
+  return {flag.name: flag.value for flag in chosen}
 
 
 def _measured(names, rows, optimizer, num_workers) -> list[dict[str, Any]]:

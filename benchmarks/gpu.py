@@ -381,8 +381,7 @@ def main(argv: Sequence[str]) -> None:
     raise app.UsageError(
       f'{[*argv[1:], *unknown][0]!r}: write --parts={",".join(PARTS)}.'
     )
-  if _REPORT_JSON.value:
-    report.check_target('--report_json', _REPORT_JSON.value)
+  report.check_target('report_json', _REPORT_JSON.value)
   sizes = _SIZES[_DEVICE.value]
   content = {'benchmark': 'gpu', **report.environment(), 'settings': sizes}
   functions = (_links, _all_reduce, _step, _workers, _input, _mnist)

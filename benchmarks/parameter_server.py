@@ -297,6 +297,7 @@ def main(argv: Sequence[str]) -> None:
   """Runs the benchmark that the flags describe."""
   if len(argv) > 1:
     raise app.UsageError(f'{argv[1]!r} is not a flag.')
+  report.check_target('report_json', _REPORT_JSON.value)
   content = {
     'benchmark': 'parameter_server',
     **report.environment(),

@@ -155,9 +155,11 @@ def main(argv: Sequence[str]) -> None:
   """Runs the benchmark that the flags describe."""
   if len(argv) > 1:
     raise app.UsageError(f'{argv[1]!r} is not a flag.')
+  report.check_target('report_json', _REPORT_JSON.value)
   for rate in _RATES.value:
     network_namespaces.bits_per_second(rate)
   os.environ.setdefault('TFS_SECRET', secrets.token_hex(16))
+  content = {'benchmark': 'planner', **report.environment()}
   runs = []
   with processes.ended_by_signals():
     for world_size in map(int, _WORLD_SIZES.value):
@@ -177,10 +179,7 @@ def main(argv: Sequence[str]) -> None:
   ]
   print(f'median off {100 * np.median(off):.0f}%, most {100 * max(off):.0f}%')
   if _REPORT_JSON.value:
-    report.write_json(
-      _REPORT_JSON.value,
-      {'benchmark': 'planner', **report.environment(), 'runs': runs},
-    )
+    report.write_json(_REPORT_JSON.value, content | {'runs': runs})
 
 
 if __name__ == '__main__':

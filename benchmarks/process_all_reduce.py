@@ -216,6 +216,7 @@ def main(argv: Sequence[str]) -> None:
   """Runs the benchmark that the flags describe."""
   if len(argv) > 1:
     raise app.UsageError(f'{argv[1]!r} is not a flag.')
+  report.check_target('report_json', _REPORT_JSON.value)
   world_sizes = _integers(_WORLD_SIZES, 2)
   sizes = _integers(_SIZES, 4)
   if _LINK_RATE.value is not None:

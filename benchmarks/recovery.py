@@ -18,14 +18,14 @@ the import of its framework.
 """
 
 import json
-import os
 import pathlib
 import random
 import secrets
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from absl import app, flags
@@ -35,6 +35,12 @@ from tf_strategies.launch import ports as ports_lib
 
 _NUM_WORKERS = 3
 _WORKER = pathlib.Path(__file__).with_name('recovery_worker.py')
+# Prints the versions of torch and of TorchFT, whose package has several names.
+_VERSIONS = """
+from importlib import metadata
+[name, *_] = metadata.packages_distributions()['torchft']
+print(metadata.version('torch'), metadata.version(name))
+"""
 
 _KILLS = flags.DEFINE_integer(
   'kills', 40, 'Samples of each peer.', lower_bound=1
@@ -160,51 +166,91 @@ def measure(peer: str) -> dict[str, object]:
       began = time.time()
       job.start(victim)
       rejoins.append(job.wait_for(everybody, _NUM_WORKERS, began) - began)
+  return record(peer, seconds, rejoins, steps)
+
+
+def record(
+  peer: str,
+  seconds: Sequence[float],
+  rejoins: Sequence[float],
+  steps: Sequence[float],
+) -> dict[str, object]:
+  """What was found of a peer, as the JSON report has it.
+
+  Args:
+    peer: its name.
+    seconds: from each kill to the others' next step.
+    rejoins: from each new start to the next step of all, in seconds.
+    steps: of all workers, in seconds.
+  """
   return {
     'peer': peer,
-    'seconds': seconds,
-    'rejoin_seconds': rejoins,
-    'step_seconds': float(np.median(steps)),
+    'kills': len(seconds),
+    **{
+      name: float(np.percentile(seconds, q))
+      for name, q in (('median_s', 50), ('p90_s', 90), ('p99_s', 99))
+    },
+    'most_s': max(seconds),
+    'median_step_ms': 1e3 * float(np.median(steps)),
+    'median_rejoin_s': float(np.median(rejoins)),
+    'seconds': list(seconds),
+    'rejoin_seconds': list(rejoins),
   }
+
+
+def table(results: Sequence[Mapping[str, Any]]) -> str:
+  """A row for each peer."""
+  times = ('median_s', 'p90_s', 'p99_s', 'most_s')
+  return report.markdown(
+    [
+      *('peer', 'kills', 'median s', '90 %', '99 %', 'max'),
+      *('step ms', 'rejoin s'),
+    ],
+    [
+      [
+        *(found['peer'], found['kills']),
+        *(f'{found[name]:.3f}' for name in times),
+        f'{found["median_step_ms"]:.1f}',
+        f'{found["median_rejoin_s"]:.1f}',
+      ]
+      for found in results
+    ],
+  )
+
+
+def _torch_versions() -> dict[str, str]:
+  """What TorchFT and its torch are called; nothing where they do not run."""
+  done = processes.run(
+    [_TORCH_PYTHON.value, '-c', _VERSIONS],
+    env=processes.environment({'PYTHONPATH': ''}),
+    deadline_seconds=60,
+  )
+  words = done.stdout.split()
+  return dict(zip(('torch', 'torchft'), words, strict=False))
 
 
 def main(argv):
   """Runs the peers, and prints the table."""
-  del argv
-  report.check_target('report_json', _REPORT_JSON.value or '')
+  if len(argv) > 1:
+    raise app.UsageError(f'{argv[1]!r} is not a flag.')
+  report.check_target('report_json', _REPORT_JSON.value)
   names = _PEERS.value or [
     'ours',
     *(['torchft'] if _TORCH_PYTHON.value else []),
   ]
-  results = [measure(name) for name in names]
-  rows = []
-  for found in results:
-    seconds = found['seconds']
-    rows.append(
-      [
-        found['peer'],
-        len(seconds),
-        *(f'{np.percentile(seconds, q):.3f}' for q in (50, 90, 99, 100)),
-        f'{1e3 * found["step_seconds"]:.1f}',
-        f'{np.median(found["rejoin_seconds"]):.1f}',
-      ]
-    )
-  columns = [
-    'peer',
-    'kills',
-    'median s',
-    '90 %',
-    '99 %',
-    'max',
-    'step ms',
-    'rejoin s',
-  ]
-  print(report.markdown(columns, rows))
+  settings = (_KILLS, _WIDTH, _SEED)
+  content = {
+    'benchmark': 'recovery',
+    **report.environment(),
+    'settings': {flag.name: flag.value for flag in settings},
+  }
+  if 'torchft' in names:
+    content['versions'] |= _torch_versions()
+  with processes.ended_by_signals():
+    results = [measure(name) for name in names]
+  print(table(results))
   if _REPORT_JSON.value:
-    about = {**report.environment(), 'cores': os.cpu_count()}
-    report.write_json(
-      _REPORT_JSON.value, {'environment': about, 'results': results}
-    )
+    report.write_json(_REPORT_JSON.value, content | {'results': results})
 
 
 if __name__ == '__main__':

@@ -9,22 +9,39 @@ Example:
   | map   | 3.12 |
 """
 
+from __future__ import annotations
+
 import datetime
 import json
 import os
 import platform
+import re
+import shlex
+import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 
-import numpy as np
-import tensorflow as tf
-
 from tf_strategies import errors, version
+
+# What looks like a number in a table.
+_NUMBER = re.compile(r'[-+]?[\d,]+(\.\d+)?(e[-+]\d+)?( ?%)?')
+# Of an absolute path, or of one that leads out of here: all but the name.
+_DIRECTORIES = re.compile(r'(?<![^=,])(?:/|\.\./)(?:[^,=]*/)?')
+# A list of numbers or words, one a line.
+_LIST = re.compile(r'\[\n\s+([^][{}]+?)\n\s+\]')
 
 
 def environment() -> dict[str, object]:
-  """Returns hardware, versions, load and date; nothing that names the host."""
+  """Returns command, hardware, versions, load and date.
+
+  Nothing in it names the host or its directories.
+  """
+  # Imported late: what only writes tables has neither.
+  import numpy as np
+  import tensorflow as tf
+
   return {
+    'command': command(),
     'hardware': {
       'cpu_model': _cpu_model(),
       'cpu_count': os.cpu_count(),
@@ -47,17 +64,41 @@ def environment() -> dict[str, object]:
   }
 
 
-def check_target(option: str, path: str) -> None:
+def command() -> str:
+  """How this program was started, without the directories of this machine."""
+  # Of `python -m` the first argument is the file.
+  spec = getattr(sys.modules['__main__'], '__spec__', None)
+  started = [sys.argv[0]]
+  if spec is not None:
+    started = ['-m', spec.name.removesuffix('.__main__')]
+  words = ['python', *started, *sys.argv[1:]]
+  return shlex.join(map(without_directories, words))
+
+
+def without_directories(text: str) -> str:
+  """A flag, or its value, as it can be shown to readers who have other paths.
+
+  Example:
+
+    >>> without_directories('--files=/home/me/a.npz,data/b.npz')
+    '--files=/path/to/a.npz,data/b.npz'
+  """
+  return _DIRECTORIES.sub('/path/to/', text)
+
+
+def check_target(option: str, path: str | None) -> None:
   """Refuses a file that could not be written, before the runs.
 
   Args:
     option: that names the file.
-    path: of the file.
+    path: of the file; None for no file.
 
   Raises:
     UnsupportedOptionError: its directory is missing or cannot be written, or
       there is something else than a file that can.
   """
+  if path is None:
+    return
   directory = os.path.dirname(os.path.abspath(path))
   problem = ''
   if os.path.isdir(path):
@@ -78,16 +119,24 @@ def check_target(option: str, path: str) -> None:
 
 
 def write_json(path: str, content: Mapping[str, object]) -> None:
-  """Writes `content` to `path`, replacing what was there at once."""
+  """Writes `content` to `path`, replacing what was there at once.
+
+  Lists of samples are on one line each: reports are kept with the sources.
+  """
+  text = _LIST.sub(
+    lambda match: '[' + re.sub(r'\n\s+', ' ', match[1]) + ']',
+    json.dumps(content, indent=2),
+  )
   unfinished = f'{path}.unfinished'
   with open(unfinished, 'w', encoding='utf-8') as f:
-    json.dump(content, f, indent=2)
-    f.write('\n')
+    f.write(f'{text}\n')
   os.replace(unfinished, path)
 
 
 def markdown(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
   """Returns a Markdown table; text is left-aligned, numbers to the right.
+
+  A text that is a number counts as one.
 
   Example:
 
@@ -101,11 +150,12 @@ def markdown(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     columns: the head of each column.
     rows: one cell for each column; None leaves it empty.
   """
-  rows = [list(row) for row in rows]
+  found = [[_cell(value) for value in row] for row in rows]
   is_text = [
-    all(isinstance(row[i], str) for row in rows) for i in range(len(columns))
+    any(row[i] and not _NUMBER.fullmatch(row[i]) for row in found)
+    for i in range(len(columns))
   ]
-  cells = [list(columns)] + [[_cell(value) for value in row] for row in rows]
+  cells = [list(columns), *found]
   widths = [
     max(4, *(len(row[i]) for row in cells)) for i in range(len(columns))
   ]

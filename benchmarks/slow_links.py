@@ -156,10 +156,16 @@ def main(argv: Sequence[str]) -> None:
   """Runs the benchmark that the flags describe."""
   if len(argv) > 1:
     raise app.UsageError(f'{argv[1]!r} is not a flag.')
+  report.check_target('report_json', _REPORT_JSON.value)
   for rate in _RATES.value:
     network_namespaces.bits_per_second(rate)
   chosen = _chosen()
   os.environ.setdefault('TFS_SECRET', secrets.token_hex(16))
+  content = {
+    'benchmark': 'slow_links',
+    **report.environment(),
+    'settings': {'loss': _LOSS.value, 'global_batch_size': _BATCH.value},
+  }
   results = []
   with processes.ended_by_signals():
     for rate in _RATES.value:
@@ -168,10 +174,7 @@ def main(argv: Sequence[str]) -> None:
         results.append(run(peer, rate))
   print(table(results))
   if _REPORT_JSON.value:
-    report.write_json(
-      _REPORT_JSON.value,
-      {'benchmark': 'slow_links', **report.environment(), 'results': results},
-    )
+    report.write_json(_REPORT_JSON.value, content | {'results': results})
 
 
 if __name__ == '__main__':

@@ -228,7 +228,7 @@ def _check_flags() -> None:
   """Refuses what would fail after minutes.
 
   Raises:
-    UnsupportedOptionError: a table, row or picture that cannot be.
+    UnsupportedOptionError: a table, row, picture or report that cannot be.
     DataError: data that cannot be read.
   """
   for name in _TABLES.value:
@@ -240,6 +240,7 @@ def _check_flags() -> None:
     catalogue.costs(name)
   for name in _CONFIGURATIONS.value:
     catalogue.configuration(name)
+  report.check_target('report_json', _REPORT_JSON.value)
   if _PLOT.value:
     plot.check_installed(_PLOT.value)
   if _DATA_PATH.value and not os.path.exists(_DATA_PATH.value):
@@ -281,7 +282,7 @@ def main(argv: Sequence[str]) -> int:
     for table in _TABLES.value:
       rows = _MEASURE[table]()
       is_well = is_well and not any(row.error for row in rows)
-      content[table] = [row.record() for row in rows]
+      content[table] = [row.record(_TARGET_LOSS.value) for row in rows]
       if _REPORT_JSON.value:
         report.write_json(_REPORT_JSON.value, content)
   return 0 if is_well else 1

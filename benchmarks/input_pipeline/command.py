@@ -134,8 +134,7 @@ def run(settings: Settings) -> int:
   if settings.timeline:
     timeline_plot.check(settings.timeline)
   for option in ('timeline', 'report_json'):
-    if path := getattr(settings, option):
-      report.check_target(option, path)
+    report.check_target(option, getattr(settings, option))
   if settings.pipeline:
     user_function.split(user_pipeline.OPTION, settings.pipeline)
   with processes.ended_by_signals(), tempfile.TemporaryDirectory() as directory:

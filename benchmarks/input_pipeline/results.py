@@ -160,8 +160,14 @@ def as_json(
     settings: what was measured.
   """
   return {
-    'environment': report.environment(),
-    'settings': settings,
+    'benchmark': 'input_pipeline',
+    **report.environment(),
+    'settings': {
+      name: report.without_directories(value)
+      if isinstance(value, str)
+      else value
+      for name, value in settings.items()
+    },
     'comparisons': comparisons(rows),
     'rows': [
       {**dataclasses.asdict(row), 'items_per_s': row.median} for row in rows

@@ -233,6 +233,7 @@ def straggler_record(
     'seconds_to_loss': None if None in times else statistics.median(times),
     'dropped': sum(turn['dropped'] for turn in turns),
     'staleness': dict(sorted(staleness.items(), key=lambda a: int(a[0]))),
+    'mean_staleness': mean_staleness(staleness),
     'iterations': turns[-1]['iterations'],
     'loss': turns[-1]['loss'],
     'turns': list(turns),
@@ -272,7 +273,7 @@ def straggler_table(records: Sequence[Mapping[str, Any]]) -> str:
         round(found['examples_per_s']),
         found['seconds_to_loss'],
         found['dropped'],
-        mean_staleness(found['staleness']),
+        found['mean_staleness'],
         max(map(int, found['staleness']), default=0),
       ]
       for found in records

@@ -11,6 +11,16 @@ from benchmarks import report
 from benchmarks.parameter_server_peers import race
 from benchmarks.strategy_costs import catalogue, running
 
+# What a record has the median of.
+_MEDIANS = (
+  'images_per_s',
+  'bytes_per_step_into_busiest',
+  'bytes_per_step_total',
+  'variable_bytes_most',
+  'variable_bytes_total',
+  'peak_rss_bytes',
+)
+
 
 def measured(job: catalogue.Job, finished: running.Finished) -> dict[str, Any]:
   """Returns what one run of a job found.
@@ -128,8 +138,12 @@ class Rows:
     """The lowest test loss; of the round that was worst, if several."""
     return max(min(loss for _, loss in r['curve']) for r in self.runs)
 
-  def record(self) -> dict[str, Any]:
-    """All of it, as the JSON report has it."""
+  def record(self, target: float) -> dict[str, Any]:
+    """All of it, as the JSON report has it.
+
+    Args:
+      target: the test loss whose time is told.
+    """
     return {
       'name': self.job.name,
       'strategy': self.job.strategy,
@@ -137,7 +151,10 @@ class Rows:
       'num_ps': self.job.num_ps,
       'options': dict(self.job.options),
       'error': self.error or None,
-      'images_per_s': self.median('images_per_s'),
+      **{name: self.median(name) for name in _MEDIANS},
+      'test_loss': self.median('test', 'loss'),
+      'test_accuracy': self.median('test', 'accuracy'),
+      'seconds_to_loss': self.seconds_to_loss(target),
       'runs': list(self.runs),
     }
 

@@ -3,6 +3,9 @@
 import itertools
 import json
 import os
+import shlex
+import sys
+from unittest import mock
 
 import pytest
 import tensorflow as tf
@@ -49,6 +52,7 @@ class AllReduceBenchmarkTest(tf.test.TestCase):
     with open(path, encoding='utf-8') as f:
       found = json.load(f)
     self.assert_environment(found)
+    running.assert_has_table(self, path)
     self.assertLen(found['results'], 2 * 11)
     for world_size in (2, 4):
       records = {
@@ -186,6 +190,45 @@ class PeersTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class ReportTest(tf.test.TestCase):
+  def test_texts_that_are_numbers_are_to_the_right(self):
+    lines = report.markdown(
+      ['peer', 'ms', 'off'], [['2, 1 MB', '1,234.5', '-3 %'], ['4', '', '']]
+    ).splitlines()
+    self.assertEqual(lines[1], '| :------ | ------: | ---: |')
+
+  def test_command_has_no_directories_of_this_machine(self):
+    arguments = ['x', '--a=/home/me/b.npz', '--c=1,/d/e', '../f/g', 'h/i j']
+    with mock.patch.object(sys, 'argv', arguments):
+      words = shlex.split(report.command())
+    self.assertEqual(words[0], 'python')
+    self.assertEqual(
+      words[-4:],
+      ['--a=/path/to/b.npz', '--c=1,/path/to/e', '/path/to/g', 'h/i j'],
+    )
+
+  def test_target_is_checked(self):
+    directory = self.create_tempdir().full_path
+    report.check_target('report_json', None)
+    report.check_target('report_json', os.path.join(directory, 'a.json'))
+    for path in (directory, os.path.join(directory, 'b', 'a.json')):
+      with self.assertRaisesRegex(errors.UnsupportedOptionError, 'report_json'):
+        report.check_target('report_json', path)
+
+  def test_samples_are_on_a_line(self):
+    path = os.path.join(self.create_tempdir().full_path, 'a.json')
+    content = {
+      'a': [0.5, 1.5, 2],
+      'b': [[1, 2], []],
+      'c': [{'d': ['x, ]', 'y']}],
+      'e': 'f\n  [\n  1,\n  2\n]',
+    }
+    report.write_json(path, content)
+    with open(path, encoding='utf-8') as f:
+      text = f.read()
+    self.assertEqual(json.loads(text), content)
+    self.assertIn('"a": [0.5, 1.5, 2],\n', text)
+    self.assertIn('[1, 2],\n', text)
+
   def test_table_is_aligned(self):
     lines = report.markdown(
       ['peer', 'ms'], [['a longer name', 1.0], ['b', None]]

@@ -27,12 +27,13 @@ class EmbeddingsTest(absltest.TestCase):
       f'--report_json={path}',
     )
     self.assertEqual(done.returncode, 0, done.stderr[-4000:])
+    running.assert_has_table(self, path)
     found = {r['peer']: r for r in running.read_json(path)['results']}
     self.assertEqual([*found], ['by_hand', 'ours', 'stock_keras'])
     for name, record in found.items():
       self.assertRegex(done.stdout, rf'adagrad .* {name} ')
       self.assertLess(record['losses'][-1], record['losses'][0])
-      self.assertGreater(record['ms_per_step'], 0)
+      self.assertGreater(record['median_ms'], 0)
       # Not more than a batch of rows there and back, and not much less: few repeat.
       most = 2 * 4 * ((_BATCH + 1) * _WIDTH + 1)
       self.assertBetween(record['bound_bytes'], 0.9 * most, most)

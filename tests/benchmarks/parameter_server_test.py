@@ -29,6 +29,7 @@ class ParameterServerTest(parameterized.TestCase):
       *flags,
     )
     self.assertEqual(done.returncode, 0, done.stderr[-4000:])
+    running.assert_has_table(self, path)
     return done, running.read_json(path)
 
   @pytest.mark.slow

@@ -29,6 +29,7 @@ class PlannerBenchmarkTest(absltest.TestCase):
       f'--report_json={path}',
     )
     self.assertEqual(done.returncode, 0, done.stderr[-4000:])
+    running.assert_has_table(self, path)
     [run] = running.read_json(path)['runs']
     self.assertLess(run['links'][0][1][1], run['links'][0][3][1])
     ways = {(r['all_reduce'], r['compression']) for r in run['results']}

@@ -31,6 +31,7 @@ class ProcessAllReduceTest(parameterized.TestCase):
       *flags,
     )
     self.assertEqual(done.returncode, 0, done.stderr[-4000:])
+    running.assert_has_table(self, path)
     return running.read_json(path), done.stdout
 
   def assert_record(self, record, peers, num_samples):
@@ -44,7 +45,7 @@ class ProcessAllReduceTest(parameterized.TestCase):
     expected = {
       f'{e.name}/{reference}': medians[e.name] / medians[reference]
       for e in catalogue.ENTRIES
-      for reference in ('mwms_ring', 'gloo')
+      for reference in ('mwms_ring', 'gloo', 'mpich')
       if e.kind == catalogue.OURS and {e.name, reference} <= set(peers)
     }
     self.assertEqual(set(record['ratios']), set(expected))

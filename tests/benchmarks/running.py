@@ -4,6 +4,7 @@ import json
 import os
 
 from benchmarks import processes
+from tools.pages import measurements
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
 DEADLINE_SECONDS = 280
@@ -22,3 +23,13 @@ def read_json(path):
   """Returns what a report says."""
   with open(path, encoding='utf-8') as f:
     return json.load(f)
+
+
+def assert_has_table(test, path):
+  """A report has all that documents show of it, and nothing of this machine."""
+  content = read_json(path)
+  made = measurements.blocks({'it': content})
+  test.assertNotEmpty(made)
+  for block in made.values():
+    test.assertIn(f'python -m benchmarks.{content["benchmark"]} ', block)
+  test.assertNotIn(os.path.dirname(path), json.dumps(content))

@@ -77,6 +77,7 @@ class TaskTest(absltest.TestCase):
       f'--report_json={report}',
     )
     self.assertEqual(done.returncode, 0, done.stderr[-4000:])
+    running.assert_has_table(self, report)
     plain, coded = running.read_json(report)['results']
     for result in (plain, coded):
       self.assertLess(result['looks'][1][1], result['looks'][0][1])

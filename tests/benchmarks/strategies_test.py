@@ -34,6 +34,7 @@ class StrategiesTest(absltest.TestCase):
       *flags,
     )
     self.assertEqual(done.returncode, status, done.stderr[-4000:])
+    running.assert_has_table(self, path)
     return done, running.read_json(path)
 
   def _only_runs(self, records):

@@ -30,6 +30,7 @@ class TrainingStepTest(absltest.TestCase):
       f'--report_json={path}',
     )
     self.assertEqual(done.returncode, 0, done.stderr[-4000:])
+    running.assert_has_table(self, path)
     found = running.read_json(path)
     self.assertEqual(found['parameter_bytes'], 4 * LAYERS * WIDTH * (WIDTH + 1))
     records = {r['peer']: r for r in found['results']}

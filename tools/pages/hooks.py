@@ -1,19 +1,21 @@
 """What MkDocs adds to docs/: pages that lie elsewhere, the API, drawn schedules.
 
-Nothing is written twice: README.md is the first page, and `tf_strategies._public`
-and the rooms' `__all__` are the tables of the API pages. Links that are right in
+Nothing is written twice: README.md is the first page, `tf_strategies._public` and the
+rooms' `__all__` are the tables of the API pages, and those of measurements are the
+reports in benchmarks/results. Links that are right in
 the checkout are made right in the site.
 """
 
 from __future__ import annotations
 
 import ast
+import functools
 import pathlib
 import posixpath
 import re
 
 from tf_strategies.collectives import algorithms
-from tools.pages import draw_schedule
+from tools.pages import draw_schedule, measurements
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 # Files outside of docs/ that are pages of the site.
@@ -62,15 +64,21 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, page, config, files):
-  """Makes links lead to pages of the site, and draws schedules."""
+  """Makes links lead to pages of the site; draws schedules, writes tables."""
   del files
   uri = page.file.src_uri
   if '\n## ' not in markdown and not uri.startswith('api/'):
     page.meta['hide'] = ['toc']  # Room for a table that is the page.
+  markdown = measurements.filled(markdown, _measured())
   markdown = links_of_site(markdown, uri, config.repo_url)
   return _SCHEDULE.sub(
     lambda m: draw_schedule.figure(algorithms.build(m[1], int(m[2]))), markdown
   )
+
+
+@functools.cache
+def _measured() -> dict[str, str]:
+  return measurements.blocks(measurements.read(measurements.RESULTS))
 
 
 def links_of_site(text: str, uri: str, repository: str | None) -> str:

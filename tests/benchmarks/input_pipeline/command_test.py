@@ -3,7 +3,6 @@
 import contextlib
 import importlib.util
 import io
-import json
 import os
 import sys
 from unittest import mock
@@ -47,8 +46,8 @@ class CommandTest(formula.DataTestCase):
     self.assertEqual(done.returncode, 0, done.stderr)
     for words in ('| naive ', '| make_dataset ', 'stage of naive', 'bound by'):
       self.assertIn(words, done.stdout)
-    with open(report, encoding='utf-8') as f:
-      found = json.load(f)
+    running.assert_has_table(self, report)
+    found = running.read_json(report)
     self.assertEqual(
       [r['name'] for r in found['rows']], ['naive', 'make_dataset']
     )

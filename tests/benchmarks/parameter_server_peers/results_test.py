@@ -91,6 +91,7 @@ class RecordTest(absltest.TestCase):
     self.assertEqual(found['seconds_to_loss'], 2.0)
     self.assertEqual(found['dropped'], 6)
     self.assertEqual(found['staleness'], {'0': 10, '10': 10})
+    self.assertEqual(found['mean_staleness'], 5.0)
     *_, last = results.straggler_table([found]).splitlines()
     self.assertEqual(
       [cell.strip() for cell in last.strip('|').split('|')],

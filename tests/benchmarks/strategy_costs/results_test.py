@@ -122,11 +122,16 @@ class TableTest(absltest.TestCase):
     self.assertEqual(row.seconds_to_loss(0.5), 1.25)
 
   def test_record_keeps_every_run(self):
-    found = results.Rows(WORKERS, [self._run(), self._run()], 'why').record()
+    rows = results.Rows(WORKERS, [self._run(), self._run()], 'why')
+    found = rows.record(0.15)
     self.assertEqual(found['name'], 'multi_worker_ring')
     self.assertEqual(found['num_workers'], 2)
     self.assertEqual(found['error'], 'why')
     self.assertLen(found['runs'], 2)
+    # What tables need, as they have it.
+    self.assertEqual(found['images_per_s'], 5000.0)
+    self.assertEqual(found['test_accuracy'], 0.9)
+    self.assertEqual(found['seconds_to_loss'], 1.5)
 
 
 if __name__ == '__main__':

@@ -1,5 +1,6 @@
 """Whether workers may share the rows of a batch that looks rows of tables up."""
 
+import keras
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -36,6 +37,17 @@ class WhyRowsMeetTest(tf.test.TestCase, parameterized.TestCase):
   def test_positions_are_of_all_rows(self):
     # Of each microbatch they would be pairs of their own.
     self.assert_meets(_with_positions, 1, 'ConcatV2')
+
+  def test_result_that_is_a_variable(self):
+    with local_servers.on_local_devices():
+      rows = keras.Variable(0.0)
+
+      def run(ids):
+        rows.assign_add(tf.reduce_sum(tf.cast(ids, tf.float32)))
+        return {'rows': rows, 'other': None}
+
+      ids = tf.TensorSpec([8], tf.int64)
+      self.assertIsNone(worker_function.why_rows_meet(run, ids, []))
 
   def assert_meets(self, program, parts, meets_at):
     with local_servers.on_local_devices():

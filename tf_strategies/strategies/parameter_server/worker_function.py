@@ -134,7 +134,12 @@ def why_rows_meet(
   def trace(*flat):
     with look.tracing():
       outputs = run_step(batch_message.pack(structure, flat))
-    returned.extend(t for t in tf.nest.flatten(outputs) if tf.is_tensor(t))
+      # A metric's result may be its variable.
+      returned.extend(
+        tf.convert_to_tensor(t)
+        for t in tf.nest.flatten(outputs)
+        if tf.is_tensor(t)
+      )
 
   specs = batch_message.Layout(structure, 1).specs
   try:

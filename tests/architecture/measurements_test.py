@@ -1,0 +1,316 @@
+"""Tables of measurements are those of the reports, and so are the sentences."""
+
+import copy
+import functools
+import json
+import pathlib
+import re
+import shlex
+
+from absl.testing import absltest, parameterized
+
+from tests import docstrings
+from tests.architecture import made_up_reports
+from tf_strategies import errors
+from tools.pages import claims, measured_tables, measurements
+
+
+def _rows(block):
+  """The cells below the head of a block's table, by the first of each row."""
+  lines = re.findall(r'^\| (.*) \|$', block, re.MULTILINE)
+  cells = [[cell.strip() for cell in line.split(' | ')] for line in lines[2:]]
+  return {row[0]: row[1:] for row in cells}
+
+
+class TablesTest(parameterized.TestCase):
+  @parameterized.parameters('measurements', 'measured_tables', 'claims')
+  def test_examples_run(self, name):
+    docstrings.assert_examples(self, f'tools.pages.{name}')
+
+  def test_every_benchmark_with_a_table_is_tested(self):
+    tested = {
+      content['benchmark'] for content in made_up_reports.REPORTS.values()
+    }
+    self.assertEqual(tested, set(measured_tables.TABLES))
+
+  @parameterized.parameters(
+    (
+      'all_reduce',
+      '4, 25 of a ResNet, 25 MB',
+      # Fastest is what adds up on one device, with 16 ms.
+      ['8.00', '12.0', '16.0', '20.0', '0.50', '1.67', '1.50', '0.800'],
+    ),
+    (
+      'process_all_reduce',
+      '2, 66 kB',
+      ['2.00', '3.00', '5.00', '4.00', '6.00']
+      + ['0.50', '0.40', '0.75', '0.50', '1.50'],
+    ),
+    # Ten of the 30 ms that the reference adds.
+    (
+      'training_step',
+      '`ring_8mb`',
+      ['30.0', '27.0', '45.0', '0.60', '0.33', '60.0'],
+    ),
+    (
+      'recovery',
+      '`tfs.elastic`',
+      ['7', '0.100', '0.200', '0.300', '0.400', '4.0', '6.0'],
+    ),
+    (
+      'parameter_server',
+      'convolutional',
+      ['2', '10', '100.0 (99.0 to 101.0)', '150.0 (149.0 to 151.0)', '1.50']
+      + ['70 of 450', '0 of 450'],
+    ),
+    (
+      'slow',
+      '`sync`',
+      ['192', '32.9 (31.0 to 33.0)', '6,317', '', '12', '1.00', '4'],
+    ),
+    (
+      'embeddings',
+      '1,000,000',
+      ['2', 'Adam', '4.00', '5.00', '1.25', '1.50', '550', '1.10']
+      + ['90.0', '18.00', '550'],
+    ),
+    (
+      'strategies.costs',
+      '`ring_mirrored`',
+      ['4 devices', '7,000', '', '0.64', '0.64', '1.28', '0.9877'],
+    ),
+    ('strategies.costs', '`one_device`', ['1 device', 'failed', *5 * ['']]),
+    (
+      'strategies.scaling',
+      '`ring_2`',
+      ['2 workers', '7,000', 'never', '0.036'],
+    ),
+    ('slow_links', '100mbit', ['`int8`', '240', '23.3', '', '0.0878']),
+    (
+      'planner',
+      '4',
+      ['230mbit', '`ring`', '90.0', '100', '-10 %', '1.25']
+      + ['-10 to +10 %', '+30 %'],
+    ),
+    (
+      'input_pipeline',
+      '`make_dataset`',
+      ['900,000', '900,000', '900,000', '30.0', '`naive_arrays`'],
+    ),
+  )
+  def test_row(self, block, first, expected):
+    made = measurements.blocks(made_up_reports.REPORTS)
+    self.assertEqual(_rows(made[block])[first], expected)
+
+  @parameterized.parameters(*made_up_reports.REPORTS)
+  def test_every_figure_of_the_table_is_of_the_report(self, name):
+    content = made_up_reports.REPORTS[name]
+    parts = [p for t in measured_tables.TABLES.values() for p in t]
+    changed = copy.deepcopy(content)
+    for part in {*parts} & {*changed}:
+      changed[part] = _scaled(changed[part])
+    before, after = (measurements.blocks({name: c}) for c in (content, changed))
+    for key in before:
+      for first, cells in _rows(before[key]).items():
+        for old, new in zip(cells, _rows(after[key])[first], strict=True):
+          if _FIGURE.fullmatch(old) and old == new:
+            self.fail(f'{key}, {first}: {old} is not of the report')
+
+  def test_machine_and_command(self):
+    block = measurements.blocks(made_up_reports.REPORTS)['process_all_reduce']
+    self.assertIn('```bash\npython -m benchmarks.it --rounds=2\n```', block)
+    about = ' '.join(block.partition('| Processes')[0].split())
+    self.assertIn(
+      '3 x A Processor, 5 GiB, Python 3.11.4, TensorFlow 2.21.0, torch 2.13.0, '
+      '2026-02-03, load average before 0.2. Without `ours_mpi`: There is no '
+      'mpiexec: install MPICH.',
+      about,
+    )
+
+  def test_long_command_is_one_command(self):
+    words = [f'--flag_{i}={"x" * 20}' for i in range(9)] + ["--word='a b'"]
+    content = made_up_reports.REPORTS['recovery'] | {
+      'command': f'python {" ".join(words)}'
+    }
+    block = measurements.blocks({'recovery': content})['recovery']
+    command = block.partition('```bash\n')[2].partition('\n```')[0]
+    self.assertLess(max(map(len, command.splitlines())), 100)
+    self.assertEqual(
+      shlex.split(command.replace('\\\n', '')), shlex.split(content['command'])
+    )
+
+
+# Figures that change with the report's: not counts, nor 1.00 of itself.
+_FIGURE = re.compile(r'(?![01]\.00)\d+\.\d+')
+
+
+def _scaled(value, counter=None):
+  """All figures of a part of a report, each made larger by another factor."""
+  counter = [0] if counter is None else counter
+  if isinstance(value, dict):
+    return {key: _scaled(v, counter) for key, v in value.items()}
+  if isinstance(value, list):
+    return [_scaled(v, counter) for v in value]
+  if not isinstance(value, float):
+    return value
+  counter[0] += 1
+  return value * (1.1 + 0.07 * counter[0])
+
+
+class MalformedTest(parameterized.TestCase):
+  def _read(self, text):
+    directory = pathlib.Path(self.create_tempdir().full_path)
+    (directory / 'it.json').write_text(text)
+    return measurements.blocks(measurements.read(directory))
+
+  def test_reports_are_read(self):
+    made = self._read(json.dumps(made_up_reports.REPORTS['recovery']))
+    expected = measurements.blocks({'it': made_up_reports.REPORTS['recovery']})
+    self.assertEqual(made, expected)
+
+  @parameterized.parameters(
+    ('', 'no JSON'),
+    ('{"benchmark": "recovery"', 'no JSON'),
+    ('[1]', 'a list'),
+    ('{}', 'None, of which'),
+    ('{"benchmark": "of_nothing"}', "'of_nothing', of which"),
+    ('{"benchmark": "recovery"}', "needs 'results'"),
+    ('{"benchmark": "recovery", "results": []}', "needs 'hardware'"),
+  )
+  def test_is_an_error_that_names_the_file(self, text, words):
+    with self.assertRaisesRegex(errors.DataError, f'it.json.*{words}'):
+      self._read(text)
+
+  @parameterized.parameters(*made_up_reports.REPORTS)
+  def test_lacking_or_other_figures_are_an_error(self, name):
+    part = next(
+      p
+      for p in measured_tables.TABLES[
+        made_up_reports.REPORTS[name]['benchmark']
+      ]
+      if p in made_up_reports.REPORTS[name]
+    )
+    for changed in ([{}], [None], 3, [{'peer': 'ours'}]):
+      with self.subTest(changed), self.assertRaises(errors.DataError):
+        measurements.blocks(
+          {name: made_up_reports.REPORTS[name] | {part: changed}}
+        )
+
+
+class BlocksTest(absltest.TestCase):
+  def test_only_blocks_with_a_report_are_written(self):
+    text = (
+      'a\n<!-- measured: b -->\n1\n<!-- /measured -->\n'
+      '<!-- measured: c -->\n<!-- /measured -->\nd\n'
+    )
+    self.assertEqual(measurements.names(text), ['b', 'c'])
+    self.assertEqual(measurements.filled(text, {}), text)
+    written = measurements.filled(text, {'c': '2\n'})
+    self.assertEqual(written, text.replace('c -->\n', 'c -->\n2\n'))
+    self.assertEqual(measurements.filled(written, {'c': '2\n'}), written)
+
+  def test_block_without_an_end(self):
+    for text in (
+      '<!-- measured: b -->\n1\n',
+      '<!-- /measured -->\n',
+      '<!-- measured: b -->\n<!-- measured: c -->\n1\n<!-- /measured -->\n',
+    ):
+      with self.subTest(text), self.assertRaises(errors.DataError):
+        measurements.filled(text, {})
+
+
+class ClaimsTest(parameterized.TestCase):
+  def _text(self, change=lambda figure: figure):
+    """A document that says what the reports above do, or something else."""
+    return '\n\n'.join(
+      functools.reduce(
+        lambda words, figure: words.replace('#', f'{change(figure):.2f}', 1),
+        claim.figures(made_up_reports.REPORTS[claim.report]),
+        claim.words.replace(' ', '\n', 3),
+      )
+      for claim in self._claims()
+    )
+
+  def _claims(self):
+    return [c for c in claims.CLAIMS if c.report in made_up_reports.REPORTS]
+
+  def test_right_sentences(self):
+    self.assertGreater(len(self._claims()), 5)
+    self.assertEmpty(claims.problems(self._text(), made_up_reports.REPORTS))
+
+  def test_figure_that_the_report_does_not_have(self):
+    found = claims.problems(
+      self._text(lambda f: f + 0.01), made_up_reports.REPORTS
+    )
+    self.assertLen(found, len(self._claims()))
+
+  def test_report_that_has_changed(self):
+    changed = {
+      name: c | {'results': _scaled(c['results'])} if 'results' in c else c
+      for name, c in made_up_reports.REPORTS.items()
+    }
+    found = claims.problems(self._text(), changed)
+    self.assertLen(found, len(self._claims()))
+
+  def test_sentence_that_is_gone(self):
+    found = claims.problems(
+      '', {'recovery': made_up_reports.REPORTS['recovery']}
+    )
+    self.assertLen(found, 1)
+    self.assertIn('no sentence', found[0])
+
+  def test_report_without_the_peer(self):
+    content = made_up_reports.REPORTS['recovery']
+    content = content | {'results': content['results'][:1]}
+    [found] = claims.problems(self._text(), {'recovery': content})
+    self.assertIn('has no figures', found)
+
+
+class DocumentsTest(absltest.TestCase):
+  """The documents of this checkout: `make measurements` writes them."""
+
+  def test_are_written_without_tensorflow(self):
+    docstrings.assert_imports_load_none(
+      self,
+      ['tools.pages.measurements', 'tools.pages.hooks'],
+      ['tensorflow', 'keras', 'absl'],
+    )
+
+  def test_are_those_of_the_reports(self):
+    reports = measurements.read(measurements.RESULTS)
+    made = measurements.blocks(reports)
+    shown = []
+    for path, text in measurements.documents().items():
+      shown += measurements.names(text)
+      with self.subTest(path.name):
+        self.assertEqual(measurements.filled(text, made), text)
+    self.assertContainsSubset({*made}, {*shown})
+    self.assertLen({*shown}, len(shown), 'a block stands twice')
+
+  def test_sentences_are_those_of_the_reports(self):
+    reports = measurements.read(measurements.RESULTS)
+    [text] = [
+      text
+      for path, text in measurements.documents().items()
+      if path.as_posix().endswith(claims.DOCUMENT)
+    ]
+    self.assertEmpty(claims.problems(text, reports))
+    for claim in claims.CLAIMS:
+      with self.subTest(claim.words):
+        self.assertNotIn('no sentence', claim.problem(text, {}))
+
+  def test_commands_make_what_is_shown(self):
+    """Each block has a command that writes its report, and each report a block."""
+    documents = measurements.documents()
+    shown = {
+      n.partition('.')[0]
+      for t in documents.values()
+      for n in measurements.names(t)
+    }
+    text = ' '.join(documents.values())
+    written = re.findall(r'--report_json=benchmarks/results/(\w+)\.json', text)
+    self.assertEqual({*written}, shown)
+
+
+if __name__ == '__main__':
+  absltest.main()

@@ -1,0 +1,461 @@
+"""What a benchmark's report says, as the tables that documents show.
+
+A program prints a row for each peer, to read while it runs. Here the peers stand beside
+each other, with the ratios that matter. Every figure is the report's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from benchmarks import report
+from benchmarks.strategy_costs import catalogue
+
+Report = Mapping[str, Any]
+
+# How peers are called in tables, in this order, and what is compared.
+_BETWEEN_PROCESSES = {
+  'ours_memory': 'Ours',
+  'ours_slots': 'by slots',
+  'ours_flat_ring': 'one ring',
+  'ours_tcp': 'over TCP',
+  'ours_tcp_tls': 'TLS',
+  'ours_bfloat16': 'bfloat16',
+  'ours_int8': 'int8',
+  'ours_in_graph': 'in a graph',
+  'ours_mpi': 'over MPI',
+  'mpich': 'MPICH',
+  'gloo': 'gloo',
+  'mwms_ring': 'MWMS',
+}
+_PROCESS_RATIOS = (
+  ('ours_memory', 'gloo'),
+  ('ours_memory', 'mpich'),
+  ('ours_in_graph', 'gloo'),
+  ('ours_in_graph', 'mwms_ring'),
+  ('ours_tcp_tls', 'ours_tcp'),
+  ('ours_bfloat16', 'ours_tcp'),
+  ('ours_int8', 'ours_tcp'),
+)
+_MODELS = {
+  'cnn': 'convolutional',
+  'layers_50': '50 small variables',
+  'mlp_25mb': 'two matrices of 12.5 MB',
+  'mlp_25mb_50': '25 MB in 50 variables',
+}
+# What a variant of `input_pipeline` is compared with.
+_BY_HAND = {'make_dataset': 'naive_arrays', 'make_dataset_tfrecords': 'naive'}
+_OPTIMIZERS = {'sgd': 'SGD', 'adagrad': 'Adagrad', 'adam': 'Adam'}
+_NO_COMMUNICATION, _REFERENCE = 'no_communication', 'collective'
+_SPREAD = 'p90 ÷ median, most'
+
+
+def short(value: float | None) -> str:
+  """Three digits.
+
+  Example:
+
+    >>> [short(v) for v in (0.2451, 3.9, 268.4, 10493.7, None)]
+    ['0.245', '3.90', '268', '10,494', '']
+  """
+  if value is None:
+    return ''
+  if abs(value) >= 100:
+    return f'{value:,.0f}'
+  return f'{value:.{1 if abs(value) >= 10 else 2 if abs(value) >= 1 else 3}f}'
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+  """Without the columns of what was not measured."""
+  kept = [
+    i
+    for i in range(len(columns))
+    if any(row[i] not in ('', None) for row in rows)
+  ]
+  return report.markdown(
+    [columns[i] for i in kept], [[row[i] for i in kept] for row in rows]
+  )
+
+
+def _ratio(above: float | None, below: float | None) -> str:
+  return f'{above / below:.2f}' if above is not None and below else ''
+
+
+def _spread(found: Sequence[Mapping[str, Any]]) -> str:
+  return f'{max(f["p90_ms"] / f["median_ms"] for f in found):.2f}'
+
+
+def _by(records: Sequence[Mapping[str, Any]], *keys: str) -> dict[tuple, dict]:
+  """The records of each case, by peer, in the order of the report."""
+  cases: dict[tuple, dict] = {}
+  for found in records:
+    case = tuple(found[key] for key in keys)
+    cases.setdefault(case, {})[found['peer']] = found
+  return cases
+
+
+def all_reduce(content: Report) -> str:
+  """A row for each number of devices and set of tensors."""
+  rows = []
+  cases = _by(content['results'], 'num_devices', 'set')
+  for (devices, name), peers in cases.items():
+    auto, ring, default = (
+      peers[n] for n in ('AutoAllReduce', 'RingAllReduce', 'default')
+    )
+    fastest = min(
+      (p for p in peers.values() if p['kind'] == 'built_in'),
+      key=lambda p: p['median_ms'],
+    )
+    count, _, size = name.partition('x')
+    tensors = f'{count} x {size[:-2]} {size[-2:]}'
+    if name == 'resnet':
+      megabytes = auto['num_bytes'] / 1e6
+      tensors = f'{auto["num_tensors"]} of a ResNet, {megabytes:.0f} MB'
+    least = 2 * (devices - 1) / devices * ring['num_bytes']
+    shown = (auto, ring, fastest, default)
+    rows.append(
+      [
+        f'{devices}, {tensors}',
+        *(short(p['median_ms']) for p in shown),
+        _ratio(auto['median_ms'], fastest['median_ms']),
+        _ratio(default['median_ms'], ring['median_ms']),
+        _spread(shown),
+        f'{ring["busiest_bytes_in"] / least:.3f}',
+      ]
+    )
+  columns = [
+    *('Devices, tensors', 'Auto', 'Ring', 'fastest built-in', 'default'),
+    *('Auto ÷ fastest', 'default ÷ Ring', _SPREAD),
+    'bytes into a device, Ring ÷ least',
+  ]
+  return report.markdown(columns, rows)
+
+
+def process_all_reduce(content: Report) -> str:
+  """A row for each number of processes and size."""
+  results = content['results']
+  peers = [n for n in _BETWEEN_PROCESSES if n in results[0]['peers']]
+  pairs = [pair for pair in _PROCESS_RATIOS if {*pair} <= {*peers}]
+  has_links = bool(content['settings']['link_rate'])
+  rows = []
+  for found in results:
+    of = {name: found['peers'][name] for name in peers}
+    megabytes = found['num_bytes'] / 1e6
+    size = f'{megabytes:.0f} MB'
+    if megabytes < 1:
+      size = f'{found["num_bytes"] / 1e3:.0f} kB'
+    rows.append(
+      [
+        f'{found["world_size"]}, {size}',
+        *(short(of[name]['median_ms']) for name in peers),
+        short(found['predicted_ring_ms']) if has_links else '',
+        *(_ratio(of[a]['median_ms'], of[b]['median_ms']) for a, b in pairs),
+        _spread([*of.values()]),
+      ]
+    )
+  names = _BETWEEN_PROCESSES
+  columns = [
+    'Processes, size',
+    *(names[name] for name in peers),
+    'a ring, predicted',
+    *(f'{names[a]} ÷ {names[b]}' for a, b in pairs),
+    _SPREAD,
+  ]
+  return _table(columns, rows)
+
+
+def training_step(content: Report) -> str:
+  """A row for each peer."""
+  medians = {f['peer']: f['median_ms'] for f in content['results']}
+  apart, reference = (medians.get(n) for n in (_NO_COMMUNICATION, _REFERENCE))
+  rows = []
+  for found in content['results']:
+    name, median = found['peer'], found['median_ms']
+    added = ''
+    if apart and reference and not name.startswith('one_device'):
+      added = _ratio(median - apart, reference - apart)
+    monitored = found['monitored_median_ms']
+    rows.append(
+      [
+        *(f'`{name}`', short(median)),
+        *(short(found['p10_ms']), short(found['p90_ms'])),
+        *(_ratio(median, reference), added),
+        *(short(found['median_cpu_ms']), short(found['megabytes_sent'])),
+        *(short(monitored), _ratio(monitored, median)),
+      ]
+    )
+  columns = [
+    *('Peer', 'ms a step', 'p10', 'p90', f'÷ `{_REFERENCE}`'),
+    *(f'added ÷ what `{_REFERENCE}` adds', 'CPU ms of a worker', 'MB sent'),
+    *('ms, monitored', 'monitored ÷ not'),
+  ]
+  return _table(columns, rows)
+
+
+def recovery(content: Report) -> str:
+  """A row for each peer."""
+  torchft = content['versions'].get('torchft', '')
+  names = {'ours': '`tfs.elastic`', 'torchft': f'TorchFT {torchft}, gloo'}
+  times = ('median_s', 'p90_s', 'p99_s', 'most_s')
+  return report.markdown(
+    [
+      *('Peer', 'kills', 'median s', '90 %', '99 %', 'max'),
+      *('step ms', 'rejoin s'),
+    ],
+    [
+      [
+        *(names[found['peer']], found['kills']),
+        *(f'{found[name]:.3f}' for name in times),
+        f'{found["median_step_ms"]:.1f}',
+        f'{found["median_rejoin_s"]:.1f}',
+      ]
+      for found in content['results']
+    ],
+  )
+
+
+def parameter_server(content: Report) -> str:
+  """A row for each case; of a race with a straggler, for each mode."""
+  if content['settings']['straggler_ms']:
+    return _straggler(content)
+  rows = []
+  for case in content['results']:
+    peers = {found['peer']: found for found in case['peers']}
+    stock, ours, fed = (peers.get(n) for n in ('stock', 'ours', 'ours_fed'))
+    lost = [
+      f'{p["steps_per_turn"] - p["iterations"]} of {p["steps_per_turn"]}'
+      if p
+      else ''
+      for p in (stock, ours)
+    ]
+    rows.append(
+      [
+        _MODELS[case['model']],
+        *(case['num_workers'], case['steps_per_execution']),
+        *(_rates(p) for p in (stock, ours, fed)),
+        _ratio(*(p and p['steps_per_s']['median'] for p in (ours, stock))),
+        *lost,
+      ]
+    )
+  columns = [
+    *('Model', 'Workers', 'Steps a call', 'TensorFlow, steps/s'),
+    *('`fit`, steps/s', '`fit`, fed', '`fit` ÷ TensorFlow'),
+    *('counts lost, TensorFlow', '`fit`'),
+  ]
+  return _table(columns, rows)
+
+
+def _rates(found: Mapping[str, Any] | None) -> str:
+  """The median, and the least and the most."""
+  if not found:
+    return ''
+  rate = found['steps_per_s']
+  return f'{rate["median"]:.1f} ({rate["least"]:.1f} to {rate["most"]:.1f})'
+
+
+def _straggler(content: Report) -> str:
+  [case] = content['results']
+  return report.markdown(
+    [
+      *('Mode', 'rows a step', 'steps/s', 'examples/s', 's to the loss'),
+      *('gradients dropped', 'mean staleness', 'most'),
+    ],
+    [
+      [
+        f'`{found["peer"]}`',
+        found['rows_per_step'],
+        _rates(found),
+        short(found['examples_per_s']),
+        short(found['seconds_to_loss']),
+        found['dropped'],
+        found['mean_staleness'],
+        max(map(int, found['staleness']), default=0),
+      ]
+      for found in case['peers']
+    ],
+  )
+
+
+def embeddings(content: Report) -> str:
+  """A row for each table, optimizer and number of workers."""
+  rows = []
+  cases = _by(content['results'], 'rows', 'num_workers', 'optimizer')
+  for (size, workers, optimizer), peers in cases.items():
+    ours, by_hand = peers['ours'], peers.get('by_hand')
+    stock = peers.get('stock_keras')
+    rows.append(
+      [
+        *(f'{size:,}', workers, _OPTIMIZERS[optimizer]),
+        short(by_hand and by_hand['median_ms']),
+        short(ours['median_ms']),
+        _ratio(ours['median_ms'], by_hand and by_hand['median_ms']),
+        _spread([p for p in (ours, by_hand) if p]),
+        short(ours['bytes_per_step'] / 1e3),
+        _ratio(ours['bytes_per_step'], ours['bound_bytes']),
+        short(stock and stock['median_ms']),
+        _ratio(stock and stock['median_ms'], ours['median_ms']),
+        short(stock and stock['bytes_per_step'] / 1e3),
+      ]
+    )
+  columns = [
+    *('Rows', 'Workers', 'Optimizer', 'by hand, ms a step', 'ours, `fit`'),
+    *('ours ÷ by hand', _SPREAD, 'ours, kB a step', '÷ the bound'),
+    *("Keras's layer, ms a step", '÷ ours', 'kB a step'),
+  ]
+  return _table(columns, rows)
+
+
+def strategy_costs(content: Report) -> str:
+  """A row for each strategy."""
+  devices = content['settings']['num_virtual_devices']
+  names = (
+    *('bytes_per_step_into_busiest', 'bytes_per_step_total'),
+    *('variable_bytes_most', 'variable_bytes_total'),
+  )
+  return report.markdown(
+    [
+      *('Strategy', 'On', 'Images/s', 'MB a step, busiest device'),
+      *('all devices', 'Variables MB, most on a device', 'on all'),
+      'Test accuracy',
+    ],
+    [
+      [
+        f'`{found["name"]}`',
+        _job(found).describe(devices),
+        _images(found),
+        *(
+          '' if found[name] is None else f'{found[name] / 1e6:.2f}'
+          for name in names
+        ),
+        '' if found['error'] else f'{found["test_accuracy"]:.4f}',
+      ]
+      for found in content['costs']
+    ],
+  )
+
+
+def strategy_scaling(content: Report) -> str:
+  """A row for each number of workers and servers."""
+  settings = content['settings']
+  return report.markdown(
+    [
+      *('Configuration', 'On', 'Images/s'),
+      f'Seconds to a test loss of {settings["target_loss"]:g}',
+      f'Test loss after {settings["epochs"]} epochs',
+    ],
+    [
+      [
+        f'`{found["name"]}`',
+        _job(found).describe(1),
+        _images(found),
+        '' if found['error'] else short(found['seconds_to_loss']) or 'never',
+        '' if found['error'] else f'{found["test_loss"]:.3f}',
+      ]
+      for found in content['scaling']
+    ],
+  )
+
+
+def _job(found: Mapping[str, Any]) -> catalogue.Job:
+  names = ('name', 'strategy', 'num_workers', 'num_ps')
+  return catalogue.Job(*(found[name] for name in names))
+
+
+def _images(found: Mapping[str, Any]) -> str:
+  """The median of the rounds; of several the least and the most too."""
+  if found['error']:
+    return 'failed'
+  rates = [run['images_per_s'] for run in found['runs']]
+  text = f'{found["images_per_s"]:,.0f}'
+  if len(rates) > 1:
+    text += f' ({min(rates):,.0f} to {max(rates):,.0f})'
+  return text
+
+
+def slow_links(content: Report) -> str:
+  """A row for each peer and rate."""
+  loss = content['settings']['loss']
+  return report.markdown(
+    [
+      *('Link', 'Peer', 'kB a step', 'ms a step'),
+      *(f's to a test loss of {loss:g}', 'last test loss'),
+    ],
+    [
+      [
+        *(found['link_rate'], f'`{found["peer"]}`', short(found['kb_a_step'])),
+        *(short(found['mean_ms']), short(found['seconds_to_loss'])),
+        f'{found["final_loss"]:.4f}',
+      ]
+      for found in content['results']
+    ],
+  )
+
+
+def planner(content: Report) -> str:
+  """A row for each number of workers and rate."""
+  rows = []
+  for run in content['runs']:
+    exact = [r for r in run['results'] if r['compression'] == 'none']
+    coded = [r for r in run['results'] if r['compression'] != 'none']
+    best = exact[0]  # The fastest by the plan is first.
+    rows.append(
+      [
+        *(run['world_size'], run['link_rate'], f'`{best["all_reduce"]}`'),
+        *(short(best['predicted_ms']), short(best['measured_ms'])),
+        _off([best]),
+        f'{run["choice_exact"]:.2f}',
+        *(_off(exact), _off(coded)),
+      ]
+    )
+  columns = [
+    *('Workers', 'rate', 'the exact way it takes', 'predicted ms'),
+    *('measured', 'off', '÷ the fastest exact way', 'exact ways are off by'),
+    'coded ones by',
+  ]
+  return _table(columns, rows)
+
+
+def _off(ways: Sequence[Mapping[str, Any]]) -> str:
+  """How far predictions are from what was measured, the least and the most."""
+  if not ways:
+    return ''
+  off = [round(100 * (w['predicted_ms'] / w['measured_ms'] - 1)) for w in ways]
+  ends = dict.fromkeys(f'{end:+d}' for end in (min(off), max(off)))
+  return ' to '.join(ends) + ' %'
+
+
+def input_pipeline(content: Report) -> str:
+  """A row for each variant that did not fail."""
+  measured = {row['name']: row for row in content['rows'] if row['rates']}
+  rows = []
+  for name, row in measured.items():
+    peer = measured.get(_BY_HAND.get(name, ''))
+    rows.append(
+      [
+        *(f'`{name}`', short(row['items_per_s'])),
+        *(short(min(row['rates'])), short(max(row['rates']))),
+        peer and f'{row["items_per_s"] / peer["items_per_s"]:.1f}',
+        peer and f'`{peer["name"]}`',
+      ]
+    )
+  columns = [
+    *('Variant', 'Items/s', 'slowest round', 'fastest'),
+    *('times as many', 'as'),
+  ]
+  return _table(columns, rows)
+
+
+# By benchmark: the part of the report that each of its tables shows, and what writes it.
+TABLES: dict[str, dict[str, Callable[[Report], str]]] = {
+  'all_reduce': {'results': all_reduce},
+  'process_all_reduce': {'results': process_all_reduce},
+  'training_step': {'results': training_step},
+  'recovery': {'results': recovery},
+  'parameter_server': {'results': parameter_server},
+  'embeddings': {'results': embeddings},
+  'strategies': {'costs': strategy_costs, 'scaling': strategy_scaling},
+  'slow_links': {'results': slow_links},
+  'planner': {'runs': planner},
+  'input_pipeline': {'rows': input_pipeline},
+}
