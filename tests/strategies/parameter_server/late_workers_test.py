@@ -188,12 +188,16 @@ class LateWorkersTest(tf.test.TestCase):
     # The first batches of all workers, then the second ones.
     by_worker = want.reshape([3, _ROUNDS, 3, 1])
     self.assertAllClose(
-      by_worker.swapaxes(0, 1).reshape([-1, 1]), found['predictions'], 1e-5, 1e-6
+      by_worker.swapaxes(0, 1).reshape([-1, 1]),
+      found['predictions'],
+      1e-5,
+      1e-6,
     )
 
+  @pytest.mark.full
   def test_late_worker_writes_nothing(self):
     with parameter_servers.Job(num_workers=3, num_ps=2) as job:
-      before, after = job.run(until_it_is_there, (20.0,))
+      before, after = job.run(until_it_is_there, (10.0,))
     self.assertTrue(before.pop('is_running'))
     self.assertFalse(after.pop('is_running'))
     self.assertEqual(before.pop('dropped'), 1)

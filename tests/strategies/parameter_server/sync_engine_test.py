@@ -293,9 +293,7 @@ class ReadTest(_TestCase):
     self.is_late = threading.Event()
     self.addCleanup(self.is_late.set)
 
-  def _reading_engine(
-    self, compute, sizes, backup_workers=0, is_known=True
-  ):
+  def _reading_engine(self, compute, sizes, backup_workers=0, is_known=True):
     self.liveness = fakes.Liveness()
     self.pool = worker_pool.WorkerPool(
       range(len(sizes)),

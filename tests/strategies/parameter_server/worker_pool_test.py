@@ -255,7 +255,11 @@ class PoolTest(parameterized.TestCase):
 
   def test_nobody_waits_for_a_task_that_nobody_wants(self):
     """But those who connect again, while which functions may fail."""
-    pool, is_taken, may_end = self._pool(2), threading.Event(), threading.Event()
+    pool, is_taken, may_end = (
+      self._pool(2),
+      threading.Event(),
+      threading.Event(),
+    )
     self.addCleanup(may_end.set)
 
     class Late(_Task):
