@@ -109,7 +109,7 @@ def beside_a_late_worker(directory):
     'rows': float(model.metrics[0].variables[1].numpy()),
     'evaluation': model.evaluate(_all_rows(), verbose=0)[0],
     'predictions': model.predict(tested, verbose=0),
-    'late': strategy._pool.late(),  # pylint: disable=protected-access
+    'late': set(strategy._pool._running),  # pylint: disable=protected-access
   }
   strategy.close()
   return found
