@@ -401,69 +401,6 @@ class RoundsTest(tf.test.TestCase, parameterized.TestCase):
     self.assertAllClose(x @ kernel + bias, predictions, 1e-6, 1e-5)
 
 
-def with_a_slow_worker(seconds):
-  """Rows that counted in the last epoch; what the strategy counted."""
-
-  def make(worker):
-    rows = tf.data.Dataset.range(3 * _ROUNDS).batch(3)
-    rows = rows.map(lambda i: tf.cast(i[:, None], tf.float32))
-    if worker == 2 and seconds:
-      # As a data set that sleeps, since a worker has no Python.
-      rows = rows.apply(_sleeping(seconds))
-    return rows.map(lambda x: (x, x))
-
-  strategy = tfs.ParameterServerStrategy(mode='sync', backup_workers=1)
-  try:
-    keras.backend.clear_session()
-    with strategy.scope():
-      model = keras.Sequential([layers.Dense(1)])
-      model.compile(keras.optimizers.SGD(1e-4), 'mse', metrics=['mae'])
-    data = strategy.distribute_datasets_from_function(
-      lambda context: make(context.input_pipeline_id)
-    )
-    model.fit(data, epochs=_EPOCHS, verbose=0)
-    strategy.join()
-    tested = model.evaluate(data, verbose=0)
-    return {
-      'rows': float(model.metrics[0].variables[1].numpy()),
-      'iterations': int(model.optimizer.iterations.numpy()),
-      'report': strategy.report(),
-      'tested': tested,
-    }
-  finally:
-    strategy.close()
-
-
-def _sleeping(seconds):
-  def sleep(dataset):
-    shapes = {
-      'output_types': [dataset.element_spec.dtype],
-      'output_shapes': [dataset.element_spec.shape],
-    }
-    variant = tf.raw_ops.SleepDataset(
-      input_dataset=tf.data.experimental.to_variant(dataset),
-      sleep_microseconds=tf.constant(int(1e6 * seconds), tf.int64),
-      **shapes,
-    )
-    return tf.data.experimental.from_variant(variant, dataset.element_spec)
-
-  return sleep
-
-
-class BackupWorkersTest(tf.test.TestCase):
-  def test_late_batches_are_dropped_and_counted(self):
-    with parameter_servers.Job(num_workers=3, num_ps=1) as job:
-      found = [job.run(with_a_slow_worker, (s,)) for s in (0.0, 0.3)]
-    for each in found:
-      steps = _EPOCHS * _ROUNDS
-      self.assertEqual(each['iterations'], steps)
-      self.assertEqual(each['report']['steps'], steps)
-      # Of three batches of each step, whichever of them was late.
-      self.assertEqual(each['report']['dropped'], steps)
-      # Nothing is dropped in an evaluation.
-      self.assertEqual(each['rows'], 3 * 3 * _ROUNDS)
-
-
 class OneWorkerTest(tf.test.TestCase):
   @pytest.mark.full
   def test_its_batches_are_whole(self):

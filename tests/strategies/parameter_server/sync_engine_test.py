@@ -1,6 +1,7 @@
 """Synchronous steps end, whichever of their microbatches is lost or late."""
 
 import threading
+import time
 import types
 from unittest import mock
 
@@ -32,9 +33,14 @@ class _Engine(sync_engine.SyncEngine):
 
   compute = None
 
+  def __init__(self, *args, **options):
+    super().__init__(*args, **options)
+    self.written = []  # Slots that workers wrote into, in this order.
+
   def microbatch_function(self, step, layout):
     def function(worker, message, slots):
       self.compute(worker)
+      self.written.append(slots)
 
     function.layout = types.SimpleNamespace(key='', specs={})
     return function, worker_function.Discovery(None, ())
@@ -46,7 +52,7 @@ class _Engine(sync_engine.SyncEngine):
     return lambda slots: tf.zeros([0], tf.float64)
 
 
-class SyncEngineTest(parameterized.TestCase):
+class _TestCase(parameterized.TestCase):
   def _engine(self, num_workers, backup_workers):
     self.liveness = fakes.Liveness()
     self.pool = worker_pool.WorkerPool(
@@ -68,6 +74,16 @@ class SyncEngineTest(parameterized.TestCase):
     batch = batch_message.Batch(np.arange(12, dtype=np.float32))
     engine.train(_STEP, [batch] * steps)
 
+  def _wait_for_late(self):
+    """Waits until no worker does anything any more."""
+    running = self.pool._running  # pylint: disable=protected-access
+    with self.pool.lock:
+      self.assertTrue(
+        self.pool.lock.wait_for(lambda: not running, _DEADLINE_SECONDS)
+      )
+
+
+class SyncEngineTest(_TestCase):
   @parameterized.parameters(False, True)
   def test_late_microbatch_of_a_lost_worker(self, returns):
     """It goes back to the queue of a step that has all it needs."""
@@ -134,6 +150,99 @@ class SyncEngineTest(parameterized.TestCase):
     self.assertEqual(engine.report()['steps'], 1)
 
 
+class LateTest(_TestCase):
+  """Worker 2 is at its first microbatch until it `may_end`."""
+
+  def setUp(self):
+    super().setUp()
+    self.is_taken, self.may_end = threading.Event(), threading.Event()
+    self.addCleanup(self.may_end.set)
+    self.has_ended = False
+    self.engine = self._engine(3, backup_workers=1)
+    self.engine.compute = self._compute
+
+  def _compute(self, worker):
+    if worker == 2 and not self.is_taken.is_set():
+      self.is_taken.set()
+      self.may_end.wait(3 * _DEADLINE_SECONDS)
+      self.has_ended = True
+      self._end()
+    self.is_taken.wait(_DEADLINE_SECONDS)
+
+  def _end(self):
+    """What the late worker does in the end."""
+
+  def test_nobody_waits(self):
+    for _ in range(2):
+      self._train(self.engine, 2)
+      self.engine.drain()
+    self.assertFalse(self.pool.is_busy())
+    self.assertFalse(self.has_ended)
+    # Each batch is trained on, or counted as dropped, before it is there too.
+    for _ in range(2):
+      self.assertEqual(self.engine.report()['steps'], 4)
+      self.assertEqual(self.engine.report()['dropped'], 4)
+      self.may_end.set()
+      self._wait_for_late()
+
+  def test_it_dies_while_nobody_waits(self):
+    def die():
+      self.liveness.dead_workers.add(2)
+      raise tf.errors.UnavailableError(None, None, 'the worker is gone')
+
+    self._end = die
+    self.liveness.is_complete = lambda: False
+    self._train(self.engine, 1)
+    self.engine.drain()
+    self.assertFalse(self.has_ended)
+    self.may_end.set()
+    self._wait_for_late()
+    self.assertIn(2, self.pool.lost)
+    self._train(self.engine, 2)
+    self.engine.drain()
+    self.assertEqual(self.engine.report()['steps'], 3)
+    self.assertEqual(self.engine.report()['dropped'], 3)
+
+  def test_its_slots_are_its_own_while_it_is_late(self):
+    self._train(self.engine, 3)
+    others = list(self.engine.written)
+    self.may_end.set()
+    self._wait_for_late()
+    *_, late = self.engine.written
+    self.assertNotIn(late, others)
+
+  @parameterized.parameters(False, True)
+  def test_slots_that_a_server_has_lost_are_not_used_again(self, is_lost):
+    layout = types.SimpleNamespace(key='', specs={})
+    task = types.SimpleNamespace(
+      slots=self.engine.take_slots(layout),
+      attempt=self.pool.attempt,
+      function=types.SimpleNamespace(layout=layout),
+    )
+    if is_lost:
+      self.pool.forget()
+      self.engine.forget()
+    self.engine.release(task)
+    found = self.engine.take_slots(layout)
+    self.assertEqual(found is task.slots, not is_lost)
+
+  def test_it_ends_while_a_function_is_traced(self):
+    """Which may read a variable, and so look at what is on its way."""
+
+    def trace():
+      self.may_end.set()
+      while self.pool.lock.acquire(timeout=_DEADLINE_SECONDS):
+        try:
+          if not self.pool._running:  # pylint: disable=protected-access
+            return 'traced'
+        finally:
+          self.pool.lock.release()
+        time.sleep(0.01)
+
+    self._train(self.engine, 1)
+    self.assertEqual(self.engine.cached('function', trace), 'traced')
+
+
 class _ReadingEngine(_Engine):
   """Reads numbers; `applied` has those of each step."""
 
@@ -143,14 +252,25 @@ class _ReadingEngine(_Engine):
   def microbatch_function(self, step, layout):
     def function(worker, handle, slots):
       self.before(worker)
-      *_, number = tf.raw_ops.IteratorGetNext(
-        iterator=handle, **input._numbered(layout.structure)
-      )
-      slots.number = int(number)
+      slots.number = self._read(handle, layout)
       self.compute(worker, slots.number)
 
     function.layout = types.SimpleNamespace(key='', specs={})
     return function, worker_function.Discovery(None, ())
+
+  def function(self, step, layout):
+    """That of a step which computes each element by itself."""
+
+    def function(worker, handle):
+      return worker, self._read(handle, layout)
+
+    return function, worker_function.Discovery(None, ())
+
+  def _read(self, handle, layout):
+    *_, number = tf.raw_ops.IteratorGetNext(
+      iterator=handle, **input._numbered(layout.structure)
+    )
+    return int(number)
 
   def _apply_function(self, step, chosen):
     def apply(slots):
@@ -160,7 +280,7 @@ class _ReadingEngine(_Engine):
     return apply
 
 
-class ReadTest(parameterized.TestCase):
+class ReadTest(_TestCase):
   """Worker w reads 10 w, 10 w + 1, ..."""
 
   def setUp(self):
@@ -173,7 +293,7 @@ class ReadTest(parameterized.TestCase):
     self.is_late = threading.Event()
     self.addCleanup(self.is_late.set)
 
-  def _engine(self, compute, sizes, backup_workers=0, is_known=True):
+  def _reading_engine(self, compute, sizes, backup_workers=0, is_known=True):
     self.liveness = fakes.Liveness()
     self.pool = worker_pool.WorkerPool(
       range(len(sizes)),
@@ -209,7 +329,7 @@ class ReadTest(parameterized.TestCase):
         self.liveness.dead_workers.add(worker)
         raise tf.errors.UnavailableError(None, None, 'the worker is gone')
 
-    engine, source = self._engine(compute, (4, 3, 1))
+    engine, source = self._reading_engine(compute, (4, 3, 1))
     engine.train(_STEP, input.Elements(source, 4))
     self.assertTrue(self.is_dead)
     self.assertEqual(engine.applied, [[0, 10, 20], [1, 11], [2, 12], [3]])
@@ -222,7 +342,7 @@ class ReadTest(parameterized.TestCase):
         self.liveness.dead_workers.add(worker)
         raise tf.errors.UnavailableError(None, None, 'the worker is gone')
 
-    engine, source = self._engine(compute, (2, 2))
+    engine, source = self._reading_engine(compute, (2, 2))
     self.liveness.is_complete = lambda: False
     engine.train(_STEP, input.Elements(source, 2))
     self.assertEqual(engine.applied, [[0, 10], [1, 11]])
@@ -240,7 +360,7 @@ class ReadTest(parameterized.TestCase):
       else:
         has_begun.wait(_DEADLINE_SECONDS)
 
-    engine, source = self._engine(compute, (5, 5, 5), backup_workers=1)
+    engine, source = self._reading_engine(compute, (5, 5, 5), backup_workers=1)
     engine.train(_STEP, input.Elements(source, 3))
     self.assertEqual(engine.applied, [[0, 10], [1, 11], [2, 12]])
     self.is_late.set()
@@ -258,6 +378,61 @@ class ReadTest(parameterized.TestCase):
     self.assertEqual(engine.report()['dropped'], 5)
     self.assertNotIn(21, seen)
 
+  def test_others_evaluate_what_a_late_worker_would_have(self):
+    """It reads its part when it is back; each element once."""
+    has_begun = threading.Event()
+
+    def compute(worker, number):
+      if worker == 2 and not has_begun.is_set():
+        has_begun.set()
+        self.is_late.wait(_DEADLINE_SECONDS)
+      has_begun.wait(_DEADLINE_SECONDS)
+
+    engine, source = self._reading_engine(compute, (4, 4, 4), backup_workers=1)
+    engine.train(_STEP, input.Elements(source, 1))
+    step, tested = step_task.Step(run=None), splits.Source(source.dataset)
+    rounds = []
+    for number in range(4):
+      if number == 2:
+        self.assertFalse(self.is_late.is_set())
+        self.is_late.set()
+        self._wait_for_late()
+      found = engine.read_round(step, tested)
+      rounds.append([task.reported for task in found])
+    for number, found in enumerate(rounds):
+      want = [number, 10 + number, 20 + number]
+      self.assertEqual([n for _, n in found], want)
+    self.assertNotIn(2, [worker for r in rounds[:2] for worker, _ in r])
+    self.assertEqual([worker for worker, _ in rounds[3]][2], 2)
+    self.assertEqual(tested.position, (4, 4, 4))
+
+  def test_late_worker_that_had_nothing_dropped_nothing(self):
+    has_begun = threading.Event()
+
+    def wait(worker):
+      if worker == 1:
+        has_begun.set()
+        self.is_late.wait(_DEADLINE_SECONDS)
+
+    engine, source = self._reading_engine(
+      lambda worker, number: has_begun.wait(_DEADLINE_SECONDS),
+      (3, 0),
+      backup_workers=1,
+      is_known=False,
+    )
+    engine.before = wait
+    engine.train(_STEP, input.Elements(source, 2))
+    engine.drain()
+    self.assertEqual(engine.applied, [[0], [1]])
+    # Nobody else knows yet.
+    self.assertEqual(engine.report()['dropped'], 2)
+    self.is_late.set()
+    self._wait_for_late()
+    self.assertEqual(engine.report()['dropped'], 1)
+    engine.train(_STEP, input.Elements(source, 9))
+    self.assertEqual(engine.applied, [[0], [1], [2]])
+    self.assertTrue(source.is_exhausted)
+
   def test_late_worker_finds_the_end_of_its_data(self):
     """The step of now waits for what is not there, and ends."""
     has_begun = threading.Event()
@@ -267,7 +442,7 @@ class ReadTest(parameterized.TestCase):
         has_begun.set()
         self.is_late.wait(_DEADLINE_SECONDS)
 
-    engine, source = self._engine(
+    engine, source = self._reading_engine(
       lambda worker, number: has_begun.wait(_DEADLINE_SECONDS),
       (3, 0),
       backup_workers=1,
@@ -284,7 +459,7 @@ class ReadTest(parameterized.TestCase):
     self.assertTrue(source.is_exhausted)
 
   def test_nothing_to_read_is_no_step(self):
-    engine, source = self._engine(lambda worker, number: None, (1, 0))
+    engine, source = self._reading_engine(lambda worker, number: None, (1, 0))
     work = input.Elements(source, 3)
     self.assertIsNotNone(engine.train(_STEP, work))
     self.assertLen(work, 1)

@@ -235,16 +235,13 @@ class PoolTest(parameterized.TestCase):
 
   def test_task_that_nobody_wants_does_not_block_the_queue(self):
     pool = self._pool(1, max_waiting=2)
-    is_wanted, dropped = [True], []
+    is_wanted = [True]
 
     class Unwanted(_Task):
       """Wanted until the one before it is done; no worker can run it."""
 
       def is_wanted(self):
         return bool(is_wanted)
-
-      def discard(self):
-        dropped.append(self)
 
     are_waiting = threading.Event()
     first = _Task(are_waiting.wait, finish=is_wanted.clear)
@@ -255,7 +252,41 @@ class PoolTest(parameterized.TestCase):
     are_waiting.set()
     pool.wait()
     self.assertEqual((unwanted.runs, last.runs), (0, 1))
-    self.assertEqual(dropped, [unwanted])
+
+  def test_nobody_waits_for_a_task_that_nobody_wants(self):
+    """But those who connect again, while which functions may fail."""
+    pool, is_taken, may_end = (
+      self._pool(2),
+      threading.Event(),
+      threading.Event(),
+    )
+    self.addCleanup(may_end.set)
+
+    class Late(_Task):
+      """Wanted until it runs."""
+
+      def is_wanted(self):
+        return not self.runs
+
+    def run():
+      is_taken.set()
+      may_end.wait(_DEADLINE_SECONDS)
+
+    late = Late(run)
+    pool.submit(late)
+    self.assertTrue(is_taken.wait(_DEADLINE_SECONDS))
+    other = _Task()
+    pool.submit(other)
+    pool.wait()
+    self.assertEqual(other.runs, 1)
+    self.assertFalse(pool.is_busy())
+    forgetting = threading.Thread(target=pool.forget)
+    forgetting.start()
+    forgetting.join(0.5)
+    self.assertTrue(forgetting.is_alive())
+    may_end.set()
+    forgetting.join(_DEADLINE_SECONDS)
+    self.assertFalse(forgetting.is_alive())
 
   def test_step_after_close_is_refused(self):
     pool = self._pool(1)

@@ -148,7 +148,10 @@ class Engine:
     return task
 
   def drain(self) -> None:
-    """Waits until all steps are done, or raises what one failed with."""
+    """Waits until all steps are done, or raises what one failed with.
+
+    Not for what a step is done without: that of late workers.
+    """
     self.local.finish()
     self._pool.wait()
 
@@ -201,10 +204,12 @@ class Engine:
       self._steps_done += task.steps
     self.reports.add(task)
 
-  def others(self, worker: int) -> list[int]:
-    """The other workers that are alive."""
-    lost = self._pool.lost
-    return [w for w in self._pool.workers if w != worker and w not in lost]
+  def others(self, worker: int, also_late: bool = True) -> list[int]:
+    """The other workers that are alive; or of them, those that are not late."""
+    away = {worker, *self._pool.lost}
+    if not also_late:
+      away |= self._pool.late()
+    return [w for w in self._pool.workers if w not in away]
 
   def lose_splits(self, worker: int) -> None:
     """The splits that a worker was reading go to others."""

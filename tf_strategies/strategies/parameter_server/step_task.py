@@ -221,16 +221,20 @@ class RoundTask(InputTask):
     """That it reads."""
     return self._split
 
+  def _others(self, worker: int) -> list[int]:
+    """Those that read for themselves: others read for a late worker, too."""
+    return self._engine.others(worker, also_late=False)
+
   def has_work_for(self, worker: int) -> bool:
     """Whether this worker can read what is left of the round."""
-    return self._round.has_work_for(worker, self._engine.others(worker))
+    return self._round.has_work_for(worker, self._others(worker))
 
   def run(self, worker: int) -> None:
     """Does the step; it is none where the split is at its end."""
     self._engine.started(self.step, worker)
     token = self._engine.journal.token(worker)
     self._split = None
-    self._split = self._round.take(worker, self._engine.others(worker), token)
+    self._split = self._round.take(worker, self._others(worker), token)
 
     def step(handle):
       self.reported = self._one(worker, handle)

@@ -233,6 +233,8 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
   def join(self) -> None:
     """Waits until all steps that were begun are done.
 
+    Not for a worker whose gradient a step is done without (`backup_workers`).
+
     Raises:
       ParameterServerUnavailableError: a server died.
       WorkerUnavailableError: nothing happened for `step_timeout`.
@@ -244,9 +246,9 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
 
     Returns:
       mode; steps (done); staleness (number of steps by how many other steps
-      were applied while they were computed); dropped (gradients that came too
-      late, in mode 'sync'); bytes_per_server; recoveries (server, lost_steps
-      of what was restored, and seconds of each).
+      were applied while they were computed); dropped (gradients that steps
+      were done without, in mode 'sync'); bytes_per_server; recoveries (server,
+      lost_steps of what was restored, and seconds of each).
     """
     return {
       'mode': self.options.mode,

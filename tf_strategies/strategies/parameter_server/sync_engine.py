@@ -7,6 +7,7 @@ a slow worker does not slow down the rest.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -42,6 +43,9 @@ class SyncEngine(engine_lib.Engine):
     super().__init__(*args, in_replica=in_replica, meets=True)
     self._backup_workers = backup_workers
     self._in_replica = in_replica
+    # Not the lock of functions: the pool's is held when slots are free again, and
+    # who traces a function may read a variable, for which it takes that.
+    self._slots_lock = threading.Lock()
     self._free_slots: dict[str, list[microbatch.Slots]] = {}
     # Steps whose batches are computed as a whole, and why.
     self._whole: weakref.WeakKeyDictionary[engine_lib.Step, str] = (
@@ -118,7 +122,8 @@ class SyncEngine(engine_lib.Engine):
   def forget(self) -> None:
     """As `Engine.forget`; slots are gone too."""
     super().forget()
-    self._free_slots.clear()
+    with self._slots_lock:
+      self._free_slots.clear()
 
   def _train(self, step, batch):
     parts = batch.microbatches(len(self._pool.workers))
@@ -154,7 +159,9 @@ class SyncEngine(engine_lib.Engine):
       return None
     function = self._apply_function(step, chosen)
     numbers = function([task.slots for task in chosen])
-    self._steps_done += 1
+    with self._pool.lock:
+      self._steps_done += 1
+      self._dropped += quorum.close()
     for task in chosen:
       self.release(task)
     return numbers
@@ -247,19 +254,22 @@ class SyncEngine(engine_lib.Engine):
 
   def take_slots(self, layout: microbatch.Layout) -> microbatch.Slots:
     """Slots that nobody writes into."""
-    with self._lock:
+    with self._slots_lock:
       free = self._free_slots.get(layout.key)
-      return free.pop() if free else microbatch.Slots(layout.specs)
+      if free:
+        return free.pop()
+    return microbatch.Slots(layout.specs)
 
   def release(self, task: _MicrobatchTask) -> None:
-    """The slots of a task can be used again."""
-    with self._lock:
-      key = task.function.layout.key
-      self._free_slots.setdefault(key, []).append(task.slots)
+    """The slots of a task can be used again, if its servers have them still."""
+    with self._slots_lock:
+      if task.attempt == self._pool.attempt:
+        key = task.function.layout.key
+        self._free_slots.setdefault(key, []).append(task.slots)
 
-  def drop(self) -> None:
-    """Counts a microbatch that was not needed; under the pool's lock."""
-    self._dropped += 1
+  def take_back_drop(self) -> None:
+    """What was counted as dropped was nothing; under the pool's lock."""
+    self._dropped -= 1
 
 
 class _Quorum:
@@ -270,6 +280,7 @@ class _Quorum:
     # Microbatches that somebody computes or has computed, and those who did.
     self.begun: set[_MicrobatchTask] = set()
     self.takers: set[int] = set()
+    self.is_closed = False
     self._count = count
     self._backup_workers = backup_workers
 
@@ -280,6 +291,11 @@ class _Quorum:
   @property
   def is_complete(self) -> bool:
     return len(self.chosen) >= self._needed
+
+  def close(self) -> int:
+    """The step is done; returns how many microbatches it leaves out for good."""
+    self.is_closed = True
+    return self._count - len(self.chosen)
 
   def put_back(self, worker: int, task: _MicrobatchTask) -> None:
     """A worker that had taken a microbatch leaves it to others."""
@@ -315,10 +331,6 @@ class _MicrobatchTask(worker_pool.Task):
   def is_wanted(self) -> bool:
     return not self._quorum.is_complete
 
-  def discard(self) -> None:
-    # Its slots are not used again: a lost worker may still write them.
-    self._engine.drop()
-
   def has_work_for(self, worker: int) -> bool:
     return self._quorum.may_take(worker, self)
 
@@ -346,7 +358,6 @@ class _MicrobatchTask(worker_pool.Task):
   def finish(self, worker: int) -> None:
     self._engine.staleness.end(worker, 0)
     if self._quorum.is_complete:
-      self._engine.drop()
       self._engine.release(self)
     else:
       self._quorum.chosen.append(self)
@@ -401,5 +412,6 @@ class _ReadTask(_MicrobatchTask):
       super().finish(worker)
       return
     self._engine.staleness.end(worker, 0)
-    if not self._quorum.is_complete:
-      self._quorum.leave_out(self)
+    self._quorum.leave_out(self)
+    if self._quorum.is_closed:
+      self._engine.take_back_drop()

@@ -18,6 +18,9 @@ from tf_strategies.strategies.parameter_server import connection
 
 _REJOIN_SECONDS = 0.5
 _WAKE_SECONDS = 1.0
+# From when on others do what only a worker that is late would have done: they open
+# data for that, and it will open them again.
+_LATE_SECONDS = 1.0
 _SETTLE_SECONDS = 0.3
 _PAUSE_SECONDS = 10.0
 _MAX_RETRIES = 5
@@ -51,12 +54,12 @@ class Task(abc.ABC):
     """Does it on a worker; called in the worker's thread."""
 
   def is_wanted(self) -> bool:
-    """Whether anybody still needs it; called under the pool's lock."""
-    return True
+    """Whether anybody still needs it; called under the pool's lock.
 
-  def discard(self) -> None:
-    """Called under the pool's lock when it leaves the queue unwanted."""
-    return
+    If not, it leaves the queue, and nobody waits for the worker that runs it. It
+    must not be wanted again.
+    """
+    return True
 
   def has_work_for(self, worker: int) -> bool:
     """Whether a worker can run it; called under the pool's lock."""
@@ -129,6 +132,8 @@ class WorkerPool:
     self._timeout = timeout_seconds
     self._queue: collections.deque[Task] = collections.deque()
     self._running: dict[int, Task] = {}
+    # Since when nobody wants what a worker runs.
+    self._late_since: dict[int, float] = {}
     self._error: BaseException | None = None
     # Tasks that the death of a server has ended, and whether one has died.
     self._interrupted: list[Task] = []
@@ -171,13 +176,13 @@ class WorkerPool:
       self.lock.notify_all()
 
   def wait(self, until: Callable[[], bool] | None = None) -> None:
-    """Waits until all tasks are done, or until a condition holds.
+    """Waits until all tasks that are wanted are done, or until a condition holds.
 
     Raises what a task failed with, or `WorkerUnavailableError` if nothing
     happened for `timeout_seconds`.
     """
     with self.lock:
-      self._wait(until or (lambda: not self._queue and not self._running))
+      self._wait(until or (lambda: not self.is_busy()))
 
   def in_use(self) -> list[int]:
     """The workers that run a task or could run the next; under the lock."""
@@ -190,10 +195,17 @@ class WorkerPool:
     ]
 
   def is_busy(self, counts: Callable[[Task], bool] = lambda task: True) -> bool:
-    """Whether any task that counts waits or runs."""
+    """Whether any task that counts waits or runs, of those that are wanted."""
     # Under the lock: a task that a worker takes is for a moment in neither.
     with self.lock:
-      return any(map(counts, [*self._queue, *self._running.values()]))
+      tasks = [*self._queue, *self._running.values()]
+      return any(task.is_wanted() and counts(task) for task in tasks)
+
+  def late(self) -> set[int]:
+    """The workers that for a while have run what nobody wants any more."""
+    with self.lock:
+      latest = time.monotonic() - _LATE_SECONDS
+      return {w for w, since in self._late_since.items() if since <= latest}
 
   def close(self) -> None:
     """Ends the threads; tasks that run are left to themselves."""
@@ -221,9 +233,10 @@ class WorkerPool:
         raise self._refusal
 
   def forget(self) -> None:
-    """Drops the error and all waiting tasks, and waits for those that run.
+    """Drops the error and all waiting tasks, and waits for all that run.
 
-    Those that the death of a server has ended `interrupted` returns.
+    Also for those that nobody wants: functions may fail while TensorFlow connects
+    again. Those that the death of a server has ended `interrupted` returns.
     """
     with self.lock:
       self._drop_waiting()
@@ -312,7 +325,8 @@ class WorkerPool:
           task.begin(worker)
           self.lock.notify_all()
           return task
-        self.lock.wait()
+        # Not without end: a worker may be late by now, whose work is this one's.
+        self.lock.wait(_WAKE_SECONDS)
       return None
 
   def _may_begin(self, worker: int) -> bool:
@@ -346,16 +360,18 @@ class WorkerPool:
   def _end(self, worker: int) -> None:
     """Under the lock: the worker is free again."""
     self._running.pop(worker, None)
+    self._late_since.pop(worker, None)
     self._discard_unwanted()
     self._progress_at = time.monotonic()
     self.lock.notify_all()
 
   def _discard_unwanted(self) -> None:
     """Under the lock: at the head of the queue they would block the others."""
-    unwanted = [t for t in self._queue if not t.is_wanted()]
-    for task in unwanted:
+    for task in [t for t in self._queue if not t.is_wanted()]:
       self._queue.remove(task)
-      task.discard()
+    for worker, task in self._running.items():
+      if not task.is_wanted():
+        self._late_since.setdefault(worker, time.monotonic())
 
   def _handle(self, worker: int, task: Task, error: Exception) -> None:
     """Decides who is to blame: a server, the worker, a moment, or the step."""

@@ -1,0 +1,211 @@
+"""Steps with backup workers, and whatever comes after them, do not wait for late ones."""
+
+import time
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tf_strategies as tfs
+from tests import parameter_servers
+
+pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
+
+_ROUNDS = 5
+_EPOCHS = 2
+_LATE = 2  # The worker that is late.
+# Far more than all that a test does without it; no test waits for it.
+_FOREVER = 120.0
+
+
+def _rows(worker, seconds, count=_ROUNDS):
+  """Batches of three numbers, of which no two are equal; one takes its time."""
+  first = 3 * _ROUNDS * worker
+  rows = tf.data.Dataset.range(first, first + 3 * count).batch(3)
+  rows = rows.map(lambda i: tf.cast(i[:, None], tf.float32) / 100)
+  if worker == _LATE and seconds:
+    # As a data set that sleeps, since a worker has no Python.
+    rows = rows.apply(_sleeping(seconds))
+  return rows.map(lambda x: (x, x))
+
+
+def _sleeping(seconds):
+  def sleep(dataset):
+    shapes = {
+      'output_types': [dataset.element_spec.dtype],
+      'output_shapes': [dataset.element_spec.shape],
+    }
+    variant = tf.raw_ops.SleepDataset(
+      input_dataset=tf.data.experimental.to_variant(dataset),
+      sleep_microseconds=tf.constant(int(1e6 * seconds), tf.int64),
+      **shapes,
+    )
+    return tf.data.experimental.from_variant(variant, dataset.element_spec)
+
+  return sleep
+
+
+def _read_by_workers(strategy, seconds, count=_ROUNDS):
+  return strategy.distribute_datasets_from_function(
+    lambda context: _rows(context.input_pipeline_id, seconds, count)
+  )
+
+
+def _model(strategy):
+  with strategy.scope():
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(1e-2), 'mse', metrics=['mae'])
+  return model
+
+
+def with_a_slow_worker(seconds):
+  """Rows that counted in an evaluation; what the strategy counted."""
+  strategy = tfs.ParameterServerStrategy(mode='sync', backup_workers=1)
+  try:
+    model, data = _model(strategy), _read_by_workers(strategy, seconds)
+    model.fit(data, epochs=_EPOCHS, verbose=0)
+    strategy.join()
+    report = strategy.report()
+    model.evaluate(data, verbose=0)
+    return {
+      'rows': float(model.metrics[0].variables[1].numpy()),
+      'iterations': int(model.optimizer.iterations.numpy()),
+      'report': report,
+    }
+  finally:
+    strategy.close()
+
+
+def beside_a_late_worker(directory):
+  """All that a program does; what it saw, and which workers were late in the end."""
+  strategy = tfs.ParameterServerStrategy(
+    mode='sync', backup_workers=1, checkpoint_dir=directory
+  )
+  model = _model(strategy)
+  tested = _read_by_workers(strategy, 0.0)
+  seen = []
+
+  class Reads(keras.callbacks.Callback):
+    """Reads a variable after each batch."""
+
+    def on_train_batch_end(self, batch, logs=None):
+      seen.append(int(self.model.optimizer.iterations.numpy()))
+
+  history = model.fit(
+    _read_by_workers(strategy, _FOREVER),
+    epochs=_EPOCHS,
+    validation_data=tested,
+    verbose=0,
+    callbacks=[Reads()],
+  ).history
+  strategy.join()
+  found = {
+    'seen': seen,
+    'report': strategy.report(),
+    'val_loss': history['val_loss'],
+    'weights': model.get_weights(),
+    'saved': strategy.save(),
+    'rows': float(model.metrics[0].variables[1].numpy()),
+    'evaluation': model.evaluate(_all_rows(), verbose=0)[0],
+    'predictions': model.predict(tested, verbose=0),
+    'late': set(strategy._pool._running),  # pylint: disable=protected-access
+  }
+  strategy.close()
+  return found
+
+
+def _all_rows():
+  first, *others = (_rows(worker, 0.0) for worker in range(3))
+  for each in others:
+    first = first.concatenate(each)
+  return first
+
+
+def until_it_is_there(seconds):
+  """What variables were before and after a late worker was done."""
+  strategy = tfs.ParameterServerStrategy(mode='sync', backup_workers=1)
+  model = _model(strategy)
+  model.fit(_read_by_workers(strategy, seconds, count=1), verbose=0)
+  found = []
+  pool = strategy._pool  # pylint: disable=protected-access
+  for _ in range(2):
+    found.append(
+      {
+        'variables': [v.numpy() for v in model.variables],
+        'metrics': [v.numpy() for v in model.metrics_variables],
+        'optimizer': [v.numpy() for v in model.optimizer.variables],
+        'dropped': strategy.report()['dropped'],
+        'is_running': bool(pool._running),  # pylint: disable=protected-access
+      }
+    )
+    with pool.lock:
+      # pylint: disable-next=protected-access
+      pool.lock.wait_for(lambda: not pool._running, 10 * seconds)
+  strategy.close()
+  return found
+
+
+class LateWorkersTest(tf.test.TestCase):
+  def test_late_batches_are_dropped_and_counted(self):
+    with parameter_servers.Job(num_workers=3, num_ps=1) as job:
+      found = [job.run(with_a_slow_worker, (s,)) for s in (0.0, 0.3)]
+    for each in found:
+      steps = _EPOCHS * _ROUNDS
+      self.assertEqual(each['iterations'], steps)
+      self.assertEqual(each['report']['steps'], steps)
+      # Of three batches of each step, whichever of them was late.
+      self.assertEqual(each['report']['dropped'], steps)
+      # Nothing is dropped in an evaluation.
+      self.assertEqual(each['rows'], 3 * 3 * _ROUNDS)
+
+  def test_nothing_waits_for_a_late_worker(self):
+    steps = _EPOCHS * _ROUNDS
+    with parameter_servers.Job(num_workers=3, num_ps=1) as job:
+      # Its interpreter is taken down, as that of a program.
+      job.start_function(
+        ('chief', 0),
+        beside_a_late_worker,
+        (self.create_tempdir().full_path,),
+        {'TF_CONFIG': job.tf_config('chief', 0)},
+        is_fresh=True,
+      )
+      outcome = job.wait()
+      ended_after = time.time() - outcome.ended_at
+    found = outcome.result()
+    self.assertEqual(found['late'], {_LATE})
+    self.assertLess(ended_after, _FOREVER / 2)
+    self.assertEqual(found['seen'], list(range(1, steps + 1)))
+    self.assertEqual(found['report']['steps'], steps)
+    self.assertEqual(found['report']['dropped'], steps)
+    self.assertEqual(found['rows'], 3 * 3 * _ROUNDS)
+    kernel, bias = found['weights']
+    x = np.arange(3 * 3 * _ROUNDS, dtype=np.float32)[:, None] / 100
+    want = x @ kernel + bias
+    loss = np.mean((want - x) ** 2)
+    self.assertAllClose(loss, found['evaluation'], 1e-5, 1e-6)
+    self.assertAllClose(loss, found['val_loss'][-1], 1e-5, 1e-6)
+    # The first batches of all workers, then the second ones.
+    by_worker = want.reshape([3, _ROUNDS, 3, 1])
+    self.assertAllClose(
+      by_worker.swapaxes(0, 1).reshape([-1, 1]),
+      found['predictions'],
+      1e-5,
+      1e-6,
+    )
+
+  @pytest.mark.full
+  def test_late_worker_writes_nothing(self):
+    with parameter_servers.Job(num_workers=3, num_ps=2) as job:
+      before, after = job.run(until_it_is_there, (10.0,))
+    self.assertTrue(before.pop('is_running'))
+    self.assertFalse(after.pop('is_running'))
+    self.assertEqual(before.pop('dropped'), 1)
+    self.assertEqual(after.pop('dropped'), 1)
+    for part, values in before.items():
+      for a, b in zip(values, after[part], strict=True):
+        np.testing.assert_array_equal(a, b, part)
+
+
+if __name__ == '__main__':
+  tf.test.main()
