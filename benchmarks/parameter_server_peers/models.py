@@ -121,13 +121,12 @@ class Pause(keras.layers.Layer):
     """Waits."""
     # A data set, not tf.io.read_file: that one may be computed once for all.
     line = tf.data.TextLineDataset(catalogue.PAUSE_FILE).get_single_element()
-    signature = {
-      'output_types': [inputs.dtype],
-      'output_shapes': [inputs.shape],
-    }
+    # No rows go through it: of what may become of them there, nobody knows whether
+    # workers may share them, and one worker would compute the whole batch.
+    signature = {'output_types': [tf.int64], 'output_shapes': [[]]}
     variant = tf.raw_ops.SleepDataset(
       input_dataset=tf.data.experimental.to_variant(
-        tf.data.Dataset.from_tensors(inputs)
+        tf.data.Dataset.from_tensors(tf.constant(0, tf.int64))
       ),
       sleep_microseconds=tf.strings.to_number(line, tf.int64),
       **signature,
@@ -136,8 +135,9 @@ class Pause(keras.layers.Layer):
     variant = tf.raw_ops.TakeDataset(
       input_dataset=variant, count=1, **signature
     )
-    (outputs,) = tf.raw_ops.DatasetToSingleElement(dataset=variant, **signature)
-    return outputs
+    slept = tf.raw_ops.DatasetToSingleElement(dataset=variant, **signature)
+    with tf.control_dependencies(slept):
+      return tf.identity(inputs)
 
   def compute_output_shape(self, input_shape):
     """The same."""
