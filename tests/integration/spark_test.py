@@ -28,7 +28,9 @@ _WITHOUT_SPARK = """
 import runpy, sys
 print(runpy.run_path(sys.argv[2])['train']())
 """
-_TOLD = re.compile(r'^(?:\[worker \d\] )?(\d\.\d{4}) (\d) from epoch (\d+)$', re.M)
+_TOLD = re.compile(
+  r'^(?:\[worker \d\] )?(\d\.\d{4}) (\d) from epoch (\d+)$', re.M
+)
 
 
 class SparkTest(absltest.TestCase):
@@ -80,12 +82,14 @@ class SparkTest(absltest.TestCase):
   def _train(self, directory, kills=False):
     """What each worker told, as the page's command printed it."""
     here = self.program.parent
-    [words] = (w for w in documents.commands(self.text) if 'run' in w)
-    given = {'spark-submit': str(self.home / 'bin/spark-submit')}
-    given['run'] = directory
+    given = {
+      'spark-submit': str(self.home / 'bin' / 'spark-submit'),
+      '/shared/run': directory,
+    }
+    [words] = (w for w in documents.commands(self.text) if w[0] in given)
     submit, *words = (given.get(word, word) for word in words)
     [conf] = documents.blocks(self.text, 'properties')
-    # Of a cluster that is not YARN's or Kubernetes's: see the page.
+    # As the page says of clusters that are neither YARN nor Kubernetes.
     secret = f'spark.authenticate.secret {os.urandom(16).hex()}\n'
     (here / conf.title).write_text(conf.body + secret, encoding='utf-8')
     variables = {
