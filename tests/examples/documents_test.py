@@ -27,6 +27,7 @@ _RUN_ELSEWHERE = (
   'README.md',
   'docs/tutorial.md',
   'docs/ray.md',
+  'docs/spark.md',
   'docs/callbacks.md',
   'docs/data_sources.md',
   'docs/object_stores.md',
