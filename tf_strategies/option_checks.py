@@ -13,17 +13,22 @@ Example:
   tf_strategies.errors.UnsupportedOptionError: link='udp' is not supported. Expected one of 'tcp', 'mpi'. Fix: leave it out for the default.
 """
 
+import dataclasses
 import difflib
+import functools
+import inspect
 import math
 import numbers
 import os
 from collections.abc import Iterable
+from typing import Any, TypeVar
 
 import numpy as np
 
 from tf_strategies import errors
 
 _FIX = 'leave it out for the default'
+_Class = TypeVar('_Class', bound=type)
 
 
 def check(is_allowed: object, received: str, expected: str, fix: str) -> None:
@@ -52,6 +57,54 @@ def nearest(value: object, choices: Iterable[str]) -> str | None:
   return next(iter(difflib.get_close_matches(value.lower(), choices, 1)), None)
 
 
+def check_names(
+  what: str,
+  given: Iterable[str],
+  known: Iterable[str],
+  fix: str = 'leave it out',
+) -> None:
+  """Refuses names of options that `what` does not have; says which may be meant."""
+  known = tuple(known)
+  for name in given:
+    if name not in known:
+      meant = nearest(name, known)
+      raise errors.UnsupportedOptionError(
+        f'the option {name!r} of {what}',
+        f'one of {", ".join(map(repr, known))}',
+        fix if meant is None else f'write {meant!r}',
+      )
+
+
+def has_options(cls: _Class) -> _Class:
+  """A decorator of classes whose constructors refuse misspelt names of options.
+
+  Python's own `TypeError` does not say which may be meant. The signature stays.
+
+  Example:
+
+    >>> @has_options
+    ... class Ring:
+    ...   def __init__(self, link='tcp'):
+    ...     self.link = link
+    >>> Ring(lnik='mpi')
+    Traceback (most recent call last):
+    ...
+    tf_strategies.errors.UnsupportedOptionError: the option 'lnik' of Ring is not supported. Expected one of 'link'. Fix: write 'link'.
+    >>> inspect.signature(Ring)
+    <Signature (link='tcp')>
+  """
+  init: Any = cls.__init__
+  known = [*inspect.signature(init).parameters][1:]
+
+  @functools.wraps(init)
+  def checked(self, *args, **options):
+    check_names(cls.__name__, options, known)
+    init(self, *args, **options)
+
+  cls.__init__ = checked
+  return cls
+
+
 def check_int(
   name: str,
   value: object,
@@ -78,6 +131,18 @@ def check_seconds(
   check(is_allowed, f'{name}={value!r}', expected, fix)
 
 
+def check_function(
+  name: str,
+  value: object,
+  fix: str = 'pass the function itself',
+  *,
+  or_none: bool = False,
+) -> None:
+  """Refuses what cannot be called; None may stand for no function."""
+  is_allowed = callable(value) or (or_none and value is None)
+  check(is_allowed, f'{name}={value!r}', 'a function', fix)
+
+
 def check_bool(name: str, value: object, fix: str = _FIX) -> None:
   """Refuses what is neither True nor False; NumPy's pass."""
   is_allowed = isinstance(value, bool | np.bool_)
@@ -99,7 +164,7 @@ def check_type(
 def check_path(name: str, value: object, fix: str) -> None:
   """Refuses what is no path, such as bytes, or an empty one."""
   is_allowed = isinstance(value, str | os.PathLike) and bool(os.fspath(value))
-  check(is_allowed, f'{name}={value!r}', 'the path of a directory', fix)
+  check(is_allowed, f'{name}={value!r}', 'a path', fix)
 
 
 def check_local(name: str, value: object) -> None:
@@ -108,11 +173,39 @@ def check_local(name: str, value: object) -> None:
   They are renamed, locked, linked or appended to, which object stores cannot do.
   """
   check(
-    '://' not in str(value),
+    not is_remote(value),
     f'{name}={value!r}',
     'a path in a file system of this machine',
     'pass a local directory and copy what is written there, or mount the storage',
   )
+
+
+def is_remote(path: object) -> bool:
+  """Whether a path is the URL of a file system of TensorFlow's, such as 'gs://a'."""
+  return '://' in str(path)
+
+
+def absolute(path: str | os.PathLike[str]) -> str:
+  """The path from any working directory; a URL is one as it is."""
+  return os.fspath(path) if is_remote(path) else os.path.abspath(path)
+
+
+def plain(value: object) -> object:
+  """NumPy's scalar as Python's own: for `json.dumps(..., default=plain)`."""
+  if isinstance(value, np.generic):
+    return value.item()
+  raise TypeError(f'{type(value).__name__} is no value of JSON')
+
+
+def keep_plain(options: Any) -> None:
+  """Has a frozen data class, once checked, keep NumPy's scalars as Python's own.
+
+  JSON, `time.sleep` and others refuse them later.
+  """
+  for field in dataclasses.fields(options):
+    value = getattr(options, field.name)
+    if isinstance(value, np.generic):
+      object.__setattr__(options, field.name, plain(value))
 
 
 def is_int(value: object) -> bool:

@@ -280,6 +280,18 @@ class PartsTest(parameterized.TestCase):
     )
     self.assertEqual(found, value or 'use_caller')
 
+  @parameterized.parameters(
+    ({'train': 3}, 'train=3.*a function.*pass the function itself'),
+    ({'train': None}, 'train=None'),
+    ({'evaluate': 'evaluate'}, "evaluate='evaluate'.*a function"),
+    ({'deadline_seconds': '300'}, "deadline_seconds='300'.*seconds"),
+    ({'deadline_seconds': 0}, 'deadline_seconds=0'),
+    ({'cluster': {}}, 'cluster of type dict'),
+  )
+  def test_wrong_argument_is_refused_at_once(self, changes, message):
+    with self.assertRaisesRegex(errors.UnsupportedOptionError, message):
+      cluster.run_task(**{'train': _not_called, **changes})
+
   def test_chief_does_not_train_without_its_servers(self):
     with self.assertRaisesRegex(errors.RendezvousError, 'ps 0'):
       self.run_task(_jobs(), 'chief', train=_not_called, deadline_seconds=0.1)

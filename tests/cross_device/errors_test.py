@@ -65,25 +65,39 @@ class ErrorsTest(tf.test.TestCase, parameterized.TestCase):
         reduce,
       )
 
-  @parameterized.parameters(0, 3, -1, 2.0, True)
-  def test_group_size(self, group_size):
-    value = replicas.on_devices([[1.0], [2.0]], NAMES)
-    op = cross_device.HierarchicalRingAllReduce(group_size)
+  @parameterized.parameters(0, -1, 2.0, True, 'x')
+  def test_group_size_that_never_works_is_refused_at_once(self, group_size):
     self.assert_refused(
-      [f'group_size ({group_size!r})', 'world_size (2)', '[1, 2]'],
+      [f'group_size={group_size!r}', 'of at least 1', 'Fix: '],
+      lambda: cross_device.HierarchicalRingAllReduce(group_size),
+    )
+
+  def test_group_size_that_these_devices_do_not_divide_into(self):
+    value = replicas.on_devices([[1.0], [2.0]], NAMES)
+    op = cross_device.HierarchicalRingAllReduce(3)
+    self.assert_refused(
+      ['group_size (3)', 'world_size (2)', '[1, 2]'],
       lambda: op.reduce(SUM, value, value),
       errors.ScheduleError,
     )
 
   @parameterized.product(
     op=(cross_device.NaiveAllReduce, cross_device.TreeAllReduce),
-    root=(-1, 2, 0.0, '0', None),
+    root=(-1, 0.0, True, '0', None),
   )
-  def test_root(self, op, root):
+  def test_root_that_never_is_one_is_refused_at_once(self, op, root):
+    self.assert_refused(
+      [f'root={root!r}', 'of at least 0', 'Fix: '], lambda: op(root)
+    )
+
+  @parameterized.parameters(
+    cross_device.NaiveAllReduce, cross_device.TreeAllReduce
+  )
+  def test_root_beyond_these_devices(self, op):
     value = replicas.on_devices([[1.0], [2.0]], NAMES)
     self.assert_refused(
-      [f'root ({root!r})', 'from 0 to 1'],
-      lambda: op(root).reduce(SUM, value, value),
+      ['root (2)', 'from 0 to 1'],
+      lambda: op(2).reduce(SUM, value, value),
       errors.ScheduleError,
     )
 

@@ -272,6 +272,30 @@ class KillTest(CacheTestCase):
     self.assertEqual(self.labels(other), list(range(_N)))
 
 
+class RemoteTest(CacheTestCase):
+  @parameterized.parameters((('*',),), (('0', '1'),))
+  def test_cache_of_remote_files_is_found_from_any_directory(self, which):
+    directory = f'ram://{self.id()}'
+    for i in range(2):
+      with tf.io.TFRecordWriter(f'{directory}/{i}.tfrecord') as writer:
+        writer.write(b'1' * (i + 1))
+    paths = [f'{directory}/{name}.tfrecord' for name in which]
+    source_of = paths if len(paths) > 1 else paths[0]
+    self.addCleanup(os.chdir, os.getcwd())
+    found = []
+    for _ in range(2):
+      os.chdir(self.create_tempdir().full_path)
+      source = data_lib.TFRecords(source_of, tf.strings.length)
+      options = data_lib.PipelineOptions(
+        4, cache='disk', cache_path=self.prefix, seed=1
+      )
+      [batch] = data_lib.make_dataset(source, options, training=False)
+      self.assertCountEqual(batch.numpy(), [1, 2])
+      found.append(self.files('.index'))
+    self.assertLen(found[1], 1)
+    self.assertEqual(*found)
+
+
 class LimitsTest(CacheTestCase):
   def test_directory_that_cannot_be_made(self):
     with open(self.prefix, 'w', encoding='utf-8') as f:

@@ -293,6 +293,10 @@ class OptionsTest(tf.test.TestCase, parameterized.TestCase):
     ({'join': 'now'}, 'join'),
     ({'learning_rate': 'linear'}, "batch='per_replica'"),
     ({'max_failures': -1}, 'max_failures'),
+    ({'directory': 3}, 'directory=3.*a path'),
+    ({'directory': ''}, "directory=''"),
+    ({'directory': 'gs://job'}, "'gs://job'.*file system of this machine"),
+    ({'max_worker': 3}, "'max_worker' of ElasticOptions.*'max_workers'"),
   )
   def test_what_cannot_be_is_refused(self, options, message):
     with self.assertRaisesRegex(tfs.errors.UnsupportedOptionError, message):

@@ -115,8 +115,18 @@ class FunctionsTest(parameterized.TestCase):
       tfs.launch(_place, args=(sys.stdout,))
 
   @parameterized.parameters(
-    (_place, {'num_worker': 2}, "flag='num_worker'.* write 'num_workers'"),
+    (_place, {'num_worker': 2}, "'num_worker' of tfs.launch.*'num_workers'"),
     (_place, {'max_restart': 1}, "write 'max_restarts'"),
+    (_place, {'num_workers': '2'}, "num_workers='2'.*an integer"),
+    (_place, {'num_workers': True}, 'num_workers=True'),
+    (_place, {'num_workers': -1}, 'num_workers=-1.*at least 0'),
+    (_place, {'num_workers': None}, 'num_workers=None'),
+    (_place, {'max_restarts': 1.5}, 'max_restarts=1.5'),
+    (_place, {'chief': 1}, 'chief=1.*True or False'),
+    (_place, {'grace_period': '2'}, "grace_period='2'.*seconds"),
+    (_place, {'rendezvous_timeout': float('nan')}, 'rendezvous_timeout=nan'),
+    (_place, {'log_dir': 3}, 'log_dir=3.*a path'),
+    (_place, {'rank_filter': 0}, 'rank_filter=0.*a string'),
     (_place, {'args': 3}, r'args of type int .*write args=\(value,\)'),
     (_place, {'args': 'ab'}, 'args of type str'),
     ('_place', {}, "function='_place'.*pass the function itself"),
@@ -124,6 +134,31 @@ class FunctionsTest(parameterized.TestCase):
   def test_wrong_argument(self, function, options, message):
     with self.assertRaisesRegex(errors.UnsupportedOptionError, message):
       tfs.launch(function, **options)
+
+  @parameterized.parameters(
+    ({'num_workers': 0}, '^--num_workers=0 without --chief.*Fix: [^\n]*$'),
+    ({'rank_filter': 'ps'}, '^--rank_filter=ps'),
+    ({'tee': False}, '^--notee without --log_dir'),
+    ({'log_dir': '/proc/none'}, '^--log_dir=/proc/none'),
+    ({'nnodes': 2}, '^--nnodes=2 without --rendezvous'),
+  )
+  def test_what_the_launcher_refuses_is_no_dead_worker(self, options, message):
+    with self.assertRaisesRegex(errors.UnsupportedOptionError, message):
+      tfs.launch(_place, args=(5,), **options)
+
+  def test_values_as_numpy_and_pathlib_have_them(self):
+    directory = pathlib.Path(self.create_tempdir().full_path, 'logs')
+    found = tfs.launch(
+      _place,
+      args=(5,),
+      num_workers=np.int64(2),
+      grace_period=np.float32(2),
+      tee=np.True_,
+      log_dir=directory,
+      rank_filter=None,
+    )
+    np.testing.assert_array_equal(found, [[5, 0], [5, 1]])
+    self.assertNotEmpty(list(directory.iterdir()))
 
   def test_checkers_know_the_flags_of_the_command(self):
     known = {'num_workers', *functions.Flags.__annotations__}

@@ -239,7 +239,10 @@ class OverSshTest(parameterized.TestCase):
     started = self._waiting()
     started.signal(number)
     self.assertEqual(started.wait(), status, started.output())
-    ends_at = time.monotonic() + 30
+    self._assert_nothing_is_left_after(30)
+
+  def _assert_nothing_is_left_after(self, seconds):
+    ends_at = time.monotonic() + seconds
     while self._left() and time.monotonic() < ends_at:
       time.sleep(0.1)
     self.assertEmpty(self._left())
@@ -259,6 +262,12 @@ class OverSshTest(parameterized.TestCase):
       'node 1 (10.77.0.9) failed: exit status 255', started.output()
     )
     self.assertEmpty(self._left())
+
+  def test_launcher_that_begins_when_all_is_over_does_not_linger(self):
+    hosts = [*self._hosts.addresses, 'no-such-host.invalid']
+    started = self._start(*_WAIT, hosts=hosts)
+    self.assertEqual(started.wait(), 255, started.output())
+    self._assert_nothing_is_left_after(10)
 
 
 if __name__ == '__main__':

@@ -5,7 +5,9 @@ import pkgutil
 
 from absl.testing import absltest
 
+from tf_strategies import errors
 from tf_strategies.launch import functions
+from tf_strategies.strategies.multi_worker import ring_strategy
 from tools.pages import hooks
 
 # Public callables that take any keyword, and why.
@@ -72,6 +74,29 @@ def _open_names(objects) -> set[str]:
   }
 
 
+# That the search finds: strategies, options, callbacks, sources.
+_SOME_WITH_OPTIONS = {
+  'MultiWorkerRingStrategy',
+  'RingOptions',
+  'PreemptionCheckpoint',
+  'TFRecords',
+}
+# What the package makes, and gives to users.
+_MADE_FOR_USERS = ('ElasticCallback', 'Member', 'TcpProcessGroup')
+
+
+def _has_options(cls) -> bool:
+  """Whether users construct a class by the names of options."""
+  if not inspect.isclass(cls) or cls.__name__ in (*_OPEN, *_MADE_FOR_USERS):
+    return False
+  is_ours = getattr(cls.__init__, '__module__', '').startswith('tf_strategies')
+  if not is_ours or issubclass(cls, BaseException) or inspect.isabstract(cls):
+    return False
+  return any(
+    p.default is not p.empty for p in inspect.signature(cls).parameters.values()
+  )
+
+
 class SignaturesTest(absltest.TestCase):
   def test_every_keyword_has_a_name(self):
     objects = list(_public_objects())
@@ -80,6 +105,30 @@ class SignaturesTest(absltest.TestCase):
       {'launch', 'run', 'Job', 'MonitorCallback', 'TFRecords', 'Error'}, names
     )
     self.assertEqual(_open_names(objects), set(_OPEN))
+
+  def test_misspelt_option_is_answered_with_the_near_one(self):
+    seen = set()
+    for _, cls in _public_objects():
+      if not _has_options(cls):
+        continue
+      seen.add(cls.__name__)
+      for name in list(inspect.signature(cls).parameters):
+        with (
+          self.subTest(f'{cls.__name__} {name}'),
+          self.assertRaisesRegex(
+            errors.UnsupportedOptionError,
+            f"option '{name}x' of {cls.__name__} .* Fix: write '{name}'",
+          ),
+        ):
+          cls(**{f'{name}x': None})
+    self.assertContainsSubset(_SOME_WITH_OPTIONS, seen)
+
+  def test_signature_stays(self):
+    found = inspect.signature(ring_strategy.MultiWorkerRingStrategy)
+    self.assertEqual(
+      [*found.parameters][:2] + [found.parameters['options'].default],
+      ['cluster', 'options', None],
+    )
 
   def test_signature_that_swallows_is_found(self):
     class Open:

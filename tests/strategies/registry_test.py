@@ -9,6 +9,7 @@ from absl.testing import parameterized
 
 import tf_strategies as tfs
 from tests import virtual_devices
+from tf_strategies.launch import ports as ports_lib
 from tf_strategies.strategies import registry
 
 virtual_devices.configure()
@@ -36,8 +37,23 @@ class RegistryTest(parameterized.TestCase):
     ('parameter_server', {'checkpoint_steps': 3}, 'without checkpoint_dir'),
     ('parameter_server', {'variable_partitioner': 3}, 'variable_partitioner=3'),
     ('parameter_server', {'cluster': 'x'}, 'cluster of type str'),
-    ('ring_mirrored', {'device': []}, 'Fix: write devices for device'),
-    ('one_device', {'mode': 'sync'}, "'one_device' with options .*'mode'"),
+    (
+      'ring_mirrored',
+      {'device': []},
+      "the option 'device' of .*ring_mirrored.* Fix: write 'devices'",
+    ),
+    (
+      'one_device',
+      {'mode': 'sync'},
+      "'mode' of strategy='one_device'.*one of 'devices'.* Fix: leave it out",
+    ),
+    ('multi_worker_ring', {'option': 3}, "'option' of .*_ring.*'options'"),
+    ('tpu_ring', {'all_reduces': 3}, "'all_reduces' of TPURing.*'all_reduce'"),
+    (
+      'central_storage',
+      {'parameter_devices': 'CPU:0'},
+      "'parameter_devices' of Central.*write 'parameter_device'",
+    ),
     ('mirrored', {'cross_device_ops': 3}, 'cross_device_ops=3.*instance'),
     ('mirrored', {'cross_device_ops': tfs.RingAllReduce}, 'RingAllReduce'),
     ('ring_mirrored', {'cross_device_ops': 3}, 'cross_device_ops=3.*instance'),
@@ -52,6 +68,22 @@ class RegistryTest(parameterized.TestCase):
   def test_wrong_option(self, name, options, message):
     with self.assertRaisesRegex(tfs.errors.UnsupportedOptionError, message):
       tfs.create_strategy(name, **options)
+
+  def test_second_strategy_at_an_address_of_this_process(self):
+    address = f'127.0.0.1:{ports_lib.pick_ports(1)[0]}'
+    options = {
+      'cluster': tfs.cluster.ClusterConfig(
+        {'worker': {0: address}}, 'worker', 0
+      )
+    }
+    first = tfs.create_strategy('multi_worker_ring', **options)
+    with self.assertRaisesRegex(
+      tfs.errors.RendezvousError, r'This process listens there.*Fix: close\(\)'
+    ):
+      tfs.create_strategy('multi_worker_ring', **options)
+    self.assertEqual(first.reduce('SUM', tf.constant(3.0), axis=None), 3.0)
+    first.close()
+    tfs.create_strategy('multi_worker_ring', **options).close()
 
   def test_checkers_know_the_options_that_strategies_have(self):
     classes = [

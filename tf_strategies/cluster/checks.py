@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tf_strategies import errors
+from tf_strategies import errors, option_checks
 
 # In the order in which tasks are listed: the chief leads a ring.
 JOB_TYPES = ('chief', 'worker', 'ps', 'evaluator')
@@ -106,10 +106,8 @@ def integer_variable(
 
 def checked_type(value: Any, what: str) -> str:
   """A job's type; `master`, the chief's older name, becomes `chief`."""
-  if value == 'master':
-    return 'chief'
-  if isinstance(value, str) and value in JOB_TYPES:
-    return value
+  if isinstance(value, str) and value in (*JOB_TYPES, 'master'):
+    return 'chief' if value == 'master' else value
   raise bad(
     what,
     value,
@@ -120,10 +118,9 @@ def checked_type(value: Any, what: str) -> str:
 
 def checked_index(value: Any, what: str) -> int:
   """A task's index: an integer, or its digits as TensorFlow accepts them."""
-  # bool is an int to Python, and True would quietly be worker 1.
-  if isinstance(value, int) and not isinstance(value, bool):
-    number = value
-  elif isinstance(value, str) and _NUMBER.fullmatch(value):
+  if option_checks.is_int(value) or (
+    isinstance(value, str) and _NUMBER.fullmatch(value)
+  ):
     number = int(value)
   else:
     number = -1

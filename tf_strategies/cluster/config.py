@@ -21,6 +21,7 @@ class TrainingTask(NamedTuple):
   address: str
 
 
+@option_checks.has_options
 @dataclasses.dataclass(frozen=True)
 class ClusterConfig:
   """The tasks of a job, and which of them this process is.
@@ -113,6 +114,13 @@ class ClusterConfig:
       >>> config.address
       'node08:16200'
     """
+    option_checks.check_type(
+      'environ',
+      environ,
+      Mapping,
+      'a mapping such as os.environ',
+      'leave it out',
+    )
     if 'TF_CONFIG' in environ:
       described = tf_config.parse(environ['TF_CONFIG'])
       if tf_config.says_nothing(described):

@@ -49,7 +49,7 @@ def wait_for_tasks(
   )
   purpose = f' {what_for}' if what_for else ''
   start = time.monotonic()
-  ends_at = start + deadline_seconds
+  ends_at = start + float(deadline_seconds)
   log_at = start
   probes: dict[str, _Probe] = {}
   while True:

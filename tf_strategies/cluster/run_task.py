@@ -11,7 +11,7 @@ from typing import Any, NoReturn, TypeVar
 
 from absl import logging
 
-from tf_strategies import errors
+from tf_strategies import errors, option_checks
 from tf_strategies.cluster import checks, config, exit_codes, reachability
 
 _Result = TypeVar('_Result')
@@ -66,7 +66,8 @@ def run_task(
       are parameter servers but no chief.
     RendezvousError: servers are missing at the deadline; or this server cannot
       listen at its address.
-    UnsupportedOptionError: TFS_TERMINATED_EXIT_CODE is no exit status.
+    UnsupportedOptionError: an argument of another kind, or
+      TFS_TERMINATED_EXIT_CODE is no exit status.
 
   Example:
 
@@ -79,6 +80,11 @@ def run_task(
     ...                  cluster=evaluator)
     'evaluated'
   """
+  option_checks.check_function(
+    'train', train, 'pass the function itself: tfs.cluster.run_task(train)'
+  )
+  option_checks.check_function('evaluate', evaluate, or_none=True)
+  option_checks.check_seconds('deadline_seconds', deadline_seconds)
   cluster = config.given_or_from_env(cluster)
   if cluster is None:
     return train()

@@ -141,6 +141,10 @@ def checked(parts: Parts) -> Parts:
     raise checks.bad(
       'environment', parts.environment, 'a string', 'leave it out'
     )
+  if not isinstance(parts.is_sparse, bool | None):
+    raise checks.bad(
+      'is_sparse', parts.is_sparse, 'True or False', 'leave it out'
+    )
   _check_jobs(jobs)
   _check_task(jobs, task_type, task_index)
   return Parts(jobs, task_type, task_index, parts.environment, parts.is_sparse)

@@ -68,6 +68,9 @@ def plan_buckets(
   option_checks.check_int(
     'bucket_bytes', bucket_bytes, 1, fix='write 8 * 2**20 for buckets of 8 MiB'
   )
+  sizes_bytes = schedule.check_list('sizes_bytes', sizes_bytes, 'sizes')
+  dtypes = schedule.check_list('dtypes', dtypes, 'dtypes')
+  option_checks.check_bool('reverse', reverse)
   if len(sizes_bytes) != len(dtypes):
     raise errors.ScheduleError(
       f'sizes_bytes has {len(sizes_bytes)} entries, dtypes {len(dtypes)}. '
@@ -93,7 +96,7 @@ def plan_buckets(
     filled[name] += size
   # A bucket can go when its last tensor is there, however much earlier than
   # another dtype's it was begun.
-  buckets.sort(key=lambda indices: indices[-1], reverse=reverse)
+  buckets.sort(key=lambda indices: indices[-1], reverse=bool(reverse))
   return tuple(
     Bucket(tuple(b), names[b[0]], sum(sizes_bytes[i] for i in b))
     for b in buckets

@@ -36,6 +36,7 @@ PIECE_BYTES = 1 << 19
 _TIE = 1e-9
 
 
+@option_checks.has_options
 @dataclasses.dataclass(frozen=True)
 class Link:
   """What one message costs.
@@ -62,6 +63,7 @@ class Link:
     return self.alpha_seconds + num_bytes * self.beta_seconds_per_byte
 
 
+@option_checks.has_options
 @dataclasses.dataclass(frozen=True)
 class Topology:
   """Which ranks are near each other, and what their links cost.
@@ -98,6 +100,14 @@ class Topology:
 
   def __post_init__(self):
     schedule_lib.check_world_size(self.world_size)
+    for name in ('intra', 'inter'):
+      link = getattr(self, name)
+      option_checks.check(
+        isinstance(link, Link) or (name == 'inter' and link is None),
+        f'{name}={link!r}',
+        'a tfs.collectives.Link',
+        'write Link(alpha_seconds=5e-5, beta_seconds_per_byte=1e-9)',
+      )
     _check_seconds('gamma_seconds_per_byte', self.gamma_seconds_per_byte)
     if (self.inter is None) != (self.group_size is None):
       raise errors.UnsupportedOptionError(
@@ -113,14 +123,29 @@ class Topology:
         self.world_size,
         fix='give the number of ranks that share the fast links',
       )
-    if self.pairs is not None and (
-      [len(row) for row in self.pairs] != [self.world_size] * self.world_size
-    ):
-      raise errors.UnsupportedOptionError(
-        f'pairs with rows of {[len(row) for row in self.pairs]} links',
-        f'{self.world_size} rows of {self.world_size}, the world size',
-        'give a link from each rank to each, itself included',
-      )
+    self._check_pairs()
+    option_checks.check(
+      isinstance(self.factors, tuple)
+      and all(isinstance(f, tuple) and len(f) == 2 for f in self.factors),
+      f'factors={self.factors!r}',
+      'a tuple of names of schedules with a factor each',
+      "write for instance (('ring', 1.5),)",
+    )
+
+  def _check_pairs(self):
+    if self.pairs is None:
+      return
+    lengths = [
+      len(row) if isinstance(row, tuple | list) else None
+      for row in (self.pairs if isinstance(self.pairs, tuple | list) else ())
+    ]
+    option_checks.check(
+      lengths == [self.world_size] * self.world_size
+      and all(isinstance(link, Link) for row in self.pairs for link in row),
+      f'pairs with rows of {lengths} links',
+      f'{self.world_size} rows of {self.world_size}, the world size',
+      'give a link from each rank to each, itself included',
+    )
 
   def __hash__(self):
     # Not of all pairs, for each call that looks a plan up by its topology.
@@ -173,6 +198,7 @@ def cost(
     ScheduleError: the world sizes differ, or `num_bytes` is negative.
   """
   _check_sizes(schedule, topology)
+  num_bytes = schedule_lib.check_int('num_bytes', num_bytes, 0)
   sizes = schedule_lib.chunk_sizes(num_bytes, schedule.num_chunks)
   ratio = codecs.ratio(compression)
   return math.fsum(
@@ -307,6 +333,10 @@ def choose(
     ScheduleError: there are no candidates, or one has another world size.
     UnsupportedOptionError: there is no algorithm or codec of a name.
   """
+  check_topology(topology)
+  candidates = schedule_lib.check_list(
+    'candidates', candidates, 'schedules, or names of them'
+  )
   schedules = [_candidate(c, topology) for c in candidates]
   if not schedules:
     raise errors.ScheduleError(
@@ -364,7 +394,20 @@ def _round_seconds(
   return max([*sends.values(), *receives.values(), *busy], default=0.0)
 
 
+def check_topology(topology: object) -> None:
+  """Raises UnsupportedOptionError for what is no `Topology`."""
+  option_checks.check(
+    isinstance(topology, Topology),
+    f'topology={topology!r}',
+    'a tfs.collectives.Topology',
+    'write Topology(world_size, Link(alpha_seconds=5e-5, '
+    'beta_seconds_per_byte=1e-9))',
+  )
+
+
 def _check_sizes(schedule: schedule_lib.Schedule, topology: Topology) -> None:
+  schedule_lib.check_schedule(schedule)
+  check_topology(topology)
   if schedule.world_size != topology.world_size:
     raise errors.ScheduleError(
       f'schedule {schedule.name!r} has {schedule.world_size} ranks, the '

@@ -82,6 +82,8 @@ def plan_layout(
       `num_chunks` is not a positive integer.
     UnsupportedOptionError: `split_above` is not a number from 0 to 1.
   """
+  num_elements = schedule.check_list('num_elements', num_elements, 'sizes')
+  itemsizes = schedule.check_list('itemsizes', itemsizes, 'sizes')
   if len(num_elements) != len(itemsizes):
     raise errors.ScheduleError(
       f'num_elements has {len(num_elements)} entries, itemsizes '
@@ -143,7 +145,13 @@ def chunk_loads(
       `num_chunks` is not a positive integer.
   """
   loads = [0] * len(schedule.chunk_sizes(0, num_chunks))
+  pieces = schedule.check_list('pieces', pieces, 'what plan_layout returned')
+  itemsizes = schedule.check_list('itemsizes', itemsizes, 'sizes')
   for piece in pieces:
+    if not isinstance(piece, Piece):
+      raise errors.ScheduleError(
+        f'pieces has {piece!r}, which must be a Piece.'
+      )
     for field, count, given in (
       ('chunk', num_chunks, 'num_chunks'),
       ('tensor', len(itemsizes), 'itemsizes'),

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from tf_strategies import errors, option_checks
 
@@ -443,6 +444,24 @@ def check_int(
   raise errors.ScheduleError(
     f'{name} ({value!r}) must be an integer {allowed}. {fix}'.rstrip()
   )
+
+
+def check_list(name: str, values: object, expected: str) -> list[Any]:
+  """Returns several values as a list; raises ScheduleError for what is not several."""
+  if not isinstance(values, Iterable) or isinstance(values, str | bytes):
+    raise errors.ScheduleError(
+      f'{name} ({values!r}) must be a list of {expected}.'
+    )
+  return list(values)
+
+
+def check_schedule(schedule: object) -> None:
+  """Raises ScheduleError for what is no `Schedule`."""
+  if not isinstance(schedule, Schedule):
+    raise errors.ScheduleError(
+      f'schedule ({schedule!r}) must be a Schedule, such as '
+      "collectives.ALGORITHMS['ring'](4)."
+    )
 
 
 def check_ints(name: str, values: Sequence[int], least: int) -> list[int]:

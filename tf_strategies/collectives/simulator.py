@@ -70,7 +70,17 @@ def simulate(
       or dtype, or a rank or chunk of the schedule out of range.
     UnsupportedOptionError: no such codec or op, or a dtype that has no sum.
   """
+  schedule_lib.check_schedule(schedule)
   schedule.check_ranges()
+  if residuals is not None:
+    residuals = schedule_lib.check_list(
+      'residuals', residuals, 'an array for each rank'
+    )
+    if len(residuals) != schedule.world_size:
+      raise errors.ScheduleError(
+        f'residuals has {len(residuals)} arrays, but the schedule has '
+        f'{schedule.world_size} ranks. Pass one array for each rank.'
+      )
   arrays = _checked(inputs, schedule.world_size)
   option_checks.check_choice('op', op, REDUCTIONS)
   shape, dtype = arrays[0].shape, arrays[0].dtype
@@ -162,6 +172,7 @@ class _Rank:
 
 
 def _checked(inputs: Sequence[np.ndarray], world_size: int) -> list[np.ndarray]:
+  inputs = schedule_lib.check_list('inputs', inputs, 'an array for each rank')
   arrays = [np.asarray(array) for array in inputs]
   if len(arrays) != world_size:
     raise errors.ScheduleError(

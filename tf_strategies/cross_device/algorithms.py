@@ -2,7 +2,7 @@
 
 import functools
 
-from tf_strategies import collectives
+from tf_strategies import collectives, option_checks
 from tf_strategies.cross_device import base
 
 
@@ -26,6 +26,7 @@ class RingAllReduce(base.ScheduledAllReduce):
     super().__init__('ring')
 
 
+@option_checks.has_options
 class NaiveAllReduce(base.ScheduledAllReduce):
   """Gather to one device, add there, broadcast: the slow baseline.
 
@@ -36,10 +37,12 @@ class NaiveAllReduce(base.ScheduledAllReduce):
   """
 
   def __init__(self, root: int = 0):
+    option_checks.check_int('root', root, 0)
     super().__init__('naive')
     self._build = functools.partial(collectives.naive_all_reduce, root=root)
 
 
+@option_checks.has_options
 class TreeAllReduce(base.ScheduledAllReduce):
   """Binomial tree: reduce to the root in ceil(log2 N) rounds, and back.
 
@@ -50,6 +53,7 @@ class TreeAllReduce(base.ScheduledAllReduce):
   """
 
   def __init__(self, root: int = 0):
+    option_checks.check_int('root', root, 0)
     super().__init__('tree')
     self._build = functools.partial(collectives.tree_all_reduce, root=root)
 
@@ -65,6 +69,7 @@ class HalvingDoublingAllReduce(base.ScheduledAllReduce):
     super().__init__('halving_doubling')
 
 
+@option_checks.has_options
 class HierarchicalRingAllReduce(base.ScheduledAllReduce):
   """Rings inside groups of devices, and rings across the groups.
 
@@ -77,6 +82,8 @@ class HierarchicalRingAllReduce(base.ScheduledAllReduce):
   """
 
   def __init__(self, group_size: int | None = None):
+    if group_size is not None:
+      option_checks.check_int('group_size', group_size, 1)
     super().__init__('hierarchical')
     self._build = functools.partial(
       collectives.hierarchical_all_reduce, group_size=group_size

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 from absl import logging
 
-from tf_strategies import _tf_internal, errors
+from tf_strategies import _tf_internal, errors, option_checks
 from tf_strategies.collectives import algorithms, codecs
 from tf_strategies.collectives import layout as layout_lib
 from tf_strategies.collectives import schedule as schedule_lib
@@ -42,6 +42,7 @@ class Plan:
 _LEAST_TO_CUT = 16 * 1024
 
 
+@option_checks.has_options
 class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
   """A `tf.distribute.CrossDeviceOps` that executes a `Schedule`.
 

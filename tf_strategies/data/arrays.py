@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tf_strategies import errors
+from tf_strategies import errors, option_checks
 
 
+@option_checks.has_options
 @dataclasses.dataclass(frozen=True, eq=False)
 class Arrays:
   """Examples in memory, one row each.
@@ -31,6 +32,7 @@ class Arrays:
 
   Raises:
     DataError: no array, no row, or lengths that differ.
+    UnsupportedOptionError: `decode_fn` is no function.
   """
 
   components: Any
@@ -38,6 +40,7 @@ class Arrays:
 
   def __post_init__(self):
     components = self.components
+    option_checks.check_function('decode_fn', self.decode_fn, or_none=True)
     if isinstance(components, list):  # To tf.data a list is one tensor.
       components = tuple(components)
     components = tf.nest.map_structure(_read_only, components)
@@ -47,8 +50,8 @@ class Arrays:
     ]
     if not lengths or len(set(lengths)) != 1 or not lengths[0]:
       raise errors.DataError(
-        f'Expected arrays with one row for each example, got lengths {lengths}.'
-        ' Fix: pass arrays of equal length, with at least one row'
+        f'Expected arrays with one row for each example, got lengths {lengths} '
+        f'of {self.components!r:.80}. Fix: pass arrays of equal length, with at least one row'
       )
     object.__setattr__(self, 'components', components)
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import os
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
-from tf_strategies import errors
+from tf_strategies import errors, option_checks
 from tf_strategies.data import plan as plan_lib
 
 ReadFn = Callable[[tf.Tensor], tf.data.Dataset]
@@ -26,6 +27,7 @@ _HEADER = struct.Struct('<QI')
 _FOOTER_BYTES = 4
 
 
+@option_checks.has_options
 class Files:
   """Records in files of any format.
 
@@ -48,7 +50,8 @@ class Files:
 
   Raises:
     DataError: a file is missing.
-    UnsupportedOptionError: other than one count for each file.
+    UnsupportedOptionError: other than one count for each file, or an argument of
+      another kind.
   """
 
   def __init__(
@@ -63,15 +66,24 @@ class Files:
     fingerprints: Sequence[object] | None = None,
     is_round_robin: bool = False,
   ):
+    option_checks.check_function('read_fn', read_fn)
+    option_checks.check_function('parse_fn', parse_fn)
+    option_checks.check_function('decode_fn', decode_fn, or_none=True)
+    option_checks.check(
+      name is None or isinstance(name, str),
+      f'name={name!r}',
+      'a string, or None',
+      "write for instance name='train'",
+    )
+    option_checks.check_bool('is_round_robin', is_round_robin)
     self.paths, selection = _find(paths)
     if counts is None:
       counts = self._count()
-    if len(counts) != len(self.paths):
-      raise errors.UnsupportedOptionError(
-        f'{len(counts)} counts for {len(self.paths)} files',
-        'one count for each file',
-        'pass counts in the order of the sorted paths',
-      )
+    for option, values in (('counts', counts), ('fingerprints', fingerprints)):
+      if values is not None:
+        _check_one_a_file(option, values, len(self.paths))
+    for count in counts:
+      option_checks.check_int('a count', count, 0, fix='count the records')
     self.counts = tuple(map(int, counts))
     self.parse_fn = parse_fn
     self.decode_fn = decode_fn
@@ -144,6 +156,7 @@ class Files:
     )
 
 
+@option_checks.has_options
 class TFRecords(Files):
   """Records in TFRecord files.
 
@@ -183,6 +196,12 @@ class TFRecords(Files):
     is_round_robin: bool = False,
   ):
     parse_fn = schema
+    option_checks.check(
+      isinstance(schema, Mapping) or callable(schema),
+      f'schema={schema!r}',
+      'a dict of features, or a function of a batch of records',
+      "write for instance {'label': tf.io.FixedLenFeature([], tf.int64)}",
+    )
     if isinstance(schema, Mapping):
       parse_fn = lambda records: tf.io.parse_example(records, schema)  # noqa: E731
     # Looked up when it is called: slow storage may be simulated.
@@ -224,9 +243,8 @@ def count_records(
   count = position = 0
   try:
     # Python's own files seek five times as fast.
-    with (
-      tf.io.gfile.GFile(path, 'rb') if '://' in path else open(path, 'rb') as f
-    ):
+    is_remote = option_checks.is_remote(path)
+    with tf.io.gfile.GFile(path, 'rb') if is_remote else open(path, 'rb') as f:
       size = tf.io.gfile.stat(path).length
       while position < size and count != limit:
         header = f.read(_HEADER.size)
@@ -251,18 +269,57 @@ def count_records(
   return count
 
 
+def _check_one_a_file(option: str, values: object, num_files: int) -> None:
+  is_list = isinstance(values, Sequence | np.ndarray)
+  option_checks.check(
+    is_list and not isinstance(values, str | bytes),
+    f'{option}={values!r}',
+    'a list with one value for each file',
+    f'write {option}=[...]',
+  )
+  option_checks.check(
+    len(values) == num_files,
+    f'{len(values)} {option} for {num_files} files',
+    'one for each file',
+    f'pass {option} in the order of the sorted paths',
+  )
+
+
 def _find(paths: Paths) -> tuple[tuple[str, ...], tuple[str, ...]]:
   """Returns the files, and what they were selected by."""
-  if isinstance(paths, str | os.PathLike):
+  is_pattern = isinstance(paths, str | os.PathLike)
+  if not is_pattern and isinstance(paths, Iterable):
+    paths = tuple(paths)
+  option_checks.check(
+    is_pattern
+    or (
+      isinstance(paths, tuple)
+      and all(isinstance(path, str | os.PathLike) for path in paths)
+    ),
+    f'paths={paths!r}',
+    'a pattern, or a list of paths',
+    "write for instance paths='logs/*.tfrecord'",
+  )
+  try:
+    return _look_up(paths, is_pattern)
+  except tf.errors.OpError as e:
+    raise errors.DataError(
+      f'paths={paths!r}: Expected files that can be read, got {e.message}. Fix: '
+      'check the path, and that this process can read there'
+    ) from e
+
+
+def _look_up(paths, is_pattern: bool) -> tuple[tuple[str, ...], ...]:
+  if is_pattern:
     where = os.fspath(paths)
     found = tuple(sorted(tf.io.gfile.glob(where)))
-    if not found or any(map(os.path.isdir, found)):
+    if not found or any(map(tf.io.gfile.isdir, found)):
       raise errors.DataError(
         f'{where}: Expected files, got {"a directory" if found else "no such"}'
         f'{"" if found else " file"}. Fix: pass a list of files or a pattern, '
         "such as 'logs/*.tfrecord'"
       )
-    return found, (os.path.abspath(where),)
+    return found, (option_checks.absolute(where),)
   found = tuple(map(os.fspath, paths))
   missing = [path for path in found if not tf.io.gfile.exists(path)]
   if missing or not found:
@@ -270,11 +327,11 @@ def _find(paths: Paths) -> tuple[tuple[str, ...], tuple[str, ...]]:
     raise errors.DataError(
       f'Expected a list of files, got {what}. Fix: pass paths that exist'
     )
-  return found, tuple(sorted(map(os.path.abspath, found)))
+  return found, tuple(sorted(map(option_checks.absolute, found)))
 
 
 def _status(path: str) -> tuple[int, int]:
-  if '://' not in path:
+  if not option_checks.is_remote(path):
     status = os.stat(path)
     return status.st_size, status.st_mtime_ns
   remote = tf.io.gfile.stat(path)  # Knows whole seconds only.

@@ -19,6 +19,7 @@ _ADDRESS = re.compile(r'grpc://[^\s/]+:\d{1,5}')
 _MAX_SEED = 2**63 - 1
 
 
+@option_checks.has_options
 @dataclasses.dataclass(frozen=True)
 class PipelineOptions:
   """How an input pipeline shuffles, batches, parallelises and caches.
@@ -118,6 +119,7 @@ class PipelineOptions:
       option_checks.check_bool(name, getattr(self, name), fix)
     self._check_cache_path()
     self._check_service()
+    option_checks.keep_plain(self)
 
   def _check_service(self):
     option_checks.check_seconds('service_timeout', self.service_timeout)

@@ -120,7 +120,20 @@ def make_dataset(
   if not isinstance(source, arrays_lib.Arrays | files_lib.Files):
     source = arrays_lib.Arrays(source)
   num_files = 0 if isinstance(source, arrays_lib.Arrays) else len(source.paths)
-  start = tuple(start)
+  for name, function in (
+    ('prepare_fn', prepare_fn),
+    ('augment_fn', augment_fn),
+    ('map_fn', map_fn),
+  ):
+    option_checks.check_function(name, function, or_none=True)
+  option_checks.check_type(
+    'input_context',
+    input_context,
+    (tf.distribute.InputContext, type(None)),
+    'a tf.distribute.InputContext, or None',
+    'pass what strategy.distribute_datasets_from_function passes',
+  )
+  start = _position(start)
   augment_fn = augment_fn if training else None
   if epochs is None:
     _check_no_start(start, steps_per_epoch)
@@ -158,6 +171,18 @@ def make_dataset(
       input_context.num_input_pipelines, input_context.input_pipeline_id
     )
   return _in_parallel(batches, load, plan)
+
+
+def _position(start) -> tuple[Any, Any]:
+  """What `start` says, of which the numbers are yet to be checked."""
+  pair = tuple(start) if isinstance(start, Iterable) else ()
+  option_checks.check(
+    len(pair) == 2,
+    f'start={start!r}',
+    '(epoch, step)',
+    'write start=(2, 0) after two epochs, or leave it out',
+  )
+  return pair
 
 
 def _check_no_start(start, steps_per_epoch):

@@ -13,6 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tf_strategies import option_checks
 from tf_strategies.data import arrays as arrays_lib
 from tf_strategies.data import cache, fingerprint, shuffle
 from tf_strategies.data import files as files_lib
@@ -186,7 +187,7 @@ class FileReader:
     )
     if plan.options.cache == 'memory':
       return examples.cache()
-    paths = [os.path.abspath(path) for path in files.paths]
+    paths = [option_checks.absolute(path) for path in files.paths]
     name = cache.name_of(
       plan.options.cache_path,
       files.name,

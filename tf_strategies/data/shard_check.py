@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tf_strategies import errors
+from tf_strategies import errors, option_checks
 
 _SHOWN = 3
 
@@ -56,10 +56,21 @@ def check_shards(
       and the pipelines that they are in.
     UnsupportedOptionError: a data set without an end.
   """
-  if not shards:
-    raise errors.UnsupportedOptionError(
-      'no shards', 'at least one data set', 'pass one for each input pipeline'
+  option_checks.check(
+    isinstance(shards, Sequence) and shards,
+    f'shards={shards!r}',
+    'a list of at least one data set',
+    'pass one for each input pipeline',
+  )
+  for name, dataset in (*(('shards', s) for s in shards), ('whole', whole)):
+    option_checks.check_type(
+      name,
+      dataset,
+      tf.data.Dataset,
+      'a tf.data.Dataset',
+      'pass what make_dataset returns',
     )
+  option_checks.check_function('element_id', element_id, or_none=True)
   expected = collections.Counter(_ids(whole, element_id))
   found = [collections.Counter(_ids(shard, element_id)) for shard in shards]
   total = sum(found, collections.Counter())

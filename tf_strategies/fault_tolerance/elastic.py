@@ -82,11 +82,8 @@ def run(
   """
   options = ElasticOptions() if options is None else options
   ring = RingOptions() if ring is None else ring
-  option_checks.check(
-    callable(train_fn),
-    f'train_fn={train_fn!r}',
-    'a function of a job',
-    'pass the function itself: tfs.elastic.run(train)',
+  option_checks.check_function(
+    'train_fn', train_fn, 'pass the function itself: tfs.elastic.run(train)'
   )
   option_checks.check_type(
     'options',
@@ -116,6 +113,7 @@ def run(
     "batch='global': another batch gives other weights",
     'leave out one of them',
   )
+  option_checks.check_bool('shard_optimizer_state', shard_optimizer_state)
   if shard_optimizer_state:
     raise errors.UnsupportedOptionError(
       f'shard_optimizer_state={shard_optimizer_state!r} for elastic training',

@@ -176,6 +176,7 @@ class Job:
         'a job that knows how many workers it started with',
         'call job.restore(model) first',
       )
+    elastic_options.check_count('size', size, 1)
     if self._options.batch == 'per_replica':
       self._members.join()
       size = size * self.state.world // self.state.first_world
@@ -188,6 +189,7 @@ class Job:
     Raises:
       MembershipChange: other workers wait to join; `run` handles it.
     """
+    elastic_options.check_position(epoch, step)
     self._members.join()
     is_new_epoch = epoch != self.state.epoch
     self._start_counting()
@@ -226,6 +228,7 @@ class Job:
       callbacks: as of `fit`.
       verbose: as of `fit`, and so are those that follow.
     """
+    elastic_options.check_fit(make_batches, epochs, steps_per_epoch)
     if self._model is not model:
       self.restore(model)
     self._epochs, self._callbacks = epochs, callbacks

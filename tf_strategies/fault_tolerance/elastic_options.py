@@ -13,6 +13,7 @@ _CHOICES = {
 }
 
 
+@option_checks.has_options
 @dataclasses.dataclass(frozen=True)
 class ElasticOptions:
   """Number of workers of an elastic job, and what follows from it.
@@ -57,12 +58,18 @@ class ElasticOptions:
         "write batch='per_replica' as well",
       )
     option_checks.check_int('max_failures', self.max_failures, 0)
+    if self.directory is not None:
+      option_checks.check_path(
+        'directory', self.directory, "write directory='/shared/job', or None"
+      )
+      option_checks.check_local('directory', self.directory)
     # As those of the group, which it passes on.
     process_group.GroupOptions(
       min_workers=self.minimum,
       max_workers=self.max_workers,
       window_seconds=self.window_seconds,
     )
+    option_checks.keep_plain(self)
 
   @property
   def minimum(self) -> int | str:
@@ -70,3 +77,29 @@ class ElasticOptions:
     if self.min_workers is None:
       return process_group.MAJORITY
     return self.min_workers
+
+
+def check_fit(
+  make_batches: object, epochs: object, steps_per_epoch: object
+) -> None:
+  """Refuses what `Job.fit` cannot train on."""
+  option_checks.check_function(
+    'make_batches',
+    make_batches,
+    'pass a function of an epoch and a step that returns batches',
+  )
+  check_count('epochs', epochs, 0)
+  check_count('steps_per_epoch', steps_per_epoch, 1)
+
+
+def check_position(epoch: object, step: object) -> None:
+  """Refuses what is no place in a training."""
+  check_count('epoch', epoch, 0)
+  check_count('step', step, 0)
+
+
+def check_count(name: str, value: object, least: int) -> None:
+  """Refuses what a `Job` cannot count with."""
+  option_checks.check_int(
+    name, value, least, fix='pass a number of all workers'
+  )

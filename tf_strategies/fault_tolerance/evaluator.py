@@ -10,6 +10,7 @@ import math
 import os
 import time
 from collections.abc import Iterator, Mapping
+from numbers import Number
 from typing import Any
 
 import keras
@@ -35,6 +36,7 @@ class Evaluation:
   results: Mapping[str, float]
 
 
+@option_checks.has_options
 class SidecarEvaluator:
   """Evaluates every new checkpoint of a directory, in the order of writing.
 
@@ -123,12 +125,12 @@ class SidecarEvaluator:
       math.inf if idle_timeout_seconds is None else idle_timeout_seconds
     )
     self._readers = [_TensorFlowReader(model, self._directory)]
-    if '://' not in self._directory:
+    if not option_checks.is_remote(self._directory):
       self._readers.insert(0, _CheckpointerReader(model, self._directory))
     self._seen: set[tuple[str, float | None]] = set()
     self._writer = None
     if log_dir is not None:
-      self._writer = tf.summary.create_file_writer(os.fspath(log_dir))
+      self._writer = _file_writer(os.fspath(log_dir))
 
   def run(self) -> list[Evaluation]:
     """Evaluates checkpoints until there is nothing more to wait for.
@@ -296,6 +298,16 @@ class _TensorFlowReader:
       raise ValueError(f'it lacks {", ".join(missing)}')
 
 
+def _file_writer(log_dir: str) -> Any:
+  try:
+    return tf.summary.create_file_writer(log_dir)
+  except tf.errors.OpError as e:
+    raise errors.StorageError(
+      f'log_dir={log_dir!r} cannot be written ({e.message}). Expected a '
+      'directory that can. Fix: pass another one, or leave it out.'
+    ) from e
+
+
 def _check_model(model: keras.Model) -> None:
   option_checks.check_type(
     'model', model, keras.Model, 'a keras.Model', 'pass the model to evaluate'
@@ -310,6 +322,13 @@ def _check_model(model: keras.Model) -> None:
 
 
 def _check_data(data: Any, steps: int | None) -> None:
+  is_one_time = isinstance(data, Iterator | str | bytes | Number)
+  option_checks.check(
+    not is_one_time and (hasattr(data, '__iter__') or hasattr(data, '__len__')),
+    f'data={data!r}',
+    'what model.evaluate takes, each time anew',
+    'pass a tf.data.Dataset, or arrays',
+  )
   if steps is not None or not isinstance(data, tf.data.Dataset):
     return
   if data.cardinality() == tf.data.INFINITE_CARDINALITY:

@@ -27,6 +27,7 @@ from tf_strategies.fault_tolerance import resume_fit, run_checkpoint
 _MOST_STEPS = 1000
 
 
+@option_checks.has_options
 class Preemption:
   """A context in which SIGTERM requests a checkpoint, for custom loops.
 
@@ -74,6 +75,7 @@ class Preemption:
     resume_fit.check_checkpoint(checkpoint)
     option_checks.check(
       isinstance(signals, Sequence)
+      and not isinstance(signals, str | bytes)
       and all(
         isinstance(n, int) and n in signal.valid_signals() for n in signals
       ),
@@ -267,6 +269,7 @@ class _ServerCheckpoint:
       raise errors.StorageError(f'the variables cannot be read: {e}') from e
 
 
+@option_checks.has_options
 class PreemptionCheckpoint(resume_fit.ResumeFit):
   """Saves after each epoch, and on SIGTERM after the current step; for `fit`.
 
@@ -305,6 +308,7 @@ class PreemptionCheckpoint(resume_fit.ResumeFit):
     signals: Sequence[int] = (signal.SIGTERM,),
     check_seconds: float = 0.2,
   ):
+    option_checks.check_bool('save_each_epoch', save_each_epoch)
     super().__init__(checkpoint)
     # With parameter servers, the strategy and `ResumeFit` do it.
     self._strategy = None

@@ -15,6 +15,7 @@ from tf_strategies.checkpoint.position import Position
 from tf_strategies.fault_tolerance import run_checkpoint
 
 
+@option_checks.has_options
 class ResumeFit(keras.callbacks.Callback):
   """Continues `fit` in the epoch and at the step of a checkpoint.
 

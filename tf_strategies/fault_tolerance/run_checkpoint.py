@@ -25,6 +25,7 @@ _restores: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 _Found = tuple[checkpointer.Checkpoint | None, dict[str, Any]]
 
 
+@option_checks.has_options
 class RunCheckpoint:
   """The state of a run in one directory: the same weights at its end.
 
@@ -81,6 +82,16 @@ class RunCheckpoint:
     option_checks.check_type(
       'model', model, keras.Model, 'a keras.Model', 'pass the model to save'
     )
+    option_checks.check(
+      metrics is None
+      or (
+        isinstance(metrics, Sequence)
+        and all(isinstance(m, keras.metrics.Metric) for m in metrics)
+      ),
+      f'metrics={metrics!r}',
+      'a list of Keras metrics, or None',
+      "leave it out for the model's",
+    )
     if optimizer is None:
       optimizer = getattr(model, 'optimizer', None)
     self.strategy = model.distribute_strategy
@@ -93,7 +104,7 @@ class RunCheckpoint:
     self._variables = model_state.name_variables(model, optimizer)
     self._model = model
     self._metrics = metrics
-    self._settings = _as_json_returns_it(settings or {})
+    self._settings = _as_json_returns_it({} if settings is None else settings)
     self._metric_arrays: dict[str, Any] = {}
     self.position: Position | None = None
 
@@ -181,6 +192,7 @@ class RunCheckpoint:
 
   def mark_finished(self, is_finished: bool = True) -> None:
     """Tells a `SidecarEvaluator` whether more checkpoints will follow."""
+    option_checks.check_bool('is_finished', is_finished)
     if self._access.is_chief:
       self._checkpointer.mark_finished(is_finished)
 
@@ -257,7 +269,7 @@ def _as_json_returns_it(settings: Mapping[str, Any]) -> dict[str, Any]:
   fix = "pass a dict of numbers and strings, such as {'seed': 1}"
   option_checks.check_type('settings', settings, Mapping, 'a dict', fix)
   try:
-    return json.loads(json.dumps(dict(settings)))
+    return json.loads(json.dumps(dict(settings), default=option_checks.plain))
   except (TypeError, ValueError) as e:
     raise errors.UnsupportedOptionError(
       f'settings={settings!r} ({e})', 'what JSON can hold', fix

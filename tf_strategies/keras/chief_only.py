@@ -9,6 +9,7 @@ from tf_strategies import _keras_internal, option_checks
 from tf_strategies.cluster import workers as workers_lib
 
 
+@option_checks.has_options
 class ChiefOnly(keras.callbacks.Callback):
   """Calls a callback on the chief and nowhere else.
 

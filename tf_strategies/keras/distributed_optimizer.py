@@ -60,7 +60,8 @@ class DistributedOptimizer(optimizer_wrapper.StatelessWrapper):
     name: str | None = None,
     **kwargs,
   ):
-    super().__init__(optimizer, name or 'distributed_optimizer', **kwargs)
+    name = 'distributed_optimizer' if name is None else name
+    super().__init__(optimizer, name, **kwargs)
     option_checks.check_choice(
       'weighting',
       weighting,

@@ -85,11 +85,10 @@ class DynamicEmbedding(keras.layers.Layer):
     self.supports_jit = (
       False  # XLA has no hash tables: Keras compiles without it.
     )
-    self.output_dim = output_dim
-    self.seed = seed
-    self.embeddings_initializer = keras.initializers.get(embeddings_initializer)
+    self.output_dim, self.seed = int(output_dim), int(seed)
+    self.embeddings_initializer = row_initializers.get(embeddings_initializer)
     self._initial_rows = row_initializers.initial_rows(
-      self.embeddings_initializer, seed, output_dim
+      self.embeddings_initializer, self.seed, self.output_dim
     )
     self._table: row_table.RowTable | None = None
 

@@ -58,7 +58,8 @@ class LazyRows(optimizer_wrapper.StatelessWrapper):
     name: str | None = None,
     **kwargs,
   ):
-    super().__init__(optimizer, name or 'lazy_rows', **kwargs)
+    name = 'lazy_rows' if name is None else name
+    super().__init__(optimizer, name, **kwargs)
     inner = self.inner_optimizer
     kind = type(inner).__name__
     if hasattr(inner, 'inner_optimizer'):

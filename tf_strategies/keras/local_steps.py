@@ -80,7 +80,8 @@ class LocalSteps(optimizer_wrapper.OptimizerWrapper):
     )
     _check_outer(outer)
     gradient_reducer.check_local_steps()
-    super().__init__(optimizer, name or 'local_steps', **kwargs)
+    name = 'local_steps' if name is None else name
+    super().__init__(optimizer, name, **kwargs)
     if self.inner_optimizer is outer:
       raise errors.UnsupportedOptionError(
         'one optimizer as both optimizer and outer',

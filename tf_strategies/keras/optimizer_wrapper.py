@@ -35,7 +35,7 @@ def optimizer_of(argument: str, optimizer, fix: str):
   what = f'{argument}={optimizer!r}'
   expected = 'a Keras optimizer, its name or its configuration'
   is_one = isinstance(optimizer, str | dict | keras.optimizers.Optimizer)
-  option_checks.check(optimizer and is_one, what, expected, fix)
+  option_checks.check(is_one and optimizer, what, expected, fix)
   try:
     return keras.optimizers.get(optimizer)
   except ValueError as e:
@@ -72,6 +72,12 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         'its own arguments and name',
         'set options such as clipnorm on the inner optimizer',
       )
+    option_checks.check(
+      isinstance(name, str) and name and '/' not in name,
+      f'name={name!r} of {kind}',
+      'a string without /',
+      'leave it out',
+    )
     _keras_internal.allow_attributes(self)
     self.inner_optimizer = optimizer
     super().__init__(learning_rate=0.0, name=name)

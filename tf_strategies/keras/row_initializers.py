@@ -15,7 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tf_strategies import errors
+from tf_strategies import errors, option_checks
 
 _BITS = 23  # Of a random number: with a half added, as many as float32 has.
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -55,6 +55,24 @@ def owner(ids: tf.Tensor, count: int) -> tf.Tensor:
   """Which of `count` parts of a table has the row of each id, as int32."""
   hashed = tf.cast(_shift(mix(ids), 33), tf.int64)
   return tf.cast(hashed % count, tf.int32)
+
+
+def get(initializer: Any) -> Any:
+  """The initializer, or the function, that an argument is, names or describes.
+
+  Raises:
+    UnsupportedOptionError: it is none of these.
+  """
+  try:
+    found = keras.initializers.get(initializer)
+  except (TypeError, ValueError):
+    found = None
+  option_checks.check_function(
+    'embeddings_initializer',
+    initializer if found is None else found,
+    "write 'uniform', an initializer of Keras's or a function of ids",
+  )
+  return found
 
 
 def initial_rows(initializer: Any, seed: int, width: int) -> InitialRows:

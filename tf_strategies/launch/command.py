@@ -188,14 +188,22 @@ def _plan(
   """All tasks of the job, after launchers of several hosts have met."""
   for name in ('node_rank', 'rendezvous', 'node_address'):
     if values.nnodes == 1 and values[name].value:
-      raise flags.Error(f'--{name} without --nnodes=2 or more')
+      raise errors.UnsupportedOptionError(
+        f'--{name}={values[name].value} without --nnodes',
+        'a job of several hosts',
+        f'pass --nnodes=2 or more, or leave --{name} out',
+      )
   if values.nnodes == 1:
     ports = ports_lib.pick_ports(sum(job.counts.values()))
     secret = secrets.token_hex(job_lib.SECRET_BYTES)
     node = tasks.Node(tasks.LOOPBACK, job.all_counts, ports)
     return tasks.plan_tasks([node], command, secret), others_lib.Others()
   if values.rendezvous is None:
-    raise flags.Error(f'--nnodes={values.nnodes} without --rendezvous')
+    raise errors.UnsupportedOptionError(
+      f'--nnodes={values.nnodes} without --rendezvous',
+      'an address of host 0 where launchers meet',
+      'pass --rendezvous=host0:29400 on all hosts',
+    )
   from tf_strategies.launch import nodes as nodes_lib  # Only here: sockets.
 
   place = nodes_lib.Place(

@@ -15,21 +15,25 @@ import select
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from tf_strategies import errors, option_checks
 from tf_strategies.cluster import ClusterConfig
-from tf_strategies.launch import output, process
+from tf_strategies.launch import command, output, process
 
 if TYPE_CHECKING:
   from typing_extensions import Unpack
 
+_LAUNCHER = 'tf_strategies.launch'
 _CALL, _RESULT = 'call', 'result'
 _NOTHING = object()  # A result that was expected and has not come.
 _POLL_SECONDS = 1.0
 # The launcher itself ends its tasks within its own grace period.
 _GRACE_SECONDS = 30.0
+_FIX = 'see `tfs launch --help`'
+# Of the launcher, for a wrong command line; it then writes its usage last.
+_REFUSED, _USAGE = 2, 'Usage: '
 _PACKAGE = pathlib.Path(__file__).resolve().parents[1]
 
 
@@ -81,8 +85,8 @@ def launch(
     beside parameter servers return nothing.
 
   Raises:
-    UnsupportedOptionError: an unknown flag, no function, or one that cannot be
-      sent.
+    UnsupportedOptionError: an unknown flag or a wrong value of one, no function,
+      or one that cannot be sent.
     WorkerUnavailableError: a worker failed, was killed, or ended its process
       before it returned; caused by what the function raised there, if it raised.
 
@@ -93,10 +97,9 @@ def launch(
     >>> functions.launch(math.hypot, args=(3, 4), num_workers=2)
     [5.0, 5.0]
   """
-  option_checks.check(
-    callable(function),
-    f'function={function!r}',
-    'a function',
+  option_checks.check_function(
+    'function',
+    function,
     'pass the function itself, and its arguments apart: '
     'tfs.launch(train, args=(3,))',
   )
@@ -107,21 +110,20 @@ def launch(
     "a tuple of the function's arguments",
     'write args=(value,) for one argument',
   )
-  for name in flags:
-    known = ('num_workers', *Flags.__annotations__)
-    option_checks.check_choice('flag', name, known, 'see `tfs launch --help`')
-  words = [
-    f'--{n}={v}' for n, v in {'num_workers': num_workers, **flags}.items()
-  ]
+  words = _words({'num_workers': num_workers, **flags})
   with tempfile.TemporaryDirectory(prefix='tfs-launch-') as name:
     directory = pathlib.Path(name)
     (directory / _CALL).write_bytes(_packed(function, tuple(args)))
     runner = ['-m', 'tf_strategies.launch.functions', name]
     python = [sys.executable, '-u']
     status, tail = _run(
-      [*python, '-m', 'tf_strategies.launch', *words, '--', *python, *runner]
+      [*python, '-m', _LAUNCHER, *words, '--', *python, *runner]
     )
     results = _results(directory)
+  if status == _REFUSED and tail.rpartition('\n')[2].startswith(_USAGE):
+    # The lines of tasks begin with their names: it is the launcher that ends so.
+    _, _, refusal = tail.rpartition(f'{_LAUNCHER}: ')
+    raise errors.UnsupportedOptionError(refusal.partition(f'\n{_USAGE}')[0])
   if status:
     raised = [e for e in results.values() if isinstance(e, BaseException)]
     raise errors.WorkerUnavailableError(
@@ -136,6 +138,31 @@ def launch(
       'that returns. Fix: return, or raise sys.exit(0), instead of os._exit(0).'
     )
   return list(results.values())
+
+
+def _words(flags: Mapping[str, Any]) -> list[str]:
+  """The launcher's command line, if all flags have the types of its own."""
+  known = ('num_workers', *Flags.__annotations__)
+  option_checks.check_names('tfs.launch', flags, known, _FIX)
+  defaults = {name: default for name, default, _ in command.FLAGS}
+  words = []
+  for name, value in flags.items():
+    default = defaults[name]
+    if value is None and default is None:
+      continue
+    if isinstance(default, bool):
+      option_checks.check_bool(name, value)
+    elif isinstance(default, int):
+      option_checks.check_int(name, value, 0)
+    elif isinstance(default, float):
+      option_checks.check_seconds(name, value, or_zero=True)
+    elif name == 'log_dir':
+      option_checks.check_path(name, value, "write log_dir='logs', or None")
+    else:
+      is_text = isinstance(value, str)
+      option_checks.check(is_text, f'{name}={value!r}', 'a string', _FIX)
+    words.append(f'--{name}={value}')
+  return words
 
 
 def _packed(function, args) -> bytes:

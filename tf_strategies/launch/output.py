@@ -168,6 +168,15 @@ class TaskOutput:
       self._log = None
 
 
+def is_read(fd: int) -> bool:
+  """Whether somebody is left to read a pipe; of files and terminals, always."""
+  poller = select.poll()
+  poller.register(fd, 0)
+  return not any(
+    events & (select.POLLERR | select.POLLHUP) for _, events in poller.poll(0)
+  )
+
+
 def ending(status: int) -> str:
   """How a task ended, in words; `status` is minus the signal that killed it."""
   if status >= 0:

@@ -6,6 +6,7 @@ from tf_strategies import _keras_internal, option_checks
 from tf_strategies.monitoring import training_monitor
 
 
+@option_checks.has_options
 class MonitorCallback(keras.callbacks.Callback):
   """Measures where the time of each step goes, and which rank stalls it.
 

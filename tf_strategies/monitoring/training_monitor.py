@@ -56,6 +56,7 @@ _LOGS = {
 }
 
 
+@option_checks.has_options
 @dataclasses.dataclass(frozen=True)
 class MonitorOptions:
   """What is measured, and where it is written. Without a path, nothing is.
@@ -102,6 +103,7 @@ class MonitorOptions:
       if path is not None:
         option_checks.check_path(name, path, f"write {name}='logs'")
         option_checks.check_local(name, path)
+        object.__setattr__(self, name, os.fspath(path))
     for name in ('progress_seconds', 'watchdog_seconds'):
       option_checks.check_seconds(
         name, getattr(self, name), or_zero=True, fix=f'write {name}=0 for none'
@@ -110,6 +112,7 @@ class MonitorOptions:
       option_checks.check_int(name, getattr(self, name), 1)
     if self.global_batch_size is not None:
       option_checks.check_int('global_batch_size', self.global_batch_size, 1)
+    option_checks.keep_plain(self)
     if self.profile_steps is None:
       return
     given = self.profile_steps
@@ -157,6 +160,7 @@ class MonitorOptions:
     return f'{root}-{which}{extension}'
 
 
+@option_checks.has_options
 class TrainingMonitor:
   """Measures the steps of one run.
 
@@ -180,7 +184,6 @@ class TrainingMonitor:
     )
     if TrainingMonitor._running is not None:
       TrainingMonitor._running.close()
-    TrainingMonitor._running = self
     self.options = options
     self.is_running: Callable[[], bool] = lambda: True
     # What the running step has recorded.
@@ -200,6 +203,7 @@ class TrainingMonitor:
     self._profiles: bool | None = None
     self._is_first_line = True
     atexit.register(self.close)
+    TrainingMonitor._running = self
 
   def append(self, event: recorder.Event) -> None:
     """Takes an event of the recorder."""
@@ -214,10 +218,11 @@ class TrainingMonitor:
         the watchdog asks the other ranks.
       first_step: steps completed before this run.
     """
+    option_checks.check_int('first_step', first_step, 0)
     if self._is_started or self._is_closed:
       return
     self._is_started = True
-    self._first_step, self._strategy = first_step, strategy
+    self._first_step, self._strategy = int(first_step), strategy
     self._told = time.monotonic()
     self._open()
     if self.options.watchdog_seconds:
@@ -463,12 +468,12 @@ def parse_steps(text: str | Sequence[str] | None) -> tuple[int, int] | None:
   Raises:
     UnsupportedOptionError: not two numbers.
   """
-  if not text:
+  if text is None or (isinstance(text, str | list | tuple) and not text):
     return None
-  parts = text.split(',') if isinstance(text, str) else list(text)
   try:
+    parts = text.split(',') if isinstance(text, str) else list(text)
     first, last = (int(part) for part in parts)
-  except ValueError:
+  except (TypeError, ValueError):
     raise errors.UnsupportedOptionError(
       f'profile_steps={text!r}',
       'the first step and the last',

@@ -165,16 +165,21 @@ def plan(
     UnsupportedOptionError: an argument of another kind.
     Error: as `ProcessGroup.all_reduce`, where links are measured.
   """
-  sizes, compressions = sizes_of(model), tuple(compressions)
+  sizes = sizes_of(model)
+  compressions = _several('compressions', compressions)
+  bucket_bytes = _several('bucket_bytes', bucket_bytes)
+  for compression in compressions:
+    codecs.get(compression)
+  for most in bucket_bytes:
+    option_checks.check_int('bucket_bytes', most, 1)
   topology = _topology_of(cluster)
   ways, planned = [], set()
-  for most in sorted(bucket_bytes):
+  for most in sorted(map(int, bucket_bytes)):
     buckets = buckets_of(sizes, most)
     if tuple(buckets) in planned:  # Larger ones would be the same.
       continue
     planned.add(tuple(buckets))
     for compression in compressions:
-      codecs.get(compression)
       for algorithm in _candidates(topology, compression):
         ways.append(_way(algorithm, compression, most, buckets, topology))
   if not ways:
@@ -199,6 +204,7 @@ def extrapolate(
   Raises:
     UnsupportedOptionError: more workers than schedules are made for.
   """
+  cost_model.check_topology(topology)
   option_checks.check_int(
     'world_size', world_size, 1, _MOST, fix='ask for fewer workers'
   )
@@ -224,7 +230,7 @@ def sizes_of(model: Any) -> list[int]:
   variables = getattr(model, 'trainable_variables', None)
   if variables is not None:
     return [4 * int(np.prod(v.shape)) for v in variables]
-  if isinstance(model, Sequence) and not isinstance(model, str):
+  if isinstance(model, Sequence) and not isinstance(model, str | bytes):
     option_checks.check(
       model, 'no variable at all', 'one or more', 'pass a model that is built'
     )
@@ -236,6 +242,14 @@ def sizes_of(model: Any) -> list[int]:
     'a Keras model that is built, or the bytes of each trainable variable',
     'write for instance [4 * 1024 * 1024, 4 * 1024]',
   )
+
+
+def _several(name: str, values: object) -> tuple[Any, ...]:
+  is_list = isinstance(values, Iterable) and not isinstance(values, str | bytes)
+  option_checks.check(
+    is_list, f'{name}={values!r}', 'a list', f'write {name}=[{values!r}]'
+  )
+  return tuple(values)
 
 
 def _topology_of(cluster: Any) -> cost_model.Topology:

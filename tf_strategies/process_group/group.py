@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tf_strategies import errors
+from tf_strategies import errors, option_checks
 from tf_strategies.collectives import cost_model
 from tf_strategies.process_group import buffers
 from tf_strategies.process_group import options as options_lib
@@ -234,6 +234,21 @@ class ProcessGroup(abc.ABC):
       Error: the group has failed.
     """
     self._check()
+    option_checks.check(
+      isinstance(tag, str),
+      f'tag={tag!r} of exchange',
+      'a string',
+      'name the meeting, as all ranks do',
+    )
+    option_checks.check_type(
+      'payload',
+      payload,
+      (bytes, bytearray, memoryview),
+      'bytes',
+      "encode a string: payload=text.encode('utf-8')",
+    )
+    if timeout_seconds is not None:
+      option_checks.check_seconds('timeout_seconds', timeout_seconds)
     if len(payload) > protocol.MAX_PAYLOAD_BYTES or not protocol.check_tag(tag):
       raise errors.UnsupportedOptionError(
         f'exchange of {len(payload)} bytes with a tag of {len(tag)} characters',
@@ -269,9 +284,10 @@ class ProcessGroup(abc.ABC):
       What `describe` says, by rank, of those that answer in time. Rank 0 asks
       all ranks; another rank has a connection to rank 0 alone.
     """
+    option_checks.check_seconds('timeout_seconds', timeout_seconds)
     if self._control is None or self._closed:
       return {self.rank: self.describe()}
-    return self._control.describe_ranks(timeout_seconds)
+    return self._control.describe_ranks(float(timeout_seconds))
 
   def annotate(self, note: str) -> None:
     """Adds a few words to what this rank says of itself from now on."""
@@ -313,6 +329,9 @@ class ProcessGroup(abc.ABC):
       UnsupportedOptionError: JSON cannot say the value.
       Error: as `exchange`.
     """
+    option_checks.check(
+      isinstance(what, str), f'what={what!r}', 'a string', 'name the value'
+    )
     try:
       text = json.dumps(value, sort_keys=True)
     except (TypeError, ValueError) as e:

@@ -32,6 +32,7 @@ SAME_HOST = ('memory', 'slots', 'socket')
 _MIN_SECRET_BYTES = 16
 
 
+@option_checks.has_options
 @dataclasses.dataclass(frozen=True)
 class GroupOptions:
   """How processes find each other, how long they wait, how they move bytes.
@@ -101,7 +102,7 @@ class GroupOptions:
       ('socket_buffer_bytes', 0),
     ):
       value = getattr(self, name)
-      if name == 'min_workers' and value == MAJORITY:
+      if isinstance(value, str) and value == MAJORITY and name == 'min_workers':
         continue
       if value is not None or getattr(type(self), name) is not None:
         option_checks.check_int(name, value, least)
@@ -127,9 +128,8 @@ class GroupOptions:
         tls_lib.context_of(self.tls, is_server)
       with open(self.tls.key, 'rb') as file:
         _check_access('the key of tls', self.tls.key, file.fileno())
-    is_number = isinstance(self.min_workers, int)
     if (
-      is_number
+      option_checks.is_int(self.min_workers)
       and self.max_workers is not None
       and (self.min_workers > self.max_workers)
     ):
@@ -152,6 +152,7 @@ class GroupOptions:
         'make one with python -c "import secrets; '
         'print(secrets.token_hex(32))" and give it to every worker',
       )
+    option_checks.keep_plain(self)
 
   def credentials(self) -> authentication.Credentials:
     """How this process and its peers know each other."""
@@ -177,6 +178,25 @@ class GroupOptions:
     if 'tls' not in overrides:
       overrides['tls'] = _tls_from_env()
     return cls(**overrides)
+
+
+def check_type(name: str, options: object) -> None:
+  """Refuses what is no `GroupOptions`."""
+  option_checks.check_type(
+    name,
+    options,
+    GroupOptions,
+    'tfs.process_group.GroupOptions, or None',
+    f'write {name}=tfs.process_group.GroupOptions(...)',
+  )
+
+
+def given_or_default(options: GroupOptions | None) -> GroupOptions:
+  """What was passed as `options`, checked; the defaults for None."""
+  if options is None:
+    return GroupOptions()
+  check_type('options', options)
+  return options
 
 
 def _secret_from_env() -> bytes | None:

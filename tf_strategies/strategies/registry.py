@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypedDict
@@ -152,28 +153,12 @@ def create_strategy(
   option_checks.check_choice(
     'strategy', name, sorted(_FACTORIES), 'check the spelling'
   )
-  try:
-    strategy = _FACTORIES[name](**options)
-  except TypeError as e:
-    if 'unexpected keyword argument' not in str(e):
-      raise
-    known = StrategyOptions.__annotations__
-    meant = {
-      option: option_checks.nearest(option, known)
-      for option in options
-      if option not in known
-    }
-    fixes = [f'write {new} for {old}' for old, new in meant.items() if new]
-    raise errors.UnsupportedOptionError(
-      f'strategy={name!r} with options {sorted(options)}',
-      'devices, except for parameter_server and tpu_ring; cross_device_ops, '
-      'except for these and one_device; parameter_device for central_storage; '
-      'shard_optimizer_state for ring_mirrored and multi_worker_ring; '
-      'cluster and options for multi_worker_ring and multi_worker_collective; '
-      'cluster and the options of '
-      'ParameterServerStrategy for parameter_server; the arguments of '
-      'TPURingStrategy for tpu_ring',
-      ', '.join(fixes) or 'remove the other options',
-    ) from None
+  factory = _FACTORIES[name]
+  parameters = inspect.signature(factory).parameters.values()
+  # Else they are passed on to the strategy, which checks them.
+  if all(p.kind is not p.VAR_KEYWORD for p in parameters):
+    known = [p.name for p in parameters]
+    option_checks.check_names(f'strategy={name!r}', options, known)
+  strategy = factory(**options)
   scope_checks.note_created(strategy)
   return strategy

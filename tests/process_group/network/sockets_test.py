@@ -15,9 +15,9 @@ from absl.testing import absltest
 
 from tests import processes
 from tests.process_group import meetings
-from tf_strategies import errors
+from tf_strategies import errors, process_group
 from tf_strategies.launch import ports as ports_lib
-from tf_strategies.process_group.network import sockets
+from tf_strategies.process_group.network import server, sockets
 
 # Neither the heartbeat's timeout nor the child's life.
 _SOON_SECONDS = 10.0
@@ -124,6 +124,23 @@ class ConnectToItselfTest(absltest.TestCase):
         sockets.listen(*caller.getsockname()) as listener,
       ):
         self.assertEqual(listener.getsockname(), caller.getsockname())
+
+
+class OwnAddressTest(absltest.TestCase):
+  def test_open_rendezvous_of_this_process_is_named(self):
+    port = ports_lib.pick_ports(1)[0]
+    addresses = {0: f'127.0.0.1:{port}'}
+    began = time.monotonic()
+    with process_group.Rendezvous(addresses, 0):
+      self.assertFalse(sockets.listens('127.0.0.2', port))
+      with self.assertRaisesRegex(
+        errors.RendezvousError, r'This process listens there.*Fix: close\(\)'
+      ):
+        process_group.Rendezvous(addresses, 0)
+      # Nobody waits for another process to end.
+      self.assertLess(time.monotonic() - began, server._BUSY_SECONDS)
+    self.assertFalse(sockets.listens('127.0.0.1', port))
+    process_group.Rendezvous(addresses, 0).close()
 
 
 def _meet_without_files(rank):

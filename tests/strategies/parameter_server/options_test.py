@@ -97,6 +97,11 @@ class OptionsTest(parameterized.TestCase):
       'checkpoint_steps=True',
     ),
     ('directory_number', {'checkpoint_dir': 3}, 'checkpoint_dir=3'),
+    (
+      'checkpoint_dir_remote',
+      {'checkpoint_dir': 'gs://bucket/run'},
+      "checkpoint_dir='gs://bucket/run'.*file system of this machine",
+    ),
     ('start_zero', {'start_timeout': 0}, 'start_timeout=0.*above 0'),
     ('start_nan', {'start_timeout': float('nan')}, 'start_timeout=nan'),
     ('step_inf', {'step_timeout': float('inf')}, 'step_timeout=inf'),
@@ -130,7 +135,9 @@ class OptionsTest(parameterized.TestCase):
   def test_name_that_is_none(self, given, message):
     with self.assertRaisesRegex(errors.UnsupportedOptionError, message):
       tfs.create_strategy('parameter_server', cluster=_config(), **given)
-    with self.assertRaisesRegex(TypeError, next(iter(given))):
+    with self.assertRaisesRegex(
+      errors.UnsupportedOptionError, next(iter(given))
+    ):
       tfs.ParameterServerStrategy(cluster=_config(), **given)
 
   def test_refusals_name_value_allowed_and_way_out(self):

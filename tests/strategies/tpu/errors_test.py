@@ -59,7 +59,7 @@ class NoTPUTest(tf.test.TestCase, parameterized.TestCase):
 
   def test_registry_with_another_option(self):
     with self.assertRaisesRegex(
-      tfs.errors.UnsupportedOptionError, "'tpu_ring' with options .*colour"
+      tfs.errors.UnsupportedOptionError, "'colour' of TPURingStrategy"
     ):
       tfs.create_strategy('tpu_ring', colour='red')
 

@@ -57,8 +57,10 @@ def build(name: str, world_size: int) -> schedule.Schedule:
   return ALGORITHMS[_GROUPED](world_size, int(spelled[2]))
 
 
-def check(name: str, *others: str) -> str:
+def check(name: str, *others: str, option: str = 'algorithm') -> str:
   """Returns the name of an algorithm, or one of `others` such as 'auto'.
+
+  Errors call it by the name of the `option` that it is.
 
   Raises:
     UnsupportedOptionError: there is no algorithm of that name.
@@ -69,7 +71,7 @@ def check(name: str, *others: str) -> str:
       return name
   allowed = (*others, *ALGORITHMS)
   option_checks.check_choice(
-    'algorithm',
+    option,
     name,
     allowed,
     'use one of these names, or pass a Schedule where one is accepted',

@@ -50,7 +50,7 @@ def form_mpi_group(
       not permit several threads.
     RendezvousError: ranks do not come in time, or cannot reach rank 0.
   """
-  options = options or options_lib.GroupOptions()
+  options = options_lib.given_or_default(options)
   mpi = links.load()
   seconds = options.rendezvous_timeout_seconds
   deadline = time.monotonic() + seconds

@@ -166,18 +166,26 @@ class Server:
 def listen(address: str, task: int) -> socket.socket:
   """A listener at a task's own address, or RendezvousError with what to do."""
   started = time.monotonic()
+  place = connection_lib.split_address(address)
   while True:
     try:
-      return sockets.listen(*connection_lib.split_address(address))
+      return sockets.listen(*place)
     except OSError as e:
       busy = e.errno == errno.EADDRINUSE
+      is_ours = busy and sockets.listens(*place)
       nameless = isinstance(e, socket.gaierror)
       patience = _BUSY_SECONDS if busy else _NAMELESS_SECONDS
-      if (busy or nameless) and time.monotonic() < started + patience:
+      waits = nameless or (busy and not is_ours)
+      if waits and time.monotonic() < started + patience:
         time.sleep(0.1)
         continue
       hint = 'Expected an address of this host. Fix: check which task it is.'
-      if busy:
+      if is_ours:
+        hint = (
+          'This process listens there itself, for a strategy or a rendezvous '
+          'that is still open. Fix: close() that one first, or go on with it.'
+        )
+      elif busy:
         hint = (
           'Another process has it: a second one that claims the same task, or '
           'one of another job. Fix: end that one, or choose another port.'

@@ -111,6 +111,16 @@ def listen(host: str, port: int) -> socket.socket:
   raise problem
 
 
+def listens(host: str, port: int) -> bool:
+  """Whether this process itself listens at an address: a group of it is open."""
+  taken = set()
+  for sock in list(_ours):
+    with contextlib.suppress(OSError):  # It may be closed.
+      if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        taken.add(sock.getsockname()[:2])
+  return any(where[:2] in taken for _, where in names.resolve_now(host, port))
+
+
 async def ready(
   sock: Any, add: Callable[..., None], remove: Callable[[Any], Any]
 ) -> None:

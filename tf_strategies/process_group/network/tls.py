@@ -15,7 +15,7 @@ import socket
 import ssl
 from collections.abc import Sequence
 
-from tf_strategies import errors
+from tf_strategies import errors, option_checks
 from tf_strategies.process_group.network import sockets
 
 # How TLS begins from either side; no message of ours begins so.
@@ -24,6 +24,7 @@ ALERT = b'\x15'
 _WAITS = (ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
+@option_checks.has_options
 @dataclasses.dataclass(frozen=True)
 class TlsFiles:
   """The files of one worker, all in PEM.
@@ -38,6 +39,11 @@ class TlsFiles:
   certificate: str
   key: str
   authority: str
+
+  def __post_init__(self):
+    for field in dataclasses.fields(self):
+      path = getattr(self, field.name)
+      option_checks.check_path(field.name, path, 'pass the path of a PEM file')
 
 
 @functools.lru_cache(maxsize=8)

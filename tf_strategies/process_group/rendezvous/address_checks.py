@@ -7,7 +7,7 @@ import ipaddress
 from collections.abc import Mapping
 from typing import Any
 
-from tf_strategies import errors, version
+from tf_strategies import errors, option_checks, version
 from tf_strategies.process_group import options as options_lib
 from tf_strategies.process_group.network import connection as connection_lib
 from tf_strategies.process_group.network import local_users
@@ -22,6 +22,16 @@ def check(
     ClusterConfigError: the task has no address, or two have the same.
     UnsupportedOptionError: addresses that need a secret; more workers than there are.
   """
+  option_checks.check(
+    isinstance(addresses, Mapping)
+    and all(map(option_checks.is_int, addresses)),
+    f'addresses={addresses!r}',
+    "'host:port' of each task by its number",
+    "write for instance {0: 'host0:2222', 1: 'host1:2222'}",
+  )
+  option_checks.check_int(
+    'task', task, 0, fix='pass the number of this process'
+  )
   if task not in addresses:
     raise errors.ClusterConfigError(
       f'Task {task!r} is not one of {sorted(addresses)}. Pass the number of '
@@ -54,7 +64,7 @@ def check(
       'GroupOptions.from_env(); or pass allow_unauthenticated=True',
     )
   minimum = options.min_workers
-  if isinstance(minimum, int) and minimum > len(addresses):
+  if option_checks.is_int(minimum) and minimum > len(addresses):
     raise errors.UnsupportedOptionError(
       f'min_workers={options.min_workers} with {len(addresses)} addresses',
       f'at most {len(addresses)}',

@@ -10,7 +10,7 @@ import enum
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from tf_strategies import errors, version
+from tf_strategies import errors, option_checks, version
 from tf_strategies.process_group import options as options_lib
 from tf_strategies.process_group.rendezvous import address_checks, quorum
 
@@ -67,6 +67,16 @@ class View:
     return self.reached_at is not None and now - self.reached_at < FRESH_SECONDS
 
 
+def check_start(
+  progress: object, is_closed: object, may_be_alone: object, check: object
+) -> None:
+  """Refuses what no group can form with, before the last one is left."""
+  option_checks.check_int('progress', progress, 0)
+  option_checks.check_bool('is_closed', is_closed)
+  option_checks.check_bool('may_be_alone', may_be_alone)
+  option_checks.check_function('check', check)
+
+
 class Membership:
   """The state of every task, and what follows from it."""
 
@@ -77,7 +87,7 @@ class Membership:
     incarnation: str,
     options: options_lib.GroupOptions,
   ):
-    self.addresses = dict(sorted(addresses.items()))
+    self.addresses = {int(t): a for t, a in sorted(addresses.items())}
     self.task = task
     self.incarnation = incarnation
     # Tells descriptions of the cluster apart, so that it need not travel as a whole;

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from absl import logging
 
-from tf_strategies import errors
+from tf_strategies import errors, option_checks
 from tf_strategies.process_group import options as options_lib
 from tf_strategies.process_group import state
 from tf_strategies.process_group.control import control_plane
@@ -58,6 +58,7 @@ _SHORTAGE_SECONDS = 5.0
 _SHORTAGE_GAP_SECONDS = 2.0
 
 
+@option_checks.has_options
 class Rendezvous:
   """Owns this process's address of the cluster for the life of the process.
 
@@ -88,16 +89,16 @@ class Rendezvous:
     task: int,
     options: options_lib.GroupOptions | None = None,
   ):
-    self._options = options or options_lib.GroupOptions()
+    self._options = options_lib.given_or_default(options)
     address_checks.check(addresses, task, self._options)
     incarnation = (
       f'{socket.gethostname()} process {os.getpid()} {secrets.token_hex(4)}'
     )
     self._membership = membership.Membership(
-      addresses, task, incarnation, self._options
+      addresses, int(task), incarnation, self._options
     )
     self._addresses = self._membership.addresses
-    self._task = task
+    self._task = task = int(task)
     self._group: tcp_group.TcpProcessGroup | None = None
     self._proposal: formation.Proposal | None = None
     self._mesh: mesh_lib.Mesh | None = None  # Of the last proposal.
@@ -150,9 +151,10 @@ class Rendezvous:
       ClusterConfigError: workers have different addresses.
       AuthenticationError: no other worker has this one's secret.
     """
+    membership.check_start(progress, is_closed, may_be_alone, check)
     self._leave()
     self._group = self._server.call(
-      self._form(progress, is_closed, may_be_alone, check)
+      self._form(int(progress), is_closed, may_be_alone, check)
     )
     return self._group
 

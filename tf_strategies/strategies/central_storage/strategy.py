@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tf_strategies import _tf_internal, cross_device, errors
+from tf_strategies import _tf_internal, cross_device, errors, option_checks
 from tf_strategies.cross_device import base as cross_device_base
 from tf_strategies.cross_device import statistics
 from tf_strategies.strategies.central_storage import variables
@@ -17,6 +17,7 @@ from tf_strategies.strategies.mirrored import reducer, replica_run, shards
 from tf_strategies.strategies.mirrored import strategy as mirrored_strategy
 
 
+@option_checks.has_options
 class CentralStorageStrategy(
   mirrored_strategy.ExactStrategy, tf.distribute.Strategy
 ):
@@ -71,7 +72,7 @@ class CentralStorageStrategy(
     if cross_device_ops is None:
       cross_device_ops = cross_device.NaiveAllReduce()
     mirrored_strategy.check_cross_device_ops(cross_device_ops)
-    devices = devices_lib.resolve_devices(compute_devices)
+    devices = devices_lib.resolve_devices(compute_devices, 'compute_devices')
     extended_class = shards.extended_class(CentralStorageExtended, reproducible)
     super().__init__(
       extended_class(
@@ -211,4 +212,4 @@ def _resolve_parameter_device(
   if device is None:
     only_gpu = len(compute_devices) == 1 and 'GPU' in compute_devices[0]
     device = compute_devices[0] if only_gpu else 'CPU:0'
-  return devices_lib.resolve_devices([device])[0]
+  return devices_lib.resolve_devices([device], 'parameter_device')[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -11,6 +12,7 @@ from tf_strategies import _tf_internal, errors
 
 def resolve_devices(
   devices: Sequence[str | tf.config.LogicalDevice] | None,
+  option: str = 'devices',
 ) -> tuple[str, ...]:
   """Returns the full names of `devices`.
 
@@ -26,6 +28,7 @@ def resolve_devices(
     >>> resolve_devices(['CPU:0'])
     ('/job:localhost/replica:0/task:0/device:CPU:0',)
   """
+  refusal = functools.partial(_unsupported, option)
   available = [
     d.name
     for d in tf.config.list_logical_devices()
@@ -35,9 +38,9 @@ def resolve_devices(
     gpus = [name for name in available if 'GPU' in name]
     devices = gpus or [name for name in available if 'CPU' in name]
   if isinstance(devices, str) or not isinstance(devices, Sequence):
-    raise _unsupported(devices, "a list of device names such as ['GPU:0']")
+    raise refusal(devices, "a list of device names such as ['GPU:0']")
   if not devices:
-    raise _unsupported(devices, 'at least one device')
+    raise refusal(devices, 'at least one device')
   devices = [
     d.name if isinstance(d, tf.config.LogicalDevice) else d for d in devices
   ]
@@ -46,13 +49,13 @@ def resolve_devices(
   for device in devices:
     name = _canonical(device) if isinstance(device, str) else None
     if name is None:
-      raise _unsupported(devices, f"names such as 'GPU:0', not {device!r}")
+      raise refusal(devices, f"names such as 'GPU:0', not {device!r}")
     if name not in known:
-      raise _unsupported(
+      raise refusal(
         devices, f'the devices of this process, without {device!r}: {available}'
       )
     if name in resolved:
-      raise _unsupported(devices, f'each device once, not {device!r} twice')
+      raise refusal(devices, f'each device once, not {device!r} twice')
     resolved.append(name)
   return tuple(resolved)
 
@@ -65,9 +68,11 @@ def _canonical(device: str) -> str | None:
   return name if tf.DeviceSpec.from_string(name).device_type else None
 
 
-def _unsupported(devices, allowed: str) -> errors.UnsupportedOptionError:
+def _unsupported(
+  option: str, devices, allowed: str
+) -> errors.UnsupportedOptionError:
   return errors.UnsupportedOptionError(
-    f'devices={devices!r}',
+    f'{option}={devices!r}',
     allowed,
     'list tf.config.list_logical_devices(), or split one device into several '
     'with tf.config.set_logical_device_configuration before TensorFlow starts',

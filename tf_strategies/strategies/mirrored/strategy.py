@@ -69,6 +69,7 @@ class ExactStrategy:
     return super().reduce(reduce_op, value, axis)
 
 
+@option_checks.has_options
 class RingMirroredStrategy(ExactStrategy, tf.distribute.MirroredStrategy):
   """Mirrored training on the devices of one host, over a ring, exactly.
 
@@ -134,11 +135,9 @@ def check_sharding(
   shard_optimizer_state: bool, reproducible: bool | int, compression='none'
 ) -> None:
   """Raises UnsupportedOptionError for what cannot divide state, or be with it."""
-  option_checks.check_type(
+  option_checks.check_bool(
     'shard_optimizer_state',
     shard_optimizer_state,
-    bool,
-    'True or False',
     'write shard_optimizer_state=True',
   )
   if not shard_optimizer_state:

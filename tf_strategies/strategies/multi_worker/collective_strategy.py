@@ -18,6 +18,7 @@ from tf_strategies.strategies.multi_worker import runtime_communicator, strategy
 _started: dict[str, tuple[str, ...]] = {}
 
 
+@option_checks.has_options
 class MultiWorkerCollectiveStrategy(strategy.MultiWorkerStrategy):
   """Synchronous training on several workers, by TensorFlow's collectives.
 

@@ -8,12 +8,14 @@ from typing import Any
 
 from tf_strategies import option_checks, process_group
 from tf_strategies.collectives import algorithms, compression
+from tf_strategies.process_group import options as group_options
 from tf_strategies.strategies.mirrored import shards
 
 _LINKS = ('auto', 'tcp', 'mpi')
 _COMMUNICATIONS = ('auto', 'ring', 'nccl')
 
 
+@option_checks.has_options
 @dataclasses.dataclass(frozen=True)
 class RingOptions:
   """How the workers of a `MultiWorkerRingStrategy` talk.
@@ -61,7 +63,7 @@ class RingOptions:
   def __post_init__(self):
     option_checks.check_choice('link', self.link, _LINKS)
     option_checks.check_int('bucket_bytes', self.bucket_bytes, 1)
-    algorithms.check(self.all_reduce, 'auto')
+    algorithms.check(self.all_reduce, 'auto', option='all_reduce')
     if not callable(self.compression):
       compression.parse(self.compression)
     option_checks.check_bool('measure_links', self.measure_links)
@@ -72,15 +74,12 @@ class RingOptions:
       "compression='none': it rounds sums",
       'leave out one of them',
     )
-    option_checks.check_type(
-      'group',
-      self.group,
-      (process_group.GroupOptions, type(None)),
-      'tfs.process_group.GroupOptions, or None',
-      'write group=tfs.process_group.GroupOptions(...)',
-    )
+    if self.group is not None:
+      group_options.check_type('group', self.group)
+    option_checks.keep_plain(self)
 
 
+@option_checks.has_options
 @dataclasses.dataclass(frozen=True)
 class CollectiveOptions:
   """How the workers of a `MultiWorkerCollectiveStrategy` talk.
@@ -114,3 +113,4 @@ class CollectiveOptions:
     option_checks.check_int('bucket_bytes', self.bucket_bytes, 1)
     for name in ('start_timeout_seconds', 'timeout_seconds'):
       option_checks.check_seconds(name, getattr(self, name), or_zero=True)
+    option_checks.keep_plain(self)

@@ -23,6 +23,7 @@ from tf_strategies.strategies.multi_worker import (
 _SIZES_OF_MPI = ('OMPI_COMM_WORLD_SIZE', 'PMI_SIZE')
 
 
+@option_checks.has_options
 class MultiWorkerRingStrategy(strategy.MultiWorkerStrategy):
   """Synchronous training on several workers, exactly, over a ring of our own.
 
@@ -122,7 +123,7 @@ class MultiWorkerRingStrategy(strategy.MultiWorkerStrategy):
         make_communicator,
         {
           **set_up_of(options),
-          'shard_optimizer_state': shard_optimizer_state,
+          'shard_optimizer_state': bool(shard_optimizer_state),
         },
         resolver,
         options.reproducible,

@@ -52,6 +52,7 @@ class ParameterServerOptions:
     self._check_checkpoints()
     for name in _TIMEOUTS:
       option_checks.check_seconds(name, getattr(self, name))
+    option_checks.keep_plain(self)
 
   def check_workers(self, num_workers: int) -> None:
     """Refuses options that do not go with so many workers."""
@@ -76,6 +77,7 @@ class ParameterServerOptions:
       self.checkpoint_dir,
       "write checkpoint_dir='...', or leave it out",
     )
+    option_checks.check_local('checkpoint_dir', self.checkpoint_dir)
     object.__setattr__(self, 'checkpoint_dir', os.fspath(self.checkpoint_dir))
     self._set_default('checkpoint_steps', 1000)
     option_checks.check_int('checkpoint_steps', self.checkpoint_steps, 1)
@@ -103,9 +105,6 @@ def make(
       'an optimizer that says so, which has more to say',
       f'compile with tfs.keras.LocalSteps(optimizer, every={options["local_steps"]!r})',
     )
-  known = {f.name for f in dataclasses.fields(ParameterServerOptions)}
-  for name in options:
-    option_checks.check_choice(
-      'option of ParameterServerStrategy', name, sorted(known)
-    )
+  known = [f.name for f in dataclasses.fields(ParameterServerOptions)]
+  option_checks.check_names('ParameterServerStrategy', options, known)
   return ParameterServerOptions(mode, **options)

@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_strategies import _keras_internal, _tf_internal
+from tf_strategies import _keras_internal, _tf_internal, option_checks
 from tf_strategies.checkpoint import model_state
 from tf_strategies.cluster import config as config_lib
 from tf_strategies.strategies.parameter_server import (
@@ -26,6 +26,7 @@ from tf_strategies.strategies.parameter_server import journal as journal_lib
 from tf_strategies.strategies.parameter_server import options as options_lib
 
 
+@option_checks.has_options
 class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
   """Trains on workers that share variables on parameter servers.
 

@@ -235,6 +235,15 @@ class RemoteStep:
   def __init__(
     self, strategy, fn: Callable[[Any], Any], optimizers: Sequence[Any] = ()
   ):
+    option_checks.check_function(
+      'fn', fn, 'pass a function of a batch: strategy.remote_step(train_fn)'
+    )
+    option_checks.check(
+      isinstance(optimizers, Sequence),
+      f'optimizers={optimizers!r}',
+      'a list of Keras optimizers',
+      'write strategy.remote_step(train_fn, [optimizer])',
+    )
     self._strategy = strategy
     self._step = step_task.Step(
       # Nothing tells how often a step calls a function of a graph.

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
-from tf_strategies import errors
+from tf_strategies import errors, option_checks
 from tf_strategies.collectives import algorithms
 from tf_strategies.collectives import schedule as schedule_lib
 from tf_strategies.strategies.tpu import extended, permute, system
@@ -16,6 +16,7 @@ AllReduce = str | Callable[[int], schedule_lib.Schedule]
 _BUILTIN = 'builtin'
 
 
+@option_checks.has_options
 class TPURingStrategy(tf.distribute.TPUStrategy):
   """Synchronous training on TPUs whose all-reduce is a `Schedule`.
 

@@ -1,0 +1,179 @@
+"""Every option of what is public refuses what it cannot be, at once and by name."""
+
+import inspect
+import json
+import os
+import re
+from unittest import mock
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+import tf_strategies as tfs
+from tests import virtual_devices
+from tf_strategies import collectives, data, monitoring, process_group
+
+virtual_devices.configure()
+
+_LINK = collectives.Link(1e-5, 1e-9)
+_TOPOLOGY = collectives.Topology(4, _LINK)
+_WITH_SERVERS = tfs.cluster.ClusterConfig(
+  {'chief': {0: 'a:1'}, 'worker': {0: 'b:1'}, 'ps': {0: 'c:1'}}, 'chief', 0
+)
+_RANGE = tf.data.Dataset.range(4).batch(2)
+_ROWS = tf.data.Dataset.from_tensors((tf.ones([4, 3]), tf.zeros([4, 1])))
+_RECORDS = 'ram://wrong_values/a.tfrecord'
+
+# What is constructed or called, and arguments that it needs.
+_CALLS = {
+  tfs.RingMirroredStrategy: {},
+  tfs.CentralStorageStrategy: {},
+  tfs.MultiWorkerRingStrategy: {},
+  tfs.MultiWorkerCollectiveStrategy: {},
+  tfs.ParameterServerStrategy: {'cluster': _WITH_SERVERS},
+  tfs.TPURingStrategy: {},
+  tfs.create_strategy: {'name': 'one_device'},
+  tfs.RingOptions: {},
+  tfs.CollectiveOptions: {},
+  tfs.ElasticOptions: {},
+  process_group.GroupOptions: {},
+  process_group.TlsFiles: {'certificate': 'a', 'key': 'b', 'authority': 'c'},
+  process_group.Rendezvous: {'addresses': {0: '127.0.0.1:0'}, 'task': 0},
+  process_group.form_mpi_group: {},
+  data.PipelineOptions: {'global_batch_size': 4},
+  data.Arrays: {'components': np.ones([4])},
+  data.Files: {
+    'paths': _RECORDS,
+    'read_fn': tf.data.TFRecordDataset,
+    'parse_fn': tf.strings.length,
+    'counts': [1],
+  },
+  data.TFRecords: {'paths': _RECORDS, 'schema': tf.strings.length},
+  data.make_dataset: {
+    'source': np.ones([4]),
+    'options': data.PipelineOptions(4, seed=1),
+    'training': True,
+    'epochs': 2,
+  },
+  data.check_shards: {'shards': [_RANGE], 'whole': _RANGE},
+  monitoring.MonitorOptions: {},
+  monitoring.TrainingMonitor: {},
+  tfs.MonitorCallback: {},
+  tfs.RunCheckpoint: {'directory': 'a', 'model': '<model>'},
+  tfs.ResumeFit: {'checkpoint': '<checkpoint>'},
+  tfs.Preemption: {'checkpoint': '<checkpoint>'},
+  tfs.PreemptionCheckpoint: {'checkpoint': '<checkpoint>'},
+  tfs.SidecarEvaluator: {
+    'model': '<model>',
+    'data': _ROWS,
+    'checkpoint_dir': 'a',
+  },
+  tfs.NaiveAllReduce: {},
+  tfs.TreeAllReduce: {},
+  tfs.HierarchicalRingAllReduce: {},
+  tfs.ScheduledAllReduce: {'algorithm': 'ring'},
+  tfs.plan: {'model': [1000], 'cluster': _TOPOLOGY, 'compressions': ['none']},
+  tfs.elastic.run: {'train_fn': lambda job: None},
+  tfs.cluster.run_task: {'train': lambda: None},
+  tfs.cluster.ClusterConfig: {
+    'jobs': {'worker': {0: 'a:1'}},
+    'task_type': 'worker',
+    'task_index': 0,
+  },
+  tfs.keras.ChiefOnly: {'callback': keras.callbacks.TerminateOnNaN()},
+  tfs.keras.DistributedOptimizer: {'optimizer': 'sgd'},
+  tfs.keras.LazyRows: {'optimizer': 'adam'},
+  tfs.keras.LocalSteps: {'optimizer': 'sgd', 'every': 2},
+  tfs.keras.DynamicEmbedding: {'output_dim': 4},
+  collectives.Link: {'alpha_seconds': 1.0, 'beta_seconds_per_byte': 1.0},
+  collectives.Topology: {'world_size': 4, 'intra': _LINK},
+}
+
+
+# Where an error calls an argument by another name.
+_CALLED = {
+  'name': 'strategy=|name=',
+  'jobs': 'cluster is',
+  'source': 'arrays with one row',
+  'components': 'arrays with one row',
+}
+
+
+class _Nothing:
+  """What no option can be."""
+
+  def __repr__(self):
+    return '<nothing>'
+
+
+def _named(calls):
+  return [(call.__name__, call) for call in calls]
+
+
+class WrongValuesTest(tf.test.TestCase, parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    environment = {k: v for k, v in os.environ.items() if k != 'TF_CONFIG'}
+    self.enter_context(mock.patch.dict(os.environ, environment, clear=True))
+    with tf.io.TFRecordWriter(_RECORDS) as writer:
+      writer.write(b'1')
+
+  def made(self, value):
+    """An argument; those that stand for models are made."""
+    if value not in ('<model>', '<checkpoint>'):
+      return value
+    model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
+    model.compile('sgd', 'mse')
+    if value == '<model>':
+      return model
+    return tfs.RunCheckpoint(self.create_tempdir().full_path, model)
+
+  def assert_refused(self, call, name, value):
+    given = {
+      k: self.made(v) if isinstance(v, str) else v
+      for k, v in _CALLS[call].items()
+    }
+    with self.assertRaises(tfs.errors.Error) as caught:
+      call(**{**given, name: value})
+    said = str(caught.exception)
+    # TF_CONFIG has a `task.type`.
+    self.assertRegex(said, _CALLED.get(name, name.replace('_', '.')))
+    if not isinstance(caught.exception, tfs.errors.ScheduleError):
+      self.assertIn('Fix: ', said)
+
+  @parameterized.named_parameters(_named(_CALLS))
+  def test_no_option_takes_just_anything(self, call):
+    for parameter in inspect.signature(call).parameters.values():
+      if parameter.kind is not parameter.VAR_KEYWORD:
+        with self.subTest(parameter.name):
+          self.assert_refused(call, parameter.name, _Nothing())
+
+  @parameterized.named_parameters(_named(_CALLS))
+  def test_truth_values_are_no_numbers(self, call):
+    for parameter in inspect.signature(call).parameters.values():
+      kinds = set(re.findall(r'\w+', str(parameter.annotation)))
+      if kinds & {'int', 'float'} and kinds <= {'int', 'float', 'None', 'str'}:
+        with self.subTest(parameter.name):
+          self.assert_refused(call, parameter.name, True)
+
+  @parameterized.named_parameters(
+    _named(call for call in _CALLS if call.__name__.endswith('Options'))
+  )
+  def test_numbers_of_numpy_are_kept_as_pythons(self, call):
+    given, numpys = dict(_CALLS[call]), {int: np.int64, float: np.float32}
+    for name, parameter in inspect.signature(call).parameters.items():
+      value = given.get(name, parameter.default)
+      if type(value) in numpys:
+        given[name] = numpys[type(value)](value)
+    options = call(**given)
+    found = {k: v for k, v in vars(options).items() if k in given}
+    self.assertNotEmpty(found)
+    self.assertEqual(json.loads(json.dumps(found)), found)
+    for name, value in found.items():
+      self.assertAlmostEqual(value, given[name], msg=name)
+
+
+if __name__ == '__main__':
+  tf.test.main()
