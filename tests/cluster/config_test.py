@@ -47,6 +47,16 @@ _BAD = (
   ('list_task', '{"cluster": {}, "task": [1]}', ('task is [1]',)),
   ('no_type', _config(task={'index': 0}), ('task.type is missing',)),
   ('no_index', _config(task={'type': 'ps'}), ('task.index is missing',)),
+  (
+    'index_misspelt',
+    _config(task={'type': 'ps', 'indx': 0}),
+    ("'indx'", "write 'index'"),
+  ),
+  (
+    'type_misspelt',
+    _config(task={'Type': 'ps', 'index': 0}),
+    ("'Type'", "write 'type'"),
+  ),
   ('type_null', _task(type=None), ('task.type is None', 'evaluator')),
   ('type_list', _task(type=['worker']), ("task.type is ['worker']",)),
   ('type_upper', _task(type='Worker'), ("'Worker'", 'lower case')),

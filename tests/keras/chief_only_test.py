@@ -24,6 +24,18 @@ class _Interrupt(keras.callbacks.Callback):
       raise _InterruptionError
 
 
+class _Describe(keras.callbacks.Callback):
+  """Writes as soon as it has a model, as TensorBoard does."""
+
+  def __init__(self, path):
+    super().__init__()
+    self.path = path
+
+  def set_model(self, model):
+    super().set_model(model)
+    os.makedirs(self.path)
+
+
 def _model(strategy, seed):
   keras.utils.set_random_seed(seed)
   with strategy.scope():
@@ -38,6 +50,15 @@ def _fit(model, callbacks):
   model.fit(
     x, x[:, :2], 4, _EPOCHS, verbose=0, shuffle=False, callbacks=callbacks
   )
+
+
+def _describe(rank, directory):
+  """Fits with a callback that writes before the first event."""
+  mine = os.path.join(directory, str(rank))
+  os.makedirs(mine)
+  model = _model(tfs.MultiWorkerRingStrategy(), 1)
+  _fit(model, [tfs.keras.ChiefOnly(_Describe(os.path.join(mine, 'described')))])
+  return os.listdir(mine)
 
 
 def _interrupt_and_resume(rank, directory):
@@ -86,6 +107,12 @@ class ChiefOnlyTest(tf.test.TestCase):
         result['whole'], result['resumed'], strict=True
       ):
         np.testing.assert_array_equal(whole, resumed)
+
+  @pytest.mark.multi_process
+  def test_chief_alone_gives_its_callback_the_model(self):
+    directory = self.create_tempdir().full_path
+    files = processes.run_workers(_describe, 2, args=(directory,))
+    self.assertEqual(files, [['described'], []])
 
   def test_calls_the_callback_where_there_are_no_workers(self):
     calls = []

@@ -238,7 +238,7 @@ class StorageTest(tf.test.TestCase, parameterized.TestCase):
 class RefusalTest(tf.test.TestCase, parameterized.TestCase):
   def test_option(self):
     with self.assertRaisesRegex(
-      errors.UnsupportedOptionError, 'shard_optimizer_state of type str'
+      errors.UnsupportedOptionError, "shard_optimizer_state='yes'"
     ):
       tfs.create_strategy(
         'ring_mirrored',

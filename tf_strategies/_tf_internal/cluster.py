@@ -24,6 +24,16 @@ def connected_cluster():
   return eager_context().get_server_def()
 
 
+def is_reachable(dataset: tf.data.Dataset) -> bool:
+  """Whether this process still has the device that the data set was made on.
+
+  Connecting to a cluster gives the process's own devices another job.
+  """
+  device = dataset._variant_tensor.device or ''  # None or '' in a graph.
+  is_from_before = tf.DeviceSpec.from_string(device).job == 'localhost'
+  return not is_from_before or connected_cluster() is None
+
+
 def connect_again(server_def=None) -> None:
   """Connects to tasks that were restarted, when every task answers."""
   context = eager_context()

@@ -15,6 +15,7 @@ Example:
 """
 
 import collections
+import difflib
 import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -101,6 +102,7 @@ def read(config: Mapping[str, Any]) -> Parts:
   ):
     if not isinstance(value, Mapping):
       raise checks.bad(name, value, allowed, _example())
+  _check_keys(task)
   is_sparse = any(isinstance(tasks, Mapping) for tasks in jobs.values())
   if is_sparse:
     # A job that this task need not know is {}, [], or null for a nil list of Go.
@@ -112,6 +114,21 @@ def read(config: Mapping[str, Any]) -> Parts:
     config.get('environment'),
     is_sparse,
   )
+
+
+def _check_keys(task: Mapping[str, Any]) -> None:
+  """Names a key that is likely a misspelt one; schedulers add keys of their own."""
+  spellings = {str(key).strip().lower(): key for key in task}
+  for key in ('type', 'index'):
+    likely = difflib.get_close_matches(
+      key, set(spellings) - {'type', 'index'}, 1
+    )
+    likely = [key] if key in spellings else likely
+    if key not in task and likely:
+      found = spellings[likely[0]]
+      raise checks.bad(
+        'a key of task', found, 'type and index', f"write '{key}'"
+      )
 
 
 def checked(parts: Parts) -> Parts:

@@ -39,6 +39,7 @@ class ChiefOnly(keras.callbacks.Callback):
       'pass for instance keras.callbacks.ModelCheckpoint(path)',
     )
     self.callback = callback
+    self._has_model = False
 
   def set_params(self, params):
     """Passes the parameters on, on every worker."""
@@ -46,9 +47,10 @@ class ChiefOnly(keras.callbacks.Callback):
     self.callback.set_params(params)
 
   def set_model(self, model):
-    """Passes the model on, on every worker."""
+    """Passes the model on, on the chief: TensorBoard writes as soon as it has one."""
     super().set_model(model)
-    self.callback.set_model(model)
+    self._has_model = False
+    self._tell_chief()
 
   def on_train_begin(self, logs=None):
     """Calls the callback; shares what it has restored."""
@@ -78,8 +80,16 @@ class ChiefOnly(keras.callbacks.Callback):
   def _strategy(self):
     return self.model.distribute_strategy
 
+  def _tell_chief(self) -> bool:
+    """Whether this is the chief; one that became it later gets the model first."""
+    is_chief = self._strategy().extended.should_checkpoint
+    if is_chief and not self._has_model:
+      self._has_model = True
+      self.callback.set_model(self.model)
+    return is_chief
+
   def _call(self, event, *args):
-    if self._strategy().extended.should_checkpoint:
+    if self._tell_chief():
       getattr(self.callback, event)(*args)
 
 

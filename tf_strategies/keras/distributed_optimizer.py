@@ -42,8 +42,10 @@ class DistributedOptimizer(optimizer_wrapper.StatelessWrapper):
   Args:
     optimizer: the Keras optimizer to wrap; also its name or its configuration.
     weighting: what each replica's loss is. 'rows': a mean over its own rows
-      divided by the number of replicas, as `fit` computes it; the gradient of a
-      replica with n_i rows then counts N * n_i / sum(n). 'none': a sum over its
+      divided by the number of replicas N, as `fit` and Keras's loss objects compute
+      it (`tf.reduce_mean` has to be divided by N: with it alone gradients are N
+      times as large); the gradient of a replica with n_i rows then counts
+      N * n_i / sum(n). 'none': a sum over its
       rows divided by the global batch size, as `tf.nn.compute_average_loss`
       computes it; gradients are just added.
     name: of this optimizer.

@@ -128,6 +128,14 @@ def model_made_outside(strategy):
     model.fit(*_data(), verbose=0)
 
 
+def data_made_before(strategy, dataset):
+  """TensorFlow says "unknown device": connecting renamed the one that has it."""
+  with strategy.scope():
+    model = _model()
+    model.compile('sgd', 'mse')
+  model.fit(dataset, verbose=0)
+
+
 def adapted_outside(strategy):
   """Not refused: workers only read what the layer adapted to."""
   x, y = _data()
@@ -156,14 +164,18 @@ _REFUSED = {
   metric_made_outside: "variable '.*outer.*outside of the strategy's scope",
   optimizer_made_outside: "Adam 'adam', made outside of any scope",
   model_made_outside: "variable '.*kernel'.*outside of any scope",
+  data_made_before: 'a data set that was made before.*after the strategy',
 }
 
 
 def run(name):
+  made_before = []
+  if name == 'data_made_before':
+    made_before = [tf.data.Dataset.from_tensor_slices(_data()).batch(4)]
   strategy = tfs.create_strategy('parameter_server', mode='sync')
   try:
     keras.backend.clear_session()
-    globals()[name](strategy)
+    globals()[name](strategy, *made_before)
   except tfs.errors.UnsupportedOptionError as e:
     return str(e)
   finally:

@@ -164,7 +164,9 @@ class ExactMirroredExtended(
         'A batch gave the replicas different numbers of rows. In a loop of your '
         'own the mean loss of each replica then counts the same, however few '
         'rows it has, which is not what one device computes. Divide the sum '
-        'of the loss by the rows of the whole batch, or wrap the optimizer: '
+        'of the loss by the rows of the whole batch (if your loop does, nothing '
+        'is wrong), or wrap the optimizer, and divide each mean by '
+        'strategy.num_replicas_in_sync: '
         'tfs.keras.DistributedOptimizer(optimizer).'
       )
     return np.int64(0)

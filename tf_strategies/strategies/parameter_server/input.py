@@ -15,6 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from tf_strategies import _tf_internal, errors
+from tf_strategies._tf_internal import cluster
 from tf_strategies.checkpoint import position as position_lib
 from tf_strategies.strategies.parameter_server import (
   batch_message,
@@ -333,6 +334,12 @@ class FedDataset(_Dataset):
         f'a {type(dataset).__name__} to distribute',
         'a tf.data.Dataset',
         'wrap a generator: tf.data.Dataset.from_generator',
+      )
+    if not cluster.is_reachable(dataset):
+      raise errors.UnsupportedOptionError(
+        'a data set that was made before this process was connected to the cluster',
+        'one that TensorFlow still finds',
+        'make it after the strategy',
       )
     self.dataset = dataset
     self._stock = stock
