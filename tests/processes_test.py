@@ -133,7 +133,8 @@ class CommandTest(absltest.TestCase):
     command.wait_until(lambda: command.output().endswith('\n'))
     below = int(command.output())
     with self.assertRaisesRegex(
-      errors.WorkerUnavailableError, f'did not end within {3 * processes.DEADLINE_FACTOR:g} s(?s:.*){below}'
+      errors.WorkerUnavailableError,
+      f'did not end within {3 * processes.DEADLINE_FACTOR:g} s(?s:.*){below}',
     ):
       command.wait()
     self.assertFalse(_is_running(command.pid))
