@@ -171,7 +171,9 @@ class MalformedTest(parameterized.TestCase):
   @parameterized.parameters(
     ('', 'no JSON'),
     ('{"benchmark": "recovery"', 'no JSON'),
+    ('[' * 100_000, 'no JSON'),
     ('[1]', 'a list'),
+    ('{"benchmark": []}', r'\[\], of which'),
     ('{}', 'None, of which'),
     ('{"benchmark": "of_nothing"}', "'of_nothing', of which"),
     ('{"benchmark": "recovery"}', "needs 'results'"),

@@ -207,8 +207,9 @@ class ScopeChecksTest(tf.test.TestCase, parameterized.TestCase):
     self.assertLen(found, 1)
     self.assertIn(type(strategy).__name__, found[0])
 
-  def test_does_not_warn_of_a_strategy_that_is_used(self):
-    strategy = _create('central_storage')
+  @parameterized.parameters('central_storage', 'mirrored')
+  def test_does_not_warn_of_a_strategy_that_is_used(self, name):
+    strategy = _create(name)
     with strategy.scope():
       used = _model()
       used.compile('adam', 'mse')

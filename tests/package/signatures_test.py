@@ -5,6 +5,7 @@ import pkgutil
 
 from absl.testing import absltest
 
+import tf_strategies as tfs
 from tf_strategies import errors
 from tf_strategies.launch import functions
 from tf_strategies.strategies.multi_worker import ring_strategy
@@ -122,6 +123,21 @@ class SignaturesTest(absltest.TestCase):
         ):
           cls(**{f'{name}x': None})
     self.assertContainsSubset(_SOME_WITH_OPTIONS, seen)
+
+  def test_near_one_of_a_wrapper_or_of_a_name_is_answered(self):
+    for call, name in (
+      (lambda: tfs.keras.DistributedOptimizer('sgd', weigthing=1), 'weighting'),
+      (lambda: tfs.keras.LocalSteps('sgd', 2, outr=None), 'outer'),
+      (lambda: tfs.create_strategy('parameter_server', clustr=1), 'cluster'),
+    ):
+      with self.assertRaisesRegex(
+        errors.UnsupportedOptionError, f"Fix: write '{name}'"
+      ):
+        call()
+    with self.assertRaisesRegex(
+      errors.UnsupportedOptionError, 'clipnorm on the inner optimizer'
+    ):
+      tfs.keras.DistributedOptimizer('sgd', clipnorm=1.0)
 
   def test_signature_stays(self):
     found = inspect.signature(ring_strategy.MultiWorkerRingStrategy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 
 import keras
@@ -66,12 +67,13 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
           'one wrapper',
           'pass the inner optimizer',
         )
-    if kwargs:
-      raise errors.UnsupportedOptionError(
-        f'{sorted(kwargs)} of {kind}',
-        'its own arguments and name',
-        'set options such as clipnorm on the inner optimizer',
-      )
+    own = [*inspect.signature(type(self).__init__).parameters][1:]
+    option_checks.check_names(
+      kind,
+      kwargs,
+      [n for n in own if n != 'kwargs'],
+      'set options such as clipnorm on the inner optimizer',
+    )
     option_checks.check(
       isinstance(name, str) and name and '/' not in name,
       f'name={name!r} of {kind}',

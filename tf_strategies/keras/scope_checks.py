@@ -48,6 +48,7 @@ def check(model: keras.Model, kind: str) -> None:
     if inside is not strategy and _is_ours(inside):
       _refuse(f'{kind} of model {model.name!r}', inside, strategy)
   optimizers = _keras_internal.optimizers_of(model)
+  _unused.discard(strategy)
   if not _is_ours(strategy):
     for optimizer in optimizers:
       of_optimizer = _keras_internal.strategy_of(optimizer)
@@ -55,7 +56,6 @@ def check(model: keras.Model, kind: str) -> None:
         _refuse(f'model {model.name!r}', None, of_optimizer)
     _warn_if_unused(kind)
     return
-  _unused.discard(strategy)
   is_inside = strategy.extended.variable_created_in_scope
   if kind == 'train':
     for variable in model.trainable_variables:

@@ -56,11 +56,11 @@ def read(directory: pathlib.Path) -> dict[str, dict[str, Any]]:
   for path in sorted(directory.glob('*.json')):
     try:
       content = json.loads(path.read_text(encoding='utf-8'))
-    except ValueError as e:
+    except (OSError, ValueError, RecursionError) as e:
       raise _malformed(path.name, f'it is no JSON: {e}') from e
     if not isinstance(content, dict):
       raise _malformed(path.name, f'it holds a {type(content).__name__}')
-    if content.get('benchmark') not in measured_tables.TABLES:
+    if content.get('benchmark') not in [*measured_tables.TABLES]:
       raise _malformed(
         path.name,
         f'its benchmark is {content.get("benchmark")!r}, of which '

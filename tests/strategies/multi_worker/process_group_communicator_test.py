@@ -421,6 +421,17 @@ class FailuresTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(made.message, 'a [host failure x]')
     self.assertEqual(made.error_code, tf.errors.UNKNOWN)
 
+  def test_closed_ring_says_so(self):
+    ring = collective_queue.CollectiveQueue(_RecordingGroup())
+    in_graph = tf.function(lambda x: _call(ring, x, 'x'))
+    in_graph(tf.constant(1.0))
+    ring.close()
+    for step in (in_graph, lambda x: _call(ring, x, 'x')):
+      with self.assertRaisesRegex(
+        errors.WorkerUnavailableError, 'closed its group'
+      ):
+        step(tf.constant(1.0))
+
   def test_closed_ring_names_the_failure_of_its_group(self):
     group = _RecordingGroup()
     ring = collective_queue.CollectiveQueue(group)

@@ -184,7 +184,10 @@ class CollectiveQueue:
       work = _recorded(kind, work, handed_ns=recorder.now(), **about)
     with self._lock:
       self.calls[kind] = self.calls.get(kind, 0) + 1
-    return self._thread.submit(work, self.group, array)
+    try:
+      return self._thread.submit(work, self.group, array)
+    except RuntimeError as e:
+      raise self._closed() from e
 
   def _run(self, kind, work, array):
     with recorder.span(f'wait for {kind}', recorder.WAIT):
@@ -201,11 +204,15 @@ class CollectiveQueue:
       return function()
     except errors.Error as e:
       _graph_errors.raise_through_graph(e)
-    except (RuntimeError, concurrent.futures.CancelledError):
+    except concurrent.futures.CancelledError:
       # The queue was closed under a graph that still ran.
-      if self.group.failure is None:
-        raise
-      _graph_errors.raise_through_graph(self.group.failure)
+      _graph_errors.raise_through_graph(self._closed())
+
+  def _closed(self):
+    """Why the thread takes nothing; a group that has failed says more."""
+    return self.group.failure or errors.WorkerUnavailableError(
+      'This process has closed its group. Form a new one.'
+    )
 
 
 def _is_host(device: str) -> bool:

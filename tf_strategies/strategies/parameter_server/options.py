@@ -105,6 +105,7 @@ def make(
       'an optimizer that says so, which has more to say',
       f'compile with tfs.keras.LocalSteps(optimizer, every={options["local_steps"]!r})',
     )
-  known = [f.name for f in dataclasses.fields(ParameterServerOptions)]
+  fields = dataclasses.fields(ParameterServerOptions)
+  known = ['cluster', 'variable_partitioner', *(f.name for f in fields)]
   option_checks.check_names('ParameterServerStrategy', options, known)
   return ParameterServerOptions(mode, **options)
