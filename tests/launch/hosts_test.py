@@ -183,15 +183,16 @@ class OverSshTest(parameterized.TestCase):
 
   def _left(self):
     """What still runs on the hosts, but for sshd."""
-    return [
-      process.cmdline()
-      for host in range(2)
-      for pid in processes.run(
-        ['ip', 'netns', 'pids', self._hosts.command(host, [])[3]]
-      ).stdout.split()
-      for process in [psutil.Process(int(pid))]
-      if 'sshd' not in process.name()
-    ]
+    found = []
+    for host in range(2):
+      namespace = self._hosts.command(host, [])[3]
+      listed = processes.run(['ip', 'netns', 'pids', namespace]).stdout
+      for pid in map(int, listed.split()):
+        with contextlib.suppress(psutil.Error):  # It has ended since.
+          process = psutil.Process(pid)
+          if 'sshd' not in process.name():
+            found.append(process.cmdline())
+    return found
 
   def test_tasks_of_all_hosts_add_up(self):
     started = self._start(sys.executable, '-c', _SUM)
