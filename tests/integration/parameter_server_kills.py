@@ -1,12 +1,11 @@
 """A chief that trains tables whose every row tells which steps it has, and can be held.
 
 A test holds a task at an exact place by a file of the place's name in a directory:
-whoever comes there says so in a file `<place>.reached`, those in a step also in one
-`<place>.at.<turn>`, and waits until the first file is gone. Meanwhile the test kills
-somebody. Places are `lookup` and `update` of a step, which workers pass (in 'sync'
-servers pass `update`), `write 0` and `write 1`, which that server passes before it writes
-rows of the table in parts (if it `holds_writes`), and those in `_PLACES`, which the chief
-passes while it saves or loads.
+whoever is there says so, again and again, in a file `<place>.reached`, and waits until
+the first file is gone. Meanwhile the test kills somebody. Places are `lookup` and
+`update` of a step, which workers pass (in 'sync' servers pass `update`), `write 0` and
+`write 1`, which that server passes before it writes rows of the table in parts (if it
+`holds_writes`), and those in `_PLACES`, which the chief passes while it saves or loads.
 """
 
 import json
@@ -95,8 +94,6 @@ def _hold(directory: str, place: str, turn, held):
   """In a graph: the tensor `held`, once nobody holds it; `turn` is any number."""
   import tensorflow as tf
 
-  at = tf.strings.join([f'{directory}/{place}.at.', tf.strings.as_string(turn)])
-
   def is_held(turn, held):
     del held
     # The path depends on the turn, or it would be looked up once.
@@ -105,11 +102,8 @@ def _hold(directory: str, place: str, turn, held):
     return tf.size(tf.io.matching_files(path)) > 0
 
   def wait(turn, held):
-    reached = [
-      tf.io.write_file(at, ''),
-      tf.io.write_file(f'{directory}/{place}.reached', ''),
-    ]
-    with tf.control_dependencies(reached):
+    reached = tf.io.write_file(f'{directory}/{place}.reached', '')
+    with tf.control_dependencies([reached]):
       # As a value of the loop: what only came after it might be computed before.
       return turn + 1, programs.pause(held, 20)
 
