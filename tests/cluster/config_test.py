@@ -59,7 +59,7 @@ _BAD = (
   ),
   ('type_null', _task(type=None), ('task.type is None', 'evaluator')),
   ('type_list', _task(type=['worker']), ("task.type is ['worker']",)),
-  ('type_upper', _task(type='Worker'), ("'Worker'", 'lower case')),
+  ('type_upper', _task(type='Worker'), ("'Worker'", "write 'worker'")),
   ('type_unknown', _task(type='gpu'), ("'gpu'", 'chief, master, worker')),
   ('type_absent', _task(type='ps'), ("task.type is 'ps'", 'cluster (worker)')),
   ('chief_absent', _task(type='chief'), ("task.type is 'chief'",)),
@@ -115,6 +115,23 @@ _BAD = (
   ('sparse_twice', _config({'1': 'a:1', '01': 'b:2'}), ("'01'", 'once')),
   ('sparse_absent', _config({'1': 'a:1', '4': 'b:2'}), ('is 0', '1, 4')),
   ('sparse_empty', _config({}), ('cluster is {}',)),
+  ('job_misspelt', _config(pss=['d:4']), ("is 'pss'", "write 'ps'")),
+  (
+    'several_mistakes',
+    _config(['a', 'b:2', 'b:2', 'c:0'], gpu=['d:4'], ps=[':5']),
+    (
+      "\nTF_CONFIG: cluster.worker[0] is 'a'",
+      "'b:2'. Expected an address that no other",
+      "'c:0'",
+      "'gpu'",
+      "':5'",
+    ),
+  ),
+  (
+    'many_mistakes',
+    _config(['a'] * 20),
+    ('cluster.worker[4]', '\nAnd 15 more mistakes.'),
+  ),
   (
     'environment',
     _config().replace('"cluster"', '"environment": [1], "cluster"', 1),
@@ -135,7 +152,8 @@ class BadValuesTest(parameterized.TestCase):
     message = str(caught.exception)
     for word in ('TF_CONFIG: ', 'Expected ', 'Fix: ', *words):
       self.assertIn(word, message)
-    self.assertLess(len(message), 700)
+    self.assertLess(max(map(len, message.splitlines())), 700)
+    self.assertLess(message.count('\n'), 6)
 
   def test_table_is_long_and_each_text_is_another(self):
     self.assertGreaterEqual(len({text for _, text, _ in _BAD}), 60)

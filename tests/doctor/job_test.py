@@ -96,6 +96,21 @@ class BrokenTest(JobCase):
     self.assertLen(found, 1)
     self.assert_fails(found, 'TF_CONFIG', *words)
 
+  def test_all_mistakes_of_a_config_are_named(self):
+    config = _config(['a:1', 'b', 'c:0'], 0, 'wroker')
+    found = list(job.look({'TF_CONFIG': config}))
+    self.assertEqual(
+      {(f.state, f.name) for f in found}, {('FAIL', 'TF_CONFIG')}
+    )
+    for finding, what, fix in zip(
+      found,
+      ("task.type is 'wroker'", "worker[1] is 'b'", "worker[2] is 'c:0'"),
+      ("write 'worker'", "write it as 'host:port'", "write it as 'host:port'"),
+      strict=True,
+    ):
+      self.assertIn(what, finding.what)
+      self.assertStartsWith(finding.fix, fix)
+
   def test_name_that_does_not_resolve(self):
     found = self.look(
       _config([*_free(1), 'no-such-host.invalid:2222']), TFS_SECRET=_SECRET

@@ -88,7 +88,9 @@ class _KillsTestCase(parameter_server_case.FaultsTestCase):
     [before] = self.peek(job)
     self.release(place)
     if writes:
-      self._wait(job, lambda: self.peek(job) > [before], 'a row that is written')
+      self._wait(
+        job, lambda: self.peek(job) > [before], 'a row that is written'
+      )
     else:
       time.sleep(1.5)
       [after] = self.peek(job)

@@ -30,6 +30,7 @@ _BRACKETS = re.compile(r'\[[0-9A-Za-z:.%_-]+\]')
 _NUMBER = re.compile(r'[0-9]{1,9}')
 _LONG_NUMBER = re.compile(r'[0-9]{1,15}')
 _LONGEST = 120
+_MOST_MISTAKES = 5
 
 # In place of a value that is not there.
 MISSING = object()
@@ -72,6 +73,29 @@ def bad(
   )
 
 
+class Mistakes:
+  """Mistakes that do not depend on each other, for one error that names them all."""
+
+  def __init__(self):
+    self._found: list[str] = []
+
+  @contextlib.contextmanager
+  def noted(self) -> Iterator[None]:
+    """A context that ends where a value is wrong, and goes on behind it."""
+    try:
+      yield
+    except errors.ClusterConfigError as e:
+      self._found.append(str(e))
+
+  def raise_all(self) -> None:
+    """Raises them, if there are any; a line each."""
+    if self._found:
+      shown = self._found[:_MOST_MISTAKES]
+      left_out = len(self._found) - len(shown)
+      more = [f'And {left_out} more mistakes.'] if left_out else []
+      raise errors.ClusterConfigError('\n'.join([*shown, *more]))
+
+
 def bad_variable(
   name: str, value: Any, allowed: str, fix: str
 ) -> errors.ClusterConfigError:
@@ -108,11 +132,12 @@ def checked_type(value: Any, what: str) -> str:
   """A job's type; `master`, the chief's older name, becomes `chief`."""
   if isinstance(value, str) and value in (*JOB_TYPES, 'master'):
     return 'chief' if value == 'master' else value
+  meant = option_checks.nearest(value, (*JOB_TYPES, 'master'))
   raise bad(
     what,
     value,
     'chief, master, worker, ps or evaluator',
-    'use one of these names, in lower case',
+    f'write {meant!r}' if meant else 'use one of these names, in lower case',
   )
 
 

@@ -142,26 +142,34 @@ def checked(parts: Parts) -> Parts:
       'cluster', parts.jobs, 'a mapping of jobs', 'use ClusterConfig.from_dict'
     )
   jobs: dict[str, dict[int, str]] = {}
+  mistakes = checks.Mistakes()
   for name, tasks in parts.jobs.items():
-    job = checks.checked_type(name, 'a job of cluster')
-    if job in jobs:
+    with mistakes.noted():
+      job = checks.checked_type(name, 'a job of cluster')
+      if job in jobs:
+        raise checks.bad(
+          'cluster',
+          sorted(parts.jobs),
+          'a chief or a master, which are two names for one task',
+          'leave master out and list it among the workers',
+        )
+      jobs[job] = _indexed(f'cluster.{name}', tasks)
+  with mistakes.noted():
+    task_type = checks.checked_type(parts.task_type, 'task.type')
+  with mistakes.noted():
+    task_index = checks.checked_index(parts.task_index, 'task.index')
+  with mistakes.noted():
+    if not isinstance(parts.environment, str | None):
       raise checks.bad(
-        'cluster',
-        sorted(parts.jobs),
-        'a chief or a master, which are two names for one task',
-        'leave master out and list it among the workers',
+        'environment', parts.environment, 'a string', 'leave it out'
       )
-    jobs[job] = _indexed(f'cluster.{name}', tasks)
-  task_type = checks.checked_type(parts.task_type, 'task.type')
-  task_index = checks.checked_index(parts.task_index, 'task.index')
-  if not isinstance(parts.environment, str | None):
-    raise checks.bad(
-      'environment', parts.environment, 'a string', 'leave it out'
-    )
-  if not isinstance(parts.is_sparse, bool | None):
-    raise checks.bad(
-      'is_sparse', parts.is_sparse, 'True or False', 'leave it out'
-    )
+  with mistakes.noted():
+    if not isinstance(parts.is_sparse, bool | None):
+      raise checks.bad(
+        'is_sparse', parts.is_sparse, 'True or False', 'leave it out'
+      )
+  _check_addresses(jobs, mistakes)
+  mistakes.raise_all()
   _check_jobs(jobs)
   _check_task(jobs, task_type, task_index)
   return Parts(jobs, task_type, task_index, parts.environment, parts.is_sparse)
@@ -212,18 +220,24 @@ def _check_jobs(jobs: Mapping[str, Mapping[int, str]]) -> None:
       'one chief, of index 0',
       'keep one address and list the others as workers',
     )
+
+
+def _check_addresses(
+  jobs: Mapping[str, Mapping[int, str]], mistakes: checks.Mistakes
+) -> None:
   owners: dict[tuple[str, int], str] = {}
   for job, tasks in jobs.items():
     for index, address in tasks.items():
       what = f'cluster.{job}[{index}]'
-      owner = owners.setdefault(checks.split_address(address, what), what)
-      if owner != what:
-        raise checks.bad(
-          what,
-          address,
-          f'an address that no other task has, but {owner} has it',
-          'give every task a host or a port of its own',
-        )
+      with mistakes.noted():
+        owner = owners.setdefault(checks.split_address(address, what), what)
+        if owner != what:
+          raise checks.bad(
+            what,
+            address,
+            f'an address that no other task has, but {owner} has it',
+            'give every task a host or a port of its own',
+          )
 
 
 def _check_task(

@@ -44,7 +44,8 @@ def look(
   try:
     cluster = ClusterConfig.from_env(environ)
   except errors.ClusterConfigError as e:
-    yield findings.failed('TF_CONFIG', e)
+    for mistake in str(e).splitlines():
+      yield findings.failed('TF_CONFIG', errors.ClusterConfigError(mistake))
     return
   if cluster is None:
     yield Finding(OK, 'TF_CONFIG', 'none: this process trains alone')
