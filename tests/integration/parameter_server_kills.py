@@ -6,6 +6,7 @@ the first file is gone. Meanwhile the test kills somebody. Places are `lookup` a
 `update` of a step, which workers pass (in 'sync' servers pass `update`), `write 0` and
 `write 1`, which that server passes before it writes rows of the table in parts (if it
 `holds_writes`), and those in `_PLACES`, which the chief passes while it saves or loads.
+While `lock` is held, nobody writes rows of the dynamic table on server 1.
 """
 
 import json
@@ -176,6 +177,22 @@ def _answer(directory: str, parts) -> None:
       programs.tell(f'{question}ed', ' '.join(map(str, found)))
 
 
+def _lock(directory: str, shard) -> None:
+  """In a thread: keeps the lock of a dynamic table's rows while a test holds it."""
+  import tensorflow as tf
+
+  from tf_strategies import _tf_internal
+
+  while True:
+    time.sleep(0.02)
+    if pathlib.Path(directory, 'lock').exists():
+      with _tf_internal.own_executor(), tf.device(shard.device):
+        lock = tf.raw_ops.MutexLock(mutex=shard._mutex)
+        hold_here(directory, 'lock')
+        tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)
+        del lock
+
+
 def _make(directory: str, options: dict[str, Any]):
   """A strategy, layers with rows of zeros, an optimizer, and a step on ids."""
   import keras
@@ -193,12 +210,18 @@ def _make(directory: str, options: dict[str, Any]):
     **options,
   )
 
+  looked_up = []
+
   class Rate(keras.optimizers.schedules.LearningRateSchedule):
     """1, once nobody holds the update."""
 
     def __call__(self, step):
       turn = keras.ops.cast(step, 'int64')
-      return _hold(directory, 'update', turn, tf.constant(1.0))
+      here = tf.compat.v1.get_default_graph()
+      rows = [t for t in looked_up if getattr(t, 'graph', None) is here]
+      with tf.control_dependencies(rows):
+        one = tf.identity(tf.constant(1.0))
+      return _hold(directory, 'update', turn, one)
 
   with strategy.scope():
     static = keras.layers.Embedding(ROWS, WIDTH, 'zeros')
@@ -219,6 +242,7 @@ def _make(directory: str, options: dict[str, Any]):
       rows = static(ids[:, 0]), dynamic(ids[:, 1])
       # Gradients of 1 each, which are not known before all rows have come.
       are_there = tf.reduce_all([tf.reduce_all(r > -1.0) for r in rows])
+      looked_up[:] = [are_there]
       factor = -scale * tf.cast(are_there, tf.float32)
       loss = factor * tf.add_n([tf.reduce_sum(r) for r in rows])
     optimizer.apply(tape.gradient(loss, weights), weights)
@@ -251,6 +275,8 @@ def train(
   threading.Thread(
     target=_answer, args=(directory, slot.parts), daemon=True
   ).start()
+  shard = dynamic.trainable_variables[0].row_table.shards[-1]
+  threading.Thread(target=_lock, args=(directory, shard), daemon=True).start()
   with tfs.Preemption(strategy) as preemption:
     for i in range(began, steps):
       run(ids[i])

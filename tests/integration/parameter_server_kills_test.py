@@ -249,6 +249,28 @@ class StepKillsTest(_KillsTestCase):
       self.assertBetween(recovery['lost_steps'], 0, _EVERY + 4)
     self.assert_exact(found, steps, mode)
 
+  @tiers.parameters('async', tiers.full('bounded'))
+  def test_update_that_waits_for_a_lock(self, mode):
+    """The end of its worker ends the wait, and the step is repeated."""
+    steps = 40
+    with parameter_servers.Job() as job:
+      self.start_chief(job, steps, **_MODES[mode])
+      for begun, victim in zip((5, 20), _WORKERS, strict=True):
+        self.wait_for_batch(job, begun)
+        self.hold('lock')
+        self.wait_until_reached(job, 'lock')
+        batches = None
+        while (found := self.batches()) != batches:
+          batches = found
+          time.sleep(1.5)  # Until all wait.
+        job.kill(*victim)
+        job.start(*victim)
+        time.sleep(1.5)  # Until the server knows.
+        self.release('lock')
+      found = self.finish(job)
+    self.assertEqual(found['recoveries'], [])
+    self.assert_exact(found, steps, mode, died=())
+
   @tiers.parameters(1, tiers.full(0))
   def test_update_that_one_server_has_and_the_other_has_not(self, died):
     """In 'sync': both are what the checkpoint has, and nothing comes late."""

@@ -193,7 +193,7 @@ class TableTest(tf.test.TestCase):
   def test_updates_of_several_threads_are_all_there(self):
     """Without the lock each would write what it made of the row that all read."""
     self.assertEqual(self.sums_of_threads(), (40, 40.0))
-    with mock.patch.object(row_table.Shard, '_locked', _unlocked):
+    with mock.patch.object(row_table.Shard, 'locked', _unlocked):
       uses, value = self.sums_of_threads()
     self.assertLess(uses, 40)
     self.assertLess(value, 40.0)
@@ -211,8 +211,9 @@ class TableTest(tf.test.TestCase):
 
     @tf.function(autograph=False)
     def update():
-      one = tf.ones([1, 1])
-      shard.update(tf.constant([7], tf.int64), one, tf.constant(0.0), rule, {})
+      ids, one = tf.constant([7], tf.int64), tf.ones([1, 1])
+      with shard.locked() as written:
+        written += shard.update(ids, one, tf.constant(0.0), rule, {})
 
     update.get_concrete_function()
     threads = [

@@ -103,35 +103,35 @@ class Shard:
     rule: _Rule,
     initial_slots: dict[str, tf.Tensor],
     counts: tf.Tensor | None = None,
-  ) -> None:
+  ) -> list[tf.Operation]:
     """Applies gradients [n, width] of ids [n], which may repeat, to their rows.
 
-    Nobody else updates rows meanwhile: a row is read, computed and written. `counts`
-    says of how many uses each gradient is the sum; None for one each.
+    A row is read, computed and written: to be called where it is `locked`. `counts`
+    says of how many uses each gradient is the sum; None for one each. Returns the ops
+    that write.
     """
     if counts is None:
       counts = tf.ones([tf.size(ids)])
     ids, places = tf.unique(ids, tf.int64)
     shape = tf.stack([tf.size(ids, tf.int64), self._width])
-    with self._locked() as written:
-      rows, usage = self._find(ids)
-      slots = {
-        name: self._find_slot(name, ids, initial)
-        for name, initial in initial_slots.items()
-      }
-      gradient = tf.IndexedSlices(gradients, places, shape)
-      rows, slots = rule(rows, slots, gradient)
-      uses = usage[:, _USES] + tf.math.unsorted_segment_sum(
-        counts, places, tf.size(ids)
-      )
-      steps = tf.fill(tf.shape(uses), step)
-      usage = tf.stack([uses, steps], 1)
-      written.append(self._rows.insert(ids, tf.concat([rows, usage], 1)))
-      is_there = tf.ones_like(uses)[:, None]
-      for name, slot in slots.items():
-        value = tf.concat([slot, is_there], 1)
-        written.append(self._slots[name].insert(ids, value))
-      written.append(self._note(ids))
+    rows, usage = self._find(ids)
+    slots = {
+      name: self._find_slot(name, ids, initial)
+      for name, initial in initial_slots.items()
+    }
+    gradient = tf.IndexedSlices(gradients, places, shape)
+    rows, slots = rule(rows, slots, gradient)
+    uses = usage[:, _USES] + tf.math.unsorted_segment_sum(
+      counts, places, tf.size(ids)
+    )
+    steps = tf.fill(tf.shape(uses), step)
+    usage = tf.stack([uses, steps], 1)
+    written = [self._rows.insert(ids, tf.concat([rows, usage], 1))]
+    is_there = tf.ones_like(uses)[:, None]
+    for name, slot in slots.items():
+      value = tf.concat([slot, is_there], 1)
+      written.append(self._slots[name].insert(ids, value))
+    return [op for op in [*written, self._note(ids)] if op is not None]
 
   def _find_slot(self, name, ids, initial):
     found = tf.ensure_shape(
@@ -141,13 +141,13 @@ class Shard:
     return tf.where(is_there, found[:, : self._width], initial)
 
   @contextlib.contextmanager
-  def _locked(self) -> Iterator[list]:
+  def locked(self) -> Iterator[list[tf.Operation]]:
     """Keeps others out until the ops are done that the body adds to the list."""
     lock = tf.raw_ops.MutexLock(mutex=self._mutex)
     written = []
     with tf.control_dependencies([lock]):
       yield written
-    with tf.control_dependencies([op for op in written if op is not None]):
+    with tf.control_dependencies(written):
       tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)
 
   @property
@@ -270,9 +270,9 @@ class RowTable:
     return action()
 
   def _write_on(self, shard: Shard, write: Callable, *tensors) -> None:
-    """Calls `write(*tensors)` where a shard is."""
-    with tf.device(shard.device):
-      write(*tensors)
+    """Calls `write(*tensors)`, which returns ops, where a shard is."""
+    with tf.device(shard.device), shard.locked() as written:
+      written += write(*tensors)
 
   def _value_of_new(self, slot: keras.Variable) -> tf.Tensor:
     """Of a slot's variable, which nothing writes: that of a new row."""
@@ -360,7 +360,7 @@ class RowTable:
       def write(learning_rate, ids, values, *counts, shard=shard):
         step = keras.ops.cast(optimizer.iterations, 'float32')
         applied = functools.partial(rule, learning_rate)
-        shard.update(ids, values, step, applied, initial, *counts)
+        return shard.update(ids, values, step, applied, initial, *counts)
 
       self._write_on(shard, write, learning_rate, *some)
 

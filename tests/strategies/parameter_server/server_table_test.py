@@ -66,8 +66,7 @@ def with_a_server_that_does_not_update(directory):
   update = server_table.ServerShard.update
 
   def update_some(self, *args):
-    if self.server == 0:
-      update(self, *args)
+    return update(self, *args) if self.server == 0 else []
 
   with mock.patch.object(server_table.ServerShard, 'update', update_some):
     return _train(tfs.ParameterServerStrategy(mode='sync'))

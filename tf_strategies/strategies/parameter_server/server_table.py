@@ -171,8 +171,9 @@ class ServerTable(row_table.RowTable, tf.__internal__.tracking.Trackable):
     def write_once(shard, *tensors):
       step = traced_step.current()
       if step is None:
-        write(*tensors)
+        with shard.locked() as written:
+          written += write(*tensors)
       else:
-        step.on_server(shard.server, lambda: write(*tensors))
+        step.on_server(shard.server, lambda: write(*tensors), locks=[shard])
 
     self._extended.update(shard, write_once, args=tensors, group=False)

@@ -79,7 +79,7 @@ class Write:
 class _Update:
   """An optimizer's update that waits for the others on its server."""
 
-  server: int
+  target: Any  # A variable, or a shard of a table.
   is_small: bool
   run: Callable[[], Any]
 
@@ -191,15 +191,20 @@ class TracedStep:
     write: Callable[[], Any],
     ticket: tf.Tensor | None = None,
     is_last: bool = False,
+    locks: Sequence[units.Lock] = (),
   ) -> Any:
     """As `units.Units.write`, with a copy of the ticket's tensor; at once in a unit."""
     if self.ticket is None or self._units.is_open:
-      return write()
+      with self._units.holding(locks) as written:
+        result = write()
+        if locks:  # What it returns are the ops that write.
+          written += result
+      return result
     if ticket is None:
       ticket = self.ticket.tensor
       _, ticket = self._sent.get((id(ticket), server), (None, ticket))
     return self._units.write(
-      self.ticket, server, write, self._graph, ticket, is_last
+      self.ticket, server, write, self._graph, ticket, is_last, locks
     )
 
   @contextlib.contextmanager
@@ -249,7 +254,7 @@ class TracedStep:
       with self._updating(variable):
         run()
 
-    self._waiting.append(_Update(variable.server, is_small, run_on_server))
+    self._waiting.append(_Update(variable, is_small, run_on_server))
     return None
 
   def _flush(self) -> None:
@@ -259,7 +264,7 @@ class TracedStep:
     groups = collections.defaultdict(list)
     for number, update in enumerate(self._waiting):
       group = None if update.is_small else number
-      groups[update.server, group].append(update)
+      groups[update.target.server, group].append(update)
     self._waiting = []
     with self._merged_in.as_default():
       for (server, _), updates in groups.items():
@@ -267,7 +272,10 @@ class TracedStep:
         for key, write in list(self._held.items()):
           if key in self.access.updated and write.variable.server == server:
             self._write_here(write.variable)
-        self.on_server(server, lambda u=updates: [each.run() for each in u])
+        locks = [u.target for u in updates if isinstance(u.target, units.Lock)]
+        self.on_server(
+          server, lambda u=updates: [each.run() for each in u], locks=locks
+        )
 
   def update_inputs(self) -> list[tf.Tensor]:
     """What updates on other servers are going to read, as it is now."""

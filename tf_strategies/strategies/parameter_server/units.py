@@ -6,8 +6,9 @@ the death of the worker does not end it. `journal` says whether it is to write.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import tensorflow as tf
 
@@ -27,12 +28,37 @@ class Ticket(NamedTuple):
   device: Callable[[int], str]  # Of a server.
 
 
+@runtime_checkable
+class Lock(Protocol):
+  """Something on a server that one unit at a time may write."""
+
+  def locked(self) -> contextlib.AbstractContextManager[list[tf.Operation]]:
+    """Keeps others out until the ops are done that the body adds to the list."""
+
+
 class Units:
   """The units of one step, numbered as they are traced."""
 
   def __init__(self):
     self.is_open = False  # Whether one is being traced.
     self._count = LAST_UNIT
+    self._held: list[Lock] = []
+
+  @contextlib.contextmanager
+  def holding(self, locks: Sequence[Lock]) -> Iterator[list[tf.Operation]]:
+    """Locks those that the unit has not locked yet; see `Lock.locked`."""
+    # In one order, or two steps might wait for each other.
+    new = sorted((x for x in locks if x not in self._held), key=id)
+    written: list[tf.Operation] = []
+    before, self._held = self._held, [*self._held, *new]
+    try:
+      with contextlib.ExitStack() as stack:
+        lists = [stack.enter_context(lock.locked()) for lock in new]
+        yield written
+        for each in lists:
+          each += written
+    finally:
+      self._held = before
 
   def write(
     self,
@@ -42,6 +68,7 @@ class Units:
     step: tf.Graph,
     tensor: tf.Tensor,
     is_last: bool,
+    locks: Sequence[Lock] = (),
   ) -> tf.Operation:
     """Writes on a server: once, or not if the worker was given up.
 
@@ -52,6 +79,8 @@ class Units:
       step: the graph of the step.
       tensor: a copy of the ticket's.
       is_last: whether nothing is written after it.
+      locks: that it needs. To wait for a lock is what the end of the worker's call
+        ends, as nothing else in a unit: so it comes before anything is noted.
 
     Returns:
       The op after which it is written.
@@ -68,8 +97,11 @@ class Units:
       return 1
 
     def write_if_admitted():
-      is_to_write = ticket.admit(tensor, server, number)
-      return tf.cond(is_to_write, write_in_branch, lambda: 1)
+      with self.holding(locks) as written:
+        is_to_write = ticket.admit(tensor, server, number)
+        done = tf.cond(is_to_write, write_in_branch, lambda: 1)
+        written.append(done.op)
+      return done
 
     self.is_open = True
     try:
