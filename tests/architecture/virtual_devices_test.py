@@ -92,7 +92,7 @@ except RuntimeError as e:
     self.assertRegex(found, r'[1-9]\d* passed')
     self.assertRegex(found, r'[1-9]\d* deselected')
 
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_switch_to_gpus_where_there_is_none(self):
     import tensorflow as tf
 

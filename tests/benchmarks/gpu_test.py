@@ -21,6 +21,7 @@ print(model.count_params(), *model.output_shape[1:])
 @pytest.mark.multi_process
 @pytest.mark.full
 class GpuBenchmarkTest(tf.test.TestCase):
+  @pytest.mark.soak
   def test_parts_on_cpus(self):
     path = os.path.join(self.create_tempdir().full_path, 'report.json')
     done = running.run_benchmark(
@@ -33,6 +34,7 @@ class GpuBenchmarkTest(tf.test.TestCase):
     for row in found['mnist']:
       self.assertGreater(row['accuracy'], 0.9)
 
+  @pytest.mark.soak
   def test_links_on_cpus(self):
     path = os.path.join(self.create_tempdir().full_path, 'report.json')
     done = running.run_benchmark(

@@ -82,7 +82,7 @@ FEATURES = (
     rows=65,
     model=_sync_bn_model,
     mark=tiers.full,
-    mark_of_others=tiers.full,
+    mark_of_others=tiers.soak,
   ),
   Feature(
     'regularizers_and_constraint',
@@ -147,7 +147,7 @@ class FitTest(harness.ConformanceTest, parameterized.TestCase):
 
   @tiers.named_parameters(
     tiers.full('tf32', True, 'float32', 5e-3),
-    tiers.full('bfloat16', False, 'mixed_bfloat16', 2e-2),
+    tiers.soak('bfloat16', False, 'mixed_bfloat16', 2e-2),
   )
   def test_short_products(self, tf32, policy, tolerance):
     """What is left of 1e-6 where products have 8 or 11 bits. TF32 needs a GPU."""

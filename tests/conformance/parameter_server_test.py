@@ -58,6 +58,7 @@ class OneWorkerTest(
     cls.job = parameter_servers.Job(num_workers=1, num_ps=2)
     cls.addClassCleanup(cls.job.__exit__)
 
+  @pytest.mark.soak
   def test_some_equal_one_device(self):
     self.assert_features(self.job, SOME)
 

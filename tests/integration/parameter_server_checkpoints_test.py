@@ -28,7 +28,7 @@ class CheckpointsTest(parameter_server_case.FaultsTestCase):
 
   @tiers.parameters(
     tiers.full('arrays.bin', 'truncate', 1),
-    tiers.full('arrays.bin', 'flip', 1),
+    tiers.soak('arrays.bin', 'flip', 1),
     tiers.soak('arrays.bin', 'delete', 2),
     tiers.full('manifest.json', 'empty', 2),
     tiers.soak('manifest.json', 'truncate', 1),
@@ -66,7 +66,7 @@ class CheckpointsTest(parameter_server_case.FaultsTestCase):
 
   @tiers.parameters(
     tiers.full('arrays.bin', 'truncate'),
-    tiers.full('manifest.json', 'empty'),
+    tiers.soak('manifest.json', 'empty'),
     tiers.soak('manifest.json', 'delete'),
   )
   def test_parameter_server_with_damaged_checkpoints_only(self, name, kind):

@@ -398,7 +398,7 @@ class SaveKillsTest(_KillsTestCase):
 
 
 class LoadKillsTest(_KillsTestCase):
-  @tiers.parameters('sync', tiers.full('bounded'), tiers.full('async'))
+  @tiers.parameters('sync', tiers.soak('bounded'), tiers.full('async'))
   def test_tasks_that_die_in_a_load(self, mode):
     """A worker and a server at once; then the others, while it is loaded again."""
     steps = 3 * _EVERY

@@ -20,7 +20,7 @@ from tests.integration import parameter_server_programs as programs
 _STEPS = parameter_server_case.STEPS
 _CASES = int(os.environ.get('TFS_FAULTS', '10'))
 _SEED = os.environ.get('TFS_SEED', '20261121')
-_IN_MAKE_TEST_ALL = 3
+_IN_MAKE_TEST_ALL = 1
 _MODES = {
   'async': {'mode': 'async'},
   'sync': {'mode': 'sync'},

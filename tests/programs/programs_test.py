@@ -18,19 +18,9 @@ from tests.programs import inputs, runner, state, steps
 # Three minutes on two quiet cores.
 _DEADLINE_SECONDS = 280
 
-# Whole models take ten seconds each: `make soak` trains them all.
 _PROGRAMS_OF_WORKERS = {**steps.PROGRAMS, **inputs.PROGRAMS, **state.PROGRAMS}
 # Refused there.
 del _PROGRAMS_OF_WORKERS['static_length']
-_SHORT_PROGRAMS = (
-  *_PROGRAMS_OF_WORKERS,
-  'bilstm',
-  'clipped_by_hand',
-  'resnet',
-  'vae',
-  'custom_training',
-  'loop_over_workers',
-)
 _QUICK = (
   'accumulated',
   'masked',
@@ -41,7 +31,7 @@ _QUICK = (
   'endless_generator',
   'on_batch',
 )
-# One of each mechanism: what `make test_all` runs beside `ring_mirrored`.
+# One of each mechanism: what `make test_all` runs; `make soak` runs them all.
 _OF_EACH = (
   *_QUICK,
   'bools_and_strings',
@@ -60,6 +50,8 @@ _OF_EACH = (
   'structures',
   'text',
 )
+# Whole models, of which each takes ten seconds.
+_MODELS = ('resnet', 'custom_training', 'loop_over_workers')
 # Minutes each.
 _SLOW = ('mobilenet', 'efficientnet')
 
@@ -76,7 +68,7 @@ def _mark_in_process(case, name):
   if case is harness.STRATEGIES[0] and name in _QUICK:
     return tiers.quick
   is_first = case is harness.STRATEGIES[0]
-  often = _SHORT_PROGRAMS if is_first else _OF_EACH
+  often = (*_OF_EACH, *_MODELS) if is_first else _QUICK
   return tiers.full if name in often else tiers.soak
 
 

@@ -76,23 +76,9 @@ _QUICK = ('wide', 'overflowing')
 _OF_EACH = (
   *_QUICK,
   *_OWN,
-  'accumulated',
-  'augmentations',
   'clipped',
   'hash_table',
-  'masked',
-  'metrics',
-  'mixed_bfloat16',
-  'mixed_float16',
-  'positions_adam',
-  'positions_sgd_clipped',
   'ragged',
-  'random_generator',
-  'resnet',
-  'run_eagerly',
-  'sample_weight',
-  'several_heads',
-  'sparse',
 )
 # In one run of real workers.
 _OF_WORKERS = ('mixed_float16', 'ragged', 'seeded')

@@ -36,8 +36,8 @@ class ReproducibleTest(tf.test.TestCase, parameterized.TestCase):
   @tiers.named_parameters(
     ('4_devices', 'ring_mirrored', 4),
     ('central_storage', 'central_storage', 3),
-    tiers.full('2_devices', 'ring_mirrored', 2),
-    tiers.full('central_storage_of_one', 'central_storage', 1),
+    tiers.soak('2_devices', 'ring_mirrored', 2),
+    tiers.soak('central_storage_of_one', 'central_storage', 1),
   )
   def test_same_bits(self, kind, count):
     want = reproducible_program.digests(_of_one())
@@ -74,7 +74,7 @@ class ReproducibleTest(tf.test.TestCase, parameterized.TestCase):
   @tiers.named_parameters(
     ('steps_per_execution', {'steps_per_execution': 2}),
     tiers.full('accumulation', {'gradient_accumulation_steps': 2}),
-    tiers.full('average', {'use_ema': True, 'ema_overwrite_frequency': 2}),
+    tiers.soak('average', {'use_ema': True, 'ema_overwrite_frequency': 2}),
   )
   def test_options_of_keras(self, options):
     found = {

@@ -56,7 +56,9 @@ class ExactTest(tf.test.TestCase, parameterized.TestCase):
     assert_equal_models(self, one, model)
     assert_equal_copies(self, model)
 
-  @tiers.named_parameters(*tiers.few([(n, n) for n in ALL], 'adagrad'))
+  @tiers.named_parameters(
+    *tiers.few([(n, n) for n in ALL], 'adagrad', rest=tiers.soak)
+  )
   def test_rows_of_a_table(self, name):
     how = {'data': models.words, 'model': models.embedding_model}
     one = models.train(ALL[name], **how)

@@ -166,7 +166,7 @@ def _meet_without_files(rank):
 
 @pytest.mark.multi_process
 class ShortageTest(absltest.TestCase):
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_process_without_descriptors_blames_itself(self):
     first, second = processes.run_workers(_meet_without_files, 2)
     kind, message, seconds = second

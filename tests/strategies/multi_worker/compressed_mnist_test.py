@@ -61,7 +61,7 @@ def _work(rank, path):
 
 
 @pytest.mark.multi_process
-@pytest.mark.full
+@pytest.mark.soak
 class CompressedMnistTest(tf.test.TestCase):
   def test_losses_are_near_those_of_whole_gradients(self):
     path = os.environ.get('TFS_MNIST_NPZ')

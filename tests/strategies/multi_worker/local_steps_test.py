@@ -112,7 +112,7 @@ class TrainTest(_Case):
   def test_equals_a_simulation(self, name, count):
     self.assert_simulated(name, count, 'first', _JOBS[name])
 
-  @tiers.named_parameters(*[tiers.full(name, name) for name in _MORE])
+  @tiers.named_parameters(*[tiers.soak(name, name) for name in _MORE])
   def test_equals_a_simulation_with(self, name):
     self.assert_simulated(name, 2, 'more', _MORE[name])
 

@@ -61,7 +61,7 @@ def _train_all(rank, names, devices):
 class ExactTest(tf.test.TestCase, parameterized.TestCase):
   @tiers.named_parameters(
     ('two', 2, 1, ('adam', 'accumulation')),
-    tiers.full('three', 3, 1, ('adamw', 'loss_scale', 'rows_of_adagrad')),
+    tiers.soak('three', 3, 1, ('adamw', 'loss_scale', 'rows_of_adagrad')),
     tiers.full('two_of_two', 2, 2, ('ema', 'clipnorm', 'rows_of_plain')),
     tiers.soak('optimizers', 3, 1, tuple(models.OPTIMIZERS)),
     tiers.soak('options', 3, 1, tuple(models.OPTIONS)),

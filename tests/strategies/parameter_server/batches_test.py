@@ -201,7 +201,7 @@ class BatchesTest(tf.test.TestCase, parameterized.TestCase):
           found = chief.Programs(job, {'sync': sync}, (kind,))
           self.assert_equal(kind, found['sync'])
 
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_one_worker(self):
     programs = {
       p.__name__: p

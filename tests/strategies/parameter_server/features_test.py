@@ -175,8 +175,8 @@ class FeaturesTest(tf.test.TestCase, parameterized.TestCase):
     ('shared_by_workers', {'mode': 'sync'}, False, 2),
     ('read_by_two_workers', {'mode': 'sync'}, True, 2),
     tiers.full('bounded', {'mode': 'bounded'}, True, 1),
-    tiers.full('one_of_two', {'mode': 'sync', 'backup_workers': 1}, False, 2),
-    tiers.full(
+    tiers.soak('one_of_two', {'mode': 'sync', 'backup_workers': 1}, False, 2),
+    tiers.soak(
       'one_that_reads', {'mode': 'sync', 'backup_workers': 1}, True, 2
     ),
   )

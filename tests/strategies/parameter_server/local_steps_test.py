@@ -71,7 +71,7 @@ class TrainTest(_Case):
 
   @tiers.named_parameters(
     *[(n, 'first', n) for n in _FIRST if n not in _ASYNCHRONOUS],
-    *[tiers.full(n, 'more', n) for n in _MORE if n not in _ASYNCHRONOUS],
+    *[tiers.soak(n, 'more', n) for n in _MORE if n not in _ASYNCHRONOUS],
     tiers.full('of_three', 'first', 'diloco', 3),
   )
   def test_equals_a_simulation(self, kind, name, num_workers=2):

@@ -373,7 +373,7 @@ class EqualityTest(tf.test.TestCase, parameterized.TestCase):
   def test_training_equals_one_device(self, mode, num_workers, parts):
     self.assert_equal_in(_SOME, mode, num_workers, parts)
 
-  @tiers.named_parameters(('async', 'async', 1), tiers.full('sync', 'sync', 2))
+  @tiers.named_parameters(('async', 'async', 1), tiers.soak('sync', 'sync', 2))
   def test_in_a_branch_of_a_step(self, mode, num_workers):
     pairs = [('towers', name) for name in _IN_A_BRANCH]
     self.assert_equal_in(pairs, mode, num_workers, 2)
@@ -382,8 +382,9 @@ class EqualityTest(tf.test.TestCase, parameterized.TestCase):
     pairs = ('branch', 'lazy_adam'), ('branch', 'adagrad')
     self.assert_equal_in(pairs, 'async', 1, 2)
 
-  @parameterized.parameters(*_GROUPS)
-  @pytest.mark.full
+  @tiers.parameters(
+    tiers.full(*_GROUPS[0]), *[tiers.soak(*group) for group in _GROUPS[1:]]
+  )
   def test_every_model(self, *pairs):
     self.assert_equal_in(pairs, 'sync', 2, 1)
 
