@@ -256,7 +256,7 @@ class SendRowsTest(tf.test.TestCase, parameterized.TestCase):
       ],
     )
     def run(values, numbers):
-      sent = packing.send_rows(tf.IndexedSlices(values, numbers), 'CPU:1')
+      sent, _ = packing.send_rows(tf.IndexedSlices(values, numbers), 'CPU:1')
       with tf.device('CPU:1'):
         return tf.identity(sent.values), tf.identity(sent.indices)
 
@@ -276,7 +276,7 @@ class SendRowsTest(tf.test.TestCase, parameterized.TestCase):
     @tf.function(autograph=False)
     def send(x):
       numbers = tf.constant([3, 1, 2], tf.int64)
-      sent = packing.send_rows(tf.IndexedSlices(x, numbers), 'CPU:1')
+      sent, _ = packing.send_rows(tf.IndexedSlices(x, numbers), 'CPU:1')
       return sent.values, sent.indices
 
     @tf.function(autograph=False)
@@ -291,9 +291,47 @@ class SendRowsTest(tf.test.TestCase, parameterized.TestCase):
     self.assertAllEqual(received[0], np.ones([3, 2]))
     self.assertAllEqual(received[1], [3, 1, 2])
 
+  @parameterized.parameters('float32', 'float64', 'float16')
+  def test_small_tensors_travel_with_rows(self, dtype):
+    values, numbers = _random(dtype, (5, 3), 7), np.arange(5, dtype=np.int64)
+    others = [
+      _random('float32', (2, 2), 8),
+      np.int64(2**53 + 1),
+      _random('float16', (3,), 9),
+      np.array([True, False]),
+      _random('float32', (1 << 17,), 10),  # Too large.
+    ]
+
+    @tf.function(
+      autograph=False,
+      input_signature=[
+        tf.TensorSpec([None, 3], dtype),
+        tf.TensorSpec([None], tf.int64),
+        *[tf.TensorSpec(np.shape(o), np.asarray(o).dtype) for o in others],
+      ],
+    )
+    def run(values, numbers, *others):
+      rows = tf.IndexedSlices(values, numbers)
+      sent, others = packing.send_rows(rows, 'CPU:1', others)
+      with tf.device('CPU:1'):
+        return [tf.identity(t) for t in (sent.values, sent.indices, *others)]
+
+    for count in (5, 0):
+      expected = values[:count], numbers[:count], *others
+      for want, got in zip(
+        expected,
+        run(values[:count], numbers[:count], *others),
+        strict=True,
+      ):
+        self.assertEqual(_bits(got.numpy()), _bits(np.asarray(want)))
+        self.assertEqual(got.shape, np.shape(want))
+    # Apart are those of words of another width, and the large one.
+    crossing = _crossing(run.get_concrete_function().graph, 'CPU:1')
+    self.assertLen(crossing, 4)
+
   def test_integers_travel_as_they_are(self):
     rows = tf.IndexedSlices(tf.constant([[1, 2]]), tf.constant([0]))
-    self.assertIs(packing.send_rows(rows, 'CPU:1'), rows)
+    self.assertIs(packing.send_rows(rows, 'CPU:1')[0], rows)
 
 
 if __name__ == '__main__':

@@ -15,7 +15,6 @@ from absl import logging
 from tf_strategies import _keras_internal, _tf_internal, errors
 from tf_strategies.keras import gradient_reducer, optimizer_checks, row_updates
 from tf_strategies.strategies.parameter_server import (
-  packing,
   partitioned,
   server_table,
   table_files,
@@ -129,7 +128,7 @@ def _are_gradients(value) -> bool:
 
 
 def _send_gradients(pairs, others, step):
-  """The same pairs, with the small dense gradients on their servers."""
+  """The same pairs; the small dense gradients have copies on their servers."""
   result = list(pairs)
   dense = [
     i
@@ -143,13 +142,11 @@ def _send_gradients(pairs, others, step):
   for server, group in itertools.groupby(dense, lambda i: pairs[i][1].server):
     group = list(group)
     # With the gradients travels what their updates read besides.
-    inputs = others + step.update_inputs()
+    inputs = others + step.update_inputs() + step.held_of(server)
     tensors = [tf.reshape(pairs[i][0], pairs[i][1].shape) for i in group]
-    sent = packing.send(tensors + inputs, pairs[group[0]][1].device)
-    for i, tensor in zip(group, sent, strict=False):
+    for i, tensor in zip(group, tensors, strict=True):
       result[i] = (tensor, pairs[i][1])
-    for tensor, copy in zip(inputs, sent[len(group) :], strict=True):
-      step.note_sent(tensor, server, copy)
+    step.copies.post(tensors + inputs, server, pairs[group[0]][1].device)
   return result
 
 
@@ -345,7 +342,7 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
         return fn(var, *args, **kwargs)
     if not step.looks_only:
       args = [
-        packing.send_rows(a, target.device)
+        step.copies.send_rows(a, target.server, target.device)
         if isinstance(a, tf.IndexedSlices)
         else a
         for a in args

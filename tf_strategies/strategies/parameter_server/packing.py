@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -100,26 +101,114 @@ def send(
   return result
 
 
-def send_rows(rows: tf.IndexedSlices, to: str) -> tf.IndexedSlices:
+def send_rows(
+  rows: tf.IndexedSlices, to: str, others: Sequence[tf.Tensor] = ()
+) -> tuple[tf.IndexedSlices, list[tf.Tensor]]:
   """Brings rows to another task together with their numbers, in one message.
 
-  A copy of what a batch has of a table costs less than a call for the numbers.
+  A copy of what a batch has of a table costs less than a call for the numbers. The
+  small ones of other tensors travel with them. Returns the rows and the others there.
   """
   tensors = rows.values, rows.indices
   dtype, width = rows.values.dtype, rows.values.shape[1:].num_elements()
   if not (width and dtype.is_floating and dtype.size <= 8):
-    return rows
+    return rows, send(others, to)
   carrier = _carrier(dtype)
-  # Words of a row, and of its number, which may be two or four of them.
+  apart = [
+    not is_small(t.shape, t.dtype) or _carrier(t.dtype) != carrier
+    for t in others
+  ]
+  sent = iter(send([t for t, a in zip(others, apart, strict=True) if a], to))
+  along = [t for t, a in zip(others, apart, strict=True) if not a]
+  specs = [tf.TensorSpec(t.shape, t.dtype) for t in along]
+  # Words of a row, and of its number, which may be two or four of them; of the rest.
   sizes = [width * dtype.size, rows.indices.dtype.size]
   sizes = [size // carrier.size for size in sizes]
-  message = tf.concat([_to_carrier(t, carrier) for t in tensors], 0)
+  rest = sum(s.shape.num_elements() * s.dtype.size for s in specs)
+  rest //= carrier.size
+  message = tf.concat([_to_carrier(t, carrier) for t in (*tensors, *along)], 0)
   with tf.device(to):
-    end = tf.shape(message) // sum(sizes) * sizes[0]
+    count = (tf.shape(message) - rest) // sum(sizes)
     # Slices of the one dimension share its memory.
-    parts = tf.slice(message, [0], end), tf.slice(message, end, [-1])
+    ends = count * sizes[0], count * sum(sizes)
+    parts = (
+      tf.slice(message, [0], ends[0]),
+      tf.slice(message, ends[0], count * sizes[1]),
+    )
     values, numbers = (
       _from_carrier(part, tf.TensorSpec([None, *t.shape[1:]], t.dtype), carrier)
       for part, t in zip(parts, tensors, strict=True)
     )
-  return tf.IndexedSlices(values, numbers, rows.dense_shape)
+    if along:
+      behind = tf.slice(message, ends[1], [rest])
+      there = iter(unpack([behind], specs))
+    copies = [next(sent) if a else next(there) for a in apart]
+  return tf.IndexedSlices(values, numbers, rows.dense_shape), copies
+
+
+class Copies:
+  """The copies that tensors of a step have on servers.
+
+  What is posted for a server travels in the next message there: a call less.
+  """
+
+  def __init__(self):
+    # By tensor and server. With the tensor itself: the number of one that is gone is
+    # used again.
+    self._sent: dict[tuple[int, int], tuple[tf.Tensor, tf.Tensor]] = {}
+    # By server: from which graph, what, and to which device.
+    self._posted: dict[int, tuple[tf.Graph, Sequence[tf.Tensor], str]] = {}
+
+  def post(
+    self, tensors: Sequence[tf.Tensor], server: int, device: str
+  ) -> None:
+    """Has tensors sent to a server, with rows or when a copy is asked for."""
+    self._deliver(server)
+    graph = tf.compat.v1.get_default_graph()
+    self._posted[server] = graph, tensors, device
+
+  def send_rows(
+    self, rows: tf.IndexedSlices, server: int, device: str
+  ) -> tf.IndexedSlices:
+    """Rows on a server; what was posted travels with them."""
+    graph, tensors, _ = self._posted.get(server, (None, (), ''))
+    if graph is tf.compat.v1.get_default_graph():
+      del self._posted[server]
+    else:
+      tensors = ()
+    rows, copies = send_rows(rows, device, tensors)
+    self._note(tensors, server, copies)
+    return rows
+
+  def of(self, tensor: tf.Tensor, server: int) -> tf.Tensor | None:
+    """The copy of a tensor on a server, if it has one."""
+    self._deliver(server)
+    _, copy = self._sent.get((id(tensor), server), (None, None))
+    return copy
+
+  def sent_once(
+    self, tensors: Sequence[tf.Tensor], server: int, device: str
+  ) -> list[Any]:
+    """Copies on a server: of those that have none there, new ones.
+
+    Constants are arrays, which a function on the server has anyway.
+    """
+    found = [self.of(t, server) for t in tensors]
+    found = [
+      tf.get_static_value(t) if copy is None else copy
+      for t, copy in zip(tensors, found, strict=True)
+    ]
+    missing = [t for t, f in zip(tensors, found, strict=True) if f is None]
+    new = iter(send(missing, device))
+    return [next(new) if f is None else f for f in found]
+
+  def _deliver(self, server: int) -> None:
+    graph, tensors, device = self._posted.pop(server, (None, (), ''))
+    if graph is not None:
+      # On the worker, wherever somebody asks for a copy.
+      with graph.as_default(), tf.device(None), tf.control_dependencies(None):
+        self._note(tensors, server, send(tensors, device))
+
+  def _note(self, tensors, server, copies):
+    for tensor, copy in zip(tensors, copies, strict=True):
+      self._sent[id(tensor), server] = tensor, copy

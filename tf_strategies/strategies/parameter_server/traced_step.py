@@ -107,9 +107,7 @@ class TracedStep:
     self._held: dict[int, Write] = {}
     self._direct: set[int] = set()
     self._updates = 0  # Of the optimizer's, that are going on.
-    # What was sent to servers beside the gradients, by tensor and server.
-    # With the tensor itself: the number of one that is gone is used again.
-    self._sent: dict[tuple[int, int], tuple[tf.Tensor, tf.Tensor]] = {}
+    self.copies = packing.Copies()  # On servers, of what it has sent there.
     self._first_operation = 0
 
   @contextlib.contextmanager
@@ -182,8 +180,10 @@ class TracedStep:
 
   def here(self, tensor: tf.Tensor | None) -> tf.Tensor | None:
     """The copy of a tensor on the server that an update runs on, if any."""
-    _, copy = self._sent.get((id(tensor), self.update_server), (None, tensor))
-    return copy
+    if self.update_server is None or tensor is None:
+      return tensor
+    copy = self.copies.of(tensor, self.update_server)
+    return tensor if copy is None else copy
 
   def on_server(
     self,
@@ -201,8 +201,8 @@ class TracedStep:
           written += result
       return result
     if ticket is None:
-      ticket = self.ticket.tensor
-      _, ticket = self._sent.get((id(ticket), server), (None, ticket))
+      ticket = self.copies.of(self.ticket.tensor, server)
+      ticket = self.ticket.tensor if ticket is None else ticket
     return self._units.write(
       self.ticket, server, write, self._graph, ticket, is_last, locks
     )
@@ -287,9 +287,16 @@ class TracedStep:
         found.append(value)
     return found
 
-  def note_sent(self, tensor: tf.Tensor, server: int, copy: tf.Tensor) -> None:
-    """A tensor of this step has a copy on a server."""
-    self._sent[id(tensor), server] = tensor, copy
+  def held_of(self, server: int) -> list[tf.Tensor]:
+    """What the step will write on a server at its end, as far as it is known."""
+    if self.ticket is None:
+      return []
+    found = []
+    for write in self._held.values():
+      value = write.value if write.delta is None else write.delta
+      if write.variable.server == server and _value_to_send(write) is value:
+        found.append(value)
+    return found
 
   def write(self, variable, value, delta=None) -> bool:
     """Holds a write back, or returns False: it must be done here."""
@@ -412,12 +419,12 @@ class TracedStep:
     """Sends writes of variables on one server, small ones in one message."""
     server = writes[0].variable.server if writes else 0
     tensors = [_value_to_send(write) for write in writes]
+    ticket = None
     if self.ticket is None:
       tensors = packing.send(tensors, writes[0].variable.device)
-      ticket = None
     else:
-      *tensors, ticket = packing.send(
-        [*tensors, self.ticket.tensor], self.ticket.device(server)
+      *tensors, ticket = self.copies.sent_once(
+        [*tensors, self.ticket.tensor], server, self.ticket.device(server)
       )
 
     def write_all():
