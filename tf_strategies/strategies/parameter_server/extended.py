@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 from collections.abc import Callable, MutableMapping
 from typing import Any
@@ -138,15 +137,19 @@ def _send_gradients(pairs, others, step):
     and not isinstance(g, tf.IndexedSlices)
     and isinstance(pairs[i][1], variables.ServerVariable)
   ]
-  dense.sort(key=lambda i: pairs[i][1].server)
-  for server, group in itertools.groupby(dense, lambda i: pairs[i][1].server):
-    group = list(group)
-    # With the gradients travels what their updates read besides.
-    inputs = others + step.update_inputs() + step.held_of(server)
+  devices = {
+    part.server: part.device
+    for _, variable in pairs
+    for part in getattr(variable, 'parts', [variable])
+  }
+  for server, device in sorted(devices.items()):
+    group = [i for i in dense if pairs[i][1].server == server]
     tensors = [tf.reshape(pairs[i][0], pairs[i][1].shape) for i in group]
     for i, tensor in zip(group, tensors, strict=True):
       result[i] = (tensor, pairs[i][1])
-    step.copies.post(tensors + inputs, server, pairs[group[0]][1].device)
+    # With the gradients travels what their updates read besides.
+    inputs = others + step.update_inputs() + step.held_of(server)
+    step.copies.post(tensors + inputs, server, device)
   return result
 
 

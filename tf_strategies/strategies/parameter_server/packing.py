@@ -11,6 +11,7 @@ import collections
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 # Above, a copy costs more than a call of its own.
@@ -146,6 +147,17 @@ def send_rows(
   return tf.IndexedSlices(values, numbers, rows.dense_shape), copies
 
 
+def _constant(tensor: tf.Tensor) -> np.ndarray | None:
+  """Its value, if it is a small constant; none that would have to be computed."""
+  source = tensor
+  while source.op.type == 'Cast' and not source.op.control_inputs:
+    source = source.op.inputs[0]
+  is_constant = source.op.type == 'Const' and is_small(
+    tensor.shape, tensor.dtype
+  )
+  return tf.get_static_value(tensor) if is_constant else None
+
+
 class Copies:
   """The copies that tensors of a step have on servers.
 
@@ -191,11 +203,11 @@ class Copies:
   ) -> list[Any]:
     """Copies on a server: of those that have none there, new ones.
 
-    Constants are arrays, which a function on the server has anyway.
+    Small constants are arrays, which a function on the server has anyway.
     """
     found = [self.of(t, server) for t in tensors]
     found = [
-      tf.get_static_value(t) if copy is None else copy
+      _constant(t) if copy is None else copy
       for t, copy in zip(tensors, found, strict=True)
     ]
     missing = [t for t, f in zip(tensors, found, strict=True) if f is None]

@@ -291,12 +291,11 @@ class TracedStep:
     """What the step will write on a server at its end, as far as it is known."""
     if self.ticket is None:
       return []
-    found = []
-    for write in self._held.values():
-      value = write.value if write.delta is None else write.delta
-      if write.variable.server == server and _value_to_send(write) is value:
-        found.append(value)
-    return found
+    return [
+      _value_to_send(write)
+      for write in self._held.values()
+      if write.variable.server == server
+    ]
 
   def write(self, variable, value, delta=None) -> bool:
     """Holds a write back, or returns False: it must be done here."""
@@ -470,6 +469,8 @@ def _value_to_send(write):
   tensor = tf.cast(write.value if write.delta is None else write.delta, dtype)
   if tensor.shape != shape and shape.is_fully_defined():
     tensor = tf.broadcast_to(tensor, shape)
+  # Kept: it may be sent before the end.
+  setattr(write, 'value' if write.delta is None else 'delta', tensor)
   return tensor
 
 

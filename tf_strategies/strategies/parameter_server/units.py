@@ -48,7 +48,7 @@ class Units:
   def holding(self, locks: Sequence[Lock]) -> Iterator[list[tf.Operation]]:
     """Locks those that the unit has not locked yet; see `Lock.locked`."""
     # In one order, or two steps might wait for each other.
-    new = sorted((x for x in locks if x not in self._held), key=id)
+    new = sorted({x for x in locks if x not in self._held}, key=id)
     written: list[tf.Operation] = []
     before, self._held = self._held, [*self._held, *new]
     try:
