@@ -143,6 +143,7 @@ class Shard:
   @contextlib.contextmanager
   def locked(self) -> Iterator[list[tf.Operation]]:
     """Keeps others out until the ops are done that the body adds to the list."""
+    # TensorFlow's mutex is unlocked when a wait for it is cancelled, whoever holds it.
     lock = tf.raw_ops.MutexLock(mutex=self._mutex)
     written = []
     with tf.control_dependencies([lock]):
