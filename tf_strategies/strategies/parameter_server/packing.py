@@ -192,10 +192,10 @@ class Copies:
     self._note(tensors, server, copies)
     return rows
 
-  def of(self, tensor: tf.Tensor, server: int) -> tf.Tensor | None:
-    """The copy of a tensor on a server, if it has one."""
+  def of(self, tensor: tf.Tensor, server: int) -> tf.Tensor:
+    """The copy of a tensor on a server; the tensor itself if it has none there."""
     self._deliver(server)
-    _, copy = self._sent.get((id(tensor), server), (None, None))
+    _, copy = self._sent.get((id(tensor), server), (tensor, tensor))
     return copy
 
   def sent_once(
@@ -207,7 +207,7 @@ class Copies:
     """
     found = [self.of(t, server) for t in tensors]
     found = [
-      _constant(t) if copy is None else copy
+      _constant(t) if copy is t else copy
       for t, copy in zip(tensors, found, strict=True)
     ]
     missing = [t for t, f in zip(tensors, found, strict=True) if f is None]

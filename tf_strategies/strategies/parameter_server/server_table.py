@@ -174,6 +174,6 @@ class ServerTable(row_table.RowTable, tf.__internal__.tracking.Trackable):
         with shard.locked() as written:
           written += write(*tensors)
       else:
-        step.on_server(shard.server, lambda: write(*tensors), locks=[shard])
+        step.on_server(shard.server, lambda: write(*tensors), lock=shard)
 
     self._extended.update(shard, write_once, args=tensors, group=False)

@@ -182,8 +182,7 @@ class TracedStep:
     """The copy of a tensor on the server that an update runs on, if any."""
     if self.update_server is None or tensor is None:
       return tensor
-    copy = self.copies.of(tensor, self.update_server)
-    return tensor if copy is None else copy
+    return self.copies.of(tensor, self.update_server)
 
   def on_server(
     self,
@@ -191,20 +190,19 @@ class TracedStep:
     write: Callable[[], Any],
     ticket: tf.Tensor | None = None,
     is_last: bool = False,
-    locks: Sequence[units.Lock] = (),
+    lock: units.Lock | None = None,
   ) -> Any:
     """As `units.Units.write`, with a copy of the ticket's tensor; at once in a unit."""
     if self.ticket is None or self._units.is_open:
-      with self._units.holding(locks) as written:
+      with self._units.holding(lock) as written:
         result = write()
-        if locks:  # What it returns are the ops that write.
+        if lock is not None:  # What it returns are the ops that write.
           written += result
       return result
     if ticket is None:
       ticket = self.copies.of(self.ticket.tensor, server)
-      ticket = self.ticket.tensor if ticket is None else ticket
     return self._units.write(
-      self.ticket, server, write, self._graph, ticket, is_last, locks
+      self.ticket, server, write, self._graph, ticket, is_last, lock
     )
 
   @contextlib.contextmanager
@@ -263,7 +261,8 @@ class TracedStep:
       return
     groups = collections.defaultdict(list)
     for number, update in enumerate(self._waiting):
-      group = None if update.is_small else number
+      is_alone = not update.is_small or isinstance(update.target, units.Lock)
+      group = number if is_alone else None
       groups[update.target.server, group].append(update)
     self._waiting = []
     with self._merged_in.as_default():
@@ -272,9 +271,11 @@ class TracedStep:
         for key, write in list(self._held.items()):
           if key in self.access.updated and write.variable.server == server:
             self._write_here(write.variable)
-        locks = [u.target for u in updates if isinstance(u.target, units.Lock)]
+        target = updates[0].target
         self.on_server(
-          server, lambda u=updates: [each.run() for each in u], locks=locks
+          server,
+          lambda u=updates: [each.run() for each in u],
+          lock=target if isinstance(target, units.Lock) else None,
         )
 
   def update_inputs(self) -> list[tf.Tensor]:

@@ -7,7 +7,7 @@ the death of the worker does not end it. `journal` says whether it is to write.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import tensorflow as tf
@@ -42,21 +42,18 @@ class Units:
   def __init__(self):
     self.is_open = False  # Whether one is being traced.
     self._count = LAST_UNIT
-    self._held: list[Lock] = []
+    self._held: Lock | None = None
 
   @contextlib.contextmanager
-  def holding(self, locks: Sequence[Lock]) -> Iterator[list[tf.Operation]]:
-    """Locks those that the unit has not locked yet; see `Lock.locked`."""
-    # In one order, or two steps might wait for each other.
-    new = sorted({x for x in locks if x not in self._held}, key=id)
-    written: list[tf.Operation] = []
-    before, self._held = self._held, [*self._held, *new]
+  def holding(self, lock: Lock | None) -> Iterator[list[tf.Operation]]:
+    """Locks what the unit has not locked yet; see `Lock.locked`."""
+    if lock is None or lock is self._held:
+      yield []
+      return
+    before, self._held = self._held, lock
     try:
-      with contextlib.ExitStack() as stack:
-        lists = [stack.enter_context(lock.locked()) for lock in new]
+      with lock.locked() as written:
         yield written
-        for each in lists:
-          each += written
     finally:
       self._held = before
 
@@ -68,7 +65,7 @@ class Units:
     step: tf.Graph,
     tensor: tf.Tensor,
     is_last: bool,
-    locks: Sequence[Lock] = (),
+    lock: Lock | None = None,
   ) -> tf.Operation:
     """Writes on a server: once, or not if the worker was given up.
 
@@ -79,8 +76,8 @@ class Units:
       step: the graph of the step.
       tensor: a copy of the ticket's.
       is_last: whether nothing is written after it.
-      locks: that it needs. To wait for a lock is what the end of the worker's call
-        ends, as nothing else in a unit: so it comes before anything is noted.
+      lock: that it needs, no more than one. To wait for a lock is what the end of the
+        worker's call ends: so it comes before anything is noted.
 
     Returns:
       The op after which it is written.
@@ -97,7 +94,7 @@ class Units:
       return 1
 
     def write_if_admitted():
-      with self.holding(locks) as written:
+      with self.holding(lock) as written:
         is_to_write = ticket.admit(tensor, server, number)
         done = tf.cond(is_to_write, write_in_branch, lambda: 1)
         written.append(done.op)
