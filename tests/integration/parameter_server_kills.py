@@ -159,8 +159,11 @@ def _writes_can_be_held(directory: str) -> None:
   variables.ServerVariable.scatter_add = scatter_add
 
 
-def _answer(directory: str, parts) -> None:
-  """In a thread: how many updates a table's rows on each server have, when asked."""
+def _answer(directory: str, parts, pool) -> None:
+  """In a thread: how many updates a table's rows on each server have, when asked.
+
+  While a worker is lost there is a file `away`.
+  """
   import tensorflow as tf
 
   from tf_strategies import _tf_internal
@@ -168,6 +171,8 @@ def _answer(directory: str, parts) -> None:
   question = pathlib.Path(directory, 'peek')
   while True:
     time.sleep(0.02)
+    away = pathlib.Path(directory, 'away')
+    away.touch() if pool.lost else away.unlink(missing_ok=True)
     if question.exists():
       found = []
       for part in parts[: int(question.read_text())]:
@@ -273,7 +278,7 @@ def train(
   began = strategy.restore(**objects)
   slot = _slot_of_parts(optimizer)
   threading.Thread(
-    target=_answer, args=(directory, slot.parts), daemon=True
+    target=_answer, args=(directory, slot.parts, strategy._pool), daemon=True
   ).start()
   shard = dynamic.trainable_variables[0].row_table.shards[-1]
   threading.Thread(target=_lock, args=(directory, shard), daemon=True).start()

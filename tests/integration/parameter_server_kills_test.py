@@ -79,6 +79,11 @@ class _KillsTestCase(parameter_server_case.FaultsTestCase):
     writes = place == 'update' and mode != 'sync'
     self.hold(place)
     self.wait_until_reached(job, place)
+    # To take up a worker again the chief asks all servers, and does nothing meanwhile.
+    away = self.directory / 'away'
+    self._wait(
+      job, lambda: not away.exists(), 'the worker that was killed before'
+    )
     # What is asked of server 1 from now on it does not do.
     job.signal(*_SERVER, signal.SIGSTOP)
     if place == 'lookup':
