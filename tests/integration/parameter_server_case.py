@@ -41,6 +41,13 @@ class FaultsTestCase(parameterized.TestCase, tf.test.TestCase):
     with open(self.progress + of) as f:
       return int(f.read() or 0)
 
+  def wait_until_quiet(self):
+    """Until no step begins any more: all workers wait."""
+    batches = None
+    while (found := self.batches()) != batches:
+      batches = found
+      time.sleep(1.5)
+
   def arguments(self, worker_input=False, validates=False, **options):
     """Of `programs.train`."""
     return (self.progress, EPOCHS, worker_input, options, validates)
@@ -54,6 +61,11 @@ class FaultsTestCase(parameterized.TestCase, tf.test.TestCase):
   def kept(self):
     """The checkpoints, oldest first."""
     return sorted(pathlib.Path(self.checkpoints).glob('checkpoint-*'))
+
+  def left(self):
+    """The names of what is no checkpoint."""
+    names = os.listdir(self.checkpoints)
+    return [n for n in names if not n.startswith('checkpoint-')]
 
   def files(self):
     """Contents of all files of checkpoints by path."""

@@ -4,11 +4,12 @@ A test holds a task at an exact place by a file of the place's name in a directo
 whoever is there says so, again and again, in a file `<place>.reached`, and waits until
 the first file is gone. Meanwhile the test kills somebody. Places are `lookup` and
 `update` of a step, which workers pass (in 'sync' servers pass `update`), `write 0` and
-`write 1`, which that server passes before it writes rows of the table in parts (if it
-`holds_writes`), and those in `_PLACES`, which the chief passes while it saves or loads.
+`write 1`, which that server passes before it writes rows of the table in parts, `rows 0` and `rows 1` likewise for
+the dynamic table (if it `holds_writes`: a file, which is a pipe while it is held), and those in `_PLACES`, which the chief passes while it saves or loads.
 While `lock` is held, nobody writes rows of the dynamic table on server 1.
 """
 
+import contextlib
 import json
 import os
 import pathlib
@@ -16,6 +17,7 @@ import pickle
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -92,7 +94,10 @@ def ids_of_steps(steps: int) -> np.ndarray:
 
 
 def _hold(directory: str, place: str, turn, held):
-  """In a graph: the tensor `held`, once nobody holds it; `turn` is any number."""
+  """In a graph: the tensor `held`, once nobody holds it; `turn` is any number.
+
+  The end of the worker's call ends it.
+  """
   import tensorflow as tf
 
   def is_held(turn, held):
@@ -122,6 +127,19 @@ def hold_here(directory: str, place: str) -> None:
     time.sleep(0.01)
 
 
+@contextlib.contextmanager
+def rows_held(path: pathlib.Path) -> Iterator[None]:
+  """Holds place `rows 0` or `rows 1`, which the death of a worker does not end."""
+  pipe = path.with_name('pipe')
+  os.mkfifo(pipe)
+  pipe.rename(path)
+  yield
+  path.rename(pipe)
+  # Ends when the one that is held has opened and closed it.
+  assert pipe.read_bytes() == b''
+  pipe.unlink()
+
+
 def _can_be_held(directory: str) -> None:
   """Makes this process stop at places where a test holds it."""
   import importlib
@@ -141,10 +159,13 @@ def _can_be_held(directory: str) -> None:
 
 
 def _writes_can_be_held(directory: str) -> None:
-  """Makes servers stop before they write rows of the table in parts."""
+  """Makes servers stop before they write rows.
+
+  Whoever comes to rows of the dynamic table leaves a file `began-<server>-<id>`.
+  """
   import tensorflow as tf
 
-  from tf_strategies.strategies.parameter_server import variables
+  from tf_strategies.strategies.parameter_server import server_table, variables
 
   real = variables.ServerVariable.scatter_add
 
@@ -156,7 +177,23 @@ def _writes_can_be_held(directory: str) -> None:
       slices = tf.IndexedSlices(values, slices.indices, slices.dense_shape)
     return real(self, slices, *args, **options)
 
+  real_update = server_table.ServerShard.update
+
+  def update(self, ids, *args, **options):
+    path = f'{directory}/began-{self.server}-'
+    began = tf.io.write_file(tf.strings.join([path, _number(ids)]), '')
+    with tf.control_dependencies([began]):
+      # Whoever opens a pipe waits for a reader, also if the call is cancelled.
+      passed = tf.io.write_file(f'{directory}/rows {self.server}', '')
+    with tf.control_dependencies([passed]):
+      ids = tf.identity(ids)
+    return real_update(self, ids, *args, **options)
+
+  def _number(ids):
+    return tf.strings.as_string(tf.reduce_sum(ids))
+
   variables.ServerVariable.scatter_add = scatter_add
+  server_table.ServerShard.update = update
 
 
 def _answer(directory: str, parts, pool) -> None:
@@ -335,6 +372,26 @@ def _found(static, dynamic, optimizer, ids) -> dict[str, Any]:
   found['by_shard'] = dynamic.report()['by_shard']
   found['iterations'] = int(optimizer.iterations.numpy())
   return found
+
+
+def exact(steps: int) -> dict[str, Any]:
+  """What `train` finds without deaths."""
+  own = np.ones([steps, 2])
+  shared = np.array(
+    [[len(range(i % HOT, steps, HOT))] * 2 for i in range(steps)]
+  )
+  counts = np.concatenate([own, shared], 1)
+  sums = np.cumsum(1 / np.sqrt(np.arange(steps) + 1.0))
+  table = {'counts': counts, 'weights': sums[counts.astype(int) - 1]}
+  return {
+    'static': {**table, 'is_even': True},
+    'dynamic': {**table, 'is_even': True},
+    'uses': counts,
+    'others': (0.0, 2 * steps + 2 * HOT),
+    'by_shard': [steps + HOT] * 2,
+    'iterations': steps,
+    'recoveries': [],
+  }
 
 
 def serve(cluster: dict[str, Any], job: str, index: int) -> None:

@@ -76,7 +76,16 @@ class _KillsTestCase(parameter_server_case.FaultsTestCase):
 
     In 'sync', in which servers write when workers are done, before rows are written.
     """
-    writes = place == 'update' and mode != 'sync'
+    while not self._stop_in_step(job, place, mode):
+      # On a busy machine the worker may have waited for server 1 even now.
+      job.signal(*_SERVER, signal.SIGCONT)
+    job.kill(*victim)
+    if victim != _SERVER:
+      job.signal(*_SERVER, signal.SIGCONT)
+    job.start(*victim)
+
+  def _stop_in_step(self, job, place, mode):
+    """Stops server 1 in a step; whether server 0 alone has done what it should."""
     self.hold(place)
     self.wait_until_reached(job, place)
     # To take up a worker again the chief asks all servers, and does nothing meanwhile.
@@ -92,20 +101,19 @@ class _KillsTestCase(parameter_server_case.FaultsTestCase):
       self.wait_until_reached(job, place)
     [before] = self.peek(job)
     self.release(place)
-    if writes:
-      self._wait(
-        job, lambda: self.peek(job) > [before], 'a row that is written'
-      )
-    else:
-      time.sleep(1.5)
-      [after] = self.peek(job)
-      # The other worker may have looked up a step's two rows before.
-      most = _ROWS_OF_STEP if mode != 'sync' else 0
-      self.assertBetween(after - before, 0, most)
-    job.kill(*victim)
-    if victim != _SERVER:
-      job.signal(*_SERVER, signal.SIGCONT)
-    job.start(*victim)
+    if place == 'update' and mode != 'sync':
+      ends_at = time.monotonic() + 10
+      while self.peek(job) <= [before]:
+        if time.monotonic() > ends_at:
+          return False
+      return True
+    time.sleep(1.5)
+    [after] = self.peek(job)
+    # The other worker may have looked up a step's two rows before.
+    self.assertBetween(
+      after - before, 0, 0 if mode == 'sync' else _ROWS_OF_STEP
+    )
+    return True
 
   def kill_in_save(self, job, place, victim, halves=False):
     """Kills somebody where a save is; `halves`: in the middle of a file."""
@@ -127,11 +135,6 @@ class _KillsTestCase(parameter_server_case.FaultsTestCase):
       self.assertIn(_HALF_BYTES, sizes)
     if victim != _CHIEF:
       job.start(*victim)
-
-  def left(self):
-    """The names of what is no checkpoint."""
-    names = os.listdir(self.checkpoints)
-    return [n for n in names if not n.startswith('checkpoint-')]
 
   def assert_exact(self, found, steps, mode='async', died=(1,)):
     """Every row and slot has each step once, but for those that the log says.
@@ -182,26 +185,6 @@ class _KillsTestCase(parameter_server_case.FaultsTestCase):
     self.assertLessEqual(len(self.kept()), 4)
 
 
-def _exact(steps):
-  """What a run without deaths finds."""
-  own = np.ones([steps, 2])
-  shared = np.array(
-    [[len(range(i % kills.HOT, steps, kills.HOT))] * 2 for i in range(steps)]
-  )
-  counts = np.concatenate([own, shared], 1)
-  sums = np.cumsum(1 / np.sqrt(np.arange(steps) + 1.0))
-  table = {'counts': counts, 'weights': sums[counts.astype(int) - 1]}
-  return {
-    'static': {**table, 'is_even': True},
-    'dynamic': {**table, 'is_even': True},
-    'uses': counts,
-    'others': (0.0, 2 * steps + 2 * kills.HOT),
-    'by_shard': [steps + kills.HOT] * 2,
-    'iterations': steps,
-    'recoveries': [],
-  }
-
-
 class ExactTest(_KillsTestCase):
   """What is not exact is seen."""
 
@@ -210,7 +193,7 @@ class ExactTest(_KillsTestCase):
     os.mkdir(self.checkpoints)
 
   def test_exact(self):
-    self.assert_exact(_exact(20), 20)
+    self.assert_exact(kills.exact(20), 20)
 
   @tiers.named_parameters(
     ('step_that_one_table_has_not', 'static', 'counts', (3, 0), 0.0),
@@ -219,14 +202,14 @@ class ExactTest(_KillsTestCase):
     ('row_without_its_slot', 'static', 'weights', (3, 0), 0.0),
   )
   def test_mutation(self, table, what, place, value):
-    found = _exact(20)
+    found = kills.exact(20)
     found[table] = {k: np.copy(v) for k, v in found[table].items()}
     found[table][what][place] = value
     with self.assertRaises(AssertionError):
       self.assert_exact(found, 20)
 
   def test_loss_that_is_not_in_the_log(self):
-    found = _exact(20)
+    found = kills.exact(20)
     found['recoveries'] = [{'server': 1, 'lost_steps': 1}]
     with self.assertRaises(AssertionError):
       self.assert_exact(found, 20)
@@ -264,14 +247,31 @@ class StepKillsTest(_KillsTestCase):
         self.wait_for_batch(job, begun)
         self.hold('lock')
         self.wait_until_reached(job, 'lock')
-        batches = None
-        while (found := self.batches()) != batches:
-          batches = found
-          time.sleep(1.5)  # Until all wait.
+        self.wait_until_quiet()
         job.kill(*victim)
         job.start(*victim)
         time.sleep(1.5)  # Until the server knows.
         self.release('lock')
+      found = self.finish(job)
+    self.assertEqual(found['recoveries'], [])
+    self.assert_exact(found, steps, mode, died=())
+
+  @tiers.parameters('async', tiers.full('bounded'))
+  def test_updates_that_wait_for_another(self, mode):
+    """Workers die: nobody else begins while one is being written."""
+    steps, rows = 60, self.directory / 'rows 1'
+    with parameter_servers.Job(num_workers=3) as job:
+      self.start_chief(job, steps, holds_writes=True, **_MODES[mode])
+      for begun, victims in ((5, (0, 1)), (30, (2, 1))):
+        self.wait_for_batch(job, begun)
+        with kills.rows_held(rows):
+          self.wait_until_quiet()
+          began = set(self.directory.glob('began-1-*'))
+          for victim in victims:
+            job.kill('worker', victim)
+            job.start('worker', victim)
+            self.wait_until_quiet()
+          self.assertEqual(set(self.directory.glob('began-1-*')), began)
       found = self.finish(job)
     self.assertEqual(found['recoveries'], [])
     self.assert_exact(found, steps, mode, died=())

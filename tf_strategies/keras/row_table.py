@@ -58,11 +58,11 @@ class Shard:
     self._make()
 
   def _make(self) -> None:
+    self.key = f'rows_{uuid.uuid4().hex}'  # Of its lock.
     self._rows = self._table(self._width + _USAGE)
     self._slots = {name: self._table(self._width + 1) for name in self._slots}
     with tf.device(self.device):
-      name = f'rows_{uuid.uuid4().hex}'
-      self._mutex = tf.raw_ops.MutexV2(container='', shared_name=name)
+      self._mutex = tf.raw_ops.MutexV2(container='', shared_name=self.key)
 
   def _table(self, width: int) -> tf.lookup.experimental.MutableHashTable:
     with tf.init_scope(), tf.device(self.device):
@@ -143,7 +143,6 @@ class Shard:
   @contextlib.contextmanager
   def locked(self) -> Iterator[list[tf.Operation]]:
     """Keeps others out until the ops are done that the body adds to the list."""
-    # TensorFlow's mutex is unlocked when a wait for it is cancelled, whoever holds it.
     lock = tf.raw_ops.MutexLock(mutex=self._mutex)
     written = []
     with tf.control_dependencies([lock]):

@@ -16,6 +16,8 @@ from tf_strategies import _tf_internal
 
 # The number of a step's last unit, which is on server 0.
 LAST_UNIT = 0
+# That wait for one lock: more than there are workers.
+_MOST_WAITING = 4096
 
 
 class Ticket(NamedTuple):
@@ -31,6 +33,8 @@ class Ticket(NamedTuple):
 @runtime_checkable
 class Lock(Protocol):
   """Something on a server that one unit at a time may write."""
+
+  key: str  # Of no other.
 
   def locked(self) -> contextlib.AbstractContextManager[list[tf.Operation]]:
     """Keeps others out until the ops are done that the body adds to the list."""
@@ -76,8 +80,8 @@ class Units:
       step: the graph of the step.
       tensor: a copy of the ticket's.
       is_last: whether nothing is written after it.
-      lock: that it needs, no more than one. To wait for a lock is what the end of the
-        worker's call ends: so it comes before anything is noted.
+      lock: that it needs, no more than one. Units that need the same one come one
+        after another; the end of the worker's call ends the wait.
 
     Returns:
       The op after which it is written.
@@ -100,10 +104,14 @@ class Units:
         written.append(done.op)
       return done
 
+    def write_in_turn():
+      return _in_turn(write_if_admitted, lock.key)
+
     self.is_open = True
     try:
       with tf.device(ticket.device(server)):
-        return _as_one_call(write_if_admitted)().op
+        unit = write_if_admitted if lock is None else write_in_turn
+        return _as_one_call(unit)().op
     finally:
       self.is_open = False
 
@@ -117,3 +125,34 @@ def _as_one_call(function: Callable[[], tf.Tensor]) -> Callable[[], tf.Tensor]:
   return tf.function(
     function, autograph=False, experimental_attributes={'_noinline': True}
   )
+
+
+def _in_turn(function: Callable[[], tf.Tensor], key: str) -> tf.Tensor:
+  """What a function returns; calls with the same key on a server do not overlap.
+
+  TensorFlow's mutex does not do: it is unlocked when a wait for it is cancelled,
+  whoever holds it. One thread takes batches from a queue here, each of one call; what
+  is cancelled before its turn does not begin, what has begun ends.
+  """
+
+  def call(one):
+    with tf.control_dependencies([one]):
+      return tf.reshape(function(), [1])
+
+  spec = tf.TensorSpec([None], tf.int32)
+  concrete = tf.function(call, autograph=False).get_concrete_function(spec)
+  [done] = tf.raw_ops.BatchFunction(
+    in_tensors=[tf.ones([1], tf.int32)],
+    captured_tensors=concrete.captured_inputs,
+    f=concrete,
+    num_batch_threads=1,
+    max_batch_size=1,
+    allowed_batch_sizes=[1],
+    batch_timeout_micros=0,
+    max_enqueued_batches=_MOST_WAITING,
+    shared_name=key,
+    Tout=[tf.int32],
+  )
+  # To TensorFlow a batch has no effects: without this it would be left out.
+  tf.debugging.Assert(tf.reduce_all(done > 0), [done])
+  return done
