@@ -132,7 +132,8 @@ def _in_turn(function: Callable[[], tf.Tensor], key: str) -> tf.Tensor:
 
   TensorFlow's mutex does not do: it is unlocked when a wait for it is cancelled,
   whoever holds it. One thread takes batches from a queue here, each of one call; what
-  is cancelled before its turn does not begin, what has begun ends.
+  is cancelled before its turn does not begin. What has begun ends, unless it is in a
+  loop (`tf.while_loop`): TensorFlow ends those of a call that is cancelled.
   """
 
   def call(one):
