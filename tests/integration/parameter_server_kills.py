@@ -4,8 +4,10 @@ A test holds a task at an exact place by a file of the place's name in a directo
 whoever is there says so, again and again, in a file `<place>.reached`, and waits until
 the first file is gone. Meanwhile the test kills somebody. Places are `lookup` and
 `update` of a step, which workers pass (in 'sync' servers pass `update`), `write 0` and
-`write 1`, which that server passes before it writes rows of the table in parts, `rows 0` and `rows 1` likewise for
-the dynamic table (if it `holds_writes`: a file, which is a pipe while it is held), and those in `_PLACES`, which the chief passes while it saves or loads.
+`write 1`, which that server passes before it writes rows of the table in parts (if it
+`holds_writes`), and those in `_PLACES`, which the chief passes while it saves or loads.
+With `holds_writes` there are also `rows 0` and `rows 1`, before rows of the dynamic
+table: files that are pipes while they are held (`rows_held`).
 While `lock` is held, nobody writes rows of the dynamic table on server 1.
 """
 
@@ -181,16 +183,14 @@ def _writes_can_be_held(directory: str) -> None:
 
   def update(self, ids, *args, **options):
     path = f'{directory}/began-{self.server}-'
-    began = tf.io.write_file(tf.strings.join([path, _number(ids)]), '')
+    number = tf.strings.as_string(tf.reduce_sum(ids))
+    began = tf.io.write_file(tf.strings.join([path, number]), '')
     with tf.control_dependencies([began]):
       # Whoever opens a pipe waits for a reader, also if the call is cancelled.
       passed = tf.io.write_file(f'{directory}/rows {self.server}', '')
     with tf.control_dependencies([passed]):
       ids = tf.identity(ids)
     return real_update(self, ids, *args, **options)
-
-  def _number(ids):
-    return tf.strings.as_string(tf.reduce_sum(ids))
 
   variables.ServerVariable.scatter_add = scatter_add
   server_table.ServerShard.update = update

@@ -77,7 +77,7 @@ class _KillsTestCase(parameter_server_case.FaultsTestCase):
     In 'sync', in which servers write when workers are done, before rows are written.
     """
     while not self._stop_in_step(job, place, mode):
-      # On a busy machine the worker may have waited for server 1 even now.
+      # On a busy machine the worker may wait for server 1 even now. Steps are few, so this ends.
       job.signal(*_SERVER, signal.SIGCONT)
     job.kill(*victim)
     if victim != _SERVER:
