@@ -6,8 +6,9 @@ the first file is gone. Meanwhile the test kills somebody. Places are `lookup` a
 `update` of a step, which workers pass (in 'sync' servers pass `update`), `write 0` and
 `write 1`, which that server passes before it writes rows of the table in parts (if it
 `holds_writes`), and those in `_PLACES`, which the chief passes while it saves or loads.
-With `holds_writes` there are also `rows 0` and `rows 1`, before rows of the dynamic
-table: files that are pipes while they are held (`rows_held`).
+With `holds_writes` there are also `loop 0` and `loop 1`, before rows of the dynamic
+table are computed, and `rows 0` and `rows 1`, before they are written: files that are
+pipes while they are held (`rows_held`).
 While `lock` is held, nobody writes rows of the dynamic table on server 1.
 """
 
@@ -179,9 +180,17 @@ def _writes_can_be_held(directory: str) -> None:
       slices = tf.IndexedSlices(values, slices.indices, slices.dense_shape)
     return real(self, slices, *args, **options)
 
-  real_update = server_table.ServerShard.update
+  real_updated = server_table.ServerShard.updated
+  real_store = server_table.ServerShard.store
 
-  def update(self, ids, *args, **options):
+  def updated(self, ids, *args, **options):
+    # As an initializer of rows may have one.
+    ids = _hold(directory, f'loop {self.server}', tf.reduce_sum(ids), ids)
+    return real_updated(self, ids, *args, **options)
+
+  def store(self, ids, values):
+    if tf.executing_eagerly():
+      return real_store(self, ids, values)
     path = f'{directory}/began-{self.server}-'
     number = tf.strings.as_string(tf.reduce_sum(ids))
     began = tf.io.write_file(tf.strings.join([path, number]), '')
@@ -190,10 +199,11 @@ def _writes_can_be_held(directory: str) -> None:
       passed = tf.io.write_file(f'{directory}/rows {self.server}', '')
     with tf.control_dependencies([passed]):
       ids = tf.identity(ids)
-    return real_update(self, ids, *args, **options)
+    return real_store(self, ids, values)
 
   variables.ServerVariable.scatter_add = scatter_add
-  server_table.ServerShard.update = update
+  server_table.ServerShard.updated = updated
+  server_table.ServerShard.store = store
 
 
 def _answer(directory: str, parts, pool) -> None:

@@ -237,21 +237,27 @@ class StepKillsTest(_KillsTestCase):
       self.assertBetween(recovery['lost_steps'], 0, _EVERY + 4)
     self.assert_exact(found, steps, mode)
 
-  @tiers.parameters('async', tiers.full('bounded'))
-  def test_update_that_waits_for_a_lock(self, mode):
-    """The end of its worker ends the wait, and the step is repeated."""
+  @tiers.parameters(
+    ('async', 'lock'),
+    ('async', 'loop 1'),
+    tiers.full('bounded', 'lock'),
+    tiers.full('bounded', 'loop 1'),
+  )
+  def test_update_that_has_not_begun_to_write(self, mode, place):
+    """The end of its worker ends the wait, or a loop, and the step is repeated."""
     steps = 40
     with parameter_servers.Job() as job:
-      self.start_chief(job, steps, **_MODES[mode])
-      for begun, victim in zip((5, 20), _WORKERS, strict=True):
+      self.start_chief(job, steps, holds_writes=True, **_MODES[mode])
+      for begun in (5, 20):
         self.wait_for_batch(job, begun)
-        self.hold('lock')
-        self.wait_until_reached(job, 'lock')
+        self.hold(place)
+        self.wait_until_reached(job, place)
         self.wait_until_quiet()
-        job.kill(*victim)
-        job.start(*victim)
+        for victim in _WORKERS:
+          job.kill(*victim)
+          job.start(*victim)
         time.sleep(1.5)  # Until the server knows.
-        self.release('lock')
+        self.release(place)
       found = self.finish(job)
     self.assertEqual(found['recoveries'], [])
     self.assert_exact(found, steps, mode, died=())

@@ -213,7 +213,8 @@ class TableTest(tf.test.TestCase):
     def update():
       ids, one = tf.constant([7], tf.int64), tf.ones([1, 1])
       with shard.locked() as written:
-        written += shard.update(ids, one, tf.constant(0.0), rule, {})
+        found = shard.updated(ids, one, tf.constant(0.0), rule, {})
+        written += shard.store(*found)
 
     update.get_concrete_function()
     threads = [

@@ -95,7 +95,7 @@ class Shard:
     initial = self._initial_rows(tf.gather(ids, missing[:, 0]))
     return tf.tensor_scatter_nd_update(rows, missing, initial), usage
 
-  def update(
+  def updated(
     self,
     ids: tf.Tensor,
     gradients: tf.Tensor,
@@ -103,12 +103,14 @@ class Shard:
     rule: _Rule,
     initial_slots: dict[str, tf.Tensor],
     counts: tf.Tensor | None = None,
-  ) -> list[tf.Operation]:
-    """Applies gradients [n, width] of ids [n], which may repeat, to their rows.
+  ) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
+    """Rows to which gradients [n, width] of ids [n], which may repeat, are applied.
 
-    A row is read, computed and written: to be called where it is `locked`. `counts`
-    says of how many uses each gradient is the sum; None for one each. Returns the ops
-    that write.
+    They are to be `store`d before others are read: both where it is `locked`. `counts`
+    says of how many uses each gradient is the sum; None for one each.
+
+    Returns:
+      Ids, once each, and what `store` takes.
     """
     if counts is None:
       counts = tf.ones([tf.size(ids)])
@@ -126,12 +128,11 @@ class Shard:
     )
     steps = tf.fill(tf.shape(uses), step)
     usage = tf.stack([uses, steps], 1)
-    written = [self._rows.insert(ids, tf.concat([rows, usage], 1))]
     is_there = tf.ones_like(uses)[:, None]
+    values = {ROWS: tf.concat([rows, usage], 1)}
     for name, slot in slots.items():
-      value = tf.concat([slot, is_there], 1)
-      written.append(self._slots[name].insert(ids, value))
-    return [op for op in [*written, self._note(ids)] if op is not None]
+      values[name] = tf.concat([slot, is_there], 1)
+    return ids, values
 
   def _find_slot(self, name, ids, initial):
     found = tf.ensure_shape(
@@ -165,31 +166,37 @@ class Shard:
     with tf.device(self.device):
       return self._rows.export()
 
-  def stored_of(self, ids: tf.Tensor, slot: str | None = None) -> tf.Tensor:
+  def stored_of(self, ids: tf.Tensor, column: str = ROWS) -> tf.Tensor:
     """Rows with their usage, or a slot of them and whether it was ever updated."""
     with tf.device(self.device):
-      return self._of(slot).lookup(ids)
+      return self._of(column).lookup(ids)
 
   def clear(self) -> None:
     """Removes all rows and their slots."""
     with tf.device(self.device):
-      for slot in (None, *self._slots):
+      for column in (ROWS, *self._slots):
         tf.raw_ops.LookupTableImportV2(
-          table_handle=self._of(slot).resource_handle,
+          table_handle=self._of(column).resource_handle,
           keys=tf.zeros([0], tf.int64),
-          values=tf.zeros([0, self._width + (_USAGE if slot is None else 1)]),
+          values=tf.zeros([0, self._width + (_USAGE if column == ROWS else 1)]),
         )
 
   def store(
-    self, ids: tf.Tensor, values: tf.Tensor, slot: str | None = None
-  ) -> None:
-    """Stores these, as `stored_of` returns them, besides others."""
-    with tf.device(self.device):
-      self._of(slot).insert(ids, values)
-      self._note(ids)
+    self, ids: tf.Tensor, values: dict[str, tf.Tensor]
+  ) -> list[tf.Operation]:
+    """Stores these besides others; returns the ops that do.
 
-  def _of(self, slot):
-    return self._rows if slot is None else self._slots[slot]
+    Args:
+      ids: without repetition.
+      values: by column, as `stored_of` returns them.
+    """
+    with tf.device(self.device):
+      done = [self._of(c).insert(ids, each) for c, each in values.items()]
+      done.append(self._note(ids))
+    return [op for op in done if op is not None]
+
+  def _of(self, column):
+    return self._rows if column == ROWS else self._slots[column]
 
   def newest_step(self) -> float:
     """The step of the newest update."""
@@ -269,10 +276,10 @@ class RowTable:
     """Does something when no step is running."""
     return action()
 
-  def _write_on(self, shard: Shard, write: Callable, *tensors) -> None:
-    """Calls `write(*tensors)`, which returns ops, where a shard is."""
+  def _write_on(self, shard: Shard, updated: Callable, *tensors) -> None:
+    """Stores what `updated(*tensors)` returns, as `Shard.updated`, where a shard is."""
     with tf.device(shard.device), shard.locked() as written:
-      written += write(*tensors)
+      written += shard.store(*updated(*tensors))
 
   def _value_of_new(self, slot: keras.Variable) -> tf.Tensor:
     """Of a slot's variable, which nothing writes: that of a new row."""
@@ -357,12 +364,12 @@ class RowTable:
     split = (self._split(each, owner) for each in columns)
     for shard, *some in zip(self.shards, *split, strict=True):
 
-      def write(learning_rate, ids, values, *counts, shard=shard):
+      def updated(learning_rate, ids, values, *counts, shard=shard):
         step = keras.ops.cast(optimizer.iterations, 'float32')
         applied = functools.partial(rule, learning_rate)
-        return shard.update(ids, values, step, applied, initial, *counts)
+        return shard.updated(ids, values, step, applied, initial, *counts)
 
-      self._write_on(shard, write, learning_rate, *some)
+      self._write_on(shard, updated, learning_rate, *some)
 
   def adopt(self, optimizer: keras.optimizers.Optimizer, slots) -> None:
     """Has the slots of an optimizer; those of another one before it are gone."""
@@ -424,7 +431,7 @@ class RowTable:
         slot,
         self._width + 1,
         lambda slot=slot: self._stored(self._ids(), slot),
-        functools.partial(self._load, slot=slot),
+        functools.partial(self._load, column=slot),
       )
       for slot in self.slots
     ]
@@ -439,13 +446,13 @@ class RowTable:
     ids = self._drained(lambda: [s.stored()[0].numpy() for s in self.shards])
     return np.sort(np.concatenate(ids))
 
-  def _stored(self, ids, slot=None) -> np.ndarray:
-    usage = _USAGE if slot is None else 1
+  def _stored(self, ids, column=ROWS) -> np.ndarray:
+    usage = _USAGE if column == ROWS else 1
     found = np.zeros([len(ids), self._width + usage], np.float32)
 
     def read():
       for shard, mine in self._shares(ids):
-        found[mine] = shard.stored_of(tf.constant(ids[mine]), slot).numpy()
+        found[mine] = shard.stored_of(tf.constant(ids[mine]), column).numpy()
 
     self._drained(read)
     return found
@@ -455,14 +462,14 @@ class RowTable:
     self._loaded = np.asarray(ids, np.int64)
     self._drained(lambda: [shard.clear() for shard in self.shards])
 
-  def _load(self, values, slot=None) -> None:
+  def _load(self, values, column=ROWS) -> None:
     ids, values = self._loaded, np.asarray(values, np.float32)
     if len(ids) != len(values):
       raise errors.CheckpointMismatchError(
         f'{len(values)} rows of {self.variable.path!r} for {len(ids)} ids. Expected '
         'as many. Fix: load what was saved together.'
       )
-    if slot is None:
+    if column == ROWS:
       # Of rows that were saved again the last counts, and may say that it is gone.
       _, from_end = np.unique(ids[::-1], return_index=True)
       last = len(ids) - 1 - from_end
@@ -471,7 +478,8 @@ class RowTable:
 
     def write():
       for shard, mine in self._shares(ids):
-        shard.store(tf.constant(ids[mine]), tf.constant(values[mine]), slot)
+        some = tf.constant(values[mine])
+        shard.store(tf.constant(ids[mine]), {column: some})
         shard.is_lost = False
 
     self._drained(write)

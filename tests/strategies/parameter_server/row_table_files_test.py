@@ -269,7 +269,8 @@ class RowTableFilesTest(tf.test.TestCase, parameterized.TestCase):
       @tf.function
       def update(shard=shard, mine=mine, gradients=gradients):
         initial = {'Adam.m': tf.zeros([_WIDTH])}
-        shard.update(mine, gradients, float(step), _momentum, initial)
+        found = shard.updated(mine, gradients, float(step), _momentum, initial)
+        shard.store(*found)
 
       with tf.device(shard.device):
         update()

@@ -64,7 +64,7 @@ def write(
     for number, key in enumerate(found):
       values = block
       if key != IDS:
-        values = shard.stored_of(block, None if key == ROWS else key)
+        values = shard.stored_of(block, key)
       with scope():
         file = f'{stem}-{begin}-{number}'
         found[key].append(pieces.write(directory, file, first + begin, values))
@@ -122,7 +122,7 @@ def read(
         values = tf.gather(values, mine)
         if key == ROWS:
           gone = tf.boolean_mask(ids, is_gone(values))
-      shard.store(ids, values, None if key == ROWS else key)
+      shard.store(ids, {key: values})
     if int(gone.shape[0]):
       shard.forget(gone)
   shard.is_lost = False

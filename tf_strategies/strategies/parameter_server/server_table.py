@@ -19,6 +19,7 @@ from tf_strategies.keras import row_initializers, row_table, row_updates
 from tf_strategies.strategies.parameter_server import (
   changed_rows,
   traced_step,
+  units,
   variables,
 )
 
@@ -141,10 +142,10 @@ class ServerTable(row_table.RowTable, tf.__internal__.tracking.Trackable):
         resource=slot.value.handle, dtype=tf.float32
       ).numpy()
 
-  def _stored(self, ids, slot=None):
+  def _stored(self, ids, column=row_table.ROWS):
     num_bytes = 4 * len(ids) * self._width
     row_updates.warn_of_whole_read(self.variable.path, num_bytes)
-    return super()._stored(ids, slot)
+    return super()._stored(ids, column)
 
   def _read_shards(self, ids):
     step = traced_step.current()
@@ -167,13 +168,15 @@ class ServerTable(row_table.RowTable, tf.__internal__.tracking.Trackable):
     else:
       context.merge_call(update)
 
-  def _write_on(self, shard, write, *tensors):
+  def _write_on(self, shard, updated, *tensors):
     def write_once(shard, *tensors):
+      unit = units.LockedWrite(
+        shard, lambda: updated(*tensors), lambda found: shard.store(*found)
+      )
       step = traced_step.current()
       if step is None:
-        with shard.locked() as written:
-          written += write(*tensors)
+        unit.do()
       else:
-        step.on_server(shard.server, lambda: write(*tensors), lock=shard)
+        step.on_server(shard.server, unit)
 
     self._extended.update(shard, write_once, args=tensors, group=False)

@@ -187,22 +187,17 @@ class TracedStep:
   def on_server(
     self,
     server: int,
-    write: Callable[[], Any],
+    write: Callable[[], Any] | units.LockedWrite,
     ticket: tf.Tensor | None = None,
     is_last: bool = False,
-    lock: units.Lock | None = None,
   ) -> Any:
     """As `units.Units.write`, with a copy of the ticket's tensor; at once in a unit."""
     if self.ticket is None or self._units.is_open:
-      with self._units.holding(lock) as written:
-        result = write()
-        if lock is not None:  # What it returns are the ops that write.
-          written += result
-      return result
+      return write.do() if isinstance(write, units.LockedWrite) else write()
     if ticket is None:
       ticket = self.copies.of(self.ticket.tensor, server)
     return self._units.write(
-      self.ticket, server, write, self._graph, ticket, is_last, lock
+      self.ticket, server, write, self._graph, ticket, is_last
     )
 
   @contextlib.contextmanager
@@ -271,12 +266,10 @@ class TracedStep:
         for key, write in list(self._held.items()):
           if key in self.access.updated and write.variable.server == server:
             self._write_here(write.variable)
-        target = updates[0].target
-        self.on_server(
-          server,
-          lambda u=updates: [each.run() for each in u],
-          lock=target if isinstance(target, units.Lock) else None,
-        )
+        if isinstance(updates[0].target, units.Lock):
+          updates[0].run()  # It is one unit itself.
+        else:
+          self.on_server(server, lambda u=updates: [each.run() for each in u])
 
   def update_inputs(self) -> list[tf.Tensor]:
     """What updates on other servers are going to read, as it is now."""

@@ -7,7 +7,7 @@ the death of the worker does not end it. `journal` says whether it is to write.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import tensorflow as tf
@@ -40,48 +40,49 @@ class Lock(Protocol):
     """Keeps others out until the ops are done that the body adds to the list."""
 
 
+class LockedWrite(NamedTuple):
+  """A write that no other may come between what it reads and what it writes.
+
+  Only `compute` may have loops: the end of the worker's call ends those, and then
+  nothing is noted or written.
+  """
+
+  lock: Lock
+  compute: Callable[[], Any]  # Tensors, for `write`.
+  write: Callable[[Any], list[tf.Operation]]  # Returns what writes.
+
+  def do(self) -> None:
+    """Writes here."""
+    with self.lock.locked() as written:
+      written += self.write(self.compute())
+
+
 class Units:
   """The units of one step, numbered as they are traced."""
 
   def __init__(self):
     self.is_open = False  # Whether one is being traced.
     self._count = LAST_UNIT
-    self._held: Lock | None = None
-
-  @contextlib.contextmanager
-  def holding(self, lock: Lock | None) -> Iterator[list[tf.Operation]]:
-    """Locks what the unit has not locked yet; see `Lock.locked`."""
-    if lock is None or lock is self._held:
-      yield []
-      return
-    before, self._held = self._held, lock
-    try:
-      with lock.locked() as written:
-        yield written
-    finally:
-      self._held = before
 
   def write(
     self,
     ticket: Ticket,
     server: int,
-    write: Callable[[], Any],
+    write: Callable[[], Any] | LockedWrite,
     step: tf.Graph,
     tensor: tf.Tensor,
     is_last: bool,
-    lock: Lock | None = None,
   ) -> tf.Operation:
     """Writes on a server: once, or not if the worker was given up.
 
     Args:
       ticket: of the step.
       server: on which it is written.
-      write: does it; it is traced in a function of its own.
+      write: does it; it is traced in a function of its own. Those with the same lock
+        come one after another; the end of the worker's call ends the wait.
       step: the graph of the step.
       tensor: a copy of the ticket's.
       is_last: whether nothing is written after it.
-      lock: that it needs, no more than one. Units that need the same one come one
-        after another; the end of the worker's call ends the wait.
 
     Returns:
       The op after which it is written.
@@ -93,24 +94,30 @@ class Units:
       self._count += 1
       number = self._count
 
-    def write_in_branch():
-      write()
-      return 1
+    def if_admitted(write):
+      def write_in_branch():
+        write()
+        return 1
 
-    def write_if_admitted():
-      with self.holding(lock) as written:
-        is_to_write = ticket.admit(tensor, server, number)
-        done = tf.cond(is_to_write, write_in_branch, lambda: 1)
+      is_to_write = ticket.admit(tensor, server, number)
+      return tf.cond(is_to_write, write_in_branch, lambda: 1)
+
+    def unit():
+      if not isinstance(write, LockedWrite):
+        return if_admitted(write)
+      return _in_turn(lambda: locked(*write), write.lock.key)
+
+    def locked(lock, compute, write):
+      with lock.locked() as written:
+        computed = compute()
+        with tf.control_dependencies(tf.nest.flatten(computed)):
+          done = if_admitted(lambda: write(computed))
         written.append(done.op)
       return done
-
-    def write_in_turn():
-      return _in_turn(write_if_admitted, lock.key)
 
     self.is_open = True
     try:
       with tf.device(ticket.device(server)):
-        unit = write_if_admitted if lock is None else write_in_turn
         return _as_one_call(unit)().op
     finally:
       self.is_open = False
