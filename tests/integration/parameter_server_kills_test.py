@@ -90,9 +90,7 @@ class _KillsTestCase(parameter_server_case.FaultsTestCase):
     self.wait_until_reached(job, place)
     # To take up a worker again the chief asks all servers, and does nothing meanwhile.
     away = self.directory / 'away'
-    self._wait(
-      job, lambda: not away.exists(), 'the worker that was killed before'
-    )
+    self._wait(job, lambda: not away.exists(), 'the worker before')
     # What is asked of server 1 from now on it does not do.
     job.signal(*_SERVER, signal.SIGSTOP)
     if place == 'lookup':
@@ -110,9 +108,8 @@ class _KillsTestCase(parameter_server_case.FaultsTestCase):
     time.sleep(1.5)
     [after] = self.peek(job)
     # The other worker may have looked up a step's two rows before.
-    self.assertBetween(
-      after - before, 0, 0 if mode == 'sync' else _ROWS_OF_STEP
-    )
+    most = 0 if mode == 'sync' else _ROWS_OF_STEP
+    self.assertBetween(after - before, 0, most)
     return True
 
   def kill_in_save(self, job, place, victim, halves=False):
@@ -237,11 +234,8 @@ class StepKillsTest(_KillsTestCase):
       self.assertBetween(recovery['lost_steps'], 0, _EVERY + 4)
     self.assert_exact(found, steps, mode)
 
-  @tiers.parameters(
-    ('async', 'lock'),
-    ('async', 'loop 1'),
-    tiers.full('bounded', 'lock'),
-    tiers.full('bounded', 'loop 1'),
+  @tiers.product(
+    mode=('async', tiers.full('bounded')), place=('lock', 'loop 1')
   )
   def test_update_that_has_not_begun_to_write(self, mode, place):
     """The end of its worker ends the wait, or a loop, and the step is repeated."""

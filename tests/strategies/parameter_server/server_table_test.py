@@ -1,5 +1,7 @@
 """DynamicEmbedding on servers: exact, moved, restored, expired."""
 
+import functools
+import itertools
 import os
 import tempfile
 from unittest import mock
@@ -63,12 +65,12 @@ def _in_sync(names):
 
 
 def with_a_server_that_does_not_update(directory):
-  update = server_table.ServerShard.update
+  store = server_table.ServerShard.store
 
-  def update_some(self, *args):
-    return update(self, *args) if self.server == 0 else []
+  def store_some(self, *args):
+    return store(self, *args) if self.server == 0 else []
 
-  with mock.patch.object(server_table.ServerShard, 'update', update_some):
+  with mock.patch.object(server_table.ServerShard, 'store', store_some):
     return _train(tfs.ParameterServerStrategy(mode='sync'))
 
 
@@ -99,6 +101,39 @@ def in_a_loop(directory):
   found = layer(np.arange(dynamic_tables.VOCABULARY)).numpy()
   strategy.close()
   return found
+
+
+def in_control_flow(directory):
+  """The same, with all of the step in a branch or in each round of a loop."""
+  found = {}
+  for mode, kind in itertools.product(_MODES, _CONTROL_FLOW):
+    wrap = _CONTROL_FLOW[kind]
+    strategy = tfs.ParameterServerStrategy(mode=mode)
+    with strategy.scope():
+      layer, optimizer, step = dynamic_tables.twice(True)
+    remote = strategy.remote_step(functools.partial(wrap, step), [optimizer])
+    for batch in dynamic_tables.pairs():
+      remote(batch)
+    rows = layer(np.arange(dynamic_tables.VOCABULARY)).numpy()
+    found[mode, kind] = rows, set(layer.usage()['uses'].tolist())
+    strategy.close()
+  return found
+
+
+def _in_branch(step, batch):
+  return tf.cond(tf.size(batch[1]) > 0, lambda: step(batch), lambda: 0.0)
+
+
+def _in_loop(step, batch):
+  def again(i, loss):
+    del loss
+    return i + 1, step(batch)
+
+  return tf.while_loop(lambda i, _: i < 3, again, [0, 0.0])[1]
+
+
+_CONTROL_FLOW = {'branch': _in_branch, 'loop': _in_loop}
+_MODES = 'async', 'sync'
 
 
 def random_rows(directory):
@@ -283,6 +318,7 @@ class TrainingTest(_ServersTest):
     load,
     continue_checkpoint,
     in_async_on_one_worker,
+    in_control_flow,
     random_rows,
   )
 
@@ -319,6 +355,15 @@ class TrainingTest(_ServersTest):
     for batch in dynamic_tables.pairs():
       step(batch)
     self.assertAllClose(layer.embeddings, self.found['in_a_loop'], 0, 1e-6)
+
+  @parameterized.product(mode=_MODES, kind=('branch', 'loop'))
+  def test_updates_in_control_flow_equal_embedding(self, mode, kind):
+    layer, _, step = dynamic_tables.twice(False)
+    for batch in dynamic_tables.pairs():
+      tf.function(_CONTROL_FLOW[kind])(step, batch)
+    rows, uses = self.moved['in_control_flow'][mode, kind]
+    self.assertAllClose(layer.embeddings, rows, 0, 1e-6)
+    self.assertNotIn(0, uses)
 
   def test_rows_follow_from_id_and_seed_alone(self):
     rows = self.moved['random_rows']

@@ -181,6 +181,9 @@ class SyncEngine(engine_lib.Engine):
         outputs = step.run(batch)
       reasons.extend(share.reasons)
       gradients.extend(g for _, grads, _ in calls for g in grads)
+      here = tf.compat.v1.get_default_graph()
+      if any(getattr(g, 'graph', here) is not here for g in gradients):
+        reasons.append('optimizer.apply in a branch or a loop')
       return outputs
 
     discovery = worker_function.discover(run, structure, is_share=True)

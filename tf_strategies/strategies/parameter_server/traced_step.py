@@ -151,9 +151,13 @@ class TracedStep:
       return None
     if key in self._held:
       return self.here(self._held[key].value)
-    if key in self._direct or self.update_server == variable.server:
+    if self.update_server == variable.server:
       return None
-    return self.here(self._snapshot.get(key))
+    copy = None if key in self._direct else self._snapshot.get(key)
+    if copy is None and self._units.is_open:
+      # A call on a server has no other server's variables.
+      return self._units.before(variable.device, variable.read_directly)
+    return self.here(copy)
 
   @property
   def looks_up(self) -> bool:

@@ -61,8 +61,18 @@ class Units:
   """The units of one step, numbered as they are traced."""
 
   def __init__(self):
-    self.is_open = False  # Whether one is being traced.
+    self._caller: tf.Graph | None = None  # Of the one that is being traced.
     self._count = LAST_UNIT
+
+  @property
+  def is_open(self) -> bool:
+    """Whether one is being traced."""
+    return self._caller is not None
+
+  def before(self, device: str, read: Callable[[], tf.Tensor]) -> tf.Tensor:
+    """For the unit that is being traced: what is read before it, on any device."""
+    with self._caller.as_default(), tf.device(device):
+      return read()
 
   def write(
     self,
@@ -115,12 +125,12 @@ class Units:
         written.append(done.op)
       return done
 
-    self.is_open = True
+    self._caller = tf.compat.v1.get_default_graph()
     try:
       with tf.device(ticket.device(server)):
         return _as_one_call(unit)().op
     finally:
-      self.is_open = False
+      self._caller = None
 
 
 def _as_one_call(function: Callable[[], tf.Tensor]) -> Callable[[], tf.Tensor]:
