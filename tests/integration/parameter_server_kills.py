@@ -61,6 +61,8 @@ _PLACES = {
     'store',
     None,
   ),
+  # The cluster as it was looked at is connected to.
+  'connect': ('_tf_internal', '', 'connect_again', None),
   # All variables are what a checkpoint has; nobody does a step yet.
   'restored': (
     'strategies.parameter_server.recovery',

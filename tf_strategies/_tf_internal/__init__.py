@@ -16,6 +16,7 @@ from tf_strategies._tf_internal.cluster import (  # noqa: F401  For all others.
   clear_errors,
   connect_again,
   connected_cluster,
+  incarnations,
   own_executor,
   without_notices,
 )

@@ -19,6 +19,19 @@ eager_context = load(
 )
 
 
+_list_devices = load(
+  'pywrap_tfe.TFE_ContextListDevices', 'tells tasks from those before them'
+)
+_count = load(
+  'client.pywrap_tf_session.TF_DeviceListCount', 'counts devices of tasks'
+)
+_name = load('client.pywrap_tf_session.TF_DeviceListName', 'names devices')
+_incarnation = load(
+  'client.pywrap_tf_session.TF_DeviceListIncarnation',
+  'tells tasks from those before them',
+)
+
+
 def connected_cluster():
   """The `ServerDef` of the cluster that this process is connected to, if any."""
   return eager_context().get_server_def()
@@ -38,6 +51,17 @@ def connect_again(server_def=None) -> None:
   """Connects to tasks that were restarted, when every task answers."""
   context = eager_context()
   context.update_server_def(server_def or context.get_server_def())
+
+
+def incarnations() -> dict[tuple[str, int], int]:
+  """Of the tasks that this process is connected to: a number of each process."""
+  devices = _list_devices(eager_context()._handle)
+  found = {}
+  for i in range(_count(devices)):
+    spec = tf.DeviceSpec.from_string(_name(devices, i))
+    if spec.device_type == 'CPU':
+      found[spec.job, spec.task] = _incarnation(devices, i)
+  return found
 
 
 def before_sending_functions(check: Callable[[], None]) -> None:

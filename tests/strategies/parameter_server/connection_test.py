@@ -16,6 +16,9 @@ class LivenessTest(parameterized.TestCase):
     super().setUp()
     # Processes that run, and those of them that this one has connected to.
     self.running, self.known = set(_TASKS), set(_TASKS)
+    # How often each was started, as far as this one knows.
+    self.starts = dict.fromkeys(_TASKS, 1)
+    self.seen = dict(self.starts)
     cluster = mock.create_autospec(config_lib.ClusterConfig, instance=True)
     cluster.jobs = {
       job: {i: f'{job}-{i}:1' for i in range(2)} for job in ('ps', 'worker')
@@ -38,6 +41,11 @@ class LivenessTest(parameterized.TestCase):
     self.enter_context(
       mock.patch.object(_tf_internal, 'connect_again', self.connect)
     )
+    self.enter_context(
+      mock.patch.object(_tf_internal, 'incarnations', lambda: self.seen)
+    )
+    # What happens while it is connected.
+    self.die_meanwhile = ()
     self.liveness = connection.Liveness(cluster)
     self.addCleanup(self.liveness.close)
 
@@ -47,10 +55,13 @@ class LivenessTest(parameterized.TestCase):
     return keepalive.Answer.HELLO if is_up else keepalive.Answer.REFUSED
 
   def connect(self):
-    self.known = set(self.running)
+    self.restart(*self.die_meanwhile)
+    self.known, self.seen = set(self.running), dict(self.starts)
 
   def restart(self, *tasks):
     self.known -= set(tasks)
+    for task in tasks:
+      self.starts[task] += 1
 
   def test_restarted_worker_is_dead_until_it_is_connected_to(self):
     lost_in = self.liveness.generation
@@ -72,6 +83,24 @@ class LivenessTest(parameterized.TestCase):
     error = self.liveness.server_error()
     self.assertEqual((error.server, error.address), (1, 'ps-1:1'))
     self.assertIn('ps 1 at ps-1:1', str(error))
+    self.liveness.wait_for_all(10.0)
+    self.assertIsNone(self.liveness.server_error())
+
+  def test_tasks_that_die_while_it_connects_are_dead_until_they_are_taken_up(
+    self,
+  ):
+    lost_in = self.liveness.generation
+    self.restart(('worker', 1))
+    self.die_meanwhile = ('ps', 0), ('worker', 0)
+    self.assertTrue(self.liveness.rejoin(1, lost_in))
+    self.assertTrue(self.liveness.is_worker_alive(1))
+    self.assertFalse(self.liveness.is_worker_alive(0))
+    self.assertEqual(self.liveness.server_error().server, 0)
+    self.die_meanwhile = ()
+    lost_in = self.liveness.generation
+    self.assertTrue(self.liveness.rejoin(0, lost_in))
+    self.assertTrue(self.liveness.is_worker_alive(0))
+    self.assertEqual(self.liveness.server_error().server, 0)
     self.liveness.wait_for_all(10.0)
     self.assertIsNone(self.liveness.server_error())
 

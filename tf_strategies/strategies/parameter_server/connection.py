@@ -111,8 +111,9 @@ class Liveness:
 
   A restarted task is another process: what this process had there (variables,
   iterators, functions) is gone, so it counts as dead until `rejoin` or
-  `wait_for_all`. A server counts as dead until `wait_for_all`, also when
-  connecting to a worker has connected to it: nobody has restored its variables.
+  `wait_for_all`. Connecting to one connects to all; those that are others then, also
+  if they died while it went on, count as dead as before. A server does until
+  `wait_for_all`: nobody has restored its variables.
 
   Whether a task answers at all is seen by the first bytes of HTTP/2, which gRPC
   speaks; whether it is the one that was connected to, by running an op there.
@@ -135,8 +136,8 @@ class Liveness:
     self._changed_at = -math.inf
     # Counts the reconnections to all tasks.
     self.generation = 0
-    # Servers that were connected to again before anybody noticed their death.
-    self._unrestored: set[Task] = set()
+    # That were connected to again, and nobody has taken them up.
+    self._are_new: set[Task] = set()
     workers = [task for task in self._addresses if task not in self._servers]
     self._keepalive = keepalive.Keepalive(
       self._addresses,
@@ -152,7 +153,8 @@ class Liveness:
 
   def is_worker_alive(self, worker: int) -> bool:
     """Whether it is the process that was connected to; maybe a silent one."""
-    return not self._gone([('worker', worker)])
+    task = 'worker', worker
+    return task not in self._are_new and not self._gone([task])
 
   def silent_tasks(self) -> list[str]:
     """Names of the tasks that do not answer."""
@@ -164,7 +166,7 @@ class Liveness:
 
   def server_error(self) -> errors.ParameterServerUnavailableError | None:
     """The error that names a server whose variables are gone, if there is one."""
-    gone = self._unrestored | self._gone(self._servers)
+    gone = (self._are_new & self._servers) | self._gone(self._servers)
     if not gone:
       return None
     return self._error_of(min(gone)[1])
@@ -213,10 +215,12 @@ class Liveness:
       if self.generation == lost_in or answers[task] is not _HELLO:
         if _NOTHING in answers.values():
           return False
-        self._unrestored |= self._gone_of(answers) & self._servers
         self._connect_again()
         answers = self._ask([task])
-      return answers[task] is _HELLO
+      is_back = answers[task] is _HELLO
+      if is_back:
+        self._are_new.discard(task)
+      return is_back
 
   def wait_for_all(self, deadline_seconds: float) -> None:
     """Waits until every task answers, and connects to all of them.
@@ -239,7 +243,7 @@ class Liveness:
             'continue training, got none. Fix: end it and restart it.'
           )
       self._connect_again()
-      self._unrestored.clear()
+      self._are_new.clear()
 
   def close(self) -> None:
     """Ends the keepalive thread."""
@@ -286,7 +290,14 @@ class Liveness:
     self._changed_at = math.inf
     try:
       time.sleep(_SETTLE_SECONDS)
+      given_up = filter(self._keepalive.is_disconnected, self._servers)
+      self._are_new.update(given_up)
+      before = _tf_internal.incarnations()
       _tf_internal.connect_again()
+      after = _tf_internal.incarnations()
+      self._are_new |= {
+        t for t in self._addresses if before.get(t) != after.get(t)
+      }
       self._keepalive.reset()
       self.generation += 1
     finally:

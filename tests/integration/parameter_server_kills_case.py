@@ -1,0 +1,173 @@
+"""What tests that kill tasks at exact places share."""
+
+import pathlib
+import resource
+import signal
+import time
+
+import numpy as np
+
+from tests.integration import parameter_server_case
+from tests.integration import parameter_server_kills as kills
+
+MODES = {
+  'async': {'mode': 'async'},
+  'bounded': {'mode': 'bounded', 'max_staleness': 1},
+  'sync': {'mode': 'sync'},
+}
+EVERY = 20  # Steps between two checkpoints.
+WORKERS = ('worker', 0), ('worker', 1)
+SERVER = 'ps', 1
+CHIEF = 'chief', 0
+ROWS_OF_STEP = 2  # On each server.
+_HALF_BYTES = 4096
+
+
+class KillsTestCase(parameter_server_case.FaultsTestCase):
+  """A chief of `parameter_server_kills`, and what it must have found."""
+
+  def setUp(self):
+    super().setUp()
+    self.directory = pathlib.Path(self.progress).parent
+
+  def start_chief(self, job, steps, holds_writes=False, **options):
+    options = {'checkpoint_steps': EVERY, **options}
+    arguments = str(self.directory), steps, options, holds_writes
+    job.start_chief(kills.train, arguments)
+
+  def hold(self, place):
+    """From now on whoever comes to a place stays there."""
+    (self.directory / f'{place}.reached').unlink(missing_ok=True)
+    (self.directory / place).touch()
+
+  def release(self, place):
+    (self.directory / place).unlink()
+
+  def wait_until_reached(self, job, place):
+    path = self.directory / f'{place}.reached'
+    self._wait(job, path.exists, place)
+
+  def peek(self, job, servers=1):
+    """How many updates rows of the table in parts have on the first servers."""
+    answer = self.directory / 'peeked'
+    answer.unlink(missing_ok=True)
+    kills.programs.tell(str(self.directory / 'peek'), servers)
+    self._wait(job, answer.exists, 'an answer')
+    return list(map(int, answer.read_text().split()))
+
+  def _wait(self, job, condition, what, seconds=120):
+    ends_at = time.monotonic() + seconds
+    while not condition():
+      self.assertTrue(job.is_alive(*CHIEF), f'the chief ended: {what}')
+      self.assertLess(time.monotonic(), ends_at, what)
+      time.sleep(0.01)
+
+  def kill_in_step(self, job, place, victim, mode):
+    """Kills somebody while rows are on their way, or written on server 0 alone.
+
+    In 'sync', in which servers write when workers are done, before rows are written.
+    """
+    while not self._stop_in_step(job, place, mode):
+      # On a busy machine the worker may wait for server 1 even now. Steps are few, so this ends.
+      job.signal(*SERVER, signal.SIGCONT)
+    job.kill(*victim)
+    if victim != SERVER:
+      job.signal(*SERVER, signal.SIGCONT)
+    job.start(*victim)
+
+  def _stop_in_step(self, job, place, mode):
+    """Stops server 1 in a step; whether server 0 alone has done what it should."""
+    self.hold(place)
+    self.wait_until_reached(job, place)
+    # To take up a worker again the chief asks all servers, and does nothing meanwhile.
+    away = self.directory / 'away'
+    self._wait(job, lambda: not away.exists(), 'the worker before')
+    # What is asked of server 1 from now on it does not do.
+    job.signal(*SERVER, signal.SIGSTOP)
+    if place == 'lookup':
+      # Somebody has not asked yet.
+      (self.directory / f'{place}.reached').unlink()
+      self.wait_until_reached(job, place)
+    [before] = self.peek(job)
+    self.release(place)
+    if place == 'update' and mode != 'sync':
+      ends_at = time.monotonic() + 10
+      while self.peek(job) <= [before]:
+        if time.monotonic() > ends_at:
+          return False
+      return True
+    time.sleep(1.5)
+    [after] = self.peek(job)
+    # The other worker may have looked up a step's two rows before.
+    most = 0 if mode == 'sync' else ROWS_OF_STEP
+    self.assertBetween(after - before, 0, most)
+    return True
+
+  def kill_in_save(self, job, place, victim, halves=False):
+    """Kills somebody where a save is; `halves`: in the middle of a file."""
+    self.hold(place)
+    self.wait_until_reached(job, place)
+    if halves:
+      pid = job.pid(*victim)
+      resource.prlimit(pid, resource.RLIMIT_FSIZE, (_HALF_BYTES, _HALF_BYTES))
+    else:
+      job.kill(*victim)
+    self.release(place)
+    if halves:
+      self._wait(job, lambda: not job.is_alive(*victim), 'a half')
+      sizes = [
+        path.stat().st_size
+        for left in pathlib.Path(self.checkpoints).glob('unfinished-*')
+        for path in left.iterdir()
+      ]
+      self.assertIn(_HALF_BYTES, sizes)
+    if victim != CHIEF:
+      job.start(*victim)
+
+  def assert_exact(self, found, steps, mode='async', died=(1,)):
+    """Every row and slot has each step once, but for those that the log says.
+
+    Of servers that `died` they are missing; in 'sync' of all.
+    """
+    lost = sum(r['lost_steps'] for r in found['recoveries'])
+    is_sync = mode == 'sync'
+    print(f'{mode}: {steps} steps, {found["recoveries"]}')
+    # What rows become that n steps have updated, each by a gradient of 1.
+    sums = np.concatenate(
+      [[0.0], np.cumsum(1 / np.sqrt(np.arange(1, steps + 1) + 1e-7))]
+    )
+    seen = {}
+    for name in ('static', 'dynamic'):
+      counts = found[name]['counts']
+      self.assertTrue(found[name]['is_even'], name)
+      self.assertAllEqual(counts, np.round(counts))
+      self.assertAllClose(
+        found[name]['weights'], sums[counts.astype(int)], 1e-6, 1e-6
+      )
+      own, shared = counts[:, :2], counts[:, 2:]
+      self.assertAllInSet(own, [0.0, 1.0])
+      for hot in range(kills.HOT):
+        expected = own[hot :: kills.HOT].sum(0)
+        for row in shared[hot :: kills.HOT]:
+          self.assertAllEqual(row, expected, name)
+      seen[name] = own
+    self.assertAllEqual(seen['static'], seen['dynamic'])
+    self.assertAllEqual(found['uses'], found['dynamic']['counts'])
+    missing = steps - seen['static'].sum(0)
+    self.assertAllEqual(
+      missing, [lost if is_sync or s in died else 0 for s in (0, 1)]
+    )
+    if is_sync:
+      self.assertAllEqual(*seen['static'].T)
+    largest, rows = found['others']
+    self.assertEqual(largest, 0.0)
+    hot_rows = sum(
+      len({(i % kills.HOT) for i in np.flatnonzero(own)})
+      for own in seen['dynamic'].T
+    )
+    self.assertEqual(rows, seen['dynamic'].sum() + hot_rows)
+    self.assertEqual(sum(found['by_shard']), rows)
+    self.assertEqual(found['iterations'], steps - lost if is_sync else steps)
+    # Nothing is left of what was interrupted.
+    self.assertEqual(self.left(), [])
+    self.assertLessEqual(len(self.kept()), 4)
