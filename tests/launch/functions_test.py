@@ -141,6 +141,7 @@ class FunctionsTest(parameterized.TestCase):
     ({'tee': False}, '^--notee without --log_dir'),
     ({'log_dir': '/proc/none'}, '^--log_dir=/proc/none'),
     ({'nnodes': 2}, '^--nnodes=2 without --rendezvous'),
+    ({'num_workers': 10**20}, '^1(0{20}) tasks on one host.*at most 12000'),
   )
   def test_what_the_launcher_refuses_is_no_dead_worker(self, options, message):
     with self.assertRaisesRegex(errors.UnsupportedOptionError, message):

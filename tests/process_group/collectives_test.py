@@ -1,5 +1,6 @@
 """Every collective between real processes, against sums that are exact."""
 
+import functools
 from unittest import mock
 
 import numpy as np
@@ -341,6 +342,20 @@ class ArgumentsTest(parameterized.TestCase):
         group.all_gather(np.array(1.0))
       with self.assertRaisesRegex(ValueError, 'scalar'):
         group.all_gather_equal(np.array(1.0))
+
+  def test_name_that_is_no_string_is_refused(self):
+    with (
+      process_group.Rendezvous({0: '127.0.0.1:0'}, 0) as meeting,
+      meeting.form() as group,
+    ):
+      for call in (
+        group.barrier,
+        functools.partial(group.all_gather, np.zeros(3)),
+        functools.partial(group.all_gather_equal, np.zeros(3)),
+        functools.partial(group.broadcast, np.zeros(3), 0),
+      ):
+        with self.assertRaisesRegex(ValueError, 'name=3.*a string'):
+          call(name=3)
 
 
 if __name__ == '__main__':

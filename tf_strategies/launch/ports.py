@@ -29,6 +29,7 @@ def pick_ports(count: int) -> list[int]:
   take an occupied port for an error that says so.
 
   Raises:
+    UnsupportedOptionError: no host has so many.
     RendezvousError: too few of 20,000 to 32,000 are free.
 
   Example:
@@ -38,6 +39,12 @@ def pick_ports(count: int) -> list[int]:
   """
   ports: list[int] = []
   candidates = _candidates()
+  if count > _LAST - _FIRST:
+    raise errors.UnsupportedOptionError(
+      f'{count} tasks on one host',
+      f'at most {_LAST - _FIRST}, each of which has a port',
+      'start fewer, or others on more hosts',
+    )
   # Whoever has seeded `random` gets other ports all the same, and keeps its state.
   for port in random.SystemRandom().sample(
     candidates, min(len(candidates), _TRIES_PER_PORT * count)

@@ -167,7 +167,7 @@ class PlannedGroup(group_lib.ProcessGroup):
     self, array: np.ndarray, *, name: str = ''
   ) -> list[np.ndarray]:
     """See base class."""
-    _check_gathered(array)
+    _check_gathered(array, name)
     with self._lock:
       data = np.ascontiguousarray(array).reshape(-1)
       lengths = self._gather_lengths(array, name)
@@ -185,7 +185,7 @@ class PlannedGroup(group_lib.ProcessGroup):
     self, array: np.ndarray, *, name: str = ''
   ) -> np.ndarray:
     """See base class."""
-    _check_gathered(array)
+    _check_gathered(array, name)
     with self._lock:
       data = np.ascontiguousarray(array).reshape(-1)
       sizes = (data.nbytes,) * self.world_size
@@ -255,6 +255,7 @@ class PlannedGroup(group_lib.ProcessGroup):
     _check_dtype(array, 'broadcast')
     size, rank = self.world_size, self.rank
     _check_root(root, size)
+    _check_name(name)
     with self._lock:
       data = np.ascontiguousarray(array).reshape(-1)
       out = self._pool.take(data.shape, array.dtype)
@@ -306,6 +307,7 @@ class PlannedGroup(group_lib.ProcessGroup):
 
   def barrier(self, *, name: str = '') -> None:
     """See base class."""
+    _check_name(name)
     with self._lock:
       nothing = np.zeros(1, np.uint8)
       algorithm, plan = 'tree', self._tree(1)
@@ -377,9 +379,19 @@ def _check_dtype(array: np.ndarray, what: str) -> None:
     )
 
 
-def _check_gathered(array: np.ndarray) -> None:
+def _check_name(name: str) -> None:
+  option_checks.check(
+    isinstance(name, str),
+    f'name={name!r}',
+    'a string',
+    "leave it out, or name=''",
+  )
+
+
+def _check_gathered(array: np.ndarray, name: str) -> None:
   """Refuses what `all_gather` cannot take."""
   _check_dtype(array, 'all_gather')
+  _check_name(name)
   if not 1 <= array.ndim <= _MAX_DIMENSIONS:
     raise errors.UnsupportedOptionError(
       f'all_gather of an array of shape {array.shape}',
