@@ -1,4 +1,4 @@
-"""Errors that leave a graph as what they were raised as.
+"""Errors that leave a graph as what they were raised as, and say what is of use.
 
 TensorFlow turns whatever Python code raises inside a graph into an
 `UnknownError` that holds its text. C++ makes that object, by the class that it
@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
+import pathlib
 import re
 from typing import NoReturn
 
@@ -24,6 +26,41 @@ _MAX_HOST_FAILURES = 1000
 _host_failure_numbers = itertools.count()
 _HOST_FAILURE = re.compile(r'\[host failure (\d+)\]')
 
+_FRAME = re.compile(r'\s*File "(.*)", line \d+, in ')
+# Of what the user has not written.
+_NOT_THEIRS = (
+  os.path.join('tensorflow', 'python', ''),
+  os.path.join('keras', 'src', ''),
+  os.path.join(str(pathlib.Path(__file__).parent), ''),
+)
+_OF_NO_USE = (
+  'Additional GRPC error information',
+  ':UNKNOWN:Error received',
+  '<stack traces unavailable>',
+)
+
+
+def readable(error: tf.errors.OpError) -> tf.errors.OpError:
+  """The same error without what its user cannot act on.
+
+  TensorFlow says of each operation of a step by which calls it was made, once for
+  each that failed, and of each connection by which the error came what it was. The
+  lines of the user's own files are left, and what went wrong.
+  """
+  lines: list[str] = []
+  is_after_frame = False
+  for line in error.message.splitlines():
+    frame = _FRAME.match(line)
+    is_theirs = frame and not any(part in frame[1] for part in _NOT_THEIRS)
+    is_told = line in lines and (frame or line.startswith('Detected at'))
+    is_gap = is_after_frame and not line.strip()
+    is_after_frame = bool(frame) or is_gap
+    if (frame is None or is_theirs) and not (
+      is_told or is_gap or line.startswith(_OF_NO_USE)
+    ):
+      lines.append(line)
+  return type(error)(error.node_def, error.op, '\n'.join(lines))
+
 
 @contextlib.contextmanager
 def typed():
@@ -34,7 +71,7 @@ def typed():
     raise_through_graph(e)
 
 
-def raise_through_graph(error: Exception) -> NoReturn:
+def raise_through_graph(error: errors.Error | tf.errors.OpError) -> NoReturn:
   """Raises `error` in a host call so that it leaves the graph as what it is.
 
   It becomes a `tf.errors.UnknownError` as well, since C++ insists on that.
@@ -45,9 +82,9 @@ def raise_through_graph(error: Exception) -> NoReturn:
     del _host_failures[next(iter(_host_failures))]
   if '__new__' not in vars(_tf_internal.UnknownError):
     _tf_internal.UnknownError.__new__ = staticmethod(_new_unknown_error)
-  raise RuntimeError(
-    f'{type(error).__name__}: {error} [host failure {number}]'
-  ) from error
+  # TensorFlow writes this to the log, with whatever it follows from.
+  told = f'{type(error).__name__}: {error}'.partition('\n')[0]
+  raise RuntimeError(f'{told} [host failure {number}]') from None
 
 
 def _new_unknown_error(cls, *args, **kwargs):
@@ -59,7 +96,8 @@ def _new_unknown_error(cls, *args, **kwargs):
 
 
 def _restore(error_type, args, state):
-  error = error_type(*args)
+  error = error_type.__new__(error_type, *args)
+  error.args = args
   vars(error).update(state)
   return error
 
@@ -74,7 +112,9 @@ def _as_unknown_error(error):
 
   typed = type(
     error_type.__name__,
-    (error_type, _tf_internal.UnknownError),
+    (error_type,)
+    if isinstance(error, _tf_internal.UnknownError)
+    else (error_type, _tf_internal.UnknownError),
     {
       '__init__': ignore,
       '__str__': error_type.__str__,
@@ -83,14 +123,14 @@ def _as_unknown_error(error):
       '__module__': error_type.__module__,
     },
   )
-  copy = Exception.__new__(typed, *error.args)
-  copy.args = error.args
-  vars(copy).update(
-    vars(error),
-    _node_def=None,
-    _op=None,
-    _message=str(error),
-    _error_code=tf.errors.UNKNOWN,
-    _experimental_payloads={},
-  )
+  copy = error_type.__new__(typed, *error.args)
+  copy.args, copy.__traceback__ = error.args, error.__traceback__
+  of_unknown_error = {
+    '_node_def': None,
+    '_op': None,
+    '_message': str(error),
+    '_error_code': tf.errors.UNKNOWN,
+    '_experimental_payloads': {},
+  }
+  vars(copy).update({**of_unknown_error, **vars(error)})
   return copy

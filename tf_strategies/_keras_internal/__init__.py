@@ -11,6 +11,8 @@ import contextlib
 import functools
 import importlib
 import inspect
+import os
+import pathlib
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +24,7 @@ from keras.src.backend.tensorflow import core, optimizer, trainer
 from keras.src.optimizers import base_optimizer
 from keras.src.random import seed_generator
 from keras.src.trainers import trainer as base_trainer
+from keras.src.utils import traceback_utils
 
 from tf_strategies import _requirements, _tf_internal
 from tf_strategies._keras_internal import rows as _rows
@@ -204,6 +207,14 @@ def applying_optimizer() -> keras.optimizers.Optimizer | None:
 
 
 Trainer = trainer.TensorFlowTrainer
+
+# `fit` leaves its own frames out of what it raises: so these too.
+traceback_utils._EXCLUDED_PATHS = (
+  *_requirements.attribute(
+    traceback_utils, '_EXCLUDED_PATHS', 'keeps tracebacks of fit short'
+  ),
+  str(pathlib.Path(__file__).parents[1]) + os.sep,
+)
 
 # Where the reductions of losses are.
 loss_module = importlib.import_module('keras.src.losses.loss')

@@ -1,5 +1,8 @@
 """What a step on workers cannot do is refused by its name, at once."""
 
+import os
+import traceback
+
 import keras
 import numpy as np
 import pytest
@@ -153,6 +156,38 @@ def adapted_outside(strategy):
     np.testing.assert_allclose(want, got, 1e-6, 1e-6)
 
 
+class Checked(keras.layers.Layer):
+  """Fails on a worker, for sums of one or more."""
+
+  def call(self, x):
+    check = tf.debugging.assert_less(tf.reduce_sum(x), 1.0, 'too much')
+    with tf.control_dependencies([check]):
+      return tf.identity(x)
+
+
+def step_that_fails(strategy):
+  """In the first step of `fit`, which is called in a graph, and in another one.
+
+  Returns of each the type of the error, its message, and the files of its traceback.
+  """
+  with strategy.scope():
+    model = keras.Sequential(
+      [keras.Input([4]), Checked(), keras.layers.Dense(1)]
+    )
+    model.compile('sgd', 'mse')
+  x, y = _data()
+  found = []
+  for goes_well_before in (False, True):
+    if goes_well_before:
+      model.fit(0 * x, y, verbose=0)
+    try:
+      model.fit(np.ones_like(x), y, verbose=0)
+    except Exception as e:
+      files = [f.filename for f in traceback.extract_tb(e.__traceback__)]
+      found.append((type(e).__name__, str(e), files))
+  return found
+
+
 _REFUSED = {
   python_in_a_step: 'tf.numpy_function or tf.py_function.*in the tf.data',
   jit_compile: 'jit_compile=True of model.*jit_compile=False',
@@ -175,19 +210,19 @@ def run(name):
   strategy = tfs.create_strategy('parameter_server', mode='sync')
   try:
     keras.backend.clear_session()
-    globals()[name](strategy, *made_before)
+    return globals()[name](strategy, *made_before) or ''
   except tfs.errors.UnsupportedOptionError as e:
     return str(e)
   finally:
     strategy.close()
-  return ''
 
 
 class RefusalsTest(tf.test.TestCase, parameterized.TestCase):
   @classmethod
   def setUpClass(cls):
     super().setUpClass()
-    names = [p.__name__ for p in (*_REFUSED, adapted_outside)]
+    programs = *_REFUSED, adapted_outside, step_that_fails
+    names = [p.__name__ for p in programs]
     with parameter_servers.Job(num_workers=2, num_ps=1) as job:
       cls.found = {n: chief.Programs(job, {n: run}, (n,)) for n in names}
 
@@ -198,6 +233,20 @@ class RefusalsTest(tf.test.TestCase, parameterized.TestCase):
 
   def test_layer_that_was_adapted_outside_is_right(self):
     self.assertEqual(self.found['adapted_outside']['adapted_outside'], '')
+
+  def test_step_that_fails_says_where_and_nothing_else(self):
+    found = self.found['step_that_fails']['step_that_fails']
+    self.assertLen(found, 2)
+    for name, message, files in found:
+      self.assertEqual(name, 'InvalidArgumentError')
+      self.assertIn('too much', message)
+      self.assertIn(f'File "{__file__}"', message)
+      self.assertLess(len(message.splitlines()), 10, message)
+      self.assertIn(__file__, files)
+      package = os.path.join(os.path.dirname(tfs.__file__), '')
+      # Keras leaves the innermost frame as it is.
+      ours = [f for f in files[:-1] if f.startswith(package)]
+      self.assertEqual(ours, [])
 
 
 if __name__ == '__main__':

@@ -188,13 +188,14 @@ class StepFunction:
 
     def call(*arrays):
       try:
-        result = run(*arrays)
-      except errors.Error as e:
+        result = tf.nest.flatten(run(*arrays))
+        # Some are numbers that are waited for here.
+        return [
+          np.asarray(value, spec.dtype.as_numpy_dtype)
+          for value, spec in zip(result, specs, strict=True)
+        ]
+      except (errors.Error, tf.errors.OpError) as e:
         _graph_errors.raise_through_graph(e)
-      return [
-        np.asarray(value, spec.dtype.as_numpy_dtype)
-        for value, spec in zip(tf.nest.flatten(result), specs, strict=True)
-      ]
 
     results = tf.nest.flatten(
       tf.numpy_function(call, flat, [s.dtype for s in specs])

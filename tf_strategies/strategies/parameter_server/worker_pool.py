@@ -13,7 +13,7 @@ from typing import TypeVar
 import tensorflow as tf
 from absl import logging
 
-from tf_strategies import _tf_internal, errors
+from tf_strategies import _graph_errors, _tf_internal, errors
 from tf_strategies.strategies.parameter_server import connection
 
 _REJOIN_SECONDS = 0.5
@@ -309,9 +309,12 @@ class WorkerPool:
           self._run(worker, task)
       except BaseException as e:
         with self.lock:
-          self._error = self._error or e
-          if _is_of_server(e) and worker in self._running:
-            self._interrupted.append(self._running[worker])
+          task = self._running.get(worker)
+          # What was begun before the last error was raised has been told.
+          if not task or task.attempt == self.attempt or _is_of_server(e):
+            self._error = self._error or e
+          if task and _is_of_server(e):
+            self._interrupted.append(task)
           self._end(worker)
         time.sleep(_REJOIN_SECONDS)
 
@@ -381,10 +384,8 @@ class WorkerPool:
     self._insist(worker, lambda: task.give_up(worker))
     if not self._liveness.is_worker_alive(worker):
       self._lose(worker, task, error)
-    elif task.retries < _MAX_RETRIES:
-      self._wait_to_retry(worker, error)
     else:
-      raise error
+      self._wait_to_retry(worker, error, task.retries < _MAX_RETRIES)
     task.retries += 1
     self._conclude(worker, task, self._survive(worker, task))
 
@@ -410,13 +411,16 @@ class WorkerPool:
     if dead is not None:
       raise dead from error
 
-  def _wait_to_retry(self, worker: int, error: Exception) -> None:
+  def _wait_to_retry(
+    self, worker: int, error: Exception, may_retry: bool = True
+  ) -> None:
     """Raises the error if a retry cannot cure it."""
+    is_of_graph = isinstance(error, tf.errors.OpError)
     is_transient = isinstance(error, _TRANSIENT) or (
-      isinstance(error, tf.errors.OpError) and self._liveness.changed_recently()
+      is_of_graph and self._liveness.changed_recently()
     )
-    if not is_transient:
-      raise error
+    if not (is_transient and may_retry):
+      raise _graph_errors.readable(error) if is_of_graph else error from None
     logging.warning('worker %d: %s; retrying', worker, _first_line(error))
     time.sleep(_REJOIN_SECONDS)
 
