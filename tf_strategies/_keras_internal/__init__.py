@@ -169,19 +169,27 @@ def overwrites_with_gradient(variable: Any) -> bool:
   return getattr(variable, 'overwrite_with_gradient', False)
 
 
+class ApplyCalls(list):
+  """Calls of `apply`: (optimizer, gradients, variables or None)."""
+
+  are_nested = False  # Whether one is in a branch or a loop of the step.
+
+
 @contextlib.contextmanager
 def capture_apply(
   optimizers: Sequence[keras.optimizers.Optimizer],
-) -> Iterator[list[tuple[keras.optimizers.Optimizer, list, list | None]]]:
+) -> Iterator[ApplyCalls]:
   """Makes `apply` add (optimizer, gradients, variables) to the list it yields.
 
   For steps that are traced on a worker while their gradients are applied
   elsewhere. Clipping, accumulation and loss scaling all happen in `apply`, so
   they see the gradients that are applied, not one worker's.
   """
-  calls = []
+  calls = ApplyCalls()
+  home = tf.compat.v1.get_default_graph()
 
   def apply(optimizer, grads, trainable_variables=None):
+    calls.are_nested |= tf.compat.v1.get_default_graph() is not home
     variables = trainable_variables
     if variables is not None:
       variables = list(variables)

@@ -65,6 +65,19 @@ def written_before_and_in_a_branch(a, b, x):
   return a.read_value()
 
 
+def sums_of_older_values_in_a_branch(a, b, x):
+  # Each is a sum of what was read, but not of what there is.
+  def branch():
+    before, other = a.read_value(), b.read_value()
+    a.assign(a * 2.0)
+    tf.cond(before[0] < 1e9, lambda: b.assign_sub(x), lambda: b.read_value())
+    a.assign(before + x)
+    b.assign(other + x)
+    return a + b
+
+  return tf.cond(tf.reduce_sum(x) > -1e9, branch, lambda: x)
+
+
 def written_in_a_loop(a, b, x):
   def body(i):
     a.assign_add(x)
@@ -164,6 +177,7 @@ PROGRAMS = (
   written_in_a_branch,
   written_in_the_other_branch,
   written_before_and_in_a_branch,
+  sums_of_older_values_in_a_branch,
   written_in_a_loop,
   read_in_a_loop,
   gradients,

@@ -102,6 +102,26 @@ class TracedStepTest(tf.test.TestCase, parameterized.TestCase):
     expected = [1.0] * 3 if kind == 'overwrite' else [11.0, 21.0, 31.0]
     self.assertAllEqual(a, expected)
 
+  def test_sums_in_a_branch_do_not_overwrite_what_others_add(self):
+    a = local_servers.variable(0, [0.0, 0.0, 0.0])
+
+    def other():
+      a.assign_add([10.0, 20.0, 30.0])
+
+    def program(a, x):
+      def branch():
+        old = a.read_value()
+        with tf.control_dependencies([old]):
+          acted = tf.numpy_function(other, [], [])
+        with tf.control_dependencies([acted]):
+          a.assign(old + tf.identity(x))
+        return a.read_value()
+
+      return tf.cond(x[0] > 0.0, branch, lambda: x)
+
+    self.trace(program, [a])(tf.ones([3]))
+    self.assertAllEqual(a, [11.0, 21.0, 31.0])
+
   def test_a_step_reads_one_state(self):
     a, b = (local_servers.variable(i, [1.0, 1.0, 1.0]) for i in range(2))
 

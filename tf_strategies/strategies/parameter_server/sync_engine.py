@@ -181,8 +181,7 @@ class SyncEngine(engine_lib.Engine):
         outputs = step.run(batch)
       reasons.extend(share.reasons)
       gradients.extend(g for _, grads, _ in calls for g in grads)
-      here = tf.compat.v1.get_default_graph()
-      if any(getattr(g, 'graph', here) is not here for g in gradients):
+      if calls.are_nested:
         reasons.append('optimizer.apply in a branch or a loop')
       return outputs
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -52,6 +53,8 @@ class ServerVariable(_tf_internal.ResourceVariable):
     self.states = None
     # Of a table: which rows have been written since they were saved.
     self.changed: changed_rows.ChangedRows | None = None
+    # How many operations a graph had when it was written there last.
+    self._written_at = weakref.WeakKeyDictionary()
     self._drained = drained or (lambda action: action())
     self._on_write = on_write or (lambda: None)
     with tf.device(server_device(server)):
@@ -148,6 +151,7 @@ class ServerVariable(_tf_internal.ResourceVariable):
   def _write_in_unit(self, step, write: Callable[[], Any]) -> Any:
     """A write that a step cannot hold back, on the server; returns what it does."""
     results = []
+    self.note_written()
 
     def write_here():
       with tf.device(self.device):
@@ -181,19 +185,32 @@ class ServerVariable(_tf_internal.ResourceVariable):
         return step.read(self)
     assign, add = super().assign, super().assign_add
     options = use_locking, name, read_value
-    write = self.noting(lambda: assign(value, *options))
+    delta = None if tf.executing_eagerly() else self.addition_of(value)
+    # What another worker adds meanwhile is kept.
+    write = self.noting(
+      lambda: assign(value, *options) if delta is None else add(delta, *options)
+    )
     if step is not None:
       return self._write_in_unit(step, write)
     elif tf.executing_eagerly():
       return self._write_drained(write)
-    delta = self.addition_of(value)
     _note_write(self, adds=delta is not None)
-    if delta is not None:
-      return self.noting(lambda: add(delta, *options))()
     return write()
 
+  def note_written(self) -> None:
+    """In a graph: reads before this are no longer of its value."""
+    graph = tf.compat.v1.get_default_graph()
+    while graph is not None:
+      self._written_at[graph] = len(graph.get_operations())
+      graph = getattr(graph, 'outer_graph', None)
+
+  def _is_older(self, read: tf.Operation) -> bool:
+    """Whether it was written after this read of it."""
+    count = self._written_at.get(read.graph, 0)
+    return count > 0 and read in read.graph.get_operations()[:count]
+
   def addition_of(self, value) -> tf.Tensor | None:
-    """What `value` adds to this variable, as it is read in a graph."""
+    """What `value` adds to this variable, as it is read last in a graph."""
     if not tf.is_tensor(value) or not hasattr(value, 'op'):
       return None
     if value.op.type not in ('AddV2', 'Add', 'Sub'):
@@ -203,7 +220,7 @@ class ServerVariable(_tf_internal.ResourceVariable):
       if read.op.type != 'ReadVariableOp':
         continue
       handle = tf.compat.v1.get_default_graph().capture(self.handle)
-      if read.op.inputs[0] is handle:
+      if read.op.inputs[0] is handle and not self._is_older(read.op):
         return traced_step.additive_delta(value, old)
     return None
 
@@ -353,6 +370,7 @@ def _fetched(value: tf.Tensor) -> tf.Tensor:
 
 
 def _note_write(variable: ServerVariable, adds: bool) -> None:
+  variable.note_written()
   copies = copied_variables.current()
   if copies is not None:
     copies.note_write(variable, adds)
