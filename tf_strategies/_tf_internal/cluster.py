@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import tensorflow as tf
 
@@ -47,10 +47,33 @@ def is_reachable(dataset: tf.data.Dataset) -> bool:
   return not is_from_before or connected_cluster() is None
 
 
-def connect_again(server_def=None) -> None:
-  """Connects to tasks that were restarted, when every task answers."""
+def connect_again(
+  server_def=None, anew: Collection[tuple[str, int]] = ()
+) -> None:
+  """Connects to tasks that were restarted, when every task answers.
+
+  Those of `anew` are disconnected and connected to. TensorFlow asks a task what devices
+  it has, and lets it join after that: one that another process has replaced in between
+  has the devices of the one before, for good.
+  """
   context = eager_context()
-  context.update_server_def(server_def or context.get_server_def())
+  server_def = server_def or context.get_server_def()
+  if anew:
+    # Nobody else may join while these are gone: servers would be told of a cluster
+    # without them, and not of their return, since servers do not see each other.
+    context.update_server_def(server_def)
+    others = type(server_def)()
+    others.CopyFrom(server_def)
+    del others.cluster.job[:]
+    for job in server_def.cluster.job:
+      tasks = {i: a for i, a in job.tasks.items() if (job.name, i) not in anew}
+      if tasks:
+        others.cluster.job.add(name=job.name, tasks=tasks)
+    try:
+      context.update_server_def(others)
+    finally:
+      context._server_def = server_def
+  context.update_server_def(server_def)
 
 
 def incarnations() -> dict[tuple[str, int], int]:

@@ -1,5 +1,6 @@
 """Which tasks count as dead, with a cluster whose deaths a test decides."""
 
+import contextlib
 from unittest import mock
 
 from absl.testing import absltest, parameterized
@@ -44,8 +45,10 @@ class LivenessTest(parameterized.TestCase):
     self.enter_context(
       mock.patch.object(_tf_internal, 'incarnations', lambda: self.seen)
     )
-    # What happens while it is connected.
+    # What happens while it is connected; and who was connected to in two parts.
     self.die_meanwhile = ()
+    self.anew = []
+    self.enter_context(mock.patch.object(keepalive, 'watching', self.watching))
     self.liveness = connection.Liveness(cluster)
     self.addCleanup(self.liveness.close)
 
@@ -54,9 +57,17 @@ class LivenessTest(parameterized.TestCase):
     is_up = (job, int(rest[0])) in self.running
     return keepalive.Answer.HELLO if is_up else keepalive.Answer.REFUSED
 
-  def connect(self):
+  @contextlib.contextmanager
+  def watching(self, addresses):
+    self.assertEqual(set(addresses), set(_TASKS))
+    before = dict(self.starts)
+    yield lambda: {t for t in _TASKS if self.starts[t] != before[t]}
+
+  def connect(self, anew):
+    self.anew.append(set(anew))
+    self.seen = dict(self.starts)
     self.restart(*self.die_meanwhile)
-    self.known, self.seen = set(self.running), dict(self.starts)
+    self.known = set(self.running)
 
   def restart(self, *tasks):
     self.known -= set(tasks)
@@ -92,16 +103,32 @@ class LivenessTest(parameterized.TestCase):
     lost_in = self.liveness.generation
     self.restart(('worker', 1))
     self.die_meanwhile = ('ps', 0), ('worker', 0)
+    # It has the devices of those before, for good.
+    self.assertFalse(self.liveness.rejoin(1, lost_in))
+    self.die_meanwhile = ()
     self.assertTrue(self.liveness.rejoin(1, lost_in))
+    self.assertEqual(self.anew, [set(), {('ps', 0), ('worker', 0)}])
     self.assertTrue(self.liveness.is_worker_alive(1))
     self.assertFalse(self.liveness.is_worker_alive(0))
     self.assertEqual(self.liveness.server_error().server, 0)
-    self.die_meanwhile = ()
     lost_in = self.liveness.generation
     self.assertTrue(self.liveness.rejoin(0, lost_in))
     self.assertTrue(self.liveness.is_worker_alive(0))
     self.assertEqual(self.liveness.server_error().server, 0)
     self.liveness.wait_for_all(10.0)
+    self.assertIsNone(self.liveness.server_error())
+
+  def test_task_that_dies_while_all_are_connected_to(self):
+    self.die_meanwhile = (('ps', 1),)
+    connect = self.connect
+
+    def connect_once(anew):
+      connect(anew)
+      self.die_meanwhile = ()
+
+    with mock.patch.object(_tf_internal, 'connect_again', connect_once):
+      self.liveness.wait_for_all(10.0)
+    self.assertEqual(self.anew, [set(), {('ps', 1)}])
     self.assertIsNone(self.liveness.server_error())
 
 

@@ -138,6 +138,9 @@ class Liveness:
     self.generation = 0
     # That were connected to again, and nobody has taken them up.
     self._are_new: set[Task] = set()
+    # That ended while they were connected to: maybe one process was asked, and
+    # another one joined.
+    self._are_mixed: set[Task] = set()
     workers = [task for task in self._addresses if task not in self._servers]
     self._keepalive = keepalive.Keepalive(
       self._addresses,
@@ -212,12 +215,13 @@ class Liveness:
     with self._lock:
       # Another thread may have connected to all of them.
       answers = self._ask(self._addresses)
-      if self.generation == lost_in or answers[task] is not _HELLO:
+      is_lost = self.generation == lost_in or answers[task] is not _HELLO
+      if is_lost or self._are_mixed:
         if _NOTHING in answers.values():
           return False
         self._connect_again()
         answers = self._ask([task])
-      is_back = answers[task] is _HELLO
+      is_back = answers[task] is _HELLO and not self._are_mixed
       if is_back:
         self._are_new.discard(task)
       return is_back
@@ -228,22 +232,24 @@ class Liveness:
     The caller restores the variables of all servers afterwards.
     """
     ends_at = time.monotonic() + deadline_seconds
-    wait_for_tasks(self._addresses, deadline_seconds, 'to continue training')
-    with self._lock:
-      while True:
+    while True:
+      left = max(0.0, ends_at - time.monotonic())
+      wait_for_tasks(self._addresses, left, 'to continue training')
+      with self._lock:
         answers = self._ask(self._addresses)
         silent = [t for t, a in answers.items() if a is _NOTHING]
         if not silent:
-          break
-        if time.monotonic() > ends_at:
-          job, index = silent[0]
-          raise errors.RendezvousError(
-            f'Expected an answer from {job} {index} at '
-            f'{self.address(job, index)} within {deadline_seconds:g} s to '
-            'continue training, got none. Fix: end it and restart it.'
-          )
-      self._connect_again()
-      self._are_new.clear()
+          self._connect_again()
+          if not self._are_mixed:
+            self._are_new.clear()
+            return
+      if silent and time.monotonic() > ends_at:
+        job, index = silent[0]
+        raise errors.RendezvousError(
+          f'Expected an answer from {job} {index} at '
+          f'{self.address(job, index)} within {deadline_seconds:g} s to '
+          'continue training, got none. Fix: end it and restart it.'
+        )
 
   def close(self) -> None:
     """Ends the keepalive thread."""
@@ -293,7 +299,11 @@ class Liveness:
       given_up = filter(self._keepalive.is_disconnected, self._servers)
       self._are_new.update(given_up)
       before = _tf_internal.incarnations()
-      _tf_internal.connect_again()
+      with keepalive.watching(self._addresses) as ended:
+        try:
+          _tf_internal.connect_again(anew=self._are_mixed)
+        finally:
+          self._are_mixed = ended()
       after = _tf_internal.incarnations()
       self._are_new |= {
         t for t in self._addresses if before.get(t) != after.get(t)

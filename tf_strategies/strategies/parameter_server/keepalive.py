@@ -8,6 +8,7 @@ fail as they do when a task dies.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import math
 import os
@@ -15,7 +16,14 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from collections.abc import (
+  Callable,
+  Collection,
+  Hashable,
+  Iterable,
+  Iterator,
+  Mapping,
+)
 from typing import Any
 
 from absl import logging
@@ -28,13 +36,14 @@ _POLL_SECONDS = 2.0
 # A disconnected task must answer for so long until it counts as connected. By
 # then every call that failed has asked about it.
 _FORGIVEN_SECONDS = 30.0
+_HELLO_BYTES = 4096
 # What a client says first, with an empty SETTINGS frame; a server answers with its
 # own (RFC 9113, section 3.4).
 _HTTP2_HELLO = b'PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n' + b'\0\0\0\4\0\0\0\0\0'
 
 
 # Descriptors of questions, which `disconnect` leaves alone: their end would look
-# like an answer.
+# like an answer, or like that of the task.
 _asking: set[int] = set()
 
 
@@ -77,6 +86,46 @@ def _says_hello(kind, where, seconds: float) -> bool:
       return bool(connection.recv(1))
     finally:
       _asking.discard(number)
+
+
+@contextlib.contextmanager
+def watching(
+  addresses: Mapping[Hashable, str], seconds: float = _ANSWER_SECONDS
+) -> Iterator[Callable[[], set[Hashable]]]:
+  """Yields what returns the tasks that have ended since; or were not there.
+
+  It holds a connection to each, which the system closes when a process ends.
+  """
+  with contextlib.ExitStack() as stack:
+    connections = {}
+    for task, address in addresses.items():
+      with contextlib.suppress(OSError):
+        connection = socket.create_connection(_split(address), seconds)
+        stack.enter_context(connection)
+        _asking.add(connection.fileno())
+        stack.callback(_asking.discard, connection.fileno())
+        connection.setblocking(False)
+        connections[task] = connection
+
+    def ended():
+      return {
+        task
+        for task in addresses
+        if task not in connections or _is_ended(connections[task])
+      }
+
+    yield ended
+
+
+def _is_ended(connection: socket.socket) -> bool:
+  try:
+    while connection.recv(_HELLO_BYTES):  # It may have said hello.
+      pass
+    return True
+  except BlockingIOError:
+    return False
+  except OSError:
+    return True
 
 
 def ask_all(
