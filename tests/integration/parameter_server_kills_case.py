@@ -1,5 +1,6 @@
 """What tests that kill tasks at exact places share."""
 
+import collections
 import pathlib
 import resource
 import signal
@@ -129,7 +130,11 @@ class KillsTestCase(parameter_server_case.FaultsTestCase):
 
     Of servers that `died` they are missing; in 'sync' of all.
     """
-    lost = sum(r['lost_steps'] for r in found['recoveries'])
+    lost = collections.Counter()
+    for recovery in found['recoveries']:
+      lost[recovery['server']] += recovery['lost_steps']
+    self.assertContainsSubset(lost, died)
+    of_all = lost.total()
     is_sync = mode == 'sync'
     print(f'{mode}: {steps} steps, {found["recoveries"]}')
     # What rows become that n steps have updated, each by a gradient of 1.
@@ -155,7 +160,7 @@ class KillsTestCase(parameter_server_case.FaultsTestCase):
     self.assertAllEqual(found['uses'], found['dynamic']['counts'])
     missing = steps - seen['static'].sum(0)
     self.assertAllEqual(
-      missing, [lost if is_sync or s in died else 0 for s in (0, 1)]
+      missing, [of_all] * 2 if is_sync else [lost[0], lost[1]]
     )
     if is_sync:
       self.assertAllEqual(*seen['static'].T)
@@ -167,7 +172,7 @@ class KillsTestCase(parameter_server_case.FaultsTestCase):
     )
     self.assertEqual(rows, seen['dynamic'].sum() + hot_rows)
     self.assertEqual(sum(found['by_shard']), rows)
-    self.assertEqual(found['iterations'], steps - lost if is_sync else steps)
+    self.assertEqual(found['iterations'], steps - of_all if is_sync else steps)
     # Nothing is left of what was interrupted.
     self.assertEqual(self.left(), [])
     self.assertLessEqual(len(self.kept()), 4)

@@ -165,6 +165,27 @@ class StepKillsTest(case.KillsTestCase):
     self.assertBetween(recovery['lost_steps'], 0, case.EVERY + 4)
     self.assert_exact(found, steps)
 
+  @tiers.parameters('async', tiers.full('sync'))
+  def test_server_that_dies_again_while_it_is_connected_to(self, mode):
+    """TensorFlow would keep the devices of the one that it asked, for good."""
+    steps = 12 * case.EVERY
+    with parameter_servers.Job() as job:
+      self.start_chief(job, steps, **case.MODES[mode])
+      for begun, seconds in ((1, 0.05), (3, 0.1), (5, 0.02)):
+        self.wait_for_batch(job, begun * case.EVERY)
+        self.hold('connect')
+        for victim in (case.WORKERS[0], case.SERVER):
+          job.kill(*victim)
+          job.start(*victim)
+        self.wait_until_reached(job, 'connect')
+        self.release('connect')
+        time.sleep(seconds)
+        job.kill(*case.SERVER)
+        job.start(*case.SERVER)
+      found = self.finish(job)
+    self.assertEqual({r['server'] for r in found['recoveries']}, {1})
+    self.assert_exact(found, steps, mode)
+
 
 class SaveKillsTest(case.KillsTestCase):
   @tiers.parameters('async', tiers.full('bounded'), tiers.full('sync'))
@@ -216,8 +237,9 @@ class SaveKillsTest(case.KillsTestCase):
       self.release('load columns')
       job.start(*case.SERVER)
       found = self.finish(job)
-    self.assertLen(found['recoveries'], 1)
-    self.assertBetween(found['recoveries'][0]['lost_steps'], 1, case.EVERY)
+    self.assertEqual([r['server'] for r in found['recoveries']], [0, 1])
+    for recovery in found['recoveries']:
+      self.assertBetween(recovery['lost_steps'], 1, case.EVERY)
     self.assert_exact(found, steps, died=(0, 1))
 
   @pytest.mark.full

@@ -79,9 +79,11 @@ class Recovery:
     # Whether it restores what an earlier run has saved.
     self._is_loading = False
     self._begins_at = 0
-    # Steps that it has ended; and whether any variable was lost.
+    # Steps that it has ended; and the servers that lost variables.
     self._interrupted: list[worker_pool.Task] = []
-    self._is_lost = False
+    self._lost: set[int] = set()
+    # How many steps were done when a server was restored last.
+    self._restored_at: dict[int, int] = {}
     # The death of a server since which no checkpoint has been restored.
     self._loss: errors.ParameterServerUnavailableError | None = None
     # Whether there is a checkpoint of this run; older ones than the first are of
@@ -296,7 +298,7 @@ class Recovery:
         array = array[0]
       if only_lost and model_state.is_iteration(name):
         # The other servers have what was written in all steps that are done.
-        array = array + self._done_since(found)
+        array = array + self._done() - self._before(found, self._done_at)
       if only_lost and len(parts) > 1:
         for part, first in lost:
           part.assign(array[first : first + part.shape[0]])
@@ -371,22 +373,19 @@ class Recovery:
     if self._restores_all:
       self._begun_at_save = self._begun_at[found.path] = self._begun
     seconds = time.monotonic() - began
-    self.history.append(
-      {'server': error.server, 'lost_steps': lost, 'seconds': seconds}
-    )
-    logging.error(
-      'ps %s is back: restored %s after %.1f s. Lost: %d steps%s.',
-      error.server,
-      os.path.basename(found.path),
-      seconds,
-      lost,
-      '' if self._restores_all else ' of what it held; the others go on',
-    )
+    place = '' if self._restores_all else ' of what it held; others go on'
+    for server, steps in lost.items():
+      each = {'server': server, 'lost_steps': steps, 'seconds': seconds}
+      self.history.append(each)
+      logging.error(
+        f'ps {server} is back: restored {os.path.basename(found.path)} after '
+        f'{seconds:.1f} s. Lost: {steps} steps{place}.'
+      )
 
-  def _try_to_restore(self, error) -> tuple[checkpointer.Checkpoint, int]:
+  def _try_to_restore(self, error):
     """Restores variables after `error`, or raises a typed error.
 
-    Returns from which checkpoint, and how many steps that cost.
+    Returns from which checkpoint, and how many steps that cost, by server.
     """
     if self._objects is None:
       raise error
@@ -400,7 +399,7 @@ class Recovery:
     logging.error('%s Waiting for it.', error)
     for attempt in range(_MAX_ATTEMPTS):
       try:
-        return self._restore_servers()
+        return self._restore_servers(error.server)
       except (errors.ParameterServerUnavailableError, tf.errors.OpError) as e:
         if attempt == _MAX_ATTEMPTS - 1:
           raise _error_of(
@@ -413,8 +412,8 @@ class Recovery:
         _tf_internal.clear_errors()
         time.sleep(_RETRY_SECONDS)
 
-  def _restore_servers(self) -> tuple[checkpointer.Checkpoint, int]:
-    """Waits for the servers, recreates the variables and restores them."""
+  def _restore_servers(self, server: int):
+    """Waits for all servers, recreates the variables and restores them."""
     self._pool.forget()
     self._interrupted += [
       task
@@ -425,7 +424,7 @@ class Recovery:
     for variable in self._variables.values():
       variable.recreate_if_dead()
       # One that was only given up has what it had.
-      self._is_lost |= variable.is_lost
+      self._lost |= {variable.server} if variable.is_lost else set()
     self._journal.recover(self._restores_all)
     done = [task for task in self._interrupted if task.survive(0)]
     self.on_restored()
@@ -436,9 +435,9 @@ class Recovery:
         'the variables of a server that died, got none: those that this run had '
         'written are gone. Fix: put one back, or restart the job from scratch.'
       )
-    lost_steps = self._lost_steps(found)
+    lost_steps = self._lost_steps(found, server)
     self._repeat_steps(done)
-    self._is_lost = False
+    self._lost.clear()
     lost = [v for v in self._variables.values() if v.is_lost]
     for kind, what in (
       (True, 'count from zero from now on'),
@@ -449,20 +448,23 @@ class Recovery:
         logging.warning('not in the checkpoint: %s %s', ', '.join(names), what)
     return found, lost_steps
 
-  def _lost_steps(self, found: checkpointer.Checkpoint) -> int:
-    """Of how many steps that were done variables have nothing any more."""
-    if self._is_loading:
-      return 0
-    if self._restores_all:
-      return self._begun - self._before(found, self._begun_at)
-    if not self._is_lost:
-      return 0
-    return self._done_since(found)
+  def _lost_steps(self, found, server: int) -> dict[int, int]:
+    """By server, of how many steps that were done variables have nothing any more.
 
-  def _done_since(self, found: checkpointer.Checkpoint) -> int:
-    """How many steps were done since a checkpoint, also by interrupted tasks."""
-    done = self.steps_done() + sum(t.done_so_far for t in self._interrupted)
-    return done - self._before(found, self._done_at)
+    Where all are restored, by the one that was missed first."""
+    if self._is_loading or not (self._lost or self._restores_all):
+      return {server: 0}
+    if self._restores_all:
+      return {server: self._begun - self._before(found, self._begun_at)}
+    done, before = self._done(), self._before(found, self._done_at)
+    # What one has lost before is told.
+    at = {s: max(before, self._restored_at.get(s, 0)) for s in self._lost}
+    self._restored_at |= dict.fromkeys(at, done)
+    return {server: done - at[server] for server in sorted(at)}
+
+  def _done(self) -> int:
+    """How many steps were done, also by interrupted tasks."""
+    return self.steps_done() + sum(t.done_so_far for t in self._interrupted)
 
   def _before(self, found, counts: Mapping[str, int]) -> int:
     """A count of steps when a checkpoint was written; maybe by an earlier run."""
