@@ -73,6 +73,9 @@ def sums_of_older_values_in_a_branch(a, b, x):
     tf.cond(before[0] < 1e9, lambda: b.assign_sub(x), lambda: b.read_value())
     a.assign(before + x)
     b.assign(other + x)
+    a.assign(a + 1.0)
+    b.assign(x[0] + b)
+    b.assign(b - x[1])
     return a + b
 
   return tf.cond(tf.reduce_sum(x) > -1e9, branch, lambda: x)

@@ -183,13 +183,17 @@ class ServerVariable(_tf_internal.ResourceVariable):
       value = tf.convert_to_tensor(value, self.dtype)
       if step.write(self, value):
         return step.read(self)
-    assign, add = super().assign, super().assign_add
-    options = use_locking, name, read_value
+    method, options = super().assign, (use_locking, name, read_value)
     delta = None if tf.executing_eagerly() else self.addition_of(value)
-    # What another worker adds meanwhile is kept.
-    write = self.noting(
-      lambda: assign(value, *options) if delta is None else add(delta, *options)
-    )
+    if delta is not None:  # What another worker adds meanwhile is kept.
+      if value.op.type == 'Sub':
+        # Without a pass over it that changes its sign.
+        method, value = super().assign_sub, delta.op.inputs[0]
+      else:
+        method, value = super().assign_add, delta
+      if value.shape != self.shape and self.shape.is_fully_defined():
+        value = tf.broadcast_to(value, self.shape)
+    write = self.noting(lambda: method(value, *options))
     if step is not None:
       return self._write_in_unit(step, write)
     elif tf.executing_eagerly():
