@@ -302,12 +302,12 @@ class Liveness:
       with keepalive.watching(self._addresses) as ended:
         try:
           _tf_internal.connect_again(anew=self._are_mixed)
-        finally:
+        finally:  # Of an attempt that fails some tasks may know.
           self._are_mixed = ended()
-      after = _tf_internal.incarnations()
-      self._are_new |= {
-        t for t in self._addresses if before.get(t) != after.get(t)
-      }
+          after = _tf_internal.incarnations()
+          self._are_new |= {
+            t for t in self._addresses if before.get(t) != after.get(t)
+          }
       self._keepalive.reset()
       self.generation += 1
     finally:
