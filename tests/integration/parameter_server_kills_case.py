@@ -133,7 +133,7 @@ class KillsTestCase(parameter_server_case.FaultsTestCase):
     lost = collections.Counter()
     for recovery in found['recoveries']:
       lost[recovery['server']] += recovery['lost_steps']
-    self.assertContainsSubset(lost, died)
+    self.assertContainsSubset(+lost, died)
     of_all = lost.total()
     is_sync = mode == 'sync'
     print(f'{mode}: {steps} steps, {found["recoveries"]}')

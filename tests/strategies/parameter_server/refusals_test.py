@@ -240,7 +240,8 @@ class RefusalsTest(tf.test.TestCase, parameterized.TestCase):
     for name, message, files in found:
       self.assertEqual(name, 'InvalidArgumentError')
       self.assertIn('too much', message)
-      self.assertIn(f'File "{__file__}"', message)
+      # By the operation: TensorFlow has not always kept where it was made.
+      self.assertIn('/assert_less/', message)
       self.assertLess(len(message.splitlines()), 10, message)
       self.assertIn(__file__, files)
       package = os.path.join(os.path.dirname(tfs.__file__), '')
