@@ -75,7 +75,7 @@ class StepKillsTest(case.KillsTestCase):
     self.assert_exact(found, steps, mode)
 
   @tiers.product(
-    mode=('async', tiers.full('bounded')), place=('lock', 'loop 1')
+    mode=('async', tiers.full('bounded')), place=('loop 1', tiers.full('lock'))
   )
   def test_update_that_has_not_begun_to_write(self, mode, place):
     """The end of its worker ends the wait, or a loop, and the step is repeated."""
@@ -146,6 +146,7 @@ class StepKillsTest(case.KillsTestCase):
     self.assertBetween(recovery['lost_steps'], 1, case.EVERY)
     self.assert_exact(found, steps, 'sync')
 
+  @pytest.mark.full
   def test_server_that_dies_while_a_worker_is_connected_to(self):
     """Nobody has seen its death when the server that took its place is connected to."""
     steps = 8 * case.EVERY
