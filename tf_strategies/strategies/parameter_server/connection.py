@@ -240,6 +240,7 @@ class Liveness:
         silent = [t for t, a in answers.items() if a is _NOTHING]
         if not silent:
           self._connect_again()
+          # Else somebody has died meanwhile: again, as often as somebody does.
           if not self._are_mixed:
             self._are_new.clear()
             return
