@@ -9,6 +9,7 @@ the first file is gone. Meanwhile the test kills somebody. Places are `lookup` a
 With `holds_writes` there are also `loop 0` and `loop 1`, before rows of the dynamic
 table are computed, and `rows 0` and `rows 1`, before they are written: files that are
 pipes while they are held (`rows_held`).
+In a step of two rounds there is `round`, which a worker passes between them.
 While `lock` is held, nobody writes rows of the dynamic table on server 1.
 """
 
@@ -247,8 +248,11 @@ def _lock(directory: str, shard) -> None:
         del lock
 
 
-def _make(directory: str, options: dict[str, Any]):
-  """A strategy, layers with rows of zeros, an optimizer, and a step on ids."""
+def _make(directory: str, options: dict[str, Any], in_rounds: bool):
+  """A strategy, layers with rows of zeros, an optimizer, and a step on ids.
+
+  `in_rounds`: the step is a loop, whose first round has its own ids.
+  """
   import keras
   import tensorflow as tf
 
@@ -286,12 +290,11 @@ def _make(directory: str, options: dict[str, Any]):
     # A row that n steps have used has n in its slot: each gradient is 1.
     optimizer = keras.optimizers.Adagrad(Rate(), initial_accumulator_value=0.0)
     optimizer.build(weights)
-  # In 'sync' each worker has a half of the rows, and their mean is taken.
-  scale = 2.0 if strategy.shares_batches else 1.0
+  # In 'sync' each worker has a half of the rows, and their mean is taken; one has
+  # them all where `apply` is in a loop.
+  scale = 2.0 if strategy.shares_batches and not in_rounds else 1.0
 
-  @tf.function
-  def step(ids):
-    ids = _hold(directory, 'lookup', ids[0, 0], ids)
+  def update(ids):
     with tf.GradientTape() as tape:
       rows = static(ids[:, 0]), dynamic(ids[:, 1])
       # Gradients of 1 each, which are not known before all rows have come.
@@ -302,6 +305,22 @@ def _make(directory: str, options: dict[str, Any]):
     optimizer.apply(tape.gradient(loss, weights), weights)
     return loss
 
+  def update_round(i, ids, loss):
+    here = tf.reshape(ids[2 * i : 2 * i + 2], [2, 2])
+    here = tf.cond(
+      i > 0,
+      lambda: _hold(directory, 'round', here[0, 0], here),
+      lambda: here,
+    )
+    return i + 1, ids, loss + update(here)
+
+  @tf.function
+  def step(ids):
+    ids = _hold(directory, 'lookup', ids[0, 0], ids)
+    if not in_rounds:
+      return update(ids)
+    return tf.while_loop(lambda i, *_: i < 2, update_round, [0, ids, 0.0])[-1]
+
   return strategy, static, dynamic, optimizer, step
 
 
@@ -310,6 +329,7 @@ def train(
   steps: int,
   options: dict[str, Any],
   holds_writes: bool = False,
+  in_rounds: bool = False,
 ) -> dict[str, Any]:
   """Takes the steps that are not done; what there is then, see `_found`.
 
@@ -320,7 +340,7 @@ def train(
   _can_be_held(directory)
   if holds_writes:
     _writes_can_be_held(directory)
-  strategy, static, dynamic, optimizer, step = _make(directory, options)
+  strategy, static, dynamic, optimizer, step = _make(directory, options, in_rounds)
   run = strategy.remote_step(step, [optimizer])
   ids = ids_of_steps(steps)
   objects = {'static': static, 'dynamic': dynamic, 'optimizer': optimizer}

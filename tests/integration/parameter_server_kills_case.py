@@ -31,9 +31,11 @@ class KillsTestCase(parameter_server_case.FaultsTestCase):
     super().setUp()
     self.directory = pathlib.Path(self.progress).parent
 
-  def start_chief(self, job, steps, holds_writes=False, **options):
+  def start_chief(
+    self, job, steps, holds_writes=False, in_rounds=False, **options
+  ):
     options = {'checkpoint_steps': EVERY, **options}
-    arguments = str(self.directory), steps, options, holds_writes
+    arguments = str(self.directory), steps, options, holds_writes, in_rounds
     job.start_chief(kills.train, arguments)
 
   def hold(self, place):

@@ -96,6 +96,29 @@ class StepKillsTest(case.KillsTestCase):
     self.assertEqual(found['recoveries'], [])
     self.assert_exact(found, steps, mode, died=())
 
+  @pytest.mark.full
+  @tiers.parameters('async', 'bounded', 'sync')
+  def test_rounds_of_a_loop(self, mode):
+    """A worker dies between two: what is written is not written again."""
+    steps = 40
+    with parameter_servers.Job() as job:
+      self.start_chief(job, steps, in_rounds=True, **case.MODES[mode])
+      for begun in (5, 20):
+        self.wait_for_batch(job, begun)
+        self.hold('round')
+        self.wait_until_reached(job, 'round')
+        self.wait_until_quiet()
+        for victim in case.WORKERS:
+          job.kill(*victim)
+          job.start(*victim)
+        time.sleep(1.5)  # Until the servers know.
+        self.release('round')
+      found = self.finish(job)
+    self.assertEqual(found['recoveries'], [])
+    self.assertEqual(found['iterations'], 2 * steps)
+    found['iterations'] //= 2
+    self.assert_exact(found, steps, mode, died=())
+
   def began_on_1(self):
     """Files of the units that have begun to write rows on server 1."""
     return set(self.directory.glob('began-1-*'))

@@ -215,17 +215,17 @@ class Step:
 
     number = tf.TensorSpec([], tf.int64)
     self._token = journal.token(0)
-    self._steps = 0
+    self.number = 0  # Of the step.
     self.function = worker_function.concrete(step, number, number, *specs)
 
   def __call__(self, *batch):
-    self._steps += 1
+    self.number += 1
     return self.repeat(*batch)
 
   def repeat(self, *batch, token=None):
     """The same step again."""
     token = self._token if token is None else token
-    numbers = (tf.constant(n, tf.int64) for n in (token, self._steps))
+    numbers = (tf.constant(n, tf.int64) for n in (token, self.number))
     return self.function(*numbers, *batch)
 
 

@@ -3,6 +3,7 @@
 import time
 from unittest import mock
 
+import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -14,6 +15,65 @@ from tf_strategies.strategies.parameter_server import (
   traced_step,
   units,
 )
+
+
+def _loop(write):
+  def body(i):
+    write(i)
+    return i + 1
+
+  tf.while_loop(lambda i: i < 6, body, [0])
+
+
+def _branch_in_loop(write):
+  def body(i):
+    tf.cond(i % 2 == 0, lambda: write_one(i), lambda: write_one(i))
+    return i + 1
+
+  def write_one(i):
+    write(i)
+    return 1
+
+  tf.while_loop(lambda i: i < 6, body, [0])
+
+
+def _loop_in_loop(write):
+  def outer(i):
+    def inner(k):
+      write(3 * i + k)
+      return k + 1
+
+    tf.while_loop(lambda k: k < 3, inner, [0])
+    return i + 1
+
+  tf.while_loop(lambda i: i < 2, outer, [0])
+
+
+def _function(write):
+  called = tf.function(write, autograph=False)
+  for i in range(6):
+    called(tf.constant(i))
+
+
+def _autograph(write):
+  @tf.function
+  def run():
+    for i in tf.range(6):
+      if i % 2 == 0:
+        write(i)
+      else:
+        write(i)
+
+  run()
+
+
+_SHAPES = {
+  'loop': _loop,
+  'branch_in_loop': _branch_in_loop,
+  'loop_in_loop': _loop_in_loop,
+  'function': _function,
+  'autograph': _autograph,
+}
 
 
 class UnitsTest(tf.test.TestCase, parameterized.TestCase):
@@ -55,12 +115,9 @@ class UnitsTest(tf.test.TestCase, parameterized.TestCase):
 
   @tiers.named_parameters(
     *tiers.few(
-      [
-        (p.__name__, p)
-        for p in step_programs.PROGRAMS
-        if p is not step_programs.written_in_a_loop
-      ],
+      [(p.__name__, p) for p in step_programs.PROGRAMS],
       'written_in_a_branch',
+      'written_in_a_loop',
       'rows',
       'sums',
     )
@@ -72,13 +129,15 @@ class UnitsTest(tf.test.TestCase, parameterized.TestCase):
     x = tf.constant([0.5, 1.5, -0.25])
     step(x)
     before = [v.numpy() for v in ours]
-    step.repeat(x)
+    self.journal.revoke([0])
+    step.repeat(x, token=self.journal.token(0))
     for want, got in zip(before, ours, strict=True):
       self.assertAllEqual(want, got)
     for k, variable in enumerate(ours):
       variable.assign(variable + 7.0 * (k + 1))
     before = [v.numpy() for v in ours]
-    step(x)
+    step.number += 1
+    step.repeat(x, token=self.journal.token(0))
     if program is not step_programs.no_variable:
       self.assertNotAllEqual(before, [v.numpy() for v in ours])
 
@@ -118,6 +177,49 @@ class UnitsTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(
       self.journal.done(batch_message.TASKS, step_programs.KEY), 1
     )
+
+  @tiers.product(
+    shape=tuple(_SHAPES),
+    deaths=((3, 3, 4), tiers.full((0, 5))),
+  )
+  def test_rounds_that_are_repeated_are_written_once(self, shape, deaths):
+    """The attempts end before these rounds of six; then one comes to its end."""
+    a, b = (local_servers.variable(i, [0.0] * 6) for i in range(2))
+    began = []
+
+    def begin(i):
+      began.append(int(i))
+      if began[-1] == left[0]:
+        raise ZeroDivisionError('the worker is lost')
+      return i
+
+    def write(i):
+      i = tf.reshape(tf.numpy_function(begin, [i], tf.int32), [1])
+      for variable, factor in ((a, 1.0), (b, 10.0)):
+        # Of other rounds than the index it would be seen.
+        value = factor * tf.cast(i[0] + 1, tf.float32)
+        variable.scatter_add(tf.IndexedSlices([value], i))
+
+    def program(a, b, x):
+      del a, b
+      _SHAPES[shape](write)
+      return x
+
+    step = self.trace(program, [a, b])
+    left = [*deaths, None]
+    while left[0] is not None:
+      with self.assertRaises(tf.errors.OpError):
+        step.repeat(tf.ones([3]), token=self.journal.token(0))
+      self.journal.revoke([0])
+      left.pop(0)
+    for times in (1, 2):
+      step.repeat(tf.ones([3]), token=self.journal.token(0))
+      self.assertAllEqual(a, np.arange(1.0, 7.0) * times)
+      self.assertAllEqual(b, np.arange(1.0, 7.0) * times * 10)
+      self.journal.revoke([0])
+      step.number += 1
+    attempts = [[*range(d + 1)] for d in deaths] + 2 * [[*range(6)]]
+    self.assertEqual(began, sum(attempts, []))
 
   @parameterized.parameters((True,), (False,))
   def test_unit_begins_when_all_is_there(self, waits):

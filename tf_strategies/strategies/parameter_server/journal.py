@@ -9,6 +9,8 @@ What a step writes on a server it writes in units: each is one call there, which
 begins when all that it needs has arrived, and then depends on nobody else. It looks
 at the token, and whether this unit of this step has been written; it notes that it
 is, and writes. So a step that is repeated writes what it has not written, once.
+A step comes to a unit in a loop, or in a function that it calls, more than once, one
+time after another: who repeats the step passes as many as were written.
 The last unit of a step tells that the step was done.
 """
 
@@ -28,6 +30,9 @@ _NUM_TOKENS = 1024
 _NUM_MARKS = 1024
 _COUNT_BITS = 32
 _NOWHERE = 2 * _NUM_MARKS
+# Of a unit that a step comes to more than once: the step's mark, who came last, how
+# often, and how often it is written.
+_OF_REPEATED = 4
 
 
 class Journal:
@@ -100,30 +105,35 @@ class Journal:
     )
 
   def _admit(
-    self, ticket: tf.Tensor, server: int, unit: int | None
+    self, ticket: tf.Tensor, server: int, unit: int, is_repeated: bool
   ) -> tf.Tensor:
     """On a server: whether a unit is still to be written; notes that it is.
 
-    Fails if the token is not valid. None for a unit that a step may write more
-    than once.
+    Fails if the token is not valid. `is_repeated`: a step may come to it more than
+    once.
     """
     token, place, mark = tf.unstack(ticket)
     # As few operations as can be: each step does them on each server.
     place += _read(self._tokens_of[server], token)
-    written = self._unit(server, units.LAST_UNIT if unit is None else unit)
+    written = self._unit(server, unit, is_repeated)
     before = _read(written, place)  # Fails, if there is no such place.
-    if unit is None:
-      return before >= 0
+    if is_repeated:
+      after, is_new = _next_time(before, token, mark)
+    else:
+      after, is_new = mark, tf.not_equal(before, mark)
     tf.raw_ops.ResourceScatterUpdate(
-      resource=written.handle, indices=place, updates=mark
+      resource=written.handle, indices=place, updates=after
     )
-    return tf.not_equal(before, mark)
+    return is_new
 
-  def _unit(self, server: int, unit: int) -> variables.ServerVariable:
+  def _unit(
+    self, server: int, unit: int, is_repeated: bool = False
+  ) -> variables.ServerVariable:
     key = server, unit
     if key not in self._written:
+      of_each = [_OF_REPEATED] if is_repeated else []
       with tf.init_scope():
-        self._written[key] = _make(server, [2 * _NUM_MARKS], 'written')
+        self._written[key] = _make(server, [2 * _NUM_MARKS, *of_each], 'written')
     return self._written[key]
 
   def done(self, kind: int, key: int) -> int:
@@ -132,7 +142,8 @@ class Journal:
     found = 0
     for (_, unit), variable in list(self._written.items()):
       with tf.device(variable.device):
-        mark = int(_read(variable, tf.constant(place, tf.int64)))
+        noted = _read(variable, tf.constant(place, tf.int64))
+      mark = int(noted.numpy().flat[0])
       if mark >> _COUNT_BITS == key:
         step = mark & ((1 << _COUNT_BITS) - 1)
         # Who has begun to write a step had done those before it. That is all that is
@@ -145,6 +156,20 @@ def _read(variable: variables.ServerVariable, place: tf.Tensor) -> tf.Tensor:
   return tf.raw_ops.ResourceGather(
     resource=variable.handle, indices=place, dtype=tf.int64
   )
+
+
+def _next_time(
+  before: tf.Tensor, token: tf.Tensor, mark: tf.Tensor
+) -> tuple[tf.Tensor, tf.Tensor]:
+  """What to note of a unit that a step comes to again, and whether to write it."""
+  last_mark, last_token, times, written = tf.unstack(before)
+  is_same_step = tf.equal(mark, last_mark)
+  # Who gives up an attempt at a step takes its token away.
+  is_same_attempt = is_same_step & tf.equal(token, last_token)
+  times = tf.where(is_same_attempt, times, 0) + 1
+  written = tf.where(is_same_step, written, 0)
+  noted = tf.stack([mark, token, times, tf.maximum(times, written)])
+  return noted, times > written
 
 
 def _make(server: int, shape: list[int], name: str) -> variables.ServerVariable:

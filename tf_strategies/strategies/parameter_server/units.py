@@ -24,9 +24,10 @@ class Ticket(NamedTuple):
   """What a step shows to a server before it writes there."""
 
   tensor: tf.Tensor
-  # On a server, in the graph: whether a unit of that number is to be written; of a
-  # copy of the tensor. Fails if the worker was given up.
-  admit: Callable[[tf.Tensor, int, int | None], tf.Tensor]
+  # On a server, in the graph: whether a unit of that number, which a step may come to
+  # more than once or not, is to be written; of a copy of the tensor. Fails if the
+  # worker was given up.
+  admit: Callable[[tf.Tensor, int, int, bool], tf.Tensor]
   device: Callable[[int], str]  # Of a server.
 
 
@@ -97,19 +98,19 @@ class Units:
     Returns:
       The op after which it is written.
     """
-    number = None
-    if is_last:
-      number = LAST_UNIT
-    elif _tf_internal.runs_once(tf.compat.v1.get_default_graph(), step):
+    number = LAST_UNIT
+    if not is_last:
       self._count += 1
       number = self._count
+    graph = tf.compat.v1.get_default_graph()
+    is_repeated = not _tf_internal.runs_once(graph, step)
 
     def if_admitted(write):
       def write_in_branch():
         write()
         return 1
 
-      is_to_write = ticket.admit(tensor, server, number)
+      is_to_write = ticket.admit(tensor, server, number, is_repeated)
       return tf.cond(is_to_write, write_in_branch, lambda: 1)
 
     def unit():
