@@ -18,6 +18,8 @@ STEPS_PER_EPOCH, EPOCHS, GLOBAL_BATCH_SIZE = 4, 2, 32
 # Each kernel is a bucket of its own.
 UNITS, LAYERS = 160, 4
 BUCKET_BYTES = 100_000
+# A bucket takes so long at least; the graph asks for it before.
+BUCKET_SECONDS = 0.02
 # Not before batch 4 or 8, whose comparison is no collective.
 SLEEPS_AFTER, STOPS_AFTER, ENDS_AFTER = 5, 7, 9
 SLEEP_SECONDS = 6.0
@@ -63,6 +65,16 @@ def _fit(model, epochs, steps, callbacks):
   )
 
 
+def _slow_down(group):
+  real = group.all_reduce
+
+  def all_reduce(*args, **options):
+    time.sleep(BUCKET_SECONDS)
+    return real(*args, **options)
+
+  group.all_reduce = all_reduce
+
+
 class _Bytes(keras.callbacks.Callback):
   """Reads the group's own counter where a step ends."""
 
@@ -85,6 +97,7 @@ def measure(rank, directory):
   _fit(model, 1, 2, [])
   was_off = not recorder.is_on() and not os.listdir(directory)
   strategy.process_group.barrier()
+  _slow_down(strategy.process_group)
   model = _model(strategy)
   monitor = keras_callback.MonitorCallback(
     log_dir=os.path.join(directory, 'logs'),
