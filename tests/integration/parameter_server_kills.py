@@ -340,7 +340,9 @@ def train(
   _can_be_held(directory)
   if holds_writes:
     _writes_can_be_held(directory)
-  strategy, static, dynamic, optimizer, step = _make(directory, options, in_rounds)
+  strategy, static, dynamic, optimizer, step = _make(
+    directory, options, in_rounds
+  )
   run = strategy.remote_step(step, [optimizer])
   ids = ids_of_steps(steps)
   objects = {'static': static, 'dynamic': dynamic, 'optimizer': optimizer}

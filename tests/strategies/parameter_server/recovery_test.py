@@ -370,7 +370,7 @@ class RecoveryTest(tf.test.TestCase, parameterized.TestCase):
     other, again = self.variable([0.0, 0.0]), self.make()
     self.assertEqual(again.restore({'weight': other}), Position(4, 20))
     self.assertAllEqual(other, [3.0, 4.0])
-    self.assertEqual(again.steps_before, 20)
+    self.assertEqual(again.counts.before, 20)
     self.assertFalse(again.track({'weight': other}))
 
   @parameterized.parameters(

@@ -133,7 +133,9 @@ class Journal:
     if key not in self._written:
       of_each = [_OF_REPEATED] if is_repeated else []
       with tf.init_scope():
-        self._written[key] = _make(server, [2 * _NUM_MARKS, *of_each], 'written')
+        self._written[key] = _make(
+          server, [2 * _NUM_MARKS, *of_each], 'written'
+        )
     return self._written[key]
 
   def done(self, kind: int, key: int) -> int:

@@ -20,6 +20,7 @@ from tf_strategies.strategies.parameter_server import (
   input,
   row_table_files,
   splits,
+  step_counts,
   table_files,
   variables,
   worker_pool,
@@ -63,9 +64,8 @@ class Recovery:
     self._journal = journal
     # When servers have new variables, before they are read.
     self.on_restored: Callable[[], None] = lambda: None
-    # How many steps of training are done; and were when a checkpoint was written.
+    # How many steps of training are done.
     self.steps_done: Callable[[], int] = lambda: 0
-    self._done_at: dict[str, int] = {}
     # Whether workers train apart: what they send is of many steps of a state.
     self.trains_apart: Callable[[], bool] = lambda: False
     self._checkpointer: checkpointer.Checkpointer | None = None
@@ -82,23 +82,14 @@ class Recovery:
     # Steps that it has ended; and the servers that lost variables.
     self._interrupted: list[worker_pool.Task] = []
     self._lost: set[int] = set()
-    # How many steps were done when a server was restored last.
-    self._restored_at: dict[int, int] = {}
     # The death of a server since which no checkpoint has been restored.
     self._loss: errors.ParameterServerUnavailableError | None = None
     # Whether there is a checkpoint of this run; older ones than the first are of
     # another run, if this one does not continue it.
     self._has_checkpoint = False
     self._first: str | None = None
-    # Steps begun in this process; and their number when the last checkpoint
-    # was written, and each of them.
-    self._begun = 0
-    self._begun_at_save = 0
-    self._begun_at: dict[str, int] = {}
-    # Those of earlier runs, of which this one restored a checkpoint.
-    self.steps_before = 0
+    self.counts = step_counts.StepCounts()
     self._epoch = 0
-    self._epoch_began = 0
     self._source: splits.Source | None = None
     self._resumed: input.Resumed | None = None
     self.history: list[dict[str, Any]] = []
@@ -137,9 +128,8 @@ class Recovery:
 
   def begin_epoch(self, epoch: int) -> None:
     """Says which epoch begins; that of a resumed run began before."""
-    done = self._resumed[0].step if self._resumed else 0
     self._epoch = epoch
-    self._epoch_began = self._begun - done
+    self.counts.begin_epoch(self._resumed[0].step if self._resumed else 0)
 
   def resume(
     self, position: position_lib.Position, steps_per_epoch: int | None
@@ -154,10 +144,10 @@ class Recovery:
 
   def note_begun(self, steps: int, source: splits.Source | None = None) -> bool:
     """Counts steps that were begun; returns whether a checkpoint is due."""
-    self._begun += steps
+    self.counts.begun += steps
     self._source = source
     every = self._options.checkpoint_steps
-    return self.is_enabled and self._begun - self._begun_at_save >= every
+    return self.is_enabled and self.counts.since_save >= every
 
   def mark_finished(self, is_finished: bool) -> None:
     """Tells those who read checkpoints whether more will follow."""
@@ -170,9 +160,8 @@ class Recovery:
     self._pool.check_accepts()
     if self._objects is None:
       return None
-    step = self._begun - self._epoch_began
     read = self._source.position if self._source else ()
-    position = position_lib.Position(self._epoch, step, read)
+    position = position_lib.Position(self._epoch, self.counts.of_epoch, read)
     named = model_state.name_objects(self._objects)
     tables = table_files.tables_among(named)
     row_tables = row_table_files.tables_among(named)
@@ -189,14 +178,13 @@ class Recovery:
         arrays,
         {
           **position.to_json(),
-          'steps': self.steps_before + self._begun,
+          'steps': self.counts.of_all_runs,
           'parts': model_state.reductions(named),
         },
         write_tables,
       )
     self._tables.commit(path, saved)
-    self._begun_at_save = self._begun_at[path] = self._begun
-    self._done_at[path] = self.steps_done()
+    self.counts.note_saved(path, self.steps_done())
     if not self._has_checkpoint:
       self._has_checkpoint, self._first = True, path
     return path
@@ -217,8 +205,7 @@ class Recovery:
     if found is None:
       return None
     self._has_checkpoint = True
-    self._done_at[found.path] = self.steps_done()
-    self.steps_before = found.metadata['steps']
+    self.counts.note_loaded(found, self.steps_done())
     logging.info('Restored %s.', found.path)
     return position_lib.Position.from_json(found.metadata)
 
@@ -298,7 +285,7 @@ class Recovery:
         array = array[0]
       if only_lost and model_state.is_iteration(name):
         # The other servers have what was written in all steps that are done.
-        array = array + self._done() - self._before(found, self._done_at)
+        array = array + self.counts.done_since(found, self._done())
       if only_lost and len(parts) > 1:
         for part, first in lost:
           part.assign(array[first : first + part.shape[0]])
@@ -361,7 +348,7 @@ class Recovery:
     self._loss = error
     self._pool.refuse(error)
 
-  def _recover(self, error) -> None:
+  def _recover(self, error: errors.ParameterServerUnavailableError) -> None:
     began = time.monotonic()
     try:
       found, lost = self._try_to_restore(error)
@@ -371,7 +358,7 @@ class Recovery:
     self._loss = None
     self._pool.accept()
     if self._restores_all:
-      self._begun_at_save = self._begun_at[found.path] = self._begun
+      self.counts.note_all_restored(found.path)
     seconds = time.monotonic() - began
     place = '' if self._restores_all else ' of what it held; others go on'
     for server, steps in lost.items():
@@ -382,7 +369,9 @@ class Recovery:
         f'{seconds:.1f} s. Lost: {steps} steps{place}.'
       )
 
-  def _try_to_restore(self, error):
+  def _try_to_restore(
+    self, error: errors.ParameterServerUnavailableError
+  ) -> tuple[checkpointer.Checkpoint, dict[int, int]]:
     """Restores variables after `error`, or raises a typed error.
 
     Returns from which checkpoint, and how many steps that cost, by server.
@@ -412,7 +401,9 @@ class Recovery:
         _tf_internal.clear_errors()
         time.sleep(_RETRY_SECONDS)
 
-  def _restore_servers(self, server: int):
+  def _restore_servers(
+    self, server: int
+  ) -> tuple[checkpointer.Checkpoint, dict[int, int]]:
     """Waits for all servers, recreates the variables and restores them."""
     self._pool.forget()
     self._interrupted += [
@@ -448,27 +439,22 @@ class Recovery:
         logging.warning('not in the checkpoint: %s %s', ', '.join(names), what)
     return found, lost_steps
 
-  def _lost_steps(self, found, server: int) -> dict[int, int]:
+  def _lost_steps(
+    self, found: checkpointer.Checkpoint, server: int
+  ) -> dict[int, int]:
     """By server, of how many steps that were done variables have nothing any more.
 
-    Where all are restored, by the one that was missed first."""
+    Where all are restored, by the one that was missed first.
+    """
     if self._is_loading or not (self._lost or self._restores_all):
       return {server: 0}
     if self._restores_all:
-      return {server: self._begun - self._before(found, self._begun_at)}
-    done, before = self._done(), self._before(found, self._done_at)
-    # What one has lost before is told.
-    at = {s: max(before, self._restored_at.get(s, 0)) for s in self._lost}
-    self._restored_at |= dict.fromkeys(at, done)
-    return {server: done - at[server] for server in sorted(at)}
+      return {server: self.counts.begun_since(found)}
+    return self.counts.lost_of(self._lost, found, self._done())
 
   def _done(self) -> int:
     """How many steps were done, also by interrupted tasks."""
     return self.steps_done() + sum(t.done_so_far for t in self._interrupted)
-
-  def _before(self, found, counts: Mapping[str, int]) -> int:
-    """A count of steps when a checkpoint was written; maybe by an earlier run."""
-    return counts.get(found.path, found.metadata['steps'] - self.steps_before)
 
   def _repeat_steps(self, done: list[worker_pool.Task]) -> None:
     """Goes on with the steps that the death of a server has ended.

@@ -318,7 +318,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     """
     if self.recovery.restore(objects) is None:
       self.track(**objects)
-    return self.recovery.steps_before
+    return self.recovery.counts.before
 
   def save(self, recovers: bool = True) -> str | None:
     """Waits for all steps and writes a checkpoint; returns its path.

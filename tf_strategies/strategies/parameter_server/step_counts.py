@@ -1,0 +1,86 @@
+"""How many steps were begun and done, now and when each checkpoint was written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tf_strategies.checkpoint import checkpointer
+
+
+class StepCounts:
+  """Counts steps of training, and what a restored checkpoint costs of them.
+
+  Steps are begun by whoever trains, in order, and done by workers, which may be some
+  steps behind.
+  """
+
+  def __init__(self):
+    self.begun = 0  # In this process.
+    # In earlier runs, of which this one restored a checkpoint.
+    self.before = 0
+    self._begun_at_save = 0
+    # When a checkpoint of this path was written.
+    self._begun_at: dict[str, int] = {}
+    self._done_at: dict[str, int] = {}
+    # By server: how many were done when it was restored last.
+    self._done_at_restore: dict[int, int] = {}
+    self._epoch_began = 0
+
+  @property
+  def since_save(self) -> int:
+    """How many were begun since a checkpoint was written, or all restored."""
+    return self.begun - self._begun_at_save
+
+  @property
+  def of_epoch(self) -> int:
+    """How many of this epoch were begun, also by an earlier run."""
+    return self.begun - self._epoch_began
+
+  @property
+  def of_all_runs(self) -> int:
+    """How many were begun in this run and those before it."""
+    return self.before + self.begun
+
+  def begin_epoch(self, begun_before: int) -> None:
+    """Notes that an epoch begins, of which an earlier run has begun so many."""
+    self._epoch_began = self.begun - begun_before
+
+  def note_saved(self, path: str, done: int) -> None:
+    """Notes that a checkpoint has all that is begun, of which so many are done."""
+    self.note_all_restored(path)
+    self._done_at[path] = done
+
+  def note_all_restored(self, path: str) -> None:
+    """Notes that what is begun now begins with what a checkpoint has."""
+    self._begun_at_save = self._begun_at[path] = self.begun
+
+  def note_loaded(self, found: checkpointer.Checkpoint, done: int) -> None:
+    """Notes that this run continues that of a checkpoint."""
+    self._done_at[found.path] = done
+    self.before = found.metadata['steps']
+
+  def begun_since(self, found: checkpointer.Checkpoint) -> int:
+    """How many were begun since a checkpoint was written."""
+    return self.begun - self._begun_at.get(found.path, self._of_this_run(found))
+
+  def done_since(self, found: checkpointer.Checkpoint, done: int) -> int:
+    """How many of those that are done were not when a checkpoint was written."""
+    return done - self._done_when_saved(found)
+
+  def lost_of(
+    self, servers: Iterable[int], found: checkpointer.Checkpoint, done: int
+  ) -> dict[int, int]:
+    """By server that is restored alone: of how many done steps it has nothing.
+
+    What one has lost before, and was told, is not lost again.
+    """
+    at_save = self._done_when_saved(found)
+    at = {s: max(at_save, self._done_at_restore.get(s, 0)) for s in servers}
+    self._done_at_restore |= dict.fromkeys(at, done)
+    return {server: done - at[server] for server in sorted(at)}
+
+  def _done_when_saved(self, found: checkpointer.Checkpoint) -> int:
+    return self._done_at.get(found.path, self._of_this_run(found))
+
+  def _of_this_run(self, found: checkpointer.Checkpoint) -> int:
+    return found.metadata['steps'] - self.before
