@@ -6,6 +6,7 @@ import pathlib
 import signal
 import sys
 
+import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -103,6 +104,21 @@ class CheckpointsTest(parameter_server_case.FaultsTestCase):
     self.assertEqual(self.files(), before)
     # Those that were already begun, on the variables of before.
     self.assertLess(self.batches(), batches + 10)
+
+  @pytest.mark.full
+  @tiers.parameters(False, True)
+  def test_finished_run_that_is_started_again(self, reads):
+    """As often as one likes: nothing is left to do."""
+    options = {'checkpoint_dir': self.checkpoints, 'mode': 'sync'}
+    arguments = self.progress, 1, reads, options
+    with parameter_servers.Job() as job:
+      first, *again = (job.run(programs.train, arguments) for _ in '123')
+    self.assertGreater(first.report['steps'], 0)
+    for run in again:
+      self.assertEqual(run.report['steps'], 0)
+      self.assertEqual(run.iterations, first.iterations)
+      for a, b in zip(first.weights, run.weights, strict=True):
+        np.testing.assert_array_equal(a, b)
 
   @pytest.mark.full
   def test_checkpoints_that_cannot_be_written(self):

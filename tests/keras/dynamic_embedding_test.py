@@ -327,6 +327,31 @@ class SavingTest(tf.test.TestCase, parameterized.TestCase):
       _embedding(whole).usage()['uses'], _embedding(resumed).usage()['uses']
     )
 
+  @parameterized.parameters(
+    lambda: optimizers.Adam(0.1),
+    lambda: tfs.keras.LazyRows(optimizers.SGD(0.1, momentum=0.9)),
+    lambda: tfs.keras.LazyRows(optimizers.Adam(0.1)),
+  )
+  def test_a_save_between_two_batches_changes_nothing(self, optimizer):
+    """Also where an optimizer wraps that of the rows, and steps are traced again."""
+    x, y = dynamic_tables.all_in_each_batch()
+    whole, saved = (dynamic_tables.model(True, optimizer) for _ in range(2))
+    resumed = dynamic_tables.model(True, optimizer)
+    checkpoints = [tfs.RunCheckpoint(self.directory, m) for m in (saved, resumed)]
+    for model in (whole, saved):
+      dynamic_tables.results(model, x, y)
+    checkpoints[0].save(1, 0)
+    slots = _embedding(whole)._table.slots
+    self.assertEqual(_embedding(saved)._table.slots, slots)
+    checkpoints[1].restore()
+    expected, *found = (
+      dynamic_tables.results(m, x[:12], y[:12])
+      for m in (whole, saved, resumed)
+    )
+    for each in found:
+      for name, value in expected.items():
+        self.assertAllClose(value, each[name], 0, 1e-6, name)
+
   def test_export_has_rows(self):
     model = self.trained()
     path = os.path.join(self.directory, 'exported')

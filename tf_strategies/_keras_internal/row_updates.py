@@ -134,11 +134,16 @@ for _method in (
 
 def row_slots(
   optimizer: keras.optimizers.Optimizer,
-) -> list[tuple[keras.Variable, dict[str, keras.Variable]]]:
-  """Each variable of a table that an optimizer was built with, and its slots."""
+) -> list[
+  tuple[keras.Variable, keras.optimizers.Optimizer, dict[str, keras.Variable]]
+]:
+  """Each variable of a table that an optimizer was built with, and its slots.
+
+  Between them whose slots they are: of optimizers that wrap others the innermost.
+  """
   *_, optimizer = updates.chain(optimizer)
   return [
-    (variable, rows.slots_of(optimizer, variable))
+    (variable, optimizer, rows.slots_of(optimizer, variable))
     for variable in optimizer._trainable_variables
     if table_of(variable) is not None
   ]

@@ -115,9 +115,9 @@ def _with_rows(weights) -> list[tuple[str, Any]]:
 def _slots_of_rows(optimizer) -> list[Any]:
   """The state of the rows of tables."""
   found = []
-  for variable, slots in _keras_internal.row_slots(optimizer):
+  for variable, owner, slots in _keras_internal.row_slots(optimizer):
     table = _keras_internal.table_of(variable)
-    table.adopt(optimizer, slots)
+    table.adopt(owner, slots)
     found += table.slot_columns()
   return found
 

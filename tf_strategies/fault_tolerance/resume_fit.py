@@ -85,6 +85,8 @@ class ResumeFit(keras.callbacks.Callback):
     # As Keras's own BackupAndRestore does.
     _keras_internal.set_initial_epoch(self.model, position.epoch)
     self._strategy.recovery.resume(position, steps_per_epoch)
+    # Where nothing is left to do, no epoch begins.
+    self._strategy.recovery.begin_epoch(position.epoch)
     self._resumed_from, self._is_first_epoch = position, True
 
   def on_epoch_begin(self, epoch, logs=None):
@@ -130,8 +132,10 @@ class ResumeFit(keras.callbacks.Callback):
   def on_train_end(self, logs=None):
     """Writes the last checkpoint, where the strategy does so."""
     if self._strategy is not None:
-      # Otherwise the next `fit` starts in that epoch too.
+      # Otherwise the next `fit` starts in that epoch too, and whatever reads data
+      # next begins there.
       _keras_internal.set_initial_epoch(self.model, 0)
+      self._strategy.recovery.take_resumed()
       self._strategy.save()
       self._strategy.mark_finished()
     elif self._checkpoint is not None:
