@@ -337,7 +337,9 @@ class SavingTest(tf.test.TestCase, parameterized.TestCase):
     x, y = dynamic_tables.all_in_each_batch()
     whole, saved = (dynamic_tables.model(True, optimizer) for _ in range(2))
     resumed = dynamic_tables.model(True, optimizer)
-    checkpoints = [tfs.RunCheckpoint(self.directory, m) for m in (saved, resumed)]
+    checkpoints = [
+      tfs.RunCheckpoint(self.directory, m) for m in (saved, resumed)
+    ]
     for model in (whole, saved):
       dynamic_tables.results(model, x, y)
     checkpoints[0].save(1, 0)
@@ -345,8 +347,7 @@ class SavingTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(_embedding(saved)._table.slots, slots)
     checkpoints[1].restore()
     expected, *found = (
-      dynamic_tables.results(m, x[:12], y[:12])
-      for m in (whole, saved, resumed)
+      dynamic_tables.results(m, x[:12], y[:12]) for m in (whole, saved, resumed)
     )
     for each in found:
       for name, value in expected.items():

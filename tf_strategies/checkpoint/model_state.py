@@ -149,15 +149,29 @@ def _uncounted(name: str) -> str:
 
 def iterations(optimizer: keras.optimizers.Optimizer) -> int:
   """Returns the optimizer's count of calls, accumulation steps included."""
-  for variable in optimizer.variables:
-    if is_iteration(variable.path):
-      return int(variable.numpy())
+  for variable in _counters(optimizer):
+    return int(variable.numpy())
   return 0
 
 
-def is_iteration(name: str) -> bool:
-  """Returns whether a variable of that name counts an optimizer's calls."""
-  return name.split('/')[-1] == 'iteration'
+def counters(objects: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns of `name_objects` what counts the calls of an optimizer."""
+  own = {
+    id(variable)
+    for item in objects.values()
+    if isinstance(item, keras.optimizers.Optimizer)
+    for each in _keras_internal.chain(item)
+    for variable in _counters(each)
+  }
+  named = name_objects(objects)
+  return {name: v for name, v in named.items() if id(v) in own}
+
+
+def _counters(optimizer):
+  # Its other variables are named after those that it updates, and their slots.
+  return [
+    v for v in optimizer.variables if v.path.split('/')[-1] == 'iteration'
+  ]
 
 
 def has_parts(variable: Any) -> bool:

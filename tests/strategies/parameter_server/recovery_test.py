@@ -4,6 +4,7 @@ import os
 import weakref
 from unittest import mock
 
+import keras
 import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
@@ -17,6 +18,7 @@ from tf_strategies.strategies.parameter_server import (
   options,
   recovery,
   splits,
+  step_counts,
   worker_pool,
 )
 
@@ -148,23 +150,41 @@ class RecoveryTest(tf.test.TestCase, parameterized.TestCase):
     ):
       self.assert_what_is_restored(mode)
 
-  def test_the_count_of_steps_goes_on(self):
+  @parameterized.parameters(0, 1, 3)
+  def test_the_count_of_calls_goes_on(self, calls):
     """Other servers have what the steps since the checkpoint wrote."""
     iteration, weight = self.variable(7), self.variable([1.0])
+    iteration.path = 'sgd/iteration'
+    optimizer = mock.Mock(keras.optimizers.Optimizer)
+    optimizer.variables, optimizer._trainable_variables = [iteration], []
+    # Of the same name, and no count of calls.
+    own = self.variable(5)
     found = self.make()
+    named = {'optimizer': optimizer, 'of_mine/iteration': own, 'weight': weight}
+    found.track(named)
     self.take_steps(found, 100)
-    found.track({'optimizer/iteration': iteration, 'weight': weight})
+    found.write()  # Nothing is known of the steps before it.
+    self.take_steps(found, 50)
+    iteration.assign(7 + 50 * calls)
     found.write()
-    iteration.assign(20)
     self.take_steps(found, 13)
-    found.with_recovery(self.die_once(iteration))
-    self.assertEqual(int(iteration.numpy()), 20)
+    iteration.assign(7 + 63 * calls)
+    found.with_recovery(self.die_once(iteration, own))
+    self.assertEqual(int(iteration.numpy()), 7 + 63 * calls)
+    self.assertEqual(int(own.numpy()), 5)
     self.assertEqual(found.history[0]['lost_steps'], 13)
     # One that was given up, and has lost nothing.
-    del iteration.is_alive
+    del iteration.is_alive, own.is_alive
     found.with_recovery(self.die_once())
-    self.assertEqual(int(iteration.numpy()), 20)
+    self.assertEqual(int(iteration.numpy()), 7 + 63 * calls)
     self.assertEqual(found.history[1]['lost_steps'], 0)
+
+  def test_calls_are_those_of_steps_before_the_first_checkpoint(self):
+    """One each."""
+    counts = step_counts.StepCounts()
+    counts.note_saved('first', 100, {'o/iteration': 7})
+    found = mock.Mock(path='first', metadata={'steps': 100})
+    self.assertEqual(counts.calls_since(found, 113, 'o/iteration', 7), 13)
 
   def test_no_step_runs_without_a_whole_checkpoint(self):
     """Nor is one written, until a whole one was read."""

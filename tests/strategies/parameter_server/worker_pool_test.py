@@ -16,6 +16,8 @@ _DEADLINE_SECONDS = 60.0
 class _Task(worker_pool.Task):
   """Calls functions, and counts how often it was run."""
 
+  steps_done = 0
+
   def __init__(
     self,
     run=lambda: None,
@@ -96,6 +98,29 @@ class PoolTest(parameterized.TestCase):
     pool.submit(after)
     pool.wait()
     self.assertEqual((late.runs, after.runs), (1, 1))
+
+  @parameterized.parameters((0, 3), (1, 7))
+  def test_third_worker_that_a_step_loses(self, advances, lost):
+    """Of one step, not of a group of steps that goes on each time."""
+    pool = self._pool(1)
+
+    def die():
+      if task.runs <= 7:
+        self.liveness.dead_workers.add(0)
+        raise tf.errors.UnavailableError(None, None, 'the worker is gone')
+
+    def survive():
+      task.steps_done += advances
+      return False
+
+    task = _Task(die, survive=survive)
+    pool.submit(task)
+    if advances:
+      pool.wait()
+    else:
+      with self.assertRaisesRegex(errors.WorkerUnavailableError, 'the third'):
+        pool.wait()
+    self.assertEqual(pool.deaths, {0: lost})
 
   def test_what_the_death_of_a_server_ended_goes_on(self):
     """In the order of submission, and before others; what is done counts as such."""

@@ -163,6 +163,7 @@ class Recovery:
     read = self._source.position if self._source else ()
     position = position_lib.Position(self._epoch, self.counts.of_epoch, read)
     named = model_state.name_objects(self._objects)
+    calls = self._calls()
     tables = table_files.tables_among(named)
     row_tables = row_table_files.tables_among(named)
     in_files = table_files.names_of(tables, row_tables)
@@ -184,7 +185,7 @@ class Recovery:
         write_tables,
       )
     self._tables.commit(path, saved)
-    self.counts.note_saved(path, self.steps_done())
+    self.counts.note_saved(path, self.steps_done(), calls)
     if not self._has_checkpoint:
       self._has_checkpoint, self._first = True, path
     return path
@@ -205,7 +206,7 @@ class Recovery:
     if found is None:
       return None
     self._has_checkpoint = True
-    self.counts.note_loaded(found, self.steps_done())
+    self.counts.note_loaded(found, self.steps_done(), self._calls())
     logging.info('Restored %s.', found.path)
     return position_lib.Position.from_json(found.metadata)
 
@@ -247,6 +248,11 @@ class Recovery:
       raise
     return found
 
+  def _calls(self) -> dict[str, int]:
+    """How often optimizers were called, by the names of their counters."""
+    counters = model_state.counters(self._objects)
+    return {name: int(v.numpy()) for name, v in counters.items()}
+
   @contextlib.contextmanager
   def _telling_deaths(self) -> Iterator[None]:
     """Takes no error for that of a file if a server has died meanwhile."""
@@ -273,6 +279,7 @@ class Recovery:
     tables = table_files.tables_among(named)
     row_tables = row_table_files.tables_among(named)
     in_files = table_files.names_of(tables, row_tables)
+    counters = model_state.counters(self._objects)
     for name, variable in named.items():
       parts = table_files.parts_of(variable) or []
       lost = [each for each in parts if each[0].is_lost]
@@ -283,9 +290,11 @@ class Recovery:
         continue
       if model_state.has_parts(variable):
         array = array[0]
-      if only_lost and model_state.is_iteration(name):
+      if only_lost and name in counters:
         # The other servers have what was written in all steps that are done.
-        array = array + self.counts.done_since(found, self._done())
+        array = array + self.counts.calls_since(
+          found, self._done(), name, int(array)
+        )
       if only_lost and len(parts) > 1:
         for part, first in lost:
           part.assign(array[first : first + part.shape[0]])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from tf_strategies.checkpoint import checkpointer
 
@@ -24,6 +24,8 @@ class StepCounts:
     self._done_at: dict[str, int] = {}
     # By server: how many were done when it was restored last.
     self._done_at_restore: dict[int, int] = {}
+    # How many were done, and how often optimizers were called, at the first of them.
+    self._first: tuple[int, Mapping[str, int]] | None = None
     self._epoch_began = 0
 
   @property
@@ -45,27 +47,45 @@ class StepCounts:
     """Notes that an epoch begins, of which an earlier run has begun so many."""
     self._epoch_began = self.begun - begun_before
 
-  def note_saved(self, path: str, done: int) -> None:
-    """Notes that a checkpoint has all that is begun, of which so many are done."""
+  def note_saved(self, path: str, done: int, calls: Mapping[str, int]) -> None:
+    """Notes that a checkpoint has all that is begun, of which so many are done.
+
+    `calls`: how often each optimizer was called by then.
+    """
     self.note_all_restored(path)
     self._done_at[path] = done
+    self._first = self._first or (done, calls)
 
   def note_all_restored(self, path: str) -> None:
     """Notes that what is begun now begins with what a checkpoint has."""
     self._begun_at_save = self._begun_at[path] = self.begun
 
-  def note_loaded(self, found: checkpointer.Checkpoint, done: int) -> None:
-    """Notes that this run continues that of a checkpoint."""
+  def note_loaded(
+    self, found: checkpointer.Checkpoint, done: int, calls: Mapping[str, int]
+  ) -> None:
+    """Notes that this run continues that of a checkpoint; as `note_saved`."""
     self._done_at[found.path] = done
+    self._first = done, calls
     self.before = found.metadata['steps']
 
   def begun_since(self, found: checkpointer.Checkpoint) -> int:
     """How many were begun since a checkpoint was written."""
     return self.begun - self._begun_at.get(found.path, self._of_this_run(found))
 
-  def done_since(self, found: checkpointer.Checkpoint, done: int) -> int:
-    """How many of those that are done were not when a checkpoint was written."""
-    return done - self._done_when_saved(found)
+  def calls_since(
+    self, found: checkpointer.Checkpoint, done: int, name: str, calls: int
+  ) -> int:
+    """How often an optimizer was called in the steps done since a checkpoint.
+
+    As often in each as in those before it, of this run; once, where there are none.
+    `calls`: that the checkpoint has of it.
+    """
+    at_save = self._done_when_saved(found)
+    first_done, first_calls = self._first or (at_save, {})
+    steps, since = at_save - first_done, done - at_save
+    if steps <= 0 or name not in first_calls:
+      return since
+    return round(since * (calls - first_calls[name]) / steps)
 
   def lost_of(
     self, servers: Iterable[int], found: checkpointer.Checkpoint, done: int

@@ -62,6 +62,11 @@ class _StepsTask(worker_pool.Task):
     self._done = 0
 
   @property
+  def steps_done(self) -> int:
+    """How many are known to be done."""
+    return self._done
+
+  @property
   def done_so_far(self) -> int:
     """How many were done when it was interrupted."""
     return self._done if self.step.trains else 0

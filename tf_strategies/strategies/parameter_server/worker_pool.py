@@ -44,8 +44,10 @@ class NotHereError(Exception):
 class Task(abc.ABC):
   """Something to be done once, on any worker."""
 
-  retries = 0  # How often it failed and was put back.
-  losses = 0  # How many workers were lost while they ran it.
+  # Since a step of it was done: how often it failed and was put back, and how many
+  # workers were lost while they ran it.
+  retries = losses = 0
+  progress = 0  # How many steps were done when it failed last.
   attempt = 0  # Of the pool, that it belongs to.
   number = 0  # Of all that were submitted.
 
@@ -80,12 +82,14 @@ class Task(abc.ABC):
     return
 
   def survive(self, worker: int) -> bool:
-    """Called when it failed on a worker through no fault of its own.
-
-    Notes what is left to do; returns whether nothing is.
-    """
+    """Notes what is left to do after it failed on a worker; whether nothing is."""
     del worker
     return False
+
+  @property
+  def steps_done(self) -> int:
+    """How many of its steps are known to be done."""
+    return 0
 
   @property
   def done_so_far(self) -> int:
@@ -93,10 +97,7 @@ class Task(abc.ABC):
     return 0
 
   def renew(self) -> bool:
-    """Makes it ready to go on, after servers have come back with other variables.
-
-    Returns whether it can; one that somebody else does again need not.
-    """
+    """Makes it ready to go on with other variables; whether it is to go on."""
     return False
 
   @abc.abstractmethod
@@ -382,12 +383,19 @@ class WorkerPool:
     # At once: a worker that was stopped may go on while it is asked whether it is
     # alive, and get as far as the middle of its writes.
     self._insist(worker, lambda: task.give_up(worker))
-    if not self._liveness.is_worker_alive(worker):
-      self._lose(worker, task, error)
+    is_lost = not self._liveness.is_worker_alive(worker)
+    if is_lost:
+      self._lose(worker, error)
     else:
       self._wait_to_retry(worker, error, task.retries < _MAX_RETRIES)
+    is_done = self._survive(worker, task)
+    if task.steps_done > task.progress:
+      task.retries, task.losses, task.progress = 0, 0, task.steps_done
     task.retries += 1
-    self._conclude(worker, task, self._survive(worker, task))
+    task.losses += is_lost
+    if task.losses >= _MAX_LOSSES and not is_done:
+      raise self._too_many(worker, error) from error
+    self._conclude(worker, task, is_done)
 
   def _survive(self, worker: int, task: Task) -> bool:
     """Asks a failed task how far it came, which it reads from a server."""
@@ -424,27 +432,26 @@ class WorkerPool:
     logging.warning('worker %d: %s; retrying', worker, _first_line(error))
     time.sleep(_REJOIN_SECONDS)
 
-  def _lose(self, worker: int, task: Task, error: Exception) -> None:
+  def _lose(self, worker: int, error: Exception) -> None:
     """Notes that a worker is lost: its task goes to others."""
-    address = self._liveness.address('worker', worker)
     logging.warning(
       'worker %d at %s was lost (%s): its step goes to another one',
       worker,
-      address,
+      self._liveness.address('worker', worker),
       _first_line(error),
     )
     with self.lock:
       self.lost[worker] = self._liveness.generation
       self.deaths[worker] += 1
-    task.losses += 1
-    if task.losses >= _MAX_LOSSES:
-      found = errors.WorkerUnavailableError(
-        f'worker {worker} at {address} is the third that was lost in one step '
-        f'({_first_line(error)}): the step itself may end them. Fix: see the '
-        "workers' logs."
-      )
-      found.rank, found.address = worker, address
-      raise found from error
+
+  def _too_many(self, worker: int, error: Exception) -> Exception:
+    address = self._liveness.address('worker', worker)
+    found = errors.WorkerUnavailableError(
+      f'worker {worker} at {address} is the third that was lost in one step '
+      f"({_first_line(error)}): it may end them itself. Fix: see the workers' logs."
+    )
+    found.rank, found.address = worker, address
+    return found
 
   def _rejoin(self, worker: int) -> None:
     """Waits until a lost worker is back, or the pool is closed."""
