@@ -208,7 +208,7 @@ class Step:
       traced = traced_step.TracedStep(discovery.access)
       key = tf.constant(KEY, tf.int64)
       with traced.tracing():
-        traced.ticket = journal.ticket(batch_message.TASKS, token, key, number)
+        traced.begin(journal.ticket(batch_message.TASKS, token, key, number))
         outputs = run(batch)
       with tf.control_dependencies(traced.commit()):
         return tf.identity(outputs)

@@ -26,6 +26,14 @@ def _loop(write):
   tf.while_loop(lambda i: i < 6, body, [0])
 
 
+def _rounds(count, run):
+  def body(i):
+    run()
+    return i + 1
+
+  tf.while_loop(lambda i: i < count, body, [0])
+
+
 def _branch_in_loop(write):
   def body(i):
     tf.cond(i % 2 == 0, lambda: write_one(i), lambda: write_one(i))
@@ -221,6 +229,78 @@ class UnitsTest(tf.test.TestCase, parameterized.TestCase):
       step.number += 1
     attempts = [[*range(d + 1)] for d in deaths] + 2 * [[*range(6)]]
     self.assertEqual(began, list(itertools.chain(*attempts)))
+
+  @tiers.product(
+    chooses=('counter', tiers.full('flag'), 'iterations', 'nested', 'loop'),
+    begins=(True, False),
+  )
+  def test_step_that_is_repeated_makes_the_same_choice(self, chooses, begins):
+    """Others count between two attempts; the first may have written nothing."""
+    a, b = (local_servers.variable(i, [0.0] * 2) for i in range(2))
+    c = local_servers.variable(0, 4)
+    flag = local_servers.variable(1, chooses == 'flag')
+    fails = [True]
+
+    def fail_once():
+      if fails.pop():
+        raise ZeroDivisionError('the worker is lost')
+
+    def write(column):
+      def branch():
+        row = tf.IndexedSlices(tf.ones([1]), tf.constant([column]))
+        first = [tf.numpy_function(fail_once, [], [])] if not begins else []
+        with tf.control_dependencies(first):
+          a.scatter_add(row)
+        if begins:
+          with tf.control_dependencies([a.read_value()]):
+            first = [tf.numpy_function(fail_once, [], [])]
+        with tf.control_dependencies(first):
+          b.scatter_add(row)
+        if chooses == 'iterations':
+          c.assign_add(1)
+        return 1
+
+      return branch
+
+    def program(a, b, c, flag, x):
+      del a, b
+      turn = c.read_value() if chooses != 'nested' else 0
+      if chooses in ('counter', 'loop'):
+        c.assign_add(1)
+      is_even = turn % 2 == 0
+      if chooses == 'flag':
+        is_even = flag.read_value()
+      if chooses == 'nested':
+        tf.cond(
+          x[0] > 0.0,
+          lambda: tf.cond(c.read_value() % 2 == 0, write(0), write(1)),
+          lambda: 0,
+        )
+      elif chooses == 'loop':
+        _rounds(turn - 3, lambda: tf.cond(is_even, write(0), write(1)))
+      else:
+        tf.cond(is_even, write(0), write(1))
+      return x
+
+    step = self.trace(program, [a, b, c, flag])
+    with self.assertRaises(tf.errors.OpError):
+      step(tf.ones([3]))
+    self.assertAllEqual(a, [float(begins), 0.0])
+    fails.append(False)
+    c.assign_add(1)
+    flag.assign(False)
+    self.journal.revoke([0])
+    step.repeat(tf.ones([3]), token=self.journal.token(0))
+    for each in (a, b):
+      self.assertAllEqual(each, [1.0, 0.0])
+    # The next step chooses by itself.
+    c.assign(5)
+    fails.append(False)
+    step.number += 1
+    fails.extend([False] * 2)
+    step.repeat(tf.ones([3]), token=self.journal.token(0))
+    for each in (a, b):
+      self.assertAllEqual(each, [1.0, 2.0 if chooses == 'loop' else 1.0])
 
   @parameterized.parameters((True,), (False,))
   def test_unit_begins_when_all_is_there(self, waits):

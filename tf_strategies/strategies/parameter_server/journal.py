@@ -12,6 +12,10 @@ is, and writes. So a step that is repeated writes what it has not written, once.
 A step comes to a unit in a loop, or in a function that it calls, more than once, one
 time after another: who repeats the step passes as many as were written.
 The last unit of a step tells that the step was done.
+
+A step may choose by a counter what it writes, and others may have counted meanwhile
+when it is repeated. So who begins it notes the whole numbers that it has read, and
+who repeats it has those.
 """
 
 from __future__ import annotations
@@ -101,8 +105,30 @@ class Journal:
     return units.Ticket(
       tf.stack([token, place, mark]),
       self._admit,
+      lambda numbers: self._remember(token, place, mark, numbers),
       lambda server: variables.server_device(server),
     )
+
+  def _remember(
+    self,
+    token: tf.Tensor,
+    place: tf.Tensor,
+    mark: tf.Tensor,
+    numbers: tf.Tensor,
+  ) -> tf.Tensor:
+    """What an earlier attempt has given it, or these numbers, int64 [n]."""
+    # A unit of their own, of which the numbers stand behind the mark.
+    count = numbers.shape[0]
+    noted = self._unit(0, -count, 1 + count)
+    with tf.device(noted.device):
+      place += _read(self._tokens_of[0], token)
+      before = _read(noted, place)
+      here = tf.concat([[mark], numbers], 0)
+      after = tf.where(tf.equal(before[0], mark), before, here)
+      tf.raw_ops.ResourceScatterUpdate(
+        resource=noted.handle, indices=place, updates=after
+      )
+      return after[1:]
 
   def _admit(
     self, ticket: tf.Tensor, server: int, unit: int, is_repeated: bool
@@ -115,7 +141,7 @@ class Journal:
     token, place, mark = tf.unstack(ticket)
     # As few operations as can be: each step does them on each server.
     place += _read(self._tokens_of[server], token)
-    written = self._unit(server, unit, is_repeated)
+    written = self._unit(server, unit, _OF_REPEATED if is_repeated else None)
     before = _read(written, place)  # Fails, if there is no such place.
     if is_repeated:
       after, is_new = _next_time(before, token, mark)
@@ -127,11 +153,12 @@ class Journal:
     return is_new
 
   def _unit(
-    self, server: int, unit: int, is_repeated: bool = False
+    self, server: int, unit: int, columns: int | None = None
   ) -> variables.ServerVariable:
+    """What is noted of a unit, by place: the step's mark, and what follows it."""
     key = server, unit
     if key not in self._written:
-      of_each = [_OF_REPEATED] if is_repeated else []
+      of_each = [] if columns is None else [columns]
       with tf.init_scope():
         self._written[key] = _make(
           server, [2 * _NUM_MARKS, *of_each], 'written'

@@ -19,6 +19,7 @@ from tf_strategies.strategies.parameter_server import (
   copied_variables,
   microbatch,
   partitioned,
+  step_access,
   step_task,
   traced_step,
   worker_function,
@@ -222,7 +223,7 @@ class Program:
       return found[0] if len(found) == 1 else tf.concat(found, 0)
 
     writes = [
-      traced_step.Write(v, after[id(v)], after[id(v)]) for v in self.counted
+      step_access.Write(v, after[id(v)], after[id(v)]) for v in self.counted
     ]
     for variable in [*self._sent, *self._averaged]:
       value, delta = after[id(variable)], None
@@ -230,7 +231,7 @@ class Program:
         delta = value - before[id(variable)]
       if _is_seed(variable):
         value -= _offset(variable, header_)
-      writes.append(traced_step.Write(variable, value, delta))
+      writes.append(step_access.Write(variable, value, delta))
     return [difference(w) for w in self._weights], writes, numbers
 
   def _contents(self, header_, *tensors) -> microbatch.Contents:

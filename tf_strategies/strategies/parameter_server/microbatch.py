@@ -20,6 +20,7 @@ from tf_strategies.keras import row_updates
 from tf_strategies.strategies.parameter_server import (
   batch_message,
   packing,
+  step_access,
   traced_step,
   variables,
   worker_function,
@@ -31,7 +32,7 @@ class Contents:
   """Everything that a traced microbatch has."""
 
   calls: list  # Of `optimizer.apply`: (optimizer, gradients, variables).
-  writes: list[traced_step.Write]  # That the step held back.
+  writes: list[step_access.Write]  # That the step held back.
   numbers: tf.Tensor  # What it reports, float64 [count].
   rows: tf.Tensor  # Of its batch, float32 scalar.
   argument: tf.Tensor  # The message with the batch, or where it is read.

@@ -29,7 +29,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_strategies.strategies.parameter_server import packing, units
+from tf_strategies.strategies.parameter_server import (
+  packing,
+  step_access,
+  units,
+)
 
 
 class _Current(threading.local):
@@ -42,37 +46,6 @@ _current = _Current()
 def current() -> TracedStep | None:
   """The step that this thread traces, if any."""
   return None if tf.executing_eagerly() else _current.step
-
-
-_Variables = dict[int, tf.Variable]
-
-
-@dataclasses.dataclass
-class Access:
-  """What the first trace found: variables by id, in order of first use."""
-
-  # Read outside of updates on their own server; of them, by updates on another.
-  reads: _Variables = dataclasses.field(default_factory=dict)
-  update_reads: _Variables = dataclasses.field(default_factory=dict)
-  # Written inside of a branch or a loop, where no state of the step can be
-  # carried along: these are never held in it.
-  nested_writes: _Variables = dataclasses.field(default_factory=dict)
-  # Written; otherwise than by adding to them; in updates.
-  written: _Variables = dataclasses.field(default_factory=dict)
-  overwritten: _Variables = dataclasses.field(default_factory=dict)
-  updated: _Variables = dataclasses.field(default_factory=dict)
-  # Updates that return something, or write on another server; what they read there.
-  direct: set[int] = dataclasses.field(default_factory=set)
-  elsewhere: dict[int, set[int]] = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass
-class Write:
-  """A write that the step holds back."""
-
-  variable: tf.Variable
-  value: tf.Tensor  # After all writes so far.
-  delta: tf.Tensor | None  # Added in all; None if it was overwritten.
 
 
 @dataclasses.dataclass
@@ -90,8 +63,10 @@ class TracedStep:
   Without `access` this is the first trace.
   """
 
-  def __init__(self, access: Access | None = None, is_share: bool = False):
-    self.access = Access() if access is None else access
+  def __init__(
+    self, access: step_access.Access | None = None, is_share: bool = False
+  ):
+    self.access = step_access.Access() if access is None else access
     self.is_share = is_share  # Of the rows of a synchronous step.
     # None where writes harm nobody: to slots that are used once.
     self.ticket: units.Ticket | None = None
@@ -104,7 +79,7 @@ class TracedStep:
     self.looks_only = access is None  # Its graph is not run.
     self._graph = None
     self._snapshot: dict[int, tf.Tensor] = {}
-    self._held: dict[int, Write] = {}
+    self._held: dict[int, step_access.Write] = {}
     self._direct: set[int] = set()
     self._updates = 0  # Of the optimizer's, that are going on.
     self.copies = packing.Copies()  # On servers, of what it has sent there.
@@ -134,6 +109,35 @@ class TracedStep:
     ]
     return dict(zip(map(id, variables), fetch(variables), strict=True))
 
+  def begin(self, ticket: units.Ticket) -> None:
+    """From now on it shows its ticket where it writes.
+
+    Where it writes in a branch or a loop, it has the whole numbers that it had when
+    it was tried first: a step that is repeated makes the same choices.
+    """
+    self.ticket = ticket
+    numbers = self.access.choices()
+    if not numbers:
+      return
+    flat = []
+    for variable in numbers:
+      found = self._snapshot.get(id(variable))
+      found = variable.read_directly() if found is None else found
+      flat.append(tf.cast(tf.reshape(found, [-1]), tf.int64))
+    remembered = ticket.remember(tf.concat(flat, 0))
+    remembered = tf.split(remembered, [each.shape[0] for each in flat])
+    for variable, value in zip(numbers, remembered, strict=True):
+      value = tf.cast(tf.reshape(value, variable.shape), variable.dtype)
+      self._snapshot[id(variable)] = value
+
+  def _copy_of(self, key: int) -> tf.Tensor | None:
+    """What was read at the beginning, unless it may be written by now."""
+    if key in self._direct or (
+      key in self.access.nested_writes and self.is_nested()
+    ):
+      return None
+    return self._snapshot.get(key)
+
   def is_nested(self) -> bool:
     """Whether the trace is inside of a branch or a loop of the step."""
     return tf.compat.v1.get_default_graph() is not self._graph
@@ -143,6 +147,8 @@ class TracedStep:
     self._flush()
     key = id(variable)
     if self.looks_only:
+      if self.update_server is None:
+        self.access.note_number(variable, self.is_nested())
       if self.update_server != variable.server:
         self.access.reads.setdefault(key, variable)
         if self.update_server is not None:
@@ -153,7 +159,7 @@ class TracedStep:
       return self.here(self._held[key].value)
     if self.update_server == variable.server:
       return None
-    copy = None if key in self._direct else self._snapshot.get(key)
+    copy = self._copy_of(key)
     if copy is None and self._units.is_open:
       # A call on a server has no other server's variables.
       return self._units.before(variable.device, variable.read_directly)
@@ -290,7 +296,7 @@ class TracedStep:
     if self.ticket is None:
       return []
     return [
-      _value_to_send(write)
+      write.to_send()
       for write in self._held.values()
       if write.variable.server == server
     ]
@@ -320,7 +326,7 @@ class TracedStep:
     if before is not None:
       both = before.delta is not None and delta is not None
       delta = before.delta + delta if both else None
-    self._held[key] = Write(variable, value, delta)
+    self._held[key] = step_access.Write(variable, value, delta)
     return True
 
   def touch_rows(self, variable, writes: bool) -> tf.Tensor | None:
@@ -343,9 +349,7 @@ class TracedStep:
       return None
     if key in self._held:
       return self._held[key].value
-    if key in self._direct or self.update_server is not None:
-      return None
-    return self._snapshot.get(key)
+    return None if self.update_server is not None else self._copy_of(key)
 
   def _look_at_write(self, variable, value) -> bool:
     self.access.written.setdefault(id(variable), variable)
@@ -381,7 +385,7 @@ class TracedStep:
       self._updates -= 1
       self.update_server = before
 
-  def held_writes(self) -> list[Write]:
+  def held_writes(self) -> list[step_access.Write]:
     """The writes that the step holds back, in order of first write."""
     return list(self._held.values())
 
@@ -411,11 +415,11 @@ class TracedStep:
     return groups
 
   def _send_writes(
-    self, writes: Sequence[Write], after, is_last: bool = False
+    self, writes: Sequence[step_access.Write], after, is_last: bool = False
   ) -> tf.Operation:
     """Sends writes of variables on one server, small ones in one message."""
     server = writes[0].variable.server if writes else 0
-    tensors = [_value_to_send(write) for write in writes]
+    tensors = [write.to_send() for write in writes]
     ticket = None
     if self.ticket is None:
       tensors = packing.send(tensors, writes[0].variable.device)
@@ -460,16 +464,6 @@ _READS = frozenset(
     'StatelessWhile',
   )
 )
-
-
-def _value_to_send(write):
-  shape, dtype = write.variable.shape, write.variable.dtype
-  tensor = tf.cast(write.value if write.delta is None else write.delta, dtype)
-  if tensor.shape != shape and shape.is_fully_defined():
-    tensor = tf.broadcast_to(tensor, shape)
-  # Kept: it may be sent before the end.
-  setattr(write, 'value' if write.delta is None else 'delta', tensor)
-  return tensor
 
 
 def additive_delta(value: tf.Tensor, old: tf.Tensor) -> tf.Tensor | None:

@@ -28,6 +28,8 @@ class Ticket(NamedTuple):
   # more than once or not, is to be written; of a copy of the tensor. Fails if the
   # worker was given up.
   admit: Callable[[tf.Tensor, int, int, bool], tf.Tensor]
+  # What the first attempt at the step gave it, int64 [n].
+  remember: Callable[[tf.Tensor], tf.Tensor]
   device: Callable[[int], str]  # Of a server.
 
 

@@ -16,6 +16,7 @@ from tf_strategies.spmd import rules as _rules  # noqa: F401  Registers them.
 from tf_strategies.strategies.parameter_server import (
   batch_message,
   packing,
+  step_access,
   traced_step,
   variables,
 )
@@ -28,7 +29,7 @@ COORDINATOR = '/job:chief/replica:0/task:0/device:CPU:0'
 class Discovery:
   """What the first trace of a step found."""
 
-  access: traced_step.Access
+  access: step_access.Access
   outputs: Any  # Specs of what it returns, in its structure.
   python: str | None = None  # What calls this process's Python, by name.
 
@@ -262,8 +263,10 @@ class WorkerFunction:
   def _begin(self, traced, argument, step) -> Any:
     """The batch of a step, which from now on shows its ticket."""
     reading = self._layout.read(argument, step)
-    traced.ticket = self._journal.ticket(
-      self._layout.kind, reading.token, reading.key, reading.done
+    traced.begin(
+      self._journal.ticket(
+        self._layout.kind, reading.token, reading.key, reading.done
+      )
     )
     return reading.batch
 

@@ -1,0 +1,75 @@
+"""Which variables a worker's step uses how, and what it writes at its end."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import tensorflow as tf
+
+from tf_strategies.strategies.parameter_server import packing
+
+_Variables = dict[int, tf.Variable]
+
+
+@dataclasses.dataclass
+class Access:
+  """What the first trace found: variables by id, in order of first use."""
+
+  # Read outside of updates on their own server; of them, by updates on another.
+  reads: _Variables = dataclasses.field(default_factory=dict)
+  update_reads: _Variables = dataclasses.field(default_factory=dict)
+  # Written inside of a branch or a loop, where no state of the step can be
+  # carried along: these are never held in it.
+  nested_writes: _Variables = dataclasses.field(default_factory=dict)
+  # Written; otherwise than by adding to them; in updates.
+  written: _Variables = dataclasses.field(default_factory=dict)
+  overwritten: _Variables = dataclasses.field(default_factory=dict)
+  # Small, of whole numbers; whether each was read outside of branches and loops
+  # before any of those wrote it.
+  numbers: dict[int, tuple[tf.Variable, bool]] = dataclasses.field(
+    default_factory=dict
+  )
+  updated: _Variables = dataclasses.field(default_factory=dict)
+  # Updates that return something, or write on another server; what they read there.
+  direct: set[int] = dataclasses.field(default_factory=set)
+  elsewhere: dict[int, set[int]] = dataclasses.field(default_factory=dict)
+
+  def note_number(self, variable: tf.Variable, is_nested: bool) -> None:
+    """Notes a read of a variable, outside of updates, that a choice may depend on."""
+    dtype, key = variable.dtype, id(variable)
+    if (
+      (dtype.is_integer or dtype.is_bool)
+      and packing.is_small(variable.shape, dtype)
+      and key not in self.nested_writes
+    ):
+      is_outside = not is_nested or self.numbers.get(key, (None, False))[1]
+      self.numbers[key] = variable, is_outside
+
+  def choices(self) -> list[tf.Variable]:
+    """The whole numbers by which the step may choose what it writes."""
+    if not self.nested_writes:
+      return []
+    return [
+      variable
+      for key, (variable, is_outside) in self.numbers.items()
+      if is_outside or key not in self.nested_writes
+    ]
+
+
+@dataclasses.dataclass
+class Write:
+  """A write that the step holds back."""
+
+  variable: tf.Variable
+  value: tf.Tensor  # After all writes so far.
+  delta: tf.Tensor | None  # Added in all; None if it was overwritten.
+
+  def to_send(self) -> tf.Tensor:
+    """What goes to the variable's server: the sum, or all of it."""
+    shape, dtype = self.variable.shape, self.variable.dtype
+    tensor = tf.cast(self.value if self.delta is None else self.delta, dtype)
+    if tensor.shape != shape and shape.is_fully_defined():
+      tensor = tf.broadcast_to(tensor, shape)
+    # Kept: it may be sent before the end.
+    setattr(self, 'value' if self.delta is None else 'delta', tensor)
+    return tensor
