@@ -164,6 +164,21 @@ class EqualityTest(tf.test.TestCase, parameterized.TestCase):
       found.append(model.predict(x, verbose=0))
     self.assertAllClose(*found, 0, 1e-6)
 
+  def test_an_optimizer_whose_state_another_has_replaced_is_refused(self):
+    """Else it would depend on when a step is traced what its state is."""
+    layer = tfs.keras.DynamicEmbedding(WIDTH)
+    layer.build([None])
+    ids = np.arange(3)
+    first, second = (optimizers.Adagrad(0.1, name=n) for n in ('one', 'two'))
+    for optimizer in (first, first, second):
+      with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(layer(ids))
+      gradients = tape.gradient(loss, layer.trainable_variables)
+      optimizer.apply(gradients, layer.trainable_variables)
+    with self.assertRaisesRegex(errors.UnsupportedOptionError, "'one' for the"):
+      first.apply(gradients, layer.trainable_variables)
+    second.apply(gradients, layer.trainable_variables)
+
 
 class TableTest(tf.test.TestCase):
   def test_only_training_stores_rows(self):

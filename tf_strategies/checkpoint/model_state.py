@@ -117,8 +117,9 @@ def _slots_of_rows(optimizer) -> list[Any]:
   found = []
   for variable, owner, slots in _keras_internal.row_slots(optimizer):
     table = _keras_internal.table_of(variable)
-    table.adopt(owner, slots)
-    found += table.slot_columns()
+    if owner not in table.earlier:
+      table.adopt(owner, slots)
+      found += table.slot_columns()
   return found
 
 

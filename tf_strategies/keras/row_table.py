@@ -268,6 +268,7 @@ class RowTable:
     self._width = variable.shape[1]
     # Whose slots they are, if that is known: of some that were loaded it is not.
     self._optimizer: weakref.ref | None = None
+    self.earlier = weakref.WeakSet()  # Whose slots there were.
     self._loaded = self._kept = np.zeros([0], np.int64)
 
   # What servers do otherwise.
@@ -337,9 +338,8 @@ class RowTable:
     """
     slots = _keras_internal.slots_of(optimizer, self.variable)
     self.adopt(optimizer, slots)
-    initial = {
-      _name(optimizer, a): self._value_of_new(v) for a, v in slots.items()
-    }
+    names = {a: row_updates.slot_name(optimizer, a) for a in slots}
+    initial = {names[a]: self._value_of_new(v) for a, v in slots.items()}
 
     def rule(learning_rate, rows, states, gradient):
       if row_updates.is_lazy(optimizer):
@@ -349,11 +349,11 @@ class RowTable:
         optimizer,
         self.variable,
         rows,
-        {a: states[_name(optimizer, a)] for a in slots},
+        {a: states[name] for a, name in names.items()},
         gradient,
         learning_rate,
       )
-      return rows, {_name(optimizer, a): s for a, s in states.items()}
+      return rows, {names[a]: s for a, s in states.items()}
 
     columns = [gradient.indices, gradient.values]
     if row_updates.takes_sums(optimizer):
@@ -373,10 +373,13 @@ class RowTable:
 
   def adopt(self, optimizer: keras.optimizers.Optimizer, slots) -> None:
     """Has the slots of an optimizer; those of another one before it are gone."""
-    if self._optimizer is not None and self._optimizer() is not optimizer:
+    before = self._optimizer and self._optimizer()
+    if self._optimizer is not None and before is not optimizer:
+      row_updates.check_is_new(optimizer, self.earlier, self.variable.path)
+      self.earlier |= {before} - {None}
       self._make_slots(())
     self._optimizer = weakref.ref(optimizer)
-    self._make_slots([_name(optimizer, a) for a in slots])
+    self._make_slots([row_updates.slot_name(optimizer, a) for a in slots])
 
   def _make_slots(self, names) -> None:
     self.slots = tuple(names)
@@ -439,6 +442,7 @@ class RowTable:
   def load_slots(self, names: Sequence[str]) -> list[Column]:
     """As `slot_columns`, with slots that were saved."""
     self._optimizer = None
+    self.earlier.clear()
     self._make_slots(names)
     return self.slot_columns()
 
@@ -492,8 +496,3 @@ class RowTable:
 def is_gone(rows: Any) -> Any:
   """Of rows with their usage, as they are saved: which say that there is none."""
   return rows[:, _USES - _USAGE] == 0
-
-
-def _name(optimizer, attribute: str) -> str:
-  """Of a slot, in files."""
-  return f'{type(optimizer).__name__}.{attribute.strip("_")}'

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import keras
@@ -154,3 +154,26 @@ def warn_of_whole_read(name: str, num_bytes: int) -> None:
       'machine which has the memory, and save the model there.'
     )
     warnings.warn(errors.LargeTableWarning(text), stacklevel=2)
+
+
+def check_is_new(
+  optimizer: keras.optimizers.Optimizer,
+  earlier: Collection[keras.optimizers.Optimizer],
+  table: str,
+) -> None:
+  """Refuses an optimizer whose state of a table's rows another one has replaced.
+
+  Raises:
+    UnsupportedOptionError: naming it and the table.
+  """
+  if optimizer in earlier:
+    raise errors.UnsupportedOptionError(
+      f'{optimizer.name!r} for the rows of {table!r}, after another optimizer',
+      'one optimizer at a time; the state of the one before is gone',
+      'train the table by one optimizer, or go on with a new one',
+    )
+
+
+def slot_name(optimizer: keras.optimizers.Optimizer, attribute: str) -> str:
+  """Of an optimizer's state of rows, in files."""
+  return f'{type(optimizer).__name__}.{attribute.strip("_")}'
