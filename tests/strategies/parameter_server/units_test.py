@@ -230,6 +230,21 @@ class UnitsTest(tf.test.TestCase, parameterized.TestCase):
     attempts = [[*range(d + 1)] for d in deaths] + 2 * [[*range(6)]]
     self.assertEqual(began, list(itertools.chain(*attempts)))
 
+  def test_steps_whose_units_have_one_number(self):
+    """In one it is in a loop, and in the other not."""
+    a, b = (local_servers.variable(i, [0.0] * 3) for i in range(2))
+    programs = step_programs.scattered_only, step_programs.written_in_a_loop
+    for program in (*programs, programs[0]):
+      step = self.trace(program, [a, b])
+      step.number = self.number = getattr(self, 'number', 0) + 1
+      step.repeat(tf.ones([3]), token=self.journal.token(0))
+      before = a.numpy(), b.numpy()
+      self.assertNotAllEqual(before[0], [0.0] * 3)
+      self.journal.revoke([0])
+      step.repeat(tf.ones([3]), token=self.journal.token(0))
+      self.assertAllEqual(a, before[0])
+      self.assertAllEqual(b, before[1])
+
   @tiers.product(
     chooses=('counter', tiers.full('flag'), 'iterations', 'nested', 'loop'),
     begins=(True, False),

@@ -51,9 +51,11 @@ class Journal:
     self._state = np.zeros([_NUM_TOKENS], np.int64)
     self._tokens = list(range(num_workers))
     self._next = num_workers
-    # By server and unit: which steps have written it. Of their own each, so that
-    # units do not wait for each other.
-    self._written: dict[tuple[int, int], variables.ServerVariable] = {}
+    # By server, unit and what is noted of it: which steps have written it. Of their
+    # own each, so that units do not wait for each other.
+    self._written: dict[
+      tuple[int, int, int | None], variables.ServerVariable
+    ] = {}
     self._unit(0, units.LAST_UNIT)
 
   def token(self, worker: int) -> int:
@@ -89,7 +91,7 @@ class Journal:
     self.revoke()
     if not restores_all:
       return
-    for (_, unit), variable in self._written.items():
+    for (_, unit, _), variable in self._written.items():
       if unit != units.LAST_UNIT:
         with tf.device(variable.device):
           tf.raw_ops.AssignVariableOp(
@@ -156,7 +158,8 @@ class Journal:
     self, server: int, unit: int, columns: int | None = None
   ) -> variables.ServerVariable:
     """What is noted of a unit, by place: the step's mark, and what follows it."""
-    key = server, unit
+    # Steps have different units of one number.
+    key = server, unit, columns
     if key not in self._written:
       of_each = [] if columns is None else [columns]
       with tf.init_scope():
@@ -169,7 +172,7 @@ class Journal:
     """On the coordinator: how much of the task or split `key` is done."""
     place = kind * _NUM_MARKS + key % _NUM_MARKS
     found = 0
-    for (_, unit), variable in list(self._written.items()):
+    for (_, unit, _), variable in list(self._written.items()):
       with tf.device(variable.device):
         noted = _read(variable, tf.constant(place, tf.int64))
       mark = int(noted.numpy().flat[0])

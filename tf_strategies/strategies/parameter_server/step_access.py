@@ -40,6 +40,7 @@ class Access:
     if (
       (dtype.is_integer or dtype.is_bool)
       and packing.is_small(variable.shape, dtype)
+      and variable.shape.num_elements()
       and key not in self.nested_writes
     ):
       is_outside = not is_nested or self.numbers.get(key, (None, False))[1]
