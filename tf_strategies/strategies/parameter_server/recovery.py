@@ -200,13 +200,15 @@ class Recovery:
     self._objects = self._objects or dict(objects)
     self._is_loading = True
     try:
-      found = self.with_recovery(self._read_newest)
+      found, calls = self.with_recovery(
+        lambda: (self._read_newest(), self._calls())
+      )
     finally:
       self._is_loading = False
     if found is None:
       return None
     self._has_checkpoint = True
-    self.counts.note_loaded(found, self.steps_done(), self._calls())
+    self.counts.note_loaded(found, self.steps_done(), calls)
     logging.info('Restored %s.', found.path)
     return position_lib.Position.from_json(found.metadata)
 
