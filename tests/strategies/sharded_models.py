@@ -95,8 +95,13 @@ OPTIONS = {
   'accumulation': lambda: optimizers.Adam(
     0.01, gradient_accumulation_steps=2, global_clipnorm=0.1
   ),
+  # With Keras's epsilon of 1e-7 the rounding of a gradient near zero is its sign.
   'ema': lambda: optimizers.Adam(
-    0.01, use_ema=True, ema_momentum=0.9, ema_overwrite_frequency=3
+    0.01,
+    epsilon=1e-4,
+    use_ema=True,
+    ema_momentum=0.9,
+    ema_overwrite_frequency=3,
   ),
   'weight_decay': lambda: optimizers.SGD(0.05, momentum=0.9, weight_decay=0.1),
   'loss_scale': lambda: optimizers.LossScaleOptimizer(

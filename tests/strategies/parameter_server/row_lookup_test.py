@@ -28,7 +28,8 @@ _BATCH = 8  # The last batch has 5 rows: two workers share them unevenly.
 
 # `conformance/recommender_test.py` has them all.
 _OPTIMIZERS = {
-  'sgd': lambda: optimizers.SGD(0.3),
+  # Not larger: what diverges makes any rounding large.
+  'sgd': lambda: optimizers.SGD(0.01),
   'adagrad': lambda: optimizers.Adagrad(0.1),
   'adam': lambda: optimizers.Adam(0.05),
   'lazy_adam': lambda: tfs.keras.LazyRows(optimizers.Adam(0.05, amsgrad=True)),
