@@ -105,8 +105,7 @@ class CheckpointsTest(parameter_server_case.FaultsTestCase):
     # Those that were already begun, on the variables of before.
     self.assertLess(self.batches(), batches + 10)
 
-  @pytest.mark.full
-  @tiers.parameters(False, True)
+  @tiers.parameters(tiers.soak(False), tiers.full(True))
   def test_finished_run_that_is_started_again(self, reads):
     """As often as one likes: nothing is left to do."""
     options = {'checkpoint_dir': self.checkpoints, 'mode': 'sync'}

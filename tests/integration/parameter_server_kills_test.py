@@ -96,8 +96,9 @@ class StepKillsTest(case.KillsTestCase):
     self.assertEqual(found['recoveries'], [])
     self.assert_exact(found, steps, mode, died=())
 
-  @pytest.mark.full
-  @tiers.parameters('async', 'bounded', 'sync')
+  @tiers.parameters(
+    tiers.full('async'), tiers.soak('bounded'), tiers.full('sync')
+  )
   def test_rounds_of_a_loop(self, mode):
     """A worker dies between two: what is written is not written again."""
     steps = 40

@@ -374,9 +374,13 @@ class EqualityTest(tf.test.TestCase, parameterized.TestCase):
   def test_training_equals_one_device(self, mode, num_workers, parts):
     self.assert_equal_in(_SOME, mode, num_workers, parts)
 
-  @tiers.named_parameters(('async', 'async', 1), tiers.soak('sync', 'sync', 2))
-  def test_in_a_branch_of_a_step(self, mode, num_workers):
-    pairs = [('towers', name) for name in _IN_A_BRANCH]
+  @tiers.named_parameters(
+    ('few', 'async', 1, ('scaled_adagrad', 'accumulated')),
+    tiers.full('async', 'async', 1, ('scaled_lazy_adam', 'scaled_multi')),
+    tiers.soak('sync', 'sync', 2, tuple(_IN_A_BRANCH)),
+  )
+  def test_in_a_branch_of_a_step(self, mode, num_workers, names):
+    pairs = [('towers', name) for name in names]
     self.assert_equal_in(pairs, mode, num_workers, 2)
 
   def test_in_a_branch_of_the_users(self):
