@@ -1,5 +1,7 @@
 """Marks of single rows reach the tests that absl makes of them."""
 
+import ast
+import pathlib
 from unittest import mock
 
 from absl.testing import absltest, parameterized
@@ -57,7 +59,29 @@ def _marks(prefix):
   }
 
 
+def _marks_of_nothing(source):
+  """Names of tests with a mark above what makes several of them: it marks none."""
+  found = []
+  for node in ast.walk(ast.parse(source)):
+    if isinstance(node, ast.FunctionDef):
+      decorators = [ast.unparse(each) for each in node.decorator_list]
+      makes = [d.startswith(('parameterized.', 'tiers.')) for d in decorators]
+      marks = [d.startswith('pytest.mark.') for d in decorators]
+      if any(marks[: makes.index(True)] if any(makes) else ()):
+        found.append(node.name)
+  return found
+
+
 class TiersTest(parameterized.TestCase):
+  def test_marks_are_where_they_count(self):
+    lines = '@pytest.mark.full', '@tiers.parameters(1, 2)', 'def test(): pass'
+    self.assertEqual(_marks_of_nothing('\n'.join(lines)), ['test'])
+    lines = lines[1], lines[0], lines[2]
+    self.assertEqual(_marks_of_nothing('\n'.join(lines)), [])
+    for path in pathlib.Path(__file__).parent.rglob('*_test.py'):
+      found = _marks_of_nothing(path.read_text())
+      self.assertEqual(found, [], path)
+
   def test_rows_by_position(self):
     self.assertEqual(
       _marks('test_by_position'), {'0': None, '1': 'full', '2': 'soak'}

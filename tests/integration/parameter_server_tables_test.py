@@ -135,8 +135,8 @@ class SavedTablesTest(parameter_server_case.FaultsTestCase):
     self.assertEqual(found['sums'], expected)
     self.assertLess(max(lost), 3 * 25)
 
-  @pytest.mark.full
   @parameterized.parameters(True, False)
+  @pytest.mark.full
   def test_memory_of_a_large_table(self, shares_directory):
     """Nobody grows by a table: with Adam three of 256 MB."""
     options = {'checkpoint_dir': self.checkpoints}

@@ -132,8 +132,8 @@ class OneWorkerTest(tf.test.TestCase, parameterized.TestCase):
     for device in devices:
       self.assertIn(virtual_devices.name(0).lower(), device)
 
-  @pytest.mark.full
   @parameterized.parameters(False, True)
+  @pytest.mark.full
   def test_fit(self, jit_compile):
     difference, moved, report = self.run_alone(nccl.fit, jit_compile)
     self.assertLessEqual(difference, 1e-6)

@@ -93,9 +93,11 @@ class KillTest(tf.test.TestCase, parameterized.TestCase):
       expected = workers_lib.simulate(trained, 2)
       self.assertLess(largest(weights, expected), 1e-6)
 
-  @pytest.mark.full
-  @parameterized.parameters(
-    ('sync', False), ('sync', True), ('async', True), ('bounded', True)
+  @tiers.parameters(
+    tiers.full('sync', False),
+    tiers.soak('sync', True),
+    tiers.full('async', True),
+    tiers.soak('bounded', True),
   )
   def test_server_that_dies(self, mode, reads):
     """Of the units since the checkpoint nothing is left; of others, everything."""
