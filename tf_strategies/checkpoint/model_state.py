@@ -155,8 +155,10 @@ def iterations(optimizer: keras.optimizers.Optimizer) -> int:
   return 0
 
 
-def counters(objects: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns of `name_objects` what counts the calls of an optimizer."""
+def counters(
+  objects: Mapping[str, Any], named: Mapping[str, Any]
+) -> dict[str, Any]:
+  """Returns of what `name_objects` named what counts the calls of an optimizer."""
   own = {
     id(variable)
     for item in objects.values()
@@ -164,7 +166,6 @@ def counters(objects: Mapping[str, Any]) -> dict[str, Any]:
     for each in _keras_internal.chain(item)
     for variable in _counters(each)
   }
-  named = name_objects(objects)
   return {name: v for name, v in named.items() if id(v) in own}
 
 

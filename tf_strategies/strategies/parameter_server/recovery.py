@@ -163,7 +163,7 @@ class Recovery:
     read = self._source.position if self._source else ()
     position = position_lib.Position(self._epoch, self.counts.of_epoch, read)
     named = model_state.name_objects(self._objects)
-    calls = self._calls()
+    calls = self._calls(named)
     tables = table_files.tables_among(named)
     row_tables = row_table_files.tables_among(named)
     in_files = table_files.names_of(tables, row_tables)
@@ -199,10 +199,13 @@ class Recovery:
       return None
     self._objects = self._objects or dict(objects)
     self._is_loading = True
+
+    def load():
+      named = model_state.name_objects(self._objects)
+      return self._read_newest(), self._calls(named)
+
     try:
-      found, calls = self.with_recovery(
-        lambda: (self._read_newest(), self._calls())
-      )
+      found, calls = self.with_recovery(load)
     finally:
       self._is_loading = False
     if found is None:
@@ -250,9 +253,9 @@ class Recovery:
       raise
     return found
 
-  def _calls(self) -> dict[str, int]:
+  def _calls(self, named: Mapping[str, Any]) -> dict[str, int]:
     """How often optimizers were called, by the names of their counters."""
-    counters = model_state.counters(self._objects)
+    counters = model_state.counters(self._objects, named)
     return {name: int(v.numpy()) for name, v in counters.items()}
 
   @contextlib.contextmanager
@@ -281,7 +284,7 @@ class Recovery:
     tables = table_files.tables_among(named)
     row_tables = row_table_files.tables_among(named)
     in_files = table_files.names_of(tables, row_tables)
-    counters = model_state.counters(self._objects)
+    counters = model_state.counters(self._objects, named)
     for name, variable in named.items():
       parts = table_files.parts_of(variable) or []
       lost = [each for each in parts if each[0].is_lost]
