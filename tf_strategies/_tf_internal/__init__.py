@@ -33,6 +33,7 @@ from tf_strategies._tf_internal.tracing import (  # noqa: F401  For all others.
   copy_handle_data,
   create_now,
   function_graph,
+  functions_inlined,
   inlined,
   is_function_of_its_own,
   label,

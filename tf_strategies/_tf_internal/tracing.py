@@ -55,6 +55,14 @@ _autograph_config = load(
 _autograph_config.CONVERSION_RULES += (
   _autograph_config.DoNotConvert(__name__.partition('.')[0]),
 )
+_Function = load(
+  'eager.polymorphic_function.polymorphic_function.Function',
+  'a tf.function that a step calls',
+)
+_canonical_inputs = load(
+  'eager.polymorphic_function.function_type_utils.canonicalize_function_inputs',
+  'what a tf.function makes of its arguments',
+)
 _random = load(
   'ops.stateful_random_ops', 'the numbers of a tf.random.Generator'
 )
@@ -109,6 +117,59 @@ def arrays_from(
     yield
   finally:
     _arrays.take = before
+
+
+class _Inlining(threading.local):
+  is_on = False
+
+
+_inlining = _Inlining()
+_call_function = _Function.__call__
+
+
+def _call_or_inline(self, *args, **kwargs):
+  """Calls a `tf.function`, or its Python, in the graph that is being traced."""
+  is_inlined = _inlining.is_on and not tf.executing_eagerly()
+  if not is_inlined or type(self) is not _Function:
+    return _call_function(self, *args, **kwargs)
+  if self._jit_compile:
+    return _call_function(self._clone(None), *args, **kwargs)
+  bound = _canonical_inputs(
+    args, kwargs, self._function_type, self._default_values, self._is_pure
+  )
+  outputs = inlined(self)(*bound.args, **bound.kwargs)
+  return tf.nest.map_structure(_as_output, outputs)
+
+
+def _as_output(value):
+  """What a `tf.function` makes of something that its Python returns."""
+  kept = (
+    type(None),
+    tf.Operation,
+    tf.TensorArray,
+    tf.__internal__.CompositeTensor,
+  )
+  if isinstance(value, kept) and not isinstance(value, tf.Variable):
+    return value
+  return tf.convert_to_tensor(value)
+
+
+_Function.__call__ = _call_or_inline
+
+
+@contextlib.contextmanager
+def functions_inlined() -> Iterator[None]:
+  """What this thread traces has no graph of an earlier trace in it.
+
+  TensorFlow keeps the graph of a `tf.function` for the next call. A graph in which
+  variables meant something else must not be called: so its Python is run again, as
+  a part of the graph that calls it. One that XLA compiles is traced again.
+  """
+  before, _inlining.is_on = _inlining.is_on, True
+  try:
+    yield
+  finally:
+    _inlining.is_on = before
 
 
 # Attribute of an operation that says what it computes.

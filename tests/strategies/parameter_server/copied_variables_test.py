@@ -5,7 +5,6 @@ from absl.testing import parameterized
 
 from tests import virtual_devices
 from tests.strategies.parameter_server import local_servers
-from tf_strategies import errors
 from tf_strategies.strategies.parameter_server import copied_variables
 
 virtual_devices.configure()
@@ -81,13 +80,12 @@ class CopiesTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(look.added, {id(added)})
     self.assertEqual(look.assigned, {id(assigned)})
 
-  def test_function_of_its_own_is_refused(self):
+  def test_function_that_was_called_before(self):
     variable = local_servers.variable(0, 3.0)
-    inner = tf.function(lambda: variable * 2.0, autograph=False)
-    with self.assertRaisesRegex(
-      errors.UnsupportedOptionError, 'a tf.function .*remove the decorator'
-    ):
-      self._run(variable, inner, tf.constant(5.0))
+    add = tf.function(lambda: variable.assign_add(1.0))
+    self.assertAllEqual(add(), 4.0)
+    self.assertEqual(self._run(variable, add, tf.constant(5.0)), [6.0] * 2)
+    self.assertAllEqual(variable, 4.0)
 
 
 if __name__ == '__main__':

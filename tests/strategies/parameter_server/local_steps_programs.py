@@ -111,10 +111,13 @@ def loop(job):
     optimizer, trained = model.optimizer, model.trainable_variables
     optimizer.build(trained)
 
+    @tf.function
+    def compute_loss(x, y):
+      return model.compute_loss(x, y, model(x, training=True))
+
     def train_step(batch):
-      x, y = batch
       with tf.GradientTape() as tape:
-        loss = model.compute_loss(x, y, model(x, training=True))
+        loss = compute_loss(*batch)
       optimizer.apply(tape.gradient(loss, trained), trained)
       return {'loss': loss}
 
@@ -358,24 +361,6 @@ def metric_that_is_no_sum(strategy):
   _model(metrics=[_Largest()]).fit(*_data(), verbose=0)
 
 
-def function_in_a_step(strategy):
-  class Own(keras.Sequential):
-    @tf.function
-    def compute(self, x):
-      return tf.reduce_mean(self(x) ** 2)
-
-    def train_step(self, data):
-      with tf.GradientTape() as tape:
-        loss = self.compute(data[0])
-      variables = self.trainable_variables
-      self.optimizer.apply(tape.gradient(loss, variables), variables)
-      return {'loss': loss}
-
-  model = Own([keras.Input([4]), keras.layers.Dense(1)])
-  model.compile(tfs.keras.LocalSteps('sgd', 2), 'mse')
-  model.fit(*_data(), verbose=0)
-
-
 def dynamic_table(strategy):
   layers = [tfs.keras.DynamicEmbedding(2), keras.layers.Flatten()]
   ids = keras.Input([4], dtype='int64')
@@ -394,7 +379,6 @@ REFUSED = {
   loop_without_the_optimizer: r'outside of the steps.*remote_step\(fn, \[optimizer',
   metric_that_is_no_sum: "metric variable '.*largest:0' that is no sum",
   dynamic_table: "dynamic table '.*' under LocalSteps.*keras.layers.Embedding",
-  function_in_a_step: 'a tf.function .* that uses variable .*remove the decorator',
   backup_workers: "backup_workers=1.*leave out backup_workers, or use mode='async'",
 }
 

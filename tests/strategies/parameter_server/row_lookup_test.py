@@ -120,6 +120,7 @@ class Own(keras.layers.Layer):
     self.table = self.add_weight(shape=[_TOKENS, 4], name='table')
     self.other = self.add_weight(shape=[_TOKENS, 4], name='other')
 
+  @tf.function
   def call(self, x):
     rows = keras.ops.take(self.table, x - 3, axis=0)
     rows += keras.ops.take(self.other.value, x, axis=0)
@@ -234,6 +235,14 @@ _WIDTH = 64
 _IDS = 1024
 
 
+class _InFunction(layers.Embedding):
+  """Looks its rows up in a function, of which TensorFlow keeps the graph."""
+
+  @tf.function
+  def call(self, x):
+    return super().call(x)
+
+
 def _wide_model(rows, optimizer, strategy):
   """A table, of None without a vocabulary, and as little as there can be besides."""
   keras.backend.clear_session()
@@ -242,7 +251,8 @@ def _wide_model(rows, optimizer, strategy):
     if rows is None:
       table = tfs.keras.DynamicEmbedding(_WIDTH, name='table')
     else:
-      table = layers.Embedding(rows, _WIDTH, name='table')
+      kind = _InFunction if optimizer == 'sgd' else layers.Embedding
+      table = kind(rows, _WIDTH, name='table')
     found = table(inputs)
     outputs = layers.Dense(1)(found)
     model = keras.Model(inputs, outputs)

@@ -167,6 +167,40 @@ def broadcast(a, b, x):
   return a.read_value()
 
 
+@tf.function
+def _add_and_scale(variable, x, times):
+  for i in tf.range(times):
+    if i % 2 == 0:
+      variable.assign_add(x)
+    else:
+      variable.scatter_add(tf.IndexedSlices(x[:1], tf.constant([1])))
+  return variable * 2.0
+
+
+class _Layer:
+  """Has a method that is a function, as layers have."""
+
+  def __init__(self, variable):
+    self.variable = variable
+
+  @tf.function(input_signature=[tf.TensorSpec([None]), tf.TensorSpec([])])
+  def add(self, x, factor):
+    self.variable.scatter_add(tf.IndexedSlices(x * factor, tf.range(3)))
+    return self.variable.read_value()
+
+
+_layers = {}
+_plus_one = tf.function(lambda x: x + 1.0, jit_compile=True)
+
+
+def functions_made_before(a, b, x):
+  found = _add_and_scale(a, x, 3) + _add_and_scale(b, x, 2)
+  for variable in (a, b):
+    layer = _layers.setdefault(id(variable), _Layer(variable))
+    found += layer.add(x, 2.0) + _plus_one(x)
+  return found + _add_and_scale(a, x, 3)
+
+
 def no_variable(a, b, x):
   return x * 2.0
 
@@ -191,6 +225,7 @@ PROGRAMS = (
   gathered_after_a_write,
   scattered_only,
   broadcast,
+  functions_made_before,
   no_variable,
 )
 

@@ -1,5 +1,6 @@
 """A traced step makes of variables what the same step makes of plain ones."""
 
+import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -138,6 +139,59 @@ class TracedStepTest(tf.test.TestCase, parameterized.TestCase):
 
     step = self.trace(step_programs.between(program, other), [a, b])
     self.assertAllEqual(step(tf.ones([3])), [111.0] * 3)
+
+  @parameterized.product(
+    where=('step', 'branch', 'loop', 'branch_in_loop'), is_small=(True, False)
+  )
+  def test_what_a_branch_or_loop_writes_is_read_once(self, where, is_small):
+    """As the scale of a loss, which others double meanwhile."""
+    size = 3 if is_small else 30_000
+    a, b = (local_servers.variable(i, [1.0] * size) for i in range(2))
+
+    def other():
+      a.assign(a * 7.0)
+      return np.float32(0.0)
+
+    def scaled(a, b, x):
+      with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(x) * a[0]
+      gradient = tape.gradient(loss, a)[0]
+      with tf.control_dependencies([loss, gradient]):
+        zero = tf.reshape(tf.numpy_function(other, [], tf.float32), [])
+
+      def unscaled():
+        with tf.GradientTape() as tape:
+          ratio = (loss + zero) / a[0]
+        # -ratio, of what it was divided by.
+        ratio -= tape.gradient(ratio, a)[0] * (a[0] + zero)
+        a.assign(a * 2.0)
+        return ratio + gradient
+
+      found = tf.cond(zero < 1.0, unscaled, lambda: 0.0)
+      b.assign_add(tf.fill([size], found))
+      return found
+
+    def program(a, b, x):
+      if where == 'step':
+        return scaled(a, b, x)
+      if where == 'branch':
+        return tf.cond(x[0] > 0.0, lambda: scaled(a, b, x), lambda: 0.0)
+
+      def body(i, total):
+        if where == 'loop':
+          return i + 1, total + scaled(a, b, x)
+        found = tf.cond(x[0] > 0.0, lambda: scaled(a, b, x), lambda: 0.0)
+        return i + 1, total + found
+
+      return tf.while_loop(lambda i, _: i < 3, body, [0, 0.0])[1]
+
+    rounds = 3 if 'loop' in where else 1
+    found = self.trace(program, [a, b])(tf.ones([3]))
+    # 3 rows by one scale each: 3 + 3, and the gradient of 3.
+    self.assertAllClose(found, 9.0 * rounds)
+    self.assertAllClose(b, [1.0 + 9.0 * rounds] * size)
+    # Each round sees what the one before has written.
+    self.assertAllClose(a, [2.0**rounds] * size)
 
   def test_few_tensors_cross_between_tasks(self):
     count = 6

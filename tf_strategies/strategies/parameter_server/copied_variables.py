@@ -16,7 +16,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_strategies import _tf_internal, errors
+from tf_strategies import _tf_internal
 
 
 class _Current(threading.local):
@@ -58,7 +58,9 @@ class Copies:
       tf.raw_ops.AssignVariableOp(resource=handle, value=value)
     before, _current.copies = _current.copies, self
     try:
-      yield
+      # The graph of a function would remember these copies, and be called again.
+      with _tf_internal.functions_inlined():
+        yield
     finally:
       _current.copies = before
 
@@ -68,10 +70,7 @@ class Copies:
     if key not in self._handles and self._looks_only:
       self.variables.append(variable)
       self._handles[key] = self._make(variable)
-    handle = self._handles.get(key)
-    if handle is not None:
-      self._check_function(variable)
-    return handle
+    return self._handles.get(key)
 
   def note_write(self, variable, adds: bool) -> None:
     """Is told that the step writes a variable, or adds to it."""
@@ -96,16 +95,3 @@ class Copies:
       tf.control_dependencies(None),
     ):
       return _tf_internal.anonymous_variable(variable.dtype, variable.shape)
-
-  def _check_function(self, variable) -> None:
-    """Refuses a function that would remember this copy, and is called again."""
-    graph = tf.compat.v1.get_default_graph()
-    while graph is not self._graph and graph is not None:
-      if _tf_internal.is_function_of_its_own(graph):
-        raise errors.UnsupportedOptionError(
-          f'a tf.function {graph.name!r} that uses variable {variable.name!r} '
-          'inside of a step under LocalSteps on parameter servers',
-          'Python functions: the step is traced as a whole',
-          'remove the decorator tf.function, or train without LocalSteps',
-        )
-      graph = graph.outer_graph

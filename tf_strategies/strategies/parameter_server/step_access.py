@@ -74,3 +74,27 @@ class Write:
     # Kept: it may be sent before the end.
     setattr(self, 'value' if self.delta is None else 'delta', tensor)
     return tensor
+
+
+def additive_delta(value: tf.Tensor, old: tf.Tensor) -> tf.Tensor | None:
+  """What was added to `old` to get `value`; None if it was no addition.
+
+  Keras writes `assign(self + delta)`. Two workers that do so overwrite each
+  other's addition; two that add do not.
+  """
+  value, old = origin(value), origin(old)
+  if value.op.type not in ('AddV2', 'Add', 'Sub'):
+    return None
+  left, right = value.op.inputs
+  if origin(left) is old:
+    return -right if value.op.type == 'Sub' else right
+  if origin(right) is old and value.op.type != 'Sub':
+    return left
+  return None
+
+
+def origin(tensor):
+  """The tensor that identities lead back to."""
+  while tensor.op.type == 'Identity':
+    tensor = tensor.op.inputs[0]
+  return tensor

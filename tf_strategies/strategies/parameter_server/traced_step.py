@@ -29,6 +29,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tf_strategies import _tf_internal
 from tf_strategies.strategies.parameter_server import (
   packing,
   step_access,
@@ -80,7 +81,9 @@ class TracedStep:
     self._graph = None
     self._snapshot: dict[int, tf.Tensor] = {}
     self._held: dict[int, step_access.Write] = {}
+    # Written, or to be read, where they are; what was read of them since a write.
     self._direct: set[int] = set()
+    self._read_since: dict[int, list[tf.Tensor]] = collections.defaultdict(list)
     self._updates = 0  # Of the optimizer's, that are going on.
     self.copies = packing.Copies()  # On servers, of what it has sent there.
     self._first_operation = 0
@@ -96,7 +99,9 @@ class TracedStep:
         self._snapshot = self._fetch()
     _current.step = self
     try:
-      yield
+      # A function's graph is of the trace that made it: reads and writes are not.
+      with _tf_internal.functions_inlined():
+        yield
     finally:
       _current.step = before
 
@@ -163,7 +168,23 @@ class TracedStep:
     if copy is None and self._units.is_open:
       # A call on a server has no other server's variables.
       return self._units.before(variable.device, variable.read_directly)
+    if copy is None and self.update_server is None:
+      return self._read_once(variable)
     return self.here(copy)
+
+  def _read_once(self, variable) -> tf.Tensor:
+    """What was read here, or around this branch, since the step's last write.
+
+    To read again might give what another worker has written meanwhile: the scale of
+    a loss that its gradient is not divided by.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    for tensor in self._read_since[id(variable)]:
+      if _tf_internal.runs_once(graph, tensor.graph):
+        return tensor
+    tensor = variable.read_directly()
+    self._read_since[id(variable)].append(tensor)
+    return tensor
 
   @property
   def looks_up(self) -> bool:
@@ -177,11 +198,11 @@ class TracedStep:
     The gradient of a branch is that of the tensors that it takes from outside.
     So the read must be outside, where tapes see what it is a read of.
     """
-    if tensor.graph is self._graph and self.is_nested():
-      with self._graph.as_default():
-        yield
-    else:
+    if tensor.graph is tf.compat.v1.get_default_graph():
       yield
+    else:
+      with tensor.graph.as_default():
+        yield
 
   def home_of(self, variables: Sequence[tf.Variable]) -> tf.Graph | None:
     """The step's own graph, if they can be read there, outside of this branch."""
@@ -322,7 +343,7 @@ class TracedStep:
         old = variable.read_directly()
       value = old + delta
     elif delta is None and old is not None:
-      delta = additive_delta(value, old)
+      delta = step_access.additive_delta(value, old)
     if before is not None:
       both = before.delta is not None and delta is not None
       delta = before.delta + delta if both else None
@@ -370,6 +391,7 @@ class TracedStep:
     key = id(variable)
     held = self._held.pop(key, None)
     self._direct.add(key)
+    self._read_since.pop(key, None)
     if held is not None:
       self._send_writes([held], [])
 
@@ -464,27 +486,3 @@ _READS = frozenset(
     'StatelessWhile',
   )
 )
-
-
-def additive_delta(value: tf.Tensor, old: tf.Tensor) -> tf.Tensor | None:
-  """What was added to `old` to get `value`; None if it was no addition.
-
-  Keras writes `assign(self + delta)`. Two workers that do so overwrite each
-  other's addition; two that add do not.
-  """
-  value, old = origin(value), origin(old)
-  if value.op.type not in ('AddV2', 'Add', 'Sub'):
-    return None
-  left, right = value.op.inputs
-  if origin(left) is old:
-    return -right if value.op.type == 'Sub' else right
-  if origin(right) is old and value.op.type != 'Sub':
-    return left
-  return None
-
-
-def origin(tensor):
-  """The tensor that identities lead back to."""
-  while tensor.op.type == 'Identity':
-    tensor = tensor.op.inputs[0]
-  return tensor

@@ -142,9 +142,11 @@ def _as_one_call(function: Callable[[], tf.Tensor]) -> Callable[[], tf.Tensor]:
   As operations of the step they would begin with some inputs; and those that were
   noted as written might not run when another operation of the step fails.
   """
-  return tf.function(
+  call = tf.function(
     function, autograph=False, experimental_attributes={'_noinline': True}
   )
+  # What a step calls as a `tf.function` is a part of the step.
+  return call.get_concrete_function()
 
 
 def _in_turn(function: Callable[[], tf.Tensor], key: str) -> tf.Tensor:

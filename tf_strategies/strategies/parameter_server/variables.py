@@ -13,6 +13,7 @@ from tf_strategies.keras import row_updates
 from tf_strategies.strategies.parameter_server import (
   changed_rows,
   copied_variables,
+  step_access,
   traced_step,
 )
 
@@ -220,12 +221,12 @@ class ServerVariable(_tf_internal.ResourceVariable):
     if value.op.type not in ('AddV2', 'Add', 'Sub'):
       return None
     for old in value.op.inputs:
-      read = traced_step.origin(old)
+      read = step_access.origin(old)
       if read.op.type != 'ReadVariableOp':
         continue
       handle = tf.compat.v1.get_default_graph().capture(self.handle)
       if read.op.inputs[0] is handle and not self._is_older(read.op):
-        return traced_step.additive_delta(value, old)
+        return step_access.additive_delta(value, old)
     return None
 
   def assign_add(self, delta, use_locking=None, name=None, read_value=True):
