@@ -31,7 +31,7 @@ class CheckpointsTest(parameter_server_case.FaultsTestCase):
     tiers.full('arrays.bin', 'truncate', 1),
     tiers.soak('arrays.bin', 'flip', 1),
     tiers.soak('arrays.bin', 'delete', 2),
-    tiers.full('manifest.json', 'empty', 2),
+    tiers.soak('manifest.json', 'empty', 2),
     tiers.soak('manifest.json', 'truncate', 1),
     tiers.soak('manifest.json', 'flip', 1),
   )

@@ -53,7 +53,7 @@ class ExactTest(case.KillsTestCase):
 
 
 class StepKillsTest(case.KillsTestCase):
-  @tiers.parameters('async', tiers.full('bounded'), tiers.full('sync'))
+  @tiers.parameters('async', tiers.soak('bounded'), tiers.full('sync'))
   def test_rows_and_slots_are_those_of_the_log(self, mode):
     """Of workers nothing is lost; of a server the steps since the checkpoint."""
     steps = 120
@@ -75,7 +75,7 @@ class StepKillsTest(case.KillsTestCase):
     self.assert_exact(found, steps, mode)
 
   @tiers.product(
-    mode=('async', tiers.full('bounded')), place=('loop 1', tiers.full('lock'))
+    mode=('async', tiers.soak('bounded')), place=('loop 1', tiers.full('lock'))
   )
   def test_update_that_has_not_begun_to_write(self, mode, place):
     """The end of its worker ends the wait, or a loop, and the step is repeated."""
@@ -124,7 +124,7 @@ class StepKillsTest(case.KillsTestCase):
     """Files of the units that have begun to write rows on server 1."""
     return set(self.directory.glob('began-1-*'))
 
-  @tiers.parameters('async', tiers.full('bounded'))
+  @tiers.parameters('async', tiers.soak('bounded'))
   def test_updates_that_wait_for_another(self, mode):
     """Workers die: nobody else begins while one is being written."""
     steps, rows = 60, self.directory / 'rows 1'
@@ -197,7 +197,7 @@ class StepKillsTest(case.KillsTestCase):
     self.assertBetween(recovery['lost_steps'], 0, case.EVERY + 4)
     self.assert_exact(found, steps)
 
-  @tiers.parameters('async', tiers.full('sync'))
+  @tiers.parameters(tiers.full('async'), tiers.soak('sync'))
   def test_server_that_dies_again_while_it_is_connected_to(self, mode):
     """TensorFlow would keep the devices of the one that it asked, for good."""
     steps = 12 * case.EVERY
@@ -220,7 +220,9 @@ class StepKillsTest(case.KillsTestCase):
 
 
 class SaveKillsTest(case.KillsTestCase):
-  @tiers.parameters('async', tiers.full('bounded'), tiers.full('sync'))
+  @tiers.parameters(
+    tiers.full('async'), tiers.soak('bounded'), tiers.full('sync')
+  )
   def test_workers_that_die_in_saves(self, mode):
     """Nothing is lost, nor done twice."""
     steps = 4 * case.EVERY
@@ -316,7 +318,7 @@ class SaveKillsTest(case.KillsTestCase):
 
 
 class LoadKillsTest(case.KillsTestCase):
-  @tiers.parameters('sync', tiers.soak('bounded'), tiers.full('async'))
+  @tiers.parameters('sync', tiers.soak('bounded'), tiers.soak('async'))
   def test_tasks_that_die_in_a_load(self, mode):
     """A worker and a server at once; then the others, while it is loaded again."""
     steps = 3 * case.EVERY

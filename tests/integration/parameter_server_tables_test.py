@@ -6,7 +6,6 @@ import threading
 
 import pytest
 import tensorflow as tf
-from absl.testing import parameterized
 
 from tests import parameter_servers, tiers
 from tests.integration import parameter_server_case
@@ -86,7 +85,7 @@ class SavedTablesTest(parameter_server_case.FaultsTestCase):
     self.assertEqual((wrong, parts), ({'table': 0}, 2))
     self.assertEqual(self.kept(), [whole])
 
-  @tiers.parameters((1, 'async'), tiers.full(0, 'async'), tiers.full(1, 'sync'))
+  @tiers.parameters((1, 'async'), tiers.soak(0, 'async'), tiers.full(1, 'sync'))
   def test_steps_that_a_death_costs(self, server, mode):
     """Those since the checkpoint, of its own rows; in 'sync', of all."""
     steps, due = 300, 70
@@ -135,8 +134,7 @@ class SavedTablesTest(parameter_server_case.FaultsTestCase):
     self.assertEqual(found['sums'], expected)
     self.assertLess(max(lost), 3 * 25)
 
-  @parameterized.parameters(True, False)
-  @pytest.mark.full
+  @tiers.parameters(tiers.full(True), tiers.soak(False))
   def test_memory_of_a_large_table(self, shares_directory):
     """Nobody grows by a table: with Adam three of 256 MB."""
     options = {'checkpoint_dir': self.checkpoints}

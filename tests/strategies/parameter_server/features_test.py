@@ -171,10 +171,10 @@ def train_on_servers(directory, options, by_workers):
 
 class FeaturesTest(tf.test.TestCase, parameterized.TestCase):
   @tiers.named_parameters(
-    ('read_by_the_worker', {'mode': 'async'}, True, 1),
+    tiers.full('read_by_the_worker', {'mode': 'async'}, True, 1),
     ('shared_by_workers', {'mode': 'sync'}, False, 2),
-    ('read_by_two_workers', {'mode': 'sync'}, True, 2),
-    tiers.full('bounded', {'mode': 'bounded'}, True, 1),
+    tiers.full('read_by_two_workers', {'mode': 'sync'}, True, 2),
+    tiers.soak('bounded', {'mode': 'bounded'}, True, 1),
     tiers.soak('one_of_two', {'mode': 'sync', 'backup_workers': 1}, False, 2),
     tiers.soak(
       'one_that_reads', {'mode': 'sync', 'backup_workers': 1}, True, 2

@@ -50,7 +50,7 @@ class KillTest(tf.test.TestCase, parameterized.TestCase):
   @tiers.named_parameters(
     ('sgd', dataclasses.replace(_LONG, inner=Job(8).inner), 'sync'),
     tiers.full('adam', _LONG, 'sync'),
-    tiers.full('async', _LONG, 'async'),
+    tiers.soak('async', _LONG, 'async'),
     tiers.full(
       'read', dataclasses.replace(_LONG, inner=Job(8).inner), 'sync', True
     ),
@@ -137,6 +137,7 @@ def _wait_for(path, batches, job, seconds=90):
   raise AssertionError(f'{batches} batches were not reached')
 
 
+@pytest.mark.full
 class BytesTest(tf.test.TestCase):
   def test_bytes_are_those_of_fewer_meetings(self):
     with wire.CountedJob(num_workers=2, num_ps=2) as job:

@@ -62,6 +62,7 @@ class _Case(tf.test.TestCase, parameterized.TestCase):
 
 
 class TrainTest(_Case):
+  @pytest.mark.full
   def test_a_meeting_in_every_step_is_synchronous_training(self):
     found = _results('first')['one']
     weights, history = workers_lib.one_device(_FIRST['one'][0])
@@ -72,7 +73,7 @@ class TrainTest(_Case):
   @tiers.named_parameters(
     *[(n, 'first', n) for n in _FIRST if n not in _ASYNCHRONOUS],
     *[tiers.soak(n, 'more', n) for n in _MORE if n not in _ASYNCHRONOUS],
-    tiers.full('of_three', 'first', 'diloco', 3),
+    tiers.soak('of_three', 'first', 'diloco', 3),
   )
   def test_equals_a_simulation(self, kind, name, num_workers=2):
     found = _results(kind, num_workers)[name]

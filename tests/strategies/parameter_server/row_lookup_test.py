@@ -380,26 +380,25 @@ class EqualityTest(tf.test.TestCase, parameterized.TestCase):
         for part in want:
           self.assertAllClose(want[part], result[part], 1e-6, 2e-6, part)
 
-  @parameterized.parameters(('async', 1, 1), ('sync', 2, 2))
+  @tiers.parameters(tiers.full('async', 1, 1), ('sync', 2, 2))
   def test_training_equals_one_device(self, mode, num_workers, parts):
     self.assert_equal_in(_SOME, mode, num_workers, parts)
 
   @tiers.named_parameters(
     ('few', 'async', 1, ('scaled_adagrad', 'accumulated')),
-    tiers.full('async', 'async', 1, ('scaled_lazy_adam', 'scaled_multi')),
+    tiers.soak('async', 'async', 1, ('scaled_lazy_adam', 'scaled_multi')),
     tiers.soak('sync', 'sync', 2, tuple(_IN_A_BRANCH)),
   )
   def test_in_a_branch_of_a_step(self, mode, num_workers, names):
     pairs = [('towers', name) for name in names]
     self.assert_equal_in(pairs, mode, num_workers, 2)
 
+  @pytest.mark.full
   def test_in_a_branch_of_the_users(self):
     pairs = ('branch', 'lazy_adam'), ('branch', 'adagrad')
     self.assert_equal_in(pairs, 'async', 1, 2)
 
-  @tiers.parameters(
-    tiers.full(*_GROUPS[0]), *[tiers.soak(*group) for group in _GROUPS[1:]]
-  )
+  @tiers.parameters(*[tiers.soak(*group) for group in _GROUPS])
   def test_every_model(self, *pairs):
     self.assert_equal_in(pairs, 'sync', 2, 1)
 
@@ -429,9 +428,9 @@ def _more_than_rows(found):
 
 
 class RowsTest(tf.test.TestCase, parameterized.TestCase):
-  @parameterized.parameters(
+  @tiers.parameters(
     ('async', 'sgd', 2),
-    ('sync', 'lazy_adam', 1),
+    tiers.full('sync', 'lazy_adam', 1),
   )
   def test_each_row_of_a_batch_is_sent_once(self, mode, optimizer, parts):
     options = {'mode': mode}
@@ -443,7 +442,7 @@ class RowsTest(tf.test.TestCase, parameterized.TestCase):
       # The rows of the table, to one worker at least.
       self.assertGreater(found['_fit'][0][1], 20_000 * _WIDTH * 4)
 
-  @parameterized.parameters(('async', 'sgd'), ('sync', 'lazy_adam'))
+  @tiers.parameters(tiers.soak('async', 'sgd'), ('sync', 'lazy_adam'))
   def test_a_table_without_a_vocabulary_is_sent_sums(self, mode, optimizer):
     """Where Keras squares equal rows one by one it is sent each of them."""
     least = []
@@ -461,7 +460,12 @@ class RowsTest(tf.test.TestCase, parameterized.TestCase):
     self.assertLess(summed, 0.1)
     self.assertGreater(apart, 0.99)
 
-  @parameterized.parameters('sgd', 'adagrad', 'lazy_adam', 'lazy_ftrl')
+  @tiers.parameters(
+    tiers.soak('sgd'),
+    tiers.full('adagrad'),
+    'lazy_adam',
+    tiers.soak('lazy_ftrl'),
+  )
   def test_other_rows_stay_as_they_are(self, optimizer):
     with parameter_servers.Job(num_workers=1, num_ps=1) as job:
       before, after, slots = job.run(untouched_rows, (optimizer,))
@@ -472,7 +476,7 @@ class RowsTest(tf.test.TestCase, parameterized.TestCase):
       self.assertLen(np.unique(slot[~is_used]), 1)
       self.assertNotAllClose(slot[is_used], slot[:1] * 0 + slot[1, 0])
 
-  @parameterized.parameters('sgd', 'adagrad', 'lazy_adam')
+  @tiers.parameters(tiers.soak('sgd'), tiers.soak('adagrad'), 'lazy_adam')
   def test_a_step_takes_no_longer_with_more_rows(self, optimizer):
     with parameter_servers.Job(num_workers=1, num_ps=1) as job:
       few, many = job.run(step_seconds, (optimizer,))

@@ -103,6 +103,7 @@ class KillTest(parameterized.TestCase, tf.test.TestCase):
     self.assertAllEqual(usage['uses'], np.full([_IDS], iterations))
     self.assertEqual(report['rows'], _IDS)
 
+  @pytest.mark.full
   def test_only_rows_of_the_dead_server_are_older(self):
     usage, report, strategy, iterations = self.kill(('ps', 1), 'async', 5)
     (recovery,) = strategy['recoveries']
