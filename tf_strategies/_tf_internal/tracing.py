@@ -137,8 +137,16 @@ def _call_or_inline(self, *args, **kwargs):
   bound = _canonical_inputs(
     args, kwargs, self._function_type, self._default_values, self._is_pure
   )
-  outputs = inlined(self)(*bound.args, **bound.kwargs)
+  args, kwargs = tf.nest.map_structure(
+    _as_input, (bound.args, dict(bound.kwargs))
+  )
+  outputs = inlined(self)(*args, **kwargs)
   return tf.nest.map_structure(_as_output, outputs)
+
+
+def _as_input(value):
+  is_array = isinstance(value, (np.ndarray, np.generic))
+  return tf.convert_to_tensor(value) if is_array else value
 
 
 def _as_output(value):

@@ -1,5 +1,6 @@
 """Steps that read and write variables on servers, and one that is traced."""
 
+import numpy as np
 import tensorflow as tf
 
 from tf_strategies.strategies.parameter_server import (
@@ -189,8 +190,32 @@ class _Layer:
     return self.variable.read_value()
 
 
-_layers = {}
+_layers, _compiled = {}, {}
 _plus_one = tf.function(lambda x: x + 1.0, jit_compile=True)
+
+
+class _Compiled(_Layer):
+  @tf.function(jit_compile=True)
+  def scaled(self, x):
+    return self.variable * x
+
+
+@tf.function
+def _total(rows):
+  total = 0.0
+  for i in tf.range(3):
+    total += rows[i]
+  return total
+
+
+def compiled_function_that_reads(a, b, x):
+  compiled = _compiled.setdefault(id(a), _Compiled(a))
+  found = compiled.scaled(x)
+  tf.cond(x[0] > 0.0, lambda: a.assign_add(x), lambda: a.read_value())
+  found += compiled.scaled(x)
+  b.scatter_add(tf.IndexedSlices(x[:1], tf.constant([1])))
+  compiled = _compiled.setdefault(id(b), _Compiled(b))
+  return found + compiled.scaled(x) + _total(np.arange(3.0, dtype=np.float32))
 
 
 def functions_made_before(a, b, x):
@@ -226,6 +251,7 @@ PROGRAMS = (
   scattered_only,
   broadcast,
   functions_made_before,
+  compiled_function_that_reads,
   no_variable,
 )
 

@@ -179,10 +179,15 @@ class TracedStep:
     a loss that its gradient is not divided by.
     """
     graph = tf.compat.v1.get_default_graph()
+    while graph is not self._graph and _tf_internal.is_function_of_its_own(
+      graph
+    ):
+      graph = graph.outer_graph  # What XLA compiles cannot read on a server.
     for tensor in self._read_since[id(variable)]:
       if _tf_internal.runs_once(graph, tensor.graph):
         return tensor
-    tensor = variable.read_directly()
+    with graph.as_default():
+      tensor = variable.read_directly()
     self._read_since[id(variable)].append(tensor)
     return tensor
 
