@@ -9,8 +9,8 @@ What a step writes on a server it writes in units: each is one call there, which
 begins when all that it needs has arrived, and then depends on nobody else. It looks
 at the token, and whether this unit of this step has been written; it notes that it
 is, and writes. So a step that is repeated writes what it has not written, once.
-A step comes to a unit in a loop, or in a function made in it, more than once, one
-time after another: who repeats the step passes as many as were written.
+A step comes to a unit in a loop more than once, one time after another: who repeats
+the step passes as many as were written.
 The last unit of a step tells that the step was done.
 
 A step may choose by a counter what it writes, and others may have counted meanwhile
