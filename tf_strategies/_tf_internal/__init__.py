@@ -23,6 +23,7 @@ from tf_strategies._tf_internal.cluster import (  # noqa: F401  For all others.
 from tf_strategies._tf_internal.cluster import eager_context as _eager_context
 from tf_strategies._tf_internal.loading import load as _load
 from tf_strategies._tf_internal.tracing import (  # noqa: F401  For all others.
+  CalledFunction,
   ResourceVariable,
   TrackedAsAnother,
   add_functions,

@@ -1,9 +1,10 @@
 """What of TensorFlow's insides traced steps and their variables need."""
 
 import contextlib
+import dataclasses
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -36,6 +37,10 @@ _ControlFlowGraph = load(
 _anonymous_name = load(
   'eager.context.anonymous_name', 'variables of one call of a function'
 )
+_handle_data = load(
+  'ops.handle_data_util.get_handle_data',
+  'whether a handle is that of a variable',
+)
 copy_handle_data = load(
   'ops.handle_data_util.copy_handle_data',
   'the shape of the variable that a handle stands for',
@@ -58,6 +63,14 @@ _autograph_config.CONVERSION_RULES += (
 _Function = load(
   'eager.polymorphic_function.polymorphic_function.Function',
   'a tf.function that a step calls',
+)
+_ConcreteFunction = load(
+  'eager.polymorphic_function.concrete_function.ConcreteFunction',
+  'a function that has its graph when a step calls it',
+)
+_read_only_inputs = load(
+  'framework.auto_control_deps_utils.get_read_only_resource_input_indices_graph',
+  'which variables a concrete function writes',
 )
 _canonical_inputs = load(
   'eager.polymorphic_function.function_type_utils.canonicalize_function_inputs',
@@ -119,17 +132,33 @@ def arrays_from(
     _arrays.take = before
 
 
+@dataclasses.dataclass(frozen=True)
+class CalledFunction:
+  """A call of a function whose graph a trace takes as it is.
+
+  Attributes:
+    name: of the function.
+    written: the handles of the variables, made before the trace, that it may write.
+    read: of those that it only reads.
+  """
+
+  name: str
+  written: Sequence[tf.Tensor]
+  read: Sequence[tf.Tensor]
+
+
 class _Inlining(threading.local):
-  is_on = False
+  called: Callable[[CalledFunction], None] | None = None
 
 
 _inlining = _Inlining()
 _call_function = _Function.__call__
+_call_concrete = _ConcreteFunction._call_flat
 
 
 def _call_or_inline(self, *args, **kwargs):
   """Calls a `tf.function`, or its Python, in the graph that is being traced."""
-  is_inlined = _inlining.is_on and not tf.executing_eagerly()
+  is_inlined = _inlining.called and not tf.executing_eagerly()
   if not is_inlined or type(self) is not _Function:
     return _call_function(self, *args, **kwargs)
   if self._jit_compile:
@@ -162,22 +191,54 @@ def _as_output(value):
   return tf.convert_to_tensor(value)
 
 
+def _call_and_tell(self, tensor_inputs, captured_inputs):
+  """Calls a concrete function in a graph that is being traced, and tells of it."""
+  if _inlining.called and not tf.executing_eagerly():
+    only_read = _read_only_inputs(self.graph)
+    handles = {
+      i: tensor
+      for i, tensor in enumerate([*tensor_inputs, *captured_inputs])
+      if _is_handle(tensor)
+    }
+    _inlining.called(
+      CalledFunction(
+        tf.compat.as_str(self.name),
+        [handle for i, handle in handles.items() if i not in only_read],
+        [handle for i, handle in handles.items() if i in only_read],
+      )
+    )
+  return _call_concrete(self, tensor_inputs, captured_inputs)
+
+
+def _is_handle(tensor) -> bool:
+  """Whether it is the handle of a variable, not of the graph that is traced."""
+  is_resource = tf.is_tensor(tensor) and tensor.dtype == tf.resource
+  if not is_resource or tf.is_symbolic_tensor(tensor):
+    return False
+  data = _handle_data(tensor)
+  return data is not None and data.is_set
+
+
 _Function.__call__ = _call_or_inline
+_ConcreteFunction._call_flat = _call_and_tell
 
 
 @contextlib.contextmanager
-def functions_inlined() -> Iterator[None]:
+def functions_inlined(
+  called: Callable[[CalledFunction], None],
+) -> Iterator[None]:
   """What this thread traces has no graph of an earlier trace in it.
 
   TensorFlow keeps the graph of a `tf.function` for the next call. A graph in which
   variables meant something else must not be called: so its Python is run again, as
-  a part of the graph that calls it. One that XLA compiles is traced again.
+  a part of the graph that calls it. One that XLA compiles is traced again. `called`
+  is told of those that have no Python here: concrete functions, and compiled ones.
   """
-  before, _inlining.is_on = _inlining.is_on, True
+  before, _inlining.called = _inlining.called, called
   try:
     yield
   finally:
-    _inlining.is_on = before
+    _inlining.called = before
 
 
 # Attribute of an operation that says what it computes.

@@ -5,6 +5,7 @@ from absl.testing import parameterized
 
 from tests import virtual_devices
 from tests.strategies.parameter_server import local_servers
+from tf_strategies import errors
 from tf_strategies.strategies.parameter_server import copied_variables
 
 virtual_devices.configure()
@@ -86,6 +87,22 @@ class CopiesTest(tf.test.TestCase, parameterized.TestCase):
     self.assertAllEqual(add(), 4.0)
     self.assertEqual(self._run(variable, add, tf.constant(5.0)), [6.0] * 2)
     self.assertAllEqual(variable, 4.0)
+
+  def test_functions_that_have_their_graph(self):
+    frozen, trained = (local_servers.variable(0, 3.0) for _ in range(2))
+    add = _concrete(lambda: trained.assign_add(1.0))
+    scale = _concrete(lambda: frozen * trained)
+    read = _concrete(lambda: frozen * 2.0)
+    found = self._run(
+      trained, lambda: trained.assign_add(read()), tf.constant(5.0)
+    )
+    self.assertEqual(found, [11.0] * 2)
+    for step in (add, lambda: trained.assign(scale())):
+      with self.assertRaisesRegex(
+        errors.UnsupportedOptionError, 'call the tf.function'
+      ):
+        self._run(trained, step, tf.constant(5.0))
+    self.assertAllEqual([frozen, trained], [3.0, 3.0])
 
 
 if __name__ == '__main__':

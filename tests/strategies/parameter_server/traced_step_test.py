@@ -5,11 +5,24 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 from tests.strategies.parameter_server import local_servers, step_programs
+from tf_strategies import errors
 from tf_strategies.strategies.parameter_server import (
   batch_message,
   journal,
   traced_step,
 )
+
+
+def _concrete(function):
+  return tf.function(function).get_concrete_function(step_programs.SPEC)
+
+
+def _compiled(function):
+  return tf.function(lambda x: function(x) * 1.0, jit_compile=True)
+
+
+def _in_branch(function, x):
+  return tf.cond(x[0] > 0.0, lambda: function(x) * 1.0, lambda: x)
 
 
 class TracedStepTest(tf.test.TestCase, parameterized.TestCase):
@@ -122,6 +135,49 @@ class TracedStepTest(tf.test.TestCase, parameterized.TestCase):
 
     self.trace(program, [a])(tf.ones([3]))
     self.assertAllEqual(a, [11.0, 21.0, 31.0])
+
+  def test_functions_that_have_their_graph_read(self):
+    a = local_servers.variable(0, [1.0, 2.0, 3.0])
+    scale = _concrete(lambda x: a * x)
+
+    def program(a, x):
+      with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(scale(x))
+      a.assign_sub(tf.convert_to_tensor(tape.gradient(loss, a)))
+      return loss
+
+    step = self.trace(program, [a])
+    self.assertEqual(step(tf.constant([1.0, 10.0, 0.5])), 22.5)
+    self.assertAllEqual(a, [0.0, -8.0, 2.5])
+
+  @parameterized.parameters(
+    ('writes', lambda a, saved, add, scale, x: add(x)),
+    ('writes', lambda a, saved, add, scale, x: _in_branch(add, x)),
+    ('writes', lambda a, saved, add, scale, x: _compiled(a.assign_add)(x)),
+    ('writes', lambda a, saved, add, scale, x: saved.add(x)),
+    ('reads', lambda a, saved, add, scale, x: [a.assign_add(x), scale(x)][1]),
+    ('reads', lambda a, saved, add, scale, x: [a.assign(x), scale(x)][1]),
+  )
+  def test_functions_that_have_their_graph_and_write_are_refused(
+    self, does, call
+  ):
+    a = local_servers.variable(0, [1.0, 2.0, 3.0])
+    add = _concrete(lambda x: a.assign_add(x) * 1.0)
+    scale = _concrete(lambda x: a * x)
+    module = tf.Module()
+    module.total = tf.Variable([0.0, 0.0, 0.0])
+    module.add = tf.function(
+      lambda x: module.total.assign_add(x), [step_programs.SPEC]
+    )
+    path = self.create_tempdir().full_path
+    tf.saved_model.save(module, path)
+    saved = tf.saved_model.load(path)
+    with self.assertRaisesRegex(
+      errors.UnsupportedOptionError, f'which {does}.*call the tf.function'
+    ):
+      self.trace(lambda a, x: call(a, saved, add, scale, x), [a])(tf.ones([3]))
+    self.assertAllEqual(a, [1.0, 2.0, 3.0])
+    self.assertAllEqual(saved.total, [0.0, 0.0, 0.0])
 
   def test_a_step_reads_one_state(self):
     a, b = (local_servers.variable(i, [1.0, 1.0, 1.0]) for i in range(2))

@@ -17,6 +17,7 @@ from typing import Any
 import tensorflow as tf
 
 from tf_strategies import _tf_internal
+from tf_strategies.strategies.parameter_server import step_access
 
 
 class _Current(threading.local):
@@ -48,6 +49,7 @@ class Copies:
     self._looks_only = not self.variables
     self._handles: dict[int, tf.Tensor] = {}
     self._graph: tf.Graph | None = None
+    self._called_functions: list[_tf_internal.CalledFunction] = []
 
   @contextlib.contextmanager
   def tracing(self) -> Iterator[None]:
@@ -59,10 +61,22 @@ class Copies:
     before, _current.copies = _current.copies, self
     try:
       # The graph of a function would remember these copies, and be called again.
-      with _tf_internal.functions_inlined():
+      with _tf_internal.functions_inlined(self._called):
         yield
     finally:
       _current.copies = before
+    self._check_reads()
+
+  def _called(self, function: _tf_internal.CalledFunction) -> None:
+    step_access.check_writes(function)
+    self._called_functions.append(function)
+
+  def _check_reads(self) -> None:
+    written = self.added | self.assigned
+    for function in self._called_functions:
+      step_access.check_reads(
+        function, [v for v in self.variables if id(v) in written]
+      )
 
   def handle_of(self, variable) -> tf.Tensor | None:
     """The handle of the copy of a variable; None of one that has none."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 
 import tensorflow as tf
 
+from tf_strategies import _tf_internal, errors
 from tf_strategies.strategies.parameter_server import packing
 
 _Variables = dict[int, tf.Variable]
@@ -98,3 +100,42 @@ def origin(tensor):
   while tensor.op.type == 'Identity':
     tensor = tensor.op.inputs[0]
   return tensor
+
+
+def check_writes(function: _tf_internal.CalledFunction) -> None:
+  """Refuses a function past the step that writes.
+
+  A step that is repeated, as its worker died, would write it again.
+
+  Raises:
+    UnsupportedOptionError: if it may write a variable.
+  """
+  if function.written:
+    raise _refusal(function, function.written, 'writes')
+
+
+def check_reads(
+  function: _tf_internal.CalledFunction, written: Iterable[tf.Variable]
+) -> None:
+  """Refuses a function past the step that reads what the step has written.
+
+  What the step has written is not on the server yet, or is a copy's.
+
+  Raises:
+    UnsupportedOptionError: if it reads one of these variables.
+  """
+  handles = {id(variable.handle) for variable in written}
+  found = [handle for handle in function.read if id(handle) in handles]
+  if found:
+    raise _refusal(function, found, 'reads, after the step wrote it,')
+
+
+def _refusal(function, handles, does):
+  devices = ', '.join(sorted({handle.device for handle in handles}))
+  return errors.UnsupportedOptionError(
+    f'function {function.name!r} in a step on workers, which {does} '
+    f'variables on {devices},',
+    'a tf.function that is called itself: it is traced as a part of the step',
+    'call the tf.function, not what get_concrete_function() or '
+    'tf.saved_model.load() returns; and without jit_compile=True where it writes',
+  )

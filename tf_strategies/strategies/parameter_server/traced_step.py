@@ -100,10 +100,17 @@ class TracedStep:
     _current.step = self
     try:
       # A function's graph is of the trace that made it: reads and writes are not.
-      with _tf_internal.functions_inlined():
+      with _tf_internal.functions_inlined(self._called):
         yield
     finally:
       _current.step = before
+
+  def _called(self, function: _tf_internal.CalledFunction) -> None:
+    if self._units.is_open:
+      return  # It is the unit.
+    self._flush()
+    step_access.check_writes(function)
+    step_access.check_reads(function, [w.variable for w in self.held_writes()])
 
   def _fetch(self) -> dict[int, tf.Tensor]:
     """Reads all variables that the step needs, by server."""
