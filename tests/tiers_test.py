@@ -4,6 +4,7 @@ import ast
 import pathlib
 from unittest import mock
 
+import pytest
 from absl.testing import absltest, parameterized
 
 from tests import conftest, tiers
@@ -73,6 +74,7 @@ def _marks_of_nothing(source):
 
 
 class TiersTest(parameterized.TestCase):
+  @pytest.mark.full
   def test_marks_are_where_they_count(self):
     lines = '@pytest.mark.full', '@tiers.parameters(1, 2)', 'def test(): pass'
     self.assertEqual(_marks_of_nothing('\n'.join(lines)), ['test'])

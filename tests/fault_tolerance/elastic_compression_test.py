@@ -59,7 +59,9 @@ class RepeatedStepTest(tf.test.TestCase, parameterized.TestCase):
       for name, array in one['kept'].items():
         np.testing.assert_array_equal(array, other['kept'][name], name)
 
-  @tiers.parameters('int8', tiers.soak('powersgd(2)'), tiers.full('topk(0.1)'))
+  @tiers.parameters(
+    tiers.full('int8'), tiers.soak('powersgd(2)'), tiers.full('topk(0.1)')
+  )
   def test_rests_are_added_once(self, compression):
     undisturbed = _outcomes(compression)
     for found in undisturbed:

@@ -199,7 +199,7 @@ class ElasticTest(elastic_case.ElasticCase):
     self.assertGreaterEqual(len(sizes), 2)
 
   @tiers.named_parameters(
-    ('layers_with_state', 'rich'),
+    tiers.full('layers_with_state', 'rich'),
     tiers.full('two_optimizers', 'two_optimizers'),
   )
   def test_step_that_a_death_interrupts_is_done_once(self, kind):

@@ -119,6 +119,7 @@ class ReproducibleElasticTest(tf.test.TestCase, parameterized.TestCase):
     print(f'sizes of groups: {sizes}')
     return sizes
 
+  @pytest.mark.full
   def test_kills_and_returns(self):
     epochs = 80
     want = _want(epochs)

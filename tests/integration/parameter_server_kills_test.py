@@ -75,7 +75,8 @@ class StepKillsTest(case.KillsTestCase):
     self.assert_exact(found, steps, mode)
 
   @tiers.product(
-    mode=('async', tiers.soak('bounded')), place=('loop 1', tiers.full('lock'))
+    mode=('async', tiers.soak('bounded')),
+    place=(tiers.full('loop 1'), tiers.full('lock')),
   )
   def test_update_that_has_not_begun_to_write(self, mode, place):
     """The end of its worker ends the wait, or a loop, and the step is repeated."""
@@ -147,7 +148,7 @@ class StepKillsTest(case.KillsTestCase):
     self.assertEqual(found['recoveries'], [])
     self.assert_exact(found, steps, mode, died=())
 
-  @tiers.parameters(1, tiers.full(0))
+  @tiers.parameters(tiers.full(1), tiers.full(0))
   def test_update_that_one_server_has_and_the_other_has_not(self, died):
     """In 'sync': both are what the checkpoint has, and nothing comes late."""
     steps = 3 * case.EVERY
@@ -318,7 +319,9 @@ class SaveKillsTest(case.KillsTestCase):
 
 
 class LoadKillsTest(case.KillsTestCase):
-  @tiers.parameters('sync', tiers.soak('bounded'), tiers.soak('async'))
+  @tiers.parameters(
+    tiers.full('sync'), tiers.soak('bounded'), tiers.soak('async')
+  )
   def test_tasks_that_die_in_a_load(self, mode):
     """A worker and a server at once; then the others, while it is loaded again."""
     steps = 3 * case.EVERY

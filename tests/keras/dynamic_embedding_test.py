@@ -72,7 +72,9 @@ class EqualityTest(tf.test.TestCase, parameterized.TestCase):
         OPTIMIZERS['adam'], dynamic_tables.all_in_each_batch(), **options
       )
 
-  @parameterized.product(kind=('ragged', 'sparse'), name=('adam', 'adagrad'))
+  @tiers.product(
+    kind=('ragged', tiers.full('sparse')), name=('adam', tiers.full('adagrad'))
+  )
   def test_ragged_and_sparse_ids(self, kind, name):
     x, y = dynamic_tables.all_in_each_batch()
     x = dynamic_tables.with_gaps(kind, x)
@@ -342,9 +344,9 @@ class SavingTest(tf.test.TestCase, parameterized.TestCase):
       _embedding(whole).usage()['uses'], _embedding(resumed).usage()['uses']
     )
 
-  @parameterized.parameters(
-    lambda: optimizers.Adam(0.1),
-    lambda: tfs.keras.LazyRows(optimizers.SGD(0.1, momentum=0.9)),
+  @tiers.parameters(
+    tiers.full(lambda: optimizers.Adam(0.1)),
+    tiers.full(lambda: tfs.keras.LazyRows(optimizers.SGD(0.1, momentum=0.9))),
     lambda: tfs.keras.LazyRows(optimizers.Adam(0.1)),
   )
   def test_a_save_between_two_batches_changes_nothing(self, optimizer):

@@ -35,7 +35,7 @@ def _of_one():
 class ReproducibleTest(tf.test.TestCase, parameterized.TestCase):
   @tiers.named_parameters(
     ('4_devices', 'ring_mirrored', 4),
-    ('central_storage', 'central_storage', 3),
+    tiers.full('central_storage', 'central_storage', 3),
     tiers.soak('2_devices', 'ring_mirrored', 2),
     tiers.soak('central_storage_of_one', 'central_storage', 1),
   )
@@ -72,7 +72,7 @@ class ReproducibleTest(tf.test.TestCase, parameterized.TestCase):
       self.assertAllClose(report, wanted, 1e-6, 2e-6)
 
   @tiers.named_parameters(
-    ('steps_per_execution', {'steps_per_execution': 2}),
+    tiers.full('steps_per_execution', {'steps_per_execution': 2}),
     tiers.full('accumulation', {'gradient_accumulation_steps': 2}),
     tiers.soak('average', {'use_ema': True, 'ema_overwrite_frequency': 2}),
   )

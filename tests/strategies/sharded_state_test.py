@@ -109,6 +109,7 @@ class ExactTest(tf.test.TestCase, parameterized.TestCase):
     assert_equal_copies(self, model)
     self.assertAllClose(history, other, 1e-6, 1e-6)
 
+  @pytest.mark.full
   def test_optimizers_of_a_train_step(self):
     found = []
     for strategy in (tf.distribute.get_strategy(), sharded()):
@@ -171,7 +172,7 @@ class _TwoOptimizers(keras.Model):
 
 
 class StorageTest(tf.test.TestCase, parameterized.TestCase):
-  @parameterized.parameters(2, 3, 4)
+  @tiers.parameters(tiers.full(2), 3, tiers.full(4))
   def test_bytes_of_a_device(self, devices):
     strategy = sharded(devices)
     model = models.train(

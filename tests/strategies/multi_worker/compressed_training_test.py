@@ -188,7 +188,7 @@ def _results(count, name):
 
 
 _ROWS = [
-  (2, 'none'),
+  tiers.full(2, 'none'),
   (2, 'int8'),
   *(tiers.full(2, name) for name in ('powersgd(4)', 'topk(0.01)')),
   tiers.soak(2, 'function'),

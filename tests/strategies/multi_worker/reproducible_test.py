@@ -51,7 +51,7 @@ class ReproducibleWorkersTest(tf.test.TestCase, parameterized.TestCase):
     return kind._in_one_process
 
   @tiers.named_parameters(
-    ('3_workers_in_a_ring', 3, 'ring', 1),
+    tiers.full('3_workers_in_a_ring', 3, 'ring', 1),
     tiers.soak('1_worker', 1, 'auto', 1),
     tiers.full('2_workers_of_2_devices', 2, 'tree', 2),
     tiers.soak('3_workers_on_a_tree', 3, 'tree', 1),

@@ -229,6 +229,7 @@ def _load(rank, directory, way, strategy=None):
 
 
 class CheckpointTest(tf.test.TestCase, parameterized.TestCase):
+  @pytest.mark.full
   def test_saved_by_two_loaded_by_three_and_one(self):
     directory = self.create_tempdir().full_path
     saved, other = processes.run_workers(

@@ -30,6 +30,7 @@ _STEPS = 32
 
 
 class ResumeTest(tf.test.TestCase):
+  @pytest.mark.full
   def test_goes_on_with_the_bits_of_each_worker(self):
     with (
       tempfile.TemporaryDirectory() as directory,

@@ -380,12 +380,12 @@ class EqualityTest(tf.test.TestCase, parameterized.TestCase):
         for part in want:
           self.assertAllClose(want[part], result[part], 1e-6, 2e-6, part)
 
-  @tiers.parameters(tiers.full('async', 1, 1), ('sync', 2, 2))
+  @tiers.parameters(tiers.full('async', 1, 1), tiers.full('sync', 2, 2))
   def test_training_equals_one_device(self, mode, num_workers, parts):
     self.assert_equal_in(_SOME, mode, num_workers, parts)
 
   @tiers.named_parameters(
-    ('few', 'async', 1, ('scaled_adagrad', 'accumulated')),
+    tiers.full('few', 'async', 1, ('scaled_adagrad', 'accumulated')),
     tiers.soak('async', 'async', 1, ('scaled_lazy_adam', 'scaled_multi')),
     tiers.soak('sync', 'sync', 2, tuple(_IN_A_BRANCH)),
   )
@@ -442,7 +442,7 @@ class RowsTest(tf.test.TestCase, parameterized.TestCase):
       # The rows of the table, to one worker at least.
       self.assertGreater(found['_fit'][0][1], 20_000 * _WIDTH * 4)
 
-  @tiers.parameters(tiers.soak('async', 'sgd'), ('sync', 'lazy_adam'))
+  @tiers.parameters(tiers.soak('async', 'sgd'), tiers.full('sync', 'lazy_adam'))
   def test_a_table_without_a_vocabulary_is_sent_sums(self, mode, optimizer):
     """Where Keras squares equal rows one by one it is sent each of them."""
     least = []

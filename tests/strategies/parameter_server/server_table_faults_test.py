@@ -94,6 +94,7 @@ class KillTest(parameterized.TestCase, tf.test.TestCase):
     self.assertEqual((iterations, strategy['steps']), (_STEPS, _STEPS))
     self.assertEqual(report['rows'], _IDS)
 
+  @pytest.mark.full
   def test_server_rows_are_those_of_the_checkpoint(self):
     usage, report, strategy, iterations = self.kill(('ps', 1), 'sync', 5)
     (recovery,) = strategy['recoveries']

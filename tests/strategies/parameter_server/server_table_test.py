@@ -304,6 +304,7 @@ class OthersTest(_ServersTest):
     self.assert_as_embedding(name, self.found['others_in_sync'][name])
 
 
+@pytest.mark.full
 class TrainingTest(_ServersTest):
   on_two_servers = (
     in_sync,
