@@ -42,6 +42,14 @@ def python_in_a_step(strategy):
   strategy.join()
 
 
+def none_among_what_a_step_returns(strategy):
+  def step(x):
+    return {'sum': tf.reduce_sum(x), 'count': None}
+
+  strategy.remote_step(step)(np.ones([4], np.float32))
+  strategy.join()
+
+
 def next_in_a_function(strategy):
   """It was traced as a constant: every step had the first batch."""
   dataset = tf.data.Dataset.from_tensor_slices(_data()).batch(4)
@@ -190,6 +198,7 @@ def step_that_fails(strategy):
 
 _REFUSED = {
   python_in_a_step: 'tf.numpy_function or tf.py_function.*in the tf.data',
+  none_among_what_a_step_returns: "returns {'sum.*'count': None}.*leave out",
   jit_compile: 'jit_compile=True of model.*jit_compile=False',
   next_in_a_function: r'next\(iterator\) inside a tf.function.*remote_step',
   next_of_splits_in_a_function: r'next\(iterator\) inside a tf.function',

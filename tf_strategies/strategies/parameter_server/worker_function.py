@@ -99,6 +99,7 @@ def discover(
 
   Raises:
     ScopeError: it writes a variable that is on no server.
+    UnsupportedOptionError: a part of what it returns is None.
   """
   look = look or traced_step.TracedStep(is_share=is_share)
   found = {}
@@ -107,8 +108,13 @@ def discover(
     with look.tracing():
       outputs = run_step(batch_message.pack(structure, flat))
     outputs = () if outputs is None else outputs
+    if any(each is None for each in tf.nest.flatten(outputs)):
+      raise errors.UnsupportedOptionError(
+        f'a step on workers that returns {outputs}',
+        'a structure of tensors and numbers, or None alone',
+        'leave out what is None',
+      )
     outputs = tf.nest.map_structure(tf.convert_to_tensor, outputs)
-    found['tensors'] = tf.nest.flatten(outputs)
     found['outputs'] = tf.nest.map_structure(
       lambda t: tf.TensorSpec(t.shape, t.dtype), outputs
     )
