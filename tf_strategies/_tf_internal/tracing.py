@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -140,15 +140,20 @@ class CalledFunction:
     name: of the function.
     written: the handles of the variables, made before the trace, that it may write.
     read: of those that it only reads.
+    variables: those that it is known to read, by the ids of their handles.
   """
 
   name: str
   written: Sequence[tf.Tensor]
   read: Sequence[tf.Tensor]
+  variables: Mapping[int, tf.Variable]
+
+
+_Handles = Mapping[int, tf.Tensor]
 
 
 class _Inlining(threading.local):
-  called: Callable[[CalledFunction], None] | None = None
+  called: Callable[[CalledFunction], _Handles] | None = None
 
 
 _inlining = _Inlining()
@@ -159,7 +164,7 @@ _call_concrete = _ConcreteFunction._call_flat
 def _call_or_inline(self, *args, **kwargs):
   """Calls a `tf.function`, or its Python, in the graph that is being traced."""
   is_inlined = _inlining.called and not tf.executing_eagerly()
-  if not is_inlined or type(self) is not _Function:
+  if not is_inlined:
     return _call_function(self, *args, **kwargs)
   if self._jit_compile:
     return _call_function(self._clone(None), *args, **kwargs)
@@ -193,21 +198,22 @@ def _as_output(value):
 
 def _call_and_tell(self, tensor_inputs, captured_inputs):
   """Calls a concrete function in a graph that is being traced, and tells of it."""
-  if _inlining.called and not tf.executing_eagerly():
-    only_read = _read_only_inputs(self.graph)
-    handles = {
-      i: tensor
-      for i, tensor in enumerate([*tensor_inputs, *captured_inputs])
-      if _is_handle(tensor)
-    }
-    _inlining.called(
-      CalledFunction(
-        tf.compat.as_str(self.name),
-        [handle for i, handle in handles.items() if i not in only_read],
-        [handle for i, handle in handles.items() if i in only_read],
-      )
+  if not _inlining.called or tf.executing_eagerly():
+    return _call_concrete(self, tensor_inputs, captured_inputs)
+  inputs = [*tensor_inputs, *captured_inputs]
+  only_read = set(_read_only_inputs(self.graph))
+  found = [i for i, tensor in enumerate(inputs) if _is_handle(tensor)]
+  others = _inlining.called(
+    CalledFunction(
+      tf.compat.as_str(self.name),
+      [inputs[i] for i in found if i not in only_read],
+      [inputs[i] for i in found if i in only_read],
+      {id(v._handle): v for v in self.graph.variables if hasattr(v, '_handle')},
     )
-  return _call_concrete(self, tensor_inputs, captured_inputs)
+  )
+  inputs = [others.get(id(tensor), tensor) for tensor in inputs]
+  count = len(tensor_inputs)
+  return _call_concrete(self, inputs[:count], inputs[count:])
 
 
 def _is_handle(tensor) -> bool:
@@ -225,14 +231,15 @@ _ConcreteFunction._call_flat = _call_and_tell
 
 @contextlib.contextmanager
 def functions_inlined(
-  called: Callable[[CalledFunction], None],
+  called: Callable[[CalledFunction], _Handles],
 ) -> Iterator[None]:
   """What this thread traces has no graph of an earlier trace in it.
 
   TensorFlow keeps the graph of a `tf.function` for the next call. A graph in which
   variables meant something else must not be called: so its Python is run again, as
   a part of the graph that calls it. One that XLA compiles is traced again. `called`
-  is told of those that have no Python here: concrete functions, and compiled ones.
+  is told of those that have no Python here, concrete functions and compiled ones, and
+  says which handles they get in place of others, by ids.
   """
   before, _inlining.called = _inlining.called, called
   try:

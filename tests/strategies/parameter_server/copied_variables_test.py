@@ -88,20 +88,23 @@ class CopiesTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(self._run(variable, add, tf.constant(5.0)), [6.0] * 2)
     self.assertAllEqual(variable, 4.0)
 
-  def test_functions_that_have_their_graph(self):
+  def test_functions_that_have_their_graph_read_the_copies(self):
     frozen, trained = (local_servers.variable(0, 3.0) for _ in range(2))
+    scale = _concrete(lambda: frozen * trained * trained)
     add = _concrete(lambda: trained.assign_add(1.0))
-    scale = _concrete(lambda: frozen * trained)
-    read = _concrete(lambda: frozen * 2.0)
-    found = self._run(
-      trained, lambda: trained.assign_add(read()), tf.constant(5.0)
-    )
-    self.assertEqual(found, [11.0] * 2)
-    for step in (add, lambda: trained.assign(scale())):
-      with self.assertRaisesRegex(
-        errors.UnsupportedOptionError, 'call the tf.function'
-      ):
-        self._run(trained, step, tf.constant(5.0))
+
+    def step():
+      with tf.GradientTape() as tape:
+        loss = scale()  # 3 * 5 * 5
+      trained.assign_add(tape.gradient(loss, trained))  # 5 + 30
+      trained.assign_add(scale())  # 35 + 3 * 35 * 35
+
+    found = self._run(trained, step, tf.constant(5.0))
+    self.assertEqual(found, [3710.0] * 2)
+    with self.assertRaisesRegex(
+      errors.UnsupportedOptionError, 'writes.*call the tf.function'
+    ):
+      self._run(trained, add, tf.constant(5.0))
     self.assertAllEqual([frozen, trained], [3.0, 3.0])
 
 

@@ -3,6 +3,8 @@
 Two workers, and a last batch of 5 rows that they would share unevenly.
 """
 
+import tempfile
+
 import keras
 import numpy as np
 import pytest
@@ -313,6 +315,75 @@ def nested(strategy):
   return {'history': history.history, 'weights': model.get_weights()}
 
 
+def loaded_model(strategy):
+  """The functions of a loaded model have handles of its variables."""
+  keras.backend.clear_session()
+  keras.utils.set_random_seed(4)
+  x, y = _data()
+  inner = keras.Sequential(
+    [keras.Input(x.shape[1:]), layers.Dense(6, 'tanh', name='inner')]
+  )
+  with tempfile.TemporaryDirectory() as path:
+    inner.export(path, verbose=False)
+    with harness.scope_of(strategy):
+      layer = layers.TFSMLayer(path, call_endpoint='serve')
+      outer = layers.Dense(y.shape[1], 'softmax')
+      model = keras.Sequential([keras.Input(x.shape[1:]), layer, outer])
+      # Keras gives slots of such variables names that TensorFlow refuses.
+      model.compile(keras.optimizers.SGD(0.3), 'categorical_crossentropy')
+  history = model.fit(
+    x, y, batch_size=_BATCH, epochs=2, shuffle=False, verbose=0
+  )
+  assert len(model.trainable_variables) == 4
+  return {'history': history.history, 'weights': model.get_weights()}
+
+
+def two_players(strategy, is_in_turns=True):
+  """The second one plays against what the first one has become."""
+  keras.backend.clear_session()
+  x, _ = _data()
+  with harness.scope_of(strategy):
+    first, second = (
+      keras.Variable(np.linspace(low, 1.0, x.shape[1], dtype=np.float32))
+      for low in (-1.0, 0.5)
+    )
+    optimizers = harness.momentum(), harness.momentum()
+    for optimizer, variable in zip(optimizers, (first, second), strict=True):
+      optimizer.build([variable])
+
+  def loss_of(x):
+    return tf.reduce_mean(tf.tanh(tf.linalg.matvec(x, first * second)))
+
+  def gradient_of(x, variable):
+    with tf.GradientTape() as tape:
+      loss = loss_of(x)
+    return tape.gradient(loss, variable.value), loss
+
+  def step(x):
+    gradient, loss = gradient_of(x, first)
+    if is_in_turns:
+      optimizers[0].apply([gradient], [first])
+    other, after = gradient_of(x, second)
+    if not is_in_turns:
+      optimizers[0].apply([gradient], [first])
+    optimizers[1].apply([-other], [second])
+    return {'loss': loss, 'after': after}
+
+  run = strategy.remote_step(step, optimizers) if strategy else tf.function(step)
+  history = {'loss': [], 'after': []}
+  for i in range(0, _ROWS, _BATCH):
+    found = run(x[i : i + _BATCH])
+    if strategy:
+      strategy.join()
+    for key, value in found.items():
+      history[key].append(float(value))
+  return {'history': history, 'weights': [first.numpy(), second.numpy()]}
+
+
+def two_players_at_once(strategy):
+  return two_players(strategy, is_in_turns=False)
+
+
 _PROGRAMS = {
   p.__name__: p
   for p in (
@@ -330,14 +401,19 @@ _PROGRAMS = {
     dropout,
     seeded_shuffle,
     nested,
+    loaded_model,
+    two_players,
+    two_players_at_once,
   )
 }
 # In these all workers compute a share of each batch.
 _SHARED = (
   'f1_score',
+  'loaded_model',
   'metric_of_one_number',
   'seeded_shuffle',
   'two_outputs',
+  'two_players_at_once',
 )
 
 
@@ -411,6 +487,9 @@ class CustomStepsTest(tf.test.TestCase, parameterized.TestCase):
       'guide',
       'two_optimizers',
       'f1_score',
+      'loaded_model',
+      'two_players',
+      'two_players_at_once',
     )
   )
   def test_equals_one_device(self, name):

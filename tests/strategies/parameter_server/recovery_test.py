@@ -257,6 +257,23 @@ class RecoveryTest(tf.test.TestCase, parameterized.TestCase):
     other.assign([3.0])
     self.assertAllEqual(step(), [4.0])
 
+  def test_what_an_earlier_death_took_is_not_lost_again(self):
+    on_read = tf.VariableSynchronization.ON_READ
+    metric = self.variable([7.0], synchronization=on_read)
+    weight = local_servers.variable(1, [1.0])
+    self.registry[id(weight)] = weight
+    found = self.make()
+    found.track({'weight': weight})
+    found.write()
+    for variable in (metric, weight):
+      self.take_steps(found, 3)
+      found.with_recovery(self.die_once(variable))
+      del variable.is_alive
+    self.assertEqual(
+      [(r['server'], r['lost_steps']) for r in found.history],
+      [(0, 3), (1, 6)],
+    )
+
   def test_what_stands_for_rows_is_not_lost(self):
     weight, rows = self.variable([1.0]), self.variable([0.0])
     rows.stays_zero = True

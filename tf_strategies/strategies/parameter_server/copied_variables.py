@@ -49,7 +49,6 @@ class Copies:
     self._looks_only = not self.variables
     self._handles: dict[int, tf.Tensor] = {}
     self._graph: tf.Graph | None = None
-    self._called_functions: list[_tf_internal.CalledFunction] = []
 
   @contextlib.contextmanager
   def tracing(self) -> Iterator[None]:
@@ -65,18 +64,18 @@ class Copies:
         yield
     finally:
       _current.copies = before
-    self._check_reads()
 
-  def _called(self, function: _tf_internal.CalledFunction) -> None:
+  def _called(
+    self, function: _tf_internal.CalledFunction
+  ) -> dict[int, tf.Tensor]:
+    """Lets a concrete function read the copies."""
     step_access.check_writes(function)
-    self._called_functions.append(function)
-
-  def _check_reads(self) -> None:
-    written = self.added | self.assigned
-    for function in self._called_functions:
-      step_access.check_reads(
-        function, [v for v in self.variables if id(v) in written]
-      )
+    found = {}
+    for handle in function.read:
+      variable = function.variables.get(id(handle))
+      if variable is not None:
+        found[id(handle)] = variable.handle
+    return found
 
   def handle_of(self, variable) -> tf.Tensor | None:
     """The handle of the copy of a variable; None of one that has none."""

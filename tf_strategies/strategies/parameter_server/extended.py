@@ -190,16 +190,20 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
     self.local_reducer.settle()
 
   def _create_variable(self, next_creator, **kwargs):
-    if kwargs.get('per_worker_variable') or kwargs.get('initial_value') is None:
+    value, shape = kwargs.get('initial_value'), kwargs.get('shape')
+    # `tf.saved_model.load` gives a value later.
+    is_loaded = value is None and tf.TensorShape(shape).is_fully_defined()
+    if kwargs.get('per_worker_variable') or (value is None and not is_loaded):
       return super()._create_variable(next_creator, **kwargs)
-    value = kwargs['initial_value']
+    if is_loaded:
+      value = kwargs['initial_value'] = tf.zeros(shape, kwargs['dtype'])
     if not callable(value) and not tf.executing_eagerly():
       kwargs['initial_value'] = _tf_internal.lift(value)
     # A function that makes variables is traced with those that it has made.
     with tf.init_scope():
-      return self._create_lifted(kwargs)
+      return self._create_lifted(kwargs, is_loaded)
 
-  def _create_lifted(self, kwargs):
+  def _create_lifted(self, kwargs, is_loaded):
     reference = kwargs.get('colocate_with')
     name = kwargs.get('name')
     arguments = {k: kwargs[k] for k in _ARGUMENTS if kwargs.get(k) is not None}
@@ -214,7 +218,8 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
       server = reference.server
       self.placement.add(server, num_bytes)
     else:
-      parts = self._num_parts(shape, dtype, name)
+      # The functions of a loaded model have one handle of each.
+      parts = 1 if is_loaded else self._num_parts(shape, dtype, name)
       if parts > 1:
         sizes = partitioned.partition_sizes(shape[0], parts)
         return self._create_parts(arguments, shape, sizes)

@@ -21,6 +21,7 @@ from tf_strategies.strategies.parameter_server import (
   partitioned,
   step_access,
   step_task,
+  packing,
   traced_step,
   worker_function,
 )
@@ -96,7 +97,7 @@ class Program:
     self.variables = [*self.fetched, *self.own, *self.counted]
     self._fetch = worker_function.concrete(self._trace_fetch, _HEADER)
     self._fetch_own = worker_function.concrete(
-      lambda unused: list(map(_here, traced_step.fetch(self.own))), _HEADER
+      lambda unused: list(map(_here, packing.fetch(self.own))), _HEADER
     )
 
   def _check_results(self) -> None:
@@ -186,7 +187,7 @@ class Program:
   # What is traced.
 
   def _trace_fetch(self, header_):
-    values = traced_step.fetch(self.fetched)
+    values = packing.fetch(self.fetched)
     return [
       value + _offset(variable, header_) if _is_seed(variable) else _here(value)
       for variable, value in zip(self.fetched, values, strict=True)

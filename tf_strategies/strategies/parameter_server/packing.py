@@ -224,3 +224,17 @@ class Copies:
   def _note(self, tensors, server, copies):
     for tensor, copy in zip(tensors, copies, strict=True):
       self._sent[id(tensor), server] = tensor, copy
+
+
+def fetch(variables: Sequence[Any]) -> list[tf.Tensor]:
+  """Reads variables, the small ones of a server in one message."""
+  by_server = collections.defaultdict(list)
+  for variable in variables:
+    by_server[variable.server].append(variable)
+  found = {}
+  for there in by_server.values():
+    with tf.device(there[0].device):
+      values = [v.read_value() for v in there]
+    values = send(values, None, there[0].device)
+    found.update(zip(map(id, there), values, strict=True))
+  return [found[id(v)] for v in variables]

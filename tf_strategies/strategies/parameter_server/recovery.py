@@ -427,9 +427,9 @@ class Recovery:
     ]
     self._liveness.wait_for_all(self._options.recovery_timeout)
     for variable in self._variables.values():
-      variable.recreate_if_dead()
-      # One that was only given up has what it had.
-      self._lost |= {variable.server} if variable.is_lost else set()
+      # Not what was only given up, or was lost before and is in no checkpoint.
+      if variable.recreate_if_dead():
+        self._lost.add(variable.server)
     self._journal.recover(self._restores_all)
     done = [task for task in self._interrupted if task.survive(0)]
     self.on_restored()

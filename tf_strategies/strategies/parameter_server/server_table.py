@@ -58,13 +58,15 @@ class ServerShard(row_table.Shard):
     self.changed.note_all()
     super().clear()
 
-  def recreate_if_dead(self) -> None:
-    """Makes it anew, without rows, on a server that was restarted."""
+  def recreate_if_dead(self) -> bool:
+    """As `ServerVariable.recreate_if_dead`, without rows."""
     try:
       self.size()
     except tf.errors.OpError:
       self._make()
       self.is_lost = True
+      return True
+    return False
 
   def check_is_whole(self) -> None:
     """Raises an error if its rows were lost with their server."""
@@ -150,6 +152,7 @@ class ServerTable(row_table.RowTable, tf.__internal__.tracking.Trackable):
   def _read_shards(self, ids):
     step = traced_step.current()
     if step is not None and step.looks_only:
+      step.note_read(self.variable.value.handle)
       # Whether rows of a batch may be shared out is seen in operations that are
       # known: each row follows from its id alone.
       return tf.cast(ids, tf.float32)[:, None] * tf.zeros([1, self._width])

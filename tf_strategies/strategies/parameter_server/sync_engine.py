@@ -16,11 +16,13 @@ import tensorflow as tf
 from absl import logging
 
 from tf_strategies import _keras_internal, errors
+from tf_strategies.checkpoint import model_state
 from tf_strategies.strategies.parameter_server import (
   batch_message,
   input,
   microbatch,
   splits,
+  traced_step,
   worker_function,
   worker_pool,
 )
@@ -172,12 +174,14 @@ class SyncEngine(engine_lib.Engine):
     if not step.optimizers or step in self._whole:
       return super()._discover(step, structure)
     reasons, gradients = [], []
+    look = traced_step.TracedStep(is_share=True)
 
     def run(batch):
       with (
         step.capture(step.optimizers) as calls,
         step.tracing_share() as share,
       ):
+        look.applied = calls
         outputs = step.run(batch)
       reasons.extend(share.reasons)
       gradients.extend(g for _, grads, _ in calls for g in grads)
@@ -185,7 +189,11 @@ class SyncEngine(engine_lib.Engine):
         reasons.append('optimizer.apply in a branch or a loop')
       return outputs
 
-    discovery = worker_function.discover(run, structure, is_share=True)
+    discovery = worker_function.discover(run, structure, True, look)
+    reasons.extend(
+      f'{name!r}, which it reads after optimizer.apply'
+      for name in _read_after_update(look)
+    )
     if step.counters is not None:
       access = discovery.access
       paths = {id(c.value): c.path for c in step.counters()}
@@ -417,3 +425,23 @@ class _ReadTask(_MicrobatchTask):
     self._quorum.leave_out(self)
     if self._quorum.is_closed:
       self._engine.take_back_drop()
+
+
+def _read_after_update(look: traced_step.TracedStep) -> list[str]:
+  """Names of variables that a step reads when it has given them to `apply`."""
+  updated = []  # By each call: names, by ids of handles.
+  for optimizer, _, targets in look.applied:
+    if targets is None:
+      targets = _keras_internal.trainable_variables(optimizer)
+    names = {}
+    for variable in [*targets, *optimizer.variables]:
+      value = model_state.value_of(variable)
+      for part in getattr(value, 'parts', [value]):
+        names[id(part.handle)] = variable.name
+    updated.append(names)
+  return [
+    names[id(handle)]
+    for count, handle in look.late_reads
+    for names in updated[:count]
+    if id(handle) in names
+  ]

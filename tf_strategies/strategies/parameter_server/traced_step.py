@@ -78,6 +78,9 @@ class TracedStep:
     self._num_updates = self._update = 0
     self.update_server: int | None = None
     self.looks_only = access is None  # Its graph is not run.
+    # Calls of `apply` that are only noted so far; what was read after how many.
+    self.applied: Sequence[Any] = ()
+    self.late_reads: list[tuple[int, tf.Tensor]] = []
     self._graph = None
     self._snapshot: dict[int, tf.Tensor] = {}
     self._held: dict[int, step_access.Write] = {}
@@ -105,12 +108,19 @@ class TracedStep:
     finally:
       _current.step = before
 
-  def _called(self, function: _tf_internal.CalledFunction) -> None:
-    if self._units.is_open:
-      return  # It is the unit.
-    self._flush()
-    step_access.check_writes(function)
-    step_access.check_reads(function, [w.variable for w in self.held_writes()])
+  def _called(self, function: _tf_internal.CalledFunction) -> dict:
+    if not self._units.is_open:  # Else it is the unit.
+      self._flush()
+      for handle in function.read:
+        self.note_read(handle)
+      step_access.check_writes(function)
+      step_access.check_reads(function, [w.variable for w in self.held_writes()])
+    return {}
+
+  def note_read(self, handle: tf.Tensor) -> None:
+    """Is told of a read while the trace only looks."""
+    if self.applied:
+      self.late_reads.append((len(self.applied), handle))
 
   def _fetch(self) -> dict[int, tf.Tensor]:
     """Reads all variables that the step needs, by server."""
@@ -119,7 +129,7 @@ class TracedStep:
       for key, variable in self.access.reads.items()
       if key not in self.access.nested_writes
     ]
-    return dict(zip(map(id, variables), fetch(variables), strict=True))
+    return dict(zip(map(id, variables), packing.fetch(variables), strict=True))
 
   def begin(self, ticket: units.Ticket) -> None:
     """From now on it shows its ticket where it writes.
@@ -159,6 +169,7 @@ class TracedStep:
     self._flush()
     key = id(variable)
     if self.looks_only:
+      self.note_read(variable.handle)
       if self.update_server is None:
         self.access.note_number(variable, self.is_nested())
       if self.update_server != variable.server:
@@ -370,6 +381,8 @@ class TracedStep:
     self._flush()
     key = id(variable)
     if self.looks_only:
+      if not writes:
+        self.note_read(variable.handle)
       if self._updates and variable.server != self.update_server:
         self.access.direct.add(self._update)
       if writes and self.is_nested():
@@ -471,20 +484,6 @@ class TracedStep:
 
     with tf.control_dependencies(after):
       return self.on_server(server, write_all, ticket, is_last)
-
-
-def fetch(variables: Sequence[Any]) -> list[tf.Tensor]:
-  """Reads variables, the small ones of a server in one message."""
-  by_server = collections.defaultdict(list)
-  for variable in variables:
-    by_server[variable.server].append(variable)
-  found = {}
-  for there in by_server.values():
-    with tf.device(there[0].device):
-      values = [v.read_value() for v in there]
-    values = packing.send(values, None, there[0].device)
-    found.update(zip(map(id, there), values, strict=True))
-  return [found[id(v)] for v in variables]
 
 
 _READS = frozenset(

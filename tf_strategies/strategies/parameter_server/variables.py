@@ -303,13 +303,16 @@ class ServerVariable(_tf_internal.ResourceVariable):
     except tf.errors.OpError:
       return False
 
-  def recreate_if_dead(self) -> None:
+  def recreate_if_dead(self) -> bool:
     """Makes it anew, as zero, on a server that was restarted.
 
     Functions that were traced before still mean the old one.
+
+    Returns:
+      Whether it has lost its value now.
     """
     if self.is_alive():
-      return
+      return False
     with tf.device(server_device(self.server)):
       fresh = _tf_internal.ResourceVariable(
         tf.zeros(self.shape, self.dtype), trainable=False, dtype=self.dtype
@@ -320,6 +323,7 @@ class ServerVariable(_tf_internal.ResourceVariable):
     self.is_lost = not self.stays_zero
     if self.changed is not None:
       self.watch_rows()
+    return self.is_lost
 
 
 def gives_rows() -> bool:
