@@ -369,7 +369,9 @@ def two_players(strategy, is_in_turns=True):
     optimizers[1].apply([-other], [second])
     return {'loss': loss, 'after': after}
 
-  run = strategy.remote_step(step, optimizers) if strategy else tf.function(step)
+  run = (
+    strategy.remote_step(step, optimizers) if strategy else tf.function(step)
+  )
   history = {'loss': [], 'after': []}
   for i in range(0, _ROWS, _BATCH):
     found = run(x[i : i + _BATCH])

@@ -18,10 +18,10 @@ from tf_strategies.strategies.parameter_server import (
   batch_message,
   copied_variables,
   microbatch,
+  packing,
   partitioned,
   step_access,
   step_task,
-  packing,
   traced_step,
   worker_function,
 )

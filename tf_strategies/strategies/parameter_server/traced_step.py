@@ -114,7 +114,9 @@ class TracedStep:
       for handle in function.read:
         self.note_read(handle)
       step_access.check_writes(function)
-      step_access.check_reads(function, [w.variable for w in self.held_writes()])
+      step_access.check_reads(
+        function, [w.variable for w in self.held_writes()]
+      )
     return {}
 
   def note_read(self, handle: tf.Tensor) -> None:
