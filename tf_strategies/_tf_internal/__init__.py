@@ -40,6 +40,7 @@ from tf_strategies._tf_internal.tracing import (  # noqa: F401  For all others.
   label,
   label_of,
   opaque_functions,
+  replace_handle,
   runs_once,
   trace,
   whole_spec,

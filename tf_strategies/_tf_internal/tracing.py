@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import inspect
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -196,11 +197,31 @@ def _as_output(value):
   return tf.convert_to_tensor(value)
 
 
+# Variables, by the ids of handles that they had; they keep those alive.
+_by_old_handle = weakref.WeakValueDictionary()
+
+
+def replace_handle(variable: tf.Variable, handle: tf.Tensor) -> None:
+  """Gives a variable another handle, also in functions that were traced before."""
+  old = vars(variable).setdefault('_old_handles', [])
+  old.append(variable._handle)
+  _by_old_handle[id(variable._handle)] = variable
+  variable._handle = handle
+
+
+def _current(tensor):
+  variable = _by_old_handle.get(id(tensor))
+  return tensor if variable is None else variable._handle
+
+
 def _call_and_tell(self, tensor_inputs, captured_inputs):
-  """Calls a concrete function in a graph that is being traced, and tells of it."""
-  if not _inlining.called or tf.executing_eagerly():
-    return _call_concrete(self, tensor_inputs, captured_inputs)
+  """Calls a concrete function; tells of it in a graph that is being traced."""
   inputs = [*tensor_inputs, *captured_inputs]
+  count = len(tensor_inputs)
+  if _by_old_handle:
+    inputs = list(map(_current, inputs))
+  if not _inlining.called or tf.executing_eagerly():
+    return _call_concrete(self, inputs[:count], inputs[count:])
   only_read = set(_read_only_inputs(self.graph))
   found = [i for i, tensor in enumerate(inputs) if _is_handle(tensor)]
   others = _inlining.called(
@@ -212,7 +233,6 @@ def _call_and_tell(self, tensor_inputs, captured_inputs):
     )
   )
   inputs = [others.get(id(tensor), tensor) for tensor in inputs]
-  count = len(tensor_inputs)
   return _call_concrete(self, inputs[:count], inputs[count:])
 
 

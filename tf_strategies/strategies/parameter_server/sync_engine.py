@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import tensorflow as tf
@@ -190,11 +190,14 @@ class SyncEngine(engine_lib.Engine):
       return outputs
 
     discovery = worker_function.discover(run, structure, True, look)
+    written = discovery.access.written.values()
+    reasons.extend(_used_with_update(look, written))
     reasons.extend(
-      f'{name!r}, which it reads after optimizer.apply'
-      for name in _read_after_update(look)
+      f'{v.name!r}, of which it writes rows' for v in look.row_writes
     )
-    if step.counters is not None:
+    if step.counters is None:
+      reasons.extend(_read_after_written(look))
+    else:
       access = discovery.access
       paths = {id(c.value): c.path for c in step.counters()}
       for key, variable in access.written.items():
@@ -427,8 +430,13 @@ class _ReadTask(_MicrobatchTask):
       self._engine.take_back_drop()
 
 
-def _read_after_update(look: traced_step.TracedStep) -> list[str]:
-  """Names of variables that a step reads when it has given them to `apply`."""
+def _used_with_update(
+  look: traced_step.TracedStep, written: Iterable[tf.Variable]
+) -> list[str]:
+  """What a step does with variables that it gives to `apply`, beside that.
+
+  It writes them, or reads them when it has called it.
+  """
   updated = []  # By each call: names, by ids of handles.
   for optimizer, _, targets in look.applied:
     if targets is None:
@@ -439,9 +447,30 @@ def _read_after_update(look: traced_step.TracedStep) -> list[str]:
       for part in getattr(value, 'parts', [value]):
         names[id(part.handle)] = variable.name
     updated.append(names)
-  return [
+  by_any = {k: name for names in updated for k, name in names.items()}
+  writes = [by_any[id(v.handle)] for v in written if id(v.handle) in by_any]
+  reads = [
     names[id(handle)]
-    for count, handle in look.late_reads
+    for handle, count, _ in look.noted_reads
     for names in updated[:count]
     if id(handle) in names
+  ]
+  return [
+    *(
+      f'{name!r}, which it writes and optimizer.apply updates'
+      for name in writes
+    ),
+    *(f'{name!r}, which it reads after optimizer.apply' for name in reads),
+  ]
+
+
+def _read_after_written(look: traced_step.TracedStep) -> list[str]:
+  """Names of variables of which a step reads what it has written: of some rows."""
+  written = list(look.access.written.values())
+  return [
+    f'{variable.name!r}, which it reads when it has written it'
+    for handle, _, count in look.noted_reads
+    for variable in written[:count]
+    if variable.handle is handle
+    and not _keras_internal.is_seed_state(variable.name, variable.dtype)
   ]

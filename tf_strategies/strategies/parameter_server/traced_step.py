@@ -78,9 +78,10 @@ class TracedStep:
     self._num_updates = self._update = 0
     self.update_server: int | None = None
     self.looks_only = access is None  # Its graph is not run.
-    # Calls of `apply` that are only noted so far; what was read after how many.
-    self.applied: Sequence[Any] = ()
-    self.late_reads: list[tuple[int, tf.Tensor]] = []
+    self.applied: Sequence[Any] = ()  # Calls of `apply` that are only noted.
+    # Handles, and how many calls and written variables there were before.
+    self.noted_reads: list[tuple[tf.Tensor, int, int]] = []
+    self.row_writes: list[tf.Variable] = []
     self._graph = None
     self._snapshot: dict[int, tf.Tensor] = {}
     self._held: dict[int, step_access.Write] = {}
@@ -121,8 +122,8 @@ class TracedStep:
 
   def note_read(self, handle: tf.Tensor) -> None:
     """Is told of a read while the trace only looks."""
-    if self.applied:
-      self.late_reads.append((len(self.applied), handle))
+    before = len(self.applied), len(self.access.written)
+    self.noted_reads.append((handle, *before))
 
   def _fetch(self) -> dict[int, tf.Tensor]:
     """Reads all variables that the step needs, by server."""
@@ -216,18 +217,14 @@ class TracedStep:
     """Whether rows that are read here are rows of the batch: not in an update."""
     return self.update_server is None and not self.is_nested()
 
-  @contextlib.contextmanager
-  def at_home(self, tensor: tf.Tensor) -> Iterator[None]:
+  def at_home(self, tensor: tf.Tensor) -> contextlib.AbstractContextManager:
     """For reading a copy of the step from inside of a branch or a loop.
 
     The gradient of a branch is that of the tensors that it takes from outside.
     So the read must be outside, where tapes see what it is a read of.
     """
-    if tensor.graph is tf.compat.v1.get_default_graph():
-      yield
-    else:
-      with tensor.graph.as_default():
-        yield
+    is_here = tensor.graph is tf.compat.v1.get_default_graph()
+    return contextlib.nullcontext() if is_here else tensor.graph.as_default()
 
   def home_of(self, variables: Sequence[tf.Variable]) -> tf.Graph | None:
     """The step's own graph, if they can be read there, outside of this branch."""
@@ -383,7 +380,9 @@ class TracedStep:
     self._flush()
     key = id(variable)
     if self.looks_only:
-      if not writes:
+      if writes:
+        self.row_writes.append(variable)
+      else:
         self.note_read(variable.handle)
       if self._updates and variable.server != self.update_server:
         self.access.direct.add(self._update)

@@ -306,8 +306,6 @@ class ServerVariable(_tf_internal.ResourceVariable):
   def recreate_if_dead(self) -> bool:
     """Makes it anew, as zero, on a server that was restarted.
 
-    Functions that were traced before still mean the old one.
-
     Returns:
       Whether it has lost its value now.
     """
@@ -318,7 +316,7 @@ class ServerVariable(_tf_internal.ResourceVariable):
         tf.zeros(self.shape, self.dtype), trainable=False, dtype=self.dtype
       )
     # The handle alone says which memory of which process this variable is.
-    self._handle = fresh.handle
+    _tf_internal.replace_handle(self, fresh.handle)
     self._handle_owner = fresh
     self.is_lost = not self.stays_zero
     if self.changed is not None:
