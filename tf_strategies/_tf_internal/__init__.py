@@ -42,6 +42,7 @@ from tf_strategies._tf_internal.tracing import (  # noqa: F401  For all others.
   opaque_functions,
   replace_handle,
   runs_once,
+  same_handle,
   trace,
   whole_spec,
 )

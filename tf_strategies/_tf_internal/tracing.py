@@ -449,3 +449,10 @@ def anonymous_variable(dtype: tf.DType, shape: tf.TensorShape) -> tf.Tensor:
   return tf.raw_ops.VarHandleOp(
     dtype=dtype, shape=shape, shared_name=_anonymous_name()
   )
+
+
+def same_handle(handle: tf.Tensor) -> tf.Tensor:
+  """A handle of the same variable, after the current control dependencies."""
+  found = tf.identity(handle)
+  copy_handle_data(handle, found)
+  return found

@@ -63,6 +63,22 @@ class CopiesTest(tf.test.TestCase, parameterized.TestCase):
 
     self.assertEqual(self._run(variable, step, tf.constant(5.0)), [-5.0] * 2)
 
+  def test_gradient_of_a_loop(self):
+    """It asks for the shape of the copy, which has one when it has a value."""
+    variable = local_servers.variable(0, [3.0, 4.0])
+
+    def step():
+      with tf.GradientTape() as tape:
+        _, loss = tf.while_loop(
+          lambda i, _: i < 3,
+          lambda i, z: (i + 1, z + tf.reduce_sum(variable * variable)),
+          [0, 0.0],
+        )
+      variable.assign_sub(tf.convert_to_tensor(tape.gradient(loss, variable)))
+
+    found = self._run(variable, step, tf.constant([1.0, 2.0]), calls=100)
+    self.assertEqual(found, [[-5.0, -10.0]] * 100)
+
   def test_looks_what_is_written_and_how(self):
     read, added, assigned = (
       local_servers.variable(0, float(i)) for i in range(3)

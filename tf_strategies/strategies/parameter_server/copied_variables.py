@@ -55,8 +55,12 @@ class Copies:
     """Makes variables in the current graph that stand for those of servers."""
     self._graph = tf.compat.v1.get_default_graph()
     for variable, value in zip(self.variables, self._values, strict=True):
-      handle = self._handles[id(variable)] = self._make(variable)
-      tf.raw_ops.AssignVariableOp(resource=handle, value=value)
+      handle = self._make(variable)
+      assigned = tf.raw_ops.AssignVariableOp(resource=handle, value=value)
+      # Also for what TensorFlow does not order: the gradient of a loop asks for the
+      # variable's shape by the handle that the loop returns.
+      with tf.control_dependencies([assigned]):
+        self._handles[id(variable)] = _tf_internal.same_handle(handle)
     before, _current.copies = _current.copies, self
     try:
       # The graph of a function would remember these copies, and be called again.
@@ -92,11 +96,14 @@ class Copies:
   def take_values(self) -> list[tf.Tensor]:
     """The values of all copies, which are gone afterwards."""
     values = []
+    shapes = [
+      op for op in self._graph.get_operations() if op.type == 'VariableShape'
+    ]
     for variable in self.variables:
       handle = self._handles[id(variable)]
       value = tf.raw_ops.ReadVariableOp(resource=handle, dtype=variable.dtype)
       value.set_shape(variable.shape)
-      with tf.control_dependencies([value]):
+      with tf.control_dependencies([value, *shapes]):
         tf.raw_ops.DestroyResourceOp(resource=handle)
       values.append(value)
     return values
