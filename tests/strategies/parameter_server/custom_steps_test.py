@@ -123,9 +123,7 @@ def _fit(strategy, make_model, compile_options=None, data=None):
     }
     model.compile(**(options if compile_options is None else compile_options()))
   x, y = (data or _data)()
-  history = model.fit(
-    x, y, batch_size=_BATCH, epochs=2, shuffle=False, verbose=0
-  )
+  history = model.fit(x, y, _BATCH, epochs=2, shuffle=False, verbose=0)
   evaluation = model.evaluate(x, y, batch_size=4, verbose=0, return_dict=True)
   return {
     'history': {**history.history, 'evaluation': list(evaluation.values())},
@@ -320,9 +318,7 @@ def loaded_model(strategy):
   keras.backend.clear_session()
   keras.utils.set_random_seed(4)
   x, y = _data()
-  inner = keras.Sequential(
-    [keras.Input(x.shape[1:]), layers.Dense(6, 'tanh', name='inner')]
-  )
+  inner = keras.Sequential([keras.Input(x.shape[1:]), layers.Dense(6, 'tanh')])
   with tempfile.TemporaryDirectory() as path:
     inner.export(path, verbose=False)
     with harness.scope_of(strategy):
@@ -334,7 +330,6 @@ def loaded_model(strategy):
   history = model.fit(
     x, y, batch_size=_BATCH, epochs=2, shuffle=False, verbose=0
   )
-  assert len(model.trainable_variables) == 4
   return {'history': history.history, 'weights': model.get_weights()}
 
 
@@ -348,30 +343,26 @@ def two_players(strategy, is_in_turns=True):
       for low in (-1.0, 0.5)
     )
     optimizers = harness.momentum(), harness.momentum()
-    for optimizer, variable in zip(optimizers, (first, second), strict=True):
-      optimizer.build([variable])
-
-  def loss_of(x):
-    return tf.reduce_mean(tf.tanh(tf.linalg.matvec(x, first * second)))
+    optimizers[0].build([first])
+    optimizers[1].build([second])
 
   def gradient_of(x, variable):
     with tf.GradientTape() as tape:
-      loss = loss_of(x)
+      loss = tf.reduce_mean(tf.tanh(tf.linalg.matvec(x, first * second)))
     return tape.gradient(loss, variable.value), loss
 
   def step(x):
     gradient, loss = gradient_of(x, first)
-    if is_in_turns:
-      optimizers[0].apply([gradient], [first])
-    other, after = gradient_of(x, second)
     if not is_in_turns:
-      optimizers[0].apply([gradient], [first])
+      other, after = gradient_of(x, second)
+    optimizers[0].apply([gradient], [first])
+    if is_in_turns:
+      other, after = gradient_of(x, second)
     optimizers[1].apply([-other], [second])
     return {'loss': loss, 'after': after}
 
-  run = (
-    strategy.remote_step(step, optimizers) if strategy else tf.function(step)
-  )
+  run = strategy.remote_step if strategy else lambda fn, _: tf.function(fn)
+  run = run(step, optimizers)
   history = {'loss': [], 'after': []}
   for i in range(0, _ROWS, _BATCH):
     found = run(x[i : i + _BATCH])
@@ -383,7 +374,7 @@ def two_players(strategy, is_in_turns=True):
 
 
 def two_players_at_once(strategy):
-  return two_players(strategy, is_in_turns=False)
+  return two_players(strategy, False)
 
 
 _PROGRAMS = {

@@ -1,5 +1,7 @@
 """What the coordinator reads and writes of variables on servers."""
 
+from unittest import mock
+
 import tensorflow as tf
 
 from tests.strategies.parameter_server import local_servers
@@ -66,6 +68,20 @@ class CoordinatorAccessTest(tf.test.TestCase):
   def test_it_lives_on_its_server(self):
     self.assertEqual(self.variable.device, local_servers.device(1))
     self.assertEqual(self.variable.server, 1)
+
+  def test_functions_follow_a_variable_that_is_made_anew(self):
+    read = tf.function(lambda: self.variable * 2.0)
+    write = tf.function(lambda x: self.variable.assign_add(x))
+    concrete = read.get_concrete_function()
+    self.assertAllEqual(read(), [2.0, 4.0, 6.0])
+    write(tf.ones([3]))
+    for value in (10.0, 20.0):
+      with mock.patch.object(self.variable, 'is_alive', lambda: False):
+        self.assertTrue(self.variable.recreate_if_dead())
+      self.variable.assign(tf.fill([3], value))
+      write(tf.ones([3]))
+      for function in (read, concrete):
+        self.assertAllEqual(function(), tf.fill([3], 2.0 * value + 2.0))
 
 
 if __name__ == '__main__':

@@ -5,7 +5,12 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 from tests.strategies.parameter_server import local_servers
-from tf_strategies.strategies.parameter_server import worker_function
+from tf_strategies import _keras_internal
+from tf_strategies.strategies.parameter_server import (
+  sync_engine,
+  traced_step,
+  worker_function,
+)
 
 
 def _once(table, ids):
@@ -70,6 +75,62 @@ class WhyRowsMeetTest(tf.test.TestCase, parameterized.TestCase):
       self.assertIsNone(found)
     else:
       self.assertRegex(found, meets_at)
+
+
+def _then(after):
+  """A step that applies a gradient of `a`, and then does something."""
+
+  def step(a, other, optimizer, x):
+    with tf.GradientTape() as tape:
+      loss = tf.reduce_sum(a * a) * tf.reduce_mean(x)
+    optimizer.apply([tape.gradient(loss, a)], [a])
+    after(a, other, optimizer, x)
+    return loss
+
+  return step
+
+
+def _assigned_before(a, other, optimizer, x):
+  a.assign(tf.ones([2]))
+  return _then(lambda *args: None)(a, other, optimizer, x)
+
+
+class BesideApplyTest(tf.test.TestCase, parameterized.TestCase):
+  @parameterized.named_parameters(
+    ('nothing', _then(lambda a, other, o, x: None), None),
+    ('other', _then(lambda a, other, o, x: other.assign(other * 2.0)), None),
+    ('rate', _then(lambda a, other, o, x: o.learning_rate + 1.0), None),
+    ('read', _then(lambda a, other, o, x: a + 1.0), 'reads after'),
+    ('rows_read', _then(lambda a, other, o, x: tf.gather(a, [0])), 'reads'),
+    ('iterations', _then(lambda a, other, o, x: o.iterations + 1), 'reads'),
+    ('added', _then(lambda a, other, o, x: a.assign_add([1.0, 1.0])), 'writes'),
+    ('assigned_before', _assigned_before, 'writes and optimizer.apply updates'),
+    (
+      'rows_written',
+      _then(lambda a, other, o, x: other.scatter_nd_update([[0]], [5.0])),
+      'writes rows',
+    ),
+  )
+  def test_what_makes_a_step_whole(self, step, want):
+    with local_servers.on_local_devices():
+      a, other = (local_servers.variable(i, [1.0, 2.0]) for i in range(2))
+      optimizer = keras.optimizers.SGD(0.5)
+      optimizer.build([a])
+      # What it makes itself is on servers as well, where there is a strategy.
+      optimizer._iterations._value = local_servers.variable(0, 0)
+      look = traced_step.TracedStep(is_share=True)
+
+      def run(x):
+        with _keras_internal.capture_apply([optimizer]) as calls:
+          look.applied = calls
+          return step(a, other, optimizer, x)
+
+      spec = tf.TensorSpec([None], tf.float32)
+      worker_function.discover(run, spec, True, look)
+      found = sync_engine.beside_apply(look)
+    self.assertEqual(len(found), want is not None, found)
+    if want is not None:
+      self.assertIn(want, found[0])
 
 
 if __name__ == '__main__':

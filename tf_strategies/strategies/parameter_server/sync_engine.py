@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -190,11 +190,7 @@ class SyncEngine(engine_lib.Engine):
       return outputs
 
     discovery = worker_function.discover(run, structure, True, look)
-    written = discovery.access.written.values()
-    reasons.extend(_used_with_update(look, written))
-    reasons.extend(
-      f'{v.name!r}, of which it writes rows' for v in look.row_writes
-    )
+    reasons.extend(beside_apply(look))
     if step.counters is None:
       reasons.extend(_read_after_written(look))
     else:
@@ -430,12 +426,11 @@ class _ReadTask(_MicrobatchTask):
       self._engine.take_back_drop()
 
 
-def _used_with_update(
-  look: traced_step.TracedStep, written: Iterable[tf.Variable]
-) -> list[str]:
-  """What a step does with variables that it gives to `apply`, beside that.
+def beside_apply(look: traced_step.TracedStep) -> list[str]:
+  """What a share of a step would do with variables, that the whole does not.
 
-  It writes them, or reads them when it has called it.
+  It writes what it gives to `apply`, or reads it afterwards, when shares have not been
+  added up; or it writes rows, which nothing holds back.
   """
   updated = []  # By each call: names, by ids of handles.
   for optimizer, _, targets in look.applied:
@@ -448,20 +443,17 @@ def _used_with_update(
         names[id(part.handle)] = variable.name
     updated.append(names)
   by_any = {k: name for names in updated for k, name in names.items()}
-  writes = [by_any[id(v.handle)] for v in written if id(v.handle) in by_any]
-  reads = [
-    names[id(handle)]
-    for handle, count, _ in look.noted_reads
-    for names in updated[:count]
-    if id(handle) in names
-  ]
-  return [
-    *(
-      f'{name!r}, which it writes and optimizer.apply updates'
-      for name in writes
-    ),
-    *(f'{name!r}, which it reads after optimizer.apply' for name in reads),
-  ]
+  found = [f'{v.name!r}, of which it writes rows' for v in look.row_writes]
+  for variable in look.access.written.values():
+    name = by_any.get(id(variable.handle))
+    if name is not None:
+      found.append(f'{name!r}, which it writes and optimizer.apply updates')
+  for handle, count, _ in look.noted_reads:
+    for names in updated[:count]:
+      if id(handle) in names:
+        name = names[id(handle)]
+        found.append(f'{name!r}, which it reads after optimizer.apply')
+  return found
 
 
 def _read_after_written(look: traced_step.TracedStep) -> list[str]:
