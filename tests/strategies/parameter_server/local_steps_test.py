@@ -61,8 +61,8 @@ class _Case(tf.test.TestCase, parameterized.TestCase):
     self.assertLess(largest(a, b), _TOLERANCE)
 
 
+@pytest.mark.full
 class TrainTest(_Case):
-  @pytest.mark.full
   def test_a_meeting_in_every_step_is_synchronous_training(self):
     found = _results('first')['one']
     weights, history = workers_lib.one_device(_FIRST['one'][0])
@@ -90,7 +90,6 @@ class TrainTest(_Case):
       if name in _ASYNCHRONOUS
     ]
   )
-  @pytest.mark.full
   def test_one_worker_equals_a_simulation_in_any_mode(self, kind, name):
     found = _results(kind, 1)[name]
     self.assert_near(found['weights'], workers_lib.simulate(DILOCO, 1))
