@@ -216,11 +216,12 @@ def _current(tensor):
 
 def _call_and_tell(self, tensor_inputs, captured_inputs):
   """Calls a concrete function; tells of it in a graph that is being traced."""
-  inputs = [*tensor_inputs, *captured_inputs]
+  is_told = _inlining.called and not tf.executing_eagerly()
+  if not is_told and not _by_old_handle:
+    return _call_concrete(self, tensor_inputs, captured_inputs)
+  inputs = list(map(_current, [*tensor_inputs, *captured_inputs]))
   count = len(tensor_inputs)
-  if _by_old_handle:
-    inputs = list(map(_current, inputs))
-  if not _inlining.called or tf.executing_eagerly():
+  if not is_told:
     return _call_concrete(self, inputs[:count], inputs[count:])
   only_read = set(_read_only_inputs(self.graph))
   found = [i for i, tensor in enumerate(inputs) if _is_handle(tensor)]

@@ -196,7 +196,9 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
     if kwargs.get('per_worker_variable') or (value is None and not is_loaded):
       return super()._create_variable(next_creator, **kwargs)
     if is_loaded:
-      value = kwargs['initial_value'] = tf.zeros(shape, kwargs['dtype'])
+      # Made on the server: a table does not pass through this process.
+      value = lambda: tf.zeros(shape, kwargs['dtype'])
+      kwargs['initial_value'] = value
     if not callable(value) and not tf.executing_eagerly():
       kwargs['initial_value'] = _tf_internal.lift(value)
     # A function that makes variables is traced with those that it has made.
