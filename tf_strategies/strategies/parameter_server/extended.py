@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, MutableMapping
 from typing import Any
@@ -197,7 +198,7 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
       return super()._create_variable(next_creator, **kwargs)
     if is_loaded:
       # Made on the server: a table does not pass through this process.
-      value = lambda: tf.zeros(shape, kwargs['dtype'])
+      value = functools.partial(tf.zeros, shape, kwargs['dtype'])
       kwargs['initial_value'] = value
     if not callable(value) and not tf.executing_eagerly():
       kwargs['initial_value'] = _tf_internal.lift(value)
