@@ -34,7 +34,7 @@ os.environ.setdefault('TF_FORCE_GPU_ALLOW_GROWTH', 'true')
 
 from absl import app, flags
 
-from benchmarks import gpu_links, measure, processes, report
+from benchmarks import gpu_links, gpu_step, measure, processes, report
 
 PARTS = ('links', 'all_reduce', 'step', 'workers', 'input', 'mnist')
 _PART = flags.DEFINE_list('parts', list(PARTS), f'Some of {",".join(PARTS)}.')
@@ -48,147 +48,39 @@ _REPORT_JSON = flags.DEFINE_string(
   'report_json', None, 'Where to write it all.'
 )
 
-# Strategy and number of devices; None trains without one.
-_STEP_ROWS = (
-  (None, 1),
-  ('ring_mirrored', 1),
-  ('ring_mirrored', 2),
-  ('ring_mirrored', 4),
-  ('central_storage', 2),
-  ('mirrored', 2),
-  ('mirrored', 4),
+# Of `benchmarks.training_step`.
+_WORKERS = (
+  'ring_1mb',
+  'ring_8mb',
+  'ring_64mb',
+  'collective',
+  'one_device_global_batch',
+  'no_communication',
 )
 _SIZES = {
   'gpu': {
     'copies': [2**n for n in (2, 12, 16, 20, 24, 28)],
-    'sets_of_links': ['1x4KB', '1x64KB', '1x1MB', '1x16MB'],
-    'sets': ['1x1MB', '25x1MB', 'resnet', '1x400MB'],
-    'resnet50': {'rows': 128, 'pixels': 224},
-    'transformer': {'rows': 32, 'length': 256, 'width': 768, 'layers': 12},
+    'sets_of_links': ['1x64KB', '1x1MB', '1x16MB'],
+    'sets': {2: ['25x1MB', '1x400MB'], 4: ['25x1MB', 'resnet', '1x400MB']},
+    'resnet50': {'rows': 64, 'pixels': 224},
+    'transformer': {'rows': 16, 'length': 256, 'width': 768, 'layers': 12},
+    'workers': ['--per_replica_batch_size=512'],
     'steps': 10,
-    'blocks': 4,
-    'rounds': 5,
+    'blocks': 2,
+    'rounds': 4,
   },
   'cpu': {
     'copies': [4, 4096, 65536],
     'sets_of_links': ['1x4KB', '1x64KB'],
-    'sets': ['4x64KB'],
+    'sets': {2: ['4x64KB'], 4: ['4x64KB']},
     'resnet50': {'rows': 4, 'pixels': 32},
     'transformer': {'rows': 4, 'length': 8, 'width': 32, 'layers': 2},
+    'workers': ['--width=64', '--blocks=2', '--steps=2'],
     'steps': 2,
     'blocks': 2,
     'rounds': 1,
   },
 }
-
-
-def resnet50(pixels: int):
-  """ResNet-50 for images of so many pixels a side."""
-  import keras
-
-  shape = [pixels, pixels, 3]
-  return keras.applications.ResNet50(weights=None, input_shape=shape)
-
-
-def transformer(length: int, width: int, layers: int, vocabulary: int = 16_000):
-  """A causal language model; 97 million parameters with a width of 768, 12 deep."""
-  import keras
-
-  tokens = keras.layers.Input([length], dtype='int32')
-  x = keras.layers.Embedding(vocabulary, width)(tokens)
-  for _ in range(layers):
-    y = keras.layers.LayerNormalization()(x)
-    attention = keras.layers.MultiHeadAttention(width // 16, 16)
-    x = x + attention(y, y, use_causal_mask=True)
-    y = keras.layers.LayerNormalization()(x)
-    y = keras.layers.Dense(4 * width, activation='gelu')(y)
-    x = x + keras.layers.Dense(width)(y)
-  return keras.Model(tokens, keras.layers.Dense(vocabulary, dtype='float32')(x))
-
-
-def _model(name: str, sizes: Mapping[str, Any]):
-  """A compiled model, and one batch of what it is trained on."""
-  import keras
-  import numpy as np
-
-  rng = np.random.default_rng(1)
-  size = dict(sizes[name])
-  rows = size.pop('rows')
-  if name == 'resnet50':
-    model = resnet50(**size)
-    x = rng.normal(size=(rows, size['pixels'], size['pixels'], 3))
-    x, y = x.astype(np.float32), rng.integers(0, 1000, rows)
-  else:
-    model = transformer(**size)
-    x = rng.integers(0, 16_000, [rows, size['length']]).astype(np.int32)
-    y = x
-  is_transformer = name == 'transformer'
-  model.compile(
-    keras.optimizers.Adam(1e-4)
-    if is_transformer
-    else keras.optimizers.SGD(0.1),
-    keras.losses.SparseCategoricalCrossentropy(from_logits=is_transformer),
-  )
-  return model, (x, y)
-
-
-def _strategy(name: str | None, devices: Sequence[str]):
-  import tensorflow as tf
-
-  import tf_strategies as tfs
-
-  if name is None:
-    return tf.distribute.get_strategy()
-  if name == 'mirrored':
-    return tf.distribute.MirroredStrategy(devices)
-  return tfs.create_strategy(name, devices=list(devices))
-
-
-def _fit(model, dataset, sizes) -> list[float]:
-  """Seconds a step of each block."""
-  from benchmarks import training_actor
-
-  clock = training_actor.BlockClock(sizes['steps'])
-  steps = (1 + sizes['blocks']) * sizes['steps']
-  model.fit(
-    dataset, steps_per_epoch=steps, epochs=1, verbose=0, callbacks=[clock]
-  )
-  return clock.seconds()
-
-
-def measure_step(
-  model_name: str,
-  strategy_name: str | None,
-  count: int,
-  device: str,
-  sizes: Mapping[str, Any],
-) -> dict[str, Any]:
-  """Trains in this process; milliseconds a step and bytes of the device's memory."""
-  import keras
-  import tensorflow as tf
-
-  devices = measure.split_device(device, count, 100.0 / count)
-  keras.mixed_precision.set_dtype_policy('mixed_bfloat16')
-  keras.utils.set_random_seed(1)
-  with _strategy(strategy_name, devices).scope():
-    model, batch = _model(model_name, sizes)
-  dataset = tf.data.Dataset.from_tensors(batch).repeat()
-  spread = measure.Spread.of(_fit(model, dataset, sizes))
-  peak = None
-  if device == 'gpu':
-    peak = sum(
-      tf.config.experimental.get_memory_info(d)['peak'] for d in devices
-    )
-  return {
-    'model': model_name,
-    'strategy': strategy_name or 'none',
-    'devices': count,
-    'parameters': int(model.count_params()),
-    'median_ms': spread.median_ms,
-    'p10_ms': spread.p10_ms,
-    'p90_ms': spread.p90_ms,
-    'peak_bytes': peak,
-  }
 
 
 def measure_input(device: str, sizes: Mapping[str, Any]) -> dict[str, Any]:
@@ -203,7 +95,7 @@ def measure_input(device: str, sizes: Mapping[str, Any]) -> dict[str, Any]:
   keras.mixed_precision.set_dtype_policy('mixed_bfloat16')
   rows, pixels = sizes['resnet50']['rows'], sizes['resnet50']['pixels']
   with tfs.RingMirroredStrategy(devices).scope():
-    model, batch = _model('resnet50', sizes)
+    model, batch = gpu_step.compiled('resnet50', sizes)
   rng = np.random.default_rng(1)
   images = rng.integers(0, 256, [64, pixels, pixels, 3]).astype(np.uint8)
   encoded = [tf.io.encode_jpeg(image).numpy() for image in images]
@@ -222,7 +114,9 @@ def measure_input(device: str, sizes: Mapping[str, Any]) -> dict[str, Any]:
   )
   still = tf.data.Dataset.from_tensors(batch).repeat()
   found = {
-    name: measure.Spread.of(_fit(model, dataset, sizes)).median_ms
+    name: measure.Spread.of(
+      gpu_step.fit(model, dataset, sizes['steps'], sizes['blocks'])
+    ).median_ms
     for name, dataset in (('still', still), ('decoded', decoded))
   }
   return {
@@ -236,44 +130,44 @@ def _links(sizes) -> dict[str, list[dict[str, Any]]]:
   copies = measure.in_a_process(
     gpu_links.measure_copies, _DEVICE.value, sizes['copies'], sizes['rounds']
   )
-  results = _all_reduce(sizes, '4', sizes['sets_of_links'])
+  results = _measure_sets(sizes, 4, sizes['sets_of_links'])
   return {'copies': copies, 'choices': gpu_links.choices(results)}
 
 
-def _all_reduce(sizes, counts='2,4', sets=None) -> list[dict[str, Any]]:
+def _all_reduce(sizes) -> list[dict[str, Any]]:
+  return [
+    row
+    for count, sets in sizes['sets'].items()
+    for row in _measure_sets(sizes, count, sets)
+  ]
+
+
+def _measure_sets(sizes, count, sets) -> list[dict[str, Any]]:
   found = _run(
     'benchmarks.all_reduce',
     f'--device={_DEVICE.value}',
-    f'--num_devices={counts}',
-    f'--sets={",".join(sets or sizes["sets"])}',
+    f'--num_devices={count}',
+    f'--sets={",".join(sets)}',
     f'--rounds={sizes["rounds"]}',
   )
   return found['results']
 
 
 def _step(sizes) -> list[dict[str, Any]]:
-  found = []
-  for model in ('resnet50', 'transformer'):
-    rows = []
-    for strategy, count in _STEP_ROWS:
-      _progress(f'{model}, {strategy}, {count}')
-      rows.append(
-        measure.in_a_process(
-          measure_step, model, strategy, count, _DEVICE.value, sizes
-        )
-      )
-    for row in rows:
-      row['ratio_to_one_device'] = row['median_ms'] / rows[0]['median_ms']
-    found += rows
-  return found
+  return [
+    row
+    for model in gpu_step.MODELS
+    for row in gpu_step.run(model, _DEVICE.value, sizes)
+  ]
 
 
 def _workers(sizes) -> list[dict[str, Any]]:
-  small = (
-    ['--width=64', '--blocks=2', '--steps=2'] if _DEVICE.value == 'cpu' else []
-  )
   found = _run(
-    'benchmarks.training_step', f'--rounds={sizes["rounds"]}', *small
+    'benchmarks.training_step',
+    f'--device={_DEVICE.value}',
+    f'--rounds={sizes["rounds"]}',
+    f'--peers={",".join(_WORKERS)}',
+    *sizes['workers'],
   )
   alone = next(
     r['median_ms']
@@ -343,11 +237,13 @@ _COLUMNS = {
     'model',
     'strategy',
     'devices',
+    'is_xla',
     'median_ms',
     'p10_ms',
     'p90_ms',
     'ratio_to_one_device',
     'peak_bytes',
+    'error',
   ),
   'workers': (
     'peer',
@@ -367,7 +263,9 @@ def table(part: str, rows: Any) -> str:
   if part == 'links':
     return gpu_links.text(rows)
   columns = _COLUMNS[part]
-  return report.markdown(columns, [[row[c] for c in columns] for row in rows])
+  return report.markdown(
+    columns, [[row.get(c) for c in columns] for row in rows]
+  )
 
 
 def _progress(text: str) -> None:
@@ -393,6 +291,8 @@ def main(argv: Sequence[str]) -> None:
       try:
         content[part] = functions[part](sizes)
         text = table(part, content[part])
+        if part == 'step' and any('error' in row for row in content[part]):
+          failed.append(part)
       except Exception as e:
         failed.append(part)
         content[part] = {'error': f'{type(e).__name__}: {e}'}

@@ -59,6 +59,9 @@ from tf_strategies.launch import ports as ports_lib
 _NUM_WORKERS = flags.DEFINE_integer(
   'num_workers', 2, 'Workers of a device each.', lower_bound=2
 )
+_DEVICE = flags.DEFINE_enum(
+  'device', 'cpu', ['cpu', 'gpu'], 'Where: workers share a GPU.'
+)
 _WIDTH = flags.DEFINE_integer(
   'width', 1250, 'Units of each layer.', lower_bound=1
 )
@@ -175,6 +178,7 @@ class Training:
       peer=peer.name,
       strategy=peer.strategy,
       options=dict(peer.options),
+      device=f'{_DEVICE.value.upper()}:0',
       addresses=self._addresses_of(peer),
       shape={
         'width': _WIDTH.value,

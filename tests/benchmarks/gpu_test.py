@@ -9,11 +9,11 @@ from benchmarks import gpu_links, processes
 from tests.benchmarks import running
 
 _BUILD = """
-from benchmarks import gpu
+from benchmarks import gpu, gpu_step
 
 size = dict(gpu._SIZES['gpu']['transformer'])
 size.pop('rows')
-model = gpu.transformer(**size)
+model = gpu_step.transformer(**size)
 print(model.count_params(), *model.output_shape[1:])
 """
 
