@@ -63,6 +63,7 @@ def server_config(computes: bool) -> tf.compat.v1.ConfigProto:
   """Of a `tf.distribute.Server`: on a share of a GPU if it `computes` there."""
   config = tf.compat.v1.ConfigProto()
   if computes and KIND == 'GPU':
+    tf.config.experimental.enable_tensor_float_32_execution(False)
     config.gpu_options.experimental.virtual_devices.add(
       memory_limit_mb=[float(_MEGABYTES)]
     )

@@ -97,5 +97,7 @@ def assert_equal(value, expected, names):
     raise AssertionError(f'{len(components)} components on {names}')
   for component, name in zip(components, names, strict=True):
     np.testing.assert_array_equal(component.numpy(), expected, strict=True)
+    if component.dtype == tf.uint8 and virtual_devices.KIND == 'GPU':
+      continue  # TensorFlow adds them up on CPUs alone.
     if not component.device.endswith(name):
       raise AssertionError(f'{component.device} instead of {name}')

@@ -80,7 +80,7 @@ class CallStatisticsTest(tf.test.TestCase):
       step()
     (counter,) = counted._counters.values()
     self.assertNotIsInstance(counter, tf.distribute.DistributedValues)
-    self.assertEndsWith(counter.device, virtual_devices.name(0))
+    self.assertEndsWith(counter.device, virtual_devices.HOST)
     self.assertEmpty(created)
     self.assertEqual(counted.calls, 2)
 
@@ -171,6 +171,8 @@ class PlanTest(tf.test.TestCase, parameterized.TestCase):
     self.assertLess(max(op.last_plan.bytes_in), 1.5 * total + 6 * 64)
 
   def test_direct_does_not_cut_what_shares_memory(self):
+    if virtual_devices.KIND == 'GPU':
+      self.skipTest('DirectAllReduce cuts between the parts of a GPU')
     op = cross_device.DirectAllReduce()
     value = value_of((8192,))
     op.reduce(SUM, value, value)

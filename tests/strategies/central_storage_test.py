@@ -315,7 +315,7 @@ class OptimizerTest(tf.test.TestCase, parameterized.TestCase):
 class DevicesTest(tf.test.TestCase, parameterized.TestCase):
   def test_defaults(self):
     strategy = tfs.CentralStorageStrategy()
-    self.assertEqual(strategy.parameter_device, _full(virtual_devices.name(0)))
+    self.assertEqual(strategy.parameter_device, _full(virtual_devices.HOST))
     self.assertEqual(
       strategy.num_replicas_in_sync,
       len(tf.config.list_logical_devices(virtual_devices.KIND)),

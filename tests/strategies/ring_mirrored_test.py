@@ -315,8 +315,12 @@ class UnevenBatchTest(tf.test.TestCase, parameterized.TestCase):
 class DevicesTest(tf.test.TestCase, parameterized.TestCase):
   @parameterized.named_parameters(
     ('missing', [virtual_devices.name(0), 'CPU:77'], "'CPU:77'"),
-    ('no_gpu', ['GPU:0'], "'GPU:0'"),
-    ('twice', [virtual_devices.name(0), '/device:CPU:0'], 'twice'),
+    ('no_gpu', ['GPU:77'], "'GPU:77'"),
+    (
+      'twice',
+      [virtual_devices.name(0), f'/device:{virtual_devices.name(0)}'],
+      'twice',
+    ),
     ('empty', [], 'at least one device'),
     ('string', virtual_devices.name(0), 'a list of device names'),
     ('number', [0], 'not 0'),

@@ -29,6 +29,10 @@ _LARGE = (
 _SHAPES = ((40, 24), (24,), (3, 3, 8, 16))
 
 
+# The ops of one thread at a time: see docs/gpus.md.
+_EAGER = threading.Lock()
+
+
 class _Meeting:
   """Where threads leave arrays, and each gets what came of all of them."""
 
@@ -38,9 +42,13 @@ class _Meeting:
 
   def meet(self, rank, array, compute):
     self._arrays[rank], self._work = array, compute
-    self._barrier.wait()
-    result = self._result
-    self._barrier.wait()
+    _EAGER.release()
+    try:
+      self._barrier.wait()
+      result = self._result
+      self._barrier.wait()
+    finally:
+      _EAGER.acquire()
     return result
 
   def _compute(self):
@@ -114,7 +122,9 @@ class _Workers:
 
     def work(rank):
       try:
-        return self._step(_Group(meeting, rank, self.size), gradients[rank])
+        with _EAGER:
+          group = _Group(meeting, rank, self.size)
+          return self._step(group, gradients[rank])
       except BaseException:
         meeting.abort()
         raise

@@ -6,7 +6,10 @@ import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
+from tests import virtual_devices
 from tf_strategies.strategies.parameter_server import worker_arrays
+
+virtual_devices.configure()
 
 _ROWS = 40_000
 _SMALL = np.arange(3, dtype=np.float32)
@@ -34,8 +37,10 @@ class ArraysTest(tf.test.TestCase, parameterized.TestCase):
     return arrays.function(make, [tf.TensorSpec([], tf.int64)])
 
   def _first_batch(self, function, tensors, spec):
-    variant = function(tf.constant(5, tf.int64), *tensors)
-    return next(iter(tf.data.experimental.from_variant(variant, spec)))
+    # Where a worker's input is: TensorFlow has no data sets on GPUs.
+    with tf.device(virtual_devices.HOST):
+      variant = function(tf.constant(5, tf.int64), *tensors)
+      return next(iter(tf.data.experimental.from_variant(variant, spec)))
 
   @parameterized.parameters(
     (_slices, np.float32),
