@@ -64,6 +64,7 @@ _SIZES = {
     'sets': {2: ['25x1MB', '1x400MB'], 4: ['25x1MB', 'resnet', '1x400MB']},
     'resnet50': {'rows': 64, 'pixels': 224},
     'transformer': {'rows': 16, 'length': 256, 'width': 768, 'layers': 12},
+    'models': ['resnet50', 'transformer'],
     'workers': ['--per_replica_batch_size=512'],
     'steps': 10,
     'blocks': 2,
@@ -75,6 +76,8 @@ _SIZES = {
     'sets': {2: ['4x64KB'], 4: ['4x64KB']},
     'resnet50': {'rows': 4, 'pixels': 32},
     'transformer': {'rows': 4, 'length': 8, 'width': 32, 'layers': 2},
+    # ResNet-50 takes nine processes on two cores more than five minutes.
+    'models': ['transformer'],
     'workers': ['--width=64', '--blocks=2', '--steps=2'],
     'steps': 2,
     'blocks': 2,
@@ -126,20 +129,22 @@ def measure_input(device: str, sizes: Mapping[str, Any]) -> dict[str, Any]:
   }
 
 
-def _links(sizes) -> dict[str, list[dict[str, Any]]]:
+def _links(sizes, rows) -> dict[str, list[dict[str, Any]]]:
+  del rows
   copies = measure.in_a_process(
     gpu_links.measure_copies, _DEVICE.value, sizes['copies'], sizes['rounds']
   )
+  _progress(f'{copies}')
   results = _measure_sets(sizes, 4, sizes['sets_of_links'])
   return {'copies': copies, 'choices': gpu_links.choices(results)}
 
 
-def _all_reduce(sizes) -> list[dict[str, Any]]:
-  return [
-    row
-    for count, sets in sizes['sets'].items()
-    for row in _measure_sets(sizes, count, sets)
-  ]
+def _all_reduce(sizes, rows) -> list[dict[str, Any]]:
+  for count, sets in sizes['sets'].items():
+    for name in sets:
+      _progress(f'{name} on {count}')
+      rows += _measure_sets(sizes, count, [name])
+  return rows
 
 
 def _measure_sets(sizes, count, sets) -> list[dict[str, Any]]:
@@ -153,15 +158,14 @@ def _measure_sets(sizes, count, sets) -> list[dict[str, Any]]:
   return found['results']
 
 
-def _step(sizes) -> list[dict[str, Any]]:
-  return [
-    row
-    for model in gpu_step.MODELS
-    for row in gpu_step.run(model, _DEVICE.value, sizes)
-  ]
+def _step(sizes, rows) -> list[dict[str, Any]]:
+  for model in sizes['models']:
+    gpu_step.run(model, _DEVICE.value, sizes, rows)
+  return rows
 
 
-def _workers(sizes) -> list[dict[str, Any]]:
+def _workers(sizes, rows) -> list[dict[str, Any]]:
+  del rows
   found = _run(
     'benchmarks.training_step',
     f'--device={_DEVICE.value}',
@@ -183,30 +187,31 @@ def _workers(sizes) -> list[dict[str, Any]]:
   return found['results']
 
 
-def _input(sizes) -> list[dict[str, Any]]:
+def _input(sizes, rows) -> list[dict[str, Any]]:
+  del rows
   return [measure.in_a_process(measure_input, _DEVICE.value, sizes)]
 
 
-def _mnist(sizes) -> list[dict[str, Any]]:
+def _mnist(sizes, rows) -> list[dict[str, Any]]:
   del sizes
   data = ['--dataset=digits', '--min_accuracy=0.9']
   if _DATA_PATH.value:
     path = os.path.abspath(_DATA_PATH.value)
     data = ['--dataset=mnist', f'--data_path={path}', '--min_accuracy=0.985']
-  found = []
   for name in ('mnist_keras_fit', 'mnist_custom_loop'):
+    _progress(name)
     began = time.monotonic()
     made = _run(
       f'examples.{name}', '--num_virtual_devices=4', '--noverbose', *data
     )
-    found.append(
+    rows.append(
       {
         'example': name,
         'accuracy': made['test']['accuracy'],
         'seconds': time.monotonic() - began,
       }
     )
-  return found
+  return rows
 
 
 def _run(module: str, *arguments: str) -> dict[str, Any]:
@@ -287,19 +292,23 @@ def main(argv: Sequence[str]) -> None:
   failed = []
   with processes.ended_by_signals():
     for part in _PART.value:
-      began = time.monotonic()
+      began, rows = time.monotonic(), []
+      # A run that is cut off leaves what it has.
+      content[part] = {'error': 'cut off', 'rows': rows}
       try:
-        content[part] = functions[part](sizes)
+        content[part] = functions[part](sizes, rows)
         text = table(part, content[part])
         if part == 'step' and any('error' in row for row in content[part]):
           failed.append(part)
       except Exception as e:
         failed.append(part)
-        content[part] = {'error': f'{type(e).__name__}: {e}'}
+        error = f'{type(e).__name__}: {e}'
+        content[part] = {'error': error, 'rows': rows}
         text = traceback.format_exc()
+      finally:
+        if _REPORT_JSON.value:
+          report.write_json(_REPORT_JSON.value, content)
       print(f'\n{part}, {time.monotonic() - began:.0f} s\n\n{text}', flush=True)
-      if _REPORT_JSON.value:  # A run that is cut off leaves what it has.
-        report.write_json(_REPORT_JSON.value, content)
   if failed:
     sys.exit(f'failed: {", ".join(failed)}')
 

@@ -6,13 +6,13 @@ all of them down.
 """
 
 import contextlib
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks import measure, worker_pool
 from tf_strategies import errors
 
-MODELS = ('resnet50', 'transformer')
 # Strategy, number of devices, and whether XLA compiles; None trains without strategy.
 ROWS = (
   (None, 1, False),
@@ -110,7 +110,7 @@ class Actor:
   def set_up(
     self,
     model: str,
-    strategy: str | None,
+    strategy: str,
     count: int,
     is_xla: bool,
     device: str,
@@ -142,82 +142,95 @@ class Actor:
 
 
 def run(
-  model: str, device: str, sizes: Mapping[str, Any]
-) -> list[dict[str, Any]]:
-  """The rows of a model; one that fails has an `error`, and the others go on."""
-  rows = [
-    {'model': model, 'strategy': strategy, 'count': count, 'is_xla': is_xla}
+  model: str, device: str, sizes: Mapping[str, Any], rows: list[dict[str, Any]]
+) -> None:
+  """Appends a model's rows to `rows`, and what they have after each round.
+
+  One that fails has an `error`, and the others go on.
+  """
+  own = [
+    {
+      'model': model,
+      'strategy': strategy or 'none',
+      'devices': count,
+      'is_xla': is_xla,
+      'seconds': [],
+    }
     for strategy, count, is_xla in (
       ROWS + _XLA_ROWS if model == 'transformer' else ROWS
     )
   ]
+  rows += own
   with contextlib.ExitStack() as stack:
     pools = {}
-    for number, row in enumerate(rows):
+    for number, row in enumerate(own):
       pools[number] = stack.enter_context(
         worker_pool.WorkerPool(
-          f'{row["strategy"]} of {row["count"]}',
+          f'{row["strategy"]} on {row["devices"]}',
           'benchmarks.gpu_step:Actor',
           [()],
         )
       )
-      pools[number].send('set_up', **row, device=device, sizes=sizes)
+      pools[number].send(
+        'set_up',
+        model=model,
+        strategy=row['strategy'],
+        count=row['devices'],
+        is_xla=row['is_xla'],
+        device=device,
+        sizes=sizes,
+      )
 
     def answer(number, method, *args, **arguments):
       try:
         return getattr(pools[number], method)(*args, **arguments)[0]
       except errors.WorkerUnavailableError as e:
-        rows[number]['error'] = str(e)
+        own[number]['error'] = str(e)
         pools.pop(number).close()
 
     for number in list(pools):
-      rows[number]['parameters'] = answer(number, 'receive')
-    seconds: dict[int, list[float]] = {number: [] for number in pools}
+      own[number]['parameters'] = answer(number, 'receive')
+      _progress(f'{model}: {number + 1} of {len(own)} are ready')
     for order in measure.turns(list(pools), sizes['rounds']):
       for number in order:
-        if number not in pools:
-          continue
-        found = answer(
-          number, 'ask', 'run', steps=sizes['steps'], blocks=sizes['blocks']
-        )
-        if found:
-          seconds[number] += found['seconds']
-          rows[number]['peak_bytes'] = found['peak_bytes']
-  for number in pools:
-    spread = measure.Spread.of(seconds[number])
-    rows[number] |= {
-      'median_ms': spread.median_ms,
-      'p10_ms': spread.p10_ms,
-      'p90_ms': spread.p90_ms,
-    }
-  return [_record(row, rows) for row in rows]
+        if number in pools:
+          found = answer(
+            number, 'ask', 'run', steps=sizes['steps'], blocks=sizes['blocks']
+          )
+          if found:
+            own[number]['seconds'] += found['seconds']
+            own[number]['peak_bytes'] = found['peak_bytes']
+      _summarize(own)
+      _progress(f'{model}: a round')
 
 
-def _record(row, rows) -> dict[str, Any]:
-  alone = next(
-    other.get('median_ms')
-    for other in rows
-    if not other['strategy'] and other['is_xla'] == row['is_xla']
-  )
-  ratio = None
-  if alone and 'median_ms' in row:
-    ratio = row['median_ms'] / alone
-  found = {
-    **row,
-    'strategy': row['strategy'] or 'none',
-    'devices': row['count'],
-    'ratio_to_one_device': ratio,
+def _summarize(rows) -> None:
+  """Adds medians, and ratios to one device without a strategy."""
+  for row in rows:
+    if row['seconds']:
+      spread = measure.Spread.of(row['seconds'])
+      for name in ('median_ms', 'p10_ms', 'p90_ms'):
+        row[name] = getattr(spread, name)
+  alone = {
+    row['is_xla']: row.get('median_ms')
+    for row in rows
+    if row['strategy'] == 'none'
   }
-  del found['count']
-  return found
+  for row in rows:
+    if 'median_ms' in row and alone[row['is_xla']]:
+      row['ratio_to_one_device'] = row['median_ms'] / alone[row['is_xla']]
 
 
-def _strategy(name: str | None, devices: Sequence[str]):
+def _progress(text: str) -> None:
+  print(text, file=sys.stderr, flush=True)
+
+
+def _strategy(name: str, devices: Sequence[str]):
   import tensorflow as tf
 
   import tf_strategies as tfs
 
-  if name is None:
+  if name == 'none':
     return tf.distribute.get_strategy()
   if name == 'mirrored':
     return tf.distribute.MirroredStrategy(devices)

@@ -23,6 +23,10 @@ KIND = os.environ.get(VARIABLE, 'cpu').upper()
 HOST = 'CPU:0'
 # Real GPUs are not split if there are as many as most tests need.
 _ENOUGH = 4
+# Whether bits can be compared; on GPUs TensorFlow has to be told that they are.
+IS_DETERMINISTIC = (
+  KIND == 'CPU' or os.environ.get('TF_DETERMINISTIC_OPS') == '1'
+)
 # Of each virtual GPU. Several processes share one GPU.
 _MEGABYTES = int(os.environ.get('TFS_TEST_GPU_MEGABYTES', '2048'))
 

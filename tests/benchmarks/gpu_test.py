@@ -35,6 +35,19 @@ class GpuBenchmarkTest(tf.test.TestCase):
       self.assertGreater(row['accuracy'], 0.9)
 
   @pytest.mark.soak
+  def test_steps_on_cpus(self):
+    path = os.path.join(self.create_tempdir().full_path, 'report.json')
+    done = running.run_benchmark(
+      'gpu', '--device=cpu', '--parts=step', f'--report_json={path}'
+    )
+    self.assertEqual(done.returncode, 0, done.stderr[-4000:])
+    rows = running.read_json(path)['step']
+    self.assertLen(rows, 9)
+    for row in rows:
+      self.assertNotIn('error', row)
+      self.assertGreater(row['ratio_to_one_device'], 0.0)
+
+  @pytest.mark.soak
   def test_links_on_cpus(self):
     path = os.path.join(self.create_tempdir().full_path, 'report.json')
     done = running.run_benchmark(

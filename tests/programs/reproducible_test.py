@@ -18,6 +18,10 @@ from tests import processes, tiers, virtual_devices
 from tests.programs import loops, runner
 
 virtual_devices.configure()
+pytestmark = pytest.mark.skipif(
+  not virtual_devices.IS_DETERMINISTIC,
+  reason='on GPUs set TF_DETERMINISTIC_OPS=1',
+)
 
 layers = keras.layers
 

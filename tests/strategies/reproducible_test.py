@@ -4,16 +4,21 @@ from unittest import mock
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_strategies as tfs
 from tests import tiers, virtual_devices
 from tests.strategies import reproducible_program
-from tf_strategies import errors
+from tf_strategies import _tf_internal, errors
 from tf_strategies.strategies.mirrored import shard_exchange, shards
 
 virtual_devices.configure()
+pytestmark = pytest.mark.skipif(
+  not virtual_devices.IS_DETERMINISTIC,
+  reason='on GPUs set TF_DETERMINISTIC_OPS=1',
+)
 
 _SHARDS = 8
 _results = {}
@@ -108,6 +113,20 @@ class RefusalsTest(tf.test.TestCase, parameterized.TestCase):
       errors.UnsupportedOptionError, 'reproducible=2 with 3 replicas.*=4'
     ):
       _create('ring_mirrored', 3, 2)
+
+  def test_gpus_that_add_up_in_the_order_of_arrival(self):
+    devices = ['/device:CPU:0', '/device:GPU:1']
+    shards.check_determinism(devices[:1], 8)
+    if virtual_devices.KIND == 'CPU':
+      with self.assertRaisesRegex(
+        errors.UnsupportedOptionError,
+        r'reproducible=8 on .*GPU:1.*enable_op_determinism\(\)',
+      ):
+        shards.check_determinism(devices, 8)
+    with mock.patch.object(
+      _tf_internal, 'is_op_determinism_enabled', return_value=True
+    ):
+      shards.check_determinism(devices, 8)
 
   def test_loop_of_the_users_own(self):
     strategy = _create('ring_mirrored', 2)

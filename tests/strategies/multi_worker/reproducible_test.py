@@ -12,6 +12,10 @@ from tf_strategies import errors
 pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
 
 virtual_devices.configure()
+pytestmark = pytest.mark.skipif(
+  not virtual_devices.IS_DETERMINISTIC,
+  reason='on GPUs set TF_DETERMINISTIC_OPS=1',
+)
 
 _SHARDS = 8
 _DEADLINE_SECONDS = 280

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Sequence
 
 import keras
 import tensorflow as tf
@@ -66,6 +67,21 @@ def extended_class(base: type, reproducible: object) -> type:
   """
   num_shards = check(reproducible)
   return _sharded(base, num_shards) if num_shards else base
+
+
+def check_determinism(devices: Sequence[str], num_shards: int) -> None:
+  """Refuses GPUs that add up in the order of arrival, as those of TensorFlow do.
+
+  Raises:
+    UnsupportedOptionError: a device is a GPU, and nobody asked for determinism.
+  """
+  types = [tf.DeviceSpec.from_string(d).device_type for d in devices]
+  if 'GPU' in types and not _tf_internal.is_op_determinism_enabled():
+    raise errors.UnsupportedOptionError(
+      f'reproducible={num_shards} on {devices[types.index("GPU")]!r}',
+      'operations that give the same bits in each run',
+      'call tf.config.experimental.enable_op_determinism() before',
+    )
 
 
 @functools.cache
@@ -153,6 +169,7 @@ class _Sharded:
         f'write reproducible={1 << (most - 1).bit_length()} for all runs that '
         'are to be equal, or use fewer replicas',
       )
+    check_determinism(self.worker_devices, self.num_shards)
     # It regroups additions by what else there is in a graph, such as other shards.
     tf.config.optimizer.set_experimental_options(
       {'arithmetic_optimization': False}
