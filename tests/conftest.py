@@ -104,6 +104,8 @@ def pytest_configure(config):
   elif device:
     # `virtual_devices` reads it, also in processes that tests start.
     os.environ['TFS_TEST_DEVICE'] = device
+    # TF32 has 10 bits. What a test starts may not say so to TensorFlow.
+    os.environ['NVIDIA_TF32_OVERRIDE'] = '0'
   terminal = config.pluginmanager.get_plugin('terminalreporter')
   if terminal is not None:
     config.pluginmanager.register(_Failures(terminal))
