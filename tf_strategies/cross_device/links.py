@@ -10,8 +10,8 @@ from tf_strategies.cross_device import executor
 
 # What one copy costs, by what it goes over. Only the ratio of the two numbers
 # matters: it is the size at which a choice changes from latency to bandwidth.
-# NONE WAS MEASURED BY THIS PROJECT, which has had no GPU: these are bandwidths of
-# data sheets, and 10 us to start a copy. On a machine with GPUs
+# NONE WAS MEASURED BY THIS PROJECT: these are bandwidths of data sheets, and 10 us to
+# start a copy. On a machine with GPUs
 #
 #   python -m benchmarks.gpu --parts=links
 #
