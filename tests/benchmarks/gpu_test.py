@@ -21,14 +21,18 @@ print(model.count_params(), *model.output_shape[1:])
 @pytest.mark.multi_process
 @pytest.mark.full
 class GpuBenchmarkTest(tf.test.TestCase):
-  @pytest.mark.soak
-  def test_parts_on_cpus(self):
+  def _measure(self, parts):
+    """The program that has measured the parts on CPUs, and its report."""
     path = os.path.join(self.create_tempdir().full_path, 'report.json')
     done = running.run_benchmark(
-      'gpu', '--device=cpu', '--parts=input,mnist', f'--report_json={path}'
+      'gpu', '--device=cpu', f'--parts={parts}', f'--report_json={path}'
     )
     self.assertEqual(done.returncode, 0, done.stderr[-4000:])
-    found = running.read_json(path)
+    return done, running.read_json(path)
+
+  @pytest.mark.soak
+  def test_parts_on_cpus(self):
+    _, found = self._measure('input,mnist')
     self.assertBetween(found['input'][0]['input_share'], 0.0, 1.0)
     self.assertLen(found['mnist'], 2)
     for row in found['mnist']:
@@ -36,25 +40,15 @@ class GpuBenchmarkTest(tf.test.TestCase):
 
   @pytest.mark.soak
   def test_steps_on_cpus(self):
-    path = os.path.join(self.create_tempdir().full_path, 'report.json')
-    done = running.run_benchmark(
-      'gpu', '--device=cpu', '--parts=step', f'--report_json={path}'
-    )
-    self.assertEqual(done.returncode, 0, done.stderr[-4000:])
-    rows = running.read_json(path)['step']
-    self.assertLen(rows, 9)
-    for row in rows:
+    _, found = self._measure('step')
+    self.assertLen(found['step'], 9)
+    for row in found['step']:
       self.assertNotIn('error', row)
       self.assertGreater(row['ratio_to_one_device'], 0.0)
 
   @pytest.mark.soak
   def test_links_on_cpus(self):
-    path = os.path.join(self.create_tempdir().full_path, 'report.json')
-    done = running.run_benchmark(
-      'gpu', '--device=cpu', '--parts=links', f'--report_json={path}'
-    )
-    self.assertEqual(done.returncode, 0, done.stderr[-4000:])
-    found = running.read_json(path)
+    done, found = self._measure('links')
     self.assertEqual(found['hardware']['gpus'], [])
     copies, choices = found['links']['copies'], found['links']['choices']
     self.assertEqual(
