@@ -23,8 +23,9 @@ class AutoAllReduce(base.ScheduledAllReduce):
     `tf.distribute.NcclAllReduce`, which is ahead of any ring of copies. NCCL
     refuses virtual GPUs; those get the schedules above.
 
-  No GPU has run this op: the choice, and the hand-over to TensorFlow's op, were
-  checked on CPUs. No figure of a link was measured either (`links.LINKS`).
+  One GPU has run this op, split into parts and, by NCCL, as one device. The choice
+  between several GPUs was checked on CPUs. No figure of a link was measured
+  (`links.LINKS`).
   """
 
   _cuts_shared_memory = False
