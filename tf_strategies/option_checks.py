@@ -20,7 +20,8 @@ import inspect
 import math
 import numbers
 import os
-from collections.abc import Iterable
+import typing
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import numpy as np
@@ -62,17 +63,38 @@ def check_names(
   given: Iterable[str],
   known: Iterable[str],
   fix: str = 'leave it out',
+  of: Callable[..., Any] | None = None,
 ) -> None:
-  """Refuses names of options that `what` does not have; says which may be meant."""
+  """Refuses names of options that `what` does not have; says which may be meant.
+
+  It may be an option of an object that `of`, a function or class, takes.
+  """
   known = tuple(known)
   for name in given:
     if name not in known:
-      meant = nearest(name, known)
+      near = nearest(name, known)
+      meant = _inside(of, name) if near is None else repr(near)
       raise errors.UnsupportedOptionError(
         f'the option {name!r} of {what}',
         f'one of {", ".join(map(repr, known))}',
-        fix if meant is None else f'write {meant!r}',
+        fix if meant is None else f'write {meant}',
       )
+
+
+def _inside(of: Callable[..., Any] | None, name: str) -> str | None:
+  """Where a dataclass among the arguments has an option that may be meant."""
+  function: Any = of.__init__ if isinstance(of, type) else of
+  try:
+    hints = {} if function is None else typing.get_type_hints(function)
+  except NameError:  # A type that is there for checkers only.
+    return None
+  for argument, hint in hints.items():
+    for kind in (hint, *typing.get_args(hint)):
+      if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        meant = nearest(name, [f.name for f in dataclasses.fields(kind)])
+        if meant is not None:
+          return f'{argument}={kind.__name__}({meant}=...)'
+  return None
 
 
 def has_options(cls: _Class) -> _Class:
@@ -98,7 +120,7 @@ def has_options(cls: _Class) -> _Class:
 
   @functools.wraps(init)
   def checked(self, *args, **options):
-    check_names(cls.__name__, options, known)
+    check_names(cls.__name__, options, known, of=init)
     init(self, *args, **options)
 
   cls.__init__ = checked

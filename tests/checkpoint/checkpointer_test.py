@@ -70,7 +70,13 @@ def _flip_near_the_end(path):
   _flip(path, os.path.getsize(path) - 3)
 
 
+def _nest(path):
+  with open(path, 'wb') as f:
+    f.write(b'[' * 100_000)
+
+
 _DAMAGES = (
+  _nest,
   _truncate,
   _empty,
   _lengthen,

@@ -39,6 +39,13 @@ _BAD = (
   ('list', '[{"cluster": {}}]', ("[{'cluster': {}}]", 'a JSON object')),
   ('misspelt', '{"Clusters": {"worker": []}}', ("'Clusters'", "'cluster'")),
   ('tasks', '{"tasks": 1}', ("'tasks'", "write 'task'")),
+  ('clutser', '{"clutser": {}}', ("'clutser'", "write 'cluster'")),
+  (
+    'clutser_beside_task',
+    '{"clutser": {}, "task": {}}',
+    ("'clutser'", "write 'cluster'"),
+  ),
+  ('tsak', '{"cluster": {}, "tsak": {}}', ("'tsak'", "write 'task'")),
   ('no_cluster', '{"task": {"type": "worker", "index": 0}}', ('missing',)),
   ('null_cluster', '{"cluster": null}', ('cluster is None',)),
   ('list_cluster', '{"cluster": ["a:1"]}', ("cluster is ['a:1']",)),

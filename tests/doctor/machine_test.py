@@ -121,7 +121,14 @@ class MachineTest(parameterized.TestCase):
     finding = machine._directory(path)
     self.assertEqual(finding.state, 'FAIL')
     self.assertIn(path, finding.what)
-    self.assertNotEmpty(finding.fix)
+    self.assertNotIn('.tfs-doctor', finding.what)
+    self.assertIn('that this user can write', finding.fix)
+
+  def test_directory_that_is_not_there_is_not_left(self):
+    home = self.create_tempdir().full_path
+    finding = machine._directory(os.path.join(home, 'runs', 'new'))
+    self.assertEqual(finding.state, 'ok')
+    self.assertEmpty(os.listdir(home))
 
   def test_clock_of_another_time(self):
     self.assertEqual(machine._clock().state, 'ok')

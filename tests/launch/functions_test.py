@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import re
 import signal
 import sys
 import time
@@ -50,6 +51,33 @@ def work():
   return 7
 
 print(tfs.launch(work, num_workers=1))
+"""
+
+_CLASSES = """
+import dataclasses
+import tf_strategies as tfs
+
+@dataclasses.dataclass
+class Result:
+  number: int
+
+class Mistake(Exception):
+  pass
+
+class Stubborn:
+  def __reduce__(self):
+    return int, ('seven',)
+
+def fail():
+  raise Mistake('why')
+
+if __name__ == '__main__':
+  print('found', tfs.launch(Result, (3,), num_workers=2))
+  for function in (fail, Stubborn):
+    try:
+      tfs.launch(function, num_workers=1)
+    except tfs.errors.WorkerUnavailableError as e:
+      print('found', repr(e.__cause__ or e))
 """
 
 _OF_A_PACKAGE = """
@@ -195,6 +223,19 @@ class FunctionsTest(parameterized.TestCase):
     self.assertEqual(last, '[0, 10, 20]')
     self.assertCountEqual(
       lines, [f'[worker {i}] working on {i}' for i in range(3)]
+    )
+
+  def test_classes_of_a_script(self):
+    path = pathlib.Path(self.create_tempdir().full_path, 'script.py')
+    path.write_text(_CLASSES)
+    done = processes.run_python(str(path), is_checked=True)
+    found = re.findall('^found (.*)', done.stdout, re.MULTILINE)
+    results, cause, message = found
+    self.assertEqual(results, '[Result(number=3), Result(number=3)]')
+    self.assertEqual(cause, "Mistake('why')")
+    self.assertRegex(
+      message,
+      "^WorkerUnavailableError.*rank 0 ret.*'seven'.*Fix: return numbers",
     )
 
   def test_script_without_a_main_block(self):

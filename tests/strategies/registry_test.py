@@ -48,6 +48,11 @@ class RegistryTest(parameterized.TestCase):
       "'mode' of strategy='one_device'.*one of 'devices'.* Fix: leave it out",
     ),
     ('multi_worker_ring', {'option': 3}, "'option' of .*_ring.*'options'"),
+    (
+      'multi_worker_ring',
+      {'compresion': 'int8'},
+      r'Fix: write options=RingOptions\(compression=\.\.\.\)',
+    ),
     ('tpu_ring', {'all_reduces': 3}, "'all_reduces' of TPURing.*'all_reduce'"),
     (
       'central_storage',

@@ -1,5 +1,6 @@
 """The same bits on any number of devices of one process, and what is refused."""
 
+import contextlib
 from unittest import mock
 
 import keras
@@ -50,6 +51,40 @@ class ReproducibleTest(tf.test.TestCase, parameterized.TestCase):
     found = reproducible_program.digests(reproducible_program.fit(strategy))
     self.assertEqual(found, want)
     self.assertEqual(strategy.num_replicas_in_sync, count)
+
+  @tiers.named_parameters(
+    ('ring_mirrored', 'ring_mirrored', 3),
+    tiers.full('central_storage', 'central_storage', 2),
+  )
+  def test_gradients_of_loops(self, kind, count):
+    """Which are lists of tensors: of a layer below a recurrent one, their sum."""
+    rng = np.random.default_rng(4)
+    words, labels = rng.integers(0, 9, (37, 5)), np.arange(37) % 3
+
+    def train(strategy=None):
+      keras.utils.set_random_seed(1)
+      layers = keras.layers
+      with contextlib.nullcontext() if strategy is None else strategy.scope():
+        model = keras.Sequential(
+          [
+            keras.Input([5], dtype='int32'),
+            layers.Embedding(9, 3, mask_zero=True),
+            layers.LSTM(4, return_sequences=True),
+            layers.GRU(3),
+            layers.Dense(3),
+          ]
+        )
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile('adam', loss)
+      model.fit(words, labels, batch_size=16, epochs=2, verbose=0)
+      return model.get_weights()
+
+    found = train(_create(kind, count))
+    want = train(_create('ring_mirrored', 1))
+    digest = reproducible_program.digest
+    self.assertEqual(digest(found), digest(want))
+    for value, wanted in zip(found, train(), strict=True):
+      np.testing.assert_allclose(value, wanted, 0, 1e-6)
 
   def test_other_order_of_plain_sums_is_found(self):
     """The mutation without which the test above would show nothing."""

@@ -415,7 +415,7 @@ def _read_manifest(path: str) -> dict[str, Any]:
       manifest = json.load(f)
     contents = manifest['contents']
     is_whole = manifest['sha256'] == _digest(contents)
-  except (ValueError, KeyError, TypeError) as e:
+  except (ValueError, KeyError, TypeError, RecursionError) as e:
     raise errors.DataError(f'{_MANIFEST} cannot be read ({e})') from e
   if not is_whole:
     raise errors.DataError(f'{_MANIFEST} differs from its own checksum')

@@ -22,6 +22,9 @@ from typing import Any, NamedTuple
 
 from tf_strategies.cluster import checks
 
+# A key with a letter changed is as near; cluster and sparseCluster are farther.
+_LIKELY = 0.75
+
 
 def _example() -> str:
   return (
@@ -80,10 +83,7 @@ def says_nothing(config: Mapping[str, Any]) -> bool:
   """Whether neither a cluster nor a task is described: a single process."""
   if {'cluster', 'sparseCluster', 'task'} & set(config):
     return False
-  for key in config:
-    likely = str(key).strip().lower().rstrip('s')
-    if likely in ('cluster', 'sparsecluster', 'task'):
-      raise checks.bad('a key', key, 'cluster and task', f"write '{likely}'")
+  _check_keys(config, 'a key', ('cluster', 'task'))
   return True
 
 
@@ -94,6 +94,7 @@ def read(config: Mapping[str, Any]) -> Parts:
   # Releases of the TFJob operator up to 1.4 say sparseCluster.
   is_old = 'sparseCluster' in config and 'cluster' not in config
   key = 'sparseCluster' if is_old else 'cluster'
+  _check_keys(config, 'a key', (key, 'task'))
   jobs = config.get(key, checks.MISSING)
   task = config.get('task', checks.MISSING)
   for name, value, allowed in (
@@ -102,7 +103,7 @@ def read(config: Mapping[str, Any]) -> Parts:
   ):
     if not isinstance(value, Mapping):
       raise checks.bad(name, value, allowed, _example())
-  _check_keys(task)
+  _check_keys(task, 'a key of task', ('type', 'index'))
   is_sparse = any(isinstance(tasks, Mapping) for tasks in jobs.values())
   if is_sparse:
     # A job that this task need not know is {}, [], or null for a nil list of Go.
@@ -116,19 +117,18 @@ def read(config: Mapping[str, Any]) -> Parts:
   )
 
 
-def _check_keys(task: Mapping[str, Any]) -> None:
+def _check_keys(
+  config: Mapping[str, Any], what: str, known: tuple[str, str]
+) -> None:
   """Names a key that is likely a misspelt one; schedulers add keys of their own."""
-  spellings = {str(key).strip().lower(): key for key in task}
-  for key in ('type', 'index'):
-    likely = difflib.get_close_matches(
-      key, set(spellings) - {'type', 'index'}, 1
-    )
-    likely = [key] if key in spellings else likely
-    if key not in task and likely:
+  spellings = {
+    str(key).strip().lower(): key for key in config if key not in known
+  }
+  for key in known:
+    likely = difflib.get_close_matches(key.lower(), spellings, 1, _LIKELY)
+    if key not in config and likely:
       found = spellings[likely[0]]
-      raise checks.bad(
-        'a key of task', found, 'type and index', f"write '{key}'"
-      )
+      raise checks.bad(what, found, ' and '.join(known), f"write '{key}'")
 
 
 def checked(parts: Parts) -> Parts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import json
 import os
@@ -168,20 +169,31 @@ def _clock() -> Finding:
 
 def _directory(directory: str) -> Finding:
   # As training writes them: a file, its sync, and a rename.
+  trial = os.path.join(directory, f'.tfs-doctor-{os.getpid()}')
+  absent = [p for p in _with_parents(directory) if not os.path.lexists(p)]
   try:
-    trial = os.path.join(directory, f'.tfs-doctor-{os.getpid()}')
     kept = checkpointer.Checkpointer(trial)
     try:
       kept.save({'doctor': np.arange(4.0)}, {})
       kept.newest()
+      free = shutil.disk_usage(directory).free
     finally:
       shutil.rmtree(trial, ignore_errors=True)
+      with contextlib.suppress(OSError):
+        for made in absent:
+          os.rmdir(made)
+  except errors.UnsupportedOptionError as e:
+    return findings.failed('checkpoints', e)
   except errors.Error as e:
-    found = findings.failed('checkpoints', e)
-    fix = found.fix or 'pass a directory that this user can write, with room'
-    return Finding(FAIL, 'checkpoints', found.what, fix)
-  free = shutil.disk_usage(directory).free
+    what = findings.failed('checkpoints', e).what.partition(' Expected')[0]
+    fix = 'pass a directory that this user can write, with room'
+    return Finding(FAIL, 'checkpoints', what.replace(trial, directory), fix)
   what = (
     f'written, read and deleted in {directory}; {free / 1e9:,.1f} GB are free'
   )
   return Finding(OK, 'checkpoints', what)
+
+
+def _with_parents(directory: str) -> list[pathlib.Path]:
+  path = pathlib.Path(directory).absolute()
+  return [path, *path.parents]

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 _LAUNCHER = 'tf_strategies.launch'
 _CALL, _RESULT = 'call', 'result'
 _NOTHING = object()  # A result that was expected and has not come.
+_SENDABLE = 'return numbers, NumPy arrays or a path'
 _POLL_SECONDS = 1.0
 # The launcher itself ends its tasks within its own grace period.
 _GRACE_SECONDS = 30.0
@@ -137,7 +138,14 @@ def launch(
       f'{", ".join(map(str, missing))} of {len(results)}. Expected a function '
       'that returns. Fix: return, or raise sys.exit(0), instead of os._exit(0).'
     )
+  for result in results.values():
+    if isinstance(result, _UnreadableError):
+      raise errors.WorkerUnavailableError(str(result))
   return list(results.values())
+
+
+class _UnreadableError(errors.WorkerUnavailableError):
+  """In the place of what a worker returned or raised, and this process cannot make."""
 
 
 def _words(flags: Mapping[str, Any]) -> list[str]:
@@ -258,12 +266,17 @@ def _show(line: bytes) -> None:
 def _results(directory: pathlib.Path) -> dict[int, Any]:
   """What tasks returned or raised, by their places."""
   results = {}
+  # As workers, who run the script under another name, call what it defines.
+  sys.modules.setdefault('__mp_main__', sys.modules['__main__'])
   for path in sorted(directory.glob(f'{_RESULT}-??????')):
     place, data = int(path.name.rpartition('-')[2]), path.read_bytes()
     try:
       results[place] = pickle.loads(data) if data else _NOTHING
-    except Exception as e:  # An exception that cannot be made again.
-      results[place] = errors.WorkerUnavailableError(str(e))
+    except Exception as e:  # Whatever a class of the user's raises.
+      results[place] = _UnreadableError(
+        f'What rank {place} returned or raised cannot be made again here '
+        f'({type(e).__name__}: {e}). Fix: {_SENDABLE}.'
+      )
   return results
 
 
@@ -309,7 +322,7 @@ def _write(path: pathlib.Path, result: Any) -> None:
     raise errors.UnsupportedOptionError(
       f'a result of type {type(result).__name__} ({e})',
       'one that can be sent to another process',
-      'return numbers, NumPy arrays or a path',
+      _SENDABLE,
     ) from e
   path.with_suffix('.new').write_bytes(data)
   path.with_suffix('.new').rename(path)

@@ -223,7 +223,7 @@ class Site:
   def op(self, node: Node, inputs, attrs=None) -> list[tf.Tensor]:
     """Copies an operation, with other inputs and attributes."""
     if self.adds_in_order and node.type == 'AddN':
-      return [functools.reduce(tf.add, inputs)]
+      return [functools.reduce(_plus, inputs)]
     graph = tf.compat.v1.get_default_graph()
     _tf_internal.add_functions(node.opaque, graph)
     op = graph.create_op(
@@ -404,3 +404,9 @@ def spec_of(values: Sequence[tf.Tensor]) -> tf.TensorSpec:
   for value in values:
     shape = shape.most_specific_compatible_shape(value.shape)
   return tf.TensorSpec(shape, values[0].dtype)
+
+
+def _plus(left: tf.Tensor, right: tf.Tensor) -> tf.Tensor:
+  # Gradients of loops are lists of tensors, which AddN alone adds.
+  is_list = left.dtype == tf.variant
+  return tf.add_n([left, right]) if is_list else tf.add(left, right)

@@ -158,7 +158,7 @@ def create_strategy(
   # Else they are passed on to the strategy, which checks them.
   if all(p.kind is not p.VAR_KEYWORD for p in parameters):
     known = [p.name for p in parameters]
-    option_checks.check_names(f'strategy={name!r}', options, known)
+    option_checks.check_names(f'strategy={name!r}', options, known, of=factory)
   strategy = factory(**options)
   scope_checks.note_created(strategy)
   return strategy
