@@ -245,12 +245,22 @@ class Members(elastic.Membership):
             group.generation, group.world_size, group.rank, time.time()
           )
         )
-        return self._synchronise(group, phase)
+        has_done = self._synchronise(group, phase)
       except RECOVERABLE as e:
         self._leave(e)
       except BaseException:
         group.close()
         raise
+      else:
+        if len(self.generations) > 1:
+          # As loud as the warning that the one before ended.
+          logging.warning(
+            'Generation %d goes on at %s; workers: %d.',
+            group.generation,
+            self.job.place,
+            group.world_size,
+          )
+        return has_done
 
   # The state.
 
