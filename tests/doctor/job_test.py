@@ -36,11 +36,11 @@ class JobCase(parameterized.TestCase):
     kept = {k: v for k, v in os.environ.items() if k not in variables}
     self.enter_context(mock.patch.dict(os.environ, kept, clear=True))
 
-  def look(self, config=None, **env):
+  def look(self, config=None, wait=0.0, **env):
     """The findings by name."""
     environ = {} if config is None else {'TF_CONFIG': config}
     with mock.patch.dict(os.environ, env):
-      return {f.name: f for f in job.look(environ)}
+      return {f.name: f for f in job.look(environ, wait)}
 
   def assert_fails(self, found, name, *words):
     """That one thing alone failed, and that it names words and a fix."""
@@ -64,6 +64,11 @@ class WholeTest(JobCase):
     self.assertEqual(found['other tasks'].state, 'note')
     self.assertIn('worker 0, worker 2', found['other tasks'].what)
     self.assertIn('--wait', found['other tasks'].fix)
+    # Whoever meets them is not told to.
+    found = self.look(_config(_free(3), 1), wait=0.1)
+    self.assertEqual(found['other tasks'].state, 'note')
+    self.assertEqual(found['other tasks'].fix, '')
+    self.assertEqual(found['meeting'].state, 'FAIL')
 
   def test_others_are_there(self):
     with socket.create_server(('127.0.0.1', 0)) as server:

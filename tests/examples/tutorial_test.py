@@ -124,7 +124,12 @@ class TutorialTest(PageTest):
       for line in job.output().splitlines()
       if line.startswith('[worker 0]')
     ]
-    told = self.losses('\n'.join(first))
+    first = '\n'.join(first)
+    for count in (1, 2):  # Without the one that was killed, and with it again.
+      self.assertRegex(
+        first, rf'Generation \d+ goes on at .*; workers: {count}'
+      )
+    told = self.losses(first)
     self.assertLen(told, 100)
     replicas = [n for _, n in told]
     self.assertEqual([*sorted(set(replicas)), replicas[-1]], [1, 2, 2])
