@@ -1,4 +1,4 @@
-"""What holds for every file: its size, its docstring, what it must not name."""
+"""What holds for every file: its docstring, what it must not name."""
 
 import ast
 import re
@@ -6,8 +6,6 @@ import re
 from absl.testing import absltest
 
 from tests.architecture import project
-
-_MOST_LINES = 500
 
 # Written so that they do not match themselves.
 _MACHINE_PATH = re.compile(r'(?<![\w.])/(?:work|root)/')
@@ -74,14 +72,6 @@ class SourceFilesTest(absltest.TestCase):
     self.assertLen(_machine_paths('tools/a.sh', outside), 1)
     self.assertEmpty(_machine_paths('.ci/run', outside))
     self.assertEmpty(_machine_paths('a.md', 'a/work/b and home/root/x'))
-
-  def test_python_files_are_short(self):
-    long = [
-      f'{path}: {text.count(chr(10))} lines'
-      for path, text in project.python_files(*project.PYTHON_ROOTS).items()
-      if text.count('\n') > _MOST_LINES
-    ]
-    self.assertEmpty(long, '\n'.join(long))
 
   def test_modules_have_docstrings(self):
     missing = [
