@@ -39,10 +39,6 @@ _COMMANDS = {
     'draw some steps of a merged timeline',
     lambda: importlib.import_module('tf_strategies.monitoring.plot'),
   ),
-  'plan': (
-    'measure the links of a job, and say how its gradients should travel',
-    lambda: importlib.import_module('tf_strategies.planning.__main__'),
-  ),
 }
 
 

@@ -25,7 +25,6 @@ from tf_strategies.fault_tolerance.preemption import (
 from tf_strategies.fault_tolerance.resume_fit import ResumeFit
 from tf_strategies.fault_tolerance.run_checkpoint import RunCheckpoint
 from tf_strategies.monitoring.keras_callback import MonitorCallback
-from tf_strategies.planning import plan
 from tf_strategies.strategies import (
   STRATEGY_NAMES,
   CentralStorageStrategy,
@@ -66,5 +65,4 @@ __all__ = [
   'TreeAllReduce',
   'create_strategy',
   'elastic',
-  'plan',
 ]

@@ -11,7 +11,7 @@ from tests.architecture import project
 _LAYERS = (
   ('benchmarks',),
   ('examples',),
-  ('fault_tolerance', 'planning', 'doctor', 'launch'),
+  ('fault_tolerance', 'doctor', 'launch'),
   ('strategies',),
   (
     'keras',

@@ -195,26 +195,6 @@ def _slow_links():
   ]
 
 
-def _planner():
-  ways = (('ring', 'none', 90.0), ('direct', 'none', 110.0))
-  return [
-    {
-      'world_size': 4,
-      'link_rate': '230mbit',
-      'choice_exact': 1.25,
-      'results': [
-        {
-          'all_reduce': algorithm,
-          'compression': codec,
-          'predicted_ms': predicted,
-          'measured_ms': 100.0,
-        }
-        for algorithm, codec, predicted in (*ways, ('ring', 'int8', 130.0))
-      ],
-    }
-  ]
-
-
 def _pipelines():
   return [
     {'name': name, 'items_per_s': rates[0], 'rates': rates}
@@ -264,6 +244,5 @@ REPORTS = {
     scaling=[_strategy('ring_2', 2, seconds_to_loss=None)],
   ),
   'slow_links': _report('slow_links', {'loss': 0.1}, results=_slow_links()),
-  'planner': _report('planner', runs=_planner()),
   'input_pipeline': _report('input_pipeline', rows=_pipelines()),
 }

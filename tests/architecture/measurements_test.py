@@ -87,12 +87,6 @@ class TablesTest(parameterized.TestCase):
     ),
     ('slow_links', '100mbit', ['`int8`', '240', '23.3', '', '0.0878']),
     (
-      'planner',
-      '4',
-      ['230mbit', '`ring`', '90.0', '100', '-10 %', '1.25']
-      + ['-10 to +10 %', '+30 %'],
-    ),
-    (
       'input_pipeline',
       '`make_dataset`',
       ['900,000', '900,000', '900,000', '30.0', '`naive_arrays`'],

@@ -18,8 +18,7 @@ from tf_strategies.collectives import (
   hierarchical_all_reduce,
   ring_all_reduce,
 )
-from tf_strategies.collectives.algorithms.direct import direct_all_reduce
-from tf_strategies.collectives.cost_model import CANDIDATES, predicted
+from tf_strategies.collectives.cost_model import CANDIDATES
 
 # Sockets on a fast network: 50 us, 1 GB/s.
 ALPHA, BETA = 5e-5, 1e-9
@@ -98,18 +97,6 @@ class FormulaTest(parameterized.TestCase):
     self.assertEqual(cost(schedule, 8, topology), 1.0 + 16 * 0.5)
     one = Schedule('test', 4, 1, transfers[:1])
     self.assertEqual(cost(one, 8, topology), far.seconds(8))
-
-  def test_measured_pairs_count_in_place_of_kinds(self):
-    fast, slow = Link(0.0, 1.0), Link(0.0, 3.0)
-    pairs = tuple(
-      tuple(slow if {s, d} == {1, 2} else fast for d in range(3))
-      for s in range(3)
-    )
-    topology = Topology(3, Link(9.0, 9.0), pairs=pairs)
-    self.assertEqual(topology.link(2, 1), slow)
-    self.assertEqual(topology.link(0, 1), fast)
-    # Every round of the ring waits for the slow link.
-    self.assertEqual(cost(ring_all_reduce(3), 3, topology), 4 * 3.0)
 
   def test_uneven_chunks_wait_for_the_largest(self):
     topology = Topology(4, Link(0.0, 1.0))
@@ -216,25 +203,6 @@ class ChooseTest(parameterized.TestCase):
     with self.assertRaisesRegex(errors.ScheduleError, 'world size'):
       choose(8, topology, [ring_all_reduce(3)])
 
-  def test_measured_links_count_what_algorithms_took(self):
-    found = {}
-    for slow in (None, 'ring', 'direct'):
-      topology = Topology(
-        4,
-        SOCKETS,
-        pairs=((SOCKETS,) * 4,) * 4,
-        factors=() if slow is None else ((slow, 3.0),),
-      )
-      names = ('ring', 'direct')
-      found[slow] = choose(25_000_000, topology, names).name
-      times = [
-        predicted(s, 25_000_000, topology)
-        for s in (ring_all_reduce(4), direct_all_reduce(4))
-      ]
-      self.assertEqual(found[slow], names[times.index(min(times))])
-    self.assertEqual(found['ring'], 'direct')
-    self.assertEqual(found['direct'], 'ring')
-
 
 class TopologyTest(parameterized.TestCase):
   def test_link(self):
@@ -266,10 +234,6 @@ class TopologyTest(parameterized.TestCase):
       Topology(4, SOCKETS, SOCKETS)
     with self.assertRaisesRegex(errors.UnsupportedOptionError, 'both'):
       Topology(4, SOCKETS, group_size=2)
-
-  def test_pairs_of_another_size(self):
-    with self.assertRaisesRegex(errors.UnsupportedOptionError, '3 rows of 3'):
-      Topology(3, SOCKETS, pairs=((SOCKETS,) * 2,) * 3)
 
   def test_bad_world_size(self):
     with self.assertRaisesRegex(errors.ScheduleError, 'world_size'):

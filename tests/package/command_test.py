@@ -19,7 +19,6 @@ _FLAGS = {
   'manifests': ('--image', '--kind'),
   'timeline merge': ('--output',),
   'timeline plot': ('--step', '--steps'),
-  'plan': ('--model', '--world_sizes'),
 }
 # As `python -m tf_strategies`, and then what it has loaded.
 _LOADED = """
@@ -93,7 +92,6 @@ class DispatchTest(parameterized.TestCase):
     ('timeline merge', ['a.json'], 'no --output'),
     ('timeline plot', ['a.json'], 'a timeline and a PNG'),
     ('timeline plot', ['a.json', 'a.png', '--steps=0'], '--steps=0'),
-    ('plan', ['4'], "unexpected argument '4'"),
     ('doctor', ['--wait=-1'], '--wait=-1.0'),
     ('launch', ['true'], 'follows a lone --'),
     ('launch', ['--nnodes=2', '--', 'true'], 'without --rendezvous'),
@@ -119,7 +117,7 @@ class DispatchTest(parameterized.TestCase):
 class LoadedTest(parameterized.TestCase):
   @parameterized.parameters(
     *[[*name.split(), '--help'] for name in _FLAGS],
-    *[[*name.split(), '--no_such_flag'] for name in ('plan', 'doctor')],
+    *[[*name.split(), '--no_such_flag'] for name in ('launch', 'doctor')],
     ['--help'],
     ['lanch'],
   )

@@ -18,7 +18,6 @@ from tf_strategies import collectives, data, monitoring, process_group
 virtual_devices.configure()
 
 _LINK = collectives.Link(1e-5, 1e-9)
-_TOPOLOGY = collectives.Topology(4, _LINK)
 _WITH_SERVERS = tfs.cluster.ClusterConfig(
   {'chief': {0: 'a:1'}, 'worker': {0: 'b:1'}, 'ps': {0: 'c:1'}}, 'chief', 0
 )
@@ -74,7 +73,6 @@ _CALLS = {
   tfs.TreeAllReduce: {},
   tfs.HierarchicalRingAllReduce: {},
   tfs.ScheduledAllReduce: {'algorithm': 'ring'},
-  tfs.plan: {'model': [1000], 'cluster': _TOPOLOGY, 'compressions': ['none']},
   tfs.elastic.run: {'train_fn': lambda job: None},
   tfs.cluster.run_task: {'train': lambda: None},
   tfs.cluster.ClusterConfig: {

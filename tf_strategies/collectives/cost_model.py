@@ -29,8 +29,6 @@ CANDIDATES = (
   'direct',
   'naive',
 )
-# What travels as one between processes, by default.
-PIECE_BYTES = 1 << 19
 # Costs that differ by less than this, relatively, are a tie: closed formulas
 # that are equal must not be told apart by the rounding of a sum.
 _TIE = 1e-9
@@ -83,11 +81,6 @@ class Topology:
     group_size: consecutive ranks in a group (the last group may be smaller),
       None without groups.
     gamma_seconds_per_byte: time to add one received byte.
-    pairs: what was measured from each rank (first index) to each, in place of
-      `intra` and `inter`; those of a group still share. None if nothing was.
-    factors: what schedules took when they were tried, over what `pipelined` says,
-      as (name of the schedule, factor): what no links tell, such as how a
-      network serves many senders at once.
   """
 
   world_size: int
@@ -95,8 +88,6 @@ class Topology:
   inter: Link | None = None
   group_size: int | None = None
   gamma_seconds_per_byte: float = 0.0
-  pairs: tuple[tuple[Link, ...], ...] | None = None
-  factors: tuple[tuple[str, float], ...] = ()
 
   def __post_init__(self):
     schedule_lib.check_world_size(self.world_size)
@@ -123,33 +114,6 @@ class Topology:
         self.world_size,
         fix='give the number of ranks that share the fast links',
       )
-    self._check_pairs()
-    option_checks.check(
-      isinstance(self.factors, tuple)
-      and all(isinstance(f, tuple) and len(f) == 2 for f in self.factors),
-      f'factors={self.factors!r}',
-      'a tuple of names of schedules with a factor each',
-      "write for instance (('ring', 1.5),)",
-    )
-
-  def _check_pairs(self):
-    if self.pairs is None:
-      return
-    lengths = [
-      len(row) if isinstance(row, tuple | list) else None
-      for row in (self.pairs if isinstance(self.pairs, tuple | list) else ())
-    ]
-    option_checks.check(
-      lengths == [self.world_size] * self.world_size
-      and all(isinstance(link, Link) for row in self.pairs for link in row),
-      f'pairs with rows of {lengths} links',
-      f'{self.world_size} rows of {self.world_size}, the world size',
-      'give a link from each rank to each, itself included',
-    )
-
-  def __hash__(self):
-    # Not of all pairs, for each call that looks a plan up by its topology.
-    return hash((self.world_size, self.intra, self.inter, self.group_size))
 
   def is_near(self, src: int, dst: int) -> bool:
     """Whether both are in one group, or there are no groups."""
@@ -157,9 +121,7 @@ class Topology:
     return size is None or src // size == dst // size
 
   def link(self, src: int, dst: int) -> Link:
-    """The measured one, else `intra` if both are near, else `inter`."""
-    if self.pairs is not None:
-      return self.pairs[src][dst]
+    """Returns `intra` if both ranks are in one group, else `inter`."""
     return self.intra if self.is_near(src, dst) else self.inter
 
 
@@ -207,98 +169,6 @@ def cost(
   )
 
 
-def predicted(
-  schedule: schedule_lib.Schedule,
-  num_bytes: int,
-  topology: Topology,
-  compression: str = 'none',
-) -> float:
-  """`pipelined`, times the topology's factor for this schedule.
-
-  Example:
-
-    >>> from tf_strategies.collectives.algorithms import ring
-    >>> mesh = Topology(4, Link(0.0, 0.5), factors=(('ring', 1.5),))
-    >>> predicted(ring.ring_all_reduce(4), 8, mesh)
-    9.0
-  """
-  seconds = pipelined(schedule, num_bytes, topology, PIECE_BYTES, compression)
-  return seconds * dict(topology.factors).get(schedule.name, 1.0)
-
-
-def pipelined(
-  schedule: schedule_lib.Schedule,
-  num_bytes: int,
-  topology: Topology,
-  piece_bytes: int,
-  compression: str = 'none',
-) -> float:
-  """Modelled time of an all-reduce whose chunks travel in pieces.
-
-  `cost` lets every rank wait for the end of a round. Here a piece goes on as soon as it
-  is there, and each rank's way out and way in, and each group's, carry one piece at a
-  time, in the order of rounds. So a tree, in which all ranks wait for a few in
-  each round, is as fast as its pieces let it be.
-
-  Example:
-
-    >>> from tf_strategies.collectives.algorithms import tree
-    >>> line = Topology(4, Link(0.0, 1.0))
-    >>> cost(tree.tree_all_reduce(4), 8, line)
-    32.0
-    >>> pipelined(tree.tree_all_reduce(4), 8, line, piece_bytes=1)
-    25.0
-
-  Args:
-    schedule, num_bytes, topology, compression: as for `cost`.
-    piece_bytes: the most that travels as one, before compression.
-
-  Returns:
-    Seconds. O(T P) for T transfers of P pieces.
-
-  Raises:
-    ScheduleError: as `cost`.
-  """
-  _check_sizes(schedule, topology)
-  sizes = schedule_lib.chunk_sizes(num_bytes, schedule.num_chunks)
-  ratio = codecs.ratio(compression)
-  free: dict[tuple[str, int], float] = collections.defaultdict(float)
-  # When a rank has what it is to pass on of a piece, and the same after this round.
-  held: dict[tuple[int, int, int], float] = collections.defaultdict(float)
-  end = 0.0
-  for transfers in schedule.rounds():
-    arrived = dict[tuple[int, int, int], float]()
-    # In turns, so that those who send to all do not wait for one of them.
-    turns = [((t.dst - t.src) % schedule.world_size, t) for t in transfers]
-    for _, t in sorted(turns, key=lambda turn: (turn[0], turn[1].chunk)):
-      link = topology.link(t.src, t.dst)
-      lines = [('out', t.src), ('in', t.dst)]
-      if not topology.is_near(t.src, t.dst):
-        size = topology.group_size
-        lines += [('group out', t.src // size), ('group in', t.dst // size)]
-      for index, piece in enumerate(_pieces(sizes[t.chunk], piece_bytes)):
-        start = max(
-          held[t.src, t.chunk, index], *(free[line] for line in lines)
-        )
-        seconds = piece * ratio * link.beta_seconds_per_byte
-        for line in lines:
-          free[line] = start + seconds
-        there = start + seconds + link.alpha_seconds
-        if t.reduce:
-          there += piece * topology.gamma_seconds_per_byte
-        place = t.dst, t.chunk, index
-        arrived[place] = max(arrived.get(place, held[place]), there)
-    held.update(arrived)
-    end = max([end, *arrived.values()])
-  return end
-
-
-def _pieces(size: int, most: int) -> list[int]:
-  """The sizes of a chunk's pieces; an empty chunk is one message."""
-  whole, rest = divmod(size, most)
-  return [most] * whole + [rest] * (rest > 0 or not whole)
-
-
 def choose(
   num_bytes: int,
   topology: Topology,
@@ -307,7 +177,6 @@ def choose(
 ) -> schedule_lib.Schedule:
   """The cheapest schedule for a buffer.
 
-  By `predicted` where links were measured, else by `cost`.
   Only the arguments count, so that ranks that ask for themselves agree. On a tie
   the first candidate wins: by default the ring, which suffers least where links
   are shared, something that the model does not see.
@@ -326,8 +195,7 @@ def choose(
     compression: as for `cost`.
 
   Returns:
-    The cheapest schedule. O(T) for the T transfers of all candidates, or their
-    pieces.
+    The cheapest schedule. O(T) for the T transfers of all candidates.
 
   Raises:
     ScheduleError: there are no candidates, or one has another world size.
@@ -342,8 +210,7 @@ def choose(
     raise errors.ScheduleError(
       'candidates is empty: pass at least one schedule, or leave it out.'
     )
-  seconds = cost if topology.pairs is None else predicted
-  costs = [seconds(s, num_bytes, topology, compression) for s in schedules]
+  costs = [cost(s, num_bytes, topology, compression) for s in schedules]
   good_enough = min(costs) * (1 + _TIE)
   return next(
     s for s, t in zip(schedules, costs, strict=True) if t <= good_enough

@@ -101,12 +101,6 @@ def run(
       "'tcp', which can form again",
       "write RingOptions(link='tcp'), or train without tfs.elastic",
     )
-  if ring.measure_links:
-    raise errors.UnsupportedOptionError(
-      'measure_links=True for elastic training',
-      'links that are not measured each time that workers meet',
-      "name what tfs.plan found: RingOptions(all_reduce='ring')",
-    )
   option_checks.check(
     not ring.reproducible or options.batch == 'global',
     f'batch={options.batch!r} with reproducible={ring.reproducible!r}',

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from tf_strategies import errors, option_checks
-from tf_strategies.collectives import cost_model
 from tf_strategies.process_group import buffers
 from tf_strategies.process_group import options as options_lib
 from tf_strategies.process_group import state as state_lib
@@ -84,21 +83,6 @@ class ProcessGroup(abc.ABC):
       By rank 'memory', 'slots', 'socket' or 'mpi', and why not the one before it,
       such as 'slots, not memory: Operation not permitted'. The first collectives
       of a group find it out.
-    """
-
-  @abc.abstractmethod
-  def measure_links(self) -> cost_model.Topology:
-    """Measures what messages between ranks cost; 'auto' chooses by that afterwards.
-
-    A collective. Up to eight ranks swap arrays with each other, in pairs, 0.2 s a
-    pair; more swap with their neighbours. Then each algorithm is tried, for half a
-    second or, on slow links, two. Measure while nothing else uses the network.
-
-    Returns:
-      What was found, the same on all ranks.
-
-    Raises:
-      Error: as `all_reduce`.
     """
 
   @property

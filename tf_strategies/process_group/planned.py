@@ -10,10 +10,9 @@ import numpy as np
 
 from tf_strategies import errors, option_checks
 from tf_strategies.collectives import codec as codec_lib
-from tf_strategies.collectives import cost_model
 from tf_strategies.collectives import schedule as schedule_lib
 from tf_strategies.process_group import execution as execution_lib
-from tf_strategies.process_group import failure_detection, probe, reductions
+from tf_strategies.process_group import failure_detection, reductions
 from tf_strategies.process_group import group as group_lib
 from tf_strategies.process_group import plan as plan_lib
 from tf_strategies.process_group import state as state_lib
@@ -41,9 +40,17 @@ class PlannedGroup(group_lib.ProcessGroup):
     self._piece_bytes = (
       self._options.sub_chunk_bytes or self.default_piece_bytes
     )
-    self._assume(
-      reductions.topology_of(
-        [member.address.rpartition(':')[0] for member in self.members]
+    hosts = [member.address.rpartition(':')[0] for member in self.members]
+    self.topology = reductions.topology_of(hosts)
+    self._reduction_of = functools.lru_cache(maxsize=1024)(
+      functools.partial(
+        reductions.reduction,
+        world_size=self.world_size,
+        rank=self.rank,
+        candidates=self.candidates,
+        topology=self.topology,
+        small_bytes=self._options.small_message_bytes,
+        piece_bytes=self._piece_bytes,
       )
     )
 
@@ -115,22 +122,6 @@ class PlannedGroup(group_lib.ProcessGroup):
     mine = self._pool.take(sizes[self.rank], array.dtype)
     np.copyto(mine, out[first : first + sizes[self.rank]])
     return mine
-
-  def _assume(self, topology: cost_model.Topology) -> None:
-    """Takes the links between ranks for these when it chooses 'auto'."""
-    self.topology = topology
-    # Kept by what a call gives: to look a topology up, all of its links are read.
-    self._reduction_of = functools.lru_cache(maxsize=1024)(
-      functools.partial(
-        reductions.reduction,
-        world_size=self.world_size,
-        rank=self.rank,
-        candidates=self.candidates,
-        topology=topology,
-        small_bytes=self._options.small_message_bytes,
-        piece_bytes=self._piece_bytes,
-      )
-    )
 
   def _reduction(
     self, kind: str, array: np.ndarray, how: tuple
@@ -283,27 +274,6 @@ class PlannedGroup(group_lib.ProcessGroup):
     if rank == root:
       np.copyto(out, data)
     return out.reshape(array.shape)
-
-  def measure_links(self) -> cost_model.Topology:
-    """See base class."""
-
-    def swap(plan, mine, theirs):
-      size = str([mine.size])
-      kind = ('swap', 'probe', 'uint8', size, mine.size, 'swap')
-      self._run(reductions.Collective(*kind), plan, mine, theirs)
-
-    def reduce(array, out, algorithm):
-      self.all_reduce(array, out=out, name='probe', algorithm=algorithm)
-
-    with self._lock:
-      if self.world_size > 1:
-        links = probe.measure(self.topology, self.rank, swap, self.all_gather)
-        self._assume(
-          probe.calibrated(
-            links, reductions.ways_of(links), reduce, self.all_gather
-          )
-        )
-    return self.topology
 
   def barrier(self, *, name: str = '') -> None:
     """See base class."""

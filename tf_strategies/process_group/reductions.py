@@ -20,10 +20,7 @@ _LOSSY_CANDIDATES = ('direct',)
 _CANDIDATES_OF_MANY = ('ring', 'double_binary_tree')
 # Beyond so many the ring is never the cheapest, and costs the square of them to plan.
 _MOST_IN_A_RING = 128
-# What is planned and tried: of a few ranks and of any number.
-_FLAT = ('ring', 'halving_doubling', 'double_binary_tree')
-_FOR_ANY_NUMBER = ('double_binary_tree', 'tree')
-# Where nothing was measured: sockets between hosts, 50 us and 1 GB/s, and the memory
+# Assumed: sockets between hosts, 50 us and 1 GB/s, and the memory
 # of processes of one host, 30 us and 5 GB/s.
 _SOCKETS = cost_model.Link(alpha_seconds=5e-5, beta_seconds_per_byte=1e-9)
 _MEMORY = cost_model.Link(alpha_seconds=3e-5, beta_seconds_per_byte=2e-10)
@@ -126,7 +123,7 @@ def reduction(
 
 
 def topology_of(hosts: Sequence[str]) -> cost_model.Topology:
-  """What 'auto' takes links for by where ranks are, before anything was measured.
+  """Returns the links that 'auto' assumes between ranks on these hosts.
 
   Example:
 
@@ -185,26 +182,6 @@ def cheapest(
   name = cost_model.choose(num_bytes, topology, candidates).name
   is_grouped = name == 'hierarchical' and topology.group_size
   return f'{name}({topology.group_size})' if is_grouped else name
-
-
-def ways_of(topology: cost_model.Topology) -> list[str]:
-  """The exact algorithms worth a comparison between such ranks, preferred first.
-
-  Example:
-
-    >>> ways_of(cost_model.Topology(4, _SOCKETS))
-    ['ring', 'halving_doubling', 'double_binary_tree', 'direct']
-  """
-  size, group = topology.world_size, topology.group_size
-  if size > _MOST_IN_A_RING:
-    return list(_FOR_ANY_NUMBER)
-  names = []
-  if group and size % group == 0:  # In front, as it wins a tie.
-    names.append(f'hierarchical({group})')
-  names += _FLAT
-  if size <= plan_lib.FEW_RANKS:  # Among more, nobody has links to all.
-    names.append('direct')
-  return names
 
 
 def check_half(algorithm: str, world_size: int) -> None:

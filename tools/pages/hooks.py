@@ -34,7 +34,6 @@ _ROOMS = {
   'fault_tolerance': 'Checkpoints, elastic jobs, preemption',
   'data': 'Input pipelines: tfs.data',
   'monitoring': 'Monitoring: tfs.monitoring',
-  'planning': 'Planning',
   'cluster': 'Clusters: tfs.cluster',
   'cross_device': 'All-reduce between devices',
   'collectives': 'Schedules, codecs, costs: tfs.collectives',

@@ -392,39 +392,6 @@ def slow_links(content: Report) -> str:
   )
 
 
-def planner(content: Report) -> str:
-  """A row for each number of workers and rate."""
-  rows = []
-  for run in content['runs']:
-    exact = [r for r in run['results'] if r['compression'] == 'none']
-    coded = [r for r in run['results'] if r['compression'] != 'none']
-    best = exact[0]  # The fastest by the plan is first.
-    rows.append(
-      [
-        *(run['world_size'], run['link_rate'], f'`{best["all_reduce"]}`'),
-        *(short(best['predicted_ms']), short(best['measured_ms'])),
-        _off([best]),
-        f'{run["choice_exact"]:.2f}',
-        *(_off(exact), _off(coded)),
-      ]
-    )
-  columns = [
-    *('Workers', 'rate', 'the exact way it takes', 'predicted ms'),
-    *('measured', 'off', '÷ the fastest exact way', 'exact ways are off by'),
-    'coded ones by',
-  ]
-  return _table(columns, rows)
-
-
-def _off(ways: Sequence[Mapping[str, Any]]) -> str:
-  """How far predictions are from what was measured, the least and the most."""
-  if not ways:
-    return ''
-  off = [round(100 * (w['predicted_ms'] / w['measured_ms'] - 1)) for w in ways]
-  ends = dict.fromkeys(f'{end:+d}' for end in (min(off), max(off)))
-  return ' to '.join(ends) + ' %'
-
-
 def input_pipeline(content: Report) -> str:
   """A row for each variant that did not fail."""
   measured = {row['name']: row for row in content['rows'] if row['rates']}
@@ -456,6 +423,5 @@ TABLES: dict[str, dict[str, Callable[[Report], str]]] = {
   'embeddings': {'results': embeddings},
   'strategies': {'costs': strategy_costs, 'scaling': strategy_scaling},
   'slow_links': {'results': slow_links},
-  'planner': {'runs': planner},
   'input_pipeline': {'rows': input_pipeline},
 }

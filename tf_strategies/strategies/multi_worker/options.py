@@ -35,9 +35,6 @@ class RingOptions:
       three leave out each worker adds to its next gradient, and checkpoints have
       it. A function of a variable that returns such a name chooses for each:
       `lambda v: 'int8' if len(v.shape) > 1 else 'none'`.
-    measure_links: whether workers measure what messages between them cost when they
-      meet, some seconds, so that 'auto' chooses by that. Not under
-      `tfs.elastic.run`, where they meet often. `tfs.plan` measures by itself.
     reproducible: whether weights are the same to the bit for any number of workers
       and any algorithm: the global batch is cut into virtual shards, which workers
       share out, and sums do not depend on order. True means 8 shards; a number is
@@ -56,7 +53,6 @@ class RingOptions:
   bucket_bytes: int = 8 << 20
   all_reduce: str = 'auto'
   compression: str | Callable[[Any], str] = 'none'
-  measure_links: bool = False
   reproducible: bool | int = False
   group: process_group.GroupOptions | None = None
 
@@ -66,7 +62,6 @@ class RingOptions:
     algorithms.check(self.all_reduce, 'auto', option='all_reduce')
     if not callable(self.compression):
       compression.parse(self.compression)
-    option_checks.check_bool('measure_links', self.measure_links)
     option_checks.check(
       not shards.check(self.reproducible) or self.compression == 'none',
       f'compression={self.compression!r} with '

@@ -115,8 +115,6 @@ class MultiWorkerRingStrategy(strategy.MultiWorkerStrategy):
     try:
       if shard_optimizer_state and options.all_reduce != 'auto':
         reductions.check_half(options.all_reduce, group.world_size)
-      if options.measure_links:
-        group.measure_links()
       self._set_up(
         devices,
         cross_device_ops,
@@ -156,7 +154,7 @@ class MultiWorkerRingStrategy(strategy.MultiWorkerStrategy):
 
 def set_up_of(options: options_lib.RingOptions) -> dict[str, object]:
   """What all workers must have alike, by name."""
-  names = 'bucket_bytes', 'all_reduce', 'compression', 'measure_links'
+  names = 'bucket_bytes', 'all_reduce', 'compression'
   found = {name: getattr(options, name) for name in names}
   if callable(options.compression):
     found['compression'] = 'by a function'
