@@ -207,11 +207,6 @@ def is_remote(path: object) -> bool:
   return '://' in str(path)
 
 
-def absolute(path: str | os.PathLike[str]) -> str:
-  """The path from any working directory; a URL is one as it is."""
-  return os.fspath(path) if is_remote(path) else os.path.abspath(path)
-
-
 def plain(value: object) -> object:
   """NumPy's scalar as Python's own: for `json.dumps(..., default=plain)`."""
   if isinstance(value, np.generic):

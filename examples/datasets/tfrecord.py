@@ -216,17 +216,13 @@ def tfrecords(
       # One record tells what was extracted.
       files.count_records(shards.paths[0], check_example, limit=1)
     counts = [shard.examples for shard in shards.extracted]
-    fingerprints = [(s.size, s.sha256) for s in shards.extracted]
   else:
     counts = list(map(count_shard, shards.paths))
-    fingerprints = None
   return data.TFRecords(
     shards.paths,
     parse_fn or parse_examples,
     counts,
     decode_fn=None if parse_fn else images_lib.scale,
-    name=f'{shards.name}-{shards.split}',
-    fingerprints=fingerprints,
     is_round_robin=shards.extracted is None,
   )
 

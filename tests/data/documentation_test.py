@@ -9,7 +9,7 @@ from tests import docstrings
 from tf_strategies import data as data_lib
 
 # Modules with public names.
-_MODULES = ('arrays', 'files', 'options', 'pipeline', 'shard_check')
+_MODULES = ('arrays', 'files', 'options', 'pipeline')
 
 
 class DocumentationTest(tf.test.TestCase, parameterized.TestCase):

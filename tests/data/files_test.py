@@ -51,11 +51,6 @@ class TFRecordTestCase(formula.DataTestCase, parameterized.TestCase):
       training=training,
     )
 
-  def disk(self):
-    """Options of a cache on disk, in a directory that does not exist yet."""
-    prefix = os.path.join(self.new_dir(), 'deep', 'cache')
-    return {'cache': 'disk', 'cache_path': prefix}
-
 
 class ElementsTest(TFRecordTestCase):
   @tiers.product(
@@ -191,10 +186,8 @@ class CacheTest(TFRecordTestCase):
     with self.assertRaises(tf.errors.NotFoundError):
       _order(dataset)
 
-  @parameterized.parameters('memory', 'disk')
-  def test_later_epochs_come_from_the_cache(self, cache):
-    changes = self.disk() if cache == 'disk' else {'cache': 'memory'}
-    dataset = self.make('test', False, **changes)
+  def test_later_epochs_come_from_the_cache(self):
+    dataset = self.make('test', False, cache='memory')
     first = list(dataset.as_numpy_iterator())
     self.remove_source()
     second = list(dataset.as_numpy_iterator())
@@ -203,10 +196,8 @@ class CacheTest(TFRecordTestCase):
       np.testing.assert_array_equal(one[0], other[0])
       np.testing.assert_array_equal(one[1], other[1])
 
-  @parameterized.parameters('memory', 'disk')
-  def test_cache_stands_before_the_shuffle(self, cache):
-    changes = self.disk() if cache == 'disk' else {'cache': 'memory'}
-    dataset = self.make(seed=1, **changes)
+  def test_cache_stands_before_the_shuffle(self):
+    dataset = self.make(seed=1, cache='memory')
     first = _order(dataset)
     self.remove_source()
     second = _order(dataset)
@@ -215,41 +206,6 @@ class CacheTest(TFRecordTestCase):
     self.assertNotEqual(first, second)
     # Batches are made anew as well.
     self.assertNotEqual(set(first[:8]), set(second[:8]))
-
-  def test_disk_cache_holds_each_split_and_serves_the_next_run(self):
-    changes = self.disk()
-    for split, n in (('train', _TRAIN), ('test', _TEST)):
-      dataset = self.make(split, True, **changes)
-      self.assertEqual(sorted(_order(dataset)), list(range(n)))
-    directory = os.path.dirname(changes['cache_path'])
-    before = self.snapshot(directory)
-    self.assertNotEmpty(before)
-    self.assertLen(_order(self.make('train', True, **changes)), _TRAIN)
-    self.assertEqual(self.snapshot(directory), before)
-
-  def snapshot(self, directory):
-    return {
-      (entry.name, entry.stat().st_size, entry.stat().st_mtime_ns)
-      for entry in os.scandir(directory)
-    }
-
-  def test_disk_cache_of_other_data_is_not_used(self):
-    changes = self.disk()
-    _order(self.make('test', True, **changes))
-    for path in self.paths:
-      os.remove(path)
-    data = formula.numbered(_TRAIN, _TEST)
-    other = datasets.ImageClassificationData(
-      'mnist',
-      data.train,
-      datasets.Images(data.test.images, data.test.labels + 1),
-      _TRAIN,
-    )
-    datasets.write_tfrecords(other, self.directory, 4)
-    self.assertEqual(
-      sorted(_order(self.make('test', True, **changes))),
-      list(range(1, _TEST + 1)),
-    )
 
 
 class PipelinesTest(TFRecordTestCase):

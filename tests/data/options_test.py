@@ -1,7 +1,6 @@
 import ast
 import dataclasses
 import inspect
-import pathlib
 
 import numpy as np
 import tensorflow as tf
@@ -12,20 +11,18 @@ from tf_strategies.data import options as options_lib
 
 PipelineOptions = options_lib.PipelineOptions
 
-# name -> values out of its range. cache_path has a table of its own.
+# name -> values out of its range.
 _BAD = {
   'global_batch_size': (0, -1, 1.5, '32', None, True),
   'shuffle_buffer': (-1, 2.0, 'all', True),
   'seed': (-1, 2**63, 0.5, '7', False),
   'num_parallel_calls': (0, -2, 1.0, None, True),
   'prefetch': (-2, 1.0, None, True),
-  'cache': ('ram', '', None, True, ['none'], np.array(['none', 'memory'])),
+  'cache': ('disk', '', None, True, ['none'], np.array(['none', 'memory'])),
   'autoshard': ('AUTO', '', None, 0, ['off'], np.array(['off', 'auto'])),
   'deterministic': (0, 1, None, 'yes'),
   'drop_remainder': (0, 1, None, 'no'),
   'repeat': (0, 3, None, 'yes'),
-  'service': ('', 'host:1', 'grpc://host', 'grpc://h:1/x', 5, True),
-  'service_timeout': (0, -1.0, None, True, '3', float('inf'), float('nan')),
 }
 _GOOD = {
   'global_batch_size': (1, 60000, np.int64(8)),
@@ -38,8 +35,6 @@ _GOOD = {
   'deterministic': (True, False),
   'drop_remainder': (True, False),
   'repeat': (True, False),
-  'service': (None,),
-  'service_timeout': (0.1, 60),
 }
 
 
@@ -67,45 +62,8 @@ class PipelineOptionsTest(tf.test.TestCase, parameterized.TestCase):
 
   def test_tables_cover_every_option(self):
     names = {f.name for f in dataclasses.fields(PipelineOptions)}
-    self.assertEqual(set(_BAD), names - {'cache_path'})
-    self.assertEqual(set(_GOOD), names - {'cache_path'})
-
-  @parameterized.named_parameters(
-    ('disk_without_path', 'disk', None),
-    ('disk_with_empty_path', 'disk', ''),
-    ('disk_with_number', 'disk', 3),
-    ('path_without_cache', 'none', '/tmp/cache'),
-    ('path_with_memory', 'memory', '/tmp/cache'),
-  )
-  def test_refuses_cache_path(self, cache, path):
-    with self.assertRaisesRegex(
-      errors.UnsupportedOptionError, f'cache_path={path!r}'
-    ) as caught:
-      PipelineOptions(global_batch_size=8, cache=cache, cache_path=path)
-    self.assertIn(cache, caught.exception.expected)
-    self.assertIn('cache', caught.exception.fix)
-
-  @parameterized.parameters('/tmp/cache', pathlib.Path('/tmp/cache'))
-  def test_accepts_cache_path_on_disk(self, path):
-    options = PipelineOptions(8, cache='disk', cache_path=path)
-    self.assertEqual(options.cache_path, path)
-
-  @parameterized.parameters('gs://bucket/cache', 'ram://cache')
-  def test_refuses_a_cache_in_an_object_store(self, path):
-    with self.assertRaisesRegex(errors.UnsupportedOptionError, path):
-      PipelineOptions(8, cache='disk', cache_path=path)
-
-  def test_service_is_for_options_that_it_can_keep(self):
-    service = 'grpc://127.0.0.1:5050'
-    options = PipelineOptions(8, deterministic=False, service=service)
-    self.assertEqual(options.service, service)
-    for changes, received in (
-      ({}, 'deterministic=True'),
-      ({'deterministic': False, 'cache': 'memory'}, "cache='memory'"),
-      ({'deterministic': False, 'seed': 0}, 'seed=0'),
-    ):
-      with self.assertRaisesRegex(errors.UnsupportedOptionError, received):
-        PipelineOptions(8, service=service, **changes)
+    self.assertEqual(set(_BAD), names)
+    self.assertEqual(set(_GOOD), names)
 
   def test_defaults_keep_every_example_and_the_order_repeatable(self):
     options = PipelineOptions(global_batch_size=8)

@@ -72,13 +72,9 @@ class CallsTest(TransformTestCase):
     tiers.full('arrays', 'memory', True),
     tiers.full('arrays', 'memory', False),
     tiers.full('files', 'none', True),
-    tiers.full('files', 'memory', True),
-    ('files', 'disk', False),
+    ('files', 'memory', False),
   )
   def test_what_runs_how_often(self, source, cache, training):
-    changes = {'cache': cache}
-    if cache == 'disk':
-      changes['cache_path'] = self.create_tempdir().full_path + '/c'
     calls = Calls()
     dataset = self.make(
       source,
@@ -88,7 +84,7 @@ class CallsTest(TransformTestCase):
         'augment_fn': calls.augment,
         'map_fn': calls.map,
       },
-      **changes,
+      cache=cache,
     )
     for _ in range(3):
       labels = [int(y) for _, batch in dataset for y in batch]

@@ -56,7 +56,6 @@ _CALLS = {
     'training': True,
     'epochs': 2,
   },
-  data.check_shards: {'shards': [_RANGE], 'whole': _RANGE},
   monitoring.MonitorOptions: {},
   monitoring.TrainingMonitor: {},
   tfs.MonitorCallback: {},

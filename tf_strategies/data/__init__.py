@@ -6,20 +6,17 @@
 
 Sources are arrays, `TFRecords` and `Files` of any format. With `epochs` and
 `start`, `make_dataset` makes a stream that a resumed run continues.
-`check_shards` proves that input pipelines share the data.
 """
 
 from tf_strategies.data.arrays import Arrays
 from tf_strategies.data.files import Files, TFRecords
 from tf_strategies.data.options import PipelineOptions
 from tf_strategies.data.pipeline import make_dataset
-from tf_strategies.data.shard_check import check_shards
 
 __all__ = [
   'Arrays',
   'Files',
   'PipelineOptions',
   'TFRecords',
-  'check_shards',
   'make_dataset',
 ]

@@ -42,9 +42,6 @@ class Files:
       paths of a pattern, or of `paths` as given. The lengths of epochs and
       shares follow from it.
     decode_fn: called with the components of each batch after the cache.
-    name: of the data, part of the names of caches, instead of `paths`.
-    fingerprints: one value for each file that changes when its content does;
-      by default its size and modification time.
     is_round_robin: whether record i is in file i % len(paths). Otherwise the
       first file holds the first records. Evaluation restores this order.
 
@@ -62,36 +59,21 @@ class Files:
     counts: Sequence[int],
     *,
     decode_fn: Callable[..., Any] | None = None,
-    name: str | None = None,
-    fingerprints: Sequence[object] | None = None,
     is_round_robin: bool = False,
   ):
     option_checks.check_function('read_fn', read_fn)
     option_checks.check_function('parse_fn', parse_fn)
     option_checks.check_function('decode_fn', decode_fn, or_none=True)
-    option_checks.check(
-      name is None or isinstance(name, str),
-      f'name={name!r}',
-      'a string, or None',
-      "write for instance name='train'",
-    )
     option_checks.check_bool('is_round_robin', is_round_robin)
-    self.paths, selection = _find(paths)
+    self.paths = _find(paths)
     if counts is None:
       counts = self._count()
-    for option, values in (('counts', counts), ('fingerprints', fingerprints)):
-      if values is not None:
-        _check_one_a_file(option, values, len(self.paths))
+    _check_counts(counts, len(self.paths))
     for count in counts:
       option_checks.check_int('a count', count, 0, fix='count the records')
     self.counts = tuple(map(int, counts))
     self.parse_fn = parse_fn
     self.decode_fn = decode_fn
-    self.name = name or 'files'
-    self.selection = () if name else selection
-    self.fingerprints = tuple(
-      map(_status, self.paths) if fingerprints is None else fingerprints
-    )
     self._read_fn = read_fn
     self._is_round_robin = is_round_robin
 
@@ -108,7 +90,6 @@ class Files:
     mine = copy.copy(self)
     mine.paths = plan.files_of(self.paths)
     mine.counts = plan.files_of(self.counts)
-    mine.fingerprints = plan.files_of(self.fingerprints)
     return mine
 
   def read(
@@ -144,8 +125,6 @@ class Files:
       num_parallel_calls=calls if calls < 0 else min(calls, cycle),
       deterministic=plan.reads_in_order,
     )
-    if plan.options.service is not None:
-      return records  # Each worker of a service sees some of them only.
     return records.apply(tf.data.experimental.assert_cardinality(n))
 
   def _count(self) -> list[int]:
@@ -191,8 +170,6 @@ class TFRecords(Files):
     counts: Sequence[int] | None = None,
     *,
     decode_fn: Callable[..., Any] | None = None,
-    name: str | None = None,
-    fingerprints: Sequence[object] | None = None,
     is_round_robin: bool = False,
   ):
     parse_fn = schema
@@ -212,8 +189,6 @@ class TFRecords(Files):
       parse_fn,
       counts,
       decode_fn=decode_fn,
-      name=name,
-      fingerprints=fingerprints,
       is_round_robin=is_round_robin,
     )
 
@@ -269,24 +244,24 @@ def count_records(
   return count
 
 
-def _check_one_a_file(option: str, values: object, num_files: int) -> None:
-  is_list = isinstance(values, Sequence | np.ndarray)
+def _check_counts(counts: object, num_files: int) -> None:
+  is_list = isinstance(counts, Sequence | np.ndarray)
   option_checks.check(
-    is_list and not isinstance(values, str | bytes),
-    f'{option}={values!r}',
+    is_list and not isinstance(counts, str | bytes),
+    f'counts={counts!r}',
     'a list with one value for each file',
-    f'write {option}=[...]',
+    'write counts=[...]',
   )
   option_checks.check(
-    len(values) == num_files,
-    f'{len(values)} {option} for {num_files} files',
+    len(counts) == num_files,
+    f'{len(counts)} counts for {num_files} files',
     'one for each file',
-    f'pass {option} in the order of the sorted paths',
+    'pass counts in the order of the sorted paths',
   )
 
 
-def _find(paths: Paths) -> tuple[tuple[str, ...], tuple[str, ...]]:
-  """Returns the files, and what they were selected by."""
+def _find(paths: Paths) -> tuple[str, ...]:
+  """Returns the files that a pattern or a list names."""
   is_pattern = isinstance(paths, str | os.PathLike)
   if not is_pattern and isinstance(paths, Iterable):
     paths = tuple(paths)
@@ -309,7 +284,7 @@ def _find(paths: Paths) -> tuple[tuple[str, ...], tuple[str, ...]]:
     ) from e
 
 
-def _look_up(paths, is_pattern: bool) -> tuple[tuple[str, ...], ...]:
+def _look_up(paths, is_pattern: bool) -> tuple[str, ...]:
   if is_pattern:
     where = os.fspath(paths)
     found = tuple(sorted(tf.io.gfile.glob(where)))
@@ -319,7 +294,7 @@ def _look_up(paths, is_pattern: bool) -> tuple[tuple[str, ...], ...]:
         f'{"" if found else " file"}. Fix: pass a list of files or a pattern, '
         "such as 'logs/*.tfrecord'"
       )
-    return found, (option_checks.absolute(where),)
+    return found
   found = tuple(map(os.fspath, paths))
   missing = [path for path in found if not tf.io.gfile.exists(path)]
   if missing or not found:
@@ -327,12 +302,4 @@ def _look_up(paths, is_pattern: bool) -> tuple[tuple[str, ...], ...]:
     raise errors.DataError(
       f'Expected a list of files, got {what}. Fix: pass paths that exist'
     )
-  return found, tuple(sorted(map(option_checks.absolute, found)))
-
-
-def _status(path: str) -> tuple[int, int]:
-  if not option_checks.is_remote(path):
-    status = os.stat(path)
-    return status.st_size, status.st_mtime_ns
-  remote = tf.io.gfile.stat(path)  # Knows whole seconds only.
-  return remote.length, remote.mtime_nsec
+  return found

@@ -1,8 +1,6 @@
 """One frozen options object for every input pipeline."""
 
 import dataclasses
-import os
-import re
 
 from tf_strategies import option_checks
 
@@ -10,10 +8,8 @@ from tf_strategies import option_checks
 # (in a launcher, say) without the seconds that importing TensorFlow takes.
 AUTOTUNE = -1
 
-CACHES = ('none', 'memory', 'disk')
+CACHES = ('none', 'memory')
 AUTOSHARDS = ('off', 'auto', 'data', 'file')
-
-_ADDRESS = re.compile(r'grpc://[^\s/]+:\d{1,5}')
 
 # The largest seed that the int64 attribute of tf.data's shuffle holds.
 _MAX_SEED = 2**63 - 1
@@ -38,19 +34,15 @@ class PipelineOptions:
     seed: the seed of the shuffle and of augmentation. The same seed gives the
       same sequence of epochs, each with an order of its own, whatever
       `tf.random.set_seed` says; None differs from run to run. Workers that
-      share one dataset need the same seed. A service takes none.
+      share one dataset need the same seed.
     num_parallel_calls: parallel calls of a map or an interleave, or AUTOTUNE.
     prefetch: batches prepared ahead of the step; 0 for none, or AUTOTUNE. A
       strategy adds its own: ours hold one more batch, split for the replicas,
       where these are on CPUs; for GPUs see `tf.distribute.InputOptions`.
     cache: where parsed and prepared examples stay after the first epoch:
-      'none', 'memory' or 'disk'. The cache stands before the shuffle, so that
-      every epoch has another order. For arrays, 'memory' keeps what
-      `prepare_fn` returns.
-    cache_path: prefix of the cache's files, only with 'disk'; the name and a
-      fingerprint of the source files follow it. Making a dataset removes
-      unfinished caches of killed runs, damaged ones, and those of files that have
-      changed. Processes that fill caches at the same time need a prefix each.
+      'none' or 'memory'. The cache stands before the shuffle, so that every
+      epoch has another order. For arrays, 'memory' keeps what `prepare_fn`
+      returns.
     autoshard: how several input pipelines share the data: 'off' gives each
       everything, 'data' splits the examples, 'file' the files, 'auto' the
       files if they divide evenly and otherwise the examples.
@@ -59,13 +51,6 @@ class PipelineOptions:
     drop_remainder: leave out a training epoch's last, partial batch, so that
       shapes are static. Evaluation never drops an example.
     repeat: repeat the training split without end.
-    service: 'grpc://host:port' of the dispatcher of a tf.data service, whose
-      workers then read and transform; each example comes from one of them, once
-      an epoch. Their batches arrive in no fixed order (write
-      deterministic=False, and no seed), and each worker ends with a partial
-      batch.
-    service_timeout: seconds in which the dispatcher and one of its workers must
-      answer when a dataset is made.
 
   Raises:
     UnsupportedOptionError: for a value out of its range; the message names
@@ -78,13 +63,10 @@ class PipelineOptions:
   num_parallel_calls: int = AUTOTUNE
   prefetch: int = AUTOTUNE
   cache: str = 'none'
-  cache_path: str | os.PathLike[str] | None = None
   autoshard: str = 'auto'
   deterministic: bool = True
   drop_remainder: bool = False
   repeat: bool = False
-  service: str | None = None
-  service_timeout: float = 10.0
 
   def __post_init__(self):
     option_checks.check_int(
@@ -117,51 +99,7 @@ class PipelineOptions:
     for name in ('deterministic', 'drop_remainder', 'repeat'):
       fix = f'write {name}=True or {name}=False'
       option_checks.check_bool(name, getattr(self, name), fix)
-    self._check_cache_path()
-    self._check_service()
     option_checks.keep_plain(self)
-
-  def _check_service(self):
-    option_checks.check_seconds('service_timeout', self.service_timeout)
-    if self.service is None:
-      return
-    self._check(
-      'service',
-      isinstance(self.service, str) and bool(_ADDRESS.fullmatch(self.service)),
-      "None or 'grpc://host:port'",
-      "write service='grpc://10.0.0.1:5050', the `target` of a "
-      'tf.data.experimental.service.DispatchServer',
-    )
-    # Each epoch is a new job, in which whatever a seed decides begins anew.
-    for name, wanted, why in (
-      ('deterministic', False, 'the batches of its workers have no order'),
-      ('cache', 'none', 'its workers get other examples in each epoch'),
-      ('seed', None, 'its workers would draw the same numbers in each epoch'),
-    ):
-      self._check(
-        name,
-        getattr(self, name) == wanted,
-        f'{name}={wanted!r} with a service: {why}',
-        f'write {name}={wanted!r}, or leave service out',
-      )
-
-  def _check_cache_path(self):
-    path = self.cache_path
-    self._check(
-      'cache_path',
-      self.cache == 'disk' or path is None,
-      f'None when cache={self.cache!r}',
-      "pass cache='disk' as well, or leave cache_path out",
-    )
-    is_path = isinstance(path, str | os.PathLike) and bool(os.fspath(path))
-    self._check(
-      'cache_path',
-      self.cache != 'disk' or is_path,
-      "a path when cache='disk'",
-      "pass cache_path='<directory>/<prefix>' on a disk with room for the "
-      "decoded examples, or cache='memory'",
-    )
-    option_checks.check_local('cache_path', path)
 
   def _check(self, name: str, is_good: bool, allowed: str, fix: str):
     option_checks.check(

@@ -22,7 +22,7 @@ from tf_strategies.data import arrays as arrays_lib
 from tf_strategies.data import files as files_lib
 from tf_strategies.data import options as options_lib
 from tf_strategies.data import plan as plan_lib
-from tf_strategies.data import readers, service, shuffle
+from tf_strategies.data import readers, shuffle
 
 _START = (0, 0)
 
@@ -70,8 +70,7 @@ def make_dataset(
       data make; None for one pass over the data.
     prepare_fn: called with the components of a batch as they are stored (in
       arrays, or as `parse_fn` returns them), returns a batch; deterministic.
-      With a cache it sees each example once; a cache on disk is made again when
-      the function changes.
+      With a cache it sees each example once.
     augment_fn: called with the components of a batch and a seed, in training,
       again in each epoch; returns the batch. The seed, int64 [2], is for
       stateless random ops (`tf.image.stateless_random_flip_left_right`): calls
@@ -88,15 +87,14 @@ def make_dataset(
       own, as with parameter servers.
 
   Returns:
-    A dataset of known cardinality, except from a service. A start in the middle
+    A dataset of known cardinality. A start in the middle
     of a pass takes nothing more for arrays. Files read, but do not decode, the
     records of that pass that come before it.
 
   Raises:
     UnsupportedOptionError: options that do not fit the source, `epochs` or
-      `input_context`; a cache on disk that another process fills.
+      `input_context`.
     DataError: this pipeline's share has no example, or no full batch.
-    WorkerUnavailableError: `service` does not answer in time.
 
   Example:
 
@@ -210,9 +208,8 @@ def _in_a_row(reader, plan) -> tf.data.Dataset:
   """Returns the batches of an epoch, or of one after the other without end."""
   batches = reader.batches()
   # After the batch, so that no batch mixes two epochs; before the map, so that it
-  # runs on into the next epoch. Not in a service, whose workers would never end
-  # an epoch in which the others have examples left.
-  if plan.repeats and plan.options.service is None:
+  # runs on into the next epoch.
+  if plan.repeats:
     batches = batches.repeat()
   return batches
 
@@ -248,19 +245,13 @@ def _load_fn(reader, augment_fn, map_fn, batch_spec) -> BatchFn:
 
 
 def _in_parallel(batches, load, plan) -> tf.data.Dataset:
-  """Maps `load` over batches, here or in a service, ahead of the step."""
+  """Maps `load` over batches, ahead of the step."""
   options = plan.options
   dataset = batches.map(
     load,
     num_parallel_calls=options.num_parallel_calls,
     deterministic=options.deterministic,
   )
-  if options.service is not None:
-    dataset = service.distribute(
-      dataset, options.service, options.service_timeout
-    )
-    if plan.repeats:
-      dataset = dataset.repeat()
   if options.prefetch:
     dataset = dataset.prefetch(options.prefetch)
   chosen = tf.data.Options()

@@ -158,16 +158,6 @@ def make(
     shard_files=options.autoshard == 'file'
     or (options.autoshard == 'auto' and num_files > 0 == num_files % pipelines),
   )
-  if plan.shares_examples and options.service is not None:
-    # The workers of a service share the examples a second time, as they go:
-    # the k-th of one pipeline is not the k-th of another.
-    raise errors.UnsupportedOptionError(
-      f'service={options.service!r} with {pipelines} input pipelines that '
-      'share examples',
-      'one pipeline, or pipelines with files of their own',
-      "write autoshard='file' with a multiple of that many files, or leave "
-      'service out',
-    )
   if plan.is_shuffled and plan.shares_examples and options.seed is None:
     # Each pipeline takes every k-th example of the shuffled order: of orders
     # that differ, some examples would be taken twice and some never.
@@ -180,12 +170,6 @@ def make(
 
 
 def _check_array_options(options: options_lib.PipelineOptions) -> None:
-  if options.cache == 'disk':
-    raise errors.UnsupportedOptionError(
-      "cache='disk' with arrays",
-      "'none' or 'memory' for data that are in memory already",
-      'leave cache out, or use TFRecords',
-    )
   if options.autoshard == 'file':
     raise errors.UnsupportedOptionError(
       "autoshard='file' with arrays",
@@ -204,12 +188,6 @@ def check_stream(
   whole = 'leave epochs and start out'
   for is_good, received, expected, fix in (
     (training, 'training=False', 'training=True', ''),
-    (
-      options.service is None,
-      f'service={options.service!r}',
-      'no service: its workers decide the order as they go',
-      'leave service out, or ',
-    ),
     (
       options.seed is not None,
       'seed=None',

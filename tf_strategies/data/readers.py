@@ -7,17 +7,15 @@ those of a pass, whose order is a function of (seed, number of the pass) alone.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
-from tf_strategies import option_checks
 from tf_strategies.data import arrays as arrays_lib
-from tf_strategies.data import cache, fingerprint, shuffle
 from tf_strategies.data import files as files_lib
 from tf_strategies.data import plan as plan_lib
+from tf_strategies.data import shuffle
 
 # Examples that one call prepares where the result is kept.
 _PREPARE_BATCH = 256
@@ -62,9 +60,7 @@ class ArrayReader:
     plan, n = self._plan, self.num_examples
     if number is not None:
       return self._cut(self._order(number))
-    in_part = plan.is_shuffled and plan.buffer_for(n) < n
-    if in_part or plan.options.service is not None:
-      # The workers of a service share the numbers of a range.
+    if plan.is_shuffled and plan.buffer_for(n) < n:
       indices = tf.data.Dataset.range(n)
       indices = plan.shuffle(indices, None, plan.buffer_for(n))
       if plan.shares_examples:
@@ -147,7 +143,7 @@ class FileReader:
     self._cached = None
     if plan.options.cache != 'none':
       # Made once: all passes read it.
-      self._cached = self._cache(prepare_fn)
+      self._cached = self._cache()
 
   def batches(self, number: tf.Tensor | None = None) -> tf.data.Dataset:
     """Returns batches of the records of a pass; None shuffles them anew."""
@@ -171,7 +167,7 @@ class FileReader:
       batch = self._parse_fn(batch)
     return call(self._files.decode_fn, batch)
 
-  def _cache(self, prepare_fn) -> tf.data.Dataset:
+  def _cache(self) -> tf.data.Dataset:
     files, plan = self._files, self._plan
     records = files.read(plan, is_cached=True)
     examples = records.batch(_PREPARE_BATCH).map(
@@ -185,26 +181,4 @@ class FileReader:
     examples = examples.apply(
       tf.data.experimental.assert_cardinality(files.num_examples)
     )
-    if plan.options.cache == 'memory':
-      return examples.cache()
-    paths = [option_checks.absolute(path) for path in files.paths]
-    name = cache.name_of(
-      plan.options.cache_path,
-      files.name,
-      key=[
-        plan.training,
-        plan.pipeline,
-        plan.num_pipelines,
-        files.selection,
-        sorted(set(map(os.path.dirname, paths))),
-      ],
-      content=[
-        paths,
-        files.counts,
-        files.fingerprints,
-        fingerprint.of_function(files.parse_fn),
-        fingerprint.of_function(prepare_fn),
-        fingerprint.of_graph(self._parse_fn, records.batch(1).element_spec),
-      ],
-    )
-    return cache.on_disk(examples, name, files.num_examples)
+    return examples.cache()

@@ -32,6 +32,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import hashlib
+import inspect
 import os
 import re
 import time
@@ -44,7 +46,6 @@ from examples.datasets import manifest as manifest_lib
 from examples.datasets import tfrecord
 from examples.datasets.extract import converters, shards
 from tf_strategies import errors
-from tf_strategies.data import fingerprint
 
 MODES = ('partial', 'full')
 EXAMPLES_PER_SHARD = 8192
@@ -118,7 +119,7 @@ def extract(
   units = converters.find_units(sources, convert_fn, split)
   settings = manifest_lib.Settings(
     name=name,
-    converter=fingerprint.of_function(convert_fn) if convert_fn else 'built in',
+    converter=_name_of(convert_fn) if convert_fn else 'built in',
     examples_per_shard=int(examples_per_shard),
   )
   where = os.fspath(directory)
@@ -143,6 +144,16 @@ def extract(
       f'{where}: cannot be extracted to ({e}); expected readable sources and a '
       'directory with room for the shards'
     ) from e
+
+
+def _name_of(convert_fn: converters.ConvertFn) -> str:
+  """Returns a name that changes with the source of the function."""
+  function = inspect.unwrap(convert_fn)
+  try:
+    source = inspect.getsource(function)
+  except (OSError, TypeError):
+    source = getattr(function, '__qualname__', type(function).__qualname__)
+  return hashlib.sha256(source.encode()).hexdigest()[:16]
 
 
 class _Extraction:

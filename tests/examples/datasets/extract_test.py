@@ -227,22 +227,6 @@ class PartialTest(ExtractTestCase):
     self.extract(mode='full')
     self.assertEqual(path.read_text('utf-8'), 'kept')
 
-  def test_cache_notices_a_change_that_sizes_and_times_hide(self):
-    options = data_lib.PipelineOptions(
-      4, cache='disk', cache_path=os.path.join(self.new_dir(), 'c')
-    )
-    seen = []
-    for word in ('word3', 'WORD3'):
-      self.write_source(3, word)
-      self.extract(checksum=True)
-      dataset = data_lib.make_dataset(
-        datasets.tfrecords(self.out, 'train', lambda x: x),
-        options,
-        training=False,
-      )
-      seen.append([x for b in dataset.as_numpy_iterator() for x in b][-1])
-    self.assertEqual(seen, [b'word3-6', b'WORD3-6'])
-
 
 class RefusalsTest(ExtractTestCase):
   def test_sources(self):
