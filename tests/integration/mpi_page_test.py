@@ -12,7 +12,7 @@ from absl.testing import absltest, parameterized
 
 from benchmarks import processes
 from tests.architecture import documents, project
-from tf_strategies.strategies.multi_worker import ring_strategy
+from tf_strategies.cluster import workers
 
 _PATH = os.pathsep.join(
   [os.path.dirname(sys.executable), os.environ.get('PATH', '')]
@@ -57,7 +57,7 @@ class MpiPageTest(parameterized.TestCase):
     ({'PMI_SIZE': '2', 'TF_CONFIG': '{}'}, False),
   )
   def test_who_is_one_of_several(self, environ, expected):
-    self.assertEqual(ring_strategy._is_of_mpi(environ), expected)
+    self.assertEqual(workers.is_of_mpi(environ), expected)
 
 
 if __name__ == '__main__':

@@ -1,6 +1,7 @@
 """`create_strategy` refuses every option that is wrong, with a cluster or not."""
 
 import inspect
+import json
 import os
 from unittest import mock
 
@@ -9,10 +10,20 @@ from absl.testing import parameterized
 
 import tf_strategies as tfs
 from tests import virtual_devices
+from tf_strategies.cluster import workers
 from tf_strategies.launch import ports as ports_lib
 from tf_strategies.strategies import registry
 
 virtual_devices.configure()
+
+
+def _config(task_type, **counts):
+  """TF_CONFIG of the last task of a type."""
+  cluster = {
+    job: [f'{job}{i}:1' for i in range(n)] for job, n in counts.items()
+  }
+  task = {'type': task_type, 'index': counts.get(task_type, 1) - 1}
+  return json.dumps({'cluster': cluster, 'task': task})
 
 
 class RegistryTest(parameterized.TestCase):
@@ -20,6 +31,7 @@ class RegistryTest(parameterized.TestCase):
     super().setUp()
     environment = {k: v for k, v in os.environ.items() if k != 'TF_CONFIG'}
     self.enter_context(mock.patch.dict(os.environ, environment, clear=True))
+    self.enter_context(mock.patch.object(workers, '_joined', set()))
 
   @parameterized.parameters(
     ('parameter_server', {'mode': 'asynch'}, "mode='asynch'.*'async'"),
@@ -73,6 +85,48 @@ class RegistryTest(parameterized.TestCase):
   def test_wrong_option(self, name, options, message):
     with self.assertRaisesRegex(tfs.errors.UnsupportedOptionError, message):
       tfs.create_strategy(name, **options)
+
+  @parameterized.product(
+    make=(
+      lambda: tfs.create_strategy('one_device'),
+      lambda: tfs.create_strategy('mirrored'),
+      lambda: tfs.create_strategy('central_storage'),
+      tfs.RingMirroredStrategy,
+      tfs.CentralStorageStrategy,
+    ),
+    job=(
+      ({'TF_CONFIG': _config('worker', worker=2)}, 'worker 1.*worker_ring'),
+      ({'TF_CONFIG': _config('worker', chief=1, worker=2)}, '_worker_ring'),
+      (
+        {'TF_CONFIG': _config('chief', chief=1, worker=2, ps=1)},
+        "create_strategy.'parameter_server'",
+      ),
+      ({'PMI_SIZE': '2'}, 'MPI.*create_strategy.*multi_worker_ring'),
+    ),
+  )
+  def test_local_strategy_of_a_task_that_trains_with_others(self, make, job):
+    environ, message = job
+    os.environ.update(environ)
+    with self.assertRaisesRegex(tfs.errors.UnsupportedOptionError, message):
+      make()
+
+  @parameterized.parameters(
+    {'TF_CONFIG': _config('evaluator', chief=1, worker=2)},
+    {'TF_CONFIG': _config('evaluator', chief=1, worker=2, ps=1)},
+    {'TF_CONFIG': _config('worker', worker=1)},
+    {'TF_CONFIG': '{}', 'PMI_SIZE': '2'},
+  )
+  def test_local_strategy_of_a_task_that_may_be_alone(self, **environ):
+    os.environ.update(environ)
+    for name in ('one_device', 'mirrored', 'ring_mirrored', 'central_storage'):
+      strategy = tfs.create_strategy(name)
+      self.assertIsInstance(strategy, tf.distribute.Strategy)
+
+  def test_local_strategy_beside_that_of_the_job(self):
+    tfs.create_strategy('multi_worker_ring').close()
+    os.environ['TF_CONFIG'] = _config('worker', worker=2)
+    strategy = tfs.create_strategy('ring_mirrored')
+    self.assertIsInstance(strategy, tfs.RingMirroredStrategy)
 
   def test_second_strategy_at_an_address_of_this_process(self):
     address = f'127.0.0.1:{ports_lib.pick_ports(1)[0]}'

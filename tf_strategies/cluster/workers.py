@@ -1,8 +1,18 @@
-"""How to find the link between the workers that a strategy trains on."""
+"""How a strategy finds the other workers, and which strategies must."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from typing import Any
+
+from tf_strategies import option_checks
+from tf_strategies.cluster import config as config_lib
+
+# Set by Open MPI, and by MPICH and its relatives (Intel MPI, MVAPICH).
+_SIZES_OF_MPI = ('OMPI_COMM_WORLD_SIZE', 'PMI_SIZE')
+# The strategies of this process that train together with other tasks, by name.
+_joined: set[str] = set()
 
 
 def link_of(strategy: Any) -> Any | None:
@@ -17,3 +27,46 @@ def link_of(strategy: Any) -> Any | None:
     >>> link_of(types.SimpleNamespace(extended=object()))
   """
   return getattr(strategy.extended, 'communicator', None)
+
+
+def is_of_mpi(environ: Mapping[str, str] = os.environ) -> bool:
+  """Whether MPI started several processes like this one, which train together."""
+  # TF_CONFIG={} asks for a single process.
+  if 'TF_CONFIG' in environ:
+    return False
+  sizes = [environ.get(name, '1') for name in _SIZES_OF_MPI]
+  return any(size.isdecimal() and int(size) > 1 for size in sizes)
+
+
+def note_joined(strategy: str) -> None:
+  """Notes that a strategy of this process trains together with other tasks."""
+  _joined.add(strategy)
+
+
+def check_alone(strategy: str) -> None:
+  """Raises UnsupportedOptionError for a local strategy in a job of several tasks.
+
+  Each task would train a model of its own, and nothing would say so. An evaluator may
+  use one, and so may a program that has made the strategy of its job.
+
+  Args:
+    strategy: the name of the local strategy.
+  """
+  if _joined:
+    return
+  cluster = config_lib.ClusterConfig.from_env()
+  where, meant = 'a process that MPI started', 'multi_worker_ring'
+  is_several = cluster is None and is_of_mpi()
+  if cluster is not None and cluster.training_index is not None:
+    where = f'{cluster.task_type} {cluster.task_index}'
+    is_several = len(cluster.training_tasks) > 1
+    if 'ps' in cluster.jobs:
+      meant = 'parameter_server'
+  option_checks.check(
+    not is_several,
+    f'strategy={strategy!r} on {where} of a job with several tasks, each of which '
+    'would train a model of its own,',
+    f'a strategy that trains one model on all of them, such as {meant!r}',
+    f'write tfs.create_strategy({meant!r}), or start each task with TF_CONFIG={{}} '
+    'if they have nothing to do with each other',
+  )

@@ -12,6 +12,7 @@ from absl import logging
 
 from tf_strategies import cluster as cluster_lib
 from tf_strategies import cross_device, errors, option_checks, process_group
+from tf_strategies.cluster import workers as workers_lib
 from tf_strategies.keras import scope_checks
 from tf_strategies.strategies.central_storage.strategy import (
   CentralStorageStrategy,
@@ -68,6 +69,7 @@ class StrategyOptions(TypedDict, total=False):
 
 def _one_device(devices=None) -> tf.distribute.Strategy:
   """TensorFlow's own strategy on the first of `devices`."""
+  workers_lib.check_alone('one_device')
   return tf.distribute.OneDeviceStrategy(
     devices_lib.resolve_devices(devices)[0]
   )
@@ -75,6 +77,7 @@ def _one_device(devices=None) -> tf.distribute.Strategy:
 
 def _mirrored(devices=None, cross_device_ops=None) -> tf.distribute.Strategy:
   """TensorFlow's own mirrored strategy, for comparison."""
+  workers_lib.check_alone('mirrored')
   if cross_device_ops is not None:
     mirrored_strategy.check_cross_device_ops(cross_device_ops)
   strategy = tf.distribute.MirroredStrategy(

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tf_strategies import _tf_internal, cross_device, errors, option_checks
+from tf_strategies.cluster import workers as workers_lib
 from tf_strategies.cross_device import base as cross_device_base
 from tf_strategies.cross_device import statistics
 from tf_strategies.strategies.central_storage import variables
@@ -69,6 +70,7 @@ class CentralStorageStrategy(
     cross_device_ops: tf.distribute.CrossDeviceOps | None = None,
     reproducible: bool | int = False,
   ):
+    workers_lib.check_alone('central_storage')
     if cross_device_ops is None:
       cross_device_ops = cross_device.NaiveAllReduce()
     mirrored_strategy.check_cross_device_ops(cross_device_ops)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tf_strategies import _tf_internal, cross_device, errors, option_checks
+from tf_strategies.cluster import workers as workers_lib
 from tf_strategies.strategies.mirrored import devices as devices_lib
 from tf_strategies.strategies.mirrored import extended as extended_lib
 from tf_strategies.strategies.mirrored import sharded_state, shards, whole_batch
@@ -115,6 +116,7 @@ class RingMirroredStrategy(ExactStrategy, tf.distribute.MirroredStrategy):
     reproducible: bool | int = False,
     shard_optimizer_state: bool = False,
   ):
+    workers_lib.check_alone('ring_mirrored')
     if cross_device_ops is None:
       cross_device_ops = cross_device.RingAllReduce()
     check_cross_device_ops(cross_device_ops)

@@ -12,6 +12,7 @@ import weakref
 import tensorflow as tf
 
 from tf_strategies import _tf_internal
+from tf_strategies.cluster import workers as workers_lib
 from tf_strategies.strategies import communicator as communicator_lib
 from tf_strategies.strategies.mirrored import extended as mirrored_extended
 from tf_strategies.strategies.mirrored import reducer as reducer_lib
@@ -33,6 +34,7 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
     self, container_strategy, devices, cross_device_ops, make_communicator
   ):
     super().__init__(container_strategy, devices, cross_device_ops)
+    workers_lib.note_joined('multi_worker')
     # Variables by what their gradients are labelled as.
     self._labelled: dict[str, weakref.ref] = {}
     self._input = input_lib.WorkerInput(self)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import tensorflow as tf
 
 from tf_strategies import cluster as cluster_lib
 from tf_strategies import cross_device, option_checks, process_group
 from tf_strategies.cluster import config as config_lib
+from tf_strategies.cluster import workers as workers_lib
 from tf_strategies.process_group import reductions
 from tf_strategies.strategies.mirrored import sharded_state, shards
 from tf_strategies.strategies.mirrored import strategy as mirrored_strategy
@@ -18,9 +18,6 @@ from tf_strategies.strategies.multi_worker import (
   process_group_communicator,
   strategy,
 )
-
-# Set by Open MPI, and by MPICH and its relatives (Intel MPI, MVAPICH).
-_SIZES_OF_MPI = ('OMPI_COMM_WORLD_SIZE', 'PMI_SIZE')
 
 
 @option_checks.has_options
@@ -101,7 +98,9 @@ class MultiWorkerRingStrategy(strategy.MultiWorkerStrategy):
       is_mpi = options.link == 'mpi'
       if not is_mpi:
         cluster = config_lib.given_or_from_env(cluster)
-        is_mpi = options.link == 'auto' and cluster is None and _is_of_mpi()
+        is_mpi = (
+          options.link == 'auto' and cluster is None and workers_lib.is_of_mpi()
+        )
       if not is_mpi:
         resolver = strategy.resolver_of(cluster)
       group, self._rendezvous = _form_group(cluster, options, is_mpi)
@@ -162,15 +161,6 @@ def set_up_of(options: options_lib.RingOptions) -> dict[str, object]:
   if num_shards:
     found |= {'reproducible': num_shards, **shards.surroundings()}
   return found
-
-
-def _is_of_mpi(environ: Mapping[str, str] = os.environ) -> bool:
-  """Whether MPI started several processes like this one, which trains with them."""
-  # TF_CONFIG={} asks for a single process.
-  if 'TF_CONFIG' in environ:
-    return False
-  sizes = [environ.get(name, '1') for name in _SIZES_OF_MPI]
-  return any(size.isdecimal() and int(size) > 1 for size in sizes)
 
 
 def _form_group(cluster, options, is_mpi):

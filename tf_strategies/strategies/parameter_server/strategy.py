@@ -12,6 +12,7 @@ import tensorflow as tf
 from tf_strategies import _keras_internal, _tf_internal, option_checks
 from tf_strategies.checkpoint import model_state
 from tf_strategies.cluster import config as config_lib
+from tf_strategies.cluster import workers as workers_lib
 from tf_strategies.strategies.parameter_server import (
   connection,
   extended,
@@ -123,6 +124,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
       keepalive_timeout=keepalive_timeout,
     )
     self.cluster = connection.checked_cluster(cluster)
+    workers_lib.note_joined('parameter_server')
     workers = tuple(self.cluster.jobs['worker'])
     self.options.check_workers(len(workers))
     # What TensorFlow's __init__ does, with an implementation of our own.
