@@ -28,7 +28,6 @@ costs to the table's 'monitored ms'. See it with
 
   python -m tf_strategies.monitoring.merge step-ring_1mb-*.json \\
     --output=step.json
-  python -m tf_strategies.monitoring.plot step.json step.png
 """
 
 import contextlib

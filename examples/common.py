@@ -119,7 +119,7 @@ flags.DEFINE_float('min_accuracy', None, 'Below it, exit with status 2.', 0, 1)
 flags.DEFINE_string(
   'log_dir',
   None,
-  'Write TensorBoard logs, metrics of each step and watchdog reports here.',
+  'Write TensorBoard logs and metrics of each step here.',
   # absl.logging has a flag of this name, for log files that nobody writes here.
   allow_override=True,
 )
@@ -132,13 +132,6 @@ flags.DEFINE_string(
 )
 flags.DEFINE_list(
   'profile_steps', None, 'First and last step of a profile in --log_dir.'
-)
-flags.DEFINE_float(
-  'watchdog_seconds',
-  None,
-  'Name the stalled rank when a step takes longer; 0 never does. Default: 120 '
-  'with any of the flags above.',
-  0,
 )
 
 
@@ -418,11 +411,9 @@ def monitor_options() -> tfs.monitoring.MonitorOptions | None:
   """Returns what the flags say of a monitor; None if they ask for none."""
   steps = tfs.monitoring.parse_steps(FLAGS.profile_steps)
   paths = (FLAGS.log_dir, FLAGS.metrics_jsonl, FLAGS.timeline)
-  if not (any(paths) or steps or FLAGS.watchdog_seconds):
+  if not (any(paths) or steps):
     return None
   options = {'global_batch_size': FLAGS.global_batch_size}
-  if FLAGS.watchdog_seconds is not None:
-    options['watchdog_seconds'] = FLAGS.watchdog_seconds
   if not FLAGS.verbose:
     options['progress_seconds'] = 0.0
   return tfs.monitoring.MonitorOptions(*paths, steps, **options)

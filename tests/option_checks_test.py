@@ -61,7 +61,6 @@ class OptionChecksTest(parameterized.TestCase):
     (_MONITOR, 'progress_seconds', float('inf')),
     (_MONITOR, 'timeline', 's3://a.json'),
     (_MONITOR, 'timeline_events', _NAMES),
-    (_MONITOR, 'watchdog_seconds', '1'),
     (_PIPELINE, 'autoshard', _NAMES),
     (_PIPELINE, 'cache', None),
     (_PIPELINE, 'global_batch_size', None),

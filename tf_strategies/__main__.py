@@ -35,10 +35,6 @@ _COMMANDS = {
     'put the timelines of several tasks on one clock',
     lambda: importlib.import_module('tf_strategies.monitoring.merge'),
   ),
-  'timeline plot': (
-    'draw some steps of a merged timeline',
-    lambda: importlib.import_module('tf_strategies.monitoring.plot'),
-  ),
 }
 
 

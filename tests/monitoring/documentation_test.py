@@ -6,10 +6,7 @@ from tests import docstrings
 from tf_strategies import monitoring
 
 # Their examples are their usage.
-_COMMANDS = (
-  'tf_strategies.monitoring.merge',
-  'tf_strategies.monitoring.plot',
-)
+_COMMANDS = ('tf_strategies.monitoring.merge',)
 # What `__init__` exports is documented where it is.
 _UNDOCUMENTED = (monitoring.__name__, *_COMMANDS)
 
@@ -23,9 +20,7 @@ class DocumentationTest(parameterized.TestCase):
     docstrings.assert_public_names(self, monitoring)
 
   def test_commands_load_no_tensorflow(self):
-    docstrings.assert_imports_load_none(
-      self, _COMMANDS, ['tensorflow', 'matplotlib']
-    )
+    docstrings.assert_imports_load_none(self, _COMMANDS, ['tensorflow'])
 
 
 if __name__ == '__main__':

@@ -1,7 +1,6 @@
 """What the workers of workers_test.py do: train, and get stuck."""
 
 import os
-import signal
 import time
 
 import keras
@@ -21,9 +20,6 @@ BUCKET_BYTES = 100_000
 # A bucket takes so long at least; the graph asks for it before.
 BUCKET_SECONDS = 0.02
 # Not before batch 4 or 8, whose comparison is no collective.
-SLEEPS_AFTER, STOPS_AFTER, ENDS_AFTER = 5, 7, 9
-SLEEP_SECONDS = 6.0
-WATCHDOG_SECONDS = 1.5
 
 
 def _strategy():
@@ -125,28 +121,3 @@ def measure(rank, directory):
     'at_begin': counter.at_begin,
     'at_end': counter.at_end,
   }
-
-
-class _GetStuck(keras.callbacks.Callback):
-  """Sleeps after one step and stops its process after another."""
-
-  def on_train_batch_end(self, batch, logs=None):
-    done = int(self.model.optimizer.iterations.numpy())
-    if done == SLEEPS_AFTER:
-      time.sleep(SLEEP_SECONDS)
-    elif done == STOPS_AFTER:
-      os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def get_stuck(rank, directory):
-  """Trains; rank 1 sleeps once, and is stopped until somebody continues it."""
-  strategy = _strategy()
-  model = _model(strategy)
-  monitor = keras_callback.MonitorCallback(
-    log_dir=directory,
-    watchdog_seconds=WATCHDOG_SECONDS,
-    progress_seconds=0,
-  )
-  callbacks = [monitor, _GetStuck()] if rank == 1 else [monitor]
-  _fit(model, 1, ENDS_AFTER, callbacks)
-  strategy.close()

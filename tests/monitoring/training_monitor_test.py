@@ -20,7 +20,6 @@ from tf_strategies.monitoring import (
   input_watch,
   keras_callback,
   merge,
-  plot,
   recorder,
   training_monitor,
 )
@@ -40,7 +39,6 @@ class OptionsTest(parameterized.TestCase):
   @parameterized.named_parameters(
     ('every', {'metrics_every_steps': 0}, 'metrics_every_steps=0'),
     ('events', {'timeline_events': 0}, 'timeline_events=0'),
-    ('watchdog', {'watchdog_seconds': -1.0}, 'watchdog_seconds=-1'),
     ('nan', {'progress_seconds': float('nan')}, 'progress_seconds=nan'),
     ('order', {'profile_steps': (5, 4), 'log_dir': 'a'}, 'profile_steps=.5, 4'),
     ('zero', {'profile_steps': (0, 4), 'log_dir': 'a'}, 'profile_steps=.0, 4'),
@@ -65,7 +63,7 @@ class OptionsTest(parameterized.TestCase):
     self.assertEqual(options.path('metrics', 3), 'logs/metrics-3.jsonl')
     options = training_monitor.MonitorOptions(metrics_jsonl='a/m.jsonl')
     self.assertEqual(options.path('metrics', 1), 'a/m-1.jsonl')
-    for kind in ('timeline', 'watchdog', 'tensorboard'):
+    for kind in ('timeline', 'tensorboard'):
       self.assertIsNone(options.path(kind, 0))
 
   def test_steps_of_a_flag(self):
@@ -266,52 +264,6 @@ class MonitorTest(tf.test.TestCase, parameterized.TestCase):
         pass
       self.assertLen(_read_lines(self._path('m-0.jsonl')), number + 1)
 
-  def assert_silent(self, monitor):
-    """The watchdog says nothing, though no step has ended for long."""
-    path = self._path('logs/watchdog-0.log')
-    for _ in range(2):  # What it had begun to say may come yet.
-      size = os.path.getsize(path) if os.path.exists(path) else 0
-      time.sleep(0.5)
-    self.assertEqual(os.path.getsize(path) if os.path.exists(path) else 0, size)
-
-  def test_watchdog_is_silent_after_an_error(self):
-    monitor = self._monitor(log_dir=self._path('logs'), watchdog_seconds=0.1)
-    monitor.start()
-    with self.assertRaises(KeyboardInterrupt), monitor.step():
-      raise KeyboardInterrupt
-    self.assert_silent(monitor)
-    monitor.close()  # The step that failed is none.
-    self.assertEmpty(_read_lines(self._path('logs/metrics-0.jsonl')))
-
-  @pytest.mark.full
-  def test_watchdog_is_silent_after_a_fit_that_raised(self):
-    def fail(batch, logs):
-      raise KeyboardInterrupt
-
-    monitor = self._monitor(log_dir=self._path('logs'), watchdog_seconds=0.1)
-    callback = keras_callback.MonitorCallback(monitor)
-    failing = keras.callbacks.LambdaCallback(on_train_batch_begin=fail)
-    callbacks = keras.callbacks.CallbackList([callback, failing])
-    with self.assertRaises(KeyboardInterrupt):
-      self._fit(tfs.RingMirroredStrategy(['CPU:0']), callbacks)
-    self.assert_silent(monitor)
-
-  @pytest.mark.full
-  def test_watchdog_barks_within_fit(self):
-    def wait(batch, logs):
-      path = self._path('logs/watchdog-0.log')
-      end = time.monotonic() + 60
-      while not os.path.exists(path) and time.monotonic() < end:
-        time.sleep(0.02)
-
-    monitor = self._monitor(log_dir=self._path('logs'), watchdog_seconds=0.1)
-    callback = keras_callback.MonitorCallback(monitor)
-    waiting = keras.callbacks.LambdaCallback(on_train_batch_end=wait)
-    callbacks = keras.callbacks.CallbackList([callback, waiting])
-    self._fit(tfs.RingMirroredStrategy(['CPU:0']), callbacks)
-    with open(self._path('logs/watchdog-0.log'), encoding='utf-8') as f:
-      self.assertIn('no step has finished', f.read())
-
   def test_new_monitor_closes_the_last(self):
     first = self._monitor(metrics_jsonl=self._path('m.jsonl'))
     first.start()
@@ -412,20 +364,6 @@ class MonitorTest(tf.test.TestCase, parameterized.TestCase):
     # The sleep is in it; the clocks agree to a millisecond. Those after it may
     # have begun before they were asked for.
     self.assertGreater(events[0].end_ns - events[0].begin_ns, 49e6)
-
-  def test_plot(self):
-    monitor = self._monitor(timeline=self._path('t.json'))
-    monitor.start()
-    for _ in range(3):
-      with monitor.step(), recorder.span('next', recorder.INPUT):
-        pass
-    monitor.close()
-    trace = merge.load(self._path('t-0.json'))
-    plot.draw(trace, self._path('t.png'), step=2)
-    with open(self._path('t.png'), 'rb') as f:
-      self.assertEqual(f.read(4), b'\x89PNG')
-    with self.assertRaisesRegex(tfs.errors.DataError, 'no step 7.* 1 to 3'):
-      plot.draw(trace, self._path('t.png'), step=7)
 
 
 if __name__ == '__main__':

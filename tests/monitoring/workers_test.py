@@ -5,10 +5,7 @@ import glob
 import itertools
 import json
 import os
-import re
-import signal
 import tempfile
-import time
 
 import pytest
 from absl.testing import absltest
@@ -18,7 +15,6 @@ from tests.monitoring import monitored_workers
 from tf_strategies.monitoring import merge, timeline
 
 _STEPS = monitored_workers.EPOCHS * monitored_workers.STEPS_PER_EPOCH
-_DEADLINE_SECONDS = 90.0
 # Times go through floats of microseconds.
 _ROUNDING_US = 0.01
 
@@ -267,68 +263,6 @@ class MeasuredRunTest(absltest.TestCase):
       if a['args']['kind'] != 'broadcast':
         self.assertLessEqual(a['ts'], b['ts'] + b['dur'])
         self.assertLessEqual(b['ts'], a['ts'] + a['dur'])
-
-
-@pytest.mark.multi_process
-@pytest.mark.full
-class StuckWorkerTest(absltest.TestCase):
-  def test_worker_that_is_waited_for_is_named(self):
-    with (
-      tempfile.TemporaryDirectory() as directory,
-      processes.Workers(
-        monitored_workers.get_stuck, 2, args=(directory,)
-      ) as workers,
-    ):
-      path = os.path.join(directory, 'watchdog-0.log')
-      text = self._wait_for(path, 'does not answer', workers)
-      workers.signal(1, signal.SIGCONT)
-      outcomes = workers.wait()
-      for outcome in outcomes:
-        self.assertEqual(outcome.error_text, '')
-        self.assertEqual(outcome.exitcode, 0)
-      with open(os.path.join(directory, 'watchdog-1.log')) as f:
-        own = f.read()
-    self.assert_sleeper(text, own)
-    self.assert_stopped(text)
-
-  def _wait_for(self, path, text, workers):
-    end = time.monotonic() + _DEADLINE_SECONDS
-    found = ''
-    # The stacks come last.
-    while text not in found or 'most recent call' not in found.split(text)[1]:
-      self.assertLess(time.monotonic(), end, f'{path}: {found}')
-      self.assertTrue(workers.is_alive(0))
-      time.sleep(0.05)
-      if os.path.exists(path):
-        with open(path, encoding='utf-8') as f:
-          found = f.read()
-    return found
-
-  def assert_sleeper(self, text, own):
-    step = monitored_workers.SLEEPS_AFTER + 1
-    match = re.search(
-      r'no step has finished for ([\d.]+) s\.\n'
-      rf' *rank 0 .* waits in step {step} for "reduce/bucket_0".*\n'
-      rf' *rank 1 .* has not reached it: in what follows step {step - 1},.*\n'
-      r' *stalled: rank 1 ',
-      text,
-    )
-    self.assertIsNotNone(match, text)
-    self.assertGreaterEqual(
-      float(match.group(1)), monitored_workers.WATCHDOG_SECONDS
-    )
-    self.assertLess(float(match.group(1)), monitored_workers.SLEEP_SECONDS)
-    # Where it sleeps, in its own log.
-    self.assertRegex(own, r'monitored_workers\.py", line \d+ in on_train_batch')
-
-  def assert_stopped(self, text):
-    step = monitored_workers.STOPS_AFTER + 1
-    self.assertRegex(
-      text,
-      rf' *rank 0 .* waits in step {step} for "reduce/bucket_0".*\n'
-      r' *rank 1 .* does not answer: it is stopped or disconnected\n'
-      r' *stalled: rank 1 ',
-    )
 
 
 if __name__ == '__main__':

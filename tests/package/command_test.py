@@ -18,7 +18,6 @@ _FLAGS = {
   'doctor': ('--wait', '--checkpoint_dir'),
   'manifests': ('--image', '--kind'),
   'timeline merge': ('--output',),
-  'timeline plot': ('--step', '--steps'),
 }
 # As `python -m tf_strategies`, and then what it has loaded.
 _LOADED = """
@@ -70,7 +69,7 @@ class DispatchTest(parameterized.TestCase):
     (['manifest'], 'tfs manifests'),
     (['docter'], 'tfs doctor'),
     (['timeline', 'merg', 'a.json'], 'tfs timeline merge'),
-    (['timeline'], 'tfs timeline merge, tfs timeline plot'),
+    (['timeline'], 'tfs timeline merge'),
   )
   def test_wrong_command_is_answered_with_a_near_one(self, words, near):
     status, out, err = _run(*words)
@@ -90,8 +89,6 @@ class DispatchTest(parameterized.TestCase):
   @parameterized.parameters(
     ('timeline merge', ['--output=a.json'], 'no file'),
     ('timeline merge', ['a.json'], 'no --output'),
-    ('timeline plot', ['a.json'], 'a timeline and a PNG'),
-    ('timeline plot', ['a.json', 'a.png', '--steps=0'], '--steps=0'),
     ('doctor', ['--wait=-1'], '--wait=-1.0'),
     ('launch', ['true'], 'follows a lone --'),
     ('launch', ['--nnodes=2', '--', 'true'], 'without --rendezvous'),

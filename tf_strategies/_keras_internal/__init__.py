@@ -14,7 +14,6 @@ import inspect
 import os
 import pathlib
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -75,28 +74,6 @@ def initial_epoch(model: keras.Model) -> int:
 def set_initial_epoch(model: keras.Model, epoch: int) -> None:
   """Makes `fit` begin in `epoch`; 0 leaves that to its argument."""
   model._initial_epoch = epoch or None
-
-
-def running_fit() -> Callable[[], bool]:
-  """Returns what tells whether the `fit` that this is called in goes on.
-
-  Keras tells no callback of a `fit` that raises, so its frame is looked for.
-  """
-  thread = threading.get_ident()
-
-  def fits() -> list[tuple]:
-    """Those that the thread is in; not frames, which keep alive what `fit` has."""
-    frame, found = sys._current_frames().get(thread), []
-    while frame is not None:
-      if frame.f_code.co_name == 'fit':
-        found.append((id(frame), frame.f_code))
-      frame = frame.f_back
-    return found
-
-  # The outermost: one may call another. None in a loop that calls its callbacks
-  # itself.
-  found = fits()[-1:]
-  return lambda: not found or found[0] in fits()
 
 
 # Optimizers.

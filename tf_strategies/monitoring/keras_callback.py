@@ -12,8 +12,8 @@ class MonitorCallback(keras.callbacks.Callback):
 
   Every worker writes JSON lines with step time, examples per second, the shares
   of communication and input, bytes sent and memory; the same for TensorBoard if it
-  is installed; a timeline for Perfetto; and the reports of a watchdog. The chief
-  prints a line of progress at intervals.
+  is installed; and a timeline for Perfetto. The chief prints a line of progress at
+  intervals.
 
   Keras's progress bar shows `examples/s`, of all workers, and `communication`, the
   share of the time in which collectives were in progress: means of the epoch so far,
@@ -56,7 +56,6 @@ class MonitorCallback(keras.callbacks.Callback):
     profile_steps: tuple[int, int] | None = None,
     metrics_every_steps: int = 1,
     progress_seconds: float = 10.0,
-    watchdog_seconds: float = 120.0,
     global_batch_size: int | None = None,
     timeline_events: int = 100_000,
   ):
@@ -68,7 +67,6 @@ class MonitorCallback(keras.callbacks.Callback):
       profile_steps=profile_steps,
       metrics_every_steps=metrics_every_steps,
       progress_seconds=progress_seconds,
-      watchdog_seconds=watchdog_seconds,
       global_batch_size=global_batch_size,
       timeline_events=timeline_events,
     )
@@ -93,8 +91,6 @@ class MonitorCallback(keras.callbacks.Callback):
     """Opens the files."""
     optimizer = self.model.optimizer
     done = 0 if optimizer is None else int(optimizer.iterations.numpy())
-    # Keras does not report a `fit` that raises.
-    self._monitor.is_running = _keras_internal.running_fit()
     self._monitor.start(self.model.distribute_strategy, done)
 
   def on_epoch_begin(self, epoch, logs=None):
@@ -115,10 +111,6 @@ class MonitorCallback(keras.callbacks.Callback):
     # are left alone: the history is the same in every run.
     if logs is not None:
       logs.update(self._monitor.epoch_logs())
-
-  def on_test_batch_end(self, batch, logs=None):
-    """Tells the watchdog that the evaluation proceeds."""
-    self._monitor.still_alive()
 
   def on_train_end(self, logs=None):
     """Writes the rest."""

@@ -11,8 +11,6 @@
     with monitor.step():         # with next() in it: input is measured there
       train_step(next(iterator))
   monitor.close()
-
-While a loop evaluates, it calls `monitor.still_alive()` after each batch.
 """
 
 import atexit
@@ -22,7 +20,7 @@ import importlib.util
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from absl import logging
@@ -33,7 +31,6 @@ from tf_strategies.monitoring import (
   step_breakdown,
   step_metrics,
   timeline,
-  watchdog,
 )
 
 # A summary costs as much as a small step.
@@ -67,8 +64,8 @@ class MonitorOptions:
     'run-1.json'
 
   Attributes:
-    log_dir: directory for metrics, the watchdog's reports and TensorBoard; the
-      names of each task's files have its rank.
+    log_dir: directory for metrics and TensorBoard; the names of each task's
+      files have its rank.
     metrics_jsonl: file for the metrics, instead of one in `log_dir`.
     timeline: file for a Chrome trace of each task. The rank is inserted into
       this name and that of the metrics, at '{rank}' or before the extension.
@@ -77,9 +74,6 @@ class MonitorOptions:
       must be among them.
     metrics_every_steps: steps per line of the metrics.
     progress_seconds: between two lines of progress, on the chief; 0 for none.
-    watchdog_seconds: how long a step may take before each rank reports what it
-      waits for; 0 for no watchdog. The first step, which traces graphs, counts
-      too.
     global_batch_size: rows of a step, for rates where the input is not visible.
     timeline_events: how many of the newest are kept, at half a kilobyte each.
 
@@ -93,7 +87,6 @@ class MonitorOptions:
   profile_steps: tuple[int, int] | None = None
   metrics_every_steps: int = 1
   progress_seconds: float = 10.0
-  watchdog_seconds: float = 120.0
   global_batch_size: int | None = None
   timeline_events: int = 100_000
 
@@ -104,10 +97,12 @@ class MonitorOptions:
         option_checks.check_path(name, path, f"write {name}='logs'")
         option_checks.check_local(name, path)
         object.__setattr__(self, name, os.fspath(path))
-    for name in ('progress_seconds', 'watchdog_seconds'):
-      option_checks.check_seconds(
-        name, getattr(self, name), or_zero=True, fix=f'write {name}=0 for none'
-      )
+    option_checks.check_seconds(
+      'progress_seconds',
+      self.progress_seconds,
+      or_zero=True,
+      fix='write progress_seconds=0 for none',
+    )
     for name in ('metrics_every_steps', 'timeline_events'):
       option_checks.check_int(name, getattr(self, name), 1)
     if self.global_batch_size is not None:
@@ -137,13 +132,12 @@ class MonitorOptions:
     """The path of a task's file; None if it is not written.
 
     Args:
-      kind: 'metrics', 'timeline', 'watchdog' or 'tensorboard'.
+      kind: 'metrics', 'timeline' or 'tensorboard'.
       rank: of the task.
       generation: of its group: each has its own timeline; lines are appended.
     """
     name = {
       'metrics': f'metrics-{rank}.jsonl',
-      'watchdog': f'watchdog-{rank}.log',
       'tensorboard': f'rank-{rank}',
     }.get(kind)
     which = str(rank)
@@ -169,8 +163,6 @@ class TrainingMonitor:
 
   Attributes:
     options: what is measured.
-    is_running: asked before the watchdog reports; if False, it pauses until
-      another step begins.
   """
 
   _running: 'TrainingMonitor | None' = None
@@ -185,7 +177,6 @@ class TrainingMonitor:
     if TrainingMonitor._running is not None:
       TrainingMonitor._running.close()
     self.options = options
-    self.is_running: Callable[[], bool] = lambda: True
     # What the running step has recorded.
     self._events: list[recorder.Event] = []
     self._log = timeline.Log(self.options.timeline_events)
@@ -193,7 +184,7 @@ class TrainingMonitor:
     self._listening.enter_context(recorder.listening(self))
     if self.options.timeline is not None:
       self._listening.enter_context(recorder.listening(self._log))
-    self._strategy = self._group = self._watchdog = None
+    self._strategy = self._group = None
     self._json = self._summaries = None
     self._rank, self._world_size, self._generation = 0, 1, 1
     self._is_started = self._is_closed = False
@@ -214,8 +205,7 @@ class TrainingMonitor:
     """Starts the measurement of a run.
 
     Args:
-      strategy: that trains. If it has a `process_group`, bytes are counted and
-        the watchdog asks the other ranks.
+      strategy: that trains. If it has a `process_group`, bytes are counted.
       first_step: steps completed before this run.
     """
     option_checks.check_int('first_step', first_step, 0)
@@ -225,10 +215,6 @@ class TrainingMonitor:
     self._first_step, self._strategy = int(first_step), strategy
     self._told = time.monotonic()
     self._open()
-    if self.options.watchdog_seconds:
-      self._watchdog = watchdog.Watchdog(
-        self.options.watchdog_seconds, self._describe, self._path('watchdog')
-      )
 
   def _open(self) -> None:
     """Opens the files of a group, or of a process that is in none."""
@@ -277,8 +263,6 @@ class TrainingMonitor:
       yield
     except BaseException:
       self._began = None
-      if self._watchdog is not None:
-        self._watchdog.pause()
       raise
     self.end_step()
 
@@ -286,12 +270,8 @@ class TrainingMonitor:
     """Starts a step."""
     if not self._is_started or self._is_closed:
       return
-    if self._watchdog is not None:
-      self._watchdog.step_began()
     number = self._first_step + self._steps + 1
     recorder.set_step(number)
-    if self._group is not None:
-      self._group.annotate(f'step {number}')
     first, last = self.options.profile_steps or (0, 0)
     if first <= self._steps + 1 <= last and self._profiles is None:
       import tensorflow as tf
@@ -316,10 +296,6 @@ class TrainingMonitor:
       *whole,
       steps=num_steps,
     )
-    if self._watchdog is not None:
-      self._watchdog.step_finished()
-    if self._group is not None:
-      self._group.annotate(f'what follows step {number}')
     if self._profiles and self._steps >= self.options.profile_steps[1]:
       self._stop_profile()
     found = step_breakdown.break_down(whole, self._events)
@@ -352,11 +328,6 @@ class TrainingMonitor:
     found = {name: rates[key] for name, key in _LOGS.items()}
     return {name: each for name, each in found.items() if each is not None}
 
-  def still_alive(self) -> None:
-    """Restarts the watchdog's deadline, between steps."""
-    if self._watchdog is not None:
-      self._watchdog.step_finished()
-
   def close(self) -> None:
     """Writes the rest and turns the recorder off; idempotent."""
     if self._is_closed:
@@ -366,8 +337,6 @@ class TrainingMonitor:
     self._listening.close()
     if TrainingMonitor._running is self:
       TrainingMonitor._running = None
-    if self._watchdog is not None:
-      self._watchdog.close()
     if self._profiles:
       self._stop_profile()
     elif self.options.profile_steps and self._profiles is None:
@@ -387,17 +356,6 @@ class TrainingMonitor:
     return step_metrics.Totals(
       self._world_size, self.options.global_batch_size, self._group
     )
-
-  def _describe(self) -> str | None:
-    if not self.is_running():
-      return None
-    if self._group is None:
-      return f'step {recorder.step()} is the last that began'
-    if self._group.failure is not None:
-      return None  # Training has ended with an error that explains it.
-    said = self._group.describe_ranks()
-    names = [str(member) for member in self._group.members]
-    return watchdog.explain(self._rank, names, said)
 
   def _tell(self, number: int) -> None:
     if self._totals.steps >= self.options.metrics_every_steps:

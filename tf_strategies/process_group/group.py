@@ -252,30 +252,10 @@ class ProcessGroup(abc.ABC):
     Returns:
       `sequence` (the number of its newest collective, from 1; 0 before it),
       `busy` (whether that is running, `seconds` how long), `name` of the
-      tensor, `text` for people, `exchanges` (seconds of those that are open, by
-      tag), and `note`, what `annotate` said.
+      tensor, `text` for people, and `exchanges` (seconds of those that are open,
+      by tag).
     """
     return self._state.describe()
-
-  def describe_ranks(
-    self, timeout_seconds: float = 1.0
-  ) -> dict[int, dict[str, Any]]:
-    """Asks the other ranks where they are, beside all that is running.
-
-    A thread of their group answers, whatever the program does there.
-
-    Returns:
-      What `describe` says, by rank, of those that answer in time. Rank 0 asks
-      all ranks; another rank has a connection to rank 0 alone.
-    """
-    option_checks.check_seconds('timeout_seconds', timeout_seconds)
-    if self._control is None or self._closed:
-      return {self.rank: self.describe()}
-    return self._control.describe_ranks(float(timeout_seconds))
-
-  def annotate(self, note: str) -> None:
-    """Adds a few words to what this rank says of itself from now on."""
-    self._state.note = str(note)
 
   def pending_joiners(self) -> tuple[int, ...]:
     """Tasks that wait for the group to form again; none if not elastic."""

@@ -114,7 +114,6 @@ class GroupState:
     self.rank = rank
     self.generation = generation
     self.operation = Operation()  # The newest collective.
-    self.note = ''  # What the program says of itself, its step, say.
     self.failure: FailureReport | None = None
     self.failed = threading.Event()
     # The last collective of each rank that has left, in the order of leaving.
@@ -184,7 +183,6 @@ class GroupState:
       'text': operation.text,
       'seconds': now - operation.since if operation.busy else 0.0,
       'exchanges': {t: now - s for t, s in list(self._exchanges.items())},
-      'note': self.note,
       'recent': {str(k): v for k, v in list(self._recent)},
     }
 

@@ -118,18 +118,6 @@ class ControlPlane:
         f'{timeout_seconds:g} s.'
       ) from None
 
-  def describe_ranks(self, timeout_seconds: float) -> dict[int, Any]:
-    """See `ProcessGroup.describe_ranks`."""
-    inquiry = self._ask_all(timeout_seconds)
-    try:
-      future = asyncio.run_coroutine_threadsafe(inquiry, self._host.loop)
-      return future.result(timeout_seconds + _FLUSH_SECONDS)
-    except RuntimeError:
-      inquiry.close()  # The loop has ended.
-    except (concurrent.futures.CancelledError, concurrent.futures.TimeoutError):
-      pass  # The loop ends, or it is stuck itself.
-    return {self._state.rank: self._state.describe()}
-
   def joiners(self) -> tuple[int, ...]:
     """Tasks that wait for a new group and can join it, as rank 0 says.
 
