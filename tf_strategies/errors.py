@@ -96,6 +96,14 @@ class CheckpointMismatchError(Error, ValueError):
   """A checkpoint that does not belong to this model or this run."""
 
 
+class InUseError(Error, RuntimeError):
+  """A checkpoint directory into which a live process of another run writes."""
+
+
+class TakenOverError(Error, RuntimeError):
+  """A checkpoint directory, or parameter servers, that another run has taken."""
+
+
 class ClusterConfigError(Error, ValueError):
   """A cluster description (TF_CONFIG and its relatives) that is malformed."""
 

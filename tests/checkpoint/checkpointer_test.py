@@ -4,7 +4,9 @@ import errno
 import json
 import os
 import random
+import shutil
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -18,7 +20,7 @@ from absl.testing import absltest, parameterized
 
 from benchmarks import processes
 from tf_strategies import errors
-from tf_strategies.checkpoint import checkpointer
+from tf_strategies.checkpoint import checkpointer, ownership
 
 _DEADLINE_SECONDS = 60
 
@@ -96,6 +98,10 @@ class CheckpointerTest(parameterized.TestCase):
     self.directory = os.path.join(directory.name, 'checkpoints')
     self.store = checkpointer.Checkpointer(self.directory)
 
+  def _listed(self):
+    """What is in the directory, beside the file that names the owner."""
+    return set(os.listdir(self.directory)) - {'owner.json'}
+
   def _save(self, number):
     arrays = {'a': number * 1000 + np.arange(100), 'b': np.float32(number)}
     return self.store.save(arrays, {'number': number})
@@ -172,7 +178,7 @@ class CheckpointerTest(parameterized.TestCase):
     paths = [self._save(number) for number in range(5)]
     self.assertEqual(self.store.paths(), paths[-2:])
     self.assertCountEqual(
-      os.listdir(self.directory), [os.path.basename(p) for p in paths[-2:]]
+      self._listed(), [os.path.basename(p) for p in paths[-2:]]
     )
     self.assertEqual(self.store.newest().metadata['number'], 4)
 
@@ -275,7 +281,7 @@ class CheckpointerTest(parameterized.TestCase):
     # What is left of it goes with the next.
     path = self._save(4)
     self.assertEqual(
-      sorted(os.listdir(self.directory)),
+      sorted(self._listed()),
       [os.path.basename(p) for p in (paths[1], path)],
     )
 
@@ -286,12 +292,12 @@ class CheckpointerTest(parameterized.TestCase):
       self.assertRaises(errors.StorageError),
     ):
       self._save(1)
-    (left,) = os.listdir(self.directory)
+    (left,) = self._listed()
     with mock.patch.object(checkpointer.shutil, 'rmtree'):
       self._save(1)
     self.assertEqual(self.store.newest().metadata['number'], 1)
     self._save(2)
-    self.assertNotIn(left, os.listdir(self.directory))
+    self.assertNotIn(left, self._listed())
 
   @parameterized.parameters(0, -1, 1.5, None)
   def test_bad_number_to_keep(self, number):
@@ -345,6 +351,7 @@ def save(number, last=0):
 
 save(1)
 save(2)
+store.release()
 for last in itertools.count(1):
   before = store.newest().metadata['number']
   child = os.fork()
@@ -423,6 +430,146 @@ class KilledWriterTest(absltest.TestCase):
   @pytest.mark.soak
   def test_killed_while_it_saves_many_times(self):
     self.assert_survives_kills(200)
+
+
+# Saves, starts a copy of itself by a fork, says so, and does nothing more.
+_OWNER = """
+import os, sys, time
+import numpy as np
+from tf_strategies.checkpoint import checkpointer
+store = checkpointer.Checkpointer(sys.argv[1])
+store.save({'a': np.arange(3)}, {})
+child = os.fork()
+if child:
+  print(child, flush=True)
+time.sleep(60)
+"""
+
+
+class OwnerTest(parameterized.TestCase):
+  """A directory has one writer, and a run does not continue another one's."""
+
+  def setUp(self):
+    super().setUp()
+    directory = tempfile.TemporaryDirectory()
+    self.addCleanup(directory.cleanup)
+    self.directory = os.path.join(directory.name, 'checkpoints')
+    self.store = checkpointer.Checkpointer(self.directory)
+    self.addCleanup(self.store.release)
+
+  def start_as(self, run):
+    """From now on this process is one that has just begun, of a run."""
+    self.store.release()
+    self.enter_context(mock.patch.dict(os.environ, {'TFS_RUN_ID': run}))
+    self.store = checkpointer.Checkpointer(self.directory)
+    self.store.acquire()
+
+  def save(self, **description):
+    self.store.save({'a': np.arange(3)}, {'description': description})
+
+  def check(self):
+    self.store.check_run(self.store.newest())
+
+  @pytest.mark.multi_process
+  def test_live_writer_keeps_others_out_and_a_killed_one_does_not(self):
+    with processes.Command(
+      [sys.executable, '-c', _OWNER, self.directory],
+      env=processes.python_environment({'TFS_RUN_ID': 'first'}),
+      deadline_seconds=_DEADLINE_SECONDS,
+    ) as owner:
+      owner.wait_until(lambda: owner.output().strip())
+      before = self.store.paths()
+      with (
+        mock.patch.object(ownership, '_OTHER_RUN_SECONDS', 0.5),
+        self.assertRaisesRegex(
+          errors.InUseError,
+          f'run first .process {owner.pid} on {socket.gethostname()}, since .*Fix',
+        ),
+      ):
+        self.save()
+      self.assertEqual(self.store.paths(), before)
+      # Its copy lives on, and has the same open files.
+      self.assertEqual(owner.kill(), -signal.SIGKILL)
+      child = int(owner.output())
+      self.addCleanup(os.kill, child, signal.SIGKILL)
+      os.kill(child, 0)
+      began = time.monotonic()
+      self.save()
+      self.assertLess(time.monotonic() - began, 5)
+
+  def test_restarted_run_does_not_continue_the_one_that_took_over(self):
+    self.start_as('a')
+    self.save()
+    self.start_as('b')
+    self.check()  # A run that begins continues what is there.
+    self.start_as('a')
+    self.check()  # The other one has written nothing.
+    self.save()
+    self.start_as('b')
+    for _ in range(2):  # It stays so at each restart.
+      with self.assertRaisesRegex(
+        errors.TakenOverError, 'by run a, which took over .* this run, b'
+      ):
+        self.check()
+      self.start_as('b')
+    self.start_as('c')
+    self.check()
+    self.save()
+    self.start_as('a')
+    with self.assertRaises(errors.TakenOverError):
+      self.check()
+    self.store.release()
+    os.remove(os.path.join(self.directory, 'owner.json'))
+    self.start_as('a')
+    self.check()
+
+  def test_description_of_another_run(self):
+    self.start_as('a')
+    self.save(rate=0.1, seed=None, old=1)
+    self.start_as('b')
+    found = self.store.newest()
+    self.store.check_description(found, {'rate': 0.1, 'seed': None, 'new': 2})
+    with self.assertRaisesRegex(
+      errors.CheckpointMismatchError,
+      'rate was 0.1 and is 0.2; seed was None and is 3.*delete .*owner.json',
+    ):
+      self.store.check_description(found, {'rate': 0.2, 'seed': 3})
+    self.store.release()
+    os.remove(os.path.join(self.directory, 'owner.json'))
+    self.start_as('b')
+    self.store.check_description(found, {'rate': 0.2})
+    # Also when it starts again before its first save, and not for what it saves.
+    self.start_as('b')
+    self.store.check_description(found, {'rate': 0.2})
+    self.save(rate=0.2)
+    with self.assertRaises(errors.CheckpointMismatchError):
+      self.store.check_description(self.store.newest(), {'rate': 0.1})
+
+  def test_without_locks_the_newest_process_is_the_owner(self):
+    self.enter_context(
+      mock.patch.object(
+        ownership.fcntl, 'flock', side_effect=OSError(errno.ENOLCK, 'none')
+      )
+    )
+    self.start_as('a')
+    self.save()
+    path = os.path.join(self.directory, 'owner.json')
+    with open(path, encoding='utf-8') as f:
+      other = {**json.load(f), 'process': 'other', 'run': 'b', 'host': 'far'}
+    with open(path, 'r+', encoding='utf-8') as f:
+      json.dump(other, f)
+      f.truncate()
+    with self.assertRaisesRegex(errors.TakenOverError, 'run b .* on far'):
+      self.save()
+
+  def test_directory_that_was_deleted_is_owned_again(self):
+    self.start_as('a')
+    self.save()
+    shutil.rmtree(self.directory)
+    self.save()
+    self.assertLen(self.store.paths(), 1)
+    other = checkpointer.Checkpointer(self.directory)
+    other.acquire()  # The same process.
 
 
 if __name__ == '__main__':

@@ -18,6 +18,7 @@ _PERMANENT = (
   errors.CollectiveMismatchError('x'),
   errors.ResourceLimitError('x'),
   errors.StorageError('x'),
+  errors.TakenOverError('x'),
   RuntimeError('x'),
   KeyError('x'),
 )
@@ -26,6 +27,8 @@ _RESTARTABLE = (
   errors.WorkerUnavailableError('x'),
   errors.ParameterServerUnavailableError('x'),
   errors.CollectiveTimeoutError('x'),
+  # The other process may be one that is about to end.
+  errors.InUseError('x'),
 )
 _DONE = (errors.JobFinishedError('x'),)
 

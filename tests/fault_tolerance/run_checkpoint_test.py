@@ -256,6 +256,47 @@ class RunCheckpointTest(tf.test.TestCase, parameterized.TestCase):
     for name, value in self._state(model).items():
       np.testing.assert_array_equal(value, before[name], name)
 
+  def test_another_run_can_be_read_and_not_continued(self):
+    """What nobody has put into `settings`: the optimizer's numbers, the seed."""
+    tfs.RunCheckpoint(self.directory, _model()).save(1)
+    other = tfs.RunCheckpoint(
+      self.directory, _model(seed=2, optimizer=keras.optimizers.Adam(0.5))
+    )
+    self.assertEqual(other.restore(), Position(1))
+    message = 'learning_rate was 0.00.* and is 0.5; random seed was 1 and is 2'
+    for begin in (
+      lambda: other.save(2),
+      tfs.ResumeFit(other).on_train_begin,
+      tfs.Preemption(other).__enter__,
+    ):
+      with self.assertRaisesRegex(tfs.errors.CheckpointMismatchError, message):
+        begin()
+    same = tfs.RunCheckpoint(self.directory, _model())
+    self.assertEqual(same.restore(), Position(1))
+    same.save(2)
+
+  def test_a_learning_rate_that_callbacks_changed_is_no_other_run(self):
+    model = _model()
+    tfs.RunCheckpoint(self.directory, model).save(1)
+    _fit(model)
+    model.optimizer.learning_rate = 0.5
+    checkpoint = tfs.RunCheckpoint(self.directory, model)
+    self.assertEqual(checkpoint.restore(), Position(1))
+    checkpoint.save(2)
+
+  def test_logs_where_it_resumes_and_that_it_has_finished(self):
+    model = _model()
+    checkpoint = tfs.RunCheckpoint(self.directory, model)
+    path = checkpoint.save(1, 2)
+    for is_finished, text in (
+      (False, f'Resumed from {path}, at epoch 1, step 2'),
+      (True, f'This run has finished: .*{path}, at epoch 1, step 2'),
+    ):
+      checkpoint.mark_finished(is_finished)
+      with self.assertLogs(level='WARNING') as logs:
+        checkpoint.restore()
+      self.assertRegex(logs.output[0], text)
+
   def test_settings_that_equal_themselves_as_json_only(self):
     settings = {'clip': float('nan'), 'sizes': (1, 2)}
     model = _model()

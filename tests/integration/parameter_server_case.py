@@ -63,13 +63,13 @@ class FaultsTestCase(parameterized.TestCase, tf.test.TestCase):
     return sorted(pathlib.Path(self.checkpoints).glob('checkpoint-*'))
 
   def left(self):
-    """The names of what is no checkpoint."""
-    names = os.listdir(self.checkpoints)
+    """The names of what is no checkpoint, and does not name the owner."""
+    names = set(os.listdir(self.checkpoints)) - {'owner.json'}
     return [n for n in names if not n.startswith('checkpoint-')]
 
   def files(self):
     """Contents of all files of checkpoints by path."""
-    paths = sorted(pathlib.Path(self.checkpoints).rglob('*'))
+    paths = sorted(pathlib.Path(self.checkpoints).glob('*/**/*'))
     return {str(p): p.read_bytes() for p in paths if p.is_file()}
 
 

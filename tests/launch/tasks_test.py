@@ -115,7 +115,8 @@ class EnvironmentTest(absltest.TestCase):
       'TFS_RESTART_COUNT': '9',
       'PYTHONUNBUFFERED': '',
     }
-    found = tasks.full_environment(_plan(job_lib.Job())[0], inherited, 3)
+    spec = _plan(job_lib.Job())[0]
+    found = tasks.full_environment(spec, inherited, 3)
     self.assertEqual(
       found,
       {
@@ -125,8 +126,33 @@ class EnvironmentTest(absltest.TestCase):
         'TFS_TERMINATED_EXIT_CODE': '143',
         'TF_CPP_MIN_LOG_LEVEL': '1',
         'PYTHONUNBUFFERED': '1',
+        'TFS_RUN_ID': spec.environment['TFS_RUN_ID'],
       },
     )
+
+  def test_run_is_the_same_on_all_tasks_and_restarts_and_not_in_another_launch(
+    self,
+  ):
+    specs = _plan(_ALL)
+    found = {
+      tasks.full_environment(spec, inherited, count)['TFS_RUN_ID']
+      for spec in specs
+      for count in range(2)
+      for inherited in ({}, {'TFS_RUN_ID': ''})
+    }
+    self.assertLen(found, 1)
+    node = tasks.Node(tasks.LOOPBACK, job_lib.Job().all_counts, [1000])
+    others = [
+      tasks.plan_tasks([node], ['run'], secret)[0].environment['TFS_RUN_ID']
+      for secret in ('abcd', 'ef01')
+    ]
+    self.assertLen({*found, *others}, 3)
+    for named in (
+      {'SLURM_JOB_ID': '17'},
+      {'SLURM_JOB_ID': '18', 'TFS_RUN_ID': '17'},
+    ):
+      own = tasks.full_environment(specs[0], named, 0)
+      self.assertEqual(own['TFS_RUN_ID'], '17')
 
   def test_status_of_a_server_is_what_the_user_says(self):
     inherited = {'TFS_TERMINATED_EXIT_CODE': '0', 'TF_CPP_MIN_LOG_LEVEL': '0'}

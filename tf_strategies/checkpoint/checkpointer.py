@@ -28,6 +28,7 @@ import numpy as np
 from absl import logging
 
 from tf_strategies import errors, option_checks
+from tf_strategies.checkpoint import ownership
 
 if TYPE_CHECKING:  # It needs TensorFlow, which takes seconds to load.
   from tf_strategies.checkpoint import pieces
@@ -130,12 +131,14 @@ class Checkpoint:
   arrays: StoredArrays
   # Reasons by path, of newer checkpoints that are damaged.
   skipped: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  # Name of the run that wrote it; None if an old version of this package did.
+  run: str | None = None
 
 
 class Checkpointer:
-  """Keeps the newest checkpoints of a directory; for one writer at a time.
+  """Keeps the newest checkpoints of a directory, which has one writer at a time.
 
-  The first `save` creates the directory, in a POSIX file system.
+  The first `save` or `acquire` creates the directory, in a POSIX file system.
   """
 
   def __init__(self, directory: str | os.PathLike[str], max_to_keep: int = 2):
@@ -152,6 +155,63 @@ class Checkpointer:
     self.directory = os.fspath(directory)
     self._max_to_keep = max_to_keep
     self._damaged: set[str] = set()
+    self._ownership = ownership.Ownership(self.directory)
+
+  def acquire(self) -> None:
+    """Makes this process the only one that writes; `save` does it too.
+
+    Raises:
+      InUseError: a live process of another run writes there.
+      TakenOverError: another process has become the writer.
+      StorageError: the directory cannot be written.
+    """
+    with _typed(self.directory, 'written'):
+      self._ownership.acquire(max(map(_number, self.paths()), default=0))
+
+  def release(self) -> None:
+    """Lets another process write."""
+    self._ownership.release()
+
+  def warn_if_in_use(self) -> None:
+    """Logs a warning if another process that lives is the writer."""
+    self._ownership.warn_if_in_use()
+
+  def check_run(self, found: Checkpoint) -> None:
+    """Raises TakenOverError if another run has taken over from this one."""
+    self._ownership.check_run(found.path, _number(found.path), found.run)
+
+  def check_description(
+    self, found: Checkpoint, description: Mapping[str, Any]
+  ) -> None:
+    """Raises CheckpointMismatchError for a checkpoint of another run.
+
+    Not where the user has deleted the file that names the owner.
+
+    Args:
+      found: the checkpoint; its metadata has the 'description' of its run.
+      description: of this run; values of JSON by name.
+    """
+    if self._ownership.may_continue(_number(found.path)):
+      return
+    saved = found.metadata.get('description', {})
+    names = saved.keys() & description.keys()
+    different = different_settings(
+      {name: saved[name] for name in names},
+      {name: description[name] for name in names},
+    )
+    if different:
+      raise errors.CheckpointMismatchError(
+        f'{found.path} is not a checkpoint of this run: {"; ".join(different)}. '
+        'Fix: start the run as it was started before, or pass another directory. '
+        f'To continue the checkpoint all the same, delete {self._ownership.path}.'
+      )
+
+  def log_restored(self, found: Checkpoint, position: object) -> None:
+    """Logs where a run continues, or that it has finished."""
+    what = 'Resumed from'
+    if self.is_finished:
+      what = 'This run has finished: nothing is left but what is new since'
+    logging.warning('%s %s, at %s.', what, found.path, position)
 
   def paths(self) -> list[str]:
     """Returns the directories of all checkpoints, oldest first."""
@@ -184,8 +244,11 @@ class Checkpointer:
 
     Raises:
       StorageError: it cannot be written; the previous checkpoints are untouched.
+      InUseError, TakenOverError: as `acquire`.
     """
+    self.acquire()
     with _typed(self.directory, 'written'):
+      self._ownership.note_write()
       path, paths = self._write(arrays, metadata, write_tables)
     try:
       whole = [p for p in paths if p not in self._damaged]
@@ -225,6 +288,7 @@ class Checkpointer:
     contents = {
       'format': _FORMAT,
       'metadata': dict(metadata),
+      'run': ownership.run_id(),
       **_write_arrays(os.path.join(temporary, _ARRAYS), pairs),
     }
     tables = write_tables(temporary) if write_tables else {}
@@ -320,7 +384,9 @@ class Checkpointer:
       specs[name] = ArraySpec(dtype, tuple(shape), offset)
       offset += _dtype(dtype).itemsize * math.prod(shape)
     arrays = StoredArrays(file, specs, tables)
-    return Checkpoint(path, contents['metadata'], arrays)
+    return Checkpoint(
+      path, contents['metadata'], arrays, run=contents.get('run')
+    )
 
   @property
   def is_finished(self) -> bool:
@@ -369,6 +435,18 @@ def _typed(directory: str, what: str) -> Iterator[None]:
     )
     error.errno, error.filename = e.errno, e.filename
     raise error from e
+
+
+def different_settings(
+  saved: Mapping[str, Any], settings: Mapping[str, Any]
+) -> list[str]:
+  """Returns a text for each setting that differs."""
+  return [
+    f'{name} was {saved.get(name)!r} and is {settings.get(name)!r}'
+    for name in sorted({*saved, *settings})
+    # As text: a nan equals no other.
+    if json.dumps(saved.get(name)) != json.dumps(settings.get(name))
+  ]
 
 
 def _number(path: str) -> int:

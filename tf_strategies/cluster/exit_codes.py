@@ -54,6 +54,8 @@ def exit_code(error: BaseException) -> int:
     errors.CollectiveMismatchError,
     errors.ResourceLimitError,
     errors.ScopeError,
+    # The other run would be interrupted in its turn.
+    errors.TakenOverError,
   )
   is_ours = isinstance(error, errors.Error) and isinstance(error, RuntimeError)
   if is_ours and not isinstance(error, lasting):

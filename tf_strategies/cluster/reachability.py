@@ -1,9 +1,10 @@
 """Which tasks of a job accept connections, and waiting until all of them do."""
 
+import contextlib
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from absl import logging
 
@@ -79,6 +80,25 @@ def wait_for_tasks(
       )
       log_at = now + _SECONDS_BETWEEN_LOGS
     time.sleep(min(_POLL_SECONDS, ends_at - now))
+
+
+@contextlib.contextmanager
+def serving(task: str, address: str | None) -> Iterator[None]:
+  """Context in which TensorFlow starts the server of a task.
+
+  Raises:
+    RendezvousError: the server cannot listen, mostly since its port is taken.
+  """
+  import tensorflow as tf
+
+  try:
+    yield
+  except tf.errors.UnknownError as e:
+    raise errors.RendezvousError(
+      f'{task} cannot serve at {address}: {e.message}. Expected an address of '
+      'this host with a free port. Fix: end the process that listens there, '
+      'such as an earlier start of this task, or give this task another port.'
+    ) from e
 
 
 class _Probe(threading.Thread):

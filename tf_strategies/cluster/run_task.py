@@ -11,7 +11,7 @@ from typing import Any, NoReturn, TypeVar
 
 from absl import logging
 
-from tf_strategies import errors, option_checks
+from tf_strategies import option_checks
 from tf_strategies.cluster import checks, config, exit_codes, reachability
 
 _Result = TypeVar('_Result')
@@ -163,7 +163,7 @@ def _serve(cluster: config.ClusterConfig) -> None:
   # Its port answers before the server is returned, and a signal that comes
   # meanwhile is handled as soon as it is.
   leaving.may_serve = True
-  try:
+  with reachability.serving(task, cluster.address):
     # No config: TensorFlow says how many inter-op threads there are.
     server = tf.distribute.Server(
       tf.train.ClusterSpec(jobs),
@@ -171,11 +171,6 @@ def _serve(cluster: config.ClusterConfig) -> None:
       task_index=cluster.task_index,
       protocol='grpc',
     )
-  except tf.errors.OpError as e:
-    raise errors.RendezvousError(
-      f'{task} cannot serve at {cluster.address}: {e.message}. If another '
-      'process listens at that port, end it or give this task another port.'
-    ) from e
   logging.info('%s serves at %s.', task, cluster.address)
   # In another thread: while the main thread is in C++, Python sees no signal.
   joining = threading.Thread(target=server.join, name='server', daemon=True)

@@ -105,6 +105,7 @@ class Preemption:
         'the main thread, which receives signals in Python',
         'enter it in the main thread, and train there',
       )
+    self._checkpoint.own()
     # Otherwise its handlers would be restored later.
     abandoned, Preemption._in_fit = Preemption._in_fit, None
     unseen = abandoned._put_back() if abandoned else None
@@ -246,6 +247,9 @@ class _ServerCheckpoint:
         'pass tfs.RunCheckpoint(directory, model)',
       )
     self.strategy = strategy
+
+  def own(self) -> None:
+    """Nothing: the strategy owns its directory since it was made."""
 
   def check_open(self) -> None:
     """Checks, from the first step on, that the strategy can save."""

@@ -7,7 +7,6 @@ import types
 
 import keras
 import tensorflow as tf
-from absl import logging
 
 from tf_strategies import _keras_internal, errors, option_checks
 from tf_strategies.checkpoint import model_state
@@ -56,8 +55,8 @@ class ResumeFit(keras.callbacks.Callback):
   def on_train_begin(self, logs=None):
     """Restores, and tells Keras and the data set where to continue."""
     if self._strategy is not None:
-      self._strategy.mark_finished(False)
       self._restore_servers()
+      self._strategy.mark_finished(False)
     elif self._checkpoint is not None:
       self._checkpoint.mark_finished(False)
       position = self._checkpoint.position
@@ -81,7 +80,6 @@ class ResumeFit(keras.callbacks.Callback):
     steps_per_epoch = self.params.get('steps')
     if position.step == steps_per_epoch:  # It was written at the very end.
       position = Position(position.epoch + 1, 0, position.splits)
-    logging.info('fit continues at %s', position)
     # As Keras's own BackupAndRestore does.
     _keras_internal.set_initial_epoch(self.model, position.epoch)
     self._strategy.recovery.resume(position, steps_per_epoch)

@@ -16,6 +16,7 @@ from absl import logging
 from tf_strategies import errors, option_checks
 from tf_strategies.checkpoint import checkpointer, model_state
 from tf_strategies.checkpoint.position import Position
+from tf_strategies.strategies.multi_worker import strategy as multi_worker
 
 # Restores of each group of workers, which name their exchanges: all workers
 # restore in the same order. Each generation of an elastic job is a new group.
@@ -39,6 +40,13 @@ class RunCheckpoint:
   one is used. On several workers all of them call `restore` and `save`; the
   chief alone reads and writes files.
 
+  A directory belongs to one run. The chief locks it for the life of its process, when
+  `fit` begins with `ResumeFit` or `PreemptionCheckpoint`, a `Preemption` is entered, or
+  at the first `save`. A run that the launcher restarts (TFS_RUN_ID) does not continue
+  checkpoints that another run has written meanwhile. A run that begins goes on from
+  the checkpoints that it finds, if they were made with the same model, optimizer,
+  random seed and `settings`; to continue others, delete `owner.json` there.
+
   Example:
 
     >>> import tempfile
@@ -57,7 +65,7 @@ class RunCheckpoint:
     position: what `restore` returned last; None before.
 
   Args:
-    directory: of the checkpoints; created by the first `save`.
+    directory: of the checkpoints; created if it is missing.
     model: a built model.
     optimizer: its optimizer; None for the one it is compiled with.
     settings: whatever makes two runs different, such as the seed; saved, and
@@ -105,7 +113,13 @@ class RunCheckpoint:
     self._model = model
     self._metrics = metrics
     self._settings = _as_json_returns_it({} if settings is None else settings)
+    seed, _ = multi_worker.proposed_seed()
+    # Compared before this run saves, since reading alone harms nobody.
+    self._description = _as_json_returns_it(
+      {'random seed': seed, **model_state.describe_optimizer(optimizer)}
+    )
     self._metric_arrays: dict[str, Any] = {}
+    self._restored: checkpointer.Checkpoint | None = None
     self.position: Position | None = None
 
   def restore(self) -> Position:
@@ -117,10 +131,12 @@ class RunCheckpoint:
     Raises:
       CheckpointMismatchError: it belongs to another model or another run; the
         message names every difference.
+      TakenOverError: another run has written there since this one began.
       DataError: there are checkpoints and all are damaged.
       StorageError: the chief cannot read a file.
     """
     found, header = self._find_on_all_workers()
+    self._restored = found
     self._metric_arrays = {}
     self.position = Position.from_json(header)
     if not header['is_found']:
@@ -132,7 +148,7 @@ class RunCheckpoint:
     if self._metrics is not None:  # Otherwise `fit` creates them later.
       self.restore_metrics()
     if self._access.is_chief:
-      logging.info('Restored %s: %s.', found.path, self.position)
+      self._checkpointer.log_restored(found, self.position)
     return self.position
 
   def restore_metrics(self) -> None:
@@ -153,6 +169,24 @@ class RunCheckpoint:
       return
     self._access.write(variables, self._metric_arrays)
 
+  def own(self) -> None:
+    """Makes this run the only one that saves; the first `save` does it too.
+
+    Raises:
+      InUseError: a live process of another run writes into the directory.
+      TakenOverError: another process has become the writer.
+      CheckpointMismatchError: the restored checkpoint was made with another
+        optimizer or random seed.
+    """
+    if not self._access.is_chief:
+      # It was, maybe, in an earlier generation of an elastic job.
+      self._checkpointer.release()
+      return
+    self._checkpointer.acquire()
+    if self._restored is not None:
+      self._checkpointer.check_description(self._restored, self._description)
+      self._restored = None  # Closes its file.
+
   def save(self, epoch: int, step: int = 0) -> str | None:
     """Saves the state on the chief; every worker calls it.
 
@@ -165,6 +199,7 @@ class RunCheckpoint:
 
     Raises:
       StorageError: it cannot be written; the previous checkpoints are untouched.
+      InUseError, TakenOverError, CheckpointMismatchError: as `own`.
       UnsupportedOptionError: not a position.
     """
     for name, value in (('epoch', epoch), ('step', step)):
@@ -175,6 +210,7 @@ class RunCheckpoint:
     if step:
       variables.update(self._metric_variables())
     arrays = self._access.read(variables)
+    self.own()
     if not self._access.is_chief:
       return None
     path = self._checkpointer.save(
@@ -182,6 +218,7 @@ class RunCheckpoint:
       {
         **position.to_json(),
         'settings': self._settings,
+        'description': self._description,
         'parts': model_state.reductions(variables),
       },
     )
@@ -193,6 +230,7 @@ class RunCheckpoint:
   def mark_finished(self, is_finished: bool = True) -> None:
     """Tells a `SidecarEvaluator` whether more checkpoints will follow."""
     option_checks.check_bool('is_finished', is_finished)
+    self.own()
     if self._access.is_chief:
       self._checkpointer.mark_finished(is_finished)
 
@@ -228,16 +266,20 @@ class RunCheckpoint:
 
   def _find(self) -> _Found:
     """The newest checkpoint, with this run's names; raises if it is another's."""
+    self._checkpointer.warn_if_in_use()
     found = self._checkpointer.newest()
     if found is None:
       return None, {'is_found': False, **Position().to_json()}
+    self._checkpointer.check_run(found)
     names = model_state.match_names(
       list(self._variables), [k for k in found.arrays if not _is_metric(k)]
     )
     found = dataclasses.replace(found, arrays=found.arrays.renamed(names))
     specs = found.arrays.specs
     # Those of parameter servers have none.
-    different = self._different_settings(found.metadata.get('settings', {}))
+    different = checkpointer.different_settings(
+      found.metadata.get('settings', {}), self._settings
+    )
     different += model_state.differences(
       self._variables, {k: v for k, v in specs.items() if not _is_metric(k)}
     )
@@ -254,14 +296,6 @@ class RunCheckpoint:
     ]
     position = Position.from_json(found.metadata).to_json()
     return found, {'is_found': True, **position, 'parts': parts}
-
-  def _different_settings(self, saved) -> list[str]:
-    return [
-      f'{name} was {saved.get(name)!r} and is {self._settings.get(name)!r}'
-      for name in sorted({*saved, *self._settings})
-      # As text: a nan equals no other.
-      if json.dumps(saved.get(name)) != json.dumps(self._settings.get(name))
-    ]
 
 
 def _as_json_returns_it(settings: Mapping[str, Any]) -> dict[str, Any]:

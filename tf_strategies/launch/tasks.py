@@ -1,6 +1,7 @@
 """Plans the tasks of a job: what each one's environment says. Starts nothing."""
 
 import dataclasses
+import hashlib
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,8 @@ _FILTERED = re.compile(r'([a-z]+)(?::([0-9]{1,9})(?:-([0-9]{1,9}))?)?')
 LOOPBACK = '127.0.0.1'
 
 _LOG_LEVEL = 'TF_CPP_MIN_LOG_LEVEL'
+# Stays the same when a task is restarted: see `checkpoint/ownership.py`.
+_RUN_ID = 'TFS_RUN_ID'
 
 # Whatever cluster the launcher itself is part of is not that of its tasks, and
 # a second source of the secret would leave open which one counts.
@@ -109,8 +112,14 @@ def plan_tasks(
         address = f'{_bracketed(nodes[place].host)}:{next(ports[place])}'
         jobs.setdefault(task_type, {})[index] = address
   specs = []
+  # What each host's launcher finds alike, and another launch does not.
+  run = hashlib.sha256(f'{secret} {jobs} {names}'.encode()).hexdigest()[:12]
   for task_type, index, place in names:
-    environment = {'PYTHONUNBUFFERED': '1', 'TFS_SECRET': secret}
+    environment = {
+      'PYTHONUNBUFFERED': '1',
+      'TFS_SECRET': secret,
+      _RUN_ID: run,
+    }
     if len(names) > 1:
       cluster = config.ClusterConfig(jobs, task_type, index)
       environment['TF_CONFIG'] = cluster.to_tf_config()
@@ -135,6 +144,8 @@ def full_environment(
   # A server that someone else ended has not done its work. What it ends with
   # once the launcher ends the job, nobody asks.
   name = exit_codes.TERMINATED_VARIABLE
+  # What names the run outlives this launch: Slurm keeps its number in a requeue.
+  named = inherited.get(_RUN_ID) or inherited.get('SLURM_JOB_ID')
   return {
     **kept,
     **spec.environment,
@@ -143,6 +154,7 @@ def full_environment(
     _LOG_LEVEL: log_level(kept),
     name: kept.get(name, str(exit_codes.RESTARTABLE_EXIT_CODE)),
     'TFS_RESTART_COUNT': str(restart_count),
+    **({_RUN_ID: named} if named else {}),
   }
 
 

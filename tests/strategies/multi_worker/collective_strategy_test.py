@@ -1,5 +1,6 @@
 """NCCL where it can be used, and an error at once where it cannot."""
 
+import socket
 from unittest import mock
 
 import pytest
@@ -61,6 +62,27 @@ class CommunicationTest(tf.test.TestCase, parameterized.TestCase):
       tfs.MultiWorkerCollectiveStrategy(
         cluster, tfs.CollectiveOptions(communication='nccl')
       )
+
+
+@pytest.mark.multi_process
+class TakenPortTest(tf.test.TestCase):
+  def test_names_the_address(self):
+    with processes.Workers(_start_at_a_taken_port, 1) as workers:
+      self.assertTrue(workers.wait()[0].result())
+
+
+def _start_at_a_taken_port(rank):
+  """Whether the error names the address, where another socket listens."""
+  addresses = processes.addresses(2)
+  cluster = tfs.cluster.ClusterConfig(
+    {'worker': dict(enumerate(addresses))}, 'worker', rank
+  )
+  host, _, port = addresses[rank].rpartition(':')
+  with socket.create_server((host, int(port))):
+    try:
+      tfs.MultiWorkerCollectiveStrategy(cluster)
+    except tfs.errors.RendezvousError as e:
+      return f'worker 0 cannot serve at {addresses[0]}' in str(e)
 
 
 class CompiledLoopTest(tf.test.TestCase, parameterized.TestCase):

@@ -10,6 +10,7 @@ import tensorflow as tf
 from tf_strategies import _tf_internal, cross_device, errors, option_checks
 from tf_strategies import cluster as cluster_lib
 from tf_strategies.cluster import config as config_lib
+from tf_strategies.cluster import reachability
 from tf_strategies.cross_device import links
 from tf_strategies.strategies.multi_worker import options as options_lib
 from tf_strategies.strategies.multi_worker import runtime_communicator, strategy
@@ -41,7 +42,7 @@ class MultiWorkerCollectiveStrategy(strategy.MultiWorkerStrategy):
 
   Raises:
     ClusterConfigError: TF_CONFIG is malformed, or has no part for this process.
-    RendezvousError: not all workers came.
+    RendezvousError: not all workers came, or this worker's port is taken.
     UnsupportedOptionError: options or devices that are not there, or NCCL
       without a physical GPU for each device.
     CollectiveMismatchError: workers with different numbers of devices.
@@ -126,7 +127,10 @@ def _start_runtime(rank, addresses, timeout_seconds):
       '/job:worker/replica:0/task:0', len(addresses), timeout_seconds
     )
     # Made for what it starts: the server, and the collective runtime.
-    tf.distribute.MultiWorkerMirroredStrategy(cluster_resolver=resolver)
+    with reachability.serving(f'worker {rank}', addresses[rank]):
+      tf.distribute.MultiWorkerMirroredStrategy(cluster_resolver=resolver)
+  except errors.RendezvousError:
+    raise
   except (tf.errors.OpError, RuntimeError) as e:
     raise errors.RendezvousError(
       f"TensorFlow's cluster runtime did not start on worker {rank} of "

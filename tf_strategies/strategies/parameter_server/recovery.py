@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
+import keras
 import numpy as np
 import tensorflow as tf
 from absl import logging
@@ -73,7 +74,10 @@ class Recovery:
       self._checkpointer = checkpointer.Checkpointer(
         options.checkpoint_dir, _MAX_TO_KEEP
       )
+      self._checkpointer.acquire()
     self._objects: Mapping[str, Any] | None = None
+    # Tells this run from others, in each checkpoint.
+    self._description: dict[str, Any] = {}
     self._is_tracking = False
     self._is_guarding = False
     # Whether it restores what an earlier run has saved.
@@ -114,7 +118,7 @@ class Recovery:
     if self.is_told:
       return False
     self._is_tracking = True
-    self._objects = self._objects or dict(objects)
+    self._take(objects, has_begun=True)
     if self._has_checkpoint:
       return False
     if self._checkpointer.paths():
@@ -180,6 +184,7 @@ class Recovery:
         {
           **position.to_json(),
           'steps': self.counts.of_all_runs,
+          'description': self._description,
           'parts': model_state.reductions(named),
         },
         write_tables,
@@ -197,7 +202,7 @@ class Recovery:
     """
     if not self.is_enabled:
       return None
-    self._objects = self._objects or dict(objects)
+    self._take(objects)
     self._is_loading = True
 
     def load():
@@ -212,8 +217,20 @@ class Recovery:
       return None
     self._has_checkpoint = True
     self.counts.note_loaded(found, self.steps_done(), calls)
-    logging.info('Restored %s.', found.path)
-    return position_lib.Position.from_json(found.metadata)
+    position = position_lib.Position.from_json(found.metadata)
+    self._checkpointer.log_restored(found, position)
+    return position
+
+  def _take(self, objects: Mapping[str, Any], has_begun: bool = False) -> None:
+    """Takes the objects that checkpoints hold, once, and describes the run."""
+    if self._objects is not None:
+      return
+    self._objects = dict(objects)
+    self._description['random seed'] = _tf_internal.global_seed()
+    for name, value in objects.items():
+      if isinstance(value, keras.optimizers.Optimizer):
+        found = model_state.describe_optimizer(value, has_begun)
+        self._description |= {f'{name}: {k}': v for k, v in found.items()}
 
   def _read_newest(
     self, only_lost: bool = False
@@ -232,6 +249,9 @@ class Recovery:
         'Expected a checkpoint of a ParameterServerStrategy. Fix: pass another '
         'checkpoint_dir.'
       )
+    if self._is_loading:
+      self._checkpointer.check_run(found)
+      self._checkpointer.check_description(found, self._description)
     named = model_state.name_objects(self._objects)
     names = model_state.match_names(list(named), list(found.arrays))
     arrays = found.arrays.renamed(names)

@@ -12,6 +12,7 @@ import tensorflow as tf
 from tf_strategies import _keras_internal, _tf_internal, option_checks
 from tf_strategies.checkpoint import model_state
 from tf_strategies.cluster import config as config_lib
+from tf_strategies.cluster import reachability
 from tf_strategies.cluster import workers as workers_lib
 from tf_strategies.strategies.parameter_server import (
   connection,
@@ -93,7 +94,8 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
   Raises:
     ClusterConfigError: no cluster, no ps, no worker, or this is not the chief.
     UnsupportedOptionError: an option or combination that is not allowed.
-    RendezvousError: tasks that did not answer within `start_timeout`, by name.
+    RendezvousError: tasks that did not answer within `start_timeout`, by name;
+      or the chief's port is taken.
   """
 
   def __init__(
@@ -138,7 +140,10 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         self.options.start_timeout,
         'to train',
       )
-      with _tf_internal.without_notices():
+      with (
+        _tf_internal.without_notices(),
+        reachability.serving('chief 0', self.cluster.address),
+      ):
         self._connect_to_cluster(coordinator_name='chief')
     # Each of these uses those before it, and none of those after it.
     self.liveness = connection.Liveness(
