@@ -10,13 +10,9 @@ from typing import Any
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import (
   default_hooks,
-  powerSGD_hook,
 )
 
 from benchmarks import slow_link_task as task
-
-# Steps that travel whole at the start; the hook asks for two or more.
-_WHOLE_STEPS = 10
 
 
 class Actor:
@@ -38,7 +34,7 @@ class Actor:
     seed: int,
     options: Mapping[str, Any],
   ) -> dict[str, object]:
-    """As `slow_link_ours`; options: `bfloat16`, or a `powersgd` rank."""
+    """As `slow_link_ours`; the one option is `bfloat16`."""
     os.environ['GLOO_SOCKET_IFNAME'] = 'eth0'
     torch.set_num_threads(1)
     size = len(addresses)
@@ -59,13 +55,6 @@ class Actor:
     model = torch.nn.parallel.DistributedDataParallel(net)
     if options.get('bfloat16'):
       model.register_comm_hook(None, default_hooks.bf16_compress_hook)
-    if 'powersgd' in options:
-      state = powerSGD_hook.PowerSGDState(
-        None,
-        matrix_approximation_rank=options['powersgd'],
-        start_powerSGD_iter=_WHOLE_STEPS,
-      )
-      model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     optimizer = torch.optim.Adam(net.parameters(), task.LEARNING_RATE)
     loss_of = torch.nn.CrossEntropyLoss()
     x, y = torch.from_numpy(images.x), torch.from_numpy(images.y)

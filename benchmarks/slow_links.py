@@ -75,12 +75,10 @@ PEERS = (
   Peer('none', {}),
   Peer('bfloat16', {'compression': 'bfloat16'}),
   Peer('int8', {'compression': 'int8'}),
-  Peer('powersgd_4', {'compression': 'powersgd(4)'}),
   Peer('local_16', {'local_steps': 16}),
   Peer('local_64', {'local_steps': 64}),
   Peer('ddp', {}, is_torch=True),
   Peer('ddp_bfloat16', {'bfloat16': True}, is_torch=True),
-  Peer('ddp_powersgd_4', {'powersgd': 4}, is_torch=True),
 )
 _PEERS = flags.DEFINE_list(
   'peers', None, f'Which of {",".join(p.name for p in PEERS)}. Default: all.'

@@ -6,15 +6,13 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tf_strategies.collectives import compression
-
 # What all are compared with: MultiWorkerMirroredStrategy with the bugs cured.
 REFERENCE = 'collective'
 WHOLE_BATCH = 'one_device_global_batch'
 
 _MIB = 1 << 20
 # How far losses of the same steps may be apart, relatively.
-_SAME, _SAME_IN_FEWER_BITS, _SIMILAR = 1e-3, 5e-2, 0.5
+_SAME, _SAME_IN_FEWER_BITS = 1e-3, 5e-2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,21 +37,14 @@ class Peer:
   local_steps: int = 0
 
   @property
-  def compression(self) -> compression.Compression:
-    """What gradients travel as."""
-    return compression.parse(self.options.get('compression', 'none'))
+  def compression(self) -> str:
+    """Returns the name of the codec for gradients."""
+    return self.options.get('compression', 'none')
 
   @property
   def tolerance(self) -> float:
     """How far its losses may be from those of one device, relatively."""
-    if self.compression.name == 'none':
-      return _SAME
-    # What is sent of a gradient later than the first steps makes them later.
-    is_late = self.compression.name in (
-      compression.POWER_SGD,
-      compression.TOP_K,
-    )
-    return _SIMILAR if is_late else _SAME_IN_FEWER_BITS
+    return _SAME if self.compression == 'none' else _SAME_IN_FEWER_BITS
 
 
 PEERS = (
@@ -64,8 +55,6 @@ PEERS = (
   Peer('ring_local_16', 'ring', local_steps=16),
   Peer('ring_local_64', 'ring', local_steps=64),
   Peer('ring_8mb_int8', 'ring', {'compression': 'int8'}),
-  Peer('ring_8mb_powersgd', 'ring', {'compression': 'powersgd(4)'}),
-  Peer('ring_8mb_topk', 'ring', {'compression': 'topk(0.01)'}),
   # One shard a worker of the two, and what a larger job would share out.
   Peer('reproducible_2', 'ring_reproducible', {'reproducible': 2}),
   Peer('reproducible_8', 'ring_reproducible', {'reproducible': 8}),

@@ -53,6 +53,7 @@ from benchmarks import (
   training_peers,
   worker_pool,
 )
+from tf_strategies.collectives import codecs
 from tf_strategies.launch import ports as ports_lib
 
 _NUM_WORKERS = flags.DEFINE_integer(
@@ -292,8 +293,11 @@ def _record(peer, seconds, parameter_bytes, link) -> dict[str, Any]:
 def _travelling(peer) -> int:
   """Bytes of a buffer whose ring sends as much as the gradients do."""
   count = _NUM_WORKERS.value
-  shapes = [(_WIDTH.value, _WIDTH.value), (_WIDTH.value,)] * _LAYERS.value
-  sent = sum(peer.compression.bytes_sent(shape, count) for shape in shapes)
+  lengths = [_WIDTH.value**2, _WIDTH.value] * _LAYERS.value
+  sent = sum(
+    codecs.all_reduce_bytes(peer.compression, length, count)
+    for length in lengths
+  )
   return sent * count // (2 * (count - 1))
 
 

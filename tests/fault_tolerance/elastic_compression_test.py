@@ -8,7 +8,6 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_strategies as tfs
-from tests import tiers
 from tests.fault_tolerance import elastic_program, elastic_test
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
@@ -59,17 +58,15 @@ class RepeatedStepTest(tf.test.TestCase, parameterized.TestCase):
       for name, array in one['kept'].items():
         np.testing.assert_array_equal(array, other['kept'][name], name)
 
-  @tiers.parameters(
-    tiers.full('int8'), tiers.soak('powersgd(2)'), tiers.full('topk(0.1)')
-  )
-  def test_rests_are_added_once(self, compression):
-    undisturbed = _outcomes(compression)
+  @pytest.mark.full
+  def test_rests_are_added_once(self):
+    undisturbed = _outcomes('int8')
     for found in undisturbed:
       self.assertLen(found['generations'], 1)
       self.assertNotEmpty(found['kept'])
       for name, array in found['kept'].items():
         self.assertGreater(np.abs(array).max(), 0, name)
-    disturbed = _outcomes(compression, deaf=_EVERYONE)
+    disturbed = _outcomes('int8', deaf=_EVERYONE)
     for found in disturbed:
       self.assertGreater(len(found['generations']), 4)
     self.assert_same_bits(disturbed, undisturbed)
@@ -82,11 +79,10 @@ class RepeatedStepTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class KillTest(tf.test.TestCase, parameterized.TestCase):
-  @tiers.parameters(('int8', 0.1), tiers.full('powersgd(2)', 0.5))
-  def test_a_worker_dies_and_comes_back(self, compression, furthest):
+  def test_a_worker_dies_and_comes_back(self):
     options = tfs.ElasticOptions(min_workers=2, window_seconds=0.5)
     victim = 1
-    with elastic_test.Kill(options, 0.15, compression=compression) as kill:
+    with elastic_test.Kill(options, 0.15, compression='int8') as kill:
       kill.after(victim, 5)
       kill.workers.start(victim)
       outcomes = [outcome.result() for outcome in kill.workers.wait()]
@@ -100,12 +96,9 @@ class KillTest(tf.test.TestCase, parameterized.TestCase):
       ):
         np.testing.assert_array_equal(a, b)
         # Near one device's, which rounds nothing.
-        self.assertLess(np.abs(a - c).max(), furthest)
+        self.assertLess(np.abs(a - c).max(), 0.1)
       for name, array in found['kept'].items():
-        if name.startswith('factor/'):
-          np.testing.assert_array_equal(array, outcomes[0]['kept'][name])
-        else:
-          self.assertGreater(np.abs(array).max(), 0, name)
+        self.assertGreater(np.abs(array).max(), 0, name)
     self.assertEqual(outcomes[victim]['generations'][-1].world_size, 3)
 
 

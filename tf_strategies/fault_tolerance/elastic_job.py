@@ -128,7 +128,7 @@ class Job:
       step = self.state.rows // self._batch + applied - self._counted
       self._set(self.state.epoch, step)
     self._held = [elastic_members.read(v) for v in self._variables()]
-    rests = self._kept(are_parts=True)
+    rests = self._rests()
     self._held_rests = [elastic_members.read(v) for v in rests]
     self._objects = None
 
@@ -158,7 +158,7 @@ class Job:
     self._objects = {'model': model, 'optimizer': optimizer, **others}
     self._model, self._optimizer = model, optimizer
     self._variables()  # Raises an error if they cannot be shared.
-    rests, held = self._kept(are_parts=True), self._held_rests
+    rests, held = self._rests(), self._held_rests
     if [v.shape for v in held] == [tuple(v.shape) for v in rests]:
       self._assign(rests, held)
     self._held_rests = []
@@ -456,13 +456,14 @@ class Job:
           'state that every worker has whole',
           'wrap the optimizer: tfs.keras.DistributedOptimizer(optimizer)',
         )
-    return [*variables, *self._kept(are_parts=False)]
+    return list(variables)
 
-  def _kept(self, are_parts: bool) -> list[tf.Variable]:
-    """What gradients leave behind: what this worker alone has, or what all have."""
+  def _rests(self) -> list[tf.Variable]:
+    """Returns the variables with what this worker has not sent of gradients."""
     communicator = self.strategy.extended.communicator
-    kept = communicator.gradient_state(self._model.trainable_variables)
-    return [v for v in kept.values() if model_state.has_parts(v) == are_parts]
+    return [
+      *communicator.gradient_state(self._model.trainable_variables).values()
+    ]
 
   def _metrics(self):
     """The metrics of which every worker has all, as models' steps make them."""

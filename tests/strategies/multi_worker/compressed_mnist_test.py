@@ -17,8 +17,6 @@ _ROWS, _BATCH, _EPOCHS = 10_000, 50, 2
 _MOST = {
   'none': 1.0,
   'int8': 1.03,
-  'powersgd(4)': 1.1,
-  'topk(0.05)': 1.1,
 }
 
 

@@ -180,7 +180,6 @@ class CompressionTest(tf.test.TestCase, parameterized.TestCase):
   def test_what_keeps_a_rest_is_refused(self):
     for options in (
       {'compression': 'int8'},
-      {'compression': 'powersgd(4)'},
       {'compression': lambda variable: 'none'},
       {'reproducible': True},
     ):

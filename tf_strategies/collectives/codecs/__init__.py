@@ -21,6 +21,7 @@ import numpy as np
 
 from tf_strategies import option_checks
 from tf_strategies.collectives import codec as codec_lib
+from tf_strategies.collectives import schedule as schedule_lib
 
 # Elements over which the sizes of payloads are compared.
 _MANY = 1 << 16
@@ -73,6 +74,21 @@ def wire_bytes(name: str, dtype: np.dtype, length: int) -> int:
   if codec is NONE:
     return length * dtype.itemsize
   return codec.payload_bytes(length)
+
+
+def all_reduce_bytes(name: str, length: int, world_size: int) -> int:
+  """Returns the bytes that rank 0 sends to all-reduce so many float32 values.
+
+  Each rank owns a chunk.
+
+  Example:
+
+    >>> all_reduce_bytes('int8', 500_000, world_size=2)
+    507816
+  """
+  sizes = schedule_lib.chunk_sizes(length, world_size)
+  each = [wire_bytes(name, np.dtype('f4'), n) for n in sizes]
+  return sum(each[1:]) + (world_size - 1) * each[0]
 
 
 def for_array(name: str, dtype: np.dtype) -> codec_lib.Codec:

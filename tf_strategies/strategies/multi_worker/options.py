@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tf_strategies import option_checks, process_group
-from tf_strategies.collectives import algorithms, compression
+from tf_strategies.collectives import algorithms, codecs
 from tf_strategies.process_group import options as group_options
 from tf_strategies.strategies.mirrored import shards
 
@@ -30,10 +30,9 @@ class RingOptions:
       workers of a host; 'auto' picks it by the size of a bucket and by the hosts.
     compression: what float gradients that go to an optimizer travel as; all else is
       exact. 'none', or, with half of the bytes, 'bfloat16' or 'float16' (8 or 11
-      bits of precision). 'int8' takes a quarter, 'powersgd(4)' makes matrices
-      products of rank 4, 'topk(0.01)' sends the largest hundredth; what these
-      three leave out each worker adds to its next gradient, and checkpoints have
-      it. A function of a variable that returns such a name chooses for each:
+      bits of precision). 'int8' takes a quarter. Each worker adds what 'int8'
+      leaves out to its next gradient, and checkpoints have it. A function of a
+      variable that returns such a name chooses for each:
       `lambda v: 'int8' if len(v.shape) > 1 else 'none'`.
     reproducible: whether weights are the same to the bit for any number of workers
       and any algorithm: the global batch is cut into virtual shards, which workers
@@ -61,7 +60,7 @@ class RingOptions:
     option_checks.check_int('bucket_bytes', self.bucket_bytes, 1)
     algorithms.check(self.all_reduce, 'auto', option='all_reduce')
     if not callable(self.compression):
-      compression.parse(self.compression)
+      codecs.get(self.compression)
     option_checks.check(
       not shards.check(self.reproducible) or self.compression == 'none',
       f'compression={self.compression!r} with '

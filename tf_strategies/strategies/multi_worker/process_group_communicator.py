@@ -9,21 +9,20 @@ import tensorflow as tf
 
 from tf_strategies import _tf_internal, errors, process_group
 from tf_strategies.collectives import algorithms, codecs
-from tf_strategies.collectives import compression as compression_lib
+from tf_strategies.collectives import codec as codec_lib
 from tf_strategies.keras import gradient_reducer
 from tf_strategies.spmd import kinds, pieces
 from tf_strategies.strategies import communicator
 from tf_strategies.strategies.mirrored import reducer
 from tf_strategies.strategies.multi_worker import (
   collective_queue,
-  compressors,
   gradient_state,
+  gradient_sums,
 )
 from tf_strategies.strategies.multi_worker import options as options_lib
 
 # How many of a bucket's tensors a timeline spells out.
 _NAMED = 6
-_WHOLE = compression_lib.parse('none')
 
 
 class ProcessGroupCommunicator(communicator.Communicator):
@@ -43,10 +42,10 @@ class ProcessGroupCommunicator(communicator.Communicator):
     if options.all_reduce != 'auto':
       schedule = algorithms.build(options.all_reduce, self.capacity)
       num_chunks = schedule.num_chunks
-    self._sending = compressors.Sending(
+    self._sending = gradient_sums.Sending(
       options.bucket_bytes, options.all_reduce, num_chunks
     )
-    self._kept = gradient_state.GradientState(local.devices[0])
+    self._rests = gradient_state.GradientRests(local.devices[0])
 
   @property
   def group(self) -> process_group.ProcessGroup:
@@ -115,7 +114,7 @@ class ProcessGroupCommunicator(communicator.Communicator):
         self._item(t, v, gradients is not None)
         for t, v in zip(tensors, variables, strict=True)
       ]
-      summed = compressors.all_reduce(items, self._sending, send, writes)
+      summed = gradient_sums.all_reduce(items, self._sending, send, writes)
       if gradients is not None and gradients.writes is None:
         gradient_reducer.write(writes)
       return [tf.cast(s, t.dtype) for s, t in zip(summed, tensors, strict=True)]
@@ -165,24 +164,21 @@ class ProcessGroupCommunicator(communicator.Communicator):
     sending, block = self._sending, codec.block_length or 1
 
     def add(group, array, name):
-      return sending.sum(group, array, name, codec.name)
+      return sending.sum(group, array, name, codec)
 
     def divide(group, array, name):
       how = {'algorithm': sending.algorithm, 'compression': codec.name}
       return group.reduce_scatter(array, name=name, **how)
 
     with tf.device(self._local.devices[0]):
-      sent = [compressors.to_wire(t, codec) for t in tensors]
+      sent = [gradient_sums.to_wire(t, codec) for t in tensors]
       rows = [pieces.rows(t, shard) for t in sent[:split]]
       divided = sending.pack(rows, block, shard.count)
       whole = sending.pack(sent[split:], block)
-      asked = compressors.requests(
-        divided, divide, divided.shapes_of_rows(count)
-      )
-      asked += [
-        r._replace(members=[split + i for i in r.members])
-        for r in compressors.requests(whole, add)
-      ]
+      numbers = range(len(tensors))
+      shapes = divided.shapes_of_rows(count)
+      asked = gradient_sums.requests(divided, divide, numbers[:split], shapes)
+      asked += gradient_sums.requests(whole, add, numbers[split:])
       results = self._send('reduce_scatter', 'pieces', asked, tensors)
       number = len(divided.buckets)
       matrices = divided.unpack(results[:number], count)
@@ -217,42 +213,39 @@ class ProcessGroupCommunicator(communicator.Communicator):
         for row in zip(*columns, strict=True)
       ]
       packed = self._sending.pack(rows, num_rows=count)
-      asked = compressors.requests(packed, join, packed.shapes_of_rows(count))
+      asked = gradient_sums.requests(
+        packed, join, range(len(rows)), packed.shapes_of_rows(count)
+      )
       joined = self._send('all_gather', 'pieces', asked, columns[0])
       return packed.unpack(joined, count)
 
-  def _item(self, tensor, variable, is_gradient) -> compressors.Item:
-    """How a tensor is sent; what is kept of it needs a variable."""
-    compression = _WHOLE
-    if is_gradient and tensor.dtype.is_floating:
-      compression = self._compression_of(variable)
-    if compression is _WHOLE or not compression.keeps_rest:
-      return compressors.Item(tensor, compression)
-    if variable is None or not compression.applies(tuple(variable.shape)):
-      return compressors.Item(tensor, _WHOLE)
-    kept = self._kept.of(variable, compression)
-    tensor = tf.cast(tensor, kept.rest.dtype)
-    return compressors.Item(tensor, compression, kept)
+  def _item(self, tensor, variable, is_gradient) -> gradient_sums.Item:
+    """Says how a tensor is sent; a rest is kept of a variable's gradient only."""
+    if not is_gradient or not tensor.dtype.is_floating:
+      return gradient_sums.Item(tensor, codecs.NONE)
+    codec = self._codec_of(variable)
+    if not codec.keeps_rest:
+      return gradient_sums.Item(tensor, codec)
+    if variable is None:
+      return gradient_sums.Item(tensor, codecs.NONE)
+    rest = self._rests.of(variable)
+    return gradient_sums.Item(tf.cast(tensor, rest.dtype), codec, rest)
 
-  def _compression_of(self, variable) -> compression_lib.Compression:
-    """As what gradients of a variable travel; None is any."""
+  def _codec_of(self, variable) -> codec_lib.Codec:
+    """Returns the codec for the gradients of a variable; None is any."""
     chosen = self._options.compression
     if callable(chosen):
       chosen = 'none' if variable is None else chosen(variable)
-    return compression_lib.parse(chosen)
+    return codecs.get(chosen)
 
   def gradient_state(self, variables):
     """See base class."""
-    found = {}
     names = gradient_state.names(variables)
-    for name, variable in zip(names, variables, strict=True):
-      compression = self._compression_of(variable)
-      if compression.keeps_rest and compression.applies(tuple(variable.shape)):
-        kept = self._kept.of(variable, compression)
-        found[f'rest/{name}'] = kept.rest
-        if kept.factor is not None:
-          found[f'factor/{name}'] = kept.factor
-    return found
+    return {
+      f'rest/{name}': self._rests.of(variable)
+      for name, variable in zip(names, variables, strict=True)
+      if self._codec_of(variable).keeps_rest
+    }
 
   @property
   def bucket_bytes(self):
